@@ -1,0 +1,105 @@
+"""What is applied to q, k, g and beta before the recurrence, and its derivatives, in plain torch for the CPU backends.
+
+Each pair is checked against autograd in float64 (tests/test_activations.py). Shapes are per token: ``[B, T, heads, width]``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kda_ops.problem import Problem
+
+EPS = 1e-6  # inside the square root of the l2 norm
+
+
+def l2norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x / sqrt(sum x^2 + eps) over the last dimension, and the factor 1 / sqrt(...) [.., 1]."""
+    rstd = (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
+    return x * rstd, rstd
+
+
+def l2norm_backward(dy: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
+    """dx = rstd (dy - y sum(y dy))."""
+    return rstd * (dy - y * (y * dy).sum(-1, keepdim=True))
+
+
+def _gate_argument(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """exp(A_log) [HV] or [HV, 1], and x = g + dt_bias, in `dtype`."""
+    HV = g.shape[2]
+    A = torch.ones(HV, dtype=dtype, device=g.device) if A_log is None else A_log.to(dtype).exp()
+    x = g.to(dtype)
+    if dt_bias is not None:
+        x = x + dt_bias.to(dtype).reshape(x.shape[2:])
+    return (A.unsqueeze(-1) if rank else A), x
+
+
+def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int) -> Tensor:
+    """The log decay: -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)) with a bound.
+
+    float32, or float64 for float64 logits.
+    """
+    A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
+    return -A * F.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(A * x)
+
+
+def gate_backward(
+    dy: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of `gate` for g, A_log and dt_bias, each in its input's dtype; parameter sums in at least float32, cast once."""
+    A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
+    dy = dy.to(x.dtype)
+    if lower_bound is None:
+        dx = -A * torch.sigmoid(x) * dy
+        per_log = -A * F.softplus(x) * dy
+    else:
+        s = torch.sigmoid(A * x)
+        # A saturated sigmoid has slope 0 even where exp(A_log) overflowed, so select: 0 * inf would be NaN.
+        slope = s * (1 - s)
+        dx = torch.where(slope > 0, lower_bound * slope * A * dy, 0.0)
+        per_log = torch.where(slope > 0, dx * x, 0.0)
+    tokens = (0, 1)
+    dA_log = None if A_log is None else per_log.sum(tokens + (3,) if rank else tokens).to(A_log.dtype)
+    ddt_bias = None if dt_bias is None else dx.sum(tokens).reshape(dt_bias.shape).to(dt_bias.dtype)
+    return dx.to(g.dtype), dA_log, ddt_bias
+
+
+class Activated:
+    """The inputs of the recurrence in one dtype: q and k normalised [B, T, H, K], g [B, T, HV, D] (zero if absent), beta [B, T, HV].
+
+    D is K for a decay of rank 1 and 1 for rank 0. The scale is not applied.
+    """
+
+    def __init__(self, p: Problem, dtype: torch.dtype):
+        self.q, self.k, self.v = p.q.to(dtype), p.k.to(dtype), p.v.to(dtype)
+        self.q_rstd = self.k_rstd = None
+        if p.l2norm:
+            self.q, self.q_rstd = l2norm(self.q)
+            self.k, self.k_rstd = l2norm(self.k)
+        if p.g is None:
+            g = self.v.new_zeros((p.B, p.T, p.HV))
+        else:
+            g = gate(p.g, p.A_log, p.dt_bias, p.lower_bound, p.rank).to(dtype) if p.activate_gate else p.g.to(dtype)
+        self.g = g if p.rank and p.g is not None else g.unsqueeze(-1)
+        if p.beta is None:
+            self.beta = self.v.new_ones((p.B, p.T, p.HV))
+        elif p.sigmoid_beta:
+            self.beta = torch.sigmoid(p.beta.to(dtype)) * (2.0 if p.neg_eigval else 1.0)
+        else:
+            self.beta = p.beta.to(dtype)
+
+    def gradients(self, p: Problem, dq: Tensor | None, dk: Tensor | None, dg: Tensor | None, dbeta: Tensor | None):
+        """From gradients of the activated tensors, in the same shapes, to (dq, dk, dg, dbeta, dA_log, ddt_bias) of the inputs."""
+        if p.l2norm:
+            dq = None if dq is None else l2norm_backward(dq, self.q, self.q_rstd)
+            dk = None if dk is None else l2norm_backward(dk, self.k, self.k_rstd)
+        dA_log = ddt_bias = None
+        if dg is not None:
+            dg = dg if p.rank else dg.squeeze(-1)
+            if p.activate_gate:
+                dg, dA_log, ddt_bias = gate_backward(dg, p.g, p.A_log, p.dt_bias, p.lower_bound, p.rank)
+        if dbeta is not None and p.sigmoid_beta:
+            top = 2.0 if p.neg_eigval else 1.0
+            dbeta = dbeta * self.beta * (1.0 - self.beta / top)
+        return dq, dk, dg, dbeta, dA_log, ddt_bias

@@ -1,0 +1,308 @@
+"""The CPU backend: the chunk form as batched products over all chunks and heads, with a hand-written backward, in plain torch.
+
+Inputs of 16 bits are widened once and everything is summed in float32 (float64 for float64 inputs), so nothing here has a 16-bit
+operand. Formulas: MATHS.md; contracts: `kda_ops.stages`; each stage is tested against its twin in `reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kda_ops.backends.activations import Activated, gate, gate_backward  # noqa: F401  (stages of this backend)
+from kda_ops.problem import CHUNK, Problem
+from kda_ops.sequences import Chunks
+from kda_ops.stages import Gradients, Reverse, Tile, Trace
+
+FORGET = -1e4  # exp of it is 0 in every dtype; keeps -inf out of differences
+_EYE = torch.eye(CHUNK)
+
+
+class _Chunked:
+    """The activated inputs per chunk, and the decays every stage uses: q (scaled), k, v, beta [NT, HV, C, .], G float64 [NT, HV, C, D]."""
+
+    def __init__(self, p: Problem):
+        self.x, self.chunks, dtype = Activated(p, p.state_dtype), Chunks(p), p.state_dtype
+        split = self.chunks.split
+        self.k, self.v, self.beta = split(self.x.k, dtype), split(self.x.v, dtype), split(self.x.beta[..., None], dtype)
+        self.q = split(self.x.q, dtype) * p.scale
+        if p.HV > p.H:
+            self.q, self.k = (t.repeat_interleave(p.HV // p.H, 1) for t in (self.q, self.k))
+        # Float64 makes differences of prefix sums exact enough for any gate; the clamp makes -inf a number they can hold.
+        self.G = split(self.x.g, torch.float64).clamp(min=FORGET).cumsum_(-2)
+        last = self.G[..., -1:, :]
+        self.decay, self.tail = self.G.to(dtype).exp(), (last - self.G).to(dtype).exp_()
+        self.gamma = last[..., 0, :].to(dtype).exp()
+
+
+def _pair_decay(G: Tensor, dtype: torch.dtype) -> Tensor:
+    """E_ij = exp(G_i - G_j) for i >= j, else 0: [.., C, 1] -> [.., C, C]."""
+    upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu_(1)
+    return (G - G.mT).to(dtype).masked_fill_(upper, -torch.inf).exp_()
+
+
+def _levels(G: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For each level of the chunk: the size m of the diagonal blocks that hold its pairs, their mask [m, m], and the factor f [.., C, K].
+
+    A pair (j, i) belongs to the level where i is in the later and j in the earlier half of one block of 2 half rows; with a the end of the
+    earlier half, E_ij = f_i f_j, f = exp(-|G - G_a|) <= 1. No row after i is read.
+    """
+    half = CHUNK // 2
+    while half:
+        m = max(2 * half, 8)
+        row = torch.arange(m)
+        later = (row // half) % 2 == 1
+        mask = (row[:, None] // (2 * half) == row[None, :] // (2 * half)) & later[:, None] & ~later[None, :]
+        blocks = G.unflatten(-2, (-1, 2, half))
+        sign = torch.tensor([-1.0, 1.0], dtype=G.dtype)[:, None, None]
+        f = (blocks - blocks[..., :1, -1:, :]).mul_(sign).to(dtype).exp_()
+        yield m, mask, f.flatten(-4, -2)
+        half //= 2
+
+
+def _blocks(x: Tensor, m: int) -> Tensor:
+    """[.., C, K] as a batch of m-row blocks."""
+    return x.reshape(-1, m, x.shape[-1])
+
+
+def _diagonal_blocks(x: Tensor, m: int) -> Tensor:
+    """[M, C, C] as its diagonal m x m blocks [M, C // m, m, m], a view."""
+    return x.unflatten(-1, (-1, m)).unflatten(-3, (-1, m)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _scores(c: _Chunked) -> tuple[Tensor, Tensor]:
+    """sum_d q_id k_jd E_ijd for j <= i, and sum_d k_id k_jd E_ijd for j < i."""
+    q, k, G = c.q, c.k, c.G
+    if G.shape[-1] == 1:
+        E = _pair_decay(G, k.dtype)
+        return (q @ k.mT).mul_(E), (k @ k.mT).mul_(E).tril_(-1)
+    qk, kk = torch.diag_embed((q * k).sum(-1)), k.new_zeros((*k.shape[:-1], CHUNK))
+    for m, mask, f in _levels(G, k.dtype):
+        kf = _blocks(k * f, m)
+        both = torch.cat([_blocks(q * f, m), kf], 1) @ kf.mT
+        shape = (*k.shape[:2], -1, m, m)
+        _diagonal_blocks(qk, m).add_(both[:, :m].where(mask, 0.0).view(shape))
+        _diagonal_blocks(kk, m).add_(both[:, m:].where(mask, 0.0).view(shape))
+    return qk, kk
+
+
+def _scores_backward(c: _Chunked, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """sum_j dP_ij k_j E_ij and sum_j dL_ij k_j E_ij for the rows, sum_i (dP_ij q_i + dL_ij beta_i k_i) E_ij for the columns."""
+    q, k, G = c.q, c.k, c.G
+    if G.shape[-1] == 1:
+        E = _pair_decay(G, k.dtype)
+        dP, dL = dP * E, dL * E
+        return dP @ k, dL @ k, (dP.mT @ q).add_(dL.mT @ (c.beta * k))
+    on_diagonal = torch.diagonal(dP, dim1=-2, dim2=-1)[..., None]
+    rows_q, rows_k, columns = on_diagonal * k, torch.zeros_like(k), on_diagonal * q
+    for m, mask, f in _levels(G, k.dtype):
+        kf, qf = k * f, q * f
+        d = torch.cat([_diagonal_blocks(dP, m), _diagonal_blocks(dL, m)], -2).where(mask.repeat(2, 1), 0.0).reshape(-1, 2 * m, m)
+        rows = d @ _blocks(kf, m)
+        rows_q.addcmul_(rows[:, :m].reshape(k.shape), f)
+        rows_k.addcmul_(rows[:, m:].reshape(k.shape), f)
+        columns.addcmul_((d.mT @ torch.cat([_blocks(qf, m), _blocks(kf.mul_(c.beta), m)], 1)).view(k.shape), f)
+    return rows_q, rows_k, columns
+
+
+def prepare(p: Problem, A: Tensor | None = None) -> Tile:
+    """Everything about the chunks that does not depend on the state."""
+    c = _Chunked(p)
+    P, kk = _scores(c)
+    if A is None:
+        eye = _EYE.to(kk.dtype)
+        A = torch.linalg.solve_triangular((c.beta * kk).add_(eye), eye.expand_as(kk), upper=False, unitriangular=True).contiguous()
+    w, u = A @ (c.k * c.decay).mul_(c.beta), A @ (c.v * c.beta)
+    return Tile(A=A, P=P, w=w, u=u, qg=c.q * c.decay, kg=c.k * c.tail, gamma=c.gamma)
+
+
+class _Running:
+    """The states of all sequences, longest first, so that those still running at a scan step are a prefix: [N, HV, K, V]."""
+
+    def __init__(self, p: Problem, initial: Tensor | None, slots: Tensor | None):
+        self.chunks, self.HV = Chunks(p), p.HV
+        self.order, self.steps = self.chunks.order, self.chunks.steps()
+        if initial is None:
+            self.S = torch.zeros((p.N, p.HV, p.K, p.V), dtype=p.state_dtype)
+        else:
+            rows = self.order if slots is None else slots[self.order].clamp(min=0)
+            self.S = p.as_kv(initial).index_select(0, rows).to(p.state_dtype).contiguous()
+            if slots is not None:
+                self.S[slots[self.order] < 0] = 0.0
+
+    def at(self, x: Tensor, chunk: Tensor) -> Tensor:
+        """The rows of these chunks as one batch [n * HV, ., .]; a view when they lie together."""
+        n, first = len(chunk), int(chunk[0])
+        rows = x[first : first + n] if n == 1 else x.index_select(0, chunk)
+        return rows.flatten(0, 1)
+
+
+def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:
+    """v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new."""
+    slots = p.state_indices
+    run = _Running(p, p.state, slots)
+    states = tile.u.new_zeros((run.chunks.NT, p.HV, p.K, p.V)) if keep else None
+    v_all, out = torch.zeros_like(tile.u) if keep else None, None if o is None else torch.zeros_like(tile.u)
+    for step, (live, chunk) in enumerate(run.steps):
+        S = run.S[: len(live)].flatten(0, 1)
+        if keep:
+            states[chunk] = run.S[: len(live)]
+        v_new = torch.baddbmm(run.at(tile.u, chunk), run.at(tile.w, chunk), S, alpha=-1)
+        if keep:
+            v_all[chunk] = v_new.unflatten(0, (-1, p.HV))
+        if out is not None:
+            out[chunk] = torch.bmm(run.at(tile.qg, chunk), S).baddbmm_(run.at(tile.P, chunk), v_new).unflatten(0, (-1, p.HV))
+        S.mul_(run.at(tile.gamma, chunk)[..., None]).baddbmm_(run.at(tile.kg, chunk).mT, v_new)
+        if p.snapshot_indices is not None:
+            _snapshot(p, run, live, step + 1, final_state)
+    if slots is not None and out is not None:
+        _silence(run, slots, out)
+    if o is not None:
+        o.copy_(run.chunks.join(out))
+    if final_state is not None and final_state.numel():
+        _write(p.as_kv(final_state), run.order if slots is None else slots[run.order], run.S)
+    return Trace(states, v_all) if keep else None
+
+
+def _snapshot(p: Problem, run: _Running, live: Tensor, chunk: int, pool: Tensor) -> None:
+    """Write the states after `chunk` whole chunks of the live sequences to their snapshot slots, where one is due."""
+    column = chunk // p.snapshot_every - 1
+    if chunk % p.snapshot_every or column >= p.snapshot_indices.shape[1]:
+        return
+    length = torch.tensor(run.chunks.offsets).diff()[live]
+    due = length >= chunk * CHUNK
+    if p.state_indices is not None:
+        due &= p.state_indices[live] >= 0
+    _write(p.as_kv(pool), p.snapshot_indices[live, column].where(due, -1), run.S[: len(live)])
+
+
+def _silence(run: _Running, slots: Tensor, out: Tensor) -> None:
+    """Sequences without a slot give zero output."""
+    for n in torch.nonzero(slots < 0).flatten().tolist():
+        out[run.chunks.first[n] : run.chunks.first[n] + run.chunks.count[n]] = 0.0
+
+
+def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
+    """dv_new = P^T do + kg dS;   dS <- gamma dS + qg^T do - w^T dv_new."""
+    run = _Running(p, dfinal_state, None)
+    dstates, dv_all = tile.u.new_zeros((run.chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u)
+    d_o = torch.zeros_like(tile.u) if do is None else run.chunks.split(do, p.state_dtype)
+    for live, chunk in reversed(run.steps):
+        dS = run.S[: len(live)].flatten(0, 1)
+        dstates[chunk] = run.S[: len(live)]
+        b_do = run.at(d_o, chunk)
+        dv_new = torch.bmm(run.at(tile.P, chunk).mT, b_do).baddbmm_(run.at(tile.kg, chunk), dS)
+        dv_all[chunk] = dv_new.unflatten(0, (-1, p.HV))
+        dS.mul_(run.at(tile.gamma, chunk)[..., None]).baddbmm_(run.at(tile.qg, chunk).mT, b_do).baddbmm_(run.at(tile.w, chunk).mT, dv_new, alpha=-1)
+    dinitial = torch.empty_like(run.S).index_copy_(0, run.order, run.S) if need_initial else None
+    return Reverse(dstates, dv_all, dinitial)
+
+
+def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
+    """Every input's gradient from what the two scans left, all chunks at once."""
+    c = _Chunked(p)
+    q, k, v, beta, decay, A = c.q, c.k, c.v, c.beta, c.decay, tile.A
+    S, dS, dV = trace.states, reverse.dstates, reverse.dv_new
+    dw, dkg = -(dV @ S.mT), (trace.v_new @ dS.mT).mul_(c.tail)
+    k_decay = k * decay
+    dA = (dV @ (beta * v).mT).add_(dw @ (k_decay * beta).mT)
+    dL = (A.mT @ dA @ A.mT).neg_().tril_(-1)
+    Zv, Zk = A.mT @ dV, A.mT @ dw
+    if do is None:
+        dqg, dP = torch.zeros_like(k), torch.zeros_like(dL)
+    else:
+        d_o = c.chunks.split(do, p.state_dtype)
+        dqg, dP = (d_o @ S.mT).mul_(decay), (d_o @ trace.v_new.mT).tril_()
+    dq, r, col = _scores_backward(c, dP, dL)
+    dq.add_(dqg)
+    r.add_(Zk.mul_(decay))
+    dbeta = (Zv * v).sum(-1).add_((r * k).sum(-1))
+    dk_early = r.mul_(beta)  # where row i reads k_i; the columns and kg read it later
+    dg = None
+    if "g" in need or "A_log" in need or "dt_bias" in need:
+        dG = (q * dq).add_(k * (dk_early - col - dkg))
+        dG[..., -1, :] += c.gamma * (S * dS).sum(-1) + (k * dkg).sum(-2)
+        if c.G.shape[-1] == 1:
+            dG = dG.sum(-1, keepdim=True)
+        dg = c.chunks.join(dG.flip(-2).cumsum(-2).flip(-2))
+    dk = dk_early.add_(col).add_(dkg)
+
+    def per_key_head(d: Tensor) -> Tensor:
+        joined = c.chunks.join(d)
+        return joined.unflatten(2, (p.H, p.HV // p.H)).sum(3) if p.HV > p.H else joined
+
+    dq, dk, dg, dbeta, dA_log, ddt_bias = c.x.gradients(p, per_key_head(dq.mul_(p.scale)), per_key_head(dk), dg, c.chunks.join(dbeta))
+    found = dict(q=dq, k=dk, v=c.chunks.join(Zv.mul_(beta)), g=dg, beta=dbeta, A_log=dA_log, dt_bias=ddt_bias)
+    inputs = dict(q=p.q, k=p.k, v=p.v, g=p.g, beta=p.beta, A_log=p.A_log, dt_bias=p.dt_bias)
+    out = Gradients(**{n: found[n].to(x.dtype) for n, x in inputs.items() if n in need and x is not None})
+    if "initial_state" in need and reverse.dinitial_state is not None:
+        out.initial_state = p.as_kv(reverse.dinitial_state).contiguous()
+    return out
+
+
+def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
+    """The token recurrence over all sequences at once: S <- exp(g) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = scale S^T q."""
+    x, slots = Activated(p, p.state_dtype), p.state_indices
+    packed = p.cu_seqlens is not None
+    per_token = slots is not None and slots.dim() == 2
+    S, live = _start(p, slots, per_token)
+    begin, count = (p.cu_seqlens[:-1].long(), p.cu_seqlens.diff()) if packed else (None, None)
+    group = p.HV // max(p.H, 1)
+    q, k = (t.repeat_interleave(group, 2) if group > 1 else t for t in (x.q, x.k))
+    rows = (q * p.scale, k, x.v, x.g.exp()[..., None], x.beta[..., None, None])
+    if packed or slots is not None:
+        o.zero_()  # tokens of no sequence, and of sequences without a slot
+    kv_out = None if final_state is None or not final_state.numel() else p.as_kv(final_state)
+    for t in range(p.T if not packed else int(count.max()) if p.N else 0):
+        n = _intersect(live, count > t) if packed else live  # the sequences with a token t, None for all
+        if packed:
+            token = (0, (begin if n is None else begin[n]) + t)
+        else:
+            token = (slice(None) if n is None else n, t)
+        b_q, b_k, b_v, b_decay, b_beta = (r[token] for r in rows)
+        b_S = (S if n is None else S[n]) * b_decay
+        u = b_beta * (b_v.unsqueeze(-2) - b_k.unsqueeze(-2) @ b_S)  # [n, HV, 1, V]
+        b_S = torch.addcmul(b_S, b_k.unsqueeze(-1), u)
+        b_o = (b_q.unsqueeze(-2) @ b_S).squeeze(-2).to(o.dtype)
+        S = b_S if n is None else S.index_copy(0, n, b_S)
+        if per_token:
+            slot = slots[:, t] if n is None else slots[n, t]
+            b_o.masked_fill_((slot < 0)[:, None, None], 0.0)
+            _write(kv_out, slot, b_S)
+        o[token] = b_o
+    if kv_out is not None and not per_token:
+        if slots is None:
+            kv_out.copy_(S)
+        else:
+            _write(kv_out, slots, S)
+
+
+def _write(pool: Tensor, slot: Tensor, S: Tensor) -> None:
+    """Each state to its slot; a negative slot is nowhere."""
+    kept = slot >= 0
+    if bool(kept.all()):
+        pool[slot] = S.to(pool.dtype)
+    else:
+        pool[slot[kept]] = S[kept].to(pool.dtype)
+
+
+def _intersect(live: Tensor | None, has: Tensor) -> Tensor | None:
+    if live is None:
+        return None if bool(has.all()) else torch.nonzero(has).flatten()
+    return live[has[live]]
+
+
+def _start(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tensor, Tensor | None]:
+    """The states the sequences start from [N, HV, K, V], and which sequences are live (None: all)."""
+    if p.state is None:
+        return torch.zeros((p.N, p.HV, p.K, p.V), dtype=p.state_dtype), None
+    kv = p.as_kv(p.state)
+    if slots is None:
+        return kv.to(p.state_dtype), None
+    if per_token:
+        column = torch.zeros(p.N, 1, dtype=torch.int64) if p.num_accepted_tokens is None else (p.num_accepted_tokens.long() - 1)[:, None]
+        slots = slots.gather(1, column)[:, 0]
+    live = None if bool((slots >= 0).all()) else torch.nonzero(slots >= 0).flatten()
+    return kv.index_select(0, slots.clamp(min=0).long()).to(p.state_dtype), live

@@ -1,0 +1,261 @@
+"""The definition, written for reading: the token recurrence and each stage of the chunk form, in any dtype up to float64.
+
+`Reference()` computes in the dtype of states (float64 for float64 inputs) and is the oracle. ``Reference(torch.float32, operand=torch.bfloat16)`` is the twin of a
+kernel: the same formulas with every stored tensor and every dot operand rounded to `operand` while sums and states stay in the first dtype,
+which is what an error budget is derived from. Formulas: MATHS.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kda_ops.backends import activations
+from kda_ops.backends.activations import Activated
+from kda_ops.problem import CHUNK, Problem
+from kda_ops.sequences import Chunks
+from kda_ops.stages import Gradients, Reverse, Tile, Trace
+
+FORGET = -1e4  # exp of it is 0 in every dtype; keeps -inf out of products and differences
+
+
+def suffix(g: Tensor) -> Tensor:
+    """Sum of g over the rows after each row, dim -2."""
+    return torch.cat([g[..., 1:, :], torch.zeros_like(g[..., :1, :])], -2).flip(-2).cumsum(-2).flip(-2)
+
+
+def pair_decay(g: Tensor) -> Tensor:
+    """E_ij = exp(sum of g over (j, i]) for i >= j, else 0: [.., C, 1] -> [.., C, C]. Sums, never differences of prefix sums."""
+    i = torch.arange(g.shape[-2])
+    inside = (i[None, None, :] > i[None, :, None]) & (i[None, None, :] <= i[:, None, None])  # [i, j, t]
+    return torch.einsum("ijt,...t->...ij", inside.to(g.dtype), g[..., 0].clamp(min=FORGET)).exp().tril()
+
+
+def levels(g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each level of a chunk of C rows its pairs' mask [C, C] and the one factor f [.., C, D] of every row, 0 <= f <= 1.
+
+    A pair (j, i) belongs to the one level at which it first falls into different halves. With a the end of the earlier half,
+    E_ij = f_i f_j where f_i = exp(sum (a, i]) in the later half and f_j = exp(sum (j, a]) in the earlier one.
+    """
+    C, g = g.shape[-2], g.clamp(min=FORGET)
+    i, half = torch.arange(C), C // 2
+    while half:
+        blocks = g.unflatten(-2, (C // half, half))
+        later = ((i // half) % 2 == 1)[:, None]
+        f = torch.where(later, blocks.cumsum(-2).flatten(-3, -2), suffix(blocks).flatten(-3, -2)).exp()
+        yield (i[:, None] // (2 * half) == i[None, :] // (2 * half)) & later & ~later.T, f
+        half //= 2
+
+
+class Reference:
+    """A backend (`kda_ops.stages.Backend`): computes in `dtype` (None: the call's state dtype), rounds operands to `operand`."""
+
+    def __init__(self, dtype: torch.dtype | None = None, operand: torch.dtype | None = None):
+        self.dtype, self.operand = dtype, operand
+
+    gate = staticmethod(activations.gate)
+    gate_backward = staticmethod(activations.gate_backward)
+
+    def _round(self, x: Tensor) -> Tensor:
+        return x if self.operand is None else x.to(self.operand).to(x.dtype)
+
+    def _dot(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._round(a) @ self._round(b)
+
+    def _chunked(self, p: Problem) -> tuple[Activated, Chunks, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The activated inputs per chunk, [NT, HV, C, .], with q scaled and beta [NT, HV, C, 1]."""
+        x, chunks = Activated(p, self.dtype or p.state_dtype), Chunks(p)
+        q, k, v, g, beta = (chunks.split(t, t.dtype) for t in (x.q * p.scale, x.k, x.v, x.g, x.beta[..., None]))
+        group = p.HV // max(p.H, 1)
+        return x, chunks, q.repeat_interleave(group, 1), k.repeat_interleave(group, 1), v, g.clamp(min=FORGET), beta
+
+    # P_ij or L_ij = sum_d a_id k_jd E_ijd, and the two products of its backward; a decay of rank 0 leaves the sums.
+    def _pairs(self, a: Tensor, k: Tensor, g: Tensor) -> Tensor:
+        if g.shape[-1] == 1:
+            return pair_decay(g) * self._dot(a, k.mT)
+        out = torch.diag_embed((a * k).sum(-1))
+        for mask, f in levels(g):
+            out = out + torch.where(mask, self._dot(a * f, (k * f).mT), 0.0)
+        return out
+
+    def _over_rows(self, d: Tensor, k: Tensor, g: Tensor) -> Tensor:
+        """sum_j d_ij k_j E_ij; d is lower triangular."""
+        if g.shape[-1] == 1:
+            return self._dot(d * pair_decay(g), k)
+        out = torch.diagonal(d, dim1=-2, dim2=-1)[..., None] * k
+        for mask, f in levels(g):
+            out = out + f * self._dot(torch.where(mask, d, 0.0), k * f)
+        return out
+
+    def _over_columns(self, d: Tensor, a: Tensor, g: Tensor) -> Tensor:
+        """sum_i d_ij a_i E_ij."""
+        if g.shape[-1] == 1:
+            return self._dot((d * pair_decay(g)).mT, a)
+        out = torch.diagonal(d, dim1=-2, dim2=-1)[..., None] * a
+        for mask, f in levels(g):
+            out = out + f * self._dot(torch.where(mask, d, 0.0).mT, a * f)
+        return out
+
+    def prepare(self, p: Problem, A: Tensor | None = None) -> Tile:
+        """Everything about the chunks that does not depend on the state."""
+        _, _, q, k, v, g, beta = self._chunked(p)
+        eye = torch.eye(CHUNK, dtype=q.dtype)
+        if A is None:
+            L = beta * self._pairs(k, k, g).tril(-1)
+            A = torch.linalg.solve_triangular(L + eye, eye.expand_as(L), upper=False, unitriangular=True).contiguous()
+        decay = g.cumsum(-2).exp()
+        tile = Tile(
+            A=A,
+            P=self._pairs(q, k, g),
+            w=self._dot(A, beta * k * decay),
+            u=self._dot(A, beta * v),
+            qg=q * decay,
+            kg=k * suffix(g).exp(),
+            gamma=decay[..., -1, :],
+        )
+        return Tile(**{n: x if n == "gamma" else self._round(x) for n, x in vars(tile).items()})
+
+    def scan(self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:
+        """v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new."""
+        chunks, dtype = Chunks(p), tile.A.dtype
+        states, v_new, out = tile.u.new_zeros((chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u), torch.zeros_like(tile.u)
+        pool = _Pool(p, final_state)
+        for n, (first, count) in enumerate(zip(chunks.first, chunks.count)):
+            S, live = pool.read(n, dtype)
+            if not live:
+                continue
+            for i in range(first, first + count):
+                states[i] = S
+                v_new[i] = tile.u[i] - self._dot(tile.w[i], S)
+                out[i] = self._dot(tile.qg[i], S) + self._dot(tile.P[i], v_new[i])
+                S = tile.gamma[i][..., None] * S + self._dot(tile.kg[i].mT, v_new[i])
+                pool.snapshot(n, i - first + 1, chunks.offsets[n + 1] - chunks.offsets[n], S)
+            pool.write(n, S)
+        if o is not None:
+            o.copy_(chunks.join(out))
+        return Trace(self._round(states), self._round(v_new)) if keep else None
+
+    def reverse_scan(self, p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
+        """dv_new = P^T do + kg dS;   dS <- gamma dS + qg^T do - w^T dv_new."""
+        chunks, dtype = Chunks(p), tile.A.dtype
+        dstates, dv_new = tile.u.new_zeros((chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u)
+        b_do = torch.zeros_like(tile.u) if do is None else chunks.split(do, dtype)
+        dinitial = tile.u.new_zeros((p.N, p.HV, p.K, p.V))
+        for n, (first, count) in enumerate(zip(chunks.first, chunks.count)):
+            dS = dinitial[n] if dfinal_state is None else p.as_kv(dfinal_state)[n].to(dtype)
+            for i in reversed(range(first, first + count)):
+                dstates[i] = dS
+                dv_new[i] = self._dot(tile.P[i].mT, b_do[i]) + self._dot(tile.kg[i], dS)
+                dS = tile.gamma[i][..., None] * dS + self._dot(tile.qg[i].mT, b_do[i]) - self._dot(tile.w[i].mT, dv_new[i])
+            dinitial[n] = dS
+        return Reverse(self._round(dstates), self._round(dv_new), dinitial if need_initial else None)
+
+    def gradient(self, p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
+        """Every input's gradient from what the two scans left."""
+        x, chunks, q, k, v, g, beta = self._chunked(p)
+        b_do = torch.zeros_like(v) if do is None else chunks.split(do, v.dtype)
+        S, dS, dV, A = trace.states, reverse.dstates, reverse.dv_new, tile.A
+        decay, tail = g.cumsum(-2).exp(), suffix(g).exp()
+        dqg, dP = self._dot(b_do, S.mT), self._dot(b_do, trace.v_new.mT).tril()
+        dkg, dw = self._dot(trace.v_new, dS.mT), -self._dot(dV, S.mT)
+        dA = self._dot(dV, (beta * v).mT) + self._dot(dw, (beta * k * decay).mT)
+        dL = -(A.mT @ dA @ A.mT).tril(-1)
+        Zv, Zk = self._dot(A.mT, dV), self._dot(A.mT, dw)
+        dq_in, r = self._over_rows(dP, k, g), beta * self._over_rows(dL, k, g)
+        col = self._over_columns(dP, q, g) + self._over_columns(dL, beta * k, g)
+        dk_w, dk_x = beta * decay * Zk, tail * dkg
+        dq = decay * dqg + dq_in  # for scale * q
+        dk = dk_x + dk_w + r + col
+        dbeta = ((Zv * v).sum(-1) + (Zk * k * decay).sum(-1) + (dL * self._pairs(k, k, g)).sum(-1))[..., None]
+        dG = q * dq + k * (dk_w + r - col - dk_x)
+        dgamma = (S * dS).sum(-1)
+        last = tile.gamma * dgamma + (k * dk_x).sum(-2)
+        dG = torch.cat([dG[..., :-1, :], dG[..., -1:, :] + last[..., None, :]], -2)
+        dg = dG.flip(-2).cumsum(-2).flip(-2)
+        if g.shape[-1] == 1:
+            dg = dg.sum(-1, keepdim=True)
+
+        def per_key_head(d: Tensor) -> Tensor:
+            joined = chunks.join(d)
+            return joined.unflatten(2, (p.H, -1)).sum(3) if p.HV else joined.new_zeros((p.B, p.T, p.H, p.K))
+
+        dq, dk, dg, dbeta, dA_log, ddt_bias = x.gradients(
+            p, per_key_head(p.scale * dq), per_key_head(dk), chunks.join(dg) if p.g is not None else None, chunks.join(dbeta)[..., 0]
+        )
+        found = dict(q=dq, k=dk, v=chunks.join(beta * Zv), g=dg, beta=dbeta, A_log=dA_log, dt_bias=ddt_bias, initial_state=reverse.dinitial_state)
+        found["initial_state"] = None if reverse.dinitial_state is None else p.as_kv(reverse.dinitial_state)
+        inputs = dict(q=p.q, k=p.k, v=p.v, g=p.g, beta=p.beta, A_log=p.A_log, dt_bias=p.dt_bias, initial_state=p.state)
+        return Gradients(**{n: found[n].to(inputs[n].dtype) for n in need if found[n] is not None and inputs[n] is not None})
+
+    def step(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
+        """The definition, token by token."""
+        x = Activated(p, self.dtype or p.state_dtype)
+        group = p.HV // max(p.H, 1)
+        q, k = x.q.repeat_interleave(group, 2), x.k.repeat_interleave(group, 2)
+        pool, offsets = _Pool(p, final_state), Chunks(p).offsets
+        o.zero_()
+        rows = [t.flatten(0, 1) for t in (q, k, x.v, x.g, x.beta, o)]
+        for n, (a, b) in enumerate(zip(offsets, offsets[1:])):
+            S, live = pool.read(n, x.v.dtype)
+            if not live:
+                continue
+            for t in range(a, b):
+                b_q, b_k, b_v, b_g, b_beta, b_o = (r[t] for r in rows)
+                S, out = recur(S, b_q, b_k, b_v, b_g, b_beta, p.scale)
+                if pool.write_token(n, t - a, S):
+                    b_o.copy_(out)
+            pool.write(n, S)
+
+
+def recur(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One token of the definition: S [.., K, V], q, k [.., K], v [.., V], g [.., D], beta [..] -> the next S and o [.., V]."""
+    S = g.exp().unsqueeze(-1) * S
+    u = beta.unsqueeze(-1) * (v - (S.mT @ k.unsqueeze(-1)).squeeze(-1))
+    S = S + k.unsqueeze(-1) * u.unsqueeze(-2)
+    return S, scale * (S.mT @ q.unsqueeze(-1)).squeeze(-1)
+
+
+class _Pool:
+    """Where sequence n's state comes from and goes to: row n, or the slots that `p.state_indices` names; negative is nowhere."""
+
+    def __init__(self, p: Problem, final_state: Tensor | None):
+        self.p, self.slots, self.accepted = p, p.state_indices, p.num_accepted_tokens
+        self.initial = None if p.state is None else p.as_kv(p.state)
+        self.final = None if final_state is None or not final_state.numel() else p.as_kv(final_state)
+
+    def _slot(self, n: int, column: int) -> int:
+        if self.slots is None:
+            return n
+        return int(self.slots[n] if self.slots.dim() == 1 else self.slots[n, column])
+
+    def read(self, n: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """The state that sequence n starts from, and whether the sequence is live at all."""
+        slot = self._slot(n, 0 if self.accepted is None else int(self.accepted[n]) - 1)
+        if self.initial is None or slot < 0:
+            return torch.zeros(self.p.HV, self.p.K, self.p.V, dtype=dtype), slot >= 0
+        return self.initial[slot].to(dtype), True
+
+    def write(self, n: int, S: Tensor) -> None:
+        """The state after the last token, where a sequence has one slot."""
+        if self.final is not None and (self.slots is None or self.slots.dim() == 1) and self._slot(n, 0) >= 0:
+            self.final[self._slot(n, 0)] = S
+
+    def write_token(self, n: int, t: int, S: Tensor) -> bool:
+        """The state after token t, where each token has a slot; whether the token has an output."""
+        if self.slots is None or self.slots.dim() == 1:
+            return True
+        slot = self._slot(n, t) if t < self.slots.shape[1] else -1
+        if slot >= 0:
+            self.final[slot] = S
+        return slot >= 0
+
+    def snapshot(self, n: int, chunk: int, length: int, S: Tensor) -> None:
+        """The state after `chunk` whole chunks of sequence n, where a snapshot is due."""
+        every, into = self.p.snapshot_every, self.p.snapshot_indices
+        if into is None or chunk % every or chunk * CHUNK > length or chunk // every > into.shape[1]:
+            return
+        slot = int(into[n, chunk // every - 1])
+        if slot >= 0:
+            self.final[slot] = S

@@ -1,0 +1,71 @@
+"""Whole sequences in chunks: the stages in order, and what is kept for backward.
+
+Kept by default: nothing besides the inputs, or, where a kernel's operands have 16 bits, A (2 C = 128 bytes per token and value head). With
+`disable_recompute` also the rest of the `Tile` and the `Trace`, so that backward starts with the reverse scan: per token and value head, in bytes of
+the operand dtype, 2 C + 3 K + 2 V + K V / C elements (and D / C floats for gamma). What is kept is what a recompute would produce, so both policies give the same bits.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kda_ops import dispatch
+from kda_ops.problem import CHUNK, Problem
+from kda_ops.sequences import count_chunks
+from kda_ops.stages import KEPT, Gradients, Tile, Trace
+
+
+def kept_names(p: Problem) -> frozenset[str]:
+    """The names, among `stages.KEPT`, of what training keeps besides the inputs."""
+    if p.disable_recompute:
+        return frozenset(("A", "states", "v_new")) if dispatch.forms_tile(p) else frozenset(KEPT)
+    return frozenset(("A",)) if dispatch.operand_dtype(p).itemsize == 2 else frozenset()
+
+
+def new_kept(p: Problem) -> list[Tensor]:
+    """What `forward` keeps, allocated: the shapes for the fake implementation, one tensor per name in `stages.KEPT`, empty where not kept."""
+    operand, NT, D = dispatch.operand_dtype(p), count_chunks(p), p.K if p.rank else 1
+    rows = {"A": CHUNK, "P": CHUNK, "w": p.K, "u": p.V, "qg": p.K, "kg": p.K, "v_new": p.V}
+    shapes = {name: (NT, p.HV, CHUNK, width) for name, width in rows.items()} | {"gamma": (NT, p.HV, D), "states": (NT, p.HV, p.K, p.V)}
+    names = kept_names(p)
+    return [p.q.new_empty(shapes[n] if n in names else (0,), dtype=p.state_dtype if n == "gamma" else operand) for n in KEPT]
+
+
+def infer(p: Problem) -> tuple[Tensor, Tensor]:
+    """Forward without a thought of backward: o and the final state."""
+    b = dispatch.backend(p.q.device)
+    o, final_state = p.new_output(), p.new_final_state()
+    b.scan(p, b.prepare(p), o, final_state, keep=False)
+    return o, final_state
+
+
+def prefill(p: Problem) -> Tensor:
+    """Forward on a state pool: states are read from and written to its slots."""
+    b = dispatch.backend(p.q.device)
+    o = p.new_output()
+    b.scan(p, b.prepare(p), o, p.state, keep=False)
+    return o
+
+
+def forward(p: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o, the final state, and what is kept for `backward`, one tensor per name in `stages.KEPT`."""
+    b, names = dispatch.backend(p.q.device), kept_names(p)
+    o, final_state = p.new_output(), p.new_final_state()
+    tile = b.prepare(p)
+    trace = b.scan(p, tile, o, final_state, keep=p.disable_recompute)
+    made = vars(tile) | (vars(trace) if trace is not None else {})
+    return o, final_state, [made[n] if n in names else p.q.new_empty((0,), dtype=p.state_dtype if n == "gamma" else dispatch.operand_dtype(p)) for n in KEPT]
+
+
+def backward(p: Problem, kept: list[Tensor], do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Gradients:
+    """Gradients of the inputs named in `need`, from the gradients of o and of the final state (None: zero)."""
+    b, names = dispatch.backend(p.q.device), kept_names(p)
+    have = {n: x for n, x in zip(KEPT, kept) if n in names}
+    if p.disable_recompute:
+        trace = Trace(have.pop("states"), have.pop("v_new"))
+        tile = Tile(**have)
+    else:
+        tile = b.prepare(p, have.get("A"))
+        trace = b.scan(p, tile, None, None, keep=True)
+    reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)
+    return b.gradient(p, tile, trace, do, reverse, need)

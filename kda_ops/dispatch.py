@@ -1,0 +1,56 @@
+"""Which backend serves a call, and why; the only place that knows backends by name.
+
+CPU tensors go to `native`, CUDA tensors to `triton`. For tests, the environment variable KDA_OPS_CPU names another backend for CPU tensors:
+``reference`` (the definition), or ``triton`` (the kernels under the Triton interpreter, with TRITON_INTERPRET=1). Nothing here imports triton
+before a call needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import torch
+
+from kda_ops.problem import Problem
+from kda_ops.stages import Backend
+
+_CPU = os.environ.get("KDA_OPS_CPU", "native")
+_LOADED: dict[str, Backend] = {}
+
+if _CPU not in ("native", "reference", "triton"):
+    raise ImportError(f"KDA_OPS_CPU must be 'native', 'reference' or 'triton', got {_CPU!r}.")
+
+
+def backend_name(device: torch.device) -> str:
+    """The name of the backend for tensors on `device`."""
+    if device.type == "cpu":
+        return _CPU
+    if device.type in ("cuda", "meta"):
+        return "triton"
+    raise TypeError(f"q must be on a CPU or CUDA device, got {device}: kda_ops has no kernels for it.")
+
+
+def backend(device: torch.device) -> Backend:
+    """The stage functions for tensors on `device`."""
+    name = backend_name(device)
+    if name not in _LOADED:
+        _LOADED[name] = load(name)
+    return _LOADED[name]
+
+
+def load(name: str) -> Backend:
+    """A backend by name."""
+    if name == "reference":
+        return importlib.import_module("kda_ops.backends.reference").Reference()
+    return importlib.import_module(f"kda_ops.backends.{name}")
+
+
+def operand_dtype(p: Problem) -> torch.dtype:
+    """The dtype of a `Tile`'s operands: the input's on Triton, the dtype of the sums on the others, which round nothing."""
+    return p.q.dtype if backend_name(p.q.device) == "triton" else p.state_dtype
+
+
+def forms_tile(p: Problem) -> bool:
+    """Whether the scan forms its tile from q, k, v, g, beta and A in registers, so that `prepare` returns A alone."""
+    return backend_name(p.q.device) == "triton" and p.rank == 0

@@ -1,0 +1,313 @@
+"""One call, parsed: the only validation in the package, and the allocator that kernel and fake share.
+
+A `Problem` names every size of a call, holds its tensors and flags, and refuses what means nothing. It compares sizes and never
+branches on them, because under ``torch.compile`` they may be symbolic; it reads shapes, dtypes and devices, never data.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+CHUNK = 64  # tokens per chunk, C in MATHS.md
+MAX_K = 256
+SAFE_BOUND = -5.0  # what `safe_gate` promises when no lower_bound names another bound
+
+_INPUT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_INDEX_DTYPES = frozenset({torch.int32, torch.int64})
+
+
+def _shape_error(name: str, letters: str, want: tuple, got: Tensor, hint: str = "") -> NoReturn:
+    raise ValueError(f"{name} must have shape {letters} = {list(want)}, got {list(got.shape)}{hint}.")
+
+
+def _dtype_error(name: str, want: str, got: torch.dtype, hint: str = "") -> NoReturn:
+    raise TypeError(f"{name} must be {want}, got {got}{hint}.")
+
+
+def _check_like(name: str, x: Tensor, device: torch.device) -> None:
+    """A decay, a write strength or a gate parameter: any float, on the device of the call."""
+    if not x.dtype.is_floating_point:
+        _dtype_error(name, "a floating point tensor", x.dtype)
+    if x.device != device:
+        raise TypeError(f"{name} must be on {device}, where q is, got {x.device}: move it there.")
+
+
+def _check_index(name: str, x: Tensor, device: torch.device) -> None:
+    if x.dtype not in _INDEX_DTYPES:
+        _dtype_error(name, "int32 or int64", x.dtype)
+    if x.device != device:
+        raise TypeError(f"{name} must be on {device}, where q is, got {x.device}: move it there.")
+
+
+def check_lower_bound(lower_bound: float | None) -> None:
+    """Refuse a bound that no decay can have."""
+    if lower_bound is not None and not -math.inf < lower_bound < 0.0:
+        raise ValueError(f"lower_bound must be a finite number below 0 (natural log; the least decay the gate can reach), got {lower_bound}.")
+
+
+def check_gate_parameters(rank: int, HV, K, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, device: torch.device) -> None:
+    """A_log [HV] and dt_bias [HV, K] (or flat; [HV] when the decay has rank 0) of a gate that is activated here."""
+    if A_log is None:
+        if lower_bound is None:
+            raise ValueError("A_log must be given to activate the gate -exp(A_log) * softplus(g + dt_bias); only the bounded gate (lower_bound=...) can do without it.")
+    else:
+        if A_log.shape != (HV,):
+            _shape_error("A_log", "[HV]", (HV,), A_log)
+        _check_like("A_log", A_log, device)
+    if dt_bias is not None:
+        if rank:
+            if dt_bias.shape != (HV, K) and dt_bias.shape != (HV * K,):
+                _shape_error("dt_bias", "[HV, K]", (HV, K), dt_bias, f" (flat [HV * K] = [{HV * K}] is accepted too)")
+        elif dt_bias.shape != (HV,):
+            _shape_error("dt_bias", "[HV]", (HV,), dt_bias)
+        _check_like("dt_bias", dt_bias, device)
+
+
+class Problem:
+    """The sizes, tensors and flags of one call to an operator of either variant.
+
+    Sizes: B batch, T tokens, N sequences, H query/key heads, HV value heads (a multiple of H), K and V widths, slots of a pool.
+    `rank` is the rank of the decay per token and value head: 1 for KDA (a K-vector), 0 for GDN (one number).
+    `state_dtype` is the dtype of states and of all sums: float32, or float64 when q is.
+    """
+
+    __slots__ = (
+        "rank", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "state", "cu_seqlens", "state_indices", "num_accepted_tokens", "snapshot_indices",
+        "B", "T", "N", "H", "HV", "K", "V", "scale", "l2norm", "activate_gate", "lower_bound", "safe_gate", "sigmoid_beta", "neg_eigval",
+        "transposed", "disable_recompute", "output_final_state", "snapshot_every", "state_dtype",
+    )  # fmt: skip
+
+    def __init__(
+        self, rank: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
+        A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None,
+        scale: float | None = None, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+        lower_bound: float | None = None, safe_gate: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False, transpose_state_layout: bool = False, output_final_state: bool = False, disable_recompute: bool = False,
+    ):  # fmt: skip
+        shape, v_shape, dtype, device = q.shape, v.shape, q.dtype, q.device
+        if len(shape) != 4:
+            raise ValueError(f"q must have 4 dimensions [B, T, H, K], got shape {list(shape)}.")
+        if k.shape != shape:
+            _shape_error("k", "[B, T, H, K]", tuple(shape), k, " (as q has)")
+        B, T, H, K = shape
+        if len(v_shape) != 4 or v_shape[0] != B or v_shape[1] != T:
+            raise ValueError(f"v must have shape [B, T, HV, V] = [{B}, {T}, HV, V], with B and T of q, got {list(v_shape)}.")
+        HV, V = v_shape[2], v_shape[3]
+        if dtype not in _INPUT_DTYPES:
+            _dtype_error("q", "float16, bfloat16, float32 or (on CPU) float64", dtype)
+        if k.dtype != dtype or v.dtype != dtype:
+            raise TypeError(f"q, k and v must share one dtype, got {dtype}, {k.dtype} and {v.dtype}: cast them to the same one.")
+        if k.device != device or v.device != device:
+            raise TypeError(f"q, k and v must be on one device, got {device}, {k.device} and {v.device}: move them together.")
+        if dtype is torch.float64:
+            if device.type == "cuda":
+                raise TypeError("q must be float16, bfloat16 or float32 on CUDA, got torch.float64: float64 runs on CPU only.")
+            self.state_dtype = torch.float64
+        else:
+            self.state_dtype = torch.float32
+        if K < 1 or K > MAX_K:
+            raise ValueError(f"K, the last dimension of q and k, must be between 1 and {MAX_K}, got {K}.")
+        if HV % H if H else HV:
+            raise ValueError(f"HV must be a multiple of H: value head h reads key head h // (HV // H); got HV = {HV} (v) and H = {H} (q).")
+        if g is not None:
+            want = (B, T, HV, K) if rank else (B, T, HV)
+            if g.shape != want:
+                hint = ""
+                if not rank and g.shape == (B, T, HV, K):
+                    hint = ": a decay per key channel is KDA's, call the kda operator"
+                elif rank and g.shape == (B, T, HV):
+                    hint = ": one decay per head is GDN's, call the gdn operator"
+                _shape_error("g", "[B, T, HV, K]" if rank else "[B, T, HV]", want, g, hint)
+            _check_like("g", g, device)
+        if beta is not None:
+            if beta.shape != (B, T, HV):
+                _shape_error("beta", "[B, T, HV]", (B, T, HV), beta)
+            _check_like("beta", beta, device)
+        elif use_beta_sigmoid_in_kernel:
+            raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True: there is nothing to activate.")
+        if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+            raise ValueError("allow_neg_eigval=True doubles the sigmoid of beta and needs use_beta_sigmoid_in_kernel=True; an activated beta may reach 2 as it is.")
+        if lower_bound is not None:
+            check_lower_bound(lower_bound)
+        if use_gate_in_kernel:
+            if g is None:
+                raise ValueError("g must be given with use_gate_in_kernel=True: there is nothing to activate.")
+            check_gate_parameters(rank, HV, K, A_log, dt_bias, lower_bound, device)
+        else:
+            if A_log is not None or dt_bias is not None:
+                name = "A_log" if A_log is not None else "dt_bias"
+                raise ValueError(f"{name} is a parameter of the gate and needs use_gate_in_kernel=True; an activated g must not be activated again.")
+            if lower_bound is not None and not safe_gate:
+                raise ValueError("lower_bound without use_gate_in_kernel only names the bound that safe_gate=True promises: pass safe_gate=True, or activate the gate inside.")
+        if cu_seqlens is None:
+            self.N = B
+        else:
+            if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+                raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
+            _check_index("cu_seqlens", cu_seqlens, device)
+            if B != 1:
+                raise ValueError(f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape q, k, v, g and beta to [1, B * T, ...].")
+            self.N = cu_seqlens.shape[0] - 1
+            if _CHECK_VALUES and not _is_symbolic(cu_seqlens):
+                _check_cu_seqlens(cu_seqlens, T)
+        if _CHECK_VALUES and g is not None and not use_gate_in_kernel and not _is_symbolic(g):
+            _check_decay(g, (lower_bound or SAFE_BOUND) if safe_gate else None)
+        self.rank, self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.cu_seqlens = rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens
+        self.B, self.T, self.H, self.HV, self.K, self.V = B, T, H, HV, K, V
+        self.scale = K**-0.5 if scale is None else scale
+        self.l2norm, self.activate_gate, self.lower_bound, self.safe_gate = use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, safe_gate
+        self.sigmoid_beta, self.neg_eigval, self.transposed = use_beta_sigmoid_in_kernel, allow_neg_eigval, transpose_state_layout
+        self.output_final_state, self.disable_recompute = output_final_state, disable_recompute
+        self.state = self.state_indices = self.num_accepted_tokens = self.snapshot_indices = None
+        self.snapshot_every = 1
+
+    @classmethod
+    def parse(cls, rank, q, k, v, g, beta, A_log=None, dt_bias=None, initial_state=None, cu_seqlens=None, **flags) -> Problem:
+        """A call over whole sequences, with an optional initial state: `chunk` and `recurrent`."""
+        p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
+        if initial_state is not None:
+            p._take_state("initial_state", "N", p.N, initial_state, pool=False)
+        return p
+
+    @classmethod
+    def parse_step(cls, rank, q, k, v, g, beta, state, state_indices=None, num_accepted_tokens=None, A_log=None, dt_bias=None, cu_seqlens=None, **flags) -> Problem:
+        """A decode call on a state pool: `recurrent_`."""
+        p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
+        p._take_pool(state, state_indices)
+        if num_accepted_tokens is not None:
+            if state_indices is None or state_indices.dim() != 2:
+                raise ValueError("num_accepted_tokens picks the column of state_indices to start from and needs state_indices of shape [N, S].")
+            if num_accepted_tokens.shape != (p.N,):
+                _shape_error("num_accepted_tokens", "[N]", (p.N,), num_accepted_tokens)
+            _check_index("num_accepted_tokens", num_accepted_tokens, q.device)
+            p.num_accepted_tokens = num_accepted_tokens
+        if state_indices is not None and state_indices.dim() == 2 and cu_seqlens is None and p.T > state_indices.shape[1]:
+            raise ValueError(f"state_indices must name a slot for every token, shape [N, S] with S at least T = {p.T}, got {list(state_indices.shape)}.")
+        return p
+
+    @classmethod
+    def parse_prefill(
+        cls, rank, q, k, v, g, beta, state, state_indices=None, snapshot_indices=None, A_log=None, dt_bias=None, cu_seqlens=None, *, snapshot_every=1, **flags
+    ) -> Problem:
+        """A prefill call on a state pool: `chunk_`."""
+        p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
+        if state_indices is not None and state_indices.dim() != 1:
+            _shape_error("state_indices", "[N]", (p.N,), state_indices)
+        p._take_pool(state, state_indices)
+        if snapshot_indices is not None:
+            if snapshot_indices.dim() != 2 or snapshot_indices.shape[0] != p.N:
+                raise ValueError(f"snapshot_indices must have shape [N, snapshots] = [{p.N}, ...], got {list(snapshot_indices.shape)}.")
+            _check_index("snapshot_indices", snapshot_indices, q.device)
+            p.snapshot_indices = snapshot_indices
+        elif snapshot_every != 1:
+            raise ValueError("snapshot_every spaces the snapshots and needs snapshot_indices of shape [N, snapshots] to say where they go.")
+        if snapshot_every < 1:
+            raise ValueError(f"snapshot_every must be at least 1 (chunks of {CHUNK} tokens), got {snapshot_every}.")
+        p.snapshot_every = snapshot_every
+        return p
+
+    def _take_state(self, name: str, letter: str, count, state: Tensor, pool: bool) -> None:
+        HV, K, V = self.HV, self.K, self.V
+        shape = state.shape
+        want = (count, HV, V, K) if self.transposed else (count, HV, K, V)
+        if shape != want:
+            hint = ""
+            if shape == (count, HV, want[3], want[2]):
+                hint = ": that is the [K, V] layout, pass transpose_state_layout=False" if self.transposed else ": that is the [V, K] layout, pass transpose_state_layout=True"
+            layout = f"[{letter}, HV, V, K]" if self.transposed else f"[{letter}, HV, K, V]"
+            raise ValueError(f"{name} must have shape {layout} = {list(want)} (transpose_state_layout={self.transposed}), got {list(shape)}{hint}.")
+        if state.dtype is not self.state_dtype:
+            if not pool or self.state_dtype is torch.float64:
+                _dtype_error(name, str(self.state_dtype), state.dtype, f" (states are kept in {self.state_dtype} for {self.q.dtype} inputs)")
+            if state.dtype is not torch.bfloat16:
+                _dtype_error(name, "float32 or bfloat16", state.dtype)
+        if state.device != self.q.device:
+            raise TypeError(f"{name} must be on {self.q.device}, where q is, got {state.device}: move it there.")
+        self.state = state
+
+    def _take_pool(self, state: Tensor, state_indices: Tensor | None) -> None:
+        if state.dim() != 4:
+            raise ValueError(f"state must have 4 dimensions [slots, HV, K, V] (or [slots, HV, V, K] with transpose_state_layout=True), got shape {list(state.shape)}.")
+        if state_indices is None:
+            self._take_state("state", "N", self.N, state, pool=True)
+        else:
+            self._take_state("state", "slots", state.shape[0], state, pool=True)
+            if state_indices.dim() not in (1, 2) or state_indices.shape[0] != self.N:
+                raise ValueError(f"state_indices must have shape [N] or [N, S] with N = {self.N}, got {list(state_indices.shape)}.")
+            _check_index("state_indices", state_indices, self.q.device)
+            if _CHECK_VALUES and not _is_symbolic(state_indices):
+                _check_slots(state_indices, state.shape[0])
+        self.state_indices = state_indices
+
+    # What a call returns; the kernel and the fake implementation allocate through the same two functions.
+
+    def new_output(self) -> Tensor:
+        """o [B, T, HV, V] in v's dtype, contiguous whatever the strides of v."""
+        return self.v.new_empty((self.B, self.T, self.HV, self.V))
+
+    def new_final_state(self) -> Tensor:
+        """[N, HV, K, V] or [N, HV, V, K] in `state_dtype`; an empty float32 tensor when it was not asked for."""
+        if not self.output_final_state:
+            return self.q.new_empty((0,), dtype=torch.float32)
+        return self.q.new_empty((self.N, self.HV, self.V, self.K) if self.transposed else (self.N, self.HV, self.K, self.V), dtype=self.state_dtype)
+
+    def as_kv(self, state: Tensor) -> Tensor:
+        """A state of the caller's layout seen as S[k, v]: the layout is two strides."""
+        return state.transpose(-1, -2) if self.transposed else state
+
+    @property
+    def gate_bound(self) -> float | None:
+        """The least decay that the caller's flags promise, or None: decides how many anchors a kernel needs, never the result."""
+        if self.g is None:
+            return SAFE_BOUND
+        if self.lower_bound is not None:
+            return self.lower_bound
+        return SAFE_BOUND if self.safe_gate else None
+
+
+def gate_problem(rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> torch.dtype:
+    """Validate a call to `kda::gate` or `gdn::gate`; the dtype of its result."""
+    if g.dim() != 3 + rank:
+        raise ValueError(f"g must have shape {'[B, T, HV, K]' if rank else '[B, T, HV]'}, got {list(g.shape)}.")
+    _check_like("g", g, g.device)
+    check_lower_bound(lower_bound)
+    check_gate_parameters(rank, g.shape[2], g.shape[3] if rank else 1, A_log, dt_bias, lower_bound, g.device)
+    return torch.float64 if g.dtype is torch.float64 else torch.float32
+
+
+# --- values, which live on the device and are read only when KDA_OPS_CHECK=1 asks for it -------------------------------------
+
+_CHECK_VALUES = os.environ.get("KDA_OPS_CHECK", "0") not in ("", "0")
+
+
+def _is_symbolic(x: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return x.is_meta or isinstance(x, (FakeTensor, FunctionalTensor))
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, T: int) -> None:
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or any(a > b for a, b in zip(offsets, offsets[1:])) or offsets[-1] > T:
+        raise ValueError(f"cu_seqlens must start at 0, never decrease and end at or before T = {T}, got {offsets}.")
+
+
+def _check_decay(g: Tensor, bound: float | None) -> None:
+    if g.numel() and not bool((g <= 0).all()):
+        raise ValueError(f"g must be at most 0 (natural-log decay), got a maximum of {g.max().item()}: pass raw logits with use_gate_in_kernel=True.")
+    if bound is not None and g.numel() and bool((g < bound).any()):
+        raise ValueError(f"g must stay in [{bound}, 0] as safe_gate=True promises, got a minimum of {g.min().item()}.")
+
+
+def _check_slots(state_indices: Tensor, slots: int) -> None:
+    live = state_indices[state_indices >= 0]
+    if live.numel() and int(live.max()) >= slots:
+        raise ValueError(f"state_indices must be below the number of slots, {slots}, got {int(live.max())}.")
+    if live.unique().numel() != live.numel():
+        raise ValueError("state_indices must name distinct slots, got one slot twice.")

@@ -1,0 +1,28 @@
+"""Autocast: q, k and v go to the autocast dtype; decays, gate parameters and states keep theirs, which the kernels sum in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kda_ops.registrations import schemas
+
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+
+def _cast(operator: schemas.Operator, namespace: str, device_type: str):
+    op = operator.overload(namespace)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *args, **flags):
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = (x.to(dtype) if x.dtype is not torch.float64 and x.dtype.is_floating_point else x for x in (q, k, v))
+        with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+            return op(q, k, v, *args, **flags)
+
+    return kernel
+
+
+for _namespace, _library in schemas.LIBRARIES.items():
+    for _operator in (schemas.CHUNK, schemas.RECURRENT, schemas.RECURRENT_, schemas.CHUNK_):
+        for _device in ("cpu", "cuda"):
+            _library.impl(_operator.name, _cast(_operator, _namespace, _device), f"Autocast{_device.upper()}")

@@ -1,0 +1,119 @@
+"""Autograd: which call stands in the training graph, the formulas, and the refusals.
+
+With gradients wanted, `chunk` becomes `chunk_fwd`, whose formula keeps what `kda_ops.chunk` decided to keep and calls `chunk_bwd`. `recurrent` keeps its
+inputs and differentiates through the chunk formulas. Double backward is refused, and so are the in-place operators under autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kda_ops.registrations import schemas
+from kda_ops.stages import GRADIENTS, KEPT
+
+_INPUTS = len(GRADIENTS) + 1  # the differentiable inputs, then cu_seqlens
+
+
+def _wants_grad(args: tuple, kwargs: dict) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
+
+
+def _chunk(namespace: str):
+    """`chunk` under autograd: `chunk_fwd` where a gradient is wanted, else itself."""
+    op, op_fwd = schemas.CHUNK.overload(namespace), schemas.CHUNK_FWD.overload(namespace)
+
+    def chunk(*args, **flags) -> tuple[Tensor, Tensor]:
+        if _wants_grad(args, flags):
+            return op_fwd(*args, **flags)[:2]
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **flags)
+
+    return chunk
+
+
+def _setup(ctx, inputs, keyword_only_inputs, output) -> None:
+    _, final_state, *kept = output
+    # What is not kept is an empty tensor of one dimension; only the rest is worth a place among the saved tensors.
+    ctx.kept = [x.dim() > 1 for x in kept]
+    ctx.save_for_backward(*inputs, *(x for x in kept if x.dim() > 1))
+    ctx.mark_non_differentiable(*kept, *(() if keyword_only_inputs["output_final_state"] else (final_state,)))
+    ctx.set_materialize_grads(False)
+    ctx.flags = keyword_only_inputs
+
+
+def _backward(namespace: str):
+    op_bwd = schemas.CHUNK_BWD.overload(namespace)
+
+    def backward(ctx, do, dfinal_state, *_):
+        inputs, saved = ctx.saved_tensors[:_INPUTS], iter(ctx.saved_tensors[_INPUTS:])
+        # The dispatcher strips trailing arguments that equal their defaults, and needs_input_grad is short by as many.
+        need = [*ctx.needs_input_grad, *(False for _ in GRADIENTS)][: len(GRADIENTS)]
+        flags = dict(ctx.flags)
+        if not flags["output_final_state"]:
+            dfinal_state = None  # compiled code passes zeros of the empty tensor's shape
+        if do is None and dfinal_state is None:
+            return (None,) * _INPUTS
+        none = inputs[0].new_empty((0,))
+        kept = [next(saved) if there else none for there in (ctx.kept or [False] * len(KEPT))]
+        grads = op_bwd(do, dfinal_state, *kept, *inputs, need=need, **flags)
+        return (*(d if n else None for d, n in zip(grads, need)), None)
+
+    return backward
+
+
+def _gate_setup(ctx, inputs, keyword_only_inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.flags = keyword_only_inputs
+
+
+def _gate_backward(namespace: str):
+    op_bwd = schemas.GATE_BWD.overload(namespace)
+
+    def backward(ctx, dy):
+        inputs = ctx.saved_tensors
+        grads = op_bwd(dy, *inputs, **ctx.flags)
+        return tuple(d if x is not None else None for d, x in zip(grads, inputs))
+
+    return backward
+
+
+def _no_setup(ctx, inputs, keyword_only_inputs, output) -> None:
+    pass
+
+
+def _refuse_double_backward(name: str):
+    def backward(ctx, *grads):
+        raise RuntimeError(f"{name}: double backward is not implemented; call backward without create_graph=True.")
+
+    return backward
+
+
+def _refuse_in_place(operator: schemas.Operator, namespace: str):
+    """An in-place operator is for inference: autograd would record a state that the next call overwrites."""
+    op, instead = operator.overload(namespace), f"{namespace}::{operator.name.rstrip('_')}"
+
+    def guard(*args, **flags) -> Tensor:
+        if _wants_grad(args, flags):
+            raise RuntimeError(
+                f"{namespace}::{operator.name} writes its state in place and has no gradient: call it under torch.no_grad() or torch.inference_mode(), "
+                f"or use {instead}, which is differentiable."
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **flags)
+
+    return guard
+
+
+for _namespace, _library in schemas.LIBRARIES.items():
+    _library.impl("chunk", _chunk(_namespace), "Autograd")
+    for _operator in (schemas.CHUNK_FWD, schemas.RECURRENT):
+        torch.library.register_autograd(f"{_namespace}::{_operator.name}", _backward(_namespace), setup_context=_setup, lib=_library)
+    torch.library.register_autograd(f"{_namespace}::gate", _gate_backward(_namespace), setup_context=_gate_setup, lib=_library)
+    for _operator, _public in ((schemas.CHUNK_BWD, "chunk"), (schemas.GATE_BWD, "gate")):
+        torch.library.register_autograd(
+            f"{_namespace}::{_operator.name}", _refuse_double_backward(f"{_namespace}::{_public}"), setup_context=_no_setup, lib=_library
+        )
+    for _operator in schemas.OPERATORS:
+        if _operator.mutates:
+            _library.impl(_operator.name, _refuse_in_place(_operator, _namespace), "Autograd")

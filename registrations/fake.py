@@ -1,0 +1,53 @@
+"""Fake implementations: the same `Problem` refuses the same calls and allocates the same outputs as in the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kda_ops import chunk
+from kda_ops.problem import Problem, gate_problem
+from kda_ops.registrations import schemas
+from kda_ops.stages import KEPT
+
+
+def _like(x: Tensor | None, wanted: bool, empty_of: Tensor) -> Tensor:
+    """A contiguous tensor of x's shape and dtype, or the empty one that stands for no gradient."""
+    return x.new_empty(x.shape) if wanted and x is not None else empty_of.new_empty((0,))
+
+
+def _fakes(rank: int) -> dict[schemas.Operator, object]:
+    def chunk_or_recurrent(*args, **flags):
+        p = Problem.parse(rank, *args, **flags)
+        return p.new_output(), p.new_final_state()
+
+    def chunk_fwd(*args, **flags):
+        p = Problem.parse(rank, *args, **flags)
+        return p.new_output(), p.new_final_state(), *chunk.new_kept(p)
+
+    def chunk_bwd(do, dfinal_state, *args, need, **flags):
+        p = Problem.parse(rank, *args[len(KEPT) :], **flags)
+        inputs = (p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.state)
+        return tuple(_like(x, wanted, p.q) for x, wanted in zip(inputs, need))
+
+    def recurrent_in_place(*args, **flags):
+        return Problem.parse_step(rank, *args, **flags).new_output()
+
+    def chunk_in_place(*args, **flags):
+        return Problem.parse_prefill(rank, *args, **flags).new_output()
+
+    def gate(g, A_log, dt_bias, *, lower_bound=None):
+        return g.new_empty(g.shape, dtype=gate_problem(rank, g, A_log, dt_bias, lower_bound))
+
+    def gate_bwd(dy, g, A_log, dt_bias, *, lower_bound=None):
+        return _like(g, True, g), _like(A_log, True, g), _like(dt_bias, True, g)
+
+    return {
+        schemas.CHUNK: chunk_or_recurrent, schemas.CHUNK_FWD: chunk_fwd, schemas.CHUNK_BWD: chunk_bwd, schemas.RECURRENT: chunk_or_recurrent,
+        schemas.RECURRENT_: recurrent_in_place, schemas.CHUNK_: chunk_in_place, schemas.GATE: gate, schemas.GATE_BWD: gate_bwd,
+    }  # fmt: skip
+
+
+for _namespace, _rank in schemas.VARIANTS.items():
+    for _operator, _fake in _fakes(_rank).items():
+        torch.library.register_fake(f"{_namespace}::{_operator.name}", _fake, lib=schemas.LIBRARIES[_namespace])

@@ -1,0 +1,1 @@
+"""FLOP formulas, registered with torch.utils.flop_counter when it is imported."""

@@ -1,0 +1,53 @@
+"""Promises to parts of PyTorch that cost much to import: made when a program imports that part, or at once if it already has."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable
+
+
+class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Runs `callback` once, right after the module `name` has been executed, and steps aside."""
+
+    def __init__(self, name: str, callback: Callable[[], None]):
+        self.name, self.callback = name, callback
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.callback()
+
+
+def when_imported(name: str, callback: Callable[[], None]) -> None:
+    """Call `callback` now if module `name` is imported, else as soon as it is."""
+    if name in sys.modules:
+        callback()
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, callback))
+
+
+def _flops() -> None:
+    from kda_ops.registrations import flops  # noqa: F401
+
+
+def _sharding() -> None:
+    from kda_ops.registrations import sharding  # noqa: F401
+
+
+when_imported("torch.utils.flop_counter", _flops)
+when_imported("torch.distributed.tensor", _sharding)

@@ -1,0 +1,71 @@
+"""The operators: one table that every other registration file loops over.
+
+An operator's schema is a list of groups of arguments. Tensors that autograd, vmap and sharding treat alike stand in one group, so the order of a group's
+names below is the order in which a formula returns their gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kda_ops.stages import GRADIENTS, KEPT
+
+VARIANTS = {"kda": 1, "gdn": 0}  # namespace -> rank of the decay per token and value head
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta"
+_GATE = "Tensor? A_log=None, Tensor? dt_bias=None"
+_SEQUENCES = f"{_INPUTS}, {_GATE}, Tensor? initial_state=None, Tensor? cu_seqlens=None"
+_STEP = f"{_INPUTS}, Tensor(a!) state, Tensor? state_indices=None, Tensor? num_accepted_tokens=None, {_GATE}, Tensor? cu_seqlens=None"
+_PREFILL = f"{_INPUTS}, Tensor(a!) state, Tensor? state_indices=None, Tensor? snapshot_indices=None, {_GATE}, Tensor? cu_seqlens=None"
+_SCALE = "float? scale=None"
+_ASK = "bool output_final_state=False"
+_L2NORM_AND_GATE = "bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, float? lower_bound=None"
+_SAFE = "bool safe_gate=False"
+_REST = "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, bool transpose_state_layout=False"
+_KEEP = "bool disable_recompute=False"
+_CHUNK_FLAGS = f"{_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_KEEP}"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A name within a namespace and its schema; `mutates` says that it writes its argument `state`."""
+
+    name: str
+    schema: str
+    mutates: bool = False
+
+    def overload(self, namespace: str) -> torch._ops.OpOverload:
+        """The registered operator of one variant."""
+        return getattr(getattr(torch.ops, namespace), self.name).default
+
+
+_KEPT_IN = ", ".join(f"Tensor {n}" for n in KEPT)
+_GRADIENTS_OUT = ", ".join(f"Tensor d{n}" for n in GRADIENTS)
+
+CHUNK = Operator("chunk", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state)")
+CHUNK_FWD = Operator("chunk_fwd", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state, {_KEPT_IN})")
+CHUNK_BWD = Operator(
+    "chunk_bwd", f"(Tensor? do, Tensor? dfinal_state, {_KEPT_IN}, {_SEQUENCES}, *, {_CHUNK_FLAGS}, bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})"
+)
+RECURRENT = Operator("recurrent", f"({_SEQUENCES}, *, {_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_REST}) -> (Tensor o, Tensor final_state)")
+RECURRENT_ = Operator("recurrent_", f"({_STEP}, *, {_SCALE}, {_L2NORM_AND_GATE}, {_REST}) -> Tensor", mutates=True)
+CHUNK_ = Operator("chunk_", f"({_PREFILL}, *, int snapshot_every=1, {_SCALE}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}) -> Tensor", mutates=True)
+GATE = Operator("gate", "(Tensor g, Tensor? A_log, Tensor? dt_bias, *, float? lower_bound=None) -> Tensor")
+GATE_BWD = Operator(
+    "gate_bwd", "(Tensor dy, Tensor g, Tensor? A_log, Tensor? dt_bias, *, float? lower_bound=None) -> (Tensor dg, Tensor dA_log, Tensor ddt_bias)"
+)
+OPERATORS = (CHUNK, CHUNK_FWD, CHUNK_BWD, RECURRENT, RECURRENT_, CHUNK_, GATE, GATE_BWD)
+
+
+def _define(namespace: str) -> torch.library.Library:
+    if hasattr(getattr(torch.ops, namespace), "chunk"):
+        raise ImportError(f"torch.ops.{namespace}.chunk is already registered: two copies of kda_ops are on the path, or another package took the name.")
+    library = torch.library.Library(namespace, "FRAGMENT")  # noqa: TOR901  (held below for the life of the process)
+    for operator in OPERATORS:
+        library.define(operator.name + operator.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return library
+
+
+LIBRARIES = {namespace: _define(namespace) for namespace in VARIANTS}
