@@ -1,8 +1,9 @@
 """Whole sequences in chunks: the stages in order, and what is kept for backward.
 
 Kept by default: nothing besides the inputs, or, where a kernel's operands have 16 bits, A (2 C = 128 bytes per token and value head). With
-`disable_recompute` also the rest of the `Tile` and the `Trace`, so that backward starts with the reverse scan: per token and value head, in bytes of
-the operand dtype, 2 C + 3 K + 2 V + K V / C elements (and D / C floats for gamma). What is kept is what a recompute would produce, so both policies give the same bits.
+`disable_recompute` also the rest of the `Tile` and the `Trace`, so that backward starts with the reverse scan: per token and value head
+2 C + 3 K + 2 V + K V / C elements of the operand dtype, and D / C floats for gamma. What is kept is what a recompute would produce, so both policies
+give the same bits.
 """
 
 from __future__ import annotations

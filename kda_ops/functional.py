@@ -113,7 +113,7 @@ def recurrent_kda_(
     Equation and the other arguments are those of `chunk_kda`.
 
     Args:
-        state: ``[slots, HV, K, V]`` (``[slots, HV, V, K]`` with ``transpose_state_layout``), fp32 or bf16 (fp64 for fp64 inputs), any strides; read and written.
+        state: ``[slots, HV, K, V]`` (``[slots, HV, V, K]`` with ``transpose_state_layout``), fp32 or bf16 (fp64 for fp64 inputs), any strides.
         state_indices: int32 or int64. ``[N]``: the slot of each sequence, read before its first token and written after its last. ``[N, S]`` with
             S at least the tokens of a sequence: the state after token t goes to slot ``[n, t]``, so that speculative tokens can be rolled back. A
             negative slot means that nothing is read or written and the output is zero. Live slots are distinct. None: sequence n has slot n.
@@ -159,8 +159,8 @@ def chunk_kda_(
     Args:
         state: the pool, as for `recurrent_kda_`; each sequence starts from its slot (zero it for a new request) and leaves its final state there.
         state_indices: ``[N]`` int32 or int64, the slot of each sequence; negative: nothing is read or written and the output is zero.
-        snapshot_indices: ``[N, snapshots]`` int32 or int64: slot ``[n, j]`` takes the state after ``(j + 1) * snapshot_every`` whole chunks of 64 tokens of
-            sequence n, where it has as many; negative: skipped. For prefix caching.
+        snapshot_indices: ``[N, snapshots]`` int32 or int64: slot ``[n, j]`` takes the state after ``(j + 1) * snapshot_every`` whole chunks of 64
+            tokens of sequence n, where it has as many; negative: skipped. For prefix caching.
 
     Returns:
         o ``[B, T, HV, V]`` in v's dtype.
@@ -172,7 +172,8 @@ def chunk_kda_(
         >>> import torch, kda_ops
         >>> q, k, v = (torch.randn(1, 150, 4, 32) for _ in range(3))
         >>> pool, offsets = torch.zeros(8, 4, 32, 32), torch.tensor([0, 20, 150])
-        >>> o = kda_ops.chunk_kda_(q, k, v, None, None, pool, torch.tensor([0, 1]), torch.tensor([[2], [3]]), cu_seqlens=offsets, use_qk_l2norm_in_kernel=True)
+        >>> slots, snapshots = torch.tensor([0, 1]), torch.tensor([[2], [3]])
+        >>> o = kda_ops.chunk_kda_(q, k, v, None, None, pool, slots, snapshots, cu_seqlens=offsets, use_qk_l2norm_in_kernel=True)
         >>> [slot for slot in range(8) if pool[slot].any()]
         [0, 1, 3]
 

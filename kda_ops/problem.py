@@ -50,11 +50,15 @@ def check_lower_bound(lower_bound: float | None) -> None:
         raise ValueError(f"lower_bound must be a finite number below 0 (natural log; the least decay the gate can reach), got {lower_bound}.")
 
 
-def check_gate_parameters(rank: int, HV, K, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, device: torch.device) -> None:
+def check_gate_parameters(
+    rank: int, HV: int, K: int, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, device: torch.device
+) -> None:
     """A_log [HV] and dt_bias [HV, K] (or flat; [HV] when the decay has rank 0) of a gate that is activated here."""
     if A_log is None:
         if lower_bound is None:
-            raise ValueError("A_log must be given to activate the gate -exp(A_log) * softplus(g + dt_bias); only the bounded gate (lower_bound=...) can do without it.")
+            raise ValueError(
+                "A_log must be given to activate the gate -exp(A_log) * softplus(g + dt_bias); only the bounded gate (lower_bound=...) can do without it."
+            )
     else:
         if A_log.shape != (HV,):
             _shape_error("A_log", "[HV]", (HV,), A_log)
@@ -131,7 +135,9 @@ class Problem:
         elif use_beta_sigmoid_in_kernel:
             raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True: there is nothing to activate.")
         if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-            raise ValueError("allow_neg_eigval=True doubles the sigmoid of beta and needs use_beta_sigmoid_in_kernel=True; an activated beta may reach 2 as it is.")
+            raise ValueError(
+                "allow_neg_eigval=True doubles the sigmoid of beta and needs use_beta_sigmoid_in_kernel=True; an activated beta may reach 2 as it is."
+            )
         if lower_bound is not None:
             check_lower_bound(lower_bound)
         if use_gate_in_kernel:
@@ -143,7 +149,9 @@ class Problem:
                 name = "A_log" if A_log is not None else "dt_bias"
                 raise ValueError(f"{name} is a parameter of the gate and needs use_gate_in_kernel=True; an activated g must not be activated again.")
             if lower_bound is not None and not safe_gate:
-                raise ValueError("lower_bound without use_gate_in_kernel only names the bound that safe_gate=True promises: pass safe_gate=True, or activate the gate inside.")
+                raise ValueError(
+                    "lower_bound without use_gate_in_kernel only names the bound that safe_gate=True promises: pass safe_gate=True, or the gate's logits."
+                )
         if cu_seqlens is None:
             self.N = B
         else:
@@ -151,19 +159,25 @@ class Problem:
                 raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
             _check_index("cu_seqlens", cu_seqlens, device)
             if B != 1:
-                raise ValueError(f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape q, k, v, g and beta to [1, B * T, ...].")
+                raise ValueError(
+                    f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape q, k, v, g and beta to [1, B * T, ...]."
+                )
             self.N = cu_seqlens.shape[0] - 1
             if _CHECK_VALUES and not _is_symbolic(cu_seqlens):
                 _check_cu_seqlens(cu_seqlens, T)
         if _CHECK_VALUES and g is not None and not use_gate_in_kernel and not _is_symbolic(g):
             _check_decay(g, (lower_bound or SAFE_BOUND) if safe_gate else None)
-        self.rank, self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.cu_seqlens = rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens
+        self.rank, self.q, self.k, self.v, self.g, self.beta = rank, q, k, v, g, beta
+        self.A_log, self.dt_bias, self.cu_seqlens = A_log, dt_bias, cu_seqlens
         self.B, self.T, self.H, self.HV, self.K, self.V = B, T, H, HV, K, V
         self.scale = K**-0.5 if scale is None else scale
         self.l2norm, self.activate_gate, self.lower_bound, self.safe_gate = use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, safe_gate
         self.sigmoid_beta, self.neg_eigval, self.transposed = use_beta_sigmoid_in_kernel, allow_neg_eigval, transpose_state_layout
         self.output_final_state, self.disable_recompute = output_final_state, disable_recompute
-        self.state = self.state_indices = self.num_accepted_tokens = self.snapshot_indices = None
+        self.state: Tensor | None = None
+        self.state_indices: Tensor | None = None
+        self.num_accepted_tokens: Tensor | None = None
+        self.snapshot_indices: Tensor | None = None
         self.snapshot_every = 1
 
     @classmethod
@@ -175,7 +189,9 @@ class Problem:
         return p
 
     @classmethod
-    def parse_step(cls, rank, q, k, v, g, beta, state, state_indices=None, num_accepted_tokens=None, A_log=None, dt_bias=None, cu_seqlens=None, **flags) -> Problem:
+    def parse_step(
+        cls, rank, q, k, v, g, beta, state, state_indices=None, num_accepted_tokens=None, A_log=None, dt_bias=None, cu_seqlens=None, **flags
+    ) -> Problem:
         """A decode call on a state pool: `recurrent_`."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
         p._take_pool(state, state_indices)
@@ -217,9 +233,10 @@ class Problem:
         want = (count, HV, V, K) if self.transposed else (count, HV, K, V)
         if shape != want:
             hint = ""
+            layout, other = ("V, K", "K, V") if self.transposed else ("K, V", "V, K")
             if shape == (count, HV, want[3], want[2]):
-                hint = ": that is the [K, V] layout, pass transpose_state_layout=False" if self.transposed else ": that is the [V, K] layout, pass transpose_state_layout=True"
-            layout = f"[{letter}, HV, V, K]" if self.transposed else f"[{letter}, HV, K, V]"
+                hint = f": that is the [{other}] layout, pass transpose_state_layout={not self.transposed}"
+            layout = f"[{letter}, HV, {layout}]"
             raise ValueError(f"{name} must have shape {layout} = {list(want)} (transpose_state_layout={self.transposed}), got {list(shape)}{hint}.")
         if state.dtype is not self.state_dtype:
             if not pool or self.state_dtype is torch.float64:
@@ -232,7 +249,8 @@ class Problem:
 
     def _take_pool(self, state: Tensor, state_indices: Tensor | None) -> None:
         if state.dim() != 4:
-            raise ValueError(f"state must have 4 dimensions [slots, HV, K, V] (or [slots, HV, V, K] with transpose_state_layout=True), got shape {list(state.shape)}.")
+            layout = "[slots, HV, V, K]" if self.transposed else "[slots, HV, K, V]"
+            raise ValueError(f"state must have 4 dimensions {layout} (transpose_state_layout={self.transposed}), got shape {list(state.shape)}.")
         if state_indices is None:
             self._take_state("state", "N", self.N, state, pool=True)
         else:

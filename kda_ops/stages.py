@@ -89,6 +89,8 @@ class Backend(Protocol):
         """Carry the gradient of the state back::
 
             dv_new = P^T do + kg dS;   dS <- gamma dS + qg^T do - w^T dv_new
+
+        Starts from `dfinal_state` in the caller's layout; a gradient that is None is zero, and any strides are accepted.
         """
 
     def gradient(self, p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
@@ -97,7 +99,8 @@ class Backend(Protocol):
     def step(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         """The token recurrence, for decode: o [B, T, HV, V], states as for `scan`, but a two-dimensional `p.state_indices`
         [N, S] takes the state after token t into slot ``[n, t]`` and starts from slot ``[n, num_accepted_tokens[n] - 1]`` (column 0
-        without it); where the slot of a token is negative nothing is written and its output is zero."""
+        without it); where the slot of a token is negative nothing is written and its output is zero.
+        """
 
     def gate(self, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int) -> Tensor:
         """The log decay from raw logits, in float32 (float64 for float64)."""

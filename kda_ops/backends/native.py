@@ -17,24 +17,40 @@ from kda_ops.sequences import Chunks
 from kda_ops.stages import Gradients, Reverse, Tile, Trace
 
 FORGET = -1e4  # exp of it is 0 in every dtype; keeps -inf out of differences
+SLAB = 1 << 18  # elements of one operand worked on at a time: 1 MB in float32
 _EYE = torch.eye(CHUNK)
 
 
 class _Chunked:
-    """The activated inputs per chunk, and the decays every stage uses: q (scaled), k, v, beta [NT, HV, C, .], G float64 [NT, HV, C, D]."""
+    """The activated inputs per chunk: q (scaled), k, v, beta [NT, HV, C, .], and G float64 [NT, HV, C, D], the sum of g up to each row."""
 
     def __init__(self, p: Problem):
         self.x, self.chunks, dtype = Activated(p, p.state_dtype), Chunks(p), p.state_dtype
         split = self.chunks.split
-        self.k, self.v, self.beta = split(self.x.k, dtype), split(self.x.v, dtype), split(self.x.beta[..., None], dtype)
-        self.q = split(self.x.q, dtype) * p.scale
+        q, k, v, beta = (split(t, dtype) for t in (self.x.q, self.x.k, self.x.v, self.x.beta[..., None]))
         if p.HV > p.H:
-            self.q, self.k = (t.repeat_interleave(p.HV // p.H, 1) for t in (self.q, self.k))
+            q, k = (t.repeat_interleave(p.HV // p.H, 1) for t in (q, k))
         # Float64 makes differences of prefix sums exact enough for any gate; the clamp makes -inf a number they can hold.
-        self.G = split(self.x.g, torch.float64).clamp(min=FORGET).cumsum_(-2)
-        last = self.G[..., -1:, :]
-        self.decay, self.tail = self.G.to(dtype).exp(), (last - self.G).to(dtype).exp_()
-        self.gamma = last[..., 0, :].to(dtype).exp()
+        G = split(self.x.g, torch.float64).clamp(min=FORGET).cumsum_(-2)
+        self.tensors = (q * p.scale, k, v, beta, G)
+
+    def slabs(self) -> Iterator[tuple[slice, _Slab]]:
+        """A few chunks at a time, so that what is computed between reading and writing them stays in cache."""
+        NT, HV, C, K = self.tensors[0].shape
+        size = max(1, SLAB // max(1, HV * C * K))
+        for start in range(0, NT, size):
+            s = slice(start, min(start + size, NT))
+            yield s, _Slab(*(t[s] for t in self.tensors))
+
+
+class _Slab:
+    """Some chunks: q (scaled), k, v, beta, G, and their decays exp(G) and exp(G_n - G), [.., C, D], and gamma = exp(G_n)."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, G: Tensor):
+        self.q, self.k, self.v, self.beta, self.G = q, k, v, beta, G
+        last = G[..., -1:, :]
+        self.decay, self.tail = G.to(k.dtype).exp(), (last - G).to(k.dtype).exp()
+        self.gamma = last[..., 0, :].to(k.dtype).exp()
 
 
 def _pair_decay(G: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,7 +88,7 @@ def _diagonal_blocks(x: Tensor, m: int) -> Tensor:
     return x.unflatten(-1, (-1, m)).unflatten(-3, (-1, m)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def _scores(c: _Chunked) -> tuple[Tensor, Tensor]:
+def _scores(c: _Slab) -> tuple[Tensor, Tensor]:
     """sum_d q_id k_jd E_ijd for j <= i, and sum_d k_id k_jd E_ijd for j < i."""
     q, k, G = c.q, c.k, c.G
     if G.shape[-1] == 1:
@@ -88,7 +104,7 @@ def _scores(c: _Chunked) -> tuple[Tensor, Tensor]:
     return qk, kk
 
 
-def _scores_backward(c: _Chunked, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _scores_backward(c: _Slab, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """sum_j dP_ij k_j E_ij and sum_j dL_ij k_j E_ij for the rows, sum_i (dP_ij q_i + dL_ij beta_i k_i) E_ij for the columns."""
     q, k, G = c.q, c.k, c.G
     if G.shape[-1] == 1:
@@ -109,13 +125,29 @@ def _scores_backward(c: _Chunked, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tenso
 
 def prepare(p: Problem, A: Tensor | None = None) -> Tile:
     """Everything about the chunks that does not depend on the state."""
-    c = _Chunked(p)
-    P, kk = _scores(c)
-    if A is None:
-        eye = _EYE.to(kk.dtype)
-        A = torch.linalg.solve_triangular((c.beta * kk).add_(eye), eye.expand_as(kk), upper=False, unitriangular=True).contiguous()
-    w, u = A @ (c.k * c.decay).mul_(c.beta), A @ (c.v * c.beta)
-    return Tile(A=A, P=P, w=w, u=u, qg=c.q * c.decay, kg=c.k * c.tail, gamma=c.gamma)
+    chunked, eye = _Chunked(p), _EYE.to(p.state_dtype)
+    q, _, v, _, G = chunked.tensors
+    shape = q.shape[:2]
+    square = (*shape, CHUNK, CHUNK)
+    tile = Tile(
+        A=q.new_empty(square) if A is None else A,
+        P=q.new_empty(square),
+        w=torch.empty_like(q),
+        u=torch.empty_like(v),
+        qg=torch.empty_like(q),
+        kg=torch.empty_like(q),
+        gamma=q.new_empty((*shape, G.shape[-1])),
+    )
+    for s, c in chunked.slabs():
+        tile.P[s], kk = _scores(c)
+        if A is None:
+            tile.A[s] = torch.linalg.solve_triangular((c.beta * kk).add_(eye), eye.expand_as(kk), upper=False, unitriangular=True)
+        torch.matmul(tile.A[s], (c.k * c.decay).mul_(c.beta), out=tile.w[s])
+        torch.matmul(tile.A[s], c.v * c.beta, out=tile.u[s])
+        torch.mul(c.q, c.decay, out=tile.qg[s])
+        torch.mul(c.k, c.tail, out=tile.kg[s])
+        tile.gamma[s] = c.gamma
+    return tile
 
 
 class _Running:
@@ -201,45 +233,49 @@ def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor
 
 
 def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
-    """Every input's gradient from what the two scans left, all chunks at once."""
-    c = _Chunked(p)
-    q, k, v, beta, decay, A = c.q, c.k, c.v, c.beta, c.decay, tile.A
-    S, dS, dV = trace.states, reverse.dstates, reverse.dv_new
-    dw, dkg = -(dV @ S.mT), (trace.v_new @ dS.mT).mul_(c.tail)
-    k_decay = k * decay
-    dA = (dV @ (beta * v).mT).add_(dw @ (k_decay * beta).mT)
-    dL = (A.mT @ dA @ A.mT).neg_().tril_(-1)
-    Zv, Zk = A.mT @ dV, A.mT @ dw
-    if do is None:
-        dqg, dP = torch.zeros_like(k), torch.zeros_like(dL)
-    else:
-        d_o = c.chunks.split(do, p.state_dtype)
-        dqg, dP = (d_o @ S.mT).mul_(decay), (d_o @ trace.v_new.mT).tril_()
-    dq, r, col = _scores_backward(c, dP, dL)
-    dq.add_(dqg)
-    r.add_(Zk.mul_(decay))
-    dbeta = (Zv * v).sum(-1).add_((r * k).sum(-1))
-    dk_early = r.mul_(beta)  # where row i reads k_i; the columns and kg read it later
-    dg = None
-    if "g" in need or "A_log" in need or "dt_bias" in need:
-        dG = (q * dq).add_(k * (dk_early - col - dkg))
-        dG[..., -1, :] += c.gamma * (S * dS).sum(-1) + (k * dkg).sum(-2)
-        if c.G.shape[-1] == 1:
-            dG = dG.sum(-1, keepdim=True)
-        dg = c.chunks.join(dG.flip(-2).cumsum(-2).flip(-2))
-    dk = dk_early.add_(col).add_(dkg)
+    """Every input's gradient from what the two scans left."""
+    chunked = _Chunked(p)
+    join, x = chunked.chunks.join, chunked.x
+    q, k, v, beta, G = chunked.tensors
+    dq, dk, dv, dbeta, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(beta), torch.empty_like(G, dtype=q.dtype)
+    d_o = torch.zeros_like(v) if do is None else chunked.chunks.split(do, p.state_dtype)
+    for s, c in chunked.slabs():
+        dq[s], dk[s], dv[s], dg[s], dbeta[s] = _gradient(c, tile.A[s], trace.states[s], trace.v_new[s], d_o[s], reverse.dstates[s], reverse.dv_new[s])
 
     def per_key_head(d: Tensor) -> Tensor:
-        joined = c.chunks.join(d)
-        return joined.unflatten(2, (p.H, p.HV // p.H)).sum(3) if p.HV > p.H else joined
+        return join(d).unflatten(2, (p.H, p.HV // p.H)).sum(3) if p.HV > p.H else join(d)
 
-    dq, dk, dg, dbeta, dA_log, ddt_bias = c.x.gradients(p, per_key_head(dq.mul_(p.scale)), per_key_head(dk), dg, c.chunks.join(dbeta))
-    found = dict(q=dq, k=dk, v=c.chunks.join(Zv.mul_(beta)), g=dg, beta=dbeta, A_log=dA_log, dt_bias=ddt_bias)
+    gates = need & {"g", "A_log", "dt_bias"}
+    dq, dk, dg, dbeta, dA_log, ddt_bias = x.gradients(
+        p, per_key_head(dq.mul_(p.scale)), per_key_head(dk), join(dg) if gates else None, join(dbeta)[..., 0] if "beta" in need else None
+    )
+    found = dict(q=dq, k=dk, v=join(dv), g=dg, beta=dbeta, A_log=dA_log, dt_bias=ddt_bias)
     inputs = dict(q=p.q, k=p.k, v=p.v, g=p.g, beta=p.beta, A_log=p.A_log, dt_bias=p.dt_bias)
-    out = Gradients(**{n: found[n].to(x.dtype) for n, x in inputs.items() if n in need and x is not None})
+    out = Gradients(**{n: found[n].to(t.dtype) for n, t in inputs.items() if n in need and t is not None})
     if "initial_state" in need and reverse.dinitial_state is not None:
         out.initial_state = p.as_kv(reverse.dinitial_state).contiguous()
     return out
+
+
+def _gradient(c: _Slab, A: Tensor, S: Tensor, v_new: Tensor, d_o: Tensor, dS: Tensor, dV: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of scale q, k, v, g and beta of some chunks; letters as in MATHS.md, "Backward"."""
+    q, k, v, beta, decay = c.q, c.k, c.v, c.beta, c.decay
+    dP = (d_o @ v_new.mT).tril_()
+    dkg, dw = (v_new @ dS.mT).mul_(c.tail), (dV @ S.mT).neg_()
+    dA = (dV @ (beta * v).mT).add_(dw @ (k * decay).mul_(beta).mT)
+    dL = (A.mT @ dA @ A.mT).neg_().tril_(-1)
+    Zv, Zk = A.mT @ dV, A.mT @ dw
+    dq, r, col = _scores_backward(c, dP, dL)
+    dq.add_((d_o @ S.mT).mul_(decay))
+    r.add_(Zk.mul_(decay))
+    dbeta = (Zv * v).sum(-1, keepdim=True).add_((r * k).sum(-1, keepdim=True))
+    early = r.mul_(beta)  # where row i reads k_i itself; the columns and kg read it later
+    dG = (early - col).sub_(dkg).mul_(k).addcmul_(q, dq)
+    dG[..., -1, :] += c.gamma * (S * dS).sum(-1) + (k * dkg).sum(-2)
+    if c.G.shape[-1] == 1:
+        dG = dG.sum(-1, keepdim=True)
+    dg = dG.flip(-2).cumsum_(-2).flip(-2)
+    return dq, early.add_(col).add_(dkg), Zv.mul_(beta), dg, dbeta
 
 
 def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
@@ -257,10 +293,8 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     kv_out = None if final_state is None or not final_state.numel() else p.as_kv(final_state)
     for t in range(p.T if not packed else int(count.max()) if p.N else 0):
         n = _intersect(live, count > t) if packed else live  # the sequences with a token t, None for all
-        if packed:
-            token = (0, (begin if n is None else begin[n]) + t)
-        else:
-            token = (slice(None) if n is None else n, t)
+        each = slice(None) if n is None else n
+        token: tuple = (0, begin[each] + t) if packed else (each, t)
         b_q, b_k, b_v, b_decay, b_beta = (r[token] for r in rows)
         b_S = (S if n is None else S[n]) * b_decay
         u = b_beta * (b_v.unsqueeze(-2) - b_k.unsqueeze(-2) @ b_S)  # [n, HV, 1, V]

@@ -1,8 +1,8 @@
 """The definition, written for reading: the token recurrence and each stage of the chunk form, in any dtype up to float64.
 
-`Reference()` computes in the dtype of states (float64 for float64 inputs) and is the oracle. ``Reference(torch.float32, operand=torch.bfloat16)`` is the twin of a
-kernel: the same formulas with every stored tensor and every dot operand rounded to `operand` while sums and states stay in the first dtype,
-which is what an error budget is derived from. Formulas: MATHS.md.
+`Reference()` computes in the dtype of states (float64 for float64 inputs) and is the oracle. ``Reference(torch.float32, operand=torch.bfloat16)`` is
+the twin of a kernel: the same formulas with every stored tensor and every dot operand rounded to `operand` while sums and states stay in the first
+dtype, which is what an error budget is derived from. Formulas: MATHS.md.
 """
 
 from __future__ import annotations
