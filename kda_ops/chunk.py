@@ -8,12 +8,13 @@ give the same bits.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kda_ops import dispatch
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
-from kda_ops.stages import KEPT, Gradients, Tile, Trace
+from kda_ops.stages import GRADIENTS, KEPT, Gradients, Tile, Trace
 
 
 def kept_names(p: Problem) -> frozenset[str]:
@@ -25,48 +26,59 @@ def kept_names(p: Problem) -> frozenset[str]:
 
 def new_kept(p: Problem) -> list[Tensor]:
     """What `forward` keeps, allocated: the shapes for the fake implementation, one tensor per name in `stages.KEPT`, empty where not kept."""
-    operand, NT, D = dispatch.operand_dtype(p), count_chunks(p), p.K if p.rank else 1
+    NT, D = count_chunks(p), p.K if p.rank else 1
     rows = {"A": CHUNK, "P": CHUNK, "w": p.K, "u": p.V, "qg": p.K, "kg": p.K, "v_new": p.V}
     shapes = {name: (NT, p.HV, CHUNK, width) for name, width in rows.items()} | {"gamma": (NT, p.HV, D), "states": (NT, p.HV, p.K, p.V)}
     names = kept_names(p)
-    return [p.q.new_empty(shapes[n] if n in names else (0,), dtype=p.state_dtype if n == "gamma" else operand) for n in KEPT]
+    return [_empty(p, n, shapes[n] if n in names else (0,)) for n in KEPT]
+
+
+def _empty(p: Problem, name: str, shape: tuple = (0,)) -> Tensor:
+    return p.q.new_empty(shape, dtype=p.state_dtype if name == "gamma" else dispatch.operand_dtype(p))
 
 
 def infer(p: Problem) -> tuple[Tensor, Tensor]:
     """Forward without a thought of backward: o and the final state."""
-    b = dispatch.backend(p.q.device)
     o, final_state = p.new_output(), p.new_final_state()
-    b.scan(p, b.prepare(p), o, final_state, keep=False)
+    if p.HV:
+        b = dispatch.backend(p.q.device)
+        b.scan(p, b.prepare(p), o, final_state, keep=False)
     return o, final_state
 
 
 def prefill(p: Problem) -> Tensor:
     """Forward on a state pool: states are read from and written to its slots."""
-    b = dispatch.backend(p.q.device)
     o = p.new_output()
-    b.scan(p, b.prepare(p), o, p.state, keep=False)
+    if p.HV:
+        b = dispatch.backend(p.q.device)
+        b.scan(p, b.prepare(p), o, p.state, keep=False)
     return o
 
 
 def forward(p: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o, the final state, and what is kept for `backward`, one tensor per name in `stages.KEPT`."""
-    b, names = dispatch.backend(p.q.device), kept_names(p)
     o, final_state = p.new_output(), p.new_final_state()
+    if not p.HV:
+        return o, final_state, new_kept(p)
+    b, names = dispatch.backend(p.q.device), kept_names(p)
     tile = b.prepare(p)
     trace = b.scan(p, tile, o, final_state, keep=p.disable_recompute)
     made = vars(tile) | (vars(trace) if trace is not None else {})
-    return o, final_state, [made[n] if n in names else p.q.new_empty((0,), dtype=p.state_dtype if n == "gamma" else dispatch.operand_dtype(p)) for n in KEPT]
+    return o, final_state, [made[n] if n in names else _empty(p, n) for n in KEPT]
 
 
 def backward(p: Problem, kept: list[Tensor], do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Gradients:
     """Gradients of the inputs named in `need`, from the gradients of o and of the final state (None: zero)."""
+    if not p.HV:
+        return Gradients(**{n: torch.zeros_like(x) for n, x in zip(GRADIENTS, p.differentiable()) if n in need and x is not None})
     b, names = dispatch.backend(p.q.device), kept_names(p)
     have = {n: x for n, x in zip(KEPT, kept) if n in names}
     if p.disable_recompute:
         trace = Trace(have.pop("states"), have.pop("v_new"))
         tile = Tile(**have)
     else:
-        tile = b.prepare(p, have.get("A"))
+        A = have.get("A")
+        tile = b.prepare(p, A if A is not None and A.numel() else None)
         trace = b.scan(p, tile, None, None, keep=True)
     reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)
     return b.gradient(p, tile, trace, do, reverse, need)

@@ -274,6 +274,10 @@ class Problem:
             return self.q.new_empty((0,), dtype=torch.float32)
         return self.q.new_empty((self.N, self.HV, self.V, self.K) if self.transposed else (self.N, self.HV, self.K, self.V), dtype=self.state_dtype)
 
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The inputs that have gradients, in the order of `stages.GRADIENTS`."""
+        return self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.state
+
     def as_kv(self, state: Tensor) -> Tensor:
         """A state of the caller's layout seen as S[k, v]: the layout is two strides."""
         return state.transpose(-1, -2) if self.transposed else state

@@ -27,8 +27,7 @@ def _fakes(rank: int) -> dict[schemas.Operator, object]:
 
     def chunk_bwd(do, dfinal_state, *args, need, **flags):
         p = Problem.parse(rank, *args[len(KEPT) :], **flags)
-        inputs = (p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.state)
-        return tuple(_like(x, wanted, p.q) for x, wanted in zip(inputs, need))
+        return tuple(_like(x, wanted, p.q) for x, wanted in zip(p.differentiable(), need))
 
     def recurrent_in_place(*args, **flags):
         return Problem.parse_step(rank, *args, **flags).new_output()

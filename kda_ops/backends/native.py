@@ -14,7 +14,7 @@ from torch import Tensor
 from kda_ops.backends.activations import Activated, gate, gate_backward  # noqa: F401  (stages of this backend)
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
-from kda_ops.stages import Gradients, Reverse, Tile, Trace
+from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace
 
 FORGET = -1e4  # exp of it is 0 in every dtype; keeps -inf out of differences
 SLAB = 1 << 18  # elements of one operand worked on at a time: 1 MB in float32
@@ -249,12 +249,9 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     dq, dk, dg, dbeta, dA_log, ddt_bias = x.gradients(
         p, per_key_head(dq.mul_(p.scale)), per_key_head(dk), join(dg) if gates else None, join(dbeta)[..., 0] if "beta" in need else None
     )
-    found = dict(q=dq, k=dk, v=join(dv), g=dg, beta=dbeta, A_log=dA_log, dt_bias=ddt_bias)
-    inputs = dict(q=p.q, k=p.k, v=p.v, g=p.g, beta=p.beta, A_log=p.A_log, dt_bias=p.dt_bias)
-    out = Gradients(**{n: found[n].to(t.dtype) for n, t in inputs.items() if n in need and t is not None})
-    if "initial_state" in need and reverse.dinitial_state is not None:
-        out.initial_state = p.as_kv(reverse.dinitial_state).contiguous()
-    return out
+    dinitial = None if reverse.dinitial_state is None else p.as_kv(reverse.dinitial_state)
+    found = (dq, dk, join(dv), dg, dbeta, dA_log, ddt_bias, dinitial)
+    return Gradients(**{n: d.to(x.dtype) for n, x, d in zip(GRADIENTS, p.differentiable(), found) if n in need and x is not None})
 
 
 def _gradient(c: _Slab, A: Tensor, S: Tensor, v_new: Tensor, d_o: Tensor, dS: Tensor, dV: Tensor) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from kda_ops.backends import activations
 from kda_ops.backends.activations import Activated
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
-from kda_ops.stages import Gradients, Reverse, Tile, Trace
+from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace
 
 FORGET = -1e4  # exp of it is 0 in every dtype; keeps -inf out of products and differences
 
@@ -184,10 +184,9 @@ class Reference:
         dq, dk, dg, dbeta, dA_log, ddt_bias = x.gradients(
             p, per_key_head(p.scale * dq), per_key_head(dk), chunks.join(dg) if p.g is not None else None, chunks.join(dbeta)[..., 0]
         )
-        found = dict(q=dq, k=dk, v=chunks.join(beta * Zv), g=dg, beta=dbeta, A_log=dA_log, dt_bias=ddt_bias, initial_state=reverse.dinitial_state)
-        found["initial_state"] = None if reverse.dinitial_state is None else p.as_kv(reverse.dinitial_state)
-        inputs = dict(q=p.q, k=p.k, v=p.v, g=p.g, beta=p.beta, A_log=p.A_log, dt_bias=p.dt_bias, initial_state=p.state)
-        return Gradients(**{n: found[n].to(inputs[n].dtype) for n in need if found[n] is not None and inputs[n] is not None})
+        dinitial = None if reverse.dinitial_state is None else p.as_kv(reverse.dinitial_state)
+        found = (dq, dk, chunks.join(beta * Zv), dg, dbeta, dA_log, ddt_bias, dinitial)
+        return Gradients(**{n: d.to(t.dtype) for n, t, d in zip(GRADIENTS, p.differentiable(), found) if n in need and t is not None})
 
     def step(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         """The definition, token by token."""
