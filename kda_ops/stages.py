@@ -46,7 +46,7 @@ class Reverse:
     """What the reverse scan found, last chunk first."""
 
     dstates: Tensor  # [NT, HV, K, V]  gradient of the state leaving each chunk
-    dv_new: Tensor  # [NT, HV, C, V]
+    z: Tensor  # [NT, HV, C, V]  A^T dv_new, the gradient of beta (v - k exp(G) S)
     dinitial_state: Tensor | None  # [N, HV, K, V] seen through the caller's strides
 
 
@@ -88,7 +88,7 @@ class Backend(Protocol):
     def reverse_scan(self, p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
         """Carry the gradient of the state back::
 
-            dv_new = P^T do + kg dS;   dS <- gamma dS + qg^T do - w^T dv_new
+            dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new
 
         Starts from `dfinal_state` in the caller's layout; a gradient that is None is zero, and any strides are accepted.
         """

@@ -1,1 +1,112 @@
-"""FLOP formulas, registered with torch.utils.flop_counter when it is imported."""
+"""FLOP formulas, registered with torch.utils.flop_counter when it is imported.
+
+What is counted is the arithmetic of the algorithm, by the letters of MATHS.md, not that of one kernel: matrix products at two operations per multiply-add,
+one dense product per score (a kernel with pairwise decays may spend several), no elementwise work, whole chunks of C tokens. A packed call counts
+as one sequence, because its seams lie on the device.
+"""
+
+from __future__ import annotations
+
+from torch.utils.flop_counter import register_flop_formula
+
+from kda_ops.problem import CHUNK
+from kda_ops.registrations import schemas
+from kda_ops.stages import KEPT
+
+C = CHUNK
+
+
+def product(rows, inner, columns):
+    """Operations of ``[rows, inner] @ [inner, columns]``."""
+    return 2 * rows * inner * columns
+
+
+def inverse():
+    """Operations of ``(I + L)^-1`` by rows: row i is one product ``[1, i] @ [i, i]`` with the rows above it, about 2/3 C^3 in all."""
+    return sum(product(1, i, i) for i in range(C))
+
+
+def forward(K, V):
+    """Operations of one chunk and value head, 11.7 million at K = V = 128::
+
+        P, L         scores q k^T and k k^T      2 [C,K][K,C]
+        A            (I + L)^-1                  inverse()
+        w, u         A k and A v                 [C,C][C,K] + [C,C][C,V]
+        v_new        u - w S                     [C,K][K,V]
+        o            qg S + P v_new              [C,K][K,V] + [C,C][C,V]
+        S            gamma S + kg^T v_new        [K,C][C,V]
+
+    The first three lines are those of `prepare`, the others of `scan`.
+    """
+    scores, tile = 2 * product(C, K, C), product(C, C, K) + product(C, C, V)
+    return scores + inverse() + tile + 3 * product(C, K, V) + product(C, C, V)
+
+
+def backward(K, V, kept: frozenset[str]):
+    """Operations of one chunk and value head; 32.5 million at K = V = 128 with A kept and the rest recomputed.
+
+    Recomputed, each unless it is in `kept`: A, P, w, u, v_new and the states (the last two by the scan without its output). Always::
+
+        k k^T        for dbeta                             [C,K][K,C]
+        dv_new       P^T do + kg dS                        [C,C][C,V] + [C,K][K,V]
+        dS           gamma dS + qg^T do - w^T dv_new       2 [K,C][C,V]
+        dqg dkg dw   do S^T, v_new dS^T, -dv_new S^T       3 [C,V][V,K]
+        dP           do v_new^T                            [C,V][V,C]
+        dA           dv_new v^T + dw k^T                   [C,V][V,C] + [C,K][K,C]
+        dL           -A^T dA A^T                           2 [C,C][C,C]
+        Zv, Zk       A^T dv_new, A^T dw                    [C,C][C,V] + [C,C][C,K]
+        dq, dk       rows dP k, dL k; columns dP^T q, dL^T k   4 [C,C][C,K]
+    """
+    again = {
+        "A": inverse(),
+        "P": product(C, K, C),
+        "w": product(C, C, K),
+        "u": product(C, C, V),
+        "v_new": product(C, K, V),
+        "states": product(K, C, V),
+    }
+    recompute = sum(n for name, n in again.items() if name not in kept)
+    reverse_scan = product(C, C, V) + 3 * product(C, K, V)
+    inter = 3 * product(C, V, K) + product(C, V, C)
+    through_inverse = product(C, V, C) + product(C, K, C) + 2 * product(C, C, C) + product(C, C, V) + product(C, C, K)
+    return recompute + product(C, K, C) + reverse_scan + inter + through_inverse + 4 * product(C, C, K)
+
+
+def token(K, V):
+    """Operations of one token and value head of the recurrence: S^T k, k u^T and S^T q."""
+    return 3 * product(1, K, V)
+
+
+def _chunks(q, v):
+    """Chunks times value heads of a call, from the shapes of q [B, T, H, K] and v [B, T, HV, V]."""
+    B, T, HV, _ = v
+    return B * ((T + C - 1) // C) * HV
+
+
+def _chunk(q, k, v, *args, out_shape=None, **flags):
+    return _chunks(q, v) * forward(q[3], v[3])
+
+
+def _chunk_bwd(do, dfinal_state, *args, out_shape=None, **flags):
+    kept, (q, _, v) = args[: len(KEPT)], args[len(KEPT) : len(KEPT) + 3]
+    # What is not kept is an empty tensor of one dimension.
+    return _chunks(q, v) * backward(q[3], v[3], frozenset(n for n, shape in zip(KEPT, kept) if len(shape) > 1))
+
+
+def _recurrent(q, k, v, *args, out_shape=None, **flags):
+    B, T, HV, V = v
+    return B * T * HV * token(q[3], V)
+
+
+_FORMULAS = {
+    schemas.CHUNK: _chunk,
+    schemas.CHUNK_FWD: _chunk,
+    schemas.CHUNK_: _chunk,
+    schemas.CHUNK_BWD: _chunk_bwd,
+    schemas.RECURRENT: _recurrent,
+    schemas.RECURRENT_: _recurrent,
+}
+
+for _namespace in schemas.VARIANTS:
+    for _operator, _formula in _FORMULAS.items():
+        register_flop_formula(_operator.overload(_namespace).overloadpacket)(_formula)

@@ -14,6 +14,17 @@ from kda_ops.problem import Problem
 EPS = 1e-6  # inside the square root of the l2 norm
 
 
+# torch's own softplus and sigmoid round the last elements of a tensor, or strided ones, differently from the rest: a token's bits would depend on its place.
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return F.logsigmoid(x).exp()
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return -F.logsigmoid(-x)
+
+
 def l2norm(x: Tensor) -> tuple[Tensor, Tensor]:
     """x / sqrt(sum x^2 + eps) over the last dimension, and the factor 1 / sqrt(...) [.., 1]."""
     rstd = (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
@@ -41,7 +52,7 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: f
     float32, or float64 for float64 logits.
     """
     A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
-    return -A * F.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(A * x)
+    return -A * _softplus(x) if lower_bound is None else lower_bound * _sigmoid(A * x)
 
 
 def gate_backward(
@@ -51,10 +62,10 @@ def gate_backward(
     A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
     dy = dy.to(x.dtype)
     if lower_bound is None:
-        dx = -A * torch.sigmoid(x) * dy
-        per_log = -A * F.softplus(x) * dy
+        dx = -A * _sigmoid(x) * dy
+        per_log = -A * _softplus(x) * dy
     else:
-        s = torch.sigmoid(A * x)
+        s = _sigmoid(A * x)
         # A saturated sigmoid has slope 0 even where exp(A_log) overflowed, so select: 0 * inf would be NaN.
         slope = s * (1 - s)
         dx = torch.where(slope > 0, lower_bound * slope * A * dy, 0.0)
@@ -85,7 +96,7 @@ class Activated:
         if p.beta is None:
             self.beta = self.v.new_ones((p.B, p.T, p.HV))
         elif p.sigmoid_beta:
-            self.beta = torch.sigmoid(p.beta.to(dtype)) * (2.0 if p.neg_eigval else 1.0)
+            self.beta = _sigmoid(p.beta.to(dtype)) * (2.0 if p.neg_eigval else 1.0)
         else:
             self.beta = p.beta.to(dtype)
 

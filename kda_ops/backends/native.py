@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_ops.backends.activations import Activated, gate, gate_backward  # noqa: F401  (stages of this backend)
+from kda_ops.backends.reference import pair_decay, suffix
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
 from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace
@@ -30,9 +31,9 @@ class _Chunked:
         q, k, v, beta = (split(t, dtype) for t in (self.x.q, self.x.k, self.x.v, self.x.beta[..., None]))
         if p.HV > p.H:
             q, k = (t.repeat_interleave(p.HV // p.H, 1) for t in (q, k))
-        # Float64 makes differences of prefix sums exact enough for any gate; the clamp makes -inf a number they can hold.
-        G = split(self.x.g, torch.float64).clamp(min=FORGET).cumsum_(-2)
-        self.tensors = (q * p.scale, k, v, beta, G)
+        # Float64 makes differences of prefix sums exact enough for float32; the clamp makes -inf a number they can hold.
+        g = split(self.x.g, torch.float64).clamp(min=FORGET)
+        self.tensors = (q * p.scale, k, v, beta, g)
 
     def slabs(self) -> Iterator[tuple[slice, _Slab]]:
         """A few chunks at a time, so that what is computed between reading and writing them stays in cache."""
@@ -46,20 +47,24 @@ class _Chunked:
 class _Slab:
     """Some chunks: q (scaled), k, v, beta, G, and their decays exp(G) and exp(G_n - G), [.., C, D], and gamma = exp(G_n)."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, G: Tensor):
-        self.q, self.k, self.v, self.beta, self.G = q, k, v, beta, G
-        last = G[..., -1:, :]
-        self.decay, self.tail = G.to(k.dtype).exp(), (last - G).to(k.dtype).exp()
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor):
+        self.q, self.k, self.v, self.beta, self.g, self.G = q, k, v, beta, g, g.cumsum(-2)
+        last = self.G[..., -1:, :]
+        self.exact = k.dtype is torch.float64  # where differences of float64 sums are not exact enough, sum what lies between
+        self.decay, self.tail = self.G.to(k.dtype).exp(), (suffix(g) if self.exact else last - self.G).to(k.dtype).exp()
         self.gamma = last[..., 0, :].to(k.dtype).exp()
 
 
-def _pair_decay(G: Tensor, dtype: torch.dtype) -> Tensor:
+def _pair_decay(c: _Slab) -> Tensor:
     """E_ij = exp(G_i - G_j) for i >= j, else 0: [.., C, 1] -> [.., C, C]."""
+    if c.exact:
+        return pair_decay(c.g)
+    G, dtype = c.G, c.k.dtype
     upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu_(1)
     return (G - G.mT).to(dtype).masked_fill_(upper, -torch.inf).exp_()
 
 
-def _levels(G: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _levels(c: _Slab) -> Iterator[tuple[int, Tensor, Tensor]]:
     """For each level of the chunk: the size m of the diagonal blocks that hold its pairs, their mask [m, m], and the factor f [.., C, K].
 
     A pair (j, i) belongs to the level where i is in the later and j in the earlier half of one block of 2 half rows; with a the end of the
@@ -71,9 +76,13 @@ def _levels(G: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, Tensor
         row = torch.arange(m)
         later = (row // half) % 2 == 1
         mask = (row[:, None] // (2 * half) == row[None, :] // (2 * half)) & later[:, None] & ~later[None, :]
-        blocks = G.unflatten(-2, (-1, 2, half))
-        sign = torch.tensor([-1.0, 1.0], dtype=G.dtype)[:, None, None]
-        f = (blocks - blocks[..., :1, -1:, :]).mul_(sign).to(dtype).exp_()
+        if c.exact:
+            early, late = c.g.unflatten(-2, (-1, 2, half)).unbind(-3)
+            f = torch.stack([suffix(early), late.cumsum(-2)], -3).exp_()
+        else:
+            blocks = c.G.unflatten(-2, (-1, 2, half))
+            sign = torch.tensor([-1.0, 1.0], dtype=torch.float64)[:, None, None]
+            f = (blocks - blocks[..., :1, -1:, :]).mul_(sign).to(c.k.dtype).exp_()
         yield m, mask, f.flatten(-4, -2)
         half //= 2
 
@@ -92,10 +101,10 @@ def _scores(c: _Slab) -> tuple[Tensor, Tensor]:
     """sum_d q_id k_jd E_ijd for j <= i, and sum_d k_id k_jd E_ijd for j < i."""
     q, k, G = c.q, c.k, c.G
     if G.shape[-1] == 1:
-        E = _pair_decay(G, k.dtype)
+        E = _pair_decay(c)
         return (q @ k.mT).mul_(E), (k @ k.mT).mul_(E).tril_(-1)
     qk, kk = torch.diag_embed((q * k).sum(-1)), k.new_zeros((*k.shape[:-1], CHUNK))
-    for m, mask, f in _levels(G, k.dtype):
+    for m, mask, f in _levels(c):
         kf = _blocks(k * f, m)
         both = torch.cat([_blocks(q * f, m), kf], 1) @ kf.mT
         shape = (*k.shape[:2], -1, m, m)
@@ -108,12 +117,12 @@ def _scores_backward(c: _Slab, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, 
     """sum_j dP_ij k_j E_ij and sum_j dL_ij k_j E_ij for the rows, sum_i (dP_ij q_i + dL_ij beta_i k_i) E_ij for the columns."""
     q, k, G = c.q, c.k, c.G
     if G.shape[-1] == 1:
-        E = _pair_decay(G, k.dtype)
+        E = _pair_decay(c)
         dP, dL = dP * E, dL * E
         return dP @ k, dL @ k, (dP.mT @ q).add_(dL.mT @ (c.beta * k))
     on_diagonal = torch.diagonal(dP, dim1=-2, dim2=-1)[..., None]
     rows_q, rows_k, columns = on_diagonal * k, torch.zeros_like(k), on_diagonal * q
-    for m, mask, f in _levels(G, k.dtype):
+    for m, mask, f in _levels(c):
         kf, qf = k * f, q * f
         d = torch.cat([_diagonal_blocks(dP, m), _diagonal_blocks(dL, m)], -2).where(mask.repeat(2, 1), 0.0).reshape(-1, 2 * m, m)
         rows = d @ _blocks(kf, m)
@@ -217,19 +226,19 @@ def _silence(run: _Running, slots: Tensor, out: Tensor) -> None:
 
 
 def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
-    """dv_new = P^T do + kg dS;   dS <- gamma dS + qg^T do - w^T dv_new."""
+    """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""
     run = _Running(p, dfinal_state, None)
-    dstates, dv_all = tile.u.new_zeros((run.chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u)
+    dstates, z = tile.u.new_zeros((run.chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u)
     d_o = torch.zeros_like(tile.u) if do is None else run.chunks.split(do, p.state_dtype)
     for live, chunk in reversed(run.steps):
         dS = run.S[: len(live)].flatten(0, 1)
         dstates[chunk] = run.S[: len(live)]
         b_do = run.at(d_o, chunk)
         dv_new = torch.bmm(run.at(tile.P, chunk).mT, b_do).baddbmm_(run.at(tile.kg, chunk), dS)
-        dv_all[chunk] = dv_new.unflatten(0, (-1, p.HV))
+        z[chunk] = torch.bmm(run.at(tile.A, chunk).mT, dv_new).unflatten(0, (-1, p.HV))
         dS.mul_(run.at(tile.gamma, chunk)[..., None]).baddbmm_(run.at(tile.qg, chunk).mT, b_do).baddbmm_(run.at(tile.w, chunk).mT, dv_new, alpha=-1)
     dinitial = torch.empty_like(run.S).index_copy_(0, run.order, run.S) if need_initial else None
-    return Reverse(dstates, dv_all, dinitial)
+    return Reverse(dstates, z, dinitial)
 
 
 def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
@@ -240,7 +249,7 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     dq, dk, dv, dbeta, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(beta), torch.empty_like(G, dtype=q.dtype)
     d_o = torch.zeros_like(v) if do is None else chunked.chunks.split(do, p.state_dtype)
     for s, c in chunked.slabs():
-        dq[s], dk[s], dv[s], dg[s], dbeta[s] = _gradient(c, tile.A[s], trace.states[s], trace.v_new[s], d_o[s], reverse.dstates[s], reverse.dv_new[s])
+        dq[s], dk[s], dv[s], dg[s], dbeta[s] = _gradient(c, trace.states[s], trace.v_new[s], d_o[s], reverse.dstates[s], reverse.z[s])
 
     def per_key_head(d: Tensor) -> Tensor:
         return join(d).unflatten(2, (p.H, p.HV // p.H)).sum(3) if p.HV > p.H else join(d)
@@ -254,25 +263,26 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     return Gradients(**{n: d.to(x.dtype) for n, x, d in zip(GRADIENTS, p.differentiable(), found) if n in need and x is not None})
 
 
-def _gradient(c: _Slab, A: Tensor, S: Tensor, v_new: Tensor, d_o: Tensor, dS: Tensor, dV: Tensor) -> tuple[Tensor, ...]:
+def _gradient(c: _Slab, S: Tensor, v_new: Tensor, d_o: Tensor, dS: Tensor, z: Tensor) -> tuple[Tensor, ...]:
     """Gradients of scale q, k, v, g and beta of some chunks; letters as in MATHS.md, "Backward"."""
     q, k, v, beta, decay = c.q, c.k, c.v, c.beta, c.decay
     dP = (d_o @ v_new.mT).tril_()
-    dkg, dw = (v_new @ dS.mT).mul_(c.tail), (dV @ S.mT).neg_()
-    dA = (dV @ (beta * v).mT).add_(dw @ (k * decay).mul_(beta).mT)
-    dL = (A.mT @ dA @ A.mT).neg_().tril_(-1)
-    Zv, Zk = A.mT @ dV, A.mT @ dw
+    dL = (z @ v_new.mT).neg_().tril_(-1)  # v_new solves (I + L) v_new = beta (v - k exp(G) S), and z the transposed system
+    dkg, Zk = (v_new @ dS.mT).mul_(c.tail), (z @ S.mT).neg_()
     dq, r, col = _scores_backward(c, dP, dL)
     dq.add_((d_o @ S.mT).mul_(decay))
     r.add_(Zk.mul_(decay))
-    dbeta = (Zv * v).sum(-1, keepdim=True).add_((r * k).sum(-1, keepdim=True))
+    dbeta = (z * v).sum(-1, keepdim=True).add_((r * k).sum(-1, keepdim=True))
     early = r.mul_(beta)  # where row i reads k_i itself; the columns and kg read it later
-    dG = (early - col).sub_(dkg).mul_(k).addcmul_(q, dq)
-    dG[..., -1, :] += c.gamma * (S * dS).sum(-1) + (k * dkg).sum(-2)
+    dG = (early - col).mul_(k).addcmul_(q, dq)
+    dG[..., -1, :] += c.gamma * (S * dS).sum(-1)
+    x = k * dkg
     if c.G.shape[-1] == 1:
         dG = dG.sum(-1, keepdim=True)
+        x = x.sum(-1, keepdim=True)
     dg = dG.flip(-2).cumsum_(-2).flip(-2)
-    return dq, early.add_(col).add_(dkg), Zv.mul_(beta), dg, dbeta
+    dg[..., 1:, :] += x.cumsum(-2)[..., :-1, :]
+    return dq, early.add_(col).add_(dkg), z * beta, dg, dbeta
 
 
 def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
@@ -331,7 +341,7 @@ def _start(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tensor, T
         return torch.zeros((p.N, p.HV, p.K, p.V), dtype=p.state_dtype), None
     kv = p.as_kv(p.state)
     if slots is None:
-        return kv.to(p.state_dtype), None
+        return kv.to(p.state_dtype).contiguous(), None
     if per_token:
         column = torch.zeros(p.N, 1, dtype=torch.int64) if p.num_accepted_tokens is None else (p.num_accepted_tokens.long() - 1)[:, None]
         slots = slots.gather(1, column)[:, 0]

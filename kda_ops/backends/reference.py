@@ -138,37 +138,36 @@ class Reference:
         return Trace(self._round(states), self._round(v_new)) if keep else None
 
     def reverse_scan(self, p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
-        """dv_new = P^T do + kg dS;   dS <- gamma dS + qg^T do - w^T dv_new."""
+        """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""
         chunks, dtype = Chunks(p), tile.A.dtype
-        dstates, dv_new = tile.u.new_zeros((chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u)
+        dstates, z = tile.u.new_zeros((chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u)
         b_do = torch.zeros_like(tile.u) if do is None else chunks.split(do, dtype)
         dinitial = tile.u.new_zeros((p.N, p.HV, p.K, p.V))
         for n, (first, count) in enumerate(zip(chunks.first, chunks.count)):
             dS = dinitial[n] if dfinal_state is None else p.as_kv(dfinal_state)[n].to(dtype)
             for i in reversed(range(first, first + count)):
                 dstates[i] = dS
-                dv_new[i] = self._dot(tile.P[i].mT, b_do[i]) + self._dot(tile.kg[i], dS)
-                dS = tile.gamma[i][..., None] * dS + self._dot(tile.qg[i].mT, b_do[i]) - self._dot(tile.w[i].mT, dv_new[i])
+                dv_new = self._dot(tile.P[i].mT, b_do[i]) + self._dot(tile.kg[i], dS)
+                z[i] = self._dot(tile.A[i].mT, dv_new)
+                dS = tile.gamma[i][..., None] * dS + self._dot(tile.qg[i].mT, b_do[i]) - self._dot(tile.w[i].mT, dv_new)
             dinitial[n] = dS
-        return Reverse(self._round(dstates), self._round(dv_new), dinitial if need_initial else None)
+        return Reverse(self._round(dstates), self._round(z), dinitial if need_initial else None)
 
     def gradient(self, p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
         """Every input's gradient from what the two scans left."""
         x, chunks, q, k, v, g, beta = self._chunked(p)
         b_do = torch.zeros_like(v) if do is None else chunks.split(do, v.dtype)
-        S, dS, dV, A = trace.states, reverse.dstates, reverse.dv_new, tile.A
+        S, dS, z = trace.states, reverse.dstates, reverse.z
         decay, tail = g.cumsum(-2).exp(), suffix(g).exp()
         dqg, dP = self._dot(b_do, S.mT), self._dot(b_do, trace.v_new.mT).tril()
-        dkg, dw = self._dot(trace.v_new, dS.mT), -self._dot(dV, S.mT)
-        dA = self._dot(dV, (beta * v).mT) + self._dot(dw, (beta * k * decay).mT)
-        dL = -(A.mT @ dA @ A.mT).tril(-1)
-        Zv, Zk = self._dot(A.mT, dV), self._dot(A.mT, dw)
+        dkg, Zk = self._dot(trace.v_new, dS.mT), -self._dot(z, S.mT)
+        dL = -self._dot(z, trace.v_new.mT).tril(-1)  # v_new solves (I + L) v_new = beta (v - k exp(G) S), and z the transposed system
         dq_in, r = self._over_rows(dP, k, g), beta * self._over_rows(dL, k, g)
         col = self._over_columns(dP, q, g) + self._over_columns(dL, beta * k, g)
         dk_w, dk_x = beta * decay * Zk, tail * dkg
         dq = decay * dqg + dq_in  # for scale * q
         dk = dk_x + dk_w + r + col
-        dbeta = ((Zv * v).sum(-1) + (Zk * k * decay).sum(-1) + (dL * self._pairs(k, k, g)).sum(-1))[..., None]
+        dbeta = ((z * v).sum(-1) + (Zk * k * decay).sum(-1) + (dL * self._pairs(k, k, g)).sum(-1))[..., None]
         dG = q * dq + k * (dk_w + r - col - dk_x)
         dgamma = (S * dS).sum(-1)
         last = tile.gamma * dgamma + (k * dk_x).sum(-2)
@@ -185,7 +184,7 @@ class Reference:
             p, per_key_head(p.scale * dq), per_key_head(dk), chunks.join(dg) if p.g is not None else None, chunks.join(dbeta)[..., 0]
         )
         dinitial = None if reverse.dinitial_state is None else p.as_kv(reverse.dinitial_state)
-        found = (dq, dk, chunks.join(beta * Zv), dg, dbeta, dA_log, ddt_bias, dinitial)
+        found = (dq, dk, chunks.join(beta * z), dg, dbeta, dA_log, ddt_bias, dinitial)
         return Gradients(**{n: d.to(t.dtype) for n, t, d in zip(GRADIENTS, p.differentiable(), found) if n in need and t is not None})
 
     def step(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
