@@ -1,0 +1,9 @@
+"""Layers around the operators, in plain PyTorch that a compiler fuses; parameters are named as in published checkpoints."""
+
+from kda_ops.nn.cache import Cache
+from kda_ops.nn.gated_deltanet import GatedDeltaNet
+from kda_ops.nn.gated_norm import GatedRMSNorm
+from kda_ops.nn.kimi_delta_attention import KimiDeltaAttention
+from kda_ops.nn.short_convolution import ShortConvolution
+
+__all__ = ["Cache", "GatedDeltaNet", "GatedRMSNorm", "KimiDeltaAttention", "ShortConvolution"]

@@ -1,0 +1,169 @@
+"""What KimiDeltaAttention and GatedDeltaNet share: projections, convolutions, the operator, the gated norm, and the cache."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kda_ops.nn.cache import Cache
+from kda_ops.nn.gated_norm import GatedRMSNorm
+from kda_ops.nn.packing import Packing, Unpadding
+from kda_ops.nn.short_convolution import ShortConvolution
+
+
+class DeltaAttention(nn.Module):
+    """A token mixer around a gated delta rule; a subclass names its operators and computes the logits of its decay and of its output gate.
+
+    Sizes: H heads of K channels for q and k; HV value heads of V channels, a multiple of H; value head h reads head ``h // (HV // H)``.
+    """
+
+    def __init__(
+        self, hidden_size: int, expand_v: float, head_dim: int, num_heads: int, num_v_heads: int | None, use_short_conv: bool, allow_neg_eigval: bool,
+        conv_size: int, conv_bias: bool, norm_eps: float, norm_activation: str, dt_bias_size: int, device, dtype,
+    ):  # fmt: skip
+        super().__init__()
+        self.hidden_size, self.num_heads, self.head_k_dim, self.head_v_dim = hidden_size, num_heads, head_dim, int(head_dim * expand_v)
+        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        if self.num_v_heads < num_heads or self.num_v_heads % num_heads:
+            raise ValueError(
+                f"num_v_heads must be a multiple of num_heads = {num_heads}, so that each q/k head serves a group of value heads, got {self.num_v_heads}."
+            )
+        if not math.isclose(head_dim * expand_v, self.head_v_dim, rel_tol=1e-5) or self.head_v_dim < 1:
+            raise ValueError(f"expand_v must make head_dim * expand_v a whole number of channels, got {head_dim} * {expand_v} = {head_dim * expand_v}.")
+        self.use_short_conv, self.allow_neg_eigval, self.conv_size = use_short_conv, allow_neg_eigval, conv_size
+        factory = dict(device=device, dtype=dtype)
+        key_dim, value_dim = num_heads * head_dim, self.num_v_heads * self.head_v_dim
+        self.q_proj = nn.Linear(hidden_size, key_dim, bias=False, **factory)
+        self.k_proj = nn.Linear(hidden_size, key_dim, bias=False, **factory)
+        self.v_proj = nn.Linear(hidden_size, value_dim, bias=False, **factory)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(key_dim, conv_size, conv_bias, **factory)
+            self.k_conv1d = ShortConvolution(key_dim, conv_size, conv_bias, **factory)
+            self.v_conv1d = ShortConvolution(value_dim, conv_size, conv_bias, **factory)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False, **factory)
+        # The gate stays in fp32: rounded to 16 bits, a decay near 1 is off by its whole memory.
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, device=device, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(dt_bias_size, device=device, dtype=torch.float32))
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, norm_activation, **factory)
+        self.o_proj = nn.Linear(value_dim, hidden_size, bias=False, **factory)
+
+    def _chunk(self, *args, **flags) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
+    def _chunk_(self, *args, **flags) -> Tensor:
+        raise NotImplementedError
+
+    def _recurrent_(self, *args, **flags) -> Tensor:
+        raise NotImplementedError
+
+    def _decay_logits(self, x: Tensor) -> Tensor:
+        """The raw decay, [B, T, HV, K] or [B, T, HV]."""
+        raise NotImplementedError
+
+    def _output_gate(self, x: Tensor) -> Tensor | None:
+        """[B, T, HV * V], or None for no gate."""
+        raise NotImplementedError
+
+    def _draw_A(self) -> Tensor:
+        """A new exp(A_log), [HV]."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def reset_gate(self) -> None:
+        """Draw `A_log` and `dt_bias` anew; the bias is such that a zero logit decays at a rate log-uniform in [0.001, 0.1], times ``exp(A_log)``."""
+        self.A_log.copy_(self._draw_A().log())
+        rate = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
+        self.dt_bias.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus(dt_bias) = rate
+        for parameter in (self.A_log, self.dt_bias):
+            parameter._no_weight_decay = True
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter, as the constructor does: after ``to_empty`` of a layer built on the meta device."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        self.reset_gate()
+
+    def new_cache(self, num_sequences: int) -> Cache:
+        """Make an empty cache for N sequences, on the layer's device."""
+        weight, past = self.q_proj.weight, self.conv_size - 1
+        wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
+        state = weight.new_zeros((num_sequences, self.num_v_heads, self.head_v_dim, self.head_k_dim), dtype=wide)
+        if not self.use_short_conv:
+            return Cache(state)
+        return Cache(state, *(weight.new_zeros((num_sequences, past, proj.out_features)) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mix tokens along time.
+
+        Args:
+            x: ``[B, T, hidden_size]``.
+            attention_mask: ``[B, T]``, nonzero at real tokens; padding may lie anywhere, is skipped as if it were not there, and gives zeros. Of a longer mask,
+                as generation loops pass it, the last T columns count.
+            cache: the past of the N sequences, read and brought up to date in place; inference only. With T = 1 the token recurrence runs, otherwise, and
+                for packed sequences, the chunk form.
+            cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row; then ``B == 1``. Without it N is B.
+
+        Returns:
+            ``[B, T, hidden_size]`` in x's dtype.
+
+        Raises:
+            ValueError: shapes disagree, or both a mask and offsets are given.
+            RuntimeError: a cache is given and a gradient is wanted.
+        """
+        self._check(x, attention_mask, cache, cu_seqlens)
+        decode = x.shape[1] == 1 and cu_seqlens is None
+        padded = None
+        if attention_mask is not None:
+            padded = Unpadding(attention_mask[:, attention_mask.shape[1] - x.shape[1] :])
+            x, cu_seqlens = padded.pack(x), padded.cu_seqlens
+        packing = None if cu_seqlens is None else Packing(cu_seqlens, x.shape[1])
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if cache is not None and torch.is_grad_enabled() and q.requires_grad:
+            raise RuntimeError("cache is written in place and has no gradient: call the layer under torch.no_grad() or torch.inference_mode().")
+        if self.use_short_conv:
+            tails = (None, None, None) if cache is None else (cache.q_conv, cache.k_conv, cache.v_conv)
+            q, k, v = self.q_conv1d(q, tails[0], packing), self.k_conv1d(k, tails[1], packing), self.v_conv1d(v, tails[2], packing)
+        else:
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
+        q, k = (t.unflatten(-1, (self.num_heads, self.head_k_dim)) for t in (q, k))
+        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        o = self._attend(q, k, v, self._decay_logits(x), self.b_proj(x), cache, cu_seqlens, decode)
+        gate = self._output_gate(x)
+        o = self.o_norm(o, None if gate is None else gate.unflatten(-1, (self.num_v_heads, self.head_v_dim)))
+        o = self.o_proj(o.flatten(-2))
+        return o if padded is None else padded.unpack(o)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache: Cache | None, cu_seqlens: Tensor | None, decode: bool) -> Tensor:
+        """o [B, T, HV, V]."""
+        flags = dict(
+            A_log=self.A_log, dt_bias=self.dt_bias, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, allow_neg_eigval=self.allow_neg_eigval, transpose_state_layout=True,
+        )  # fmt: skip
+        if cache is None:
+            return self._chunk(q, k, v, g, beta, **flags)[0]
+        return (self._recurrent_ if decode else self._chunk_)(q, k, v, g, beta, cache.state, **flags)
+
+    def _check(self, x: Tensor, attention_mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None) -> None:
+        if x.dim() != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x must have shape [B, T, hidden_size] = [B, T, {self.hidden_size}], got {list(x.shape)}.")
+        N = x.shape[0]
+        if attention_mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError("attention_mask and cu_seqlens both say where sequences lie: pass one of them.")
+            if attention_mask.dim() != 2 or attention_mask.shape[0] != N or attention_mask.shape[1] < x.shape[1]:
+                raise ValueError(
+                    f"attention_mask must have shape [B, T] = [{N}, {x.shape[1]}] (or more columns, of which the last T count), "
+                    f"got {list(attention_mask.shape)}."
+                )
+        if cu_seqlens is not None:
+            if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+                raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
+            if N != 1:
+                raise ValueError(f"cu_seqlens packs its sequences into one row and needs x of shape [1, T, hidden_size], got {list(x.shape)}.")
+            N = cu_seqlens.shape[0] - 1
+        if cache is not None and cache.state.shape[0] != N:
+            raise ValueError(f"cache must hold the N = {N} sequences of this call, got one for {cache.state.shape[0]}: make it with new_cache({N}).")

@@ -1,0 +1,79 @@
+"""The Gated DeltaNet layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kda_ops.functional import chunk_gdn, chunk_gdn_, recurrent_gdn_
+from kda_ops.nn.delta_attention import DeltaAttention
+
+
+class GatedDeltaNet(DeltaAttention):
+    """Mix tokens by Gated DeltaNet: a delta rule whose memory fades at one rate per value head.
+
+    q, k, v: projection, short causal convolution, SiLU. Write strengths are ``sigmoid(b_proj(x))``. l2 normalisation of q and k, the gate and the sigmoid are
+    part of the operator; an RMS norm gated by ``silu(g_proj(x))`` and ``o_proj`` follow.
+
+    Args:
+        hidden_size: width of the input and output.
+        expand_v: V / K, the width of a value head over that of a key head.
+        head_dim: K, up to 256.
+        num_heads: H, heads of q and k.
+        num_v_heads: HV, a multiple of H; H by default.
+        use_gate: gate the output; otherwise only normalise it.
+        use_short_conv: convolve q, k and v; otherwise only SiLU.
+        allow_neg_eigval: write strengths up to 2, ``2 * sigmoid(b_proj(x))``.
+        conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
+        norm_eps: of the gated RMS norm.
+        device, dtype: of the parameters; `A_log` and `dt_bias` are always fp32.
+
+    Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d`` ``[channels, 1, conv_size]``, ``a_proj`` (decay), ``b_proj``, ``A_log`` and
+    ``dt_bias`` ``[HV]``, ``g_proj`` (output gate), ``o_norm``, ``o_proj``. ``A_log`` starts at ``log U(0, 16)``. ``A_log`` and ``dt_bias`` carry
+    ``_no_weight_decay = True``.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+
+    Example:
+        >>> import torch, kda_ops.nn
+        >>> layer = kda_ops.nn.GatedDeltaNet(hidden_size=64, head_dim=16, num_heads=2)
+        >>> mask = torch.ones(3, 100)
+        >>> mask[0, :40] = 0  # left padding
+        >>> layer(torch.randn(3, 100, 64), attention_mask=mask)[0, :40].any()
+        tensor(False)
+
+    Source: Gated Delta Networks, arXiv:2412.06464.
+    """
+
+    def __init__(
+        self, hidden_size: int = 2048, expand_v: float = 2.0, head_dim: int = 256, num_heads: int = 6, num_v_heads: int | None = None, *,
+        use_gate: bool = True, use_short_conv: bool = True, allow_neg_eigval: bool = False,
+        conv_size: int = 4, conv_bias: bool = False, norm_eps: float = 1e-5, device=None, dtype=None,
+    ):  # fmt: skip
+        value_heads = num_heads if num_v_heads is None else num_v_heads
+        super().__init__(
+            hidden_size, expand_v, head_dim, num_heads, num_v_heads, use_short_conv, allow_neg_eigval,
+            conv_size, conv_bias, norm_eps, "swish", value_heads, device, dtype,
+        )  # fmt: skip
+        self.a_proj = nn.Linear(hidden_size, value_heads, bias=False, device=device, dtype=dtype)
+        self.g_proj = nn.Linear(hidden_size, value_heads * self.head_v_dim, bias=False, device=device, dtype=dtype) if use_gate else None
+        self.reset_gate()
+
+    def _chunk(self, *args, **flags) -> tuple[Tensor, Tensor | None]:
+        return chunk_gdn(*args, **flags)
+
+    def _chunk_(self, *args, **flags) -> Tensor:
+        return chunk_gdn_(*args, **flags)
+
+    def _recurrent_(self, *args, **flags) -> Tensor:
+        return recurrent_gdn_(*args, **flags)
+
+    def _decay_logits(self, x: Tensor) -> Tensor:
+        return self.a_proj(x)
+
+    def _output_gate(self, x: Tensor) -> Tensor | None:
+        return None if self.g_proj is None else self.g_proj(x)
+
+    def _draw_A(self) -> Tensor:
+        return 16 * (1 - torch.rand_like(self.A_log))  # never 0, whose log is no number

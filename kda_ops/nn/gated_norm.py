@@ -1,0 +1,53 @@
+"""The gated normalisation behind the operator."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_ACTIVATIONS = {"sigmoid": torch.sigmoid, "swish": F.silu}
+
+
+class GatedRMSNorm(nn.Module):
+    """Normalise the last axis to a root mean square of 1, scale it, and gate it: ``x / sqrt(mean(x^2) + eps) * weight * activation(gate)``.
+
+    Args:
+        width: length V of the last axis.
+        eps: added to the mean square.
+        activation: ``"sigmoid"`` or ``"swish"``.
+
+    Parameter: `weight` ``[V]``, ones at first. Computed in fp32 (fp64 for fp64).
+
+    Example:
+        >>> import torch, kda_ops.nn
+        >>> norm = kda_ops.nn.GatedRMSNorm(32)
+        >>> norm(torch.randn(2, 100, 4, 32), torch.randn(2, 100, 4, 32)).shape
+        torch.Size([2, 100, 4, 32])
+
+    Source: Kimi Linear technical report, arXiv:2510.26692 (output gate).
+    """
+
+    def __init__(self, width: int, eps: float = 1e-5, activation: str = "sigmoid", *, device=None, dtype=None):
+        super().__init__()
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}.")
+        self.eps, self.activation = eps, activation
+        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Set weight to ones."""
+        nn.init.ones_(self.weight)
+
+    def extra_repr(self) -> str:
+        """Sizes, as `print` shows them."""
+        return f"{self.weight.shape[0]}, eps={self.eps}, activation={self.activation!r}"
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalise x ``[..., V]`` and gate it by `gate` of its shape (None: no gate); in x's dtype."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = x.to(wide)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        if gate is not None:
+            y = y * _ACTIVATIONS[self.activation](gate.to(wide))
+        return y.to(x.dtype)

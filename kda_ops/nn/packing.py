@@ -1,0 +1,45 @@
+"""Sequences of different lengths in one row: where each token lies, and how padded rows become packed ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Packing:
+    """For each of T packed tokens, its sequence and its position there; nothing is read on the host.
+
+    `sequence` ``[T]`` numbers the sequence, `position` ``[T]`` counts from 0 in it. Tokens past the last offset count on in the last sequence; what is
+    computed for them is never used.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, T: int):
+        token = torch.arange(T, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        self.start, self.length = cu_seqlens[:-1], cu_seqlens.diff()
+        self.sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=cu_seqlens.shape[0] - 2)
+        self.position = token - cu_seqlens[self.sequence]
+
+
+class Unpadding:
+    """The permutation that moves the tokens of a padding mask to the front of one packed row, and back; sizes do not depend on the mask.
+
+    mask: ``[B, T]``, nonzero at real tokens, anywhere in a row. The padding follows the last sequence, past ``cu_seqlens[-1]``, where operators give zeros.
+    """
+
+    def __init__(self, mask: Tensor):
+        real = mask.reshape(-1) != 0
+        rank = real.cumsum(0)
+        token = torch.arange(real.shape[0], device=mask.device)
+        self.B, self.T = mask.shape
+        self.target = torch.where(real, rank - 1, rank[-1:] + token - rank)  # where each token goes
+        self.source = torch.empty_like(token).scatter_(0, self.target, token)  # and which one comes
+        lengths = (mask != 0).sum(1)
+        self.cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+    def pack(self, x: Tensor) -> Tensor:
+        """``[B, T, D]`` to ``[1, B * T, D]``."""
+        return x.flatten(0, 1).index_select(0, self.source)[None]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """``[1, B * T, D]`` to ``[B, T, D]``."""
+        return x[0].index_select(0, self.target).unflatten(0, (self.B, self.T))
