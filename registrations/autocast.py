@@ -1,4 +1,7 @@
-"""Autocast: q, k and v go to the autocast dtype; decays, gate parameters and states keep theirs, which the kernels sum in float32."""
+"""Autocast: q, k and v go to the autocast dtype; decays, gate parameters and states keep theirs, which the kernels sum in float32.
+
+No operator's own arithmetic is autocast, nor a backward that runs inside an autocast region.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,19 @@ def _cast(operator: schemas.Operator, namespace: str, device_type: str):
     return kernel
 
 
+def _as_it_is(operator: schemas.Operator, namespace: str, device_type: str):
+    op = operator.overload(namespace)
+
+    def kernel(*args, **flags):
+        with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+            return op(*args, **flags)
+
+    return kernel
+
+
+_CAST = (schemas.CHUNK, schemas.RECURRENT, schemas.RECURRENT_, schemas.CHUNK_)
+
 for _namespace, _library in schemas.LIBRARIES.items():
-    for _operator in (schemas.CHUNK, schemas.RECURRENT, schemas.RECURRENT_, schemas.CHUNK_):
+    for _operator in schemas.OPERATORS:
         for _device in ("cpu", "cuda"):
-            _library.impl(_operator.name, _cast(_operator, _namespace, _device), f"Autocast{_device.upper()}")
+            _library.impl(_operator.name, (_cast if _operator in _CAST else _as_it_is)(_operator, _namespace, _device), f"Autocast{_device.upper()}")

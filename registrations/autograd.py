@@ -46,7 +46,8 @@ def _backward(namespace: str):
     op_bwd = schemas.CHUNK_BWD.overload(namespace)
 
     def backward(ctx, do, dfinal_state, *_):
-        inputs, saved = ctx.saved_tensors[:_INPUTS], iter(ctx.saved_tensors[_INPUTS:])
+        saved_tensors = ctx.saved_tensors  # read once: activation checkpointing refuses to unpack a tensor twice
+        inputs, saved = saved_tensors[:_INPUTS], iter(saved_tensors[_INPUTS:])
         # The dispatcher strips trailing arguments that equal their defaults, and needs_input_grad is short by as many.
         need = [*ctx.needs_input_grad, *(False for _ in GRADIENTS)][: len(GRADIENTS)]
         flags = dict(ctx.flags)

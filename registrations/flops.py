@@ -56,6 +56,8 @@ def backward(K, V, kept: frozenset[str]):
         dL           -A^T dA A^T                           2 [C,C][C,C]
         Zv, Zk       A^T dv_new, A^T dw                    [C,C][C,V] + [C,C][C,K]
         dq, dk       rows dP k, dL k; columns dP^T q, dL^T k   4 [C,C][C,K]
+
+    A backend may do with less, by dL = -(A^T dv_new) v_new^T for one; the count stays, so that rates compare.
     """
     again = {
         "A": inverse(),

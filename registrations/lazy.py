@@ -9,16 +9,19 @@ from collections.abc import Callable
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Runs `callback` once, right after the module `name` has been executed, and steps aside."""
+    """Runs `callback` once, right after the module `name` has been executed; asking whether the module exists changes nothing."""
 
     def __init__(self, name: str, callback: Callable[[], None]):
-        self.name, self.callback = name, callback
+        self.name, self.callback, self.searching = name, callback, False
 
     def find_spec(self, name, path=None, target=None):
-        if name != self.name:
+        if name != self.name or self.searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searching = False
         if spec is None or spec.loader is None:
             return spec
         self.loader, spec.loader = spec.loader, self
@@ -28,9 +31,12 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module):
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
-        self.callback()
+        callback, self.callback = self.callback, lambda: None
+        callback()
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:

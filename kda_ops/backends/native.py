@@ -12,14 +12,20 @@ import torch
 from torch import Tensor
 
 from kda_ops.backends.activations import Activated, gate, gate_backward  # noqa: F401  (stages of this backend)
-from kda_ops.backends.reference import pair_decay, suffix
+from kda_ops.backends.reference import suffix
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
 from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace
 
 FORGET = -1e4  # exp of it is 0 in every dtype; keeps -inf out of differences
+SMALLEST = -87.0  # exp of it is still a normal float32
 SLAB = 1 << 18  # elements of one operand worked on at a time: 1 MB in float32
 _EYE = torch.eye(CHUNK)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp(x) in place for x <= 0, with 0 for what float32 holds as a denormal number: those cost a CPU a hundred times the time."""
+    return x.masked_fill_(x < SMALLEST, -torch.inf).exp_()
 
 
 class _Chunked:
@@ -51,17 +57,18 @@ class _Slab:
         self.q, self.k, self.v, self.beta, self.g, self.G = q, k, v, beta, g, g.cumsum(-2)
         last = self.G[..., -1:, :]
         self.exact = k.dtype is torch.float64  # where differences of float64 sums are not exact enough, sum what lies between
-        self.decay, self.tail = self.G.to(k.dtype).exp(), (suffix(g) if self.exact else last - self.G).to(k.dtype).exp()
-        self.gamma = last[..., 0, :].to(k.dtype).exp()
+        self.decay, self.tail = _exp(self.G.to(k.dtype, copy=True)), _exp((suffix(g) if self.exact else last - self.G).to(k.dtype))
+        self.gamma = self.decay[..., -1, :]
 
 
 def _pair_decay(c: _Slab) -> Tensor:
     """E_ij = exp(G_i - G_j) for i >= j, else 0: [.., C, 1] -> [.., C, C]."""
     if c.exact:
-        return pair_decay(c.g)
+        between = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril_(-1)
+        return torch.where(between, c.g, 0.0).cumsum(-2).exp_().tril_()
     G, dtype = c.G, c.k.dtype
     upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu_(1)
-    return (G - G.mT).to(dtype).masked_fill_(upper, -torch.inf).exp_()
+    return _exp((G - G.mT).to(dtype).masked_fill_(upper, -torch.inf))
 
 
 def _levels(c: _Slab) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -82,7 +89,7 @@ def _levels(c: _Slab) -> Iterator[tuple[int, Tensor, Tensor]]:
         else:
             blocks = c.G.unflatten(-2, (-1, 2, half))
             sign = torch.tensor([-1.0, 1.0], dtype=torch.float64)[:, None, None]
-            f = (blocks - blocks[..., :1, -1:, :]).mul_(sign).to(c.k.dtype).exp_()
+            f = _exp((blocks - blocks[..., :1, -1:, :]).mul_(sign).to(c.k.dtype))
         yield m, mask, f.flatten(-4, -2)
         half //= 2
 
@@ -114,14 +121,13 @@ def _scores(c: _Slab) -> tuple[Tensor, Tensor]:
 
 
 def _scores_backward(c: _Slab, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """sum_j dP_ij k_j E_ij and sum_j dL_ij k_j E_ij for the rows, sum_i (dP_ij q_i + dL_ij beta_i k_i) E_ij for the columns."""
+    """sum_j dP_ij k_j E_ij and sum_j dL_ij k_j E_ij for the rows, sum_i (dP_ij q_i + dL_ij beta_i k_i) E_ij for the columns; only j < i."""
     q, k, G = c.q, c.k, c.G
     if G.shape[-1] == 1:
         E = _pair_decay(c)
         dP, dL = dP * E, dL * E
         return dP @ k, dL @ k, (dP.mT @ q).add_(dL.mT @ (c.beta * k))
-    on_diagonal = torch.diagonal(dP, dim1=-2, dim2=-1)[..., None]
-    rows_q, rows_k, columns = on_diagonal * k, torch.zeros_like(k), on_diagonal * q
+    rows_q, rows_k, columns = torch.zeros_like(k), torch.zeros_like(k), torch.zeros_like(k)
     for m, mask, f in _levels(c):
         kf, qf = k * f, q * f
         d = torch.cat([_diagonal_blocks(dP, m), _diagonal_blocks(dL, m)], -2).where(mask.repeat(2, 1), 0.0).reshape(-1, 2 * m, m)
@@ -266,15 +272,19 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
 def _gradient(c: _Slab, S: Tensor, v_new: Tensor, d_o: Tensor, dS: Tensor, z: Tensor) -> tuple[Tensor, ...]:
     """Gradients of scale q, k, v, g and beta of some chunks; letters as in MATHS.md, "Backward"."""
     q, k, v, beta, decay = c.q, c.k, c.v, c.beta, c.decay
-    dP = (d_o @ v_new.mT).tril_()
+    dP = d_o @ v_new.mT
+    on_diagonal = torch.diagonal(dP, dim1=-2, dim2=-1)[..., None].clone()
     dL = (z @ v_new.mT).neg_().tril_(-1)  # v_new solves (I + L) v_new = beta (v - k exp(G) S), and z the transposed system
     dkg, Zk = (v_new @ dS.mT).mul_(c.tail), (z @ S.mT).neg_()
-    dq, r, col = _scores_backward(c, dP, dL)
+    dq, r, col = _scores_backward(c, dP.tril_(-1), dL)
     dq.add_((d_o @ S.mT).mul_(decay))
     r.add_(Zk.mul_(decay))
     dbeta = (z * v).sum(-1, keepdim=True).add_((r * k).sum(-1, keepdim=True))
     early = r.mul_(beta)  # where row i reads k_i itself; the columns and kg read it later
     dG = (early - col).mul_(k).addcmul_(q, dq)
+    # A row's own score has no decay: its share of q dq is that of k col, so both join only here and need not cancel.
+    dq.addcmul_(on_diagonal, k)
+    col.addcmul_(on_diagonal, q)
     dG[..., -1, :] += c.gamma * (S * dS).sum(-1)
     x = k * dkg
     if c.G.shape[-1] == 1:

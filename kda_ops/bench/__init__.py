@@ -1,0 +1,1 @@
+"""Measurements: our operators beside their peers (`compare`), evidence from a GPU, kernel configurations (`tune`, `offline`)."""

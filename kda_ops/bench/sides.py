@@ -1,0 +1,187 @@
+"""The two sides of a row: our operators, and the peers that may be installed beside them.
+
+A side turns a case and its inputs into calls. What a peer does not do inside its kernels is done in plain torch within its time; what it cannot
+do at all raises `Unsupported`, and the row is skipped with that line.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kda_ops.bench.cases import LOWER_BOUND, Case, activated, flags
+
+Inputs = dict[str, Tensor]
+Forward = Callable[[Inputs], Tensor]
+Step = Callable[[Inputs, Tensor], Tensor]
+
+
+class Unsupported(Exception):
+    """This side cannot run this case; the message says why."""
+
+
+def our_forward(case: Case) -> Forward:
+    """O [B, T, HV, V] of a chunk call."""
+    import kda_ops
+
+    chunk: Callable[..., tuple[Tensor, Tensor | None]] = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}[case.op]
+    words = flags(case)
+    return lambda x: chunk(**x, **words)[0]
+
+
+def our_step(case: Case) -> Step:
+    """O [B, 1, HV, V] of a decode call on a pool, in place."""
+    import kda_ops
+
+    step: Callable[..., Tensor] = {"kda": kda_ops.recurrent_kda_, "gdn": kda_ops.recurrent_gdn_}[case.op]
+    words = flags(case)
+    transposed = case.layout == "vk"
+    slots = torch.arange(case.sizes["B"], device=case.device, dtype=torch.int32)
+    return lambda x, pool: step(**x, state=pool, state_indices=slots, transpose_state_layout=transposed, **words)
+
+
+def _fla_flags(case: Case, x: Inputs) -> dict[str, Any]:
+    words: dict[str, Any] = dict(use_qk_l2norm_in_kernel=case.inside, use_beta_sigmoid_in_kernel=case.inside, use_gate_in_kernel=case.inside)
+    if case.inside:
+        words |= dict(A_log=x["A_log"], dt_bias=x["dt_bias"].flatten())
+    if case.gate == "bound":
+        words |= dict(safe_gate=True, lower_bound=LOWER_BOUND)
+    return words
+
+
+def _fla_forward(case: Case) -> Forward:
+    if case.op == "kda":
+        from fla.ops.kda import chunk_kda as chunk
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as chunk
+    return lambda x: chunk(x["q"], x["k"], x["v"], x["g"], x["beta"], **_fla_flags(case, x))[0]
+
+
+def _fla_step(case: Case) -> Step:
+    v_first = case.layout == "vk"
+    if case.op == "kda":
+        from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+        slots = torch.arange(case.sizes["B"], device=case.device, dtype=torch.int32)
+
+        def step(x, pool):
+            words = _fla_flags(case, x)
+            words.pop("safe_gate", None)
+            words |= dict(initial_state=pool, ssm_state_indices=slots, state_v_first=v_first, scale=x["q"].shape[-1] ** -0.5)
+            return fused_recurrent_kda_fwd(x["q"], x["k"], x["v"], x["g"], x["beta"], **words)[0]
+
+        return step
+    if case.state != "fp32":
+        raise Unsupported("its GDN decode keeps float32 states only")
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    return lambda x, pool: fused_recurrent_gated_delta_rule(
+        x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], initial_state=pool, output_final_state=True, state_v_first=v_first, **_fla_flags(case, x)
+    )[0]  # fmt: skip
+
+
+def _fla_naive(case: Case) -> Forward:
+    if case.op != "kda" or case.sizes["T"] % 64:
+        raise Unsupported("naive_chunk_kda is KDA on whole chunks")
+    from fla.ops.kda.naive import naive_chunk_kda
+
+    return lambda x: naive_chunk_kda(*activated(case, x))[0]
+
+
+def _transformers(case: Case) -> Forward:
+    # Installed kernels would be called instead of the torch code: unwrap it.
+    if case.op == "gdn":
+        from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as chunk
+    else:
+        try:
+            from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention as chunk
+        except ImportError:
+            raise Unsupported("this version of transformers has no Kimi Linear") from None
+        if case.sizes["HV"] != case.sizes["H"]:
+            raise Unsupported("its KDA has no grouped value heads")
+    chunk = inspect.unwrap(chunk)
+    return lambda x: chunk(*activated(case, x))[0]
+
+
+def _flash_qla(case: Case) -> Forward:
+    if case.op != "gdn":
+        raise Unsupported("it has GDN only")
+    from flash_qla import chunk_gated_delta_rule
+
+    return lambda x: chunk_gated_delta_rule(**dict(zip(("q", "k", "v", "g", "beta"), activated(case, x))), auto_cp=True)[0]
+
+
+def _cudnn(case: Case) -> Forward:
+    if case.op != "kda" or case.sizes["D"] != 128:
+        raise Unsupported("used for KDA with K = V = 128 only")
+    from cudnn.linear_attention import kimi_delta_attention
+
+    B, T = case.sizes["B"], case.sizes["T"]
+    offsets = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=case.device)
+
+    def forward(x):
+        q, k, v, g, beta = (t.flatten(0, 1) for t in activated(case, x))
+        o = kimi_delta_attention(q, k, v, g.float(), beta, offsets)
+        return (o[0] if isinstance(o, tuple) else o).unflatten(0, (B, T))
+
+    return forward
+
+
+def _sdpa(case: Case) -> Forward:
+    if case.sizes["HV"] != case.sizes["H"]:
+        raise Unsupported("for scale with as many value heads as key heads")
+
+    def forward(x):
+        q, k, v = (x[n].transpose(1, 2) for n in "qkv")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return forward
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation. `package` is what must be installed (None: nothing), `environment` what its process needs from the start.
+
+    `same` is False for what computes something else and stands there for scale: it has no error.
+    """
+
+    name: str
+    device: str
+    package: str | None
+    forward: Callable[[Case], Forward]
+    step: Callable[[Case], Step] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    same: bool = True
+
+    @property
+    def version(self) -> str | None:
+        """What is installed, or None."""
+        if self.package is None:
+            return torch.__version__
+        try:
+            return importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+
+PEERS = (
+    Peer("transformers", "cpu", "transformers", _transformers),
+    Peer("fla-naive", "cpu", "fla-core", _fla_naive),
+    Peer("fla", "cuda", "fla-core", _fla_forward, _fla_step, {"FLA_DISABLE_BACKEND_DISPATCH": "1"}),
+    Peer("fla-dispatch", "cuda", "fla-core", _fla_forward, _fla_step),
+    Peer("flashqla", "cuda", "flash-qla", _flash_qla),
+    Peer("cudnn", "cuda", "nvidia-cudnn-frontend", _cudnn),
+    Peer("sdpa", "cuda", None, _sdpa, same=False),
+)
+
+
+def peers_of(device: str) -> list[Peer]:
+    """The peers that run on a device, installed or not."""
+    return [p for p in PEERS if p.device == device]

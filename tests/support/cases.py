@@ -1,0 +1,237 @@
+"""One call to an operator, as data: printable, hashable, and the same tensors every time.
+
+`Case` holds what makes a call hard (sizes, packing, strides, gates, keys) and builds its tensors from ``torch.Generator(seed)``; hypothesis
+finds cases through `cases`, and a failure it finds can be pasted into an ``@example``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.target import TARGET
+
+LENGTHS = (0, 1, 63, 64, 65, 37)  # nothing, one token, a chunk and its neighbours, a prime
+PACKED = (0, 65, 1, 0, 64, 37, 63, 0)
+GATES = ("weak", "strong", "zero", "reset", "forget", "softplus", "bounded", "none")
+KEYS = ("random", "correlated", "repeated")
+STRIDES = ("contiguous", "heads_first", "fused", "expanded")
+BETAS = ("given", "none", "sigmoid", "neg_eigval")
+RANK = {"kda": 1, "gdn": 0}
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+BOUND = -5.0
+
+Tensors = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to `chunk` or `recurrent`. `lengths` packs sequences into one row, followed by `tail` tokens of no sequence."""
+
+    variant: str = "kda"
+    B: int = 1
+    T: int = 65
+    lengths: tuple[int, ...] | None = None
+    tail: int = 0
+    H: int = 1
+    HV: int = 2
+    K: int = 16
+    V: int = 24
+    dtype: torch.dtype = torch.float32
+    gate: str = "weak"
+    keys: str = "random"
+    strides: str = "contiguous"
+    beta: str = "given"
+    l2norm: bool = False
+    scale: float | None = None
+    state: bool = True
+    final: bool = True
+    transposed: bool = False
+    safe_gate: bool = False
+    disable_recompute: bool = False
+    narrow: bool = False  # g, beta, A_log and dt_bias in `dtype` instead of at least float32
+    seed: int = 0
+
+    @property
+    def rank(self) -> int:
+        """The rank of the decay per token and value head."""
+        return RANK[self.variant]
+
+    @property
+    def rows(self) -> int:
+        """The length of the token axis."""
+        return self.T if self.lengths is None else sum(self.lengths) + self.tail
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(batch row, first token, one past the last token) of each sequence."""
+        if self.lengths is None:
+            return [(b, 0, self.T) for b in range(self.B)]
+        ends = list(accumulate(self.lengths))
+        return [(0, b - n, b) for b, n in zip(ends, self.lengths)]
+
+    @property
+    def N(self) -> int:
+        """The number of sequences."""
+        return len(self.spans)
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of states and sums."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of states in the layout of the call."""
+        return (self.N, self.HV, self.V, self.K) if self.transposed else (self.N, self.HV, self.K, self.V)
+
+    def flags(self, op: str = "chunk") -> dict[str, object]:
+        """The keyword arguments of a call to `op`."""
+        flags: dict[str, object] = {"transpose_state_layout": self.transposed, "use_qk_l2norm_in_kernel": self.l2norm, "scale": self.scale}
+        flags["use_gate_in_kernel"] = self.gate in ("softplus", "bounded")
+        flags["use_beta_sigmoid_in_kernel"], flags["allow_neg_eigval"] = self.beta in ("sigmoid", "neg_eigval"), self.beta == "neg_eigval"
+        if self.gate == "bounded":
+            flags["lower_bound"] = BOUND
+        if op in ("chunk", "recurrent"):
+            flags["output_final_state"] = self.final
+        if op in ("chunk", "chunk_"):
+            flags["safe_gate"] = self.safe_gate
+        if op == "chunk":
+            flags["disable_recompute"] = self.disable_recompute
+        return flags
+
+    def inputs(self, device: torch.device | str = "cpu") -> Tensors:
+        """The tensors, by name, in the order of the schemas."""
+        return {n: None if x is None else x.to(device) if x.is_contiguous() else _to_strided(x, device) for n, x in self._build().items()}
+
+    def _build(self) -> Tensors:
+        gen = torch.Generator().manual_seed(self.seed)
+        B, T, H, HV, K, V = self.B if self.lengths is None else 1, self.rows, self.H, self.HV, self.K, self.V
+        wide = self.dtype if self.narrow else torch.promote_types(self.dtype, torch.float32)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=gen, dtype=torch.float64)
+
+        def uniform(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=gen, dtype=torch.float64)
+
+        q, k, v = randn(B, T, H, K), randn(B, T, H, K), randn(B, T, HV, V)
+        if self.keys != "random":
+            common = 0.0 if self.keys == "random" else 0.9 if self.keys == "correlated" else 1.0
+            k = common * randn(B, 1, H, K) + (1 - common**2) ** 0.5 * k
+        if not self.l2norm:  # a longer key makes the recurrence itself unstable
+            k = k / k.norm(dim=-1, keepdim=True).clamp(min=1e-3)
+            q = q / q.norm(dim=-1, keepdim=True).clamp(min=1e-3)
+        g_shape = (B, T, HV, K) if self.rank else (B, T, HV)
+        g = A_log = dt_bias = None
+        if self.gate in ("weak", "reset", "forget"):
+            g = -0.1 * uniform(*g_shape)
+            if self.gate != "weak":
+                never = -1000.0 if self.gate == "reset" else -torch.inf
+                token, entry = uniform(*g_shape[:3], *([1] if self.rank else [])), uniform(*g_shape)
+                g = torch.where((token < 0.06) | (entry < 0.03), never, g)
+        elif self.gate == "strong":
+            g = BOUND * uniform(*g_shape)
+        elif self.gate == "zero":
+            g = torch.zeros(g_shape, dtype=torch.float64)
+        elif self.gate in ("softplus", "bounded"):
+            g, A_log = randn(*g_shape), 0.5 * randn(HV)
+            dt_bias = randn(HV, K) if self.rank else randn(HV)
+            if self.rank and self.seed % 2:
+                dt_bias = dt_bias.flatten()
+            if self.gate == "bounded" and self.seed % 3 == 0:
+                A_log = None
+        beta = {"none": None, "given": uniform(B, T, HV)}.get(self.beta, randn(B, T, HV))
+        q, k, v = self._stride(*(x.to(self.dtype) for x in (q, k, v)))
+        g, beta = self._stride(*(None if x is None else x.to(wide) for x in (g, beta)))
+        out: Tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        out |= {n: None if x is None else x.to(wide) for n, x in (("A_log", A_log), ("dt_bias", dt_bias))}
+        out["initial_state"] = self._strided_state(randn(*self.state_shape)) if self.state else None
+        out["cu_seqlens"] = None
+        if self.lengths is not None:
+            out["cu_seqlens"] = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32 if self.seed % 2 else torch.int64)
+        return out
+
+    def _stride(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        """The same values (but equal heads where they are expanded) behind other strides."""
+        if self.strides == "contiguous":
+            return list(tensors)
+        if self.strides == "heads_first":
+            return [None if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+        if self.strides == "expanded":
+            return [None if x is None else x[:, :, :1].expand(x.shape) for x in tensors]
+        given = [x for x in tensors if x is not None]
+        if not given:
+            return list(tensors)
+        widths = [x.shape[2:].numel() for x in given]
+        fused = torch.cat([x.reshape(*x.shape[:2], w) for x, w in zip(given, widths)] + [given[0].new_zeros((*given[0].shape[:2], 1))], -1)
+        slices = iter(s.unflatten(-1, x.shape[2:]) for s, x in zip(fused.split([*widths, 1], -1), given))
+        return [None if x is None else next(slices) for x in tensors]
+
+    def _strided_state(self, state: Tensor) -> Tensor:
+        state = state.to(self.state_dtype)
+        return state if self.strides == "contiguous" else state.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Gradients of o and of the final state."""
+        gen = torch.Generator().manual_seed(self.seed + 1)
+        B = self.B if self.lengths is None else 1
+        do = torch.randn((B, self.rows, self.HV, self.V), generator=gen, dtype=torch.float64).to(self.dtype)
+        return do.to(device), torch.randn(self.state_shape, generator=gen, dtype=torch.float64).to(self.state_dtype).to(device)
+
+
+def _to_strided(x: Tensor, device: torch.device | str) -> Tensor:
+    """x on `device` with its own strides."""
+    if torch.device(device).type == x.device.type:
+        return x
+    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return out.copy_(x) if 0 not in x.stride() else x[:, :, :1].to(device).expand(x.shape)
+
+
+def is_safe(gate: str) -> bool:
+    """Whether every decay of this kind lies in [-5, 0], as `safe_gate` promises."""
+    return gate in ("weak", "strong", "zero", "bounded", "none")
+
+
+@st.composite
+def cases(draw, **fixed: object) -> Case:
+    """Any legal call, small enough for a token-by-token oracle. `fixed` fields are taken as they are, or drawn from a strategy."""
+    chosen = {n: draw(x) if isinstance(x, st.SearchStrategy) else x for n, x in fixed.items()}
+
+    def pick(name: str, options) -> object:
+        if name not in chosen:
+            chosen[name] = draw(st.sampled_from(options))
+        return chosen[name]
+
+    pick("variant", ("kda", "gdn"))
+    pick("dtype", TARGET.dtypes)
+    pick("H", (1, 2) if TARGET.slow else (1, 2, 3))
+    if "HV" not in chosen:
+        chosen["HV"] = chosen["H"] * draw(st.sampled_from((1, 2) if TARGET.slow else (1, 2, 3)))
+    pick("K", (16, 24, 7, 33))
+    pick("V", (24, 8, 33, 1, 40))
+    if "lengths" not in chosen:
+        packed = draw(st.booleans()) if "B" not in chosen and "T" not in chosen else False
+        chosen["lengths"] = tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4))) if packed else None
+    if chosen["lengths"] is None:
+        pick("B", (1, 2))
+        pick("T", (65, 1, 37, 63, 64, 129))
+    else:
+        pick("tail", (0, 3))
+    for name, options in (("gate", GATES), ("keys", KEYS), ("strides", STRIDES), ("beta", BETAS)):
+        pick(name, options)
+    for name in ("l2norm", "state", "final", "transposed", "disable_recompute", "narrow"):
+        pick(name, (False, True))
+    pick("scale", (None, 1.0, 0.3))
+    if "safe_gate" not in chosen:
+        chosen["safe_gate"] = is_safe(chosen["gate"]) and draw(st.booleans())
+    if "seed" not in chosen:
+        chosen["seed"] = draw(st.integers(0, 2**16))
+    return Case(**chosen)
+
+
+__all__ = ["BETAS", "BOUND", "Case", "GATES", "INPUTS", "KEYS", "LENGTHS", "PACKED", "RANK", "STRIDES", "Tensors", "cases", "is_safe", "replace"]

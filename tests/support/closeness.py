@@ -1,0 +1,193 @@
+"""How close is close: the error budget, derived per tensor from the definition and from a twin of the kernel.
+
+For the maximum and for the root mean square over a tensor x,
+
+    |x - ref64| <= 2 (|twin - ref64| + eps max|ref64|)
+
+where ref64 is the token recurrence in float64 on the same inputs (gradients by autograd through it), twin is the chunk formulas with sums in the
+dtype of states and every stored tensor and dot operand rounded as the kernel rounds them, and eps is that of x's dtype. No row of a gradient
+may vanish where the oracle's does not and the twin finds it. The budget never depends on where it runs.
+
+The twin's error is one draw of a random number, and in a tensor of few independent entries (a parameter's gradient, sums along a sequence) one
+draw may be lucky. Another draw permutes the K and V channels, which the definition does not notice, and moves every dot product and decay by at
+most half a unit in the last place, which is where its rounding might as well have gone. The largest error of `DRAWS` draws counts; more than one is
+computed only where the first does not settle it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kda_ops.backends.reference import Reference
+from kda_ops.problem import Problem
+from kda_ops.stages import GRADIENTS
+from tests.support.calls import Results, run, run_stages
+from tests.support.cases import Case
+from tests.support.target import TARGET
+
+
+def _maximum(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item() if x.numel() else 0.0
+
+
+NORMS: dict[str, Callable[[Tensor], float]] = {"maximum": _maximum, "rms": _rms}
+
+
+DRAWS = 8
+
+
+def excess(x: Tensor, ref: Tensor, *twins: Tensor) -> dict[str, float]:
+    """Error over budget, per norm: at most 1 where x is close; nan or inf where x is not finite."""
+    band = torch.finfo(x.dtype).eps * _maximum(ref)
+    out = {}
+    for name, norm in NORMS.items():
+        error, budget = norm(x.double() - ref), 2.0 * (max(norm(twin.double() - ref) for twin in twins) + band)
+        out[name] = 0.0 if error == 0.0 else error / budget if budget else float("inf")
+    return out
+
+
+def vanished(x: Tensor, ref: Tensor, twin: Tensor) -> int:
+    """How many rows (last dimension) of x are all zero where the oracle's is not and the twin is within half of it."""
+    if x.dim() == 0 or not x.numel():
+        return 0
+    size = ref.abs().amax(-1)
+    resolved = (twin.double() - ref).abs().amax(-1) < 0.5 * size
+    return int((resolved & (size > torch.finfo(x.dtype).tiny) & (x == 0).all(-1)).sum())
+
+
+def assert_close(name: str, x: Tensor, ref: Tensor, *twins: Tensor) -> None:
+    """Fail unless x, a tensor called `name`, is within the budget that the twins give and has no vanished row."""
+    x, ref, twins = x.detach().cpu(), ref.detach().cpu(), [t.detach().cpu() for t in twins]
+    assert x.shape == ref.shape, f"{name} has shape {list(x.shape)}, the definition gives {list(ref.shape)}"
+    assert x.dtype == twins[0].dtype, f"{name} is {x.dtype}, its twin is {twins[0].dtype}"
+    assert ref.isfinite().all() and all(t.isfinite().all() for t in twins), f"{name}: the oracle or the twin is not finite, the case is no test"
+    over = {n: e for n, e in excess(x, ref, *twins).items() if not e <= 1.0}
+    error = max(_maximum(t.double() - ref) for t in twins)
+    assert not over, f"{name} is off by {over} times its budget (largest entry {_maximum(ref):.3g}, twin's error {error:.3g})"
+    if name.startswith("d"):
+        assert not vanished(x, ref, twins[0]), f"{name}: {vanished(x, ref, twins[0])} rows vanish where the definition's do not"
+
+
+def assert_all_close(got: Results, ref: Results, twin: Callable[[int], Results]) -> None:
+    """`assert_close` for every tensor of a call; `twin(i)` is draw i; all must hold the same names."""
+    first = twin(0)
+    assert got.keys() == ref.keys() == first.keys()
+    for name in got:
+        draws = 1 if all(e <= 1.0 for e in excess(got[name].cpu(), ref[name], first[name]).values()) else DRAWS
+        assert_close(name, got[name], ref[name], *(twin(i)[name] for i in range(draws)))
+
+
+def assert_identical(a: Tensor, b: Tensor, name: str = "") -> None:
+    """Fail unless a and b have the same bits."""
+    assert a.shape == b.shape and a.dtype == b.dtype, f"{name}: {a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    same = a.contiguous().view(bits) == b.contiguous().view(bits)
+    assert bool(same.all()), f"{name}: {int((~same).sum())} of {same.numel()} entries differ, by at most {_maximum(a.double() - b.double()):.3g}"
+
+
+def assert_all_identical(a: Results, b: Results) -> None:
+    """`assert_identical` for every tensor of two calls; both must hold the same names."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert_identical(a[name], b[name], name)
+
+
+def _same_result(case: Case) -> Case:
+    return replace(case, safe_gate=False, disable_recompute=False)
+
+
+def oracle(case: Case, need: tuple[str, ...] = GRADIENTS) -> Results:
+    """The token recurrence in float64, and autograd through it."""
+    return dict(_oracle(_same_result(case), need))
+
+
+@lru_cache(maxsize=128)
+def _oracle(case: Case, need: tuple[str, ...]) -> Results:
+    inputs = {n: x if x is None or not x.is_floating_point() else x.double() for n, x in case.inputs().items()}
+    leaves = {n: x.requires_grad_() for n, x in inputs.items() if x is not None and n in need}
+    p = Problem.parse(case.rank, *inputs.values(), **case.flags())
+    o, final_state = p.new_output(), p.new_final_state()
+    Reference().step(p, o, final_state)
+    do, dfinal_state = (d.double() for d in case.cotangents())
+    outs = {"o": (o, do)} | ({"final_state": (final_state, dfinal_state)} if case.final else {})
+    found: Results = {n: x.detach() for n, (x, _) in outs.items()}
+    if leaves:
+        wanted = {n: (x, d) for n, (x, d) in outs.items() if x.requires_grad}
+        grads = (
+            torch.autograd.grad([x for x, _ in wanted.values()], list(leaves.values()), [d for _, d in wanted.values()], allow_unused=True)
+            if wanted
+            else [None] * len(leaves)
+        )
+        found |= {"d" + n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads)}
+    return found
+
+
+def twin(case: Case, op: str = "chunk", need: tuple[str, ...] = GRADIENTS, draw: int = 0) -> Results:
+    """The chunk formulas (the recurrence, for the forward of `recurrent`) as the kernel of the target may round them."""
+    return dict(_twin(_same_result(case), op, need, draw))
+
+
+@lru_cache(maxsize=256)
+def _twin(case: Case, op: str, need: tuple[str, ...], draw: int) -> Results:
+    there, back = _channels(case, draw)
+    inputs = {n: x if x is None else there(n, x) for n, x in case.inputs().items()}
+    do, dfinal_state = case.cotangents()
+    p = Problem.parse(case.rank, *inputs.values(), **case.flags())
+    operand = TARGET.operand(p)
+    reference = (_Draw if draw else Reference)(p.state_dtype, None if operand is p.state_dtype else operand)
+    found = run_stages(reference, p, (there("v", do), there("initial_state", dfinal_state)), need, step=op == "recurrent")
+    return {n: back({"o": "v", "final_state": "initial_state"}.get(n, n[1:]), x) for n, x in found.items()}
+
+
+class _Draw(Reference):
+    """The twin with every dot product and decay rounded to another neighbour at random."""
+
+    def __init__(self, dtype: torch.dtype, operand: torch.dtype | None):
+        super().__init__(dtype, operand)
+        self.gen = torch.Generator().manual_seed(0)
+
+    def _jitter(self, x: Tensor) -> Tensor:
+        # x + an ulp of x times a number in (-1/2, 1/2), rounded once more
+        ulp = torch.finfo(x.dtype).eps * x.abs()
+        return torch.where(torch.rand(x.shape, generator=self.gen) < 0.5, x - 0.5 * ulp, x + 0.5 * ulp)
+
+    def _dot(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._jitter(super()._dot(a, b))
+
+    def _chunked(self, p: Problem):
+        x, chunks, q, k, v, g, beta = super()._chunked(p)
+        return x, chunks, q, k, v, self._jitter(g), beta
+
+
+def _channels(case: Case, draw: int):
+    """Functions of (name, tensor) that permute the K and V channels of a call's tensors, and that put them back."""
+    gen = torch.Generator().manual_seed(draw)
+    K, V = (torch.randperm(n, generator=gen) if draw else torch.arange(n) for n in (case.K, case.V))
+
+    def apply(name: str, x: Tensor, K: Tensor, V: Tensor) -> Tensor:
+        if not draw or name in ("beta", "A_log", "cu_seqlens") or (name in ("g", "dt_bias") and not case.rank):
+            return x
+        if name == "initial_state":
+            return x[..., V, :][..., K] if case.transposed else x[..., K, :][..., V]
+        if name == "dt_bias":
+            return x.reshape(case.HV, case.K)[:, K].reshape(x.shape)
+        return x[..., V if name == "v" else K]
+
+    return lambda name, x: apply(name, x, K, V), lambda name, x: apply(name, x, K.argsort(), V.argsort())
+
+
+def assert_meets_budget(case: Case, op: str = "chunk", got: Results | None = None) -> Results:
+    """Run a case forward and backward and hold every output and gradient against the definition."""
+    got = run(case, op) if got is None else got
+    need = tuple(n for n in GRADIENTS if "d" + n in got)
+    assert_all_close(got, oracle(case, need), lambda draw: twin(case, op, need, draw))
+    return got

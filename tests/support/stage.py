@@ -1,0 +1,80 @@
+"""One stage at a time: the same inputs to a kernel, to its twin, and to the definition in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kda_ops.backends.reference import Reference
+from kda_ops.problem import Problem
+from kda_ops.stages import GRADIENTS, Reverse, Tile, Trace
+from tests.support.cases import Case
+
+
+def _cast(stage: Tile | Trace | Reverse, dtype: torch.dtype, sums: torch.dtype, device: torch.device | str = "cpu"):
+    def cast(name: str, x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(device, sums if name in ("gamma", "dinitial_state") else dtype).contiguous()
+
+    return type(stage)(**{n: cast(n, x) for n, x in vars(stage).items()})
+
+
+def _problem(case: Case, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Problem:
+    inputs = case.inputs(device)
+    if dtype is not None:
+        inputs = {n: x if x is None or not x.is_floating_point() else x.to(dtype) for n, x in inputs.items()}
+    return Problem.parse(case.rank, *inputs.values(), **case.flags())
+
+
+@dataclass
+class Stages:
+    """What enters the backward stages of a case: made once by the twin, in the dtype of the kernels' operands."""
+
+    case: Case
+    tile: Tile
+    trace: Trace
+    reverse: Reverse
+    do: Tensor | None
+    dfinal: Tensor | None
+
+    @classmethod
+    def build(cls, case: Case, do: bool = True, dfinal: bool = True) -> Stages:
+        p, twin = _problem(case), Reference(torch.float32, case.dtype)
+        grads = case.cotangents()
+        d_o, d_final = grads[0] if do else None, grads[1] if dfinal and case.final else None
+        tile = twin.prepare(p)
+        tile.gamma = tile.gamma.expand(*tile.gamma.shape[:2], p.K if p.rank else 1)
+        trace = twin.scan(p, tile, p.new_output(), p.new_final_state(), keep=True)
+        return cls(case, tile, trace, twin.reverse_scan(p, tile, d_o, d_final, case.state), d_o, d_final)
+
+    @property
+    def need(self) -> frozenset[str]:
+        p = _problem(self.case)
+        return frozenset(n for n in GRADIENTS if getattr(p, "state" if n == "initial_state" else n) is not None)
+
+    def _at(self, dtype: torch.dtype, sums: torch.dtype, device: torch.device | str = "cpu"):
+        d_o = None if self.do is None else self.do.to(device, torch.float64 if dtype is torch.float64 else self.case.dtype)
+        d_final = None if self.dfinal is None else self.dfinal.to(device, sums)
+        return [_cast(x, dtype, sums, device) for x in (self.tile, self.trace, self.reverse)] + [d_o, d_final]
+
+    def three(self, stage: str, backend, device: torch.device | str = "cpu", **kwargs) -> tuple[dict, dict, dict]:
+        """(kernel, definition, twin): the named outputs of a stage from equal inputs."""
+        case = self.case
+        runs = (
+            (backend, _problem(case, None, device), self._at(case.dtype, torch.float32, device)),
+            (Reference(), _problem(case, torch.float64), self._at(torch.float64, torch.float64)),
+            (Reference(torch.float32, case.dtype), _problem(case), self._at(torch.float32, torch.float32)),
+        )
+        return tuple(self._run(stage, b, p, *given, **kwargs) for b, p, given in runs)
+
+    def _run(self, stage: str, b, p: Problem, tile, trace, reverse, d_o, d_final, **kwargs) -> dict:
+        if p.rank == 0:  # a kernel forms its tile from A; the twin rounds what it forms, the definition does not
+            tile = b.prepare(p, tile.A) if isinstance(b, Reference) else Tile(tile.A)
+        if stage == "reverse_scan":
+            out = vars(b.reverse_scan(p, tile, d_o, d_final, kwargs.get("need_initial", True)))
+            if out["dinitial_state"] is not None:
+                out = out | {"dinitial_state": p.as_kv(out["dinitial_state"]).contiguous()}
+            return out
+        out = vars(b.gradient(p, tile, trace, d_o, reverse, kwargs.get("need", self.need)))
+        return {"d" + n: x for n, x in out.items() if x is not None}

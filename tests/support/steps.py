@@ -1,0 +1,190 @@
+"""One decode call, as data: the token recurrence on a state or on a pool, and the laws that any backend's `step` must hold to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kda_ops.backends.reference import Reference
+from kda_ops.problem import Problem
+from kda_ops.stages import Backend
+from tests.support.closeness import assert_close, assert_identical
+
+POISON = float("nan")
+ACTIVATIONS = ("none", "given", "softplus", "bounded", "bare")  # of the decay; "bare" is the bounded gate without A_log and dt_bias
+STRIDES = ("contiguous", "heads_first", "fused", "expanded")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call to `Backend.step`. `slots` is None (row n), 1 ([N]) or S ([N, S] with a state per token); `lengths` packs sequences, `tail` tokens follow."""
+
+    rank: int = 1
+    N: int = 2
+    T: int = 1
+    lengths: tuple[int, ...] | None = None
+    tail: int = 0
+    H: int = 2
+    HV: int = 4
+    K: int = 32
+    V: int = 32
+    dtype: torch.dtype = torch.float32
+    pool: torch.dtype = torch.float32
+    gate: str = "given"
+    beta: str = "given"
+    l2norm: bool = True
+    scale: float | None = None
+    state: bool = True
+    final: bool = True
+    slots: int | None = None
+    accepted: bool = False
+    dead: tuple[int, ...] = ()
+    transposed: bool = False
+    strides: str = "contiguous"
+    gap: bool = False  # a pool whose slots lie apart
+    index: torch.dtype = torch.int32
+    wide: bool = True  # g, beta, A_log and dt_bias in float32 rather than in `dtype`
+    seed: int = 0
+
+    @property
+    def sequences(self) -> int:
+        """N, also where the call is packed."""
+        return self.N if self.lengths is None else len(self.lengths)
+
+    def problem(self, device: torch.device | str = "cpu", double: bool = False) -> Problem:
+        """The parsed call, on fresh tensors that are the same each time; in float64 on the CPU if `double`."""
+        gen = torch.Generator().manual_seed(self.seed)
+        rows, B = (self.T, self.N) if self.lengths is None else (sum(self.lengths) + self.tail, 1)
+        N, H, HV, K, V = self.sequences, self.H, self.HV, self.K, self.V
+        wide = torch.float32 if self.wide else self.dtype
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=gen)
+
+        q, k, v, beta = randn(B, rows, H, K), randn(B, rows, H, K), randn(B, rows, HV, V), torch.rand((B, rows, HV), generator=gen)
+        if not self.l2norm:
+            q, k = (x / x.norm(dim=-1, keepdim=True).clamp(min=1e-3) for x in (q, k))
+        g_shape = (B, rows, HV, K) if self.rank else (B, rows, HV)
+        g = randn(*g_shape) if self.gate in ("softplus", "bounded", "bare") else -2.0 * torch.rand(g_shape, generator=gen)
+        if self.gate == "given":
+            g = torch.where(torch.rand(g_shape, generator=gen) < 0.05, -torch.inf, g)
+        if self.beta in ("sigmoid", "neg_eigval"):
+            beta = 4.0 * beta - 2.0
+        A_log = dt_bias = None
+        if self.gate in ("softplus", "bounded"):
+            A_log, dt_bias = (0.5 * randn(HV)).to(wide), randn(*((HV, K) if self.rank else (HV,))).to(wide)
+        tensors = [x.to(t) for x, t in ((q, self.dtype), (k, self.dtype), (v, self.dtype), (g, wide), (beta, wide))]
+        q, k, v, g, beta = (_place(x, self.strides) for x in tensors)
+        shape = (HV, V, K) if self.transposed else (HV, K, V)
+        state = indices = accepted = None
+        count = N if self.slots is None else N * self.slots + 3
+        if self.state or self.slots is not None:
+            state = randn(count, *shape).to(self.pool)
+            if self.gap:
+                spread = torch.full((count, 2, *shape), POISON, dtype=self.pool)
+                spread[:, 0] = state
+                state = spread[:, 0]
+        if self.slots is not None:
+            indices = torch.randperm(count, generator=gen)[: N * self.slots].view(N, self.slots)
+            for n in self.dead if N else ():
+                indices[n % N, n % self.slots] = -1 - n
+            indices = (indices[:, 0] if self.slots == 1 else indices).to(self.index)
+            if self.accepted:
+                accepted = torch.randint(1, self.slots + 1, (N,), generator=gen).to(self.index)
+        cu_seqlens = None if self.lengths is None else torch.tensor([0, *accumulate(self.lengths)]).to(self.index)
+        given = [q, k, v, None if self.gate == "none" else g, None if self.beta == "none" else beta]
+        rest = [A_log, dt_bias]
+
+        def move(x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            if double and x.is_floating_point():
+                x = x.double()
+            return x if torch.device(device).type == "cpu" else _copy(x, device)
+
+        flags = dict(
+            scale=self.scale, use_qk_l2norm_in_kernel=self.l2norm, use_gate_in_kernel=self.gate in ("softplus", "bounded", "bare"),
+            lower_bound=-5.0 if self.gate in ("bounded", "bare") else None, use_beta_sigmoid_in_kernel=self.beta in ("sigmoid", "neg_eigval"),
+            allow_neg_eigval=self.beta == "neg_eigval", transpose_state_layout=self.transposed,
+        )  # fmt: skip
+        if self.slots is None:
+            return Problem.parse(self.rank, *map(move, given), *map(move, rest), move(state), move(cu_seqlens), output_final_state=self.final, **flags)
+        return Problem.parse_step(self.rank, *map(move, given), move(state), move(indices), move(accepted), *map(move, rest), move(cu_seqlens), **flags)
+
+    def outputs(self, p: Problem) -> tuple[Tensor, Tensor]:
+        """Where o and the final states go: NaN, or the pool itself."""
+        return p.new_output().fill_(POISON), p.new_final_state().fill_(POISON) if self.slots is None else p.state
+
+
+def _place(x: Tensor, strides: str) -> Tensor:
+    """The same values (but equal heads where they are expanded) behind other strides."""
+    if strides == "heads_first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if strides == "fused":
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), POISON, dtype=x.dtype)
+        wide[..., 1::2] = x
+        return wide[..., 1::2]
+    return x[:, :, :1].expand(x.shape) if strides == "expanded" else x
+
+
+def _copy(x: Tensor, device: torch.device | str) -> Tensor:
+    """x on another device behind the same strides."""
+    if x.numel() == 0 or x.is_contiguous():
+        return x.to(device)
+    if 0 in x.stride():
+        return x[:, :, :1].to(device).expand(x.shape)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+
+def random_step(seed: int, dtypes: tuple[torch.dtype, ...], pools=(torch.float32,), widths=(7, 16, 24, 33, 64), most: int = 6) -> Step:
+    """Any legal call, every option drawn."""
+    r = random.Random(seed)
+    packed, rank = r.random() < 0.5, r.randrange(2)
+    slots = r.choice((None, None, 1, 1, 3, most))
+    T = 1 if r.random() < 0.4 else r.randint(0, most)
+    lengths = tuple(r.choice((0, 1, 1, 2, most)) for _ in range(r.randint(0, 4))) if packed else None
+    if slots is not None and slots > 1:
+        T = min(T, slots)
+    H = r.choice((1, 2))
+    return Step(
+        rank=rank, N=r.randint(1, 3), T=T, lengths=lengths, tail=r.choice((0, 1, 19)) if packed else 0, H=H, HV=H * r.choice((1, 2)),
+        K=r.choice(widths), V=r.choice(widths), dtype=r.choice(dtypes), pool=torch.float32 if slots is None else r.choice(pools), gate=r.choice(ACTIVATIONS),
+        beta=r.choice(("none", "given", "sigmoid", "neg_eigval")), l2norm=r.random() < 0.5, scale=r.choice((None, 1.0, 0.3)), state=r.random() < 0.7,
+        final=r.random() < 0.7, slots=slots, accepted=slots is not None and slots > 1 and r.random() < 0.6, dead=tuple(r.sample(range(8), r.choice((0, 1, 2)))),
+        transposed=r.random() < 0.5, strides=r.choice(STRIDES), gap=r.random() < 0.3, index=r.choice((torch.int32, torch.int64)), wide=r.random() < 0.5,
+        seed=seed,
+    )  # fmt: skip
+
+
+def assert_step(case: Step, backend: Backend, device: torch.device | str = "cpu") -> None:
+    """Hold o and every state against the definition in float64; slots that the call does not name keep their bits, and so do the gaps between them."""
+    p = case.problem(device)
+    before = None if p.state is None else p.state.clone()
+    o, final = case.outputs(p)
+    backend.step(p, o, final)
+    ref_o, ref_final = _definition(case, double=True)
+    twin_o, twin_final = _definition(case, double=False)
+    assert_close("o", o, ref_o, twin_o)
+    if final.dim() == 4:
+        assert_close("final_state", final, ref_final, twin_final)
+    if case.slots is not None:
+        touched = set(p.state_indices.flatten().tolist())
+        idle = [i for i in range(before.shape[0]) if i not in touched]
+        assert_identical(p.state[idle].cpu(), before[idle].cpu(), "a slot that the call does not name")
+    elif before is not None:
+        assert_identical(p.state.cpu(), before.cpu(), "the initial state")
+
+
+def _definition(case: Step, double: bool) -> tuple[Tensor, Tensor]:
+    p = case.problem("cpu")
+    if double:
+        pool = None if p.state is None else p.state
+        p = case.problem("cpu", double=True)
+        assert pool is None or p.state.shape == pool.shape
+    o, final = case.outputs(p)
+    Reference().step(p, o, final)
+    return o, final

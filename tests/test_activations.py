@@ -1,0 +1,129 @@
+"""The derivatives of gate, norm and sigmoid against autograd in float64, and their limits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kda_ops
+from kda_ops.backends import activations, native
+from kda_ops.backends.reference import Reference
+from kda_ops.problem import Problem
+from tests.support.cases import Case
+
+GATES = [(bound, log, bias) for bound in (None, -5.0, -0.7) for log in (True, False) for bias in (True, False) if log or bound]
+
+
+def gate_inputs(rank, log, bias, dtype=torch.float64, scale=2.0):
+    gen = torch.Generator().manual_seed(3)
+    shape = (2, 5, 3, 4) if rank else (2, 5, 3)
+    g = scale * torch.randn(shape, generator=gen, dtype=torch.float64)
+    A_log = torch.randn(3, generator=gen, dtype=torch.float64) if log else None
+    dt_bias = torch.randn(shape[2:], generator=gen, dtype=torch.float64) if bias else None
+    return [None if x is None else x.to(dtype) for x in (g, A_log, dt_bias)]
+
+
+def gate_by_hand(rank, g, A_log, dt_bias, bound):
+    A = 1.0 if A_log is None else A_log.exp().reshape(-1, *[1] * rank)
+    x = g if dt_bias is None else g + dt_bias
+    return -A * F.softplus(x) if bound is None else bound * torch.sigmoid(A * x)
+
+
+@pytest.mark.parametrize("bound,log,bias", GATES)
+@pytest.mark.parametrize("rank", (0, 1))
+def test_the_gate_is_its_formula_and_its_gradient_is_autograd_s(rank, bound, log, bias):
+    inputs = gate_inputs(rank, log, bias)
+    leaves = [x.requires_grad_() for x in inputs if x is not None]
+    want = gate_by_hand(rank, *inputs, bound)
+    dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    want_grads = torch.autograd.grad(want, leaves, dy)
+    detached = [None if x is None else x.detach() for x in inputs]
+    torch.testing.assert_close(activations.gate(*detached, bound, rank), want.detach())
+    got = activations.gate_backward(dy, *detached, bound, rank)
+    for d, w in zip((d for d in got if d is not None), want_grads):
+        torch.testing.assert_close(d, w)
+    assert [d is None for d in got] == [x is None for x in inputs]
+
+
+@pytest.mark.parametrize("variant,rank", (("kda", 1), ("gdn", 0)))
+@pytest.mark.parametrize("bound,log,bias", GATES)
+def test_the_gate_operator_is_differentiable_in_float64(variant, rank, bound, log, bias):
+    inputs = [None if x is None else x.requires_grad_() for x in gate_inputs(rank, log, bias)]
+    op = getattr(kda_ops, f"{variant}_gate")
+    torch.testing.assert_close(op(*inputs, lower_bound=bound), gate_by_hand(rank, *inputs, bound))
+    given = [x for x in inputs if x is not None]
+
+    def call(*xs):
+        rest = iter(xs)
+        return op(*(None if x is None else next(rest) for x in inputs), lower_bound=bound)
+
+    assert torch.autograd.gradcheck(call, given)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("variant,rank", (("kda", 1), ("gdn", 0)))
+def test_the_gate_is_float32_for_narrow_logits_and_its_gradients_are_rounded_once(variant, rank, dtype):
+    g, A_log, dt_bias = gate_inputs(rank, True, True, dtype)
+    leaves = [x.requires_grad_() for x in (g, A_log, dt_bias)]
+    y = getattr(kda_ops, f"{variant}_gate")(*leaves)
+    assert y.dtype is torch.float32
+    got = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    exact = gate_by_hand(rank, *wide, None)
+    want = torch.autograd.grad(exact, wide, torch.ones_like(exact))
+    for d, w, x in zip(got, want, leaves):
+        assert d.dtype is x.dtype
+        torch.testing.assert_close(d.double(), w, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_bounded_gate_with_an_overflowing_slope_has_finite_gradients(rank):
+    g, _, dt_bias = gate_inputs(rank, True, True, torch.float32, scale=5.0)
+    A_log = torch.tensor([100.0, 5.0, -100.0])
+    y = activations.gate(g, A_log, dt_bias, -5.0, rank)
+    assert y.isfinite().all() and (y <= 0).all() and (y >= -5).all()
+    for d in activations.gate_backward(torch.ones_like(y), g, A_log, dt_bias, -5.0, rank):
+        assert d.isfinite().all()
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_extreme_logits_give_the_limits_of_the_gate(rank):
+    shape = (1, 2, 1, 1) if rank else (1, 2, 1)
+    g = torch.tensor([-1e4, 1e4]).reshape(shape)
+    y = activations.gate(g, torch.zeros(1), None, None, rank).flatten()
+    torch.testing.assert_close(y, torch.tensor([0.0, -1e4]))
+    y = activations.gate(g, torch.zeros(1), None, -5.0, rank).flatten()
+    torch.testing.assert_close(y, torch.tensor([0.0, -5.0]))
+
+
+def test_the_norm_is_its_formula_and_its_gradient_is_autograd_s():
+    x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    want = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y, rstd = activations.l2norm(x.detach())
+    torch.testing.assert_close(y, want.detach())
+    torch.testing.assert_close(activations.l2norm_backward(dy, y, rstd), torch.autograd.grad(want, x, dy)[0])
+
+
+def test_the_norm_of_zero_is_zero_and_has_a_gradient():
+    zero = torch.zeros(1, 1, 1, 4)
+    y, rstd = activations.l2norm(zero)
+    assert not y.any()
+    torch.testing.assert_close(activations.l2norm_backward(torch.ones_like(zero), y, rstd), torch.full_like(zero, 1e3))
+
+
+def test_what_is_applied_to_one_token_does_not_depend_on_its_place():
+    """Bits: vectorised loops of torch may round the last elements of a tensor, or strided ones, differently."""
+    case = Case(T=129, H=1, HV=1, K=33, gate="softplus", beta="sigmoid", l2norm=True)
+    whole = _activated(case, case.inputs())
+    for b in (1, 37, 128):
+        part = _activated(case, {n: x if x is None or x.dim() < 3 or n == "initial_state" else x[:, :b] for n, x in case.inputs().items()})
+        for name in ("q", "k", "g", "beta"):
+            assert torch.equal(getattr(whole, name)[:, :b], getattr(part, name)), name
+
+
+def _activated(case, inputs):
+    return activations.Activated(Problem.parse(case.rank, *inputs.values(), **case.flags()), case.state_dtype)
+
+
+def test_both_cpu_backends_share_the_gate():
+    assert native.gate is activations.gate is Reference.gate and native.gate_backward is activations.gate_backward

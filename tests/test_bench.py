@@ -1,0 +1,171 @@
+"""The benchmark: what it measures, what it refuses to time, how it compares; no time is judged here."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kda_ops.bench import compare, readme, worker
+from kda_ops.bench.cases import Case, Oracle, activated, flags, make_inputs
+from kda_ops.bench.sides import Peer, Unsupported, our_forward
+
+SMALL = "B1T130H2HV4D16"
+
+
+def case(op="kda", pass_="fwd", gate="weak", setting=SMALL, **words):
+    return Case(op, pass_, setting, gate, "cpu", torch.float32, **words)
+
+
+def row(**changed):
+    base = dict(op="kda", setting=SMALL, gate="weak", state="fp32", layout="kv", peer="fla", ours_ms=1.0, peer_ms=2.0, ours_error=1e-3, peer_error=1e-3)
+    return {"op": "kda", "pass": "fwd"} | base | changed
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(worker, "ROUNDS", 1)
+    monkeypatch.setattr(worker, "median_ms", lambda call, device: (call(), 1.0)[1])
+
+
+def test_a_setting_is_read_and_a_wrong_one_refused():
+    assert case(setting="B1T65536H16HV32").sizes == dict(B=1, T=65536, H=16, HV=32, D=128)
+    for wrong in ("T8H2", "B1T8H2X3", "B1 T8 H2", ""):
+        with pytest.raises(ValueError, match="setting"):
+            case(setting=wrong)
+
+
+def test_a_case_survives_the_way_to_another_process():
+    there = case("gdn", "decode", "softplus", state="bf16", layout="vk")
+    assert Case.read(json.loads(json.dumps(there.spec()))) == there
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+@pytest.mark.parametrize("gate", ["bound", "softplus", "strong", "weak"])
+def test_plain_torch_activations_are_those_inside_the_operator(op, gate):
+    if op == "gdn" and gate == "bound":
+        pytest.skip("no row has it")
+    c = case(op, gate=gate)
+    x = {n: t.double() for n, t in make_inputs(c).items()}
+    g, flag_words = activated(c, x)[3], flags(c)
+    assert bool(flag_words) == (gate in ("bound", "softplus"))
+    assert (g <= 0).all() and (gate not in ("bound", "strong") or (g >= -5).all())
+    import kda_ops
+
+    chunk = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}[op]
+    assert (our_forward(c)(x) - chunk(*activated(c, x))[0]).abs().max() < 1e-6  # one side activates in float32
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+@pytest.mark.parametrize("pass_", ["fwd", "fwdbwd"])
+def test_our_side_passes_its_check_and_gets_a_time(op, pass_):
+    got = worker.whole(case(op, pass_, "softplus"), None, {})
+    assert got["ours_ms"] == 1.0 and got["ours_error"] < 1e-3 and got["peer_ms"] is None
+    assert set(got) == set(row())
+
+
+def test_both_state_layouts_and_dtypes_decode():
+    for state, layout in (("fp32", "kv"), ("fp32", "vk"), ("bf16", "kv")):
+        got = worker.decode(case(pass_="decode", gate="bound", setting="B3T1H2D16", state=state, layout=layout), None, {})
+        assert got["ours_ms"] == 1.0 and got["ours_error"] < 1e-6
+
+
+def wrong_peer(change):
+    def forward(c):
+        ours = our_forward(c)
+        return lambda x: ours(x) * change
+
+    return Peer("wrong", "cpu", None, forward)
+
+
+def test_a_side_that_is_wrong_gets_no_time():
+    for change, timed in ((1.0, True), (1.01, False), (float("nan"), False)):
+        got = worker.whole(case(pass_="fwdbwd"), wrong_peer(change), {})
+        assert (got["peer_ms"] is not None) == timed and got["ours_ms"] is not None
+        assert got["peer_error"] < 1e-5 if timed else got["peer_error"] > 9e-3
+
+
+def test_what_computes_something_else_is_timed_without_an_error():
+    peer = Peer("scale", "cpu", None, lambda c: lambda x: x["v"] * x["q"].sum(), same=False)
+    got = worker.whole(case(pass_="fwdbwd"), peer, {})
+    assert got["peer_ms"] == 1.0 and got["peer_error"] is None
+
+
+def test_one_wrong_head_among_those_looked_at_is_an_error():
+    c = case()
+    x = make_inputs(c)
+    o = our_forward(c)(x)
+    oracle = Oracle(c, x, None)
+    assert oracle.error({"o": o})[1] <= 1
+    o[:, :, -1] = 0
+    assert oracle.error({"o": o})[1] > 1
+
+
+def test_a_side_that_cannot_or_breaks_costs_its_row_alone(monkeypatch, capsys):
+    def unable(c):
+        raise Unsupported("not today")
+
+    monkeypatch.setattr(worker, "PEERS", (Peer("unable", "cpu", None, unable), Peer("broken", "cpu", None, lambda c: lambda x: 1 / 0)))
+    for name, said in (("unable", "not today"), ("broken", "ZeroDivisionError")):
+        worker.main([json.dumps({"peer": name, "cases": [case().spec(), case("gdn").spec()]})])
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert len(lines) == 2 and all(said in line["skip"] for line in lines)
+
+
+def test_stages_that_a_backend_lacks_are_named(monkeypatch):
+    class Half:
+        prepare = scan = None
+
+    monkeypatch.setattr(worker.dispatch, "backend", lambda device: Half)
+    assert worker._missing(case()) is None
+    assert "reverse_scan, gradient" in worker._missing(case(pass_="fwdbwd"))
+    assert "step" in worker._missing(case(pass_="decode"))
+
+
+def test_slower_rows_and_lost_times_are_losses():
+    old = [row(), row(op="gdn"), row(gate="strong"), row(**{"pass": "decode"})]
+    new = [row(ours_ms=1.04), row(op="gdn", ours_ms=1.06), row(gate="strong", ours_ms=None), row(setting="B2T1H1", ours_ms=9.0)]
+    lines, losses = compare.compare_rows(new, old)
+    assert len(lines) == 3 and "+4.0%" in lines[0] and "+6.0%" in lines[1] and "no time" in lines[2]
+    assert [name.split()[0] + name.split()[3] for name in losses] == ["gdnweak", "kdastrong"]
+
+
+def test_the_command_line_compares_and_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "run", lambda device, **words: [row(ours_ms=1.2)])
+    old, new, picture = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "rows.png"
+    old.write_text(json.dumps({"rows": [row()]}))
+    assert compare.main(["--device", "cpu", "--json", str(new), "--plot", str(picture), "--against", str(old)]) == 1
+    assert "SLOWER: kda fwd" in capsys.readouterr().out
+    assert compare.read_rows(new) == [row(ours_ms=1.2)] and picture.stat().st_size > 1000
+    assert compare.main(["--device", "cpu", "--against", str(new)]) == 0
+
+
+def test_our_wrong_row_fails_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(compare, "run", lambda device, **words: [row(ours_ms=None)])
+    assert compare.main(["--device", "cpu"]) == 1 and "WRONG" in capsys.readouterr().out
+
+
+def test_every_case_of_the_default_table_is_one_that_some_peer_or_none_measures():
+    cuda = compare.list_cases("cuda", ["kda", "gdn"], compare.PASSES, compare.GATES, None, torch.bfloat16, None)
+    seen = {(c.op, c.pass_, c.setting, c.gate) for c in cuda}
+    for setting in ("B1T8192H96", "B8T4096H32"):
+        assert {("kda", p, setting, g) for p in ("fwd", "fwdbwd") for g in ("bound", "softplus", "strong", "weak")} <= seen
+        assert {("gdn", p, setting, g) for p in ("fwd", "fwdbwd") for g in ("softplus", "strong", "weak")} <= seen
+    assert ("kda", "decode", "B128T1H32", "bound") in seen and not any(c.op == "gdn" and c.gate == "bound" for c in cuda)
+
+
+def test_a_readme_gets_every_row_between_its_markers():
+    evidence = {"gpu": "G", "torch": "1", "triton": "2", "rows": [row(ours_ms=4.0), row(**{"pass": "decode"}, ours_ms=None)]}
+    text = "a\n<!-- evidence: fwd -->\nold\n<!-- end -->\nb\n<!-- evidence -->\n<!-- end -->\nc\n"
+    new = readme.rewrite(text, evidence)
+    assert "old" not in new and new.count("0.50×") == 2  # the loss is shown
+    assert new.count("decode") == 1 and new.startswith("a\n") and new.endswith("c\n")
+    assert readme.rewrite(new, evidence) == new
+
+
+def test_a_whole_run_in_processes_of_its_own():
+    options = "--device cpu --settings B1T64H1D16 --passes fwd --gates weak --peers no-such-peer"
+    done = subprocess.run([sys.executable, "-m", "kda_ops", "bench", *options.split()], capture_output=True, text=True, timeout=120, check=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[:2] for line in lines if line[:1] in (["kda"], ["gdn"])] == [["kda", "fwd"], ["gdn", "fwd"]]

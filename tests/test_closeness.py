@@ -1,0 +1,177 @@
+"""The helpers that judge results: they accept what is right and refuse what is not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+
+from tests.support.calls import run
+from tests.support.cases import LENGTHS, PACKED, STRIDES, Case, cases
+from tests.support.closeness import (
+    DRAWS,
+    assert_all_close,
+    assert_all_identical,
+    assert_close,
+    assert_identical,
+    assert_meets_budget,
+    excess,
+    oracle,
+    twin,
+    vanished,
+)
+from tests.support.pools import Pool
+
+CASE = Case(B=2, T=65, H=1, HV=2, K=16, V=24, gate="softplus", beta="sigmoid", l2norm=True)
+NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state")
+
+
+def judged(name, change, case=CASE):
+    """Judge the twin's own results with one tensor changed."""
+    got = twin(case)
+    got[name] = change(got[name].clone())
+    assert_all_close(got, oracle(case), lambda draw: twin(case, draw=draw))
+
+
+def test_the_twin_meets_its_own_budget():
+    judged("o", lambda x: x)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_nan_is_never_close(name):
+    def poke(x):
+        x.view(-1)[x.numel() // 2] = torch.nan
+        return x
+
+    with pytest.raises(AssertionError, match=f"^{name} is off"):
+        judged(name, poke)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_wrong_entry_is_not_close(name):
+    def poke(x):
+        x.view(-1)[x.numel() // 2] += 1e-3 * x.abs().max()
+        return x
+
+    with pytest.raises(AssertionError, match=f"^{name} is off"):
+        judged(name, poke)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_slightly_wrong_entries_are_not_close(name):
+    with pytest.raises(AssertionError, match=f"^{name} is off"):
+        judged(name, lambda x: x * 1.0005)
+
+
+@pytest.mark.parametrize("name", ("dq", "dk", "dv", "dg", "dinitial_state"))
+def test_a_vanished_row_of_a_gradient_is_seen_even_where_it_is_small(name):
+    """A row far below the largest entry passes the budget and is still missed when it is zero."""
+    ref = oracle(CASE)[name].clone()
+    row = ref.flatten(0, -2)
+    row[1:] *= 1e-12
+    x, other = ref.float(), ref.float()
+    x.flatten(0, -2)[3] = 0.0
+    assert all(e <= 1.0 for e in excess(x, ref, other).values())
+    assert vanished(x, ref, other) == 1
+    with pytest.raises(AssertionError, match="1 rows vanish"):
+        assert_close(name, x, ref, other)
+    assert_close(name, other, ref, other)
+
+
+def test_a_row_that_vanishes_in_the_definition_may_vanish():
+    ref = torch.zeros(4, 3, dtype=torch.float64)
+    assert vanished(ref.float(), ref, ref.float()) == 0
+    assert_close("dq", ref.float(), ref, ref.float())
+
+
+def test_noise_where_the_definition_is_exactly_zero_is_not_close():
+    ref = torch.zeros(4, 3, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="o is off"):
+        assert_close("o", ref.float() + 1e-12, ref, ref.float())
+
+
+def test_shape_dtype_and_names_must_agree():
+    ref = torch.ones(4, 3, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="shape"):
+        assert_close("o", ref.float()[:3], ref, ref.float())
+    with pytest.raises(AssertionError, match="is torch.float64"):
+        assert_close("o", ref, ref, ref.float())
+    with pytest.raises(AssertionError):
+        assert_all_close({"o": ref.float()}, {"o": ref, "dq": ref}, lambda draw: {"o": ref.float(), "dq": ref.float()})
+
+
+def test_an_oracle_that_is_not_finite_is_no_oracle():
+    ref = torch.full((2, 2), torch.inf, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="no test"):
+        assert_close("o", ref.float(), ref, ref.float())
+
+
+def test_an_empty_tensor_is_close():
+    empty = torch.empty(0, 3, dtype=torch.float64)
+    assert_close("dq", empty.float(), empty, empty.float())
+
+
+def test_16_bit_inputs_get_the_budget_of_their_rounding_and_no_more():
+    case = replace(CASE, dtype=torch.bfloat16)
+    ref, coarse = oracle(case)["o"], twin(case)["o"]
+    assert_close("o", ref.bfloat16(), ref, coarse)
+    with pytest.raises(AssertionError):
+        assert_close("o", (ref * 1.02).bfloat16(), ref, coarse)
+
+
+def test_identical_means_every_bit():
+    x = torch.tensor([1.0, 0.0])
+    assert_identical(x, x.clone())
+    with pytest.raises(AssertionError):
+        assert_identical(x, torch.tensor([1.0, -0.0]))
+    with pytest.raises(AssertionError):
+        assert_identical(x, torch.nextafter(x, x + 1))
+    with pytest.raises(AssertionError):
+        assert_identical(x, x.double())
+    with pytest.raises(AssertionError):
+        assert_all_identical({"o": x}, {"o": x, "dq": x})
+
+
+@given(case=cases())
+def test_every_draw_of_the_twin_is_the_same_function(case):
+    """What permuting channels undoes is undone: the draws differ by rounding only."""
+    first, second, ref = twin(case), twin(case, draw=1), oracle(case)
+    assert first.keys() == second.keys()
+    for name in first:
+        top = ref[name].abs().max().item() if ref[name].numel() else 0.0
+        torch.testing.assert_close(second[name].double(), first[name].double(), rtol=0.0, atol=(0.05 if case.dtype.itemsize == 2 else 1e-3) * max(top, 1e-3))
+
+
+def test_draws_are_a_handful():
+    assert 4 <= DRAWS <= 16
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+def test_a_case_builds_the_same_tensors_every_time_with_the_strides_it_names(strides):
+    case = replace(CASE, H=2, HV=4, strides=strides)
+    first, second = case.inputs(), case.inputs()
+    for name, x in first.items():
+        assert (x is None) == (second[name] is None)
+        if x is not None:
+            assert torch.equal(x, second[name]) and x.stride() == second[name].stride()
+    v = first["v"]
+    assert v.is_contiguous() == (strides == "contiguous") and (0 in v.stride()) == (strides == "expanded")
+
+
+def test_the_lengths_hold_the_hard_ones():
+    assert set(LENGTHS) == {0, 1, 63, 64, 65, 37} and set(LENGTHS) <= set(PACKED)
+
+
+def test_a_right_kernel_passes_and_a_wrong_one_fails_end_to_end():
+    got = assert_meets_budget(CASE)
+    wrong = run(CASE, scale=1.001 * CASE.K**-0.5)
+    with pytest.raises(AssertionError):
+        assert_meets_budget(CASE, got=wrong)
+    assert got.keys() == wrong.keys() == set(NAMES)
+
+
+def test_a_pool_names_live_slots_once():
+    indices, _, snapshots = Pool(Case(B=3, T=130), "chunk_", True, (True,), snapshots=2).indices()
+    named = torch.cat([indices, snapshots.flatten()])
+    live = named[named >= 0]
+    assert live.unique().numel() == live.numel() and int(indices[0]) < 0

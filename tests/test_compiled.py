@@ -1,0 +1,268 @@
+"""Under torch.compile, torch.export and activation checkpointing an operator is one node, whatever the sizes."""
+
+import functools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import kda_ops
+from kda_ops.stages import GRADIENTS
+from tests.support.calls import overload, run
+from tests.support.cases import Case, replace
+from tests.support.closeness import assert_all_close, oracle, twin
+from tests.support.pools import Pool
+from tests.support.target import TARGET
+
+VARIANTS = ("kda", "gdn")
+FULL = {"gate": "softplus", "beta": "sigmoid", "l2norm": True, "H": 1, "HV": 2}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def functional(variant, op="chunk"):
+    return getattr(kda_ops, f"{op.rstrip('_')}_{variant}{'_' if op.endswith('_') else ''}")
+
+
+@pytest.mark.parametrize("op", ("chunk", "recurrent"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fullgraph_training_and_inference_with_inductor_equal_eager(variant, op):
+    case = Case(variant, B=2, T=65, **FULL)
+    x = case.inputs(TARGET.device)
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items() if t is not None and n in GRADIENTS}
+    fn = torch.compile(lambda *args: functional(variant, op)(*args, **case.flags(op)), fullgraph=True)
+    with torch.no_grad():
+        inference = fn(*x.values())
+    outs = fn(*(x | leaves).values())
+    grads = torch.autograd.grad(outs, list(leaves.values()), case.cotangents(TARGET.device))
+    got = {"o": outs[0].detach(), "final_state": outs[1].detach()} | {"d" + n: d for n, d in zip(leaves, grads)}
+    assert_all_close(got, oracle(case), lambda draw: twin(case, op, draw=draw))
+    eager = run(case, op)
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, eager[name])
+    for name, tensor in zip(("o", "final_state"), inference):
+        torch.testing.assert_close(tensor, eager[name])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_only_one_gradient_wanted_and_no_state_under_compile(variant):
+    case = Case(variant, T=65, final=False)
+    x = case.inputs(TARGET.device)
+    x["v"].requires_grad_()
+    o, final_state = torch.compile(lambda *args: functional(variant)(*args, **case.flags()), fullgraph=True, backend="aot_eager")(*x.values())
+    assert final_state is None
+    o.sum().backward()
+    v = x["v"].detach().requires_grad_()
+    functional(variant)(*(x | {"v": v}).values(), **case.flags())[0].sum().backward()
+    torch.testing.assert_close(x["v"].grad, v.grad)
+
+
+def frames(fn, calls):
+    """How many frames were compiled for the calls of fn, and whether each equals eager."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fn, fullgraph=True, backend=counter)
+    for args in calls:
+        for got, want in zip(compiled(*args), fn(*args)):
+            assert got.shape == want.shape
+    return counter.frame_count
+
+
+SIZES = (1, 63, 64, 65, 200, 1000)
+
+
+@pytest.mark.parametrize("training", (False, True), ids=("no_grad", "training"))
+@pytest.mark.parametrize("op", ("chunk", "recurrent_"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_six_lengths_compile_at_most_twice(variant, op, training):
+    if op == "recurrent_" and training:
+        pytest.skip("inference only")
+    calls = []
+    for T in SIZES if op == "chunk" else (1, 2, 3, 5, 8):
+        x = Case(variant, B=2, T=T, H=1, HV=1, K=4, V=3, state=False).inputs(TARGET.device)
+        calls.append([x[n] for n in ("q", "k", "v", "g", "beta")])
+
+    def chunk(q, k, v, g, beta):
+        o, state = functional(variant)(q, k, v, g, beta, output_final_state=True)
+        if training:
+            (grad,) = torch.autograd.grad(o.sum() + state.sum(), v)
+            return o, state, grad
+        return o, state
+
+    def step(q, k, v, g, beta):
+        state = q.new_zeros(2, 1, 4, 3)
+        return functional(variant, "recurrent_")(q, k, v, g, beta, state), state
+
+    if not training:
+        with torch.no_grad():
+            assert frames(chunk if op == "chunk" else step, calls) <= 2
+        return
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *args: functional(variant)(*args, output_final_state=True), fullgraph=True, backend=counter)
+    for q, k, v, g, beta in calls:
+        leaf, other = v.clone().requires_grad_(), v.clone().requires_grad_()
+        o, state = compiled(q, k, leaf, g, beta)
+        (o.sum() + state.sum()).backward()
+        o, state = functional(variant)(q, k, other, g, beta, output_final_state=True)
+        (o.sum() + state.sum()).backward()
+        torch.testing.assert_close(leaf.grad, other.grad)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("what", ("batch", "packed tokens and sequences"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_batch_sizes_and_packings_do_not_recompile(variant, what):
+    packings = ((3, 0, 65), (64, 1, 2, 5), (7, 9), (2, 2, 2, 130, 1))
+    cases = (
+        [Case(variant, B=B, T=5, H=1, HV=1, K=4, V=3) for B in (2, 3, 5, 7)]
+        if what == "batch"
+        else [Case(variant, lengths=n, H=1, HV=1, K=4, V=3) for n in packings]
+    )
+    names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+
+    def call(q, k, v, g, beta, initial_state, cu_seqlens):
+        return functional(variant)(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, output_final_state=True)
+
+    calls = [[replace(c, seed=0).inputs(TARGET.device)[n] for n in names] for c in cases]
+    with torch.no_grad():
+        assert frames(call, calls) <= 2
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_wrong_call_is_refused_while_compiling(variant):
+    x = Case(variant).inputs(TARGET.device)
+    with pytest.raises(Exception, match="beta must have shape") as caught:
+        torch.compile(functional(variant), fullgraph=True, backend="aot_eager")(x["q"], x["k"], x["v"], x["g"], x["beta"][:, :1])
+    assert isinstance(caught.value, ValueError) or "ValueError" in str(caught.value)
+
+
+# --- states in place
+
+
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_inductor_writes_a_pool_in_place_without_copying_it(variant, op):
+    pool = Pool(Case(variant, B=2, T=3, K=13, V=17, state=False, final=False), op)
+    x, indices, state = pool.case.inputs(TARGET.device), pool.indices()[0].to(TARGET.device), pool.state()
+
+    def two_steps(q, k, v, g, beta, state, indices):
+        o = functional(variant, op)(q * 1.5, k, v, g, beta, state, indices)
+        return functional(variant, op)(o[..., :13] * 0.1, k, v, g, beta, state, indices) + 1.0
+
+    args = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    if pool.case.H != pool.case.HV:
+        args[0], args[1] = (t.repeat_interleave(pool.case.HV // pool.case.H, 2) for t in args[:2])
+    want_state = state.clone()
+    with torch.inference_mode():
+        want = two_steps(*args, want_state, indices)
+    pointer = state.data_ptr()
+    with torch.inference_mode():
+        got, codes = run_and_get_code(torch.compile(two_steps, fullgraph=True), *args, state, indices)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(state, want_state)
+    assert state.data_ptr() == pointer
+    code = "\n".join(codes)
+    assert code.count(f"torch.ops.{variant}.{op}.default(") == 2
+    size = ", ".join(map(str, state.shape))
+    assert f"({size})" in code, "the state's size is in the code as a guard on the input"
+    assert f"empty_strided_cpu(({size})" not in code and "clone" not in code and "copy_(" not in code, "a state was copied"
+
+
+# --- export
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_exported_program_survives_saving_with_any_length(variant, tmp_path):
+    case = Case(variant, B=2, T=70, **FULL)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            x = case.inputs()
+            self.A_log, self.dt_bias = torch.nn.Parameter(x["A_log"]), torch.nn.Parameter(x["dt_bias"])
+
+        def forward(self, q, k, v, g, beta, state):
+            return functional(variant)(q, k, v, g, beta, self.A_log, self.dt_bias, state, **case.flags())
+
+    names, T = ("q", "k", "v", "g", "beta", "initial_state"), torch.export.Dim("T", min=2, max=4096)
+    layer = Layer()
+    args = tuple(case.inputs()[n] for n in names)
+    shapes = {n: {1: T} for n in names[:5]} | {"state": None}
+    program = torch.export.export(layer, args, dynamic_shapes=shapes)
+    ops = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert overload(variant, "chunk") in ops, "the exported graph does not show the operator"
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    for length in (2, 64, 131):
+        other = replace(case, T=length)
+        args = tuple(other.inputs()[n] for n in names)
+        with torch.no_grad():
+            for got, want in zip(loaded(*args), layer(*args)):
+                torch.testing.assert_close(got, want)
+
+
+def test_a_decode_step_can_be_exported(tmp_path):
+    class Step(torch.nn.Module):
+        def forward(self, q, k, v, g, beta, state, indices):
+            return kda_ops.recurrent_gdn_(q, k, v, g, beta, state, indices)
+
+    pool = Pool(Case("gdn", B=2, T=1, H=2, state=False, final=False), "recurrent_")
+    x = pool.case.inputs()
+    args = (*(x[n] for n in ("q", "k", "v", "g", "beta")), pool.state(), pool.indices()[0])
+    torch.export.save(torch.export.export(Step(), args), tmp_path / "step.pt2")
+    loaded, want, state = torch.export.load(tmp_path / "step.pt2").module(), pool.run(), pool.state()
+    torch.testing.assert_close(loaded(*args[:5], state, args[6]), want[0])
+    torch.testing.assert_close(state, want[1])
+
+
+# --- checkpointing
+
+
+@pytest.mark.parametrize("backend", (None, "aot_eager"), ids=("eager", "compiled"))
+@pytest.mark.parametrize("op", ("chunk", "recurrent"))
+def test_a_checkpoint_that_saves_our_operators_computes_them_once(op, backend, monkeypatch):
+    from kda_ops import chunk, recurrent
+
+    calls = {"n": 0}
+    owner, name = (chunk, "forward") if op == "chunk" else (recurrent, "infer")
+    plain = getattr(owner, name)
+
+    def counted(p):
+        calls["n"] += 1
+        return plain(p)
+
+    monkeypatch.setattr(owner, name, counted)
+    case = Case(T=65, **FULL)
+    x = case.inputs(TARGET.device)
+
+    def block(v):
+        return functional("kda", op)(*(x | {"v": v * 2.0}).values(), **case.flags(op))[0].relu() * 3.0
+
+    def policy(ctx, target, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if target in kda_ops.SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    grads = {}
+    for kind, contexts in (("selective", functools.partial(create_selective_checkpoint_contexts, policy)), ("full", None)):
+        v = x["v"].detach().requires_grad_()
+        calls["n"] = 0
+
+        def outer(v, contexts=contexts):
+            extra = {} if contexts is None else {"context_fn": contexts}
+            return checkpoint(block, v, use_reentrant=False, **extra)
+
+        (torch.compile(outer, fullgraph=True, backend=backend) if backend else outer)(v).sum().backward()
+        grads[kind] = v.grad
+        if kind == "selective":
+            assert calls["n"] == 1, f"computed {calls['n']} times although the policy saves it"
+        elif backend is None:
+            assert calls["n"] == 2, "a plain checkpoint recomputes"
+    v = x["v"].detach().requires_grad_()
+    block(v).sum().backward()
+    for grad in grads.values():
+        torch.testing.assert_close(grad, v.grad)

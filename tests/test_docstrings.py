@@ -1,0 +1,50 @@
+"""The examples in docstrings run and print what they say."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+
+import kda_ops
+
+PUBLIC = [
+    name
+    for _, name, _ in pkgutil.walk_packages(kda_ops.__path__, "kda_ops.")
+    if not any(part.startswith("_") for part in name.split(".")[1:]) and not name.startswith(("kda_ops.backends.triton", "kda_ops.bench"))
+]
+
+
+@pytest.mark.parametrize("name", ["kda_ops", *PUBLIC])
+def test_examples_run(name):
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "kda_ops":
+            raise
+        pytest.skip(f"needs {error.name}")
+    torch.manual_seed(0)
+    out = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert not out.failed
+
+
+@pytest.mark.parametrize("name", [n for n in kda_ops.__all__ if callable(getattr(kda_ops, n))])
+def test_every_public_function_has_an_example_and_a_source(name):
+    doc = inspect.getdoc(getattr(kda_ops, name))
+    assert ">>> " in doc and "Source:" in doc
+
+
+@pytest.mark.parametrize("name", [n for n in kda_ops.__all__ if callable(getattr(kda_ops, n))])
+def test_a_function_has_the_words_of_its_operator(name):
+    base = name.rstrip("_")
+    variant, op = (base.split("_")[0], "gate") if base.endswith("_gate") else (base.split("_")[1], base.split("_")[0])
+    schema = getattr(getattr(torch.ops, variant), op + ("_" if name.endswith("_") else "")).default._schema
+    face = inspect.signature(getattr(kda_ops, name))
+    assert list(face.parameters) == [a.name for a in schema.arguments]
+    for a in schema.arguments:
+        parameter = face.parameters[a.name]
+        assert (parameter.kind is parameter.KEYWORD_ONLY) == a.kwarg_only, a.name
+        if a.has_default_value():
+            assert parameter.default == a.default_value, a.name

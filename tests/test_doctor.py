@@ -1,0 +1,68 @@
+"""The doctor says what is there, what serves what, and which known defects concern this machine."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kda_ops import doctor
+from kda_ops.__main__ import COMMANDS, main
+
+
+def test_the_report_names_versions_backends_and_compilers(capsys):
+    assert doctor.main([]) == 0
+    out = capsys.readouterr().out
+    for words in ("kda_ops 0.", "torch 2.", "CPU tensors: native", "KDA_OPS_CHECK", "C++:", "kda: chunk against recurrence", "gdn: chunk against recurrence"):
+        assert words in out
+    assert "PROBLEM" not in out
+
+
+def test_the_doctor_reads_the_version_of_triton_without_importing_it():
+    code = "import sys; from kda_ops import doctor; doctor.report(); assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_another_backend_is_said_to_be_chosen():
+    command, environment = [sys.executable, "-m", "kda_ops", "doctor"], os.environ | {"KDA_OPS_CPU": "reference"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "CPU tensors: reference (chosen by KDA_OPS_CPU)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "triton, archs, words",
+    [
+        ("3.6.0", [9], ["then transposed", "64 x 64 backward", "numpy"]),
+        ("3.7.0+git1", [9], ["then transposed", "64 x 64 backward"]),
+        ("3.7.1", [9], ["64 x 64 backward"]),
+        ("3.7.1", [8], ["interpreter"]),
+        ("3.9.0", [9], ["block pointers"]),
+        ("3.10.0", [10], ["block pointers", "fma"]),
+    ],
+)
+def test_hazards_follow_the_version_and_the_architecture(triton, archs, words):
+    lines = list(doctor.hazards(triton, archs))
+    assert all(any(w in line for line in lines) for w in words)
+    assert len(lines) == len({*words, "interpreter"})
+
+
+def test_without_a_gpu_every_architecture_counts():
+    assert len(list(doctor.hazards("3.7.0", []))) == len(list(doctor.hazards("3.7.0", [9])))
+
+
+def test_a_missing_compiler_is_said(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert any("aot_eager" in line for line in doctor.compilers())
+
+
+@pytest.mark.parametrize("version, want", [("3.7.1", (3, 7, 1)), ("3.10.0+git12", (3, 10, 0)), ("2.13", (2, 13)), ("2.11.0a0", (2, 11, 0))])
+def test_versions_are_read_as_numbers(version, want):
+    assert doctor.parse_version(version) == want
+
+
+def test_the_command_line_knows_its_commands(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)

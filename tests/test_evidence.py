@@ -1,0 +1,57 @@
+"""tests/gpu/evidence.json belongs to the kernels beside it, and the command that writes it counts right."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from kda_ops.bench import evidence
+
+FILE = Path(__file__).parent / "gpu" / "evidence.json"
+COLUMNS = {"op", "pass", "setting", "gate", "ours_ms", "state", "layout", "peer", "peer_ms", "ours_error", "peer_error"}
+
+
+def test_evidence_is_of_these_kernels():
+    if FILE.exists():  # there is none before the first run on a GPU
+        found = json.loads(FILE.read_text())["kernels_sha256"]
+        assert found == evidence.kernels_sha256(), "the kernels changed since tests/gpu/evidence.json was written: run python -m kda_ops evidence on a GPU."
+
+
+def test_evidence_has_the_columns_it_promises():
+    if FILE.exists():
+        found = json.loads(FILE.read_text())
+        assert set(found) == {"kernels_sha256", "gpu", "torch", "triton", "tests", "rows"}
+        assert set(found["tests"]) == {"passed", "failed", "skipped"} and found["tests"]["passed"] and not found["tests"]["failed"]
+        for row in found["rows"]:
+            assert set(row) == COLUMNS
+            assert row["op"] in ("kda", "gdn") and row["pass"] in ("fwd", "fwdbwd", "decode", "first_call_s")
+
+
+def test_the_hash_is_of_contents_in_path_order(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name, text in (("c.py", "3"), ("a.py", "1"), ("b/x.py", "2"), ("notes.md", "no")):
+        (tmp_path / name).write_text(text)
+    assert evidence.kernels_sha256(tmp_path) == hashlib.sha256(b"123").hexdigest()
+    (tmp_path / "a.py").write_text("0")
+    assert evidence.kernels_sha256(tmp_path) == hashlib.sha256(b"023").hexdigest()
+
+
+@pytest.mark.parametrize(
+    "summary, want",
+    [
+        ("12 passed in 3.1s", (12, 0, 0)),
+        ("1 failed, 2 passed, 3 skipped in 1s", (2, 1, 3)),
+        ("2 passed, 1 error in 1s", (2, 1, 0)),
+        ("3 skipped, 2 errors in 1s", (0, 2, 3)),
+        ("no tests ran in 0.1s", (0, 0, 0)),
+    ],
+)
+def test_a_summary_of_pytest_is_counted(summary, want):
+    assert tuple(evidence.count_tests(summary).values()) == want
+
+
+def test_evidence_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="CUDA"):
+        evidence.main([])

@@ -1,0 +1,118 @@
+"""Importing kda_ops registers every operator once, costs little, and pulls in nothing optional."""
+
+import pytest
+
+from tests.support.fresh import python
+
+BLOCK = "import sys; sys.modules['triton'] = None\n"
+CALL = """
+    import torch, kda_ops
+    q, k, v = (torch.randn(1, 70, 2, 8) for _ in range(3))
+    v.requires_grad_()
+    o, state = {call}(q, k, v, -torch.rand(1, 70, 2, 8), torch.rand(1, 70, 2), use_qk_l2norm_in_kernel=True, output_final_state=True)
+    (o.sum() + state.sum()).backward()
+    assert v.grad.abs().sum() > 0
+    with torch.inference_mode():
+        kda_ops.recurrent_gdn_(q[:, :1], k[:, :1], v[:, :1].detach(), None, None, torch.zeros(1, 2, 8, 8))
+    print("right")
+"""
+
+
+def test_import_and_calls_work_where_there_is_no_triton():
+    assert python(BLOCK + CALL.format(call="kda_ops.chunk_kda").replace("\n    ", "\n")).stdout == "right\n"
+
+
+@pytest.mark.parametrize("mode", ("training", "inference"))
+def test_the_first_call_of_a_process_may_be_compiled(mode):
+    call = "torch.compile(kda_ops.chunk_kda, fullgraph=True, backend='aot_eager')"
+    script = CALL.format(call=call).replace("\n    ", "\n")
+    if mode == "inference":
+        script = script.replace("v.requires_grad_()\n", "torch.set_grad_enabled(False)\n").replace(
+            "(o.sum() + state.sum()).backward()\nassert v.grad.abs().sum() > 0\n", ""
+        )
+    assert python(script).stdout == "right\n"
+
+
+def test_import_pulls_in_nothing_optional():
+    out = python("""
+        import sys, torch
+        before = set(sys.modules)
+        import kda_ops
+        new = {name.split(".")[0] for name in set(sys.modules) - before}
+        print(sorted(new - set(sys.stdlib_module_names)))
+        costly = ("torch._inductor", "torch._dynamo", "torch.utils.flop_counter", "torch.distributed.tensor")
+        print(sorted(name for name in set(sys.modules) - before if name.startswith(costly)))
+        print("triton" in sys.modules)
+    """)
+    assert out.stdout.splitlines() == ["['kda_ops']", "[]", "False"]
+
+
+@pytest.mark.parametrize("first", ("torch.utils.flop_counter", "torch.distributed.tensor"))
+def test_what_is_registered_late_is_registered_in_either_order(first):
+    for order in (f"import {first}, kda_ops", f"import kda_ops, {first}"):
+        assert python(f"import torch; {order}; print('right')").stdout == "right\n"
+
+
+def test_import_registers_every_operator_once():
+    out = python("""
+        import torch, kda_ops, importlib
+        ops = ("chunk", "chunk_fwd", "chunk_bwd", "recurrent", "recurrent_", "chunk_", "gate", "gate_bwd")
+        for variant in ("kda", "gdn"):
+            for op in ops:
+                overload = getattr(getattr(torch.ops, variant), op)
+                assert overload.overloads() == ["default"], overload.overloads()
+                assert torch.Tag.pt2_compliant_tag in overload.default.tags
+            assert {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith(variant + "::")} == set(ops)
+        import kda_ops
+        importlib.import_module("kda_ops.registrations")
+        try:
+            torch.library.Library("kda", "FRAGMENT").define("chunk(Tensor x) -> Tensor")
+        except RuntimeError as error:
+            assert "multiple times" in str(error)
+            print("once")
+    """)
+    assert out.stdout == "once\n"
+
+
+def test_a_second_copy_is_an_import_error_that_says_so(tmp_path):
+    out = python(
+        """
+        import sys, shutil, pathlib, kda_ops
+        root = pathlib.Path(kda_ops.__file__).parent
+        registrations = pathlib.Path(sys.modules["kda_ops.registrations"].__file__).parent
+        copy = pathlib.Path(sys.argv[1])
+        shutil.copytree(root, copy / "kda_ops", ignore=shutil.ignore_patterns("__pycache__", "registrations"))
+        shutil.copytree(registrations, copy / "registrations", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in [n for n in sys.modules if n.split(".")[0] == "kda_ops"]:
+            del sys.modules[name]
+        sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__module__", "") != "kda_ops._checkout"]
+        sys.path.insert(0, str(copy))
+        try:
+            import kda_ops
+        except ImportError as error:
+            print(error)
+        """,
+        str(tmp_path),
+    )
+    assert out.stdout == "torch.ops.kda.chunk is already registered: two copies of kda_ops are on the path, or another package took the name.\n"
+
+
+def test_import_costs_less_than_50_ms_over_torch():
+    """The best of a few fresh processes: a busy machine only ever adds."""
+    script = "import time, torch; a = time.perf_counter(); import kda_ops; print(time.perf_counter() - a)"
+    best = 1.0
+    for _ in range(6):
+        best = min(best, float(python(script).stdout))
+        if best < 0.050:
+            return
+    raise AssertionError(f"importing kda_ops takes {1e3 * best:.0f} ms at best")
+
+
+def test_an_unknown_cpu_backend_is_an_import_error():
+    out = python("import kda_ops", check=False, KDA_OPS_CPU="fast")
+    assert out.returncode and "KDA_OPS_CPU must be 'native', 'reference' or 'triton', got 'fast'" in out.stderr
+
+
+def test_the_definition_can_serve_a_whole_process():
+    script = CALL.format(call="kda_ops.chunk_kda").replace("\n    ", "\n") + "from kda_ops import dispatch; print(dispatch.backend_name(torch.device('cpu')))\n"
+    assert python(script, KDA_OPS_CPU="reference").stdout == "right\nreference\n"

@@ -1,0 +1,183 @@
+"""The corners of the definition: no decay, no writing, no tokens, no heads."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kda_ops.backends.reference import Reference
+from kda_ops.problem import Problem
+from kda_ops.stages import GRADIENTS
+from tests.support.calls import forward, overload, run
+from tests.support.cases import PACKED, Case, cases, replace
+from tests.support.closeness import assert_all_identical, assert_close, assert_identical, assert_meets_budget, oracle, twin
+from tests.support.pools import Pool
+from tests.support.target import TARGET
+
+VARIANTS = ("kda", "gdn")
+OPS = ("chunk", "recurrent")
+
+
+def delta_rule(case, inputs):
+    """The delta rule without any decay, in float64, one head and token at a time."""
+    x = {n: None if t is None else t.cpu().double() for n, t in inputs.items()}
+    group, scale = case.HV // case.H, case.K**-0.5 if case.scale is None else case.scale
+    o = torch.zeros(case.B, case.T, case.HV, case.V, dtype=torch.float64)
+    for b in range(case.B):
+        for h in range(case.HV):
+            S = torch.zeros(case.K, case.V, dtype=torch.float64)
+            if x["initial_state"] is not None:
+                S = x["initial_state"][b, h].mT if case.transposed else x["initial_state"][b, h]
+            for t in range(case.T):
+                k, beta = x["k"][b, t, h // group], 1.0 if x["beta"] is None else x["beta"][b, t, h]
+                S = S + beta * torch.outer(k, x["v"][b, t, h] - S.mT @ k)
+                o[b, t, h] = scale * S.mT @ x["q"][b, t, h // group]
+    return o
+
+
+@pytest.mark.parametrize("op", OPS)
+@given(case=cases(T=65, B=2, lengths=None, gate="zero", beta="given", l2norm=False))
+def test_without_decay_it_is_the_plain_delta_rule(op, case):
+    inputs = case.inputs(TARGET.device)
+    want, twin_o = delta_rule(case, inputs), twin(case, op)["o"]
+    assert_close("o", forward(case, op, inputs)["o"], want, twin_o)
+    assert_close("o", forward(case, op, inputs | {"g": None})["o"], want, twin_o)
+
+
+@pytest.mark.parametrize("op", OPS)
+@given(case=cases(gate="zero"))
+def test_no_decay_is_a_decay_of_zero(op, case):
+    got = run(case, op, case.inputs(TARGET.device) | {"g": None}, safe_gate=False) if op == "chunk" else run(case, op, case.inputs(TARGET.device) | {"g": None})
+    assert_meets_budget(case, op, got)
+
+
+@pytest.mark.parametrize("op", OPS)
+@given(case=cases(beta="given"))
+def test_no_beta_is_a_beta_of_one(op, case):
+    inputs = case.inputs(TARGET.device)
+    need = tuple(n for n in GRADIENTS if n != "beta")
+    ones = run(case, op, inputs | {"beta": torch.ones_like(inputs["beta"])}, need)
+    assert_all_identical(run(case, op, inputs | {"beta": None}, need), ones)
+
+
+@pytest.mark.parametrize("op", OPS)
+@given(case=cases(B=2, lengths=None, beta="given", state=True, final=True, gate="weak", l2norm=False, H=1, HV=1))
+def test_a_beta_of_zero_only_decays(op, case):
+    inputs = case.inputs(TARGET.device)
+    got = forward(case, op, inputs | {"beta": torch.zeros_like(inputs["beta"])})
+    decay = inputs["g"].double().cumsum(1).exp()
+    decay = decay if case.rank else decay[..., None].expand(*decay.shape, case.K)
+    S = inputs["initial_state"].double()
+    S = S.mT if case.transposed else S
+    o = torch.einsum("bthk,bthk,bhkv->bthv", inputs["q"].double().expand(decay.shape), decay, S) * (case.K**-0.5 if case.scale is None else case.scale)
+    eps = torch.finfo(case.dtype).eps
+    torch.testing.assert_close(got["o"].double(), o, rtol=8 * eps, atol=8 * eps * o.abs().max().item())
+    last = (decay[:, -1, :, :, None] * S) if case.T else S
+    eps = torch.finfo(case.state_dtype).eps
+    torch.testing.assert_close(got["final_state"].double(), last.mT if case.transposed else last, rtol=64 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forgetting_everything_starts_anew(variant, op):
+    """g = -inf at a token makes what came before irrelevant, exactly."""
+    case = Case(variant, T=129, final=True, dtype=TARGET.dtypes[0])
+    inputs = case.inputs(TARGET.device)
+    inputs["g"] = inputs["g"].clone()
+    inputs["g"][:, 70] = -torch.inf
+    other = replace(case, seed=9).inputs(TARGET.device)
+    changed = {
+        n: x if x is None or n in ("A_log", "dt_bias", "cu_seqlens", "g") else other[n] if n == "initial_state" else torch.cat([other[n][:, :70], x[:, 70:]], 1)
+        for n, x in inputs.items()
+    }
+    a, b = forward(case, op, inputs), forward(case, op, changed)
+    torch.testing.assert_close(a["o"][:, 70:], b["o"][:, 70:])
+    torch.testing.assert_close(a["final_state"], b["final_state"])
+    do, dfinal_state = case.cotangents(TARGET.device)
+    do[:, :70] = 0.0
+    grads = run(case, op, inputs, cotangents=(do, dfinal_state))
+    assert not grads["dinitial_state"].any() and not grads["dv"][:, :70].any() and not grads["dk"][:, :70].any()
+    assert all(x.isfinite().all() for x in grads.values())
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "sizes",
+    ({"B": 0}, {"T": 0}, {"H": 0, "HV": 0}, {"HV": 0}, {"V": 0}, {"B": 0, "T": 0}, {"lengths": ()}, {"lengths": (), "tail": 5}, {"lengths": (0, 0)}),
+    ids=str,
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_size_may_be_zero(variant, sizes, op):
+    for gate in ("weak", "softplus"):
+        case = Case(variant, **({"B": 2, "T": 65} | sizes), gate=gate, final=True, dtype=TARGET.dtypes[0])
+        got, inputs = run(case, op), case.inputs(TARGET.device)
+        assert got["o"].shape == inputs["v"].shape and got["final_state"].shape == case.state_shape
+        assert not got["o"].any()
+        if not case.rows or not case.HV:
+            assert_identical(got["final_state"], inputs["initial_state"], "an empty sequence passes its state through")
+            assert_identical(got["dinitial_state"], case.cotangents(TARGET.device)[1], "and its gradient")
+        for name in GRADIENTS:
+            assert inputs[name] is None or got["d" + name].shape == inputs[name].shape
+            assert name == "initial_state" or inputs[name] is None or not got["d" + name].any()
+
+
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("sizes", ({"B": 0}, {"T": 0}, {"H": 0, "HV": 0}, {"V": 0}, {"lengths": ()}, {"lengths": (0, 0)}), ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_size_of_a_call_on_a_pool_may_be_zero(variant, sizes, op):
+    for indexed in (False, True):
+        pool = Pool(Case(variant, **({"B": 2, "T": 5} | sizes), state=False, final=False, dtype=TARGET.dtypes[0]), op, indexed)
+        o, state = pool.run()
+        assert not o.any()
+        assert_identical(state, pool.state(), "the pool")
+
+
+@pytest.mark.parametrize("op", OPS)
+@given(case=cases(lengths=(65, 0, 1), tail=70, final=True))
+def test_tokens_past_the_last_sequence_do_nothing(op, case):
+    got, end = run(case, op), sum(case.lengths)
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        if name in got:
+            assert not got[name][:, end:].any(), name
+    inputs, other = case.inputs(TARGET.device), replace(case, seed=case.seed + 1).inputs(TARGET.device)
+    changed = {
+        n: x if x is None or n in ("A_log", "dt_bias", "cu_seqlens", "initial_state") else torch.cat([x[:, :end], other[n][:, end:]], 1)
+        for n, x in inputs.items()
+    }
+    again = run(case, op, changed)
+    for name in ("final_state", "dinitial_state", "dA_log", "ddt_bias"):
+        if name in got:
+            torch.testing.assert_close(again[name], got[name], rtol=1e-5, atol=1e-5)
+    assert_identical(got["o"], again["o"], "o")
+
+
+@given(case=cases(), bits=st.sampled_from((torch.int32, torch.int64)))
+def test_chunk_and_recurrent_agree(case, bits):
+    inputs = case.inputs(TARGET.device)
+    if inputs["cu_seqlens"] is not None:
+        inputs["cu_seqlens"] = inputs["cu_seqlens"].to(bits)
+    for op in OPS:
+        assert_meets_budget(case, op, run(case, op, inputs))
+
+
+@given(case=cases(beta="given", l2norm=False))
+def test_the_chunk_formulas_of_the_oracle_agree_with_its_recurrence(case):
+    """The reference, in float64, against itself: what a twin is made of is the definition."""
+    case = replace(case, dtype=torch.float64)
+    p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
+    o, final_state = p.new_output(), p.new_final_state()
+    Reference().scan(p, Reference().prepare(p), o, final_state, keep=False)
+    ref = oracle(case)
+    torch.testing.assert_close(o, ref["o"], rtol=1e-9, atol=1e-11)
+
+
+def test_the_lengths_that_every_packed_test_uses_hold_the_hard_ones():
+    assert {0, 1, 63, 64, 65, 37} <= set(PACKED) and PACKED[0] == PACKED[-1] == 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_operator_returns_fresh_memory(variant):
+    case = Case(variant, lengths=(0,), final=True)
+    inputs = case.inputs(TARGET.device)
+    _, final_state = overload(variant, "chunk")(*inputs.values(), **case.flags())
+    assert final_state.data_ptr() != inputs["initial_state"].data_ptr()

@@ -1,0 +1,201 @@
+"""Calls on a pool of states: decode and prefill in place read and write the slots they are given, and nothing else."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kda_ops.problem import CHUNK
+from tests.support.calls import overload
+from tests.support.cases import Case, cases
+from tests.support.closeness import assert_identical
+from tests.support.pools import SPARE, Pool, pools
+from tests.support.target import TARGET
+
+VARIANTS = ("kda", "gdn")
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+
+
+def same(got, want, name, dtype):
+    """Equal to a few roundings: two roads through the same operator."""
+    eps = torch.finfo(dtype).eps
+    scale = want.double().abs().max().item() if want.numel() else 0.0
+    torch.testing.assert_close(got.double(), want.double(), rtol=0.0, atol=64 * eps * max(scale, 1e-30), msg=lambda m: f"{name}: {m}")
+
+
+def tokens(case, inputs, row, a, b):
+    """Tokens a..b of a batch row as one dense sequence."""
+    return {n: x if x is None or n not in PER_TOKEN else x[row : row + 1, a:b] for n, x in inputs.items()} | {"cu_seqlens": None}
+
+
+def states_along(pool, n):
+    """o of sequence n, and the function that gives its state after its first t tokens, from the functional operator of the same kind."""
+    case, inputs = pool.case, pool.case.inputs(TARGET.device)
+    row, a, b = case.spans[n]
+    start = pool.start()[n : n + 1].to(TARGET.device)
+    initial = pool.state()[start].to(case.state_dtype)
+    op = "chunk" if pool.op == "chunk_" else "recurrent"
+    flags = replace(case, final=True).flags(op)
+
+    def run(end):
+        x = tokens(case, inputs, row, a, end) | {"initial_state": initial}
+        with torch.no_grad():
+            return overload(case.variant, op)(*x.values(), **flags)
+
+    return run(b)[0], lambda t: run(a + t)[1][0]
+
+
+@given(pool=pools())
+@example(pool=Pool(Case(lengths=(3, 0, 2, 1), tail=2, H=1, HV=2), "recurrent_", True, (False, False, True, False), columns=5, accepted=True))
+@example(pool=Pool(Case("gdn", lengths=(65, 0, 130, 64), tail=2), "chunk_", True, (False, True, False, False), snapshots=2))
+def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
+    before = pool.state()
+    o, after = pool.run()
+    indices, _, snapshots = pool.indices()
+    written = torch.zeros(pool.slots, dtype=torch.bool)
+    case, state_dtype = pool.case, pool.dtype or pool.case.state_dtype
+    for n, (row, a, b) in enumerate(case.spans):
+        got = o[row, a:b]
+        if pool.is_dead(n):
+            assert not got.any(), f"sequence {n} has no slot but an output"
+            continue
+        want, state_after = states_along(pool, n)
+        same(got, want[0], f"o of sequence {n}", case.dtype)
+        if indices is not None and indices.dim() == 2:
+            for t in range(b - a):
+                slot = int(indices[n, t])
+                written[slot] = True
+                same(after[slot], state_after(t + 1), f"state after token {t} of sequence {n}", state_dtype)
+        else:
+            slot = n if indices is None else int(indices[n])
+            written[slot] = True
+            same(after[slot], state_after(b - a), f"state of sequence {n}", state_dtype)
+        if snapshots is not None:
+            for j, slot in enumerate(snapshots[n].tolist()):
+                length = (j + 1) * pool.every * CHUNK
+                if slot >= 0 and length <= b - a:
+                    written[slot] = True
+                    same(after[slot], state_after(length), f"snapshot {j} of sequence {n}", state_dtype)
+    end = sum(case.lengths) if case.lengths is not None else case.T
+    assert not o[:, end:].any(), "tokens past the last sequence have an output"
+    assert_identical(after[~written], before[~written], "slots that no live token names")
+
+
+@given(pool=pools())
+def test_what_lies_in_a_dead_or_spare_slot_is_never_read(pool):
+    state = pool.state()
+    read = {int(s) for n, s in enumerate(pool.start()) if not pool.is_dead(n) and s >= 0}
+    for slot in set(range(pool.slots)) - read:
+        state[slot] = torch.nan
+    o, _ = pool.run(state=state)
+    want, _ = pool.run()
+    assert_identical(o, want, "o")
+
+
+@given(pool=pools(), seed=st.integers(0, 99))
+def test_where_the_slots_lie_does_not_matter(pool, seed):
+    if not pool.indexed:
+        return
+    order = torch.randperm(pool.slots, generator=torch.Generator().manual_seed(seed))
+    where = order.argsort()
+    o, after = pool.run()
+    indices, accepted, snapshots = pool.indices()
+
+    def move(slots):
+        return None if slots is None else torch.where(slots >= 0, where[slots.long().clamp(min=0)].to(slots.dtype), slots).to(TARGET.device)
+
+    case, x, state = pool.case, pool.case.inputs(TARGET.device), pool.state()[order.to(TARGET.device)]
+    flags = case.flags(pool.op) | ({"snapshot_every": pool.every} if snapshots is not None else {})
+    extra = move(snapshots) if pool.op == "chunk_" else None if accepted is None else accepted.to(TARGET.device)
+    moved = overload(case.variant, pool.op)(
+        x["q"], x["k"], x["v"], x["g"], x["beta"], state, move(indices), extra, x["A_log"], x["dt_bias"], x["cu_seqlens"], **flags
+    )
+    assert_identical(o, moved, "o")
+    assert_identical(after, state[where.to(TARGET.device)], "the pool")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_rolled_back_token_never_happened(variant):
+    """Verify three drafted tokens, accept one: decoding goes on as if only that one had been seen."""
+    case = Case(variant, B=2, T=3, state=False, final=False)
+    pool = Pool(case, "recurrent_", columns=3)
+    indices = pool.indices()[0].to(TARGET.device)
+    x, flags = case.inputs(TARGET.device), case.flags("recurrent_")
+    step = overload(variant, "recurrent_")
+
+    def args(x, a, b):
+        return [None if x[n] is None else x[n][:, a:b] for n in PER_TOKEN]
+
+    drafted, accepted = pool.state(), torch.tensor([1, 2], device=TARGET.device)
+    step(*args(x, 0, 3), drafted, indices, None, x["A_log"], x["dt_bias"], None, **flags)
+    y = replace(case, seed=5).inputs(TARGET.device)
+    o = step(*args(y, 0, 1), drafted, indices, accepted, y["A_log"], y["dt_bias"], None, **flags)
+    for n, count in enumerate((1, 2)):
+        plain, slot = pool.state(), indices[n : n + 1, 0]
+        one = {k: None if t is None else t[n : n + 1] for k, t in x.items()}
+        other = {k: None if t is None else t[n : n + 1] for k, t in y.items()}
+        step(*args(one, 0, count), plain, slot, None, None, None, None, **flags)
+        want = step(*args(other, 0, 1), plain, slot, None, None, None, None, **flags)
+        same(o[n : n + 1], want, f"o of sequence {n}", case.dtype)
+        same(drafted[indices[n, 0]], plain[slot[0]], f"state of sequence {n}", case.state_dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
+    case = Case(variant, T=3, state=False, final=False)
+    pool = Pool(case, "recurrent_", columns=3)
+    indices = pool.indices()[0].to(TARGET.device)
+    o, after = pool.run()
+    holed = indices.clone()
+    holed[0, 1] = -1
+    o_holed, after_holed = pool.run(state_indices=holed)
+    assert not o_holed[:, 1].any()
+    assert_identical(o_holed[:, [0, 2]], o[:, [0, 2]], "o")
+    assert_identical(after_holed[indices[0, 1]], pool.state()[indices[0, 1]], "the slot that was not named")
+    for column in (0, 2):
+        assert_identical(after_holed[indices[0, column]], after[indices[0, column]], "a named slot")
+
+
+@given(case=cases(lengths=None, B=2, T=129, state=False, final=False, disable_recompute=False, safe_gate=False, strides="contiguous"), cut=st.integers(1, 128))
+def test_prefill_then_decode_is_one_prefill(case, cut):
+    pool = Pool(case, "chunk_")
+    want, after = pool.run()
+    indices, x, state = pool.indices()[0].to(TARGET.device), case.inputs(TARGET.device), pool.state()
+    cut = max(cut, 129 - 12)
+
+    def call(op, a, b):
+        args = [None if x[n] is None else x[n][:, a:b] for n in PER_TOKEN]
+        return overload(case.variant, op)(*args, state, indices, None, x["A_log"], x["dt_bias"], None, **case.flags(op))
+
+    with torch.no_grad():
+        parts = [call("chunk_", 0, cut)] + [call("recurrent_", t, t + 1) for t in range(cut, 129)]
+    same(torch.cat(parts, 1), want, "o", case.dtype)
+    same(state, after, "the pool", case.state_dtype)
+
+
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_slot_at_all_is_no_work(variant, op):
+    pool = Pool(Case(variant, B=2, T=3), op, True, (True, True))
+    o, state = pool.run()
+    assert not o.any()
+    assert_identical(state, pool.state(), "the pool")
+
+
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_pool_may_have_any_strides_and_keeps_what_lies_between(variant, op):
+    pool = Pool(Case(variant, B=2, T=3, H=1, HV=2), op)
+    o, after = pool.run()
+    around = torch.full((pool.slots, 2, 3, *pool.state().shape[2:]), 7.0, device=TARGET.device)
+    around[:, :, 1] = pool.state()
+    o_view, _ = pool.run(state=around[:, :, 1])
+    assert_identical(o, o_view, "o")
+    assert_identical(after, around[:, :, 1].contiguous(), "the pool")
+    assert bool((around[:, :, (0, 2)] == 7.0).all()), "something was written between the states"
+
+
+def test_the_pools_of_these_tests_have_spare_slots():
+    assert Pool(Case(B=2, T=3)).slots == 2 + SPARE

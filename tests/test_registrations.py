@@ -1,0 +1,298 @@
+"""What the operators promise to PyTorch besides their numbers: schemas, fakes, autograd, in-place writes, autocast, vmap."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import kda_ops
+from kda_ops.stages import GRADIENTS
+from tests.support.calls import forward, overload, run
+from tests.support.cases import Case, replace
+from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget
+from tests.support.pools import Pool
+from tests.support.target import TARGET
+
+VARIANTS = ("kda", "gdn")
+OPS = ("chunk", "recurrent")
+QUICK = ("test_schema", "test_faketensor", "test_autograd_registration")
+COMPILED = (*QUICK, "test_aot_dispatch_dynamic")
+OPTIONS = {
+    "plain": {},
+    "nothing optional": {"gate": "none", "beta": "none", "state": False, "final": False},
+    "packed": {"lengths": (65, 0, 3), "tail": 2},
+    "everything inside": {"gate": "softplus", "beta": "neg_eigval", "l2norm": True, "H": 1, "HV": 2, "strides": "fused"},
+    "bounded, transposed": {"gate": "bounded", "beta": "sigmoid", "transposed": True, "seed": 3},
+    "all kept": {"disable_recompute": True, "strides": "heads_first"},
+    "16 bit": {"dtype": torch.float16, "narrow": True},
+    "expanded heads": {"strides": "expanded", "H": 2, "HV": 2},
+    "no rows": {"T": 0},
+}
+
+
+def differentiable(case):
+    inputs = case.inputs(TARGET.device)
+    return [x.detach().requires_grad_() if x is not None and n in GRADIENTS else x for n, x in inputs.items()]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_opcheck_of_functional_operators(variant, op, options):
+    case = Case(variant, **({"B": 1 if "lengths" in options else 2, "T": 5, "K": 8, "V": 6} | options))
+    compiled = op == "chunk" and case.seed == 0 and case.rows and (variant == "kda") == (len(options) % 2 == 0)
+    opcheck(overload(variant, op), differentiable(case), case.flags(op), test_utils=COMPILED if compiled else QUICK)
+    opcheck(overload(variant, op), [*case.inputs(TARGET.device).values()], case.flags(op), test_utils=QUICK[:2])
+
+
+@pytest.mark.parametrize("keep", (False, True))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_opcheck_of_the_operators_of_training_graphs(variant, keep):
+    case = Case(variant, T=5, K=8, V=6, disable_recompute=keep)
+    inputs = [*case.inputs(TARGET.device).values()]
+    opcheck(overload(variant, "chunk_fwd"), differentiable(case), case.flags(), test_utils=QUICK)
+    _, _, *kept = overload(variant, "chunk_fwd")(*inputs, **case.flags())
+    for need in ([True] * 8, [n in ("q", "v") for n in GRADIENTS]):
+        for do, dfinal_state in (case.cotangents(TARGET.device), (case.cotangents(TARGET.device)[0], None), (None, case.cotangents(TARGET.device)[1])):
+            opcheck(overload(variant, "chunk_bwd"), (do, dfinal_state, *kept, *inputs), case.flags() | {"need": need}, test_utils=QUICK[:2])
+
+
+POOLS = {
+    "plain": Pool(Case(B=2, T=3), "", False),
+    "indexed, one dead": Pool(Case(B=3, T=3, gate="softplus", l2norm=True), "", True, (False, True)),
+    "bfloat16, transposed": Pool(Case(B=2, T=3, transposed=True), "", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_opcheck_of_in_place_operators(variant, op, pool):
+    if TARGET.slow and pool.dtype is torch.bfloat16:
+        pytest.skip("the interpreter has no bfloat16")
+    pool = replace(pool, op=op, case=replace(pool.case, variant=variant, state=False, final=False))
+    x = pool.case.inputs(TARGET.device)
+    indices = pool.indices()[0]
+    args = (
+        x["q"],
+        x["k"],
+        x["v"],
+        x["g"],
+        x["beta"],
+        pool.state(),
+        None if indices is None else indices.to(TARGET.device),
+        None,
+        x["A_log"],
+        x["dt_bias"],
+        None,
+    )
+    opcheck(overload(variant, op), args, pool.case.flags(op), test_utils=COMPILED if pool.indexed and pool.dtype is None else QUICK)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_opcheck_of_the_gate(variant):
+    for gate in ("softplus", "bounded"):
+        x = Case(variant, T=3, gate=gate, seed=1).inputs(TARGET.device)
+        args = [t.detach().requires_grad_() for t in (x["g"], x["A_log"], x["dt_bias"])]
+        opcheck(overload(variant, "gate"), args, {"lower_bound": -5.0 if gate == "bounded" else None}, test_utils=COMPILED)
+
+
+# --- autograd
+
+
+@pytest.mark.parametrize("op", (*OPS, "gate"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_double_backward_is_refused_in_words(variant, op):
+    case = Case(variant, T=3, gate="softplus")
+    x = case.inputs(TARGET.device)
+    x = {n: t.detach().requires_grad_() if t is not None and n in GRADIENTS else t for n, t in x.items()}
+    if op == "gate":
+        y, leaf = overload(variant, "gate")(x["g"], x["A_log"], x["dt_bias"]), x["g"]
+    else:
+        (y, _), leaf = overload(variant, op)(*x.values(), **case.flags(op)), x["v"]
+    (grad,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=rf"^{variant}::(chunk|gate): double backward is not implemented"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_in_place_operator_refuses_autograd_and_accepts_parameters_without(variant, op):
+    pool = Pool(Case(variant, B=2, T=3, gate="softplus", state=False, final=False), op)
+    want, _ = pool.run()
+    parameter = torch.nn.Parameter(pool.case.inputs(TARGET.device)["A_log"])
+    assert_identical(pool.run(A_log=parameter)[0], want, "o")  # Pool.run is under no_grad
+    x, state = pool.case.inputs(TARGET.device), pool.state()
+    before = state.clone()
+    args = (x["q"], x["k"], x["v"], x["g"], x["beta"], state, pool.indices()[0].to(TARGET.device), None)
+    with pytest.raises(RuntimeError, match=rf"^{variant}::{op} writes its state in place and has no gradient: .*{variant}::{op[:-1]}, which is differentiable"):
+        overload(variant, op)(*args, parameter, x["dt_bias"], None, **pool.case.flags(op))
+    assert_identical(state, before, "the pool")
+    o = overload(variant, op)(*args, parameter.detach(), x["dt_bias"], None, **pool.case.flags(op))  # grad mode on, nothing requires it
+    assert not o.requires_grad and not state.requires_grad
+    with torch.inference_mode():
+        assert_identical(pool.run(A_log=parameter)[0], want, "o")
+
+
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_writing_a_pool_counts_as_a_version(variant, op):
+    pool = Pool(Case(variant, B=2, T=3, state=False, final=False), op)
+    state = pool.state()
+    scale = torch.ones((), device=TARGET.device, requires_grad=True)
+    saved = (state * scale).sum()  # saves the state for backward
+    version = state._version
+    pool.run(state=state)
+    assert state._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+def test_a_checkpoint_policy_can_name_what_chunked_attention_computed():
+    assert {op.name() for op in kda_ops.SAVE_OPS} == {f"{v}::{op}" for v in VARIANTS for op in ("chunk", "chunk_fwd", "recurrent")}
+
+
+# --- autocast
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast_casts_q_k_and_v_only(variant, op):
+    low = torch.bfloat16 if not TARGET.slow else torch.float16
+    case = Case(variant, T=65, gate="softplus", beta="sigmoid")
+    x, (do, dfinal_state) = case.inputs(TARGET.device), case.cotangents(TARGET.device)
+    with torch.autocast(TARGET.device.type, dtype=low):  # backward too runs inside, which is legal
+        got = run(case, op, x, cotangents=(do.to(low), dfinal_state))
+    by_hand = run(replace(case, dtype=low), op, x | {n: x[n].to(low) for n in ("q", "k", "v")}, cotangents=(do.to(low), dfinal_state))
+    assert got["o"].dtype is low and got["final_state"].dtype is torch.float32
+    assert all(got["d" + n].dtype is torch.float32 for n in GRADIENTS if "d" + n in got)
+    assert_all_identical(got, by_hand | {"d" + n: by_hand["d" + n].float() for n in ("q", "k", "v")})
+
+
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast_leaves_a_pool_in_its_dtype(variant, op):
+    if TARGET.slow:
+        pytest.skip("the interpreter has no bfloat16")
+    pool = Pool(Case(variant, B=2, T=3, state=False, final=False), op)
+    with torch.autocast(TARGET.device.type, dtype=torch.bfloat16):
+        o, state = pool.run()
+    assert o.dtype is torch.bfloat16 and state.dtype is torch.float32
+    assert not torch.equal(state, pool.state())
+
+
+def test_autocast_leaves_float64_alone():
+    if torch.float64 not in TARGET.dtypes:
+        pytest.skip("no float64 here")
+    case = Case(T=3, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_all_identical(forward(case), forward(case))
+        assert forward(case)["o"].dtype is torch.float64
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast_does_not_reach_the_arithmetic_of_the_gate(variant):
+    x = Case(variant, T=5, gate="softplus").inputs(TARGET.device)
+    leaves = [x[n].detach().requires_grad_() for n in ("g", "A_log", "dt_bias")]
+    plain = overload(variant, "gate")(*leaves)
+    want = torch.autograd.grad(plain.sum(), leaves)
+    with torch.autocast(TARGET.device.type, dtype=torch.float16 if TARGET.slow else torch.bfloat16):
+        inside = overload(variant, "gate")(*leaves)
+        got = torch.autograd.grad(inside.sum(), leaves)
+    assert_all_identical({"y": inside.detach()} | dict(zip("gAd", got)), {"y": plain.detach()} | dict(zip("gAd", want)))
+
+
+# --- vmap
+
+
+def stacked(case, names, size=3):
+    """`size` calls that differ in the inputs named, and those inputs stacked."""
+    calls = [case.inputs(TARGET.device)] + [
+        case.inputs(TARGET.device) | {n: replace(case, seed=case.seed + 2 * s).inputs(TARGET.device)[n] for n in names} for s in range(1, size)
+    ]
+    return calls, {n: torch.stack([c[n] for c in calls]) if n in names else x for n, x in calls[0].items()}
+
+
+MAPPED = {
+    "all": ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"),
+    "parameters only": ("A_log", "dt_bias"),
+    "state only": ("initial_state",),
+    "values and decay": ("v", "g"),
+}
+
+
+@pytest.mark.parametrize("lengths", (None, (65, 0, 3)), ids=("dense", "packed"))
+@pytest.mark.parametrize("names", MAPPED.values(), ids=MAPPED)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_vmap_is_a_loop(variant, op, names, lengths):
+    case = Case(variant, B=1 if lengths else 2, T=37, lengths=lengths, H=1, HV=2, gate="softplus", beta="sigmoid", l2norm=True)
+    calls, x = stacked(case, names)
+    fn = torch.func.vmap(lambda *args: overload(variant, op)(*args, **case.flags(op)), in_dims=tuple(0 if n in names else None for n in x))
+    o, final_state = fn(*x.values())
+    for s, call in enumerate(calls):
+        want = forward(case, op, call)
+        if op == "chunk":
+            assert_identical(o[s], want["o"], "o")
+            assert_identical(final_state[s], want["final_state"], "final_state")
+        else:
+            torch.testing.assert_close(o[s], want["o"])
+            torch.testing.assert_close(final_state[s], want["final_state"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_vmap_over_any_dimension_and_twice_and_through_backward(variant):
+    case = Case(variant, B=2, T=5)
+    calls, x = stacked(case, MAPPED["all"][:5])
+    loop = torch.stack([forward(case, inputs=c)["o"] for c in calls])
+    op = overload(variant, "chunk")
+
+    def call(q, k, v, g, beta):
+        return op(q, k, v, g, beta, initial_state=x["initial_state"])[0]
+
+    args = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    last = [t.movedim(0, -1) for t in args]
+    torch.testing.assert_close(torch.func.vmap(call, in_dims=-1)(*last), loop)
+    torch.testing.assert_close(torch.func.vmap(call, in_dims=0, out_dims=1)(*args), loop.movedim(0, 1))
+    twice = [torch.stack([t, t.flip(0)]) for t in args]
+    torch.testing.assert_close(torch.func.vmap(torch.func.vmap(call))(*twice), torch.stack([loop, loop.flip(0)]))
+    leaves = [t.clone().requires_grad_() for t in args]
+    torch.func.vmap(call)(*leaves).sum().backward()
+    for s, one in enumerate(calls):
+        want = run(case, inputs=one, need=("q", "k", "v", "g", "beta"), cotangents=(torch.ones_like(loop[s]), torch.zeros_like(x["initial_state"])))
+        for name, leaf in zip(("q", "k", "v", "g", "beta"), leaves):
+            torch.testing.assert_close(leaf.grad[s], want["d" + name])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_vmap_of_the_gate_and_of_a_call_without_a_final_state(variant):
+    case = Case(variant, T=5, gate="softplus", final=False)
+    calls, x = stacked(case, ("g", "A_log", "q"))
+    mapped = torch.func.vmap(overload(variant, "gate"), in_dims=(0, 0, None))(x["g"], x["A_log"], x["dt_bias"])
+    for s, call in enumerate(calls):
+        torch.testing.assert_close(mapped[s], overload(variant, "gate")(call["g"], call["A_log"], call["dt_bias"]))
+    fn = torch.func.vmap(lambda *args: overload(variant, "chunk")(*args, **case.flags())[0], in_dims=tuple(0 if n in ("g", "A_log", "q") else None for n in x))
+    torch.testing.assert_close(fn(*x.values()), torch.stack([forward(case, inputs=c)["o"] for c in calls]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_cannot_be_mapped_is_refused(variant):
+    case = Case(variant, lengths=(3, 2))
+    x = case.inputs(TARGET.device)
+    both = torch.stack([x["cu_seqlens"]] * 2)
+    with pytest.raises(ValueError, match="cu_seqlens cannot be mapped by vmap"):
+        torch.func.vmap(lambda c: overload(variant, "chunk")(*(x | {"cu_seqlens": c}).values(), **case.flags()))(both)
+    pool = Pool(Case(variant, B=2, T=3, state=False, final=False), "recurrent_")
+    y, q = pool.case.inputs(TARGET.device), torch.stack([pool.case.inputs(TARGET.device)["q"]] * 2)
+    state = pool.state()
+    for op in ("recurrent_", "chunk_"):
+        with pytest.raises(ValueError, match=f"{variant}::{op} writes its state in place and cannot be mapped by vmap"), torch.no_grad():
+            torch.func.vmap(lambda q, op=op: overload(variant, op)(q, y["k"], y["v"], y["g"], y["beta"], state))(q)
+
+
+def test_a_mapped_call_meets_the_budget():
+    case = Case(B=2, T=65, H=1, HV=2)
+    x = case.inputs(TARGET.device)
+    o, final_state = torch.func.vmap(lambda *args: overload("kda", "chunk")(*args, None, None, **replace(case, state=False).flags()))(
+        *(x[n].unsqueeze(1) for n in ("q", "k", "v", "g", "beta"))
+    )
+    assert_meets_budget(replace(case, state=False), got={"o": o.squeeze(1), "final_state": final_state.squeeze(1)})

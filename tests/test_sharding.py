@@ -1,0 +1,188 @@
+"""Sharded tensors: placements on a mesh of pretended ranks, and two real processes against one."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import kda_ops
+
+R = Replicate()
+SPREAD = ("q", "k", "v", "g", "beta")
+CHUNK = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}
+RECURRENT = {"kda": kda_ops.recurrent_kda, "gdn": kda_ops.recurrent_gdn}
+
+
+def make_inputs(namespace, transposed=False, seed=0, B=2, T=70, H=4, HV=8, K=16, V=12):
+    """Every differentiable input, with the gate, the norm and the sigmoid inside; the same on every rank."""
+    torch.manual_seed(seed)
+    width = (K,) if namespace == "kda" else ()
+    shapes = dict(
+        q=(B, T, H, K), k=(B, T, H, K), v=(B, T, HV, V), g=(B, T, HV, *width), beta=(B, T, HV), A_log=(HV,), dt_bias=(HV, *width),
+        initial_state=(B, HV, V, K) if transposed else (B, HV, K, V),
+    )  # fmt: skip
+    return {n: torch.randn(s) for n, s in shapes.items()}
+
+
+FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, output_final_state=True)
+
+
+def spread(inputs, mesh, placements):
+    return {n: distribute_tensor(x, mesh, placements.get(n, [R] * mesh.ndim)).requires_grad_() for n, x in inputs.items()}
+
+
+@pytest.fixture
+def mesh():
+    """Four ranks of which only this one exists: collectives move nothing, placements and local shapes are those of a real run."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (2, 2))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("namespace", ["kda", "gdn"])
+class TestPlacements:
+    def test_batch_and_heads_spread_over_two_axes(self, mesh, namespace):
+        both, per_head = [Shard(0), Shard(2)], [R, Shard(0)]
+        placements = dict.fromkeys(SPREAD, both) | dict(A_log=per_head, dt_bias=per_head, initial_state=[Shard(0), Shard(1)])
+        x = spread(make_inputs(namespace), mesh, placements)
+        o, state = CHUNK[namespace](**x, **FLAGS)
+        assert o.placements == tuple(both) and o.to_local().shape == (1, 70, 4, 12)
+        assert state.placements == (Shard(0), Shard(1)) and state.to_local().shape == (1, 4, 16, 12)
+        (o.sum() + state.sum()).backward()
+        for n in (*SPREAD, "initial_state"):
+            assert x[n].grad.placements == x[n].placements
+        for n in ("A_log", "dt_bias"):  # each rank has seen its rows only
+            assert x[n].grad.placements == (Partial(), Shard(0))
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_columns_of_v_spread_and_the_state_follows_in_either_layout(self, mesh, namespace, transposed):
+        axis = 2 if transposed else 3
+        x = spread(make_inputs(namespace, transposed), mesh, dict(v=[R, Shard(3)], initial_state=[R, Shard(axis)]))
+        o, state = CHUNK[namespace](**x, **FLAGS, transpose_state_layout=transposed)
+        assert o.placements == (R, Shard(3)) and state.placements == (R, Shard(axis))
+        (o.sum() + state.sum()).backward()
+        assert x["v"].grad.placements == (R, Shard(3)) and x["initial_state"].grad.placements == (R, Shard(axis))
+        for n in ("q", "k", "g", "beta", "A_log", "dt_bias"):
+            assert x[n].grad.placements == (R, Partial()), n
+
+    def test_layout_is_no_cached_decision(self, mesh, namespace):
+        for transposed in (False, True, False):  # K = V: nothing but the flag tells the layouts apart
+            x = spread(make_inputs(namespace, V=16), mesh, dict(v=[Shard(3)] * 2, initial_state=[Shard(2 if transposed else 3)] * 2))
+            _, state = CHUNK[namespace](**x, **FLAGS, transpose_state_layout=transposed)
+            assert state.placements == (Shard(2 if transposed else 3),) * 2
+
+    def test_an_absent_tensor_is_no_cached_decision(self, mesh, namespace):
+        x = spread(make_inputs("gdn"), mesh, dict.fromkeys(SPREAD, [Shard(0), Shard(2)]))  # here g and beta have one shape
+        shown = {n: x[n] for n in SPREAD}
+        for absent in ("g", "beta", "g"):
+            o, _ = kda_ops.chunk_gdn(**shown | {absent: None})
+            o.sum().backward()
+            assert o.placements == (Shard(0), Shard(2)) and shown["v"].grad.placements == (Shard(0), Shard(2))
+
+    def test_packed_sequences_spread_over_heads_but_not_over_the_batch(self, mesh, namespace):
+        x = {n: t[:1].contiguous() if n in SPREAD else t for n, t in make_inputs(namespace).items() if n != "initial_state"}
+        x = spread(x, mesh, dict.fromkeys(SPREAD, [R, Shard(2)]) | dict(A_log=[R, Shard(0)], dt_bias=[R, Shard(0)]))
+        cu_seqlens = distribute_tensor(torch.tensor([0, 30, 70]), mesh, [R, R])
+        o, state = CHUNK[namespace](**x, cu_seqlens=cu_seqlens, **FLAGS)
+        assert o.placements == (R, Shard(2)) and state.placements == (R, Shard(1)) and state.shape[0] == 2
+
+    def test_heads_that_do_not_divide_are_gathered(self, mesh, namespace):
+        x = {n: t for n, t in make_inputs(namespace, H=3, HV=6).items() if n in SPREAD}
+        o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(SPREAD, [R, Shard(2)])))
+        assert Shard(2) not in o.placements and o.to_local().shape[2] == 6
+
+    def test_tokens_are_never_left_spread(self, mesh, namespace):
+        x = {n: t for n, t in make_inputs(namespace).items() if n in SPREAD}
+        o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(SPREAD, [R, Shard(1)])))
+        assert Shard(1) not in o.placements
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("keep", [False, True])
+    def test_what_is_kept_for_backward_is_spread_like_the_rest(self, mesh, namespace, dtype, keep):
+        x = {n: t.to(dtype) for n, t in make_inputs(namespace).items() if n in SPREAD}
+        x = spread(x, mesh, dict.fromkeys(SPREAD, [Shard(0), Shard(2)]))
+        out = getattr(torch.ops, namespace).chunk_fwd(**x, use_qk_l2norm_in_kernel=True, disable_recompute=keep)
+        for kept in out[2:]:
+            assert kept.placements == ((R, R) if kept.shape == (0,) else (Shard(0), Shard(1)))
+            assert kept.shape == (0,) or kept.to_local().shape[:2] == (2, 4)  # 2 chunks of one row, 4 of 8 heads
+
+    def test_recurrent_spreads_alike(self, mesh, namespace):
+        x = spread(make_inputs(namespace), mesh, dict.fromkeys(SPREAD, [Shard(0), Shard(2)]) | dict(initial_state=[Shard(0), Shard(1)]))
+        o, state = RECURRENT[namespace](**x, **FLAGS)
+        assert o.placements == (Shard(0), Shard(2)) and state.placements == (Shard(0), Shard(1))
+        o.sum().backward()
+        assert x["A_log"].grad.placements == (Partial(), Shard(0))
+
+
+# --- two processes ------------------------------------------------------------------------------------------------------------
+
+SPLITS = {
+    "batch": dict.fromkeys((*SPREAD, "initial_state"), Shard(0)),
+    "heads": dict.fromkeys(SPREAD, Shard(2)) | dict(A_log=Shard(0), dt_bias=Shard(0), initial_state=Shard(1)),
+    "V": dict(v=Shard(3), initial_state=Shard(2)),
+}
+
+
+def _train(chunk, x):
+    """One training step's outputs and gradients."""
+    o, state = chunk(**x, **FLAGS, transpose_state_layout=True)
+    (o.square().sum() + state.square().sum()).backward()
+    return dict(o=o, state=state) | {f"d{n}": t.grad for n, t in x.items()}
+
+
+def _whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _rank(rank, port, compiled, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for namespace, chunk in CHUNK.items():
+        if compiled:
+            chunk = torch.compile(chunk, backend="aot_eager", fullgraph=True)
+        inputs = {n: t.double() for n, t in make_inputs(namespace, transposed=True).items()}
+        want = _train(CHUNK[namespace], {n: t.clone().requires_grad_() for n, t in inputs.items()})
+        for split, placements in SPLITS.items():
+            got = _train(chunk, spread(inputs, mesh, {n: [p] for n, p in placements.items()}))
+            for n, w in want.items():
+                error = ((_whole(got[n]) - w).abs().max() / w.abs().max()).item()
+                if rank == 0:
+                    results.put((namespace, split, n, error))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_sharded_training_step_equals_the_whole_one(compiled):
+    with torch.multiprocessing.get_context("spawn").Manager() as manager:
+        results = manager.Queue()
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        context = mp.spawn(_rank, (port, compiled, results), nprocs=2, join=False)
+        for process in context.processes:
+            process.join(240)
+        alive = [process for process in context.processes if process.is_alive()]
+        for process in alive:
+            process.kill()
+        assert not alive, "a rank did not end within 240 s"
+        assert context.join(5)  # raises what a rank raised
+        rows = [results.get() for _ in range(results.qsize())]
+    assert len(rows) == 2 * len(SPLITS) * 10
+    assert not [row for row in rows if not row[3] <= 1e-12], rows  # float64, the same sums in another order
+
+
+@pytest.mark.parametrize("order", ["import kda_ops, torch.distributed.tensor", "import torch.distributed.tensor, kda_ops"])
+def test_rules_are_registered_in_either_order_of_imports(order):
+    code = f"""{order}
+assert torch.ops.kda.chunk.default in torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

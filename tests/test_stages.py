@@ -1,0 +1,185 @@
+"""Each stage of the backend against its twin in the reference, alone: on the same inputs, made by the reference."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given
+
+from kda_ops import dispatch
+from kda_ops.backends.reference import Reference
+from kda_ops.problem import CHUNK, Problem
+from kda_ops.sequences import Chunks, count_chunks
+from kda_ops.stages import GRADIENTS, Backend, Gradients, Reverse, Tile, Trace
+from tests.support.cases import Case, cases, replace
+from tests.support.closeness import assert_identical
+from tests.support.pools import Pool, pools
+from tests.support.target import TARGET
+
+if dispatch.backend_name(TARGET.device) != "native":
+    pytest.skip("the stages of the kernels have their own twins' tests", allow_module_level=True)
+
+native = dispatch.load("native")
+WIDE = {"dtype": torch.float64, "narrow": False}  # the same formulas in float64 leave no doubt which stage is wrong
+
+
+def parse(case, **changed):
+    return Problem.parse(case.rank, *(case.inputs() | changed).values(), **case.flags())
+
+
+def close(got, want, name=""):
+    """To float64 rounding; resets of -1000 cost no digits."""
+    assert (got is None) == (want is None), name
+    if want is None:
+        return
+    assert got.dtype == want.dtype and got.shape == want.shape, name
+    top = want.abs().max().item() if want.numel() else 0.0
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11 * max(1.0, top), msg=lambda m: f"{name}: {m}")
+
+
+def same_fields(got, want):
+    for f in fields(want):
+        close(getattr(got, f.name), getattr(want, f.name), f.name)
+
+
+@given(case=cases(**WIDE))
+def test_prepare(case):
+    p = parse(case)
+    want = Reference().prepare(p)
+    same_fields(native.prepare(p), want)
+    assert_identical(native.prepare(p, want.A).A, want.A, "a kept A")
+
+
+@given(case=cases(**WIDE))
+def test_scan(case):
+    p, reference = parse(case), Reference()
+    tile = reference.prepare(p)
+    want_o, want_state, o, state = p.new_output(), p.new_final_state(), p.new_output(), p.new_final_state()
+    want = reference.scan(p, tile, want_o, want_state, keep=True)
+    same_fields(native.scan(p, tile, o, state, keep=True), want)
+    close(o, want_o, "o")
+    close(state, want_state, "final_state")
+    assert native.scan(p, tile, o, state, keep=False) is None
+    same_fields(native.scan(p, tile, None, None, keep=True), want)
+
+
+@given(pool=pools(op="chunk_", dtype=torch.float64))
+def test_scan_on_a_pool(pool):
+    outs = []
+    for backend in (Reference(), native):
+        x, state, (indices, _, snapshots) = pool.case.inputs(), pool.state(), pool.indices()
+        extra = {"snapshot_every": pool.every} if snapshots is not None else {}
+        p = Problem.parse_prefill(
+            pool.case.rank, x["q"], x["k"], x["v"], x["g"], x["beta"], state, indices, snapshots, x["A_log"], x["dt_bias"], x["cu_seqlens"],
+            **extra, **pool.case.flags("chunk_"),
+        )  # fmt: skip
+        o = p.new_output()
+        backend.scan(p, Reference().prepare(p), o, p.state, keep=False)
+        outs.append((o, state))
+    close(outs[1][0], outs[0][0], "o")
+    close(outs[1][1], outs[0][1], "state")
+
+
+@given(case=cases(**WIDE))
+def test_reverse_scan(case):
+    p, reference = parse(case), Reference()
+    tile = reference.prepare(p)
+    do, dfinal_state = case.cotangents()
+    for d_o in (do, None):
+        for d_s in (dfinal_state, None) if case.final else (None,):
+            same_fields(native.reverse_scan(p, tile, d_o, d_s, True), reference.reverse_scan(p, tile, d_o, d_s, True))
+    assert native.reverse_scan(p, tile, do, None, False).dinitial_state is None
+
+
+@given(case=cases(**WIDE))
+def test_gradient(case):
+    p, reference = parse(case), Reference()
+    tile = reference.prepare(p)
+    trace = reference.scan(p, tile, None, None, keep=True)
+    do, dfinal_state = case.cotangents()
+    for d_o in (do, None):
+        reverse = reference.reverse_scan(p, tile, d_o, dfinal_state if case.final else None, True)
+        need = frozenset(GRADIENTS)
+        same_fields(native.gradient(p, tile, trace, d_o, reverse, need), reference.gradient(p, tile, trace, d_o, reverse, need))
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_gradient_gives_what_was_asked_for_and_the_same(variant, name):
+    case = Case(variant, gate="softplus", dtype=torch.float64)
+    p = parse(case)
+    tile = native.prepare(p)
+    trace, (do, _) = native.scan(p, tile, None, None, keep=True), case.cotangents()
+    reverse = native.reverse_scan(p, tile, do, None, True)
+    alone, together = (native.gradient(p, tile, trace, do, reverse, frozenset(need)) for need in ((name,), GRADIENTS))
+    assert {f.name for f in fields(Gradients) if getattr(alone, f.name) is not None} == {name}
+    assert_identical(getattr(alone, name).contiguous(), getattr(together, name).contiguous(), name)
+
+
+@given(case=cases(**WIDE))
+def test_step(case):
+    p = parse(case)
+    want_o, want_state, o, state = p.new_output(), p.new_final_state(), p.new_output(), p.new_final_state()
+    Reference().step(p, want_o, want_state)
+    native.step(p, o, state)
+    close(o, want_o, "o")
+    close(state, want_state, "final_state")
+
+
+@given(pool=pools(op="recurrent_", dtype=torch.float64))
+def test_step_on_a_pool(pool):
+    outs = []
+    for backend in (Reference(), native):
+        x, state, (indices, accepted, _) = pool.case.inputs(), pool.state(), pool.indices()
+        p = Problem.parse_step(
+            pool.case.rank, x["q"], x["k"], x["v"], x["g"], x["beta"], state, indices, accepted, x["A_log"], x["dt_bias"], x["cu_seqlens"],
+            **pool.case.flags("recurrent_"),
+        )  # fmt: skip
+        o = p.new_output()
+        backend.step(p, o, p.state)
+        outs.append((o, state))
+    close(outs[1][0], outs[0][0], "o")
+    close(outs[1][1], outs[0][1], "state")
+
+
+@given(case=cases(**WIDE))
+def test_the_scan_carries_exactly_what_it_wrote(case):
+    """The trace's first states are the initial ones, and the last chunk leads to the final one."""
+    p = parse(replace(case, final=True))
+    tile, state = native.prepare(p), p.new_final_state()
+    trace = native.scan(p, tile, None, state, keep=True)
+    chunks = Chunks(p)
+    for n, (first, count) in enumerate(zip(chunks.first, chunks.count)):
+        if not count:
+            continue
+        initial = torch.zeros_like(trace.states[first]) if p.state is None else p.as_kv(p.state)[n]
+        close(trace.states[first], initial, "states")
+        last = first + count - 1
+        close(p.as_kv(state)[n], tile.gamma[last][..., None] * trace.states[last] + tile.kg[last].mT @ trace.v_new[last], "final_state")
+
+
+@given(case=cases(**WIDE))
+def test_a_chunk_s_inverse_is_unit_lower_triangular(case):
+    A = native.prepare(parse(case)).A
+    assert torch.equal(A, A.tril()) and bool((torch.diagonal(A, dim1=-2, dim2=-1) == 1).all())
+
+
+@given(case=cases())
+def test_splitting_into_chunks_and_joining_is_the_identity(case):
+    p = parse(case)
+    chunks = Chunks(p)
+    x = torch.randn(p.B, p.T, 2, 3)
+    split = chunks.split(x, torch.float32)
+    assert split.shape == (count_chunks(p), 2, CHUNK, 3)
+    inside = torch.zeros(p.B, p.T, 1, 1)
+    for row, a, b in case.spans:
+        inside[row, a:b] = 1.0
+    assert torch.equal(chunks.join(split), x * inside)
+
+
+def test_a_backend_is_the_stages_of_its_contract():
+    for name in ("native", "reference"):
+        backend = dispatch.load(name)
+        assert all(callable(getattr(backend, stage)) for stage in vars(Backend) if not stage.startswith("_"))
+    assert {f.name for f in fields(Tile)} & {f.name for f in fields(Trace)} == set() and fields(Reverse)
+    assert isinstance(Pool(Case()).slots, int)
