@@ -147,6 +147,19 @@ def test_writing_a_pool_counts_as_a_version(variant, op):
         saved.backward()
 
 
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+def test_a_kernel_that_writes_raw_memory_counts_as_a_version_too(op, monkeypatch):
+    """Torch's own operations count for themselves, a Triton kernel does not: here nothing writes, and the call must count all the same."""
+    from kda_ops import chunk, recurrent
+
+    monkeypatch.setattr(*((recurrent, "decode") if op == "recurrent_" else (chunk, "prefill")), lambda p: p.new_output().zero_())
+    pool = Pool(Case(B=2, T=3, state=False, final=False), op)
+    state = pool.state()
+    version = state._version
+    pool.run(state=state)
+    assert state._version > version
+
+
 def test_a_checkpoint_policy_can_name_what_chunked_attention_computed():
     assert {op.name() for op in kda_ops.SAVE_OPS} == {f"{v}::{op}" for v in VARIANTS for op in ("chunk", "chunk_fwd", "recurrent")}
 

@@ -1,0 +1,139 @@
+"""Selective activation checkpointing: recompute a block in backward, but not its attention.
+
+    python examples/checkpoint_policy.py       # CPU, under a minute
+
+Checkpointing a whole block spares its activations and runs its forward twice, attention included. A policy can name what to keep. `kda_ops.SAVE_OPS`
+holds the operators to name: a training graph calls ``chunk_fwd`` where the program called ``chunk``, and a policy that names ``torch.ops.kda.chunk`` alone
+never matches. What is then kept of the operator is its output and, for 16-bit inputs on GPUs, the matrix A (128 bytes per token and head); its inputs are
+recomputed with the rest of the block.
+
+The script takes one training step each way, eager and compiled, and prints how often the operator's forward ran and the peak of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import kda_ops
+import kda_ops.chunk
+
+
+class Block(nn.Module):
+    """Attention and a wide MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkvg_proj, self.b_proj = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(hidden, heads, bias=False)
+        self.o_proj = nn.Linear(hidden, hidden, bias=False)
+        self.up_proj, self.down_proj = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+        self.A_log, self.dt_bias = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.zeros(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[B, T, hidden]`` to the same shape."""
+        y = self.norm(x)
+        q, k, v, g = self.qkvg_proj(y).unflatten(-1, (4, self.heads, -1)).unbind(2)
+        o, _ = kda_ops.chunk_kda(
+            q, k, v, g, self.b_proj(y), self.A_log, self.dt_bias,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+        )  # fmt: skip
+        x = x + self.o_proj(o.flatten(-2))
+        return x + self.down_proj(F.silu(self.up_proj(self.mlp_norm(x))))
+
+
+def save_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
+    """Keep what the operators returned; recompute everything else."""
+    return CheckpointPolicy.MUST_SAVE if op in kda_ops.SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+POLICIES: dict[str, Callable | None] = {
+    "keep everything": None,
+    "recompute blocks": partial(checkpoint, use_reentrant=False),
+    "but not attention": partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_attention)),
+}
+
+
+class Model(nn.Module):
+    """Some blocks, each under a policy."""
+
+    def __init__(self, policy: Callable | None, hidden: int = 64, heads: int = 4, layers: int = 6):
+        super().__init__()
+        self.policy = policy
+        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[B, T, hidden]`` to the same shape."""
+        for block in self.blocks:
+            x = block(x) if self.policy is None else self.policy(block, x)
+        return x
+
+
+@dataclass
+class Step:
+    """What one training step took."""
+
+    forwards: int  # of the operator
+    peak: float  # MB allocated at once, above what was there before
+    loss: float
+    gradient: float  # the norm over all parameters
+
+
+def measure(model: Callable, parameters: list[Tensor], x: Tensor) -> Step:
+    """One forward and backward under the profiler, after one that compiles and warms up."""
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    model(x).square().mean().backward()
+    for p in parameters:
+        p.grad.zero_()
+    # The kernel behind `chunk_fwd`, whoever calls it: eager code, compiled code, or a recomputation.
+    with mock.patch.object(kda_ops.chunk, "forward", wraps=kda_ops.chunk.forward) as forward:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            loss = model(x).square().mean()
+            loss.backward()
+    gradient = torch.stack([p.grad.norm() for p in parameters]).norm().item()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    now = peak = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+        now += event["args"]["Bytes"]
+        peak = max(peak, now)
+    return Step(forward.call_count, peak / 2**20, loss.item(), gradient)
+
+
+def main(argv: list[str] | None = None) -> dict[tuple[str, str], Step]:
+    """Measure every policy, eager and compiled."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--backend", default="aot_eager", help="of torch.compile; inductor takes longer to compile on a CPU and counts the same")
+    args = parser.parse_args(argv)
+    x, steps = torch.randn(2, args.tokens, 64, generator=torch.Generator().manual_seed(0)), {}
+    print(f"{args.layers} layers, 2 x {args.tokens} tokens\n{'':28s} forwards of the operator   peak MB")
+    for name, policy in POLICIES.items():
+        torch.manual_seed(0)
+        model = Model(policy, layers=args.layers)
+        parameters = list(model.parameters())
+        for mode, call in (("eager", model), ("compiled", torch.compile(model, backend=args.backend, fullgraph=True))):
+            step = steps[name, mode] = measure(call, parameters, x)
+            print(f"{name:18s} {mode:9s} {step.forwards:24d} {step.peak:9.1f}")
+    return steps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""What plain PyTorch in front of an operator computes, read off a Dynamo graph: the patterns that `kda_ops.inductor` folds.
+
+A Dynamo graph has one node per call that the program made, a method or a function of torch or Python, and in ``meta["example_value"]`` a fake tensor with
+its shape and dtype. Products are read as such (`expand`), so the order of factors, where the sign stands, and division by a root or multiplication
+with its inverse make no difference. A match does not say that the fold is safe: nodes in between are the business of the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kda_ops.backends.activations import EPS
+from kda_ops.registrations import schemas
+
+_GATES = {
+    target: rank
+    for namespace, rank in schemas.VARIANTS.items()
+    for target in (schemas.GATE.overload(namespace), schemas.GATE.overload(namespace).overloadpacket)
+}
+
+
+class Refused(Exception):
+    """A pattern that is there, but that a fold would change; the argument says why."""
+
+
+# --- reading the graph --------------------------------------------------------------------------------------------------------
+
+_ALIASES = {
+    "multiply": "mul", "__mul__": "mul", "__rmul__": "mul", "truediv": "div", "true_divide": "div", "divide": "div", "__truediv__": "div",
+    "negative": "neg", "__neg__": "neg", "__add__": "add", "__radd__": "add", "__pow__": "pow", "expit": "sigmoid", "special_expit": "sigmoid",
+    "__getitem__": "getitem", "swapaxes": "transpose", "swapdims": "transpose",
+}  # fmt: skip
+_RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as", "ravel"})
+
+
+def source(node: Node) -> Any:
+    """The first argument of a node, of whatever kind; None if it has none."""
+    return node.args[0] if node.args else None
+
+
+def example(x: Any) -> Any:
+    """The fake tensor of a node, or None for what is no tensor."""
+    value = x.meta.get("example_value") if isinstance(x, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def name_of(node: Any) -> str | None:
+    """What a node computes, in one word whatever its spelling; None if it is nothing of torch."""
+    if not isinstance(node, Node):
+        return None
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op == "call_function":
+        target: Any = node.target
+        if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            packet = getattr(target, "overloadpacket", target)
+            if not str(packet).startswith("aten."):
+                return None
+            name = packet.__name__
+        elif (getattr(target, "__module__", None) or "").split(".")[0] in ("torch", "_operator"):
+            name = target.__name__
+        else:
+            return None
+    else:
+        return None
+    return _ALIASES.get(name, name)
+
+
+def _operands(node: Node, *names: str) -> list:
+    """Positional arguments, and those passed by keyword under `names`, in order, None where absent."""
+    args = list(node.args)
+    return [args[i] if i < len(args) else node.kwargs.get(name) for i, name in enumerate(("input", *names))]
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _same(a: Sequence, b: Sequence) -> bool:
+    """Whether two shapes are equal, without a guard on symbolic sizes."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
+
+
+def _is_wider(a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether floating point a holds every number of b."""
+    return a.is_floating_point and b.is_floating_point and torch.promote_types(a, b) is a
+
+
+def is_cast(node: Any) -> bool:
+    """Whether a node only changes the dtype, from one floating point type to another."""
+    if not isinstance(node, Node):
+        return False
+    x, y = example(source(node)), example(node)
+    casts = name_of(node) in ("float", "double", "half", "bfloat16", "to", "type", "type_as", "_to_copy")
+    return casts and x is not None and y is not None and x.device == y.device and x.dtype.is_floating_point and y.dtype.is_floating_point
+
+
+def _is_transparent(node: Node) -> bool:
+    """A cast that loses nothing, or a copy in another layout."""
+    if is_cast(node):
+        return _is_wider(example(node).dtype, example(source(node)).dtype)
+    return name_of(node) == "contiguous"
+
+
+def _is_reshape(node: Node) -> bool:
+    """Whether a node only changes the sizes, not the order, of what it reads."""
+    x, y = example(source(node)), example(node)
+    if x is None or y is None or any(isinstance(i, torch.dtype) for i in node.args):
+        return False
+    if name_of(node) == "getitem":
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return all(i is None or i is Ellipsis or i == slice(None) for i in index)
+    return name_of(node) in _RESHAPES
+
+
+def strip(node: Any, nodes: list[Node], reshapes: bool) -> Any:
+    """What is under lossless casts (and reshapes); the nodes passed go to `nodes`. What is no node stays as it is."""
+    while isinstance(node, Node) and (_is_transparent(node) or (reshapes and _is_reshape(node))):
+        nodes.append(node)
+        node = source(node)
+    return node
+
+
+# --- products -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Factor:
+    """base ** exponent; `shape` is that of the base as it is multiplied, after reshapes."""
+
+    base: Node
+    exponent: float
+    shape: Sequence
+
+
+@dataclass
+class Product:
+    """coefficient * product of base ** exponent, and the nodes that make it up."""
+
+    coefficient: float
+    factors: list[Factor]
+    nodes: list[Node] = field(default_factory=list)
+
+    def times(self, other: Product) -> Product:
+        """The product of both."""
+        return Product(self.coefficient * other.coefficient, self.factors + other.factors, self.nodes + other.nodes)
+
+    def take(self, name: str, exponent: float = 1.0) -> Factor | None:
+        """The only factor that is a call to `name`, to this exponent."""
+        found = [f for f in self.factors if name_of(f.base) == name and f.exponent == exponent]
+        return found[0] if len(found) == 1 else None
+
+
+def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Product:
+    """Write a node as a product of powers: through multiplications, divisions, signs, roots and lossless casts, but not into the node `whole`."""
+    if _is_number(node):
+        return Product(float(node) ** exponent if node else 0.0, [])
+    x = example(node)
+    atom = Product(1.0, [Factor(node, exponent, x.shape if x is not None else ())])
+    if x is None or not x.dtype.is_floating_point or node is whole:
+        return atom
+    name, single = name_of(node), abs(exponent) == 1.0
+    if _is_transparent(node):
+        out = expand(source(node), exponent, whole)
+    elif _is_reshape(node):
+        # Only what has one value per head or row is reshaped before it is multiplied: exp(A_log), and the root of the sum of squares.
+        out = expand(source(node), exponent, whole)
+        factor = out.factors[0] if len(out.factors) == 1 else None
+        if factor is None or not (name_of(factor.base) == "exp" or (name_of(factor.base) == "add" and abs(factor.exponent) == 0.5)):
+            return atom
+        factor.shape = x.shape
+    elif name == "neg" and single:
+        out = Product(-1.0, []).times(expand(source(node), exponent, whole))
+    elif name in ("mul", "div") and single and not set(node.kwargs) - {"other", "input"}:
+        a, b = _operands(node, "other")
+        out = expand(a, exponent, whole).times(expand(b, exponent if name == "mul" else -exponent, whole))
+    elif name in ("sqrt", "rsqrt", "reciprocal", "square"):
+        out = expand(_operands(node)[0], exponent * {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "square": 2.0}[name], whole)
+    elif name == "pow" and _is_number(_operands(node, "exponent")[1]):
+        base, power = _operands(node, "exponent")
+        if not isinstance(base, Node):
+            return atom
+        out = expand(base, exponent * power, whole)
+    else:
+        return atom
+    out.nodes.append(node)
+    return out
+
+
+# --- the patterns -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Match:
+    """What replaces an argument: leaves that the operator reads, the nodes that are no longer read, and flags.
+
+    `layout` is what the graph did to the shape after the activation, last first, and does to the first leaf now.
+    """
+
+    kind: str
+    nodes: list[Node]
+    leaves: dict[str, Node]
+    flags: dict[str, Any]
+    layout: list[Node] = field(default_factory=list)
+
+
+def _is_layout(node: Node, rows: bool) -> bool:
+    """Whether a node only moves elements, or with `rows` whole rows of the last dimension (then it may also repeat them)."""
+    x, y = example(source(node)), example(node)
+    if x is None or y is None:
+        return False
+    last, name = x.dim() - 1, name_of(node)
+    if name == "transpose":
+        return not rows or last not in {d % x.dim() for d in _operands(node, "dim0", "dim1")[1:] if isinstance(d, int)}
+    if name == "permute":
+        dims = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
+        return not rows or (len(dims) == x.dim() and isinstance(dims[-1], int) and dims[-1] % x.dim() == last)
+    if name == "repeat_interleave":
+        dim = _operands(node, "repeats", "dim")[2]
+        return rows and isinstance(dim, int) and dim % x.dim() != last
+    if _is_reshape(node) or (rows and name == "expand"):
+        return not rows or _same(x.shape[-1:], y.shape[-1:])
+    return name == "contiguous"
+
+
+def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
+    """x, if `node` is sum(x^2) over the last dimension plus the operator's eps."""
+    a, b = _operands(node, "other")
+    if _is_number(a):
+        a, b = b, a
+    if node.kwargs.get("alpha", 1) != 1 or not _is_number(b) or abs(b - EPS) > 1e-3 * EPS:
+        return None
+    total = strip(a, nodes, reshapes=True)
+    if name_of(total) != "sum":
+        return None
+    squares, dim = _operands(total, "dim")
+    dim = total.kwargs.get("axis", dim)
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if not isinstance(dim, int) or dim not in (-1, example(squares).dim() - 1) or not _is_wider(example(total).dtype, example(squares).dtype):
+        return None
+    nodes.append(total)
+    square = strip(squares, nodes, reshapes=False)
+    nodes.append(square)
+    if name_of(square) == "mul":
+        x, y = (strip(f, nodes, reshapes=False) for f in _operands(square, "other"))
+        return x if x is y else None
+    if name_of(square) == "square" or (name_of(square) == "pow" and _operands(square, "exponent")[1] == 2):
+        x = _operands(square)[0]
+        return strip(x, nodes, reshapes=False) if isinstance(x, Node) else None
+    return None
+
+
+def match_l2norm(name: str, value: Node) -> Match | None:
+    """x / sqrt(sum(x^2) + eps); a cast back to the dtype of x is part of it."""
+    nodes: list[Node] = []
+    layout: list[Node] = []
+    core = value
+    while is_cast(core) or _is_layout(core, rows=True):
+        nodes.append(core)
+        layout += [] if is_cast(core) else [core]
+        core = source(core)
+    root = expand(core).take("add", -0.5)
+    x = None if root is None else _sum_of_squares(root.base, nodes)
+    if x is None:
+        return None
+    product = expand(core, whole=x)
+    if product.coefficient != 1.0 or sorted((f.exponent, f.base is x) for f in product.factors) != [(-0.5, False), (1.0, True)]:
+        return None
+    nodes += [*product.nodes, root.base]
+    shape = example(x).shape
+    if not _same(shape, example(core).shape) or not _same(root.shape, (*shape[:-1], 1)):
+        return None
+    if any(example(n).dtype is torch.float16 for n in nodes if not is_cast(n)):
+        raise Refused("precision")
+    if not _is_wider(example(value).dtype, example(core).dtype) and example(x).dtype is not example(value).dtype:
+        raise Refused("precision")
+    return Match("l2norm", nodes, {name: x}, {}, layout)
+
+
+def match_beta(value: Node) -> Match | None:
+    """c * sigmoid(beta), c = 1 or 2."""
+    layout: list[Node] = []
+    while _is_layout(value, rows=False) or _is_transparent(value):
+        layout.append(value)
+        value = source(value)
+    product = expand(value)
+    found = product.take("sigmoid")
+    if found is None or len(product.factors) != 1 or product.coefficient not in (1.0, 2.0):
+        return None
+    nodes = [*layout, *product.nodes, found.base]
+    raw = peel(_operands(found.base)[0], example(value).dtype, nodes)
+    double = product.coefficient == 2.0
+    flags: dict[str, Any] = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": double}
+    return Match("double_sigmoid" if double else "sigmoid", nodes, {"beta": raw}, flags, [n for n in layout if not is_cast(n)])
+
+
+def peel(node: Node, dtype: torch.dtype, nodes: list[Node]) -> Node:
+    """The logits under lossless casts, as far as the operator computes in at least `dtype` from what is found there."""
+    while _is_transparent(node):
+        x = example(source(node))
+        if not _is_wider(torch.promote_types(x.dtype, torch.float32), dtype):
+            break
+        nodes.append(node)
+        node = source(node)
+    return node
+
+
+class Gate:
+    """Matches the gates of one call: g [B, T, HV, K] or, of rank 0, [B, T, HV]."""
+
+    def __init__(self, rank: int, value: Node):
+        self.rank, self.value, self.shape = rank, value, example(value).shape
+        self.heads = self.shape[2:]  # [HV, K] or [HV]
+
+    def match(self) -> Match | None:
+        """Either gate, or a call to the gate operator."""
+        passed: list[Node] = []
+        core = strip(self.value, passed, reshapes=False)
+        self.computed = example(core).dtype
+        if _GATES.get(core.target) == self.rank and core.args:
+            g, A_log, dt_bias = _operands(core, "A_log", "dt_bias")
+            return self._found(g, A_log, dt_bias, [*passed, core], core.kwargs.get("lower_bound"))
+        product = expand(self.value)
+        if product.coefficient == -1.0 and len(product.factors) == 2:
+            softplus, exp = product.take("softplus"), product.take("exp")
+            if softplus is None or exp is None or not self._is_full(softplus.base) or not _is_plain_softplus(softplus.base):
+                return None
+            nodes = [*product.nodes, softplus.base]
+            A_log = self._A_log(exp, nodes)
+            return None if A_log is None else self._linear(_operands(softplus.base)[0], A_log, nodes, None)
+        sigmoid = product.take("sigmoid")
+        bounded = -float("inf") < product.coefficient < 0.0 and len(product.factors) == 1
+        if sigmoid is None or not bounded or not self._is_full(sigmoid.base):
+            return None
+        nodes, bound = [*product.nodes, sigmoid.base], product.coefficient
+        inner = expand(_operands(sigmoid.base)[0])
+        exp = inner.take("exp")
+        rest = [f for f in inner.factors if f is not exp]
+        if exp is not None and inner.coefficient == 1.0 and len(rest) == 1 and rest[0].exponent == 1.0 and self._is_full(rest[0].base):
+            more = [*nodes, *inner.nodes]
+            A_log = self._A_log(exp, more)
+            if A_log is not None:
+                return self._linear(rest[0].base, A_log, more, bound)
+        return self._linear(_operands(sigmoid.base)[0], None, nodes, bound)
+
+    def _is_full(self, node: Node) -> bool:
+        return _same(example(node).shape, self.shape)
+
+    def _is_per_head(self, shape: Sequence, of: Sequence) -> bool:
+        """Whether something of this shape, broadcast to g, has the sizes `of` over heads (and channels), and one value for all tokens."""
+        padded = (1,) * (2 + len(of) - len(shape)) + tuple(shape)
+        return _same(padded, (1, 1, *of))
+
+    def _A_log(self, exp: Factor, nodes: list[Node]) -> Node | None:
+        if not self._is_per_head(exp.shape, (*self.heads[:1], *(1 for _ in self.heads[1:]))):
+            return None
+        nodes.append(exp.base)
+        return strip(_operands(exp.base)[0], nodes, reshapes=True)
+
+    def _linear(self, x: Node, A_log: Node | None, nodes: list[Node], bound: float | None) -> Match | None:
+        """x = g + dt_bias, or g alone."""
+        under: list[Node] = []
+        add, layout, heads = strip(x, under, reshapes=False), [], tuple(self.heads)
+        if _is_reshape(add) and self.rank and example(source(add)).dim() == 3:
+            # The sum has [B, T, HV * K], its heads are split afterwards.
+            layout, add = [add], source(add)
+            under += layout
+            heads = (heads[0] * heads[1],)
+        if name_of(add) == "add" and add.kwargs.get("alpha", 1) == 1:
+            full = (*self.shape[:2], *heads)
+            a, b = _operands(add, "other")
+            for g, bias in ((a, b), (b, a)):
+                one, other = example(g), example(bias)
+                if one is not None and other is not None and _same(one.shape, full) and self._is_per_head(other.shape, heads):
+                    nodes += [*under, add]
+                    return self._found(g, A_log, strip(bias, nodes, reshapes=True), nodes, bound, layout)
+        return self._found(x, A_log, None, nodes, bound)
+
+    def _found(self, g: Node, A_log: Node | None, dt_bias: Node | None, nodes: list[Node], bound: float | None, layout: Sequence[Node] = ()) -> Match:
+        raw = peel(g, self.computed, nodes)
+        if not _is_wider(torch.promote_types(example(raw).dtype, torch.float32), self.computed):
+            raise Refused("precision")
+        leaves = {"g": raw, "A_log": A_log, "dt_bias": dt_bias}
+        flags: dict[str, Any] = {"use_gate_in_kernel": True} | ({} if bound is None else {"lower_bound": bound})
+        return Match("gate" if bound is None else "bounded_gate", nodes, {n: x for n, x in leaves.items() if x is not None}, flags, list(layout))
+
+
+def _is_plain_softplus(node: Node) -> bool:
+    _, beta, threshold = _operands(node, "beta", "threshold")
+    return beta in (None, 1) and threshold in (None, 20)
+
+
+def match_through(matcher: Callable[[Node], Match | None], value: Node) -> Match | None:
+    """Match under a cast that loses precision too, only to say that this is why nothing is folded."""
+    lossy = False
+    while is_cast(value) or name_of(value) == "contiguous":
+        if not _is_transparent(value):
+            lossy = True
+        elif not lossy:
+            break
+        value = source(value)
+    match = matcher(value)
+    if match is not None and lossy:
+        raise Refused("precision")
+    return match

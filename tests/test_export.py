@@ -1,0 +1,98 @@
+"""Exported programs: one for all sizes, through a file, and compiled into a package that another process runs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch.export import Dim
+
+import kda_ops
+from examples.export import Decoder, Mixer, export_decode, export_packed, export_prefill, package, run_elsewhere
+
+
+def through_file(program):
+    """Save and load in memory; the module of what was loaded."""
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+def calls(program):
+    """The operators that a program calls."""
+    return [str(n.target) for n in program.graph.nodes if str(n.target).startswith(("kda.", "gdn."))]
+
+
+@pytest.mark.parametrize("operator", (kda_ops.chunk_kda, kda_ops.recurrent_kda))
+@torch.no_grad()
+def test_one_program_serves_every_batch_and_length(operator):
+    mixer = Mixer(operator=operator)
+    program = export_prefill(mixer)
+    assert calls(program) == [f"kda.{operator.__name__.removesuffix('_kda')}.default"]
+    run = through_file(program)
+    for shape in ((2, 70), (3, 5), (1, 129), (1, 1), (2, 0)):
+        x = torch.randn(*shape, 32)
+        torch.testing.assert_close(run(x), mixer(x), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_one_program_serves_every_packing():
+    mixer = Mixer()
+    run = through_file(export_packed(mixer))
+    for offsets in ([0, 10], [0, 3, 70, 100, 100], [0, 0, 0, 110]):
+        x, offsets = torch.randn(1, 110, 32), torch.tensor(offsets)
+        torch.testing.assert_close(run(x, offsets), mixer(x, offsets), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_states_are_a_buffer_of_the_program():
+    decoder = Decoder()
+    decoder.states.normal_()
+    program = export_decode(decoder)
+    assert calls(program) == ["kda.recurrent_.default"]
+    assert list(program.run_decompositions().graph_signature.buffers_to_mutate.values()) == ["states"]
+    run = through_file(program)
+    for slots in ([1], [2, 5, 0], [2, -1, 1]):
+        x, slots = torch.randn(len(slots), 1, 32), torch.tensor(slots)
+        torch.testing.assert_close(run(x, slots), decoder(x, slots), rtol=0, atol=0)
+        torch.testing.assert_close(run.states, decoder.states, rtol=0, atol=0)
+
+
+def test_an_exported_program_trains():
+    mixer = Mixer()
+    run = through_file(export_prefill(mixer))
+    x = torch.randn(3, 80, 32)
+    for module in (run, mixer):
+        module(x).square().sum().backward()
+    got = dict(run.named_parameters())
+    for name, p in mixer.named_parameters():
+        torch.testing.assert_close(got[name].grad, p.grad, rtol=0, atol=0)
+
+
+def test_gdn_exports_with_states_and_numbers_of_sequences():
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, g, beta, state, offsets):
+            return kda_ops.chunk_gdn(q, k, v, g, beta, initial_state=state, cu_seqlens=offsets, output_final_state=True)
+
+    def inputs(T, *lengths):
+        q, k, v = torch.randn(3, 1, T, 2, 8) * 0.3
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        return q, k, v, -torch.rand(1, T, 2), torch.rand(1, T, 2), torch.randn(len(lengths), 2, 8, 8), offsets
+
+    T, N = Dim("T", max=4096), Dim("sequences", max=64)
+    program = torch.export.export(Layer(), inputs(70, 30, 0, 40), dynamic_shapes=(*({1: T},) * 5, {0: N}, {0: N + 1}))
+    run = through_file(program)
+    for lengths in ((5,), (64, 0, 1, 65), (0, 0)):
+        x = inputs(sum(lengths) + 3, *lengths)
+        torch.testing.assert_close(run(*x), Layer()(*x), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_package_runs_in_a_process_that_imports_kda_ops(tmp_path):
+    decoder = Decoder()
+    decoder.states.normal_()
+    path = package(export_decode(decoder), tmp_path / "decode.pt2")
+    x, slots = torch.randn(3, 1, 32), torch.tensor([5, 0, 2])
+    torch.testing.assert_close(run_elsewhere(path, x, slots), decoder(x, slots), rtol=1e-5, atol=1e-6)
