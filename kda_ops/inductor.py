@@ -98,9 +98,7 @@ def _nodes_in(x: Any) -> list[Node]:
     return found
 
 
-_IN_PLACE = frozenset(
-    getattr(operator, n) for n in "setitem delitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split()
-)
+_IN_PLACE = frozenset(getattr(operator, n) for n in "setitem delitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split())
 
 
 def _cuts_gradient(node: Node) -> bool:

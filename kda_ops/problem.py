@@ -50,9 +50,7 @@ def check_lower_bound(lower_bound: float | None) -> None:
         raise ValueError(f"lower_bound must be a finite number below 0 (natural log; the least decay the gate can reach), got {lower_bound}.")
 
 
-def check_gate_parameters(
-    rank: int, HV: int, K: int, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, device: torch.device
-) -> None:
+def check_gate_parameters(rank: int, HV: int, K: int, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, device: torch.device) -> None:
     """A_log [HV] and dt_bias [HV, K] (or flat; [HV] when the decay has rank 0) of a gate that is activated here."""
     if A_log is None:
         if lower_bound is None:
@@ -159,9 +157,7 @@ class Problem:
                 raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
             _check_index("cu_seqlens", cu_seqlens, device)
             if B != 1:
-                raise ValueError(
-                    f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape q, k, v, g and beta to [1, B * T, ...]."
-                )
+                raise ValueError(f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape q, k, v, g and beta to [1, B * T, ...].")
             self.N = cu_seqlens.shape[0] - 1
             if _CHECK_VALUES and not _is_symbolic(cu_seqlens):
                 _check_cu_seqlens(cu_seqlens, T)

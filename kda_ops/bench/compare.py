@@ -59,7 +59,7 @@ def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str],
     rows, command = [], [sys.executable, "-m", "kda_ops.bench.worker", work]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         for line in process.stdout:
-            if not line.startswith(("{\"row\"", "{\"skip\"")):
+            if not line.startswith(('{"row"', '{"skip"')):
                 continue  # what a peer prints
             done = json.loads(line)
             if "row" in done:

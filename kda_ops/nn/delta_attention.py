@@ -78,13 +78,13 @@ class DeltaAttention(nn.Module):
         rate = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
         self.dt_bias.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus(dt_bias) = rate
         for parameter in (self.A_log, self.dt_bias):
-            parameter._no_weight_decay = True
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
         """Initialise every parameter, as the constructor does: after ``to_empty`` of a layer built on the meta device."""
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+                module.reset_parameters()  # type: ignore[operator]
         self.reset_gate()
 
     def new_cache(self, num_sequences: int) -> Cache:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_ACTIVATIONS = {"sigmoid": torch.sigmoid, "swish": F.silu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu}
 
 
 class GatedRMSNorm(nn.Module):
