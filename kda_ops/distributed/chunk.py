@@ -1,0 +1,236 @@
+"""Chunked attention over sequences that lie across the ranks of a group: one pass over the tokens, one all-gather per direction.
+
+A shard maps the state that enters it affinely to the state that leaves it and to its outputs::
+
+    S_out = M S_in + b            o_t = (o_b)_t + S_in^T (o_M)_t
+
+The operator itself finds all four: with values ``[v | 0]`` from the state ``[0 | I]`` it returns outputs ``[o_b | o_M]`` and the state ``[b | M]``. Forward
+gathers ``[b | M]`` in the dtype of states, folds those of the earlier ranks into S_in and adds ``S_in^T o_M`` to the outputs. Backward has the
+transposed maps: the gradient of S_in is ``c + M^T dS_out`` with ``c = sum_t (o_M)_t do_t^T``, so it gathers c alone, folds those of the later ranks
+into dS_out, and calls the operator's own backward, which starts from S_in and dS_out and knows nothing of other ranks.
+
+A sequence that begins within the shard starts from ``[S | 0]``: its M is zero, so b is its state and the fold starts anew there. Every rank runs the same
+program, the first one too.
+
+Cost per call, with ``slots`` = B for dense rows and 1 for packed sequences, elements of 4 bytes (8 for float64 inputs)::
+
+    sent by a rank, forward      slots HV K (V + K)       received: times the size of the group
+                    backward     slots HV K V             likewise
+    with a final state           N HV K V all-reduced, forward and backward
+    work beyond one pass         K more columns in forward's scan; two products [T, K] x [K, V] per value head; a fold of as many small products as ranks
+    kept for backward            o_M, K elements (of q's dtype on CUDA) per token and value head; S_in; M of every rank
+
+A 16-bit output is the sum of two terms that were rounded each. The fold is a float32 matrix product at the precision that torch is set to: leave
+``torch.set_float32_matmul_precision`` at "highest".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kda_ops import dispatch
+from kda_ops.distributed import collectives
+from kda_ops.distributed.plan import Context, ContextPlan, Contract, agree, check_last_offset, process_group
+from kda_ops.distributed.span import Span, only
+from kda_ops.problem import Problem
+from kda_ops.stages import GRADIENTS, KEPT
+
+Flags = dict[str, Any]
+RANKS = {"kda": 1, "gdn": 0}  # of the decay
+_INPUTS = (*GRADIENTS, "cu_seqlens")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is no tensor: the operator, the group, and the flags that the operator takes."""
+
+    namespace: str
+    name: str
+    rank: int
+    size: int
+    operand: torch.dtype  # in which the maps of outputs are kept, as the backend keeps its own operands
+    transposed: bool
+    output_final_state: bool
+    flags: tuple[tuple[str, object], ...]
+
+    def op(self, name: str):
+        """The registered operator."""
+        return getattr(getattr(torch.ops, self.namespace), name).default
+
+
+def run(namespace: str, group, tensors: tuple[Tensor | None, ...], flags: Flags) -> tuple[Tensor, Tensor | None]:
+    """A call of `kda_ops.distributed.chunk_kda` or `chunk_gdn`: tensors in the order of the schema."""
+    tensors = _autocast(tensors)
+    context, p = _context(namespace, group, tensors, flags)
+    asked = flags["output_final_state"]
+    if context.size == 1:
+        o, final_state = getattr(torch.ops, namespace).chunk.default(*tensors, **flags)
+        return o, final_state if asked else None
+    rest = {n: x for n, x in flags.items() if n not in ("transpose_state_layout", "output_final_state", "disable_recompute")}
+    call = Call(
+        namespace, context.name, context.rank, context.size, dispatch.operand_dtype(p), flags["transpose_state_layout"], asked, tuple(rest.items())
+    )  # fmt: skip
+    out = _Shard.apply(call, context.lengths, *tensors)
+    return out if asked else (out, None)
+
+
+def _autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """q, k and v in the autocast dtype, as the operator itself would have them."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return *(x.to(dtype) if x.dtype is not torch.float64 and x.dtype.is_floating_point else x for x in tensors[:3]), *tensors[3:]
+
+
+def _context(namespace: str, group, tensors: tuple[Tensor | None, ...], flags: Flags) -> tuple[Context, Problem]:
+    """The group of a call whose ranks agree, so far as that can be known, and the call on this rank."""
+    q, cu_seqlens = tensors[0], tensors[-1]
+    caller = f"kda_ops.distributed.chunk_{namespace}"
+    if isinstance(group, ContextPlan):
+        p = _parse(namespace, tensors, flags)
+        if not torch.compiler.is_compiling() and group.lengths[group.rank] != q.shape[1]:
+            raise ValueError(f"{caller}: q must have the {group.lengths[group.rank]} tokens of this rank's plan, got T = {q.shape[1]}: plan each batch anew.")
+        return Context(group.name, group.rank, group.size, group.device_lengths), p
+    pg = process_group(group)
+    name, rank, size = pg.group_name, pg.rank(), pg.size()
+    if torch.compiler.is_compiling():  # a graph cannot refuse: shards are exchanged, contracts are not compared
+        p = _parse(namespace, tensors, flags)
+        return Context(name, rank, size, None if cu_seqlens is None else collectives.gather_lengths(q.shape[1], q.device, size, name)), p
+    refusal = None
+    contract: Contract = {}
+    try:
+        p = _parse(namespace, tensors, flags)
+        contract = _contract(namespace, tensors, flags)
+    except (ValueError, TypeError) as error:
+        refusal = error
+    lengths = agree(q.shape[1] if q.dim() > 1 else 0, contract, refusal, q.device, pg, caller)
+    check_last_offset(cu_seqlens, lengths, caller)
+    return Context(name, rank, size, None if cu_seqlens is None else torch.tensor(lengths, dtype=torch.int64, device=q.device)), p
+
+
+def _parse(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) -> Problem:
+    """Refuse what the operator would refuse, in the caller's own sizes. The offsets are global and so no packing of this shard's tokens."""
+    given = dict(zip(_INPUTS, tensors))
+    if given["cu_seqlens"] is not None:
+        given["cu_seqlens"] = torch.zeros_like(given["cu_seqlens"])
+    return Problem.parse(RANKS[namespace], **given, **flags)
+
+
+def _contract(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) -> Contract:
+    """What all ranks must have in common: everything but values and the length of the shard."""
+    contract: Contract = {"operator": namespace}
+    for name, x in zip(_INPUTS, tensors):
+        shape = None if x is None else [n if axis != 1 or name not in ("q", "k", "v", "g", "beta") else "T" for axis, n in enumerate(x.shape)]
+        contract[name] = None if x is None else f"{x.dtype} {shape}".replace("torch.", "").replace("'", "")
+    if tensors[-1] is not None:
+        contract["cu_seqlens"] = tensors[-1].tolist()
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return contract | flags | {"a gradient wanted": wanted}
+
+
+class _Shard(torch.autograd.Function):
+    """Forward and backward of one rank; inputs after the call and the lengths in the order of the schema."""
+
+    @staticmethod
+    def forward(ctx, call: Call, lengths: Tensor | None, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens):
+        K, V = q.shape[-1], v.shape[-1]
+        with torch.autocast(q.device.type, enabled=False):
+            span = Span(call.rank, call.size, q.shape[0], cu_seqlens, lengths, q.device)
+            start = _with_identity(span, _as_kv(initial_state, call.transposed), q, v)
+            values = torch.cat([v, v.new_zeros((*v.shape[:-1], K))], -1)
+            out, final, *kept = call.op("chunk_fwd")(
+                q.to(call.operand), k.to(call.operand), values.to(call.operand), g, beta, A_log, dt_bias, start, span.cu_seqlens,
+                output_final_state=True, **dict(call.flags),
+            )  # fmt: skip
+            b, M = final[..., :V], final[..., V:]
+            gathering = collectives.start_all_gather(span.pick(final, span.leaving), call.size, call.name)
+            o_M = out[..., V:].contiguous()
+            gathered = collectives.wait(gathering)
+            maps = gathered.unflatten(0, (call.size, span.slots))
+            entered = _fold(maps[..., :V], maps[..., V:], span.before)
+            o = (out[..., :V] + _read(o_M, entered)).to(v.dtype)
+            M_end = None
+            if call.output_final_state:
+                M_end = span.pick(M, span.entering & span.ending)
+                final = only(b + M @ entered, span.ending)
+                final = collectives.wait(collectives.start_all_reduce(_as_kv(final, call.transposed), call.name))
+            ctx.call = call
+            # A graph keeps the collective's own result: what is cut out of it would be made by a second collective in backward's graph.
+            kept_maps = gathered if torch.compiler.is_compiling() else gathered[..., V:].contiguous()
+            ctx.save_for_backward(
+                q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lengths, kept[KEPT.index("A")], o_M, M_end, entered, kept_maps
+            )  # fmt: skip
+            return (o, final) if call.output_final_state else o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dfinal_state=None):
+        call: Call = ctx.call
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lengths, A, o_M, M_end, entered, kept_maps = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            span = Span(call.rank, call.size, q.shape[0], cu_seqlens, lengths, q.device)
+            c, dfinal = _write(o_M, do, entered.dtype), None
+            if call.output_final_state:
+                dfinal = _as_kv(collectives.wait(collectives.start_all_reduce(dfinal_state, call.name)), call.transposed)
+                c = c + M_end.mT @ span.pick(dfinal, span.entering & span.ending)
+                dfinal = only(dfinal, span.ending)
+            gathered = collectives.wait(collectives.start_all_gather(c, call.size, call.name)).unflatten(0, (call.size, span.slots))
+            M = kept_maps[..., -q.shape[-1] :].unflatten(0, (call.size, span.slots))
+            left = _fold(gathered.flip(0), M.mT.flip(0), span.behind.flip(0))
+            dstate = span.put(left, span.leaving, dfinal)
+            first_state = _as_kv(initial_state, call.transposed)
+            start = span.put(entered, span.entering, first_state)
+            # In the order of the schema: the call and the lengths come first, cu_seqlens last.
+            need, none = list(ctx.needs_input_grad[2:-1]), q.new_empty((0,))
+            grads = call.op("chunk_bwd")(
+                do, dstate, *(A if n == "A" else none for n in KEPT), q, k, v, g, beta, A_log, dt_bias, start, span.cu_seqlens,
+                output_final_state=True, need=need, **dict(call.flags),
+            )  # fmt: skip
+            grads = [d if wanted else None for d, wanted in zip(grads, need)]
+            if need[-1]:
+                grads[-1] = _as_kv(only(grads[-1], ~span.entering), call.transposed)
+            return None, None, *grads, None
+
+
+def _as_kv(state: Tensor | None, transposed: bool) -> Tensor | None:
+    """A state between the caller's layout and S[k, v], either way."""
+    return state.mT if transposed and state is not None else state
+
+
+def _with_identity(span: Span, first_state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
+    """``[S | 0]`` for the sequences that begin here, ``[0 | I]`` for those that enter: [N, HV, K, V + K]."""
+    N, (HV, V), K = span.entering.shape[0], v.shape[2:], q.shape[-1]
+    eye = torch.eye(K, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    begun = eye.new_zeros((N, HV, K, V)) if first_state is None else only(first_state, ~span.entering)
+    return torch.cat([begun, only(eye.expand(N, HV, K, K), span.entering)], -1)
+
+
+def _fold(b: Tensor, M: Tensor, mask: Tensor) -> Tensor:
+    """The state after the maps ``S <- M S + b`` of the ranks in the mask, in order, from zero: b [ranks, slots, HV, K, V], M [ranks, slots, HV, K, K]."""
+    S = only(b, mask)[0]
+    for i in range(1, b.shape[0]):
+        S = torch.where(mask[i], b[i] + M[i] @ S, S)
+    return S
+
+
+def _read(o_M: Tensor, S: Tensor) -> Tensor:
+    """S^T o_M for every token: [B, T, HV, V] from [B, T, HV, K] and [B, HV, K, V], summed in the dtype of states."""
+    return _product(o_M.transpose(1, 2), S.to(o_M.dtype) if o_M.is_cuda else S, S.dtype).transpose(1, 2)
+
+
+def _write(o_M: Tensor, do: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_t (o_M)_t do_t^T: [B, HV, K, V], summed in `dtype`."""
+    return _product(o_M.permute(0, 2, 3, 1), do.transpose(1, 2), dtype)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b with sums in `dtype`; 16-bit operands stay so where the device sums them wider."""
+    if a.is_cuda and a.dtype.itemsize == 2:
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(0, a.shape[:2])
+    return a.to(dtype) @ b.to(dtype)

@@ -1,0 +1,94 @@
+"""The tokens before a shard, for a short convolution that looks a few tokens back."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kda_ops.distributed import collectives
+from kda_ops.distributed.plan import ContextPlan, Contract, agree, check_last_offset, offsets_of, process_group
+
+
+def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Give each rank the ``size - 1`` tokens before its shard, which a causal convolution of `size` taps reads; differentiable.
+
+    The tokens may come from several earlier ranks, where shards are short or empty; before the beginning of a sequence they are zero. Each rank sends
+    ``B (size - 1) D`` elements of x's dtype, and gets as many back for each rank in backward; one exchange serves several convolutions if their
+    inputs stand side by side in D.
+
+    Args:
+        x: ``[B, T, D]``, this rank's shard of the token axis, any float; ``[1, T, D]`` with cu_seqlens. T may differ between ranks.
+        size: taps of the convolution, at least 1.
+        group: as for `chunk_kda`, a `ContextPlan` included.
+        cu_seqlens: ``[N + 1]`` global offsets; None for dense rows.
+
+    Returns:
+        ``[B, size - 1, D]``, oldest first, what `ShortConvolution` takes as its ``tail``; with cu_seqlens ``[N, size - 1, D]``, zero but for the
+        sequence that enters the shard.
+
+    Raises:
+        ValueError: a shape means nothing, or the ranks' calls differ.
+        RuntimeError: some rank did not take part within the group's timeout.
+
+    Example:
+        >>> import torch, torch.distributed as dist, kda_ops.distributed
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> kda_ops.distributed.exchange_tail(torch.ones(1, 10, 2), 4, dist.group.WORLD)  # nothing is before the first token
+        tensor([[[0., 0.],
+                 [0., 0.],
+                 [0., 0.]]])
+        >>> dist.destroy_process_group()
+
+    Source: Gated Delta Networks, arXiv:2412.06464 (short convolutions on q, k and v).
+    """
+    if isinstance(group, ContextPlan):
+        _check(x, size, cu_seqlens)
+        name, rank, ranks, lengths = group.name, group.rank, group.size, group.device_lengths
+    else:
+        pg = process_group(group)
+        name, rank, ranks = pg.group_name, pg.rank(), pg.size()
+        if torch.compiler.is_compiling():
+            _check(x, size, cu_seqlens)
+            lengths = collectives.gather_lengths(x.shape[1], x.device, ranks, name)
+        else:
+            lengths = torch.tensor(_agree(x, size, cu_seqlens, pg), dtype=torch.int64, device=x.device)
+    offsets = offsets_of(lengths)
+    past, B = size - 1, x.shape[0]
+    last = F.pad(x, (0, 0, past, 0))[:, x.shape[1] :]  # [B, past, D], zero in front of a shard that has fewer
+    every = collectives.GatherTokens.apply(last, ranks, name).unflatten(0, (ranks, B))
+    # The token `back` before the shard lies on the rank whose shard holds that place, as far from the end of its tail as from the end of its shard.
+    place = offsets[rank] - torch.arange(past, 0, -1, device=x.device)  # [past], global
+    owner = torch.searchsorted(offsets[1:], place.clamp(min=0), right=True).clamp(max=ranks - 1)
+    row = (place - offsets[owner + 1] + past).clamp(0, max(past - 1, 0))
+    tail = every[owner, :, row].transpose(0, 1)  # [B, past, D]
+    if cu_seqlens is None:
+        return torch.where((place >= 0)[:, None], tail, 0.0)
+    begin, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    seen = (begin <= place) & (begin < offsets[rank]) & (offsets[rank] < end)  # [N, past]
+    return torch.where(seen[:, :, None], tail, 0.0)
+
+
+def _check(x: Tensor, size: int, cu_seqlens: Tensor | None) -> None:
+    if x.dim() != 3:
+        raise ValueError(f"x must have shape [B, T, D], got {list(x.shape)}.")
+    if size < 1:
+        raise ValueError(f"size must be the taps of the convolution, at least 1, got {size}.")
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or x.shape[0] != 1):
+        raise ValueError(f"cu_seqlens [N + 1] packs its sequences into one row and needs B == 1, got {list(cu_seqlens.shape)} and B = {x.shape[0]}.")
+
+
+def _agree(x: Tensor, size: int, cu_seqlens: Tensor | None, pg) -> tuple[int, ...]:
+    refusal = None
+    contract: Contract = {}
+    try:
+        _check(x, size, cu_seqlens)
+        packing = None if cu_seqlens is None else cu_seqlens.tolist()
+        wanted = torch.is_grad_enabled() and x.requires_grad
+        contract = {"x": f"{x.dtype} [{x.shape[0]}, T, {x.shape[2]}]", "size": size, "cu_seqlens": packing, "a gradient wanted": wanted}
+    except ValueError as error:
+        refusal = error
+    caller = "kda_ops.distributed.exchange_tail"
+    lengths = agree(x.shape[1] if x.dim() > 1 else 0, contract, refusal, x.device, pg, caller)
+    check_last_offset(cu_seqlens, lengths, caller)
+    return lengths

@@ -1,0 +1,113 @@
+"""Four processes of one gloo group that run functions side by side: started once, asked many times, never waited for without a limit."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import connection
+
+import torch
+import torch.distributed as dist
+
+SIZE = 4
+MEMBERS = {2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3)}  # global ranks of the groups; a group rank need not be the global one
+LIMIT = 60.0  # seconds that one request may take
+
+
+class Groups(dict):
+    """The groups that a function may name, on this rank: 2, 3 and 4 processes, and the same four with a timeout of two seconds."""
+
+
+def _serve(rank: int, store: str, pipe) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=LIMIT))
+    groups = Groups({size: dist.new_group(list(members)) for size, members in MEMBERS.items()})
+    groups["impatient"] = dist.new_group(list(range(SIZE)), timeout=timedelta(seconds=2))
+    groups["lower half"] = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    pipe.send(("ready", None))
+    while (request := pipe.recv()) is not None:
+        module, name, args = request
+        try:
+            out = getattr(importlib.import_module(module), name)(groups, *args)
+            buffer = io.BytesIO()
+            torch.save(out, buffer)
+            pipe.send(("returned", buffer.getvalue()))
+        except BaseException as error:
+            pipe.send(("raised", (type(error).__name__, str(error), traceback.format_exc())))
+    dist.destroy_process_group()
+
+
+class Raised(Exception):
+    """What a rank raised: the name of the type, the message and the trace."""
+
+    def __init__(self, kind: str, message: str, trace: str):
+        super().__init__(trace)
+        self.kind, self.message = kind, message
+
+
+class Ranks:
+    """The processes, as seen by the test."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        self.pipes, self.processes = [], []
+        for rank in range(SIZE):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, store, there), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+        self._answers(tuple(range(SIZE)), 2 * LIMIT)
+
+    def _answers(self, members: tuple[int, ...], limit: float) -> dict[int, tuple]:
+        """The next message of each of these ranks. If one does not come in time, the processes end, and what the others raised is told."""
+        waiting, answers, deadline = {self.pipes[rank]: rank for rank in members}, {}, time.monotonic() + limit
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.stop()
+                traces = "".join(f"\nrank {rank}: {value[2]}" for rank, (kind, value) in answers.items() if kind == "raised")
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {limit} s{traces}")
+            for pipe in ready:
+                answers[waiting.pop(pipe)] = pipe.recv()
+        return answers
+
+    def ask(self, size: int, function, *args) -> list:
+        """What ``function(groups, *args)`` returned on each rank of the group of that size, or the `Raised`, by group rank."""
+        members = MEMBERS[size]
+        for rank in members:
+            self.pipes[rank].send((function.__module__, function.__name__, args))
+        answers = self._answers(members, LIMIT)
+        kinds = (answers[rank] for rank in members)
+        return [torch.load(io.BytesIO(value)) if kind == "returned" else Raised(*value) for kind, value in kinds]
+
+    def run(self, size: int, function, *args) -> list:
+        """`ask`, where no rank may raise."""
+        answers = self.ask(size, function, *args)
+        for answer in answers:
+            if isinstance(answer, Raised):
+                raise answer
+        return answers
+
+    def stop(self) -> None:
+        """End the processes, politely where they still listen."""
+        for pipe, process in zip(self.pipes, self.processes):
+            if process.is_alive():
+                try:
+                    pipe.send(None)
+                except OSError:
+                    pass
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
