@@ -1,0 +1,42 @@
+"""The unit-triangular inverse of a chunk, ``(I + L)^-1``, by level recursion on tensor cores (MATHS.md, numerics 3)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product(x, y, acc, PREC: tl.constexpr):
+    """acc + x y of square fp32 tiles: fp16 operands for PREC "fp16", otherwise fp32 operands in the split that PREC names."""
+    if PREC == "fp16":
+        return tl.dot(x.to(tl.float16), y.to(tl.float16), acc)
+    else:
+        return tl.dot(x, y, acc, input_precision=PREC)
+
+
+@triton.jit
+def lower_left(level: tl.constexpr):
+    """The pairs of rows [64, 64] in different halves of one block of 2^(level + 1) rows, the later one first.
+
+    Written as conditions on the row and on the column, most of which are known when the kernel is compiled; a value per element, r ^ c say,
+    would stay in registers from its first use to its last.
+    """
+    o_r = tl.arange(0, 64)
+    block, half = o_r >> (level + 1), (o_r >> level) & 1
+    return (block[:, None] == block[None, :]) & (half == 1)[:, None] & (half == 0)[None, :]
+
+
+@triton.jit
+def inverse(negative_L, PREC: tl.constexpr):
+    """(I + L)^-1 [64, 64] fp32 from -L, strictly lower triangular, by merging diagonal blocks::
+
+        R <- R + R (-L o M_b) R,   b = 1, 2, 4 .. 32
+
+    M_b picks the pairs whose rows part at bit b, the lower left block of every pair of blocks. fp16 is for unit keys with beta <= 1,
+    where no entry of R exceeds one; the choice is made from flags, never from values.
+    """
+    o_r = tl.arange(0, 64)
+    b_R = tl.where(o_r[:, None] == o_r[None, :], 1.0, tl.where(lower_left(0), negative_L, 0.0))
+    for level in tl.static_range(1, 6):
+        b_X = product(b_R, tl.where(lower_left(level), negative_L, 0.0), tl.zeros((64, 64), tl.float32), PREC)
+        b_R = product(b_X, b_R, b_R, PREC)
+    return b_R

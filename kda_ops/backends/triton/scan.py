@@ -1,0 +1,208 @@
+"""The state carried through the chunks of each sequence: the only sequential part of the forward."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.tile import dense, fit, launch, load_tile, locate_sequence, store_tile, strides_of
+from kda_ops.problem import Problem
+from kda_ops.sequences import count_chunks
+from kda_ops.stages import Tile, Trace
+
+
+@triton.jit
+def state_at(state, strides, slot, i_h, o_k, o_v):
+    """Pointers to S[k, v] of one slot and head, [BK, BV]; the caller's layout is in the strides."""
+    p_s = state + (slot.to(tl.int64) * strides[0] + i_h.to(tl.int64) * strides[1])
+    return p_s + (o_k.to(tl.int64) * strides[2])[:, None] + (o_v.to(tl.int64) * strides[3])[None, :]
+
+
+@triton.jit
+def open_state(state, strides, slots, i_n, i_h, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr):
+    """The state a sequence starts from, [BK, BV] fp32."""
+    if state is None:
+        b_S = tl.zeros((o_k.shape[0], o_v.shape[0]), tl.float32)
+    else:
+        slot = tl.load(slots + i_n, mask=live, other=0) if slots is not None else i_n
+        m_s = ((o_k < K)[:, None] & (o_v < V)[None, :]) & live
+        b_S = tl.load(state_at(state, strides, slot, i_h, o_k, o_v), mask=m_s, other=0.0).to(tl.float32)
+    return b_S
+
+
+@triton.jit
+def rows_at(x, strides, i_b, i_h, first, o_r, o_d):
+    """Pointers to rows of one head of a [B, T, X, D] tensor, [64, width]."""
+    p_x = x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
+    return p_x + ((o_r * strides[1])[:, None] + (o_d * strides[3])[None, :])
+
+
+@triton.jit
+def place(cu_seqlens, slots, N, T, HV, V: tl.constexpr, BV: tl.constexpr):
+    """This program's (i_n, i_h, o_v, live, i_b, first token, tokens, first chunk).
+
+    Slices of V of one head are neighbours, so that they find its tiles in the cache. `live` is false for a sequence without a slot and for the
+    tail of a packed row, sequence N: their output is zero.
+    """
+    slices: tl.constexpr = (V + BV - 1) // BV
+    i_nh = tl.program_id(0) // slices
+    i_n, i_h = i_nh // HV, i_nh % HV
+    o_v = (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
+    live = i_n < N
+    if slots is not None:
+        live = live & (tl.load(slots + i_n, mask=live, other=-1) >= 0)
+    i_b, bos, length, first = locate_sequence(cu_seqlens, i_n, N, T)
+    return i_n, i_h, o_v, live, i_b, bos, length, first
+
+
+@triton.jit
+def fill_zero(o, strides, i_b, i_h, bos, length, o_v, V: tl.constexpr):
+    """Zero the output of `length` tokens."""
+    o_r = tl.arange(0, 64)
+    b_zero = tl.zeros((64, o_v.shape[0]), o.dtype.element_ty)
+    for c in range(tl.cdiv(length, 64)):
+        m_o = (c * 64 + o_r < length)[:, None] & (o_v < V)[None, :]
+        tl.store(rows_at(o, strides, i_b, i_h, bos + c * 64, o_r, o_v), b_zero, mask=m_o)
+
+
+@triton.jit
+def snapshot(state, strides, into, into_s, EVERY, i_n, i_h, chunk, length, b_S, o_k, o_v, columns, K: tl.constexpr, V: tl.constexpr):
+    """Write the state after `chunk` whole chunks to the slot that is due for it, if one is."""
+    due = (chunk % EVERY == 0) & (chunk * 64 <= length) & (chunk // EVERY <= columns)
+    slot = tl.load(into + i_n.to(tl.int64) * into_s[0] + (chunk // EVERY - 1).to(tl.int64) * into_s[1], mask=due, other=-1)
+    if slot >= 0:
+        m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+        tl.store(state_at(state, strides, slot, i_h, o_k, o_v), b_S.to(state.dtype.element_ty), mask=m_s)
+
+
+@triton.jit
+def close_state(final, strides, slots, i_n, i_h, b_S, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr):
+    """Write the state after the last token."""
+    slot = tl.load(slots + i_n, mask=live, other=0) if slots is not None else i_n
+    m_s = ((o_k < K)[:, None] & (o_v < V)[None, :]) & live
+    tl.store(state_at(final, strides, slot, i_h, o_k, o_v), b_S.to(final.dtype.element_ty), mask=m_s)
+
+
+@triton.jit(do_not_specialize=["N", "T", "HV", "every", "columns"])
+def scan_tiles(
+    qg, kg, w, u, P, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, cu_seqlens, N, T, HV, every, columns,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence and BV columns of its state, chunk after chunk, from prepared tiles::
+
+        v_new = u - w S [64, V];   o = qg S + P v_new [64, V];   S <- gamma S + kg^T v_new [K, V] fp32
+
+    o is written here and now, so that neither v_new nor the states travel unless they are kept for backward. S stays in registers and is
+    rounded to the operands' dtype once per chunk, as an operand.
+    """
+    i_n, i_h, o_v, live, i_b, bos, length, first = place(cu_seqlens, slots, N, T, HV, V, BV)
+    o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
+    TYPE: tl.constexpr = w.dtype.element_ty
+    m_v = (o_v < V)[None, :]
+    if o is not None:
+        fill_zero(o, o_s, i_b, i_h, bos, tl.where(live, 0, length), o_v, V)
+    b_S = open_state(state, state_s, slots, i_n, i_h, o_k, o_v, live, K, V)
+    for c in tl.range(0, tl.where(live, tl.cdiv(length, 64), 0), num_stages=STAGES):
+        i_tile = (first + c) * HV + i_h
+        b_w = load_tile(w, i_tile, o_r, o_k, K)
+        b_kg = load_tile(kg, i_tile, o_r, o_k, K)
+        b_u = load_tile(u, i_tile, o_r, o_v, V)
+        b_gamma = tl.load(gamma + i_tile * K + o_k, mask=o_k < K, other=0.0)
+        b_s = b_S.to(TYPE)
+        b_v = (b_u.to(tl.float32) - tl.dot(b_w, b_s, input_precision=PREC)).to(TYPE)
+        if o is not None:
+            b_qg = load_tile(qg, i_tile, o_r, o_k, K)
+            b_P = load_tile(P, i_tile, o_r, o_r, 64)
+            b_o = tl.dot(b_P, b_v, tl.dot(b_qg, b_s, input_precision=PREC), input_precision=PREC)
+            m_o = (c * 64 + o_r < length)[:, None] & m_v
+            tl.store(rows_at(o, o_s, i_b, i_h, bos + c * 64, o_r, o_v), b_o.to(o.dtype.element_ty), mask=m_o)
+        if states is not None:
+            tl.store(states + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_s, mask=(o_k < K)[:, None] & m_v)
+            store_tile(v_new, i_tile, b_v, o_r, o_v, V)
+        b_S = tl.dot(tl.trans(b_kg), b_v, b_S * b_gamma[:, None], input_precision=PREC)
+        if into is not None:
+            snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, o_k, o_v, columns, K, V)
+    if final is not None:
+        close_state(final, final_s, slots, i_n, i_h, b_S, o_k, o_v, live, K, V)
+
+
+@triton.jit(do_not_specialize=["N", "T", "every", "columns"])
+def scan_rows(
+    q, q_s, k, k_s, v, v_s, A, P, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, cu_seqlens,
+    N, T, H, HV, every, columns,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """The same for one decay per head, from q, k and v as they are and the four rows of `prepare_gdn`::
+
+        v_new = A (beta (v - rows_0 (k S)));   o = rows_3 (q S) + P v_new;   S <- gamma S + k^T (rows_1 v_new)
+
+    A decay per head is a factor per row, which moves past the dot products: q and k go from memory to the tensor cores as they are.
+    """
+    i_n, i_h, o_v, live, i_b, bos, length, first = place(cu_seqlens, slots, N, T, HV, V, BV)
+    i_g = i_h // (HV // H)
+    o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
+    TYPE: tl.constexpr = A.dtype.element_ty
+    m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
+    if o is not None:
+        fill_zero(o, o_s, i_b, i_h, bos, tl.where(live, 0, length), o_v, V)
+    b_S = open_state(state, state_s, slots, i_n, i_h, o_k, o_v, live, K, V)
+    for c in tl.range(0, tl.where(live, tl.cdiv(length, 64), 0), num_stages=STAGES):
+        i_tile, t = (first + c) * HV + i_h, bos + c * 64
+        m_r = (c * 64 + o_r < length)[:, None]
+        b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
+        b_v = tl.load(rows_at(v, v_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0)
+        b_A = load_tile(A, i_tile, o_r, o_r, 64)
+        p_row = rows + i_tile * 256 + o_r
+        b_s = b_S.to(TYPE)
+        b_v = b_v.to(tl.float32) - tl.load(p_row)[:, None] * tl.dot(b_k, b_s, input_precision=PREC)
+        b_v = tl.dot(b_A, (b_v * tl.load(p_row + 128)[:, None]).to(TYPE), input_precision=PREC)
+        if o is not None:
+            b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
+            b_o = tl.dot(b_q, b_s, input_precision=PREC) * tl.load(p_row + 192)[:, None]
+            b_o = tl.dot(load_tile(P, i_tile, o_r, o_r, 64), b_v.to(TYPE), b_o, input_precision=PREC)
+            tl.store(rows_at(o, o_s, i_b, i_h, t, o_r, o_v), b_o.to(o.dtype.element_ty), mask=m_r & m_v)
+        if states is not None:
+            tl.store(states + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_s, mask=(o_k < K)[:, None] & m_v)
+            store_tile(v_new, i_tile, b_v, o_r, o_v, V)
+        b_v = (b_v * tl.load(p_row + 64)[:, None]).to(TYPE)
+        b_S = tl.dot(tl.trans(b_k), b_v, b_S * tl.load(gamma + i_tile), input_precision=PREC)
+        if into is not None:
+            snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, o_k, o_v, columns, K, V)
+    if final is not None:
+        close_state(final, final_s, slots, i_n, i_h, b_S, o_k, o_v, live, K, V)
+
+
+def _states(p: Problem, final_state: Tensor | None):
+    """(initial, final, slots, snapshot slots) as the kernels take them, states seen as S[k, v]."""
+    final = None if final_state is None or final_state.numel() == 0 else p.as_kv(final_state)
+    return None if p.state is None else p.as_kv(p.state), final, p.state_indices, p.snapshot_indices
+
+
+def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:
+    """Carry the state through the chunks of each sequence; see `kda_ops.stages.Backend.scan`."""
+    device, NT = p.q.device, count_chunks(p)
+    trace = Trace(p.q.new_empty((NT, p.HV, p.K, p.V)), p.q.new_empty((NT, p.HV, 64, p.V))) if keep else None
+    initial, final, slots, into = _states(p, final_state)
+    options = tuning.choose("scan_tiles" if p.rank else "scan_rows", p)
+    BK, BV, precision = tuning.width(p.K, p.q.dtype), options.block_v, "tf32x3" if p.q.dtype is torch.float32 else "tf32"
+    sequences = p.N if p.cu_seqlens is None else p.N + 1
+    programs = sequences * p.HV * ((p.V + BV - 1) // BV)
+    columns = 0 if into is None else into.shape[1]
+    ends = (
+        o, strides_of(o), initial, strides_of(initial), final, strides_of(final), dense(slots), into, strides_of(into),
+        trace and trace.states, trace and trace.v_new, dense(p.cu_seqlens),
+    )  # fmt: skip
+    every = p.snapshot_every if into is not None else 1
+    if p.rank:
+        launch(
+            scan_tiles, programs, device, tile.qg, tile.kg, tile.w, tile.u, tile.P, tile.gamma, *ends, p.N, p.T, p.HV, every, columns,
+            p.K, p.V, BK, BV, options.stages, precision, **options.launch,
+        )  # fmt: skip
+    else:
+        q, k, v = fit(p.q), fit(p.k), fit(p.v)
+        launch(
+            scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, tile.rows, tile.gamma, *ends,
+            p.N, p.T, p.H, p.HV, every, columns, p.K, p.V, BK, BV, options.stages, precision, **options.launch,
+        )  # fmt: skip
+    return trace

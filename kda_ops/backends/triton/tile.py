@@ -1,0 +1,143 @@
+"""Where a program is, and how tiles of the caller's tensors come into registers.
+
+Tensors of the caller are read through their strides, which travel with the pointer in a tuple. The offset of a chunk is int64 before the first
+product; inside a chunk 32 bits do (`fit` sees to it), which saves a register per row. Tile operands are this package's own scratch, contiguous
+``[NT, HV, 64, width]``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def fit(x: Tensor | None) -> Tensor | None:
+    """x, or a copy if the 64 rows of a chunk of one head span 2^31 elements or more."""
+    if x is None:
+        return None
+    reach = 63 * x.stride(1) + (x.shape[3] - 1) * x.stride(3) if x.dim() == 4 else 63 * x.stride(1)
+    return x if reach < 2**31 else x.contiguous()
+
+
+def strides_of(x: Tensor | None) -> tuple[int, ...] | None:
+    """What a kernel needs besides the pointer."""
+    return None if x is None else x.stride()
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """A gate parameter as kernels read it: contiguous, so that [HV, K] and flat are the same."""
+    return None if x is None else x.contiguous()
+
+
+def launch(kernel, programs: int, device: torch.device, *args, **options) -> None:
+    """Launch on a one-dimensional grid (its limit is 2^31 - 1 programs, not 65535), on the device of the tensors."""
+    if programs == 0:
+        return
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **options)
+    else:
+        kernel[(programs,)](*args, **options)
+
+
+@triton.jit
+def find_sequence(cu_seqlens, i_t, N):
+    """The sequence whose chunks hold number i_t: the greatest n < N with cu_seqlens[n] // 64 + n <= i_t (sequences.py)."""
+    lo = i_t * 0
+    hi = lo + N - 1
+    while lo < hi:
+        mid = (lo + hi + 1) // 2
+        first = (tl.load(cu_seqlens + mid) // 64).to(tl.int32) + mid
+        lo = tl.where(first <= i_t, mid, lo)
+        hi = tl.where(first <= i_t, hi, mid - 1)
+    return lo
+
+
+@triton.jit
+def locate_chunk(cu_seqlens, i_t, N, T):
+    """Chunk number i_t as (batch row, first token, rows that are tokens); no rows (zero or less) for a number that no chunk has."""
+    if cu_seqlens is not None:
+        i_n = find_sequence(cu_seqlens, i_t, N)
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        eos = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+        i_b = i_n * 0
+        first = bos + (i_t - bos // 64 - i_n) * 64
+    else:
+        count = tl.cdiv(T, 64)
+        i_b = i_t // count
+        first = ((i_t - i_b * count) * 64).to(tl.int64)
+        eos = first * 0 + T
+    return i_b.to(tl.int64), first, tl.minimum(eos - first, 64).to(tl.int32)
+
+
+@triton.jit
+def locate_sequence(cu_seqlens, i_n, N, T):
+    """Sequence i_n as (batch row, first token, tokens, number of its first chunk). Packed, sequence N is the tail past cu_seqlens[-1]."""
+    if cu_seqlens is not None:
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        eos = tl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=0).to(tl.int64)
+        eos = tl.where(i_n < N, eos, T)
+        i_b = (i_n * 0).to(tl.int64)
+        first = bos // 64 + i_n
+    else:
+        i_b = i_n.to(tl.int64)
+        bos = i_b * 0
+        eos = bos + T
+        first = i_b * tl.cdiv(T, 64)
+    return i_b, bos, (eos - bos).to(tl.int32), first
+
+
+@triton.jit
+def load_rows(x, strides, i_b, i_h, first, n_rows, o_d, D: tl.constexpr, R: tl.constexpr):
+    """Rows of one head as [64, width] in their own dtype, zero past n_rows and past D.
+
+    A thread gets R consecutive rows: written as [64/R, R, width], the compiler spreads threads over the columns and the groups and keeps the
+    R rows in registers (where it can), so that prefix sums and products over them need no exchange between threads.
+    """
+    o_r = R * tl.arange(0, 64 // R)[:, None] + tl.arange(0, R)[None, :]  # [64/R, R]
+    p_x = x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
+    p_x = p_x + ((o_r * strides[1])[:, :, None] + (o_d * strides[3])[None, None, :])
+    m_x = (o_r < n_rows)[:, :, None] & (o_d < D)[None, None, :]
+    return tl.reshape(tl.load(p_x, mask=m_x, other=0.0), (64, o_d.shape[0]))
+
+
+@triton.jit
+def store_rows(x, i_tile, b_x, o_d, D: tl.constexpr, R: tl.constexpr):
+    """Write [64, width] as columns o_d of tile i_tile of a [tiles, 64, D] scratch tensor, the way `load_rows` holds it.
+
+    Every row is written, padding too, so that a reader needs no row mask.
+    """
+    o_r = R * tl.arange(0, 64 // R)[:, None] + tl.arange(0, R)[None, :]
+    p_x = x + i_tile * (64 * D) + (o_r * D)[:, :, None] + o_d[None, None, :]
+    tl.store(p_x, tl.reshape(b_x, (64 // R, R, o_d.shape[0])).to(x.dtype.element_ty), mask=(o_d < D)[None, None, :])
+
+
+@triton.jit
+def load_column(x, strides, i_b, i_h, first, n_rows, o_r):
+    """One number per row of a [B, T, HV] tensor as [64] fp32, zero past n_rows."""
+    p_x = x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
+    return tl.load(p_x + o_r * strides[1], mask=o_r < n_rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def inverse_norm(b_x, L2NORM: tl.constexpr):
+    """1 / sqrt(sum of squares + 1e-6) of each row of [64, width], or ones; [64] fp32."""
+    if L2NORM:
+        b_x = b_x.to(tl.float32)
+        return tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-6)
+    else:
+        return tl.full((64,), 1.0, tl.float32)
+
+
+@triton.jit
+def store_tile(x, i_tile, b_x, o_r, o_d, D: tl.constexpr):
+    """The same for a tile that comes from a dot product."""
+    p_x = x + i_tile * (64 * D) + o_r[:, None] * D + o_d[None, :]
+    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_d < D)[None, :])
+
+
+@triton.jit
+def load_tile(x, i_tile, o_r, o_d, D: tl.constexpr):
+    """Columns o_d of tile i_tile of a [tiles, 64, D] scratch tensor as [64, width], zero past D."""
+    p_x = x + i_tile * (64 * D) + o_r[:, None] * D + o_d[None, :]
+    return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)

@@ -1,0 +1,135 @@
+"""Block sizes, warps and stages per kernel, architecture and width: a table, never a measurement at run time.
+
+``python -m kda_ops tune`` measures alternatives and writes the better ones to a JSON file (`cache_file`), which is read at the first call. Its
+entries count only for the device, the triton version and the kernel sources they were measured with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import triton
+
+from kda_ops.problem import SAFE_BOUND, Problem
+
+HOPPER = 9
+ASSUMED = HOPPER  # the architecture for tensors that are on no GPU: interpreter and offline compilation
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a kernel is cut: columns of K and of V per step, rows per thread (`tile.load_rows`), warps, pipeline stages, most registers per thread."""
+
+    block_k: int = 64
+    block_v: int = 64
+    group: int = 4
+    warps: int = 4
+    stages: int = 1
+    registers: int | None = None
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """The options that are not arguments of a kernel."""
+        return {"num_warps": self.warps} | registers(self)
+
+
+def width(columns: int, dtype: torch.dtype) -> int:
+    """The columns of a tile that holds `columns`: a power of two, and rows of 128 bytes at least.
+
+    Narrower rows take a narrower swizzle in shared memory, and for that ptxas (as of triton 3.6) forms wrong wgmma descriptors inside loops.
+    """
+    return max(128 // dtype.itemsize, 1 << (columns - 1).bit_length())
+
+
+def power(columns: int) -> int:
+    """The least power of two that holds `columns`, and no less than a tensor core takes."""
+    return max(16, 1 << (columns - 1).bit_length())
+
+
+def registers(options: Options) -> dict[str, int]:
+    """The launch option that caps registers, if there is a cap."""
+    return {} if options.registers is None else {"maxnreg": options.registers}
+
+
+def centred(p: Problem) -> bool:
+    """Whether halves of a chunk can share an anchor: the flags promise a bound, and the operands have the range of fp32."""
+    return p.q.dtype is torch.bfloat16 and p.gate_bound is not None and p.gate_bound >= SAFE_BOUND
+
+
+def architecture(device: torch.device) -> int:
+    """The major compute capability, which the table is keyed by."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else ASSUMED
+
+
+def row(kernel: str, p: Problem) -> str:
+    """The name of the table's row for a call: nothing in it depends on B, T, N, H or the values."""
+    mode = f".{'centred' if centred(p) else 'levels'}" if kernel == "prepare_kda" else ""
+    return f"{kernel}{mode}.sm{architecture(p.q.device)}0.{8 * p.q.dtype.itemsize}.K{width(p.K, p.q.dtype)}.V{min(width(p.V, p.q.dtype), 256)}"
+
+
+def choose(kernel: str, p: Problem) -> Options:
+    """The options for a call: from the tuned file if it has the row, else from the table."""
+    found = tuned().get(row(kernel, p))
+    return table(kernel, p) if found is None else found
+
+
+def table(kernel: str, p: Problem) -> Options:
+    """Measured on an H200 with triton 3.6 (NOTES.md); other architectures take what fits their shared memory."""
+    wide, hopper = p.q.dtype is torch.float32, architecture(p.q.device) == HOPPER
+    K, V = width(p.K, p.q.dtype), width(p.V, p.q.dtype)
+    if kernel == "prepare_kda":
+        if wide:
+            return Options(32, 32)
+        if centred(p) or K < 128:
+            return Options(64, 64)
+        return Options(128, 64, warps=8)
+    if kernel == "prepare_gdn":
+        return Options(registers=None if wide or K > 128 else 168)
+    if kernel in ("scan_tiles", "scan_rows"):
+        return Options(K, 32) if wide else Options(K, min(V, 64), stages=3 if hopper and K <= 128 else 1)
+    return Options(min(power(p.K), 64), min(power(p.V), 32 if wide else 64), stages=1 if wide else 2)
+
+
+def cache_file() -> Path:
+    """Where tuned options are kept: KDA_OPS_TUNING, or the user's cache directory."""
+    given = os.environ.get("KDA_OPS_TUNING")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kda_ops" / "tuning.json"
+
+
+@lru_cache(None)
+def fingerprint() -> str:
+    """What tuned options are valid for: this GPU, this triton and these kernels."""
+    sources = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()[:16]
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return f"{name}|triton {triton.__version__}|{sources}"
+
+
+@lru_cache(None)
+def tuned() -> dict[str, Options]:
+    """The tuned rows; none if there is no file, or none of its entries is for this machine. Unknown keys are ignored."""
+    try:
+        rows = json.loads(cache_file().read_text()).get(fingerprint(), {})
+        known = {f.name for f in fields(Options)}
+        return {name: Options(**{k: v for k, v in row.items() if k in known}) for name, row in rows.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def save(rows: dict[str, Options]) -> Path:
+    """Add rows to the cache file under this machine's fingerprint."""
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError):
+        kept = {}
+    kept[fingerprint()] = kept.get(fingerprint(), {}) | {name: asdict(options) for name, options in rows.items()}
+    path.write_text(json.dumps(kept, indent=1, sort_keys=True))
+    tuned.cache_clear()
+    return path

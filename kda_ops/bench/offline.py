@@ -1,0 +1,220 @@
+"""Compile the kernels without a GPU: the real launchers on meta tensors, with a driver that only names an architecture.
+
+``python -m kda_ops compile`` does it for the configuration of a layer, ``--all`` for the product of dtypes, widths, gates and modes. Each line is one
+compiled kernel with what decides its speed: registers, bytes of stack (spills), shared memory. A kernel beyond its budget is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kda_ops.problem import Problem
+
+SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
+# Bytes of stack per thread of the forward's kernels for a layer on sm_90, by kernel and gate, the worse of triton 3.6 and 3.7; not to be exceeded unnoticed.
+SPILLS = {
+    ("prepare_kda", "bound"): 480, ("prepare_kda", "softplus"): 1600, ("scan_tiles", "bound"): 0, ("scan_tiles", "softplus"): 0,
+    ("prepare_gdn", "bound"): 480, ("prepare_gdn", "softplus"): 480, ("scan_rows", "bound"): 128, ("scan_rows", "softplus"): 128,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel."""
+
+    label: str
+    gate: str
+    kernel: str
+    arch: int
+    warps: int
+    registers: int
+    stack: int
+    shared: int
+    seconds: float
+
+    def faults(self, strict: bool) -> list[str]:
+        """What is over budget: shared memory always, spills where a budget is set for this configuration."""
+        found = []
+        if self.shared > SHARED[self.arch]:
+            found.append(f"{self.shared} bytes of shared memory, the limit is {SHARED[self.arch]}")
+        budget = SPILLS.get((self.kernel, self.gate), 1 << 30)
+        if strict and self.stack > budget:
+            found.append(f"{self.stack} bytes of stack, the budget is {budget}")
+        return found
+
+    def __str__(self) -> str:
+        return (
+            f"{self.label:34} {self.kernel:20} sm_{self.arch:<3} {self.warps} warps {self.registers:3} registers "
+            f"{self.stack:5} B stack {self.shared:6} B shared {self.seconds:5.1f} s"
+        )
+
+
+def _driver(arch: int):
+    """A driver that knows an architecture and no device."""
+    from triton.backends.compiler import GPUTarget
+
+    class Offline:
+        def get_current_target(self):
+            return GPUTarget("cuda", arch, 32)
+
+        def get_current_device(self):
+            return arch  # compiled kernels are kept per device
+
+        def get_current_stream(self, device=0):
+            return 0
+
+        def get_device_capability(self, device=0):
+            return divmod(arch, 10)
+
+        def set_current_device(self, device):
+            pass
+
+        def get_active_torch_device(self):
+            return torch.device("cpu")
+
+        def map_python_to_cpp_type(self, name):
+            return name
+
+    return Offline()
+
+
+@contextmanager
+def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
+    """Within it, a launch compiles for `arch` and appends a `Row` with this label and gate instead of running.
+
+    For a process of its own: Triton keeps the driver.
+    """
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    from kda_ops.backends.triton import tuning
+
+    rows: list[Row] = []
+    run, assumed = JITFunction.run, tuning.ASSUMED
+
+    def compile_only(self, *args, grid, warmup, **options):
+        start = time.perf_counter()
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        registers, stack = _resources(kernel.asm["cubin"])
+        seconds = time.perf_counter() - start
+        rows.append(Row(*label, self.fn.__name__, arch, kernel.metadata.num_warps, registers, stack, kernel.metadata.shared, seconds))
+        return kernel
+
+    triton.runtime.driver.set_active(_driver(arch))
+    JITFunction.run, tuning.ASSUMED = compile_only, arch // 10
+    try:
+        yield rows
+    finally:
+        JITFunction.run, tuning.ASSUMED = run, assumed
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) per thread."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        said = subprocess.run([tool, "--dump-resource-usage", f.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", said).group(1)), int(re.search(r"STACK:(\d+)", said).group(1))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A forward call to compile: as a layer makes it unless said."""
+
+    rank: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    K: int = 128
+    V: int = 128
+    gate: str = "bound"
+    keep: bool = False
+    packed: bool = False
+
+    @property
+    def label(self) -> str:
+        """What the row is called."""
+        name = f"{'kda' if self.rank else 'gdn'} {str(self.dtype)[6:]} {self.K}x{self.V} {self.gate}"
+        return name + (" keep" if self.keep else "") + (" packed" if self.packed else "")
+
+    def problem(self) -> Problem:
+        """The call on meta tensors."""
+        B, T, H, HV = 1 if self.packed else 2, 4096, 16, 32
+
+        def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        D = (self.K,) if self.rank else ()
+        activated = self.gate in ("bound", "softplus")
+        flags = dict(use_qk_l2norm_in_kernel=activated, use_gate_in_kernel=activated, use_beta_sigmoid_in_kernel=activated, output_final_state=True)
+        g = empty(B, T, HV, *D) if activated else empty(B, T, HV, *D, dtype=torch.float32)
+        A_log, dt_bias = (empty(HV, dtype=torch.float32), empty(HV, *D, dtype=torch.float32)) if activated else (None, None)
+        return Problem.parse(
+            self.rank, empty(B, T, H, self.K), empty(B, T, H, self.K), empty(B, T, HV, self.V), g, empty(B, T, HV), A_log, dt_bias,
+            None, torch.empty(9, dtype=torch.int32, device="meta") if self.packed else None,
+            lower_bound=-5.0 if self.gate == "bound" else None, safe_gate=self.gate == "safe", **flags,
+        )  # fmt: skip
+
+    def compile(self) -> None:
+        """Launch prepare and scan as inference does, or as training does if `keep`."""
+        from kda_ops.backends import triton as kernels
+
+        p = self.problem()
+        tile = kernels.prepare(p, keep_A=self.keep)
+        kernels.scan(p, tile, None if self.keep else p.new_output(), None if self.keep else p.new_final_state(), self.keep)
+
+
+LAYER = tuple(Call(rank, gate=gate, keep=keep) for rank in (1, 0) for gate in ("bound", "softplus") for keep in (False, True))
+OTHERS = (Call(1, torch.float32, gate="softplus"), Call(0, torch.float32, gate="softplus"), Call(1, torch.float16, gate="plain"), Call(1, K=256, V=256))
+
+
+def everything() -> Iterator[Call]:
+    """Dtypes, widths, gates and modes."""
+    for rank, dtype, K, gate, keep in itertools.product(
+        (1, 0), (torch.bfloat16, torch.float16, torch.float32), (16, 60, 64, 128, 256), ("bound", "softplus", "plain", "safe"), (False, True)
+    ):
+        for V, packed in ((K, False), (128, True)):
+            yield Call(rank, dtype, K, V, gate, keep, packed)
+
+
+def compile_calls(calls, arch: int, show=None) -> list[Row]:
+    """The rows of some calls for one architecture."""
+    label = ["", ""]
+    with offline(arch, label) as rows:
+        for call in calls:
+            label[:], seen = (call.label, call.gate), len(rows)
+            call.compile()
+            if show is not None:
+                for row in rows[seen:]:
+                    show(row)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile, print, and count what is over budget."""
+    parser = argparse.ArgumentParser(prog="python -m kda_ops compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every dtype, width, gate and mode, not only those of a layer")
+    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(SHARED), default=[90], help="compute capabilities, times ten")
+    args = parser.parse_args(argv)
+    faults = 0
+    for arch in args.arch:
+        strict = set(c.label for c in LAYER) if arch == 90 else set()
+        calls = everything() if args.all else LAYER + OTHERS if arch == 90 else (LAYER[0], LAYER[-1])
+        for row in compile_calls(calls, arch, lambda row: print(row, flush=True)):
+            for fault in row.faults(row.label in strict):
+                faults += 1
+                print(f"OVER BUDGET: {row.label} {row.kernel} sm_{row.arch}: {fault}", file=sys.stderr)
+    return 1 if faults else 0

@@ -1,0 +1,152 @@
+"""The chunk kernels on a GPU: the definition, the laws that hold bit by bit, memory that must not be touched, and CUDA graphs."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from kda_ops import dispatch
+from kda_ops.backends.triton import tuning
+from kda_ops.problem import Problem
+from tests.support.calls import overload
+from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, replace
+from tests.support.closeness import assert_all_close, assert_identical, oracle
+
+CUDA = torch.device("cuda")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRITON = dispatch.load("triton")
+LAYER = Case(H=1, HV=2, K=128, V=128, T=200, dtype=torch.bfloat16, gate="bounded", beta="sigmoid", l2norm=True)
+
+
+def twin(case, draw=0):
+    """Forward of the twin, rounded as the kernels on a GPU round: to the dtype of the inputs."""
+    from kda_ops.backends.reference import Reference
+
+    p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
+    reference, o, final_state = Reference(p.state_dtype, p.q.dtype), p.new_output(), p.new_final_state()
+    reference.scan(p, reference.prepare(p), o, final_state, keep=False)
+    return {"o": o, "final_state": final_state} if case.final else {"o": o}
+
+
+def forward(case, inputs=None):
+    with torch.no_grad():
+        o, final_state = overload(case.variant, "chunk")(*(case.inputs(CUDA) if inputs is None else inputs).values(), **case.flags())
+    return {"o": o, "final_state": final_state} if final_state.dim() > 1 else {"o": o}
+
+
+def assert_forward(case):
+    got = forward(case)
+    assert_all_close(got, oracle(case, ()), lambda draw: twin(case, draw))
+    again = forward(case)
+    for name in got:
+        assert_identical(got[name], again[name], name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_every_gate(variant, gate, dtype):
+    assert_forward(replace(LAYER, variant=variant, gate=gate, dtype=dtype))
+
+
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("beta", ("none", "sigmoid", "neg_eigval"))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_every_inverse_survives_repeated_keys(variant, beta, keys):
+    assert_forward(replace(LAYER, variant=variant, beta=beta, keys=keys, gate="weak"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("K, V", ((1, 1), (16, 32), (60, 100), (64, 64), (130, 24), (256, 256)))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_any_width(variant, K, V, dtype):
+    assert_forward(replace(LAYER, variant=variant, K=K, V=V, dtype=dtype, gate="softplus", transposed=True))
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_packed_sequences_in_any_strides(variant, strides):
+    assert_forward(replace(LAYER, variant=variant, strides=strides, lengths=PACKED, tail=70, HV=4, H=2))
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
+    for gate in ("bounded", "softplus"):
+        case = replace(LAYER, variant=variant, gate=gate, lengths=(200, 70, 130), final=False)
+        inputs = case.inputs(CUDA)
+        alone = {n: x[:1] if n == "initial_state" else x[:, :150] if n in ("q", "k", "v", "g", "beta") else x for n, x in inputs.items() if x is not None}
+        alone = {n: alone.get(n) for n in inputs} | {"cu_seqlens": None}
+        assert_identical(forward(case, inputs)["o"][:, :150], forward(replace(case, lengths=None, T=150), alone)["o"], gate)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_nothing_outside_the_outputs_is_written_and_all_of_them_is(variant):
+    case = replace(LAYER, variant=variant, K=60, V=100, T=130)
+    p = Problem.parse(case.rank, *case.inputs(CUDA).values(), **case.flags())
+    guard = 4096
+    buffer = torch.full((2 * guard + p.new_output().numel(),), 7.0, dtype=p.v.dtype, device=CUDA)
+    o = buffer[guard:-guard].view(p.new_output().shape).fill_(float("nan"))
+    final_state = p.new_final_state().fill_(float("nan"))
+    torch.cuda.empty_cache()
+    TRITON.scan(p, TRITON.prepare(p), o, final_state, keep=False)
+    assert o.isfinite().all() and final_state.isfinite().all()
+    assert (buffer[:guard] == 7).all() and (buffer[-guard:] == 7).all()
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_a_graph_replays_with_other_inputs_and_other_sequences(variant):
+    case = replace(LAYER, variant=variant, lengths=(64, 100, 36), tail=10, strides="contiguous")
+    static = case.inputs(CUDA)
+    forward(case, static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = forward(case, static)
+    other = replace(case, lengths=(1, 150, 49), seed=9)
+    for x, y in zip(static.values(), other.inputs(CUDA).values()):
+        if x is not None and y is not None:
+            x.copy_(y)
+    graph.replay()
+    want = forward(case, static)
+    for name in got:
+        assert_identical(got[name], want[name], name)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_more_heads_than_a_grid_axis_holds(variant):
+    case = replace(LAYER, variant=variant, B=700, T=3, H=100, HV=100, K=16, V=8, state=False, final=False)
+    inputs = case.inputs(CUDA)
+    o = forward(case, inputs)["o"]
+    few = {n: x[690:] if n in ("q", "k", "v", "g", "beta") else x for n, x in inputs.items()}
+    assert_identical(o[690:], forward(replace(case, B=10), few)["o"])
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_sizes_do_not_recompile(variant):
+    from triton.runtime.jit import JITFunction
+
+    counted, run = [], JITFunction._do_compile
+
+    def count(self, *args, **kwargs):
+        counted.append(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    forward(replace(LAYER, variant=variant, B=2, T=96))
+    JITFunction._do_compile = count
+    try:
+        for B, T, scale in ((2, 96, 0.1), (3, 200, 0.2), (5, 131, 0.3)):
+            forward(replace(LAYER, variant=variant, B=B, T=T, scale=scale))
+    finally:
+        JITFunction._do_compile = run
+    assert not counted
+
+
+def test_the_table_is_what_runs_without_a_tuned_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("KDA_OPS_TUNING", str(tmp_path / "none.json"))
+    tuning.tuned.cache_clear()
+    p = Problem.parse(1, *LAYER.inputs(CUDA).values(), **LAYER.flags())
+    assert tuning.choose("prepare_kda", p) == tuning.table("prepare_kda", p)
+    tuning.save({tuning.row("prepare_kda", p): tuning.Options(warps=8)})
+    assert tuning.choose("prepare_kda", p) == tuning.Options(warps=8)
+    tuning.tuned.cache_clear()

@@ -1,0 +1,106 @@
+"""The chunk kernels under the Triton interpreter: any legal forward call against the definition in float64, and the laws that hold bit by bit."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
+    pytest.skip("needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True)
+
+from kda_ops import dispatch
+from kda_ops.backends import activations
+from kda_ops.problem import Problem
+from tests.support.calls import forward
+from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, cases, replace
+from tests.support.closeness import assert_all_close, assert_identical, oracle, twin
+
+TRITON = dispatch.load("triton")
+SMALL = Case(H=1, HV=1, K=16, V=16, T=65)
+
+
+def assert_forward(case):
+    got = forward(case)
+    assert_all_close(got, oracle(case, ()), lambda draw: twin(case, "chunk", (), draw))
+    return got
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@given(case=cases())
+def test_any_call_meets_the_definition(case):
+    assert_forward(case)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_every_gate(variant, gate, dtype):
+    assert_forward(replace(SMALL, variant=variant, gate=gate, dtype=dtype, beta="sigmoid", l2norm=True))
+
+
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("beta", ("none", "neg_eigval"))
+def test_every_inverse_survives_repeated_keys(beta, keys):
+    assert_forward(replace(SMALL, gate="zero", keys=keys, beta=beta, l2norm=True))
+    assert_forward(replace(SMALL, variant="gdn", dtype=torch.float16, gate="weak", keys=keys, beta="sigmoid", l2norm=True))
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_packed_sequences_and_the_tail(variant):
+    assert_forward(replace(SMALL, variant=variant, lengths=PACKED, tail=70, HV=2, transposed=True))
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+def test_any_strides(strides):
+    assert_forward(replace(SMALL, strides=strides, H=2, HV=4, K=20, V=33, gate="softplus"))
+    assert_forward(replace(SMALL, strides=strides, H=2, HV=4, K=20, V=33, gate="bounded", variant="gdn", B=2, T=37))
+
+
+@pytest.mark.parametrize("empty", (dict(T=0), dict(B=0), dict(H=0, HV=0), dict(V=0), dict(lengths=()), dict(lengths=(), tail=5), dict(lengths=(0, 0))), ids=str)
+def test_empty_calls(empty):
+    for variant in ("kda", "gdn"):
+        got = forward(replace(SMALL, variant=variant, **empty))
+        for name, x in oracle(replace(SMALL, variant=variant, **empty), ()).items():
+            torch.testing.assert_close(got[name].double(), x.double(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("K, V", ((1, 1), (5, 70), (130, 16), (256, 8)))
+def test_any_width(K, V):
+    for variant in ("kda", "gdn"):
+        assert_forward(replace(SMALL, variant=variant, K=K, V=V, l2norm=True, gate="bounded", T=37))
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
+    case = replace(SMALL, variant=variant, gate="softplus", dtype=torch.float16, beta="sigmoid", l2norm=True, lengths=(100, 30), final=False)
+    inputs = case.inputs()
+    other = {n: x if x is None or n in ("A_log", "dt_bias", "initial_state", "cu_seqlens") else x.clone() for n, x in inputs.items()}
+    for n in ("q", "k", "v", "g", "beta"):
+        other[n][:, 80:] = other[n][:, 80:].flip(1) * 0.5
+    assert_identical(forward(case, inputs=inputs)["o"][:, :80], forward(case, inputs=other)["o"][:, :80])
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_a_kept_A_gives_the_same_bits(variant):
+    case = replace(SMALL, variant=variant, dtype=torch.float16, beta="sigmoid", l2norm=True)
+    p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
+    made = TRITON.prepare(p)
+    again = TRITON.prepare(p, made.A)
+    for name, x in vars(made).items():
+        if x is not None:
+            assert_identical(getattr(again, name), x, name)
+
+
+@pytest.mark.parametrize("lower_bound", (None, -5.0))
+@pytest.mark.parametrize("rank", (0, 1))
+def test_gate_alone(rank, lower_bound):
+    gen = torch.Generator().manual_seed(rank)
+    shape = (2, 37, 3, 20) if rank else (2, 37, 3)
+    g, dy = 4 * torch.randn(shape, generator=gen), torch.randn(shape, generator=gen)
+    A_log, dt_bias = torch.randn(3, generator=gen), torch.randn(shape[2:], generator=gen)
+    wide = [x.double() for x in (g, A_log, dt_bias)]
+    torch.testing.assert_close(TRITON.gate(g, A_log, dt_bias, lower_bound, rank).double(), activations.gate(*wide, lower_bound, rank), rtol=1e-5, atol=1e-5)
+    got, want = TRITON.gate_backward(dy, g, A_log, dt_bias, lower_bound, rank), activations.gate_backward(dy.double(), *wide, lower_bound, rank)
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
