@@ -1,0 +1,54 @@
+"""The backward kernels on a GPU: every width and dtype that is shipped, stage by stage, against float64; and twice the same bits."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from kda_ops import dispatch
+from tests.support.cases import Case
+from tests.support.closeness import assert_identical
+from tests.support.stage import Stages, assert_stage
+
+CUDA = torch.device("cuda")
+TRITON = dispatch.load("triton")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def poisoned_scratch():
+    """Fill what torch.empty gives with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
+@pytest.mark.parametrize("K, V", ((128, 128), (64, 64), (256, 256), (100, 200), (16, 512), (7, 1)))
+def test_every_width_meets_its_budget(variant, dtype, K, V):
+    stages = Stages.build(Case(variant=variant, dtype=dtype, K=K, V=V, T=130, HV=1, gate="softplus", l2norm=True, keys="correlated"))
+    for stage in ("reverse_scan", "gradient"):
+        assert_stage(stage, stages, TRITON, CUDA)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("gate", ("weak", "strong", "zero", "reset", "forget", "bounded", "none"))
+@pytest.mark.parametrize("keys", ("random", "repeated"))
+def test_every_gate_meets_its_budget(variant, gate, keys):
+    case = Case(variant=variant, dtype=BF16, K=128, V=128, H=2, HV=4, lengths=(0, 65, 1, 128, 37), tail=70, gate=gate, keys=keys, safe_gate=gate in ("weak", "strong", "zero", "none"))
+    stages = Stages.build(case)
+    for stage in ("reverse_scan", "gradient"):
+        assert_stage(stage, stages, TRITON, CUDA)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("gate", ("bounded", "softplus"))
+def test_two_runs_give_the_same_bits(variant, gate):
+    """Also what a cast, transposed product as an operand would break: it is wrong in some runs of some widths."""
+    stages = Stages.build(Case(variant=variant, dtype=BF16, K=128, V=128, T=257, H=2, HV=4, gate=gate, l2norm=True, beta="sigmoid"))
+    for stage in ("reverse_scan", "gradient"):
+        first, second = stages.run(stage, TRITON, CUDA), stages.run(stage, TRITON, CUDA)
+        for name in first:
+            assert_identical(first[name], second[name], name)

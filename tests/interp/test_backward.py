@@ -1,0 +1,106 @@
+"""The backward kernels under the Triton interpreter: each stage against its twin and the definition in float64, and the whole backward by the operator."""
+
+import importlib
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
+    pytest.skip("needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True)
+
+from kda_ops import dispatch
+from kda_ops.backends.triton import tuning
+from kda_ops.stages import GRADIENTS
+from tests.support.calls import run
+from tests.support.cases import Case
+from tests.support.closeness import assert_identical, assert_meets_budget
+from tests.support.stage import Stages, assert_stage
+
+TRITON = dispatch.load("triton")
+HALF = torch.float16
+
+CASES = [
+    Case(T=64, state=False),
+    Case(gate="reset", lengths=(0, 65, 1, 37), tail=3, dtype=HALF, K=24, V=40, H=1, HV=2, l2norm=True),
+    Case(gate="softplus", B=2, T=70, K=33, V=7, strides="fused", transposed=True, H=2, HV=2, keys="repeated", beta="none", l2norm=True),
+    Case(gate="bounded", dtype=HALF, strides="expanded", l2norm=True, keys="correlated", seed=1, narrow=True),
+    Case(gate="forget", K=70, V=1, H=1, HV=1),
+    Case(gate="none", final=False),
+    Case(gate="strong", K=96, V=70, l2norm=True, HV=1, keys="correlated", dtype=HALF),
+    Case(gate="zero", T=1, scale=0.3),
+]
+CASES += [Case(**{f: getattr(c, f) for f in c.__dataclass_fields__} | {"variant": "gdn"}) for c in CASES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("stage", ("reverse_scan", "gradient"))
+def test_a_stage_meets_its_budget(stage, case):
+    assert_stage(stage, Stages.build(case), TRITON)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("do, dfinal", ((False, True), (True, False), (False, False)))
+def test_a_gradient_that_is_absent_is_zero(variant, do, dfinal):
+    stages = Stages.build(Case(variant=variant, dtype=HALF), do, dfinal)
+    for stage in ("reverse_scan", "gradient"):
+        assert_stage(stage, stages, TRITON)
+
+
+@pytest.mark.parametrize("case", [Case(gate="strong", safe_gate=True, T=130, K=24, V=40), Case(gate="bounded", l2norm=True, beta="none"), Case(gate="none")], ids=str)
+def test_a_promised_bound_changes_nothing_beyond_rounding(case, monkeypatch):
+    full = Stages.build(case).run("gradient", TRITON)
+    monkeypatch.setattr(tuning, "centred", lambda p: True)
+    for name, x in Stages.build(case).run("gradient", TRITON).items():
+        torch.testing.assert_close(x, full[name], rtol=0, atol=1e-5 * full[name].abs().max().item())
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("need", ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"))
+def test_a_gradient_does_not_depend_on_which_others_are_needed(variant, need):
+    stages = Stages.build(Case(variant=variant, T=37, gate="softplus", dtype=HALF, l2norm=True))
+    alone, full = stages.run("gradient", TRITON, need=frozenset((need,))), stages.run("gradient", TRITON)
+    assert alone.keys() == {"d" + need}
+    assert_identical(alone["d" + need], full["d" + need], need)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_a_gradient_of_any_stride_gives_the_same_bits(variant):
+    case = Case(variant=variant, dtype=HALF, T=70)
+    inputs = case.inputs()
+    do = torch.full((), 0.5, dtype=HALF).expand(1, 70, case.HV, case.V)
+    dfinal = case.cotangents()[1]
+    a, b = run(case, inputs=inputs, cotangents=(do, dfinal)), run(case, inputs=inputs, cotangents=(do.contiguous(), dfinal.mT.contiguous().mT))
+    for name in a:
+        assert_identical(a[name], b[name], name)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_tokens_of_no_sequence_have_zero_gradient(variant):
+    case = Case(variant=variant, lengths=(3, 0, 64), tail=70, gate="bounded", beta="sigmoid", l2norm=True)
+    got = run(case)
+    for name in ("q", "k", "v", "g", "beta"):
+        assert (got["d" + name][:, 67:] == 0).all(), name
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("sizes", (dict(B=0), dict(T=0), dict(H=0, HV=0), dict(V=0), dict(lengths=()), dict(lengths=(), tail=5), dict(lengths=(0, 0))), ids=str)
+def test_nothing_to_do_gives_zero_gradients(variant, sizes):
+    got = run(Case(variant=variant, gate="softplus", **sizes))
+    for name, x in got.items():
+        assert name in ("o", "final_state", "dinitial_state") or (x == 0).all(), name
+
+
+@pytest.mark.parametrize("case", [
+    Case(gate="bounded", dtype=HALF, l2norm=True, beta="sigmoid", keys="correlated", lengths=(0, 65, 1, 37), tail=3, H=1, HV=2, transposed=True),
+    Case(gate="softplus", l2norm=True, beta="neg_eigval", keys="repeated", H=2, HV=2, strides="fused", disable_recompute=True),
+    Case(variant="gdn", gate="bounded", dtype=HALF, l2norm=True, beta="sigmoid", keys="correlated", lengths=(0, 65, 1, 37), tail=3, H=1, HV=2),
+    Case(variant="gdn", gate="reset", beta="none", K=24, V=40, strides="expanded"),
+], ids=str)  # fmt: skip
+def test_the_whole_backward_meets_its_budget(case):
+    assert_meets_budget(case)
+
+
+def test_every_gradient_is_asked_of_the_kernels():
+    assert set(GRADIENTS) == {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"}
+    assert importlib.import_module("kda_ops.backends.triton.gradient").tables(torch.device("cpu"))[1].sum() == -(64 * 63 + 64 * 15)
