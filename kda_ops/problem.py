@@ -262,7 +262,7 @@ class Problem:
 
     def new_output(self) -> Tensor:
         """o [B, T, HV, V] in v's dtype, contiguous whatever the strides of v."""
-        return self.v.new_empty((self.B, self.T, self.HV, self.V))
+        return torch.empty_like(self.v, memory_format=torch.contiguous_format)
 
     def new_final_state(self) -> Tensor:
         """[N, HV, K, V] or [N, HV, V, K] in `state_dtype`; an empty float32 tensor when it was not asked for."""
