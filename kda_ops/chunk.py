@@ -42,7 +42,7 @@ def infer(p: Problem) -> tuple[Tensor, Tensor]:
     o, final_state = p.new_output(), p.new_final_state()
     if p.HV:
         b = dispatch.backend(p.q.device)
-        b.scan(p, b.prepare(p), o, final_state, keep=False)
+        b.scan(p, b.prepare(p, keep_A=False), o, final_state, keep=False)
     return o, final_state
 
 
@@ -51,7 +51,7 @@ def prefill(p: Problem) -> Tensor:
     o = p.new_output()
     if p.HV:
         b = dispatch.backend(p.q.device)
-        b.scan(p, b.prepare(p), o, p.state, keep=False)
+        b.scan(p, b.prepare(p, keep_A=False), o, p.state, keep=False)
     return o
 
 
@@ -71,6 +71,7 @@ def backward(p: Problem, kept: list[Tensor], do: Tensor | None, dfinal_state: Te
     """Gradients of the inputs named in `need`, from the gradients of o and of the final state (None: zero)."""
     if not p.HV:
         return Gradients(**{n: torch.zeros_like(x) for n, x in zip(GRADIENTS, p.differentiable()) if n in need and x is not None})
+    p.scratch = {}
     b, names = dispatch.backend(p.q.device), kept_names(p)
     have = {n: x for n, x in zip(KEPT, kept) if n in names}
     if p.disable_recompute:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -75,13 +75,14 @@ class Problem:
 
     Sizes: B batch, T tokens, N sequences, H query/key heads, HV value heads (a multiple of H), K and V widths, slots of a pool.
     `rank` is the rank of the decay per token and value head: 1 for KDA (a K-vector), 0 for GDN (one number).
-    `state_dtype` is the dtype of states and of all sums: float32, or float64 when q is.
+    `state_dtype` is the dtype of states and of all sums: float32, or float64 when q is. `scratch` is None, or a dictionary in which the stages of
+    one backward keep what more than one of them computes from the inputs.
     """
 
     __slots__ = (
         "rank", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "state", "cu_seqlens", "state_indices", "num_accepted_tokens", "snapshot_indices",
         "B", "T", "N", "H", "HV", "K", "V", "scale", "l2norm", "activate_gate", "lower_bound", "safe_gate", "sigmoid_beta", "neg_eigval",
-        "transposed", "disable_recompute", "output_final_state", "snapshot_every", "state_dtype",
+        "transposed", "disable_recompute", "output_final_state", "snapshot_every", "state_dtype", "scratch",
     )  # fmt: skip
 
     def __init__(
@@ -175,6 +176,7 @@ class Problem:
         self.num_accepted_tokens: Tensor | None = None
         self.snapshot_indices: Tensor | None = None
         self.snapshot_every = 1
+        self.scratch: dict[str, Any] | None = None
 
     @classmethod
     def parse(cls, rank, q, k, v, g, beta, A_log=None, dt_bias=None, initial_state=None, cu_seqlens=None, **flags) -> Problem:

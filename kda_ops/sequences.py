@@ -60,6 +60,11 @@ class Chunks:
             out.append((live, first[live] + c))
         return out
 
+    def new(self, like: Tensor, *rest: int) -> Tensor:
+        """A tensor [NT, HV, *rest] to fill chunk by chunk: zero where packed sequences leave numbers that no chunk has."""
+        make = like.new_empty if sum(self.count) == self.NT else like.new_zeros
+        return make((self.NT, like.shape[1], *rest))
+
     def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T, X, ...] per token to [NT, X, C, ...] per chunk, zero where a chunk has no token; contiguous, in `dtype`."""
         flat = x.reshape(self.B * self.T, *x.shape[2:])

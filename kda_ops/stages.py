@@ -21,10 +21,10 @@ from kda_ops.problem import Problem
 class Tile:
     """What a chunk needs besides the state entering it; `prepare` makes it, each tensor ``[NT, HV, C, .]``.
 
-    A backend whose scan forms some of these from q, k, v, g and beta in registers leaves them None; A is always there.
+    A backend whose scan forms some of these from q, k, v, g and beta in registers leaves them None; A is there where a backward may follow.
     """
 
-    A: Tensor  # [.., C, C]  (I + L)^-1, unit lower triangular
+    A: Tensor | None  # [.., C, C]  (I + L)^-1, unit lower triangular
     P: Tensor | None = None  # [.., C, C]  scale q_i·k_j decayed from j to i, j <= i
     w: Tensor | None = None  # [.., C, K]  A (beta k exp G)
     u: Tensor | None = None  # [.., C, V]  A (beta v)
@@ -71,8 +71,10 @@ KEPT = tuple(f.name for f in fields(Tile)) + tuple(f.name for f in fields(Trace)
 class Backend(Protocol):
     """A set of stage functions. Their equations are in MATHS.md under the same names."""
 
-    def prepare(self, p: Problem, A: Tensor | None = None) -> Tile:
-        """Everything about the chunks that does not depend on the state; a kept A spares the inverse."""
+    def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
+        """Everything about the chunks that does not depend on the state; a kept A spares the inverse. Without `keep_A` nobody but the
+        scan of this backend reads the tile, and A may be left out.
+        """
 
     def scan(self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:
         """Carry the state through the chunks of each sequence::

@@ -6,7 +6,8 @@ operand. Formulas: MATHS.md; contracts: `kda_ops.stages`; each stage is tested a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ FORGET = -1e4  # exp of it is 0 in every dtype; keeps -inf out of differences
 SMALLEST = -87.0  # exp of it is still a normal float32
 SLAB = 1 << 18  # elements of one operand worked on at a time: 1 MB in float32
 _EYE = torch.eye(CHUNK)
+
+
+def _once(p: Problem, name: str, make: Callable[[], Any]) -> Any:
+    """make(), kept in the call's scratch if it has one."""
+    if p.scratch is None:
+        return make()
+    if name not in p.scratch:
+        p.scratch[name] = make()
+    return p.scratch[name]
 
 
 def _exp(x: Tensor) -> Tensor:
@@ -138,9 +148,9 @@ def _scores_backward(c: _Slab, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, 
     return rows_q, rows_k, columns
 
 
-def prepare(p: Problem, A: Tensor | None = None) -> Tile:
+def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
     """Everything about the chunks that does not depend on the state."""
-    chunked, eye = _Chunked(p), _EYE.to(p.state_dtype)
+    chunked, eye = _once(p, "chunked", lambda: _Chunked(p)), _EYE.to(p.state_dtype)
     q, _, v, _, G = chunked.tensors
     shape = q.shape[:2]
     square = (*shape, CHUNK, CHUNK)
@@ -170,7 +180,7 @@ class _Running:
 
     def __init__(self, p: Problem, initial: Tensor | None, slots: Tensor | None):
         self.chunks, self.HV = Chunks(p), p.HV
-        self.order, self.steps = self.chunks.order, self.chunks.steps()
+        self.order = self.chunks.order
         if initial is None:
             self.S = torch.zeros((p.N, p.HV, p.K, p.V), dtype=p.state_dtype)
         else:
@@ -179,19 +189,24 @@ class _Running:
             if slots is not None:
                 self.S[slots[self.order] < 0] = 0.0
 
-    def at(self, x: Tensor, chunk: Tensor) -> Tensor:
-        """The rows of these chunks as one batch [n * HV, ., .]; a view when they lie together."""
-        n, first = len(chunk), int(chunk[0])
-        rows = x[first : first + n] if n == 1 else x.index_select(0, chunk)
-        return rows.flatten(0, 1)
+    @staticmethod
+    def at(x: Tensor, chunk: Tensor | slice) -> Tensor:
+        """The rows of these chunks as one batch [n * HV, ., .]; a view of a single chunk."""
+        return (x[chunk] if isinstance(chunk, slice) else x.index_select(0, chunk)).flatten(0, 1)
+
+    @property
+    def steps(self) -> list[tuple[Tensor, Tensor | slice]]:
+        """`Chunks.steps`, a single chunk as a slice."""
+        return [(live, slice(int(chunk), int(chunk) + 1) if len(chunk) == 1 else chunk) for live, chunk in self.chunks.steps()]
 
 
 def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:
     """v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new."""
     slots = p.state_indices
     run = _Running(p, p.state, slots)
-    states = tile.u.new_zeros((run.chunks.NT, p.HV, p.K, p.V)) if keep else None
-    v_all, out = torch.zeros_like(tile.u) if keep else None, None if o is None else torch.zeros_like(tile.u)
+    new = run.chunks.new
+    states = new(tile.u, p.K, p.V) if keep else None
+    v_all, out = new(tile.u, CHUNK, p.V) if keep else None, None if o is None else new(tile.u, CHUNK, p.V)
     for step, (live, chunk) in enumerate(run.steps):
         S = run.S[: len(live)].flatten(0, 1)
         if keep:
@@ -234,8 +249,7 @@ def _silence(run: _Running, slots: Tensor, out: Tensor) -> None:
 def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
     """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""
     run = _Running(p, dfinal_state, None)
-    dstates, z = tile.u.new_zeros((run.chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u)
-    d_o = torch.zeros_like(tile.u) if do is None else run.chunks.split(do, p.state_dtype)
+    dstates, z, d_o = run.chunks.new(tile.u, p.K, p.V), run.chunks.new(tile.u, CHUNK, p.V), _split_do(p, run.chunks, do)
     for live, chunk in reversed(run.steps):
         dS = run.S[: len(live)].flatten(0, 1)
         dstates[chunk] = run.S[: len(live)]
@@ -247,13 +261,18 @@ def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor
     return Reverse(dstates, z, dinitial)
 
 
+def _split_do(p: Problem, chunks: Chunks, do: Tensor | None) -> Tensor:
+    """The gradient of o per chunk, [NT, HV, C, V]."""
+    return _once(p, "do", lambda: chunks.split(p.v.new_zeros(()).expand(p.B, p.T, p.HV, p.V) if do is None else do, p.state_dtype))
+
+
 def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
     """Every input's gradient from what the two scans left."""
-    chunked = _Chunked(p)
+    chunked: _Chunked = _once(p, "chunked", lambda: _Chunked(p))
     join, x = chunked.chunks.join, chunked.x
     q, k, v, beta, G = chunked.tensors
     dq, dk, dv, dbeta, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(beta), torch.empty_like(G, dtype=q.dtype)
-    d_o = torch.zeros_like(v) if do is None else chunked.chunks.split(do, p.state_dtype)
+    d_o = _split_do(p, chunked.chunks, do)
     for s, c in chunked.slabs():
         dq[s], dk[s], dv[s], dg[s], dbeta[s] = _gradient(c, trace.states[s], trace.v_new[s], d_o[s], reverse.dstates[s], reverse.z[s])
 
