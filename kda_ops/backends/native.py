@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from kda_ops.backends.activations import Activated, gate, gate_backward  # noqa: F401  (stages of this backend)
-from kda_ops.backends.reference import suffix
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
 from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace
 
-FORGET = -1e4  # exp of it is 0 in every dtype; keeps -inf out of differences
 SMALLEST = -87.0  # exp of it is still a normal float32
 SLAB = 1 << 18  # elements of one operand worked on at a time: 1 MB in float32
 _EYE = torch.eye(CHUNK)
+_ABOVE = torch.full((CHUNK, CHUNK), -torch.inf).triu_(1)
 
 
 def _once(p: Problem, name: str, make: Callable[[], Any]) -> Any:
@@ -35,20 +34,18 @@ def _once(p: Problem, name: str, make: Callable[[], Any]) -> Any:
 
 def _exp(x: Tensor) -> Tensor:
     """exp(x) in place for x <= 0, with 0 for what float32 holds as a denormal number: those cost a CPU a hundred times the time."""
-    return x.masked_fill_(x < SMALLEST, -torch.inf).exp_()
+    return torch.threshold_(x, SMALLEST, -torch.inf).exp_()
 
 
 class _Chunked:
-    """The activated inputs per chunk: q (scaled), k, v, beta [NT, HV, C, .], and G float64 [NT, HV, C, D], the sum of g up to each row."""
+    """The activated inputs per chunk: q (scaled), k, v, beta [NT, HV, C, .], and g [NT, HV, C, D]."""
 
     def __init__(self, p: Problem):
         self.x, self.chunks, dtype = Activated(p, p.state_dtype), Chunks(p), p.state_dtype
         split = self.chunks.split
-        q, k, v, beta = (split(t, dtype) for t in (self.x.q, self.x.k, self.x.v, self.x.beta[..., None]))
+        q, k, v, beta, g = (split(t, dtype) for t in (self.x.q, self.x.k, self.x.v, self.x.beta[..., None], self.x.g))
         if p.HV > p.H:
             q, k = (t.repeat_interleave(p.HV // p.H, 1) for t in (q, k))
-        # Float64 makes differences of prefix sums exact enough for float32; the clamp makes -inf a number they can hold.
-        g = split(self.x.g, torch.float64).clamp(min=FORGET)
         self.tensors = (q * p.scale, k, v, beta, g)
 
     def slabs(self) -> Iterator[tuple[slice, _Slab]]:
@@ -61,47 +58,48 @@ class _Chunked:
 
 
 class _Slab:
-    """Some chunks: q (scaled), k, v, beta, G, and their decays exp(G) and exp(G_n - G), [.., C, D], and gamma = exp(G_n)."""
+    """Some chunks: q (scaled), k, v, beta, their decays exp(G) and exp(G_n - G), [.., C, D], and gamma = exp(G_n).
+
+    Decays are formed by sums of g alone, never by differences, so any gate is exact, -inf included. `levels` holds the sums that pairs of rows
+    are made of: at the level of a half of 1, 2, 4 .. C / 2 rows, ``[.., C / (2 half), 2, half, D]``, with a the end of the earlier half of a block of
+    2 half rows, sum (j, a] for the earlier rows j and sum (a, i] for the later rows i. No row after i is read.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor):
-        self.q, self.k, self.v, self.beta, self.g, self.G = q, k, v, beta, g, g.cumsum(-2)
-        last = self.G[..., -1:, :]
-        self.exact = k.dtype is torch.float64  # where differences of float64 sums are not exact enough, sum what lies between
-        self.decay, self.tail = _exp(self.G.to(k.dtype, copy=True)), _exp((suffix(g) if self.exact else last - self.G).to(k.dtype))
+        self.q, self.k, self.v, self.beta, self.rank = q, k, v, beta, int(g.shape[-1] > 1)
+        upto, after = g.clone(), torch.zeros_like(g)  # inside blocks of `half` rows: the sum up to each row, and the sum of the rows after it
+        self.levels, half = [], 1
+        while half < CHUNK:
+            halves_upto, halves_after = upto.unflatten(-2, (-1, 2, half)), after.unflatten(-2, (-1, 2, half))
+            self.levels.append(torch.stack([halves_after[..., 0, :, :], halves_upto[..., 1, :, :]], -3))
+            halves_after[..., 0, :, :] += halves_upto[..., 1, -1:, :]
+            halves_upto[..., 1, :, :] += halves_upto[..., 0, -1:, :]
+            half *= 2
+        self.decay, self.tail = _exp(upto), _exp(after)
         self.gamma = self.decay[..., -1, :]
 
 
 def _pair_decay(c: _Slab) -> Tensor:
-    """E_ij = exp(G_i - G_j) for i >= j, else 0: [.., C, 1] -> [.., C, C]."""
-    if c.exact:
-        between = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril_(-1)
-        return torch.where(between, c.g, 0.0).cumsum(-2).exp_().tril_()
-    G, dtype = c.G, c.k.dtype
-    upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu_(1)
-    return _exp((G - G.mT).to(dtype).masked_fill_(upper, -torch.inf))
+    """E_ij = exp(sum of g over (j, i]) for i >= j, else 0, for a decay of rank 0: [.., C, C]."""
+    between = torch.diag_embed(c.k.new_zeros(c.k.shape[:-1])).add_(_ABOVE.to(c.k.dtype))
+    for sums in c.levels:
+        half = sums.shape[-2]
+        _diagonal_blocks(between, 2 * half)[..., half:, :half] = sums[..., 1, :, :] + sums[..., 0, :, :].mT
+    return _exp(between)
 
 
-def _levels(c: _Slab) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _factors(c: _Slab) -> Iterator[tuple[int, Tensor, Tensor]]:
     """For each level of the chunk: the size m of the diagonal blocks that hold its pairs, their mask [m, m], and the factor f [.., C, K].
 
-    A pair (j, i) belongs to the level where i is in the later and j in the earlier half of one block of 2 half rows; with a the end of the
-    earlier half, E_ij = f_i f_j, f = exp(-|G - G_a|) <= 1. No row after i is read.
+    A pair (j, i) belongs to the level where i is in the later and j in the earlier half of one block: E_ij = f_i f_j, both at most 1.
     """
-    half = CHUNK // 2
-    while half:
+    for sums in c.levels:
+        half = sums.shape[-2]
         m = max(2 * half, 8)
         row = torch.arange(m)
         later = (row // half) % 2 == 1
         mask = (row[:, None] // (2 * half) == row[None, :] // (2 * half)) & later[:, None] & ~later[None, :]
-        if c.exact:
-            early, late = c.g.unflatten(-2, (-1, 2, half)).unbind(-3)
-            f = torch.stack([suffix(early), late.cumsum(-2)], -3).exp_()
-        else:
-            blocks = c.G.unflatten(-2, (-1, 2, half))
-            sign = torch.tensor([-1.0, 1.0], dtype=torch.float64)[:, None, None]
-            f = _exp((blocks - blocks[..., :1, -1:, :]).mul_(sign).to(c.k.dtype))
-        yield m, mask, f.flatten(-4, -2)
-        half //= 2
+        yield m, mask, _exp(sums).flatten(-4, -2)
 
 
 def _blocks(x: Tensor, m: int) -> Tensor:
@@ -116,12 +114,12 @@ def _diagonal_blocks(x: Tensor, m: int) -> Tensor:
 
 def _scores(c: _Slab) -> tuple[Tensor, Tensor]:
     """sum_d q_id k_jd E_ijd for j <= i, and sum_d k_id k_jd E_ijd for j < i."""
-    q, k, G = c.q, c.k, c.G
-    if G.shape[-1] == 1:
+    q, k = c.q, c.k
+    if not c.rank:
         E = _pair_decay(c)
         return (q @ k.mT).mul_(E), (k @ k.mT).mul_(E).tril_(-1)
     qk, kk = torch.diag_embed((q * k).sum(-1)), k.new_zeros((*k.shape[:-1], CHUNK))
-    for m, mask, f in _levels(c):
+    for m, mask, f in _factors(c):
         kf = _blocks(k * f, m)
         both = torch.cat([_blocks(q * f, m), kf], 1) @ kf.mT
         shape = (*k.shape[:2], -1, m, m)
@@ -132,13 +130,13 @@ def _scores(c: _Slab) -> tuple[Tensor, Tensor]:
 
 def _scores_backward(c: _Slab, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """sum_j dP_ij k_j E_ij and sum_j dL_ij k_j E_ij for the rows, sum_i (dP_ij q_i + dL_ij beta_i k_i) E_ij for the columns; only j < i."""
-    q, k, G = c.q, c.k, c.G
-    if G.shape[-1] == 1:
+    q, k = c.q, c.k
+    if not c.rank:
         E = _pair_decay(c)
         dP, dL = dP * E, dL * E
         return dP @ k, dL @ k, (dP.mT @ q).add_(dL.mT @ (c.beta * k))
     rows_q, rows_k, columns = torch.zeros_like(k), torch.zeros_like(k), torch.zeros_like(k)
-    for m, mask, f in _levels(c):
+    for m, mask, f in _factors(c):
         kf, qf = k * f, q * f
         d = torch.cat([_diagonal_blocks(dP, m), _diagonal_blocks(dL, m)], -2).where(mask.repeat(2, 1), 0.0).reshape(-1, 2 * m, m)
         rows = d @ _blocks(kf, m)
@@ -151,7 +149,7 @@ def _scores_backward(c: _Slab, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, 
 def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
     """Everything about the chunks that does not depend on the state."""
     chunked, eye = _once(p, "chunked", lambda: _Chunked(p)), _EYE.to(p.state_dtype)
-    q, _, v, _, G = chunked.tensors
+    q, _, v, _, g = chunked.tensors
     shape = q.shape[:2]
     square = (*shape, CHUNK, CHUNK)
     tile = Tile(
@@ -161,7 +159,7 @@ def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
         u=torch.empty_like(v),
         qg=torch.empty_like(q),
         kg=torch.empty_like(q),
-        gamma=q.new_empty((*shape, G.shape[-1])),
+        gamma=q.new_empty((*shape, g.shape[-1])),
     )
     for s, c in chunked.slabs():
         tile.P[s], kk = _scores(c)
@@ -270,8 +268,8 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     """Every input's gradient from what the two scans left."""
     chunked: _Chunked = _once(p, "chunked", lambda: _Chunked(p))
     join, x = chunked.chunks.join, chunked.x
-    q, k, v, beta, G = chunked.tensors
-    dq, dk, dv, dbeta, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(beta), torch.empty_like(G, dtype=q.dtype)
+    q, k, v, beta, g = chunked.tensors
+    dq, dk, dv, dbeta, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(beta), torch.empty_like(g)
     d_o = _split_do(p, chunked.chunks, do)
     for s, c in chunked.slabs():
         dq[s], dk[s], dv[s], dg[s], dbeta[s] = _gradient(c, trace.states[s], trace.v_new[s], d_o[s], reverse.dstates[s], reverse.z[s])
@@ -306,7 +304,7 @@ def _gradient(c: _Slab, S: Tensor, v_new: Tensor, d_o: Tensor, dS: Tensor, z: Te
     col.addcmul_(on_diagonal, q)
     dG[..., -1, :] += c.gamma * (S * dS).sum(-1)
     x = k * dkg
-    if c.G.shape[-1] == 1:
+    if not c.rank:
         dG = dG.sum(-1, keepdim=True)
         x = x.sum(-1, keepdim=True)
     dg = dG.flip(-2).cumsum_(-2).flip(-2)

@@ -109,7 +109,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         registers, stack = _resources(kernel.asm["cubin"])
         seconds = time.perf_counter() - start
-        rows.append(Row(*label, self.fn.__name__, arch, kernel.metadata.num_warps, registers, stack, kernel.metadata.shared, seconds))
+        rows.append(Row(label[0], label[1], self.fn.__name__, arch, kernel.metadata.num_warps, registers, stack, kernel.metadata.shared, seconds))
         return kernel
 
     triton.runtime.driver.set_active(_driver(arch))

@@ -37,8 +37,8 @@ def test_every_width_meets_its_budget(variant, dtype, K, V):
 @pytest.mark.parametrize("gate", ("weak", "strong", "zero", "reset", "forget", "bounded", "none"))
 @pytest.mark.parametrize("keys", ("random", "repeated"))
 def test_every_gate_meets_its_budget(variant, gate, keys):
-    case = Case(variant=variant, dtype=BF16, K=128, V=128, H=2, HV=4, lengths=(0, 65, 1, 128, 37), tail=70, gate=gate, keys=keys, safe_gate=gate in ("weak", "strong", "zero", "none"))
-    stages = Stages.build(case)
+    sizes = dict(dtype=BF16, K=128, V=128, H=2, HV=4, lengths=(0, 65, 1, 128, 37), tail=70)
+    stages = Stages.build(Case(variant=variant, gate=gate, keys=keys, safe_gate=gate in ("weak", "strong", "zero", "none"), **sizes))
     for stage in ("reverse_scan", "gradient"):
         assert_stage(stage, stages, TRITON, CUDA)
 

@@ -47,7 +47,9 @@ def test_a_gradient_that_is_absent_is_zero(variant, do, dfinal):
         assert_stage(stage, stages, TRITON)
 
 
-@pytest.mark.parametrize("case", [Case(gate="strong", safe_gate=True, T=130, K=24, V=40), Case(gate="bounded", l2norm=True, beta="none"), Case(gate="none")], ids=str)
+@pytest.mark.parametrize("case", [
+    Case(gate="strong", safe_gate=True, T=130, K=24, V=40), Case(gate="bounded", l2norm=True, beta="none"), Case(gate="none"),
+], ids=str)  # fmt: skip
 def test_a_promised_bound_changes_nothing_beyond_rounding(case, monkeypatch):
     full = Stages.build(case).run("gradient", TRITON)
     monkeypatch.setattr(tuning, "centred", lambda p: True)
@@ -103,4 +105,4 @@ def test_the_whole_backward_meets_its_budget(case):
 
 def test_every_gradient_is_asked_of_the_kernels():
     assert set(GRADIENTS) == {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"}
-    assert importlib.import_module("kda_ops.backends.triton.gradient").tables(torch.device("cpu"))[1].sum() == -(64 * 63 + 64 * 15)
+    assert importlib.import_module("kda_ops.backends.triton.gradient_keys").tables(torch.device("cpu"))[1].sum() == -(64 * 63 + 64 * 15)

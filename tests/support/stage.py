@@ -11,6 +11,7 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS, Reverse, Tile, Trace
 from tests.support.cases import Case
+from tests.support.closeness import assert_close
 
 
 def _cast(stage: Tile | Trace | Reverse, dtype: torch.dtype, sums: torch.dtype, device: torch.device | str = "cpu"):
@@ -58,15 +59,18 @@ class Stages:
         d_final = None if self.dfinal is None else self.dfinal.to(device, sums)
         return [_cast(x, dtype, sums, device) for x in (self.tile, self.trace, self.reverse)] + [d_o, d_final]
 
+    def run(self, stage: str, backend, device: torch.device | str = "cpu", **kwargs) -> dict[str, Tensor]:
+        """The named outputs of a stage of `backend`."""
+        return self._run(stage, backend, _problem(self.case, None, device), *self._at(self.case.dtype, torch.float32, device), **kwargs)
+
     def three(self, stage: str, backend, device: torch.device | str = "cpu", **kwargs) -> tuple[dict, dict, dict]:
         """(kernel, definition, twin): the named outputs of a stage from equal inputs."""
         case = self.case
-        runs = (
-            (backend, _problem(case, None, device), self._at(case.dtype, torch.float32, device)),
-            (Reference(), _problem(case, torch.float64), self._at(torch.float64, torch.float64)),
-            (Reference(torch.float32, case.dtype), _problem(case), self._at(torch.float32, torch.float32)),
+        return (
+            self.run(stage, backend, device, **kwargs),
+            self._run(stage, Reference(), _problem(case, torch.float64), *self._at(torch.float64, torch.float64), **kwargs),
+            self._run(stage, Reference(torch.float32, case.dtype), _problem(case), *self._at(torch.float32, torch.float32), **kwargs),
         )
-        return tuple(self._run(stage, b, p, *given, **kwargs) for b, p, given in runs)
 
     def _run(self, stage: str, b, p: Problem, tile, trace, reverse, d_o, d_final, **kwargs) -> dict:
         if p.rank == 0:  # a kernel forms its tile from A; the twin rounds what it forms, the definition does not
@@ -78,3 +82,20 @@ class Stages:
             return out
         out = vars(b.gradient(p, tile, trace, d_o, reverse, kwargs.get("need", self.need)))
         return {"d" + n: x for n, x in out.items() if x is not None}
+
+
+def assert_stage(stage: str, stages: Stages, backend, device: torch.device | str = "cpu") -> None:
+    """Hold what a stage of `backend` returns against the definition, within the budget of its twin.
+
+    Rows and chunks that hold no token may hold anything. The gradient of beta is left to the whole backward where a kernel takes it from v_new / beta:
+    equal for the v_new of the recurrence, but not for the rounded one that a stage is given.
+    """
+    got, ref, twin = stages.three(stage, backend, device)
+    assert got.keys() == ref.keys()
+    for name, x in got.items():
+        x = x.cpu()
+        if stage == "reverse_scan" and name != "dinitial_state":
+            x = torch.where((ref[name] == 0) & (twin[name] == 0), torch.zeros_like(x), x)
+            assert_close(name, x, ref[name], twin[name].to(x.dtype))
+        elif name != "dbeta" or stages.case.beta == "given" and stages.case.dtype is torch.float32:
+            assert_close(name, x, ref[name], twin[name])

@@ -1,7 +1,5 @@
 """What a chunk needs besides the state that enters it: one program per chunk and head (MATHS.md, chunk form)."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -11,17 +9,23 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.decay import by_group, from_blocks, half_decay, pair_decay, row_decay, score_levels
 from kda_ops.backends.triton.gate import LOG2E, decay_column, load_rate, log2_decay, strength_column
 from kda_ops.backends.triton.inverse import inverse
-from kda_ops.backends.triton.tile import dense, fit, inverse_norm, launch, load_rows, load_tile, locate_chunk, store_rows, store_tile, strides_of
+from kda_ops.backends.triton.tile import (
+    RowTile,
+    columns_of,
+    dense,
+    fit,
+    inverse_norm,
+    launch,
+    load_rows,
+    load_tile,
+    locate_chunk,
+    store_rows,
+    store_tile,
+    strides_of,
+)
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile
-
-
-@dataclass
-class RowTile(Tile):
-    """The tile of a decay per head: A, P, gamma and, in place of w, u, qg and kg, what their rows are multiplied by."""
-
-    rows: Tensor | None = None  # [NT, HV, 4, C] fp32: (n_k exp G, n_k exp(sum of g over the later rows), beta, scale n_q exp G)
 
 
 @triton.jit
@@ -62,9 +66,9 @@ def load_decay(
     return b_g
 
 
-@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "log2_bound"])
+@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "log2_bound", "beta_b", "beta_t", "beta_h"])
 def prepare_kda(
-    q, q_s, k, k_s, v, v_s, g, g_s, beta, beta_s, A_log, dt_bias, cu_seqlens, kept_A, A, P, w, u, qg, kg, gamma,
+    q, q_s, k, k_s, v, v_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept_A, A, P, w, u, qg, kg, gamma,
     N, T, H, HV, scale, lower_bound, log2_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr,
     BOUNDED: tl.constexpr, CENTRED: tl.constexpr, LINEAR: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
@@ -88,7 +92,7 @@ def prepare_kda(
 
     b_q_norm, b_k_norm = row_norms(q, q_s, k, k_s, i_b, i_g, first, n_rows, K, BK, R, L2NORM)
     b_q_norm = b_q_norm * scale
-    b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
+    b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
 
     shift = tl.exp2(16.0 * log2_bound)
     across = (o_r >= 32)[:, None] & (o_r < 32)[None, :]
@@ -148,9 +152,10 @@ def prepare_kda(
         store_tile(u, i_tile, tl.dot(b_A, b_v.to(TYPE), input_precision=PREC), o_r, o_v, V)
 
 
-@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound"])
+@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
 def prepare_gdn(
-    q, q_s, k, k_s, g, g_s, beta, beta_s, A_log, dt_bias, cu_seqlens, kept_A, A, P, rows, gamma, N, T, H, HV, scale, lower_bound,
+    q, q_s, k, k_s, g, g_b, g_t, g_h, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept_A, A, P, rows, gamma,
+    N, T, H, HV, scale, lower_bound,
     K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
     EXACT: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
@@ -175,8 +180,8 @@ def prepare_gdn(
     for i in range(group):
         i_h = i_g * group + i
         i_tile = i_t.to(tl.int64) * HV + i_h
-        b_x = decay_column(g, g_s, A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
-        b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
+        b_x = decay_column(g, (g_b, g_t, g_h), A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
+        b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
         b_start, b_end, b_gamma = row_decay(b_x, EXACT)
         p_row = rows + i_tile * 256 + o_r
         tl.store(p_row, b_k_norm * b_start)
@@ -210,7 +215,8 @@ def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
     inverse_precision, precision = _inverse_precision(p), "tf32x3" if exact else "tf32"
     programs = NT if p.N else 0
     g, beta = fit(p.g), fit(p.beta)
-    gates = (g, strides_of(g), beta, strides_of(beta), dense(p.A_log), dense(p.dt_bias), dense(p.cu_seqlens))
+    # One number per token: its strides follow T, and a kernel that took them apart by divisibility would compile again for some T.
+    gates = (g, *([strides_of(g)] if p.rank else columns_of(g)), beta, *columns_of(beta), dense(p.A_log), dense(p.dt_bias), dense(p.cu_seqlens))
     flags = (p.l2norm, p.activate_gate, p.lower_bound is not None)
     if p.rank == 0:
         options = tuning.choose("prepare_gdn", p)

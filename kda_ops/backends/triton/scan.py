@@ -1,12 +1,14 @@
 """The state carried through the chunks of each sequence: the only sequential part of the forward."""
 
+from typing import cast
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.tile import dense, fit, launch, load_tile, locate_sequence, store_tile, strides_of
+from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, locate_sequence, store_tile, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile, Trace
@@ -202,7 +204,7 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
     else:
         q, k, v = fit(p.q), fit(p.k), fit(p.v)
         launch(
-            scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, tile.rows, tile.gamma, *ends,
+            scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma, *ends,
             p.N, p.T, p.H, p.HV, every, columns, p.K, p.V, BK, BV, options.stages, precision, **options.launch,
         )  # fmt: skip
     return trace

@@ -5,10 +5,21 @@ product; inside a chunk 32 bits do (`fit` sees to it), which saves a register pe
 ``[NT, HV, 64, width]``.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kda_ops.stages import Tile
+
+
+@dataclass
+class RowTile(Tile):
+    """The tile of a decay per head: A, P, gamma and, in place of w, u, qg and kg, what the rows of k, v and q are multiplied by."""
+
+    rows: Tensor | None = None  # [NT, HV, 4, C] fp32: (n_k exp G, n_k exp(sum of g over the later rows), beta, scale n_q exp G)
 
 
 def fit(x: Tensor | None) -> Tensor | None:
@@ -22,6 +33,11 @@ def fit(x: Tensor | None) -> Tensor | None:
 def strides_of(x: Tensor | None) -> tuple[int, ...] | None:
     """What a kernel needs besides the pointer."""
     return None if x is None else x.stride()
+
+
+def columns_of(x: Tensor | None) -> tuple[int, int, int]:
+    """The strides of a [B, T, HV] tensor one by one, for a kernel that does not specialise on them."""
+    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
 
 
 def dense(x: Tensor | None) -> Tensor | None:

@@ -1,0 +1,103 @@
+"""The part of the gradients that reads V alone, and the gradients of the scores for the kernels that read K."""
+
+import triton
+import triton.language as tl
+
+from kda_ops.backends.triton.decay import pair_decay
+from kda_ops.backends.triton.gate import decay_column, strength_column
+from kda_ops.backends.triton.gradient_tile import locate_rows, on_diagonal, read_rows, write_column, write_rows
+from kda_ops.backends.triton.reverse_scan import pair_decay_transposed
+from kda_ops.backends.triton.tile import inverse_norm, load_tile, store_tile
+
+
+@triton.jit
+def clear_values(dv, dbeta, token, i_h, HV, n_rows, V: tl.constexpr, BV: tl.constexpr):
+    """Zero gradients of rows that are no tokens of a sequence."""
+    if dv is not None:
+        for i in range((V + BV - 1) // BV):
+            write_rows(dv, token, i_h, HV, n_rows, tl.zeros((64, BV), tl.float32), i * BV + tl.arange(0, BV), V)
+    if dbeta is not None:
+        write_column(dbeta, token, i_h, HV, n_rows, tl.zeros((64,), tl.float32))
+
+
+@triton.jit
+def strength_gradient(b_sums, b_L, b_beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
+    """The gradient of beta, or of its logit: sum_v z v_new is beta times that of beta, and on the diagonal of -dL; so a sigmoid needs no other sums."""
+    if SIGMOID:
+        return on_diagonal(b_L) * (b_beta * (0.5 if NEG_EIGVAL else 1.0) - 1.0)
+    else:
+        return b_sums
+
+
+@triton.jit
+def pair_gradients(
+    do, do_s, v, v_s, v_new, z, dv, i_tile, i_b, i_h, first, n_rows, token, HV, scale, b_beta,
+    V: tl.constexpr, BV: tl.constexpr, SUMS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the scores and the part of v, all that reads V alone::
+
+        scale dP on and below the diagonal, its transpose above it;   dL, likewise     [64, 64] fp32
+        sum over V of z v [64], if SUMS;   dv = beta z is written
+
+    Each triangle is a product of its own: a product is never transposed.
+    """
+    o_r = tl.arange(0, 64)
+    lower = o_r[:, None] >= o_r[None, :]
+    b_P = tl.zeros((64, 64), tl.float32)
+    b_PT, b_L, b_LT = b_P, b_P, b_P
+    b_zv = tl.zeros((64,), tl.float32)
+    for i in range((V + BV - 1) // BV):
+        o_v = i * BV + tl.arange(0, BV)
+        b_vn, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
+        if do is not None:
+            b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+            b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
+            b_PT = tl.dot(b_vn, tl.trans(b_do), b_PT, input_precision=PREC)
+        b_L = tl.dot(b_z, tl.trans(b_vn), b_L, input_precision=PREC)
+        b_LT = tl.dot(b_vn, tl.trans(b_z), b_LT, input_precision=PREC)
+        if SUMS:
+            b_v = read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V)
+            b_zv += tl.sum(b_v.to(tl.float32) * b_z.to(tl.float32), 1)
+        if dv is not None:
+            write_rows(dv, token, i_h, HV, n_rows, b_z.to(tl.float32) * b_beta[:, None], o_v, V)
+    b_P = tl.where(lower, b_P, b_PT) * scale
+    return b_P, -tl.where(lower, b_L, b_LT), b_zv
+
+
+@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound"])
+def gradient_pairs(
+    q, q_s, k, k_s, v, v_s, beta, beta_s, g, g_s, A_log, dt_bias, do, do_s, v_new, z, cu_seqlens, dP, dL, dv, dbeta, q_norm, k_norm,
+    N, T, H, HV, scale, lower_bound,
+    K: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Everything of one chunk and value head that reads V alone::
+
+        dP = tril(scale do v_new^T)      dL = -strict_tril(z v_new^T)      each with its transpose above the diagonal, [64, 64]
+        dv = beta z [64, V]              dbeta = sum_v z v_new / beta for a sigmoid, else its part sum_v z v [64]
+
+    and the norms of q and k. One decay per head (g given) scales dP and dL here, E_ij on both sides of the diagonal. Apart from the kernels that
+    read K because the two need different registers, and so that slices of K find the pairs ready; that is 16 KB more to move.
+    """
+    i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
+    i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
+    i_tile, token = tl.program_id(0).to(tl.int64), i_b * T + first
+    if (n_rows <= 0) | (live == 0):
+        clear_values(dv, dbeta, token, i_h, HV, n_rows, V, BV)
+        return
+    o_r = tl.arange(0, 64)
+    if q_norm is not None:
+        i_g = i_h // (HV // H)
+        tl.store(q_norm + i_tile * 64 + o_r, inverse_norm(read_rows(q, q_s, i_b, i_g, first, n_rows, tl.arange(0, WIDE), K), True))
+        tl.store(k_norm + i_tile * 64 + o_r, inverse_norm(read_rows(k, k_s, i_b, i_g, first, n_rows, tl.arange(0, WIDE), K), True))
+    SUMS: tl.constexpr = dbeta is not None and not SIGMOID
+    b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
+    b_P, b_L, b_zv = pair_gradients(do, do_s, v, v_s, v_new, z, dv, i_tile, i_b, i_h, first, n_rows, token, HV, scale, b_beta, V, BV, SUMS, PREC)
+    if dbeta is not None:
+        write_column(dbeta, token, i_h, HV, n_rows, strength_gradient(b_zv, b_L, b_beta, SIGMOID, NEG_EIGVAL))
+    if g is not None:
+        b_x = decay_column(g, g_s, A_log, dt_bias, tl.full((), lower_bound, tl.float32), i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
+        b_E = tl.where(o_r[:, None] >= o_r[None, :], pair_decay(b_x, EXACT), pair_decay_transposed(b_x, EXACT))
+        b_P, b_L = b_P * b_E, b_L * b_E
+    store_tile(dP, i_tile, b_P, o_r, o_r, 64)
+    store_tile(dL, i_tile, b_L, o_r, o_r, 64)

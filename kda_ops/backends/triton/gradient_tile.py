@@ -1,0 +1,127 @@
+"""What the gradient kernels share: where a program writes, and how it reads and writes rows of the caller's tensors."""
+
+import triton
+import triton.language as tl
+
+from kda_ops.backends.triton.gate import LOG2E, log2_softplus, sigmoid
+from kda_ops.backends.triton.scan import rows_at
+from kda_ops.backends.triton.tile import find_sequence, load_tile, locate_chunk, locate_sequence
+
+
+@triton.jit
+def locate_rows(cu_seqlens, i_t, N, T):
+    """Chunk i_t as (batch row, first token, rows to write, whether they are tokens of a sequence); the tail of a packed row is sequence N."""
+    if cu_seqlens is not None:
+        i_n = find_sequence(cu_seqlens, i_t, N + 1)
+        i_b, bos, length, first = locate_sequence(cu_seqlens, i_n, N, T)
+        start = (i_t - first) * 64
+        return i_b, bos + start, tl.minimum(length - start, 64).to(tl.int32), i_n < N
+    else:
+        i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
+        return i_b, first, n_rows, n_rows > 0
+
+
+@triton.jit
+def read_rows(x, strides, i_b, i_h, first, n_rows, o_d, D: tl.constexpr):
+    """Rows of one head of a [B, T, X, D] tensor, [64, width], zero past n_rows and past D."""
+    o_r = tl.arange(0, 64)
+    return tl.load(rows_at(x, strides, i_b, i_h, first, o_r, o_d), mask=(o_r < n_rows)[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_norm(norm, i_tile):
+    """1 / |x| of each row as `gradient_pairs` left it, or ones; [64] fp32."""
+    if norm is None:
+        return tl.full((64,), 1.0, tl.float32)
+    else:
+        return tl.load(norm + i_tile * 64 + tl.arange(0, 64))
+
+
+@triton.jit
+def write_rows(x, token, i_h, HV, n_rows, b_x, o_d, D: tl.constexpr):
+    """Write rows of one head of a contiguous [B T, HV, D] tensor."""
+    o_r = tl.arange(0, 64)
+    p_x = x + (token * HV + i_h) * D + o_r[:, None].to(tl.int64) * (HV * D) + o_d[None, :]
+    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_r < n_rows)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def write_column(x, token, i_h, HV, n_rows, b_x):
+    """Write one number per row of a contiguous [B T, HV] tensor."""
+    o_r = tl.arange(0, 64)
+    tl.store(x + (token + o_r) * HV + i_h, b_x.to(x.dtype.element_ty), mask=o_r < n_rows)
+
+
+@triton.jit
+def clear_keys(dq, dk, dg, dbeta, dA_log, ddt_bias, i_tile, token, i_h, HV, n_rows, o_k, i_s, slices: tl.constexpr, K: tl.constexpr):
+    """The same, and no part in the sums over tokens."""
+    b_zero = tl.zeros((64, o_k.shape[0]), tl.float32)
+    if dq is not None:
+        write_rows(dq, token, i_h, HV, n_rows, b_zero, o_k, K)
+        write_rows(dk, token, i_h, HV, n_rows, b_zero, o_k, K)
+    if dg is not None:
+        write_rows(dg, token, i_h, HV, n_rows, b_zero, o_k, K)
+    if dbeta is not None:
+        write_column(dbeta, token, i_h, HV, n_rows, tl.zeros((64,), tl.float32))
+    if dA_log is not None:
+        tl.store(dA_log + i_tile * slices + i_s, 0.0)
+    if ddt_bias is not None:
+        tl.store(ddt_bias + i_tile * K + o_k, tl.zeros((o_k.shape[0],), tl.float32), mask=o_k < K)
+
+
+@triton.jit
+def gate_gradient(b_dg, b_g, b_bias, rate, lower_bound, BOUNDED: tl.constexpr):
+    """From the gradient of the log decay to those of the logits and, summed by the caller, of A_log (without a bound that is dg g, so log2 will do)."""
+    b_x = b_g + b_bias
+    if BOUNDED:
+        b_s = sigmoid(rate * b_x)
+        b_slope = b_s * (1.0 - b_s)
+        # A saturated sigmoid has slope 0 even where exp(A_log) overflowed, so select: 0 * inf would be NaN.
+        b_dx = tl.where(b_slope > 0.0, b_dg * (lower_bound * b_slope * rate), 0.0)
+        return b_dx, tl.where(b_slope > 0.0, b_dx * b_x, 0.0)
+    else:
+        b_dg = b_dg * -rate
+        return b_dg * sigmoid(b_x), b_dg * (log2_softplus(b_x) / LOG2E)
+
+
+@triton.jit
+def on_diagonal(b_x):
+    """The diagonal of [64, 64], [64]."""
+    o_r = tl.arange(0, 64)
+    return tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_x, 0.0), 1)
+
+
+@triton.jit
+def load_state(states, i_tile, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
+    """Rows o_k and columns o_v of a tile of [tiles, K, V], zero past both."""
+    p_s = states + i_tile * (K * V) + (o_k[:, None] * V + o_v[None, :])
+    return tl.load(p_s, mask=(o_k < K)[:, None] & (o_v < V)[None, :], other=0.0)
+
+
+@triton.jit
+def query_gradient(do, do_s, states, i_tile, i_b, i_h, first, n_rows, o_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
+    """do S^T [64, width] fp32 for the key channels o_k."""
+    b_dqg = tl.zeros((64, o_k.shape[0]), tl.float32)
+    if do is not None:
+        for i in range((V + BV - 1) // BV):
+            o_v = i * BV + tl.arange(0, BV)
+            b_do, b_S = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V), load_state(states, i_tile, o_k, o_v, K, V)
+            b_dqg = tl.dot(b_do, tl.trans(b_S), b_dqg, input_precision=PREC)
+    return b_dqg
+
+
+@triton.jit
+def key_gradients(states, v_new, dstates, z, i_tile, o_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
+    """(v_new dS^T, z S^T [64, width], sum over V of S dS [width]) for the key channels o_k, fp32."""
+    W: tl.constexpr = o_k.shape[0]
+    o_r = tl.arange(0, 64)
+    b_dkg = tl.zeros((64, W), tl.float32)
+    b_dstart = b_dkg
+    b_dgamma = tl.zeros((W,), tl.float32)
+    for i in range((V + BV - 1) // BV):
+        o_v = i * BV + tl.arange(0, BV)
+        b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
+        b_dkg = tl.dot(load_tile(v_new, i_tile, o_r, o_v, V), tl.trans(b_dS), b_dkg, input_precision=PREC)
+        b_dstart = tl.dot(load_tile(z, i_tile, o_r, o_v, V), tl.trans(b_S), b_dstart, input_precision=PREC)
+        b_dgamma += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
+    return b_dkg, b_dstart, b_dgamma
