@@ -21,11 +21,15 @@ from pathlib import Path
 import torch
 
 from kda_ops.problem import Problem
+from kda_ops.stages import GRADIENTS
 
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
-# Bytes of stack per thread of the forward's kernels for a layer on sm_90, by kernel and gate, the worse of triton 3.6 and 3.7; not to be exceeded unnoticed.
+# Bytes of stack per thread of the kernels for a layer on sm_90, by kernel and gate, the worse of triton 3.6 and 3.7; not to be exceeded unnoticed.
 SPILLS = {
     ("prepare_kda", "bound"): 480, ("prepare_kda", "softplus"): 1600, ("scan_tiles", "bound"): 0, ("scan_tiles", "softplus"): 0,
+    ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 0, ("gradient_pairs", "softplus"): 0,
+    ("gradient_keys", "bound"): 704, ("gradient_keys", "softplus"): 736, ("reverse_scan_rows", "bound"): 608, ("reverse_scan_rows", "softplus"): 608,
+    ("gradient_rows", "bound"): 352, ("gradient_rows", "softplus"): 352, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
     ("prepare_gdn", "bound"): 480, ("prepare_gdn", "softplus"): 480, ("scan_rows", "bound"): 128, ("scan_rows", "softplus"): 128,
 }  # fmt: skip
 
@@ -134,7 +138,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Call:
-    """A forward call to compile: as a layer makes it unless said."""
+    """A call to compile: as a layer makes it unless said."""
 
     rank: int = 1
     dtype: torch.dtype = torch.bfloat16
@@ -169,12 +173,17 @@ class Call:
         )  # fmt: skip
 
     def compile(self) -> None:
-        """Launch prepare and scan as inference does, or as training does if `keep`."""
+        """Launch prepare and scan as inference does, or the whole of training's backward if `keep`."""
         from kda_ops.backends import triton as kernels
 
         p = self.problem()
         tile = kernels.prepare(p, keep_A=self.keep)
-        kernels.scan(p, tile, None if self.keep else p.new_output(), None if self.keep else p.new_final_state(), self.keep)
+        trace = kernels.scan(p, tile, None if self.keep else p.new_output(), None if self.keep else p.new_final_state(), self.keep)
+        if self.keep:
+            do = p.new_output()
+            reverse = kernels.reverse_scan(p, tile, do, None, False)
+            need = frozenset(n for n, x in zip(GRADIENTS, p.differentiable()) if x is not None)
+            kernels.gradient(p, tile, trace, do, reverse, need)
 
 
 LAYER = tuple(Call(rank, gate=gate, keep=keep) for rank in (1, 0) for gate in ("bound", "softplus") for keep in (False, True))
