@@ -163,7 +163,8 @@ class Problem:
             if _CHECK_VALUES and not _is_symbolic(cu_seqlens):
                 _check_cu_seqlens(cu_seqlens, T)
         if _CHECK_VALUES and g is not None and not use_gate_in_kernel and not _is_symbolic(g):
-            _check_decay(g, (lower_bound or SAFE_BOUND) if safe_gate else None)
+            tokens = g if cu_seqlens is None else g[:, : int(cu_seqlens[-1])]
+            _check_decay(tokens, (lower_bound or SAFE_BOUND) if safe_gate else None)
         self.rank, self.q, self.k, self.v, self.g, self.beta = rank, q, k, v, g, beta
         self.A_log, self.dt_bias, self.cu_seqlens = A_log, dt_bias, cu_seqlens
         self.B, self.T, self.H, self.HV, self.K, self.V = B, T, H, HV, K, V
@@ -199,9 +200,13 @@ class Problem:
             if num_accepted_tokens.shape != (p.N,):
                 _shape_error("num_accepted_tokens", "[N]", (p.N,), num_accepted_tokens)
             _check_index("num_accepted_tokens", num_accepted_tokens, q.device)
+            if _CHECK_VALUES and not _is_symbolic(num_accepted_tokens):
+                _check_accepted(num_accepted_tokens, state_indices.shape[1])
             p.num_accepted_tokens = num_accepted_tokens
         if state_indices is not None and state_indices.dim() == 2 and cu_seqlens is None and p.T > state_indices.shape[1]:
             raise ValueError(f"state_indices must name a slot for every token, shape [N, S] with S at least T = {p.T}, got {list(state_indices.shape)}.")
+        if _CHECK_VALUES and state_indices is not None and state_indices.dim() == 2 and cu_seqlens is not None and not _is_symbolic(cu_seqlens):
+            _check_columns(cu_seqlens, state_indices.shape[1])
         return p
 
     @classmethod
@@ -217,6 +222,9 @@ class Problem:
             if snapshot_indices.dim() != 2 or snapshot_indices.shape[0] != p.N:
                 raise ValueError(f"snapshot_indices must have shape [N, snapshots] = [{p.N}, ...], got {list(snapshot_indices.shape)}.")
             _check_index("snapshot_indices", snapshot_indices, q.device)
+            if _CHECK_VALUES and not _is_symbolic(snapshot_indices):
+                live = torch.arange(p.N, device=q.device) if state_indices is None else state_indices
+                _check_slots(torch.cat([live.long(), snapshot_indices.long().flatten()]), state.shape[0], "state_indices and snapshot_indices")
             p.snapshot_indices = snapshot_indices
         elif snapshot_every != 1:
             raise ValueError("snapshot_every spaces the snapshots and needs snapshot_indices of shape [N, snapshots] to say where they go.")
@@ -249,15 +257,17 @@ class Problem:
         if state.dim() != 4:
             layout = "[slots, HV, V, K]" if self.transposed else "[slots, HV, K, V]"
             raise ValueError(f"state must have 4 dimensions {layout} (transpose_state_layout={self.transposed}), got shape {list(state.shape)}.")
+        if 0 in state.stride() and any(n > 1 and s == 0 for n, s in zip(state.shape, state.stride())):
+            raise ValueError(f"state must not overlap itself, because it is written, got strides {list(state.stride())}: clone the expanded tensor.")
         if state_indices is None:
             self._take_state("state", "N", self.N, state, pool=True)
         else:
             self._take_state("state", "slots", state.shape[0], state, pool=True)
-            if state_indices.dim() not in (1, 2) or state_indices.shape[0] != self.N:
+            if state_indices.dim() not in (1, 2) or state_indices.shape[0] != self.N or 0 in state_indices.shape[1:]:
                 raise ValueError(f"state_indices must have shape [N] or [N, S] with N = {self.N}, got {list(state_indices.shape)}.")
             _check_index("state_indices", state_indices, self.q.device)
             if _CHECK_VALUES and not _is_symbolic(state_indices):
-                _check_slots(state_indices, state.shape[0])
+                _check_slots(state_indices, state.shape[0], "state_indices")
         self.state_indices = state_indices
 
     # What a call returns; the kernel and the fake implementation allocate through the same two functions.
@@ -325,9 +335,20 @@ def _check_decay(g: Tensor, bound: float | None) -> None:
         raise ValueError(f"g must stay in [{bound}, 0] as safe_gate=True promises, got a minimum of {g.min().item()}.")
 
 
-def _check_slots(state_indices: Tensor, slots: int) -> None:
-    live = state_indices[state_indices >= 0]
+def _check_slots(indices: Tensor, slots: int, name: str) -> None:
+    live = indices[indices >= 0]
     if live.numel() and int(live.max()) >= slots:
-        raise ValueError(f"state_indices must be below the number of slots, {slots}, got {int(live.max())}.")
+        raise ValueError(f"{name} must be below the number of slots, {slots}, got {int(live.max())}.")
     if live.unique().numel() != live.numel():
-        raise ValueError("state_indices must name distinct slots, got one slot twice.")
+        raise ValueError(f"{name} must name distinct slots, got one slot twice.")
+
+
+def _check_accepted(accepted: Tensor, columns: int) -> None:
+    if accepted.numel() and (int(accepted.min()) < 1 or int(accepted.max()) > columns):
+        raise ValueError(f"num_accepted_tokens must lie between 1 and S = {columns}, the columns of state_indices, got {accepted.tolist()}.")
+
+
+def _check_columns(cu_seqlens: Tensor, columns: int) -> None:
+    longest = max(cu_seqlens.diff().tolist(), default=0)
+    if longest > columns:
+        raise ValueError(f"state_indices must name a slot for every token, shape [N, S] with S at least {longest}, the longest sequence, got S = {columns}.")

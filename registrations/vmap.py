@@ -21,18 +21,21 @@ def _fold(x: Tensor | None, mapped: int | None, size: int, axis: int) -> Tensor 
 
 
 def _rule(operator: schemas.Operator, namespace: str, axes: dict[str, int], out_axes: tuple[int, ...]):
-    op = operator.overload(namespace)
+    op, by_value_head = operator.overload(namespace), list(axes).index("v") if "v" in axes else 0
 
     def rule(info, in_dims, *args, **flags):
         size = info.batch_size
         folded = [_fold(x, d, size, axis) for x, d, axis in zip(args, in_dims, axes.values())]
         if any(d is not None for d in in_dims[len(axes) : len(args)]):
             raise ValueError(f"{namespace}::{operator.name}: cu_seqlens cannot be mapped by vmap: the packing is one for all slices.")
+        shape = list(args[by_value_head].shape)
+        if in_dims[by_value_head] is not None:
+            del shape[in_dims[by_value_head]]
         out = op(*folded, *args[len(axes) :], **flags)
         outs = (out,) if isinstance(out, Tensor) else out
         # A final state that was not asked for is an empty tensor of one dimension and stays as it is.
         dims = tuple(axis if x.dim() > 1 else None for x, axis in zip(outs, out_axes))
-        outs = tuple(x if d is None else x.unflatten(d, (size, -1)) for x, d in zip(outs, dims))
+        outs = tuple(x if d is None else x.unflatten(d, (size, shape[2])) for x, d in zip(outs, dims))
         return (outs[0], dims[0]) if isinstance(out, Tensor) else (outs, dims)
 
     return rule

@@ -62,14 +62,16 @@ def gate_backward(
     A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
     dy = dy.to(x.dtype)
     if lower_bound is None:
-        dx = -A * _sigmoid(x) * dy
-        per_log = -A * _softplus(x) * dy
+        y = -A * _softplus(x)
+        dx, per_log, counts = -A * _sigmoid(x) * dy, y * dy, y > -torch.inf
     else:
         s = _sigmoid(A * x)
-        # A saturated sigmoid has slope 0 even where exp(A_log) overflowed, so select: 0 * inf would be NaN.
-        slope = s * (1 - s)
-        dx = torch.where(slope > 0, lower_bound * slope * A * dy, 0.0)
-        per_log = torch.where(slope > 0, dx * x, 0.0)
+        dx = lower_bound * s * (1 - s) * A * dy
+        per_log, counts = dx * x, s * (1 - s) > 0
+    # Select, for 0 * inf is nan: a saturated sigmoid has slope 0 even where exp(A_log) overflowed, a decay of -inf has forgotten how it got
+    # there, and what nothing depends on (padding) may hold anything.
+    counts &= dy != 0
+    dx, per_log = torch.where(counts, dx, 0.0), torch.where(counts, per_log, 0.0)
     tokens = (0, 1)
     dA_log = None if A_log is None else per_log.sum(tokens + (3,) if rank else tokens).to(A_log.dtype)
     ddt_bias = None if dt_bias is None else dx.sum(tokens).reshape(dt_bias.shape).to(dt_bias.dtype)
@@ -91,7 +93,8 @@ class Activated:
         if p.g is None:
             g = self.v.new_zeros((p.B, p.T, p.HV))
         else:
-            g = gate(p.g, p.A_log, p.dt_bias, p.lower_bound, p.rank).to(dtype) if p.activate_gate else p.g.to(dtype)
+            self.logits = p.g.to(torch.promote_types(p.g.dtype, dtype))
+            g = gate(self.logits, p.A_log, p.dt_bias, p.lower_bound, p.rank).to(dtype) if p.activate_gate else p.g.to(dtype)
         self.g = g if p.rank and p.g is not None else g.unsqueeze(-1)
         if p.beta is None:
             self.beta = self.v.new_ones((p.B, p.T, p.HV))
@@ -109,8 +112,12 @@ class Activated:
         if dg is not None:
             dg = dg if p.rank else dg.squeeze(-1)
             if p.activate_gate:
-                dg, dA_log, ddt_bias = gate_backward(dg, p.g, p.A_log, p.dt_bias, p.lower_bound, p.rank)
+                dg, dA_log, ddt_bias = gate_backward(dg, self.logits, p.A_log, p.dt_bias, p.lower_bound, p.rank)
         if dbeta is not None and p.sigmoid_beta:
             top = 2.0 if p.neg_eigval else 1.0
             dbeta = dbeta * self.beta * (1.0 - self.beta / top)
+        if p.cu_seqlens is not None:
+            for d in (dq, dk, dg, dbeta):
+                if d is not None:
+                    d[:, int(p.cu_seqlens[-1]) :] = 0.0  # tokens of no sequence may hold anything, nan included
         return dq, dk, dg, dbeta, dA_log, ddt_bias

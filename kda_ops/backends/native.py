@@ -17,7 +17,7 @@ from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
 from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace
 
-SMALLEST = -87.0  # exp of it is still a normal float32
+SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # exp of it is still a normal number
 SLAB = 1 << 18  # elements of one operand worked on at a time: 1 MB in float32
 _EYE = torch.eye(CHUNK)
 _ABOVE = torch.full((CHUNK, CHUNK), -torch.inf).triu_(1)
@@ -33,8 +33,8 @@ def _once(p: Problem, name: str, make: Callable[[], Any]) -> Any:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp(x) in place for x <= 0, with 0 for what float32 holds as a denormal number: those cost a CPU a hundred times the time."""
-    return torch.threshold_(x, SMALLEST, -torch.inf).exp_()
+    """exp(x) in place for x <= 0, with 0 for what could only be a denormal number: those cost a CPU a hundred times the time."""
+    return torch.threshold_(x, SMALLEST[x.dtype], -torch.inf).exp_()
 
 
 class _Chunked:
