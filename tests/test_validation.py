@@ -291,6 +291,11 @@ CHECKED = [
     ("g below the named bound", "run(g=-2.0, safe_gate=True, lower_bound=-1.0)", r"g must stay in \[-1.0, 0\]"),
     ("a slot too far", "pool([0, 3])", "state_indices must be below the number of slots, 3, got 3"),
     ("a slot twice", "pool([1, 1])", "state_indices must name distinct slots, got one slot twice"),
+    ("no token accepted", "pool([[0, 1], [2, -1]], [0, 1])", r"num_accepted_tokens must lie between 1 and S = 2, .* got \[0, 1\]"),
+    ("too many accepted", "pool([[0, 1], [2, -1]], [1, 3])", "num_accepted_tokens must lie between 1 and S = 2"),
+    ("a packed token without a slot", "packed([[0, 1]], [0, 5])", "with S at least 5, the longest sequence, got S = 2"),
+    ("a snapshot too far", "prefill([[1, 3]])", "state_indices and snapshot_indices must be below the number of slots, 3, got 3"),
+    ("a snapshot on a live slot", "prefill([[1, 0]])", "state_indices and snapshot_indices must name distinct slots"),
 ]
 LEGAL = [
     "run(cu=[0, 5])",
@@ -299,6 +304,10 @@ LEGAL = [
     "run(g=-5.0, safe_gate=True)",
     "pool([2, 0])",
     "pool([-1, -1])",
+    "pool([[0, 1], [2, -1]], [1, 2])",
+    "packed([[0, 1]], [0, 2])",
+    "prefill([[1, -1]])",
+    "run(cu=[0, 3], g=[-1.0, -1.0, -1.0, math.nan, 5.0])",
     "torch.compile(run, backend='eager')(cu=[0, 5])",
 ]
 
@@ -309,11 +318,19 @@ def test_values_are_checked_when_the_environment_asks(tmp_path):
         import math, sys, torch, kda_ops
         def run(cu=None, g=None, **flags):
             q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
-            g = None if g is None else torch.full((1, 5, 2, 4), g)
+            g = None if g is None else torch.tensor(g).reshape(1, -1, 1, 1).expand(1, 5, 2, 4)
             return kda_ops.chunk_kda(q, k, v, g, None, cu_seqlens=None if cu is None else torch.tensor(cu), **flags)
-        def pool(slots):
+        def pool(slots, accepted=None):
             q, k, v = (torch.randn(2, 1, 2, 4) for _ in range(3))
-            return kda_ops.recurrent_kda_(q, k, v, None, None, torch.zeros(3, 2, 4, 4), torch.tensor(slots))
+            accepted = None if accepted is None else torch.tensor(accepted)
+            return kda_ops.recurrent_kda_(q, k, v, None, None, torch.zeros(3, 2, 4, 4), torch.tensor(slots), accepted)
+        def packed(slots, cu):
+            q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
+            return kda_ops.recurrent_kda_(q, k, v, None, None, torch.zeros(3, 2, 4, 4), torch.tensor(slots), cu_seqlens=torch.tensor(cu))
+        def prefill(snapshots):
+            q, k, v = (torch.randn(1, 130, 2, 4) for _ in range(3))
+            pool = torch.zeros(3, 2, 4, 4)
+            return kda_ops.chunk_kda_(q, k, v, None, None, pool, torch.tensor([0]), torch.tensor(snapshots), use_qk_l2norm_in_kernel=True)
         for line in sys.argv[1:]:
             try:
                 eval(line)
