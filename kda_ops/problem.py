@@ -149,7 +149,7 @@ class Problem:
                 raise ValueError(f"{name} is a parameter of the gate and needs use_gate_in_kernel=True; an activated g must not be activated again.")
             if lower_bound is not None and not safe_gate:
                 raise ValueError(
-                    "lower_bound without use_gate_in_kernel only names the bound that safe_gate=True promises: pass safe_gate=True, or the gate's logits."
+                    "lower_bound without use_gate_in_kernel only names the bound that safe_gate=True promises: use either (recurrent has no safe_gate)."
                 )
         if cu_seqlens is None:
             self.N = B
