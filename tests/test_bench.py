@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def case(op="kda", pass_="fwd", gate="weak", setting=SMALL, **words):
 
 def row(**changed):
     base = dict(op="kda", setting=SMALL, gate="weak", state="fp32", layout="kv", peer="fla", ours_ms=1.0, peer_ms=2.0, ours_error=1e-3, peer_error=1e-3)
-    return {"op": "kda", "pass": "fwd"} | base | changed
+    return {"op": "kda", "pass": "fwd"} | base | {"also": {}} | changed
 
 
 @pytest.fixture(autouse=True)
@@ -102,15 +103,68 @@ def test_one_wrong_head_among_those_looked_at_is_an_error():
     assert oracle.error({"o": o})[1] > 1
 
 
-def test_a_side_that_cannot_or_breaks_costs_its_row_alone(monkeypatch, capsys):
+def test_a_side_that_cannot_or_breaks_costs_its_row_or_its_time_alone(monkeypatch, capsys):
     def unable(c):
         raise Unsupported("not today")
 
     monkeypatch.setattr(worker, "PEERS", (Peer("unable", "cpu", None, unable), Peer("broken", "cpu", None, lambda c: lambda x: 1 / 0)))
-    for name, said in (("unable", "not today"), ("broken", "ZeroDivisionError")):
+    for name in ("unable", "broken"):
         worker.main([json.dumps({"peer": name, "cases": [case().spec(), case("gdn").spec()]})])
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert len(lines) == 2 and all(said in line["skip"] for line in lines)
+        assert len(lines) == 2
+        for line in lines:
+            if name == "unable":
+                assert "not today" in line["skip"]
+            else:
+                assert "ZeroDivisionError" in line["row"]["also"]["peer_says"]
+                assert line["row"]["ours_ms"] == 1.0 and line["row"]["peer_ms"] is line["row"]["peer_error"] is None
+
+
+def test_our_side_that_breaks_has_no_row(monkeypatch, capsys):
+    monkeypatch.setattr(worker, "our_forward", lambda c: lambda x: 1 / 0)
+    worker.main([json.dumps({"peer": None, "cases": [case().spec()]})])
+    assert "ZeroDivisionError" in json.loads(capsys.readouterr().out)["skip"]
+
+
+def test_one_oracle_serves_both_passes(monkeypatch):
+    made = []
+    monkeypatch.setattr(worker, "Oracle", lambda *args: (made.append(args), Oracle(*args))[1])
+    oracles = {}
+    for pass_ in ("fwdbwd", "fwd"):
+        assert worker.whole(case(pass_=pass_), None, oracles)["ours_ms"] == 1.0
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("op", ("kda", "gdn"))
+def test_a_first_call_is_timed_with_backward_and_with_warm_caches(op):
+    got = worker.first_call(case(op, "first_call_s", "softplus", "B1T64H1D16"), None, {})
+    assert 0 < got["ours_ms"] < got["also"]["ours_fwdbwd_s"] and 0 < got["also"]["ours_warm_fwd_s"] < got["also"]["ours_warm_fwdbwd_s"]
+
+
+def test_a_first_call_that_breaks_says_so():
+    got = worker.first_call(case(pass_="first_call_s", gate="softplus", setting="B1T64H1D300"), None, {})
+    assert got["ours_ms"] is None and "K" in got["also"]["ours_says"]
+
+
+def test_every_share_of_a_tuning_is_compiled_by_some_process(monkeypatch):
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+
+    class Tuner:
+        cache, seen = {}, []
+
+        def prune_configs(self, kwargs):
+            return list(range(10))
+
+        def run(self):
+            self.seen.append([c for c in self.prune_configs({}) if self.do_bench(lambda: None, None)])
+
+    monkeypatch.setattr(autotuner, "Autotuner", Tuner)
+    plain = Tuner.prune_configs, Tuner.run
+    for i in range(3):
+        worker.share(i, 3)
+        Tuner().run()
+        Tuner.prune_configs, Tuner.run = plain
+    assert set().union(*Tuner.seen) == set(range(10)) and all(0 in some and len(some) <= 5 for some in Tuner.seen)
 
 
 def test_stages_that_a_backend_lacks_are_named(monkeypatch):
@@ -153,6 +207,33 @@ def test_every_case_of_the_default_table_is_one_that_some_peer_or_none_measures(
         assert {("kda", p, setting, g) for p in ("fwd", "fwdbwd") for g in ("bound", "softplus", "strong", "weak")} <= seen
         assert {("gdn", p, setting, g) for p in ("fwd", "fwdbwd") for g in ("softplus", "strong", "weak")} <= seen
     assert ("kda", "decode", "B128T1H32", "bound") in seen and not any(c.op == "gdn" and c.gate == "bound" for c in cuda)
+
+
+def test_what_matters_most_is_measured_first():
+    cases = compare.order(compare.list_cases("cuda", ["kda", "gdn"], compare.PASSES, compare.GATES, None, torch.bfloat16, None))
+    names = [(c.op, c.pass_, c.gate) for c in cases]
+    assert names[:4] == [("kda", p, "bound") for _ in range(2) for p in ("fwdbwd", "fwd")]
+    assert names.index(("kda", "decode", "bound")) < names.index(("kda", "fwdbwd", "strong")) < names.index(("kda", "first_call_s", "bound"))
+
+
+def test_a_table_out_of_time_names_what_it_lacks():
+    said = []
+    rows = compare.measure([case(setting="B1T64H1D16")] * 2, None, said.append, until=time.time())
+    assert rows == [] and len(said) == 2 and all("out of time" in line for line in said)
+
+
+def test_rows_at_hand_are_not_measured_again(monkeypatch):
+    asked = []
+    monkeypatch.setattr(compare, "peers_of", lambda device: [])
+    monkeypatch.setattr(compare, "measure", lambda cases, *rest: asked.extend(cases) or [])
+    words = dict(ops=["kda"], passes=["fwd"], gates=["weak", "strong"], settings=[SMALL], dtype=torch.float32, peers=None, echo=lambda line: None)
+    assert compare.run("cpu", have=[row(peer="fla")], **words) == [row(peer="fla")]
+    assert [c.gate for c in asked] == ["strong"]
+
+
+def test_a_peer_that_stands_beside_others_needs_one_of_them():
+    assert Peer("x", "cpu", "torch", None, beside=("no-such-package", "pytest")).version
+    assert Peer("x", "cpu", "torch", None, beside=("no-such-package",)).version is None
 
 
 def test_a_readme_gets_every_row_between_its_markers():

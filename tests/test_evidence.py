@@ -9,7 +9,7 @@ import pytest
 from kda_ops.bench import evidence
 
 FILE = Path(__file__).parent / "gpu" / "evidence.json"
-COLUMNS = {"op", "pass", "setting", "gate", "ours_ms", "state", "layout", "peer", "peer_ms", "ours_error", "peer_error"}
+COLUMNS = {"op", "pass", "setting", "gate", "ours_ms", "state", "layout", "peer", "peer_ms", "ours_error", "peer_error", "also"}
 
 
 def test_evidence_is_of_these_kernels():
@@ -21,7 +21,7 @@ def test_evidence_is_of_these_kernels():
 def test_evidence_has_the_columns_it_promises():
     if FILE.exists():
         found = json.loads(FILE.read_text())
-        assert set(found) == {"kernels_sha256", "gpu", "torch", "triton", "tests", "rows"}
+        assert set(found) == {"kernels_sha256", "gpu", "torch", "triton", "tests", "complete", "rows", "missing"}
         assert set(found["tests"]) == {"passed", "failed", "skipped"} and found["tests"]["passed"] and not found["tests"]["failed"]
         for row in found["rows"]:
             assert set(row) == COLUMNS
@@ -55,3 +55,54 @@ def test_evidence_needs_a_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="CUDA"):
         evidence.main([])
+
+
+ROW = dict.fromkeys(sorted(COLUMNS)) | {"ours_ms": 1.0}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU, as far as the command can see, and a suite that passes."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GPU")
+    monkeypatch.setattr(evidence.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(evidence, "run_suite", lambda root: {"passed": 1, "failed": 0, "skipped": 0})
+
+
+def test_a_run_that_is_cut_keeps_what_it_had_and_is_resumed(device, monkeypatch, tmp_path):
+    path = tmp_path / "evidence.json"
+
+    def cut(args, device, echo, *, until, have, keep):
+        keep(ROW)
+        keep("kda decode fla: out of time")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evidence.compare, "measure_arguments", cut)
+    with pytest.raises(KeyboardInterrupt):
+        evidence.main(["--output", str(path)])
+    found = json.loads(path.read_text())
+    assert found["rows"] == [ROW] and not found["complete"] and found["missing"] == {"kda decode fla": "out of time"} and found["tests"]["passed"] == 1
+
+    def rest(args, device, echo, *, until, have, keep):
+        assert have == [ROW]
+        keep(ROW | {"gate": "weak"})
+
+    monkeypatch.setattr(evidence.compare, "measure_arguments", rest)
+    monkeypatch.setattr(evidence, "run_suite", None)  # its result is at hand
+    assert evidence.main(["--output", str(path), "--resume", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert len(found["rows"]) == 2 and found["complete"] and not found["missing"]
+
+
+def test_a_run_out_of_time_is_not_complete(device, monkeypatch, tmp_path):
+    monkeypatch.setattr(evidence.compare, "measure_arguments", lambda *args, keep, **words: keep(ROW))
+    path = tmp_path / "evidence.json"
+    assert evidence.main(["--output", str(path), "--time-limit", "0"]) == 1
+    assert not json.loads(path.read_text())["complete"]
+
+
+def test_evidence_of_other_kernels_is_not_resumed(device, monkeypatch, tmp_path):
+    path = tmp_path / "evidence.json"
+    path.write_text(json.dumps({"kernels_sha256": "0"}))
+    with pytest.raises(SystemExit, match="another kernels_sha256"):
+        evidence.main(["--resume", str(path)])

@@ -612,6 +612,8 @@ def test_the_backend_composes_with_another_pass(fresh):
     got = torch.compile(f, backend="kda_inductor", options={"pre_grad_custom_pass": before}, fullgraph=True)(*x.values())
     torch.testing.assert_close(got, f(*x.values()), rtol=1e-4, atol=1e-5)
     assert before.seen == [1] and fold_preprocessing.folded == Counter(ALL)
+    if not hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes"):
+        return  # torch 2.12 and older take one pass in the options
     after = Recorder()
     torch._dynamo.reset()
     torch.compile(f, options={"pre_grad_custom_pass": [fold_preprocessing, after]})(*x.values())

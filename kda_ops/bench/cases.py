@@ -120,7 +120,8 @@ class Oracle:
     """The float64 result of a case on its first and last key head, the budget that rounding allows there, and the error of a result.
 
     Key heads do not see each other, so two of them tell the error of all for a hundredth of the work. An error is a relative RMS, the worst over the
-    output and, for a training pass, every gradient; the budget is that of the project's tests, from the twin of a kernel, in the same measure.
+    output and, for a training pass, every gradient; the budget is twice the twin's error plus what rounding to the case's dtype may add. (The tests
+    allow for the largest entry too; over tensors as large as these, whose largest entry is hundreds of times the RMS, that would allow anything.)
     """
 
     def __init__(self, case: Case, x: dict[str, Tensor], do: Tensor | None):
@@ -137,8 +138,7 @@ class Oracle:
         twin = self._stages(Reference(torch.float32, case.dtype if case.dtype.itemsize == 2 else None), twin_args, d_o)
         self.exact = exact
         eps = torch.finfo(case.dtype).eps
-        allowed = [2 * (self._error(n, twin[n]) + eps * t.abs().max().item() / (_rms(t) + 1e-30)) for n, t in exact.items()]
-        self.limits = dict(zip(exact, allowed))
+        self.limits = {n: 2 * (self._error(n, twin[n]) + eps) for n in exact}
 
     def _cut(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
         out = {}

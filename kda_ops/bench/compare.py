@@ -1,8 +1,10 @@
 """``python -m kda_ops bench``: our operators beside the peers that are installed, one table.
 
-A row is ``{op, pass, setting, gate, state, layout, peer, ours_ms, peer_ms, ours_error, peer_error}``. Times are medians in milliseconds (seconds for the pass
-"first_call_s"), errors relative RMS against float64; a side whose error is over its limit has no time. Each peer has its own process, in
-which both sides of its rows run on the same inputs, because some are configured by environment variables that are read at import.
+A row is ``{op, pass, setting, gate, state, layout, peer, ours_ms, peer_ms, ours_error, peer_error, also}``. Times are medians in milliseconds (seconds for
+the pass "first_call_s"), errors relative RMS against float64; a side whose error is over its limit has no time. `also` holds what else was measured: the
+peak of memory of a training pass, first calls with backward and with warm caches, what a peer that broke said. Each peer has its own process, in
+which both sides of its rows run on the same inputs, because some are configured by environment variables that are read at import. Before it, where
+a peer tunes at run time, several processes compile what it will choose from.
 """
 
 from __future__ import annotations
@@ -10,9 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,6 +27,7 @@ from kda_ops.bench.cases import DECODE_SETTINGS, GATES, PASSES, SETTINGS, Case
 from kda_ops.bench.sides import Peer, peers_of
 
 KEY = ("op", "pass", "setting", "gate", "state", "layout", "peer")
+SHARE = 0.75  # of the time that is left, for each peer; the rest is for the sides after it
 SLOWER = 0.05  # the change of a row's time that --against calls a loss
 
 
@@ -30,7 +37,7 @@ def default_dtype(device: str) -> torch.dtype:
 
 
 def list_cases(
-    device: str, ops: Iterable[str], passes: Iterable[str], gates: Iterable[str], settings: Iterable[str] | None, dtype: torch.dtype, peer: Peer | None
+    device: str, ops: Sequence[str], passes: Iterable[str], gates: Iterable[str], settings: Iterable[str] | None, dtype: torch.dtype, peer: Peer | None
 ) -> list[Case]:
     """The cases of a table for one peer, in its order. A bounded gate is KDA's; decode runs on fp32 states in both layouts and on bf16 states."""
     cases = []
@@ -47,26 +54,69 @@ def list_cases(
                     cases += [Case(op, pass_, setting, gate, device, dtype, *v) for v in variants]
     if peer is not None:
         cases = [c for c in cases if (c.pass_ != "decode" or peer.step is not None) and (c.pass_ != "first_call_s" or peer.same)]
+    if peer is not None and not peer.same:  # what stands there for scale does so once
+        cases = [c for c in cases if (c.op, c.gate) == (ops[0], next((g for g in gates if ops[0] == "kda" or g != "bound"), None))]
     return cases
 
 
-def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str], None]) -> list[dict]:
-    """The rows of some cases against one peer, from a process of their own; `report` gets each row, or the reason why there is none, as it comes."""
+def order(cases: list[Case]) -> list[Case]:
+    """What is measured first, for a run that may be cut: gates inside before given ones, forward and backward before decode, first calls last."""
+    stages = {"fwdbwd": 0, "fwd": 0, "decode": 1, "first_call_s": 3}
+
+    def rank(case: Case) -> tuple:
+        stage = stages[case.pass_] or (0 if case.inside else 2)
+        return stage, GATES.index(case.gate), case.op != "kda", case.setting, case.pass_ == "fwd"
+
+    return sorted(cases, key=rank)
+
+
+def _worker(work: dict, peer: Peer | None, **words) -> subprocess.Popen:
+    command = [sys.executable, "-m", "kda_ops.bench.worker", json.dumps(work)]
+    return subprocess.Popen(command, env=os.environ | (peer.environment if peer else {}), text=True, start_new_session=True, **words)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a worker and what it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def compile_ahead(cases: list[Case], peer: Peer, until: float) -> None:
+    """Compile what a peer's tuning will choose from, on all cores."""
+    count = max(1, min(14, (os.cpu_count() or 1) - 2))
+    specs = [c.spec() for c in cases]
+    works = [{"peer": peer.name, "cases": specs, "share": [i, count]} for i in range(count)]
+    shares = [_worker(work, peer, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for work in works]
+    for process in shares:
+        try:
+            process.wait(None if until == float("inf") else max(0.0, until - time.time()))
+        except subprocess.TimeoutExpired:
+            pass
+        _end(process)
+        process.wait()
+
+
+def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str], None], until: float = float("inf")) -> list[dict]:
+    """The rows of some cases against one peer, from a process of their own that ends at `until`; `report` gets each row, or why there is none, as it comes."""
     if not cases:
         return []
-    work = json.dumps({"peer": peer.name if peer else None, "cases": [c.spec() for c in cases]})
-    environment = os.environ | (peer.environment if peer else {})
-    rows, command = [], [sys.executable, "-m", "kda_ops.bench.worker", work]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    rows, reached = [], 0
+    with _worker({"peer": peer.name if peer else None, "cases": [c.spec() for c in cases]}, peer, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        timer = threading.Timer(min(max(0.0, until - time.time()), threading.TIMEOUT_MAX), _end, [process])
+        timer.daemon = True
+        timer.start()
         for line in process.stdout:
             if not line.startswith(('{"row"', '{"skip"')):
                 continue  # what a peer prints
-            done = json.loads(line)
+            done, reached = json.loads(line), reached + 1
             if "row" in done:
                 rows.append(done["row"])
             report(done.get("row", done.get("skip")))
+        timer.cancel()
     if process.returncode:
-        report(f"{peer.name if peer else 'ours alone'}: the process ended with {process.returncode}")
+        why = "out of time" if time.time() >= until else f"the process ended with {process.returncode}"
+        for case in cases[reached:]:
+            report(f"{' '.join(case.key().values())} {peer.name if peer else 'alone'}: {why}")
     return rows
 
 
@@ -155,8 +205,11 @@ def describe(device: str) -> dict[str, str]:
     return {"device": name, "kda_ops": kda_ops.__version__, "torch": torch.__version__, "triton": triton}
 
 
-def run(device: str, *, ops, passes, gates, settings, dtype, peers, echo: Callable[[str], None]) -> list[dict]:
-    """Measure and print a table; the rows."""
+def run(
+    device: str, *, ops, passes, gates, settings, dtype, peers, echo: Callable[[str], None], until: float = float("inf"),
+    have: Iterable[dict] = (), keep: Callable[[dict | str], None] = lambda x: None,
+) -> list[dict]:  # fmt: skip
+    """Measure and print a table; the rows, those that it `have` already first. `keep` gets each row, or the reason why there is none, as it comes."""
     about = describe(device)
     echo(", ".join(f"{n} {v}" for n, v in about.items()))
     known = [p for p in peers_of(device) if peers is None or p.name in peers]
@@ -164,12 +217,19 @@ def run(device: str, *, ops, passes, gates, settings, dtype, peers, echo: Callab
         echo(f"peer {p.name}: {p.version or 'not installed, skipped'}")
     present = [p for p in known if p.version]
     echo("".join(h.ljust(w) for h, w in zip(HEAD, WIDTHS)).rstrip())
-    rows: list[dict] = []
-    compared: set[Case] = set()
-    for peer in (*present, None):  # last what no peer does
-        cases = [c for c in list_cases(device, ops, passes, gates, settings, dtype, peer) if peer is not None or c not in compared]
-        compared.update(cases)
-        rows += measure(cases, peer, lambda x: echo(format_row(x) if isinstance(x, dict) else f"skipped: {x}"))
+    rows = list(have)
+
+    def report(x: dict | str) -> None:
+        echo(format_row(x) if isinstance(x, dict) else f"skipped: {x}")
+        keep(x)
+
+    for peer in (*present, None):  # last what no peer did
+        done = {tuple(r[n] for n in KEY[:-1]) for r in rows if peer is None or r["peer"] == peer.name}
+        cases = order([c for c in list_cases(device, ops, passes, gates, settings, dtype, peer) if tuple(c.key().values()) not in done])
+        end = until if peer is None else time.time() + SHARE * (until - time.time())
+        if peer is not None and peer.tunes and cases:
+            compile_ahead([c for c in cases if c.inside], peer, end)
+        rows += measure(cases, peer, report, end)
     return rows
 
 
@@ -193,12 +253,14 @@ def add_arguments(parser: argparse.ArgumentParser, device: str | None = None) ->
     parser.add_argument("--settings", type=lambda s: s.split(","), help="such as B1T8192H96,B1T65536H16HV32")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="bfloat16 on CUDA, float32 on CPU by default")
     parser.add_argument("--peers", type=lambda s: s.split(","), help="names; all that are installed by default")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="stop after S seconds; what was not reached is named")
 
 
-def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str], None]) -> list[dict]:
-    """Run what `add_arguments` parsed."""
+def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str], None], **words) -> list[dict]:
+    """Run what `add_arguments` parsed; `words` as of `run`."""
     dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(device)
-    return run(device, ops=args.ops, passes=args.passes, gates=args.gates, settings=args.settings, dtype=dtype, peers=args.peers, echo=echo)
+    words = dict(until=time.time() + args.time_limit) | words
+    return run(device, ops=args.ops, passes=args.passes, gates=args.gates, settings=args.settings, dtype=dtype, peers=args.peers, echo=echo, **words)
 
 
 def main(argv: list[str]) -> int:

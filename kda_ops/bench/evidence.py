@@ -1,16 +1,21 @@
 """``python -m kda_ops evidence``: run the GPU suite and the benchmark, and write down what they found.
 
-tests/gpu/evidence.json holds the hash of the kernels it belongs to, so a test that needs no GPU can tell when it no longer does.
+tests/gpu/evidence.json holds the hash of the kernels it belongs to, so a test that needs no GPU can tell when it no longer does. The file is written
+after the suite and after every row: a run that ends early leaves what it had, not `complete`, and ``--resume`` goes on from there. `missing` says, case by
+case, why a side has no row.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -46,38 +51,61 @@ def count_tests(summary: str) -> dict[str, int]:
 
 
 def run_suite(root: Path) -> dict[str, int]:
-    """Run tests/gpu, its output passing through."""
-    lines = []
-    with subprocess.Popen([sys.executable, "-m", "pytest", "tests/gpu", "-q"], cwd=root, stdout=subprocess.PIPE, text=True) as process:
+    """Run tests/gpu, its output passing through; on several cores where pytest-xdist is installed."""
+    lines, spread = [], []
+    if importlib.util.find_spec("xdist"):
+        spread = ["-n", str(max(1, min(14, (os.cpu_count() or 1) - 2)))]
+    with subprocess.Popen([sys.executable, "-m", "pytest", "tests/gpu", "-q", *spread], cwd=root, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
     return count_tests(next((x for x in reversed(lines) if re.search(r"\d+ (passed|failed|skipped|error)", x)), ""))
 
 
+def _resumed(path: Path, about: dict) -> tuple[dict[str, int] | None, list[dict]]:
+    """The tests and rows of a file, if they are of this machine and these kernels."""
+    found = json.loads(path.read_text())
+    if wrong := [n for n in about if found.get(n) != about[n]]:
+        raise SystemExit(f"{path} is of another {wrong[0]} ({found.get(wrong[0])}, here {about[wrong[0]]}): take the evidence anew.")
+    return found["tests"], found["rows"]
+
+
 def main(argv: list[str]) -> int:
-    """Run the command line; non-zero if a test failed or our side was wrong in a row."""
+    """Run the command line; non-zero if a test failed, our side was wrong in a row, or time ran out."""
     import torch
 
+    begin = time.time()
     parser = argparse.ArgumentParser(prog="python -m kda_ops evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     compare.add_arguments(parser, device="cuda")
     parser.add_argument("--output", metavar="FILE", help="tests/gpu/evidence.json by default")
+    parser.add_argument("--resume", metavar="FILE", help="keep the tests and the rows of this file and measure what it lacks")
     args = parser.parse_args(argv)
     root = checkout()
     if not torch.cuda.is_available():
         raise SystemExit("evidence needs a CUDA device.")
-    before = kernels_sha256()
-    tests = run_suite(root)
-    rows = compare.measure_arguments(args, "cuda", lambda line: print(line, flush=True))
-    found = {
-        "kernels_sha256": before,
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": metadata.version("triton"),
-        "tests": tests,
-        "rows": rows,
-    }
-    Path(args.output or root / "tests" / "gpu" / "evidence.json").write_text(json.dumps(found, indent=1) + "\n")
-    if kernels_sha256() != before:
+    path = Path(args.output or root / "tests" / "gpu" / "evidence.json")
+    about = {"kernels_sha256": kernels_sha256(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": metadata.version("triton")}
+    tests, rows = _resumed(Path(args.resume), about) if args.resume else (None, [])
+    missing: dict[str, str] = {}
+
+    def write(complete: bool = False) -> None:
+        path.write_text(json.dumps(about | {"tests": tests, "complete": complete, "rows": rows, "missing": missing}, indent=1) + "\n")
+
+    def keep(x: dict | str) -> None:
+        if isinstance(x, dict):
+            rows.append(x)
+        else:
+            name, why = x.split(": ", 1)
+            missing[name] = why
+        write()
+
+    if tests is None:
+        tests = run_suite(root)
+    write()
+    until = begin + args.time_limit
+    compare.measure_arguments(args, "cuda", lambda line: print(line, flush=True), until=until, have=rows, keep=keep)
+    if kernels_sha256() != about["kernels_sha256"]:
         raise SystemExit("the kernels changed while the evidence was taken: take it again.")
-    return 1 if tests["failed"] or not tests["passed"] or any(r["ours_ms"] is None for r in rows) else 0
+    complete = time.time() < until
+    write(complete)
+    return 1 if tests["failed"] or not tests["passed"] or any(r["ours_ms"] is None for r in rows) or not complete else 0

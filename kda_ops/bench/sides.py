@@ -149,7 +149,8 @@ def _sdpa(case: Case) -> Forward:
 class Peer:
     """Another implementation. `package` is what must be installed (None: nothing), `environment` what its process needs from the start.
 
-    `same` is False for what computes something else and stands there for scale: it has no error.
+    `same` is False for what computes something else and stands there for scale: it has no error. `beside` are packages of which one must be there too.
+    `tunes`: it measures configurations of its kernels at run time.
     """
 
     name: str
@@ -159,23 +160,29 @@ class Peer:
     step: Callable[[Case], Step] | None = None
     environment: dict[str, str] = field(default_factory=dict)
     same: bool = True
+    beside: tuple[str, ...] = ()
+    tunes: bool = False
 
     @property
     def version(self) -> str | None:
         """What is installed, or None."""
-        if self.package is None:
-            return torch.__version__
-        try:
-            return importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
+        if self.beside and not any(map(_version, self.beside)):
             return None
+        return torch.__version__ if self.package is None else _version(self.package)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 PEERS = (
     Peer("transformers", "cpu", "transformers", _transformers),
     Peer("fla-naive", "cpu", "fla-core", _fla_naive),
-    Peer("fla", "cuda", "fla-core", _fla_forward, _fla_step, {"FLA_DISABLE_BACKEND_DISPATCH": "1"}),
-    Peer("fla-dispatch", "cuda", "fla-core", _fla_forward, _fla_step),
+    Peer("fla", "cuda", "fla-core", _fla_forward, _fla_step, {"FLA_DISABLE_BACKEND_DISPATCH": "1"}, tunes=True),
+    Peer("fla-dispatch", "cuda", "fla-core", _fla_forward, _fla_step, beside=("tilelang", "flash-qla", "flash-kda"), tunes=True),
     Peer("flashqla", "cuda", "flash-qla", _flash_qla),
     Peer("cudnn", "cuda", "nvidia-cudnn-frontend", _cudnn),
     Peer("sdpa", "cuda", None, _sdpa, same=False),

@@ -1,12 +1,13 @@
 """Measures rows: both sides in one process, same inputs, error first, then medians. One worker serves one peer, whose environment is set before imports.
 
-The parent (`kda_ops.bench.compare`) starts ``python -m kda_ops.bench.worker JSON`` and reads one JSON row, or one line that says why there is none, per line.
+The parent (`kda_ops.bench.compare`) starts ``python -m kda_ops.bench.worker JSON`` and reads a line per case: a JSON row, or why there is none.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from kda_ops.bench.cases import INPUTS, STAGES, Case, Oracle, make_inputs
 from kda_ops.bench.sides import PEERS, Peer, Unsupported, our_forward, our_step
 
 PEER_LIMIT = 10.0  # a peer must compute the same function; our budget of rounding is ours alone
+SHARE_TOKENS = 1024  # of the calls that only compile: their kernels do not depend on it, their memory does
+FIRST_LIMIT = 400  # seconds
 ROUNDS = 3  # sides alternate; each has the smallest of its rounds' medians, the one least disturbed
 
 
@@ -43,7 +46,18 @@ def median_ms(call: Callable[[], object], device: str) -> float:
 
 
 def _row(case: Case, peer: Peer | None) -> dict:
-    return case.key() | {"peer": peer.name if peer else None, "ours_ms": None, "peer_ms": None, "ours_error": None, "peer_error": None}
+    times = {"ours_ms": None, "peer_ms": None, "ours_error": None, "peer_error": None}
+    return case.key() | {"peer": peer.name if peer else None} | times | {"also": {}}
+
+
+def _peak_gb(call: Callable[[], object]) -> float:
+    """What a call allocates at once above what was there before, its results included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def _missing(case: Case) -> str | None:
@@ -61,16 +75,45 @@ def _timed(sides: dict[str, Callable[[], object]], device: str) -> dict[str, flo
     return best
 
 
+def _measure(row: dict, sides: dict[str, Callable[[], Callable[[], object] | None]], device: str, memory: bool = False) -> dict:
+    """The row with the times of the sides, each made and checked by its function; None where it is wrong. A peer that breaks leaves its reason instead."""
+    calls = {}
+    for name, make in sides.items():
+        try:
+            calls[name] = make()
+        except Unsupported:
+            raise
+        except Exception as error:
+            if name == "ours_ms":
+                raise
+            row["also"]["peer_says"] = _line(error)
+    calls = {n: f for n, f in calls.items() if f is not None}
+    if memory and device == "cuda":
+        row["also"] |= {f"{n.removesuffix('_ms')}_peak_gb": _peak_gb(call) for n, call in calls.items()}
+    return row | _timed(calls, device)
+
+
+def _line(error: Exception) -> str:
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0] if said else ''}"
+
+
+def _oracle(case: Case, x: dict[str, Tensor], do: Tensor | None, oracles: dict) -> Oracle:
+    """The last oracle, where it serves: that of a training pass tells the error of a forward too."""
+    name = (case.op, case.setting, case.gate, case.dtype)
+    if name not in oracles or (do is not None and not oracles[name].training):
+        oracles.clear()
+        oracles[name] = Oracle(case, x, do)
+    return oracles[name]
+
+
 def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
-    """A row of "fwd" or "fwdbwd"."""
+    """A row of "fwd" or "fwdbwd"; of the latter with the peak of memory of each side."""
     row, training = _row(case, peer), case.pass_ == "fwdbwd"
     x = make_inputs(case)
     names = [n for n in INPUTS if n in x]
     do = torch.randn(x["v"].shape, generator=torch.Generator(case.device).manual_seed(1), device=case.device).to(case.dtype) if training else None
-    if case not in oracles:
-        oracles.clear()
-        oracles[case] = Oracle(case, x, do)
-    oracle = oracles[case]
+    oracle = _oracle(case, x, do, oracles)
     if training:
         x = {n: t.requires_grad_() for n, t in x.items()}
 
@@ -81,17 +124,18 @@ def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
         o = forward(x)
         return {"o": o} | dict(zip(names, torch.autograd.grad(o, [x[n] for n in names], do, allow_unused=True)))
 
-    def side(forward, error_column, limit, same=True):
+    def side(make_forward, error_column, limit, same=True):
+        forward = make_forward(case)
         if same:
             row[error_column], ratio = oracle.error(call(forward))
-            if ratio > limit:
+            if not ratio <= limit:
                 return None
         return lambda: call(forward)
 
-    sides = {"ours_ms": side(our_forward(case), "ours_error", 1.0)}
+    sides = {"ours_ms": lambda: side(our_forward, "ours_error", 1.0)}
     if peer is not None:
-        sides["peer_ms"] = side(peer.forward(case), "peer_error", PEER_LIMIT, peer.same)
-    return row | _timed({n: f for n, f in sides.items() if f is not None}, case.device)
+        sides["peer_ms"] = lambda: side(peer.forward, "peer_error", PEER_LIMIT, peer.same)
+    return _measure(row, sides, case.device, memory=training)
 
 
 def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
@@ -104,7 +148,8 @@ def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
     exact = our_step(exact_case)({n: t.cpu().double() for n, t in x.items()}, start.cpu().double())
     limit = 4 * torch.finfo(case.dtype).eps
 
-    def side(step, column, factor):
+    def side(make_step, column, factor):
+        step = make_step(case)
         with torch.inference_mode():
             o = step(x, start.clone()).cpu().double()
         error = ((o - exact).square().mean().sqrt() / exact.square().mean().sqrt()).item()
@@ -119,12 +164,12 @@ def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
 
         return call
 
-    sides = {"ours_ms": side(our_step(case), "ours_error", 1.0)}
+    sides = {"ours_ms": lambda: side(our_step, "ours_error", 1.0)}
     if peer is not None:
         if peer.step is None:
             raise Unsupported("it has no decode")
-        sides["peer_ms"] = side(peer.step(case), "peer_error", PEER_LIMIT)
-    return row | _timed({n: f for n, f in sides.items() if f is not None}, case.device)
+        sides["peer_ms"] = lambda: side(peer.step, "peer_error", PEER_LIMIT)
+    return _measure(row, sides, case.device)
 
 
 FIRST = """
@@ -133,54 +178,105 @@ from kda_ops.bench.cases import Case, make_inputs
 from kda_ops.bench import sides
 spec = json.loads(sys.argv[1])
 case = Case.read(spec["case"])
-x = make_inputs(case)
+x = {n: t.requires_grad_() for n, t in make_inputs(case).items()}
 synchronize = torch.cuda.synchronize if case.device == "cuda" else lambda: None
 synchronize()
 start = time.perf_counter()
-forward = sides.our_forward(case) if spec["peer"] is None else next(p for p in sides.PEERS if p.name == spec["peer"]).forward(case)
-with torch.no_grad():
-    forward(x)
+o = (sides.our_forward if spec["peer"] is None else next(p for p in sides.PEERS if p.name == spec["peer"]).forward)(case)(x)
 synchronize()
-print(time.perf_counter() - start)
+print(time.perf_counter() - start, flush=True)
+o.backward(o.detach())
+synchronize()
+print(time.perf_counter() - start, flush=True)
 """
 
 
+def _first(case: Case, name: str | None, folder: str) -> tuple[list[float], str]:
+    """Seconds from inputs to o and to every gradient, as far as it came, in a new process whose caches are in a folder; and why it came no further."""
+    environment = os.environ | {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+    command = [sys.executable, "-c", FIRST, json.dumps({"case": case.spec(), "peer": name})]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=FIRST_LIMIT)
+        out, why = done.stdout, (done.stderr.strip().splitlines() or ["no output"])[-1] if done.returncode else ""
+    except subprocess.TimeoutExpired as cut:
+        out, why = bytes(cut.stdout or b"").decode(), f"not done after {FIRST_LIMIT} s"
+    return [float(line) for line in out.split() if re.fullmatch(r"[0-9.e-]+", line)], why
+
+
 def first_call(case: Case, peer: Peer | None, _oracles: dict) -> dict:
-    """A row of "first_call_s": seconds (in the columns of times) from inputs to the first result of a forward, in a fresh process with empty caches."""
+    """A row of "first_call_s": seconds (in the columns of times) from inputs to the first o of a training call in a fresh process with empty caches.
+
+    Beside it, to the first gradients, and both in a second process that finds the caches of the first.
+    """
     row = _row(case, peer)
-    if peer is not None:
-        peer.forward(case)  # raises where it cannot
-    for column, name in (("ours_ms", None), ("peer_ms", peer.name if peer else None)):
-        if column == "peer_ms" and name is None:
-            continue
-        with tempfile.TemporaryDirectory() as empty:
-            environment = os.environ | {"TRITON_CACHE_DIR": f"{empty}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor"}
-            command = [sys.executable, "-c", FIRST, json.dumps({"case": case.spec(), "peer": name})]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590)
-        if done.returncode:
-            raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
-        row[column] = float(done.stdout.split()[-1])
+    for side, name in (("ours", None), *([("peer", peer.name)] if peer else [])):
+        with tempfile.TemporaryDirectory() as folder:
+            for cache in ("empty", "warm") if side == "ours" else ("empty",):
+                seconds, why = _first(case, name, folder)
+                if cache == "empty":
+                    row[f"{side}_ms"] = seconds[0] if seconds else None
+                elif seconds:
+                    row["also"][f"{side}_warm_fwd_s"] = seconds[0]
+                if len(seconds) > 1:
+                    row["also"][f"{side}{'' if cache == 'empty' else '_warm'}_fwdbwd_s"] = seconds[1]
+                if why:
+                    row["also"][f"{side}_says"] = why
     return row
 
 
 RUN = {"fwd": whole, "fwdbwd": whole, "decode": decode, "first_call_s": first_call}
 
 
+def share(i: int, n: int) -> None:
+    """From here on autotuned kernels run every n-th of their configurations, from the i-th, once: n such processes compile all of them on n cores.
+
+    What they leave in the compiler's cache makes a measuring process tune without compiling; it still measures every configuration itself.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    run, prune = Autotuner.run, Autotuner.prune_configs
+
+    def run_share(self, *args, **kwargs):
+        self.cache.clear()  # the tuning key leaves out flags that the compiler's key has
+        return run(self, *args, **kwargs)
+
+    def some(self, kwargs):
+        every = prune(self, kwargs)
+        return list(dict.fromkeys((every[0], *every[i::n])))
+
+    Autotuner.run, Autotuner.prune_configs = run_share, some
+    Autotuner.do_bench = property(lambda self: lambda call, quantiles: (call(), [0.0, 0.0, 0.0])[1])
+
+
+def compile_share(case: Case, peer: Peer) -> None:
+    """Call a peer once as a row would, on fewer tokens."""
+    if case.pass_ not in ("fwd", "fwdbwd"):
+        return
+    short = Case.read(case.spec() | {"setting": re.sub(r"T\d+", f"T{min(case.sizes['T'], SHARE_TOKENS)}", case.setting)})
+    x = {n: t.requires_grad_(case.pass_ == "fwdbwd") for n, t in make_inputs(short).items()}
+    o = peer.forward(short)(x)
+    if case.pass_ == "fwdbwd":
+        o.backward(torch.randn_like(o))
+
+
 def main(argv: list[str]) -> int:
-    """Measure the cases of ``{"peer": name or null, "cases": [..]}`` and print a line for each."""
+    """Measure the cases of ``{"peer": name or null, "cases": [..]}`` and print a line for each; with ``"share": [i, n]`` only compile."""
     work = json.loads(argv[0])
     peer = next((p for p in PEERS if p.name == work["peer"]), None)
+    if work.get("share"):
+        share(*work["share"])
     oracles: dict = {}
     for spec in work["cases"]:
         case = Case.read(spec)
         name = " ".join((*case.key().values(), peer.name if peer else "alone"))
         try:
+            if work.get("share"):
+                compile_share(case, peer)
+                continue
             missing = _missing(case)
             line = {"skip": f"{name}: {missing}"} if missing else {"row": RUN[case.pass_](case, peer, oracles)}
-        except Unsupported as reason:
-            line = {"skip": f"{name}: {reason}"}
         except Exception as error:  # a side that breaks costs its row, never the table
-            line = {"skip": f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
+            line = {"skip": f"{name}: {error if isinstance(error, Unsupported) else _line(error)}"}
         print(json.dumps(line), flush=True)
         if case.device == "cuda":
             torch.cuda.empty_cache()
