@@ -265,11 +265,16 @@ def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str
 
 def main(argv: list[str]) -> int:
     """Run the command line; non-zero if our side failed its error check anywhere, or a row lost more than 5 % against ``--against``."""
+    if "--model" in argv:
+        from kda_ops.bench import model
+
+        return model.main([a for a in argv if a != "--model"])
     parser = argparse.ArgumentParser(prog="python -m kda_ops bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     parser.add_argument("--plot", metavar="FILE", help="draw the rows (needs matplotlib)")
     parser.add_argument("--against", metavar="FILE", help="compare with rows written earlier")
+    parser.add_argument("--model", action="store_true", help="a training step of a whole model instead; see bench --model --help")
     parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite the tables of README.md from tests/gpu/evidence.json")
     args = parser.parse_args(argv)
     if args.readme:
