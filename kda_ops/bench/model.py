@@ -127,7 +127,7 @@ def measure(side: str, spec: dict, report: Callable[[dict], None] = lambda found
     found = {"first_step_s": time.perf_counter() - start, "loss": loss, "probe": [probe(i, x) for i, x in enumerate(gradients)]}
     found |= {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
     report(found)
-    gradients[:] = [tokens]
+    gradients[:] = [tokens]  # looked at; what they hold is free again
     for _ in range(2):
         step()
     if device == "cuda":
