@@ -42,8 +42,9 @@ LOG2E = math.log2(math.e)
 # The text
 
 
-def read_library(root: Path) -> tuple[Tensor, Tensor]:
-    """The bytes of a folder's .py files: those to train on and, from every tenth file, those held out."""
+def read_library() -> tuple[Tensor, Tensor]:
+    """The bytes of the standard library's .py files: those to train on and, from every tenth file, those held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(f for f in root.rglob("*.py") if not SKIPPED & set(f.relative_to(root).parts))
     parts = [b"\n\n".join(f.read_bytes() for f in chosen) for chosen in ([f for i, f in enumerate(files) if i % 10], files[::10])]
     train, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
@@ -176,7 +177,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder of checkpoint, curve and text")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--stop", type=int, help="leave off after this many steps, as an interruption would")
-    parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of .py files to learn instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=int, default=500, help="bytes to generate")
     for name, kind in dict(layers=int, hidden=int, head_dim=int, batch=int, length=int, steps=int, lr=float).items():
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> dict:
     args.out.mkdir(parents=True, exist_ok=True)
     checkpoint = args.out / "checkpoint.pt"
     torch.manual_seed(args.seed)
-    train, held_out = read_library(args.text)
+    train, held_out = read_library()
     evaluation = windows(held_out, torch.linspace(0, len(held_out) - args.length - 1, 4 * args.batch).long(), args.length)
     bigram = bigram_entropy(train, evaluation)
     evaluation = evaluation.to(args.device)

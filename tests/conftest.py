@@ -1,6 +1,7 @@
 """Profiles of hypothesis: `dev` looks at new cases each time, `ci` at the same ones, `nightly` at many. Pick by HYPOTHESIS_PROFILE."""
 
 import os
+from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -11,5 +12,11 @@ _COMMON = dict(deadline=None, print_blob=True, suppress_health_check=[HealthChec
 settings.register_profile("dev", max_examples=20, **_COMMON)
 settings.register_profile("ci", max_examples=12, derandomize=True, database=None, **_COMMON)
 settings.register_profile("nightly", max_examples=400, **_COMMON)
+settings.register_profile("device", max_examples=4, derandomize=True, database=None, **_COMMON)  # an example is kernels to compile
 settings.register_profile("interp", max_examples=3, derandomize=True, database=None, **_COMMON)  # a launch costs what an example costs elsewhere
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+_DEVICE = os.environ.get("KDA_OPS_TEST_DEVICE", "cpu") != "cpu"
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "device" if _DEVICE else "ci" if os.environ.get("CI") else "dev"))
+
+if _DEVICE:  # the laws of the contract, and nothing that would run on the CPU again; tests/gpu is asked for by name
+    _LAWS = "activations compiled definition flags gradients layouts limits padding pools registrations sequences".split()
+    collect_ignore = ["gpu", "interp", *(f.name for f in Path(__file__).parent.glob("test_*.py") if f.stem.removeprefix("test_") not in _LAWS)]

@@ -8,15 +8,16 @@ from tests.support.calls import forward, overload, run
 from tests.support.cases import PACKED, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.pools import Pool, pools
+from tests.support.target import TARGET
 
 
 def _swapped(case):
     """The same call in the other layout: states and their gradients transposed."""
     other = replace(case, transposed=not case.transposed)
-    inputs = case.inputs()
+    inputs = case.inputs(TARGET.device)
     if inputs["initial_state"] is not None:
         inputs["initial_state"] = inputs["initial_state"].transpose(-1, -2).contiguous()
-    do, dfinal_state = case.cotangents()
+    do, dfinal_state = case.cotangents(TARGET.device)
     return other, inputs, (do, dfinal_state.transpose(-1, -2).contiguous())
 
 
@@ -37,7 +38,7 @@ def test_both_state_layouts_give_the_same_bits_in_output_state_and_every_gradien
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @given(case=cases(state=True, final=True, strides="contiguous"))
 def test_a_transposed_view_is_the_other_layout(op, case):
-    inputs = case.inputs()
+    inputs = case.inputs(TARGET.device)
     inputs["initial_state"] = inputs["initial_state"].transpose(-1, -2).contiguous().transpose(-1, -2)
     assert_all_identical(forward(case, op), forward(case, op, inputs))
 
@@ -64,5 +65,5 @@ def test_a_pool_may_be_a_transposed_view(pool):
 def test_a_state_that_was_not_asked_for_is_empty_in_both_layouts(variant):
     for transposed in (False, True):
         case = Case(variant, final=False, transposed=transposed)
-        _, final_state = overload(variant, "chunk")(*case.inputs().values(), **case.flags())
+        _, final_state = overload(variant, "chunk")(*case.inputs(TARGET.device).values(), **case.flags())
         assert final_state.shape == (0,) and final_state.dtype is torch.float32

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import kda_ops
+from tests.support.target import TARGET
 
+FLOAT64 = pytest.mark.skipif(torch.float64 not in TARGET.dtypes, reason="float64 is for CPUs")
 CHUNK_OPS = (kda_ops.chunk_kda, kda_ops.chunk_gdn, kda_ops.recurrent_kda, kda_ops.recurrent_gdn)
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
 
@@ -14,7 +16,7 @@ def inputs(op, T=70):
     q, k, v, g = (torch.randn(1, T, 2, 8, generator=gen) for _ in range(4))
     rank = 1 if "kda" in op.__name__ else 0
     x = [q, k, v, g if rank else g[..., 0].clone(), torch.randn(1, T, 2, generator=gen), torch.zeros(2), torch.zeros(2, 8) if rank else torch.zeros(2)]
-    return x
+    return [t.to(TARGET.device) for t in x]
 
 
 def gradients(op, x, **flags):
@@ -27,7 +29,7 @@ def gradients(op, x, **flags):
 @pytest.mark.parametrize("garbage", (float("nan"), float("inf"), -float("inf")))
 @pytest.mark.parametrize("op", CHUNK_OPS)
 def test_tokens_of_no_sequence_may_hold_anything(op, garbage, lower_bound):
-    offsets = torch.tensor([0, 30, 60])
+    offsets = torch.tensor([0, 30, 60], device=TARGET.device)
     clean, dirty = inputs(op), inputs(op)
     for t in dirty[:5]:
         t[:, 60:] = garbage
@@ -46,6 +48,7 @@ def test_a_logit_of_plus_infinity_forgets_and_has_finite_gradients(op):
     assert o.isfinite().all() and all(d.isfinite().all() for d in grads)
 
 
+@FLOAT64
 def test_float64_calls_compute_everything_in_float64():
     x = [t.double() for t in inputs(kda_ops.chunk_kda)]
     half = [t.float().double() if i == 3 else t for i, t in enumerate(x)]
@@ -53,6 +56,7 @@ def test_float64_calls_compute_everything_in_float64():
     assert torch.equal(kda_ops.chunk_kda(*half, **FLAGS)[0], kda_ops.chunk_kda(*mixed, **FLAGS)[0])
 
 
+@FLOAT64
 def test_a_float64_state_outlives_decays_that_float32_cannot_hold():
     q, k, v = (torch.randn(1, 64, 1, 8, dtype=torch.float64) for _ in range(3))
     g, state = torch.full((1, 64, 1, 8), -2.0, dtype=torch.float64), torch.full((1, 1, 8, 8), 1e60, dtype=torch.float64)
@@ -61,11 +65,11 @@ def test_a_float64_state_outlives_decays_that_float32_cannot_hold():
 
 
 def test_a_pool_that_overlaps_itself_is_refused():
-    q, k, v = (torch.randn(3, 1, 1, 8) for _ in range(3))
+    q, k, v = (torch.randn(3, 1, 1, 8, device=TARGET.device) for _ in range(3))
     with pytest.raises(ValueError, match="state must not overlap itself"):
-        kda_ops.recurrent_kda_(q, k, v, None, None, torch.zeros(1, 1, 8, 8).expand(3, 1, 8, 8))
+        kda_ops.recurrent_kda_(q, k, v, None, None, torch.zeros(1, 1, 8, 8, device=TARGET.device).expand(3, 1, 8, 8))
 
 
 def test_mapping_over_nothing_gives_nothing():
-    q, k, v = (torch.randn(1, 70, 2, 8) for _ in range(3))
-    assert torch.vmap(lambda q: kda_ops.chunk_kda(q, k, v, None, None)[0])(torch.randn(0, 1, 70, 2, 8)).shape == (0, 1, 70, 2, 8)
+    q, k, v = (torch.randn(1, 70, 2, 8, device=TARGET.device) for _ in range(3))
+    assert torch.vmap(lambda q: kda_ops.chunk_kda(q, k, v, None, None)[0])(torch.randn(0, 1, 70, 2, 8, device=TARGET.device)).shape == (0, 1, 70, 2, 8)

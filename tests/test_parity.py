@@ -13,8 +13,8 @@ def test_training_in_bfloat16_on_a_gpu_follows_float32_on_a_cpu(variant):
     if not parity.FILE.exists():
         pytest.skip("no runs are recorded")
     curves = json.loads(parity.FILE.read_text())["curves"].get(variant, {})
-    if curves.keys() != {"native", "cuda"}:
-        pytest.skip("one side is not recorded")
+    if not curves:
+        pytest.skip("it is not recorded")
     apart, noise = parity.verdict(curves)
     assert apart < noise
     for side in curves.values():

@@ -101,7 +101,7 @@ def test_permuting_heads_permutes_every_result(op, case):
             return x[:, :, order]
         if name == "dt_bias":
             return x.reshape(6, -1)[values].reshape(x.shape)
-        return x[values] if name == "A_log" else x.index_select(1 if name == "initial_state" else 2, values)
+        return x[values] if name == "A_log" else x.index_select(1 if name == "initial_state" else 2, values.to(x.device))
 
     inputs = {n: permute(n, x) for n, x in case.inputs(TARGET.device).items()}
     do, dfinal_state = case.cotangents(TARGET.device)
