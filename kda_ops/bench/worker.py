@@ -5,6 +5,7 @@ The parent (`kda_ops.bench.compare`) starts ``python -m kda_ops.bench.worker JSO
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -95,7 +96,10 @@ def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
 
 
 def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
-    """A row of "decode": one token per sequence on a pool of states, in place."""
+    """A row of "decode": one token per sequence on a pool of states, in place.
+
+    Besides the columns of every row, for each side: its share of the rate of a copy in the same process, and what a call costs Python.
+    """
     row, (B, HV, D) = _row(case, peer), (case.sizes[n] for n in ("B", "HV", "D"))
     x = make_inputs(case)
     start = torch.randn((B, HV, D, D), generator=torch.Generator(case.device).manual_seed(2), device=case.device)
@@ -124,7 +128,35 @@ def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
         if peer.step is None:
             raise Unsupported("it has no decode")
         sides["peer_ms"] = side(peer.step(case), "peer_error", PEER_LIMIT)
-    return row | _timed({n: f for n, f in sides.items() if f is not None}, case.device)
+    sides = {n: f for n, f in sides.items() if f is not None}
+    row |= _timed(sides, case.device)
+    least = 2 * start.nbytes / copy_rate(case.device)  # each state read once and written once
+    for column, call in sides.items():
+        name = column.removesuffix("_ms")
+        row |= {f"{name}_share": 1e3 * least / row[column], f"{name}_call_us": call_us(call, case.device)}
+    return row
+
+
+@functools.cache
+def copy_rate(device: str) -> float:
+    """Bytes per second, read and written, of a copy too large for any cache."""
+    x = torch.empty(2**30 if device == "cuda" else 2**28, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / (1e-3 * median_ms(lambda: y.copy_(x), device))
+
+
+def call_us(call: Callable[[], object], device: str, count: int = 200) -> float:
+    """Microseconds of Python and launch for a call, the GPU left to follow; the least of some rounds."""
+    best = float("inf")
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(5):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        best = min(best, 1e6 * (time.perf_counter() - start) / count)
+    synchronize()
+    return best
 
 
 FIRST = """

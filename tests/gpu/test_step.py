@@ -12,7 +12,7 @@ import kda_ops
 from kda_ops import dispatch
 from kda_ops.backends.reference import recur
 from tests.support.closeness import assert_close, assert_identical
-from tests.support.steps import Step, assert_step, random_step
+from tests.support.steps import Step, assert_calls_forget, assert_step, random_step
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,6 +44,11 @@ def test_edges_meet_the_definition(case):
     assert_step(case, TRITON, CUDA)
 
 
+def test_calls_that_look_alike_share_nothing_else():
+    with torch.inference_mode():
+        assert_calls_forget(CUDA)
+
+
 def _call(B: int, H: int = 4, K: int = 64, V: int = 64, T: int = 1, seed: int = 0):
     gen = torch.Generator(CUDA).manual_seed(seed)
     q, k, v, g, beta = (torch.randn(s, device=CUDA, generator=gen).bfloat16() for s in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H, K), (B, T, H)))
@@ -60,10 +65,10 @@ def test_scale_strides_and_sizes_do_not_recompile():
         kda_ops.recurrent_kda_(*inputs, pool, scale=scale, **flags)
 
     decode(3, 2, 0.5)
-    kernels = {id(found[0]) for found in KERNEL._COMPILED.values()}
+    kernels = {id(found) for found in KERNEL._COMPILED.values()}
     for B, T, scale, wide in ((7, 3, 0.25, False), (8, 16, 1.0, True), (3, 5, 0.1, True)):
         decode(B, T, scale, wide)
-    assert {id(found[0]) for found in KERNEL._COMPILED.values()} == kernels
+    assert {id(found) for found in KERNEL._COMPILED.values()} == kernels
 
 
 def test_a_captured_graph_replays_with_new_tokens_indices_and_offsets():

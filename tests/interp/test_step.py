@@ -10,7 +10,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 
 from kda_ops import dispatch
 from tests.support.closeness import assert_identical
-from tests.support.steps import Step, assert_step, random_step
+from tests.support.steps import Step, assert_calls_forget, assert_step, random_step
 
 TRITON = dispatch.load("triton")
 DTYPES = (torch.float32, torch.float16)
@@ -29,6 +29,10 @@ def test_any_call_meets_the_definition(seed):
 ], ids=str)  # fmt: skip
 def test_edges_meet_the_definition(case):
     assert_step(case, TRITON)
+
+
+def test_calls_that_look_alike_share_nothing_else():
+    assert_calls_forget("cpu")
 
 
 def test_both_layouts_give_the_same_numbers():
