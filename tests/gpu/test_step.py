@@ -21,6 +21,9 @@ TRITON = dispatch.load("triton")
 KERNEL = importlib.import_module("kda_ops.backends.triton.step")
 
 
+USUAL = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_call_meets_the_definition(seed):
     assert_step(random_step(1000 + seed, DTYPES, POOLS, widths=(16, 33, 64, 100, 128, 256), most=7), TRITON, CUDA)
@@ -32,6 +35,27 @@ def test_any_call_meets_the_definition(seed):
 def test_the_usual_decode_meets_the_definition(rank, transposed, pool):
     layout = dict(transposed=transposed, pool=pool, slots=1, dead=(3,))
     assert_step(Step(rank=rank, N=5, H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, gate="bounded", beta="sigmoid", **layout), TRITON, CUDA)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_sequence_has_the_same_bits_alone_and_among_many(rank, transposed, pool):
+    """Also where a larger batch is given to fewer programs."""
+    case = Step(rank=rank, N=80, H=16, HV=16, K=128, V=128, dtype=torch.bfloat16, gate="softplus", slots=1, transposed=transposed, pool=pool)
+    p = case.problem(CUDA)
+    start, flags = p.state.clone(), dict(transpose_state_layout=transposed, **USUAL)
+    assert case.N * case.HV >= KERNEL._MANY > 2 * case.HV
+    step = torch.ops.kda.recurrent_ if rank else torch.ops.gdn.recurrent_
+    with torch.inference_mode():
+        rows = [p.q, p.k, p.v, p.g, p.beta]
+        o = step(*rows, p.state, p.state_indices, None, p.A_log, p.dt_bias, **flags)
+        some = start.clone()
+        for n in (0, 41, 78):
+            part = step(*[x[n : n + 2] for x in rows], some, p.state_indices[n : n + 2], None, p.A_log, p.dt_bias, **flags)
+            assert_identical(part, o[n : n + 2], "o")
+            slots = p.state_indices[n : n + 2].long()
+            assert_identical(some[slots], p.state[slots], "the states")
 
 
 @pytest.mark.parametrize("case", [
