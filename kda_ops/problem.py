@@ -160,9 +160,9 @@ class Problem:
             if B != 1:
                 raise ValueError(f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape q, k, v, g and beta to [1, B * T, ...].")
             self.N = cu_seqlens.shape[0] - 1
-            if _CHECK_VALUES and not _is_symbolic(cu_seqlens):
+            if CHECK_VALUES and not _is_symbolic(cu_seqlens):
                 _check_cu_seqlens(cu_seqlens, T)
-        if _CHECK_VALUES and g is not None and not use_gate_in_kernel and not _is_symbolic(g):
+        if CHECK_VALUES and g is not None and not use_gate_in_kernel and not _is_symbolic(g):
             tokens = g if cu_seqlens is None else g[:, : int(cu_seqlens[-1])]
             _check_decay(tokens, (lower_bound or SAFE_BOUND) if safe_gate else None)
         self.rank, self.q, self.k, self.v, self.g, self.beta = rank, q, k, v, g, beta
@@ -200,12 +200,12 @@ class Problem:
             if num_accepted_tokens.shape != (p.N,):
                 _shape_error("num_accepted_tokens", "[N]", (p.N,), num_accepted_tokens)
             _check_index("num_accepted_tokens", num_accepted_tokens, q.device)
-            if _CHECK_VALUES and not _is_symbolic(num_accepted_tokens):
+            if CHECK_VALUES and not _is_symbolic(num_accepted_tokens):
                 _check_accepted(num_accepted_tokens, state_indices.shape[1])
             p.num_accepted_tokens = num_accepted_tokens
         if state_indices is not None and state_indices.dim() == 2 and cu_seqlens is None and p.T > state_indices.shape[1]:
             raise ValueError(f"state_indices must name a slot for every token, shape [N, S] with S at least T = {p.T}, got {list(state_indices.shape)}.")
-        if _CHECK_VALUES and state_indices is not None and state_indices.dim() == 2 and cu_seqlens is not None and not _is_symbolic(cu_seqlens):
+        if CHECK_VALUES and state_indices is not None and state_indices.dim() == 2 and cu_seqlens is not None and not _is_symbolic(cu_seqlens):
             _check_columns(cu_seqlens, state_indices.shape[1])
         return p
 
@@ -222,7 +222,7 @@ class Problem:
             if snapshot_indices.dim() != 2 or snapshot_indices.shape[0] != p.N:
                 raise ValueError(f"snapshot_indices must have shape [N, snapshots] = [{p.N}, ...], got {list(snapshot_indices.shape)}.")
             _check_index("snapshot_indices", snapshot_indices, q.device)
-            if _CHECK_VALUES and not _is_symbolic(snapshot_indices):
+            if CHECK_VALUES and not _is_symbolic(snapshot_indices):
                 live = torch.arange(p.N, device=q.device) if state_indices is None else state_indices
                 _check_slots(torch.cat([live.long(), snapshot_indices.long().flatten()]), state.shape[0], "state_indices and snapshot_indices")
             p.snapshot_indices = snapshot_indices
@@ -266,7 +266,7 @@ class Problem:
             if state_indices.dim() not in (1, 2) or state_indices.shape[0] != self.N or 0 in state_indices.shape[1:]:
                 raise ValueError(f"state_indices must have shape [N] or [N, S] with N = {self.N}, got {list(state_indices.shape)}.")
             _check_index("state_indices", state_indices, self.q.device)
-            if _CHECK_VALUES and not _is_symbolic(state_indices):
+            if CHECK_VALUES and not _is_symbolic(state_indices):
                 _check_slots(state_indices, state.shape[0], "state_indices")
         self.state_indices = state_indices
 
@@ -274,7 +274,7 @@ class Problem:
 
     def new_output(self) -> Tensor:
         """o [B, T, HV, V] in v's dtype, contiguous whatever the strides of v."""
-        return torch.empty_like(self.v, memory_format=torch.contiguous_format)
+        return new_output(self.v)
 
     def new_final_state(self) -> Tensor:
         """[N, HV, K, V] or [N, HV, V, K] in `state_dtype`; an empty float32 tensor when it was not asked for."""
@@ -300,6 +300,11 @@ class Problem:
         return SAFE_BOUND if self.safe_gate else None
 
 
+def new_output(v: Tensor) -> Tensor:
+    """`Problem.new_output` for a call that is known already."""
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
 def gate_problem(rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> torch.dtype:
     """Validate a call to `kda::gate` or `gdn::gate`; the dtype of its result."""
     if g.dim() != 3 + rank:
@@ -312,7 +317,7 @@ def gate_problem(rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | N
 
 # --- values, which live on the device and are read only when KDA_OPS_CHECK=1 asks for it -------------------------------------
 
-_CHECK_VALUES = os.environ.get("KDA_OPS_CHECK", "0") not in ("", "0")
+CHECK_VALUES = os.environ.get("KDA_OPS_CHECK", "0") not in ("", "0")
 
 
 def _is_symbolic(x: Tensor) -> bool:

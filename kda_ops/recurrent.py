@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
-from kda_ops import dispatch
-from kda_ops.problem import Problem
+from kda_ops import dispatch, problem
+from kda_ops.problem import Problem, new_output
 
 
 def infer(p: Problem) -> tuple[Tensor, Tensor]:
@@ -16,9 +19,28 @@ def infer(p: Problem) -> tuple[Tensor, Tensor]:
     return o, final_state
 
 
-def decode(p: Problem) -> Tensor:
-    """Tokens on a state pool: the states are read from and written to its slots in place."""
-    o = p.new_output()
-    if p.HV:
-        dispatch.backend(p.q.device).step(p, o, p.state)
+def decode(rank: int, args: tuple[Tensor | None, ...], flags: dict[str, Any]) -> Tensor:
+    """Tokens on a state pool, from the arguments of `recurrent_`: the states are read from and written to its slots in place.
+
+    A token is decoded by thousands of calls whose tensors look the same, and parsing one costs Python more than the kernel costs the GPU. What shapes,
+    strides, dtypes, devices and flags decide, that the call is legal and how it is launched, is therefore kept; never anything of a tensor's data or address.
+    """
+    look = (rank, *flags.items(), *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in args])
+    plan = _PLANS.get(look)
+    if plan is None:
+        p = Problem.parse_step(rank, *args, **flags)
+        o = p.new_output()
+        if p.HV:
+            b = dispatch.backend(p.q.device)
+            b.step(p, o, p.state)
+            if hasattr(b, "plan_step") and not problem.CHECK_VALUES:
+                if len(_PLANS) >= 1024:  # a program that calls with ever new sizes
+                    _PLANS.clear()
+                _PLANS[look] = b.plan_step(p, p.state)
+        return o
+    o = new_output(args[2])
+    plan(o, args[5], args if len(args) == 11 else (*args, *[None] * (11 - len(args))))
     return o
+
+
+_PLANS: dict[tuple, Callable[[Tensor, Tensor, tuple[Tensor | None, ...]], None]] = {}

@@ -30,9 +30,8 @@ def _kernels(rank: int) -> dict[schemas.Operator, object]:
         return recurrent.infer(Problem.parse(rank, *args, **flags))
 
     def recurrent_in_place(*args, **flags) -> Tensor:
-        p = Problem.parse_step(rank, *args, **flags)
-        o = recurrent.decode(p)
-        _BUMP(p.state)
+        o = recurrent.decode(rank, args, flags)
+        _BUMP(args[5])
         return o
 
     def chunk_in_place(*args, **flags) -> Tensor:

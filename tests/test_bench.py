@@ -67,9 +67,14 @@ def test_our_side_passes_its_check_and_gets_a_time(op, pass_):
 
 
 def test_both_state_layouts_and_dtypes_decode():
-    for state, layout in (("fp32", "kv"), ("fp32", "vk"), ("bf16", "kv")):
-        got = worker.decode(case(pass_="decode", gate="bound", setting="B3T1H2D16", state=state, layout=layout), None, {})
+    worker.copy_rate.cache_clear()
+    for there in compare.list_cases("cpu", ["kda"], ["decode"], ["bound"], ["B3T1H2D16"], torch.float32, None):
+        got = worker.decode(there, None, {})
         assert got["ours_ms"] == 1.0 and got["ours_error"] < 1e-6
+        # a copy takes 1 ms too, so the share is that of the bytes
+        assert got["also"]["ours_share"] == pytest.approx(3 * 2 * 16 * 16 * (2 if there.state == "bf16" else 4) / 2**28)
+        assert got["also"]["ours_call_us"] > 1 and "peer_share" not in got["also"]
+        assert "of a copy 0% | -, us per call" in compare.format_row(got)
 
 
 def wrong_peer(change):

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from kda_ops.problem import CHUNK
 from tests.support.calls import overload
-from tests.support.cases import Case, cases
+from tests.support.cases import Case
 from tests.support.closeness import assert_identical
 from tests.support.pools import SPARE, Pool, pools
+from tests.support.splits import Split, assert_split, splits
 from tests.support.target import TARGET
 
 VARIANTS = ("kda", "gdn")
@@ -158,21 +159,10 @@ def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
         assert_identical(after_holed[indices[0, column]], after[indices[0, column]], "a named slot")
 
 
-@given(case=cases(lengths=None, B=2, T=129, state=False, final=False, disable_recompute=False, safe_gate=False, strides="contiguous"), cut=st.integers(1, 128))
-def test_prefill_then_decode_is_one_prefill(case, cut):
-    pool = Pool(case, "chunk_")
-    want, after = pool.run()
-    indices, x, state = pool.indices()[0].to(TARGET.device), case.inputs(TARGET.device), pool.state()
-    cut = max(cut, 129 - 12)
-
-    def call(op, a, b):
-        args = [None if x[n] is None else x[n][:, a:b] for n in PER_TOKEN]
-        return overload(case.variant, op)(*args, state, indices, None, x["A_log"], x["dt_bias"], None, **case.flags(op))
-
-    with torch.no_grad():
-        parts = [call("chunk_", 0, cut)] + [call("recurrent_", t, t + 1) for t in range(cut, 129)]
-    same(torch.cat(parts, 1), want, "o", case.dtype)
-    same(state, after, "the pool", case.state_dtype)
+@given(split=splits(tuple(d for d in TARGET.dtypes if d is not torch.float64), (torch.float32, torch.bfloat16), H=1, HV=2, K=16, V=24))
+@example(split=Split(Case(B=3, T=129, K=16, V=24, state=False, final=False), (("chunk_", 117), *[("recurrent_", 1)] * 12), torch.bfloat16))
+def test_prefill_then_decode_is_one_prefill(split):
+    assert_split(split, TARGET.device)
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))

@@ -39,7 +39,7 @@ def default_dtype(device: str) -> torch.dtype:
 def list_cases(
     device: str, ops: Sequence[str], passes: Iterable[str], gates: Iterable[str], settings: Iterable[str] | None, dtype: torch.dtype, peer: Peer | None
 ) -> list[Case]:
-    """The cases of a table for one peer, in its order. A bounded gate is KDA's; decode runs on fp32 states in both layouts and on bf16 states."""
+    """The cases of a table for one peer, in its order. A bounded gate is KDA's; decode runs on states of both dtypes in both layouts."""
     cases = []
     for op in ops:
         for pass_ in passes:
@@ -50,7 +50,7 @@ def list_cases(
                 wanted = [g for g in wanted if g in ("bound", "softplus")][:1]
             for setting in settings or (DECODE_SETTINGS if pass_ == "decode" else SETTINGS)[device]:
                 for gate in wanted:
-                    variants = [("fp32", "kv"), ("fp32", "vk"), ("bf16", "kv")] if pass_ == "decode" else [("fp32", "kv")]
+                    variants = [(s, lay) for s in ("fp32", "bf16") for lay in ("kv", "vk")] if pass_ == "decode" else [("fp32", "kv")]
                     cases += [Case(op, pass_, setting, gate, device, dtype, *v) for v in variants]
     if peer is not None:
         cases = [c for c in cases if (c.pass_ != "decode" or peer.step is not None) and (c.pass_ != "first_call_s" or peer.same)]
@@ -141,7 +141,14 @@ def format_row(row: dict) -> str:
         _cell(row["ours_ms"]), _cell(row["peer_ms"]), "-" if faster is None else f"{faster:.2f}x",
         _cell(row["ours_error"], ".1e"), _cell(row["peer_error"], ".1e"),
     )  # fmt: skip
-    return "".join(c.ljust(w) for c, w in zip(cells, WIDTHS)).rstrip()
+    line = "".join(c.ljust(w) for c, w in zip(cells, WIDTHS)).rstrip()
+    if "ours_share" in row["also"]:
+        line += "  of a copy " + _both(row, "share", ".0%") + ", us per call " + _both(row, "call_us", ".0f")
+    return line
+
+
+def _both(row: dict, column: str, digits: str) -> str:
+    return " | ".join(_cell(row["also"].get(f"{side}_{column}"), digits) for side in ("ours", "peer"))
 
 
 def compare_rows(new: list[dict], old: list[dict]) -> tuple[list[str], list[str]]:

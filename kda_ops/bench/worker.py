@@ -5,6 +5,7 @@ The parent (`kda_ops.bench.compare`) starts ``python -m kda_ops.bench.worker JSO
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -75,8 +76,14 @@ def _timed(sides: dict[str, Callable[[], object]], device: str) -> dict[str, flo
     return best
 
 
-def _measure(row: dict, sides: dict[str, Callable[[], Callable[[], object] | None]], device: str, memory: bool = False) -> dict:
-    """The row with the times of the sides, each made and checked by its function; None where it is wrong. A peer that breaks leaves its reason instead."""
+def _measure(
+    row: dict, sides: dict[str, Callable[[], Callable[[], object] | None]], device: str, memory: bool = False,
+    more: Callable[[Callable[[], object], float], dict] | None = None,
+) -> dict:  # fmt: skip
+    """The row with the times of the sides, each made and checked by its function; None where it is wrong. A peer that breaks leaves its reason instead.
+
+    `more` gives what else to record of a side, from its call and its time.
+    """
     calls = {}
     for name, make in sides.items():
         try:
@@ -90,7 +97,10 @@ def _measure(row: dict, sides: dict[str, Callable[[], Callable[[], object] | Non
     calls = {n: f for n, f in calls.items() if f is not None}
     if memory and device == "cuda":
         row["also"] |= {f"{n.removesuffix('_ms')}_peak_gb": _peak_gb(call) for n, call in calls.items()}
-    return row | _timed(calls, device)
+    times = _timed(calls, device)
+    if more is not None:
+        row["also"] |= {f"{n.removesuffix('_ms')}_{name}": x for n, call in calls.items() for name, x in more(call, times[n]).items()}
+    return row | times
 
 
 def _line(error: Exception) -> str:
@@ -139,7 +149,10 @@ def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
 
 
 def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
-    """A row of "decode": one token per sequence on a pool of states, in place."""
+    """A row of "decode": one token per sequence on a pool of states, in place.
+
+    Recorded beside, for each side: its share of the rate of a copy in the same process, and what a call costs Python.
+    """
     row, (B, HV, D) = _row(case, peer), (case.sizes[n] for n in ("B", "HV", "D"))
     x = make_inputs(case)
     start = torch.randn((B, HV, D, D), generator=torch.Generator(case.device).manual_seed(2), device=case.device)
@@ -169,7 +182,30 @@ def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
         if peer.step is None:
             raise Unsupported("it has no decode")
         sides["peer_ms"] = lambda: side(peer.step, "peer_error", PEER_LIMIT)
-    return _measure(row, sides, case.device)
+    least = 2 * start.nbytes / copy_rate(case.device)  # each state read once and written once
+    return _measure(row, sides, case.device, more=lambda call, ms: {"share": 1e3 * least / ms, "call_us": call_us(call, case.device)})
+
+
+@functools.cache
+def copy_rate(device: str) -> float:
+    """Bytes per second, read and written, of a copy too large for any cache."""
+    x = torch.empty(2**30 if device == "cuda" else 2**28, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / (1e-3 * median_ms(lambda: y.copy_(x), device))
+
+
+def call_us(call: Callable[[], object], device: str, count: int = 200) -> float:
+    """Microseconds of Python and launch for a call, the GPU left to follow; the least of some rounds."""
+    best = float("inf")
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(5):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        best = min(best, 1e6 * (time.perf_counter() - start) / count)
+    synchronize()
+    return best
 
 
 FIRST = """

@@ -12,13 +12,16 @@ import kda_ops
 from kda_ops import dispatch
 from kda_ops.backends.reference import recur
 from tests.support.closeness import assert_close, assert_identical
-from tests.support.steps import Step, assert_step, random_step
+from tests.support.steps import Step, assert_calls_forget, assert_step, random_step
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POOLS = (torch.float32, torch.bfloat16)
 TRITON = dispatch.load("triton")
 KERNEL = importlib.import_module("kda_ops.backends.triton.step")
+
+
+USUAL = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -34,6 +37,27 @@ def test_the_usual_decode_meets_the_definition(rank, transposed, pool):
     assert_step(Step(rank=rank, N=5, H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, gate="bounded", beta="sigmoid", **layout), TRITON, CUDA)
 
 
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_sequence_has_the_same_bits_alone_and_among_many(rank, transposed, pool):
+    """Also where a larger batch is given to fewer programs."""
+    case = Step(rank=rank, N=80, H=16, HV=16, K=128, V=128, dtype=torch.bfloat16, gate="softplus", slots=1, transposed=transposed, pool=pool)
+    p = case.problem(CUDA)
+    start, flags = p.state.clone(), dict(transpose_state_layout=transposed, **USUAL)
+    assert case.N * case.HV >= KERNEL._MANY > 2 * case.HV
+    step = torch.ops.kda.recurrent_ if rank else torch.ops.gdn.recurrent_
+    with torch.inference_mode():
+        rows = [p.q, p.k, p.v, p.g, p.beta]
+        o = step(*rows, p.state, p.state_indices, None, p.A_log, p.dt_bias, **flags)
+        some = start.clone()
+        for n in (0, 41, 78):
+            part = step(*[x[n : n + 2] for x in rows], some, p.state_indices[n : n + 2], None, p.A_log, p.dt_bias, **flags)
+            assert_identical(part, o[n : n + 2], "o")
+            slots = p.state_indices[n : n + 2].long()
+            assert_identical(some[slots], p.state[slots], "the states")
+
+
 @pytest.mark.parametrize("case", [
     Step(N=0), Step(T=0), Step(HV=0, H=0), Step(V=0), Step(lengths=()), Step(lengths=(), tail=20, slots=1),
     Step(lengths=(0, 0), state=False), Step(K=1, V=1, H=1, HV=3), Step(K=256, V=8, H=1, HV=1, transposed=True),
@@ -42,6 +66,11 @@ def test_the_usual_decode_meets_the_definition(rank, transposed, pool):
 ], ids=str)  # fmt: skip
 def test_edges_meet_the_definition(case):
     assert_step(case, TRITON, CUDA)
+
+
+def test_calls_that_look_alike_share_nothing_else():
+    with torch.inference_mode():
+        assert_calls_forget(CUDA)
 
 
 def _call(B: int, H: int = 4, K: int = 64, V: int = 64, T: int = 1, seed: int = 0):
@@ -60,10 +89,10 @@ def test_scale_strides_and_sizes_do_not_recompile():
         kda_ops.recurrent_kda_(*inputs, pool, scale=scale, **flags)
 
     decode(3, 2, 0.5)
-    kernels = {id(found[0]) for found in KERNEL._COMPILED.values()}
+    kernels = {id(found) for found in KERNEL._COMPILED.values()}
     for B, T, scale, wide in ((7, 3, 0.25, False), (8, 16, 1.0, True), (3, 5, 0.1, True)):
         decode(B, T, scale, wide)
-    assert {id(found[0]) for found in KERNEL._COMPILED.values()} == kernels
+    assert {id(found) for found in KERNEL._COMPILED.values()} == kernels
 
 
 def test_a_captured_graph_replays_with_new_tokens_indices_and_offsets():

@@ -188,3 +188,34 @@ def _definition(case: Step, double: bool) -> tuple[Tensor, Tensor]:
     o, final = case.outputs(p)
     Reference().step(p, o, final)
     return o, final
+
+
+def assert_calls_forget(device: torch.device | str) -> None:
+    """What is kept between calls that look alike is nothing of their tensors: each computes on its own, wherever they lie, and illegal ones are refused."""
+    B, H, K, V = 3, 2, 16, 24
+
+    def call(seed: int, offset: int = 0, **words: object) -> list[Tensor]:
+        gen = torch.Generator().manual_seed(seed)
+        q, k, v, g, beta = (torch.randn(s, generator=gen) for s in ((B, 1, H, K), (B, 1, H, K), (B, 1, H, V), (B, 1, H, K), (B, 1, H)))
+        args = [q, k, v, -g.abs(), beta, torch.randn(5, H, K, V, generator=gen), torch.randperm(5, generator=gen)[:B]]
+        p = Problem.parse_step(1, *[x.clone() for x in args], use_qk_l2norm_in_kernel=True, **words)
+        o = p.new_output()
+        Reference().step(p, o, p.state)
+        there = [x.to(device) for x in args]
+        if offset:  # the same strides behind an address that is no multiple of 16
+            flat = torch.empty(args[5].numel() + offset, device=device)
+            there[5] = flat[offset:].view_as(args[5]).copy_(args[5])
+        got = torch.ops.kda.recurrent_(*there, use_qk_l2norm_in_kernel=True, **words)
+        torch.testing.assert_close(got.cpu(), o, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(there[5].cpu(), p.state, rtol=1e-4, atol=1e-5)
+        return there
+
+    kept = [call(0), call(1), call(2, offset=1), call(3, scale=0.5), call(4), call(5, offset=3), call(6, scale=0.25)]  # kept: no address comes again
+    args = kept[0]
+    wrong = {1: args[1].bfloat16(), 2: args[2][:, :, :1], 5: args[5].mT, 6: args[6].float()}
+    for i, x in wrong.items():
+        try:
+            torch.ops.kda.recurrent_(*args[:i], x, *args[i + 1 :], use_qk_l2norm_in_kernel=True)
+        except (TypeError, ValueError):
+            continue
+        raise AssertionError(f"argument {i} was not refused")

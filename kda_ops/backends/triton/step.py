@@ -1,6 +1,7 @@
 """The token recurrence on a state or a pool of states: decode and short sequences, one launch for any number of tokens (MATHS.md)."""
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -10,12 +11,13 @@ from triton import knobs
 from triton.runtime import driver
 
 from kda_ops.backends.triton.gate import load_rate, log2_decay, strength
-from kda_ops.backends.triton.tile import locate_sequence
+from kda_ops.backends.triton.tile import dense, locate_sequence
 from kda_ops.problem import Problem
 
 _NOWHERE = (0, 0, 0, 0)
 _ANY = 2**32 + 1  # a stride of which nothing is assumed; one less: a multiple of 16
-_COMPILED: dict[tuple, tuple] = {}
+_MANY = 1024  # sequences times heads that keep a GPU busy with half the programs
+_COMPILED: dict[tuple, Any] = {}
 
 
 @triton.jit
@@ -49,6 +51,14 @@ def state_tile(x, strides, i_slot, i_h, first, K: tl.constexpr, V: tl.constexpr,
 
 
 @triton.jit
+def store_state(x, strides, i_slot, i_h, first, b_S, K: tl.constexpr, V: tl.constexpr, KO: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr):
+    """Write columns first.. of one slot and head, if there is a slot and anything to write to."""
+    if x is not None:
+        p_x, m_x = state_tile(x, strides, i_slot, i_h, first, K, V, KO, KI, BV)
+        tl.store(p_x, tl.reshape(b_S.to(x.dtype.element_ty), (KO * BV, KI)), mask=m_x & (i_slot >= 0))
+
+
+@triton.jit
 def over_keys(x, y):
     """Sums over the keys of two [KO, BV, KI], both in one pass through shared memory: [BV] each."""
     return tl.split(tl.sum(tl.sum(tl.join(x, y), 0), 1))
@@ -56,8 +66,11 @@ def over_keys(x, y):
 
 @triton.jit
 def widen(x):
-    """bfloat16 as float32, in other words than ``to``, so that the compiler does not keep one result for two uses: the wide copy is half of all registers."""
-    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    """x as float32. bfloat16 in other words than ``to``, so that the compiler does not keep one result for two uses: the wide copy is half of all registers."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -83,23 +96,23 @@ def settle(x):
     do_not_specialize_on_alignment=["o", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "slots", "accepted", "T"],
 )
 def recur(
-    o, q, k, v, g, beta, A_log, dt_bias, state, final, cu_seqlens, slots, accepted, q_s, k_s, v_s, g_s, beta_s, slots_s, state_s, final_s,
+    o, q, k, v, g, beta, state, slots, accepted, A_log, dt_bias, cu_seqlens, final, q_s, k_s, v_s, g_s, beta_s, slots_s, state_s, final_s,
     N, T, width, scale, lower_bound,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, KO: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    PER_TOKEN: tl.constexpr, NARROW: tl.constexpr,
+    PER_TOKEN: tl.constexpr, ONE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and head, BV columns of its state; S [K, BV] fp32 stays in registers from token to token::
+    """One sequence and head, SLICES times BV columns of its state; S [K, BV] fp32 stays in registers from token to token::
 
         u  = beta (v - S^T (k exp g)),   o = scale (S^T (q exp g) + (k·q) u)    [BV];  g [D], D = K or 1
         S <- diag(exp g) S + k u^T
 
     The read is written with the state before the write, so that both sums over K are taken in one pass; it is the same as ``scale S^T q`` after it.
-    NARROW, for one token on a bfloat16 state: it is held as it was loaded and widened twice, which lets more programs share a multiprocessor.
+    With ONE token on a bfloat16 state, the state is held as it was loaded and widened twice, which lets more programs share a multiprocessor.
     The state comes from `state` (row i_n, or a slot) and goes to `final` after the last token, or after each with PER_TOKEN. Sequences without
     a slot, and tokens past the last sequence, which are sequence N, get zeros.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
+    NV: tl.constexpr = (V + BV * SLICES - 1) // (BV * SLICES)
     DO: tl.constexpr = KO if D > 1 else 1
     DI: tl.constexpr = KI if D > 1 else 1
     i_v, i_h, i_n = tl.program_id(0) % NV, (tl.program_id(0) // NV) % HV, tl.program_id(0) // NV // HV
@@ -107,7 +120,8 @@ def recur(
     i_g = i_h // (HV // H)  # the query and key head
     o_k = KI * tl.arange(0, KO)[:, None] + tl.arange(0, KI)[None, :]
     o_d = KI * tl.arange(0, DO)[:, None] + tl.arange(0, DI)[None, :]
-    o_v = i_v * BV + tl.arange(0, BV)
+    first = i_v * (BV * SLICES)
+    o_v = first + tl.arange(0, BV)
     p_o = o + ((i_b * T + bos) * HV + i_h) * V + o_v
 
     column = 0
@@ -124,21 +138,29 @@ def recur(
     if i_slot < 0:
         o_t = tl.arange(0, 16)
         for i_t in range(0, n_tokens, 16):
-            m_o = (i_t + o_t < n_tokens)[:, None] & (o_v < V)[None, :]
-            tl.store(p_o[None, :] + ((i_t + o_t).to(tl.int64) * HV * V)[:, None], tl.zeros((16, BV), o.dtype.element_ty), mask=m_o)
+            p_t = p_o[None, :] + ((i_t + o_t).to(tl.int64) * HV * V)[:, None]
+            for j in tl.static_range(SLICES):
+                m_o = (i_t + o_t < n_tokens)[:, None] & (o_v + j * BV < V)[None, :]
+                tl.store(p_t + j * BV, tl.zeros((16, BV), o.dtype.element_ty), mask=m_o)
         return
 
     here = n_tokens > 0
-    b_S = tl.zeros((KO, BV, KI), tl.float32)
-    if state is not None:
-        p_S, m_S = state_tile(state, state_s, i_slot, i_h, i_v * BV, K, V, KO, KI, BV)
-        b_R = tl.reshape(tl.load(p_S, mask=m_S, other=0.0), (KO, BV, KI))
-        b_S = b_R.to(tl.float32)
+    held = ()
+    for j in tl.static_range(SLICES):
+        b_R = tl.zeros((KO, BV, KI), tl.float32)
+        if state is not None:
+            p_S, m_S = state_tile(state, state_s, i_slot, i_h, first + j * BV, K, V, KO, KI, BV)
+            b_R = tl.reshape(tl.load(p_S, mask=m_S, other=0.0), (KO, BV, KI))
+        if not ONE:
+            b_R = b_R.to(tl.float32)
+        held = held + (b_R,)  # type: ignore[assignment]
 
     for i_t in range(n_tokens):
         b_q = load_vector(q, q_s, i_b, bos + i_t, i_g, o_k, K, here).to(tl.float32)
         b_k = load_vector(k, k_s, i_b, bos + i_t, i_g, o_k, K, here).to(tl.float32)
-        b_v = load_vector(v, v_s, i_b, bos + i_t, i_h, o_v, V, here).to(tl.float32)
+        values = ()
+        for j in tl.static_range(SLICES):
+            values = values + (load_vector(v, v_s, i_b, bos + i_t, i_h, o_v + j * BV, V, here).to(tl.float32),)  # type: ignore[assignment]
         if g is not None:
             b_g = load_vector(g, g_s, i_b, bos + i_t, i_h, o_d, D, here).to(tl.float32)
         if beta is not None:
@@ -155,62 +177,131 @@ def recur(
         b_kd, b_qd = b_k, b_q  # the state is read decayed; [K] is cheaper to decay than [K, V]
         if g is not None:
             b_kd, b_qd = b_k * b_decay, b_q * b_decay
-        b_u, b_o = over_keys(b_S * b_kd[:, None, :], b_S * b_qd[:, None, :])
-        b_u = b_v - b_u
-        if beta is not None:
-            b_u *= strength(b_beta, SIGMOID, NEG_EIGVAL)
-        b_o += b_kq * b_kn * b_qn * b_u
-        if NARROW:
-            b_S = widen(b_R)
-        if g is not None:
-            b_S *= b_decay[:, None, :]
-        b_S += b_k[:, None, :] * b_u[None, :, None]
         if PER_TOKEN:
             i_slot = find_slot(slots, slots_s, i_n, i_t, i_t < width)
-            b_o = tl.where(i_slot >= 0, b_o, 0.0)
-            p_S, m_S = state_tile(final, final_s, i_slot, i_h, i_v * BV, K, V, KO, KI, BV)
-            tl.store(p_S, tl.reshape(b_S.to(final.dtype.element_ty), (KO * BV, KI)), mask=m_S & (i_slot >= 0))
-        tl.store(p_o, b_o.to(o.dtype.element_ty), mask=o_v < V)
+        after = ()
+        for j in tl.static_range(SLICES):
+            b_S = held[j].to(tl.float32)  # type: ignore[var-annotated]
+            b_u, b_o = over_keys(b_S * b_kd[:, None, :], b_S * b_qd[:, None, :])
+            b_u = values[j] - b_u
+            if beta is not None:
+                b_u *= strength(b_beta, SIGMOID, NEG_EIGVAL)
+            b_o += b_kq * b_kn * b_qn * b_u
+            if ONE:
+                b_S = widen(held[j])
+            if g is not None:
+                b_S *= b_decay[:, None, :]
+            b_S += b_k[:, None, :] * b_u[None, :, None]
+            if PER_TOKEN:
+                b_o = tl.where(i_slot >= 0, b_o, 0.0)
+            if PER_TOKEN or ONE:
+                store_state(final, final_s, i_slot, i_h, first + j * BV, b_S, K, V, KO, KI, BV)
+            after = after + (b_S,)
+            tl.store(p_o + j * BV, b_o.to(o.dtype.element_ty), mask=o_v + j * BV < V)
+        if not ONE:
+            held = after
         p_o += HV * V
 
-    if not PER_TOKEN:
-        if final is not None:
-            p_S, m_S = state_tile(final, final_s, i_slot, i_h, i_v * BV, K, V, KO, KI, BV)
-            tl.store(p_S, tl.reshape(b_S.to(final.dtype.element_ty), (KO * BV, KI)), mask=m_S)
+    if not (PER_TOKEN or ONE):
+        for j in tl.static_range(SLICES):
+            store_state(final, final_s, i_slot, i_h, first + j * BV, held[j], K, V, KO, KI, BV)
 
 
 @functools.lru_cache(maxsize=256)
-def tile(K: int, V: int, itemsize: int, keys_contiguous: bool) -> tuple[int, int, int, int]:
-    """How a state is cut: KO, KI, BV and warps. 256 bytes per thread; where keys are contiguous 256 bytes of one column to 16 threads."""
-    BK, BV = 1 << (K - 1).bit_length(), 1 << (V - 1).bit_length()
+def tile(K: int, V: int, itemsize: int, keys_contiguous: bool, one: bool, many: bool) -> tuple[int, int, int, int, dict[str, int]]:
+    """How a state is cut: KO, KI, BV, SLICES and launch options. 256 bytes per thread; where keys are contiguous 256 bytes of one column to 16 threads.
+
+    A program for `many` heads takes two slices, which reads longer rows; what a slice computes does not depend on that.
+    """
+    BK, columns = 1 << (K - 1).bit_length(), 1 << (V - 1).bit_length()
     KI = min(256 // itemsize, BK) if keys_contiguous else 1
-    BV = min(BV, (4096 if keys_contiguous and itemsize == 4 else 8192) // BK)
-    return BK // KI, KI, BV, max(1, BK * BV * itemsize // 8192)
+    BV = min(columns, (4096 if itemsize == 4 and (one or keys_contiguous) else 8192) // BK)
+    slices = 2 if one and many and columns > BV else 1
+    cap = {} if one or itemsize == 2 else {"maxnreg": 128}  # another program per multiprocessor is worth a few spills
+    return BK // KI, KI, BV, slices, {"num_warps": max(1, BK * BV * itemsize // 8192)} | cap
 
 
 def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     """The token recurrence of the contract (`kda_ops.stages.Backend.step`), in one launch whatever the number of tokens."""
-    q, k, v, g, beta, A_log, dt_bias, state, slots, cu_seqlens = p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.state, p.state_indices, p.cu_seqlens
-    N, HV, rank, transposed = p.N, p.HV, p.rank, p.transposed
-    sequences = N if cu_seqlens is None else N + 1
-    if not (sequences and HV and p.V):
-        return
     final = None if final_state is None or final_state.dim() != 4 else final_state
-    state_s = _strides_kv(state, transposed)
-    final_s = state_s if final is state else _strides_kv(final, transposed)
-    g_s = _NOWHERE if g is None else g.stride() if rank else (*g.stride(), 0)
-    beta_s = _NOWHERE[:3] if beta is None else beta.stride()
-    per_token = slots is not None and slots.dim() == 2
-    slots_s, width = (slots.stride(), slots.shape[1]) if per_token else (_NOWHERE[:2] if slots is None else (slots.stride(0), 0), 1)
-    if A_log is not None and not A_log.is_contiguous():
-        A_log = A_log.contiguous()
-    if dt_bias is not None and not dt_bias.is_contiguous():
-        dt_bias = dt_bias.contiguous()
-    flags = (p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, per_token)
-    _launch(
-        sequences, HV, (p.H, HV, p.K, p.V, rank, *flags), (o, q, k, v, g, beta, A_log, dt_bias, state, final, cu_seqlens, slots, p.num_accepted_tokens),
-        (q.stride(), k.stride(), v.stride(), g_s, beta_s, slots_s), state_s, final_s, (N, p.T, width, p.scale, p.lower_bound or 0.0),
-    )  # fmt: skip
+    inputs = (p.q, p.k, p.v, p.g, p.beta, p.state, p.state_indices, p.num_accepted_tokens, p.A_log, p.dt_bias, p.cu_seqlens)
+    Launch(p, final)(o, final, inputs)
+
+
+class Launch:
+    """A launch of `recur` on any tensors of the device, shapes, strides, dtypes and flags of one problem: what follows from these alone is done once.
+
+    A kernel is compiled for what it may assume: dtypes, sizes and flags of the model, one token or any number, how states lie in memory. Triton would
+    work that out from all of its arguments at every launch, which costs more than the launch.
+    """
+
+    def __init__(self, p: Problem, final: Tensor | None):
+        slots, per_token = p.state_indices, p.state_indices is not None and p.state_indices.dim() == 2
+        slots_s, width = (slots.stride(), slots.shape[1]) if per_token else (_NOWHERE[:2] if slots is None else (slots.stride(0), 0), 1)
+        g_s = _NOWHERE if p.g is None else p.g.stride() if p.rank else (*p.g.stride(), 0)
+        beta_s = _NOWHERE[:3] if p.beta is None else p.beta.stride()
+        state_s = _strides_kv(p.state, p.transposed)
+        final_s = state_s if final is p.state else _strides_kv(final, p.transposed)
+        held, held_s = (p.state, state_s) if p.state is not None else (final, final_s)
+        one, sequences = p.T == 1 and p.cu_seqlens is None, p.N if p.cu_seqlens is None else p.N + 1
+        KO, KI, BV, slices, self.options = tile(
+            p.K, p.V, 4 if held is None else held.element_size(), held_s[2] == 1 and held_s[3] != 1, one, sequences * p.HV >= _MANY
+        )  # fmt: skip
+        model = (p.H, p.HV, p.K, p.V, p.K if p.rank else 1, KO, KI, BV)
+        flags = (p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, per_token, one, slices)
+        self.device = p.q.get_device()
+        self.programs = sequences * p.HV * -(-p.V // (BV * slices))
+        self.strides, self.states = (p.q.stride(), p.k.stride(), p.v.stride(), g_s, beta_s, slots_s), (state_s, final_s)
+        self.numbers, self.constants = (p.N, p.T, width, p.scale, p.lower_bound or 0.0), (*model, *flags)
+        self.rest = (*self.strides, *self.states, *self.numbers, *self.constants)
+        self.assumed = (self.device, one, self.constants, self.states)
+        self.kernels: dict[tuple[int, int], tuple] = {}
+        self.alone = self.device >= 0 and torch.cuda.device_count() == 1
+
+    def __call__(self, o: Tensor, final: Tensor | None, inputs: tuple[Tensor | None, ...]) -> None:
+        """Run on q, k, v, g, beta, state, state_indices, num_accepted_tokens, A_log, dt_bias and cu_seqlens."""
+        if not self.programs:
+            return
+        if not (self.alone or self.device < 0 or self.device == torch.cuda.current_device()):
+            with torch.cuda.device(self.device):
+                return self._run(o, final, inputs)
+        self._run(o, final, inputs)
+
+    def _run(self, o: Tensor, final: Tensor | None, inputs: tuple[Tensor | None, ...]) -> None:
+        A_log, dt_bias = inputs[8], inputs[9]
+        if (A_log is not None and not A_log.is_contiguous()) or (dt_bias is not None and not dt_bias.is_contiguous()):
+            inputs = (*inputs[:8], dense(A_log), dense(dt_bias), *inputs[10:])
+        if self.device < 0:
+            recur[(self.programs,)](o, *inputs, final, *self.rest, **self.options)
+            return
+        pointers = [None if x is None else x.data_ptr() for x in (o, *inputs, final)]
+        aligned = (pointers[6] or 0) % 16, (pointers[12] or 0) % 16
+        found = self.kernels.get(aligned)
+        if found is None:
+            found = self.kernels[aligned] = self._compile(aligned, o, inputs, final)
+        kernel, run, function, metadata = found
+        hook = knobs.runtime.launch_enter_hook
+        if hook is not None and getattr(hook, "calls", True):  # a profiler wants to see every launch
+            kernel[(self.programs, 1, 1)](*pointers, *self.rest)
+        else:
+            stream = driver.active.get_current_stream(self.device)
+            run(self.programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *self.rest)
+
+    def _compile(self, aligned: tuple[int, int], o: Tensor, inputs: tuple[Tensor | None, ...], final: Tensor | None) -> tuple:
+        """A kernel that fits, and what it takes to launch it.
+
+        Triton specialises on the value of every integer in a tuple. It is shown an odd 64-bit number for a stride that only addresses vectors, and T as 1
+        or as any number, so that one kernel holds for all values.
+        """
+        assumed = (*self.assumed, aligned, *[None if x is None else x.dtype for x in (*inputs, final)])
+        kernel = _COMPILED.get(assumed)
+        if kernel is None:
+            K, V = self.constants[2:4]
+            shown = [(_ANY,) * len(s) for s in self.strides] + [_show(s, K, V) for s in self.states]
+            N, T, *numbers = self.numbers
+            shown_rest = (*shown, N, 1 if self.constants[-2] else 2, *numbers, *self.constants)
+            kernel = _COMPILED[assumed] = recur.warmup(o, *inputs, final, *shown_rest, **self.options, grid=(1,))
+        return kernel, kernel.run, kernel.function, kernel.packed_metadata
 
 
 def _strides_kv(state: Tensor | None, transposed: bool) -> tuple[int, ...]:
@@ -221,59 +312,8 @@ def _strides_kv(state: Tensor | None, transposed: bool) -> tuple[int, ...]:
     return (s[0], s[1], s[3], s[2]) if transposed else s
 
 
-def _launch(sequences: int, HV: int, model: tuple, tensors: tuple, strides: tuple, state_s: tuple, final_s: tuple, numbers: tuple) -> None:
-    """Launch `recur`, compiled once for what it may assume: dtypes, sizes and flags of the model, one token or any number, how states lie in memory.
-
-    Triton would work that out from all of its arguments at every launch, which costs more than the launch.
-    """
-    device = tensors[1].get_device()
-    if device < 0:
-        constants, columns, warps = _constants(model, numbers[1] == 1, tensors, state_s, final_s)
-        recur[(sequences * HV * columns,)](*tensors, *strides, state_s, final_s, *numbers, *constants, num_warps=warps)
-        return
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _launch(sequences, HV, model, tensors, strides, state_s, final_s, numbers)
-    pointers = [None if x is None else x.data_ptr() for x in tensors]
-    aligned = (pointers[8] or 0) % 16, (pointers[9] or 0) % 16
-    assumed = (device, numbers[1] == 1, model, state_s, final_s, *aligned, *[None if x is None else x.dtype for x in tensors[3:]])
-    found = _COMPILED.get(assumed)
-    if found is None:
-        found = _COMPILED[assumed] = _compile(model, tensors, strides, state_s, final_s, numbers)
-    kernel, constants, columns = found
-    programs = sequences * HV * columns
-    arguments = (*pointers, *strides, state_s, final_s, *numbers, *constants)
-    hook = knobs.runtime.launch_enter_hook
-    if hook is not None and getattr(hook, "calls", True):  # a profiler wants to see every launch
-        kernel[(programs, 1, 1)](*arguments)
-    else:
-        stream = driver.active.get_current_stream(device)
-        kernel.run(programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
-
-
-def _constants(model: tuple, one: bool, tensors: tuple, state_s: tuple, final_s: tuple) -> tuple[tuple, int, int]:
-    """The constants of a kernel, programs per sequence and head, and warps."""
-    H, HV, K, V, rank, *flags = model
-    held, strides = (tensors[8], state_s) if tensors[8] is not None else (tensors[9], final_s)
-    KO, KI, BV, warps = tile(K, V, 4 if held is None else held.element_size(), strides[2] == 1 and strides[3] != 1)
-    narrow = one and tensors[8] is not None and tensors[8].dtype is torch.bfloat16
-    return (H, HV, K, V, K if rank else 1, KO, KI, BV, *flags, narrow), -(-V // BV), warps
-
-
-def _compile(model: tuple, tensors: tuple, strides: tuple, state_s: tuple, final_s: tuple, numbers: tuple) -> tuple:
-    """The kernel, its constants, and programs per sequence and head.
-
-    Triton specialises on the value of every integer in a tuple. It is shown an odd 64-bit number for a stride that only addresses vectors, and T as 1 or
-    as any number, so that one kernel holds for all values.
-    """
-    constants, columns, warps = _constants(model, numbers[1] == 1, tensors, state_s, final_s)
-    shown = [(_ANY,) * len(s) for s in strides] + [_show(s, model[2], model[3]) for s in (state_s, final_s)]
-    shown_numbers = (numbers[0], 1 if numbers[1] == 1 else 2, *numbers[2:])
-    return recur.warmup(*tensors, *shown, *shown_numbers, *constants, num_warps=warps, grid=(1,)), constants, columns
-
-
 def _show(strides: tuple[int, ...], K: int, V: int) -> tuple:
     """What a kernel may assume of a state's strides: the inner two where a head is dense, else which is 1; of the others whether 16 divides them."""
-    dense = strides[2:] in ((V, 1), (1, K))
+    dense_head = strides[2:] in ((V, 1), (1, K))
     some = [_ANY if s % 16 else _ANY - 1 for s in strides]
-    return (*some[:2], *(s if s == 1 else tl.constexpr(s) if dense else x for s, x in zip(strides[2:], some[2:])))
+    return (*some[:2], *(s if s == 1 else tl.constexpr(s) if dense_head else x for s, x in zip(strides[2:], some[2:])))

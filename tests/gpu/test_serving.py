@@ -1,0 +1,238 @@
+"""Serving on a GPU: prefill on a pool and its snapshots, prefill then decode, CUDA graphs, compiled code that copies no state, and the engine."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+import kda_ops
+from examples import serve
+from kda_ops.bench import drift
+from tests.support import calls, closeness
+from tests.support.cases import Case
+from tests.support.closeness import assert_identical, assert_meets_budget
+from tests.support.splits import Split, assert_split, splits
+from tests.support.target import Target
+
+CUDA = torch.device("cuda")
+POOLS = (torch.float32, torch.bfloat16)
+VARIANTS = ("kda", "gdn")
+H, D, SLOTS = 2, 64, 24
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    """Within it, whatever makes the host wait for the GPU raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def inputs(variant, T, seed, B=1):
+    """q, k, v, g, beta of packed tokens, and the gate's parameters."""
+    gen = torch.Generator(CUDA).manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(shape, device=CUDA, generator=gen)
+
+    decay = (H, D) if variant == "kda" else (H,)
+    x = [randn(B, T, *s).bfloat16() for s in ((H, D), (H, D), (H, D), decay, (H,))]
+    return x, dict(A_log=randn(H), dt_bias=randn(*decay))
+
+
+FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+PREFILL = {"kda": kda_ops.chunk_kda_, "gdn": kda_ops.chunk_gdn_}
+CHUNK = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}
+
+
+@pytest.mark.parametrize("pool_dtype", POOLS, ids=str)
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.sampled_from((0, 1, 37, 63, 64, 65, 128, 200)), min_size=1, max_size=6), every=st.integers(1, 2), dead=st.integers(0, 6),
+    wide=st.booleans(), seed=st.integers(0, 999),
+)  # fmt: skip
+@example(lengths=[200, 0, 64, 128], every=1, dead=6, wide=True, seed=0)
+def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(variant, transposed, pool_dtype, lengths, every, dead, wide, seed):
+    """o, every state, every snapshot, and every slot that is not named; on slots that lie apart if `wide`, and without the host waiting for anything."""
+    N, T, shots = len(lengths), sum(lengths) + 5, 2
+    x, gate = inputs(variant, T, seed)
+    gen = torch.Generator().manual_seed(seed)
+    around = torch.randn((SLOTS, 2 if wide else 1, H, D, D), generator=gen).to(CUDA, pool_dtype)
+    pool = around[:, 0]
+    before, order = around.clone(), torch.randperm(SLOTS, generator=gen)
+    slots, into = order[:N].clone(), order[N : N * (1 + shots)].view(N, shots).clone()
+    if dead < N:
+        slots[dead] = -1
+    into[0, 1] = -3
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    index = torch.int32 if seed % 2 else torch.int64
+    there = [t.to(CUDA, index) for t in (slots, into, cu_seqlens)]
+    flags = FLAGS | gate | {"transpose_state_layout": transposed}
+    with no_synchronisation(), torch.inference_mode():
+        o = PREFILL[variant](*x, pool, there[0], there[1], cu_seqlens=there[2], snapshot_every=every, **flags)
+    expected, expected_o = before.clone(), torch.zeros_like(o)
+    ends = cu_seqlens.tolist()
+    for n, (a, b) in enumerate(zip(ends, ends[1:])):
+        if slots[n] < 0:
+            continue
+        initial = before[slots[n] : slots[n] + 1, 0].float()
+        chunks = [(j, (j + 1) * every * 64) for j in range(shots) if into[n, j] >= 0 and (j + 1) * every * 64 <= b - a]
+        for slot, length in [*((into[n, j], end) for j, end in chunks), (slots[n], b - a)]:
+            part = [t[:, a : a + length] for t in x]
+            with torch.inference_mode():
+                one = torch.tensor([0, length], dtype=index, device=CUDA)
+                part_o, final = CHUNK[variant](*part, initial_state=initial, cu_seqlens=one, output_final_state=True, **flags)
+            expected[slot, 0] = final[0].to(pool_dtype)
+            expected_o[:, a : a + length] = part_o
+    assert_identical(o, expected_o, "o")
+    assert_identical(around, expected, "the pool and what lies between its slots")
+
+
+ANSWER = dict(B=3, T=141, K=128, V=128, dtype=torch.bfloat16, state=False, final=False)
+
+
+@settings(max_examples=25)
+@given(split=splits((torch.bfloat16,), POOLS, H=1, HV=2, K=D, V=D))
+@example(split=Split(Case("kda", **ANSWER), (("chunk_", 117), *[("recurrent_", 1)] * 24), torch.bfloat16))
+@example(split=Split(Case("gdn", **ANSWER), (("chunk_", 117), *[("recurrent_", 1)] * 24), torch.float32))
+def test_prefill_then_decode_is_one_prefill(split):
+    assert_split(split, CUDA)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_captured_prefill_replays_with_new_prompts_slots_and_snapshots(variant):
+    tokens, N = 320, 5
+    x, gate = inputs(variant, tokens, 0)
+    pool = torch.randn(SLOTS, H, D, D, device=CUDA)
+    slots, into = torch.full((N,), -1, dtype=torch.int32, device=CUDA), torch.full((N, 2), -1, device=CUDA)
+    cu_seqlens = torch.zeros(N + 1, dtype=torch.int32, device=CUDA)
+
+    def prefill(state):
+        return PREFILL[variant](*x, state, slots, into, cu_seqlens=cu_seqlens, **FLAGS, **gate)
+
+    with torch.inference_mode():
+        prefill(pool)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = prefill(pool)
+        for seed, (lengths, named) in enumerate((((64, 0, 130, 1, 65), (3, 0, 7, 19, 2)), ((320, 0, 0, 0, 0), (0, 1, 2, -1, -1)), ((0,) * 5, (-1,) * 5))):
+            for t, new in zip(x, inputs(variant, tokens, seed + 1)[0]):
+                t.copy_(new)
+            slots.copy_(torch.tensor(named))
+            into.copy_(torch.tensor([[20, 21], [-1, -1], [22, 23], [-1, -1], [18, -1]]))
+            cu_seqlens.copy_(torch.tensor([0, *lengths]).cumsum(0))
+            expected_pool = pool.clone()
+            expected = prefill(expected_pool)
+            o.fill_(torch.nan)
+            graph.replay()
+            assert_identical(o, expected, "o")
+            assert_identical(pool, expected_pool, "the pool")
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, variant, slots):
+        super().__init__()
+        self.step = {"kda": kda_ops.recurrent_kda_, "gdn": kda_ops.recurrent_gdn_}[variant]
+        self.register_buffer("state", torch.zeros(slots, H, D, D))
+
+    def forward(self, x, gate, slots):
+        return self.step(*x, self.state, slots, **gate, **FLAGS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiled_to_a_graph_no_copy_of_the_state_is_made(variant):
+    """The state is 256 MB: a copy, in the generated code or into the graph's own memory, would show in the peak of what is allocated and in the kernels run."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    counters.clear()
+    layer = _Layer(variant, 2**28 // (4 * H * D * D)).to(CUDA)
+    compiled, slots = torch.compile(layer, mode="reduce-overhead", fullgraph=True), torch.tensor([4, 0, -1], device=CUDA)
+    state, size = layer.state.data_ptr(), layer.state.nbytes
+    assert size == 2**28
+    with torch.inference_mode():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        x, gate = inputs(variant, 1, 0, B=3)
+        _, (code, *_) = run_and_get_code(lambda: compiled(x, gate, slots))
+        for seed in range(1, 5):  # warm up, record, replay
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(inputs(variant, 1, seed, B=3)[0], gate, slots)
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before < size // 2
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(x, gate, slots)
+            torch.cuda.synchronize()
+    assert layer.state.data_ptr() == state and layer.state[4].any() and not layer.state[1].any()
+    assert code.count(f"torch.ops.{variant}.recurrent_.default(") == 1 and ".clone" not in code and "copy_(" not in code.split("def call")[1]
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    times = {e.key: e.self_device_time_total for e in profile.key_averages() if e.self_device_time_total}
+    assert any("recur" in name for name in times), times  # it was replayed
+    assert sum(t for name, t in times.items() if "recur" not in name) < 60, times  # us; 256 MB there and back take 125
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("options", (dict(B=2, T=5), dict(lengths=(3, 0, 70, 1), tail=2, transposed=True)), ids=str)
+def test_recurrent_is_differentiable(variant, options, monkeypatch):
+    there = Target(CUDA, (torch.bfloat16,), slow=False)
+    monkeypatch.setattr(calls, "TARGET", there)
+    monkeypatch.setattr(closeness, "TARGET", there)
+    case = Case(variant, dtype=torch.bfloat16, H=1, HV=2, K=D, V=D, gate="softplus", l2norm=True, beta="sigmoid", **options)
+    got = assert_meets_budget(case, "recurrent")
+    assert {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state"} <= got.keys() and got["dq"].is_cuda
+
+
+def test_padding_slots_cost_nothing():
+    """A batch of 256 in which 8 are live takes a fraction of the time of 256."""
+    from triton.testing import do_bench
+
+    B, heads, width = 256, 32, 128
+    q, k, v, g = (torch.randn(B, 1, heads, width, device=CUDA).bfloat16() for _ in range(4))
+    pool = torch.randn(B, heads, width, width, device=CUDA)
+    slots, A_log = torch.empty(B, dtype=torch.int32, device=CUDA), torch.zeros(heads, device=CUDA)
+    times = []
+
+    def decode():
+        with torch.inference_mode():
+            kda_ops.recurrent_kda_(q, k, v, g, g[..., 0], pool, slots, A_log=A_log, **FLAGS)
+
+    for live in (B, 8, 0):
+        slots.copy_(torch.arange(B)).masked_fill_(slots >= live, -1)
+        times.append(1e3 * do_bench(decode, return_mode="median"))
+    print(f"256 live: {times[0]:.1f} us, 8 live: {times[1]:.1f} us, none: {times[2]:.1f} us")
+    assert times[1] < times[0] / 5 and times[2] <= times[1] + 3
+
+
+@pytest.mark.parametrize("op", VARIANTS)
+def test_ten_thousand_steps_stay_with_the_chunk_form(op):
+    """The limit of each window, and no growth: the last windows are no worse than the early ones."""
+    rows = drift.measure("cuda", 10_000, [op], ["fp32", "bf16"], torch.bfloat16, 64)
+    assert all(r["error"] <= r["limit"] for r in rows)
+    for pool in ("fp32", "bf16"):
+        errors = [r["error"] for r in rows if r["pool"] == pool]
+        assert sum(errors[-5:]) < 1.1 * sum(errors[1:6]), errors
+
+
+def test_every_request_says_in_company_what_it_says_alone(capsys):
+    result = serve.main("--device cuda --requests 24 --slots 6 --hidden 128".split())
+    assert "every request says what it says alone" in capsys.readouterr().out and result["mixed"] > 0
+
+
+def test_the_engine_runs_as_a_program():
+    done = subprocess.run([sys.executable, "examples/serve.py", "--device", "cuda", "--no-check"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "tokens/s" in done.stdout, done.stderr
