@@ -197,7 +197,7 @@ def test_one_graph(name):
     x = Case("kda" if name.endswith("kda") else "gdn", T=20).inputs(TARGET.device)
     call = getattr(fla, name)
     torch._dynamo.reset()
-    o, state = torch.compile(call, fullgraph=True, backend="aot_eager")(**x, output_final_state=True, state_v_first=False)
+    o, state = torch.compile(call, fullgraph=True, backend="aot_eager")(**x, output_final_state=True, transpose_state_layout=False)
     want, want_state = call(**x, output_final_state=True)
     assert_identical(o, want)
     assert_identical(state, want_state)

@@ -70,7 +70,8 @@ def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
         return state_v_first
     if state_v_first:
         raise ValueError("state_v_first and its old name transpose_state_layout must not both be given: drop the old one.")
-    warnings.warn("`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=3)
+    if not torch.compiler.is_compiling():  # a warning would break the graph
+        warnings.warn("`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=3)
     return transpose_state_layout
 
 
