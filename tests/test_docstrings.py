@@ -25,6 +25,8 @@ def test_examples_run(name):
         if (error.name or "").split(".")[0] == "kda_ops":
             raise
         pytest.skip(f"needs {error.name}")
+    for needed in getattr(module, "__doctest_requires__", ()):
+        pytest.importorskip(needed)
     torch.manual_seed(0)
     out = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert not out.failed

@@ -1,0 +1,86 @@
+"""Models of transformers on a GPU: the same results with our operators under them, eager and compiled whole, in training and in generation."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("transformers")
+
+from kda_ops.compat import transformers as compat
+from tests.support import models
+from tests.support.models import assert_same, left_padded, packed, step, to, torch_path
+
+MAIN = ("kimi_linear", "qwen3_next", "qwen3_5")
+TOLERANCE = 3e-4  # as on a CPU
+
+
+@pytest.fixture(autouse=True)
+def _take_out_again():
+    yield
+    compat.disable()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ("eager", "compiled"))
+@pytest.mark.parametrize("name", MAIN)
+def test_logits_loss_and_gradients_are_the_same(name, mode):
+    net, x = models.model(name, "cuda"), to(left_padded((70, 33)), "cuda")
+    with torch_path():
+        want = step(net, x, x["attention_mask"])
+    with compat.enable():
+        torch._dynamo.utils.counters.clear()
+        got = step(net, x, x["attention_mask"], torch.compile(net, fullgraph=True) if mode == "compiled" else None)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (mode == "compiled")
+    assert_same(got, want, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_in_bfloat16_they_are_as_close_as_the_own_path(name):
+    x = to(left_padded((70, 33)), "cuda")
+    wide, narrow = models.model(name, "cuda"), models.model(name, "cuda", torch.bfloat16)
+    results = []
+    with torch_path():
+        want = step(wide, x, x["attention_mask"])
+        results.append(step(narrow, x, x["attention_mask"]))
+    with compat.enable():
+        results.append(step(narrow, x, x["attention_mask"]))
+
+    def error(got: dict, part: str) -> float:
+        squares = [((got[n].double() - y.double()).square().sum(), y.double().square().sum()) for n, y in want.items() if n.startswith(part)]
+        return (sum(a for a, _ in squares) / sum(b for _, b in squares)).sqrt().item()
+
+    for part in ("logits", "d "):
+        own, ours = (error(got, part) for got in results)
+        assert ours <= 1.3 * own, f"{part}: {ours:.2e}, transformers' own {own:.2e}"
+
+
+@pytest.mark.parametrize("lengths", ((66,), (20, 7, 1)), ids=str)
+@pytest.mark.parametrize("name", MAIN)
+def test_generated_tokens_are_the_same(name, lengths):
+    net, x = models.model(name, "cuda"), to(left_padded(lengths), "cuda")
+    words = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    with torch_path():
+        want = net.generate(**x, **words)
+    with compat.enable():
+        got = net.generate(**x, **words)
+    assert torch.equal(got.sequences, want.sequences)
+    assert_same({"logits": torch.stack(got.logits)}, {"logits": torch.stack(want.logits)}, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_packed_sequences_are_the_sequences_alone(name):
+    net = models.model(name, "cuda")
+    ids = [models.tokens(n, seed=n).cuda() for n in (5, 1, 70, 64, 37)]
+    inside = to(packed([x.cpu() for x in ids]), "cuda")
+    with torch_path():
+        net.zero_grad(set_to_none=True)
+        logits = torch.cat([net(x[None], use_cache=False).logits for x in ids], 1)
+        logits.logsumexp(-1).sum().backward()
+        want = {"logits": logits.detach()} | {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    with compat.enable():
+        net.zero_grad(set_to_none=True)
+        logits = net(**inside).logits
+        logits.logsumexp(-1).sum().backward()
+        got = {"logits": logits.detach()} | {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    assert_same(got, want, TOLERANCE)

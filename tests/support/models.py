@@ -1,0 +1,128 @@
+"""Tiny models of an installed transformers, and what a program sees of one: logits, loss, gradients, generated tokens."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kda_ops.compat import transformers as compat
+
+VOCABULARY = 61
+_COMMON = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
+    layer_types=["linear_attention", "full_attention", "linear_attention"], initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+)  # fmt: skip
+_EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+_GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24)
+CONFIGS = {  # model -> (its configuration and class in transformers, arguments)
+    "kimi_linear": ("KimiLinear", dict(
+        linear_head_dim=16, linear_num_heads=2, kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_local_experts=4,
+        n_group=1, topk_group=1, n_shared_experts=1, mlp_layer_types=["dense", "sparse", "dense"], **_EXPERTS,
+    )),
+    "qwen3_next": ("Qwen3Next", dict(
+        head_dim=16, num_experts=4, shared_expert_intermediate_size=16, decoder_sparse_step=2, mlp_only_layers=[0, 2], **_GDN, **_EXPERTS,
+    )),
+    "qwen3_5": ("Qwen3_5", dict(head_dim=16, **_GDN)),
+    "qwen3_5_moe": ("Qwen3_5Moe", dict(head_dim=16, num_experts=4, shared_expert_intermediate_size=16, **_GDN, **_EXPERTS)),
+    "olmo_hybrid": ("OlmoHybrid", _GDN | dict(linear_num_value_heads=2)),
+}  # fmt: skip
+
+
+def model(name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **changed: object) -> nn.Module:
+    """A tiny causal language model with random weights, the same each time."""
+    import transformers
+
+    stem, arguments = CONFIGS[name]
+    config = getattr(transformers, stem + "TextConfig" if stem.startswith("Qwen3_5") else stem + "Config")(**(_COMMON | arguments | changed))
+    torch.manual_seed(0)
+    net = getattr(transformers, stem + "ForCausalLM")(config).to(device, dtype).eval()
+    if _EXPERTS.keys() <= arguments.keys():
+        net.set_experts_implementation("batched_mm")  # the default of transformers 5.17 cannot be traced whole, with its backward
+    return net
+
+
+def modules() -> list:
+    """The modelling modules that `enable` changes."""
+    return [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in CONFIGS]
+
+
+def bindings() -> dict[tuple[str, str], object]:
+    """What every name of every modelling module is bound to."""
+    return {(m.__name__, n): x for m in modules() for n, x in vars(m).items()}
+
+
+@contextmanager
+def torch_path() -> Iterator[None]:
+    """transformers' own PyTorch functions, also where it has found other packages to call instead."""
+    put = []
+    for module in modules():
+        for name in compat._REPLACEMENTS:
+            if hasattr(module, name):
+                put.append((module, name, getattr(module, name)))
+                setattr(module, name, inspect.unwrap(getattr(module, name)))
+    try:
+        yield
+    finally:
+        for module, name, function in put:
+            setattr(module, name, function)
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    """Random tokens, none of them padding."""
+    return torch.randint(2, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """A batch of prompts of these lengths, padded on the left."""
+    T = max(lengths)
+    mask = torch.tensor([[int(t >= T - n) for t in range(T)] for n in lengths])
+    return {"input_ids": tokens(len(lengths), T) * mask, "attention_mask": mask}
+
+
+def packed(ids: list[Tensor], dtype: torch.dtype = torch.int32) -> dict[str, Tensor | bool]:
+    """These sequences in one row, as a collator for padding-free training makes it."""
+    cu_seqlens = torch.tensor([0, *accumulate(x.shape[0] for x in ids)], dtype=dtype)
+    longest = max(x.shape[0] for x in ids)
+    return {
+        "input_ids": torch.cat(ids)[None], "position_ids": torch.cat([torch.arange(x.shape[0]) for x in ids])[None], "use_cache": False,
+        "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
+
+
+def loss(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """The mean cross entropy of the next token, where both this and the next are real."""
+    use = (mask[:, 1:] * mask[:, :-1]).bool()
+    return F.cross_entropy(logits[:, :-1][use].float(), ids[:, 1:][use])
+
+
+def step(net: nn.Module, inputs: dict, mask: Tensor, call: Callable | None = None) -> dict[str, Tensor]:
+    """logits at real tokens, loss and the gradient of every parameter."""
+    net.zero_grad(set_to_none=True)
+    logits = (net if call is None else call)(**inputs).logits
+    out = loss(logits, inputs["input_ids"], mask)
+    out.backward()
+    grads = {"d " + n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach()[mask.bool()], "loss": out.detach(), **grads}
+
+
+def to(inputs: dict, device: torch.device | str) -> dict:
+    """The tensors of `inputs` on a device."""
+    return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    """Every tensor within `tolerance` of the largest entry of what it should be."""
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        off = (got[name].double() - x.double()).abs().max().item() / x.double().abs().max().clamp(min=1e-30).item()
+        assert off <= tolerance, f"{name} is off by {off:.2e} of its largest entry"
+
+
+__all__ = ["CONFIGS", "assert_same", "bindings", "left_padded", "loss", "model", "modules", "packed", "step", "to", "tokens", "torch_path"]

@@ -1,0 +1,243 @@
+"""Models of transformers compute the same with our operators under them, and are what they were when these are taken out."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+
+from kda_ops.compat import transformers as compat
+from tests.support import models
+from tests.support.closeness import assert_identical
+from tests.support.models import CONFIGS, assert_same, left_padded, packed, step, torch_path
+
+MAIN = ("kimi_linear", "qwen3_next", "qwen3_5")
+COMPILED = MAIN[:2]  # compiling takes seconds, and the third differs from the second in its projections
+TOLERANCE = 3e-4  # of the largest entry, in float32: gradients of decays are small differences
+LENGTHS = (5, 1, 70, 64, 37)
+
+
+class Calls(TorchDispatchMode):
+    """How often each of our operators runs, eager."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("kda", "gdn"):
+            self.counts[str(func).removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _take_out_again():
+    yield
+    compat.disable()
+    torch._dynamo.reset()
+
+
+# --- in and out ----------------------------------------------------------------------------------------------------------------
+
+
+def test_taking_out_restores_every_binding():
+    before = models.bindings()
+    compat.enable()
+    during = models.bindings()
+    changed = {place for place in before if during[place] is not before[place]}
+    assert before.keys() == during.keys() and {n for _, n in changed} == {*compat._REPLACEMENTS} and len(changed) == 3 * len(CONFIGS)
+    compat.disable()
+    assert all(x is before[place] for place, x in models.bindings().items())
+    compat.disable()
+    assert all(x is before[place] for place, x in models.bindings().items())
+
+
+def test_a_context_takes_out_what_it_put_in():
+    before = models.bindings()
+    with pytest.raises(KeyError), compat.enable():
+        inside = models.bindings()
+        with compat.enable():
+            assert models.bindings() == inside
+        assert models.bindings() == inside  # the inner call put nothing in
+        raise KeyError
+    assert all(x is before[place] for place, x in models.bindings().items())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_our_operators_run_where_they_are_enabled_and_nowhere_else(name):
+    net, ids = models.model(name), models.tokens(1, 8)  # built before
+    variant = "kda" if name == "kimi_linear" else "gdn"
+    with torch_path(), Calls() as calls:
+        net.generate(ids, max_new_tokens=4, do_sample=False)
+    assert not calls.counts
+    with compat.enable(), Calls() as calls, torch.no_grad():
+        net.generate(ids, max_new_tokens=4, do_sample=False)
+        net(ids, use_cache=False)
+    assert calls.counts == {f"{variant}.chunk": 2 * 2, f"{variant}.recurrent": 2 * 3}
+
+
+def test_an_old_transformers_is_refused_in_words(monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", "5.9.0")
+    with pytest.raises(RuntimeError, match=r"needs transformers 5.16 or later, got 5.9.0, which binds the functions when a model is built"):
+        compat.enable()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match="needs transformers 5.16 or later: pip install transformers"):
+        compat.enable()
+
+
+# --- the same results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("lengths", ((70,), (70, 33), (3, 1)), ids=str)
+def test_logits_loss_and_gradients_are_the_same(name, lengths):
+    net, x = models.model(name), left_padded(lengths)
+    with torch_path():
+        want = step(net, x, x["attention_mask"])
+    with compat.enable():
+        got = step(net, x, x["attention_mask"])
+    assert_same(got, want, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_compiled_whole_they_are_the_same_in_one_graph(name):
+    """A model compiled before, with other functions in place."""
+    net, x = models.model(name), left_padded((20, 13))
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    with torch_path():
+        want = step(net, x, x["attention_mask"])
+    with compat.enable():
+        torch._dynamo.utils.counters.clear()
+        got = step(net, x, x["attention_mask"], compiled)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 and not torch._dynamo.utils.counters["graph_break"]
+    assert_same(got, want, TOLERANCE)
+
+
+def test_what_was_compiled_before_follows():
+    net, ids = models.model("qwen3_5"), models.tokens(1, 12)
+    ran = []
+
+    def backend(graph, _):
+        ran.append({str(node.target) for node in graph.graph.nodes if str(node.target).startswith(("kda.", "gdn."))})
+        return graph.forward
+
+    compiled = torch.compile(net, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        with torch_path():
+            want = compiled(ids, use_cache=False).logits
+        with compat.enable():
+            got = compiled(ids, use_cache=False).logits
+        with torch_path():
+            again = compiled(ids, use_cache=False).logits
+    assert [bool(graph) for graph in ran] == [False, True]  # and the first graph serves again
+    assert_same({"logits": got}, {"logits": want}, TOLERANCE)
+    assert_identical(again, want)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("lengths", ((66,), (20, 7, 1)), ids=str)
+def test_generated_tokens_are_the_same(name, lengths):
+    net, x = models.model(name), left_padded(lengths)
+    words = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    with torch_path():
+        want = net.generate(**x, **words)
+    with compat.enable():
+        got = net.generate(**x, **words)
+    assert torch.equal(got.sequences, want.sequences)
+    assert_same({"logits": torch.stack(got.logits)}, {"logits": torch.stack(want.logits)}, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_decoding_with_a_static_cache_is_one_graph(name):
+    from transformers import StaticCache
+
+    net, ids = models.model(name), models.tokens(2, 10)
+
+    def decode(call):
+        cache, out = StaticCache(config=net.config, max_cache_len=24), []
+        with torch.no_grad():
+            out.append(net(ids, past_key_values=cache, position_ids=torch.arange(10)[None]).logits[:, -1:])
+            for t in range(10, 15):
+                out.append(call(out[-1].argmax(-1), past_key_values=cache, position_ids=torch.tensor([[t]])).logits)
+        return {"logits": torch.cat(out, 1)}
+
+    with torch_path():
+        want = decode(net)
+    with compat.enable():
+        torch._dynamo.utils.counters.clear()
+        got = decode(torch.compile(net, fullgraph=True, backend="aot_eager"))
+        assert not torch._dynamo.utils.counters["graph_break"]
+    assert_same(got, want, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cache_continues_with_any_number_of_tokens(name):
+    from transformers import DynamicCache
+
+    net, ids = models.model(name), models.tokens(1, 90)
+    with torch.no_grad(), compat.enable():
+        cache, parts = DynamicCache(config=net.config), []
+        for part in ids.split((8, 1, 66, 1, 14), 1):
+            parts.append(net(part, past_key_values=cache).logits)
+    with torch.no_grad(), torch_path():
+        want = net(ids, use_cache=False).logits
+    assert_same({"logits": torch.cat(parts, 1)}, {"logits": want}, TOLERANCE)
+
+
+@pytest.mark.parametrize("name, mode", [(name, "eager") for name in MAIN] + [(name, "compiled") for name in COMPILED])
+def test_packed_sequences_are_the_sequences_alone(name, mode):
+    """transformers' own path cannot pack, so it runs each sequence alone; the loss leaves out the step from one to the next."""
+    net = models.model(name)
+    ids = [models.tokens(n, seed=n) for n in LENGTHS]
+    x = packed(ids)
+    with torch_path():
+        net.zero_grad(set_to_none=True)
+        logits = [net(part[None], use_cache=False).logits for part in ids]
+        losses = [torch.nn.functional.cross_entropy(y[0, :-1], part[1:], reduction="sum") for y, part in zip(logits, ids)]
+        total = torch.stack(losses).sum() / sum(n - 1 for n in LENGTHS)
+        total.backward()
+        want = {"logits": torch.cat(logits, 1).detach(), "loss": total.detach()} | {"d " + n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    with compat.enable():
+        net.zero_grad(set_to_none=True)
+        y = (torch.compile(net, fullgraph=True, backend="aot_eager") if mode == "compiled" else net)(**x).logits
+        inside = x["position_ids"][0, 1:] > 0
+        total = torch.nn.functional.cross_entropy(y[0, :-1][inside], x["input_ids"][0, 1:][inside])
+        total.backward()
+        got = {"logits": y.detach(), "loss": total.detach()} | {"d " + n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    assert_same(got, want, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_checkpointed_layers_give_the_same_gradients(name):
+    net, x = models.model(name), left_padded((40, 9)) | {"use_cache": False}
+    net.train()
+    with compat.enable():
+        want = step(net, x, x["attention_mask"])
+        net.gradient_checkpointing_enable()
+        assert_same(step(net, x, x["attention_mask"]), want, 1e-6)
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_in_bfloat16_they_are_as_close_as_the_own_path(name):
+    x = left_padded((70, 33))
+    wide, narrow = models.model(name), models.model(name, dtype=torch.bfloat16)
+    with torch.no_grad(), torch_path():
+        want, own = wide(**x).logits, narrow(**x).logits
+    with torch.no_grad(), compat.enable():
+        got = narrow(**x).logits
+    real = x["attention_mask"].bool()
+    errors = [(y.float() - want)[real].square().mean().sqrt() for y in (got, own)]
+    assert got.dtype is torch.bfloat16 and errors[0] <= 1.3 * errors[1]
+
+
+def test_a_sequence_index_alone_is_refused():
+    net = models.model("qwen3_next")
+    with torch_path(), compat.enable(), pytest.raises(ValueError, match="seq_idx alone does not say how many sequences there are: pass cu_seq_lens_q too"):
+        net(models.tokens(1, 6), seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32), use_cache=False)
