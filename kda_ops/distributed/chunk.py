@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from kda_ops import dispatch
 from kda_ops.distributed import collectives
-from kda_ops.distributed.plan import Context, ContextPlan, Contract, agree, check_last_offset, process_group
+from kda_ops.distributed.plan import Contract, agree
 from kda_ops.distributed.span import Span, only
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS, KEPT
@@ -65,17 +65,25 @@ class Call:
 
 def run(namespace: str, group, tensors: tuple[Tensor | None, ...], flags: Flags) -> tuple[Tensor, Tensor | None]:
     """A call of `kda_ops.distributed.chunk_kda` or `chunk_gdn`: tensors in the order of the schema."""
-    tensors = _autocast(tensors)
-    context, p = _context(namespace, group, tensors, flags)
+    q, cu_seqlens = tensors[0], tensors[-1]
+
+    def parse() -> tuple[Problem, tuple[Tensor | None, ...]]:
+        cast = _autocast(tensors)
+        return _parse(namespace, cast, flags), cast
+
+    plan, (p, cast) = agree(
+        group, q.shape[1] if q.dim() > 1 else 0, q.device, cu_seqlens, f"kda_ops.distributed.chunk_{namespace}", parse,
+        lambda parsed: _contract(namespace, parsed[1], flags), lengths_needed=cu_seqlens is not None,
+    )  # fmt: skip
     asked = flags["output_final_state"]
-    if context.size == 1:
-        o, final_state = getattr(torch.ops, namespace).chunk.default(*tensors, **flags)
+    if plan.size == 1:
+        o, final_state = getattr(torch.ops, namespace).chunk.default(*cast, **flags)
         return o, final_state if asked else None
     rest = {n: x for n, x in flags.items() if n not in ("transpose_state_layout", "output_final_state", "disable_recompute")}
     call = Call(
-        namespace, context.name, context.rank, context.size, dispatch.operand_dtype(p), flags["transpose_state_layout"], asked, tuple(rest.items())
+        namespace, plan.name, plan.rank, plan.size, dispatch.operand_dtype(p), flags["transpose_state_layout"], asked, tuple(rest.items())
     )  # fmt: skip
-    out = _Shard.apply(call, context.lengths, *tensors)
+    out = _Shard.apply(call, plan.device_lengths, *cast)
     return out if asked else (out, None)
 
 
@@ -86,32 +94,6 @@ def _autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return *(x.to(dtype) if x.dtype is not torch.float64 and x.dtype.is_floating_point else x for x in tensors[:3]), *tensors[3:]
-
-
-def _context(namespace: str, group, tensors: tuple[Tensor | None, ...], flags: Flags) -> tuple[Context, Problem]:
-    """The group of a call whose ranks agree, so far as that can be known, and the call on this rank."""
-    q, cu_seqlens = tensors[0], tensors[-1]
-    caller = f"kda_ops.distributed.chunk_{namespace}"
-    if isinstance(group, ContextPlan):
-        p = _parse(namespace, tensors, flags)
-        if not torch.compiler.is_compiling() and group.lengths[group.rank] != q.shape[1]:
-            raise ValueError(f"{caller}: q must have the {group.lengths[group.rank]} tokens of this rank's plan, got T = {q.shape[1]}: plan each batch anew.")
-        return Context(group.name, group.rank, group.size, group.device_lengths), p
-    pg = process_group(group)
-    name, rank, size = pg.group_name, pg.rank(), pg.size()
-    if torch.compiler.is_compiling():  # a graph cannot refuse: shards are exchanged, contracts are not compared
-        p = _parse(namespace, tensors, flags)
-        return Context(name, rank, size, None if cu_seqlens is None else collectives.gather_lengths(q.shape[1], q.device, size, name)), p
-    refusal = None
-    contract: Contract = {}
-    try:
-        p = _parse(namespace, tensors, flags)
-        contract = _contract(namespace, tensors, flags)
-    except (ValueError, TypeError) as error:
-        refusal = error
-    lengths = agree(q.shape[1] if q.dim() > 1 else 0, contract, refusal, q.device, pg, caller)
-    check_last_offset(cu_seqlens, lengths, caller)
-    return Context(name, rank, size, None if cu_seqlens is None else torch.tensor(lengths, dtype=torch.int64, device=q.device)), p
 
 
 def _parse(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) -> Problem:

@@ -55,7 +55,8 @@ class Ranks:
     """The processes, as seen by the test."""
 
     def __init__(self):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # torch is imported once, not by each process
+        context.set_forkserver_preload(["torch.distributed", "kda_ops"])
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self.pipes, self.processes = [], []
