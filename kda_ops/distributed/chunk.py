@@ -136,7 +136,9 @@ class _Shard(torch.autograd.Function):
             gathered = collectives.wait(gathering)
             maps = gathered.unflatten(0, (call.size, span.slots))
             entered = _fold(maps[..., :V], maps[..., V:], span.before)
-            o = (out[..., :V] + _read(o_M, entered)).to(v.dtype)
+            o = out[..., :V] + _read(o_M, entered)
+            if o.dtype is not v.dtype:  # not `to` in any case: one tensor under two names loses its gradient in graphs of torch 2.11
+                o = o.to(v.dtype)
             M_end = None
             if call.output_final_state:
                 M_end = span.pick(M, span.entering & span.ending)
