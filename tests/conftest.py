@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -13,3 +14,13 @@ settings.register_profile("ci", max_examples=12, derandomize=True, database=None
 settings.register_profile("nightly", max_examples=400, **_COMMON)
 settings.register_profile("interp", max_examples=3, derandomize=True, database=None, **_COMMON)  # a launch costs what an example costs elsewhere
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Processes of a gloo group, started by the first test that asks for them."""
+    from tests.support.ranks import Ranks
+
+    ranks = Ranks()
+    yield ranks
+    ranks.stop()

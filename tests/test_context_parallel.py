@@ -21,18 +21,10 @@ from kda_ops.nn.short_convolution import ShortConvolution
 from tests.support.calls import run
 from tests.support.cases import Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_meets_budget
-from tests.support.ranks import Ranks
 
 CHUNK = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}
 SPREAD = ("q", "k", "v", "g", "beta")
 WEIGHTS = {2: (0.5, 0.5), 3: (0.5, 0.25, 0.25), 4: (0.25, 0.25, 0.25, 0.25)}  # each rank's part of the loss on the final state: exact in any dtype
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    yield ranks
-    ranks.stop()
 
 
 # --- on a rank ----------------------------------------------------------------------------------------------------------------
