@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -125,7 +126,7 @@ class _Shard(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             span = Span(call.rank, call.size, q.shape[0], cu_seqlens, lengths, q.device)
             start = _with_identity(span, _as_kv(initial_state, call.transposed), q, v)
-            values = torch.cat([v, v.new_zeros((*v.shape[:-1], K))], -1)
+            values = F.pad(v, (0, K))
             out, final, *kept = call.op("chunk_fwd")(
                 q.to(call.operand), k.to(call.operand), values.to(call.operand), g, beta, A_log, dt_bias, start, span.cu_seqlens,
                 output_final_state=True, **dict(call.flags),
@@ -136,7 +137,7 @@ class _Shard(torch.autograd.Function):
             gathered = collectives.wait(gathering)
             maps = gathered.unflatten(0, (call.size, span.slots))
             entered = _fold(maps[..., :V], maps[..., V:], span.before)
-            o = out[..., :V] + _read(o_M, entered)
+            o = _read(out[..., :V], o_M, entered)
             if o.dtype is not v.dtype:  # not `to` in any case: one tensor under two names loses its gradient in graphs of torch 2.11
                 o = o.to(v.dtype)
             M_end = None
@@ -203,18 +204,16 @@ def _fold(b: Tensor, M: Tensor, mask: Tensor) -> Tensor:
     return S
 
 
-def _read(o_M: Tensor, S: Tensor) -> Tensor:
-    """S^T o_M for every token: [B, T, HV, V] from [B, T, HV, K] and [B, HV, K, V], summed in the dtype of states."""
-    return _product(o_M.transpose(1, 2), S.to(o_M.dtype) if o_M.is_cuda else S, S.dtype).transpose(1, 2)
+def _read(o_b: Tensor, o_M: Tensor, S: Tensor) -> Tensor:
+    """o_b + S^T o_M for every token: [B, T, HV, V] from the same, [B, T, HV, K] and [B, HV, K, V]; summed in the dtype of states, rounded once."""
+    o = o_b.clone(memory_format=torch.contiguous_format).transpose(1, 2).flatten(0, 1)  # for B == 1 still a view
+    o.baddbmm_(o_M.transpose(1, 2).flatten(0, 1), S.flatten(0, 1).to(o.dtype))
+    return o.unflatten(0, (o_b.shape[0], o_b.shape[2])).transpose(1, 2)
 
 
 def _write(o_M: Tensor, do: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum_t (o_M)_t do_t^T: [B, HV, K, V], summed in `dtype`."""
-    return _product(o_M.permute(0, 2, 3, 1), do.transpose(1, 2), dtype)
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b with sums in `dtype`; 16-bit operands stay so where the device sums them wider."""
+    """sum_t (o_M)_t do_t^T: [B, HV, K, V], summed in `dtype`; 16-bit operands stay so where the device sums them wider."""
+    a, b = o_M.permute(0, 2, 3, 1), do.transpose(1, 2)
     if a.is_cuda and a.dtype.itemsize == 2:
         return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(0, a.shape[:2])
     return a.to(dtype) @ b.to(dtype)
