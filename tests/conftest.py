@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -20,3 +21,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "device" if _DEVICE e
 if _DEVICE:  # the laws of the contract, and nothing that would run on the CPU again; tests/gpu is asked for by name
     _LAWS = "activations compiled definition flags gradients layouts limits padding pools registrations sequences".split()
     collect_ignore = ["gpu", "interp", *(f.name for f in Path(__file__).parent.glob("test_*.py") if f.stem.removeprefix("test_") not in _LAWS)]
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Processes of a gloo group, started by the first test that asks for them."""
+    from tests.support.ranks import Ranks
+
+    ranks = Ranks()
+    yield ranks
+    ranks.stop()

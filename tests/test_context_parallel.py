@@ -21,18 +21,10 @@ from kda_ops.nn.short_convolution import ShortConvolution
 from tests.support.calls import run
 from tests.support.cases import Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_meets_budget
-from tests.support.ranks import Ranks
 
 CHUNK = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}
 SPREAD = ("q", "k", "v", "g", "beta")
 WEIGHTS = {2: (0.5, 0.5), 3: (0.5, 0.25, 0.25), 4: (0.25, 0.25, 0.25, 0.25)}  # each rank's part of the loss on the final state: exact in any dtype
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    yield ranks
-    ranks.stop()
 
 
 # --- on a rank ----------------------------------------------------------------------------------------------------------------
@@ -508,6 +500,8 @@ def wrong_arguments(groups, size):
         "tail": lambda: cp.exchange_tail(x["beta"], 0, group),
         "tails": lambda: cp.exchange_tail(x["beta"].detach(), 2 + rank, group),
         "length": lambda: cp.plan_context(-1, group),
+        "device": lambda: cp.plan_context(5, group, device="cuda"),
+        "devices": lambda: cp.chunk_kda(**{n: t if t is None or rank else t.to("meta") for n, t in x.items()}, **EVERYTHING.flags(), group=group),
     }
     messages = {}
     for name, call in calls.items():
@@ -523,15 +517,27 @@ def test_wrong_arguments_are_named(ranks):
         "mesh": "group must be one dimension of a DeviceMesh, got a mesh of 2 dimensions: pass one by name, as in mesh['cp']",
         "none": "group must be a ProcessGroup, a DeviceMesh of one dimension or a ContextPlan, got NoneType",
         "outside": "group must contain the calling rank",
-        "plan": "q must have the 5 tokens of this rank's plan",
+        "plan": "the shard must have the 5 tokens of this rank's plan, got T = ",
         "too long": "cu_seqlens are offsets on the global token axis and must end at or before 150, the tokens of all ranks (64 + 23 + 63), got 151",
         "tail": "size must be the taps of the convolution, at least 1, got 0",
         "tails": "size is 2 on rank 0, 3 on rank 1, 4 on rank 2",
         "length": "length must be the tokens of this rank's shard, at least 0, got -1",
+        "device": "plan_context: group cannot gather cuda tensors with its backends cpu:gloo,cuda:gloo: make one with a backend for them, nccl for cuda",
+        "devices": "group cannot gather meta tensors",  # one rank's are, and all are told
     }
     for messages in ranks.run(3, wrong_arguments, 3):
         for name, message in want.items():
             assert message in messages[name]
+
+
+def test_a_gloo_group_works_on_the_host_where_there_are_gpus(monkeypatch):
+    """Gloo says that it serves CUDA; given a GPU's address it ends the process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert cp.plan_context(5, dist.group.WORLD).device_lengths.device.type == "cpu"
+    finally:
+        dist.destroy_process_group()
 
 
 def two_groups(groups, size):

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from examples import checkpoint_policy, export, finetune_transformers
+from examples import checkpoint_policy, export, finetune_transformers, fsdp
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_exported_programs_compute_what_the_module_does(capsys):
@@ -44,3 +54,24 @@ def test_packed_rows_hold_whole_documents():
     assert starts[0] == 0 and starts[-1] == 700 == row["input_ids"].shape[1]
     assert [i for i, position in enumerate(row["position_ids"][0].tolist()) if position == 0] == starts[:-1]
     assert all(bytes(row["input_ids"][0, a : a + 4].tolist()) == b"def " for a, b in zip(starts, starts[1:]) if b - a >= 4)
+
+
+def test_fsdp_under_torchrun_trains_as_one_process_does():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/fsdp.py", "--steps", "3"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "rows over 2 ranks, heads over 1: a rank holds 61728 of 123456 parameters" in done.stdout
+    assert "step 2: loss" in done.stdout and "losses differ by at most" in done.stdout
+
+
+def fsdp_with_heads(groups):
+    """The example on four ranks, rows over two and heads over two; what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        fsdp.run(argparse.Namespace(device="cpu", tensor_parallel=2, steps=3, seed=1))
+    return printed.getvalue()
+
+
+def test_fsdp_with_heads_on_a_second_dimension_does_too(ranks):
+    assert "rows over 2 ranks, heads over 2" in ranks.run(4, fsdp_with_heads)[0]

@@ -30,12 +30,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kda_ops import dispatch
 from kda_ops.distributed import collectives
-from kda_ops.distributed.plan import Context, ContextPlan, Contract, agree, check_last_offset, process_group
+from kda_ops.distributed.plan import Contract, agree
 from kda_ops.distributed.span import Span, only
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS, KEPT
@@ -65,17 +66,25 @@ class Call:
 
 def run(namespace: str, group, tensors: tuple[Tensor | None, ...], flags: Flags) -> tuple[Tensor, Tensor | None]:
     """A call of `kda_ops.distributed.chunk_kda` or `chunk_gdn`: tensors in the order of the schema."""
-    tensors = _autocast(tensors)
-    context, p = _context(namespace, group, tensors, flags)
+    q, cu_seqlens = tensors[0], tensors[-1]
+
+    def parse() -> tuple[Problem, tuple[Tensor | None, ...]]:
+        cast = _autocast(tensors)
+        return _parse(namespace, cast, flags), cast
+
+    plan, (p, cast) = agree(
+        group, q.shape[1] if q.dim() > 1 else 0, q.device, cu_seqlens, f"kda_ops.distributed.chunk_{namespace}", parse,
+        lambda parsed: _contract(namespace, parsed[1], flags), lengths_needed=cu_seqlens is not None,
+    )  # fmt: skip
     asked = flags["output_final_state"]
-    if context.size == 1:
-        o, final_state = getattr(torch.ops, namespace).chunk.default(*tensors, **flags)
+    if plan.size == 1:
+        o, final_state = getattr(torch.ops, namespace).chunk.default(*cast, **flags)
         return o, final_state if asked else None
     rest = {n: x for n, x in flags.items() if n not in ("transpose_state_layout", "output_final_state", "disable_recompute")}
     call = Call(
-        namespace, context.name, context.rank, context.size, dispatch.operand_dtype(p), flags["transpose_state_layout"], asked, tuple(rest.items())
+        namespace, plan.name, plan.rank, plan.size, dispatch.operand_dtype(p), flags["transpose_state_layout"], asked, tuple(rest.items())
     )  # fmt: skip
-    out = _Shard.apply(call, context.lengths, *tensors)
+    out = _Shard.apply(call, plan.device_lengths, *cast)
     return out if asked else (out, None)
 
 
@@ -86,32 +95,6 @@ def _autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return *(x.to(dtype) if x.dtype is not torch.float64 and x.dtype.is_floating_point else x for x in tensors[:3]), *tensors[3:]
-
-
-def _context(namespace: str, group, tensors: tuple[Tensor | None, ...], flags: Flags) -> tuple[Context, Problem]:
-    """The group of a call whose ranks agree, so far as that can be known, and the call on this rank."""
-    q, cu_seqlens = tensors[0], tensors[-1]
-    caller = f"kda_ops.distributed.chunk_{namespace}"
-    if isinstance(group, ContextPlan):
-        p = _parse(namespace, tensors, flags)
-        if not torch.compiler.is_compiling() and group.lengths[group.rank] != q.shape[1]:
-            raise ValueError(f"{caller}: q must have the {group.lengths[group.rank]} tokens of this rank's plan, got T = {q.shape[1]}: plan each batch anew.")
-        return Context(group.name, group.rank, group.size, group.device_lengths), p
-    pg = process_group(group)
-    name, rank, size = pg.group_name, pg.rank(), pg.size()
-    if torch.compiler.is_compiling():  # a graph cannot refuse: shards are exchanged, contracts are not compared
-        p = _parse(namespace, tensors, flags)
-        return Context(name, rank, size, None if cu_seqlens is None else collectives.gather_lengths(q.shape[1], q.device, size, name)), p
-    refusal = None
-    contract: Contract = {}
-    try:
-        p = _parse(namespace, tensors, flags)
-        contract = _contract(namespace, tensors, flags)
-    except (ValueError, TypeError) as error:
-        refusal = error
-    lengths = agree(q.shape[1] if q.dim() > 1 else 0, contract, refusal, q.device, pg, caller)
-    check_last_offset(cu_seqlens, lengths, caller)
-    return Context(name, rank, size, None if cu_seqlens is None else torch.tensor(lengths, dtype=torch.int64, device=q.device)), p
 
 
 def _parse(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) -> Problem:
@@ -143,7 +126,7 @@ class _Shard(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             span = Span(call.rank, call.size, q.shape[0], cu_seqlens, lengths, q.device)
             start = _with_identity(span, _as_kv(initial_state, call.transposed), q, v)
-            values = torch.cat([v, v.new_zeros((*v.shape[:-1], K))], -1)
+            values = F.pad(v, (0, K))
             out, final, *kept = call.op("chunk_fwd")(
                 q.to(call.operand), k.to(call.operand), values.to(call.operand), g, beta, A_log, dt_bias, start, span.cu_seqlens,
                 output_final_state=True, **dict(call.flags),
@@ -154,7 +137,9 @@ class _Shard(torch.autograd.Function):
             gathered = collectives.wait(gathering)
             maps = gathered.unflatten(0, (call.size, span.slots))
             entered = _fold(maps[..., :V], maps[..., V:], span.before)
-            o = (out[..., :V] + _read(o_M, entered)).to(v.dtype)
+            o = _read(out[..., :V], o_M, entered)
+            if o.dtype is not v.dtype:  # not `to` in any case: one tensor under two names loses its gradient in graphs of torch 2.11
+                o = o.to(v.dtype)
             M_end = None
             if call.output_final_state:
                 M_end = span.pick(M, span.entering & span.ending)
@@ -219,18 +204,16 @@ def _fold(b: Tensor, M: Tensor, mask: Tensor) -> Tensor:
     return S
 
 
-def _read(o_M: Tensor, S: Tensor) -> Tensor:
-    """S^T o_M for every token: [B, T, HV, V] from [B, T, HV, K] and [B, HV, K, V], summed in the dtype of states."""
-    return _product(o_M.transpose(1, 2), S.to(o_M.dtype) if o_M.is_cuda else S, S.dtype).transpose(1, 2)
+def _read(o_b: Tensor, o_M: Tensor, S: Tensor) -> Tensor:
+    """o_b + S^T o_M for every token: [B, T, HV, V] from the same, [B, T, HV, K] and [B, HV, K, V]; summed in the dtype of states, rounded once."""
+    o = o_b.clone(memory_format=torch.contiguous_format).transpose(1, 2).flatten(0, 1)  # for B == 1 still a view
+    o.baddbmm_(o_M.transpose(1, 2).flatten(0, 1), S.flatten(0, 1).to(o.dtype))
+    return o.unflatten(0, (o_b.shape[0], o_b.shape[2])).transpose(1, 2)
 
 
 def _write(o_M: Tensor, do: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum_t (o_M)_t do_t^T: [B, HV, K, V], summed in `dtype`."""
-    return _product(o_M.permute(0, 2, 3, 1), do.transpose(1, 2), dtype)
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b with sums in `dtype`; 16-bit operands stay so where the device sums them wider."""
+    """sum_t (o_M)_t do_t^T: [B, HV, K, V], summed in `dtype`; 16-bit operands stay so where the device sums them wider."""
+    a, b = o_M.permute(0, 2, 3, 1), do.transpose(1, 2)
     if a.is_cuda and a.dtype.itemsize == 2:
         return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(0, a.shape[:2])
     return a.to(dtype) @ b.to(dtype)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,34 +15,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from kda_ops.distributed import collectives
 
 Contract = dict[str, object]
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, eq=False)
 class ContextPlan:
     """The shards of one batch, agreed upon by all ranks of a group; made by `plan_context` and passed as ``group``.
 
-    `lengths` are the tokens of each rank's shard, once as numbers and once on the batch's device.
+    `lengths` are the tokens of each rank's shard, once as numbers and once on the batch's device. In compiled code the numbers are unknown (None), and where
+    nobody needs them the tensor is not there either.
     """
 
     name: str
     rank: int
     size: int
-    lengths: tuple[int, ...]
-    device_lengths: Tensor  # [size] int64
+    lengths: tuple[int, ...] | None
+    device_lengths: Tensor | None  # [size] int64
 
     def local(self, cu_seqlens: Tensor) -> Tensor:
         """Global offsets ``[N + 1]`` as those of this rank's own tokens: what is per sequence but local, a layer's packing, takes these."""
         return local_offsets(cu_seqlens, self.device_lengths, self.rank)
-
-
-@dataclass(frozen=True, eq=False)
-class Context:
-    """A group as the collectives see it, and the tokens of its shards, [size] int64, where somebody needs them."""
-
-    name: str
-    rank: int
-    size: int
-    lengths: Tensor | None = None
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
@@ -71,7 +65,7 @@ def plan_context(length: int, group: dist.ProcessGroup | DeviceMesh, *, device: 
         device: where the tensors of the calls live; by default the group's.
 
     Raises:
-        ValueError, TypeError: length or group means nothing.
+        ValueError, TypeError: length, group or device means nothing.
         RuntimeError: some rank did not take part within the group's timeout.
 
     Example:
@@ -87,8 +81,9 @@ def plan_context(length: int, group: dist.ProcessGroup | DeviceMesh, *, device: 
         raise ValueError(f"length must be the tokens of this rank's shard, at least 0, got {length}.")
     pg = process_group(group)
     device = _group_device(pg) if device is None else torch.device(device)
+    check_device(device, pg, "plan_context")
     lengths = tuple(int(row[0]) for row in _exchange([length], device, pg, "plan_context"))
-    return ContextPlan(pg.group_name, pg.rank(), pg.size(), lengths, torch.tensor(lengths, dtype=torch.int64, device=device))
+    return _plan(pg, lengths, device)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -102,23 +97,73 @@ def local_offsets(cu_seqlens: Tensor, lengths: Tensor, rank: int) -> Tensor:
     return (torch.minimum(torch.maximum(cu_seqlens, offsets[rank]), offsets[rank + 1]) - offsets[rank]).to(cu_seqlens.dtype)
 
 
-def agree(length: int, contract: Contract, refusal: Exception | None, device: torch.device, pg: dist.ProcessGroup, caller: str) -> tuple[int, ...]:
-    """Exchange lengths and contracts: every rank returns all lengths, or every rank raises.
+def agree(
+    group: dist.ProcessGroup | DeviceMesh | ContextPlan, length: int, device: torch.device, cu_seqlens: Tensor | None, caller: str,
+    parse: Callable[[], Parsed], contract: Callable[[Parsed], Contract], *, lengths_needed: bool = True,
+) -> tuple[ContextPlan, Parsed]:  # fmt: skip
+    """The shards of a call that all ranks make alike, so far as that can be known, and what `parse` returned on this one.
 
-    `refusal` is what this rank found wrong with its own call; the others are told, so that none waits for it.
+    Without a plan an eager call is compared with those of the other ranks: every rank returns, or every rank raises. `parse` refuses what is wrong on this
+    rank, and the others are told, so that none waits for it; `contract` is what all must have in common.
+
+    Args:
+        group: what the caller of the public function passed.
+        length: tokens of this rank's shard.
+        device: of the call's tensors.
+        cu_seqlens: global offsets, or None.
+        lengths_needed: whether a graph has to exchange lengths.
     """
-    if refusal is not None:
-        contract = {"refusal": str(refusal)}
-    digest = hashlib.blake2b(repr(contract).encode(), digest_size=7).digest()
+    if isinstance(group, ContextPlan):
+        parsed = parse()
+        if not torch.compiler.is_compiling():
+            _check_plan(group, length, device, caller)
+        return group, parsed
+    pg = process_group(group)
+    if torch.compiler.is_compiling():  # a graph cannot refuse: shards are exchanged, contracts are not compared
+        parsed, name, rank, size = parse(), pg.group_name, pg.rank(), pg.size()
+        return ContextPlan(name, rank, size, None, collectives.gather_lengths(length, device, size, name) if lengths_needed else None), parsed
+    refusal, terms = None, {}
+    try:
+        check_device(device, pg, caller)
+        parsed = parse()
+        terms = contract(parsed)
+    except (ValueError, TypeError) as error:
+        refusal, terms = error, {"refusal": str(error)}
+    digest = hashlib.blake2b(repr(terms).encode(), digest_size=7).digest()
     rows = _exchange([length, int.from_bytes(digest, "little")], device, pg, caller)
     if any(row[1] != rows[0][1] for row in rows) or refusal is not None:
         contracts: list[Contract] = [{} for _ in rows]
-        dist.all_gather_object(contracts, contract, group=pg)
+        dist.all_gather_object(contracts, terms, group=pg)
         raise refusal if refusal is not None else ValueError(_disagreement(contracts, caller))
-    return tuple(row[0] for row in rows)
+    lengths = tuple(row[0] for row in rows)
+    _check_last_offset(cu_seqlens, lengths, caller)
+    return _plan(pg, lengths, device), parsed
 
 
-def check_last_offset(cu_seqlens: Tensor | None, lengths: tuple[int, ...], caller: str) -> None:
+def check_device(device: torch.device, pg: dist.ProcessGroup, caller: str) -> None:
+    """Refuse tensors that the group's backend cannot gather. Gloo names CUDA among its devices and then reads a GPU's address on the host."""
+    if not _serves(pg, device.type):
+        backends = dist.get_backend_config(pg)
+        raise ValueError(f"{caller}: group cannot gather {device.type} tensors with its backends {backends}: make one with a backend for them, nccl for cuda.")
+
+
+def _serves(pg: dist.ProcessGroup, kind: str) -> bool:
+    """Whether the group gathers tensors of this kind of device."""
+    try:
+        backend = pg._get_backend(torch.device(kind)).name()
+    except RuntimeError:
+        return False
+    return kind == "cpu" or backend != "gloo"
+
+
+def _check_plan(plan: ContextPlan, length: int, device: torch.device, caller: str) -> None:
+    if plan.lengths is not None and plan.lengths[plan.rank] != length:
+        raise ValueError(f"{caller}: the shard must have the {plan.lengths[plan.rank]} tokens of this rank's plan, got T = {length}: plan each batch anew.")
+    if plan.device_lengths is not None and plan.device_lengths.device.type != device.type:
+        raise ValueError(f"{caller}: the plan was made for tensors on {plan.device_lengths.device}, got {device}: pass plan_context(..., device=...).")
+
+
+def _check_last_offset(cu_seqlens: Tensor | None, lengths: tuple[int, ...], caller: str) -> None:
     """Refuse offsets that end behind the last shard, as a rank's own offsets or those of a longer batch do."""
     if cu_seqlens is not None and int(cu_seqlens[-1]) > sum(lengths):
         raise ValueError(
@@ -138,13 +183,16 @@ def _disagreement(contracts: list[Contract], caller: str) -> str:
 
 def _group_device(pg: dist.ProcessGroup) -> torch.device:
     """The device that a group most likely serves."""
-    types = {device.type for device in pg._device_types}
-    return torch.device("cuda", torch.cuda.current_device()) if "cuda" in types and torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and _serves(pg, "cuda") else torch.device("cpu")
+
+
+def _plan(pg: dist.ProcessGroup, lengths: tuple[int, ...], device: torch.device) -> ContextPlan:
+    return ContextPlan(pg.group_name, pg.rank(), pg.size(), lengths, torch.tensor(lengths, dtype=torch.int64, device=device))
 
 
 def _exchange(numbers: list[int], device: torch.device, pg: dist.ProcessGroup, caller: str) -> list[list[int]]:
-    """The numbers of every rank, on the host."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    """The numbers of every rank, on the host; they travel through `device`, or where the group cannot, through one that it serves."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device if _serves(pg, device.type) else _group_device(pg))
     try:
         return collectives.wait(collectives.start_all_gather(mine, pg.size(), pg.group_name)).view(-1, len(numbers)).tolist()
     except RuntimeError as error:

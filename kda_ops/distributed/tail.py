@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kda_ops.distributed import collectives
-from kda_ops.distributed.plan import ContextPlan, Contract, agree, check_last_offset, offsets_of, process_group
+from kda_ops.distributed.plan import Contract, agree, offsets_of
 
 
 def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -42,21 +42,15 @@ def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None)
 
     Source: Gated Delta Networks, arXiv:2412.06464 (short convolutions on q, k and v).
     """
-    if isinstance(group, ContextPlan):
-        _check(x, size, cu_seqlens)
-        name, rank, ranks, lengths = group.name, group.rank, group.size, group.device_lengths
-    else:
-        pg = process_group(group)
-        name, rank, ranks = pg.group_name, pg.rank(), pg.size()
-        if torch.compiler.is_compiling():
-            _check(x, size, cu_seqlens)
-            lengths = collectives.gather_lengths(x.shape[1], x.device, ranks, name)
-        else:
-            lengths = torch.tensor(_agree(x, size, cu_seqlens, pg), dtype=torch.int64, device=x.device)
+    plan, _ = agree(
+        group, x.shape[1] if x.dim() > 1 else 0, x.device, cu_seqlens, "kda_ops.distributed.exchange_tail", lambda: _check(x, size, cu_seqlens),
+        lambda _: _contract(x, size, cu_seqlens),
+    )  # fmt: skip
+    lengths, rank, ranks = plan.device_lengths, plan.rank, plan.size
     offsets = offsets_of(lengths)
     past, B = size - 1, x.shape[0]
     last = F.pad(x, (0, 0, past, 0))[:, x.shape[1] :]  # [B, past, D], zero in front of a shard that has fewer
-    every = collectives.GatherTokens.apply(last, ranks, name).unflatten(0, (ranks, B))
+    every = collectives.GatherTokens.apply(last, ranks, plan.name).unflatten(0, (ranks, B))
     # The token `back` before the shard lies on the rank whose shard holds that place, as far from the end of its tail as from the end of its shard.
     place = offsets[rank] - torch.arange(past, 0, -1, device=x.device)  # [past], global
     owner = torch.searchsorted(offsets[1:], place.clamp(min=0), right=True).clamp(max=ranks - 1)
@@ -78,17 +72,7 @@ def _check(x: Tensor, size: int, cu_seqlens: Tensor | None) -> None:
         raise ValueError(f"cu_seqlens [N + 1] packs its sequences into one row and needs B == 1, got {list(cu_seqlens.shape)} and B = {x.shape[0]}.")
 
 
-def _agree(x: Tensor, size: int, cu_seqlens: Tensor | None, pg) -> tuple[int, ...]:
-    refusal = None
-    contract: Contract = {}
-    try:
-        _check(x, size, cu_seqlens)
-        packing = None if cu_seqlens is None else cu_seqlens.tolist()
-        wanted = torch.is_grad_enabled() and x.requires_grad
-        contract = {"x": f"{x.dtype} [{x.shape[0]}, T, {x.shape[2]}]", "size": size, "cu_seqlens": packing, "a gradient wanted": wanted}
-    except ValueError as error:
-        refusal = error
-    caller = "kda_ops.distributed.exchange_tail"
-    lengths = agree(x.shape[1] if x.dim() > 1 else 0, contract, refusal, x.device, pg, caller)
-    check_last_offset(cu_seqlens, lengths, caller)
-    return lengths
+def _contract(x: Tensor, size: int, cu_seqlens: Tensor | None) -> Contract:
+    packing = None if cu_seqlens is None else cu_seqlens.tolist()
+    wanted = torch.is_grad_enabled() and x.requires_grad
+    return {"x": f"{x.dtype} [{x.shape[0]}, T, {x.shape[2]}]", "size": size, "cu_seqlens": packing, "a gradient wanted": wanted}

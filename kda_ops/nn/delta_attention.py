@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,13 @@ from torch import Tensor, nn
 
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.gated_norm import GatedRMSNorm
+from kda_ops.nn.local import local
 from kda_ops.nn.packing import Packing, Unpadding
 from kda_ops.nn.short_convolution import ShortConvolution
+
+if TYPE_CHECKING:
+    from kda_ops.distributed.functional import Group
+    from kda_ops.distributed.plan import ContextPlan
 
 
 class DeltaAttention(nn.Module):
@@ -50,7 +56,7 @@ class DeltaAttention(nn.Module):
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, norm_activation, **factory)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False, **factory)
 
-    def _chunk(self, *args, **flags) -> tuple[Tensor, Tensor | None]:
+    def _chunk(self, *args, group, **flags) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
 
     def _chunk_(self, *args, **flags) -> Tensor:
@@ -89,14 +95,16 @@ class DeltaAttention(nn.Module):
 
     def new_cache(self, num_sequences: int) -> Cache:
         """Make an empty cache for N sequences, on the layer's device."""
-        weight, past = self.q_proj.weight, self.conv_size - 1
-        wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
-        state = weight.new_zeros((num_sequences, self.num_v_heads, self.head_v_dim, self.head_k_dim), dtype=wide)
+        q, k, v = (local(proj.weight) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+        state = q.new_zeros((num_sequences, v.shape[0] // self.head_v_dim, self.head_v_dim, self.head_k_dim), dtype=wide)
         if not self.use_short_conv:
             return Cache(state)
-        return Cache(state, *(weight.new_zeros((num_sequences, past, proj.out_features)) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+        return Cache(state, *(q.new_zeros((num_sequences, self.conv_size - 1, weight.shape[0])) for weight in (q, k, v)))
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None, cu_seqlens: Tensor | None = None, group: Group | None = None
+    ) -> Tensor:
         """Mix tokens along time.
 
         Args:
@@ -106,45 +114,90 @@ class DeltaAttention(nn.Module):
             cache: the past of the N sequences, read and brought up to date in place; inference only. With T = 1 the token recurrence runs, otherwise, and
                 for packed sequences, the chunk form.
             cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row; then ``B == 1``. Without it N is B.
+            group: ranks across which the tokens lie, as `kda_ops.distributed.chunk_kda` takes it: x is this rank's shard, of any length, and cu_seqlens are
+                global. The loss is the sum of the ranks' losses, so that parameters get partial gradients, to be summed over the group. Without mask and
+                cache.
 
         Returns:
             ``[B, T, hidden_size]`` in x's dtype.
 
         Raises:
-            ValueError: shapes disagree, or both a mask and offsets are given.
-            RuntimeError: a cache is given and a gradient is wanted.
+            ValueError: shapes disagree, on this rank or between ranks, or both a mask and offsets are given, or a group with a mask or a cache.
+            RuntimeError: a cache is given and a gradient is wanted; or a rank of the group did not take part within its timeout.
         """
-        self._check(x, attention_mask, cache, cu_seqlens)
+        plan, offsets, before = None, cu_seqlens, None
+        if group is None:
+            self._check(x, attention_mask, cache, cu_seqlens)
+        else:
+            plan, offsets, before = self._neighbours(x, attention_mask, cache, cu_seqlens, group)
         decode = x.shape[1] == 1 and cu_seqlens is None
         padded = None
         if attention_mask is not None:
             padded = Unpadding(attention_mask[:, attention_mask.shape[1] - x.shape[1] :])
-            x, cu_seqlens = padded.pack(x), padded.cu_seqlens
-        packing = None if cu_seqlens is None else Packing(cu_seqlens, x.shape[1])
+            x = padded.pack(x)
+            offsets = cu_seqlens = padded.cu_seqlens
+        packing = None if offsets is None else Packing(offsets, x.shape[1])
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if cache is not None and torch.is_grad_enabled() and q.requires_grad:
             raise RuntimeError("cache is written in place and has no gradient: call the layer under torch.no_grad() or torch.inference_mode().")
         if self.use_short_conv:
-            tails = (None, None, None) if cache is None else (cache.q_conv, cache.k_conv, cache.v_conv)
+            if before is not None:
+                tails = self.q_proj(before), self.k_proj(before), self.v_proj(before)
+            else:
+                tails = (None, None, None) if cache is None else (cache.q_conv, cache.k_conv, cache.v_conv)
             q, k, v = self.q_conv1d(q, tails[0], packing), self.k_conv1d(k, tails[1], packing), self.v_conv1d(v, tails[2], packing)
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        q, k = (t.unflatten(-1, (self.num_heads, self.head_k_dim)) for t in (q, k))
-        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
-        o = self._attend(q, k, v, self._decay_logits(x), self.b_proj(x), cache, cu_seqlens, decode)
+        # Of tensor parallel layers each rank has some of the heads.
+        q, k, v = q.unflatten(-1, (-1, self.head_k_dim)), k.unflatten(-1, (-1, self.head_k_dim)), v.unflatten(-1, (-1, self.head_v_dim))
+        o = self._attend(q, k, v, self._decay_logits(x), self.b_proj(x), cache, cu_seqlens, decode, plan)
         gate = self._output_gate(x)
-        o = self.o_norm(o, None if gate is None else gate.unflatten(-1, (self.num_v_heads, self.head_v_dim)))
+        o = self.o_norm(o, None if gate is None else gate.unflatten(-1, (-1, self.head_v_dim)))
         o = self.o_proj(o.flatten(-2))
         return o if padded is None else padded.unpack(o)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache: Cache | None, cu_seqlens: Tensor | None, decode: bool) -> Tensor:
+    def _neighbours(
+        self, x: Tensor, attention_mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None, group: Group
+    ) -> tuple[ContextPlan, Tensor | None, Tensor | None]:
+        """The shards of the group, the offsets of this rank's own tokens, and the inputs before them that the convolutions read."""
+        from kda_ops.distributed.plan import agree
+        from kda_ops.distributed.tail import exchange_tail
+
+        def parse() -> None:
+            if attention_mask is not None:
+                raise ValueError("attention_mask: padding is not skipped across ranks; pack the sequences and pass global cu_seqlens.")
+            if cache is not None:
+                raise ValueError("cache: across ranks a layer neither reads nor fills one; the states of whole sequences come from kda_ops.distributed.")
+            self._check(x, None, None, cu_seqlens)
+
+        def contract(_) -> dict[str, object]:
+            """What the calls below have in common if this is: the layer, and all of x but its length."""
+            grad = torch.is_grad_enabled()
+            return {n: value for n, value in vars(self).items() if isinstance(value, (int, float)) and n != "training"} | {
+                "layer": type(self).__name__, "x": f"{x.dtype} [{x.shape[0]}, T, {x.shape[2]}]", "parameters": str(self.q_proj.weight.dtype),
+                "cu_seqlens": None if cu_seqlens is None else cu_seqlens.tolist(), "a gradient of x wanted": grad and x.requires_grad,
+                "a gradient wanted": grad and (x.requires_grad or any(p.requires_grad for p in self.parameters())),
+            }  # fmt: skip
+
+        convolves = self.use_short_conv and self.conv_size > 1
+        plan, _ = agree(
+            group, x.shape[1] if x.dim() > 1 else 0, x.device, cu_seqlens, type(self).__name__, parse, contract,
+            lengths_needed=convolves or cu_seqlens is not None,
+        )  # fmt: skip
+        before = exchange_tail(x, self.conv_size, plan, cu_seqlens) if convolves else None
+        return plan, None if cu_seqlens is None else plan.local(cu_seqlens), before
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache: Cache | None, cu_seqlens: Tensor | None, decode: bool,
+        plan: ContextPlan | None,
+    ) -> Tensor:  # fmt: skip
         """o [B, T, HV, V]."""
         flags = dict(
-            A_log=self.A_log, dt_bias=self.dt_bias, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            A_log=local(self.A_log), dt_bias=local(self.dt_bias), cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True, allow_neg_eigval=self.allow_neg_eigval, transpose_state_layout=True,
         )  # fmt: skip
         if cache is None:
-            return self._chunk(q, k, v, g, beta, **flags)[0]
+            return self._chunk(q, k, v, g, beta, group=plan, **flags)[0]
         return (self._recurrent_ if decode else self._chunk_)(q, k, v, g, beta, cache.state, **flags)
 
     def _check(self, x: Tensor, attention_mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from kda_ops.functional import chunk_gdn, chunk_gdn_, recurrent_gdn_
 from kda_ops.nn.delta_attention import DeltaAttention
+from kda_ops.nn.local import across
 
 
 class GatedDeltaNet(DeltaAttention):
@@ -60,8 +61,8 @@ class GatedDeltaNet(DeltaAttention):
         self.g_proj = nn.Linear(hidden_size, value_heads * self.head_v_dim, bias=False, device=device, dtype=dtype) if use_gate else None
         self.reset_gate()
 
-    def _chunk(self, *args, **flags) -> tuple[Tensor, Tensor | None]:
-        return chunk_gdn(*args, **flags)
+    def _chunk(self, *args, group, **flags) -> tuple[Tensor, Tensor | None]:
+        return across(group, chunk_gdn)(*args, **flags)
 
     def _chunk_(self, *args, **flags) -> Tensor:
         return chunk_gdn_(*args, **flags)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kda_ops.nn.local import local
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu}
 
 
@@ -49,7 +51,7 @@ class GatedRMSNorm(nn.Module):
         """Normalise x ``[..., V]`` and gate it by `gate` of its shape (None: no gate); in x's dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
         y = x.to(wide)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * local(self.weight)
         if gate is not None:
             y = y * _ACTIVATIONS[self.activation](gate.to(wide))
         return y.to(x.dtype)

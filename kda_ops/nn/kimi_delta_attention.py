@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from kda_ops.functional import chunk_kda, chunk_kda_, recurrent_kda_
 from kda_ops.nn.delta_attention import DeltaAttention
+from kda_ops.nn.local import across
 
 
 class KimiDeltaAttention(DeltaAttention):
@@ -71,8 +72,8 @@ class KimiDeltaAttention(DeltaAttention):
         self.g_proj = nn.Sequential(nn.Linear(hidden_size, rank, bias=False, **factory), nn.Linear(rank, value_heads * rank, bias=True, **factory))
         self.reset_gate()
 
-    def _chunk(self, *args, **flags) -> tuple[Tensor, Tensor | None]:
-        return chunk_kda(*args, lower_bound=self.lower_bound, safe_gate=self.safe_gate, **flags)
+    def _chunk(self, *args, group, **flags) -> tuple[Tensor, Tensor | None]:
+        return across(group, chunk_kda)(*args, lower_bound=self.lower_bound, safe_gate=self.safe_gate, **flags)
 
     def _chunk_(self, *args, **flags) -> Tensor:
         return chunk_kda_(*args, lower_bound=self.lower_bound, safe_gate=self.safe_gate, **flags)
@@ -81,7 +82,7 @@ class KimiDeltaAttention(DeltaAttention):
         return recurrent_kda_(*args, lower_bound=self.lower_bound, **flags)
 
     def _decay_logits(self, x: Tensor) -> Tensor:
-        return self.f_proj(x).unflatten(-1, (self.num_v_heads, self.head_k_dim))
+        return self.f_proj(x).unflatten(-1, (-1, self.head_k_dim))
 
     def _output_gate(self, x: Tensor) -> Tensor:
         return self.g_proj(x)

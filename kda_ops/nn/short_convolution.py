@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kda_ops.nn.local import local
 from kda_ops.nn.packing import Packing
 
 
@@ -54,12 +55,12 @@ class ShortConvolution(nn.Module):
     def forward(self, x: Tensor, tail: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         """Convolve x ``[B, T, D]``, or ``[1, T, D]`` with `packing`; `tail` ``[N, size - 1, D]`` holds what came before, and is brought up to date in place."""
         taps = self._taps(x, tail) if packing is None else self._packed_taps(x, tail, packing)
-        weight = self.weight[:, 0].unbind(-1)
+        weight, bias = local(self.weight)[:, 0].unbind(-1), local(self.bias)
         y = taps[0] * weight[0]
         for tap, w in zip(taps[1:], weight[1:]):
             y = y + tap * w
-        if self.bias is not None:
-            y = y + self.bias
+        if bias is not None:
+            y = y + bias
         return F.silu(y).to(x.dtype)
 
     def _taps(self, x: Tensor, tail: Tensor | None) -> list[Tensor]:

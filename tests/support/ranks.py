@@ -1,4 +1,4 @@
-"""Four processes of one gloo group that run functions side by side: started once, asked many times, never waited for without a limit."""
+"""Four processes (or another number) of one gloo group that run functions side by side: started once, asked many times, never waited for without a limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 SIZE = 4
-MEMBERS = {2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3)}  # global ranks of the groups; a group rank need not be the global one
+MEMBERS = {2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3), 8: tuple(range(8))}  # global ranks of the groups; a group rank need not be the global one
 LIMIT = 60.0  # seconds that one request may take
 
 
@@ -24,10 +24,10 @@ class Groups(dict):
     """The groups that a function may name, on this rank: 2, 3 and 4 processes, and the same four with a timeout of two seconds."""
 
 
-def _serve(rank: int, store: str, pipe) -> None:
+def _serve(rank: int, processes: int, store: str, pipe) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=LIMIT))
-    groups = Groups({size: dist.new_group(list(members)) for size, members in MEMBERS.items()})
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes, timeout=timedelta(seconds=LIMIT))
+    groups = Groups({size: dist.new_group(list(members)) for size, members in MEMBERS.items() if size <= processes})
     groups["impatient"] = dist.new_group(list(range(SIZE)), timeout=timedelta(seconds=2))
     groups["lower half"] = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     pipe.send(("ready", None))
@@ -52,21 +52,26 @@ class Raised(Exception):
 
 
 class Ranks:
-    """The processes, as seen by the test."""
+    """The processes, as seen by the test; started when they are first asked, and anew after one got stuck."""
 
-    def __init__(self):
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, size: int = SIZE):
+        self.size = size
+        self.pipes: list = []
+        self.processes: list = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")  # torch is imported once, not by each process
+        context.set_forkserver_preload(["torch.distributed", "kda_ops"])
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
-        self.pipes, self.processes = [], []
-        for rank in range(SIZE):
+        for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, store, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
-        self._answers(tuple(range(SIZE)), 2 * LIMIT)
+        self._answers(tuple(range(self.size)), 2 * LIMIT)
 
     def _answers(self, members: tuple[int, ...], limit: float) -> dict[int, tuple]:
         """The next message of each of these ranks. If one does not come in time, the processes end, and what the others raised is told."""
@@ -83,6 +88,8 @@ class Ranks:
 
     def ask(self, size: int, function, *args) -> list:
         """What ``function(groups, *args)`` returned on each rank of the group of that size, or the `Raised`, by group rank."""
+        if not self.processes:
+            self._start()
         members = MEMBERS[size]
         for rank in members:
             self.pipes[rank].send((function.__module__, function.__name__, args))
@@ -110,4 +117,6 @@ class Ranks:
             process.join(10)
             if process.is_alive():
                 process.kill()
-        self._folder.cleanup()
+        if self.processes:
+            self._folder.cleanup()
+        self.pipes, self.processes = [], []

@@ -194,3 +194,15 @@ def pair_decay(b_x, EXACT: tl.constexpr):
         b_G = tl.cumsum(b_x, 0)
         b_E = b_G[:, None] - b_G[None, :]
     return tl.where(o_r[:, None] >= o_r[None, :], tl.exp2(b_E), 0.0)
+
+
+@triton.jit
+def pair_decay_transposed(b_x, EXACT: tl.constexpr):
+    """E_ij at [j, i], the transpose of `pair_decay`, formed as such: a product that is transposed afterwards may be miscompiled (NOTES.md)."""
+    o_r = tl.arange(0, 64)
+    if EXACT:
+        b_E = tl.cumsum(tl.where(o_r[:, None] < o_r[None, :], b_x[None, :], 0.0), 1)
+    else:
+        b_G = tl.cumsum(b_x, 0)
+        b_E = b_G[None, :] - b_G[:, None]
+    return tl.where(o_r[:, None] <= o_r[None, :], tl.exp2(b_E), 0.0)

@@ -17,7 +17,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.gradient_keys import gradient_keys, tables
 from kda_ops.backends.triton.gradient_pairs import gradient_pairs
 from kda_ops.backends.triton.gradient_rows import gradient_rows
-from kda_ops.backends.triton.tile import dense, fit, launch, strides_of
+from kda_ops.backends.triton.tile import columns_of, dense, fit, launch, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Reverse, Tile, Trace
@@ -85,8 +85,37 @@ def _gather(p: Problem, x: Tensor, dy: Tensor) -> Tensor:
     return dx
 
 
+def _gradient_rows(p: Problem, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
+    """`gradient` for one decay per head, which needs nothing of the tile: one kernel, and the sums over value heads where K takes several slices."""
+    q, options, exact = p.q, tuning.choose("gradient_rows", p), p.q.dtype is torch.float32
+    heads = p.HV // p.H if p.H and options.block_k >= p.K else 1  # value heads per program
+    gather = options.block_k < p.K and (p.HV > p.H or p.l2norm)
+    dq = dk = None
+    if "q" in need or "k" in need:
+        dq, dk = (torch.empty((p.B, p.T, p.HV // heads, p.K), dtype=torch.float32 if gather else q.dtype, device=q.device) for _ in "qk")
+    dv, dbeta, dg = _like(p, "v", need), _like(p, "beta", need), _like(p, "g", need | {"g"}) if need & {"g", "A_log", "dt_bias"} else None
+    dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", 1, need)
+    g, beta, v = fit(p.g), fit(p.beta), fit(p.v)
+    launch(
+        gradient_rows, _count(p) * (p.HV // heads) if p.H else 0, q.device, *with_strides(q), *with_strides(p.k), v, v.stride(), g, *columns_of(g),
+        beta, *columns_of(beta), dense(p.A_log), dense(p.dt_bias), *with_strides(do), trace.states, trace.v_new, reverse.dstates, reverse.z,
+        dense(p.cu_seqlens), dq, dk, dv, dg, dbeta, dA_log, ddt_bias, p.N, p.T, p.H, p.HV, p.HV // heads, p.scale, p.lower_bound or 0.0,
+        p.K, p.V, options.block_k, options.block_v, heads, p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, exact,
+        "tf32x3" if exact else "tf32", num_stages=options.stages, **options.launch,
+    )  # fmt: skip
+    if gather and dq is not None:
+        dq, dk = (_gather(p, x, d) if name in need else None for name, x, d in (("q", q, dq), ("k", p.k, dk)))
+    return Gradients(
+        dq if "q" in need else None, dk if "k" in need else None, dv, dg if "g" in need else None, dbeta,
+        _total(dA_log, p.A_log), _total(ddt_bias, p.dt_bias),
+        p.as_kv(reverse.dinitial_state) if "initial_state" in need and reverse.dinitial_state is not None else None,
+    )  # fmt: skip
+
+
 def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
     """Gradients of the inputs named in `need`; see `kda_ops.stages.Backend.gradient`."""
+    if p.rank == 0:
+        return _gradient_rows(p, trace, do, reverse, need)
     q, device, NT, exact = p.q, p.q.device, _count(p), p.q.dtype is torch.float32
     options, values = tuning.choose("gradient_keys" if p.rank else "gradient_rows", p), tuning.choose("gradient_pairs", p)
     BK, precision, slices = options.block_k, "tf32x3" if exact else "tf32", 1

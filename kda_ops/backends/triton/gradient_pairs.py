@@ -3,10 +3,9 @@
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.decay import pair_decay
+from kda_ops.backends.triton.decay import pair_decay, pair_decay_transposed
 from kda_ops.backends.triton.gate import decay_column, strength_column
 from kda_ops.backends.triton.gradient_tile import locate_rows, on_diagonal, read_rows, write_column, write_rows
-from kda_ops.backends.triton.reverse_scan import pair_decay_transposed
 from kda_ops.backends.triton.tile import inverse_norm, load_tile, store_tile
 
 

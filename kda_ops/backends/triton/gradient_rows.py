@@ -1,17 +1,17 @@
-"""Gradients of q, k and g for one decay per head: all of K of one chunk and value head per program."""
+"""Everything of the gradients for one decay per head: one chunk, and all value heads of a key head, per program."""
 
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.decay import row_decay
+from kda_ops.backends.triton.decay import pair_decay, pair_decay_transposed, row_decay
 from kda_ops.backends.triton.gate import decay_column, load_rate, strength_column
+from kda_ops.backends.triton.gradient_pairs import clear_values
 from kda_ops.backends.triton.gradient_tile import (
     clear_keys,
     gate_gradient,
-    key_gradients,
-    load_norm,
+    load_state,
     locate_rows,
-    query_gradient,
+    on_diagonal,
     read_rows,
     write_column,
     write_rows,
@@ -19,75 +19,209 @@ from kda_ops.backends.triton.gradient_tile import (
 from kda_ops.backends.triton.tile import load_column, load_tile
 
 
-@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound"])
-def gradient_rows(
-    q, q_s, k, k_s, g, g_s, beta, beta_s, A_log, dt_bias, do, do_s, states, v_new, dstates, z, dP, dL, q_norm, k_norm, cu_seqlens,
-    dq, dk, dg, dbeta, dA_log, ddt_bias, N, T, H, HV, scale, lower_bound,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+@triton.jit
+def norm_gradient(b_dy, b_x, b_r, b_along):
+    """The gradient of x from that of y = r x, r = 1 / |x|: r (dy - y (y . dy)), with y . dy [64] given."""
+    return b_r[:, None] * (b_dy - b_x.to(tl.float32) * (b_r * b_along)[:, None])
+
+
+@triton.jit
+def score_products(
+    q, q_s, k, k_s, i_b, i_g, first, n_rows, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr, PREC: tl.constexpr
 ):  # fmt: skip
-    """The same for one decay per head: dP and dL hold it already, and dG is a sum over K too, so one program sees all slices::
-
-        dq = scale exp G (do S^T) + tril(dP) k      early = -beta exp G (z S^T) + beta tril(dL) k      late = e (v_new dS^T) + triu(dP) q + triu(dL) beta k
-
-    As in `pairs_of_keys`, what the pairs add to dG is formed from the operands as the products rounded them.
-    """
-    i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
-    i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
-    i_g, i_tile, token = i_h // (HV // H), tl.program_id(0).to(tl.int64), i_b * T + first
-    o_r = tl.arange(0, 64)
-    if (n_rows <= 0) | (live == 0):
-        for i in range((K + BK - 1) // BK):
-            clear_keys(dq, dk, None, None, None, None, i_tile, token, i_h, HV, n_rows, i * BK + tl.arange(0, BK), i, 1, K)
-        clear_keys(None, None, dg, dbeta, dA_log, ddt_bias, i_tile, token, i_h, HV, n_rows, tl.arange(0, 1), 0, 1, 1)
-        return
-    TYPE: tl.constexpr = states.dtype.element_ty
-    bound = tl.full((), lower_bound, tl.float32)
-    b_q_norm, b_k_norm = load_norm(q_norm, i_tile), load_norm(k_norm, i_tile)
-    b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
-    b_x = decay_column(g, g_s, A_log, dt_bias, bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
-    b_start, b_end, b_gamma = row_decay(b_x, EXACT)
-    b_P, b_L = load_tile(dP, i_tile, o_r, o_r, 64), load_tile(dL, i_tile, o_r, o_r, 64)
-    b_zero = tl.zeros_like(b_P)
-    b_rows_q, b_columns_q = tl.where(o_r[:, None] >= o_r[None, :], b_P, b_zero), tl.where(o_r[:, None] <= o_r[None, :], b_P, b_zero)
-    b_rows_k, b_columns_k = tl.where(o_r[:, None] > o_r[None, :], b_L, b_zero), tl.where(o_r[:, None] < o_r[None, :], b_L, b_zero)
-    b_dG = tl.zeros((64,), tl.float32)
-    b_dbeta, b_last = b_dG, b_dG
+    """(q k^T, k k^T [64, 64], 1 / |q|, 1 / |k| or ones [64]) of a chunk, fp32."""
+    b_qk = tl.zeros((64, 64), tl.float32)
+    b_kk = b_qk
+    b_qq = tl.zeros((64,), tl.float32)
+    b_k2 = b_qq
     for i in range((K + BK - 1) // BK):
         o_k = i * BK + tl.arange(0, BK)
-        b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32) * b_q_norm[:, None]
-        b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32) * b_k_norm[:, None]
-        b_Q, b_K, b_beta_k = b_q.to(TYPE), b_k.to(TYPE), (b_k * b_beta[:, None]).to(TYPE)
-        b_dq = query_gradient(do, do_s, states, i_tile, i_b, i_h, first, n_rows, o_k, K, V, BV, PREC) * (b_start * scale)[:, None]
-        b_pair = tl.dot(b_rows_q, b_K, input_precision=PREC)
-        b_dG += tl.sum(b_q * b_dq + b_Q.to(tl.float32) * b_pair, 1)
-        if dq is not None:
-            write_rows(dq, token, i_h, HV, n_rows, b_dq + b_pair, o_k, K)
-        b_dkg, b_dk, b_dgamma = key_gradients(states, v_new, dstates, z, i_tile, o_k, K, V, BV, PREC)
-        b_dkg = b_dkg * b_end[:, None]
-        b_last += tl.sum(b_k * b_dkg, 1) + tl.where(o_r == 0, b_gamma * tl.sum(b_dgamma, 0), 0.0)
-        b_dk = b_dk * -b_start[:, None]
-        b_dG += tl.sum(b_k * (b_dk * b_beta[:, None] - b_dkg), 1)
-        b_pair = tl.dot(b_rows_k, b_K, input_precision=PREC)
-        b_dG += tl.sum(b_beta_k.to(tl.float32) * b_pair, 1)
-        b_dk += b_pair
-        b_dbeta += tl.sum(b_k * b_dk, 1)
-        b_dk = b_dk * b_beta[:, None] + b_dkg
-        b_pair = tl.dot(b_columns_k, b_beta_k, tl.dot(b_columns_q, b_Q, input_precision=PREC), input_precision=PREC)
-        b_dG -= tl.sum(b_K.to(tl.float32) * b_pair, 1)
-        if dk is not None:
-            write_rows(dk, token, i_h, HV, n_rows, b_dk + b_pair, o_k, K)
-    if dbeta is not None:
-        write_column(dbeta, token, i_h, HV, n_rows, b_dbeta)
-    if dg is not None:
-        b_dg = tl.cumsum(b_dG, 0, reverse=True) + tl.sum(b_last, 0)
-        if ACTIVATE:
-            bias = 0.0
-            if dt_bias is not None:
-                bias = tl.load(dt_bias + i_h).to(tl.float32)
-            b_dg, b_log = gate_gradient(b_dg, load_column(g, g_s, i_b, i_h, first, n_rows, o_r), bias, load_rate(A_log, i_h), bound, BOUNDED)
-            if dA_log is not None:
-                tl.store(dA_log + i_tile, tl.sum(tl.where(o_r < n_rows, b_log, 0.0), 0))
-            if ddt_bias is not None:
-                tl.store(ddt_bias + i_tile, tl.sum(tl.where(o_r < n_rows, b_dg, 0.0), 0))
-        write_column(dg, token, i_h, HV, n_rows, b_dg)
+        b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
+        b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PREC)
+        b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
+        if L2NORM:
+            b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
+            b_qq += tl.sum(b_q * b_q, 1)
+            b_k2 += tl.sum(b_k * b_k, 1)
+    if L2NORM:
+        return b_qk, b_kk, tl.rsqrt(b_qq + 1e-6), tl.rsqrt(b_k2 + 1e-6)
+    else:
+        b_one = tl.full((64,), 1.0, tl.float32)
+        return b_qk, b_kk, b_one, b_one
+
+
+@triton.jit
+def pair_products(do, do_s, v_new, z, i_tile, i_b, i_h, first, n_rows, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
+    """(do v_new^T, v_new do^T, z v_new^T, v_new z^T) [64, 64] fp32: a triangle of each counts, and a product is never transposed."""
+    o_r = tl.arange(0, 64)
+    b_P = tl.zeros((64, 64), tl.float32)
+    b_PT, b_L, b_LT = b_P, b_P, b_P
+    for i in range((V + BV - 1) // BV):
+        o_v = i * BV + tl.arange(0, BV)
+        b_vn, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
+        if do is not None:
+            b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+            b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
+            b_PT = tl.dot(b_vn, tl.trans(b_do), b_PT, input_precision=PREC)
+        b_L = tl.dot(b_z, tl.trans(b_vn), b_L, input_precision=PREC)
+        b_LT = tl.dot(b_vn, tl.trans(b_z), b_LT, input_precision=PREC)
+    return b_P, b_PT, b_L, b_LT
+
+
+@triton.jit
+def state_products(
+    do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr
+):  # fmt: skip
+    """(do S^T, z S^T, v_new dS^T [64, width], sum of S dS) for the key channels o_k, fp32."""
+    W: tl.constexpr = o_k.shape[0]
+    o_r = tl.arange(0, 64)
+    b_dq = tl.zeros((64, W), tl.float32)
+    b_early, b_late = b_dq, b_dq
+    b_both = tl.zeros((W,), tl.float32)
+    for i in range((V + BV - 1) // BV):
+        o_v = i * BV + tl.arange(0, BV)
+        b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
+        b_vn, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
+        if do is not None:
+            b_dq = tl.dot(read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V), tl.trans(b_S), b_dq, input_precision=PREC)
+        b_early = tl.dot(b_z, tl.trans(b_S), b_early, input_precision=PREC)
+        b_late = tl.dot(b_vn, tl.trans(b_dS), b_late, input_precision=PREC)
+        b_both += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
+    return b_dq, b_early, b_late, tl.sum(b_both, 0)
+
+
+@triton.jit
+def value_gradient(
+    v, v_s, z, dv, b_beta, i_tile, i_b, i_h, first, n_rows, token, HV, V: tl.constexpr, BV: tl.constexpr, SUMS: tl.constexpr
+):  # fmt: skip
+    """Write dv = beta z, and return the sum over V of z v [64] if SUMS."""
+    b_zv = tl.zeros((64,), tl.float32)
+    for i in range((V + BV - 1) // BV):
+        o_v = i * BV + tl.arange(0, BV)
+        b_z = load_tile(z, i_tile, tl.arange(0, 64), o_v, V).to(tl.float32)
+        if SUMS:
+            b_zv += tl.sum(read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V).to(tl.float32) * b_z, 1)
+        if dv is not None:
+            write_rows(dv, token, i_h, HV, n_rows, b_z * b_beta[:, None], o_v, V)
+    return b_zv
+
+
+@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
+def gradient_rows(
+    q, q_s, k, k_s, v, v_s, g, g_b, g_t, g_h, beta, beta_b, beta_t, beta_h, A_log, dt_bias, do, do_s, states, v_new, dstates, z, cu_seqlens,
+    dq, dk, dv, dg, dbeta, dA_log, ddt_bias, N, T, H, HV, writers, scale, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr,
+    ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """One chunk and GROUP value heads of one key head; E_ij is the decay from row j to row i, a_i = exp G_i, e_i = exp(G_64 - G_i), unit q and k::
+
+        dP = tril(scale do v_new^T o E)      dL = -strict_tril(z v_new^T o E)                                   [64, 64]
+        dq = scale a (do S^T) + dP k         dk = -beta a (z S^T) + e (v_new dS^T) + (beta dL + dL^T beta) k + dP^T q    [64, K]
+        W  = strict_tril(dP o q k^T + beta dL o k k^T)
+        dG = sum_k q scale a (do S^T) - k (beta a (z S^T) + e (v_new dS^T)) + rows of W - columns of W          [64]
+        dv = beta z      dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + sum_k k dk's share of beta
+
+    What pairs of rows add to dG cancels in a sum over a chunk, and does so here too, for rows and columns are sums of one fp32 matrix. Norms
+    and beta are factors of the [64, 64] tiles, so that q and k go from memory to the tensor cores as they are. All of K in one slice: the gradients of
+    the heads of a group add up in registers, and pass through the norm here. In several slices GROUP is 1, and dq and dk are those of unit q and k of
+    a value head.
+    """
+    i_w, i_t = tl.program_id(0) % writers, tl.program_id(0) // writers
+    i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
+    token = i_b * T + first
+    slices: tl.constexpr = (K + BK - 1) // BK
+    o_r = tl.arange(0, 64)
+    if (n_rows <= 0) | (live == 0):
+        for i in range(slices):
+            clear_keys(dq, dk, None, None, None, None, token, token, i_w, writers, n_rows, i * BK + tl.arange(0, BK), i, 1, K)
+        for i in range(GROUP):
+            i_h = i_w * GROUP + i
+            clear_keys(None, None, dg, None, dA_log, ddt_bias, i_t.to(tl.int64) * HV + i_h, token, i_h, HV, n_rows, tl.arange(0, 1), 0, 1, 1)
+            clear_values(dv, dbeta, token, i_h, HV, n_rows, V, BV)
+        return
+    TYPE: tl.constexpr = states.dtype.element_ty
+    SUMS: tl.constexpr = dbeta is not None and not SIGMOID
+    KEYS: tl.constexpr = SUMS or dq is not None or dg is not None
+    i_g = i_w * GROUP // (HV // H)
+    bound = tl.full((), lower_bound, tl.float32)
+    lower, diagonal = o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :]
+    b_dq_sum = tl.zeros((64, BK), tl.float32)
+    b_dk_sum = b_dq_sum
+    b_along_q = tl.zeros((64,), tl.float32)
+    b_along_k = b_along_q
+    if KEYS:
+        b_qk, b_kk, b_q_norm, b_k_norm = score_products(q, q_s, k, k_s, i_b, i_g, first, n_rows, K, BK, L2NORM, PREC)
+    for i_head in range(GROUP):
+        i_h = i_w * GROUP + i_head
+        i_tile = i_t.to(tl.int64) * HV + i_h
+        b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
+        b_x = decay_column(g, (g_b, g_t, g_h), A_log, dt_bias, bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
+        b_start, b_end, b_gamma = row_decay(b_x, EXACT)
+        b_P, b_PT, b_L, b_LT = pair_products(do, do_s, v_new, z, i_tile, i_b, i_h, first, n_rows, V, BV, PREC)
+        if dbeta is not None and SIGMOID:
+            b_dbeta = on_diagonal(b_L) * (1.0 - b_beta * (0.5 if NEG_EIGVAL else 1.0))
+        if KEYS:
+            b_q_scale, b_k_beta = b_q_norm * scale, b_k_norm * b_beta
+            b_E, b_ET = pair_decay(b_x, EXACT), pair_decay_transposed(b_x, EXACT)
+            b_P = b_P * b_E * (b_k_norm * scale)[None, :]
+            b_PT = (b_PT * b_ET * b_q_scale[None, :]).to(TYPE)
+            b_L = b_L * b_E * -b_k_norm[None, :]
+            b_W = b_qk * b_P * b_q_norm[:, None]
+            b_self = tl.sum(tl.where(diagonal, b_W, 0.0), 1)
+            b_WP = tl.where(lower, b_W, 0.0)
+            b_WL = tl.where(lower, b_kk * b_L * b_k_norm[:, None], 0.0)
+            b_row_q, b_row_k = tl.sum(b_WP, 1), tl.sum(b_WL, 1)
+            b_column = tl.sum(b_WP + b_WL * b_beta[:, None], 0)
+            b_M = tl.where(lower, b_L * b_beta[:, None], tl.where(diagonal, 0.0, b_LT * b_ET * -b_k_beta[None, :])).to(TYPE)
+            b_P = b_P.to(TYPE)
+            b_in_q, b_in_k, b_in_late = b_along_q * 0.0, b_along_q * 0.0, b_along_q * 0.0
+            both = 0.0
+            for i in range(slices):
+                o_k = i * BK + tl.arange(0, BK)
+                b_dq, b_early, b_late, b_both = state_products(
+                    do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K, V, BV, PREC
+                )  # fmt: skip
+                b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
+                both += b_both
+                b_in_q += tl.sum(b_q.to(tl.float32) * b_dq, 1)
+                b_in_k += tl.sum(b_k.to(tl.float32) * b_early, 1)
+                b_in_late += tl.sum(b_k.to(tl.float32) * b_late, 1)
+                if dq is not None:
+                    b_dq = tl.dot(b_P, b_k, b_dq * (b_start * scale)[:, None], input_precision=PREC)
+                    b_dk = tl.dot(b_M, b_k, b_late * b_end[:, None] - b_early * (b_start * b_beta)[:, None], input_precision=PREC)
+                    b_dk = tl.dot(b_PT, b_q, b_dk, input_precision=PREC)
+                    if slices == 1:
+                        b_dq_sum += b_dq
+                        b_dk_sum += b_dk
+                    else:
+                        write_rows(dq, token, i_w, writers, n_rows, b_dq, o_k, K)
+                        write_rows(dk, token, i_w, writers, n_rows, b_dk, o_k, K)
+            b_in_q, b_in_k, b_in_late = b_in_q * b_start * b_q_scale, b_in_k * -b_start * b_k_norm, b_in_late * b_end * b_k_norm
+            b_along_q += b_in_q + b_row_q + b_self
+            b_along_k += (b_in_k + b_row_k) * b_beta + b_in_late + b_column + b_self
+        b_zv = value_gradient(v, v_s, z, dv, b_beta, i_tile, i_b, i_h, first, n_rows, token, HV, V, BV, SUMS)
+        if SUMS:
+            b_dbeta = b_zv + b_in_k + b_row_k
+        if dbeta is not None:
+            write_column(dbeta, token, i_h, HV, n_rows, b_dbeta)
+        if dg is not None:
+            b_dG = b_in_q + b_row_q + (b_in_k + b_row_k) * b_beta - b_in_late - b_column
+            b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_in_late, 0) + b_gamma * both)
+            if ACTIVATE:
+                bias = 0.0
+                if dt_bias is not None:
+                    bias = tl.load(dt_bias + i_h).to(tl.float32)
+                b_logit = load_column(g, (g_b, g_t, g_h), i_b, i_h, first, n_rows, o_r)
+                b_dg, b_log = gate_gradient(b_dg, b_logit, bias, load_rate(A_log, i_h), bound, BOUNDED)
+                if dA_log is not None:
+                    tl.store(dA_log + i_tile, tl.sum(tl.where(o_r < n_rows, b_log, 0.0), 0))
+                if ddt_bias is not None:
+                    tl.store(ddt_bias + i_tile, tl.sum(tl.where(o_r < n_rows, b_dg, 0.0), 0))
+            write_column(dg, token, i_h, HV, n_rows, b_dg)
+    if slices == 1 and dq is not None:
+        o_k = tl.arange(0, BK)
+        if L2NORM:
+            b_dq_sum = norm_gradient(b_dq_sum, read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), b_q_norm, b_along_q)
+            b_dk_sum = norm_gradient(b_dk_sum, read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K), b_k_norm, b_along_k)
+        write_rows(dq, token, i_w, writers, n_rows, b_dq_sum, o_k, K)
+        write_rows(dk, token, i_w, writers, n_rows, b_dk_sum, o_k, K)

@@ -1,0 +1,357 @@
+"""Layers that several processes share, over tokens, heads or rows, against one process: outputs and the gradient of every parameter."""
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import kda_ops.distributed as cp
+from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
+from kda_ops.nn.tensor_parallel import HeadParallel
+from tests.support.ranks import Ranks
+
+HIDDEN, T = 24, 30
+LAYERS = {"kda": KimiDeltaAttention, "gdn": GatedDeltaNet}
+PLAIN = dict(num_heads=2, head_dim=8, expand_v=1.5)
+GROUPED = PLAIN | dict(num_v_heads=4, conv_bias=True)
+variants = pytest.mark.parametrize("variant", LAYERS)
+
+
+def build(variant, options):
+    """A small layer in float64, the same on every rank."""
+    torch.manual_seed(0)
+    layer = LAYERS[variant](HIDDEN, **options).double()
+    with torch.no_grad():
+        layer.o_norm.weight.add_(torch.rand_like(layer.o_norm.weight))
+    return layer
+
+
+def batch(B=1, tokens=T):
+    """x and the weights of its outputs in the loss."""
+    gen = torch.Generator().manual_seed(B * 1000 + tokens)
+    return (torch.randn(B, tokens, HIDDEN, dtype=torch.float64, generator=gen) for _ in range(2))
+
+
+def offsets(lengths):
+    return None if lengths is None else torch.tensor([0, *accumulate(lengths)])
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def step(layer, x, weight, **options):
+    """Output, loss and gradients of one step; the loss is a sum over tokens."""
+    x = x.detach().requires_grad_()
+    y = layer(x, **options)
+    (y * weight).sum().backward()
+    return {"y": y.detach(), "dx": x.grad} | {n: whole(p.grad) for n, p in layer.named_parameters()}
+
+
+def one_process(variant, options, B=1, lengths=None, tokens=T):
+    return step(build(variant, options), *batch(B, tokens), cu_seqlens=offsets(lengths))
+
+
+def assert_same(got, want, bound=1e-10):
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert got[name].shape == x.shape, name
+        assert x.abs().max() > 0, f"{name}: nothing to compare"
+        error = ((got[name] - x).abs().max() / x.abs().max()).item()
+        assert error <= bound, f"{name} is off by {error}"
+
+
+def joined(parts, axis):
+    """Tokens or rows of all ranks side by side, gradients of parameters summed."""
+    return {n: torch.cat([p[n] for p in parts], axis) if n in ("y", "dx") else sum(p[n] for p in parts) for n in parts[0]}
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------------------
+
+
+def over_tokens(groups, size, variant, options, cuts, B, lengths, how):
+    group, rank = groups[size], dist.get_rank(groups[size])
+    mine = slice(cuts[rank], cuts[rank + 1])
+    layer, (x, weight) = build(variant, options), batch(B, cuts[-1])
+    if how == "plan":
+        group = cp.plan_context(mine.stop - mine.start, group)
+    if how == "compiled":
+        torch._dynamo.reset()
+        layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = step(layer, x[:, mine], weight[:, mine], cu_seqlens=offsets(lengths), group=group)
+    return {n.removeprefix("_orig_mod."): d for n, d in found.items()}
+
+
+@variants
+@pytest.mark.parametrize("size,cuts,lengths,options", [
+    (2, (0, 17, T), None, PLAIN),
+    (2, (0, 17, T), (3, 20, 0, 5), GROUPED),  # two tokens past the last offset
+    (3, (0, 1, 3, T), None, GROUPED),  # shards shorter than what the convolutions read
+    (3, (0, 12, 12, T), (11, 19), PLAIN),  # an empty shard
+    (3, (0, 10, 20, T), (4, 26), PLAIN | dict(use_short_conv=False)),
+    (2, (0, 10, T), None, PLAIN | dict(conv_size=1)),
+], ids=str)  # fmt: skip
+def test_a_layer_across_ranks_is_the_layer(ranks, variant, size, cuts, lengths, options):
+    B = 2 if lengths is None else 1
+    parts = ranks.run(size, over_tokens, size, variant, options, cuts, B, lengths, "group")
+    assert_same(joined(parts, 1), one_process(variant, options, B, lengths))
+
+
+@pytest.mark.parametrize("how", ["plan", "compiled"])
+@pytest.mark.parametrize("variant,lengths", [("kda", (3, 20, 0, 5)), ("gdn", None)])
+def test_with_a_plan_or_compiled_into_one_graph_it_is_the_same(ranks, variant, lengths, how):
+    parts = ranks.run(2, over_tokens, 2, variant, GROUPED, (0, 17, T), 1, lengths, how)
+    assert_same(joined(parts, 1), one_process(variant, GROUPED, 1, lengths))
+
+
+def change(fault, layer, x, arguments):
+    """What rank 1 does otherwise."""
+    if fault == "hidden":
+        return layer, x[..., 1:], arguments
+    if fault == "rows":
+        return layer, x.repeat(2, 1, 1), arguments
+    if fault == "dtype":
+        return layer.float(), x.float(), arguments
+    if fault == "offsets":
+        return layer, x, arguments | {"cu_seqlens": offsets((3, 20))}
+    if fault == "variant":
+        return build("gdn", PLAIN), x, arguments
+    if fault == "heads":
+        return build("kda", PLAIN | dict(num_heads=3)), x, arguments
+    if fault == "frozen input":
+        return layer, x.detach(), arguments
+    if fault == "frozen":
+        return layer.requires_grad_(False), x.detach(), arguments
+    assert fault == "mask"
+    return layer, x, arguments | {"attention_mask": torch.ones(x.shape[:2])}
+
+
+TOLD = {
+    "hidden": "rank 1 of the group refused its call: x must have shape [B, T, hidden_size]", "rows": f"x is torch.float64 [1, T, {HIDDEN}] on rank 0",
+    "dtype": f"torch.float32 [1, T, {HIDDEN}] on rank 1", "offsets": "cu_seqlens is None on rank 0, [0, 3, 23] on rank 1",
+    "variant": "layer is KimiDeltaAttention on rank 0, GatedDeltaNet on rank 1", "heads": "num_heads is 2 on rank 0, 3 on rank 1",
+    "frozen input": "a gradient of x wanted is True on rank 0, False on rank 1", "frozen": "a gradient wanted is True on rank 0, False on rank 1",
+    "mask": "rank 1 of the group refused its call: attention_mask: padding is not skipped across ranks",
+}  # fmt: skip
+
+
+def odd_one_out(groups, size):
+    """What each rank is told of each fault of rank 1; after each, a right call, to see that the group still works."""
+    group, rank, told = groups[size], dist.get_rank(groups[size]), {}
+    for fault in TOLD:
+        layer, (x, weight) = build("kda", PLAIN), batch()
+        x, arguments = x[:, :10].requires_grad_(), {"group": group}
+        if rank == 1:
+            layer, x, arguments = change(fault, layer, x, arguments)
+        try:
+            layer(x, **arguments)
+        except (ValueError, TypeError) as error:
+            told[fault] = str(error)
+        step(build("kda", PLAIN), x.detach().double()[:1, :, :1].expand(1, 10, HIDDEN), weight[:, :10], group=group)
+    return told
+
+
+def test_every_rank_is_told_what_differs(ranks):
+    for rank, told in enumerate(ranks.run(3, odd_one_out, 3)):
+        for fault, want in TOLD.items():
+            mine = want.split(": ", 1)[1] if rank == 1 and "refused" in want else want
+            assert mine in told.get(fault, "nothing"), fault
+
+
+def two_groups(groups, size):
+    """Ranks 0 and 1 pass a group of their own; 2 and 3 the group of four, whose timeout is two seconds."""
+    layer, (x, _) = build("kda", PLAIN), batch()
+    try:
+        layer(x, group=groups["lower half" if dist.get_rank() < 2 else "impatient"])
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_rank_with_another_group_is_not_waited_for_forever(ranks):
+    first, second, third, fourth = ranks.run(4, two_groups, 4)
+    assert first is None and second is None
+    assert "KimiDeltaAttention: rank 2 waited in vain for the other 3 ranks" in third and "rank 3 waited in vain" in fourth
+
+
+def test_a_cache_belongs_to_one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = build("kda", PLAIN)
+        with torch.no_grad(), pytest.raises(ValueError, match="cache: across ranks a layer neither reads nor fills one"):
+            layer(next(batch()), cache=layer.new_cache(1), group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- heads ----------------------------------------------------------------------------------------------------------------------
+
+
+def over_heads(groups, size, variant, options, how):
+    """A step of a layer whose heads lie on two ranks; x is whole on both, or, with sequence parallelism, cut."""
+    mesh, rank = DeviceMesh.from_group(groups[size], "cpu"), dist.get_rank(groups[size])
+    layouts = dict(input_layouts=Shard(1), output_layouts=Shard(1)) if how == "sequence parallel" else {}
+    layer = parallelize_module(build(variant, options), mesh, HeadParallel(**layouts))
+    assert layer.A_log._no_weight_decay and layer.A_log.to_local().shape[0] == layer.num_v_heads // size
+    B, arguments = 2, {}
+    if how == "packed":
+        B, arguments = 1, {"cu_seqlens": offsets((3, 20, 0, 5))}
+    x, weight = batch(B)
+    if how == "padded":
+        arguments = {"attention_mask": (torch.arange(T) >= torch.tensor([[7], [0]])).double()}
+    if how == "sequence parallel":
+        x, weight = x.chunk(size, 1)[rank], weight.chunk(size, 1)[rank]
+    if how == "compiled":
+        torch._dynamo.reset()
+        layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = step(layer, x, weight, **arguments)
+    return {n.removeprefix("_orig_mod."): d for n, d in found.items()}
+
+
+@variants
+@pytest.mark.parametrize("how", ["dense", "packed", "padded", "sequence parallel", "compiled"])
+def test_a_layer_with_heads_on_two_ranks_is_the_layer(ranks, variant, how):
+    options = GROUPED if how != "dense" else PLAIN
+    parts = ranks.run(2, over_heads, 2, variant, options, how)
+    if how == "sequence parallel":
+        parts = [p | {n: torch.cat([q[n] for q in parts], 1) for n in ("y", "dx")} for p in parts]
+    layer, (x, weight) = build(variant, options), batch(1 if how == "packed" else 2)
+    mask = (torch.arange(T) >= torch.tensor([[7], [0]])).double() if how == "padded" else None
+    want = step(layer, x, weight, cu_seqlens=offsets((3, 20, 0, 5)) if how == "packed" else None, attention_mask=mask)
+    for part in parts:
+        assert_same(part, want)
+
+
+def decode(groups, size):
+    """A prompt and five tokens through a cache, heads on two ranks."""
+    mesh = DeviceMesh.from_group(groups[size], "cpu")
+    layer = parallelize_module(build("kda", GROUPED), mesh, HeadParallel())
+    x, _ = batch(2)
+    with torch.no_grad():
+        cache = layer.new_cache(2)
+        assert cache.state.shape[1] == 2
+        parts = [layer(x[:, :25], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in range(25, T))]
+        return torch.cat(parts, 1)
+
+
+def test_a_cache_holds_the_heads_of_its_rank(ranks):
+    x, _ = batch(2)
+    want = build("kda", GROUPED)(x)
+    for got in ranks.run(2, decode, 2):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+def wrong_plans(groups, size):
+    mesh = DeviceMesh.from_group(groups[size], "cpu")
+    for module, kind in ((build("kda", PLAIN | dict(num_heads=3)), ValueError), (nn.Linear(2, 2), TypeError)):
+        with pytest.raises(kind, match="HeadParallel"):
+            parallelize_module(module, mesh, HeadParallel())
+
+
+def test_heads_that_do_not_divide_are_refused(ranks):
+    ranks.run(2, wrong_plans, 2)
+
+
+# --- rows, heads and tokens on the dimensions of one mesh -----------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Two layers, one of each kind, around an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.kda, self.gdn = build("kda", GROUPED), build("gdn", PLAIN)
+        self.up, self.down = nn.Linear(HIDDEN, 40).double(), nn.Linear(40, HIDDEN).double()
+
+    def forward(self, x, group=None):
+        x = x + self.kda(x, group=group)
+        x = x + self.down(self.up(x).relu())
+        return x + self.gdn(x, group=group)
+
+
+def trained(model, x, weight, mesh=None, group=None):
+    """Parameters after two steps of SGD, and the output before."""
+    first, optimizer = None, torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        y = model(x, group=group)
+        first = y.detach() if first is None else first
+        (y * weight).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"y": first} | {n: whole(p.detach()) for n, p in model.named_parameters()}
+
+
+def over_a_mesh(groups, sizes, names):
+    """Rows on "dp" by FSDP2, tokens on "cp", heads on "tp"; the rest of the model is sharded by FSDP2 and whole on "tp"."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    torch.manual_seed(0)
+    model, (x, weight) = Block(), batch(2)
+    if "tp" in names:
+        plan = {"kda": HeadParallel(), "gdn": HeadParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        model = parallelize_module(model, mesh["tp"], plan)
+    replicas = [n for n in names if n != "tp"]
+    data = mesh[tuple(replicas)]._flatten("data") if len(replicas) > 1 else mesh[replicas[0]]
+    for module in (model.kda, model.gdn, model):
+        fully_shard(module, mesh=data)
+        module.set_gradient_divide_factor(1.0)  # the loss is a sum
+    if "dp" in names:
+        x, weight = (t.chunk(mesh["dp"].size(), 0)[mesh.get_local_rank("dp")] for t in (x, weight))
+    if "cp" in names:
+        x, weight = (t[:, :13] if mesh.get_local_rank("cp") == 0 else t[:, 13:] for t in (x, weight))
+    found = trained(model, x, weight, group=mesh["cp"] if "cp" in names else None)
+    return {n: mesh.get_local_rank(n) for n in names}, found
+
+
+@pytest.mark.parametrize("names", [("dp", "tp"), ("cp", "tp"), ("dp", "cp")], ids="+".join)
+def test_training_on_a_mesh_of_two_dimensions_is_training_on_one_process(ranks, names):
+    assert_mesh(ranks.run(4, over_a_mesh, (2, 2), names))
+
+
+def test_and_on_a_mesh_of_three():
+    ranks = Ranks(8)
+    try:
+        assert_mesh(ranks.run(8, over_a_mesh, (2, 2, 2), ("dp", "cp", "tp")))
+    finally:
+        ranks.stop()
+
+
+def assert_mesh(answers):
+    torch.manual_seed(0)
+    want = trained(Block(), *batch(2))
+    y = want.pop("y")
+    for place, found in answers:
+        part = y.chunk(2, 0)[place["dp"]] if "dp" in place else y
+        part = part if "cp" not in place else part[:, :13] if place["cp"] == 0 else part[:, 13:]
+        assert_same(found, {"y": part} | want)
+
+
+def over_rows(groups, size):
+    """DistributedDataParallel averages over the ranks; the loss of each counts as often as there are ranks."""
+    rank = dist.get_rank(groups[size])
+    torch.manual_seed(0)
+    model, (x, weight) = Block(), batch(2)
+    parallel = nn.parallel.DistributedDataParallel(model, process_group=groups[size])
+    found = trained(parallel, x[rank : rank + 1], size * weight[rank : rank + 1])
+    return {n.removeprefix("module."): p for n, p in found.items()}
+
+
+def test_data_parallel_training_is_training_on_one_process(ranks):
+    parts = ranks.run(2, over_rows, 2)
+    torch.manual_seed(0)
+    want = trained(Block(), *batch(2))
+    for rank, part in enumerate(parts):
+        assert_same(part, want | {"y": want["y"][rank : rank + 1]})
+
+
+def test_the_steps_change_what_they_compare():
+    torch.manual_seed(0)
+    before, after = dict(Block().named_parameters()), trained(Block(), *batch(2))
+    assert all(math.isfinite(after[n].sum()) and (after[n] - p).abs().max() > 1e-6 for n, p in before.items() if n in after)
