@@ -171,9 +171,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("tuning measures on a GPU, and there is none; the built-in table is used without it.")
     from kda_ops.backends.triton import tuning
 
+    B, T, H = args.setting
     for op in args.op:
         for gate in args.gate:
-            found = tune(op, args.K, args.V, args.dtype, gate, *args.setting, echo=lambda line: print(line, flush=True))
+            found = tune(op, args.K, args.V, args.dtype, gate, B, T, H, echo=lambda line: print(line, flush=True))
             better = {name: tuning.Options(**words) for name, words in found.items()}
             print(f"{op} {gate}: " + (f"{len(better)} better rows, saved to {tuning.save(better)}" if better else "the table is best"), flush=True)
     return 0
