@@ -1,21 +1,24 @@
 """Compile the kernels without a GPU: the real launchers on meta tensors, with a driver that only names an architecture.
 
 ``python -m kda_ops compile`` does it for the configuration of a layer, ``--all`` for the product of dtypes, widths, gates and modes. Each line is one
-compiled kernel with what decides its speed: registers, bytes of stack (spills), shared memory. A kernel beyond its budget is an error.
+compiled kernel with what decides its speed: registers, bytes of stack (spills), shared memory. A kernel beyond its budget is an error, and so is one
+that does not compile.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, product, repeat
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -47,10 +50,11 @@ class Row:
     stack: int
     shared: int
     seconds: float
+    error: str = ""  # of a call that does not compile; then `kernel` is its type
 
     def faults(self, strict: bool) -> list[str]:
         """What is over budget: shared memory always, spills where a budget is set for this configuration."""
-        found = []
+        found = [self.error] if self.error else []
         if self.shared > SHARED[self.arch]:
             found.append(f"{self.shared} bytes of shared memory, the limit is {SHARED[self.arch]}")
         budget = SPILLS.get((self.kernel, self.gate), 1 << 30)
@@ -192,23 +196,23 @@ OTHERS = (Call(1, torch.float32, gate="softplus"), Call(0, torch.float32, gate="
 
 def everything() -> Iterator[Call]:
     """Dtypes, widths, gates and modes."""
-    for rank, dtype, K, gate, keep in itertools.product(
+    for rank, dtype, K, gate, keep in product(
         (1, 0), (torch.bfloat16, torch.float16, torch.float32), (16, 60, 64, 128, 256), ("bound", "softplus", "plain", "safe"), (False, True)
     ):
         for V, packed in ((K, False), (128, True)):
             yield Call(rank, dtype, K, V, gate, keep, packed)
 
 
-def compile_calls(calls, arch: int, show=None) -> list[Row]:
+def compile_calls(calls: Iterable[Call], arch: int) -> list[Row]:
     """The rows of some calls for one architecture."""
     label = ["", ""]
     with offline(arch, label) as rows:
         for call in calls:
-            label[:], seen = (call.label, call.gate), len(rows)
-            call.compile()
-            if show is not None:
-                for row in rows[seen:]:
-                    show(row)
+            label[:] = call.label, call.gate
+            try:
+                call.compile()
+            except Exception as error:  # a kernel that does not compile hides none of those after it
+                rows.append(Row(label[0], label[1], type(error).__name__, arch, 0, 0, 0, 0, 0.0, str(error).strip()[-400:] or "no message"))
     return rows
 
 
@@ -217,13 +221,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kda_ops compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every dtype, width, gate and mode, not only those of a layer")
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(SHARED), default=[90], help="compute capabilities, times ten")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args(argv)
     faults = 0
-    for arch in args.arch:
-        strict = set(c.label for c in LAYER) if arch == 90 else set()
-        calls = everything() if args.all else LAYER + OTHERS if arch == 90 else (LAYER[0], LAYER[-1])
-        for row in compile_calls(calls, arch, lambda row: print(row, flush=True)):
-            for fault in row.faults(row.label in strict):
-                faults += 1
-                print(f"OVER BUDGET: {row.label} {row.kernel} sm_{row.arch}: {fault}", file=sys.stderr)
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        for arch in args.arch:
+            strict = set(c.label for c in LAYER) if arch == 90 else set()
+            calls = [(c,) for c in (everything() if args.all else LAYER + OTHERS if arch == 90 else (LAYER[0], LAYER[-1]))]
+            for row in chain.from_iterable((map if args.jobs == 1 else pool.map)(compile_calls, calls, repeat(arch))):
+                print(row, flush=True)
+                for fault in row.faults(row.label in strict):
+                    faults += 1
+                    print(f"OVER BUDGET: {row.label} {row.kernel} sm_{row.arch}: {fault}", file=sys.stderr, flush=True)
     return 1 if faults else 0

@@ -1,14 +1,18 @@
 """Measure kernel options on this GPU and keep the best: ``python -m kda_ops tune``.
 
 A candidate is timed only after its results met the definition in float64 and came out the same twice; the winner goes to the cache file that
-`kda_ops.backends.triton.tuning` reads. Calls never measure anything.
+`kda_ops.backends.triton.tuning` reads. Calls never measure anything. The candidates of a kernel run in a process of their own: some that compile read
+where they must not, which ends the process, and the others are measured in the next one.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import replace
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from itertools import product
 
 import torch
@@ -77,33 +81,79 @@ def candidates(kernel: str, base) -> Iterator:
             yield replace(base, block_v=block_v, warps=warps, stages=stages)
 
 
-def tune(rank: int, K: int, V: int, dtype: torch.dtype, gate: str, B: int, T: int, H: int) -> dict:
-    """The rows of the table that a call uses, where a candidate is right and faster than the table."""
+def _options(kernel: str, p: Problem) -> list:
+    from kda_ops.backends.triton import tuning
+
+    base = tuning.table(kernel, p)
+    return list(dict.fromkeys((base, *candidates(kernel, base))))
+
+
+def measure(kernel: str, call: dict, chosen: dict, skip: list[int]) -> None:
+    """Print, for each candidate of a kernel by its place, that it is tried, and then its time or why it has none."""
     import triton
     from triton.testing import do_bench
 
     from kda_ops.backends.triton import tuning
 
-    check, big = Check(rank, K, V, dtype, gate), Problem.parse(rank, **inputs(rank, B, T, H, K, V, dtype, gate, "cuda"))
-    best = {}
+    call = call | {"dtype": DTYPES[call["dtype"]]}
+    check = Check(**{n: call[n] for n in ("rank", "K", "V", "dtype", "gate")})
+    big = Problem.parse(call["rank"], **inputs(**call, device="cuda"))
+    name = tuning.row(kernel, big)
+    tuning.tuned().update({n: tuning.Options(**words) for n, words in chosen.items()})
+    for place, options in enumerate(_options(kernel, big)):
+        if place in skip:
+            continue
+        print(json.dumps({"place": place, "name": name, "options": asdict(options)}), flush=True)
+        tuning.tuned()[name], ms, why = options, None, "wrong results"
+        try:
+            if check.passes():
+                ms = do_bench(lambda: _forward(big), warmup=10, rep=40, return_mode="median")
+        except (triton.CompilationError, triton.runtime.errors.OutOfResources, RuntimeError) as error:
+            if isinstance(error, torch.AcceleratorError):
+                raise
+            why = type(error).__name__
+        print(json.dumps({"place": place, "ms": ms, "why": None if ms else why}), flush=True)
+
+
+def sweep(kernel: str, call: dict, chosen: dict, echo: Callable[[str], None]) -> tuple[str, dict[int, dict], dict[int, float]]:
+    """The row's name, every candidate by its place, and the times of those that are right; one that ends its process costs itself alone."""
+    name, reason, running = "", "", True
+    tried: dict[int, dict] = {}
+    times: dict[int, float] = {}
+    while running:
+        work = dict(kernel=kernel, call=call, chosen=chosen, skip=sorted(tried))
+        command, before = [sys.executable, "-m", "kda_ops.bench.tune", json.dumps(work)], len(tried)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            for line in process.stdout:
+                if not line.startswith('{"place"'):
+                    reason = line.strip() or reason
+                    continue
+                said = json.loads(line)
+                place = said["place"]
+                if "options" in said:
+                    name, tried[place] = said["name"], said["options"]
+                    continue
+                echo(f"  {name} {tried[place]}: " + (f"{said['ms']:.3f} ms" if said["ms"] else said["why"]))
+                if said["ms"]:
+                    times[place] = said["ms"]
+        running = process.returncode != 0
+        if running and len(tried) == before:
+            raise RuntimeError(f"{kernel} cannot be measured: {reason}")
+        if running:
+            echo(f"  {name} {list(tried.values())[-1]}: ended its process: {reason}")
+    return name, tried, times
+
+
+def tune(op: str, K: int, V: int, dtype: str, gate: str, B: int, T: int, H: int, echo: Callable[[str], None]) -> dict[str, dict]:
+    """The rows of the table that a call uses, where a candidate is right and faster than the table."""
+    rank = int(op == "kda")
+    call = dict(rank=rank, K=K, V=V, dtype=dtype, gate=gate, B=B, T=T, H=H)
+    best: dict[str, dict] = {}
     for kernel in ("prepare_kda", "scan_tiles") if rank else ("prepare_gdn", "scan_rows"):
-        name, base = tuning.row(kernel, big), tuning.table(kernel, big)
-        times = {}
-        for options in dict.fromkeys((base, *candidates(kernel, base))):
-            tuning.tuned()[name] = options
-            try:
-                if check.passes():
-                    times[options] = do_bench(lambda: _forward(big), warmup=10, rep=40, return_mode="median")
-            except (triton.CompilationError, triton.runtime.errors.OutOfResources, RuntimeError) as error:
-                print(f"  {name} {options}: {type(error).__name__}")
-                if isinstance(error, torch.AcceleratorError):
-                    raise
-                continue
-            print(f"  {name} {options}: {f'{times[options]:.3f} ms' if options in times else 'wrong results, not timed'}", flush=True)
-        winner = min(times, key=times.get)
-        tuning.tuned()[name] = winner
-        if winner != base and times[winner] < 0.98 * times[base]:
-            best[name] = winner
+        name, tried, times = sweep(kernel, call, best, echo)
+        winner = min(times, key=times.__getitem__, default=0)
+        if winner and times[winner] < 0.98 * times.get(0, float("inf")):  # the table's is in place 0
+            best[name] = tried[winner]
     return best
 
 
@@ -121,8 +171,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("tuning measures on a GPU, and there is none; the built-in table is used without it.")
     from kda_ops.backends.triton import tuning
 
+    B, T, H = args.setting
     for op in args.op:
         for gate in args.gate:
-            found = tune(op == "kda", args.K, args.V, DTYPES[args.dtype], gate, *args.setting)
-            print(f"{op} {gate}: " + (f"{len(found)} better rows, saved to {tuning.save(found)}" if found else "the table is best"), flush=True)
+            found = tune(op, args.K, args.V, args.dtype, gate, B, T, H, echo=lambda line: print(line, flush=True))
+            better = {name: tuning.Options(**words) for name, words in found.items()}
+            print(f"{op} {gate}: " + (f"{len(better)} better rows, saved to {tuning.save(better)}" if better else "the table is best"), flush=True)
     return 0
+
+
+if __name__ == "__main__":
+    measure(**json.loads(sys.argv[1]))
