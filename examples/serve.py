@@ -1,7 +1,7 @@
 """Serve requests with continuous batching over a pool of states, prefill and decode mixed in one packed batch.
 
     python examples/serve.py                   # CPU, some seconds
-    python examples/serve.py --device cuda --requests 256 --slots 64 --hidden 1024 --layers 4
+    python examples/serve.py --device cuda --requests 256 --slots 64 --hidden 1024 --heads 8 --layers 4
 
 A request owns one slot of the pool from its arrival to its last token: its whole memory is ``layers * heads * K * V`` numbers, however long it gets.
 Each step of the engine packs what every active request has to do into one row of tokens, a chunk of the prompt or the one token it produced last,

@@ -116,6 +116,9 @@ def main(argv: list[str]) -> int:
         Path(args.json).write_text(json.dumps(describe(args.device) | {"rows": rows}, indent=1) + "\n")
     if args.plot:
         plot(rows, args.plot)
+    for op, pool in dict.fromkeys((r["op"], r["pool"]) for r in rows):
+        errors = [r["error"] for r in rows if r["op"] == op and r["pool"] == pool]
+        print(f"{op} {pool}: the last five windows have {sum(errors[-5:]) / sum(errors[1:6]):.3f} times the error of the second to the sixth")
     over = [r for r in rows if not r["error"] <= r["limit"]]
     print(f"{len(over)} of {len(rows)} windows are over their limit")
     return 1 if over else 0

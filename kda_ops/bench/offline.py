@@ -33,7 +33,7 @@ SPILLS = {
     ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 0, ("gradient_pairs", "softplus"): 0,
     ("gradient_keys", "bound"): 704, ("gradient_keys", "softplus"): 736, ("reverse_scan_rows", "bound"): 608, ("reverse_scan_rows", "softplus"): 608,
     ("gradient_rows", "bound"): 352, ("gradient_rows", "softplus"): 352, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
-    ("prepare_gdn", "bound"): 480, ("prepare_gdn", "softplus"): 480, ("scan_rows", "bound"): 128, ("scan_rows", "softplus"): 128,
+    ("recur", "bound"): 0, ("prepare_gdn", "bound"): 480, ("prepare_gdn", "softplus"): 480, ("scan_rows", "bound"): 128, ("scan_rows", "softplus"): 128,
 }  # fmt: skip
 
 
@@ -151,16 +151,20 @@ class Call:
     gate: str = "bound"
     keep: bool = False
     packed: bool = False
+    pool: torch.dtype | None = None  # one token per sequence on a pool of states
+    transposed: bool = False
 
     @property
     def label(self) -> str:
         """What the row is called."""
         name = f"{'kda' if self.rank else 'gdn'} {str(self.dtype)[6:]} {self.K}x{self.V} {self.gate}"
+        if self.pool is not None:
+            return f"{name} on {str(self.pool)[6:]} {'vk' if self.transposed else 'kv'}"
         return name + (" keep" if self.keep else "") + (" packed" if self.packed else "")
 
     def problem(self) -> Problem:
         """The call on meta tensors."""
-        B, T, H, HV = 1 if self.packed else 2, 4096, 16, 32
+        B, T, H, HV = (128, 1, 16, 32) if self.pool is not None else (1 if self.packed else 2, 4096, 16, 32)
 
         def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -170,17 +174,27 @@ class Call:
         flags = dict(use_qk_l2norm_in_kernel=activated, use_gate_in_kernel=activated, use_beta_sigmoid_in_kernel=activated, output_final_state=True)
         g = empty(B, T, HV, *D) if activated else empty(B, T, HV, *D, dtype=torch.float32)
         A_log, dt_bias = (empty(HV, dtype=torch.float32), empty(HV, *D, dtype=torch.float32)) if activated else (None, None)
+        bound = -5.0 if self.gate == "bound" else None
+        if self.pool is not None:
+            state, slots = empty(B, HV, *((self.V, self.K) if self.transposed else (self.K, self.V)), dtype=self.pool), empty(B, dtype=torch.int32)
+            del flags["output_final_state"]
+            return Problem.parse_step(
+                self.rank, empty(B, T, H, self.K), empty(B, T, H, self.K), empty(B, T, HV, self.V), g, empty(B, T, HV), state, slots, None, A_log, dt_bias,
+                lower_bound=bound, transpose_state_layout=self.transposed, **flags,
+            )  # fmt: skip
         return Problem.parse(
             self.rank, empty(B, T, H, self.K), empty(B, T, H, self.K), empty(B, T, HV, self.V), g, empty(B, T, HV), A_log, dt_bias,
             None, torch.empty(9, dtype=torch.int32, device="meta") if self.packed else None,
-            lower_bound=-5.0 if self.gate == "bound" else None, safe_gate=self.gate == "safe", **flags,
+            lower_bound=bound, safe_gate=self.gate == "safe", **flags,
         )  # fmt: skip
 
     def compile(self) -> None:
-        """Launch prepare and scan as inference does, or the whole of training's backward if `keep`."""
+        """Launch prepare and scan as inference does, the whole of training's backward if `keep`, or step on a pool."""
         from kda_ops.backends import triton as kernels
 
         p = self.problem()
+        if self.pool is not None:
+            return kernels.step(p, p.new_output(), p.state)
         tile = kernels.prepare(p, keep_A=self.keep)
         trace = kernels.scan(p, tile, None if self.keep else p.new_output(), None if self.keep else p.new_final_state(), self.keep)
         if self.keep:
@@ -190,7 +204,9 @@ class Call:
             kernels.gradient(p, tile, trace, do, reverse, need)
 
 
-LAYER = tuple(Call(rank, gate=gate, keep=keep) for rank in (1, 0) for gate in ("bound", "softplus") for keep in (False, True))
+LAYER = tuple(Call(rank, gate=gate, keep=keep) for rank in (1, 0) for gate in ("bound", "softplus") for keep in (False, True)) + tuple(
+    Call(pool=pool, transposed=transposed) for pool in (torch.float32, torch.bfloat16) for transposed in (False, True)
+)
 OTHERS = (Call(1, torch.float32, gate="softplus"), Call(0, torch.float32, gate="softplus"), Call(1, torch.float16, gate="plain"), Call(1, K=256, V=256))
 
 

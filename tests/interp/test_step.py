@@ -1,6 +1,5 @@
 """The decode kernel under the Triton interpreter: any legal call against the definition in float64."""
 
-import importlib
 import os
 
 import pytest
@@ -14,7 +13,6 @@ from tests.support.closeness import assert_identical
 from tests.support.steps import Step, assert_calls_forget, assert_step, random_step
 
 TRITON = dispatch.load("triton")
-KERNEL = importlib.import_module("kda_ops.backends.triton.step")
 DTYPES = (torch.float32, torch.float16)
 
 
@@ -31,24 +29,6 @@ def test_any_call_meets_the_definition(seed):
 ], ids=str)  # fmt: skip
 def test_edges_meet_the_definition(case):
     assert_step(case, TRITON)
-
-
-@pytest.mark.parametrize("case", [
-    Step(N=2, K=128, V=100, H=1, HV=1, slots=1, dead=(1,)), Step(N=1, K=100, V=130, H=1, HV=1, rank=0, transposed=True, final=False),
-    Step(N=1, K=128, V=33, H=1, HV=2, slots=3, accepted=True, gate="softplus"), Step(N=1, K=256, V=40, H=1, HV=1, state=False, beta="none"),
-], ids=str)  # fmt: skip
-def test_programs_of_two_slices_meet_the_definition_with_the_bits_of_one(case, monkeypatch):
-    results = []
-    for many in (1 << 30, 0):
-        monkeypatch.setattr(KERNEL, "_MANY", many)
-        assert KERNEL.tile(case.K, case.V, 4, case.transposed, True, not many)[3] == (1 if many else 2)
-        assert_step(case, TRITON)
-        p = case.problem()
-        o, final = case.outputs(p)
-        TRITON.step(p, o, final)
-        results.append((o, final))
-    for one, two in zip(*results):
-        assert_identical(one, two)
 
 
 def test_calls_that_look_alike_share_nothing_else():

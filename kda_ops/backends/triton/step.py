@@ -16,7 +16,6 @@ from kda_ops.problem import Problem
 
 _NOWHERE = (0, 0, 0, 0)
 _ANY = 2**32 + 1  # a stride of which nothing is assumed; one less: a multiple of 16
-_MANY = 1024  # sequences times heads that keep a GPU busy with half the programs
 _COMPILED: dict[tuple, Any] = {}
 
 
@@ -100,9 +99,9 @@ def recur(
     N, T, width, scale, lower_bound,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, KO: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    PER_TOKEN: tl.constexpr, ONE: tl.constexpr, SLICES: tl.constexpr,
+    PER_TOKEN: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and head, SLICES times BV columns of its state; S [K, BV] fp32 stays in registers from token to token::
+    """One sequence and head, BV columns of its state; S [K, BV] fp32 stays in registers from token to token::
 
         u  = beta (v - S^T (k exp g)),   o = scale (S^T (q exp g) + (k·q) u)    [BV];  g [D], D = K or 1
         S <- diag(exp g) S + k u^T
@@ -112,7 +111,7 @@ def recur(
     The state comes from `state` (row i_n, or a slot) and goes to `final` after the last token, or after each with PER_TOKEN. Sequences without
     a slot, and tokens past the last sequence, which are sequence N, get zeros.
     """
-    NV: tl.constexpr = (V + BV * SLICES - 1) // (BV * SLICES)
+    NV: tl.constexpr = (V + BV - 1) // BV
     DO: tl.constexpr = KO if D > 1 else 1
     DI: tl.constexpr = KI if D > 1 else 1
     i_v, i_h, i_n = tl.program_id(0) % NV, (tl.program_id(0) // NV) % HV, tl.program_id(0) // NV // HV
@@ -120,8 +119,7 @@ def recur(
     i_g = i_h // (HV // H)  # the query and key head
     o_k = KI * tl.arange(0, KO)[:, None] + tl.arange(0, KI)[None, :]
     o_d = KI * tl.arange(0, DO)[:, None] + tl.arange(0, DI)[None, :]
-    first = i_v * (BV * SLICES)
-    o_v = first + tl.arange(0, BV)
+    o_v = i_v * BV + tl.arange(0, BV)
     p_o = o + ((i_b * T + bos) * HV + i_h) * V + o_v
 
     column = 0
@@ -138,29 +136,21 @@ def recur(
     if i_slot < 0:
         o_t = tl.arange(0, 16)
         for i_t in range(0, n_tokens, 16):
-            p_t = p_o[None, :] + ((i_t + o_t).to(tl.int64) * HV * V)[:, None]
-            for j in tl.static_range(SLICES):
-                m_o = (i_t + o_t < n_tokens)[:, None] & (o_v + j * BV < V)[None, :]
-                tl.store(p_t + j * BV, tl.zeros((16, BV), o.dtype.element_ty), mask=m_o)
+            m_o = (i_t + o_t < n_tokens)[:, None] & (o_v < V)[None, :]
+            tl.store(p_o[None, :] + ((i_t + o_t).to(tl.int64) * HV * V)[:, None], tl.zeros((16, BV), o.dtype.element_ty), mask=m_o)
         return
 
     here = n_tokens > 0
-    held = ()
-    for j in tl.static_range(SLICES):
-        b_R = tl.zeros((KO, BV, KI), tl.float32)
-        if state is not None:
-            p_S, m_S = state_tile(state, state_s, i_slot, i_h, first + j * BV, K, V, KO, KI, BV)
-            b_R = tl.reshape(tl.load(p_S, mask=m_S, other=0.0), (KO, BV, KI))
-        if not ONE:
-            b_R = b_R.to(tl.float32)
-        held = held + (b_R,)  # type: ignore[assignment]
+    b_R = tl.zeros((KO, BV, KI), tl.float32)
+    if state is not None:
+        p_S, m_S = state_tile(state, state_s, i_slot, i_h, i_v * BV, K, V, KO, KI, BV)
+        b_R = tl.reshape(tl.load(p_S, mask=m_S, other=0.0), (KO, BV, KI))
+    b_S = b_R.to(tl.float32)
 
     for i_t in range(n_tokens):
         b_q = load_vector(q, q_s, i_b, bos + i_t, i_g, o_k, K, here).to(tl.float32)
         b_k = load_vector(k, k_s, i_b, bos + i_t, i_g, o_k, K, here).to(tl.float32)
-        values = ()
-        for j in tl.static_range(SLICES):
-            values = values + (load_vector(v, v_s, i_b, bos + i_t, i_h, o_v + j * BV, V, here).to(tl.float32),)  # type: ignore[assignment]
+        b_v = load_vector(v, v_s, i_b, bos + i_t, i_h, o_v, V, here).to(tl.float32)
         if g is not None:
             b_g = load_vector(g, g_s, i_b, bos + i_t, i_h, o_d, D, here).to(tl.float32)
         if beta is not None:
@@ -177,48 +167,41 @@ def recur(
         b_kd, b_qd = b_k, b_q  # the state is read decayed; [K] is cheaper to decay than [K, V]
         if g is not None:
             b_kd, b_qd = b_k * b_decay, b_q * b_decay
+        b_u, b_o = over_keys(b_S * b_kd[:, None, :], b_S * b_qd[:, None, :])
+        b_u = b_v - b_u
+        if beta is not None:
+            b_u *= strength(b_beta, SIGMOID, NEG_EIGVAL)
+        b_o += b_kq * b_kn * b_qn * b_u
+        if ONE:
+            b_S = widen(b_R)
+        if g is not None:
+            b_S *= b_decay[:, None, :]
+        b_S += b_k[:, None, :] * b_u[None, :, None]
         if PER_TOKEN:
             i_slot = find_slot(slots, slots_s, i_n, i_t, i_t < width)
-        after = ()
-        for j in tl.static_range(SLICES):
-            b_S = held[j].to(tl.float32)  # type: ignore[var-annotated]
-            b_u, b_o = over_keys(b_S * b_kd[:, None, :], b_S * b_qd[:, None, :])
-            b_u = values[j] - b_u
-            if beta is not None:
-                b_u *= strength(b_beta, SIGMOID, NEG_EIGVAL)
-            b_o += b_kq * b_kn * b_qn * b_u
-            if ONE:
-                b_S = widen(held[j])
-            if g is not None:
-                b_S *= b_decay[:, None, :]
-            b_S += b_k[:, None, :] * b_u[None, :, None]
-            if PER_TOKEN:
-                b_o = tl.where(i_slot >= 0, b_o, 0.0)
-            if PER_TOKEN or ONE:
-                store_state(final, final_s, i_slot, i_h, first + j * BV, b_S, K, V, KO, KI, BV)
-            after = after + (b_S,)
-            tl.store(p_o + j * BV, b_o.to(o.dtype.element_ty), mask=o_v + j * BV < V)
-        if not ONE:
-            held = after
+            b_o = tl.where(i_slot >= 0, b_o, 0.0)
+        if PER_TOKEN or ONE:
+            store_state(final, final_s, i_slot, i_h, i_v * BV, b_S, K, V, KO, KI, BV)
+        tl.store(p_o, b_o.to(o.dtype.element_ty), mask=o_v < V)
         p_o += HV * V
 
     if not (PER_TOKEN or ONE):
-        for j in tl.static_range(SLICES):
-            store_state(final, final_s, i_slot, i_h, first + j * BV, held[j], K, V, KO, KI, BV)
+        store_state(final, final_s, i_slot, i_h, i_v * BV, b_S, K, V, KO, KI, BV)
 
 
 @functools.lru_cache(maxsize=256)
-def tile(K: int, V: int, itemsize: int, keys_contiguous: bool, one: bool, many: bool) -> tuple[int, int, int, int, dict[str, int]]:
-    """How a state is cut: KO, KI, BV, SLICES and launch options. 256 bytes per thread; where keys are contiguous 256 bytes of one column to 16 threads.
+def tile(K: int, V: int, itemsize: int, keys_contiguous: bool, one: bool) -> tuple[int, int, int, dict[str, int]]:
+    """How a state is cut: KO, KI, BV and launch options. 256 bytes per thread; where keys are contiguous 256 bytes of one column to 16 threads.
 
-    A program for `many` heads takes two slices, which reads longer rows; what a slice computes does not depend on that.
+    Where keys are contiguous a sum over them stays within a warp, and a program of one warp never waits for another; otherwise a program reads rows of
+    64 columns, for memory likes them long. Registers are capped where another program per multiprocessor is worth it. One tiling for all N, on which bits
+    therefore do not depend.
     """
-    BK, columns = 1 << (K - 1).bit_length(), 1 << (V - 1).bit_length()
+    BK, columns, wide = 1 << (K - 1).bit_length(), 1 << (V - 1).bit_length(), itemsize == 4
     KI = min(256 // itemsize, BK) if keys_contiguous else 1
-    BV = min(columns, (4096 if itemsize == 4 and (one or keys_contiguous) else 8192) // BK)
-    slices = 2 if one and many and columns > BV else 1
-    cap = {} if one or itemsize == 2 else {"maxnreg": 128}  # another program per multiprocessor is worth a few spills
-    return BK // KI, KI, BV, slices, {"num_warps": max(1, BK * BV * itemsize // 8192)} | cap
+    BV = max(1, min(columns, ((8192 if one or not wide else 16384) // itemsize if keys_contiguous else 8192) // BK))
+    cap = 128 if wide and not one else 168 if one and not (wide or keys_contiguous) else None
+    return BK // KI, KI, BV, {"num_warps": max(1, BK * BV * itemsize // 8192)} | ({} if cap is None else {"maxnreg": cap})
 
 
 def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
@@ -243,14 +226,12 @@ class Launch:
         state_s = _strides_kv(p.state, p.transposed)
         final_s = state_s if final is p.state else _strides_kv(final, p.transposed)
         held, held_s = (p.state, state_s) if p.state is not None else (final, final_s)
-        one, sequences = p.T == 1 and p.cu_seqlens is None, p.N if p.cu_seqlens is None else p.N + 1
-        KO, KI, BV, slices, self.options = tile(
-            p.K, p.V, 4 if held is None else held.element_size(), held_s[2] == 1 and held_s[3] != 1, one, sequences * p.HV >= _MANY
-        )  # fmt: skip
+        one = p.T == 1 and p.cu_seqlens is None
+        KO, KI, BV, self.options = tile(p.K, p.V, 4 if held is None else held.element_size(), held_s[2] == 1 and held_s[3] != 1, one)
         model = (p.H, p.HV, p.K, p.V, p.K if p.rank else 1, KO, KI, BV)
-        flags = (p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, per_token, one, slices)
+        flags = (p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, per_token, one)
         self.device = p.q.get_device()
-        self.programs = sequences * p.HV * -(-p.V // (BV * slices))
+        self.programs = (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // BV)
         self.strides, self.states = (p.q.stride(), p.k.stride(), p.v.stride(), g_s, beta_s, slots_s), (state_s, final_s)
         self.numbers, self.constants = (p.N, p.T, width, p.scale, p.lower_bound or 0.0), (*model, *flags)
         self.rest = (*self.strides, *self.states, *self.numbers, *self.constants)
@@ -271,6 +252,9 @@ class Launch:
         A_log, dt_bias = inputs[8], inputs[9]
         if (A_log is not None and not A_log.is_contiguous()) or (dt_bias is not None and not dt_bias.is_contiguous()):
             inputs = (*inputs[:8], dense(A_log), dense(dt_bias), *inputs[10:])
+        if o.is_meta:  # offline compilation, for one architecture after another
+            self._compile((0, driver.active.get_current_device()), o, inputs, final)
+            return
         if self.device < 0:
             recur[(self.programs,)](o, *inputs, final, *self.rest, **self.options)
             return
@@ -278,7 +262,8 @@ class Launch:
         aligned = (pointers[6] or 0) % 16, (pointers[12] or 0) % 16
         found = self.kernels.get(aligned)
         if found is None:
-            found = self.kernels[aligned] = self._compile(aligned, o, inputs, final)
+            kernel = self._compile(aligned, o, inputs, final)
+            found = self.kernels[aligned] = kernel, kernel.run, kernel.function, kernel.packed_metadata
         kernel, run, function, metadata = found
         hook = knobs.runtime.launch_enter_hook
         if hook is not None and getattr(hook, "calls", True):  # a profiler wants to see every launch
@@ -287,8 +272,8 @@ class Launch:
             stream = driver.active.get_current_stream(self.device)
             run(self.programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *self.rest)
 
-    def _compile(self, aligned: tuple[int, int], o: Tensor, inputs: tuple[Tensor | None, ...], final: Tensor | None) -> tuple:
-        """A kernel that fits, and what it takes to launch it.
+    def _compile(self, aligned: tuple[int, int], o: Tensor, inputs: tuple[Tensor | None, ...], final: Tensor | None) -> Any:
+        """A kernel that fits.
 
         Triton specialises on the value of every integer in a tuple. It is shown an odd 64-bit number for a stride that only addresses vectors, and T as 1
         or as any number, so that one kernel holds for all values.
@@ -299,9 +284,9 @@ class Launch:
             K, V = self.constants[2:4]
             shown = [(_ANY,) * len(s) for s in self.strides] + [_show(s, K, V) for s in self.states]
             N, T, *numbers = self.numbers
-            shown_rest = (*shown, N, 1 if self.constants[-2] else 2, *numbers, *self.constants)
+            shown_rest = (*shown, N, 1 if self.constants[-1] else 2, *numbers, *self.constants)
             kernel = _COMPILED[assumed] = recur.warmup(o, *inputs, final, *shown_rest, **self.options, grid=(1,))
-        return kernel, kernel.run, kernel.function, kernel.packed_metadata
+        return kernel
 
 
 def _strides_kv(state: Tensor | None, transposed: bool) -> tuple[int, ...]:
