@@ -1,4 +1,4 @@
-"""``python -m kda_ops doctor | bench | tune | compile | evidence``."""
+"""``python -m kda_ops doctor | bench | tune | compile | parallel | evidence``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ COMMANDS = {
     "bench": ("kda_ops.bench.compare", "our operators beside the installed peers"),
     "tune": ("kda_ops.bench.tune", "measure kernel configurations on this GPU and cache the best"),
     "compile": ("kda_ops.bench.offline", "compile the kernels without a GPU and report registers, spills and shared memory"),
+    "parallel": ("kda_ops.bench.parallel", "one long sequence on one device and spread over several"),
     "evidence": ("kda_ops.bench.evidence", "run the GPU suite and the benchmark, write tests/gpu/evidence.json"),
 }
 
