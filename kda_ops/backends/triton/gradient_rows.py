@@ -16,7 +16,21 @@ from kda_ops.backends.triton.gradient_tile import (
     write_column,
     write_rows,
 )
-from kda_ops.backends.triton.tile import load_column, load_tile
+from kda_ops.backends.triton.tile import inverse_norm, load_column, load_tile
+
+
+@triton.jit
+def norms(q, q_s, k, k_s, i_b, i_g, first, n_rows, K: tl.constexpr, BK: tl.constexpr):
+    """(1 / |q|, 1 / |k|) of the rows of a chunk, [64] fp32."""
+    b_qq = tl.zeros((64,), tl.float32)
+    b_kk = b_qq
+    for i in tl.range((K + BK - 1) // BK, num_stages=1):
+        o_k = i * BK + tl.arange(0, BK)
+        b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
+        b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
+        b_qq += tl.sum(b_q * b_q, 1)
+        b_kk += tl.sum(b_k * b_k, 1)
+    return tl.rsqrt(b_qq + 1e-6), tl.rsqrt(b_kk + 1e-6)
 
 
 @triton.jit
@@ -26,84 +40,22 @@ def norm_gradient(b_dy, b_x, b_r, b_along):
 
 
 @triton.jit
-def score_products(
-    q, q_s, k, k_s, i_b, i_g, first, n_rows, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr, PREC: tl.constexpr
-):  # fmt: skip
-    """(q k^T, k k^T [64, 64], 1 / |q|, 1 / |k| or ones [64]) of a chunk, fp32."""
-    b_qk = tl.zeros((64, 64), tl.float32)
-    b_kk = b_qk
-    b_qq = tl.zeros((64,), tl.float32)
-    b_k2 = b_qq
-    for i in range((K + BK - 1) // BK):
-        o_k = i * BK + tl.arange(0, BK)
-        b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
-        b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PREC)
-        b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
-        if L2NORM:
-            b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
-            b_qq += tl.sum(b_q * b_q, 1)
-            b_k2 += tl.sum(b_k * b_k, 1)
-    if L2NORM:
-        return b_qk, b_kk, tl.rsqrt(b_qq + 1e-6), tl.rsqrt(b_k2 + 1e-6)
-    else:
-        b_one = tl.full((64,), 1.0, tl.float32)
-        return b_qk, b_kk, b_one, b_one
+def products(b_do, b_vn, b_z, b_S, b_dS, n_rows, b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late, PREC: tl.constexpr):
+    """Add do v_new^T, v_new do^T, z v_new^T, v_new z^T [64, 64], do S^T, z S^T and v_new dS^T [64, width].
 
-
-@triton.jit
-def pair_products(do, do_s, v_new, z, i_tile, i_b, i_h, first, n_rows, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
-    """(do v_new^T, v_new do^T, z v_new^T, v_new z^T) [64, 64] fp32: a triangle of each counts, and a product is never transposed."""
-    o_r = tl.arange(0, 64)
-    b_P = tl.zeros((64, 64), tl.float32)
-    b_PT, b_L, b_LT = b_P, b_P, b_P
-    for i in range((V + BV - 1) // BV):
-        o_v = i * BV + tl.arange(0, BV)
-        b_vn, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
-        if do is not None:
-            b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+    A triangle of each square counts: a product is never transposed. The branch, always taken, keeps these products apart from those that read
+    their results: one that feeds another is laid out as its operand, and half of the warps do what the other half does.
+    """
+    if n_rows > 0:
+        if b_do is not None:
             b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
             b_PT = tl.dot(b_vn, tl.trans(b_do), b_PT, input_precision=PREC)
+            b_dq = tl.dot(b_do, tl.trans(b_S), b_dq, input_precision=PREC)
         b_L = tl.dot(b_z, tl.trans(b_vn), b_L, input_precision=PREC)
         b_LT = tl.dot(b_vn, tl.trans(b_z), b_LT, input_precision=PREC)
-    return b_P, b_PT, b_L, b_LT
-
-
-@triton.jit
-def state_products(
-    do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr
-):  # fmt: skip
-    """(do S^T, z S^T, v_new dS^T [64, width], sum of S dS) for the key channels o_k, fp32."""
-    W: tl.constexpr = o_k.shape[0]
-    o_r = tl.arange(0, 64)
-    b_dq = tl.zeros((64, W), tl.float32)
-    b_early, b_late = b_dq, b_dq
-    b_both = tl.zeros((W,), tl.float32)
-    for i in range((V + BV - 1) // BV):
-        o_v = i * BV + tl.arange(0, BV)
-        b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
-        b_vn, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
-        if do is not None:
-            b_dq = tl.dot(read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V), tl.trans(b_S), b_dq, input_precision=PREC)
         b_early = tl.dot(b_z, tl.trans(b_S), b_early, input_precision=PREC)
         b_late = tl.dot(b_vn, tl.trans(b_dS), b_late, input_precision=PREC)
-        b_both += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
-    return b_dq, b_early, b_late, tl.sum(b_both, 0)
-
-
-@triton.jit
-def value_gradient(
-    v, v_s, z, dv, b_beta, i_tile, i_b, i_h, first, n_rows, token, HV, V: tl.constexpr, BV: tl.constexpr, SUMS: tl.constexpr
-):  # fmt: skip
-    """Write dv = beta z, and return the sum over V of z v [64] if SUMS."""
-    b_zv = tl.zeros((64,), tl.float32)
-    for i in range((V + BV - 1) // BV):
-        o_v = i * BV + tl.arange(0, BV)
-        b_z = load_tile(z, i_tile, tl.arange(0, 64), o_v, V).to(tl.float32)
-        if SUMS:
-            b_zv += tl.sum(read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V).to(tl.float32) * b_z, 1)
-        if dv is not None:
-            write_rows(dv, token, i_h, HV, n_rows, b_z * b_beta[:, None], o_v, V)
-    return b_zv
+    return b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
@@ -123,8 +75,8 @@ def gradient_rows(
 
     What pairs of rows add to dG cancels in a sum over a chunk, and does so here too, for rows and columns are sums of one fp32 matrix. Norms
     and beta are factors of the [64, 64] tiles, so that q and k go from memory to the tensor cores as they are. All of K in one slice: the gradients of
-    the heads of a group add up in registers, and pass through the norm here. In several slices GROUP is 1, and dq and dk are those of unit q and k of
-    a value head.
+    the heads of a group add up in registers, and pass through the norm here. In several slices GROUP is 1, dq and dk are those of unit q and k of
+    a value head, and every slice makes the pairs anew.
     """
     i_w, i_t = tl.program_id(0) % writers, tl.program_id(0) // writers
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
@@ -141,72 +93,89 @@ def gradient_rows(
         return
     TYPE: tl.constexpr = states.dtype.element_ty
     SUMS: tl.constexpr = dbeta is not None and not SIGMOID
-    KEYS: tl.constexpr = SUMS or dq is not None or dg is not None
     i_g = i_w * GROUP // (HV // H)
     bound = tl.full((), lower_bound, tl.float32)
     lower, diagonal = o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :]
+    b_zero = tl.zeros((64,), tl.float32)
+    b_q_norm = tl.full((64,), 1.0, tl.float32)
+    b_k_norm = b_q_norm
+    if L2NORM and slices > 1:
+        b_q_norm, b_k_norm = norms(q, q_s, k, k_s, i_b, i_g, first, n_rows, K, BK)
     b_dq_sum = tl.zeros((64, BK), tl.float32)
-    b_dk_sum = b_dq_sum
-    b_along_q = tl.zeros((64,), tl.float32)
-    b_along_k = b_along_q
-    if KEYS:
-        b_qk, b_kk, b_q_norm, b_k_norm = score_products(q, q_s, k, k_s, i_b, i_g, first, n_rows, K, BK, L2NORM, PREC)
-    for i_head in range(GROUP):
+    b_dk_sum, b_along_q, b_along_k = b_dq_sum, b_zero, b_zero
+    for i_head in tl.range(GROUP, num_stages=1):
         i_h = i_w * GROUP + i_head
         i_tile = i_t.to(tl.int64) * HV + i_h
-        b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
-        b_x = decay_column(g, (g_b, g_t, g_h), A_log, dt_bias, bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
-        b_start, b_end, b_gamma = row_decay(b_x, EXACT)
-        b_P, b_PT, b_L, b_LT = pair_products(do, do_s, v_new, z, i_tile, i_b, i_h, first, n_rows, V, BV, PREC)
-        if dbeta is not None and SIGMOID:
-            b_dbeta = on_diagonal(b_L) * (1.0 - b_beta * (0.5 if NEG_EIGVAL else 1.0))
-        if KEYS:
-            b_q_scale, b_k_beta = b_q_norm * scale, b_k_norm * b_beta
-            b_E, b_ET = pair_decay(b_x, EXACT), pair_decay_transposed(b_x, EXACT)
-            b_P = b_P * b_E * (b_k_norm * scale)[None, :]
-            b_PT = (b_PT * b_ET * b_q_scale[None, :]).to(TYPE)
-            b_L = b_L * b_E * -b_k_norm[None, :]
-            b_W = b_qk * b_P * b_q_norm[:, None]
-            b_self = tl.sum(tl.where(diagonal, b_W, 0.0), 1)
-            b_WP = tl.where(lower, b_W, 0.0)
-            b_WL = tl.where(lower, b_kk * b_L * b_k_norm[:, None], 0.0)
-            b_row_q, b_row_k = tl.sum(b_WP, 1), tl.sum(b_WL, 1)
-            b_column = tl.sum(b_WP + b_WL * b_beta[:, None], 0)
-            b_M = tl.where(lower, b_L * b_beta[:, None], tl.where(diagonal, 0.0, b_LT * b_ET * -b_k_beta[None, :])).to(TYPE)
-            b_P = b_P.to(TYPE)
-            b_in_q, b_in_k, b_in_late = b_along_q * 0.0, b_along_q * 0.0, b_along_q * 0.0
-            both = 0.0
-            for i in range(slices):
-                o_k = i * BK + tl.arange(0, BK)
-                b_dq, b_early, b_late, b_both = state_products(
-                    do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K, V, BV, PREC
+        b_in_q, b_in_k, b_in_late, b_row_q, b_row_k, b_self, b_column = b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero
+        b_zvn, b_zv, b_beta, b_x, b_start, b_end, b_gamma = b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, 0.0
+        b_both = tl.zeros((BK,), tl.float32)
+        for i in tl.range(slices, num_stages=1):
+            o_k = i * BK + tl.arange(0, BK)
+            b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
+            b_P = tl.zeros((64, 64), tl.float32)
+            b_PT, b_L, b_LT, b_dq = b_P, b_P, b_P, tl.zeros((64, BK), tl.float32)
+            b_early, b_late = b_dq, b_dq
+            for j in tl.range((V + BV - 1) // BV, num_stages=1):
+                o_v = j * BV + tl.arange(0, BV)
+                b_vn, b_z, b_do = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V), None
+                if do is not None:
+                    b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+                b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
+                # Not before the loops: all of these wait for memory together.
+                b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
+                b_x = decay_column(g, (g_b, g_t, g_h), A_log, dt_bias, bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
+                b_both += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
+                if i == 0:
+                    if SUMS:
+                        b_zv += tl.sum(read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V).to(tl.float32) * b_z.to(tl.float32), 1)
+                    if dv is not None:
+                        write_rows(dv, token, i_h, HV, n_rows, b_z.to(tl.float32) * b_beta[:, None], o_v, V)
+                b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late = products(
+                    b_do, b_vn, b_z, b_S, b_dS, n_rows, b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late, PREC
                 )  # fmt: skip
-                b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
-                both += b_both
-                b_in_q += tl.sum(b_q.to(tl.float32) * b_dq, 1)
-                b_in_k += tl.sum(b_k.to(tl.float32) * b_early, 1)
-                b_in_late += tl.sum(b_k.to(tl.float32) * b_late, 1)
-                if dq is not None:
-                    b_dq = tl.dot(b_P, b_k, b_dq * (b_start * scale)[:, None], input_precision=PREC)
-                    b_dk = tl.dot(b_M, b_k, b_late * b_end[:, None] - b_early * (b_start * b_beta)[:, None], input_precision=PREC)
-                    b_dk = tl.dot(b_PT, b_q, b_dk, input_precision=PREC)
-                    if slices == 1:
-                        b_dq_sum += b_dq
-                        b_dk_sum += b_dk
-                    else:
-                        write_rows(dq, token, i_w, writers, n_rows, b_dq, o_k, K)
-                        write_rows(dk, token, i_w, writers, n_rows, b_dk, o_k, K)
-            b_in_q, b_in_k, b_in_late = b_in_q * b_start * b_q_scale, b_in_k * -b_start * b_k_norm, b_in_late * b_end * b_k_norm
-            b_along_q += b_in_q + b_row_q + b_self
-            b_along_k += (b_in_k + b_row_k) * b_beta + b_in_late + b_column + b_self
-        b_zv = value_gradient(v, v_s, z, dv, b_beta, i_tile, i_b, i_h, first, n_rows, token, HV, V, BV, SUMS)
-        if SUMS:
-            b_dbeta = b_zv + b_in_k + b_row_k
+            if slices == 1:
+                b_q_norm, b_k_norm = inverse_norm(b_q, L2NORM), inverse_norm(b_k, L2NORM)
+            b_start, b_end, b_gamma = row_decay(b_x, EXACT)
+            b_k32 = b_k.to(tl.float32)
+            b_in_q += tl.sum(b_q.to(tl.float32) * b_dq, 1)
+            b_in_k += tl.sum(b_k32 * b_early, 1)
+            b_in_late += tl.sum(b_k32 * b_late, 1)
+            b_dq = b_dq * (b_start * scale)[:, None]
+            b_dk = b_late * b_end[:, None] - b_early * (b_start * b_beta)[:, None]
+            b_zvn = on_diagonal(b_L)
+            b_E = pair_decay_transposed(b_x, EXACT)
+            b_PT = (b_PT * b_E * (b_q_norm * -scale)[None, :]).to(TYPE)
+            b_LT = tl.where(diagonal, 0.0, b_LT * b_E * -(b_k_norm * b_beta)[None, :])
+            b_E = pair_decay(b_x, EXACT) * b_k_norm[None, :]
+            b_P = b_P * b_E * scale
+            b_W = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_P * b_q_norm[:, None]
+            b_self += on_diagonal(b_W)
+            b_W = tl.where(lower, b_W, 0.0)
+            b_L = tl.where(lower, -b_L * b_E, 0.0)
+            b_WL = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_L * b_k_norm[:, None]
+            b_row_q += tl.sum(b_W, 1)
+            b_row_k += tl.sum(b_WL, 1)
+            b_column += tl.sum(b_W + b_WL * b_beta[:, None], 0)
+            if dq is not None:
+                b_L = tl.where(lower, b_L * b_beta[:, None], b_LT).to(TYPE)
+                b_dq = tl.dot(b_P.to(TYPE), b_k, b_dq, input_precision=PREC)
+                # The negative of a negative: a sum would become a chain of two products, and the first be laid out as the operand of the second.
+                b_dk = tl.dot(b_L, b_k, b_dk, input_precision=PREC) - tl.dot(b_PT, b_q, input_precision=PREC)
+                if slices == 1:
+                    b_dq_sum += b_dq
+                    b_dk_sum += b_dk
+                else:
+                    write_rows(dq, token, i_w, writers, n_rows, b_dq, o_k, K)
+                    write_rows(dk, token, i_w, writers, n_rows, b_dk, o_k, K)
+        b_in_q, b_in_k, b_in_late = b_in_q * b_start * b_q_norm * scale, b_in_k * -b_start * b_k_norm, b_in_late * b_end * b_k_norm
+        b_along_q += b_in_q + b_row_q + b_self
+        b_along_k += (b_in_k + b_row_k) * b_beta + b_in_late + b_column + b_self
         if dbeta is not None:
+            b_dbeta = b_zvn * (1.0 - b_beta * (0.5 if NEG_EIGVAL else 1.0)) if SIGMOID else b_zv + b_in_k + b_row_k
             write_column(dbeta, token, i_h, HV, n_rows, b_dbeta)
         if dg is not None:
             b_dG = b_in_q + b_row_q + (b_in_k + b_row_k) * b_beta - b_in_late - b_column
-            b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_in_late, 0) + b_gamma * both)
+            b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_in_late, 0) + b_gamma * tl.sum(b_both, 0))
             if ACTIVATE:
                 bias = 0.0
                 if dt_bias is not None:

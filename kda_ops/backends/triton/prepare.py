@@ -155,9 +155,9 @@ def prepare_kda(
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
 def prepare_gdn(
     q, q_s, k, k_s, g, g_b, g_t, g_h, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept_A, A, P, rows, gamma,
-    N, T, H, HV, scale, lower_bound,
-    K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    EXACT: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
+    N, T, H, scale, lower_bound,
+    K: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """One chunk, for the value heads of one key head, which share q k^T and k k^T; n are the row norms, D_ij the decay from row j to row i::
 
@@ -176,10 +176,9 @@ def prepare_gdn(
     b_q_norm, b_k_norm = inverse_norm(b_q, L2NORM) * scale, inverse_norm(b_k, L2NORM)
     b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_q_norm[:, None] * b_k_norm[None, :]
     b_kk = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * -b_k_norm[:, None] * b_k_norm[None, :]
-    group = HV // H
-    for i in range(group):
-        i_h = i_g * group + i
-        i_tile = i_t.to(tl.int64) * HV + i_h
+    for i in tl.range(GROUP, num_stages=1):
+        i_h = i_g * GROUP + i
+        i_tile = i_t.to(tl.int64) * (H * GROUP) + i_h
         b_x = decay_column(g, (g_b, g_t, g_h), A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
         b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
         b_start, b_end, b_gamma = row_decay(b_x, EXACT)
@@ -225,8 +224,8 @@ def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
         rows, gamma = (q.new_empty((NT, p.HV, *shape), dtype=torch.float32) for shape in ((4, 64), (1,)))
         launch(
             prepare_gdn, programs * p.H, device, q, q.stride(), k, k.stride(), *gates, kept, made, P, rows, gamma,
-            p.N, p.T, p.H, p.HV, p.scale, p.lower_bound or 0.0,
-            p.K, tuning.width(p.K, q.dtype), *flags, p.sigmoid_beta, p.neg_eigval, exact, precision, inverse_precision,
+            p.N, p.T, p.H, p.scale, p.lower_bound or 0.0,
+            p.K, tuning.width(p.K, q.dtype), p.HV // p.H if p.H else 1, *flags, p.sigmoid_beta, p.neg_eigval, exact, precision, inverse_precision,
             **options.launch,
         )  # fmt: skip
         return RowTile(made if kept is None else kept, P, gamma=gamma, rows=rows)
