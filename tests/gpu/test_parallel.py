@@ -141,7 +141,7 @@ def layered(groups, size, how):
     if how == "ddp":
         rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
         return learned(nn.parallel.DistributedDataParallel(model, process_group=group), x[rows], size * weight[rows])
-    names = how.split("+")
+    names = tuple(how.split("+"))
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=names) if len(names) == 2 else DeviceMesh.from_group(group, "cuda", mesh_dim_names=names)
     if "tp" in names:
         plan = {"kda": HeadParallel(), "gdn": HeadParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
