@@ -1,4 +1,4 @@
-"""``python -m kda_ops doctor | bench | drift | tune | compile | evidence``."""
+"""``python -m kda_ops doctor | bench | drift | tune | compile | parallel | evidence``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ COMMANDS = {
     "drift": ("kda_ops.bench.drift", "thousands of decode steps beside the chunk form, against float64"),
     "tune": ("kda_ops.bench.tune", "measure kernel configurations on this GPU and cache the best"),
     "compile": ("kda_ops.bench.offline", "compile the kernels without a GPU and report registers, spills and shared memory"),
+    "parallel": ("kda_ops.bench.parallel", "one long sequence on one device and spread over several"),
     "evidence": ("kda_ops.bench.evidence", "run the GPU suite and the benchmark, write tests/gpu/evidence.json"),
 }
 

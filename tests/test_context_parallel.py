@@ -21,6 +21,7 @@ from kda_ops.nn.short_convolution import ShortConvolution
 from tests.support.calls import run
 from tests.support.cases import Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_meets_budget
+from tests.support.ranks import device
 
 CHUNK = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}
 SPREAD = ("q", "k", "v", "g", "beta")
@@ -33,12 +34,12 @@ WEIGHTS = {2: (0.5, 0.5), 3: (0.5, 0.25, 0.25), 4: (0.25, 0.25, 0.25, 0.25)}  # 
 def leaves_of(case, rank, cuts):
     """This rank's inputs, as leaves where they have gradients."""
     a, b = cuts[rank : rank + 2]
-    inputs = {n: x if x is None or n not in SPREAD else x[:, a:b] for n, x in case.inputs().items()}
+    inputs = {n: x if x is None or n not in SPREAD else x[:, a:b] for n, x in case.inputs(device()).items()}
     return {n: x if x is None or not x.is_floating_point() else x.detach().requires_grad_() for n, x in inputs.items()}
 
 
 def gradients(case, rank, size, cuts, x, o, final_state):
-    do, dfinal_state = case.cotangents()
+    do, dfinal_state = case.cotangents(o.device)
     outs = [(o, do[:, cuts[rank] : cuts[rank + 1]])] + ([(final_state, WEIGHTS[size][rank] * dfinal_state)] if case.final else [])
     wanted = {n: t for n, t in x.items() if t is not None and t.requires_grad}
     grads = torch.autograd.grad([y for y, _ in outs], list(wanted.values()), [d for _, d in outs])

@@ -1,4 +1,4 @@
-"""Four processes (or another number) of one gloo group that run functions side by side: started once, asked many times, never waited for without a limit."""
+"""Processes of one group, of gloo or NCCL, that run functions side by side: started once, asked many times, never waited for without a limit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,23 @@ class Groups(dict):
     """The groups that a function may name, on this rank: 2, 3 and 4 processes, and the same four with a timeout of two seconds."""
 
 
-def _serve(rank: int, processes: int, store: str, pipe) -> None:
+def members(size: int, processes: int) -> tuple[int, ...]:
+    """The global ranks of the group of that size, of so many processes."""
+    return MEMBERS[size] if max(MEMBERS[size]) < processes else tuple(range(size))
+
+
+def device() -> torch.device:
+    """Where the tensors of this process live."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _serve(rank: int, processes: int, backend: str, store: str, pipe) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes, timeout=timedelta(seconds=LIMIT))
-    groups = Groups({size: dist.new_group(list(members)) for size, members in MEMBERS.items() if size <= processes})
-    groups["impatient"] = dist.new_group(list(range(SIZE)), timeout=timedelta(seconds=2))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=processes, timeout=timedelta(seconds=LIMIT))
+    groups = Groups({size: dist.new_group(list(members(size, processes))) for size in MEMBERS if size <= processes})
+    groups["impatient"] = dist.new_group(list(range(processes)), timeout=timedelta(seconds=2))
     groups["lower half"] = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     pipe.send(("ready", None))
     while (request := pipe.recv()) is not None:
@@ -54,8 +66,8 @@ class Raised(Exception):
 class Ranks:
     """The processes, as seen by the test; started when they are first asked, and anew after one got stuck."""
 
-    def __init__(self, size: int = SIZE):
-        self.size = size
+    def __init__(self, size: int = SIZE, backend: str = "gloo"):
+        self.size, self.backend = size, backend
         self.pipes: list = []
         self.processes: list = []
 
@@ -66,16 +78,16 @@ class Ranks:
         store = os.path.join(self._folder.name, "store")
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, self.backend, store, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
         self._answers(tuple(range(self.size)), 2 * LIMIT)
 
-    def _answers(self, members: tuple[int, ...], limit: float) -> dict[int, tuple]:
+    def _answers(self, ranks: tuple[int, ...], limit: float) -> dict[int, tuple]:
         """The next message of each of these ranks. If one does not come in time, the processes end, and what the others raised is told."""
-        waiting, answers, deadline = {self.pipes[rank]: rank for rank in members}, {}, time.monotonic() + limit
+        waiting, answers, deadline = {self.pipes[rank]: rank for rank in ranks}, {}, time.monotonic() + limit
         while waiting:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -90,12 +102,12 @@ class Ranks:
         """What ``function(groups, *args)`` returned on each rank of the group of that size, or the `Raised`, by group rank."""
         if not self.processes:
             self._start()
-        members = MEMBERS[size]
-        for rank in members:
+        ranks = members(size, self.size)
+        for rank in ranks:
             self.pipes[rank].send((function.__module__, function.__name__, args))
-        answers = self._answers(members, LIMIT)
-        kinds = (answers[rank] for rank in members)
-        return [torch.load(io.BytesIO(value)) if kind == "returned" else Raised(*value) for kind, value in kinds]
+        answers = self._answers(ranks, LIMIT)
+        kinds = (answers[rank] for rank in ranks)
+        return [torch.load(io.BytesIO(value), map_location="cpu") if kind == "returned" else Raised(*value) for kind, value in kinds]
 
     def run(self, size: int, function, *args) -> list:
         """`ask`, where no rank may raise."""

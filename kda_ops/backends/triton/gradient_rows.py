@@ -3,15 +3,14 @@
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.decay import pair_decay, pair_decay_transposed, row_decay
-from kda_ops.backends.triton.gate import decay_column, load_rate, strength_column
+from kda_ops.backends.triton.decay import pair_decay, pair_decay_transposed
+from kda_ops.backends.triton.gate import load_rate
 from kda_ops.backends.triton.gradient_pairs import clear_values
 from kda_ops.backends.triton.gradient_tile import (
     clear_keys,
     gate_gradient,
     load_state,
     locate_rows,
-    on_diagonal,
     read_rows,
     write_column,
     write_rows,
@@ -20,208 +19,193 @@ from kda_ops.backends.triton.tile import load_column, load_tile
 
 
 @triton.jit
-def norm_gradient(b_dy, b_x, b_r, b_along):
-    """The gradient of x from that of y = r x, r = 1 / |x|: r (dy - y (y . dy)), with y . dy [64] given."""
-    return b_r[:, None] * (b_dy - b_x.to(tl.float32) * (b_r * b_along)[:, None])
+def add_two(a, b, x, y):
+    """Two sums in one reduction."""
+    return a + x, b + y
 
 
 @triton.jit
-def score_products(
-    q, q_s, k, k_s, i_b, i_g, first, n_rows, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr, PREC: tl.constexpr
-):  # fmt: skip
-    """(q k^T, k k^T [64, 64], 1 / |q|, 1 / |k| or ones [64]) of a chunk, fp32."""
-    b_qk = tl.zeros((64, 64), tl.float32)
-    b_kk = b_qk
-    b_qq = tl.zeros((64,), tl.float32)
-    b_k2 = b_qq
-    for i in range((K + BK - 1) // BK):
-        o_k = i * BK + tl.arange(0, BK)
-        b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
-        b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PREC)
-        b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
-        if L2NORM:
-            b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
-            b_qq += tl.sum(b_q * b_q, 1)
-            b_k2 += tl.sum(b_k * b_k, 1)
-    if L2NORM:
-        return b_qk, b_kk, tl.rsqrt(b_qq + 1e-6), tl.rsqrt(b_k2 + 1e-6)
-    else:
-        b_one = tl.full((64,), 1.0, tl.float32)
-        return b_qk, b_kk, b_one, b_one
+def add_three(a, b, c, x, y, z):
+    """Three sums in one reduction."""
+    return a + x, b + y, c + z
 
 
 @triton.jit
-def pair_products(do, do_s, v_new, z, i_tile, i_b, i_h, first, n_rows, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
-    """(do v_new^T, v_new do^T, z v_new^T, v_new z^T) [64, 64] fp32: a triangle of each counts, and a product is never transposed."""
-    o_r = tl.arange(0, 64)
-    b_P = tl.zeros((64, 64), tl.float32)
-    b_PT, b_L, b_LT = b_P, b_P, b_P
-    for i in range((V + BV - 1) // BV):
-        o_v = i * BV + tl.arange(0, BV)
-        b_vn, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
-        if do is not None:
-            b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+def norm_gradient(b_dx, b_x, b_r, b_along):
+    """Through y = r x, r = 1 / |x|: dx - r^2 x (x . dx), for a dx that has its factor r, and x . dx [64]."""
+    return b_dx - b_x * (b_r * b_r * b_along)[:, None]
+
+
+@triton.jit
+def products(b_do, b_vn, b_z, b_S, b_dS, n_rows, b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late, PREC: tl.constexpr):
+    """Add do v_new^T, v_new do^T, z v_new^T, v_new z^T [64, 64], do S^T, z S^T and v_new dS^T [64, width].
+
+    A triangle of each square counts: a product is never transposed. The branch, always taken, keeps these products apart from those that read
+    their results: one that feeds another is laid out as its operand, and half of the warps do what the other half does.
+    """
+    if n_rows > 0:
+        if b_do is not None:
             b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
             b_PT = tl.dot(b_vn, tl.trans(b_do), b_PT, input_precision=PREC)
+            b_dq = tl.dot(b_do, tl.trans(b_S), b_dq, input_precision=PREC)
         b_L = tl.dot(b_z, tl.trans(b_vn), b_L, input_precision=PREC)
         b_LT = tl.dot(b_vn, tl.trans(b_z), b_LT, input_precision=PREC)
-    return b_P, b_PT, b_L, b_LT
-
-
-@triton.jit
-def state_products(
-    do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr
-):  # fmt: skip
-    """(do S^T, z S^T, v_new dS^T [64, width], sum of S dS) for the key channels o_k, fp32."""
-    W: tl.constexpr = o_k.shape[0]
-    o_r = tl.arange(0, 64)
-    b_dq = tl.zeros((64, W), tl.float32)
-    b_early, b_late = b_dq, b_dq
-    b_both = tl.zeros((W,), tl.float32)
-    for i in range((V + BV - 1) // BV):
-        o_v = i * BV + tl.arange(0, BV)
-        b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
-        b_vn, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
-        if do is not None:
-            b_dq = tl.dot(read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V), tl.trans(b_S), b_dq, input_precision=PREC)
         b_early = tl.dot(b_z, tl.trans(b_S), b_early, input_precision=PREC)
         b_late = tl.dot(b_vn, tl.trans(b_dS), b_late, input_precision=PREC)
-        b_both += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
-    return b_dq, b_early, b_late, tl.sum(b_both, 0)
+    return b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late
 
 
 @triton.jit
-def value_gradient(
-    v, v_s, z, dv, b_beta, i_tile, i_b, i_h, first, n_rows, token, HV, V: tl.constexpr, BV: tl.constexpr, SUMS: tl.constexpr
+def finish(
+    dq, dk, q, q_s, k, k_s, p_row, b_dq, b_dk, i_b, i_g, first, n_rows, token, H, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr
 ):  # fmt: skip
-    """Write dv = beta z, and return the sum over V of z v [64] if SUMS."""
-    b_zv = tl.zeros((64,), tl.float32)
-    for i in range((V + BV - 1) // BV):
-        o_v = i * BV + tl.arange(0, BV)
-        b_z = load_tile(z, i_tile, tl.arange(0, 64), o_v, V).to(tl.float32)
-        if SUMS:
-            b_zv += tl.sum(read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V).to(tl.float32) * b_z, 1)
-        if dv is not None:
-            write_rows(dv, token, i_h, HV, n_rows, b_z * b_beta[:, None], o_v, V)
-    return b_zv
+    """Pass dq and dk through the norm and write them: from registers if BK holds K, else from where they will be."""
+    slices: tl.constexpr = (K + BK - 1) // BK
+    dq_s = (0, H * K, K, 1)
+    b_q_norm, b_k_norm = tl.load(p_row + 320 + tl.arange(0, 64)), tl.load(p_row + 256 + tl.arange(0, 64))
+    b_along_q, b_along_k = tl.zeros((64,), tl.float32), tl.zeros((64,), tl.float32)
+    if slices > 1:
+        tl.debug_barrier()  # written by other threads
+    if L2NORM:
+        for i in tl.range(slices, num_stages=1):
+            o_k = i * BK + tl.arange(0, BK)
+            b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
+            b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
+            if slices > 1:
+                b_dq, b_dk = read_rows(dq, dq_s, 0, i_g, token, n_rows, o_k, K), read_rows(dk, dq_s, 0, i_g, token, n_rows, o_k, K)
+            b_a, b_b = tl.reduce((b_q * b_dq, b_k * b_dk), 1, add_two)
+            b_along_q, b_along_k = b_along_q + b_a, b_along_k + b_b
+    if slices > 1:
+        tl.debug_barrier()
+    for i in tl.range(slices, num_stages=1):
+        o_k = i * BK + tl.arange(0, BK)
+        if slices > 1:
+            b_dq, b_dk = read_rows(dq, dq_s, 0, i_g, token, n_rows, o_k, K), read_rows(dk, dq_s, 0, i_g, token, n_rows, o_k, K)
+        if L2NORM:
+            b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
+            b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
+            b_dq, b_dk = norm_gradient(b_dq, b_q, b_q_norm, b_along_q), norm_gradient(b_dk, b_k, b_k_norm, b_along_k)
+        write_rows(dq, token, i_g, H, n_rows, b_dq, o_k, K)
+        write_rows(dk, token, i_g, H, n_rows, b_dk, o_k, K)
 
 
-@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
+@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h"])
 def gradient_rows(
-    q, q_s, k, k_s, v, v_s, g, g_b, g_t, g_h, beta, beta_b, beta_t, beta_h, A_log, dt_bias, do, do_s, states, v_new, dstates, z, cu_seqlens,
-    dq, dk, dv, dg, dbeta, dA_log, ddt_bias, N, T, H, HV, writers, scale, lower_bound,
+    q, q_s, k, k_s, v, v_s, g, g_b, g_t, g_h, A_log, dt_bias, rows, gamma, do, do_s, states, v_new, dstates, z, cu_seqlens,
+    dq, dk, dv, dg, dbeta, dA_log, ddt_bias, N, T, H, scale, lower_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr,
     ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and GROUP value heads of one key head; E_ij is the decay from row j to row i, a_i = exp G_i, e_i = exp(G_64 - G_i), unit q and k::
+    """One chunk and the GROUP value heads of one key head; E_ij is the decay from row j to row i, n_q and n_k the norms, r the rows of `prepare_gdn`::
 
-        dP = tril(scale do v_new^T o E)      dL = -strict_tril(z v_new^T o E)                                   [64, 64]
-        dq = scale a (do S^T) + dP k         dk = -beta a (z S^T) + e (v_new dS^T) + (beta dL + dL^T beta) k + dP^T q    [64, K]
+        dP = scale tril(n_q n_k do v_new^T o E)     dL = -strict_tril(n_k n_k z v_new^T o E)                                    [64, 64]
+        dq = r_3 (do S^T) + dP k                    dk = r_1 (v_new dS^T) - r_0 beta (z S^T) + (beta dL + dL^T beta) k + dP^T q    [64, K]
         W  = strict_tril(dP o q k^T + beta dL o k k^T)
-        dG = sum_k q scale a (do S^T) - k (beta a (z S^T) + e (v_new dS^T)) + rows of W - columns of W          [64]
+        dG = sum_k q r_3 (do S^T) - k (r_0 beta (z S^T) + r_1 (v_new dS^T)) + rows of W - columns of W          [64]
         dv = beta z      dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + sum_k k dk's share of beta
 
-    What pairs of rows add to dG cancels in a sum over a chunk, and does so here too, for rows and columns are sums of one fp32 matrix. Norms
-    and beta are factors of the [64, 64] tiles, so that q and k go from memory to the tensor cores as they are. All of K in one slice: the gradients of
-    the heads of a group add up in registers, and pass through the norm here. In several slices GROUP is 1, and dq and dk are those of unit q and k of
-    a value head.
+    Norms, decays and beta are factors of rows and of the [64, 64] tiles, so that q and k go from memory to the tensor cores as they are, and dq and
+    dk leave through the norm. What pairs of rows add to dG cancels in a sum over a chunk, and does so here too, for rows and columns are sums
+    of one fp32 matrix. With all of K in one slice, the gradients of the heads of a group add up in registers; otherwise in dq and dk, which are
+    fp32 then, and every slice makes the pairs anew.
     """
-    i_w, i_t = tl.program_id(0) % writers, tl.program_id(0) // writers
+    i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
     token = i_b * T + first
     slices: tl.constexpr = (K + BK - 1) // BK
     o_r = tl.arange(0, 64)
     if (n_rows <= 0) | (live == 0):
         for i in range(slices):
-            clear_keys(dq, dk, None, None, None, None, token, token, i_w, writers, n_rows, i * BK + tl.arange(0, BK), i, 1, K)
+            clear_keys(dq, dk, None, None, None, None, token, token, i_g, H, n_rows, i * BK + tl.arange(0, BK), i, 1, K)
         for i in range(GROUP):
-            i_h = i_w * GROUP + i
-            clear_keys(None, None, dg, None, dA_log, ddt_bias, i_t.to(tl.int64) * HV + i_h, token, i_h, HV, n_rows, tl.arange(0, 1), 0, 1, 1)
-            clear_values(dv, dbeta, token, i_h, HV, n_rows, V, BV)
+            i_h = i_g * GROUP + i
+            clear_keys(None, None, dg, None, dA_log, ddt_bias, i_t.to(tl.int64) * (H * GROUP) + i_h, token, i_h, H * GROUP, n_rows, tl.arange(0, 1), 0, 1, 1)
+            clear_values(dv, dbeta, token, i_h, H * GROUP, n_rows, V, BV)
         return
     TYPE: tl.constexpr = states.dtype.element_ty
     SUMS: tl.constexpr = dbeta is not None and not SIGMOID
-    KEYS: tl.constexpr = SUMS or dq is not None or dg is not None
-    i_g = i_w * GROUP // (HV // H)
-    bound = tl.full((), lower_bound, tl.float32)
     lower, diagonal = o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :]
+    b_zero = tl.zeros((64,), tl.float32)
     b_dq_sum = tl.zeros((64, BK), tl.float32)
     b_dk_sum = b_dq_sum
-    b_along_q = tl.zeros((64,), tl.float32)
-    b_along_k = b_along_q
-    if KEYS:
-        b_qk, b_kk, b_q_norm, b_k_norm = score_products(q, q_s, k, k_s, i_b, i_g, first, n_rows, K, BK, L2NORM, PREC)
-    for i_head in range(GROUP):
-        i_h = i_w * GROUP + i_head
-        i_tile = i_t.to(tl.int64) * HV + i_h
-        b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
-        b_x = decay_column(g, (g_b, g_t, g_h), A_log, dt_bias, bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
-        b_start, b_end, b_gamma = row_decay(b_x, EXACT)
-        b_P, b_PT, b_L, b_LT = pair_products(do, do_s, v_new, z, i_tile, i_b, i_h, first, n_rows, V, BV, PREC)
-        if dbeta is not None and SIGMOID:
-            b_dbeta = on_diagonal(b_L) * (1.0 - b_beta * (0.5 if NEG_EIGVAL else 1.0))
-        if KEYS:
-            b_q_scale, b_k_beta = b_q_norm * scale, b_k_norm * b_beta
-            b_E, b_ET = pair_decay(b_x, EXACT), pair_decay_transposed(b_x, EXACT)
-            b_P = b_P * b_E * (b_k_norm * scale)[None, :]
-            b_PT = (b_PT * b_ET * b_q_scale[None, :]).to(TYPE)
-            b_L = b_L * b_E * -b_k_norm[None, :]
-            b_W = b_qk * b_P * b_q_norm[:, None]
-            b_self = tl.sum(tl.where(diagonal, b_W, 0.0), 1)
-            b_WP = tl.where(lower, b_W, 0.0)
-            b_WL = tl.where(lower, b_kk * b_L * b_k_norm[:, None], 0.0)
-            b_row_q, b_row_k = tl.sum(b_WP, 1), tl.sum(b_WL, 1)
-            b_column = tl.sum(b_WP + b_WL * b_beta[:, None], 0)
-            b_M = tl.where(lower, b_L * b_beta[:, None], tl.where(diagonal, 0.0, b_LT * b_ET * -b_k_beta[None, :])).to(TYPE)
-            b_P = b_P.to(TYPE)
-            b_in_q, b_in_k, b_in_late = b_along_q * 0.0, b_along_q * 0.0, b_along_q * 0.0
-            both = 0.0
-            for i in range(slices):
-                o_k = i * BK + tl.arange(0, BK)
-                b_dq, b_early, b_late, b_both = state_products(
-                    do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K, V, BV, PREC
+    for i_head in tl.range(GROUP, num_stages=1):
+        i_h = i_g * GROUP + i_head
+        i_tile = i_t.to(tl.int64) * (H * GROUP) + i_h
+        p_row = rows + i_tile * 448 + o_r
+        b_in_q, b_in_k, b_in_late, b_row_q, b_row_k, b_column, b_zvn, b_zv = b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero
+        both = 0.0
+        for i in tl.range(slices, num_stages=1):
+            o_k = i * BK + tl.arange(0, BK)
+            b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
+            b_P = tl.zeros((64, 64), tl.float32)
+            b_PT, b_L, b_LT, b_dq = b_P, b_P, b_P, tl.zeros((64, BK), tl.float32)
+            b_early, b_late = b_dq, b_dq
+            for j in tl.range((V + BV - 1) // BV, num_stages=1):
+                o_v = j * BV + tl.arange(0, BV)
+                b_vn, b_z, b_do = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V), None
+                if do is not None:
+                    b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+                b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
+                both += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
+                if i == 0:
+                    if SUMS:
+                        b_zv += tl.sum(read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V).to(tl.float32) * b_z.to(tl.float32), 1)
+                    if dv is not None:
+                        write_rows(dv, token, i_h, H * GROUP, n_rows, b_z.to(tl.float32) * tl.load(p_row + 128)[:, None], o_v, V)
+                b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late = products(
+                    b_do, b_vn, b_z, b_S, b_dS, n_rows, b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late, PREC
                 )  # fmt: skip
-                b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
-                both += b_both
-                b_in_q += tl.sum(b_q.to(tl.float32) * b_dq, 1)
-                b_in_k += tl.sum(b_k.to(tl.float32) * b_early, 1)
-                b_in_late += tl.sum(b_k.to(tl.float32) * b_late, 1)
-                if dq is not None:
-                    b_dq = tl.dot(b_P, b_k, b_dq * (b_start * scale)[:, None], input_precision=PREC)
-                    b_dk = tl.dot(b_M, b_k, b_late * b_end[:, None] - b_early * (b_start * b_beta)[:, None], input_precision=PREC)
-                    b_dk = tl.dot(b_PT, b_q, b_dk, input_precision=PREC)
-                    if slices == 1:
-                        b_dq_sum += b_dq
-                        b_dk_sum += b_dk
-                    else:
-                        write_rows(dq, token, i_w, writers, n_rows, b_dq, o_k, K)
-                        write_rows(dk, token, i_w, writers, n_rows, b_dk, o_k, K)
-            b_in_q, b_in_k, b_in_late = b_in_q * b_start * b_q_scale, b_in_k * -b_start * b_k_norm, b_in_late * b_end * b_k_norm
-            b_along_q += b_in_q + b_row_q + b_self
-            b_along_k += (b_in_k + b_row_k) * b_beta + b_in_late + b_column + b_self
-        b_zv = value_gradient(v, v_s, z, dv, b_beta, i_tile, i_b, i_h, first, n_rows, token, HV, V, BV, SUMS)
-        if SUMS:
-            b_dbeta = b_zv + b_in_k + b_row_k
+            b_beta, b_k_norm, b_q_norm, b_decay = tl.load(p_row + 128), tl.load(p_row + 256), tl.load(p_row + 320) * scale, tl.load(p_row + 384)
+            b_k32 = b_k.to(tl.float32)
+            b_a, b_b, b_c = tl.reduce((b_q.to(tl.float32) * b_dq, b_k32 * b_early, b_k32 * b_late), 1, add_three)
+            b_in_q, b_in_k, b_in_late = b_in_q + b_a, b_in_k + b_b, b_in_late + b_c
+            b_dq = b_dq * tl.load(p_row + 192)[:, None]
+            b_dk = b_late * tl.load(p_row + 64)[:, None] - b_early * (tl.load(p_row) * b_beta)[:, None]
+            b_E = pair_decay_transposed(b_decay, EXACT) * b_k_norm[:, None]
+            b_PT = (b_PT * b_E * -b_q_norm[None, :]).to(TYPE)
+            b_LT = b_LT * b_E * (b_k_norm * b_beta)[None, :]
+            b_E = pair_decay(b_decay, EXACT) * b_k_norm[None, :]
+            b_P = b_P * b_E * b_q_norm[:, None]
+            b_W = tl.where(lower, tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_P, 0.0)
+            b_zvn = tl.where(diagonal, b_L, 0.0)
+            b_L = tl.where(lower, b_L * b_E * -b_k_norm[:, None], 0.0)
+            b_WL = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_L
+            b_column += tl.sum(b_W + b_WL * b_beta[:, None], 0)
+            b_a, b_b, b_zvn = tl.reduce((b_W, b_WL, b_zvn), 1, add_three)
+            b_row_q, b_row_k = b_row_q + b_a, b_row_k + b_b
+            if dq is not None:
+                b_L = tl.where(lower, b_L * b_beta[:, None], tl.where(diagonal, 0.0, -b_LT)).to(TYPE)
+                b_dq = tl.dot(b_P.to(TYPE), b_k, b_dq, input_precision=PREC)
+                # The negative of a negative: a sum would become a chain of two products, and the first be laid out as the operand of the second.
+                b_dk = tl.dot(b_L, b_k, b_dk, input_precision=PREC) - tl.dot(b_PT, b_q, input_precision=PREC)
+                if slices > 1:
+                    if i_head > 0:
+                        b_dq += read_rows(dq, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
+                        b_dk += read_rows(dk, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
+                    write_rows(dq, token, i_g, H, n_rows, b_dq, o_k, K)
+                    write_rows(dk, token, i_g, H, n_rows, b_dk, o_k, K)
+                else:
+                    b_dq_sum += b_dq
+                    b_dk_sum += b_dk
+        b_beta = tl.load(p_row + 128)
+        b_in_k, b_in_late = b_row_k - b_in_k * tl.load(p_row), b_in_late * tl.load(p_row + 64)
         if dbeta is not None:
-            write_column(dbeta, token, i_h, HV, n_rows, b_dbeta)
+            b_dbeta = b_zvn * (1.0 - b_beta * (0.5 if NEG_EIGVAL else 1.0)) if SIGMOID else b_zv + b_in_k
+            write_column(dbeta, token, i_h, H * GROUP, n_rows, b_dbeta)
         if dg is not None:
-            b_dG = b_in_q + b_row_q + (b_in_k + b_row_k) * b_beta - b_in_late - b_column
-            b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_in_late, 0) + b_gamma * both)
+            b_dG = b_in_q * tl.load(p_row + 192) + b_row_q + b_in_k * b_beta - b_in_late - b_column
+            b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_in_late, 0) + tl.load(gamma + i_tile) * both)
             if ACTIVATE:
                 bias = 0.0
                 if dt_bias is not None:
                     bias = tl.load(dt_bias + i_h).to(tl.float32)
                 b_logit = load_column(g, (g_b, g_t, g_h), i_b, i_h, first, n_rows, o_r)
-                b_dg, b_log = gate_gradient(b_dg, b_logit, bias, load_rate(A_log, i_h), bound, BOUNDED)
+                b_dg, b_log = gate_gradient(b_dg, b_logit, bias, load_rate(A_log, i_h), tl.full((), lower_bound, tl.float32), BOUNDED)
+                b_log, b_bias = tl.reduce((tl.where(o_r < n_rows, b_log, 0.0), tl.where(o_r < n_rows, b_dg, 0.0)), 0, add_two)
                 if dA_log is not None:
-                    tl.store(dA_log + i_tile, tl.sum(tl.where(o_r < n_rows, b_log, 0.0), 0))
+                    tl.store(dA_log + i_tile, b_log)
                 if ddt_bias is not None:
-                    tl.store(ddt_bias + i_tile, tl.sum(tl.where(o_r < n_rows, b_dg, 0.0), 0))
-            write_column(dg, token, i_h, HV, n_rows, b_dg)
-    if slices == 1 and dq is not None:
-        o_k = tl.arange(0, BK)
-        if L2NORM:
-            b_dq_sum = norm_gradient(b_dq_sum, read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), b_q_norm, b_along_q)
-            b_dk_sum = norm_gradient(b_dk_sum, read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K), b_k_norm, b_along_k)
-        write_rows(dq, token, i_w, writers, n_rows, b_dq_sum, o_k, K)
-        write_rows(dk, token, i_w, writers, n_rows, b_dk_sum, o_k, K)
+                    tl.store(ddt_bias + i_tile, b_bias)
+            write_column(dg, token, i_h, H * GROUP, n_rows, b_dg)
+    if dq is not None and (slices == 1 or L2NORM):
+        finish(dq, dk, q, q_s, k, k_s, rows + (i_t.to(tl.int64) * H + i_g) * (GROUP * 448), b_dq_sum, b_dk_sum, i_b, i_g, first, n_rows, token, H, K, BK, L2NORM)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.scan import close_state, open_state, place, rows_at
+from kda_ops.backends.triton.scan import close_state, dot_apart, open_state, place, rows_at
 from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, store_tile, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
@@ -71,6 +71,7 @@ def reverse_scan_rows(
     o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
+    b_zero = tl.zeros((64, BV), tl.float32)
     b_dS = open_state(dfinal, dfinal_s, None, i_n, i_h, o_k, o_v, live, K, V)
     count = tl.cdiv(length, 64)
     for step in tl.range(0, count, num_stages=STAGES):
@@ -79,18 +80,18 @@ def reverse_scan_rows(
         m_r = (c * 64 + o_r < length)[:, None]
         b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
         b_A = load_tile(A, i_tile, o_r, o_r, 64)
-        p_row = rows + i_tile * 256 + o_r
+        p_row = rows + i_tile * 448 + o_r
         b_ds = b_dS.to(TYPE)
         tl.store(dstates + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_ds, mask=(o_k < K)[:, None] & m_v)
-        b_dv = tl.dot(b_k, b_ds, input_precision=PREC) * tl.load(p_row + 64)[:, None]
+        b_dv = dot_apart(b_k, b_ds, b_zero, length > 0, PREC) * tl.load(p_row + 64)[:, None]
         b_dS = b_dS * tl.load(gamma + i_tile)
         if do is not None:
             b_do = tl.load(rows_at(do, do_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0)
-            b_dv = tl.dot(tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_do, b_dv, input_precision=PREC)
+            b_dv = dot_apart(tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_do, b_dv, length > 0, PREC)
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
             b_do = (b_do.to(tl.float32) * tl.load(p_row + 192)[:, None]).to(TYPE)
             b_dS = tl.dot(tl.trans(b_q), b_do, b_dS, input_precision=PREC)
-        b_z = tl.dot(tl.trans(b_A), b_dv.to(TYPE), input_precision=PREC)
+        b_z = dot_apart(tl.trans(b_A), b_dv.to(TYPE), b_zero, length > 0, PREC)
         store_tile(z, i_tile, b_z, o_r, o_v, V)
         b_less = (b_z * -(tl.load(p_row) * tl.load(p_row + 128))[:, None]).to(TYPE)
         b_dS = tl.dot(tl.trans(b_k), b_less, b_dS, input_precision=PREC)

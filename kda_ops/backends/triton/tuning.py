@@ -94,7 +94,7 @@ def table(kernel: str, p: Problem) -> Options:
     if kernel in ("scan_tiles", "scan_rows"):
         return Options(K, 32) if wide else Options(K, min(V, 64), stages=3 if hopper and K <= 128 else 1)
     if kernel == "gradient_rows":
-        return Options(32, 32) if wide else Options(K, min(V, 128 if K <= 128 else 64), warps=8)
+        return Options(32, 32) if wide else Options(K, min(V, 64), warps=8)
     if kernel.startswith("gradient"):
         if wide:
             return Options(64 if kernel == "gradient_keys" else 32, 32)  # its decays are fp16 operands: see `width`

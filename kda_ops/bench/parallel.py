@@ -1,0 +1,163 @@
+"""``python -m kda_ops parallel``: one long sequence on one device, and spread over several by context parallelism.
+
+Starts a process per device (NCCL on GPUs, gloo on CPU) and times forward, and forward with backward, of the same tokens on the first device alone and over
+the first 2, 4, .. of them; the slowest rank's median counts. Beside it stand the bytes that a rank passes to collectives, counted and as
+`kda_ops.distributed.chunk` computes them. Results are checked by tests/gpu/test_parallel.py, not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from kda_ops.bench import sides
+from kda_ops.bench.cases import Case, make_inputs
+
+REPEATS = 9
+
+
+def _median_ms(call: Callable[[], object], device: torch.device, group) -> float:
+    """The median time of a call that all ranks make, on the slowest of them."""
+    times = []
+    for repeat in range(REPEATS + 2):
+        if group is not None:
+            dist.barrier(group)
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            took = start.elapsed_time(end)
+        else:
+            begin = time.perf_counter()
+            call()
+            took = 1e3 * (time.perf_counter() - begin)
+        if repeat >= 2:  # the first compile and warm up
+            times.append(took)
+    slowest = torch.tensor(statistics.median(times), device=device)
+    if group is not None:
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    return round(slowest.item(), 3)
+
+
+def _sent(call: Callable[[], object]) -> int:
+    """The bytes that this rank passes to collectives in a call."""
+    from kda_ops.distributed import collectives
+
+    total, original = 0, collectives.start_all_gather
+
+    def counting(x: Tensor, size: int, name: str) -> Tensor:
+        nonlocal total
+        total += x.numel() * x.element_size()
+        return original(x, size, name)
+
+    try:
+        collectives.start_all_gather = counting
+        call()
+    finally:
+        collectives.start_all_gather = original
+    return total
+
+
+def _row(case: Case, group, device: torch.device) -> dict[str, object]:
+    """Times of one case, whose setting is a shard of it where there is a group."""
+    import kda_ops.distributed as cp
+
+    size = 1 if group is None else dist.get_world_size(group)
+    x = make_inputs(case)
+    do = torch.randn_like(x["v"])
+    names = list(x)
+    if group is None:
+        forward = sides.our_forward(case)
+    else:
+        plan = cp.plan_context(case.sizes["T"], group, device=device)
+        chunk: Callable = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}[case.op]
+
+        def forward(x: dict[str, Tensor]) -> Tensor:
+            return chunk(**x, group=plan)[0]
+
+    def infer() -> None:
+        with torch.no_grad():
+            forward(x)
+
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items()}
+
+    def train(forward=forward) -> None:
+        torch.autograd.grad(forward(leaves), [leaves[n] for n in names], do)
+
+    row: dict[str, object] = {"op": case.op, "gate": case.gate, "gpus": size, "fwd_ms": _median_ms(infer, device, group)}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    row["fwdbwd_ms"] = _median_ms(train, device, group)
+    row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None
+    if group is None:
+        return row
+    HV, K, V = case.sizes["HV"], case.sizes["D"], case.sizes["D"]
+    row |= {"sent_bytes": _sent(train), "computed_bytes": 4 * HV * K * (V + K) + 4 * HV * K * V}
+    return row
+
+
+def _serve(rank: int, store: str, args: argparse.Namespace) -> None:
+    cuda = args.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    sizes = [n for n in (2, 4, 8) if n <= args.processes]
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=args.processes)
+    groups = {n: dist.new_group(list(range(n))) for n in sizes}
+    rows: list[dict] = []
+    whole = f"B1T{args.length}H{args.heads}D{args.width}"
+    for op in ("kda", "gdn"):
+        for gate in ("strong", "weak"):
+            alone: dict = {}
+            for size in (1, *sizes):
+                if rank < size:
+                    setting = f"B1T{args.length // size}H{args.heads}D{args.width}"
+                    case = Case(op, "fwdbwd", setting, gate, str(device), torch.bfloat16 if cuda else torch.float32)
+                    row = _row(case, groups.get(size), device)
+                    if rank == 0:
+                        alone = alone or row
+                        row |= {f"{name}_speedup": round(alone[f"{name}_ms"] / row[f"{name}_ms"], 2) for name in ("fwd", "fwdbwd")}
+                        rows.append(row)
+                        print(json.dumps(row), flush=True)
+                    if cuda:
+                        torch.cuda.empty_cache()
+                dist.barrier()
+    if rank == 0:
+        found = {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__}
+        if cuda:
+            found |= {"triton": metadata.version("triton"), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        Path(args.output).write_text(json.dumps(found | {"setting": whole, "rows": rows}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m kda_ops parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--processes", type=int, default=min(torch.cuda.device_count(), 8) if cuda else 2, help="all GPUs by default")
+    parser.add_argument("--length", type=int, default=131072)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--width", type=int, default=128, help="K and V")
+    parser.add_argument("--output", metavar="FILE", default="tests/gpu/parallel.json")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_serve, (os.path.join(folder, "store"), args), nprocs=args.processes)
+    return 0
