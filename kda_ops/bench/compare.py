@@ -37,9 +37,9 @@ def default_dtype(device: str) -> torch.dtype:
 
 
 def list_cases(
-    device: str, ops: Sequence[str], passes: Iterable[str], gates: Iterable[str], settings: Iterable[str] | None, dtype: torch.dtype, peer: Peer | None
+    device: str, ops: Sequence[str], passes: Iterable[str], gates: Iterable[str], settings: Sequence[str] | None, dtype: torch.dtype, peer: Peer | None
 ) -> list[Case]:
-    """The cases of a table for one peer, in its order. A bounded gate is KDA's; decode runs on states of both dtypes in both layouts."""
+    """The cases of a table for one peer. A bounded gate is KDA's; decode runs on fp32 and bf16 states in both layouts, a first call at the last setting."""
     cases = []
     for op in ops:
         for pass_ in passes:
@@ -48,9 +48,10 @@ def list_cases(
                 wanted = wanted[:1]
             if pass_ == "decode":
                 wanted = [g for g in wanted if g in ("bound", "softplus")][:1]
-            for setting in settings or (DECODE_SETTINGS if pass_ == "decode" else SETTINGS)[device]:
+            sizes = settings or (DECODE_SETTINGS if pass_ == "decode" else SETTINGS)[device]
+            for setting in sizes[-1:] if pass_ == "first_call_s" else sizes:
                 for gate in wanted:
-                    variants = [(s, lay) for s in ("fp32", "bf16") for lay in ("kv", "vk")] if pass_ == "decode" else [("fp32", "kv")]
+                    variants = [(s, o) for s in ("fp32", "bf16") for o in ("kv", "vk")] if pass_ == "decode" else [("fp32", "kv")]
                     cases += [Case(op, pass_, setting, gate, device, dtype, *v) for v in variants]
     if peer is not None:
         cases = [c for c in cases if (c.pass_ != "decode" or peer.step is not None) and (c.pass_ != "first_call_s" or peer.same)]
