@@ -62,7 +62,7 @@ def setup_module():
 
 def teardown_module():
     compat.disable()
-    print(f"\nour operators ran in {len(RAN)} tests of each model:", *sorted(RAN))
+    print(f"\nour operators ran in {len(RAN)} tests, by name:", *sorted(RAN))
 
 
 class Tester:
