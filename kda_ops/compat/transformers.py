@@ -41,6 +41,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,7 @@ __doctest_requires__ = ("transformers",)
 MODELS = ("kimi_linear", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 """The models whose modules `enable` looks for; those that the installed transformers lacks are passed over."""
 
+_NAMES = [f"transformers.models.{model}.modeling_{model}" for model in MODELS]
 _OURS = "__kda_ops_original__"  # the attribute by which a function of ours is known, and which holds what it stands for
 
 
@@ -132,8 +134,7 @@ def _modules() -> list[Any]:
             f"kda_ops.compat.transformers needs transformers 5.16 or later, got {transformers.__version__}, which binds the functions when a model is built: "
             "upgrade transformers."
         )
-    names = [f"transformers.models.{model}" for model in MODELS]
-    return [importlib.import_module(f"{name}.modeling_{name.rpartition('.')[2]}") for name in names if importlib.util.find_spec(name)]
+    return [importlib.import_module(name) for name in _NAMES if importlib.util.find_spec(name.rpartition(".")[0])]
 
 
 class Enabled:
@@ -177,4 +178,5 @@ def enable() -> Enabled:
 
 def disable() -> None:
     """Take our operators out of the models: every function is the one that `enable` found."""
-    _restore([(module, name) for module in _modules() for name in _REPLACEMENTS if hasattr(module, name)])
+    loaded = [sys.modules[name] for name in _NAMES if name in sys.modules]
+    _restore([(module, name) for module in loaded for name in _REPLACEMENTS if hasattr(module, name)])

@@ -12,7 +12,7 @@ from tests.support import models
 from tests.support.models import assert_same, left_padded, packed, step, to, torch_path
 
 MAIN = ("kimi_linear", "qwen3_next", "qwen3_5")
-TOLERANCE = 3e-4  # as on a CPU
+SHORT = MAIN[:2]  # the third has the second's delta rule
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +22,7 @@ def _take_out_again():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mode", ("eager", "compiled"))
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name, mode", [(name, "eager") for name in MAIN] + [(name, "compiled") for name in SHORT])
 def test_logits_loss_and_gradients_are_the_same(name, mode):
     net, x = models.model(name, "cuda"), to(left_padded((70, 33)), "cuda")
     with torch_path():
@@ -32,10 +31,10 @@ def test_logits_loss_and_gradients_are_the_same(name, mode):
         torch._dynamo.utils.counters.clear()
         got = step(net, x, x["attention_mask"], torch.compile(net, fullgraph=True) if mode == "compiled" else None)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (mode == "compiled")
-    assert_same(got, want, TOLERANCE)
+    assert_same(got, want)
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", SHORT)
 def test_in_bfloat16_they_are_as_close_as_the_own_path(name):
     x = to(left_padded((70, 33)), "cuda")
     wide, narrow = models.model(name, "cuda"), models.model(name, "cuda", torch.bfloat16)
@@ -55,8 +54,7 @@ def test_in_bfloat16_they_are_as_close_as_the_own_path(name):
         assert ours <= 1.3 * own, f"{part}: {ours:.2e}, transformers' own {own:.2e}"
 
 
-@pytest.mark.parametrize("lengths", ((66,), (20, 7, 1)), ids=str)
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name, lengths", [("kimi_linear", (66,)), ("kimi_linear", (20, 7, 1)), ("qwen3_next", (66,)), ("qwen3_5", (20, 7, 1))], ids=str)
 def test_generated_tokens_are_the_same(name, lengths):
     net, x = models.model(name, "cuda"), to(left_padded(lengths), "cuda")
     words = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True, output_logits=True)
@@ -65,10 +63,10 @@ def test_generated_tokens_are_the_same(name, lengths):
     with compat.enable():
         got = net.generate(**x, **words)
     assert torch.equal(got.sequences, want.sequences)
-    assert_same({"logits": torch.stack(got.logits)}, {"logits": torch.stack(want.logits)}, TOLERANCE)
+    assert_same({"logits": torch.stack(got.logits)}, {"logits": torch.stack(want.logits)})
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", SHORT)
 def test_packed_sequences_are_the_sequences_alone(name):
     net = models.model(name, "cuda")
     ids = [models.tokens(n, seed=n).cuda() for n in (5, 1, 70, 64, 37)]
@@ -77,10 +75,10 @@ def test_packed_sequences_are_the_sequences_alone(name):
         net.zero_grad(set_to_none=True)
         logits = torch.cat([net(x[None], use_cache=False).logits for x in ids], 1)
         logits.logsumexp(-1).sum().backward()
-        want = {"logits": logits.detach()} | {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+        want = {"logits": logits.detach()} | {"d " + n: p.grad for n, p in net.named_parameters() if p.grad is not None}
     with compat.enable():
         net.zero_grad(set_to_none=True)
         logits = net(**inside).logits
         logits.logsumexp(-1).sum().backward()
-        got = {"logits": logits.detach()} | {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
-    assert_same(got, want, TOLERANCE)
+        got = {"logits": logits.detach()} | {"d " + n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    assert_same(got, want)
