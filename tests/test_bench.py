@@ -1,9 +1,11 @@
 """The benchmark: what it measures, what it refuses to time, how it compares; no time is judged here."""
 
 import json
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from kda_ops.bench.cases import Case, Oracle, activated, flags, make_inputs
 from kda_ops.bench.sides import Peer, Unsupported, our_forward
 
 SMALL = "B1T130H2HV4D16"
+ROOT = Path(__file__).parents[1]
 
 
 def case(op="kda", pass_="fwd", gate="weak", setting=SMALL, **words):
@@ -255,3 +258,15 @@ def test_a_whole_run_in_processes_of_its_own():
     done = subprocess.run([sys.executable, "-m", "kda_ops", "bench", *options.split()], capture_output=True, text=True, timeout=120, check=True)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[:2] for line in lines if line[:1] in (["kda"], ["gdn"])] == [["kda", "fwd"], ["gdn", "fwd"]]
+
+
+def test_parallel_writes_times_and_the_bytes_that_the_documentation_computes(tmp_path):
+    file = tmp_path / "parallel.json"
+    command = [sys.executable, "-m", "kda_ops", "parallel", "--device", "cpu", "--length", "256", "--heads", "2", "--width", "16", "--output", str(file)]
+    subprocess.run(command, check=True, timeout=120, capture_output=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    for found in (json.loads(file.read_text()), json.loads((ROOT / "tests" / "gpu" / "parallel.json").read_text())):
+        measured = {(r["op"], r["gate"], r["gpus"]) for r in found["rows"]}
+        assert measured >= {(op, gate, n) for op in ("kda", "gdn") for gate in ("strong", "weak") for n in (1, 2)}
+        for row in found["rows"]:
+            assert row["fwd_ms"] > 0 and row["fwdbwd_ms"] > 0
+            assert row["gpus"] == 1 or row["sent_bytes"] == row["computed_bytes"] > 0

@@ -21,6 +21,7 @@ from tests.support.closeness import (
     vanished,
 )
 from tests.support.pools import Pool
+from tests.support.shards import cut_twin
 
 CASE = Case(B=2, T=65, H=1, HV=2, K=16, V=24, gate="softplus", beta="sigmoid", l2norm=True)
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state")
@@ -175,3 +176,14 @@ def test_a_pool_names_live_slots_once():
     named = torch.cat([indices, snapshots.flatten()])
     live = named[named >= 0]
     assert live.unique().numel() == live.numel() and int(indices[0]) < 0
+
+
+@pytest.mark.parametrize("lengths", [None, (65, 0, 20, 50)])
+def test_a_twin_that_is_cut_at_chunks_is_the_twin(lengths):
+    """Where a cut is a seam of chunks already, nothing may change."""
+    case = Case(T=150, H=1, HV=2, lengths=lengths, gate="softplus", dtype=torch.float32)
+    whole, cut = twin(case), cut_twin(case, (0, 65 if lengths else 64, case.rows), torch.float32)
+    assert whole.keys() == cut.keys()
+    for name, x in whole.items():
+        torch.testing.assert_close(cut[name], x, rtol=1e-5, atol=1e-5)
+    assert_all_close(cut, oracle(case), lambda draw: twin(case, draw=draw))

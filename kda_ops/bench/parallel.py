@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ def _sent(call: Callable[[], object]) -> int:
     return total
 
 
-def _row(case: Case, group, device: torch.device) -> dict[str, object]:
+def _row(case: Case, group, device: torch.device) -> dict[str, Any]:
     """Times of one case, whose setting is a shard of it where there is a group."""
     import kda_ops.distributed as cp
 
@@ -99,7 +100,7 @@ def _row(case: Case, group, device: torch.device) -> dict[str, object]:
     def train(forward=forward) -> None:
         torch.autograd.grad(forward(leaves), [leaves[n] for n in names], do)
 
-    row: dict[str, object] = {"op": case.op, "gate": case.gate, "gpus": size, "fwd_ms": _median_ms(infer, device, group)}
+    row: dict[str, Any] = {"op": case.op, "gate": case.gate, "gpus": size, "fwd_ms": _median_ms(infer, device, group)}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     row["fwdbwd_ms"] = _median_ms(train, device, group)

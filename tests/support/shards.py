@@ -1,11 +1,9 @@
 """A twin of a call that is cut across ranks: the same formulas with the same chunks, which begin anew in each shard.
 
-Where chunks begin decides how gradients of gates are rounded: their terms cancel within a chunk. The states that cross a cut are the exact ones.
+Where chunks begin decides how gradients of gates are rounded: their terms cancel within a chunk.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,33 +28,20 @@ def _shard(case: Case, backend, inputs: Tensors, a: int, b: int, state: Tensor, 
     return run_stages(backend, p, (do[:, a:b], dstate), GRADIENTS)
 
 
-@lru_cache(maxsize=64)
-def _exact(case: Case, cuts: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """The states at each cut and their gradients, in float64."""
-    reference = Reference(torch.float64, None)
-    inputs = {n: x.double() if x is not None and x.is_floating_point() else x for n, x in case.inputs().items()}
-    do, dfinal_state = (d.double() for d in case.cotangents())
-    first = torch.zeros(case.state_shape, dtype=torch.float64) if inputs["initial_state"] is None else inputs["initial_state"]
-    states, spans = [first], list(zip(cuts, cuts[1:]))
-    for a, b in spans:
-        states.append(_shard(case, reference, inputs, a, b, states[-1], do, torch.zeros_like(first))["final_state"])
-    dstates = [dfinal_state if case.final else torch.zeros_like(first)]
-    for i, (a, b) in reversed(list(enumerate(spans))):
-        dstates.append(_shard(case, reference, inputs, a, b, states[i], do, dstates[-1])["dinitial_state"])
-    return states, dstates[::-1]
-
-
 def cut_twin(case: Case, cuts: tuple[int, ...], operand: torch.dtype, draw: int = 0) -> Results:
     """Every output and gradient of a call whose tokens are cut at `cuts`, with operands rounded to `operand`."""
-    states, dstates = _exact(case, cuts)
     reference = (_Draw if draw else Reference)(case.state_dtype, None if operand is case.state_dtype else operand)
     if draw:
         reference.gen.manual_seed(draw)
-    inputs, (do, _) = case.inputs(), case.cotangents()
-    parts = [
-        _shard(case, reference, inputs, a, b, states[i].to(case.state_dtype), do, dstates[i + 1].to(case.state_dtype))
-        for i, (a, b) in enumerate(zip(cuts, cuts[1:]))
-    ]
+    inputs, (do, dstate), spans = case.inputs(), case.cotangents(), list(zip(cuts, cuts[1:]))
+    nothing = torch.zeros(case.state_shape, dtype=case.state_dtype)
+    states, parts = [nothing if inputs["initial_state"] is None else inputs["initial_state"]], []
+    for a, b in spans[:-1]:
+        states.append(_shard(case, reference, inputs, a, b, states[-1], do, nothing)["final_state"])
+    dstate = dstate if case.final else nothing
+    for state, (a, b) in reversed(list(zip(states, spans))):
+        parts.insert(0, _shard(case, reference, inputs, a, b, state, do, dstate))
+        dstate = parts[0]["dinitial_state"]
     found = {n: torch.cat([p[n] for p in parts], 1) for n in parts[0] if n == "o" or n[1:] in SPREAD}
     found |= {n: sum(p[n] for p in parts) for n in PARAMETERS if n in parts[0]}
     if case.final:
