@@ -52,7 +52,7 @@ def test_the_command_line_measures_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(model, "PEERS", {"slow": None})
     slow = {"loss": 1.0, "probe": [1.1], "first_step_s": 9.0, "says": "not done after 10 s"}
     apart = {"ours": {"loss": 1.0, "probe": [1.0], "step_ms": 5.0}, "slow": slow}
-    monkeypatch.setattr(model, "measure_apart", lambda side, spec, limit: apart[side])
+    monkeypatch.setattr(model, "measure_apart", lambda side, spec, limit, ahead: apart[side])
     assert compare.main(["--model", "--device", "cpu", "--peers", "slow", "--json", str(tmp_path / "m.json")]) == 0
     assert "not done after 10 s" in capsys.readouterr().out
     assert json.loads((tmp_path / "m.json").read_text())["sides"] == apart
@@ -61,6 +61,23 @@ def test_the_command_line_measures_and_writes(tmp_path, monkeypatch, capsys):
 def test_a_side_is_cut_at_its_limit_and_one_that_breaks_says_why():
     assert model.measure_apart("ours", SPEC, 0.01)["says"] == "not done after 0.01 s"
     assert "TypeError" in model.measure_apart("ours", SPEC | {"hidden": None}, 60.0)["says"]
+
+
+def test_a_peer_compiled_ahead_has_no_first_step(monkeypatch):
+    asked = []
+    monkeypatch.setattr(model, "compile_ahead", lambda cases, peer, until: asked.append((cases[0].setting, peer.environment["TRITON_CACHE_DIR"])))
+    monkeypatch.setattr(model.subprocess, "run", lambda command, env, **words: _Done(env["TRITON_CACHE_DIR"]))
+    found = model.measure_apart("fla", SPEC, 60.0, ahead=True)
+    assert found == {"loss": 1.0, "step_ms": 2.0} and asked == [("B2T70H2D8", _Done.cache)]
+
+
+class _Done:
+    """A process that measured a side with a cache."""
+
+    cache, returncode, stdout = "", 0, json.dumps({"first_step_s": 9.0, "loss": 1.0, "step_ms": 2.0})
+
+    def __init__(self, cache):
+        _Done.cache = cache
 
 
 def test_a_side_in_a_process_of_its_own_finishes():

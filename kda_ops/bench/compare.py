@@ -73,7 +73,7 @@ def order(cases: list[Case]) -> list[Case]:
 
 def _worker(work: dict, peer: Peer | None, **words) -> subprocess.Popen:
     command = [sys.executable, "-m", "kda_ops.bench.worker", json.dumps(work)]
-    return subprocess.Popen(command, env=os.environ | (peer.environment if peer else {}), text=True, start_new_session=True, **words)
+    return subprocess.Popen(command, env=os.environ | (peer.environment if peer else {}), text=True, preexec_fn=os.setpgrp, **words)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -88,13 +88,14 @@ def compile_ahead(cases: list[Case], peer: Peer, until: float) -> None:
     specs = [c.spec() for c in cases]
     works = [{"peer": peer.name, "cases": specs, "share": [i, count]} for i in range(count)]
     shares = [_worker(work, peer, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for work in works]
-    for process in shares:
-        try:
-            process.wait(None if until == float("inf") else max(0.0, until - time.time()))
-        except subprocess.TimeoutExpired:
-            pass
-        _end(process)
-        process.wait()
+    try:
+        for process in shares:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(None if until == float("inf") else max(0.0, until - time.time()))
+    finally:
+        for process in shares:
+            _end(process)
+            process.wait()
 
 
 def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str], None], until: float = float("inf")) -> list[dict]:
@@ -106,14 +107,18 @@ def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str],
         timer = threading.Timer(min(max(0.0, until - time.time()), threading.TIMEOUT_MAX), _end, [process])
         timer.daemon = True
         timer.start()
-        for line in process.stdout:
-            if not line.startswith(('{"row"', '{"skip"')):
-                continue  # what a peer prints
-            done, reached = json.loads(line), reached + 1
-            if "row" in done:
-                rows.append(done["row"])
-            report(done.get("row", done.get("skip")))
-        timer.cancel()
+        try:
+            for line in process.stdout:
+                if not line.startswith(('{"row"', '{"skip"')):
+                    continue  # what a peer prints
+                done, reached = json.loads(line), reached + 1
+                if "row" in done:
+                    rows.append(done["row"])
+                report(done.get("row", done.get("skip")))
+            process.wait()
+        finally:
+            timer.cancel()
+            _end(process)
     if process.returncode:
         why = "out of time" if time.time() >= until else f"the process ended with {process.returncode}"
         for case in cases[reached:]:

@@ -17,13 +17,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kda_ops.bench.compare import describe
+from kda_ops.bench import sides
+from kda_ops.bench.cases import Case
+from kda_ops.bench.compare import compile_ahead, describe
 from kda_ops.nn import KimiDeltaAttention
 
 VOCABULARY = 256
@@ -144,11 +147,21 @@ def measure(side: str, spec: dict, report: Callable[[dict], None] = lambda found
     return found | {"step_ms": statistics.median(times), "peak_gb": peak, "graphs": counters["stats"]["unique_graphs"]}
 
 
-def measure_apart(side: str, spec: dict, limit: float | None) -> dict:
-    """`measure` in a new process with empty caches, as far as it comes within `limit` seconds."""
+def _ahead(side: str, spec: dict, caches: dict[str, str]) -> None:
+    """Compile what a peer's operator will choose from, on all cores."""
+    peer = next(p for p in sides.PEERS if p.name == side)
+    setting = "B{batch}T{length}H{heads}D".format(**spec) + str(spec["hidden"] // spec["heads"])
+    case = Case("kda", "fwdbwd", setting, spec["gate"], spec["device"], torch.bfloat16)
+    compile_ahead([case], replace(peer, environment=peer.environment | caches), float("inf"))
+
+
+def measure_apart(side: str, spec: dict, limit: float | None, ahead: bool = False) -> dict:
+    """`measure` in a new process with empty caches, as far as it comes within `limit` seconds; `ahead`: with a peer's kernels in them, and no first step."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        environment |= {"FLA_DISABLE_BACKEND_DISPATCH": "1"}
+        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        if ahead:
+            _ahead(side, spec, caches)
+        environment = os.environ | caches | {"FLA_DISABLE_BACKEND_DISPATCH": "1"}
         command = [sys.executable, "-m", "kda_ops.bench.model", json.dumps(spec | {"side": side})]
         why = None
         try:
@@ -159,7 +172,8 @@ def measure_apart(side: str, spec: dict, limit: float | None) -> dict:
         except subprocess.TimeoutExpired as cut:
             out, why = bytes(cut.stdout or b"").decode(), f"not done after {limit:g} s"
     rows = [json.loads(line) for line in out.splitlines() if line.startswith('{"first_step_s"')]
-    return (rows[-1] if rows else {}) | ({"says": why} if why else {})
+    found = (rows[-1] if rows else {}) | ({"says": why} if why else {})
+    return {n: x for n, x in found.items() if n != "first_step_s" or not ahead}
 
 
 def refuse(found: dict, ours: dict) -> dict:
@@ -180,6 +194,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--peers", type=lambda s: [n for n in s.split(",") if n], default=list(PEERS), help="comma-separated, after ours; '' for none")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--time-limit", type=float, metavar="S", help="end a side after S seconds")
+    parser.add_argument("--ahead", action="store_true", help="compile the peer's kernels on all cores first: less time, but none for its first step")
     parser.add_argument("--json", metavar="FILE", help="write what was found")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -188,15 +203,15 @@ def main(argv: list[str]) -> int:
     about = describe(args.device)
     print(", ".join(f"{n} {v}" for n, v in (about | spec).items()))
     print("side".ljust(8) + "".join(n.rjust(14) for n in COLUMNS))
-    sides: dict[str, dict] = {}
+    found: dict[str, dict] = {}
     for side in ("ours", *args.peers):
-        found = measure_apart(side, spec, args.time_limit)
-        sides[side] = found if side == "ours" else refuse(found, sides["ours"])
-        cells = [sides[side].get(n) for n in COLUMNS]
-        print(side.ljust(8) + "".join(("-" if c is None else format(c, ".5g")).rjust(14) for c in cells), sides[side].get("says", ""), flush=True)
+        row = measure_apart(side, spec, args.time_limit, args.ahead and side != "ours")
+        row = found[side] = row if side == "ours" else refuse(row, found["ours"])
+        cells = [row.get(n) for n in COLUMNS]
+        print(side.ljust(8) + "".join(("-" if c is None else format(c, ".5g")).rjust(14) for c in cells), row.get("says", ""), flush=True)
         if args.json:
-            Path(args.json).write_text(json.dumps(about | {"spec": spec, "sides": sides}, indent=1) + "\n")
-    return 0 if "step_ms" in sides["ours"] else 1
+            Path(args.json).write_text(json.dumps(about | {"spec": spec, "sides": found}, indent=1) + "\n")
+    return 0 if "step_ms" in found["ours"] else 1
 
 
 if __name__ == "__main__":

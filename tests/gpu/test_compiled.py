@@ -24,6 +24,7 @@ from tests.support.closeness import assert_identical
 DEVICE = "cuda"
 VARIANTS = ("kda", "gdn")
 LAYERS = 2
+CLOSE = 1e-3  # of gradients whose float32 arithmetic is compiled, relative RMS; one that lacks a part is off by a hundred times as much
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +80,8 @@ def test_a_model_is_one_graph_and_accumulates_the_gradients_of_eager(variant):
     want = gradients(model, loss_of, windows)
     got = gradients(model, torch.compile(loss_of, fullgraph=True), windows)
     assert_one_graph()
-    assert distance(got, want) < 1e-4
-    assert distance(gradients(model, loss_of, windows[:1]), want | {"loss": want["loss"][:1]}) > 1e-2, "the second backward added nothing"
+    assert distance(got, want) < CLOSE
+    assert distance(gradients(model, loss_of, windows[:1]), want | {"loss": want["loss"][:1]}) > 10 * CLOSE, "the second backward added nothing"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -107,7 +108,7 @@ def test_any_length_trains_with_two_compilations(variant):
     compiled = torch.compile(loss_of, fullgraph=True, backend=counter)
     for length in (130, 65, 64, 200, 321):
         windows = [new_tokens(length)]
-        assert distance(gradients(model, compiled, windows), gradients(model, loss_of, windows)) < 1e-4, length
+        assert distance(gradients(model, compiled, windows), gradients(model, loss_of, windows)) < CLOSE, length
     assert counter.frame_count <= 2
 
 
@@ -122,7 +123,7 @@ def test_reduce_overhead_replays_a_training_step(variant):
 
     for seed in range(4):  # warm-up, capture, replay, replay
         windows = [new_tokens(seed=seed)]
-        assert distance(gradients(model, call, windows), gradients(model, loss_of, windows)) < 1e-4, f"step {seed}"
+        assert distance(gradients(model, call, windows), gradients(model, loss_of, windows)) < CLOSE, f"step {seed}"
     assert_one_graph()
     assert not counters["inductor"]["cudagraph_skips"]
 
@@ -142,7 +143,7 @@ def test_max_autotune_trains(variant):
     for _ in range(3):
         torch.compiler.cudagraph_mark_step_begin()
         (got,) = torch.autograd.grad(compiled(x, weight), weight)
-        assert distance({"w": got}, {"w": want}) < 1e-3  # products by Triton round otherwise
+        assert distance({"w": got}, {"w": want}) < CLOSE
     assert_one_graph()
 
 
@@ -160,7 +161,7 @@ def test_a_checkpoint_policy_spares_the_second_forward_of_attention(compiled):
         forwards[name] = forward.call_count
         got = {n: p.grad for n, p in model.named_parameters()}
         want = got if want is None else want
-        assert distance(got, want) < 1e-4, name
+        assert distance(got, want) < CLOSE, name
     assert forwards["but not attention"] == forwards["keep everything"] == LAYERS
     assert forwards["recompute blocks"] == 2 * LAYERS or compiled  # a compiler may keep what it was told to recompute
 
@@ -188,7 +189,7 @@ def test_plain_pytorch_folds_into_the_flags():
     assert fold_preprocessing.folded == Counter(l2norm=1, gate=1, sigmoid=1)
     assert_one_graph()
     assert distance(got, results(flags)) < 1e-6
-    assert distance(got, results(plain)) < 1e-3
+    assert distance(got, results(plain)) < CLOSE
 
 
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
