@@ -30,7 +30,7 @@ SPILLS = {
     ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 0, ("gradient_pairs", "softplus"): 0,
     ("gradient_keys", "bound"): 704, ("gradient_keys", "softplus"): 736, ("reverse_scan_rows", "bound"): 608, ("reverse_scan_rows", "softplus"): 608,
     ("gradient_rows", "bound"): 352, ("gradient_rows", "softplus"): 352, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
-    ("prepare_gdn", "bound"): 480, ("prepare_gdn", "softplus"): 480, ("scan_rows", "bound"): 128, ("scan_rows", "softplus"): 128,
+    ("join_runs", "bound"): 0, ("prepare_gdn", "bound"): 480, ("prepare_gdn", "softplus"): 480, ("scan_rows", "bound"): 128, ("scan_rows", "softplus"): 128,
 }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
     from kda_ops.backends.triton import tuning
 
     rows: list[Row] = []
-    run, assumed = JITFunction.run, tuning.ASSUMED
+    run, assumed, forced = JITFunction.run, tuning.ASSUMED, tuning.FORCED_RUN
 
     def compile_only(self, *args, grid, warmup, **options):
         start = time.perf_counter()
@@ -121,7 +121,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
     try:
         yield rows
     finally:
-        JITFunction.run, tuning.ASSUMED = run, assumed
+        JITFunction.run, tuning.ASSUMED, tuning.FORCED_RUN = run, assumed, forced
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -147,12 +147,13 @@ class Call:
     gate: str = "bound"
     keep: bool = False
     packed: bool = False
+    run: int = 0  # chunks per run, where sequences are cut (backends/triton/runs.py)
 
     @property
     def label(self) -> str:
         """What the row is called."""
         name = f"{'kda' if self.rank else 'gdn'} {str(self.dtype)[6:]} {self.K}x{self.V} {self.gate}"
-        return name + (" keep" if self.keep else "") + (" packed" if self.packed else "")
+        return name + (" keep" if self.keep else "") + (" packed" if self.packed else "") + (" runs" if self.run else "")
 
     def problem(self) -> Problem:
         """The call on meta tensors."""
@@ -175,8 +176,9 @@ class Call:
     def compile(self) -> None:
         """Launch prepare and scan as inference does, or the whole of training's backward if `keep`."""
         from kda_ops.backends import triton as kernels
+        from kda_ops.backends.triton import tuning
 
-        p = self.problem()
+        p, tuning.FORCED_RUN = self.problem(), self.run
         tile = kernels.prepare(p, keep_A=self.keep)
         trace = kernels.scan(p, tile, None if self.keep else p.new_output(), None if self.keep else p.new_final_state(), self.keep)
         if self.keep:
@@ -187,6 +189,7 @@ class Call:
 
 
 LAYER = tuple(Call(rank, gate=gate, keep=keep) for rank in (1, 0) for gate in ("bound", "softplus") for keep in (False, True))
+LAYER += tuple(Call(rank, keep=keep, packed=True, run=32) for rank in (1, 0) for keep in (False, True))
 OTHERS = (Call(1, torch.float32, gate="softplus"), Call(0, torch.float32, gate="softplus"), Call(1, torch.float16, gate="plain"), Call(1, K=256, V=256))
 
 
