@@ -110,21 +110,18 @@ def join_runs(
 
 
 class Runs:
-    """How a call's sequences are cut for one kernel: `length` chunks per run, 0 where they stay whole; `maps` as the module has it."""
+    """How the sequences of a call are cut: `length` chunks per run, 0 where they stay whole; `maps` as the module has it."""
 
     def __init__(self, p: Problem):
-        self.p, self.length, self.maps, self.strides = p, tuning.run_length(p), None, None
-        if p.T <= self.length * CHUNK:  # no sequence has a second run
-            self.length = 0
+        self.p, self.maps, length, packed = p, None, tuning.run_length(p), p.cu_seqlens is not None
+        self.length = length if p.T > length * CHUNK else 0  # else no sequence has a second run
+        self.pieces = packed + (count_chunks(p, self.length * CHUNK) if self.length else p.N)  # the tail of a packed row is one more sequence
         if self.length:
-            pieces = count_chunks(p, self.length * CHUNK) + (p.cu_seqlens is not None)
-            self.maps = p.q.new_empty((pieces, p.HV, p.K, p.V + p.K), dtype=torch.float32)
+            self.maps = p.q.new_empty((self.pieces, p.HV, p.K, p.V + p.K), dtype=torch.float32)
 
     def programs(self, columns: int, block_v: int) -> int:
-        """How many programs a launch over so many columns has; the tail of a packed row is one more sequence."""
-        p = self.p
-        pieces = count_chunks(p, self.length * CHUNK) if self.length else p.N
-        return (pieces + (p.cu_seqlens is not None)) * p.HV * triton.cdiv(columns, block_v)
+        """How many programs a launch over so many columns of the state has."""
+        return self.pieces * self.p.HV * triton.cdiv(columns, block_v)
 
     def join(self, back: bool) -> Tensor:
         """From maps to states: [runs, HV, K, V], the state that each run starts from."""
