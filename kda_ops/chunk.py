@@ -76,7 +76,7 @@ def backward(p: Problem, kept: list[Tensor], do: Tensor | None, dfinal_state: Te
     have = {n: x for n, x in zip(KEPT, kept) if n in names}
     if p.disable_recompute:
         trace = Trace(have.pop("states"), have.pop("v_new"))
-        tile = Tile(**have)
+        tile = b.prepare(p, have["A"]) if dispatch.forms_tile(p) else Tile(**have)
     else:
         A = have.get("A")
         tile = b.prepare(p, A if A is not None and A.numel() else None)

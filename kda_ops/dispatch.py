@@ -52,5 +52,5 @@ def operand_dtype(p: Problem) -> torch.dtype:
 
 
 def forms_tile(p: Problem) -> bool:
-    """Whether the scan forms its tile from q, k, v, g, beta and A in registers, so that `prepare` returns A alone."""
+    """Whether the scans read q, k and v themselves, so that a kept A is enough to make the rest of the tile again."""
     return backend_name(p.q.device) == "triton" and p.rank == 0

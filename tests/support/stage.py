@@ -73,8 +73,8 @@ class Stages:
         )
 
     def _run(self, stage: str, b, p: Problem, tile, trace, reverse, d_o, d_final, **kwargs) -> dict:
-        if p.rank == 0:  # a kernel forms its tile from A; the twin rounds what it forms, the definition does not
-            tile = b.prepare(p, tile.A) if isinstance(b, Reference) else Tile(tile.A)
+        if p.rank == 0:  # made again from A: a kernel takes the decay of a head as factors of rows, the twin rounds what it forms, the definition does not
+            tile = b.prepare(p, tile.A)
         if stage == "reverse_scan":
             out = vars(b.reverse_scan(p, tile, d_o, d_final, kwargs.get("need_initial", True)))
             if out["dinitial_state"] is not None:

@@ -169,28 +169,38 @@ def half_decay(b_x, log2_bound, R: tl.constexpr):
 
 @triton.jit
 def row_decay(b_x, EXACT: tl.constexpr):
-    """Factors of one decay per row [64]: (from the start of the chunk, to the end of it [64], the whole chunk)."""
+    """Factors of one decay per row [64]: (from the start of the chunk, to the end of it [64], the whole chunk), and what `pair_decay` takes."""
     o_r = tl.arange(0, 64)
     b_total = tl.sum(b_x, 0)
     b_G = tl.cumsum(b_x, 0)
     if EXACT:
         b_end = tl.sum(tl.where(o_r[:, None] > o_r[None, :], b_x[:, None], 0.0), 0)
+        return tl.exp2(b_G), tl.exp2(b_end), tl.exp2(b_total), b_x
     else:
-        b_end = b_total - b_G
-    return tl.exp2(b_G), tl.exp2(b_end), tl.exp2(b_total)
+        return tl.exp2(b_G), tl.exp2(b_total - b_G), tl.exp2(b_total), b_G
 
 
 @triton.jit
 def pair_decay(b_x, EXACT: tl.constexpr):
-    """E_ij [64, 64], the factor from row j to row i, zero for i < j, of one decay per row [64], at least -160.
+    """E_ij [64, 64], the factor from row j to row i, zero for i < j, of one decay per row, at least -160; from the prefix sums [64].
 
     16 bit operands take the difference of prefix sums, whose rounding (up to 10^-3 of a factor, when all rows forget everything) they do not
-    see; EXACT restarts the sum at every column.
+    see; EXACT takes the decays themselves and restarts the sum at every column.
     """
     o_r = tl.arange(0, 64)
     if EXACT:
         b_E = tl.cumsum(tl.where(o_r[:, None] > o_r[None, :], b_x[:, None], 0.0), 0)
     else:
-        b_G = tl.cumsum(b_x, 0)
-        b_E = b_G[:, None] - b_G[None, :]
+        b_E = b_x[:, None] - b_x[None, :]
     return tl.where(o_r[:, None] >= o_r[None, :], tl.exp2(b_E), 0.0)
+
+
+@triton.jit
+def pair_decay_transposed(b_x, EXACT: tl.constexpr):
+    """E_ij at [j, i], the transpose of `pair_decay`, formed as such: a product that is transposed afterwards may be miscompiled (NOTES.md)."""
+    o_r = tl.arange(0, 64)
+    if EXACT:
+        b_E = tl.cumsum(tl.where(o_r[:, None] < o_r[None, :], b_x[None, :], 0.0), 1)
+    else:
+        b_E = b_x[None, :] - b_x[:, None]
+    return tl.where(o_r[:, None] <= o_r[None, :], tl.exp2(b_E), 0.0)

@@ -7,6 +7,7 @@ linear solve is another solve, so the inverse needs no backward of its own::
 """
 
 import math
+from typing import cast
 
 import torch
 import triton
@@ -17,7 +18,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.gradient_keys import gradient_keys, tables
 from kda_ops.backends.triton.gradient_pairs import gradient_pairs
 from kda_ops.backends.triton.gradient_rows import gradient_rows
-from kda_ops.backends.triton.tile import dense, fit, launch, strides_of
+from kda_ops.backends.triton.tile import RowTile, columns_of, dense, fit, launch, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Reverse, Tile, Trace
@@ -85,19 +86,40 @@ def _gather(p: Problem, x: Tensor, dy: Tensor) -> Tensor:
     return dx
 
 
+def _gradient_rows(p: Problem, tile: RowTile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
+    """`gradient` for one decay per head: one kernel."""
+    q, options, exact = p.q, tuning.choose("gradient_rows", p), p.q.dtype is torch.float32
+    dq, dk = (q.new_empty(x.shape) if "q" in need or "k" in need else None for x in (q, p.k))
+    dv, dbeta, dg = _like(p, "v", need), _like(p, "beta", need), _like(p, "g", need | {"g"}) if need & {"g", "A_log", "dt_bias"} else None
+    dA_log, ddt_bias, g = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", 1, need), fit(p.g)
+    launch(
+        gradient_rows, _count(p) * p.H, q.device, *with_strides(q), *with_strides(p.k), *with_strides(p.v), g, *columns_of(g), dense(p.A_log),
+        dense(p.dt_bias), tile.rows, tile.gamma, *with_strides(do), trace.states, trace.v_new, reverse.dstates, reverse.z, dense(p.cu_seqlens),
+        dq, dk, dv, dg, dbeta, dA_log, ddt_bias, p.N, p.T, p.H, p.scale, p.lower_bound or 0.0,
+        p.K, p.V, options.block_k, options.block_v, p.HV // p.H if p.H else 1, p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta,
+        p.neg_eigval, exact, "tf32x3" if exact else "tf32", num_stages=options.stages, **options.launch,
+    )  # fmt: skip
+    return Gradients(
+        dq if "q" in need else None, dk if "k" in need else None, dv, dg if "g" in need else None, dbeta,
+        _total(dA_log, p.A_log), _total(ddt_bias, p.dt_bias),
+        p.as_kv(reverse.dinitial_state) if "initial_state" in need and reverse.dinitial_state is not None else None,
+    )  # fmt: skip
+
+
 def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
     """Gradients of the inputs named in `need`; see `kda_ops.stages.Backend.gradient`."""
+    if p.rank == 0:
+        return _gradient_rows(p, cast(RowTile, tile), trace, do, reverse, need)
     q, device, NT, exact = p.q, p.q.device, _count(p), p.q.dtype is torch.float32
-    options, values = tuning.choose("gradient_keys" if p.rank else "gradient_rows", p), tuning.choose("gradient_pairs", p)
-    BK, precision, slices = options.block_k, "tf32x3" if exact else "tf32", 1
-    if p.rank:
-        slices = (p.K + BK - 1) // BK
+    options, values = tuning.choose("gradient_keys", p), tuning.choose("gradient_pairs", p)
+    BK, precision = options.block_k, "tf32x3" if exact else "tf32"
+    slices = (p.K + BK - 1) // BK
     gates, gather = need & {"g", "A_log", "dt_bias"}, p.HV > p.H or p.l2norm
     dq = dk = dbeta = None
     if "q" in need or "k" in need:
         dq, dk = (torch.empty((p.B, p.T, p.HV, p.K), dtype=torch.float32 if gather else q.dtype, device=device) for _ in "qk")
     dv, dg = _like(p, "v", need), _like(p, "g", need | {"g"}) if gates else None
-    dA_log, ddt_bias = _per_chunk(p, "A_log", slices, need), _per_chunk(p, "dt_bias", p.K if p.rank else 1, need)
+    dA_log, ddt_bias = _per_chunk(p, "A_log", slices, need), _per_chunk(p, "dt_bias", p.K, need)
     sums = p.beta is not None and "beta" in need and not p.sigmoid_beta
     if p.beta is not None and "beta" in need:
         dbeta = q.new_empty((slices + 1, p.B, p.T, p.HV), dtype=torch.float32) if sums else _like(p, "beta", need)
@@ -109,26 +131,19 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     log2_bound = p.gate_bound / math.log(2.0) if centred else 0.0
     N, T, H, HV, K, V, scale, bound = p.N, p.T, p.H, p.HV, p.K, p.V, p.scale, p.lower_bound or 0.0
     flags = (p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, exact, precision)
-    per_head = (None,) * 4 if p.rank else gate
     launch(
-        gradient_pairs, programs, device, *query, *key, *with_strides(p.v), *strength, *per_head, *given, trace.v_new, reverse.z, cu_seqlens,
-        dP, dL, dv, dbeta[slices] if sums else dbeta, *norms, N, T, H, HV, scale, bound,
-        K, tuning.width(K, q.dtype), V, values.block_v, *flags, num_stages=values.stages, **values.launch,
+        gradient_pairs, programs, device, *query, *key, *with_strides(p.v), *strength, *given, trace.v_new, reverse.z, cu_seqlens,
+        dP, dL, dv, dbeta[slices] if sums else dbeta, *norms, N, T, H, HV, scale,
+        K, tuning.width(K, q.dtype), V, values.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=values.stages, **values.launch,
     )  # fmt: skip
     if dq is not None or gates or sums:
         made = (trace.states, trace.v_new, reverse.dstates, reverse.z, dP, dL, *norms)
         inputs = (*query, *key, *gate[:2], *strength, *gate[2:], *given, *made)
         sums_into = dbeta if sums else None
-        if p.rank:
-            launch(
-                gradient_keys, programs * slices, device, *inputs, *tables(device), cu_seqlens, dq, dk, dg, sums_into, p.B * T * HV, dA_log, ddt_bias,
-                N, T, H, HV, scale, bound, log2_bound, K, V, BK, options.block_v, centred, *flags, num_stages=options.stages, **options.launch,
-            )  # fmt: skip
-        else:
-            launch(
-                gradient_rows, programs, device, *inputs, cu_seqlens, dq, dk, dg, sums_into, dA_log, ddt_bias,
-                N, T, H, HV, scale, bound, K, V, BK, options.block_v, *flags, num_stages=options.stages, **options.launch,
-            )  # fmt: skip
+        launch(
+            gradient_keys, programs * slices, device, *inputs, *tables(device), cu_seqlens, dq, dk, dg, sums_into, p.B * T * HV, dA_log, ddt_bias,
+            N, T, H, HV, scale, bound, log2_bound, K, V, BK, options.block_v, centred, *flags, num_stages=options.stages, **options.launch,
+        )  # fmt: skip
     if gather and dq is not None:
         dq, dk = (_gather(p, x, d) if name in need else None for name, x, d in (("q", q, dq), ("k", p.k, dk)))
     return Gradients(

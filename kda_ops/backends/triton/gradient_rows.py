@@ -1,17 +1,16 @@
-"""Gradients of q, k and g for one decay per head: all of K of one chunk and value head per program."""
+"""Everything of the gradients for one decay per head: one chunk, and all value heads of a key head, per program."""
 
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.decay import row_decay
-from kda_ops.backends.triton.gate import decay_column, load_rate, strength_column
+from kda_ops.backends.triton.decay import pair_decay, pair_decay_transposed
+from kda_ops.backends.triton.gate import load_rate
+from kda_ops.backends.triton.gradient_pairs import clear_values
 from kda_ops.backends.triton.gradient_tile import (
     clear_keys,
     gate_gradient,
-    key_gradients,
-    load_norm,
+    load_state,
     locate_rows,
-    query_gradient,
     read_rows,
     write_column,
     write_rows,
@@ -19,75 +18,194 @@ from kda_ops.backends.triton.gradient_tile import (
 from kda_ops.backends.triton.tile import load_column, load_tile
 
 
-@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound"])
+@triton.jit
+def add_two(a, b, x, y):
+    """Two sums in one reduction."""
+    return a + x, b + y
+
+
+@triton.jit
+def add_three(a, b, c, x, y, z):
+    """Three sums in one reduction."""
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def norm_gradient(b_dx, b_x, b_r, b_along):
+    """Through y = r x, r = 1 / |x|: dx - r^2 x (x . dx), for a dx that has its factor r, and x . dx [64]."""
+    return b_dx - b_x * (b_r * b_r * b_along)[:, None]
+
+
+@triton.jit
+def products(b_do, b_vn, b_z, b_S, b_dS, n_rows, b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late, PREC: tl.constexpr):
+    """Add do v_new^T, v_new do^T, z v_new^T, v_new z^T [64, 64], do S^T, z S^T and v_new dS^T [64, width].
+
+    A triangle of each square counts: a product is never transposed. The branch, always taken, keeps these products apart from those that read
+    their results: one that feeds another is laid out as its operand, and half of the warps do what the other half does.
+    """
+    if n_rows > 0:
+        if b_do is not None:
+            b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
+            b_PT = tl.dot(b_vn, tl.trans(b_do), b_PT, input_precision=PREC)
+            b_dq = tl.dot(b_do, tl.trans(b_S), b_dq, input_precision=PREC)
+        b_L = tl.dot(b_z, tl.trans(b_vn), b_L, input_precision=PREC)
+        b_LT = tl.dot(b_vn, tl.trans(b_z), b_LT, input_precision=PREC)
+        b_early = tl.dot(b_z, tl.trans(b_S), b_early, input_precision=PREC)
+        b_late = tl.dot(b_vn, tl.trans(b_dS), b_late, input_precision=PREC)
+    return b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late
+
+
+@triton.jit
+def finish(
+    dq, dk, q, q_s, k, k_s, p_row, b_dq, b_dk, i_b, i_g, first, n_rows, token, H, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr
+):  # fmt: skip
+    """Pass dq and dk through the norm and write them: from registers if BK holds K, else from where they will be."""
+    slices: tl.constexpr = (K + BK - 1) // BK
+    dq_s = (0, H * K, K, 1)
+    b_q_norm, b_k_norm = tl.load(p_row + 320 + tl.arange(0, 64)), tl.load(p_row + 256 + tl.arange(0, 64))
+    b_along_q, b_along_k = tl.zeros((64,), tl.float32), tl.zeros((64,), tl.float32)
+    if slices > 1:
+        tl.debug_barrier()  # written by other threads
+    if L2NORM:
+        for i in tl.range(slices, num_stages=1):
+            o_k = i * BK + tl.arange(0, BK)
+            b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
+            b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
+            if slices > 1:
+                b_dq, b_dk = read_rows(dq, dq_s, 0, i_g, token, n_rows, o_k, K), read_rows(dk, dq_s, 0, i_g, token, n_rows, o_k, K)
+            b_a, b_b = tl.reduce((b_q * b_dq, b_k * b_dk), 1, add_two)
+            b_along_q, b_along_k = b_along_q + b_a, b_along_k + b_b
+    if slices > 1:
+        tl.debug_barrier()
+    for i in tl.range(slices, num_stages=1):
+        o_k = i * BK + tl.arange(0, BK)
+        if slices > 1:
+            b_dq, b_dk = read_rows(dq, dq_s, 0, i_g, token, n_rows, o_k, K), read_rows(dk, dq_s, 0, i_g, token, n_rows, o_k, K)
+        if L2NORM:
+            b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
+            b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
+            b_dq, b_dk = norm_gradient(b_dq, b_q, b_q_norm, b_along_q), norm_gradient(b_dk, b_k, b_k_norm, b_along_k)
+        write_rows(dq, token, i_g, H, n_rows, b_dq, o_k, K)
+        write_rows(dk, token, i_g, H, n_rows, b_dk, o_k, K)
+
+
+@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h"])
 def gradient_rows(
-    q, q_s, k, k_s, g, g_s, beta, beta_s, A_log, dt_bias, do, do_s, states, v_new, dstates, z, dP, dL, q_norm, k_norm, cu_seqlens,
-    dq, dk, dg, dbeta, dA_log, ddt_bias, N, T, H, HV, scale, lower_bound,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q, q_s, k, k_s, v, v_s, g, g_b, g_t, g_h, A_log, dt_bias, rows, gamma, do, do_s, states, v_new, dstates, z, cu_seqlens,
+    dq, dk, dv, dg, dbeta, dA_log, ddt_bias, N, T, H, scale, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr,
     ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """The same for one decay per head: dP and dL hold it already, and dG is a sum over K too, so one program sees all slices::
+    """One chunk and the GROUP value heads of one key head; E_ij is the decay from row j to row i, n_q and n_k the norms, r the rows of `prepare_gdn`::
 
-        dq = scale exp G (do S^T) + tril(dP) k      early = -beta exp G (z S^T) + beta tril(dL) k      late = e (v_new dS^T) + triu(dP) q + triu(dL) beta k
+        dP = scale tril(n_q n_k do v_new^T o E)     dL = -strict_tril(n_k n_k z v_new^T o E)                                    [64, 64]
+        dq = r_3 (do S^T) + dP k                    dk = r_1 (v_new dS^T) - r_0 beta (z S^T) + (beta dL + dL^T beta) k + dP^T q    [64, K]
+        W  = strict_tril(dP o q k^T + beta dL o k k^T)
+        dG = sum_k q r_3 (do S^T) - k (r_0 beta (z S^T) + r_1 (v_new dS^T)) + rows of W - columns of W          [64]
+        dv = beta z      dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + sum_k k dk's share of beta
 
-    As in `pairs_of_keys`, what the pairs add to dG is formed from the operands as the products rounded them.
+    Norms, decays and beta are factors of rows and of the [64, 64] tiles, so that q and k go from memory to the tensor cores as they are, and dq and
+    dk leave through the norm. What pairs of rows add to dG cancels in a sum over a chunk, and does so here too, for rows and columns are sums
+    of one fp32 matrix. With all of K in one slice, the gradients of the heads of a group add up in registers; otherwise in dq and dk, which are
+    fp32 then, and every slice makes the pairs anew.
     """
-    i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
+    i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
-    i_g, i_tile, token = i_h // (HV // H), tl.program_id(0).to(tl.int64), i_b * T + first
+    token = i_b * T + first
+    slices: tl.constexpr = (K + BK - 1) // BK
     o_r = tl.arange(0, 64)
     if (n_rows <= 0) | (live == 0):
-        for i in range((K + BK - 1) // BK):
-            clear_keys(dq, dk, None, None, None, None, i_tile, token, i_h, HV, n_rows, i * BK + tl.arange(0, BK), i, 1, K)
-        clear_keys(None, None, dg, dbeta, dA_log, ddt_bias, i_tile, token, i_h, HV, n_rows, tl.arange(0, 1), 0, 1, 1)
+        for i in range(slices):
+            clear_keys(dq, dk, None, None, None, None, token, token, i_g, H, n_rows, i * BK + tl.arange(0, BK), i, 1, K)
+        for i in range(GROUP):
+            i_h = i_g * GROUP + i
+            clear_keys(None, None, dg, None, dA_log, ddt_bias, i_t.to(tl.int64) * (H * GROUP) + i_h, token, i_h, H * GROUP, n_rows, tl.arange(0, 1), 0, 1, 1)
+            clear_values(dv, dbeta, token, i_h, H * GROUP, n_rows, V, BV)
         return
     TYPE: tl.constexpr = states.dtype.element_ty
-    bound = tl.full((), lower_bound, tl.float32)
-    b_q_norm, b_k_norm = load_norm(q_norm, i_tile), load_norm(k_norm, i_tile)
-    b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
-    b_x = decay_column(g, g_s, A_log, dt_bias, bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
-    b_start, b_end, b_gamma = row_decay(b_x, EXACT)
-    b_P, b_L = load_tile(dP, i_tile, o_r, o_r, 64), load_tile(dL, i_tile, o_r, o_r, 64)
-    b_zero = tl.zeros_like(b_P)
-    b_rows_q, b_columns_q = tl.where(o_r[:, None] >= o_r[None, :], b_P, b_zero), tl.where(o_r[:, None] <= o_r[None, :], b_P, b_zero)
-    b_rows_k, b_columns_k = tl.where(o_r[:, None] > o_r[None, :], b_L, b_zero), tl.where(o_r[:, None] < o_r[None, :], b_L, b_zero)
-    b_dG = tl.zeros((64,), tl.float32)
-    b_dbeta, b_last = b_dG, b_dG
-    for i in range((K + BK - 1) // BK):
-        o_k = i * BK + tl.arange(0, BK)
-        b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32) * b_q_norm[:, None]
-        b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32) * b_k_norm[:, None]
-        b_Q, b_K, b_beta_k = b_q.to(TYPE), b_k.to(TYPE), (b_k * b_beta[:, None]).to(TYPE)
-        b_dq = query_gradient(do, do_s, states, i_tile, i_b, i_h, first, n_rows, o_k, K, V, BV, PREC) * (b_start * scale)[:, None]
-        b_pair = tl.dot(b_rows_q, b_K, input_precision=PREC)
-        b_dG += tl.sum(b_q * b_dq + b_Q.to(tl.float32) * b_pair, 1)
-        if dq is not None:
-            write_rows(dq, token, i_h, HV, n_rows, b_dq + b_pair, o_k, K)
-        b_dkg, b_dk, b_dgamma = key_gradients(states, v_new, dstates, z, i_tile, o_k, K, V, BV, PREC)
-        b_dkg = b_dkg * b_end[:, None]
-        b_last += tl.sum(b_k * b_dkg, 1) + tl.where(o_r == 0, b_gamma * tl.sum(b_dgamma, 0), 0.0)
-        b_dk = b_dk * -b_start[:, None]
-        b_dG += tl.sum(b_k * (b_dk * b_beta[:, None] - b_dkg), 1)
-        b_pair = tl.dot(b_rows_k, b_K, input_precision=PREC)
-        b_dG += tl.sum(b_beta_k.to(tl.float32) * b_pair, 1)
-        b_dk += b_pair
-        b_dbeta += tl.sum(b_k * b_dk, 1)
-        b_dk = b_dk * b_beta[:, None] + b_dkg
-        b_pair = tl.dot(b_columns_k, b_beta_k, tl.dot(b_columns_q, b_Q, input_precision=PREC), input_precision=PREC)
-        b_dG -= tl.sum(b_K.to(tl.float32) * b_pair, 1)
-        if dk is not None:
-            write_rows(dk, token, i_h, HV, n_rows, b_dk + b_pair, o_k, K)
-    if dbeta is not None:
-        write_column(dbeta, token, i_h, HV, n_rows, b_dbeta)
-    if dg is not None:
-        b_dg = tl.cumsum(b_dG, 0, reverse=True) + tl.sum(b_last, 0)
-        if ACTIVATE:
-            bias = 0.0
-            if dt_bias is not None:
-                bias = tl.load(dt_bias + i_h).to(tl.float32)
-            b_dg, b_log = gate_gradient(b_dg, load_column(g, g_s, i_b, i_h, first, n_rows, o_r), bias, load_rate(A_log, i_h), bound, BOUNDED)
-            if dA_log is not None:
-                tl.store(dA_log + i_tile, tl.sum(tl.where(o_r < n_rows, b_log, 0.0), 0))
-            if ddt_bias is not None:
-                tl.store(ddt_bias + i_tile, tl.sum(tl.where(o_r < n_rows, b_dg, 0.0), 0))
-        write_column(dg, token, i_h, HV, n_rows, b_dg)
+    SUMS: tl.constexpr = dbeta is not None and not SIGMOID
+    lower, diagonal = o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :]
+    b_zero = tl.zeros((64,), tl.float32)
+    b_dq_sum = tl.zeros((64, BK), tl.float32)
+    b_dk_sum = b_dq_sum
+    for i_head in tl.range(GROUP, num_stages=1):
+        i_h = i_g * GROUP + i_head
+        i_tile = i_t.to(tl.int64) * (H * GROUP) + i_h
+        p_row = rows + i_tile * 448 + o_r
+        b_in_q, b_in_k, b_in_late, b_row_q, b_row_k, b_column, b_zvn, b_zv = b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero
+        both = 0.0
+        for i in tl.range(slices, num_stages=1):
+            o_k = i * BK + tl.arange(0, BK)
+            b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
+            b_P = tl.zeros((64, 64), tl.float32)
+            b_PT, b_L, b_LT, b_dq = b_P, b_P, b_P, tl.zeros((64, BK), tl.float32)
+            b_early, b_late = b_dq, b_dq
+            for j in tl.range((V + BV - 1) // BV, num_stages=1):
+                o_v = j * BV + tl.arange(0, BV)
+                b_vn, b_z, b_do = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V), None
+                if do is not None:
+                    b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+                b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
+                both += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
+                if i == 0:
+                    if SUMS:
+                        b_zv += tl.sum(read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V).to(tl.float32) * b_z.to(tl.float32), 1)
+                    if dv is not None:
+                        write_rows(dv, token, i_h, H * GROUP, n_rows, b_z.to(tl.float32) * tl.load(p_row + 128)[:, None], o_v, V)
+                b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late = products(
+                    b_do, b_vn, b_z, b_S, b_dS, n_rows, b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late, PREC
+                )  # fmt: skip
+            b_beta, b_k_norm, b_q_norm, b_decay = tl.load(p_row + 128), tl.load(p_row + 256), tl.load(p_row + 320) * scale, tl.load(p_row + 384)
+            b_k32 = b_k.to(tl.float32)
+            b_a, b_b, b_c = tl.reduce((b_q.to(tl.float32) * b_dq, b_k32 * b_early, b_k32 * b_late), 1, add_three)
+            b_in_q, b_in_k, b_in_late = b_in_q + b_a, b_in_k + b_b, b_in_late + b_c
+            b_dq = b_dq * tl.load(p_row + 192)[:, None]
+            b_dk = b_late * tl.load(p_row + 64)[:, None] - b_early * (tl.load(p_row) * b_beta)[:, None]
+            b_E = pair_decay_transposed(b_decay, EXACT) * b_k_norm[:, None]
+            b_PT = (b_PT * b_E * -b_q_norm[None, :]).to(TYPE)
+            b_LT = b_LT * b_E * (b_k_norm * b_beta)[None, :]
+            b_E = pair_decay(b_decay, EXACT) * b_k_norm[None, :]
+            b_P = b_P * b_E * b_q_norm[:, None]
+            b_W = tl.where(lower, tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_P, 0.0)
+            b_zvn = tl.where(diagonal, b_L, 0.0)
+            b_L = tl.where(lower, b_L * b_E * -b_k_norm[:, None], 0.0)
+            b_WL = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_L
+            b_column += tl.sum(b_W + b_WL * b_beta[:, None], 0)
+            b_a, b_b, b_zvn = tl.reduce((b_W, b_WL, b_zvn), 1, add_three)
+            b_row_q, b_row_k = b_row_q + b_a, b_row_k + b_b
+            if dq is not None:
+                b_L = tl.where(lower, b_L * b_beta[:, None], tl.where(diagonal, 0.0, -b_LT)).to(TYPE)
+                b_dq = tl.dot(b_P.to(TYPE), b_k, b_dq, input_precision=PREC)
+                # The negative of a negative: a sum would become a chain of two products, and the first be laid out as the operand of the second.
+                b_dk = tl.dot(b_L, b_k, b_dk, input_precision=PREC) - tl.dot(b_PT, b_q, input_precision=PREC)
+                if slices > 1:
+                    if i_head > 0:
+                        b_dq += read_rows(dq, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
+                        b_dk += read_rows(dk, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
+                    write_rows(dq, token, i_g, H, n_rows, b_dq, o_k, K)
+                    write_rows(dk, token, i_g, H, n_rows, b_dk, o_k, K)
+                else:
+                    b_dq_sum += b_dq
+                    b_dk_sum += b_dk
+        b_beta = tl.load(p_row + 128)
+        b_in_k, b_in_late = b_row_k - b_in_k * tl.load(p_row), b_in_late * tl.load(p_row + 64)
+        if dbeta is not None:
+            b_dbeta = b_zvn * (1.0 - b_beta * (0.5 if NEG_EIGVAL else 1.0)) if SIGMOID else b_zv + b_in_k
+            write_column(dbeta, token, i_h, H * GROUP, n_rows, b_dbeta)
+        if dg is not None:
+            b_dG = b_in_q * tl.load(p_row + 192) + b_row_q + b_in_k * b_beta - b_in_late - b_column
+            b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_in_late, 0) + tl.load(gamma + i_tile) * both)
+            if ACTIVATE:
+                bias = 0.0
+                if dt_bias is not None:
+                    bias = tl.load(dt_bias + i_h).to(tl.float32)
+                b_logit = load_column(g, (g_b, g_t, g_h), i_b, i_h, first, n_rows, o_r)
+                b_dg, b_log = gate_gradient(b_dg, b_logit, bias, load_rate(A_log, i_h), tl.full((), lower_bound, tl.float32), BOUNDED)
+                b_log, b_bias = tl.reduce((tl.where(o_r < n_rows, b_log, 0.0), tl.where(o_r < n_rows, b_dg, 0.0)), 0, add_two)
+                if dA_log is not None:
+                    tl.store(dA_log + i_tile, b_log)
+                if ddt_bias is not None:
+                    tl.store(ddt_bias + i_tile, b_bias)
+            write_column(dg, token, i_h, H * GROUP, n_rows, b_dg)
+    if dq is not None and (slices == 1 or L2NORM):
+        finish(dq, dk, q, q_s, k, k_s, rows + (i_t.to(tl.int64) * H + i_g) * (GROUP * 448), b_dq_sum, b_dk_sum, i_b, i_g, first, n_rows, token, H, K, BK, L2NORM)

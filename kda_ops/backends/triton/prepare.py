@@ -155,14 +155,16 @@ def prepare_kda(
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
 def prepare_gdn(
     q, q_s, k, k_s, g, g_b, g_t, g_h, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept_A, A, P, rows, gamma,
-    N, T, H, HV, scale, lower_bound,
-    K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    EXACT: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
+    N, T, H, scale, lower_bound,
+    K: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """One chunk, for the value heads of one key head, which share q k^T and k k^T; n are the row norms, D_ij the decay from row j to row i::
 
         A = (I + strict_tril(beta n n k k^T o D))^-1,   P = scale tril(n n q k^T o D)   [64, 64]
-        rows = (n_k exp G, n_k exp(sum of g over the later rows), beta, scale n_q exp G)   [4, 64] fp32
+        rows = (n_k exp G, n_k exp(sum of g over the later rows), beta, scale n_q exp G, n_k, n_q, G)   [7, 64] fp32
+
+    G in base 2, or g for operands of 32 bits: what `pair_decay` takes. The scans read the first four rows, the gradients all of them.
 
     One decay per head is a factor per row, which moves past the dot products together with the norms: q and k go from memory to the tensor
     cores as they are, here and in the scan. The decay stays inside the inverse: inverting without it and multiplying afterwards is the same
@@ -173,21 +175,23 @@ def prepare_gdn(
     o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
     b_q = load_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K, 1)
     b_k = load_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K, 1)
-    b_q_norm, b_k_norm = inverse_norm(b_q, L2NORM) * scale, inverse_norm(b_k, L2NORM)
-    b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_q_norm[:, None] * b_k_norm[None, :]
+    b_q_norm, b_k_norm = inverse_norm(b_q, L2NORM), inverse_norm(b_k, L2NORM)
+    b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * (b_q_norm * scale)[:, None] * b_k_norm[None, :]
     b_kk = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * -b_k_norm[:, None] * b_k_norm[None, :]
-    group = HV // H
-    for i in range(group):
-        i_h = i_g * group + i
-        i_tile = i_t.to(tl.int64) * HV + i_h
+    for i in tl.range(GROUP, num_stages=1):
+        i_h = i_g * GROUP + i
+        i_tile = i_t.to(tl.int64) * (H * GROUP) + i_h
         b_x = decay_column(g, (g_b, g_t, g_h), A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
         b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
-        b_start, b_end, b_gamma = row_decay(b_x, EXACT)
-        p_row = rows + i_tile * 256 + o_r
+        b_start, b_end, b_gamma, b_x = row_decay(b_x, EXACT)
+        p_row = rows + i_tile * 448 + o_r
         tl.store(p_row, b_k_norm * b_start)
         tl.store(p_row + 64, b_k_norm * b_end)
         tl.store(p_row + 128, b_beta)
-        tl.store(p_row + 192, b_q_norm * b_start)
+        tl.store(p_row + 192, b_q_norm * scale * b_start)
+        tl.store(p_row + 256, b_k_norm)
+        tl.store(p_row + 320, b_q_norm)
+        tl.store(p_row + 384, b_x)
         tl.store(gamma + i_tile, b_gamma)
         b_D = pair_decay(b_x, EXACT)
         store_tile(P, i_tile, b_qk * b_D, o_r, o_r, 64)
@@ -222,11 +226,11 @@ def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
         options = tuning.choose("prepare_gdn", p)
         kept, made = A, q.new_empty((NT, p.HV, 64, 64)) if A is None else None
         P = q.new_empty((NT, p.HV, 64, 64))
-        rows, gamma = (q.new_empty((NT, p.HV, *shape), dtype=torch.float32) for shape in ((4, 64), (1,)))
+        rows, gamma = (q.new_empty((NT, p.HV, *shape), dtype=torch.float32) for shape in ((7, 64), (1,)))
         launch(
             prepare_gdn, programs * p.H, device, q, q.stride(), k, k.stride(), *gates, kept, made, P, rows, gamma,
-            p.N, p.T, p.H, p.HV, p.scale, p.lower_bound or 0.0,
-            p.K, tuning.width(p.K, q.dtype), *flags, p.sigmoid_beta, p.neg_eigval, exact, precision, inverse_precision,
+            p.N, p.T, p.H, p.scale, p.lower_bound or 0.0,
+            p.K, tuning.width(p.K, q.dtype), p.HV // p.H if p.H else 1, *flags, p.sigmoid_beta, p.neg_eigval, exact, precision, inverse_precision,
             **options.launch,
         )  # fmt: skip
         return RowTile(made if kept is None else kept, P, gamma=gamma, rows=rows)

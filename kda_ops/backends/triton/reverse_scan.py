@@ -1,31 +1,19 @@
 """The gradient of the state carried back through the chunks of each sequence: the only sequential part of the backward."""
 
+from typing import cast
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.decay import row_decay
-from kda_ops.backends.triton.gate import decay_column, strength_column
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
-from kda_ops.backends.triton.scan import rows_at
-from kda_ops.backends.triton.tile import dense, fit, inverse_norm, launch, load_tile, store_tile, strides_of
+from kda_ops.backends.triton.scan import dot_apart, rows_at
+from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, store_tile, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Reverse, Tile
-
-
-@triton.jit
-def pair_decay_transposed(b_x, EXACT: tl.constexpr):
-    """E_ij at [j, i], the transpose of `decay.pair_decay`, formed as such: a product that is transposed afterwards may be miscompiled (NOTES.md)."""
-    o_r = tl.arange(0, 64)
-    if EXACT:
-        b_E = tl.cumsum(tl.where(o_r[:, None] < o_r[None, :], b_x[None, :], 0.0), 1)
-    else:
-        b_G = tl.cumsum(b_x, 0)
-        b_E = b_G[None, :] - b_G[:, None]
-    return tl.where(o_r[:, None] <= o_r[None, :], tl.exp2(b_E), 0.0)
 
 
 @triton.jit(do_not_specialize=["N", "T", "HV"])
@@ -68,55 +56,47 @@ def reverse_scan_tiles(
     close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, b_dS, o_k, o_v, live, K, V, True)
 
 
-@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound"])
+@triton.jit(do_not_specialize=["N", "T"])
 def reverse_scan_rows(
-    q, q_s, k, k_s, g, g_s, beta, beta_s, A_log, dt_bias, A, do, do_s, dfinal, dfinal_s, dstates, z, dinitial, dinitial_s,
-    maps, maps_s, cu_seqlens, N, T, H, HV, scale, lower_bound,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr, RUN: tl.constexpr, L2NORM: tl.constexpr,
-    ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr,
+    q, q_s, k, k_s, A, P, rows, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dinitial, dinitial_s, maps, maps_s, cu_seqlens, N, T, H, HV,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
-    """The same for one decay per head, from q, k, g, beta and A (a_i = exp G_i, e_i = exp(G_64 - G_i), n the norms, E_ij the decay from j to i)::
+    """The same for one decay per head, from q and k as they are and the four rows of `prepare_gdn`::
 
-        dv_new = n_k (triu(k q^T o E^T) scale n_q) do + e n_k (k dS);   z = A^T dv_new
-        dS <- a_64 S + q^T (scale n_q a do) - k^T (n_k beta a z)
+        dv_new = P^T do + rows_1 (k dS);   z = A^T dv_new;   dS <- gamma dS + q^T (rows_3 do) - k^T (rows_0 rows_2 z)
 
-    Decays, norms and beta are factors per row and move past the products, so that q and k go from memory to the tensor cores; P^T is formed as
-    k q^T, not as the transpose of a product, and w is not needed, for w^T dv_new = (beta k exp G)^T z.
+    Decays, norms and beta are factors per row and move past the products; w is not needed, for w^T dv_new = (beta k exp G)^T z.
     """
     i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
     i_g = i_h // (HV // H)
     o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
-    bound = tl.full((), lower_bound, tl.float32)
+    b_zero = tl.zeros((64, BV), tl.float32)
     b_dS = open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
     for step in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         c = start + stop - 1 - step
-        i_tile, t, n_rows = (first + c) * HV + i_h, bos + c * 64, length - c * 64
-        m_r = (o_r < n_rows)[:, None]
+        i_tile, t = (first + c) * HV + i_h, bos + c * 64
+        m_r = (c * 64 + o_r < length)[:, None]
         b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
         b_A = load_tile(A, i_tile, o_r, o_r, 64)
-        b_x = decay_column(g, g_s, A_log, dt_bias, bound, i_b, i_h, t, n_rows, ACTIVATE, BOUNDED)
-        b_start, b_end, b_gamma = row_decay(b_x, EXACT)
-        b_k_norm = inverse_norm(b_k, L2NORM)
-        b_beta = strength_column(beta, beta_s, i_b, i_h, t, n_rows, SIGMOID, NEG_EIGVAL)
+        p_row = rows + i_tile * 448 + o_r
         b_ds = b_dS.to(TYPE)
         if dstates is not None:
             tl.store(dstates + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_ds, mask=(o_k < K)[:, None] & m_v)
-        b_dv = tl.dot(b_k, b_ds, input_precision=PREC) * (b_end * b_k_norm)[:, None]
-        b_dS = b_dS * b_gamma
+        b_dv = dot_apart(b_k, b_ds, b_zero, length > 0, PREC) * tl.load(p_row + 64)[:, None]
+        b_dS = b_dS * tl.load(gamma + i_tile)
         if do is not None:
-            b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
             b_do = tl.load(rows_at(do, do_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0)
-            b_q_norm = inverse_norm(b_q, L2NORM) * scale
-            b_P = tl.dot(b_k, tl.trans(b_q), input_precision=PREC) * pair_decay_transposed(b_x, EXACT) * b_k_norm[:, None] * b_q_norm[None, :]
-            b_dv = tl.dot(b_P.to(TYPE), b_do, b_dv, input_precision=PREC)
-            b_start_do = (b_do.to(tl.float32) * (b_start * b_q_norm)[:, None]).to(TYPE)
-            b_dS = tl.dot(tl.trans(b_q), b_start_do, b_dS, input_precision=PREC)
-        b_z = tl.dot(tl.trans(b_A), b_dv.to(TYPE), input_precision=PREC)
+            b_dv = dot_apart(tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_do, b_dv, length > 0, PREC)
+            b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
+            b_do = (b_do.to(tl.float32) * tl.load(p_row + 192)[:, None]).to(TYPE)
+            b_dS = tl.dot(tl.trans(b_q), b_do, b_dS, input_precision=PREC)
+        b_z = dot_apart(tl.trans(b_A), b_dv.to(TYPE), b_zero, length > 0, PREC)
         if z is not None:
             store_tile(z, i_tile, b_z, o_r, o_v, V)
-        b_less = (b_z * (b_start * b_k_norm * -b_beta)[:, None]).to(TYPE)
+        b_less = (b_z * -(tl.load(p_row) * tl.load(p_row + 128))[:, None]).to(TYPE)
         b_dS = tl.dot(tl.trans(b_k), b_less, b_dS, input_precision=PREC)
     close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, b_dS, o_k, o_v, live, K, V, True)
 
@@ -141,9 +121,8 @@ def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor
             )  # fmt: skip
         else:
             launch(
-                reverse_scan_rows, programs, device, fit(q), fit(q).stride(), fit(p.k), fit(p.k).stride(), p.g, strides_of(p.g), p.beta, strides_of(p.beta),
-                dense(p.A_log), dense(p.dt_bias), tile.A, *ends, p.N, p.T, p.H, p.HV, p.scale, p.lower_bound or 0.0,
-                *sizes, p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, exact, **options.launch,
+                reverse_scan_rows, programs, device, fit(q), fit(q).stride(), fit(p.k), fit(p.k).stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma,
+                *ends, p.N, p.T, p.H, p.HV, *sizes, **options.launch,
             )  # fmt: skip
 
     if runs.length:

@@ -87,6 +87,16 @@ def scan_tiles(
     close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, b_S, o_k, o_v, live, K, V, False)
 
 
+@triton.jit
+def dot_apart(b_x, b_y, b_z, always, PREC: tl.constexpr):
+    """z + x y under a branch that is always taken: the compiler lays out a product that it sees go into another one as an operand, and of 8 warps
+    one half then does what the other does (NOTES.md).
+    """
+    if always:
+        b_z = tl.dot(b_x, b_y, b_z, input_precision=PREC)
+    return b_z
+
+
 @triton.jit(do_not_specialize=["N", "T", "every", "columns"])
 def scan_rows(
     q, q_s, k, k_s, v, v_s, A, P, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s,
@@ -105,6 +115,7 @@ def scan_rows(
     o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
+    b_zero = tl.zeros((64, BV), tl.float32)
     if o is not None:
         fill_zero(o, o_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
     b_S = open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
@@ -114,13 +125,13 @@ def scan_rows(
         b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
         b_v = tl.load(rows_at(v, v_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0)
         b_A = load_tile(A, i_tile, o_r, o_r, 64)
-        p_row = rows + i_tile * 256 + o_r
+        p_row = rows + i_tile * 448 + o_r
         b_s = b_S.to(TYPE)
-        b_v = b_v.to(tl.float32) - tl.load(p_row)[:, None] * tl.dot(b_k, b_s, input_precision=PREC)
-        b_v = tl.dot(b_A, (b_v * tl.load(p_row + 128)[:, None]).to(TYPE), input_precision=PREC)
+        b_v = b_v.to(tl.float32) - tl.load(p_row)[:, None] * dot_apart(b_k, b_s, b_zero, length > 0, PREC)
+        b_v = dot_apart(b_A, (b_v * tl.load(p_row + 128)[:, None]).to(TYPE), b_zero, length > 0, PREC)
         if o is not None:
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-            b_o = tl.dot(b_q, b_s, input_precision=PREC) * tl.load(p_row + 192)[:, None]
+            b_o = dot_apart(b_q, b_s, b_zero, length > 0, PREC) * tl.load(p_row + 192)[:, None]
             b_o = tl.dot(load_tile(P, i_tile, o_r, o_r, 64), b_v.to(TYPE), b_o, input_precision=PREC)
             tl.store(rows_at(o, o_s, i_b, i_h, t, o_r, o_v), b_o.to(o.dtype.element_ty), mask=m_r & m_v)
         if states is not None:

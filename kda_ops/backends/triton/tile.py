@@ -19,7 +19,7 @@ from kda_ops.stages import Tile
 class RowTile(Tile):
     """The tile of a decay per head: A, P, gamma and, in place of w, u, qg and kg, what the rows of k, v and q are multiplied by."""
 
-    rows: Tensor | None = None  # [NT, HV, 4, C] fp32: (n_k exp G, n_k exp(sum of g over the later rows), beta, scale n_q exp G)
+    rows: Tensor | None = None  # [NT, HV, 7, C] fp32: (n_k exp G, n_k exp(sum of g over the later rows), beta, scale n_q exp G, n_k, n_q, G)
 
 
 def fit(x: Tensor | None) -> Tensor | None:

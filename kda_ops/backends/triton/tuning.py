@@ -94,10 +94,12 @@ def table(kernel: str, p: Problem) -> Options:
         return Options(registers=None if wide or K > 128 else 168)
     if kernel.startswith("scan"):
         return Options(K, 32) if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
+    if kernel == "gradient_rows":
+        return Options(32, 32) if wide else Options(K, min(V, 64), warps=8)
     if kernel.startswith("gradient"):
         if wide:
             return Options(64 if kernel == "gradient_keys" else 32, 32)  # its decays are fp16 operands: see `width`
-        return Options(64, min(V, 128) if kernel == "gradient_pairs" else 64, stages=2 if kernel == "gradient_rows" else 1)
+        return Options(64, min(V, 128) if kernel == "gradient_pairs" else 64)
     if kernel.startswith("reverse_scan"):
         return Options(K, 32) if wide else Options(K, min(V, 64), stages=(3 if kernel.endswith("_maps") else 2) if hopper and K <= 128 else 1)
     if kernel == "join_runs":
