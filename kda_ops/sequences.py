@@ -13,11 +13,14 @@ from torch import Tensor
 from kda_ops.problem import CHUNK, Problem
 
 
-def count_chunks(p: Problem):
-    """NT, the length of the chunk axis: exact for dense rows, an upper bound for packed sequences. May be symbolic."""
+def count_chunks(p: Problem, tokens: int = CHUNK):
+    """NT, the length of the chunk axis: exact for dense rows, an upper bound for packed sequences. May be symbolic.
+
+    With other `tokens` than those of a chunk, the pieces of so many, which are numbered alike.
+    """
     if p.cu_seqlens is None:
-        return p.B * ((p.T + CHUNK - 1) // CHUNK)
-    return p.T // CHUNK + p.N
+        return p.B * ((p.T + tokens - 1) // tokens)
+    return p.T // tokens + p.N
 
 
 class Chunks:

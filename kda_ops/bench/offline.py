@@ -33,7 +33,8 @@ SPILLS = {
     ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 0, ("gradient_pairs", "softplus"): 0,
     ("gradient_keys", "bound"): 704, ("gradient_keys", "softplus"): 736, ("reverse_scan_rows", "bound"): 608, ("reverse_scan_rows", "softplus"): 608,
     ("gradient_rows", "bound"): 352, ("gradient_rows", "softplus"): 352, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
-    ("recur", "bound"): 0, ("prepare_gdn", "bound"): 480, ("prepare_gdn", "softplus"): 480, ("scan_rows", "bound"): 128, ("scan_rows", "softplus"): 128,
+    ("recur", "bound"): 0, ("join_runs", "bound"): 0, ("prepare_gdn", "bound"): 480, ("prepare_gdn", "softplus"): 480,
+    ("scan_rows", "bound"): 128, ("scan_rows", "softplus"): 128,
 }  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
     from kda_ops.backends.triton import tuning
 
     rows: list[Row] = []
-    run, assumed = JITFunction.run, tuning.ASSUMED
+    run, assumed, forced = JITFunction.run, tuning.ASSUMED, tuning.FORCED_RUN
 
     def compile_only(self, *args, grid, warmup, **options):
         start = time.perf_counter()
@@ -125,7 +126,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
     try:
         yield rows
     finally:
-        JITFunction.run, tuning.ASSUMED = run, assumed
+        JITFunction.run, tuning.ASSUMED, tuning.FORCED_RUN = run, assumed, forced
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -153,6 +154,7 @@ class Call:
     packed: bool = False
     pool: torch.dtype | None = None  # one token per sequence on a pool of states
     transposed: bool = False
+    run: int = 0  # chunks per run, where sequences are cut (backends/triton/runs.py)
 
     @property
     def label(self) -> str:
@@ -160,7 +162,7 @@ class Call:
         name = f"{'kda' if self.rank else 'gdn'} {str(self.dtype)[6:]} {self.K}x{self.V} {self.gate}"
         if self.pool is not None:
             return f"{name} on {str(self.pool)[6:]} {'vk' if self.transposed else 'kv'}"
-        return name + (" keep" if self.keep else "") + (" packed" if self.packed else "")
+        return name + (" keep" if self.keep else "") + (" packed" if self.packed else "") + (" runs" if self.run else "")
 
     def problem(self) -> Problem:
         """The call on meta tensors."""
@@ -191,8 +193,9 @@ class Call:
     def compile(self) -> None:
         """Launch prepare and scan as inference does, the whole of training's backward if `keep`, or step on a pool."""
         from kda_ops.backends import triton as kernels
+        from kda_ops.backends.triton import tuning
 
-        p = self.problem()
+        p, tuning.FORCED_RUN = self.problem(), self.run
         if self.pool is not None:
             return kernels.step(p, p.new_output(), p.state)
         tile = kernels.prepare(p, keep_A=self.keep)
@@ -207,6 +210,7 @@ class Call:
 LAYER = tuple(Call(rank, gate=gate, keep=keep) for rank in (1, 0) for gate in ("bound", "softplus") for keep in (False, True)) + tuple(
     Call(pool=pool, transposed=transposed) for pool in (torch.float32, torch.bfloat16) for transposed in (False, True)
 )
+LAYER += tuple(Call(rank, keep=keep, packed=True, run=32) for rank in (1, 0) for keep in (False, True))
 OTHERS = (Call(1, torch.float32, gate="softplus"), Call(0, torch.float32, gate="softplus"), Call(1, torch.float16, gate="plain"), Call(1, K=256, V=256))
 
 

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.scan import close_state, dot_apart, open_state, place, rows_at
+from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
+from kda_ops.backends.triton.scan import dot_apart, rows_at
 from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, store_tile, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
@@ -17,8 +18,9 @@ from kda_ops.stages import Reverse, Tile
 
 @triton.jit(do_not_specialize=["N", "T", "HV"])
 def reverse_scan_tiles(
-    A, P, w, qg, kg, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dinitial, dinitial_s, cu_seqlens, N, T, HV,
+    A, P, w, qg, kg, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dinitial, dinitial_s, maps, maps_s, cu_seqlens, N, T, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence and BV columns of its state's gradient, last chunk first, from prepared tiles::
 
@@ -27,21 +29,20 @@ def reverse_scan_tiles(
     dS, the gradient of the state that leaves the chunk, and z, that of beta (v - k exp(G) S), are all that `gradient` needs from here: with them
     it reads neither A nor any other part of the tile. Every transpose is of a tile from memory, never of a product.
     """
-    i_n, i_h, o_v, live, i_b, bos, length, first = place(cu_seqlens, None, N, T, HV, V, BV)
+    i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
     o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
     TYPE: tl.constexpr = w.dtype.element_ty
     m_v = (o_v < V)[None, :]
-    b_dS = open_state(dfinal, dfinal_s, None, i_n, i_h, o_k, o_v, live, K, V)
-    count = tl.cdiv(length, 64)
-    for step in tl.range(0, count, num_stages=STAGES):
-        c = count - 1 - step
+    b_dS = open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    for step in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
+        c = start + stop - 1 - step
         i_tile = (first + c) * HV + i_h
         b_kg = load_tile(kg, i_tile, o_r, o_k, K)
         b_w = load_tile(w, i_tile, o_r, o_k, K)
-        b_A = load_tile(A, i_tile, o_r, o_r, 64)
         b_gamma = tl.load(gamma + i_tile * K + o_k, mask=o_k < K, other=0.0)
         b_ds = b_dS.to(TYPE)
-        tl.store(dstates + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_ds, mask=(o_k < K)[:, None] & m_v)
+        if dstates is not None:
+            tl.store(dstates + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_ds, mask=(o_k < K)[:, None] & m_v)
         b_dv = tl.dot(b_kg, b_ds, input_precision=PREC)
         b_dS = b_dS * b_gamma[:, None]
         if do is not None:
@@ -50,15 +51,16 @@ def reverse_scan_tiles(
             b_dS = tl.dot(tl.trans(load_tile(qg, i_tile, o_r, o_k, K)), b_do, b_dS, input_precision=PREC)
         b_less = (-b_dv).to(TYPE)
         b_dS = tl.dot(tl.trans(b_w), b_less, b_dS, input_precision=PREC)
-        store_tile(z, i_tile, -tl.dot(tl.trans(b_A), b_less, input_precision=PREC), o_r, o_v, V)
-    if dinitial is not None:
-        close_state(dinitial, dinitial_s, None, i_n, i_h, b_dS, o_k, o_v, live, K, V)
+        if z is not None:
+            store_tile(z, i_tile, -tl.dot(tl.trans(load_tile(A, i_tile, o_r, o_r, 64)), b_less, input_precision=PREC), o_r, o_v, V)
+    close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, b_dS, o_k, o_v, live, K, V, True)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def reverse_scan_rows(
-    q, q_s, k, k_s, A, P, rows, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dinitial, dinitial_s, cu_seqlens, N, T, H, HV,
+    q, q_s, k, k_s, A, P, rows, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dinitial, dinitial_s, maps, maps_s, cu_seqlens, N, T, H, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """The same for one decay per head, from q and k as they are and the four rows of `prepare_gdn`::
 
@@ -66,23 +68,23 @@ def reverse_scan_rows(
 
     Decays, norms and beta are factors per row and move past the products; w is not needed, for w^T dv_new = (beta k exp G)^T z.
     """
-    i_n, i_h, o_v, live, i_b, bos, length, first = place(cu_seqlens, None, N, T, HV, V, BV)
+    i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
     i_g = i_h // (HV // H)
     o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
     b_zero = tl.zeros((64, BV), tl.float32)
-    b_dS = open_state(dfinal, dfinal_s, None, i_n, i_h, o_k, o_v, live, K, V)
-    count = tl.cdiv(length, 64)
-    for step in tl.range(0, count, num_stages=STAGES):
-        c = count - 1 - step
+    b_dS = open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    for step in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
+        c = start + stop - 1 - step
         i_tile, t = (first + c) * HV + i_h, bos + c * 64
         m_r = (c * 64 + o_r < length)[:, None]
         b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
         b_A = load_tile(A, i_tile, o_r, o_r, 64)
         p_row = rows + i_tile * 448 + o_r
         b_ds = b_dS.to(TYPE)
-        tl.store(dstates + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_ds, mask=(o_k < K)[:, None] & m_v)
+        if dstates is not None:
+            tl.store(dstates + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_ds, mask=(o_k < K)[:, None] & m_v)
         b_dv = dot_apart(b_k, b_ds, b_zero, length > 0, PREC) * tl.load(p_row + 64)[:, None]
         b_dS = b_dS * tl.load(gamma + i_tile)
         if do is not None:
@@ -92,11 +94,11 @@ def reverse_scan_rows(
             b_do = (b_do.to(tl.float32) * tl.load(p_row + 192)[:, None]).to(TYPE)
             b_dS = tl.dot(tl.trans(b_q), b_do, b_dS, input_precision=PREC)
         b_z = dot_apart(tl.trans(b_A), b_dv.to(TYPE), b_zero, length > 0, PREC)
-        store_tile(z, i_tile, b_z, o_r, o_v, V)
+        if z is not None:
+            store_tile(z, i_tile, b_z, o_r, o_v, V)
         b_less = (b_z * -(tl.load(p_row) * tl.load(p_row + 128))[:, None]).to(TYPE)
         b_dS = tl.dot(tl.trans(b_k), b_less, b_dS, input_precision=PREC)
-    if dinitial is not None:
-        close_state(dinitial, dinitial_s, None, i_n, i_h, b_dS, o_k, o_v, live, K, V)
+    close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, b_dS, o_k, o_v, live, K, V, True)
 
 
 def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
@@ -105,19 +107,26 @@ def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor
     dstates, z = q.new_empty((NT, p.HV, p.K, p.V)), q.new_empty((NT, p.HV, 64, p.V))
     dinitial = q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32) if need_initial else None
     dfinal = None if dfinal_state is None or dfinal_state.numel() == 0 else p.as_kv(dfinal_state)
-    options = tuning.choose("reverse_scan_tiles" if p.rank else "reverse_scan_rows", p)
-    BK, BV, exact = tuning.width(p.K, q.dtype), options.block_v, q.dtype is torch.float32
-    programs = p.N * p.HV * ((p.V + BV - 1) // BV)
-    do = fit(do)
-    ends = (do, strides_of(do), dfinal, strides_of(dfinal), dstates, z, dinitial, strides_of(dinitial), dense(p.cu_seqlens))
-    sizes = (p.K, p.V, BK, BV, options.stages, "tf32x3" if exact else "tf32")
-    launched = options.launch
-    if p.rank:
-        launch(reverse_scan_tiles, programs, device, tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.gamma, *ends, p.N, p.T, p.HV, *sizes, **launched)
-    else:
-        q, k = fit(q), fit(p.k)
-        launch(
-            reverse_scan_rows, programs, device, q, q.stride(), k, k.stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma, *ends,
-            p.N, p.T, p.H, p.HV, *sizes, **launched,
-        )  # fmt: skip
+    name = "reverse_scan_tiles" if p.rank else "reverse_scan_rows"
+    whole, BK, exact = tuning.choose(name, p), tuning.width(p.K, q.dtype), q.dtype is torch.float32
+    do, runs = fit(do), Runs(p)
+
+    def carry(options, dfinal, dstates, z, dinitial, maps) -> None:
+        ends = (do, strides_of(do), dfinal, strides_of(dfinal), dstates, z, dinitial, strides_of(dinitial), maps, strides_of(maps), dense(p.cu_seqlens))
+        sizes = (p.K, p.V, BK, options.block_v, options.stages, "tf32x3" if exact else "tf32", runs.length)
+        programs = runs.programs(p.V if maps is None else p.V + p.K, options.block_v)
+        if p.rank:
+            launch(
+                reverse_scan_tiles, programs, device, tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.gamma, *ends, p.N, p.T, p.HV, *sizes, **options.launch
+            )  # fmt: skip
+        else:
+            launch(
+                reverse_scan_rows, programs, device, fit(q), fit(q).stride(), fit(p.k), fit(p.k).stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma,
+                *ends, p.N, p.T, p.H, p.HV, *sizes, **options.launch,
+            )  # fmt: skip
+
+    if runs.length:
+        carry(tuning.choose(name + "_maps", p), dfinal, None, None, None, runs.maps)
+        dfinal = runs.join(back=True)
+    carry(whole, dfinal, dstates, z, dinitial, None)
     return Reverse(dstates, z, dinitial)

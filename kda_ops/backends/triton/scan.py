@@ -8,29 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, locate_sequence, store_tile, strides_of
+from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
+from kda_ops.backends.triton.state import state_at
+from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, store_tile, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile, Trace
-
-
-@triton.jit
-def state_at(state, strides, slot, i_h, o_k, o_v):
-    """Pointers to S[k, v] of one slot and head, [BK, BV]; the caller's layout is in the strides."""
-    p_s = state + (slot.to(tl.int64) * strides[0] + i_h.to(tl.int64) * strides[1])
-    return p_s + (o_k.to(tl.int64) * strides[2])[:, None] + (o_v.to(tl.int64) * strides[3])[None, :]
-
-
-@triton.jit
-def open_state(state, strides, slots, i_n, i_h, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr):
-    """The state a sequence starts from, [BK, BV] fp32."""
-    if state is None:
-        b_S = tl.zeros((o_k.shape[0], o_v.shape[0]), tl.float32)
-    else:
-        slot = tl.load(slots + i_n, mask=live, other=0) if slots is not None else i_n
-        m_s = ((o_k < K)[:, None] & (o_v < V)[None, :]) & live
-        b_S = tl.load(state_at(state, strides, slot, i_h, o_k, o_v), mask=m_s, other=0.0).to(tl.float32)
-    return b_S
 
 
 @triton.jit
@@ -41,29 +24,11 @@ def rows_at(x, strides, i_b, i_h, first, o_r, o_d):
 
 
 @triton.jit
-def place(cu_seqlens, slots, N, T, HV, V: tl.constexpr, BV: tl.constexpr):
-    """This program's (i_n, i_h, o_v, live, i_b, first token, tokens, first chunk).
-
-    Slices of V of one head are neighbours, so that they find its tiles in the cache. `live` is false for a sequence without a slot and for the
-    tail of a packed row, sequence N: their output is zero.
-    """
-    slices: tl.constexpr = (V + BV - 1) // BV
-    i_nh = tl.program_id(0) // slices
-    i_n, i_h = i_nh // HV, i_nh % HV
-    o_v = (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
-    live = i_n < N
-    if slots is not None:
-        live = live & (tl.load(slots + i_n, mask=live, other=-1) >= 0)
-    i_b, bos, length, first = locate_sequence(cu_seqlens, i_n, N, T)
-    return i_n, i_h, o_v, live, i_b, bos, length, first
-
-
-@triton.jit
-def fill_zero(o, strides, i_b, i_h, bos, length, o_v, V: tl.constexpr):
-    """Zero the output of `length` tokens."""
+def fill_zero(o, strides, i_b, i_h, bos, length, start, stop, o_v, V: tl.constexpr):
+    """Zero the output of chunks start to stop."""
     o_r = tl.arange(0, 64)
     b_zero = tl.zeros((64, o_v.shape[0]), o.dtype.element_ty)
-    for c in range(tl.cdiv(length, 64)):
+    for c in range(start, stop):
         m_o = (c * 64 + o_r < length)[:, None] & (o_v < V)[None, :]
         tl.store(rows_at(o, strides, i_b, i_h, bos + c * 64, o_r, o_v), b_zero, mask=m_o)
 
@@ -78,18 +43,12 @@ def snapshot(state, strides, into, into_s, EVERY, i_n, i_h, chunk, length, b_S, 
         tl.store(state_at(state, strides, slot, i_h, o_k, o_v), b_S.to(state.dtype.element_ty), mask=m_s)
 
 
-@triton.jit
-def close_state(final, strides, slots, i_n, i_h, b_S, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr):
-    """Write the state after the last token."""
-    slot = tl.load(slots + i_n, mask=live, other=0) if slots is not None else i_n
-    m_s = ((o_k < K)[:, None] & (o_v < V)[None, :]) & live
-    tl.store(state_at(final, strides, slot, i_h, o_k, o_v), b_S.to(final.dtype.element_ty), mask=m_s)
-
-
 @triton.jit(do_not_specialize=["N", "T", "HV", "every", "columns"])
 def scan_tiles(
-    qg, kg, w, u, P, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, cu_seqlens, N, T, HV, every, columns,
+    qg, kg, w, u, P, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s, cu_seqlens,
+    N, T, HV, every, columns,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence and BV columns of its state, chunk after chunk, from prepared tiles::
 
@@ -98,14 +57,14 @@ def scan_tiles(
     o is written here and now, so that neither v_new nor the states travel unless they are kept for backward. S stays in registers and is
     rounded to the operands' dtype once per chunk, as an operand.
     """
-    i_n, i_h, o_v, live, i_b, bos, length, first = place(cu_seqlens, slots, N, T, HV, V, BV)
+    i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False)
     o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
     TYPE: tl.constexpr = w.dtype.element_ty
     m_v = (o_v < V)[None, :]
     if o is not None:
-        fill_zero(o, o_s, i_b, i_h, bos, tl.where(live, 0, length), o_v, V)
-    b_S = open_state(state, state_s, slots, i_n, i_h, o_k, o_v, live, K, V)
-    for c in tl.range(0, tl.where(live, tl.cdiv(length, 64), 0), num_stages=STAGES):
+        fill_zero(o, o_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
+    b_S = open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    for c in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         i_tile = (first + c) * HV + i_h
         b_w = load_tile(w, i_tile, o_r, o_k, K)
         b_kg = load_tile(kg, i_tile, o_r, o_k, K)
@@ -125,8 +84,7 @@ def scan_tiles(
         b_S = tl.dot(tl.trans(b_kg), b_v, b_S * b_gamma[:, None], input_precision=PREC)
         if into is not None:
             snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, o_k, o_v, columns, K, V)
-    if final is not None:
-        close_state(final, final_s, slots, i_n, i_h, b_S, o_k, o_v, live, K, V)
+    close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, b_S, o_k, o_v, live, K, V, False)
 
 
 @triton.jit
@@ -141,9 +99,10 @@ def dot_apart(b_x, b_y, b_z, always, PREC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "T", "every", "columns"])
 def scan_rows(
-    q, q_s, k, k_s, v, v_s, A, P, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, cu_seqlens,
-    N, T, H, HV, every, columns,
+    q, q_s, k, k_s, v, v_s, A, P, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s,
+    cu_seqlens, N, T, H, HV, every, columns,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """The same for one decay per head, from q, k and v as they are and the four rows of `prepare_gdn`::
 
@@ -151,16 +110,16 @@ def scan_rows(
 
     A decay per head is a factor per row, which moves past the dot products: q and k go from memory to the tensor cores as they are.
     """
-    i_n, i_h, o_v, live, i_b, bos, length, first = place(cu_seqlens, slots, N, T, HV, V, BV)
+    i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False)
     i_g = i_h // (HV // H)
     o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
     b_zero = tl.zeros((64, BV), tl.float32)
     if o is not None:
-        fill_zero(o, o_s, i_b, i_h, bos, tl.where(live, 0, length), o_v, V)
-    b_S = open_state(state, state_s, slots, i_n, i_h, o_k, o_v, live, K, V)
-    for c in tl.range(0, tl.where(live, tl.cdiv(length, 64), 0), num_stages=STAGES):
+        fill_zero(o, o_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
+    b_S = open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    for c in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         i_tile, t = (first + c) * HV + i_h, bos + c * 64
         m_r = (c * 64 + o_r < length)[:, None]
         b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
@@ -182,8 +141,7 @@ def scan_rows(
         b_S = tl.dot(tl.trans(b_k), b_v, b_S * tl.load(gamma + i_tile), input_precision=PREC)
         if into is not None:
             snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, o_k, o_v, columns, K, V)
-    if final is not None:
-        close_state(final, final_s, slots, i_n, i_h, b_S, o_k, o_v, live, K, V)
+    close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, b_S, o_k, o_v, live, K, V, False)
 
 
 def _states(p: Problem, final_state: Tensor | None):
@@ -197,25 +155,31 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
     device, NT = p.q.device, count_chunks(p)
     trace = Trace(p.q.new_empty((NT, p.HV, p.K, p.V)), p.q.new_empty((NT, p.HV, 64, p.V))) if keep else None
     initial, final, slots, into = _states(p, final_state)
-    options = tuning.choose("scan_tiles" if p.rank else "scan_rows", p)
-    BK, BV, precision = tuning.width(p.K, p.q.dtype), options.block_v, "tf32x3" if p.q.dtype is torch.float32 else "tf32"
-    sequences = p.N if p.cu_seqlens is None else p.N + 1
-    programs = sequences * p.HV * ((p.V + BV - 1) // BV)
-    columns = 0 if into is None else into.shape[1]
-    ends = (
-        o, strides_of(o), initial, strides_of(initial), final, strides_of(final), dense(slots), into, strides_of(into),
-        trace and trace.states, trace and trace.v_new, dense(p.cu_seqlens),
-    )  # fmt: skip
-    every = p.snapshot_every if into is not None else 1
-    if p.rank:
-        launch(
-            scan_tiles, programs, device, tile.qg, tile.kg, tile.w, tile.u, tile.P, tile.gamma, *ends, p.N, p.T, p.HV, every, columns,
-            p.K, p.V, BK, BV, options.stages, precision, **options.launch,
+    name = "scan_tiles" if p.rank else "scan_rows"
+    whole, BK, precision = tuning.choose(name, p), tuning.width(p.K, p.q.dtype), "tf32x3" if p.q.dtype is torch.float32 else "tf32"
+    runs = Runs(p)
+
+    def carry(options, o, initial, final, into, trace, maps) -> None:
+        ends = (
+            o, strides_of(o), initial, strides_of(initial), final, strides_of(final), dense(slots), into, strides_of(into),
+            trace and trace.states, trace and trace.v_new, maps, strides_of(maps), dense(p.cu_seqlens),
         )  # fmt: skip
-    else:
-        q, k, v = fit(p.q), fit(p.k), fit(p.v)
-        launch(
-            scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma, *ends,
-            p.N, p.T, p.H, p.HV, every, columns, p.K, p.V, BK, BV, options.stages, precision, **options.launch,
-        )  # fmt: skip
+        columns, every = (0, 1) if into is None else (into.shape[1], p.snapshot_every)
+        programs = runs.programs(p.V if maps is None else p.V + p.K, options.block_v)
+        sizes = (every, columns, p.K, p.V, BK, options.block_v, options.stages, precision, runs.length)
+        if p.rank:
+            launch(
+                scan_tiles, programs, device, tile.qg, tile.kg, tile.w, tile.u, tile.P, tile.gamma, *ends, p.N, p.T, p.HV, *sizes, **options.launch
+            )  # fmt: skip
+        else:
+            q, k, v = fit(p.q), fit(p.k), fit(p.v)
+            launch(
+                scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma,
+                *ends, p.N, p.T, p.H, p.HV, *sizes, **options.launch,
+            )  # fmt: skip
+
+    if runs.length:
+        carry(tuning.choose(name + "_maps", p), None, initial, None, None, None, runs.maps)
+        initial = runs.join(back=False)
+    carry(whole, o, initial, final, into, trace, None)
     return trace

@@ -57,13 +57,13 @@ def launch(kernel, programs: int, device: torch.device, *args, **options) -> Non
 
 
 @triton.jit
-def find_sequence(cu_seqlens, i_t, N):
-    """The sequence whose chunks hold number i_t: the greatest n < N with cu_seqlens[n] // 64 + n <= i_t (sequences.py)."""
+def find_sequence(cu_seqlens, i_t, N, TOKENS: tl.constexpr = 64):
+    """The sequence whose chunks hold number i_t: the greatest n < N with cu_seqlens[n] // 64 + n <= i_t (sequences.py); runs likewise by their tokens."""
     lo = i_t * 0
     hi = lo + N - 1
     while lo < hi:
         mid = (lo + hi + 1) // 2
-        first = (tl.load(cu_seqlens + mid) // 64).to(tl.int32) + mid
+        first = (tl.load(cu_seqlens + mid) // TOKENS).to(tl.int32) + mid
         lo = tl.where(first <= i_t, mid, lo)
         hi = tl.where(first <= i_t, hi, mid - 1)
     return lo
@@ -87,19 +87,22 @@ def locate_chunk(cu_seqlens, i_t, N, T):
 
 
 @triton.jit
-def locate_sequence(cu_seqlens, i_n, N, T):
-    """Sequence i_n as (batch row, first token, tokens, number of its first chunk). Packed, sequence N is the tail past cu_seqlens[-1]."""
+def locate_sequence(cu_seqlens, i_n, N, T, TOKENS: tl.constexpr = 64):
+    """Sequence i_n as (batch row, first token, tokens, number of its first chunk). Packed, sequence N is the tail past cu_seqlens[-1].
+
+    With other TOKENS than those of a chunk: the number of its first run of so many.
+    """
     if cu_seqlens is not None:
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         eos = tl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=0).to(tl.int64)
         eos = tl.where(i_n < N, eos, T)
         i_b = (i_n * 0).to(tl.int64)
-        first = bos // 64 + i_n
+        first = bos // TOKENS + i_n
     else:
         i_b = i_n.to(tl.int64)
         bos = i_b * 0
         eos = bos + T
-        first = i_b * tl.cdiv(T, 64)
+        first = i_b * tl.cdiv(T, TOKENS)
     return i_b, bos, (eos - bos).to(tl.int32), first
 
 

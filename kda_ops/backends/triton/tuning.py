@@ -20,6 +20,7 @@ from kda_ops.problem import SAFE_BOUND, Problem
 
 HOPPER = 9
 ASSUMED = HOPPER  # the architecture for tensors that are on no GPU: interpreter and offline compilation
+FORCED_RUN: int | None = None  # the run length of tests and offline compilation, in place of the rule's
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def table(kernel: str, p: Problem) -> Options:
         return Options(128, 64, warps=8)
     if kernel == "prepare_gdn":
         return Options(registers=None if wide or K > 128 else 168)
-    if kernel in ("scan_tiles", "scan_rows"):
-        return Options(K, 32) if wide else Options(K, min(V, 64), stages=3 if hopper and K <= 128 else 1)
+    if kernel.startswith("scan"):
+        return Options(K, 32) if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
     if kernel == "gradient_rows":
         return Options(32, 32) if wide else Options(K, min(V, 64), warps=8)
     if kernel.startswith("gradient"):
@@ -100,8 +101,29 @@ def table(kernel: str, p: Problem) -> Options:
             return Options(64 if kernel == "gradient_keys" else 32, 32)  # its decays are fp16 operands: see `width`
         return Options(64, min(V, 128) if kernel == "gradient_pairs" else 64)
     if kernel.startswith("reverse_scan"):
-        return Options(K, 32) if wide else Options(K, min(V, 64), stages=2 if hopper and K <= 128 else 1)
+        return Options(K, 32) if wide else Options(K, min(V, 64), stages=(3 if kernel.endswith("_maps") else 2) if hopper and K <= 128 else 1)
+    if kernel == "join_runs":
+        return Options(power(p.K), 16, warps=8, stages=3 if hopper else 1)
     return Options(min(power(p.K), 64), min(power(p.V), 32 if wide else 64), stages=1 if wide else 2)
+
+
+def run_length(p: Problem) -> int:
+    """Chunks per run of the scans (runs.py), or 0 where sequences stay whole: measured on an H200 (NOTES.md).
+
+    It depends on HV too, and on how many multiprocessors there are for the heads of one sequence; never on B, N, T or the values.
+    """
+    if width(p.K, p.q.dtype) > 128 or p.V == 0:  # `join_runs` holds a map at once
+        return 0
+    if FORCED_RUN is not None:
+        return FORCED_RUN
+    programs, there = p.HV * triton.cdiv(p.V, 64), processors(p.q.device)
+    return 0 if 3 * programs > there else 32 if 6 * programs > there else 16
+
+
+@lru_cache(None)
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a device; none where kernels run on no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def cache_file() -> Path:

@@ -1,0 +1,134 @@
+"""Runs of chunks: a sequence is cut where its heads alone cannot fill the device, so that its parts are scanned at once.
+
+A run maps the state that enters it affinely to the state that leaves it, S -> M S + b, and the scan itself finds the map: over the columns ``[u | 0]``,
+started from ``[0 | I]``, it ends with ``[b | M]``. Three launches: the maps of all runs but those at the ends of a sequence, `join_runs`, and the ordinary
+scan with one program per run. Backward is the same from the other end, with ``[do | 0]`` and the transposed maps.
+
+Cuts are multiples of `tuning.run_length` from the start of each sequence, so that results depend neither on its neighbours nor on what follows.
+One tensor travels, ``[runs, HV, K, V + K]`` fp32: at run r, ``[b | M]`` of the run before it (behind it, backward), and after the join the state that it
+starts from in the first V columns. At the run where a sequence begins that is the state given, copied: its memory may be where the final state goes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.state import close_state, open_state, state_at
+from kda_ops.backends.triton.tile import dense, find_sequence, launch, locate_sequence
+from kda_ops.problem import CHUNK, Problem
+from kda_ops.sequences import count_chunks
+
+
+@triton.jit
+def place(cu_seqlens, slots, maps, N, T, HV, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, RUN: tl.constexpr, BACK: tl.constexpr):
+    """This program's (i_n, i_h, o_v, live, i_b, first token of the sequence, tokens, first chunk, start, stop, run).
+
+    Its chunks are start to stop of the sequence, all of them without RUN. `run` is (i_r, whether the scan begins here, whether it ends here). Slices of
+    the columns of one head are neighbours, so that they find its tiles in the cache. `live` is false for a sequence without a slot, for a run that no
+    sequence has, and for the tail of a packed row, sequence N: its output is zero.
+    """
+    slices: tl.constexpr = (V + (K if maps is not None else 0) + BV - 1) // BV
+    i_rh = tl.program_id(0) // slices
+    i_r, i_h = i_rh // HV, i_rh % HV
+    o_v = (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
+    i_n = i_r
+    if RUN:
+        if cu_seqlens is not None:
+            i_n = find_sequence(cu_seqlens, i_r, N + 1, RUN * 64)
+        else:
+            i_n = i_r // tl.cdiv(T, RUN * 64)
+    live = i_n < N
+    if slots is not None:
+        live = live & (tl.load(slots + i_n, mask=live, other=-1) >= 0)
+    i_b, bos, length, first = locate_sequence(cu_seqlens, i_n, N, T)
+    start, stop, begins, ends = i_r * 0, tl.cdiv(length, 64), live, live
+    if RUN:
+        first_run = locate_sequence(cu_seqlens, i_n, N, T, RUN * 64)[3]
+        start = (i_r - first_run).to(tl.int32) * RUN
+        live = live & ((start == 0) | (start < stop))
+        begins, ends = start == 0, start + RUN >= stop
+        stop = tl.minimum(start + RUN, stop)
+        if BACK:
+            begins, ends = ends, begins
+    if maps is not None:  # the state that leaves the last run starts none, and the first one starts from the state itself
+        stop = tl.where(ends | begins & ((tl.program_id(0) % slices) * BV >= V) | (not live), start, stop)
+    return i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, (i_r, begins, ends)
+
+
+@triton.jit
+def open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr):
+    """What this program's scan starts from, [BK, BV] fp32: the state of its sequence, that of its run, or [0 | I] to find the map."""
+    i_r, begins, _ = run
+    if maps is not None:
+        b_S = open_state(state, state_s, slots, i_n, i_h, o_k, o_v, live & begins, K, V)
+        close_state(maps, maps_s, None, i_r, i_h, b_S, o_k, o_v, live & begins, K, V)
+        b_S = tl.where(((o_k + V)[:, None] == o_v[None, :]) & (not begins), 1.0, b_S)
+    else:
+        b_S = open_state(state, state_s, None if RUN else slots, i_r if RUN else i_n, i_h, o_k, o_v, live, K, V)
+    return b_S
+
+
+@triton.jit
+def close_run(
+    final, final_s, slots, maps, maps_s, i_n, i_h, run, b_S, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr, BACK: tl.constexpr
+):  # fmt: skip
+    """Write what this program's scan ends with: the final state of its sequence, or the map to the run that it leads to."""
+    i_r, _, ends = run
+    if maps is not None:
+        close_state(maps, maps_s, None, i_r - 1 if BACK else i_r + 1, i_h, b_S, o_k, o_v, live & (not ends), K, V + K)
+    if final is not None:
+        close_state(final, final_s, slots, i_n, i_h, b_S, o_k, o_v, live & ends, K, V)
+
+
+@triton.jit(do_not_specialize=["N", "T", "HV"])
+def join_runs(
+    maps, maps_s, cu_seqlens, N, T, HV,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, RUN: tl.constexpr, BACK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence and BV columns: the state that each run starts from, in place of the b that led to it::
+
+        S <- M S + b [K, V] fp32
+
+    The first two are there already: the state given, and the one that the run after it reached from it.
+    """
+    slices: tl.constexpr = (V + BV - 1) // BV
+    i_nh = tl.program_id(0) // slices
+    i_n, i_h = i_nh // HV, i_nh % HV
+    o_k, o_v = tl.arange(0, BK), (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
+    _, _, length, first = locate_sequence(cu_seqlens, i_n, N, T, RUN * 64)
+    count = tl.cdiv(length, RUN * 64)
+    m_S, m_M = (o_k < K)[:, None] & (o_v < V)[None, :], (o_k < K)[:, None] & (o_k < K)[None, :]
+    b_S = tl.load(state_at(maps, maps_s, first + (count - 2 if BACK else 1), i_h, o_k, o_v), mask=m_S & (count > 2), other=0.0)
+    for i in tl.range(2, count, num_stages=STAGES):
+        slot = first + (count - 1 - i if BACK else i)
+        b_M = tl.load(state_at(maps, maps_s, slot, i_h, o_k, o_k + V), mask=m_M, other=0.0)
+        p_b = state_at(maps, maps_s, slot, i_h, o_k, o_v)
+        b_S = tl.dot(b_M, b_S, tl.load(p_b, mask=m_S, other=0.0), input_precision="tf32x3")
+        tl.store(p_b, b_S, mask=m_S)
+
+
+class Runs:
+    """How the sequences of a call are cut: `length` chunks per run, 0 where they stay whole; `maps` as the module has it."""
+
+    def __init__(self, p: Problem):
+        self.p, self.maps, length, packed = p, None, tuning.run_length(p), p.cu_seqlens is not None
+        self.length = length if p.T > length * CHUNK else 0  # else no sequence has a second run
+        self.pieces = packed + (count_chunks(p, self.length * CHUNK) if self.length else p.N)  # the tail of a packed row is one more sequence
+        if self.length:
+            self.maps = p.q.new_empty((self.pieces, p.HV, p.K, p.V + p.K), dtype=torch.float32)
+
+    def programs(self, columns: int, block_v: int) -> int:
+        """How many programs a launch over so many columns of the state has."""
+        return self.pieces * self.p.HV * triton.cdiv(columns, block_v)
+
+    def join(self, back: bool) -> Tensor:
+        """From maps to states: [runs, HV, K, V], the state that each run starts from."""
+        p, options = self.p, tuning.choose("join_runs", self.p)
+        slices = (p.V + options.block_v - 1) // options.block_v
+        launch(
+            join_runs, p.N * p.HV * slices, p.q.device, self.maps, self.maps.stride(), dense(p.cu_seqlens), p.N, p.T, p.HV, p.K, p.V,
+            options.block_k, options.block_v, self.length, back, options.stages, **options.launch,
+        )  # fmt: skip
+        return self.maps[..., : p.V]
