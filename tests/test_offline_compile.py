@@ -19,7 +19,8 @@ def test_every_kernel_is_within_its_budget(arch):
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     kernels = (
-        "prepare_kda scan_tiles reverse_scan_tiles gradient_pairs gradient_keys prepare_gdn scan_rows reverse_scan_rows gradient_rows gather_heads join_runs recur"
+        "prepare_kda scan_tiles reverse_scan_tiles gradient_pairs gradient_keys gather_heads "
+        "prepare_gdn scan_rows reverse_scan_rows gradient_rows join_runs recur"
     )
     for kernel in kernels.split() if arch == "90" else ("prepare_kda", "scan_tiles", "prepare_gdn", "scan_rows"):
         assert kernel in run.stdout
