@@ -620,13 +620,14 @@ def test_the_backend_composes_with_another_pass(fresh):
     assert after.seen == [0]
 
 
+class Another(FoldPreprocessing):
+    def uuid(self):
+        return b"another"
+
+
 def test_the_cache_knows_the_pass(fresh):
     """A second compilation finds the folded graph; one with another pass, or none, does not."""
     f, x = lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, torch.sigmoid(beta))[0], inputs(grad=False)
-
-    class Another(FoldPreprocessing):
-        def uuid(self):
-            return b"another"
 
     def compile_again(**options):
         torch._dynamo.reset()
