@@ -58,7 +58,7 @@ def reverse_scan_tiles(
 @triton.jit(do_not_specialize=["N", "T"])
 def reverse_scan_rows(
     q, q_s, k, k_s, A, P, rows, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dinitial, dinitial_s, cu_seqlens, N, T, H, HV,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """The same for one decay per head, from q and k as they are and the four rows of `prepare_gdn`::
 
@@ -83,15 +83,15 @@ def reverse_scan_rows(
         p_row = rows + i_tile * 448 + o_r
         b_ds = b_dS.to(TYPE)
         tl.store(dstates + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_ds, mask=(o_k < K)[:, None] & m_v)
-        b_dv = dot_apart(b_k, b_ds, b_zero, length > 0, PREC) * tl.load(p_row + 64)[:, None]
+        b_dv = dot_apart(b_k, b_ds, b_zero, length, APART, PREC) * tl.load(p_row + 64)[:, None]
         b_dS = b_dS * tl.load(gamma + i_tile)
         if do is not None:
             b_do = tl.load(rows_at(do, do_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0)
-            b_dv = dot_apart(tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_do, b_dv, length > 0, PREC)
+            b_dv = dot_apart(tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_do, b_dv, length, APART, PREC)
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
             b_do = (b_do.to(tl.float32) * tl.load(p_row + 192)[:, None]).to(TYPE)
             b_dS = tl.dot(tl.trans(b_q), b_do, b_dS, input_precision=PREC)
-        b_z = dot_apart(tl.trans(b_A), b_dv.to(TYPE), b_zero, length > 0, PREC)
+        b_z = dot_apart(tl.trans(b_A), b_dv.to(TYPE), b_zero, length, APART, PREC)
         store_tile(z, i_tile, b_z, o_r, o_v, V)
         b_less = (b_z * -(tl.load(p_row) * tl.load(p_row + 128))[:, None]).to(TYPE)
         b_dS = tl.dot(tl.trans(b_k), b_less, b_dS, input_precision=PREC)
@@ -118,6 +118,6 @@ def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor
         q, k = fit(q), fit(p.k)
         launch(
             reverse_scan_rows, programs, device, q, q.stride(), k, k.stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma, *ends,
-            p.N, p.T, p.H, p.HV, *sizes, **launched,
+            p.N, p.T, p.H, p.HV, *sizes, options.warps > 4, **launched,
         )  # fmt: skip
     return Reverse(dstates, z, dinitial)
