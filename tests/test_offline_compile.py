@@ -24,3 +24,23 @@ def test_every_kernel_is_within_its_budget(arch):
     )
     for kernel in kernels.split() if arch == "90" else ("prepare_kda", "scan_tiles", "prepare_gdn", "scan_rows"):
         assert kernel in run.stdout
+
+
+LOOP = """
+    %a = ttg.local_alloc : () -> !ttg.memdesc<STAGESx64x64xbf16, #shared, #smem, mutable>
+    %l = scf.for %i = %c0 to %c2 step %c1 iter_args(%acc = %cst) -> (tensor<64x64xf32, #mma>) : i32 {
+      %x = ttg.memdesc_index %a[%i] : !ttg.memdesc<STAGESx64x64xbf16, #shared, #smem, mutable> -> !ttg.memdesc<64x64xbf16, #shared, #smem, mutable>
+      %t = ttg.memdesc_trans %x {order = array<i32: 1, 0>} : !ttg.memdesc<64x64xbf16, #shared> -> !ttg.memdesc<64x64xbf16, #shared2>
+      %d = ttng.warp_group_dot %b, %t, %acc {inputPrecision = 0 : i32, isAsync = true} : !ttg.memdesc<64x64xbf16> * !ttg.memdesc<64x64xbf16>
+      %w:2 = ttng.warp_group_dot_wait %d, %t {pendings = PENDING : i32} : tensor<64x64xf32, #mma>, !ttg.memdesc<64x64xbf16, #shared2>
+      %s = ttg.memdesc_index %a[%j] : !ttg.memdesc<STAGESx64x64xbf16, #shared, #smem, mutable> -> !ttg.memdesc<64x64xbf16, #shared, #smem, mutable>
+      %c = ttg.async_copy_global_to_local %p, %s mask %m : tensor<64x64x!tt.ptr<bf16>, #blocked> -> <64x64xbf16, #shared, #smem, mutable>
+"""
+
+
+@pytest.mark.parametrize("stages, pending, hazard", ((1, 1, True), (1, 0, False), (2, 1, False)))
+def test_a_buffer_that_is_filled_while_a_product_reads_it_is_found(stages, pending, hazard):
+    """The pipeliner of triton 3.6 and 3.7 emits the first of these for a tile that is both an operand and a value in registers."""
+    from kda_ops.bench.offline import refilled
+
+    assert refilled(LOOP.replace("STAGES", str(stages)).replace("PENDING", str(pending))) is hazard

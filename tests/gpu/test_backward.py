@@ -7,7 +7,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from kda_ops import dispatch
-from tests.support.cases import Case
+from tests.support.calls import run
+from tests.support.cases import Case, replace
 from tests.support.closeness import assert_identical
 from tests.support.stage import Stages, assert_stage
 
@@ -52,3 +53,24 @@ def test_two_runs_give_the_same_bits(variant, gate):
         first, second = stages.run(stage, TRITON, CUDA), stages.run(stage, TRITON, CUDA)
         for name in first:
             assert_identical(first[name], second[name], name)
+
+
+def test_lengths_and_batches_do_not_recompile():
+    from triton.runtime.jit import JITFunction
+
+    counted, compiled = [], JITFunction._do_compile
+
+    def count(self, *args, **kwargs):
+        counted.append(self.fn.__name__)
+        return compiled(self, *args, **kwargs)
+
+    case = Case(variant="gdn", dtype=BF16, K=128, V=128, B=2, T=96, H=1, HV=2, gate="bounded", l2norm=True, beta="sigmoid")
+    run(case, inputs=case.inputs(CUDA))
+    JITFunction._do_compile = count
+    try:
+        for B, T, scale in ((2, 96, 0.1), (3, 200, 0.2), (5, 131, 0.3)):
+            case = replace(case, B=B, T=T, scale=scale)
+            run(case, inputs=case.inputs(CUDA))
+    finally:
+        JITFunction._do_compile = compiled
+    assert not counted

@@ -74,7 +74,8 @@ def gradient_pairs(
         dP = tril(scale do v_new^T)      dL = -strict_tril(z v_new^T)      each with its transpose above the diagonal, [64, 64]
         dv = beta z [64, V]              dbeta = sum_v z v_new / beta for a sigmoid, else its part sum_v z v [64]
 
-    and the norms of q and k. Apart from the kernel that reads K because the two need different registers, and so that slices of K find the pairs ready; that is 16 KB more to move.
+    and the norms of q and k. Apart from the kernel that reads K because the two need different registers, and so that slices of K find the pairs
+    ready; that is 16 KB more to move.
     """
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)

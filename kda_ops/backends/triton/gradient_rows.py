@@ -208,4 +208,5 @@ def gradient_rows(
                     tl.store(ddt_bias + i_tile, b_bias)
             write_column(dg, token, i_h, H * GROUP, n_rows, b_dg)
     if dq is not None and (slices == 1 or L2NORM):
-        finish(dq, dk, q, q_s, k, k_s, rows + (i_t.to(tl.int64) * H + i_g) * (GROUP * 448), b_dq_sum, b_dk_sum, i_b, i_g, first, n_rows, token, H, K, BK, L2NORM)
+        first_rows = rows + (i_t.to(tl.int64) * H + i_g) * (GROUP * 448)
+        finish(dq, dk, q, q_s, k, k_s, first_rows, b_dq_sum, b_dk_sum, i_b, i_g, first, n_rows, token, H, K, BK, L2NORM)

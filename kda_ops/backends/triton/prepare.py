@@ -9,6 +9,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.decay import by_group, from_blocks, half_decay, pair_decay, row_decay, score_levels
 from kda_ops.backends.triton.gate import LOG2E, decay_column, load_rate, log2_decay, strength_column
 from kda_ops.backends.triton.inverse import inverse
+from kda_ops.backends.triton.scan import rows_at
 from kda_ops.backends.triton.tile import (
     RowTile,
     columns_of,
@@ -173,8 +174,9 @@ def prepare_gdn(
     i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H
     i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
     o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
-    b_q = load_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K, 1)
-    b_k = load_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K, 1)
+    m_x = (o_r < n_rows)[:, None] & (o_k < K)[None, :]
+    b_k = tl.load(rows_at(k, k_s, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
+    b_q = tl.load(rows_at(q, q_s, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
     b_q_norm, b_k_norm = inverse_norm(b_q, L2NORM), inverse_norm(b_k, L2NORM)
     b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * (b_q_norm * scale)[:, None] * b_k_norm[None, :]
     b_kk = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * -b_k_norm[:, None] * b_k_norm[None, :]
@@ -212,7 +214,7 @@ def _inverse_precision(p: Problem) -> str:
 def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
     """Everything about the chunks that does not depend on the state; see `kda_ops.stages.Backend.prepare`.
 
-    For GDN these are A, P and four numbers per row, and `scan` reads q, k and v themselves. For KDA, A is written only if `keep_A`, for a
+    For GDN these are A, P and seven numbers per row, and `scan` reads q, k and v themselves. For KDA, A is written only if `keep_A`, for a
     backward that follows.
     """
     q, k, v, device, NT, exact = fit(p.q), fit(p.k), fit(p.v), p.q.device, count_chunks(p), p.q.dtype is torch.float32

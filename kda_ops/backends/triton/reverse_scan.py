@@ -60,7 +60,7 @@ def reverse_scan_tiles(
 def reverse_scan_rows(
     q, q_s, k, k_s, A, P, rows, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dinitial, dinitial_s, maps, maps_s, cu_seqlens, N, T, H, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
-    RUN: tl.constexpr,
+    RUN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """The same for one decay per head, from q and k as they are and the four rows of `prepare_gdn`::
 
@@ -85,15 +85,15 @@ def reverse_scan_rows(
         b_ds = b_dS.to(TYPE)
         if dstates is not None:
             tl.store(dstates + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_ds, mask=(o_k < K)[:, None] & m_v)
-        b_dv = dot_apart(b_k, b_ds, b_zero, length > 0, PREC) * tl.load(p_row + 64)[:, None]
+        b_dv = dot_apart(b_k, b_ds, b_zero, length, APART, PREC) * tl.load(p_row + 64)[:, None]
         b_dS = b_dS * tl.load(gamma + i_tile)
         if do is not None:
             b_do = tl.load(rows_at(do, do_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0)
-            b_dv = dot_apart(tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_do, b_dv, length > 0, PREC)
+            b_dv = dot_apart(tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_do, b_dv, length, APART, PREC)
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
             b_do = (b_do.to(tl.float32) * tl.load(p_row + 192)[:, None]).to(TYPE)
             b_dS = tl.dot(tl.trans(b_q), b_do, b_dS, input_precision=PREC)
-        b_z = dot_apart(tl.trans(b_A), b_dv.to(TYPE), b_zero, length > 0, PREC)
+        b_z = dot_apart(tl.trans(b_A), b_dv.to(TYPE), b_zero, length, APART, PREC)
         if z is not None:
             store_tile(z, i_tile, b_z, o_r, o_v, V)
         b_less = (b_z * -(tl.load(p_row) * tl.load(p_row + 128))[:, None]).to(TYPE)
@@ -122,7 +122,7 @@ def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor
         else:
             launch(
                 reverse_scan_rows, programs, device, fit(q), fit(q).stride(), fit(p.k), fit(p.k).stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma,
-                *ends, p.N, p.T, p.H, p.HV, *sizes, **options.launch,
+                *ends, p.N, p.T, p.H, p.HV, *sizes, options.warps > 4, **options.launch,
             )  # fmt: skip
 
     if runs.length:

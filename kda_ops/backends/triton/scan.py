@@ -88,11 +88,16 @@ def scan_tiles(
 
 
 @triton.jit
-def dot_apart(b_x, b_y, b_z, always, PREC: tl.constexpr):
-    """z + x y under a branch that is always taken: the compiler lays out a product that it sees go into another one as an operand, and of 8 warps
-    one half then does what the other does (NOTES.md).
+def dot_apart(b_x, b_y, b_z, n, APART: tl.constexpr, PREC: tl.constexpr):
+    """z + x y; if APART, under a branch that is always taken, for n > 0.
+
+    A product that goes into another one is laid out as its operand, and of 8 warps one half then does what the other does (NOTES.md); the compiler
+    does not see through a branch. For 4 warps the layout is the right one, and the branch costs 5 to 10 %.
     """
-    if always:
+    if APART:
+        if n > 0:
+            b_z = tl.dot(b_x, b_y, b_z, input_precision=PREC)
+    else:
         b_z = tl.dot(b_x, b_y, b_z, input_precision=PREC)
     return b_z
 
@@ -102,7 +107,7 @@ def scan_rows(
     q, q_s, k, k_s, v, v_s, A, P, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s,
     cu_seqlens, N, T, H, HV, every, columns,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
-    RUN: tl.constexpr,
+    RUN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """The same for one decay per head, from q, k and v as they are and the four rows of `prepare_gdn`::
 
@@ -127,11 +132,11 @@ def scan_rows(
         b_A = load_tile(A, i_tile, o_r, o_r, 64)
         p_row = rows + i_tile * 448 + o_r
         b_s = b_S.to(TYPE)
-        b_v = b_v.to(tl.float32) - tl.load(p_row)[:, None] * dot_apart(b_k, b_s, b_zero, length > 0, PREC)
-        b_v = dot_apart(b_A, (b_v * tl.load(p_row + 128)[:, None]).to(TYPE), b_zero, length > 0, PREC)
+        b_v = b_v.to(tl.float32) - tl.load(p_row)[:, None] * dot_apart(b_k, b_s, b_zero, length, APART, PREC)
+        b_v = dot_apart(b_A, (b_v * tl.load(p_row + 128)[:, None]).to(TYPE), b_zero, length, APART, PREC)
         if o is not None:
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-            b_o = dot_apart(b_q, b_s, b_zero, length > 0, PREC) * tl.load(p_row + 192)[:, None]
+            b_o = dot_apart(b_q, b_s, b_zero, length, APART, PREC) * tl.load(p_row + 192)[:, None]
             b_o = tl.dot(load_tile(P, i_tile, o_r, o_r, 64), b_v.to(TYPE), b_o, input_precision=PREC)
             tl.store(rows_at(o, o_s, i_b, i_h, t, o_r, o_v), b_o.to(o.dtype.element_ty), mask=m_r & m_v)
         if states is not None:
@@ -156,7 +161,7 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
     trace = Trace(p.q.new_empty((NT, p.HV, p.K, p.V)), p.q.new_empty((NT, p.HV, 64, p.V))) if keep else None
     initial, final, slots, into = _states(p, final_state)
     name = "scan_tiles" if p.rank else "scan_rows"
-    whole, BK, precision = tuning.choose(name, p), tuning.width(p.K, p.q.dtype), "tf32x3" if p.q.dtype is torch.float32 else "tf32"
+    whole, BK, precision = tuning.choose("scan_rows.keep" if keep and not p.rank else name, p), tuning.width(p.K, p.q.dtype), "tf32x3" if p.q.dtype is torch.float32 else "tf32"
     runs = Runs(p)
 
     def carry(options, o, initial, final, into, trace, maps) -> None:
@@ -175,7 +180,7 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
             q, k, v = fit(p.q), fit(p.k), fit(p.v)
             launch(
                 scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma,
-                *ends, p.N, p.T, p.H, p.HV, *sizes, **options.launch,
+                *ends, p.N, p.T, p.H, p.HV, *sizes, options.warps > 4, **options.launch,
             )  # fmt: skip
 
     if runs.length:

@@ -84,6 +84,7 @@ def table(kernel: str, p: Problem) -> Options:
     """Measured on an H200 with triton 3.6 (NOTES.md); other architectures take what fits their shared memory."""
     wide, hopper = p.q.dtype is torch.float32, architecture(p.q.device) == HOPPER
     K, V = width(p.K, p.q.dtype), width(p.V, p.q.dtype)
+    layer = hopper and not wide and K == V == 128
     if kernel == "prepare_kda":
         if wide:
             return Options(32, 32)
@@ -92,14 +93,18 @@ def table(kernel: str, p: Problem) -> Options:
         return Options(128, 64, warps=8)
     if kernel == "prepare_gdn":
         return Options(registers=None if wide or K > 128 else 168)
+    if kernel == "scan_rows" and layer:
+        return Options(128, 128, warps=8, stages=3)
     if kernel.startswith("scan"):
         return Options(K, 32) if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
     if kernel == "gradient_rows":
-        return Options(32, 32) if wide else Options(K, min(V, 64), warps=8)
+        return Options(32, 32) if wide else Options(K, 128 if layer and p.HV == p.H else min(V, 64), warps=8)  # sums of a group take registers
     if kernel.startswith("gradient"):
         if wide:
             return Options(64 if kernel == "gradient_keys" else 32, 32)  # its decays are fp16 operands: see `width`
         return Options(64, min(V, 128) if kernel == "gradient_pairs" else 64)
+    if kernel == "reverse_scan_rows" and layer:
+        return Options(128, 64, stages=3)
     if kernel.startswith("reverse_scan"):
         return Options(K, 32) if wide else Options(K, min(V, 64), stages=(3 if kernel.endswith("_maps") else 2) if hopper and K <= 128 else 1)
     if kernel == "join_runs":
