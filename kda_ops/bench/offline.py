@@ -28,7 +28,8 @@ SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
 SPILLS = {
     ("prepare_kda", "bound"): 480, ("prepare_kda", "softplus"): 1600, ("scan_tiles", "bound"): 0, ("scan_tiles", "softplus"): 0,
     ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 0, ("gradient_pairs", "softplus"): 0,
-    ("gradient_keys", "bound"): 704, ("gradient_keys", "softplus"): 736, ("reverse_scan_rows", "bound"): 608, ("reverse_scan_rows", "softplus"): 608,
+    ("gradient_keys", "bound"): 416, ("gradient_keys", "softplus"): 416, ("sum_decays", "bound"): 0, ("sum_decays", "softplus"): 0,
+    ("sum_gradients", "bound"): 0, ("sum_gradients", "softplus"): 0, ("reverse_scan_rows", "bound"): 608, ("reverse_scan_rows", "softplus"): 608,
     ("gradient_rows", "bound"): 352, ("gradient_rows", "softplus"): 352, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
     ("prepare_gdn", "bound"): 480, ("prepare_gdn", "softplus"): 480, ("scan_rows", "bound"): 128, ("scan_rows", "softplus"): 128,
 }  # fmt: skip
