@@ -9,8 +9,11 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
     pytest.skip("needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True)
 
+import triton.language as tl
+
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.fragment import packed
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import run
 from tests.support.cases import Case
@@ -48,13 +51,42 @@ def test_a_gradient_that_is_absent_is_zero(variant, do, dfinal):
 
 
 @pytest.mark.parametrize("case", [
-    Case(gate="strong", safe_gate=True, T=130, K=24, V=40), Case(gate="bounded", l2norm=True, beta="none"), Case(gate="none"),
+    Case(gate="strong", T=130, K=24, V=40), Case(gate="bounded", T=130, l2norm=True, beta="none"), Case(gate="none", T=70), Case(gate="softplus", T=70),
+    Case(gate="reset", T=130, H=1, HV=2),
 ], ids=str)  # fmt: skip
-def test_a_promised_bound_changes_nothing_beyond_rounding(case, monkeypatch):
+def test_anchoring_where_the_decays_allow_it_changes_nothing_beyond_rounding(case, monkeypatch):
     full = Stages.build(case).run("gradient", TRITON)
-    monkeypatch.setattr(tuning, "centred", lambda p: True)
+    monkeypatch.setattr(tuning, "anchored", lambda p: True)
     for name, x in Stages.build(case).run("gradient", TRITON).items():
         torch.testing.assert_close(x, full[name], rtol=0, atol=1e-5 * full[name].abs().max().item())
+
+
+@pytest.mark.parametrize("reach, level", ((1e3, 6), (3.0, 5), (1.9, 4), (0.5, 0)))
+def test_blocks_of_every_size_give_the_same(reach, level, monkeypatch):
+    """Rows of a chunk decay by 2^4.6, halves by 2^2.3, quarters by 2^1.2 or so: what may be anchored decides how the pairs are taken apart."""
+    stages, module = Stages.build(Case(T=64, H=1, HV=1)), importlib.import_module("kda_ops.backends.triton.gradient")
+    full, found = stages.run("gradient", TRITON), []
+
+    def launch(kernel, programs, device, *args, **options):
+        module_launch(kernel, programs, device, *args, **options)
+        if kernel is module.sum_decays:
+            found.append(args[6].item())
+
+    module_launch = module.launch
+    monkeypatch.setattr(tuning, "anchored", lambda p: True)
+    monkeypatch.setattr("kda_ops.backends.triton.gradient_decay.REACH", tl.constexpr(reach))
+    monkeypatch.setattr(module, "launch", launch)
+    for name, x in stages.run("gradient", TRITON).items():
+        torch.testing.assert_close(x, full[name], rtol=0, atol=1e-5 * full[name].abs().max().item())
+    assert found == [level]
+
+
+def test_packed_tiles_lie_as_the_kernels_take_them():
+    x = torch.arange(4096).view(64, 64)
+    r, c = torch.arange(64)[:, None], torch.arange(64)[None, :]
+    w, b, a, n, t, e = r >> 4, r >> 3 & 1, r & 7, c >> 3, c >> 1 & 3, c & 1
+    where = (((((n >> 2) * 2 + b) * 4 + w) * 8 + a) * 4 + t) * 8 + (n & 3) * 2 + e
+    assert torch.equal(packed(x).flatten()[where], x)
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
@@ -105,4 +137,4 @@ def test_the_whole_backward_meets_its_budget(case):
 
 def test_every_gradient_is_asked_of_the_kernels():
     assert set(GRADIENTS) == {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"}
-    assert importlib.import_module("kda_ops.backends.triton.gradient_keys").tables(torch.device("cpu"))[1].sum() == -(64 * 63 + 64 * 15)
+    assert importlib.import_module("kda_ops.backends.triton.gradient_keys").tables(torch.device("cpu")).sum() == -64 * (63 + 15 + 31 + 63)

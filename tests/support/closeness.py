@@ -151,9 +151,9 @@ def _twin(case: Case, op: str, need: tuple[str, ...], draw: int) -> Results:
 class _Draw(Reference):
     """The twin with every dot product and decay rounded to another neighbour at random."""
 
-    def __init__(self, dtype: torch.dtype, operand: torch.dtype | None):
+    def __init__(self, dtype: torch.dtype, operand: torch.dtype | None, seed: int = 0):
         super().__init__(dtype, operand)
-        self.gen = torch.Generator().manual_seed(0)
+        self.gen = torch.Generator().manual_seed(seed)
 
     def _jitter(self, x: Tensor) -> Tensor:
         # x + an ulp of x times a number in (-1/2, 1/2), rounded once more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS, Reverse, Tile, Trace
 from tests.support.cases import Case
-from tests.support.closeness import assert_close
+from tests.support.closeness import DRAWS, _Draw, assert_close, excess
 
 
 def _cast(stage: Tile | Trace | Reverse, dtype: torch.dtype, sums: torch.dtype, device: torch.device | str = "cpu"):
@@ -65,12 +65,26 @@ class Stages:
 
     def three(self, stage: str, backend, device: torch.device | str = "cpu", **kwargs) -> tuple[dict, dict, dict]:
         """(kernel, definition, twin): the named outputs of a stage from equal inputs."""
+        return self.run(stage, backend, device, **kwargs), *self.expected(stage, **kwargs)
+
+    def expected(self, stage: str, **kwargs) -> tuple[dict, dict]:
+        """(definition, twin)."""
         case = self.case
         return (
-            self.run(stage, backend, device, **kwargs),
             self._run(stage, Reference(), _problem(case, torch.float64), *self._at(torch.float64, torch.float64), **kwargs),
             self._run(stage, Reference(torch.float32, case.dtype), _problem(case), *self._at(torch.float32, torch.float32), **kwargs),
         )
+
+    def draw(self, stage: str, name: str, ref: Tensor, seed: int) -> Tensor:
+        """Another draw of the twin's error: every product and decay rounded to another neighbour at random; for a tensor of one number per head, whose
+        error is that of one sum, the error at other inputs of the same case.
+        """
+        if ref.numel() > self.case.HV:
+            twin = _Draw(torch.float32, self.case.dtype, seed)
+            return self._run(stage, twin, _problem(self.case), *self._at(torch.float32, torch.float32))[name]
+        other = Stages.build(replace(self.case, seed=self.case.seed + seed), self.do is not None, self.dfinal is not None)
+        there, twin = other.expected(stage)
+        return ref + (twin[name].double() - there[name])
 
     def _run(self, stage: str, b, p: Problem, tile, trace, reverse, d_o, d_final, **kwargs) -> dict:
         if p.rank == 0:  # made again from A: a kernel takes the decay of a head as factors of rows, the twin rounds what it forms, the definition does not
@@ -98,4 +112,7 @@ def assert_stage(stage: str, stages: Stages, backend, device: torch.device | str
             x = torch.where((ref[name] == 0) & (twin[name] == 0), torch.zeros_like(x), x)
             assert_close(name, x, ref[name], twin[name].to(x.dtype))
         elif name != "dbeta" or stages.case.beta == "given" and stages.case.dtype is torch.float32:
-            assert_close(name, x, ref[name], twin[name])
+            draws = [twin[name]]
+            if any(not e <= 1.0 for e in excess(x, ref[name], *draws).values()):  # the twin may have been lucky: see closeness.py
+                draws += [stages.draw(stage, name, ref[name], seed).to(x.dtype) for seed in range(1, DRAWS)]
+            assert_close(name, x, ref[name], *draws)

@@ -6,7 +6,6 @@ linear solve is another solve, so the inverse needs no backward of its own::
     dv = beta z      dL = -strict_tril(z v_new^T)      dZk = -z S^T      dP = tril(do v_new^T)      dqg = do S^T      dkg = v_new dS^T
 """
 
-import math
 from typing import cast
 
 import torch
@@ -15,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.gradient_decay import sum_decays, sum_gradients
 from kda_ops.backends.triton.gradient_keys import gradient_keys, tables
 from kda_ops.backends.triton.gradient_pairs import gradient_pairs
 from kda_ops.backends.triton.gradient_rows import gradient_rows
@@ -111,15 +111,14 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     if p.rank == 0:
         return _gradient_rows(p, cast(RowTile, tile), trace, do, reverse, need)
     q, device, NT, exact = p.q, p.q.device, _count(p), p.q.dtype is torch.float32
-    options, values = tuning.choose("gradient_keys", p), tuning.choose("gradient_pairs", p)
-    BK, precision = options.block_k, "tf32x3" if exact else "tf32"
-    slices = (p.K + BK - 1) // BK
+    options, values, wide = tuning.choose("gradient_keys", p), tuning.choose("gradient_pairs", p), tuning.width(p.K, q.dtype)
+    slices, precision = (p.K + options.block_k - 1) // options.block_k, "tf32x3" if exact else "tf32"
     gates, gather = need & {"g", "A_log", "dt_bias"}, p.HV > p.H or p.l2norm
     dq = dk = dbeta = None
     if "q" in need or "k" in need:
         dq, dk = (torch.empty((p.B, p.T, p.HV, p.K), dtype=torch.float32 if gather else q.dtype, device=device) for _ in "qk")
     dv, dg = _like(p, "v", need), _like(p, "g", need | {"g"}) if gates else None
-    dA_log, ddt_bias = _per_chunk(p, "A_log", slices, need), _per_chunk(p, "dt_bias", p.K, need)
+    dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", p.K, need)
     sums = p.beta is not None and "beta" in need and not p.sigmoid_beta
     if p.beta is not None and "beta" in need:
         dbeta = q.new_empty((slices + 1, p.B, p.T, p.HV), dtype=torch.float32) if sums else _like(p, "beta", need)
@@ -127,27 +126,35 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     norms = [q.new_empty((NT, p.HV, 64), dtype=torch.float32) if p.l2norm else None for _ in "qk"]
     programs = NT * p.HV if p.H else 0
     query, key, strength, given, cu_seqlens = with_strides(q), with_strides(p.k), with_strides(p.beta), with_strides(do), dense(p.cu_seqlens)
-    gate, centred = (*with_strides(p.g), dense(p.A_log), dense(p.dt_bias)), tuning.centred(p)
-    log2_bound = p.gate_bound / math.log(2.0) if centred else 0.0
+    logits, parameters, activation = with_strides(p.g), (dense(p.A_log), dense(p.dt_bias)), (p.activate_gate, p.lower_bound is not None)
     N, T, H, HV, K, V, scale, bound = p.N, p.T, p.H, p.HV, p.K, p.V, p.scale, p.lower_bound or 0.0
-    flags = (p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, exact, precision)
     launch(
         gradient_pairs, programs, device, *query, *key, *with_strides(p.v), *strength, *given, trace.v_new, reverse.z, cu_seqlens,
         dP, dL, dv, dbeta[slices] if sums else dbeta, *norms, N, T, H, HV, scale,
-        K, tuning.width(K, q.dtype), V, values.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=values.stages, **values.launch,
+        K, wide, V, values.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=values.stages, **values.launch,
     )  # fmt: skip
     if dq is not None or gates or sums:
-        made = (trace.states, trace.v_new, reverse.dstates, reverse.z, dP, dL, *norms)
-        inputs = (*query, *key, *gate[:2], *strength, *gate[2:], *given, *made)
-        sums_into = dbeta if sums else None
+        G = torch.empty((NT, HV, 64, K), dtype=torch.float64 if exact else torch.float32, device=device)
+        anchored = torch.empty((NT, HV), dtype=torch.int32, device=device) if tuning.anchored(p) else None
         launch(
-            gradient_keys, programs * slices, device, *inputs, *tables(device), cu_seqlens, dq, dk, dg, sums_into, p.B * T * HV, dA_log, ddt_bias,
-            N, T, H, HV, scale, bound, log2_bound, K, V, BK, options.block_v, centred, *flags, num_stages=options.stages, **options.launch,
+            sum_decays, programs, device, *logits, *parameters, cu_seqlens, G, anchored, N, T, HV, bound,
+            K, wide, *activation, num_warps=1,
         )  # fmt: skip
+        launch(
+            gradient_keys, programs * slices, device, *query, *key, *strength, *given, trace.states, trace.v_new, reverse.dstates, reverse.z,
+            dP, dL, *norms, G, anchored, tables(device), cu_seqlens, dq, dk, dbeta if sums else None, p.B * T * HV, N, T, H, HV, scale,
+            K, V, options.block_k, options.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=options.stages, **options.launch,
+        )  # fmt: skip
+        if dg is not None:
+            launch(
+                sum_gradients, programs, device, G, *logits, *parameters, cu_seqlens, dg, dA_log, ddt_bias, N, T, HV, bound,
+                K, wide, *activation, num_warps=1,
+            )  # fmt: skip
+        del G
     if gather and dq is not None:
         dq, dk = (_gather(p, x, d) if name in need else None for name, x, d in (("q", q, dq), ("k", p.k, dk)))
     return Gradients(
         dq if "q" in need else None, dk if "k" in need else None, dv, dg if "g" in need else None, dbeta.sum(0).to(p.beta.dtype) if sums else dbeta,
-        None if dA_log is None else dA_log.sum((0, 2)).to(p.A_log.dtype), _total(ddt_bias, p.dt_bias),
+        _total(dA_log, p.A_log), _total(ddt_bias, p.dt_bias),
         p.as_kv(reverse.dinitial_state) if "initial_state" in need and reverse.dinitial_state is not None else None,
     )  # fmt: skip

@@ -7,247 +7,282 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.gate import load_rate, log2_decay, strength_column
+from kda_ops.backends.triton.fragment import as_entries, as_tile, channel, diagonal_at, fragment, packed, unpack
+from kda_ops.backends.triton.gate import strength_column
+from kda_ops.backends.triton.gradient_decay import REACH
 from kda_ops.backends.triton.gradient_tile import (
     clear_keys,
-    gate_gradient,
-    key_gradients,
     load_norm,
+    load_state,
     locate_rows,
-    query_gradient,
     read_rows,
     write_column,
-    write_rows,
 )
 from kda_ops.backends.triton.tile import load_tile
 
 
 @lru_cache(None)
-def tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """What `level_factors` and `load_pairs` pick by: rows [10, 64, 64] fp16 and pairs [8, 64, 64] int16.
-
-    rows: one where row t belongs to the sum for row i. Levels 0 to 5: between i and the middle of its block; 6 and 7: up to i in its block of 16;
-    8: up to i; 9: after i. pairs: all bits set where rows part at that level; 6 and 7: in blocks of 16 below the diagonal and above it.
+def tables(device: torch.device) -> Tensor:
+    """The masks `load_pairs` picks by, [12, 64, 64] int16, all bits set: where rows part at level 0 to 5; then in blocks of 16, of 32 and of 64 rows the
+    pairs below the diagonal and those above it; each packed.
     """
     i = torch.arange(64, device=device)
-    parting, upto = i[:, None] ^ i[None, :], i[None, :] <= i[:, None]
-    near = parting < 16
-    rows = [(parting >> h == 0) & (upto == ((i >> h) & 1 == 1)[:, None]) for h in range(6)] + [near & upto, near & upto, upto, ~upto]
-    pairs = [parting >> h == 1 for h in range(6)] + [near & upto & (parting > 0), near & ~upto]
-    return torch.stack(rows).half(), -torch.stack(pairs).to(torch.int16)
+    parting, below = i[:, None] ^ i[None, :], i[:, None] > i[None, :]
+    pairs = [parting >> h == 1 for h in range(6)]
+    for m in (16, 32, 64):
+        pairs += [(parting < m) & below, (parting < m) & below.T]
+    return packed(-torch.stack(pairs).to(torch.int16))
 
 
 @triton.jit
-def load_decays(g, g_s, b_bias, rate, lower_bound, i_b, i_h, first, n_rows, o_k, K: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr):
-    """The decay per token in base 2, [64, width] fp32, at least -160, which is zero as a factor; 0 for rows that are no tokens."""
-    if g is None:
-        return tl.zeros((64, o_k.shape[0]), tl.float32)
-    else:
-        b_g = read_rows(g, g_s, i_b, i_h, first, n_rows, o_k, K).to(tl.float32)
-        b_x = tl.maximum(log2_decay(b_g, b_bias[None, :], rate, lower_bound, ACTIVATE, BOUNDED), -160.0)
-        return tl.where((tl.arange(0, 64) < n_rows)[:, None], b_x, 0.0)
-
-
-@triton.jit
-def split(b_x):
-    """fp32 [64, width], at most 160 in size, as a sum of three fp16 tiles: two hold 22 bits of it, three all."""
-    b_high = b_x.to(tl.float16)
-    b_x = b_x - b_high.to(tl.float32)
-    b_low = b_x.to(tl.float16)
-    return b_high, b_low, (b_x - b_low.to(tl.float32)).to(tl.float16)
-
-
-@triton.jit
-def decay_sum(rows, i, b_high, b_low, b_rest, EXACT: tl.constexpr):
-    """The sum of some rows' decays, the rows that table i of `tables` picks for each row; [64, width] fp32.
-
-    A sum of chosen rows, not a difference of prefix sums, as a product with zeros and ones: it comes out in the layout of the other products,
-    where a scan over rows would have to be moved.
-    """
-    o_r = tl.arange(0, 64)
-    b_ones = load_tile(rows, i, o_r, o_r, 64)
-    b_sum = tl.dot(b_ones, b_low, tl.dot(b_ones, b_high))
-    if EXACT:
-        b_sum = tl.dot(b_ones, b_rest, b_sum)
-    return b_sum
-
-
-@triton.jit
-def decay_over(rows, i, b_high, b_low, b_rest, EXACT: tl.constexpr):
-    """The decay over those rows as a factor, at most one."""
-    return tl.exp2(decay_sum(rows, i, b_high, b_low, b_rest, EXACT))
-
-
-@triton.jit
-def load_pairs(x, i_tile, pairs, h):
-    """The entries of a tile [64, 64] whose rows part at level h; zero elsewhere."""
-    o_r = tl.arange(0, 64)
-    b_x, b_m = load_tile(x, i_tile, o_r, o_r, 64), load_tile(pairs, h, o_r, o_r, 64)
+def load_pairs(x, pairs, h):
+    """The entries of a packed tile [64, 64] that mask h of `tables` picks; zero elsewhere."""
+    o = tl.arange(0, 512)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    b_x, b_m = tl.load(x + o), tl.load(pairs + h * 4096 + o)
     if b_x.dtype == tl.float32:
-        return tl.where(b_m != 0, b_x, 0.0)
+        return unpack(tl.where(b_m != 0, b_x, 0.0))
     else:
-        return (b_x.to(tl.int16, bitcast=True) & b_m).to(b_x.dtype, bitcast=True)
+        return unpack((b_x.to(tl.int16, bitcast=True) & b_m).to(b_x.dtype, bitcast=True))
 
 
 @triton.jit
-def level_factors(rows, h, b_high, b_low, b_rest, centre, CENTRED: tl.constexpr, EXACT: tl.constexpr):
-    """Level h as (whether a row gathers as the later of a pair, whether it is gathered from as the later, [64]; the factor it gathers with and the one
-    it is gathered from with [64, width]).
-
-    Levels 0 to 5: a pair belongs to the one at which its rows first fall into different halves of a block. The later row has the decay since the
-    middle and the earlier row the decay up to the middle, so every row has one role and one factor, at most one, whatever the decay.
-
-    CENTRED, with a bound on the decay, levels 6 and 7 stand for 0 to 3: the pairs inside blocks of 16 rows, once gathered by the later and once by the
-    earlier row. Centred on a constant, never on a row, the decay since the start of the block and its inverse stay within 2^58 of one; blocks of
-    32 rows would reach 2^115 and lose small gradients.
+def load_entries(p_x, column, m_row, K: tl.constexpr, BK: tl.constexpr):
+    """A tile [64, BK] by pointers in the order of `fragment`, zero past K and where m_row is false. The column goes to a pointer last: then the
+    entries of a row differ by constants, which cost no address.
     """
-    bit = ((tl.arange(0, 64) >> h) & 1) == 1
-    b_sum = decay_sum(rows, h, b_high, b_low, b_rest, EXACT)
-    if CENTRED:
-        own, other = bit & (h < 6) | (h == 6), bit & (h < 6) | (h == 7)
-        b_sum = b_sum - tl.where(h < 6, 0.0, centre)
-        return own, other, tl.exp2(tl.where(h == 7, -b_sum, b_sum)), tl.exp2(tl.where(h == 6, -b_sum, b_sum))
+    if K % BK == 0:
+        if m_row is None:
+            return as_tile(tl.load(p_x))
+        else:
+            return as_tile(tl.load(p_x, mask=m_row & (column >= 0), other=0.0))
     else:
-        b_f = tl.exp2(b_sum)
-        return bit, bit, b_f, b_f
+        m = column < K
+        if m_row is not None:
+            m = m & m_row
+        return as_tile(tl.load(p_x, mask=m, other=0.0))
 
 
 @triton.jit
-def pairs_of_keys(
-    dL, rows, pairs, k, k_s, i_tile, i_b, i_g, first, n_rows, o_k, b_norm, b_beta, b_high, b_low, b_rest, centre, b_dk, b_dG, b_dbeta,
-    K: tl.constexpr, SUMS: tl.constexpr, CENTRED: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+def load_rows(x, x_s, held, i_s, K: tl.constexpr, BK: tl.constexpr):
+    """Rows of q or k from their first one on, fp32; rows that are no tokens are the last one again, since nothing is passed to them."""
+    row, column = fragment(BK, 128 // x.dtype.element_ty.primitive_bitwidth)
+    column += i_s * BK
+    return load_entries(x + tl.minimum(row, held) * x_s[1] + column * x_s[3], column, None, K, BK).to(tl.float32)
+
+
+@triton.jit
+def load_later(q, q_s, k, k_s, held, i_s, h, K: tl.constexpr, BK: tl.constexpr):
+    """Rows of q where they are the later ones of level h, else of k."""
+    row, column = fragment(BK, 128 // q.dtype.element_ty.primitive_bitwidth)
+    column += i_s * BK
+    later, row = ((row >> h) & 1) == 1, tl.minimum(row, held)
+    p_x = tl.where(later, q + row * q_s[1] + column * q_s[3], k + row * k_s[1] + column * k_s[3])
+    return load_entries(p_x, column, None, K, BK).to(tl.float32)
+
+
+@triton.jit
+def load_sums(G, i_s, h, PARTED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """The decay between each row and a row of its block of 2^(h + 1) or 2^h rows: since the middle, negative for rows before it, if PARTED; else
+    since the start.
+    """
+    row, column = fragment(BK, 128 // G.dtype.element_ty.primitive_bitwidth)
+    column += i_s * BK
+    b_G = load_entries(G + row * K + column, column, None, K, BK)
+    if PARTED:
+        row = ((row >> (h + 1)) << (h + 1)) + (1 << h) - 1
+        b_A = load_entries(G + row * K + column, column, None, K, BK)
+    else:
+        row = ((row >> h) << h) - 1
+        b_A = load_entries(G + row * K + column, column, row >= 0, K, BK)
+    return (b_G - b_A).to(tl.float32)
+
+
+@triton.jit
+def store_entries(x, first, i_h, HV, n_rows, i_s, b_x, K: tl.constexpr, BK: tl.constexpr):
+    """Write rows of one head of a contiguous [rows, HV, K] tensor from the registers they are in."""
+    J: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    row, column = fragment(BK, J)
+    column += i_s * BK
+    p_x = x + (first * HV + i_h) * K + row * (HV * K) + column
+    tl.store(p_x, as_entries(b_x, J).to(x.dtype.element_ty), mask=(row < n_rows) & (column < K))
+
+
+@triton.jit
+def state_gradients(
+    do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Add what L passes on to one slice of K; E_ij is the decay from row j to row i::
+    """(do S^T, v_new dS^T, z S^T [64, width], sum over V of S dS [width]) for the key channels o_k, fp32."""
+    W: tl.constexpr = o_k.shape[0]
+    o_r = tl.arange(0, 64)
+    b_dqg = tl.zeros((64, W), tl.float32)
+    b_dkg, b_dstart = b_dqg, b_dqg
+    b_dgamma = tl.zeros((W,), tl.float32)
+    for i in range((V + BV - 1) // BV):
+        o_v = i * BV + tl.arange(0, BV)
+        b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
+        b_dkg = tl.dot(load_tile(v_new, i_tile, o_r, o_v, V), tl.trans(b_dS), b_dkg, input_precision=PREC)
+        b_dstart = tl.dot(load_tile(z, i_tile, o_r, o_v, V), tl.trans(b_S), b_dstart, input_precision=PREC)
+        if do is not None:
+            b_dqg = tl.dot(read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V), tl.trans(b_S), b_dqg, input_precision=PREC)
+        b_dgamma += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
+    return b_dqg, b_dkg, b_dstart, b_dgamma
 
-        dk += beta_i sum_j dL_ij k_j E_ij + sum_i dL_ij beta_i k_i E_ij
-        dG += the k of the later row times what it gets - the k of the earlier row times what it gets
 
-    dL is filled on both sides of the diagonal, so that one product serves the rows and the columns of a level.
+@triton.jit
+def parted_pairs(
+    dP, dL, pairs, q, q_s, k, k_s, G, held, i_s, h, b_q_norm, b_k_norm, b_beta, b_dq, b_dk, b_dG, b_dbeta,
+    K: tl.constexpr, BK: tl.constexpr, SUMS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Add what P and L pass on over the pairs of level h, whose rows first fall into different halves of a block there; E_ij is the decay from row j to row i::
+
+        dq += sum_j dP_ij k_j E_ij      dk += beta_i sum_j dL_ij k_j E_ij + sum_i (dP_ij q_i + dL_ij beta_i k_i) E_ij
+        dG += the q or k of the later row times what it gets - the k of the earlier row times what it gets
+
+    The later row has the decay since the middle and the earlier row the decay up to the middle, so every row has one role and one factor, at most
+    one, whatever the decay; and one product serves rows and columns, as dP and dL are filled on both sides of the diagonal.
 
     dG is a difference whose sums over rows nearly vanish. It is formed from the operands as the products rounded them: then what a pair adds to its
     later row and takes from its earlier one is the same number, as if nothing had been rounded (bf16: 5 times less error of dt_bias).
-
-    dL and k come from the cache again at every level: held in registers, they would push the sums out of them.
     """
-    TYPE: tl.constexpr = dL.dtype.element_ty
-    for h in range(4 if CENTRED else 0, 8 if CENTRED else 6):
-        own, other, b_f, b_other = level_factors(rows, h, b_high, b_low, b_rest, centre, CENTRED, EXACT)
-        b_f = b_f * tl.where(own, b_beta, 1.0)[:, None]
-        b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32) * b_norm[:, None]
-        b_own = (b_k * b_f).to(TYPE)
-        b_other = (b_k * b_other * tl.where(other, b_beta, 1.0)[:, None]).to(TYPE) if CENTRED else b_own
-        b_pair = tl.dot(load_pairs(dL, i_tile, pairs, h), b_other, input_precision=PREC)
-        b_dk += b_pair * b_f
-        b_own = b_own.to(tl.float32) * b_pair
-        b_dG += tl.where(own[:, None], b_own, -b_own)
-        if SUMS:
-            b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32) * b_norm[:, None]
-            b_f = level_factors(rows, h, b_high, b_low, b_rest, centre, CENTRED, EXACT)[2]
-            b_dbeta += tl.where(own, tl.sum(b_k * b_pair * b_f, 1), 0.0)
-    return b_dk, b_dG, b_dbeta
+    TYPE: tl.constexpr = dP.dtype.element_ty
+    later = (((tl.arange(0, 64) >> h) & 1) == 1)[:, None]
+    here = (h >> 3) * 4096  # zero, which the compiler does not know: it would read before the loop what to hold costs registers
+    q, k, G, dP, dL = q + here, k + here, G + here, dP + here, dL + here
+    b_f = tl.exp2(-tl.abs(load_sums(G, i_s, h, True, K, BK)))
+    b_x = load_later(q, q_s, k, k_s, held, i_s, h, K, BK)
+    b_x = (b_x * (b_f * tl.where(later, b_q_norm, b_k_norm))).to(TYPE)
+    b_pair = tl.dot(load_pairs(dP, pairs, h), b_x, input_precision=PREC)
+    b_x = b_x.to(tl.float32) * b_pair
+    b_dG += tl.where(later, b_x, -b_x)
+    b_pair = b_pair * b_f
+    b_dq += tl.where(later, b_pair, 0.0)
+    b_dk += tl.where(later, 0.0, b_pair)
+    b_x = load_rows(k, k_s, held, i_s, K, BK)
+    b_x = (b_x * (b_f * (b_k_norm * tl.where(later, b_beta, 1.0)))).to(TYPE)
+    b_pair = tl.dot(load_pairs(dL, pairs, h), b_x, input_precision=PREC)
+    b_x = b_x.to(tl.float32) * b_pair
+    b_dG += tl.where(later, b_x, -b_x)
+    if SUMS:
+        b_x = load_rows(k, k_s, held, i_s, K, BK) * (b_f * b_k_norm)
+        b_dbeta += tl.sum(tl.where(later, b_x * b_pair, 0.0), 1)
+    b_dk += b_pair * (b_f * tl.where(later, b_beta, 1.0))
+    return b_dq, b_dk, b_dG, b_dbeta
 
 
 @triton.jit
-def pairs_of_queries(
-    dP, rows, pairs, q, q_s, k, k_s, i_tile, i_b, i_g, first, n_rows, o_k, b_q_norm, b_k_norm, b_high, b_low, b_rest, centre, b_dq, b_dk, b_dG,
-    K: tl.constexpr, CENTRED: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+def anchored_pairs(
+    dP, dL, pairs, q, q_s, k, k_s, G, held, i_s, h, b_q_norm, b_k_norm, b_beta, b_dq, b_dk, b_dG, b_dbeta,
+    K: tl.constexpr, BK: tl.constexpr, SUMS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """The same for P, whose later row has q, without the diagonal, which adds nothing to dG::
-
-    dq += sum_j dP_ij k_j E_ij      dk += sum_i dP_ij q_i E_ij
+    """The same for all pairs inside blocks of 2^h rows that decay by no more than 2^REACH: the decay since the start of the block and its inverse,
+    centred on a constant, stay within 2^(REACH / 2) of one and serve all levels below h.
     """
     TYPE: tl.constexpr = dP.dtype.element_ty
-    for h in range(4 if CENTRED else 0, 8 if CENTRED else 6):
-        own, other, b_f, b_other = level_factors(rows, h, b_high, b_low, b_rest, centre, CENTRED, EXACT)
-        b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
-        b_own = (tl.where(own[:, None], b_q, b_k).to(tl.float32) * tl.where(own, b_q_norm, b_k_norm)[:, None] * b_f).to(TYPE)
-        if CENTRED:
-            b_other = (tl.where(other[:, None], b_q, b_k).to(tl.float32) * tl.where(other, b_q_norm, b_k_norm)[:, None] * b_other).to(TYPE)
-        else:
-            b_other = b_own
-        b_pair = tl.dot(load_pairs(dP, i_tile, pairs, h), b_other, input_precision=PREC)
-        b_own = b_own.to(tl.float32) * b_pair
-        b_dG += tl.where(own[:, None], b_own, -b_own)
-        b_pair = b_pair * b_f
-        b_dq += tl.where(own[:, None], b_pair, 0.0)
-        b_dk += tl.where(own[:, None], 0.0, b_pair)
-    return b_dq, b_dk, b_dG
+    b_f = load_sums(G, i_s, h, False, K, BK) + REACH / 2
+    b_x = (load_rows(k, k_s, held, i_s, K, BK) * (tl.exp2(-b_f) * b_k_norm)).to(TYPE)
+    below = 2 * h - 2
+    b_pair = tl.dot(load_pairs(dP, pairs, below), b_x, input_precision=PREC)
+    b_late = tl.exp2(b_f)
+    b_own = (load_rows(q, q_s, held, i_s, K, BK) * (b_late * b_q_norm)).to(TYPE)
+    b_dG += b_own.to(tl.float32) * b_pair
+    b_dq += b_pair * b_late
+    b_pair = tl.dot(load_pairs(dL, pairs, below), b_x, input_precision=PREC)
+    b_x = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
+    b_dG += (b_x * (b_late * b_beta)).to(TYPE).to(tl.float32) * b_pair
+    b_pair = b_pair * b_late
+    if SUMS:
+        b_dbeta += tl.sum(b_x * b_pair, 1)
+    b_dk += b_pair * b_beta
+    tl.debug_barrier()  # what follows reads its tiles again: held, they would push the sums out of the registers
+    b_f = load_sums(G, i_s, h, False, K, BK) + REACH / 2
+    b_x = (load_rows(q, q_s, held, i_s, K, BK) * (tl.exp2(b_f) * b_q_norm)).to(TYPE)
+    b_pair = tl.dot(load_pairs(dP, pairs, below + 1), b_x, input_precision=PREC)
+    b_x = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
+    b_early = tl.exp2(-b_f)
+    b_own = (b_x * b_early).to(TYPE)
+    b_dG -= b_own.to(tl.float32) * b_pair
+    b_dk += b_pair * b_early
+    b_pair = tl.dot(load_pairs(dL, pairs, below + 1), (b_x * (tl.exp2(b_f) * b_beta)).to(TYPE), input_precision=PREC)
+    b_dG -= b_own.to(tl.float32) * b_pair
+    b_dk += b_pair * b_early
+    return b_dq, b_dk, b_dG, b_dbeta
 
 
-@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "log2_bound"])
+@triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_keys(
-    q, q_s, k, k_s, g, g_s, beta, beta_s, A_log, dt_bias, do, do_s, states, v_new, dstates, z, dP, dL, q_norm, k_norm, rows, pairs, cu_seqlens,
-    dq, dk, dg, dbeta, dbeta_slice, dA_log, ddt_bias, N, T, H, HV, scale, lower_bound, log2_bound,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CENTRED: tl.constexpr,
-    ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+    q, q_s, k, k_s, beta, beta_s, do, do_s, states, v_new, dstates, z, dP, dL, q_norm, k_norm, G, anchored, pairs, cu_seqlens,
+    dq, dk, dbeta, dbeta_slice, N, T, H, HV, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """BK key channels of one chunk and value head (e = exp(sum over the later rows), "rows" and "columns" of the pairs as in `pairs_of_keys`)::
+    """BK key channels of one chunk and value head (e = exp(sum over the later rows), "rows" and "columns" of the pairs as in `parted_pairs`)::
 
         dq = scale exp G (do S^T) + rows of dP      early = -beta exp G (z S^T) + rows of dL      late = e (v_new dS^T) + columns of dP, dL
         dk = early + late      dG = q dq + k (early - late);  last row += gamma sum_v S dS + sum_i k_i e_i (v_new dS^T)_i
-        dg = suffix sums of dG, and through the gate
+        dG is left in the place of G, for `sum_gradients`
 
-    for unit q and k: the norm needs sums over all of K, which the program does not see. A slice per program keeps the fp32 tiles that are alive
-    within the registers and several programs on a multiprocessor.
+    dq and dk are those of unit q and k: the norm needs sums over all of K, which the program does not see. A slice per program keeps the fp32 tiles
+    that are alive within the registers. q, k, G, dP and dL come from the cache again wherever they are needed, in the layout of the products
+    (`fragment`): held in registers, they would push the sums out of them.
     """
     slices: tl.constexpr = (K + BK - 1) // BK
     i_s, i_tile = tl.program_id(0) % slices, tl.program_id(0) // slices
     i_h, i_t, i_tile = i_tile % HV, i_tile // HV, i_tile.to(tl.int64)
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
     i_g, token = i_h // (HV // H), i_b * T + first
-    o_r, o_k = tl.arange(0, 64), i_s * BK + tl.arange(0, BK)
+    o_r, o_k = tl.arange(0, 64), i_s * BK + channel(tl.arange(0, BK))
     if dbeta is not None:
         dbeta += i_s * dbeta_slice
     if (n_rows <= 0) | (live == 0):
-        clear_keys(dq, dk, dg, dbeta, dA_log, ddt_bias, i_tile, token, i_h, HV, n_rows, o_k, i_s, slices, K)
+        clear_keys(dq, dk, None, dbeta, None, None, i_tile, token, i_h, HV, n_rows, o_k, i_s, slices, K)
         return
     SUMS: tl.constexpr = dbeta is not None
-    b_q_norm, b_k_norm = load_norm(q_norm, i_tile), load_norm(k_norm, i_tile)
-    b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
-    rate, bound = load_rate(A_log, i_h), tl.full((), lower_bound, tl.float32)
-    b_bias = tl.zeros((BK,), tl.float32)
-    if dt_bias is not None:
-        b_bias = tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-    b_x = load_decays(g, g_s, b_bias, rate, bound, i_b, i_h, first, n_rows, o_k, K, ACTIVATE, BOUNDED)
-    b_high, b_low, b_rest = split(b_x)
-    centre = tl.full((), log2_bound, tl.float32) * 8.0
-    b_dkg, b_dk, b_dgamma = key_gradients(states, v_new, dstates, z, i_tile, o_k, K, V, BV, PREC)
-    b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32) * b_k_norm[:, None]
-    b_dkg = b_dkg * decay_over(rows, 9, b_high, b_low, b_rest, EXACT)
-    b_dk = b_dk * -decay_over(rows, 8, b_high, b_low, b_rest, EXACT)
-    b_dbeta = tl.sum(b_k * b_dk, 1)
-    b_dk = b_dk * b_beta[:, None]
-    b_last = tl.exp2(tl.sum(b_x, 0)) * b_dgamma + tl.sum(b_k * b_dkg, 0)
-    b_dG = b_k * (b_dk - b_dkg)
-    b_dk, b_dG, b_dbeta = pairs_of_keys(
-        dL, rows, pairs, k, k_s, i_tile, i_b, i_g, first, n_rows, o_k, b_k_norm, b_beta, b_high, b_low, b_rest, centre, b_dk + b_dkg, b_dG, b_dbeta,
-        K, SUMS, CENTRED, EXACT, PREC,
-    )  # fmt: skip
-    b_dq = query_gradient(do, do_s, states, i_tile, i_b, i_h, first, n_rows, o_k, K, V, BV, PREC) * scale
-    b_dq = b_dq * decay_over(rows, 8, b_high, b_low, b_rest, EXACT)
-    b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32) * b_q_norm[:, None]
-    b_dG += b_q * b_dq
-    b_diagonal = tl.load(dP + i_tile * 4096 + o_r * 65).to(tl.float32)[:, None]
-    b_dk += b_diagonal * b_q
-    b_dq += b_diagonal * (read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32) * b_k_norm[:, None])
-    b_dq, b_dk, b_dG = pairs_of_queries(
-        dP, rows, pairs, q, q_s, k, k_s, i_tile, i_b, i_g, first, n_rows, o_k, b_q_norm, b_k_norm, b_high, b_low, b_rest, centre, b_dq, b_dk, b_dG,
-        K, CENTRED, EXACT, PREC,
-    )  # fmt: skip
+    b_q_norm, b_k_norm = load_norm(q_norm, i_tile)[:, None], load_norm(k_norm, i_tile)[:, None]
+    b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)[:, None]
+    held = n_rows - 1
+    q += i_b * q_s[0] + first * q_s[1] + i_g.to(tl.int64) * q_s[2]
+    k += i_b * k_s[0] + first * k_s[1] + i_g.to(tl.int64) * k_s[2]
+    G += i_tile * (64 * K)
+    dP += i_tile * 4096
+    dL += i_tile * 4096
+    b_dq, b_dkg, b_dk, b_dgamma = state_gradients(do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K, V, BV, PREC)
+    b_end = tl.load(G + 63 * K + o_k, mask=o_k < K, other=0.0)
+    row, column = fragment(BK, 128 // G.dtype.element_ty.primitive_bitwidth)
+    column += i_s * BK
+    b_G = load_entries(G + row * K + column, column, None, K, BK)
+    b_start = tl.exp2(b_G.to(tl.float32))
+    b_dq = b_dq * (b_start * scale)
+    b_dk = b_dk * -b_start
+    b_dkg = b_dkg * tl.exp2((b_end[None, :] - b_G).to(tl.float32))
+    b_x = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
+    b_dbeta = tl.zeros((64,), tl.float32)
+    if SUMS:
+        b_dbeta = tl.sum(b_x * b_dk, 1)
+    b_dk = b_dk * b_beta
+    b_last = tl.exp2(b_end.to(tl.float32)) * b_dgamma + tl.sum(b_x * b_dkg, 0)
+    b_dG = b_x * (b_dk - b_dkg) + tl.where((o_r == 63)[:, None], b_last[None, :], 0.0)
+    b_dk += b_dkg
+    tl.debug_barrier()  # what follows reads its tiles again: held, they would push the sums out of the registers
+    b_diagonal = tl.load(dP + diagonal_at(o_r)).to(tl.float32)[:, None]
+    b_x = load_rows(q, q_s, held, i_s, K, BK) * b_q_norm
+    b_dG += b_x * b_dq
+    b_dk += b_diagonal * b_x
+    b_dq += b_diagonal * (load_rows(k, k_s, held, i_s, K, BK) * b_k_norm)
+    level = 0
+    if anchored is not None:
+        level = tl.load(anchored + i_tile)
+    if level > 0:
+        b_dq, b_dk, b_dG, b_dbeta = anchored_pairs(
+            dP, dL, pairs, q, q_s, k, k_s, G, held, i_s, level, b_q_norm, b_k_norm, b_beta, b_dq, b_dk, b_dG, b_dbeta, K, BK, SUMS, PREC,
+        )  # fmt: skip
+    for h in tl.range(level, 6, num_stages=1):
+        b_dq, b_dk, b_dG, b_dbeta = parted_pairs(
+            dP, dL, pairs, q, q_s, k, k_s, G, held, i_s, h, b_q_norm, b_k_norm, b_beta, b_dq, b_dk, b_dG, b_dbeta, K, BK, SUMS, PREC,
+        )  # fmt: skip
     if dq is not None:
-        write_rows(dq, token, i_h, HV, n_rows, b_dq, o_k, K)
-        write_rows(dk, token, i_h, HV, n_rows, b_dk, o_k, K)
+        store_entries(dq, token, i_h, HV, n_rows, i_s, b_dq, K, BK)
+        store_entries(dk, token, i_h, HV, n_rows, i_s, b_dk, K, BK)
     if dbeta is not None:
         write_column(dbeta, token, i_h, HV, n_rows, b_dbeta)
-    if dg is not None:
-        b_dg = tl.cumsum(b_dG, 0, reverse=True) + b_last[None, :]
-        if ACTIVATE:
-            m_g = (o_r < n_rows)[:, None]
-            b_g = read_rows(g, g_s, i_b, i_h, first, n_rows, o_k, K).to(tl.float32)
-            b_dg, b_log = gate_gradient(b_dg, b_g, b_bias[None, :], rate, bound, BOUNDED)
-            if dA_log is not None:
-                b_log = tl.sum(tl.where(m_g, b_log, 0.0), 0)
-                tl.store(dA_log + i_tile * slices + i_s, tl.sum(tl.where(o_k < K, b_log, 0.0), 0))
-            if ddt_bias is not None:
-                tl.store(ddt_bias + i_tile * K + o_k, tl.sum(tl.where(m_g, b_dg, 0.0), 0), mask=o_k < K)
-        write_rows(dg, token, i_h, HV, n_rows, b_dg, o_k, K)
+    tl.debug_barrier()  # dG takes the place of G, which other threads have read
+    store_entries(G, i_tile * 0, 0, 1, 64, i_s, b_dG, K, BK)

@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
+from kda_ops.backends.triton.fragment import pack
 from kda_ops.backends.triton.gate import strength_column
 from kda_ops.backends.triton.gradient_tile import locate_rows, on_diagonal, read_rows, write_column, write_rows
-from kda_ops.backends.triton.tile import inverse_norm, load_tile, store_tile
+from kda_ops.backends.triton.tile import inverse_norm, load_tile
 
 
 @triton.jit
@@ -64,14 +65,12 @@ def pair_gradients(
 
 @triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_pairs(
-    q, q_s, k, k_s, v, v_s, beta, beta_s, do, do_s, v_new, z, cu_seqlens, dP, dL, dv, dbeta, q_norm, k_norm,
-    N, T, H, HV, scale,
-    K: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr,
-    NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
+    q, q_s, k, k_s, v, v_s, beta, beta_s, do, do_s, v_new, z, cu_seqlens, dP, dL, dv, dbeta, q_norm, k_norm, N, T, H, HV, scale,
+    K: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Everything of one chunk and value head that reads V alone::
 
-        dP = tril(scale do v_new^T)      dL = -strict_tril(z v_new^T)      each with its transpose above the diagonal, [64, 64]
+        dP = tril(scale do v_new^T)      dL = -strict_tril(z v_new^T)      each with its transpose above the diagonal, [64, 64], packed
         dv = beta z [64, V]              dbeta = sum_v z v_new / beta for a sigmoid, else its part sum_v z v [64]
 
     and the norms of q and k. Apart from the kernel that reads K because the two need different registers, and so that slices of K find the pairs
@@ -93,5 +92,6 @@ def gradient_pairs(
     b_P, b_L, b_zv = pair_gradients(do, do_s, v, v_s, v_new, z, dv, i_tile, i_b, i_h, first, n_rows, token, HV, scale, b_beta, V, BV, SUMS, PREC)
     if dbeta is not None:
         write_column(dbeta, token, i_h, HV, n_rows, strength_gradient(b_zv, b_L, b_beta, SIGMOID, NEG_EIGVAL))
-    store_tile(dP, i_tile, b_P, o_r, o_r, 64)
-    store_tile(dL, i_tile, b_L, o_r, o_r, 64)
+    p_pair = i_tile * 4096 + tl.arange(0, 512)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(dP + p_pair, pack(b_P).to(dP.dtype.element_ty))
+    tl.store(dL + p_pair, pack(b_L).to(dL.dtype.element_ty))

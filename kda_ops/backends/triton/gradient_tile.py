@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kda_ops.backends.triton.gate import LOG2E, log2_softplus, sigmoid
 from kda_ops.backends.triton.scan import rows_at
-from kda_ops.backends.triton.tile import find_sequence, load_tile, locate_chunk, locate_sequence
+from kda_ops.backends.triton.tile import find_sequence, locate_chunk, locate_sequence
 
 
 @triton.jit
@@ -74,11 +74,11 @@ def gate_gradient(b_dg, b_g, b_bias, rate, lower_bound, BOUNDED: tl.constexpr):
     """From the gradient of the log decay to those of the logits and, summed by the caller, of A_log (without a bound that is dg g, so log2 will do)."""
     b_x = b_g + b_bias
     if BOUNDED:
+        # A saturated sigmoid has slope 0 even where exp(A_log) overflowed or the logit is infinite: no infinity may meet it.
+        rate, b_x = tl.minimum(rate, 3e38), tl.minimum(tl.maximum(b_x, -3e38), 3e38)
         b_s = sigmoid(rate * b_x)
-        b_slope = b_s * (1.0 - b_s)
-        # A saturated sigmoid has slope 0 even where exp(A_log) overflowed, so select: 0 * inf would be NaN.
-        b_dx = tl.where(b_slope > 0.0, b_dg * (lower_bound * b_slope * rate), 0.0)
-        return b_dx, tl.where(b_slope > 0.0, b_dx * b_x, 0.0)
+        b_dx = b_dg * (b_s * (1.0 - b_s) * rate * lower_bound)
+        return b_dx, b_dx * b_x
     else:
         b_dg = b_dg * -rate
         return b_dg * sigmoid(b_x), b_dg * (log2_softplus(b_x) / LOG2E)
@@ -96,32 +96,3 @@ def load_state(states, i_tile, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
     """Rows o_k and columns o_v of a tile of [tiles, K, V], zero past both."""
     p_s = states + i_tile * (K * V) + (o_k[:, None] * V + o_v[None, :])
     return tl.load(p_s, mask=(o_k < K)[:, None] & (o_v < V)[None, :], other=0.0)
-
-
-@triton.jit
-def query_gradient(do, do_s, states, i_tile, i_b, i_h, first, n_rows, o_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
-    """do S^T [64, width] fp32 for the key channels o_k."""
-    b_dqg = tl.zeros((64, o_k.shape[0]), tl.float32)
-    if do is not None:
-        for i in range((V + BV - 1) // BV):
-            o_v = i * BV + tl.arange(0, BV)
-            b_do, b_S = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V), load_state(states, i_tile, o_k, o_v, K, V)
-            b_dqg = tl.dot(b_do, tl.trans(b_S), b_dqg, input_precision=PREC)
-    return b_dqg
-
-
-@triton.jit
-def key_gradients(states, v_new, dstates, z, i_tile, o_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
-    """(v_new dS^T, z S^T [64, width], sum over V of S dS [width]) for the key channels o_k, fp32."""
-    W: tl.constexpr = o_k.shape[0]
-    o_r = tl.arange(0, 64)
-    b_dkg = tl.zeros((64, W), tl.float32)
-    b_dstart = b_dkg
-    b_dgamma = tl.zeros((W,), tl.float32)
-    for i in range((V + BV - 1) // BV):
-        o_v = i * BV + tl.arange(0, BV)
-        b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
-        b_dkg = tl.dot(load_tile(v_new, i_tile, o_r, o_v, V), tl.trans(b_dS), b_dkg, input_precision=PREC)
-        b_dstart = tl.dot(load_tile(z, i_tile, o_r, o_v, V), tl.trans(b_S), b_dstart, input_precision=PREC)
-        b_dgamma += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
-    return b_dkg, b_dstart, b_dgamma

@@ -63,6 +63,13 @@ def centred(p: Problem) -> bool:
     return p.q.dtype is torch.bfloat16 and p.gate_bound is not None and p.gate_bound >= SAFE_BOUND
 
 
+def anchored(p: Problem) -> bool:
+    """Whether the gradient may take factors as far as 2^58 from one where the decays of a chunk allow it: its operands have the range of fp32, and
+    round by more than such a factor does.
+    """
+    return p.q.dtype is torch.bfloat16
+
+
 def architecture(device: torch.device) -> int:
     """The major compute capability, which the table is keyed by."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else ASSUMED
@@ -101,7 +108,7 @@ def table(kernel: str, p: Problem) -> Options:
         return Options(32, 32) if wide else Options(K, 128 if layer and p.HV == p.H else min(V, 64), warps=8)  # sums of a group take registers
     if kernel.startswith("gradient"):
         if wide:
-            return Options(64 if kernel == "gradient_keys" else 32, 32)  # its decays are fp16 operands: see `width`
+            return Options(64 if kernel == "gradient_keys" else 32, 32)
         return Options(64, min(V, 128) if kernel == "gradient_pairs" else 64)
     if kernel == "reverse_scan_rows" and layer:
         return Options(128, 64, stages=3)

@@ -1,0 +1,72 @@
+"""Tiles in the registers that hold the result of a tensor core product, so that arithmetic between products moves nothing.
+
+Four warps hold entry (16 w + 8 b + a, 8 n + 2 t + e) of a product of 64 rows in lane 4 a + t of warp w. A list of vectors in the order (.., w, a, t)
+is spread over the threads exactly so: to lanes first, then to warps, the rest to registers. Whatever the compiler does, the values are right; where
+its layout is another one, it exchanges them.
+
+The columns of a product may stand for channels in any order, if all tiles take the same one. `channel` is the one in which the entries of a thread
+are neighbours in memory, eight by eight.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def channel(m):
+    """The channel, of 32 in a row, that column m of a product stands for: bits (t, n, e) of (n, t, e)."""
+    return (m & ~31) + ((m & 6) << 2) + ((m & 24) >> 2) + (m & 1)
+
+
+@triton.jit
+def fragment(W: tl.constexpr, J: tl.constexpr):
+    """(row [X, 1], channel [X, J]) of the entries of a [64, W] tile as X vectors of J channels."""
+    i = tl.arange(0, 64 * W // J)
+    row, slow, j = 16 * ((i >> 5) & 3) + 8 * ((i >> 7) & 1) + ((i >> 2) & 7), i >> 8, tl.arange(0, J)
+    eights: tl.constexpr = 8 // J
+    first = 32 * (slow // eights) + 8 * (i & 3) + J * (slow % eights)
+    return row[:, None], first[:, None] + j[None, :]
+
+
+@triton.jit
+def as_tile(b_x):
+    """[X, J] in the order of `fragment` as [64, W], columns in the order of a product."""
+    J: tl.constexpr = b_x.shape[1]
+    W: tl.constexpr = b_x.shape[0] * J // 64
+    b_x = tl.reshape(b_x, (W // 32, 8 // J, 2, 4, 8, 4, J // 2, 2))
+    return tl.reshape(tl.permute(b_x, (3, 2, 4, 0, 1, 6, 5, 7)), (64, W))
+
+
+@triton.jit
+def as_entries(b_x, J: tl.constexpr):
+    """The inverse of `as_tile`."""
+    W: tl.constexpr = b_x.shape[1]
+    b_x = tl.reshape(b_x, (4, 2, 8, W // 32, 8 // J, J // 2, 4, 2))
+    return tl.reshape(tl.permute(b_x, (3, 4, 1, 0, 2, 6, 5, 7)), (64 * W // J, J))
+
+
+@triton.jit
+def pack(b_x):
+    """A product [64, 64] as the list [512, 8] that four warps write, and read as an operand, without a gap: entries in the order (n, b, w, a, t, n, e)."""
+    b_x = tl.reshape(b_x, (4, 2, 8, 2, 4, 4, 2))
+    return tl.reshape(tl.permute(b_x, (3, 1, 0, 2, 5, 4, 6)), (512, 8))
+
+
+@triton.jit
+def unpack(b_x):
+    """The inverse of `pack`."""
+    b_x = tl.reshape(b_x, (2, 2, 4, 8, 4, 4, 2))
+    return tl.reshape(tl.permute(b_x, (2, 1, 3, 0, 5, 4, 6)), (64, 64))
+
+
+def packed(x: Tensor) -> Tensor:
+    """`pack` of [.., 64, 64] on the host."""
+    return x.reshape(-1, 4, 2, 8, 2, 4, 4, 2).permute(0, 4, 2, 1, 3, 6, 5, 7).reshape(x.shape)
+
+
+@triton.jit
+def diagonal_at(r):
+    """Where `pack` has entry (r, r)."""
+    vector = ((((r >> 5) * 2 + ((r >> 3) & 1)) * 4 + (r >> 4)) * 8 + (r & 7)) * 4 + ((r >> 1) & 3)
+    return vector * 8 + ((r >> 3) & 3) * 2 + (r & 1)
