@@ -318,10 +318,13 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     packed = p.cu_seqlens is not None
     per_token = slots is not None and slots.dim() == 2
     S, live = _start(p, slots, per_token)
+    v = x.v
+    if p.V % 8:  # a vector by a matrix has the bits of its alignment, which would differ from head to head
+        S, v = (torch.nn.functional.pad(t, (0, -p.V % 8)) for t in (S, v))
     begin, count = (p.cu_seqlens[:-1].long(), p.cu_seqlens.diff()) if packed else (None, None)
     group = p.HV // max(p.H, 1)
     q, k = (t.repeat_interleave(group, 2) if group > 1 else t for t in (x.q, x.k))
-    rows = (q * p.scale, k, x.v, x.g.exp()[..., None], x.beta[..., None, None])
+    rows = (q * p.scale, k, v, x.g.exp()[..., None], x.beta[..., None, None])
     if packed or slots is not None:
         o.zero_()  # tokens of no sequence, and of sequences without a slot
     kv_out = None if final_state is None or not final_state.numel() else p.as_kv(final_state)
@@ -333,18 +336,18 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         b_S = (S if n is None else S[n]) * b_decay
         u = b_beta * (b_v.unsqueeze(-2) - b_k.unsqueeze(-2) @ b_S)  # [n, HV, 1, V]
         b_S = torch.addcmul(b_S, b_k.unsqueeze(-1), u)
-        b_o = (b_q.unsqueeze(-2) @ b_S).squeeze(-2).to(o.dtype)
+        b_o = (b_q.unsqueeze(-2) @ b_S).squeeze(-2)[..., : p.V].to(o.dtype)
         S = b_S if n is None else S.index_copy(0, n, b_S)
         if per_token:
             slot = slots[:, t] if n is None else slots[n, t]
             b_o.masked_fill_((slot < 0)[:, None, None], 0.0)
-            _write(kv_out, slot, b_S)
+            _write(kv_out, slot, b_S[..., : p.V])
         o[token] = b_o
     if kv_out is not None and not per_token:
         if slots is None:
-            kv_out.copy_(S)
+            kv_out.copy_(S[..., : p.V])
         else:
-            _write(kv_out, slots, S)
+            _write(kv_out, slots, S[..., : p.V])
 
 
 def _write(pool: Tensor, slot: Tensor, S: Tensor) -> None:

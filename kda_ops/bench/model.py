@@ -51,8 +51,8 @@ class Attention(KimiDeltaAttention):
 
     peer: Callable | None = None
 
-    def _chunk(self, *args, **flags) -> tuple[Tensor, Tensor | None]:
-        return super()._chunk(*args, **flags) if self.peer is None else self.peer(self, *args, **flags)
+    def _chunk(self, *args, group, **flags) -> tuple[Tensor, Tensor | None]:
+        return super()._chunk(*args, group=group, **flags) if self.peer is None else self.peer(self, *args, **flags)
 
 
 class Block(nn.Module):
