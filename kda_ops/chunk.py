@@ -8,6 +8,8 @@ give the same bits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -82,5 +84,5 @@ def backward(p: Problem, kept: list[Tensor], do: Tensor | None, dfinal_state: Te
         tile = b.prepare(p, A if A is not None and A.numel() else None)
         trace = b.scan(p, tile, None, None, keep=True)
     reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)
-    tile = Tile(tile.A, gamma=tile.gamma)  # the rest is most of the scratch so far, and gives its place to that of `gradient`
+    tile = replace(tile, P=None, w=None, u=None, qg=None, kg=None)  # most of the scratch so far gives its place to that of `gradient`
     return b.gradient(p, tile, trace, do, reverse, need)

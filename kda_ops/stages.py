@@ -96,7 +96,7 @@ class Backend(Protocol):
         """
 
     def gradient(self, p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
-        """One step per chunk from the trace and the reverse scan to the gradients of the inputs named in `need`; of the tile A and gamma are there."""
+        """One step per chunk from the trace and the reverse scan to the gradients of the inputs named in `need`; the tile has lost P, w, u, qg and kg."""
 
     def step(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         """The token recurrence, for decode: o [B, T, HV, V], states as for `scan`, but a two-dimensional `p.state_indices`

@@ -174,16 +174,18 @@ def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
 
 
 class _Running:
-    """The states of all sequences, longest first, so that those still running at a scan step are a prefix: [N, HV, K, V]."""
+    """The states of all sequences, longest first, so that those still running at a scan step are a prefix: [N, HV, K, V].
+
+    Rows are eight numbers apart or a multiple: the bits of a small product depend on how the lines of its result are aligned.
+    """
 
     def __init__(self, p: Problem, initial: Tensor | None, slots: Tensor | None):
         self.chunks, self.HV = Chunks(p), p.HV
         self.order = self.chunks.order
-        if initial is None:
-            self.S = torch.zeros((p.N, p.HV, p.K, p.V), dtype=p.state_dtype)
-        else:
+        self.S = torch.zeros((p.N, p.HV, p.K, p.V + -p.V % 8), dtype=p.state_dtype)[..., : p.V]
+        if initial is not None:
             rows = self.order if slots is None else slots[self.order].clamp(min=0)
-            self.S = p.as_kv(initial).index_select(0, rows).to(p.state_dtype).contiguous()
+            self.S.copy_(p.as_kv(initial).index_select(0, rows))
             if slots is not None:
                 self.S[slots[self.order] < 0] = 0.0
 
