@@ -299,6 +299,8 @@ def _gradient(c: _Slab, S: Tensor, v_new: Tensor, d_o: Tensor, dS: Tensor, z: Te
     dq.add_((d_o @ S.mT).mul_(decay))
     r.add_(Zk.mul_(decay))
     dbeta = (z * v).sum(-1, keepdim=True).add_((r * k).sum(-1, keepdim=True))
+    # The same is z v_new / beta, which cancels less, where beta leaves v_new the digits.
+    dbeta = torch.where(beta.abs() > torch.finfo(beta.dtype).tiny ** 0.5, (z * v_new).sum(-1, keepdim=True) / beta, dbeta)
     early = r.mul_(beta)  # where row i reads k_i itself; the columns and kg read it later
     dG = (early - col).mul_(k).addcmul_(q, dq)
     # A row's own score has no decay: its share of q dq is that of k col, so both join only here and need not cancel.
