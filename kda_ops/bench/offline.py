@@ -26,7 +26,7 @@ from kda_ops.stages import GRADIENTS
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
 # Bytes of stack per thread of the kernels for a layer on sm_90, by kernel and gate, the worse of triton 3.6 and 3.7; not to be exceeded unnoticed.
 SPILLS = {
-    ("prepare_kda", "bound"): 288, ("prepare_kda", "softplus"): 1280, ("scan_tiles", "bound"): 0, ("scan_tiles", "softplus"): 0,
+    ("prepare_kda", "bound"): 192, ("prepare_kda", "softplus"): 1152, ("scan_tiles", "bound"): 0, ("scan_tiles", "softplus"): 0,
     ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 0, ("gradient_pairs", "softplus"): 0,
     ("gradient_keys", "bound"): 704, ("gradient_keys", "softplus"): 736, ("reverse_scan_rows", "bound"): 608, ("reverse_scan_rows", "softplus"): 608,
     ("gradient_rows", "bound"): 352, ("gradient_rows", "softplus"): 352, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
