@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from kda_ops.compat import transformers as compat
 from tests.support import models
 from tests.support.closeness import assert_identical
-from tests.support.models import CONFIGS, assert_same, left_padded, packed, step, torch_path
+from tests.support.models import CONFIGS, assert_generates_the_same, assert_same, left_padded, packed, step, torch_path
 
 MAIN = ("kimi_linear", "qwen3_next", "qwen3_5")
 COMPILED = MAIN[:2]  # compiling takes seconds, and the third differs from the second in its projections
@@ -143,14 +143,7 @@ def test_what_was_compiled_before_follows():
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("lengths", ((66,), (20, 7, 1)), ids=str)
 def test_generated_tokens_are_the_same(name, lengths):
-    net, x = models.model(name), left_padded(lengths)
-    words = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True, output_logits=True)
-    with torch_path():
-        want = net.generate(**x, **words)
-    with compat.enable():
-        got = net.generate(**x, **words)
-    assert torch.equal(got.sequences, want.sequences)
-    assert_same({"logits": torch.stack(got.logits)}, {"logits": torch.stack(want.logits)})
+    assert_generates_the_same(name, lengths)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from kda_ops.compat import transformers as compat
 from tests.support import models
-from tests.support.models import assert_same, left_padded, packed, step, to, torch_path
+from tests.support.models import assert_generates_the_same, assert_same, left_padded, packed, step, to, torch_path
 
 MAIN = ("kimi_linear", "qwen3_next", "qwen3_5")
 SHORT = MAIN[:2]  # the third has the second's delta rule
@@ -56,14 +56,7 @@ def test_in_bfloat16_they_are_as_close_as_the_own_path(name):
 
 @pytest.mark.parametrize("name, lengths", [("kimi_linear", (66,)), ("kimi_linear", (20, 7, 1)), ("qwen3_next", (66,)), ("qwen3_5", (20, 7, 1))], ids=str)
 def test_generated_tokens_are_the_same(name, lengths):
-    net, x = models.model(name, "cuda"), to(left_padded(lengths), "cuda")
-    words = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True, output_logits=True)
-    with torch_path():
-        want = net.generate(**x, **words)
-    with compat.enable():
-        got = net.generate(**x, **words)
-    assert torch.equal(got.sequences, want.sequences)
-    assert_same({"logits": torch.stack(got.logits)}, {"logits": torch.stack(want.logits)})
+    assert_generates_the_same(name, lengths, "cuda")
 
 
 @pytest.mark.parametrize("name", SHORT)

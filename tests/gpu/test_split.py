@@ -12,7 +12,7 @@ from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.runs import Runs
 from kda_ops.problem import Problem
-from tests.gpu.test_forward import CUDA, DTYPES, LAYER, assert_forward, forward
+from tests.gpu.test_forward import CUDA, DTYPES, LAYER, assert_a_graph_replays, assert_forward, forward
 from tests.support.cases import replace
 from tests.support.closeness import assert_identical
 from tests.support.stage import Stages, assert_stage
@@ -73,21 +73,8 @@ def test_company_and_later_tokens_change_no_bit(variant, gate):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_graph_replays_with_other_sequences(variant, two_chunks_per_run):
     case = replace(LAYER, variant=variant, lengths=(64, 500, 436), tail=10, seed=2)
-    static = case.inputs(CUDA)
-    forward(case, static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = forward(case, static)
-    for lengths in ((1, 150, 849), (1000, 0, 0), (0, 10, 900)):
-        other = replace(case, lengths=lengths, tail=1010 - sum(lengths), seed=10)
-        for x, y in zip(static.values(), other.inputs(CUDA).values()):
-            if x is not None and y is not None:
-                x.copy_(y)
-        graph.replay()
-        want = forward(case, static)
-        for name in got:
-            assert_identical(got[name], want[name], name)
+    lengths = ((1, 150, 849), (1000, 0, 0), (0, 10, 900))
+    assert_a_graph_replays(case, *(replace(case, lengths=x, tail=1010 - sum(x), seed=10) for x in lengths))
 
 
 def test_heads_that_fill_the_device_are_not_cut():
