@@ -11,6 +11,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 
 from kda_ops import dispatch
 from kda_ops.backends import activations
+from kda_ops.backends.triton import tuning
 from kda_ops.problem import Problem
 from tests.support.calls import forward
 from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, cases, replace
@@ -37,6 +38,17 @@ def test_any_call_meets_the_definition(case):
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_every_gate(variant, gate, dtype):
     assert_forward(replace(SMALL, variant=variant, gate=gate, dtype=dtype, beta="sigmoid", l2norm=True))
+
+
+@pytest.mark.parametrize("rows, gate", ((32, "bounded"), (32, "strong"), (8, "softplus"), (8, "strong"), (8, "zero"), (8, "reset"), (8, "forget")))
+@pytest.mark.parametrize("K", (40, 130))
+def test_rows_that_share_an_anchor_change_nothing_beyond_rounding(K, rows, gate, monkeypatch):
+    """The way of bf16, on operands in fp32, since the interpreter has no products of bf16."""
+    case = replace(SMALL, gate=gate, safe_gate=gate == "strong", beta="sigmoid", l2norm=True, K=K, T=100)
+    full = forward(case)
+    monkeypatch.setattr(tuning, "anchored_rows", lambda p: rows)
+    for name, x in forward(case).items():
+        torch.testing.assert_close(x, full[name], rtol=0, atol=1e-5 * full[name].abs().max().item())
 
 
 @pytest.mark.parametrize("keys", KEYS)

@@ -1,11 +1,12 @@
-"""Decay between the rows of a chunk as factors that are at most one (MATHS.md, numerics 1 and 2).
-
-Decays of consecutive rows combine by one associative operation: in logs (base 2) they add, as factors they multiply. Products need one
-exponential per element for all levels and lose a rounding per row, which a 16 bit operand does not see; fp32 inputs take sums. Both are
-exact for a decay of zero (g = -inf) and never subtract, so no later row can touch the rounding of an earlier one.
+"""Decay between the rows of a chunk (MATHS.md, numerics 1 and 2), in logs, base 2.
 
 A *group* is R consecutive rows, those that one thread holds. ``pre`` is the decay from the start of a block to a row, with the row's own;
 ``suf`` the decay of the rows after it up to the end of its block.
+
+Two ways. `level_scores`, for fp32 and fp16, only ever adds: it restarts the sums at every level, so they are exact for a decay of zero (g = -inf).
+For bf16, which holds 8 bits and has the range of fp32, one prefix sum serves (`half_prefix`, `block_scores`): no decay is below `tuning.FLOOR` per
+row, so nothing is infinite, its differences are exact to 10^-4, and some rows can share an anchor. In neither does a later row touch the rounding of
+an earlier one.
 """
 
 import triton
@@ -15,52 +16,31 @@ from kda_ops.backends.triton.inverse import lower_left
 
 
 @triton.jit
-def _product(x, y):
-    return x * y
-
-
-@triton.jit
-def combine(x, y, LINEAR: tl.constexpr):
-    """The decay over two spans of rows."""
-    return x * y if LINEAR else x + y
-
-
-@triton.jit
-def factor(x, LINEAR: tl.constexpr):
-    """What a combined decay multiplies by, in [0, 1]."""
-    return x if LINEAR else tl.exp2(x)
-
-
-@triton.jit
-def pick(x, i: tl.constexpr, n: tl.constexpr, LINEAR: tl.constexpr):
+def pick(x, i: tl.constexpr, n: tl.constexpr):
     """x[:, i, :] of a [blocks, n, width] tensor."""
-    here = (tl.arange(0, n) == i)[None, :, None]
-    if LINEAR:
-        return tl.reduce(tl.where(here, x, 1.0), 1, _product)
-    else:
-        return tl.sum(tl.where(here, x, 0.0), 1)
+    return tl.sum(tl.where((tl.arange(0, n) == i)[None, :, None], x, 0.0), 1)
 
 
 @triton.jit
-def within(x, n: tl.constexpr, LINEAR: tl.constexpr):
-    """(pre, suf [64, width], total [64/n, width]) of blocks of n rows, for the few rows of one thread."""
-    neutral: tl.constexpr = 1.0 if LINEAR else 0.0
+def within(x, n: tl.constexpr):
+    """(pre, suf [rows, width], total [rows/n, width]) of blocks of n rows, for the few rows of one thread."""
+    ROWS: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
     i = tl.arange(0, n)[None, :, None]
-    blocks = tl.reshape(x, (64 // n, n, W))
-    pre = tl.full((64 // n, n, W), neutral, tl.float32)
+    blocks = tl.reshape(x, (ROWS // n, n, W))
+    pre = tl.zeros((ROWS // n, n, W), tl.float32)
     suf = pre
-    total = tl.full((64 // n, W), neutral, tl.float32)
+    total = tl.zeros((ROWS // n, W), tl.float32)
     for s in tl.static_range(n):
-        row = pick(blocks, s, n, LINEAR)
-        pre = tl.where(i >= s, combine(pre, row[:, None, :], LINEAR), pre)
-        suf = tl.where(i < s, combine(suf, row[:, None, :], LINEAR), suf)
-        total = combine(total, row, LINEAR)
-    return tl.reshape(pre, (64, W)), tl.reshape(suf, (64, W)), total
+        row = pick(blocks, s, n)
+        pre = tl.where(i >= s, pre + row[:, None, :], pre)
+        suf = tl.where(i < s, suf + row[:, None, :], suf)
+        total += row
+    return tl.reshape(pre, (ROWS, W)), tl.reshape(suf, (ROWS, W)), total
 
 
 @triton.jit
-def double(before, after, total, LINEAR: tl.constexpr):
+def double(before, after, total):
     """Merge neighbouring blocks.
 
     before, after [groups, width]: the decay of the groups of the same block that lie before and after each group; total [blocks, width].
@@ -69,102 +49,105 @@ def double(before, after, total, LINEAR: tl.constexpr):
     pairs: tl.constexpr = total.shape[0] // 2
     each: tl.constexpr = before.shape[0] // total.shape[0]  # groups per block
     halves = tl.reshape(total, (pairs, 2, W))
-    earlier, later = pick(halves, 0, 2, LINEAR), pick(halves, 1, 2, LINEAR)
+    earlier, later = pick(halves, 0, 2), pick(halves, 1, 2)
     side = tl.arange(0, 2)[None, :, None, None]
     before = tl.reshape(before, (pairs, 2, each, W))
     after = tl.reshape(after, (pairs, 2, each, W))
-    before = tl.where(side == 1, combine(before, earlier[:, None, None, :], LINEAR), before)
-    after = tl.where(side == 0, combine(after, later[:, None, None, :], LINEAR), after)
-    return tl.reshape(before, (2 * pairs * each, W)), tl.reshape(after, (2 * pairs * each, W)), combine(earlier, later, LINEAR)
+    before = tl.where(side == 1, before + earlier[:, None, None, :], before)
+    after = tl.where(side == 0, after + later[:, None, None, :], after)
+    return tl.reshape(before, (2 * pairs * each, W)), tl.reshape(after, (2 * pairs * each, W)), earlier + later
 
 
 @triton.jit
-def by_group(x, y, LINEAR: tl.constexpr):
-    """Combine every row of x [64, width] with its group's row of y [groups, width]."""
+def by_group(x, y):
+    """Add to every row of x [rows, width] its group's row of y [groups, width]."""
+    ROWS: tl.constexpr = x.shape[0]
     G: tl.constexpr = y.shape[0]
     W: tl.constexpr = x.shape[1]
-    return tl.reshape(combine(tl.reshape(x, (G, 64 // G, W)), y[:, None, :], LINEAR), (64, W))
+    return tl.reshape(tl.reshape(x, (G, ROWS // G, W)) + y[:, None, :], (ROWS, W))
 
 
 @triton.jit
-def score_blocks(b_S, b_q, b_Y, h: tl.constexpr, PREC: tl.constexpr):
-    """Add the scores of level h to those of the diagonal blocks of 16 rows, [4, 16, 16] fp32: q, Y [64, width] in the operand's dtype.
-
-    A block is the work of one warp, with the tensor core's small product; a dense one would do 16 times the pairs and wait for all warps.
-    """
-    W: tl.constexpr = b_Y.shape[1]
-    o_r = tl.arange(0, 16)
-    block, half = o_r >> (h + 1), (o_r >> h) & 1
-    here = (block[:, None] == block[None, :]) & (half == 1)[:, None] & (half == 0)[None, :]
-    b_s = tl.dot(tl.reshape(b_q, (4, 16, W)), tl.permute(tl.reshape(b_Y, (4, 16, W)), (0, 2, 1)), input_precision=PREC)
-    return b_S + tl.where(here[None, :, :], b_s, 0.0)
+def scores(b_rows, b_columns, PREC: tl.constexpr):
+    """Products of rows and columns, both [., width]."""
+    return tl.dot(b_rows, tl.trans(b_columns), input_precision=PREC)
 
 
 @triton.jit
-def from_blocks(b_S):
-    """[4, 16, 16] on the diagonal of [64, 64], zero elsewhere."""
-    i = tl.arange(0, 4)
-    b_S = tl.where((i[:, None] == i[None, :])[:, None, :, None], b_S[:, :, None, :], 0.0)
-    return tl.reshape(b_S, (64, 64))
-
-
-@triton.jit
-def score_levels(b_P, b_L, b_P16, b_L16, b_q, b_k, b_x, R: tl.constexpr, LINEAR: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr):
-    """Add the scores of one slice of K, for any decay b_x [64, width]: tril(q k^T o E) and strict_tril(k k^T o E), fp32, as pairs of a dense
-    part [64, 64] and diagonal blocks [4, 16, 16]; and (from the start of the chunk to a row, from a row to its end [64, width], the chunk [width]).
+def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr):
+    """Scores of one half and slice of K, for any decay b_x [rows, width]: (q k^T o E, k k^T o E, on and below the diagonal [rows, rows] fp32; the
+    decay from the start of the half to a row, from a row to its end [rows, width], the whole half [width]).
 
     A pair of rows belongs to the level at which their blocks first part; there the later row has the decay since the middle and the
-    earlier row the decay up to the middle, so one factor per row serves both sides, and both are at most one. What the dense parts hold
-    above the diagonal means nothing.
+    earlier row the decay up to the middle, so one factor per row serves both sides, and both are at most one.
     """
+    ROWS: tl.constexpr = b_x.shape[0]
     W: tl.constexpr = b_x.shape[1]
-    o_r, o_g = tl.arange(0, 64), tl.arange(0, 64 // R)
+    o_r, o_g = tl.arange(0, ROWS), tl.arange(0, ROWS // R)
+    b_P = tl.zeros((ROWS, ROWS), tl.float32)
+    b_L = b_P
     for h in tl.static_range(6):
-        if 2**h < R:
-            near, far, _ = within(b_x, 2**h, LINEAR)
-            b_f = tl.where((((o_r >> h) & 1) == 1)[:, None], near, far)
-        else:
-            if 2**h == R:
-                pre, suf, total = within(b_x, R, LINEAR)
-                before = tl.full((64 // R, W), 1.0 if LINEAR else 0.0, tl.float32)
-                after = before
-            later = ((o_g * R >> h) & 1) == 1
-            b_f = tl.where(later[:, None, None], tl.reshape(pre, (64 // R, R, W)), tl.reshape(suf, (64 // R, R, W)))
-            b_f = by_group(tl.reshape(b_f, (64, W)), tl.where(later[:, None], before, after), LINEAR)
-            before, after, total = double(before, after, total, LINEAR)
-        b_f = factor(b_f, LINEAR)
-        b_Y = (b_k * b_f).to(TYPE)
-        b_qf = (b_q * b_f).to(TYPE)
-        if h < 4:
-            b_L16 = score_blocks(b_L16, b_Y, b_Y, h, PREC)
-            b_P16 = score_blocks(b_P16, b_qf, b_Y, h, PREC)
-        else:
-            b_L += tl.where(lower_left(h), tl.dot(b_Y, tl.trans(b_Y), input_precision=PREC), 0.0)
-            b_P += tl.where(lower_left(h), tl.dot(b_qf, tl.trans(b_Y), input_precision=PREC), 0.0)
-    b_start, b_end = factor(by_group(pre, before, LINEAR), LINEAR), factor(by_group(suf, after, LINEAR), LINEAR)
-    return b_P, b_L, b_P16, b_L16, b_start, b_end, tl.reshape(factor(total, LINEAR), (W,))
+        if 2**h < ROWS:
+            if 2**h < R:
+                near, far, _ = within(b_x, 2**h)
+                b_f = tl.where((((o_r >> h) & 1) == 1)[:, None], near, far)
+            else:
+                if 2**h == R:
+                    pre, suf, total = within(b_x, R)
+                    before = tl.zeros((ROWS // R, W), tl.float32)
+                    after = before
+                later = ((o_g * R >> h) & 1) == 1
+                b_f = tl.where(later[:, None, None], tl.reshape(pre, (ROWS // R, R, W)), tl.reshape(suf, (ROWS // R, R, W)))
+                b_f = by_group(tl.reshape(b_f, (ROWS, W)), tl.where(later[:, None], before, after))
+                before, after, total = double(before, after, total)
+            b_f = tl.exp2(b_f)
+            b_Y = (b_k * b_f).to(TYPE)
+            b_L += tl.where(lower_left(h, ROWS), scores(b_Y, b_Y, PREC), 0.0)
+            b_P += tl.where(lower_left(h, ROWS), scores((b_q * b_f).to(TYPE), b_Y, PREC), 0.0)
+    b_P += tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
+    return b_P, b_L, tl.exp2(by_group(pre, before)), tl.exp2(by_group(suf, after)), tl.reshape(tl.exp2(total), (W,))
 
 
 @triton.jit
-def half_decay(b_x, log2_bound, R: tl.constexpr):
-    """Factors for a decay of at least log2_bound per row, where the 32 rows of a half share one anchor.
+def half_prefix(b_x, centre, R: tl.constexpr):
+    """The sum since the start of a half minus centre [32, width], and all of it [width].
 
-    Inside a half the decay since its start is centred on a constant, never on a row, so that it and its inverse stay within
-    2^(16 |log2_bound|) of one, which bf16 operands can hold: (row, column [64, width], from the centre to the end of the half, from the
-    start of the chunk to the half, from the end of the half to the end of the chunk [groups, width], the whole chunk [width]).
-    Sums are as small as 64 |log2_bound|, so that their differences are exact enough for bf16 and nothing is infinite.
+    Centred on a constant, never on a row, the decay and its inverse stay within 2^|centre| of one, which bf16 operands can hold. The total is
+    picked out of the prefix sums, whose layout has all groups of a column in one thread; a sum would go through shared memory again.
     """
-    G: tl.constexpr = 64 // R
-    later = (tl.arange(0, G) >= G // 2)[:, None]
-    pre, _, own = within(b_x, R, False)
-    first, total = tl.sum(tl.where(later, 0.0, own), 0), tl.sum(own, 0)
-    second = total - first
-    centre = 16.0 * log2_bound
-    b_G = by_group(pre, tl.cumsum(own, 0) - own - tl.where(later, first[None, :] + centre, centre), False)
-    half_end = tl.exp2(tl.where(later, second[None, :], first[None, :]) - centre)
-    half_before = tl.where(later, tl.exp2(first)[None, :], 1.0)
-    half_after = tl.where(later, 1.0, tl.exp2(second)[None, :])
-    return tl.exp2(b_G), tl.exp2(-b_G), half_end, half_before, half_after, tl.exp2(total)
+    pre, _, own = within(b_x, R)
+    b_C = tl.cumsum(own, 0)
+    return by_group(pre, b_C - own - centre), upto(b_C, 32, R)
+
+
+@triton.jit
+def upto(b_C, n: tl.constexpr, R: tl.constexpr):
+    """The sum over the first n rows [width], from prefix sums over groups [groups, width]."""
+    return tl.sum(tl.where((R * tl.arange(0, b_C.shape[0]) == n - R)[:, None], b_C, 0.0), 0)
+
+
+@triton.jit
+def block_scores(b_q, b_k, b_x, floor, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr):
+    """What `level_scores` returns, for bf16: blocks of 8 rows share an anchor, as decays end at `floor`, and two levels remain.
+
+    With one prefix sum G, a pair that parts at row m has the factors exp2(-|G - G_m|) on either side.
+    """
+    o_r, o_g = tl.arange(0, 32), R * tl.arange(0, 32 // R)[:, None]
+    pre, _, own = within(tl.maximum(b_x, floor), R)
+    b_C = tl.cumsum(own, 0)
+    b_G = by_group(pre, b_C - own)
+    total, s8, s16, s24 = upto(b_C, 32, R), upto(b_C, 8, R)[None, :], upto(b_C, 16, R)[None, :], upto(b_C, 24, R)[None, :]
+    b_D = by_group(b_G, -4.0 * floor - tl.where(o_g < 16, tl.where(o_g < 8, 0.0, s8), tl.where(o_g < 24, s16, s24)))
+    b_row, b_kc = tl.exp2(b_D), (b_k * tl.exp2(-b_D)).to(TYPE)
+    same = (o_r // 8)[:, None] == (o_r // 8)[None, :]
+    b_P = tl.where(same & (o_r[:, None] >= o_r[None, :]), scores((b_q * b_row).to(TYPE), b_kc, PREC), 0.0)
+    b_L = tl.where(same & (o_r[:, None] > o_r[None, :]), scores((b_k * b_row).to(TYPE), b_kc, PREC), 0.0)
+    for h in tl.static_range(3, 5):
+        b_f = tl.exp2(-tl.abs(by_group(b_G, -tl.where(o_g < 16, s8, s24) if h == 3 else -s16)))
+        b_kc = (b_k * b_f).to(TYPE)
+        b_P += tl.where(lower_left(h, 32), scores((b_q * b_f).to(TYPE), b_kc, PREC), 0.0)
+        b_L += tl.where(lower_left(h, 32), scores(b_kc, b_kc, PREC), 0.0)
+    return b_P, b_L, tl.exp2(b_G), tl.exp2(total[None, :] - b_G), tl.exp2(total)
 
 
 @triton.jit

@@ -14,29 +14,31 @@ def product(x, y, acc, PREC: tl.constexpr):
 
 
 @triton.jit
-def lower_left(level: tl.constexpr):
-    """The pairs of rows [64, 64] in different halves of one block of 2^(level + 1) rows, the later one first.
+def lower_left(level: tl.constexpr, ROWS: tl.constexpr = 64):
+    """The pairs of rows [ROWS, ROWS] in different halves of one block of 2^(level + 1) rows, the later one first.
 
     Written as conditions on the row and on the column, most of which are known when the kernel is compiled; a value per element, r ^ c say,
     would stay in registers from its first use to its last.
     """
-    o_r = tl.arange(0, 64)
+    o_r = tl.arange(0, ROWS)
     block, half = o_r >> (level + 1), (o_r >> level) & 1
     return (block[:, None] == block[None, :]) & (half == 1)[:, None] & (half == 0)[None, :]
 
 
 @triton.jit
 def inverse(negative_L, PREC: tl.constexpr):
-    """(I + L)^-1 [64, 64] fp32 from -L, strictly lower triangular, by merging diagonal blocks::
+    """(I + L)^-1 fp32 from -L [32, 32] or [64, 64], strictly lower triangular, by merging diagonal blocks::
 
-        R <- R + R (-L o M_b) R,   b = 1, 2, 4 .. 32
+        R <- R + R (-L o M_b) R,   b = 1, 2, 4 ..
 
     M_b picks the pairs whose rows part at bit b, the lower left block of every pair of blocks. fp16 is for unit keys with beta <= 1,
     where no entry of R exceeds one; the choice is made from flags, never from values.
     """
-    o_r = tl.arange(0, 64)
-    b_R = tl.where(o_r[:, None] == o_r[None, :], 1.0, tl.where(lower_left(0), negative_L, 0.0))
+    N: tl.constexpr = negative_L.shape[0]
+    o_r = tl.arange(0, N)
+    b_R = tl.where(o_r[:, None] == o_r[None, :], 1.0, tl.where(lower_left(0, N), negative_L, 0.0))
     for level in tl.static_range(1, 6):
-        b_X = product(b_R, tl.where(lower_left(level), negative_L, 0.0), tl.zeros((64, 64), tl.float32), PREC)
-        b_R = product(b_X, b_R, b_R, PREC)
+        if 2**level < N:
+            b_X = product(b_R, tl.where(lower_left(level, N), negative_L, 0.0), tl.zeros((N, N), tl.float32), PREC)
+            b_R = product(b_X, b_R, b_R, PREC)
     return b_R

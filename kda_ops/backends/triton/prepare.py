@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.decay import by_group, from_blocks, half_decay, pair_decay, row_decay, score_levels
+from kda_ops.backends.triton.decay import block_scores, half_prefix, level_scores, pair_decay, row_decay, scores
 from kda_ops.backends.triton.gate import LOG2E, decay_column, load_rate, log2_decay, strength_column
-from kda_ops.backends.triton.inverse import inverse
+from kda_ops.backends.triton.inverse import inverse, product
 from kda_ops.backends.triton.scan import rows_at
 from kda_ops.backends.triton.tile import (
     RowTile,
@@ -30,41 +30,102 @@ from kda_ops.stages import Tile
 
 
 @triton.jit
-def row_norms(q, q_s, k, k_s, i_b, i_h, first, n_rows, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr):
-    """1 / sqrt(sum of squares + 1e-6) of each row of q and of k, [64] fp32, or ones; slice by slice, so that no more than a slice is held."""
-    b_q_norm = tl.full((64,), 1.0, tl.float32)
-    b_k_norm = b_q_norm
-    if L2NORM:
-        b_q_sum = tl.zeros((64,), tl.float32)
-        b_k_sum = b_q_sum
+def half_norm(x, strides, i_b, i_h, first, n_rows, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr):
+    """1 / sqrt(sum of squares + 1e-6) of 32 rows, [32] fp32, or ones; slice by slice. A row that is one slice is left to `inverse_norm`."""
+    b_norm = tl.full((32,), 1.0, tl.float32)
+    if L2NORM and BLOCK < D:
+        b_sum = tl.zeros((32,), tl.float32)
         for i in tl.range((D + BLOCK - 1) // BLOCK, num_stages=1):
             o_d = i * BLOCK + tl.arange(0, BLOCK)
-            b_q = load_rows(q, q_s, i_b, i_h, first, n_rows, o_d, D, R).to(tl.float32)
-            b_k = load_rows(k, k_s, i_b, i_h, first, n_rows, o_d, D, R).to(tl.float32)
-            b_q_sum += tl.sum(b_q * b_q, 1)
-            b_k_sum += tl.sum(b_k * b_k, 1)
-        b_q_norm, b_k_norm = tl.rsqrt(b_q_sum + 1e-6), tl.rsqrt(b_k_sum + 1e-6)
-    return b_q_norm, b_k_norm
+            b_x = load_rows(x, strides, i_b, i_h, first, n_rows, o_d, D, R, 32).to(tl.float32)
+            b_sum += tl.sum(b_x * b_x, 1)
+        b_norm = tl.rsqrt(b_sum + 1e-6)
+    return b_norm
+
+
+@triton.jit
+def load_unit(x, strides, i_b, i_h, first, n_rows, b_norm, scale, o_d, D: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr):
+    """32 rows of one head times their inverse norms and the scale, [32, width] fp32."""
+    b_x = load_rows(x, strides, i_b, i_h, first, n_rows, o_d, D, R, 32).to(tl.float32)
+    if o_d.shape[0] >= D:
+        b_norm = inverse_norm(b_x, L2NORM)
+    return b_x * (b_norm * scale)[:, None]
 
 
 @triton.jit
 def load_decay(
     g, strides, A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, o_k,
-    K: tl.constexpr, R: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The decay of each token in base 2, [64, width] fp32; 0 for rows that are no tokens."""
+    """The decay of each of 32 tokens in base 2, [32, width] fp32.
+
+    0 for rows that are no tokens: the gate of minus infinity is zero for any rate that is neither zero nor infinite.
+    """
     if g is None:
-        b_g = tl.zeros((64, o_k.shape[0]), tl.float32)
+        b_g = tl.zeros((32, o_k.shape[0]), tl.float32)
     else:
-        b_g = load_rows(g, strides, i_b, i_h, first, n_rows, o_k, K, R).to(tl.float32)
+        b_g = load_rows(g, strides, i_b, i_h, first, n_rows, o_k, K, R, 32, -float("inf") if ACTIVATE else 0.0).to(tl.float32)
         b_bias = tl.zeros((o_k.shape[0],), tl.float32)
         if ACTIVATE:
             if dt_bias is not None:
                 b_bias = tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-        b_g = log2_decay(b_g, b_bias[None, :], load_rate(A_log, i_h), lower_bound, ACTIVATE, BOUNDED)
-        if ACTIVATE:
-            b_g = tl.where((tl.arange(0, 64) < n_rows)[:, None], b_g, 0.0)
+        rate = tl.minimum(tl.maximum(load_rate(A_log, i_h), 1e-30), 1e30)
+        b_g = log2_decay(b_g, b_bias[None, :], rate, lower_bound, ACTIVATE, BOUNDED, FAST)
     return b_g
+
+
+@triton.jit
+def prepare_half(
+    q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, i_tile, i_b, i_g, i_h, first, n_rows, b_q_norm, b_k_norm, scale, lower_bound, log2_bound,
+    b_Y, b_first, o_k,
+    K: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SHARE: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """32 rows of one chunk and head, for one slice of K; the second half if b_Y, b_first are what the first half returned. Stores their rows of qg and kg,
+    w = k decayed since the start of the chunk, over `shift`, and returns::
+
+        (q k^T o E, k k^T o E on and below the diagonal, the same against the first half, over `shift` [32, 32],
+        k decayed to the end of the half [32, width] fp32, the decay of the half [width])
+
+    where shift is 2^(16 log2_bound) if all rows share an anchor, else 1. In an order that keeps few tiles alive.
+    """
+    TYPE: tl.constexpr = qg.dtype.element_ty
+    ROW: tl.constexpr = 0 if b_Y is None else 32
+    FAST: tl.constexpr = PREC != "tf32x3"
+    b_x = load_decay(g, g_s, A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, o_k, K, R, ACTIVATE, BOUNDED, FAST)
+    centre = 16.0 * log2_bound
+    shift = tl.exp2(centre) if SHARE == 32 else 1.0
+    if SHARE < 32:
+        b_k = load_unit(k, k_s, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
+        b_q = load_unit(q, q_s, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
+        if SHARE == 1:
+            b_P, b_L, b_start, b_end, b_total = level_scores(b_q, b_k, b_x, R, PREC, TYPE)
+        else:
+            b_P, b_L, b_start, b_end, b_total = block_scores(b_q, b_k, b_x, log2_bound, R, PREC, TYPE)
+        b_ke = b_k * b_end
+    else:
+        b_D, total = half_prefix(b_x, centre, R)
+        b_total, b_start = tl.exp2(total), tl.exp2(b_D)
+        b_k = load_unit(k, k_s, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
+        b_kc = b_k * tl.exp2(-b_D)
+        b_ke = b_kc * tl.exp2(total - centre)[None, :]
+    b_kr = b_k * b_start
+    if b_Y is not None:
+        store_rows(kg, i_tile, b_Y * b_total[None, :], o_k, K, R)
+        store_rows(kg, i_tile, b_ke, o_k, K, R, 32)
+    store_rows(w, i_tile, b_kr if b_Y is None else b_kr * b_first[None, :], o_k, K, R, ROW)
+    if SHARE == 32:
+        b_q = load_unit(q, q_s, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
+    b_qr = b_q * b_start
+    store_rows(qg, i_tile, b_qr * shift if b_Y is None else b_qr * (b_first * shift)[None, :], o_k, K, R, ROW)
+    b_qr, b_kr = b_qr.to(TYPE), b_kr.to(TYPE)
+    if SHARE == 32:
+        b_kc = b_kc.to(TYPE)
+        b_P, b_L = scores(b_qr, b_kc, PREC), scores(b_kr, b_kc, PREC)
+    b_P1, b_L1 = b_P, b_L
+    if b_Y is not None:
+        b_Y = b_Y.to(TYPE)
+        b_P1, b_L1 = scores(b_qr, b_Y, PREC), scores(b_kr, b_Y, PREC)
+    return b_P, b_L, b_P1, b_L1, b_ke, b_total
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "log2_bound", "beta_b", "beta_t", "beta_h"])
@@ -72,8 +133,7 @@ def prepare_kda(
     q, q_s, k, k_s, v, v_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept_A, A, P, w, u, qg, kg, gamma,
     N, T, H, HV, scale, lower_bound, log2_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr,
-    BOUNDED: tl.constexpr, CENTRED: tl.constexpr, LINEAR: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
-    INVERSE: tl.constexpr,
+    BOUNDED: tl.constexpr, SHARE: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head; E_ij is the decay from row j to row i::
 
@@ -81,76 +141,80 @@ def prepare_kda(
         w = A (beta k exp G)        [64, K]       u = A (beta v)                             [64, V]
         qg = scale q exp G,  kg = k exp(sum of g over the later rows)   [64, K]              gamma = exp(sum of g)   [K] fp32
 
-    K is worked through in slices of BK columns: the scores of all slices add up, and no more than one slice of fp32 tiles is alive, so that
-    several programs share a multiprocessor. q, k, v, g and beta are read once from memory (the row norms read q and k again from the cache).
+    In two halves of 32 rows: a tile of half the rows and all of K takes as many registers as one of all rows and half of K, but its rows are
+    complete (norms need no pass of their own), its scores are final, and what the halves do not share needs no choice per element. Only wider
+    keys are cut into slices of BK columns, whose scores add up. beta and the centre of the decays are applied to A and to the product, so that v
+    and k exp G go to the tensor cores as they are.
     """
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
     i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
     i_g = i_h // (HV // H)  # the query and key head
     i_tile = tl.program_id(0).to(tl.int64)
-    o_r = tl.arange(0, 64)
+    o_1, o_2 = tl.arange(0, 32), 32 + tl.arange(0, 32)
     TYPE: tl.constexpr = qg.dtype.element_ty
+    second, n_second = first + 32, n_rows - 32
 
-    b_q_norm, b_k_norm = row_norms(q, q_s, k, k_s, i_b, i_g, first, n_rows, K, BK, R, L2NORM)
-    b_q_norm = b_q_norm * scale
+    shift = tl.exp2(16.0 * log2_bound) if SHARE == 32 else 1.0
+    q_norm1, k_norm1 = half_norm(q, q_s, i_b, i_g, first, n_rows, K, BK, R, L2NORM), half_norm(k, k_s, i_b, i_g, first, n_rows, K, BK, R, L2NORM)
+    q_norm2, k_norm2 = half_norm(q, q_s, i_b, i_g, second, n_second, K, BK, R, L2NORM), half_norm(k, k_s, i_b, i_g, second, n_second, K, BK, R, L2NORM)
+    b_P11 = tl.zeros((32, 32), tl.float32)
+    b_P21, b_P22, b_L11, b_L21, b_L22 = b_P11, b_P11, b_P11, b_P11, b_P11
+    for i in tl.range((K + BK - 1) // BK, num_stages=1):
+        o_k = i * BK + tl.arange(0, BK)
+        b_P, b_L, _, _, b_Y, b_first = prepare_half(
+            q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, i_tile, i_b, i_g, i_h, first, n_rows, q_norm1, k_norm1, scale, lower_bound, log2_bound,
+            None, None, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, PREC,
+        )  # fmt: skip
+        b_P11, b_L11 = b_P11 + b_P, b_L11 + b_L
+        b_P, b_L, b_P1, b_L1, _, b_second = prepare_half(
+            q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, i_tile, i_b, i_g, i_h, second, n_second, q_norm2, k_norm2, scale, lower_bound, log2_bound,
+            b_Y, b_first, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, PREC,
+        )  # fmt: skip
+        b_P21, b_L21, b_P22, b_L22 = b_P21 + b_P1, b_L21 + b_L1, b_P22 + b_P, b_L22 + b_L
+        tl.store(gamma + i_tile * K + o_k, b_first * b_second, mask=o_k < K)
+
+    lower, strict = o_1[:, None] >= o_1[None, :], o_1[:, None] > o_1[None, :]
+    store_tile(P, i_tile, tl.where(lower, b_P11, 0.0), o_1, o_1, 64)
+    store_tile(P, i_tile, tl.zeros((32, 32), tl.float32), o_1, o_2, 64)
+    store_tile(P, i_tile, b_P21 * shift, o_2, o_1, 64)
+    store_tile(P, i_tile, tl.where(lower, b_P22, 0.0), o_2, o_2, 64)
+    # Picked by a sum over an axis, past which the compiler does not compute beta again for every layout it is used in.
     b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
-
-    shift = tl.exp2(16.0 * log2_bound)
-    across = (o_r >= 32)[:, None] & (o_r < 32)[None, :]
-    b_P = tl.zeros((64, 64), tl.float32)
-    b_L = tl.zeros((64, 64), tl.float32)
-    b_P16 = tl.zeros((4, 16, 16), tl.float32)
-    b_L16 = tl.zeros((4, 16, 16), tl.float32)
-    b_diagonal = tl.zeros((64,), tl.float32)
-    for i in tl.range((K + BK - 1) // BK, num_stages=1):
-        o_k = i * BK + tl.arange(0, BK)
-        b_x = load_decay(g, g_s, A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, o_k, K, R, ACTIVATE, BOUNDED)
-        if CENTRED:
-            b_row, b_col, half_end, half_before, half_after, b_gamma = half_decay(b_x, log2_bound, R)
-            b_k = load_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K, R).to(tl.float32) * b_k_norm[:, None]
-            b_kr, b_kc = b_k * b_row, b_k * b_col
-            b_Y = by_group(b_kc, half_end, True)
-            store_rows(kg, i_tile, by_group(b_Y, half_after, True), o_k, K, R)
-            store_rows(w, i_tile, by_group(b_kr * (shift * b_beta)[:, None], half_before, True), o_k, K, R)
-            b_kr, b_kc, b_Y = b_kr.to(TYPE), tl.trans(b_kc.to(TYPE)), tl.trans(b_Y.to(TYPE))
-            b_L += tl.where(across, tl.dot(b_kr, b_Y), tl.dot(b_kr, b_kc))
-            b_q = load_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K, R).to(tl.float32) * b_q_norm[:, None]
-            b_qr = b_q * b_row
-            store_rows(qg, i_tile, by_group(b_qr * shift, half_before, True), o_k, K, R)
-            b_qr = b_qr.to(TYPE)
-            b_P += tl.where(across, tl.dot(b_qr, b_Y), tl.dot(b_qr, b_kc))
-        else:
-            if LINEAR:
-                b_x = tl.exp2(b_x)
-            b_k = load_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K, R).to(tl.float32) * b_k_norm[:, None]
-            b_q = load_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K, R).to(tl.float32) * b_q_norm[:, None]
-            b_diagonal += tl.sum(b_q * b_k, 1)
-            b_P, b_L, b_P16, b_L16, b_start, b_end, b_gamma = score_levels(b_P, b_L, b_P16, b_L16, b_q, b_k, b_x, R, LINEAR, PREC, TYPE)
-            store_rows(kg, i_tile, b_k * b_end, o_k, K, R)
-            store_rows(w, i_tile, b_k * b_start * b_beta[:, None], o_k, K, R)
-            store_rows(qg, i_tile, b_q * b_start, o_k, K, R)
-        tl.store(gamma + i_tile * K + o_k, b_gamma, mask=o_k < K)
-    if CENTRED:
-        b_P, b_L = tl.where(across, b_P * shift, b_P), tl.where(across, b_L * shift, b_L)
-    else:
-        b_P += from_blocks(b_P16) + tl.where(o_r[:, None] == o_r[None, :], b_diagonal[:, None], 0.0)
-        b_L += from_blocks(b_L16)
-
-    store_tile(P, i_tile, tl.where(o_r[:, None] >= o_r[None, :], b_P, 0.0), o_r, o_r, 64)
+    b_beta = tl.reshape(b_beta, (2, 32))
+    half = tl.arange(0, 2)[:, None]
+    b_beta1, b_beta2 = tl.sum(tl.where(half == 0, b_beta, 0.0), 0), tl.sum(tl.where(half == 1, b_beta, 0.0), 0)
+    tl.debug_barrier()  # w holds k exp G so far, written by other threads
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)  # the first slices arrive while the inverse is made
+    b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)
+    b_v1, b_v2 = load_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V, R, 32), load_rows(v, v_s, i_b, i_h, second, n_second, o_v, V, R, 32)
     if kept_A is not None:
-        b_A = load_tile(kept_A, i_tile, o_r, o_r, 64)
+        b_A11, b_A21, b_A22 = load_tile(kept_A, i_tile, o_1, o_1, 64), load_tile(kept_A, i_tile, o_2, o_1, 64), load_tile(kept_A, i_tile, o_2, o_2, 64)
     else:
-        b_A = inverse(tl.where(o_r[:, None] > o_r[None, :], b_L * -b_beta[:, None], 0.0), INVERSE).to(TYPE)
+        b_A11 = inverse(tl.where(strict, b_L11 * -b_beta1[:, None], 0.0), INVERSE)
+        b_A22 = inverse(tl.where(strict, b_L22 * -b_beta2[:, None], 0.0), INVERSE)
+        b_A21 = product(b_A22, b_L21 * (-shift * b_beta2)[:, None], tl.zeros((32, 32), tl.float32), INVERSE)
+        b_A21 = product(b_A21, b_A11, tl.zeros((32, 32), tl.float32), INVERSE)
+        b_A11, b_A21, b_A22 = b_A11.to(TYPE), b_A21.to(TYPE), b_A22.to(TYPE)
         if A is not None:
-            store_tile(A, i_tile, b_A, o_r, o_r, 64)
-    tl.debug_barrier()  # w holds beta k exp G so far, written by other threads
-    for i in tl.range((K + BK - 1) // BK, num_stages=1):
-        o_k = i * BK + tl.arange(0, BK)
-        store_tile(w, i_tile, tl.dot(b_A, load_tile(w, i_tile, o_r, o_k, K), input_precision=PREC), o_r, o_k, K)
-    for i in range((V + BV - 1) // BV):
-        o_v = i * BV + tl.arange(0, BV)
-        b_v = load_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V, R).to(tl.float32) * b_beta[:, None]
-        store_tile(u, i_tile, tl.dot(b_A, b_v.to(TYPE), input_precision=PREC), o_r, o_v, V)
+            store_tile(A, i_tile, b_A11, o_1, o_1, 64)
+            store_tile(A, i_tile, tl.zeros((32, 32), TYPE), o_1, o_2, 64)
+            store_tile(A, i_tile, b_A21, o_2, o_1, 64)
+            store_tile(A, i_tile, b_A22, o_2, o_2, 64)
+    b_A11 = (b_A11.to(tl.float32) * b_beta1[None, :]).to(TYPE)
+    b_A21 = (b_A21.to(tl.float32) * b_beta1[None, :]).to(TYPE)
+    b_A22 = (b_A22.to(tl.float32) * b_beta2[None, :]).to(TYPE)
+    for _ in tl.range((K + BK - 1) // BK, num_stages=1):
+        b_w1 = tl.dot(b_A11, b_k1, input_precision=PREC) * shift
+        b_w2 = tl.dot(b_A22, b_k2, tl.dot(b_A21, b_k1, input_precision=PREC), input_precision=PREC) * shift
+        store_tile(w, i_tile, b_w1, o_1, o_k, K)
+        store_tile(w, i_tile, b_w2, o_2, o_k, K)
+        o_k += BK
+        b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)
+    for _ in tl.range((V + BV - 1) // BV, num_stages=1):
+        store_tile(u, i_tile, tl.dot(b_A11, b_v1, input_precision=PREC), o_1, o_v, V)
+        store_tile(u, i_tile, tl.dot(b_A22, b_v2, tl.dot(b_A21, b_v1, input_precision=PREC), input_precision=PREC), o_2, o_v, V)
+        o_v += BV
+        b_v1, b_v2 = load_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V, R, 32), load_rows(v, v_s, i_b, i_h, second, n_second, o_v, V, R, 32)
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
@@ -240,11 +304,12 @@ def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
     kept, made = A, q.new_empty((NT, p.HV, 64, 64)) if A is None and keep_A else None
     P, w, u, qg, kg = (q.new_empty((NT, p.HV, 64, width)) for width in (64, p.K, p.V, p.K, p.K))
     gamma = q.new_empty((NT, p.HV, p.K), dtype=torch.float32)
-    centred = tuning.centred(p)
+    share = tuning.anchored_rows(p)
+    bound = p.gate_bound if share == 32 else tuning.FLOOR
     launch(
         prepare_kda, programs * p.HV, device, q, q.stride(), k, k.stride(), v, v.stride(), *gates, kept, made, P, w, u, qg, kg, gamma,
-        p.N, p.T, p.H, p.HV, p.scale, p.lower_bound or 0.0, (p.gate_bound if centred else 0.0) * LOG2E.value,
-        p.K, p.V, options.block_k, options.block_v, options.group, *flags, centred, not exact, p.sigmoid_beta, p.neg_eigval, precision, inverse_precision,
+        p.N, p.T, p.H, p.HV, p.scale, p.lower_bound or 0.0, bound * LOG2E.value,
+        p.K, p.V, options.block_k, options.block_v, options.group, *flags, share, p.sigmoid_beta, p.neg_eigval, precision, inverse_precision,
         **options.launch,
     )  # fmt: skip
     return Tile(made if kept is None else kept, P, w, u, qg, kg, gamma)

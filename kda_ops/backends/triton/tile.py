@@ -107,28 +107,29 @@ def locate_sequence(cu_seqlens, i_n, N, T, TOKENS: tl.constexpr = 64):
 
 
 @triton.jit
-def load_rows(x, strides, i_b, i_h, first, n_rows, o_d, D: tl.constexpr, R: tl.constexpr):
-    """Rows of one head as [64, width] in their own dtype, zero past n_rows and past D.
+def load_rows(x, strides, i_b, i_h, first, n_rows, o_d, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr = 64, other=0.0):
+    """Rows of one head as [ROWS, width] in their own dtype, `other` past n_rows and past D.
 
-    A thread gets R consecutive rows: written as [64/R, R, width], the compiler spreads threads over the columns and the groups and keeps the
+    A thread gets R consecutive rows: written as [ROWS/R, R, width], the compiler spreads threads over the columns and the groups and keeps the
     R rows in registers (where it can), so that prefix sums and products over them need no exchange between threads.
     """
-    o_r = R * tl.arange(0, 64 // R)[:, None] + tl.arange(0, R)[None, :]  # [64/R, R]
+    o_r = R * tl.arange(0, ROWS // R)[:, None] + tl.arange(0, R)[None, :]  # [ROWS/R, R]
     p_x = x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
     p_x = p_x + ((o_r * strides[1])[:, :, None] + (o_d * strides[3])[None, None, :])
     m_x = (o_r < n_rows)[:, :, None] & (o_d < D)[None, None, :]
-    return tl.reshape(tl.load(p_x, mask=m_x, other=0.0), (64, o_d.shape[0]))
+    return tl.reshape(tl.load(p_x, mask=m_x, other=other), (ROWS, o_d.shape[0]))
 
 
 @triton.jit
-def store_rows(x, i_tile, b_x, o_d, D: tl.constexpr, R: tl.constexpr):
-    """Write [64, width] as columns o_d of tile i_tile of a [tiles, 64, D] scratch tensor, the way `load_rows` holds it.
+def store_rows(x, i_tile, b_x, o_d, D: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr = 0):
+    """Write rows from ROW on, columns o_d, of tile i_tile of a [tiles, 64, D] scratch tensor, the way `load_rows` holds them.
 
     Every row is written, padding too, so that a reader needs no row mask.
     """
-    o_r = R * tl.arange(0, 64 // R)[:, None] + tl.arange(0, R)[None, :]
+    G: tl.constexpr = b_x.shape[0] // R
+    o_r = ROW + R * tl.arange(0, G)[:, None] + tl.arange(0, R)[None, :]
     p_x = x + i_tile * (64 * D) + (o_r * D)[:, :, None] + o_d[None, None, :]
-    tl.store(p_x, tl.reshape(b_x, (64 // R, R, o_d.shape[0])).to(x.dtype.element_ty), mask=(o_d < D)[None, None, :])
+    tl.store(p_x, tl.reshape(b_x, (G, R, o_d.shape[0])).to(x.dtype.element_ty), mask=(o_d < D)[None, None, :])
 
 
 @triton.jit
@@ -145,7 +146,7 @@ def inverse_norm(b_x, L2NORM: tl.constexpr):
         b_x = b_x.to(tl.float32)
         return tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-6)
     else:
-        return tl.full((64,), 1.0, tl.float32)
+        return tl.full((b_x.shape[0],), 1.0, tl.float32)
 
 
 @triton.jit

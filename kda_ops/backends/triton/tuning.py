@@ -19,6 +19,7 @@ import triton
 from kda_ops.problem import SAFE_BOUND, Problem
 
 HOPPER = 9
+FLOOR = 4 * SAFE_BOUND  # least log decay of a row where 8 rows share an anchor: 10^-9 is zero beside a rounding of bf16, and 4 rows of it are 16 of SAFE_BOUND
 ASSUMED = HOPPER  # the architecture for tensors that are on no GPU: interpreter and offline compilation
 FORCED_RUN: int | None = None  # the run length of tests and offline compilation, in place of the rule's
 
@@ -70,6 +71,11 @@ def anchored(p: Problem) -> bool:
     return p.q.dtype is torch.bfloat16
 
 
+def anchored_rows(p: Problem) -> int:
+    """How many rows of a chunk share an anchor in `prepare_kda`: halves under a bound, eight where decays can be cut at FLOOR, else one."""
+    return 32 if centred(p) else 8 if p.q.dtype is torch.bfloat16 else 1
+
+
 def architecture(device: torch.device) -> int:
     """The major compute capability, which the table is keyed by."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else ASSUMED
@@ -77,7 +83,7 @@ def architecture(device: torch.device) -> int:
 
 def row(kernel: str, p: Problem) -> str:
     """The name of the table's row for a call: nothing in it depends on B, T, N, H or the values."""
-    mode = f".{'centred' if centred(p) else 'levels'}" if kernel == "prepare_kda" else ""
+    mode = f".rows{anchored_rows(p)}" if kernel == "prepare_kda" else ""
     return f"{kernel}{mode}.sm{architecture(p.q.device)}0.{8 * p.q.dtype.itemsize}.K{width(p.K, p.q.dtype)}.V{min(width(p.V, p.q.dtype), 256)}"
 
 
@@ -95,9 +101,7 @@ def table(kernel: str, p: Problem) -> Options:
     if kernel == "prepare_kda":
         if wide:
             return Options(32, 32)
-        if centred(p) or K < 128:
-            return Options(64, 64)
-        return Options(128, 64, warps=8)
+        return Options(min(K, 128), min(V, 128))
     if kernel == "prepare_gdn":
         return Options(registers=None if wide or K > 128 else 168)
     if kernel == "scan_rows" and layer:
