@@ -77,11 +77,12 @@ def load_decay(
 @triton.jit
 def prepare_half(
     q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, i_tile, i_b, i_g, i_h, first, n_rows, b_q_norm, b_k_norm, scale, lower_bound, log2_bound,
-    b_Y, b_first, o_k,
-    K: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SHARE: tl.constexpr, PREC: tl.constexpr,
+    beta, beta_s, b_Y, b_first, o_k,
+    K: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SHARE: tl.constexpr, SIGMOID: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """32 rows of one chunk and head, for one slice of K; the second half if b_Y, b_first are what the first half returned. Stores their rows of qg and kg,
-    w = k decayed since the start of the chunk, over `shift`, and returns::
+    w = beta k decayed since the start of the chunk, over `shift`, and returns::
 
         (q k^T o E, k k^T o E on and below the diagonal, the same against the first half, over `shift` [32, 32],
         k decayed to the end of the half [32, width] fp32, the decay of the half [width])
@@ -112,7 +113,8 @@ def prepare_half(
     if b_Y is not None:
         store_rows(kg, i_tile, b_Y * b_total[None, :], o_k, K, R)
         store_rows(kg, i_tile, b_ke, o_k, K, R, 32)
-    store_rows(w, i_tile, b_kr if b_Y is None else b_kr * b_first[None, :], o_k, K, R, ROW)
+    b_w = b_kr * strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL, 32)[:, None]
+    store_rows(w, i_tile, b_w if b_Y is None else b_w * b_first[None, :], o_k, K, R, ROW)
     if SHARE == 32:
         b_q = load_unit(q, q_s, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
     b_qr = b_q * b_start
@@ -143,8 +145,8 @@ def prepare_kda(
 
     In two halves of 32 rows: a tile of half the rows and all of K takes as many registers as one of all rows and half of K, but its rows are
     complete (norms need no pass of their own), its scores are final, and what the halves do not share needs no choice per element. Only wider
-    keys are cut into slices of BK columns, whose scores add up. beta and the centre of the decays are applied to A and to the product, so that v
-    and k exp G go to the tensor cores as they are.
+    keys are cut into slices of BK columns, whose scores add up. The beta of u is applied to A, so that v goes to the tensor cores as it is;
+    in w it would be a rounding more.
     """
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
     i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
@@ -154,6 +156,7 @@ def prepare_kda(
     TYPE: tl.constexpr = qg.dtype.element_ty
     second, n_second = first + 32, n_rows - 32
 
+    strides = (beta_b, beta_t, beta_h)
     shift = tl.exp2(16.0 * log2_bound) if SHARE == 32 else 1.0
     q_norm1, k_norm1 = half_norm(q, q_s, i_b, i_g, first, n_rows, K, BK, R, L2NORM), half_norm(k, k_s, i_b, i_g, first, n_rows, K, BK, R, L2NORM)
     q_norm2, k_norm2 = half_norm(q, q_s, i_b, i_g, second, n_second, K, BK, R, L2NORM), half_norm(k, k_s, i_b, i_g, second, n_second, K, BK, R, L2NORM)
@@ -163,12 +166,12 @@ def prepare_kda(
         o_k = i * BK + tl.arange(0, BK)
         b_P, b_L, _, _, b_Y, b_first = prepare_half(
             q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, i_tile, i_b, i_g, i_h, first, n_rows, q_norm1, k_norm1, scale, lower_bound, log2_bound,
-            None, None, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, PREC,
+            beta, strides, None, None, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC,
         )  # fmt: skip
         b_P11, b_L11 = b_P11 + b_P, b_L11 + b_L
         b_P, b_L, b_P1, b_L1, _, b_second = prepare_half(
             q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, i_tile, i_b, i_g, i_h, second, n_second, q_norm2, k_norm2, scale, lower_bound, log2_bound,
-            b_Y, b_first, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, PREC,
+            beta, strides, b_Y, b_first, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC,
         )  # fmt: skip
         b_P21, b_L21, b_P22, b_L22 = b_P21 + b_P1, b_L21 + b_L1, b_P22 + b_P, b_L22 + b_L
         tl.store(gamma + i_tile * K + o_k, b_first * b_second, mask=o_k < K)
@@ -179,11 +182,11 @@ def prepare_kda(
     store_tile(P, i_tile, b_P21 * shift, o_2, o_1, 64)
     store_tile(P, i_tile, tl.where(lower, b_P22, 0.0), o_2, o_2, 64)
     # Picked by a sum over an axis, past which the compiler does not compute beta again for every layout it is used in.
-    b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
+    b_beta = strength_column(beta, strides, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
     b_beta = tl.reshape(b_beta, (2, 32))
     half = tl.arange(0, 2)[:, None]
     b_beta1, b_beta2 = tl.sum(tl.where(half == 0, b_beta, 0.0), 0), tl.sum(tl.where(half == 1, b_beta, 0.0), 0)
-    tl.debug_barrier()  # w holds k exp G so far, written by other threads
+    tl.debug_barrier()  # w holds beta k exp G so far, written by other threads
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)  # the first slices arrive while the inverse is made
     b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)
     b_v1, b_v2 = load_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V, R, 32), load_rows(v, v_s, i_b, i_h, second, n_second, o_v, V, R, 32)
@@ -200,9 +203,6 @@ def prepare_kda(
             store_tile(A, i_tile, tl.zeros((32, 32), TYPE), o_1, o_2, 64)
             store_tile(A, i_tile, b_A21, o_2, o_1, 64)
             store_tile(A, i_tile, b_A22, o_2, o_2, 64)
-    b_A11 = (b_A11.to(tl.float32) * b_beta1[None, :]).to(TYPE)
-    b_A21 = (b_A21.to(tl.float32) * b_beta1[None, :]).to(TYPE)
-    b_A22 = (b_A22.to(tl.float32) * b_beta2[None, :]).to(TYPE)
     for _ in tl.range((K + BK - 1) // BK, num_stages=1):
         b_w1 = tl.dot(b_A11, b_k1, input_precision=PREC) * shift
         b_w2 = tl.dot(b_A22, b_k2, tl.dot(b_A21, b_k1, input_precision=PREC), input_precision=PREC) * shift
@@ -210,6 +210,9 @@ def prepare_kda(
         store_tile(w, i_tile, b_w2, o_2, o_k, K)
         o_k += BK
         b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)
+    b_A11 = (b_A11.to(tl.float32) * b_beta1[None, :]).to(TYPE)
+    b_A21 = (b_A21.to(tl.float32) * b_beta1[None, :]).to(TYPE)
+    b_A22 = (b_A22.to(tl.float32) * b_beta2[None, :]).to(TYPE)
     for _ in tl.range((V + BV - 1) // BV, num_stages=1):
         store_tile(u, i_tile, tl.dot(b_A11, b_v1, input_precision=PREC), o_1, o_v, V)
         store_tile(u, i_tile, tl.dot(b_A22, b_v2, tl.dot(b_A21, b_v1, input_precision=PREC), input_precision=PREC), o_2, o_v, V)
