@@ -71,8 +71,8 @@ class Check:
 def candidates(kernel: str, base) -> Iterator:
     """Options around those of the table."""
     if kernel == "prepare_kda":
-        for block_k, group, warps, cap in product((64, 128), (4, 8), (4, 8), (None, 168)):
-            yield replace(base, block_k=block_k, group=group, warps=warps, registers=cap)
+        for group, warps, cap in product((2, 4), (4, 8), (None, 168, 208)):
+            yield replace(base, group=group, warps=warps, registers=cap)
     elif kernel == "prepare_gdn":
         for warps, cap in product((4, 8), (None, 128, 168, 208)):
             yield replace(base, warps=warps, registers=cap)
