@@ -139,6 +139,17 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tighter: float 
 
 
 __all__ = [
-    "CONFIGS", "assert_generates_the_same", "assert_same", "bindings", "left_padded", "loss", "model",
-    "modules", "packed", "step", "to", "tokens", "torch_path",
+    "CONFIGS",
+    "assert_generates_the_same",
+    "assert_same",
+    "bindings",
+    "left_padded",
+    "loss",
+    "model",
+    "modules",
+    "packed",
+    "step",
+    "to",
+    "tokens",
+    "torch_path",
 ]

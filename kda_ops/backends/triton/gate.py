@@ -5,10 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.tile import dense, launch, load_column
+from kda_ops.backends.triton.tile import INTERPRETED, dense, launch, load_column
 
 LOG2E = tl.constexpr(1.4426950408889634)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no assembly
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from kda_ops.backends.triton.gradient_tile import (
     read_rows,
     write_column,
 )
-from kda_ops.backends.triton.tile import load_tile
+from kda_ops.backends.triton.tile import load_tile, prefetch_rows, prefetch_tile
 
 
 @lru_cache(None)
@@ -236,6 +236,17 @@ def gradient_keys(
     if (n_rows <= 0) | (live == 0):
         clear_keys(dq, dk, None, dbeta, None, None, i_tile, token, i_h, HV, n_rows, o_k, i_s, slices, K)
         return
+    prefetch_tile(states, tl.program_id(0).to(tl.int64), BK * V)
+    prefetch_tile(dstates, tl.program_id(0).to(tl.int64), BK * V)
+    prefetch_tile(G, tl.program_id(0).to(tl.int64), 64 * BK)
+    if i_s == 0:  # what the slices share
+        prefetch_tile(v_new, i_tile, 64 * V)
+        prefetch_tile(z, i_tile, 64 * V)
+        prefetch_tile(dP, i_tile, 4096)
+        prefetch_tile(dL, i_tile, 4096)
+        prefetch_rows(do, do_s, i_b, i_h, first, n_rows, V)
+        prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
+        prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
     SUMS: tl.constexpr = dbeta is not None
     b_q_norm, b_k_norm = load_norm(q_norm, i_tile)[:, None], load_norm(k_norm, i_tile)[:, None]
     b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)[:, None]

@@ -20,6 +20,8 @@ from kda_ops.backends.triton.tile import (
     load_rows,
     load_tile,
     locate_chunk,
+    prefetch_rows,
+    prefetch_tile,
     store_rows,
     store_tile,
     strides_of,
@@ -152,6 +154,12 @@ def prepare_kda(
     i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
     i_g = i_h // (HV // H)  # the query and key head
     i_tile = tl.program_id(0).to(tl.int64)
+    if n_rows > 0:
+        prefetch_rows(g, g_s, i_b, i_h, first, n_rows, K)
+        prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
+        prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
+        prefetch_rows(v, v_s, i_b, i_h, first, n_rows, V)
+        prefetch_tile(kept_A, i_tile, 4096)
     o_1, o_2 = tl.arange(0, 32), 32 + tl.arange(0, 32)
     TYPE: tl.constexpr = qg.dtype.element_ty
     second, n_second = first + 32, n_rows - 32

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kda_ops.stages import Tile
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no assembly
+
 
 @dataclass
 class RowTile(Tile):
@@ -84,6 +86,34 @@ def locate_chunk(cu_seqlens, i_t, N, T):
         first = ((i_t - i_b * count) * 64).to(tl.int64)
         eos = first * 0 + T
     return i_b.to(tl.int64), first, tl.minimum(eos - first, 64).to(tl.int32)
+
+
+@triton.jit
+def prefetch(p_x):
+    """Ask for the lines of memory at some addresses to come to the L2 cache. Nothing waits for them: it is for what a program loads later, where the
+    compiler cannot hold it in registers from the start and would wait for memory again and again.
+    """
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [p_x.to(tl.int64)], tl.int32, False, 1)
+
+
+@triton.jit
+def prefetch_rows(x, strides, i_b, i_h, first, n_rows, D: tl.constexpr):
+    """Prefetch the rows of one head of a tensor of the caller, of which there is at least one."""
+    if x is not None and D > 0:
+        LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
+        LINES: tl.constexpr = triton.next_power_of_2((D + LINE - 1) // LINE)
+        o = tl.arange(0, 64 * LINES)
+        row, column = tl.minimum(o // LINES, n_rows - 1), tl.minimum(o % LINES * LINE, D - 1)
+        prefetch(x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2]) + (row * strides[1] + column * strides[3]))
+
+
+@triton.jit
+def prefetch_tile(x, i_tile, SIZE: tl.constexpr):
+    """Prefetch tile i_tile of a scratch tensor of SIZE elements each."""
+    if x is not None and SIZE > 0:
+        LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
+        prefetch(x + i_tile * SIZE + tl.minimum(tl.arange(0, triton.next_power_of_2((SIZE + LINE - 1) // LINE)) * LINE, SIZE - 1))
 
 
 @triton.jit

@@ -113,7 +113,9 @@ def table(kernel: str, p: Problem) -> Options:
     if kernel.startswith("gradient"):
         if wide:
             return Options(64 if kernel == "gradient_keys" else 32, 32)
-        return Options(64, min(V, 128) if kernel == "gradient_pairs" else 64)
+        if kernel == "gradient_pairs":
+            return Options(64, min(V, 128), registers=168)
+        return Options(64, 64)
     if kernel == "reverse_scan_rows" and layer:
         return Options(128, 64, stages=3)
     if kernel.startswith("reverse_scan"):
