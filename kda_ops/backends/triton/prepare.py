@@ -117,18 +117,24 @@ def prepare_half(
         store_rows(kg, i_tile, b_ke, o_k, K, R, 32)
     b_w = b_kr * strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL, 32)[:, None]
     store_rows(w, i_tile, b_w if b_Y is None else b_w * b_first[None, :], o_k, K, R, ROW)
+    b_kr = b_kr.to(TYPE)
     if SHARE == 32:
+        b_kc = b_kc.to(TYPE)
+        b_L = scores(b_kr, b_kc, PREC)
+    b_L1 = b_L
+    if b_Y is not None:
+        b_Y = b_Y.to(TYPE)
+        b_L1 = scores(b_kr, b_Y, PREC)
+    if SHARE == 32:  # q comes when the other rows have gone to the tensor cores
         b_q = load_unit(q, q_s, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
     b_qr = b_q * b_start
     store_rows(qg, i_tile, b_qr * shift if b_Y is None else b_qr * (b_first * shift)[None, :], o_k, K, R, ROW)
-    b_qr, b_kr = b_qr.to(TYPE), b_kr.to(TYPE)
+    b_qr = b_qr.to(TYPE)
     if SHARE == 32:
-        b_kc = b_kc.to(TYPE)
-        b_P, b_L = scores(b_qr, b_kc, PREC), scores(b_kr, b_kc, PREC)
-    b_P1, b_L1 = b_P, b_L
+        b_P = scores(b_qr, b_kc, PREC)
+    b_P1 = b_P
     if b_Y is not None:
-        b_Y = b_Y.to(TYPE)
-        b_P1, b_L1 = scores(b_qr, b_Y, PREC), scores(b_kr, b_Y, PREC)
+        b_P1 = scores(b_qr, b_Y, PREC)
     return b_P, b_L, b_P1, b_L1, b_ke, b_total
 
 
