@@ -52,10 +52,12 @@ def count_tests(summary: str) -> dict[str, int]:
 
 def run_suite(root: Path) -> dict[str, int]:
     """Run tests/gpu, its output passing through; on several cores where pytest-xdist is installed."""
-    lines, spread = [], []
+    lines, spread, environment = [], [], dict(os.environ)
     if importlib.util.find_spec("xdist"):
         spread = ["-n", str(max(1, min(14, (os.cpu_count() or 1) - 2)))]
-    with subprocess.Popen([sys.executable, "-m", "pytest", "tests/gpu", "-q", *spread], cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes of the suite fill the cores already
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", *spread]
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
