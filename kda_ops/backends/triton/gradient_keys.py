@@ -119,11 +119,14 @@ def state_gradients(
     b_dgamma = tl.zeros((W,), tl.float32)
     for i in range((V + BV - 1) // BV):
         o_v = i * BV + tl.arange(0, BV)
+        # every load before any product: each product would wait, and the loads after it would wait again
         b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
-        b_dkg = tl.dot(load_tile(v_new, i_tile, o_r, o_v, V), tl.trans(b_dS), b_dkg, input_precision=PREC)
-        b_dstart = tl.dot(load_tile(z, i_tile, o_r, o_v, V), tl.trans(b_S), b_dstart, input_precision=PREC)
+        b_v, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
         if do is not None:
-            b_dqg = tl.dot(read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V), tl.trans(b_S), b_dqg, input_precision=PREC)
+            b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+            b_dqg = tl.dot(b_do, tl.trans(b_S), b_dqg, input_precision=PREC)
+        b_dkg = tl.dot(b_v, tl.trans(b_dS), b_dkg, input_precision=PREC)
+        b_dstart = tl.dot(b_z, tl.trans(b_S), b_dstart, input_precision=PREC)
         b_dgamma += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
     return b_dqg, b_dkg, b_dstart, b_dgamma
 
