@@ -104,16 +104,17 @@ def load_later(q, q_s, k, k_s, held, i_s, h, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_sums(G, i_s, h, PARTED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """The decay between each row and a row of its block of 2^(h + 1) or 2^h rows: since the middle, negative for rows before it, if PARTED; else
+    """The decay between each row and a row of its block of 2^(h + 1) or 2^h rows: if PARTED since the middle, or up to it for the rows before; else
     since the start.
     """
     row, column = fragment(BK, 128 // G.dtype.element_ty.primitive_bitwidth)
     column += i_s * BK
-    b_G = load_entries(G + row * K + column, column, None, K, BK)
     if PARTED:
-        row = ((row >> (h + 1)) << (h + 1)) + (1 << h) - 1
-        b_A = load_entries(G + row * K + column, column, None, K, BK)
+        middle, later = ((row >> (h + 1)) << (h + 1)) + (1 << h) - 1, ((row >> h) & 1) == 1
+        b_G = load_entries(G + tl.where(later, row, middle) * K + column, column, None, K, BK)
+        b_A = load_entries(G + tl.where(later, middle, row) * K + column, column, None, K, BK)
     else:
+        b_G = load_entries(G + row * K + column, column, None, K, BK)
         row = ((row >> h) << h) - 1
         b_A = load_entries(G + row * K + column, column, row >= 0, K, BK)
     return (b_G - b_A).to(tl.float32)
@@ -171,26 +172,26 @@ def parted_pairs(
     """
     TYPE: tl.constexpr = dP.dtype.element_ty
     later = (((tl.arange(0, 64) >> h) & 1) == 1)[:, None]
+    b_late, b_early, b_sign = tl.where(later, 1.0, 0.0), tl.where(later, 0.0, 1.0), tl.where(later, 1.0, -1.0)
     here = (h >> 3) * 4096  # zero, which the compiler does not know: it would read before the loop what to hold costs registers
     q, k, G, dP, dL = q + here, k + here, G + here, dP + here, dL + here
-    b_f = tl.exp2(-tl.abs(load_sums(G, i_s, h, True, K, BK)))
+    b_f = tl.exp2(load_sums(G, i_s, h, True, K, BK))
     b_x = load_later(q, q_s, k, k_s, held, i_s, h, K, BK)
     b_y, b_x = rounded(b_x * (b_f * tl.where(later, b_q_norm, b_k_norm)), TYPE)
     b_pair = tl.dot(load_pairs(dP, pairs, h), b_y, input_precision=PREC)
-    b_x = b_x * b_pair
-    b_dG += tl.where(later, b_x, -b_x)
+    b_dG += b_x * b_sign * b_pair
     b_pair = b_pair * b_f
-    b_dq += tl.where(later, b_pair, 0.0)
-    b_dk += tl.where(later, 0.0, b_pair)
+    b_dq += b_pair * b_late
+    b_dk += b_pair * b_early
     b_x = load_rows(k, k_s, held, i_s, K, BK)
-    b_y, b_x = rounded(b_x * (b_f * (b_k_norm * tl.where(later, b_beta, 1.0))), TYPE)
+    b_strength = tl.where(later, b_beta, 1.0)
+    b_y, b_x = rounded(b_x * (b_f * (b_k_norm * b_strength)), TYPE)
     b_pair = tl.dot(load_pairs(dL, pairs, h), b_y, input_precision=PREC)
-    b_x = b_x * b_pair
-    b_dG += tl.where(later, b_x, -b_x)
+    b_dG += b_x * b_sign * b_pair
     if SUMS:
         b_x = load_rows(k, k_s, held, i_s, K, BK) * (b_f * b_k_norm)
-        b_dbeta += tl.sum(tl.where(later, b_x * b_pair, 0.0), 1)
-    b_dk += b_pair * (b_f * tl.where(later, b_beta, 1.0))
+        b_dbeta += tl.sum(b_x * b_pair * b_late, 1)
+    b_dk += b_pair * (b_f * b_strength)
     return b_dq, b_dk, b_dG, b_dbeta
 
 
