@@ -31,7 +31,7 @@ SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
 SPILLS = {
     ("prepare_kda", "bound"): 192, ("prepare_kda", "softplus"): 1152, ("scan_tiles", "bound"): 0, ("scan_tiles", "softplus"): 0,
     ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 0, ("gradient_pairs", "softplus"): 0,
-    ("gradient_keys", "bound"): 416, ("gradient_keys", "softplus"): 416, ("sum_decays", "bound"): 0, ("sum_decays", "softplus"): 0,
+    ("gradient_keys", "bound"): 640, ("gradient_keys", "softplus"): 640, ("sum_decays", "bound"): 0, ("sum_decays", "softplus"): 0,
     ("sum_gradients", "bound"): 0, ("sum_gradients", "softplus"): 0, ("reverse_scan_rows", "bound"): 8, ("reverse_scan_rows", "softplus"): 0,
     ("gradient_rows", "bound"): 832, ("gradient_rows", "softplus"): 832, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
     ("prepare_gdn", "bound"): 320, ("prepare_gdn", "softplus"): 320, ("scan_rows", "bound"): 0, ("scan_rows", "softplus"): 0,
@@ -188,6 +188,7 @@ class Call:
     pool: torch.dtype | None = None  # one token per sequence on a pool of states
     transposed: bool = False
     run: int = 0  # chunks per run, where sequences are cut (backends/triton/runs.py)
+    group: int = 2  # value heads per key head
 
     @property
     def label(self) -> str:
@@ -195,11 +196,12 @@ class Call:
         name = f"{'kda' if self.rank else 'gdn'} {str(self.dtype)[6:]} {self.K}x{self.V} {self.gate}"
         if self.pool is not None:
             return f"{name} on {str(self.pool)[6:]} {'vk' if self.transposed else 'kv'}"
-        return name + (" keep" if self.keep else "") + (" packed" if self.packed else "") + (" runs" if self.run else "")
+        marks = {"keep": self.keep, "packed": self.packed, "runs": self.run, "grouped": self.rank > 0 and self.group > 1}
+        return " ".join([name, *(mark for mark, there in marks.items() if there)])
 
     def problem(self) -> Problem:
         """The call on meta tensors."""
-        B, T, H, HV = (128, 1, 16, 32) if self.pool is not None else (1 if self.packed else 2, 4096, 16, 32)
+        B, T, H, HV = (128, 1, 32 // self.group, 32) if self.pool is not None else (1 if self.packed else 2, 4096, 32 // self.group, 32)
 
         def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -240,11 +242,12 @@ class Call:
             kernels.gradient(p, tile, trace, do, reverse, need)
 
 
-LAYER = tuple(Call(rank, gate=gate, keep=keep) for rank in (1, 0) for gate in ("bound", "softplus") for keep in (False, True)) + tuple(
+LAYER = tuple(Call(rank, gate=gate, keep=keep, group=2 - rank) for rank in (1, 0) for gate in ("bound", "softplus") for keep in (False, True)) + tuple(
     Call(pool=pool, transposed=transposed) for pool in (torch.float32, torch.bfloat16) for transposed in (False, True)
 )
 LAYER += tuple(Call(rank, keep=keep, packed=True, run=32) for rank in (1, 0) for keep in (False, True))
-OTHERS = (Call(1, torch.float32, gate="softplus"), Call(0, torch.float32, gate="softplus"), Call(1, torch.float16, gate="plain"), Call(1, K=256, V=256))
+OTHERS: tuple[Call, ...] = (Call(1, torch.float32, gate="softplus", group=1), Call(0, torch.float32, gate="softplus"))
+OTHERS += (Call(1, torch.float16, gate="plain"), Call(1, K=256, V=256))
 
 
 def everything() -> Iterator[Call]:
@@ -253,7 +256,7 @@ def everything() -> Iterator[Call]:
         (1, 0), (torch.bfloat16, torch.float16, torch.float32), (16, 60, 64, 128, 256), ("bound", "softplus", "plain", "safe"), (False, True)
     ):
         for V, packed in ((K, False), (128, True)):
-            yield Call(rank, dtype, K, V, gate, keep, packed)
+            yield Call(rank, dtype, K, V, gate, keep, packed, group=2 if packed else 2 - rank)
 
 
 def compile_calls(calls: Iterable[Call], arch: int) -> list[Row]:

@@ -113,15 +113,17 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     q, device, NT, exact = p.q, p.q.device, _count(p), p.q.dtype is torch.float32
     options, values, wide = tuning.choose("gradient_keys", p), tuning.choose("gradient_pairs", p), tuning.width(p.K, q.dtype)
     slices, precision = (p.K + options.block_k - 1) // options.block_k, "tf32x3" if exact else "tf32"
-    gates, gather = need & {"g", "A_log", "dt_bias"}, p.HV > p.H or p.l2norm
-    dq = dk = dbeta = None
+    gates, gather = need & {"g", "A_log", "dt_bias"}, p.HV > p.H
+    dq = dk = dbeta = unit = None
     if "q" in need or "k" in need:
         dq, dk = (torch.empty((p.B, p.T, p.HV, p.K), dtype=torch.float32 if gather else q.dtype, device=device) for _ in "qk")
+        if p.l2norm and not gather:
+            unit = torch.empty((NT, p.HV, slices, 2, 64, options.block_k), dtype=torch.float32, device=device)
     dv, dg = _like(p, "v", need), _like(p, "g", need | {"g"}) if gates else None
     dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", p.K, need)
     sums = p.beta is not None and "beta" in need and not p.sigmoid_beta
     if p.beta is not None and "beta" in need:
-        dbeta = q.new_empty((slices + 1, p.B, p.T, p.HV), dtype=torch.float32) if sums else _like(p, "beta", need)
+        dbeta = q.new_empty((2, p.B, p.T, p.HV), dtype=torch.float32) if sums else _like(p, "beta", need)
     dP, dL = q.new_empty((NT, p.HV, 64, 64)), q.new_empty((NT, p.HV, 64, 64))
     norms = [q.new_empty((NT, p.HV, 64), dtype=torch.float32) if p.l2norm else None for _ in "qk"]
     programs = NT * p.HV if p.H else 0
@@ -130,7 +132,7 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     N, T, H, HV, K, V, scale, bound = p.N, p.T, p.H, p.HV, p.K, p.V, p.scale, p.lower_bound or 0.0
     launch(
         gradient_pairs, programs, device, *query, *key, *with_strides(p.v), *strength, *given, trace.v_new, reverse.z, cu_seqlens,
-        dP, dL, dv, dbeta[slices] if sums else dbeta, *norms, N, T, H, HV, scale,
+        dP, dL, dv, dbeta[1] if sums else dbeta, *norms, N, T, H, HV, scale,
         K, wide, V, values.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=values.stages, **values.launch,
     )  # fmt: skip
     if dq is not None or gates or sums:
@@ -141,8 +143,8 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
             K, wide, *activation, num_warps=1,
         )  # fmt: skip
         launch(
-            gradient_keys, programs * slices, device, *query, *key, *strength, *given, trace.states, trace.v_new, reverse.dstates, reverse.z,
-            dP, dL, *norms, G, anchored, tables(device), cu_seqlens, dq, dk, dbeta if sums else None, p.B * T * HV, N, T, H, HV, scale,
+            gradient_keys, programs, device, *query, *key, *strength, *given, trace.states, trace.v_new, reverse.dstates, reverse.z,
+            dP, dL, *norms, G, anchored, tables(device), cu_seqlens, dq, dk, unit, dbeta[0] if sums else None, N, T, H, HV, scale,
             K, V, options.block_k, options.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=options.stages, **options.launch,
         )  # fmt: skip
         if dg is not None:
