@@ -31,12 +31,6 @@ def add_three(a, b, c, x, y, z):
 
 
 @triton.jit
-def norm_gradient(b_dx, b_x, b_r, b_along):
-    """Through y = r x, r = 1 / |x|: dx - r^2 x (x . dx), for a dx that has its factor r, and x . dx [64]."""
-    return b_dx - b_x * (b_r * b_r * b_along)[:, None]
-
-
-@triton.jit
 def products(b_do, b_vn, b_z, b_S, b_dS, n_rows, b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late, PREC: tl.constexpr):
     """Add do v_new^T, v_new do^T, z v_new^T, v_new z^T [64, 64], do S^T, z S^T and v_new dS^T [64, width].
 
@@ -57,34 +51,23 @@ def products(b_do, b_vn, b_z, b_S, b_dS, n_rows, b_P, b_PT, b_L, b_LT, b_dq, b_e
 
 @triton.jit
 def finish(
-    dq, dk, q, q_s, k, k_s, p_row, b_dq, b_dk, i_b, i_g, first, n_rows, token, H, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr
+    dq, dk, q, q_s, k, k_s, p_row, b_dq, b_dk, b_along_q, b_along_k, i_b, i_g, first, n_rows, token, H,
+    K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
     """Pass dq and dk through the norm and write them: from registers if BK holds K, else from where they will be."""
     slices: tl.constexpr = (K + BK - 1) // BK
     dq_s = (0, H * K, K, 1)
-    b_q_norm, b_k_norm = tl.load(p_row + 320 + tl.arange(0, 64)), tl.load(p_row + 256 + tl.arange(0, 64))
-    b_along_q, b_along_k = tl.zeros((64,), tl.float32), tl.zeros((64,), tl.float32)
+    b_q_norm, b_k_norm = tl.load(p_row + 320), tl.load(p_row + 256)
+    b_along_q, b_along_k = b_along_q * b_q_norm * b_q_norm, b_along_k * b_k_norm * b_k_norm
     if slices > 1:
         tl.debug_barrier()  # written by other threads
-    if L2NORM:
-        for i in tl.range(slices, num_stages=1):
-            o_k = i * BK + tl.arange(0, BK)
-            b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
-            b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
-            if slices > 1:
-                b_dq, b_dk = read_rows(dq, dq_s, 0, i_g, token, n_rows, o_k, K), read_rows(dk, dq_s, 0, i_g, token, n_rows, o_k, K)
-            b_a, b_b = tl.reduce((b_q * b_dq, b_k * b_dk), 1, add_two)
-            b_along_q, b_along_k = b_along_q + b_a, b_along_k + b_b
-    if slices > 1:
-        tl.debug_barrier()
     for i in tl.range(slices, num_stages=1):
         o_k = i * BK + tl.arange(0, BK)
         if slices > 1:
             b_dq, b_dk = read_rows(dq, dq_s, 0, i_g, token, n_rows, o_k, K), read_rows(dk, dq_s, 0, i_g, token, n_rows, o_k, K)
         if L2NORM:
-            b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
-            b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
-            b_dq, b_dk = norm_gradient(b_dq, b_q, b_q_norm, b_along_q), norm_gradient(b_dk, b_k, b_k_norm, b_along_k)
+            b_dq -= read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32) * b_along_q[:, None]
+            b_dk -= read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32) * b_along_k[:, None]
         write_rows(dq, token, i_g, H, n_rows, b_dq, o_k, K)
         write_rows(dk, token, i_g, H, n_rows, b_dk, o_k, K)
 
@@ -127,12 +110,12 @@ def gradient_rows(
     lower, diagonal = o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :]
     b_zero = tl.zeros((64,), tl.float32)
     b_dq_sum = tl.zeros((64, BK), tl.float32)
-    b_dk_sum = b_dq_sum
+    b_dk_sum, b_along_q, b_along_k = b_dq_sum, b_zero, b_zero
     for i_head in tl.range(GROUP, num_stages=1):
         i_h = i_g * GROUP + i_head
         i_tile = i_t.to(tl.int64) * (H * GROUP) + i_h
         p_row = rows + i_tile * 448 + o_r
-        b_in_q, b_in_k, b_in_late, b_row_q, b_row_k, b_column, b_zvn, b_zv = b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero
+        b_in_q, b_in_k, b_in_late, b_row_q, b_row_k, b_column, b_own, b_zvn, b_zv = b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero
         both = 0.0
         for i in tl.range(slices, num_stages=1):
             o_k = i * BK + tl.arange(0, BK)
@@ -166,12 +149,14 @@ def gradient_rows(
             b_LT = b_LT * b_E * (b_k_norm * b_beta)[None, :]
             b_E = pair_decay(b_decay, EXACT) * b_k_norm[None, :]
             b_P = b_P * b_E * b_q_norm[:, None]
-            b_W = tl.where(lower, tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_P, 0.0)
-            b_zvn = tl.where(diagonal, b_L, 0.0)
+            b_W = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_P
+            b_a, b_zvn = tl.reduce((tl.where(diagonal, b_W, 0.0), tl.where(diagonal, b_L, 0.0)), 1, add_two)
+            b_own += b_a
+            b_W = tl.where(lower, b_W, 0.0)
             b_L = tl.where(lower, b_L * b_E * -b_k_norm[:, None], 0.0)
             b_WL = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_L
             b_column += tl.sum(b_W + b_WL * b_beta[:, None], 0)
-            b_a, b_b, b_zvn = tl.reduce((b_W, b_WL, b_zvn), 1, add_three)
+            b_a, b_b = tl.reduce((b_W, b_WL), 1, add_two)
             b_row_q, b_row_k = b_row_q + b_a, b_row_k + b_b
             if dq is not None:
                 b_L = tl.where(lower, b_L * b_beta[:, None], tl.where(diagonal, 0.0, -b_LT)).to(TYPE)
@@ -189,11 +174,14 @@ def gradient_rows(
                     b_dk_sum += b_dk
         b_beta = tl.load(p_row + 128)
         b_in_k, b_in_late = b_row_k - b_in_k * tl.load(p_row), b_in_late * tl.load(p_row + 64)
+        b_in_q = b_in_q * tl.load(p_row + 192) + b_row_q
+        b_along_q += b_in_q + b_own
+        b_along_k += b_in_k * b_beta + b_in_late + b_column + b_own
         if dbeta is not None:
             b_dbeta = b_zvn * (1.0 - b_beta * (0.5 if NEG_EIGVAL else 1.0)) if SIGMOID else b_zv + b_in_k
             write_column(dbeta, token, i_h, H * GROUP, n_rows, b_dbeta)
         if dg is not None:
-            b_dG = b_in_q * tl.load(p_row + 192) + b_row_q + b_in_k * b_beta - b_in_late - b_column
+            b_dG = b_in_q + b_in_k * b_beta - b_in_late - b_column
             b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_in_late, 0) + tl.load(gamma + i_tile) * both)
             if ACTIVATE:
                 bias = 0.0
@@ -208,5 +196,5 @@ def gradient_rows(
                     tl.store(ddt_bias + i_tile, b_bias)
             write_column(dg, token, i_h, H * GROUP, n_rows, b_dg)
     if dq is not None and (slices == 1 or L2NORM):
-        first_rows = rows + (i_t.to(tl.int64) * H + i_g) * (GROUP * 448)
-        finish(dq, dk, q, q_s, k, k_s, first_rows, b_dq_sum, b_dk_sum, i_b, i_g, first, n_rows, token, H, K, BK, L2NORM)
+        first_rows = rows + (i_t.to(tl.int64) * H + i_g) * (GROUP * 448) + o_r
+        finish(dq, dk, q, q_s, k, k_s, first_rows, b_dq_sum, b_dk_sum, b_along_q, b_along_k, i_b, i_g, first, n_rows, token, H, K, BK, L2NORM)
