@@ -33,7 +33,7 @@ SPILLS = {
     ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 0, ("gradient_pairs", "softplus"): 0,
     ("gradient_keys", "bound"): 640, ("gradient_keys", "softplus"): 640, ("sum_decays", "bound"): 0, ("sum_decays", "softplus"): 0,
     ("sum_gradients", "bound"): 0, ("sum_gradients", "softplus"): 0, ("reverse_scan_rows", "bound"): 8, ("reverse_scan_rows", "softplus"): 0,
-    ("gradient_rows", "bound"): 832, ("gradient_rows", "softplus"): 832, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
+    ("gradient_rows", "bound"): 1728, ("gradient_rows", "softplus"): 1728, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
     ("prepare_gdn", "bound"): 320, ("prepare_gdn", "softplus"): 320, ("scan_rows", "bound"): 0, ("scan_rows", "softplus"): 0,
     ("recur", "bound"): 0, ("join_runs", "bound"): 0,
 }  # fmt: skip

@@ -25,74 +25,15 @@ def add_two(a, b, x, y):
 
 
 @triton.jit
-def add_three(a, b, c, x, y, z):
-    """Three sums in one reduction."""
-    return a + x, b + y, c + z
-
-
-@triton.jit
-def norm_gradient(b_dx, b_x, b_r, b_along):
+def along(b_dx, b_x, b_r, b_along, L2NORM: tl.constexpr):
     """Through y = r x, r = 1 / |x|: dx - r^2 x (x . dx), for a dx that has its factor r, and x . dx [64]."""
-    return b_dx - b_x * (b_r * b_r * b_along)[:, None]
-
-
-@triton.jit
-def products(b_do, b_vn, b_z, b_S, b_dS, n_rows, b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late, PREC: tl.constexpr):
-    """Add do v_new^T, v_new do^T, z v_new^T, v_new z^T [64, 64], do S^T, z S^T and v_new dS^T [64, width].
-
-    A triangle of each square counts: a product is never transposed. The branch, always taken, keeps these products apart from those that read
-    their results: one that feeds another is laid out as its operand, and half of the warps do what the other half does.
-    """
-    if n_rows > 0:
-        if b_do is not None:
-            b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
-            b_PT = tl.dot(b_vn, tl.trans(b_do), b_PT, input_precision=PREC)
-            b_dq = tl.dot(b_do, tl.trans(b_S), b_dq, input_precision=PREC)
-        b_L = tl.dot(b_z, tl.trans(b_vn), b_L, input_precision=PREC)
-        b_LT = tl.dot(b_vn, tl.trans(b_z), b_LT, input_precision=PREC)
-        b_early = tl.dot(b_z, tl.trans(b_S), b_early, input_precision=PREC)
-        b_late = tl.dot(b_vn, tl.trans(b_dS), b_late, input_precision=PREC)
-    return b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late
-
-
-@triton.jit
-def finish(
-    dq, dk, q, q_s, k, k_s, p_row, b_dq, b_dk, i_b, i_g, first, n_rows, token, H, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr
-):  # fmt: skip
-    """Pass dq and dk through the norm and write them: from registers if BK holds K, else from where they will be."""
-    slices: tl.constexpr = (K + BK - 1) // BK
-    dq_s = (0, H * K, K, 1)
-    b_q_norm, b_k_norm = tl.load(p_row + 320 + tl.arange(0, 64)), tl.load(p_row + 256 + tl.arange(0, 64))
-    b_along_q, b_along_k = tl.zeros((64,), tl.float32), tl.zeros((64,), tl.float32)
-    if slices > 1:
-        tl.debug_barrier()  # written by other threads
-    if L2NORM:
-        for i in tl.range(slices, num_stages=1):
-            o_k = i * BK + tl.arange(0, BK)
-            b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
-            b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
-            if slices > 1:
-                b_dq, b_dk = read_rows(dq, dq_s, 0, i_g, token, n_rows, o_k, K), read_rows(dk, dq_s, 0, i_g, token, n_rows, o_k, K)
-            b_a, b_b = tl.reduce((b_q * b_dq, b_k * b_dk), 1, add_two)
-            b_along_q, b_along_k = b_along_q + b_a, b_along_k + b_b
-    if slices > 1:
-        tl.debug_barrier()
-    for i in tl.range(slices, num_stages=1):
-        o_k = i * BK + tl.arange(0, BK)
-        if slices > 1:
-            b_dq, b_dk = read_rows(dq, dq_s, 0, i_g, token, n_rows, o_k, K), read_rows(dk, dq_s, 0, i_g, token, n_rows, o_k, K)
-        if L2NORM:
-            b_q = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
-            b_k = read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K).to(tl.float32)
-            b_dq, b_dk = norm_gradient(b_dq, b_q, b_q_norm, b_along_q), norm_gradient(b_dk, b_k, b_k_norm, b_along_k)
-        write_rows(dq, token, i_g, H, n_rows, b_dq, o_k, K)
-        write_rows(dk, token, i_g, H, n_rows, b_dk, o_k, K)
+    return b_dx - b_x * (b_r * b_r * b_along)[:, None] if L2NORM else b_dx
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h"])
 def gradient_rows(
     q, q_s, k, k_s, v, v_s, g, g_b, g_t, g_h, A_log, dt_bias, rows, gamma, do, do_s, states, v_new, dstates, z, cu_seqlens,
-    dq, dk, dv, dg, dbeta, dA_log, ddt_bias, N, T, H, scale, lower_bound,
+    dq, dk, dq_sum, dk_sum, dv, dg, dbeta, dA_log, ddt_bias, N, T, H, scale, lower_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr,
     ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -124,76 +65,124 @@ def gradient_rows(
         return
     TYPE: tl.constexpr = states.dtype.element_ty
     SUMS: tl.constexpr = dbeta is not None and not SIGMOID
+    HELD: tl.constexpr = dq_sum is None
+    values: tl.constexpr = (V + BV - 1) // BV
     lower, diagonal = o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :]
-    b_zero = tl.zeros((64,), tl.float32)
-    b_dq_sum = tl.zeros((64, BK), tl.float32)
-    b_dk_sum = b_dq_sum
+    b_zero, b_square, b_wide = tl.zeros((64,), tl.float32), tl.zeros((64, 64), tl.float32), tl.zeros((64, BK), tl.float32)
+    b_along_q, b_along_k = b_zero, b_zero
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
     for i_head in tl.range(GROUP, num_stages=1):
         i_h = i_g * GROUP + i_head
         i_tile = i_t.to(tl.int64) * (H * GROUP) + i_h
         p_row = rows + i_tile * 448 + o_r
-        b_in_q, b_in_k, b_in_late, b_row_q, b_row_k, b_column, b_zvn, b_zv = b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero
+        b_in_q, b_in_k, b_in_late, b_zv = b_zero, b_zero, b_zero, b_zero
         both = 0.0
-        for i in tl.range(slices, num_stages=1):
-            o_k = i * BK + tl.arange(0, BK)
-            b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
-            b_P = tl.zeros((64, 64), tl.float32)
-            b_PT, b_L, b_LT, b_dq = b_P, b_P, b_P, tl.zeros((64, BK), tl.float32)
-            b_early, b_late = b_dq, b_dq
-            for j in tl.range((V + BV - 1) // BV, num_stages=1):
+        b_vn, b_z, b_do = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V), None
+        if do is not None:
+            b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+
+        b_P, b_PT, b_L, b_LT, b_qk, b_kk = b_square, b_square, b_square, b_square, b_square, b_square
+        for j in tl.range(values, num_stages=1):
+            if values > 1:
                 o_v = j * BV + tl.arange(0, BV)
-                b_vn, b_z, b_do = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V), None
+                b_vn, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
                 if do is not None:
                     b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+            if SUMS:
+                b_zv += tl.sum(read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V).to(tl.float32) * b_z.to(tl.float32), 1)
+            if dv is not None:
+                write_rows(dv, token, i_h, H * GROUP, n_rows, b_z.to(tl.float32) * tl.load(p_row + 128)[:, None], o_v, V)
+            if do is not None:
+                b_PT = tl.dot(b_vn, tl.trans(b_do), b_PT, input_precision=PREC)
+                b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
+            b_LT = tl.dot(b_vn, tl.trans(b_z), b_LT, input_precision=PREC)
+            b_L = tl.dot(b_z, tl.trans(b_vn), b_L, input_precision=PREC)
+        b_beta, b_k_norm, b_q_norm, b_decay = tl.load(p_row + 128), tl.load(p_row + 256), tl.load(p_row + 320) * scale, tl.load(p_row + 384)
+        b_E = pair_decay_transposed(b_decay, EXACT) * b_k_norm[:, None]
+        b_PT = (b_PT * b_E * b_q_norm[None, :]).to(TYPE)
+        b_LT = b_LT * b_E * (b_k_norm * b_beta)[None, :]
+        b_E = pair_decay(b_decay, EXACT) * b_k_norm[None, :]
+        for i in tl.range(slices, num_stages=1):
+            if slices > 1:
+                o_k = i * BK + tl.arange(0, BK)
+                b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
+            b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PREC)
+            b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
+        b_P = b_P * b_E * b_q_norm[:, None]
+        b_W = b_qk * b_P
+        b_own, b_zvn = tl.reduce((tl.where(diagonal, b_W, 0.0), tl.where(diagonal, b_L, 0.0)), 1, add_two)
+        b_W = tl.where(lower, b_W, 0.0)
+        b_L = tl.where(lower, b_L * b_E * -b_k_norm[:, None], 0.0)
+        b_WL = b_kk * b_L
+        b_row_q, b_row_k = tl.reduce((b_W, b_WL), 1, add_two)
+        b_column = tl.sum(b_W + b_WL * b_beta[:, None], 0)
+        b_L = tl.where(lower, b_L * b_beta[:, None], tl.where(diagonal, 0.0, -b_LT)).to(TYPE)
+        b_P = b_P.to(TYPE)
+        b_eye = tl.where(diagonal | (b_kk < -float("inf")), 1.0, 0.0).to(TYPE)
+
+        for i in tl.range(slices, num_stages=1):
+            if slices > 1:
+                o_k = i * BK + tl.arange(0, BK)
+                b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
+            b_late, b_early, b_dq = b_wide, b_wide, b_wide
+            for j in tl.range(values, num_stages=1):
+                if values > 1:
+                    o_v = j * BV + tl.arange(0, BV)
+                    b_vn = load_tile(v_new, i_tile, o_r, o_v, V)
                 b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
                 both += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
-                if i == 0:
-                    if SUMS:
-                        b_zv += tl.sum(read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V).to(tl.float32) * b_z.to(tl.float32), 1)
-                    if dv is not None:
-                        write_rows(dv, token, i_h, H * GROUP, n_rows, b_z.to(tl.float32) * tl.load(p_row + 128)[:, None], o_v, V)
-                b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late = products(
-                    b_do, b_vn, b_z, b_S, b_dS, n_rows, b_P, b_PT, b_L, b_LT, b_dq, b_early, b_late, PREC
-                )  # fmt: skip
-            b_beta, b_k_norm, b_q_norm, b_decay = tl.load(p_row + 128), tl.load(p_row + 256), tl.load(p_row + 320) * scale, tl.load(p_row + 384)
-            b_k32 = b_k.to(tl.float32)
-            b_a, b_b, b_c = tl.reduce((b_q.to(tl.float32) * b_dq, b_k32 * b_early, b_k32 * b_late), 1, add_three)
-            b_in_q, b_in_k, b_in_late = b_in_q + b_a, b_in_k + b_b, b_in_late + b_c
-            b_dq = b_dq * tl.load(p_row + 192)[:, None]
-            b_dk = b_late * tl.load(p_row + 64)[:, None] - b_early * (tl.load(p_row) * b_beta)[:, None]
-            b_E = pair_decay_transposed(b_decay, EXACT) * b_k_norm[:, None]
-            b_PT = (b_PT * b_E * -b_q_norm[None, :]).to(TYPE)
-            b_LT = b_LT * b_E * (b_k_norm * b_beta)[None, :]
-            b_E = pair_decay(b_decay, EXACT) * b_k_norm[None, :]
-            b_P = b_P * b_E * b_q_norm[:, None]
-            b_W = tl.where(lower, tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_P, 0.0)
-            b_zvn = tl.where(diagonal, b_L, 0.0)
-            b_L = tl.where(lower, b_L * b_E * -b_k_norm[:, None], 0.0)
-            b_WL = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_L
-            b_column += tl.sum(b_W + b_WL * b_beta[:, None], 0)
-            b_a, b_b, b_zvn = tl.reduce((b_W, b_WL, b_zvn), 1, add_three)
-            b_row_q, b_row_k = b_row_q + b_a, b_row_k + b_b
+                b_late = tl.dot(b_vn, tl.trans(b_dS), b_late, input_precision=PREC)
+            tl.debug_barrier()  # S is read again: kept, it would take registers while dS is used
+            b_x = tl.dot(b_eye, b_k, input_precision=PREC)
+            b_in_late += tl.sum(b_x * b_late, 1)
+            b_dk = b_late * tl.load(p_row + 64)[:, None]
             if dq is not None:
-                b_L = tl.where(lower, b_L * b_beta[:, None], tl.where(diagonal, 0.0, -b_LT)).to(TYPE)
-                b_dq = tl.dot(b_P.to(TYPE), b_k, b_dq, input_precision=PREC)
-                # The negative of a negative: a sum would become a chain of two products, and the first be laid out as the operand of the second.
-                b_dk = tl.dot(b_L, b_k, b_dk, input_precision=PREC) - tl.dot(b_PT, b_q, input_precision=PREC)
-                if slices > 1:
-                    if i_head > 0:
-                        b_dq += read_rows(dq, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
-                        b_dk += read_rows(dk, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
-                    write_rows(dq, token, i_g, H, n_rows, b_dq, o_k, K)
-                    write_rows(dk, token, i_g, H, n_rows, b_dk, o_k, K)
+                b_dk = tl.dot(b_L, b_k, b_dk, input_precision=PREC)
+                b_dk = tl.dot(b_PT, b_q, b_dk, input_precision=PREC)
+            b_S = load_state(states, i_tile, o_k, o_v, K, V)
+            for j in tl.range(values, num_stages=1):
+                if values > 1:
+                    o_v = j * BV + tl.arange(0, BV)
+                    b_z, b_S = load_tile(z, i_tile, o_r, o_v, V), load_state(states, i_tile, o_k, o_v, K, V)
+                b_early = tl.dot(b_z, tl.trans(b_S), b_early, input_precision=PREC)
+            b_in_k += tl.sum(b_x * b_early, 1)
+            if dq is not None:
+                b_dk -= b_early * (tl.load(p_row) * b_beta)[:, None]
+                if HELD:
+                    b_along_k = b_in_late * tl.load(p_row + 64) + (b_row_k - b_in_k * tl.load(p_row)) * b_beta + b_column + b_own
+                    write_rows(dk, token, i_g, H, n_rows, along(b_dk, b_x, b_k_norm, b_along_k, L2NORM), o_k, K)
                 else:
-                    b_dq_sum += b_dq
-                    b_dk_sum += b_dk
-        b_beta = tl.load(p_row + 128)
+                    if i_head > 0:
+                        b_dk += read_rows(dk_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
+                    write_rows(dk_sum, token, i_g, H, n_rows, b_dk, o_k, K)
+            b_x = tl.dot(b_eye, b_q, input_precision=PREC)
+            if do is not None:
+                for j in tl.range(values, num_stages=1):
+                    if values > 1:
+                        o_v = j * BV + tl.arange(0, BV)
+                        b_do, b_S = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V), load_state(states, i_tile, o_k, o_v, K, V)
+                    b_dq = tl.dot(b_do, tl.trans(b_S), b_dq, input_precision=PREC)
+                b_in_q += tl.sum(b_x * b_dq, 1)
+            if dq is not None:
+                b_dq = tl.dot(b_P, b_k, b_dq * tl.load(p_row + 192)[:, None], input_precision=PREC)
+                if HELD:
+                    b_along_q = b_in_q * tl.load(p_row + 192) + b_row_q + b_own
+                    write_rows(dq, token, i_g, H, n_rows, along(b_dq, b_x, tl.load(p_row + 320), b_along_q, L2NORM), o_k, K)
+                else:
+                    if i_head > 0:
+                        b_dq += read_rows(dq_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
+                    write_rows(dq_sum, token, i_g, H, n_rows, b_dq, o_k, K)
+        b_in_q = b_in_q * tl.load(p_row + 192) + b_row_q
         b_in_k, b_in_late = b_row_k - b_in_k * tl.load(p_row), b_in_late * tl.load(p_row + 64)
+        if not HELD:
+            b_along_q += b_in_q + b_own
+            b_along_k += b_in_k * b_beta + b_in_late + b_column + b_own
         if dbeta is not None:
             b_dbeta = b_zvn * (1.0 - b_beta * (0.5 if NEG_EIGVAL else 1.0)) if SIGMOID else b_zv + b_in_k
             write_column(dbeta, token, i_h, H * GROUP, n_rows, b_dbeta)
         if dg is not None:
-            b_dG = b_in_q * tl.load(p_row + 192) + b_row_q + b_in_k * b_beta - b_in_late - b_column
+            b_dG = b_in_q + b_in_k * b_beta - b_in_late - b_column
             b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_in_late, 0) + tl.load(gamma + i_tile) * both)
             if ACTIVATE:
                 bias = 0.0
@@ -207,6 +196,13 @@ def gradient_rows(
                 if ddt_bias is not None:
                     tl.store(ddt_bias + i_tile, b_bias)
             write_column(dg, token, i_h, H * GROUP, n_rows, b_dg)
-    if dq is not None and (slices == 1 or L2NORM):
-        first_rows = rows + (i_t.to(tl.int64) * H + i_g) * (GROUP * 448)
-        finish(dq, dk, q, q_s, k, k_s, first_rows, b_dq_sum, b_dk_sum, i_b, i_g, first, n_rows, token, H, K, BK, L2NORM)
+    if not HELD:
+        tl.debug_barrier()  # written by other threads
+        p_row = rows + (i_t.to(tl.int64) * H + i_g) * (GROUP * 448) + o_r
+        for i in tl.range(slices, num_stages=1):
+            o_k = i * BK + tl.arange(0, BK)
+            b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
+            b_dq = read_rows(dq_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
+            b_dk = read_rows(dk_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
+            write_rows(dq, token, i_g, H, n_rows, along(b_dq, b_q.to(tl.float32), tl.load(p_row + 320), b_along_q, L2NORM), o_k, K)
+            write_rows(dk, token, i_g, H, n_rows, along(b_dk, b_k.to(tl.float32), tl.load(p_row + 256), b_along_k, L2NORM), o_k, K)

@@ -41,7 +41,7 @@ def load_norm(norm, i_tile):
 def write_rows(x, token, i_h, HV, n_rows, b_x, o_d, D: tl.constexpr):
     """Write rows of one head of a contiguous [B T, HV, D] tensor."""
     o_r = tl.arange(0, 64)
-    p_x = x + (token * HV + i_h) * D + o_r[:, None].to(tl.int64) * (HV * D) + o_d[None, :]
+    p_x = x + (token * HV + i_h) * D + (o_r * (HV * D))[:, None] + o_d[None, :]
     tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_r < n_rows)[:, None] & (o_d < D)[None, :])
 
 

@@ -29,9 +29,10 @@ def lower_left(level: tl.constexpr, ROWS: tl.constexpr = 64):
 def inverse(negative_L, PREC: tl.constexpr):
     """(I + L)^-1 fp32 from -L [32, 32] or [64, 64], strictly lower triangular, by merging diagonal blocks::
 
-        R <- R + R (-L o M_b) R,   b = 1, 2, 4 ..
+        R <- R + M_b o (R -L R),   b = 1, 2, 4 ..
 
-    M_b picks the pairs whose rows part at bit b, the lower left block of every pair of blocks. fp16 is for unit keys with beta <= 1,
+    M_b picks the pairs whose rows part at bit b, the lower left block of every pair of blocks; what R is made of are blocks on the diagonal, so no
+    other pair enters there, and one tile of L serves all products. fp16 is for unit keys with beta <= 1,
     where no entry of R exceeds one; the choice is made from flags, never from values.
     """
     N: tl.constexpr = negative_L.shape[0]
@@ -39,6 +40,6 @@ def inverse(negative_L, PREC: tl.constexpr):
     b_R = tl.where(o_r[:, None] == o_r[None, :], 1.0, tl.where(lower_left(0, N), negative_L, 0.0))
     for level in tl.static_range(1, 6):
         if 2**level < N:
-            b_X = product(b_R, tl.where(lower_left(level, N), negative_L, 0.0), tl.zeros((N, N), tl.float32), PREC)
-            b_R = product(b_X, b_R, b_R, PREC)
+            b_X = product(b_R, negative_L, tl.zeros((N, N), tl.float32), PREC)
+            b_R = tl.where(lower_left(level, N), product(b_X, b_R, tl.zeros((N, N), tl.float32), PREC), b_R)
     return b_R

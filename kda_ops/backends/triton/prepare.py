@@ -258,28 +258,32 @@ def prepare_gdn(
     m_x = (o_r < n_rows)[:, None] & (o_k < K)[None, :]
     b_k = tl.load(rows_at(k, k_s, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
     b_q = tl.load(rows_at(q, q_s, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
+    b_x = decay_column(g, (g_b, g_t, g_h), A_log, dt_bias, lower_bound, i_b, i_g * GROUP, first, n_rows, ACTIVATE, BOUNDED)
+    b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_g * GROUP, first, n_rows, SIGMOID, NEG_EIGVAL)
     b_q_norm, b_k_norm = inverse_norm(b_q, L2NORM), inverse_norm(b_k, L2NORM)
-    b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * (b_q_norm * scale)[:, None] * b_k_norm[None, :]
-    b_kk = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * -b_k_norm[:, None] * b_k_norm[None, :]
+    b_qk, b_kk = tl.dot(b_q, tl.trans(b_k), input_precision=PREC), tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
     for i in tl.range(GROUP, num_stages=1):
         i_h = i_g * GROUP + i
         i_tile = i_t.to(tl.int64) * (H * GROUP) + i_h
-        b_x = decay_column(g, (g_b, g_t, g_h), A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
-        b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
-        b_start, b_end, b_gamma, b_x = row_decay(b_x, EXACT)
         p_row = rows + i_tile * 448 + o_r
-        tl.store(p_row, b_k_norm * b_start)
-        tl.store(p_row + 64, b_k_norm * b_end)
-        tl.store(p_row + 128, b_beta)
-        tl.store(p_row + 192, b_q_norm * scale * b_start)
         tl.store(p_row + 256, b_k_norm)
         tl.store(p_row + 320, b_q_norm)
+        if GROUP > 1:
+            b_x = decay_column(g, (g_b, g_t, g_h), A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, ACTIVATE, BOUNDED)
+            b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
+        b_start, b_end, b_gamma, b_x = row_decay(b_x, EXACT)
+        tl.store(p_row + 128, b_beta)
         tl.store(p_row + 384, b_x)
+        tl.debug_barrier()  # read back: each use loads the layout it needs, where an exchange would take two barriers
+        b_strength, b_k_own, b_q_own, b_G = tl.load(p_row + 128), tl.load(p_row + 256), tl.load(p_row + 320) * scale, tl.load(p_row + 384)
+        tl.store(p_row, b_k_own * b_start)
+        tl.store(p_row + 64, b_k_own * b_end)
+        tl.store(p_row + 192, b_q_own * b_start)
         tl.store(gamma + i_tile, b_gamma)
-        b_D = pair_decay(b_x, EXACT)
-        store_tile(P, i_tile, b_qk * b_D, o_r, o_r, 64)
+        b_D = pair_decay(b_G, EXACT) * b_k_own[None, :]
+        store_tile(P, i_tile, b_qk * b_D * b_q_own[:, None], o_r, o_r, 64)
         if kept_A is None:
-            b_L = tl.where(o_r[:, None] > o_r[None, :], b_kk * b_D * b_beta[:, None], 0.0)
+            b_L = tl.where(o_r[:, None] > o_r[None, :], b_kk * b_D * (b_k_own * -b_strength)[:, None], 0.0)
             store_tile(A, i_tile, inverse(b_L, INVERSE), o_r, o_r, 64)
 
 

@@ -109,7 +109,7 @@ def table(kernel: str, p: Problem) -> Options:
     if kernel.startswith("scan"):
         return Options(K, 32) if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
     if kernel == "gradient_rows":
-        return Options(32, 32) if wide else Options(K, 128 if layer and p.HV == p.H else min(V, 64), warps=8)  # sums of a group take registers
+        return Options(32, 32) if wide else Options(min(K, 128), min(V, 128))
     if kernel.startswith("gradient"):
         if wide:
             return Options(64 if kernel == "gradient_keys" else 32, 32)
