@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.support.calls import run
+from kda_ops.problem import Problem
+from tests.support.calls import run, run_stages
 from tests.support.cases import LENGTHS, PACKED, STRIDES, Case, cases
 from tests.support.closeness import (
     DRAWS,
@@ -15,6 +16,7 @@ from tests.support.closeness import (
     assert_close,
     assert_identical,
     assert_meets_budget,
+    drawn,
     excess,
     oracle,
     twin,
@@ -141,6 +143,30 @@ def test_every_draw_of_the_twin_is_the_same_function(case):
     for name in first:
         top = ref[name].abs().max().item() if ref[name].numel() else 0.0
         torch.testing.assert_close(second[name].double(), first[name].double(), rtol=0.0, atol=(0.05 if case.dtype.itemsize == 2 else 1e-3) * max(top, 1e-3))
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_16_bit_draws_are_as_exact_as_the_first_and_have_errors_of_their_own(variant):
+    """All draws share what the rounding of the inputs leaves them; were they one draw, a lucky twin would stay the only one."""
+    ratios, apart = [], []
+    for seed in range(8):
+        units = [drawn(i, torch.float32, torch.float16) for i in range(3)]
+        case = replace(CASE, variant=variant, dtype=torch.float16, seed=seed, T=37, B=1)
+        inputs, ref = case.inputs(), oracle(case)["dbeta"]
+        problem = Problem.parse(case.rank, *inputs.values(), **case.flags())
+        first, *others = (run_stages(unit, problem, case.cotangents())["dbeta"].double() - ref for unit in units)
+        ratios += [(x.norm() / first.norm()).log() for x in others]
+        apart += [(x - first).norm() / first.norm() for x in others]
+    assert 0.8 < torch.stack(ratios).mean().exp() < 1.25 and torch.stack(apart).min() > 0.5
+
+
+def test_another_grid_keeps_what_16_bits_hold_and_rounds_once():
+    draw = drawn(1, torch.float32, torch.float16)
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    rounded = draw._round(x)
+    assert_identical(draw._round(x.half().float()), x.half().float())
+    torch.testing.assert_close(draw._round(rounded), rounded, rtol=3e-7, atol=0.0)
+    assert 0 < (rounded - x).abs().max() and ((rounded - x).abs() <= 2.0**-11 * x.abs() + 1e-7).all() and not torch.equal(rounded, x.half().float())
 
 
 def test_draws_are_a_handful():

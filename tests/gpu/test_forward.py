@@ -7,7 +7,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from kda_ops import dispatch
-from kda_ops.backends.reference import Reference
 from kda_ops.backends.triton import tuning
 from kda_ops.problem import Problem
 from tests.support import closeness
@@ -25,7 +24,7 @@ def twin(case, draw=0):
     """Forward of the twin, rounded as the kernels on a GPU round: to the dtype of the inputs."""
     there, back = closeness._channels(case, draw)
     p = Problem.parse(case.rank, *(None if x is None else there(n, x) for n, x in case.inputs().items()), **case.flags())
-    reference = (closeness._Draw if draw else Reference)(p.state_dtype, p.q.dtype)
+    reference = closeness.drawn(draw, p.state_dtype, p.q.dtype)
     o, final_state = p.new_output(), p.new_final_state()
     reference.scan(p, reference.prepare(p), o, final_state, keep=False)
     return {"o": back("v", o), "final_state": back("initial_state", final_state)} if case.final else {"o": back("v", o)}

@@ -10,8 +10,9 @@ may vanish where the oracle's does not and the twin finds it. The budget never d
 
 The twin's error is one draw of a random number, and in a tensor of few independent entries (a parameter's gradient, sums along a sequence) one
 draw may be lucky. Another draw permutes the K and V channels, which the definition does not notice, and moves every dot product and decay by half a
-unit in the last place, of a product that of its terms, which is where its rounding might as well have gone. The largest error of `DRAWS` draws counts;
-more than one is computed only where the first does not settle it.
+unit in the last place, of a product that of its terms, which is where its rounding might as well have gone. Operands of 16 bits do not feel that: they
+are rounded on another grid, as they would be with the same numbers in another unit; what 16 bits hold exactly stays. The largest error of `DRAWS`
+draws counts; more than one is computed only where the first does not settle it.
 """
 
 from __future__ import annotations
@@ -143,17 +144,22 @@ def _twin(case: Case, op: str, need: tuple[str, ...], draw: int) -> Results:
     do, dfinal_state = case.cotangents()
     p = Problem.parse(case.rank, *inputs.values(), **case.flags())
     operand = TARGET.operand(p)
-    reference = (_Draw if draw else Reference)(p.state_dtype, None if operand is p.state_dtype else operand)
+    reference = drawn(draw, p.state_dtype, None if operand is p.state_dtype else operand)
     found = run_stages(reference, p, (there("v", do), there("initial_state", dfinal_state)), need, step=op == "recurrent")
     return {n: back({"o": "v", "final_state": "initial_state"}.get(n, n[1:]), x) for n, x in found.items()}
 
 
 class _Draw(Reference):
-    """The twin with every dot product and decay rounded to another neighbour at random."""
+    """The twin with every dot product and decay rounded to another neighbour at random, and operands on a grid of its own."""
 
-    def __init__(self, dtype: torch.dtype, operand: torch.dtype | None, seed: int = 0):
+    def __init__(self, dtype: torch.dtype, operand: torch.dtype | None, seed: int):
         super().__init__(dtype, operand)
         self.gen = torch.Generator().manual_seed(seed)
+        self.unit = 2.0 ** torch.rand((), generator=self.gen).item()  # one for all tensors, so that what is rounded is not rounded again
+
+    def _round(self, x: Tensor) -> Tensor:
+        near = super()._round(x)
+        return torch.where(near == x, near, super()._round(x * self.unit) / self.unit)
 
     def _jitter(self, x: Tensor, size: Tensor) -> Tensor:
         # x up or down by half an ulp of its size, rounded once more
@@ -168,6 +174,11 @@ class _Draw(Reference):
     def _chunked(self, p: Problem):
         x, chunks, q, k, v, g, beta = super()._chunked(p)
         return x, chunks, q, k, v, self._jitter(g, g.abs()), beta
+
+
+def drawn(draw: int, dtype: torch.dtype, operand: torch.dtype | None) -> Reference:
+    """The twin's stages, of draw `draw`."""
+    return _Draw(dtype, operand, draw) if draw else Reference(dtype, operand)
 
 
 def _channels(case: Case, draw: int):

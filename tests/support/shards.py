@@ -8,12 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import Results, run_stages
 from tests.support.cases import Case, Tensors
-from tests.support.closeness import _Draw
+from tests.support.closeness import drawn
 
 SPREAD = ("q", "k", "v", "g", "beta")
 PARAMETERS = ("dA_log", "ddt_bias")
@@ -30,9 +29,7 @@ def _shard(case: Case, backend, inputs: Tensors, a: int, b: int, state: Tensor, 
 
 def cut_twin(case: Case, cuts: tuple[int, ...], operand: torch.dtype, draw: int = 0) -> Results:
     """Every output and gradient of a call whose tokens are cut at `cuts`, with operands rounded to `operand`."""
-    reference = (_Draw if draw else Reference)(case.state_dtype, None if operand is case.state_dtype else operand)
-    if draw:
-        reference.gen.manual_seed(draw)
+    reference = drawn(draw, case.state_dtype, None if operand is case.state_dtype else operand)
     inputs, (do, dstate), spans = case.inputs(), case.cotangents(), list(zip(cuts, cuts[1:]))
     nothing = torch.zeros(case.state_shape, dtype=case.state_dtype)
     states, parts = [nothing if inputs["initial_state"] is None else inputs["initial_state"]], []

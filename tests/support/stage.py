@@ -11,7 +11,7 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS, Reverse, Tile, Trace
 from tests.support.cases import Case
-from tests.support.closeness import DRAWS, _Draw, assert_close, excess
+from tests.support.closeness import DRAWS, assert_close, drawn, excess
 
 
 def _cast(stage: Tile | Trace | Reverse, dtype: torch.dtype, sums: torch.dtype, device: torch.device | str = "cpu"):
@@ -80,7 +80,7 @@ class Stages:
         error is that of one sum, the error at other inputs of the same case.
         """
         if ref.numel() > self.case.HV:
-            twin = _Draw(torch.float32, self.case.dtype, seed)
+            twin = drawn(seed, torch.float32, self.case.dtype)
             return self._run(stage, twin, _problem(self.case), *self._at(torch.float32, torch.float32))[name]
         other = Stages.build(replace(self.case, seed=self.case.seed + seed), self.do is not None, self.dfinal is not None)
         there, twin = other.expected(stage)
