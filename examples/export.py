@@ -2,6 +2,7 @@
 
     python examples/export.py                  # torch.export: save, load, run; a few seconds
     python examples/export.py --package .      # also compile with AOTInductor, into prefill.pt2 and decode.pt2; half a minute more
+    python examples/export.py --device cuda --package .
 
 The operators stand in exported programs as one node each, ``torch.ops.kda.chunk`` and ``torch.ops.kda.recurrent_``. So a program holds no kernel of theirs
 and needs ``import kda_ops`` where it runs, saved programs (``torch.export.load``) and AOTInductor packages (``torch._inductor.aoti_load_package``) alike:
@@ -72,20 +73,23 @@ class Decoder(Mixer):
 
 def export_prefill(mixer: Mixer) -> ExportedProgram:
     """One program for any batch and length."""
-    return torch.export.export(mixer, (torch.randn(2, 70, 32),), dynamic_shapes=({0: Dim("B", max=64), 1: Dim("T", max=65536)},))
+    x = torch.randn(2, 70, 32, device=mixer.A_log.device)
+    return torch.export.export(mixer, (x,), dynamic_shapes=({0: Dim("B", max=64), 1: Dim("T", max=65536)},))
 
 
 def export_packed(mixer: Mixer) -> ExportedProgram:
     """One program for any number of packed sequences: their offsets are data, only how many there are is a shape."""
-    example = torch.randn(1, 70, 32), torch.tensor([0, 30, 30, 65])
+    device = mixer.A_log.device
+    example = torch.randn(1, 70, 32, device=device), torch.tensor([0, 30, 30, 65], device=device)
     return torch.export.export(mixer, example, dynamic_shapes=({1: Dim("T", max=65536)}, {0: Dim("offsets", min=1, max=1024)}))
 
 
 @torch.no_grad()
 def export_decode(decoder: Decoder) -> ExportedProgram:
     """One program for any number of sequences; its buffer `states` is mutated by each call."""
-    N = Dim("N", max=64)
-    return torch.export.export(decoder, (torch.randn(2, 1, 32), torch.tensor([0, 3])), dynamic_shapes=({0: N}, {0: N}))
+    N, device = Dim("N", max=64), decoder.A_log.device
+    example = torch.randn(2, 1, 32, device=device), torch.tensor([0, 3], device=device)
+    return torch.export.export(decoder, example, dynamic_shapes=({0: N}, {0: N}))
 
 
 def through_file(program: ExportedProgram, folder: Path) -> nn.Module:
@@ -119,13 +123,14 @@ def run_elsewhere(path: Path, *inputs: Tensor) -> Tensor:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Export, save, load and run; returns the largest difference from the module for each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--package", type=Path, metavar="FOLDER", help="also compile packages with AOTInductor into this folder")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    mixer, decoder = Mixer(), Decoder()
+    mixer, decoder = Mixer().to(args.device), Decoder().to(args.device)
     decoder.load_state_dict(mixer.state_dict(), strict=False)
-    x, slots = torch.randn(3, 100, 32), torch.tensor([5, 0, 2])
-    want, offsets = mixer(x), torch.tensor([0, 7, 100])
+    x, slots, offsets = (t.to(args.device) for t in (torch.randn(3, 100, 32), torch.tensor([5, 0, 2]), torch.tensor([0, 7, 100])))
+    want = mixer(x)
     off: dict[str, float] = {}
 
     def compare(name: str, got: Tensor, want: Tensor) -> None:

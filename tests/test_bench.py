@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from kda_ops.bench import compare, readme, worker
+from kda_ops.bench import compare, picture, readme, worker
 from kda_ops.bench.cases import Case, Oracle, activated, flags, make_inputs
 from kda_ops.bench.sides import Peer, Unsupported, our_forward
 
@@ -195,11 +196,11 @@ def test_slower_rows_and_lost_times_are_losses():
 
 def test_the_command_line_compares_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "run", lambda device, **words: [row(ours_ms=1.2)])
-    old, new, picture = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "rows.png"
+    old, new, drawn = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "rows.svg"
     old.write_text(json.dumps({"rows": [row()]}))
-    assert compare.main(["--device", "cpu", "--json", str(new), "--plot", str(picture), "--against", str(old)]) == 1
+    assert compare.main(["--device", "cpu", "--json", str(new), "--plot", str(drawn), "--against", str(old)]) == 1
     assert "SLOWER: kda fwd" in capsys.readouterr().out
-    assert compare.read_rows(new) == [row(ours_ms=1.2)] and picture.stat().st_size > 1000
+    assert compare.read_rows(new) == [row(ours_ms=1.2)] and "1 rows, 0 lost" in drawn.read_text()
     assert compare.main(["--device", "cpu", "--against", str(new)]) == 0
 
 
@@ -251,6 +252,35 @@ def test_a_readme_gets_every_row_between_its_markers():
     assert "old" not in new and new.count("0.50×") == 2  # the loss is shown
     assert new.count("decode") == 1 and new.startswith("a\n") and new.endswith("c\n")
     assert readme.rewrite(new, evidence) == new
+    assert readme.rewrite(text, evidence, {"x.svg": "words"}).count("![words](tests/gpu/x.svg)") == 1
+
+
+def test_the_picture_has_a_dot_for_every_row_and_losses_left_of_one():
+    rows = [row(ours_ms=m, **{"pass": p}) for p in ("fwd", "decode") for m in (0.002, 0.5, 4.0)] + [row(ours_ms=None), row(peer="sdpa", peer_error=None)]
+    root = ElementTree.fromstring(picture.draw(rows, "G <1>"))
+    dots = {kind: [float(c.get("cx")) for c in root.findall(".//{*}circle") if c.get("class") == kind] for kind in ("won", "lost")}
+    one = [float(line.get("x1")) for line in root.findall(".//{*}line") if line.get("class") == "one"]
+    assert len(dots["won"]) == 5 and len(dots["lost"]) == 2 and max(dots["lost"]) < one[0] < min(dots["won"])
+    words = [t.text for t in root.findall(".//{*}text")]
+    assert "7 rows, 2 lost. G <1>" in words and "kda decode · fla" in words and "kda fwd · sdpa, for scale" in words
+    width = float(root.get("viewBox").split()[2])
+    assert all(0 < x < width for x in dots["won"] + dots["lost"])
+    assert ElementTree.fromstring(picture.draw([], "")) is not None
+
+
+def test_the_readme_command_writes_the_picture_and_nothing_without_evidence(tmp_path):
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    text, evidence = "a\n<!-- evidence -->\n<!-- end -->\n", {"gpu": "G", "torch": "1", "triton": "2", "rows": [row()]}
+    (tmp_path / "README.md").write_text(text)
+    with pytest.raises(SystemExit, match="does not exist"):
+        readme.main([str(tmp_path)])
+    assert (tmp_path / "README.md").read_text() == text and not list((tmp_path / "tests" / "gpu").iterdir())
+    (tmp_path / "tests" / "gpu" / "evidence.json").write_text(json.dumps(evidence))
+    assert readme.main([str(tmp_path)]) == 0
+    written = (tmp_path / "README.md").read_text()
+    assert "(tests/gpu/evidence.svg)" in written and "drift.png" not in written and "2.00×" in written
+    assert ElementTree.parse(tmp_path / "tests" / "gpu" / "evidence.svg") is not None
+    assert readme.main([str(tmp_path)]) == 0 and (tmp_path / "README.md").read_text() == written
 
 
 def test_a_whole_run_in_processes_of_its_own():

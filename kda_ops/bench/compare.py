@@ -183,27 +183,6 @@ def read_rows(path: str | Path) -> list[dict]:
     return data["rows"] if isinstance(data, dict) else data
 
 
-def plot(rows: list[dict], path: str) -> None:
-    """Both sides of every whole row as bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = [r for r in rows if r["pass"] in ("fwd", "fwdbwd") and r["ours_ms"] and r["peer_ms"]]
-    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.35 * len(shown)))
-    y = range(len(shown))
-    axes.barh([i - 0.2 for i in y], [r["ours_ms"] for r in shown], 0.4, label="kda-ops")
-    axes.barh([i + 0.2 for i in y], [r["peer_ms"] for r in shown], 0.4, label="peer")
-    axes.set_yticks(list(y), [f"{r['op']} {r['pass']} {r['setting']} {r['gate']} ({r['peer']})" for r in shown])
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel("ms (median)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def describe(device: str) -> dict[str, str]:
     """The machine and the versions that the numbers belong to."""
     from importlib import metadata
@@ -285,10 +264,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m kda_ops bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write the rows")
-    parser.add_argument("--plot", metavar="FILE", help="draw the rows (needs matplotlib)")
+    parser.add_argument("--plot", metavar="FILE", help="draw the rows (SVG)")
     parser.add_argument("--against", metavar="FILE", help="compare with rows written earlier")
     parser.add_argument("--model", action="store_true", help="a training step of a whole model instead; see bench --model --help")
-    parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite the tables of README.md from tests/gpu/evidence.json")
+    parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite the tables of README.md and their picture from tests/gpu/evidence.json")
     args = parser.parse_args(argv)
     if args.readme:
         from kda_ops.bench import readme
@@ -299,7 +278,9 @@ def main(argv: list[str]) -> int:
     if args.json:
         Path(args.json).write_text(json.dumps(describe(args.device) | {"rows": rows}, indent=1) + "\n")
     if args.plot:
-        plot(rows, args.plot)
+        from kda_ops.bench import picture
+
+        Path(args.plot).write_text(picture.draw(rows, ", ".join(f"{n} {v}" for n, v in describe(args.device).items())))
     lines, losses = compare_rows(rows, old)
     print(*lines, sep="\n" if lines else "")
     wrong = [r for r in rows if r["ours_ms"] is None]

@@ -71,6 +71,14 @@ def measure(device: str, steps: int, ops: Iterable[str], pools: Iterable[str], d
     return rows
 
 
+def growth(rows: list[dict]) -> dict[str, float]:
+    """By operator and pool, the error of the last five windows over that of the second to the sixth."""
+    errors: dict[str, list[float]] = {}
+    for r in rows:
+        errors.setdefault(f"{r['op']} {r['pool']}", []).append(r["error"])
+    return {name: sum(x[-5:]) / sum(x[1:6]) for name, x in errors.items()}
+
+
 def plot(rows: list[dict], path: str) -> None:
     """The error along the steps: decoding on each pool, and the chunk form."""
     import matplotlib
@@ -116,9 +124,8 @@ def main(argv: list[str]) -> int:
         Path(args.json).write_text(json.dumps(describe(args.device) | {"rows": rows}, indent=1) + "\n")
     if args.plot:
         plot(rows, args.plot)
-    for op, pool in dict.fromkeys((r["op"], r["pool"]) for r in rows):
-        errors = [r["error"] for r in rows if r["op"] == op and r["pool"] == pool]
-        print(f"{op} {pool}: the last five windows have {sum(errors[-5:]) / sum(errors[1:6]):.3f} times the error of the second to the sixth")
+    for name, grown in growth(rows).items():
+        print(f"{name}: the last five windows have {grown:.3f} times the error of the second to the sixth")
     over = [r for r in rows if not r["error"] <= r["limit"]]
     print(f"{len(over)} of {len(rows)} windows are over their limit")
     return 1 if over else 0

@@ -61,9 +61,10 @@ class Block(nn.Module):
     def __init__(self, hidden: int, heads: int, mlp: int, **words):
         super().__init__()
         self.norm, self.mixer = nn.RMSNorm(hidden, dtype=words["dtype"]), Attention(hidden, head_dim=hidden // heads, num_heads=heads, **words)
-        width, dtype = mlp * hidden, words["dtype"]
-        wide = (nn.RMSNorm(hidden, dtype=dtype), nn.Linear(hidden, width, dtype=dtype), nn.GELU(), nn.Linear(width, hidden, dtype=dtype))
-        self.mlp = nn.Sequential(*wide) if mlp else None
+        width, dtype, self.mlp = mlp * hidden, words["dtype"], None
+        if mlp:
+            wide = (nn.RMSNorm(hidden, dtype=dtype), nn.Linear(hidden, width, dtype=dtype), nn.GELU(), nn.Linear(width, hidden, dtype=dtype))
+            self.mlp = nn.Sequential(*wide)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, hidden] to the same."""

@@ -1,6 +1,6 @@
-"""Rewrites the tables of README.md from tests/gpu/evidence.json: every row, those that lost included, between two markers.
+"""Rewrites the tables of README.md from tests/gpu/evidence.json: every row, those that lost included, between two markers; and draws them beside that file.
 
-``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass; ``<!-- evidence -->`` ... ``<!-- end -->`` all of them.
+``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass; ``<!-- evidence -->`` ... ``<!-- end -->`` all of them. The first has the pictures.
 """
 
 from __future__ import annotations
@@ -8,10 +8,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
+from kda_ops.bench import picture
 from kda_ops.bench.compare import ratio
 from kda_ops.bench.evidence import checkout
 
+PICTURES = {
+    "evidence.svg": "how many times as fast as each peer, every row that has both times",
+    "drift.png": "error of 10,000 decode steps beside that of the chunk form, from drift.json",
+}  # fmt: skip
 _MARKED = re.compile(r"(<!-- evidence(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -38,22 +44,36 @@ def table(rows: list[dict], pass_: str | None) -> str:
     return "\n".join(lines)
 
 
-def rewrite(text: str, evidence: dict) -> str:
-    """The README with the tables of an evidence file between its markers."""
-    about = f"{evidence['gpu']}, torch {evidence['torch']}, triton {evidence['triton']}; medians, error: relative RMS against float64.\n\n"
-    return _MARKED.sub(lambda m: m[1] + about + table(evidence["rows"], m[2]) + "\n" + m[3], text)
+def _about(evidence: dict) -> str:
+    return f"{evidence['gpu']}, torch {evidence['torch']}, triton {evidence['triton']}"
+
+
+def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None) -> str:
+    """The README with the tables of an evidence file between its markers, and pictures before the first of them."""
+    shown = "".join(f"![{words}](tests/gpu/{name})\n\n" for name, words in (pictures or {}).items())
+    about = f"{_about(evidence)}; medians, error: relative RMS against float64.\n\n"
+
+    def fill(m: re.Match) -> str:
+        nonlocal shown
+        before, shown = shown, ""
+        return m[1] + before + about + table(evidence["rows"], m[2]) + "\n" + m[3]
+
+    return _MARKED.sub(fill, text)
 
 
 def main(argv: list[str]) -> int:
-    """Rewrite README.md of the checkout."""
-    root = checkout()
-    source, readme = root / "tests" / "gpu" / "evidence.json", root / "README.md"
+    """Rewrite README.md of the checkout, or of another folder."""
+    root = Path(argv[0]) if argv else checkout()
+    folder, readme = root / "tests" / "gpu", root / "README.md"
+    source = folder / "evidence.json"
     if not source.exists():
         raise SystemExit(f"{source} does not exist: run python -m kda_ops evidence on a GPU first.")
     text = readme.read_text()
     if not _MARKED.search(text):
         raise SystemExit("README.md has no <!-- evidence --> ... <!-- end --> to write between.")
-    readme.write_text(rewrite(text, json.loads(source.read_text())))
+    evidence = json.loads(source.read_text())
+    (folder / "evidence.svg").write_text(picture.draw(evidence["rows"], _about(evidence)))
+    readme.write_text(rewrite(text, evidence, {name: words for name, words in PICTURES.items() if (folder / name).exists()}))
     return 0
 
 

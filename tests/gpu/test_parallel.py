@@ -23,7 +23,7 @@ from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle
 from tests.support.ranks import Ranks, device
 from tests.support.shards import cut_twin
-from tests.test_context_parallel import compiled, step, whole
+from tests.test_context_parallel import ODD, compiled, odd_one_out, step, whole
 
 COUNT = min(torch.cuda.device_count(), 4)
 SIZES = [n for n in (2, 4) if n <= COUNT]
@@ -74,6 +74,12 @@ def test_one_graph_each_way_holds_the_collectives(ranks, variant):
     for _, graphs in answers:
         forward, backward = ([n for n in names if n.startswith("all_")] for names in graphs)
         assert "all_gather_into_tensor" in forward and backward.count("all_gather_into_tensor") == 1
+
+
+@pytest.mark.parametrize("fault", ["scale", "V", "gradient", "refused"])
+def test_every_rank_is_told_what_differs_and_the_group_still_works(ranks, fault):
+    for message in ranks.run(2, odd_one_out, 2, fault):
+        assert message is not None and ODD[fault][2].removeprefix("rank 1 of the group refused its call: ") in message, message
 
 
 def graph_step(groups, size, case, cuts):

@@ -1,0 +1,15 @@
+"""Exported programs on a GPU: through a file, and compiled into packages that a fresh process runs."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from examples import export
+
+
+def test_programs_and_packages_compute_what_the_module_does(tmp_path):
+    off = export.main(["--device", "cuda", "--package", str(tmp_path)])
+    assert {"packaged prefill", "packaged decode"} < set(off) and len(off) == 5
+    assert max(off.values()) < 1e-4, off  # outputs are of the order of 0.1
