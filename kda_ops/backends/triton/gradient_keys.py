@@ -278,17 +278,16 @@ def gradient_keys(
         for i_s in range(slices):
             clear_keys(dq, dk, None, dbeta, None, None, i_tile, token, i_h, HV, n_rows, i_s * BK + tl.arange(0, BK), 0, 1, K)
         return
-    prefetch_tile(states, tl.program_id(0).to(tl.int64), BK * V)
-    prefetch_tile(dstates, tl.program_id(0).to(tl.int64), BK * V)
-    prefetch_tile(G, tl.program_id(0).to(tl.int64), 64 * BK)
-    if i_s == 0:  # what the slices share
-        prefetch_tile(v_new, i_tile, 64 * V)
-        prefetch_tile(z, i_tile, 64 * V)
-        prefetch_tile(dP, i_tile, 4096)
-        prefetch_tile(dL, i_tile, 4096)
-        prefetch_rows(do, do_s, i_b, i_h, first, n_rows, V)
-        prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
-        prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
+    prefetch_tile(states, i_tile, K * V)
+    prefetch_tile(dstates, i_tile, K * V)
+    prefetch_tile(v_new, i_tile, 64 * V)
+    prefetch_tile(z, i_tile, 64 * V)
+    prefetch_rows(do, do_s, i_b, i_h, first, n_rows, V)
+    prefetch_tile(G, i_tile, 64 * K)
+    prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
+    prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
+    prefetch_tile(dP, i_tile, 4096)
+    prefetch_tile(dL, i_tile, 4096)
     SUMS: tl.constexpr = dbeta is not None
     o_r = tl.arange(0, 64)
     b_q_norm, b_k_norm = load_norm(q_norm, i_tile)[:, None], load_norm(k_norm, i_tile)[:, None]
