@@ -7,6 +7,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from kda_ops import dispatch
+from kda_ops.backends.triton import tuning
 from tests.support.calls import run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_identical
@@ -53,6 +54,21 @@ def test_two_runs_give_the_same_bits(variant, gate):
         first, second = stages.run(stage, TRITON, CUDA), stages.run(stage, TRITON, CUDA)
         for name in first:
             assert_identical(first[name], second[name], name)
+
+
+def test_the_cut_of_the_reverse_scan_changes_no_bit(monkeypatch):
+    """All columns or half of them per program: the table chooses by the number of heads and sequences, which results may not depend on."""
+    stages = Stages.build(Case(variant="kda", dtype=BF16, K=128, V=128, H=2, HV=4, lengths=(0, 65, 1, 300, 37), gate="bounded", l2norm=True))
+    found, table = [], tuning.table
+    monkeypatch.setattr(tuning, "FORCED_RUN", 0)
+    for processors, columns in ((1, 128), (10**6, 64)):  # no room for two programs per head; room for all
+        chosen = []
+        monkeypatch.setattr(tuning, "processors", lambda device, n=processors: n)
+        monkeypatch.setattr(tuning, "table", lambda kernel, p, chosen=chosen: chosen.append(table(kernel, p)) or chosen[-1])
+        found.append(stages.run("reverse_scan", TRITON, CUDA))
+        assert {options.block_v for options in chosen} == {columns}
+    for name in found[0]:
+        assert_identical(found[0][name], found[1][name], name)
 
 
 def test_lengths_and_batches_do_not_recompile():

@@ -90,18 +90,15 @@ def _gradient_rows(p: Problem, tile: RowTile, trace: Trace, do: Tensor | None, r
     """`gradient` for one decay per head: one kernel."""
     q, options, exact = p.q, tuning.choose("gradient_rows", p), p.q.dtype is torch.float32
     dq, dk = (q.new_empty(x.shape) if "q" in need or "k" in need else None for x in (q, p.k))
-    group = p.HV // p.H if p.H else 1
-    sums = (dq, dk)
-    if dq is None or (group == 1 and p.K <= options.block_k):
-        sums = (None, None)
-    elif not exact:
-        sums = tuple(torch.empty(x.shape, dtype=torch.float32, device=q.device) for x in sums)
+    group, dq_sum, dk_sum = p.HV // p.H if p.H else 1, None, None
+    if dq is not None and (group > 1 or p.K > options.block_k):  # fp32, where heads and slices add up
+        dq_sum, dk_sum = (dq, dk) if exact else (torch.empty(p.q.shape, dtype=torch.float32, device=q.device) for _ in "qk")
     dv, dbeta, dg = _like(p, "v", need), _like(p, "beta", need), _like(p, "g", need | {"g"}) if need & {"g", "A_log", "dt_bias"} else None
     dA_log, ddt_bias, g = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", 1, need), fit(p.g)
     launch(
         gradient_rows, _count(p) * p.H, q.device, *with_strides(q), *with_strides(p.k), *with_strides(p.v), g, *columns_of(g), dense(p.A_log),
         dense(p.dt_bias), tile.rows, tile.gamma, *with_strides(do), trace.states, trace.v_new, reverse.dstates, reverse.z, dense(p.cu_seqlens),
-        dq, dk, *sums, dv, dg, dbeta, dA_log, ddt_bias, p.N, p.T, p.H, p.scale, p.lower_bound or 0.0,
+        dq, dk, dq_sum, dk_sum, dv, dg, dbeta, dA_log, ddt_bias, p.N, p.T, p.H, p.scale, p.lower_bound or 0.0,
         p.K, p.V, options.block_k, options.block_v, group, p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta,
         p.neg_eigval, exact, "tf32x3" if exact else "tf32", num_stages=options.stages, **options.launch,
     )  # fmt: skip
@@ -119,17 +116,15 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     q, device, NT, exact = p.q, p.q.device, _count(p), p.q.dtype is torch.float32
     options, values, wide = tuning.choose("gradient_keys", p), tuning.choose("gradient_pairs", p), tuning.width(p.K, q.dtype)
     slices, precision = (p.K + options.block_k - 1) // options.block_k, "tf32x3" if exact else "tf32"
-    gates, gather = need & {"g", "A_log", "dt_bias"}, p.HV > p.H
-    dq = dk = dbeta = unit = None
+    gates, gather = need & {"g", "A_log", "dt_bias"}, p.HV > p.H or p.l2norm
+    dq = dk = dbeta = None
     if "q" in need or "k" in need:
         dq, dk = (torch.empty((p.B, p.T, p.HV, p.K), dtype=torch.float32 if gather else q.dtype, device=device) for _ in "qk")
-        if p.l2norm and not gather:
-            unit = torch.empty((NT, p.HV, slices, 2, 64, options.block_k), dtype=torch.float32, device=device)
     dv, dg = _like(p, "v", need), _like(p, "g", need | {"g"}) if gates else None
     dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", p.K, need)
     sums = p.beta is not None and "beta" in need and not p.sigmoid_beta
     if p.beta is not None and "beta" in need:
-        dbeta = q.new_empty((2, p.B, p.T, p.HV), dtype=torch.float32) if sums else _like(p, "beta", need)
+        dbeta = q.new_empty((slices + 1, p.B, p.T, p.HV), dtype=torch.float32) if sums else _like(p, "beta", need)
     dP, dL = q.new_empty((NT, p.HV, 64, 64)), q.new_empty((NT, p.HV, 64, 64))
     norms = [q.new_empty((NT, p.HV, 64), dtype=torch.float32) if p.l2norm else None for _ in "qk"]
     programs = NT * p.HV if p.H else 0
@@ -138,7 +133,7 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     N, T, H, HV, K, V, scale, bound = p.N, p.T, p.H, p.HV, p.K, p.V, p.scale, p.lower_bound or 0.0
     launch(
         gradient_pairs, programs, device, *query, *key, *with_strides(p.v), *strength, *given, trace.v_new, reverse.z, cu_seqlens,
-        dP, dL, dv, dbeta[1] if sums else dbeta, *norms, N, T, H, HV, scale,
+        dP, dL, dv, dbeta[slices] if sums else dbeta, *norms, N, T, H, HV, scale,
         K, wide, V, values.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=values.stages, **values.launch,
     )  # fmt: skip
     if dq is not None or gates or sums:
@@ -149,8 +144,8 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
             K, wide, *activation, num_warps=1,
         )  # fmt: skip
         launch(
-            gradient_keys, programs, device, *query, *key, *strength, *given, trace.states, trace.v_new, reverse.dstates, reverse.z,
-            dP, dL, *norms, G, anchored, tables(device), cu_seqlens, dq, dk, unit, dbeta[0] if sums else None, N, T, H, HV, scale,
+            gradient_keys, programs * slices, device, *query, *key, *strength, *given, trace.states, trace.v_new, reverse.dstates, reverse.z,
+            dP, dL, *norms, G, anchored, tables(device), cu_seqlens, dq, dk, dbeta if sums else None, p.B * T * HV, N, T, H, HV, scale,
             K, V, options.block_k, options.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=options.stages, **options.launch,
         )  # fmt: skip
         if dg is not None:

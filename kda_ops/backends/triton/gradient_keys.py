@@ -1,4 +1,4 @@
-"""Gradients of q, k and g for one decay per key channel: one chunk and value head per program."""
+"""Gradients of q, k and g for one decay per key channel: BK channels of one chunk and value head per program."""
 
 from functools import lru_cache
 
@@ -104,17 +104,16 @@ def load_later(q, q_s, k, k_s, held, i_s, h, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_sums(G, i_s, h, PARTED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """The decay between each row and a row of its block of 2^(h + 1) or 2^h rows: if PARTED since the middle, or up to it for the rows before; else
+    """The decay between each row and a row of its block of 2^(h + 1) or 2^h rows: since the middle, negative for rows before it, if PARTED; else
     since the start.
     """
     row, column = fragment(BK, 128 // G.dtype.element_ty.primitive_bitwidth)
     column += i_s * BK
+    b_G = load_entries(G + row * K + column, column, None, K, BK)
     if PARTED:
-        middle, later = ((row >> (h + 1)) << (h + 1)) + (1 << h) - 1, ((row >> h) & 1) == 1
-        b_G = load_entries(G + tl.where(later, row, middle) * K + column, column, None, K, BK)
-        b_A = load_entries(G + tl.where(later, middle, row) * K + column, column, None, K, BK)
+        row = ((row >> (h + 1)) << (h + 1)) + (1 << h) - 1
+        b_A = load_entries(G + row * K + column, column, None, K, BK)
     else:
-        b_G = load_entries(G + row * K + column, column, None, K, BK)
         row = ((row >> h) << h) - 1
         b_A = load_entries(G + row * K + column, column, row >= 0, K, BK)
     return (b_G - b_A).to(tl.float32)
@@ -142,14 +141,11 @@ def state_gradients(
     b_dgamma = tl.zeros((W,), tl.float32)
     for i in range((V + BV - 1) // BV):
         o_v = i * BV + tl.arange(0, BV)
-        # every load before any product: each product would wait, and the loads after it would wait again
         b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
-        b_v, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
+        b_dkg = tl.dot(load_tile(v_new, i_tile, o_r, o_v, V), tl.trans(b_dS), b_dkg, input_precision=PREC)
+        b_dstart = tl.dot(load_tile(z, i_tile, o_r, o_v, V), tl.trans(b_S), b_dstart, input_precision=PREC)
         if do is not None:
-            b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
-            b_dqg = tl.dot(b_do, tl.trans(b_S), b_dqg, input_precision=PREC)
-        b_dkg = tl.dot(b_v, tl.trans(b_dS), b_dkg, input_precision=PREC)
-        b_dstart = tl.dot(b_z, tl.trans(b_S), b_dstart, input_precision=PREC)
+            b_dqg = tl.dot(read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V), tl.trans(b_S), b_dqg, input_precision=PREC)
         b_dgamma += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
     return b_dqg, b_dkg, b_dstart, b_dgamma
 
@@ -172,26 +168,26 @@ def parted_pairs(
     """
     TYPE: tl.constexpr = dP.dtype.element_ty
     later = (((tl.arange(0, 64) >> h) & 1) == 1)[:, None]
-    b_late, b_early, b_sign = tl.where(later, 1.0, 0.0), tl.where(later, 0.0, 1.0), tl.where(later, 1.0, -1.0)
     here = (h >> 3) * 4096  # zero, which the compiler does not know: it would read before the loop what to hold costs registers
     q, k, G, dP, dL = q + here, k + here, G + here, dP + here, dL + here
-    b_f = tl.exp2(load_sums(G, i_s, h, True, K, BK))
+    b_f = tl.exp2(-tl.abs(load_sums(G, i_s, h, True, K, BK)))
     b_x = load_later(q, q_s, k, k_s, held, i_s, h, K, BK)
     b_y, b_x = rounded(b_x * (b_f * tl.where(later, b_q_norm, b_k_norm)), TYPE)
     b_pair = tl.dot(load_pairs(dP, pairs, h), b_y, input_precision=PREC)
-    b_dG += b_x * b_sign * b_pair
+    b_x = b_x * b_pair
+    b_dG += tl.where(later, b_x, -b_x)
     b_pair = b_pair * b_f
-    b_dq += b_pair * b_late
-    b_dk += b_pair * b_early
+    b_dq += tl.where(later, b_pair, 0.0)
+    b_dk += tl.where(later, 0.0, b_pair)
     b_x = load_rows(k, k_s, held, i_s, K, BK)
-    b_strength = tl.where(later, b_beta, 1.0)
-    b_y, b_x = rounded(b_x * (b_f * (b_k_norm * b_strength)), TYPE)
+    b_y, b_x = rounded(b_x * (b_f * (b_k_norm * tl.where(later, b_beta, 1.0))), TYPE)
     b_pair = tl.dot(load_pairs(dL, pairs, h), b_y, input_precision=PREC)
-    b_dG += b_x * b_sign * b_pair
+    b_x = b_x * b_pair
+    b_dG += tl.where(later, b_x, -b_x)
     if SUMS:
         b_x = load_rows(k, k_s, held, i_s, K, BK) * (b_f * b_k_norm)
-        b_dbeta += tl.sum(b_x * b_pair * b_late, 1)
-    b_dk += b_pair * (b_f * b_strength)
+        b_dbeta += tl.sum(tl.where(later, b_x * b_pair, 0.0), 1)
+    b_dk += b_pair * (b_f * tl.where(later, b_beta, 1.0))
     return b_dq, b_dk, b_dG, b_dbeta
 
 
@@ -235,61 +231,46 @@ def anchored_pairs(
     return b_dq, b_dk, b_dG, b_dbeta
 
 
-@triton.jit
-def unit_at(unit, i_tile, i_s, slices: tl.constexpr, BK: tl.constexpr):
-    """Where the gradient of unit q of one slice waits for the norm, [X, 4] in the order of `fragment`; that of unit k follows it."""
-    o = tl.arange(0, 16 * BK)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    return unit + (i_tile * slices + i_s) * (128 * BK) + o
-
-
-@triton.jit
-def pass_norm(p_dy, x, x_s, dx, held, b_r, b_along, first, i_h, HV, n_rows, i_s, K: tl.constexpr, BK: tl.constexpr):
-    """Write dx = r (dy - y sum_k y dy), y = r x, where b_along is sum_k x dy of each row."""
-    b_x = load_rows(x, x_s, held, i_s, K, BK)
-    b_dx = as_tile(tl.load(p_dy)) * b_r - b_x * (b_r * b_r * b_r * b_along)
-    store_entries(dx, first, i_h, HV, n_rows, i_s, b_dx, K, BK)
-
-
 @triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_keys(
     q, q_s, k, k_s, beta, beta_s, do, do_s, states, v_new, dstates, z, dP, dL, q_norm, k_norm, G, anchored, pairs, cu_seqlens,
-    dq, dk, unit, dbeta, N, T, H, HV, scale,
+    dq, dk, dbeta, dbeta_slice, N, T, H, HV, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and value head, BK key channels at a time (e = exp(sum over the later rows), "rows" and "columns" of the pairs as in `parted_pairs`)::
+    """BK key channels of one chunk and value head (e = exp(sum over the later rows), "rows" and "columns" of the pairs as in `parted_pairs`)::
 
         dq = scale exp G (do S^T) + rows of dP      early = -beta exp G (z S^T) + rows of dL      late = e (v_new dS^T) + columns of dP, dL
         dk = early + late      dG = q dq + k (early - late);  last row += gamma sum_v S dS + sum_i k_i e_i (v_new dS^T)_i
         dG is left in the place of G, for `sum_gradients`
 
-    These dq and dk are those of unit q and k. The norm needs sums over all of K: with `unit` they wait there in fp32 and pass it at the end. Without,
-    they are written as they are: there is no norm, or it comes after the sum over a group of heads.
-
-    A slice at a time keeps the fp32 tiles that are alive within the registers. q, k, G, dP and dL come from the cache again wherever they are needed, in
-    the layout of the products (`fragment`): held in registers, they would push the sums out of them.
+    dq and dk are those of unit q and k: the norm needs sums over all of K, which the program does not see. A slice per program keeps the fp32 tiles
+    that are alive within the registers. q, k, G, dP and dL come from the cache again wherever they are needed, in the layout of the products
+    (`fragment`): held in registers, they would push the sums out of them.
     """
     slices: tl.constexpr = (K + BK - 1) // BK
-    i_tile = tl.program_id(0)
+    i_s, i_tile = tl.program_id(0) % slices, tl.program_id(0) // slices
     i_h, i_t, i_tile = i_tile % HV, i_tile // HV, i_tile.to(tl.int64)
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
     i_g, token = i_h // (HV // H), i_b * T + first
+    o_r, o_k = tl.arange(0, 64), i_s * BK + channel(tl.arange(0, BK))
+    if dbeta is not None:
+        dbeta += i_s * dbeta_slice
     if (n_rows <= 0) | (live == 0):
-        for i_s in range(slices):
-            clear_keys(dq, dk, None, dbeta, None, None, i_tile, token, i_h, HV, n_rows, i_s * BK + tl.arange(0, BK), 0, 1, K)
+        clear_keys(dq, dk, None, dbeta, None, None, i_tile, token, i_h, HV, n_rows, o_k, i_s, slices, K)
         return
-    prefetch_tile(states, i_tile, K * V)
-    prefetch_tile(dstates, i_tile, K * V)
-    prefetch_tile(v_new, i_tile, 64 * V)
-    prefetch_tile(z, i_tile, 64 * V)
-    prefetch_rows(do, do_s, i_b, i_h, first, n_rows, V)
-    prefetch_tile(G, i_tile, 64 * K)
-    prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
-    prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
-    prefetch_tile(dP, i_tile, 4096)
-    prefetch_tile(dL, i_tile, 4096)
+    prefetch_tile(states, tl.program_id(0).to(tl.int64), BK * V)
+    prefetch_tile(dstates, tl.program_id(0).to(tl.int64), BK * V)
+    prefetch_tile(G, tl.program_id(0).to(tl.int64), 64 * BK)
+    if i_s == 0:  # what the slices share
+        prefetch_tile(v_new, i_tile, 64 * V)
+        prefetch_tile(z, i_tile, 64 * V)
+        prefetch_tile(dP, i_tile, 4096)
+        prefetch_tile(dL, i_tile, 4096)
+        prefetch_rows(do, do_s, i_b, i_h, first, n_rows, V)
+        prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
+        prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
     SUMS: tl.constexpr = dbeta is not None
-    o_r = tl.arange(0, 64)
     b_q_norm, b_k_norm = load_norm(q_norm, i_tile)[:, None], load_norm(k_norm, i_tile)[:, None]
     b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)[:, None]
     held = n_rows - 1
@@ -298,59 +279,44 @@ def gradient_keys(
     G += i_tile * (64 * K)
     dP += i_tile * 4096
     dL += i_tile * 4096
-    anchor = 0
-    if anchored is not None:
-        anchor = tl.load(anchored + i_tile)
+    b_dq, b_dkg, b_dk, b_dgamma = state_gradients(do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K, V, BV, PREC)
+    b_end = tl.load(G + 63 * K + o_k, mask=o_k < K, other=0.0)
+    row, column = fragment(BK, 128 // G.dtype.element_ty.primitive_bitwidth)
+    column += i_s * BK
+    b_G = load_entries(G + row * K + column, column, None, K, BK)
+    b_start = tl.exp2(b_G.to(tl.float32))
+    b_dq = b_dq * (b_start * scale)
+    b_dk = b_dk * -b_start
+    b_dkg = b_dkg * tl.exp2((b_end[None, :] - b_G).to(tl.float32))
+    b_x = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
     b_dbeta = tl.zeros((64,), tl.float32)
-    b_along_q, b_along_k = b_dbeta, b_dbeta
-    for i_s in tl.range(slices, num_stages=1):
-        o_k = i_s * BK + channel(tl.arange(0, BK))
-        b_dq, b_dkg, b_dk, b_dgamma = state_gradients(do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K, V, BV, PREC)
-        b_end = tl.load(G + 63 * K + o_k, mask=o_k < K, other=0.0)
-        row, column = fragment(BK, 128 // G.dtype.element_ty.primitive_bitwidth)
-        column += i_s * BK
-        b_G = load_entries(G + row * K + column, column, None, K, BK)
-        b_start = tl.exp2(b_G.to(tl.float32))
-        b_dq = b_dq * (b_start * scale)
-        b_dk = b_dk * -b_start
-        b_dkg = b_dkg * tl.exp2((b_end[None, :] - b_G).to(tl.float32))
-        b_x = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
-        if SUMS:
-            b_dbeta += tl.sum(b_x * b_dk, 1)
-        b_dk = b_dk * b_beta
-        b_last = tl.exp2(b_end.to(tl.float32)) * b_dgamma + tl.sum(b_x * b_dkg, 0)
-        b_dG = b_x * (b_dk - b_dkg) + tl.where((o_r == 63)[:, None], b_last[None, :], 0.0)
-        b_dk += b_dkg
-        tl.debug_barrier()  # what follows reads its tiles again: held, they would push the sums out of the registers
-        b_diagonal = tl.load(dP + diagonal_at(o_r)).to(tl.float32)[:, None]
-        b_x = load_rows(q, q_s, held, i_s, K, BK) * b_q_norm
-        b_dG += b_x * b_dq
-        b_dk += b_diagonal * b_x
-        b_dq += b_diagonal * (load_rows(k, k_s, held, i_s, K, BK) * b_k_norm)
-        if anchor > 0:
-            b_dq, b_dk, b_dG, b_dbeta = anchored_pairs(
-                dP, dL, pairs, q, q_s, k, k_s, G, held, i_s, anchor, b_q_norm, b_k_norm, b_beta, b_dq, b_dk, b_dG, b_dbeta, K, BK, SUMS, PREC,
-            )  # fmt: skip
-        for h in tl.range(anchor, 6, num_stages=1):
-            b_dq, b_dk, b_dG, b_dbeta = parted_pairs(
-                dP, dL, pairs, q, q_s, k, k_s, G, held, i_s, h, b_q_norm, b_k_norm, b_beta, b_dq, b_dk, b_dG, b_dbeta, K, BK, SUMS, PREC,
-            )  # fmt: skip
-        tl.debug_barrier()  # dG takes the place of G, which other threads have read
-        store_entries(G, i_tile * 0, 0, 1, 64, i_s, b_dG, K, BK)
-        if unit is not None:
-            b_along_q += tl.sum(load_rows(q, q_s, held, i_s, K, BK) * b_dq, 1)
-            b_along_k += tl.sum(load_rows(k, k_s, held, i_s, K, BK) * b_dk, 1)
-            p_unit = unit_at(unit, i_tile, i_s, slices, BK)
-            tl.store(p_unit, as_entries(b_dq, 4))
-            tl.store(p_unit + 64 * BK, as_entries(b_dk, 4))
-        elif dq is not None:
-            store_entries(dq, token, i_h, HV, n_rows, i_s, b_dq, K, BK)
-            store_entries(dk, token, i_h, HV, n_rows, i_s, b_dk, K, BK)
-    if unit is not None:
-        tl.debug_barrier()
-        for i_s in tl.range(slices, num_stages=1):
-            p_unit = unit_at(unit, i_tile, i_s, slices, BK)
-            pass_norm(p_unit, q, q_s, dq, held, b_q_norm, b_along_q[:, None], token, i_h, HV, n_rows, i_s, K, BK)
-            pass_norm(p_unit + 64 * BK, k, k_s, dk, held, b_k_norm, b_along_k[:, None], token, i_h, HV, n_rows, i_s, K, BK)
+    if SUMS:
+        b_dbeta = tl.sum(b_x * b_dk, 1)
+    b_dk = b_dk * b_beta
+    b_last = tl.exp2(b_end.to(tl.float32)) * b_dgamma + tl.sum(b_x * b_dkg, 0)
+    b_dG = b_x * (b_dk - b_dkg) + tl.where((o_r == 63)[:, None], b_last[None, :], 0.0)
+    b_dk += b_dkg
+    tl.debug_barrier()  # what follows reads its tiles again: held, they would push the sums out of the registers
+    b_diagonal = tl.load(dP + diagonal_at(o_r)).to(tl.float32)[:, None]
+    b_x = load_rows(q, q_s, held, i_s, K, BK) * b_q_norm
+    b_dG += b_x * b_dq
+    b_dk += b_diagonal * b_x
+    b_dq += b_diagonal * (load_rows(k, k_s, held, i_s, K, BK) * b_k_norm)
+    level = 0
+    if anchored is not None:
+        level = tl.load(anchored + i_tile)
+    if level > 0:
+        b_dq, b_dk, b_dG, b_dbeta = anchored_pairs(
+            dP, dL, pairs, q, q_s, k, k_s, G, held, i_s, level, b_q_norm, b_k_norm, b_beta, b_dq, b_dk, b_dG, b_dbeta, K, BK, SUMS, PREC,
+        )  # fmt: skip
+    for h in tl.range(level, 6, num_stages=1):
+        b_dq, b_dk, b_dG, b_dbeta = parted_pairs(
+            dP, dL, pairs, q, q_s, k, k_s, G, held, i_s, h, b_q_norm, b_k_norm, b_beta, b_dq, b_dk, b_dG, b_dbeta, K, BK, SUMS, PREC,
+        )  # fmt: skip
+    if dq is not None:
+        store_entries(dq, token, i_h, HV, n_rows, i_s, b_dq, K, BK)
+        store_entries(dk, token, i_h, HV, n_rows, i_s, b_dk, K, BK)
     if dbeta is not None:
         write_column(dbeta, token, i_h, HV, n_rows, b_dbeta)
+    tl.debug_barrier()  # dG takes the place of G, which other threads have read
+    store_entries(G, i_tile * 0, 0, 1, 64, i_s, b_dG, K, BK)

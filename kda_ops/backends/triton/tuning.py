@@ -82,7 +82,7 @@ def architecture(device: torch.device) -> int:
 
 
 def row(kernel: str, p: Problem) -> str:
-    """The name of the table's row for a call: nothing in it depends on B, T, N, H or the values."""
+    """The name of the table's row for a call: nothing in it depends on B, T, N, H or the values. (`reverse_scan_tiles` has two cuts of the same bits.)"""
     mode = f".rows{anchored_rows(p)}" if kernel == "prepare_kda" else ""
     return f"{kernel}{mode}.sm{architecture(p.q.device)}0.{8 * p.q.dtype.itemsize}.K{width(p.K, p.q.dtype)}.V{min(width(p.V, p.q.dtype), 256)}"
 
