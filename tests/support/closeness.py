@@ -28,7 +28,7 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import Results, run, run_stages
-from tests.support.cases import Case
+from tests.support.cases import Case, Tensors
 from tests.support.target import TARGET
 
 
@@ -139,14 +139,11 @@ def twin(case: Case, op: str = "chunk", need: tuple[str, ...] = GRADIENTS, draw:
 
 @lru_cache(maxsize=256)
 def _twin(case: Case, op: str, need: tuple[str, ...], draw: int) -> Results:
-    there, back = _channels(case, draw)
-    inputs = {n: x if x is None else there(n, x) for n, x in case.inputs().items()}
-    do, dfinal_state = case.cotangents()
+    inputs, cotangents, back = permuted(case, draw)
     p = Problem.parse(case.rank, *inputs.values(), **case.flags())
     operand = TARGET.operand(p)
     reference = drawn(draw, p.state_dtype, None if operand is p.state_dtype else operand)
-    found = run_stages(reference, p, (there("v", do), there("initial_state", dfinal_state)), need, step=op == "recurrent")
-    return {n: back({"o": "v", "final_state": "initial_state"}.get(n, n[1:]), x) for n, x in found.items()}
+    return back(run_stages(reference, p, cotangents, need, step=op == "recurrent"))
 
 
 class _Draw(Reference):
@@ -179,6 +176,15 @@ class _Draw(Reference):
 def drawn(draw: int, dtype: torch.dtype, operand: torch.dtype | None) -> Reference:
     """The twin's stages, of draw `draw`."""
     return _Draw(dtype, operand, draw) if draw else Reference(dtype, operand)
+
+
+def permuted(case: Case, draw: int) -> tuple[Tensors, tuple[Tensor, Tensor], Callable[[Results], Results]]:
+    """The inputs and cotangents of a call with the channels in the order of draw `draw`, and what puts its results back."""
+    there, back = _channels(case, draw)
+    inputs = {n: x if x is None else there(n, x) for n, x in case.inputs().items()}
+    do, dfinal_state = case.cotangents()
+    names = {"o": "v", "final_state": "initial_state"}
+    return inputs, (there("v", do), there("initial_state", dfinal_state)), lambda found: {n: back(names.get(n, n[1:]), x) for n, x in found.items()}
 
 
 def _channels(case: Case, draw: int):

@@ -12,7 +12,7 @@ from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import Results, run_stages
 from tests.support.cases import Case, Tensors
-from tests.support.closeness import drawn
+from tests.support.closeness import drawn, permuted
 
 SPREAD = ("q", "k", "v", "g", "beta")
 PARAMETERS = ("dA_log", "ddt_bias")
@@ -30,7 +30,7 @@ def _shard(case: Case, backend, inputs: Tensors, a: int, b: int, state: Tensor, 
 def cut_twin(case: Case, cuts: tuple[int, ...], operand: torch.dtype, draw: int = 0) -> Results:
     """Every output and gradient of a call whose tokens are cut at `cuts`, with operands rounded to `operand`."""
     reference = drawn(draw, case.state_dtype, None if operand is case.state_dtype else operand)
-    inputs, (do, dstate), spans = case.inputs(), case.cotangents(), list(zip(cuts, cuts[1:]))
+    (inputs, (do, dstate), back), spans = permuted(case, draw), list(zip(cuts, cuts[1:]))
     nothing = torch.zeros(case.state_shape, dtype=case.state_dtype)
     states, parts = [nothing if inputs["initial_state"] is None else inputs["initial_state"]], []
     for a, b in spans[:-1]:
@@ -45,4 +45,4 @@ def cut_twin(case: Case, cuts: tuple[int, ...], operand: torch.dtype, draw: int 
         found["final_state"] = parts[-1]["final_state"]
     if case.state:
         found["dinitial_state"] = parts[0]["dinitial_state"]
-    return found
+    return back(found)
