@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case, make_inputs
+from kda_ops.bench.compare import need_device
 
 REPEATS = 9
 RUN = 64  # chunks per run: the cheapest where many heads share a device
@@ -186,6 +187,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--width", type=int, default=128, help="K and V")
     parser.add_argument("--output", metavar="FILE", default="tests/gpu/parallel.json")
     args = parser.parse_args(argv)
+    need_device(parser, args.device)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_serve, (os.path.join(folder, "store"), args), nprocs=args.processes)
     return 0
