@@ -144,6 +144,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         step = through_file(decode, Path(folder))
         compare("decode, 5 tokens", torch.cat([step(x[:, t : t + 1].contiguous(), slots) for t in range(5)], 1), want[:, :5])
     if args.package:
+        args.package.mkdir(parents=True, exist_ok=True)
         compare("packaged prefill", run_elsewhere(package(prefill, args.package / "prefill.pt2"), x), want)
         compare("packaged decode", run_elsewhere(package(decode, args.package / "decode.pt2"), x[:, :1].contiguous(), slots), want[:, :1])
     return off

@@ -132,7 +132,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    ranks = int(os.environ["WORLD_SIZE"]) if launched else args.processes
+    if args.tensor_parallel < 1 or ranks % args.tensor_parallel:
+        parser.error(f"--tensor-parallel must divide the {ranks} ranks, got {args.tensor_parallel}.")
+    if launched:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         run(args)
         dist.destroy_process_group()

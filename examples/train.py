@@ -185,6 +185,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, value in SIZES[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}.")
     return args
 
 

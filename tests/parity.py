@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kda_ops.bench.compare import describe
+from kda_ops.bench.compare import describe, need_device
 
 FILE = Path(__file__).parent / "gpu" / "parity.json"
 SEEDS = (0, 1)
@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--variants", nargs="+", choices=("kda", "gdn"), default=["kda", "gdn"])
     parser.add_argument("--device", default="cuda", help="cpu for a rehearsal")
     args = parser.parse_args(argv)
+    need_device(parser, args.device)
     runs = list(product(args.variants, (("native", "cpu"), ("cuda", args.device)), map(str, SEEDS)))
     threads = max(1, (os.cpu_count() or 1) // (len(args.variants) * len(SEEDS)))
     with ThreadPoolExecutor(len(runs)) as pool:

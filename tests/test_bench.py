@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from kda_ops import __main__
 from kda_ops.bench import compare, picture, readme, worker
 from kda_ops.bench.cases import Case, Oracle, activated, flags, make_inputs
 from kda_ops.bench.sides import Peer, Unsupported, our_forward
@@ -202,6 +203,14 @@ def test_the_command_line_compares_and_writes(tmp_path, monkeypatch, capsys):
     assert "SLOWER: kda fwd" in capsys.readouterr().out
     assert compare.read_rows(new) == [row(ours_ms=1.2)] and "1 rows, 0 lost" in drawn.read_text()
     assert compare.main(["--device", "cpu", "--against", str(new)]) == 0
+
+
+@pytest.mark.parametrize("command", ["bench", "bench --model", "counters", "drift", "parallel"])
+def test_a_device_that_is_not_here_is_refused_in_words(command, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        __main__.main([*command.split(), "--device", "cuda"])
+    assert "torch finds no CUDA device here" in capsys.readouterr().err
 
 
 def test_our_wrong_row_fails_the_command(monkeypatch, capsys):

@@ -380,6 +380,8 @@ REFUSALS = [
     (lambda: KimiDeltaAttention(64, num_heads=4, num_v_heads=2), ValueError, "num_v_heads must be a multiple of num_heads = 4"),
     (lambda: GatedDeltaNet(64, num_heads=4, num_v_heads=6), ValueError, "num_v_heads must be a multiple of num_heads = 4"),
     (lambda: GatedDeltaNet(64, num_heads=2, head_dim=8, expand_v=1.3), ValueError, "expand_v must make head_dim"),
+    (lambda: KimiDeltaAttention(64, num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
+    (lambda: GatedDeltaNet(64, head_dim=300), ValueError, "head_dim must be at least 1 and at most 256, got 300"),
     (lambda: KimiDeltaAttention(64, safe_gate=True), ValueError, "pass lower_bound"),
     (lambda: KimiDeltaAttention(64, lower_bound=1.0), ValueError, "lower_bound must be a finite number below 0"),
     (lambda: KimiDeltaAttention(64, conv_size=0), ValueError, "size must be at least 1"),

@@ -13,6 +13,12 @@ def test_every_request_says_in_company_what_it_says_alone(capsys):
     assert result["mixed"] > 0 and result["produced"] > 8
 
 
+@pytest.mark.parametrize("nothing", ["--slots", "--budget"])
+def test_an_engine_that_could_not_move_is_refused(nothing):
+    with pytest.raises(SystemExit):
+        main([nothing, "0"])
+
+
 def test_slots_are_reused_and_given_back():
     torch.manual_seed(0)
     engine, requests = Engine(Model(hidden=32).requires_grad_(False), 2), make_requests(5, 256, seed=1)

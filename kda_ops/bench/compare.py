@@ -248,6 +248,12 @@ def add_arguments(parser: argparse.ArgumentParser, device: str | None = None) ->
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="stop after S seconds; what was not reached is named")
 
 
+def need_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """Refuse a device that is not here."""
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here; pass --device cpu.")
+
+
 def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str], None], **words) -> list[dict]:
     """Run what `add_arguments` parsed; `words` as of `run`."""
     dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(device)
@@ -269,6 +275,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", action="store_true", help="a training step of a whole model instead; see bench --model --help")
     parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite the tables of README.md and their picture from tests/gpu/evidence.json")
     args = parser.parse_args(argv)
+    need_device(parser, args.device)
     if args.readme:
         from kda_ops.bench import readme
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import kda_ops
 from kda_ops.bench import model
-from kda_ops.bench.compare import describe
+from kda_ops.bench.compare import describe, need_device
 from kda_ops.nn import KimiDeltaAttention
 
 PASSES = ("train", "infer")
@@ -88,6 +88,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     args = parser.parse_args(argv)
+    need_device(parser, args.device)
     spec = {n: getattr(args, n) for n in ("backend", "layers", "hidden", "heads")}
     about = describe(args.device) | spec
     print(", ".join(f"{n} {v}" for n, v in about.items()))

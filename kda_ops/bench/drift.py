@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kda_ops
 from kda_ops.bench.cases import WIDTH
-from kda_ops.bench.compare import default_dtype, describe
+from kda_ops.bench.compare import default_dtype, describe, need_device
 
 POOLS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNK: dict[str, Callable] = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}
@@ -115,6 +115,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     parser.add_argument("--plot", metavar="FILE", help="draw the rows (needs matplotlib)")
     args = parser.parse_args(argv)
+    need_device(parser, args.device)
+    if args.steps < WINDOWS:
+        parser.error(f"--steps must be at least {WINDOWS}, one for each window, got {args.steps}.")
     dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
     rows = measure(args.device, args.steps, args.ops, args.pools, dtype, args.width)
     print(f"{'op':4}{'pool':6}{'step':>8}{'error':>10}{'limit':>10}{'chunk':>10}")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case
-from kda_ops.bench.compare import compile_ahead, describe
+from kda_ops.bench.compare import compile_ahead, describe, need_device
 from kda_ops.nn import KimiDeltaAttention
 
 VOCABULARY = 256
@@ -200,6 +200,7 @@ def main(argv: list[str]) -> int:
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(argv)
+    need_device(parser, args.device)
     spec = {n: getattr(args, n) for n in ("device", "gate", "backend", *SIZES)}
     about = describe(args.device)
     print(", ".join(f"{n} {v}" for n, v in (about | spec).items()))

@@ -1,7 +1,8 @@
 """``python -m kda_ops parallel``: one long sequence on one device, and spread over several by context parallelism.
 
 Starts a process per device (NCCL on GPUs, gloo on CPU) and times forward, and forward with backward, of the same tokens on the first device alone and over
-the first 2, 4, .. of them; the slowest rank's median counts. Beside it stand the bytes that a rank passes to collectives, counted and as
+the first 2, 4, .. of them; the slowest rank's median counts. One GPU keeps the sequence whole and, for comparison (``fwd_split_ms``,
+``fwdbwd_split_ms``), scans it in runs. Beside it stand the bytes that a rank passes to collectives, counted and as
 `kda_ops.distributed.chunk` computes them. Results are checked by tests/gpu/test_parallel.py, not here.
 """
 
@@ -13,7 +14,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ from torch import Tensor
 
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case, make_inputs
+from kda_ops.bench.compare import need_device
 
 REPEATS = 9
+RUN = 64  # chunks per run: the cheapest where many heads share a device
 
 
 def _median_ms(call: Callable[[], object], device: torch.device, group) -> float:
@@ -74,6 +78,21 @@ def _sent(call: Callable[[], object]) -> int:
     return total
 
 
+@contextmanager
+def _run_length(chunks: int | None, device: torch.device) -> Iterator[None]:
+    """Scan in runs of so many chunks, 0 for whole sequences, None for what the rule says."""
+    if device.type != "cuda" or chunks is None:
+        yield
+        return
+    from kda_ops.backends.triton import tuning
+
+    before, tuning.FORCED_RUN = tuning.FORCED_RUN, chunks
+    try:
+        yield
+    finally:
+        tuning.FORCED_RUN = before
+
+
 def _row(case: Case, group, device: torch.device) -> dict[str, Any]:
     """Times of one case, whose setting is a shard of it where there is a group."""
     import kda_ops.distributed as cp
@@ -100,12 +119,21 @@ def _row(case: Case, group, device: torch.device) -> dict[str, Any]:
     def train(forward=forward) -> None:
         torch.autograd.grad(forward(leaves), [leaves[n] for n in names], do)
 
-    row: dict[str, Any] = {"op": case.op, "gate": case.gate, "gpus": size, "fwd_ms": _median_ms(infer, device, group)}
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    row["fwdbwd_ms"] = _median_ms(train, device, group)
+    row: dict[str, Any] = {"op": case.op, "gate": case.gate, "gpus": size}
+
+    def take(name: str) -> None:
+        row[f"fwd{name}_ms"] = _median_ms(infer, device, group)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        row[f"fwdbwd{name}_ms"] = _median_ms(train, device, group)
+
+    with _run_length(0 if group is None else None, device):
+        take("")
     row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None
     if group is None:
+        if device.type == "cuda":
+            with _run_length(RUN, device):
+                take("_split")
         return row
     HV, K, V = case.sizes["HV"], case.sizes["D"], case.sizes["D"]
     row |= {"sent_bytes": _sent(train), "computed_bytes": 4 * HV * K * (V + K) + 4 * HV * K * V}
@@ -159,6 +187,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--width", type=int, default=128, help="K and V")
     parser.add_argument("--output", metavar="FILE", default="tests/gpu/parallel.json")
     args = parser.parse_args(argv)
+    need_device(parser, args.device)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_serve, (os.path.join(folder, "store"), args), nprocs=args.processes)
     return 0

@@ -14,6 +14,7 @@ from kda_ops.nn.gated_norm import GatedRMSNorm
 from kda_ops.nn.local import local
 from kda_ops.nn.packing import Packing, Unpadding
 from kda_ops.nn.short_convolution import ShortConvolution
+from kda_ops.problem import MAX_K
 
 if TYPE_CHECKING:
     from kda_ops.distributed.functional import Group
@@ -33,6 +34,9 @@ class DeltaAttention(nn.Module):
         super().__init__()
         self.hidden_size, self.num_heads, self.head_k_dim, self.head_v_dim = hidden_size, num_heads, head_dim, int(head_dim * expand_v)
         self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        for name, size, most in (("hidden_size", hidden_size, None), ("num_heads", num_heads, None), ("head_dim", head_dim, MAX_K)):
+            if size < 1 or (most is not None and size > most):
+                raise ValueError(f"{name} must be at least 1{'' if most is None else f' and at most {most}'}, got {size}.")
         if self.num_v_heads < num_heads or self.num_v_heads % num_heads:
             raise ValueError(
                 f"num_v_heads must be a multiple of num_heads = {num_heads}, so that each q/k head serves a group of value heads, got {self.num_v_heads}."

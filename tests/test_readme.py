@@ -1,0 +1,30 @@
+"""What README.md says is there is there, and its first program runs."""
+
+import functools
+import re
+from pathlib import Path
+
+import torch
+
+from kda_ops.__main__ import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def test_files_links_and_commands_exist():
+    named = re.findall(r"`((?:examples|tests|kda_ops)/[\w/]+\.\w+)`", TEXT) + re.findall(r"\]\(([^)#:]+)\)", TEXT)
+    assert len(named) > 10
+    assert not [n for n in named if not (ROOT / n).exists()]
+    commands = re.findall(r"python -m kda_ops (\w+)", TEXT)
+    assert "evidence" in commands and set(commands) <= set(COMMANDS)
+
+
+def test_the_ten_lines_run(monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # Inductor needs half a minute here
+    torch._dynamo.reset()
+    names: dict = {}
+    exec(code, names)
+    assert names["q"].grad.abs().sum() > 0 and names["o"].shape == (2, 1, 4, 64)
+    torch._dynamo.reset()
