@@ -90,18 +90,15 @@ def _gradient_rows(p: Problem, tile: RowTile, trace: Trace, do: Tensor | None, r
     """`gradient` for one decay per head: one kernel."""
     q, options, exact = p.q, tuning.choose("gradient_rows", p), p.q.dtype is torch.float32
     dq, dk = (q.new_empty(x.shape) if "q" in need or "k" in need else None for x in (q, p.k))
-    group = p.HV // p.H if p.H else 1
-    sums = (dq, dk)
-    if dq is None or (group == 1 and p.K <= options.block_k):
-        sums = (None, None)
-    elif not exact:
-        sums = tuple(torch.empty(x.shape, dtype=torch.float32, device=q.device) for x in sums)
+    group, dq_sum, dk_sum = p.HV // p.H if p.H else 1, None, None
+    if dq is not None and (group > 1 or p.K > options.block_k):  # fp32, where heads and slices add up
+        dq_sum, dk_sum = (dq, dk) if exact else (torch.empty(p.q.shape, dtype=torch.float32, device=q.device) for _ in "qk")
     dv, dbeta, dg = _like(p, "v", need), _like(p, "beta", need), _like(p, "g", need | {"g"}) if need & {"g", "A_log", "dt_bias"} else None
     dA_log, ddt_bias, g = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", 1, need), fit(p.g)
     launch(
         gradient_rows, _count(p) * p.H, q.device, *with_strides(q), *with_strides(p.k), *with_strides(p.v), g, *columns_of(g), dense(p.A_log),
         dense(p.dt_bias), tile.rows, tile.gamma, *with_strides(do), trace.states, trace.v_new, reverse.dstates, reverse.z, dense(p.cu_seqlens),
-        dq, dk, *sums, dv, dg, dbeta, dA_log, ddt_bias, p.N, p.T, p.H, p.scale, p.lower_bound or 0.0,
+        dq, dk, dq_sum, dk_sum, dv, dg, dbeta, dA_log, ddt_bias, p.N, p.T, p.H, p.scale, p.lower_bound or 0.0,
         p.K, p.V, options.block_k, options.block_v, group, p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta,
         p.neg_eigval, exact, "tf32x3" if exact else "tf32", num_stages=options.stages, **options.launch,
     )  # fmt: skip

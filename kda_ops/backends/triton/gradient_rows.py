@@ -15,13 +15,7 @@ from kda_ops.backends.triton.gradient_tile import (
     write_column,
     write_rows,
 )
-from kda_ops.backends.triton.tile import load_column, load_tile
-
-
-@triton.jit
-def add_two(a, b, x, y):
-    """Two sums in one reduction."""
-    return a + x, b + y
+from kda_ops.backends.triton.tile import add_two, load_column, load_tile
 
 
 @triton.jit
