@@ -41,8 +41,11 @@ def gradient_rows(
 
     Norms, decays and beta are factors of rows and of the [64, 64] tiles, so that q and k go from memory to the tensor cores as they are, and dq and
     dk leave through the norm. What pairs of rows add to dG cancels in a sum over a chunk, and does so here too, for rows and columns are sums
-    of one fp32 matrix. With all of K in one slice, the gradients of the heads of a group add up in registers; otherwise in dq and dk, which are
-    fp32 then, and every slice makes the pairs anew.
+    of one fp32 matrix. The norm needs q . dq and k . dk, which are sums that dG has anyway, and the diagonal of W.
+
+    In phases, so that few tiles are alive: what V alone makes, then dk, then dq. Two programs of four warps share a multiprocessor, whose
+    shared memory holds five tiles of rows and one state each: S is read twice. Where K takes several slices or a key head has several value heads, dq
+    and dk add up in dq_sum and dk_sum, fp32.
     """
     i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
@@ -116,6 +119,7 @@ def gradient_rows(
         b_column = tl.sum(b_W + b_WL * b_beta[:, None], 0)
         b_L = tl.where(lower, b_L * b_beta[:, None], tl.where(diagonal, 0.0, -b_LT)).to(TYPE)
         b_P = b_P.to(TYPE)
+        # One, so that a product brings k and q from shared memory into the layout of a result; by way of a product, or it would lie in shared memory too.
         b_eye = tl.where(diagonal | (b_kk < -float("inf")), 1.0, 0.0).to(TYPE)
 
         for i in tl.range(slices, num_stages=1):
