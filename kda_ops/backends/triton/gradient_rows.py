@@ -15,13 +15,7 @@ from kda_ops.backends.triton.gradient_tile import (
     write_column,
     write_rows,
 )
-from kda_ops.backends.triton.tile import load_column, load_tile
-
-
-@triton.jit
-def add_two(a, b, x, y):
-    """Two sums in one reduction."""
-    return a + x, b + y
+from kda_ops.backends.triton.tile import add_two, load_column, load_tile
 
 
 @triton.jit
@@ -47,8 +41,11 @@ def gradient_rows(
 
     Norms, decays and beta are factors of rows and of the [64, 64] tiles, so that q and k go from memory to the tensor cores as they are, and dq and
     dk leave through the norm. What pairs of rows add to dG cancels in a sum over a chunk, and does so here too, for rows and columns are sums
-    of one fp32 matrix. With all of K in one slice, the gradients of the heads of a group add up in registers; otherwise in dq and dk, which are
-    fp32 then, and every slice makes the pairs anew.
+    of one fp32 matrix. The norm needs q . dq and k . dk, which are sums that dG has anyway, and the diagonal of W.
+
+    In phases, so that few tiles are alive: what V alone makes, then dk, then dq. Two programs of four warps share a multiprocessor, whose
+    shared memory holds five tiles of rows and one state each: S is read twice. Where K takes several slices or a key head has several value heads, dq
+    and dk add up in dq_sum and dk_sum, fp32.
     """
     i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
@@ -82,6 +79,10 @@ def gradient_rows(
         if do is not None:
             b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
 
+        b_beta, b_k_norm, b_q_norm, b_decay = tl.load(p_row + 128), tl.load(p_row + 256), tl.load(p_row + 320), tl.load(p_row + 384)
+        b_start, b_end, b_read, b_logit, gamma_here = tl.load(p_row), tl.load(p_row + 64), tl.load(p_row + 192), b_zero, tl.load(gamma + i_tile)
+        if ACTIVATE:
+            b_logit = load_column(g, (g_b, g_t, g_h), i_b, i_h, first, n_rows, o_r)
         b_P, b_PT, b_L, b_LT, b_qk, b_kk = b_square, b_square, b_square, b_square, b_square, b_square
         for j in tl.range(values, num_stages=1):
             if values > 1:
@@ -98,9 +99,8 @@ def gradient_rows(
                 b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
             b_LT = tl.dot(b_vn, tl.trans(b_z), b_LT, input_precision=PREC)
             b_L = tl.dot(b_z, tl.trans(b_vn), b_L, input_precision=PREC)
-        b_beta, b_k_norm, b_q_norm, b_decay = tl.load(p_row + 128), tl.load(p_row + 256), tl.load(p_row + 320) * scale, tl.load(p_row + 384)
         b_E = pair_decay_transposed(b_decay, EXACT) * b_k_norm[:, None]
-        b_PT = (b_PT * b_E * b_q_norm[None, :]).to(TYPE)
+        b_PT = (b_PT * b_E * (b_q_norm * scale)[None, :]).to(TYPE)
         b_LT = b_LT * b_E * (b_k_norm * b_beta)[None, :]
         b_E = pair_decay(b_decay, EXACT) * b_k_norm[None, :]
         for i in tl.range(slices, num_stages=1):
@@ -109,7 +109,7 @@ def gradient_rows(
                 b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
             b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PREC)
             b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
-        b_P = b_P * b_E * b_q_norm[:, None]
+        b_P = b_P * b_E * (b_q_norm * scale)[:, None]
         b_W = b_qk * b_P
         b_own, b_zvn = tl.reduce((tl.where(diagonal, b_W, 0.0), tl.where(diagonal, b_L, 0.0)), 1, add_two)
         b_W = tl.where(lower, b_W, 0.0)
@@ -119,6 +119,7 @@ def gradient_rows(
         b_column = tl.sum(b_W + b_WL * b_beta[:, None], 0)
         b_L = tl.where(lower, b_L * b_beta[:, None], tl.where(diagonal, 0.0, -b_LT)).to(TYPE)
         b_P = b_P.to(TYPE)
+        # One, so that a product brings k and q from shared memory into the layout of a result; by way of a product, or it would lie in shared memory too.
         b_eye = tl.where(diagonal | (b_kk < -float("inf")), 1.0, 0.0).to(TYPE)
 
         for i in tl.range(slices, num_stages=1):
@@ -136,7 +137,7 @@ def gradient_rows(
             tl.debug_barrier()  # S is read again: kept, it would take registers while dS is used
             b_x = tl.dot(b_eye, b_k, input_precision=PREC)
             b_in_late += tl.sum(b_x * b_late, 1)
-            b_dk = b_late * tl.load(p_row + 64)[:, None]
+            b_dk = b_late * b_end[:, None]
             if dq is not None:
                 b_dk = tl.dot(b_L, b_k, b_dk, input_precision=PREC)
                 b_dk = tl.dot(b_PT, b_q, b_dk, input_precision=PREC)
@@ -148,9 +149,9 @@ def gradient_rows(
                 b_early = tl.dot(b_z, tl.trans(b_S), b_early, input_precision=PREC)
             b_in_k += tl.sum(b_x * b_early, 1)
             if dq is not None:
-                b_dk -= b_early * (tl.load(p_row) * b_beta)[:, None]
+                b_dk -= b_early * (b_start * b_beta)[:, None]
                 if HELD:
-                    b_along_k = b_in_late * tl.load(p_row + 64) + (b_row_k - b_in_k * tl.load(p_row)) * b_beta + b_column + b_own
+                    b_along_k = b_in_late * b_end + (b_row_k - b_in_k * b_start) * b_beta + b_column + b_own
                     write_rows(dk, token, i_g, H, n_rows, along(b_dk, b_x, b_k_norm, b_along_k, L2NORM), o_k, K)
                 else:
                     if i_head > 0:
@@ -165,16 +166,16 @@ def gradient_rows(
                     b_dq = tl.dot(b_do, tl.trans(b_S), b_dq, input_precision=PREC)
                 b_in_q += tl.sum(b_x * b_dq, 1)
             if dq is not None:
-                b_dq = tl.dot(b_P, b_k, b_dq * tl.load(p_row + 192)[:, None], input_precision=PREC)
+                b_dq = tl.dot(b_P, b_k, b_dq * b_read[:, None], input_precision=PREC)
                 if HELD:
-                    b_along_q = b_in_q * tl.load(p_row + 192) + b_row_q + b_own
-                    write_rows(dq, token, i_g, H, n_rows, along(b_dq, b_x, tl.load(p_row + 320), b_along_q, L2NORM), o_k, K)
+                    b_along_q = b_in_q * b_read + b_row_q + b_own
+                    write_rows(dq, token, i_g, H, n_rows, along(b_dq, b_x, b_q_norm, b_along_q, L2NORM), o_k, K)
                 else:
                     if i_head > 0:
                         b_dq += read_rows(dq_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
                     write_rows(dq_sum, token, i_g, H, n_rows, b_dq, o_k, K)
-        b_in_q = b_in_q * tl.load(p_row + 192) + b_row_q
-        b_in_k, b_in_late = b_row_k - b_in_k * tl.load(p_row), b_in_late * tl.load(p_row + 64)
+        b_in_q = b_in_q * b_read + b_row_q
+        b_in_k, b_in_late = b_row_k - b_in_k * b_start, b_in_late * b_end
         if not HELD:
             b_along_q += b_in_q + b_own
             b_along_k += b_in_k * b_beta + b_in_late + b_column + b_own
@@ -183,12 +184,11 @@ def gradient_rows(
             write_column(dbeta, token, i_h, H * GROUP, n_rows, b_dbeta)
         if dg is not None:
             b_dG = b_in_q + b_in_k * b_beta - b_in_late - b_column
-            b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_in_late, 0) + tl.load(gamma + i_tile) * both)
+            b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_in_late, 0) + gamma_here * both)
             if ACTIVATE:
                 bias = 0.0
                 if dt_bias is not None:
                     bias = tl.load(dt_bias + i_h).to(tl.float32)
-                b_logit = load_column(g, (g_b, g_t, g_h), i_b, i_h, first, n_rows, o_r)
                 b_dg, b_log = gate_gradient(b_dg, b_logit, bias, load_rate(A_log, i_h), tl.full((), lower_bound, tl.float32), BOUNDED)
                 b_log, b_bias = tl.reduce((tl.where(o_r < n_rows, b_log, 0.0), tl.where(o_r < n_rows, b_dg, 0.0)), 0, add_two)
                 if dA_log is not None:

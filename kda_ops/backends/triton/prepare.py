@@ -12,6 +12,7 @@ from kda_ops.backends.triton.inverse import inverse, product
 from kda_ops.backends.triton.scan import rows_at
 from kda_ops.backends.triton.tile import (
     RowTile,
+    add_two,
     columns_of,
     dense,
     fit,
@@ -234,6 +235,18 @@ def prepare_kda(
         b_v1, b_v2 = load_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V, R, 32), load_rows(v, v_s, i_b, i_h, second, n_second, o_v, V, R, 32)
 
 
+@triton.jit
+def square_norms(b_qq, b_kk, L2NORM: tl.constexpr):
+    """`tile.inverse_norm` of q and k from the diagonals of q q^T and k k^T, whose products of 16 bit numbers are exact."""
+    if L2NORM:
+        o_r = tl.arange(0, 64)
+        own = o_r[:, None] == o_r[None, :]
+        b_q, b_k = tl.reduce((tl.where(own, b_qq, 0.0), tl.where(own, b_kk, 0.0)), 1, add_two)
+        return tl.rsqrt(b_q + 1e-6), tl.rsqrt(b_k + 1e-6)
+    else:
+        return tl.full((64,), 1.0, tl.float32), tl.full((64,), 1.0, tl.float32)
+
+
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
 def prepare_gdn(
     q, q_s, k, k_s, g, g_b, g_t, g_h, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept_A, A, P, rows, gamma,
@@ -260,8 +273,11 @@ def prepare_gdn(
     b_q = tl.load(rows_at(q, q_s, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
     b_x = decay_column(g, (g_b, g_t, g_h), A_log, dt_bias, lower_bound, i_b, i_g * GROUP, first, n_rows, ACTIVATE, BOUNDED)
     b_beta = strength_column(beta, (beta_b, beta_t, beta_h), i_b, i_g * GROUP, first, n_rows, SIGMOID, NEG_EIGVAL)
-    b_q_norm, b_k_norm = inverse_norm(b_q, L2NORM), inverse_norm(b_k, L2NORM)
     b_qk, b_kk = tl.dot(b_q, tl.trans(b_k), input_precision=PREC), tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
+    if EXACT:
+        b_q_norm, b_k_norm = inverse_norm(b_q, L2NORM), inverse_norm(b_k, L2NORM)
+    else:
+        b_q_norm, b_k_norm = square_norms(tl.dot(b_q, tl.trans(b_q), input_precision=PREC), b_kk, L2NORM)
     for i in tl.range(GROUP, num_stages=1):
         i_h = i_g * GROUP + i
         i_tile = i_t.to(tl.int64) * (H * GROUP) + i_h

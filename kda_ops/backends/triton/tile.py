@@ -170,6 +170,12 @@ def load_column(x, strides, i_b, i_h, first, n_rows, o_r):
 
 
 @triton.jit
+def add_two(a, b, x, y):
+    """Two sums in one reduction."""
+    return a + x, b + y
+
+
+@triton.jit
 def inverse_norm(b_x, L2NORM: tl.constexpr):
     """1 / sqrt(sum of squares + 1e-6) of each row of [64, width], or ones; [64] fp32."""
     if L2NORM:
