@@ -261,6 +261,9 @@ def test_a_readme_gets_every_row_between_its_markers():
     assert "old" not in new and new.count("0.50×") == 2  # the loss is shown
     assert new.count("decode") == 1 and new.startswith("a\n") and new.endswith("c\n")
     assert readme.rewrite(new, evidence) == new
+    decode = row(**{"pass": "decode"}, also={"ours_share": 0.91, "ours_call_us": 27.2, "peer_share": 0.7})
+    assert readme.table([decode], "decode").endswith("| 91% / 70% | 27 / – |")
+    assert len({line.count("|") for line in readme.table([decode], "decode").splitlines()}) == 1
     assert readme.rewrite(text, evidence, {"x.svg": "words"}).count("![words](tests/gpu/x.svg)") == 1
 
 

@@ -333,18 +333,29 @@ def assert_mesh(answers):
         assert_same(found, {"y": part} | want)
 
 
-def over_rows(groups, size):
-    """DistributedDataParallel averages over the ranks; the loss of each counts as often as there are ranks."""
+def over_rows(groups, size, how, compiled):
+    """Rows on the ranks. DistributedDataParallel averages over them, so the loss of each counts as often as there are ranks; FSDP2 is told to sum."""
     rank = dist.get_rank(groups[size])
     torch.manual_seed(0)
     model, (x, weight) = Block(), batch(2)
-    parallel = nn.parallel.DistributedDataParallel(model, process_group=groups[size])
-    found = trained(parallel, x[rank : rank + 1], size * weight[rank : rank + 1])
+    if how == "fsdp":
+        for module in (model.kda, model.gdn, model):
+            fully_shard(module, mesh=DeviceMesh.from_group(groups[size], "cpu"))
+            module.set_gradient_divide_factor(1.0)
+    if compiled:
+        torch._dynamo.reset()
+        for layer in (model.kda, model.gdn):
+            layer.compile(backend="aot_eager", fullgraph=True)
+    if how == "ddp":
+        model, weight = nn.parallel.DistributedDataParallel(model, process_group=groups[size]), size * weight
+    found = trained(model, x[rank : rank + 1], weight[rank : rank + 1])
     return {n.removeprefix("module."): p for n, p in found.items()}
 
 
-def test_data_parallel_training_is_training_on_one_process(ranks):
-    parts = ranks.run(2, over_rows, 2)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_data_parallel_training_is_training_on_one_process(ranks, how, compiled):
+    parts = ranks.run(2, over_rows, 2, how, compiled)
     torch.manual_seed(0)
     want = trained(Block(), *batch(2))
     for rank, part in enumerate(parts):

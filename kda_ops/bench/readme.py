@@ -18,6 +18,8 @@ PICTURES = {
     "evidence.svg": "how many times as fast as each peer, every row that has both times",
     "drift.png": "error of 10,000 decode steps beside that of the chunk form, from drift.json",
 }  # fmt: skip
+TITLES = {"fwd": "Forward", "fwdbwd": "Forward and backward", "decode": "Decode, one token", "first_call_s": "First call of a process, empty caches"}
+DECODE_COLUMNS = {"of a copy, ours / its": ("share", ".0%"), "µs per call from Python": ("call_us", ".0f")}
 _MARKED = re.compile(r"(<!-- evidence(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -28,10 +30,12 @@ def _number(x: float | None, form: str) -> str:
 def table(rows: list[dict], pass_: str | None) -> str:
     """A Markdown table of one pass, or of all."""
     shown = [r for r in rows if pass_ is None or r["pass"] == pass_]
+    columns = DECODE_COLUMNS if pass_ == "decode" else {}
     unit = "s" if pass_ == "first_call_s" else "ms"
     lines = [
-        f"| op | {'pass | ' if pass_ is None else ''}setting | gate | state | ours, {unit} | peer | its {unit} | ratio | error | its error |",
-        f"|---|{'---|' if pass_ is None else ''}---|---|---|---|---|---|---|---|---|",
+        f"| op | {'pass | ' if pass_ is None else ''}setting | gate | state | ours, {unit} | peer | its {unit} | ratio | error | its error |"
+        + "".join(f" {n} |" for n in columns),
+        f"|---|{'---|' if pass_ is None else ''}---|---|---|---|---|---|---|---|---|{'---|' * len(columns)}",
     ]
     for r in shown:
         faster = ratio(r)
@@ -39,6 +43,7 @@ def table(rows: list[dict], pass_: str | None) -> str:
             r["op"], *([r["pass"]] if pass_ is None else []), r["setting"], r["gate"], f"{r['state']} {r['layout']}",
             _number(r["ours_ms"], ".3g"), r["peer"] or "none",
             _number(r["peer_ms"], ".3g"), "–" if faster is None else f"{faster:.2f}×", _number(r["ours_error"], ".1e"), _number(r["peer_error"], ".1e"),
+            *(" / ".join(_number(r["also"].get(f"{side}_{name}"), form) for side in ("ours", "peer")) for name, form in columns.values()),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -56,7 +61,8 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None) -
     def fill(m: re.Match) -> str:
         nonlocal shown
         before, shown = shown, ""
-        return m[1] + before + about + table(evidence["rows"], m[2]) + "\n" + m[3]
+        title = TITLES.get(m[2])
+        return m[1] + before + (f"{title}. " if title else "") + about + table(evidence["rows"], m[2]) + "\n" + m[3]
 
     return _MARKED.sub(fill, text)
 

@@ -144,7 +144,16 @@ def layered(groups, size, how):
 
     group, rank = groups[size], dist.get_rank(groups[size])
     model, (x, weight) = Block().to(device()), (t.to(device()) for t in batch())
+    how, compiled = how.removesuffix(" compiled"), how.endswith("compiled")
+
+    def compile_layers():
+        if compiled:
+            torch._dynamo.reset()
+            for layer in (model.kda, model.gdn):
+                layer.compile(backend="aot_eager", fullgraph=True)
+
     if how == "ddp":
+        compile_layers()
         rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
         return learned(nn.parallel.DistributedDataParallel(model, process_group=group), x[rows], size * weight[rows])
     names = tuple(how.split("+"))
@@ -158,6 +167,7 @@ def layered(groups, size, how):
         for module in (model.kda, model.gdn, model):
             fully_shard(module, mesh=over)
             module.set_gradient_divide_factor(1.0)
+    compile_layers()
     if "dp" in names:
         x, weight = (t.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")] for t in (x, weight))
     if "cp" in names:
@@ -176,7 +186,10 @@ def reference():
     return exact_found, {n: t.cpu() for n, t in learned(block.cuda(), x.cuda(), weight.cuda()).items()}
 
 
-@pytest.mark.parametrize("size,how", [(2, "ddp"), (2, "dp"), (2, "tp"), (2, "cp"), (4, "cp"), (4, "dp+tp"), (4, "cp+tp"), (4, "dp+cp")])
+WAYS = [(2, how) for how in ("ddp", "ddp compiled", "dp", "dp compiled", "tp", "cp")] + [(4, how) for how in ("cp", "dp+tp", "cp+tp", "dp+cp")]
+
+
+@pytest.mark.parametrize("size,how", WAYS)
 def test_a_block_on_several_gpus_learns_what_it_learns_on_one(ranks, reference, size, how):
     if size not in SIZES:
         pytest.skip("needs four GPUs")
