@@ -103,7 +103,7 @@ def table(kernel: str, p: Problem) -> Options:
             return Options(32, 32)
         return Options(min(K, 128), min(V, 128))
     if kernel == "prepare_gdn":
-        return Options(registers=None if wide or K > 128 else 168)
+        return Options(registers=None if wide or K > 128 else 128 if p.HV == p.H else 168)  # a group keeps its scores while each head is inverted
     if kernel == "scan_rows" and layer:
         return Options(128, 128, warps=8, stages=3)
     if kernel.startswith("scan"):
