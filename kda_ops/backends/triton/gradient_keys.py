@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton.fragment import as_entries, as_tile, channel, diagonal_at, fragment, packed, unpack
-from kda_ops.backends.triton.gate import INTERPRETED, strength_column
+from kda_ops.backends.triton.gate import INTERPRETED, fast_reciprocal, strength_column
 from kda_ops.backends.triton.gradient_decay import REACH
 from kda_ops.backends.triton.gradient_tile import (
     clear_keys,
@@ -41,30 +41,28 @@ def load_pairs(x, pairs, h):
     b_x, b_m = tl.load(x + o), tl.load(pairs + h * 4096 + o)
     if b_x.dtype == tl.float32:
         return unpack(tl.where(b_m != 0, b_x, 0.0))
+    elif not INTERPRETED:  # two entries at once, which the compiler takes apart
+        return unpack(tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [b_x, b_m], b_x.dtype, True, 2))
     else:
         return unpack((b_x.to(tl.int16, bitcast=True) & b_m).to(b_x.dtype, bitcast=True))
 
 
 @triton.jit
 def widen(b_x):
-    """A tile in fp32; bf16 by its bits, an instruction per entry where the conversion is one and a half."""
-    if b_x.dtype == tl.bfloat16:
-        return (b_x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    """A tile in fp32; two entries of bf16 by their bits in as many instructions, where the compiler's conversion takes three."""
+    if b_x.dtype == tl.bfloat16 and not INTERPRETED:
+        return tl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [b_x], tl.float32, True, 2)
     else:
         return b_x.to(tl.float32)
 
 
 @triton.jit
-def rounded(b_x, TYPE: tl.constexpr):
-    """An fp32 tile as an operand, and in fp32 as that operand has it. Two entries of bf16 at once: one by one they would be converted at a sixteenth
-    of the rate of other instructions.
-    """
+def narrow(b_x, TYPE: tl.constexpr):
+    """An fp32 tile as an operand; bf16 two at once: what is read again is otherwise rounded one by one, at a sixteenth of the rate of other instructions."""
     if TYPE == tl.bfloat16 and not INTERPRETED:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;", "=r,=r,=r,r,r", [b_x], (tl.bfloat16, tl.float32), True, 2
-        )
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], tl.bfloat16, True, 2)
     else:
-        return b_x.to(TYPE), b_x.to(TYPE).to(tl.float32)
+        return b_x.to(TYPE)
 
 
 @triton.jit
@@ -104,16 +102,17 @@ def load_later(q, q_s, k, k_s, held, i_s, h, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_sums(G, i_s, h, PARTED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """The decay between each row and a row of its block of 2^(h + 1) or 2^h rows: since the middle, negative for rows before it, if PARTED; else
+    """The decay between each row and a row of its block of 2^(h + 1) or 2^h rows: if PARTED since the middle, or up to it for the rows before; else
     since the start.
     """
     row, column = fragment(BK, 128 // G.dtype.element_ty.primitive_bitwidth)
     column += i_s * BK
-    b_G = load_entries(G + row * K + column, column, None, K, BK)
     if PARTED:
-        row = ((row >> (h + 1)) << (h + 1)) + (1 << h) - 1
-        b_A = load_entries(G + row * K + column, column, None, K, BK)
+        middle, later = ((row >> (h + 1)) << (h + 1)) + (1 << h) - 1, ((row >> h) & 1) == 1
+        b_G = load_entries(G + tl.where(later, row, middle) * K + column, column, None, K, BK)
+        b_A = load_entries(G + tl.where(later, middle, row) * K + column, column, None, K, BK)
     else:
+        b_G = load_entries(G + row * K + column, column, None, K, BK)
         row = ((row >> h) << h) - 1
         b_A = load_entries(G + row * K + column, column, row >= 0, K, BK)
     return (b_G - b_A).to(tl.float32)
@@ -141,12 +140,15 @@ def state_gradients(
     b_dgamma = tl.zeros((W,), tl.float32)
     for i in range((V + BV - 1) // BV):
         o_v = i * BV + tl.arange(0, BV)
+        # every load before any product: each product would wait, and the loads after it would wait again
         b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
-        b_dkg = tl.dot(load_tile(v_new, i_tile, o_r, o_v, V), tl.trans(b_dS), b_dkg, input_precision=PREC)
-        b_dstart = tl.dot(load_tile(z, i_tile, o_r, o_v, V), tl.trans(b_S), b_dstart, input_precision=PREC)
+        b_v, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
         if do is not None:
-            b_dqg = tl.dot(read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V), tl.trans(b_S), b_dqg, input_precision=PREC)
-        b_dgamma += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
+            b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+            b_dqg = tl.dot(b_do, tl.trans(b_S), b_dqg, input_precision=PREC)
+        b_dkg = tl.dot(b_v, tl.trans(b_dS), b_dkg, input_precision=PREC)
+        b_dstart = tl.dot(b_z, tl.trans(b_S), b_dstart, input_precision=PREC)
+        b_dgamma += tl.sum(widen(b_S) * widen(b_dS), 1)
     return b_dqg, b_dkg, b_dstart, b_dgamma
 
 
@@ -168,26 +170,26 @@ def parted_pairs(
     """
     TYPE: tl.constexpr = dP.dtype.element_ty
     later = (((tl.arange(0, 64) >> h) & 1) == 1)[:, None]
+    b_late, b_early, b_sign = tl.where(later, 1.0, 0.0), tl.where(later, 0.0, 1.0), tl.where(later, 1.0, -1.0)
     here = (h >> 3) * 4096  # zero, which the compiler does not know: it would read before the loop what to hold costs registers
     q, k, G, dP, dL = q + here, k + here, G + here, dP + here, dL + here
-    b_f = tl.exp2(-tl.abs(load_sums(G, i_s, h, True, K, BK)))
+    b_f = tl.exp2(load_sums(G, i_s, h, True, K, BK))
     b_x = load_later(q, q_s, k, k_s, held, i_s, h, K, BK)
-    b_y, b_x = rounded(b_x * (b_f * tl.where(later, b_q_norm, b_k_norm)), TYPE)
-    b_pair = tl.dot(load_pairs(dP, pairs, h), b_y, input_precision=PREC)
-    b_x = b_x * b_pair
-    b_dG += tl.where(later, b_x, -b_x)
-    b_pair = b_pair * b_f
-    b_dq += tl.where(later, b_pair, 0.0)
-    b_dk += tl.where(later, 0.0, b_pair)
+    b_y = narrow(b_x * (b_f * tl.where(later, b_q_norm, b_k_norm)), TYPE)
     b_x = load_rows(k, k_s, held, i_s, K, BK)
-    b_y, b_x = rounded(b_x * (b_f * (b_k_norm * tl.where(later, b_beta, 1.0))), TYPE)
-    b_pair = tl.dot(load_pairs(dL, pairs, h), b_y, input_precision=PREC)
-    b_x = b_x * b_pair
-    b_dG += tl.where(later, b_x, -b_x)
+    b_strength = tl.where(later, b_beta, 1.0)
+    b_z = narrow(b_x * (b_f * (b_k_norm * b_strength)), TYPE)
+    b_pair = tl.dot(load_pairs(dP, pairs, h), b_y, input_precision=PREC)
+    b_dG += widen(b_y) * b_sign * b_pair
+    b_pair = b_pair * b_f
+    b_dq += b_pair * b_late
+    b_dk += b_pair * b_early
+    b_pair = tl.dot(load_pairs(dL, pairs, h), b_z, input_precision=PREC)
+    b_dG += widen(b_z) * b_sign * b_pair
     if SUMS:
         b_x = load_rows(k, k_s, held, i_s, K, BK) * (b_f * b_k_norm)
-        b_dbeta += tl.sum(tl.where(later, b_x * b_pair, 0.0), 1)
-    b_dk += b_pair * (b_f * tl.where(later, b_beta, 1.0))
+        b_dbeta += tl.sum(b_x * b_pair * b_late, 1)
+    b_dk += b_pair * (b_f * b_strength)
     return b_dq, b_dk, b_dG, b_dbeta
 
 
@@ -200,33 +202,31 @@ def anchored_pairs(
     centred on a constant, stay within 2^(REACH / 2) of one and serve all levels below h.
     """
     TYPE: tl.constexpr = dP.dtype.element_ty
-    b_f = load_sums(G, i_s, h, False, K, BK) + REACH / 2
-    b_x = (load_rows(k, k_s, held, i_s, K, BK) * (tl.exp2(-b_f) * b_k_norm)).to(TYPE)
+    b_late = tl.exp2(load_sums(G, i_s, h, False, K, BK) + REACH / 2)
+    b_x = (load_rows(k, k_s, held, i_s, K, BK) * (fast_reciprocal(b_late) * b_k_norm)).to(TYPE)
     below = 2 * h - 2
     b_pair = tl.dot(load_pairs(dP, pairs, below), b_x, input_precision=PREC)
-    b_late = tl.exp2(b_f)
-    _, b_own = rounded(load_rows(q, q_s, held, i_s, K, BK) * (b_late * b_q_norm), TYPE)
-    b_dG += b_own * b_pair
+    b_own = narrow(load_rows(q, q_s, held, i_s, K, BK) * (b_late * b_q_norm), TYPE)
+    b_dG += widen(b_own) * b_pair
     b_dq += b_pair * b_late
     b_pair = tl.dot(load_pairs(dL, pairs, below), b_x, input_precision=PREC)
     b_x = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
-    _, b_own = rounded(b_x * (b_late * b_beta), TYPE)
-    b_dG += b_own * b_pair
+    b_own = narrow(b_x * (b_late * b_beta), TYPE)
+    b_dG += widen(b_own) * b_pair
     b_pair = b_pair * b_late
     if SUMS:
         b_dbeta += tl.sum(b_x * b_pair, 1)
     b_dk += b_pair * b_beta
     tl.debug_barrier()  # what follows reads its tiles again: held, they would push the sums out of the registers
-    b_f = load_sums(G, i_s, h, False, K, BK) + REACH / 2
-    b_x = (load_rows(q, q_s, held, i_s, K, BK) * (tl.exp2(b_f) * b_q_norm)).to(TYPE)
+    b_late = tl.exp2(load_sums(G, i_s, h, False, K, BK) + REACH / 2)
+    b_x = (load_rows(q, q_s, held, i_s, K, BK) * (b_late * b_q_norm)).to(TYPE)
+    b_k = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
+    b_early = fast_reciprocal(b_late)
+    b_own = narrow(b_k * b_early, TYPE)
+    b_y = (b_k * (b_late * b_beta)).to(TYPE)
     b_pair = tl.dot(load_pairs(dP, pairs, below + 1), b_x, input_precision=PREC)
-    b_x = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
-    b_early = tl.exp2(-b_f)
-    _, b_own = rounded(b_x * b_early, TYPE)
-    b_dG -= b_own * b_pair
-    b_dk += b_pair * b_early
-    b_pair = tl.dot(load_pairs(dL, pairs, below + 1), (b_x * (tl.exp2(b_f) * b_beta)).to(TYPE), input_precision=PREC)
-    b_dG -= b_own * b_pair
+    b_pair = tl.dot(load_pairs(dL, pairs, below + 1), b_y, b_pair, input_precision=PREC)
+    b_dG -= widen(b_own) * b_pair
     b_dk += b_pair * b_early
     return b_dq, b_dk, b_dG, b_dbeta
 
@@ -286,13 +286,13 @@ def gradient_keys(
     b_G = load_entries(G + row * K + column, column, None, K, BK)
     b_start = tl.exp2(b_G.to(tl.float32))
     b_dq = b_dq * (b_start * scale)
-    b_dk = b_dk * -b_start
+    b_dk = b_dk * b_start
     b_dkg = b_dkg * tl.exp2((b_end[None, :] - b_G).to(tl.float32))
     b_x = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
     b_dbeta = tl.zeros((64,), tl.float32)
     if SUMS:
-        b_dbeta = tl.sum(b_x * b_dk, 1)
-    b_dk = b_dk * b_beta
+        b_dbeta -= tl.sum(b_x * b_dk, 1)
+    b_dk = b_dk * -b_beta
     b_last = tl.exp2(b_end.to(tl.float32)) * b_dgamma + tl.sum(b_x * b_dkg, 0)
     b_dG = b_x * (b_dk - b_dkg) + tl.where((o_r == 63)[:, None], b_last[None, :], 0.0)
     b_dk += b_dkg
