@@ -110,12 +110,10 @@ def table(kernel: str, p: Problem) -> Options:
         return Options(K, 32) if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
     if kernel == "gradient_rows":
         return Options(32, 32) if wide else Options(min(K, 128), min(V, 128))
-    if kernel.startswith("gradient"):
-        if wide:
-            return Options(64 if kernel == "gradient_keys" else 32, 32)
-        if kernel == "gradient_pairs":
-            return Options(64, min(V, 128), registers=168)
-        return Options(64, 64)
+    if kernel == "gradient_pairs":
+        return Options(32, 32) if wide else Options(64, min(V, 128), registers=168 if hopper else None)
+    if kernel == "gradient_keys":  # where operands of products come from registers, 64 columns spill kilobytes
+        return Options(64 if architecture(p.q.device) >= HOPPER else 32, 32 if wide else 64)
     if kernel == "reverse_scan_rows" and layer:
         return Options(128, 64, stages=3)
     if kernel == "reverse_scan_tiles" and layer and 2 * p.N * p.HV > processors(p.q.device):
