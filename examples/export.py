@@ -2,7 +2,7 @@
 
     python examples/export.py                  # torch.export: save, load, run; a few seconds
     python examples/export.py --package .      # also compile with AOTInductor, into prefill.pt2 and decode.pt2; half a minute more
-    python examples/export.py --device cuda --package .
+    python examples/export.py --device cuda    # packages for CUDA do not work yet: the process that runs one dies (torch 2.11)
 
 The operators stand in exported programs as one node each, ``torch.ops.kda.chunk`` and ``torch.ops.kda.recurrent_``. So a program holds no kernel of theirs
 and needs ``import kda_ops`` where it runs, saved programs (``torch.export.load``) and AOTInductor packages (``torch._inductor.aoti_load_package``) alike:
@@ -115,7 +115,9 @@ def run_elsewhere(path: Path, *inputs: Tensor) -> Tensor:
             "import sys, torch, kda_ops; package, folder = sys.argv[1:]; run = torch._inductor.aoti_load_package(package); "
             "torch.save(run(*torch.load(folder + '/in.pt')), folder + '/out.pt')"
         )
-        subprocess.run([sys.executable, "-c", code, str(path), folder], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        subprocess.run(
+            [sys.executable, "-X", "faulthandler", "-c", code, str(path), folder], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        )
         return torch.load(Path(folder) / "out.pt")
 
 

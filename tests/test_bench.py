@@ -254,11 +254,15 @@ def test_a_peer_that_stands_beside_others_needs_one_of_them():
     assert Peer("x", "cpu", "torch", None, beside=("no-such-package",)).version is None
 
 
+EVIDENCE = {"gpu": "G", "torch": "1", "triton": "2", "tests": {"passed": 5, "failed": 1, "skipped": 0}}
+
+
 def test_a_readme_gets_every_row_between_its_markers():
-    evidence = {"gpu": "G", "torch": "1", "triton": "2", "rows": [row(ours_ms=4.0), row(**{"pass": "decode"}, ours_ms=None)]}
+    evidence = EVIDENCE | {"rows": [row(ours_ms=4.0), row(**{"pass": "decode"}, ours_ms=None)]}
     text = "a\n<!-- evidence: fwd -->\nold\n<!-- end -->\nb\n<!-- evidence -->\n<!-- end -->\nc\n"
     new = readme.rewrite(text, evidence)
-    assert "old" not in new and new.count("0.50×") == 2  # the loss is shown
+    assert "old" not in new and new.count("0.50×") == 2 and "5 passed, 1 failed" in new  # losses are shown
+    assert readme.rewrite("<!-- evidence: first_call_s -->\nold\n<!-- end -->", evidence) == "<!-- evidence: first_call_s -->\n<!-- end -->"
     assert new.count("decode") == 1 and new.startswith("a\n") and new.endswith("c\n")
     assert readme.rewrite(new, evidence) == new
     decode = row(**{"pass": "decode"}, also={"ours_share": 0.91, "ours_call_us": 27.2, "peer_share": 0.7})
@@ -282,7 +286,7 @@ def test_the_picture_has_a_dot_for_every_row_and_losses_left_of_one():
 
 def test_the_readme_command_writes_the_picture_and_nothing_without_evidence(tmp_path):
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
-    text, evidence = "a\n<!-- evidence -->\n<!-- end -->\n", {"gpu": "G", "torch": "1", "triton": "2", "rows": [row()]}
+    text, evidence = "a\n<!-- evidence -->\n<!-- end -->\n", EVIDENCE | {"rows": [row()]}
     (tmp_path / "README.md").write_text(text)
     with pytest.raises(SystemExit, match="does not exist"):
         readme.main([str(tmp_path)])
@@ -293,6 +297,9 @@ def test_the_readme_command_writes_the_picture_and_nothing_without_evidence(tmp_
     assert "(tests/gpu/evidence.svg)" in written and "drift.png" not in written and "2.00×" in written
     assert ElementTree.parse(tmp_path / "tests" / "gpu" / "evidence.svg") is not None
     assert readme.main([str(tmp_path)]) == 0 and (tmp_path / "README.md").read_text() == written
+    (tmp_path / "tests" / "gpu" / "evidence.json").write_text(json.dumps(evidence | {"rows": [row(peer=None, peer_ms=None)]}))
+    assert readme.main([str(tmp_path)]) == 0 and not (tmp_path / "tests" / "gpu" / "evidence.svg").exists()  # nothing to compare
+    assert "evidence.svg" not in (tmp_path / "README.md").read_text()
 
 
 def test_a_whole_run_in_processes_of_its_own():

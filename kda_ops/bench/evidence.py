@@ -50,26 +50,27 @@ def count_tests(summary: str) -> dict[str, int]:
     }
 
 
-def run_suite(root: Path) -> dict[str, int]:
-    """Run tests/gpu, its output passing through; on several cores where pytest-xdist is installed."""
+def run_suite(root: Path) -> tuple[dict[str, int], list[str]]:
+    """Run tests/gpu, its output passing through, on several cores where pytest-xdist is installed: the counts, and the names of what failed."""
     lines, spread, environment = [], [], dict(os.environ)
     if importlib.util.find_spec("xdist"):
         spread = ["-n", str(max(1, min(14, (os.cpu_count() or 1) - 2)))]
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes of the suite fill the cores already
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", *spread]
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "tests/gpu", "-q", "-rfE", *spread]  # of two -q, the count would not be printed
     with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
-    return count_tests(next((x for x in reversed(lines) if re.search(r"\d+ (passed|failed|skipped|error)", x)), ""))
+    failures = [m[1] for m in (re.match(r"(?:FAILED|ERROR) (\S.*?)(?: - |$)", x.strip()) for x in lines) if m]
+    return count_tests(next((x for x in reversed(lines) if re.search(r"\d+ (passed|failed|skipped|error)", x)), "")), failures
 
 
-def _resumed(path: Path, about: dict) -> tuple[dict[str, int] | None, list[dict]]:
+def _resumed(path: Path, about: dict) -> tuple[tuple[dict[str, int], list[str]], list[dict]]:
     """The tests and rows of a file, if they are of this machine and these kernels."""
     found = json.loads(path.read_text())
     if wrong := [n for n in about if found.get(n) != about[n]]:
         raise SystemExit(f"{path} is of another {wrong[0]} ({found.get(wrong[0])}, here {about[wrong[0]]}): take the evidence anew.")
-    return found["tests"], found["rows"]
+    return (found["tests"], found["failures"]), found["rows"]
 
 
 def main(argv: list[str]) -> int:
@@ -87,11 +88,12 @@ def main(argv: list[str]) -> int:
         raise SystemExit("evidence needs a CUDA device.")
     path = Path(args.output or root / "tests" / "gpu" / "evidence.json")
     about = {"kernels_sha256": kernels_sha256(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": metadata.version("triton")}
-    tests, rows = _resumed(Path(args.resume), about) if args.resume else (None, [])
+    suite, rows = _resumed(Path(args.resume), about) if args.resume else (None, [])
     missing: dict[str, str] = {}
 
     def write(complete: bool = False) -> None:
-        path.write_text(json.dumps(about | {"tests": tests, "complete": complete, "rows": rows, "missing": missing}, indent=1) + "\n")
+        tests, failures = suite
+        path.write_text(json.dumps(about | {"tests": tests, "failures": failures, "complete": complete, "rows": rows, "missing": missing}, indent=1) + "\n")
 
     def keep(x: dict | str) -> None:
         if isinstance(x, dict):
@@ -101,8 +103,8 @@ def main(argv: list[str]) -> int:
             missing[name] = why
         write()
 
-    if tests is None:
-        tests = run_suite(root)
+    if suite is None:
+        suite = run_suite(root)
     write()
     until = begin + args.time_limit
     compare.measure_arguments(args, "cuda", lambda line: print(line, flush=True), until=until, have=rows, keep=keep)
@@ -110,4 +112,4 @@ def main(argv: list[str]) -> int:
         raise SystemExit("the kernels changed while the evidence was taken: take it again.")
     complete = time.time() < until
     write(complete)
-    return 1 if tests["failed"] or not tests["passed"] or any(r["ours_ms"] is None for r in rows) or not complete else 0
+    return 1 if suite[0]["failed"] or not suite[0]["passed"] or any(r["ours_ms"] is None for r in rows) or not complete else 0

@@ -50,16 +50,19 @@ def table(rows: list[dict], pass_: str | None) -> str:
 
 
 def _about(evidence: dict) -> str:
-    return f"{evidence['gpu']}, torch {evidence['torch']}, triton {evidence['triton']}"
+    counts = ", ".join(f"{n} {word}" for word, n in evidence["tests"].items() if n)
+    return f"{evidence['gpu']}, torch {evidence['torch']}, triton {evidence['triton']}; tests/gpu {counts}"
 
 
 def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None) -> str:
-    """The README with the tables of an evidence file between its markers, and pictures before the first of them."""
+    """The README with the tables of an evidence file between its markers, none where a pass has no rows, and pictures before the first of them."""
     shown = "".join(f"![{words}](tests/gpu/{name})\n\n" for name, words in (pictures or {}).items())
     about = f"{_about(evidence)}; medians, error: relative RMS against float64.\n\n"
 
     def fill(m: re.Match) -> str:
         nonlocal shown
+        if not any(m[2] in (None, r["pass"]) for r in evidence["rows"]):
+            return m[1] + m[3]
         before, shown = shown, ""
         title = TITLES.get(m[2])
         return m[1] + before + (f"{title}. " if title else "") + about + table(evidence["rows"], m[2]) + "\n" + m[3]
@@ -78,7 +81,10 @@ def main(argv: list[str]) -> int:
     if not _MARKED.search(text):
         raise SystemExit("README.md has no <!-- evidence --> ... <!-- end --> to write between.")
     evidence = json.loads(source.read_text())
-    (folder / "evidence.svg").write_text(picture.draw(evidence["rows"], _about(evidence)))
+    drawn = folder / "evidence.svg"
+    drawn.unlink(missing_ok=True)
+    if any(ratio(r) is not None for r in evidence["rows"]):
+        drawn.write_text(picture.draw(evidence["rows"], _about(evidence)))
     readme.write_text(rewrite(text, evidence, {name: words for name, words in PICTURES.items() if (folder / name).exists()}))
     return 0
 
