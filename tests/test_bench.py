@@ -14,7 +14,7 @@ import torch
 from kda_ops import __main__
 from kda_ops.bench import compare, picture, readme, worker
 from kda_ops.bench.cases import Case, Oracle, activated, flags, make_inputs
-from kda_ops.bench.sides import Peer, Unsupported, our_forward
+from kda_ops.bench.sides import Peer, Unsupported, our_forward, our_step
 
 SMALL = "B1T130H2HV4D16"
 ROOT = Path(__file__).parents[1]
@@ -232,6 +232,21 @@ def test_what_matters_most_is_measured_first():
     names = [(c.op, c.pass_, c.gate) for c in cases]
     assert names[:4] == [("kda", p, "bound") for _ in range(2) for p in ("fwdbwd", "fwd")]
     assert names.index(("kda", "decode", "bound")) < names.index(("kda", "fwdbwd", "strong")) < names.index(("kda", "first_call_s", "bound"))
+
+
+def test_what_a_peer_tunes_is_compiled_just_before_it_is_measured(monkeypatch):
+    calls = []
+    monkeypatch.setattr(compare, "peers_of", lambda device: [Peer("a", "cpu", None, our_forward, our_step, tunes=True)])
+    monkeypatch.setattr(compare, "compile_ahead", lambda cases, peer, until: calls.append(("compile", {(c.op, c.gate, c.setting) for c in cases})))
+    monkeypatch.setattr(compare, "measure", lambda cases, peer, report, until: calls.append(("measure" if peer else "alone", cases)) or [])
+    words = dict(ops=("kda", "gdn"), passes=("fwd", "fwdbwd", "decode"), gates=("bound", "softplus", "weak"), settings=None, dtype=torch.float32)
+    compare.run("cpu", **words, peers=None, echo=lambda line: None)
+    compiled = [i for i, (what, _) in enumerate(calls) if what == "compile"]
+    for i in compiled:
+        (shared,), (what, cases) = calls[i][1], calls[i + 1]
+        assert what == "measure" and {c.pass_ for c in cases} == {"fwd", "fwdbwd"} and {(c.op, c.gate, c.setting) for c in cases} == {shared}
+    measured = [c for what, cases in calls if what == "measure" for c in cases]
+    assert len(compiled) == 3 and measured == compare.order(measured) and {c.pass_ for c in measured} == {"fwd", "fwdbwd", "decode"}
 
 
 def test_a_table_out_of_time_names_what_it_lacks():

@@ -60,6 +60,11 @@ class Case:
         return self.gate in ("bound", "softplus")
 
     @property
+    def tuned(self) -> bool:
+        """Whether a peer that tunes its kernels has many to compile: those of whole sequences, with everything inside."""
+        return self.inside and self.pass_ in ("fwd", "fwdbwd")
+
+    @property
     def lower_bound(self) -> float | None:
         """The bound of a bounded gate."""
         return LOWER_BOUND if self.gate == "bound" else None

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -69,6 +70,11 @@ def order(cases: list[Case]) -> list[Case]:
         return stage, GATES.index(case.gate), case.op != "kda", case.setting, case.pass_ == "fwd"
 
     return sorted(cases, key=rank)
+
+
+def in_turn(cases: list[Case]) -> list[list[Case]]:
+    """Ordered cases in groups that share what a peer tunes, so that each can be compiled just before it is measured and a run that is cut has rows."""
+    return [list(group) for _, group in groupby(cases, lambda c: (c.op, c.gate, c.setting) if c.tuned else None)]
 
 
 def _worker(work: dict, peer: Peer | None, **words) -> subprocess.Popen:
@@ -219,9 +225,10 @@ def run(
         done = {tuple(r[n] for n in KEY[:-1]) for r in rows if peer is None or r["peer"] == peer.name}
         cases = order([c for c in list_cases(device, ops, passes, gates, settings, dtype, peer) if tuple(c.key().values()) not in done])
         end = until if peer is None else time.time() + SHARE * (until - time.time())
-        if peer is not None and peer.tunes and cases:
-            compile_ahead([c for c in cases if c.inside], peer, end)
-        rows += measure(cases, peer, report, end)
+        for group in in_turn(cases) if peer is not None and peer.tunes else [cases]:
+            if tuned := [c for c in group if c.tuned] if peer is not None and peer.tunes else []:
+                compile_ahead(tuned, peer, end)
+            rows += measure(group, peer, report, end)
     return rows
 
 
