@@ -2,13 +2,14 @@
 
     python examples/export.py                  # torch.export: save, load, run; a few seconds
     python examples/export.py --package .      # also compile with AOTInductor, into prefill.pt2 and decode.pt2; half a minute more
-    python examples/export.py --device cuda    # packages for CUDA do not work yet: the process that runs one dies (torch 2.11)
+    python examples/export.py --device cuda --package .     # packages for CUDA are not shown to work yet, see README
 
 The operators stand in exported programs as one node each, ``torch.ops.kda.chunk`` and ``torch.ops.kda.recurrent_``. So a program holds no kernel of theirs
 and needs ``import kda_ops`` where it runs, saved programs (``torch.export.load``) and AOTInductor packages (``torch._inductor.aoti_load_package``) alike:
-the import registers the operators, and without it loading fails with "Could not find schema for kda::chunk". Three more things to know:
+the import registers the operators, and without it loading fails with "Could not find schema for kda::chunk". Four more things to know:
 
 - Decoding writes its states in place, which is inference: export and run it under ``torch.no_grad()``.
+- Bring CUDA up (the inputs do) before a package for CUDA is loaded.
 - A package takes inputs with the strides of the example inputs, and does not check this (with AOTI_RUNTIME_CHECK_INPUTS=1 it does). Pass contiguous tensors.
 - Exported graphs are below the pass of `kda_ops.inductor`: ask for the gate, the normalisation and the sigmoid by flags, as here.
 
@@ -112,8 +113,8 @@ def run_elsewhere(path: Path, *inputs: Tensor) -> Tensor:
     with tempfile.TemporaryDirectory() as folder:
         torch.save(inputs, Path(folder) / "in.pt")
         code = (
-            "import sys, torch, kda_ops; package, folder = sys.argv[1:]; run = torch._inductor.aoti_load_package(package); "
-            "torch.save(run(*torch.load(folder + '/in.pt')), folder + '/out.pt')"
+            "import sys, torch, kda_ops; package, folder = sys.argv[1:]; inputs = torch.load(folder + '/in.pt'); "
+            "torch.save(torch._inductor.aoti_load_package(package)(*inputs), folder + '/out.pt')"
         )
         subprocess.run(
             [sys.executable, "-X", "faulthandler", "-c", code, str(path), folder], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
