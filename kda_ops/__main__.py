@@ -8,7 +8,7 @@ import sys
 
 COMMANDS = {
     "doctor": ("kda_ops.doctor", "versions, devices, backends, known compiler hazards"),
-    "bench": ("kda_ops.bench.compare", "our operators beside the installed peers"),
+    "bench": ("kda_ops.bench.command", "our operators beside the installed peers"),
     "counters": ("kda_ops.bench.counters", "graphs, breaks, recompilations and folds of a small model under torch.compile"),
     "drift": ("kda_ops.bench.drift", "thousands of decode steps beside the chunk form, against float64"),
     "tune": ("kda_ops.bench.tune", "measure kernel configurations on this GPU and cache the best"),

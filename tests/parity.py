@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kda_ops.bench.compare import describe, need_device
+from kda_ops.bench.machine import describe, need_device
 
 FILE = Path(__file__).parent / "gpu" / "parity.json"
 SEEDS = (0, 1)

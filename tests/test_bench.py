@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kda_ops import __main__
-from kda_ops.bench import compare, picture, readme, worker
+from kda_ops.bench import compare, picture, readme, rows, worker
 from kda_ops.bench.cases import Case, Oracle, activated, flags, make_inputs
 from kda_ops.bench.sides import Peer, Unsupported, our_forward, our_step
 
@@ -79,7 +79,7 @@ def test_both_state_layouts_and_dtypes_decode():
         # a copy takes 1 ms too, so the share is that of the bytes
         assert got["also"]["ours_share"] == pytest.approx(3 * 2 * 16 * 16 * (2 if there.state == "bf16" else 4) / 2**28)
         assert got["also"]["ours_call_us"] > 1 and "peer_share" not in got["also"]
-        assert "of a copy 0% | -, us per call" in compare.format_row(got)
+        assert "of a copy 0% | -, us per call" in rows.format_row(got)
 
 
 def wrong_peer(change):
@@ -190,7 +190,7 @@ def test_stages_that_a_backend_lacks_are_named(monkeypatch):
 def test_slower_rows_and_lost_times_are_losses():
     old = [row(), row(op="gdn"), row(gate="strong"), row(**{"pass": "decode"})]
     new = [row(ours_ms=1.04), row(op="gdn", ours_ms=1.06), row(gate="strong", ours_ms=None), row(setting="B2T1H1", ours_ms=9.0)]
-    lines, losses = compare.compare_rows(new, old)
+    lines, losses = rows.compare_rows(new, old)
     assert len(lines) == 3 and "+4.0%" in lines[0] and "+6.0%" in lines[1] and "no time" in lines[2]
     assert [name.split()[0] + name.split()[3] for name in losses] == ["gdnweak", "kdastrong"]
 
@@ -201,7 +201,7 @@ def test_the_command_line_compares_and_writes(tmp_path, monkeypatch, capsys):
     old.write_text(json.dumps({"rows": [row()]}))
     assert compare.main(["--device", "cpu", "--json", str(new), "--plot", str(drawn), "--against", str(old)]) == 1
     assert "SLOWER: kda fwd" in capsys.readouterr().out
-    assert compare.read_rows(new) == [row(ours_ms=1.2)] and "1 rows, 0 lost" in drawn.read_text()
+    assert rows.read_rows(new) == [row(ours_ms=1.2)] and "1 rows, 0 lost" in drawn.read_text()
     assert compare.main(["--device", "cpu", "--against", str(new)]) == 0
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kda_ops
-from kda_ops.bench import compare, model
+from kda_ops.bench import command, model
 
 SPEC = dict(device="cpu", gate="bound", backend="aot_eager", layers=2, hidden=16, heads=2, mlp=2, batch=2, length=70, steps=1)
 
@@ -53,7 +53,7 @@ def test_the_command_line_measures_and_writes(tmp_path, monkeypatch, capsys):
     slow = {"loss": 1.0, "probe": [1.1], "first_step_s": 9.0, "says": "not done after 10 s"}
     apart = {"ours": {"loss": 1.0, "probe": [1.0], "step_ms": 5.0}, "slow": slow}
     monkeypatch.setattr(model, "measure_apart", lambda side, spec, limit, ahead: apart[side])
-    assert compare.main(["--model", "--device", "cpu", "--peers", "slow", "--json", str(tmp_path / "m.json")]) == 0
+    assert command.main(["--model", "--device", "cpu", "--peers", "slow", "--json", str(tmp_path / "m.json")]) == 0
     assert "not done after 10 s" in capsys.readouterr().out
     assert json.loads((tmp_path / "m.json").read_text())["sides"] == apart
 

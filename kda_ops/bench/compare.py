@@ -24,17 +24,13 @@ from pathlib import Path
 
 import torch
 
+from kda_ops.bench import picture
 from kda_ops.bench.cases import DECODE_SETTINGS, GATES, PASSES, SETTINGS, Case
+from kda_ops.bench.machine import default_dtype, describe, need_device
+from kda_ops.bench.rows import HEAD, KEY, WIDTHS, compare_rows, format_row, read_rows
 from kda_ops.bench.sides import Peer, peers_of
 
-KEY = ("op", "pass", "setting", "gate", "state", "layout", "peer")
 SHARE = 0.75  # of the time that is left, for each peer; the rest is for the sides after it
-SLOWER = 0.05  # the change of a row's time that --against calls a loss
-
-
-def default_dtype(device: str) -> torch.dtype:
-    """What is measured unless asked otherwise: bf16 on GPUs, fp32 on CPUs."""
-    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def list_cases(
@@ -132,77 +128,6 @@ def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str],
     return rows
 
 
-def _cell(value: float | None, digits: str = ".4g") -> str:
-    return "-" if value is None else format(value, digits)
-
-
-def ratio(row: dict) -> float | None:
-    """How many times faster we are."""
-    return row["peer_ms"] / row["ours_ms"] if row["ours_ms"] and row["peer_ms"] else None
-
-
-HEAD = ("op", "pass", "setting", "gate", "state", "peer", "ours", "peer's", "ratio", "error", "peer's")
-WIDTHS = (4, 13, 15, 9, 8, 13, 9, 9, 7, 8, 8)
-
-
-def format_row(row: dict) -> str:
-    """One line of the table in a terminal."""
-    faster = ratio(row)
-    cells = (
-        row["op"], row["pass"], row["setting"], row["gate"], f"{row['state']} {row['layout']}", row["peer"] or "none",
-        _cell(row["ours_ms"]), _cell(row["peer_ms"]), "-" if faster is None else f"{faster:.2f}x",
-        _cell(row["ours_error"], ".1e"), _cell(row["peer_error"], ".1e"),
-    )  # fmt: skip
-    line = "".join(c.ljust(w) for c, w in zip(cells, WIDTHS)).rstrip()
-    if "ours_share" in row["also"]:
-        line += "  of a copy " + _both(row, "share", ".0%") + ", us per call " + _both(row, "call_us", ".0f")
-    return line
-
-
-def _both(row: dict, column: str, digits: str) -> str:
-    return " | ".join(_cell(row["also"].get(f"{side}_{column}"), digits) for side in ("ours", "peer"))
-
-
-def compare_rows(new: list[dict], old: list[dict]) -> tuple[list[str], list[str]]:
-    """What changed since `old`, a line per row that both have, and the names of the losses: rows slower by more than 5 %, or without a time now."""
-    before = {tuple(r[n] for n in KEY): r["ours_ms"] for r in old}
-    lines, losses = [], []
-    for row in new:
-        key = tuple(row[n] for n in KEY)
-        if before.get(key) is None:
-            continue
-        name = " ".join(str(k) for k in key)
-        if row["ours_ms"] is None:
-            lines.append(f"{name}: {before[key]:.4g} -> no time")
-            losses.append(name)
-            continue
-        change = row["ours_ms"] / before[key] - 1
-        lines.append(f"{name}: {before[key]:.4g} -> {row['ours_ms']:.4g} ({change:+.1%})")
-        if change > SLOWER:
-            losses.append(name)
-    return lines, losses
-
-
-def read_rows(path: str | Path) -> list[dict]:
-    """The rows of a file that ``--json`` or ``evidence`` wrote."""
-    data = json.loads(Path(path).read_text())
-    return data["rows"] if isinstance(data, dict) else data
-
-
-def describe(device: str) -> dict[str, str]:
-    """The machine and the versions that the numbers belong to."""
-    from importlib import metadata
-
-    import kda_ops
-
-    try:
-        triton = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        triton = "none"
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    return {"device": name, "kda_ops": kda_ops.__version__, "torch": torch.__version__, "triton": triton}
-
-
 def run(
     device: str, *, ops, passes, gates, settings, dtype, peers, echo: Callable[[str], None], until: float = float("inf"),
     have: Iterable[dict] = (), keep: Callable[[dict | str], None] = lambda x: None,
@@ -255,12 +180,6 @@ def add_arguments(parser: argparse.ArgumentParser, device: str | None = None) ->
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="stop after S seconds; what was not reached is named")
 
 
-def need_device(parser: argparse.ArgumentParser, device: str) -> None:
-    """Refuse a device that is not here."""
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here; pass --device cpu.")
-
-
 def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str], None], **words) -> list[dict]:
     """Run what `add_arguments` parsed; `words` as of `run`."""
     dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(device)
@@ -270,30 +189,22 @@ def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str
 
 def main(argv: list[str]) -> int:
     """Run the command line; non-zero if our side failed its error check anywhere, or a row lost more than 5 % against ``--against``."""
-    if "--model" in argv:
-        from kda_ops.bench import model
-
-        return model.main([a for a in argv if a != "--model"])
-    parser = argparse.ArgumentParser(prog="python -m kda_ops bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m kda_ops bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="bench --model: a training step of a whole model instead (bench --model --help)\n"
+        "bench --readme: measure nothing, rewrite the tables of README.md and their picture from tests/gpu/evidence.json",
+    )  # fmt: skip
     add_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     parser.add_argument("--plot", metavar="FILE", help="draw the rows (SVG)")
     parser.add_argument("--against", metavar="FILE", help="compare with rows written earlier")
-    parser.add_argument("--model", action="store_true", help="a training step of a whole model instead; see bench --model --help")
-    parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite the tables of README.md and their picture from tests/gpu/evidence.json")
     args = parser.parse_args(argv)
     need_device(parser, args.device)
-    if args.readme:
-        from kda_ops.bench import readme
-
-        return readme.main([])
     old = read_rows(args.against) if args.against else []
     rows = measure_arguments(args, args.device, lambda line: print(line, flush=True))
     if args.json:
         Path(args.json).write_text(json.dumps(describe(args.device) | {"rows": rows}, indent=1) + "\n")
     if args.plot:
-        from kda_ops.bench import picture
-
         Path(args.plot).write_text(picture.draw(rows, ", ".join(f"{n} {v}" for n, v in describe(args.device).items())))
     lines, losses = compare_rows(rows, old)
     print(*lines, sep="\n" if lines else "")

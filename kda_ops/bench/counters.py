@@ -19,7 +19,7 @@ from torch import Tensor
 
 import kda_ops
 from kda_ops.bench import model
-from kda_ops.bench.compare import describe, need_device
+from kda_ops.bench.machine import describe, need_device
 from kda_ops.nn import KimiDeltaAttention
 
 PASSES = ("train", "infer")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kda_ops
 from kda_ops.bench.cases import WIDTH
-from kda_ops.bench.compare import default_dtype, describe, need_device
+from kda_ops.bench.machine import default_dtype, describe, need_device
 
 POOLS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNK: dict[str, Callable] = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case
-from kda_ops.bench.compare import compile_ahead, describe, need_device
+from kda_ops.bench.compare import compile_ahead
+from kda_ops.bench.machine import describe, need_device
 from kda_ops.nn import KimiDeltaAttention
 
 VOCABULARY = 256

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case, make_inputs
-from kda_ops.bench.compare import need_device
+from kda_ops.bench.machine import need_device
 
 REPEATS = 9
 RUN = 64  # chunks per run: the cheapest where many heads share a device

@@ -11,7 +11,7 @@ import statistics
 from html import escape
 
 from kda_ops.bench.cases import PASSES
-from kda_ops.bench.compare import ratio
+from kda_ops.bench.rows import ratio
 from kda_ops.bench.sides import PEERS
 
 LEFT, WIDTH, RIGHT, STEP, TOP = 215, 440, 190, 26, 48

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from kda_ops.bench import picture
-from kda_ops.bench.compare import ratio
 from kda_ops.bench.evidence import checkout
+from kda_ops.bench.rows import ratio
 
 PICTURES = {
     "evidence.svg": "how many times as fast as each peer, every row that has both times",

@@ -1,0 +1,32 @@
+"""The machine that something is measured on."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+
+def default_dtype(device: str) -> torch.dtype:
+    """What is measured unless asked otherwise: bf16 on GPUs, fp32 on CPUs."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def describe(device: str) -> dict[str, str]:
+    """The machine and the versions that the numbers belong to."""
+    from importlib import metadata
+
+    import kda_ops
+
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "none"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return {"device": name, "kda_ops": kda_ops.__version__, "torch": torch.__version__, "triton": triton}
+
+
+def need_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """Refuse a device that is not here."""
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here; pass --device cpu.")

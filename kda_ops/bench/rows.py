@@ -1,0 +1,66 @@
+"""What a row of the benchmark says: how it is printed, read and compared with an older one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+KEY = ("op", "pass", "setting", "gate", "state", "layout", "peer")
+SLOWER = 0.05  # the change of a row's time that --against calls a loss
+
+
+def _cell(value: float | None, digits: str = ".4g") -> str:
+    return "-" if value is None else format(value, digits)
+
+
+def ratio(row: dict) -> float | None:
+    """How many times faster we are."""
+    return row["peer_ms"] / row["ours_ms"] if row["ours_ms"] and row["peer_ms"] else None
+
+
+HEAD = ("op", "pass", "setting", "gate", "state", "peer", "ours", "peer's", "ratio", "error", "peer's")
+WIDTHS = (4, 13, 15, 9, 8, 13, 9, 9, 7, 8, 8)
+
+
+def format_row(row: dict) -> str:
+    """One line of the table in a terminal."""
+    faster = ratio(row)
+    cells = (
+        row["op"], row["pass"], row["setting"], row["gate"], f"{row['state']} {row['layout']}", row["peer"] or "none",
+        _cell(row["ours_ms"]), _cell(row["peer_ms"]), "-" if faster is None else f"{faster:.2f}x",
+        _cell(row["ours_error"], ".1e"), _cell(row["peer_error"], ".1e"),
+    )  # fmt: skip
+    line = "".join(c.ljust(w) for c, w in zip(cells, WIDTHS)).rstrip()
+    if "ours_share" in row["also"]:
+        line += "  of a copy " + _both(row, "share", ".0%") + ", us per call " + _both(row, "call_us", ".0f")
+    return line
+
+
+def _both(row: dict, column: str, digits: str) -> str:
+    return " | ".join(_cell(row["also"].get(f"{side}_{column}"), digits) for side in ("ours", "peer"))
+
+
+def compare_rows(new: list[dict], old: list[dict]) -> tuple[list[str], list[str]]:
+    """What changed since `old`, a line per row that both have, and the names of the losses: rows slower by more than 5 %, or without a time now."""
+    before = {tuple(r[n] for n in KEY): r["ours_ms"] for r in old}
+    lines, losses = [], []
+    for row in new:
+        key = tuple(row[n] for n in KEY)
+        if before.get(key) is None:
+            continue
+        name = " ".join(str(k) for k in key)
+        if row["ours_ms"] is None:
+            lines.append(f"{name}: {before[key]:.4g} -> no time")
+            losses.append(name)
+            continue
+        change = row["ours_ms"] / before[key] - 1
+        lines.append(f"{name}: {before[key]:.4g} -> {row['ours_ms']:.4g} ({change:+.1%})")
+        if change > SLOWER:
+            losses.append(name)
+    return lines, losses
+
+
+def read_rows(path: str | Path) -> list[dict]:
+    """The rows of a file that ``--json`` or ``evidence`` wrote."""
+    data = json.loads(Path(path).read_text())
+    return data["rows"] if isinstance(data, dict) else data
