@@ -157,7 +157,8 @@ def test_16_bit_draws_are_as_exact_as_the_first_and_have_errors_of_their_own(var
         first, *others = (run_stages(unit, problem, case.cotangents())["dbeta"].double() - ref for unit in units)
         ratios += [(x.norm() / first.norm()).log() for x in others]
         apart += [(x - first).norm() / first.norm() for x in others]
-    assert 0.8 < torch.stack(ratios).mean().exp() < 1.25 and torch.stack(apart).min() > 0.5
+    # The mean of 16 logarithms has a standard error of 0.10 here: 0.22 is two of them. Errors that share nothing are sqrt(2) apart.
+    assert torch.stack(ratios).mean().abs() < 0.22 and torch.stack(apart).min() > 0.5
 
 
 def test_another_grid_keeps_what_16_bits_hold_and_rounds_once():

@@ -9,7 +9,7 @@ import pytest
 from kda_ops.bench import evidence
 
 FILE = Path(__file__).parent / "gpu" / "evidence.json"
-KNOWN = {  # GPU tests that failed in the run on file, and why it was kept nevertheless
+KNOWN = {  # the GPU tests that failed in the run on file, and why it was kept nevertheless; empty after a clean one
     "tests/gpu/test_export.py::test_programs_and_packages_compute_what_the_module_does": "an AOTInductor package dies on CUDA; README says so",
     "tests/gpu/test_serving.py::test_padding_slots_cost_nothing": "it timed the host, 57.7 us against a limit of 53.8, on busy cores; it times a graph now",
 }
@@ -27,7 +27,7 @@ def test_evidence_has_the_columns_it_promises():
         found = json.loads(FILE.read_text())
         assert set(found) == {"kernels_sha256", "gpu", "torch", "triton", "tests", "failures", "complete", "rows", "missing"}
         assert set(found["tests"]) == {"passed", "failed", "skipped"} and found["tests"]["passed"]
-        assert len(found["failures"]) == found["tests"]["failed"] and set(found["failures"]) <= set(KNOWN), found["failures"]
+        assert len(found["failures"]) == found["tests"]["failed"] and set(found["failures"]) == set(KNOWN), found["failures"]
         for row in found["rows"]:
             assert set(row) == COLUMNS
             assert row["op"] in ("kda", "gdn") and row["pass"] in ("fwd", "fwdbwd", "decode", "first_call_s")

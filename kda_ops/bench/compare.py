@@ -3,8 +3,8 @@
 A row is ``{op, pass, setting, gate, state, layout, peer, ours_ms, peer_ms, ours_error, peer_error, also}``. Times are medians in milliseconds (seconds for
 the pass "first_call_s"), errors relative RMS against float64; a side whose error is over its limit has no time. `also` holds what else was measured: the
 peak of memory of a training pass, first calls with backward and with warm caches, what a peer that broke said. Each peer has its own process, in
-which both sides of its rows run on the same inputs, because some are configured by environment variables that are read at import. Before it, where
-a peer tunes at run time, several processes compile what it will choose from.
+which both sides of its rows run on the same inputs, because some are configured by environment variables that are read at import. Where a peer
+tunes at run time, several processes compile what it will choose from, each time just before it is measured.
 """
 
 from __future__ import annotations
