@@ -86,7 +86,7 @@ def _end(process: subprocess.Popen) -> None:
 
 def compile_ahead(cases: list[Case], peer: Peer, until: float) -> None:
     """Compile what a peer's tuning will choose from, on all cores."""
-    count = max(1, min(14, (os.cpu_count() or 1) - 2))
+    count = max(1, min(30, (os.cpu_count() or 1) - 2))
     specs = [c.spec() for c in cases]
     works = [{"peer": peer.name, "cases": specs, "share": [i, count]} for i in range(count)]
     shares = [_worker(work, peer, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for work in works]
