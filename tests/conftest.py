@@ -7,6 +7,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support.gpus import rotated
+
+if (_PROCESS := os.environ.get("PYTEST_XDIST_WORKER")) and (_GPUS := torch.cuda.device_count()) > 1:
+    os.environ["CUDA_VISIBLE_DEVICES"] = rotated(_PROCESS, _GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))
 torch.set_num_threads(1)  # tensors here are small: a second thread costs more than it brings, and very much more on a busy machine
 
 _COMMON = dict(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kda_ops.bench import evidence
+from tests.support.gpus import rotated
 
 FILE = Path(__file__).parent / "gpu" / "evidence.json"
 KNOWN = {  # the GPU tests that failed in the run on file, and why it was kept nevertheless; empty after a clean one
@@ -64,6 +65,11 @@ def test_the_suite_is_counted_whatever_the_project_adds_to_the_command(monkeypat
         "import pytest\n\ndef test_a(): pass\n\ndef test_b(): assert False\n\ndef test_c(): pytest.skip('no')\n"
     )
     assert evidence.run_suite(tmp_path) == ({"passed": 1, "failed": 1, "skipped": 1}, ["tests/gpu/test_it.py::test_b"])
+
+
+def test_processes_of_the_suite_begin_with_different_gpus():
+    assert [rotated(f"gw{i}", 4) for i in (0, 1, 6)] == ["0,1,2,3", "1,2,3,0", "2,3,0,1"]
+    assert rotated("gw3", 2, "4,7") == "7,4"
 
 
 def test_evidence_needs_a_gpu(monkeypatch):

@@ -51,17 +51,19 @@ def count_tests(summary: str) -> dict[str, int]:
 
 
 def run_suite(root: Path) -> tuple[dict[str, int], list[str]]:
-    """Run tests/gpu, its output passing through, on several cores where pytest-xdist is installed: the counts, and the names of what failed."""
+    """Run tests/gpu, its output passing through, on several cores and all GPUs where pytest-xdist is installed: the counts, and the names of what failed."""
+    import torch
+
     lines, spread, environment = [], [], dict(os.environ)
     if importlib.util.find_spec("xdist"):
-        spread = ["-n", str(max(1, min(14, (os.cpu_count() or 1) - 2)))]
+        spread = ["-n", str(max(1, min(14 * max(1, torch.cuda.device_count()), (os.cpu_count() or 1) - 2))), "--dist", "loadgroup"]
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes of the suite fill the cores already
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "tests/gpu", "-q", "-rfE", *spread]  # of two -q, the count would not be printed
     with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
-    failures = [m[1] for m in (re.match(r"(?:FAILED|ERROR) (\S.*?)(?: - |$)", x.strip()) for x in lines) if m]
+    failures = [m[1].removesuffix("@ranks") for m in (re.match(r"(?:FAILED|ERROR) (\S.*?)(?: - |$)", x.strip()) for x in lines) if m]
     return count_tests(next((x for x in reversed(lines) if re.search(r"\d+ (passed|failed|skipped|error)", x)), "")), failures
 
 

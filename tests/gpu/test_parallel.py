@@ -25,6 +25,7 @@ from tests.support.ranks import Ranks, device
 from tests.support.shards import cut_twin
 from tests.test_context_parallel import ODD, compiled, odd_one_out, step, whole
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes for all
 COUNT = min(torch.cuda.device_count(), 4)
 SIZES = [n for n in (2, 4) if n <= COUNT]
 BF16 = torch.bfloat16
