@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from xml.etree import ElementTree
@@ -237,8 +238,8 @@ def test_what_matters_most_is_measured_first():
 def test_what_a_peer_tunes_is_compiled_just_before_it_is_measured(monkeypatch):
     calls = []
     monkeypatch.setattr(compare, "peers_of", lambda device: [Peer("a", "cpu", None, our_forward, our_step, tunes=True)])
-    monkeypatch.setattr(compare, "compile_ahead", lambda cases, peer, until: calls.append(("compile", {(c.op, c.gate, c.setting) for c in cases})))
-    monkeypatch.setattr(compare, "measure", lambda cases, peer, report, until: calls.append(("measure" if peer else "alone", cases)) or [])
+    monkeypatch.setattr(compare, "compile_ahead", lambda cases, *rest: calls.append(("compile", {(c.op, c.gate, c.setting) for c in cases})))
+    monkeypatch.setattr(compare, "measure", lambda cases, peer, *rest: calls.append(("measure" if peer else "alone", cases)) or [])
     words = dict(ops=("kda", "gdn"), passes=("fwd", "fwdbwd", "decode"), gates=("bound", "softplus", "weak"), settings=None, dtype=torch.float32)
     compare.run("cpu", **words, peers=None, echo=lambda line: None)
     compiled = [i for i, (what, _) in enumerate(calls) if what == "compile"]
@@ -247,6 +248,24 @@ def test_what_a_peer_tunes_is_compiled_just_before_it_is_measured(monkeypatch):
         assert what == "measure" and {c.pass_ for c in cases} == {"fwd", "fwdbwd"} and {(c.op, c.gate, c.setting) for c in cases} == {shared}
     measured = [c for what, cases in calls if what == "measure" for c in cases]
     assert len(compiled) == 3 and measured == compare.order(measured) and {c.pass_ for c in measured} == {"fwd", "fwdbwd", "decode"}
+
+
+def test_several_gpus_measure_whole_passes_side_by_side_and_the_first_one_alone_what_times_the_host(monkeypatch):
+    calls, together = [], threading.Barrier(2, timeout=60)  # broken unless two are measured at a time
+
+    def measure(cases, peer, report, until, gpu):
+        if cases[0].whole:
+            together.wait()
+        calls.append((cases, gpu))
+        return [len(calls)]
+
+    monkeypatch.setattr(compare, "peers_of", lambda device: [])
+    monkeypatch.setattr(compare, "gpus", lambda device: ["4", "7"])
+    monkeypatch.setattr(compare, "measure", measure)
+    words = dict(ops=("kda",), passes=("fwd", "decode"), gates=("bound", "weak"), settings=[SMALL], dtype=torch.float32)
+    assert sorted(compare.run("cpu", **words, peers=None, echo=lambda line: None)) == [1, 2, 3]
+    assert {gpu for cases, gpu in calls[:2]} == {"4", "7"} and all(c.whole for cases, _ in calls[:2] for c in cases)
+    assert calls[2][1] == "4" and {c.pass_ for c in calls[2][0]} == {"decode"}
 
 
 def test_a_table_out_of_time_names_what_it_lacks():

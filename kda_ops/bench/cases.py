@@ -62,7 +62,12 @@ class Case:
     @property
     def tuned(self) -> bool:
         """Whether a peer that tunes its kernels has many to compile: those of whole sequences, with everything inside."""
-        return self.inside and self.pass_ in ("fwd", "fwdbwd")
+        return self.inside and self.whole
+
+    @property
+    def whole(self) -> bool:
+        """Whether whole sequences are timed on the device, and nothing of the host."""
+        return self.pass_ in ("fwd", "fwdbwd")
 
     @property
     def lower_bound(self) -> float | None:

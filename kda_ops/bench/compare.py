@@ -4,7 +4,8 @@ A row is ``{op, pass, setting, gate, state, layout, peer, ours_ms, peer_ms, ours
 the pass "first_call_s"), errors relative RMS against float64; a side whose error is over its limit has no time. `also` holds what else was measured: the
 peak of memory of a training pass, first calls with backward and with warm caches, what a peer that broke said. Each peer has its own process, in
 which both sides of its rows run on the same inputs, because some are configured by environment variables that are read at import. Where a peer
-tunes at run time, several processes compile what it will choose from, each time just before it is measured.
+tunes at run time, several processes compile what it will choose from, each time just before it is measured. Several GPUs measure side by side, except
+what times the host too (decode, first calls).
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -68,14 +72,23 @@ def order(cases: list[Case]) -> list[Case]:
     return sorted(cases, key=rank)
 
 
-def in_turn(cases: list[Case]) -> list[list[Case]]:
-    """Ordered cases in groups that share what a peer tunes, so that each can be compiled just before it is measured and a run that is cut has rows."""
-    return [list(group) for _, group in groupby(cases, lambda c: (c.op, c.gate, c.setting) if c.tuned else None)]
+def in_turn(cases: list[Case], apart: bool = False) -> list[list[Case]]:
+    """Ordered cases in groups that share what a peer tunes, so that each can be compiled just before it is measured and a run that is cut has rows; if
+    `apart`, all whole passes in such groups, for several GPUs.
+    """
+    return [list(group) for _, group in groupby(cases, lambda c: (c.op, c.gate, c.setting) if c.tuned or (apart and c.whole) else None)]
 
 
-def _worker(work: dict, peer: Peer | None, **words) -> subprocess.Popen:
+def gpus(device: str) -> list[str]:
+    """The GPUs to measure on, as CUDA_VISIBLE_DEVICES names them; one nameless place on a CPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))) if device == "cuda" else [""]
+
+
+def _worker(work: dict, peer: Peer | None, gpu: str = "", **words) -> subprocess.Popen:
     command = [sys.executable, "-m", "kda_ops.bench.worker", json.dumps(work)]
-    return subprocess.Popen(command, env=os.environ | (peer.environment if peer else {}), text=True, preexec_fn=os.setpgrp, **words)
+    environment = os.environ | (peer.environment if peer else {}) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+    return subprocess.Popen(command, env=environment, text=True, preexec_fn=os.setpgrp, **words)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -84,12 +97,12 @@ def _end(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def compile_ahead(cases: list[Case], peer: Peer, until: float) -> None:
-    """Compile what a peer's tuning will choose from, on all cores."""
-    count = max(1, min(30, (os.cpu_count() or 1) - 2))
+def compile_ahead(cases: list[Case], peer: Peer, until: float, gpu: str = "", places: int = 1) -> None:
+    """Compile what a peer's tuning will choose from, on all cores, or on the share of one of several places."""
+    count = max(1, min(30, ((os.cpu_count() or 1) - 2) // places))
     specs = [c.spec() for c in cases]
     works = [{"peer": peer.name, "cases": specs, "share": [i, count]} for i in range(count)]
-    shares = [_worker(work, peer, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for work in works]
+    shares = [_worker(work, peer, gpu, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for work in works]
     try:
         for process in shares:
             with suppress(subprocess.TimeoutExpired):
@@ -100,12 +113,15 @@ def compile_ahead(cases: list[Case], peer: Peer, until: float) -> None:
             process.wait()
 
 
-def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str], None], until: float = float("inf")) -> list[dict]:
+def measure(
+    cases: list[Case], peer: Peer | None, report: Callable[[dict | str], None], until: float = float("inf"), gpu: str = ""
+) -> list[dict]:
     """The rows of some cases against one peer, from a process of their own that ends at `until`; `report` gets each row, or why there is none, as it comes."""
     if not cases:
         return []
     rows, reached = [], 0
-    with _worker({"peer": peer.name if peer else None, "cases": [c.spec() for c in cases]}, peer, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    work = {"peer": peer.name if peer else None, "cases": [c.spec() for c in cases]}
+    with _worker(work, peer, gpu, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         timer = threading.Timer(min(max(0.0, until - time.time()), threading.TIMEOUT_MAX), _end, [process])
         timer.daemon = True
         timer.start()
@@ -140,20 +156,41 @@ def run(
         echo(f"peer {p.name}: {p.version or 'not installed, skipped'}")
     present = [p for p in known if p.version]
     echo("".join(h.ljust(w) for h, w in zip(HEAD, WIDTHS)).rstrip())
-    rows = list(have)
+    rows, places, one = list(have), gpus(device), threading.Lock()
 
     def report(x: dict | str) -> None:
-        echo(format_row(x) if isinstance(x, dict) else f"skipped: {x}")
-        keep(x)
+        with one:
+            echo(format_row(x) if isinstance(x, dict) else f"skipped: {x}")
+            keep(x)
+
+    def take(group: list[Case], peer: Peer | None, end: float, gpu: str = "", places: int = 1) -> list[dict]:
+        if tuned := [c for c in group if c.tuned] if peer is not None and peer.tunes else []:
+            compile_ahead(tuned, peer, end, gpu, places)
+        return measure(group, peer, report, end, gpu)
+
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for place in places:
+        free.put(place)
+
+    def beside(group: list[Case], peer: Peer | None, end: float) -> list[dict]:
+        gpu = free.get()
+        try:
+            return take(group, peer, end, gpu, len(places))
+        finally:
+            free.put(gpu)
 
     for peer in (*present, None):  # last what no peer did
         done = {tuple(r[n] for n in KEY[:-1]) for r in rows if peer is None or r["peer"] == peer.name}
         cases = order([c for c in list_cases(device, ops, passes, gates, settings, dtype, peer) if tuple(c.key().values()) not in done])
         end = until if peer is None else time.time() + SHARE * (until - time.time())
-        for group in in_turn(cases) if peer is not None and peer.tunes else [cases]:
-            if tuned := [c for c in group if c.tuned] if peer is not None and peer.tunes else []:
-                compile_ahead(tuned, peer, end)
-            rows += measure(group, peer, report, end)
+        several = len(places) > 1
+        groups = in_turn(cases, several) if several or (peer is not None and peer.tunes) else [cases]
+        if several:
+            with ThreadPoolExecutor(len(places)) as pool:
+                rows += chain.from_iterable(pool.map(partial(beside, peer=peer, end=end), [g for g in groups if g[0].whole]))
+            groups = [g for g in groups if not g[0].whole]
+        for group in groups:
+            rows += take(group, peer, end, places[0])
     return rows
 
 
