@@ -115,6 +115,23 @@ def test_a_run_that_is_cut_keeps_what_it_had_and_is_resumed(device, monkeypatch,
     assert len(found["rows"]) == 2 and found["complete"] and not found["missing"]
 
 
+def test_files_that_went_on_from_one_are_joined_and_others_are_not(device, monkeypatch, tmp_path):
+    monkeypatch.setattr(evidence.compare, "measure_arguments", lambda args, device, echo, *, have, keep, **words: keep(ROW | {"gate": f"{len(have)}"}))
+    base, one, two = (str(tmp_path / f"{n}.json") for n in ("base", "one", "two"))
+    assert evidence.main(["--output", base]) == 0  # gate 0
+    for path in (one, two):
+        assert evidence.main(["--resume", base, "--output", path]) == 0  # gates 0 and 1
+    found = json.loads(Path(two).read_text())
+    found["rows"][1]["setting"] = "another"
+    Path(two).write_text(json.dumps(found))
+    assert evidence.main(["--resume", one, two, "--output", one]) == 0
+    assert [r["gate"] for r in json.loads(Path(one).read_text())["rows"]] == ["0", "1", "1", "3"]
+    found["tests"]["passed"] = 2
+    Path(two).write_text(json.dumps(found))
+    with pytest.raises(SystemExit, match="different runs"):
+        evidence.main(["--resume", one, two, "--output", one])
+
+
 def test_a_run_out_of_time_is_not_complete(device, monkeypatch, tmp_path):
     monkeypatch.setattr(evidence.compare, "measure_arguments", lambda *args, keep, **words: keep(ROW))
     path = tmp_path / "evidence.json"

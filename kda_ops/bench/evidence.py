@@ -1,8 +1,8 @@
 """``python -m kda_ops evidence``: run the GPU suite and the benchmark, and write down what they found.
 
 tests/gpu/evidence.json holds the hash of the kernels it belongs to, so a test that needs no GPU can tell when it no longer does. The file is written
-after the suite and after every row: a run that ends early leaves what it had, not `complete`, and ``--resume`` goes on from there. `missing` says, case by
-case, why a side has no row.
+after the suite and after every row: a run that ends early leaves what it had, not `complete`, and ``--resume`` goes on from there, or from several
+files that went on from one. `missing` says, case by case, why a side has no row.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kda_ops.bench import compare
+from kda_ops.bench.rows import KEY
 
 KERNELS = Path(__file__).resolve().parent.parent / "backends" / "triton"
 
@@ -67,12 +68,18 @@ def run_suite(root: Path) -> tuple[dict[str, int], list[str]]:
     return count_tests(next((x for x in reversed(lines) if re.search(r"\d+ (passed|failed|skipped|error)", x)), "")), failures
 
 
-def _resumed(path: Path, about: dict) -> tuple[tuple[dict[str, int], list[str]], list[dict]]:
-    """The tests and rows of a file, if they are of this machine and these kernels."""
-    found = json.loads(path.read_text())
-    if wrong := [n for n in about if found.get(n) != about[n]]:
-        raise SystemExit(f"{path} is of another {wrong[0]} ({found.get(wrong[0])}, here {about[wrong[0]]}): take the evidence anew.")
-    return (found["tests"], found["failures"]), found["rows"]
+def _resumed(paths: list[str], about: dict) -> tuple[tuple[dict[str, int], list[str]], list[dict]]:
+    """The tests of some files and the rows of all, if they are of this machine, these kernels and one run of the suite."""
+    suites, rows = [], {}
+    for path in paths:
+        found = json.loads(Path(path).read_text())
+        if wrong := [n for n in about if found.get(n) != about[n]]:
+            raise SystemExit(f"{path} is of another {wrong[0]} ({found.get(wrong[0])}, here {about[wrong[0]]}): take the evidence anew.")
+        suites.append((found["tests"], found["failures"]))
+        rows |= {tuple(row[n] for n in KEY): row for row in found["rows"]}
+    if any(suite != suites[0] for suite in suites):
+        raise SystemExit(f"{' and '.join(paths)} are of different runs of the suite: take the evidence anew.")
+    return suites[0], list(rows.values())
 
 
 def main(argv: list[str]) -> int:
@@ -83,14 +90,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m kda_ops evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     compare.add_arguments(parser, device="cuda")
     parser.add_argument("--output", metavar="FILE", help="tests/gpu/evidence.json by default")
-    parser.add_argument("--resume", metavar="FILE", help="keep the tests and the rows of this file and measure what it lacks")
+    parser.add_argument("--resume", nargs="+", metavar="FILE", help="keep the tests and the rows of these files and measure what they lack")
     args = parser.parse_args(argv)
     root = checkout()
     if not torch.cuda.is_available():
         raise SystemExit("evidence needs a CUDA device.")
     path = Path(args.output or root / "tests" / "gpu" / "evidence.json")
     about = {"kernels_sha256": kernels_sha256(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": metadata.version("triton")}
-    suite, rows = _resumed(Path(args.resume), about) if args.resume else (None, [])
+    suite, rows = _resumed(args.resume, about) if args.resume else (None, [])
     missing: dict[str, str] = {}
 
     def write(complete: bool = False) -> None:
