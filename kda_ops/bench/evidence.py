@@ -70,7 +70,7 @@ def run_suite(root: Path) -> tuple[dict[str, int], list[str]]:
 
 def _resumed(paths: list[str], about: dict) -> tuple[tuple[dict[str, int], list[str]], list[dict]]:
     """The tests of some files and the rows of all, if they are of this machine, these kernels and one run of the suite."""
-    suites, rows = [], {}
+    suites, rows = [], dict[tuple, dict]()
     for path in paths:
         found = json.loads(Path(path).read_text())
         if wrong := [n for n in about if found.get(n) != about[n]]:
