@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.gate import INTERPRETED
+from kda_ops.backends.triton.tile import INTERPRETED
 
 
 @triton.jit
@@ -84,11 +84,7 @@ def store_spread(x, i_tile, b_x, ROW: tl.constexpr, column, D: tl.constexpr):
     b_x = tl.permute(tl.reshape(b_x, (4, 8, W // 32, 4, 4, 2)), (0, 3, 1, 4, 2, 5))
     o_d = column + (((i >> 5) & 3) * 4 + (i & 3))[:, None] * (W // 16) + j[None, :]
     p_x = x + i_tile * (64 * D) + (ROW + 8 * (i >> 7) + ((i >> 2) & 7))[:, None] * D + o_d
-    b_x = tl.reshape(b_x, (512, W // 16)).to(x.dtype.element_ty)
-    if D % W == 0:
-        tl.store(p_x, b_x)
-    else:
-        tl.store(p_x, b_x, mask=o_d < D)
+    tl.store(p_x, tl.reshape(b_x, (512, W // 16)).to(x.dtype.element_ty), mask=o_d < D)
 
 
 def packed(x: Tensor) -> Tensor:
