@@ -193,10 +193,10 @@ def prepare_kda(
         tl.store(gamma + i_tile * K + o_k, b_first * b_second, mask=o_k < K)
 
     lower, strict = o_1[:, None] >= o_1[None, :], o_1[:, None] > o_1[None, :]
-    store_spread(P, i_tile, tl.where(lower, b_P11, 0.0), 0, 0, 64)
+    store_tile(P, i_tile, tl.where(lower, b_P11, 0.0), o_1, o_1, 64)
     store_tile(P, i_tile, tl.zeros((32, 32), tl.float32), o_1, o_2, 64)
-    store_spread(P, i_tile, b_P21 * shift, 32, 0, 64)
-    store_spread(P, i_tile, tl.where(lower, b_P22, 0.0), 32, 32, 64)
+    store_tile(P, i_tile, b_P21 * shift, o_2, o_1, 64)
+    store_tile(P, i_tile, tl.where(lower, b_P22, 0.0), o_2, o_2, 64)
     # Picked by a sum over an axis, past which the compiler does not compute beta again for every layout it is used in.
     b_beta = strength_column(beta, strides, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
     b_beta = tl.reshape(b_beta, (2, 32))
@@ -215,10 +215,10 @@ def prepare_kda(
         b_A21 = product(b_A21, b_A11, tl.zeros((32, 32), tl.float32), INVERSE)
         b_A11, b_A21, b_A22 = b_A11.to(TYPE), b_A21.to(TYPE), b_A22.to(TYPE)
         if A is not None:
-            store_spread(A, i_tile, b_A11, 0, 0, 64)
+            store_tile(A, i_tile, b_A11, o_1, o_1, 64)
             store_tile(A, i_tile, tl.zeros((32, 32), TYPE), o_1, o_2, 64)
-            store_spread(A, i_tile, b_A21, 32, 0, 64)
-            store_spread(A, i_tile, b_A22, 32, 32, 64)
+            store_tile(A, i_tile, b_A21, o_2, o_1, 64)
+            store_tile(A, i_tile, b_A22, o_2, o_2, 64)
     for i in tl.range((K + BK - 1) // BK, num_stages=1):
         b_k1, b_k2 = spread(b_k1), spread(b_k2)
         b_w1 = tl.dot(b_A11, b_k1, input_precision=PREC) * shift
