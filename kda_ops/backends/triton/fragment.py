@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kda_ops.backends.triton.tile import INTERPRETED
+
 
 @triton.jit
 def channel(m):
@@ -58,6 +60,31 @@ def unpack(b_x):
     """The inverse of `pack`."""
     b_x = tl.reshape(b_x, (2, 2, 4, 8, 4, 4, 2))
     return tl.reshape(tl.permute(b_x, (2, 1, 3, 0, 5, 4, 6)), (64, 64))
+
+
+@triton.jit
+def spread(b_x):
+    """[rows, W] with its columns (w, t, n, e) in the order (n, w, t, e): as an operand, it has a product of 32 rows leave neighbours in one thread.
+
+    There four warps hold entry (8 b + a, 32 n + 8 w + 2 t + e) in lane 4 a + t of warp w.
+    """
+    R: tl.constexpr = b_x.shape[0]
+    W: tl.constexpr = b_x.shape[1]
+    b_x = tl.reshape(tl.permute(tl.reshape(b_x, (R, 4, 4, W // 32, 2)), (0, 3, 1, 2, 4)), (R, W))
+    if not INTERPRETED and b_x.dtype.primitive_bitwidth == 16:
+        b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], b_x.dtype, False, 2)
+    return b_x
+
+
+@triton.jit
+def store_spread(x, i_tile, b_x, ROW: tl.constexpr, column, D: tl.constexpr):
+    """Write a product of 32 rows whose columns are spread, from the registers it is in, to rows from ROW and columns from `column` on of a tile [64, D]."""
+    W: tl.constexpr = b_x.shape[1]
+    i, j = tl.arange(0, 512), tl.arange(0, W // 16)
+    b_x = tl.permute(tl.reshape(b_x, (4, 8, W // 32, 4, 4, 2)), (0, 3, 1, 4, 2, 5))
+    o_d = column + (((i >> 5) & 3) * 4 + (i & 3))[:, None] * (W // 16) + j[None, :]
+    p_x = x + i_tile * (64 * D) + (ROW + 8 * (i >> 7) + ((i >> 2) & 7))[:, None] * D + o_d
+    tl.store(p_x, tl.reshape(b_x, (512, W // 16)).to(x.dtype.element_ty), mask=o_d < D)
 
 
 def packed(x: Tensor) -> Tensor:

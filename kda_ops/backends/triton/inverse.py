@@ -33,13 +33,18 @@ def inverse(negative_L, PREC: tl.constexpr):
 
     M_b picks the pairs whose rows part at bit b, the lower left block of every pair of blocks; what R is made of are blocks on the diagonal, so no
     other pair enters there, and one tile of L serves all products. fp16 is for unit keys with beta <= 1,
-    where no entry of R exceeds one; the choice is made from flags, never from values.
+    where no entry of R exceeds one; the choice is made from flags, never from values. Of the two products the first is the one whose operands have
+    less to exchange between threads: rows of 64 are held by the warps that need them on the left, columns of 32 by those that need them on the right.
     """
     N: tl.constexpr = negative_L.shape[0]
     o_r = tl.arange(0, N)
     b_R = tl.where(o_r[:, None] == o_r[None, :], 1.0, tl.where(lower_left(0, N), negative_L, 0.0))
     for level in tl.static_range(1, 6):
         if 2**level < N:
-            b_X = product(b_R, negative_L, tl.zeros((N, N), tl.float32), PREC)
-            b_R = tl.where(lower_left(level, N), product(b_X, b_R, tl.zeros((N, N), tl.float32), PREC), b_R)
+            b_0 = tl.zeros((N, N), tl.float32)
+            if N < 64:
+                b_X = product(b_R, product(negative_L, b_R, b_0, PREC), b_0, PREC)
+            else:
+                b_X = product(product(b_R, negative_L, b_0, PREC), b_R, b_0, PREC)
+            b_R = tl.where(lower_left(level, N), b_X, b_R)
     return b_R

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.decay import block_scores, half_prefix, level_scores, pair_decay, row_decay, scores
+from kda_ops.backends.triton.fragment import spread, store_spread
 from kda_ops.backends.triton.gate import LOG2E, decay_column, load_rate, log2_decay, strength_column
 from kda_ops.backends.triton.inverse import inverse, product
 from kda_ops.backends.triton.scan import rows_at
@@ -218,19 +219,21 @@ def prepare_kda(
             store_tile(A, i_tile, tl.zeros((32, 32), TYPE), o_1, o_2, 64)
             store_tile(A, i_tile, b_A21, o_2, o_1, 64)
             store_tile(A, i_tile, b_A22, o_2, o_2, 64)
-    for _ in tl.range((K + BK - 1) // BK, num_stages=1):
+    for i in tl.range((K + BK - 1) // BK, num_stages=1):
+        b_k1, b_k2 = spread(b_k1), spread(b_k2)
         b_w1 = tl.dot(b_A11, b_k1, input_precision=PREC) * shift
         b_w2 = tl.dot(b_A22, b_k2, tl.dot(b_A21, b_k1, input_precision=PREC), input_precision=PREC) * shift
-        store_tile(w, i_tile, b_w1, o_1, o_k, K)
-        store_tile(w, i_tile, b_w2, o_2, o_k, K)
+        store_spread(w, i_tile, b_w1, 0, i * BK, K)
+        store_spread(w, i_tile, b_w2, 32, i * BK, K)
         o_k += BK
         b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)
     b_A11 = (b_A11.to(tl.float32) * b_beta1[None, :]).to(TYPE)
     b_A21 = (b_A21.to(tl.float32) * b_beta1[None, :]).to(TYPE)
     b_A22 = (b_A22.to(tl.float32) * b_beta2[None, :]).to(TYPE)
-    for _ in tl.range((V + BV - 1) // BV, num_stages=1):
-        store_tile(u, i_tile, tl.dot(b_A11, b_v1, input_precision=PREC), o_1, o_v, V)
-        store_tile(u, i_tile, tl.dot(b_A22, b_v2, tl.dot(b_A21, b_v1, input_precision=PREC), input_precision=PREC), o_2, o_v, V)
+    for i in tl.range((V + BV - 1) // BV, num_stages=1):
+        b_v1, b_v2 = spread(b_v1), spread(b_v2)
+        store_spread(u, i_tile, tl.dot(b_A11, b_v1, input_precision=PREC), 0, i * BV, V)
+        store_spread(u, i_tile, tl.dot(b_A22, b_v2, tl.dot(b_A21, b_v1, input_precision=PREC), input_precision=PREC), 32, i * BV, V)
         o_v += BV
         b_v1, b_v2 = load_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V, R, 32), load_rows(v, v_s, i_b, i_h, second, n_second, o_v, V, R, 32)
 
