@@ -29,8 +29,8 @@ def reverse_scan_tiles(
     dS, the gradient of the state that leaves the chunk, and z, that of beta (v - k exp(G) S), are all that `gradient` needs from here: with them
     it reads neither A nor any other part of the tile. Every transpose is of a tile from memory, never of a product.
     """
-    i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
-    o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
+    o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = w.dtype.element_ty
     m_v = (o_v < V)[None, :]
     b_dS = open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
@@ -68,9 +68,9 @@ def reverse_scan_rows(
 
     Decays, norms and beta are factors per row and move past the products; w is not needed, for w^T dv_new = (beta k exp G)^T z.
     """
-    i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
     i_g = i_h // (HV // H)
-    o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
+    o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
     b_zero = tl.zeros((64, BV), tl.float32)

@@ -107,7 +107,7 @@ def table(kernel: str, p: Problem) -> Options:
     if kernel == "scan_rows" and layer:
         return Options(128, 128, warps=8, stages=3)
     if kernel.startswith("scan"):
-        return Options(K, 32) if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
+        return Options(K, 32, warps=8) if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
     if kernel == "gradient_rows":
         return Options(32, 32) if wide else Options(min(K, 128), min(V, 128))
     if kernel == "gradient_pairs":
