@@ -10,7 +10,7 @@ from torch import Tensor
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
-from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, store_tile, strides_of
+from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile, Trace
@@ -59,6 +59,15 @@ def load_decays(gamma, o_k, K: tl.constexpr, BV: tl.constexpr):
         return b_gamma
     else:
         return tl.load(gamma + o_k, mask=o_k < K, other=0.0)
+
+
+@triton.jit
+def load_factor(rows, i_tile, ROW: tl.constexpr):
+    """A row of `prepare_gdn` as factors of columns, [1, 64]; for the reason of `load_decays` there are four copies of it."""
+    b_row = tl.load(rows + i_tile * 448 + (ROW * 64 + (tl.arange(0, 256) & 63)))
+    b_row, _ = tl.split(tl.permute(tl.reshape(b_row, (2, 2, 64)), (2, 0, 1)))
+    b_row, _ = tl.split(b_row)
+    return b_row[None, :]
 
 
 @triton.jit(do_not_specialize=["N", "T", "HV", "every", "columns"])
@@ -124,7 +133,7 @@ def scan_rows(
     q, q_s, k, k_s, v, v_s, A, P, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s,
     cu_seqlens, N, T, H, HV, every, columns,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
-    RUN: tl.constexpr, APART: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """The same for one decay per head, from q, k and v as they are and the four rows of `prepare_gdn`::
 
@@ -137,33 +146,31 @@ def scan_rows(
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
-    b_zero = tl.zeros((64, BV), tl.float32)
     if o is not None:
         fill_zero(o, o_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
-    b_S = open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    b_S = turn(open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
     for c in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         i_tile, t = (first + c) * HV + i_h, bos + c * 64
         m_r = (c * 64 + o_r < length)[:, None]
         b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-        b_v = tl.load(rows_at(v, v_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0)
+        b_v = turn(tl.load(rows_at(v, v_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0))
         b_A = load_tile(A, i_tile, o_r, o_r, 64)
-        p_row = rows + i_tile * 448 + o_r
         b_s = b_S.to(TYPE)
-        b_v = b_v.to(tl.float32) - tl.load(p_row)[:, None] * dot_apart(b_k, b_s, b_zero, length, APART, PREC)
-        b_v = dot_apart(b_A, (b_v * tl.load(p_row + 128)[:, None]).to(TYPE), b_zero, length, APART, PREC)
+        b_v = b_v.to(tl.float32) - load_factor(rows, i_tile, 0) * tl.dot(b_s, tl.trans(b_k), input_precision=PREC)
+        b_v = tl.dot((b_v * load_factor(rows, i_tile, 2)).to(TYPE), tl.trans(b_A), input_precision=PREC)
         if o is not None:
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-            b_o = dot_apart(b_q, b_s, b_zero, length, APART, PREC) * tl.load(p_row + 192)[:, None]
-            b_o = tl.dot(load_tile(P, i_tile, o_r, o_r, 64), b_v.to(TYPE), b_o, input_precision=PREC)
-            tl.store(rows_at(o, o_s, i_b, i_h, t, o_r, o_v), b_o.to(o.dtype.element_ty), mask=m_r & m_v)
+            b_o = tl.dot(b_s, tl.trans(b_q), input_precision=PREC) * load_factor(rows, i_tile, 3)
+            b_o = tl.dot(b_v.to(TYPE), tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_o, input_precision=PREC)
+            store_turned(head_at(o, o_s, i_b, i_h, t) + i_v * o_s[3], o_s[1], o_s[3], b_o, length - c * 64, V - i_v)
         if states is not None:
-            tl.store(states + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_s, mask=(o_k < K)[:, None] & m_v)
-            store_tile(v_new, i_tile, b_v, o_r, o_v, V)
-        b_v = (b_v * tl.load(p_row + 64)[:, None]).to(TYPE)
-        b_S = tl.dot(tl.trans(b_k), b_v, b_S * tl.load(gamma + i_tile), input_precision=PREC)
+            store_turned(states + i_tile * (K * V) + i_v, V, 1, b_s, K, V - i_v)
+            store_turned(v_new + i_tile * (64 * V) + i_v, V, 1, b_v, 64, V - i_v)
+        b_v = (b_v * load_factor(rows, i_tile, 1)).to(TYPE)
+        b_S = tl.dot(b_v, b_k, b_S * tl.load(gamma + i_tile), input_precision=PREC)
         if into is not None:
-            snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, turn(b_S), i_v, columns, K, V)
-    close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, b_S, o_k, o_v, live, K, V, False)
+            snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, i_v, columns, K, V)
+    close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, turn_back(b_S), o_k, o_v, live, K, V, False)
 
 
 def _states(p: Problem, final_state: Tensor | None):
@@ -197,7 +204,7 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
             q, k, v = fit(p.q), fit(p.k), fit(p.v)
             launch(
                 scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma,
-                *ends, p.N, p.T, p.H, p.HV, *sizes, options.warps > 4, **options.launch,
+                *ends, p.N, p.T, p.H, p.HV, *sizes, **options.launch,
             )  # fmt: skip
 
     if runs.length:
