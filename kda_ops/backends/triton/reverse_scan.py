@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
-from kda_ops.backends.triton.scan import dot_apart, rows_at
+from kda_ops.backends.triton.scan import dot_apart, load_decays, rows_at
 from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, store_tile, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
@@ -33,27 +34,28 @@ def reverse_scan_tiles(
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = w.dtype.element_ty
     m_v = (o_v < V)[None, :]
-    b_dS = open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    b_dS = turn(open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
     for step in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         c = start + stop - 1 - step
         i_tile = (first + c) * HV + i_h
         b_kg = load_tile(kg, i_tile, o_r, o_k, K)
         b_w = load_tile(w, i_tile, o_r, o_k, K)
-        b_gamma = tl.load(gamma + i_tile * K + o_k, mask=o_k < K, other=0.0)
         b_ds = b_dS.to(TYPE)
         if dstates is not None:
-            tl.store(dstates + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_ds, mask=(o_k < K)[:, None] & m_v)
-        b_dv = tl.dot(b_kg, b_ds, input_precision=PREC)
-        b_dS = b_dS * b_gamma[:, None]
+            store_turned(dstates + i_tile * (K * V) + i_v, V, 1, b_ds, K, V - i_v)
+        b_dv = tl.dot(b_ds, tl.trans(b_kg), input_precision=PREC)
+        b_gamma = load_decays(gamma + i_tile * K, o_k, K, BV)
+        b_dS = b_dS * b_gamma[None, :]
         if do is not None:
-            b_do = tl.load(rows_at(do, do_s, i_b, i_h, bos + c * 64, o_r, o_v), mask=(c * 64 + o_r < length)[:, None] & m_v, other=0.0)
-            b_dv = tl.dot(tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_do, b_dv, input_precision=PREC)
-            b_dS = tl.dot(tl.trans(load_tile(qg, i_tile, o_r, o_k, K)), b_do, b_dS, input_precision=PREC)
+            b_do = turn(tl.load(rows_at(do, do_s, i_b, i_h, bos + c * 64, o_r, o_v), mask=(c * 64 + o_r < length)[:, None] & m_v, other=0.0))
+            b_dv = tl.dot(b_do, load_tile(P, i_tile, o_r, o_r, 64), b_dv, input_precision=PREC)
+            b_dS = tl.dot(b_do, load_tile(qg, i_tile, o_r, o_k, K), b_dS, input_precision=PREC)
         b_less = (-b_dv).to(TYPE)
-        b_dS = tl.dot(tl.trans(b_w), b_less, b_dS, input_precision=PREC)
+        b_dS = tl.dot(b_less, b_w, b_dS, input_precision=PREC)
         if z is not None:
-            store_tile(z, i_tile, -tl.dot(tl.trans(load_tile(A, i_tile, o_r, o_r, 64)), b_less, input_precision=PREC), o_r, o_v, V)
-    close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, b_dS, o_k, o_v, live, K, V, True)
+            b_z = -tl.dot(b_less, load_tile(A, i_tile, o_r, o_r, 64), input_precision=PREC)
+            store_turned(z + i_tile * (64 * V) + i_v, V, 1, b_z, 64, V - i_v)
+    close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, turn_back(b_dS), o_k, o_v, live, K, V, True)
 
 
 @triton.jit(do_not_specialize=["N", "T"])

@@ -119,7 +119,7 @@ def table(kernel: str, p: Problem) -> Options:
     if kernel == "reverse_scan_tiles" and layer and 2 * p.N * p.HV > processors(p.q.device):
         return Options(128, 128, warps=8, stages=2)  # 1.6 times as long as half of the columns, the same bits: unless all halves run at once
     if kernel.startswith("reverse_scan"):
-        return Options(K, 32) if wide else Options(K, min(V, 64), stages=(3 if kernel.endswith("_maps") else 2) if hopper and K <= 128 else 1)
+        return Options(K, 32, warps=8) if wide else Options(K, min(V, 64), stages=(3 if kernel.endswith("_maps") else 2) if hopper and K <= 128 else 1)
     if kernel == "join_runs":
         return Options(power(p.K), 16, warps=8, stages=3 if hopper else 1)
     return Options(min(power(p.K), 64), min(power(p.V), 32 if wide else 64), stages=1 if wide else 2)
