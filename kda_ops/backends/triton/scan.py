@@ -113,21 +113,6 @@ def scan_tiles(
     close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, turn_back(b_S), o_k, o_v, live, K, V, False)
 
 
-@triton.jit
-def dot_apart(b_x, b_y, b_z, n, APART: tl.constexpr, PREC: tl.constexpr):
-    """z + x y; if APART, under a branch that is always taken, for n > 0.
-
-    A product that goes into another one is laid out as its operand, and of 8 warps one half then does what the other does (NOTES.md); the compiler
-    does not see through a branch. For 4 warps the layout is the right one, and the branch costs 5 to 10 %.
-    """
-    if APART:
-        if n > 0:
-            b_z = tl.dot(b_x, b_y, b_z, input_precision=PREC)
-    else:
-        b_z = tl.dot(b_x, b_y, b_z, input_precision=PREC)
-    return b_z
-
-
 @triton.jit(do_not_specialize=["N", "T", "every", "columns"])
 def scan_rows(
     q, q_s, k, k_s, v, v_s, A, P, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s,
