@@ -6,6 +6,10 @@ its layout is another one, it exchanges them.
 
 The columns of a product may stand for channels in any order, if all tiles take the same one. `channel` is the one in which the entries of a thread
 are neighbours in memory, eight by eight.
+
+So may its rows. A product takes the result of another one as its left operand from the registers it is in, if every warp has rows of its own. That is how
+the scans carry their states, with the channels of V as rows: row 16 w + 8 b + a is channel 16 w + 2 a + b (`turn`), so that the two rows of a thread are
+neighbours in memory. A tile from memory leaves its buffer by pairs, and `store_turned` writes pairs, eight lanes a whole sector of 16 bit entries.
 """
 
 import triton
@@ -46,6 +50,37 @@ def as_entries(b_x, J: tl.constexpr):
     W: tl.constexpr = b_x.shape[1]
     b_x = tl.reshape(b_x, (4, 2, 8, W // 32, 8 // J, J // 2, 4, 2))
     return tl.reshape(tl.permute(b_x, (3, 4, 1, 0, 2, 6, 5, 7)), (64 * W // J, J))
+
+
+@triton.jit
+def turn(b_x):
+    """[X, W], columns in memory's order, as the [W, X] tile whose rows a product takes for them."""
+    X: tl.constexpr = b_x.shape[0]
+    W: tl.constexpr = b_x.shape[1]
+    b_x = tl.permute(tl.reshape(b_x, (X, W // 16, 8, 2)), (1, 3, 2, 0))
+    return tl.reshape(b_x, (W, X))
+
+
+@triton.jit
+def turn_back(b_x):
+    """The inverse of `turn`."""
+    W: tl.constexpr = b_x.shape[0]
+    X: tl.constexpr = b_x.shape[1]
+    b_x = tl.permute(tl.reshape(b_x, (W // 16, 2, 8, X)), (3, 0, 2, 1))
+    return tl.reshape(b_x, (X, W))
+
+
+@triton.jit
+def store_turned(p_x, stride, stride_v, b_x, rows, columns):
+    """Write a turned tile [W, X] to its first `rows` rows and `columns` columns in memory, from the registers it is in."""
+    W: tl.constexpr = b_x.shape[0]
+    X: tl.constexpr = b_x.shape[1]
+    i = tl.arange(0, X * W // 2)  # (n, e, w, a, t) of column 8 n + 2 t + e
+    row = 8 * (i // (4 * W)) + 2 * (i & 3) + i // (2 * W) % 2
+    column = (16 * ((i >> 5) % (W // 16)) + 2 * ((i >> 2) & 7))[:, None] + tl.arange(0, 2)[None, :]
+    b_x = tl.permute(tl.reshape(b_x, (W // 16, 2, 8, X // 8, 4, 2)), (3, 5, 0, 2, 4, 1))
+    b_x = tl.reshape(b_x, (X * W // 2, 2)).to(p_x.dtype.element_ty)  # rounded here, so that what is packed is neighbours
+    tl.store(p_x + ((row * stride)[:, None] + column * stride_v), b_x, mask=(row < rows)[:, None] & (column < columns))
 
 
 @triton.jit

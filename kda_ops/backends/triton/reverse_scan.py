@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
-from kda_ops.backends.triton.scan import dot_apart, rows_at
-from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, store_tile, strides_of
+from kda_ops.backends.triton.scan import load_decays, load_factor, rows_at
+from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Reverse, Tile
@@ -29,38 +30,39 @@ def reverse_scan_tiles(
     dS, the gradient of the state that leaves the chunk, and z, that of beta (v - k exp(G) S), are all that `gradient` needs from here: with them
     it reads neither A nor any other part of the tile. Every transpose is of a tile from memory, never of a product.
     """
-    i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
-    o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
+    o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = w.dtype.element_ty
     m_v = (o_v < V)[None, :]
-    b_dS = open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    b_dS = turn(open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
     for step in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         c = start + stop - 1 - step
         i_tile = (first + c) * HV + i_h
         b_kg = load_tile(kg, i_tile, o_r, o_k, K)
         b_w = load_tile(w, i_tile, o_r, o_k, K)
-        b_gamma = tl.load(gamma + i_tile * K + o_k, mask=o_k < K, other=0.0)
         b_ds = b_dS.to(TYPE)
         if dstates is not None:
-            tl.store(dstates + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_ds, mask=(o_k < K)[:, None] & m_v)
-        b_dv = tl.dot(b_kg, b_ds, input_precision=PREC)
-        b_dS = b_dS * b_gamma[:, None]
+            store_turned(dstates + i_tile * (K * V) + i_v, V, 1, b_ds, K, V - i_v)
+        b_dv = tl.dot(b_ds, tl.trans(b_kg), input_precision=PREC)
+        b_gamma = load_decays(gamma + i_tile * K, o_k, K, BV)
+        b_dS = b_dS * b_gamma[None, :]
         if do is not None:
-            b_do = tl.load(rows_at(do, do_s, i_b, i_h, bos + c * 64, o_r, o_v), mask=(c * 64 + o_r < length)[:, None] & m_v, other=0.0)
-            b_dv = tl.dot(tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_do, b_dv, input_precision=PREC)
-            b_dS = tl.dot(tl.trans(load_tile(qg, i_tile, o_r, o_k, K)), b_do, b_dS, input_precision=PREC)
+            b_do = turn(tl.load(rows_at(do, do_s, i_b, i_h, bos + c * 64, o_r, o_v), mask=(c * 64 + o_r < length)[:, None] & m_v, other=0.0))
+            b_dv = tl.dot(b_do, load_tile(P, i_tile, o_r, o_r, 64), b_dv, input_precision=PREC)
+            b_dS = tl.dot(b_do, load_tile(qg, i_tile, o_r, o_k, K), b_dS, input_precision=PREC)
         b_less = (-b_dv).to(TYPE)
-        b_dS = tl.dot(tl.trans(b_w), b_less, b_dS, input_precision=PREC)
+        b_dS = tl.dot(b_less, b_w, b_dS, input_precision=PREC)
         if z is not None:
-            store_tile(z, i_tile, -tl.dot(tl.trans(load_tile(A, i_tile, o_r, o_r, 64)), b_less, input_precision=PREC), o_r, o_v, V)
-    close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, b_dS, o_k, o_v, live, K, V, True)
+            b_z = -tl.dot(b_less, load_tile(A, i_tile, o_r, o_r, 64), input_precision=PREC)
+            store_turned(z + i_tile * (64 * V) + i_v, V, 1, b_z, 64, V - i_v)
+    close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, turn_back(b_dS), o_k, o_v, live, K, V, True)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def reverse_scan_rows(
     q, q_s, k, k_s, A, P, rows, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dinitial, dinitial_s, maps, maps_s, cu_seqlens, N, T, H, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
-    RUN: tl.constexpr, APART: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """The same for one decay per head, from q and k as they are and the four rows of `prepare_gdn`::
 
@@ -68,37 +70,35 @@ def reverse_scan_rows(
 
     Decays, norms and beta are factors per row and move past the products; w is not needed, for w^T dv_new = (beta k exp G)^T z.
     """
-    i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
     i_g = i_h // (HV // H)
-    o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
+    o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
-    b_zero = tl.zeros((64, BV), tl.float32)
-    b_dS = open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    b_dS = turn(open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
     for step in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         c = start + stop - 1 - step
         i_tile, t = (first + c) * HV + i_h, bos + c * 64
         m_r = (c * 64 + o_r < length)[:, None]
         b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
         b_A = load_tile(A, i_tile, o_r, o_r, 64)
-        p_row = rows + i_tile * 448 + o_r
         b_ds = b_dS.to(TYPE)
         if dstates is not None:
-            tl.store(dstates + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_ds, mask=(o_k < K)[:, None] & m_v)
-        b_dv = dot_apart(b_k, b_ds, b_zero, length, APART, PREC) * tl.load(p_row + 64)[:, None]
+            store_turned(dstates + i_tile * (K * V) + i_v, V, 1, b_ds, K, V - i_v)
+        b_dv = tl.dot(b_ds, tl.trans(b_k), input_precision=PREC) * load_factor(rows, i_tile, 1)
         b_dS = b_dS * tl.load(gamma + i_tile)
         if do is not None:
-            b_do = tl.load(rows_at(do, do_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0)
-            b_dv = dot_apart(tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_do, b_dv, length, APART, PREC)
+            b_do = turn(tl.load(rows_at(do, do_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0))
+            b_dv = tl.dot(b_do, load_tile(P, i_tile, o_r, o_r, 64), b_dv, input_precision=PREC)
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-            b_do = (b_do.to(tl.float32) * tl.load(p_row + 192)[:, None]).to(TYPE)
-            b_dS = tl.dot(tl.trans(b_q), b_do, b_dS, input_precision=PREC)
-        b_z = dot_apart(tl.trans(b_A), b_dv.to(TYPE), b_zero, length, APART, PREC)
+            b_do = (b_do.to(tl.float32) * load_factor(rows, i_tile, 3)).to(TYPE)
+            b_dS = tl.dot(b_do, b_q, b_dS, input_precision=PREC)
+        b_z = tl.dot(b_dv.to(TYPE), b_A, input_precision=PREC)
         if z is not None:
-            store_tile(z, i_tile, b_z, o_r, o_v, V)
-        b_less = (b_z * -(tl.load(p_row) * tl.load(p_row + 128))[:, None]).to(TYPE)
-        b_dS = tl.dot(tl.trans(b_k), b_less, b_dS, input_precision=PREC)
-    close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, b_dS, o_k, o_v, live, K, V, True)
+            store_turned(z + i_tile * (64 * V) + i_v, V, 1, b_z, 64, V - i_v)
+        b_less = (b_z * -(load_factor(rows, i_tile, 0) * load_factor(rows, i_tile, 2))).to(TYPE)
+        b_dS = tl.dot(b_less, b_k, b_dS, input_precision=PREC)
+    close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, turn_back(b_dS), o_k, o_v, live, K, V, True)
 
 
 def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
@@ -122,7 +122,7 @@ def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor
         else:
             launch(
                 reverse_scan_rows, programs, device, fit(q), fit(q).stride(), fit(p.k), fit(p.k).stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma,
-                *ends, p.N, p.T, p.H, p.HV, *sizes, options.warps > 4, **options.launch,
+                *ends, p.N, p.T, p.H, p.HV, *sizes, **options.launch,
             )  # fmt: skip
 
     if runs.length:

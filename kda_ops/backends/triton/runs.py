@@ -23,7 +23,7 @@ from kda_ops.sequences import count_chunks
 
 @triton.jit
 def place(cu_seqlens, slots, maps, N, T, HV, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, RUN: tl.constexpr, BACK: tl.constexpr):
-    """This program's (i_n, i_h, o_v, live, i_b, first token of the sequence, tokens, first chunk, start, stop, run).
+    """This program's (i_n, i_h, first column, live, i_b, first token of the sequence, tokens, first chunk, start, stop, run).
 
     Its chunks are start to stop of the sequence, all of them without RUN. `run` is (i_r, whether the scan begins here, whether it ends here). Slices of
     the columns of one head are neighbours, so that they find its tiles in the cache. `live` is false for a sequence without a slot, for a run that no
@@ -32,7 +32,7 @@ def place(cu_seqlens, slots, maps, N, T, HV, K: tl.constexpr, V: tl.constexpr, B
     slices: tl.constexpr = (V + (K if maps is not None else 0) + BV - 1) // BV
     i_rh = tl.program_id(0) // slices
     i_r, i_h = i_rh // HV, i_rh % HV
-    o_v = (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
+    i_v = (tl.program_id(0) % slices) * BV
     i_n = i_r
     if RUN:
         if cu_seqlens is not None:
@@ -53,8 +53,8 @@ def place(cu_seqlens, slots, maps, N, T, HV, K: tl.constexpr, V: tl.constexpr, B
         if BACK:
             begins, ends = ends, begins
     if maps is not None:  # the state that leaves the last run starts none, and the first one starts from the state itself
-        stop = tl.where(ends | begins & ((tl.program_id(0) % slices) * BV >= V) | (not live), start, stop)
-    return i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, (i_r, begins, ends)
+        stop = tl.where(ends | begins & (i_v >= V) | (not live), start, stop)
+    return i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, (i_r, begins, ends)
 
 
 @triton.jit

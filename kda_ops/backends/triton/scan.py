@@ -8,19 +8,24 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
-from kda_ops.backends.triton.state import state_at
-from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, store_tile, strides_of
+from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile, Trace
 
 
 @triton.jit
+def head_at(x, strides, i_b, i_h, first):
+    """Pointer to row `first` of one head of a [B, T, X, D] tensor."""
+    return x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
+
+
+@triton.jit
 def rows_at(x, strides, i_b, i_h, first, o_r, o_d):
     """Pointers to rows of one head of a [B, T, X, D] tensor, [64, width]."""
-    p_x = x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
-    return p_x + ((o_r * strides[1])[:, None] + (o_d * strides[3])[None, :])
+    return head_at(x, strides, i_b, i_h, first) + ((o_r * strides[1])[:, None] + (o_d * strides[3])[None, :])
 
 
 @triton.jit
@@ -34,13 +39,35 @@ def fill_zero(o, strides, i_b, i_h, bos, length, start, stop, o_v, V: tl.constex
 
 
 @triton.jit
-def snapshot(state, strides, into, into_s, EVERY, i_n, i_h, chunk, length, b_S, o_k, o_v, columns, K: tl.constexpr, V: tl.constexpr):
+def snapshot(state, strides, into, into_s, EVERY, i_n, i_h, chunk, length, b_S, i_v, columns, K: tl.constexpr, V: tl.constexpr):
     """Write the state after `chunk` whole chunks to the slot that is due for it, if one is."""
     due = (chunk % EVERY == 0) & (chunk * 64 <= length) & (chunk // EVERY <= columns)
     slot = tl.load(into + i_n.to(tl.int64) * into_s[0] + (chunk // EVERY - 1).to(tl.int64) * into_s[1], mask=due, other=-1)
     if slot >= 0:
-        m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
-        tl.store(state_at(state, strides, slot, i_h, o_k, o_v), b_S.to(state.dtype.element_ty), mask=m_s)
+        p_s = state + (slot.to(tl.int64) * strides[0] + i_h.to(tl.int64) * strides[1] + i_v.to(tl.int64) * strides[3])
+        store_turned(p_s, tl.cast(strides[2], tl.int64), tl.cast(strides[3], tl.int64), b_S, K, V - i_v)
+
+
+@triton.jit
+def load_decays(gamma, o_k, K: tl.constexpr, BV: tl.constexpr):
+    """The decay of each key channel over a chunk.
+
+    The compiler lets every thread load what it needs where there are fewer addresses than threads: 16 copies by each of 8 warps. So two of each then.
+    """
+    if BV > 64:
+        b_gamma, _ = tl.split(tl.load(gamma + (o_k[:, None] + 0 * tl.arange(0, 2)[None, :]), mask=(o_k < K)[:, None], other=0.0))
+        return b_gamma
+    else:
+        return tl.load(gamma + o_k, mask=o_k < K, other=0.0)
+
+
+@triton.jit
+def load_factor(rows, i_tile, ROW: tl.constexpr):
+    """A row of `prepare_gdn` as factors of columns, [1, 64]; for the reason of `load_decays` there are four copies of it."""
+    b_row = tl.load(rows + i_tile * 448 + (ROW * 64 + (tl.arange(0, 256) & 63)))
+    b_row, _ = tl.split(tl.permute(tl.reshape(b_row, (2, 2, 64)), (2, 0, 1)))
+    b_row, _ = tl.split(b_row)
+    return b_row[None, :]
 
 
 @triton.jit(do_not_specialize=["N", "T", "HV", "every", "columns"])
@@ -55,51 +82,35 @@ def scan_tiles(
         v_new = u - w S [64, V];   o = qg S + P v_new [64, V];   S <- gamma S + kg^T v_new [K, V] fp32
 
     o is written here and now, so that neither v_new nor the states travel unless they are kept for backward. S stays in registers and is
-    rounded to the operands' dtype once per chunk, as an operand.
+    rounded to the operands' dtype once per chunk, as an operand. It is there with V as its rows (`fragment.turn`), so that S and v_new are operands
+    where they are: the only barriers of a step are those of the copies from memory.
     """
-    i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False)
-    o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False)
+    o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = w.dtype.element_ty
-    m_v = (o_v < V)[None, :]
     if o is not None:
         fill_zero(o, o_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
-    b_S = open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    b_S = turn(open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
     for c in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         i_tile = (first + c) * HV + i_h
         b_w = load_tile(w, i_tile, o_r, o_k, K)
         b_kg = load_tile(kg, i_tile, o_r, o_k, K)
-        b_u = load_tile(u, i_tile, o_r, o_v, V)
-        b_gamma = tl.load(gamma + i_tile * K + o_k, mask=o_k < K, other=0.0)
+        b_u = turn(load_tile(u, i_tile, o_r, o_v, V))
         b_s = b_S.to(TYPE)
-        b_v = (b_u.to(tl.float32) - tl.dot(b_w, b_s, input_precision=PREC)).to(TYPE)
+        b_v = (b_u.to(tl.float32) - tl.dot(b_s, tl.trans(b_w), input_precision=PREC)).to(TYPE)
         if o is not None:
             b_qg = load_tile(qg, i_tile, o_r, o_k, K)
             b_P = load_tile(P, i_tile, o_r, o_r, 64)
-            b_o = tl.dot(b_P, b_v, tl.dot(b_qg, b_s, input_precision=PREC), input_precision=PREC)
-            m_o = (c * 64 + o_r < length)[:, None] & m_v
-            tl.store(rows_at(o, o_s, i_b, i_h, bos + c * 64, o_r, o_v), b_o.to(o.dtype.element_ty), mask=m_o)
+            b_o = tl.dot(b_v, tl.trans(b_P), tl.dot(b_s, tl.trans(b_qg), input_precision=PREC), input_precision=PREC)
+            store_turned(head_at(o, o_s, i_b, i_h, bos + c * 64) + i_v * o_s[3], o_s[1], o_s[3], b_o, length - c * 64, V - i_v)
         if states is not None:
-            tl.store(states + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_s, mask=(o_k < K)[:, None] & m_v)
-            store_tile(v_new, i_tile, b_v, o_r, o_v, V)
-        b_S = tl.dot(tl.trans(b_kg), b_v, b_S * b_gamma[:, None], input_precision=PREC)
+            store_turned(states + i_tile * (K * V) + i_v, V, 1, b_s, K, V - i_v)
+            store_turned(v_new + i_tile * (64 * V) + i_v, V, 1, b_v, 64, V - i_v)
+        b_gamma = load_decays(gamma + i_tile * K, o_k, K, BV)
+        b_S = tl.dot(b_v, b_kg, b_S * b_gamma[None, :], input_precision=PREC)
         if into is not None:
-            snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, o_k, o_v, columns, K, V)
-    close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, b_S, o_k, o_v, live, K, V, False)
-
-
-@triton.jit
-def dot_apart(b_x, b_y, b_z, n, APART: tl.constexpr, PREC: tl.constexpr):
-    """z + x y; if APART, under a branch that is always taken, for n > 0.
-
-    A product that goes into another one is laid out as its operand, and of 8 warps one half then does what the other does (NOTES.md); the compiler
-    does not see through a branch. For 4 warps the layout is the right one, and the branch costs 5 to 10 %.
-    """
-    if APART:
-        if n > 0:
-            b_z = tl.dot(b_x, b_y, b_z, input_precision=PREC)
-    else:
-        b_z = tl.dot(b_x, b_y, b_z, input_precision=PREC)
-    return b_z
+            snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, i_v, columns, K, V)
+    close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, turn_back(b_S), o_k, o_v, live, K, V, False)
 
 
 @triton.jit(do_not_specialize=["N", "T", "every", "columns"])
@@ -107,7 +118,7 @@ def scan_rows(
     q, q_s, k, k_s, v, v_s, A, P, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s,
     cu_seqlens, N, T, H, HV, every, columns,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
-    RUN: tl.constexpr, APART: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """The same for one decay per head, from q, k and v as they are and the four rows of `prepare_gdn`::
 
@@ -115,38 +126,36 @@ def scan_rows(
 
     A decay per head is a factor per row, which moves past the dot products: q and k go from memory to the tensor cores as they are.
     """
-    i_n, i_h, o_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False)
     i_g = i_h // (HV // H)
-    o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
+    o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
-    b_zero = tl.zeros((64, BV), tl.float32)
     if o is not None:
         fill_zero(o, o_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
-    b_S = open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    b_S = turn(open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
     for c in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         i_tile, t = (first + c) * HV + i_h, bos + c * 64
         m_r = (c * 64 + o_r < length)[:, None]
         b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-        b_v = tl.load(rows_at(v, v_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0)
+        b_v = turn(tl.load(rows_at(v, v_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0))
         b_A = load_tile(A, i_tile, o_r, o_r, 64)
-        p_row = rows + i_tile * 448 + o_r
         b_s = b_S.to(TYPE)
-        b_v = b_v.to(tl.float32) - tl.load(p_row)[:, None] * dot_apart(b_k, b_s, b_zero, length, APART, PREC)
-        b_v = dot_apart(b_A, (b_v * tl.load(p_row + 128)[:, None]).to(TYPE), b_zero, length, APART, PREC)
+        b_v = b_v.to(tl.float32) - load_factor(rows, i_tile, 0) * tl.dot(b_s, tl.trans(b_k), input_precision=PREC)
+        b_v = tl.dot((b_v * load_factor(rows, i_tile, 2)).to(TYPE), tl.trans(b_A), input_precision=PREC)
         if o is not None:
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-            b_o = dot_apart(b_q, b_s, b_zero, length, APART, PREC) * tl.load(p_row + 192)[:, None]
-            b_o = tl.dot(load_tile(P, i_tile, o_r, o_r, 64), b_v.to(TYPE), b_o, input_precision=PREC)
-            tl.store(rows_at(o, o_s, i_b, i_h, t, o_r, o_v), b_o.to(o.dtype.element_ty), mask=m_r & m_v)
+            b_o = tl.dot(b_s, tl.trans(b_q), input_precision=PREC) * load_factor(rows, i_tile, 3)
+            b_o = tl.dot(b_v.to(TYPE), tl.trans(load_tile(P, i_tile, o_r, o_r, 64)), b_o, input_precision=PREC)
+            store_turned(head_at(o, o_s, i_b, i_h, t) + i_v * o_s[3], o_s[1], o_s[3], b_o, length - c * 64, V - i_v)
         if states is not None:
-            tl.store(states + i_tile * (K * V) + o_k[:, None] * V + o_v[None, :], b_s, mask=(o_k < K)[:, None] & m_v)
-            store_tile(v_new, i_tile, b_v, o_r, o_v, V)
-        b_v = (b_v * tl.load(p_row + 64)[:, None]).to(TYPE)
-        b_S = tl.dot(tl.trans(b_k), b_v, b_S * tl.load(gamma + i_tile), input_precision=PREC)
+            store_turned(states + i_tile * (K * V) + i_v, V, 1, b_s, K, V - i_v)
+            store_turned(v_new + i_tile * (64 * V) + i_v, V, 1, b_v, 64, V - i_v)
+        b_v = (b_v * load_factor(rows, i_tile, 1)).to(TYPE)
+        b_S = tl.dot(b_v, b_k, b_S * tl.load(gamma + i_tile), input_precision=PREC)
         if into is not None:
-            snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, o_k, o_v, columns, K, V)
-    close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, b_S, o_k, o_v, live, K, V, False)
+            snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, i_v, columns, K, V)
+    close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, turn_back(b_S), o_k, o_v, live, K, V, False)
 
 
 def _states(p: Problem, final_state: Tensor | None):
@@ -161,7 +170,7 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
     trace = Trace(p.q.new_empty((NT, p.HV, p.K, p.V)), p.q.new_empty((NT, p.HV, 64, p.V))) if keep else None
     initial, final, slots, into = _states(p, final_state)
     name = "scan_tiles" if p.rank else "scan_rows"
-    whole, runs = tuning.choose("scan_rows.keep" if keep and not p.rank else name, p), Runs(p)
+    whole, runs = tuning.choose(name + ".keep" * keep, p), Runs(p)
     BK, precision = tuning.width(p.K, p.q.dtype), "tf32x3" if p.q.dtype is torch.float32 else "tf32"
 
     def carry(options, o, initial, final, into, trace, maps) -> None:
@@ -180,7 +189,7 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
             q, k, v = fit(p.q), fit(p.k), fit(p.v)
             launch(
                 scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma,
-                *ends, p.N, p.T, p.H, p.HV, *sizes, options.warps > 4, **options.launch,
+                *ends, p.N, p.T, p.H, p.HV, *sizes, **options.launch,
             )  # fmt: skip
 
     if runs.length:

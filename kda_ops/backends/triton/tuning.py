@@ -82,7 +82,7 @@ def architecture(device: torch.device) -> int:
 
 
 def row(kernel: str, p: Problem) -> str:
-    """The name of the table's row for a call: nothing in it depends on B, T, N, H or the values. (`reverse_scan_tiles` has two cuts of the same bits.)"""
+    """The name of the table's row for a call: nothing in it depends on B, T, N, H or the values. (Scans have two cuts of the same bits.)"""
     mode = f".rows{anchored_rows(p)}" if kernel == "prepare_kda" else ""
     return f"{kernel}{mode}.sm{architecture(p.q.device)}0.{8 * p.q.dtype.itemsize}.K{width(p.K, p.q.dtype)}.V{min(width(p.V, p.q.dtype), 256)}"
 
@@ -104,22 +104,18 @@ def table(kernel: str, p: Problem) -> Options:
         return Options(min(K, 128), min(V, 128))
     if kernel == "prepare_gdn":
         return Options(registers=None if wide or K > 128 else 128 if p.HV == p.H else 168)  # a group keeps its scores while each head is inverted
-    if kernel == "scan_rows" and layer:
-        return Options(128, 128, warps=8, stages=3)
+    if kernel in ("scan_tiles", "scan_rows", "reverse_scan_tiles", "reverse_scan_rows") and layer and 2 * p.N * p.HV > processors(p.q.device):
+        return Options(128, 128, warps=8, stages=3)  # one wave instead of two, the same bits: unless all halves run at once
     if kernel.startswith("scan"):
-        return Options(K, 32) if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
+        return Options(K, 32, warps=8) if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
     if kernel == "gradient_rows":
         return Options(32, 32) if wide else Options(min(K, 128), min(V, 128))
     if kernel == "gradient_pairs":
         return Options(32, 32) if wide else Options(64, min(V, 128), registers=168 if hopper else None)
     if kernel == "gradient_keys":  # where operands of products come from registers, 64 columns spill kilobytes
         return Options(64 if architecture(p.q.device) >= HOPPER else 32, 32 if wide else 64)
-    if kernel == "reverse_scan_rows" and layer:
-        return Options(128, 64, stages=3)
-    if kernel == "reverse_scan_tiles" and layer and 2 * p.N * p.HV > processors(p.q.device):
-        return Options(128, 128, warps=8, stages=2)  # 1.6 times as long as half of the columns, the same bits: unless all halves run at once
     if kernel.startswith("reverse_scan"):
-        return Options(K, 32) if wide else Options(K, min(V, 64), stages=(3 if kernel.endswith("_maps") else 2) if hopper and K <= 128 else 1)
+        return Options(K, 32, warps=8) if wide else Options(K, min(V, 64), stages=3 if hopper and K <= 128 else 1)
     if kernel == "join_runs":
         return Options(power(p.K), 16, warps=8, stages=3 if hopper else 1)
     return Options(min(power(p.K), 64), min(power(p.V), 32 if wide else 64), stages=1 if wide else 2)
