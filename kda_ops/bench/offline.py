@@ -227,6 +227,7 @@ class Call:
 
     def compile(self) -> None:
         """Launch prepare and scan as inference does, the whole of training's backward if `keep`, or step on a pool."""
+        from kda_ops import dispatch
         from kda_ops.backends import triton as kernels
         from kda_ops.backends.triton import tuning
 
@@ -234,7 +235,8 @@ class Call:
         if self.pool is not None:
             return kernels.step(p, p.new_output(), p.state)
         tile = kernels.prepare(p, keep_A=self.keep)
-        trace = kernels.scan(p, tile, None if self.keep else p.new_output(), None if self.keep else p.new_final_state(), self.keep)
+        o = p.new_output() if not self.keep or dispatch.reads_output(p.q.device, p.rank, p.l2norm) else None
+        trace = kernels.scan(p, tile, o, None if self.keep else p.new_final_state(), self.keep)
         if self.keep:
             do = p.new_output()
             reverse = kernels.reverse_scan(p, tile, do, None, False)
