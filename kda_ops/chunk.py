@@ -2,8 +2,8 @@
 
 Kept by default: nothing besides the inputs, or, where a kernel's operands have 16 bits, A (2 C = 128 bytes per token and value head). With
 `disable_recompute` also the rest of the `Tile` and the `Trace`, so that backward starts with the reverse scan: per token and value head
-2 C + 3 K + 2 V + K V / C elements of the operand dtype, and D / C floats for gamma. What is kept is what a recompute would produce, so both policies
-give the same bits.
+2 C + 3 K + 2 V + K V / C elements of the operand dtype, and D / C floats for gamma; and, where `dispatch.reads_output` says so, o itself, which autograd
+saves as the output that it is. What is kept is what a recompute would produce, so both policies give the same bits.
 """
 
 from __future__ import annotations
@@ -69,20 +69,21 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
     return o, final_state, [made[n] if n in names else _empty(p, n) for n in KEPT]
 
 
-def backward(p: Problem, kept: list[Tensor], do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Gradients:
-    """Gradients of the inputs named in `need`, from the gradients of o and of the final state (None: zero)."""
+def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Gradients:
+    """Gradients of the inputs named in `need`, from the gradients of o and of the final state (None: zero); o as kept, if it was."""
     if not p.HV:
         return Gradients(**{n: torch.zeros_like(x) for n, x in zip(GRADIENTS, p.differentiable()) if n in need and x is not None})
     p.scratch = {}
     b, names = dispatch.backend(p.q.device), kept_names(p)
     have = {n: x for n, x in zip(KEPT, kept) if n in names}
     if p.disable_recompute:
-        trace = Trace(have.pop("states"), have.pop("v_new"))
+        trace = Trace(have.pop("states"), have.pop("v_new"), o)
         tile = b.prepare(p, have["A"]) if dispatch.forms_tile(p) else Tile(**have)
     else:
         A = have.get("A")
         tile = b.prepare(p, A if A is not None and A.numel() else None)
-        trace = b.scan(p, tile, None, None, keep=True)
+        asked = do is not None and "q" in need and dispatch.reads_output(p.q.device, p.rank, p.l2norm)
+        trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
     reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)
     tile = replace(tile, P=None, w=None, u=None, qg=None, kg=None)  # most of the scratch so far gives its place to that of `gradient`
     return b.gradient(p, tile, trace, do, reverse, need)

@@ -51,6 +51,11 @@ def operand_dtype(p: Problem) -> torch.dtype:
     return p.q.dtype if backend_name(p.q.device) == "triton" else p.state_dtype
 
 
+def reads_output(device: torch.device, rank: int, l2norm: bool) -> bool:
+    """Whether `gradient` asks for o: do · o is the product of unit q with its gradient, which the norm needs (MATHS.md), and needs no sum over K."""
+    return l2norm and rank == 1 and backend_name(device) == "triton"
+
+
 def forms_tile(p: Problem) -> bool:
     """Whether the scans read q, k and v themselves, so that a kept A is enough to make the rest of the tile again."""
     return backend_name(p.q.device) == "triton" and p.rank == 0

@@ -45,7 +45,8 @@ def chunk_kda(
         safe_gate: promise that g stays in [-5, 0] (or above ``lower_bound``), so that kernels may take a cheaper road to the same result.
         use_beta_sigmoid_in_kernel: use ``sigmoid(beta)``; with ``allow_neg_eigval`` ``2 * sigmoid(beta)``.
         transpose_state_layout: states are ``[N, HV, V, K]``, in and out.
-        disable_recompute: keep every intermediate for backward instead of recomputing it (see `kda_ops.chunk` for the bytes); same bits.
+        disable_recompute: keep every intermediate for backward instead of recomputing it (see `kda_ops.chunk` for the bytes); same bits. With
+            ``use_qk_l2norm_in_kernel`` o is one of them on a GPU: changed in place before backward, it is an error there.
 
     Returns:
         o ``[B, T, HV, V]`` in v's dtype, and the final state in the layout of ``initial_state``, or None if it was not asked for.

@@ -39,6 +39,7 @@ class Trace:
 
     states: Tensor  # [NT, HV, K, V]  the state entering each chunk
     v_new: Tensor  # [NT, HV, C, V]  u - w S
+    o: Tensor | None = None  # [B, T, HV, V]  the output, if it was written
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Gradients:
 
 
 GRADIENTS = tuple(f.name for f in fields(Gradients))
-KEPT = tuple(f.name for f in fields(Tile)) + tuple(f.name for f in fields(Trace))
+KEPT = tuple(f.name for f in fields(Tile)) + ("states", "v_new")  # o is an output anyway
 
 
 class Backend(Protocol):
@@ -96,7 +97,10 @@ class Backend(Protocol):
         """
 
     def gradient(self, p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
-        """One step per chunk from the trace and the reverse scan to the gradients of the inputs named in `need`; the tile has lost P, w, u, qg and kg."""
+        """One step per chunk from the trace and the reverse scan to the gradients of the inputs named in `need`; the tile has lost P, w, u, qg and kg.
+
+        `trace.o` is there if `dispatch.reads_output` says so, "q" is needed and there is a do.
+        """
 
     def step(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         """The token recurrence, for decode: o [B, T, HV, V], states as for `scan`, but a two-dimensional `p.state_indices`

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kda_ops import dispatch
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS, KEPT
 
@@ -32,14 +33,20 @@ def _chunk(namespace: str):
     return chunk
 
 
-def _setup(ctx, inputs, keyword_only_inputs, output) -> None:
-    _, final_state, *kept = output
-    # What is not kept is an empty tensor of one dimension; only the rest is worth a place among the saved tensors.
-    ctx.kept = [x.dim() > 1 for x in kept]
-    ctx.save_for_backward(*inputs, *(x for x in kept if x.dim() > 1))
-    ctx.mark_non_differentiable(*kept, *(() if keyword_only_inputs["output_final_state"] else (final_state,)))
-    ctx.set_materialize_grads(False)
-    ctx.flags = keyword_only_inputs
+def _setup(namespace: str):
+    rank = schemas.VARIANTS[namespace]
+
+    def setup(ctx, inputs, keyword_only_inputs, output) -> None:
+        o, final_state, *kept = output
+        reads_output = dispatch.reads_output(o.device, rank, keyword_only_inputs["use_qk_l2norm_in_kernel"])
+        # What is not kept is an empty tensor of one dimension; only the rest is worth a place among the saved tensors.
+        ctx.kept = [keyword_only_inputs.get("disable_recompute", False) and reads_output, *(x.dim() > 1 for x in kept)]
+        ctx.save_for_backward(*inputs, *(x for x, there in zip((o, *kept), ctx.kept) if there))
+        ctx.mark_non_differentiable(*kept, *(() if keyword_only_inputs["output_final_state"] else (final_state,)))
+        ctx.set_materialize_grads(False)
+        ctx.flags = keyword_only_inputs
+
+    return setup
 
 
 def _backward(namespace: str):
@@ -56,8 +63,10 @@ def _backward(namespace: str):
         if do is None and dfinal_state is None:
             return (None,) * _INPUTS
         none = inputs[0].new_empty((0,))
-        kept = [next(saved) if there else none for there in (ctx.kept or [False] * len(KEPT))]
-        grads = op_bwd(do, dfinal_state, *kept, *inputs, need=need, **flags)
+        keeps_output, *kept = ctx.kept
+        o = next(saved) if keeps_output else None
+        kept = [next(saved) if there else none for there in (kept or [False] * len(KEPT))]
+        grads = op_bwd(do, dfinal_state, o, *kept, *inputs, need=need, **flags)
         return (*(d if n else None for d, n in zip(grads, need)), None)
 
     return backward
@@ -109,7 +118,7 @@ def _refuse_in_place(operator: schemas.Operator, namespace: str):
 for _namespace, _library in schemas.LIBRARIES.items():
     _library.impl("chunk", _chunk(_namespace), "Autograd")
     for _operator in (schemas.CHUNK_FWD, schemas.RECURRENT):
-        torch.library.register_autograd(f"{_namespace}::{_operator.name}", _backward(_namespace), setup_context=_setup, lib=_library)
+        torch.library.register_autograd(f"{_namespace}::{_operator.name}", _backward(_namespace), setup_context=_setup(_namespace), lib=_library)
     torch.library.register_autograd(f"{_namespace}::gate", _gate_backward(_namespace), setup_context=_gate_setup, lib=_library)
     for _operator, _public in ((schemas.CHUNK_BWD, "chunk"), (schemas.GATE_BWD, "gate")):
         torch.library.register_autograd(

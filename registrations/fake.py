@@ -25,7 +25,7 @@ def _fakes(rank: int) -> dict[schemas.Operator, object]:
         p = Problem.parse(rank, *args, **flags)
         return p.new_output(), p.new_final_state(), *chunk.new_kept(p)
 
-    def chunk_bwd(do, dfinal_state, *args, need, **flags):
+    def chunk_bwd(do, dfinal_state, o, *args, need, **flags):
         p = Problem.parse(rank, *args[len(KEPT) :], **flags)
         return tuple(_like(x, wanted, p.q) for x, wanted in zip(p.differentiable(), need))
 

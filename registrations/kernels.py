@@ -21,9 +21,9 @@ def _kernels(rank: int) -> dict[schemas.Operator, object]:
         o, final_state, kept = chunk.forward(Problem.parse(rank, *args, **flags))
         return o, final_state, *kept
 
-    def chunk_bwd(do, dfinal_state, *args, need, **flags) -> tuple[Tensor, ...]:
+    def chunk_bwd(do, dfinal_state, o, *args, need, **flags) -> tuple[Tensor, ...]:
         p = Problem.parse(rank, *args[len(KEPT) :], **flags)
-        grads = chunk.backward(p, list(args[: len(KEPT)]), do, dfinal_state, frozenset(n for n, wanted in zip(GRADIENTS, need) if wanted))
+        grads = chunk.backward(p, o, list(args[: len(KEPT)]), do, dfinal_state, frozenset(n for n, wanted in zip(GRADIENTS, need) if wanted))
         return tuple(p.q.new_empty((0,)) if d is None else d.contiguous() for d in (getattr(grads, n) for n in GRADIENTS))
 
     def recurrent_forward(*args, **flags) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,8 @@ _GRADIENTS_OUT = ", ".join(f"Tensor d{n}" for n in GRADIENTS)
 CHUNK = Operator("chunk", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state)")
 CHUNK_FWD = Operator("chunk_fwd", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state, {_KEPT_IN})")
 CHUNK_BWD = Operator(
-    "chunk_bwd", f"(Tensor? do, Tensor? dfinal_state, {_KEPT_IN}, {_SEQUENCES}, *, {_CHUNK_FLAGS}, bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})"
+    "chunk_bwd",
+    f"(Tensor? do, Tensor? dfinal_state, Tensor? o, {_KEPT_IN}, {_SEQUENCES}, *, {_CHUNK_FLAGS}, bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})",
 )
 RECURRENT = Operator("recurrent", f"({_SEQUENCES}, *, {_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_REST}) -> (Tensor o, Tensor final_state)")
 RECURRENT_ = Operator("recurrent_", f"({_STEP}, *, {_SCALE}, {_L2NORM_AND_GATE}, {_REST}) -> Tensor", mutates=True)

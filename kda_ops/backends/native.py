@@ -225,7 +225,7 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
         o.copy_(run.chunks.join(out))
     if final_state is not None and final_state.numel():
         _write(p.as_kv(final_state), run.order if slots is None else slots[run.order], run.S)
-    return Trace(states, v_all) if keep else None
+    return Trace(states, v_all, o) if keep else None
 
 
 def _snapshot(p: Problem, run: _Running, live: Tensor, chunk: int, pool: Tensor) -> None:

@@ -135,7 +135,7 @@ class Reference:
             pool.write(n, S)
         if o is not None:
             o.copy_(chunks.join(out))
-        return Trace(self._round(states), self._round(v_new)) if keep else None
+        return Trace(self._round(states), self._round(v_new), o) if keep else None
 
     def reverse_scan(self, p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
         """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""

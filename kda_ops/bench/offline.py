@@ -30,7 +30,7 @@ SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
 # Bytes of stack per thread of the kernels for a layer on sm_90, by kernel and gate, the worst of triton 3.6, 3.7 and 3.9; not to be exceeded unnoticed.
 SPILLS = {
     ("prepare_kda", "bound"): 288, ("prepare_kda", "softplus"): 1216, ("scan_tiles", "bound"): 0, ("scan_tiles", "softplus"): 0,
-    ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 16, ("gradient_pairs", "softplus"): 16,
+    ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 120, ("gradient_pairs", "softplus"): 120,
     ("gradient_keys", "bound"): 320, ("gradient_keys", "softplus"): 320, ("sum_decays", "bound"): 0, ("sum_decays", "softplus"): 0,
     ("sum_gradients", "bound"): 0, ("sum_gradients", "softplus"): 0, ("reverse_scan_rows", "bound"): 8, ("reverse_scan_rows", "softplus"): 8,
     ("gradient_rows", "bound"): 2112, ("gradient_rows", "softplus"): 2112, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
@@ -227,6 +227,7 @@ class Call:
 
     def compile(self) -> None:
         """Launch prepare and scan as inference does, the whole of training's backward if `keep`, or step on a pool."""
+        from kda_ops import dispatch
         from kda_ops.backends import triton as kernels
         from kda_ops.backends.triton import tuning
 
@@ -234,7 +235,8 @@ class Call:
         if self.pool is not None:
             return kernels.step(p, p.new_output(), p.state)
         tile = kernels.prepare(p, keep_A=self.keep)
-        trace = kernels.scan(p, tile, None if self.keep else p.new_output(), None if self.keep else p.new_final_state(), self.keep)
+        o = p.new_output() if not self.keep or dispatch.reads_output(p.q.device, p.rank, p.l2norm) else None
+        trace = kernels.scan(p, tile, o, None if self.keep else p.new_final_state(), self.keep)
         if self.keep:
             do = p.new_output()
             reverse = kernels.reverse_scan(p, tile, do, None, False)

@@ -15,9 +15,9 @@ from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import packed
 from kda_ops.stages import GRADIENTS
-from tests.support.calls import run
+from tests.support.calls import overload, run
 from tests.support.cases import Case
-from tests.support.closeness import assert_identical, assert_meets_budget
+from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget
 from tests.support.stage import Stages, assert_stage
 
 TRITON = dispatch.load("triton")
@@ -42,10 +42,11 @@ def test_a_stage_meets_its_budget(stage, case):
     assert_stage(stage, Stages.build(case), TRITON)
 
 
+@pytest.mark.parametrize("l2norm", (False, True))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("do, dfinal", ((False, True), (True, False), (False, False)))
-def test_a_gradient_that_is_absent_is_zero(variant, do, dfinal):
-    stages = Stages.build(Case(variant=variant, dtype=HALF), do, dfinal)
+def test_a_gradient_that_is_absent_is_zero(variant, do, dfinal, l2norm):
+    stages = Stages.build(Case(variant=variant, dtype=HALF, l2norm=l2norm), do, dfinal)
     for stage in ("reverse_scan", "gradient"):
         assert_stage(stage, stages, TRITON)
 
@@ -99,6 +100,45 @@ def test_a_gradient_does_not_depend_on_which_others_are_needed(variant, need):
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("need", (GRADIENTS, ("q",), ("k", "beta"), ("v",)), ids=",".join)
+def test_keeping_the_intermediates_changes_no_bit(variant, need):
+    case = Case(variant=variant, lengths=(0, 65, 1, 7), tail=3, gate="softplus", dtype=HALF, l2norm=True, H=2)
+    assert_all_identical(run(case, need=need), run(case, need=need, disable_recompute=True))
+
+
+def test_changing_an_output_that_backward_reads_is_noticed():
+    for changed, keep, l2norm in ((True, False, True), (True, True, False), (False, True, True), (True, True, True)):
+        case = Case(l2norm=l2norm, disable_recompute=keep)
+        inputs = case.inputs()
+        inputs["q"].requires_grad_()
+        o, _ = overload("kda", "chunk")(*inputs.values(), **case.flags())
+        loss = o.sum()
+        if changed:
+            o.detach().mul_(2.0)
+        if changed and keep and l2norm:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+@pytest.mark.parametrize("keep", (False, True))
+def test_a_compiled_call_keeps_the_output_that_backward_reads(keep):
+    case = Case(T=37, gate="bounded", dtype=HALF, l2norm=True, H=2, disable_recompute=keep)
+
+    def loss(*inputs):
+        return overload("kda", "chunk")(*inputs, **case.flags())[0].float().square().sum()
+
+    def gradients(call):
+        inputs = case.inputs()
+        leaves = [inputs[n].requires_grad_() for n in "qkv"]
+        return torch.autograd.grad(call(*inputs.values()), leaves)
+
+    for name, a, b in zip("qkv", gradients(loss), gradients(torch.compile(loss, fullgraph=True, backend="aot_eager"))):
+        assert_identical(a, b, name)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_gradient_of_any_stride_gives_the_same_bits(variant):
     case = Case(variant=variant, dtype=HALF, T=70)
     inputs = case.inputs()
@@ -109,9 +149,10 @@ def test_a_gradient_of_any_stride_gives_the_same_bits(variant):
         assert_identical(a[name], b[name], name)
 
 
+@pytest.mark.parametrize("H", (1, 2))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_tokens_of_no_sequence_have_zero_gradient(variant):
-    case = Case(variant=variant, lengths=(3, 0, 64), tail=70, gate="bounded", beta="sigmoid", l2norm=True)
+def test_tokens_of_no_sequence_have_zero_gradient(variant, H):
+    case = Case(variant=variant, lengths=(3, 0, 64), tail=70, gate="bounded", beta="sigmoid", l2norm=True, H=H)
     got = run(case)
     for name in ("q", "k", "v", "g", "beta"):
         assert (got["d" + name][:, 67:] == 0).all(), name
@@ -128,6 +169,8 @@ def test_nothing_to_do_gives_zero_gradients(variant, sizes):
 @pytest.mark.parametrize("case", [
     Case(gate="bounded", dtype=HALF, l2norm=True, beta="sigmoid", keys="correlated", lengths=(0, 65, 1, 37), tail=3, H=1, HV=2, transposed=True),
     Case(gate="softplus", l2norm=True, beta="neg_eigval", keys="repeated", H=2, HV=2, strides="fused", disable_recompute=True),
+    Case(gate="softplus", dtype=HALF, l2norm=True, beta="neg_eigval", H=2, HV=2, K=70, V=40, B=2, T=70),
+    Case(gate="reset", dtype=HALF, l2norm=True, H=2, HV=2, lengths=(0, 65, 1, 37), tail=3, keys="repeated", seed=3),
     Case(variant="gdn", gate="bounded", dtype=HALF, l2norm=True, beta="sigmoid", keys="correlated", lengths=(0, 65, 1, 37), tail=3, H=1, HV=2),
     Case(variant="gdn", gate="reset", beta="none", K=24, V=40, strides="expanded"),
 ], ids=str)  # fmt: skip

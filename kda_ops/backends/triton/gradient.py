@@ -24,12 +24,9 @@ from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Reverse, Tile, Trace
 
 
-@triton.jit(do_not_specialize=["T"])
-def gather_heads(x, x_s, dy, dx, T, H, HV, rows, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, L2NORM: tl.constexpr):
-    """Sum the gradient of unit q or k over the value heads of a key head, in order, and pass it through the norm::
-
-    dx = r (s - y sum_k y s),   y = r x,   s = sum of dy [B T, HV, K] fp32 over the group      [B T, H, K]
-    """
+@triton.jit
+def gather_heads(dy, dx, H, HV, rows, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr):
+    """dx [B T, H, K] = the sum of dy [B T, HV, K] fp32 over the value heads of a key head, in order."""
     o_i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_k = tl.arange(0, BK)
     m_x = (o_i < rows)[:, None] & (o_k < K)[None, :]
@@ -39,12 +36,6 @@ def gather_heads(x, x_s, dy, dx, T, H, HV, rows, K: tl.constexpr, BK: tl.constex
     b_sum = tl.zeros((ROWS, BK), tl.float32)
     for i in range(group):
         b_sum += tl.load(p_y + i * K, mask=m_x, other=0.0)
-    if L2NORM:
-        p_x = x + ((i_token // T) * x_s[0] + (i_token % T) * x_s[1] + i_g * x_s[2])[:, None] + (o_k.to(tl.int64) * x_s[3])[None, :]
-        b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-        b_r = tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-6)[:, None]
-        b_x = b_x * b_r
-        b_sum = b_r * (b_sum - b_x * tl.sum(b_x * b_sum, 1)[:, None])
     tl.store(dx + o_i[:, None] * K + o_k[None, :], b_sum.to(dx.dtype.element_ty), mask=m_x)
 
 
@@ -80,8 +71,7 @@ def _gather(p: Problem, x: Tensor, dy: Tensor) -> Tensor:
     dx, rows, BK = x.new_empty(x.shape), p.B * p.T * p.H, tuning.width(p.K, x.dtype)
     per_program = max(1, 4096 // BK)
     launch(
-        gather_heads, (rows + per_program - 1) // per_program, x.device, x, x.stride(), dy, dx, p.T, p.H, p.HV, rows,
-        p.K, BK, per_program, p.l2norm, num_warps=4,
+        gather_heads, (rows + per_program - 1) // per_program, x.device, dy, dx, p.H, p.HV, rows, p.K, BK, per_program, num_warps=4,
     )  # fmt: skip
     return dx
 
@@ -116,7 +106,7 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     q, device, NT, exact = p.q, p.q.device, _count(p), p.q.dtype is torch.float32
     options, values, wide = tuning.choose("gradient_keys", p), tuning.choose("gradient_pairs", p), tuning.width(p.K, q.dtype)
     slices, precision = (p.K + options.block_k - 1) // options.block_k, "tf32x3" if exact else "tf32"
-    gates, gather = need & {"g", "A_log", "dt_bias"}, p.HV > p.H or p.l2norm
+    gates, gather = need & {"g", "A_log", "dt_bias"}, p.HV > p.H
     dq = dk = dbeta = None
     if "q" in need or "k" in need:
         dq, dk = (torch.empty((p.B, p.T, p.HV, p.K), dtype=torch.float32 if gather else q.dtype, device=device) for _ in "qk")
@@ -127,13 +117,16 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
         dbeta = q.new_empty((slices + 1, p.B, p.T, p.HV), dtype=torch.float32) if sums else _like(p, "beta", need)
     dP, dL = q.new_empty((NT, p.HV, 64, 64)), q.new_empty((NT, p.HV, 64, 64))
     norms = [q.new_empty((NT, p.HV, 64), dtype=torch.float32) if p.l2norm else None for _ in "qk"]
+    # of unit q and k with their gradients; without a do that of q is zero
+    dots = [q.new_empty((NT, p.HV, 64), dtype=torch.float32) if p.l2norm and there else None for there in ("q" in need and do is not None, "k" in need)]
+    o = with_strides(None if dots[0] is None else trace.o)
     programs = NT * p.HV if p.H else 0
     query, key, strength, given, cu_seqlens = with_strides(q), with_strides(p.k), with_strides(p.beta), with_strides(do), dense(p.cu_seqlens)
     logits, parameters, activation = with_strides(p.g), (dense(p.A_log), dense(p.dt_bias)), (p.activate_gate, p.lower_bound is not None)
     N, T, H, HV, K, V, scale, bound = p.N, p.T, p.H, p.HV, p.K, p.V, p.scale, p.lower_bound or 0.0
     launch(
-        gradient_pairs, programs, device, *query, *key, *with_strides(p.v), *strength, *given, trace.v_new, reverse.z, cu_seqlens,
-        dP, dL, dv, dbeta[slices] if sums else dbeta, *norms, N, T, H, HV, scale,
+        gradient_pairs, programs, device, *query, *key, *with_strides(p.v), *strength, *given, *o, trace.v_new, reverse.z, cu_seqlens,
+        dP, dL, dv, dbeta[slices] if sums else dbeta, *norms, *dots, N, T, H, HV, scale,
         K, wide, V, values.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=values.stages, **values.launch,
     )  # fmt: skip
     if dq is not None or gates or sums:
@@ -145,7 +138,7 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
         )  # fmt: skip
         launch(
             gradient_keys, programs * slices, device, *query, *key, *strength, *given, trace.states, trace.v_new, reverse.dstates, reverse.z,
-            dP, dL, *norms, G, anchored, tables(device), cu_seqlens, dq, dk, dbeta if sums else None, p.B * T * HV, N, T, H, HV, scale,
+            dP, dL, *norms, *dots, G, anchored, tables(device), cu_seqlens, dq, dk, dbeta if sums else None, p.B * T * HV, N, T, H, HV, scale,
             K, V, options.block_k, options.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=options.stages, **options.launch,
         )  # fmt: skip
         if dg is not None:

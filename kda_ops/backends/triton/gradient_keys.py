@@ -15,7 +15,9 @@ from kda_ops.backends.triton.gradient_tile import (
     load_norm,
     load_state,
     locate_rows,
+    narrow,
     read_rows,
+    widen,
     write_column,
 )
 from kda_ops.backends.triton.tile import load_tile, prefetch_rows, prefetch_tile
@@ -45,24 +47,6 @@ def load_pairs(x, pairs, h):
         return unpack(tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [b_x, b_m], b_x.dtype, True, 2))
     else:
         return unpack((b_x.to(tl.int16, bitcast=True) & b_m).to(b_x.dtype, bitcast=True))
-
-
-@triton.jit
-def widen(b_x):
-    """A tile in fp32; two entries of bf16 by their bits in as many instructions, where the compiler's conversion takes three."""
-    if b_x.dtype == tl.bfloat16 and not INTERPRETED:
-        return tl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [b_x], tl.float32, True, 2)
-    else:
-        return b_x.to(tl.float32)
-
-
-@triton.jit
-def narrow(b_x, TYPE: tl.constexpr):
-    """An fp32 tile as an operand; bf16 two at once: what is read again is otherwise rounded one by one, at a sixteenth of the rate of other instructions."""
-    if TYPE == tl.bfloat16 and not INTERPRETED:
-        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], tl.bfloat16, True, 2)
-    else:
-        return b_x.to(TYPE)
 
 
 @triton.jit
@@ -124,8 +108,19 @@ def store_entries(x, first, i_h, HV, n_rows, i_s, b_x, K: tl.constexpr, BK: tl.c
     J: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     row, column = fragment(BK, J)
     column += i_s * BK
+    b_x = as_entries(narrow(b_x, x.dtype.element_ty), J)
     p_x = x + (first * HV + i_h) * K + row * (HV * K) + column
-    tl.store(p_x, as_entries(b_x, J).to(x.dtype.element_ty), mask=(row < n_rows) & (column < K))
+    tl.store(p_x, b_x, mask=(row < n_rows) & (column < K))
+
+
+@triton.jit
+def through_norm(b_dy, x, x_s, held, b_norm, dot, i_tile, i_s, K: tl.constexpr, BK: tl.constexpr):
+    """dx = r (dy - y (y . dy)) for y = r x, from the products y . dy [64] that `gradient_pairs` left; none are zero."""
+    b_dx = b_dy * b_norm
+    if dot is not None:
+        b_dot = tl.load(dot + i_tile * 64 + tl.arange(0, 64))[:, None]
+        b_dx -= load_rows(x, x_s, held, i_s, K, BK) * (b_norm * b_norm * b_dot)
+    return b_dx
 
 
 @triton.jit
@@ -233,7 +228,7 @@ def anchored_pairs(
 
 @triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_keys(
-    q, q_s, k, k_s, beta, beta_s, do, do_s, states, v_new, dstates, z, dP, dL, q_norm, k_norm, G, anchored, pairs, cu_seqlens,
+    q, q_s, k, k_s, beta, beta_s, do, do_s, states, v_new, dstates, z, dP, dL, q_norm, k_norm, q_dot, k_dot, G, anchored, pairs, cu_seqlens,
     dq, dk, dbeta, dbeta_slice, N, T, H, HV, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
@@ -244,9 +239,9 @@ def gradient_keys(
         dk = early + late      dG = q dq + k (early - late);  last row += gamma sum_v S dS + sum_i k_i e_i (v_new dS^T)_i
         dG is left in the place of G, for `sum_gradients`
 
-    dq and dk are those of unit q and k: the norm needs sums over all of K, which the program does not see. A slice per program keeps the fp32 tiles
-    that are alive within the registers. q, k, G, dP and dL come from the cache again wherever they are needed, in the layout of the products
-    (`fragment`): held in registers, they would push the sums out of them.
+    dq and dk leave through the norm, whose sums over all of K, which the program does not see, are sums over V as well (MATHS.md). A slice per
+    program keeps the fp32 tiles that are alive within the registers. q, k, G, dP and dL come from the cache again wherever they are needed, in
+    the layout of the products (`fragment`): held in registers, they would push the sums out of them.
     """
     slices: tl.constexpr = (K + BK - 1) // BK
     i_s, i_tile = tl.program_id(0) % slices, tl.program_id(0) // slices
@@ -313,10 +308,13 @@ def gradient_keys(
         b_dq, b_dk, b_dG, b_dbeta = parted_pairs(
             dP, dL, pairs, q, q_s, k, k_s, G, held, i_s, h, b_q_norm, b_k_norm, b_beta, b_dq, b_dk, b_dG, b_dbeta, K, BK, SUMS, PREC,
         )  # fmt: skip
+    tl.debug_barrier()  # dG takes the place of G, which other threads have read
+    store_entries(G, i_tile * 0, 0, 1, 64, i_s, b_dG, K, BK)
     if dq is not None:
+        if q_norm is not None:
+            b_dq = through_norm(b_dq, q, q_s, held, b_q_norm, q_dot, i_tile, i_s, K, BK)
+            b_dk = through_norm(b_dk, k, k_s, held, b_k_norm, k_dot, i_tile, i_s, K, BK)
         store_entries(dq, token, i_h, HV, n_rows, i_s, b_dq, K, BK)
         store_entries(dk, token, i_h, HV, n_rows, i_s, b_dk, K, BK)
     if dbeta is not None:
         write_column(dbeta, token, i_h, HV, n_rows, b_dbeta)
-    tl.debug_barrier()  # dG takes the place of G, which other threads have read
-    store_entries(G, i_tile * 0, 0, 1, 64, i_s, b_dG, K, BK)

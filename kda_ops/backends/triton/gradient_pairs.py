@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kda_ops.backends.triton.fragment import pack
 from kda_ops.backends.triton.gate import strength_column
-from kda_ops.backends.triton.gradient_tile import locate_rows, on_diagonal, read_rows, write_column, write_rows
+from kda_ops.backends.triton.gradient_tile import locate_rows, on_diagonal, read_rows, widen, write_column, write_rows
 from kda_ops.backends.triton.tile import inverse_norm, load_tile
 
 
@@ -30,13 +30,13 @@ def strength_gradient(b_sums, b_L, b_beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl
 
 @triton.jit
 def pair_gradients(
-    do, do_s, v, v_s, v_new, z, dv, i_tile, i_b, i_h, first, n_rows, token, HV, scale, b_beta,
+    do, do_s, o, o_s, v, v_s, v_new, z, dv, i_tile, i_b, i_h, first, n_rows, token, HV, scale, b_beta,
     V: tl.constexpr, BV: tl.constexpr, SUMS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the scores and the part of v, all that reads V alone::
 
         scale dP on and below the diagonal, its transpose above it;   dL, likewise     [64, 64] fp32
-        sum over V of z v [64], if SUMS;   dv = beta z is written
+        sum over V of z v [64], if SUMS, and of do o [64], if there is an o;   dv = beta z is written
 
     Each triangle is a product of its own: a product is never transposed.
     """
@@ -45,33 +45,36 @@ def pair_gradients(
     b_P = tl.zeros((64, 64), tl.float32)
     b_PT, b_L, b_LT = b_P, b_P, b_P
     b_zv = tl.zeros((64,), tl.float32)
+    b_doo = b_zv
     for i in range((V + BV - 1) // BV):
         o_v = i * BV + tl.arange(0, BV)
         b_vn, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
+        if SUMS:
+            b_zv += tl.sum(widen(read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V)) * widen(b_z), 1)
+        if dv is not None:
+            write_rows(dv, token, i_h, HV, n_rows, b_z.to(tl.float32) * b_beta[:, None], o_v, V)
         if do is not None:
             b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+            if o is not None:
+                b_doo += tl.sum(widen(b_do) * widen(read_rows(o, o_s, i_b, i_h, first, n_rows, o_v, V)), 1)
             b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
             b_PT = tl.dot(b_vn, tl.trans(b_do), b_PT, input_precision=PREC)
         b_L = tl.dot(b_z, tl.trans(b_vn), b_L, input_precision=PREC)
         b_LT = tl.dot(b_vn, tl.trans(b_z), b_LT, input_precision=PREC)
-        if SUMS:
-            b_v = read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V)
-            b_zv += tl.sum(b_v.to(tl.float32) * b_z.to(tl.float32), 1)
-        if dv is not None:
-            write_rows(dv, token, i_h, HV, n_rows, b_z.to(tl.float32) * b_beta[:, None], o_v, V)
     b_P = tl.where(lower, b_P, b_PT) * scale
-    return b_P, -tl.where(lower, b_L, b_LT), b_zv
+    return b_P, -tl.where(lower, b_L, b_LT), b_zv, b_doo
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_pairs(
-    q, q_s, k, k_s, v, v_s, beta, beta_s, do, do_s, v_new, z, cu_seqlens, dP, dL, dv, dbeta, q_norm, k_norm, N, T, H, HV, scale,
+    q, q_s, k, k_s, v, v_s, beta, beta_s, do, do_s, o, o_s, v_new, z, cu_seqlens, dP, dL, dv, dbeta, q_norm, k_norm, q_dot, k_dot, N, T, H, HV, scale,
     K: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Everything of one chunk and value head that reads V alone::
 
         dP = tril(scale do v_new^T)      dL = -strict_tril(z v_new^T)      each with its transpose above the diagonal, [64, 64], packed
         dv = beta z [64, V]              dbeta = sum_v z v_new / beta for a sigmoid, else its part sum_v z v [64]
+        q_dot = sum_v do o               k_dot = sum_v z (2 v_new - beta v)           the products of unit q and k with their gradients [64]
 
     and the norms of q and k. Apart from the kernel that reads K because the two need different registers, and so that slices of K find the pairs
     ready; that is 16 KB more to move.
@@ -87,9 +90,15 @@ def gradient_pairs(
         i_g = i_h // (HV // H)
         tl.store(q_norm + i_tile * 64 + o_r, inverse_norm(read_rows(q, q_s, i_b, i_g, first, n_rows, tl.arange(0, WIDE), K), True))
         tl.store(k_norm + i_tile * 64 + o_r, inverse_norm(read_rows(k, k_s, i_b, i_g, first, n_rows, tl.arange(0, WIDE), K), True))
-    SUMS: tl.constexpr = dbeta is not None and not SIGMOID
+    SUMS: tl.constexpr = (dbeta is not None and not SIGMOID) or k_dot is not None
     b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
-    b_P, b_L, b_zv = pair_gradients(do, do_s, v, v_s, v_new, z, dv, i_tile, i_b, i_h, first, n_rows, token, HV, scale, b_beta, V, BV, SUMS, PREC)
+    b_P, b_L, b_zv, b_doo = pair_gradients(
+        do, do_s, o, o_s, v, v_s, v_new, z, dv, i_tile, i_b, i_h, first, n_rows, token, HV, scale, b_beta, V, BV, SUMS, PREC,
+    )  # fmt: skip
+    if q_dot is not None:
+        tl.store(q_dot + i_tile * 64 + o_r, b_doo)
+    if k_dot is not None:
+        tl.store(k_dot + i_tile * 64 + o_r, -2.0 * on_diagonal(b_L) - b_beta * b_zv)
     if dbeta is not None:
         write_column(dbeta, token, i_h, HV, n_rows, strength_gradient(b_zv, b_L, b_beta, SIGMOID, NEG_EIGVAL))
     p_pair = i_tile * 4096 + tl.arange(0, 512)[:, None] * 8 + tl.arange(0, 8)[None, :]

@@ -167,7 +167,7 @@ def _states(p: Problem, final_state: Tensor | None):
 def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:
     """Carry the state through the chunks of each sequence; see `kda_ops.stages.Backend.scan`."""
     device, NT = p.q.device, count_chunks(p)
-    trace = Trace(p.q.new_empty((NT, p.HV, p.K, p.V)), p.q.new_empty((NT, p.HV, 64, p.V))) if keep else None
+    trace = Trace(p.q.new_empty((NT, p.HV, p.K, p.V)), p.q.new_empty((NT, p.HV, 64, p.V)), o) if keep else None
     initial, final, slots, into = _states(p, final_state)
     name = "scan_tiles" if p.rank else "scan_rows"
     whole, runs = tuning.choose(name + ".keep" * keep, p), Runs(p)
