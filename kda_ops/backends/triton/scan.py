@@ -170,7 +170,7 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
     trace = Trace(p.q.new_empty((NT, p.HV, p.K, p.V)), p.q.new_empty((NT, p.HV, 64, p.V)), o) if keep else None
     initial, final, slots, into = _states(p, final_state)
     name = "scan_tiles" if p.rank else "scan_rows"
-    whole, runs = tuning.choose(name + ".keep" * keep, p), Runs(p)
+    whole, runs = tuning.choose(name, p), Runs(p)
     BK, precision = tuning.width(p.K, p.q.dtype), "tf32x3" if p.q.dtype is torch.float32 else "tf32"
 
     def carry(options, o, initial, final, into, trace, maps) -> None:
