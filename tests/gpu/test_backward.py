@@ -10,7 +10,7 @@ from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
 from tests.support.calls import run
 from tests.support.cases import Case, replace
-from tests.support.closeness import assert_identical
+from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.stage import Stages, assert_stage
 
 CUDA = torch.device("cuda")
@@ -56,19 +56,19 @@ def test_two_runs_give_the_same_bits(variant, gate):
             assert_identical(first[name], second[name], name)
 
 
-def test_the_cut_of_the_reverse_scan_changes_no_bit(monkeypatch):
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant):
     """All columns or half of them per program: the table chooses by the number of heads and sequences, which results may not depend on."""
-    stages = Stages.build(Case(variant="kda", dtype=BF16, K=128, V=128, H=2, HV=4, lengths=(0, 65, 1, 300, 37), gate="bounded", l2norm=True))
+    case = Case(variant=variant, dtype=BF16, K=128, V=128, H=2, HV=4, lengths=(0, 65, 1, 300, 37), gate="bounded", l2norm=True)
     found, table = [], tuning.table
     monkeypatch.setattr(tuning, "FORCED_RUN", 0)
     for processors, columns in ((1, 128), (10**6, 64)):  # no room for two programs per head; room for all
-        chosen = []
+        chosen = {}
         monkeypatch.setattr(tuning, "processors", lambda device, n=processors: n)
-        monkeypatch.setattr(tuning, "table", lambda kernel, p, chosen=chosen: chosen.append(table(kernel, p)) or chosen[-1])
-        found.append(stages.run("reverse_scan", TRITON, CUDA))
-        assert {options.block_v for options in chosen} == {columns}
-    for name in found[0]:
-        assert_identical(found[0][name], found[1][name], name)
+        monkeypatch.setattr(tuning, "table", lambda kernel, p, chosen=chosen: chosen.setdefault(kernel, table(kernel, p)))
+        found.append(run(case, inputs=case.inputs(CUDA)))
+        assert [options.block_v for kernel, options in chosen.items() if "scan" in kernel] == [columns] * 2
+    assert_all_identical(*found)
 
 
 def test_lengths_and_batches_do_not_recompile():

@@ -106,7 +106,7 @@ def spread(b_x):
     R: tl.constexpr = b_x.shape[0]
     W: tl.constexpr = b_x.shape[1]
     b_x = tl.reshape(tl.permute(tl.reshape(b_x, (R, 4, 4, W // 32, 2)), (0, 3, 1, 2, 4)), (R, W))
-    if not INTERPRETED and b_x.dtype.primitive_bitwidth == 16:
+    if not INTERPRETED and b_x.dtype.primitive_bitwidth == 16:  # a wall: the compiler would carry the operand's layout back to the load, by exchanges
         b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], b_x.dtype, False, 2)
     return b_x
 
