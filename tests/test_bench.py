@@ -247,7 +247,7 @@ def test_what_a_peer_tunes_is_compiled_just_before_it_is_measured(monkeypatch):
         (shared,), (what, cases) = calls[i][1], calls[i + 1]
         assert what == "measure" and {c.pass_ for c in cases} == {"fwd", "fwdbwd"} and {(c.op, c.gate, c.setting) for c in cases} == {shared}
     measured = [c for what, cases in calls if what == "measure" for c in cases]
-    assert len(compiled) == 3 and measured == compare.order(measured) and {c.pass_ for c in measured} == {"fwd", "fwdbwd", "decode"}
+    assert len(compiled) == 5 and measured == compare.order(measured) and {c.pass_ for c in measured} == {"fwd", "fwdbwd", "decode"}
 
 
 def test_several_gpus_measure_whole_passes_side_by_side_and_the_first_one_alone_what_times_the_host(monkeypatch):

@@ -60,13 +60,8 @@ class Case:
         return self.gate in ("bound", "softplus")
 
     @property
-    def tuned(self) -> bool:
-        """Whether a peer that tunes its kernels has many to compile: those of whole sequences, with everything inside."""
-        return self.inside and self.whole
-
-    @property
     def whole(self) -> bool:
-        """Whether whole sequences are timed on the device, and nothing of the host."""
+        """Whether whole sequences are timed on the device, and nothing of the host; a peer that tunes its kernels has many to compile for them."""
         return self.pass_ in ("fwd", "fwdbwd")
 
     @property

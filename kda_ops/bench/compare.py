@@ -72,11 +72,9 @@ def order(cases: list[Case]) -> list[Case]:
     return sorted(cases, key=rank)
 
 
-def in_turn(cases: list[Case], apart: bool = False) -> list[list[Case]]:
-    """Ordered cases in groups that share what a peer tunes, so that each can be compiled just before it is measured and a run that is cut has rows; if
-    `apart`, all whole passes in such groups, for several GPUs.
-    """
-    return [list(group) for _, group in groupby(cases, lambda c: (c.op, c.gate, c.setting) if c.tuned or (apart and c.whole) else None)]
+def in_turn(cases: list[Case]) -> list[list[Case]]:
+    """Ordered cases in groups that share what a peer tunes, so that each can be compiled just before it is measured and a run that is cut has rows."""
+    return [list(group) for _, group in groupby(cases, lambda c: (c.op, c.gate, c.setting) if c.whole else None)]
 
 
 def gpus(device: str) -> list[str]:
@@ -164,8 +162,8 @@ def run(
             keep(x)
 
     def take(group: list[Case], peer: Peer | None, end: float, gpu: str = "", places: int = 1) -> list[dict]:
-        if tuned := [c for c in group if c.tuned] if peer is not None and peer.tunes else []:
-            compile_ahead(tuned, peer, end, gpu, places)
+        if peer is not None and peer.tunes and group[0].whole:
+            compile_ahead(group, peer, end, gpu, places)
         return measure(group, peer, report, end, gpu)
 
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -184,7 +182,7 @@ def run(
         cases = order([c for c in list_cases(device, ops, passes, gates, settings, dtype, peer) if tuple(c.key().values()) not in done])
         end = until if peer is None else time.time() + SHARE * (until - time.time())
         several = len(places) > 1
-        groups = in_turn(cases, several) if several or (peer is not None and peer.tunes) else [cases]
+        groups = in_turn(cases) if several or (peer is not None and peer.tunes) else [cases]
         if several:
             with ThreadPoolExecutor(len(places)) as pool:
                 rows += chain.from_iterable(pool.map(partial(beside, peer=peer, end=end), [g for g in groups if g[0].whole]))
