@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -17,6 +18,7 @@ from kda_ops.stages import Backend
 
 _CPU = os.environ.get("KDA_OPS_CPU", "native")
 _LOADED: dict[str, Backend] = {}
+_READY: set[torch.device] = set()
 
 if _CPU not in ("native", "reference", "triton"):
     raise ImportError(f"KDA_OPS_CPU must be 'native', 'reference' or 'triton', got {_CPU!r}.")
@@ -36,7 +38,27 @@ def backend(device: torch.device) -> Backend:
     name = backend_name(device)
     if name not in _LOADED:
         _LOADED[name] = load(name)
+    if device.type == "cuda" and device not in _READY:
+        make_constants(device)
+        _READY.add(device)
     return _LOADED[name]
+
+
+def make_constants(device: torch.device) -> None:
+    """Make what kernels read that depends on the device alone, and stays for all calls.
+
+    In a thread and on a stream of its own: the calling thread may be filling the memory pool of a CUDA graph (``mode="reduce-overhead"``), which must hold
+    nothing that outlives the call.
+    """
+    from kda_ops.backends.triton.gradient_keys import tables
+
+    def make() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            tables(device)
+            torch.cuda.current_stream(device).synchronize()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(make).result()
 
 
 def load(name: str) -> Backend:
