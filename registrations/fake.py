@@ -8,7 +8,6 @@ from torch import Tensor
 from kda_ops import chunk
 from kda_ops.problem import Problem, gate_problem
 from kda_ops.registrations import schemas
-from kda_ops.stages import KEPT
 
 
 def _like(x: Tensor | None, wanted: bool, empty_of: Tensor) -> Tensor:
@@ -25,8 +24,8 @@ def _fakes(rank: int) -> dict[schemas.Operator, object]:
         p = Problem.parse(rank, *args, **flags)
         return p.new_output(), p.new_final_state(), *chunk.new_kept(p)
 
-    def chunk_bwd(do, dfinal_state, o, *args, need, **flags):
-        p = Problem.parse(rank, *args[len(KEPT) :], **flags)
+    def chunk_bwd(do, dfinal_state, *args, need, **flags):
+        p = Problem.parse(rank, *schemas.split_backward(args)[1], **flags)
         return tuple(_like(x, wanted, p.q) for x, wanted in zip(p.differentiable(), need))
 
     def recurrent_in_place(*args, **flags):

@@ -89,7 +89,7 @@ def _chunk(q, k, v, *args, out_shape=None, **flags):
     return _chunks(q, v) * forward(q[3], v[3])
 
 
-def _chunk_bwd(do, dfinal_state, o, *args, out_shape=None, **flags):
+def _chunk_bwd(do, dfinal_state, *args, out_shape=None, **flags):
     kept, (q, _, v) = args[: len(KEPT)], args[len(KEPT) : len(KEPT) + 3]
     # What is not kept is an empty tensor of one dimension.
     return _chunks(q, v) * backward(q[3], v[3], frozenset(n for n, shape in zip(KEPT, kept) if len(shape) > 1))

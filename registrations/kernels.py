@@ -8,7 +8,7 @@ from torch import Tensor
 from kda_ops import chunk, dispatch, recurrent
 from kda_ops.problem import Problem, gate_problem
 from kda_ops.registrations import schemas
-from kda_ops.stages import GRADIENTS, KEPT
+from kda_ops.stages import GRADIENTS
 
 _BUMP = torch.autograd.graph.increment_version
 
@@ -21,9 +21,10 @@ def _kernels(rank: int) -> dict[schemas.Operator, object]:
         o, final_state, kept = chunk.forward(Problem.parse(rank, *args, **flags))
         return o, final_state, *kept
 
-    def chunk_bwd(do, dfinal_state, o, *args, need, **flags) -> tuple[Tensor, ...]:
-        p = Problem.parse(rank, *args[len(KEPT) :], **flags)
-        grads = chunk.backward(p, o, list(args[: len(KEPT)]), do, dfinal_state, frozenset(n for n, wanted in zip(GRADIENTS, need) if wanted))
+    def chunk_bwd(do, dfinal_state, *args, need, **flags) -> tuple[Tensor, ...]:
+        kept, inputs, o = schemas.split_backward(args)
+        p = Problem.parse(rank, *inputs, **flags)
+        grads = chunk.backward(p, o, list(kept), do, dfinal_state, frozenset(n for n, wanted in zip(GRADIENTS, need) if wanted))
         return tuple(p.q.new_empty((0,)) if d is None else d.contiguous() for d in (getattr(grads, n) for n in GRADIENTS))
 
     def recurrent_forward(*args, **flags) -> tuple[Tensor, Tensor]:

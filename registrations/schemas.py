@@ -48,8 +48,20 @@ CHUNK = Operator("chunk", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tens
 CHUNK_FWD = Operator("chunk_fwd", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state, {_KEPT_IN})")
 CHUNK_BWD = Operator(
     "chunk_bwd",
-    f"(Tensor? do, Tensor? dfinal_state, Tensor? o, {_KEPT_IN}, {_SEQUENCES}, *, {_CHUNK_FLAGS}, bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})",
+    f"(Tensor? do, Tensor? dfinal_state, {_KEPT_IN}, {_SEQUENCES}, Tensor? o=None, *, {_CHUNK_FLAGS}, bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})",
 )
+
+
+def split_backward(args: tuple) -> tuple[tuple, tuple, object]:
+    """What follows do and dfinal_state in a call of `chunk_bwd`: what was kept, the inputs, and o.
+
+    The dispatcher strips trailing arguments that equal their defaults. o stands last, so that graphs which Inductor compiled for the operator without it
+    and kept in its cache stay right.
+    """
+    inputs = args[len(KEPT) :]
+    return args[: len(KEPT)], inputs[: len(GRADIENTS) + 1], next(iter(inputs[len(GRADIENTS) + 1 :]), None)
+
+
 RECURRENT = Operator("recurrent", f"({_SEQUENCES}, *, {_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_REST}) -> (Tensor o, Tensor final_state)")
 RECURRENT_ = Operator("recurrent_", f"({_STEP}, *, {_SCALE}, {_L2NORM_AND_GATE}, {_REST}) -> Tensor", mutates=True)
 CHUNK_ = Operator("chunk_", f"({_PREFILL}, *, int snapshot_every=1, {_SCALE}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}) -> Tensor", mutates=True)

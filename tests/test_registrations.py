@@ -53,7 +53,7 @@ def test_opcheck_of_the_operators_of_training_graphs(variant, keep):
     _, _, *kept = overload(variant, "chunk_fwd")(*inputs, **case.flags())
     for need in ([True] * 8, [n in ("q", "v") for n in GRADIENTS]):
         for do, dfinal_state in (case.cotangents(TARGET.device), (case.cotangents(TARGET.device)[0], None), (None, case.cotangents(TARGET.device)[1])):
-            opcheck(overload(variant, "chunk_bwd"), (do, dfinal_state, None, *kept, *inputs), case.flags() | {"need": need}, test_utils=QUICK[:2])
+            opcheck(overload(variant, "chunk_bwd"), (do, dfinal_state, *kept, *inputs), case.flags() | {"need": need}, test_utils=QUICK[:2])
 
 
 POOLS = {
