@@ -111,9 +111,7 @@ def compile_ahead(cases: list[Case], peer: Peer, until: float, gpu: str = "", pl
             process.wait()
 
 
-def measure(
-    cases: list[Case], peer: Peer | None, report: Callable[[dict | str], None], until: float = float("inf"), gpu: str = ""
-) -> list[dict]:
+def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str], None], until: float = float("inf"), gpu: str = "") -> list[dict]:
     """The rows of some cases against one peer, from a process of their own that ends at `until`; `report` gets each row, or why there is none, as it comes."""
     if not cases:
         return []
