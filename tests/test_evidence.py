@@ -11,8 +11,9 @@ from tests.support.gpus import rotated
 
 FILE = Path(__file__).parent / "gpu" / "evidence.json"
 KNOWN = {  # the GPU tests that failed in the run on file, and why it was kept nevertheless; empty after a clean one
+    "tests/gpu/test_compiled.py::test_reduce_overhead_replays_a_training_step[kda]": "a constant was made in the memory pool of the graph where no call had "
+    "made it before; `dispatch.make_constants` since, with which it passed, alone in a process",
     "tests/gpu/test_export.py::test_programs_and_packages_compute_what_the_module_does": "an AOTInductor package dies on CUDA; README says so",
-    "tests/gpu/test_serving.py::test_padding_slots_cost_nothing": "it timed the host, 57.7 us against a limit of 53.8, on busy cores; it times a graph now",
 }
 COLUMNS = {"op", "pass", "setting", "gate", "ours_ms", "state", "layout", "peer", "peer_ms", "ours_error", "peer_error", "also"}
 

@@ -9,6 +9,13 @@ if not torch.cuda.is_available():
 from examples import export
 
 
+def test_a_package_without_our_operators_runs(tmp_path):
+    """What the test below presupposes of the machine."""
+    module, x = torch.nn.Linear(32, 32, device="cuda"), torch.randn(3, 32, device="cuda")
+    got = export.run_elsewhere(export.package(torch.export.export(module, (x,)), tmp_path / "plain.pt2"), x)
+    assert (got - module(x)).abs().max() < 1e-4
+
+
 def test_programs_and_packages_compute_what_the_module_does(tmp_path):
     off = export.main(["--device", "cuda", "--package", str(tmp_path)])
     assert {"packaged prefill", "packaged decode"} < set(off) and len(off) == 5
