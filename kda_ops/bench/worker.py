@@ -237,6 +237,7 @@ from kda_ops.bench import sides
 spec = json.loads(sys.argv[1])
 case = Case.read(spec["case"])
 x = {n: t.requires_grad_() for n, t in make_inputs(case).items()}
+torch.ones((), requires_grad=True).backward(torch.ones(()))
 synchronize = torch.cuda.synchronize if case.device == "cuda" else lambda: None
 synchronize()
 start = time.perf_counter()
@@ -264,7 +265,8 @@ def _first(case: Case, name: str | None, folder: str) -> tuple[list[float], str]
 def first_call(case: Case, peer: Peer | None, _oracles: dict) -> dict:
     """A row of "first_call_s": seconds (in the columns of times) from inputs to the first o of a training call in a fresh process with empty caches.
 
-    Beside it, to the first gradients, and both in a second process that finds the caches of the first.
+    Beside it, to the first gradients, and both in a second process that finds the caches of the first. What torch imports for its own first backward is
+    there before.
     """
     row = _row(case, peer)
     for side, name in (("ours", None), *([("peer", peer.name)] if peer else [])):
