@@ -76,13 +76,15 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
     p.scratch = {}
     b, names = dispatch.backend(p.q.device), kept_names(p)
     have = {n: x for n, x in zip(KEPT, kept) if n in names}
+    asked = do is not None and "q" in need and dispatch.reads_output(p.q.device, p.rank, p.l2norm)
+    trace = None
     if p.disable_recompute:
         trace = Trace(have.pop("states"), have.pop("v_new"), o)
         tile = b.prepare(p, have["A"]) if dispatch.forms_tile(p) else Tile(**have)
     else:
         A = have.get("A")
         tile = b.prepare(p, A if A is not None and A.numel() else None)
-        asked = do is not None and "q" in need and dispatch.reads_output(p.q.device, p.rank, p.l2norm)
+    if trace is None or (asked and trace.o is None):  # kept without o by a graph from before o was an argument
         trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
     reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)
     tile = replace(tile, P=None, w=None, u=None, qg=None, kg=None)  # most of the scratch so far gives its place to that of `gradient`

@@ -47,13 +47,14 @@ def test_opcheck_of_functional_operators(variant, op, options):
 @pytest.mark.parametrize("keep", (False, True))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck_of_the_operators_of_training_graphs(variant, keep):
-    case = Case(variant, T=5, K=8, V=6, disable_recompute=keep)
+    case = Case(variant, T=5, K=8, V=6, l2norm=True, disable_recompute=keep)
     inputs = [*case.inputs(TARGET.device).values()]
     opcheck(overload(variant, "chunk_fwd"), differentiable(case), case.flags(), test_utils=QUICK)
-    _, _, *kept = overload(variant, "chunk_fwd")(*inputs, **case.flags())
+    o, _, *kept = overload(variant, "chunk_fwd")(*inputs, **case.flags())
     for need in ([True] * 8, [n in ("q", "v") for n in GRADIENTS]):
         for do, dfinal_state in (case.cotangents(TARGET.device), (case.cotangents(TARGET.device)[0], None), (None, case.cotangents(TARGET.device)[1])):
-            opcheck(overload(variant, "chunk_bwd"), (do, dfinal_state, *kept, *inputs), case.flags() | {"need": need}, test_utils=QUICK[:2])
+            for last in ((), (o,)):
+                opcheck(overload(variant, "chunk_bwd"), (do, dfinal_state, *kept, *inputs, *last), case.flags() | {"need": need}, test_utils=QUICK[:2])
 
 
 POOLS = {
