@@ -38,18 +38,17 @@ def backend(device: torch.device) -> Backend:
     name = backend_name(device)
     if name not in _LOADED:
         _LOADED[name] = load(name)
-    if device.type == "cuda" and device not in _READY:
-        make_constants(device)
-        _READY.add(device)
     return _LOADED[name]
 
 
 def make_constants(device: torch.device) -> None:
-    """Make what kernels read that depends on the device alone, and stays for all calls.
+    """Make, once for a device, what the backward of KDA reads that depends on the device alone.
 
     In a thread and on a stream of its own: the calling thread may be filling the memory pool of a CUDA graph (``mode="reduce-overhead"``), which must hold
     nothing that outlives the call.
     """
+    if device.type != "cuda" or device in _READY:
+        return
     from kda_ops.backends.triton.gradient_keys import tables
 
     def make() -> None:
@@ -59,6 +58,7 @@ def make_constants(device: torch.device) -> None:
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(make).result()
+    _READY.add(device)
 
 
 def load(name: str) -> Backend:

@@ -80,7 +80,7 @@ def in_turn(cases: list[Case]) -> list[list[Case]]:
 def gpus(device: str) -> list[str]:
     """The GPUs to measure on, as CUDA_VISIBLE_DEVICES names them; one nameless place on a CPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))) if device == "cuda" else [""]
+    return (visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))) or [""] if device == "cuda" else [""]
 
 
 def _worker(work: dict, peer: Peer | None, gpu: str = "", **words) -> subprocess.Popen:
