@@ -159,9 +159,9 @@ def run(
             echo(format_row(x) if isinstance(x, dict) else f"skipped: {x}")
             keep(x)
 
-    def take(group: list[Case], peer: Peer | None, end: float, gpu: str = "", places: int = 1) -> list[dict]:
+    def take(group: list[Case], peer: Peer | None, end: float, gpu: str, at_once: int = 1) -> list[dict]:
         if peer is not None and peer.tunes and group[0].whole:
-            compile_ahead(group, peer, end, gpu, places)
+            compile_ahead(group, peer, end, gpu, at_once)
         return measure(group, peer, report, end, gpu)
 
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
