@@ -1,6 +1,7 @@
 """Whole sequences in chunks: the stages in order, and what is kept for backward.
 
-Kept by default: nothing besides the inputs, or, where a kernel's operands have 16 bits, A (2 C = 128 bytes per token and value head). With
+Kept by default: nothing besides the inputs, or, where a kernel's operands have 16 bits, A (2 C = 128 bytes per token and value head), for KDA on Triton with P
+in the half of its tile that is zero. With
 `disable_recompute` also the rest of the `Tile` and the `Trace`, so that backward starts with the reverse scan: per token and value head
 2 C + 3 K + 2 V + K V / C elements of the operand dtype, and D / C floats for gamma; and, where `dispatch.reads_output` says so, o itself, which autograd
 saves as the output that it is. What is kept is what a recompute would produce, so both policies give the same bits.
@@ -24,6 +25,11 @@ def kept_names(p: Problem) -> frozenset[str]:
     if p.disable_recompute:
         return frozenset(("A", "states", "v_new")) if dispatch.forms_tile(p) else frozenset(KEPT)
     return frozenset(("A",)) if dispatch.operand_dtype(p).itemsize == 2 else frozenset()
+
+
+def packs(p: Problem) -> bool:
+    """Whether the A that is kept shares its tile with P: where no scan reads it before `prepare` takes it back."""
+    return not p.disable_recompute and "A" in kept_names(p) and dispatch.packs_pairs(p)
 
 
 def new_kept(p: Problem) -> list[Tensor]:
@@ -63,7 +69,7 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
     if not p.HV:
         return o, final_state, new_kept(p)
     b, names = dispatch.backend(p.q.device), kept_names(p)
-    tile = b.prepare(p)
+    tile = b.prepare(p, pack=packs(p))
     trace = b.scan(p, tile, o, final_state, keep=p.disable_recompute)
     made = vars(tile) | (vars(trace) if trace is not None else {})
     return o, final_state, [made[n] if n in names else _empty(p, n) for n in KEPT]
@@ -85,7 +91,7 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
         tile = b.prepare(p, have["A"]) if dispatch.forms_tile(p) else Tile(**have)
     else:
         A = have.get("A")
-        tile = b.prepare(p, A if A is not None and A.numel() else None)
+        tile = b.prepare(p, A if A is not None and A.numel() else None, pack=packs(p))
     if trace is None or (asked and trace.o is None):  # kept without o by a graph from before o was an argument
         trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
     reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)

@@ -78,6 +78,11 @@ def reads_output(device: torch.device, rank: int, l2norm: bool) -> bool:
     return l2norm and rank == 1 and backend_name(device) == "triton"
 
 
+def packs_pairs(p: Problem) -> bool:
+    """Whether `prepare` can leave A and P in one tile, and spares the scores of the backward when it gets that."""
+    return backend_name(p.q.device) == "triton" and p.rank == 1
+
+
 def forms_tile(p: Problem) -> bool:
     """Whether the scans read q, k and v themselves, so that a kept A is enough to make the rest of the tile again."""
     return backend_name(p.q.device) == "triton" and p.rank == 0

@@ -72,9 +72,10 @@ KEPT = tuple(f.name for f in fields(Tile)) + ("states", "v_new")  # o is an outp
 class Backend(Protocol):
     """A set of stage functions. Their equations are in MATHS.md under the same names."""
 
-    def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
+    def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False) -> Tile:
         """Everything about the chunks that does not depend on the state; a kept A spares the inverse. Without `keep_A` nobody but the
-        scan of this backend reads the tile, and A may be left out.
+        scan of this backend reads the tile, and A may be left out. With `pack` (where `dispatch.packs_pairs` says so) the A that is made holds more, and
+        only `prepare` can read it: given back with `pack`, it spares the scores too.
         """
 
     def scan(self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:

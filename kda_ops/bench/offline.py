@@ -227,14 +227,17 @@ class Call:
 
     def compile(self) -> None:
         """Launch prepare and scan as inference does, the whole of training's backward if `keep`, or step on a pool."""
-        from kda_ops import dispatch
+        from kda_ops import chunk, dispatch
         from kda_ops.backends import triton as kernels
         from kda_ops.backends.triton import tuning
 
         p, tuning.FORCED_RUN = self.problem(), self.run
         if self.pool is not None:
             return kernels.step(p, p.new_output(), p.state)
-        tile = kernels.prepare(p, keep_A=self.keep)
+        packs = self.keep and chunk.packs(p)
+        tile = kernels.prepare(p, keep_A=self.keep, pack=packs)
+        if packs:  # as backward calls it
+            tile = kernels.prepare(p, tile.A, pack=True)
         o = p.new_output() if not self.keep or dispatch.reads_output(p.q.device, p.rank, p.l2norm) else None
         trace = kernels.scan(p, tile, o, None if self.keep else p.new_final_state(), self.keep)
         if self.keep:

@@ -93,15 +93,31 @@ def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
     assert_identical(forward(case, inputs=inputs)["o"][:, :80], forward(case, inputs=other)["o"][:, :80])
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_kept_A_gives_the_same_bits(variant):
-    case = replace(SMALL, variant=variant, dtype=torch.float16, beta="sigmoid", l2norm=True)
+@pytest.mark.parametrize("case", [
+    replace(SMALL, dtype=torch.float16, beta="sigmoid", l2norm=True),
+    replace(SMALL, dtype=torch.float16, gate="softplus", lengths=(100, 0, 30), K=160, V=24, H=1, HV=2),
+    replace(SMALL, dtype=torch.float16, gate="strong", beta="none"),
+    replace(SMALL, variant="gdn", dtype=torch.float16, beta="sigmoid", l2norm=True),
+], ids=str)  # fmt: skip
+def test_what_is_kept_of_the_pairs_gives_the_same_bits(case):
     p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
-    made = TRITON.prepare(p)
-    again = TRITON.prepare(p, made.A)
+    made, pack = TRITON.prepare(p), case.rank == 1
+    again = TRITON.prepare(p, TRITON.prepare(p, pack=pack).A, pack=pack)
     for name, x in vars(made).items():
         if x is not None:
             assert_identical(getattr(again, name), x, name)
+
+
+def test_rows_that_share_an_anchor_are_kept_likewise(monkeypatch):
+    """As bf16 has them, whose kernels the interpreter cannot run."""
+    case = replace(SMALL, gate="bounded", beta="sigmoid", l2norm=True)
+    p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
+    for rows in (32, 8):
+        monkeypatch.setattr(tuning, "anchored_rows", lambda p, rows=rows: rows)
+        made = TRITON.prepare(p)
+        again = TRITON.prepare(p, TRITON.prepare(p, pack=True).A, pack=True)
+        for name in ("A", "P", "w", "u", "qg", "kg", "gamma"):
+            assert_identical(getattr(again, name), getattr(made, name), name)
 
 
 @pytest.mark.parametrize("lower_bound", (None, -5.0))

@@ -74,9 +74,9 @@ def scores(b_rows, b_columns, PREC: tl.constexpr):
 
 
 @triton.jit
-def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr):
+def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr):
     """Scores of one half and slice of K, for any decay b_x [rows, width]: (q k^T o E, k k^T o E, on and below the diagonal [rows, rows] fp32; the
-    decay from the start of the half to a row, from a row to its end [rows, width], the whole half [width]).
+    decay from the start of the half to a row, from a row to its end [rows, width], the whole half [width]). Without SCORES the first two are zero.
 
     A pair of rows belongs to the level at which their blocks first part; there the later row has the decay since the middle and the
     earlier row the decay up to the middle, so one factor per row serves both sides, and both are at most one.
@@ -100,11 +100,13 @@ def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.co
                 b_f = tl.where(later[:, None, None], tl.reshape(pre, (ROWS // R, R, W)), tl.reshape(suf, (ROWS // R, R, W)))
                 b_f = by_group(tl.reshape(b_f, (ROWS, W)), tl.where(later[:, None], before, after))
                 before, after, total = double(before, after, total)
-            b_f = tl.exp2(b_f)
-            b_Y = (b_k * b_f).to(TYPE)
-            b_L += tl.where(lower_left(h, ROWS), scores(b_Y, b_Y, PREC), 0.0)
-            b_P += tl.where(lower_left(h, ROWS), scores((b_q * b_f).to(TYPE), b_Y, PREC), 0.0)
-    b_P += tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
+            if SCORES:
+                b_f = tl.exp2(b_f)
+                b_Y = (b_k * b_f).to(TYPE)
+                b_L += tl.where(lower_left(h, ROWS), scores(b_Y, b_Y, PREC), 0.0)
+                b_P += tl.where(lower_left(h, ROWS), scores((b_q * b_f).to(TYPE), b_Y, PREC), 0.0)
+    if SCORES:
+        b_P += tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
     return b_P, b_L, tl.exp2(by_group(pre, before)), tl.exp2(by_group(suf, after)), tl.reshape(tl.exp2(total), (W,))
 
 
@@ -127,7 +129,7 @@ def upto(b_C, n: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def block_scores(b_q, b_k, b_x, floor, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr):
+def block_scores(b_q, b_k, b_x, floor, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr):
     """What `level_scores` returns, for bf16: blocks of 8 rows share an anchor, as decays end at `floor`, and two levels remain.
 
     With one prefix sum G, a pair that parts at row m has the factors exp2(-|G - G_m|) on either side.
@@ -136,17 +138,21 @@ def block_scores(b_q, b_k, b_x, floor, R: tl.constexpr, PREC: tl.constexpr, TYPE
     pre, _, own = within(tl.maximum(b_x, floor), R)
     b_C = tl.cumsum(own, 0)
     b_G = by_group(pre, b_C - own)
-    total, s8, s16, s24 = upto(b_C, 32, R), upto(b_C, 8, R)[None, :], upto(b_C, 16, R)[None, :], upto(b_C, 24, R)[None, :]
-    b_D = by_group(b_G, -4.0 * floor - tl.where(o_g < 16, tl.where(o_g < 8, 0.0, s8), tl.where(o_g < 24, s16, s24)))
-    b_row, b_kc = tl.exp2(b_D), (b_k * tl.exp2(-b_D)).to(TYPE)
-    same = (o_r // 8)[:, None] == (o_r // 8)[None, :]
-    b_P = tl.where(same & (o_r[:, None] >= o_r[None, :]), scores((b_q * b_row).to(TYPE), b_kc, PREC), 0.0)
-    b_L = tl.where(same & (o_r[:, None] > o_r[None, :]), scores((b_k * b_row).to(TYPE), b_kc, PREC), 0.0)
-    for h in tl.static_range(3, 5):
-        b_f = tl.exp2(-tl.abs(by_group(b_G, -tl.where(o_g < 16, s8, s24) if h == 3 else -s16)))
-        b_kc = (b_k * b_f).to(TYPE)
-        b_P += tl.where(lower_left(h, 32), scores((b_q * b_f).to(TYPE), b_kc, PREC), 0.0)
-        b_L += tl.where(lower_left(h, 32), scores(b_kc, b_kc, PREC), 0.0)
+    total = upto(b_C, 32, R)
+    b_P = tl.zeros((32, 32), tl.float32)
+    b_L = b_P
+    if SCORES:
+        s8, s16, s24 = upto(b_C, 8, R)[None, :], upto(b_C, 16, R)[None, :], upto(b_C, 24, R)[None, :]
+        b_D = by_group(b_G, -4.0 * floor - tl.where(o_g < 16, tl.where(o_g < 8, 0.0, s8), tl.where(o_g < 24, s16, s24)))
+        b_row, b_kc = tl.exp2(b_D), (b_k * tl.exp2(-b_D)).to(TYPE)
+        same = (o_r // 8)[:, None] == (o_r // 8)[None, :]
+        b_P = tl.where(same & (o_r[:, None] >= o_r[None, :]), scores((b_q * b_row).to(TYPE), b_kc, PREC), 0.0)
+        b_L = tl.where(same & (o_r[:, None] > o_r[None, :]), scores((b_k * b_row).to(TYPE), b_kc, PREC), 0.0)
+        for h in tl.static_range(3, 5):
+            b_f = tl.exp2(-tl.abs(by_group(b_G, -tl.where(o_g < 16, s8, s24) if h == 3 else -s16)))
+            b_kc = (b_k * b_f).to(TYPE)
+            b_P += tl.where(lower_left(h, 32), scores((b_q * b_f).to(TYPE), b_kc, PREC), 0.0)
+            b_L += tl.where(lower_left(h, 32), scores(b_kc, b_kc, PREC), 0.0)
     return b_P, b_L, tl.exp2(b_G), tl.exp2(total[None, :] - b_G), tl.exp2(total)
 
 

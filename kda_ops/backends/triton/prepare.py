@@ -83,7 +83,7 @@ def prepare_half(
     q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, i_tile, i_b, i_g, i_h, first, n_rows, b_q_norm, b_k_norm, scale, lower_bound, log2_bound,
     beta, beta_s, b_Y, b_first, o_k,
     K: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SHARE: tl.constexpr, SIGMOID: tl.constexpr,
-    NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """32 rows of one chunk and head, for one slice of K; the second half if b_Y, b_first are what the first half returned. Stores their rows of qg and kg,
     w = beta k decayed since the start of the chunk, over `shift`, and returns::
@@ -91,7 +91,7 @@ def prepare_half(
         (q k^T o E, k k^T o E on and below the diagonal, the same against the first half, over `shift` [32, 32],
         k decayed to the end of the half [32, width] fp32, the decay of the half [width])
 
-    where shift is 2^(16 log2_bound) if all rows share an anchor, else 1. In an order that keeps few tiles alive.
+    where shift is 2^(16 log2_bound) if all rows share an anchor, else 1; without SCORES the four tiles are zero. In an order that keeps few tiles alive.
     """
     TYPE: tl.constexpr = qg.dtype.element_ty
     ROW: tl.constexpr = 0 if b_Y is None else 32
@@ -103,12 +103,14 @@ def prepare_half(
         b_k = load_unit(k, k_s, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
         b_q = load_unit(q, q_s, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
         if SHARE == 1:
-            b_P, b_L, b_start, b_end, b_total = level_scores(b_q, b_k, b_x, R, PREC, TYPE)
+            b_P, b_L, b_start, b_end, b_total = level_scores(b_q, b_k, b_x, R, PREC, TYPE, SCORES)
         else:
-            b_P, b_L, b_start, b_end, b_total = block_scores(b_q, b_k, b_x, log2_bound, R, PREC, TYPE)
+            b_P, b_L, b_start, b_end, b_total = block_scores(b_q, b_k, b_x, log2_bound, R, PREC, TYPE, SCORES)
         b_ke = b_k * b_end
     else:
         b_D, total = half_prefix(b_x, centre, R)
+        b_P = tl.zeros((32, 32), tl.float32)
+        b_L = b_P
         b_total, b_start = tl.exp2(total), tl.exp2(b_D)
         b_k = load_unit(k, k_s, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
         b_kc = b_k * tl.exp2(-b_D)
@@ -122,27 +124,43 @@ def prepare_half(
     b_kr = b_kr.to(TYPE)
     if SHARE == 32:
         b_kc = b_kc.to(TYPE)
-        b_L = scores(b_kr, b_kc, PREC)
+        if SCORES:
+            b_L = scores(b_kr, b_kc, PREC)
     b_L1 = b_L
     if b_Y is not None:
         b_Y = b_Y.to(TYPE)
-        b_L1 = scores(b_kr, b_Y, PREC)
+        if SCORES:
+            b_L1 = scores(b_kr, b_Y, PREC)
     if SHARE == 32:  # q comes when the other rows have gone to the tensor cores
         b_q = load_unit(q, q_s, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
     b_qr = b_q * b_start
     store_rows(qg, i_tile, b_qr * shift if b_Y is None else b_qr * (b_first * shift)[None, :], o_k, K, R, ROW)
     b_qr = b_qr.to(TYPE)
-    if SHARE == 32:
-        b_P = scores(b_qr, b_kc, PREC)
     b_P1 = b_P
-    if b_Y is not None:
-        b_P1 = scores(b_qr, b_Y, PREC)
+    if SCORES:
+        if SHARE == 32:
+            b_P = scores(b_qr, b_kc, PREC)
+        b_P1 = b_P
+        if b_Y is not None:
+            b_P1 = scores(b_qr, b_Y, PREC)
     return b_P, b_L, b_P1, b_L1, b_ke, b_total
+
+
+@triton.jit
+def load_transposed(x, i_tile, o_r, o_c):
+    """The block of rows o_c and columns o_r of tile i_tile of a [tiles, 64, 64] scratch tensor, as [o_r, o_c]."""
+    return tl.load(x + i_tile * 4096 + o_c[None, :] * 64 + o_r[:, None])
+
+
+@triton.jit
+def store_transposed(x, i_tile, b_x, o_r, o_c):
+    """Write [o_r, o_c] to the block of rows o_c and columns o_r."""
+    tl.store(x + i_tile * 4096 + o_c[None, :] * 64 + o_r[:, None], b_x)
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "log2_bound", "beta_b", "beta_t", "beta_h"])
 def prepare_kda(
-    q, q_s, k, k_s, v, v_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept_A, A, P, w, u, qg, kg, gamma,
+    q, q_s, k, k_s, v, v_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept, pairs, A, P, w, u, qg, kg, gamma,
     N, T, H, HV, scale, lower_bound, log2_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr,
     BOUNDED: tl.constexpr, SHARE: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
@@ -152,6 +170,9 @@ def prepare_kda(
         P = tril(scale q k^T o E)   [64, 64]      A = (I + strict_tril(beta k k^T o E))^-1   [64, 64]
         w = A (beta k exp G)        [64, K]       u = A (beta v)                             [64, V]
         qg = scale q exp G,  kg = k exp(sum of g over the later rows)   [64, K]              gamma = exp(sum of g)   [K] fp32
+
+    A and P are triangles that share a tile between forward and backward (`pairs`, later given as `kept`): A below the diagonal; on and above it P,
+    transposed inside the two blocks of 32 rows on the diagonal. From it neither scores nor an inverse need be formed.
 
     In two halves of 32 rows: a tile of half the rows and all of K takes as many registers as one of all rows and half of K, but its rows are
     complete (norms need no pass of their own), its scores are final, and what the halves do not share needs no choice per element. Only wider
@@ -167,7 +188,7 @@ def prepare_kda(
         prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
         prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
         prefetch_rows(v, v_s, i_b, i_h, first, n_rows, V)
-        prefetch_tile(kept_A, i_tile, 4096)
+        prefetch_tile(kept, i_tile, 4096)
     o_1, o_2 = tl.arange(0, 32), 32 + tl.arange(0, 32)
     TYPE: tl.constexpr = qg.dtype.element_ty
     second, n_second = first + 32, n_rows - 32
@@ -182,43 +203,55 @@ def prepare_kda(
         o_k = i * BK + tl.arange(0, BK)
         b_P, b_L, _, _, b_Y, b_first = prepare_half(
             q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, i_tile, i_b, i_g, i_h, first, n_rows, q_norm1, k_norm1, scale, lower_bound, log2_bound,
-            beta, strides, None, None, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC,
+            beta, strides, None, None, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
         )  # fmt: skip
         b_P11, b_L11 = b_P11 + b_P, b_L11 + b_L
         b_P, b_L, b_P1, b_L1, _, b_second = prepare_half(
             q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, i_tile, i_b, i_g, i_h, second, n_second, q_norm2, k_norm2, scale, lower_bound, log2_bound,
-            beta, strides, b_Y, b_first, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC,
+            beta, strides, b_Y, b_first, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
         )  # fmt: skip
         b_P21, b_L21, b_P22, b_L22 = b_P21 + b_P1, b_L21 + b_L1, b_P22 + b_P, b_L22 + b_L
         tl.store(gamma + i_tile * K + o_k, b_first * b_second, mask=o_k < K)
 
     lower, strict = o_1[:, None] >= o_1[None, :], o_1[:, None] > o_1[None, :]
-    store_tile(P, i_tile, tl.where(lower, b_P11, 0.0), o_1, o_1, 64)
-    store_tile(P, i_tile, tl.zeros((32, 32), tl.float32), o_1, o_2, 64)
-    store_tile(P, i_tile, b_P21 * shift, o_2, o_1, 64)
-    store_tile(P, i_tile, tl.where(lower, b_P22, 0.0), o_2, o_2, 64)
+    b_zero = tl.zeros((32, 32), TYPE)
+    store_tile(P, i_tile, b_zero, o_1, o_2, 64)
+    if kept is None:
+        store_tile(P, i_tile, tl.where(lower, b_P11, 0.0), o_1, o_1, 64)
+        store_tile(P, i_tile, b_P21 * shift, o_2, o_1, 64)
+        store_tile(P, i_tile, tl.where(lower, b_P22, 0.0), o_2, o_2, 64)
+    else:
+        store_tile(P, i_tile, load_tile(kept, i_tile, o_1, o_2, 64), o_2, o_1, 64)
+        b_A11, b_A21, b_A22 = load_tile(kept, i_tile, o_1, o_1, 64), load_tile(kept, i_tile, o_2, o_1, 64), load_tile(kept, i_tile, o_2, o_2, 64)
+        store_transposed(P, i_tile, tl.where(strict, b_zero, b_A11), o_1, o_1)
+        store_transposed(P, i_tile, tl.where(strict, b_zero, b_A22), o_2, o_2)
+        b_one = tl.where(o_1[:, None] == o_1[None, :], 1.0, 0.0).to(TYPE)
+        b_A11, b_A22 = tl.where(strict, b_A11, b_one), tl.where(strict, b_A22, b_one)
     # Picked by a sum over an axis, past which the compiler does not compute beta again for every layout it is used in.
     b_beta = strength_column(beta, strides, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
     b_beta = tl.reshape(b_beta, (2, 32))
     half = tl.arange(0, 2)[:, None]
     b_beta1, b_beta2 = tl.sum(tl.where(half == 0, b_beta, 0.0), 0), tl.sum(tl.where(half == 1, b_beta, 0.0), 0)
-    tl.debug_barrier()  # w holds beta k exp G so far, written by other threads
+    tl.debug_barrier()  # w holds beta k exp G so far, and P is there, written by other threads
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)  # the first slices arrive while the inverse is made
     b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)
     b_v1, b_v2 = load_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V, R, 32), load_rows(v, v_s, i_b, i_h, second, n_second, o_v, V, R, 32)
-    if kept_A is not None:
-        b_A11, b_A21, b_A22 = load_tile(kept_A, i_tile, o_1, o_1, 64), load_tile(kept_A, i_tile, o_2, o_1, 64), load_tile(kept_A, i_tile, o_2, o_2, 64)
-    else:
+    if kept is None:
         b_A11 = inverse(tl.where(strict, b_L11 * -b_beta1[:, None], 0.0), INVERSE)
         b_A22 = inverse(tl.where(strict, b_L22 * -b_beta2[:, None], 0.0), INVERSE)
         b_A21 = product(b_A22, b_L21 * (-shift * b_beta2)[:, None], tl.zeros((32, 32), tl.float32), INVERSE)
         b_A21 = product(b_A21, b_A11, tl.zeros((32, 32), tl.float32), INVERSE)
         b_A11, b_A21, b_A22 = b_A11.to(TYPE), b_A21.to(TYPE), b_A22.to(TYPE)
-        if A is not None:
-            store_tile(A, i_tile, b_A11, o_1, o_1, 64)
-            store_tile(A, i_tile, tl.zeros((32, 32), TYPE), o_1, o_2, 64)
-            store_tile(A, i_tile, b_A21, o_2, o_1, 64)
-            store_tile(A, i_tile, b_A22, o_2, o_2, 64)
+    if pairs is not None:
+        store_tile(pairs, i_tile, tl.where(strict, b_A11, load_transposed(P, i_tile, o_1, o_1)), o_1, o_1, 64)
+        store_tile(pairs, i_tile, load_tile(P, i_tile, o_2, o_1, 64), o_1, o_2, 64)
+        store_tile(pairs, i_tile, b_A21, o_2, o_1, 64)
+        store_tile(pairs, i_tile, tl.where(strict, b_A22, load_transposed(P, i_tile, o_2, o_2)), o_2, o_2, 64)
+    if A is not None:
+        store_tile(A, i_tile, b_A11, o_1, o_1, 64)
+        store_tile(A, i_tile, b_zero, o_1, o_2, 64)
+        store_tile(A, i_tile, b_A21, o_2, o_1, 64)
+        store_tile(A, i_tile, b_A22, o_2, o_2, 64)
     for i in tl.range((K + BK - 1) // BK, num_stages=1):
         b_k1, b_k2 = spread(b_k1), spread(b_k2)
         b_w1 = tl.dot(b_A11, b_k1, input_precision=PREC) * shift
@@ -315,11 +348,11 @@ def _inverse_precision(p: Problem) -> str:
     return "tf32x3" if triton.knobs.runtime.interpret else "bf16x3"  # the interpreter computes either in fp32, but knows only one name
 
 
-def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
+def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False) -> Tile:
     """Everything about the chunks that does not depend on the state; see `kda_ops.stages.Backend.prepare`.
 
     For GDN these are A, P and seven numbers per row, and `scan` reads q, k and v themselves. For KDA, A is written only if `keep_A`, for a
-    backward that follows.
+    backward that follows, and a kept one is of use if it is packed: with P beside it.
     """
     q, k, v, device, NT, exact = fit(p.q), fit(p.k), fit(p.v), p.q.device, count_chunks(p), p.q.dtype is torch.float32
     inverse_precision, precision = _inverse_precision(p), "tf32x3" if exact else "tf32"
@@ -340,16 +373,18 @@ def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True) -> Tile:
             **options.launch,
         )  # fmt: skip
         return RowTile(made if kept is None else kept, P, gamma=gamma, rows=rows)
-    options = tuning.choose("prepare_kda", p)
-    kept, made = A, q.new_empty((NT, p.HV, 64, 64)) if A is None and keep_A else None
+    kept = A if pack else None
+    options = tuning.choose("prepare_kda" if kept is None else "prepare_kda_kept", p)
+    made = q.new_empty((NT, p.HV, 64, 64)) if keep_A else None
+    packed, made = (made, None) if pack and kept is None else (None, made)
     P, w, u, qg, kg = (q.new_empty((NT, p.HV, 64, width)) for width in (64, p.K, p.V, p.K, p.K))
     gamma = q.new_empty((NT, p.HV, p.K), dtype=torch.float32)
     share = tuning.anchored_rows(p)
     bound = p.gate_bound if share == 32 else tuning.FLOOR
     launch(
-        prepare_kda, programs * p.HV, device, q, q.stride(), k, k.stride(), v, v.stride(), *gates, kept, made, P, w, u, qg, kg, gamma,
+        prepare_kda, programs * p.HV, device, q, q.stride(), k, k.stride(), v, v.stride(), *gates, kept, packed, made, P, w, u, qg, kg, gamma,
         p.N, p.T, p.H, p.HV, p.scale, p.lower_bound or 0.0, bound * LOG2E.value,
         p.K, p.V, options.block_k, options.block_v, options.group, *flags, share, p.sigmoid_beta, p.neg_eigval, precision, inverse_precision,
         **options.launch,
     )  # fmt: skip
-    return Tile(made if kept is None else kept, P, w, u, qg, kg, gamma)
+    return Tile(made if packed is None else packed, P, w, u, qg, kg, gamma)
