@@ -415,13 +415,29 @@ def test_a_whole_run_in_processes_of_its_own():
     assert [line[:2] for line in lines if line[:1] in (["kda"], ["gdn"])] == [["kda", "fwd"], ["gdn", "fwd"]]
 
 
+def parallel(file, *more):
+    command = [sys.executable, "-m", "kda_ops", "parallel", "--device", "cpu", "--length", "256", "--heads", "2", "--width", "16", "--output", str(file), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
 def test_parallel_writes_times_and_the_bytes_that_the_documentation_computes(tmp_path):
     file = tmp_path / "parallel.json"
-    command = [sys.executable, "-m", "kda_ops", "parallel", "--device", "cpu", "--length", "256", "--heads", "2", "--width", "16", "--output", str(file)]
-    subprocess.run(command, check=True, timeout=120, capture_output=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    with parallel(file) as process:
+        assert process.stdout.readline() and process.stdout.readline()  # a row stands in the file before the next one is printed
+        assert json.loads(file.read_text())["rows"] and process.wait(120) == 0
+    assert json.loads(file.read_text())["missing"] == []
     for found in (json.loads(file.read_text()), json.loads((ROOT / "tests" / "gpu" / "parallel.json").read_text())):
         measured = {(r["op"], r["gate"], r["gpus"]) for r in found["rows"]}
         assert measured >= {(op, gate, n) for op in ("kda", "gdn") for gate in ("strong", "weak") for n in (1, 2)}
         for row in found["rows"]:
             assert row["fwd_ms"] > 0 and row["fwdbwd_ms"] > 0
             assert row["gpus"] == 1 or row["sent_bytes"] == row["computed_bytes"] > 0
+
+
+def test_parallel_out_of_time_has_what_it_reached_and_names_the_rest(tmp_path):
+    file = tmp_path / "parallel.json"
+    with parallel(file, "--time-limit", "0") as process:
+        said = process.communicate(timeout=120)[0]
+    found = json.loads(file.read_text())
+    assert process.returncode == 0 and [(r["op"], r["gate"], r["gpus"]) for r in found["rows"]] == [("kda", "strong", 1)]
+    assert len(found["missing"]) == 7 and found["missing"][0] == "kda strong on 2" and said.rstrip().endswith(", ".join(found["missing"]))
