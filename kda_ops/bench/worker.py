@@ -118,7 +118,7 @@ def _oracle(case: Case, x: dict[str, Tensor], do: Tensor | None, oracles: dict) 
 
 
 def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
-    """A row of "fwd" or "fwdbwd"; of the latter with the peak of memory of each side."""
+    """A row of "fwd" or "fwdbwd"; of the latter with the error of every tensor and the peak of memory of each side."""
     row, training = _row(case, peer), case.pass_ == "fwdbwd"
     x = make_inputs(case)
     names = [n for n in INPUTS if n in x]
