@@ -36,18 +36,18 @@ class Chunks:
             self.offsets = [n * p.T for n in range(p.B + 1)]
             self.count = [-(-p.T // CHUNK)] * p.B
             self.first = [n * -(-p.T // CHUNK) for n in range(p.B)]
-            self.rows = None if p.T % CHUNK == 0 else self._rows()
+            self.rows = None if p.T % CHUNK == 0 else self._rows(p.q.device)
         else:
             self.offsets = p.cu_seqlens.tolist()
             self.count = [-(-(b - a) // CHUNK) for a, b in zip(self.offsets, self.offsets[1:])]
             self.first = [a // CHUNK + n for n, a in enumerate(self.offsets[:-1])]
-            self.rows = self._rows()
+            self.rows = self._rows(p.q.device)
 
-    def _rows(self) -> Tensor:
+    def _rows(self, device: torch.device) -> Tensor:
         rows = torch.full((self.B * self.T,), self.NT * CHUNK, dtype=torch.int64)
         for a, b, first in zip(self.offsets, self.offsets[1:], self.first):
             rows[a:b] = torch.arange(first * CHUNK, first * CHUNK + b - a)
-        return rows
+        return rows.to(device)
 
     @property
     def order(self) -> Tensor:

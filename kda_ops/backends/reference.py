@@ -28,7 +28,7 @@ def suffix(g: Tensor) -> Tensor:
 
 def pair_decay(g: Tensor) -> Tensor:
     """E_ij = exp(sum of g over (j, i]) for i >= j, else 0: [.., C, 1] -> [.., C, C]. Sums, never differences of prefix sums."""
-    i = torch.arange(g.shape[-2])
+    i = torch.arange(g.shape[-2], device=g.device)
     inside = (i[None, None, :] > i[None, :, None]) & (i[None, None, :] <= i[:, None, None])  # [i, j, t]
     return torch.einsum("ijt,...t->...ij", inside.to(g.dtype), g[..., 0].clamp(min=FORGET)).exp().tril()
 
@@ -40,7 +40,7 @@ def levels(g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     E_ij = f_i f_j where f_i = exp(sum (a, i]) in the later half and f_j = exp(sum (j, a]) in the earlier one.
     """
     C, g = g.shape[-2], g.clamp(min=FORGET)
-    i, half = torch.arange(C), C // 2
+    i, half = torch.arange(C, device=g.device), C // 2
     while half:
         blocks = g.unflatten(-2, (C // half, half))
         later = ((i // half) % 2 == 1)[:, None]
@@ -101,7 +101,7 @@ class Reference:
     def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False) -> Tile:
         """Everything about the chunks that does not depend on the state."""
         _, _, q, k, v, g, beta = self._chunked(p)
-        eye = torch.eye(CHUNK, dtype=q.dtype)
+        eye = torch.eye(CHUNK, dtype=q.dtype, device=q.device)
         if A is None:
             L = beta * self._pairs(k, k, g).tril(-1)
             A = torch.linalg.solve_triangular(L + eye, eye.expand_as(L), upper=False, unitriangular=True).contiguous()
@@ -232,7 +232,7 @@ class _Pool:
         """The state that sequence n starts from, and whether the sequence is live at all."""
         slot = self._slot(n, 0 if self.accepted is None else int(self.accepted[n]) - 1)
         if self.initial is None or slot < 0:
-            return torch.zeros(self.p.HV, self.p.K, self.p.V, dtype=dtype), slot >= 0
+            return self.p.v.new_zeros((self.p.HV, self.p.K, self.p.V), dtype=dtype), slot >= 0
         return self.initial[slot].to(dtype), True
 
     def write(self, n: int, S: Tensor) -> None:

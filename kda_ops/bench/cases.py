@@ -18,6 +18,7 @@ from kda_ops import dispatch
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
+from kda_ops.stages import Backend
 
 PASSES = ("fwd", "fwdbwd", "decode", "first_call_s")
 GATES = ("bound", "softplus", "strong", "weak")
@@ -27,6 +28,8 @@ DECODE_SETTINGS = {"cuda": ("B128T1H32", "B8T1H32", "B1T1H32"), "cpu": ("B8T1H8"
 WIDTH = 128  # K = V
 LOWER_BOUND = -5.0
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+HEADS = {"cpu": 8, "cuda": 96}  # at most so many key heads are compared
+AT_ONCE = 2**19  # tokens times value heads in one go of the oracle, which holds about 70 float64 numbers per channel of each: 35 GB
 
 
 @dataclass(frozen=True)
@@ -122,57 +125,67 @@ def activated(case: Case, x: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor,
 
 
 class Oracle:
-    """The float64 result of a case on its first and last key head, the budget that rounding allows there, and the error of a result.
+    """The float64 result of a case, the budget that rounding allows beside it, and the errors of a result, all on the device of the inputs.
 
-    Key heads do not see each other, so two of them tell the error of all for a hundredth of the work. An error is a relative RMS, the worst over the
-    output and, for a training pass, every gradient; the budget is twice the twin's error plus what rounding to the case's dtype may add. (The tests
-    allow for the largest entry too; over tensors as large as these, whose largest entry is hundreds of times the RMS, that would allow anything.)
+    Key heads do not see each other, so some of them, evenly spread, tell the error of all. They are many, because a gradient of a parameter has one number
+    (A_log), or as many as channels (dt_bias), of a whole head: of two heads its error would be chance. An error is a relative RMS; the budget is twice the
+    twin's error plus what rounding to the case's dtype may add. (The tests allow for the largest entry too; over tensors as large as these, whose largest
+    entry is hundreds of times the RMS, that would allow anything.)
     """
 
     def __init__(self, case: Case, x: dict[str, Tensor], do: Tensor | None):
-        self.case = case
-        H, group = case.sizes["H"], case.sizes["HV"] // case.sizes["H"]
-        self.key_heads = sorted({0, H - 1})
-        self.heads = [h * group + i for h in self.key_heads for i in range(group)]  # whole groups, over which dq and dk sum
-        self.training = do is not None
-        some = self._cut(x)
-        args = {n: t.double() for n, t in some.items()}
-        d_o = None if do is None else do[:, :, self.heads].cpu()
-        exact = self._stages(dispatch.load("native"), args, None if d_o is None else d_o.double())
-        twin_args = {n: t.float() if n in ("q", "k", "v") else t for n, t in some.items()}
-        twin = self._stages(Reference(torch.float32, case.dtype if case.dtype.itemsize == 2 else None), twin_args, d_o)
-        self.exact = exact
+        self.case, self.training = case, do is not None
+        H, self.group = case.sizes["H"], case.sizes["HV"] // case.sizes["H"]
+        count, device = min(H, HEADS[x["q"].device.type]), x["q"].device
+        self.key_heads = torch.tensor(sorted({round(i * (H - 1) / max(1, count - 1)) for i in range(count)}), device=device)
+        # On CUDA the definition itself, which is plain torch, a kernel for each operation: it has no limits of dtype.
+        exact: Backend = dispatch.load("native") if device.type == "cpu" else Reference()
+        twin = Reference(operand=case.dtype if case.dtype.itemsize == 2 else None)
+        tensors = x if do is None else x | {"do": do}
+        found: list[list[dict[str, Tensor]]] = [[], []]
+        for heads in self.key_heads.split(max(1, AT_ONCE // (case.sizes["B"] * case.sizes["T"] * self.group))):
+            some = self._cut(tensors, heads)
+            for parts, backend, dtype in zip(found, (exact, twin), (torch.float64, torch.float32)):
+                parts.append(self._stages(backend, some, dtype))
+        self.exact, rounded = ({n: torch.cat([p[n] for p in parts], _heads_axis(n)) for n in parts[0]} for parts in found)
         eps = torch.finfo(case.dtype).eps
-        self.limits = {n: 2 * (self._error(n, twin[n]) + eps) for n in exact}
+        self.limits = {n: 2 * (self._error(n, t) + eps) for n, t in rounded.items()}
 
-    def _cut(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
-        out = {}
-        for n, t in x.items():
-            axis = 0 if n in ("A_log", "dt_bias") else 2
-            index = torch.tensor(self.key_heads if n in ("q", "k") else self.heads, device=t.device)
-            out[n] = t.detach().index_select(axis, index).cpu()
-        return out
+    def _cut(self, tensors: dict[str, Tensor], key_heads: Tensor) -> dict[str, Tensor]:
+        heads = (key_heads[:, None] * self.group + torch.arange(self.group, device=key_heads.device)).flatten()  # whole groups, over which dq and dk sum
+        return {n: t.detach().index_select(_heads_axis(n), key_heads if n in ("q", "k") else heads) for n, t in tensors.items()}
 
-    def _stages(self, backend, args: dict[str, Tensor], do: Tensor | None) -> dict[str, Tensor]:
+    def _stages(self, backend: Backend, tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        args = {n: t for n, t in tensors.items() if n != "do"}
         p = Problem.parse(schemas.VARIANTS[self.case.op], **args, **flags(self.case))
+        for n, t in args.items():  # only now, for a call in float64 would be refused on CUDA
+            setattr(p, n, t.to(dtype))
+        p.state_dtype = dtype
         tile, o = backend.prepare(p), p.new_output()
-        trace = backend.scan(p, tile, o, None, keep=do is not None)
-        if do is None:
-            return {"o": o.double()}
-        reverse = backend.reverse_scan(p, tile, do.to(p.state_dtype), None, False)
-        grads = vars(backend.gradient(p, tile, trace, do.to(p.state_dtype), reverse, frozenset(args)))
-        return {"o": o.double()} | {n: grads[n].double() for n in args}
+        trace = backend.scan(p, tile, o, None, keep=self.training)
+        if trace is None:
+            return {"o": o}
+        do = tensors["do"].to(dtype)
+        reverse = backend.reverse_scan(p, tile, do, None, False)
+        grads = vars(backend.gradient(p, tile, trace, do, reverse, frozenset(args)))
+        return {"o": o} | {n: grads[n] for n in args}
 
     def _error(self, name: str, got: Tensor) -> float:
         want = self.exact[name]
-        return _rms(got - want) / (_rms(want) + 1e-30)
+        error = _rms(got.double() - want) / (_rms(want) + 1e-30)
+        return error if error == error else float("inf")
 
-    def error(self, got: dict[str, Tensor]) -> tuple[float, float]:
-        """The worst error of a result ``{"o": .., "q": gradient, ..}``, and the worst ratio of error to budget."""
-        cut = self._cut({n: t for n, t in got.items() if n != "o"}) | {"o": got["o"].detach()[:, :, self.heads].cpu()}
-        errors = {n: self._error(n, t.double()) for n, t in cut.items()}
-        errors = {n: e if e == e else float("inf") for n, e in errors.items()}
-        return max(errors.values()), max(e / self.limits[n] for n, e in errors.items())
+    def errors(self, got: dict[str, Tensor]) -> dict[str, float]:
+        """The error of each tensor of a result ``{"o": .., "q": gradient, ..}``."""
+        return {n: self._error(n, t) for n, t in self._cut(got, self.key_heads).items()}
+
+    def worst_share(self, errors: dict[str, float]) -> float:
+        """The largest share of its budget that an error takes."""
+        return max(e / self.limits[n] for n, e in errors.items())
+
+
+def _heads_axis(name: str) -> int:
+    return 0 if name in ("A_log", "dt_bias") else 2
 
 
 def _rms(x: Tensor) -> float:

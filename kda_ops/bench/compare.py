@@ -1,11 +1,11 @@
 """``python -m kda_ops bench``: our operators beside the peers that are installed, one table.
 
 A row is ``{op, pass, setting, gate, state, layout, peer, ours_ms, peer_ms, ours_error, peer_error, also}``. Times are medians in milliseconds (seconds for
-the pass "first_call_s"), errors relative RMS against float64; a side whose error is over its limit has no time. `also` holds what else was measured: the
-peak of memory of a training pass, first calls with backward and with warm caches, what a peer that broke said. Each peer has its own process, in
-which both sides of its rows run on the same inputs, because some are configured by environment variables that are read at import. Where a peer
-tunes at run time, several processes compile what it will choose from, each time just before it is measured. Several GPUs measure side by side, except
-what times the host too (decode, first calls).
+the pass "first_call_s"), errors relative RMS against float64, the worst of o and all gradients; a side whose error is over its limit has no time. `also`
+holds what else was measured: of a training pass the error of each tensor by name, which is the worst and the peak of memory; first calls with backward and
+with warm caches; what a peer that broke said. Each peer has its own process, in which both sides of its rows run on the same inputs, because some are
+configured by environment variables that are read at import. Where a peer tunes at run time, several processes compile what it will choose from, each time
+just before it is measured. Several GPUs measure side by side, except what times the host too (decode, first calls).
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 import kda_ops
 from kda_ops.bench.cases import WIDTH
 from kda_ops.bench.machine import default_dtype, describe, need_device
+from kda_ops.bench.worker import replayed
 
 POOLS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNK: dict[str, Callable] = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}
@@ -36,16 +38,41 @@ def tokens(op: str, steps: int, dtype: torch.dtype, width: int) -> list[Tensor]:
 
 
 def decode(op: str, inputs: list[Tensor], pool: torch.dtype) -> Tensor:
-    """Token by token from an empty state, o on the CPU in float64."""
-    q, v = inputs[0], inputs[2]
-    state = torch.zeros((1, HEADS, q.shape[-1], v.shape[-1]), dtype=pool, device=q.device)
-    with torch.inference_mode():
-        outs = [STEP[op](*(x[:, t : t + 1] for x in inputs), state, **FLAGS) for t in range(q.shape[1])]
-        return torch.cat(outs, 1).cpu().double()
+    """Token by token from an empty state, o on the CPU in float64. On CUDA the calls of a window are captured once, and replayed for each window."""
+    length = inputs[0].shape[1] // WINDOWS
+    held = [x[:, :length].clone() for x in inputs]
+    q, v = held[0], held[2]
+    o, state = torch.empty_like(v), torch.zeros((1, HEADS, q.shape[-1], v.shape[-1]), dtype=pool, device=q.device)
+
+    def window() -> None:
+        with torch.inference_mode():
+            for t in range(length):
+                o[:, t : t + 1] = STEP[op](*(x[:, t : t + 1] for x in held), state, **FLAGS)
+
+    run = replayed(window, q.device.type)
+    state.zero_()
+    outs = []
+    for some in zip(*(x.split(length, 1) for x in inputs)):
+        for into, x in zip(held, some):
+            into.copy_(x)
+        run()
+        outs.append(o.cpu().double())
+    return torch.cat(outs, 1)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A step on the CPU takes microseconds: where other processes have the cores, threads that wait for each other make it milliseconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _windows(x: Tensor) -> Tensor:
-    return x[:, : x.shape[1] // WINDOWS * WINDOWS].unflatten(1, (WINDOWS, -1)).transpose(0, 1).flatten(1)
+    return x.unflatten(1, (WINDOWS, -1)).transpose(0, 1).flatten(1)
 
 
 def _errors(got: Tensor, exact: Tensor) -> list[float]:
@@ -53,9 +80,10 @@ def _errors(got: Tensor, exact: Tensor) -> list[float]:
     return (_windows(got - exact).square().mean(1) / want.square().mean(1)).sqrt().tolist()
 
 
+@_one_thread()
 def measure(device: str, steps: int, ops: Iterable[str], pools: Iterable[str], dtype: torch.dtype, width: int = WIDTH) -> list[dict]:
     """A row per window: the last step of it, the error of decoding, its limit, and the error of the chunk form in the same dtype."""
-    rows = []
+    rows, steps = [], steps // WINDOWS * WINDOWS
     for op in ops:
         x = tokens(op, steps, dtype, width)
         with torch.inference_mode():

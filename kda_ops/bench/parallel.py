@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,13 @@ def _row(case: Case, group, device: torch.device) -> dict[str, Any]:
     return row
 
 
+def _late(until: float, device: torch.device) -> bool:
+    """Whether it is too late for any rank; all wait for each other."""
+    late = torch.tensor(int(time.time() >= until), device=device)
+    dist.all_reduce(late, dist.ReduceOp.MAX)
+    return bool(late)
+
+
 def _serve(rank: int, store: str, args: argparse.Namespace) -> None:
     cuda = args.device == "cuda"
     if cuda:
@@ -150,29 +158,30 @@ def _serve(rank: int, store: str, args: argparse.Namespace) -> None:
     sizes = [n for n in (2, 4, 8) if n <= args.processes]
     dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=args.processes)
     groups = {n: dist.new_group(list(range(n))) for n in sizes}
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__}
+    found["setting"] = f"B1T{args.length}H{args.heads}D{args.width}"
+    if cuda:
+        found |= {"triton": metadata.version("triton"), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     rows: list[dict] = []
-    whole = f"B1T{args.length}H{args.heads}D{args.width}"
-    for op in ("kda", "gdn"):
-        for gate in ("strong", "weak"):
-            alone: dict = {}
-            for size in (1, *sizes):
-                if rank < size:
-                    setting = f"B1T{args.length // size}H{args.heads}D{args.width}"
-                    case = Case(op, "fwdbwd", setting, gate, str(device), torch.bfloat16 if cuda else torch.float32)
-                    row = _row(case, groups.get(size), device)
-                    if rank == 0:
-                        alone = alone or row
-                        row |= {f"{name}_speedup": round(alone[f"{name}_ms"] / row[f"{name}_ms"], 2) for name in ("fwd", "fwdbwd")}
-                        rows.append(row)
-                        print(json.dumps(row), flush=True)
-                    if cuda:
-                        torch.cuda.empty_cache()
-                dist.barrier()
-    if rank == 0:
-        found = {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__}
-        if cuda:
-            found |= {"triton": metadata.version("triton"), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-        Path(args.output).write_text(json.dumps(found | {"setting": whole, "rows": rows}, indent=1) + "\n")
+    alone: dict = {}
+    cases = list(product(("kda", "gdn"), ("strong", "weak"), (1, *sizes)))
+    for reached, (op, gate, size) in enumerate(cases, 1):
+        if rank < size:
+            setting = f"B1T{args.length // size}H{args.heads}D{args.width}"
+            row = _row(Case(op, "fwdbwd", setting, gate, str(device), torch.bfloat16 if cuda else torch.float32), groups.get(size), device)
+            if rank == 0:
+                alone = row if size == 1 else alone
+                row |= {f"{name}_speedup": round(alone[f"{name}_ms"] / row[f"{name}_ms"], 2) for name in ("fwd", "fwdbwd")}
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                found |= {"rows": rows, "missing": [f"{o} {g} on {n}" for o, g, n in cases[reached:]]}
+                Path(args.output).write_text(json.dumps(found, indent=1) + "\n")
+            if cuda:
+                torch.cuda.empty_cache()
+        if _late(args.until, device):
+            break
+    if rank == 0 and found["missing"]:
+        print("out of time:", ", ".join(found["missing"]), flush=True)
     dist.destroy_process_group()
 
 
@@ -185,9 +194,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--length", type=int, default=131072)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--width", type=int, default=128, help="K and V")
-    parser.add_argument("--output", metavar="FILE", default="tests/gpu/parallel.json")
+    parser.add_argument("--output", metavar="FILE", default="tests/gpu/parallel.json", help="written anew after every row")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="begin no row after S seconds; what was not reached is named")
     args = parser.parse_args(argv)
     need_device(parser, args.device)
+    args.until = time.time() + args.time_limit
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_serve, (os.path.join(folder, "store"), args), nprocs=args.processes)
     return 0

@@ -27,6 +27,12 @@ def _number(x: float | None, form: str) -> str:
     return "–" if x is None else format(x, form)
 
 
+def _error(row: dict, side: str) -> str:
+    """The error of a side, and of a training pass the name of the output or gradient that has it."""
+    worst = row["also"].get(f"{side}_worst")
+    return _number(row[f"{side}_error"], ".1e") + (f" ({worst})" if worst else "")
+
+
 def table(rows: list[dict], pass_: str | None) -> str:
     """A Markdown table of one pass, or of all."""
     shown = [r for r in rows if pass_ is None or r["pass"] == pass_]
@@ -42,7 +48,7 @@ def table(rows: list[dict], pass_: str | None) -> str:
         cells = [
             r["op"], *([r["pass"]] if pass_ is None else []), r["setting"], r["gate"], f"{r['state']} {r['layout']}",
             _number(r["ours_ms"], ".3g"), r["peer"] or "none",
-            _number(r["peer_ms"], ".3g"), "–" if faster is None else f"{faster:.2f}×", _number(r["ours_error"], ".1e"), _number(r["peer_error"], ".1e"),
+            _number(r["peer_ms"], ".3g"), "–" if faster is None else f"{faster:.2f}×", _error(r, "ours"), _error(r, "peer"),
             *(" / ".join(_number(r["also"].get(f"{side}_{name}"), form) for side in ("ours", "peer")) for name, form in columns.values()),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

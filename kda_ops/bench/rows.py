@@ -9,7 +9,7 @@ KEY = ("op", "pass", "setting", "gate", "state", "layout", "peer")
 SLOWER = 0.05  # the change of a row's time that --against calls a loss
 
 
-def _cell(value: float | None, digits: str = ".4g") -> str:
+def _cell(value: float | str | None, digits: str = ".4g") -> str:
     return "-" if value is None else format(value, digits)
 
 
@@ -33,6 +33,8 @@ def format_row(row: dict) -> str:
     line = "".join(c.ljust(w) for c, w in zip(cells, WIDTHS)).rstrip()
     if "ours_share" in row["also"]:
         line += "  of a copy " + _both(row, "share", ".0%") + ", us per call " + _both(row, "call_us", ".0f")
+    if "ours_worst" in row["also"]:
+        line += "  worst " + _both(row, "worst", "")
     return line
 
 

@@ -118,7 +118,7 @@ def _oracle(case: Case, x: dict[str, Tensor], do: Tensor | None, oracles: dict) 
 
 
 def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
-    """A row of "fwd" or "fwdbwd"; of the latter with the peak of memory of each side."""
+    """A row of "fwd" or "fwdbwd"; of the latter with the error of every tensor and the peak of memory of each side."""
     row, training = _row(case, peer), case.pass_ == "fwdbwd"
     x = make_inputs(case)
     names = [n for n in INPUTS if n in x]
@@ -134,17 +134,21 @@ def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
         o = forward(x)
         return {"o": o} | dict(zip(names, torch.autograd.grad(o, [x[n] for n in names], do, allow_unused=True)))
 
-    def side(make_forward, error_column, limit, same=True):
+    def side(make_forward, name, limit, same=True):
         forward = make_forward(case)
         if same:
-            row[error_column], ratio = oracle.error(call(forward))
-            if not ratio <= limit:
+            errors = oracle.errors(call(forward))
+            worst = max(errors, key=errors.__getitem__)
+            row[f"{name}_error"] = errors[worst]
+            if training:
+                row["also"] |= {f"{name}_worst": worst, f"{name}_errors": {n: float(f"{e:.1e}") for n, e in errors.items()}}
+            if not oracle.worst_share(errors) <= limit:
                 return None
         return lambda: call(forward)
 
-    sides = {"ours_ms": lambda: side(our_forward, "ours_error", 1.0)}
+    sides = {"ours_ms": lambda: side(our_forward, "ours", 1.0)}
     if peer is not None:
-        sides["peer_ms"] = lambda: side(peer.forward, "peer_error", PEER_LIMIT, peer.same)
+        sides["peer_ms"] = lambda: side(peer.forward, "peer", PEER_LIMIT, peer.same)
     return _measure(row, sides, case.device, memory=training)
 
 
