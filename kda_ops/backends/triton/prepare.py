@@ -86,10 +86,10 @@ def prepare_half(
     NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """32 rows of one chunk and head, for one slice of K; the second half if b_Y, b_first are what the first half returned. Stores their rows of qg and kg,
-    w = beta k decayed since the start of the chunk, over `shift`, and returns::
+    and of w, if it is there, and returns::
 
         (q k^T o E, k k^T o E on and below the diagonal, the same against the first half, over `shift` [32, 32],
-        k decayed to the end of the half [32, width] fp32, the decay of the half [width])
+        k decayed to the end of the half [32, width] fp32, the decay of the half [width], w = beta k decayed since the start of the chunk, over `shift`)
 
     where shift is 2^(16 log2_bound) if all rows share an anchor, else 1; without SCORES the four tiles are zero. In an order that keeps few tiles alive.
     """
@@ -120,7 +120,10 @@ def prepare_half(
         store_rows(kg, i_tile, b_Y * b_total[None, :], o_k, K, R)
         store_rows(kg, i_tile, b_ke, o_k, K, R, 32)
     b_w = b_kr * strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL, 32)[:, None]
-    store_rows(w, i_tile, b_w if b_Y is None else b_w * b_first[None, :], o_k, K, R, ROW)
+    if b_Y is not None:
+        b_w *= b_first[None, :]
+    if w is not None:
+        store_rows(w, i_tile, b_w, o_k, K, R, ROW)
     b_kr = b_kr.to(TYPE)
     if SHARE == 32:
         b_kc = b_kc.to(TYPE)
@@ -143,7 +146,7 @@ def prepare_half(
         b_P1 = b_P
         if b_Y is not None:
             b_P1 = scores(b_qr, b_Y, PREC)
-    return b_P, b_L, b_P1, b_L1, b_ke, b_total
+    return b_P, b_L, b_P1, b_L1, b_ke, b_total, b_w.to(TYPE)
 
 
 @triton.jit
@@ -199,15 +202,18 @@ def prepare_kda(
     q_norm2, k_norm2 = half_norm(q, q_s, i_b, i_g, second, n_second, K, BK, R, L2NORM), half_norm(k, k_s, i_b, i_g, second, n_second, K, BK, R, L2NORM)
     b_P11 = tl.zeros((32, 32), tl.float32)
     b_P21, b_P22, b_L11, b_L21, b_L22 = b_P11, b_P11, b_P11, b_P11, b_P11
+    HELD: tl.constexpr = kept is not None and BK >= K  # w waits for A in registers, which there are without scores; else in its place in memory
+    b_k1 = tl.zeros((32, BK), TYPE)
+    b_k2 = b_k1
     for i in tl.range((K + BK - 1) // BK, num_stages=1):
         o_k = i * BK + tl.arange(0, BK)
-        b_P, b_L, _, _, b_Y, b_first = prepare_half(
-            q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, i_tile, i_b, i_g, i_h, first, n_rows, q_norm1, k_norm1, scale, lower_bound, log2_bound,
+        b_P, b_L, _, _, b_Y, b_first, b_k1 = prepare_half(
+            q, q_s, k, k_s, g, g_s, A_log, dt_bias, None if HELD else w, qg, kg, i_tile, i_b, i_g, i_h, first, n_rows, q_norm1, k_norm1, scale, lower_bound, log2_bound,
             beta, strides, None, None, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
         )  # fmt: skip
         b_P11, b_L11 = b_P11 + b_P, b_L11 + b_L
-        b_P, b_L, b_P1, b_L1, _, b_second = prepare_half(
-            q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, i_tile, i_b, i_g, i_h, second, n_second, q_norm2, k_norm2, scale, lower_bound, log2_bound,
+        b_P, b_L, b_P1, b_L1, _, b_second, b_k2 = prepare_half(
+            q, q_s, k, k_s, g, g_s, A_log, dt_bias, None if HELD else w, qg, kg, i_tile, i_b, i_g, i_h, second, n_second, q_norm2, k_norm2, scale, lower_bound, log2_bound,
             beta, strides, b_Y, b_first, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
         )  # fmt: skip
         b_P21, b_L21, b_P22, b_L22 = b_P21 + b_P1, b_L21 + b_L1, b_P22 + b_P, b_L22 + b_L
@@ -232,9 +238,10 @@ def prepare_kda(
     b_beta = tl.reshape(b_beta, (2, 32))
     half = tl.arange(0, 2)[:, None]
     b_beta1, b_beta2 = tl.sum(tl.where(half == 0, b_beta, 0.0), 0), tl.sum(tl.where(half == 1, b_beta, 0.0), 0)
-    tl.debug_barrier()  # w holds beta k exp G so far, and P is there, written by other threads
-    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)  # the first slices arrive while the inverse is made
-    b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    if not HELD:
+        tl.debug_barrier()  # w holds beta k exp G so far, and P is there, written by other threads
+        b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)  # the first slices arrive while the inverse is made
     b_v1, b_v2 = load_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V, R, 32), load_rows(v, v_s, i_b, i_h, second, n_second, o_v, V, R, 32)
     if kept is None:
         b_A11 = inverse(tl.where(strict, b_L11 * -b_beta1[:, None], 0.0), INVERSE)
@@ -335,7 +342,7 @@ def prepare_gdn(
         b_D = pair_decay(b_G, EXACT) * b_k_own[None, :]
         store_tile(P, i_tile, b_qk * b_D * b_q_own[:, None], o_r, o_r, 64)
         if kept_A is None:
-            b_L = tl.where(o_r[:, None] > o_r[None, :], b_kk * b_D * (b_k_own * -b_strength)[:, None], 0.0)
+            b_L = b_kk * b_D * (b_k_own * -b_strength)[:, None]  # the inverse takes from it only what it merges, below the diagonal
             store_tile(A, i_tile, inverse(b_L, INVERSE), o_r, o_r, 64)
 
 
@@ -374,7 +381,7 @@ def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool
         )  # fmt: skip
         return RowTile(made if kept is None else kept, P, gamma=gamma, rows=rows)
     kept = A if pack else None
-    options = tuning.choose("prepare_kda" if kept is None else "prepare_kda_kept", p)
+    options = tuning.choose("prepare_kda", p)
     made = q.new_empty((NT, p.HV, 64, 64)) if keep_A else None
     packed, made = (made, None) if pack and kept is None else (None, made)
     P, w, u, qg, kg = (q.new_empty((NT, p.HV, 64, width)) for width in (64, p.K, p.V, p.K, p.K))

@@ -83,7 +83,7 @@ def architecture(device: torch.device) -> int:
 
 def row(kernel: str, p: Problem) -> str:
     """The name of the table's row for a call: nothing in it depends on B, T, N, H or the values. (Scans have two cuts of the same bits.)"""
-    mode = f".rows{anchored_rows(p)}" if kernel.startswith("prepare_kda") else ""
+    mode = f".rows{anchored_rows(p)}" if kernel == "prepare_kda" else ""
     return f"{kernel}{mode}.sm{architecture(p.q.device)}0.{8 * p.q.dtype.itemsize}.K{width(p.K, p.q.dtype)}.V{min(width(p.V, p.q.dtype), 256)}"
 
 
@@ -98,10 +98,10 @@ def table(kernel: str, p: Problem) -> Options:
     wide, hopper = p.q.dtype is torch.float32, architecture(p.q.device) == HOPPER
     K, V = width(p.K, p.q.dtype), width(p.V, p.q.dtype)
     layer = hopper and not wide and K == V == 128
-    if kernel.startswith("prepare_kda"):
+    if kernel == "prepare_kda":
         if wide:
             return Options(32, 32)
-        return Options(min(K, 128), min(V, 128), registers=168 if layer and kernel == "prepare_kda_kept" else None)  # kept: without scores and inverse
+        return Options(min(K, 128), min(V, 128))
     if kernel == "prepare_gdn":
         return Options(registers=None if wide or K > 128 else 128 if p.HV == p.H else 168)  # a group keeps its scores while each head is inverted
     if kernel in ("scan_tiles", "scan_rows", "reverse_scan_tiles", "reverse_scan_rows") and layer and 2 * p.N * p.HV > processors(p.q.device):
