@@ -80,8 +80,6 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
     if not p.HV:
         return Gradients(**{n: torch.zeros_like(x) for n, x in zip(GRADIENTS, p.differentiable()) if n in need and x is not None})
     p.scratch = {}
-    if p.rank:
-        dispatch.make_constants(p.q.device)
     b, names = dispatch.backend(p.q.device), kept_names(p)
     have = {n: x for n, x in zip(KEPT, kept) if n in names}
     asked = do is not None and "q" in need and dispatch.reads_output(p.q.device, p.rank, p.l2norm)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -18,7 +17,6 @@ from kda_ops.stages import Backend
 
 _CPU = os.environ.get("KDA_OPS_CPU", "native")
 _LOADED: dict[str, Backend] = {}
-_READY: set[torch.device] = set()
 
 if _CPU not in ("native", "reference", "triton"):
     raise ImportError(f"KDA_OPS_CPU must be 'native', 'reference' or 'triton', got {_CPU!r}.")
@@ -39,26 +37,6 @@ def backend(device: torch.device) -> Backend:
     if name not in _LOADED:
         _LOADED[name] = load(name)
     return _LOADED[name]
-
-
-def make_constants(device: torch.device) -> None:
-    """Make, once for a device, what the backward of KDA reads that depends on the device alone.
-
-    In a thread and on a stream of its own: the calling thread may be filling the memory pool of a CUDA graph (``mode="reduce-overhead"``), which must hold
-    nothing that outlives the call.
-    """
-    if device.type != "cuda" or device in _READY:
-        return
-    from kda_ops.backends.triton.gradient_keys import tables
-
-    def make() -> None:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            tables(device)
-            torch.cuda.current_stream(device).synchronize()
-
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(make).result()
-    _READY.add(device)
 
 
 def load(name: str) -> Backend:

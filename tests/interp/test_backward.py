@@ -17,7 +17,7 @@ from kda_ops.backends.triton.fragment import packed
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
 from tests.support.cases import Case
-from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget
+from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget, oracle
 from tests.support.stage import Stages, assert_stage
 
 TRITON = dispatch.load("triton")
@@ -97,6 +97,15 @@ def test_a_gradient_does_not_depend_on_which_others_are_needed(variant, need):
     alone, full = stages.run("gradient", TRITON, need=frozenset((need,))), stages.run("gradient", TRITON)
     assert alone.keys() == {"d" + need}
     assert_identical(alone["d" + need], full["d" + need], need)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, HALF))
+def test_a_unit_number_has_the_gradient_that_rounding_would_leave_nothing_of(dtype):
+    case = Case(K=1, V=8, l2norm=True, dtype=dtype, gate="weak")
+    got, want = run(case), oracle(case)
+    for name in ("dq", "dk"):
+        error = (got[name].double() - want[name]).norm() / want[name].norm()
+        assert error < 8 * torch.finfo(dtype).eps, (name, error)
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))

@@ -1,5 +1,6 @@
 """Gradients of q, k and g for one decay per key channel: BK channels of one chunk and value head per program."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import torch
@@ -27,13 +28,27 @@ from kda_ops.backends.triton.tile import load_tile, prefetch_rows, prefetch_tile
 def tables(device: torch.device) -> Tensor:
     """The masks `load_pairs` picks by, [12, 64, 64] int16, all bits set: where rows part at level 0 to 5; then in blocks of 16, of 32 and of 64 rows the
     pairs below the diagonal and those above it; each packed.
+
+    They reach a GPU from a thread and on a stream of their own: the calling thread may be filling the memory pool of a CUDA graph
+    (``mode="reduce-overhead"``), which must hold nothing that outlives the call.
     """
-    i = torch.arange(64, device=device)
+    i = torch.arange(64, device="cpu")
     parting, below = i[:, None] ^ i[None, :], i[:, None] > i[None, :]
     pairs = [parting >> h == 1 for h in range(6)]
     for m in (16, 32, 64):
         pairs += [(parting < m) & below, (parting < m) & below.T]
-    return packed(-torch.stack(pairs).to(torch.int16))
+    masks = packed(-torch.stack(pairs).to(torch.int16))
+
+    def bring() -> Tensor:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            there = masks.to(device)
+            torch.cuda.current_stream(device).synchronize()
+            return there
+
+    if device.type != "cuda":
+        return masks.to(device)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(bring).result()
 
 
 @triton.jit
@@ -115,9 +130,14 @@ def store_entries(x, first, i_h, HV, n_rows, i_s, b_x, K: tl.constexpr, BK: tl.c
 
 @triton.jit
 def through_norm(b_dy, x, x_s, held, b_norm, dot, i_tile, i_s, K: tl.constexpr, BK: tl.constexpr):
-    """dx = r (dy - y (y . dy)) for y = r x, from the products y . dy [64] that `gradient_pairs` left; none are zero."""
+    """dx = r (dy - y (y . dy)) for y = r x, from the products y . dy [64] that `gradient_pairs` left; none are zero.
+
+    Of one channel that is r dy (1 - y^2) and 1 - y^2 = 10^-6 r^2, of which rounding would leave nothing.
+    """
     b_dx = b_dy * b_norm
-    if dot is not None:
+    if K == 1:
+        b_dx *= 1e-6 * b_norm * b_norm
+    elif dot is not None:
         b_dot = tl.load(dot + i_tile * 64 + tl.arange(0, 64))[:, None]
         b_dx -= load_rows(x, x_s, held, i_s, K, BK) * (b_norm * b_norm * b_dot)
     return b_dx

@@ -208,13 +208,13 @@ def prepare_kda(
     for i in tl.range((K + BK - 1) // BK, num_stages=1):
         o_k = i * BK + tl.arange(0, BK)
         b_P, b_L, _, _, b_Y, b_first, b_k1 = prepare_half(
-            q, q_s, k, k_s, g, g_s, A_log, dt_bias, None if HELD else w, qg, kg, i_tile, i_b, i_g, i_h, first, n_rows, q_norm1, k_norm1, scale, lower_bound, log2_bound,
-            beta, strides, None, None, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
+            q, q_s, k, k_s, g, g_s, A_log, dt_bias, None if HELD else w, qg, kg, i_tile, i_b, i_g, i_h, first, n_rows, q_norm1, k_norm1,
+            scale, lower_bound, log2_bound, beta, strides, None, None, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
         )  # fmt: skip
         b_P11, b_L11 = b_P11 + b_P, b_L11 + b_L
         b_P, b_L, b_P1, b_L1, _, b_second, b_k2 = prepare_half(
-            q, q_s, k, k_s, g, g_s, A_log, dt_bias, None if HELD else w, qg, kg, i_tile, i_b, i_g, i_h, second, n_second, q_norm2, k_norm2, scale, lower_bound, log2_bound,
-            beta, strides, b_Y, b_first, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
+            q, q_s, k, k_s, g, g_s, A_log, dt_bias, None if HELD else w, qg, kg, i_tile, i_b, i_g, i_h, second, n_second, q_norm2, k_norm2,
+            scale, lower_bound, log2_bound, beta, strides, b_Y, b_first, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
         )  # fmt: skip
         b_P21, b_L21, b_P22, b_L22 = b_P21 + b_P1, b_L21 + b_L1, b_P22 + b_P, b_L22 + b_L
         tl.store(gamma + i_tile * K + o_k, b_first * b_second, mask=o_k < K)

@@ -11,7 +11,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
 from kda_ops.backends.triton.scan import load_decays, load_factor, rows_at
-from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_tile, strides_of
+from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_lower, load_tile, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Reverse, Tile
@@ -48,12 +48,12 @@ def reverse_scan_tiles(
         b_dS = b_dS * b_gamma[None, :]
         if do is not None:
             b_do = turn(tl.load(rows_at(do, do_s, i_b, i_h, bos + c * 64, o_r, o_v), mask=(c * 64 + o_r < length)[:, None] & m_v, other=0.0))
-            b_dv = tl.dot(b_do, load_tile(P, i_tile, o_r, o_r, 64), b_dv, input_precision=PREC)
+            b_dv = tl.dot(b_do, load_lower(P, i_tile), b_dv, input_precision=PREC)
             b_dS = tl.dot(b_do, load_tile(qg, i_tile, o_r, o_k, K), b_dS, input_precision=PREC)
         b_less = (-b_dv).to(TYPE)
         b_dS = tl.dot(b_less, b_w, b_dS, input_precision=PREC)
         if z is not None:
-            b_z = -tl.dot(b_less, load_tile(A, i_tile, o_r, o_r, 64), input_precision=PREC)
+            b_z = -tl.dot(b_less, load_lower(A, i_tile), input_precision=PREC)
             store_turned(z + i_tile * (64 * V) + i_v, V, 1, b_z, 64, V - i_v)
     close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, turn_back(b_dS), o_k, o_v, live, K, V, True)
 
@@ -81,7 +81,7 @@ def reverse_scan_rows(
         i_tile, t = (first + c) * HV + i_h, bos + c * 64
         m_r = (c * 64 + o_r < length)[:, None]
         b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-        b_A = load_tile(A, i_tile, o_r, o_r, 64)
+        b_A = load_lower(A, i_tile)
         b_ds = b_dS.to(TYPE)
         if dstates is not None:
             store_turned(dstates + i_tile * (K * V) + i_v, V, 1, b_ds, K, V - i_v)
@@ -89,7 +89,7 @@ def reverse_scan_rows(
         b_dS = b_dS * tl.load(gamma + i_tile)
         if do is not None:
             b_do = turn(tl.load(rows_at(do, do_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0))
-            b_dv = tl.dot(b_do, load_tile(P, i_tile, o_r, o_r, 64), b_dv, input_precision=PREC)
+            b_dv = tl.dot(b_do, load_lower(P, i_tile), b_dv, input_precision=PREC)
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
             b_do = (b_do.to(tl.float32) * load_factor(rows, i_tile, 3)).to(TYPE)
             b_dS = tl.dot(b_do, b_q, b_dS, input_precision=PREC)

@@ -197,3 +197,11 @@ def load_tile(x, i_tile, o_r, o_d, D: tl.constexpr):
     """Columns o_d of tile i_tile of a [tiles, 64, D] scratch tensor as [64, width], zero past D."""
     p_x = x + i_tile * (64 * D) + o_r[:, None] * D + o_d[None, :]
     return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_lower(x, i_tile):
+    """Tile i_tile of a [tiles, 64, 64] scratch tensor of lower triangles as [64, 64]; what lies above the blocks of 16 rows on the diagonal is not read."""
+    o_r = tl.arange(0, 64)
+    p_x = x + i_tile * 4096 + o_r[:, None] * 64 + o_r[None, :]
+    return tl.load(p_x, mask=(o_r // 16)[:, None] >= (o_r // 16)[None, :], other=0.0)
