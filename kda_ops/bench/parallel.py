@@ -182,6 +182,7 @@ def _serve(rank: int, store: str, args: argparse.Namespace) -> None:
             break
     if rank == 0 and found["missing"]:
         print("out of time:", ", ".join(found["missing"]), flush=True)
+    time.sleep(1)  # gloo: a rank that leaves ends what a slower one has yet to read of the last collective
     dist.destroy_process_group()
 
 

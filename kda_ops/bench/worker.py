@@ -26,6 +26,7 @@ from kda_ops.bench.sides import PEERS, Peer, Unsupported, our_forward, our_step
 PEER_LIMIT = 10.0  # a peer must compute the same function; our budget of rounding is ours alone
 SHARE_TOKENS = 1024  # of the calls that only compile: their kernels do not depend on it, their memory does
 FIRST_LIMIT = 400  # seconds
+UNCACHED = 300_000_000  # bytes of states, more than any cache holds
 ROUNDS = 3  # sides alternate; each has the smallest of its rounds' medians, the one least disturbed
 
 
@@ -78,11 +79,11 @@ def _timed(sides: dict[str, Callable[[], object]], device: str) -> dict[str, flo
 
 def _measure(
     row: dict, sides: dict[str, Callable[[], Callable[[], object] | None]], device: str, memory: bool = False,
-    more: Callable[[Callable[[], object], float], dict] | None = None, timed: Callable[[Callable[[], object]], Callable[[], object]] = lambda call: call,
+    more: Callable[[Callable[[], object], float], dict] | None = None, timed: Callable[[Callable], Callable[[], object]] = lambda call: call, count: int = 1,
 ) -> dict:  # fmt: skip
     """The row with the times of the sides, each made and checked by its function; None where it is wrong. A peer that breaks leaves its reason instead.
 
-    `more` gives what else to record of a side, from its call and its time; `timed` what is timed, from the call.
+    `more` gives what else to record of a side, from its call and its time; `timed` what is timed, from the call, and `count` how many calls that makes.
     """
     calls = {}
     for name, make in sides.items():
@@ -97,7 +98,7 @@ def _measure(
     calls = {n: f for n, f in calls.items() if f is not None}
     if memory and device == "cuda":
         row["also"] |= {f"{n.removesuffix('_ms')}_peak_gb": _peak_gb(call) for n, call in calls.items()}
-    times = _timed({n: timed(call) for n, call in calls.items()}, device)
+    times = {n: ms / count for n, ms in _timed({n: timed(call) for n, call in calls.items()}, device).items()}
     if more is not None:
         row["also"] |= {f"{n.removesuffix('_ms')}_{name}": x for n, call in calls.items() for name, x in more(call, times[n]).items()}
     return row | times
@@ -153,9 +154,10 @@ def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
 
 
 def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
-    """A row of "decode": one token per sequence on a pool of states, in place; the time is that of a CUDA graph's replay.
+    """A row of "decode": one token per sequence on a pool of states, in place.
 
-    Recorded beside, for each side: its share of the rate of a copy in the same process, and what a call costs Python.
+    The time is a call's share of a CUDA graph's replay, in which calls follow each other on pools of their own, as the layers of a model do: enough that
+    none finds its states in a cache. Recorded beside, for each side: its share of the rate of a copy in the same process, and what a call costs Python.
     """
     row, (B, HV, D) = _row(case, peer), (case.sizes[n] for n in ("B", "HV", "D"))
     x = make_inputs(case)
@@ -167,6 +169,8 @@ def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
     cut = {n: (t if n in ("A_log", "dt_bias") else t[some]).cpu().double() for n, t in x.items()}
     exact = our_step(exact_case)(cut, start[some].cpu().double())
     limit = 4 * torch.finfo(case.dtype).eps
+    count = min(64, -(-UNCACHED // start.nbytes)) if case.device == "cuda" else 1
+    graphs: dict[Callable, Callable[[], None]] = {}
 
     def side(make_step, column, factor):
         step = make_step(case)
@@ -176,12 +180,17 @@ def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
         row[column] = error
         if not error <= factor * limit:
             return None
-        pool = start.clone()
+        pools = [start.clone() for _ in range(count)]
 
-        def call():
+        def call(pool: Tensor = pools[0]):
             with torch.inference_mode():
                 return step(x, pool)
 
+        def layers():
+            for pool in pools:
+                call(pool)
+
+        graphs[call] = layers
         return call
 
     sides = {"ours_ms": lambda: side(our_step, "ours_error", 1.0)}
@@ -194,11 +203,11 @@ def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
     def more(call, ms):
         return {"share": 1e3 * least / ms, "call_us": call_us(call, case.device)}
 
-    return _measure(row, sides, case.device, more=more, timed=lambda call: replayed(call, case.device))
+    return _measure(row, sides, case.device, more=more, timed=lambda call: replayed(graphs[call], case.device), count=count)
 
 
 def replayed(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """On CUDA the replay of a graph of one call, so that what launches a short kernel is not timed with it; the call where it cannot be captured."""
+    """On CUDA the replay of a graph of the call, so that what launches a short kernel is not timed with it; the call where it cannot be captured."""
     if device != "cuda":
         return call
     for _ in range(3):
