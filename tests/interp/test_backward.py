@@ -99,6 +99,11 @@ def test_a_gradient_does_not_depend_on_which_others_are_needed(variant, need):
     assert_identical(alone["d" + need], full["d" + need], need)
 
 
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_the_recurrence_is_differentiable_with_nothing_kept(variant):
+    assert_meets_budget(Case(variant=variant, T=70, K=16, V=24, H=1, HV=2, dtype=HALF, gate="softplus", beta="sigmoid", l2norm=True), "recurrent")
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, HALF))
 def test_a_unit_number_has_the_gradient_that_rounding_would_leave_nothing_of(dtype):
     case = Case(K=1, V=8, l2norm=True, dtype=dtype, gate="weak")
