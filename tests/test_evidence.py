@@ -3,27 +3,22 @@
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kda_ops.bench import evidence
-from tests.support.gpus import rotated
+from tests.support.gpus import longest_first, rotated
 
 FILE = Path(__file__).parent / "gpu" / "evidence.json"
-_CUT = "not reached: the run was cut after 345 s"
 _PACKED = "a backward without a kept A read a packed tile as A; mended in chunk.py since (tests/interp/test_backward.py), not run on a GPU"
 _UNKNOWN = "the run was cut before it said why; passed on the kernels before these, and on the CPU"
-KNOWN = {  # the GPU tests that failed or were not reached in the run on file, and why it was kept nevertheless; empty after a clean one
+KNOWN = {  # the GPU tests that failed in the run on file, and why it was kept nevertheless; empty after a clean one
     "tests/gpu/test_compiled.py::test_any_length_trains_with_two_compilations[kda]": _UNKNOWN,
     "tests/gpu/test_compiled.py::test_any_length_trains_with_two_compilations[gdn]": _UNKNOWN,
     "tests/gpu/test_serving.py::test_recurrent_is_differentiable[{'B': 2, 'T': 16}-kda]": _PACKED,
     "tests/gpu/test_serving.py::test_recurrent_is_differentiable[{'lengths': (3, 0, 70, 1), 'tail': 2, 'transposed': True}-kda]": _PACKED,
     "tests/gpu/test_export.py::test_a_package_without_our_operators_runs": "AOTInductor packages do not run on that machine, ours or not; README says so",
-    "tests/gpu/test_export.py::test_programs_and_packages_compute_what_the_module_does": _CUT,
-    "tests/gpu/test_forward.py::test_every_gate[kda-zero-dtype0]": _CUT,
-    "tests/gpu/test_serving.py::test_prefill_then_decode_is_one_prefill": _CUT,
-    "tests/gpu/test_split.py::test_the_reverse_scan_meets_its_budget_twice_with_the_same_bits[kda-strong-dtype3]": _CUT,
-    "tests/gpu/test_step.py::test_any_call_meets_the_definition[8]": _CUT,
 }
 COLUMNS = {"op", "pass", "setting", "gate", "ours_ms", "state", "layout", "peer", "peer_ms", "ours_error", "peer_error", "also"}
 
@@ -75,7 +70,30 @@ def test_the_suite_is_counted_whatever_the_project_adds_to_the_command(monkeypat
     (tmp_path / "tests" / "gpu" / "test_it.py").write_text(
         "import pytest\n\ndef test_a(): pass\n\ndef test_b(): assert False\n\ndef test_c(): pytest.skip('no')\n"
     )
-    assert evidence.run_suite(tmp_path) == ({"passed": 1, "failed": 1, "skipped": 1}, ["tests/gpu/test_it.py::test_b"])
+    assert evidence.run_suite(tmp_path) == ({"passed": 1, "failed": 1, "skipped": 1}, ["tests/gpu/test_it.py::test_b"], None)
+
+
+@pytest.mark.parametrize("spread", (True, False))
+def test_a_suite_that_is_cut_keeps_what_it_said(spread, monkeypatch, tmp_path):
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    if not spread:
+        monkeypatch.setattr(evidence.importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    (tmp_path / "tests" / "gpu" / "test_z.py").write_text("import time\n\ndef test_slow(): time.sleep(60)\n")
+    (tmp_path / "tests" / "gpu" / "test_export.py").write_text(
+        "import pytest\n\n@pytest.mark.parametrize('x', ({'a b': 1},), ids=str)\ndef test_b(x): assert False\n\ndef test_c(): pass\n"
+    )
+    monkeypatch.setattr(evidence.os, "cpu_count", lambda: 3)  # one process
+    counts, failures, cut = evidence.run_suite(tmp_path, 15)
+    assert counts == {"passed": 1, "failed": 1, "skipped": 0} and failures == ["tests/gpu/test_export.py::test_b[{'a b': 1}]"]
+    assert cut == "cut after 15 s: 1 of 3 tests were not reached"
+
+
+def test_what_takes_minutes_comes_first():
+    names = ["tests/gpu/test_step.py::test_a", "tests/gpu/test_export.py::test_b", "tests/gpu/test_compiled.py::test_c", "tests/gpu/test_forward.py::test_d"]
+    items = [SimpleNamespace(nodeid=n) for n in names]
+    longest_first(items)
+    assert [names.index(i.nodeid) for i in items] == [1, 2, 0, 3]
 
 
 def test_processes_of_the_suite_begin_with_different_gpus():
@@ -98,7 +116,7 @@ def device(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GPU")
     monkeypatch.setattr(evidence.metadata, "version", lambda name: "1")
-    monkeypatch.setattr(evidence, "run_suite", lambda root: ({"passed": 1, "failed": 0, "skipped": 0}, []))
+    monkeypatch.setattr(evidence, "run_suite", lambda *words: ({"passed": 1, "failed": 0, "skipped": 0}, [], None))
 
 
 def test_a_run_that_is_cut_keeps_what_it_had_and_is_resumed(device, monkeypatch, tmp_path):

@@ -13,8 +13,10 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +25,8 @@ from kda_ops.bench import compare
 from kda_ops.bench.rows import KEY
 
 KERNELS = Path(__file__).resolve().parent.parent / "backends" / "triton"
+_WORD = "PASSED|FAILED|SKIPPED|ERROR"
+RESULTS = [rf"\[gw\d+\] \[ *\d+%\] (?P<word>{_WORD}) (?P<name>tests/.*?)\s*$", rf"(?P<name>tests/\S.*?) (?P<word>{_WORD})\b"]  # in several processes, in one
 
 
 def kernels_sha256(folder: Path = KERNELS) -> str:
@@ -51,31 +55,57 @@ def count_tests(summary: str) -> dict[str, int]:
     }
 
 
-def run_suite(root: Path) -> tuple[dict[str, int], list[str]]:
-    """Run tests/gpu, its output passing through, on several cores and all GPUs where pytest-xdist is installed: the counts, and the names of what failed."""
+def parse_result(line: str) -> tuple[str, str] | None:
+    """What a line of ``pytest -v`` says of a test: the count it belongs to, and its name."""
+    found = next(filter(None, (re.match(p, line) for p in RESULTS)), None)
+    if found is None:
+        return None
+    return "failed" if found["word"] == "ERROR" else found["word"].lower(), found["name"].removesuffix("@ranks")
+
+
+def run_suite(root: Path, limit: float = float("inf")) -> tuple[dict[str, int], list[str], str | None]:
+    """Run tests/gpu, its output passing through, on several cores and all GPUs where pytest-xdist is installed.
+
+    Returns the counts, the names of what failed, and, where the run was cut after `limit` seconds, how many tests it had not reached.
+    """
     import torch
 
-    lines, spread, environment = [], [], dict(os.environ)
+    last, counts, failures, there, spread, environment = "", {"passed": 0, "failed": 0, "skipped": 0}, list[str](), 0, [], dict(os.environ)
     if importlib.util.find_spec("xdist"):
         spread = ["-n", str(max(1, min(14 * max(1, torch.cuda.device_count()), (os.cpu_count() or 1) - 2))), "--dist", "loadgroup"]
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes of the suite fill the cores already
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "tests/gpu", "-q", "-rfE", *spread]  # of two -q, the count would not be printed
-    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
-    failures = [m[1].removesuffix("@ranks") for m in (re.match(r"(?:FAILED|ERROR) (\S.*?)(?: - |$)", x.strip()) for x in lines) if m]
-    return count_tests(next((x for x in reversed(lines) if re.search(r"\d+ (passed|failed|skipped|error)", x)), "")), failures
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "tests/gpu", "-v", "-rfE", *spread]
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), os.killpg, [process.pid, signal.SIGKILL])
+        timer.daemon = True
+        timer.start()
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                if result := parse_result(line):
+                    counts[result[0]] += 1
+                    failures += [result[1]] * (result[0] == "failed")
+                elif found := re.match(r"(?:FAILED|ERROR) (\S.*?)(?: - |$)", line.strip()):  # of the summary, which alone has modules that broke
+                    failures += [name for name in [found[1].removesuffix("@ranks")] if name not in failures]
+                elif found := re.search(r"(?:collected |\[)(\d+) items?\b", line):
+                    there = int(found[1])
+                elif re.search(r"\d+ (passed|failed|skipped|error).* in [\d.:]+", line):
+                    last = line
+        finally:
+            timer.cancel()
+    if last:
+        return count_tests(last), failures, None
+    return counts, failures, f"cut after {limit:g} s: {there - sum(counts.values())} of {there} tests were not reached"
 
 
-def _resumed(paths: list[str], about: dict) -> tuple[tuple[dict[str, int], list[str]], list[dict]]:
+def _resumed(paths: list[str], about: dict) -> tuple[tuple[dict[str, int], list[str], str | None], list[dict]]:
     """The tests of some files and the rows of all, if they are of this machine, these kernels and one run of the suite."""
     suites, rows = [], dict[tuple, dict]()
     for path in paths:
         found = json.loads(Path(path).read_text())
         if wrong := [n for n in about if found.get(n) != about[n]]:
             raise SystemExit(f"{path} is of another {wrong[0]} ({found.get(wrong[0])}, here {about[wrong[0]]}): take the evidence anew.")
-        suites.append((found["tests"], found["failures"]))
+        suites.append((found["tests"], found["failures"], found.get("missing", {}).get("tests/gpu")))
         rows |= {tuple(row[n] for n in KEY): row for row in found["rows"]}
     if any(suite != suites[0] for suite in suites):
         raise SystemExit(f"{' and '.join(paths)} are of different runs of the suite: take the evidence anew.")
@@ -91,6 +121,7 @@ def main(argv: list[str]) -> int:
     compare.add_arguments(parser, device="cuda")
     parser.add_argument("--output", metavar="FILE", help="tests/gpu/evidence.json by default")
     parser.add_argument("--resume", nargs="+", metavar="FILE", help="keep the tests and the rows of these files and measure what they lack")
+    parser.add_argument("--suite-limit", type=float, default=float("inf"), metavar="S", help="cut the tests after S seconds and keep what they said until then")
     args = parser.parse_args(argv)
     root = checkout()
     if not torch.cuda.is_available():
@@ -101,7 +132,8 @@ def main(argv: list[str]) -> int:
     missing: dict[str, str] = {}
 
     def write(complete: bool = False) -> None:
-        tests, failures = suite
+        tests, failures, cut = suite
+        missing.update({"tests/gpu": cut} if cut else {})
         path.write_text(json.dumps(about | {"tests": tests, "failures": failures, "complete": complete, "rows": rows, "missing": missing}, indent=1) + "\n")
 
     def keep(x: dict | str) -> None:
@@ -113,12 +145,12 @@ def main(argv: list[str]) -> int:
         write()
 
     if suite is None:
-        suite = run_suite(root)
+        suite = run_suite(root, args.suite_limit)
     write()
     until = begin + args.time_limit
     compare.measure_arguments(args, "cuda", lambda line: print(line, flush=True), until=until, have=rows, keep=keep)
     if kernels_sha256() != about["kernels_sha256"]:
         raise SystemExit("the kernels changed while the evidence was taken: take it again.")
-    complete = time.time() < until
+    complete = time.time() < until and "tests/gpu" not in missing
     write(complete)
     return 1 if suite[0]["failed"] or not suite[0]["passed"] or any(r["ours_ms"] is None for r in rows) or not complete else 0

@@ -57,6 +57,7 @@ def table(rows: list[dict], pass_: str | None) -> str:
 
 def _about(evidence: dict) -> str:
     counts = ", ".join(f"{n} {word}" for word, n in evidence["tests"].items() if n)
+    counts += f", {cut}" if (cut := evidence.get("missing", {}).get("tests/gpu")) else ""
     return f"{evidence['gpu']}, torch {evidence['torch']}, triton {evidence['triton']}; tests/gpu {counts}"
 
 
