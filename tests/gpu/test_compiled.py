@@ -237,6 +237,15 @@ def test_work_goes_to_the_stream_of_the_call(variant, compiled):
         assert_identical(a, b, f"result {i}")
 
 
+@pytest.fixture
+def room():
+    """What a test took of the GPU is free again for the processes beside this one."""
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.xdist_group("memory")  # one at a time
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_strides_beyond_two_billion_elements(variant):
     T, D = 130, 64
@@ -256,6 +265,8 @@ def test_strides_beyond_two_billion_elements(variant):
         assert_identical(a, b)
 
 
+@pytest.mark.xdist_group("memory")
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_more_than_two_billion_elements(variant):
     D, last = 128, 130
