@@ -89,6 +89,16 @@ def test_a_suite_that_is_cut_keeps_what_it_said(spread, monkeypatch, tmp_path):
     assert cut == "cut after 15 s: 1 of 3 tests were not reached"
 
 
+@pytest.mark.parametrize("line, want", [
+    ("[gw4] [ 27%] FAILED tests/gpu/test_a.py::test_b[{'B': 2}-kda]@ranks \n", ("failed", "tests/gpu/test_a.py::test_b[{'B': 2}-kda]")),
+    ("tests/gpu/test_a.py::test_b[x y] SKIPPED (no) [ 3%]\n", ("skipped", "tests/gpu/test_a.py::test_b[x y]")),
+    ("[gw0] [100%] ERROR tests/gpu/test_a.py::test_b\n", ("failed", "tests/gpu/test_a.py::test_b")),
+    ("tests/gpu/test_a.py::test_b \n", None), ("FAILED tests/gpu/test_a.py::test_b - no\n", None),
+])  # fmt: skip
+def test_a_line_of_pytest_says_what_became_of_a_test(line, want):
+    assert evidence.parse_result(line) == want
+
+
 def test_what_takes_minutes_comes_first():
     names = ["tests/gpu/test_step.py::test_a", "tests/gpu/test_export.py::test_b", "tests/gpu/test_compiled.py::test_c", "tests/gpu/test_forward.py::test_d"]
     items = [SimpleNamespace(nodeid=n) for n in names]

@@ -55,12 +55,17 @@ def count_tests(summary: str) -> dict[str, int]:
     }
 
 
+def _ungrouped(name: str) -> str:
+    """A test's name without the group of processes that pytest-xdist writes after it."""
+    return re.sub(r"@\w+$", "", name)
+
+
 def parse_result(line: str) -> tuple[str, str] | None:
     """What a line of ``pytest -v`` says of a test: the count it belongs to, and its name."""
     found = next(filter(None, (re.match(p, line) for p in RESULTS)), None)
     if found is None:
         return None
-    return "failed" if found["word"] == "ERROR" else found["word"].lower(), found["name"].removesuffix("@ranks")
+    return "failed" if found["word"] == "ERROR" else found["word"].lower(), _ungrouped(found["name"])
 
 
 def run_suite(root: Path, limit: float = float("inf")) -> tuple[dict[str, int], list[str], str | None]:
@@ -86,7 +91,7 @@ def run_suite(root: Path, limit: float = float("inf")) -> tuple[dict[str, int], 
                     counts[result[0]] += 1
                     failures += [result[1]] * (result[0] == "failed")
                 elif found := re.match(r"(?:FAILED|ERROR) (\S.*?)(?: - |$)", line.strip()):  # of the summary, which alone has modules that broke
-                    failures += [name for name in [found[1].removesuffix("@ranks")] if name not in failures]
+                    failures += [name for name in [_ungrouped(found[1])] if name not in failures]
                 elif found := re.search(r"(?:collected |\[)(\d+) items?\b", line):
                     there = int(found[1])
                 elif re.search(r"\d+ (passed|failed|skipped|error).* in [\d.:]+", line):
