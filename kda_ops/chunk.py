@@ -90,7 +90,7 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
     else:
         A = have.get("A")
         A = A if A is not None and A.numel() else None  # empty after a forward that keeps nothing: the recurrence
-        tile = b.prepare(p, A, pack=A is not None and packs(p))
+        tile = b.prepare(p, A, pack=A is not None and packs(p) and not kept[KEPT.index("P")].numel())  # a P that was kept has a plain A beside it
     if trace is None or (asked and trace.o is None):  # kept without o by a graph from before o was an argument
         trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
     reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)

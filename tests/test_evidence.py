@@ -92,6 +92,18 @@ def test_a_suite_that_is_cut_keeps_what_it_said(spread, monkeypatch, tmp_path):
     assert cut == "cut after 15 s: 1 of 3 tests were not reached"
 
 
+def test_a_suite_that_dies_says_how_and_counts_a_test_once(monkeypatch, tmp_path):
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setattr(evidence.importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    (tmp_path / "tests" / "gpu" / "test_a.py").write_text(
+        "import os, pytest\n\n@pytest.fixture\ndef torn():\n    yield\n    assert False\n\ndef test_b(torn): pass\n\ndef test_c(): os._exit(3)\n"
+    )
+    counts, failures, why = evidence.run_suite(tmp_path)
+    assert counts == {"passed": 0, "failed": 1, "skipped": 0} and failures == ["tests/gpu/test_a.py::test_b"]
+    assert why.startswith("ended with 3 after ") and why.endswith(": 1 of 2 tests were not reached")
+
+
 @pytest.mark.parametrize("line, want", [
     ("[gw4] [ 27%] FAILED tests/gpu/test_a.py::test_b[{'B': 2}-kda]@ranks \n", ("failed", "tests/gpu/test_a.py::test_b[{'B': 2}-kda]")),
     ("tests/gpu/test_a.py::test_b[x y] SKIPPED (no) [ 3%]\n", ("skipped", "tests/gpu/test_a.py::test_b[x y]")),

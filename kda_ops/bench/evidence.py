@@ -75,7 +75,7 @@ def run_suite(root: Path, limit: float = float("inf")) -> tuple[dict[str, int], 
     """
     import torch
 
-    last, counts, failures, there, spread, environment = "", {"passed": 0, "failed": 0, "skipped": 0}, list[str](), 0, [], dict(os.environ)
+    last, said, broken, there, spread, environment, begin = "", dict[str, str](), list[str](), 0, [], dict(os.environ), time.time()
     if importlib.util.find_spec("xdist"):
         spread = ["-n", str(max(1, min(14 * max(1, torch.cuda.device_count()), (os.cpu_count() or 1) - 2))), "--dist", "loadgroup"]
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes of the suite fill the cores already
@@ -88,19 +88,21 @@ def run_suite(root: Path, limit: float = float("inf")) -> tuple[dict[str, int], 
             for line in process.stdout:
                 print(line, end="", flush=True)
                 if result := parse_result(line):
-                    counts[result[0]] += 1
-                    failures += [result[1]] * (result[0] == "failed")
-                elif found := re.match(r"(?:FAILED|ERROR) (\S.*?)(?: - |$)", line.strip()):  # of the summary, which alone has modules that broke
-                    failures += [name for name in [_ungrouped(found[1])] if name not in failures]
+                    said[result[1]] = "failed" if said.get(result[1]) == "failed" else result[0]
+                elif found := re.match(r"ERROR ([^\s:]+\.py)(?: - |$)", line.strip()):  # of the summary: a module that could not be collected
+                    broken.append(found[1])
                 elif found := re.search(r"(?:collected |\[)(\d+) items?\b", line):
                     there = int(found[1])
                 elif re.search(r"\d+ (passed|failed|skipped|error).* in [\d.:]+", line):
                     last = line
         finally:
             timer.cancel()
+    failures = [name for name, word in said.items() if word == "failed"] + broken
     if last:
         return count_tests(last), failures, None
-    return counts, failures, f"cut after {limit:g} s: {there - sum(counts.values())} of {there} tests were not reached"
+    counts, took = {word: list(said.values()).count(word) for word in ("passed", "failed", "skipped")}, time.time() - begin
+    why = f"cut after {limit:g} s" if took >= limit else f"ended with {process.returncode} after {took:.0f} s"
+    return counts, failures, f"{why}: {there - len(said)} of {there} tests were not reached"
 
 
 def _resumed(paths: list[str], about: dict) -> tuple[tuple[dict[str, int], list[str], str | None], list[dict]]:

@@ -99,6 +99,17 @@ def test_a_gradient_does_not_depend_on_which_others_are_needed(variant, need):
     assert_identical(alone["d" + need], full["d" + need], need)
 
 
+def test_what_was_kept_for_another_policy_is_not_misread():
+    case = Case(T=70, K=16, V=24, H=1, HV=2, dtype=HALF, gate="softplus", beta="sigmoid", l2norm=True)
+    inputs, flags = case.inputs().values(), case.flags() | {"need": [True] * len(GRADIENTS)}
+    grads = []
+    for keep in (False, True):
+        o, _, *kept = overload("kda", "chunk_fwd")(*inputs, **(case.flags() | {"disable_recompute": keep}))
+        grads.append(overload("kda", "chunk_bwd")(*case.cotangents(), *kept, *inputs, o, **flags))
+    for a, b in zip(*grads):
+        assert_identical(a, b, "a gradient")
+
+
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_recurrence_is_differentiable_with_nothing_kept(variant):
     assert_meets_budget(Case(variant=variant, T=70, K=16, V=24, H=1, HV=2, dtype=HALF, gate="softplus", beta="sigmoid", l2norm=True), "recurrent")
