@@ -1,10 +1,9 @@
 """Whole sequences in chunks: the stages in order, and what is kept for backward.
 
-Kept by default: nothing besides the inputs, or, where a kernel's operands have 16 bits, A (2 C = 128 bytes per token and value head), for KDA on Triton with P
-in the half of its tile that is zero. With
-`disable_recompute` also the rest of the `Tile` and the `Trace`, so that backward starts with the reverse scan: per token and value head
-2 C + 3 K + 2 V + K V / C elements of the operand dtype, and D / C floats for gamma; and, where `dispatch.reads_output` says so, o itself, which autograd
-saves as the output that it is. What is kept is what a recompute would produce, so both policies give the same bits.
+Kept by default: nothing besides the inputs, or, where a kernel's operands have 16 bits, A (2 C = 128 bytes per token and value head), for KDA on Triton with
+P in the half of its tile that is zero. With `disable_recompute` also the rest of the `Tile` and the `Trace`, so that backward starts with the reverse scan:
+per token and value head 2 C + 3 K + 2 V + K V / C elements of the operand dtype, and D / C floats for gamma; and, where `dispatch.reads_output` says so, o
+itself, which autograd saves as the output that it is. What is kept is what a recompute would produce, so both policies give the same bits.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _worker(work: dict, peer: Peer | None, gpu: str = "", **words) -> subprocess
     return subprocess.Popen(command, env=environment, text=True, preexec_fn=os.setpgrp, **words)
 
 
-def _end(process: subprocess.Popen) -> None:
+def end_group(process: subprocess.Popen) -> None:
     """End a worker and what it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -107,7 +107,7 @@ def compile_ahead(cases: list[Case], peer: Peer, until: float, gpu: str = "", pl
                 process.wait(None if until == float("inf") else max(0.0, until - time.time()))
     finally:
         for process in shares:
-            _end(process)
+            end_group(process)
             process.wait()
 
 
@@ -118,7 +118,7 @@ def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str],
     rows, reached = [], 0
     work = {"peer": peer.name if peer else None, "cases": [c.spec() for c in cases]}
     with _worker(work, peer, gpu, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        timer = threading.Timer(min(max(0.0, until - time.time()), threading.TIMEOUT_MAX), _end, [process])
+        timer = threading.Timer(min(max(0.0, until - time.time()), threading.TIMEOUT_MAX), end_group, [process])
         timer.daemon = True
         timer.start()
         try:
@@ -132,7 +132,7 @@ def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str],
             process.wait()
         finally:
             timer.cancel()
-            _end(process)
+            end_group(process)
     if process.returncode:
         why = "out of time" if time.time() >= until else f"the process ended with {process.returncode}"
         for case in cases[reached:]:

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -71,7 +70,8 @@ def parse_result(line: str) -> tuple[str, str] | None:
 def run_suite(root: Path, limit: float = float("inf")) -> tuple[dict[str, int], list[str], str | None]:
     """Run tests/gpu, its output passing through, on several cores and all GPUs where pytest-xdist is installed.
 
-    Returns the counts, the names of what failed, and, where the run was cut after `limit` seconds, how many tests it had not reached.
+    Returns the counts, the names of what failed, and, where the run was cut after `limit` seconds or died, how many
+    tests it had not reached.
     """
     import torch
 
@@ -81,7 +81,7 @@ def run_suite(root: Path, limit: float = float("inf")) -> tuple[dict[str, int], 
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes of the suite fill the cores already
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "tests/gpu", "-v", "-rfE", *spread]
     with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), os.killpg, [process.pid, signal.SIGKILL])
+        timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), compare.end_group, [process])
         timer.daemon = True
         timer.start()
         try:
@@ -95,6 +95,9 @@ def run_suite(root: Path, limit: float = float("inf")) -> tuple[dict[str, int], 
                     there = int(found[1])
                 elif re.search(r"\d+ (passed|failed|skipped|error).* in [\d.:]+", line):
                     last = line
+        except BaseException:
+            compare.end_group(process)
+            raise
         finally:
             timer.cancel()
     failures = [name for name, word in said.items() if word == "failed"] + broken
