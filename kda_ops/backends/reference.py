@@ -98,7 +98,7 @@ class Reference:
             out = out + f * self._dot(torch.where(mask, d, 0.0).mT, a * f)
         return out
 
-    def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False) -> Tile:
+    def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, sums: bool = False) -> Tile:
         """Everything about the chunks that does not depend on the state."""
         _, _, q, k, v, g, beta = self._chunked(p)
         eye = torch.eye(CHUNK, dtype=q.dtype, device=q.device)
@@ -115,7 +115,7 @@ class Reference:
             kg=k * suffix(g).exp(),
             gamma=decay[..., -1, :],
         )
-        return Tile(**{n: x if n == "gamma" else self._round(x) for n, x in vars(tile).items()})
+        return Tile(**{n: x if x is None or n == "gamma" else self._round(x) for n, x in vars(tile).items()})
 
     def scan(self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:
         """v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new."""

@@ -37,16 +37,18 @@ def softplus(x):
 
 
 @triton.jit
-def log2_softplus(x):
-    """log2(1 + exp x) to an absolute rounding, which is all that a decay needs."""
+def log2_softplus(x, FAST: tl.constexpr = False):
+    """log2(1 + exp x) to an absolute rounding, which is all that a decay needs. FAST as in `log2_decay`."""
     x = x * LOG2E
-    return tl.maximum(x, 0.0) + tl.log2(1.0 + tl.exp2(-tl.abs(x)))
+    one = 1.0 + tl.exp2(-tl.abs(x))
+    return tl.maximum(x, 0.0) + (fast_log2(one) if FAST else tl.log2(one))
 
 
 @triton.jit
-def sigmoid(x):
-    """1 / (1 + exp -x)."""
-    return 1.0 / (1.0 + tl.exp2(x * -LOG2E))
+def sigmoid(x, FAST: tl.constexpr = False):
+    """1 / (1 + exp -x). FAST as in `log2_decay`."""
+    one = 1.0 + tl.exp2(x * -LOG2E)
+    return fast_reciprocal(one) if FAST else 1.0 / one
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton.language as tl
 from kda_ops.backends.triton.fragment import pack
 from kda_ops.backends.triton.gate import strength_column
 from kda_ops.backends.triton.gradient_tile import locate_rows, on_diagonal, read_rows, widen, write_column, write_rows
-from kda_ops.backends.triton.tile import inverse_norm, load_tile
+from kda_ops.backends.triton.tile import load_tile
 
 
 @triton.jit
@@ -67,8 +67,8 @@ def pair_gradients(
 
 @triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_pairs(
-    q, q_s, k, k_s, v, v_s, beta, beta_s, do, do_s, o, o_s, v_new, z, cu_seqlens, dP, dL, dv, dbeta, q_norm, k_norm, q_dot, k_dot, N, T, H, HV, scale,
-    K: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
+    v, v_s, beta, beta_s, do, do_s, o, o_s, v_new, z, cu_seqlens, dP, dL, dv, dbeta, q_dot, k_dot, N, T, HV, scale,
+    V: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Everything of one chunk and value head that reads V alone::
 
@@ -76,8 +76,7 @@ def gradient_pairs(
         dv = beta z [64, V]              dbeta = sum_v z v_new / beta for a sigmoid, else its part sum_v z v [64]
         q_dot = sum_v do o               k_dot = sum_v z (2 v_new - beta v)           the products of unit q and k with their gradients [64]
 
-    and the norms of q and k. Apart from the kernel that reads K because the two need different registers, and so that slices of K find the pairs
-    ready; that is 16 KB more to move.
+    Apart from the kernel that reads K because the two need different registers, and so that slices of K find the pairs ready; that is 16 KB more to move.
     """
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
@@ -86,10 +85,6 @@ def gradient_pairs(
         clear_values(dv, dbeta, token, i_h, HV, n_rows, V, BV)
         return
     o_r = tl.arange(0, 64)
-    if q_norm is not None:
-        i_g = i_h // (HV // H)
-        tl.store(q_norm + i_tile * 64 + o_r, inverse_norm(read_rows(q, q_s, i_b, i_g, first, n_rows, tl.arange(0, WIDE), K), True))
-        tl.store(k_norm + i_tile * 64 + o_r, inverse_norm(read_rows(k, k_s, i_b, i_g, first, n_rows, tl.arange(0, WIDE), K), True))
     SUMS: tl.constexpr = (dbeta is not None and not SIGMOID) or k_dot is not None
     b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)
     b_P, b_L, b_zv, b_doo = pair_gradients(

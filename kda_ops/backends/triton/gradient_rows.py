@@ -19,9 +19,13 @@ from kda_ops.backends.triton.tile import add_two, load_column, load_tile
 
 
 @triton.jit
-def along(b_dx, b_x, b_r, b_along, L2NORM: tl.constexpr):
+def along(b_dx, b_x, b_r, b_along, K: tl.constexpr, L2NORM: tl.constexpr):
     """Through y = r x, r = 1 / |x|: dx - r^2 x (x . dx), for a dx that has its factor r, and x . dx [64]."""
-    return b_dx - b_x * (b_r * b_r * b_along)[:, None] if L2NORM else b_dx
+    if L2NORM and K == 1:
+        b_dx *= (1e-6 * b_r * b_r)[:, None]
+    elif L2NORM:
+        b_dx -= b_x * (b_r * b_r * b_along)[:, None]
+    return b_dx
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h"])
@@ -152,7 +156,7 @@ def gradient_rows(
                 b_dk -= b_early * (b_start * b_beta)[:, None]
                 if HELD:
                     b_along_k = b_in_late * b_end + (b_row_k - b_in_k * b_start) * b_beta + b_column + b_own
-                    write_rows(dk, token, i_g, H, n_rows, along(b_dk, b_x, b_k_norm, b_along_k, L2NORM), o_k, K)
+                    write_rows(dk, token, i_g, H, n_rows, along(b_dk, b_x, b_k_norm, b_along_k, K, L2NORM), o_k, K)
                 else:
                     if i_head > 0:
                         b_dk += read_rows(dk_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
@@ -169,7 +173,7 @@ def gradient_rows(
                 b_dq = tl.dot(b_P, b_k, b_dq * b_read[:, None], input_precision=PREC)
                 if HELD:
                     b_along_q = b_in_q * b_read + b_row_q + b_own
-                    write_rows(dq, token, i_g, H, n_rows, along(b_dq, b_x, b_q_norm, b_along_q, L2NORM), o_k, K)
+                    write_rows(dq, token, i_g, H, n_rows, along(b_dq, b_x, b_q_norm, b_along_q, K, L2NORM), o_k, K)
                 else:
                     if i_head > 0:
                         b_dq += read_rows(dq_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
@@ -204,5 +208,5 @@ def gradient_rows(
             b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
             b_dq = read_rows(dq_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
             b_dk = read_rows(dk_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
-            write_rows(dq, token, i_g, H, n_rows, along(b_dq, b_q.to(tl.float32), tl.load(p_row + 320), b_along_q, L2NORM), o_k, K)
-            write_rows(dk, token, i_g, H, n_rows, along(b_dk, b_k.to(tl.float32), tl.load(p_row + 256), b_along_k, L2NORM), o_k, K)
+            write_rows(dq, token, i_g, H, n_rows, along(b_dq, b_q.to(tl.float32), tl.load(p_row + 320), b_along_q, K, L2NORM), o_k, K)
+            write_rows(dk, token, i_g, H, n_rows, along(b_dk, b_k.to(tl.float32), tl.load(p_row + 256), b_along_k, K, L2NORM), o_k, K)

@@ -47,12 +47,12 @@ def narrow(b_x, TYPE: tl.constexpr):
 
 
 @triton.jit
-def load_norm(norm, i_tile):
-    """1 / |x| of each row as `gradient_pairs` left it, or ones; [64] fp32."""
-    if norm is None:
+def load_norm(norms, i_tile, i: tl.constexpr):
+    """1 / |q| (i = 0) or 1 / |k| of each row as `prepare_kda` left it, or ones; [64] fp32."""
+    if norms is None:
         return tl.full((64,), 1.0, tl.float32)
     else:
-        return tl.load(norm + i_tile * 64 + tl.arange(0, 64))
+        return tl.load(norms + i_tile * 128 + (i * 64 + tl.arange(0, 64)))
 
 
 @triton.jit
@@ -88,18 +88,21 @@ def clear_keys(dq, dk, dg, dbeta, dA_log, ddt_bias, i_tile, token, i_h, HV, n_ro
 
 
 @triton.jit
-def gate_gradient(b_dg, b_g, b_bias, rate, lower_bound, BOUNDED: tl.constexpr):
-    """From the gradient of the log decay to those of the logits and, summed by the caller, of A_log (without a bound that is dg g, so log2 will do)."""
+def gate_gradient(b_dg, b_g, b_bias, rate, lower_bound, BOUNDED: tl.constexpr, FAST: tl.constexpr = False):
+    """From the gradient of the log decay to those of the logits and, summed by the caller, of A_log (without a bound that is dg g, so log2 will do).
+
+    FAST as in `log2_decay`.
+    """
     b_x = b_g + b_bias
     if BOUNDED:
         # A saturated sigmoid has slope 0 even where exp(A_log) overflowed or the logit is infinite: no infinity may meet it.
         rate, b_x = tl.minimum(rate, 3e38), tl.minimum(tl.maximum(b_x, -3e38), 3e38)
-        b_s = sigmoid(rate * b_x)
+        b_s = sigmoid(rate * b_x, FAST)
         b_dx = b_dg * (b_s * (1.0 - b_s) * rate * lower_bound)
         return b_dx, b_dx * b_x
     else:
         b_dg = b_dg * -rate
-        return b_dg * sigmoid(b_x), b_dg * (log2_softplus(b_x) / LOG2E)
+        return b_dg * sigmoid(b_x, FAST), b_dg * (log2_softplus(b_x, FAST) * (1.0 / LOG2E))
 
 
 @triton.jit
