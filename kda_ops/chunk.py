@@ -2,9 +2,9 @@
 
 Kept by default: nothing besides the inputs, or, where a kernel's operands have 16 bits, A (2 C = 128 bytes per token and value head), for KDA on Triton with
 P in the half of its tile that is zero. With `disable_recompute` also the rest of the `Tile` and the `Trace`, so that backward starts with the reverse scan:
-per token and value head 2 C + 3 K + 2 V + K V / C elements of the operand dtype, and D / C floats for gamma; where `dispatch.leaves_sums` says so, K floats
-(doubles for fp32 operands) for the sums of decays and 2 for norms; and, where `dispatch.reads_output` says so, o itself, which autograd saves as the output
-that it is. What is kept is what a recompute would produce, so both policies give the same bits.
+per token and value head 2 C + 3 K + 2 V + K V / C elements of the operand dtype, D / C floats for gamma and, where `dispatch.leaves_norms` says so, 2 for
+norms; and, where `dispatch.reads_output` says so, o itself, which autograd saves as the output that it is. What is kept is what a recompute would produce, so
+both policies give the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def kept_names(p: Problem) -> frozenset[str]:
     if p.disable_recompute:
         if dispatch.forms_tile(p):
             return frozenset(("A", "states", "v_new"))
-        return frozenset(KEPT) - ({"norms", "G"} if not dispatch.leaves_sums(p) else set() if p.l2norm else {"norms"})
+        return frozenset(KEPT) - (set() if dispatch.leaves_norms(p) else {"norms"})
     return frozenset(("A",)) if dispatch.operand_dtype(p).itemsize == 2 else frozenset()
 
 
@@ -39,14 +39,13 @@ def new_kept(p: Problem) -> list[Tensor]:
     NT, D = count_chunks(p), p.K if p.rank else 1
     rows = {"A": CHUNK, "P": CHUNK, "w": p.K, "u": p.V, "qg": p.K, "kg": p.K, "v_new": p.V}
     shapes = {name: (NT, p.HV, CHUNK, width) for name, width in rows.items()} | {"gamma": (NT, p.HV, D), "states": (NT, p.HV, p.K, p.V)}
-    shapes |= {"norms": (NT, p.HV, 2, CHUNK), "G": (NT, p.HV, CHUNK, p.K)}
+    shapes["norms"] = (2, NT, p.HV, CHUNK)
     names = kept_names(p)
     return [_empty(p, n, shapes[n] if n in names else (0,)) for n in KEPT]
 
 
 def _empty(p: Problem, name: str, shape: tuple = (0,)) -> Tensor:
-    dtypes = {"gamma": p.state_dtype, "norms": p.state_dtype, "G": dispatch.sums_dtype(p)}
-    return p.q.new_empty(shape, dtype=dtypes.get(name) or dispatch.operand_dtype(p))
+    return p.q.new_empty(shape, dtype=p.state_dtype if name in ("gamma", "norms") else dispatch.operand_dtype(p))
 
 
 def infer(p: Problem) -> tuple[Tensor, Tensor]:
@@ -73,7 +72,7 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
     if not p.HV:
         return o, final_state, new_kept(p)
     b, names = dispatch.backend(p.q.device), kept_names(p)
-    tile = b.prepare(p, pack=packs(p), sums=p.disable_recompute)
+    tile = b.prepare(p, pack=packs(p), norms=p.disable_recompute)
     trace = b.scan(p, tile, o, final_state, keep=p.disable_recompute)
     made = vars(tile) | (vars(trace) if trace is not None else {})
     return o, final_state, [made[n] if n in names else _empty(p, n) for n in KEPT]
@@ -95,7 +94,7 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
         A = have.get("A")
         A = A if A is not None and A.numel() else None  # empty after a forward that keeps nothing: the recurrence
         packed = A is not None and packs(p) and not kept[KEPT.index("P")].numel()  # a P that was kept has a plain A beside it
-        tile = b.prepare(p, A, pack=packed, sums=True)
+        tile = b.prepare(p, A, pack=packed, norms=True)
     if trace is None or (asked and trace.o is None):  # kept without o by a graph from before o was an argument
         trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
     reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)

@@ -56,14 +56,9 @@ def reads_output(device: torch.device, rank: int, l2norm: bool) -> bool:
     return l2norm and rank == 1 and backend_name(device) == "triton"
 
 
-def sums_dtype(p: Problem) -> torch.dtype:
-    """The dtype of `Tile.G`: 16 bit operands do not see what a difference of fp32 sums loses."""
-    return torch.float32 if p.q.dtype.itemsize == 2 else torch.float64
-
-
-def leaves_sums(p: Problem) -> bool:
-    """Whether `gradient` takes the norms and the sums of decays that `prepare` made."""
-    return backend_name(p.q.device) == "triton" and p.rank == 1
+def leaves_norms(p: Problem) -> bool:
+    """Whether `gradient` takes the norms of q and k from `prepare`."""
+    return p.l2norm and p.rank == 1 and backend_name(p.q.device) == "triton"
 
 
 def packs_pairs(p: Problem) -> bool:

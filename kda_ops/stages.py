@@ -31,8 +31,7 @@ class Tile:
     qg: Tensor | None = None  # [.., C, K]  scale q exp G
     kg: Tensor | None = None  # [.., C, K]  k exp(sum of g over the later rows)
     gamma: Tensor | None = None  # [NT, HV, D]  exp(sum of g over the chunk)
-    norms: Tensor | None = None  # [NT, HV, 2, C]  1 / |q|, 1 / |k|, for a gradient that takes them from here
-    G: Tensor | None = None  # [NT, HV, C, K]  sum of g up to and including each row, base 2, likewise
+    norms: Tensor | None = None  # [2, NT, HV, C]  1 / |q|, 1 / |k|, for a gradient that takes them from here
 
 
 @dataclass
@@ -74,10 +73,10 @@ KEPT = tuple(f.name for f in fields(Tile)) + ("states", "v_new")  # o is an outp
 class Backend(Protocol):
     """A set of stage functions. Their equations are in MATHS.md under the same names."""
 
-    def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, sums: bool = False) -> Tile:
+    def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, norms: bool = False) -> Tile:
         """Everything about the chunks that does not depend on the state; a kept A spares the inverse. Without `keep_A` nobody but the
         scan of this backend reads the tile, and A may be left out. With `pack` (where `dispatch.packs_pairs` says so) the A that is made holds more, and
-        only `prepare` can read it: given back with `pack`, it spares the scores too. With `sums`, norms and G are there where `dispatch.leaves_sums` says so.
+        only `prepare` can read it: given back with `pack`, it spares the scores too. With `norms` those are there where `dispatch.leaves_norms` says so.
         """
 
     def scan(self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:

@@ -18,7 +18,7 @@ def test_every_kernel_is_within_its_budget(arch):
         [sys.executable, "-m", "kda_ops", "compile", "--arch", arch], cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    training = "reverse_scan_tiles gradient_pairs gradient_keys sum_gradients gather_heads reverse_scan_rows gradient_rows join_runs recur"
+    training = "reverse_scan_tiles gradient_pairs sum_decays gradient_keys sum_gradients gather_heads reverse_scan_rows gradient_rows join_runs recur"
     for kernel in f"prepare_kda scan_tiles prepare_gdn scan_rows {training if arch == '90' else ''}".split():
         assert kernel in run.stdout
 

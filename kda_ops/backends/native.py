@@ -146,7 +146,7 @@ def _scores_backward(c: _Slab, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, 
     return rows_q, rows_k, columns
 
 
-def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, sums: bool = False) -> Tile:
+def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, norms: bool = False) -> Tile:
     """Everything about the chunks that does not depend on the state."""
     chunked, eye = _once(p, "chunked", lambda: _Chunked(p)), _EYE.to(p.state_dtype)
     q, _, v, _, g = chunked.tensors

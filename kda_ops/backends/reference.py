@@ -98,7 +98,7 @@ class Reference:
             out = out + f * self._dot(torch.where(mask, d, 0.0).mT, a * f)
         return out
 
-    def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, sums: bool = False) -> Tile:
+    def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, norms: bool = False) -> Tile:
         """Everything about the chunks that does not depend on the state."""
         _, _, q, k, v, g, beta = self._chunked(p)
         eye = torch.eye(CHUNK, dtype=q.dtype, device=q.device)

@@ -31,7 +31,7 @@ SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
 SPILLS = {
     ("prepare_kda", "bound"): 456, ("prepare_kda", "softplus"): 1272, ("scan_tiles", "bound"): 16, ("scan_tiles", "softplus"): 16,
     ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 120, ("gradient_pairs", "softplus"): 120,
-    ("gradient_keys", "bound"): 320, ("gradient_keys", "softplus"): 320,
+    ("gradient_keys", "bound"): 320, ("gradient_keys", "softplus"): 320, ("sum_decays", "bound"): 0, ("sum_decays", "softplus"): 0,
     ("sum_gradients", "bound"): 0, ("sum_gradients", "softplus"): 0, ("reverse_scan_rows", "bound"): 8, ("reverse_scan_rows", "softplus"): 8,
     ("gradient_rows", "bound"): 2112, ("gradient_rows", "softplus"): 2112, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
     ("prepare_gdn", "bound"): 136, ("prepare_gdn", "softplus"): 128, ("scan_rows", "bound"): 8, ("scan_rows", "softplus"): 0,
@@ -235,9 +235,9 @@ class Call:
         if self.pool is not None:
             return kernels.step(p, p.new_output(), p.state)
         packs = self.keep and chunk.packs(p)
-        tile = kernels.prepare(p, keep_A=self.keep, pack=packs, sums=self.keep and not packs)
+        tile = kernels.prepare(p, keep_A=self.keep, pack=packs, norms=self.keep and not packs)
         if packs:  # as backward calls it
-            tile = kernels.prepare(p, tile.A, pack=True, sums=True)
+            tile = kernels.prepare(p, tile.A, pack=True, norms=True)
         o = p.new_output() if not self.keep or dispatch.reads_output(p.q.device, p.rank, p.l2norm) else None
         trace = kernels.scan(p, tile, o, None if self.keep else p.new_final_state(), self.keep)
         if self.keep:

@@ -45,7 +45,7 @@ def run_stages(backend: Backend, p: Problem, cotangents: tuple[Tensor, Tensor], 
     o, final_state = p.new_output(), p.new_final_state()
     if step:
         backend.step(p, o, final_state)
-    tile = backend.prepare(p)
+    tile = backend.prepare(p, norms=True)
     trace = backend.scan(p, tile, None if step else o, None if step else final_state, keep=True)
     reverse = backend.reverse_scan(p, tile, cotangents[0], cotangents[1] if p.output_final_state else None, "initial_state" in given)
     grads = backend.gradient(p, tile, trace, cotangents[0], reverse, given)

@@ -90,8 +90,7 @@ class Stages:
         if p.rank == 0:  # made again from A: a kernel takes the decay of a head as factors of rows, the twin rounds what it forms, the definition does not
             tile = b.prepare(p, tile.A)
         else:
-            made = b.prepare(p, tile.A, sums=True)
-            tile = replace(tile, norms=made.norms, G=made.G)
+            tile = replace(tile, norms=b.prepare(p, tile.A, norms=True).norms)
         if stage == "reverse_scan":
             out = vars(b.reverse_scan(p, tile, d_o, d_final, kwargs.get("need_initial", True)))
             if out["dinitial_state"] is not None:

@@ -28,9 +28,9 @@ def within(x, n: tl.constexpr):
     W: tl.constexpr = x.shape[1]
     i = tl.arange(0, n)[None, :, None]
     blocks = tl.reshape(x, (ROWS // n, n, W))
-    pre = tl.zeros((ROWS // n, n, W), x.dtype)
+    pre = tl.zeros((ROWS // n, n, W), tl.float32)
     suf = pre
-    total = tl.zeros((ROWS // n, W), x.dtype)
+    total = tl.zeros((ROWS // n, W), tl.float32)
     for s in tl.static_range(n):
         row = pick(blocks, s, n)
         pre = tl.where(i >= s, pre + row[:, None, :], pre)
@@ -112,14 +112,14 @@ def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.co
 
 @triton.jit
 def half_prefix(b_x, centre, R: tl.constexpr):
-    """The sum since the start of a half minus centre [32, width], and that of whole groups, each with those before it [groups, width].
+    """The sum since the start of a half minus centre [32, width], and all of it [width].
 
-    Centred on a constant, never on a row, the decay and its inverse stay within 2^|centre| of one, which bf16 operands can hold. Totals are
-    picked out of the sums of groups (`upto`), whose layout has all groups of a column in one thread; a sum would go through shared memory again.
+    Centred on a constant, never on a row, the decay and its inverse stay within 2^|centre| of one, which bf16 operands can hold. The total is
+    picked out of the prefix sums, whose layout has all groups of a column in one thread; a sum would go through shared memory again.
     """
     pre, _, own = within(b_x, R)
     b_C = tl.cumsum(own, 0)
-    return by_group(pre, b_C - own - centre), b_C
+    return by_group(pre, b_C - own - centre), upto(b_C, 32, R)
 
 
 @triton.jit
@@ -129,13 +129,16 @@ def upto(b_C, n: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def block_scores(b_q, b_k, b_G, b_C, floor, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr):
-    """The first four that `level_scores` returns, for bf16, from what `half_prefix` returns of decays that end at `floor`: blocks of 8 rows share an anchor,
-    and two levels remain.
+def block_scores(b_q, b_k, b_x, floor, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr):
+    """What `level_scores` returns, for bf16: blocks of 8 rows share an anchor, as decays end at `floor`, and two levels remain.
 
     With one prefix sum G, a pair that parts at row m has the factors exp2(-|G - G_m|) on either side.
     """
     o_r, o_g = tl.arange(0, 32), R * tl.arange(0, 32 // R)[:, None]
+    pre, _, own = within(tl.maximum(b_x, floor), R)
+    b_C = tl.cumsum(own, 0)
+    b_G = by_group(pre, b_C - own)
+    total = upto(b_C, 32, R)
     b_P = tl.zeros((32, 32), tl.float32)
     b_L = b_P
     if SCORES:
@@ -150,7 +153,7 @@ def block_scores(b_q, b_k, b_G, b_C, floor, R: tl.constexpr, PREC: tl.constexpr,
             b_kc = (b_k * b_f).to(TYPE)
             b_P += tl.where(lower_left(h, 32), scores((b_q * b_f).to(TYPE), b_kc, PREC), 0.0)
             b_L += tl.where(lower_left(h, 32), scores(b_kc, b_kc, PREC), 0.0)
-    return b_P, b_L, tl.exp2(b_G), tl.exp2(upto(b_C, 32, R)[None, :] - b_G)
+    return b_P, b_L, tl.exp2(b_G), tl.exp2(total[None, :] - b_G), tl.exp2(total)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.gradient_decay import sum_gradients
+from kda_ops.backends.triton.gradient_decay import sum_decays, sum_gradients
 from kda_ops.backends.triton.gradient_keys import gradient_keys, tables
 from kda_ops.backends.triton.gradient_pairs import gradient_pairs
 from kda_ops.backends.triton.gradient_rows import gradient_rows
@@ -118,6 +118,7 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     dP, dL = q.new_empty((NT, p.HV, 64, 64)), q.new_empty((NT, p.HV, 64, 64))
     # of unit q and k with their gradients; without a do that of q is zero
     dots = [q.new_empty((NT, p.HV, 64), dtype=torch.float32) if p.l2norm and there else None for there in ("q" in need and do is not None, "k" in need)]
+    norms = (None, None) if tile.norms is None else tile.norms.unbind()
     o = with_strides(None if dots[0] is None else trace.o)
     programs = NT * p.HV if p.H else 0
     query, key, strength, given, cu_seqlens = with_strides(q), with_strides(p.k), with_strides(p.beta), with_strides(do), dense(p.cu_seqlens)
@@ -129,17 +130,23 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
         V, values.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=values.stages, **values.launch,
     )  # fmt: skip
     if dq is not None or gates or sums:
-        dG = torch.empty_like(tile.G) if p.disable_recompute else tile.G  # what was kept may be asked for again
+        G = torch.empty((NT, HV, 64, K), dtype=torch.float64 if exact else torch.float32, device=device)
+        anchored = torch.empty((NT, HV), dtype=torch.int32, device=device) if tuning.anchored(p) else None
+        launch(
+            sum_decays, programs, device, *logits, *parameters, cu_seqlens, G, anchored, N, T, HV, bound,
+            K, wide, *activation, not exact, num_warps=1,
+        )  # fmt: skip
         launch(
             gradient_keys, programs * slices, device, *query, *key, *strength, *given, trace.states, trace.v_new, reverse.dstates, reverse.z,
-            dP, dL, tile.norms, *dots, tile.G, dG, tables(device), cu_seqlens, dq, dk, dbeta if sums else None, p.B * T * HV, N, T, H, HV, scale,
-            K, V, options.block_k, options.block_v, tuning.anchored(p), p.sigmoid_beta, p.neg_eigval, precision, num_stages=options.stages, **options.launch,
+            dP, dL, *norms, *dots, G, anchored, tables(device), cu_seqlens, dq, dk, dbeta if sums else None, p.B * T * HV, N, T, H, HV, scale,
+            K, V, options.block_k, options.block_v, p.sigmoid_beta, p.neg_eigval, precision, num_stages=options.stages, **options.launch,
         )  # fmt: skip
         if dg is not None:
             launch(
-                sum_gradients, programs, device, dG, *logits, *parameters, cu_seqlens, dg, dA_log, ddt_bias, N, T, HV, bound,
+                sum_gradients, programs, device, G, *logits, *parameters, cu_seqlens, dg, dA_log, ddt_bias, N, T, HV, bound,
                 K, wide, *activation, not exact, num_warps=1,
             )  # fmt: skip
+        del G
     if gather and dq is not None:
         dq, dk = (_gather(p, x, d) if name in need else None for name, x, d in (("q", q, dq), ("k", p.k, dk)))
     return Gradients(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kda_ops.backends.triton.fragment import as_entries, as_tile, channel, diagonal_at, fragment, packed, unpack
 from kda_ops.backends.triton.gate import INTERPRETED, fast_reciprocal, strength_column
+from kda_ops.backends.triton.gradient_decay import REACH
 from kda_ops.backends.triton.gradient_tile import (
     clear_keys,
     load_norm,
@@ -22,22 +23,18 @@ from kda_ops.backends.triton.gradient_tile import (
 )
 from kda_ops.backends.triton.tile import load_tile, prefetch_rows, prefetch_tile
 
-REACH = tl.constexpr(116.0)  # in base 2: an anchored factor and its inverse stay within 2^(REACH / 2) of one
-
 
 @lru_cache(None)
 def tables(device: torch.device) -> Tensor:
-    """The masks `load_pairs` picks by, [14, 64, 64] int16, all bits set: where rows part at level 0 to 5; then in blocks of 8, 16, 32 and 64 rows the pairs
-    below the diagonal and those above it; each packed.
+    """The masks `load_pairs` picks by, [14, 64, 64] int16, all bits set: in blocks of 8, 16, 32 and 64 rows the pairs below the diagonal and
+    those above it; then where rows part at level 0 to 5; each packed.
 
     They reach a GPU from a thread and on a stream of their own: the calling thread may be filling the memory pool of a CUDA graph
     (``mode="reduce-overhead"``), which must hold nothing that outlives the call.
     """
     i = torch.arange(64, device="cpu")
     parting, below = i[:, None] ^ i[None, :], i[:, None] > i[None, :]
-    pairs = [parting >> h == 1 for h in range(6)]
-    for m in (8, 16, 32, 64):
-        pairs += [(parting < m) & below, (parting < m) & below.T]
+    pairs = [(parting < m) & side for m in (8, 16, 32, 64) for side in (below, below.T)] + [parting >> h == 1 for h in range(6)]
     masks = packed(-torch.stack(pairs).to(torch.int16))
 
     def bring() -> Tensor:
@@ -119,24 +116,6 @@ def load_sums(G, i_s, h, PARTED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
 
 
 @triton.jit
-def past(G, i_s, STEP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """How far each channel decays over the block of STEP rows around every eighth row, [8, BK]."""
-    o = i_s * BK + tl.arange(0, BK)[None, :]
-    row = tl.arange(0, 8)[:, None] * 8 // STEP * STEP
-    b_before = tl.load(G + (row - 1) * K + o, mask=(row > 0) & (o < K), other=0.0)
-    return b_before - tl.load(G + (row + (STEP - 1)) * K + o, mask=o < K, other=0.0)
-
-
-@triton.jit
-def anchored_level(G, i_s, K: tl.constexpr, BK: tl.constexpr):
-    """log2 of the number of rows, 64, 32, 16 or 8, over which none of these channels decays by more than 2^REACH anywhere in the chunk; else 0."""
-    b_level = tl.where(past(G, i_s, 8, K, BK) <= REACH, 3, 0)
-    b_level = tl.where(past(G, i_s, 16, K, BK) <= REACH, 4, b_level)
-    b_level = tl.where(past(G, i_s, 32, K, BK) <= REACH, 5, b_level)
-    return tl.min(tl.where(past(G, i_s, 64, K, BK) <= REACH, 6, b_level))
-
-
-@triton.jit
 def store_entries(x, first, i_h, HV, n_rows, i_s, b_x, K: tl.constexpr, BK: tl.constexpr):
     """Write rows of one head of a contiguous [rows, HV, K] tensor from the registers they are in."""
     J: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
@@ -213,12 +192,12 @@ def parted_pairs(
     b_x = load_rows(k, k_s, held, i_s, K, BK)
     b_strength = tl.where(later, b_beta, 1.0)
     b_z = narrow(b_x * (b_f * (b_k_norm * b_strength)), TYPE)
-    b_pair = tl.dot(load_pairs(dP, pairs, h), b_y, input_precision=PREC)
+    b_pair = tl.dot(load_pairs(dP, pairs, h + 8), b_y, input_precision=PREC)
     b_dG += widen(b_y) * b_sign * b_pair
     b_pair = b_pair * b_f
     b_dq += b_pair * b_late
     b_dk += b_pair * b_early
-    b_pair = tl.dot(load_pairs(dL, pairs, h), b_z, input_precision=PREC)
+    b_pair = tl.dot(load_pairs(dL, pairs, h + 8), b_z, input_precision=PREC)
     b_dG += widen(b_z) * b_sign * b_pair
     if SUMS:
         b_x = load_rows(k, k_s, held, i_s, K, BK) * (b_f * b_k_norm)
@@ -238,7 +217,7 @@ def anchored_pairs(
     TYPE: tl.constexpr = dP.dtype.element_ty
     b_late = tl.exp2(load_sums(G, i_s, h, False, K, BK) + REACH / 2)
     b_x = (load_rows(k, k_s, held, i_s, K, BK) * (fast_reciprocal(b_late) * b_k_norm)).to(TYPE)
-    below = 2 * h
+    below = 2 * h - 6
     b_pair = tl.dot(load_pairs(dP, pairs, below), b_x, input_precision=PREC)
     b_own = narrow(load_rows(q, q_s, held, i_s, K, BK) * (b_late * b_q_norm), TYPE)
     b_dG += widen(b_own) * b_pair
@@ -267,16 +246,16 @@ def anchored_pairs(
 
 @triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_keys(
-    q, q_s, k, k_s, beta, beta_s, do, do_s, states, v_new, dstates, z, dP, dL, norms, q_dot, k_dot, G, dG, pairs, cu_seqlens,
+    q, q_s, k, k_s, beta, beta_s, do, do_s, states, v_new, dstates, z, dP, dL, q_norm, k_norm, q_dot, k_dot, G, anchored, pairs, cu_seqlens,
     dq, dk, dbeta, dbeta_slice, N, T, H, HV, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ANCHORED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
+    SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """BK key channels of one chunk and value head (e = exp(sum over the later rows), "rows" and "columns" of the pairs as in `parted_pairs`)::
 
         dq = scale exp G (do S^T) + rows of dP      early = -beta exp G (z S^T) + rows of dL      late = e (v_new dS^T) + columns of dP, dL
         dk = early + late      dG = q dq + k (early - late);  last row += gamma sum_v S dS + sum_i k_i e_i (v_new dS^T)_i
-        dG may be left in the place of G, for `sum_gradients`
+        dG is left in the place of G, for `sum_gradients`
 
     dq and dk leave through the norm, whose sums over all of K, which the program does not see, are sums over V as well (MATHS.md). A slice per
     program keeps the fp32 tiles that are alive within the registers. q, k, G, dP and dL come from the cache again wherever they are needed, in
@@ -305,13 +284,12 @@ def gradient_keys(
         prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
         prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
     SUMS: tl.constexpr = dbeta is not None
-    b_q_norm, b_k_norm = load_norm(norms, i_tile, 0)[:, None], load_norm(norms, i_tile, 1)[:, None]
+    b_q_norm, b_k_norm = load_norm(q_norm, i_tile)[:, None], load_norm(k_norm, i_tile)[:, None]
     b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)[:, None]
     held = n_rows - 1
     q += i_b * q_s[0] + first * q_s[1] + i_g.to(tl.int64) * q_s[2]
     k += i_b * k_s[0] + first * k_s[1] + i_g.to(tl.int64) * k_s[2]
     G += i_tile * (64 * K)
-    dG += i_tile * (64 * K)
     dP += i_tile * 4096
     dL += i_tile * 4096
     b_dq, b_dkg, b_dk, b_dgamma = state_gradients(do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K, V, BV, PREC)
@@ -338,8 +316,8 @@ def gradient_keys(
     b_dk += b_diagonal * b_x
     b_dq += b_diagonal * (load_rows(k, k_s, held, i_s, K, BK) * b_k_norm)
     level = 0
-    if ANCHORED:
-        level = anchored_level(G, i_s, K, BK)
+    if anchored is not None:
+        level = tl.load(anchored + i_tile)
     if level > 0:
         b_dq, b_dk, b_dG, b_dbeta = anchored_pairs(
             dP, dL, pairs, q, q_s, k, k_s, G, held, i_s, level, b_q_norm, b_k_norm, b_beta, b_dq, b_dk, b_dG, b_dbeta, K, BK, SUMS, PREC,
@@ -349,9 +327,9 @@ def gradient_keys(
             dP, dL, pairs, q, q_s, k, k_s, G, held, i_s, h, b_q_norm, b_k_norm, b_beta, b_dq, b_dk, b_dG, b_dbeta, K, BK, SUMS, PREC,
         )  # fmt: skip
     tl.debug_barrier()  # dG takes the place of G, which other threads have read
-    store_entries(dG, i_tile * 0, 0, 1, 64, i_s, b_dG, K, BK)
+    store_entries(G, i_tile * 0, 0, 1, 64, i_s, b_dG, K, BK)
     if dq is not None:
-        if norms is not None:
+        if q_norm is not None:
             b_dq = through_norm(b_dq, q, q_s, held, b_q_norm, q_dot, i_tile, i_s, K, BK)
             b_dk = through_norm(b_dk, k, k_s, held, b_k_norm, k_dot, i_tile, i_s, K, BK)
         store_entries(dq, token, i_h, HV, n_rows, i_s, b_dq, K, BK)

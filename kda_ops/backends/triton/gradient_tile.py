@@ -47,12 +47,12 @@ def narrow(b_x, TYPE: tl.constexpr):
 
 
 @triton.jit
-def load_norm(norms, i_tile, i: tl.constexpr):
-    """1 / |q| (i = 0) or 1 / |k| of each row as `prepare_kda` left it, or ones; [64] fp32."""
-    if norms is None:
+def load_norm(norm, i_tile):
+    """1 / |x| of each row as `prepare_kda` left it, or ones; [64] fp32."""
+    if norm is None:
         return tl.full((64,), 1.0, tl.float32)
     else:
-        return tl.load(norms + i_tile * 128 + (i * 64 + tl.arange(0, 64)))
+        return tl.load(norm + i_tile * 64 + tl.arange(0, 64))
 
 
 @triton.jit

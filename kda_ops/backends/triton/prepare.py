@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.decay import block_scores, half_prefix, level_scores, pair_decay, row_decay, scores, upto
+from kda_ops.backends.triton.decay import block_scores, half_prefix, level_scores, pair_decay, row_decay, scores
 from kda_ops.backends.triton.fragment import spread, store_spread
 from kda_ops.backends.triton.gate import LOG2E, decay_column, load_rate, log2_decay, strength_column
 from kda_ops.backends.triton.inverse import inverse, product
@@ -83,16 +82,16 @@ def load_decay(
 
 @triton.jit
 def prepare_half(
-    q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, norms, G, i_tile, i_b, i_g, i_h, first, n_rows, b_q_norm, b_k_norm, scale, lower_bound, log2_bound,
-    beta, beta_s, b_Y, b_first, b_before, o_k,
+    q, q_s, k, k_s, g, g_s, A_log, dt_bias, w, qg, kg, q_norm, k_norm, i_tile, i_b, i_g, i_h, first, n_rows, b_q_norm, b_k_norm, scale, lower_bound, log2_bound,
+    beta, beta_s, b_Y, b_first, o_k,
     K: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SHARE: tl.constexpr, SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """32 rows of one chunk and head, for one slice of K; the second half if b_Y, b_first, b_before are what the first half returned. Stores their rows of qg
-    and kg, and of w, norms and G, if they are there, and returns::
+    """32 rows of one chunk and head, for one slice of K; the second half if b_Y, b_first are what the first half returned. Stores their rows of qg and kg,
+    and of w and the norms, if they are there, and returns::
 
-        (q k^T o E, k k^T o E on and below the diagonal, the same against the first half, over `shift` [32, 32], k decayed to the end of the half [32, width]
-        fp32, the decay of the half [width], in base 2 too for G, w = beta k decayed since the start of the chunk, over `shift`)
+        (q k^T o E, k k^T o E on and below the diagonal, the same against the first half, over `shift` [32, 32],
+        k decayed to the end of the half [32, width] fp32, the decay of the half [width], w = beta k decayed since the start of the chunk, over `shift`)
 
     where shift is 2^(16 log2_bound) if all rows share an anchor, else 1; without SCORES the four tiles are zero. In an order that keeps few tiles alive.
     """
@@ -102,37 +101,24 @@ def prepare_half(
     b_x = load_decay(g, g_s, A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, o_k, K, R, ACTIVATE, BOUNDED, FAST)
     centre = 16.0 * log2_bound
     shift = tl.exp2(centre) if SHARE == 32 else 1.0
-    q_norm, k_norm = None, None
-    if norms is not None:
-        q_norm, k_norm = norms + i_tile * 128 + ROW, norms + i_tile * 128 + (64 + ROW)
-    if SHARE == 32:
-        b_D, b_C = half_prefix(b_x, centre, R)
-    elif SHARE == 8:
-        b_D, b_C = half_prefix(tl.maximum(b_x, log2_bound), 0.0, R)
-    elif G is not None:
-        b_D, b_C = half_prefix(tl.maximum(b_x, -160.0).to(G.dtype.element_ty), 0.0, R)
-    else:
-        b_C = b_x
-    total = upto(b_C, 32, R)
+    if q_norm is not None:
+        q_norm, k_norm = q_norm + (i_tile * 64 + ROW), k_norm + (i_tile * 64 + ROW)
     if SHARE < 32:
         b_k = load_unit(k, k_s, k_norm, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
         b_q = load_unit(q, q_s, q_norm, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
         if SHARE == 1:
             b_P, b_L, b_start, b_end, b_total = level_scores(b_q, b_k, b_x, R, PREC, TYPE, SCORES)
         else:
-            b_total = tl.exp2(total)
-            b_P, b_L, b_start, b_end = block_scores(b_q, b_k, b_D, b_C, log2_bound, R, PREC, TYPE, SCORES)
+            b_P, b_L, b_start, b_end, b_total = block_scores(b_q, b_k, b_x, log2_bound, R, PREC, TYPE, SCORES)
         b_ke = b_k * b_end
     else:
+        b_D, total = half_prefix(b_x, centre, R)
         b_P = tl.zeros((32, 32), tl.float32)
         b_L = b_P
         b_total, b_start = tl.exp2(total), tl.exp2(b_D)
         b_k = load_unit(k, k_s, k_norm, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
         b_kc = b_k * tl.exp2(-b_D)
         b_ke = b_kc * tl.exp2(total - centre)[None, :]
-    if G is not None:
-        b_G = b_D + centre if SHARE == 32 else b_D
-        store_rows(G, i_tile, b_G if b_Y is None else b_G + b_before[None, :], o_k, K, R, ROW)
     b_kr = b_k * b_start
     if b_Y is not None:
         store_rows(kg, i_tile, b_Y * b_total[None, :], o_k, K, R)
@@ -164,7 +150,7 @@ def prepare_half(
         b_P1 = b_P
         if b_Y is not None:
             b_P1 = scores(b_qr, b_Y, PREC)
-    return b_P, b_L, b_P1, b_L1, b_ke, b_total, total, b_w.to(TYPE)
+    return b_P, b_L, b_P1, b_L1, b_ke, b_total, b_w.to(TYPE)
 
 
 @triton.jit
@@ -181,7 +167,7 @@ def store_transposed(x, i_tile, b_x, o_r, o_c):
 
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "log2_bound", "beta_b", "beta_t", "beta_h"])
 def prepare_kda(
-    q, q_s, k, k_s, v, v_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept, pairs, A, P, w, u, qg, kg, gamma, norms, G,
+    q, q_s, k, k_s, v, v_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept, pairs, A, P, w, u, qg, kg, gamma, q_norm, k_norm,
     N, T, H, HV, scale, lower_bound, log2_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr,
     BOUNDED: tl.constexpr, SHARE: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
@@ -192,8 +178,7 @@ def prepare_kda(
         w = A (beta k exp G)        [64, K]       u = A (beta v)                             [64, V]
         qg = scale q exp G,  kg = k exp(sum of g over the later rows)   [64, K]              gamma = exp(sum of g)   [K] fp32
 
-    and for the gradients, if they are there, norms = 1 / |q|, 1 / |k| [2, 64] and G in base 2 [64, K], where no decay counts as less than -160 (bf16: than
-    the floor of `block_scores`). G is fp64 for operands of 32 bits, which see what a difference of fp32 sums loses.
+    and, if they are there, q_norm = 1 / |q|, k_norm = 1 / |k| [64] fp32.
 
     A and P are triangles that share a tile between forward and backward (`pairs`, later given as `kept`): A below the diagonal; on and above it P,
     transposed inside the two blocks of 32 rows on the diagonal. From it neither scores nor an inverse need be formed.
@@ -228,16 +213,14 @@ def prepare_kda(
     b_k2 = b_k1
     for i in tl.range((K + BK - 1) // BK, num_stages=1):
         o_k = i * BK + tl.arange(0, BK)
-        b_P, b_L, _, _, b_Y, b_first, b_before, b_k1 = prepare_half(
-            q, q_s, k, k_s, g, g_s, A_log, dt_bias, None if HELD else w, qg, kg, norms, G, i_tile, i_b, i_g, i_h, first, n_rows, q_norm1, k_norm1,
-            scale, lower_bound, log2_bound, beta, strides, None, None, None, o_k,
-            K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
+        b_P, b_L, _, _, b_Y, b_first, b_k1 = prepare_half(
+            q, q_s, k, k_s, g, g_s, A_log, dt_bias, None if HELD else w, qg, kg, q_norm, k_norm, i_tile, i_b, i_g, i_h, first, n_rows, q_norm1, k_norm1,
+            scale, lower_bound, log2_bound, beta, strides, None, None, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
         )  # fmt: skip
         b_P11, b_L11 = b_P11 + b_P, b_L11 + b_L
-        b_P, b_L, b_P1, b_L1, _, b_second, _, b_k2 = prepare_half(
-            q, q_s, k, k_s, g, g_s, A_log, dt_bias, None if HELD else w, qg, kg, norms, G, i_tile, i_b, i_g, i_h, second, n_second, q_norm2, k_norm2,
-            scale, lower_bound, log2_bound, beta, strides, b_Y, b_first, b_before, o_k,
-            K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
+        b_P, b_L, b_P1, b_L1, _, b_second, b_k2 = prepare_half(
+            q, q_s, k, k_s, g, g_s, A_log, dt_bias, None if HELD else w, qg, kg, q_norm, k_norm, i_tile, i_b, i_g, i_h, second, n_second, q_norm2, k_norm2,
+            scale, lower_bound, log2_bound, beta, strides, b_Y, b_first, o_k, K, R, L2NORM, ACTIVATE, BOUNDED, SHARE, SIGMOID, NEG_EIGVAL, PREC, kept is None,
         )  # fmt: skip
         b_P21, b_L21, b_P22, b_L22 = b_P21 + b_P1, b_L21 + b_L1, b_P22 + b_P, b_L22 + b_L
         tl.store(gamma + i_tile * K + o_k, b_first * b_second, mask=o_k < K)
@@ -378,7 +361,7 @@ def _inverse_precision(p: Problem) -> str:
     return "tf32x3" if triton.knobs.runtime.interpret else "bf16x3"  # the interpreter computes either in fp32, but knows only one name
 
 
-def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, sums: bool = False) -> Tile:
+def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, norms: bool = False) -> Tile:
     """Everything about the chunks that does not depend on the state; see `kda_ops.stages.Backend.prepare`.
 
     For GDN these are A, P and seven numbers per row, and `scan` reads q, k and v themselves. For KDA, A is written only if `keep_A`, for a
@@ -409,14 +392,14 @@ def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool
     packed, made = (made, None) if pack and kept is None else (None, made)
     P, w, u, qg, kg = (q.new_empty((NT, p.HV, 64, width)) for width in (64, p.K, p.V, p.K, p.K))
     gamma = q.new_empty((NT, p.HV, p.K), dtype=torch.float32)
-    norms = q.new_empty((NT, p.HV, 2, 64), dtype=torch.float32) if sums and p.l2norm else None
-    G = q.new_empty((NT, p.HV, 64, p.K), dtype=dispatch.sums_dtype(p)) if sums else None
+    left = q.new_empty((2, NT, p.HV, 64), dtype=torch.float32) if norms and p.l2norm else None
+    pair = (None, None) if left is None else left.unbind()
     share = tuning.anchored_rows(p)
     bound = p.gate_bound if share == 32 else tuning.FLOOR
     launch(
-        prepare_kda, programs * p.HV, device, q, q.stride(), k, k.stride(), v, v.stride(), *gates, kept, packed, made, P, w, u, qg, kg, gamma, norms, G,
+        prepare_kda, programs * p.HV, device, q, q.stride(), k, k.stride(), v, v.stride(), *gates, kept, packed, made, P, w, u, qg, kg, gamma, *pair,
         p.N, p.T, p.H, p.HV, p.scale, p.lower_bound or 0.0, bound * LOG2E.value,
         p.K, p.V, options.block_k, options.block_v, options.group, *flags, share, p.sigmoid_beta, p.neg_eigval, precision, inverse_precision,
         **options.launch,
     )  # fmt: skip
-    return Tile(made if packed is None else packed, P, w, u, qg, kg, gamma, norms, G)
+    return Tile(made if packed is None else packed, P, w, u, qg, kg, gamma, left)
