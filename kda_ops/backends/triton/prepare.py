@@ -12,7 +12,6 @@ from kda_ops.backends.triton.gate import LOG2E, decay_column, load_rate, log2_de
 from kda_ops.backends.triton.inverse import inverse, product
 from kda_ops.backends.triton.scan import rows_at
 from kda_ops.backends.triton.tile import (
-    INTERPRETED,
     RowTile,
     add_two,
     columns_of,
@@ -49,23 +48,13 @@ def half_norm(x, strides, i_b, i_h, first, n_rows, D: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def store_row(p_x, b_x):
-    """Write a vector from the registers it is in, by every thread that holds an entry: `tl.store` would have each entry written once, and exchange them."""
-    p_x += tl.arange(0, b_x.shape[0])
-    if INTERPRETED:
-        tl.store(p_x, b_x)
-    else:
-        tl.inline_asm_elementwise("st.global.f32 [$1], $2; mov.b32 $0, 0;", "=r,l,f", [p_x.to(tl.int64), b_x], tl.int32, False, 1)
-
-
-@triton.jit
 def load_unit(x, strides, norm, i_b, i_h, first, n_rows, b_norm, scale, o_d, D: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr):
     """32 rows of one head times their inverse norms and the scale, [32, width] fp32. The norms are left at `norm`, if it is there."""
     b_x = load_rows(x, strides, i_b, i_h, first, n_rows, o_d, D, R, 32).to(tl.float32)
     if o_d.shape[0] >= D:
         b_norm = inverse_norm(b_x, L2NORM)
     if norm is not None:
-        store_row(norm, b_norm)
+        tl.store(norm + tl.arange(0, 32), b_norm)
     return b_x * (b_norm * scale)[:, None]
 
 
