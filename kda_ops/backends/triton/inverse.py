@@ -14,7 +14,7 @@ def product(x, y, acc, PREC: tl.constexpr):
 
 
 @triton.jit
-def lower_left(level: tl.constexpr, ROWS: tl.constexpr = 64):
+def lower_left(level, ROWS: tl.constexpr = 64):
     """The pairs of rows [ROWS, ROWS] in different halves of one block of 2^(level + 1) rows, the later one first.
 
     Written as conditions on the row and on the column, most of which are known when the kernel is compiled; a value per element, r ^ c say,
@@ -37,14 +37,17 @@ def inverse(negative_L, PREC: tl.constexpr):
     less to exchange between threads: rows of 64 are held by the warps that need them on the left, columns of 32 by those that need them on the right.
     """
     N: tl.constexpr = negative_L.shape[0]
-    o_r = tl.arange(0, N)
+    o_r, b_0 = tl.arange(0, N), tl.zeros((N, N), tl.float32)
     b_R = tl.where(o_r[:, None] == o_r[None, :], 1.0, tl.where(lower_left(0, N), negative_L, 0.0))
-    for level in tl.static_range(1, 6):
-        if 2**level < N:
-            b_0 = tl.zeros((N, N), tl.float32)
-            if N < 64:
-                b_X = product(b_R, product(negative_L, b_R, b_0, PREC), b_0, PREC)
-            else:
-                b_X = product(product(b_R, negative_L, b_0, PREC), b_R, b_0, PREC)
-            b_R = tl.where(lower_left(level, N), b_X, b_R)
+    if N < 64 and PREC != "fp16":  # one level of code: with three products for one, all of them are more than the instruction cache holds beside the rest
+        for level in tl.range(1, 5, num_stages=1):
+            b_R = tl.where(lower_left(level, N), product(b_R, product(negative_L, b_R, b_0, PREC), b_0, PREC), b_R)
+    else:
+        for level in tl.static_range(1, 6):
+            if 2**level < N:
+                if N < 64:
+                    b_X = product(b_R, product(negative_L, b_R, b_0, PREC), b_0, PREC)
+                else:
+                    b_X = product(product(b_R, negative_L, b_0, PREC), b_R, b_0, PREC)
+                b_R = tl.where(lower_left(level, N), b_X, b_R)
     return b_R
