@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
+from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.gate import load_rate, log2_decay, strength
 from kda_ops.backends.triton.tile import dense, locate_sequence
 from kda_ops.problem import Problem
@@ -99,7 +101,7 @@ def recur(
     N, T, width, scale, lower_bound,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, KO: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    PER_TOKEN: tl.constexpr, ONE: tl.constexpr,
+    PER_TOKEN: tl.constexpr, ONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One sequence and head, BV columns of its state; S [K, BV] fp32 stays in registers from token to token::
 
@@ -110,7 +112,12 @@ def recur(
     With ONE token on a bfloat16 state, the state is held as it was loaded and widened twice, which lets more programs share a multiprocessor.
     The state comes from `state` (row i_n, or a slot) and goes to `final` after the last token, or after each with PER_TOKEN. Sequences without
     a slot, and tokens past the last sequence, which are sequence N, get zeros.
+
+    With OVERLAP a launch may begin beside the last programs of the one before it. It waits for all of their work, and lets the next one begin likewise.
     """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     NV: tl.constexpr = (V + BV - 1) // BV
     DO: tl.constexpr = KO if D > 1 else 1
     DI: tl.constexpr = KI if D > 1 else 1
@@ -229,7 +236,10 @@ class Launch:
         one = p.T == 1 and p.cu_seqlens is None
         KO, KI, BV, self.options = tile(p.K, p.V, 4 if held is None else held.element_size(), held_s[2] == 1 and held_s[3] != 1, one)
         model = (p.H, p.HV, p.K, p.V, p.K if p.rank else 1, KO, KI, BV)
-        flags = (p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, per_token, one)
+        overlap = p.q.device.type != "cpu" and tuning.architecture(p.q.device) >= tuning.HOPPER
+        if overlap:
+            self.options = self.options | {"launch_pdl": True}
+        flags = (p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, per_token, one, overlap)
         self.device = p.q.get_device()
         self.programs = (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // BV)
         self.strides, self.states = (p.q.stride(), p.k.stride(), p.v.stride(), g_s, beta_s, slots_s), (state_s, final_s)
@@ -284,7 +294,7 @@ class Launch:
             K, V = self.constants[2:4]
             shown = [(_ANY,) * len(s) for s in self.strides] + [_show(s, K, V) for s in self.states]
             N, T, *numbers = self.numbers
-            shown_rest = (*shown, N, 1 if self.constants[-1] else 2, *numbers, *self.constants)
+            shown_rest = (*shown, N, 1 if self.assumed[1] else 2, *numbers, *self.constants)
             kernel = _COMPILED[assumed] = recur.warmup(o, *inputs, final, *shown_rest, **self.options, grid=(1,))
         return kernel
 
