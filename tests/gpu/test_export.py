@@ -1,5 +1,9 @@
 """Exported programs on a GPU: through a file, and compiled into packages that a fresh process runs."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,15 +12,26 @@ if not torch.cuda.is_available():
 
 from examples import export
 
+LOAD = "import sys, torch; x = torch.load(sys.argv[2]); torch._inductor.aoti_load_package(sys.argv[1])(x)"
 
-def test_a_package_without_our_operators_runs(tmp_path):
-    """What the test below presupposes of the machine."""
+
+def how_a_plain_package_ends(folder: Path) -> int:
+    """The exit status of a process that loads and runs a package of a plain Linear, made and loaded by torch alone."""
     module, x = torch.nn.Linear(32, 32, device="cuda"), torch.randn(3, 32, device="cuda")
-    got = export.run_elsewhere(export.package(torch.export.export(module, (x,)), tmp_path / "plain.pt2"), x)
-    assert (got - module(x)).abs().max() < 1e-4
+    torch.save(x, folder / "in.pt")
+    package = export.package(torch.export.export(module, (x,)), folder / "plain.pt2")
+    return subprocess.run([sys.executable, "-c", LOAD, str(package), str(folder / "in.pt")]).returncode
 
 
-def test_programs_and_packages_compute_what_the_module_does(tmp_path):
+def test_packages_compute_what_the_module_does(tmp_path):
+    status = how_a_plain_package_ends(tmp_path)
+    if status:
+        pytest.skip(f"this torch cannot run a package of a plain Linear here (exit status {status}), so it is not shown whether it can run ours")
     off = export.main(["--device", "cuda", "--package", str(tmp_path)])
     assert {"packaged prefill", "packaged decode"} < set(off) and len(off) == 5
     assert max(off.values()) < 1e-4, off  # outputs are of the order of 0.1
+
+
+def test_programs_compute_what_the_module_does():
+    off = export.main(["--device", "cuda"])
+    assert len(off) == 3 and max(off.values()) < 1e-4, off

@@ -131,6 +131,39 @@ class _Layer(torch.nn.Module):
         return kda_ops.recurrent_kda_(*inputs, self.state, indices, **flags)
 
 
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("rank", (0, 1))
+def test_launches_that_overlap_see_the_work_of_those_before_them(rank, transposed):
+    """Two hundred tokens on a pool, each with the output of the one before it as its values: with a wait after each, without, and replayed."""
+    case = Step(rank=rank, N=8, H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, gate="softplus", slots=1, transposed=transposed, beta="sigmoid", l2norm=True)
+    p = case.problem(CUDA)
+    start, values = p.state.clone(), p.v.clone()
+    step = torch.ops.kda.recurrent_ if rank else torch.ops.gdn.recurrent_
+    flags = dict(transpose_state_layout=transposed, use_beta_sigmoid_in_kernel=True, **USUAL)
+
+    def run(pool, wait):
+        o = values
+        for _ in range(200):
+            o = step(p.q, p.k, o, p.g, p.beta, pool, p.state_indices, None, p.A_log, p.dt_bias, **flags)
+            if wait:
+                torch.cuda.synchronize()
+        return o
+
+    with torch.inference_mode():
+        one, two, three = start.clone(), start.clone(), start.clone()
+        want = run(one, True)
+        assert want.isfinite().all()
+        assert_identical(run(two, False), want, "o")
+        assert_identical(two, one, "the states")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = run(three, False)
+        three.copy_(start)
+        graph.replay()
+        assert_identical(replayed, want, "o of a replay")
+        assert_identical(three, one, "the states of a replay")
+
+
 def test_compiled_to_a_graph_with_the_state_as_a_buffer():
     layer, eager = _Layer(9).to(CUDA), _Layer(9).to(CUDA)
     compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
