@@ -2,7 +2,8 @@
 
 tests/gpu/evidence.json holds the hash of the kernels it belongs to, so a test that needs no GPU can tell when it no longer does. The file is written
 after the suite and after every row: a run that ends early leaves what it had, not `complete`, and ``--resume`` goes on from there, or from several
-files that went on from one. `missing` says, case by case, why a side has no row.
+files that went on from one. `missing` says, case by case, why a side has no row; `earlier` keeps the rows of the file before, of other kernels (whose
+hash is in `also`), until they are measured again.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def run_suite(root: Path, limit: float = float("inf")) -> tuple[dict[str, int], 
     last, said, broken, there, spread, environment, begin = "", dict[str, str](), list[str](), 0, [], dict(os.environ), time.time()
     if importlib.util.find_spec("xdist"):
         spread = ["-n", str(max(1, min(14 * max(1, torch.cuda.device_count()), (os.cpu_count() or 1) - 2))), "--dist", "loadgroup"]
-        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes of the suite fill the cores already
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # the processes of the suite fill the cores already; one would compile in them, unlike a user's
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "tests/gpu", "-v", "-rfE", *spread]
     with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), compare.end_group, [process])
@@ -122,6 +123,22 @@ def _resumed(paths: list[str], about: dict) -> tuple[tuple[dict[str, int], list[
     return suites[0], list(rows.values())
 
 
+def set_aside(path: Path, kernels: str) -> list[dict]:
+    """The rows of a file, if there is one, that are of other kernels than these; each says of which."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    older, hash_ = found.get("earlier", []), found["kernels_sha256"]
+    rows = [] if hash_ == kernels else [r | {"also": r["also"] | {"kernels_sha256": hash_}} for r in found["rows"]]
+    return rows + without(older, rows)
+
+
+def without(rows: list[dict], others: list[dict]) -> list[dict]:
+    """The rows of a case and peer that others have not."""
+    there = {tuple(r[n] for n in KEY) for r in others}
+    return [r for r in rows if tuple(r[n] for n in KEY) not in there]
+
+
 def main(argv: list[str]) -> int:
     """Run the command line; non-zero if a test failed, our side was wrong in a row, or time ran out."""
     import torch
@@ -140,11 +157,13 @@ def main(argv: list[str]) -> int:
     about = {"kernels_sha256": kernels_sha256(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": metadata.version("triton")}
     suite, rows = _resumed(args.resume, about) if args.resume else (None, [])
     missing: dict[str, str] = {}
+    earlier = set_aside(path, about["kernels_sha256"])
 
     def write(complete: bool = False) -> None:
         tests, failures, cut = suite
         missing.update({"tests/gpu": cut} if cut else {})
-        path.write_text(json.dumps(about | {"tests": tests, "failures": failures, "complete": complete, "rows": rows, "missing": missing}, indent=1) + "\n")
+        found = {"tests": tests, "failures": failures, "complete": complete, "rows": rows, "missing": missing, "earlier": without(earlier, rows)}
+        path.write_text(json.dumps(about | found, indent=1) + "\n")
 
     def keep(x: dict | str) -> None:
         if isinstance(x, dict):

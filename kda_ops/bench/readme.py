@@ -1,6 +1,7 @@
 """Rewrites the tables of README.md from tests/gpu/evidence.json: every row, those that lost included, between two markers; and draws them beside that file.
 
 ``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass; ``<!-- evidence -->`` ... ``<!-- end -->`` all of them. The first has the pictures.
+Rows of earlier kernels, which have not been measured again, follow in a table of their own.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ def _error(row: dict, side: str) -> str:
     return _number(row[f"{side}_error"], ".1e") + (f" ({worst})" if worst else "")
 
 
+def _of(rows: list[dict], pass_: str | None) -> list[dict]:
+    return [r for r in rows if pass_ in (None, r["pass"])]
+
+
 def table(rows: list[dict], pass_: str | None) -> str:
     """A Markdown table of one pass, or of all."""
-    shown = [r for r in rows if pass_ is None or r["pass"] == pass_]
+    shown = _of(rows, pass_)
     columns = DECODE_COLUMNS if pass_ == "decode" else {}
     unit = "s" if pass_ == "first_call_s" else "ms"
     lines = [
@@ -65,14 +70,18 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None) -
     """The README with the tables of an evidence file between its markers, none where a pass has no rows, and pictures before the first of them."""
     shown = "".join(f"![{words}](tests/gpu/{name})\n\n" for name, words in (pictures or {}).items())
     about = f"{_about(evidence)}; medians, error: relative RMS against float64.\n\n"
+    rows, earlier = evidence["rows"], evidence.get("earlier", [])
 
     def fill(m: re.Match) -> str:
         nonlocal shown
-        if not any(m[2] in (None, r["pass"]) for r in evidence["rows"]):
+        tables = [about + table(rows, m[2])] if _of(rows, m[2]) else []
+        if _of(earlier, m[2]):
+            tables.append("Measured on earlier kernels, not again since:\n\n" + table(earlier, m[2]))
+        if not tables:
             return m[1] + m[3]
         before, shown = shown, ""
         title = TITLES.get(m[2])
-        return m[1] + before + (f"{title}. " if title else "") + about + table(evidence["rows"], m[2]) + "\n" + m[3]
+        return m[1] + before + (f"{title}. " if title else "") + "\n\n".join(tables) + "\n" + m[3]
 
     return _MARKED.sub(fill, text)
 
@@ -90,8 +99,9 @@ def main(argv: list[str]) -> int:
     evidence = json.loads(source.read_text())
     drawn = folder / "evidence.svg"
     drawn.unlink(missing_ok=True)
-    if any(ratio(r) is not None for r in evidence["rows"]):
-        drawn.write_text(picture.draw(evidence["rows"], _about(evidence)))
+    earlier = [r for r in evidence.get("earlier", []) if ratio(r) is not None]
+    if rows := [r for r in evidence["rows"] if ratio(r) is not None] + earlier:
+        drawn.write_text(picture.draw(rows, _about(evidence) + (f"; {len(earlier)} rows on earlier kernels" if earlier else "")))
     readme.write_text(rewrite(text, evidence, {name: words for name, words in PICTURES.items() if (folder / name).exists()}))
     return 0
 

@@ -1,6 +1,13 @@
-"""The order of the tests on a GPU."""
+"""The order of the tests on a GPU, and what is said of those that fail."""
 
-from tests.support.gpus import longest_first
+import pytest
+
+from tests.support.gpus import Reasons, longest_first
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Called by pytest when it begins."""
+    config.pluginmanager.register(Reasons(config))
 
 
 def pytest_collection_modifyitems(items: list) -> None:

@@ -1,6 +1,23 @@
 """Which GPUs a process of pytest-xdist sees, and in what order tests/gpu runs."""
 
+import pytest
+
 LONG = ("test_export.py", "test_compiled.py")  # minutes of compiling
+
+
+class Reasons:
+    """A plugin of pytest: why a test failed, at once, in its last words. A run that is cut comes to no summary."""
+
+    def __init__(self, config: pytest.Config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called for each phase of each test; with several processes, in the one that gathers what the others say, too, and only that has a terminal."""
+        terminal = self.config.pluginmanager.getplugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line("")
+            for line in report.longreprtext.splitlines()[-20:]:
+                terminal.write_line("| " + line[:300])
 
 
 def rotated(process: str, count: int, visible: str | None = None) -> str:
