@@ -79,7 +79,8 @@ def run_suite(root: Path, limit: float = float("inf")) -> tuple[dict[str, int], 
     last, said, broken, there, spread, environment, begin = "", dict[str, str](), list[str](), 0, [], dict(os.environ), time.time()
     if importlib.util.find_spec("xdist"):
         spread = ["-n", str(max(1, min(14 * max(1, torch.cuda.device_count()), (os.cpu_count() or 1) - 2))), "--dist", "loadgroup"]
-        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # the processes of the suite fill the cores already; one would compile in them, unlike a user's
+        # The processes of the suite fill the cores already; with one thread they would compile in themselves, which those of users do not.
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "tests/gpu", "-v", "-rfE", *spread]
     with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), compare.end_group, [process])
