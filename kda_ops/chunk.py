@@ -90,6 +90,8 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
     if p.disable_recompute:
         trace = Trace(have.pop("states"), have.pop("v_new"), o)
         tile = b.prepare(p, have["A"]) if dispatch.forms_tile(p) else Tile(**have)
+        if "norms" in names and tile.norms is None:  # kept by a graph from before norms were an argument
+            tile.norms = b.prepare(p, tile.A, norms=True).norms
     else:
         A = have.get("A")
         A = A if A is not None and A.numel() else None  # empty after a forward that keeps nothing: the recurrence

@@ -67,7 +67,8 @@ class Gradients:
 
 
 GRADIENTS = tuple(f.name for f in fields(Gradients))
-KEPT = tuple(f.name for f in fields(Tile)) + ("states", "v_new")  # o is an output anyway
+# What training may keep; o is an output anyway. norms last: `registrations.schemas` says why.
+KEPT = (*(f.name for f in fields(Tile) if f.name != "norms"), "states", "v_new", "norms")
 
 
 class Backend(Protocol):

@@ -6,6 +6,7 @@ names below is the order in which a formula returns their gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,25 +42,33 @@ class Operator:
         return getattr(getattr(torch.ops, namespace), self.name).default
 
 
-_KEPT_IN = ", ".join(f"Tensor {n}" for n in KEPT)
+_KEPT_OUT, _KEPT_IN = (", ".join(f"Tensor {n}" for n in names) for names in (KEPT, KEPT[:-1]))
 _GRADIENTS_OUT = ", ".join(f"Tensor d{n}" for n in GRADIENTS)
 
 CHUNK = Operator("chunk", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state)")
-CHUNK_FWD = Operator("chunk_fwd", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state, {_KEPT_IN})")
+CHUNK_FWD = Operator("chunk_fwd", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state, {_KEPT_OUT})")
 CHUNK_BWD = Operator(
     "chunk_bwd",
-    f"(Tensor? do, Tensor? dfinal_state, {_KEPT_IN}, {_SEQUENCES}, Tensor? o=None, *, {_CHUNK_FLAGS}, bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})",
+    f"(Tensor? do, Tensor? dfinal_state, {_KEPT_IN}, {_SEQUENCES}, Tensor? o=None, Tensor? {KEPT[-1]}=None, *, {_CHUNK_FLAGS}, "
+    f"bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})",
 )
 
 
-def split_backward(args: tuple) -> tuple[tuple, tuple, object]:
-    """What follows do and dfinal_state in a call of `chunk_bwd`: what was kept, the inputs, and o.
+def join_backward(kept: Sequence, inputs: Sequence, o: object) -> tuple:
+    """What follows do and dfinal_state in a call of `chunk_bwd`.
 
-    The dispatcher strips trailing arguments that equal their defaults. o stands last, so that graphs which Inductor compiled for the operator without it
-    and kept in its cache stay right.
+    Graphs that Inductor compiled for the operator as it was, and keeps in its cache, call it by position and take its outputs by number. So what came to be
+    an argument later, o and then norms, stands last, None where it is not kept, and so do norms among the outputs of `chunk_fwd`.
     """
-    inputs = args[len(KEPT) :]
-    return args[: len(KEPT)], inputs[: len(GRADIENTS) + 1], next(iter(inputs[len(GRADIENTS) + 1 :]), None)
+    norms = kept[-1]
+    return *kept[:-1], *inputs, o, norms if norms is not None and norms.dim() > 1 else None
+
+
+def split_backward(args: tuple) -> tuple[tuple, tuple, object]:
+    """The inverse of `join_backward`, as the dispatcher passes it: without trailing arguments that equal their defaults."""
+    kept, rest = args[: len(KEPT) - 1], args[len(KEPT) - 1 :]
+    o, norms, *_ = *rest[len(GRADIENTS) + 1 :], None, None
+    return (*kept, norms), rest[: len(GRADIENTS) + 1], o
 
 
 RECURRENT = Operator("recurrent", f"({_SEQUENCES}, *, {_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_REST}) -> (Tensor o, Tensor final_state)")

@@ -29,7 +29,7 @@ from kda_ops.stages import GRADIENTS, KEPT
 _AXES = {
     "q": "B.H.", "k": "B.H.", "v": "B.hV", "g": "B.h.", "beta": "B.h", "A_log": "h", "dt_bias": "h.", "initial_state": "Nh.V", "cu_seqlens": ".",
     "o": "B.hV", "final_state": "Nh.V", "A": "ch..", "P": "ch..", "w": "ch..", "u": "ch.V", "qg": "ch..", "kg": "ch..", "gamma": "ch.",
-    "states": "ch.V", "v_new": "ch.V",
+    "states": "ch.V", "v_new": "ch.V", "norms": ".ch.",
 }  # fmt: skip
 _STATES = frozenset(("initial_state", "final_state"))  # in the caller's layout
 _LIKE = {"do": "o", "dfinal_state": "final_state"}
@@ -62,8 +62,8 @@ def _outputs(operator: schemas.Operator, rank: int, given: dict, flags: dict) ->
         q = given["q"]
         dtype = q.tensor_meta.dtype
         p = SimpleNamespace(
-            rank=rank, disable_recompute=flags.get("disable_recompute", False), state_dtype=torch.promote_types(dtype, torch.float32),
-            q=SimpleNamespace(device=torch.device(q.mesh.device_type), dtype=dtype),
+            rank=rank, disable_recompute=flags.get("disable_recompute", False), l2norm=flags.get("use_qk_l2norm_in_kernel", False),
+            state_dtype=torch.promote_types(dtype, torch.float32), q=SimpleNamespace(device=torch.device(q.mesh.device_type), dtype=dtype),
         )  # fmt: skip
         names = kept_names(p)
         out += [(n, False, n not in names) for n in KEPT]

@@ -5,6 +5,7 @@ import torch
 from torch.library import opcheck
 
 import kda_ops
+from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import forward, overload, run
 from tests.support.cases import Case, replace
@@ -53,8 +54,25 @@ def test_opcheck_of_the_operators_of_training_graphs(variant, keep):
     o, _, *kept = overload(variant, "chunk_fwd")(*inputs, **case.flags())
     for need in ([True] * 8, [n in ("q", "v") for n in GRADIENTS]):
         for do, dfinal_state in (case.cotangents(TARGET.device), (case.cotangents(TARGET.device)[0], None), (None, case.cotangents(TARGET.device)[1])):
-            for last in ((), (o,)):
-                opcheck(overload(variant, "chunk_bwd"), (do, dfinal_state, *kept, *inputs, *last), case.flags() | {"need": need}, test_utils=QUICK[:2])
+            for args in ((*kept[:-1], *inputs), schemas.join_backward(kept, inputs, o)):
+                opcheck(overload(variant, "chunk_bwd"), (do, dfinal_state, *args), case.flags() | {"need": need}, test_utils=QUICK[:2])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiled_graphs_of_earlier_versions_still_find_their_arguments_and_outputs(variant):
+    kept = ["A", "P", "w", "u", "qg", "kg", "gamma", "states", "v_new"]
+    inputs = ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"]
+    forward, backward = (overload(variant, name)._schema for name in ("chunk_fwd", "chunk_bwd"))
+    assert [x.name for x in forward.returns][:11] == ["o", "final_state", *kept]
+    assert [x.name for x in backward.arguments][:20] == ["do", "dfinal_state", *kept, *inputs]
+    assert all(x.has_default_value() for x in backward.arguments[20:] if not x.kwarg_only)
+
+
+def test_what_backward_is_given_comes_apart_as_it_was_put_together():
+    inputs, kept, norms, o = tuple(range(9)), (*map(str, range(9)),), torch.zeros(2, 1), object()
+    assert schemas.split_backward(schemas.join_backward((*kept, norms), inputs, o)) == ((*kept, norms), inputs, o)
+    assert schemas.split_backward(schemas.join_backward((*kept, torch.zeros(0)), inputs, None)) == ((*kept, None), inputs, None)
+    assert schemas.split_backward((*kept, *inputs)) == ((*kept, None), inputs, None)
 
 
 POOLS = {

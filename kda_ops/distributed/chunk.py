@@ -174,7 +174,7 @@ class _Shard(torch.autograd.Function):
             # In the order of the schema: the call and the lengths come first, cu_seqlens last.
             need, none = list(ctx.needs_input_grad[2:-1]), q.new_empty((0,))
             grads = call.op("chunk_bwd")(
-                do, dstate, *(A if n == "A" else none for n in KEPT), q, k, v, g, beta, A_log, dt_bias, start, span.cu_seqlens,
+                do, dstate, *(A if n == "A" else none for n in KEPT[:-1]), q, k, v, g, beta, A_log, dt_bias, start, span.cu_seqlens,
                 output_final_state=True, need=need, **dict(call.flags),
             )  # fmt: skip
             grads = [d if wanted else None for d, wanted in zip(grads, need)]

@@ -9,11 +9,15 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
     pytest.skip("needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True)
 
+import torch.distributed as dist
 import triton.language as tl
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import packed
+from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
 from tests.support.cases import Case
@@ -105,7 +109,7 @@ def test_what_was_kept_for_another_policy_is_not_misread():
     grads = []
     for keep in (False, True):
         o, _, *kept = overload("kda", "chunk_fwd")(*inputs, **(case.flags() | {"disable_recompute": keep}))
-        grads.append(overload("kda", "chunk_bwd")(*case.cotangents(), *kept, *inputs, o, **flags))
+        grads.append(overload("kda", "chunk_bwd")(*case.cotangents(), *schemas.join_backward(kept, inputs, o), **flags))
     for a, b in zip(*grads):
         assert_identical(a, b, "a gradient")
 
@@ -133,13 +137,35 @@ def test_keeping_the_intermediates_changes_no_bit(variant, need):
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_graph_that_knows_no_output_among_what_is_kept_gets_the_same_gradients(variant):
+def test_a_graph_that_knows_neither_output_nor_norms_among_what_is_kept_gets_the_same_gradients(variant):
     case = Case(variant, T=37, dtype=HALF, l2norm=True, disable_recompute=True)
     inputs, flags = [*case.inputs().values()], case.flags() | {"need": [True] * len(GRADIENTS)}
     o, _, *kept = overload(variant, "chunk_fwd")(*inputs, **case.flags())
-    with_o, without = (overload(variant, "chunk_bwd")(*case.cotangents(), *kept, *inputs, *last, **flags) for last in ((o,), ()))
-    for name, a, b in zip(GRADIENTS, with_o, without):
-        assert_identical(a, b, name)
+    assert (kept[-1].numel() > 0) == (variant == "kda")
+    every = [(*kept[:-1], *inputs), (*kept[:-1], *inputs, o), schemas.join_backward(kept, inputs, o)]
+    *others, want = (overload(variant, "chunk_bwd")(*case.cotangents(), *args, **flags) for args in every)
+    for grads in others:
+        for name, a, b in zip(GRADIENTS, grads, want):
+            assert_identical(a, b, name)
+
+
+@pytest.mark.parametrize("l2norm", (False, True))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_what_is_kept_travels_with_sharded_tensors(variant, l2norm):
+    """On a mesh of one rank, where every placement holds everything."""
+    case = Case(variant, T=70, l2norm=l2norm, disable_recompute=True, final=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, want = init_device_mesh("cpu", (1, 1)), run(case)
+        axes = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "initial_state": 1}
+        inputs = {n: x if x is None else distribute_tensor(x, mesh, [Shard(0), Shard(axes[n])]).requires_grad_() for n, x in case.inputs().items()}
+        o = overload(variant, "chunk")(*inputs.values(), **case.flags())[0]
+        o.backward(distribute_tensor(case.cotangents()[0], mesh, [Shard(0), Shard(2)]))
+        assert_identical(o.to_local(), want["o"], "o")
+        for n in axes:
+            assert_identical(inputs[n].grad.to_local(), want["d" + n], n)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_changing_an_output_that_backward_reads_is_noticed():
