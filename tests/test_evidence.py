@@ -117,6 +117,8 @@ def test_a_line_of_pytest_says_what_became_of_a_test(line, want):
 
 @pytest.mark.parametrize("spread", ([], ["-n", "2"]))
 def test_why_a_test_failed_is_said_at_once(spread, tmp_path):
+    if spread:
+        pytest.importorskip("xdist")
     (tmp_path / "conftest.py").write_text(
         "from tests.support.gpus import Reasons\n\ndef pytest_configure(config): config.pluginmanager.register(Reasons(config))\n"
     )
