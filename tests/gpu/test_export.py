@@ -25,8 +25,9 @@ def how_a_plain_package_ends(folder: Path) -> int:
 
 def test_packages_compute_what_the_module_does(tmp_path):
     status = how_a_plain_package_ends(tmp_path)
-    if status:
-        pytest.skip(f"this torch cannot run a package of a plain Linear here (exit status {status}), so it is not shown whether it can run ours")
+    if status < 0:
+        pytest.skip(f"torch dies of signal {-status} on a package of a plain Linear here, so it is not shown whether it can run ours")
+    assert status == 0
     off = export.main(["--device", "cuda", "--package", str(tmp_path)])
     assert {"packaged prefill", "packaged decode"} < set(off) and len(off) == 5
     assert max(off.values()) < 1e-4, off  # outputs are of the order of 0.1
