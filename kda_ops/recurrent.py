@@ -24,8 +24,9 @@ def decode(rank: int, args: tuple[Tensor | None, ...], flags: dict[str, Any]) ->
 
     A token is decoded by thousands of calls whose tensors look the same, and parsing one costs Python more than the kernel costs the GPU. What shapes,
     strides, dtypes, devices and flags decide, that the call is legal and how it is launched, is therefore kept; never anything of a tensor's data or address.
+    Contiguous tensors of a shape differ in the strides of axes of length one, by which nothing is ever addressed.
     """
-    look = (rank, *flags.items(), *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in args])
+    look = (rank, *flags.items(), *[None if x is None else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device) for x in args])
     plan = _PLANS.get(look)
     if plan is None:
         p = Problem.parse_step(rank, *args, **flags)
@@ -39,7 +40,7 @@ def decode(rank: int, args: tuple[Tensor | None, ...], flags: dict[str, Any]) ->
                 _PLANS[look] = b.plan_step(p, p.state)
         return o
     o = new_output(args[2])
-    plan(o, args[5], args if len(args) == 11 else (*args, *[None] * (11 - len(args))))
+    plan(o, args[5], args + (None,) * (11 - len(args)))
     return o
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kda_ops import __main__
-from kda_ops.bench import cases, compare, picture, readme, rows, worker
+from kda_ops.bench import cases, compare, machine, picture, readme, rows, worker
 from kda_ops.bench.cases import Case, Oracle, activated, flags, make_inputs
 from kda_ops.bench.sides import Peer, Unsupported, our_forward, our_step
 
@@ -441,3 +441,20 @@ def test_parallel_out_of_time_has_what_it_reached_and_names_the_rest(tmp_path):
     found = json.loads(file.read_text())
     assert process.returncode == 0 and [(r["op"], r["gate"], r["gpus"]) for r in found["rows"]] == [("kda", "strong", 1)]
     assert len(found["missing"]) == 7 and found["missing"][0] == "kda strong on 2" and said.rstrip().endswith(", ".join(found["missing"]))
+
+
+def test_a_file_that_is_read_while_it_is_replaced_is_whole(tmp_path):
+    file, rounds, stop = tmp_path / "rows.json", [], threading.Event()
+    machine.write_json(file, {"rows": [0]})
+
+    def read():
+        while not stop.is_set():
+            rounds.append(file.read_text())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for n in range(1, 200):
+        machine.write_json(file, {"rows": [n] * n * 50})
+    stop.set()
+    reader.join()
+    assert len({len(json.loads(text)["rows"]) for text in rounds}) > 1 and list(tmp_path.iterdir()) == [file]

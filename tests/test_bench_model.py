@@ -48,6 +48,13 @@ def test_a_peer_that_computes_something_else_gets_no_time(ours):
     assert "step_ms" not in model.refuse(ours | {"probe": [float("nan")]}, ours)
 
 
+def test_a_side_that_loses_a_gradient_is_no_side(monkeypatch):
+    for lose in (torch.Tensor.detach, lambda q: q * 0):
+        monkeypatch.setitem(model.PEERS, "broken", lambda layer, q, *args, lose=lose, **flags: behind_a_break(layer, lose(q), *args, **flags))
+        with pytest.raises(RuntimeError, match="no gradient reached .*mixer.q_proj.weight"):
+            model.measure("broken", SPEC)
+
+
 def test_the_command_line_measures_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(model, "PEERS", {"slow": None})
     slow = {"loss": 1.0, "probe": [1.1], "first_step_s": 9.0, "says": "not done after 10 s"}

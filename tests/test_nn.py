@@ -9,6 +9,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 
 from kda_ops.nn import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention, ShortConvolution
+from kda_ops.nn.packing import Packing
 
 LAYERS = [KimiDeltaAttention, GatedDeltaNet]
 HIDDEN = 32
@@ -409,3 +410,22 @@ def test_the_convolution_is_torchs_own():
     other.load_state_dict(conv.state_dict())
     x = torch.randn(2, 9, 6, dtype=torch.float64)
     close(conv(x), F.silu(other(x.mT)[..., :9]).mT)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_convolution_has_the_gradients_of_torchs_own(size, packed):
+    conv = ShortConvolution(3, size, bias=True).double()
+    x = torch.randn(1 if packed else 2, 9, 3, dtype=torch.float64, requires_grad=True)
+    packing = Packing(torch.tensor([0, 2, 2, 7, 8]), 9) if packed else None
+
+    def theirs(x):
+        return F.silu(F.conv1d(F.pad(x.mT, (size - 1, 0)), conv.weight, conv.bias, groups=3)).mT
+
+    inputs, dy = (x, *conv.parameters()), torch.randn_like(x)
+    want = torch.cat([theirs(part) for part in (x[:, :2], x[:, 2:7], x[:, 7:])], 1) if packed else theirs(x)
+    close(conv(x, packing=packing), want)
+    for wanted, mine in zip(torch.autograd.grad(want, inputs, dy), torch.autograd.grad(conv(x, packing=packing), inputs, dy)):
+        close(mine, wanted)
+    with torch.no_grad():
+        close(conv(x, packing=packing), want)

@@ -30,7 +30,7 @@ import torch
 
 from kda_ops.bench import picture
 from kda_ops.bench.cases import DECODE_SETTINGS, GATES, PASSES, SETTINGS, Case
-from kda_ops.bench.machine import default_dtype, describe, need_device
+from kda_ops.bench.machine import default_dtype, describe, need_device, write_json
 from kda_ops.bench.rows import HEAD, KEY, WIDTHS, compare_rows, format_row, read_rows
 from kda_ops.bench.sides import Peer, peers_of
 
@@ -236,7 +236,7 @@ def main(argv: list[str]) -> int:
     old = read_rows(args.against) if args.against else []
     rows = measure_arguments(args, args.device, lambda line: print(line, flush=True))
     if args.json:
-        Path(args.json).write_text(json.dumps(describe(args.device) | {"rows": rows}, indent=1) + "\n")
+        write_json(args.json, describe(args.device) | {"rows": rows})
     if args.plot:
         Path(args.plot).write_text(picture.draw(rows, ", ".join(f"{n} {v}" for n, v in describe(args.device).items())))
     lines, losses = compare_rows(rows, old)

@@ -9,9 +9,7 @@ the length, and for the batch. A peer's breaks are counted by ``bench --model``.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,7 @@ from torch import Tensor
 
 import kda_ops
 from kda_ops.bench import model
-from kda_ops.bench.machine import describe, need_device
+from kda_ops.bench.machine import describe, need_device, write_json
 from kda_ops.nn import KimiDeltaAttention
 
 PASSES = ("train", "infer")
@@ -99,5 +97,5 @@ def main(argv: list[str]) -> int:
             rows.append(row := count(side, pass_, args.device, **spec))
             print(side.ljust(8) + pass_.ljust(8) + "".join(f"{row[n]:12}" for n in COLUMNS), flush=True)
     if args.json:
-        Path(args.json).write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        write_json(args.json, about | {"rows": rows})
     return int(any(r["graphs"] != 1 or r["breaks"] for r in rows))

@@ -7,18 +7,16 @@ tests, ``2 (twin + eps max)``: the twin is the same decoding on the CPU, sums in
 from __future__ import annotations
 
 import argparse
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import kda_ops
 from kda_ops.bench.cases import WIDTH
-from kda_ops.bench.machine import default_dtype, describe, need_device
+from kda_ops.bench.machine import default_dtype, describe, need_device, write_json
 from kda_ops.bench.worker import replayed
 
 POOLS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -152,7 +150,7 @@ def main(argv: list[str]) -> int:
     for r in rows:
         print(f"{r['op']:4}{r['pool']:6}{r['step']:8}{r['error']:10.1e}{r['limit']:10.1e}{r['chunk_error']:10.1e}")
     if args.json:
-        Path(args.json).write_text(json.dumps(describe(args.device) | {"rows": rows}, indent=1) + "\n")
+        write_json(args.json, describe(args.device) | {"rows": rows})
     if args.plot:
         plot(rows, args.plot)
     for name, grown in growth(rows).items():

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kda_ops.bench import compare
+from kda_ops.bench.machine import write_json
 from kda_ops.bench.rows import KEY
 
 KERNELS = Path(__file__).resolve().parent.parent / "backends" / "triton"
@@ -164,7 +165,7 @@ def main(argv: list[str]) -> int:
         tests, failures, cut = suite
         missing.update({"tests/gpu": cut} if cut else {})
         found = {"tests": tests, "failures": failures, "complete": complete, "rows": rows, "missing": missing, "earlier": without(earlier, rows)}
-        path.write_text(json.dumps(about | found, indent=1) + "\n")
+        write_json(path, about | found)
 
     def keep(x: dict | str) -> None:
         if isinstance(x, dict):

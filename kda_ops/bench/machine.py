@@ -1,8 +1,11 @@
-"""The machine that something is measured on."""
+"""The machine that something is measured on, and the file that says what was found."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+from pathlib import Path
 
 import torch
 
@@ -30,3 +33,11 @@ def need_device(parser: argparse.ArgumentParser, device: str) -> None:
     """Refuse a device that is not here."""
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here; pass --device cpu.")
+
+
+def write_json(path: str | Path, found: dict) -> None:
+    """Put `found` in the place of a file, whole: who reads meanwhile, or is left with what a run cut short, has the last or this."""
+    path = Path(path)
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(new, path)

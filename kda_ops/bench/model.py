@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case
 from kda_ops.bench.compare import compile_ahead
-from kda_ops.bench.machine import describe, need_device
+from kda_ops.bench.machine import describe, need_device, write_json
 from kda_ops.nn import KimiDeltaAttention
 
 VOCABULARY = 256
@@ -129,7 +128,11 @@ def measure(side: str, spec: dict, report: Callable[[dict], None] = lambda found
     start = time.perf_counter()
     loss = step().item()
     synchronize()
-    found = {"first_step_s": time.perf_counter() - start, "loss": loss, "probe": [probe(i, x) for i, x in enumerate(gradients)]}
+    took = time.perf_counter() - start
+    lost = [n for (n, _), x in zip(model.named_parameters(), gradients) if x is None or not x.any()]
+    if lost:  # by a compiler; both sides would lose the same, and be the faster for it
+        raise RuntimeError(f"no gradient reached {', '.join(lost)}")
+    found = {"first_step_s": took, "loss": loss, "probe": [probe(i, x) for i, x in enumerate(gradients)]}
     found |= {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
     report(found)
     gradients[:] = [tokens]  # looked at; what they hold is free again
@@ -213,7 +216,7 @@ def main(argv: list[str]) -> int:
         cells = [row.get(n) for n in COLUMNS]
         print(side.ljust(8) + "".join(("-" if c is None else format(c, ".5g")).rjust(14) for c in cells), row.get("says", ""), flush=True)
         if args.json:
-            Path(args.json).write_text(json.dumps(about | {"spec": spec, "sides": found}, indent=1) + "\n")
+            write_json(args.json, about | {"spec": spec, "sides": found})
     return 0 if "step_ms" in found["ours"] else 1
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case, make_inputs
-from kda_ops.bench.machine import need_device
+from kda_ops.bench.machine import need_device, write_json
 
 REPEATS = 9
 RUN = 64  # chunks per run: the cheapest where many heads share a device
@@ -175,7 +174,7 @@ def _serve(rank: int, store: str, args: argparse.Namespace) -> None:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 found |= {"rows": rows, "missing": [f"{o} {g} on {n}" for o, g, n in cases[reached:]]}
-                Path(args.output).write_text(json.dumps(found, indent=1) + "\n")
+                write_json(args.output, found)
             if cuda:
                 torch.cuda.empty_cache()
         if _late(args.until, device):

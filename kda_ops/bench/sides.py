@@ -20,7 +20,7 @@ from kda_ops.bench.cases import LOWER_BOUND, Case, activated, flags
 
 Inputs = dict[str, Tensor]
 Forward = Callable[[Inputs], Tensor]
-Step = Callable[[Inputs, Tensor], Tensor]
+Step = Callable[[Tensor], Tensor]
 
 
 class Unsupported(Exception):
@@ -36,15 +36,15 @@ def our_forward(case: Case) -> Forward:
     return lambda x: chunk(**x, **words)[0]
 
 
-def our_step(case: Case) -> Step:
-    """O [B, 1, HV, V] of a decode call on a pool, in place."""
+def our_step(case: Case, x: Inputs) -> Step:
+    """O [B, 1, HV, V] of a decode call of these inputs on a pool, in place; what a server has at hand is made here, not in the call."""
     import kda_ops
 
     step: Callable[..., Tensor] = {"kda": kda_ops.recurrent_kda_, "gdn": kda_ops.recurrent_gdn_}[case.op]
-    words = flags(case)
-    transposed = case.layout == "vk"
+    words = flags(case) | dict(transpose_state_layout=case.layout == "vk")
     slots = torch.arange(case.sizes["B"], device=case.device, dtype=torch.int32)
-    return lambda x, pool: step(**x, state=pool, state_indices=slots, transpose_state_layout=transposed, **words)
+    q, k, v, g, beta, A_log, dt_bias = (x.get(n) for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias"))
+    return lambda pool: step(q, k, v, g, beta, pool, slots, None, A_log, dt_bias, **words)
 
 
 def _fla_flags(case: Case, x: Inputs) -> dict[str, Any]:
@@ -64,27 +64,22 @@ def _fla_forward(case: Case) -> Forward:
     return lambda x: chunk(x["q"], x["k"], x["v"], x["g"], x["beta"], **_fla_flags(case, x))[0]
 
 
-def _fla_step(case: Case) -> Step:
-    v_first = case.layout == "vk"
+def _fla_step(case: Case, x: Inputs) -> Step:
+    v_first, words = case.layout == "vk", _fla_flags(case, x)
+    q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
     if case.op == "kda":
         from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
-        slots = torch.arange(case.sizes["B"], device=case.device, dtype=torch.int32)
-
-        def step(x, pool):
-            words = _fla_flags(case, x)
-            words.pop("safe_gate", None)
-            words |= dict(initial_state=pool, ssm_state_indices=slots, state_v_first=v_first, scale=x["q"].shape[-1] ** -0.5)
-            return fused_recurrent_kda_fwd(x["q"], x["k"], x["v"], x["g"], x["beta"], **words)[0]
-
-        return step
+        words.pop("safe_gate", None)
+        words |= dict(ssm_state_indices=torch.arange(case.sizes["B"], device=case.device, dtype=torch.int32), state_v_first=v_first)
+        words |= dict(scale=q.shape[-1] ** -0.5)
+        return lambda pool: fused_recurrent_kda_fwd(q, k, v, g, beta, initial_state=pool, **words)[0]
     if case.state != "fp32":
         raise Unsupported("its GDN decode keeps float32 states only")
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
-    return lambda x, pool: fused_recurrent_gated_delta_rule(
-        x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], initial_state=pool, output_final_state=True, state_v_first=v_first, **_fla_flags(case, x)
-    )[0]  # fmt: skip
+    words |= dict(output_final_state=True, state_v_first=v_first)
+    return lambda pool: fused_recurrent_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=pool, **words)[0]
 
 
 def _fla_naive(case: Case) -> Forward:
@@ -157,7 +152,7 @@ class Peer:
     device: str
     package: str | None
     forward: Callable[[Case], Forward]
-    step: Callable[[Case], Step] | None = None
+    step: Callable[[Case, Inputs], Step] | None = None
     environment: dict[str, str] = field(default_factory=dict)
     same: bool = True
     beside: tuple[str, ...] = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,33 +56,30 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, tail: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         """Convolve x ``[B, T, D]``, or ``[1, T, D]`` with `packing`; `tail` ``[N, size - 1, D]`` holds what came before, and is brought up to date in place."""
-        taps = self._taps(x, tail) if packing is None else self._packed_taps(x, tail, packing)
-        weight, bias = local(self.weight)[:, 0].unbind(-1), local(self.bias)
-        y = taps[0] * weight[0]
-        for tap, w in zip(taps[1:], weight[1:]):
-            y = y + tap * w
-        if bias is not None:
-            y = y + bias
-        return F.silu(y).to(x.dtype)
-
-    def _taps(self, x: Tensor, tail: Tensor | None) -> list[Tensor]:
-        """The inputs each tap multiplies, oldest first: `size` tensors [B, T, D]."""
-        T, past = x.shape[1], self.size - 1
+        weight, bias = local(self.weight), local(self.bias)
+        position = None if packing is None else packing.position
+        if tail is None and torch.is_grad_enabled():
+            return _Convolve.apply(x, weight, bias, position).to(x.dtype)
         if tail is None:
-            rows = F.pad(x, (0, 0, past, 0))
+            taps = _taps(x, self.size, position)
         else:
-            rows = torch.cat([tail.to(x.dtype), x], 1)  # [B, size - 1 + T, D]
-            tail.copy_(rows[:, T:])
+            taps = self._taps_after(x, tail) if packing is None else self._packed_taps(x, tail, packing)
+        return F.silu(_sum(taps, weight[:, 0].unbind(-1), bias)).to(x.dtype)
+
+    def _taps_after(self, x: Tensor, tail: Tensor) -> list[Tensor]:
+        T = x.shape[1]
+        rows = torch.cat([tail.to(x.dtype), x], 1)  # [B, size - 1 + T, D]
+        tail.copy_(rows[:, T:])
         return [rows[:, i : i + T] for i in range(self.size)]
 
-    def _packed_taps(self, x: Tensor, tail: Tensor | None, packing: Packing) -> list[Tensor]:
+    def _packed_taps(self, x: Tensor, tail: Tensor, packing: Packing) -> list[Tensor]:
         T, past, n, t = x.shape[1], self.size - 1, packing.sequence, packing.position
         taps = []
         for back in range(past, 0, -1):
             earlier = F.pad(x, (0, 0, back, 0))[:, :T]
-            before = 0.0 if tail is None else tail[n, (past + t - back).clamp(max=past - 1)].to(x.dtype)
+            before = tail[n, (past + t - back).clamp(max=past - 1)].to(x.dtype)
             taps.append(torch.where((t >= back)[:, None], earlier, before))
-        if tail is not None and past:
+        if past:
             # Row j of a new tail is token `length - past + j` of its sequence; those below 0 are still in the old tail.
             N = tail.shape[0]
             row = torch.arange(past, device=x.device)
@@ -89,3 +88,62 @@ class ShortConvolution(nn.Module):
             rows = torch.cat([tail.flatten(0, 1).to(x.dtype), x[0]])
             tail.copy_(rows[torch.where(token < 0, old, N * past + packing.start[:, None] + token)])
         return [*taps, x]
+
+
+class _Convolve(torch.autograd.Function):
+    """The convolution of whole sequences in training. Autograd's own backward computes the gradient of SiLU once for every tap and keeps its input in fp32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None) -> Tensor:
+        """Convolve x ``[B, T, D]`` with weight ``[D, 1, size]``; `position` ``[T]`` within a packed sequence. In the dtype of their product.
+
+        A cast that does nothing must not come last here: Dynamo of torch 2.11 then drops all gradients.
+        """
+        ctx.save_for_backward(x, weight, bias, position)
+        return F.silu(_sum(_taps(x, weight.shape[-1], position), _rows(weight), bias))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dx, dweight and dbias. Only x was kept."""
+        x, weight, bias, position = ctx.saved_tensors
+        rows, taps = _rows(weight), _taps(x, weight.shape[-1], position)
+        y = _sum(taps, rows, bias)
+        dy = _in_memory(torch.ops.aten.silu_backward(dy, y))
+        dx = _sum([_later(dy, back, position) for back in range(len(rows))], rows[::-1], None).to(x.dtype)
+        dweight = torch.stack([(dy * tap).sum((0, 1)) for tap in taps], -1)[:, None].to(weight.dtype)
+        dbias = None if bias is None else dy.sum((0, 1)).to(bias.dtype)
+        return dx, dweight, dbias, None
+
+
+def _sum(taps: Sequence[Tensor], weight: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    y = taps[0] * weight[0]
+    for tap, w in zip(taps[1:], weight[1:]):
+        y = y + tap * w
+    return y if bias is None else y + bias
+
+
+def _taps(x: Tensor, size: int, position: Tensor | None) -> list[Tensor]:
+    """The inputs each tap multiplies, oldest first: `size` tensors [B, T, D], zero before the first token of a sequence."""
+    taps = [x]
+    for back in range(1, size):
+        earlier = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
+        taps.append(earlier if position is None else torch.where((position >= back)[:, None], earlier, 0.0))
+    return taps[::-1]
+
+
+def _later(dy: Tensor, back: int, position: Tensor | None) -> Tensor:
+    """What the token `back` later has in dy [B, T, D], of those of the same sequence: the adjoint of a tap."""
+    if position is not None:
+        dy = torch.where((position >= back)[:, None], dy, 0.0)
+    return F.pad(dy, (0, 0, 0, back))[:, back:]
+
+
+def _rows(weight: Tensor) -> tuple[Tensor, ...]:
+    """Each tap's weights [D], neighbours in memory, so that a kernel reads them as wide as it reads x."""
+    return _in_memory(weight[:, 0].t()).unbind(0)
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """x, contiguous. A compiler, told of strides, writes it to memory instead of computing it again wherever it is used."""
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride())
