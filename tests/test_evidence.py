@@ -14,14 +14,7 @@ from kda_ops.bench import evidence
 from tests.support.gpus import longest_first, rotated
 
 FILE = Path(__file__).parent / "gpu" / "evidence.json"
-_CROWD = (
-    "passes where 8 processes share the GPU (on the kernels before), fails among the 14 of the whole suite; that run was cut before it said why, "
-    "and a suite says so at once since"
-)
-KNOWN = {  # the GPU tests that failed in the run on file, and why it was kept nevertheless; empty after a clean one
-    "tests/gpu/test_compiled.py::test_any_length_trains_with_two_compilations[kda]": _CROWD,
-    "tests/gpu/test_compiled.py::test_any_length_trains_with_two_compilations[gdn]": _CROWD,
-}
+KNOWN: dict[str, str] = {}  # the GPU tests that failed in the run on file, and why it was kept nevertheless; empty after a clean one
 COLUMNS = {"op", "pass", "setting", "gate", "ours_ms", "state", "layout", "peer", "peer_ms", "ours_error", "peer_error", "also"}
 
 
