@@ -427,5 +427,23 @@ def test_the_convolution_has_the_gradients_of_torchs_own(size, packed):
     close(conv(x, packing=packing), want)
     for wanted, mine in zip(torch.autograd.grad(want, inputs, dy), torch.autograd.grad(conv(x, packing=packing), inputs, dy)):
         close(mine, wanted)
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")  # a compiler that loses them raises nothing
+    for wanted, mine in zip(torch.autograd.grad(theirs(x), inputs, dy), torch.autograd.grad(compiled(x), inputs, dy)):
+        close(mine, wanted)
     with torch.no_grad():
         close(conv(x, packing=packing), want)
+
+
+def test_the_convolution_is_mapped_and_differentiated_twice():
+    conv = ShortConvolution(3, 4, bias=True).double()
+    x = torch.randn(5, 2, 9, 3, dtype=torch.float64, requires_grad=True)
+    words = {n: p.detach() for n, p in conv.named_parameters()}
+
+    def loss(words, x):
+        return torch.func.functional_call(conv, words, (x,)).square().sum()
+
+    each = torch.vmap(torch.func.grad(loss), (None, 0))(words, x)
+    for part, mine in zip(x.detach(), zip(*each.values())):
+        for wanted, found in zip(torch.autograd.grad(conv(part).square().sum(), list(conv.parameters())), mine):
+            close(found, wanted)
+    assert torch.autograd.gradgradcheck(lambda x: conv(x), x[0])

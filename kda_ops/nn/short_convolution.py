@@ -93,22 +93,30 @@ class ShortConvolution(nn.Module):
 class _Convolve(torch.autograd.Function):
     """The convolution of whole sequences in training. Autograd's own backward computes the gradient of SiLU once for every tap and keeps its input in fp32."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None) -> Tensor:
         """Convolve x ``[B, T, D]`` with weight ``[D, 1, size]``; `position` ``[T]`` within a packed sequence. In the dtype of their product.
 
         A cast that does nothing must not come last here: Dynamo of torch 2.11 then drops all gradients.
         """
-        ctx.save_for_backward(x, weight, bias, position)
         return F.silu(_sum(_taps(x, weight.shape[-1], position), _rows(weight), bias))
 
     @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+        """Keep the inputs alone."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dx, dweight and dbias. Only x was kept."""
+        """dx, dweight and dbias."""
         x, weight, bias, position = ctx.saved_tensors
         rows, taps = _rows(weight), _taps(x, weight.shape[-1], position)
         y = _sum(taps, rows, bias)
-        dy = _in_memory(torch.ops.aten.silu_backward(dy, y))
+        wide = y.to(torch.promote_types(y.dtype, torch.float32))
+        sigmoid = wide.sigmoid()
+        dy = _in_memory((dy * (sigmoid * (1 + wide * (1 - sigmoid)))).to(y.dtype))
         dx = _sum([_later(dy, back, position) for back in range(len(rows))], rows[::-1], None).to(x.dtype)
         dweight = torch.stack([(dy * tap).sum((0, 1)) for tap in taps], -1)[:, None].to(weight.dtype)
         dbias = None if bias is None else dy.sum((0, 1)).to(bias.dtype)
