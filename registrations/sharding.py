@@ -125,6 +125,24 @@ def _register(operator: schemas.Operator, namespace: str) -> None:
     propagator.op_to_schema_info[op] = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=flags, needs_pytree=True)
 
 
+class _Propagate:
+    """DTensor's cache of decisions, asked only for what can be hashed: in torch 2.11 a list cannot, such as the backward's `need`, which is decided anew."""
+
+    def __init__(self, propagator) -> None:
+        self._cached, self._anew = propagator.propagate_op_sharding, propagator.propagate_op_sharding_non_cached
+
+    def __getattr__(self, name: str):
+        return getattr(self._cached, name)
+
+    def __call__(self, op_schema: OpSchema):
+        try:
+            hash(op_schema)
+        except TypeError:
+            return self._anew(op_schema)
+        return self._cached(op_schema)
+
+
+DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding = _Propagate(DTensor._op_dispatcher.sharding_propagator)
 for _namespace in schemas.VARIANTS:
     for _operator in (schemas.CHUNK, schemas.CHUNK_FWD, schemas.CHUNK_BWD, schemas.RECURRENT):
         _register(_operator, _namespace)
