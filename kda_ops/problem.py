@@ -166,7 +166,8 @@ class Problem:
             tokens = g if cu_seqlens is None else g[:, : int(cu_seqlens[-1])]
             _check_decay(tokens, (lower_bound or SAFE_BOUND) if safe_gate else None)
         self.rank, self.q, self.k, self.v, self.g, self.beta = rank, q, k, v, g, beta
-        self.A_log, self.dt_bias, self.cu_seqlens = A_log, dt_bias, cu_seqlens
+        self.A_log, self.dt_bias = A_log, dt_bias
+        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()  # kernels count on it
         self.B, self.T, self.H, self.HV, self.K, self.V = B, T, H, HV, K, V
         self.scale = K**-0.5 if scale is None else scale
         self.l2norm, self.activate_gate, self.lower_bound, self.safe_gate = use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, safe_gate
@@ -201,8 +202,8 @@ class Problem:
                 _shape_error("num_accepted_tokens", "[N]", (p.N,), num_accepted_tokens)
             _check_index("num_accepted_tokens", num_accepted_tokens, q.device)
             if CHECK_VALUES and not _is_symbolic(num_accepted_tokens):
-                _check_accepted(num_accepted_tokens, state_indices.shape[1])
-            p.num_accepted_tokens = num_accepted_tokens
+                _check_accepted(num_accepted_tokens, state_indices)
+            p.num_accepted_tokens = num_accepted_tokens.contiguous()
         if state_indices is not None and state_indices.dim() == 2 and cu_seqlens is None and p.T > state_indices.shape[1]:
             raise ValueError(f"state_indices must name a slot for every token, shape [N, S] with S at least T = {p.T}, got {list(state_indices.shape)}.")
         if CHECK_VALUES and state_indices is not None and state_indices.dim() == 2 and cu_seqlens is not None and not _is_symbolic(cu_seqlens):
@@ -264,7 +265,7 @@ class Problem:
         else:
             self._take_state("state", "slots", state.shape[0], state, pool=True)
             if state_indices.dim() not in (1, 2) or state_indices.shape[0] != self.N or 0 in state_indices.shape[1:]:
-                raise ValueError(f"state_indices must have shape [N] or [N, S] with N = {self.N}, got {list(state_indices.shape)}.")
+                raise ValueError(f"state_indices must have shape [N] or [N, S] with N = {self.N} and S at least 1, got {list(state_indices.shape)}.")
             _check_index("state_indices", state_indices, self.q.device)
             if CHECK_VALUES and not _is_symbolic(state_indices):
                 _check_slots(state_indices, state.shape[0], "state_indices")
@@ -348,8 +349,9 @@ def _check_slots(indices: Tensor, slots: int, name: str) -> None:
         raise ValueError(f"{name} must name distinct slots, got one slot twice.")
 
 
-def _check_accepted(accepted: Tensor, columns: int) -> None:
-    if accepted.numel() and (int(accepted.min()) < 1 or int(accepted.max()) > columns):
+def _check_accepted(accepted: Tensor, indices: Tensor) -> None:
+    columns, live = indices.shape[1], accepted[(indices >= 0).any(1)]  # of padding it does not matter
+    if live.numel() and (int(live.min()) < 1 or int(live.max()) > columns):
         raise ValueError(f"num_accepted_tokens must lie between 1 and S = {columns}, the columns of state_indices, got {accepted.tolist()}.")
 
 

@@ -51,6 +51,7 @@ def states_along(pool, n):
 @given(pool=pools())
 @example(pool=Pool(Case(lengths=(3, 0, 2, 1), tail=2, H=1, HV=2), "recurrent_", True, (False, False, True, False), columns=5, accepted=True))
 @example(pool=Pool(Case("gdn", lengths=(65, 0, 130, 64), tail=2), "chunk_", True, (False, True, False, False), snapshots=2))
+@example(pool=Pool(Case("kda", lengths=(130, 70), H=1, HV=1), "chunk_", True, (True, False), snapshots=2))
 def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
     before = pool.state()
     o, after = pool.run()
@@ -157,6 +158,43 @@ def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
     assert_identical(after_holed[indices[0, 1]], pool.state()[indices[0, 1]], "the slot that was not named")
     for column in (0, 2):
         assert_identical(after_holed[indices[0, column]], after[indices[0, column]], "a named slot")
+
+
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_may_have_accepted_anything(variant, packed):
+    """A row whose slots are all negative is not asked what it accepted, nor a live one that accepted nothing started anywhere."""
+    pool = Pool(Case(variant, H=1, HV=1, **(dict(lengths=(1, 2, 1, 2)) if packed else dict(B=4, T=2))), "recurrent_", True, (False, True, False, True), columns=2)
+    indices = pool.indices()[0].to(TARGET.device)
+    for wrong in (-3, 0, 3, 9):
+        o, after = pool.run(num_accepted_tokens=torch.tensor([2, wrong, 1, wrong], device=TARGET.device))
+        want, state = pool.run(num_accepted_tokens=torch.tensor([2, 1, 1, 1], device=TARGET.device))
+        assert_identical(o, want, "o")
+        assert_identical(after, state, "the pool")
+        o, after = pool.run(num_accepted_tokens=torch.tensor([wrong, 1, 1, 1], device=TARGET.device))
+        assert_identical(after[indices[0]], pool.state()[indices[0]], "the slots of a sequence that starts nowhere")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_token_beyond_its_slots_is_nowhere(variant):
+    case = Case(variant, lengths=(4, 1), H=1, HV=1)
+    long = Pool(case, "recurrent_", columns=4)
+    indices = long.indices()[0].to(TARGET.device)
+    o, _ = long.run()
+    o_cut, after = long.run(state_indices=indices[:, :2])
+    assert not o_cut[:, 2:4].any()
+    assert_identical(o_cut[:, [0, 1, 4]], o[:, [0, 1, 4]], "o")
+    assert_identical(after[indices[0, 2:]], long.state()[indices[0, 2:]], "slots of tokens that are nowhere")
+
+
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_pool_without_slots_serves_padding(variant, op):
+    case = Case(variant, B=2, T=2, H=1, HV=1)
+    x = case.inputs(TARGET.device)
+    pool = torch.zeros(0, 1, case.K, case.V, device=TARGET.device)
+    o = overload(variant, op)(*[x[n] for n in PER_TOKEN], pool, torch.tensor([-1, -2], device=TARGET.device), None, x["A_log"], x["dt_bias"])
+    assert not o.any()
 
 
 @given(split=splits(tuple(d for d in TARGET.dtypes if d is not torch.float64), (torch.float32, torch.bfloat16), H=1, HV=2, K=16, V=24))

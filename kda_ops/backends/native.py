@@ -183,7 +183,7 @@ class _Running:
         self.chunks, self.HV = Chunks(p), p.HV
         self.order = self.chunks.order
         self.S = torch.zeros((p.N, p.HV, p.K, p.V + -p.V % 8), dtype=p.state_dtype)[..., : p.V]
-        if initial is not None:
+        if initial is not None and initial.shape[0]:
             rows = self.order if slots is None else slots[self.order].clamp(min=0)
             self.S.copy_(p.as_kv(initial).index_select(0, rows))
             if slots is not None:
@@ -343,7 +343,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         b_o = (b_q.unsqueeze(-2) @ b_S).squeeze(-2)[..., : p.V].to(o.dtype)
         S = b_S if n is None else S.index_copy(0, n, b_S)
         if per_token:
-            slot = slots[:, t] if n is None else slots[n, t]
+            slot = slots[each, t] if t < slots.shape[1] else slots.new_full((len(b_o),), -1)
             b_o.masked_fill_((slot < 0)[:, None, None], 0.0)
             _write(kv_out, slot, b_S[..., : p.V])
         o[token] = b_o
@@ -376,8 +376,13 @@ def _start(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tensor, T
     kv = p.as_kv(p.state)
     if slots is None:
         return kv.to(p.state_dtype).contiguous(), None
-    if per_token:
-        column = torch.zeros(p.N, 1, dtype=torch.int64) if p.num_accepted_tokens is None else (p.num_accepted_tokens.long() - 1)[:, None]
-        slots = slots.gather(1, column)[:, 0]
+    if per_token and p.num_accepted_tokens is None:
+        slots = slots[:, 0]
+    elif per_token:
+        column = p.num_accepted_tokens.long() - 1
+        inside = (column >= 0) & (column < slots.shape[1])  # a row of padding may have accepted anything
+        slots = slots.gather(1, column.where(inside, 0)[:, None])[:, 0].where(inside, -1)
     live = None if bool((slots >= 0).all()) else torch.nonzero(slots >= 0).flatten()
+    if not kv.shape[0]:
+        return torch.zeros((p.N, p.HV, p.K, p.V), dtype=p.state_dtype), live
     return kv.index_select(0, slots.clamp(min=0).long()).to(p.state_dtype), live

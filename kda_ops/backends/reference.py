@@ -226,7 +226,9 @@ class _Pool:
     def _slot(self, n: int, column: int) -> int:
         if self.slots is None:
             return n
-        return int(self.slots[n] if self.slots.dim() == 1 else self.slots[n, column])
+        if self.slots.dim() == 1:
+            return int(self.slots[n])
+        return int(self.slots[n, column]) if 0 <= column < self.slots.shape[1] else -1
 
     def read(self, n: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """The state that sequence n starts from, and whether the sequence is live at all."""
@@ -244,7 +246,7 @@ class _Pool:
         """The state after token t, where each token has a slot; whether the token has an output."""
         if self.slots is None or self.slots.dim() == 1:
             return True
-        slot = self._slot(n, t) if t < self.slots.shape[1] else -1
+        slot = self._slot(n, t)
         if slot >= 0:
             self.final[slot] = S
         return slot >= 0

@@ -12,7 +12,7 @@ import kda_ops
 from kda_ops import dispatch
 from kda_ops.backends.reference import recur
 from tests.support.closeness import assert_close, assert_identical
-from tests.support.steps import Step, assert_calls_forget, assert_step, random_step
+from tests.support.steps import Step, assert_calls_forget, assert_step, assert_strides_count, random_step
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,6 +69,7 @@ def test_edges_meet_the_definition(case):
 def test_calls_that_look_alike_share_nothing_else():
     with torch.inference_mode():
         assert_calls_forget(CUDA)
+        assert_strides_count(CUDA)
 
 
 def _call(B: int, H: int = 4, K: int = 64, V: int = 64, T: int = 1, seed: int = 0):

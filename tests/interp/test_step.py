@@ -9,8 +9,9 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
     pytest.skip("needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True)
 
 from kda_ops import dispatch
+from kda_ops.problem import Problem
 from tests.support.closeness import assert_identical
-from tests.support.steps import Step, assert_calls_forget, assert_step, random_step
+from tests.support.steps import Step, assert_calls_forget, assert_step, assert_strides_count, random_step
 
 TRITON = dispatch.load("triton")
 DTYPES = (torch.float32, torch.float16)
@@ -33,6 +34,23 @@ def test_edges_meet_the_definition(case):
 
 def test_calls_that_look_alike_share_nothing_else():
     assert_calls_forget("cpu")
+
+
+def test_calls_that_differ_in_strides_share_nothing():
+    assert_strides_count("cpu")
+
+
+def test_a_call_is_parsed_once(monkeypatch):
+    q, beta, pool = torch.randn(2, 1, 3, 16), torch.rand(2, 1, 3), torch.zeros(2, 3, 16, 16)
+
+    def call():
+        return torch.ops.kda.recurrent_(q.clone(), q.clone(), q.clone(), None, beta.clone(), pool.zero_(), use_qk_l2norm_in_kernel=True)
+
+    first = call()
+    monkeypatch.setattr(Problem, "parse_step", None)  # what looks alike is not parsed again
+    assert_identical(call(), first, "o")
+    with pytest.raises(TypeError):
+        torch.ops.kda.recurrent_(q, q, q, None, beta, pool, use_qk_l2norm_in_kernel=True, scale=0.5)
 
 
 def test_both_layouts_give_the_same_numbers():

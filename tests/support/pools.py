@@ -93,7 +93,7 @@ class Pool:
         indices, accepted, snapshots = (None if i is None else i.to(TARGET.device) for i in self.indices())
         indices = changed.get("state_indices", indices)
         flags = self.case.flags(self.op) | ({"snapshot_every": self.every} if snapshots is not None else {})
-        extra = accepted if self.op == "recurrent_" else snapshots
+        extra = changed.get("num_accepted_tokens", accepted) if self.op == "recurrent_" else snapshots
         with torch.no_grad():
             o = overload(self.case.variant, self.op)(
                 x["q"], x["k"], x["v"], x["g"], x["beta"], state, indices, extra, x["A_log"], x["dt_bias"], x["cu_seqlens"], **flags

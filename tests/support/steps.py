@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
@@ -219,3 +219,38 @@ def assert_calls_forget(device: torch.device | str) -> None:
         except (TypeError, ValueError):
             continue
         raise AssertionError(f"argument {i} was not refused")
+
+
+def assert_strides_count(device: torch.device | str) -> None:
+    """Calls that differ in strides alone, one after the other on operators that keep how a call is launched: states and indices are read where they lie."""
+    B, S, H, D = 3, 2, 2, 16
+    orders = ((0, 1, 2, 3), (1, 0, 2, 3), (0, 1, 3, 2), (0, 3, 1, 2), (2, 0, 1, 3))
+
+    def behind(x: Tensor, order: tuple[int, ...]) -> Tensor:
+        """x with its axes in this order in memory."""
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return x.permute(order).contiguous().permute(back)
+
+    def spread(x: Tensor) -> Tensor:
+        """x as every second column of a table whose others mean something else."""
+        return torch.stack([x, x.flip(0) + 1], -1)[..., 0]
+
+    for seed, (order, transposed, placed, packed, _again) in enumerate(product(orders, (False, True), (Tensor.clone, spread), (False, True), range(2))):
+        gen = torch.Generator().manual_seed(seed)
+        q, k, v, beta = (torch.randn(s, generator=gen) for s in ((B, S, H, D), (B, S, H, D), (B, S, H, D), (B, S, H)))
+        slots, accepted = torch.randperm(2 * B * S, generator=gen)[: B * S].view(B, S), torch.randint(1, S + 1, (B,), generator=gen)
+        offsets = torch.tensor([0, *torch.randint(0, S + 1, (B,), generator=gen).cumsum(0).tolist()]) if packed else None
+        rows = [x.flatten(0, 1)[None] if packed else x for x in (q, k, v)]
+        args = [*rows, None, beta.flatten(0, 1)[None] if packed else beta, torch.randn(2 * B * S, H, D, D, generator=gen), slots, accepted, None, None, offsets]
+        words = dict(use_qk_l2norm_in_kernel=True, transpose_state_layout=transposed)
+        p = Problem.parse_step(1, *[None if x is None else x.clone() for x in args], **words)
+        o = p.new_output()
+        Reference().step(p, o, p.state)
+        there = [None if x is None else x.to(device) for x in args]
+        there[5] = behind(there[5], order)
+        for i in (6, 7, 10):
+            there[i] = None if there[i] is None else placed(there[i])
+        got = torch.ops.kda.recurrent_(*there, **words)
+        case = f"states in order {order}, transposed {transposed}, indices by {placed.__name__}, packed {packed}"
+        torch.testing.assert_close(got.cpu(), o, rtol=1e-4, atol=1e-5, msg=lambda m, case=case: f"o, {case}: {m}")
+        torch.testing.assert_close(there[5].cpu(), p.state, rtol=1e-4, atol=1e-5, msg=lambda m, case=case: f"states, {case}: {m}")
