@@ -66,6 +66,18 @@ def test_a_decode_that_loses_its_state_is_over_the_limit(monkeypatch, capsys):
     assert " 0 of 40" not in " ".join(capsys.readouterr().out.splitlines())
 
 
+def test_a_decode_that_is_one_percent_off_is_over_the_limit(monkeypatch):
+    right, calls = drift.decode, []
+
+    def off(op, inputs, pool):
+        calls.append(pool)
+        return right(op, inputs, pool) * (1.01 if len(calls) % 2 else 1.0)
+
+    monkeypatch.setattr(drift, "decode", off)
+    rows = drift.measure("cpu", 200, ["kda"], ["fp32"], torch.bfloat16, 16)
+    assert all(r["error"] > 2 * r["limit"] for r in rows)
+
+
 def test_calls_before_the_capture_of_a_window_leave_no_trace_and_threads_are_as_before(monkeypatch):
     seen, before = [], torch.get_num_threads()
 

@@ -164,7 +164,8 @@ def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_may_have_accepted_anything(variant, packed):
     """A row whose slots are all negative is not asked what it accepted, nor a live one that accepted nothing started anywhere."""
-    pool = Pool(Case(variant, H=1, HV=1, **(dict(lengths=(1, 2, 1, 2)) if packed else dict(B=4, T=2))), "recurrent_", True, (False, True, False, True), columns=2)
+    case = Case(variant, H=1, HV=1, **(dict(lengths=(1, 2, 1, 2)) if packed else dict(B=4, T=2)))
+    pool = Pool(case, "recurrent_", True, (False, True, False, True), columns=2)
     indices = pool.indices()[0].to(TARGET.device)
     for wrong in (-3, 0, 3, 9):
         o, after = pool.run(num_accepted_tokens=torch.tensor([2, wrong, 1, wrong], device=TARGET.device))

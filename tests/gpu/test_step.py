@@ -79,7 +79,8 @@ def _call(B: int, H: int = 4, K: int = 64, V: int = 64, T: int = 1, seed: int = 
     return (q, k, v, g, beta), dict(A_log=A_log, dt_bias=dt_bias, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
 
 
-def test_scale_strides_and_sizes_do_not_recompile():
+@pytest.mark.parametrize("one", (False, True))
+def test_scale_strides_and_sizes_do_not_recompile(one):
     def decode(B, T, scale, wide=False):
         inputs, flags = _call(B, K=48, V=40, T=T)
         if wide:
@@ -87,10 +88,10 @@ def test_scale_strides_and_sizes_do_not_recompile():
         pool = torch.randn(B * (3 if wide else 1), 4, 48, 40, device=CUDA)[:: 3 if wide else 1]
         kda_ops.recurrent_kda_(*inputs, pool, scale=scale, **flags)
 
-    decode(3, 2, 0.5)
+    decode(3, 1 if one else 2, 0.5)
     kernels = {id(found) for found in KERNEL._COMPILED.values()}
     for B, T, scale, wide in ((7, 3, 0.25, False), (8, 16, 1.0, True), (3, 5, 0.1, True)):
-        decode(B, T, scale, wide)
+        decode(B, 1 if one else T, scale, wide)
     assert {id(found) for found in KERNEL._COMPILED.values()} == kernels
 
 

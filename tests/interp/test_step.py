@@ -12,6 +12,7 @@ from kda_ops import dispatch
 from kda_ops.problem import Problem
 from tests.support.closeness import assert_identical
 from tests.support.steps import Step, assert_calls_forget, assert_step, assert_strides_count, random_step
+from tests.test_pools import test_a_token_beyond_its_slots_is_nowhere, test_padding_may_have_accepted_anything  # noqa: F401, on the kernels too
 
 TRITON = dispatch.load("triton")
 DTYPES = (torch.float32, torch.float16)
