@@ -265,7 +265,8 @@ class Problem:
         else:
             self._take_state("state", "slots", state.shape[0], state, pool=True)
             if state_indices.dim() not in (1, 2) or state_indices.shape[0] != self.N or 0 in state_indices.shape[1:]:
-                raise ValueError(f"state_indices must have shape [N] or [N, S] with N = {self.N} and S at least 1, got {list(state_indices.shape)}.")
+                hint = ": S is at least 1" if 0 in state_indices.shape[1:] else ""
+                raise ValueError(f"state_indices must have shape [N] or [N, S] with N = {self.N}, got {list(state_indices.shape)}{hint}.")
             _check_index("state_indices", state_indices, self.q.device)
             if CHECK_VALUES and not _is_symbolic(state_indices):
                 _check_slots(state_indices, state.shape[0], "state_indices")
