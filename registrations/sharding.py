@@ -129,7 +129,7 @@ class _Propagate:
     """DTensor's cache of decisions, asked only for what can be hashed: in torch 2.11 a list cannot, such as the backward's `need`, which is decided anew."""
 
     def __init__(self, propagator) -> None:
-        self._cached, self._anew = propagator.propagate_op_sharding, propagator.propagate_op_sharding_non_cached
+        self._propagator, self._cached = propagator, propagator.propagate_op_sharding
 
     def __getattr__(self, name: str):
         return getattr(self._cached, name)
@@ -138,7 +138,7 @@ class _Propagate:
         try:
             hash(op_schema)
         except TypeError:
-            return self._anew(op_schema)
+            return self._propagator.propagate_op_sharding_non_cached(op_schema)
         return self._cached(op_schema)
 
 
