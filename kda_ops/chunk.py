@@ -97,8 +97,10 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
         A = A if A is not None and A.numel() else None  # empty after a forward that keeps nothing: the recurrence
         packed = A is not None and packs(p) and not kept[KEPT.index("P")].numel()  # a P that was kept has a plain A beside it
         tile = b.prepare(p, A, pack=packed, norms=True)
-    if trace is None or (asked and trace.o is None):  # kept without o by a graph from before o was an argument
-        trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
-    reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)
+    with dispatch.beside(p) as elsewhere:
+        if trace is None or (asked and trace.o is None):  # kept without o by a graph from before o was an argument
+            with elsewhere:
+                trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
+        reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)
     tile = replace(tile, P=None, w=None, u=None, qg=None, kg=None)  # most of the scratch so far gives its place to that of `gradient`
     return b.gradient(p, tile, trace, do, reverse, need)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -44,6 +45,12 @@ def load(name: str) -> Backend:
     if name == "reference":
         return importlib.import_module("kda_ops.backends.reference").Reference()
     return importlib.import_module(f"kda_ops.backends.{name}")
+
+
+def beside(p: Problem) -> AbstractContextManager:
+    """In it two stages may run at once: it gives a context for the one that goes elsewhere, and ends when both have. Most calls leave no room for that."""
+    triton = importlib.import_module("kda_ops.backends.triton") if p.q.device.type == "cuda" else None
+    return nullcontext(nullcontext()) if triton is None or not triton.leaves_room(p) else triton.beside(p.q.device)
 
 
 def operand_dtype(p: Problem) -> torch.dtype:

@@ -8,6 +8,7 @@ if not torch.cuda.is_available():
 
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
+from kda_ops.problem import Problem
 from tests.support.calls import run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
@@ -69,6 +70,41 @@ def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant):
         found.append(run(case, inputs=case.inputs(CUDA)))
         assert [options.block_v for kernel, options in chosen.items() if "scan" in kernel] == [columns] * 2
     assert_all_identical(*found)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_scans_side_by_side_change_no_bit(monkeypatch, variant):
+    """On a second stream or not, eager, again and again over memory that is used anew, and in a CUDA graph."""
+    case = Case(variant=variant, dtype=BF16, K=128, V=128, H=2, HV=2, lengths=(2100, 65, 3000), gate="bounded", l2norm=True, beta="sigmoid")
+    inputs, cotangents = case.inputs(CUDA), case.cotangents(CUDA)
+
+    def gradients():
+        return run(case, inputs=inputs, cotangents=cotangents)
+
+    monkeypatch.setattr(TRITON, "leaves_room", lambda p: False)
+    want = gradients()
+    monkeypatch.setattr(TRITON, "leaves_room", lambda p: True)
+    for _ in range(5):
+        assert_all_identical(want, gradients())
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        found = gradients()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=other):
+            captured = gradients()
+        graph.replay()
+    torch.cuda.current_stream().wait_stream(other)
+    assert_all_identical(want, found)
+    assert_all_identical(want, captured)
+
+
+def test_one_long_sequence_of_few_heads_leaves_room():
+    def asks(T, H):
+        x, beta = torch.empty(1, T, H, 128, dtype=BF16, device=CUDA), torch.empty(1, T, H, dtype=BF16, device=CUDA)
+        return TRITON.leaves_room(Problem.parse(1, x, x, x, x.float(), beta))
+
+    assert asks(2048, 32) and not asks(1024, 32) and not asks(2048, 96) and not asks(4096, 8)  # too short, too many heads, cut into runs
 
 
 def test_lengths_and_batches_do_not_recompile():

@@ -75,7 +75,7 @@ def scores(b_rows, b_columns, PREC: tl.constexpr):
 
 @triton.jit
 def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr):
-    """Scores of one half and slice of K, for any decay b_x [rows, width]: (q k^T o E, k k^T o E, on and below the diagonal [rows, rows] fp32; the
+    """Scores of one half and slice of K, for any decay b_x [rows, width]: (q k^T o E, k k^T o E, below the diagonal [rows, rows] fp32; the
     decay from the start of the half to a row, from a row to its end [rows, width], the whole half [width]). Without SCORES the first two are zero.
 
     A pair of rows belongs to the level at which their blocks first part; there the later row has the decay since the middle and the
@@ -105,8 +105,6 @@ def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.co
                 b_Y = (b_k * b_f).to(TYPE)
                 b_L += tl.where(lower_left(h, ROWS), scores(b_Y, b_Y, PREC), 0.0)
                 b_P += tl.where(lower_left(h, ROWS), scores((b_q * b_f).to(TYPE), b_Y, PREC), 0.0)
-    if SCORES:
-        b_P += tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
     return b_P, b_L, tl.exp2(by_group(pre, before)), tl.exp2(by_group(suf, after)), tl.reshape(tl.exp2(total), (W,))
 
 
@@ -134,6 +132,7 @@ def block_scores(b_q, b_k, b_x, floor, R: tl.constexpr, PREC: tl.constexpr, TYPE
 
     With one prefix sum G, a pair that parts at row m has the factors exp2(-|G - G_m|) on either side.
     """
+    W: tl.constexpr = b_x.shape[1]
     o_r, o_g = tl.arange(0, 32), R * tl.arange(0, 32 // R)[:, None]
     pre, _, own = within(tl.maximum(b_x, floor), R)
     b_C = tl.cumsum(own, 0)
@@ -146,10 +145,12 @@ def block_scores(b_q, b_k, b_x, floor, R: tl.constexpr, PREC: tl.constexpr, TYPE
         b_D = by_group(b_G, -4.0 * floor - tl.where(o_g < 16, tl.where(o_g < 8, 0.0, s8), tl.where(o_g < 24, s16, s24)))
         b_row, b_kc = tl.exp2(b_D), (b_k * tl.exp2(-b_D)).to(TYPE)
         same = (o_r // 8)[:, None] == (o_r // 8)[None, :]
-        b_P = tl.where(same & (o_r[:, None] >= o_r[None, :]), scores((b_q * b_row).to(TYPE), b_kc, PREC), 0.0)
-        b_L = tl.where(same & (o_r[:, None] > o_r[None, :]), scores((b_k * b_row).to(TYPE), b_kc, PREC), 0.0)
+        b_P = tl.where(same, scores((b_q * b_row).to(TYPE), b_kc, PREC), 0.0)
+        b_L = tl.where(same, scores((b_k * b_row).to(TYPE), b_kc, PREC), 0.0)
         for h in tl.static_range(3, 5):
-            b_f = tl.exp2(-tl.abs(by_group(b_G, -tl.where(o_g < 16, s8, s24) if h == 3 else -s16)))
+            later = tl.where(((o_g >> h) & 1) == 1, 1.0, -1.0)
+            middle = tl.where(o_g < 16, s8, s24) if h == 3 else s16 + 0.0 * later
+            b_f = tl.exp2(by_group(tl.reshape(tl.reshape(b_G, (32 // R, R, W)) * later[:, :, None], (32, W)), -middle * later))
             b_kc = (b_k * b_f).to(TYPE)
             b_P += tl.where(lower_left(h, 32), scores((b_q * b_f).to(TYPE), b_kc, PREC), 0.0)
             b_L += tl.where(lower_left(h, 32), scores(b_kc, b_kc, PREC), 0.0)

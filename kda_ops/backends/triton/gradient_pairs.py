@@ -5,8 +5,8 @@ import triton.language as tl
 
 from kda_ops.backends.triton.fragment import pack
 from kda_ops.backends.triton.gate import strength_column
-from kda_ops.backends.triton.gradient_tile import locate_rows, on_diagonal, read_rows, widen, write_column, write_rows
-from kda_ops.backends.triton.tile import load_tile
+from kda_ops.backends.triton.gradient_tile import locate_rows, on_diagonal, read_rows, write_column, write_rows
+from kda_ops.backends.triton.tile import load_tile, widen
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from kda_ops.backends.triton.gradient_tile import (
     write_column,
     write_rows,
 )
-from kda_ops.backends.triton.tile import add_two, load_column, load_tile
+from kda_ops.backends.triton.tile import add_two, load_column, load_tile, prefetch_tile
 
 
 @triton.jit
@@ -79,6 +79,8 @@ def gradient_rows(
         p_row = rows + i_tile * 448 + o_r
         b_in_q, b_in_k, b_in_late, b_zv = b_zero, b_zero, b_zero, b_zero
         both = 0.0
+        prefetch_tile(states, i_tile, K * V)
+        prefetch_tile(dstates, i_tile, K * V)
         b_vn, b_z, b_do = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V), None
         if do is not None:
             b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.gate import INTERPRETED, LOG2E, log2_softplus, sigmoid
+from kda_ops.backends.triton.gate import LOG2E, log2_softplus, sigmoid
 from kda_ops.backends.triton.scan import rows_at
 from kda_ops.backends.triton.tile import find_sequence, locate_chunk, locate_sequence
 
@@ -26,24 +26,6 @@ def read_rows(x, strides, i_b, i_h, first, n_rows, o_d, D: tl.constexpr):
     """Rows of one head of a [B, T, X, D] tensor, [64, width], zero past n_rows and past D."""
     o_r = tl.arange(0, 64)
     return tl.load(rows_at(x, strides, i_b, i_h, first, o_r, o_d), mask=(o_r < n_rows)[:, None] & (o_d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def widen(b_x):
-    """A tile in fp32; two entries of bf16 by their bits in as many instructions, where the compiler's conversion takes three."""
-    if b_x.dtype == tl.bfloat16 and not INTERPRETED:
-        return tl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [b_x], tl.float32, True, 2)
-    else:
-        return b_x.to(tl.float32)
-
-
-@triton.jit
-def narrow(b_x, TYPE: tl.constexpr):
-    """An fp32 tile as an operand; bf16 two at once: what is read again is otherwise rounded one by one, at a sixteenth of the rate of other instructions."""
-    if TYPE == tl.bfloat16 and not INTERPRETED:
-        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], tl.bfloat16, True, 2)
-    else:
-        return b_x.to(TYPE)
 
 
 @triton.jit

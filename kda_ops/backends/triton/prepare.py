@@ -106,6 +106,7 @@ def prepare_half(
     if SHARE < 32:
         b_k = load_unit(k, k_s, k_norm, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
         b_q = load_unit(q, q_s, q_norm, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
+        b_own = tl.sum(b_q * b_k, 1)
         if SHARE == 1:
             b_P, b_L, b_start, b_end, b_total = level_scores(b_q, b_k, b_x, R, PREC, TYPE, SCORES)
         else:
@@ -140,6 +141,7 @@ def prepare_half(
             b_L1 = scores(b_kr, b_Y, PREC)
     if SHARE == 32:  # q comes when the other rows have gone to the tensor cores
         b_q = load_unit(q, q_s, q_norm, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
+        b_own = tl.sum(b_q * b_k, 1)
     b_qr = b_q * b_start
     store_rows(qg, i_tile, b_qr * shift if b_Y is None else b_qr * (b_first * shift)[None, :], o_k, K, R, ROW)
     b_qr = b_qr.to(TYPE)
@@ -147,6 +149,8 @@ def prepare_half(
     if SCORES:
         if SHARE == 32:
             b_P = scores(b_qr, b_kc, PREC)
+        o_r = tl.arange(0, 32)
+        b_P = tl.where(o_r[:, None] == o_r[None, :], b_own[:, None], b_P)  # where decay is strong this is all, so its operands are not rounded
         b_P1 = b_P
         if b_Y is not None:
             b_P1 = scores(b_qr, b_Y, PREC)
@@ -278,8 +282,10 @@ def prepare_kda(
     b_A22 = (b_A22.to(tl.float32) * b_beta2[None, :]).to(TYPE)
     for i in tl.range((V + BV - 1) // BV, num_stages=1):
         b_v1, b_v2 = spread(b_v1), spread(b_v2)
-        store_spread(u, i_tile, tl.dot(b_A11, b_v1, input_precision=PREC), 0, i * BV, V)
-        store_spread(u, i_tile, tl.dot(b_A22, b_v2, tl.dot(b_A21, b_v1, input_precision=PREC), input_precision=PREC), 32, i * BV, V)
+        b_u1 = tl.dot(b_A11, b_v1, input_precision=PREC)
+        b_u2 = tl.dot(b_A22, b_v2, tl.dot(b_A21, b_v1, input_precision=PREC), input_precision=PREC)
+        store_spread(u, i_tile, b_u1, 0, i * BV, V)
+        store_spread(u, i_tile, b_u2, 32, i * BV, V)
         o_v += BV
         b_v1, b_v2 = load_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V, R, 32), load_rows(v, v_s, i_b, i_h, second, n_second, o_v, V, R, 32)
 

@@ -11,7 +11,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
 from kda_ops.backends.triton.scan import load_decays, load_factor, rows_at
-from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_lower, load_tile, strides_of
+from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_lower, load_tile, strides_of, widen
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Reverse, Tile
@@ -28,7 +28,8 @@ def reverse_scan_tiles(
         dv_new = P^T do + kg dS [64, V];   z = A^T dv_new [64, V];   dS <- gamma dS + qg^T do - w^T dv_new [K, V] fp32
 
     dS, the gradient of the state that leaves the chunk, and z, that of beta (v - k exp(G) S), are all that `gradient` needs from here: with them
-    it reads neither A nor any other part of the tile. Every transpose is of a tile from memory, never of a product.
+    it reads neither A nor any other part of the tile. Every transpose is of a tile from memory, never of a product. dv_new is rounded as an operand;
+    where A is one, on its diagonal, z takes it as it was.
     """
     i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
@@ -50,10 +51,11 @@ def reverse_scan_tiles(
             b_do = turn(tl.load(rows_at(do, do_s, i_b, i_h, bos + c * 64, o_r, o_v), mask=(c * 64 + o_r < length)[:, None] & m_v, other=0.0))
             b_dv = tl.dot(b_do, load_lower(P, i_tile), b_dv, input_precision=PREC)
             b_dS = tl.dot(b_do, load_tile(qg, i_tile, o_r, o_k, K), b_dS, input_precision=PREC)
-        b_less = (-b_dv).to(TYPE)
+        b_dv = -b_dv
+        b_less = b_dv.to(TYPE)
         b_dS = tl.dot(b_less, b_w, b_dS, input_precision=PREC)
         if z is not None:
-            b_z = -tl.dot(b_less, load_lower(A, i_tile), input_precision=PREC)
+            b_z = -tl.dot(b_less, load_lower(A, i_tile), b_dv - widen(b_less), input_precision=PREC)
             store_turned(z + i_tile * (64 * V) + i_v, V, 1, b_z, 64, V - i_v)
     close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, turn_back(b_dS), o_k, o_v, live, K, V, True)
 
@@ -93,7 +95,8 @@ def reverse_scan_rows(
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
             b_do = (b_do.to(tl.float32) * load_factor(rows, i_tile, 3)).to(TYPE)
             b_dS = tl.dot(b_do, b_q, b_dS, input_precision=PREC)
-        b_z = tl.dot(b_dv.to(TYPE), b_A, input_precision=PREC)
+        b_own = b_dv.to(TYPE)
+        b_z = tl.dot(b_own, b_A, b_dv - widen(b_own), input_precision=PREC)
         if z is not None:
             store_turned(z + i_tile * (64 * V) + i_v, V, 1, b_z, 64, V - i_v)
         b_less = (b_z * -(load_factor(rows, i_tile, 0) * load_factor(rows, i_tile, 2))).to(TYPE)

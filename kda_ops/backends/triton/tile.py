@@ -5,12 +5,16 @@ product; inside a chunk 32 bits do (`fit` sees to it), which saves a register pe
 ``[NT, HV, 64, width]``.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from kda_ops.stages import Tile
 
@@ -47,11 +51,49 @@ def dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+class _Side(threading.local):
+    """Where launches of this thread go, if not to the current stream, and what they take."""
+
+    stream: torch.cuda.Stream | None = None
+    held: list[tuple]
+
+
+_SIDE = _Side()
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[AbstractContextManager]:
+    """A second stream, joined at the end. In the context that it gives, launches go there, each after all that the current stream holds by then.
+
+    Memory comes from the current stream as ever, so what such a launch takes is held until the streams have joined.
+    """
+    side, held = torch.cuda.Stream(device), list[tuple]()
+
+    @contextmanager
+    def elsewhere() -> Iterator[None]:
+        _SIDE.stream, _SIDE.held = side, held
+        try:
+            yield
+        finally:
+            _SIDE.stream = None
+
+    try:
+        yield elsewhere()
+    finally:
+        torch.cuda.current_stream(device).wait_stream(side)
+        held.clear()
+
+
 def launch(kernel, programs: int, device: torch.device, *args, **options) -> None:
     """Launch on a one-dimensional grid (its limit is 2^31 - 1 programs, not 65535), on the device of the tensors."""
     if programs == 0:
         return
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if _SIDE.stream is not None:
+        _SIDE.stream.wait_stream(torch.cuda.current_stream(device))
+        _SIDE.held.append(args)
+        with torch.cuda.stream(_SIDE.stream):
+            kernel[(programs,)](*args, **options)
+    elif device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[(programs,)](*args, **options)
     else:
@@ -110,10 +152,18 @@ def prefetch_rows(x, strides, i_b, i_h, first, n_rows, D: tl.constexpr):
 
 @triton.jit
 def prefetch_tile(x, i_tile, SIZE: tl.constexpr):
-    """Prefetch tile i_tile of a scratch tensor of SIZE elements each."""
+    """Prefetch tile i_tile of a scratch tensor of SIZE elements each; where the architecture can, one thread asks for all of it."""
     if x is not None and SIZE > 0:
         LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
-        prefetch(x + i_tile * SIZE + tl.minimum(tl.arange(0, triton.next_power_of_2((SIZE + LINE - 1) // LINE)) * LINE, SIZE - 1))
+        BYTES: tl.constexpr = SIZE * 128 // LINE
+        if not INTERPRETED and BYTES % 16 == 0 and cuda_capability_geq(9):
+            tl.inline_asm_elementwise(
+                "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+                "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+                "=r,l,r", [(x + i_tile * SIZE).to(tl.int64), BYTES], tl.int32, False, 1,
+            )  # fmt: skip
+        else:
+            prefetch(x + i_tile * SIZE + tl.minimum(tl.arange(0, triton.next_power_of_2((SIZE + LINE - 1) // LINE)) * LINE, SIZE - 1))
 
 
 @triton.jit
@@ -167,6 +217,24 @@ def load_column(x, strides, i_b, i_h, first, n_rows, o_r):
     """One number per row of a [B, T, HV] tensor as [64] fp32, zero past n_rows."""
     p_x = x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
     return tl.load(p_x + o_r * strides[1], mask=o_r < n_rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def widen(b_x):
+    """A tile in fp32; two entries of bf16 by their bits in as many instructions, where the compiler's conversion takes three."""
+    if b_x.dtype == tl.bfloat16 and not INTERPRETED:
+        return tl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [b_x], tl.float32, True, 2)
+    else:
+        return b_x.to(tl.float32)
+
+
+@triton.jit
+def narrow(b_x, TYPE: tl.constexpr):
+    """An fp32 tile as an operand; bf16 two at once: what is read again is otherwise rounded one by one, at a sixteenth of the rate of other instructions."""
+    if TYPE == tl.bfloat16 and not INTERPRETED:
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], tl.bfloat16, True, 2)
+    else:
+        return b_x.to(TYPE)
 
 
 @triton.jit
