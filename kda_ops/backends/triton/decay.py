@@ -75,7 +75,7 @@ def scores(b_rows, b_columns, PREC: tl.constexpr):
 
 @triton.jit
 def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr):
-    """Scores of one half and slice of K, for any decay b_x [rows, width]: (q k^T o E, k k^T o E, below the diagonal [rows, rows] fp32; the
+    """Scores of one half and slice of K, for any decay b_x [rows, width]: (q k^T o E, k k^T o E, on and below the diagonal [rows, rows] fp32; the
     decay from the start of the half to a row, from a row to its end [rows, width], the whole half [width]). Without SCORES the first two are zero.
 
     A pair of rows belongs to the level at which their blocks first part; there the later row has the decay since the middle and the
@@ -105,6 +105,8 @@ def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.co
                 b_Y = (b_k * b_f).to(TYPE)
                 b_L += tl.where(lower_left(h, ROWS), scores(b_Y, b_Y, PREC), 0.0)
                 b_P += tl.where(lower_left(h, ROWS), scores((b_q * b_f).to(TYPE), b_Y, PREC), 0.0)
+    if SCORES:
+        b_P += tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
     return b_P, b_L, tl.exp2(by_group(pre, before)), tl.exp2(by_group(suf, after)), tl.reshape(tl.exp2(total), (W,))
 
 
@@ -128,7 +130,8 @@ def upto(b_C, n: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def block_scores(b_q, b_k, b_x, floor, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr):
-    """What `level_scores` returns, for bf16: blocks of 8 rows share an anchor, as decays end at `floor`, and two levels remain.
+    """What `level_scores` returns, for bf16: blocks of 8 rows share an anchor, as decays end at `floor`, and two levels remain. In those blocks there is
+    anything above the diagonal.
 
     With one prefix sum G, a pair that parts at row m has the factors exp2(-|G - G_m|) on either side.
     """

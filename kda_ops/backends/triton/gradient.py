@@ -133,7 +133,7 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
         G = torch.empty((NT, HV, 64, K), dtype=torch.float64 if exact else torch.float32, device=device)
         anchored = torch.empty((NT, HV), dtype=torch.int32, device=device) if tuning.anchored(p) else None
         launch(
-            sum_decays, programs, device, *logits, *parameters, cu_seqlens, G, anchored, N, T, HV, bound, tuning.gradient_floor(p),
+            sum_decays, programs, device, *logits, *parameters, cu_seqlens, G, anchored, N, T, HV, bound,
             K, wide, *activation, not exact, num_warps=1,
         )  # fmt: skip
         launch(

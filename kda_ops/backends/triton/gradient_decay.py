@@ -9,17 +9,16 @@ from kda_ops.backends.triton.gradient_tile import gate_gradient, locate_rows
 REACH = tl.constexpr(116.0)  # in base 2: an anchored factor and its inverse stay within 2^(REACH / 2) of one
 
 
-@triton.jit(do_not_specialize=["N", "T", "lower_bound", "floor"])
+@triton.jit(do_not_specialize=["N", "T", "lower_bound"])
 def sum_decays(
-    g, g_s, A_log, dt_bias, cu_seqlens, G, anchored, N, T, HV, lower_bound, floor,
+    g, g_s, A_log, dt_bias, cu_seqlens, G, anchored, N, T, HV, lower_bound,
     K: tl.constexpr, WIDE: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """G = sum of the decay in base 2 up to and including each row of one chunk and value head, [64, K]; a decay counts as `floor` at least, which is
+    """G = sum of the decay in base 2 up to and including each row of one chunk and value head, [64, K]; a decay counts as -160 at least, which is
     zero as a factor, and rows that are no tokens have none.
 
     G is fp32 for 16 bit operands, which do not see what a difference of such sums loses; fp64 for fp32, where the difference is as good as the sum.
-    anchored: the number of rows, 64, 32, 16 or 8, over which no channel of the chunk decays by more than 2^REACH, as 6, 5, 4 or 3; else 2, for
-    four rows of `floor` are no more.
+    anchored: the number of rows, 64, 32, 16 or 8, over which no channel of the chunk decays by more than 2^REACH, as 6, 5, 4 or 3; else 0.
     """
     i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
@@ -40,7 +39,7 @@ def sum_decays(
                 r = i * 16 + j
                 if g is not None:
                     b_x = tl.load(p_g + r * g_s[1], mask=m_k & (r < n_rows), other=0.0).to(tl.float32)
-                    b_x = tl.maximum(log2_decay(b_x, b_bias, rate, bound, ACTIVATE, BOUNDED, FAST), floor)
+                    b_x = tl.maximum(log2_decay(b_x, b_bias, rate, bound, ACTIVATE, BOUNDED, FAST), -160.0)
                     b_G += tl.where(m_k & (r < n_rows), b_x, 0.0)
                 tl.store(p_G + r * K, b_G, mask=m_k)
                 if j % 8 == 7:
@@ -51,7 +50,7 @@ def sum_decays(
                 b_32 = tl.maximum(b_32, b_half - b_G)
                 b_half = b_G
         if anchored is not None:
-            b_level = tl.where(b_16 <= REACH, 4, tl.where(b_8 <= REACH, 3, 2))
+            b_level = tl.where(b_16 <= REACH, 4, tl.where(b_8 <= REACH, 3, 0))
             b_level = tl.where(-b_G <= REACH, 6, tl.where(b_32 <= REACH, 5, b_level))
             tl.store(anchored + i_tile, tl.min(b_level, 0))
 

@@ -24,7 +24,7 @@ from kda_ops.backends.triton.tile import load_tile, narrow, prefetch_rows, prefe
 
 @lru_cache(None)
 def tables(device: torch.device) -> Tensor:
-    """The masks `load_pairs` picks by, [16, 64, 64] int16, all bits set: in blocks of 4, 8, 16, 32 and 64 rows the pairs below the diagonal and
+    """The masks `load_pairs` picks by, [14, 64, 64] int16, all bits set: in blocks of 8, 16, 32 and 64 rows the pairs below the diagonal and
     those above it; then where rows part at level 0 to 5; each packed.
 
     They reach a GPU from a thread and on a stream of their own: the calling thread may be filling the memory pool of a CUDA graph
@@ -32,7 +32,7 @@ def tables(device: torch.device) -> Tensor:
     """
     i = torch.arange(64, device="cpu")
     parting, below = i[:, None] ^ i[None, :], i[:, None] > i[None, :]
-    pairs = [(parting < m) & side for m in (4, 8, 16, 32, 64) for side in (below, below.T)] + [parting >> h == 1 for h in range(6)]
+    pairs = [(parting < m) & side for m in (8, 16, 32, 64) for side in (below, below.T)] + [parting >> h == 1 for h in range(6)]
     masks = packed(-torch.stack(pairs).to(torch.int16))
 
     def bring() -> Tensor:
@@ -190,12 +190,12 @@ def parted_pairs(
     b_x = load_rows(k, k_s, held, i_s, K, BK)
     b_strength = tl.where(later, b_beta, 1.0)
     b_z = narrow(b_x * (b_f * (b_k_norm * b_strength)), TYPE)
-    b_pair = tl.dot(load_pairs(dP, pairs, h + 10), b_y, input_precision=PREC)
+    b_pair = tl.dot(load_pairs(dP, pairs, h + 8), b_y, input_precision=PREC)
     b_dG += widen(b_y) * b_sign * b_pair
     b_pair = b_pair * b_f
     b_dq += b_pair * b_late
     b_dk += b_pair * b_early
-    b_pair = tl.dot(load_pairs(dL, pairs, h + 10), b_z, input_precision=PREC)
+    b_pair = tl.dot(load_pairs(dL, pairs, h + 8), b_z, input_precision=PREC)
     b_dG += widen(b_z) * b_sign * b_pair
     if SUMS:
         b_x = load_rows(k, k_s, held, i_s, K, BK) * (b_f * b_k_norm)
@@ -215,7 +215,7 @@ def anchored_pairs(
     TYPE: tl.constexpr = dP.dtype.element_ty
     b_late = tl.exp2(load_sums(G, i_s, h, False, K, BK) + REACH / 2)
     b_x = (load_rows(k, k_s, held, i_s, K, BK) * (fast_reciprocal(b_late) * b_k_norm)).to(TYPE)
-    below = 2 * h - 4
+    below = 2 * h - 6
     b_pair = tl.dot(load_pairs(dP, pairs, below), b_x, input_precision=PREC)
     b_own = narrow(load_rows(q, q_s, held, i_s, K, BK) * (b_late * b_q_norm), TYPE)
     b_dG += widen(b_own) * b_pair

@@ -8,7 +8,7 @@ from torch import Tensor
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.decay import block_scores, half_prefix, level_scores, pair_decay, row_decay, scores
 from kda_ops.backends.triton.fragment import spread, store_spread
-from kda_ops.backends.triton.gate import LOG2E, decay_column, load_rate, log2_decay, strength_column
+from kda_ops.backends.triton.gate import LOG2E, decay_column, fast_reciprocal, load_rate, log2_decay, strength_column
 from kda_ops.backends.triton.inverse import inverse, product
 from kda_ops.backends.triton.scan import rows_at
 from kda_ops.backends.triton.tile import (
@@ -24,6 +24,7 @@ from kda_ops.backends.triton.tile import (
     locate_chunk,
     prefetch_rows,
     prefetch_tile,
+    store_lower,
     store_rows,
     store_tile,
     strides_of,
@@ -106,7 +107,6 @@ def prepare_half(
     if SHARE < 32:
         b_k = load_unit(k, k_s, k_norm, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
         b_q = load_unit(q, q_s, q_norm, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
-        b_own = tl.sum(b_q * b_k, 1)
         if SHARE == 1:
             b_P, b_L, b_start, b_end, b_total = level_scores(b_q, b_k, b_x, R, PREC, TYPE, SCORES)
         else:
@@ -141,7 +141,6 @@ def prepare_half(
             b_L1 = scores(b_kr, b_Y, PREC)
     if SHARE == 32:  # q comes when the other rows have gone to the tensor cores
         b_q = load_unit(q, q_s, q_norm, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
-        b_own = tl.sum(b_q * b_k, 1)
     b_qr = b_q * b_start
     store_rows(qg, i_tile, b_qr * shift if b_Y is None else b_qr * (b_first * shift)[None, :], o_k, K, R, ROW)
     b_qr = b_qr.to(TYPE)
@@ -149,12 +148,17 @@ def prepare_half(
     if SCORES:
         if SHARE == 32:
             b_P = scores(b_qr, b_kc, PREC)
-        o_r = tl.arange(0, 32)
-        b_P = tl.where(o_r[:, None] == o_r[None, :], b_own[:, None], b_P)  # where decay is strong this is all, so its operands are not rounded
         b_P1 = b_P
         if b_Y is not None:
             b_P1 = scores(b_qr, b_Y, PREC)
     return b_P, b_L, b_P1, b_L1, b_ke, b_total, b_w.to(TYPE)
+
+
+@triton.jit
+def lost(b_beta, TYPE: tl.constexpr):
+    """What rounding beta as an operand lost, as a factor [32]."""
+    b_own = b_beta.to(TYPE).to(tl.float32)
+    return tl.where(b_own == 0.0, 1.0, b_beta * fast_reciprocal(b_own))
 
 
 @triton.jit
@@ -277,13 +281,14 @@ def prepare_kda(
         store_spread(w, i_tile, b_w2, 32, i * BK, K)
         o_k += BK
         b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)
+    b_lost1, b_lost2 = lost(b_beta1, TYPE), lost(b_beta2, TYPE)
     b_A11 = (b_A11.to(tl.float32) * b_beta1[None, :]).to(TYPE)
     b_A21 = (b_A21.to(tl.float32) * b_beta1[None, :]).to(TYPE)
     b_A22 = (b_A22.to(tl.float32) * b_beta2[None, :]).to(TYPE)
     for i in tl.range((V + BV - 1) // BV, num_stages=1):
         b_v1, b_v2 = spread(b_v1), spread(b_v2)
-        b_u1 = tl.dot(b_A11, b_v1, input_precision=PREC)
-        b_u2 = tl.dot(b_A22, b_v2, tl.dot(b_A21, b_v1, input_precision=PREC), input_precision=PREC)
+        b_u1 = tl.dot(b_A11, b_v1, input_precision=PREC) * b_lost1[:, None]
+        b_u2 = tl.dot(b_A22, b_v2, tl.dot(b_A21, b_v1, input_precision=PREC), input_precision=PREC) * b_lost2[:, None]
         store_spread(u, i_tile, b_u1, 0, i * BV, V)
         store_spread(u, i_tile, b_u2, 32, i * BV, V)
         o_v += BV
@@ -352,8 +357,11 @@ def prepare_gdn(
         tl.store(p_row + 192, b_q_own * b_start)
         tl.store(gamma + i_tile, b_gamma)
         b_D = pair_decay(b_G, EXACT) * b_k_own[None, :]
-        store_tile(P, i_tile, b_qk * b_D * b_q_own[:, None], o_r, o_r, 64)
-        if kept_A is None:
+        b_P = b_qk * b_D * b_q_own[:, None]
+        if kept_A is not None:
+            store_lower(P, i_tile, b_P)  # without an inverse this is bound by memory, with one the masks cost more
+        else:
+            store_tile(P, i_tile, b_P, o_r, o_r, 64)
             b_L = b_kk * b_D * (b_k_own * -b_strength)[:, None]  # the inverse takes from it only what it merges, below the diagonal
             store_tile(A, i_tile, inverse(b_L, INVERSE), o_r, o_r, 64)
 

@@ -67,7 +67,8 @@ def beside(device: torch.device) -> Iterator[AbstractContextManager]:
 
     Memory comes from the current stream as ever, so what such a launch takes is held until the streams have joined.
     """
-    side, held = torch.cuda.Stream(device), list[tuple]()
+    side = torch.cuda.Stream(device)
+    held: list[tuple] = []
 
     @contextmanager
     def elsewhere() -> Iterator[None]:
@@ -273,3 +274,11 @@ def load_lower(x, i_tile):
     o_r = tl.arange(0, 64)
     p_x = x + i_tile * 4096 + o_r[:, None] * 64 + o_r[None, :]
     return tl.load(p_x, mask=(o_r // 16)[:, None] >= (o_r // 16)[None, :], other=0.0)
+
+
+@triton.jit
+def store_lower(x, i_tile, b_x):
+    """Write what `load_lower` reads."""
+    o_r = tl.arange(0, 64)
+    p_x = x + i_tile * 4096 + o_r[:, None] * 64 + o_r[None, :]
+    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_r // 16)[:, None] >= (o_r // 16)[None, :])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -72,11 +71,6 @@ def anchored(p: Problem) -> bool:
     return p.q.dtype is torch.bfloat16
 
 
-def gradient_floor(p: Problem) -> float:
-    """The least decay of a row that the gradient tells from zero, in base 2: with anchors four of them make up gradient_decay.REACH."""
-    return FLOOR / math.log(2) if anchored(p) else -160.0
-
-
 def anchored_rows(p: Problem) -> int:
     """How many rows of a chunk share an anchor in `prepare_kda`: halves under a bound, eight where decays can be cut at FLOOR, else one."""
     return 32 if centred(p) else 8 if p.q.dtype is torch.bfloat16 else 1
@@ -130,7 +124,7 @@ def table(kernel: str, p: Problem) -> Options:
 def leaves_room(p: Problem) -> bool:
     """Whether the scan and the reverse scan, which need nothing of each other, fit on the device at once, and are long enough to repay a second stream."""
     programs = p.N * p.HV * triton.cdiv(p.V, choose("scan_tiles" if p.rank else "scan_rows", p).block_v)
-    return p.B * p.T >= 2048 * p.N and 2 * programs <= processors(p.q.device) and not run_length(p)
+    return p.B * p.T >= 16384 * p.N and 2 * programs <= processors(p.q.device) and not run_length(p)
 
 
 def run_length(p: Problem) -> int:
