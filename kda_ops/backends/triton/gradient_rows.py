@@ -72,8 +72,6 @@ def gradient_rows(
     b_zero, b_square, b_wide = tl.zeros((64,), tl.float32), tl.zeros((64, 64), tl.float32), tl.zeros((64, BK), tl.float32)
     b_along_q, b_along_k = b_zero, b_zero
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
-    prefetch_tile(states, (i_t.to(tl.int64) * H + i_g) * GROUP, K * V)
-    prefetch_tile(dstates, (i_t.to(tl.int64) * H + i_g) * GROUP, K * V)
     b_q, b_k = read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K), read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K)
     for i_head in tl.range(GROUP, num_stages=1):
         i_h = i_g * GROUP + i_head
@@ -81,9 +79,8 @@ def gradient_rows(
         p_row = rows + i_tile * 448 + o_r
         b_in_q, b_in_k, b_in_late, b_zv = b_zero, b_zero, b_zero, b_zero
         both = 0.0
-        if i_head + 1 < GROUP:
-            prefetch_tile(states, i_tile + 1, K * V)
-            prefetch_tile(dstates, i_tile + 1, K * V)
+        prefetch_tile(states, i_tile, K * V)
+        prefetch_tile(dstates, i_tile, K * V)
         b_vn, b_z, b_do = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V), None
         if do is not None:
             b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
