@@ -270,18 +270,20 @@ def gradient_keys(
     if (n_rows <= 0) | (live == 0):
         clear_keys(dq, dk, None, dbeta, None, None, i_tile, token, i_h, HV, n_rows, o_k, i_s, slices, K)
         return
-    prefetch_tile(states, tl.program_id(0).to(tl.int64), BK * V)
-    prefetch_tile(dstates, tl.program_id(0).to(tl.int64), BK * V)
-    prefetch_tile(G, tl.program_id(0).to(tl.int64), 64 * BK)
+    SUMS: tl.constexpr = dbeta is not None
+    WHOLE: tl.constexpr = not SUMS  # with those sums it is slower so (NOTES.md)
+    if K % BK == 0:  # each slice asks for its part of what is one piece
+        prefetch_tile(states, tl.program_id(0).to(tl.int64), BK * V, WHOLE)
+        prefetch_tile(dstates, tl.program_id(0).to(tl.int64), BK * V, WHOLE)
+        prefetch_tile(G, tl.program_id(0).to(tl.int64), 64 * BK, WHOLE)
     if i_s == 0:  # what the slices share
-        prefetch_tile(v_new, i_tile, 64 * V)
-        prefetch_tile(z, i_tile, 64 * V)
-        prefetch_tile(dP, i_tile, 4096)
-        prefetch_tile(dL, i_tile, 4096)
+        prefetch_tile(v_new, i_tile, 64 * V, WHOLE)
+        prefetch_tile(z, i_tile, 64 * V, WHOLE)
+        prefetch_tile(dP, i_tile, 4096, WHOLE)
+        prefetch_tile(dL, i_tile, 4096, WHOLE)
         prefetch_rows(do, do_s, i_b, i_h, first, n_rows, V)
         prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
         prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
-    SUMS: tl.constexpr = dbeta is not None
     b_q_norm, b_k_norm = load_norm(q_norm, i_tile)[:, None], load_norm(k_norm, i_tile)[:, None]
     b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)[:, None]
     held = n_rows - 1

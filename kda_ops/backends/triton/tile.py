@@ -152,12 +152,12 @@ def prefetch_rows(x, strides, i_b, i_h, first, n_rows, D: tl.constexpr):
 
 
 @triton.jit
-def prefetch_tile(x, i_tile, SIZE: tl.constexpr):
-    """Prefetch tile i_tile of a scratch tensor of SIZE elements each; where the architecture can, one thread asks for all of it."""
+def prefetch_tile(x, i_tile, SIZE: tl.constexpr, WHOLE: tl.constexpr = True):
+    """Prefetch tile i_tile of a scratch tensor of SIZE elements each; if WHOLE, and the architecture can, one thread asks for all of it."""
     if x is not None and SIZE > 0:
         LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
         BYTES: tl.constexpr = SIZE * 128 // LINE
-        if not INTERPRETED and BYTES % 16 == 0 and cuda_capability_geq(9):
+        if WHOLE and not INTERPRETED and BYTES % 16 == 0 and cuda_capability_geq(9):
             tl.inline_asm_elementwise(
                 "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
                 "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
