@@ -24,7 +24,6 @@ from kda_ops.backends.triton.tile import (
     locate_chunk,
     prefetch_rows,
     prefetch_tile,
-    store_lower,
     store_rows,
     store_tile,
     strides_of,
@@ -357,11 +356,8 @@ def prepare_gdn(
         tl.store(p_row + 192, b_q_own * b_start)
         tl.store(gamma + i_tile, b_gamma)
         b_D = pair_decay(b_G, EXACT) * b_k_own[None, :]
-        b_P = b_qk * b_D * b_q_own[:, None]
-        if kept_A is not None:
-            store_lower(P, i_tile, b_P)  # without an inverse this is bound by memory, with one the masks cost more
-        else:
-            store_tile(P, i_tile, b_P, o_r, o_r, 64)
+        store_tile(P, i_tile, b_qk * b_D * b_q_own[:, None], o_r, o_r, 64)
+        if kept_A is None:
             b_L = b_kk * b_D * (b_k_own * -b_strength)[:, None]  # the inverse takes from it only what it merges, below the diagonal
             store_tile(A, i_tile, inverse(b_L, INVERSE), o_r, o_r, 64)
 

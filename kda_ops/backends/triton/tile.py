@@ -274,11 +274,3 @@ def load_lower(x, i_tile):
     o_r = tl.arange(0, 64)
     p_x = x + i_tile * 4096 + o_r[:, None] * 64 + o_r[None, :]
     return tl.load(p_x, mask=(o_r // 16)[:, None] >= (o_r // 16)[None, :], other=0.0)
-
-
-@triton.jit
-def store_lower(x, i_tile, b_x):
-    """Write what `load_lower` reads."""
-    o_r = tl.arange(0, 64)
-    p_x = x + i_tile * 4096 + o_r[:, None] * 64 + o_r[None, :]
-    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_r // 16)[:, None] >= (o_r // 16)[None, :])
