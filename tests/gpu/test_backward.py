@@ -104,7 +104,7 @@ def test_one_long_sequence_of_few_heads_leaves_room():
         x, beta = torch.empty(1, T, H, 128, dtype=BF16, device=CUDA), torch.empty(1, T, H, dtype=BF16, device=CUDA)
         return TRITON.leaves_room(Problem.parse(1, x, x, x, x.float(), beta))
 
-    assert asks(2048, 32) and not asks(1024, 32) and not asks(2048, 96) and not asks(4096, 8)  # too short, too many heads, cut into runs
+    assert asks(16384, 32) and not asks(8192, 32) and not asks(16384, 96) and not asks(16384, 8)  # too short, too many heads, cut into runs
 
 
 def test_lengths_and_batches_do_not_recompile():

@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 
 from collections import Counter
 
+import torch._inductor.config
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -103,6 +104,9 @@ def test_bfloat16_autocast_compiled_is_as_close_to_float32_as_eager(variant):
     assert distance(got, exact) < 2 * distance(eager, exact) + torch.finfo(torch.bfloat16).eps
 
 
+# A timing decides whether Inductor pads the two columns of a projection, one per head, to four; if it does, torch 2.11 takes the stride that they
+# have at one length for their stride at any, and the backward of another length fails.
+@torch._inductor.config.patch(shape_padding=False)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_length_trains_with_two_compilations(variant):
     model, counter = new_model(variant), CompileCounterWithBackend("inductor")
