@@ -17,7 +17,7 @@ from torch import Tensor
 from kda_ops import dispatch
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
-from kda_ops.stages import GRADIENTS, KEPT, Gradients, Tile, Trace
+from kda_ops.stages import GRADIENTS, KEPT, Backend, Gradients, Tile, Trace
 
 
 def kept_names(p: Problem) -> frozenset[str]:
@@ -48,11 +48,17 @@ def _empty(p: Problem, name: str, shape: tuple = (0,)) -> Tensor:
     return p.q.new_empty(shape, dtype=p.state_dtype if name in ("gamma", "norms") else dispatch.operand_dtype(p))
 
 
+def _begin(p: Problem) -> Backend:
+    """The backend of a call, whose inputs are as its kernels take them."""
+    dispatch.forget_subnormals(p)
+    return dispatch.backend(p.q.device)
+
+
 def infer(p: Problem) -> tuple[Tensor, Tensor]:
     """Forward without a thought of backward: o and the final state."""
     o, final_state = p.new_output(), p.new_final_state()
     if p.HV:
-        b = dispatch.backend(p.q.device)
+        b = _begin(p)
         b.scan(p, b.prepare(p, keep_A=False), o, final_state, keep=False)
     return o, final_state
 
@@ -61,7 +67,7 @@ def prefill(p: Problem) -> Tensor:
     """Forward on a state pool: states are read from and written to its slots."""
     o = p.new_output()
     if p.HV:
-        b = dispatch.backend(p.q.device)
+        b = _begin(p)
         b.scan(p, b.prepare(p, keep_A=False), o, p.state, keep=False)
     return o
 
@@ -71,7 +77,7 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
     o, final_state = p.new_output(), p.new_final_state()
     if not p.HV:
         return o, final_state, new_kept(p)
-    b, names = dispatch.backend(p.q.device), kept_names(p)
+    b, names = _begin(p), kept_names(p)
     tile = b.prepare(p, pack=packs(p), norms=p.disable_recompute)
     trace = b.scan(p, tile, o, final_state, keep=p.disable_recompute)
     made = vars(tile) | (vars(trace) if trace is not None else {})
@@ -83,7 +89,7 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
     if not p.HV:
         return Gradients(**{n: torch.zeros_like(x) for n, x in zip(GRADIENTS, p.differentiable()) if n in need and x is not None})
     p.scratch = {}
-    b, names = dispatch.backend(p.q.device), kept_names(p)
+    b, names = _begin(p), kept_names(p)
     have = {n: x for n, x in zip(KEPT, kept) if n in names}
     asked = do is not None and "q" in need and dispatch.reads_output(p.q.device, p.rank, p.l2norm)
     trace = None
@@ -97,8 +103,9 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
         A = A if A is not None and A.numel() else None  # empty after a forward that keeps nothing: the recurrence
         packed = A is not None and packs(p) and not kept[KEPT.index("P")].numel()  # a P that was kept has a plain A beside it
         tile = b.prepare(p, A, pack=packed, norms=True)
-    with dispatch.beside(p) as elsewhere:
-        if trace is None or (asked and trace.o is None):  # kept without o by a graph from before o was an argument
+    scans = trace is None or (asked and trace.o is None)  # kept without o by a graph from before o was an argument
+    with dispatch.beside(p, scans) as elsewhere:
+        if scans:
             with elsewhere:
                 trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
         reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)

@@ -8,10 +8,12 @@ before a call needs it.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.nn.functional as F
 
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend
@@ -47,10 +49,19 @@ def load(name: str) -> Backend:
     return importlib.import_module(f"kda_ops.backends.{name}")
 
 
-def beside(p: Problem) -> AbstractContextManager:
-    """In it two stages may run at once: it gives a context for the one that goes elsewhere, and ends when both have. Most calls leave no room for that."""
-    triton = importlib.import_module("kda_ops.backends.triton") if p.q.device.type == "cuda" else None
+def beside(p: Problem, wanted: bool) -> AbstractContextManager:
+    """In it two stages may run at once, if that is wanted: it gives a context for the one that goes elsewhere, and ends when both have. Most calls leave
+    no room for that.
+    """
+    triton = importlib.import_module("kda_ops.backends.triton") if wanted and p.q.device.type == "cuda" and p.v.numel() else None
     return nullcontext(nullcontext()) if triton is None or not triton.leaves_room(p) else triton.beside(p.q.device)
+
+
+def forget_subnormals(p: Problem) -> None:
+    """Have a beta that is no normal float32 number count as zero, where kernels take its reciprocal, for which it is zero already: KDA's on Triton."""
+    if p.beta is not None and p.rank and backend_name(p.q.device) == "triton":
+        smallest = torch.finfo(torch.float32).smallest_normal
+        p.beta = F.threshold(p.beta, math.log(2 * smallest), -math.inf) if p.sigmoid_beta else F.hardshrink(p.beta, smallest)
 
 
 def operand_dtype(p: Problem) -> torch.dtype:

@@ -72,10 +72,12 @@ def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant):
     assert_all_identical(*found)
 
 
+@pytest.mark.parametrize("kept", (False, True))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_scans_side_by_side_change_no_bit(monkeypatch, variant):
+def test_scans_side_by_side_change_no_bit(monkeypatch, variant, kept):
     """On a second stream or not, eager, again and again over memory that is used anew, and in a CUDA graph."""
-    case = Case(variant=variant, dtype=BF16, K=128, V=128, H=2, HV=2, lengths=(2100, 65, 3000), gate="bounded", l2norm=True, beta="sigmoid")
+    flags = dict(gate="bounded", l2norm=True, beta="sigmoid", disable_recompute=kept)
+    case = Case(variant=variant, dtype=BF16, K=128, V=128, H=2, HV=2, lengths=(2100, 65, 3000), **flags)
     inputs, cotangents = case.inputs(CUDA), case.cotangents(CUDA)
 
     def gradients():
@@ -99,7 +101,9 @@ def test_scans_side_by_side_change_no_bit(monkeypatch, variant):
     assert_all_identical(want, captured)
 
 
-def test_one_long_sequence_of_few_heads_leaves_room():
+def test_one_long_sequence_of_few_heads_leaves_room(monkeypatch):
+    monkeypatch.setattr(tuning, "processors", lambda device: 132)
+
     def asks(T, H):
         x, beta = torch.empty(1, T, H, 128, dtype=BF16, device=CUDA), torch.empty(1, T, H, dtype=BF16, device=CUDA)
         return TRITON.leaves_room(Problem.parse(1, x, x, x, x.float(), beta))

@@ -13,7 +13,7 @@ from kda_ops import dispatch
 from kda_ops.backends import activations
 from kda_ops.backends.triton import tuning
 from kda_ops.problem import Problem
-from tests.support.calls import forward
+from tests.support.calls import forward, run
 from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, cases, replace
 from tests.support.closeness import assert_all_close, assert_identical, oracle, twin
 
@@ -49,6 +49,19 @@ def test_rows_that_share_an_anchor_change_nothing_beyond_rounding(K, rows, gate,
     monkeypatch.setattr(tuning, "anchored_rows", lambda p: rows)
     for name, x in forward(case).items():
         torch.testing.assert_close(x, full[name], rtol=0, atol=1e-5 * full[name].abs().max().item())
+
+
+@pytest.mark.parametrize("beta, never, hardly", (("given", 0.0, (1e-39, -1e-42, 1.17e-38)), ("sigmoid", -torch.inf, (-87.5, -88.0, -100.0))))
+def test_a_beta_that_is_no_normal_number_counts_as_zero(beta, never, hardly):
+    """A kernel that took its reciprocal, which is infinite, would leave no number in the whole head."""
+    case = replace(SMALL, gate="weak", beta=beta, l2norm=True)
+    want, got = case.inputs(), case.inputs()
+    for row, x in enumerate(hardly):
+        want["beta"][0, 5 + 20 * row, 0], got["beta"][0, 5 + 20 * row, 0] = never, x
+    found = run(case, inputs=got)
+    for name, x in run(case, inputs=want).items():
+        assert x.isfinite().all()
+        assert_identical(found[name], x, name)
 
 
 @pytest.mark.parametrize("keys", KEYS)
