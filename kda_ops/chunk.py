@@ -2,9 +2,9 @@
 
 Kept by default: nothing besides the inputs, or, where a kernel's operands have 16 bits, A (2 C = 128 bytes per token and value head), for KDA on Triton with
 P in the half of its tile that is zero. With `disable_recompute` also the rest of the `Tile` and the `Trace`, so that backward starts with the reverse scan:
-per token and value head 2 C + 3 K + 2 V + K V / C elements of the operand dtype, D / C floats for gamma and, where `dispatch.leaves_norms` says so, 2 for
-norms; and, where `dispatch.reads_output` says so, o itself, which autograd saves as the output that it is. What is kept is what a recompute would produce, so
-both policies give the same bits.
+per token and value head 2 C + 3 K + 2 V + K V / C elements of the operand dtype and D / C floats for gamma (where `dispatch.applies_beta` says so, V
+elements less and 3 floats more); and, where `dispatch.reads_output` says so, o itself, which autograd saves as the output that it is. What is kept is what
+a recompute would produce, so both policies give the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from kda_ops import dispatch
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
-from kda_ops.stages import GRADIENTS, KEPT, Backend, Gradients, Tile, Trace
+from kda_ops.stages import GRADIENTS, KEPT, Gradients, Tile, Trace
 
 
 def kept_names(p: Problem) -> frozenset[str]:
@@ -25,7 +25,7 @@ def kept_names(p: Problem) -> frozenset[str]:
     if p.disable_recompute:
         if dispatch.forms_tile(p):
             return frozenset(("A", "states", "v_new"))
-        return frozenset(KEPT) - (set() if dispatch.leaves_norms(p) else {"norms"})
+        return frozenset(KEPT) - ({"u"} if dispatch.applies_beta(p) else {"rows"})
     return frozenset(("A",)) if dispatch.operand_dtype(p).itemsize == 2 else frozenset()
 
 
@@ -39,27 +39,21 @@ def new_kept(p: Problem) -> list[Tensor]:
     NT, D = count_chunks(p), p.K if p.rank else 1
     rows = {"A": CHUNK, "P": CHUNK, "w": p.K, "u": p.V, "qg": p.K, "kg": p.K, "v_new": p.V}
     shapes = {name: (NT, p.HV, CHUNK, width) for name, width in rows.items()} | {"gamma": (NT, p.HV, D), "states": (NT, p.HV, p.K, p.V)}
-    shapes["norms"] = (2, NT, p.HV, CHUNK)
+    shapes["rows"] = (NT, p.HV, 3, CHUNK)
     names = kept_names(p)
     return [_empty(p, n, shapes[n] if n in names else (0,)) for n in KEPT]
 
 
 def _empty(p: Problem, name: str, shape: tuple = (0,)) -> Tensor:
-    return p.q.new_empty(shape, dtype=p.state_dtype if name in ("gamma", "norms") else dispatch.operand_dtype(p))
-
-
-def _begin(p: Problem) -> Backend:
-    """The backend of a call, whose inputs are as its kernels take them."""
-    dispatch.forget_subnormals(p)
-    return dispatch.backend(p.q.device)
+    return p.q.new_empty(shape, dtype=p.state_dtype if name in ("gamma", "rows") else dispatch.operand_dtype(p))
 
 
 def infer(p: Problem) -> tuple[Tensor, Tensor]:
     """Forward without a thought of backward: o and the final state."""
     o, final_state = p.new_output(), p.new_final_state()
     if p.HV:
-        b = _begin(p)
-        b.scan(p, b.prepare(p, keep_A=False), o, final_state, keep=False)
+        b = dispatch.backend(p.q.device)
+        b.scan(p, b.prepare(p, overlap=True), o, final_state, keep=False)
     return o, final_state
 
 
@@ -67,8 +61,8 @@ def prefill(p: Problem) -> Tensor:
     """Forward on a state pool: states are read from and written to its slots."""
     o = p.new_output()
     if p.HV:
-        b = _begin(p)
-        b.scan(p, b.prepare(p, keep_A=False), o, p.state, keep=False)
+        b = dispatch.backend(p.q.device)
+        b.scan(p, b.prepare(p, overlap=True), o, p.state, keep=False)
     return o
 
 
@@ -77,10 +71,10 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
     o, final_state = p.new_output(), p.new_final_state()
     if not p.HV:
         return o, final_state, new_kept(p)
-    b, names = _begin(p), kept_names(p)
-    tile = b.prepare(p, pack=packs(p), norms=p.disable_recompute)
+    b, names = dispatch.backend(p.q.device), kept_names(p)
+    tile = b.prepare(p, pack=packs(p), norms=p.disable_recompute, overlap=True)
     trace = b.scan(p, tile, o, final_state, keep=p.disable_recompute)
-    made = vars(tile) | (vars(trace) if trace is not None else {})
+    made = vars(tile) | (vars(trace) if trace is not None else {}) | ({"A": tile.pairs} if packs(p) else {})
     return o, final_state, [made[n] if n in names else _empty(p, n) for n in KEPT]
 
 
@@ -89,15 +83,15 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
     if not p.HV:
         return Gradients(**{n: torch.zeros_like(x) for n, x in zip(GRADIENTS, p.differentiable()) if n in need and x is not None})
     p.scratch = {}
-    b, names = _begin(p), kept_names(p)
+    b, names = dispatch.backend(p.q.device), kept_names(p)
     have = {n: x for n, x in zip(KEPT, kept) if n in names}
     asked = do is not None and "q" in need and dispatch.reads_output(p.q.device, p.rank, p.l2norm)
     trace = None
     if p.disable_recompute:
         trace = Trace(have.pop("states"), have.pop("v_new"), o)
         tile = b.prepare(p, have["A"]) if dispatch.forms_tile(p) else Tile(**have)
-        if "norms" in names and tile.norms is None:  # kept by a graph from before norms were an argument
-            tile.norms = b.prepare(p, tile.A, norms=True).norms
+        if "rows" in names and tile.rows is None:  # kept by a graph from before rows were an argument
+            tile.rows = b.prepare(p, tile.A, norms=True).rows
     else:
         A = have.get("A")
         A = A if A is not None and A.numel() else None  # empty after a forward that keeps nothing: the recurrence
@@ -108,6 +102,6 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
         if scans:
             with elsewhere:
                 trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
-        reverse = b.reverse_scan(p, tile, do, dfinal_state, "initial_state" in need)
+        reverse = b.reverse_scan(p, tile, do, dfinal_state, need)
     tile = replace(tile, P=None, w=None, u=None, qg=None, kg=None)  # most of the scratch so far gives its place to that of `gradient`
     return b.gradient(p, tile, trace, do, reverse, need)

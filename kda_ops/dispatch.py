@@ -8,12 +8,10 @@ before a call needs it.
 from __future__ import annotations
 
 import importlib
-import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
 
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend
@@ -57,13 +55,6 @@ def beside(p: Problem, wanted: bool) -> AbstractContextManager:
     return nullcontext(nullcontext()) if triton is None or not triton.leaves_room(p) else triton.beside(p.q.device)
 
 
-def forget_subnormals(p: Problem) -> None:
-    """Have a beta that is no normal float32 number count as zero, where kernels take its reciprocal, for which it is zero already: KDA's on Triton."""
-    if p.beta is not None and p.rank and backend_name(p.q.device) == "triton":
-        smallest = torch.finfo(torch.float32).smallest_normal
-        p.beta = F.threshold(p.beta, math.log(2 * smallest), -math.inf) if p.sigmoid_beta else F.hardshrink(p.beta, smallest)
-
-
 def operand_dtype(p: Problem) -> torch.dtype:
     """The dtype of a `Tile`'s operands: the input's on Triton, the dtype of the sums on the others, which round nothing."""
     return p.q.dtype if backend_name(p.q.device) == "triton" else p.state_dtype
@@ -74,9 +65,9 @@ def reads_output(device: torch.device, rank: int, l2norm: bool) -> bool:
     return l2norm and rank == 1 and backend_name(device) == "triton"
 
 
-def leaves_norms(p: Problem) -> bool:
-    """Whether `gradient` takes the norms of q and k from `prepare`."""
-    return p.l2norm and p.rank == 1 and backend_name(p.q.device) == "triton"
+def applies_beta(p: Problem) -> bool:
+    """Whether the scans apply beta themselves, from `Tile.rows`, so that there is no u; `gradient` takes the norms of q and k from there."""
+    return p.rank == 1 and backend_name(p.q.device) == "triton"
 
 
 def packs_pairs(p: Problem) -> bool:

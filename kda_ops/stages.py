@@ -21,7 +21,7 @@ from kda_ops.problem import Problem
 class Tile:
     """What a chunk needs besides the state entering it; `prepare` makes it, each tensor ``[NT, HV, C, .]``.
 
-    A backend whose scan forms some of these from q, k, v, g and beta in registers leaves them None; A is there where a backward may follow.
+    A backend whose scan forms some of these from q, k, v, g and beta in registers leaves them None, and may leave it `rows` for that.
     """
 
     A: Tensor | None  # [.., C, C]  (I + L)^-1, unit lower triangular
@@ -31,7 +31,8 @@ class Tile:
     qg: Tensor | None = None  # [.., C, K]  scale q exp G
     kg: Tensor | None = None  # [.., C, K]  k exp(sum of g over the later rows)
     gamma: Tensor | None = None  # [NT, HV, D]  exp(sum of g over the chunk)
-    norms: Tensor | None = None  # [2, NT, HV, C]  1 / |q|, 1 / |k|, for a gradient that takes them from here
+    rows: Tensor | None = None  # [NT, HV, R, C]  R numbers per row, of the dtype of gamma: beta, norms and the like, in the backend's order
+    pairs: Tensor | None = None  # [.., C, C]  A and P in one tile, which only `prepare` can read
 
 
 @dataclass
@@ -48,7 +49,8 @@ class Reverse:
     """What the reverse scan found, last chunk first."""
 
     dstates: Tensor  # [NT, HV, K, V]  gradient of the state leaving each chunk
-    z: Tensor  # [NT, HV, C, V]  A^T dv_new, the gradient of beta (v - k exp(G) S)
+    z: Tensor | None  # [NT, HV, C, V]  A^T dv_new, the gradient of beta (v - k exp(G) S)
+    dv: Tensor | None  # [B, T, HV, V]  beta z, the gradient of v, where the backend's `gradient` takes it from here
     dinitial_state: Tensor | None  # [N, HV, K, V] seen through the caller's strides
 
 
@@ -67,17 +69,17 @@ class Gradients:
 
 
 GRADIENTS = tuple(f.name for f in fields(Gradients))
-# What training may keep; o is an output anyway. norms last: `registrations.schemas` says why.
-KEPT = (*(f.name for f in fields(Tile) if f.name != "norms"), "states", "v_new", "norms")
+# What training may keep (`pairs` in the place of A); o is an output anyway. rows last: `registrations.schemas` says why.
+KEPT = (*(f.name for f in fields(Tile) if f.name not in ("rows", "pairs")), "states", "v_new", "rows")
 
 
 class Backend(Protocol):
     """A set of stage functions. Their equations are in MATHS.md under the same names."""
 
-    def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, norms: bool = False) -> Tile:
-        """Everything about the chunks that does not depend on the state; a kept A spares the inverse. Without `keep_A` nobody but the
-        scan of this backend reads the tile, and A may be left out. With `pack` (where `dispatch.packs_pairs` says so) the A that is made holds more, and
-        only `prepare` can read it: given back with `pack`, it spares the scores too. With `norms` those are there where `dispatch.leaves_norms` says so.
+    def prepare(self, p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool = False, overlap: bool = False) -> Tile:
+        """Everything about the chunks that does not depend on the state; a kept A spares the inverse. With `pack` (where
+        `dispatch.packs_pairs` says so) `pairs` are made too, and given back as A with `pack` they spare the scores as well. With `norms`, `rows` has those
+        that `gradient` reads. With `overlap` some of the tile may be made no sooner than by `scan`, which must come before anything else that reads it.
         """
 
     def scan(self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:
@@ -91,12 +93,12 @@ class Backend(Protocol):
         chunk ``(j + 1) * p.snapshot_every`` of sequence n. Returns a `Trace` if `keep`; then o may be None.
         """
 
-    def reverse_scan(self, p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
+    def reverse_scan(self, p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Reverse:
         """Carry the gradient of the state back::
 
             dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new
 
-        Starts from `dfinal_state` in the caller's layout; a gradient that is None is zero, and any strides are accepted.
+        Starts from `dfinal_state` in the caller's layout; a gradient that is None is zero, and any strides are accepted. `need` is that of `gradient`.
         """
 
     def gradient(self, p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:

@@ -45,7 +45,7 @@ def forward(K, V):
 def backward(K, V, kept: frozenset[str]):
     """Operations of one chunk and value head; 32.5 million at K = V = 128 with A kept and the rest recomputed.
 
-    Recomputed, each unless it is in `kept`: A, P, w, u, v_new and the states (the last two by the scan without its output). Always::
+    Recomputed, each unless it is in `kept`: A, P, w, v_new from u, and the states (the last two by the scan without its output). Always::
 
         k k^T        for dbeta                             [C,K][K,C]
         dv_new       P^T do + kg dS                        [C,C][C,V] + [C,K][K,V]
@@ -63,8 +63,7 @@ def backward(K, V, kept: frozenset[str]):
         "A": inverse(),
         "P": product(C, K, C),
         "w": product(C, C, K),
-        "u": product(C, C, V),
-        "v_new": product(C, K, V),
+        "v_new": product(C, C, V) + product(C, K, V),
         "states": product(K, C, V),
     }
     recompute = sum(n for name, n in again.items() if name not in kept)

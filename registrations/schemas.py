@@ -49,7 +49,7 @@ CHUNK = Operator("chunk", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tens
 CHUNK_FWD = Operator("chunk_fwd", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state, {_KEPT_OUT})")
 CHUNK_BWD = Operator(
     "chunk_bwd",
-    f"(Tensor? do, Tensor? dfinal_state, {_KEPT_IN}, {_SEQUENCES}, Tensor? o=None, Tensor? {KEPT[-1]}=None, *, {_CHUNK_FLAGS}, "
+    f"(Tensor? do, Tensor? dfinal_state, {_KEPT_IN}, {_SEQUENCES}, Tensor? o=None, Tensor? norms=None, *, {_CHUNK_FLAGS}, "
     f"bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})",
 )
 
@@ -57,18 +57,19 @@ CHUNK_BWD = Operator(
 def join_backward(kept: Sequence, inputs: Sequence, o: object) -> tuple:
     """What follows do and dfinal_state in a call of `chunk_bwd`.
 
-    Graphs that Inductor compiled for the operator as it was, and keeps in its cache, call it by position and take its outputs by number. So what came to be
-    an argument later, o and then norms, stands last, None where it is not kept, and so do norms among the outputs of `chunk_fwd`.
+    Graphs that Inductor compiled for the operator as it was, and keeps in its cache, call it by position, but for arguments that have defaults, and take its
+    outputs by number. So what came to be an argument later, o and then rows, stands last, None where it is not kept, rows by the name that they had when
+    they were norms alone; and so do rows among the outputs of `chunk_fwd`.
     """
-    norms = kept[-1]
-    return *kept[:-1], *inputs, o, norms if norms is not None and norms.dim() > 1 else None
+    rows = kept[-1]
+    return *kept[:-1], *inputs, o, rows if rows is not None and rows.dim() > 1 else None
 
 
 def split_backward(args: tuple) -> tuple[tuple, tuple, object]:
     """The inverse of `join_backward`, as the dispatcher passes it: without trailing arguments that equal their defaults."""
     kept, rest = args[: len(KEPT) - 1], args[len(KEPT) - 1 :]
-    o, norms, *_ = *rest[len(GRADIENTS) + 1 :], None, None
-    return (*kept, norms), rest[: len(GRADIENTS) + 1], o
+    o, rows, *_ = *rest[len(GRADIENTS) + 1 :], None, None
+    return (*kept, rows), rest[: len(GRADIENTS) + 1], o
 
 
 RECURRENT = Operator("recurrent", f"({_SEQUENCES}, *, {_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_REST}) -> (Tensor o, Tensor final_state)")

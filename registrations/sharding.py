@@ -29,10 +29,10 @@ from kda_ops.stages import GRADIENTS, KEPT
 _AXES = {
     "q": "B.H.", "k": "B.H.", "v": "B.hV", "g": "B.h.", "beta": "B.h", "A_log": "h", "dt_bias": "h.", "initial_state": "Nh.V", "cu_seqlens": ".",
     "o": "B.hV", "final_state": "Nh.V", "A": "ch..", "P": "ch..", "w": "ch..", "u": "ch.V", "qg": "ch..", "kg": "ch..", "gamma": "ch.",
-    "states": "ch.V", "v_new": "ch.V", "norms": ".ch.",
+    "states": "ch.V", "v_new": "ch.V", "rows": "ch..",
 }  # fmt: skip
 _STATES = frozenset(("initial_state", "final_state"))  # in the caller's layout
-_LIKE = {"do": "o", "dfinal_state": "final_state"}
+_LIKE = {"do": "o", "dfinal_state": "final_state", "norms": "rows"}
 _BATCH, _HEADS, _V = "BNc", "Hh", "V"
 
 

@@ -65,12 +65,13 @@ def test_compiled_graphs_of_earlier_versions_still_find_their_arguments_and_outp
     forward, backward = (overload(variant, name)._schema for name in ("chunk_fwd", "chunk_bwd"))
     assert [x.name for x in forward.returns][:11] == ["o", "final_state", *kept]
     assert [x.name for x in backward.arguments][:20] == ["do", "dfinal_state", *kept, *inputs]
+    assert [x.name for x in backward.arguments[20:] if not x.kwarg_only] == ["o", "norms"]
     assert all(x.has_default_value() for x in backward.arguments[20:] if not x.kwarg_only)
 
 
 def test_what_backward_is_given_comes_apart_as_it_was_put_together():
-    inputs, kept, norms, o = tuple(range(9)), (*map(str, range(9)),), torch.zeros(2, 1), object()
-    assert schemas.split_backward(schemas.join_backward((*kept, norms), inputs, o)) == ((*kept, norms), inputs, o)
+    inputs, kept, rows, o = tuple(range(9)), (*map(str, range(9)),), torch.zeros(2, 1), object()
+    assert schemas.split_backward(schemas.join_backward((*kept, rows), inputs, o)) == ((*kept, rows), inputs, o)
     assert schemas.split_backward(schemas.join_backward((*kept, torch.zeros(0)), inputs, None)) == ((*kept, None), inputs, None)
     assert schemas.split_backward((*kept, *inputs)) == ((*kept, None), inputs, None)
 

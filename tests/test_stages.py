@@ -37,8 +37,10 @@ def close(got, want, name=""):
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11 * max(1.0, top), msg=lambda m: f"{name}: {m}")
 
 
-def same_fields(got, want):
+def same_fields(got, want, but=()):
     for f in fields(want):
+        if f.name in but:
+            continue
         close(getattr(got, f.name), getattr(want, f.name), f.name)
 
 
@@ -87,8 +89,9 @@ def test_reverse_scan(case):
     do, dfinal_state = case.cotangents()
     for d_o in (do, None):
         for d_s in (dfinal_state, None) if case.final else (None,):
-            same_fields(native.reverse_scan(p, tile, d_o, d_s, True), reference.reverse_scan(p, tile, d_o, d_s, True))
-    assert native.reverse_scan(p, tile, do, None, False).dinitial_state is None
+            got, want = (b.reverse_scan(p, tile, d_o, d_s, frozenset(GRADIENTS)) for b in (native, reference))
+            same_fields(got, want, but=("dv",))  # native takes that from z
+    assert native.reverse_scan(p, tile, do, None, frozenset()).dinitial_state is None
 
 
 @given(case=cases(**WIDE))
@@ -98,7 +101,7 @@ def test_gradient(case):
     trace = reference.scan(p, tile, None, None, keep=True)
     do, dfinal_state = case.cotangents()
     for d_o in (do, None):
-        reverse = reference.reverse_scan(p, tile, d_o, dfinal_state if case.final else None, True)
+        reverse = reference.reverse_scan(p, tile, d_o, dfinal_state if case.final else None, frozenset(GRADIENTS))
         need = frozenset(GRADIENTS)
         same_fields(native.gradient(p, tile, trace, d_o, reverse, need), reference.gradient(p, tile, trace, d_o, reverse, need))
 
@@ -110,7 +113,7 @@ def test_gradient_gives_what_was_asked_for_and_the_same(variant, name):
     p = parse(case)
     tile = native.prepare(p)
     trace, (do, _) = native.scan(p, tile, None, None, keep=True), case.cotangents()
-    reverse = native.reverse_scan(p, tile, do, None, True)
+    reverse = native.reverse_scan(p, tile, do, None, frozenset(GRADIENTS))
     alone, together = (native.gradient(p, tile, trace, do, reverse, frozenset(need)) for need in ((name,), GRADIENTS))
     assert {f.name for f in fields(Gradients) if getattr(alone, f.name) is not None} == {name}
     assert_identical(getattr(alone, name).contiguous(), getattr(together, name).contiguous(), name)

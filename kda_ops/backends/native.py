@@ -146,7 +146,7 @@ def _scores_backward(c: _Slab, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, 
     return rows_q, rows_k, columns
 
 
-def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, norms: bool = False) -> Tile:
+def prepare(p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool = False, overlap: bool = False) -> Tile:
     """Everything about the chunks that does not depend on the state."""
     chunked, eye = _once(p, "chunked", lambda: _Chunked(p)), _EYE.to(p.state_dtype)
     q, _, v, _, g = chunked.tensors
@@ -246,7 +246,7 @@ def _silence(run: _Running, slots: Tensor, out: Tensor) -> None:
         out[run.chunks.first[n] : run.chunks.first[n] + run.chunks.count[n]] = 0.0
 
 
-def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
+def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Reverse:
     """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""
     run = _Running(p, dfinal_state, None)
     dstates, z, d_o = run.chunks.new(tile.u, p.K, p.V), run.chunks.new(tile.u, CHUNK, p.V), _split_do(p, run.chunks, do)
@@ -257,8 +257,8 @@ def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor
         dv_new = torch.bmm(run.at(tile.P, chunk).mT, b_do).baddbmm_(run.at(tile.kg, chunk), dS)
         z[chunk] = torch.bmm(run.at(tile.A, chunk).mT, dv_new).unflatten(0, (-1, p.HV))
         dS.mul_(run.at(tile.gamma, chunk)[..., None]).baddbmm_(run.at(tile.qg, chunk).mT, b_do).baddbmm_(run.at(tile.w, chunk).mT, dv_new, alpha=-1)
-    dinitial = torch.empty_like(run.S).index_copy_(0, run.order, run.S) if need_initial else None
-    return Reverse(dstates, z, dinitial)
+    dinitial = torch.empty_like(run.S).index_copy_(0, run.order, run.S) if "initial_state" in need else None
+    return Reverse(dstates, z, None, dinitial)
 
 
 def _split_do(p: Problem, chunks: Chunks, do: Tensor | None) -> Tensor:

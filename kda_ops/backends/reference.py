@@ -98,7 +98,7 @@ class Reference:
             out = out + f * self._dot(torch.where(mask, d, 0.0).mT, a * f)
         return out
 
-    def prepare(self, p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, norms: bool = False) -> Tile:
+    def prepare(self, p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool = False, overlap: bool = False) -> Tile:
         """Everything about the chunks that does not depend on the state."""
         _, _, q, k, v, g, beta = self._chunked(p)
         eye = torch.eye(CHUNK, dtype=q.dtype, device=q.device)
@@ -137,7 +137,7 @@ class Reference:
             o.copy_(chunks.join(out))
         return Trace(self._round(states), self._round(v_new), o) if keep else None
 
-    def reverse_scan(self, p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
+    def reverse_scan(self, p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Reverse:
         """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""
         chunks, dtype = Chunks(p), tile.A.dtype
         dstates, z = tile.u.new_zeros((chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u)
@@ -151,7 +151,8 @@ class Reference:
                 z[i] = self._dot(tile.A[i].mT, dv_new)
                 dS = tile.gamma[i][..., None] * dS + self._dot(tile.qg[i].mT, b_do[i]) - self._dot(tile.w[i].mT, dv_new)
             dinitial[n] = dS
-        return Reverse(self._round(dstates), self._round(z), dinitial if need_initial else None)
+        dv = self._round(chunks.join(self._chunked(p)[-1] * z))
+        return Reverse(self._round(dstates), self._round(z), dv, dinitial if "initial_state" in need else None)
 
     def gradient(self, p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
         """Every input's gradient from what the two scans left."""

@@ -166,7 +166,7 @@ class Oracle:
         if trace is None:
             return {"o": o}
         do = tensors["do"].to(dtype)
-        reverse = backend.reverse_scan(p, tile, do, None, False)
+        reverse = backend.reverse_scan(p, tile, do, None, frozenset(args))
         grads = vars(backend.gradient(p, tile, trace, do, reverse, frozenset(args)))
         return {"o": o} | {n: grads[n] for n in args}
 

@@ -29,11 +29,11 @@ from kda_ops.stages import GRADIENTS
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
 # Bytes of stack per thread of the kernels for a layer on sm_90, by kernel and gate, the worst of triton 3.6, 3.7 and 3.9; not to be exceeded unnoticed.
 SPILLS = {
-    ("prepare_kda", "bound"): 464, ("prepare_kda", "softplus"): 1272, ("scan_tiles", "bound"): 16, ("scan_tiles", "softplus"): 16,
+    ("prepare_kda", "bound"): 632, ("prepare_kda", "softplus"): 1416, ("scan_tiles", "bound"): 80, ("scan_tiles", "softplus"): 80,
     ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 120, ("gradient_pairs", "softplus"): 120,
-    ("gradient_keys", "bound"): 320, ("gradient_keys", "softplus"): 320, ("sum_decays", "bound"): 0, ("sum_decays", "softplus"): 0,
+    ("gradient_keys", "bound"): 496, ("gradient_keys", "softplus"): 496, ("sum_decays", "bound"): 0, ("sum_decays", "softplus"): 0,
     ("sum_gradients", "bound"): 0, ("sum_gradients", "softplus"): 0, ("reverse_scan_rows", "bound"): 8, ("reverse_scan_rows", "softplus"): 8,
-    ("gradient_rows", "bound"): 2136, ("gradient_rows", "softplus"): 2184, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
+    ("gradient_rows", "bound"): 2216, ("gradient_rows", "softplus"): 2200, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
     ("prepare_gdn", "bound"): 136, ("prepare_gdn", "softplus"): 128, ("scan_rows", "bound"): 8, ("scan_rows", "softplus"): 0,
     ("recur", "bound"): 0, ("join_runs", "bound"): 0,
 }  # fmt: skip
@@ -235,15 +235,15 @@ class Call:
         if self.pool is not None:
             return kernels.step(p, p.new_output(), p.state)
         packs = self.keep and chunk.packs(p)
-        tile = kernels.prepare(p, keep_A=self.keep, pack=packs, norms=self.keep and not packs)
+        tile = kernels.prepare(p, pack=packs, norms=self.keep and not packs)
         if packs:  # as backward calls it
-            tile = kernels.prepare(p, tile.A, pack=True, norms=True)
+            tile = kernels.prepare(p, tile.pairs, pack=True, norms=True)
         o = p.new_output() if not self.keep or dispatch.reads_output(p.q.device, p.rank, p.l2norm) else None
         trace = kernels.scan(p, tile, o, None if self.keep else p.new_final_state(), self.keep)
         if self.keep:
             do = p.new_output()
-            reverse = kernels.reverse_scan(p, tile, do, None, False)
             need = frozenset(n for n, x in zip(GRADIENTS, p.differentiable()) if x is not None)
+            reverse = kernels.reverse_scan(p, tile, do, None, need)
             kernels.gradient(p, tile, trace, do, reverse, need)
 
 

@@ -44,7 +44,7 @@ def _forward(p: Problem) -> tuple[Tensor, Tensor]:
 
     o, final_state = p.new_output(), p.new_final_state()
     o.fill_(float("nan"))
-    kernels.scan(p, kernels.prepare(p, keep_A=False), o, final_state, False)
+    kernels.scan(p, kernels.prepare(p), o, final_state, False)
     return o, final_state
 
 

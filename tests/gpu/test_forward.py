@@ -12,7 +12,7 @@ from kda_ops.problem import Problem
 from tests.support import closeness
 from tests.support.calls import overload
 from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, replace
-from tests.support.closeness import assert_all_close, assert_identical, oracle
+from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -146,6 +146,42 @@ def test_sizes_do_not_recompile(variant):
     finally:
         JITFunction._do_compile = run
     assert not counted
+
+
+@pytest.mark.parametrize("gate, heads", (("bounded", 48), ("softplus", 96)))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_chunks_prepared_beside_the_scan_of_the_first_change_no_bit(monkeypatch, variant, gate, heads):
+    """Eager, again and again over memory that is used anew, and in a CUDA graph; in training too, where what is prepared is kept."""
+    case = replace(LAYER, variant=variant, gate=gate, B=1, T=8000, H=heads, HV=heads, state=False)
+    inputs = case.inputs(CUDA)
+    monkeypatch.setattr(tuning, "ahead", lambda p: None)
+    want, graph = forward(case, inputs), torch.cuda.CUDAGraph()
+    monkeypatch.setattr(tuning, "ahead", lambda p: 100)
+    for _ in range(5):
+        assert_all_identical(want, forward(case, inputs))
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        trained = overload(variant, "chunk_fwd")(*inputs.values(), **case.flags())
+        with torch.cuda.graph(graph, stream=other):
+            captured = forward(case, inputs)
+        graph.replay()
+    torch.cuda.current_stream().wait_stream(other)
+    assert_all_identical(want, captured)
+    assert_all_identical(want, dict(zip(want, trained)))
+
+
+def test_long_sequences_of_few_heads_are_prepared_beside_their_scan(monkeypatch):
+    monkeypatch.setattr(tuning, "processors", lambda device: 132)
+
+    def asks(T, H, B=1, **given):
+        x, beta = torch.empty(B, T, H, 128, dtype=torch.bfloat16, device=CUDA), torch.empty(B, T, H, dtype=torch.bfloat16, device=CUDA)
+        return tuning.ahead(Problem.parse(1, x, x, x, x.float(), beta, **given))
+
+    assert 0 < asks(32768, 32) < 512 and 0 < asks(16384, 96) < 256
+    # too short, several sequences, no multiprocessor idle, cut into runs, packed
+    assert asks(8192, 32) is asks(32768, 32, B=2) is asks(16384, 128) is asks(32768, 8) is None
+    assert asks(32768, 32, cu_seqlens=torch.tensor([0, 32768], dtype=torch.int32, device=CUDA)) is None
 
 
 def test_the_table_is_what_runs_without_a_tuned_file(monkeypatch, tmp_path):

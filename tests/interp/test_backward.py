@@ -137,7 +137,7 @@ def test_keeping_the_intermediates_changes_no_bit(variant, need):
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_graph_that_knows_neither_output_nor_norms_among_what_is_kept_gets_the_same_gradients(variant):
+def test_a_graph_that_knows_neither_output_nor_rows_among_what_is_kept_gets_the_same_gradients(variant):
     case = Case(variant, T=37, dtype=HALF, l2norm=True, disable_recompute=True)
     inputs, flags = [*case.inputs().values()], case.flags() | {"need": [True] * len(GRADIENTS)}
     o, _, *kept = overload(variant, "chunk_fwd")(*inputs, **case.flags())

@@ -47,7 +47,7 @@ def run_stages(backend: Backend, p: Problem, cotangents: tuple[Tensor, Tensor], 
         backend.step(p, o, final_state)
     tile = backend.prepare(p, norms=True)
     trace = backend.scan(p, tile, None if step else o, None if step else final_state, keep=True)
-    reverse = backend.reverse_scan(p, tile, cotangents[0], cotangents[1] if p.output_final_state else None, "initial_state" in given)
+    reverse = backend.reverse_scan(p, tile, cotangents[0], cotangents[1] if p.output_final_state else None, given)
     grads = backend.gradient(p, tile, trace, cotangents[0], reverse, given)
     outs = {"o": o} | ({"final_state": final_state} if p.output_final_state else {})
     return outs | {"d" + n: getattr(grads, n) for n in GRADIENTS if n in given}

@@ -29,6 +29,12 @@ def fast_reciprocal(x):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x, or 0 where x is no normal number."""
+    return tl.where(tl.abs(x) > 1.2e-38, 1.0 / x, 0.0)
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp x) to a relative rounding: log1p(e) = log(1 + e) e / ((1 + e) - 1)."""
     e = tl.exp(-tl.abs(x))

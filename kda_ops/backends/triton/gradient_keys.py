@@ -9,14 +9,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton.fragment import as_entries, as_tile, channel, diagonal_at, fragment, packed, unpack
-from kda_ops.backends.triton.gate import INTERPRETED, fast_reciprocal, strength_column
+from kda_ops.backends.triton.gate import INTERPRETED, fast_reciprocal
 from kda_ops.backends.triton.gradient_decay import REACH
 from kda_ops.backends.triton.gradient_tile import (
     clear_keys,
     load_norm,
+    load_row,
     load_state,
     locate_rows,
     read_rows,
+    read_values,
     write_column,
 )
 from kda_ops.backends.triton.tile import load_tile, narrow, prefetch_rows, prefetch_tile, widen
@@ -141,9 +143,10 @@ def through_norm(b_dy, x, x_s, held, b_norm, dot, i_tile, i_s, K: tl.constexpr, 
 
 @triton.jit
 def state_gradients(
-    do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+    do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, HV, first, token, n_rows, o_k,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """(do S^T, v_new dS^T, z S^T [64, width], sum over V of S dS [width]) for the key channels o_k, fp32."""
+    """(do S^T, v_new dS^T, z S^T [64, width], sum over V of S dS [width]) for the key channels o_k, fp32; `z` as in `gradient_pairs`."""
     W: tl.constexpr = o_k.shape[0]
     o_r = tl.arange(0, 64)
     b_dqg = tl.zeros((64, W), tl.float32)
@@ -153,7 +156,7 @@ def state_gradients(
         o_v = i * BV + tl.arange(0, BV)
         # every load before any product: each product would wait, and the loads after it would wait again
         b_S, b_dS = load_state(states, i_tile, o_k, o_v, K, V), load_state(dstates, i_tile, o_k, o_v, K, V)
-        b_v, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
+        b_v, b_z = load_tile(v_new, i_tile, o_r, o_v, V), read_values(z, i_tile, token, i_h, HV, n_rows, o_v, V, TILED)
         if do is not None:
             b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
             b_dqg = tl.dot(b_do, tl.trans(b_S), b_dqg, input_precision=PREC)
@@ -244,10 +247,10 @@ def anchored_pairs(
 
 @triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_keys(
-    q, q_s, k, k_s, beta, beta_s, do, do_s, states, v_new, dstates, z, dP, dL, q_norm, k_norm, q_dot, k_dot, G, anchored, pairs, cu_seqlens,
+    q, q_s, k, k_s, do, do_s, states, v_new, dstates, z, dP, dL, rows, q_dot, k_dot, G, anchored, pairs, cu_seqlens,
     dq, dk, dbeta, dbeta_slice, N, T, H, HV, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
+    TILED: tl.constexpr, L2NORM: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """BK key channels of one chunk and value head (e = exp(sum over the later rows), "rows" and "columns" of the pairs as in `parted_pairs`)::
 
@@ -255,9 +258,9 @@ def gradient_keys(
         dk = early + late      dG = q dq + k (early - late);  last row += gamma sum_v S dS + sum_i k_i e_i (v_new dS^T)_i
         dG is left in the place of G, for `sum_gradients`
 
-    dq and dk leave through the norm, whose sums over all of K, which the program does not see, are sums over V as well (MATHS.md). A slice per
-    program keeps the fp32 tiles that are alive within the registers. q, k, G, dP and dL come from the cache again wherever they are needed, in
-    the layout of the products (`fragment`): held in registers, they would push the sums out of them.
+    with beta one if `z` is dv, which has it already, as dL has. dq and dk leave through the norm, whose sums over all of K, which the program does not
+    see, are sums over V as well (MATHS.md). A slice per program keeps the fp32 tiles that are alive within the registers. q, k, G, dP and dL come from
+    the cache again wherever they are needed, in the layout of the products (`fragment`): held in registers, they would push the sums out of them.
     """
     slices: tl.constexpr = (K + BK - 1) // BK
     i_s, i_tile = tl.program_id(0) % slices, tl.program_id(0) // slices
@@ -278,21 +281,26 @@ def gradient_keys(
         prefetch_tile(G, tl.program_id(0).to(tl.int64), 64 * BK, WHOLE)
     if i_s == 0:  # what the slices share
         prefetch_tile(v_new, i_tile, 64 * V, WHOLE)
-        prefetch_tile(z, i_tile, 64 * V, WHOLE)
+        if TILED:
+            prefetch_tile(z, i_tile, 64 * V, WHOLE)
+        else:
+            prefetch_rows(z, (0, HV * V, V, 1), 0, i_h, token, n_rows, V, True)
         prefetch_tile(dP, i_tile, 4096, WHOLE)
         prefetch_tile(dL, i_tile, 4096, WHOLE)
         prefetch_rows(do, do_s, i_b, i_h, first, n_rows, V)
         prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
         prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
-    b_q_norm, b_k_norm = load_norm(q_norm, i_tile)[:, None], load_norm(k_norm, i_tile)[:, None]
-    b_beta = strength_column(beta, beta_s, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL)[:, None]
+    b_beta = load_row(rows, i_tile, 0)[:, None] if TILED else tl.full((64, 1), 1.0, tl.float32)
+    b_q_norm, b_k_norm = load_norm(rows, i_tile, 1, L2NORM)[:, None], load_norm(rows, i_tile, 2, L2NORM)[:, None]
     held = n_rows - 1
     q += i_b * q_s[0] + first * q_s[1] + i_g.to(tl.int64) * q_s[2]
     k += i_b * k_s[0] + first * k_s[1] + i_g.to(tl.int64) * k_s[2]
     G += i_tile * (64 * K)
     dP += i_tile * 4096
     dL += i_tile * 4096
-    b_dq, b_dkg, b_dk, b_dgamma = state_gradients(do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, first, n_rows, o_k, K, V, BV, PREC)
+    b_dq, b_dkg, b_dk, b_dgamma = state_gradients(
+        do, do_s, states, v_new, dstates, z, i_tile, i_b, i_h, HV, first, token, n_rows, o_k, K, V, BV, TILED, PREC,
+    )  # fmt: skip
     b_end = tl.load(G + 63 * K + o_k, mask=o_k < K, other=0.0)
     row, column = fragment(BK, 128 // G.dtype.element_ty.primitive_bitwidth)
     column += i_s * BK
@@ -329,7 +337,7 @@ def gradient_keys(
     tl.debug_barrier()  # dG takes the place of G, which other threads have read
     store_entries(G, i_tile * 0, 0, 1, 64, i_s, b_dG, K, BK)
     if dq is not None:
-        if q_norm is not None:
+        if L2NORM:
             b_dq = through_norm(b_dq, q, q_s, held, b_q_norm, q_dot, i_tile, i_s, K, BK)
             b_dk = through_norm(b_dk, k, k_s, held, b_k_norm, k_dot, i_tile, i_s, K, BK)
         store_entries(dq, token, i_h, HV, n_rows, i_s, b_dq, K, BK)

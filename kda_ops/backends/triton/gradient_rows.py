@@ -4,14 +4,15 @@ import triton
 import triton.language as tl
 
 from kda_ops.backends.triton.decay import pair_decay, pair_decay_transposed
-from kda_ops.backends.triton.gate import load_rate
-from kda_ops.backends.triton.gradient_pairs import clear_values
+from kda_ops.backends.triton.gate import load_rate, reciprocal
+from kda_ops.backends.triton.gradient_pairs import strength_gradient
 from kda_ops.backends.triton.gradient_tile import (
     clear_keys,
     gate_gradient,
     load_state,
     locate_rows,
     read_rows,
+    read_values,
     write_column,
     write_rows,
 )
@@ -31,9 +32,9 @@ def along(b_dx, b_x, b_r, b_along, K: tl.constexpr, L2NORM: tl.constexpr):
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h"])
 def gradient_rows(
     q, q_s, k, k_s, v, v_s, g, g_b, g_t, g_h, A_log, dt_bias, rows, gamma, do, do_s, states, v_new, dstates, z, cu_seqlens,
-    dq, dk, dq_sum, dk_sum, dv, dg, dbeta, dA_log, ddt_bias, N, T, H, scale, lower_bound,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr,
-    ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+    dq, dk, dq_sum, dk_sum, dg, dbeta, dA_log, ddt_bias, N, T, H, scale, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr, L2NORM: tl.constexpr,
+    ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk and the GROUP value heads of one key head; E_ij is the decay from row j to row i, n_q and n_k the norms, r the rows of `prepare_gdn`::
 
@@ -41,7 +42,9 @@ def gradient_rows(
         dq = r_3 (do S^T) + dP k                    dk = r_1 (v_new dS^T) - r_0 beta (z S^T) + (beta dL + dL^T beta) k + dP^T q    [64, K]
         W  = strict_tril(dP o q k^T + beta dL o k k^T)
         dG = sum_k q r_3 (do S^T) - k (r_0 beta (z S^T) + r_1 (v_new dS^T)) + rows of W - columns of W          [64]
-        dv = beta z      dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + sum_k k dk's share of beta
+        dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + sum_k k dk's share of beta
+
+    `z` is z where beta was given (TILED); else it is dv = beta z, and beta is one but in dbeta.
 
     Norms, decays and beta are factors of rows and of the [64, 64] tiles, so that q and k go from memory to the tensor cores as they are, and dq and
     dk leave through the norm. What pairs of rows add to dG cancels in a sum over a chunk, and does so here too, for rows and columns are sums
@@ -62,10 +65,11 @@ def gradient_rows(
         for i in range(GROUP):
             i_h = i_g * GROUP + i
             clear_keys(None, None, dg, None, dA_log, ddt_bias, i_t.to(tl.int64) * (H * GROUP) + i_h, token, i_h, H * GROUP, n_rows, tl.arange(0, 1), 0, 1, 1)
-            clear_values(dv, dbeta, token, i_h, H * GROUP, n_rows, V, BV)
+            if dbeta is not None:
+                write_column(dbeta, token, i_h, H * GROUP, n_rows, tl.zeros((64,), tl.float32))
         return
     TYPE: tl.constexpr = states.dtype.element_ty
-    SUMS: tl.constexpr = dbeta is not None and not SIGMOID
+    SUMS: tl.constexpr = dbeta is not None and TILED
     HELD: tl.constexpr = dq_sum is None
     values: tl.constexpr = (V + BV - 1) // BV
     lower, diagonal = o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :]
@@ -81,25 +85,24 @@ def gradient_rows(
         both = 0.0
         prefetch_tile(states, i_tile, K * V)
         prefetch_tile(dstates, i_tile, K * V)
-        b_vn, b_z, b_do = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V), None
+        b_vn, b_z, b_do = load_tile(v_new, i_tile, o_r, o_v, V), read_values(z, i_tile, token, i_h, H * GROUP, n_rows, o_v, V, TILED), None
         if do is not None:
             b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
 
-        b_beta, b_k_norm, b_q_norm, b_decay = tl.load(p_row + 128), tl.load(p_row + 256), tl.load(p_row + 320), tl.load(p_row + 384)
+        b_strength, b_k_norm, b_q_norm, b_decay = tl.load(p_row + 128), tl.load(p_row + 256), tl.load(p_row + 320), tl.load(p_row + 384)
         b_start, b_end, b_read, b_logit, gamma_here = tl.load(p_row), tl.load(p_row + 64), tl.load(p_row + 192), b_zero, tl.load(gamma + i_tile)
+        b_beta = b_strength if TILED else tl.full((64,), 1.0, tl.float32)
         if ACTIVATE:
             b_logit = load_column(g, (g_b, g_t, g_h), i_b, i_h, first, n_rows, o_r)
         b_P, b_PT, b_L, b_LT, b_qk, b_kk = b_square, b_square, b_square, b_square, b_square, b_square
         for j in tl.range(values, num_stages=1):
             if values > 1:
                 o_v = j * BV + tl.arange(0, BV)
-                b_vn, b_z = load_tile(v_new, i_tile, o_r, o_v, V), load_tile(z, i_tile, o_r, o_v, V)
+                b_vn, b_z = load_tile(v_new, i_tile, o_r, o_v, V), read_values(z, i_tile, token, i_h, H * GROUP, n_rows, o_v, V, TILED)
                 if do is not None:
                     b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
             if SUMS:
                 b_zv += tl.sum(read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V).to(tl.float32) * b_z.to(tl.float32), 1)
-            if dv is not None:
-                write_rows(dv, token, i_h, H * GROUP, n_rows, b_z.to(tl.float32) * tl.load(p_row + 128)[:, None], o_v, V)
             if do is not None:
                 b_PT = tl.dot(b_vn, tl.trans(b_do), b_PT, input_precision=PREC)
                 b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
@@ -151,7 +154,7 @@ def gradient_rows(
             for j in tl.range(values, num_stages=1):
                 if values > 1:
                     o_v = j * BV + tl.arange(0, BV)
-                    b_z, b_S = load_tile(z, i_tile, o_r, o_v, V), load_state(states, i_tile, o_k, o_v, K, V)
+                    b_z, b_S = read_values(z, i_tile, token, i_h, H * GROUP, n_rows, o_v, V, TILED), load_state(states, i_tile, o_k, o_v, K, V)
                 b_early = tl.dot(b_z, tl.trans(b_S), b_early, input_precision=PREC)
             b_in_k += tl.sum(b_x * b_early, 1)
             if dq is not None:
@@ -186,7 +189,7 @@ def gradient_rows(
             b_along_q += b_in_q + b_own
             b_along_k += b_in_k * b_beta + b_in_late + b_column + b_own
         if dbeta is not None:
-            b_dbeta = b_zvn * (1.0 - b_beta * (0.5 if NEG_EIGVAL else 1.0)) if SIGMOID else b_zv + b_in_k
+            b_dbeta = b_zv + b_in_k if SUMS else strength_gradient(b_zvn * reciprocal(b_strength), b_strength, NEG_EIGVAL)
             write_column(dbeta, token, i_h, H * GROUP, n_rows, b_dbeta)
         if dg is not None:
             b_dG = b_in_q + b_in_k * b_beta - b_in_late - b_column

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kda_ops.backends.triton.gate import LOG2E, log2_softplus, sigmoid
 from kda_ops.backends.triton.scan import rows_at
-from kda_ops.backends.triton.tile import find_sequence, locate_chunk, locate_sequence
+from kda_ops.backends.triton.tile import find_sequence, load_tile, locate_chunk, locate_sequence
 
 
 @triton.jit
@@ -29,12 +29,27 @@ def read_rows(x, strides, i_b, i_h, first, n_rows, o_d, D: tl.constexpr):
 
 
 @triton.jit
-def load_norm(norm, i_tile):
-    """1 / |x| of each row as `prepare_kda` left it, or ones; [64] fp32."""
-    if norm is None:
-        return tl.full((64,), 1.0, tl.float32)
+def read_values(z, i_tile, token, i_h, HV, n_rows, o_v, V: tl.constexpr, TILED: tl.constexpr):
+    """What the reverse scan left, [64, width]: z, if TILED, or rows of dv."""
+    if TILED:
+        return load_tile(z, i_tile, tl.arange(0, 64), o_v, V)
     else:
-        return tl.load(norm + i_tile * 64 + tl.arange(0, 64))
+        return read_rows(z, (0, HV * V, V, 1), 0, i_h, token, n_rows, o_v, V)
+
+
+@triton.jit
+def load_row(rows, i_tile, ROW: tl.constexpr):
+    """Numbers of the rows as `prepare_kda` left them, [64] fp32."""
+    return tl.load(rows + i_tile * 192 + ROW * 64 + tl.arange(0, 64))
+
+
+@triton.jit
+def load_norm(rows, i_tile, ROW: tl.constexpr, L2NORM: tl.constexpr):
+    """1 / |x| of each row, or ones; [64] fp32."""
+    if L2NORM:
+        return load_row(rows, i_tile, ROW)
+    else:
+        return tl.full((64,), 1.0, tl.float32)
 
 
 @triton.jit

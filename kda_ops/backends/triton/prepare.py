@@ -1,5 +1,7 @@
 """What a chunk needs besides the state that enters it: one program per chunk and head (MATHS.md, chunk form)."""
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -8,11 +10,13 @@ from torch import Tensor
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.decay import block_scores, half_prefix, level_scores, pair_decay, row_decay, scores
 from kda_ops.backends.triton.fragment import spread, store_spread
-from kda_ops.backends.triton.gate import LOG2E, decay_column, fast_reciprocal, load_rate, log2_decay, strength_column
+from kda_ops.backends.triton.gate import LOG2E, decay_column, load_rate, log2_decay, strength_column
 from kda_ops.backends.triton.inverse import inverse, product
 from kda_ops.backends.triton.scan import rows_at
 from kda_ops.backends.triton.tile import (
-    RowTile,
+    All,
+    Begun,
+    Part,
     add_two,
     columns_of,
     dense,
@@ -28,7 +32,7 @@ from kda_ops.backends.triton.tile import (
     store_tile,
     strides_of,
 )
-from kda_ops.problem import Problem
+from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile
 
@@ -102,7 +106,7 @@ def prepare_half(
     centre = 16.0 * log2_bound
     shift = tl.exp2(centre) if SHARE == 32 else 1.0
     if q_norm is not None:
-        q_norm, k_norm = q_norm + (i_tile * 64 + ROW), k_norm + (i_tile * 64 + ROW)
+        q_norm, k_norm = q_norm + ROW, k_norm + ROW
     if SHARE < 32:
         b_k = load_unit(k, k_s, k_norm, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
         b_q = load_unit(q, q_s, q_norm, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
@@ -154,13 +158,6 @@ def prepare_half(
 
 
 @triton.jit
-def lost(b_beta, TYPE: tl.constexpr):
-    """What rounding beta as an operand lost, as a factor [32]."""
-    b_own = b_beta.to(TYPE).to(tl.float32)
-    return tl.where(b_own == 0.0, 1.0, b_beta * fast_reciprocal(b_own))
-
-
-@triton.jit
 def load_transposed(x, i_tile, o_r, o_c):
     """The block of rows o_c and columns o_r of tile i_tile of a [tiles, 64, 64] scratch tensor, as [o_r, o_c]."""
     return tl.load(x + i_tile * 4096 + o_c[None, :] * 64 + o_r[:, None])
@@ -172,28 +169,61 @@ def store_transposed(x, i_tile, b_x, o_r, o_c):
     tl.store(x + i_tile * 4096 + o_c[None, :] * 64 + o_r[:, None], b_x)
 
 
+@triton.jit
+def square_norms(b_qq, b_kk, L2NORM: tl.constexpr):
+    """`tile.inverse_norm` of q and k from the diagonals of q q^T and k k^T, whose products of 16 bit numbers are exact."""
+    if L2NORM:
+        o_r = tl.arange(0, 64)
+        own = o_r[:, None] == o_r[None, :]
+        b_q, b_k = tl.reduce((tl.where(own, b_qq, 0.0), tl.where(own, b_kk, 0.0)), 1, add_two)
+        return tl.rsqrt(b_q + 1e-6), tl.rsqrt(b_k + 1e-6)
+    else:
+        return tl.full((64,), 1.0, tl.float32), tl.full((64,), 1.0, tl.float32)
+
+
+@triton.jit
+def own_scores(q, q_s, k, k_s, i_b, i_g, first, n_rows, scale, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr):
+    """scale q_i . k_i of unit or other rows [64] fp32, the diagonal of q k^T, whose products of 16 bit numbers are exact."""
+    o_r = tl.arange(0, 64)
+    own = o_r[:, None] == o_r[None, :]
+    b_qk = tl.zeros((64, 64), tl.float32)
+    b_qq, b_kk = b_qk, b_qk
+    for i in tl.range((K + BK - 1) // BK, num_stages=1):
+        o_k = i * BK + tl.arange(0, BK)
+        m_x = (o_r < n_rows)[:, None] & (o_k < K)[None, :]
+        b_q = tl.load(rows_at(q, q_s, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
+        b_k = tl.load(rows_at(k, k_s, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
+        b_qk = tl.dot(b_q, tl.trans(b_k), b_qk)
+        if L2NORM:
+            b_qq, b_kk = tl.dot(b_q, tl.trans(b_q), b_qq), tl.dot(b_k, tl.trans(b_k), b_kk)
+    b_q_norm, b_k_norm = square_norms(b_qq, b_kk, L2NORM)
+    return tl.sum(tl.where(own, b_qk, 0.0), 1) * (b_q_norm * b_k_norm * scale)
+
+
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "log2_bound", "beta_b", "beta_t", "beta_h"])
 def prepare_kda(
-    q, q_s, k, k_s, v, v_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept, pairs, A, P, w, u, qg, kg, gamma, q_norm, k_norm,
+    q, q_s, k, k_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept, pairs, A, P, w, qg, kg, gamma, rows,
     N, T, H, HV, scale, lower_bound, log2_bound,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, OWN: tl.constexpr, NORMS: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr,
     BOUNDED: tl.constexpr, SHARE: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head; E_ij is the decay from row j to row i::
 
         P = tril(scale q k^T o E)   [64, 64]      A = (I + strict_tril(beta k k^T o E))^-1   [64, 64]
-        w = A (beta k exp G)        [64, K]       u = A (beta v)                             [64, V]
-        qg = scale q exp G,  kg = k exp(sum of g over the later rows)   [64, K]              gamma = exp(sum of g)   [K] fp32
+        w = A (beta k exp G)        [64, K]       gamma = exp(sum of g)    [K] fp32
+        qg = scale q exp G,  kg = k exp(sum of g over the later rows)   [64, K]              rows = (beta, 1 / |q|, 1 / |k|)   [3, 64] fp32
 
-    and, if they are there, q_norm = 1 / |q|, k_norm = 1 / |k| [64] fp32.
+    the norms only if NORMS. u = A (beta v) is left to the scan, to which beta v is no more to read than u would be.
 
     A and P are triangles that share a tile between forward and backward (`pairs`, later given as `kept`): A below the diagonal; on and above it P,
     transposed inside the two blocks of 32 rows on the diagonal. From it neither scores nor an inverse need be formed.
 
     In two halves of 32 rows: a tile of half the rows and all of K takes as many registers as one of all rows and half of K, but its rows are
     complete (norms need no pass of their own), its scores are final, and what the halves do not share needs no choice per element. Only wider
-    keys are cut into slices of BK columns, whose scores add up. The beta of u is applied to A, so that v goes to the tensor cores as it is;
-    in w it would be a rounding more.
+    keys are cut into slices of BK columns, whose scores add up.
+
+    Where decays are strong, o is the diagonal of P and little else, so with OWN that is made apart, from q and k as they are, while nothing else takes
+    registers.
     """
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
     i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
@@ -203,13 +233,18 @@ def prepare_kda(
         prefetch_rows(g, g_s, i_b, i_h, first, n_rows, K)
         prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
         prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
-        prefetch_rows(v, v_s, i_b, i_h, first, n_rows, V)
         prefetch_tile(kept, i_tile, 4096)
     o_1, o_2 = tl.arange(0, 32), 32 + tl.arange(0, 32)
     TYPE: tl.constexpr = qg.dtype.element_ty
     second, n_second = first + 32, n_rows - 32
+    b_own = tl.zeros((64,), TYPE)
+    if OWN and kept is None:
+        b_own = own_scores(q, q_s, k, k_s, i_b, i_g, first, n_rows, scale, K, BK, L2NORM).to(TYPE)
 
     strides = (beta_b, beta_t, beta_h)
+    rows += i_tile * 192
+    tl.store(rows + tl.arange(0, 64), strength_column(beta, strides, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL))
+    q_norm, k_norm = rows + 64 if NORMS else None, rows + 128 if NORMS else None
     shift = tl.exp2(16.0 * log2_bound) if SHARE == 32 else 1.0
     q_norm1, k_norm1 = half_norm(q, q_s, i_b, i_g, first, n_rows, K, BK, R, L2NORM), half_norm(k, k_s, i_b, i_g, first, n_rows, K, BK, R, L2NORM)
     q_norm2, k_norm2 = half_norm(q, q_s, i_b, i_g, second, n_second, K, BK, R, L2NORM), half_norm(k, k_s, i_b, i_g, second, n_second, K, BK, R, L2NORM)
@@ -251,11 +286,10 @@ def prepare_kda(
     b_beta = tl.reshape(b_beta, (2, 32))
     half = tl.arange(0, 2)[:, None]
     b_beta1, b_beta2 = tl.sum(tl.where(half == 0, b_beta, 0.0), 0), tl.sum(tl.where(half == 1, b_beta, 0.0), 0)
-    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    o_k = tl.arange(0, BK)
     if not HELD:
         tl.debug_barrier()  # w holds beta k exp G so far, and P is there, written by other threads
         b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)  # the first slices arrive while the inverse is made
-    b_v1, b_v2 = load_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V, R, 32), load_rows(v, v_s, i_b, i_h, second, n_second, o_v, V, R, 32)
     if kept is None:
         b_A11 = inverse(tl.where(strict, b_L11 * -b_beta1[:, None], 0.0), INVERSE)
         b_A22 = inverse(tl.where(strict, b_L22 * -b_beta2[:, None], 0.0), INVERSE)
@@ -267,11 +301,10 @@ def prepare_kda(
         store_tile(pairs, i_tile, load_tile(P, i_tile, o_2, o_1, 64), o_1, o_2, 64)
         store_tile(pairs, i_tile, b_A21, o_2, o_1, 64)
         store_tile(pairs, i_tile, tl.where(strict, b_A22, load_transposed(P, i_tile, o_2, o_2)), o_2, o_2, 64)
-    if A is not None:
-        store_tile(A, i_tile, b_A11, o_1, o_1, 64)
-        store_tile(A, i_tile, b_zero, o_1, o_2, 64)
-        store_tile(A, i_tile, b_A21, o_2, o_1, 64)
-        store_tile(A, i_tile, b_A22, o_2, o_2, 64)
+    store_tile(A, i_tile, b_A11, o_1, o_1, 64)
+    store_tile(A, i_tile, b_zero, o_1, o_2, 64)
+    store_tile(A, i_tile, b_A21, o_2, o_1, 64)
+    store_tile(A, i_tile, b_A22, o_2, o_2, 64)
     for i in tl.range((K + BK - 1) // BK, num_stages=1):
         b_k1, b_k2 = spread(b_k1), spread(b_k2)
         b_w1 = tl.dot(b_A11, b_k1, input_precision=PREC) * shift
@@ -280,30 +313,12 @@ def prepare_kda(
         store_spread(w, i_tile, b_w2, 32, i * BK, K)
         o_k += BK
         b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)
-    b_lost1, b_lost2 = lost(b_beta1, TYPE), lost(b_beta2, TYPE)
-    b_A11 = (b_A11.to(tl.float32) * b_beta1[None, :]).to(TYPE)
-    b_A21 = (b_A21.to(tl.float32) * b_beta1[None, :]).to(TYPE)
-    b_A22 = (b_A22.to(tl.float32) * b_beta2[None, :]).to(TYPE)
-    for i in tl.range((V + BV - 1) // BV, num_stages=1):
-        b_v1, b_v2 = spread(b_v1), spread(b_v2)
-        b_u1 = tl.dot(b_A11, b_v1, input_precision=PREC) * b_lost1[:, None]
-        b_u2 = tl.dot(b_A22, b_v2, tl.dot(b_A21, b_v1, input_precision=PREC), input_precision=PREC) * b_lost2[:, None]
-        store_spread(u, i_tile, b_u1, 0, i * BV, V)
-        store_spread(u, i_tile, b_u2, 32, i * BV, V)
-        o_v += BV
-        b_v1, b_v2 = load_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V, R, 32), load_rows(v, v_s, i_b, i_h, second, n_second, o_v, V, R, 32)
-
-
-@triton.jit
-def square_norms(b_qq, b_kk, L2NORM: tl.constexpr):
-    """`tile.inverse_norm` of q and k from the diagonals of q q^T and k k^T, whose products of 16 bit numbers are exact."""
-    if L2NORM:
-        o_r = tl.arange(0, 64)
-        own = o_r[:, None] == o_r[None, :]
-        b_q, b_k = tl.reduce((tl.where(own, b_qq, 0.0), tl.where(own, b_kk, 0.0)), 1, add_two)
-        return tl.rsqrt(b_q + 1e-6), tl.rsqrt(b_k + 1e-6)
-    else:
-        return tl.full((64,), 1.0, tl.float32), tl.full((64,), 1.0, tl.float32)
+    if OWN and kept is None:
+        tl.debug_barrier()  # in place of what other threads have written
+        p_own = i_tile * 4096 + 65 * tl.arange(0, 64)
+        tl.store(P + p_own, b_own)
+        if pairs is not None:
+            tl.store(pairs + p_own, b_own)
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
@@ -371,45 +386,50 @@ def _inverse_precision(p: Problem) -> str:
     return "tf32x3" if triton.knobs.runtime.interpret else "bf16x3"  # the interpreter computes either in fp32, but knows only one name
 
 
-def prepare(p: Problem, A: Tensor | None = None, keep_A: bool = True, pack: bool = False, norms: bool = False) -> Tile:
+def prepare(p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool = False, overlap: bool = False) -> Tile:
     """Everything about the chunks that does not depend on the state; see `kda_ops.stages.Backend.prepare`.
 
-    For GDN these are A, P and seven numbers per row, and `scan` reads q, k and v themselves. For KDA, A is written only if `keep_A`, for a
-    backward that follows, and a kept one is of use if it is packed: with P beside it.
+    For GDN these are A, P and seven numbers per row, and `scan` reads q, k and v themselves. For KDA it reads v, and a kept A is of use if it is
+    packed: with P beside it.
     """
-    q, k, v, device, NT, exact = fit(p.q), fit(p.k), fit(p.v), p.q.device, count_chunks(p), p.q.dtype is torch.float32
+    q, k, g, beta, device, NT, exact = fit(p.q), fit(p.k), fit(p.g), fit(p.beta), p.q.device, count_chunks(p), p.q.dtype is torch.float32
     inverse_precision, precision = _inverse_precision(p), "tf32x3" if exact else "tf32"
-    programs = NT if p.N else 0
-    g, beta = fit(p.g), fit(p.beta)
+    parameters = (dense(p.A_log), dense(p.dt_bias), dense(p.cu_seqlens))
     # One number per token: its strides follow T, and a kernel that took them apart by divisibility would compile again for some T.
-    gates = (g, *([strides_of(g)] if p.rank else columns_of(g)), beta, *columns_of(beta), dense(p.A_log), dense(p.dt_bias), dense(p.cu_seqlens))
+    g_s, beta_s = [strides_of(g)] if p.rank else columns_of(g), columns_of(beta)
     flags = (p.l2norm, p.activate_gate, p.lower_bound is not None)
-    if p.rank == 0:
-        options = tuning.choose("prepare_gdn", p)
-        kept, made = A, q.new_empty((NT, p.HV, 64, 64)) if A is None else None
-        P = q.new_empty((NT, p.HV, 64, 64))
-        rows, gamma = (q.new_empty((NT, p.HV, *shape), dtype=torch.float32) for shape in ((7, 64), (1,)))
-        launch(
-            prepare_gdn, programs * p.H, device, q, q.stride(), k, k.stride(), *gates, kept, made, P, rows, gamma,
-            p.N, p.T, p.H, p.scale, p.lower_bound or 0.0,
-            p.K, tuning.width(p.K, q.dtype), p.HV // p.H if p.H else 1, *flags, p.sigmoid_beta, p.neg_eigval, exact, precision, inverse_precision,
-            **options.launch,
-        )  # fmt: skip
-        return RowTile(made if kept is None else kept, P, gamma=gamma, rows=rows)
-    kept = A if pack else None
-    options = tuning.choose("prepare_kda", p)
-    made = q.new_empty((NT, p.HV, 64, 64)) if keep_A else None
-    packed, made = (made, None) if pack and kept is None else (None, made)
-    P, w, u, qg, kg = (q.new_empty((NT, p.HV, 64, width)) for width in (64, p.K, p.V, p.K, p.K))
-    gamma = q.new_empty((NT, p.HV, p.K), dtype=torch.float32)
-    left = q.new_empty((2, NT, p.HV, 64), dtype=torch.float32) if norms and p.l2norm else None
-    pair = (None, None) if left is None else left.unbind()
+    options, kept = tuning.choose("prepare_kda" if p.rank else "prepare_gdn", p), A if pack or not p.rank else None
+    P, pairs = q.new_empty((NT, p.HV, 64, 64)), q.new_empty((NT, p.HV, 64, 64)) if pack and kept is None else None
+    A = q.new_empty((NT, p.HV, 64, 64)) if kept is None or p.rank else kept
+    w, qg, kg = (q.new_empty((NT, p.HV, 64, p.K)) if p.rank else None for _ in range(3))
+    gamma, rows = (q.new_empty((NT, p.HV, *shape), dtype=torch.float32) for shape in (((p.K,), (3, 64)) if p.rank else ((1,), (7, 64))))
+    tile = Begun(A, P, w, qg=qg, kg=kg, gamma=gamma, rows=rows, pairs=pairs)
     share = tuning.anchored_rows(p)
     bound = p.gate_bound if share == 32 else tuning.FLOOR
-    launch(
-        prepare_kda, programs * p.HV, device, q, q.stride(), k, k.stride(), v, v.stride(), *gates, kept, packed, made, P, w, u, qg, kg, gamma, *pair,
-        p.N, p.T, p.H, p.HV, p.scale, p.lower_bound or 0.0, bound * LOG2E.value,
-        p.K, p.V, options.block_k, options.block_v, options.group, *flags, share, p.sigmoid_beta, p.neg_eigval, precision, inverse_precision,
-        **options.launch,
-    )  # fmt: skip
-    return Tile(made if packed is None else packed, P, w, u, qg, kg, gamma, left)
+    own = share < 32 and not p.activate_gate and not exact  # for decays of any strength; beside a gate there are no registers for it (NOTES.md)
+
+    def form(part: Part | type[All], count: int, T: int) -> None:
+        given = (part.rows(q), q.stride(), part.rows(k), k.stride(), part.rows(g), *g_s, part.rows(beta), *beta_s, *parameters, part.tiles(kept))
+        if p.rank:
+            launch(
+                prepare_kda, count * p.HV, device, *given, *map(part.tiles, (pairs, A, P, w, qg, kg, gamma, rows)),
+                p.N, T, p.H, p.HV, p.scale, p.lower_bound or 0.0, bound * LOG2E.value,
+                p.K, options.block_k, options.group, own, norms and p.l2norm, *flags, share, p.sigmoid_beta, p.neg_eigval, precision, inverse_precision,
+                **options.launch,
+            )  # fmt: skip
+        else:
+            launch(
+                prepare_gdn, count * p.H, device, *given, *map(part.tiles, (A if kept is None else None, P, rows, gamma)),
+                p.N, T, p.H, p.scale, p.lower_bound or 0.0,
+                p.K, tuning.width(p.K, q.dtype), p.HV // p.H if p.H else 1, *flags, p.sigmoid_beta, p.neg_eigval, exact, precision, inverse_precision,
+                **options.launch,
+            )  # fmt: skip
+
+    ahead = tuning.ahead(p) if overlap else None
+    if ahead is None:
+        form(All, NT if p.N else 0, p.T)
+    else:
+        tile.parts = Part(0, ahead), Part(ahead, NT)
+        form(tile.parts[0], ahead, ahead * CHUNK)
+        tile.rest = partial(form, tile.parts[1], NT - ahead, p.T - ahead * CHUNK)
+    return tile

@@ -1,7 +1,5 @@
 """The gradient of the state carried back through the chunks of each sequence: the only sequential part of the backward."""
 
-from typing import cast
-
 import torch
 import triton
 import triton.language as tl
@@ -10,16 +8,25 @@ from torch import Tensor
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
-from kda_ops.backends.triton.scan import load_decays, load_factor, rows_at
-from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_lower, load_tile, strides_of, widen
+from kda_ops.backends.triton.scan import fill_zero, head_at, load_factor, load_factors, rows_at
+from kda_ops.backends.triton.tile import dense, fit, launch, load_lower, load_tile, strides_of, widen
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Reverse, Tile
 
 
+@triton.jit
+def write_values(z, dv, dv_s, i_tile, i_b, i_h, first, n_rows, i_v, b_z, b_beta, V: tl.constexpr):
+    """Leave z [BV, 64], turned, and what it is to v."""
+    if z is not None:
+        store_turned(z + i_tile * (64 * V) + i_v, V, 1, b_z, 64, V - i_v)
+    if dv is not None:
+        store_turned(head_at(dv, dv_s, i_b, i_h, first) + i_v, dv_s[1], 1, b_z * b_beta, n_rows, V - i_v)
+
+
 @triton.jit(do_not_specialize=["N", "T", "HV"])
 def reverse_scan_tiles(
-    A, P, w, qg, kg, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dinitial, dinitial_s, maps, maps_s, cu_seqlens, N, T, HV,
+    A, P, w, qg, kg, rows, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dv, dv_s, dinitial, dinitial_s, maps, maps_s, cu_seqlens, N, T, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
@@ -27,12 +34,14 @@ def reverse_scan_tiles(
 
         dv_new = P^T do + kg dS [64, V];   z = A^T dv_new [64, V];   dS <- gamma dS + qg^T do - w^T dv_new [K, V] fp32
 
-    dS, the gradient of the state that leaves the chunk, and z, that of beta (v - k exp(G) S), are all that `gradient` needs from here: with them
-    it reads neither A nor any other part of the tile. Every transpose is of a tile from memory, never of a product. dv_new is rounded as an operand;
-    where A is one, on its diagonal, z takes it as it was.
+    dS, the gradient of the state that leaves the chunk, and z, that of beta (v - k exp(G) S), or dv = beta z, are all that `gradient` needs from here:
+    with them it reads neither A nor any other part of the tile. Every transpose is of a tile from memory, never of a product. dv_new is rounded as an
+    operand; where A is one, on its diagonal, z takes it as it was.
     """
     i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
+    if dv is not None:
+        fill_zero(dv, dv_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
     TYPE: tl.constexpr = w.dtype.element_ty
     m_v = (o_v < V)[None, :]
     b_dS = turn(open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
@@ -45,8 +54,8 @@ def reverse_scan_tiles(
         if dstates is not None:
             store_turned(dstates + i_tile * (K * V) + i_v, V, 1, b_ds, K, V - i_v)
         b_dv = tl.dot(b_ds, tl.trans(b_kg), input_precision=PREC)
-        b_gamma = load_decays(gamma + i_tile * K, o_k, K, BV)
-        b_dS = b_dS * b_gamma[None, :]
+        b_gamma, b_beta = load_factors(gamma, rows, i_tile, K, BK, BV)
+        b_dS = b_dS * b_gamma
         if do is not None:
             b_do = turn(tl.load(rows_at(do, do_s, i_b, i_h, bos + c * 64, o_r, o_v), mask=(c * 64 + o_r < length)[:, None] & m_v, other=0.0))
             b_dv = tl.dot(b_do, load_lower(P, i_tile), b_dv, input_precision=PREC)
@@ -54,15 +63,15 @@ def reverse_scan_tiles(
         b_dv = -b_dv
         b_less = b_dv.to(TYPE)
         b_dS = tl.dot(b_less, b_w, b_dS, input_precision=PREC)
-        if z is not None:
+        if dv is not None or z is not None:
             b_z = -tl.dot(b_less, load_lower(A, i_tile), b_dv - widen(b_less), input_precision=PREC)
-            store_turned(z + i_tile * (64 * V) + i_v, V, 1, b_z, 64, V - i_v)
+            write_values(z, dv, dv_s, i_tile, i_b, i_h, bos + c * 64, length - c * 64, i_v, b_z, b_beta, V)
     close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, turn_back(b_dS), o_k, o_v, live, K, V, True)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def reverse_scan_rows(
-    q, q_s, k, k_s, A, P, rows, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dinitial, dinitial_s, maps, maps_s, cu_seqlens, N, T, H, HV,
+    q, q_s, k, k_s, A, P, rows, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dv, dv_s, dinitial, dinitial_s, maps, maps_s, cu_seqlens, N, T, H, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
@@ -75,6 +84,8 @@ def reverse_scan_rows(
     i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
     i_g = i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
+    if dv is not None:
+        fill_zero(dv, dv_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
     b_dS = turn(open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
@@ -87,49 +98,58 @@ def reverse_scan_rows(
         b_ds = b_dS.to(TYPE)
         if dstates is not None:
             store_turned(dstates + i_tile * (K * V) + i_v, V, 1, b_ds, K, V - i_v)
-        b_dv = tl.dot(b_ds, tl.trans(b_k), input_precision=PREC) * load_factor(rows, i_tile, 1)
+        b_dv = tl.dot(b_ds, tl.trans(b_k), input_precision=PREC) * load_factor(rows, i_tile, 1, 7)
         b_dS = b_dS * tl.load(gamma + i_tile)
         if do is not None:
             b_do = turn(tl.load(rows_at(do, do_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0))
             b_dv = tl.dot(b_do, load_lower(P, i_tile), b_dv, input_precision=PREC)
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-            b_do = (b_do.to(tl.float32) * load_factor(rows, i_tile, 3)).to(TYPE)
+            b_do = (b_do.to(tl.float32) * load_factor(rows, i_tile, 3, 7)).to(TYPE)
             b_dS = tl.dot(b_do, b_q, b_dS, input_precision=PREC)
         b_own = b_dv.to(TYPE)
-        b_z = tl.dot(b_own, b_A, b_dv - widen(b_own), input_precision=PREC)
-        if z is not None:
-            store_turned(z + i_tile * (64 * V) + i_v, V, 1, b_z, 64, V - i_v)
-        b_less = (b_z * -(load_factor(rows, i_tile, 0) * load_factor(rows, i_tile, 2))).to(TYPE)
+        b_z, b_beta = tl.dot(b_own, b_A, b_dv - widen(b_own), input_precision=PREC), load_factor(rows, i_tile, 2, 7)
+        write_values(z, dv, dv_s, i_tile, i_b, i_h, t, length - c * 64, i_v, b_z, b_beta, V)
+        b_less = (b_z * -(load_factor(rows, i_tile, 0, 7) * b_beta)).to(TYPE)
         b_dS = tl.dot(b_less, b_k, b_dS, input_precision=PREC)
     close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, turn_back(b_dS), o_k, o_v, live, K, V, True)
 
 
-def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need_initial: bool) -> Reverse:
+def reads_z(p: Problem) -> bool:
+    """Whether `gradient` takes z itself: the gradient of a beta that was given, which may be zero, is a sum over z. For all else, dv says as much."""
+    return p.beta is not None and not p.sigmoid_beta
+
+
+def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Reverse:
     """Carry the gradient of the state back; see `kda_ops.stages.Backend.reverse_scan`."""
-    q, device, NT = p.q, p.q.device, count_chunks(p)
-    dstates, z = q.new_empty((NT, p.HV, p.K, p.V)), q.new_empty((NT, p.HV, 64, p.V))
-    dinitial = q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32) if need_initial else None
+    q, device, NT, tiled = p.q, p.q.device, count_chunks(p), reads_z(p)
+    dstates, z = q.new_empty((NT, p.HV, p.K, p.V)), q.new_empty((NT, p.HV, 64, p.V)) if tiled else None
+    dv = None if tiled and "v" not in need else q.new_empty(p.v.shape)
+    dinitial = q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32) if "initial_state" in need else None
     dfinal = None if dfinal_state is None or dfinal_state.numel() == 0 else p.as_kv(dfinal_state)
     name = "reverse_scan_tiles" if p.rank else "reverse_scan_rows"
     whole, BK, exact = tuning.choose(name, p), tuning.width(p.K, q.dtype), q.dtype is torch.float32
     do, runs = fit(do), Runs(p)
 
-    def carry(options, dfinal, dstates, z, dinitial, maps) -> None:
-        ends = (do, strides_of(do), dfinal, strides_of(dfinal), dstates, z, dinitial, strides_of(dinitial), maps, strides_of(maps), dense(p.cu_seqlens))
+    def carry(options, dfinal, dstates, z, dv, dinitial, maps) -> None:
+        ends = (
+            do, strides_of(do), dfinal, strides_of(dfinal), dstates, z, dv, strides_of(dv), dinitial, strides_of(dinitial), maps, strides_of(maps),
+            dense(p.cu_seqlens),
+        )  # fmt: skip
         sizes = (p.K, p.V, BK, options.block_v, options.stages, "tf32x3" if exact else "tf32", runs.length)
         programs = runs.programs(p.V if maps is None else p.V + p.K, options.block_v)
         if p.rank:
             launch(
-                reverse_scan_tiles, programs, device, tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.gamma, *ends, p.N, p.T, p.HV, *sizes, **options.launch
+                reverse_scan_tiles, programs, device, tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma, *ends, p.N, p.T, p.HV, *sizes,
+                **options.launch,
             )  # fmt: skip
         else:
             launch(
-                reverse_scan_rows, programs, device, fit(q), fit(q).stride(), fit(p.k), fit(p.k).stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma,
+                reverse_scan_rows, programs, device, fit(q), fit(q).stride(), fit(p.k), fit(p.k).stride(), tile.A, tile.P, tile.rows, tile.gamma,
                 *ends, p.N, p.T, p.H, p.HV, *sizes, **options.launch,
             )  # fmt: skip
 
     if runs.length:
-        carry(tuning.choose(name + "_maps", p), dfinal, None, None, None, runs.maps)
+        carry(tuning.choose(name + "_maps", p), dfinal, None, None, None, None, runs.maps)
         dfinal = runs.join(back=True)
-    carry(whole, dfinal, dstates, z, dinitial, None)
-    return Reverse(dstates, z, dinitial)
+    carry(whole, dfinal, dstates, z, dv, dinitial, None)
+    return Reverse(dstates, z, dv, dinitial)

@@ -1,7 +1,5 @@
 """The state carried through the chunks of each sequence: the only sequential part of the forward."""
 
-from typing import cast
-
 import torch
 import triton
 import triton.language as tl
@@ -10,8 +8,8 @@ from torch import Tensor
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
-from kda_ops.backends.triton.tile import RowTile, dense, fit, launch, load_lower, load_tile, strides_of
-from kda_ops.problem import Problem
+from kda_ops.backends.triton.tile import All, Begun, Part, beside, dense, fit, launch, load_lower, load_tile, strides_of, widen
+from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile, Trace
 
@@ -62,28 +60,44 @@ def load_decays(gamma, o_k, K: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def load_factor(rows, i_tile, ROW: tl.constexpr):
-    """A row of `prepare_gdn` as factors of columns, [1, 64]; for the reason of `load_decays` there are four copies of it."""
-    b_row = tl.load(rows + i_tile * 448 + (ROW * 64 + (tl.arange(0, 256) & 63)))
+def load_factor(rows, i_tile, ROW: tl.constexpr, COUNT: tl.constexpr):
+    """One of the COUNT numbers per row of a tile as factors of columns, [1, 64]; for the reason of `load_decays` there are four copies of it."""
+    b_row = tl.load(rows + i_tile * (COUNT * 64) + (ROW * 64 + (tl.arange(0, 256) & 63)))
     b_row, _ = tl.split(tl.permute(tl.reshape(b_row, (2, 2, 64)), (2, 0, 1)))
     b_row, _ = tl.split(b_row)
     return b_row[None, :]
 
 
+@triton.jit
+def load_factors(gamma, rows, i_tile, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """(the decay of each key channel over a chunk [1, BK], beta of its rows [1, 64]) as `prepare_kda` left them, as factors of columns.
+
+    In one copy, where there are threads for both: two would be 1 KB more of shared memory than there is.
+    """
+    if BV > 64 and BK == 128:
+        o = tl.arange(0, 256)
+        p_x = tl.where(o < 128, gamma + i_tile * K + o, rows + i_tile * 192 + (o & 63))
+        b_gamma, b_beta = tl.split(tl.permute(tl.reshape(tl.load(p_x, mask=(o < K) | (o >= 128), other=0.0), (2, 128)), (1, 0)))
+        b_beta, _ = tl.split(tl.permute(tl.reshape(b_beta, (2, 64)), (1, 0)))
+        return b_gamma[None, :], b_beta[None, :]
+    else:
+        return load_decays(gamma + i_tile * K, tl.arange(0, BK), K, BV)[None, :], load_factor(rows, i_tile, 0, 3)
+
+
 @triton.jit(do_not_specialize=["N", "T", "HV", "every", "columns"])
 def scan_tiles(
-    qg, kg, w, u, P, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s, cu_seqlens,
+    v, v_s, A, P, w, qg, kg, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s, cu_seqlens,
     N, T, HV, every, columns,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence and BV columns of its state, chunk after chunk, from prepared tiles::
 
-        v_new = u - w S [64, V];   o = qg S + P v_new [64, V];   S <- gamma S + kg^T v_new [K, V] fp32
+        v_new = A (beta v) - w S [64, V];   o = qg S + P v_new [64, V];   S <- gamma S + kg^T v_new [K, V] fp32
 
-    o is written here and now, so that neither v_new nor the states travel unless they are kept for backward. S stays in registers and is
-    rounded to the operands' dtype once per chunk, as an operand. It is there with V as its rows (`fragment.turn`), so that S and v_new are operands
-    where they are: the only barriers of a step are those of the copies from memory.
+    beta v is rounded as an operand; where A is one, on its diagonal, v_new takes it as it was. o is written here and now, so that neither v_new nor the
+    states travel unless they are kept for backward. S stays in registers and is rounded to the operands' dtype once per chunk, as an operand. It is there
+    with V as its rows (`fragment.turn`), so that S and v_new are operands where they are: the only barriers of a step are those of the copies from memory.
     """
     i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
@@ -95,9 +109,15 @@ def scan_tiles(
         i_tile = (first + c) * HV + i_h
         b_w = load_tile(w, i_tile, o_r, o_k, K)
         b_kg = load_tile(kg, i_tile, o_r, o_k, K)
-        b_u = turn(load_tile(u, i_tile, o_r, o_v, V))
+        b_A = load_lower(A, i_tile)
+        b_v = turn(tl.load(rows_at(v, v_s, i_b, i_h, bos + c * 64, o_r, o_v), mask=(c * 64 + o_r < length)[:, None] & (o_v < V)[None, :], other=0.0))
         b_s = b_S.to(TYPE)
-        b_v = (b_u.to(tl.float32) - tl.dot(b_s, tl.trans(b_w), input_precision=PREC)).to(TYPE)
+        b_gamma, b_beta = load_factors(gamma, rows, i_tile, K, BK, BV)
+        b_S = b_S * b_gamma  # now, for they are two registers per column
+        b_v = b_v.to(tl.float32) * b_beta
+        b_own = b_v.to(TYPE)
+        b_v = tl.dot(b_own, tl.trans(b_A), b_v - widen(b_own), input_precision=PREC)
+        b_v = (b_v - tl.dot(b_s, tl.trans(b_w), input_precision=PREC)).to(TYPE)
         if o is not None:
             b_qg = load_tile(qg, i_tile, o_r, o_k, K)
             b_P = load_lower(P, i_tile)
@@ -106,8 +126,7 @@ def scan_tiles(
         if states is not None:
             store_turned(states + i_tile * (K * V) + i_v, V, 1, b_s, K, V - i_v)
             store_turned(v_new + i_tile * (64 * V) + i_v, V, 1, b_v, 64, V - i_v)
-        b_gamma = load_decays(gamma + i_tile * K, o_k, K, BV)
-        b_S = tl.dot(b_v, b_kg, b_S * b_gamma[None, :], input_precision=PREC)
+        b_S = tl.dot(b_v, b_kg, b_S, input_precision=PREC)
         if into is not None:
             snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, i_v, columns, K, V)
     close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, turn_back(b_S), o_k, o_v, live, K, V, False)
@@ -141,17 +160,17 @@ def scan_rows(
         b_v = turn(tl.load(rows_at(v, v_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0))
         b_A = load_lower(A, i_tile)
         b_s = b_S.to(TYPE)
-        b_v = b_v.to(tl.float32) - load_factor(rows, i_tile, 0) * tl.dot(b_s, tl.trans(b_k), input_precision=PREC)
-        b_v = tl.dot((b_v * load_factor(rows, i_tile, 2)).to(TYPE), tl.trans(b_A), input_precision=PREC)
+        b_v = b_v.to(tl.float32) - load_factor(rows, i_tile, 0, 7) * tl.dot(b_s, tl.trans(b_k), input_precision=PREC)
+        b_v = tl.dot((b_v * load_factor(rows, i_tile, 2, 7)).to(TYPE), tl.trans(b_A), input_precision=PREC)
         if o is not None:
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-            b_o = tl.dot(b_s, tl.trans(b_q), input_precision=PREC) * load_factor(rows, i_tile, 3)
+            b_o = tl.dot(b_s, tl.trans(b_q), input_precision=PREC) * load_factor(rows, i_tile, 3, 7)
             b_o = tl.dot(b_v.to(TYPE), tl.trans(load_lower(P, i_tile)), b_o, input_precision=PREC)
             store_turned(head_at(o, o_s, i_b, i_h, t) + i_v * o_s[3], o_s[1], o_s[3], b_o, length - c * 64, V - i_v)
         if states is not None:
             store_turned(states + i_tile * (K * V) + i_v, V, 1, b_s, K, V - i_v)
             store_turned(v_new + i_tile * (64 * V) + i_v, V, 1, b_v, 64, V - i_v)
-        b_v = (b_v * load_factor(rows, i_tile, 1)).to(TYPE)
+        b_v = (b_v * load_factor(rows, i_tile, 1, 7)).to(TYPE)
         b_S = tl.dot(b_v, b_k, b_S * tl.load(gamma + i_tile), input_precision=PREC)
         if into is not None:
             snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, i_v, columns, K, V)
@@ -166,34 +185,45 @@ def _states(p: Problem, final_state: Tensor | None):
 
 def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:
     """Carry the state through the chunks of each sequence; see `kda_ops.stages.Backend.scan`."""
-    device, NT = p.q.device, count_chunks(p)
+    device, NT, v = p.q.device, count_chunks(p), fit(p.v)
     trace = Trace(p.q.new_empty((NT, p.HV, p.K, p.V)), p.q.new_empty((NT, p.HV, 64, p.V)), o) if keep else None
     initial, final, slots, into = _states(p, final_state)
     name = "scan_tiles" if p.rank else "scan_rows"
     whole, runs = tuning.choose(name, p), Runs(p)
     BK, precision = tuning.width(p.K, p.q.dtype), "tf32x3" if p.q.dtype is torch.float32 else "tf32"
 
-    def carry(options, o, initial, final, into, trace, maps) -> None:
+    def carry(options, o, initial, final, into, trace, maps, part: Part | type[All] = All, T: int = p.T) -> None:
+        rows, tiles = part.rows, part.tiles
         ends = (
-            o, strides_of(o), initial, strides_of(initial), final, strides_of(final), dense(slots), into, strides_of(into),
-            trace and trace.states, trace and trace.v_new, maps, strides_of(maps), dense(p.cu_seqlens),
+            rows(o), strides_of(o), initial, strides_of(initial), final, strides_of(final), dense(slots), into, strides_of(into),
+            trace and tiles(trace.states), trace and tiles(trace.v_new), maps, strides_of(maps), dense(p.cu_seqlens),
         )  # fmt: skip
         columns, every = (0, 1) if into is None else (into.shape[1], p.snapshot_every)
         programs = runs.programs(p.V if maps is None else p.V + p.K, options.block_v)
         sizes = (every, columns, p.K, p.V, BK, options.block_v, options.stages, precision, runs.length)
         if p.rank:
             launch(
-                scan_tiles, programs, device, tile.qg, tile.kg, tile.w, tile.u, tile.P, tile.gamma, *ends, p.N, p.T, p.HV, *sizes, **options.launch
+                scan_tiles, programs, device, rows(v), v.stride(), *map(tiles, (tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma)), *ends,
+                p.N, T, p.HV, *sizes, **options.launch,
             )  # fmt: skip
         else:
-            q, k, v = fit(p.q), fit(p.k), fit(p.v)
+            q, k = fit(p.q), fit(p.k)
             launch(
-                scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, cast(RowTile, tile).rows, tile.gamma,
-                *ends, p.N, p.T, p.H, p.HV, *sizes, **options.launch,
+                scan_rows, programs, device, rows(q), q.stride(), rows(k), k.stride(), rows(v), v.stride(),
+                *map(tiles, (tile.A, tile.P, tile.rows, tile.gamma)), *ends, p.N, T, p.H, p.HV, *sizes, **options.launch,
             )  # fmt: skip
 
     if runs.length:
         carry(tuning.choose(name + "_maps", p), None, initial, None, None, None, runs.maps)
         initial = runs.join(back=False)
-    carry(whole, o, initial, final, into, trace, None)
+    if isinstance(tile, Begun) and tile.parts is not None and tile.rest is not None:
+        one, other = tile.parts
+        reached = p.q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32)
+        with beside(device, early=True) as elsewhere:
+            carry(whole, o, initial, reached, into, trace, None, one, one.stop * CHUNK)
+            with elsewhere:
+                tile.rest()
+        carry(whole, o, reached, final, into, trace, None, other, p.T - one.stop * CHUNK)
+    else:
+        carry(whole, o, initial, final, into, trace, None)
     return trace

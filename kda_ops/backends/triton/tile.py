@@ -6,8 +6,8 @@ product; inside a chunk 32 bits do (`fit` sees to it), which saves a register pe
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +16,45 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
+from kda_ops.problem import CHUNK
 from kda_ops.stages import Tile
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no assembly
 
 
-@dataclass
-class RowTile(Tile):
-    """The tile of a decay per head: A, P, gamma and, in place of w, u, qg and kg, what the rows of k, v and q are multiplied by."""
+@dataclass(frozen=True)
+class Part:
+    """Chunks first to stop of a call with one sequence: its tensors as a launch over these sees them."""
 
-    rows: Tensor | None = None  # [NT, HV, 7, C] fp32: (n_k exp G, n_k exp(sum of g over the later rows), beta, scale n_q exp G, n_k, n_q, G)
+    first: int
+    stop: int
+
+    def rows(self, x: Tensor | None) -> Tensor | None:
+        """Of a tensor with one entry per token."""
+        return None if x is None else x[:, CHUNK * self.first : CHUNK * self.stop]
+
+    def tiles(self, x: Tensor | None) -> Tensor | None:
+        """Of a tensor with one entry per chunk."""
+        return None if x is None else x[self.first : self.stop]
+
+
+class All:
+    """The same for all chunks, of however many sequences."""
+
+    @staticmethod
+    def rows(x: Tensor | None) -> Tensor | None:
+        """Of a tensor with one entry per token."""
+        return x
+
+    tiles = rows
+
+
+@dataclass
+class Begun(Tile):
+    """A tile that is there up to its last chunks, which `rest` launches."""
+
+    parts: tuple[Part, Part] | None = None
+    rest: Callable[[], None] | None = None
 
 
 def fit(x: Tensor | None) -> Tensor | None:
@@ -52,27 +81,39 @@ def dense(x: Tensor | None) -> Tensor | None:
 
 
 class _Side(threading.local):
-    """Where launches of this thread go, if not to the current stream, and what they take."""
+    """Where launches of this thread go, if not to the current stream, what they take, and whether they wait for it."""
 
     stream: torch.cuda.Stream | None = None
     held: list[tuple]
+    waits: bool
+
+    def __init__(self):
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}  # one per device, for torch's come from a pool that other libraries take theirs from
 
 
 _SIDE = _Side()
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[AbstractContextManager]:
-    """A second stream, joined at the end. In the context that it gives, launches go there, each after all that the current stream holds by then.
+def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContextManager]:
+    """A second stream, joined at the end. In the context that it gives, launches go there, each after all that the current stream holds by then, or, if
+    `early`, after what it holds now: then nothing that they take may be allocated or copied in between.
 
     Memory comes from the current stream as ever, so what such a launch takes is held until the streams have joined.
     """
-    side = torch.cuda.Stream(device)
+    if device.type != "cuda":
+        yield nullcontext()
+        return
+    if device not in _SIDE.streams:
+        _SIDE.streams[device] = torch.cuda.Stream(device)
+    side, here = _SIDE.streams[device], torch.cuda.current_stream(device)
     held: list[tuple] = []
+    if early:
+        side.wait_stream(here)
 
     @contextmanager
     def elsewhere() -> Iterator[None]:
-        _SIDE.stream, _SIDE.held = side, held
+        _SIDE.stream, _SIDE.held, _SIDE.waits = side, held, not early
         try:
             yield
         finally:
@@ -81,8 +122,9 @@ def beside(device: torch.device) -> Iterator[AbstractContextManager]:
     try:
         yield elsewhere()
     finally:
-        torch.cuda.current_stream(device).wait_stream(side)
-        held.clear()
+        if held:
+            here.wait_stream(side)
+            held.clear()
 
 
 def launch(kernel, programs: int, device: torch.device, *args, **options) -> None:
@@ -90,7 +132,8 @@ def launch(kernel, programs: int, device: torch.device, *args, **options) -> Non
     if programs == 0:
         return
     if _SIDE.stream is not None:
-        _SIDE.stream.wait_stream(torch.cuda.current_stream(device))
+        if _SIDE.waits:
+            _SIDE.stream.wait_stream(torch.cuda.current_stream(device))
         _SIDE.held.append(args)
         with torch.cuda.stream(_SIDE.stream):
             kernel[(programs,)](*args, **options)
@@ -141,14 +184,26 @@ def prefetch(p_x):
 
 
 @triton.jit
-def prefetch_rows(x, strides, i_b, i_h, first, n_rows, D: tl.constexpr):
-    """Prefetch the rows of one head of a tensor of the caller, of which there is at least one."""
+def prefetch_rows(x, strides, i_b, i_h, first, n_rows, D: tl.constexpr, WHOLE: tl.constexpr = False):
+    """Prefetch the rows of one head of a tensor of the caller, of which there is at least one; if WHOLE, and the architecture can, one thread asks for all
+    of a row, which begins at a multiple of 16 bytes and has no gaps.
+    """
     if x is not None and D > 0:
         LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
-        LINES: tl.constexpr = triton.next_power_of_2((D + LINE - 1) // LINE)
-        o = tl.arange(0, 64 * LINES)
-        row, column = tl.minimum(o // LINES, n_rows - 1), tl.minimum(o % LINES * LINE, D - 1)
-        prefetch(x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2]) + (row * strides[1] + column * strides[3]))
+        BYTES: tl.constexpr = D * 128 // LINE
+        p_x = x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
+        if WHOLE and not INTERPRETED and BYTES % 16 == 0 and cuda_capability_geq(9):
+            row = tl.minimum(tl.arange(0, 64), n_rows - 1)
+            tl.inline_asm_elementwise(
+                "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.lt.u32 first, thread, 64; "
+                "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+                "=r,l,r", [(p_x + row * strides[1]).to(tl.int64), BYTES], tl.int32, False, 1,
+            )  # fmt: skip
+        else:
+            LINES: tl.constexpr = triton.next_power_of_2((D + LINE - 1) // LINE)
+            o = tl.arange(0, 64 * LINES)
+            row, column = tl.minimum(o // LINES, n_rows - 1), tl.minimum(o % LINES * LINE, D - 1)
+            prefetch(p_x + (row * strides[1] + column * strides[3]))
 
 
 @triton.jit

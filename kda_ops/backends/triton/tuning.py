@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 import triton
 
-from kda_ops.problem import SAFE_BOUND, Problem
+from kda_ops.problem import CHUNK, SAFE_BOUND, Problem
 
 HOPPER = 9
 FLOOR = 4 * SAFE_BOUND  # least log decay of a row where 8 rows share an anchor: 10^-9 is zero beside a rounding of bf16, and 4 rows of it are 16 of SAFE_BOUND
 ASSUMED = HOPPER  # the architecture for tensors that are on no GPU: interpreter and offline compilation
 FORCED_RUN: int | None = None  # the run length of tests and offline compilation, in place of the rule's
+FORCED_AHEAD: int | None = None  # the chunks that tests have prepared before the scan, in place of the rule's
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,22 @@ def leaves_room(p: Problem) -> bool:
     """Whether the scan and the reverse scan, which need nothing of each other, fit on the device at once, and are long enough to repay a second stream."""
     programs = p.N * p.HV * triton.cdiv(p.V, choose("scan_tiles" if p.rank else "scan_rows", p).block_v)
     return p.B * p.T >= 16384 * p.N and 2 * programs <= processors(p.q.device) and not run_length(p)
+
+
+def ahead(p: Problem) -> int | None:
+    """How many chunks of the one sequence of a call `prepare` makes before its scan begins; the others it makes beside the scan, on multiprocessors that the
+    scan leaves idle, so that they are there when it comes to them. None: all of them. Either way the same bits.
+    """
+    if p.N != 1 or p.cu_seqlens is not None or p.state_indices is not None or p.snapshot_indices is not None or run_length(p):
+        return None
+    chunks, there, scan = triton.cdiv(p.T, CHUNK), processors(p.q.device), choose("scan_tiles" if p.rank else "scan_rows", p).block_v
+    if FORCED_AHEAD is not None:
+        return FORCED_AHEAD if FORCED_AHEAD < chunks else None
+    idle = there - p.HV * triton.cdiv(p.V, scan)
+    step, tile = 2.4 if scan > 64 else 1.5, 0.11 if p.rank and anchored_rows(p) < 32 else 0.06 if p.rank else 0.02  # us: of the scan; of `prepare` on all
+    if 8 * idle < there or chunks * step < 600 or p.q.dtype is torch.float32 or not p.K == p.V == 128:  # two launches and two streams cost Python 0.3 ms
+        return None
+    return chunks - int(chunks * step / (step + p.HV * tile * there / idle))
 
 
 def run_length(p: Problem) -> int:
