@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kda_ops import dispatch
+from kda_ops.backends import activations
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import GRADIENTS, KEPT, Gradients, Tile, Trace
@@ -73,6 +74,8 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
         return o, final_state, new_kept(p)
     b, names = dispatch.backend(p.q.device), kept_names(p)
     tile = b.prepare(p, pack=packs(p), norms=p.disable_recompute, overlap=True)
+    if "rows" in names and tile.rows is not None and not p.l2norm:
+        tile.rows[:, :, 1:] = 1.0  # norms, of which there are none: what is kept is the same in every run
     trace = b.scan(p, tile, o, final_state, keep=p.disable_recompute)
     made = vars(tile) | (vars(trace) if trace is not None else {}) | ({"A": tile.pairs} if packs(p) else {})
     return o, final_state, [made[n] if n in names else _empty(p, n) for n in KEPT]
@@ -102,6 +105,10 @@ def backward(p: Problem, o: Tensor | None, kept: list[Tensor], do: Tensor | None
         if scans:
             with elsewhere:
                 trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
-        reverse = b.reverse_scan(p, tile, do, dfinal_state, need)
+        given = activations.without_sigmoid(p) if dispatch.forms_logits(p) else p
+        reverse = b.reverse_scan(given, tile, do, dfinal_state, need)
     tile = replace(tile, P=None, w=None, u=None, qg=None, kg=None)  # most of the scratch so far gives its place to that of `gradient`
-    return b.gradient(p, tile, trace, do, reverse, need)
+    grads = b.gradient(given, tile, trace, do, reverse, need)
+    if given is not p and grads.beta is not None:
+        grads.beta = activations.through_sigmoid(p, grads.beta)
+    return grads

@@ -70,6 +70,13 @@ def applies_beta(p: Problem) -> bool:
     return p.rank == 1 and backend_name(p.q.device) == "triton"
 
 
+def forms_logits(p: Problem) -> bool:
+    """Whether `gradient` is asked for the gradient of beta where that of its logits is wanted: in its place Triton's kernels take sums with beta z, which
+    float16 does not hold for a small beta.
+    """
+    return p.sigmoid_beta and p.beta is not None and p.q.dtype is torch.float16 and backend_name(p.q.device) == "triton"
+
+
 def packs_pairs(p: Problem) -> bool:
     """Whether `prepare` can leave A and P in one tile, and spares the scores of the backward when it gets that."""
     return backend_name(p.q.device) == "triton" and p.rank == 1

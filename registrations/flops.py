@@ -36,7 +36,7 @@ def forward(K, V):
         o            qg S + P v_new              [C,K][K,V] + [C,C][C,V]
         S            gamma S + kg^T v_new        [K,C][C,V]
 
-    The first three lines are those of `prepare`, the others of `scan`.
+    The first three lines are those of `prepare`, unless a backend leaves u to the scan, the others of `scan`.
     """
     scores, tile = 2 * product(C, K, C), product(C, C, K) + product(C, C, V)
     return scores + inverse() + tile + 3 * product(C, K, V) + product(C, C, V)

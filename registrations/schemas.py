@@ -59,7 +59,8 @@ def join_backward(kept: Sequence, inputs: Sequence, o: object) -> tuple:
 
     Graphs that Inductor compiled for the operator as it was, and keeps in its cache, call it by position, but for arguments that have defaults, and take its
     outputs by number. So what came to be an argument later, o and then rows, stands last, None where it is not kept, rows by the name that they had when
-    they were norms alone; and so do rows among the outputs of `chunk_fwd`.
+    they were norms alone; and so do rows among the outputs of `chunk_fwd`. That holds for what is kept by default. With `disable_recompute` what is kept, and
+    so the shapes that such a graph asserts, is a backend's own and may change.
     """
     rows = kept[-1]
     return *kept[:-1], *inputs, o, rows if rows is not None and rows.dim() > 1 else None

@@ -5,6 +5,8 @@ Each pair is checked against autograd in float64 (tests/test_activations.py). Sh
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +25,29 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 def _softplus(x: Tensor) -> Tensor:
     return -F.logsigmoid(-x)
+
+
+def strength(logits: Tensor, neg_eigval: bool) -> Tensor:
+    """sigmoid(logits), or 2 sigmoid(logits)."""
+    return _sigmoid(logits) * (2.0 if neg_eigval else 1.0)
+
+
+def strength_backward(dbeta: Tensor, beta: Tensor, neg_eigval: bool) -> Tensor:
+    """The gradient of the logits of beta."""
+    return dbeta * beta * (1.0 - beta / (2.0 if neg_eigval else 1.0))
+
+
+def without_sigmoid(p: Problem) -> Problem:
+    """A call as `gradient` sees it when the tile has beta itself: with a beta that was given, whose values nobody reads."""
+    given = copy(p)
+    given.beta, given.sigmoid_beta, given.neg_eigval = None if p.beta is None else p.beta.to(p.state_dtype), False, False
+    return given
+
+
+def through_sigmoid(p: Problem, dbeta: Tensor) -> Tensor:
+    """From the gradient of such a beta to that of the logits; zero for tokens of no sequence, which may hold anything, nan included."""
+    passed = strength_backward(dbeta, strength(p.beta.to(dbeta.dtype), p.neg_eigval), p.neg_eigval)
+    return torch.where(dbeta == 0.0, 0.0, passed).to(p.beta.dtype)
 
 
 def l2norm(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +124,7 @@ class Activated:
         if p.beta is None:
             self.beta = self.v.new_ones((p.B, p.T, p.HV))
         elif p.sigmoid_beta:
-            self.beta = _sigmoid(p.beta.to(dtype)) * (2.0 if p.neg_eigval else 1.0)
+            self.beta = strength(p.beta.to(dtype), p.neg_eigval)
         else:
             self.beta = p.beta.to(dtype)
 
@@ -114,8 +139,7 @@ class Activated:
             if p.activate_gate:
                 dg, dA_log, ddt_bias = gate_backward(dg, self.logits, p.A_log, p.dt_bias, p.lower_bound, p.rank)
         if dbeta is not None and p.sigmoid_beta:
-            top = 2.0 if p.neg_eigval else 1.0
-            dbeta = dbeta * self.beta * (1.0 - self.beta / top)
+            dbeta = strength_backward(dbeta, self.beta, p.neg_eigval)
         if p.cu_seqlens is not None:
             for d in (dq, dk, dg, dbeta):
                 if d is not None:

@@ -15,11 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from kda_ops import dispatch
+from kda_ops.backends.reference import Reference
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import packed
+from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
-from tests.support.calls import overload, run
+from tests.support.calls import overload, run, run_stages
 from tests.support.cases import Case
 from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget, oracle
 from tests.support.stage import Stages, assert_stage
@@ -147,6 +149,36 @@ def test_a_graph_that_knows_neither_output_nor_rows_among_what_is_kept_gets_the_
     for grads in others:
         for name, a, b in zip(GRADIENTS, grads, want):
             assert_identical(a, b, name)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_all_of_what_is_kept_is_written(variant):
+    """Memory is filled with nan before: what a call returns must not depend on what lay there."""
+    case = Case(variant, T=70, dtype=HALF, disable_recompute=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        kept = overload(variant, "chunk_fwd")(*case.inputs().values(), **case.flags())[2:]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x.isfinite().all() for x in kept)
+
+
+@pytest.mark.parametrize("neg_eigval", (False, True))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
+    """beta z would be no normal number there. The tail holds no number at all, and gets no gradient."""
+    case = Case(variant, lengths=(0, 64, 9), tail=5, K=32, V=32, dtype=torch.float16, gate="weak", beta="neg_eigval" if neg_eigval else "sigmoid", l2norm=True)
+    inputs, cotangents = case.inputs(), [None if x is None else 1e-2 * x for x in case.cotangents()]
+    inputs["beta"] -= 10.0
+    inputs["beta"][:, -5:] = torch.nan
+    p = Problem.parse(case.rank, *(x if x is None or not x.is_floating_point() else x.double() for x in inputs.values()), **case.flags())
+    want = run_stages(Reference(), p, [None if x is None else x.double() for x in cotangents])
+    for keep in (False, True):
+        got = run(case, inputs=inputs, cotangents=cotangents, disable_recompute=keep)
+        for name in ("dbeta", "dg"):
+            error = (got[name].double() - want[name]).norm() / want[name].norm()
+            assert error < 2e-3, (name, error)
+        assert not got["dbeta"][:, -5:].any()
 
 
 @pytest.mark.parametrize("l2norm", (False, True))

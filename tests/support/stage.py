@@ -107,7 +107,7 @@ def assert_stage(stage: str, stages: Stages, backend, device: torch.device | str
     equal for the v_new of the recurrence, but not for the rounded one that a stage is given.
     """
     got, ref, twin = stages.three(stage, backend, device)
-    assert got.keys() <= ref.keys() and (stage != "gradient" or got.keys() == ref.keys())
+    assert got.keys() in (ref.keys(), ref.keys() - {"z"})  # z only where dv does not say as much
     for name, x in got.items():
         x = x.cpu()
         if stage == "reverse_scan" and name != "dinitial_state":
