@@ -1,4 +1,5 @@
-"""What is applied to q, k, g and beta before the recurrence, and its derivatives, in plain torch for the CPU backends.
+"""What is applied to q, k, g and beta before the recurrence, and its derivatives, in plain torch: for the CPU backends, and
+for what float16 kernels leave to be done outside.
 
 Each pair is checked against autograd in float64 (tests/test_activations.py). Shapes are per token: ``[B, T, heads, width]``.
 """
@@ -40,7 +41,7 @@ def strength_backward(dbeta: Tensor, beta: Tensor, neg_eigval: bool) -> Tensor:
 def without_sigmoid(p: Problem) -> Problem:
     """A call as `gradient` sees it when the tile has beta itself: with a beta that was given, whose values nobody reads."""
     given = copy(p)
-    given.beta, given.sigmoid_beta, given.neg_eigval = None if p.beta is None else p.beta.to(p.state_dtype), False, False
+    given.beta, given.sigmoid_beta, given.neg_eigval = p.beta.to(p.state_dtype), False, False
     return given
 
 

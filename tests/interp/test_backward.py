@@ -177,7 +177,7 @@ def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
         got = run(case, inputs=inputs, cotangents=cotangents, disable_recompute=keep)
         for name in ("dbeta", "dg"):
             error = (got[name].double() - want[name]).norm() / want[name].norm()
-            assert error < 2e-3, (name, error)
+            assert error < 4 * 2**-11, (name, error)  # a few roundings of float16; by way of beta z it is 22 to 80 of them
         assert not got["dbeta"][:, -5:].any()
 
 
