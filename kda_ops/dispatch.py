@@ -18,6 +18,7 @@ from kda_ops.stages import Backend
 
 _CPU = os.environ.get("KDA_OPS_CPU", "native")
 _LOADED: dict[str, Backend] = {}
+_COMPILED: set[tuple] = set()
 
 if _CPU not in ("native", "reference", "triton"):
     raise ImportError(f"KDA_OPS_CPU must be 'native', 'reference' or 'triton', got {_CPU!r}.")
@@ -55,6 +56,21 @@ def beside(p: Problem, wanted: bool) -> AbstractContextManager:
     return nullcontext(nullcontext()) if triton is None or not triton.leaves_room(p) else triton.beside(p.q.device)
 
 
+def compiling(p: Problem, *kind: object) -> AbstractContextManager | None:
+    """For the first call of its kind on a GPU: in it stages compute nothing, but have their kernels compiled, all at once. None for calls after it.
+
+    What tells kinds apart here is most of what kernels are compiled for; one that differs in the rest is compiled when it is launched.
+    """
+    if p.q.device.type != "cuda":
+        return None
+    flags = (p.l2norm, p.activate_gate, p.lower_bound is None, p.sigmoid_beta, p.disable_recompute, p.cu_seqlens is None)
+    mark = (*kind, *flags, p.q.device, p.q.dtype, p.rank, p.K, p.V, p.H == p.HV)
+    if mark in _COMPILED or torch.cuda.is_current_stream_capturing():
+        return None
+    _COMPILED.add(mark)
+    return importlib.import_module("kda_ops.backends.triton").compiling()
+
+
 def operand_dtype(p: Problem) -> torch.dtype:
     """The dtype of a `Tile`'s operands: the input's on Triton, the dtype of the sums on the others, which round nothing."""
     return p.q.dtype if backend_name(p.q.device) == "triton" else p.state_dtype
@@ -68,13 +84,6 @@ def reads_output(device: torch.device, rank: int, l2norm: bool) -> bool:
 def applies_beta(p: Problem) -> bool:
     """Whether the scans apply beta themselves, from `Tile.rows`, so that there is no u; `gradient` takes the norms of q and k from there."""
     return p.rank == 1 and backend_name(p.q.device) == "triton"
-
-
-def forms_logits(p: Problem) -> bool:
-    """Whether `gradient` is asked for the gradient of beta where that of its logits is wanted: in its place Triton's kernels take sums with beta z, which
-    float16 does not hold for a small beta.
-    """
-    return p.sigmoid_beta and p.beta is not None and p.q.dtype is torch.float16 and backend_name(p.q.device) == "triton"
 
 
 def packs_pairs(p: Problem) -> bool:

@@ -1,12 +1,9 @@
-"""What is applied to q, k, g and beta before the recurrence, and its derivatives, in plain torch: for the CPU backends, and
-for what float16 kernels leave to be done outside.
+"""What is applied to q, k, g and beta before the recurrence, and its derivatives, in plain torch, for the CPU backends.
 
 Each pair is checked against autograd in float64 (tests/test_activations.py). Shapes are per token: ``[B, T, heads, width]``.
 """
 
 from __future__ import annotations
-
-from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -36,19 +33,6 @@ def strength(logits: Tensor, neg_eigval: bool) -> Tensor:
 def strength_backward(dbeta: Tensor, beta: Tensor, neg_eigval: bool) -> Tensor:
     """The gradient of the logits of beta."""
     return dbeta * beta * (1.0 - beta / (2.0 if neg_eigval else 1.0))
-
-
-def without_sigmoid(p: Problem) -> Problem:
-    """A call as `gradient` sees it when the tile has beta itself: with a beta that was given, whose values nobody reads."""
-    given = copy(p)
-    given.beta, given.sigmoid_beta, given.neg_eigval = p.beta.to(p.state_dtype), False, False
-    return given
-
-
-def through_sigmoid(p: Problem, dbeta: Tensor) -> Tensor:
-    """From the gradient of such a beta to that of the logits; zero for tokens of no sequence, which may hold anything, nan included."""
-    passed = strength_backward(dbeta, strength(p.beta.to(dbeta.dtype), p.neg_eigval), p.neg_eigval)
-    return torch.where(dbeta == 0.0, 0.0, passed).to(p.beta.dtype)
 
 
 def l2norm(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from kda_ops import dispatch
+from kda_ops.backends.reference import Reference
 from kda_ops.backends.triton import tuning
 from kda_ops.problem import Problem
-from tests.support.calls import run
+from tests.support.calls import run, run_stages
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.stage import Stages, assert_stage
@@ -130,6 +131,43 @@ def test_lengths_and_batches_do_not_recompile():
     finally:
         JITFunction._do_compile = compiled
     assert not counted
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_the_first_call_compiles_all_its_kernels_at_once(variant):
+    from triton.runtime.jit import JITFunction
+
+    asked, compiled = [], JITFunction._do_compile
+
+    def note(self, key, signature, device, constexprs, options, attrs, warmup):
+        asked.append((self.fn.__name__, warmup))
+        return compiled(self, key, signature, device, constexprs, options, attrs, warmup)
+
+    case = Case(variant=variant, dtype=BF16, K=40, V=72, B=1, T=150, H=2, HV=2, gate="softplus", l2norm=True, beta="sigmoid")  # no other test's widths
+    JITFunction._do_compile = note
+    try:
+        first = run(case, inputs=case.inputs(CUDA))
+        count = len(asked)
+        assert_all_identical(first, run(case, inputs=case.inputs(CUDA)))
+    finally:
+        JITFunction._do_compile = compiled
+    assert count >= 4 and len(asked) == count and all(warmup for _, warmup in asked), asked
+
+
+@pytest.mark.parametrize("neg_eigval", (False, True))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
+    """beta z would be no normal number there."""
+    case = Case(variant=variant, T=150, K=64, V=64, dtype=FP16, gate="weak", beta="neg_eigval" if neg_eigval else "sigmoid", l2norm=True)
+    inputs, cotangents = case.inputs(), [None if x is None else 1e-2 * x for x in case.cotangents()]
+    inputs["beta"] -= 10.0
+    p = Problem.parse(case.rank, *(x if x is None or not x.is_floating_point() else x.double() for x in inputs.values()), **case.flags())
+    want = run_stages(Reference(), p, [None if x is None else x.double() for x in cotangents])
+    there = {n: None if x is None else x.to(CUDA) for n, x in inputs.items()}
+    got = run(case, inputs=there, cotangents=[None if x is None else x.to(CUDA) for x in cotangents])
+    for name in ("dbeta", "dg"):
+        error = (got[name].double().cpu() - want[name]).norm() / want[name].norm()
+        assert error < 4 * 2**-11, (name, error)
 
 
 def test_the_scratch_of_a_training_step_is_bounded():

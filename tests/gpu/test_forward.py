@@ -174,13 +174,13 @@ def test_chunks_prepared_beside_the_scan_of_the_first_change_no_bit(monkeypatch,
 def test_long_sequences_of_few_heads_are_prepared_beside_their_scan(monkeypatch):
     monkeypatch.setattr(tuning, "processors", lambda device: 132)
 
-    def asks(T, H, B=1, **given):
+    def asks(T, H, B=1, rank=1, **given):
         x, beta = torch.empty(B, T, H, 128, dtype=torch.bfloat16, device=CUDA), torch.empty(B, T, H, dtype=torch.bfloat16, device=CUDA)
-        return tuning.ahead(Problem.parse(1, x, x, x, x.float(), beta, **given))
+        return tuning.ahead(Problem.parse(rank, x, x, x, x.float() if rank else beta.float(), beta, **given))
 
-    assert 0 < asks(32768, 32) < 512 and 0 < asks(16384, 96) < 256
-    # too short, several sequences, no multiprocessor idle, cut into runs, packed
-    assert asks(8192, 32) is asks(32768, 32, B=2) is asks(16384, 128) is asks(32768, 8) is None
+    assert 0 < asks(32768, 32) < 512 and 0 < asks(8192, 96) < 128 and 0 < asks(8192, 96, rank=0) < 128
+    # too short, several sequences, scans and chunks on the same multiprocessors, no multiprocessor idle, cut into runs, packed
+    assert asks(8192, 32) is asks(32768, 32, B=2) is asks(32768, 32, rank=0) is asks(16384, 128) is asks(32768, 8) is None
     assert asks(32768, 32, cu_seqlens=torch.tensor([0, 32768], dtype=torch.int32, device=CUDA)) is None
 
 

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.tile import INTERPRETED, dense, launch, load_column
+from kda_ops.backends.triton.launch import launch
+from kda_ops.backends.triton.tile import INTERPRETED, dense, load_column
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -16,8 +16,9 @@ from kda_ops.backends.triton.gradient_decay import sum_decays, sum_gradients
 from kda_ops.backends.triton.gradient_keys import gradient_keys, tables
 from kda_ops.backends.triton.gradient_pairs import gradient_pairs
 from kda_ops.backends.triton.gradient_rows import gradient_rows
+from kda_ops.backends.triton.launch import launch
 from kda_ops.backends.triton.reverse_scan import reads_z
-from kda_ops.backends.triton.tile import columns_of, dense, fit, launch, strides_of
+from kda_ops.backends.triton.tile import columns_of, dense, fit, strides_of
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Reverse, Tile, Trace
@@ -89,7 +90,7 @@ def _gradient_rows(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reve
         dense(p.dt_bias), tile.rows, tile.gamma, *with_strides(do), trace.states, trace.v_new, reverse.dstates,
         reverse.z if reads_z(p) else reverse.dv, dense(p.cu_seqlens),
         dq, dk, dq_sum, dk_sum, dg, dbeta, dA_log, ddt_bias, p.N, p.T, p.H, p.scale, p.lower_bound or 0.0,
-        p.K, p.V, options.block_k, options.block_v, group, reads_z(p), p.l2norm, p.activate_gate, p.lower_bound is not None, p.neg_eigval,
+        p.K, p.V, options.block_k, options.block_v, group, reads_z(p), p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval,
         exact, "tf32x3" if exact else "tf32", num_stages=options.stages, **options.launch,
     )  # fmt: skip
     return Gradients(
@@ -113,7 +114,7 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     dg = _like(p, "g", need | {"g"}) if gates else None
     dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", p.K, need)
     tiled = reads_z(p)
-    z, sums = reverse.z if tiled else reverse.dv, tiled and "beta" in need
+    z, sums = reverse.z if tiled else reverse.dv, p.beta is not None and not p.sigmoid_beta and "beta" in need
     if p.beta is not None and "beta" in need:
         dbeta = q.new_empty((slices + 1, p.B, p.T, p.HV), dtype=torch.float32) if sums else _like(p, "beta", need)
     dP, dL = q.new_empty((NT, p.HV, 64, 64)), q.new_empty((NT, p.HV, 64, 64))
@@ -127,7 +128,7 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     launch(
         gradient_pairs, programs, device, *with_strides(p.v), tile.rows, *given, *o, trace.v_new, z, cu_seqlens,
         dP, dL, dbeta[slices] if sums else dbeta, *dots, N, T, HV, scale,
-        V, values.block_v, tiled, p.neg_eigval, precision, num_stages=values.stages, **values.launch,
+        V, values.block_v, tiled, p.sigmoid_beta, p.neg_eigval, precision, num_stages=values.stages, **values.launch,
     )  # fmt: skip
     if dq is not None or gates or sums:
         G = torch.empty((NT, HV, 64, K), dtype=torch.float64 if exact else torch.float32, device=device)

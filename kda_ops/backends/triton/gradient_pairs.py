@@ -5,8 +5,8 @@ import triton.language as tl
 
 from kda_ops.backends.triton.fragment import pack
 from kda_ops.backends.triton.gate import reciprocal
-from kda_ops.backends.triton.gradient_tile import load_row, locate_rows, on_diagonal, read_rows, read_values, write_column
-from kda_ops.backends.triton.tile import load_tile, widen
+from kda_ops.backends.triton.gradient_tile import load_row, locate_rows, read_rows, read_values, write_column
+from kda_ops.backends.triton.tile import load_tile, on_diagonal, widen
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def pair_gradients(
 @triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_pairs(
     v, v_s, rows, do, do_s, o, o_s, v_new, z, cu_seqlens, dP, dL, dbeta, q_dot, k_dot, N, T, HV, scale,
-    V: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Everything of one chunk and value head that reads V alone::
 
@@ -62,7 +62,7 @@ def gradient_pairs(
         q_dot = sum_v do o               k_dot = sum_v z (2 v_new - beta v)           the products of unit q and k with their gradients [64]
         dbeta = sum_v z v_new / beta for a sigmoid, else its part sum_v z v [64]
 
-    `z` is z where beta was given (TILED); else it is dv = beta z, and dL is beta dL, which is what the gradients of q and k take.
+    `z` is z if TILED; else it is dv = beta z, and dL is beta dL, which is what the gradients of q and k take.
     Apart from the kernel that reads K because the two need different registers, and so that slices of K find the pairs ready; that is 16 KB more to move.
     """
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
@@ -73,7 +73,7 @@ def gradient_pairs(
             write_column(dbeta, token, i_h, HV, n_rows, tl.zeros((64,), tl.float32))
         return
     o_r = tl.arange(0, 64)
-    SUMS: tl.constexpr = TILED and dbeta is not None or k_dot is not None
+    SUMS: tl.constexpr = dbeta is not None and not SIGMOID or k_dot is not None
     b_beta = load_row(rows, i_tile, 0)
     b_P, b_L, b_zv, b_doo = pair_gradients(
         do, do_s, o, o_s, v, v_s, v_new, z, i_tile, i_b, i_h, first, n_rows, token, HV, scale, V, BV, TILED, SUMS, PREC,
@@ -86,7 +86,7 @@ def gradient_pairs(
     if k_dot is not None:
         tl.store(k_dot + i_tile * 64 + o_r, 2.0 * b_zvn - (b_zv * b_beta if TILED else b_zv))
     if dbeta is not None:
-        write_column(dbeta, token, i_h, HV, n_rows, b_zv if TILED else strength_gradient(b_zvn, b_beta, NEG_EIGVAL))
+        write_column(dbeta, token, i_h, HV, n_rows, strength_gradient(b_zvn, b_beta, NEG_EIGVAL) if SIGMOID else b_zv)
     p_pair = i_tile * 4096 + tl.arange(0, 512)[:, None] * 8 + tl.arange(0, 8)[None, :]
     tl.store(dP + p_pair, pack(b_P).to(dP.dtype.element_ty))
     tl.store(dL + p_pair, pack(b_L).to(dL.dtype.element_ty))

@@ -34,7 +34,7 @@ def gradient_rows(
     q, q_s, k, k_s, v, v_s, g, g_b, g_t, g_h, A_log, dt_bias, rows, gamma, do, do_s, states, v_new, dstates, z, cu_seqlens,
     dq, dk, dq_sum, dk_sum, dg, dbeta, dA_log, ddt_bias, N, T, H, scale, lower_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr, L2NORM: tl.constexpr,
-    ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+    ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk and the GROUP value heads of one key head; E_ij is the decay from row j to row i, n_q and n_k the norms, r the rows of `prepare_gdn`::
 
@@ -44,7 +44,7 @@ def gradient_rows(
         dG = sum_k q r_3 (do S^T) - k (r_0 beta (z S^T) + r_1 (v_new dS^T)) + rows of W - columns of W          [64]
         dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + sum_k k dk's share of beta
 
-    `z` is z where beta was given (TILED); else it is dv = beta z, and beta is one but in dbeta.
+    `z` is z if TILED; else it is dv = beta z, and beta is one but in dbeta.
 
     Norms, decays and beta are factors of rows and of the [64, 64] tiles, so that q and k go from memory to the tensor cores as they are, and dq and
     dk leave through the norm. What pairs of rows add to dG cancels in a sum over a chunk, and does so here too, for rows and columns are sums
@@ -69,7 +69,7 @@ def gradient_rows(
                 write_column(dbeta, token, i_h, H * GROUP, n_rows, tl.zeros((64,), tl.float32))
         return
     TYPE: tl.constexpr = states.dtype.element_ty
-    SUMS: tl.constexpr = dbeta is not None and TILED
+    SUMS: tl.constexpr = dbeta is not None and not SIGMOID
     HELD: tl.constexpr = dq_sum is None
     values: tl.constexpr = (V + BV - 1) // BV
     lower, diagonal = o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :]
@@ -189,7 +189,9 @@ def gradient_rows(
             b_along_q += b_in_q + b_own
             b_along_k += b_in_k * b_beta + b_in_late + b_column + b_own
         if dbeta is not None:
-            b_dbeta = b_zv + b_in_k if SUMS else strength_gradient(b_zvn * reciprocal(b_strength), b_strength, NEG_EIGVAL)
+            if not TILED:
+                b_zvn *= reciprocal(b_strength)
+            b_dbeta = b_zv + b_in_k if SUMS else strength_gradient(b_zvn, b_strength, NEG_EIGVAL)
             write_column(dbeta, token, i_h, H * GROUP, n_rows, b_dbeta)
         if dg is not None:
             b_dG = b_in_q + b_in_k * b_beta - b_in_late - b_column

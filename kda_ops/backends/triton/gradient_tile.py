@@ -69,7 +69,7 @@ def write_column(x, token, i_h, HV, n_rows, b_x):
 
 @triton.jit
 def clear_keys(dq, dk, dg, dbeta, dA_log, ddt_bias, i_tile, token, i_h, HV, n_rows, o_k, i_s, slices: tl.constexpr, K: tl.constexpr):
-    """The same, and no part in the sums over tokens."""
+    """Zero gradients for the rows of a chunk that is no part of a sequence, and no part in the sums over tokens."""
     b_zero = tl.zeros((64, o_k.shape[0]), tl.float32)
     if dq is not None:
         write_rows(dq, token, i_h, HV, n_rows, b_zero, o_k, K)
@@ -100,13 +100,6 @@ def gate_gradient(b_dg, b_g, b_bias, rate, lower_bound, BOUNDED: tl.constexpr, F
     else:
         b_dg = b_dg * -rate
         return b_dg * sigmoid(b_x, FAST), b_dg * (log2_softplus(b_x, FAST) * (1.0 / LOG2E))
-
-
-@triton.jit
-def on_diagonal(b_x):
-    """The diagonal of [64, 64], [64]."""
-    o_r = tl.arange(0, 64)
-    return tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_x, 0.0), 1)
 
 
 @triton.jit

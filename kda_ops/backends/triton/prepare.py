@@ -1,7 +1,5 @@
 """What a chunk needs besides the state that enters it: one program per chunk and head (MATHS.md, chunk form)."""
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -11,28 +9,27 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.decay import block_scores, half_prefix, level_scores, pair_decay, row_decay, scores
 from kda_ops.backends.triton.fragment import spread, store_spread
 from kda_ops.backends.triton.gate import LOG2E, decay_column, load_rate, log2_decay, strength_column
-from kda_ops.backends.triton.inverse import inverse, product
+from kda_ops.backends.triton.inverse import inverse, inverse_of_two, product
+from kda_ops.backends.triton.launch import launch
 from kda_ops.backends.triton.scan import rows_at
 from kda_ops.backends.triton.tile import (
-    All,
     Begun,
-    Part,
     add_two,
     columns_of,
     dense,
     fit,
     inverse_norm,
-    launch,
     load_rows,
     load_tile,
     locate_chunk,
+    on_diagonal,
     prefetch_rows,
     prefetch_tile,
     store_rows,
     store_tile,
     strides_of,
 )
-from kda_ops.problem import CHUNK, Problem
+from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile
 
@@ -185,7 +182,6 @@ def square_norms(b_qq, b_kk, L2NORM: tl.constexpr):
 def own_scores(q, q_s, k, k_s, i_b, i_g, first, n_rows, scale, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr):
     """scale q_i . k_i of unit or other rows [64] fp32, the diagonal of q k^T, whose products of 16 bit numbers are exact."""
     o_r = tl.arange(0, 64)
-    own = o_r[:, None] == o_r[None, :]
     b_qk = tl.zeros((64, 64), tl.float32)
     b_qq, b_kk = b_qk, b_qk
     for i in tl.range((K + BK - 1) // BK, num_stages=1):
@@ -197,23 +193,23 @@ def own_scores(q, q_s, k, k_s, i_b, i_g, first, n_rows, scale, K: tl.constexpr, 
         if L2NORM:
             b_qq, b_kk = tl.dot(b_q, tl.trans(b_q), b_qq), tl.dot(b_k, tl.trans(b_k), b_kk)
     b_q_norm, b_k_norm = square_norms(b_qq, b_kk, L2NORM)
-    return tl.sum(tl.where(own, b_qk, 0.0), 1) * (b_q_norm * b_k_norm * scale)
+    return on_diagonal(b_qk) * (b_q_norm * b_k_norm * scale)
 
 
-@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "log2_bound", "beta_b", "beta_t", "beta_h"])
+@triton.jit(do_not_specialize=["N", "T", "begin", "scale", "lower_bound", "log2_bound", "beta_b", "beta_t", "beta_h"])
 def prepare_kda(
     q, q_s, k, k_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept, pairs, A, P, w, qg, kg, gamma, rows,
-    N, T, H, HV, scale, lower_bound, log2_bound,
+    N, T, begin, H, HV, scale, lower_bound, log2_bound,
     K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, OWN: tl.constexpr, NORMS: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr,
     BOUNDED: tl.constexpr, SHARE: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head; E_ij is the decay from row j to row i::
+    """One chunk, from number `begin` on, of one head; E_ij is the decay from row j to row i::
 
         P = tril(scale q k^T o E)   [64, 64]      A = (I + strict_tril(beta k k^T o E))^-1   [64, 64]
         w = A (beta k exp G)        [64, K]       gamma = exp(sum of g)    [K] fp32
         qg = scale q exp G,  kg = k exp(sum of g over the later rows)   [64, K]              rows = (beta, 1 / |q|, 1 / |k|)   [3, 64] fp32
 
-    the norms only if NORMS. u = A (beta v) is left to the scan, to which beta v is no more to read than u would be.
+    the norms, ones without L2NORM, only if NORMS. u = A (beta v) is left to the scan, to which beta v is no more to read than u would be.
 
     A and P are triangles that share a tile between forward and backward (`pairs`, later given as `kept`): A below the diagonal; on and above it P,
     transposed inside the two blocks of 32 rows on the diagonal. From it neither scores nor an inverse need be formed.
@@ -225,10 +221,10 @@ def prepare_kda(
     Where decays are strong, o is the diagonal of P and little else, so with OWN that is made apart, from q and k as they are, while nothing else takes
     registers.
     """
-    i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
+    i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV + begin
     i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
     i_g = i_h // (HV // H)  # the query and key head
-    i_tile = tl.program_id(0).to(tl.int64)
+    i_tile = i_t.to(tl.int64) * HV + i_h
     if n_rows > 0:
         prefetch_rows(g, g_s, i_b, i_h, first, n_rows, K)
         prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
@@ -291,8 +287,8 @@ def prepare_kda(
         tl.debug_barrier()  # w holds beta k exp G so far, and P is there, written by other threads
         b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)  # the first slices arrive while the inverse is made
     if kept is None:
-        b_A11 = inverse(tl.where(strict, b_L11 * -b_beta1[:, None], 0.0), INVERSE)
-        b_A22 = inverse(tl.where(strict, b_L22 * -b_beta2[:, None], 0.0), INVERSE)
+        b_L11, b_L22 = tl.where(strict, b_L11 * -b_beta1[:, None], 0.0), tl.where(strict, b_L22 * -b_beta2[:, None], 0.0)
+        b_A11, b_A22 = inverse_of_two(b_L11, b_L22, INVERSE)
         b_A21 = product(b_A22, b_L21 * (-shift * b_beta2)[:, None], tl.zeros((32, 32), tl.float32), INVERSE)
         b_A21 = product(b_A21, b_A11, tl.zeros((32, 32), tl.float32), INVERSE)
         b_A11, b_A21, b_A22 = b_A11.to(TYPE), b_A21.to(TYPE), b_A22.to(TYPE)
@@ -321,14 +317,15 @@ def prepare_kda(
             tl.store(pairs + p_own, b_own)
 
 
-@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
+@triton.jit(do_not_specialize=["N", "T", "begin", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
 def prepare_gdn(
     q, q_s, k, k_s, g, g_b, g_t, g_h, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept_A, A, P, rows, gamma,
-    N, T, H, scale, lower_bound,
+    N, T, begin, H, scale, lower_bound,
     K: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, for the value heads of one key head, which share q k^T and k k^T; n are the row norms, D_ij the decay from row j to row i::
+    """One chunk, from number `begin` on, for the value heads of one key head, which share q k^T and k k^T; n are the row norms and D_ij the decay from row j
+    to row i::
 
         A = (I + strict_tril(beta n n k k^T o D))^-1,   P = scale tril(n n q k^T o D)   [64, 64]
         rows = (n_k exp G, n_k exp(sum of g over the later rows), beta, scale n_q exp G, n_k, n_q, G)   [7, 64] fp32
@@ -339,7 +336,7 @@ def prepare_gdn(
     cores as they are, here and in the scan. The decay stays inside the inverse: inverting without it and multiplying afterwards is the same
     on paper and overflows for long keys.
     """
-    i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H
+    i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H + begin
     i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
     o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)
     m_x = (o_r < n_rows)[:, None] & (o_k < K)[None, :]
@@ -383,7 +380,7 @@ def _inverse_precision(p: Problem) -> str:
         return "tf32x3"
     if p.l2norm and p.sigmoid_beta and not p.neg_eigval:
         return "fp16"
-    return "tf32x3" if triton.knobs.runtime.interpret else "bf16x3"  # the interpreter computes either in fp32, but knows only one name
+    return "bf16x3"
 
 
 def prepare(p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool = False, overlap: bool = False) -> Tile:
@@ -403,33 +400,30 @@ def prepare(p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool
     A = q.new_empty((NT, p.HV, 64, 64)) if kept is None or p.rank else kept
     w, qg, kg = (q.new_empty((NT, p.HV, 64, p.K)) if p.rank else None for _ in range(3))
     gamma, rows = (q.new_empty((NT, p.HV, *shape), dtype=torch.float32) for shape in (((p.K,), (3, 64)) if p.rank else ((1,), (7, 64))))
-    tile = Begun(A, P, w, qg=qg, kg=kg, gamma=gamma, rows=rows, pairs=pairs)
     share = tuning.anchored_rows(p)
     bound = p.gate_bound if share == 32 else tuning.FLOOR
     own = share < 32 and not p.activate_gate and not exact  # for decays of any strength; beside a gate there are no registers for it (NOTES.md)
+    norms = norms and (p.l2norm or p.disable_recompute)  # what is kept is written, all of it
+    given = (q, q.stride(), k, k.stride(), g, *g_s, beta, *beta_s, *parameters, kept)
 
-    def form(part: Part | type[All], count: int, T: int) -> None:
-        given = (part.rows(q), q.stride(), part.rows(k), k.stride(), part.rows(g), *g_s, part.rows(beta), *beta_s, *parameters, part.tiles(kept))
+    def form(begin: int, end: int) -> None:
         if p.rank:
             launch(
-                prepare_kda, count * p.HV, device, *given, *map(part.tiles, (pairs, A, P, w, qg, kg, gamma, rows)),
-                p.N, T, p.H, p.HV, p.scale, p.lower_bound or 0.0, bound * LOG2E.value,
-                p.K, options.block_k, options.group, own, norms and p.l2norm, *flags, share, p.sigmoid_beta, p.neg_eigval, precision, inverse_precision,
+                prepare_kda, (end - begin) * p.HV, device, *given, pairs, A, P, w, qg, kg, gamma, rows,
+                p.N, p.T, begin, p.H, p.HV, p.scale, p.lower_bound or 0.0, bound * LOG2E.value,
+                p.K, options.block_k, options.group, own, norms, *flags, share, p.sigmoid_beta, p.neg_eigval, precision, inverse_precision,
                 **options.launch,
             )  # fmt: skip
         else:
             launch(
-                prepare_gdn, count * p.H, device, *given, *map(part.tiles, (A if kept is None else None, P, rows, gamma)),
-                p.N, T, p.H, p.scale, p.lower_bound or 0.0,
+                prepare_gdn, (end - begin) * p.H, device, *given, A if kept is None else None, P, rows, gamma,
+                p.N, p.T, begin, p.H, p.scale, p.lower_bound or 0.0,
                 p.K, tuning.width(p.K, q.dtype), p.HV // p.H if p.H else 1, *flags, p.sigmoid_beta, p.neg_eigval, exact, precision, inverse_precision,
                 **options.launch,
             )  # fmt: skip
 
+    end = NT if p.N else 0
     ahead = tuning.ahead(p) if overlap else None
-    if ahead is None:
-        form(All, NT if p.N else 0, p.T)
-    else:
-        tile.parts = Part(0, ahead), Part(ahead, NT)
-        form(tile.parts[0], ahead, ahead * CHUNK)
-        tile.rest = partial(form, tile.parts[1], NT - ahead, p.T - ahead * CHUNK)
-    return tile
+    form(0, end if ahead is None else ahead)
+    made = dict(A=A, P=P, w=w, qg=qg, kg=kg, gamma=gamma, rows=rows, pairs=pairs)
+    return Tile(**made) if ahead is None else Begun(**made, until=ahead, rest=lambda: form(ahead, end))

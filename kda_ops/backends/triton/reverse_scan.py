@@ -7,9 +7,10 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
+from kda_ops.backends.triton.launch import launch
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
 from kda_ops.backends.triton.scan import fill_zero, head_at, load_factor, load_factors, rows_at
-from kda_ops.backends.triton.tile import dense, fit, launch, load_lower, load_tile, strides_of, widen
+from kda_ops.backends.triton.tile import dense, fit, load_lower, load_tile, strides_of, widen
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Reverse, Tile
@@ -38,7 +39,7 @@ def reverse_scan_tiles(
     with them it reads neither A nor any other part of the tile. Every transpose is of a tile from memory, never of a product. dv_new is rounded as an
     operand; where A is one, on its diagonal, z takes it as it was.
     """
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, None, None, K, V, BV, RUN, True)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     if dv is not None:
         fill_zero(dv, dv_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
@@ -81,7 +82,7 @@ def reverse_scan_rows(
 
     Decays, norms and beta are factors per row and move past the products; w is not needed, for w^T dv_new = (beta k exp G)^T z.
     """
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, None, None, K, V, BV, RUN, True)
     i_g = i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     if dv is not None:
@@ -115,8 +116,10 @@ def reverse_scan_rows(
 
 
 def reads_z(p: Problem) -> bool:
-    """Whether `gradient` takes z itself: the gradient of a beta that was given, which may be zero, is a sum over z. For all else, dv says as much."""
-    return p.beta is not None and not p.sigmoid_beta
+    """Whether `gradient` takes z itself: the gradient of a beta that was given, which may be zero, is a sum over z, and float16 does not hold beta z for a
+    small beta. For all else, dv says as much.
+    """
+    return p.beta is not None and (not p.sigmoid_beta or p.q.dtype is torch.float16)
 
 
 def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Reverse:

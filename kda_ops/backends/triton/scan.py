@@ -7,9 +7,10 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
+from kda_ops.backends.triton.launch import beside, launch
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
-from kda_ops.backends.triton.tile import All, Begun, Part, beside, dense, fit, launch, load_lower, load_tile, strides_of, widen
-from kda_ops.problem import CHUNK, Problem
+from kda_ops.backends.triton.tile import Begun, dense, fit, load_lower, load_tile, strides_of, widen
+from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile, Trace
 
@@ -84,10 +85,10 @@ def load_factors(gamma, rows, i_tile, K: tl.constexpr, BK: tl.constexpr, BV: tl.
         return load_decays(gamma + i_tile * K, tl.arange(0, BK), K, BV)[None, :], load_factor(rows, i_tile, 0, 3)
 
 
-@triton.jit(do_not_specialize=["N", "T", "HV", "every", "columns"])
+@triton.jit(do_not_specialize=["N", "T", "begin", "end", "HV", "every", "columns"])
 def scan_tiles(
     v, v_s, A, P, w, qg, kg, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s, cu_seqlens,
-    N, T, HV, every, columns,
+    N, T, begin, end, HV, every, columns,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +100,7 @@ def scan_tiles(
     states travel unless they are kept for backward. S stays in registers and is rounded to the operands' dtype once per chunk, as an operand. It is there
     with V as its rows (`fragment.turn`), so that S and v_new are operands where they are: the only barriers of a step are those of the copies from memory.
     """
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, begin, end, K, V, BV, RUN, False)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = w.dtype.element_ty
     if o is not None:
@@ -132,10 +133,10 @@ def scan_tiles(
     close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, turn_back(b_S), o_k, o_v, live, K, V, False)
 
 
-@triton.jit(do_not_specialize=["N", "T", "every", "columns"])
+@triton.jit(do_not_specialize=["N", "T", "begin", "end", "every", "columns"])
 def scan_rows(
     q, q_s, k, k_s, v, v_s, A, P, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s,
-    cu_seqlens, N, T, H, HV, every, columns,
+    cu_seqlens, N, T, begin, end, H, HV, every, columns,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +146,7 @@ def scan_rows(
 
     A decay per head is a factor per row, which moves past the dot products: q and k go from memory to the tensor cores as they are.
     """
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, begin, end, K, V, BV, RUN, False)
     i_g = i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = A.dtype.element_ty
@@ -192,38 +193,36 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
     whole, runs = tuning.choose(name, p), Runs(p)
     BK, precision = tuning.width(p.K, p.q.dtype), "tf32x3" if p.q.dtype is torch.float32 else "tf32"
 
-    def carry(options, o, initial, final, into, trace, maps, part: Part | type[All] = All, T: int = p.T) -> None:
-        rows, tiles = part.rows, part.tiles
+    def carry(options, o, initial, final, into, trace, maps, begin: int | None = None, end: int | None = None) -> None:
         ends = (
-            rows(o), strides_of(o), initial, strides_of(initial), final, strides_of(final), dense(slots), into, strides_of(into),
-            trace and tiles(trace.states), trace and tiles(trace.v_new), maps, strides_of(maps), dense(p.cu_seqlens),
+            o, strides_of(o), initial, strides_of(initial), final, strides_of(final), dense(slots), into, strides_of(into),
+            trace and trace.states, trace and trace.v_new, maps, strides_of(maps), dense(p.cu_seqlens), p.N, p.T, begin, end,
         )  # fmt: skip
         columns, every = (0, 1) if into is None else (into.shape[1], p.snapshot_every)
         programs = runs.programs(p.V if maps is None else p.V + p.K, options.block_v)
-        sizes = (every, columns, p.K, p.V, BK, options.block_v, options.stages, precision, runs.length)
+        sizes = (p.HV, every, columns, p.K, p.V, BK, options.block_v, options.stages, precision, runs.length)
         if p.rank:
             launch(
-                scan_tiles, programs, device, rows(v), v.stride(), *map(tiles, (tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma)), *ends,
-                p.N, T, p.HV, *sizes, **options.launch,
+                scan_tiles, programs, device, v, v.stride(), tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma, *ends, *sizes,
+                **options.launch,
             )  # fmt: skip
         else:
             q, k = fit(p.q), fit(p.k)
             launch(
-                scan_rows, programs, device, rows(q), q.stride(), rows(k), k.stride(), rows(v), v.stride(),
-                *map(tiles, (tile.A, tile.P, tile.rows, tile.gamma)), *ends, p.N, T, p.H, p.HV, *sizes, **options.launch,
+                scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, tile.rows, tile.gamma, *ends, p.H, *sizes,
+                **options.launch,
             )  # fmt: skip
 
     if runs.length:
         carry(tuning.choose(name + "_maps", p), None, initial, None, None, None, runs.maps)
         initial = runs.join(back=False)
-    if isinstance(tile, Begun) and tile.parts is not None and tile.rest is not None:
-        one, other = tile.parts
+    if isinstance(tile, Begun):
         reached = p.q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32)
         with beside(device, early=True) as elsewhere:
-            carry(whole, o, initial, reached, into, trace, None, one, one.stop * CHUNK)
+            carry(whole, o, initial, reached, into, trace, None, 0, tile.until)
             with elsewhere:
                 tile.rest()
-        carry(whole, o, reached, final, into, trace, None, other, p.T - one.stop * CHUNK)
+        carry(whole, o, reached, final, into, trace, None, tile.until, NT)
     else:
         carry(whole, o, initial, final, into, trace, None)
     return trace

@@ -5,56 +5,25 @@ product; inside a chunk 32 bits do (`fit` sees to it), which saves a register pe
 ``[NT, HV, 64, width]``.
 """
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
-from kda_ops.problem import CHUNK
 from kda_ops.stages import Tile
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no assembly
 
 
-@dataclass(frozen=True)
-class Part:
-    """Chunks first to stop of a call with one sequence: its tensors as a launch over these sees them."""
-
-    first: int
-    stop: int
-
-    def rows(self, x: Tensor | None) -> Tensor | None:
-        """Of a tensor with one entry per token."""
-        return None if x is None else x[:, CHUNK * self.first : CHUNK * self.stop]
-
-    def tiles(self, x: Tensor | None) -> Tensor | None:
-        """Of a tensor with one entry per chunk."""
-        return None if x is None else x[self.first : self.stop]
-
-
-class All:
-    """The same for all chunks, of however many sequences."""
-
-    @staticmethod
-    def rows(x: Tensor | None) -> Tensor | None:
-        """Of a tensor with one entry per token."""
-        return x
-
-    tiles = rows
-
-
 @dataclass
 class Begun(Tile):
-    """A tile that is there up to its last chunks, which `rest` launches."""
+    """A tile that is there up to chunk `until` of the one sequence of a call; `rest` launches the others."""
 
-    parts: tuple[Part, Part] | None = None
-    rest: Callable[[], None] | None = None
+    until: int = 0
+    rest: Callable[[], None] = lambda: None
 
 
 def fit(x: Tensor | None) -> Tensor | None:
@@ -78,70 +47,6 @@ def columns_of(x: Tensor | None) -> tuple[int, int, int]:
 def dense(x: Tensor | None) -> Tensor | None:
     """A gate parameter as kernels read it: contiguous, so that [HV, K] and flat are the same."""
     return None if x is None else x.contiguous()
-
-
-class _Side(threading.local):
-    """Where launches of this thread go, if not to the current stream, what they take, and whether they wait for it."""
-
-    stream: torch.cuda.Stream | None = None
-    held: list[tuple]
-    waits: bool
-
-    def __init__(self):
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}  # one per device, for torch's come from a pool that other libraries take theirs from
-
-
-_SIDE = _Side()
-
-
-@contextmanager
-def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContextManager]:
-    """A second stream, joined at the end. In the context that it gives, launches go there, each after all that the current stream holds by then, or, if
-    `early`, after what it holds now: then nothing that they take may be allocated or copied in between.
-
-    Memory comes from the current stream as ever, so what such a launch takes is held until the streams have joined.
-    """
-    if device.type != "cuda":
-        yield nullcontext()
-        return
-    if device not in _SIDE.streams:
-        _SIDE.streams[device] = torch.cuda.Stream(device)
-    side, here = _SIDE.streams[device], torch.cuda.current_stream(device)
-    held: list[tuple] = []
-    if early:
-        side.wait_stream(here)
-
-    @contextmanager
-    def elsewhere() -> Iterator[None]:
-        _SIDE.stream, _SIDE.held, _SIDE.waits = side, held, not early
-        try:
-            yield
-        finally:
-            _SIDE.stream = None
-
-    try:
-        yield elsewhere()
-    finally:
-        if held:
-            here.wait_stream(side)
-            held.clear()
-
-
-def launch(kernel, programs: int, device: torch.device, *args, **options) -> None:
-    """Launch on a one-dimensional grid (its limit is 2^31 - 1 programs, not 65535), on the device of the tensors."""
-    if programs == 0:
-        return
-    if _SIDE.stream is not None:
-        if _SIDE.waits:
-            _SIDE.stream.wait_stream(torch.cuda.current_stream(device))
-        _SIDE.held.append(args)
-        with torch.cuda.stream(_SIDE.stream):
-            kernel[(programs,)](*args, **options)
-    elif device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel[(programs,)](*args, **options)
-    else:
-        kernel[(programs,)](*args, **options)
 
 
 @triton.jit
@@ -297,6 +202,13 @@ def narrow(b_x, TYPE: tl.constexpr):
 def add_two(a, b, x, y):
     """Two sums in one reduction."""
     return a + x, b + y
+
+
+@triton.jit
+def on_diagonal(b_x):
+    """The diagonal of a square, [rows]."""
+    o_r = tl.arange(0, b_x.shape[0])
+    return tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_x, 0.0), 1)
 
 
 @triton.jit

@@ -100,9 +100,7 @@ def table(kernel: str, p: Problem) -> Options:
     K, V = width(p.K, p.q.dtype), width(p.V, p.q.dtype)
     layer = hopper and not wide and K == V == 128
     if kernel == "prepare_kda":
-        if wide:
-            return Options(32, 32)
-        return Options(min(K, 128), min(V, 128))
+        return Options(32 if wide else min(K, 128))
     if kernel == "prepare_gdn":
         return Options(registers=None if wide or K > 128 else 128 if p.HV == p.H else 168)  # a group keeps its scores while each head is inverted
     if kernel in ("scan_tiles", "scan_rows", "reverse_scan_tiles", "reverse_scan_rows") and layer and 2 * p.N * p.HV > processors(p.q.device):
@@ -139,7 +137,9 @@ def ahead(p: Problem) -> int | None:
         return FORCED_AHEAD if FORCED_AHEAD < chunks else None
     idle = there - p.HV * triton.cdiv(p.V, scan)
     step, tile = 2.4 if scan > 64 else 1.5, 0.11 if p.rank and anchored_rows(p) < 32 else 0.06 if p.rank else 0.02  # us: of the scan; of `prepare` on all
-    if 8 * idle < there or chunks * step < 600 or p.q.dtype is torch.float32 or not p.K == p.V == 128:  # two launches and two streams cost Python 0.3 ms
+    if 8 * idle < there or chunks * step < 250 or p.q.dtype is torch.float32 or not p.K == p.V == 128:  # less than two launches and two streams cost Python
+        return None
+    if not p.rank and scan <= 64:  # programs of `prepare_gdn` would share the multiprocessors of such a scan and slow it down
         return None
     return chunks - int(chunks * step / (step + p.HV * tile * there / idle))
 
