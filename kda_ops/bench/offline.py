@@ -34,7 +34,7 @@ SPILLS = {
     ("gradient_keys", "bound"): 504, ("gradient_keys", "softplus"): 496, ("sum_decays", "bound"): 0, ("sum_decays", "softplus"): 0,
     ("sum_gradients", "bound"): 0, ("sum_gradients", "softplus"): 0, ("reverse_scan_rows", "bound"): 8, ("reverse_scan_rows", "softplus"): 8,
     ("gradient_rows", "bound"): 2216, ("gradient_rows", "softplus"): 2200, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
-    ("prepare_gdn", "bound"): 136, ("prepare_gdn", "softplus"): 128, ("scan_rows", "bound"): 8, ("scan_rows", "softplus"): 0,
+    ("prepare_gdn", "bound"): 152, ("prepare_gdn", "softplus"): 128, ("scan_rows", "bound"): 8, ("scan_rows", "softplus"): 0,
     ("recur", "bound"): 0, ("join_runs", "bound"): 0,
 }  # fmt: skip
 
