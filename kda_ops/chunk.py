@@ -10,9 +10,11 @@ a recompute would produce, so both policies give the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import Context
 from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +24,6 @@ from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import GRADIENTS, KEPT, Gradients, Tile, Trace
 
-X = ParamSpec("X")
 R = TypeVar("R")
 
 
@@ -54,16 +55,19 @@ def _empty(p: Problem, name: str, shape: tuple = (0,)) -> Tensor:
     return p.q.new_empty(shape, dtype=p.state_dtype if name in ("gamma", "rows") else dispatch.operand_dtype(p))
 
 
-def _compiled_at_once(run: Callable[Concatenate[Problem, X], R]) -> Callable[Concatenate[Problem, X], R]:
-    """A pass whose first call of a kind runs twice: once with stages that compute nothing, so that all its kernels are compiled side by side."""
+def _compiled_at_once(run: Callable[..., R]) -> Callable[..., R]:
+    """A pass whose first call of a kind runs twice: once with kernels that compute nothing, so that all of them are compiled side by side."""
+
+    def compile_only(first: AbstractContextManager, *args: Any) -> None:
+        with first:
+            run(*args)
 
     @wraps(run)
-    def at_once(p: Problem, *args: X.args, **words: X.kwargs) -> R:
+    def at_once(p: Problem, *args: Any) -> R:
         first = dispatch.compiling(p, run.__name__, *args[-1:])  # the last one is what backward needs
-        if first is not None:
-            with first:
-                run(p, *args, **words)
-        return run(p, *args, **words)
+        if first is not None:  # in a context of its own: the compiler has its mode in a context variable, and leaves it there where a kernel does not compile
+            Context().run(compile_only, first, p, *args)
+        return run(p, *args)
 
     return at_once
 

@@ -57,7 +57,7 @@ def beside(p: Problem, wanted: bool) -> AbstractContextManager:
 
 
 def compiling(p: Problem, *kind: object) -> AbstractContextManager | None:
-    """For the first call of its kind on a GPU: in it stages compute nothing, but have their kernels compiled, all at once. None for calls after it.
+    """For the first call of its kind on a GPU: in it kernels compute nothing, but are compiled, all at once. None for calls after it.
 
     What tells kinds apart here is most of what kernels are compiled for; one that differs in the rest is compiled when it is launched.
     """

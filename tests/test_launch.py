@@ -87,6 +87,30 @@ def test_a_pass_runs_once_more_in_the_context_that_it_is_given(monkeypatch):
     assert told == [("work", 2), "begin", ("p", 1, 2), "end", ("p", 1, 2), ("work", 2), ("p", 1, 2)]
 
 
+def test_a_kernel_that_does_not_compile_leaves_no_trace(monkeypatch):
+    """The compiler would keep its mode, and every first launch of the process fail."""
+    from triton.runtime import _async_compile
+
+    from kda_ops.backends.triton.launch import compiling
+
+    def compile_kernel():
+        raise ZeroDivisionError
+
+    @chunk._compiled_at_once
+    def work(p):
+        mode = _async_compile.active_mode.get()
+        if mode is not None:
+            mode.submit("key", compile_kernel, lambda kernel: None)
+        return mode
+
+    monkeypatch.setattr(dispatch, "compiling", lambda p, *kind: compiling())
+    for _ in range(2):  # the same error again, not one of what was left
+        with pytest.raises(ZeroDivisionError):
+            work("p")
+    monkeypatch.setattr(dispatch, "compiling", lambda p, *kind: None)
+    assert work("p") is None
+
+
 SIDE_BY_SIDE = """
 import triton
 from triton.runtime.jit import JITFunction

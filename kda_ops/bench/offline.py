@@ -115,7 +115,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
     from kda_ops.backends.triton import tuning
 
     rows: list[Row] = []
-    run, assumed, forced = JITFunction.run, tuning.ASSUMED, tuning.FORCED_RUN
+    run, assumed, forced = JITFunction.run, tuning.ASSUMED, (tuning.FORCED_RUN, tuning.FORCED_AHEAD)
 
     def compile_only(self, *args, grid, warmup, **options):
         start = time.perf_counter()
@@ -131,7 +131,8 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
     try:
         yield rows
     finally:
-        JITFunction.run, tuning.ASSUMED, tuning.FORCED_RUN = run, assumed, forced
+        JITFunction.run, tuning.ASSUMED = run, assumed
+        tuning.FORCED_RUN, tuning.FORCED_AHEAD = forced
 
 
 def refilled(ttgir: str) -> bool:
@@ -187,6 +188,7 @@ class Call:
     packed: bool = False
     pool: torch.dtype | None = None  # one token per sequence on a pool of states
     transposed: bool = False
+    ahead: int = 0  # chunks prepared before the scan of one sequence, the others beside it; 0: all of them
     run: int = 0  # chunks per run, where sequences are cut (backends/triton/runs.py)
     group: int = 2  # value heads per key head
 
@@ -196,12 +198,12 @@ class Call:
         name = f"{'kda' if self.rank else 'gdn'} {str(self.dtype)[6:]} {self.K}x{self.V} {self.gate}"
         if self.pool is not None:
             return f"{name} on {str(self.pool)[6:]} {'vk' if self.transposed else 'kv'}"
-        marks = {"keep": self.keep, "packed": self.packed, "runs": self.run, "grouped": self.rank > 0 and self.group > 1}
+        marks = {"keep": self.keep, "packed": self.packed, "runs": self.run, "ahead": self.ahead, "grouped": self.rank > 0 and self.group > 1}
         return " ".join([name, *(mark for mark, there in marks.items() if there)])
 
     def problem(self) -> Problem:
         """The call on meta tensors."""
-        B, T, H, HV = (128, 1, 32 // self.group, 32) if self.pool is not None else (1 if self.packed else 2, 4096, 32 // self.group, 32)
+        B, T, H, HV = (128, 1, 32 // self.group, 32) if self.pool is not None else (1 if self.packed or self.ahead else 2, 4096, 32 // self.group, 32)
 
         def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -231,11 +233,11 @@ class Call:
         from kda_ops.backends import triton as kernels
         from kda_ops.backends.triton import tuning
 
-        p, tuning.FORCED_RUN = self.problem(), self.run
+        p, tuning.FORCED_RUN, tuning.FORCED_AHEAD = self.problem(), self.run, self.ahead or None
         if self.pool is not None:
             return kernels.step(p, p.new_output(), p.state)
         packs = self.keep and chunk.packs(p)
-        tile = kernels.prepare(p, pack=packs, norms=self.keep and not packs)
+        tile = kernels.prepare(p, pack=packs, norms=self.keep and not packs, overlap=self.ahead > 0)
         if packs:  # as backward calls it
             tile = kernels.prepare(p, tile.pairs, pack=True, norms=True)
         o = p.new_output() if not self.keep or dispatch.reads_output(p.q.device, p.rank, p.l2norm) else None
@@ -250,6 +252,7 @@ class Call:
 LAYER = tuple(Call(rank, gate=gate, keep=keep, group=2 - rank) for rank in (1, 0) for gate in ("bound", "softplus") for keep in (False, True)) + tuple(
     Call(pool=pool, transposed=transposed) for pool in (torch.float32, torch.bfloat16) for transposed in (False, True)
 )
+LAYER += tuple(Call(rank, ahead=32, group=1) for rank in (1, 0))
 LAYER += tuple(Call(rank, keep=keep, packed=True, run=32) for rank in (1, 0) for keep in (False, True))
 OTHERS: tuple[Call, ...] = (Call(1, torch.float32, gate="softplus", group=1), Call(0, torch.float32, gate="softplus"))
 OTHERS += (Call(1, torch.float16, gate="plain"), Call(1, K=256, V=256))

@@ -7,12 +7,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from kda_ops import dispatch
-from kda_ops.backends.reference import Reference
 from kda_ops.backends.triton import tuning
 from kda_ops.problem import Problem
-from tests.support.calls import run, run_stages
+from tests.support.calls import run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
+from tests.support.small_beta import LIMIT, error, small_beta
 from tests.support.stage import Stages, assert_stage
 
 CUDA = torch.device("cuda")
@@ -157,17 +157,10 @@ def test_the_first_call_compiles_all_its_kernels_at_once(variant):
 @pytest.mark.parametrize("neg_eigval", (False, True))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
-    """beta z would be no normal number there."""
-    case = Case(variant=variant, T=150, K=64, V=64, dtype=FP16, gate="weak", beta="neg_eigval" if neg_eigval else "sigmoid", l2norm=True)
-    inputs, cotangents = case.inputs(), [None if x is None else 1e-2 * x for x in case.cotangents()]
-    inputs["beta"] -= 10.0
-    p = Problem.parse(case.rank, *(x if x is None or not x.is_floating_point() else x.double() for x in inputs.values()), **case.flags())
-    want = run_stages(Reference(), p, [None if x is None else x.double() for x in cotangents])
-    there = {n: None if x is None else x.to(CUDA) for n, x in inputs.items()}
-    got = run(case, inputs=there, cotangents=[None if x is None else x.to(CUDA) for x in cotangents])
-    for name in ("dbeta", "dg"):
-        error = (got[name].double().cpu() - want[name]).norm() / want[name].norm()
-        assert error < 4 * 2**-11, (name, error)
+    case, inputs, cotangents, want = small_beta(variant, neg_eigval, T=150, K=64, V=64)
+    inputs, cotangents = {n: None if x is None else x.to(CUDA) for n, x in inputs.items()}, [None if x is None else x.to(CUDA) for x in cotangents]
+    got = run(case, inputs=inputs, cotangents=cotangents)
+    assert error(got, want, "dbeta") < LIMIT and error(got, want, "dg") < LIMIT
 
 
 def test_the_scratch_of_a_training_step_is_bounded():
