@@ -434,6 +434,21 @@ def test_the_convolution_has_the_gradients_of_torchs_own(size, packed):
         close(conv(x, packing=packing), want)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_training_keeps_one_copy_of_what_a_convolution_takes(packed):
+    torch._dynamo.reset()
+    conv, kept = ShortConvolution(8, 4), []
+    packing = Packing(torch.tensor([0, 9, 30]), 30) if packed else None
+    x = torch.randn(1, 30, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = torch.compile(lambda x: conv(x * 2, packing=packing), fullgraph=True, backend="aot_eager_decomp_partition")(x)
+    assert sum(t.numel() >= x.numel() for t in kept) == 1 and sum(t.numel() for t in kept) < 2 * x.numel(), [t.shape for t in kept]
+    y.square().sum().backward()
+    expected = x.detach().clone().requires_grad_()
+    conv(expected * 2, packing=packing).square().sum().backward()
+    torch.testing.assert_close(x.grad, expected.grad)
+
+
 def test_the_convolution_is_mapped_and_differentiated_twice():
     conv = ShortConvolution(3, 4, bias=True).double()
     x = torch.randn(5, 2, 9, 3, dtype=torch.float64, requires_grad=True)

@@ -131,12 +131,15 @@ def _sum(taps: Sequence[Tensor], weight: Sequence[Tensor], bias: Tensor | None) 
 
 
 def _taps(x: Tensor, size: int, position: Tensor | None) -> list[Tensor]:
-    """The inputs each tap multiplies, oldest first: `size` tensors [B, T, D], zero before the first token of a sequence."""
-    taps = [x]
-    for back in range(1, size):
-        earlier = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
-        taps.append(earlier if position is None else torch.where((position >= back)[:, None], earlier, 0.0))
-    return taps[::-1]
+    """The inputs each tap multiplies, oldest first: `size` tensors [B, T, D], zero before the first token of a sequence.
+
+    All of one padded x, the newest too: a compiler keeps for backward what it pads instead of padding it again, so this is one copy, and x is none.
+    """
+    T, padded = x.shape[1], F.pad(x, (0, 0, size - 1, 0))
+    taps = [padded[:, i : i + T] for i in range(size)]
+    if position is None:
+        return taps
+    return [torch.where((position >= back)[:, None], tap, 0.0) for back, tap in zip(range(size - 1, 0, -1), taps)] + taps[-1:]
 
 
 def _later(dy: Tensor, back: int, position: Tensor | None) -> Tensor:
