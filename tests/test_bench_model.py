@@ -42,6 +42,27 @@ def test_a_peer_is_the_same_model_with_its_breaks_counted(ours):
     assert model.refuse(found, ours) == found
 
 
+def test_a_peer_may_bring_its_layer(ours, monkeypatch):
+    made = []
+
+    class Theirs(kda_ops.nn.KimiDeltaAttention):
+        def __init__(self, layer):
+            super().__init__(SPEC["hidden"], head_dim=SPEC["hidden"] // SPEC["heads"], num_heads=SPEC["heads"], safe_gate=True, lower_bound=-5.0)
+            self.load_state_dict(layer.state_dict(), assign=True)
+            self._parameters["A_log"] = self._parameters.pop("A_log")  # registered in another order
+            made.append(self)
+
+    monkeypatch.setattr(model, "LAYERS", {"theirs": Theirs})
+    found = model.measure("theirs", SPEC)
+    assert len(made) == SPEC["layers"]
+    assert found["loss"] == pytest.approx(ours["loss"], rel=1e-5) and found["probe"] == pytest.approx(ours["probe"], abs=1e-2)
+
+
+def test_a_side_that_is_not_known_is_no_side():
+    with pytest.raises(ValueError, match="side must be 'ours' or one of .*got 'fla_layer'"):
+        model.measure("fla_layer", SPEC)
+
+
 def test_a_peer_that_computes_something_else_gets_no_time(ours):
     found = model.refuse(model.measure("other", SPEC), ours)
     assert "step_ms" not in found and "first_step_s" not in found and found["says"] == "other gradients than ours"

@@ -1,9 +1,9 @@
 """``python -m kda_ops bench --model``: a training step of a whole model with our operators beside the same model with a peer's.
 
-Both sides are one model: norm, `kda_ops.nn.KimiDeltaAttention`, norm, MLP, some times over, in bf16, AdamW; the peer's side calls its own chunk operator
-where ours calls ours. Ours is compiled with ``fullgraph=True``, the peer's as far as it goes, and its graph breaks are counted. Each side has a new
-process with empty caches; its first step is timed from the first call to the updated parameters, then steps follow. A peer whose first gradients are not
-ours gets no time.
+All sides are one model: norm, `kda_ops.nn.KimiDeltaAttention`, norm, MLP, some times over, in bf16, AdamW. A peer's side calls its own chunk operator where
+ours calls ours, or has its own layer, convolutions and norm included, around the same parameters. Ours is compiled with ``fullgraph=True``, a peer's as far as
+it goes, and its graph breaks are counted. Each side has a new process with empty caches; its first step is timed from the first call to the updated parameters,
+then steps follow. A peer whose first gradients are not ours gets no time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,21 @@ def _fla(layer: KimiDeltaAttention, q: Tensor, k: Tensor, v: Tensor, g: Tensor, 
     return chunk_kda(q, k, v, g, beta, **words)
 
 
-PEERS: dict[str, Callable] = {"fla": _fla}
+def _fla_layer(layer: KimiDeltaAttention) -> nn.Module:
+    from fla.layers import KimiDeltaAttention as Theirs
+
+    class Mixer(Theirs):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[0]
+
+    sizes = dict(hidden_size=layer.hidden_size, head_dim=layer.head_k_dim, num_heads=layer.num_heads, conv_size=layer.conv_size, norm_eps=layer.o_norm.eps)
+    mixer = Mixer(**sizes, safe_gate=layer.safe_gate, lower_bound=layer.lower_bound)
+    mixer.load_state_dict(layer.state_dict(), assign=True)
+    return mixer
+
+
+PEERS: dict[str, Callable] = {"fla": _fla}  # called in place of our operator
+LAYERS: dict[str, Callable] = {"fla-layer": _fla_layer}  # from our layer to theirs
 
 
 class Attention(KimiDeltaAttention):
@@ -60,7 +74,8 @@ class Block(nn.Module):
 
     def __init__(self, hidden: int, heads: int, mlp: int, **words):
         super().__init__()
-        self.norm, self.mixer = nn.RMSNorm(hidden, dtype=words["dtype"]), Attention(hidden, head_dim=hidden // heads, num_heads=heads, **words)
+        self.norm = nn.RMSNorm(hidden, dtype=words["dtype"])
+        self.mixer: nn.Module = Attention(hidden, head_dim=hidden // heads, num_heads=heads, **words)
         width, dtype, self.mlp = mlp * hidden, words["dtype"], None
         if mlp:
             wide = (nn.RMSNorm(hidden, dtype=dtype), nn.Linear(hidden, width, dtype=dtype), nn.GELU(), nn.Linear(width, hidden, dtype=dtype))
@@ -75,14 +90,18 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Blocks between an embedding and a head."""
 
-    def __init__(self, layers: int, hidden: int, heads: int, mlp: int, gate: str, dtype: torch.dtype, peer: Callable | None):
+    def __init__(
+        self, layers: int, hidden: int, heads: int, mlp: int, gate: str, dtype: torch.dtype, peer: Callable | None = None, layer: Callable | None = None
+    ):
         super().__init__()
         words = dict(dtype=dtype) | (dict(safe_gate=True, lower_bound=-5.0) if gate == "bound" else {})
         self.embed, self.head = nn.Embedding(VOCABULARY, hidden, dtype=dtype), nn.Linear(hidden, VOCABULARY, bias=False, dtype=dtype)
-        self.blocks = nn.ModuleList(Block(hidden, heads, mlp, **words) for _ in range(layers))
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.peer = peer
+        blocks = [Block(hidden, heads, mlp, **words) for _ in range(layers)]
+        for module in (m for block in blocks for m in block.modules() if isinstance(m, Attention)):
+            module.peer = peer
+        for block in blocks if layer else ():  # when all have drawn their parameters: a layer draws some of its own
+            block.mixer = layer(block.mixer)
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy of the next token, of [B, T + 1]."""
@@ -100,26 +119,29 @@ def probe(i: int, gradient: Tensor) -> float:
 
 
 def measure(side: str, spec: dict, report: Callable[[dict], None] = lambda found: None) -> dict:
-    """One side, ``ours`` or a name of `PEERS`, in this process; `report` gets what is known so far after the first step."""
+    """One side, ``ours`` or a name of `PEERS` or `LAYERS`, in this process; `report` gets what is known so far after the first step."""
     from torch._dynamo.utils import counters
 
+    if side not in ("ours", *PEERS, *LAYERS):
+        raise ValueError(f"side must be 'ours' or one of {[*PEERS, *LAYERS]}, got {side!r}.")
     device, dtype = spec["device"], torch.bfloat16 if spec["device"] == "cuda" else torch.float32
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     torch.manual_seed(0)
     sizes = {n: spec[n] for n in ("layers", "hidden", "heads", "mlp", "gate")}
     with torch.device(device):
-        model = LanguageModel(**sizes, dtype=dtype, peer=PEERS.get(side))
         tokens = torch.randint(VOCABULARY, (spec["batch"], spec["length"] + 1))
+        model = LanguageModel(**sizes, dtype=dtype, peer=PEERS.get(side), layer=LAYERS.get(side))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     call = torch.compile(model, fullgraph=side == "ours", backend=spec["backend"])
     counters.clear()
+    parameters = dict(sorted(model.named_parameters()))  # layers register theirs in orders of their own
     gradients: list[Tensor] = []  # after the first step
 
     def step() -> Tensor:
         loss = call(tokens)
         loss.backward()
         if not gradients:
-            gradients.extend(p.grad for p in model.parameters())
+            gradients.extend(p.grad for p in parameters.values())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -129,7 +151,7 @@ def measure(side: str, spec: dict, report: Callable[[dict], None] = lambda found
     loss = step().item()
     synchronize()
     took = time.perf_counter() - start
-    lost = [n for (n, _), x in zip(model.named_parameters(), gradients) if x is None or not x.any()]
+    lost = [n for n, x in zip(parameters, gradients) if x is None or not x.any()]
     if lost:  # by a compiler; both sides would lose the same, and be the faster for it
         raise RuntimeError(f"no gradient reached {', '.join(lost)}")
     found = {"first_step_s": took, "loss": loss, "probe": [probe(i, x) for i, x in enumerate(gradients)]}
@@ -154,7 +176,7 @@ def measure(side: str, spec: dict, report: Callable[[dict], None] = lambda found
 
 def _ahead(side: str, spec: dict, caches: dict[str, str]) -> None:
     """Compile what a peer's operator will choose from, on all cores."""
-    peer = next(p for p in sides.PEERS if p.name == side)
+    peer = next(p for p in sides.PEERS if p.name == side.removesuffix("-layer"))
     setting = "B{batch}T{length}H{heads}D".format(**spec) + str(spec["hidden"] // spec["heads"])
     case = Case("kda", "fwdbwd", setting, spec["gate"], spec["device"], torch.bfloat16)
     compile_ahead([case], replace(peer, environment=peer.environment | caches), float("inf"))
@@ -196,7 +218,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m kda_ops bench --model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gate", choices=("softplus", "bound"), default="softplus", help="of the layers; softplus is their default")
-    parser.add_argument("--peers", type=lambda s: [n for n in s.split(",") if n], default=list(PEERS), help="comma-separated, after ours; '' for none")
+    parser.add_argument("--peers", type=lambda s: [n for n in s.split(",") if n], default=[*PEERS, *LAYERS], help="comma-separated, after ours; '' for none")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--time-limit", type=float, metavar="S", help="end a side after S seconds")
     parser.add_argument("--ahead", action="store_true", help="compile the peer's kernels on all cores first: less time, but none for its first step")
@@ -208,13 +230,13 @@ def main(argv: list[str]) -> int:
     spec = {n: getattr(args, n) for n in ("device", "gate", "backend", *SIZES)}
     about = describe(args.device)
     print(", ".join(f"{n} {v}" for n, v in (about | spec).items()))
-    print("side".ljust(8) + "".join(n.rjust(14) for n in COLUMNS))
+    print("side".ljust(10) + "".join(n.rjust(14) for n in COLUMNS))
     found: dict[str, dict] = {}
     for side in ("ours", *args.peers):
         row = measure_apart(side, spec, args.time_limit, args.ahead and side != "ours")
         row = found[side] = row if side == "ours" else refuse(row, found["ours"])
         cells = [row.get(n) for n in COLUMNS]
-        print(side.ljust(8) + "".join(("-" if c is None else format(c, ".5g")).rjust(14) for c in cells), row.get("says", ""), flush=True)
+        print(side.ljust(10) + "".join(("-" if c is None else format(c, ".5g")).rjust(14) for c in cells), row.get("says", ""), flush=True)
         if args.json:
             write_json(args.json, about | {"spec": spec, "sides": found})
     return 0 if "step_ms" in found["ours"] else 1
