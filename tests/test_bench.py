@@ -85,6 +85,25 @@ def test_both_state_layouts_and_dtypes_decode():
         assert "of a copy 0% | -, us per call" in rows.format_row(got)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a system that does not say on which cores a thread may run")
+def test_rounds_go_from_core_to_core_and_leave_the_thread_free():
+    free, seen = os.sched_getaffinity(0), []
+    with pytest.raises(RuntimeError), worker.one_core_after_another() as move:
+        for _ in free:
+            move()
+            seen.append(os.sched_getaffinity(0))
+        raise RuntimeError
+    assert all(len(cores) == 1 for cores in seen) and set().union(*seen) == free == os.sched_getaffinity(0)
+
+
+def test_a_thread_that_may_not_choose_its_core_is_timed_where_it_is(monkeypatch):
+    def refuse(*args):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
+    assert worker.call_us(lambda: None, "cpu", count=1) > 0
+
+
 def wrong_peer(change):
     def forward(c):
         ours = our_forward(c)

@@ -134,6 +134,22 @@ def test_other_batch_sizes_and_packings_do_not_recompile(variant, what):
         assert frames(call, calls) <= 2
 
 
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_length_that_only_a_tensor_knows_compiles():
+    torch._dynamo.reset()
+
+    def cut(x, g, beta, n):
+        T = n.item()
+        torch._check(T >= 0)
+        torch._check(T <= x.shape[1])
+        q, k, v = torch.cat([x, x, x], -1)[:, :T].split(8, -1)  # not contiguous
+        return kda_ops.chunk_kda(q, k, v, g[:, :T], beta[:, :T])[0]
+
+    x = torch.randn(1, 20, 2, 8, device=TARGET.device)
+    args = x, -torch.rand_like(x), torch.rand(1, 20, 2, device=TARGET.device), torch.tensor(7)
+    torch.testing.assert_close(torch.compile(cut, fullgraph=True, backend="aot_eager")(*args), cut(*args))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_wrong_call_is_refused_while_compiling(variant):
     x = Case(variant).inputs(TARGET.device)

@@ -6,6 +6,7 @@ The parent (`kda_ops.bench.compare`) starts ``python -m kda_ops.bench.worker JSO
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -231,18 +233,42 @@ def copy_rate(device: str) -> float:
 
 
 def call_us(call: Callable[[], object], device: str, count: int = 200) -> float:
-    """Microseconds of Python and launch for a call, the GPU left to follow; the least of some rounds, spread over a second for a host with other work."""
+    """Microseconds of Python and launch for a call, the GPU left to follow; the least of some rounds, which go from core to core and take a second, for a host
+    has other work too, and what slows a core down stays there for longer than a round.
+    """
     best = float("inf")
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(20):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
+    with one_core_after_another() as move:
+        for _ in range(20):
+            move()
+            synchronize()
             call()
-        best = min(best, 1e6 * (time.perf_counter() - start) / count)
-        time.sleep(0.04)
-    synchronize()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            best = min(best, 1e6 * (time.perf_counter() - start) / count)
+            time.sleep(0.04)
+        synchronize()
     return best
+
+
+@contextmanager
+def one_core_after_another() -> Iterator[Callable[[], None]]:
+    """While it lasts, a function that moves this thread to the next of the cores that it may run on; where a system can't say which, it does nothing."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield lambda: None
+        return
+
+    def run_on(some: set[int]) -> None:
+        with suppress(OSError):  # refused: this thread stays where it is
+            os.sched_setaffinity(0, some)
+
+    cores = os.sched_getaffinity(0)
+    following = itertools.cycle(sorted(cores))
+    try:
+        yield lambda: run_on({next(following)})
+    finally:
+        run_on(cores)
 
 
 FIRST = """
