@@ -1,0 +1,23 @@
+"""The yardstick of the tests that promise microseconds."""
+
+import itertools
+
+import pytest
+
+from tests.support.fresh import python
+from tests.support.pace import SECONDS, slower
+
+
+def test_a_machine_at_a_third_of_the_speed_gets_three_times_as_long():
+    times = itertools.accumulate(itertools.cycle((0.0, 0.006, 0.0, 0.009)))  # the best of several counts
+    assert slower(lambda: None, 0.002, lambda: next(times)) == pytest.approx(3)
+
+
+def test_a_quick_machine_gets_no_less():
+    times = itertools.accumulate(itertools.cycle((0.0, 0.001)))
+    assert slower(lambda: None, 0.002, lambda: next(times)) == 1.0
+
+
+def test_other_processes_are_not_counted():
+    script = "import time; from tests.support.pace import slower, interpreted; print(slower(lambda: (interpreted(), time.sleep(0.02)), {}))"
+    assert float(python(script.format(SECONDS)).stdout) < 1 + 0.02 / SECONDS / 2
