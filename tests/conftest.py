@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support.gpus import rotated
+from tests.support.gpus import longest_first, rotated
 
 if (_PROCESS := os.environ.get("PYTEST_XDIST_WORKER")) and (_GPUS := torch.cuda.device_count()) > 1:
     os.environ["CUDA_VISIBLE_DEVICES"] = rotated(_PROCESS, _GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -19,12 +19,21 @@ settings.register_profile("ci", max_examples=12, derandomize=True, database=None
 settings.register_profile("nightly", max_examples=400, **_COMMON)
 settings.register_profile("device", max_examples=4, derandomize=True, database=None, **_COMMON)  # an example is kernels to compile
 settings.register_profile("interp", max_examples=3, derandomize=True, database=None, **_COMMON)  # a launch costs what an example costs elsewhere
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.support.interpreter import quicken
+
+    quicken()
 _DEVICE = os.environ.get("KDA_OPS_TEST_DEVICE", "cpu") != "cpu"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "device" if _DEVICE else "ci" if os.environ.get("CI") else "dev"))
 
 if _DEVICE:  # the laws of the contract, and nothing that would run on the CPU again; tests/gpu is asked for by name
     _LAWS = "activations compiled definition flags gradients layouts limits padding pools registrations sequences".split()
     collect_ignore = ["gpu", "interp", *(f.name for f in Path(__file__).parent.glob("test_*.py") if f.stem.removeprefix("test_") not in _LAWS)]
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """Called by pytest with all that it collected."""
+    longest_first(items)
 
 
 @pytest.fixture(scope="session")

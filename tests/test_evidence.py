@@ -124,7 +124,7 @@ def test_why_a_test_failed_is_said_at_once(spread, tmp_path):
 
 
 def test_what_takes_minutes_comes_first():
-    names = ["tests/gpu/test_step.py::test_a", "tests/gpu/test_export.py::test_b", "tests/gpu/test_compiled.py::test_c", "tests/gpu/test_forward.py::test_d"]
+    names = ["tests/gpu/test_step.py::test_a", "tests/gpu/test_compiled.py::test_b", "tests/test_interpreter.py::test_c", "tests/test_compiled.py::test_d"]
     items = [SimpleNamespace(nodeid=n) for n in names]
     longest_first(items)
     assert [names.index(i.nodeid) for i in items] == [1, 2, 0, 3]

@@ -1,8 +1,14 @@
-"""Which GPUs a process of pytest-xdist sees, and in what order tests/gpu runs."""
+"""Which GPUs a process of pytest-xdist sees, in what order tests run, and what is said of those that fail on a GPU."""
 
 import pytest
 
-LONG = ("test_export.py", "test_compiled.py")  # minutes of compiling
+LONG = (  # minutes of compiling on a GPU; minutes of interpreting and of compiling without one
+    "tests/gpu/test_export.py",
+    "tests/gpu/test_compiled.py",
+    "tests/test_interpreter.py",
+    "tests/test_offline_compile.py",
+    "tests/test_examples.py",
+)
 
 
 class Reasons:
@@ -28,6 +34,6 @@ def rotated(process: str, count: int, visible: str | None = None) -> str:
 
 
 def longest_first(items: list) -> None:
-    """Sort collected tests so that none on a GPU that takes minutes begins last."""
-    names = [next((i for i, name in enumerate(LONG) if f"tests/gpu/{name}" in item.nodeid), len(LONG)) for item in items]
+    """Sort collected tests so that none that takes minutes begins last, when there is nothing left to do beside it."""
+    names = [next((i for i, name in enumerate(LONG) if item.nodeid.startswith(name)), len(LONG)) for item in items]
     items[:] = [item for _, item in sorted(zip(names, items), key=lambda pair: pair[0])]

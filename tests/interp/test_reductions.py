@@ -1,0 +1,47 @@
+"""What makes the interpreter quick enough for these tests changes no bit of what it computes."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
+    pytest.skip("needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import ReduceOps
+
+from tests.support.interpreter import by_elements, by_slices
+
+
+@triton.jit
+def mix(a, b, x, y):
+    return a * 0.5 + x, tl.maximum(b, y) - a
+
+
+@triton.jit
+def reduce_two(x, y, out, x_numel, SHAPE: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr):
+    o = tl.arange(0, SHAPE[0])
+    if len(SHAPE) == 2:
+        o = o[:, None] * SHAPE[1] + tl.arange(0, SHAPE[1])[None, :]
+    b_x, b_y = tl.reduce((tl.load(x + o), tl.load(y + o)), AXIS, mix, keep_dims=KEEP)
+    if len(SHAPE) == 2 and not KEEP:
+        b_x, b_y = tl.expand_dims(b_x, AXIS), tl.expand_dims(b_y, AXIS)
+    tl.store(out + o, b_x + tl.zeros(SHAPE, b_x.dtype))
+    tl.store(out + x_numel + o, b_y + tl.zeros(SHAPE, b_y.dtype))
+
+
+@pytest.mark.parametrize("keep", (False, True))
+@pytest.mark.parametrize("shape, axis", (((8, 4), 0), ((8, 4), 1), ((8,), 0)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_slices_reduce_as_elements_do(monkeypatch, dtype, shape, axis, keep):
+    gen, found = torch.Generator().manual_seed(0), []
+    x, y = (torch.randn(shape, generator=gen).to(dtype) for _ in range(2))
+    assert ReduceOps.generic_reduce is by_slices
+    for way in (by_slices, by_elements):
+        monkeypatch.setattr(ReduceOps, "generic_reduce", way)
+        found.append(torch.empty(2, *shape, dtype=dtype))
+        reduce_two[(1,)](x, y, found[-1], x.numel(), shape, axis, keep)
+    assert torch.equal(*found)
+    assert all(row.unique().numel() == x.numel() // shape[axis] for row in found[0])
