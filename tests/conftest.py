@@ -1,5 +1,6 @@
 """Profiles of hypothesis: `dev` looks at new cases each time, `ci` at the same ones, `nightly` at many. Pick by HYPOTHESIS_PROFILE."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -19,7 +20,7 @@ settings.register_profile("ci", max_examples=12, derandomize=True, database=None
 settings.register_profile("nightly", max_examples=400, **_COMMON)
 settings.register_profile("device", max_examples=4, derandomize=True, database=None, **_COMMON)  # an example is kernels to compile
 settings.register_profile("interp", max_examples=3, derandomize=True, database=None, **_COMMON)  # a launch costs what an example costs elsewhere
-if os.environ.get("TRITON_INTERPRET") == "1":
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from tests.support.interpreter import quicken
 
     quicken()

@@ -48,7 +48,7 @@ def measure(variant: str = "gdn", rounds: int = 20, count: int = 200) -> tuple[f
 
 def main() -> None:
     """Pin this process to one core and print the figures."""
-    if hasattr(os, "sched_setaffinity"):
+    if hasattr(os, "sched_getaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     for variant in sys.argv[1:2] or ("gdn", "kda"):

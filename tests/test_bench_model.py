@@ -1,6 +1,7 @@
 """The whole-model benchmark at a size for a CPU: both sides are one model, breaks are counted, and a side that computes something else has no time."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -84,6 +85,12 @@ def test_the_command_line_measures_and_writes(tmp_path, monkeypatch, capsys):
     assert command.main(["--model", "--device", "cpu", "--peers", "slow", "--json", str(tmp_path / "m.json")]) == 0
     assert "not done after 10 s" in capsys.readouterr().out
     assert json.loads((tmp_path / "m.json").read_text())["sides"] == apart
+
+
+def test_a_peer_that_is_not_known_is_refused_before_any_side_is_measured(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--model", "--device", "cpu", "--peers", "fla-layer,fla_layer"])
+    assert re.search("no fla_layer among .*fla-layer", capsys.readouterr().err)
 
 
 def test_a_side_is_cut_at_its_limit_and_one_that_breaks_says_why():

@@ -214,7 +214,7 @@ def refuse(found: dict, ours: dict) -> dict:
 
 
 def main(argv: list[str]) -> int:
-    """Measure both sides and print them; non-zero if ours has no time."""
+    """Measure all sides and print them; non-zero if ours has no time."""
     parser = argparse.ArgumentParser(prog="python -m kda_ops bench --model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gate", choices=("softplus", "bound"), default="softplus", help="of the layers; softplus is their default")
@@ -226,6 +226,8 @@ def main(argv: list[str]) -> int:
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(argv)
+    if unknown := [n for n in args.peers if n not in {**PEERS, **LAYERS}]:
+        parser.error(f"--peers: no {', '.join(unknown)} among {', '.join([*PEERS, *LAYERS])}")
     need_device(parser, args.device)
     spec = {n: getattr(args, n) for n in ("device", "gate", "backend", *SIZES)}
     about = describe(args.device)

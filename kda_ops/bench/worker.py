@@ -255,7 +255,7 @@ def call_us(call: Callable[[], object], device: str, count: int = 200) -> float:
 @contextmanager
 def one_core_after_another() -> Iterator[Callable[[], None]]:
     """While it lasts, a function that moves this thread to the next of the cores that it may run on; where a system can't say which, it does nothing."""
-    if not hasattr(os, "sched_setaffinity"):
+    if not hasattr(os, "sched_getaffinity"):
         yield lambda: None
         return
 

@@ -61,7 +61,7 @@ def test_generated_tokens_are_the_same(name, lengths):
 
 @pytest.mark.parametrize("name", SHORT)
 def test_packed_sequences_are_the_sequences_alone(name):
-    """As transformers' own path has them in float64, whose rounding on this device is left out of it."""
+    """As transformers' own path has them on a CPU, in float64 but for what it casts to float32 itself: rounding on this device is left out of it."""
     ids = [models.tokens(n, seed=n) for n in (5, 1, 70, 64, 37)]
     exact, net = models.model(name, "cpu", torch.float64), models.model(name, "cuda")
 

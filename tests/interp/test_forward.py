@@ -136,15 +136,16 @@ def test_rows_that_share_an_anchor_are_kept_likewise(monkeypatch):
 
 
 @pytest.mark.parametrize("case", (
-    Case(T=200, state=False), Case(T=193, dtype=torch.float16, l2norm=True, disable_recompute=True, transposed=True, H=1, HV=1),
+    Case(T=200, state=False), Case(T=130, dtype=torch.float16, l2norm=True, state=False, H=1, HV=1),
+    Case(T=193, dtype=torch.float16, l2norm=True, disable_recompute=True, transposed=True, H=1, HV=1),
 ), ids=str)  # fmt: skip
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_chunks_prepared_beside_the_scan_of_the_first_change_no_bit(variant, case, monkeypatch):
     """And only where one sequence starts from a state of its own, and is long enough."""
     case = replace(case, variant=variant, B=1, beta="sigmoid")
-    call = run if case.disable_recompute else forward  # where all is kept, backward reads what the forward made beside the scan
+    call = forward if case.dtype is torch.float32 else run  # what backward reads was made beside the scan too: A and P, and with disable_recompute all
     whole = call(case)
-    for ahead in (1, 3):
+    for ahead in (1, (case.T - 1) // 64):
         monkeypatch.setattr(tuning, "FORCED_AHEAD", ahead)
         assert_all_identical(whole, call(case))
         for other in (case, replace(case, T=64 * ahead), replace(case, B=2), replace(case, lengths=(0, 200), tail=0)):
