@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support.gpus import longest_first, rotated
+from tests.support.suite import longest_first, rotated
 
 if (_PROCESS := os.environ.get("PYTEST_XDIST_WORKER")) and (_GPUS := torch.cuda.device_count()) > 1:
     os.environ["CUDA_VISIBLE_DEVICES"] = rotated(_PROCESS, _GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))

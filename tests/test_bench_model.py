@@ -60,7 +60,7 @@ def test_a_peer_may_bring_its_layer(ours, monkeypatch):
 
 
 def test_a_side_that_is_not_known_is_no_side():
-    with pytest.raises(ValueError, match="side must be 'ours' or one of .*got 'fla_layer'"):
+    with pytest.raises(ValueError, match="no fla_layer among the peers .*fla-layer"):
         model.measure("fla_layer", SPEC)
 
 
@@ -90,7 +90,7 @@ def test_the_command_line_measures_and_writes(tmp_path, monkeypatch, capsys):
 def test_a_peer_that_is_not_known_is_refused_before_any_side_is_measured(capsys):
     with pytest.raises(SystemExit):
         command.main(["--model", "--device", "cpu", "--peers", "fla-layer,fla_layer"])
-    assert re.search("no fla_layer among .*fla-layer", capsys.readouterr().err)
+    assert re.search("--peers: no fla_layer among the peers .*fla-layer", capsys.readouterr().err)
 
 
 def test_a_side_is_cut_at_its_limit_and_one_that_breaks_says_why():

@@ -44,6 +44,14 @@ def _take_out_again():
 # --- in and out ----------------------------------------------------------------------------------------------------------------
 
 
+def test_every_tensor_that_is_off_is_named():
+    want = {n: torch.tensor([1.0, -100.0]) for n in "abcd"}
+    got = {"a": want["a"] + 0.02, "b": want["b"] + 0.04, "c": want["c"] * torch.nan, "d": want["d"]}  # 2e-4, 4e-4
+    with pytest.raises(AssertionError, match="2 of 4: b by 4.00e-04, c by nan"):
+        assert_same(got, want)
+    assert_same(got | {"b": want["b"], "c": want["c"]}, want)
+
+
 def test_taking_out_restores_every_binding():
     before = models.bindings()
     compat.enable()

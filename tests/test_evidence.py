@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kda_ops.bench import evidence
-from tests.support.gpus import longest_first, rotated
+from tests.support.suite import longest_first, rotated
 
 FILE = Path(__file__).parent / "gpu" / "evidence.json"
 KNOWN: dict[str, str] = {  # the GPU tests that failed in the run on file, and why it was kept nevertheless; empty after a clean one
@@ -115,7 +115,7 @@ def test_why_a_test_failed_is_said_at_once(spread, tmp_path):
     if spread:
         pytest.importorskip("xdist")
     (tmp_path / "conftest.py").write_text(
-        "from tests.support.gpus import Reasons\n\ndef pytest_configure(config): config.pluginmanager.register(Reasons(config))\n"
+        "from tests.support.suite import Reasons\n\ndef pytest_configure(config): config.pluginmanager.register(Reasons(config))\n"
     )
     (tmp_path / "test_it.py").write_text("import os\n\ndef test_a(): assert 1 + 1 == 3\n\ndef test_b(): pass\n")
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--no-summary", *spread, str(tmp_path)]

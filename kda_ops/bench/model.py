@@ -60,6 +60,12 @@ PEERS: dict[str, Callable] = {"fla": _fla}  # called in place of our operator
 LAYERS: dict[str, Callable] = {"fla-layer": _fla_layer}  # from our layer to theirs
 
 
+def check_peers(*names: str) -> None:
+    """Refuse what is no peer, which would be measured as ours."""
+    if unknown := [n for n in names if n not in PEERS and n not in LAYERS]:
+        raise ValueError(f"no {', '.join(unknown)} among the peers {', '.join([*PEERS, *LAYERS])}.")
+
+
 class Attention(KimiDeltaAttention):
     """The layer around a peer's operator, or ours."""
 
@@ -122,8 +128,8 @@ def measure(side: str, spec: dict, report: Callable[[dict], None] = lambda found
     """One side, ``ours`` or a name of `PEERS` or `LAYERS`, in this process; `report` gets what is known so far after the first step."""
     from torch._dynamo.utils import counters
 
-    if side not in ("ours", *PEERS, *LAYERS):
-        raise ValueError(f"side must be 'ours' or one of {[*PEERS, *LAYERS]}, got {side!r}.")
+    if side != "ours":
+        check_peers(side)
     device, dtype = spec["device"], torch.bfloat16 if spec["device"] == "cuda" else torch.float32
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     torch.manual_seed(0)
@@ -226,8 +232,10 @@ def main(argv: list[str]) -> int:
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(argv)
-    if unknown := [n for n in args.peers if n not in {**PEERS, **LAYERS}]:
-        parser.error(f"--peers: no {', '.join(unknown)} among {', '.join([*PEERS, *LAYERS])}")
+    try:
+        check_peers(*args.peers)
+    except ValueError as error:
+        parser.error(f"--peers: {error}")
     need_device(parser, args.device)
     spec = {n: getattr(args, n) for n in ("device", "gate", "backend", *SIZES)}
     about = describe(args.device)

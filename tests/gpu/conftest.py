@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.gpus import Reasons
+from tests.support.suite import Reasons
 
 
 def pytest_configure(config: pytest.Config) -> None:
