@@ -112,52 +112,54 @@ def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.co
 
 @triton.jit
 def half_prefix(b_x, centre, R: tl.constexpr):
-    """The sum since the start of a half minus centre [32, width], and all of it [width].
+    """The sum since the start of a half minus centre [32, width], and up to the end of each group, not centred, for `upto` [groups, width].
 
-    Centred on a constant, never on a row, the decay and its inverse stay within 2^|centre| of one, which bf16 operands can hold. The total is
-    picked out of the prefix sums, whose layout has all groups of a column in one thread; a sum would go through shared memory again.
+    Centred on a constant, never on a row, the decay and its inverse stay within 2^|centre| of one, which bf16 operands can hold.
     """
     pre, _, own = within(b_x, R)
     b_C = tl.cumsum(own, 0)
-    return by_group(pre, b_C - own - centre), upto(b_C, 32, R)
+    return by_group(pre, b_C - own - centre), b_C
 
 
 @triton.jit
 def upto(b_C, n: tl.constexpr, R: tl.constexpr):
-    """The sum over the first n rows [width], from prefix sums over groups [groups, width]."""
+    """The sum over the first n rows [width], from prefix sums over groups [groups, width], whose layout has all groups of a column in one thread: a sum
+    over rows would go through shared memory again.
+    """
     return tl.sum(tl.where((R * tl.arange(0, b_C.shape[0]) == n - R)[:, None], b_C, 0.0), 0)
 
 
 @triton.jit
-def block_scores(b_q, b_k, b_x, floor, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr):
-    """What `level_scores` returns, for bf16: blocks of 8 rows share an anchor, as decays end at `floor`, and two levels remain. In those blocks there is
-    anything above the diagonal.
+def block_scores(b_q, b_k, b_G, b_C, floor, R: tl.constexpr, OWN: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr):
+    """The scores that `level_scores` returns, for bf16, from one prefix sum G [32, width] and `half_prefix`'s other: as no decay is below `floor`, blocks of
+    8 rows share an anchor. In those blocks there is anything above the diagonal.
 
-    With one prefix sum G, a pair that parts at row m has the factors exp2(-|G - G_m|) on either side.
+    The anchor is 2^up of the start of a block. From there the same rows meet the columns of their own block, and, less 2^up, those of the block before, which
+    decay to its end. What parts at row 16 has the factors exp2(-|G - G_16|) on either side. With OWN the diagonal of q k^T is of q and k as they are, not
+    rounded as operands: where decay is strong, o is that and little else.
     """
-    W: tl.constexpr = b_x.shape[1]
+    W: tl.constexpr = b_G.shape[1]
     o_r, o_g = tl.arange(0, 32), R * tl.arange(0, 32 // R)[:, None]
-    pre, _, own = within(tl.maximum(b_x, floor), R)
-    b_C = tl.cumsum(own, 0)
-    b_G = by_group(pre, b_C - own)
-    total = upto(b_C, 32, R)
-    b_P = tl.zeros((32, 32), tl.float32)
-    b_L = b_P
-    if SCORES:
-        s8, s16, s24 = upto(b_C, 8, R)[None, :], upto(b_C, 16, R)[None, :], upto(b_C, 24, R)[None, :]
-        b_D = by_group(b_G, -4.0 * floor - tl.where(o_g < 16, tl.where(o_g < 8, 0.0, s8), tl.where(o_g < 24, s16, s24)))
-        b_row, b_kc = tl.exp2(b_D), (b_k * tl.exp2(-b_D)).to(TYPE)
-        same = (o_r // 8)[:, None] == (o_r // 8)[None, :]
-        b_P = tl.where(same, scores((b_q * b_row).to(TYPE), b_kc, PREC), 0.0)
-        b_L = tl.where(same, scores((b_k * b_row).to(TYPE), b_kc, PREC), 0.0)
-        for h in tl.static_range(3, 5):
-            later = tl.where(((o_g >> h) & 1) == 1, 1.0, -1.0)
-            middle = tl.where(o_g < 16, s8, s24) if h == 3 else s16 + 0.0 * later
-            b_f = tl.exp2(by_group(tl.reshape(tl.reshape(b_G, (32 // R, R, W)) * later[:, :, None], (32, W)), -middle * later))
-            b_kc = (b_k * b_f).to(TYPE)
-            b_P += tl.where(lower_left(h, 32), scores((b_q * b_f).to(TYPE), b_kc, PREC), 0.0)
-            b_L += tl.where(lower_left(h, 32), scores(b_kc, b_kc, PREC), 0.0)
-    return b_P, b_L, tl.exp2(b_G), tl.exp2(total[None, :] - b_G), tl.exp2(total)
+    s8, s16, s24 = upto(b_C, 8, R)[None, :], upto(b_C, 16, R)[None, :], upto(b_C, 24, R)[None, :]
+    later = tl.where(o_g < 16, -1.0, 1.0)
+    b_f = tl.exp2(by_group(tl.reshape(tl.reshape(b_G, (32 // R, R, W)) * later[:, :, None], (32, W)), -s16 * later))
+    b_kc = (b_k * b_f).to(TYPE)
+    b_P = tl.where(lower_left(4, 32), scores((b_q * b_f).to(TYPE), b_kc, PREC), 0.0)
+    b_L = tl.where(lower_left(4, 32), scores(b_kc, b_kc, PREC), 0.0)
+    up = -4.0 * floor
+    b_D = by_group(b_G, up - tl.where(o_g < 16, tl.where(o_g < 8, 0.0, s8), tl.where(o_g < 24, s16, s24)))
+    b_kc = b_k * tl.exp2(-b_D)
+    b_end = tl.exp2(up + tl.where(o_g < 16, tl.where(o_g < 8, s8, s16 - s8), s24 - s16))
+    b_ke = tl.reshape(tl.reshape(b_kc, (32 // R, R, W)) * b_end[:, None, :], (32, W)).to(TYPE)
+    b_kc, b_row = b_kc.to(TYPE), tl.exp2(b_D)
+    own, before = (o_r // 8)[:, None] == (o_r // 8)[None, :], lower_left(3, 32)
+    b_r = (b_q * b_row).to(TYPE)  # both products of q, then both of k: a thread holds the fragments of one
+    b_P += tl.where(own, scores(b_r, b_kc, PREC), tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-up), 0.0))
+    if OWN:
+        b_P = tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_q * b_k, 1)[:, None], b_P)
+    b_r = (b_k * b_row).to(TYPE)
+    b_L += tl.where(own, scores(b_r, b_kc, PREC), tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-up), 0.0))
+    return b_P, b_L
 
 
 @triton.jit

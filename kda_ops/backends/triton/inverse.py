@@ -55,8 +55,7 @@ def merge(b_R, negative_L, level, PREC: tl.constexpr):
 def invert_blocks(negative_L, PREC: tl.constexpr):
     """The blocks of 16 rows on the diagonals of (I + L)^-1, fp32, from -L [1, 64, 64] or [2, 32, 32]; zero elsewhere.
 
-    Each of four warps has one of them, and its products pass nothing on to other warps. Not for "tf32x3", of which the compiler makes a single product of
-    tf32 where there are several (NOTES.md).
+    Each of four warps has one of them, and its products pass nothing on to other warps.
     """
     B: tl.constexpr = negative_L.shape[0]
     S: tl.constexpr = 4 // B
@@ -87,12 +86,7 @@ def inverse(negative_L, PREC: tl.constexpr):
     where no entry of R exceeds one; the choice is made from flags, never from values.
     """
     b_L = negative_L.to(tl.float16) if PREC == "fp16" else negative_L  # here, for it takes half the registers while the blocks are made
-    if PREC == "tf32x3":
-        b_R = begin(negative_L)
-        for level in tl.static_range(1, 4):
-            b_R = merge(b_R, b_L, level, PREC)
-    else:
-        b_R = tl.reshape(invert_blocks(tl.reshape(negative_L, (1, 64, 64)), PREC), (64, 64))
+    b_R = tl.reshape(invert_blocks(tl.reshape(negative_L, (1, 64, 64)), PREC), (64, 64))
     for level in tl.static_range(4, 6):
         b_R = merge(b_R, b_L, level, PREC)
     return b_R
@@ -101,19 +95,13 @@ def inverse(negative_L, PREC: tl.constexpr):
 @triton.jit
 def inverse_of_two(negative_L1, negative_L2, PREC: tl.constexpr):
     """The same of two tiles [32, 32], which have no blocks for whole warps: to come by them costs more than fp16 products, and less than threefold ones."""
-    if PREC == "bf16x3":
+    if PREC == "fp16":
+        b_R1, b_R2 = begin(negative_L1), begin(negative_L2)
+        for level in tl.static_range(1, 5):
+            b_R1 = merge(b_R1, negative_L1, level, PREC)
+        for level in tl.static_range(1, 5):
+            b_R2 = merge(b_R2, negative_L2, level, PREC)
+    else:
         b_R1, b_R2 = tl.split(tl.permute(invert_blocks(tl.permute(tl.join(negative_L1, negative_L2), (2, 0, 1)), PREC), (1, 2, 0)))
         b_R1, b_R2 = merge(b_R1, negative_L1, 4, PREC), merge(b_R2, negative_L2, 4, PREC)
-    else:
-        b_R1, b_R2 = begin(negative_L1), begin(negative_L2)
-        if PREC == "fp16":
-            for level in tl.static_range(1, 5):
-                b_R1 = merge(b_R1, negative_L1, level, PREC)
-            for level in tl.static_range(1, 5):
-                b_R2 = merge(b_R2, negative_L2, level, PREC)
-        else:
-            for level in tl.range(1, 5, num_stages=1):
-                b_R1 = merge(b_R1, negative_L1, level, PREC)
-            for level in tl.range(1, 5, num_stages=1):
-                b_R2 = merge(b_R2, negative_L2, level, PREC)
     return b_R1, b_R2

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.decay import block_scores, half_prefix, level_scores, pair_decay, row_decay, scores
+from kda_ops.backends.triton.decay import block_scores, half_prefix, level_scores, pair_decay, row_decay, scores, upto
 from kda_ops.backends.triton.fragment import spread, store_spread
 from kda_ops.backends.triton.gate import LOG2E, decay_column, load_rate, log2_decay, strength_column
 from kda_ops.backends.triton.inverse import inverse, inverse_of_two, product
@@ -22,12 +22,12 @@ from kda_ops.backends.triton.tile import (
     load_rows,
     load_tile,
     locate_chunk,
-    on_diagonal,
     prefetch_rows,
     prefetch_tile,
     store_rows,
     store_tile,
     strides_of,
+    widen,
 )
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
@@ -51,7 +51,7 @@ def half_norm(x, strides, i_b, i_h, first, n_rows, D: tl.constexpr, BLOCK: tl.co
 @triton.jit
 def load_unit(x, strides, norm, i_b, i_h, first, n_rows, b_norm, scale, o_d, D: tl.constexpr, R: tl.constexpr, L2NORM: tl.constexpr):
     """32 rows of one head times their inverse norms and the scale, [32, width] fp32. The norms are left at `norm`, if it is there."""
-    b_x = load_rows(x, strides, i_b, i_h, first, n_rows, o_d, D, R, 32).to(tl.float32)
+    b_x = widen(load_rows(x, strides, i_b, i_h, first, n_rows, o_d, D, R, 32))
     if o_d.shape[0] >= D:
         b_norm = inverse_norm(b_x, L2NORM)
     if norm is not None:
@@ -71,7 +71,7 @@ def load_decay(
     if g is None:
         b_g = tl.zeros((32, o_k.shape[0]), tl.float32)
     else:
-        b_g = load_rows(g, strides, i_b, i_h, first, n_rows, o_k, K, R, 32, -float("inf") if ACTIVATE else 0.0).to(tl.float32)
+        b_g = widen(load_rows(g, strides, i_b, i_h, first, n_rows, o_k, K, R, 32, -float("inf") if ACTIVATE else 0.0))
         b_bias = tl.zeros((o_k.shape[0],), tl.float32)
         if ACTIVATE:
             if dt_bias is not None:
@@ -100,24 +100,24 @@ def prepare_half(
     ROW: tl.constexpr = 0 if b_Y is None else 32
     FAST: tl.constexpr = PREC != "tf32x3"
     b_x = load_decay(g, g_s, A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, o_k, K, R, ACTIVATE, BOUNDED, FAST)
-    centre = 16.0 * log2_bound
+    centre = 16.0 * log2_bound if SHARE == 32 else 0.0
     shift = tl.exp2(centre) if SHARE == 32 else 1.0
     if q_norm is not None:
         q_norm, k_norm = q_norm + ROW, k_norm + ROW
-    if SHARE < 32:
-        b_k = load_unit(k, k_s, k_norm, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
-        b_q = load_unit(q, q_s, q_norm, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
-        if SHARE == 1:
-            b_P, b_L, b_start, b_end, b_total = level_scores(b_q, b_k, b_x, R, PREC, TYPE, SCORES)
-        else:
-            b_P, b_L, b_start, b_end, b_total = block_scores(b_q, b_k, b_x, log2_bound, R, PREC, TYPE, SCORES)
-        b_ke = b_k * b_end
-    else:
-        b_D, total = half_prefix(b_x, centre, R)
-        b_P = tl.zeros((32, 32), tl.float32)
-        b_L = b_P
+    b_P = tl.zeros((32, 32), tl.float32)
+    b_L = b_P
+    if SHARE > 1:
+        b_D, b_C = half_prefix(b_x if SHARE == 32 else tl.maximum(b_x, log2_bound), centre, R)
+        total = upto(b_C, 32, R)
         b_total, b_start = tl.exp2(total), tl.exp2(b_D)
-        b_k = load_unit(k, k_s, k_norm, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
+    b_k = load_unit(k, k_s, k_norm, i_b, i_g, first, n_rows, b_k_norm, 1.0, o_k, K, R, L2NORM)
+    if SHARE == 1:
+        b_q = load_unit(q, q_s, q_norm, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
+        b_P, b_L, b_start, b_end, b_total = level_scores(b_q, b_k, b_x, R, PREC, TYPE, SCORES)
+        b_ke = b_k * b_end
+    elif SHARE == 8:
+        b_ke = b_k * tl.exp2(total[None, :] - b_D)
+    else:
         b_kc = b_k * tl.exp2(-b_D)
         b_ke = b_kc * tl.exp2(total - centre)[None, :]
     b_kr = b_k * b_start
@@ -139,7 +139,7 @@ def prepare_half(
         b_Y = b_Y.to(TYPE)
         if SCORES:
             b_L1 = scores(b_kr, b_Y, PREC)
-    if SHARE == 32:  # q comes when the other rows have gone to the tensor cores
+    if SHARE > 1:  # q comes when the other rows have gone to the tensor cores
         b_q = load_unit(q, q_s, q_norm, i_b, i_g, first, n_rows, b_q_norm, scale, o_k, K, R, L2NORM)
     b_qr = b_q * b_start
     store_rows(qg, i_tile, b_qr * shift if b_Y is None else b_qr * (b_first * shift)[None, :], o_k, K, R, ROW)
@@ -151,6 +151,8 @@ def prepare_half(
         b_P1 = b_P
         if b_Y is not None:
             b_P1 = scores(b_qr, b_Y, PREC)
+        if SHARE == 8:  # last, where q, k and their decay are all that is alive
+            b_P, b_L = block_scores(b_q, b_k, b_D, b_C, log2_bound, R, not ACTIVATE, PREC, TYPE)
     return b_P, b_L, b_P1, b_L1, b_ke, b_total, b_w.to(TYPE)
 
 
@@ -178,29 +180,11 @@ def square_norms(b_qq, b_kk, L2NORM: tl.constexpr):
         return tl.full((64,), 1.0, tl.float32), tl.full((64,), 1.0, tl.float32)
 
 
-@triton.jit
-def own_scores(q, q_s, k, k_s, i_b, i_g, first, n_rows, scale, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr):
-    """scale q_i . k_i of unit or other rows [64] fp32, the diagonal of q k^T, whose products of 16 bit numbers are exact."""
-    o_r = tl.arange(0, 64)
-    b_qk = tl.zeros((64, 64), tl.float32)
-    b_qq, b_kk = b_qk, b_qk
-    for i in tl.range((K + BK - 1) // BK, num_stages=1):
-        o_k = i * BK + tl.arange(0, BK)
-        m_x = (o_r < n_rows)[:, None] & (o_k < K)[None, :]
-        b_q = tl.load(rows_at(q, q_s, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
-        b_k = tl.load(rows_at(k, k_s, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
-        b_qk = tl.dot(b_q, tl.trans(b_k), b_qk)
-        if L2NORM:
-            b_qq, b_kk = tl.dot(b_q, tl.trans(b_q), b_qq), tl.dot(b_k, tl.trans(b_k), b_kk)
-    b_q_norm, b_k_norm = square_norms(b_qq, b_kk, L2NORM)
-    return on_diagonal(b_qk) * (b_q_norm * b_k_norm * scale)
-
-
 @triton.jit(do_not_specialize=["N", "T", "begin", "scale", "lower_bound", "log2_bound", "beta_b", "beta_t", "beta_h"])
 def prepare_kda(
     q, q_s, k, k_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept, pairs, A, P, w, qg, kg, gamma, rows,
     N, T, begin, H, HV, scale, lower_bound, log2_bound,
-    K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, OWN: tl.constexpr, NORMS: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, NORMS: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr,
     BOUNDED: tl.constexpr, SHARE: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """One chunk, from number `begin` on, of one head; E_ij is the decay from row j to row i::
@@ -217,9 +201,6 @@ def prepare_kda(
     In two halves of 32 rows: a tile of half the rows and all of K takes as many registers as one of all rows and half of K, but its rows are
     complete (norms need no pass of their own), its scores are final, and what the halves do not share needs no choice per element. Only wider
     keys are cut into slices of BK columns, whose scores add up.
-
-    Where decays are strong, o is the diagonal of P and little else, so with OWN that is made apart, from q and k as they are, while nothing else takes
-    registers.
     """
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV + begin
     i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
@@ -233,9 +214,6 @@ def prepare_kda(
     o_1, o_2 = tl.arange(0, 32), 32 + tl.arange(0, 32)
     TYPE: tl.constexpr = qg.dtype.element_ty
     second, n_second = first + 32, n_rows - 32
-    b_own = tl.zeros((64,), TYPE)
-    if OWN and kept is None:
-        b_own = own_scores(q, q_s, k, k_s, i_b, i_g, first, n_rows, scale, K, BK, L2NORM).to(TYPE)
 
     strides = (beta_b, beta_t, beta_h)
     rows += i_tile * 192
@@ -309,12 +287,6 @@ def prepare_kda(
         store_spread(w, i_tile, b_w2, 32, i * BK, K)
         o_k += BK
         b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)
-    if OWN and kept is None:
-        tl.debug_barrier()  # in place of what other threads have written
-        p_own = i_tile * 4096 + 65 * tl.arange(0, 64)
-        tl.store(P + p_own, b_own)
-        if pairs is not None:
-            tl.store(pairs + p_own, b_own)
 
 
 @triton.jit(do_not_specialize=["N", "T", "begin", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
@@ -402,7 +374,6 @@ def prepare(p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool
     gamma, rows = (q.new_empty((NT, p.HV, *shape), dtype=torch.float32) for shape in (((p.K,), (3, 64)) if p.rank else ((1,), (7, 64))))
     share = tuning.anchored_rows(p)
     bound = p.gate_bound if share == 32 else tuning.FLOOR
-    own = share < 32 and not p.activate_gate and not exact  # for decays of any strength; beside a gate there are no registers for it (NOTES.md)
     norms = norms and (p.l2norm or p.disable_recompute)  # what is kept is written, all of it
     given = (q, q.stride(), k, k.stride(), g, *g_s, beta, *beta_s, *parameters, kept)
 
@@ -411,7 +382,7 @@ def prepare(p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool
             launch(
                 prepare_kda, (end - begin) * p.HV, device, *given, pairs, A, P, w, qg, kg, gamma, rows,
                 p.N, p.T, begin, p.H, p.HV, p.scale, p.lower_bound or 0.0, bound * LOG2E.value,
-                p.K, options.block_k, options.group, own, norms, *flags, share, p.sigmoid_beta, p.neg_eigval, precision, inverse_precision,
+                p.K, options.block_k, options.group, norms, *flags, share, p.sigmoid_beta, p.neg_eigval, precision, inverse_precision,
                 **options.launch,
             )  # fmt: skip
         else:

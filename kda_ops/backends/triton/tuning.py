@@ -136,7 +136,7 @@ def ahead(p: Problem) -> int | None:
     if FORCED_AHEAD is not None:
         return FORCED_AHEAD if FORCED_AHEAD < chunks else None
     idle = there - p.HV * triton.cdiv(p.V, scan)
-    step, tile = 2.4 if scan > 64 else 1.5, 0.11 if p.rank and anchored_rows(p) < 32 else 0.06 if p.rank else 0.02  # us: of the scan; of `prepare` on all
+    step, tile = 2.4 if scan > 64 else 1.5, 0.07 if p.rank and anchored_rows(p) < 32 else 0.06 if p.rank else 0.02  # us: of the scan; of `prepare` on all
     if 8 * idle < there or chunks * step < 250 or p.q.dtype is torch.float32 or not p.K == p.V == 128:  # less than two launches and two streams cost Python
         return None
     if not p.rank and scan <= 64:  # programs of `prepare_gdn` would share the multiprocessors of such a scan and slow it down
