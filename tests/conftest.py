@@ -21,9 +21,9 @@ settings.register_profile("nightly", max_examples=400, **_COMMON)
 settings.register_profile("device", max_examples=4, derandomize=True, database=None, **_COMMON)  # an example is kernels to compile
 settings.register_profile("interp", max_examples=3, derandomize=True, database=None, **_COMMON)  # a launch costs what an example costs elsewhere
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    from tests.support.interpreter import quicken
+    from tests.support.interpreter import mend
 
-    quicken()
+    mend()
 _DEVICE = os.environ.get("KDA_OPS_TEST_DEVICE", "cpu") != "cpu"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "device" if _DEVICE else "ci" if os.environ.get("CI") else "dev"))
 

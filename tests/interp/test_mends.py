@@ -1,7 +1,8 @@
-"""What makes the interpreter quick enough for these tests changes no bit of what it computes."""
+"""What mends the interpreter for these tests changes no bit of what it computes."""
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import ReduceOps
+from triton.runtime.interpreter import ReduceOps, TensorHandle, interpreter_builder
 
 from tests.support.interpreter import by_elements, by_slices
 
@@ -45,3 +46,12 @@ def test_slices_reduce_as_elements_do(monkeypatch, dtype, shape, axis, keep):
         reduce_two[(1,)](x, y, found[-1], x.numel(), shape, axis, keep)
     assert torch.equal(*found)
     assert all(row.unique().numel() == x.numel() // shape[axis] for row in found[0])
+
+
+def test_a_condition_for_all_of_a_tile_is_one():
+    """It is the mask of a load or a store, for which Triton 3.9 takes no numbers."""
+    for value in (True, False):
+        found = interpreter_builder.create_splat(tl.block_type(tl.int1, [4]), TensorHandle(np.array([value]), tl.int32))  # as a comparison leaves it
+        assert found.dtype == tl.int1 and found.data.dtype == np.bool_ and found.data.tolist() == [value] * 4
+    found = interpreter_builder.create_splat(tl.block_type(tl.int32, [4]), TensorHandle(np.array([7], dtype=np.int32), tl.int32))
+    assert found.dtype == tl.int32 and found.data.dtype == np.int32 and found.data.tolist() == [7] * 4
