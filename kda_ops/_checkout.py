@@ -16,4 +16,4 @@ class _Finder:
 
 
 if _FOLDER.is_dir() and not (Path(__file__).parent / "registrations").exists():
-    sys.meta_path.append(_Finder)
+    sys.meta_path.insert(0, _Finder)  # before the one of another checkout that is installed

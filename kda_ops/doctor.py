@@ -178,8 +178,16 @@ def report() -> list[tuple[str, list[str]]]:
         ("Known compiler hazards", list(hazards(installed("triton"), archs)) or ["triton is not installed"]),
         ("Compilers", list(compilers())),
         ("Environment", variables),
-        ("Self-test", list(self_test())),
+        ("Self-test", list(_or_why(self_test()))),
     ]
+
+
+def _or_why(lines: Iterator[str]) -> Iterator[str]:
+    """The lines up to the exception that ends them, and that one as a problem."""
+    try:
+        yield from lines
+    except Exception as error:
+        yield f"PROBLEM: {type(error).__name__}: {error}"
 
 
 def main(argv: list[str]) -> int:

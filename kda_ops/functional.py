@@ -29,8 +29,8 @@ def chunk_kda(
     Args:
         q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU), any strides; K up to 256.
         v: ``[B, T, HV, V]`` in q's dtype; HV is a multiple of H and value head h reads key head ``h // (HV // H)``.
-        g: ``[B, T, HV, K]``, any float: natural-log decay, at most 0 (``-inf`` forgets everything); raw logits if ``use_gate_in_kernel``; None: no decay.
-        beta: ``[B, T, HV]``, any float: write strength in [0, 2]; raw logits if ``use_beta_sigmoid_in_kernel``; None: 1.
+        g: ``[B, T, HV, K]``, fp16 to fp64: natural-log decay, at most 0 (``-inf`` forgets everything); raw logits if ``use_gate_in_kernel``; None: no decay.
+        beta: ``[B, T, HV]``, fp16 to fp64: write strength in [0, 2]; raw logits if ``use_beta_sigmoid_in_kernel``; None: 1.
         A_log: ``[HV]``, parameter of the gate; the bounded gate can do without.
         dt_bias: ``[HV, K]`` or flat ``[HV * K]``, parameter of the gate, or None.
         initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``transpose_state_layout``), fp32 (fp64 for fp64 inputs), any strides.
@@ -193,7 +193,7 @@ def kda_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None = None, *, 
     ``-exp(A_log) * softplus(g + dt_bias)``, or ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`` if ``lower_bound`` is given.
 
     Args:
-        g: ``[B, T, HV, K]`` logits, any float.
+        g: ``[B, T, HV, K]`` logits, fp16 to fp64.
         A_log: ``[HV]``; None means a factor of 1 and needs ``lower_bound``.
         dt_bias: ``[HV, K]``, flat ``[HV * K]``, or None.
         lower_bound: a finite number below 0, or None.
@@ -230,7 +230,7 @@ def chunk_gdn(
         o_t = scale * S^T q_t
 
     Args:
-        g: ``[B, T, HV]``, any float: natural-log decay, at most 0; raw logits if ``use_gate_in_kernel``; None: no decay.
+        g: ``[B, T, HV]``, fp16 to fp64: natural-log decay, at most 0; raw logits if ``use_gate_in_kernel``; None: no decay.
         dt_bias: ``[HV]``, parameter of the gate, or None.
         q, k, v, beta, A_log, initial_state, cu_seqlens and the flags: as for `chunk_kda`.
 

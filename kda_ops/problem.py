@@ -29,19 +29,22 @@ def _dtype_error(name: str, want: str, got: torch.dtype, hint: str = "") -> NoRe
     raise TypeError(f"{name} must be {want}, got {got}{hint}.")
 
 
-def _check_like(name: str, x: Tensor, device: torch.device) -> None:
-    """A decay, a write strength or a gate parameter: any float, on the device of the call."""
-    if not x.dtype.is_floating_point:
-        _dtype_error(name, "a floating point tensor", x.dtype)
+def _check_there(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
     if x.device != device:
-        raise TypeError(f"{name} must be on {device}, where q is, got {x.device}: move it there.")
+        raise TypeError(f"{name} must be on {device}, where {of} is, got {x.device}: move it there.")
+
+
+def _check_float(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
+    """A decay, a write strength or a gate parameter: any of the dtypes that q may have, on the device of the call."""
+    if x.dtype not in _INPUT_DTYPES:
+        _dtype_error(name, "float16, bfloat16, float32 or float64", x.dtype)
+    _check_there(name, x, device, of)
 
 
 def _check_index(name: str, x: Tensor, device: torch.device) -> None:
     if x.dtype not in _INDEX_DTYPES:
         _dtype_error(name, "int32 or int64", x.dtype)
-    if x.device != device:
-        raise TypeError(f"{name} must be on {device}, where q is, got {x.device}: move it there.")
+    _check_there(name, x, device)
 
 
 def check_lower_bound(lower_bound: float | None) -> None:
@@ -50,8 +53,10 @@ def check_lower_bound(lower_bound: float | None) -> None:
         raise ValueError(f"lower_bound must be a finite number below 0 (natural log; the least decay the gate can reach), got {lower_bound}.")
 
 
-def check_gate_parameters(rank: int, HV: int, K: int, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, device: torch.device) -> None:
-    """A_log [HV] and dt_bias [HV, K] (or flat; [HV] when the decay has rank 0) of a gate that is activated here."""
+def check_gate_parameters(
+    rank: int, HV: int, K: int, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, device: torch.device, of: str = "q"
+) -> None:
+    """A_log [HV] and dt_bias [HV, K] (or flat; [HV] when the decay has rank 0) of a gate that is activated here, on the device that `of` is on."""
     if A_log is None:
         if lower_bound is None:
             raise ValueError(
@@ -60,14 +65,14 @@ def check_gate_parameters(rank: int, HV: int, K: int, A_log: Tensor | None, dt_b
     else:
         if A_log.shape != (HV,):
             _shape_error("A_log", "[HV]", (HV,), A_log)
-        _check_like("A_log", A_log, device)
+        _check_float("A_log", A_log, device, of)
     if dt_bias is not None:
         if rank:
             if dt_bias.shape != (HV, K) and dt_bias.shape != (HV * K,):
                 _shape_error("dt_bias", "[HV, K]", (HV, K), dt_bias, f" (flat [HV * K] = [{HV * K}] is accepted too)")
         elif dt_bias.shape != (HV,):
             _shape_error("dt_bias", "[HV]", (HV,), dt_bias)
-        _check_like("dt_bias", dt_bias, device)
+        _check_float("dt_bias", dt_bias, device, of)
 
 
 class Problem:
@@ -92,6 +97,8 @@ class Problem:
         lower_bound: float | None = None, safe_gate: bool = False, use_beta_sigmoid_in_kernel: bool = False,
         allow_neg_eigval: bool = False, transpose_state_layout: bool = False, output_final_state: bool = False, disable_recompute: bool = False,
     ):  # fmt: skip
+        if q is None or k is None or v is None:  # which a schema lets through
+            raise TypeError(f"{'q' if q is None else 'k' if k is None else 'v'} must be a tensor, got None.")
         shape, v_shape, dtype, device = q.shape, v.shape, q.dtype, q.device
         if len(shape) != 4:
             raise ValueError(f"q must have 4 dimensions [B, T, H, K], got shape {list(shape)}.")
@@ -126,11 +133,11 @@ class Problem:
                 elif rank and g.shape == (B, T, HV):
                     hint = ": one decay per head is GDN's, call the gdn operator"
                 _shape_error("g", "[B, T, HV, K]" if rank else "[B, T, HV]", want, g, hint)
-            _check_like("g", g, device)
+            _check_float("g", g, device)
         if beta is not None:
             if beta.shape != (B, T, HV):
                 _shape_error("beta", "[B, T, HV]", (B, T, HV), beta)
-            _check_like("beta", beta, device)
+            _check_float("beta", beta, device)
         elif use_beta_sigmoid_in_kernel:
             raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True: there is nothing to activate.")
         if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
@@ -224,8 +231,11 @@ class Problem:
                 raise ValueError(f"snapshot_indices must have shape [N, snapshots] = [{p.N}, ...], got {list(snapshot_indices.shape)}.")
             _check_index("snapshot_indices", snapshot_indices, q.device)
             if CHECK_VALUES and not _is_symbolic(snapshot_indices):
-                live = torch.arange(p.N, device=q.device) if state_indices is None else state_indices
-                _check_slots(torch.cat([live.long(), snapshot_indices.long().flatten()]), state.shape[0], "state_indices and snapshot_indices")
+                own = torch.arange(p.N, device=q.device) if state_indices is None else state_indices.long()
+                lengths = torch.full_like(own, p.T) if cu_seqlens is None else cu_seqlens.diff()
+                written = torch.arange(1, snapshot_indices.shape[1] + 1, device=q.device) <= (lengths // (CHUNK * max(snapshot_every, 1)))[:, None]
+                into = snapshot_indices.long().where(written & (own >= 0)[:, None], -1)
+                _check_slots(torch.cat([own, into.flatten()]), state.shape[0], "state_indices and snapshot_indices")
             p.snapshot_indices = snapshot_indices
         elif snapshot_every != 1:
             raise ValueError("snapshot_every spaces the snapshots and needs snapshot_indices of shape [N, snapshots] to say where they go.")
@@ -250,11 +260,12 @@ class Problem:
                 _dtype_error(name, str(self.state_dtype), state.dtype, f" (states are kept in {self.state_dtype} for {self.q.dtype} inputs)")
             if state.dtype is not torch.bfloat16:
                 _dtype_error(name, "float32 or bfloat16", state.dtype)
-        if state.device != self.q.device:
-            raise TypeError(f"{name} must be on {self.q.device}, where q is, got {state.device}: move it there.")
+        _check_there(name, state, self.q.device)
         self.state = state
 
     def _take_pool(self, state: Tensor, state_indices: Tensor | None) -> None:
+        if state is None:
+            raise TypeError("state must be a tensor, the pool of states that are read and written in place, got None.")
         if state.dim() != 4:
             layout = "[slots, HV, V, K]" if self.transposed else "[slots, HV, K, V]"
             raise ValueError(f"state must have 4 dimensions {layout} (transpose_state_layout={self.transposed}), got shape {list(state.shape)}.")
@@ -311,9 +322,9 @@ def gate_problem(rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | N
     """Validate a call to `kda::gate` or `gdn::gate`; the dtype of its result."""
     if g.dim() != 3 + rank:
         raise ValueError(f"g must have shape {'[B, T, HV, K]' if rank else '[B, T, HV]'}, got {list(g.shape)}.")
-    _check_like("g", g, g.device)
+    _check_float("g", g, g.device)
     check_lower_bound(lower_bound)
-    check_gate_parameters(rank, g.shape[2], g.shape[3] if rank else 1, A_log, dt_bias, lower_bound, g.device)
+    check_gate_parameters(rank, g.shape[2], g.shape[3] if rank else 1, A_log, dt_bias, lower_bound, g.device, "g")
     return torch.float64 if g.dtype is torch.float64 else torch.float32
 
 

@@ -1,13 +1,17 @@
 """Autograd: which call stands in the training graph, the formulas, and the refusals.
 
 With gradients wanted, `chunk` becomes `chunk_fwd`, whose formula keeps what `kda_ops.chunk` decided to keep and calls `chunk_bwd`. `recurrent` keeps its
-inputs and differentiates through the chunk formulas. Double backward is refused, and so are the in-place operators under autograd.
+inputs and differentiates through the chunk formulas. Double backward and tangents are refused, and so are the in-place operators under autograd.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kda_ops import dispatch
 from kda_ops.registrations import schemas
@@ -20,11 +24,36 @@ def _wants_grad(args: tuple, kwargs: dict) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
 
 
+def _refuse_tangents(name: str, args: tuple, kwargs: dict) -> None:
+    """Where forward mode is on: torch would drop a tangent without a word, if no gradient is wanted besides."""
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in (*args, *kwargs.values())):
+        raise NotImplementedError(f"{name} has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse mode, torch.autograd.")
+
+
+@dataclass(frozen=True)
+class _ReverseOnly:
+    """The library that `torch.library.register_autograd` registers a formula with: there it refuses tangents first."""
+
+    namespace: str
+
+    def impl(self, name: str, kernel: Callable, key: str, with_keyset: bool) -> None:
+        """Register a kernel."""
+
+        def guard(keyset, *args, **kwargs):
+            if forward_ad._current_level >= 0:
+                _refuse_tangents(f"{self.namespace}::{name}", args, kwargs)
+            return kernel(keyset, *args, **kwargs)
+
+        schemas.LIBRARIES[self.namespace].impl(name, guard, key, with_keyset=with_keyset)
+
+
 def _chunk(namespace: str):
     """`chunk` under autograd: `chunk_fwd` where a gradient is wanted, else itself."""
     op, op_fwd = schemas.CHUNK.overload(namespace), schemas.CHUNK_FWD.overload(namespace)
 
     def chunk(*args, **flags) -> tuple[Tensor, Tensor]:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(f"{namespace}::chunk", args, flags)
         if _wants_grad(args, flags):
             return op_fwd(*args, **flags)[:2]
         with torch._C._AutoDispatchBelowAutograd():
@@ -94,7 +123,7 @@ def _no_setup(ctx, inputs, keyword_only_inputs, output) -> None:
 
 def _refuse_double_backward(name: str):
     def backward(ctx, *grads):
-        raise RuntimeError(f"{name}: double backward is not implemented; call backward without create_graph=True.")
+        raise RuntimeError(f"{name}: double backward is not implemented: call backward without create_graph=True.")
 
     return backward
 
@@ -104,6 +133,8 @@ def _refuse_in_place(operator: schemas.Operator, namespace: str):
     op, instead = operator.overload(namespace), f"{namespace}::{operator.name.rstrip('_')}"
 
     def guard(*args, **flags) -> Tensor:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(f"{namespace}::{operator.name}", args, flags)
         if _wants_grad(args, flags):
             raise RuntimeError(
                 f"{namespace}::{operator.name} writes its state in place and has no gradient: call it under torch.no_grad() or torch.inference_mode(), "
@@ -117,12 +148,13 @@ def _refuse_in_place(operator: schemas.Operator, namespace: str):
 
 for _namespace, _library in schemas.LIBRARIES.items():
     _library.impl("chunk", _chunk(_namespace), "Autograd")
+    _guarded = _ReverseOnly(_namespace)
     for _operator in (schemas.CHUNK_FWD, schemas.RECURRENT):
-        torch.library.register_autograd(f"{_namespace}::{_operator.name}", _backward(_namespace), setup_context=_setup(_namespace), lib=_library)
-    torch.library.register_autograd(f"{_namespace}::gate", _gate_backward(_namespace), setup_context=_gate_setup, lib=_library)
-    for _operator, _public in ((schemas.CHUNK_BWD, "chunk"), (schemas.GATE_BWD, "gate")):
+        torch.library.register_autograd(f"{_namespace}::{_operator.name}", _backward(_namespace), setup_context=_setup(_namespace), lib=_guarded)
+    torch.library.register_autograd(f"{_namespace}::gate", _gate_backward(_namespace), setup_context=_gate_setup, lib=_guarded)
+    for _operator, _public in ((schemas.CHUNK_BWD, "chunk and recurrent"), (schemas.GATE_BWD, "gate")):
         torch.library.register_autograd(
-            f"{_namespace}::{_operator.name}", _refuse_double_backward(f"{_namespace}::{_public}"), setup_context=_no_setup, lib=_library
+            f"{_namespace}::{_operator.name}", _refuse_double_backward(f"{_namespace}::{_public}"), setup_context=_no_setup, lib=_guarded
         )
     for _operator in schemas.OPERATORS:
         if _operator.mutates:

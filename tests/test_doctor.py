@@ -29,6 +29,13 @@ def test_another_backend_is_said_to_be_chosen():
     assert done.returncode == 0 and "CPU tensors: reference (chosen by KDA_OPS_CPU)" in done.stdout
 
 
+def test_what_does_not_work_is_a_line_of_the_report():
+    command, environment = [sys.executable, "-m", "kda_ops", "doctor"], os.environ | {"KDA_OPS_CPU": "triton", "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "PROBLEM: KDA_OPS_CPU=triton needs TRITON_INTERPRET=1" in done.stdout
+    assert "Self-test\n  PROBLEM: " in done.stdout and not done.stderr
+
+
 @pytest.mark.parametrize(
     "triton, archs, words",
     [

@@ -1,8 +1,13 @@
 """Importing kda_ops registers every operator once, costs little, and pulls in nothing optional."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from tests.support.fresh import python
+
+ROOT = Path(__file__).parents[1]
 
 BLOCK = "import sys; sys.modules['triton'] = None\n"
 CALL = """
@@ -95,6 +100,14 @@ def test_a_second_copy_is_an_import_error_that_says_so(tmp_path):
         str(tmp_path),
     )
     assert out.stdout == "torch.ops.kda.chunk is already registered: two copies of kda_ops are on the path, or another package took the name.\n"
+
+
+def test_a_checkout_that_is_not_installed_runs_its_own_registrations(tmp_path):
+    """Not those of the checkout that is."""
+    for folder in ("kda_ops", "registrations"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    out = python("import sys; sys.path.insert(0, sys.argv[1]); import kda_ops; print(sys.modules['kda_ops.registrations'].__file__)", str(tmp_path))
+    assert out.stdout == f"{tmp_path / 'registrations' / '__init__.py'}\n"
 
 
 def test_import_costs_less_than_50_ms_over_torch():

@@ -213,6 +213,13 @@ def test_no_slot_at_all_is_no_work(variant, op):
     assert_identical(state, pool.state(), "the pool")
 
 
+@pytest.mark.parametrize("columns", (0, 2))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_without_channels_are_no_work(variant, columns):
+    o, state = Pool(Case(variant, B=2, T=2, V=0, state=False, final=False), "recurrent_", columns=columns).run()
+    assert o.shape[-1] == state.shape[-1] == 0
+
+
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pool_may_have_any_strides_and_keeps_what_lies_between(variant, op):

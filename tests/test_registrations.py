@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import kda_ops
@@ -23,6 +24,7 @@ OPTIONS = {
     "packed": {"lengths": (65, 0, 3), "tail": 2},
     "everything inside": {"gate": "softplus", "beta": "neg_eigval", "l2norm": True, "H": 1, "HV": 2, "strides": "fused"},
     "bounded, transposed": {"gate": "bounded", "beta": "sigmoid", "transposed": True, "seed": 3},
+    "nothing optional, all kept": {"gate": "none", "beta": "none", "state": False, "final": False, "disable_recompute": True},
     "all kept": {"disable_recompute": True, "strides": "heads_first"},
     "16 bit": {"dtype": torch.float16, "narrow": True},
     "expanded heads": {"strides": "expanded", "H": 2, "HV": 2},
@@ -130,8 +132,44 @@ def test_double_backward_is_refused_in_words(variant, op):
     else:
         (y, _), leaf = overload(variant, op)(*x.values(), **case.flags(op)), x["v"]
     (grad,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match=rf"^{variant}::(chunk|gate): double backward is not implemented"):
+    with pytest.raises(RuntimeError, match=rf"^{variant}::(chunk and recurrent|gate): double backward is not implemented"):
         grad.sum().backward()
+
+
+def _dual(call, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(call(forward_ad.make_dual(x, x))).tangent
+
+
+@pytest.mark.parametrize("mode", (_dual, lambda call, x: torch.func.jvp(call, (x,), (x,)), lambda call, x: torch.func.jacfwd(call)(x)))
+@pytest.mark.parametrize("op", (*OPS, "gate", "recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tangents_are_refused_in_words(variant, op, mode):
+    """torch gives zeros for an operator without a forward-mode formula, unless a gradient is wanted too."""
+    pool = Pool(Case(variant, B=2, T=3, gate="softplus", state=False, final=False), op, indexed=False)
+    x = pool.case.inputs(TARGET.device)
+    state = (pool.state(),) if op in ("recurrent_", "chunk_") else ()
+
+    def call(g):
+        if op == "gate":
+            return overload(variant, op)(g, x["A_log"], x["dt_bias"])
+        out = overload(variant, op)(x["q"], x["k"], x["v"], g, x["beta"], *state, A_log=x["A_log"], dt_bias=x["dt_bias"], **pool.case.flags(op))
+        return out if state else out[0]
+
+    with pytest.raises(NotImplementedError, match=f"^{variant}::{op} has no forward-mode derivative"):
+        mode(call, x["g"])
+    y, tangent = torch.func.jvp(lambda t: t * call(x["g"]).sum(), (x["g"],), (torch.ones_like(x["g"]),))  # of what is a constant there is none
+    assert y.isfinite().all() and tangent.isfinite().all() and tangent.any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_tangent_of_a_cotangent_is_refused_in_words(op):
+    case = Case("kda", T=3)
+    x = case.inputs(TARGET.device)
+    x["q"].requires_grad_()
+    o, _ = overload("kda", op)(*x.values(), **case.flags(op))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="^kda::chunk_bwd has no forward-mode derivative"):
+        torch.autograd.grad(o, x["q"], forward_ad.make_dual(torch.ones_like(o), torch.ones_like(o)))
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))

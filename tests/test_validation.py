@@ -78,6 +78,9 @@ REFUSED = [
     ("chunk", {"q": z(B, T, 0, K), "k": z(B, T, 0, K)}, ValueError, r"^HV must be a multiple of H"),
     ("chunk recurrent_", {"q": z(B, T, H, 257), "k": z(B, T, H, 257)}, ValueError, r"^K, the last dimension of q and k, must be between 1 and 256, got 257"),
     ("chunk", {"q": z(B, T, H, 0), "k": z(B, T, H, 0)}, ValueError, r"must be between 1 and 256, got 0"),
+    # what is no tensor, which schemas let through
+    *(("chunk recurrent recurrent_ chunk_", {n: None}, TypeError, f"^{n} must be a tensor, got None") for n in "qkv"),
+    ("recurrent_ chunk_", {"state": None}, TypeError, r"^state must be a tensor, the pool .* got None"),
     # dtypes and devices of q, k, v
     (
         "chunk recurrent_",
@@ -97,11 +100,12 @@ REFUSED = [
     ("chunk recurrent recurrent_ chunk_", {"g": z(B, T, 1)}, ValueError, r"^g must have shape \[B, T, HV(, K)?\] = \[2, 5, 4(, 8)?\], got \[2, 5, 1\]"),
     ("kda:chunk kda:recurrent_", {"g": z(B, T, HV)}, ValueError, r"^g must have shape .*: one decay per head is GDN's, call the gdn operator"),
     ("gdn:chunk gdn:recurrent_", {"g": z(B, T, HV, K)}, ValueError, r"^g must have shape .*: a decay per key channel is KDA's, call the kda operator"),
-    ("kda:chunk", {"g": z(B, T, HV, K, dtype=torch.int32)}, TypeError, r"^g must be a floating point tensor, got torch.int32"),
+    ("kda:chunk", {"g": z(B, T, HV, K, dtype=torch.int32)}, TypeError, r"^g must be float16, bfloat16, float32 or float64, got torch.int32"),
+    ("kda:chunk", {"g": z(B, T, HV, K, dtype=torch.float8_e5m2)}, TypeError, r"^g must be float16, .* got torch.float8_e5m2"),
     ("kda:chunk", {"g": z(B, T, HV, K, device="meta")}, TypeError, f"^g {ELSEWHERE}"),
     ("chunk recurrent recurrent_ chunk_", {"beta": z(B, T, H)}, ValueError, r"^beta must have shape \[B, T, HV\] = \[2, 5, 4\], got \[2, 5, 2\]"),
     ("chunk", {"beta": z(B, T, HV, 1)}, ValueError, r"^beta must have shape"),
-    ("chunk", {"beta": z(B, T, HV, dtype=torch.bool)}, TypeError, r"^beta must be a floating point tensor, got torch.bool"),
+    ("chunk", {"beta": z(B, T, HV, dtype=torch.bool)}, TypeError, r"^beta must be float16, bfloat16, float32 or float64, got torch.bool"),
     ("chunk", {"beta": z(B, T, HV, device="meta")}, TypeError, f"^beta {ELSEWHERE}"),
     ("chunk recurrent_", {"beta": None, "use_beta_sigmoid_in_kernel": True}, ValueError, r"^beta must be given with use_beta_sigmoid_in_kernel=True"),
     ("chunk recurrent_", {"allow_neg_eigval": True}, ValueError, r"^allow_neg_eigval=True .* needs use_beta_sigmoid_in_kernel=True"),
@@ -110,7 +114,7 @@ REFUSED = [
     ("chunk", GATED | {"g": None}, ValueError, r"^g must be given with use_gate_in_kernel=True"),
     ("chunk recurrent_", GATED | {"A_log": z(H)}, ValueError, r"^A_log must have shape \[HV\] = \[4\], got \[2\]"),
     ("chunk", GATED | {"A_log": z(1, 1, HV, 1)}, ValueError, r"^A_log must have shape"),
-    ("chunk", GATED | {"A_log": z(HV, dtype=torch.int64)}, TypeError, r"^A_log must be a floating point tensor"),
+    ("chunk", GATED | {"A_log": z(HV, dtype=torch.int64)}, TypeError, r"^A_log must be float16, bfloat16, float32 or float64"),
     ("chunk", GATED | {"A_log": z(HV, device="meta")}, TypeError, f"^A_log {ELSEWHERE}"),
     (
         "kda:chunk kda:recurrent_",
@@ -119,7 +123,7 @@ REFUSED = [
         r"^dt_bias must have shape \[HV, K\] = \[4, 8\], got \[4\] \(flat \[HV \* K\] = \[32\] is accepted too\)",
     ),
     ("gdn:chunk", GATED | {"dt_bias": z(HV, K)}, ValueError, r"^dt_bias must have shape \[HV\] = \[4\], got \[4, 8\]"),
-    ("kda:chunk", GATED | {"dt_bias": z(HV, K, dtype=torch.int64)}, TypeError, r"^dt_bias must be a floating point tensor"),
+    ("kda:chunk", GATED | {"dt_bias": z(HV, K, dtype=torch.int64)}, TypeError, r"^dt_bias must be float16, bfloat16, float32 or float64"),
     ("kda:chunk", GATED | {"dt_bias": z(HV, K, device="meta")}, TypeError, f"^dt_bias {ELSEWHERE}"),
     ("chunk recurrent_", {"A_log": z(HV)}, ValueError, r"^A_log is a parameter of the gate and needs use_gate_in_kernel=True"),
     ("kda:chunk", {"dt_bias": z(HV, K)}, ValueError, r"^dt_bias is a parameter of the gate and needs use_gate_in_kernel=True"),
@@ -209,10 +213,11 @@ REFUSED = [
     # the gate operator
     ("kda:gate", {"g": z(B, T, HV)}, ValueError, r"^g must have shape \[B, T, HV, K\], got \[2, 5, 4\]"),
     ("gdn:gate", {"g": z(B, T, HV, K)}, ValueError, r"^g must have shape \[B, T, HV\], got \[2, 5, 4, 8\]"),
-    ("kda:gate", {"g": ints(B, T, HV, K)}, TypeError, r"^g must be a floating point tensor"),
+    ("kda:gate", {"g": ints(B, T, HV, K)}, TypeError, r"^g must be float16, bfloat16, float32 or float64"),
     ("gate", {"A_log": None}, ValueError, r"^A_log must be given to activate the gate"),
     ("gate", {"A_log": z(HV + 1)}, ValueError, r"^A_log must have shape \[HV\] = \[4\], got \[5\]"),
     ("gate", {"dt_bias": z(HV + 1)}, ValueError, r"^dt_bias must have shape"),
+    ("gate", {"A_log": z(HV, device="meta")}, TypeError, r"^A_log must be on cpu, where g is, got meta: move it there\."),
     ("gate", {"lower_bound": 0.5}, ValueError, r"^lower_bound must be a finite number below 0"),
 ]
 
@@ -234,7 +239,7 @@ def test_a_wrong_call_is_refused_with_words(variant, op, change, exception, word
     if op.endswith("_") and not fake:
         pool = change.get("state", arguments(variant, op)["state"])
         change = change | {"state": pool}
-        state["before"] = pool.clone() if not pool.is_meta else None
+        state["before"] = pool.clone() if pool is not None and not pool.is_meta else None
     with pytest.raises(exception, match=words):
         call(variant, op, change, fake)
     if state["before"] is not None:
@@ -307,6 +312,9 @@ LEGAL = [
     "pool([[0, 1], [2, -1]], [1, 2])",
     "packed([[0, 1]], [0, 2])",
     "prefill([[1, -1]])",
+    "prefill([[0, 0]], slot=-1)",  # a sequence without a slot leaves no snapshots
+    "prefill([[1, 2, 0]])",  # nor does a sequence of 130 tokens leave a third one
+    "prefill([[1, 0]], every=2)",
     "run(cu=[0, 3], g=[-1.0, -1.0, -1.0, math.nan, 5.0])",
     "torch.compile(run, backend='eager')(cu=[0, 5])",
 ]
@@ -327,10 +335,11 @@ def test_values_are_checked_when_the_environment_asks(tmp_path):
         def packed(slots, cu):
             q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
             return kda_ops.recurrent_kda_(q, k, v, None, None, torch.zeros(3, 2, 4, 4), torch.tensor(slots), cu_seqlens=torch.tensor(cu))
-        def prefill(snapshots):
+        def prefill(snapshots, slot=0, every=1):
             q, k, v = (torch.randn(1, 130, 2, 4) for _ in range(3))
             pool = torch.zeros(3, 2, 4, 4)
-            return kda_ops.chunk_kda_(q, k, v, None, None, pool, torch.tensor([0]), torch.tensor(snapshots), use_qk_l2norm_in_kernel=True)
+            indices, flags = (torch.tensor([slot]), torch.tensor(snapshots)), dict(snapshot_every=every, use_qk_l2norm_in_kernel=True)
+            return kda_ops.chunk_kda_(q, k, v, None, None, pool, *indices, **flags)
         for line in sys.argv[1:]:
             try:
                 eval(line)

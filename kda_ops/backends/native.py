@@ -149,7 +149,7 @@ def _scores_backward(c: _Slab, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, 
 def prepare(p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool = False, overlap: bool = False) -> Tile:
     """Everything about the chunks that does not depend on the state."""
     chunked, eye = _once(p, "chunked", lambda: _Chunked(p)), _EYE.to(p.state_dtype)
-    q, _, v, _, g = chunked.tensors
+    q, _, v, _, _ = chunked.tensors
     shape = q.shape[:2]
     square = (*shape, CHUNK, CHUNK)
     tile = Tile(
@@ -159,7 +159,7 @@ def prepare(p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool
         u=torch.empty_like(v),
         qg=torch.empty_like(q),
         kg=torch.empty_like(q),
-        gamma=q.new_empty((*shape, g.shape[-1])),
+        gamma=q.new_empty((*shape, p.K if p.rank else 1)),  # without g too
     )
     for s, c in chunked.slabs():
         tile.P[s], kk = _scores(c)
@@ -331,7 +331,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     rows = (q * p.scale, k, v, x.g.exp()[..., None], x.beta[..., None, None])
     if packed or slots is not None:
         o.zero_()  # tokens of no sequence, and of sequences without a slot
-    kv_out = None if final_state is None or not final_state.numel() else p.as_kv(final_state)
+    kv_out = None if final_state is None or not (per_token or final_state.numel()) else p.as_kv(final_state)
     for t in range(p.T if not packed else int(count.max()) if p.N else 0):
         n = _intersect(live, count > t) if packed else live  # the sequences with a token t, None for all
         each = slice(None) if n is None else n

@@ -113,7 +113,7 @@ class Reference:
             u=self._dot(A, beta * v),
             qg=q * decay,
             kg=k * suffix(g).exp(),
-            gamma=decay[..., -1, :],
+            gamma=decay[..., -1, :].expand(*decay.shape[:2], p.K if p.rank else 1).contiguous(),  # of K without g too
         )
         return Tile(**{n: x if x is None or n == "gamma" else self._round(x) for n, x in vars(tile).items()})
 
@@ -222,7 +222,7 @@ class _Pool:
     def __init__(self, p: Problem, final_state: Tensor | None):
         self.p, self.slots, self.accepted = p, p.state_indices, p.num_accepted_tokens
         self.initial = None if p.state is None else p.as_kv(p.state)
-        self.final = None if final_state is None or not final_state.numel() else p.as_kv(final_state)
+        self.final = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)  # that of a call that asks for none is [0]
 
     def _slot(self, n: int, column: int) -> int:
         if self.slots is None:
