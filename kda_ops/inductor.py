@@ -17,8 +17,8 @@ What is recognised in front of `chunk`, `recurrent`, `chunk_` and `recurrent_` o
 
 A fold changes a result by rounding only: the operator computes in float32 (float64 for float64 inputs) what the graph computed in its dtypes. So nothing
 is folded where the program asked for less: a cast of the decay or of beta to a narrower dtype, of q and k to another dtype than they came in; nor squares
-in float16, whose range is too small; nor where the operator would compute in less than the graph does. `F.normalize` divides by ``max(norm, eps)``,
-which is another function.
+in float16, whose range is too small, nor of what autocast would make float16; nor where the operator would compute in less than the graph does.
+`F.normalize` divides by ``max(norm, eps)``, which is another function.
 
 The graph is that of Dynamo: not functional. So nothing is folded across a change of grad mode or autocast, nor where something that the fold reads,
 or replaces, is written in place. NOTE [Written in place]: a folded call saves the raw tensor for backward, so a later write counts too.
@@ -28,6 +28,7 @@ Exported graphs (``torch.export``, AOTInductor) are of ATen operators and do not
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -39,7 +40,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 
 from kda_ops import patterns
-from kda_ops.patterns import Gate, Match, Refused, example, match_beta, match_l2norm, match_through
+from kda_ops.patterns import Gate, Match, Refused, example, match_beta, match_l2norm, match_through, same_shape
 from kda_ops.registrations import schemas
 
 _TARGETS = {
@@ -54,8 +55,9 @@ _TARGETS = {
 
 
 def _storage(node: Node) -> int | None:
+    """Of a tensor; None if that is unknown, as within vmap."""
     x = example(node)
-    return None if x is None else x.untyped_storage()._cdata
+    return None if x is None or torch._C._functorch.is_functorch_wrapped_tensor(x) else x.untyped_storage()._cdata
 
 
 def _written(node: Node) -> Iterable[Node]:
@@ -65,7 +67,7 @@ def _written(node: Node) -> Iterable[Node]:
     out = node.kwargs.get("out")
     outs = [x for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, Node)]
     if node.op == "call_method":
-        return [args[0]] if target.endswith("_") and not target.endswith("__") or target in ("__setitem__", "set_data") else outs
+        return [args[0]] if _says_in_place(target) or target in _IN_PLACE_METHODS else outs
     if node.op == "call_module":
         return node.all_input_nodes
     if node.op != "call_function":
@@ -81,10 +83,24 @@ def _written(node: Node) -> Iterable[Node]:
         names = [a.name for a in target._schema.arguments]
         given = dict(zip(names, node.args)) | node.kwargs
         return [n for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write for n in _nodes_in(given.get(a.name))]
-    name = getattr(target, "__name__", "")
-    if target in _IN_PLACE or node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__")):
-        return node.all_input_nodes[:1] if target in _IN_PLACE else node.all_input_nodes
-    return outs
+    if target in _IN_PLACE:
+        return node.all_input_nodes[:1]
+    given = _by_name(node)
+    if _says_in_place(getattr(target, "__name__", "")) or given.get("inplace") or given.get("max_norm") is not None:
+        return node.all_input_nodes
+    return outs + _nodes_in([given.get("running_mean"), given.get("running_var")])
+
+
+def _says_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _by_name(node: Node) -> dict[str, Any]:
+    """The arguments of a function of Python; of one of C, whose name says what it writes, its keywords."""
+    try:
+        return inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):
+        return node.kwargs
 
 
 def _nodes_in(x: Any) -> list[Node]:
@@ -98,7 +114,9 @@ def _nodes_in(x: Any) -> list[Node]:
     return found
 
 
-_IN_PLACE = frozenset(getattr(operator, n) for n in "setitem delitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split())
+_WRITES = "setitem delitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split()
+_IN_PLACE = frozenset(getattr(operator, n) for n in _WRITES)
+_IN_PLACE_METHODS = frozenset((*(f"__{n}__" for n in _WRITES), "set_data"))
 
 
 def _cuts_gradient(node: Node) -> bool:
@@ -138,8 +156,15 @@ class _Surroundings:
         first = min(self.place[n] for n in match.nodes)
         storages = {_storage(n) for n in (*match.nodes, *match.leaves.values())}
         # See NOTE [Written in place].
-        if any(i > first and (s is None or s in storages) for i, s in self.writes):
+        if any(i > first and (s is None or s in storages or None in storages) for i, s in self.writes):
             raise Refused("in-place")
+
+    def autocasts(self, call: Node, device: str) -> torch.dtype | None:
+        """What autocast makes of the tensors of this call, if it is on."""
+        for node in reversed(self.mode[call][1]):
+            if node.target is torch.amp.autocast_mode._enter_autocast and node.args[0] == device:
+                return node.args[1] if node.args[2] else None
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 # --- the pass -----------------------------------------------------------------------------------------------------------------
@@ -199,6 +224,7 @@ class _Call:
             self._try([args["q"], args["k"]], self._l2norm, not args["use_qk_l2norm_in_kernel"])
         g, beta = args.get("g"), args.get("beta")
         if example(g) is not None:
+            self.heads = example(g).shape[2:]
             self._try([g], self._gate, not args["use_gate_in_kernel"] and args["A_log"] is None and args["dt_bias"] is None)
         if example(beta) is not None:
             self._try([beta], lambda: [match_through(match_beta, beta)], not args["use_beta_sigmoid_in_kernel"])
@@ -207,6 +233,9 @@ class _Call:
         both = [match_l2norm(n, self.args[n]) for n in "qk"]
         for match in both:
             if match is not None:
+                x = example(next(iter(match.leaves.values())))
+                if x.dtype is not torch.float16 and self.around.autocasts(self.node, x.device.type) is torch.float16:
+                    raise Refused("precision")  # before the norm, which may be what brings them into its range
                 match.flags = {"use_qk_l2norm_in_kernel": True}
         return both
 
@@ -233,9 +262,9 @@ class _Call:
             for i, (name, leaf) in enumerate(match.leaves.items()):
                 self.args[name] = self._fit(name, leaf, dtypes, [] if i else match.layout)
             self.args |= match.flags
-        given = {n: x for n, x in self.args.items()}
-        self.node.args = tuple(given.pop(n) for n in self.positional)
-        self.node.kwargs = given
+        keywords = dict(self.args)
+        self.node.args = tuple(keywords.pop(n) for n in self.positional)
+        self.node.kwargs = keywords
         for node in sorted({n for m in matches for n in m.nodes}, key=self.around.place.__getitem__, reverse=True):
             if not node.users:
                 node.graph.erase_node(node)
@@ -246,7 +275,7 @@ class _Call:
         x = example(leaf)
         if name in dtypes and x.dtype is not dtypes[name]:
             leaf = self._insert("call_method", "to", leaf, dtypes[name])
-        if (name == "A_log" and x.dim() != 1) or (name == "dt_bias" and x.dim() not in (1, 1 + self.rank)):
+        if (name == "A_log" and x.dim() != 1) or (name == "dt_bias" and x.dim() != 1 and not same_shape(x.shape, self.heads)):
             leaf = self._insert("call_method", "reshape", leaf, -1)
         for node in reversed(layout):
             # A view of what was computed may not be one of what it was computed from.

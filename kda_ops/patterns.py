@@ -83,14 +83,19 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
-def _same(a: Sequence, b: Sequence) -> bool:
+def same_shape(a: Sequence, b: Sequence) -> bool:
     """Whether two shapes are equal, without a guard on symbolic sizes."""
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
 
 
 def _is_wider(a: torch.dtype, b: torch.dtype) -> bool:
-    """Whether floating point a holds every number of b."""
-    return a.is_floating_point and b.is_floating_point and torch.promote_types(a, b) is a
+    """Whether floating point a holds every number of b. torch promotes no floats of one byte: no other type counts as wider, nor as narrower."""
+    return a is b or (a.is_floating_point and b.is_floating_point and min(a.itemsize, b.itemsize) > 1 and torch.promote_types(a, b) is a)
+
+
+def _is_computed_in(raw: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether the operator computes in at least `dtype` what it is given in `raw`."""
+    return raw.itemsize > 1 and _is_wider(torch.promote_types(raw, torch.float32), dtype)
 
 
 def is_cast(node: Any) -> bool:
@@ -166,7 +171,7 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
     atom = Product(1.0, [Factor(node, exponent, x.shape if x is not None else ())])
     if x is None or not x.dtype.is_floating_point or node is whole:
         return atom
-    name, single = name_of(node), abs(exponent) == 1.0
+    name, single, whole_power = name_of(node), abs(exponent) == 1.0, exponent == int(exponent)  # the root of a square is no power of its base
     if _is_transparent(node):
         out = expand(source(node), exponent, whole)
     elif _is_reshape(node):
@@ -181,9 +186,9 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
     elif name in ("mul", "div") and single and not set(node.kwargs) - {"other", "input"}:
         a, b = _operands(node, "other")
         out = expand(a, exponent, whole).times(expand(b, exponent if name == "mul" else -exponent, whole))
-    elif name in ("sqrt", "rsqrt", "reciprocal", "square"):
+    elif name in ("sqrt", "rsqrt", "reciprocal", "square") and whole_power:
         out = expand(_operands(node)[0], exponent * {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "square": 2.0}[name], whole)
-    elif name == "pow" and _is_number(_operands(node, "exponent")[1]):
+    elif name == "pow" and whole_power and _is_number(_operands(node, "exponent")[1]):
         base, power = _operands(node, "exponent")
         if not isinstance(base, Node):
             return atom
@@ -226,7 +231,7 @@ def _is_layout(node: Node, rows: bool) -> bool:
         dim = _operands(node, "repeats", "dim")[2]
         return rows and isinstance(dim, int) and dim % x.dim() != last
     if _is_reshape(node) or (rows and name == "expand"):
-        return not rows or _same(x.shape[-1:], y.shape[-1:])
+        return not rows or same_shape(x.shape[-1:], y.shape[-1:])
     return name == "contiguous"
 
 
@@ -258,13 +263,14 @@ def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
 
 
 def match_l2norm(name: str, value: Node) -> Match | None:
-    """x / sqrt(sum(x^2) + eps); a cast back to the dtype of x is part of it."""
+    """x / sqrt(sum(x^2) + eps); a cast back to the dtype of x is part of it, and then the only one that rounds."""
     nodes: list[Node] = []
     layout: list[Node] = []
-    core = value
+    core, dtype = value, example(value).dtype
+    casts: list[Node] = []
     while is_cast(core) or _is_layout(core, rows=True):
         nodes.append(core)
-        layout += [] if is_cast(core) else [core]
+        (casts if is_cast(core) else layout).append(core)
         core = source(core)
     root = expand(core).take("add", -0.5)
     x = None if root is None else _sum_of_squares(root.base, nodes)
@@ -275,11 +281,12 @@ def match_l2norm(name: str, value: Node) -> Match | None:
         return None
     nodes += [*product.nodes, root.base]
     shape = example(x).shape
-    if not _same(shape, example(core).shape) or not _same(root.shape, (*shape[:-1], 1)):
+    if not same_shape(shape, example(core).shape) or not same_shape(root.shape, (*shape[:-1], 1)):
         return None
     if any(example(n).dtype is torch.float16 for n in nodes if not is_cast(n)):
         raise Refused("precision")
-    if not _is_wider(example(value).dtype, example(core).dtype) and example(x).dtype is not example(value).dtype:
+    back = example(x).dtype is dtype and all(_is_wider(example(n).dtype, dtype) for n in casts)
+    if not back and not all(_is_transparent(n) for n in casts):
         raise Refused("precision")
     return Match("l2norm", nodes, {name: x}, {}, layout)
 
@@ -304,8 +311,7 @@ def match_beta(value: Node) -> Match | None:
 def peel(node: Node, dtype: torch.dtype, nodes: list[Node]) -> Node:
     """The logits under lossless casts, as far as the operator computes in at least `dtype` from what is found there."""
     while _is_transparent(node):
-        x = example(source(node))
-        if not _is_wider(torch.promote_types(x.dtype, torch.float32), dtype):
+        if not _is_computed_in(example(source(node)).dtype, dtype):
             break
         nodes.append(node)
         node = source(node)
@@ -351,12 +357,12 @@ class Gate:
         return self._linear(_operands(sigmoid.base)[0], None, nodes, bound)
 
     def _is_full(self, node: Node) -> bool:
-        return _same(example(node).shape, self.shape)
+        return same_shape(example(node).shape, self.shape)
 
     def _is_per_head(self, shape: Sequence, of: Sequence) -> bool:
         """Whether something of this shape, broadcast to g, has the sizes `of` over heads (and channels), and one value for all tokens."""
         padded = (1,) * (2 + len(of) - len(shape)) + tuple(shape)
-        return _same(padded, (1, 1, *of))
+        return same_shape(padded, (1, 1, *of))
 
     def _A_log(self, exp: Factor, nodes: list[Node]) -> Node | None:
         if not self._is_per_head(exp.shape, (*self.heads[:1], *(1 for _ in self.heads[1:]))):
@@ -378,14 +384,14 @@ class Gate:
             a, b = _operands(add, "other")
             for g, bias in ((a, b), (b, a)):
                 one, other = example(g), example(bias)
-                if one is not None and other is not None and _same(one.shape, full) and self._is_per_head(other.shape, heads):
+                if one is not None and other is not None and same_shape(one.shape, full) and self._is_per_head(other.shape, heads):
                     nodes += [*under, add]
                     return self._found(g, A_log, strip(bias, nodes, reshapes=True), nodes, bound, layout)
         return self._found(x, A_log, None, nodes, bound)
 
     def _found(self, g: Node, A_log: Node | None, dt_bias: Node | None, nodes: list[Node], bound: float | None, layout: Sequence[Node] = ()) -> Match:
         raw = peel(g, self.computed, nodes)
-        if not _is_wider(torch.promote_types(example(raw).dtype, torch.float32), self.computed):
+        if not _is_computed_in(example(raw).dtype, self.computed):
             raise Refused("precision")
         leaves = {"g": raw, "A_log": A_log, "dt_bias": dt_bias}
         flags: dict[str, Any] = {"use_gate_in_kernel": True} | ({} if bound is None else {"lower_bound": bound})

@@ -254,6 +254,21 @@ def test_nothing_is_left_of_what_was_folded():
     assert [n.op for n in nodes if n.op not in ("placeholder", "output")] == ["call_function"] * 2  # the operator, and its first output
 
 
+BIASES = {
+    "one row": (lambda dt: dt.reshape(1, -1), lambda dt: dt.view(HV, K)),
+    "one row of all channels": (lambda dt: dt.reshape(1, -1), lambda dt: dt.unflatten(-1, (HV, K))),
+    "other heads": (lambda dt: dt.reshape(K, HV), lambda dt: dt.reshape(HV, K)),
+    "transposed": (lambda dt: dt.t().contiguous(), lambda dt: dt.t().reshape(-1).view(HV, K)),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_of_any_shape_folds(name):
+    x, (stored, used) = inputs(), BIASES[name]
+    x["dt_bias"] = stored(x["dt_bias"].detach()).requires_grad_()
+    assert_folds(lambda q, k, v, g, b, A, dt: kda_ops.chunk_kda(q, k, v, -A.exp()[:, None] * F.softplus(g + used(dt)), None)[0], x, gate=1)
+
+
 def test_parameters_stored_in_another_shape_fold():
     x = inputs()
     x["A_log"], x["dt_bias"] = (x[n].detach().reshape(1, 1, HV, -1).requires_grad_() for n in ("A_log", "dt_bias"))
@@ -327,6 +342,7 @@ OTHERS = {
     "F.normalize": lambda q, k, v, g, b, A, dt: (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, -F.softplus(g), b),
     "another eps": lambda q, k, v, g, b, A, dt: (*(x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-5) for x in (q, k)), v, None, b),
     "no eps": lambda q, k, v, g, b, A, dt: (*(x * torch.rsqrt(x.square().sum(-1, keepdim=True)) for x in (q, k)), v, None, b),
+    "absolute value": lambda q, k, v, g, b, A, dt: (*(x.square().sqrt() * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k)), v, None, b),
     "only q": lambda q, k, v, g, b, A, dt: (NORMS["rsqrt"](q), k, v, None, b),
     "mean": lambda q, k, v, g, b, A, dt: (*(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k)), v, None, b),
     "over tokens": lambda q, k, v, g, b, A, dt: (*(x * torch.rsqrt(x.square().sum(1, keepdim=True) + 1e-6) for x in (q, k)), v, None, b),
@@ -422,6 +438,27 @@ def test_autocast_is_a_wall():
     assert_folds(both_inside, inputs(), tolerance=2e-2, sigmoid=1)
 
 
+@pytest.mark.parametrize("ambient", (False, True))
+def test_a_norm_that_autocast_would_round_to_float16_first_is_a_wall(ambient):
+    """It may be what brings q and k into its range."""
+
+    def f(q, k, v, *_):
+        with torch.autocast("cpu", torch.float16, enabled=not ambient):
+            return kda_ops.chunk_kda(_norm(3e5 * q), _norm(3e5 * k), v, None, None)[0]
+
+    def g(q, k, v, *_):
+        return kda_ops.chunk_kda(_norm(3e5 * q), _norm(3e5 * k), v, None, None)[0]
+
+    with torch.autocast("cpu", torch.float16, enabled=ambient):
+        captured = Captured()
+        o = captured.compile(g if ambient else f)(*inputs(grad=False).values())
+    assert o.isfinite().all() and captured.fold.refused == Counter(["precision"])
+    with torch.autocast("cpu", torch.bfloat16):
+        captured = Captured()
+        captured.compile(g)(*inputs(grad=False).values())
+    assert captured.fold.folded == Counter(l2norm=1)
+
+
 def _write_leaf(b, y, out):
     b.mul_(0.5)
 
@@ -442,7 +479,33 @@ def _write_by_operator(b, y, out):
     b *= 0.5
 
 
-@pytest.mark.parametrize("write", (_write_leaf, _write_view, _write_activation, _write_out, _write_by_operator))
+def _write_by_its_method(b, y, out):
+    b.__imul__(0.5)
+
+
+def _write_by_position(b, y, out):
+    F.silu(b, True)
+
+
+def _write_by_module(b, y, out):
+    torch.nn.Dropout(1.0, inplace=True)(b)
+
+
+def _write_where_rows_are_too_long(b, y, out):
+    F.embedding(torch.tensor([0, 1]), b[0], max_norm=0.1)
+
+
+def _write_what_is_counted(b, y, out):
+    F.batch_norm(out.flatten(0, 1), b[0, 0], b[0, 1], training=True)
+
+
+WRITES = (
+    _write_leaf, _write_view, _write_activation, _write_out, _write_by_operator, _write_by_its_method, _write_by_position, _write_by_module,
+    _write_where_rows_are_too_long, _write_what_is_counted,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("when", ("before", "after"))
 def test_a_write_in_place_is_a_wall(write, when):
     def f(q, k, v, g, beta, *_):
@@ -468,6 +531,26 @@ def test_a_write_to_something_else_is_no_wall():
     assert_folds(f, inputs(), sigmoid=1)
 
 
+def test_vmap_around_an_operator_is_no_wall_unless_something_is_written():
+    """What is mapped has no storage to compare."""
+
+    def f(q, k, v, g, beta, *_):
+        o = torch.vmap(lambda q, b: kda_ops.chunk_kda(q, k, v, None, b.sigmoid())[0])(torch.stack([q, 2 * q]), torch.stack([beta, -beta]))
+        return o.sum(0)
+
+    def writes(q, k, v, g, beta, *_):
+        c = beta * 1.0
+        o = torch.vmap(lambda b: kda_ops.chunk_kda(q, k, v, None, b.sigmoid())[0] + b.mul_(2.0).sum())(torch.stack([beta, c]))
+        return o.sum(0)
+
+    def elsewhere(q, k, v, g, beta, *_):
+        return kda_ops.chunk_kda(q, k, v, None, beta.sigmoid())[0] + torch.vmap(lambda t: t.mul_(2.0))(g * 1.0).sum()
+
+    assert_folds(f, inputs(grad=False), sigmoid=1)
+    assert_refuses(writes, inputs(grad=False), "in-place")
+    assert_refuses(elsewhere, inputs(grad=False), "in-place")
+
+
 def test_a_write_before_is_part_of_the_leaf():
     def f(q, k, v, g, beta, *_):
         b = beta.clone()
@@ -482,6 +565,11 @@ LOSSY = {
     "decay": lambda q, k, v, g, b, A, dt: (q, k, v, (-A.exp()[:, None] * F.softplus(g + dt)).half(), None),
     "q and k": lambda q, k, v, g, b, A, dt: (_norm(q).half(), _norm(k).half(), v.half(), None, None),
     "squares in fp16": lambda q, k, v, g, b, A, dt: (_norm(q.half()), _norm(k.half()), v.half(), None, None),
+    "fp8 beta": lambda q, k, v, g, b, A, dt: (q, k, v, None, b.sigmoid().to(torch.float8_e4m3fn).float()),
+    "fp8 decay": lambda q, k, v, g, b, A, dt: (q, k, v, (-A.exp()[:, None] * F.softplus(g + dt)).to(torch.float8_e5m2).float(), None),
+    "fp8 q and k": lambda q, k, v, g, b, A, dt: (*(_norm(x).to(torch.float8_e4m3fn).to(x.dtype) for x in (q, k)), v, None, None),
+    "there and back": lambda q, k, v, g, b, A, dt: (*(_norm(x).bfloat16().float() for x in (q, k)), v, None, None),
+    "back and there": lambda q, k, v, g, b, A, dt: (*(_norm(x.bfloat16().float()).bfloat16().float() for x in (q, k)), v, None, None),
     "wider A_log": lambda q, k, v, g, b, A, dt: (q, k, v, -A.double().exp()[:, None] * F.softplus(g + dt), None),
 }  # fmt: skip
 
