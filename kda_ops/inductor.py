@@ -97,8 +97,9 @@ def _says_in_place(name: str) -> bool:
 
 def _by_name(node: Node) -> dict[str, Any]:
     """The arguments of a function of Python; of one of C, whose name says what it writes, its keywords."""
+    target: Any = node.target
     try:
-        return inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+        return inspect.signature(target).bind(*node.args, **node.kwargs).arguments
     except (TypeError, ValueError):
         return node.kwargs
 
@@ -162,8 +163,9 @@ class _Surroundings:
     def autocasts(self, call: Node, device: str) -> torch.dtype | None:
         """What autocast makes of the tensors of this call, if it is on."""
         for node in reversed(self.mode[call][1]):
-            if node.target is torch.amp.autocast_mode._enter_autocast and node.args[0] == device:
-                return node.args[1] if node.args[2] else None
+            entered: Any = node.args
+            if node.target is torch.amp.autocast_mode._enter_autocast and entered[0] == device:
+                return entered[1] if entered[2] else None
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 

@@ -118,6 +118,17 @@ def test_the_scalar_gate_takes_any_leading_dimensions():
     x = Case("gdn", gate="softplus", B=2).inputs(TARGET.device)
     want = kda_ops.gdn_gate(x["g"], x["A_log"], x["dt_bias"])
     assert_identical(fla.fused_gdn_gate(x["g"][None], x["A_log"], x["dt_bias"])[0], want)
+    assert_identical(fla.fused_gdn_gate(x["g"], x["A_log"].view(1, 1, -1, 1), x["dt_bias"]), want)
+
+
+@pytest.mark.parametrize("form", (0, 1))
+@pytest.mark.parametrize("variant", WHOLE)
+def test_a_rate_may_have_any_shape(variant, form):
+    """Kimi-Linear's of transformers is [1, 1, HV, 1]."""
+    case = Case(variant, gate="softplus", T=5)
+    x = case.inputs(TARGET.device)
+    want, got = (fla_call(case, WHOLE[variant][form], x | {"A_log": A_log}) for A_log in (x["A_log"], x["A_log"].view(1, 1, -1, 1)))
+    assert_identical(got[0], want[0])
 
 
 @pytest.mark.parametrize("gate", ("weak", "softplus", "none"))
@@ -251,6 +262,8 @@ REFUSALS = [
     ("fused_recurrent_kda", dict(beta=torch.ones(1, 3, 1, 24)), ValueError, r"beta must have shape \[B, T, HV\], got \[1, 3, 1, 24\]"),
     ("fused_recurrent_kda", dict(ssm_state_indices=None), TypeError, "decode on a pool of states is `fused_recurrent_kda_fwd`"),
     ("fused_recurrent_kda_fwd", dict(), ValueError, "initial_state must be the pool"),
+    ("fused_recurrent_kda_fwd", dict(initial_state=torch.zeros(1, 1, 16, 24), out=torch.zeros(2, 3, 1, 24)), ValueError, "out must be floating point of v"),
+    ("fused_recurrent_kda_fwd", dict(initial_state=torch.zeros(1, 1, 16, 24), out=torch.zeros(1, 3, 1, 24).int()), ValueError, "got torch.int32"),
     ("fused_recurrent_kda_fwd", dict(inplace_final_state=False, ssm_state_indices=torch.zeros(1)), ValueError, "need inplace_final_state=True"),
 ]
 

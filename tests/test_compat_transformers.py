@@ -75,6 +75,16 @@ def test_a_context_takes_out_what_it_put_in():
     assert all(x is before[place] for place, x in models.bindings().items())
 
 
+def test_a_context_leaves_what_a_later_call_put_in():
+    before, first = models.bindings(), compat.enable()
+    compat.disable()
+    with compat.enable():
+        inside = models.bindings()
+        first.__exit__()
+        assert models.bindings() == inside != before
+    assert models.bindings() == before
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_our_operators_run_where_they_are_enabled_and_nowhere_else(name):
     net, ids = models.model(name), models.tokens(1, 8)  # built before

@@ -72,7 +72,7 @@ def by_definition(layer, x):
     o = o / (o.square().mean(-1, keepdim=True) + layer.o_norm.eps).sqrt() * layer.o_norm.weight
     if layer.g_proj is not None:
         gate = layer.g_proj(x).unflatten(-1, (HV, V))
-        o = o * (torch.sigmoid(gate) if kda else F.silu(gate))
+        o = o * (F.silu(gate) if layer.o_norm.activation in ("swish", "silu") else torch.sigmoid(gate))
     return layer.o_proj(o.flatten(-2))
 
 
@@ -84,7 +84,13 @@ OPTIONS = [
     (GatedDeltaNet, {}),
     (GatedDeltaNet, dict(num_v_heads=6, conv_bias=True, allow_neg_eigval=True)),
     (GatedDeltaNet, dict(use_gate=False, conv_size=1)),
+    (GatedDeltaNet, dict(output_gate_activation="sigmoid")),
+    (GatedDeltaNet, dict(output_gate_activation="silu")),
 ]
+
+
+def test_kimi_gates_with_a_sigmoid_and_gated_deltanet_with_a_swish():
+    assert build(KimiDeltaAttention).o_norm.activation == "sigmoid" and build(GatedDeltaNet).o_norm.activation == "swish"
 
 
 @pytest.mark.parametrize("make, options", OPTIONS)
@@ -140,6 +146,21 @@ def test_left_padding_does_not_change_a_sequence_nor_its_decode(make, options):
     for n, length in enumerate(lengths):
         alone = layer(x[n : n + 1, T - length :])[0]
         close(torch.cat([y[n, T - length :], *(s[n] for s in steps)]), alone)
+
+
+@pytest.mark.parametrize("hole", (math.nan, math.inf))
+@variants
+def test_padding_may_hold_anything_in_training(make, hole):
+    layer, x, mask = build(make), rows(2, 12), torch.ones(2, 12)
+    mask[0, :5] = mask[1, 7:9] = 0
+    found = []
+    for fill in (0.0, hole):
+        filled = x.masked_fill(mask[..., None] == 0, fill).requires_grad_()
+        y = layer(filled, attention_mask=mask)
+        found.append((y, *gradients(layer, y, filled)))
+    for want, got in zip(*found):
+        assert torch.equal(want, got)
+    assert not found[1][0][mask == 0].any() and not found[1][1][mask == 0].any()
 
 
 @torch.no_grad()
@@ -393,6 +414,8 @@ REFUSALS = [
     (lambda: build(GatedDeltaNet)(rows(1, 5), cu_seqlens=torch.tensor([[0, 5]])), ValueError, "cu_seqlens must have shape [N + 1]"),
     (lambda: build(GatedDeltaNet)(rows(1, 5), torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5])), ValueError, "pass one of them"),
     (lambda: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet).new_cache(2)), ValueError, "make it with new_cache(1)"),
+    *((lambda o=other: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet, **o).new_cache(1)), ValueError, "come from this layer's new_cache, with")
+      for other in (dict(use_short_conv=False), dict(conv_size=6), dict(conv_size=3), dict(num_v_heads=4), dict(head_dim=16))),
     (lambda: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet).new_cache(1)), RuntimeError, "call the layer under torch.no_grad()"),
 ]
 

@@ -75,6 +75,11 @@ def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     return transpose_state_layout
 
 
+def _per_head(A_log: Tensor | None) -> Tensor | None:
+    """A rate of any shape, of which FLA only counts the numbers, as ``[HV]``."""
+    return None if A_log is None else A_log.flatten()
+
+
 def _float(state: Tensor | None, q: Tensor) -> Tensor | None:
     """A state in the dtype that states have here; FLA checks that dtype in `chunk_kda` alone."""
     return None if state is None else state.to(torch.promote_types(q.dtype, torch.float32))
@@ -129,15 +134,16 @@ def chunk_kda(
     )  # fmt: skip
     if not return_intermediate_states:
         return functional.chunk_kda(
-            q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, output_final_state=output_final_state, disable_recompute=disable_recompute, **flags
-        )
+            q, k, v, g, beta, _per_head(A_log), dt_bias, initial_state, cu_seqlens,
+            output_final_state=output_final_state, disable_recompute=disable_recompute, **flags,
+        )  # fmt: skip
     if not torch.is_inference_mode_enabled():
         raise RuntimeError("return_intermediate_states=True has no gradient: call under torch.inference_mode().")
     if disable_recompute:
         raise ValueError("disable_recompute keeps intermediates for backward and has no place with return_intermediate_states=True, which has none: drop it.")
     if chunk_size != CHUNK:
         raise ValueError(f"return_intermediate_states=True gives the state before every {CHUNK} tokens: chunk_size must be {CHUNK}, got {chunk_size}.")
-    return _with_intermediate_states(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, output_final_state, flags)
+    return _with_intermediate_states(q, k, v, g, beta, _per_head(A_log), dt_bias, initial_state, cu_seqlens, output_final_state, flags)
 
 
 def _with_intermediate_states(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, output_final_state, flags):
@@ -172,7 +178,7 @@ def fused_recurrent_kda(
     _refuse("fused_recurrent_kda", unknown)
     _check_beta(beta, v)
     return functional.recurrent_kda(
-        q, k, v, g, beta, A_log, dt_bias, _float(initial_state, q), cu_seqlens, scale=scale, output_final_state=output_final_state,
+        q, k, v, g, beta, _per_head(A_log), dt_bias, _float(initial_state, q), cu_seqlens, scale=scale, output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, lower_bound=lower_bound,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=_v_first(state_v_first, transpose_state_layout),
@@ -189,10 +195,12 @@ def fused_recurrent_kda_fwd(
     """Decode on a pool of states, by the signature of FLA's serving entry; inference only.
 
     ``initial_state`` is the pool, written in place and returned; slots, speculative tokens and the rest: `kda_ops.recurrent_kda_`. With
-    ``inplace_final_state=False`` it is `fused_recurrent_kda`, without slots.
+    ``inplace_final_state=False`` it is `fused_recurrent_kda`, without slots. ``out`` ``[B, T, HV, V]``, if given, takes o, in its own dtype.
     """
     _refuse("fused_recurrent_kda_fwd", unknown)
     _check_beta(beta, v)
+    if out is not None and (out.shape != v.shape or not out.is_floating_point()):
+        raise ValueError(f"out must be floating point of v's shape, {list(v.shape)}, got {out.dtype} {list(out.shape)}.")
     flags: dict[str, Any] = dict(
         scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, lower_bound=lower_bound,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
@@ -201,7 +209,7 @@ def fused_recurrent_kda_fwd(
         if initial_state is None:
             raise ValueError("initial_state must be the pool of states with inplace_final_state=True, got None.")
         o = functional.recurrent_kda_(
-            q, k, v, g, beta, initial_state, ssm_state_indices, num_accepted_tokens, A_log, dt_bias, cu_seqlens,
+            q, k, v, g, beta, initial_state, ssm_state_indices, num_accepted_tokens, _per_head(A_log), dt_bias, cu_seqlens,
             transpose_state_layout=state_v_first, **flags,
         )  # fmt: skip
         final_state: Tensor | None = initial_state
@@ -226,7 +234,7 @@ def chunk_gated_delta_rule(
     _refuse("chunk_gated_delta_rule", unknown)
     _check_sequences(cu_seqlens, cu_seqlens_cpu, chunk_size, (16, 32, 64), cp_context)
     return functional.chunk_gdn(
-        q, k, v, g, beta, A_log, dt_bias, _float(initial_state, q), cu_seqlens, scale=scale, output_final_state=output_final_state,
+        q, k, v, g, beta, _per_head(A_log), dt_bias, _float(initial_state, q), cu_seqlens, scale=scale, output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval, transpose_state_layout=_v_first(state_v_first, transpose_state_layout),
     )  # fmt: skip
@@ -256,11 +264,11 @@ def fused_recurrent_gated_delta_rule(
     )  # fmt: skip
     state = _float(initial_state, q)
     if gk is None:
-        return functional.recurrent_gdn(q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, use_gate_in_kernel=use_gate_in_kernel, **flags)
+        return functional.recurrent_gdn(q, k, v, g, beta, _per_head(A_log), dt_bias, state, cu_seqlens, use_gate_in_kernel=use_gate_in_kernel, **flags)
     if use_gate_in_kernel:
         if g is None:
             raise ValueError("g must be given with use_gate_in_kernel=True: there is nothing to activate.")
-        g, A_log, dt_bias = functional.gdn_gate(g, A_log, dt_bias), None, None
+        g, A_log, dt_bias = functional.gdn_gate(g, _per_head(A_log), dt_bias), None, None
     decay = gk if g is None else gk + g[..., None]
     return functional.recurrent_kda(q, k, v, decay, beta, A_log, dt_bias, state, cu_seqlens, **flags)
 
@@ -270,13 +278,13 @@ def fused_kda_gate(
 ) -> Tensor:
     """Compute KDA's log decay from logits ``[..., HV, K]``, by FLA's signature; differentiable. The rest: `kda_ops.kda_gate`."""
     rows = g.reshape(1, -1, *g.shape[-2:])
-    y = functional.kda_gate(rows, None if A_log is None else A_log.flatten(), None if dt_bias is None else dt_bias.flatten(), lower_bound=lower_bound)
+    y = functional.kda_gate(rows, _per_head(A_log), None if dt_bias is None else dt_bias.flatten(), lower_bound=lower_bound)
     return y.view(g.shape).to(output_dtype)
 
 
 def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute GDN's log decay from logits ``[..., HV]``, by FLA's signature; differentiable. The rest: `kda_ops.gdn_gate`."""
-    return functional.gdn_gate(g.reshape(1, -1, g.shape[-1]), A_log, dt_bias).view(g.shape).to(output_dtype)
+    return functional.gdn_gate(g.reshape(1, -1, g.shape[-1]), _per_head(A_log), dt_bias).view(g.shape).to(output_dtype)
 
 
 chunk_gdn = chunk_gated_delta_rule

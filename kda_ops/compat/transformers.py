@@ -138,23 +138,18 @@ def _modules() -> list[Any]:
 
 
 class Enabled:
-    """What one call to `enable` replaced; leaving its context puts that back."""
+    """What one call to `enable` put in; leaving its context takes that out, where it still is."""
 
-    def __init__(self, replaced: list[tuple[Any, str]]):
-        self.replaced = replaced
+    def __init__(self, put: list[tuple[Any, str, Callable]]):
+        self.put = put
 
     def __enter__(self) -> Enabled:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _restore(self.replaced)
-
-
-def _restore(places: list[tuple[Any, str]]) -> None:
-    for module, name in places:
-        original = getattr(getattr(module, name), _OURS, None)
-        if original is not None:
-            setattr(module, name, original)
+        for module, name, ours in self.put:
+            if getattr(module, name) is ours:
+                setattr(module, name, getattr(ours, _OURS))
 
 
 def enable() -> Enabled:
@@ -164,7 +159,7 @@ def enable() -> Enabled:
         ModuleNotFoundError: transformers is not installed.
         RuntimeError: the installed transformers is too old.
     """
-    replaced = []
+    put = []
     for module in _modules():
         for name, replacement in _REPLACEMENTS.items():
             original = getattr(module, name, None)
@@ -172,11 +167,12 @@ def enable() -> Enabled:
                 ours = replacement(original)
                 setattr(ours, _OURS, original)
                 setattr(module, name, ours)
-                replaced.append((module, name))
-    return Enabled(replaced)
+                put.append((module, name, ours))
+    return Enabled(put)
 
 
 def disable() -> None:
     """Take our operators out of the models: every function is the one that `enable` found."""
     loaded = [sys.modules[name] for name in _NAMES if name in sys.modules]
-    _restore([(module, name) for module in loaded for name in _REPLACEMENTS if hasattr(module, name)])
+    there = [(module, name, getattr(module, name)) for module in loaded for name in _REPLACEMENTS if hasattr(module, name)]
+    Enabled([place for place in there if hasattr(place[-1], _OURS)]).__exit__()

@@ -29,7 +29,7 @@ class DeltaAttention(nn.Module):
 
     def __init__(
         self, hidden_size: int, expand_v: float, head_dim: int, num_heads: int, num_v_heads: int | None, use_short_conv: bool, allow_neg_eigval: bool,
-        conv_size: int, conv_bias: bool, norm_eps: float, norm_activation: str, dt_bias_size: int, device, dtype,
+        conv_size: int, conv_bias: bool, norm_eps: float, device, dtype, *, norm_activation: str, dt_bias_size: int,
     ):  # fmt: skip
         super().__init__()
         self.hidden_size, self.num_heads, self.head_k_dim, self.head_v_dim = hidden_size, num_heads, head_dim, int(head_dim * expand_v)
@@ -97,14 +97,19 @@ class DeltaAttention(nn.Module):
                 module.reset_parameters()  # type: ignore[operator]
         self.reset_gate()
 
+    def _remembers(self) -> dict[str, tuple[int, ...]]:
+        """The shape per sequence of each buffer of a cache."""
+        q, k, v = (local(proj.weight).shape[0] for proj in (self.q_proj, self.k_proj, self.v_proj))
+        shapes: dict[str, tuple[int, ...]] = {"state": (v // self.head_v_dim, self.head_v_dim, self.head_k_dim)}
+        if self.use_short_conv:
+            shapes |= {f"{n}_conv": (self.conv_size - 1, channels) for n, channels in zip("qkv", (q, k, v))}
+        return shapes
+
     def new_cache(self, num_sequences: int) -> Cache:
         """Make an empty cache for N sequences, on the layer's device."""
-        q, k, v = (local(proj.weight) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-        state = q.new_zeros((num_sequences, v.shape[0] // self.head_v_dim, self.head_v_dim, self.head_k_dim), dtype=wide)
-        if not self.use_short_conv:
-            return Cache(state)
-        return Cache(state, *(q.new_zeros((num_sequences, self.conv_size - 1, weight.shape[0])) for weight in (q, k, v)))
+        weight = local(self.q_proj.weight)
+        wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
+        return Cache(**{n: weight.new_zeros((num_sequences, *shape), dtype=wide if n == "state" else None) for n, shape in self._remembers().items()})
 
     def forward(
         self, x: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None, cu_seqlens: Tensor | None = None, group: Group | None = None
@@ -117,7 +122,8 @@ class DeltaAttention(nn.Module):
                 as generation loops pass it, the last T columns count.
             cache: the past of the N sequences, read and brought up to date in place; inference only. With T = 1 the token recurrence runs, otherwise, and
                 for packed sequences, the chunk form.
-            cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row; then ``B == 1``. Without it N is B.
+            cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row; then ``B == 1``. Without it N is B. Tokens past the last offset
+                give zeros; in training they must be finite numbers, for weights' gradients are sums over all rows.
             group: ranks across which the tokens lie, as `kda_ops.distributed.chunk_kda` takes it: x is this rank's shard, of any length, and cu_seqlens are
                 global. The loss is the sum of the ranks' losses, so that parameters get partial gradients, to be summed over the group. Without mask and
                 cache.
@@ -126,7 +132,8 @@ class DeltaAttention(nn.Module):
             ``[B, T, hidden_size]`` in x's dtype.
 
         Raises:
-            ValueError: shapes disagree, on this rank or between ranks, or both a mask and offsets are given, or a group with a mask or a cache.
+            ValueError: shapes disagree, on this rank or between ranks, or with a cache of another layer, or both a mask and offsets are given, or a group
+                with a mask or a cache.
             RuntimeError: a cache is given and a gradient is wanted; or a rank of the group did not take part within its timeout.
         """
         plan, offsets, before = None, cu_seqlens, None
@@ -222,5 +229,10 @@ class DeltaAttention(nn.Module):
             if N != 1:
                 raise ValueError(f"cu_seqlens packs its sequences into one row and needs x of shape [1, T, hidden_size], got {list(x.shape)}.")
             N = cu_seqlens.shape[0] - 1
-        if cache is not None and cache.state.shape[0] != N:
-            raise ValueError(f"cache must hold the N = {N} sequences of this call, got one for {cache.state.shape[0]}: make it with new_cache({N}).")
+        if cache is not None:
+            if cache.state.shape[0] != N:
+                raise ValueError(f"cache must hold the N = {N} sequences of this call, got one for {cache.state.shape[0]}: make it with new_cache({N}).")
+            buffers = {n: getattr(cache, n) for n in ("state", "q_conv", "k_conv", "v_conv")}
+            want, got = self._remembers(), {n: tuple(x.shape[1:]) for n, x in buffers.items() if x is not None}
+            if got != want:
+                raise ValueError(f"cache must come from this layer's new_cache, with {want} per sequence, got {got}.")

@@ -14,7 +14,7 @@ class GatedDeltaNet(DeltaAttention):
     """Mix tokens by Gated DeltaNet: a delta rule whose memory fades at one rate per value head.
 
     q, k, v: projection, short causal convolution, SiLU. Write strengths are ``sigmoid(b_proj(x))``. l2 normalisation of q and k, the gate and the sigmoid are
-    part of the operator; an RMS norm gated by ``silu(g_proj(x))`` and ``o_proj`` follow.
+    part of the operator; an RMS norm gated by ``activation(g_proj(x))`` and ``o_proj`` follow.
 
     Args:
         hidden_size: width of the input and output.
@@ -23,6 +23,7 @@ class GatedDeltaNet(DeltaAttention):
         num_heads: H, heads of q and k.
         num_v_heads: HV, a multiple of H; H by default.
         use_gate: gate the output; otherwise only normalise it.
+        output_gate_activation: ``"swish"``, also called ``"silu"``, or ``"sigmoid"``.
         use_short_conv: convolve q, k and v; otherwise only SiLU.
         allow_neg_eigval: write strengths up to 2, ``2 * sigmoid(b_proj(x))``.
         conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
@@ -31,7 +32,7 @@ class GatedDeltaNet(DeltaAttention):
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d`` ``[channels, 1, conv_size]``, ``a_proj`` (decay), ``b_proj``, ``A_log`` and
     ``dt_bias`` ``[HV]``, ``g_proj`` (output gate), ``o_norm``, ``o_proj``. ``A_log`` starts at ``log U(0, 16)``. ``A_log`` and ``dt_bias`` carry
-    ``_no_weight_decay = True``.
+    ``_no_weight_decay = True`` (`copy.deepcopy` drops such marks).
 
     Raises:
         ValueError: sizes that do not fit together.
@@ -49,13 +50,13 @@ class GatedDeltaNet(DeltaAttention):
 
     def __init__(
         self, hidden_size: int = 2048, expand_v: float = 2.0, head_dim: int = 256, num_heads: int = 6, num_v_heads: int | None = None, *,
-        use_gate: bool = True, use_short_conv: bool = True, allow_neg_eigval: bool = False,
+        use_gate: bool = True, output_gate_activation: str = "swish", use_short_conv: bool = True, allow_neg_eigval: bool = False,
         conv_size: int = 4, conv_bias: bool = False, norm_eps: float = 1e-5, device=None, dtype=None,
     ):  # fmt: skip
         value_heads = num_heads if num_v_heads is None else num_v_heads
         super().__init__(
             hidden_size, expand_v, head_dim, num_heads, num_v_heads, use_short_conv, allow_neg_eigval,
-            conv_size, conv_bias, norm_eps, "swish", value_heads, device, dtype,
+            conv_size, conv_bias, norm_eps, device, dtype, norm_activation=output_gate_activation, dt_bias_size=value_heads,
         )  # fmt: skip
         self.a_proj = nn.Linear(hidden_size, value_heads, bias=False, device=device, dtype=dtype)
         self.g_proj = nn.Linear(hidden_size, value_heads * self.head_v_dim, bias=False, device=device, dtype=dtype) if use_gate else None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kda_ops.nn.local import local
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu, "silu": F.silu}
 
 
 class GatedRMSNorm(nn.Module):
@@ -19,7 +19,7 @@ class GatedRMSNorm(nn.Module):
     Args:
         width: length V of the last axis.
         eps: added to the mean square.
-        activation: ``"sigmoid"`` or ``"swish"``.
+        activation: ``"sigmoid"``, or ``"swish"``, also called ``"silu"``.
 
     Parameter: `weight` ``[V]``, ones at first. Computed in fp32 (fp64 for fp64).
 

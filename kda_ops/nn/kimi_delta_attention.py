@@ -33,7 +33,8 @@ class KimiDeltaAttention(DeltaAttention):
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d`` ``[channels, 1, conv_size]``, ``f_proj.0 f_proj.1`` (decay), ``b_proj``,
     ``A_log`` ``[HV]``, ``dt_bias`` ``[HV * K]``, ``g_proj.0 g_proj.1`` (output gate), ``o_norm``, ``o_proj``. ``A_log`` starts at ``log U(1, 16)``, or zero
-    with `safe_gate`. ``A_log`` and ``dt_bias`` carry ``_no_weight_decay = True``.
+    with `safe_gate`. ``A_log`` and ``dt_bias`` carry ``_no_weight_decay = True`` (`copy.deepcopy` drops
+    such marks).
 
     Raises:
         ValueError: sizes that do not fit together, or `safe_gate` without `lower_bound`.
@@ -63,7 +64,7 @@ class KimiDeltaAttention(DeltaAttention):
             raise ValueError(f"lower_bound must be a finite number below 0, got {lower_bound}.")
         super().__init__(
             hidden_size, expand_v, head_dim, num_heads, num_v_heads, use_short_conv, allow_neg_eigval,
-            conv_size, conv_bias, norm_eps, "sigmoid", value_heads * head_dim, device, dtype,
+            conv_size, conv_bias, norm_eps, device, dtype, norm_activation="sigmoid", dt_bias_size=value_heads * head_dim,
         )  # fmt: skip
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         factory = dict(device=device, dtype=dtype)

@@ -24,10 +24,11 @@ class Unpadding:
     """The permutation that moves the tokens of a padding mask to the front of one packed row, and back; sizes do not depend on the mask.
 
     mask: ``[B, T]``, nonzero at real tokens, anywhere in a row. The padding follows the last sequence, past ``cu_seqlens[-1]``, where operators give zeros.
+    It is zero there: a weight's gradient would take a NaN from it, times the zero that the loss passes to it.
     """
 
     def __init__(self, mask: Tensor):
-        real = mask.reshape(-1) != 0
+        self.real = real = mask.reshape(-1) != 0
         rank = real.cumsum(0)
         token = torch.arange(real.shape[0], device=mask.device)
         self.B, self.T = mask.shape
@@ -38,7 +39,7 @@ class Unpadding:
 
     def pack(self, x: Tensor) -> Tensor:
         """``[B, T, D]`` to ``[1, B * T, D]``."""
-        return x.flatten(0, 1).index_select(0, self.source)[None]
+        return torch.where(self.real[:, None], x.flatten(0, 1), 0.0).index_select(0, self.source)[None]
 
     def unpack(self, x: Tensor) -> Tensor:
         """``[1, B * T, D]`` to ``[B, T, D]``."""
