@@ -41,10 +41,11 @@ def _check_float(name: str, x: Tensor, device: torch.device, of: str = "q") -> N
     _check_there(name, x, device, of)
 
 
-def _check_index(name: str, x: Tensor, device: torch.device) -> None:
+def check_index(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
+    """Offsets or slots: integers on the device of the call."""
     if x.dtype not in _INDEX_DTYPES:
         _dtype_error(name, "int32 or int64", x.dtype)
-    _check_there(name, x, device)
+    _check_there(name, x, device, of)
 
 
 def check_lower_bound(lower_bound: float | None) -> None:
@@ -163,7 +164,7 @@ class Problem:
         else:
             if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
                 raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
-            _check_index("cu_seqlens", cu_seqlens, device)
+            check_index("cu_seqlens", cu_seqlens, device)
             if B != 1:
                 raise ValueError(f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape q, k, v, g and beta to [1, B * T, ...].")
             self.N = cu_seqlens.shape[0] - 1
@@ -207,7 +208,7 @@ class Problem:
                 raise ValueError("num_accepted_tokens picks the column of state_indices to start from and needs state_indices of shape [N, S].")
             if num_accepted_tokens.shape != (p.N,):
                 _shape_error("num_accepted_tokens", "[N]", (p.N,), num_accepted_tokens)
-            _check_index("num_accepted_tokens", num_accepted_tokens, q.device)
+            check_index("num_accepted_tokens", num_accepted_tokens, q.device)
             if CHECK_VALUES and not _is_symbolic(num_accepted_tokens):
                 _check_accepted(num_accepted_tokens, state_indices)
             p.num_accepted_tokens = num_accepted_tokens.contiguous()
@@ -229,7 +230,7 @@ class Problem:
         if snapshot_indices is not None:
             if snapshot_indices.dim() != 2 or snapshot_indices.shape[0] != p.N:
                 raise ValueError(f"snapshot_indices must have shape [N, snapshots] = [{p.N}, ...], got {list(snapshot_indices.shape)}.")
-            _check_index("snapshot_indices", snapshot_indices, q.device)
+            check_index("snapshot_indices", snapshot_indices, q.device)
             if CHECK_VALUES and not _is_symbolic(snapshot_indices):
                 own = torch.arange(p.N, device=q.device) if state_indices is None else state_indices.long()
                 lengths = torch.full_like(own, p.T) if cu_seqlens is None else cu_seqlens.diff()
@@ -278,7 +279,7 @@ class Problem:
             if state_indices.dim() not in (1, 2) or state_indices.shape[0] != self.N or 0 in state_indices.shape[1:]:
                 hint = ": S is at least 1" if 0 in state_indices.shape[1:] else ""
                 raise ValueError(f"state_indices must have shape [N] or [N, S] with N = {self.N}, got {list(state_indices.shape)}{hint}.")
-            _check_index("state_indices", state_indices, self.q.device)
+            check_index("state_indices", state_indices, self.q.device)
             if CHECK_VALUES and not _is_symbolic(state_indices):
                 _check_slots(state_indices, state.shape[0], "state_indices")
         self.state_indices = state_indices

@@ -9,8 +9,8 @@ gathers ``[b | M]`` in the dtype of states, folds those of the earlier ranks int
 transposed maps: the gradient of S_in is ``c + M^T dS_out`` with ``c = sum_t (o_M)_t do_t^T``, so it gathers c alone, folds those of the later ranks
 into dS_out, and calls the operator's own backward, which starts from S_in and dS_out and knows nothing of other ranks.
 
-A sequence that begins within the shard starts from ``[S | 0]``: its M is zero, so b is its state and the fold starts anew there. Every rank runs the same
-program, the first one too.
+A sequence that begins within the shard starts from ``[S | 0]``: its M is zero, so b is its state and the fold starts anew there (by a mask, lest it take a
+NaN of another sequence times zero). Every rank runs the same program, the first one too.
 
 Cost per call, with ``slots`` = B for dense rows and 1 for packed sequences, elements of 4 bytes (8 for float64 inputs)::
 
@@ -39,10 +39,10 @@ from kda_ops.distributed import collectives
 from kda_ops.distributed.plan import Contract, agree
 from kda_ops.distributed.span import Span, only
 from kda_ops.problem import Problem
+from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS, KEPT
 
 Flags = dict[str, Any]
-RANKS = {"kda": 1, "gdn": 0}  # of the decay
 _INPUTS = (*GRADIENTS, "cu_seqlens")
 
 
@@ -102,7 +102,7 @@ def _parse(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) -> 
     given = dict(zip(_INPUTS, tensors))
     if given["cu_seqlens"] is not None:
         given["cu_seqlens"] = torch.zeros_like(given["cu_seqlens"])
-    return Problem.parse(RANKS[namespace], **given, **flags)
+    return Problem.parse(schemas.VARIANTS[namespace], **given, **flags)
 
 
 def _contract(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) -> Contract:
@@ -133,17 +133,17 @@ class _Shard(torch.autograd.Function):
             )  # fmt: skip
             b, M = final[..., :V], final[..., V:]
             gathering = collectives.start_all_gather(span.pick(final, span.leaving), call.size, call.name)
-            o_M = out[..., V:].contiguous()
+            o_M = span.of_entered(out[..., V:]).contiguous()
             gathered = collectives.wait(gathering)
             maps = gathered.unflatten(0, (call.size, span.slots))
-            entered = _fold(maps[..., :V], maps[..., V:], span.before)
-            o = _read(out[..., :V], o_M, entered)
+            entered = _fold(maps[..., :V], maps[..., V:], span.before, span.through)
+            o = span.of_entered(_read(out[..., :V], o_M, entered), out[..., :V])
             if o.dtype is not v.dtype:  # not `to` in any case: one tensor under two names loses its gradient in graphs of torch 2.11
                 o = o.to(v.dtype)
             M_end = None
             if call.output_final_state:
                 M_end = span.pick(M, span.entering & span.ending)
-                final = only(b + M @ entered, span.ending)
+                final = only(b + only(M @ entered, span.entering), span.ending)
                 final = collectives.wait(collectives.start_all_reduce(_as_kv(final, call.transposed), call.name))
             ctx.call = call
             # A graph keeps the collective's own result: what is cut out of it would be made by a second collective in backward's graph.
@@ -160,14 +160,14 @@ class _Shard(torch.autograd.Function):
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lengths, A, o_M, M_end, entered, kept_maps = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
             span = Span(call.rank, call.size, q.shape[0], cu_seqlens, lengths, q.device)
-            c, dfinal = _write(o_M, do, entered.dtype), None
+            c, dfinal = _write(o_M, span.of_entered(do), entered.dtype), None
             if call.output_final_state:
                 dfinal = _as_kv(collectives.wait(collectives.start_all_reduce(dfinal_state, call.name)), call.transposed)
                 c = c + M_end.mT @ span.pick(dfinal, span.entering & span.ending)
                 dfinal = only(dfinal, span.ending)
             gathered = collectives.wait(collectives.start_all_gather(c, call.size, call.name)).unflatten(0, (call.size, span.slots))
             M = kept_maps[..., -q.shape[-1] :].unflatten(0, (call.size, span.slots))
-            left = _fold(gathered.flip(0), M.mT.flip(0), span.behind.flip(0))
+            left = _fold(gathered.flip(0), M.mT.flip(0), span.behind.flip(0), span.through.flip(0))
             dstate = span.put(left, span.leaving, dfinal)
             first_state = _as_kv(initial_state, call.transposed)
             start = span.put(entered, span.entering, first_state)
@@ -196,11 +196,13 @@ def _with_identity(span: Span, first_state: Tensor | None, q: Tensor, v: Tensor)
     return torch.cat([begun, only(eye.expand(N, HV, K, K), span.entering)], -1)
 
 
-def _fold(b: Tensor, M: Tensor, mask: Tensor) -> Tensor:
-    """The state after the maps ``S <- M S + b`` of the ranks in the mask, in order, from zero: b [ranks, slots, HV, K, V], M [ranks, slots, HV, K, K]."""
+def _fold(b: Tensor, M: Tensor, mask: Tensor, through: Tensor) -> Tensor:
+    """The state after the maps ``S <- M S + b`` of the ranks in the mask, in order, from zero: b [ranks, slots, HV, K, V], M [ranks, slots, HV, K, K].
+    Where nothing goes `through` a rank, M is zero and S starts anew.
+    """
     S = only(b, mask)[0]
     for i in range(1, b.shape[0]):
-        S = torch.where(mask[i], b[i] + M[i] @ S, S)
+        S = torch.where(mask[i], b[i] + torch.where(through[i], M[i] @ S, 0.0), S)
     return S
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from kda_ops.distributed import collectives
+from kda_ops.problem import CHECK_VALUES
 
 Contract = dict[str, object]
 Parsed = TypeVar("Parsed")
@@ -77,7 +78,7 @@ def plan_context(length: int, group: dist.ProcessGroup | DeviceMesh, *, device: 
 
     Source: the shards of `kda_ops.distributed.chunk`.
     """
-    if length < 0:
+    if not isinstance(length, int) or length < 0:
         raise ValueError(f"length must be the tokens of this rank's shard, at least 0, got {length}.")
     pg = process_group(group)
     device = _group_device(pg) if device is None else torch.device(device)
@@ -117,6 +118,9 @@ def agree(
         parsed = parse()
         if not torch.compiler.is_compiling():
             _check_plan(group, length, device, caller)
+            if CHECK_VALUES and cu_seqlens is not None:
+                check_offsets(cu_seqlens.tolist(), caller)
+                _check_last_offset(cu_seqlens, group.lengths, caller)
         return group, parsed
     pg = process_group(group)
     if torch.compiler.is_compiling():  # a graph cannot refuse: shards are exchanged, contracts are not compared
@@ -127,6 +131,7 @@ def agree(
         check_device(device, pg, caller)
         parsed = parse()
         terms = contract(parsed)
+        check_offsets(None if cu_seqlens is None else cu_seqlens.tolist(), caller)
     except (ValueError, TypeError) as error:
         refusal, terms = error, {"refusal": str(error)}
     digest = hashlib.blake2b(repr(terms).encode(), digest_size=7).digest()
@@ -163,9 +168,15 @@ def _check_plan(plan: ContextPlan, length: int, device: torch.device, caller: st
         raise ValueError(f"{caller}: the plan was made for tensors on {plan.device_lengths.device}, got {device}: pass plan_context(..., device=...).")
 
 
-def _check_last_offset(cu_seqlens: Tensor | None, lengths: tuple[int, ...], caller: str) -> None:
+def check_offsets(offsets: list[int] | None, caller: str) -> None:
+    """Refuse offsets that pack nothing, before any rank waits for this one."""
+    if offsets is not None and (offsets[0] != 0 or sorted(offsets) != offsets):
+        raise ValueError(f"{caller}: cu_seqlens are offsets on the global token axis, must start at 0 and never decrease, got {offsets}.")
+
+
+def _check_last_offset(cu_seqlens: Tensor | None, lengths: tuple[int, ...] | None, caller: str) -> None:
     """Refuse offsets that end behind the last shard, as a rank's own offsets or those of a longer batch do."""
-    if cu_seqlens is not None and int(cu_seqlens[-1]) > sum(lengths):
+    if lengths is not None and cu_seqlens is not None and int(cu_seqlens[-1]) > sum(lengths):
         raise ValueError(
             f"{caller}: cu_seqlens are offsets on the global token axis and must end at or before {sum(lengths)}, the tokens of all ranks "
             f"({' + '.join(map(str, lengths))}), got {int(cu_seqlens[-1])}."
@@ -176,7 +187,7 @@ def _disagreement(contracts: list[Contract], caller: str) -> str:
     for rank, contract in enumerate(contracts):
         if "refusal" in contract:
             return f"{caller}: rank {rank} of the group refused its call: {contract['refusal']}"
-    names = [n for n in contracts[0] if any(c.get(n) != contracts[0][n] for c in contracts)]
+    names = [n for n in contracts[0] if any(repr(c.get(n)) != repr(contracts[0][n]) for c in contracts)]
     differences = "; ".join(f"{n} is " + ", ".join(f"{c.get(n)} on rank {rank}" for rank, c in enumerate(contracts)) for n in names)
     return f"{caller}: every rank of the group must make the same call on its shard, but {differences}."
 
@@ -187,7 +198,9 @@ def _group_device(pg: dist.ProcessGroup) -> torch.device:
 
 
 def _plan(pg: dist.ProcessGroup, lengths: tuple[int, ...], device: torch.device) -> ContextPlan:
-    return ContextPlan(pg.group_name, pg.rank(), pg.size(), lengths, torch.tensor(lengths, dtype=torch.int64, device=device))
+    with torch.inference_mode(False):  # a plan made in that mode may serve training
+        device_lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
+    return ContextPlan(pg.group_name, pg.rank(), pg.size(), lengths, device_lengths)
 
 
 def _exchange(numbers: list[int], device: torch.device, pg: dist.ProcessGroup, caller: str) -> list[list[int]]:

@@ -17,7 +17,8 @@ class Span:
     """One rank's shard: masks over the sequences, and the packing of its own tokens.
 
     `entering`, `leaving` and `ending` are ``[N]`` booleans; each sequence ends in exactly one shard, empty ones too. `cu_seqlens` ``[N + 1]`` are local
-    offsets (None for dense rows): all N sequences are there, those elsewhere empty. `before` and `behind` are ``[size]`` booleans over the ranks.
+    offsets (None for dense rows): all N sequences are there, those elsewhere empty. `before` and `behind` are ``[size]`` booleans over the ranks, and so is
+    `through`: whether what leaves a shard entered it. Masks, not products with zero: what a sequence holds, NaN included, stays with it.
     """
 
     def __init__(self, rank: int, size: int, B: int, cu_seqlens: Tensor | None, lengths: Tensor | None, device: torch.device):
@@ -26,6 +27,7 @@ class Span:
         if cu_seqlens is None:
             self.cu_seqlens = None
             self.slots = B
+            self.through = torch.ones_like(self.before)
             self.entering = self.before[0].expand(B)
             self.leaving = self.behind[-1].expand(B)
             self.ending = ~self.leaving
@@ -38,6 +40,8 @@ class Span:
             self.entering = (begin < start) & (start < end)
             self.leaving = (begin < stop) & (stop < end)
             self.ending = ((start < end) | ~self.before[0]) & (end <= stop)
+            self.through = ((begin < offsets[:-1, None]) & (offsets[1:, None] < end)).any(1)
+            self.last = torch.where(self.entering, self.cu_seqlens[1:], 0).sum()  # where the tokens of what entered end
 
     def pick(self, x: Tensor, mask: Tensor) -> Tensor:
         """The states ``[N, ...]`` of the sequences in the mask by slot ``[slots, ...]``; zero for a slot without one."""
@@ -50,6 +54,14 @@ class Span:
     def put(self, slots: Tensor, mask: Tensor, others: Tensor | None) -> Tensor:
         """The states ``[N, ...]`` that are those of the slots within the mask and `others` (None: zero) outside."""
         return torch.where(_wide(mask, slots), slots, 0.0 if others is None else others)
+
+
+    def of_entered(self, x: Tensor, others: Tensor | float = 0.0) -> Tensor:
+        """x ``[B, T, ...]`` for the tokens of sequences that entered, `others` elsewhere. Dense rows enter all or, with a state of zero, none."""
+        if not self.packed:
+            return x
+        token = torch.arange(x.shape[1], device=x.device)
+        return torch.where((token < self.last).view(-1, *(1 for _ in x.shape[2:])), x, others)
 
 
 def only(x: Tensor, mask: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kda_ops.distributed import collectives
 from kda_ops.distributed.plan import Contract, agree, offsets_of
+from kda_ops.problem import check_index
 
 
 def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -28,7 +29,7 @@ def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None)
         sequence that enters the shard.
 
     Raises:
-        ValueError: a shape means nothing, or the ranks' calls differ.
+        ValueError, TypeError: a shape or dtype means nothing, or the ranks' calls differ.
         RuntimeError: some rank did not take part within the group's timeout.
 
     Example:
@@ -59,7 +60,7 @@ def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None)
     if cu_seqlens is None:
         return torch.where((place >= 0)[:, None], tail, 0.0)
     begin, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
-    seen = (begin <= place) & (begin < offsets[rank]) & (offsets[rank] < end)  # [N, past]
+    seen = (begin <= place) & (offsets[rank] < end)  # [N, past]
     return torch.where(seen[:, :, None], tail, 0.0)
 
 
@@ -68,6 +69,8 @@ def _check(x: Tensor, size: int, cu_seqlens: Tensor | None) -> None:
         raise ValueError(f"x must have shape [B, T, D], got {list(x.shape)}.")
     if size < 1:
         raise ValueError(f"size must be the taps of the convolution, at least 1, got {size}.")
+    if cu_seqlens is not None:
+        check_index("cu_seqlens", cu_seqlens, x.device, "x")
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or x.shape[0] != 1):
         raise ValueError(f"cu_seqlens [N + 1] packs its sequences into one row and needs B == 1, got {list(cu_seqlens.shape)} and B = {x.shape[0]}.")
 

@@ -1,0 +1,79 @@
+"""Calls that are cut across ranks: what a rank runs of them, and what all ranks' results are together."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import kda_ops.distributed as cp
+from tests.support.cases import Case
+from tests.support.closeness import assert_all_identical
+from tests.support.ranks import device
+from tests.support.shards import SPREAD
+
+CHUNK = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}
+WEIGHTS = {2: (0.5, 0.5), 3: (0.5, 0.25, 0.25), 4: (0.25, 0.25, 0.25, 0.25)}  # each rank's part of the loss on the final state: exact in any dtype
+
+
+def cuts_of(*lengths):
+    return (0, *accumulate(lengths))
+
+
+EVERYTHING = Case(T=150, H=2, HV=4, gate="softplus", beta="sigmoid", l2norm=True, seed=1)
+CUTS = {2: cuts_of(70, 80), 3: cuts_of(64, 23, 63), 4: cuts_of(1, 85, 0, 64)}
+
+
+def leaves_of(case, rank, cuts):
+    """This rank's inputs, as leaves where they have gradients."""
+    a, b = cuts[rank : rank + 2]
+    inputs = {n: x if x is None or n not in SPREAD else x[:, a:b] for n, x in case.inputs(device()).items()}
+    return {n: x if x is None or not x.is_floating_point() else x.detach().requires_grad_() for n, x in inputs.items()}
+
+
+def gradients(case, rank, size, cuts, x, o, final_state):
+    do, dfinal_state = case.cotangents(o.device)
+    outs = [(o, do[:, cuts[rank] : cuts[rank + 1]])] + ([(final_state, WEIGHTS[size][rank] * dfinal_state)] if case.final else [])
+    wanted = {n: t for n, t in x.items() if t is not None and t.requires_grad}
+    grads = torch.autograd.grad([y for y, _ in outs], list(wanted.values()), [d for _, d in outs])
+    found = {"o": o.detach()} | ({"final_state": final_state.detach()} if case.final else {})
+    return found | {"d" + n: d for n, d in zip(wanted, grads)}
+
+
+def step(groups, size, case, cuts, how="group"):
+    """One training step on a shard."""
+    group = groups[size]
+    rank = group.rank if how == "planned" else dist.get_rank(group)
+    if how == "plan":
+        group = cp.plan_context(cuts[rank + 1] - cuts[rank], group)
+    if how == "mesh":
+        group = DeviceMesh.from_group(group, "cpu")
+    x, chunk = leaves_of(case, rank, cuts), CHUNK[case.variant]
+    o, final_state = chunk(**x, **case.flags(), group=group)
+    assert (final_state is not None) == case.final
+    return gradients(case, rank, size, cuts, x, o, final_state)
+
+
+def whole(parts):
+    """The results of all ranks as those of one process would be."""
+    merged = {}
+    for name in parts[0]:
+        each = [p[name] for p in parts]
+        if name == "final_state":
+            assert_all_identical({name: each[0]}, {name: each[-1]})
+            merged[name] = each[0]
+        elif name in ("dA_log", "ddt_bias", "dinitial_state"):
+            merged[name] = sum(each)
+        else:
+            merged[name] = torch.cat(each, 1)
+    return merged
+
+
+def assert_equal(got, want, bound=1e-10):
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert got[name].shape == x.shape and got[name].dtype == x.dtype, name
+        error = (got[name] - x).abs().max().item() if x.numel() else 0.0
+        assert error <= bound * max(1.0, x.abs().max().item() if x.numel() else 0.0), f"{name} is off by {error}"

@@ -1,0 +1,154 @@
+"""Ranks that disagree, or call what is wrong: an error on every rank, never a hang."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import kda_ops.distributed as cp
+from kda_ops.distributed import plan as plan_module
+from tests.support.cases import replace
+from tests.support.context import CHUNK, CUTS, EVERYTHING, leaves_of, step
+
+PACKED = replace(EVERYTHING, lengths=(3, 130, 17))
+ODD = {  # what group rank 1 does otherwise, and what every rank must be told
+    "scale": (EVERYTHING, lambda x, flags: flags.update(scale=0.3), "scale is None on rank 0, 0.3 on rank 1"),
+    "bound": (EVERYTHING, lambda x, flags: flags.update(lower_bound=-4.0), "lower_bound is None on rank 0, -4.0 on rank 1"),
+    "V": (EVERYTHING, lambda x, flags: x.update(v=x["v"][..., :5], initial_state=x["initial_state"][..., :5]), "v is float32 [1, T, 4, 24] on rank 0"),
+    "absent": (EVERYTHING, lambda x, flags: x.update(initial_state=None), "initial_state is float32 [1, 4, 16, 24] on rank 0, None on rank 1"),
+    "dtype": (EVERYTHING, lambda x, flags: x.update({n: x[n].bfloat16() for n in "qkv"}), "q is float32 [1, T, 2, 16] on rank 0, bfloat16"),
+    "gradient": (EVERYTHING, lambda x, flags: x.update({n: t.detach() for n, t in x.items() if t is not None}), "a gradient wanted is True on rank 0, False"),
+    "variant": (EVERYTHING, lambda x, flags: (flags.update(variant="gdn"), x.update(g=x["g"][..., 0], dt_bias=x["dt_bias"].view(4, 16)[:, 0])), "a rank"),
+    "local offsets": (PACKED, lambda x, flags: x.update(cu_seqlens=torch.tensor([0, 0, 23, 23])), "cu_seqlens is [0, 3, 133, 150] on rank 0, [0, 0, 23, 23]"),
+    "backwards": (PACKED, lambda x, flags: x.update(cu_seqlens=torch.tensor([0, 133, 3, 150])), "cu_seqlens are offsets on the global token axis, must start"),
+    "late": (PACKED, lambda x, flags: x.update(cu_seqlens=torch.tensor([5, 9, 133, 150])), "start at 0 and never decrease, got [5, 9, 133, 150]"),
+    "as good as": (EVERYTHING, lambda x, flags: flags.update(use_qk_l2norm_in_kernel=1), "use_qk_l2norm_in_kernel is True on rank 0, 1 on rank 1"),
+    "refused": (EVERYTHING, lambda x, flags: x.update(beta=x["beta"][:, :-1]), "rank 1 of the group refused its call: beta must have shape"),
+}
+
+
+def odd_one_out(groups, size, fault):
+    """Rank 1 passes something else; then all make a right call, to see that the group still works."""
+    group, rank = groups[size], dist.get_rank(groups[size])
+    case, change, _ = ODD[fault]
+    x, flags = leaves_of(case, rank, CUTS[size]), case.flags()
+    if rank == 1:
+        change(x, flags)
+    try:
+        CHUNK[flags.pop("variant", case.variant)](**x, **flags, group=group)
+        raised = None
+    except (ValueError, TypeError) as error:
+        raised = str(error)
+    step(groups, size, EVERYTHING, CUTS[size])
+    return raised
+
+
+@pytest.mark.parametrize("fault", [f for f in ODD if f != "variant"])
+def test_every_rank_is_told_what_differs(ranks, fault):
+    answers = ranks.run(3, odd_one_out, 3, fault)
+    for rank, message in enumerate(answers):
+        want = ODD[fault][2]
+        assert message is not None and (want in message or (fault == "refused" and rank == 1 and want.split(": ")[1] in message)), message
+
+
+def test_kda_on_one_rank_and_gdn_on_another_is_refused(ranks):
+    assert all("operator is kda on rank 0, gdn on rank 1" in message for message in ranks.run(3, odd_one_out, 3, "variant"))
+
+
+def wrong_arguments(groups, size):
+    """Messages of calls that are wrong on every rank."""
+    group, rank = groups[size], dist.get_rank(groups[size])
+    x, packed = leaves_of(EVERYTHING, rank, CUTS[size]), leaves_of(PACKED, rank, CUTS[size])
+    fits, offsets = cp.plan_context(x["q"].shape[1], group), torch.tensor([0, 3, 133, 150])
+    elsewhere = dataclasses.replace(fits, device_lengths=fits.device_lengths.to("meta"))
+
+    def checked(cu_seqlens):
+        """A call with a plan under KDA_OPS_CHECK=1."""
+        plan_module.CHECK_VALUES = True
+        try:
+            cp.chunk_kda(**packed | {"cu_seqlens": torch.tensor(cu_seqlens)}, **PACKED.flags(), group=fits)
+        finally:
+            plan_module.CHECK_VALUES = False
+
+    plan, mesh = cp.plan_context(5, group), DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False)
+    calls = {
+        "mesh": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=mesh),
+        "none": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=None),
+        "outside": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=dist.GroupMember.NON_GROUP_MEMBER),
+        "plan": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=plan),
+        "too long": lambda: cp.chunk_kda(**packed | {"cu_seqlens": torch.tensor([0, 3, 133, 151])}, **PACKED.flags(), group=group),
+        "tail": lambda: cp.exchange_tail(x["beta"], 0, group),
+        "planned": lambda: checked([0, 3, 133, 151]),
+        "planned backwards": lambda: checked([0, 133, 3, 150]),
+        "elsewhere": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=elsewhere),
+        "tail offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, offsets - offsets.new_tensor([0, 0, rank, 0])),
+        "square offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, offsets[None]),
+        "offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, torch.tensor([0.0, 150.0])),
+        "half": lambda: cp.plan_context(5.5, group),
+        "tails": lambda: cp.exchange_tail(x["beta"].detach(), 2 + rank, group),
+        "length": lambda: cp.plan_context(-1, group),
+        "device": lambda: cp.plan_context(5, group, device="cuda"),
+        "devices": lambda: cp.chunk_kda(**{n: t if t is None or rank else t.to("meta") for n, t in x.items()}, **EVERYTHING.flags(), group=group),
+    }
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (ValueError, TypeError) as error:
+            messages[name] = str(error)
+    return messages
+
+
+def test_wrong_arguments_are_named(ranks):
+    want = {
+        "mesh": "group must be one dimension of a DeviceMesh, got a mesh of 2 dimensions: pass one by name, as in mesh['cp']",
+        "none": "group must be a ProcessGroup, a DeviceMesh of one dimension or a ContextPlan, got NoneType",
+        "outside": "group must contain the calling rank",
+        "plan": "the shard must have the 5 tokens of this rank's plan, got T = ",
+        "too long": "cu_seqlens are offsets on the global token axis and must end at or before 150, the tokens of all ranks (64 + 23 + 63), got 151",
+        "tail": "size must be the taps of the convolution, at least 1, got 0",
+        "planned": "must end at or before 150, the tokens of all ranks (64 + 23 + 63), got 151",
+        "planned backwards": "must start at 0 and never decrease, got [0, 133, 3, 150]",
+        "elsewhere": "the plan was made for tensors on meta, got cpu: pass plan_context(..., device=...)",
+        "tail offsets": "cu_seqlens is [0, 3, 133, 150] on rank 0, [0, 3, 132, 150] on rank 1, [0, 3, 131, 150] on rank 2",
+        "square offsets": "cu_seqlens [N + 1] packs its sequences into one row and needs B == 1, got [1, 4]",
+        "offsets": "cu_seqlens must be int32 or int64, got torch.float32",
+        "half": "length must be the tokens of this rank's shard, at least 0, got 5.5",
+        "tails": "size is 2 on rank 0, 3 on rank 1, 4 on rank 2",
+        "length": "length must be the tokens of this rank's shard, at least 0, got -1",
+        "device": "plan_context: group cannot gather cuda tensors with its backends cpu:gloo,cuda:gloo: make one with a backend for them, nccl for cuda",
+        "devices": "group cannot gather meta tensors",  # one rank's are, and all are told
+    }
+    for messages in ranks.run(3, wrong_arguments, 3):
+        for name, message in want.items():
+            assert message in messages[name]
+
+
+def test_a_gloo_group_works_on_the_host_where_there_are_gpus(monkeypatch):
+    """Gloo says that it serves CUDA; given a GPU's address it ends the process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert cp.plan_context(5, dist.group.WORLD).device_lengths.device.type == "cpu"
+    finally:
+        dist.destroy_process_group()
+
+
+def two_groups(groups, size):
+    """Ranks 0 and 1 pass a group of their own; 2 and 3 the group of four, whose timeout is two seconds."""
+    rank = dist.get_rank()
+    x, cuts = leaves_of(EVERYTHING, rank, CUTS[4]), CUTS[4]
+    try:
+        cp.chunk_kda(**x, **EVERYTHING.flags(), group=groups["lower half" if rank < 2 else "impatient"])
+        return None, cuts[rank]
+    except RuntimeError as error:
+        return str(error), cuts[rank]
+
+
+def test_a_rank_with_another_group_is_not_waited_for_forever(ranks):
+    (first, _), (second, _), (third, _), (fourth, _) = ranks.run(4, two_groups, 4)
+    assert first is None and second is None  # among themselves they agree
+    for rank, message in ((2, third), (3, fourth)):
+        assert message is not None and f"rank {rank} waited in vain for the other 3 ranks of group" in message
