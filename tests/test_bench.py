@@ -226,10 +226,11 @@ def test_a_side_that_cannot_or_breaks_costs_its_row_or_its_time_alone(monkeypatc
                 assert line["row"]["ours_ms"] == 1.0 and line["row"]["peer_ms"] is line["row"]["peer_error"] is None
 
 
-def test_our_side_that_breaks_has_no_row(monkeypatch, capsys):
+def test_our_side_that_breaks_has_no_time(monkeypatch, capsys):
     monkeypatch.setattr(worker, "our_forward", lambda c: lambda x: 1 / 0)
     worker.main([json.dumps({"peer": None, "cases": [case().spec()]})])
-    assert "ZeroDivisionError" in json.loads(capsys.readouterr().out)["skip"]
+    got = json.loads(capsys.readouterr().out)["row"]
+    assert got["ours_ms"] is None and "ours says ZeroDivisionError" in rows.format_row(got)
 
 
 def test_one_oracle_serves_both_passes(monkeypatch):
@@ -307,6 +308,65 @@ def test_a_device_that_is_not_here_is_refused_in_words(command, monkeypatch, cap
     with pytest.raises(SystemExit):
         __main__.main([*command.split(), "--device", "cuda"])
     assert "torch finds no CUDA device here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("bench --settings foo", "a setting is written like B1T8192H96"),
+        ("bench --settings B0T64H1", "a setting is written like B1T8192H96"),
+        ("bench --peers foo", "'foo' is none of "),
+        ("bench --against /no/such/file", "--against: "),
+        ("bench --json /no/such/rows.json", "there is no folder /no/such"),
+        ("bench --plot /no/such/rows.svg", "there is no folder /no/such"),
+        ("bench --readme --nonsense", "unrecognized arguments: --nonsense"),
+        ("bench --model --json /no/such/rows.json", "there is no folder /no/such"),
+        ("counters --backend foo", "--backend foo is none of"),
+        ("counters --json /no/such/rows.json", "there is no folder /no/such"),
+        ("compile --jobs 0", "--jobs must be at least 1, got 0"),
+        ("drift --width 300", "--width must be between 1 and 256, got 300"),
+        ("drift --json /no/such/rows.json", "there is no folder /no/such"),
+        ("parallel --output /no/such/rows.json", "there is no folder /no/such"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_words_before_anything_is_measured(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(words.split())
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_rows_are_compared_with_rows_of_their_dtype(monkeypatch, tmp_path, capsys):
+    file, other = tmp_path / "rows.json", tmp_path / "other.json"
+    monkeypatch.setattr(compare, "run", lambda device, **words: [row()])
+    assert compare.main(["--device", "cpu", "--dtype", "bfloat16", "--json", str(file)]) == 0
+    assert compare.main(["--device", "cpu", "--dtype", "bfloat16", "--against", str(file)]) == 0
+    other.write_text("{}")
+    for path, said in ((file, "is of bfloat16, this run of float32: pass --dtype bfloat16"), (other, "holds no rows")):
+        with pytest.raises(SystemExit):
+            compare.main(["--device", "cpu", "--against", str(path)])
+        assert said in capsys.readouterr().err
+
+
+def test_a_row_that_lost_its_time_or_its_process_fails_the_command(monkeypatch, tmp_path, capsys):
+    file, skips = tmp_path / "rows.json", []
+    file.write_text(json.dumps({"rows": [row(peer=None), row(peer="fla")]}))
+    alone, beside = rows.name_of(tuple(row(peer=None)[n] for n in rows.KEY)), rows.name_of(tuple(row(peer="fla")[n] for n in rows.KEY))
+
+    def run(device, *, keep, **words):
+        for line in skips:
+            keep(line)
+        return found
+
+    monkeypatch.setattr(compare, "run", run)
+    found = []
+    skips[:] = [f"{alone}: out of time"]
+    assert compare.main(["--device", "cpu"]) == 0
+    assert compare.main(["--device", "cpu", "--against", str(file)]) == 1 and "no time (out of time)" in capsys.readouterr().out
+    skips[:] = [f"{beside}: the process ended with -11"]  # perhaps the peer's doing: our side stands alone then
+    found = [row(peer=None)]
+    assert compare.main(["--device", "cpu", "--against", str(file)]) == 0
+    skips[:], found = [f"{alone}: the process ended with -11"], []
+    assert compare.main(["--device", "cpu"]) == 1 and f"DIED: {alone}" in capsys.readouterr().out
 
 
 def test_our_wrong_row_fails_the_command(monkeypatch, capsys):
@@ -398,6 +458,9 @@ def test_a_readme_gets_every_row_between_its_markers():
     assert readme.table([decode], "decode").endswith("| 91% / 70% | 27 / – |")
     assert len({line.count("|") for line in readme.table([decode], "decode").splitlines()}) == 1
     assert readme.rewrite(text, evidence, {"x.svg": "words"}).count("![words](tests/gpu/x.svg)") == 1
+    assert "not every row" not in new and "not every row was measured in this run" in readme.rewrite(text, evidence | {"complete": False})
+    earlier = readme.rewrite(text, evidence | {"earlier": [row(peer="older")]})
+    assert earlier.count("Measured on earlier kernels") == 2 and earlier.count("| older |") == 2
 
 
 def test_the_picture_has_a_dot_for_every_row_and_losses_left_of_one():
@@ -432,10 +495,17 @@ def test_the_readme_command_writes_the_picture_and_nothing_without_evidence(tmp_
 
 
 def test_a_whole_run_in_processes_of_its_own():
-    options = "--device cpu --settings B1T64H1D16 --passes fwd --gates weak --peers no-such-peer"
+    options = "--device cpu --settings B1T64H1D16 --passes fwd --gates weak --peers none"
     done = subprocess.run([sys.executable, "-m", "kda_ops", "bench", *options.split()], capture_output=True, text=True, timeout=120, check=True)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[:2] for line in lines if line[:1] in (["kda"], ["gdn"])] == [["kda", "fwd"], ["gdn", "fwd"]]
+
+
+def test_parallel_leaves_the_file_of_the_gpus_alone_without_them():
+    file, small = ROOT / "tests" / "gpu" / "parallel.json", "--device cpu --length 64 --heads 1 --width 16 --time-limit 0".split()
+    before = file.read_bytes()
+    done = subprocess.run([sys.executable, "-m", "kda_ops", "parallel", *small], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0 and '"fwd_ms"' in done.stdout and file.read_bytes() == before
 
 
 def parallel(file, *more):

@@ -213,6 +213,32 @@ def test_a_run_out_of_time_is_not_complete(device, monkeypatch, tmp_path):
     assert not json.loads(path.read_text())["complete"]
 
 
+FAULTS = [
+    ("a test failed", {"failed": 1}, None, ROW, None),
+    ("no test passed", {"passed": 0}, None, ROW, None),
+    ("our side has no time", {}, None, ROW | {"ours_ms": None}, None),
+    ("our side died", {}, None, "kda fwd B1 weak fp32 kv alone: the process ended with -11", False),
+    ("the suite was cut", {}, "cut after 1 s", ROW, False),
+]
+
+
+@pytest.mark.parametrize("counts, cut, said, complete", [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
+def test_what_went_wrong_fails_the_command(device, monkeypatch, tmp_path, counts, cut, said, complete):
+    path = tmp_path / "evidence.json"
+    monkeypatch.setattr(evidence, "run_suite", lambda *words: ({"passed": 1, "failed": 0, "skipped": 0} | counts, [], cut))
+    monkeypatch.setattr(evidence.compare, "measure_arguments", lambda *args, keep, **words: keep(said))
+    assert evidence.main(["--output", str(path)]) == 1
+    assert json.loads(path.read_text())["complete"] is (complete is None)
+
+
+def test_kernels_that_change_meanwhile_have_no_evidence(device, monkeypatch, tmp_path):
+    hashes = iter("ab")
+    monkeypatch.setattr(evidence, "kernels_sha256", lambda: next(hashes))
+    monkeypatch.setattr(evidence.compare, "measure_arguments", lambda *args, **words: None)
+    with pytest.raises(SystemExit, match="the kernels changed while the evidence was taken"):
+        evidence.main(["--output", str(tmp_path / "evidence.json")])
+
+
 def test_evidence_of_other_kernels_is_not_resumed(device, monkeypatch, tmp_path):
     path = tmp_path / "evidence.json"
     path.write_text(json.dumps({"kernels_sha256": "0"}))

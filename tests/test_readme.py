@@ -1,12 +1,14 @@
 """What README.md says is there is there, and its first program runs."""
 
 import functools
+import json
 import re
 from pathlib import Path
 
 import torch
 
 from kda_ops.__main__ import COMMANDS
+from kda_ops.bench import readme
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -18,6 +20,14 @@ def test_files_links_and_commands_exist():
     assert not [n for n in named if not (ROOT / n).exists()]
     commands = re.findall(r"python -m kda_ops (\w+)", TEXT)
     assert "evidence" in commands and set(commands) <= set(COMMANDS)
+
+
+def test_the_tables_are_those_of_their_files():
+    """Fails where a figure was typed, or ``bench --readme`` forgotten; the table of the CPU has no marks, but the same rows."""
+    evidence = json.loads((ROOT / "tests" / "gpu" / "evidence.json").read_text())
+    assert readme.rewrite(TEXT, evidence, readme.PICTURES) == TEXT
+    rows = json.loads((ROOT / "tests" / "evidence_cpu.json").read_text())["rows"]
+    assert readme.table([row | {"also": {}} for row in rows], None) in TEXT
 
 
 def test_the_ten_lines_run(monkeypatch):

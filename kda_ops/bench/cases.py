@@ -32,6 +32,14 @@ HEADS = {"cpu": 8, "cuda": 96}  # at most so many key heads are compared
 AT_ONCE = 2**19  # tokens times value heads in one go of the oracle, which holds about 70 float64 numbers per channel of each: 35 GB
 
 
+def parse_setting(text: str) -> dict[str, int]:
+    """Its sizes, those by default too."""
+    found = {n: int(x) for n, x in re.findall(r"(HV|B|T|H|D)(\d+)", text)}
+    if "".join(f"{n}{x}" for n, x in found.items()) != text or not {"B", "T", "H"} <= set(found) or not all(found.values()):
+        raise ValueError(f"a setting is written like B1T8192H96 (then HV.., D..), got {text!r}.")
+    return {"HV": found["H"], "D": WIDTH} | found
+
+
 @dataclass(frozen=True)
 class Case:
     """One row's left side. `setting` is B, T, H and, where they differ, HV and D: ``B1T8192H96``, ``B1T65536H16HV32``, ``B1T256H2D64``.
@@ -51,11 +59,7 @@ class Case:
     sizes: dict[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self):
-        found = dict(re.findall(r"(HV|B|T|H|D)(\d+)", self.setting))
-        if "".join(a + b for a, b in found.items()) != self.setting or not {"B", "T", "H"} <= set(found):
-            raise ValueError(f"a setting is written like B1T8192H96 (then HV.., D..), got {self.setting!r}.")
-        sizes = {"HV": found["H"], "D": str(WIDTH)} | found
-        object.__setattr__(self, "sizes", {n: int(x) for n, x in sizes.items()})
+        object.__setattr__(self, "sizes", parse_setting(self.setting))
 
     @property
     def inside(self) -> bool:

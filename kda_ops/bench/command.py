@@ -7,6 +7,6 @@ from kda_ops.bench import compare, model, readme
 
 def main(argv: list[str]) -> int:
     """Run the one that is asked for."""
-    if "--readme" in argv:
-        return readme.main([])
+    if argv[:1] == ["--readme"]:
+        return readme.main(argv[1:])
     return model.main([a for a in argv if a != "--model"]) if "--model" in argv else compare.main(argv)

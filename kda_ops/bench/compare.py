@@ -29,10 +29,10 @@ from pathlib import Path
 import torch
 
 from kda_ops.bench import picture
-from kda_ops.bench.cases import DECODE_SETTINGS, GATES, PASSES, SETTINGS, Case
-from kda_ops.bench.machine import default_dtype, describe, need_device, write_json
+from kda_ops.bench.cases import DECODE_SETTINGS, GATES, PASSES, SETTINGS, Case, parse_setting
+from kda_ops.bench.machine import default_dtype, describe, need_device, need_folder, write_json
 from kda_ops.bench.rows import HEAD, KEY, WIDTHS, compare_rows, format_row, read_rows
-from kda_ops.bench.sides import Peer, peers_of
+from kda_ops.bench.sides import PEERS, Peer, peers_of
 
 SHARE = 0.75  # of the time that is left, for each peer; the rest is for the sides after it
 
@@ -190,9 +190,23 @@ def run(
     return rows
 
 
+def died(skipped: dict[str, str]) -> list[str]:
+    """The names of cases whose process ended where nothing but our side ran."""
+    return [name for name, why in skipped.items() if name.endswith(" alone") and why.startswith("the process ended")]
+
+
+def _settings(text: str) -> list[str]:
+    for name in text.split(","):
+        try:
+            parse_setting(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return text.split(",")
+
+
 def _names(known: Iterable[str]):
     def parse(text: str) -> list[str]:
-        names = text.split(",")
+        names = [n for n in text.split(",") if n not in ("", "none")]
         if wrong := [n for n in names if n not in known]:
             raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(known)}")
         return names
@@ -207,9 +221,10 @@ def add_arguments(parser: argparse.ArgumentParser, device: str | None = None) ->
     parser.add_argument("--ops", type=_names(("kda", "gdn")), default=["kda", "gdn"], help="comma-separated")
     parser.add_argument("--passes", type=_names(PASSES), default=list(PASSES), help=f"of {','.join(PASSES)}")
     parser.add_argument("--gates", type=_names(GATES), default=list(GATES), help=f"of {','.join(GATES)}")
-    parser.add_argument("--settings", type=lambda s: s.split(","), help="such as B1T8192H96,B1T65536H16HV32")
+    parser.add_argument("--settings", type=_settings, help="such as B1T8192H96,B1T65536H16HV32")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="bfloat16 on CUDA, float32 on CPU by default")
-    parser.add_argument("--peers", type=lambda s: s.split(","), help="names; all that are installed by default")
+    peers = list(dict.fromkeys(p.name for p in PEERS))
+    parser.add_argument("--peers", type=_names(peers), help=f"of {','.join(peers)}, or none; all that are installed by default")
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="stop after S seconds; what was not reached is named")
 
 
@@ -221,7 +236,7 @@ def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; non-zero if our side failed its error check anywhere, or a row lost more than 5 % against ``--against``."""
+    """Run the command line; non-zero if our side broke or failed its error check anywhere, or a row of ``--against`` lost its time or more than 5 %."""
     parser = argparse.ArgumentParser(
         prog="python -m kda_ops bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="bench --model: a training step of a whole model instead (bench --model --help)\n"
@@ -233,17 +248,31 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--against", metavar="FILE", help="compare with rows written earlier")
     args = parser.parse_args(argv)
     need_device(parser, args.device)
-    old = read_rows(args.against) if args.against else []
-    rows = measure_arguments(args, args.device, lambda line: print(line, flush=True))
+    need_folder(parser, args.json, args.plot)
+    dtype = args.dtype or str(default_dtype(args.device)).removeprefix("torch.")
+    try:
+        old = read_rows(args.against, dtype) if args.against else []
+    except (OSError, ValueError) as error:
+        parser.error(f"--against: {error}")
+    skipped: dict[str, str] = {}
+
+    def keep(x: dict | str) -> None:
+        if isinstance(x, str):
+            name, why = x.split(": ", 1)
+            skipped[name] = why
+
+    rows = measure_arguments(args, args.device, lambda line: print(line, flush=True), keep=keep)
     if args.json:
-        write_json(args.json, describe(args.device) | {"rows": rows})
+        write_json(args.json, describe(args.device) | {"dtype": dtype, "rows": rows})
     if args.plot:
         Path(args.plot).write_text(picture.draw(rows, ", ".join(f"{n} {v}" for n, v in describe(args.device).items())))
-    lines, losses = compare_rows(rows, old)
+    lines, losses = compare_rows(rows, old, skipped)
     print(*lines, sep="\n" if lines else "")
     wrong = [r for r in rows if r["ours_ms"] is None]
     for row in wrong:
         print(f"WRONG: {format_row(row)}")
     for name in losses:
         print(f"SLOWER: {name}")
-    return 1 if wrong or losses else 0
+    for name in died(skipped):
+        print(f"DIED: {name}: {skipped[name]}")
+    return 1 if wrong or losses or died(skipped) else 0

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import kda_ops
 from kda_ops.bench.cases import WIDTH
-from kda_ops.bench.machine import default_dtype, describe, need_device, write_json
+from kda_ops.bench.machine import default_dtype, describe, need_device, need_folder, write_json
 from kda_ops.bench.worker import replayed
+from kda_ops.problem import MAX_K
 
 POOLS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNK: dict[str, Callable] = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}
@@ -143,6 +144,9 @@ def main(argv: list[str]) -> int:
     need_device(parser, args.device)
     if args.steps < WINDOWS:
         parser.error(f"--steps must be at least {WINDOWS}, one for each window, got {args.steps}.")
+    if not 1 <= args.width <= MAX_K:
+        parser.error(f"--width must be between 1 and {MAX_K}, got {args.width}.")
+    need_folder(parser, args.json, args.plot)
     dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
     rows = measure(args.device, args.steps, args.ops, args.pools, dtype, args.width)
     print(f"{'op':4}{'pool':6}{'step':>8}{'error':>10}{'limit':>10}{'chunk':>10}")

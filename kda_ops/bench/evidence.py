@@ -142,7 +142,7 @@ def without(rows: list[dict], others: list[dict]) -> list[dict]:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; non-zero if a test failed, our side was wrong in a row, or time ran out."""
+    """Run the command line; non-zero if a test failed, our side broke or was wrong in a row, or time ran out."""
     import torch
 
     begin = time.time()
@@ -182,6 +182,6 @@ def main(argv: list[str]) -> int:
     compare.measure_arguments(args, "cuda", lambda line: print(line, flush=True), until=until, have=rows, keep=keep)
     if kernels_sha256() != about["kernels_sha256"]:
         raise SystemExit("the kernels changed while the evidence was taken: take it again.")
-    complete = time.time() < until and "tests/gpu" not in missing
+    complete = time.time() < until and "tests/gpu" not in missing and not compare.died(missing)
     write(complete)
     return 1 if suite[0]["failed"] or not suite[0]["passed"] or any(r["ours_ms"] is None for r in rows) or not complete else 0

@@ -35,6 +35,13 @@ def need_device(parser: argparse.ArgumentParser, device: str) -> None:
         parser.error("--device cuda: torch finds no CUDA device here; pass --device cpu.")
 
 
+def need_folder(parser: argparse.ArgumentParser, *paths: str | None) -> None:
+    """Refuse files that cannot be written, before something is measured for them."""
+    for path in paths:
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            parser.error(f"{path} cannot be written: there is no folder {Path(path).parent}.")
+
+
 def write_json(path: str | Path, found: dict) -> None:
     """Put `found` in the place of a file, whole: who reads meanwhile, or is left with what a run cut short, has the last or this."""
     path = Path(path)

@@ -287,6 +287,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(SHARED), default=[90], help="compute capabilities, times ten")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {args.jobs}.")
     faults = 0
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for arch in args.arch:

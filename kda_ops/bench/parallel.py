@@ -27,7 +27,8 @@ from torch import Tensor
 
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case, make_inputs
-from kda_ops.bench.machine import need_device, write_json
+from kda_ops.bench.evidence import checkout
+from kda_ops.bench.machine import need_device, need_folder, write_json
 
 REPEATS = 9
 RUN = 64  # chunks per run: the cheapest where many heads share a device
@@ -174,7 +175,8 @@ def _serve(rank: int, store: str, args: argparse.Namespace) -> None:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 found |= {"rows": rows, "missing": [f"{o} {g} on {n}" for o, g, n in cases[reached:]]}
-                write_json(args.output, found)
+                if args.output:
+                    write_json(args.output, found)
             if cuda:
                 torch.cuda.empty_cache()
         if _late(args.until, device):
@@ -191,13 +193,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m kda_ops parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--processes", type=int, default=min(torch.cuda.device_count(), 8) if cuda else 2, help="all GPUs by default")
-    parser.add_argument("--length", type=int, default=131072)
-    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--length", type=int, help="131072 on GPUs, 2048 on CPU by default")
+    parser.add_argument("--heads", type=int, help="32 on GPUs, 4 on CPU by default")
     parser.add_argument("--width", type=int, default=128, help="K and V")
-    parser.add_argument("--output", metavar="FILE", default="tests/gpu/parallel.json", help="written anew after every row")
+    parser.add_argument("--output", metavar="FILE", help="written anew after every row; on GPUs tests/gpu/parallel.json of the checkout by default")
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="begin no row after S seconds; what was not reached is named")
     args = parser.parse_args(argv)
     need_device(parser, args.device)
+    need_folder(parser, args.output)
+    cuda = args.device == "cuda"
+    args.length, args.heads = args.length or (131072 if cuda else 2048), args.heads or (32 if cuda else 4)
+    args.output = args.output or (str(checkout() / "tests" / "gpu" / "parallel.json") if cuda else None)
     args.until = time.time() + args.time_limit
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_serve, (os.path.join(folder, "store"), args), nprocs=args.processes)

@@ -6,6 +6,7 @@ Rows of earlier kernels, which have not been measured again, follow in a table o
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -63,6 +64,7 @@ def table(rows: list[dict], pass_: str | None) -> str:
 def _about(evidence: dict) -> str:
     counts = ", ".join(f"{n} {word}" for word, n in evidence["tests"].items() if n)
     counts += f", {cut}" if (cut := evidence.get("missing", {}).get("tests/gpu")) else ""
+    counts += "" if evidence.get("complete", True) else "; not every row was measured in this run"
     return f"{evidence['gpu']}, torch {evidence['torch']}, triton {evidence['triton']}; tests/gpu {counts}"
 
 
@@ -88,7 +90,9 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None) -
 
 def main(argv: list[str]) -> int:
     """Rewrite README.md of the checkout, or of another folder."""
-    root = Path(argv[0]) if argv else checkout()
+    parser = argparse.ArgumentParser(prog="python -m kda_ops bench --readme", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, help="the checkout by default")
+    root = parser.parse_args(argv).folder or checkout()
     folder, readme = root / "tests" / "gpu", root / "README.md"
     source = folder / "evidence.json"
     if not source.exists():

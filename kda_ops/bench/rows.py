@@ -35,22 +35,33 @@ def format_row(row: dict) -> str:
         line += "  of a copy " + _both(row, "share", ".0%") + ", us per call " + _both(row, "call_us", ".0f")
     if "ours_worst" in row["also"]:
         line += "  worst " + _both(row, "worst", "")
-    return line
+    return line + "".join(f"  {side} says {row['also'][f'{side}_says']}" for side in ("ours", "peer") if f"{side}_says" in row["also"])
 
 
 def _both(row: dict, column: str, digits: str) -> str:
     return " | ".join(_cell(row["also"].get(f"{side}_{column}"), digits) for side in ("ours", "peer"))
 
 
-def compare_rows(new: list[dict], old: list[dict]) -> tuple[list[str], list[str]]:
-    """What changed since `old`, a line per row that both have, and the names of the losses: rows slower by more than 5 %, or without a time now."""
+def name_of(key: tuple[str | None, ...]) -> str:
+    """What a row is called that has not been measured: its key, "alone" for no peer."""
+    return " ".join(k or "alone" for k in key)
+
+
+def compare_rows(new: list[dict], old: list[dict], skipped: dict[str, str] | None = None) -> tuple[list[str], list[str]]:
+    """What changed since `old`, a line per row that both have, and the names of the losses: rows slower by more than 5 %, or without a time now; rows that
+    were `skipped`, by name and reason, too, unless our side of the case has a row beside another peer.
+    """
     before = {tuple(r[n] for n in KEY): r["ours_ms"] for r in old}
-    lines, losses = [], []
+    lines, losses, cases = [], [], {tuple(r[n] for n in KEY[:-1]) for r in new}
+    for key, ms in before.items():
+        if ms is not None and (name := name_of(key)) in (skipped or {}) and key[:-1] not in cases:
+            lines.append(f"{name}: {ms:.4g} -> no time ({skipped[name]})")
+            losses.append(name)
     for row in new:
         key = tuple(row[n] for n in KEY)
         if before.get(key) is None:
             continue
-        name = " ".join(str(k) for k in key)
+        name = name_of(key)
         if row["ours_ms"] is None:
             lines.append(f"{name}: {before[key]:.4g} -> no time")
             losses.append(name)
@@ -62,7 +73,11 @@ def compare_rows(new: list[dict], old: list[dict]) -> tuple[list[str], list[str]
     return lines, losses
 
 
-def read_rows(path: str | Path) -> list[dict]:
-    """The rows of a file that ``--json`` or ``evidence`` wrote."""
+def read_rows(path: str | Path, dtype: str | None = None) -> list[dict]:
+    """The rows of a file that ``--json`` or ``evidence`` wrote, of this dtype if it says of which."""
     data = json.loads(Path(path).read_text())
-    return data["rows"] if isinstance(data, dict) else data
+    if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+        raise ValueError(f"{path} holds no rows of bench --json or evidence.")
+    if dtype is not None and data.get("dtype", dtype) != dtype:
+        raise ValueError(f"{path} is of {data['dtype']}, this run of {dtype}: pass --dtype {data['dtype']}.")
+    return data["rows"]
