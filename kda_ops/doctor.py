@@ -67,7 +67,7 @@ HAZARDS = (
     Hazard((3, 9), None, None, "block pointers (tl.make_block_ptr) are gone", "the kernels use none"),
     Hazard((3, 10), None, None, "contraction to fma is off unless a launch asks for it", "the last bits may differ from those of earlier versions"),
     Hazard((3, 0), None, None, "the interpreter (TRITON_INTERPRET=1) multiplies the bits of bf16 dot operands as integers", "test with fp16 or fp32 there"),
-    Hazard((3, 6), (3, 6, 99), None, "the interpreter needs numpy < 2.3 for loops over tl.cdiv", "pin numpy beside this triton"),
+    Hazard((3, 6), (3, 6, 99), None, "the interpreter needs numpy < 2.4 for loops over tl.cdiv", "pin numpy beside this triton"),
 )  # fmt: skip
 
 

@@ -85,6 +85,8 @@ def test_the_command_line_measures_and_writes(tmp_path, monkeypatch, capsys):
     assert command.main(["--model", "--device", "cpu", "--peers", "slow", "--json", str(tmp_path / "m.json")]) == 0
     assert "not done after 10 s" in capsys.readouterr().out
     assert json.loads((tmp_path / "m.json").read_text())["sides"] == apart
+    apart["ours"] = {"says": "broke"}
+    assert command.main(["--model", "--device", "cpu", "--peers", ""]) == 1
 
 
 def test_a_peer_that_is_not_known_is_refused_before_any_side_is_measured(capsys):

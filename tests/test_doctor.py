@@ -36,6 +36,14 @@ def test_what_does_not_work_is_a_line_of_the_report():
     assert "Self-test\n  PROBLEM: " in done.stdout and not done.stderr
 
 
+def test_a_wrong_result_is_a_problem_and_fails_the_command(monkeypatch, capsys):
+    right = doctor.kda_ops.chunk_kda
+    monkeypatch.setattr(doctor.kda_ops, "chunk_kda", lambda *x, **flags: (1.001 * right(*x, **flags)[0], None))
+    assert doctor.main([]) == 1
+    said = [line for line in capsys.readouterr().out.splitlines() if "chunk against recurrence" in line]
+    assert ["PROBLEM" in line for line in said] == [True, False]
+
+
 @pytest.mark.parametrize(
     "triton, archs, words",
     [

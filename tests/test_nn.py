@@ -325,6 +325,14 @@ def test_compiled_decode_writes_the_cache_in_place_and_compiles_once(make):
     assert frames.frame_count == 1
 
 
+@pytest.mark.parametrize("gated", (False, True))
+def test_the_gated_norm_computes_in_float32(gated):
+    norm, x = GatedRMSNorm(64).bfloat16(), torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    gate = x.flip(0) if gated else None
+    want = norm.float()(x.float(), None if gate is None else gate.float()).bfloat16()
+    assert torch.equal(norm.bfloat16()(x, gate), want)
+
+
 @torch.no_grad()
 def test_inductor_decodes_without_copying_the_state(monkeypatch):
     torch._dynamo.reset()

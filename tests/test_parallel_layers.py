@@ -198,6 +198,8 @@ def over_heads(groups, size, variant, options, how):
     mesh, rank = DeviceMesh.from_group(groups[size], "cpu"), dist.get_rank(groups[size])
     layouts = dict(input_layouts=Shard(1), output_layouts=Shard(1)) if how == "sequence parallel" else {}
     layer = parallelize_module(build(variant, options), mesh, HeadParallel(**layouts))
+    frozen = parallelize_module(build(variant, options).requires_grad_(False), mesh, HeadParallel())
+    assert all(p.requires_grad for p in layer.parameters()) and not any(p.requires_grad for p in frozen.parameters())
     assert layer.A_log._no_weight_decay and layer.A_log.to_local().shape[0] == layer.num_v_heads // size
     B, arguments = 2, {}
     if how == "packed":

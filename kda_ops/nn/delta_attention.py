@@ -85,7 +85,7 @@ class DeltaAttention(nn.Module):
     def reset_gate(self) -> None:
         """Draw `A_log` and `dt_bias` anew; the bias is such that a zero logit decays at a rate log-uniform in [0.001, 0.1], times ``exp(A_log)``."""
         self.A_log.copy_(self._draw_A().log())
-        rate = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
+        rate = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
         self.dt_bias.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus(dt_bias) = rate
         for parameter in (self.A_log, self.dt_bias):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
