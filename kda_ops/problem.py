@@ -16,6 +16,7 @@ from torch import Tensor
 CHUNK = 64  # tokens per chunk, C in MATHS.md
 MAX_K = 256
 SAFE_BOUND = -5.0  # what `safe_gate` promises when no lower_bound names another bound
+CHECK_VALUES = os.environ.get("KDA_OPS_CHECK", "0") not in ("", "0")  # also check values, which live on the device
 
 _INPUT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INDEX_DTYPES = frozenset({torch.int32, torch.int64})
@@ -330,8 +331,6 @@ def gate_problem(rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | N
 
 
 # --- values, which live on the device and are read only when KDA_OPS_CHECK=1 asks for it -------------------------------------
-
-CHECK_VALUES = os.environ.get("KDA_OPS_CHECK", "0") not in ("", "0")
 
 
 def _is_symbolic(x: Tensor) -> bool:
