@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.gated_norm import GatedRMSNorm
-from kda_ops.nn.local import local
+from kda_ops.nn.local import local, local_rows
 from kda_ops.nn.packing import Packing, Unpadding
 from kda_ops.nn.short_convolution import ShortConvolution
 from kda_ops.problem import MAX_K
@@ -99,7 +99,7 @@ class DeltaAttention(nn.Module):
 
     def _remembers(self) -> dict[str, tuple[int, ...]]:
         """The shape per sequence of each buffer of a cache."""
-        q, k, v = (local(proj.weight).shape[0] for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (local_rows(proj.weight) for proj in (self.q_proj, self.k_proj, self.v_proj))
         shapes: dict[str, tuple[int, ...]] = {"state": (v // self.head_v_dim, self.head_v_dim, self.head_k_dim)}
         if self.use_short_conv:
             shapes |= {f"{n}_conv": (self.conv_size - 1, channels) for n, channels in zip("qkv", (q, k, v))}
