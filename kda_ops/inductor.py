@@ -85,10 +85,9 @@ def _written(node: Node) -> Iterable[Node]:
         return [n for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write for n in _nodes_in(given.get(a.name))]
     if target in _IN_PLACE:
         return node.all_input_nodes[:1]
-    given = _by_name(node)
-    if _says_in_place(getattr(target, "__name__", "")) or given.get("inplace") or given.get("max_norm") is not None:
-        return node.all_input_nodes
-    return outs + _nodes_in([given.get("running_mean"), given.get("running_var")])
+    name, given = getattr(target, "__name__", ""), _by_name(node)
+    counts = name.endswith(("batch_norm", "instance_norm"))  # running statistics
+    return node.all_input_nodes if _says_in_place(name) or counts or given.get("inplace") or given.get("max_norm") is not None else outs
 
 
 def _says_in_place(name: str) -> bool:
@@ -96,10 +95,10 @@ def _says_in_place(name: str) -> bool:
 
 
 def _by_name(node: Node) -> dict[str, Any]:
-    """The arguments of a function of Python; of one of C, whose name says what it writes, its keywords."""
+    """The arguments of a function of Python, those by keyword of one of C."""
     target: Any = node.target
     try:
-        return inspect.signature(target).bind(*node.args, **node.kwargs).arguments
+        return node.kwargs | inspect.signature(target).bind(*node.args, **node.kwargs).arguments
     except (TypeError, ValueError):
         return node.kwargs
 
@@ -165,7 +164,7 @@ class _Surroundings:
         for node in reversed(self.mode[call][1]):
             entered: Any = node.args
             if node.target is torch.amp.autocast_mode._enter_autocast and entered[0] == device:
-                return entered[1] if entered[2] else None
+                return (entered[1] or torch.get_autocast_dtype(device)) if entered[2] else None
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
@@ -236,7 +235,7 @@ class _Call:
         for match in both:
             if match is not None:
                 x = example(next(iter(match.leaves.values())))
-                if x.dtype is not torch.float16 and self.around.autocasts(self.node, x.device.type) is torch.float16:
+                if x.dtype not in (torch.float16, torch.float64) and self.around.autocasts(self.node, x.device.type) is torch.float16:
                     raise Refused("precision")  # before the norm, which may be what brings them into its range
                 match.flags = {"use_qk_l2norm_in_kernel": True}
         return both

@@ -37,6 +37,7 @@ _ALIASES = {
     "negative": "neg", "__neg__": "neg", "__add__": "add", "__radd__": "add", "__pow__": "pow", "expit": "sigmoid", "special_expit": "sigmoid",
     "__getitem__": "getitem", "swapaxes": "transpose", "swapdims": "transpose",
 }  # fmt: skip
+_POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "square": 2.0}
 _RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as", "ravel"})
 
 
@@ -171,7 +172,7 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
     atom = Product(1.0, [Factor(node, exponent, x.shape if x is not None else ())])
     if x is None or not x.dtype.is_floating_point or node is whole:
         return atom
-    name, single, whole_power = name_of(node), abs(exponent) == 1.0, exponent == int(exponent)  # the root of a square is no power of its base
+    name, single = name_of(node), abs(exponent) == 1.0
     if _is_transparent(node):
         out = expand(source(node), exponent, whole)
     elif _is_reshape(node):
@@ -186,11 +187,9 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
     elif name in ("mul", "div") and single and not set(node.kwargs) - {"other", "input"}:
         a, b = _operands(node, "other")
         out = expand(a, exponent, whole).times(expand(b, exponent if name == "mul" else -exponent, whole))
-    elif name in ("sqrt", "rsqrt", "reciprocal", "square") and whole_power:
-        out = expand(_operands(node)[0], exponent * {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "square": 2.0}[name], whole)
-    elif name == "pow" and whole_power and _is_number(_operands(node, "exponent")[1]):
-        base, power = _operands(node, "exponent")
-        if not isinstance(base, Node):
+    elif name in _POWERS or (name == "pow" and _is_number(_operands(node, "exponent")[1])):
+        base, power = (_operands(node)[0], _POWERS[name]) if name in _POWERS else _operands(node, "exponent")
+        if not isinstance(base, Node) or (power % 2 == 0 and exponent % 1 != 0):  # the root of a square is no power of its base
             return atom
         out = expand(base, exponent * power, whole)
     else:

@@ -315,6 +315,13 @@ def test_a_device_that_is_not_here_is_refused_in_words(command, monkeypatch, cap
     [
         ("bench --settings foo", "a setting is written like B1T8192H96"),
         ("bench --settings B0T64H1", "a setting is written like B1T8192H96"),
+        ("bench --settings B1T64H2HV3", "a setting has an HV that is a multiple of H"),
+        ("bench --passes none", "'none' is none of fwd"),
+        ("bench --ops gdn,", "'' is none of kda"),
+        ("bench --device cpu --against tests/gpu/parallel.json", "holds no rows of bench"),
+        ("bench --device cpu --against tests/gpu/evidence.json", "is of bfloat16, this run of float32"),
+        ("parallel --length 0", "--heads and --width must be at least 1"),
+        ("parallel --width 300", "--width at most 256"),
         ("bench --peers foo", "'foo' is none of "),
         ("bench --against /no/such/file", "--against: "),
         ("bench --json /no/such/rows.json", "there is no folder /no/such"),
@@ -329,7 +336,8 @@ def test_a_device_that_is_not_here_is_refused_in_words(command, monkeypatch, cap
         ("parallel --output /no/such/rows.json", "there is no folder /no/such"),
     ],
 )
-def test_a_wrong_option_is_refused_in_words_before_anything_is_measured(words, said, capsys):
+def test_a_wrong_option_is_refused_in_words_before_anything_is_measured(words, said, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as stopped:
         __main__.main(words.split())
     assert stopped.value.code == 2 and said in capsys.readouterr().err
@@ -458,7 +466,9 @@ def test_a_readme_gets_every_row_between_its_markers():
     assert readme.table([decode], "decode").endswith("| 91% / 70% | 27 / – |")
     assert len({line.count("|") for line in readme.table([decode], "decode").splitlines()}) == 1
     assert readme.rewrite(text, evidence, {"x.svg": "words"}).count("![words](tests/gpu/x.svg)") == 1
-    assert "not every row" not in new and "not every row was measured in this run" in readme.rewrite(text, evidence | {"complete": False})
+    missing = {"kda fwd B1 weak fp32 kv fla": "out of time", "kda fwd B2 weak fp32 kv fla": "it has none", "tests/gpu": "cut"}
+    lacking = readme.rewrite(text, evidence | {"missing": missing})
+    assert "not reached" not in new and lacking.count("1 rows were not reached") == 2 and "decode" in lacking.split("1 rows were not reached")[2]
     earlier = readme.rewrite(text, evidence | {"earlier": [row(peer="older")]})
     assert earlier.count("Measured on earlier kernels") == 2 and earlier.count("| older |") == 2
 
@@ -501,10 +511,12 @@ def test_a_whole_run_in_processes_of_its_own():
     assert [line[:2] for line in lines if line[:1] in (["kda"], ["gdn"])] == [["kda", "fwd"], ["gdn", "fwd"]]
 
 
-def test_parallel_leaves_the_file_of_the_gpus_alone_without_them():
+def test_parallel_leaves_the_file_of_the_gpus_alone_without_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     file, small = ROOT / "tests" / "gpu" / "parallel.json", "--device cpu --length 64 --heads 1 --width 16 --time-limit 0".split()
     before = file.read_bytes()
-    done = subprocess.run([sys.executable, "-m", "kda_ops", "parallel", *small], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-m", "kda_ops", "parallel", *small], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and '"fwd_ms"' in done.stdout and file.read_bytes() == before
 
 

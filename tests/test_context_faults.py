@@ -86,6 +86,7 @@ def wrong_arguments(groups, size):
         "tail offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, offsets - offsets.new_tensor([0, 0, rank, 0])),
         "square offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, offsets[None]),
         "offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, torch.tensor([0.0, 150.0])),
+        "no offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, offsets[:0]),
         "half": lambda: cp.plan_context(5.5, group),
         "tails": lambda: cp.exchange_tail(x["beta"].detach(), 2 + rank, group),
         "length": lambda: cp.plan_context(-1, group),
@@ -115,9 +116,10 @@ def test_wrong_arguments_are_named(ranks):
         "tail offsets": "cu_seqlens is [0, 3, 133, 150] on rank 0, [0, 3, 132, 150] on rank 1, [0, 3, 131, 150] on rank 2",
         "square offsets": "cu_seqlens [N + 1] packs its sequences into one row and needs B == 1, got [1, 4]",
         "offsets": "cu_seqlens must be int32 or int64, got torch.float32",
-        "half": "length must be the tokens of this rank's shard, at least 0, got 5.5",
+        "no offsets": "cu_seqlens [N + 1] packs its sequences into one row and needs B == 1, got [0]",
+        "half": "length must be the tokens of this rank's shard, a whole number of at least 0, got 5.5",
         "tails": "size is 2 on rank 0, 3 on rank 1, 4 on rank 2",
-        "length": "length must be the tokens of this rank's shard, at least 0, got -1",
+        "length": "length must be the tokens of this rank's shard, a whole number of at least 0, got -1",
         "device": "plan_context: group cannot gather cuda tensors with its backends cpu:gloo,cuda:gloo: make one with a backend for them, nccl for cuda",
         "devices": "group cannot gather meta tensors",  # one rank's are, and all are told
     }

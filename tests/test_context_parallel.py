@@ -114,11 +114,11 @@ def test_states_chain_and_their_gradients_too(ranks):
 
 
 def holed(case, chunk, a, b, holes, weight=1.0):
-    """The step of tokens a to b, where v of one token of the batch, and the gradient of o of another, are no numbers."""
+    """The step of tokens a to b, where k and v of one token of the batch, and the gradient of o of another, are no numbers."""
     x = {n: t if t is None else t.clone()[:, a:b] if n in SPREAD else t.clone() for n, t in case.inputs().items()}
     do, dfinal_state = case.cotangents("cpu")
     do = do[:, a:b].clone()
-    for t, hole in zip((x["v"], do), holes):
+    for t, hole in zip((x["k"], x["v"], do), (holes[0], *holes)):
         if hole is not None and a <= hole < b:
             t[:, hole - a] = torch.nan
     x = {n: t.requires_grad_() if t is not None and t.is_floating_point() else t for n, t in x.items()}

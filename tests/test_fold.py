@@ -5,6 +5,7 @@ Most tests run the pass on the graph that Dynamo captured and then call that gra
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -41,6 +42,8 @@ NORMS = {
     "inverse": lambda x: x * (1.0 / torch.sqrt(torch.pow(x, 2.0).sum(3, keepdim=True) + 1e-6)),
     "power": lambda x: (torch.sum(x * x, dim=-1, keepdim=True) + 1e-6).pow(-0.5) * x,
     "reciprocal": lambda x: x * (x.square().sum(-1, keepdim=True) + 1e-6).sqrt().reciprocal(),
+    "root of the reciprocal": lambda x: x * (x.square().sum(-1, keepdim=True) + 1e-6).reciprocal().sqrt(),
+    "power of the inverse": lambda x: x * ((x.square().sum(-1, keepdim=True) + 1e-6) ** -1) ** 0.5,
     "unsqueeze": lambda x: x * torch.rsqrt(x.square().sum(-1) + 1e-6).unsqueeze(-1),
     "index": lambda x: x / ((x * x).sum(axis=-1) + 1e-6).sqrt()[..., None],
     "float": lambda x: (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype),
@@ -350,6 +353,7 @@ OTHERS = {
     "scaled": lambda q, k, v, g, b, A, dt: (2 * NORMS["rsqrt"](q), NORMS["rsqrt"](k), v, None, b),
     "cube": lambda q, k, v, g, b, A, dt: (*(x * torch.rsqrt((x * x * x).sum(-1, keepdim=True).abs() + 1e-6) for x in (q, k)), v, None, b),
     "3 sigmoid": lambda q, k, v, g, b, A, dt: (q, k, v, None, 0.3 * b.sigmoid()),
+    "infinite power": lambda q, k, v, g, b, A, dt: (q, k, v, None, b.sigmoid().detach() ** math.inf),
     "sigmoid squared": lambda q, k, v, g, b, A, dt: (q, k, v, None, b.sigmoid() ** 2),
     "softplus beta": lambda q, k, v, g, b, A, dt: (q, k, v, -A.exp()[:, None] * F.softplus(g + dt, beta=2.0), b),
     "softplus threshold": lambda q, k, v, g, b, A, dt: (q, k, v, -A.exp()[:, None] * F.softplus(g + dt, threshold=1.0), b),
@@ -438,25 +442,52 @@ def test_autocast_is_a_wall():
     assert_folds(both_inside, inputs(), tolerance=2e-2, sigmoid=1)
 
 
-@pytest.mark.parametrize("ambient", (False, True))
-def test_a_norm_that_autocast_would_round_to_float16_first_is_a_wall(ambient):
+def _attend(q, k, v, *_):
+    return kda_ops.chunk_kda(_norm(3e5 * q), _norm(3e5 * k), v, None, None)[0]
+
+
+def _within(*modes):
+    """`_attend` under autocast modes that the program enters one after the other."""
+    if not modes:
+        return _attend
+    inner = _within(*modes[1:])
+
+    def f(*x):
+        with torch.autocast("cpu", **modes[0]):
+            return inner(*x)
+
+    return f
+
+
+HALF, NO_NAME, OFF, BFLOAT = dict(dtype=torch.float16), {}, dict(dtype=torch.float16, enabled=False), dict(dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "ambient, modes, dtype, folds",
+    [
+        (None, [HALF], torch.float32, False),
+        (torch.float16, [], torch.float32, False),
+        (None, [NO_NAME], torch.float32, False),
+        (None, [BFLOAT, HALF], torch.float32, False),
+        (torch.float16, [OFF], torch.float32, True),
+        (None, [HALF, OFF], torch.float32, True),
+        (torch.bfloat16, [], torch.float32, True),
+        (torch.float16, [BFLOAT], torch.float32, True),
+        (None, [HALF], torch.float64, True),
+    ],
+)
+def test_a_norm_that_autocast_would_round_to_float16_first_is_a_wall(ambient, modes, dtype, folds):
     """It may be what brings q and k into its range."""
-
-    def f(q, k, v, *_):
-        with torch.autocast("cpu", torch.float16, enabled=not ambient):
-            return kda_ops.chunk_kda(_norm(3e5 * q), _norm(3e5 * k), v, None, None)[0]
-
-    def g(q, k, v, *_):
-        return kda_ops.chunk_kda(_norm(3e5 * q), _norm(3e5 * k), v, None, None)[0]
-
-    with torch.autocast("cpu", torch.float16, enabled=ambient):
-        captured = Captured()
-        o = captured.compile(g if ambient else f)(*inputs(grad=False).values())
-    assert o.isfinite().all() and captured.fold.refused == Counter(["precision"])
-    with torch.autocast("cpu", torch.bfloat16):
-        captured = Captured()
-        captured.compile(g)(*inputs(grad=False).values())
-    assert captured.fold.folded == Counter(l2norm=1)
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)  # what a mode without a dtype means
+    try:
+        with torch.autocast("cpu", ambient or torch.float16, enabled=ambient is not None):
+            captured = Captured()
+            o = captured.compile(_within(*modes))(*inputs(dtype=dtype, grad=False).values())
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+    assert o.isfinite().all()
+    assert (captured.fold.folded, captured.fold.refused) == ((Counter(l2norm=1), Counter()) if folds else (Counter(), Counter(["precision"])))
 
 
 def _write_leaf(b, y, out):
@@ -499,9 +530,22 @@ def _write_what_is_counted(b, y, out):
     F.batch_norm(out.flatten(0, 1), b[0, 0], b[0, 1], training=True)
 
 
+def _write_what_is_counted_in_c(b, y, out):
+    torch.batch_norm(out.flatten(0, 1), None, None, b[0, 0], b[0, 1], True, 0.1, 1e-5, False)
+
+
+@torch._dynamo.allow_in_graph
+def _passes_on(*args, **kwargs):
+    return F.relu(*args, **kwargs)
+
+
+def _write_by_a_function_of_anything(b, y, out):
+    _passes_on(b, inplace=True)
+
+
 WRITES = (
     _write_leaf, _write_view, _write_activation, _write_out, _write_by_operator, _write_by_its_method, _write_by_position, _write_by_module,
-    _write_where_rows_are_too_long, _write_what_is_counted,
+    _write_where_rows_are_too_long, _write_what_is_counted, _write_what_is_counted_in_c, _write_by_a_function_of_anything,
 )  # fmt: skip
 
 
@@ -546,7 +590,13 @@ def test_vmap_around_an_operator_is_no_wall_unless_something_is_written():
     def elsewhere(q, k, v, g, beta, *_):
         return kda_ops.chunk_kda(q, k, v, None, beta.sigmoid())[0] + torch.vmap(lambda t: t.mul_(2.0))(g * 1.0).sum()
 
+    def beneath(q, k, v, g, beta, *_):
+        c = torch.stack([beta, -beta])
+        o = torch.vmap(lambda b: kda_ops.chunk_kda(q, k, v, None, b.sigmoid())[0])(c)
+        return o.sum(0) + c.mul_(2.0).sum()
+
     assert_folds(f, inputs(grad=False), sigmoid=1)
+    assert_refuses(beneath, inputs(grad=False), "in-place")
     assert_refuses(writes, inputs(grad=False), "in-place")
     assert_refuses(elsewhere, inputs(grad=False), "in-place")
 

@@ -334,6 +334,23 @@ def test_the_gated_norm_computes_in_float32(gated):
 
 
 @torch.no_grad()
+def test_a_layer_decodes_whose_projections_are_other_modules():
+    class Halved(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.packed = linear.weight.detach() / 2
+
+        def forward(self, x):
+            return 2 * F.linear(x, self.packed)
+
+    layer, x = build(KimiDeltaAttention), rows(2, 5)
+    cache, want = layer.new_cache(2), layer(x)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        setattr(layer, name, Halved(getattr(layer, name)))
+    close(torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(5)], 1), want)
+
+
+@torch.no_grad()
 def test_inductor_decodes_without_copying_the_state(monkeypatch):
     torch._dynamo.reset()
     states, decode = [], recurrent.decode
@@ -415,6 +432,7 @@ REFUSALS = [
     (lambda: KimiDeltaAttention(64, lower_bound=1.0), ValueError, "lower_bound must be a finite number below 0"),
     (lambda: KimiDeltaAttention(64, conv_size=0), ValueError, "size must be at least 1"),
     (lambda: GatedRMSNorm(8, activation="relu"), ValueError, "activation must be one of"),
+    (lambda: GatedDeltaNet(64, output_gate_activation="relu"), ValueError, "output_gate_activation must be one of"),
     (lambda: build(GatedDeltaNet)(rows(2, 5)[..., :-1]), ValueError, "x must have shape [B, T, hidden_size] = [B, T, 32], got [2, 5, 31]"),
     (lambda: build(GatedDeltaNet)(rows(2, 5), attention_mask=torch.ones(2, 4)), ValueError, "attention_mask must have shape [B, T] = [2, 5]"),
     (lambda: build(GatedDeltaNet)(rows(2, 5), attention_mask=torch.ones(2, 1, 5, 5)), ValueError, "attention_mask must have shape [B, T] = [2, 5]"),
@@ -422,8 +440,14 @@ REFUSALS = [
     (lambda: build(GatedDeltaNet)(rows(1, 5), cu_seqlens=torch.tensor([[0, 5]])), ValueError, "cu_seqlens must have shape [N + 1]"),
     (lambda: build(GatedDeltaNet)(rows(1, 5), torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5])), ValueError, "pass one of them"),
     (lambda: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet).new_cache(2)), ValueError, "make it with new_cache(1)"),
-    *((lambda o=other: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet, **o).new_cache(1)), ValueError, "come from this layer's new_cache, with")
-      for other in (dict(use_short_conv=False), dict(conv_size=6), dict(conv_size=3), dict(num_v_heads=4), dict(head_dim=16))),
+    *(
+        (
+            lambda o=other: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet, **o).new_cache(1)),
+            ValueError,
+            "cache must hold, per sequence, a state and convolution tails of shapes",
+        )
+        for other in (dict(use_short_conv=False), dict(conv_size=6), dict(conv_size=3), dict(num_v_heads=4), dict(head_dim=16))
+    ),
     (lambda: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet).new_cache(1)), RuntimeError, "call the layer under torch.no_grad()"),
 ]
 

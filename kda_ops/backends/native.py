@@ -331,7 +331,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     rows = (q * p.scale, k, v, x.g.exp()[..., None], x.beta[..., None, None])
     if packed or slots is not None:
         o.zero_()  # tokens of no sequence, and of sequences without a slot
-    kv_out = None if final_state is None or not (per_token or final_state.numel()) else p.as_kv(final_state)
+    kv_out = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)
     for t in range(p.T if not packed else int(count.max()) if p.N else 0):
         n = _intersect(live, count > t) if packed else live  # the sequences with a token t, None for all
         each = slice(None) if n is None else n

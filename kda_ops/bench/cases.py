@@ -37,7 +37,10 @@ def parse_setting(text: str) -> dict[str, int]:
     found = {n: int(x) for n, x in re.findall(r"(HV|B|T|H|D)(\d+)", text)}
     if "".join(f"{n}{x}" for n, x in found.items()) != text or not {"B", "T", "H"} <= set(found) or not all(found.values()):
         raise ValueError(f"a setting is written like B1T8192H96 (then HV.., D..), got {text!r}.")
-    return {"HV": found["H"], "D": WIDTH} | found
+    sizes = {"HV": found["H"], "D": WIDTH} | found
+    if sizes["HV"] % sizes["H"]:
+        raise ValueError(f"a setting has an HV that is a multiple of H, got {text!r}.")
+    return sizes
 
 
 @dataclass(frozen=True)

@@ -204,9 +204,9 @@ def _settings(text: str) -> list[str]:
     return text.split(",")
 
 
-def _names(known: Iterable[str]):
+def _names(known: Iterable[str], none: bool = False):
     def parse(text: str) -> list[str]:
-        names = [n for n in text.split(",") if n not in ("", "none")]
+        names = [] if none and text in ("", "none") else text.split(",")
         if wrong := [n for n in names if n not in known]:
             raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(known)}")
         return names
@@ -224,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser, device: str | None = None) ->
     parser.add_argument("--settings", type=_settings, help="such as B1T8192H96,B1T65536H16HV32")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="bfloat16 on CUDA, float32 on CPU by default")
     peers = list(dict.fromkeys(p.name for p in PEERS))
-    parser.add_argument("--peers", type=_names(peers), help=f"of {','.join(peers)}, or none; all that are installed by default")
+    parser.add_argument("--peers", type=_names(peers, none=True), help=f"of {','.join(peers)}, or none; all that are installed by default")
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="stop after S seconds; what was not reached is named")
 
 

@@ -29,6 +29,7 @@ from kda_ops.bench import sides
 from kda_ops.bench.cases import Case, make_inputs
 from kda_ops.bench.evidence import checkout
 from kda_ops.bench.machine import need_device, need_folder, write_json
+from kda_ops.problem import MAX_K
 
 REPEATS = 9
 RUN = 64  # chunks per run: the cheapest where many heads share a device
@@ -202,7 +203,9 @@ def main(argv: list[str]) -> int:
     need_device(parser, args.device)
     need_folder(parser, args.output)
     cuda = args.device == "cuda"
-    args.length, args.heads = args.length or (131072 if cuda else 2048), args.heads or (32 if cuda else 4)
+    args.length, args.heads = args.length if args.length is not None else 131072 if cuda else 2048, args.heads if args.heads is not None else 32 if cuda else 4
+    if min(args.processes, args.length, args.heads, args.width) < 1 or args.width > MAX_K:
+        parser.error(f"--processes, --length, --heads and --width must be at least 1, --width at most {MAX_K}.")
     args.output = args.output or (str(checkout() / "tests" / "gpu" / "parallel.json") if cuda else None)
     args.until = time.time() + args.time_limit
     with tempfile.TemporaryDirectory() as folder:

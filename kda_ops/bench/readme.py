@@ -64,7 +64,6 @@ def table(rows: list[dict], pass_: str | None) -> str:
 def _about(evidence: dict) -> str:
     counts = ", ".join(f"{n} {word}" for word, n in evidence["tests"].items() if n)
     counts += f", {cut}" if (cut := evidence.get("missing", {}).get("tests/gpu")) else ""
-    counts += "" if evidence.get("complete", True) else "; not every row was measured in this run"
     return f"{evidence['gpu']}, torch {evidence['torch']}, triton {evidence['triton']}; tests/gpu {counts}"
 
 
@@ -73,10 +72,14 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None) -
     shown = "".join(f"![{words}](tests/gpu/{name})\n\n" for name, words in (pictures or {}).items())
     about = f"{_about(evidence)}; medians, error: relative RMS against float64.\n\n"
     rows, earlier = evidence["rows"], evidence.get("earlier", [])
+    missing = evidence.get("missing", {}).items()
+    late = [name.split()[1] for name, why in missing if name != "tests/gpu" and why.startswith(("out of time", "the process ended"))]
 
     def fill(m: re.Match) -> str:
         nonlocal shown
-        tables = [about + table(rows, m[2])] if _of(rows, m[2]) else []
+        lacking = sum(m[2] in (None, pass_) for pass_ in late)
+        caption = about.replace(".\n", f"; {lacking} rows were not reached.\n") if lacking else about
+        tables = [caption + table(rows, m[2])] if _of(rows, m[2]) else []
         if _of(earlier, m[2]):
             tables.append("Measured on earlier kernels, not again since:\n\n" + table(earlier, m[2]))
         if not tables:

@@ -76,8 +76,10 @@ def compare_rows(new: list[dict], old: list[dict], skipped: dict[str, str] | Non
 def read_rows(path: str | Path, dtype: str | None = None) -> list[dict]:
     """The rows of a file that ``--json`` or ``evidence`` wrote, of this dtype if it says of which."""
     data = json.loads(Path(path).read_text())
-    if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+    rows = data.get("rows") if isinstance(data, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and {*KEY, "ours_ms"} <= row.keys() for row in rows):
         raise ValueError(f"{path} holds no rows of bench --json or evidence.")
-    if dtype is not None and data.get("dtype", dtype) != dtype:
-        raise ValueError(f"{path} is of {data['dtype']}, this run of {dtype}: pass --dtype {data['dtype']}.")
-    return data["rows"]
+    of = data.get("dtype", "bfloat16" if "kernels_sha256" in data else dtype)  # evidence is of bf16
+    if dtype is not None and of != dtype:
+        raise ValueError(f"{path} is of {of}, this run of {dtype}: pass --dtype {of}.")
+    return rows

@@ -147,9 +147,13 @@ class Enabled:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for module, name, ours in self.put:
-            if getattr(module, name) is ours:
-                setattr(module, name, getattr(ours, _OURS))
+        _take_out(self.put)
+
+
+def _take_out(places: list[tuple[Any, str, Callable]]) -> None:
+    for module, name, ours in places:
+        if getattr(module, name) is ours:
+            setattr(module, name, getattr(ours, _OURS))
 
 
 def enable() -> Enabled:
@@ -175,4 +179,4 @@ def disable() -> None:
     """Take our operators out of the models: every function is the one that `enable` found."""
     loaded = [sys.modules[name] for name in _NAMES if name in sys.modules]
     there = [(module, name, getattr(module, name)) for module in loaded for name in _REPLACEMENTS if hasattr(module, name)]
-    Enabled([place for place in there if hasattr(place[-1], _OURS)]).__exit__()
+    _take_out([place for place in there if hasattr(place[-1], _OURS)])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -78,8 +79,8 @@ def plan_context(length: int, group: dist.ProcessGroup | DeviceMesh, *, device: 
 
     Source: the shards of `kda_ops.distributed.chunk`.
     """
-    if not isinstance(length, int) or length < 0:
-        raise ValueError(f"length must be the tokens of this rank's shard, at least 0, got {length}.")
+    if not hasattr(length, "__index__") or operator.index(length) < 0:
+        raise ValueError(f"length must be the tokens of this rank's shard, a whole number of at least 0, got {length}.")
     pg = process_group(group)
     device = _group_device(pg) if device is None else torch.device(device)
     check_device(device, pg, "plan_context")
@@ -119,19 +120,19 @@ def agree(
         if not torch.compiler.is_compiling():
             _check_plan(group, length, device, caller)
             if CHECK_VALUES and cu_seqlens is not None:
-                check_offsets(cu_seqlens.tolist(), caller)
+                _check_offsets(cu_seqlens.tolist(), caller)
                 _check_last_offset(cu_seqlens, group.lengths, caller)
         return group, parsed
     pg = process_group(group)
     if torch.compiler.is_compiling():  # a graph cannot refuse: shards are exchanged, contracts are not compared
         parsed, name, rank, size = parse(), pg.group_name, pg.rank(), pg.size()
         return ContextPlan(name, rank, size, None, collectives.gather_lengths(length, device, size, name) if lengths_needed else None), parsed
-    refusal, terms = None, {}
+    refusal, terms = None, Contract()
     try:
         check_device(device, pg, caller)
         parsed = parse()
         terms = contract(parsed)
-        check_offsets(None if cu_seqlens is None else cu_seqlens.tolist(), caller)
+        _check_offsets(terms.get("cu_seqlens"), caller)
     except (ValueError, TypeError) as error:
         refusal, terms = error, {"refusal": str(error)}
     digest = hashlib.blake2b(repr(terms).encode(), digest_size=7).digest()
@@ -168,7 +169,7 @@ def _check_plan(plan: ContextPlan, length: int, device: torch.device, caller: st
         raise ValueError(f"{caller}: the plan was made for tensors on {plan.device_lengths.device}, got {device}: pass plan_context(..., device=...).")
 
 
-def check_offsets(offsets: list[int] | None, caller: str) -> None:
+def _check_offsets(offsets: Any, caller: str) -> None:
     """Refuse offsets that pack nothing, before any rank waits for this one."""
     if offsets is not None and (offsets[0] != 0 or sorted(offsets) != offsets):
         raise ValueError(f"{caller}: cu_seqlens are offsets on the global token axis, must start at 0 and never decrease, got {offsets}.")

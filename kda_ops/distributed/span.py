@@ -55,7 +55,6 @@ class Span:
         """The states ``[N, ...]`` that are those of the slots within the mask and `others` (None: zero) outside."""
         return torch.where(_wide(mask, slots), slots, 0.0 if others is None else others)
 
-
     def of_entered(self, x: Tensor, others: Tensor | float = 0.0) -> Tensor:
         """x ``[B, T, ...]`` for the tokens of sequences that entered, `others` elsewhere. Dense rows enter all or, with a state of zero, none."""
         if not self.packed:

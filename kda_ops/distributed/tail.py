@@ -71,8 +71,8 @@ def _check(x: Tensor, size: int, cu_seqlens: Tensor | None) -> None:
         raise ValueError(f"size must be the taps of the convolution, at least 1, got {size}.")
     if cu_seqlens is not None:
         check_index("cu_seqlens", cu_seqlens, x.device, "x")
-    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or x.shape[0] != 1):
-        raise ValueError(f"cu_seqlens [N + 1] packs its sequences into one row and needs B == 1, got {list(cu_seqlens.shape)} and B = {x.shape[0]}.")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or x.shape[0] != 1:
+            raise ValueError(f"cu_seqlens [N + 1] packs its sequences into one row and needs B == 1, got {list(cu_seqlens.shape)} and B = {x.shape[0]}.")
 
 
 def _contract(x: Tensor, size: int, cu_seqlens: Tensor | None) -> Contract:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.gated_norm import GatedRMSNorm
-from kda_ops.nn.local import local, local_rows
+from kda_ops.nn.local import local
 from kda_ops.nn.packing import Packing, Unpadding
 from kda_ops.nn.short_convolution import ShortConvolution
 from kda_ops.problem import MAX_K
@@ -97,19 +97,14 @@ class DeltaAttention(nn.Module):
                 module.reset_parameters()  # type: ignore[operator]
         self.reset_gate()
 
-    def _remembers(self) -> dict[str, tuple[int, ...]]:
-        """The shape per sequence of each buffer of a cache."""
-        q, k, v = (local_rows(proj.weight) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        shapes: dict[str, tuple[int, ...]] = {"state": (v // self.head_v_dim, self.head_v_dim, self.head_k_dim)}
-        if self.use_short_conv:
-            shapes |= {f"{n}_conv": (self.conv_size - 1, channels) for n, channels in zip("qkv", (q, k, v))}
-        return shapes
-
     def new_cache(self, num_sequences: int) -> Cache:
         """Make an empty cache for N sequences, on the layer's device."""
-        weight = local(self.q_proj.weight)
-        wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
-        return Cache(**{n: weight.new_zeros((num_sequences, *shape), dtype=wide if n == "state" else None) for n, shape in self._remembers().items()})
+        q, k, v = (local(proj.weight) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+        state = q.new_zeros((num_sequences, v.shape[0] // self.head_v_dim, self.head_v_dim, self.head_k_dim), dtype=wide)
+        if not self.use_short_conv:
+            return Cache(state)
+        return Cache(state, *(q.new_zeros((num_sequences, self.conv_size - 1, weight.shape[0])) for weight in (q, k, v)))
 
     def forward(
         self, x: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None, cu_seqlens: Tensor | None = None, group: Group | None = None
@@ -123,7 +118,7 @@ class DeltaAttention(nn.Module):
             cache: the past of the N sequences, read and brought up to date in place; inference only. With T = 1 the token recurrence runs, otherwise, and
                 for packed sequences, the chunk form.
             cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row; then ``B == 1``. Without it N is B. Tokens past the last offset
-                give zeros; in training they must be finite numbers, for weights' gradients are sums over all rows.
+                give zeros; in training they must be finite: a NaN there reaches the weights' gradients.
             group: ranks across which the tokens lie, as `kda_ops.distributed.chunk_kda` takes it: x is this rank's shard, of any length, and cu_seqlens are
                 global. The loss is the sum of the ranks' losses, so that parameters get partial gradients, to be summed over the group. Without mask and
                 cache.
@@ -149,8 +144,8 @@ class DeltaAttention(nn.Module):
             offsets = cu_seqlens = padded.cu_seqlens
         packing = None if offsets is None else Packing(offsets, x.shape[1])
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if cache is not None and torch.is_grad_enabled() and q.requires_grad:
-            raise RuntimeError("cache is written in place and has no gradient: call the layer under torch.no_grad() or torch.inference_mode().")
+        if cache is not None:
+            self._check_cache(cache, q, k, v)
         if self.use_short_conv:
             if before is not None:
                 tails = self.q_proj(before), self.k_proj(before), self.v_proj(before)
@@ -229,10 +224,15 @@ class DeltaAttention(nn.Module):
             if N != 1:
                 raise ValueError(f"cu_seqlens packs its sequences into one row and needs x of shape [1, T, hidden_size], got {list(x.shape)}.")
             N = cu_seqlens.shape[0] - 1
-        if cache is not None:
-            if cache.state.shape[0] != N:
-                raise ValueError(f"cache must hold the N = {N} sequences of this call, got one for {cache.state.shape[0]}: make it with new_cache({N}).")
-            buffers = {n: getattr(cache, n) for n in ("state", "q_conv", "k_conv", "v_conv")}
-            want, got = self._remembers(), {n: tuple(x.shape[1:]) for n, x in buffers.items() if x is not None}
-            if got != want:
-                raise ValueError(f"cache must come from this layer's new_cache, with {want} per sequence, got {got}.")
+        if cache is not None and cache.state.shape[0] != N:
+            raise ValueError(f"cache must hold the N = {N} sequences of this call, got one for {cache.state.shape[0]}: make it with new_cache({N}).")
+
+    def _check_cache(self, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Refuse a cache of other heads or convolutions than those of the projected q, k and v, and any where a gradient is wanted."""
+        tails = [(self.conv_size - 1, x.shape[-1]) if self.use_short_conv else None for x in (q, k, v)]
+        want = [(v.shape[-1] // self.head_v_dim, self.head_v_dim, self.head_k_dim), *tails]
+        got = [None if x is None else tuple(x.shape[1:]) for x in (cache.state, cache.q_conv, cache.k_conv, cache.v_conv)]
+        if got != want:
+            raise ValueError(f"cache must hold, per sequence, a state and convolution tails of shapes {want}, got {got}: make it with this layer's new_cache.")
+        if torch.is_grad_enabled() and q.requires_grad:
+            raise RuntimeError("cache is written in place and has no gradient: call the layer under torch.no_grad() or torch.inference_mode().")

@@ -33,8 +33,7 @@ class KimiDeltaAttention(DeltaAttention):
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d`` ``[channels, 1, conv_size]``, ``f_proj.0 f_proj.1`` (decay), ``b_proj``,
     ``A_log`` ``[HV]``, ``dt_bias`` ``[HV * K]``, ``g_proj.0 g_proj.1`` (output gate), ``o_norm``, ``o_proj``. ``A_log`` starts at ``log U(1, 16)``, or zero
-    with `safe_gate`. ``A_log`` and ``dt_bias`` carry ``_no_weight_decay = True`` (`copy.deepcopy` drops
-    such marks).
+    with `safe_gate`. ``A_log`` and ``dt_bias`` carry ``_no_weight_decay = True``, which `copy.deepcopy` drops.
 
     Raises:
         ValueError: sizes that do not fit together, or `safe_gate` without `lower_bound`.

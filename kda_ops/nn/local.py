@@ -21,11 +21,6 @@ def local(parameter) -> Any:
     return parameter.redistribute(placements=placements).to_local(grad_placements=summed)  # redistribute: forward nothing, backward the sum
 
 
-def local_rows(parameter) -> int:
-    """How many rows of a parameter are here."""
-    return (parameter.to_local() if hasattr(type(parameter), "to_local") else parameter).shape[0]
-
-
 def across(group, function: Callable) -> Callable:
     """A function of `kda_ops.functional`, or its namesake for tokens that lie across the ranks of a group."""
     if group is None:

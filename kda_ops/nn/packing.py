@@ -24,7 +24,7 @@ class Unpadding:
     """The permutation that moves the tokens of a padding mask to the front of one packed row, and back; sizes do not depend on the mask.
 
     mask: ``[B, T]``, nonzero at real tokens, anywhere in a row. The padding follows the last sequence, past ``cu_seqlens[-1]``, where operators give zeros.
-    It is zero there: a weight's gradient would take a NaN from it, times the zero that the loss passes to it.
+    `pack` fills it with zeros: a NaN there, times a gradient of zero, would reach the weights.
     """
 
     def __init__(self, mask: Tensor):
