@@ -432,7 +432,7 @@ REFUSALS = [
     (lambda: KimiDeltaAttention(64, lower_bound=1.0), ValueError, "lower_bound must be a finite number below 0"),
     (lambda: KimiDeltaAttention(64, conv_size=0), ValueError, "size must be at least 1"),
     (lambda: GatedRMSNorm(8, activation="relu"), ValueError, "activation must be one of"),
-    (lambda: GatedDeltaNet(64, output_gate_activation="relu"), ValueError, "output_gate_activation must be one of"),
+    (lambda: GatedDeltaNet(64, output_gate_activation="relu"), ValueError, "activation must be one of"),
     (lambda: build(GatedDeltaNet)(rows(2, 5)[..., :-1]), ValueError, "x must have shape [B, T, hidden_size] = [B, T, 32], got [2, 5, 31]"),
     (lambda: build(GatedDeltaNet)(rows(2, 5), attention_mask=torch.ones(2, 4)), ValueError, "attention_mask must have shape [B, T] = [2, 5]"),
     (lambda: build(GatedDeltaNet)(rows(2, 5), attention_mask=torch.ones(2, 1, 5, 5)), ValueError, "attention_mask must have shape [B, T] = [2, 5]"),

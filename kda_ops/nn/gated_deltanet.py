@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from kda_ops.functional import chunk_gdn, chunk_gdn_, recurrent_gdn_
 from kda_ops.nn.delta_attention import DeltaAttention
-from kda_ops.nn.gated_norm import ACTIVATIONS
 from kda_ops.nn.local import across
 
 
@@ -55,8 +54,6 @@ class GatedDeltaNet(DeltaAttention):
         conv_size: int = 4, conv_bias: bool = False, norm_eps: float = 1e-5, device=None, dtype=None,
     ):  # fmt: skip
         value_heads = num_heads if num_v_heads is None else num_v_heads
-        if output_gate_activation not in ACTIVATIONS:
-            raise ValueError(f"output_gate_activation must be one of {sorted(ACTIVATIONS)}, got {output_gate_activation!r}.")
         super().__init__(
             hidden_size, expand_v, head_dim, num_heads, num_v_heads, use_short_conv, allow_neg_eigval,
             conv_size, conv_bias, norm_eps, device, dtype, norm_activation=output_gate_activation, dt_bias_size=value_heads,

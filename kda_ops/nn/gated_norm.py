@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kda_ops.nn.local import local
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu, "silu": F.silu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu, "silu": F.silu}
 
 
 class GatedRMSNorm(nn.Module):
@@ -34,8 +34,8 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float = 1e-5, activation: str = "sigmoid", *, device=None, dtype=None):
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}.")
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}.")
         self.eps, self.activation = eps, activation
         self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
 
@@ -53,5 +53,5 @@ class GatedRMSNorm(nn.Module):
         y = x.to(wide)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * local(self.weight)
         if gate is not None:
-            y = y * ACTIVATIONS[self.activation](gate.to(wide))
+            y = y * _ACTIVATIONS[self.activation](gate.to(wide))
         return y.to(x.dtype)
