@@ -2,9 +2,9 @@
 
 Kept by default: nothing besides the inputs, or, where a kernel's operands have 16 bits, A (2 C = 128 bytes per token and value head), for KDA on Triton with
 P in the half of its tile that is zero. With `disable_recompute` also the rest of the `Tile` and the `Trace`, so that backward starts with the reverse scan:
-per token and value head 2 C + 3 K + 2 V + K V / C elements of the operand dtype and D / C floats for gamma (where `dispatch.applies_beta` says so, V
-elements less and 3 floats more); and, where `dispatch.reads_output` says so, o itself, which autograd saves as the output that it is. What is kept is what
-a recompute would produce, so both policies give the same bits.
+per token and value head 2 C + 3 K + 2 V + K V / C elements of the operand dtype and K / C (GDN: 1 / C) floats for gamma (where `dispatch.applies_beta` says
+so, V elements less and 3 floats more); and, where `dispatch.reads_output` says so, o itself, which autograd saves as the output that it is. What is kept is
+what a recompute would produce, so both policies give the same bits.
 """
 
 from __future__ import annotations

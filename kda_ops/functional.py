@@ -31,8 +31,8 @@ def chunk_kda(
         v: ``[B, T, HV, V]`` in q's dtype; HV is a multiple of H and value head h reads key head ``h // (HV // H)``.
         g: ``[B, T, HV, K]``, fp16 to fp64: natural-log decay, at most 0 (``-inf`` forgets everything); raw logits if ``use_gate_in_kernel``; None: no decay.
         beta: ``[B, T, HV]``, fp16 to fp64: write strength in [0, 2]; raw logits if ``use_beta_sigmoid_in_kernel``; None: 1.
-        A_log: ``[HV]``, parameter of the gate; the bounded gate can do without.
-        dt_bias: ``[HV, K]`` or flat ``[HV * K]``, parameter of the gate, or None.
+        A_log: ``[HV]``, fp16 to fp64, parameter of the gate; the bounded gate can do without.
+        dt_bias: ``[HV, K]`` or flat ``[HV * K]``, fp16 to fp64, parameter of the gate, or None.
         initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``transpose_state_layout``), fp32 (fp64 for fp64 inputs), any strides.
         cu_seqlens: ``[N + 1]`` int32 or int64 on the same device, from 0, non-decreasing; packs N sequences into one row, so ``B == 1``. Equal
             neighbours are empty sequences, whose state passes through; tokens after the last offset give zeros. Never read on the host on CUDA.
@@ -54,6 +54,8 @@ def chunk_kda(
     Raises:
         ValueError: shapes or flags disagree; the message names the argument, what was expected and what was given.
         TypeError: dtypes or devices disagree.
+
+    Values that live on a GPU (offsets, slots, decays) are checked only under the environment variable KDA_OPS_CHECK=1; on a CPU offsets always are.
 
     Example:
         >>> import torch, kda_ops

@@ -169,15 +169,14 @@ class Problem:
             if B != 1:
                 raise ValueError(f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape q, k, v, g and beta to [1, B * T, ...].")
             self.N = cu_seqlens.shape[0] - 1
-            if CHECK_VALUES and not _is_symbolic(cu_seqlens):
+            if (CHECK_VALUES or device.type == "cpu") and not _is_symbolic(cu_seqlens):  # a CPU backend reads them anyway
                 _check_cu_seqlens(cu_seqlens, T)
-        if CHECK_VALUES and g is not None and not use_gate_in_kernel and not _is_symbolic(g):
-            tokens = g if cu_seqlens is None else g[:, : int(cu_seqlens[-1])]
-            _check_decay(tokens, (lower_bound or SAFE_BOUND) if safe_gate else None)
         self.rank, self.q, self.k, self.v, self.g, self.beta = rank, q, k, v, g, beta
         self.A_log, self.dt_bias = A_log, dt_bias
         self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()  # kernels count on it
         self.B, self.T, self.H, self.HV, self.K, self.V = B, T, H, HV, K, V
+        if scale is not None and not -math.inf < scale < math.inf:
+            raise ValueError(f"scale must be a finite number, got {scale}.")
         self.scale = K**-0.5 if scale is None else scale
         self.l2norm, self.activate_gate, self.lower_bound, self.safe_gate = use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, safe_gate
         self.sigmoid_beta, self.neg_eigval, self.transposed = use_beta_sigmoid_in_kernel, allow_neg_eigval, transpose_state_layout
@@ -195,6 +194,7 @@ class Problem:
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
         if initial_state is not None:
             p._take_state("initial_state", "N", p.N, initial_state, pool=False)
+        p._check_decays()
         return p
 
     @classmethod
@@ -271,8 +271,8 @@ class Problem:
         if state.dim() != 4:
             layout = "[slots, HV, V, K]" if self.transposed else "[slots, HV, K, V]"
             raise ValueError(f"state must have 4 dimensions {layout} (transpose_state_layout={self.transposed}), got shape {list(state.shape)}.")
-        if 0 in state.stride() and any(n > 1 and s == 0 for n, s in zip(state.shape, state.stride())):
-            raise ValueError(f"state must not overlap itself, because it is written, got strides {list(state.stride())}: clone the expanded tensor.")
+        if _overlaps(state):
+            raise ValueError(f"state must not overlap itself, because it is written, got strides {list(state.stride())}: clone it.")
         if state_indices is None:
             self._take_state("state", "N", self.N, state, pool=True)
         else:
@@ -284,6 +284,7 @@ class Problem:
             if CHECK_VALUES and not _is_symbolic(state_indices):
                 _check_slots(state_indices, state.shape[0], "state_indices")
         self.state_indices = state_indices
+        self._check_decays()
 
     # What a call returns; the kernel and the fake implementation allocate through the same two functions.
 
@@ -305,6 +306,18 @@ class Problem:
         """A state of the caller's layout seen as S[k, v]: the layout is two strides."""
         return state.transpose(-1, -2) if self.transposed else state
 
+    def _check_decays(self) -> None:
+        """Under KDA_OPS_CHECK=1, refuse decays above 0, or below what `safe_gate` promises, of tokens whose sequence has a slot, if slots there are."""
+        if not CHECK_VALUES or self.g is None or self.activate_gate or _is_symbolic(self.g):
+            return
+        g, slots = self.g, self.state_indices
+        if self.cu_seqlens is not None:
+            g = g[:, : int(self.cu_seqlens[-1])]
+        if slots is not None:
+            live = (slots if slots.dim() == 1 else slots.amax(1)) >= 0
+            g = g[live] if self.cu_seqlens is None else g[:, live.repeat_interleave(self.cu_seqlens.diff())]
+        _check_decay(g, (self.lower_bound or SAFE_BOUND) if self.safe_gate else None)
+
     @property
     def gate_bound(self) -> float | None:
         """The least decay that the caller's flags promise, or None: decides how many anchors a kernel needs, never the result."""
@@ -322,6 +335,8 @@ def new_output(v: Tensor) -> Tensor:
 
 def gate_problem(rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> torch.dtype:
     """Validate a call to `kda::gate` or `gdn::gate`; the dtype of its result."""
+    if g is None:
+        raise TypeError("g must be a tensor, got None.")
     if g.dim() != 3 + rank:
         raise ValueError(f"g must have shape {'[B, T, HV, K]' if rank else '[B, T, HV]'}, got {list(g.shape)}.")
     _check_float("g", g, g.device)
@@ -333,11 +348,24 @@ def gate_problem(rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | N
 # --- values, which live on the device and are read only when KDA_OPS_CHECK=1 asks for it -------------------------------------
 
 
+def _overlaps(x: Tensor) -> bool:
+    """Whether two elements may share a place: each stride must step over what the smaller ones reach. Of symbolic sizes the call itself will know."""
+    if any(isinstance(size, int) and size == 0 for size in x.shape):
+        return False
+    reach = 0
+    steps = [(stride, size) for size, stride in zip(x.shape, x.stride()) if isinstance(size, int) and isinstance(stride, int) and size > 1]
+    for stride, size in sorted(steps):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def _is_symbolic(x: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    return x.is_meta or isinstance(x, (FakeTensor, FunctionalTensor))
+    return torch.compiler.is_compiling() or x.is_meta or isinstance(x, (FakeTensor, FunctionalTensor))
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, T: int) -> None:

@@ -18,7 +18,7 @@ def _cast(operator: schemas.Operator, namespace: str, device_type: str):
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *args, **flags):
         dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = (x.to(dtype) if x.dtype is not torch.float64 and x.dtype.is_floating_point else x for x in (q, k, v))
+        q, k, v = (x.to(dtype) if x is not None and x.dtype is not torch.float64 and x.dtype.is_floating_point else x for x in (q, k, v))
         with torch._C._ExcludeDispatchKeyGuard(_BELOW):
             return op(q, k, v, *args, **flags)
 

@@ -95,6 +95,7 @@ REFUSED = [
         r"^q, k and v must share one dtype, got torch.float32, torch.bfloat16 and torch.float32: cast",
     ),
     ("chunk", {"v": z(B, T, HV, V, dtype=torch.float16)}, TypeError, r"^q, k and v must share one dtype"),
+    ("chunk recurrent_", {"k": z(B, T, H, K, device="meta")}, TypeError, r"^q, k and v must be on one device, got cpu, meta and cpu: move"),
     ("chunk recurrent_", {"v": z(B, T, HV, V, device="meta")}, TypeError, r"^q, k and v must be on one device, got cpu, cpu and meta: move"),
     # g and beta
     ("chunk recurrent recurrent_ chunk_", {"g": z(B, T, 1)}, ValueError, r"^g must have shape \[B, T, HV(, K)?\] = \[2, 5, 4(, 8)?\], got \[2, 5, 1\]"),
@@ -122,6 +123,7 @@ REFUSED = [
         ValueError,
         r"^dt_bias must have shape \[HV, K\] = \[4, 8\], got \[4\] \(flat \[HV \* K\] = \[32\] is accepted too\)",
     ),
+    ("kda:chunk kda:recurrent_", GATED | {"dt_bias": z(K, HV)}, ValueError, r"^dt_bias must have shape \[HV, K\]"),
     ("gdn:chunk", GATED | {"dt_bias": z(HV, K)}, ValueError, r"^dt_bias must have shape \[HV\] = \[4\], got \[4, 8\]"),
     ("kda:chunk", GATED | {"dt_bias": z(HV, K, dtype=torch.int64)}, TypeError, r"^dt_bias must be float16, bfloat16, float32 or float64"),
     ("kda:chunk", GATED | {"dt_bias": z(HV, K, device="meta")}, TypeError, f"^dt_bias {ELSEWHERE}"),
@@ -133,6 +135,7 @@ REFUSED = [
     ),
     ("chunk recurrent recurrent_ chunk_", {"lower_bound": -5.0}, ValueError, r"^lower_bound without use_gate_in_kernel only names the bound"),
     ("chunk", {"lower_bound": 5.0, "safe_gate": True}, ValueError, r"^lower_bound must be a finite number below 0"),
+    *(("chunk recurrent recurrent_ chunk_", {"scale": scale}, ValueError, r"^scale must be a finite number") for scale in (math.inf, math.nan)),
     # packing
     ("chunk recurrent recurrent_ chunk_", {"cu_seqlens": ints(2)}, ValueError, r"^cu_seqlens packs .* needs B == 1, got B = 2: reshape"),
     ("chunk", PACKED | {"cu_seqlens": ints(1, 2)}, ValueError, r"^cu_seqlens must have shape \[N \+ 1\], got \[1, 2\]"),
@@ -182,6 +185,13 @@ REFUSED = [
     ("recurrent_ chunk_", {"state": z(3, HV, K, V, device="meta")}, TypeError, f"^state {ELSEWHERE}"),
     # pools
     ("recurrent_ chunk_", {"state": z(HV, K, V)}, ValueError, r"^state must have 4 dimensions \[slots, HV, K, V\]"),
+    (
+        "recurrent_ chunk_",
+        {"state": z(1, HV, K, V).expand(3, HV, K, V)},
+        ValueError,
+        r"^state must not overlap itself, .* got strides \[0, 48, 6, 1\]: clone it",
+    ),
+    ("recurrent_ chunk_", {"state": z(5 * HV * K * V).as_strided((3, HV, K, V), (96, 48, 6, 1))}, ValueError, r"^state must not overlap itself"),
     ("recurrent_ chunk_", {"state_indices": None}, ValueError, r"^state must have shape \[N, HV, K, V\] = \[2, 4, 8, 6\] .* got \[3, 4, 8, 6\]"),
     ("recurrent_ chunk_", {"state_indices": ints(3)}, ValueError, r"^state_indices must have shape \[N\] or \[N, S\] with N = 2, got \[3\]"),
     ("recurrent_", {"state_indices": ints(2, 5, 1)}, ValueError, r"^state_indices must have shape"),
@@ -254,6 +264,18 @@ def test_the_call_that_the_table_changes_is_legal(variant, op):
         assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
 
 
+def test_another_gpu_is_another_device():
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 5, 2, 8, device="cuda:0") for _ in range(3))
+        with pytest.raises(TypeError, match="^g must be on cuda:0, where q is, got cuda:1"):
+            kda_ops.chunk_kda(q, k, v, torch.empty(1, 5, 2, 8, device="cuda:1"), None)
+
+
+def test_the_widest_key_is_legal():
+    x = Case(T=2, K=256, V=2, H=1, HV=1, state=False, final=False).inputs()
+    assert kda_ops.chunk_kda(*x.values())[0].shape == (1, 2, 1, 2)
+
+
 def test_float64_is_refused_on_cuda():
     with FakeTensorMode():
         x = {n: torch.empty(s, dtype=torch.float64, device="cuda") for n, s in (("q", (B, T, H, K)), ("k", (B, T, H, K)), ("v", (B, T, HV, V)))}
@@ -265,6 +287,30 @@ def test_float64_is_refused_on_cuda():
 def test_a_device_without_kernels_is_named():
     with pytest.raises(TypeError, match="^q must be on a CPU or CUDA device, got xpu"):
         dispatch.backend_name(torch.device("xpu"))
+
+
+def test_a_pool_of_any_strides_that_do_not_meet_is_taken():
+    x = arguments("kda", "recurrent_")
+    whole = torch.zeros(7, 2 * HV, K + 3, 2 * V)
+    none = arguments("kda", "recurrent_") | {n: x[n][:0] for n in ("q", "k", "v", "g", "beta", "state_indices")}
+    overload("kda", "recurrent_")(*(none | {"state": torch.zeros(1, 1, 1, 1).expand(0, HV, K, V)}).values())
+    for state in (whole[::2, ::2, :K, ::2], whole[1:4, HV:, 3:, V:], torch.zeros(V, K, 3, HV).permute(2, 3, 1, 0), torch.zeros(3, HV, V, K).mT):
+        overload("kda", "recurrent_")(*(x | {"state": state}).values())
+        assert state[0].any()
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_what_is_no_tensor_is_refused_under_autocast_and_vmap_too(variant):
+    x = arguments(variant, "chunk")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="^k must be a tensor, got None"):
+        overload(variant, "chunk")(*(x | {"k": None}).values())
+    with pytest.raises(TypeError, match="^v must be a tensor, got None"):
+        torch.func.vmap(lambda q: overload(variant, "chunk")(*(x | {"q": q, "v": None}).values())[0])(torch.stack([x["q"]] * 2))
+    with pytest.raises(ValueError, match=r"^beta must have at least 3 dimensions besides those that vmap maps, got shape \[2, 2, 5\] in all"):
+        torch.func.vmap(lambda b: overload(variant, "chunk")(*(x | {"beta": b}).values())[0])(z(2, B, T))
+    y = arguments(variant, "gate")
+    with pytest.raises(TypeError, match="^g must be a tensor, got None"):
+        torch.func.vmap(lambda a: overload(variant, "gate")(None, a, None))(torch.stack([y["A_log"]] * 2))
 
 
 @pytest.mark.parametrize("function", [f for f in kda_ops.__all__ if callable(getattr(kda_ops, f))])
@@ -296,6 +342,8 @@ CHECKED = [
     ("g below the named bound", "run(g=-2.0, safe_gate=True, lower_bound=-1.0)", r"g must stay in \[-1.0, 0\]"),
     ("a slot too far", "pool([0, 3])", "state_indices must be below the number of slots, 3, got 3"),
     ("a slot twice", "pool([1, 1])", "state_indices must name distinct slots, got one slot twice"),
+    ("a decay of a row with a slot", "pool([-1, 2], g=[-1.0, math.nan])", "g must be at most 0"),
+    ("a decay of a packed sequence with a slot", "packed([-1, 1], [0, 4, 5], g=[5.0, 5.0, 5.0, 5.0, 5.0])", "g must be at most 0"),
     ("no token accepted", "pool([[0, 1], [2, -1]], [0, 1])", r"num_accepted_tokens must lie between 1 and S = 2, .* got \[0, 1\]"),
     ("too many accepted", "pool([[0, 1], [2, -1]], [1, 3])", "num_accepted_tokens must lie between 1 and S = 2"),
     ("a packed token without a slot", "packed([[0, 1]], [0, 5])", "with S at least 5, the longest sequence, got S = 2"),
@@ -316,6 +364,11 @@ LEGAL = [
     "prefill([[1, 2, 0]])",  # nor does a sequence of 130 tokens leave a third one
     "prefill([[1, 0]], every=2)",
     "run(cu=[0, 3], g=[-1.0, -1.0, -1.0, math.nan, 5.0])",
+    "run(g=0.5, A_log=torch.zeros(2), use_gate_in_kernel=True)",  # logits
+    "pool([[0, 1], [-1, -1]], [1, 0])",  # nor what a row without a slot accepted
+    "packed([[0, 1], [2, -1]], [0, 2, 3])",
+    "pool([2, -1], g=[-1.0, math.nan])",  # of a row without a slot nothing is read
+    "packed([-1, 1], [0, 4, 5], g=[5.0, 5.0, 5.0, 5.0, -1.0])",
     "torch.compile(run, backend='eager')(cu=[0, 5])",
 ]
 
@@ -328,13 +381,15 @@ def test_values_are_checked_when_the_environment_asks(tmp_path):
             q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
             g = None if g is None else torch.tensor(g).reshape(1, -1, 1, 1).expand(1, 5, 2, 4)
             return kda_ops.chunk_kda(q, k, v, g, None, cu_seqlens=None if cu is None else torch.tensor(cu), **flags)
-        def pool(slots, accepted=None):
+        def pool(slots, accepted=None, g=None):
             q, k, v = (torch.randn(2, 1, 2, 4) for _ in range(3))
             accepted = None if accepted is None else torch.tensor(accepted)
-            return kda_ops.recurrent_kda_(q, k, v, None, None, torch.zeros(3, 2, 4, 4), torch.tensor(slots), accepted)
-        def packed(slots, cu):
+            g = None if g is None else torch.tensor(g).reshape(2, 1, 1, 1).expand(2, 1, 2, 4)
+            return kda_ops.recurrent_kda_(q, k, v, g, None, torch.zeros(3, 2, 4, 4), torch.tensor(slots), accepted)
+        def packed(slots, cu, g=None):
             q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
-            return kda_ops.recurrent_kda_(q, k, v, None, None, torch.zeros(3, 2, 4, 4), torch.tensor(slots), cu_seqlens=torch.tensor(cu))
+            g = None if g is None else torch.tensor(g).reshape(1, 5, 1, 1).expand(1, 5, 2, 4)
+            return kda_ops.recurrent_kda_(q, k, v, g, None, torch.zeros(3, 2, 4, 4), torch.tensor(slots), cu_seqlens=torch.tensor(cu))
         def prefill(snapshots, slot=0, every=1):
             q, k, v = (torch.randn(1, 130, 2, 4) for _ in range(3))
             pool = torch.zeros(3, 2, 4, 4)
@@ -354,8 +409,9 @@ def test_values_are_checked_when_the_environment_asks(tmp_path):
     for (name, _, words), said in zip(CHECKED, out):
         assert re.search(words, said), f"{name}: {said}"
     assert out[len(CHECKED) :] == ["passed"] * len(LEGAL)
-    unchecked = _python(script, lines[3:7], {"KDA_OPS_CHECK": "0"})
-    assert unchecked == ["passed"] * 4, "values were read on the host without being asked to"
+    unchecked = _python(script, lines[:7], {"KDA_OPS_CHECK": "0"})
+    assert all("cu_seqlens must start at 0" in said for said in unchecked[:3])  # which the CPU backend reads anyway
+    assert unchecked[3:] == ["passed"] * 4, "values were read on the host without being asked to"
 
 
 def _python(script, args, env):
