@@ -7,11 +7,14 @@ inputs and differentiates through the chunk formulas. Double backward and tangen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from kda_ops import dispatch
 from kda_ops.registrations import schemas
@@ -30,21 +33,56 @@ def _refuse_tangents(name: str, args: tuple, kwargs: dict) -> None:
         raise NotImplementedError(f"{name} has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse mode, torch.autograd.")
 
 
-@dataclass(frozen=True)
-class _ReverseOnly:
-    """The library that `torch.library.register_autograd` registers a formula with: there it refuses tangents first."""
+class _Call(NamedTuple):
+    """What a formula's forward takes besides the inputs."""
 
-    namespace: str
+    keyset: torch.DispatchKeySet
+    flags: dict
 
-    def impl(self, name: str, kernel: Callable, key: str, with_keyset: bool) -> None:
-        """Register a kernel."""
 
-        def guard(keyset, *args, **kwargs):
-            if forward_ad._current_level >= 0:
-                _refuse_tangents(f"{self.namespace}::{name}", args, kwargs)
-            return kernel(keyset, *args, **kwargs)
+class _Formula(_SingleLevelFunction):
+    """A function of one level of transforms, the one that the dispatcher has come to: `torch.autograd.Function` would begin with all of them again."""
 
-        schemas.LIBRARIES[self.namespace].impl(name, guard, key, with_keyset=with_keyset)
+    @staticmethod
+    def _compiled_autograd_key(ctx) -> tuple:
+        return (ctx._autograd_function_id,)
+
+
+def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callable) -> None:
+    """Give `op` a formula: ``setup(ctx, inputs, flags, output)``, both with the defaults that the dispatcher strips, and ``backward(ctx, *gradients)``.
+
+    What `torch.library.register_autograd` makes would do, but that it reads the schema anew in every call, which takes as long as the rest of a
+    forward's Python, and that `torch.func.grad` refuses it.
+    """
+    arguments = op._schema.arguments
+    positional = tuple(a.default_value for a in arguments if not a.kwarg_only)
+    keywords = {a.name: a.default_value for a in arguments if a.kwarg_only}
+
+    def below(call: _Call, args: tuple):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(call.keyset & torch._C._after_autograd_keyset, *args, **call.flags)
+
+    def forward(ctx, call: _Call, *args):
+        # Of transforms inside each other the outer ones are below; a function's forward is without gradients, and they may want theirs.
+        with torch.enable_grad() if torch._C._are_functorch_transforms_active() else nullcontext():
+            output = below(call, args)
+        setup(ctx, (*args, *positional[len(args) :]), keywords | call.flags, output)
+        return output
+
+    def reverse(ctx, *gradients):
+        return None, *backward(ctx, *gradients)[: len(ctx.needs_input_grad) - 1]
+
+    formula = type(f"{op._namespace}_{op._opname}", (_Formula,), {"forward": staticmethod(forward), "backward": staticmethod(reverse)})
+
+    def kernel(keyset: torch.DispatchKeySet, *args, **flags):
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(f"{op._namespace}::{op._opname}", args, flags)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return below(_Call(keyset, flags), args)
+        with enable_single_level_autograd_function() if torch._C._are_functorch_transforms_active() else nullcontext():
+            return formula.apply(_Call(keyset, flags), *args)
+
+    schemas.LIBRARIES[op._namespace].impl(op._opname, kernel, "Autograd", with_keyset=True)
 
 
 def _chunk(namespace: str):
@@ -65,15 +103,15 @@ def _chunk(namespace: str):
 def _setup(namespace: str):
     rank = schemas.VARIANTS[namespace]
 
-    def setup(ctx, inputs, keyword_only_inputs, output) -> None:
+    def setup(ctx, inputs, flags, output) -> None:
         o, final_state, *kept = output
-        reads_output = dispatch.reads_output(o.device, rank, keyword_only_inputs["use_qk_l2norm_in_kernel"])
+        reads_output = dispatch.reads_output(o.device, rank, flags["use_qk_l2norm_in_kernel"])
         # What is not kept is an empty tensor of one dimension; only the rest is worth a place among the saved tensors.
-        ctx.kept = [keyword_only_inputs.get("disable_recompute", False) and reads_output, *(x.dim() > 1 for x in kept)]
+        ctx.kept = [flags.get("disable_recompute", False) and reads_output, *(x.dim() > 1 for x in kept)]
         ctx.save_for_backward(*inputs, *(x for x, there in zip((o, *kept), ctx.kept) if there))
-        ctx.mark_non_differentiable(*kept, *(() if keyword_only_inputs["output_final_state"] else (final_state,)))
+        ctx.mark_non_differentiable(*kept, *(() if flags["output_final_state"] else (final_state,)))
         ctx.set_materialize_grads(False)
-        ctx.flags = keyword_only_inputs
+        ctx.flags = flags
 
     return setup
 
@@ -84,8 +122,8 @@ def _backward(namespace: str):
     def backward(ctx, do, dfinal_state, *_):
         saved_tensors = ctx.saved_tensors  # read once: activation checkpointing refuses to unpack a tensor twice
         inputs, saved = saved_tensors[:_INPUTS], iter(saved_tensors[_INPUTS:])
-        # The dispatcher strips trailing arguments that equal their defaults, and needs_input_grad is short by as many.
-        need = [*ctx.needs_input_grad, *(False for _ in GRADIENTS)][: len(GRADIENTS)]
+        # The dispatcher strips trailing arguments that equal their defaults, and needs_input_grad, which begins with the call, is short by as many.
+        need = [*ctx.needs_input_grad[1:], *(False for _ in GRADIENTS)][: len(GRADIENTS)]
         flags = dict(ctx.flags)
         if not flags["output_final_state"]:
             dfinal_state = None  # compiled code passes zeros of the empty tensor's shape
@@ -101,9 +139,9 @@ def _backward(namespace: str):
     return backward
 
 
-def _gate_setup(ctx, inputs, keyword_only_inputs, output) -> None:
+def _gate_setup(ctx, inputs, flags, output) -> None:
     ctx.save_for_backward(*inputs)
-    ctx.flags = keyword_only_inputs
+    ctx.flags = flags
 
 
 def _gate_backward(namespace: str):
@@ -117,13 +155,13 @@ def _gate_backward(namespace: str):
     return backward
 
 
-def _no_setup(ctx, inputs, keyword_only_inputs, output) -> None:
+def _no_setup(ctx, inputs, flags, output) -> None:
     pass
 
 
 def _refuse_double_backward(name: str):
     def backward(ctx, *grads):
-        raise RuntimeError(f"{name}: double backward is not implemented: call backward without create_graph=True.")
+        raise RuntimeError(f"{name}: double backward is not implemented: call backward without create_graph=True, and nest no torch.func.grad.")
 
     return backward
 
@@ -148,14 +186,11 @@ def _refuse_in_place(operator: schemas.Operator, namespace: str):
 
 for _namespace, _library in schemas.LIBRARIES.items():
     _library.impl("chunk", _chunk(_namespace), "Autograd")
-    _guarded = _ReverseOnly(_namespace)
     for _operator in (schemas.CHUNK_FWD, schemas.RECURRENT):
-        torch.library.register_autograd(f"{_namespace}::{_operator.name}", _backward(_namespace), setup_context=_setup(_namespace), lib=_guarded)
-    torch.library.register_autograd(f"{_namespace}::gate", _gate_backward(_namespace), setup_context=_gate_setup, lib=_guarded)
+        _differentiable(_operator.overload(_namespace), _setup(_namespace), _backward(_namespace))
+    _differentiable(schemas.GATE.overload(_namespace), _gate_setup, _gate_backward(_namespace))
     for _operator, _public in ((schemas.CHUNK_BWD, "chunk and recurrent"), (schemas.GATE_BWD, "gate")):
-        torch.library.register_autograd(
-            f"{_namespace}::{_operator.name}", _refuse_double_backward(f"{_namespace}::{_public}"), setup_context=_no_setup, lib=_guarded
-        )
+        _differentiable(_operator.overload(_namespace), _no_setup, _refuse_double_backward(f"{_namespace}::{_public}"))
     for _operator in schemas.OPERATORS:
         if _operator.mutates:
             _library.impl(_operator.name, _refuse_in_place(_operator, _namespace), "Autograd")

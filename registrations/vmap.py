@@ -1,4 +1,4 @@
-"""vmap: the mapped dimension folds into the head axes, which is exact, and works for packed sequences and mapped parameters too."""
+"""vmap: the mapped dimension folds into the head axes, which is exact, and works for packed sequences, mapped parameters and gradients per sample too."""
 
 from __future__ import annotations
 
@@ -6,36 +6,43 @@ import torch
 from torch import Tensor
 
 from kda_ops.registrations import schemas
+from kda_ops.stages import GRADIENTS, KEPT
 
-# The head axis of each input, in the order of the schemas.
-_SEQUENCE_AXES = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1}
-_GATE_AXES = {"g": 2, "A_log": 0, "dt_bias": 0}
+# The head axis of what the schemas name; an output without a name is that of `gate`. cu_seqlens has none.
+_AXES = {"": 2, "q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1, "o": 2, "dy": 2, "norms": 1} | dict.fromkeys(KEPT, 1)
+_AXES |= {"final_state": 1, "do": 2, "dfinal_state": 1} | {f"d{n}": _AXES[n] for n in GRADIENTS}
 
 
-def _fold(x: Tensor | None, mapped: int | None, size: int, axis: int) -> Tensor | None:
+def _absent(x: Tensor, mapped: int | None = None) -> bool:
+    """Whether x stands for nothing in each call: what was not kept, or not asked for."""
+    return not x.numel() and x.dim() == (1 if mapped is None else 2)
+
+
+def _fold(name: str, x: Tensor | None, mapped: int | None, size: int, axis: int) -> Tensor | None:
     """[.., heads, ..] with a mapped dimension somewhere, or none, to [.., size * heads, ..]."""
-    if x is None:
-        return None
+    if x is None or _absent(x, mapped):
+        return x if x is None else x.new_empty((0,))
+    if x.dim() - (mapped is not None) <= axis:
+        raise ValueError(f"{name} must have at least {axis + 1} dimensions besides those that vmap maps, got shape {list(x.shape)} in all.")
     x = x.unsqueeze(axis).expand(*x.shape[:axis], size, *x.shape[axis:]) if mapped is None else x.movedim(mapped, axis)
     return x.flatten(axis, axis + 1)
 
 
-def _rule(operator: schemas.Operator, namespace: str, axes: dict[str, int], out_axes: tuple[int, ...]):
-    op, by_value_head = operator.overload(namespace), list(axes).index("v") if "v" in axes else 0
+def _rule(operator: schemas.Operator, namespace: str):
+    op = operator.overload(namespace)
+    names = [a.name for a in op._schema.arguments]
+    out_axes = [_AXES[r.name or ""] for r in op._schema.returns]
 
     def rule(info, in_dims, *args, **flags):
-        size = info.batch_size
-        folded = [_fold(x, d, size, axis) for x, d, axis in zip(args, in_dims, axes.values())]
-        if any(d is not None for d in in_dims[len(axes) : len(args)]):
-            raise ValueError(f"{namespace}::{operator.name}: cu_seqlens cannot be mapped by vmap: the packing is one for all slices.")
-        shape = list(args[by_value_head].shape)
-        if in_dims[by_value_head] is not None:
-            del shape[in_dims[by_value_head]]
-        out = op(*folded, *args[len(axes) :], **flags)
+        folded = []
+        for name, x, mapped in zip(names, args, in_dims):
+            if name == "cu_seqlens" and mapped is not None:
+                raise ValueError(f"{namespace}::{operator.name}: cu_seqlens cannot be mapped by vmap: the packing is one for all slices.")
+            folded.append(_fold(name, x, mapped, info.batch_size, _AXES[name]) if name in _AXES else x)
+        out = op(*folded, **flags)
         outs = (out,) if isinstance(out, Tensor) else out
-        # A final state that was not asked for is an empty tensor of one dimension and stays as it is.
-        dims = tuple(axis if x.dim() > 1 else None for x, axis in zip(outs, out_axes))
-        outs = tuple(x if d is None else x.unflatten(d, (size, shape[2])) for x, d in zip(outs, dims))
+        dims = tuple(None if _absent(x) else axis for x, axis in zip(outs, out_axes))
+        outs = tuple(x if d is None else x.unflatten(d, (info.batch_size, -1)) for x, d in zip(outs, dims))
         return (outs[0], dims[0]) if isinstance(out, Tensor) else (outs, dims)
 
     return rule
@@ -49,7 +56,6 @@ def _refuse(name: str):
 
 
 for _namespace, _library in schemas.LIBRARIES.items():
-    for _operator, _axes, _out in ((schemas.CHUNK, _SEQUENCE_AXES, (2, 1)), (schemas.RECURRENT, _SEQUENCE_AXES, (2, 1)), (schemas.GATE, _GATE_AXES, (2,))):
-        torch.library.register_vmap(f"{_namespace}::{_operator.name}", _rule(_operator, _namespace, _axes, _out), lib=_library)
-    for _operator in (schemas.RECURRENT_, schemas.CHUNK_):
-        torch.library.register_vmap(f"{_namespace}::{_operator.name}", _refuse(f"{_namespace}::{_operator.name}"), lib=_library)
+    for _operator in schemas.OPERATORS:
+        _mapped = _refuse(f"{_namespace}::{_operator.name}") if _operator.mutates else _rule(_operator, _namespace)
+        torch.library.register_vmap(f"{_namespace}::{_operator.name}", _mapped, lib=_library)

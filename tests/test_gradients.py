@@ -5,6 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kda_ops.backends.reference import Reference
+from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
 from tests.support.cases import Case, cases, replace
@@ -131,3 +133,34 @@ def test_changing_an_input_before_backward_is_noticed(variant):
 
 def test_the_cases_cover_a_chunk_boundary():
     assert replace(Case(), T=65).rows > 64
+
+
+@pytest.mark.parametrize("logit", (100.0, 1e4, 1e5))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_a_reset_adds_no_rounding_to_the_gradient_of_A_log(variant, logit):
+    """dA_log sums g dg: where a decay is 0, what cumulated terms leave of dg is rounding, and g is as large as one likes."""
+    case = Case(variant, T=128, K=32, V=32, H=2, HV=2, gate="softplus", l2norm=True, state=False, final=False)
+    x, (do, _) = case.inputs(), case.cotangents()
+    x["g"][:, ::16] = logit
+    x["A_log"].zero_()
+    wide = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in x.items()}
+    p = Problem.parse(case.rank, *wide.values(), **case.flags())
+    p.A_log.requires_grad_()
+    o = p.new_output()
+    Reference().step(p, o, p.new_final_state())
+    (want,) = torch.autograd.grad(o, p.A_log, do.double())
+    there = {n: None if t is None else t.to(TARGET.device) for n, t in x.items()}
+    got = run(case, inputs=there, need=("A_log",), cotangents=(do.to(TARGET.device), None))["dA_log"].cpu().double()
+    assert (got - want).norm() < 2e-5 * want.norm()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_gates_may_be_wider_than_q(variant, op):
+    case = Case(variant, lengths=(5, 0, 2), gate="softplus", beta="sigmoid", l2norm=True)
+    x = case.inputs(TARGET.device)
+    wide = x | {n: x[n].double() for n in ("g", "beta", "A_log", "dt_bias")}
+    got, want = run(case, op, wide), run(case, op)
+    for name, t in want.items():
+        assert got[name].dtype is (wide[name[1:]].dtype if name[1:] in wide else t.dtype), name
+        torch.testing.assert_close(got[name].to(t.dtype), t, rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.library import opcheck
 
@@ -170,6 +171,91 @@ def test_a_tangent_of_a_cotangent_is_refused_in_words(op):
     o, _ = overload("kda", op)(*x.values(), **case.flags(op))
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="^kda::chunk_bwd has no forward-mode derivative"):
         torch.autograd.grad(o, x["q"], forward_ad.make_dual(torch.ones_like(o), torch.ones_like(o)))
+
+
+# --- transforms of functions
+
+
+def squared(case, op):
+    """The sum of squares of what an operator gives, as a function of its floating inputs; those inputs; and their gradients by torch.autograd."""
+    x = {n: t for n, t in case.inputs(TARGET.device).items() if t is not None and (op != "gate" or n in ("g", "A_log", "dt_bias"))}
+    integers = {n: x.pop(n) for n in ("cu_seqlens",) if n in x}
+
+    def loss(*args):
+        words = dict(zip(x, args)) if op == "gate" else {"g": None, "beta": None} | dict(zip(x, args)) | integers | case.flags(op)
+        out = overload(case.variant, op)(**words)
+        return sum(y.square().sum() for y in ((out,) if op == "gate" else out))
+
+    leaves = [t.clone().requires_grad_() for t in x.values()]
+    return loss, tuple(x.values()), torch.autograd.grad(loss(*leaves), leaves)
+
+
+INSIDE = {"T": 37, "H": 1, "HV": 2, "gate": "softplus", "beta": "sigmoid", "l2norm": True}
+each_operator = pytest.mark.parametrize(("variant", "op"), [(v, o) for v in VARIANTS for o in (*OPS, "gate")])
+
+
+@each_operator
+def test_functional_transforms_give_the_gradients_of_autograd(variant, op):
+    loss, x, want = squared(Case(variant, B=2, **INSIDE), op)
+    every = tuple(range(len(x)))
+    grad = torch.func.grad(loss, every)
+    found = {"grad": grad(*x), "vjp": torch.func.vjp(loss, *x)[1](torch.ones_like(loss(*x))), "jacrev": torch.func.jacrev(loss, every)(*x)}
+    with torch.no_grad():
+        found["inside no_grad"] = grad(*x)
+    found["compiled"] = torch.compile(grad, fullgraph=True, backend="aot_eager")(*x)
+    for transform, grads in found.items():
+        for n, (got, expected) in enumerate(zip(grads, want)):
+            assert_identical(got, expected, f"input {n}, {transform}")
+
+    def loss_without(*args):
+        with torch.no_grad():
+            constant = loss(*args)
+        return constant * args[0].sum()
+
+    value = loss(*x)
+    first, *rest = torch.func.grad(loss_without, every)(*x)
+    torch.testing.assert_close(first, value.expand_as(first))
+    assert not any(g.any() for g in rest)
+
+
+@each_operator
+def test_double_backward_is_refused_where_transforms_nest_too(variant, op):
+    """There torch would give zeros; an inner transform of something else leaves the operator to the outer one."""
+    loss, x, want = squared(Case(variant, B=2, **INSIDE), op)
+    nested = torch.func.grad(lambda first, *rest: torch.func.grad(lambda last: loss(first, *rest[:-1], last))(rest[-1]).sum())
+    with pytest.raises(RuntimeError, match="double backward is not implemented"):
+        nested(*x)
+    through = torch.func.grad(lambda *args: torch.func.grad(lambda a: a.square().sum() * loss(*args))(torch.ones_like(x[0])).sum(), tuple(range(len(x))))
+    for got, expected in zip(through(*x), want):
+        expected = 2 * x[0].numel() * expected
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+SAMPLES = {
+    "dense": {"B": 2},
+    "packed": {"lengths": (65, 0, 3), "tail": 2, "transposed": True},
+    "all kept": {"disable_recompute": True},
+    "half": {"dtype": torch.float16, "narrow": True},
+    "nothing optional": {"gate": "none", "beta": "none", "l2norm": False, "state": False, "final": False},
+}
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # torch warns where it goes sample by sample
+@pytest.mark.parametrize(("variant", "op", "name"), [(v, o, n) for v in VARIANTS for o in (*OPS, "gate") for n in (SAMPLES if o != "gate" else ("dense",))])
+def test_gradients_per_sample(variant, op, name):
+    loss, x, _ = squared(Case(variant, **(INSIDE | SAMPLES[name])), op)
+    every = tuple(range(len(x)))
+    # Of what is not mapped there is a gradient per sample too.
+    for mapped in (every, every[:1], every[-1:]):
+        samples = [torch.stack([t, 0.5 * t]) if n in mapped else t for n, t in enumerate(x)]
+        found = torch.func.vmap(torch.func.grad(loss, every), tuple(0 if n in mapped else None for n in every))(*samples)
+        for s in range(2):
+            want = torch.func.grad(loss, every)(*(t[s] if n in mapped else t for n, t in enumerate(samples)))
+            for n in every:
+                if x[n].dim() > 2:
+                    assert_identical(found[n][s], want[n], f"input {n} of sample {s}, {mapped} mapped")
+                else:  # a parameter's is a sum over tokens, whose order is torch's
+                    torch.testing.assert_close(found[n][s], want[n], rtol=1e-4, atol=1e-4 * float(want[n].abs().max()))
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
@@ -370,3 +456,49 @@ def test_a_mapped_call_meets_the_budget():
         *(x[n].unsqueeze(1) for n in ("q", "k", "v", "g", "beta"))
     )
     assert_meets_budget(replace(case, state=False), got={"o": o.squeeze(1), "final_state": final_state.squeeze(1)})
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_initial_state_is_never_written(variant, op, transposed):
+    case = Case(variant, lengths=(0, 2, 1), V=8, transposed=transposed)
+    x = case.inputs(TARGET.device)
+    before = x["initial_state"].clone()
+    forward(case, op, x)
+    assert_identical(x["initial_state"], before)
+
+
+@pytest.mark.parametrize("strides", ("heads_first", "fused", "expanded"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fake_gradients_are_contiguous_whatever_the_strides(variant, strides):
+    case = Case(variant, B=2, T=5, H=2, HV=2, K=8, V=6, strides=strides, gate="softplus")
+    x, cotangents = case.inputs(TARGET.device), case.cotangents(TARGET.device)
+    _, _, *kept = overload(variant, "chunk_fwd")(*x.values(), **case.flags())
+    opcheck(overload(variant, "chunk_bwd"), (*cotangents, *kept[:-1], *x.values()), case.flags() | {"need": [True] * 8}, test_utils="test_faketensor")
+    gate = x["g"], x["A_log"], x["dt_bias"]
+    opcheck(overload(variant, "gate"), gate, test_utils="test_faketensor")
+    opcheck(overload(variant, "gate_bwd"), (torch.ones(x["g"].shape, device=TARGET.device), *gate), test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("device, other", (("cuda", "cpu"), ("cpu", "cuda")))
+def test_autocast_goes_by_the_device_of_the_call(device, other):
+    before = {d: (torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in (device, other)}
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 5, 2, 8, device=device) for _ in range(3))
+        try:
+            torch.set_autocast_dtype(device, torch.float16)
+            torch.set_autocast_dtype(other, torch.bfloat16)
+            torch.set_autocast_enabled(device, True)
+            o, _ = kda_ops.chunk_kda(q, k, v, None, None)
+        finally:
+            for d, (dtype, on) in before.items():
+                torch.set_autocast_dtype(d, dtype)
+                torch.set_autocast_enabled(d, on)
+    assert o.dtype is torch.float16
+
+
+def test_integers_are_refused_under_autocast_too():
+    q, k, v = (torch.zeros(1, 5, 2, 8, dtype=torch.int64, device=TARGET.device) for _ in range(3))
+    with torch.autocast(TARGET.device.type, dtype=torch.bfloat16), pytest.raises(TypeError, match="^q must be float16"):
+        kda_ops.chunk_kda(q, k, v, None, None)

@@ -276,6 +276,8 @@ def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: R
     for s, c in chunked.slabs():
         dq[s], dk[s], dv[s], dg[s], dbeta[s] = _gradient(c, trace.states[s], trace.v_new[s], d_o[s], reverse.dstates[s], reverse.z[s])
 
+    dg.masked_fill_(g < SMALLEST[g.dtype], 0.0)  # such a decay is 0, and what the sums leave there is rounding, which A_log takes times g
+
     def per_key_head(d: Tensor) -> Tensor:
         return join(d).unflatten(2, (p.H, p.HV // p.H)).sum(3) if p.HV > p.H else join(d)
 
