@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +136,11 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tighter: float 
     assert got.keys() == want.keys()
     off = {n: ((got[n].double() - x.double()).abs().max() / x.double().abs().max().clamp(min=1e-30)).item() for n, x in want.items()}
     wrong = [f"{n} by {x:.2e}" for n, x in off.items() if not x <= tighter * TOLERANCE]
-    assert not wrong, f"off, in parts of the largest entry, {len(wrong)} of {len(off)}: " + ", ".join(wrong)
+    others = [x for x in off.values() if x <= tighter * TOLERANCE]
+    assert not wrong, (
+        f"off, in parts of the largest entry, {len(wrong)} of {len(off)}: {', '.join(wrong)}; the median of the others {median(others or [0.0]):.2e}, "
+        f"products in fp32 {torch.get_float32_matmul_precision()}"
+    )
 
 
 __all__ = [

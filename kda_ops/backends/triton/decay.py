@@ -114,11 +114,16 @@ def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.co
 def half_prefix(b_x, centre, R: tl.constexpr):
     """The sum since the start of a half minus centre [32, width], and up to the end of each group, not centred, for `upto` [groups, width].
 
-    Centred on a constant, never on a row, the decay and its inverse stay within 2^|centre| of one, which bf16 operands can hold.
+    Centred on a constant, never on a row, the decay and its inverse stay within 2^|centre| of one, which bf16 operands can hold. The sum before a group is that
+    up to the end of the one before it, picked out: less its own total, it would be rounded with the group's later rows.
     """
     pre, _, own = within(b_x, R)
     b_C = tl.cumsum(own, 0)
-    return by_group(pre, b_C - own - centre), b_C
+    o_g = tl.arange(0, own.shape[0])[:, None]
+    b_before = tl.zeros(own.shape, tl.float32)
+    for s in tl.static_range(1, own.shape[0]):
+        b_before = tl.where(o_g == s, upto(b_C, s * R, R)[None, :], b_before)
+    return by_group(pre, b_before - centre), b_C
 
 
 @triton.jit
@@ -134,9 +139,10 @@ def block_scores(b_q, b_k, b_G, b_C, floor, R: tl.constexpr, OWN: tl.constexpr, 
     """The scores that `level_scores` returns, for bf16, from one prefix sum G [32, width] and `half_prefix`'s other: as no decay is below `floor`, blocks of
     8 rows share an anchor. In those blocks there is anything above the diagonal.
 
-    The anchor is 2^up of the start of a block. From there the same rows meet the columns of their own block, and, less 2^up, those of the block before, which
-    decay to its end. What parts at row 16 has the factors exp2(-|G - G_16|) on either side. With OWN the diagonal of q k^T is of q and k as they are, not
-    rounded as operands: where decay is strong, o is that and little else.
+    The anchor is 2^up of the start of a block. From there the same rows meet the columns of their own block and, in the second and the last, those of the block
+    before, which decay to its end: 2^(up / 2) of them, or products above 6,000 would be beyond fp32 until 2^up is taken off. What parts at row 16 has the
+    factors exp2(-|G - G_16|) on either side. With OWN the diagonal of q k^T is of q and k as they are, not rounded as operands: where decay is strong, o is
+    that and little else.
     """
     W: tl.constexpr = b_G.shape[1]
     o_r, o_g = tl.arange(0, 32), R * tl.arange(0, 32 // R)[:, None]
@@ -149,16 +155,16 @@ def block_scores(b_q, b_k, b_G, b_C, floor, R: tl.constexpr, OWN: tl.constexpr, 
     up = -4.0 * floor
     b_D = by_group(b_G, up - tl.where(o_g < 16, tl.where(o_g < 8, 0.0, s8), tl.where(o_g < 24, s16, s24)))
     b_kc = b_k * tl.exp2(-b_D)
-    b_end = tl.exp2(up + tl.where(o_g < 16, tl.where(o_g < 8, s8, s16 - s8), s24 - s16))
+    b_end = tl.exp2(0.5 * up + tl.where(o_g < 16, s8, s24 - s16))
     b_ke = tl.reshape(tl.reshape(b_kc, (32 // R, R, W)) * b_end[:, None, :], (32, W)).to(TYPE)
     b_kc, b_row = b_kc.to(TYPE), tl.exp2(b_D)
     own, before = (o_r // 8)[:, None] == (o_r // 8)[None, :], lower_left(3, 32)
     b_r = (b_q * b_row).to(TYPE)  # both products of q, then both of k: a thread holds the fragments of one
-    b_P += tl.where(own, scores(b_r, b_kc, PREC), tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-up), 0.0))
+    b_P += tl.where(own, scores(b_r, b_kc, PREC), tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-0.5 * up), 0.0))
     if OWN:
         b_P = tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_q * b_k, 1)[:, None], b_P)
     b_r = (b_k * b_row).to(TYPE)
-    b_L += tl.where(own, scores(b_r, b_kc, PREC), tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-up), 0.0))
+    b_L += tl.where(own, scores(b_r, b_kc, PREC), tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-0.5 * up), 0.0))
     return b_P, b_L
 
 

@@ -98,8 +98,10 @@ def gate_gradient(b_dg, b_g, b_bias, rate, lower_bound, BOUNDED: tl.constexpr, F
         b_dx = b_dg * (b_s * (1.0 - b_s) * rate * lower_bound)
         return b_dx, b_dx * b_x
     else:
-        b_dg = b_dg * -rate
-        return b_dg * sigmoid(b_x, FAST), b_dg * (log2_softplus(b_x, FAST) * (1.0 / LOG2E))
+        b_log = log2_softplus(b_x, FAST)
+        # Where the decay is 0, dg is what rounding left of its sums, and A_log would take it times the decay's log.
+        b_dg = tl.where(rate * b_log < 126.0, b_dg * -rate, 0.0)
+        return b_dg * sigmoid(b_x, FAST), b_dg * (tl.minimum(b_log, 3e38) * (1.0 / LOG2E))
 
 
 @triton.jit

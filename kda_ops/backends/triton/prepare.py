@@ -91,7 +91,7 @@ def prepare_half(
     """32 rows of one chunk and head, for one slice of K; the second half if b_Y, b_first are what the first half returned. Stores their rows of qg and kg,
     and of w and the norms, if they are there, and returns::
 
-        (q k^T o E, k k^T o E on and below the diagonal, the same against the first half, over `shift` [32, 32],
+        (q k^T o E, k k^T o E on and below the diagonal, the same against the first half, over the root of `shift` [32, 32],
         k decayed to the end of the half [32, width] fp32, the decay of the half [width], w = beta k decayed since the start of the chunk, over `shift`)
 
     where shift is 2^(16 log2_bound) if all rows share an anchor, else 1; without SCORES the four tiles are zero. In an order that keeps few tiles alive.
@@ -136,7 +136,7 @@ def prepare_half(
             b_L = scores(b_kr, b_kc, PREC)
     b_L1 = b_L
     if b_Y is not None:
-        b_Y = b_Y.to(TYPE)
+        b_Y = (b_Y * tl.exp2(0.5 * centre) if SHARE == 32 else b_Y).to(TYPE)  # half of it now, or products above 6,000 would be beyond fp32
         if SCORES:
             b_L1 = scores(b_kr, b_Y, PREC)
     if SHARE > 1:  # q comes when the other rows have gone to the tensor cores
@@ -219,7 +219,7 @@ def prepare_kda(
     rows += i_tile * 192
     tl.store(rows + tl.arange(0, 64), strength_column(beta, strides, i_b, i_h, first, n_rows, SIGMOID, NEG_EIGVAL))
     q_norm, k_norm = rows + 64 if NORMS else None, rows + 128 if NORMS else None
-    shift = tl.exp2(16.0 * log2_bound) if SHARE == 32 else 1.0
+    shift, root = tl.exp2(16.0 * log2_bound) if SHARE == 32 else 1.0, tl.exp2(8.0 * log2_bound) if SHARE == 32 else 1.0
     q_norm1, k_norm1 = half_norm(q, q_s, i_b, i_g, first, n_rows, K, BK, R, L2NORM), half_norm(k, k_s, i_b, i_g, first, n_rows, K, BK, R, L2NORM)
     q_norm2, k_norm2 = half_norm(q, q_s, i_b, i_g, second, n_second, K, BK, R, L2NORM), half_norm(k, k_s, i_b, i_g, second, n_second, K, BK, R, L2NORM)
     b_P11 = tl.zeros((32, 32), tl.float32)
@@ -246,7 +246,7 @@ def prepare_kda(
     store_tile(P, i_tile, b_zero, o_1, o_2, 64)
     if kept is None:
         store_tile(P, i_tile, tl.where(lower, b_P11, 0.0), o_1, o_1, 64)
-        store_tile(P, i_tile, b_P21 * shift, o_2, o_1, 64)
+        store_tile(P, i_tile, b_P21 * root, o_2, o_1, 64)
         store_tile(P, i_tile, tl.where(lower, b_P22, 0.0), o_2, o_2, 64)
     else:
         store_tile(P, i_tile, load_tile(kept, i_tile, o_1, o_2, 64), o_2, o_1, 64)
@@ -267,7 +267,7 @@ def prepare_kda(
     if kept is None:
         b_L11, b_L22 = tl.where(strict, b_L11 * -b_beta1[:, None], 0.0), tl.where(strict, b_L22 * -b_beta2[:, None], 0.0)
         b_A11, b_A22 = inverse_of_two(b_L11, b_L22, INVERSE)
-        b_A21 = product(b_A22, b_L21 * (-shift * b_beta2)[:, None], tl.zeros((32, 32), tl.float32), INVERSE)
+        b_A21 = product(b_A22, b_L21 * (-root * b_beta2)[:, None], tl.zeros((32, 32), tl.float32), INVERSE)
         b_A21 = product(b_A21, b_A11, tl.zeros((32, 32), tl.float32), INVERSE)
         b_A11, b_A21, b_A22 = b_A11.to(TYPE), b_A21.to(TYPE), b_A22.to(TYPE)
     if pairs is not None:
