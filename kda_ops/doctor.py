@@ -14,13 +14,13 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 import kda_ops
 from kda_ops import dispatch
+from kda_ops.bench.machine import installed
 from kda_ops.stages import Backend
 
 Version = tuple[int, ...]
@@ -29,14 +29,6 @@ Version = tuple[int, ...]
 def parse_version(text: str) -> Version:
     """The numbers at the start of a version: "3.7.1+git" -> (3, 7, 1)."""
     return tuple(int(n) for n in re.match(r"\d+(?:\.\d+)*", text)[0].split("."))
-
-
-def installed(package: str) -> str | None:
-    """The version of an installed package, read without importing it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -114,6 +106,9 @@ def backends() -> Iterator[str]:
         yield "CUDA tensors: none, triton is not installed (CUDA builds of torch bring it)"
     elif torch.cuda.is_available():
         yield f"CUDA tensors: triton{_lacking('triton')}"
+        from kda_ops.backends.triton import tuning
+
+        yield f"tuned options: {len(tuning.tuned())} rows of {tuning.cache_file()} are for this GPU, triton and kernels"
     else:
         yield "CUDA tensors: triton, once there is a device"
 
@@ -147,6 +142,7 @@ def compilers() -> Iterator[str]:
 VARIABLES = {
     "KDA_OPS_CPU": "backend of CPU tensors: native (default), reference, triton (interpreted)",
     "KDA_OPS_CHECK": "1: also check values that live on the device (cu_seqlens, slots, decays), at the price of a synchronisation per call",
+    "KDA_OPS_TUNING": "where `python -m kda_ops tune` keeps what it found; tuning.json in the user's cache otherwise",
     "TRITON_INTERPRET": "1: run Triton kernels in Python on the CPU; set before triton is imported",
 }
 

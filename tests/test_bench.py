@@ -2,34 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
-from xml.etree import ElementTree
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kda_ops import __main__
-from kda_ops.bench import cases, compare, machine, picture, readme, rows, worker
+from kda_ops.bench import cases, compare, readme, rows, sides, worker
 from kda_ops.bench.cases import Case, Oracle, activated, flags, make_inputs
-from kda_ops.bench.sides import Peer, Unsupported, our_forward, our_step
-
-SMALL = "B1T130H2HV4D16"
-ROOT = Path(__file__).parents[1]
-
-
-def case(op="kda", pass_="fwd", gate="weak", setting=SMALL, **words):
-    return Case(op, pass_, setting, gate, "cpu", torch.float32, **words)
-
-
-def row(**changed):
-    base = dict(op="kda", setting=SMALL, gate="weak", state="fp32", layout="kv", peer="fla", ours_ms=1.0, peer_ms=2.0, ours_error=1e-3, peer_error=1e-3)
-    return {"op": "kda", "pass": "fwd"} | base | {"also": {}} | changed
+from kda_ops.bench.sides import Peer, Unsupported, our_forward
+from tests.support.benchmark import case, row
 
 
 @pytest.fixture(autouse=True)
@@ -284,282 +267,30 @@ def test_stages_that_a_backend_lacks_are_named(monkeypatch):
     assert "step" in worker._missing(case(pass_="decode"))
 
 
-def test_slower_rows_and_lost_times_are_losses():
-    old = [row(), row(op="gdn"), row(gate="strong"), row(**{"pass": "decode"})]
-    new = [row(ours_ms=1.04), row(op="gdn", ours_ms=1.06), row(gate="strong", ours_ms=None), row(setting="B2T1H1", ours_ms=9.0)]
-    lines, losses = rows.compare_rows(new, old)
-    assert len(lines) == 3 and "+4.0%" in lines[0] and "+6.0%" in lines[1] and "no time" in lines[2]
-    assert [name.split()[0] + name.split()[3] for name in losses] == ["gdnweak", "kdastrong"]
+def test_given_decays_are_those_of_their_gate_and_keys_have_unit_length():
+    for gate, least in (("strong", -5.0), ("weak", -0.1)):
+        x = make_inputs(replace(case(gate=gate), dtype=torch.bfloat16))
+        assert least <= x["g"].min() < 0.95 * least and x["g"].max() <= 0
+        assert x["g"].dtype is torch.float32 and x["beta"].dtype is x["q"].dtype is torch.bfloat16
+        torch.testing.assert_close(x["k"].float().norm(dim=-1), torch.ones(1, 130, 2), rtol=0, atol=0.01)
 
 
-def test_the_command_line_compares_and_writes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compare, "run", lambda device, **words: [row(ours_ms=1.2)])
-    old, new, drawn = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "rows.svg"
-    old.write_text(json.dumps({"rows": [row()]}))
-    assert compare.main(["--device", "cpu", "--json", str(new), "--plot", str(drawn), "--against", str(old)]) == 1
-    assert "SLOWER: kda fwd" in capsys.readouterr().out
-    assert rows.read_rows(new) == [row(ours_ms=1.2)] and "1 rows, 0 lost" in drawn.read_text()
-    assert compare.main(["--device", "cpu", "--against", str(new)]) == 0
+@pytest.mark.parametrize("dtype, least, most", ((torch.float32, 2.4e-7, 4e-6), (torch.bfloat16, 0.0166, 0.06), (torch.float16, 0.00204, 0.008)))
+def test_a_budget_is_that_of_its_dtype(dtype, least, most):
+    c = replace(case(), dtype=dtype)
+    assert least < Oracle(c, make_inputs(c), None).limits["o"] < most
 
 
-@pytest.mark.parametrize("command", ["bench", "bench --model", "counters", "drift", "parallel"])
-def test_a_device_that_is_not_here_is_refused_in_words(command, monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        __main__.main([*command.split(), "--device", "cuda"])
-    assert "torch finds no CUDA device here" in capsys.readouterr().err
+def test_what_stands_there_for_scale_is_causal():
+    c = case(setting="B1T8H2D16")
+    x = make_inputs(c)
+    y, z = (sides._sdpa(c)(given) for given in (x, {n: torch.cat([t[:, :4], 0 * t[:, 4:]], 1) for n, t in x.items()}))
+    torch.testing.assert_close(y[:, :4], z[:, :4])
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("bench --settings foo", "a setting is written like B1T8192H96"),
-        ("bench --settings B0T64H1", "a setting is written like B1T8192H96"),
-        ("bench --settings B1T64H2HV3", "a setting has an HV that is a multiple of H"),
-        ("bench --passes none", "'none' is none of fwd"),
-        ("bench --ops gdn,", "'' is none of kda"),
-        ("bench --device cpu --against tests/gpu/parallel.json", "holds no rows of bench"),
-        ("bench --device cpu --against tests/gpu/evidence.json", "is of bfloat16, this run of float32"),
-        ("parallel --length 0", "--heads and --width must be at least 1"),
-        ("parallel --width 300", "--width at most 256"),
-        ("bench --peers foo", "'foo' is none of "),
-        ("bench --against /no/such/file", "--against: "),
-        ("bench --json /no/such/rows.json", "there is no folder /no/such"),
-        ("bench --plot /no/such/rows.svg", "there is no folder /no/such"),
-        ("bench --readme --nonsense", "unrecognized arguments: --nonsense"),
-        ("bench --model --json /no/such/rows.json", "there is no folder /no/such"),
-        ("counters --backend foo", "--backend foo is none of"),
-        ("counters --json /no/such/rows.json", "there is no folder /no/such"),
-        ("compile --jobs 0", "--jobs must be at least 1, got 0"),
-        ("drift --width 300", "--width must be between 1 and 256, got 300"),
-        ("drift --json /no/such/rows.json", "there is no folder /no/such"),
-        ("parallel --output /no/such/rows.json", "there is no folder /no/such"),
-    ],
-)
-def test_a_wrong_option_is_refused_in_words_before_anything_is_measured(words, said, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as stopped:
-        __main__.main(words.split())
-    assert stopped.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_rows_are_compared_with_rows_of_their_dtype(monkeypatch, tmp_path, capsys):
-    file, other = tmp_path / "rows.json", tmp_path / "other.json"
-    monkeypatch.setattr(compare, "run", lambda device, **words: [row()])
-    assert compare.main(["--device", "cpu", "--dtype", "bfloat16", "--json", str(file)]) == 0
-    assert compare.main(["--device", "cpu", "--dtype", "bfloat16", "--against", str(file)]) == 0
-    other.write_text("{}")
-    for path, said in ((file, "is of bfloat16, this run of float32: pass --dtype bfloat16"), (other, "holds no rows")):
-        with pytest.raises(SystemExit):
-            compare.main(["--device", "cpu", "--against", str(path)])
-        assert said in capsys.readouterr().err
-
-
-def test_a_row_that_lost_its_time_or_its_process_fails_the_command(monkeypatch, tmp_path, capsys):
-    file, skips = tmp_path / "rows.json", []
-    file.write_text(json.dumps({"rows": [row(peer=None), row(peer="fla")]}))
-    alone, beside = rows.name_of(tuple(row(peer=None)[n] for n in rows.KEY)), rows.name_of(tuple(row(peer="fla")[n] for n in rows.KEY))
-
-    def run(device, *, keep, **words):
-        for line in skips:
-            keep(line)
-        return found
-
-    monkeypatch.setattr(compare, "run", run)
-    found = []
-    skips[:] = [f"{alone}: out of time"]
-    assert compare.main(["--device", "cpu"]) == 0
-    assert compare.main(["--device", "cpu", "--against", str(file)]) == 1 and "no time (out of time)" in capsys.readouterr().out
-    skips[:] = [f"{beside}: the process ended with -11"]  # perhaps the peer's doing: our side stands alone then
-    found = [row(peer=None)]
-    assert compare.main(["--device", "cpu", "--against", str(file)]) == 0
-    skips[:], found = [f"{alone}: the process ended with -11"], []
-    assert compare.main(["--device", "cpu"]) == 1 and f"DIED: {alone}" in capsys.readouterr().out
-
-
-def test_our_wrong_row_fails_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(compare, "run", lambda device, **words: [row(ours_ms=None)])
-    assert compare.main(["--device", "cpu"]) == 1 and "WRONG" in capsys.readouterr().out
-
-
-def test_every_case_of_the_default_table_is_one_that_some_peer_or_none_measures():
-    cuda = compare.list_cases("cuda", ["kda", "gdn"], compare.PASSES, compare.GATES, None, torch.bfloat16, None)
-    seen = {(c.op, c.pass_, c.setting, c.gate) for c in cuda}
-    for setting in ("B1T8192H96", "B8T4096H32"):
-        assert {("kda", p, setting, g) for p in ("fwd", "fwdbwd") for g in ("bound", "softplus", "strong", "weak")} <= seen
-        assert {("gdn", p, setting, g) for p in ("fwd", "fwdbwd") for g in ("softplus", "strong", "weak")} <= seen
-    assert ("kda", "decode", "B128T1H32", "bound") in seen and not any(c.op == "gdn" and c.gate == "bound" for c in cuda)
-
-
-def test_what_matters_most_is_measured_first():
-    cases = compare.order(compare.list_cases("cuda", ["kda", "gdn"], compare.PASSES, compare.GATES, None, torch.bfloat16, None))
-    names = [(c.op, c.pass_, c.gate) for c in cases]
-    assert names[:4] == [("kda", p, "bound") for _ in range(2) for p in ("fwdbwd", "fwd")]
-    assert names.index(("kda", "decode", "bound")) < names.index(("kda", "fwdbwd", "strong")) < names.index(("kda", "first_call_s", "bound"))
-
-
-def test_what_a_peer_tunes_is_compiled_just_before_it_is_measured(monkeypatch):
-    calls = []
-    monkeypatch.setattr(compare, "peers_of", lambda device: [Peer("a", "cpu", None, our_forward, our_step, tunes=True)])
-    monkeypatch.setattr(compare, "compile_ahead", lambda cases, *rest: calls.append(("compile", {(c.op, c.gate, c.setting) for c in cases})))
-    monkeypatch.setattr(compare, "measure", lambda cases, peer, *rest: calls.append(("measure" if peer else "alone", cases)) or [])
-    words = dict(ops=("kda", "gdn"), passes=("fwd", "fwdbwd", "decode"), gates=("bound", "softplus", "weak"), settings=None, dtype=torch.float32)
-    compare.run("cpu", **words, peers=None, echo=lambda line: None)
-    compiled = [i for i, (what, _) in enumerate(calls) if what == "compile"]
-    for i in compiled:
-        (shared,), (what, cases) = calls[i][1], calls[i + 1]
-        assert what == "measure" and {c.pass_ for c in cases} == {"fwd", "fwdbwd"} and {(c.op, c.gate, c.setting) for c in cases} == {shared}
-    measured = [c for what, cases in calls if what == "measure" for c in cases]
-    assert len(compiled) == 5 and measured == compare.order(measured) and {c.pass_ for c in measured} == {"fwd", "fwdbwd", "decode"}
-
-
-def test_several_gpus_measure_whole_passes_side_by_side_and_the_first_one_alone_what_times_the_host(monkeypatch):
-    calls, together = [], threading.Barrier(2, timeout=60)  # broken unless two are measured at a time
-
-    def measure(cases, peer, report, until, gpu):
-        if cases[0].whole:
-            together.wait()
-        calls.append((cases, gpu))
-        return [len(calls)]
-
-    monkeypatch.setattr(compare, "peers_of", lambda device: [])
-    monkeypatch.setattr(compare, "gpus", lambda device: ["4", "7"])
-    monkeypatch.setattr(compare, "measure", measure)
-    words = dict(ops=("kda",), passes=("fwd", "decode"), gates=("bound", "weak"), settings=[SMALL], dtype=torch.float32)
-    assert sorted(compare.run("cpu", **words, peers=None, echo=lambda line: None)) == [1, 2, 3]
-    assert {gpu for cases, gpu in calls[:2]} == {"4", "7"} and all(c.whole for cases, _ in calls[:2] for c in cases)
-    assert calls[2][1] == "4" and {c.pass_ for c in calls[2][0]} == {"decode"}
-
-
-def test_a_table_out_of_time_names_what_it_lacks():
-    said = []
-    rows = compare.measure([case(setting="B1T64H1D16")] * 2, None, said.append, until=time.time())
-    assert rows == [] and len(said) == 2 and all("out of time" in line for line in said)
-
-
-def test_rows_at_hand_are_not_measured_again(monkeypatch):
-    asked = []
-    monkeypatch.setattr(compare, "peers_of", lambda device: [])
-    monkeypatch.setattr(compare, "measure", lambda cases, *rest: asked.extend(cases) or [])
-    words = dict(ops=["kda"], passes=["fwd"], gates=["weak", "strong"], settings=[SMALL], dtype=torch.float32, peers=None, echo=lambda line: None)
-    assert compare.run("cpu", have=[row(peer="fla")], **words) == [row(peer="fla")]
-    assert [c.gate for c in asked] == ["strong"]
-
-
-def test_a_peer_that_stands_beside_others_needs_one_of_them():
-    assert Peer("x", "cpu", "torch", None, beside=("no-such-package", "pytest")).version
-    assert Peer("x", "cpu", "torch", None, beside=("no-such-package",)).version is None
-
-
-EVIDENCE = {"gpu": "G", "torch": "1", "triton": "2", "tests": {"passed": 5, "failed": 1, "skipped": 0}}
-
-
-def test_a_readme_gets_every_row_between_its_markers():
-    evidence = EVIDENCE | {"rows": [row(ours_ms=4.0), row(**{"pass": "decode"}, ours_ms=None)]}
-    text = "a\n<!-- evidence: fwd -->\nold\n<!-- end -->\nb\n<!-- evidence -->\n<!-- end -->\nc\n"
-    new = readme.rewrite(text, evidence)
-    assert "old" not in new and new.count("0.50×") == 2 and "5 passed, 1 failed" in new  # losses are shown
-    assert readme.rewrite("<!-- evidence: first_call_s -->\nold\n<!-- end -->", evidence) == "<!-- evidence: first_call_s -->\n<!-- end -->"
-    assert new.count("decode") == 1 and new.startswith("a\n") and new.endswith("c\n")
-    assert readme.rewrite(new, evidence) == new
-    decode = row(**{"pass": "decode"}, also={"ours_share": 0.91, "ours_call_us": 27.2, "peer_share": 0.7})
-    assert readme.table([decode], "decode").endswith("| 91% / 70% | 27 / – |")
-    assert len({line.count("|") for line in readme.table([decode], "decode").splitlines()}) == 1
-    assert readme.rewrite(text, evidence, {"x.svg": "words"}).count("![words](tests/gpu/x.svg)") == 1
-    missing = {"kda fwd B1 weak fp32 kv fla": "out of time", "kda fwd B2 weak fp32 kv fla": "it has none", "tests/gpu": "cut"}
-    lacking = readme.rewrite(text, evidence | {"missing": missing})
-    assert "not reached" not in new and lacking.count("1 rows were not reached") == 2 and "decode" in lacking.split("1 rows were not reached")[2]
-    earlier = readme.rewrite(text, evidence | {"earlier": [row(peer="older")]})
-    assert earlier.count("Measured on earlier kernels") == 2 and earlier.count("| older |") == 2
-
-
-def test_the_picture_has_a_dot_for_every_row_and_losses_left_of_one():
-    rows = [row(ours_ms=m, **{"pass": p}) for p in ("fwd", "decode") for m in (0.002, 0.5, 4.0)] + [row(ours_ms=None), row(peer="sdpa", peer_error=None)]
-    root = ElementTree.fromstring(picture.draw(rows, "G <1>"))
-    dots = {kind: [float(c.get("cx")) for c in root.findall(".//{*}circle") if c.get("class") == kind] for kind in ("won", "lost")}
-    one = [float(line.get("x1")) for line in root.findall(".//{*}line") if line.get("class") == "one"]
-    assert len(dots["won"]) == 5 and len(dots["lost"]) == 2 and max(dots["lost"]) < one[0] < min(dots["won"])
-    words = [t.text for t in root.findall(".//{*}text")]
-    assert "7 rows, 2 lost. G <1>" in words and "kda decode · fla" in words and "kda fwd · sdpa, for scale" in words
-    width = float(root.get("viewBox").split()[2])
-    assert all(0 < x < width for x in dots["won"] + dots["lost"])
-    assert ElementTree.fromstring(picture.draw([], "")) is not None
-
-
-def test_the_readme_command_writes_the_picture_and_nothing_without_evidence(tmp_path):
-    (tmp_path / "tests" / "gpu").mkdir(parents=True)
-    text, evidence = "a\n<!-- evidence -->\n<!-- end -->\n", EVIDENCE | {"rows": [row()]}
-    (tmp_path / "README.md").write_text(text)
-    with pytest.raises(SystemExit, match="does not exist"):
-        readme.main([str(tmp_path)])
-    assert (tmp_path / "README.md").read_text() == text and not list((tmp_path / "tests" / "gpu").iterdir())
-    (tmp_path / "tests" / "gpu" / "evidence.json").write_text(json.dumps(evidence))
-    assert readme.main([str(tmp_path)]) == 0
-    written = (tmp_path / "README.md").read_text()
-    assert "(tests/gpu/evidence.svg)" in written and "drift.png" not in written and "2.00×" in written
-    assert ElementTree.parse(tmp_path / "tests" / "gpu" / "evidence.svg") is not None
-    assert readme.main([str(tmp_path)]) == 0 and (tmp_path / "README.md").read_text() == written
-    (tmp_path / "tests" / "gpu" / "evidence.json").write_text(json.dumps(evidence | {"rows": [row(peer=None, peer_ms=None)]}))
-    assert readme.main([str(tmp_path)]) == 0 and not (tmp_path / "tests" / "gpu" / "evidence.svg").exists()  # nothing to compare
-    assert "evidence.svg" not in (tmp_path / "README.md").read_text()
-
-
-def test_a_whole_run_in_processes_of_its_own():
-    options = "--device cpu --settings B1T64H1D16 --passes fwd --gates weak --peers none"
-    done = subprocess.run([sys.executable, "-m", "kda_ops", "bench", *options.split()], capture_output=True, text=True, timeout=120, check=True)
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[:2] for line in lines if line[:1] in (["kda"], ["gdn"])] == [["kda", "fwd"], ["gdn", "fwd"]]
-
-
-def test_parallel_leaves_the_file_of_the_gpus_alone_without_them(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    file, small = ROOT / "tests" / "gpu" / "parallel.json", "--device cpu --length 64 --heads 1 --width 16 --time-limit 0".split()
-    before = file.read_bytes()
-    done = subprocess.run([sys.executable, "-m", "kda_ops", "parallel", *small], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and '"fwd_ms"' in done.stdout and file.read_bytes() == before
-
-
-def parallel(file, *more):
-    command = [sys.executable, "-m", "kda_ops", "parallel", "--device", "cpu", "--length", "256", "--heads", "2", "--width", "16", "--output", str(file), *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
-
-
-def test_parallel_writes_times_and_the_bytes_that_the_documentation_computes(tmp_path):
-    file = tmp_path / "parallel.json"
-    with parallel(file) as process:
-        assert process.stdout.readline() and process.stdout.readline()  # a row stands in the file before the next one is printed
-        assert json.loads(file.read_text())["rows"] and process.wait(120) == 0
-    assert json.loads(file.read_text())["missing"] == []
-    for found in (json.loads(file.read_text()), json.loads((ROOT / "tests" / "gpu" / "parallel.json").read_text())):
-        measured = {(r["op"], r["gate"], r["gpus"]) for r in found["rows"]}
-        assert measured >= {(op, gate, n) for op in ("kda", "gdn") for gate in ("strong", "weak") for n in (1, 2)}
-        for row in found["rows"]:
-            assert row["fwd_ms"] > 0 and row["fwdbwd_ms"] > 0
-            assert row["gpus"] == 1 or row["sent_bytes"] == row["computed_bytes"] > 0
-
-
-def test_parallel_out_of_time_has_what_it_reached_and_names_the_rest(tmp_path):
-    file = tmp_path / "parallel.json"
-    with parallel(file, "--time-limit", "0") as process:
-        said = process.communicate(timeout=120)[0]
-    found = json.loads(file.read_text())
-    assert process.returncode == 0 and [(r["op"], r["gate"], r["gpus"]) for r in found["rows"]] == [("kda", "strong", 1)]
-    assert len(found["missing"]) == 7 and found["missing"][0] == "kda strong on 2" and said.rstrip().endswith(", ".join(found["missing"]))
-
-
-def test_a_file_that_is_read_while_it_is_replaced_is_whole(tmp_path):
-    file, rounds, stop = tmp_path / "rows.json", [], threading.Event()
-    machine.write_json(file, {"rows": [0]})
-
-    def read():
-        while not stop.is_set():
-            rounds.append(file.read_text())
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for n in range(1, 200):
-        machine.write_json(file, {"rows": [n] * n * 50})
-    stop.set()
-    reader.join()
-    assert len({len(json.loads(text)["rows"]) for text in rounds}) > 1 and list(tmp_path.iterdir()) == [file]
+def test_our_decode_names_its_slots(monkeypatch):
+    seen = []
+    monkeypatch.setattr("kda_ops.recurrent_kda_", lambda *args, **words: seen.append(args))
+    c = case(pass_="decode", gate="bound", setting="B3T1H2D16")
+    sides.our_step(c, make_inputs(c))(torch.zeros(3, 2, 16, 16))
+    assert seen[0][6].tolist() == [0, 1, 2] and seen[0][8] is not None

@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import kda_ops
 from kda_ops import doctor
 from kda_ops.__main__ import COMMANDS, main
 
@@ -81,3 +84,29 @@ def test_the_command_line_knows_its_commands(capsys):
     assert stop.value.code == 0
     out = capsys.readouterr().out
     assert all(command in out for command in COMMANDS)
+
+
+class Broken(torch.autograd.Function):
+    """x, with a gradient that is not a number."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx * torch.nan
+
+
+@pytest.mark.parametrize("wrong", (Broken.apply, lambda o: 1.0001 * o), ids=("gradient", "numbers"))
+def test_a_backend_that_is_wrong_is_a_problem(wrong, monkeypatch):
+    right = kda_ops.chunk_kda
+    monkeypatch.setattr(doctor.kda_ops, "chunk_kda", lambda *x, **flags: (wrong(right(*x, **flags)[0]), None))
+    assert ["PROBLEM" in line for line in doctor.self_test()] == [True, False]
+
+
+def test_what_is_lacking_is_named(monkeypatch):
+    monkeypatch.setattr(doctor.dispatch, "load", lambda name: SimpleNamespace(prepare=None, scan=None))
+    assert any("without reverse_scan" in line for line in doctor.backends())
+    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    assert any("CUDA tensors: none, triton is not installed" in line for line in doctor.backends())

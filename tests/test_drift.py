@@ -62,7 +62,7 @@ def test_a_decode_that_loses_its_state_is_over_the_limit(monkeypatch, capsys):
         return torch.cat([right(op, [x[:, t : t + 50] for x in inputs], pool) for t in range(0, inputs[0].shape[1], 50)], 1)
 
     monkeypatch.setattr(drift, "decode", forgetful)
-    assert drift.main("--device cpu --steps 200 --width 16 --ops gdn --pools fp32 bf16 --dtype float32".split()) == 1
+    assert drift.main("--device cpu --steps 200 --width 16 --ops gdn --pools fp32,bf16 --dtype float32".split()) == 1
     assert " 0 of 40" not in " ".join(capsys.readouterr().out.splitlines())
 
 

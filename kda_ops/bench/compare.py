@@ -30,7 +30,7 @@ import torch
 
 from kda_ops.bench import picture
 from kda_ops.bench.cases import DECODE_SETTINGS, GATES, PASSES, SETTINGS, Case, parse_setting
-from kda_ops.bench.machine import default_dtype, describe, need_device, need_folder, write_json
+from kda_ops.bench.machine import default_dtype, describe, names, need_device, need_writable, write_json
 from kda_ops.bench.rows import HEAD, KEY, WIDTHS, compare_rows, format_row, read_rows
 from kda_ops.bench.sides import PEERS, Peer, peers_of
 
@@ -140,6 +140,11 @@ def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str],
     return rows
 
 
+def versions(device: str, peers: list[str] | None) -> dict[str, str | None]:
+    """What is installed of some peers, or of all, that run on a device."""
+    return {p.name: p.version for p in peers_of(device) if peers is None or p.name in peers}
+
+
 def run(
     device: str, *, ops, passes, gates, settings, dtype, peers, echo: Callable[[str], None], until: float = float("inf"),
     have: Iterable[dict] = (), keep: Callable[[dict | str], None] = lambda x: None,
@@ -147,10 +152,10 @@ def run(
     """Measure and print a table; the rows, those that it `have` already first. `keep` gets each row, or the reason why there is none, as it comes."""
     about = describe(device)
     echo(", ".join(f"{n} {v}" for n, v in about.items()))
-    known = [p for p in peers_of(device) if peers is None or p.name in peers]
-    for p in known:
-        echo(f"peer {p.name}: {p.version or 'not installed, skipped'}")
-    present = [p for p in known if p.version]
+    known = versions(device, peers)
+    for name, version in known.items():
+        echo(f"peer {name}: {version or 'not installed, skipped'}")
+    present = [p for p in peers_of(device) if known.get(p.name)]
     echo("".join(h.ljust(w) for h, w in zip(HEAD, WIDTHS)).rstrip())
     rows, places, one = list(have), gpus(device), threading.Lock()
 
@@ -204,27 +209,17 @@ def _settings(text: str) -> list[str]:
     return text.split(",")
 
 
-def _names(known: Iterable[str], none: bool = False):
-    def parse(text: str) -> list[str]:
-        names = [] if none and text in ("", "none") else text.split(",")
-        if wrong := [n for n in names if n not in known]:
-            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(known)}")
-        return names
-
-    return parse
-
-
 def add_arguments(parser: argparse.ArgumentParser, device: str | None = None) -> None:
     """The options that choose what is measured."""
     if device is None:
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ops", type=_names(("kda", "gdn")), default=["kda", "gdn"], help="comma-separated")
-    parser.add_argument("--passes", type=_names(PASSES), default=list(PASSES), help=f"of {','.join(PASSES)}")
-    parser.add_argument("--gates", type=_names(GATES), default=list(GATES), help=f"of {','.join(GATES)}")
+    parser.add_argument("--ops", type=names(("kda", "gdn")), default=["kda", "gdn"], help="comma-separated")
+    parser.add_argument("--passes", type=names(PASSES), default=list(PASSES), help=f"of {','.join(PASSES)}")
+    parser.add_argument("--gates", type=names(GATES), default=list(GATES), help=f"of {','.join(GATES)}")
     parser.add_argument("--settings", type=_settings, help="such as B1T8192H96,B1T65536H16HV32")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="bfloat16 on CUDA, float32 on CPU by default")
     peers = list(dict.fromkeys(p.name for p in PEERS))
-    parser.add_argument("--peers", type=_names(peers, none=True), help=f"of {','.join(peers)}, or none; all that are installed by default")
+    parser.add_argument("--peers", type=names(peers, none=True), help=f"of {','.join(peers)}, or none; all that are installed by default")
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="stop after S seconds; what was not reached is named")
 
 
@@ -236,7 +231,7 @@ def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; non-zero if our side broke or failed its error check anywhere, or a row of ``--against`` lost its time or more than 5 %."""
+    """Run the command line; non-zero if nothing was measured, our side broke or failed its error check, or a row of ``--against`` lost its time or over 5 %."""
     parser = argparse.ArgumentParser(
         prog="python -m kda_ops bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="bench --model: a training step of a whole model instead (bench --model --help)\n"
@@ -248,12 +243,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--against", metavar="FILE", help="compare with rows written earlier")
     args = parser.parse_args(argv)
     need_device(parser, args.device)
-    need_folder(parser, args.json, args.plot)
+    need_writable(parser, args.json, args.plot)
     dtype = args.dtype or str(default_dtype(args.device)).removeprefix("torch.")
     try:
         old = read_rows(args.against, dtype) if args.against else []
     except (OSError, ValueError) as error:
-        parser.error(f"--against: {error}")
+        parser.error(f"--against {args.against}: {error}")
     skipped: dict[str, str] = {}
 
     def keep(x: dict | str) -> None:
@@ -263,7 +258,7 @@ def main(argv: list[str]) -> int:
 
     rows = measure_arguments(args, args.device, lambda line: print(line, flush=True), keep=keep)
     if args.json:
-        write_json(args.json, describe(args.device) | {"dtype": dtype, "rows": rows})
+        write_json(args.json, describe(args.device) | {"dtype": dtype, "peers": versions(args.device, args.peers), "rows": rows})
     if args.plot:
         Path(args.plot).write_text(picture.draw(rows, ", ".join(f"{n} {v}" for n, v in describe(args.device).items())))
     lines, losses = compare_rows(rows, old, skipped)
@@ -275,4 +270,6 @@ def main(argv: list[str]) -> int:
         print(f"SLOWER: {name}")
     for name in died(skipped):
         print(f"DIED: {name}: {skipped[name]}")
-    return 1 if wrong or losses or died(skipped) else 0
+    if not rows:
+        print("nothing was measured")
+    return 1 if wrong or losses or died(skipped) or not rows else 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kda_ops
 from kda_ops.bench import model
-from kda_ops.bench.machine import describe, need_device, need_folder, write_json
+from kda_ops.bench.machine import describe, need_backend, need_device, need_positive, need_writable, write_json
 from kda_ops.nn import KimiDeltaAttention
 
 PASSES = ("train", "infer")
@@ -87,9 +87,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     args = parser.parse_args(argv)
     need_device(parser, args.device)
-    need_folder(parser, args.json)
-    if args.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
-        parser.error(f"--backend {args.backend} is none of {', '.join(known)}.")
+    need_writable(parser, args.json)
+    need_backend(parser, args.backend)
+    need_positive(parser, args, "layers", "hidden", "heads")
     spec = {n: getattr(args, n) for n in ("backend", "layers", "hidden", "heads")}
     about = describe(args.device) | spec
     print(", ".join(f"{n} {v}" for n, v in about.items()))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kda_ops
 from kda_ops.bench.cases import WIDTH
-from kda_ops.bench.machine import default_dtype, describe, need_device, need_folder, write_json
+from kda_ops.bench.machine import default_dtype, describe, names, need_device, need_writable, write_json
 from kda_ops.bench.worker import replayed
 from kda_ops.problem import MAX_K
 
@@ -134,8 +134,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m kda_ops drift", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--ops", nargs="+", choices=CHUNK, default=list(CHUNK))
-    parser.add_argument("--pools", nargs="+", choices=POOLS, default=list(POOLS))
+    parser.add_argument("--ops", type=names(CHUNK), default=list(CHUNK), help="comma-separated")
+    parser.add_argument("--pools", type=names(POOLS), default=list(POOLS), help=f"of {','.join(POOLS)}")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"))
     parser.add_argument("--width", type=int, default=WIDTH, help="K = V")
     parser.add_argument("--json", metavar="FILE", help="write the rows")
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"--steps must be at least {WINDOWS}, one for each window, got {args.steps}.")
     if not 1 <= args.width <= MAX_K:
         parser.error(f"--width must be between 1 and {MAX_K}, got {args.width}.")
-    need_folder(parser, args.json, args.plot)
+    need_writable(parser, args.json, args.plot)
     dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
     rows = measure(args.device, args.steps, args.ops, args.pools, dtype, args.width)
     print(f"{'op':4}{'pool':6}{'step':>8}{'error':>10}{'limit':>10}{'chunk':>10}")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case
 from kda_ops.bench.compare import compile_ahead
-from kda_ops.bench.machine import describe, need_device, need_folder, write_json
+from kda_ops.bench.machine import describe, need_backend, need_device, need_positive, need_writable, write_json
 from kda_ops.nn import KimiDeltaAttention
 
 VOCABULARY = 256
@@ -237,7 +237,9 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         parser.error(f"--peers: {error}")
     need_device(parser, args.device)
-    need_folder(parser, args.json)
+    need_writable(parser, args.json)
+    need_backend(parser, args.backend)
+    need_positive(parser, args, *(n for n in SIZES if n != "mlp"))
     spec = {n: getattr(args, n) for n in ("device", "gate", "backend", *SIZES)}
     about = describe(args.device)
     print(", ".join(f"{n} {v}" for n, v in (about | spec).items()))

@@ -28,10 +28,11 @@ from torch import Tensor
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case, make_inputs
 from kda_ops.bench.evidence import checkout
-from kda_ops.bench.machine import need_device, need_folder, write_json
+from kda_ops.bench.machine import need_device, need_writable, write_json
 from kda_ops.problem import MAX_K
 
 REPEATS = 9
+GROUPS = (2, 4, 8)  # ranks that share a sequence, as far as there are so many
 RUN = 64  # chunks per run: the cheapest where many heads share a device
 
 
@@ -156,7 +157,7 @@ def _serve(rank: int, store: str, args: argparse.Namespace) -> None:
     else:
         torch.set_num_threads(1)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    sizes = [n for n in (2, 4, 8) if n <= args.processes]
+    sizes = [n for n in GROUPS if n <= args.processes]
     dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=args.processes)
     groups = {n: dist.new_group(list(range(n))) for n in sizes}
     found: dict[str, Any] = {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__}
@@ -201,11 +202,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="begin no row after S seconds; what was not reached is named")
     args = parser.parse_args(argv)
     need_device(parser, args.device)
-    need_folder(parser, args.output)
+    need_writable(parser, args.output)
     cuda = args.device == "cuda"
     args.length, args.heads = args.length if args.length is not None else 131072 if cuda else 2048, args.heads if args.heads is not None else 32 if cuda else 4
     if min(args.processes, args.length, args.heads, args.width) < 1 or args.width > MAX_K:
         parser.error(f"--processes, --length, --heads and --width must be at least 1, --width at most {MAX_K}.")
+    if args.length % (most := max(n for n in (1, *GROUPS) if n <= args.processes)):
+        parser.error(f"--length must be a multiple of {most}, the ranks that share it, got {args.length}.")
     args.output = args.output or (str(checkout() / "tests" / "gpu" / "parallel.json") if cuda else None)
     args.until = time.time() + args.time_limit
     with tempfile.TemporaryDirectory() as folder:

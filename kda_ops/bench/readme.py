@@ -1,7 +1,8 @@
 """Rewrites the tables of README.md from tests/gpu/evidence.json: every row, those that lost included, between two markers; and draws them beside that file.
 
 ``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass; ``<!-- evidence -->`` ... ``<!-- end -->`` all of them. The first has the pictures.
-Rows of earlier kernels, which have not been measured again, follow in a table of their own.
+Rows of earlier kernels, which have not been measured again, follow in a table of their own. ``<!-- evidence: cpu -->`` ... ``<!-- end -->`` holds the rows of
+tests/evidence_cpu.json, which ``bench --device cpu --json`` wrote.
 """
 
 from __future__ import annotations
@@ -67,16 +68,26 @@ def _about(evidence: dict) -> str:
     return f"{evidence['gpu']}, torch {evidence['torch']}, triton {evidence['triton']}; tests/gpu {counts}"
 
 
-def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None) -> str:
-    """The README with the tables of an evidence file between its markers, none where a pass has no rows, and pictures before the first of them."""
+def _of_cpu(cpu: dict, protocol: str) -> str:
+    peers = "".join(f", {name} {version}" for name, version in cpu["peers"].items() if version)
+    return f"{cpu['device']}, torch {cpu['torch']}{peers}; {cpu['dtype']}, {protocol}{table(cpu['rows'], None)}\n"
+
+
+def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, cpu: dict | None = None) -> str:
+    """The README with the tables of an evidence file between its markers, none where a pass has no rows, and pictures before the first of them; and, of a
+    `cpu` file, its own.
+    """
     shown = "".join(f"![{words}](tests/gpu/{name})\n\n" for name, words in (pictures or {}).items())
-    about = f"{_about(evidence)}; medians, error: relative RMS against float64.\n\n"
+    protocol = "medians, error: relative RMS against float64.\n\n"
+    about = f"{_about(evidence)}; {protocol}"
     rows, earlier = evidence["rows"], evidence.get("earlier", [])
     missing = evidence.get("missing", {}).items()
     late = [name.split()[1] for name, why in missing if name != "tests/gpu" and why.startswith(("out of time", "the process ended"))]
 
     def fill(m: re.Match) -> str:
         nonlocal shown
+        if m[2] == "cpu":
+            return m[1] + (_of_cpu(cpu, protocol) if cpu else "") + m[3]
         lacking = sum(m[2] in (None, pass_) for pass_ in late)
         caption = about.replace(".\n", f"; {lacking} rows were not reached.\n") if lacking else about
         tables = [caption + table(rows, m[2])] if _of(rows, m[2]) else []
@@ -109,7 +120,9 @@ def main(argv: list[str]) -> int:
     earlier = [r for r in evidence.get("earlier", []) if ratio(r) is not None]
     if rows := [r for r in evidence["rows"] if ratio(r) is not None] + earlier:
         drawn.write_text(picture.draw(rows, _about(evidence) + (f"; {len(earlier)} rows on earlier kernels" if earlier else "")))
-    readme.write_text(rewrite(text, evidence, {name: words for name, words in PICTURES.items() if (folder / name).exists()}))
+    cpu = root / "tests" / "evidence_cpu.json"
+    there = {name: words for name, words in PICTURES.items() if (folder / name).exists()}
+    readme.write_text(rewrite(text, evidence, there, json.loads(cpu.read_text()) if cpu.exists() else None))
     return 0
 
 

@@ -6,7 +6,6 @@ do at all raises `Unsupported`, and the row is skipped with that line.
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kda_ops.bench.cases import LOWER_BOUND, Case, activated, flags
+from kda_ops.bench.machine import installed
 
 Inputs = dict[str, Tensor]
 Forward = Callable[[Inputs], Tensor]
@@ -161,16 +161,9 @@ class Peer:
     @property
     def version(self) -> str | None:
         """What is installed, or None."""
-        if self.beside and not any(map(_version, self.beside)):
+        if self.beside and not any(map(installed, self.beside)):
             return None
-        return torch.__version__ if self.package is None else _version(self.package)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        return torch.__version__ if self.package is None else installed(self.package)
 
 
 PEERS = (

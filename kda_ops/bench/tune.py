@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kda_ops.backends.reference import Reference
+from kda_ops.bench.machine import names
 from kda_ops.problem import Problem
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -160,8 +161,8 @@ def tune(op: str, K: int, V: int, dtype: str, gate: str, B: int, T: int, H: int,
 def main(argv: list[str] | None = None) -> int:
     """Tune for the given width and dtype and save what is better than the table."""
     parser = argparse.ArgumentParser(prog="python -m kda_ops tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=("kda", "gdn"), nargs="+", default=["kda", "gdn"])
-    parser.add_argument("--gate", choices=("bound", "softplus"), nargs="+", default=["bound", "softplus"])
+    parser.add_argument("--ops", type=names(("kda", "gdn")), default=["kda", "gdn"], help="comma-separated")
+    parser.add_argument("--gates", type=names(("bound", "softplus")), default=["bound", "softplus"], help="of bound,softplus")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("-K", type=int, default=128)
     parser.add_argument("-V", type=int, default=128)
@@ -172,8 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     from kda_ops.backends.triton import tuning
 
     B, T, H = args.setting
-    for op in args.op:
-        for gate in args.gate:
+    for op in args.ops:
+        for gate in args.gates:
             found = tune(op, args.K, args.V, args.dtype, gate, B, T, H, echo=lambda line: print(line, flush=True))
             better = {name: tuning.Options(**words) for name, words in found.items()}
             print(f"{op} {gate}: " + (f"{len(better)} better rows, saved to {tuning.save(better)}" if better else "the table is best"), flush=True)
