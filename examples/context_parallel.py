@@ -126,7 +126,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    ranks = int(os.environ["WORLD_SIZE"]) if launched else args.processes
+    if ranks < 1 or args.length < ranks * (ranks + 1) // 2:
+        parser.error(
+            f"--length must give each rank a token, rank i of them i + 1 shares, and there must be a rank: got {args.length} tokens for {ranks} ranks."
+        )
+    if launched:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         step(args)
         dist.destroy_process_group()

@@ -134,8 +134,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else args.processes
-    if args.tensor_parallel < 1 or ranks % args.tensor_parallel:
-        parser.error(f"--tensor-parallel must divide the {ranks} ranks, got {args.tensor_parallel}.")
+    if ranks < 1 or args.tensor_parallel < 1 or ranks % args.tensor_parallel:
+        parser.error(f"--tensor-parallel must divide the {ranks} ranks, of which there is at least one, got {args.tensor_parallel}.")
+    if ROWS % (ranks // args.tensor_parallel):
+        parser.error(
+            f"{ranks} ranks, {args.tensor_parallel} of them for the heads, cannot share the {ROWS} rows of a batch evenly: take 1, 2, 4 or 8 for rows."
+        )
+    if args.steps < 2:
+        parser.error(f"--steps must be at least 2, so that the loss can fall, got {args.steps}.")
     if launched:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         run(args)

@@ -185,8 +185,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, value in SIZES[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.steps < 1:
-        parser.error(f"--steps must be at least 1, got {args.steps}.")
+    for name in ("layers", "batch", "length", "steps", "stop"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, got {value}.")
+    if args.head_dim < 1 or args.hidden < args.head_dim or args.hidden % args.head_dim:
+        parser.error(f"--hidden must be a multiple of --head-dim, got {args.hidden} and {args.head_dim}.")
     return args
 
 

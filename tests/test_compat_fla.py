@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 import kda_ops
 from kda_ops.compat import fla
+from tests.support.calls import forward
 from tests.support.cases import PACKED, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_identical
+from tests.support.pools import Pool
 from tests.support.target import TARGET
 
 # Of FLA 0.6.0, in order; after the bar, what FLA takes from **kwargs.
@@ -282,6 +284,13 @@ def test_intermediate_states_are_refused_where_they_mean_nothing(words, message)
         fla.chunk_kda(**minimal("chunk_kda"), return_intermediate_states=True, **words)
 
 
+def test_the_gate_needs_its_parameter():
+    with pytest.raises(TypeError, match="A_log must be a tensor, got None"):
+        fla.fused_gdn_gate(torch.randn(2, 3, 4), None)
+    with pytest.raises(ValueError, match=r"g must have shape \[B, T, HV\]"):
+        fla.fused_gdn_gate(torch.tensor(1.0), torch.zeros(1))
+
+
 def test_what_has_no_effect_is_accepted():
     x = Case(lengths=(3, 70), H=1, HV=1).inputs(TARGET.device)
     want = fla.chunk_kda(**x)[0]
@@ -325,3 +334,72 @@ def test_flas_own_gates_compute_the_same(bound):
     y = Case("gdn", gate="softplus").inputs(TARGET.device)
     words = (y["g"], y["A_log"], y["dt_bias"])
     torch.testing.assert_close(fla.fused_gdn_gate(*words), gdn.naive_gdn_gate(*words))
+
+
+SERVED = dict(gate="softplus", beta="neg_eigval", l2norm=True, scale=0.3, transposed=True, H=1, HV=2, K=16, V=16, state=False, final=False)
+
+
+@pytest.mark.parametrize("pool", [
+    Pool(Case(B=2, T=3, **SERVED), "recurrent_", columns=3, accepted=True),
+    Pool(Case(lengths=(2, 0, 1), **SERVED | dict(gate="bounded", seed=1)), "recurrent_"),
+], ids=str)  # fmt: skip
+def test_decode_on_a_pool_with_every_option(pool):
+    x, (indices, accepted, _), flags, state = pool.case.inputs(), pool.indices(), pool.case.flags("recurrent_"), pool.state()
+    flags["state_v_first"] = flags.pop("transpose_state_layout")
+    x.pop("initial_state")
+    A_log = None if x["A_log"] is None else x["A_log"].view(1, 1, -1, 1)
+    o, _ = fla.fused_recurrent_kda_fwd(**x | {"A_log": A_log}, initial_state=state, ssm_state_indices=indices, num_accepted_tokens=accepted, **flags)
+    want, after = pool.run()
+    assert_identical(o, want)
+    assert_identical(state, after)
+
+
+def test_decode_without_a_pool_with_every_option():
+    case = Case(lengths=(2, 0, 3), **SERVED | dict(gate="bounded", seed=1, state=True, final=True))
+    flags = case.flags("recurrent")
+    flags["state_v_first"] = flags.pop("transpose_state_layout")
+    o, state = fla.fused_recurrent_kda_fwd(**case.inputs(), inplace_final_state=False, **flags)
+    want = forward(case, "recurrent")
+    assert_identical(o, want["o"])
+    assert_identical(state, want["final_state"])
+
+
+def test_a_decay_per_channel_beside_one_per_head_with_every_option():
+    case = Case("gdn", lengths=(2, 0, 3), gate="softplus", beta="neg_eigval", l2norm=True, scale=0.3, transposed=True, K=16, V=16)
+    x, flags = case.inputs(), case.flags("recurrent")
+    gk = -0.3 * torch.rand(*x["g"].shape, case.K)
+    flags["state_v_first"] = flags.pop("transpose_state_layout")
+    o, state = fla.fused_recurrent_gdn(**x | {"A_log": x["A_log"].view(1, 1, -1, 1)}, gk=gk, **flags)
+    decay = gk + kda_ops.gdn_gate(x["g"], x["A_log"], x["dt_bias"])[..., None]
+    plain = replace(case, gate="weak").flags("recurrent")
+    want = kda_ops.recurrent_kda(x["q"], x["k"], x["v"], decay, x["beta"], initial_state=x["initial_state"], cu_seqlens=x["cu_seqlens"], **plain)
+    assert_identical(o, want[0])
+    assert_identical(state, want[1])
+
+
+def test_a_gate_has_the_dtype_that_is_asked_for():
+    x = Case("gdn", gate="softplus").inputs()
+    got = fla.fused_gdn_gate(x["g"], x["A_log"], x["dt_bias"], output_dtype=torch.bfloat16)
+    assert_identical(got, kda_ops.gdn_gate(x["g"], x["A_log"], x["dt_bias"]).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64))
+def test_intermediate_states_have_the_dtype_of_k(dtype):
+    case = Case(lengths=(65, 0, 130), dtype=dtype)
+    with torch.inference_mode():
+        _, state, h = fla.chunk_kda(**case.inputs(), output_final_state=True, return_intermediate_states=True)
+    assert h.dtype is dtype and state.dtype is case.state_dtype
+
+
+@pytest.mark.parametrize("state, error", [
+    (torch.zeros(2, 16, 16), ValueError), (torch.zeros(1, 1, 16, 16), ValueError), (torch.zeros(1, 2, 16, 16).bfloat16(), TypeError),
+], ids=("no N", "one head", "bf16"))  # fmt: skip
+def test_intermediate_states_begin_with_a_state_that_fits(state, error):
+    """The pool that they come from would broadcast it."""
+    q = torch.randn(1, 130, 2, 16)
+    with torch.inference_mode(), pytest.raises(error, match="^initial_state must"):
+        fla.chunk_kda(q, q, q, -torch.rand(q.shape), torch.rand(1, 130, 2), initial_state=state, return_intermediate_states=True)
+
+
+def test_a_number_of_sequences_means_nothing_without_a_graph():
+    fla.chunk_kda(**Case(lengths=(3, 70), H=1, HV=1).inputs(), max_num_seqs=7)

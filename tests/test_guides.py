@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import checkpoint_policy, export, finetune_transformers, fsdp
+from examples import checkpoint_policy, context_parallel, export, finetune_transformers, fsdp, train
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,3 +75,18 @@ def fsdp_with_heads(groups):
 
 def test_fsdp_with_heads_on_a_second_dimension_does_too(ranks):
     assert "rows over 2 ranks, heads over 2" in ranks.run(4, fsdp_with_heads)[0]
+
+
+@pytest.mark.parametrize("example, words, said", [
+    (fsdp, "--processes 3", "3 ranks, 1 of them for the heads, cannot share the 8 rows"),
+    (fsdp, "--processes 0", "of which there is at least one"),
+    (fsdp, "--steps 1", "--steps must be at least 2"),
+    (context_parallel, "--processes 0", "there must be a rank"),
+    (context_parallel, "--length 1", "got 1 tokens for 2 ranks"),
+    (train, "--hidden 32 --head-dim 48", "--hidden must be a multiple of --head-dim, got 32 and 48"),
+    (train, "--stop 0", "--stop must be at least 1, got 0"),
+])  # fmt: skip
+def test_options_that_make_no_sense_are_refused_in_words(example, words, said, capsys):
+    with pytest.raises(SystemExit):
+        example.main(words.split())
+    assert said in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Laws of the layers in `kda_ops.nn`."""
 
+import functools
 import math
 import re
 
@@ -9,7 +10,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 
 from kda_ops import recurrent
-from kda_ops.nn import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention, ShortConvolution
+from kda_ops.nn import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention, ShortConvolution, kimi_delta_attention
 from kda_ops.nn.packing import Packing
 
 LAYERS = [KimiDeltaAttention, GatedDeltaNet]
@@ -429,6 +430,8 @@ REFUSALS = [
     (lambda: KimiDeltaAttention(64, num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
     (lambda: GatedDeltaNet(64, head_dim=300), ValueError, "head_dim must be at least 1 and at most 256, got 300"),
     (lambda: KimiDeltaAttention(64, safe_gate=True), ValueError, "pass lower_bound"),
+    (lambda: GatedDeltaNet(64, head_dim=8, conv_size=0), ValueError, "conv_size must be at least 1, got 0"),
+    (lambda: GatedDeltaNet(64, head_dim=8).new_cache(-1), ValueError, "num_sequences must be at least 0, got -1"),
     (lambda: KimiDeltaAttention(64, lower_bound=1.0), ValueError, "lower_bound must be a finite number below 0"),
     (lambda: KimiDeltaAttention(64, conv_size=0), ValueError, "size must be at least 1"),
     (lambda: GatedRMSNorm(8, activation="relu"), ValueError, "activation must be one of"),
@@ -456,6 +459,10 @@ REFUSALS = [
 def test_a_wrong_call_is_refused_in_words(call, error, words):
     with pytest.raises(error, match=re.escape(words)):
         call()
+
+
+def test_a_width_is_whole_up_to_rounding():
+    assert GatedDeltaNet(64, num_heads=1, head_dim=100, expand_v=0.29).head_v_dim == 29  # 28.999999999999996
 
 
 def test_the_convolution_is_torchs_own():
@@ -516,3 +523,79 @@ def test_the_convolution_is_mapped_and_differentiated_twice():
         for wanted, found in zip(torch.autograd.grad(conv(part).square().sum(), list(conv.parameters())), mine):
             close(found, wanted)
     assert torch.autograd.gradgradcheck(lambda x: conv(x), x[0])
+
+
+@pytest.mark.parametrize("make", (KimiDeltaAttention, GatedDeltaNet))
+def test_without_convolutions_there_is_silu_still(make):
+    layer, other, x = build(make, use_short_conv=False), build(make, conv_size=1), rows(2, 5)
+    with torch.no_grad():
+        for n in "qkv":
+            getattr(other, f"{n}_conv1d").weight.fill_(1.0)
+    assert not other.load_state_dict(layer.state_dict(), strict=False).unexpected_keys
+    close(layer(x), other(x))
+
+
+def test_options_reach_the_layer():
+    options = dict(head_dim=8, num_heads=2, norm_eps=0.5, conv_bias=True, allow_neg_eigval=True)
+    kda = KimiDeltaAttention(HIDDEN, lower_bound=-2.0, **options)
+    gdn = GatedDeltaNet(HIDDEN, use_gate=False, output_gate_activation="sigmoid", **options)
+    for layer in (kda, gdn):
+        assert layer.o_norm.eps == 0.5 and layer.allow_neg_eigval and all(getattr(layer, f"{n}_conv1d").bias is not None for n in "qkv")
+    assert kda.lower_bound == -2.0 and gdn.g_proj is None and gdn.o_norm.activation == "sigmoid"
+
+
+def test_no_tokens_with_a_longer_mask():
+    assert build(GatedDeltaNet)(rows(2, 5)[:, :0], attention_mask=torch.ones(2, 3)).shape == (2, 0, HIDDEN)
+
+
+@pytest.mark.parametrize("name", ("chunk_kda", "chunk_kda_"))
+def test_a_promise_reaches_the_operator(name, monkeypatch):
+    seen, call = [], getattr(kimi_delta_attention, name)
+
+    @functools.wraps(call)
+    def spy(*args, **flags):
+        seen.append((flags.get("safe_gate"), flags["lower_bound"]))
+        return call(*args, **flags)
+
+    monkeypatch.setattr(kimi_delta_attention, name, spy)
+    layer = KimiDeltaAttention(HIDDEN, head_dim=8, num_heads=2, safe_gate=True, lower_bound=-3.0)
+    with torch.no_grad():
+        layer(torch.randn(1, 5, HIDDEN), cache=layer.new_cache(1) if name.endswith("_") else None)
+    assert seen == [(True, -3.0)]
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was():
+    """Also where what is frozen is all that the cache's convolutions come from."""
+    layer = KimiDeltaAttention(HIDDEN, head_dim=8, num_heads=2)
+    for n in "qkv":
+        getattr(layer, f"{n}_proj").requires_grad_(False)
+        getattr(layer, f"{n}_conv1d").requires_grad_(False)
+    cache = layer.new_cache(1)
+    with pytest.raises(RuntimeError, match="written in place"):
+        layer(torch.randn(1, 5, HIDDEN), cache=cache)
+    assert not cache.q_conv.any()
+
+
+@pytest.mark.parametrize("grad", (True, False))
+def test_a_convolution_keeps_the_dtype_of_its_input(grad):
+    with torch.set_grad_enabled(grad):
+        assert ShortConvolution(8, 4)(torch.randn(1, 9, 8).bfloat16()).dtype is torch.bfloat16  # as autocast leaves them
+
+
+def test_a_convolution_s_slope_is_not_rounded():
+    conv = ShortConvolution(64, 1).bfloat16()
+    with torch.no_grad():
+        conv.weight.fill_(1.0)  # y is x: nothing else is rounded
+    x = torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    (got,) = torch.autograd.grad(conv(x), x, torch.ones(1, 200, 64).bfloat16())
+    wide = x.detach().float().requires_grad_()
+    (want,) = torch.autograd.grad(torch.nn.functional.silu(wide), wide, torch.ones(1, 200, 64))
+    assert torch.equal(got, want.bfloat16())
+
+
+def test_a_bias_is_drawn_anew():
+    conv = ShortConvolution(512, 4, bias=True)
+    with torch.no_grad():
+        conv.bias.fill_(float("nan"))
+    conv.reset_parameters()
+    assert 0.4 < conv.bias.abs().max() <= 0.5

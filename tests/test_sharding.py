@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import kda_ops
+from kda_ops.stages import KEPT
 
 R = Replicate()
 SPREAD = ("q", "k", "v", "g", "beta")
@@ -186,3 +187,18 @@ def test_rules_are_registered_in_either_order_of_imports(order):
     code = f"""{order}
 assert torch.ops.kda.chunk.default in torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("namespace", ["kda", "gdn"])
+def test_rows_that_do_not_divide_are_gathered(mesh, namespace):
+    x = {n: t for n, t in make_inputs(namespace, B=3).items() if n in SPREAD}
+    o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(SPREAD, [Shard(0), R])))
+    assert Shard(0) not in o.placements and o.to_local().shape[0] == 3
+
+
+@pytest.mark.parametrize("namespace", ["kda", "gdn"])
+def test_what_is_kept_of_columns_is_spread_as_they_are(mesh, namespace):
+    x = {n: t for n, t in make_inputs(namespace).items() if n in SPREAD}
+    _, _, *kept = getattr(torch.ops, namespace).chunk_fwd(**spread(x, mesh, dict(v=[R, Shard(3)])), disable_recompute=True)
+    for name, t in zip(KEPT, kept):
+        assert t.placements == (R, Shard(3) if name in ("u", "states", "v_new") else R), name

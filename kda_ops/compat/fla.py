@@ -11,8 +11,8 @@ Names, order, defaults and results are those of FLA 0.6.0. What differs, on purp
   where no gate is activated;
 - the recurrent functions are differentiable; all of them compile with ``fullgraph=True`` and never read the device on the host (but for
   ``return_intermediate_states`` with ``cu_seqlens``, whose shape depends on the lengths);
-- accepted, without effect on a result: ``cu_seqlens_cpu``, ``chunk_indices``, ``chunk_size`` (chunks have 64 tokens) and ``use_graph`` (any call can be
-  captured);
+- accepted where FLA's function has it, without effect on a result: ``cu_seqlens_cpu``, ``chunk_indices``, ``chunk_size`` (chunks have 64 tokens) and
+  ``use_graph`` (any call can be captured);
 - refused, in words that say what to do: ``cp_context``, ``head_first``, and in the recurrent GDN ``gv`` and a ``beta`` per value channel.
 
 Example:
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from kda_ops import functional
-from kda_ops.problem import CHUNK
+from kda_ops.problem import CHUNK, Problem
 
 __all__ = [
     "chunk_gated_delta_rule", "chunk_gdn", "chunk_kda", "fused_gdn_gate", "fused_kda_gate", "fused_recurrent_gated_delta_rule",
@@ -148,6 +148,7 @@ def chunk_kda(
 
 def _with_intermediate_states(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, output_final_state, flags):
     """`chunk_kda` on a pool: slots 0 to N - 1 hold each sequence's state, the rest the state before each of its chunks in turn."""
+    Problem.parse(1, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, **flags)  # refuses what `chunk_kda` would
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     lengths = [T] * B if cu_seqlens is None else cu_seqlens.diff().tolist()
@@ -284,7 +285,9 @@ def fused_kda_gate(
 
 def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute GDN's log decay from logits ``[..., HV]``, by FLA's signature; differentiable. The rest: `kda_ops.gdn_gate`."""
-    return functional.gdn_gate(g.reshape(1, -1, g.shape[-1]), _per_head(A_log), dt_bias).view(g.shape).to(output_dtype)
+    if A_log is None:
+        raise TypeError("A_log must be a tensor, got None.")
+    return functional.gdn_gate(g.reshape(1, -1, *g.shape[-1:]), _per_head(A_log), dt_bias).view(g.shape).to(output_dtype)
 
 
 chunk_gdn = chunk_gated_delta_rule

@@ -15,9 +15,9 @@ Everything else of a model (projections, convolution, norms, caches, masks) stay
 up to rounding; eager, ``torch.compile(fullgraph=True)``, padding, caches and ``generate`` included.
 
 **Packed sequences**: pass ``cu_seq_lens_q`` ``[N + 1]`` (int32 or int64), as ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes it,
-``position_ids`` that start again with each sequence, and ``use_cache=False``. Then the convolution in front of the delta rule keeps sequences apart too:
-while enabled, and for packed rows alone, it is a sum of shifted products that stop at the first token of a sequence. transformers itself refuses packed rows,
-or mixes their sequences there, unless other packages are installed.
+``position_ids`` that start again with each sequence, and ``use_cache=False`` (a cache is refused). Then the convolution in front of the delta rule keeps
+sequences apart too: while enabled, and for packed rows alone, it is a sum of shifted products that stop at the first token of a sequence. transformers itself
+refuses packed rows, or mixes their sequences there, unless other packages are installed.
 
 Needs transformers 5.16 or later (Kimi-Linear: 5.17); earlier ones bind the functions when a model is built.
 
@@ -76,6 +76,8 @@ def _delta_rule(op: Callable[..., Any]) -> Callable[[Callable], Callable]:
                 cu_seqlens = cu_seq_lens_q  # models that hand on what they got
             if cu_seqlens is None and seq_idx is not None:
                 raise ValueError("seq_idx alone does not say how many sequences there are: pass cu_seq_lens_q too.")
+            if cu_seqlens is not None and output_final_state:  # with a cache, the other layers of the model no longer tell the sequences apart
+                raise ValueError("packed rows fill no cache: pass use_cache=False, or set model.config.use_cache = False.")
             if initial_state is not None:
                 initial_state = initial_state.to(torch.promote_types(query.dtype, torch.float32))
             return op(

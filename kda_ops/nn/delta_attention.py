@@ -32,9 +32,14 @@ class DeltaAttention(nn.Module):
         conv_size: int, conv_bias: bool, norm_eps: float, device, dtype, *, norm_activation: str, dt_bias_size: int,
     ):  # fmt: skip
         super().__init__()
-        self.hidden_size, self.num_heads, self.head_k_dim, self.head_v_dim = hidden_size, num_heads, head_dim, int(head_dim * expand_v)
+        self.hidden_size, self.num_heads, self.head_k_dim, self.head_v_dim = hidden_size, num_heads, head_dim, round(head_dim * expand_v)
         self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        for name, size, most in (("hidden_size", hidden_size, None), ("num_heads", num_heads, None), ("head_dim", head_dim, MAX_K)):
+        for name, size, most in (
+            ("hidden_size", hidden_size, None),
+            ("num_heads", num_heads, None),
+            ("head_dim", head_dim, MAX_K),
+            ("conv_size", conv_size, None),
+        ):
             if size < 1 or (most is not None and size > most):
                 raise ValueError(f"{name} must be at least 1{'' if most is None else f' and at most {most}'}, got {size}.")
         if self.num_v_heads < num_heads or self.num_v_heads % num_heads:
@@ -99,6 +104,8 @@ class DeltaAttention(nn.Module):
 
     def new_cache(self, num_sequences: int) -> Cache:
         """Make an empty cache for N sequences, on the layer's device."""
+        if num_sequences < 0:
+            raise ValueError(f"num_sequences must be at least 0, got {num_sequences}.")
         q, k, v = (local(proj.weight) for proj in (self.q_proj, self.k_proj, self.v_proj))
         wide = torch.float64 if q.dtype is torch.float64 else torch.float32
         state = q.new_zeros((num_sequences, v.shape[0] // self.head_v_dim, self.head_v_dim, self.head_k_dim), dtype=wide)
@@ -234,5 +241,5 @@ class DeltaAttention(nn.Module):
         got = [None if x is None else tuple(x.shape[1:]) for x in (cache.state, cache.q_conv, cache.k_conv, cache.v_conv)]
         if got != want:
             raise ValueError(f"cache must hold, per sequence, a state and convolution tails of shapes {want}, got {got}: make it with this layer's new_cache.")
-        if torch.is_grad_enabled() and q.requires_grad:
+        if torch.is_grad_enabled() and (q.requires_grad or any(p.requires_grad for p in self.parameters())):
             raise RuntimeError("cache is written in place and has no gradient: call the layer under torch.no_grad() or torch.inference_mode().")

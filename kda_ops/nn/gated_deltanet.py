@@ -28,11 +28,12 @@ class GatedDeltaNet(DeltaAttention):
         allow_neg_eigval: write strengths up to 2, ``2 * sigmoid(b_proj(x))``.
         conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
         norm_eps: of the gated RMS norm.
-        device, dtype: of the parameters; `A_log` and `dt_bias` are always fp32.
+        device, dtype: of the parameters; `A_log` and `dt_bias` are made in fp32 whatever it is, but ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d`` ``[channels, 1, conv_size]``, ``a_proj`` (decay), ``b_proj``, ``A_log`` and
     ``dt_bias`` ``[HV]``, ``g_proj`` (output gate), ``o_norm``, ``o_proj``. ``A_log`` starts at ``log U(0, 16)``. ``A_log`` and ``dt_bias`` carry
-    ``_no_weight_decay = True``, which `copy.deepcopy` drops.
+    ``_no_weight_decay = True``; what makes new parameters drops it (`copy.deepcopy`, ``fully_shard``, ``to_empty``, ``load_state_dict(assign=True)``), so an
+    optimizer made after that should go by these names.
 
     Raises:
         ValueError: sizes that do not fit together.

@@ -20,8 +20,12 @@ class GatedRMSNorm(nn.Module):
         width: length V of the last axis.
         eps: added to the mean square.
         activation: ``"sigmoid"``, or ``"swish"``, also called ``"silu"``.
+        device, dtype: of the parameter.
 
     Parameter: `weight` ``[V]``, ones at first. Computed in fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: another activation.
 
     Example:
         >>> import torch, kda_ops.nn

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from kda_ops.functional import chunk_kda, chunk_kda_, recurrent_kda_
 from kda_ops.nn.delta_attention import DeltaAttention
 from kda_ops.nn.local import across
+from kda_ops.problem import check_lower_bound
 
 
 class KimiDeltaAttention(DeltaAttention):
@@ -29,11 +30,12 @@ class KimiDeltaAttention(DeltaAttention):
             ``-exp(A_log) * softplus(g + dt_bias)``.
         conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
         norm_eps: of the gated RMS norm.
-        device, dtype: of the parameters; `A_log` and `dt_bias` are always fp32.
+        device, dtype: of the parameters; `A_log` and `dt_bias` are made in fp32 whatever it is, but ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d`` ``[channels, 1, conv_size]``, ``f_proj.0 f_proj.1`` (decay), ``b_proj``,
     ``A_log`` ``[HV]``, ``dt_bias`` ``[HV * K]``, ``g_proj.0 g_proj.1`` (output gate), ``o_norm``, ``o_proj``. ``A_log`` starts at ``log U(1, 16)``, or zero
-    with `safe_gate`. ``A_log`` and ``dt_bias`` carry ``_no_weight_decay = True``, which `copy.deepcopy` drops.
+    with `safe_gate`. ``A_log`` and ``dt_bias`` carry ``_no_weight_decay = True``; what makes new parameters drops it (`copy.deepcopy`, ``fully_shard``,
+    ``to_empty``, ``load_state_dict(assign=True)``), so an optimizer made after that should go by these names.
 
     Raises:
         ValueError: sizes that do not fit together, or `safe_gate` without `lower_bound`.
@@ -59,8 +61,7 @@ class KimiDeltaAttention(DeltaAttention):
         value_heads = num_heads if num_v_heads is None else num_v_heads
         if safe_gate and lower_bound is None:
             raise ValueError("safe_gate=True promises a bounded decay and needs the bound: pass lower_bound, for instance -5.0.")
-        if lower_bound is not None and not -float("inf") < lower_bound < 0:
-            raise ValueError(f"lower_bound must be a finite number below 0, got {lower_bound}.")
+        check_lower_bound(lower_bound)
         super().__init__(
             hidden_size, expand_v, head_dim, num_heads, num_v_heads, use_short_conv, allow_neg_eigval,
             conv_size, conv_bias, norm_eps, device, dtype, norm_activation="sigmoid", dt_bias_size=value_heads * head_dim,

@@ -22,8 +22,12 @@ class ShortConvolution(nn.Module):
         channels: D.
         size: taps per channel.
         bias: add one number per channel.
+        device, dtype: of the parameters.
 
     Parameters: `weight` ``[D, 1, size]`` and `bias` ``[D]``, as `torch.nn.Conv1d` with ``groups=D`` has them, and initialised like that.
+
+    Raises:
+        ValueError: `size` is below 1.
 
     Example:
         >>> import torch, kda_ops.nn
