@@ -128,3 +128,15 @@ def _activated(case, inputs):
 
 def test_both_cpu_backends_share_the_gate():
     assert native.gate is activations.gate is Reference.gate and native.gate_backward is activations.gate_backward
+
+
+@pytest.mark.parametrize("bound", (None, -5.0))
+@pytest.mark.parametrize("rank", (0, 1))
+def test_narrow_parameters_of_a_gate_get_a_sum_that_is_rounded_once(rank, bound):
+    g, A_log, dt_bias = gate_inputs(rank, True, True, torch.float32)
+    dy = torch.randn(g.shape, generator=torch.Generator().manual_seed(5))
+    A_log, dt_bias = A_log.bfloat16(), dt_bias.bfloat16()
+    narrow = activations.gate_backward(dy, g, A_log, dt_bias, bound, rank)
+    wide = activations.gate_backward(dy, g, A_log.float(), dt_bias.float(), bound, rank)
+    for a, b in zip(narrow[1:], wide[1:]):
+        assert a.dtype is torch.bfloat16 and torch.equal(a, b.bfloat16())

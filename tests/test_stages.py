@@ -11,6 +11,7 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks, count_chunks
 from kda_ops.stages import GRADIENTS, Backend, Gradients, Reverse, Tile, Trace
+from tests.support.calls import run
 from tests.support.cases import Case, cases, replace
 from tests.support.closeness import assert_identical
 from tests.support.pools import Pool, pools
@@ -186,3 +187,12 @@ def test_a_backend_is_the_stages_of_its_contract():
         assert all(callable(getattr(backend, stage)) for stage in vars(Backend) if not stage.startswith("_"))
     assert {f.name for f in fields(Tile)} & {f.name for f in fields(Trace)} == set() and fields(Reverse)
     assert isinstance(Pool(Case()).slots, int)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_a_call_of_several_slabs_is_that_of_one(variant, monkeypatch):
+    case = Case(variant, B=2, T=200, H=1, HV=2, gate="softplus", beta="sigmoid", l2norm=True)
+    want = run(case)
+    monkeypatch.setattr(native, "SLAB", 3 * case.HV * CHUNK * case.K)  # three of the eight chunks at a time
+    for name, x in run(case).items():
+        torch.testing.assert_close(x, want[name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
