@@ -38,11 +38,17 @@ def _rule(operator: schemas.Operator, namespace: str):
         for name, x, mapped in zip(names, args, in_dims):
             if name == "cu_seqlens" and mapped is not None:
                 raise ValueError(f"{namespace}::{operator.name}: cu_seqlens cannot be mapped by vmap: the packing is one for all slices.")
-            folded.append(_fold(name, x, mapped, info.batch_size, _AXES[name]) if name in _AXES else x)
+            if not info.batch_size:  # one slice of zeros, for the shapes of what there is none of
+                folded.append(x if mapped is None else x.new_zeros(x.movedim(mapped, 0).shape[1:]))
+            else:
+                folded.append(_fold(name, x, mapped, info.batch_size, _AXES[name]) if name in _AXES else x)
         out = op(*folded, **flags)
         outs = (out,) if isinstance(out, Tensor) else out
-        dims = tuple(None if _absent(x) else axis for x, axis in zip(outs, out_axes))
-        outs = tuple(x if d is None else x.unflatten(d, (info.batch_size, -1)) for x, d in zip(outs, dims))
+        if info.batch_size:
+            dims = tuple(None if _absent(x) else axis for x, axis in zip(outs, out_axes))
+            outs = tuple(x if d is None else x.unflatten(d, (info.batch_size, -1)) for x, d in zip(outs, dims))
+        else:
+            dims, outs = (0,) * len(outs), tuple(x.new_empty((0, *x.shape)) for x in outs)
         return (outs[0], dims[0]) if isinstance(out, Tensor) else (outs, dims)
 
     return rule

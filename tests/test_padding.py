@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import kda_ops
+from tests.support.calls import overload
+from tests.support.cases import Case
 from tests.support.target import TARGET
 
 FLOAT64 = pytest.mark.skipif(torch.float64 not in TARGET.dtypes, reason="float64 is for CPUs")
@@ -73,3 +75,16 @@ def test_a_pool_that_overlaps_itself_is_refused():
 def test_mapping_over_nothing_gives_nothing():
     q, k, v = (torch.randn(1, 70, 2, 8, device=TARGET.device) for _ in range(3))
     assert torch.vmap(lambda q: kda_ops.chunk_kda(q, k, v, None, None)[0])(torch.randn(0, 1, 70, 2, 8, device=TARGET.device)).shape == (0, 1, 70, 2, 8)
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_gradients_of_no_samples_have_the_shapes_of_samples(variant):
+    case = Case(variant, T=5, HV=4, gate="softplus", beta="sigmoid")
+    x = {n: t for n, t in case.inputs(TARGET.device).items() if t is not None}
+
+    def loss(*args):
+        o, final_state = overload(variant, "chunk")(**dict(zip(x, args)), **case.flags())
+        return o.sum() + final_state.sum()
+
+    grads = torch.func.vmap(torch.func.grad(loss, tuple(range(len(x)))))(*(t.new_empty((0, *t.shape)) for t in x.values()))
+    assert [g.shape for g in grads] == [(0, *t.shape) for t in x.values()]

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from kda_ops.compat import transformers as compat
 from tests.support import models
 from tests.support.models import assert_generates_the_same, assert_same, left_padded, packed, step, to, torch_path
+from tests.support.witness import backward_errors
 
 MAIN = ("kimi_linear", "qwen3_next", "qwen3_5")
 SHORT = MAIN[:2]  # the third has the second's delta rule
@@ -73,4 +74,11 @@ def test_packed_sequences_are_the_sequences_alone(name):
         want = look(exact, torch.cat([exact(x[None], use_cache=False).logits for x in ids], 1))
     with compat.enable():
         got = look(net, net(**to(packed(ids), "cuda")).logits)
-    assert_same(got, want)
+        try:
+            assert_same(got, want)
+        except AssertionError as off:
+            net.zero_grad()
+            with backward_errors() as errors:
+                again = look(net, net(**to(packed(ids), "cuda")).logits)
+            same = sum(torch.equal(x, again[n]) for n, x in got.items())
+            raise AssertionError(f"{off}; once more, the same bits in {same} tensors; our backward calls, the last layer's first: {errors}") from None

@@ -1,0 +1,52 @@
+"""Each backward call of an operator inside a program beside float64 on the inputs that it had: whether what a program finds wrong is wrong there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kda_ops.registrations import schemas
+from kda_ops.stages import GRADIENTS
+from tests.support.calls import overload
+
+_OPERATORS = {schemas.CHUNK_BWD.overload(variant): variant for variant in schemas.VARIANTS}
+
+
+class _Backwards(TorchDispatchMode):
+    """Copies what every backward call is given and gives to the CPU, at once: the program is free to use the memory again."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func not in _OPERATORS:
+            return func(*args, **(kwargs or {}))
+        given = [_exact(x) for x in args]
+        out = func(*args, **kwargs)
+        self.calls.append((_OPERATORS[func], given, kwargs, [_exact(x) for x in out]))
+        return out
+
+
+def _exact(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().to("cpu", torch.float64 if x.is_floating_point() else x.dtype, copy=True)
+
+
+@contextmanager
+def backward_errors() -> Iterator[list[dict[str, float]]]:
+    """A list that has, when the context ends, one dictionary for each backward call in it: how far each gradient is off, in parts of its largest entry."""
+    errors: list[dict[str, float]] = []
+    with _Backwards() as seen:
+        yield errors
+    for variant, (do, dfinal_state, *rest), flags, got in seen.calls:
+        _, inputs, _ = schemas.split_backward(rest)
+        leaves = [x if x is None else x.requires_grad_(x.is_floating_point()) for x in inputs]
+        o, final_state = overload(variant, "chunk")(*leaves, **{n: x for n, x in flags.items() if n != "need"})
+        needed = [(n, x, d) for n, x, d, need in zip(GRADIENTS, leaves, got, flags["need"]) if need]
+        outs = [(y, dy) for y, dy in ((o, do), (final_state, dfinal_state)) if dy is not None and dy.numel()]
+        exact = torch.autograd.grad([y for y, _ in outs], [x for _, x, _ in needed], [dy for _, dy in outs])
+        errors.append({"d" + n: ((d - want).abs().max() / want.abs().max().clamp(min=1e-300)).item() for (n, _, d), want in zip(needed, exact)})
