@@ -1,4 +1,4 @@
-"""One call, parsed: the only validation in the package, and the allocator that kernel and fake share.
+"""One call, parsed: all that refuses a call of an operator, and the allocator that kernel and fake share.
 
 A `Problem` names every size of a call, holds its tensors and flags, and refuses what means nothing. It compares sizes and never
 branches on them, because under ``torch.compile`` they may be symbolic; it reads shapes, dtypes and devices, never data.
@@ -47,6 +47,21 @@ def check_index(name: str, x: Tensor, device: torch.device, of: str = "q") -> No
     if x.dtype not in _INDEX_DTYPES:
         _dtype_error(name, "int32 or int64", x.dtype)
     _check_there(name, x, device, of)
+
+
+def check_offsets(cu_seqlens: Tensor, B: int, T: int | None, device: torch.device, of: str = "q") -> None:
+    """Offsets [N + 1] of sequences packed into one row of T tokens, or, if T is None, into the rows of several ranks: then their values are not read."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor of shape [N + 1], got {type(cu_seqlens).__name__}: torch.tensor(...) makes one.")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
+    check_index("cu_seqlens", cu_seqlens, device, of)
+    if B != 1:
+        raise ValueError(
+            f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape {of} and all else that has tokens to [1, B * T, ...]."
+        )
+    if T is not None and (CHECK_VALUES or device.type == "cpu") and not _is_symbolic(cu_seqlens):  # a CPU backend reads them anyway
+        _check_cu_seqlens(cu_seqlens, T)
 
 
 def check_lower_bound(lower_bound: float | None) -> None:
@@ -158,19 +173,14 @@ class Problem:
                 raise ValueError(f"{name} is a parameter of the gate and needs use_gate_in_kernel=True; an activated g must not be activated again.")
             if lower_bound is not None and not safe_gate:
                 raise ValueError(
-                    "lower_bound without use_gate_in_kernel only names the bound that safe_gate=True promises: use either (recurrent has no safe_gate)."
+                    f"lower_bound must be None without use_gate_in_kernel=True, or safe_gate=True, whose bound it then names (chunk), got {lower_bound}: "
+                    "pass raw logits with use_gate_in_kernel=True, or drop it."
                 )
         if cu_seqlens is None:
             self.N = B
         else:
-            if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-                raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
-            check_index("cu_seqlens", cu_seqlens, device)
-            if B != 1:
-                raise ValueError(f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape q, k, v, g and beta to [1, B * T, ...].")
+            check_offsets(cu_seqlens, B, T, device, "q")
             self.N = cu_seqlens.shape[0] - 1
-            if (CHECK_VALUES or device.type == "cpu") and not _is_symbolic(cu_seqlens):  # a CPU backend reads them anyway
-                _check_cu_seqlens(cu_seqlens, T)
         self.rank, self.q, self.k, self.v, self.g, self.beta = rank, q, k, v, g, beta
         self.A_log, self.dt_bias = A_log, dt_bias
         self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()  # kernels count on it
@@ -194,7 +204,7 @@ class Problem:
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
         if initial_state is not None:
             p._take_state("initial_state", "N", p.N, initial_state, pool=False)
-        p._check_decays()
+        p._check_gates()
         return p
 
     @classmethod
@@ -206,7 +216,8 @@ class Problem:
         p._take_pool(state, state_indices)
         if num_accepted_tokens is not None:
             if state_indices is None or state_indices.dim() != 2:
-                raise ValueError("num_accepted_tokens picks the column of state_indices to start from and needs state_indices of shape [N, S].")
+                got = "None" if state_indices is None else list(state_indices.shape)
+                raise ValueError(f"num_accepted_tokens picks the column of state_indices to start from and needs state_indices of shape [N, S], got {got}.")
             if num_accepted_tokens.shape != (p.N,):
                 _shape_error("num_accepted_tokens", "[N]", (p.N,), num_accepted_tokens)
             check_index("num_accepted_tokens", num_accepted_tokens, q.device)
@@ -284,7 +295,7 @@ class Problem:
             if CHECK_VALUES and not _is_symbolic(state_indices):
                 _check_slots(state_indices, state.shape[0], "state_indices")
         self.state_indices = state_indices
-        self._check_decays()
+        self._check_gates()
 
     # What a call returns; the kernel and the fake implementation allocate through the same two functions.
 
@@ -306,17 +317,26 @@ class Problem:
         """A state of the caller's layout seen as S[k, v]: the layout is two strides."""
         return state.transpose(-1, -2) if self.transposed else state
 
-    def _check_decays(self) -> None:
-        """Under KDA_OPS_CHECK=1, refuse decays above 0, or below what `safe_gate` promises, of tokens whose sequence has a slot, if slots there are."""
-        if not CHECK_VALUES or self.g is None or self.activate_gate or _is_symbolic(self.g):
+    def _check_gates(self) -> None:
+        """Under KDA_OPS_CHECK=1, refuse decays above 0, or below what `safe_gate` promises, and a beta outside [0, 2], of tokens whose sequence has a slot,
+        if slots there are.
+        """
+        if not CHECK_VALUES:
             return
-        g, slots = self.g, self.state_indices
+        if self.g is not None and not self.activate_gate and not _is_symbolic(self.g):
+            _check_decay(self._live(self.g), (self.lower_bound or SAFE_BOUND) if self.safe_gate else None)
+        if self.beta is not None and not self.sigmoid_beta and not _is_symbolic(self.beta):
+            _check_strength(self._live(self.beta))
+
+    def _live(self, x: Tensor) -> Tensor:
+        """Of x [B, T, ...], the tokens of sequences that have a slot."""
+        slots = self.state_indices
         if self.cu_seqlens is not None:
-            g = g[:, : int(self.cu_seqlens[-1])]
-        if slots is not None:
-            live = (slots if slots.dim() == 1 else slots.amax(1)) >= 0
-            g = g[live] if self.cu_seqlens is None else g[:, live.repeat_interleave(self.cu_seqlens.diff())]
-        _check_decay(g, (self.lower_bound or SAFE_BOUND) if self.safe_gate else None)
+            x = x[:, : int(self.cu_seqlens[-1])]
+        if slots is None:
+            return x
+        live = (slots if slots.dim() == 1 else slots.amax(1)) >= 0
+        return x[live] if self.cu_seqlens is None else x[:, live.repeat_interleave(self.cu_seqlens.diff())]
 
     @property
     def gate_bound(self) -> float | None:
@@ -325,7 +345,7 @@ class Problem:
             return SAFE_BOUND
         if self.lower_bound is not None:
             return self.lower_bound
-        return SAFE_BOUND if self.safe_gate else None
+        return SAFE_BOUND if self.safe_gate and not self.activate_gate else None  # the gate without a lower_bound has no bound, whatever is promised
 
 
 def new_output(v: Tensor) -> Tensor:
@@ -379,6 +399,12 @@ def _check_decay(g: Tensor, bound: float | None) -> None:
         raise ValueError(f"g must be at most 0 (natural-log decay), got a maximum of {g.max().item()}: pass raw logits with use_gate_in_kernel=True.")
     if bound is not None and g.numel() and bool((g < bound).any()):
         raise ValueError(f"g must stay in [{bound}, 0] as safe_gate=True promises, got a minimum of {g.min().item()}.")
+
+
+def _check_strength(beta: Tensor) -> None:
+    if beta.numel() and not bool(((beta >= 0) & (beta <= 2)).all()):
+        low, high = beta.min().item(), beta.max().item()
+        raise ValueError(f"beta must lie in [0, 2], got {low} to {high}: pass raw logits with use_beta_sigmoid_in_kernel=True.")
 
 
 def _check_slots(indices: Tensor, slots: int, name: str) -> None:

@@ -439,7 +439,12 @@ REFUSALS = [
     (lambda: build(GatedDeltaNet)(rows(2, 5)[..., :-1]), ValueError, "x must have shape [B, T, hidden_size] = [B, T, 32], got [2, 5, 31]"),
     (lambda: build(GatedDeltaNet)(rows(2, 5), attention_mask=torch.ones(2, 4)), ValueError, "attention_mask must have shape [B, T] = [2, 5]"),
     (lambda: build(GatedDeltaNet)(rows(2, 5), attention_mask=torch.ones(2, 1, 5, 5)), ValueError, "attention_mask must have shape [B, T] = [2, 5]"),
-    (lambda: build(GatedDeltaNet)(rows(2, 5), cu_seqlens=torch.tensor([0, 5])), ValueError, "x of shape [1, T, hidden_size]"),
+    (lambda: build(GatedDeltaNet)(rows(2, 5), cu_seqlens=torch.tensor([0, 5])), ValueError, "needs B == 1, got B = 2: reshape x and"),
+    (lambda: build(GatedDeltaNet)(rows(1, 5), cu_seqlens=[0, 5]), TypeError, "cu_seqlens must be an int32 or int64 tensor of shape [N + 1], got list"),
+    (lambda: build(GatedDeltaNet)(rows(1, 5), cache={}), TypeError, "cache must be a kda_ops.nn.Cache, got dict: make it with new_cache(1)"),
+    (lambda: GatedRMSNorm(4)(torch.ones(2, 1)), ValueError, "x must have shape [..., V] = [..., 4], got [2, 1]"),
+    (lambda: GatedRMSNorm(4)(torch.ones(2, 3, 4), torch.ones(3, 1)), ValueError, "gate must have the shape of x, [2, 3, 4], got [3, 1]"),
+    (lambda: ShortConvolution(4)(torch.ones(2, 5, 1)), ValueError, "x must have shape [B, T, D] = [B, T, 4], got [2, 5, 1]"),
     (lambda: build(GatedDeltaNet)(rows(1, 5), cu_seqlens=torch.tensor([[0, 5]])), ValueError, "cu_seqlens must have shape [N + 1]"),
     (lambda: build(GatedDeltaNet)(rows(1, 5), torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5])), ValueError, "pass one of them"),
     (lambda: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet).new_cache(2)), ValueError, "make it with new_cache(1)"),
@@ -459,6 +464,20 @@ REFUSALS = [
 def test_a_wrong_call_is_refused_in_words(call, error, words):
     with pytest.raises(error, match=re.escape(words)):
         call()
+
+
+@pytest.mark.parametrize("offsets", ([0, 4, 2, 5], [1, 2, 4, 5], [0, 1, 2, 12], [0.0, 1.0, 2.0, 5.0]), ids=str)
+@pytest.mark.parametrize("make", LAYERS)
+@torch.no_grad()
+def test_a_call_refused_for_its_offsets_or_dtype_leaves_the_cache_as_it_was(make, offsets):
+    layer = build(make)
+    cache = layer.new_cache(3)
+    with pytest.raises((TypeError, ValueError), match="^cu_seqlens must"):
+        layer(rows(1, 5), cache=cache, cu_seqlens=torch.tensor(offsets))
+    half = layer.new_cache(1).half()
+    with pytest.raises(TypeError, match=r"^cache must hold states of torch.float64 on .*, got torch.float16 on"):
+        layer(rows(1, 5), cache=half)
+    assert not any(x.any() for c in (cache, half) for x in c.buffers())
 
 
 def test_a_width_is_whole_up_to_rounding():

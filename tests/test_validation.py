@@ -133,7 +133,7 @@ REFUSED = [
         ("chunk recurrent_", GATED | {"lower_bound": bound}, ValueError, r"^lower_bound must be a finite number below 0")
         for bound in (0.0, 1.0, -math.inf, math.nan)
     ),
-    ("chunk recurrent recurrent_ chunk_", {"lower_bound": -5.0}, ValueError, r"^lower_bound without use_gate_in_kernel only names the bound"),
+    ("chunk recurrent recurrent_ chunk_", {"lower_bound": -5.0}, ValueError, r"^lower_bound must be None without .*, got -5.0: pass raw"),
     ("chunk", {"lower_bound": 5.0, "safe_gate": True}, ValueError, r"^lower_bound must be a finite number below 0"),
     *(("chunk recurrent recurrent_ chunk_", {"scale": scale}, ValueError, r"^scale must be a finite number") for scale in (math.inf, math.nan)),
     # packing
@@ -340,6 +340,9 @@ CHECKED = [
     ("g not a number", "run(g=math.nan)", "g must be at most 0"),
     ("g below the promise", "run(g=-6.0, safe_gate=True)", r"g must stay in \[-5.0, 0\] as safe_gate=True promises, got a minimum of -6.0"),
     ("g below the named bound", "run(g=-2.0, safe_gate=True, lower_bound=-1.0)", r"g must stay in \[-1.0, 0\]"),
+    ("beta above 2", "run(beta=2.1)", r"beta must lie in \[0, 2\], got 2.09\d* to 2.09\d*: pass raw logits with use_beta_sigmoid_in_kernel=True"),
+    ("beta below 0", "run(beta=-0.1)", r"beta must lie in \[0, 2\]"),
+    ("beta not a number", "run(beta=math.nan)", r"beta must lie in \[0, 2\]"),
     ("a slot too far", "pool([0, 3])", "state_indices must be below the number of slots, 3, got 3"),
     ("a slot twice", "pool([1, 1])", "state_indices must name distinct slots, got one slot twice"),
     ("a decay of a row with a slot", "pool([-1, 2], g=[-1.0, math.nan])", "g must be at most 0"),
@@ -355,6 +358,9 @@ LEGAL = [
     "run(cu=[0, 0, 3])",
     "run(g=-math.inf)",
     "run(g=-5.0, safe_gate=True)",
+    "run(beta=2.0)",
+    "run(beta=0.0)",
+    "run(beta=5.0, use_beta_sigmoid_in_kernel=True)",
     "pool([2, 0])",
     "pool([-1, -1])",
     "pool([[0, 1], [2, -1]], [1, 2])",
@@ -377,10 +383,11 @@ def test_values_are_checked_when_the_environment_asks(tmp_path):
     """One fresh process with KDA_OPS_CHECK=1, in which every line of `CHECKED` fails with its words and every line of `LEGAL` passes."""
     script = textwrap.dedent("""
         import math, sys, torch, kda_ops
-        def run(cu=None, g=None, **flags):
+        def run(cu=None, g=None, beta=None, **flags):
             q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
+            beta = None if beta is None else torch.full((1, 5, 2), beta)
             g = None if g is None else torch.tensor(g).reshape(1, -1, 1, 1).expand(1, 5, 2, 4)
-            return kda_ops.chunk_kda(q, k, v, g, None, cu_seqlens=None if cu is None else torch.tensor(cu), **flags)
+            return kda_ops.chunk_kda(q, k, v, g, beta, cu_seqlens=None if cu is None else torch.tensor(cu), **flags)
         def pool(slots, accepted=None, g=None):
             q, k, v = (torch.randn(2, 1, 2, 4) for _ in range(3))
             accepted = None if accepted is None else torch.tensor(accepted)

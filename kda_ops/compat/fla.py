@@ -13,7 +13,11 @@ Names, order, defaults and results are those of FLA 0.6.0. What differs, on purp
   ``return_intermediate_states`` with ``cu_seqlens``, whose shape depends on the lengths);
 - accepted where FLA's function has it, without effect on a result: ``cu_seqlens_cpu``, ``chunk_indices``, ``chunk_size`` (chunks have 64 tokens) and
   ``use_graph`` (any call can be captured);
-- refused, in words that say what to do: ``cp_context``, ``head_first``, and in the recurrent GDN ``gv`` and a ``beta`` per value channel.
+- refused, in words that say what to do: ``cp_context``, ``head_first``, ``cu_seqlens_cpu`` without ``cu_seqlens``, q, k and v of different dtypes, pools in
+  fp16, and in the recurrent GDN ``gv`` and a ``beta`` per value channel;
+- under autocast q, k and v are cast, and o has the autocast dtype, as of torch's own attention; FLA's keeps fp32;
+- ``lower_bound`` may be below -5 under ``safe_gate``;
+- FLA's references in PyTorch (``naive_recurrent_kda`` and the like) are not here: the same operators in float64 on a CPU serve for that.
 
 Example:
     >>> import torch
@@ -45,6 +49,9 @@ __all__ = [
 
 _POOLS = "decode on a pool of states is `fused_recurrent_kda_fwd` or `kda_ops.recurrent_kda_`"
 _RETIRED = {
+    "safe_gate": "it is a promise to chunk_kda; where one token follows the other there is nothing to gain by it: drop it",
+    "disable_recompute": "it belongs to chunk_kda: drop it",
+    "chunk_size": "there are no chunks: drop it",
     "head_first": "tensors are [B, T, H, ...]: call transpose(1, 2) on those of shape [B, H, T, ...] and drop the keyword",
     "offsets": "it is called cu_seqlens now",
     "indices": "chunks are found on the device: drop it",
@@ -127,6 +134,8 @@ def chunk_kda(
             f"cu_seqlens must have max_num_seqs + 1 = {max_num_seqs + 1} entries with use_graph=True, got {cu_seqlens.shape[0]}: repeat the last offset, "
             "which adds empty sequences."
         )
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        raise ValueError("lower_bound must be given with safe_gate=True and use_gate_in_kernel=True, whose gate has no bound otherwise, got None: pass -5.0.")
     v_first = _v_first(state_v_first, transpose_state_layout)
     flags: dict[str, Any] = dict(
         scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, lower_bound=lower_bound, safe_gate=safe_gate,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kda_ops.distributed import collectives
 from kda_ops.distributed.plan import Contract, agree, offsets_of
-from kda_ops.problem import check_index
+from kda_ops.problem import check_offsets
 
 
 def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -70,9 +70,7 @@ def _check(x: Tensor, size: int, cu_seqlens: Tensor | None) -> None:
     if size < 1:
         raise ValueError(f"size must be the taps of the convolution, at least 1, got {size}.")
     if cu_seqlens is not None:
-        check_index("cu_seqlens", cu_seqlens, x.device, "x")
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or x.shape[0] != 1:
-            raise ValueError(f"cu_seqlens [N + 1] packs its sequences into one row and needs B == 1, got {list(cu_seqlens.shape)} and B = {x.shape[0]}.")
+        check_offsets(cu_seqlens, x.shape[0], None, x.device, "x")
 
 
 def _contract(x: Tensor, size: int, cu_seqlens: Tensor | None) -> Contract:

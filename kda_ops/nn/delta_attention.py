@@ -14,7 +14,7 @@ from kda_ops.nn.gated_norm import GatedRMSNorm
 from kda_ops.nn.local import local
 from kda_ops.nn.packing import Packing, Unpadding
 from kda_ops.nn.short_convolution import ShortConvolution
-from kda_ops.problem import MAX_K
+from kda_ops.problem import MAX_K, check_offsets
 
 if TYPE_CHECKING:
     from kda_ops.distributed.functional import Group
@@ -181,7 +181,7 @@ class DeltaAttention(nn.Module):
                 raise ValueError("attention_mask: padding is not skipped across ranks; pack the sequences and pass global cu_seqlens.")
             if cache is not None:
                 raise ValueError("cache: across ranks a layer neither reads nor fills one; the states of whole sequences come from kda_ops.distributed.")
-            self._check(x, None, None, cu_seqlens)
+            self._check(x, None, None, cu_seqlens, across_ranks=True)
 
         def contract(_) -> dict[str, object]:
             """What the calls below have in common if this is: the layer, and all of x but its length."""
@@ -213,7 +213,7 @@ class DeltaAttention(nn.Module):
             return self._chunk(q, k, v, g, beta, group=plan, **flags)[0]
         return (self._recurrent_ if decode else self._chunk_)(q, k, v, g, beta, cache.state, **flags)
 
-    def _check(self, x: Tensor, attention_mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None) -> None:
+    def _check(self, x: Tensor, attention_mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None, across_ranks: bool = False) -> None:
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x must have shape [B, T, hidden_size] = [B, T, {self.hidden_size}], got {list(x.shape)}.")
         N = x.shape[0]
@@ -226,13 +226,13 @@ class DeltaAttention(nn.Module):
                     f"got {list(attention_mask.shape)}."
                 )
         if cu_seqlens is not None:
-            if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-                raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
-            if N != 1:
-                raise ValueError(f"cu_seqlens packs its sequences into one row and needs x of shape [1, T, hidden_size], got {list(x.shape)}.")
+            check_offsets(cu_seqlens, N, None if across_ranks else x.shape[1], x.device, "x")
             N = cu_seqlens.shape[0] - 1
-        if cache is not None and cache.state.shape[0] != N:
-            raise ValueError(f"cache must hold the N = {N} sequences of this call, got one for {cache.state.shape[0]}: make it with new_cache({N}).")
+        if cache is not None:
+            if not isinstance(cache, Cache):
+                raise TypeError(f"cache must be a kda_ops.nn.Cache, got {type(cache).__name__}: make it with new_cache({N}).")
+            if cache.state.shape[0] != N:
+                raise ValueError(f"cache must hold the N = {N} sequences of this call, got one for {cache.state.shape[0]}: make it with new_cache({N}).")
 
     def _check_cache(self, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Refuse a cache of other heads or convolutions than those of the projected q, k and v, and any where a gradient is wanted."""
@@ -241,5 +241,9 @@ class DeltaAttention(nn.Module):
         got = [None if x is None else tuple(x.shape[1:]) for x in (cache.state, cache.q_conv, cache.k_conv, cache.v_conv)]
         if got != want:
             raise ValueError(f"cache must hold, per sequence, a state and convolution tails of shapes {want}, got {got}: make it with this layer's new_cache.")
+        states = (torch.float64,) if q.dtype is torch.float64 else (torch.float32, torch.bfloat16)
+        if cache.state.dtype not in states or cache.state.device != q.device:  # before the convolutions write their tails
+            here, there = f"{cache.state.dtype} on {cache.state.device}", f"{' or '.join(map(str, states))} on {q.device}"
+            raise TypeError(f"cache must hold states of {there}, got {here}: make it with this layer's new_cache.")
         if torch.is_grad_enabled() and (q.requires_grad or any(p.requires_grad for p in self.parameters())):
             raise RuntimeError("cache is written in place and has no gradient: call the layer under torch.no_grad() or torch.inference_mode().")

@@ -25,7 +25,7 @@ class GatedRMSNorm(nn.Module):
     Parameter: `weight` ``[V]``, ones at first. Computed in fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: another activation.
+        ValueError: another activation; in a call, another width, or a gate of another shape.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -53,6 +53,10 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalise x ``[..., V]`` and gate it by `gate` of its shape (None: no gate); in x's dtype."""
+        if x.dim() < 1 or x.shape[-1] != self.weight.shape[0]:
+            raise ValueError(f"x must have shape [..., V] = [..., {self.weight.shape[0]}], got {list(x.shape)}.")
+        if gate is not None and gate.shape != x.shape:
+            raise ValueError(f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}.")
         wide = torch.promote_types(x.dtype, torch.float32)
         y = x.to(wide)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * local(self.weight)

@@ -27,7 +27,7 @@ class ShortConvolution(nn.Module):
     Parameters: `weight` ``[D, 1, size]`` and `bias` ``[D]``, as `torch.nn.Conv1d` with ``groups=D`` has them, and initialised like that.
 
     Raises:
-        ValueError: `size` is below 1.
+        ValueError: `size` is below 1; in a call, another number of channels.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -61,6 +61,8 @@ class ShortConvolution(nn.Module):
     def forward(self, x: Tensor, tail: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         """Convolve x ``[B, T, D]``, or ``[1, T, D]`` with `packing`; `tail` ``[N, size - 1, D]`` holds what came before, and is brought up to date in place."""
         weight, bias = local(self.weight), local(self.bias)
+        if x.dim() != 3 or x.shape[-1] != weight.shape[0]:
+            raise ValueError(f"x must have shape [B, T, D] = [B, T, {weight.shape[0]}], got {list(x.shape)}.")
         position = None if packing is None else packing.position
         if tail is None and torch.is_grad_enabled():
             return _Convolve.apply(x, weight, bias, position).to(x.dtype)

@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 from kda_ops import dispatch
 from kda_ops.backends import activations
 from kda_ops.backends.triton import tuning
-from kda_ops.problem import Problem
+from kda_ops.problem import SAFE_BOUND, Problem
 from tests.support.calls import forward, run
 from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, cases, replace
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle, twin
@@ -207,3 +207,13 @@ def test_gate_alone(rank, lower_bound):
     got, want = TRITON.gate_backward(dy, g, A_log, dt_bias, lower_bound, rank), activations.gate_backward(dy.double(), *wide, lower_bound, rank)
     for x, y in zip(got, want):
         torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+
+
+def test_a_promise_without_a_bound_promises_nothing(monkeypatch):
+    """bf16 would let the halves of a chunk share an anchor if it trusted the promise, and these decays go far below what an anchor holds."""
+    monkeypatch.setattr(tuning, "centred", lambda p: p.gate_bound is not None and p.gate_bound >= SAFE_BOUND)
+    case = replace(SMALL, gate="softplus", beta="sigmoid", l2norm=True)
+    inputs = case.inputs()
+    inputs["g"] += 10.0
+    inputs["A_log"] += 3.0
+    assert_all_identical(forward(case, inputs=inputs, safe_gate=True), forward(case, inputs=inputs))
