@@ -123,6 +123,8 @@ def main(argv: list[str] | None = None) -> dict[tuple[str, str], Step]:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--backend", default="aot_eager", help="of torch.compile; inductor takes longer to compile on a CPU and counts the same")
     args = parser.parse_args(argv)
+    if min(args.tokens, args.layers) < 1:
+        parser.error("--tokens and --layers must be at least 1.")
     x, steps = torch.randn(2, args.tokens, 64, generator=torch.Generator().manual_seed(0)), {}
     print(f"{args.layers} layers, 2 x {args.tokens} tokens\n{'':28s} forwards of the operator   peak MB")
     for name, policy in POLICIES.items():

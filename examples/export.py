@@ -129,6 +129,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--package", type=Path, metavar="FOLDER", help="also compile packages with AOTInductor into this folder")
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here.")
     torch.manual_seed(0)
     mixer, decoder = Mixer().to(args.device), Decoder().to(args.device)
     decoder.load_state_dict(mixer.state_dict(), strict=False)

@@ -161,6 +161,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args(argv)
+    if min(args.requests, args.hidden, args.layers, args.heads) < 1:
+        parser.error("--requests, --hidden, --layers and --heads must be at least 1.")
     if min(args.slots, args.budget) < 1:
         parser.error("without slots, or a budget of tokens per step, no request would ever end: --slots and --budget must be at least 1.")
 

@@ -185,6 +185,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, value in SIZES[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here.")
     for name in ("layers", "batch", "length", "steps", "stop"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1, got {value}.")

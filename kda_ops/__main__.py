@@ -25,9 +25,12 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m kda_ops", description="Kimi Delta Attention and Gated DeltaNet as PyTorch operators.",
         formatter_class=argparse.RawDescriptionHelpFormatter, epilog="\n".join(f"  {n.ljust(width)}  {what}" for n, (_, what) in COMMANDS.items()),
     )  # fmt: skip
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("command", choices=COMMANDS, nargs="?")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="see python -m kda_ops COMMAND --help")
     args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     return importlib.import_module(COMMANDS[args.command][0]).main(args.options) or 0
 
 

@@ -110,3 +110,16 @@ def test_what_is_lacking_is_named(monkeypatch):
     assert any("without reverse_scan" in line for line in doctor.backends())
     monkeypatch.setattr(doctor, "installed", lambda name: None)
     assert any("CUDA tensors: none, triton is not installed" in line for line in doctor.backends())
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert all(f"  {name} " in said for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command, words", [(c, "--help") for c in (*COMMANDS, "bench --readme")] + [("bench --model", "of the model (default: 8)")])
+def test_every_command_has_help(command, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*command.split(), "--help"])
+    assert stopped.value.code == 0 and words in capsys.readouterr().out

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import checkpoint_policy, context_parallel, export, finetune_transformers, fsdp, train
+from examples import checkpoint_policy, context_parallel, export, finetune_transformers, fsdp, recall, serve, train
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,9 +84,17 @@ def test_fsdp_with_heads_on_a_second_dimension_does_too(ranks):
     (context_parallel, "--processes 0", "there must be a rank"),
     (context_parallel, "--length 1", "got 1 tokens for 2 ranks"),
     (train, "--hidden 32 --head-dim 48", "--hidden must be a multiple of --head-dim, got 32 and 48"),
+    (train, "--device cuda", "--device cuda: torch finds no CUDA device here"),
+    (export, "--device cuda", "--device cuda: torch finds no CUDA device here"),
+    (recall, "--steps 0", "--steps must be at least 1"),
+    (serve, "--heads 0", "--heads must be at least 1"),
+    (checkpoint_policy, "--layers 0", "--layers must be at least 1"),
+    (finetune_transformers, "--tokens 1", "a row has at least 2 tokens"),
+    (finetune_transformers, "--compare --compile", "--compare times both paths eager: drop --compile"),
     (train, "--stop 0", "--stop must be at least 1, got 0"),
 ])  # fmt: skip
-def test_options_that_make_no_sense_are_refused_in_words(example, words, said, capsys):
+def test_options_that_make_no_sense_are_refused_in_words(example, words, said, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit):
         example.main(words.split())
     assert said in capsys.readouterr().err

@@ -30,7 +30,7 @@ import torch
 
 from kda_ops.bench import picture
 from kda_ops.bench.cases import DECODE_SETTINGS, GATES, PASSES, SETTINGS, Case, parse_setting
-from kda_ops.bench.machine import default_dtype, describe, names, need_device, need_writable, write_json
+from kda_ops.bench.machine import Help, default_dtype, describe, names, need_device, need_writable, write_json
 from kda_ops.bench.rows import HEAD, KEY, WIDTHS, compare_rows, format_row, read_rows
 from kda_ops.bench.sides import PEERS, Peer, peers_of
 
@@ -233,7 +233,7 @@ def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str
 def main(argv: list[str]) -> int:
     """Run the command line; non-zero if nothing was measured, our side broke or failed its error check, or a row of ``--against`` lost its time or over 5 %."""
     parser = argparse.ArgumentParser(
-        prog="python -m kda_ops bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m kda_ops bench", description=__doc__, formatter_class=Help,
         epilog="bench --model: a training step of a whole model instead (bench --model --help)\n"
         "bench --readme: measure nothing, rewrite the tables of README.md and their picture from tests/gpu/evidence.json",
     )  # fmt: skip
@@ -244,6 +244,11 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     need_device(parser, args.device)
     need_writable(parser, args.json, args.plot)
+    for peer in args.peers or ():
+        if peer not in (p.name for p in peers_of(args.device)):
+            parser.error(f"--peers {peer}: it does not run on --device {args.device}.")
+    if args.ops == ["gdn"] and args.gates == ["bound"]:
+        parser.error("--gates bound: that gate is KDA's, and --ops gdn leaves nothing to measure.")
     dtype = args.dtype or str(default_dtype(args.device)).removeprefix("torch.")
     try:
         old = read_rows(args.against, dtype) if args.against else []

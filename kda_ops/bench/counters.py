@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kda_ops
 from kda_ops.bench import model
-from kda_ops.bench.machine import describe, need_backend, need_device, need_positive, need_writable, write_json
+from kda_ops.bench.machine import Help, describe, need_backend, need_device, need_positive, need_writable, write_json
 from kda_ops.nn import KimiDeltaAttention
 
 PASSES = ("train", "infer")
@@ -78,12 +78,12 @@ def count(side: str, pass_: str, device: str, backend: str, layers: int = 4, hid
 
 def main(argv: list[str]) -> int:
     """Run the command line; non-zero if a side of ours is not one graph."""
-    parser = argparse.ArgumentParser(prog="python -m kda_ops counters", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m kda_ops counters", description=__doc__, formatter_class=Help)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="aot_eager", help="of torch.compile; inductor takes longer to compile and counts the same")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
+    parser.add_argument("--hidden", type=int, default=64, help="channels between layers")
+    parser.add_argument("--heads", type=int, default=2, help="heads of a layer")
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     args = parser.parse_args(argv)
     need_device(parser, args.device)

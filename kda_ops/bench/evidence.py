@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kda_ops.bench import compare
-from kda_ops.bench.machine import write_json
+from kda_ops.bench.machine import Help, write_json
 from kda_ops.bench.rows import KEY
 
 KERNELS = Path(__file__).resolve().parent.parent / "backends" / "triton"
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     begin = time.time()
-    parser = argparse.ArgumentParser(prog="python -m kda_ops evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m kda_ops evidence", description=__doc__, formatter_class=Help)
     compare.add_arguments(parser, device="cuda")
     parser.add_argument("--output", metavar="FILE", help="tests/gpu/evidence.json by default")
     parser.add_argument("--resume", nargs="+", metavar="FILE", help="keep the tests and the rows of these files and measure what they lack")

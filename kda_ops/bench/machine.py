@@ -12,6 +12,14 @@ from pathlib import Path
 import torch
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """A description as it was written, and with each option its default, where that says something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says = isinstance(action.default, (int, float, str)) and action.default not in (False, float("inf"), argparse.SUPPRESS)
+        return f"{action.help} (default: %(default)s)" if says else action.help
+
+
 def default_dtype(device: str) -> torch.dtype:
     """What is measured unless asked otherwise: bf16 on GPUs, fp32 on CPUs."""
     return torch.bfloat16 if device == "cuda" else torch.float32

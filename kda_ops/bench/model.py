@@ -26,11 +26,15 @@ from torch import Tensor, nn
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case
 from kda_ops.bench.compare import compile_ahead
-from kda_ops.bench.machine import describe, need_backend, need_device, need_positive, need_writable, write_json
+from kda_ops.bench.machine import Help, describe, need_backend, need_device, need_positive, need_writable, write_json
 from kda_ops.nn import KimiDeltaAttention
 
 VOCABULARY = 256
 SIZES = dict(layers=8, hidden=2048, heads=16, mlp=3, batch=4, length=4096, steps=20)
+SAYS = dict(
+    layers="of the model", hidden="channels between layers", heads="of a layer, as wide as hidden over heads", mlp="width of the MLPs over hidden; 0: none",
+    batch="rows", length="tokens of a row", steps="to time",
+)  # fmt: skip
 APART = 0.2  # the RMS over parameters by which `probe` may differ between sides; 1.4 where gradients have nothing in common, their relative error otherwise
 COLUMNS = ("step_ms", "first_step_s", "graphs", "breaks", "peak_gb", "loss")
 
@@ -221,7 +225,7 @@ def refuse(found: dict, ours: dict) -> dict:
 
 def main(argv: list[str]) -> int:
     """Measure all sides and print them; non-zero if ours has no time."""
-    parser = argparse.ArgumentParser(prog="python -m kda_ops bench --model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m kda_ops bench --model", description=__doc__, formatter_class=Help)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gate", choices=("softplus", "bound"), default="softplus", help="of the layers; softplus is their default")
     parser.add_argument("--peers", type=lambda s: [n for n in s.split(",") if n], default=[*PEERS, *LAYERS], help="comma-separated, after ours; '' for none")
@@ -230,7 +234,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ahead", action="store_true", help="compile the peer's kernels on all cores first: less time, but none for its first step")
     parser.add_argument("--json", metavar="FILE", help="write what was found")
     for name, default in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=int, default=default, help=SAYS[name])
     args = parser.parse_args(argv)
     try:
         check_peers(*args.peers)

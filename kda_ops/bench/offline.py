@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from kda_ops.bench.machine import Help
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 
@@ -282,7 +283,7 @@ def compile_calls(calls: Iterable[Call], arch: int) -> list[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     """Compile, print, and count what is over budget."""
-    parser = argparse.ArgumentParser(prog="python -m kda_ops compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m kda_ops compile", description=__doc__, formatter_class=Help)
     parser.add_argument("--all", action="store_true", help="every dtype, width, gate and mode, not only those of a layer")
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(SHARED), default=[90], help="compute capabilities, times ten")
     parser.add_argument("--jobs", type=int, default=1, help="processes")

@@ -28,7 +28,7 @@ from torch import Tensor
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case, make_inputs
 from kda_ops.bench.evidence import checkout
-from kda_ops.bench.machine import need_device, need_writable, write_json
+from kda_ops.bench.machine import Help, need_device, need_writable, write_json
 from kda_ops.problem import MAX_K
 
 REPEATS = 9
@@ -192,9 +192,9 @@ def _serve(rank: int, store: str, args: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     """Run the command line."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="python -m kda_ops parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m kda_ops parallel", description=__doc__, formatter_class=Help)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--processes", type=int, default=min(torch.cuda.device_count(), 8) if cuda else 2, help="all GPUs by default")
+    parser.add_argument("--processes", type=int, default=min(torch.cuda.device_count(), 8) if cuda else 2, help="ranks; as many as there are GPUs")
     parser.add_argument("--length", type=int, help="131072 on GPUs, 2048 on CPU by default")
     parser.add_argument("--heads", type=int, help="32 on GPUs, 4 on CPU by default")
     parser.add_argument("--width", type=int, default=128, help="K and V")

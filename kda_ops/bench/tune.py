@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from kda_ops.backends.reference import Reference
-from kda_ops.bench.machine import names
+from kda_ops.bench.cases import parse_setting
+from kda_ops.bench.machine import Help, names
 from kda_ops.problem import Problem
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -158,21 +159,30 @@ def tune(op: str, K: int, V: int, dtype: str, gate: str, B: int, T: int, H: int,
     return best
 
 
+def _setting(text: str) -> dict[str, int]:
+    try:
+        if "HV" not in text and "D" not in text:
+            return parse_setting(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"a call is written like B1T8192H96, its widths are -K and -V, got {text!r}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Tune for the given width and dtype and save what is better than the table."""
-    parser = argparse.ArgumentParser(prog="python -m kda_ops tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m kda_ops tune", description=__doc__, formatter_class=Help)
     parser.add_argument("--ops", type=names(("kda", "gdn")), default=["kda", "gdn"], help="comma-separated")
     parser.add_argument("--gates", type=names(("bound", "softplus")), default=["bound", "softplus"], help="of bound,softplus")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("-K", type=int, default=128)
-    parser.add_argument("-V", type=int, default=128)
-    parser.add_argument("--setting", type=int, nargs=3, metavar=("B", "T", "H"), default=[1, 8192, 96])
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of q, k and v")
+    parser.add_argument("-K", type=int, default=128, help="width of q and k")
+    parser.add_argument("-V", type=int, default=128, help="width of v")
+    parser.add_argument("--setting", type=_setting, default="B1T8192H96", help="the call to be fast at: batch, tokens, heads")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("tuning measures on a GPU, and there is none; the built-in table is used without it.")
     from kda_ops.backends.triton import tuning
 
-    B, T, H = args.setting
+    B, T, H = (args.setting[n] for n in "BTH")
     for op in args.ops:
         for gate in args.gates:
             found = tune(op, args.K, args.V, args.dtype, gate, B, T, H, echo=lambda line: print(line, flush=True))
