@@ -2,7 +2,8 @@
 
 ``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass; ``<!-- evidence -->`` ... ``<!-- end -->`` all of them. The first has the pictures.
 Rows of earlier kernels, which have not been measured again, follow in a table of their own. ``<!-- evidence: cpu -->`` ... ``<!-- end -->`` holds the rows of
-tests/evidence_cpu.json, which ``bench --device cpu --json`` wrote.
+tests/evidence_cpu.json, which ``bench --device cpu --json`` wrote; ``<!-- evidence: elsewhere -->`` what tests/gpu/elsewhere.json has of peers that were
+measured in runs of their own, with our rows beside it.
 """
 
 from __future__ import annotations
@@ -73,9 +74,27 @@ def _of_cpu(cpu: dict, protocol: str) -> str:
     return f"{cpu['device']}, torch {cpu['torch']}{peers}; {cpu['dtype']}, {protocol}{table(cpu['rows'], None)}\n"
 
 
-def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, cpu: dict | None = None) -> str:
-    """The README with the tables of an evidence file between its markers, none where a pass has no rows, and pictures before the first of them; and, of a
-    `cpu` file, its own.
+def _elsewhere(peers: list[dict], rows: list[dict], earlier: list[dict]) -> str:
+    """Peers' times of other runs beside ours, each of the first row that has it; with a dagger, of earlier kernels."""
+
+    def ours(peer: dict, pass_: str) -> str:
+        want = (peer["op"], pass_, peer["setting"], peer["ours"])
+        for found, mark in ((rows, ""), (earlier, " †")):
+            for r in found:
+                if (r["op"], r["pass"], r["setting"], r["gate"]) == want and r["ours_ms"] is not None:
+                    return f"{r['ours_ms']:.3g}{mark}"
+        return "–"
+
+    lines = ["| op | peer | setting | gate, its / ours | forward, its | ours, ms | forward and backward, its | ours, ms |", f"|{'---|' * 8}"]
+    for p in peers:
+        times = (f"{p['fwd']:.3g}", ours(p, "fwd"), f"{p['fwdbwd']:.3g}", ours(p, "fwdbwd"))
+        lines.append(f"| {' | '.join((p['op'], p['peer'], p['setting'], p['gate'] + ' / ' + p['ours'], *times))} |")
+    return "\n".join(lines) + "\n"
+
+
+def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, cpu: dict | None = None, elsewhere: list[dict] | None = None) -> str:
+    """The README with the tables of an evidence file between its markers, none where a pass has no rows, and pictures before the first of them; and, of
+    `cpu` and `elsewhere` files, their own.
     """
     shown = "".join(f"![{words}](tests/gpu/{name})\n\n" for name, words in (pictures or {}).items())
     protocol = "medians, error: relative RMS against float64.\n\n"
@@ -86,6 +105,8 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, c
 
     def fill(m: re.Match) -> str:
         nonlocal shown
+        if m[2] == "elsewhere":
+            return m[1] + (_elsewhere(elsewhere, rows, earlier) if elsewhere else "") + m[3]
         if m[2] == "cpu":
             return m[1] + (_of_cpu(cpu, protocol) if cpu else "") + m[3]
         lacking = sum(m[2] in (None, pass_) for pass_ in late)
@@ -120,9 +141,9 @@ def main(argv: list[str]) -> int:
     earlier = [r for r in evidence.get("earlier", []) if ratio(r) is not None]
     if rows := [r for r in evidence["rows"] if ratio(r) is not None] + earlier:
         drawn.write_text(picture.draw(rows, _about(evidence) + (f"; {len(earlier)} rows on earlier kernels" if earlier else "")))
-    cpu = root / "tests" / "evidence_cpu.json"
     there = {name: words for name, words in PICTURES.items() if (folder / name).exists()}
-    readme.write_text(rewrite(text, evidence, there, json.loads(cpu.read_text()) if cpu.exists() else None))
+    others = (json.loads(f.read_text()) if f.exists() else None for f in (root / "tests" / "evidence_cpu.json", folder / "elsewhere.json"))
+    readme.write_text(rewrite(text, evidence, there, *others))
     return 0
 
 
