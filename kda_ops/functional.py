@@ -27,7 +27,8 @@ def chunk_kda(
         o_t = scale * S^T q_t
 
     Args:
-        q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU), any strides; K up to 256.
+        q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU), any strides; K up to 256. Fast where channels are neighbours in memory, as in views of
+            a fused projection: ``contiguous()`` gains nothing then.
         v: ``[B, T, HV, V]`` in q's dtype; HV is a multiple of H and value head h reads key head ``h // (HV // H)``.
         g: ``[B, T, HV, K]``, fp16 to fp64: natural-log decay, at most 0 (``-inf`` forgets everything); raw logits if ``use_gate_in_kernel``; None: no decay.
         beta: ``[B, T, HV]``, fp16 to fp64: write strength in [0, 2]; raw logits if ``use_beta_sigmoid_in_kernel``; None: 1.
@@ -36,7 +37,7 @@ def chunk_kda(
         initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``transpose_state_layout``), fp32 (fp64 for fp64 inputs), any strides.
         cu_seqlens: ``[N + 1]`` int32 or int64 on the same device, from 0, non-decreasing; packs N sequences into one row, so ``B == 1``. Equal
             neighbours are empty sequences, whose state passes through; tokens after the last offset give zeros. Never read on the host on CUDA.
-        scale: factor of q after its normalisation; ``K ** -0.5`` by default.
+        scale: factor of q after its normalisation, a Python number (one to be learned: multiply q by it); ``K ** -0.5`` by default.
         output_final_state: return the state after the last token too.
         use_qk_l2norm_in_kernel: use ``x / sqrt(sum(x^2) + 1e-6)`` for q and k.
         use_gate_in_kernel: activate g inside: ``-exp(A_log) * softplus(g + dt_bias)``, or ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`` if
@@ -45,7 +46,8 @@ def chunk_kda(
         safe_gate: promise that g stays in [-5, 0] (or above ``lower_bound``), so that kernels may take a cheaper road to the same result.
         use_beta_sigmoid_in_kernel: use ``sigmoid(beta)``; with ``allow_neg_eigval`` ``2 * sigmoid(beta)``.
         transpose_state_layout: states are ``[N, HV, V, K]``, in and out.
-        disable_recompute: keep every intermediate for backward instead of recomputing it (see `kda_ops.chunk` for the bytes); same bits. With
+        disable_recompute: keep every intermediate for backward instead of recomputing it; same bits. Per token and value head that is about
+            128 + 3 K + V + K V / 64 elements (of bf16 at K = V = 128: 1.8 KB; exactly: `kda_ops.chunk`), in place of 64. With
             ``use_qk_l2norm_in_kernel`` o is one of them on a GPU: changed in place before backward, it is an error there.
 
     Returns:
@@ -55,7 +57,7 @@ def chunk_kda(
         ValueError: shapes or flags disagree; the message names the argument, what was expected and what was given.
         TypeError: dtypes or devices disagree.
 
-    Values that live on a GPU (offsets, slots, decays) are checked only under the environment variable KDA_OPS_CHECK=1; on a CPU offsets always are.
+    Values (offsets, decays, beta, slots) are checked only under the environment variable KDA_OPS_CHECK=1; on a CPU offsets always are.
 
     Example:
         >>> import torch, kda_ops
