@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kda_ops.registrations import schemas
+from kda_ops.registrations.opaque import opaque
 
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
@@ -16,6 +17,7 @@ _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.Di
 def _cast(operator: schemas.Operator, namespace: str, device_type: str):
     op = operator.overload(namespace)
 
+    @opaque
     def kernel(q: Tensor, k: Tensor, v: Tensor, *args, **flags):
         dtype = torch.get_autocast_dtype(device_type)
         q, k, v = (x.to(dtype) if x is not None and x.dtype is not torch.float64 and x.dtype.is_floating_point else x for x in (q, k, v))
@@ -28,6 +30,7 @@ def _cast(operator: schemas.Operator, namespace: str, device_type: str):
 def _as_it_is(operator: schemas.Operator, namespace: str, device_type: str):
     op = operator.overload(namespace)
 
+    @opaque
     def kernel(*args, **flags):
         with torch._C._ExcludeDispatchKeyGuard(_BELOW):
             return op(*args, **flags)

@@ -7,7 +7,7 @@ inputs and differentiates through the chunk formulas. Double backward and tangen
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from kda_ops import dispatch
 from kda_ops.registrations import schemas
+from kda_ops.registrations.opaque import opaque
 from kda_ops.stages import GRADIENTS, KEPT
 
 _INPUTS = len(GRADIENTS) + 1  # the differentiable inputs, then cu_seqlens
@@ -38,6 +39,7 @@ class _Call(NamedTuple):
 
     keyset: torch.DispatchKeySet
     flags: dict
+    tangents: bool = False  # whether forward mode is on
 
 
 class _Formula(_SingleLevelFunction):
@@ -63,24 +65,29 @@ def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callab
             return op.redispatch(call.keyset & torch._C._after_autograd_keyset, *args, **call.flags)
 
     def forward(ctx, call: _Call, *args):
-        # Of transforms inside each other the outer ones are below; a function's forward is without gradients, and they may want theirs.
-        with torch.enable_grad() if torch._C._are_functorch_transforms_active() else nullcontext():
+        # Of transforms inside each other the outer ones are below; a function's forward is without gradients and tangents, and they may want theirs.
+        with ExitStack() as modes:
+            if torch._C._are_functorch_transforms_active():
+                modes.enter_context(torch.enable_grad())
+                modes.enter_context(forward_ad._set_fwd_grad_enabled(call.tangents))
             output = below(call, args)
         setup(ctx, (*args, *positional[len(args) :]), keywords | call.flags, output)
         return output
 
+    @opaque
     def reverse(ctx, *gradients):
         return None, *backward(ctx, *gradients)[: len(ctx.needs_input_grad) - 1]
 
     formula = type(f"{op._namespace}_{op._opname}", (_Formula,), {"forward": staticmethod(forward), "backward": staticmethod(reverse)})
 
+    @opaque
     def kernel(keyset: torch.DispatchKeySet, *args, **flags):
         if forward_ad._current_level >= 0:
             _refuse_tangents(f"{op._namespace}::{op._opname}", args, flags)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return below(_Call(keyset, flags), args)
         with enable_single_level_autograd_function() if torch._C._are_functorch_transforms_active() else nullcontext():
-            return formula.apply(_Call(keyset, flags), *args)
+            return formula.apply(_Call(keyset, flags, torch._C._is_fwd_grad_enabled()), *args)
 
     schemas.LIBRARIES[op._namespace].impl(op._opname, kernel, "Autograd", with_keyset=True)
 
@@ -89,6 +96,7 @@ def _chunk(namespace: str):
     """`chunk` under autograd: `chunk_fwd` where a gradient is wanted, else itself."""
     op, op_fwd = schemas.CHUNK.overload(namespace), schemas.CHUNK_FWD.overload(namespace)
 
+    @opaque
     def chunk(*args, **flags) -> tuple[Tensor, Tensor]:
         if forward_ad._current_level >= 0:
             _refuse_tangents(f"{namespace}::chunk", args, flags)
@@ -161,7 +169,10 @@ def _no_setup(ctx, inputs, flags, output) -> None:
 
 def _refuse_double_backward(name: str):
     def backward(ctx, *grads):
-        raise RuntimeError(f"{name}: double backward is not implemented: call backward without create_graph=True, and nest no torch.func.grad.")
+        raise RuntimeError(
+            f"{name}: double backward is not implemented: call backward without create_graph=True, nest no torch.func.grad, and compile one only for "
+            "inputs that require no gradient themselves."
+        )
 
     return backward
 
@@ -170,6 +181,7 @@ def _refuse_in_place(operator: schemas.Operator, namespace: str):
     """An in-place operator is for inference: autograd would record a state that the next call overwrites."""
     op, instead = operator.overload(namespace), f"{namespace}::{operator.name.rstrip('_')}"
 
+    @opaque
     def guard(*args, **flags) -> Tensor:
         if forward_ad._current_level >= 0:
             _refuse_tangents(f"{namespace}::{operator.name}", args, flags)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kda_ops import chunk, dispatch, recurrent
 from kda_ops.problem import Problem, gate_problem
 from kda_ops.registrations import schemas
+from kda_ops.registrations.opaque import opaque
 from kda_ops.stages import GRADIENTS
 
 _BUMP = torch.autograd.graph.increment_version
 
 
-def _kernels(rank: int) -> dict[schemas.Operator, object]:
+def _kernels(rank: int) -> dict[schemas.Operator, Callable]:
     def chunk_forward(*args, **flags) -> tuple[Tensor, Tensor]:
         return chunk.infer(Problem.parse(rank, *args, **flags))
 
@@ -59,4 +62,4 @@ def _kernels(rank: int) -> dict[schemas.Operator, object]:
 for _namespace, _rank in schemas.VARIANTS.items():
     for _operator, _kernel in _kernels(_rank).items():
         for _key in ("CPU", "CUDA"):
-            schemas.LIBRARIES[_namespace].impl(_operator.name, _kernel, _key)
+            schemas.LIBRARIES[_namespace].impl(_operator.name, opaque(_kernel), _key)

@@ -1,10 +1,11 @@
 """Under torch.compile, torch.export and activation checkpointing an operator is one node, whatever the sizes."""
 
 import functools
+import os
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -12,11 +13,12 @@ import kda_ops
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
 from tests.support.cases import Case, replace
-from tests.support.closeness import assert_all_close, oracle, twin
+from tests.support.closeness import assert_all_close, assert_identical, oracle, twin
 from tests.support.pools import Pool
 from tests.support.target import TARGET
 
 VARIANTS = ("kda", "gdn")
+OPS = ("chunk", "recurrent")
 FULL = {"gate": "softplus", "beta": "sigmoid", "l2norm": True, "H": 1, "HV": 2}
 
 
@@ -282,3 +284,45 @@ def test_a_checkpoint_that_saves_our_operators_computes_them_once(op, backend, m
     block(v).sum().backward()
     for grad in grads.values():
         torch.testing.assert_close(grad, v.grad)
+
+
+@pytest.mark.parametrize("op", (*OPS, "gate"))
+@pytest.mark.parametrize("grad", (False, True))
+def test_dynamo_compiles_no_function_below_an_operator(op, grad):
+    """In a frame that it gave up on, operators run as they are, and so do the Python functions that they are made of."""
+    case = Case("kda", T=5, gate="softplus")
+    x = case.inputs(TARGET.device)
+    arguments = (x["g"], x["A_log"], x["dt_bias"]) if op == "gate" else tuple(x.values())
+    x["g"].requires_grad_(grad)
+
+    def attend():
+        with open(os.devnull):
+            torch._dynamo.graph_break()
+            return overload("kda", op)(*arguments, **({} if op == "gate" else case.flags(op)))
+
+    counter = CompileCounter()
+    torch.compile(attend, backend=counter)()
+    assert counter.frame_count == 0
+
+
+@pytest.mark.parametrize("op", (*OPS, "gate"))
+def test_dynamo_leaves_the_formulas_of_a_backward_alone(op):
+    """Its guards would read what checkpointing lets be read once."""
+    case = Case("kda", T=5, gate="softplus")
+    x = case.inputs(TARGET.device)
+    x["g"].requires_grad_()
+
+    def loss(g):
+        if op == "gate":
+            return overload("kda", op)(g, x["A_log"], x["dt_bias"]).sum()
+        return overload("kda", op)(*(x | {"g": g}).values(), **case.flags(op))[0].sum()
+
+    checkpointed = torch.compiler.disable(lambda g: checkpoint(loss, g, use_reentrant=False))
+
+    def step(g):
+        checkpointed(g).backward()
+
+    torch.compile(step, backend="eager")(x["g"])
+    got, x["g"].grad = x["g"].grad, None
+    loss(x["g"]).backward()
+    assert_identical(got, x["g"].grad)

@@ -163,6 +163,34 @@ def test_tangents_are_refused_in_words(variant, op, mode):
     assert y.isfinite().all() and tangent.isfinite().all() and tangent.any()
 
 
+FORWARD_OVER_REVERSE = {
+    "jvp of grad": lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)),
+    "jacfwd of grad": lambda f, x: torch.func.jacfwd(torch.func.grad(f))(x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "jvp of vmap of grad": lambda f, x: torch.func.jvp(torch.func.vmap(torch.func.grad(f)), (x[None],), (x[None],)),
+    "jvp of the value of vjp": lambda f, x: torch.func.jvp(lambda t: torch.func.vjp(f, t)[0], (x,), (x,)),
+    "jvp along a factor": lambda f, x: torch.func.jvp(lambda c: torch.func.grad(lambda t: c * f(t))(x), (x.sum(),), (x.sum(),)),
+    "dual": lambda f, x: _dual(torch.func.grad(f), x),
+}
+
+
+@pytest.mark.parametrize("mode", FORWARD_OVER_REVERSE)
+@pytest.mark.parametrize("op", (*OPS, "gate"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forward_over_reverse_is_refused_in_words(variant, op, mode):
+    """A formula's forward runs without gradients and tangents: what lies below would find none, and give zeros."""
+    case = Case(variant, T=3, gate="softplus")
+    x = case.inputs(TARGET.device)
+
+    def f(g):
+        if op == "gate":
+            return overload(variant, op)(g, x["A_log"], x["dt_bias"]).square().sum()
+        return overload(variant, op)(*(x | {"g": g}).values(), **case.flags(op))[0].square().sum()
+
+    with pytest.raises(Exception, match="has no forward-mode derivative|double backward is not implemented"):
+        FORWARD_OVER_REVERSE[mode](f, x["g"])
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_tangent_of_a_cotangent_is_refused_in_words(op):
     case = Case("kda", T=3)
