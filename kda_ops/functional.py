@@ -37,7 +37,7 @@ def chunk_kda(
         initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``transpose_state_layout``), fp32 (fp64 for fp64 inputs), any strides.
         cu_seqlens: ``[N + 1]`` int32 or int64 on the same device, from 0, non-decreasing; packs N sequences into one row, so ``B == 1``. Equal
             neighbours are empty sequences, whose state passes through; tokens after the last offset give zeros. Never read on the host on CUDA.
-        scale: factor of q after its normalisation, a Python number (one to be learned: multiply q by it); ``K ** -0.5`` by default.
+        scale: factor of q after its normalisation, a Python number (to learn one, multiply o by it); ``K ** -0.5`` by default.
         output_final_state: return the state after the last token too.
         use_qk_l2norm_in_kernel: use ``x / sqrt(sum(x^2) + 1e-6)`` for q and k.
         use_gate_in_kernel: activate g inside: ``-exp(A_log) * softplus(g + dt_bias)``, or ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`` if
