@@ -103,6 +103,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
     parser.add_argument("--compare", action="store_true", help="time one unpacked row, with transformers' own path too")
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here.")
     if min(args.steps, args.hidden, args.heads, args.head_dim, args.layers) < 1 or args.tokens < 2:
         parser.error("sizes and --steps must be at least 1, and a row has at least 2 tokens.")
     if args.compare and args.compile:

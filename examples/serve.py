@@ -161,6 +161,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here.")
     if min(args.requests, args.hidden, args.layers, args.heads) < 1:
         parser.error("--requests, --hidden, --layers and --heads must be at least 1.")
     if min(args.slots, args.budget) < 1:

@@ -385,7 +385,9 @@ def _is_symbolic(x: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    return torch.compiler.is_compiling() or x.is_meta or isinstance(x, (FakeTensor, FunctionalTensor))
+    if torch.compiler.is_compiling() or x.is_meta or isinstance(x, (FakeTensor, FunctionalTensor)):
+        return True
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x)  # a layer looks above transforms, an operator below
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, T: int) -> None:

@@ -181,7 +181,6 @@ def _refuse_in_place(operator: schemas.Operator, namespace: str):
     """An in-place operator is for inference: autograd would record a state that the next call overwrites."""
     op, instead = operator.overload(namespace), f"{namespace}::{operator.name.rstrip('_')}"
 
-    @opaque
     def guard(*args, **flags) -> Tensor:
         if forward_ad._current_level >= 0:
             _refuse_tangents(f"{namespace}::{operator.name}", args, flags)

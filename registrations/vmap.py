@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kda_ops.registrations import schemas
-from kda_ops.registrations.opaque import opaque
 from kda_ops.stages import GRADIENTS, KEPT
 
 # The head axis of what the schemas name; an output without a name is that of `gate`. cu_seqlens has none.
@@ -34,7 +33,6 @@ def _rule(operator: schemas.Operator, namespace: str):
     names = [a.name for a in op._schema.arguments]
     out_axes = [_AXES[r.name or ""] for r in op._schema.returns]
 
-    @opaque
     def rule(info, in_dims, *args, **flags):
         folded = []
         for name, x, mapped in zip(names, args, in_dims):

@@ -249,6 +249,7 @@ CP = "cp_context must be None: a sequence across ranks is `kda_ops.distributed"
 REFUSALS = [
     ("chunk_kda", dict(safe_gate=True, use_gate_in_kernel=True, A_log=torch.zeros(2)), ValueError, "lower_bound must be given with safe_gate=True"),
     ("fused_recurrent_kda", dict(safe_gate=True), TypeError, "takes no safe_gate: it is a promise to chunk_kda"),
+    ("chunk_gated_delta_rule", dict(safe_gate=True), TypeError, "about a decay per key channel: drop it"),
     ("fused_recurrent_kda", dict(chunk_size=64), TypeError, "takes no chunk_size: there are no chunks: drop it"),
     ("chunk_kda", dict(head_first=False), TypeError, r"takes no head_first: tensors are \[B, T, H, ...\]: call transpose\(1, 2\)"),
     ("fused_recurrent_gated_delta_rule", dict(head_first=True), TypeError, "takes no head_first"),

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import kda_ops
+from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
 from tests.support.cases import Case, replace
@@ -287,16 +289,17 @@ def test_a_checkpoint_that_saves_our_operators_computes_them_once(op, backend, m
 
 
 @pytest.mark.parametrize("op", (*OPS, "gate"))
-@pytest.mark.parametrize("grad", (False, True))
-def test_dynamo_compiles_no_function_below_an_operator(op, grad):
+@pytest.mark.parametrize("mode", ("gradients", "none wanted", "inference", "autocast"))
+def test_dynamo_compiles_no_function_below_an_operator(op, mode):
     """In a frame that it gave up on, operators run as they are, and so do the Python functions that they are made of."""
     case = Case("kda", T=5, gate="softplus")
     x = case.inputs(TARGET.device)
     arguments = (x["g"], x["A_log"], x["dt_bias"]) if op == "gate" else tuple(x.values())
-    x["g"].requires_grad_(grad)
+    x["g"].requires_grad_(mode in ("gradients", "autocast"))
+    inside = {"inference": torch.inference_mode, "autocast": lambda: torch.autocast(TARGET.device.type, torch.bfloat16)}.get(mode, nullcontext)
 
     def attend():
-        with open(os.devnull):
+        with open(os.devnull), inside():
             torch._dynamo.graph_break()
             return overload("kda", op)(*arguments, **({} if op == "gate" else case.flags(op)))
 
@@ -326,3 +329,15 @@ def test_dynamo_leaves_the_formulas_of_a_backward_alone(op):
     got, x["g"].grad = x["g"].grad, None
     loss(x["g"]).backward()
     assert_identical(got, x["g"].grad)
+
+
+@pytest.mark.parametrize("make", (KimiDeltaAttention, GatedDeltaNet))
+def test_dynamo_leaves_the_formulas_of_a_layer_alone(make):
+    layer, x = make(hidden_size=32, head_dim=8, num_heads=2), torch.randn(1, 10, 32)
+    checkpointed = torch.compiler.disable(lambda x: checkpoint(layer, x, cu_seqlens=torch.tensor([0, 4, 10]), use_reentrant=False))
+
+    def step(x):
+        checkpointed(x).sum().backward()
+
+    torch.compile(step, backend="eager")(x)
+    assert all(p.grad is not None for p in layer.parameters())

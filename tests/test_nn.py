@@ -441,6 +441,8 @@ REFUSALS = [
     (lambda: build(GatedDeltaNet)(rows(2, 5), attention_mask=torch.ones(2, 1, 5, 5)), ValueError, "attention_mask must have shape [B, T] = [2, 5]"),
     (lambda: build(GatedDeltaNet)(rows(2, 5), cu_seqlens=torch.tensor([0, 5])), ValueError, "needs B == 1, got B = 2: reshape x and"),
     (lambda: build(GatedDeltaNet)(rows(1, 5), cu_seqlens=[0, 5]), TypeError, "cu_seqlens must be an int32 or int64 tensor of shape [N + 1], got list"),
+    (lambda: build(GatedDeltaNet)(rows(1, 5), [[1] * 5]), TypeError, "attention_mask must be a tensor of shape [B, T], got list"),
+    (lambda: ShortConvolution(4)(torch.ones(2, 5, 4), torch.ones(2, 2, 4)), ValueError, "tail must have shape [N, size - 1, D] = [2, 3, 4], got [2, 2, 4]"),
     (lambda: build(GatedDeltaNet)(rows(1, 5), cache={}), TypeError, "cache must be a kda_ops.nn.Cache, got dict: make it with new_cache(1)"),
     (lambda: GatedRMSNorm(4)(torch.ones(2, 1)), ValueError, "x must have shape [..., V] = [..., 4], got [2, 1]"),
     (lambda: GatedRMSNorm(4)(torch.ones(2, 3, 4), torch.ones(3, 1)), ValueError, "gate must have the shape of x, [2, 3, 4], got [3, 1]"),
@@ -452,7 +454,7 @@ REFUSALS = [
         (
             lambda o=other: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet, **o).new_cache(1)),
             ValueError,
-            "cache must hold, per sequence, a state and convolution tails of shapes",
+            "cache must hold a state and convolution tails of shapes",
         )
         for other in (dict(use_short_conv=False), dict(conv_size=6), dict(conv_size=3), dict(num_v_heads=4), dict(head_dim=16))
     ),
@@ -477,7 +479,32 @@ def test_a_call_refused_for_its_offsets_or_dtype_leaves_the_cache_as_it_was(make
     half = layer.new_cache(1).half()
     with pytest.raises(TypeError, match=r"^cache must hold states of torch.float64 on .*, got torch.float16 on"):
         layer(rows(1, 5), cache=half)
-    assert not any(x.any() for c in (cache, half) for x in c.buffers())
+    other, whole = layer.new_cache(1), layer.new_cache(1)
+    other.v_conv, whole.k_conv = other.v_conv.repeat(2, 1, 1), whole.k_conv.long()
+    with pytest.raises(ValueError, match="^cache must hold a state and convolution tails of shapes"):
+        layer(rows(1, 5), cache=other)
+    with pytest.raises(TypeError, match="^cache must hold convolution tails of torch.float64 on .*, got torch.int64 on"):
+        layer(rows(1, 5), cache=whole)
+    assert not any(x.any() for c in (cache, half, other, whole) for x in c.buffers())
+
+
+@torch.no_grad()
+def test_offsets_past_the_row_are_refused_by_compiled_layers_too():
+    layer = build(GatedDeltaNet)
+    compiled, cache = torch.compile(layer, fullgraph=True, backend="aot_eager"), layer.new_cache(2)
+    with pytest.raises(ValueError, match="^cu_seqlens must start at 0, never decrease and end at or before T = 10"):
+        compiled(rows(1, 10), cache=cache, cu_seqlens=torch.tensor([0, 4, 12]))
+
+
+@pytest.mark.parametrize("make", LAYERS)
+@torch.no_grad()
+def test_a_layer_with_offsets_goes_through_transforms(make):
+    layer, x, offsets = build(make), rows(1, 10), torch.tensor([0, 4, 10])
+    want = layer(x, cu_seqlens=offsets)
+    torch.testing.assert_close(torch.func.functionalize(lambda x, offsets: layer(x, cu_seqlens=offsets))(x, offsets), want)
+    torch.testing.assert_close(torch.func.vmap(lambda x: layer(x, cu_seqlens=offsets))(x[None])[0], want)
+    with pytest.raises(ValueError, match="cu_seqlens cannot be mapped by vmap"):
+        torch.func.vmap(lambda offsets: layer(x, cu_seqlens=offsets))(offsets[None])
 
 
 def test_a_width_is_whole_up_to_rounding():

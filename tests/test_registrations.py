@@ -166,7 +166,6 @@ def test_tangents_are_refused_in_words(variant, op, mode):
 FORWARD_OVER_REVERSE = {
     "jvp of grad": lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)),
     "jacfwd of grad": lambda f, x: torch.func.jacfwd(torch.func.grad(f))(x),
-    "hessian": lambda f, x: torch.func.hessian(f)(x),
     "jvp of vmap of grad": lambda f, x: torch.func.jvp(torch.func.vmap(torch.func.grad(f)), (x[None],), (x[None],)),
     "jvp of the value of vjp": lambda f, x: torch.func.jvp(lambda t: torch.func.vjp(f, t)[0], (x,), (x,)),
     "jvp along a factor": lambda f, x: torch.func.jvp(lambda c: torch.func.grad(lambda t: c * f(t))(x), (x.sum(),), (x.sum(),)),
@@ -187,7 +186,7 @@ def test_forward_over_reverse_is_refused_in_words(variant, op, mode):
             return overload(variant, op)(g, x["A_log"], x["dt_bias"]).square().sum()
         return overload(variant, op)(*(x | {"g": g}).values(), **case.flags(op))[0].square().sum()
 
-    with pytest.raises(Exception, match="has no forward-mode derivative|double backward is not implemented"):
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
         FORWARD_OVER_REVERSE[mode](f, x["g"])
 
 

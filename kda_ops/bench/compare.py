@@ -247,7 +247,7 @@ def main(argv: list[str]) -> int:
     for peer in args.peers or ():
         if peer not in (p.name for p in peers_of(args.device)):
             parser.error(f"--peers {peer}: it does not run on --device {args.device}.")
-    if args.ops == ["gdn"] and args.gates == ["bound"]:
+    if set(args.ops) == {"gdn"} and set(args.gates) == {"bound"}:
         parser.error("--gates bound: that gate is KDA's, and --ops gdn leaves nothing to measure.")
     dtype = args.dtype or str(default_dtype(args.device)).removeprefix("torch.")
     try:

@@ -49,7 +49,7 @@ __all__ = [
 
 _POOLS = "decode on a pool of states is `fused_recurrent_kda_fwd` or `kda_ops.recurrent_kda_`"
 _RETIRED = {
-    "safe_gate": "it is a promise to chunk_kda; where one token follows the other there is nothing to gain by it: drop it",
+    "safe_gate": "it is a promise to chunk_kda, about a decay per key channel: drop it",
     "disable_recompute": "it belongs to chunk_kda: drop it",
     "chunk_size": "there are no chunks: drop it",
     "head_first": "tensors are [B, T, H, ...]: call transpose(1, 2) on those of shape [B, H, T, ...] and drop the keyword",

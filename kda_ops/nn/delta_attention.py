@@ -218,6 +218,8 @@ class DeltaAttention(nn.Module):
             raise ValueError(f"x must have shape [B, T, hidden_size] = [B, T, {self.hidden_size}], got {list(x.shape)}.")
         N = x.shape[0]
         if attention_mask is not None:
+            if not isinstance(attention_mask, Tensor):
+                raise TypeError(f"attention_mask must be a tensor of shape [B, T], got {type(attention_mask).__name__}: torch.tensor(...) makes one.")
             if cu_seqlens is not None:
                 raise ValueError("attention_mask and cu_seqlens both say where sequences lie: pass one of them.")
             if attention_mask.dim() != 2 or attention_mask.shape[0] != N or attention_mask.shape[1] < x.shape[1]:
@@ -236,11 +238,15 @@ class DeltaAttention(nn.Module):
 
     def _check_cache(self, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Refuse a cache of other heads or convolutions than those of the projected q, k and v, and any where a gradient is wanted."""
-        tails = [(self.conv_size - 1, x.shape[-1]) if self.use_short_conv else None for x in (q, k, v)]
-        want = [(v.shape[-1] // self.head_v_dim, self.head_v_dim, self.head_k_dim), *tails]
-        got = [None if x is None else tuple(x.shape[1:]) for x in (cache.state, cache.q_conv, cache.k_conv, cache.v_conv)]
+        N, tails = cache.state.shape[0], (cache.q_conv, cache.k_conv, cache.v_conv)
+        want: list[tuple[int, ...] | None] = [(N, v.shape[-1] // self.head_v_dim, self.head_v_dim, self.head_k_dim)]
+        want += [(N, self.conv_size - 1, x.shape[-1]) if self.use_short_conv else None for x in (q, k, v)]
+        got = [None if x is None else tuple(x.shape) for x in (cache.state, *tails)]
         if got != want:
-            raise ValueError(f"cache must hold, per sequence, a state and convolution tails of shapes {want}, got {got}: make it with this layer's new_cache.")
+            raise ValueError(f"cache must hold a state and convolution tails of shapes {want}, got {got}: make it with this layer's new_cache.")
+        wrong = [f"{x.dtype} on {x.device}" for x in tails if x is not None and not (x.is_floating_point() and x.device == q.device)]
+        if wrong:
+            raise TypeError(f"cache must hold convolution tails of {q.dtype} on {q.device}, got {wrong[0]}: make it with this layer's new_cache.")
         states = (torch.float64,) if q.dtype is torch.float64 else (torch.float32, torch.bfloat16)
         if cache.state.dtype not in states or cache.state.device != q.device:  # before the convolutions write their tails
             here, there = f"{cache.state.dtype} on {cache.state.device}", f"{' or '.join(map(str, states))} on {q.device}"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kda_ops.nn.local import local
 from kda_ops.nn.packing import Packing
+from kda_ops.registrations.opaque import opaque
 
 
 class ShortConvolution(nn.Module):
@@ -27,7 +28,7 @@ class ShortConvolution(nn.Module):
     Parameters: `weight` ``[D, 1, size]`` and `bias` ``[D]``, as `torch.nn.Conv1d` with ``groups=D`` has them, and initialised like that.
 
     Raises:
-        ValueError: `size` is below 1; in a call, another number of channels.
+        ValueError: `size` is below 1; in a call, another number of channels, or a tail of another shape.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -63,6 +64,9 @@ class ShortConvolution(nn.Module):
         weight, bias = local(self.weight), local(self.bias)
         if x.dim() != 3 or x.shape[-1] != weight.shape[0]:
             raise ValueError(f"x must have shape [B, T, D] = [B, T, {weight.shape[0]}], got {list(x.shape)}.")
+        N = x.shape[0] if packing is None else packing.length.shape[0]
+        if tail is not None and tail.shape != (N, self.size - 1, x.shape[-1]):
+            raise ValueError(f"tail must have shape [N, size - 1, D] = {[N, self.size - 1, x.shape[-1]]}, got {list(tail.shape)}.")
         position = None if packing is None else packing.position
         if tail is None and torch.is_grad_enabled():
             return _Convolve.apply(x, weight, bias, position).to(x.dtype)
@@ -92,7 +96,8 @@ class ShortConvolution(nn.Module):
             token = packing.length[:, None] - past + row  # [N, past]
             old = torch.arange(N, device=x.device)[:, None] * past + past + token
             rows = torch.cat([tail.flatten(0, 1).to(x.dtype), x[0]])
-            tail.copy_(rows[torch.where(token < 0, old, N * past + packing.start[:, None] + token)])
+            new = (packing.start[:, None] + token).clamp(max=T - 1)  # past T: for the operator to refuse
+            tail.copy_(rows[torch.where(token < 0, old, N * past + new)])
         return [*taps, x]
 
 
@@ -115,6 +120,7 @@ class _Convolve(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
+    @opaque
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dx, dweight and dbias."""
         x, weight, bias, position = ctx.saved_tensors
