@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import kda_ops
+from kda_ops.bench.machine import need_device
 
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
 
@@ -129,8 +130,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--package", type=Path, metavar="FOLDER", help="also compile packages with AOTInductor into this folder")
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here.")
+    need_device(parser, args.device)
     torch.manual_seed(0)
     mixer, decoder = Mixer().to(args.device), Decoder().to(args.device)
     decoder.load_state_dict(mixer.state_dict(), strict=False)

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kda_ops.compat.transformers
+from kda_ops.bench.machine import need_device
 
 
 def tiny(hidden: int = 64, heads: int = 2, head_dim: int = 32, layers: int = 4) -> nn.Module:
@@ -103,8 +104,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
     parser.add_argument("--compare", action="store_true", help="time one unpacked row, with transformers' own path too")
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here.")
+    need_device(parser, args.device)
     if min(args.steps, args.hidden, args.heads, args.head_dim, args.layers) < 1 or args.tokens < 2:
         parser.error("sizes and --steps must be at least 1, and a row has at least 2 tokens.")
     if args.compare and args.compile:

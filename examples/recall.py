@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from kda_ops.bench.machine import need_device
 from kda_ops.nn import KimiDeltaAttention
 
 PAIRS, NOISE, KEYS, VALUES, FILLERS = 16, 64, 64, 64, 16
@@ -62,8 +63,7 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here.")
+    need_device(parser, args.device)
     if min(args.hidden, args.batch, args.steps) < 1:
         parser.error("--hidden, --batch and --steps must be at least 1.")
     begin = time.perf_counter()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kda_ops
+from kda_ops.bench.machine import need_device
 
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
 CHUNK = 64  # a prompt is read in multiples of this, so that its chunks are those of one long call
@@ -161,8 +162,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here.")
+    need_device(parser, args.device)
     if min(args.requests, args.hidden, args.layers, args.heads) < 1:
         parser.error("--requests, --hidden, --layers and --heads must be at least 1.")
     if min(args.slots, args.budget) < 1:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from kda_ops.bench.machine import need_device
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
 
 matplotlib.use("Agg")  # draws files, needs no display
@@ -185,8 +186,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, value in SIZES[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here.")
+    need_device(parser, args.device)
     for name in ("layers", "batch", "length", "steps", "stop"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1, got {value}.")

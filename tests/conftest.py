@@ -28,7 +28,7 @@ _DEVICE = os.environ.get("KDA_OPS_TEST_DEVICE", "cpu") != "cpu"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "device" if _DEVICE else "ci" if os.environ.get("CI") else "dev"))
 
 if _DEVICE:  # the laws of the contract, and nothing that would run on the CPU again; tests/gpu is asked for by name
-    _LAWS = "activations compiled definition flags gradients layouts limits padding pools registrations sequences".split()
+    _LAWS = "activations compiled definition flags gradients layouts limits padding pools registrations sequences transforms".split()
     collect_ignore = ["gpu", "interp", *(f.name for f in Path(__file__).parent.glob("test_*.py") if f.stem.removeprefix("test_") not in _LAWS)]
 
 

@@ -151,7 +151,7 @@ def test_a_reset_adds_no_rounding_to_the_gradient_of_A_log(variant, logit):
     (want,) = torch.autograd.grad(o, p.A_log, do.double())
     there = {n: None if t is None else t.to(TARGET.device) for n, t in x.items()}
     got = run(case, inputs=there, need=("A_log",), cotangents=(do.to(TARGET.device), None))["dA_log"].cpu().double()
-    assert (got - want).norm() < 2e-5 * want.norm()
+    assert (got - want).norm() < 2e-5 * want.norm()  # five times what rounding by 6e-8 leaves of a sum of 128 x 32 terms
 
 
 @pytest.mark.parametrize("op", OPS)

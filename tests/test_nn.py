@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from kda_ops import recurrent
 from kda_ops.nn import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention, ShortConvolution, kimi_delta_attention
-from kda_ops.nn.packing import Packing
 
 LAYERS = [KimiDeltaAttention, GatedDeltaNet]
 HIDDEN = 32
@@ -511,66 +510,6 @@ def test_a_width_is_whole_up_to_rounding():
     assert GatedDeltaNet(64, num_heads=1, head_dim=100, expand_v=0.29).head_v_dim == 29  # 28.999999999999996
 
 
-def test_the_convolution_is_torchs_own():
-    conv = ShortConvolution(6, 4, bias=True).double()
-    other = torch.nn.Conv1d(6, 6, 4, groups=6, padding=3).double()
-    other.load_state_dict(conv.state_dict())
-    x = torch.randn(2, 9, 6, dtype=torch.float64)
-    close(conv(x), F.silu(other(x.mT)[..., :9]).mT)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("size", [1, 4])
-def test_the_convolution_has_the_gradients_of_torchs_own(size, packed):
-    conv = ShortConvolution(3, size, bias=True).double()
-    x = torch.randn(1 if packed else 2, 9, 3, dtype=torch.float64, requires_grad=True)
-    packing = Packing(torch.tensor([0, 2, 2, 7, 8]), 9) if packed else None
-
-    def theirs(x):
-        return F.silu(F.conv1d(F.pad(x.mT, (size - 1, 0)), conv.weight, conv.bias, groups=3)).mT
-
-    inputs, dy = (x, *conv.parameters()), torch.randn_like(x)
-    want = torch.cat([theirs(part) for part in (x[:, :2], x[:, 2:7], x[:, 7:])], 1) if packed else theirs(x)
-    close(conv(x, packing=packing), want)
-    for wanted, mine in zip(torch.autograd.grad(want, inputs, dy), torch.autograd.grad(conv(x, packing=packing), inputs, dy)):
-        close(mine, wanted)
-    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")  # a compiler that loses them raises nothing
-    for wanted, mine in zip(torch.autograd.grad(theirs(x), inputs, dy), torch.autograd.grad(compiled(x), inputs, dy)):
-        close(mine, wanted)
-    with torch.no_grad():
-        close(conv(x, packing=packing), want)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_compiled_training_keeps_one_copy_of_what_a_convolution_takes(packed):
-    torch._dynamo.reset()
-    conv, kept = ShortConvolution(8, 4), []
-    packing = Packing(torch.tensor([0, 9, 30]), 30) if packed else None
-    x = torch.randn(1, 30, 8, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = torch.compile(lambda x: conv(x * 2, packing=packing), fullgraph=True, backend="aot_eager_decomp_partition")(x)
-    assert sum(t.numel() >= x.numel() for t in kept) == 1 and sum(t.numel() for t in kept) < 2 * x.numel(), [t.shape for t in kept]
-    y.square().sum().backward()
-    expected = x.detach().clone().requires_grad_()
-    conv(expected * 2, packing=packing).square().sum().backward()
-    torch.testing.assert_close(x.grad, expected.grad)
-
-
-def test_the_convolution_is_mapped_and_differentiated_twice():
-    conv = ShortConvolution(3, 4, bias=True).double()
-    x = torch.randn(5, 2, 9, 3, dtype=torch.float64, requires_grad=True)
-    words = {n: p.detach() for n, p in conv.named_parameters()}
-
-    def loss(words, x):
-        return torch.func.functional_call(conv, words, (x,)).square().sum()
-
-    each = torch.vmap(torch.func.grad(loss), (None, 0))(words, x)
-    for part, mine in zip(x.detach(), zip(*each.values())):
-        for wanted, found in zip(torch.autograd.grad(conv(part).square().sum(), list(conv.parameters())), mine):
-            close(found, wanted)
-    assert torch.autograd.gradgradcheck(lambda x: conv(x), x[0])
-
-
 @pytest.mark.parametrize("make", (KimiDeltaAttention, GatedDeltaNet))
 def test_without_convolutions_there_is_silu_still(make):
     layer, other, x = build(make, use_short_conv=False), build(make, conv_size=1), rows(2, 5)
@@ -620,28 +559,3 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
     with pytest.raises(RuntimeError, match="written in place"):
         layer(torch.randn(1, 5, HIDDEN), cache=cache)
     assert not cache.q_conv.any()
-
-
-@pytest.mark.parametrize("grad", (True, False))
-def test_a_convolution_keeps_the_dtype_of_its_input(grad):
-    with torch.set_grad_enabled(grad):
-        assert ShortConvolution(8, 4)(torch.randn(1, 9, 8).bfloat16()).dtype is torch.bfloat16  # as autocast leaves them
-
-
-def test_a_convolution_s_slope_is_not_rounded():
-    conv = ShortConvolution(64, 1).bfloat16()
-    with torch.no_grad():
-        conv.weight.fill_(1.0)  # y is x: nothing else is rounded
-    x = torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
-    (got,) = torch.autograd.grad(conv(x), x, torch.ones(1, 200, 64).bfloat16())
-    wide = x.detach().float().requires_grad_()
-    (want,) = torch.autograd.grad(torch.nn.functional.silu(wide), wide, torch.ones(1, 200, 64))
-    assert torch.equal(got, want.bfloat16())
-
-
-def test_a_bias_is_drawn_anew():
-    conv = ShortConvolution(512, 4, bias=True)
-    with torch.no_grad():
-        conv.bias.fill_(float("nan"))
-    conv.reset_parameters()
-    assert 0.4 < conv.bias.abs().max() <= 0.5
