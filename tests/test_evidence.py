@@ -14,10 +14,7 @@ from kda_ops.bench import evidence
 from tests.support.suite import longest_first, rotated
 
 FILE = Path(__file__).parent / "gpu" / "evidence.json"
-KNOWN: dict[str, str] = {  # the GPU tests that failed in the run on file, and why it was kept nevertheless; empty after a clean one
-    "tests/gpu/test_compat.py::test_packed_sequences_are_the_sequences_alone[kimi_linear]": "failed with the same figures on earlier kernels, and has 1e-5 "
-    "where 3e-4 are allowed in a process of its own; not understood (kda_ops/backends/triton/NOTES.md, What has run on a device)",
-}
+KNOWN: dict[str, str] = {}  # the GPU tests that failed in the run on file, and why it was kept nevertheless; empty after a clean one
 COLUMNS = {"op", "pass", "setting", "gate", "ours_ms", "state", "layout", "peer", "peer_ms", "ours_error", "peer_error", "also"}
 
 

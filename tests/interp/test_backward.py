@@ -34,6 +34,7 @@ CASES = [
     Case(gate="softplus", B=2, T=70, K=33, V=7, strides="fused", transposed=True, H=2, HV=2, keys="repeated", beta="none", l2norm=True),
     Case(gate="bounded", dtype=HALF, strides="expanded", l2norm=True, keys="correlated", seed=1, narrow=True),
     Case(gate="forget", K=70, V=1, H=1, HV=1),
+    Case(gate="softplus", T=70, K=200, V=20, H=1, HV=1, l2norm=True),
     Case(gate="none", final=False),
     Case(gate="strong", K=96, V=70, l2norm=True, HV=1, keys="correlated", dtype=HALF),
     Case(gate="zero", T=1, scale=0.3),

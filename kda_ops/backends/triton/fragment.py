@@ -84,6 +84,24 @@ def store_turned(p_x, stride, stride_v, b_x, rows, columns):
 
 
 @triton.jit
+def over_keys(b_s, b_x, PREC: tl.constexpr):
+    """The product of a turned state [W, K] and rows [64, K], [W, 64] fp32: where operands are fp32 and K is wide, half of the keys after the other, for a
+    thread holds a row of keys whole, and twice, in two parts.
+    """
+    W: tl.constexpr = b_s.shape[0]
+    K: tl.constexpr = b_s.shape[1]
+    if b_s.dtype == tl.float32 and K > 128:
+        if not INTERPRETED:  # a wall: what one product takes apart the compiler would keep for the next
+            b_s = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_s], tl.float32, False, 1)
+        b_s1, b_s2 = tl.split(tl.permute(tl.reshape(b_s, (W, 2, K // 2)), (0, 2, 1)))
+        b_x1, b_x2 = tl.split(tl.permute(tl.reshape(b_x, (64, 2, K // 2)), (0, 2, 1)))
+        b_first = tl.dot(b_s1, tl.trans(b_x1), input_precision=PREC)
+        return tl.dot(b_s2, tl.trans(b_x2), b_first, input_precision=PREC)
+    else:
+        return tl.dot(b_s, tl.trans(b_x), input_precision=PREC)
+
+
+@triton.jit
 def pack(b_x):
     """A product [64, 64] as the list [512, 8] that four warps write, and read as an operand, without a gap: entries in the order (n, b, w, a, t, n, e)."""
     b_x = tl.reshape(b_x, (4, 2, 8, 2, 4, 4, 2))

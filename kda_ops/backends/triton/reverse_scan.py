@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
+from kda_ops.backends.triton.fragment import over_keys, store_turned, turn, turn_back
 from kda_ops.backends.triton.launch import launch
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
 from kda_ops.backends.triton.scan import fill_zero, head_at, load_factor, load_factors, rows_at
@@ -54,7 +54,7 @@ def reverse_scan_tiles(
         b_ds = b_dS.to(TYPE)
         if dstates is not None:
             store_turned(dstates + i_tile * (K * V) + i_v, V, 1, b_ds, K, V - i_v)
-        b_dv = tl.dot(b_ds, tl.trans(b_kg), input_precision=PREC)
+        b_dv = over_keys(b_ds, b_kg, PREC)
         b_gamma, b_beta = load_factors(gamma, rows, i_tile, K, BK, BV)
         b_dS = b_dS * b_gamma
         if do is not None:
@@ -99,7 +99,7 @@ def reverse_scan_rows(
         b_ds = b_dS.to(TYPE)
         if dstates is not None:
             store_turned(dstates + i_tile * (K * V) + i_v, V, 1, b_ds, K, V - i_v)
-        b_dv = tl.dot(b_ds, tl.trans(b_k), input_precision=PREC) * load_factor(rows, i_tile, 1, 7)
+        b_dv = over_keys(b_ds, b_k, PREC) * load_factor(rows, i_tile, 1, 7)
         b_dS = b_dS * tl.load(gamma + i_tile)
         if do is not None:
             b_do = turn(tl.load(rows_at(do, do_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0))

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.fragment import store_turned, turn, turn_back
+from kda_ops.backends.triton.fragment import over_keys, store_turned, turn, turn_back
 from kda_ops.backends.triton.launch import beside, launch
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
 from kda_ops.backends.triton.tile import Begun, dense, fit, load_lower, load_tile, strides_of, widen
@@ -118,11 +118,11 @@ def scan_tiles(
         b_v = b_v.to(tl.float32) * b_beta
         b_own = b_v.to(TYPE)
         b_v = tl.dot(b_own, tl.trans(b_A), b_v - widen(b_own), input_precision=PREC)
-        b_v = (b_v - tl.dot(b_s, tl.trans(b_w), input_precision=PREC)).to(TYPE)
+        b_v = (b_v - over_keys(b_s, b_w, PREC)).to(TYPE)
         if o is not None:
             b_qg = load_tile(qg, i_tile, o_r, o_k, K)
             b_P = load_lower(P, i_tile)
-            b_o = tl.dot(b_v, tl.trans(b_P), tl.dot(b_s, tl.trans(b_qg), input_precision=PREC), input_precision=PREC)
+            b_o = tl.dot(b_v, tl.trans(b_P), over_keys(b_s, b_qg, PREC), input_precision=PREC)
             store_turned(head_at(o, o_s, i_b, i_h, bos + c * 64) + i_v * o_s[3], o_s[1], o_s[3], b_o, length - c * 64, V - i_v)
         if states is not None:
             store_turned(states + i_tile * (K * V) + i_v, V, 1, b_s, K, V - i_v)
@@ -161,11 +161,11 @@ def scan_rows(
         b_v = turn(tl.load(rows_at(v, v_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0))
         b_A = load_lower(A, i_tile)
         b_s = b_S.to(TYPE)
-        b_v = b_v.to(tl.float32) - load_factor(rows, i_tile, 0, 7) * tl.dot(b_s, tl.trans(b_k), input_precision=PREC)
+        b_v = b_v.to(tl.float32) - load_factor(rows, i_tile, 0, 7) * over_keys(b_s, b_k, PREC)
         b_v = tl.dot((b_v * load_factor(rows, i_tile, 2, 7)).to(TYPE), tl.trans(b_A), input_precision=PREC)
         if o is not None:
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-            b_o = tl.dot(b_s, tl.trans(b_q), input_precision=PREC) * load_factor(rows, i_tile, 3, 7)
+            b_o = over_keys(b_s, b_q, PREC) * load_factor(rows, i_tile, 3, 7)
             b_o = tl.dot(b_v.to(TYPE), tl.trans(load_lower(P, i_tile)), b_o, input_precision=PREC)
             store_turned(head_at(o, o_s, i_b, i_h, t) + i_v * o_s[3], o_s[1], o_s[3], b_o, length - c * 64, V - i_v)
         if states is not None:

@@ -99,6 +99,8 @@ def table(kernel: str, p: Problem) -> Options:
     wide, hopper = p.q.dtype is torch.float32, architecture(p.q.device) == HOPPER
     K, V = width(p.K, p.q.dtype), width(p.V, p.q.dtype)
     layer = hopper and not wide and K == V == 128
+    # Scans of fp32: with 32 columns of V ptxas gives all registers up, and what it makes then may be wrong (NOTES.md, compiler hazards).
+    exact = Options(K, 16, warps=4 if K <= 64 else 8)
     if kernel == "prepare_kda":
         return Options(32 if wide else min(K, 128))
     if kernel == "prepare_gdn":
@@ -106,7 +108,7 @@ def table(kernel: str, p: Problem) -> Options:
     if kernel in ("scan_tiles", "scan_rows", "reverse_scan_tiles", "reverse_scan_rows") and layer and 2 * p.N * p.HV > processors(p.q.device):
         return Options(128, 128, warps=8, stages=3)  # one wave instead of two, the same bits: unless all halves run at once
     if kernel.startswith("scan"):
-        return Options(K, 32, warps=8) if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
+        return exact if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
     if kernel == "gradient_rows":
         return Options(32, 32) if wide else Options(min(K, 128), min(V, 128))
     if kernel == "gradient_pairs":
@@ -114,7 +116,7 @@ def table(kernel: str, p: Problem) -> Options:
     if kernel == "gradient_keys":  # where operands of products come from registers, 64 columns spill kilobytes
         return Options(64 if architecture(p.q.device) >= HOPPER else 32, 32 if wide else 64)
     if kernel.startswith("reverse_scan"):
-        return Options(K, 32, warps=8) if wide else Options(K, min(V, 64), stages=3 if hopper and K <= 128 else 1)
+        return exact if wide else Options(K, min(V, 64), stages=3 if hopper and K <= 128 else 1)
     if kernel == "join_runs":
         return Options(power(p.K), 16, warps=8, stages=3 if hopper else 1)
     return Options(min(power(p.K), 64), min(power(p.V), 32 if wide else 64), stages=1 if wide else 2)
