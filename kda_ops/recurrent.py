@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kda_ops import dispatch, problem
 from kda_ops.problem import Problem, new_output
+from kda_ops.stages import Backend
 
 
 def infer(p: Problem) -> tuple[Tensor, Tensor]:
@@ -28,24 +29,33 @@ def decode(rank: int, args: tuple[Tensor | None, ...], flags: dict[str, Any]) ->
     Contiguous tensors of a shape differ in the strides of axes of length one, by which nothing is ever addressed. Devices differ by number: a kernel for CUDA
     is called where q is on one of its devices, and the first such call has refused tensors elsewhere.
     """
+    if args[0] is not None and args[0].is_cpu:  # its backends need have no plans
+        b = dispatch.backend(args[0].device)
+        if not hasattr(b, "plan_step"):
+            return _step(Problem.parse_step(rank, *args, **flags), b)
     look = (rank, *flags.items(), *[None if x is None else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device()) for x in args])
     plan = _PLANS.get(look)
     if plan is None:
         p = Problem.parse_step(rank, *args, **flags)
-        o = p.new_output()
-        if p.HV:
-            b = dispatch.backend(p.q.device)
-            b.step(p, o, p.state)
-            as_they_lie = all(x is None or x.is_contiguous() for x in (*args[7:8], *args[10:]))  # what a parsed call makes contiguous, a plan reads
-            checked = problem.CHECK_VALUES or (p.cu_seqlens is not None and p.q.device.type == "cpu")  # at every call
-            if hasattr(b, "plan_step") and as_they_lie and not checked:
-                if len(_PLANS) >= 1024:  # a program that calls with ever new sizes
-                    _PLANS.clear()
-                _PLANS[look] = b.plan_step(p, p.state)
+        b = dispatch.backend(p.q.device)
+        o = _step(p, b)
+        as_they_lie = all(x is None or x.is_contiguous() for x in (*args[7:8], *args[10:]))  # what a parsed call makes contiguous, a plan reads
+        checked = problem.CHECK_VALUES or (p.cu_seqlens is not None and p.q.device.type == "cpu")  # at every call
+        if p.HV and hasattr(b, "plan_step") and as_they_lie and not checked:
+            if len(_PLANS) >= 1024:  # a program that calls with ever new sizes
+                _PLANS.clear()
+            _PLANS[look] = b.plan_step(p, p.state)
         return o
     v = args[2]
     o = torch.empty_like(v) if v.is_contiguous() else new_output(v)  # which a contiguous v says without a keyword: half a microsecond in the dispatcher
     plan(o, args[5], args + (None,) * (11 - len(args)))
+    return o
+
+
+def _step(p: Problem, b: Backend) -> Tensor:
+    o = p.new_output()
+    if p.HV:
+        b.step(p, o, p.state)
     return o
 
 
