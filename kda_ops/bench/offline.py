@@ -40,6 +40,11 @@ SPILLS = {
 }  # fmt: skip
 
 
+def lost_registers(registers: int, stack: int) -> bool:
+    """Whether ptxas has given registers up: a kernel that spills otherwise uses all there are, and this one, with bytes of stack, may be wrong (NOTES.md)."""
+    return registers <= 128 and stack > 1024
+
+
 @dataclass(frozen=True)
 class Row:
     """One compiled kernel."""
@@ -63,7 +68,7 @@ class Row:
         found = [self.error] if self.error else []
         if self.shared > SHARED[self.arch]:
             found.append(f"{self.shared} bytes of shared memory, the limit is {SHARED[self.arch]}")
-        if self.stack > 1024 and self.registers <= 128:
+        if lost_registers(self.registers, self.stack):
             found.append(f"{self.registers} registers beside {self.stack} bytes of stack: ptxas has given registers up (NOTES.md, compiler hazards)")
         if self.refilled:
             found.append("a buffer is filled again while a product may still read it (NOTES.md, compiler hazards)")

@@ -7,8 +7,7 @@ import pkgutil
 from types import ModuleType
 
 from kda_ops.backends import triton as backend
-
-FEW, MUCH = 128, 256  # registers per thread; words of stack per thread
+from kda_ops.bench import offline
 
 
 def kernel_modules() -> list[ModuleType]:
@@ -17,7 +16,7 @@ def kernel_modules() -> list[ModuleType]:
 
 
 def lost_registers(modules: list[ModuleType]) -> list[str]:
-    """The launched kernels of these modules that have few registers beside much stack, where others that spill use all there are."""
+    """The launched kernels of these modules that have lost their registers, as `offline.lost_registers` says it."""
     found = []
     for module in modules:
         for name, kernel in vars(module).items():
@@ -25,7 +24,7 @@ def lost_registers(modules: list[ModuleType]) -> list[str]:
                 continue  # imported
             for caches in getattr(kernel, "device_caches", {}).values():
                 for made in caches[0].values():
-                    registers, stack = getattr(made, "n_regs", None), getattr(made, "n_spills", None)  # of one that was compiled, not launched: None
-                    if registers and registers <= FEW and stack > MUCH:
-                        found.append(f"{module.__name__}.{name}: {registers} registers, {4 * stack} bytes of stack")
+                    registers, words = getattr(made, "n_regs", None), getattr(made, "n_spills", None)  # of one that was compiled, not launched: None
+                    if registers and offline.lost_registers(registers, 4 * words):
+                        found.append(f"{module.__name__}.{name}: {registers} registers, {4 * words} bytes of stack")
     return found
