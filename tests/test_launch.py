@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,17 @@ def test_a_launch_compiles_and_does_no_more_only_while_it_is_asked_to():
     launch(kernel, 0, cpu)
     want = ((3,), (1, 2), {"num_warps": 4})
     assert kernel.asked == [("compile", *want), ("compile", (4,), (), {}), ("launch", *want)]
+
+
+@pytest.mark.parametrize("registers, words, lost", ((32, 2842, True), (128, 257, True), (255, 594, False), (32, 20, False), (None, None, False)))
+def test_a_launch_warns_of_a_kernel_that_has_lost_its_registers(registers, words, lost):
+    from kda_ops.backends.triton.launch import launch
+
+    made = SimpleNamespace(name="scan_tiles", n_regs=registers, n_spills=words)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        launch({(3,): lambda *args, **options: made}, 3, torch.device("cpu"), 1)
+    assert ["scan_tiles has lost its registers" in str(w.message) for w in said] == [True] * lost
 
 
 def test_each_kind_of_call_is_compiled_once_and_never_in_a_capture(monkeypatch):

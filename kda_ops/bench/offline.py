@@ -40,11 +40,6 @@ SPILLS = {
 }  # fmt: skip
 
 
-def lost_registers(registers: int, stack: int) -> bool:
-    """Whether ptxas has given registers up: a kernel that spills otherwise uses all there are, and this one, with bytes of stack, may be wrong (NOTES.md)."""
-    return registers <= 128 and stack > 1024
-
-
 @dataclass(frozen=True)
 class Row:
     """One compiled kernel."""
@@ -65,6 +60,8 @@ class Row:
         """What is over budget: shared memory always, spills where a budget is set for this configuration. And what two compilers do that gives wrong numbers:
         Triton fills a buffer again too early, ptxas keeps next to nothing in registers.
         """
+        from kda_ops.backends.triton.launch import lost_registers
+
         found = [self.error] if self.error else []
         if self.shared > SHARED[self.arch]:
             found.append(f"{self.shared} bytes of shared memory, the limit is {SHARED[self.arch]}")

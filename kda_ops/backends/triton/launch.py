@@ -2,6 +2,7 @@
 
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -71,6 +72,23 @@ def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContex
             held.clear()
 
 
+def lost_registers(registers: int, stack: int) -> bool:
+    """Whether ptxas has given registers up: a kernel that spills otherwise uses all there are, and this one, with bytes of stack, may be wrong (NOTES.md)."""
+    return registers <= 128 and stack > 1024
+
+
+def warn_if_lost(made) -> None:
+    """Warn of a kernel, as Triton returns it from a launch, that has lost its registers on this GPU."""
+    registers, words = getattr(made, "n_regs", None), getattr(made, "n_spills", None)  # of one that runs on no GPU: None
+    if registers and lost_registers(registers, 4 * words):
+        warnings.warn(
+            f"{made.name} has lost its registers ({registers} beside {4 * words} bytes of stack): ptxas gave up on it for this GPU. It is slow, and what it "
+            "computes may be wrong: please report it with the output of python -m kda_ops doctor, and use another version of triton or another dtype.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 def launch(kernel, programs: int, device: torch.device, *args, **options) -> None:
     """Launch on a one-dimensional grid (its limit is 2^31 - 1 programs, not 65535), on the device of the tensors."""
     if programs == 0:
@@ -85,6 +103,6 @@ def launch(kernel, programs: int, device: torch.device, *args, **options) -> Non
             _HERE.stream.wait_stream(torch.cuda.current_stream(device))
         _HERE.held.append(args)
         with torch.cuda.stream(_HERE.stream):
-            kernel[(programs,)](*args, **options)
+            warn_if_lost(kernel[(programs,)](*args, **options))
     else:
-        kernel[(programs,)](*args, **options)
+        warn_if_lost(kernel[(programs,)](*args, **options))

@@ -19,6 +19,7 @@ from kda_ops.backends.triton.tile import (
     dense,
     fit,
     inverse_norm,
+    let_next_begin,
     load_rows,
     load_tile,
     locate_chunk,
@@ -202,6 +203,7 @@ def prepare_kda(
     complete (norms need no pass of their own), its scores are final, and what the halves do not share needs no choice per element. Only wider
     keys are cut into slices of BK columns, whose scores add up.
     """
+    let_next_begin()
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV + begin
     i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
     i_g = i_h // (HV // H)  # the query and key head
@@ -308,6 +310,7 @@ def prepare_gdn(
     cores as they are, here and in the scan. The decay stays inside the inverse: inverting without it and multiplying afterwards is the same
     on paper and overflows for long keys.
     """
+    let_next_begin()
     i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H + begin
     i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
     o_r, o_k = tl.arange(0, 64), tl.arange(0, BK)

@@ -9,7 +9,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import over_keys, store_turned, turn, turn_back
 from kda_ops.backends.triton.launch import beside, launch
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
-from kda_ops.backends.triton.tile import Begun, dense, fit, load_lower, load_tile, strides_of, widen
+from kda_ops.backends.triton.tile import Begun, dense, fit, load_lower, load_tile, strides_of, wait_for_previous, widen
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile, Trace
@@ -100,6 +100,7 @@ def scan_tiles(
     states travel unless they are kept for backward. S stays in registers and is rounded to the operands' dtype once per chunk, as an operand. It is there
     with V as its rows (`fragment.turn`), so that S and v_new are operands where they are: the only barriers of a step are those of the copies from memory.
     """
+    wait_for_previous()
     i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, begin, end, K, V, BV, RUN, False)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = w.dtype.element_ty
@@ -146,6 +147,7 @@ def scan_rows(
 
     A decay per head is a factor per row, which moves past the dot products: q and k go from memory to the tensor cores as they are.
     """
+    wait_for_previous()
     i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, begin, end, K, V, BV, RUN, False)
     i_g = i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
@@ -204,13 +206,13 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
         if p.rank:
             launch(
                 scan_tiles, programs, device, v, v.stride(), tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma, *ends, *sizes,
-                **options.launch,
+                **options.launch, **tuning.overlap(device),
             )  # fmt: skip
         else:
             q, k = fit(p.q), fit(p.k)
             launch(
                 scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, tile.rows, tile.gamma, *ends, p.H, *sizes,
-                **options.launch,
+                **options.launch, **tuning.overlap(device),
             )  # fmt: skip
 
     if runs.length:

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.gate import load_rate, log2_decay, strength
-from kda_ops.backends.triton.tile import dense, locate_sequence
+from kda_ops.backends.triton.launch import warn_if_lost
+from kda_ops.backends.triton.tile import dense, let_next_begin, locate_sequence, wait_for_previous
 from kda_ops.problem import Problem
 
 _NOWHERE = (0, 0, 0, 0)
@@ -101,7 +101,7 @@ def recur(
     N, T, width, scale, lower_bound,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, KO: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    PER_TOKEN: tl.constexpr, ONE: tl.constexpr, OVERLAP: tl.constexpr,
+    PER_TOKEN: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """One sequence and head, BV columns of its state; S [K, BV] fp32 stays in registers from token to token::
 
@@ -113,11 +113,10 @@ def recur(
     The state comes from `state` (row i_n, or a slot) and goes to `final` after the last token, or after each with PER_TOKEN. Sequences without
     a slot, and tokens past the last sequence, which are sequence N, get zeros.
 
-    With OVERLAP a launch may begin beside the last programs of the one before it. It waits for all of their work, and lets the next one begin likewise.
+    A launch may begin beside the last programs of the one before it. It waits for all of their work, and lets the next one begin likewise.
     """
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous()
+    let_next_begin()
     NV: tl.constexpr = (V + BV - 1) // BV
     DO: tl.constexpr = KO if D > 1 else 1
     DI: tl.constexpr = KI if D > 1 else 1
@@ -236,10 +235,8 @@ class Launch:
         one = p.T == 1 and p.cu_seqlens is None
         KO, KI, BV, self.options = tile(p.K, p.V, 4 if held is None else held.element_size(), held_s[2] == 1 and held_s[3] != 1, one)
         model = (p.H, p.HV, p.K, p.V, p.K if p.rank else 1, KO, KI, BV)
-        overlap = p.q.device.type != "cpu" and tuning.architecture(p.q.device) >= tuning.HOPPER
-        if overlap:
-            self.options = self.options | {"launch_pdl": True}
-        flags = (p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, per_token, one, overlap)
+        self.options = self.options | tuning.overlap(p.q.device)
+        flags = (p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, per_token, one)
         self.device = p.q.get_device()
         self.programs = (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // BV)
         self.strides, self.states = (p.q.stride(), p.k.stride(), p.v.stride(), g_s, beta_s, slots_s), (state_s, final_s)
@@ -274,6 +271,7 @@ class Launch:
         if found is None:
             kernel = self._compile(aligned, o, inputs, final)
             found = self.kernels[aligned] = kernel, kernel.run, kernel.function, kernel.packed_metadata
+            warn_if_lost(kernel)
         kernel, run, function, metadata = found
         hook = knobs.runtime.launch_enter_hook
         if hook is not None and getattr(hook, "calls", True):  # a profiler wants to see every launch

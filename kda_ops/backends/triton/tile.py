@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
 from kda_ops.stages import Tile
@@ -47,6 +48,20 @@ def columns_of(x: Tensor | None) -> tuple[int, int, int]:
 def dense(x: Tensor | None) -> Tensor | None:
     """A gate parameter as kernels read it: contiguous, so that [HV, K] and flat are the same."""
     return None if x is None else x.contiguous()
+
+
+@triton.jit
+def wait_for_previous():
+    """Wait for all work of the kernel before this one, beside whose last programs a launch with `tuning.overlap` may begin."""
+    if not INTERPRETED and cuda_capability_geq(9):
+        gdc_wait()
+
+
+@triton.jit
+def let_next_begin():
+    """Let the next kernel begin so, once all programs of this one have come here."""
+    if not INTERPRETED and cuda_capability_geq(9):
+        gdc_launch_dependents()
 
 
 @triton.jit

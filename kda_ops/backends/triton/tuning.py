@@ -82,6 +82,11 @@ def architecture(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else ASSUMED
 
 
+def overlap(device: torch.device) -> dict[str, bool]:
+    """The launch option for a kernel that waits for the one before it itself (`tile.wait_for_previous`), where the architecture knows it."""
+    return {"launch_pdl": True} if device.type != "cpu" and architecture(device) >= HOPPER else {}
+
+
 def row(kernel: str, p: Problem) -> str:
     """The name of the table's row for a call: nothing in it depends on B, T, N, H or the values. (Scans have two cuts of the same bits.)"""
     mode = f".rows{anchored_rows(p)}" if kernel == "prepare_kda" else ""
