@@ -155,6 +155,15 @@ def test_rows_of_earlier_kernels_stay_until_they_are_measured_again(device, monk
     assert json.loads(path.read_text())["earlier"] == [old["earlier"][1]]
 
 
+def test_a_row_beside_a_peer_stands_for_that_of_our_side_alone(device, monkeypatch, tmp_path):
+    path, beside = tmp_path / "evidence.json", ROW | {"peer": "fla"}
+    path.write_text(json.dumps({"kernels_sha256": "old", "rows": [ROW, ROW | {"gate": "weak"}]}))
+    monkeypatch.setattr(evidence.compare, "measure_arguments", lambda args, device, echo, *, keep, **words: (keep(ROW), keep(beside)))
+    assert evidence.main(["--output", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["rows"] == [beside] and [r["gate"] for r in found["earlier"]] == ["weak"]
+
+
 @pytest.fixture
 def device(monkeypatch):
     """A GPU, as far as the command can see, and a suite that passes."""

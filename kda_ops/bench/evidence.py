@@ -136,9 +136,10 @@ def set_aside(path: Path, kernels: str) -> list[dict]:
 
 
 def without(rows: list[dict], others: list[dict]) -> list[dict]:
-    """The rows of a case and peer that others have not."""
+    """The rows of a case and peer that others have not; those of our side alone only of a case that others have not."""
     there = {tuple(r[n] for n in KEY) for r in others}
-    return [r for r in rows if tuple(r[n] for n in KEY) not in there]
+    cases = {key[:-1] for key in there}
+    return [r for r in rows if tuple(r[n] for n in KEY) not in there and (r["peer"] or tuple(r[n] for n in KEY[:-1]) not in cases)]
 
 
 def main(argv: list[str]) -> int:
@@ -164,7 +165,9 @@ def main(argv: list[str]) -> int:
     def write(complete: bool = False) -> None:
         tests, failures, cut = suite
         missing.update({"tests/gpu": cut} if cut else {})
-        found = {"tests": tests, "failures": failures, "complete": complete, "rows": rows, "missing": missing, "earlier": without(earlier, rows)}
+        beside = [r for r in rows if r["peer"]]
+        said = beside + without([r for r in rows if not r["peer"]], beside)
+        found = {"tests": tests, "failures": failures, "complete": complete, "rows": said, "missing": missing, "earlier": without(earlier, rows)}
         write_json(path, about | found)
 
     def keep(x: dict | str) -> None:

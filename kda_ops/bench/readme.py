@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from kda_ops.bench import picture
+from kda_ops.bench.cases import GATES
 from kda_ops.bench.evidence import checkout
 from kda_ops.bench.rows import ratio
 
@@ -42,8 +43,8 @@ def _of(rows: list[dict], pass_: str | None) -> list[dict]:
 
 
 def table(rows: list[dict], pass_: str | None) -> str:
-    """A Markdown table of one pass, or of all."""
-    shown = _of(rows, pass_)
+    """A Markdown table of one pass, or of all, by operator, gate and setting."""
+    shown = sorted(_of(rows, pass_), key=lambda r: (r["op"] != "kda", GATES.index(r["gate"]), r["setting"]))
     columns = DECODE_COLUMNS if pass_ == "decode" else {}
     unit = "s" if pass_ == "first_call_s" else "ms"
     lines = [
@@ -101,7 +102,7 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, c
     about = f"{_about(evidence)}; {protocol}"
     rows, earlier = evidence["rows"], evidence.get("earlier", [])
     missing = evidence.get("missing", {}).items()
-    late = [name.split()[1] for name, why in missing if name != "tests/gpu" and why.startswith(("out of time", "the process ended"))]
+    late = {name.rsplit(" ", 1)[0] for name, why in missing if name != "tests/gpu" and why.startswith(("out of time", "the process ended"))}
 
     def fill(m: re.Match) -> str:
         nonlocal shown
@@ -109,8 +110,8 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, c
             return m[1] + (_elsewhere(elsewhere, rows, earlier) if elsewhere else "") + m[3]
         if m[2] == "cpu":
             return m[1] + (_of_cpu(cpu, protocol) if cpu else "") + m[3]
-        lacking = sum(m[2] in (None, pass_) for pass_ in late)
-        caption = about.replace(".\n", f"; {lacking} rows were not reached.\n") if lacking else about
+        lacking = sum(m[2] in (None, case.split()[1]) for case in late)
+        caption = about.replace(".\n", f"; {lacking} of its cases not reached.\n") if lacking else about
         tables = [caption + table(rows, m[2])] if _of(rows, m[2]) else []
         if _of(earlier, m[2]):
             tables.append("Measured on earlier kernels, not again since:\n\n" + table(earlier, m[2]))
