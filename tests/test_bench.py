@@ -68,6 +68,24 @@ def test_both_state_layouts_and_dtypes_decode():
         assert "of a copy 0% | -, us per call" in rows.format_row(got)
 
 
+@pytest.mark.parametrize("wrong", [lambda o, pool: pool.zero_(), lambda o, pool: o[1].fill_(7), lambda o, pool: pool[1, 0, 0, 0].fill_(torch.nan)])
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+def test_a_decode_that_is_wrong_anywhere_gets_no_time(wrong, state, monkeypatch):
+    monkeypatch.setattr(worker, "call_us", lambda call, device: 1.0)
+    there = case("kda", "decode", "softplus", "B3T1H2D16", state=state)
+
+    def step(c, x):
+        def call(pool):
+            o, pool = sides.our_step(c, x)(pool)
+            wrong(o, pool)
+            return o, pool
+
+        return call
+
+    got = worker.decode(there, Peer("wrong", "cpu", None, our_forward, step), {})
+    assert got["ours_ms"] == 1.0 and got["peer_ms"] is None and not got["peer_error"] < 1e-2
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a system that does not say on which cores a thread may run")
 def test_rounds_go_from_core_to_core_and_leave_the_thread_free():
     free, seen = os.sched_getaffinity(0), []
@@ -228,7 +246,14 @@ def test_one_oracle_serves_both_passes(monkeypatch):
 @pytest.mark.parametrize("op", ("kda", "gdn"))
 def test_a_first_call_is_timed_with_backward_and_with_warm_caches(op):
     got = worker.first_call(case(op, "first_call_s", "softplus", "B1T64H1D16"), None, {})
-    assert 0 < got["ours_ms"] < got["also"]["ours_fwdbwd_s"] and 0 < got["also"]["ours_warm_fwd_s"] < got["also"]["ours_warm_fwdbwd_s"]
+    assert 0 < got["ours_error"] < 1e-5 and 0 < got["ours_ms"] < got["also"]["ours_fwdbwd_s"] and 0 < got["also"]["ours_warm_fwd_s"] < got["also"]["ours_warm_fwdbwd_s"]
+
+
+def test_a_first_call_that_is_wrong_gets_no_time(monkeypatch):
+    for share, timed in ((0.9, True), (1.1, False), (float("nan"), False)):
+        monkeypatch.setattr(worker, "_first", lambda case, name, folder, check: ([1.0, 2.0], [0.3, share] if check else [], ""))
+        got = worker.first_call(case(pass_="first_call_s"), None, {})
+        assert (got["ours_ms"] == 1.0) == timed == ("ours_fwdbwd_s" in got["also"]) and got["ours_error"] == 0.3
 
 
 def test_a_first_call_that_breaks_says_so():

@@ -26,6 +26,16 @@ def test_slower_rows_and_lost_times_are_losses():
     assert [name.split()[0] + name.split()[3] for name in losses] == ["gdnweak", "kdastrong"]
 
 
+def test_a_row_is_compared_whichever_peer_it_stood_beside_before(tmp_path, monkeypatch, capsys):
+    old = [row(peer="fla"), row(peer="sdpa", ours_ms=2.0)]
+    assert rows.compare_rows([row(peer=None, ours_ms=9.0)], old)[1] == [rows.name_of(tuple(row(peer=None)[n] for n in rows.KEY))]
+    assert rows.compare_rows([row(peer="sdpa", ours_ms=2.0)], old)[1] == [] == rows.compare_rows([row(peer="cudnn")], old)[1]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps({"rows": [row(op="gdn")]}))
+    monkeypatch.setattr(compare, "run", lambda device, **words: [row()])
+    assert compare.main(["--device", "cpu", "--against", str(file)]) == 1 and "has a time of none of these cases" in capsys.readouterr().out
+
+
 def test_the_command_line_compares_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "run", lambda device, **words: [row(ours_ms=1.2)])
     old, new, drawn = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "rows.svg"

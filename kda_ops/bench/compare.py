@@ -231,7 +231,9 @@ def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; non-zero if nothing was measured, our side broke or failed its error check, or a row of ``--against`` lost its time or over 5 %."""
+    """Run the command line; non-zero if nothing was measured, our side broke or failed its error check, or a row of ``--against`` lost its time or over 5 %, or
+    it has none of these cases.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m kda_ops bench", description=__doc__, formatter_class=Help,
         epilog="bench --model: a training step of a whole model instead (bench --model --help)\n"
@@ -277,4 +279,6 @@ def main(argv: list[str]) -> int:
         print(f"DIED: {name}: {skipped[name]}")
     if not rows:
         print("nothing was measured")
-    return 1 if wrong or losses or died(skipped) or not rows else 0
+    if incomparable := bool(args.against and not lines):
+        print(f"{args.against} has a time of none of these cases")
+    return 1 if wrong or losses or died(skipped) or not rows or incomparable else 0

@@ -48,10 +48,13 @@ def name_of(key: tuple[str | None, ...]) -> str:
 
 
 def compare_rows(new: list[dict], old: list[dict], skipped: dict[str, str] | None = None) -> tuple[list[str], list[str]]:
-    """What changed since `old`, a line per row that both have, and the names of the losses: rows slower by more than 5 %, or without a time now; rows that
-    were `skipped`, by name and reason, too, unless our side of the case has a row beside another peer.
+    """What changed since `old`, a line per row whose case both have, and the names of the losses: rows slower by more than 5 %, or without a time now; rows
+    that were `skipped`, by name and reason, too, unless our side of the case has a row beside another peer.
+
+    It is our time that is compared: with that beside the same peer, or else with the first of the case that there is.
     """
     before = {tuple(r[n] for n in KEY): r["ours_ms"] for r in old}
+    of_case = {key[:-1]: ms for key, ms in reversed(before.items()) if ms is not None}
     lines, losses, cases = [], [], {tuple(r[n] for n in KEY[:-1]) for r in new}
     for key, ms in before.items():
         if ms is not None and (name := name_of(key)) in (skipped or {}) and key[:-1] not in cases:
@@ -59,15 +62,16 @@ def compare_rows(new: list[dict], old: list[dict], skipped: dict[str, str] | Non
             losses.append(name)
     for row in new:
         key = tuple(row[n] for n in KEY)
-        if before.get(key) is None:
+        ms = of_case.get(key[:-1]) if before.get(key) is None else before[key]
+        if ms is None:
             continue
         name = name_of(key)
         if row["ours_ms"] is None:
-            lines.append(f"{name}: {before[key]:.4g} -> no time")
+            lines.append(f"{name}: {ms:.4g} -> no time")
             losses.append(name)
             continue
-        change = row["ours_ms"] / before[key] - 1
-        lines.append(f"{name}: {before[key]:.4g} -> {row['ours_ms']:.4g} ({change:+.1%})")
+        change = row["ours_ms"] / ms - 1
+        lines.append(f"{name}: {ms:.4g} -> {row['ours_ms']:.4g} ({change:+.1%})")
         if change > SLOWER:
             losses.append(name)
     return lines, losses

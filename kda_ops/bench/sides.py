@@ -20,7 +20,7 @@ from kda_ops.bench.machine import installed
 
 Inputs = dict[str, Tensor]
 Forward = Callable[[Inputs], Tensor]
-Step = Callable[[Tensor], Tensor]
+Step = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Unsupported(Exception):
@@ -37,14 +37,14 @@ def our_forward(case: Case) -> Forward:
 
 
 def our_step(case: Case, x: Inputs) -> Step:
-    """O [B, 1, HV, V] of a decode call of these inputs on a pool, in place; what a server has at hand is made here, not in the call."""
+    """O [B, 1, HV, V] of a decode call of these inputs on a pool, and the pool, written in place; what a server has at hand is made here, not in the call."""
     import kda_ops
 
     step: Callable[..., Tensor] = {"kda": kda_ops.recurrent_kda_, "gdn": kda_ops.recurrent_gdn_}[case.op]
     words = flags(case) | dict(transpose_state_layout=case.layout == "vk")
     slots = torch.arange(case.sizes["B"], device=case.device, dtype=torch.int32)
     q, k, v, g, beta, A_log, dt_bias = (x.get(n) for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias"))
-    return lambda pool: step(q, k, v, g, beta, pool, slots, None, A_log, dt_bias, **words)
+    return lambda pool: (step(q, k, v, g, beta, pool, slots, None, A_log, dt_bias, **words), pool)
 
 
 def _fla_flags(case: Case, x: Inputs) -> dict[str, Any]:
@@ -73,13 +73,13 @@ def _fla_step(case: Case, x: Inputs) -> Step:
         words.pop("safe_gate", None)
         words |= dict(ssm_state_indices=torch.arange(case.sizes["B"], device=case.device, dtype=torch.int32), state_v_first=v_first)
         words |= dict(scale=q.shape[-1] ** -0.5)
-        return lambda pool: fused_recurrent_kda_fwd(q, k, v, g, beta, initial_state=pool, **words)[0]
+        return lambda pool: fused_recurrent_kda_fwd(q, k, v, g, beta, initial_state=pool, **words)[:2]
     if case.state != "fp32":
         raise Unsupported("its GDN decode keeps float32 states only")
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
     words |= dict(output_final_state=True, state_v_first=v_first)
-    return lambda pool: fused_recurrent_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=pool, **words)[0]
+    return lambda pool: fused_recurrent_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=pool, **words)[:2]
 
 
 def _fla_naive(case: Case) -> Forward:
