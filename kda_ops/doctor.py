@@ -56,6 +56,11 @@ HAZARDS = (
         (3, 0), (3, 7, 1), 9, "a 64 x 64 backward through the triangular inverse with 4 warps is wrong (fla-org/flash-linear-attention #984, #988)",
         "configurations are checked numerically before they enter the table",
     ),
+    Hazard(
+        (3, 6), None, 8, "ptxas keeps nothing in registers of two large kernels, which are slow then and may be wrong",
+        "scan_tiles (KDA's training) and gradient_rows (GDN's) are these, and have run on no such GPU: infer there, or compare with the CPU first",
+    ),
+    Hazard((3, 6), (3, 7, 1), 10, "a pass over layouts of tensor memory fails", "gradient_rows, of GDN's backward, does not compile; with triton 3.8 it does"),
     Hazard((3, 9), None, None, "block pointers (tl.make_block_ptr) are gone", "the kernels use none"),
     Hazard((3, 10), None, None, "contraction to fma is off unless a launch asks for it", "the last bits may differ from those of earlier versions"),
     Hazard((3, 0), None, None, "the interpreter (TRITON_INTERPRET=1) multiplies the bits of bf16 dot operands as integers", "test with fp16 or fp32 there"),

@@ -246,14 +246,18 @@ def test_one_oracle_serves_both_passes(monkeypatch):
 @pytest.mark.parametrize("op", ("kda", "gdn"))
 def test_a_first_call_is_timed_with_backward_and_with_warm_caches(op):
     got = worker.first_call(case(op, "first_call_s", "softplus", "B1T64H1D16"), None, {})
-    assert 0 < got["ours_error"] < 1e-5 and 0 < got["ours_ms"] < got["also"]["ours_fwdbwd_s"] and 0 < got["also"]["ours_warm_fwd_s"] < got["also"]["ours_warm_fwdbwd_s"]
+    assert (
+        0 < got["ours_error"] < 1e-5
+        and 0 < got["ours_ms"] < got["also"]["ours_fwdbwd_s"]
+        and 0 < got["also"]["ours_warm_fwd_s"] < got["also"]["ours_warm_fwdbwd_s"]
+    )
 
 
-def test_a_first_call_that_is_wrong_gets_no_time(monkeypatch):
-    for share, timed in ((0.9, True), (1.1, False), (float("nan"), False)):
-        monkeypatch.setattr(worker, "_first", lambda case, name, folder, check: ([1.0, 2.0], [0.3, share] if check else [], ""))
-        got = worker.first_call(case(pass_="first_call_s"), None, {})
-        assert (got["ours_ms"] == 1.0) == timed == ("ours_fwdbwd_s" in got["also"]) and got["ours_error"] == 0.3
+@pytest.mark.parametrize("share, timed", ((0.9, True), (1.1, False), (float("nan"), False)))
+def test_a_first_call_that_is_wrong_gets_no_time(share, timed, monkeypatch):
+    monkeypatch.setattr(worker, "_first", lambda case, name, folder, check: ([1.0, 2.0], [0.3, share] if check else [], ""))
+    got = worker.first_call(case(pass_="first_call_s"), None, {})
+    assert (got["ours_ms"] == 1.0) == timed == ("ours_fwdbwd_s" in got["also"]) and got["ours_error"] == 0.3
 
 
 def test_a_first_call_that_breaks_says_so():
