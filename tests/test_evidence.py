@@ -5,12 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kda_ops.bench import evidence
+from kda_ops.bench.cases import GATES, PASSES, parse_setting
+from kda_ops.bench.sides import PEERS
+from kda_ops.registrations import schemas
 from tests.support.suite import longest_first, rotated
 
 FILE = Path(__file__).parent / "gpu" / "evidence.json"
@@ -34,7 +38,9 @@ def test_evidence_has_the_columns_it_promises():
         assert all(row["also"]["kernels_sha256"] != found["kernels_sha256"] for row in found["earlier"])
         for row in found["rows"] + found["earlier"]:
             assert set(row) == COLUMNS
-            assert row["op"] in ("kda", "gdn") and row["pass"] in ("fwd", "fwdbwd", "decode", "first_call_s")
+            assert row["op"] in schemas.VARIANTS and row["pass"] in PASSES and row["gate"] in GATES and parse_setting(row["setting"])
+            assert (row["state"], row["layout"]) in product(("fp32", "bf16"), ("kv", "vk")) and row["peer"] in (None, *(p.name for p in PEERS))
+            assert row["ours_ms"] > 0 and all(x is None or x > 0 for x in (row["peer_ms"], row["ours_error"], row["peer_error"]))
 
 
 def test_the_hash_is_of_contents_in_path_order(tmp_path):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,25 @@ def test_a_launch_compiles_and_does_no_more_only_while_it_is_asked_to():
     launch(kernel, 0, cpu)
     want = ((3,), (1, 2), {"num_warps": 4})
     assert kernel.asked == [("compile", *want), ("compile", (4,), (), {}), ("launch", *want)]
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
+    from kda_ops.backends.triton.launch import launch
+
+    current = [0]
+
+    @contextmanager
+    def device(there):
+        before, current[0] = current[0], there.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    seen, kernel = [], {(3,): lambda *args, **options: seen.append(current[0])}
+    for index in (0, 1, 0):
+        launch(kernel, 3, torch.device("cuda", index))
+    assert seen == [0, 1, 0] and current == [0]
 
 
 @pytest.mark.parametrize("registers, words, lost", ((32, 2842, True), (128, 257, True), (255, 594, False), (32, 20, False), (None, None, False)))

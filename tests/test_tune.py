@@ -1,11 +1,15 @@
 """Tuning survives candidates that end their process, and prefers the table where nothing is clearly faster."""
 
+import importlib.util
+import json
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from kda_ops.bench import tune
+from kda_ops.problem import Problem
 
 CALL = dict(op="gdn", K=128, V=128, dtype="bf16", gate="softplus", B=1, T=64, H=1)
 
@@ -53,3 +57,64 @@ def test_a_process_that_tries_nothing_is_an_error(candidates):
     candidates("[].fail")
     with pytest.raises(RuntimeError, match="prepare_gdn cannot be measured: AttributeError"):
         tune.tune(**CALL, echo=lambda line: None)
+
+
+@pytest.fixture
+def tuning(monkeypatch, tmp_path):
+    """The module with a file of its own, at `tuning.cache_file()`."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton")
+    from kda_ops.backends.triton import tuning
+
+    monkeypatch.setenv("KDA_OPS_TUNING", str(tmp_path / "folder" / "tuning.json"))
+    tuning.tuned.cache_clear()
+    yield tuning
+    tuning.tuned.cache_clear()
+
+
+def call(**flags):
+    q, v, one = torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16), torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16), torch.ones(1, 64, 2)
+    return Problem.parse(1, q, q, v, -torch.ones(1, 64, 2, 128), one, **flags)
+
+
+def test_a_row_of_the_file_is_used_and_others_are_kept(tuning):
+    p, found = call(), tuning.Options(32, 32, warps=8)
+    assert tuning.choose("prepare_kda", p) == tuning.table("prepare_kda", p) != found
+    tuning.save({"other": tuning.Options(16)})
+    assert tuning.save({tuning.row("prepare_kda", p): found}) == tuning.cache_file()
+    assert tuning.choose("prepare_kda", p) == found and tuning.tuned()["other"] == tuning.Options(16)
+    assert tuning.choose("scan_tiles", p) == tuning.table("scan_tiles", p)
+
+
+def test_a_file_of_another_machine_or_no_file_at_all_is_not_used(tuning):
+    row, mine = {"prepare": {"warps": 8, "of_a_later_version": 1}}, tuning.fingerprint()
+    tuning.cache_file().parent.mkdir()
+    for text, found in (
+        (json.dumps({mine: row}), {"prepare": tuning.Options(warps=8)}), (json.dumps({mine + "0": row}), {}), ("{", {}), ("null", {}), ("[]", {}),
+        (json.dumps({mine: [1]}), {}),
+    ):  # fmt: skip
+        tuning.cache_file().write_text(text)
+        tuning.tuned.cache_clear()
+        assert tuning.tuned() == found, text
+
+
+def test_what_is_tuned_holds_for_a_device_a_compiler_and_these_kernels(tuning, monkeypatch):
+    names = [tuning.fingerprint()]
+    monkeypatch.setattr(tuning.triton, "__version__", "0.1")
+    tuning.fingerprint.cache_clear()
+    names.append(tuning.fingerprint())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    tuning.fingerprint.cache_clear()
+    names.append(tuning.fingerprint())
+    monkeypatch.undo()
+    tuning.fingerprint.cache_clear()
+    assert len(set(names)) == 3 and names[0].split("|")[2] == names[2].split("|")[2] and "GPU" in names[2] and "0.1" in names[2]
+
+
+def test_flags_that_promise_a_bound_take_fewer_anchors(tuning):
+    assert tuning.anchored_rows(call()) == 8 and tuning.anchored_rows(call(safe_gate=True)) == 32
+    p = call(safe_gate=True)
+    for dtype in (torch.float16, torch.float32):
+        p.q = p.q.to(dtype)
+        assert tuning.anchored_rows(p) == 1

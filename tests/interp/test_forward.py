@@ -195,18 +195,40 @@ def test_chunks_prepared_beside_the_scan_of_the_first_change_no_bit(variant, cas
             assert other is not case or TRITON.prepare(p, overlap=True).until == ahead
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 @pytest.mark.parametrize("lower_bound", (None, -5.0))
 @pytest.mark.parametrize("rank", (0, 1))
-def test_gate_alone(rank, lower_bound):
+def test_gate_alone(rank, lower_bound, dtype):
+    """Of so many tokens that several programs share the sums of the parameters' gradients, which are rounded once."""
     gen = torch.Generator().manual_seed(rank)
-    shape = (2, 37, 3, 20) if rank else (2, 37, 3)
-    g, dy = 4 * torch.randn(shape, generator=gen), torch.randn(shape, generator=gen)
-    A_log, dt_bias = torch.randn(3, generator=gen), torch.randn(shape[2:], generator=gen)
+    shape = (2, 700, 2, 20) if rank else (2, 17000, 2)
+    g, A_log, dt_bias = (x.to(dtype) for x in (4 * torch.randn(shape, generator=gen), torch.randn(2, generator=gen), torch.randn(shape[2:], generator=gen)))
+    g, dy = g.transpose(1, 2).contiguous().transpose(1, 2), torch.randn((*shape, 2), generator=gen)[..., 0]
+    dt_bias = dt_bias.mT.contiguous().mT if rank else dt_bias
     wide = [x.double() for x in (g, A_log, dt_bias)]
     torch.testing.assert_close(TRITON.gate(g, A_log, dt_bias, lower_bound, rank).double(), activations.gate(*wide, lower_bound, rank), rtol=1e-5, atol=1e-5)
     got, want = TRITON.gate_backward(dy, g, A_log, dt_bias, lower_bound, rank), activations.gate_backward(dy.double(), *wide, lower_bound, rank)
     for x, y in zip(got, want):
-        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+        assert x.dtype is dtype
+        torch.testing.assert_close(x.double(), y, rtol=1e-4 if dtype is torch.float32 else 6e-4, atol=1e-6 * y.abs().max().item() + 1e-4)
+
+
+def test_parameters_of_the_gate_need_not_be_contiguous():
+    case = replace(SMALL, H=2, HV=2, gate="softplus", beta="sigmoid")
+    inputs = case.inputs()
+    apart = inputs | {"A_log": torch.stack((inputs["A_log"], inputs["A_log"] + 9), -1)[:, 0], "dt_bias": inputs["dt_bias"].mT.contiguous().mT}
+    assert not (apart["A_log"].is_contiguous() or apart["dt_bias"].is_contiguous())
+    assert_all_identical(forward(case, inputs=apart), forward(case, inputs=inputs))
+    assert_all_identical(run(case, "recurrent", inputs=apart), run(case, "recurrent", inputs=inputs))
+
+
+def test_rows_too_far_apart_for_32_bits_are_copied():
+    from kda_ops.backends.triton.tile import fit
+
+    far, near = (torch.empty_strided((1, 64, 1, 8), (1, step, 8, 1), device="meta") for step in (2**31 // 63 + 1, 2**31 // 63 - 1))
+    assert fit(far).is_contiguous() and fit(near) is near and fit(None) is None
+    columns = torch.empty_strided((1, 64, 4), (1, 2**31 // 63 + 1, 1), device="meta")
+    assert fit(columns).is_contiguous() and fit(columns[:, :, :1].expand(1, 64, 4).contiguous()).is_contiguous()
 
 
 def test_a_promise_without_a_bound_promises_nothing(monkeypatch):

@@ -19,7 +19,7 @@ LENGTHS = (0, 1, 63, 64, 65, 37)  # nothing, one token, a chunk and its neighbou
 PACKED = (0, 65, 1, 0, 64, 37, 63, 0)
 GATES = ("weak", "strong", "zero", "reset", "forget", "softplus", "bounded", "none")
 KEYS = ("random", "correlated", "repeated")
-STRIDES = ("contiguous", "heads_first", "fused", "expanded")
+STRIDES = ("contiguous", "heads_first", "fused", "expanded", "every_second")
 BETAS = ("given", "none", "sigmoid", "neg_eigval")
 RANK = {"kda": 1, "gdn": 0}
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
@@ -164,6 +164,8 @@ class Case:
             return [None if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
         if self.strides == "expanded":
             return [None if x is None else x[:, :, :1].expand(x.shape) for x in tensors]
+        if self.strides == "every_second":  # no dimension has stride 1
+            return [None if x is None else torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0] for x in tensors]
         given = [x for x in tensors if x is not None]
         if not given:
             return list(tensors)
