@@ -40,6 +40,8 @@ class Hazard:
     arch: int | None
     what: str
     here: str  # how it concerns kda_ops
+    kernels: tuple[str, ...] = ()  # of these, where it is not mended, and what ``python -m kda_ops compile`` finds then
+    fault: str = ""
 
     def concerns(self, triton: Version, archs: list[int]) -> bool:
         """Whether it concerns this triton, and a GPU that is here; with none here, every architecture counts."""
@@ -59,8 +61,12 @@ HAZARDS = (
     Hazard(
         (3, 6), None, 8, "ptxas keeps nothing in registers of two large kernels, which are slow then and may be wrong",
         "scan_tiles (KDA's training) and gradient_rows (GDN's) are these, and have run on no such GPU: infer there, or compare with the CPU first",
+        ("scan_tiles", "gradient_rows"), "given registers up",
     ),
-    Hazard((3, 6), (3, 7, 1), 10, "a pass over layouts of tensor memory fails", "gradient_rows, of GDN's backward, does not compile; with triton 3.8 it does"),
+    Hazard(
+        (3, 6), (3, 7, 1), 10, "a pass over layouts of tensor memory fails", "gradient_rows, of GDN's backward, does not compile; with triton 3.8 it does",
+        ("gradient_rows",), "PassManager",
+    ),
     Hazard((3, 9), None, None, "block pointers (tl.make_block_ptr) are gone", "the kernels use none"),
     Hazard((3, 10), None, None, "contraction to fma is off unless a launch asks for it", "the last bits may differ from those of earlier versions"),
     Hazard((3, 0), None, None, "the interpreter (TRITON_INTERPRET=1) multiplies the bits of bf16 dot operands as integers", "test with fp16 or fp32 there"),

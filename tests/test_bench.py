@@ -260,6 +260,12 @@ def test_a_first_call_that_is_wrong_gets_no_time(share, timed, monkeypatch):
     assert (got["ours_ms"] == 1.0) == timed == ("ours_fwdbwd_s" in got["also"]) and got["ours_error"] == 0.3
 
 
+def test_a_first_call_that_cannot_be_checked_gets_no_time(monkeypatch):
+    monkeypatch.setattr(worker, "_first", lambda case, name, folder, check: ([1.0], [], "OutOfMemoryError"))
+    got = worker.first_call(case(pass_="first_call_s"), None, {})
+    assert got["ours_ms"] is None and got["also"] == {"ours_says": "OutOfMemoryError"}
+
+
 def test_a_first_call_that_breaks_says_so():
     got = worker.first_call(case(pass_="first_call_s", gate="softplus", setting="B1T64H1D300"), None, {})
     assert got["ours_ms"] is None and "K" in got["also"]["ours_says"]

@@ -232,7 +232,7 @@ def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str
 
 def main(argv: list[str]) -> int:
     """Run the command line; non-zero if nothing was measured, our side broke or failed its error check, or a row of ``--against`` lost its time or over 5 %, or
-    it has none of these cases.
+    the file it names has none of these cases.
     """
     parser = argparse.ArgumentParser(
         prog="python -m kda_ops bench", description=__doc__, formatter_class=Help,

@@ -136,10 +136,10 @@ def set_aside(path: Path, kernels: str) -> list[dict]:
 
 
 def without(rows: list[dict], others: list[dict]) -> list[dict]:
-    """The rows of a case and peer that others have not; those of our side alone only of a case that others have not."""
+    """The rows of a case and peer that others have not; those without a time of a peer only of a case that others have not."""
     there = {tuple(r[n] for n in KEY) for r in others}
     cases = {key[:-1] for key in there}
-    return [r for r in rows if tuple(r[n] for n in KEY) not in there and (r["peer"] or tuple(r[n] for n in KEY[:-1]) not in cases)]
+    return [r for r in rows if tuple(r[n] for n in KEY) not in there and (r["peer_ms"] or tuple(r[n] for n in KEY[:-1]) not in cases)]
 
 
 def main(argv: list[str]) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from kda_ops.bench import picture
 from kda_ops.bench.cases import GATES
 from kda_ops.bench.evidence import checkout
-from kda_ops.bench.rows import ratio
+from kda_ops.bench.rows import KEY, ratio
 
 PICTURES = {
     "evidence.svg": "how many times as fast as each peer, every row that has both times",
@@ -103,6 +103,7 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, c
     rows, earlier = evidence["rows"], evidence.get("earlier", [])
     missing = evidence.get("missing", {}).items()
     late = {name.rsplit(" ", 1)[0] for name, why in missing if name != "tests/gpu" and why.startswith(("out of time", "the process ended"))}
+    late -= {" ".join(row[n] for n in KEY[:-1]) for row in rows}
 
     def fill(m: re.Match) -> str:
         nonlocal shown
@@ -111,7 +112,7 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, c
         if m[2] == "cpu":
             return m[1] + (_of_cpu(cpu, protocol) if cpu else "") + m[3]
         lacking = sum(m[2] in (None, case.split()[1]) for case in late)
-        caption = about.replace(".\n", f"; {lacking} of its cases not reached.\n") if lacking else about
+        caption = about.replace(".\n", f"; {lacking} more cases were not reached.\n") if lacking else about
         tables = [caption + table(rows, m[2])] if _of(rows, m[2]) else []
         if _of(earlier, m[2]):
             tables.append("Measured on earlier kernels, not again since:\n\n" + table(earlier, m[2]))

@@ -21,6 +21,7 @@ from torch import Tensor
 from kda_ops.backends.reference import Reference
 from kda_ops.bench.cases import parse_setting
 from kda_ops.bench.machine import Help, names
+from kda_ops.bench.worker import median_ms
 from kda_ops.problem import Problem
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -93,7 +94,6 @@ def _options(kernel: str, p: Problem) -> list:
 def measure(kernel: str, call: dict, chosen: dict, skip: list[int]) -> None:
     """Print, for each candidate of a kernel by its place, that it is tried, and then its time or why it has none."""
     import triton
-    from triton.testing import do_bench
 
     from kda_ops.backends.triton import tuning
 
@@ -109,7 +109,7 @@ def measure(kernel: str, call: dict, chosen: dict, skip: list[int]) -> None:
         tuning.tuned()[name], ms, why = options, None, "wrong results"
         try:
             if check.passes():
-                ms = do_bench(lambda: _forward(big), warmup=10, rep=40, return_mode="median")
+                ms = median_ms(lambda: _forward(big), "cuda")
         except (triton.CompilationError, triton.runtime.errors.OutOfResources, RuntimeError) as error:
             if isinstance(error, torch.AcceleratorError):
                 raise

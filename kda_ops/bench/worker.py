@@ -341,25 +341,24 @@ def first_call(case: Case, peer: Peer | None, _oracles: dict) -> dict:
     """A row of "first_call_s": seconds (in the columns of times) from inputs to the first o of a training call in a fresh process with empty caches.
 
     Beside it, to the first gradients, and both in a second process that finds the caches of the first. What torch imports for its own first backward is
-    there before. A side whose o is wrong gets no time.
+    there before. A side whose o is wrong, or could not be checked, gets no time.
     """
     row = _row(case, peer)
     for side, name, limit in (("ours", None, 1.0), *([("peer", peer.name, PEER_LIMIT)] if peer else [])):
         with tempfile.TemporaryDirectory() as folder:
             for cache in ("empty", "warm") if side == "ours" else ("empty",):
                 seconds, checked, why = _first(case, name, folder, cache == "empty")
-                if checked:
-                    row[f"{side}_error"] = checked[0]
-                    if not checked[1] <= limit:
-                        break
+                if why:
+                    row["also"][f"{side}_says"] = why
                 if cache == "empty":
-                    row[f"{side}_ms"] = seconds[0] if seconds else None
+                    row[f"{side}_error"], of_budget = checked or (None, math.inf)
+                    if not of_budget <= limit:
+                        break
+                    row[f"{side}_ms"] = seconds[0]
                 elif seconds:
                     row["also"][f"{side}_warm_fwd_s"] = seconds[0]
                 if len(seconds) > 1:
                     row["also"][f"{side}{'' if cache == 'empty' else '_warm'}_fwdbwd_s"] = seconds[1]
-                if why:
-                    row["also"][f"{side}_says"] = why
     return row
 
 
