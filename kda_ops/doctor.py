@@ -59,11 +59,6 @@ HAZARDS = (
         "configurations are checked numerically before they enter the table",
     ),
     Hazard(
-        (3, 6), None, 8, "ptxas keeps nothing in registers of two large kernels, which are slow then and may be wrong",
-        "scan_tiles (KDA's training) and gradient_rows (GDN's) are these, and have run on no such GPU: infer there, or compare with the CPU first",
-        ("scan_tiles", "gradient_rows"), "given registers up",
-    ),
-    Hazard(
         (3, 6), (3, 7, 1), 10, "a pass over layouts of tensor memory fails", "gradient_rows, of GDN's backward, does not compile; with triton 3.8 it does",
         ("gradient_rows",), "PassManager",
     ),

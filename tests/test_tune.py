@@ -67,9 +67,9 @@ def tuning(monkeypatch, tmp_path):
     from kda_ops.backends.triton import tuning
 
     monkeypatch.setenv("KDA_OPS_TUNING", str(tmp_path / "folder" / "tuning.json"))
-    tuning.tuned.cache_clear()
+    tuning.forget()
     yield tuning
-    tuning.tuned.cache_clear()
+    tuning.forget()
 
 
 def call(**flags):
@@ -91,24 +91,27 @@ def test_a_file_of_another_machine_or_no_file_at_all_is_not_used(tuning):
     tuning.cache_file().parent.mkdir()
     for text, found in (
         (json.dumps({mine: row}), {"prepare": tuning.Options(warps=8)}), (json.dumps({mine + "0": row}), {}), ("{", {}), ("null", {}), ("[]", {}),
-        (json.dumps({mine: [1]}), {}),
+        (json.dumps({mine: [1]}), {}), (json.dumps({mine: {"a": 1, "b": {"warps": "8"}, "c": {"block_k": True}} | row}), {"prepare": tuning.Options(warps=8)}),
     ):  # fmt: skip
         tuning.cache_file().write_text(text)
-        tuning.tuned.cache_clear()
+        tuning.forget()
         assert tuning.tuned() == found, text
+        tuning.save({"new": tuning.Options(16)})
+        assert tuning.tuned() == found | {"new": tuning.Options(16)}, text
 
 
 def test_what_is_tuned_holds_for_a_device_a_compiler_and_these_kernels(tuning, monkeypatch):
     names = [tuning.fingerprint()]
     monkeypatch.setattr(tuning.triton, "__version__", "0.1")
-    tuning.fingerprint.cache_clear()
+    tuning.forget()
     names.append(tuning.fingerprint())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
-    tuning.fingerprint.cache_clear()
-    names.append(tuning.fingerprint())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU" if device is None else f"GPU {device.index}")
+    tuning.forget()
+    names.append(tuning.fingerprint(torch.device("cpu")))
+    assert tuning.fingerprint(torch.device("cuda", 1)).startswith("GPU 1|")  # of the tensors' device, not of the current one
     monkeypatch.undo()
-    tuning.fingerprint.cache_clear()
+    tuning.forget()
     assert len(set(names)) == 3 and names[0].split("|")[2] == names[2].split("|")[2] and "GPU" in names[2] and "0.1" in names[2]
 
 

@@ -150,15 +150,21 @@ def test_sizes_do_not_recompile(variant):
 
 @pytest.mark.parametrize("gate, heads", (("bounded", 48), ("softplus", 96)))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_chunks_prepared_beside_the_scan_of_the_first_change_no_bit(monkeypatch, variant, gate, heads):
-    """Eager, again and again over memory that is used anew, and in a CUDA graph; in training too, where what is prepared is kept."""
+def test_chunks_prepared_beside_their_scan_change_no_bit(monkeypatch, variant, gate, heads):
+    """Eager, again and again over memory that is used anew, and in a CUDA graph; in training too, where what is prepared is kept; and where the scan does not
+    wait, so that what it makes is garbage, for a second one to make again.
+    """
     case = replace(LAYER, variant=variant, gate=gate, B=1, T=8000, H=heads, HV=heads, state=False)
     inputs = case.inputs(CUDA)
     monkeypatch.setattr(tuning, "ahead", lambda p: None)
     want, graph = forward(case, inputs), torch.cuda.CUDAGraph()
-    monkeypatch.setattr(tuning, "ahead", lambda p: 100)
-    for _ in range(5):
-        assert_all_identical(want, forward(case, inputs))
+    for ahead, patience in ((100, tuning.PATIENCE), (1, tuning.PATIENCE), (60, 1), (1, 0)):
+        monkeypatch.setattr(tuning, "ahead", lambda p, ahead=ahead: ahead)
+        monkeypatch.setattr(tuning, "PATIENCE", patience)
+        for _ in range(3):
+            assert_all_identical(want, forward(case, inputs))
+    monkeypatch.undo()
+    monkeypatch.setattr(tuning, "ahead", lambda p: 70)
     other = torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
@@ -166,9 +172,22 @@ def test_chunks_prepared_beside_the_scan_of_the_first_change_no_bit(monkeypatch,
         with torch.cuda.graph(graph, stream=other):
             captured = forward(case, inputs)
         graph.replay()
+        graph.replay()
     torch.cuda.current_stream().wait_stream(other)
     assert_all_identical(want, captured)
     assert_all_identical(want, dict(zip(want, trained)))
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_a_scan_does_not_wait_for_ever(monkeypatch, variant):
+    """For chunks that nobody prepares: each program says that it has missed them."""
+    case = replace(LAYER, variant=variant, B=1, T=8000, H=48, HV=48, state=False)
+    p = Problem.parse(case.rank, *case.inputs(CUDA).values(), **case.flags())
+    monkeypatch.setattr(tuning, "ahead", lambda p: 60)
+    tile = TRITON.prepare(p, overlap=True)
+    tile.rest = lambda: None
+    TRITON.scan(p, tile, p.new_output(), p.new_final_state(), keep=False)
+    assert tile.missed[: case.HV].all() and not tile.missed[case.HV :].any() and not tile.ready.any()
 
 
 def test_long_sequences_of_few_heads_are_prepared_beside_their_scan(monkeypatch):
@@ -179,16 +198,17 @@ def test_long_sequences_of_few_heads_are_prepared_beside_their_scan(monkeypatch)
         return tuning.ahead(Problem.parse(rank, x, x, x, x.float() if rank else beta.float(), beta, **given))
 
     assert 0 < asks(32768, 32) < 512 and 0 < asks(8192, 96) < 128 and 0 < asks(8192, 96, rank=0) < 128
+    assert asks(8192, 32) is not None and asks(32768, 32) < 256  # fewer than half: one multiprocessor a head, and the others prepare
     # too short, several sequences, scans and chunks on the same multiprocessors, no multiprocessor idle, cut into runs, packed
-    assert asks(8192, 32) is asks(32768, 32, B=2) is asks(32768, 32, rank=0) is asks(16384, 128) is asks(32768, 8) is None
+    assert asks(4096, 32) is asks(32768, 32, B=2) is asks(32768, 32, rank=0) is asks(16384, 128) is asks(32768, 8) is None
     assert asks(32768, 32, cu_seqlens=torch.tensor([0, 32768], dtype=torch.int32, device=CUDA)) is None
 
 
 def test_the_table_is_what_runs_without_a_tuned_file(monkeypatch, tmp_path):
     monkeypatch.setenv("KDA_OPS_TUNING", str(tmp_path / "none.json"))
-    tuning.tuned.cache_clear()
+    tuning.forget()
     p = Problem.parse(1, *LAYER.inputs(CUDA).values(), **LAYER.flags())
     assert tuning.choose("prepare_kda", p) == tuning.table("prepare_kda", p)
     tuning.save({tuning.row("prepare_kda", p): tuning.Options(warps=8)})
     assert tuning.choose("prepare_kda", p) == tuning.Options(warps=8)
-    tuning.tuned.cache_clear()
+    tuning.forget()

@@ -1,6 +1,8 @@
 """The chunk kernels under the Triton interpreter: any legal forward call against the definition in float64, and the laws that hold bit by bit."""
 
 import os
+import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,10 +14,13 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 from kda_ops import dispatch
 from kda_ops.backends import activations
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.tile import Begun
 from kda_ops.problem import SAFE_BOUND, Problem
+from tests import test_pools
 from tests.support.calls import forward, run
 from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, cases, replace
-from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle, twin
+from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, assert_meets_budget, oracle, twin
+from tests.support.pools import Pool
 
 TRITON = dispatch.load("triton")
 SMALL = Case(H=1, HV=1, K=16, V=16, T=65)
@@ -181,8 +186,10 @@ def test_rows_that_share_an_anchor_are_kept_likewise(monkeypatch):
     Case(T=193, dtype=torch.float16, l2norm=True, disable_recompute=True, transposed=True, H=1, HV=1),
 ), ids=str)  # fmt: skip
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_chunks_prepared_beside_the_scan_of_the_first_change_no_bit(variant, case, monkeypatch):
-    """And only where one sequence starts from a state of its own, and is long enough."""
+def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypatch):
+    """Whether a scan finds them in time or another one goes on where it stopped; and only where one sequence starts from a state of its own, and is long
+    enough.
+    """
     case = replace(case, variant=variant, B=1, beta="sigmoid")
     call = forward if case.dtype is torch.float32 else run  # what backward reads was made beside the scan too: A and P, and with disable_recompute all
     whole = call(case)
@@ -192,7 +199,36 @@ def test_chunks_prepared_beside_the_scan_of_the_first_change_no_bit(variant, cas
         for other in (case, replace(case, T=64 * ahead), replace(case, B=2), replace(case, lengths=(0, 200), tail=0)):
             p = Problem.parse(other.rank, *other.inputs().values(), **other.flags())
             assert tuning.ahead(p) == (ahead if other is case else None)
-            assert other is not case or TRITON.prepare(p, overlap=True).until == ahead
+        tile = TRITON.prepare(Problem.parse(case.rank, *case.inputs().values(), **case.flags()), overlap=True)
+        assert tile.until == ahead and not tile.ready.any()
+
+        @dataclass
+        class Prompt(Begun):
+            def __post_init__(self):
+                self.rest()
+                self.rest = lambda: None
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules["kda_ops.backends.triton.prepare"], "Begun", Prompt)
+            assert_all_identical(whole, call(case))
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_a_pool_keeps_the_state_that_a_scan_has_to_start_from_again(variant, monkeypatch):
+    """Where a scan that follows `prepare` has missed a tile, nothing is written to the slot that it also began with."""
+    monkeypatch.setattr(tuning, "FORCED_AHEAD", 1)
+    case = Case(variant=variant, B=1, T=150, state=False, final=False, dtype=torch.float32)
+    test_pools.test_a_call_on_a_pool_is_the_functional_call_on_its_slots.hypothesis.inner_test(pool=Pool(case, "chunk_", False, ()))
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_the_cuts_for_gpus_before_hopper_are_right(variant, monkeypatch):
+    case = replace(SMALL, variant=variant, dtype=torch.float16, K=64, V=70, T=130, HV=2)
+    options = {n: tuning.table(n, Problem.parse(case.rank, *case.inputs().values(), **case.flags())) for n in ("scan_tiles", "gradient_rows")}
+    monkeypatch.setattr(tuning, "ASSUMED", 8)
+    now = {n: tuning.table(n, Problem.parse(case.rank, *case.inputs().values(), **case.flags())) for n in options}
+    assert all(now[n].block_v < options[n].block_v for n in options)
+    assert_meets_budget(case)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))

@@ -13,6 +13,7 @@ from kda_ops.backends.triton.inverse import inverse, inverse_of_two, product
 from kda_ops.backends.triton.launch import launch
 from kda_ops.backends.triton.scan import rows_at
 from kda_ops.backends.triton.tile import (
+    FOLLOWED,
     Begun,
     add_two,
     columns_of,
@@ -23,6 +24,7 @@ from kda_ops.backends.triton.tile import (
     load_rows,
     load_tile,
     locate_chunk,
+    mark_ready,
     prefetch_rows,
     prefetch_tile,
     store_rows,
@@ -183,7 +185,7 @@ def square_norms(b_qq, b_kk, L2NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "T", "begin", "scale", "lower_bound", "log2_bound", "beta_b", "beta_t", "beta_h"])
 def prepare_kda(
-    q, q_s, k, k_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept, pairs, A, P, w, qg, kg, gamma, rows,
+    q, q_s, k, k_s, g, g_s, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept, pairs, A, P, w, qg, kg, gamma, rows, ready,
     N, T, begin, H, HV, scale, lower_bound, log2_bound,
     K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, NORMS: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr,
     BOUNDED: tl.constexpr, SHARE: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
@@ -289,11 +291,12 @@ def prepare_kda(
         store_spread(w, i_tile, b_w2, 32, i * BK, K)
         o_k += BK
         b_k1, b_k2 = load_tile(w, i_tile, o_1, o_k, K), load_tile(w, i_tile, o_2, o_k, K)
+    mark_ready(ready, i_t, begin, i_h, HV)
 
 
 @triton.jit(do_not_specialize=["N", "T", "begin", "scale", "lower_bound", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h"])
 def prepare_gdn(
-    q, q_s, k, k_s, g, g_b, g_t, g_h, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept_A, A, P, rows, gamma,
+    q, q_s, k, k_s, g, g_b, g_t, g_h, beta, beta_b, beta_t, beta_h, A_log, dt_bias, cu_seqlens, kept_A, A, P, rows, gamma, ready,
     N, T, begin, H, scale, lower_bound,
     K: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
@@ -347,6 +350,7 @@ def prepare_gdn(
         if kept_A is None:
             b_L = b_kk * b_D * (b_k_own * -b_strength)[:, None]  # the inverse takes from it only what it merges, below the diagonal
             store_tile(A, i_tile, inverse(b_L, INVERSE), o_r, o_r, 64)
+    mark_ready(ready, i_t, begin, i_g, H)
 
 
 def _inverse_precision(p: Problem) -> str:
@@ -380,24 +384,31 @@ def prepare(p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool
     norms = norms and (p.l2norm or p.disable_recompute)  # what is kept is written, all of it
     given = (q, q.stride(), k, k.stride(), g, *g_s, beta, *beta_s, *parameters, kept)
 
+    ahead, ready, missed = tuning.ahead(p) if overlap else None, None, None
+    if ahead is not None:
+        marks = (
+            ((NT - ahead) // FOLLOWED.value + 2) * (p.HV if p.rank else p.H),
+            p.HV * p.V,
+        )  # a scan looks beyond the end, and has no more programs than columns
+        ready, missed = q.new_zeros(sum(marks), dtype=torch.int32).split(marks)
+
     def form(begin: int, end: int) -> None:
         if p.rank:
             launch(
-                prepare_kda, (end - begin) * p.HV, device, *given, pairs, A, P, w, qg, kg, gamma, rows,
+                prepare_kda, (end - begin) * p.HV, device, *given, pairs, A, P, w, qg, kg, gamma, rows, ready,
                 p.N, p.T, begin, p.H, p.HV, p.scale, p.lower_bound or 0.0, bound * LOG2E.value,
                 p.K, options.block_k, options.group, norms, *flags, share, p.sigmoid_beta, p.neg_eigval, precision, inverse_precision,
                 **options.launch,
             )  # fmt: skip
         else:
             launch(
-                prepare_gdn, (end - begin) * p.H, device, *given, A if kept is None else None, P, rows, gamma,
+                prepare_gdn, (end - begin) * p.H, device, *given, A if kept is None else None, P, rows, gamma, ready,
                 p.N, p.T, begin, p.H, p.scale, p.lower_bound or 0.0,
                 p.K, tuning.width(p.K, q.dtype), p.HV // p.H if p.H else 1, *flags, p.sigmoid_beta, p.neg_eigval, exact, precision, inverse_precision,
                 **options.launch,
             )  # fmt: skip
 
     end = NT if p.N else 0
-    ahead = tuning.ahead(p) if overlap else None
     form(0, end if ahead is None else ahead)
     made = dict(A=A, P=P, w=w, qg=qg, kg=kg, gamma=gamma, rows=rows, pairs=pairs)
-    return Tile(**made) if ahead is None else Begun(**made, until=ahead, rest=lambda: form(ahead, end))
+    return Tile(**made) if ahead is None else Begun(**made, until=ahead, ready=ready, missed=missed, rest=lambda: form(ahead, end))

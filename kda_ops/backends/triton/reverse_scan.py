@@ -39,7 +39,7 @@ def reverse_scan_tiles(
     with them it reads neither A nor any other part of the tile. Every transpose is of a tile from memory, never of a product. dv_new is rounded as an
     operand; where A is one, on its diagonal, z takes it as it was.
     """
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, None, None, K, V, BV, RUN, True)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     if dv is not None:
         fill_zero(dv, dv_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
@@ -82,7 +82,7 @@ def reverse_scan_rows(
 
     Decays, norms and beta are factors per row and move past the products; w is not needed, for w^T dv_new = (beta k exp G)^T z.
     """
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, None, None, K, V, BV, RUN, True)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
     i_g = i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     if dv is not None:

@@ -23,12 +23,12 @@ from kda_ops.sequences import count_chunks
 
 
 @triton.jit
-def place(cu_seqlens, slots, maps, N, T, HV, begin, end, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, RUN: tl.constexpr, BACK: tl.constexpr):
+def place(cu_seqlens, slots, maps, N, T, HV, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, RUN: tl.constexpr, BACK: tl.constexpr):
     """This program's (i_n, i_h, first column, live, i_b, first token of the sequence, tokens, first chunk, start, stop, run).
 
-    Its chunks are start to stop of the sequence: those of its run, or all from `begin` up to `end`, of all if these are None. `run` is (i_r, whether the
-    scan begins here, whether it ends here). Slices of the columns of one head are neighbours, so that they find its tiles in the cache. `live` is false for
-    a sequence without a slot, for a run that no sequence has, and for the tail of a packed row, sequence N: its output is zero.
+    Its chunks are start to stop of the sequence: those of its run, or all. `run` is (i_r, whether the scan begins here, whether it ends here). Slices of the
+    columns of one head are neighbours, so that they find its tiles in the cache. `live` is false for a sequence without a slot, for a run that no sequence
+    has, and for the tail of a packed row, sequence N: its output is zero.
     """
     slices: tl.constexpr = (V + (K if maps is not None else 0) + BV - 1) // BV
     i_rh = tl.program_id(0) // slices
@@ -45,8 +45,6 @@ def place(cu_seqlens, slots, maps, N, T, HV, begin, end, K: tl.constexpr, V: tl.
         live = live & (tl.load(slots + i_n, mask=live, other=-1) >= 0)
     i_b, bos, length, first = locate_sequence(cu_seqlens, i_n, N, T)
     start, stop, begins, ends = i_r * 0, tl.cdiv(length, 64), live, live
-    if begin is not None:
-        start, stop = start + begin, tl.minimum(stop, end)
     if RUN:
         first_run = locate_sequence(cu_seqlens, i_n, N, T, RUN * 64)[3]
         start = (i_r - first_run).to(tl.int32) * RUN

@@ -9,7 +9,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import over_keys, store_turned, turn, turn_back
 from kda_ops.backends.triton.launch import beside, launch
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
-from kda_ops.backends.triton.tile import Begun, dense, fit, load_lower, load_tile, strides_of, wait_for_previous, widen
+from kda_ops.backends.triton.tile import FOLLOWED, INTERPRETED, Begun, dense, fit, load_lower, load_tile, strides_of, wait_for_previous, widen
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile, Trace
@@ -85,10 +85,54 @@ def load_factors(gamma, rows, i_tile, K: tl.constexpr, BK: tl.constexpr, BV: tl.
         return load_decays(gamma + i_tile * K, tl.arange(0, BK), K, BV)[None, :], load_factor(rows, i_tile, 0, 3)
 
 
-@triton.jit(do_not_specialize=["N", "T", "begin", "end", "HV", "every", "columns"])
+@triton.jit
+def follow(ready, missed, until, c, stop, i_h, H, patience):
+    """c, once the tile of chunk c < stop is there, or a little patience has ended, which is noted in `missed`: all that is loaded after that is garbage.
+
+    By assembly, and without a word to the compiler that it reads memory: addresses made from what it returns cannot be used before, and the loop around it
+    is pipelined as it is. Each thread looks for itself, at the first chunk of those that are counted together, two chunks ahead of the one it computes.
+    """
+    if ready is not None:
+        behind = c - until
+        p_ready, p_missed = ready + ((behind // FOLLOWED).to(tl.int64) * H + i_h), missed + tl.program_id(0)
+        passed = tl.where(behind >= 0, behind % FOLLOWED, 1)
+        count = tl.minimum(stop - c, FOLLOWED)
+        if INTERPRETED:
+            if (passed == 0) & (tl.load(p_ready, mask=passed == 0, other=0) < count):
+                tl.store(p_missed, 1)
+        else:
+            c += tl.inline_asm_elementwise(
+                "{ .reg .pred is; .reg .b32 n, looks; setp.ne.s32 is, $1, 0; @is bra there; mov.b32 looks, $5; "
+                "again: ld.acquire.gpu.global.b32 n, [$2]; setp.ge.s32 is, n, $3; @is bra there; "
+                "ld.relaxed.gpu.global.b32 n, [$4]; setp.ne.s32 is, n, 0; @is bra there; "
+                "add.s32 looks, looks, -1; setp.gt.s32 is, looks, 0; @is bra again; mov.b32 n, 1; st.relaxed.gpu.global.b32 [$4], n; "
+                "there: mov.b32 $0, 0; }",
+                "=r,r,l,r,l,r", [passed, p_ready.to(tl.int64), count, p_missed.to(tl.int64), patience], tl.int32, True, 1,
+            )  # fmt: skip
+    return c
+
+
+@triton.jit
+def take_part(live, ready, missed):
+    """Whether this program scans: behind a scan that has followed `prepare`, only if that one missed a tile."""
+    if ready is None and missed is not None:
+        live = live & (tl.load(missed + tl.program_id(0)) != 0)
+    return live
+
+
+@triton.jit
+def has_followed(live, ready, missed):
+    """Whether what this program has carried is right."""
+    if ready is not None:
+        tl.debug_barrier()
+        live = live & (tl.load(missed + tl.program_id(0), volatile=True) == 0)
+    return live
+
+
+@triton.jit(do_not_specialize=["N", "T", "HV", "every", "columns", "until", "patience"])
 def scan_tiles(
     v, v_s, A, P, w, qg, kg, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s, cu_seqlens,
-    N, T, begin, end, HV, every, columns,
+    N, T, ready, missed, until, patience, HV, every, columns,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
@@ -99,16 +143,19 @@ def scan_tiles(
     beta v is rounded as an operand; where A is one, on its diagonal, v_new takes it as it was. o is written here and now, so that neither v_new nor the
     states travel unless they are kept for backward. S stays in registers and is rounded to the operands' dtype once per chunk, as an operand. It is there
     with V as its rows (`fragment.turn`), so that S and v_new are operands where they are: the only barriers of a step are those of the copies from memory.
+
+    With `ready` and `missed` it follows a `prepare` that is still at work, as `Begun` has it.
     """
     wait_for_previous()
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, begin, end, K, V, BV, RUN, False)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False)
+    live = take_part(live, ready, missed)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = w.dtype.element_ty
-    if o is not None:
+    if o is not None and missed is None:
         fill_zero(o, o_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
     b_S = turn(open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
     for c in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
-        i_tile = (first + c) * HV + i_h
+        i_tile = (first + follow(ready, missed, until, c, stop, i_h, HV, patience)) * HV + i_h
         b_w = load_tile(w, i_tile, o_r, o_k, K)
         b_kg = load_tile(kg, i_tile, o_r, o_k, K)
         b_A = load_lower(A, i_tile)
@@ -131,13 +178,14 @@ def scan_tiles(
         b_S = tl.dot(b_v, b_kg, b_S, input_precision=PREC)
         if into is not None:
             snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, i_v, columns, K, V)
+    live = has_followed(live, ready, missed)
     close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, turn_back(b_S), o_k, o_v, live, K, V, False)
 
 
-@triton.jit(do_not_specialize=["N", "T", "begin", "end", "every", "columns"])
+@triton.jit(do_not_specialize=["N", "T", "until", "patience", "every", "columns"])
 def scan_rows(
     q, q_s, k, k_s, v, v_s, A, P, rows, gamma, o, o_s, state, state_s, final, final_s, slots, into, into_s, states, v_new, maps, maps_s,
-    cu_seqlens, N, T, begin, end, H, HV, every, columns,
+    cu_seqlens, N, T, ready, missed, until, patience, H, HV, every, columns,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
@@ -148,16 +196,17 @@ def scan_rows(
     A decay per head is a factor per row, which moves past the dot products: q and k go from memory to the tensor cores as they are.
     """
     wait_for_previous()
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, begin, end, K, V, BV, RUN, False)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False)
+    live = take_part(live, ready, missed)
     i_g = i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
-    if o is not None:
+    if o is not None and missed is None:
         fill_zero(o, o_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
     b_S = turn(open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
     for c in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
-        i_tile, t = (first + c) * HV + i_h, bos + c * 64
+        i_tile, t = (first + follow(ready, missed, until, c, stop, i_g, H, patience)) * HV + i_h, bos + c * 64
         m_r = (c * 64 + o_r < length)[:, None]
         b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
         b_v = turn(tl.load(rows_at(v, v_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0))
@@ -177,6 +226,7 @@ def scan_rows(
         b_S = tl.dot(b_v, b_k, b_S * tl.load(gamma + i_tile), input_precision=PREC)
         if into is not None:
             snapshot(final, final_s, into, into_s, every, i_n, i_h, c + 1, length, b_S, i_v, columns, K, V)
+    live = has_followed(live, ready, missed)
     close_run(final, final_s, slots, maps, maps_s, i_n, i_h, run, turn_back(b_S), o_k, o_v, live, K, V, False)
 
 
@@ -192,13 +242,14 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
     trace = Trace(p.q.new_empty((NT, p.HV, p.K, p.V)), p.q.new_empty((NT, p.HV, 64, p.V)), o) if keep else None
     initial, final, slots, into = _states(p, final_state)
     name = "scan_tiles" if p.rank else "scan_rows"
-    whole, runs = tuning.choose(name, p), Runs(p)
+    runs = Runs(p)
     BK, precision = tuning.width(p.K, p.q.dtype), "tf32x3" if p.q.dtype is torch.float32 else "tf32"
 
-    def carry(options, o, initial, final, into, trace, maps, begin: int | None = None, end: int | None = None) -> None:
+    def carry(options, o, initial, final, into, trace, maps, ready: Tensor | None = None, missed: Tensor | None = None, until: int = 0) -> None:
         ends = (
             o, strides_of(o), initial, strides_of(initial), final, strides_of(final), dense(slots), into, strides_of(into),
-            trace and trace.states, trace and trace.v_new, maps, strides_of(maps), dense(p.cu_seqlens), p.N, p.T, begin, end,
+            trace and trace.states, trace and trace.v_new, maps, strides_of(maps), dense(p.cu_seqlens), p.N, p.T,
+            ready, missed, until, tuning.PATIENCE,
         )  # fmt: skip
         columns, every = (0, 1) if into is None else (into.shape[1], p.snapshot_every)
         programs = runs.programs(p.V if maps is None else p.V + p.K, options.block_v)
@@ -206,25 +257,25 @@ def scan(p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, k
         if p.rank:
             launch(
                 scan_tiles, programs, device, v, v.stride(), tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma, *ends, *sizes,
-                **options.launch, **tuning.overlap(device),
+                **options.launch, **tuning.begins_early(device),
             )  # fmt: skip
         else:
             q, k = fit(p.q), fit(p.k)
             launch(
                 scan_rows, programs, device, q, q.stride(), k, k.stride(), v, v.stride(), tile.A, tile.P, tile.rows, tile.gamma, *ends, p.H, *sizes,
-                **options.launch, **tuning.overlap(device),
+                **options.launch, **tuning.begins_early(device),
             )  # fmt: skip
 
     if runs.length:
         carry(tuning.choose(name + "_maps", p), None, initial, None, None, None, runs.maps)
         initial = runs.join(back=False)
     if isinstance(tile, Begun):
-        reached = p.q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32)
+        options = tuning.choose(name + "_beside", p)
         with beside(device, early=True) as elsewhere:
-            carry(whole, o, initial, reached, into, trace, None, 0, tile.until)
+            carry(options, o, initial, final, into, trace, None, tile.ready, tile.missed, tile.until)
             with elsewhere:
                 tile.rest()
-        carry(whole, o, reached, final, into, trace, None, tile.until, NT)
+        carry(options, o, initial, final, into, trace, None, None, tile.missed)
     else:
-        carry(whole, o, initial, final, into, trace, None)
+        carry(tuning.choose(name, p), o, initial, final, into, trace, None)
     return trace

@@ -235,7 +235,7 @@ class Launch:
         one = p.T == 1 and p.cu_seqlens is None
         KO, KI, BV, self.options = tile(p.K, p.V, 4 if held is None else held.element_size(), held_s[2] == 1 and held_s[3] != 1, one)
         model = (p.H, p.HV, p.K, p.V, p.K if p.rank else 1, KO, KI, BV)
-        self.options = self.options | tuning.overlap(p.q.device)
+        self.options = self.options | tuning.begins_early(p.q.device)
         flags = (p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, per_token, one)
         self.device = p.q.get_device()
         self.programs = (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // BV)

@@ -17,13 +17,21 @@ from triton.language.target_info import cuda_capability_geq
 from kda_ops.stages import Tile
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no assembly
+FOLLOWED = tl.constexpr(8)  # chunks of a head that `prepare` marks together for a scan that follows it
 
 
 @dataclass
 class Begun(Tile):
-    """A tile that is there up to chunk `until` of the one sequence of a call; `rest` launches the others."""
+    """A tile, of the one sequence of a call, of which the chunks from `until` on are not there yet: `rest` launches what makes them.
+
+    Meanwhile a scan may follow, on multiprocessors of its own: `prepare` counts in `ready` [FOLLOWED of these chunks, heads] what is there. The scan waits
+    for it, but not for ever: where the two do not run at once (a tool that runs kernels one by one, a busy device), its programs note in `missed` [programs]
+    that they have scanned what was not there, and write no state. A second scan, behind all of `prepare`, is theirs. Either way the same bits.
+    """
 
     until: int = 0
+    ready: Tensor | None = None
+    missed: Tensor | None = None
     rest: Callable[[], None] = lambda: None
 
 
@@ -52,7 +60,7 @@ def dense(x: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def wait_for_previous():
-    """Wait for all work of the kernel before this one, beside whose last programs a launch with `tuning.overlap` may begin."""
+    """Wait for all work of the kernel before this one, beside whose last programs a launch with `tuning.begins_early` may begin."""
     if not INTERPRETED and cuda_capability_geq(9):
         gdc_wait()
 
@@ -62,6 +70,15 @@ def let_next_begin():
     """Let the next kernel begin so, once all programs of this one have come here."""
     if not INTERPRETED and cuda_capability_geq(9):
         gdc_launch_dependents()
+
+
+@triton.jit
+def mark_ready(ready, i_t, begin, i_h, H):
+    """Tell a scan that follows (`Begun`) that what all threads of this program have written is there; of the chunks before it began, it need not be told."""
+    if ready is not None:
+        if begin > 0:
+            tl.debug_barrier()
+            tl.atomic_add(ready + (((i_t - begin) // FOLLOWED).to(tl.int64) * H + i_h), 1, sem="release")
 
 
 @triton.jit

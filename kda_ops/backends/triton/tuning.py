@@ -23,6 +23,7 @@ FLOOR = 4 * SAFE_BOUND  # least log decay of a row where 8 rows share an anchor:
 ASSUMED = HOPPER  # the architecture for tensors that are on no GPU: interpreter and offline compilation
 FORCED_RUN: int | None = None  # the run length of tests and offline compilation, in place of the rule's
 FORCED_AHEAD: int | None = None  # the chunks that tests have prepared before the scan, in place of the rule's
+PATIENCE = 1 if triton.knobs.runtime.interpret else 1000  # how often a scan that follows `prepare` looks for its next chunk, 1 us or so each time
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def architecture(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else ASSUMED
 
 
-def overlap(device: torch.device) -> dict[str, bool]:
+def begins_early(device: torch.device) -> dict[str, bool]:
     """The launch option for a kernel that waits for the one before it itself (`tile.wait_for_previous`), where the architecture knows it."""
     return {"launch_pdl": True} if device.type != "cpu" and architecture(device) >= HOPPER else {}
 
@@ -95,13 +96,13 @@ def row(kernel: str, p: Problem) -> str:
 
 def choose(kernel: str, p: Problem) -> Options:
     """The options for a call: from the tuned file if it has the row, else from the table."""
-    found = tuned().get(row(kernel, p))
+    found = tuned(p.q.device).get(row(kernel, p))
     return table(kernel, p) if found is None else found
 
 
 def table(kernel: str, p: Problem) -> Options:
     """Measured on an H200 with triton 3.6 (NOTES.md); other architectures take what fits their shared memory."""
-    wide, hopper = p.q.dtype is torch.float32, architecture(p.q.device) == HOPPER
+    wide, hopper, early = p.q.dtype is torch.float32, architecture(p.q.device) == HOPPER, architecture(p.q.device) < HOPPER
     K, V = width(p.K, p.q.dtype), width(p.V, p.q.dtype)
     layer = hopper and not wide and K == V == 128
     # Scans of fp32: with 32 columns of V ptxas gives all registers up, and what it makes then may be wrong (NOTES.md, compiler hazards).
@@ -110,16 +111,18 @@ def table(kernel: str, p: Problem) -> Options:
         return Options(32 if wide else min(K, 128))
     if kernel == "prepare_gdn":
         return Options(registers=None if wide or K > 128 else 128 if p.HV == p.H else 168)  # a group keeps its scores while each head is inverted
-    if kernel in ("scan_tiles", "scan_rows", "reverse_scan_tiles", "reverse_scan_rows") and layer and 2 * p.N * p.HV > processors(p.q.device):
-        return Options(128, 128, warps=8, stages=3)  # one wave instead of two, the same bits: unless all halves run at once
+    one_wave = kernel.endswith("_beside") or kernel.endswith(("scan_tiles", "scan_rows")) and 2 * p.N * p.HV > processors(p.q.device)
+    if layer and one_wave:
+        return Options(128, 128, warps=8, stages=3)  # instead of two, the same bits: unless all halves run at once, with none to leave to `prepare`
     if kernel.startswith("scan"):
-        return exact if wide else Options(K, min(V, 64), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
+        columns = 32 if early else 64  # before Hopper ptxas gives all registers up for 64 of a scan that keeps its states, and for a wider gradient
+        return exact if wide else Options(K, min(V, columns), stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1)
     if kernel == "gradient_rows":
-        return Options(32, 32) if wide else Options(min(K, 128), min(V, 128))
+        return Options(32, 32) if wide or early else Options(min(K, 128), min(V, 128))
     if kernel == "gradient_pairs":
         return Options(32, 32) if wide else Options(64, min(V, 128), registers=168 if hopper else None)
     if kernel == "gradient_keys":  # where operands of products come from registers, 64 columns spill kilobytes
-        return Options(64 if architecture(p.q.device) >= HOPPER else 32, 32 if wide else 64)
+        return Options(32 if early else 64, 32 if wide else 64)
     if kernel.startswith("reverse_scan"):
         return exact if wide else Options(K, min(V, 64), stages=3 if hopper and K <= 128 else 1)
     if kernel == "join_runs":
@@ -135,20 +138,22 @@ def leaves_room(p: Problem) -> bool:
 
 def ahead(p: Problem) -> int | None:
     """How many chunks of the one sequence of a call `prepare` makes before its scan begins; the others it makes beside the scan, on multiprocessors that the
-    scan leaves idle, so that they are there when it comes to them. None: all of them. Either way the same bits.
+    scan leaves idle, and is done with them when the scan needs the last. None: all of them. Either way the same bits.
     """
     if p.N != 1 or p.cu_seqlens is not None or p.state_indices is not None or p.snapshot_indices is not None or run_length(p):
         return None
-    chunks, there, scan = triton.cdiv(p.T, CHUNK), processors(p.q.device), choose("scan_tiles" if p.rank else "scan_rows", p).block_v
+    chunks, there = triton.cdiv(p.T, CHUNK), processors(p.q.device)
     if FORCED_AHEAD is not None:
         return FORCED_AHEAD if FORCED_AHEAD < chunks else None
-    idle = there - p.HV * triton.cdiv(p.V, scan)
-    step, tile = 2.4 if scan > 64 else 1.5, 0.07 if p.rank and anchored_rows(p) < 32 else 0.06 if p.rank else 0.02  # us: of the scan; of `prepare` on all
+    idle, step = there - p.HV, 2.3  # us, of the scan
     if 8 * idle < there or chunks * step < 250 or p.q.dtype is torch.float32 or not p.K == p.V == 128:  # less than two launches and two streams cost Python
         return None
-    if not p.rank and scan <= 64:  # programs of `prepare_gdn` would share the multiprocessors of such a scan and slow it down
+    if not p.rank and 2 * p.HV <= there:  # what an ordinary scan gains from its halves at once is more
         return None
-    return chunks - int(chunks * step / (step + p.HV * tile * there / idle))
+    # us, of `prepare` for a head, on all multiprocessors, and how much longer it takes beside the scan
+    tile = 0.0165 if not p.rank else 0.05 if anchored_rows(p) > 8 else 0.068 if p.activate_gate else 0.084
+    slower = 1 + 3 * (p.HV / there) ** 4 if p.rank else 1.0
+    return max(1, chunks - int((chunks - 8) * step / (p.HV * tile * slower * there / idle)))
 
 
 def run_length(p: Problem) -> int:
@@ -177,33 +182,52 @@ def cache_file() -> Path:
 
 
 @lru_cache(None)
-def fingerprint() -> str:
-    """What tuned options are valid for: this GPU, this triton and these kernels."""
+def fingerprint(device: torch.device | None = None) -> str:
+    """What tuned options are valid for: this GPU (of tensors that are on none, the current one), this triton and these kernels."""
     sources = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()[:16]
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    on_gpu = device is not None and device.type == "cuda"
+    name = torch.cuda.get_device_name(device if on_gpu else None) if torch.cuda.is_available() else "none"
     return f"{name}|triton {triton.__version__}|{sources}"
 
 
+def tuned(device: torch.device | None = None) -> dict[str, Options]:
+    """The tuned rows; none if there is no file, or none of its entries is for this machine. Unknown keys are ignored, and rows with values of a wrong type."""
+    return _tuned(fingerprint(device))
+
+
 @lru_cache(None)
-def tuned() -> dict[str, Options]:
-    """The tuned rows; none if there is no file, or none of its entries is for this machine. Unknown keys are ignored."""
+def _tuned(machine: str) -> dict[str, Options]:
+    rows = _entries(cache_file()).get(machine, {})
+    known, found = {f.name for f in fields(Options)}, {}
+    for name, given in rows.items() if isinstance(rows, dict) else ():
+        words = {k: v for k, v in given.items() if k in known} if isinstance(given, dict) else None
+        if words is not None and all(type(v) is int or (k == "registers" and v is None) for k, v in words.items()):
+            found[name] = Options(**words)
+    return found
+
+
+def _entries(path: Path) -> dict:
+    """What the cache file holds, if it is one."""
     try:
-        rows = json.loads(cache_file().read_text()).get(fingerprint(), {})
-        known = {f.name for f in fields(Options)}
-        return {name: Options(**{k: v for k, v in row.items() if k in known}) for name, row in rows.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def save(rows: dict[str, Options]) -> Path:
     """Add rows to the cache file under this machine's fingerprint."""
-    path = cache_file()
+    path, machine = cache_file(), fingerprint()
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        kept = json.loads(path.read_text())
-    except (OSError, ValueError):
-        kept = {}
-    kept[fingerprint()] = kept.get(fingerprint(), {}) | {name: asdict(options) for name, options in rows.items()}
+    kept = _entries(path)
+    mine = kept.get(machine)
+    kept[machine] = (mine if isinstance(mine, dict) else {}) | {name: asdict(options) for name, options in rows.items()}
     path.write_text(json.dumps(kept, indent=1, sort_keys=True))
-    tuned.cache_clear()
+    forget()
     return path
+
+
+def forget() -> None:
+    """Read the cache file anew when it is asked for next."""
+    _tuned.cache_clear()
+    fingerprint.cache_clear()
