@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
+import time
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -112,9 +115,17 @@ def step(args: argparse.Namespace) -> float:
 
 def _process(rank: int, store: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=args.processes)
+    _serve(args, init_method=f"file://{store}", rank=rank, world_size=args.processes)
+
+
+def _serve(args: argparse.Namespace, **rendezvous: Any) -> NoReturn:
+    """Be one rank, then end its process without Python's own end: a thread of gloo that lets go of a tensor then would abort it (pytorch/pytorch#190489)."""
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **rendezvous)
     step(args)
+    time.sleep(1)  # gloo: a rank that leaves ends what a slower one has yet to read of the last collective
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -133,10 +144,7 @@ def main(argv: list[str] | None = None) -> None:
             f"--length must give each rank a token, rank i of them i + 1 shares, and there must be a rank: got {args.length} tokens for {ranks} ranks."
         )
     if launched:
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-        step(args)
-        dist.destroy_process_group()
-        return
+        _serve(args)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_process, (os.path.join(folder, "store"), args), nprocs=args.processes)
 

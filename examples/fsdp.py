@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
+import time
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -118,9 +121,17 @@ def run(args: argparse.Namespace) -> None:
 
 def _process(rank: int, store: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=args.processes)
+    _serve(args, init_method=f"file://{store}", rank=rank, world_size=args.processes)
+
+
+def _serve(args: argparse.Namespace, **rendezvous: Any) -> NoReturn:
+    """Be one rank, then end its process without Python's own end: a thread of gloo that lets go of a tensor then would abort it (pytorch/pytorch#190489)."""
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **rendezvous)
     run(args)
+    time.sleep(1)  # gloo: a rank that leaves ends what a slower one has yet to read of the last collective
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -143,10 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.steps < 2:
         parser.error(f"--steps must be at least 2, so that the loss can fall, got {args.steps}.")
     if launched:
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-        run(args)
-        dist.destroy_process_group()
-        return
+        _serve(args)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_process, (os.path.join(folder, "store"), args), nprocs=args.processes)
 

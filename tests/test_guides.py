@@ -65,6 +65,34 @@ def test_fsdp_under_torchrun_trains_as_one_process_does():
     assert "step 2: loss" in done.stdout and "losses differ by at most" in done.stdout
 
 
+STILL_BUSY = """
+import runpy, sys, time, torch, torch.distributed as dist
+class Late:
+    def __del__(self):
+        time.sleep(1)
+held = [Late()]
+def destroy_process_group():
+    for _ in range(4000):
+        held.append(torch.ones(10_000))
+        dist.all_reduce(held[-1], async_op=True)
+dist.destroy_process_group = destroy_process_group
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("example", ["fsdp.py --steps 2", "context_parallel.py --length 300"])
+def test_a_rank_ends_well_though_gloo_still_lets_go_of_tensors(example, tmp_path):
+    """As it may be for a moment after the last collective; here, for certain, while Python ends."""
+    script, *arguments = example.split()
+    (tmp_path / "still_busy.py").write_text(STILL_BUSY)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "still_busy.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, str(ROOT / "examples" / script), *arguments], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "differ" in done.stdout
+
+
 def fsdp_with_heads(groups):
     """The example on four ranks, rows over two and heads over two; what it prints."""
     printed = io.StringIO()
