@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import kda_ops.distributed as cp
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
 from kda_ops.nn.tensor_parallel import HeadParallel
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, mesh_of
 
 HIDDEN, T = 24, 30
 LAYERS = {"kda": KimiDeltaAttention, "gdn": GatedDeltaNet}
@@ -195,7 +195,7 @@ def test_a_cache_belongs_to_one_process():
 
 def over_heads(groups, size, variant, options, how):
     """A step of a layer whose heads lie on two ranks; x is whole on both, or, with sequence parallelism, cut."""
-    mesh, rank = DeviceMesh.from_group(groups[size], "cpu"), dist.get_rank(groups[size])
+    mesh, rank = mesh_of(groups[size]), dist.get_rank(groups[size])
     layouts = dict(input_layouts=Shard(1), output_layouts=Shard(1)) if how == "sequence parallel" else {}
     layer = parallelize_module(build(variant, options), mesh, HeadParallel(**layouts))
     frozen = parallelize_module(build(variant, options).requires_grad_(False), mesh, HeadParallel())
@@ -232,7 +232,7 @@ def test_a_layer_with_heads_on_two_ranks_is_the_layer(ranks, variant, how):
 
 def decode(groups, size):
     """A prompt and five tokens through a cache, heads on two ranks."""
-    mesh = DeviceMesh.from_group(groups[size], "cpu")
+    mesh = mesh_of(groups[size])
     layer = parallelize_module(build("kda", GROUPED), mesh, HeadParallel())
     x, _ = batch(2)
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_a_cache_holds_the_heads_of_its_rank(ranks):
 
 
 def wrong_plans(groups, size):
-    mesh = DeviceMesh.from_group(groups[size], "cpu")
+    mesh = mesh_of(groups[size])
     for module, kind in ((build("kda", PLAIN | dict(num_heads=3)), ValueError), (nn.Linear(2, 2), TypeError)):
         with pytest.raises(kind, match="HeadParallel"):
             parallelize_module(module, mesh, HeadParallel())
@@ -342,7 +342,7 @@ def over_rows(groups, size, how, compiled):
     model, (x, weight) = Block(), batch(2)
     if how == "fsdp":
         for module in (model.kda, model.gdn, model):
-            fully_shard(module, mesh=DeviceMesh.from_group(groups[size], "cpu"))
+            fully_shard(module, mesh=mesh_of(groups[size]))
             module.set_gradient_divide_factor(1.0)
     if compiled:
         torch._dynamo.reset()

@@ -1,18 +1,17 @@
 """Sharded tensors: placements on a mesh of pretended ranks, and two real processes against one."""
 
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import kda_ops
 from kda_ops.stages import KEPT
+from tests.support.ranks import mesh_of
 
 R = Replicate()
 SPREAD = ("q", "k", "v", "g", "beta")
@@ -143,10 +142,9 @@ def _whole(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _rank(rank, port, compiled, results):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+def errors(groups, compiled):
+    """How far each output and gradient of a step on two ranks is off one process's, by operator, split and name."""
+    mesh, rows = mesh_of(groups[2]), {}
     for namespace, chunk in CHUNK.items():
         if compiled:
             chunk = torch.compile(chunk, backend="aot_eager", fullgraph=True)
@@ -155,31 +153,15 @@ def _rank(rank, port, compiled, results):
         for split, placements in SPLITS.items():
             got = _train(chunk, spread(inputs, mesh, {n: [p] for n, p in placements.items()}))
             for n, w in want.items():
-                error = ((_whole(got[n]) - w).abs().max() / w.abs().max()).item()
-                if rank == 0:
-                    results.put((namespace, split, n, error))
-    dist.barrier()
-    dist.destroy_process_group()
+                rows[namespace, split, n] = ((_whole(got[n]) - w).abs().max() / w.abs().max()).item()
+    return rows
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_sharded_training_step_equals_the_whole_one(compiled):
-    with torch.multiprocessing.get_context("spawn").Manager() as manager:
-        results = manager.Queue()
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        context = mp.spawn(_rank, (port, compiled, results), nprocs=2, join=False)
-        for process in context.processes:
-            process.join(240)
-        alive = [process for process in context.processes if process.is_alive()]
-        for process in alive:
-            process.kill()
-        assert not alive, "a rank did not end within 240 s"
-        assert context.join(5)  # raises what a rank raised
-        rows = [results.get() for _ in range(results.qsize())]
-    assert len(rows) == 2 * len(SPLITS) * 10
-    assert not [row for row in rows if not row[3] <= 1e-12], rows  # float64, the same sums in another order
+def test_a_sharded_training_step_equals_the_whole_one(ranks, compiled):
+    for rows in ranks.run(2, errors, compiled):
+        assert len(rows) == 2 * len(SPLITS) * 10
+        assert not {name: e for name, e in rows.items() if not e <= 1e-12}  # float64, the same sums in another order
 
 
 @pytest.mark.parametrize("order", ["import kda_ops, torch.distributed.tensor", "import torch.distributed.tensor, kda_ops"])

@@ -6,12 +6,11 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 import kda_ops.distributed as cp
 from tests.support.cases import Case
 from tests.support.closeness import assert_all_identical
-from tests.support.ranks import device
+from tests.support.ranks import device, mesh_of
 from tests.support.shards import SPREAD
 
 CHUNK = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}
@@ -49,7 +48,7 @@ def step(groups, size, case, cuts, how="group"):
     if how == "plan":
         group = cp.plan_context(cuts[rank + 1] - cuts[rank], group)
     if how == "mesh":
-        group = DeviceMesh.from_group(group, "cpu")
+        group = mesh_of(group)
     x, chunk = leaves_of(case, rank, cuts), CHUNK[case.variant]
     o, final_state = chunk(**x, **case.flags(), group=group)
     assert (final_state is not None) == case.final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import multiprocessing
@@ -14,6 +15,7 @@ from multiprocessing import connection
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 SIZE = 4
 MEMBERS = {2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3), 8: tuple(range(8))}  # global ranks of the groups; a group rank need not be the global one
@@ -27,6 +29,12 @@ class Groups(dict):
 def members(size: int, processes: int) -> tuple[int, ...]:
     """The global ranks of the group of that size, of so many processes."""
     return MEMBERS[size] if max(MEMBERS[size]) < processes else tuple(range(size))
+
+
+@functools.cache
+def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
+    """The group as a mesh of the CPU; always the same one, as torch 2.13 cannot compile for a mesh that equals one it has run on without compiling."""
+    return DeviceMesh.from_group(group, "cpu")
 
 
 def device() -> torch.device:
