@@ -58,8 +58,8 @@ def _error(got: Tensor, want: Tensor) -> float:
 class Check:
     """A small call and its answer."""
 
-    def __init__(self, rank: int, K: int, V: int, dtype: torch.dtype, gate: str):
-        given = inputs(rank, 2, 197, 2, K, V, dtype, gate, "cuda")
+    def __init__(self, rank: int, K: int, V: int, dtype: torch.dtype, gate: str, device: torch.device | str):
+        given = inputs(rank, 2, 197, 2, K, V, dtype, gate, device)
         wide = {n: x.double().cpu() if isinstance(x, Tensor) else x for n, x in given.items()}
         p = Problem.parse(rank, **wide)
         self.p, self.limit, self.want = Problem.parse(rank, **given), LIMITS[dtype], (p.new_output(), p.new_final_state())
@@ -98,8 +98,8 @@ def measure(kernel: str, call: dict, chosen: dict, skip: list[int]) -> None:
     from kda_ops.backends.triton import tuning
 
     call = call | {"dtype": DTYPES[call["dtype"]]}
-    check = Check(**{n: call[n] for n in ("rank", "K", "V", "dtype", "gate")})
-    big = Problem.parse(call["rank"], **inputs(**call, device="cuda"))
+    check = Check(**{n: call[n] for n in ("rank", "K", "V", "dtype", "gate", "device")})
+    big = Problem.parse(call["rank"], **inputs(**call))
     name = tuning.row(kernel, big)
     tuning.tuned().update({n: tuning.Options(**words) for n, words in chosen.items()})
     for place, options in enumerate(_options(kernel, big)):
@@ -109,7 +109,7 @@ def measure(kernel: str, call: dict, chosen: dict, skip: list[int]) -> None:
         tuning.tuned()[name], ms, why = options, None, "wrong results"
         try:
             if check.passes():
-                ms = median_ms(lambda: _forward(big), "cuda")
+                ms = median_ms(lambda: _forward(big), call["device"])
         except (triton.CompilationError, triton.runtime.errors.OutOfResources, RuntimeError) as error:
             if isinstance(error, torch.AcceleratorError):
                 raise
@@ -149,7 +149,7 @@ def sweep(kernel: str, call: dict, chosen: dict, echo: Callable[[str], None]) ->
 def tune(op: str, K: int, V: int, dtype: str, gate: str, B: int, T: int, H: int, echo: Callable[[str], None]) -> dict[str, dict]:
     """The rows of the table that a call uses, where a candidate is right and faster than the table."""
     rank = int(op == "kda")
-    call = dict(rank=rank, K=K, V=V, dtype=dtype, gate=gate, B=B, T=T, H=H)
+    call = dict(rank=rank, K=K, V=V, dtype=dtype, gate=gate, B=B, T=T, H=H, device="cuda")
     best: dict[str, dict] = {}
     for kernel in ("prepare_kda", "scan_tiles") if rank else ("prepare_gdn", "scan_rows"):
         name, tried, times = sweep(kernel, call, best, echo)
