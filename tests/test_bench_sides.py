@@ -56,7 +56,7 @@ def test_a_peer_is_asked_for_what_we_compute(installed, op, peer, gate):
     (side,) = (p for p in sides.PEERS if p.name == peer)
     x = {n: t.double() for n, t in make_inputs(there).items()}
     off = (side.forward(there)(x) - sides.our_forward(there)(x)).abs().max()
-    assert off < 1e-5  # the gate is activated in float32 here and there
+    assert off < 1e-6  # a side whose gate is not inside activates it in float32
 
 
 @pytest.mark.parametrize("layout", ["kv", "vk"])

@@ -1,0 +1,76 @@
+"""Layers under torch.compile and torch.func."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+from kda_ops import recurrent
+from kda_ops.nn import KimiDeltaAttention
+from tests.support.layers import LAYERS, LENGTHS, build, close, gradients, rows, variants
+
+
+@variants
+def test_training_compiles_to_one_graph_for_all_sizes(make):
+    torch._dynamo.reset()
+    layer = build(make, num_v_heads=4)
+    frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=frames)
+    for B, T in [(2, 65), (3, 40), (4, 130)]:
+        x = rows(B, T).requires_grad_()
+        y, want = compiled(x), layer(x)
+        close(y, want)
+        for ours, theirs in zip(gradients(layer, y, x), gradients(layer, want, x)):
+            close(ours, theirs)
+    assert frames.frame_count <= 2
+
+
+@torch.no_grad()
+@variants
+def test_masked_and_packed_calls_compile(make):
+    torch._dynamo.reset()
+    layer = build(make, num_v_heads=4)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, mask = rows(3, 70), torch.arange(70) >= torch.tensor([0, 69, 30])[:, None]
+    close(compiled(x, attention_mask=mask), layer(x, attention_mask=mask))
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    x = rows(1, int(offsets[-1]))
+    close(compiled(x, cu_seqlens=offsets), layer(x, cu_seqlens=offsets))
+
+
+@torch.no_grad()
+@variants
+def test_compiled_decode_writes_the_cache_in_place_and_compiles_once(make):
+    torch._dynamo.reset()
+    layer, x = build(make, num_v_heads=4), rows(2, 12)
+    frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=frames)
+    for _ in range(2):  # a second cache runs the same code
+        cache = layer.new_cache(2)
+        addresses = [buffer.data_ptr() for buffer in cache.buffers()]
+        prompt = layer(x[:, :4], cache=cache)
+        close(torch.cat([prompt, *(compiled(x[:, t : t + 1], cache=cache) for t in range(4, 12))], 1), layer(x))
+        assert addresses == [buffer.data_ptr() for buffer in cache.buffers()]
+    assert frames.frame_count == 1
+
+
+@torch.no_grad()
+def test_inductor_decodes_without_copying_the_state(monkeypatch):
+    torch._dynamo.reset()
+    states, decode = [], recurrent.decode
+    monkeypatch.setattr(recurrent, "decode", lambda rank, args, flags: states.append(args[5].data_ptr()) or decode(rank, args, flags))
+    layer, x = build(KimiDeltaAttention).float(), rows(2, 3).float()
+    compiled, cache = torch.compile(layer, fullgraph=True), layer.new_cache(2)
+    y = torch.cat([compiled(x[:, t : t + 1], cache=cache) for t in range(3)], 1)
+    assert states == [cache.state.data_ptr()] * 3  # the operator gets the buffer itself
+    close(y, layer(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("make", LAYERS)
+@torch.no_grad()
+def test_a_layer_with_offsets_goes_through_transforms(make):
+    layer, x, offsets = build(make), rows(1, 10), torch.tensor([0, 4, 10])
+    want = layer(x, cu_seqlens=offsets)
+    torch.testing.assert_close(torch.func.functionalize(lambda x, offsets: layer(x, cu_seqlens=offsets))(x, offsets), want)
+    torch.testing.assert_close(torch.func.vmap(lambda x: layer(x, cu_seqlens=offsets))(x[None])[0], want)
+    with pytest.raises(ValueError, match="cu_seqlens cannot be mapped by vmap"):
+        torch.func.vmap(lambda offsets: layer(x, cu_seqlens=offsets))(offsets[None])
