@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import kda_ops
 import kda_ops.distributed as cp
 from kda_ops import dispatch
+from kda_ops.distributed.chunk import _beside_zeros, _read
 from tests.support.calls import run
 from tests.support.cases import cases, replace
 from tests.support.closeness import assert_all_close, assert_all_identical, oracle
@@ -350,3 +351,28 @@ def test_the_example_proves_its_point(launcher):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "300 tokens on 2 ranks (100, 200)" in done.stdout and "dt_bias" in done.stdout
+
+
+# --- what a rank computes by itself --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("K, V, offset", [(16, 8, 0), (3, 8, 0), (16, 7, 0), (16, 8, 1)])
+def test_values_stand_beside_zeros_whatever_their_width_and_place(dtype, K, V, offset):
+    memory = torch.randn(2 * 5 * 3 * V + offset, generator=torch.Generator().manual_seed(0)).to(dtype)
+    memory[offset] = torch.nan
+    v = memory[offset:].view(2, 5, 3, V)
+    want = torch.cat([v, torch.zeros(2, 5, 3, K, dtype=dtype)], -1)
+    for x in (v, v.transpose(0, 1).contiguous().transpose(0, 1)):
+        torch.testing.assert_close(_beside_zeros(x, K), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("B", [1, 2])
+def test_what_was_carried_in_is_added_in_place_of_one_row(B):
+    gen = torch.Generator().manual_seed(0)
+    out, S = torch.randn(B, 5, 3, 7 + 4, generator=gen, dtype=torch.float64), torch.randn(B, 3, 4, 7, generator=gen, dtype=torch.float64)
+    o_b, o_M = out[..., :7], out[..., 7:]
+    want, o_M_before = o_b + torch.einsum("bthk,bhkv->bthv", o_M, S), o_M.clone()
+    got = _read(o_b, o_M, S)
+    torch.testing.assert_close(got, want)
+    assert (got.data_ptr() == out.data_ptr()) == (B == 1) and torch.equal(o_M, o_M_before)

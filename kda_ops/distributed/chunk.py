@@ -18,7 +18,8 @@ Cost per call, with ``slots`` = B for dense rows and 1 for packed sequences, ele
                     backward     slots HV K V             likewise
     with a final state           N HV K V all-reduced, forward and backward
     work beyond one pass         K more columns in forward's scan; two products [T, K] x [K, V] per value head; a fold of as many small products as ranks
-    kept for backward            o_M, K elements (of q's dtype on CUDA) per token and value head; S_in; M of every rank
+    kept for backward            o_M, K elements (of q's dtype on CUDA) per token and value head; S_in; M of every rank. In eager code o_M of a single row is
+                                 in one tensor with o, whose rows are then K elements apart
 
 A 16-bit output is the sum of two terms that were rounded each. The fold is a float32 matrix product at the precision that torch is set to: leave
 ``torch.set_float32_matmul_precision`` at "highest".
@@ -124,20 +125,22 @@ class _Shard(torch.autograd.Function):
     def forward(ctx, call: Call, lengths: Tensor | None, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens):
         K, V = q.shape[-1], v.shape[-1]
         with torch.autocast(q.device.type, enabled=False):
+            values = _beside_zeros(v, K)  # first, for what follows is small, and made on the host meanwhile
             span = Span(call.rank, call.size, q.shape[0], cu_seqlens, lengths, q.device)
             start = _with_identity(span, _as_kv(initial_state, call.transposed), q, v)
-            values = F.pad(v, (0, K))
             out, final, *kept = call.op("chunk_fwd")(
                 q.to(call.operand), k.to(call.operand), values.to(call.operand), g, beta, A_log, dt_bias, start, span.cu_seqlens,
                 output_final_state=True, **dict(call.flags),
             )  # fmt: skip
             b, M = final[..., :V], final[..., V:]
             gathering = collectives.start_all_gather(span.pick(final, span.leaving), call.size, call.name)
-            o_M = span.of_entered(out[..., V:]).contiguous()
+            o_b, o_M = out[..., :V], span.of_entered(out[..., V:])
+            if span.packed or out.shape[0] > 1 or torch.compiler.is_compiling():  # else o is written where o_b is, and o_M stays beside it
+                o_b, o_M = o_b.clone(memory_format=torch.contiguous_format), o_M.contiguous()
             gathered = collectives.wait(gathering)
             maps = gathered.unflatten(0, (call.size, span.slots))
             entered = _fold(maps[..., :V], maps[..., V:], span.before, span.through)
-            o = span.of_entered(_read(out[..., :V], o_M, entered), out[..., :V])
+            o = span.of_entered(_read(o_b, o_M, entered), out[..., :V])
             if o.dtype is not v.dtype:  # not `to` in any case: one tensor under two names loses its gradient in graphs of torch 2.11
                 o = o.to(v.dtype)
             M_end = None
@@ -183,6 +186,20 @@ class _Shard(torch.autograd.Function):
             return None, None, *grads, None
 
 
+def _beside_zeros(v: Tensor, K: int) -> Tensor:
+    """[v | 0] with K columns of zeros; eager code moves eight bytes at a time where it can, for single 16-bit numbers take a GPU twice as long."""
+    if torch.compiler.is_compiling() or not v.is_contiguous():
+        return F.pad(v, (0, K))
+    V, each = v.shape[-1], 8 // v.element_size()
+    out = v.new_empty((*v.shape[:-1], V + K))
+    to, given, zeros = out[..., :V], v, out[..., V:]
+    if not (v.storage_offset() % each or V % each or K % each):
+        to, given, zeros = (x.view(torch.int64) for x in (to, given, zeros))
+    to.copy_(given)
+    zeros.zero_()
+    return out
+
+
 def _as_kv(state: Tensor | None, transposed: bool) -> Tensor | None:
     """A state between the caller's layout and S[k, v], either way."""
     return state.mT if transposed and state is not None else state
@@ -207,8 +224,10 @@ def _fold(b: Tensor, M: Tensor, mask: Tensor, through: Tensor) -> Tensor:
 
 
 def _read(o_b: Tensor, o_M: Tensor, S: Tensor) -> Tensor:
-    """o_b + S^T o_M for every token: [B, T, HV, V] from the same, [B, T, HV, K] and [B, HV, K, V]; summed in the dtype of states, rounded once."""
-    o = o_b.clone(memory_format=torch.contiguous_format).transpose(1, 2).flatten(0, 1)  # for B == 1 still a view
+    """o_b + S^T o_M for every token, of one row in place of o_b: [B, T, HV, V] from the same, [B, T, HV, K] and [B, HV, K, V]; summed in the dtype of states,
+    rounded once.
+    """
+    o = o_b.transpose(1, 2).flatten(0, 1)  # for B == 1 a view
     o.baddbmm_(o_M.transpose(1, 2).flatten(0, 1), S.flatten(0, 1).to(o.dtype))
     return o.unflatten(0, (o_b.shape[0], o_b.shape[2])).transpose(1, 2)
 
