@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kda_ops.bench import cases, compare, readme, rows, sides, worker
-from kda_ops.bench.cases import Case, Oracle, activated, flags, make_inputs
+from kda_ops.bench.cases import GATES, KDA_GATES, Case, Oracle, activated, flags, make_inputs
 from kda_ops.bench.sides import Peer, Unsupported, our_forward
 from tests.support.benchmark import case, row
 
@@ -34,15 +34,15 @@ def test_a_case_survives_the_way_to_another_process():
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-@pytest.mark.parametrize("gate", ["bound", "softplus", "strong", "weak"])
+@pytest.mark.parametrize("gate", GATES)
 def test_plain_torch_activations_are_those_inside_the_operator(op, gate):
-    if op == "gdn" and gate == "bound":
+    if op == "gdn" and gate in KDA_GATES:
         pytest.skip("no row has it")
     c = case(op, gate=gate)
     x = {n: t.double() for n, t in make_inputs(c).items()}
     g, flag_words = activated(c, x)[3], flags(c)
-    assert bool(flag_words) == (gate in ("bound", "softplus"))
-    assert (g <= 0).all() and (gate not in ("bound", "strong") or (g >= -5).all())
+    assert flag_words.get("use_gate_in_kernel", False) == (gate in ("bound", "softplus")) and flag_words.get("safe_gate", False) == c.promised
+    assert (g <= 0).all() and (gate == "softplus" or (g >= -5).all())
     import kda_ops
 
     chunk = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}[op]
@@ -303,7 +303,7 @@ def test_stages_that_a_backend_lacks_are_named(monkeypatch):
 
 
 def test_given_decays_are_those_of_their_gate_and_keys_have_unit_length():
-    for gate, least in (("strong", -5.0), ("weak", -0.1)):
+    for gate, least in (("strong", -5.0), ("weak", -0.1), ("strong_safe", -5.0), ("weak_safe", -0.1)):
         x = make_inputs(replace(case(gate=gate), dtype=torch.bfloat16))
         assert least <= x["g"].min() < 0.95 * least and x["g"].max() <= 0
         assert x["g"].dtype is torch.float32 and x["beta"].dtype is x["q"].dtype is torch.bfloat16

@@ -47,6 +47,7 @@ def installed(monkeypatch):
 
 GATES = {"kda": ["bound", "softplus", "strong", "weak"], "gdn": ["softplus", "strong", "weak"]}
 WHOLE = [(op, peer, gate) for op, peer in (("kda", "fla"), ("kda", "cudnn"), ("gdn", "fla"), ("gdn", "flashqla")) for gate in GATES[op]]
+WHOLE += [("kda", "fla", "strong_safe")]
 DECODE = [(op, state, gate) for op, state in (("kda", "fp32"), ("kda", "bf16"), ("gdn", "fp32")) for gate in GATES[op]]
 
 

@@ -21,7 +21,8 @@ from kda_ops.registrations import schemas
 from kda_ops.stages import Backend
 
 PASSES = ("fwd", "fwdbwd", "decode", "first_call_s")
-GATES = ("bound", "softplus", "strong", "weak")
+GATES = ("bound", "softplus", "strong", "weak", "strong_safe", "weak_safe")
+KDA_GATES = ("bound", "strong_safe", "weak_safe")  # of which GDN has none
 STAGES = {"fwd": ("prepare", "scan"), "fwdbwd": ("prepare", "scan", "reverse_scan", "gradient"), "decode": ("step",), "first_call_s": ("prepare", "scan")}
 SETTINGS = {"cuda": ("B1T8192H96", "B8T4096H32"), "cpu": ("B1T2048H8",)}
 DECODE_SETTINGS = {"cuda": ("B128T1H32", "B8T1H32", "B1T1H32"), "cpu": ("B8T1H8",)}
@@ -48,7 +49,7 @@ class Case:
     """One row's left side. `setting` is B, T, H and, where they differ, HV and D: ``B1T8192H96``, ``B1T65536H16HV32``, ``B1T256H2D64``.
 
     `gate`: "bound" and "softplus" run norm, gate and sigmoid inside the operator; "strong" and "weak" give unit keys, beta in (0, 1) and a
-    log decay uniform in [-5, 0] or [-0.1, 0].
+    log decay uniform in [-5, 0] or [-0.1, 0]; "strong_safe" and "weak_safe" the same, with the promise that it stays in [-5, 0] (`safe_gate`) to either side.
     """
 
     op: str  # "kda" or "gdn"
@@ -73,6 +74,11 @@ class Case:
     def whole(self) -> bool:
         """Whether whole sequences are timed on the device, and nothing of the host; a peer that tunes its kernels has many to compile for them."""
         return self.pass_ in ("fwd", "fwdbwd")
+
+    @property
+    def promised(self) -> bool:
+        """Whether the caller promises that a given decay stays within bounds."""
+        return self.gate.endswith("_safe")
 
     @property
     def lower_bound(self) -> float | None:
@@ -109,13 +115,13 @@ def make_inputs(case: Case) -> dict[str, Tensor]:
         return x | {"A_log": draw(torch.rand, HV).mul(15).add(1).log(), "dt_bias": draw(torch.randn, *decay[2:])}
     x |= {"q": F.normalize(x["q"], dim=-1), "k": F.normalize(x["k"], dim=-1), "beta": draw(torch.rand, B, T, HV)}
     x = {n: t.to(case.dtype) for n, t in x.items()}
-    return x | {"g": draw(torch.rand, *decay).mul(-5.0 if case.gate == "strong" else -0.1)}
+    return x | {"g": draw(torch.rand, *decay).mul(-5.0 if case.gate.startswith("strong") else -0.1)}
 
 
 def flags(case: Case) -> dict[str, Any]:
     """Our keyword arguments."""
     if not case.inside:
-        return {}
+        return {"safe_gate": True} if case.promised else {}
     return dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=case.lower_bound)
 
 

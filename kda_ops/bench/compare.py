@@ -29,22 +29,23 @@ from pathlib import Path
 import torch
 
 from kda_ops.bench import picture
-from kda_ops.bench.cases import DECODE_SETTINGS, GATES, PASSES, SETTINGS, Case, parse_setting
+from kda_ops.bench.cases import DECODE_SETTINGS, GATES, KDA_GATES, PASSES, SETTINGS, Case, parse_setting
 from kda_ops.bench.machine import Help, default_dtype, describe, names, need_device, need_writable, write_json
 from kda_ops.bench.rows import HEAD, KEY, WIDTHS, compare_rows, format_row, read_rows
 from kda_ops.bench.sides import PEERS, Peer, peers_of
 
+UNFINISHED = ("out of time", "the process ended")  # how the reason begins why a case has no row that it may get another time
 SHARE = 0.75  # of the time that is left, for each peer; the rest is for the sides after it
 
 
 def list_cases(
     device: str, ops: Sequence[str], passes: Iterable[str], gates: Iterable[str], settings: Sequence[str] | None, dtype: torch.dtype, peer: Peer | None
 ) -> list[Case]:
-    """The cases of a table for one peer. A bounded gate is KDA's; decode runs on fp32 and bf16 states in both layouts, a first call at the last setting."""
+    """The cases of a table for one peer. Bounds and promises are for KDA; decode is on fp32 and bf16 states, both layouts, a first call at the last setting."""
     cases = []
     for op in ops:
         for pass_ in passes:
-            wanted = [g for g in gates if op == "kda" or g != "bound"]
+            wanted = [g for g in gates if op == "kda" or g not in KDA_GATES]
             if pass_ == "first_call_s":
                 wanted = wanted[:1]
             if pass_ == "decode":
@@ -57,7 +58,7 @@ def list_cases(
     if peer is not None:
         cases = [c for c in cases if (c.pass_ != "decode" or peer.step is not None) and (c.pass_ != "first_call_s" or peer.same)]
     if peer is not None and not peer.same:  # what stands there for scale does so once
-        cases = [c for c in cases if (c.op, c.gate) == (ops[0], next((g for g in gates if ops[0] == "kda" or g != "bound"), None))]
+        cases = [c for c in cases if (c.op, c.gate) == (ops[0], next((g for g in gates if ops[0] == "kda" or g not in KDA_GATES), None))]
     return cases
 
 
@@ -215,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser, device: str | None = None) ->
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ops", type=names(("kda", "gdn")), default=["kda", "gdn"], help="comma-separated")
     parser.add_argument("--passes", type=names(PASSES), default=list(PASSES), help=f"of {','.join(PASSES)}")
-    parser.add_argument("--gates", type=names(GATES), default=list(GATES), help=f"of {','.join(GATES)}")
+    parser.add_argument("--gates", type=names(GATES), default=list(GATES[:4]), help=f"of {','.join(GATES)}")
     parser.add_argument("--settings", type=_settings, help="such as B1T8192H96,B1T65536H16HV32")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="bfloat16 on CUDA, float32 on CPU by default")
     peers = list(dict.fromkeys(p.name for p in PEERS))

@@ -19,7 +19,7 @@ def ratio(row: dict) -> float | None:
 
 
 HEAD = ("op", "pass", "setting", "gate", "state", "peer", "ours", "peer's", "ratio", "error", "peer's")
-WIDTHS = (4, 13, 15, 9, 8, 13, 11, 11, 8, 8, 8)
+WIDTHS = (4, 13, 15, 13, 8, 13, 11, 11, 8, 8, 8)
 
 
 def format_row(row: dict) -> str:
