@@ -111,18 +111,19 @@ def run_suite(root: Path, limit: float = float("inf")) -> tuple[dict[str, int], 
     return counts, failures, f"{why}: {there - len(said)} of {there} tests were not reached"
 
 
-def _resumed(paths: list[str], about: dict) -> tuple[tuple[dict[str, int], list[str], str | None], list[dict]]:
-    """The tests of some files and the rows of all, if they are of this machine, these kernels and one run of the suite."""
-    suites, rows = [], dict[tuple, dict]()
+def _resumed(paths: list[str], about: dict) -> tuple[tuple[dict[str, int], list[str], str | None], list[dict], dict[str, str]]:
+    """The tests of some files, the rows of all, and what a side of theirs cannot do, if they are of this machine, these kernels and one run of the suite."""
+    suites, rows, missing = [], dict[tuple, dict](), dict[str, str]()
     for path in paths:
         found = json.loads(Path(path).read_text())
         if wrong := [n for n in about if found.get(n) != about[n]]:
             raise SystemExit(f"{path} is of another {wrong[0]} ({found.get(wrong[0])}, here {about[wrong[0]]}): take the evidence anew.")
         suites.append((found["tests"], found["failures"], found.get("missing", {}).get("tests/gpu")))
         rows |= {tuple(row[n] for n in KEY): row for row in found["rows"]}
+        missing |= {n: why for n, why in found.get("missing", {}).items() if n != "tests/gpu" and not why.startswith(compare.UNFINISHED)}
     if any(suite != suites[0] for suite in suites):
         raise SystemExit(f"{' and '.join(paths)} are of different runs of the suite: take the evidence anew.")
-    return suites[0], list(rows.values())
+    return suites[0], list(rows.values()), missing
 
 
 def set_aside(path: Path, kernels: str) -> list[dict]:
@@ -158,8 +159,8 @@ def main(argv: list[str]) -> int:
         raise SystemExit("evidence needs a CUDA device.")
     path = Path(args.output or root / "tests" / "gpu" / "evidence.json")
     about = {"kernels_sha256": kernels_sha256(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": metadata.version("triton")}
-    suite, rows = _resumed(args.resume, about) if args.resume else (None, [])
-    missing: dict[str, str] = {}
+    missing: dict[str, str]
+    suite, rows, missing = _resumed(args.resume, about) if args.resume else (None, [], {})
     earlier = set_aside(path, about["kernels_sha256"])
 
     def write(complete: bool = False) -> None:
@@ -173,6 +174,7 @@ def main(argv: list[str]) -> int:
     def keep(x: dict | str) -> None:
         if isinstance(x, dict):
             rows.append(x)
+            missing.pop(" ".join(str(x[n]) for n in KEY), None)
         else:
             name, why = x.split(": ", 1)
             missing[name] = why

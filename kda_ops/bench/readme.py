@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kda_ops.bench import picture
 from kda_ops.bench.cases import GATES
+from kda_ops.bench.compare import UNFINISHED
 from kda_ops.bench.evidence import checkout
 from kda_ops.bench.rows import KEY, ratio
 
@@ -102,7 +103,7 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, c
     about = f"{_about(evidence)}; {protocol}"
     rows, earlier = evidence["rows"], evidence.get("earlier", [])
     missing = evidence.get("missing", {}).items()
-    late = {name.rsplit(" ", 1)[0] for name, why in missing if name != "tests/gpu" and why.startswith(("out of time", "the process ended"))}
+    late = {name.rsplit(" ", 1)[0] for name, why in missing if name != "tests/gpu" and why.startswith(UNFINISHED)}
     late -= {" ".join(row[n] for n in KEY[:-1]) for row in rows}
 
     def fill(m: re.Match) -> str:
