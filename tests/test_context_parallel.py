@@ -357,14 +357,16 @@ def test_the_example_proves_its_point(launcher):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("K, V, offset", [(16, 8, 0), (3, 8, 0), (16, 7, 0), (16, 8, 1)])
+@pytest.mark.parametrize("K, V, offset", [(16, 8, 0), (3, 8, 0), (16, 7, 0), (16, 8, 1), (16, 0, 0)])
 def test_values_stand_beside_zeros_whatever_their_width_and_place(dtype, K, V, offset):
     memory = torch.randn(2 * 5 * 3 * V + offset, generator=torch.Generator().manual_seed(0)).to(dtype)
-    memory[offset] = torch.nan
+    memory[offset : offset + 1] = torch.nan
     v = memory[offset:].view(2, 5, 3, V)
     want = torch.cat([v, torch.zeros(2, 5, 3, K, dtype=dtype)], -1)
     for x in (v, v.transpose(0, 1).contiguous().transpose(0, 1)):
         torch.testing.assert_close(_beside_zeros(x, K), want, rtol=0, atol=0, equal_nan=True)
+    one = torch.ones(1, 1, 49, dtype=dtype)[..., 32:48].unsqueeze(2)  # contiguous, with odd strides
+    assert torch.equal(_beside_zeros(one, K), torch.cat([one, torch.zeros(1, 1, 1, K, dtype=dtype)], -1))
 
 
 @pytest.mark.parametrize("B", [1, 2])

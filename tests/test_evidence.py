@@ -13,6 +13,7 @@ import pytest
 
 from kda_ops.bench import evidence
 from kda_ops.bench.cases import GATES, PASSES, parse_setting
+from kda_ops.bench.rows import KEY, name_of
 from kda_ops.bench.sides import PEERS
 from kda_ops.registrations import schemas
 from tests.support.suite import longest_first, rotated
@@ -186,6 +187,7 @@ def test_a_run_that_is_cut_keeps_what_it_had_and_is_resumed(device, monkeypatch,
         keep(ROW)
         keep("kda decode fla: out of time")
         keep("gdn decode fla: it has none")
+        keep(f"{name_of(tuple((ROW | {'gate': 'weak'})[n] for n in KEY))}: it broke")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(evidence.compare, "measure_arguments", cut)
@@ -193,7 +195,7 @@ def test_a_run_that_is_cut_keeps_what_it_had_and_is_resumed(device, monkeypatch,
         evidence.main(["--output", str(path)])
     found = json.loads(path.read_text())
     assert found["rows"] == [ROW] and not found["complete"] and found["tests"]["passed"] == 1
-    assert found["missing"] == {"kda decode fla": "out of time", "gdn decode fla": "it has none"}
+    assert list(found["missing"].values()) == ["out of time", "it has none", "it broke"]
 
     def rest(args, device, echo, *, until, have, keep):
         assert have == [ROW]
@@ -213,11 +215,15 @@ def test_files_that_went_on_from_one_are_joined_and_others_are_not(device, monke
     assert evidence.main(["--output", base]) == 0  # gate 0
     for path in (one, two):
         assert evidence.main(["--resume", base, "--output", path]) == 0  # gates 0 and 1
+    found = json.loads(Path(one).read_text())
+    found["missing"] = {name_of(tuple(found["rows"][0][n] for n in KEY)): "it broke", "gdn decode fla": "it has none"}  # the first has a row after all
+    Path(one).write_text(json.dumps(found))
     found = json.loads(Path(two).read_text())
     found["rows"][1]["setting"] = "another"
     Path(two).write_text(json.dumps(found))
     assert evidence.main(["--resume", one, two, "--output", one]) == 0
     assert [r["gate"] for r in json.loads(Path(one).read_text())["rows"]] == ["0", "1", "1", "3"]
+    assert json.loads(Path(one).read_text())["missing"] == {"gdn decode fla": "it has none"}
     found["tests"]["passed"] = 2
     Path(two).write_text(json.dumps(found))
     with pytest.raises(SystemExit, match="different runs"):

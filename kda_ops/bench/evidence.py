@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kda_ops.bench import compare
 from kda_ops.bench.machine import Help, write_json
-from kda_ops.bench.rows import KEY
+from kda_ops.bench.rows import KEY, name_of
 
 KERNELS = Path(__file__).resolve().parent.parent / "backends" / "triton"
 _WORD = "PASSED|FAILED|SKIPPED|ERROR"
@@ -123,7 +123,7 @@ def _resumed(paths: list[str], about: dict) -> tuple[tuple[dict[str, int], list[
         missing |= {n: why for n, why in found.get("missing", {}).items() if n != "tests/gpu" and not why.startswith(compare.UNFINISHED)}
     if any(suite != suites[0] for suite in suites):
         raise SystemExit(f"{' and '.join(paths)} are of different runs of the suite: take the evidence anew.")
-    return suites[0], list(rows.values()), missing
+    return suites[0], list(rows.values()), {n: why for n, why in missing.items() if n not in map(name_of, rows)}
 
 
 def set_aside(path: Path, kernels: str) -> list[dict]:
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m kda_ops evidence", description=__doc__, formatter_class=Help)
     compare.add_arguments(parser, device="cuda")
     parser.add_argument("--output", metavar="FILE", help="tests/gpu/evidence.json by default")
-    parser.add_argument("--resume", nargs="+", metavar="FILE", help="keep the tests and the rows of these files and measure what they lack")
+    parser.add_argument("--resume", nargs="+", metavar="FILE", help="keep the tests, rows and reasons of these files and measure what they lack")
     parser.add_argument("--suite-limit", type=float, default=float("inf"), metavar="S", help="cut the tests after S seconds and keep what they said until then")
     args = parser.parse_args(argv)
     root = checkout()
@@ -174,7 +174,7 @@ def main(argv: list[str]) -> int:
     def keep(x: dict | str) -> None:
         if isinstance(x, dict):
             rows.append(x)
-            missing.pop(" ".join(str(x[n]) for n in KEY), None)
+            missing.pop(name_of(tuple(x[n] for n in KEY)), None)
         else:
             name, why = x.split(": ", 1)
             missing[name] = why

@@ -18,8 +18,8 @@ Cost per call, with ``slots`` = B for dense rows and 1 for packed sequences, ele
                     backward     slots HV K V             likewise
     with a final state           N HV K V all-reduced, forward and backward
     work beyond one pass         K more columns in forward's scan; two products [T, K] x [K, V] per value head; a fold of as many small products as ranks
-    kept for backward            o_M, K elements (of q's dtype on CUDA) per token and value head; S_in; M of every rank. In eager code o_M of a single row is
-                                 in one tensor with o, whose rows are then K elements apart
+    kept for backward            o_M, K elements (of q's dtype on CUDA) per token and value head; S_in; M of every rank. Eager code leaves o_M of one dense row
+                                 beside o, in one tensor of V + K columns, which lives as long as either of them
 
 A 16-bit output is the sum of two terms that were rounded each. The fold is a float32 matrix product at the precision that torch is set to: leave
 ``torch.set_float32_matmul_precision`` at "highest".
@@ -188,15 +188,15 @@ class _Shard(torch.autograd.Function):
 
 def _beside_zeros(v: Tensor, K: int) -> Tensor:
     """[v | 0] with K columns of zeros; eager code moves eight bytes at a time where it can, for single 16-bit numbers take a GPU twice as long."""
-    if torch.compiler.is_compiling() or not v.is_contiguous():
+    if torch.compiler.is_compiling() or not v.is_contiguous() or not v.numel():
         return F.pad(v, (0, K))
     V, each = v.shape[-1], 8 // v.element_size()
     out = v.new_empty((*v.shape[:-1], V + K))
-    to, given, zeros = out[..., :V], v, out[..., V:]
-    if not (v.storage_offset() % each or V % each or K % each):
-        to, given, zeros = (x.view(torch.int64) for x in (to, given, zeros))
-    to.copy_(given)
-    zeros.zero_()
+    rows, given = out.view(-1, V + K), v.view(-1)  # flat, for a contiguous tensor may have any stride where its size is 1
+    if V % each == 0 == K % each and v.data_ptr() % 8 == 0:
+        rows, given, V = rows.view(torch.int64), given.view(torch.int64), V // each
+    rows[:, :V].copy_(given.view(-1, V))
+    rows[:, V:].zero_()
     return out
 
 

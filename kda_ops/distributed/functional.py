@@ -44,7 +44,8 @@ def chunk_kda(
 
     Returns:
         o ``[B, T, HV, V]`` of this rank's tokens in v's dtype, and the final state of all sequences in the layout of ``initial_state``, or None if it was
-        not asked for. Backward is collective: if one rank runs it, all must. Bytes and passes: `kda_ops.distributed.chunk`.
+        not asked for. There may be gaps between the rows of o: ``reshape`` it, not ``view``. Backward is collective: if one rank runs it, all must. Bytes
+        and passes: `kda_ops.distributed.chunk`.
 
     Raises:
         ValueError: shapes or flags disagree, on this rank or between ranks; the message says which, and every rank of the group raises.
