@@ -8,7 +8,7 @@ import torch
 
 import kda_ops
 from kda_ops.bench import sides
-from kda_ops.bench.cases import make_inputs
+from kda_ops.bench.cases import flags, make_inputs
 from kda_ops.compat import fla
 from tests.support.benchmark import case
 
@@ -58,6 +58,12 @@ def test_a_peer_is_asked_for_what_we_compute(installed, op, peer, gate):
     x = {n: t.double() for n, t in make_inputs(there).items()}
     off = (side.forward(there)(x) - sides.our_forward(there)(x)).abs().max()
     assert off < 1e-6  # a side whose gate is not inside activates it in float32
+
+
+def test_what_is_promised_to_us_is_promised_to_the_peer():
+    for gate in ("strong", "strong_safe", "weak_safe"):
+        there = case("kda", gate=gate)
+        assert sides._fla_flags(there, {}).get("safe_gate", False) == flags(there).get("safe_gate", False) == (gate != "strong")
 
 
 @pytest.mark.parametrize("layout", ["kv", "vk"])

@@ -21,8 +21,9 @@ from kda_ops.registrations import schemas
 from kda_ops.stages import Backend
 
 PASSES = ("fwd", "fwdbwd", "decode", "first_call_s")
-GATES = ("bound", "softplus", "strong", "weak", "strong_safe", "weak_safe")
-KDA_GATES = ("bound", "strong_safe", "weak_safe")  # of which GDN has none
+PROMISED = ("strong_safe", "weak_safe")
+GATES = ("bound", "softplus", "strong", "weak", *PROMISED)
+KDA_GATES = ("bound", *PROMISED)  # of which GDN has none
 STAGES = {"fwd": ("prepare", "scan"), "fwdbwd": ("prepare", "scan", "reverse_scan", "gradient"), "decode": ("step",), "first_call_s": ("prepare", "scan")}
 SETTINGS = {"cuda": ("B1T8192H96", "B8T4096H32"), "cpu": ("B1T2048H8",)}
 DECODE_SETTINGS = {"cuda": ("B128T1H32", "B8T1H32", "B1T1H32"), "cpu": ("B8T1H8",)}
@@ -78,7 +79,7 @@ class Case:
     @property
     def promised(self) -> bool:
         """Whether the caller promises that a given decay stays within bounds."""
-        return self.gate.endswith("_safe")
+        return self.gate in PROMISED
 
     @property
     def lower_bound(self) -> float | None:

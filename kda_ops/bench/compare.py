@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from kda_ops.bench import picture
-from kda_ops.bench.cases import DECODE_SETTINGS, GATES, KDA_GATES, PASSES, SETTINGS, Case, parse_setting
+from kda_ops.bench.cases import DECODE_SETTINGS, GATES, KDA_GATES, PASSES, PROMISED, SETTINGS, Case, parse_setting
 from kda_ops.bench.machine import Help, default_dtype, describe, names, need_device, need_writable, write_json
 from kda_ops.bench.rows import HEAD, KEY, WIDTHS, compare_rows, format_row, read_rows
 from kda_ops.bench.sides import PEERS, Peer, peers_of
@@ -216,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser, device: str | None = None) ->
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ops", type=names(("kda", "gdn")), default=["kda", "gdn"], help="comma-separated")
     parser.add_argument("--passes", type=names(PASSES), default=list(PASSES), help=f"of {','.join(PASSES)}")
-    parser.add_argument("--gates", type=names(GATES), default=list(GATES[:4]), help=f"of {','.join(GATES)}")
+    parser.add_argument("--gates", type=names(GATES), default=[g for g in GATES if g not in PROMISED], help=f"of {','.join(GATES)}")
     parser.add_argument("--settings", type=_settings, help="such as B1T8192H96,B1T65536H16HV32")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="bfloat16 on CUDA, float32 on CPU by default")
     peers = list(dict.fromkeys(p.name for p in PEERS))

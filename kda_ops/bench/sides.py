@@ -52,8 +52,8 @@ def _fla_flags(case: Case, x: Inputs) -> dict[str, Any]:
     if case.inside:
         words |= dict(A_log=x["A_log"], dt_bias=x["dt_bias"].flatten())
     if case.gate == "bound":
-        words |= dict(lower_bound=LOWER_BOUND)
-    if case.gate == "bound" or case.promised:
+        words |= dict(safe_gate=True, lower_bound=LOWER_BOUND)
+    if case.promised:
         words |= dict(safe_gate=True)
     return words
 
