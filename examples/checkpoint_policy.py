@@ -2,12 +2,14 @@
 
     python examples/checkpoint_policy.py       # CPU, under a minute
 
-Checkpointing a whole block spares its activations and runs its forward twice, attention included. A policy can name what to keep. `kda_ops.SAVE_OPS`
-holds the operators to name: a training graph calls ``chunk_fwd`` where the program called ``chunk``, and a policy that names ``torch.ops.kda.chunk`` alone
-never matches. What is then kept of the operator is its output and, for 16-bit inputs on GPUs, the matrix A (128 bytes per token and head); its inputs are
-recomputed with the rest of the block.
+Checkpointing a whole block spares its activations and runs its forward twice, attention included. A
+policy can name what to keep. `kda_ops.SAVE_OPS` holds the operators to name: a training graph calls
+``chunk_fwd`` where the program called ``chunk``, and a policy that names ``torch.ops.kda.chunk``
+alone never matches. What is then kept of the operator is its output and, for 16-bit inputs on GPUs,
+the matrix A (128 bytes per token and head); its inputs are recomputed with the rest of the block.
 
-The script takes one training step each way, eager and compiled, and prints how often the operator's forward ran and the peak of memory.
+The script takes one training step each way, eager and compiled, and prints how often the operator's
+forward ran and the peak of memory.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import kda_ops
 import kda_ops.chunk
@@ -38,32 +44,55 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.qkvg_proj, self.b_proj = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(hidden, heads, bias=False)
+        self.qkvg_proj, self.b_proj = (
+            nn.Linear(hidden, 4 * hidden, bias=False),
+            nn.Linear(hidden, heads, bias=False),
+        )
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
-        self.up_proj, self.down_proj = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
-        self.A_log, self.dt_bias = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.zeros(hidden))
+        self.up_proj, self.down_proj = (
+            nn.Linear(hidden, 4 * hidden, bias=False),
+            nn.Linear(4 * hidden, hidden, bias=False),
+        )
+        self.A_log, self.dt_bias = (
+            nn.Parameter(torch.zeros(heads)),
+            nn.Parameter(torch.zeros(hidden)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[B, T, hidden]`` to the same shape."""
         y = self.norm(x)
         q, k, v, g = self.qkvg_proj(y).unflatten(-1, (4, self.heads, -1)).unbind(2)
         o, _ = kda_ops.chunk_kda(
-            q, k, v, g, self.b_proj(y), self.A_log, self.dt_bias,
-            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            g,
+            self.b_proj(y),
+            self.A_log,
+            self.dt_bias,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+        )
         x = x + self.o_proj(o.flatten(-2))
         return x + self.down_proj(F.silu(self.up_proj(self.mlp_norm(x))))
 
 
 def save_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
     """Keep what the operators returned; recompute everything else."""
-    return CheckpointPolicy.MUST_SAVE if op in kda_ops.SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE if op in kda_ops.SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 POLICIES: dict[str, Callable | None] = {
     "keep everything": None,
     "recompute blocks": partial(checkpoint, use_reentrant=False),
-    "but not attention": partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_attention)),
+    "but not attention": partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, save_attention),
+    ),
 }
 
 
@@ -99,7 +128,8 @@ def measure(model: Callable, parameters: list[Tensor], x: Tensor) -> Step:
     model(x).square().mean().backward()
     for p in parameters:
         p.grad.zero_()
-    # The kernel behind `chunk_fwd`, whoever calls it: eager code, compiled code, or a recomputation.
+    # The kernel behind `chunk_fwd`, whoever calls it: eager code, compiled code, or a
+    # recomputation.
     with mock.patch.object(kda_ops.chunk, "forward", wraps=kda_ops.chunk.forward) as forward:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             loss = model(x).square().mean()
@@ -118,20 +148,32 @@ def measure(model: Callable, parameters: list[Tensor], x: Tensor) -> Step:
 
 def main(argv: list[str] | None = None) -> dict[tuple[str, str], Step]:
     """Measure every policy, eager and compiled."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--backend", default="aot_eager", help="of torch.compile; inductor takes longer to compile on a CPU and counts the same")
+    parser.add_argument(
+        "--backend",
+        default="aot_eager",
+        help="of torch.compile; inductor takes longer to compile on a CPU and counts the same",
+    )
     args = parser.parse_args(argv)
     if min(args.tokens, args.layers) < 1:
         parser.error("--tokens and --layers must be at least 1.")
     x, steps = torch.randn(2, args.tokens, 64, generator=torch.Generator().manual_seed(0)), {}
-    print(f"{args.layers} layers, 2 x {args.tokens} tokens\n{'':28s} forwards of the operator   peak MB")
+    print(
+        f"{args.layers} layers, 2 x {args.tokens} tokens\n{'':28s} forwards of the operator   "
+        "peak MB"
+    )
     for name, policy in POLICIES.items():
         torch.manual_seed(0)
         model = Model(policy, layers=args.layers)
         parameters = list(model.parameters())
-        for mode, call in (("eager", model), ("compiled", torch.compile(model, backend=args.backend, fullgraph=True))):
+        for mode, call in (
+            ("eager", model),
+            ("compiled", torch.compile(model, backend=args.backend, fullgraph=True)),
+        ):
             step = steps[name, mode] = measure(call, parameters, x)
             print(f"{name:18s} {mode:9s} {step.forwards:24d} {step.peak:9.1f}")
     return steps

@@ -1,13 +1,16 @@
-"""Train one step on a sequence that is cut across processes, and prove that loss and gradients are those of one process.
+"""Train one step on a sequence that is cut across processes, and prove that loss and gradients are
+those of one process.
 
-    python examples/context_parallel.py                            # two processes on this machine, a few seconds
+    python examples/context_parallel.py        # two processes on this machine, a few seconds
     python examples/context_parallel.py --processes 4 --gdn
-    torchrun --nproc-per-node 2 examples/context_parallel.py       # the same under a launcher
+    torchrun --nproc-per-node 2 examples/context_parallel.py    # the same under a launcher
     torchrun --nproc-per-node 2 examples/context_parallel.py --device cuda
 
-Each rank runs the model on its own part of the tokens; the parts differ in length. A token needs the rest of the sequence in two places: the short convolution
-reads the three tokens before it (`exchange_tail`), and the attention the state (`chunk_kda`). All else is per token. The loss is the sum of the ranks'
-losses, so gradients are summed over the ranks, as data parallelism does. Afterwards each rank takes the same step alone, to compare.
+Each rank runs the model on its own part of the tokens; the parts differ in length. A token needs
+the rest of the sequence in two places: the short convolution reads the three tokens before it
+(`exchange_tail`), and the attention the state (`chunk_kda`). All else is per token. The loss is the
+sum of the ranks' losses, so gradients are summed over the ranks, as data parallelism does.
+Afterwards each rank takes the same step alone, to compare.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sig
 
 
 class Model(nn.Module):
-    """An embedding, one attention layer with a short convolution, and a choice of the next token."""
+    """An embedding, one attention layer with a short convolution, and a choice of the next
+    token.
+    """
 
     def __init__(self, gdn: bool):
         super().__init__()
@@ -49,10 +54,16 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, plan: cp.ContextPlan | None = None) -> Tensor:
-        """Logits [B, T, VOCABULARY] of this rank's tokens [B, T]; without a plan, of whole sequences."""
+        """Logits [B, T, VOCABULARY] of this rank's tokens [B, T]; without a plan, of whole
+        sequences.
+        """
         x = self.embed(tokens)
         qkv = self.qkv(x)  # q, k and v side by side: one exchange for the three convolutions
-        tail = qkv.new_zeros(qkv.shape[0], TAPS - 1, qkv.shape[2]) if plan is None else cp.exchange_tail(qkv, TAPS, plan)
+        tail = (
+            qkv.new_zeros(qkv.shape[0], TAPS - 1, qkv.shape[2])
+            if plan is None
+            else cp.exchange_tail(qkv, TAPS, plan)
+        )
         qkv = F.silu(F.conv1d(torch.cat([tail, qkv], 1).mT, self.taps, groups=qkv.shape[2]).mT)
         q, k, v = qkv.unflatten(2, (3, HEADS, K)).unbind(2)
         decay, beta = self.decay(x), self.beta(x)
@@ -66,22 +77,30 @@ class Model(nn.Module):
         return self.head(x + self.out(o.flatten(2)))
 
 
-def loss_of(model: Model, tokens: Tensor, targets: Tensor, total: int, plan: cp.ContextPlan | None = None) -> Tensor:
+def loss_of(
+    model: Model, tokens: Tensor, targets: Tensor, total: int, plan: cp.ContextPlan | None = None
+) -> Tensor:
     """This rank's part of the mean loss over `total` tokens."""
     logits = model(tokens, plan)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / total
 
 
 def step(args: argparse.Namespace) -> float:
-    """One step on this rank's part; the largest relative difference from the step of one process."""
+    """One step on this rank's part; the largest relative difference from the step of one
+    process.
+    """
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
     torch.manual_seed(args.seed)
     model = Model(args.gdn).to(device)  # the same on every rank
-    text = torch.randint(VOCABULARY, (1, args.length + 1), generator=torch.Generator().manual_seed(args.seed))  # a rank would read its part of a file
-    cuts = [args.length * i * (i + 1) // (size * (size + 1)) for i in range(size + 1)]  # rank i holds i + 1 shares
+    # a rank would read its part of a file
+    text = torch.randint(
+        VOCABULARY, (1, args.length + 1), generator=torch.Generator().manual_seed(args.seed)
+    )
+    # rank i holds i + 1 shares
+    cuts = [args.length * i * (i + 1) // (size * (size + 1)) for i in range(size + 1)]
     mine = slice(cuts[rank], cuts[rank + 1])
     tokens, targets = text[:, :-1][:, mine].to(device), text[:, 1:][:, mine].to(device)
 
@@ -102,14 +121,21 @@ def step(args: argparse.Namespace) -> float:
     for (name, p), q in zip(model.named_parameters(), alone.parameters()):
         difference[name] = ((p.grad - q.grad).abs().max() / q.grad.abs().max()).item()
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    difference["parameters after the step"] = max((p - q).abs().max().item() for p, q in zip(model.parameters(), alone.parameters()))
+    difference["parameters after the step"] = max(
+        (p - q).abs().max().item() for p, q in zip(model.parameters(), alone.parameters())
+    )
     worst = max(difference.values())
     if rank == 0:
-        print(f"{args.length} tokens on {size} ranks ({', '.join(map(str, plan.lengths))}): loss {loss.item():.6f}, one process {loss_alone.item():.6f}")
+        print(
+            f"{args.length} tokens on {size} ranks ({', '.join(map(str, plan.lengths))}): loss "
+            f"{loss.item():.6f}, one process {loss_alone.item():.6f}"
+        )
         for name, d in difference.items():
             print(f"  {name:26s} differs by {d:.1e}")
     if not worst < 1e-4:
-        raise RuntimeError(f"rank {rank}: the step across ranks is not the step of one process: {difference}")
+        raise RuntimeError(
+            f"rank {rank}: the step across ranks is not the step of one process: {difference}"
+        )
     return worst
 
 
@@ -119,10 +145,13 @@ def _process(rank: int, store: str, args: argparse.Namespace) -> None:
 
 
 def _serve(args: argparse.Namespace, **rendezvous: Any) -> NoReturn:
-    """Be one rank, then end its process without Python's own end: a thread of gloo that lets go of a tensor then would abort it (pytorch/pytorch#190489)."""
+    """Be one rank, then end its process without Python's own end: a thread of gloo that lets go of
+    a tensor then would abort it (pytorch/pytorch#190489).
+    """
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **rendezvous)
     step(args)
-    time.sleep(1)  # gloo: a rank that leaves ends what a slower one has yet to read of the last collective
+    # gloo: a rank that leaves ends what a slower one has yet to read of the last collective
+    time.sleep(1)
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)
@@ -130,10 +159,14 @@ def _serve(args: argparse.Namespace, **rendezvous: Any) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> None:
     """Run under torchrun, or start the processes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gdn", action="store_true", help="Gated DeltaNet in place of KDA")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--processes", type=int, default=2, help="how many to start, where no launcher has")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="how many to start, where no launcher has"
+    )
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -141,7 +174,8 @@ def main(argv: list[str] | None = None) -> None:
     ranks = int(os.environ["WORLD_SIZE"]) if launched else args.processes
     if ranks < 1 or args.length < ranks * (ranks + 1) // 2:
         parser.error(
-            f"--length must give each rank a token, rank i of them i + 1 shares, and there must be a rank: got {args.length} tokens for {ranks} ranks."
+            "--length must give each rank a token, rank i of them i + 1 shares, and there must be "
+            f"a rank: got {args.length} tokens for {ranks} ranks."
         )
     if launched:
         _serve(args)

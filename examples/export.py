@@ -1,22 +1,34 @@
-"""Export a KDA layer: one program for any batch and length, and a decode step that keeps its states as a buffer.
+"""Export a KDA layer: one program for any batch and length, and a decode step that keeps its states
+as a buffer.
 
-    python examples/export.py                  # torch.export: save, load, run; a few seconds
-    python examples/export.py --package .      # also compile with AOTInductor, into prefill.pt2 and decode.pt2; half a minute more
-    python examples/export.py --device cuda --package .     # packages for CUDA are not shown to work yet, see README
+    # torch.export: save, load, run; a few seconds
+    python examples/export.py
+    # also compile with AOTInductor, into prefill.pt2 and decode.pt2; half a minute more
+    python examples/export.py --package .
+    # packages for CUDA are not shown to work yet, see README
+    python examples/export.py --device cuda --package .
 
-The operators stand in exported programs as one node each, ``torch.ops.kda.chunk`` and ``torch.ops.kda.recurrent_``. So a program holds no kernel of theirs
-and needs ``import kda_ops`` where it runs, saved programs (``torch.export.load``) and AOTInductor packages (``torch._inductor.aoti_load_package``) alike:
-the import registers the operators, and without it loading fails with "Could not find schema for kda::chunk". Four more things to know:
+The operators stand in exported programs as one node each, ``torch.ops.kda.chunk`` and
+``torch.ops.kda.recurrent_``. So a program holds no kernel of theirs and needs ``import kda_ops``
+where it runs, saved programs (``torch.export.load``) and AOTInductor packages
+(``torch._inductor.aoti_load_package``) alike: the import registers the operators, and without it
+loading fails with "Could not find schema for kda::chunk". Four more things to know:
 
-- Decoding writes its states in place, which is inference: export and run it under ``torch.no_grad()``.
+- Decoding writes its states in place, which is inference: export and run it under
+  ``torch.no_grad()``.
 - Bring CUDA up (the inputs do) before a package for CUDA is loaded.
-- A package takes inputs with the strides of the example inputs, and does not check this (with AOTI_RUNTIME_CHECK_INPUTS=1 it does). Pass contiguous tensors.
-- Exported graphs are below the pass of `kda_ops.inductor`: ask for the gate, the normalisation and the sigmoid by flags, as here.
+- A package takes inputs with the strides of the example inputs, and does not check this (with
+  AOTI_RUNTIME_CHECK_INPUTS=1 it does). Pass contiguous tensors.
+- Exported graphs are below the pass of `kda_ops.inductor`: ask for the gate, the normalisation and
+  the sigmoid by flags, as here.
 
-Without Python: a package calls each operator through PyTorch's dispatcher (its proxy executor), by name and schema. A C++ process that links libtorch can
-run it once a library is loaded that defines the same schema (``TORCH_LIBRARY(kda, m)`` with the line that ``torch.ops.kda.chunk.default._schema``
-prints) and implements it for the device. kda_ops ships no such library: its kernels are launched from Python. A C++ server can embed an interpreter
-(``pybind11::scoped_interpreter``), import kda_ops there once, and load packages in that process; a call then takes the GIL while it launches.
+Without Python: a package calls each operator through PyTorch's dispatcher (its proxy executor), by
+name and schema. A C++ process that links libtorch can run it once a library is loaded that defines
+the same schema (``TORCH_LIBRARY(kda, m)`` with the line that
+``torch.ops.kda.chunk.default._schema`` prints) and implements it for the device. kda_ops ships no
+such library: its kernels are launched from Python. A C++ server can embed an interpreter
+(``pybind11::scoped_interpreter``), import kda_ops there once, and load packages in that process; a
+call then takes the GIL while it launches.
 """
 
 from __future__ import annotations
@@ -39,9 +51,13 @@ FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sig
 
 
 class Mixer(nn.Module):
-    """x ``[B, T, hidden]`` to the same shape: projections around `chunk_kda`, or another operator over whole sequences."""
+    """x ``[B, T, hidden]`` to the same shape: projections around `chunk_kda`, or another operator
+    over whole sequences.
+    """
 
-    def __init__(self, hidden: int = 32, heads: int = 2, width: int = 16, operator=kda_ops.chunk_kda):
+    def __init__(
+        self, hidden: int = 32, heads: int = 2, width: int = 16, operator=kda_ops.chunk_kda
+    ):
         super().__init__()
         self.heads, self.width, self.operator = heads, width, operator
         self.qkvg_proj = nn.Linear(hidden, 4 * heads * width, bias=False)
@@ -52,16 +68,22 @@ class Mixer(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k, v, g ``[B, T, heads, width]`` and beta ``[B, T, heads]``."""
-        return *self.qkvg_proj(x).unflatten(-1, (4, self.heads, self.width)).unbind(2), self.b_proj(x)
+        return *self.qkvg_proj(x).unflatten(-1, (4, self.heads, self.width)).unbind(2), self.b_proj(
+            x
+        )
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Mix the tokens of each row, or of each packed sequence."""
-        o, _ = self.operator(*self.project(x), self.A_log, self.dt_bias, cu_seqlens=cu_seqlens, **FLAGS)
+        o, _ = self.operator(
+            *self.project(x), self.A_log, self.dt_bias, cu_seqlens=cu_seqlens, **FLAGS
+        )
         return self.o_proj(o.flatten(-2))
 
 
 class Decoder(Mixer):
-    """x ``[N, 1, hidden]`` and the slot of each sequence ``[N]``: one more token each, on a pool of states that is a buffer."""
+    """x ``[N, 1, hidden]`` and the slot of each sequence ``[N]``: one more token each, on a pool of
+    states that is a buffer.
+    """
 
     def __init__(self, *args, slots: int = 8, **kwargs):
         super().__init__(*args, **kwargs)
@@ -69,21 +91,31 @@ class Decoder(Mixer):
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
         """Read and write the states in place."""
-        o = kda_ops.recurrent_kda_(*self.project(x), self.states, slots, A_log=self.A_log, dt_bias=self.dt_bias, **FLAGS)
+        o = kda_ops.recurrent_kda_(
+            *self.project(x), self.states, slots, A_log=self.A_log, dt_bias=self.dt_bias, **FLAGS
+        )
         return self.o_proj(o.flatten(-2))
 
 
 def export_prefill(mixer: Mixer) -> ExportedProgram:
     """One program for any batch and length."""
     x = torch.randn(2, 70, 32, device=mixer.A_log.device)
-    return torch.export.export(mixer, (x,), dynamic_shapes=({0: Dim("B", max=64), 1: Dim("T", max=65536)},))
+    return torch.export.export(
+        mixer, (x,), dynamic_shapes=({0: Dim("B", max=64), 1: Dim("T", max=65536)},)
+    )
 
 
 def export_packed(mixer: Mixer) -> ExportedProgram:
-    """One program for any number of packed sequences: their offsets are data, only how many there are is a shape."""
+    """One program for any number of packed sequences: their offsets are data, only how many there
+    are is a shape.
+    """
     device = mixer.A_log.device
     example = torch.randn(1, 70, 32, device=device), torch.tensor([0, 30, 30, 65], device=device)
-    return torch.export.export(mixer, example, dynamic_shapes=({1: Dim("T", max=65536)}, {0: Dim("offsets", min=1, max=1024)}))
+    return torch.export.export(
+        mixer,
+        example,
+        dynamic_shapes=({1: Dim("T", max=65536)}, {0: Dim("offsets", min=1, max=1024)}),
+    )
 
 
 @torch.no_grad()
@@ -110,15 +142,20 @@ def package(program: ExportedProgram, path: Path) -> Path:
 
 
 def run_elsewhere(path: Path, *inputs: Tensor) -> Tensor:
-    """Run a package once in a fresh process, whose only knowledge of the model is the file and ``import kda_ops``."""
+    """Run a package once in a fresh process, whose only knowledge of the model is the file and
+    ``import kda_ops``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         torch.save(inputs, Path(folder) / "in.pt")
         code = (
-            "import sys, torch, kda_ops; package, folder = sys.argv[1:]; inputs = torch.load(folder + '/in.pt'); "
+            "import sys, torch, kda_ops; package, folder = sys.argv[1:]; inputs = "
+            "torch.load(folder + '/in.pt'); "
             "torch.save(torch._inductor.aoti_load_package(package)(*inputs), folder + '/out.pt')"
         )
         subprocess.run(
-            [sys.executable, "-X", "faulthandler", "-c", code, str(path), folder], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+            [sys.executable, "-X", "faulthandler", "-c", code, str(path), folder],
+            check=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
         return torch.load(Path(folder) / "out.pt")
 
@@ -126,15 +163,25 @@ def run_elsewhere(path: Path, *inputs: Tensor) -> Tensor:
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Export, save, load and run; returns the largest difference from the module for each way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--package", type=Path, metavar="FOLDER", help="also compile packages with AOTInductor into this folder")
+    parser.add_argument(
+        "--package",
+        type=Path,
+        metavar="FOLDER",
+        help="also compile packages with AOTInductor into this folder",
+    )
     args = parser.parse_args(argv)
     need_device(parser, args.device)
     torch.manual_seed(0)
     mixer, decoder = Mixer().to(args.device), Decoder().to(args.device)
     decoder.load_state_dict(mixer.state_dict(), strict=False)
-    x, slots, offsets = (t.to(args.device) for t in (torch.randn(3, 100, 32), torch.tensor([5, 0, 2]), torch.tensor([0, 7, 100])))
+    x, slots, offsets = (
+        t.to(args.device)
+        for t in (torch.randn(3, 100, 32), torch.tensor([5, 0, 2]), torch.tensor([0, 7, 100]))
+    )
     want = mixer(x)
     off: dict[str, float] = {}
 
@@ -145,13 +192,31 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         prefill, decode = export_prefill(mixer), export_decode(decoder)
         compare("prefill", through_file(prefill, Path(folder))(x), want)
-        compare("packed sequences", through_file(export_packed(mixer), Path(folder))(x[:1], offsets), mixer(x[:1], offsets))
+        compare(
+            "packed sequences",
+            through_file(export_packed(mixer), Path(folder))(x[:1], offsets),
+            mixer(x[:1], offsets),
+        )
         step = through_file(decode, Path(folder))
-        compare("decode, 5 tokens", torch.cat([step(x[:, t : t + 1].contiguous(), slots) for t in range(5)], 1), want[:, :5])
+        compare(
+            "decode, 5 tokens",
+            torch.cat([step(x[:, t : t + 1].contiguous(), slots) for t in range(5)], 1),
+            want[:, :5],
+        )
     if args.package:
         args.package.mkdir(parents=True, exist_ok=True)
-        compare("packaged prefill", run_elsewhere(package(prefill, args.package / "prefill.pt2"), x), want)
-        compare("packaged decode", run_elsewhere(package(decode, args.package / "decode.pt2"), x[:, :1].contiguous(), slots), want[:, :1])
+        compare(
+            "packaged prefill",
+            run_elsewhere(package(prefill, args.package / "prefill.pt2"), x),
+            want,
+        )
+        compare(
+            "packaged decode",
+            run_elsewhere(
+                package(decode, args.package / "decode.pt2"), x[:, :1].contiguous(), slots
+            ),
+            want[:, :1],
+        )
     return off
 
 

@@ -1,14 +1,19 @@
 """Train a Kimi-Linear of transformers on packed documents, with these operators under it.
 
-    python examples/finetune_transformers.py                 # a tiny model on a CPU, under a minute
-    python examples/finetune_transformers.py --compare       # and one step each way, with transformers' own path too
+    # a tiny model on a CPU, under a minute
+    python examples/finetune_transformers.py
+    # and one step each way, with transformers' own path too
+    python examples/finetune_transformers.py --compare
 
-One line makes the difference: `kda_ops.compat.transformers.enable()`. The loop, the model and its checkpoints stay as they are; the same line serves
-Qwen3-Next and Qwen3.5. The model here is a random one, to run anywhere: put ``KimiLinearForCausalLM.from_pretrained(...)`` in its place, and its tokenizer
-in that of bytes.
+One line makes the difference: `kda_ops.compat.transformers.enable()`. The loop, the model and its
+checkpoints stay as they are; the same line serves Qwen3-Next and Qwen3.5. The model here is a
+random one, to run anywhere: put ``KimiLinearForCausalLM.from_pretrained(...)`` in its place, and
+its tokenizer in that of bytes.
 
-Documents (functions of the Python standard library) are packed into rows without padding: ``cu_seq_lens_q`` says where they start, ``position_ids`` count from
-0 in each, and no state, convolution or attention reaches from one into the next. A loop of padded batches changes nothing: ``attention_mask`` works as ever.
+Documents (functions of the Python standard library) are packed into rows without padding:
+``cu_seq_lens_q`` says where they start, ``position_ids`` count from 0 in each, and no state,
+convolution or attention reaches from one into the next. A loop of padded batches changes nothing:
+``attention_mask`` works as ever.
 """
 
 from __future__ import annotations
@@ -30,20 +35,42 @@ from kda_ops.bench.machine import need_device
 
 
 def tiny(hidden: int = 64, heads: int = 2, head_dim: int = 32, layers: int = 4) -> nn.Module:
-    """A Kimi-Linear with three layers of Kimi Delta Attention to each layer of full attention, over bytes."""
+    """A Kimi-Linear with three layers of Kimi Delta Attention to each layer of full attention, over
+    bytes.
+    """
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
-    return KimiLinearForCausalLM(KimiLinearConfig(
-        vocab_size=257, pad_token_id=256, bos_token_id=None, eos_token_id=None, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)], mlp_layer_types=["dense"] * layers,
-        linear_num_heads=heads, linear_head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=heads, kv_lora_rank=head_dim,
-        qk_nope_head_dim=head_dim, qk_rope_head_dim=head_dim // 2, v_head_dim=head_dim,
-    ))  # fmt: skip
+    return KimiLinearForCausalLM(
+        KimiLinearConfig(
+            vocab_size=257,
+            pad_token_id=256,
+            bos_token_id=None,
+            eos_token_id=None,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            layer_types=[
+                "full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)
+            ],
+            mlp_layer_types=["dense"] * layers,
+            linear_num_heads=heads,
+            linear_head_dim=head_dim,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            kv_lora_rank=head_dim,
+            qk_nope_head_dim=head_dim,
+            qk_rope_head_dim=head_dim // 2,
+            v_head_dim=head_dim,
+        )
+    )
 
 
 def documents() -> Iterator[bytes]:
     """Functions of the standard library, in random order, again and again."""
-    texts = [path.read_text(errors="ignore") for path in sorted(Path(random.__file__).parent.glob("*.py"))]
+    texts = [
+        path.read_text(errors="ignore")
+        for path in sorted(Path(random.__file__).parent.glob("*.py"))
+    ]
     found = ["def " + part for text in texts for part in text.split("\ndef ")[1:]]
     order = random.Random(0)
     while True:
@@ -93,7 +120,9 @@ def step_time(model: nn.Module, call: Callable, row: dict, repeat: int = 5) -> f
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, complete a line, and compare if asked; losses and milliseconds by name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=1024, help="of a row")
     parser.add_argument("--hidden", type=int, default=64)
@@ -102,7 +131,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
-    parser.add_argument("--compare", action="store_true", help="time one unpacked row, with transformers' own path too")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="time one unpacked row, with transformers' own path too",
+    )
     args = parser.parse_args(argv)
     need_device(parser, args.device)
     if min(args.steps, args.hidden, args.heads, args.head_dim, args.layers) < 1 or args.tokens < 2:
@@ -136,17 +169,24 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     prompt = torch.tensor([list(b"def get_")], device=args.device)
     with autocast():
-        written = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
+        written = model.eval().generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False
+        )
     print(bytes(b for b in written[0].tolist() if b < 256).decode(errors="replace"))
 
     if args.compare:
         model.train()
-        row = {n: x for n, x in next(data).items() if n != "cu_seq_lens_q"} | {"position_ids": torch.arange(args.tokens, device=args.device)[None]}
+        row = {n: x for n, x in next(data).items() if n != "cu_seq_lens_q"} | {
+            "position_ids": torch.arange(args.tokens, device=args.device)[None]
+        }
         with autocast():
             out["ours, ms"] = step_time(model, call, row)
             kda_ops.compat.transformers.disable()
             out["transformers, ms"] = step_time(model, model, row)
-        print(f"one forward and backward of {args.tokens} tokens: {out['ours, ms']:.1f} ms, by transformers' own path {out['transformers, ms']:.1f} ms")
+        print(
+            f"one forward and backward of {args.tokens} tokens: {out['ours, ms']:.1f} ms, by "
+            f"transformers' own path {out['transformers, ms']:.1f} ms"
+        )
     kda_ops.compat.transformers.disable()
     return out
 

@@ -1,16 +1,23 @@
-"""Train a small model of KDA and GDN layers with FSDP2, and show that its losses and parameters are those of one process.
+"""Train a small model of KDA and GDN layers with FSDP2, and show that its losses and parameters are
+those of one process.
 
-    python examples/fsdp.py                                           # two processes on this machine, gloo, a few seconds
-    python examples/fsdp.py --processes 4 --tensor-parallel 2         # rows over two, heads over two
-    torchrun --nproc-per-node 2 examples/fsdp.py                      # the same under a launcher
-    torchrun --nproc-per-node 2 examples/fsdp.py --device cuda        # NCCL
+    # two processes on this machine, gloo, a few seconds
+    python examples/fsdp.py
+    # rows over two, heads over two
+    python examples/fsdp.py --processes 4 --tensor-parallel 2
+    # the same under a launcher
+    torchrun --nproc-per-node 2 examples/fsdp.py
+    # NCCL
+    torchrun --nproc-per-node 2 examples/fsdp.py --device cuda
 
-Each rank reads its rows of the batch and keeps its part of every parameter, gradient and optimizer state; `fully_shard` gathers one block at a time. A block is
-wrapped as a whole: nothing about our layers needs to be known. Heads are spread by `HeadParallel` before that, on the other dimension of the mesh.
-Afterwards the first rank trains alone on the whole batches, to compare.
+Each rank reads its rows of the batch and keeps its part of every parameter, gradient and optimizer
+state; `fully_shard` gathers one block at a time. A block is wrapped as a whole: nothing about our
+layers needs to be known. Heads are spread by `HeadParallel` before that, on the other dimension of
+the mesh. Afterwards the first rank trains alone on the whole batches, to compare.
 
-In bfloat16, keep the parameters in float32 and train under ``torch.autocast``: a `MixedPrecisionPolicy` with ``param_dtype=torch.bfloat16`` would round the
-gate's A_log and dt_bias as well, and FSDP2 takes no block whose parameters differ in dtype.
+In bfloat16, keep the parameters in float32 and train under ``torch.autocast``: a
+`MixedPrecisionPolicy` with ``param_dtype=torch.bfloat16`` would round the gate's A_log and dt_bias
+as well, and FSDP2 takes no block whose parameters differ in dtype.
 """
 
 from __future__ import annotations
@@ -53,10 +60,20 @@ class Block(nn.Module):
 
 
 def new_model(seed: int, device: torch.device) -> nn.Sequential:
-    """An embedding, two KDA blocks and a GDN block, a choice of the next token; the same on every rank."""
+    """An embedding, two KDA blocks and a GDN block, a choice of the next token; the same on every
+    rank.
+    """
     torch.manual_seed(seed)
-    mixers = [layer(HIDDEN, head_dim=16, num_heads=4, expand_v=1) for layer in (KimiDeltaAttention, KimiDeltaAttention, GatedDeltaNet)]
-    return nn.Sequential(nn.Embedding(VOCABULARY, HIDDEN), *map(Block, mixers), nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)).to(device)
+    mixers = [
+        layer(HIDDEN, head_dim=16, num_heads=4, expand_v=1)
+        for layer in (KimiDeltaAttention, KimiDeltaAttention, GatedDeltaNet)
+    ]
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, HIDDEN),
+        *map(Block, mixers),
+        nn.RMSNorm(HIDDEN),
+        nn.Linear(HIDDEN, VOCABULARY, bias=False),
+    ).to(device)
 
 
 def shard(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
@@ -69,15 +86,23 @@ def shard(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
     return fully_shard(model, mesh=mesh["dp"])
 
 
-def train(model: nn.Sequential, args: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None = None) -> list[float]:
+def train(
+    model: nn.Sequential,
+    args: argparse.Namespace,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+) -> list[float]:
     """The loss of each step over the whole batch; a rank of a mesh computes its rows of it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     generator, losses = torch.Generator().manual_seed(args.seed), []
-    successor = torch.randperm(VOCABULARY, generator=generator)  # the text: mostly, a token is followed by one of its own
+    # the text: mostly, a token is followed by one of its own
+    successor = torch.randperm(VOCABULARY, generator=generator)
     for _ in range(args.steps):
         text = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
         for t in range(LENGTH):
-            text[:, t + 1] = torch.where(torch.rand(ROWS, generator=generator) < 0.9, successor[text[:, t]], text[:, t + 1])
+            text[:, t + 1] = torch.where(
+                torch.rand(ROWS, generator=generator) < 0.9, successor[text[:, t]], text[:, t + 1]
+            )
         rows = text if mesh is None else text.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")]
         rows = rows.to(device)
         loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
@@ -101,19 +126,29 @@ def run(args: argparse.Namespace) -> None:
     sizes = (dist.get_world_size() // args.tensor_parallel, args.tensor_parallel)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))
     model = shard(new_model(args.seed, device), mesh)
-    held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
+    held = sum(
+        p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters()
+    )
     losses = train(model, args, device, mesh)
     whole = {name: p.full_tensor() for name, p in model.named_parameters()}  # every rank takes part
     if dist.get_rank() == 0:
         alone = new_model(args.seed, device)
         losses_alone = train(alone, args, device)
         parameters = dict(alone.named_parameters())
-        print(f"rows over {sizes[0]} ranks, heads over {sizes[1]}: a rank holds {held} of {sum(p.numel() for p in parameters.values())} parameters")
+        print(
+            f"rows over {sizes[0]} ranks, heads over {sizes[1]}: a rank holds {held} of "
+            f"{sum(p.numel() for p in parameters.values())} parameters"
+        )
         for step, (a, b) in enumerate(zip(losses, losses_alone)):
             print(f"  step {step}: loss {a:.6f}, one process {b:.6f}")
         off = max(abs(a - b) / b for a, b in zip(losses, losses_alone))
-        off_parameters = max(((whole[name] - p).abs().max() / p.abs().max()).item() for name, p in parameters.items())
-        print(f"losses differ by at most {off:.1e}, parameters after the last step by {off_parameters:.1e}")
+        off_parameters = max(
+            ((whole[name] - p).abs().max() / p.abs().max()).item() for name, p in parameters.items()
+        )
+        print(
+            f"losses differ by at most {off:.1e}, parameters after the last step by "
+            f"{off_parameters:.1e}"
+        )
         if not (off < 1e-4 and off_parameters < 1e-3 and losses[-1] < losses[0]):
             raise RuntimeError("training across ranks is not the training of one process")
     dist.barrier()
@@ -125,10 +160,13 @@ def _process(rank: int, store: str, args: argparse.Namespace) -> None:
 
 
 def _serve(args: argparse.Namespace, **rendezvous: Any) -> NoReturn:
-    """Be one rank, then end its process without Python's own end: a thread of gloo that lets go of a tensor then would abort it (pytorch/pytorch#190489)."""
+    """Be one rank, then end its process without Python's own end: a thread of gloo that lets go of
+    a tensor then would abort it (pytorch/pytorch#190489).
+    """
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **rendezvous)
     run(args)
-    time.sleep(1)  # gloo: a rank that leaves ends what a slower one has yet to read of the last collective
+    # gloo: a rank that leaves ends what a slower one has yet to read of the last collective
+    time.sleep(1)
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)
@@ -136,20 +174,30 @@ def _serve(args: argparse.Namespace, **rendezvous: Any) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> None:
     """Run under torchrun, or start the processes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--processes", type=int, default=2, help="how many to start, where no launcher has")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="over how many ranks the heads are spread")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="how many to start, where no launcher has"
+    )
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="over how many ranks the heads are spread"
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else args.processes
     if ranks < 1 or args.tensor_parallel < 1 or ranks % args.tensor_parallel:
-        parser.error(f"--tensor-parallel must divide the {ranks} ranks, of which there is at least one, got {args.tensor_parallel}.")
+        parser.error(
+            f"--tensor-parallel must divide the {ranks} ranks, of which there is at least one, "
+            f"got {args.tensor_parallel}."
+        )
     if ROWS % (ranks // args.tensor_parallel):
         parser.error(
-            f"{ranks} ranks, {args.tensor_parallel} of them for the heads, cannot share the {ROWS} rows of a batch evenly: take 1, 2, 4 or 8 for rows."
+            f"{ranks} ranks, {args.tensor_parallel} of them for the heads, cannot share the "
+            f"{ROWS} rows of a batch evenly: take 1, 2, 4 or 8 for rows."
         )
     if args.steps < 2:
         parser.error(f"--steps must be at least 2, so that the loss can fall, got {args.steps}.")

@@ -1,9 +1,11 @@
-"""Associative recall: sixteen pairs are shown once, and asked for after 64 tokens of noise. Only the state can carry them there.
+"""Associative recall: sixteen pairs are shown once, and asked for after 64 tokens of noise. Only
+the state can carry them there.
 
     python examples/recall.py                 # CPU, under 2 minutes on two cores
 
-A row reads ``key value`` sixteen times, then 64 noise tokens, then the sixteen keys in another order; at each of them the model has to name its value. From any
-value to any question there are more than 64 tokens, and the convolutions see four.
+A row reads ``key value`` sixteen times, then 64 noise tokens, then the sixteen keys in another
+order; at each of them the model has to name its value. From any value to any question there are
+more than 64 tokens, and the convolutions see four.
 """
 
 from __future__ import annotations
@@ -40,10 +42,15 @@ class RecallModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, hidden)
         self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(3))
-        self.mixers = nn.ModuleList(KimiDeltaAttention(hidden_size=hidden, head_dim=hidden // 2, num_heads=2) for _ in range(2))
+        self.mixers = nn.ModuleList(
+            KimiDeltaAttention(hidden_size=hidden, head_dim=hidden // 2, num_heads=2)
+            for _ in range(2)
+        )
         self.head = nn.Linear(hidden, VALUES, bias=False)
         for mixer in self.mixers:
-            nn.init.constant_(mixer.A_log, -4.0)  # at the layer's own start most channels fade within 64 tokens, and there is little to learn from
+            # at the layer's own start most channels fade within 64 tokens, and there is little to
+            # learn from
+            nn.init.constant_(mixer.A_log, -4.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the values asked for, [batch, 16, VALUES]."""
@@ -55,11 +62,18 @@ class RecallModel(nn.Module):
 
 def main(argv: list[str] | None = None) -> float:
     """Train, then return the accuracy on rows never seen."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=600, help="at most; training ends once 20 batches in a row are right to 98 %%")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=600,
+        help="at most; training ends once 20 batches in a row are right to 98 %%",
+    )
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -68,10 +82,15 @@ def main(argv: list[str] | None = None) -> float:
         parser.error("--hidden, --batch and --steps must be at least 1.")
     begin = time.perf_counter()
     torch.manual_seed(args.seed)
-    training, testing = torch.Generator().manual_seed(args.seed), torch.Generator().manual_seed(args.seed + 1)
+    training, testing = (
+        torch.Generator().manual_seed(args.seed),
+        torch.Generator().manual_seed(args.seed + 1),
+    )
     model = RecallModel(args.hidden).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, total_steps=args.steps, pct_start=0.1
+    )
     progress, streak = tqdm(range(args.steps), unit="step"), 0
     for _ in progress:
         tokens, answers = (x.to(args.device) for x in rows(args.batch, training))
@@ -89,7 +108,10 @@ def main(argv: list[str] | None = None) -> float:
     with torch.no_grad():
         tokens, answers = (x.to(args.device) for x in rows(512, testing))
         accuracy = (model(tokens).argmax(-1) == answers).float().mean().item()
-    print(f"{accuracy:.1%} of {answers.numel()} questions answered rightly (chance: {1 / VALUES:.1%}); {time.perf_counter() - begin:.0f} s")
+    print(
+        f"{accuracy:.1%} of {answers.numel()} questions answered rightly (chance: "
+        f"{1 / VALUES:.1%}); {time.perf_counter() - begin:.0f} s"
+    )
     return accuracy
 
 

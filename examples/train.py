@@ -1,4 +1,5 @@
-"""Train a byte-level language model with KDA layers on the source of Python's standard library, then let it write some.
+"""Train a byte-level language model with KDA layers on the source of Python's standard library,
+then let it write some.
 
     pip install -e ".[examples]"
     python examples/train.py                  # CPU, under 3 minutes on two cores
@@ -36,7 +37,8 @@ SIZES = {
     "cpu": dict(layers=3, hidden=128, head_dim=64, batch=16, length=256, steps=200, lr=4e-3),
     "cuda": dict(layers=12, hidden=768, head_dim=128, batch=32, length=1024, steps=2000, lr=1e-3),
 }
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}  # not the library, or tables rather than code
+# not the library, or tables rather than code
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
 LOG2E = math.log2(math.e)
 
 
@@ -44,10 +46,15 @@ LOG2E = math.log2(math.e)
 
 
 def read_library() -> tuple[Tensor, Tensor]:
-    """The bytes of the standard library's .py files: those to train on and, from every tenth file, those held out."""
+    """The bytes of the standard library's .py files: those to train on and, from every tenth file,
+    those held out.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(f for f in root.rglob("*.py") if not SKIPPED & set(f.relative_to(root).parts))
-    parts = [b"\n\n".join(f.read_bytes() for f in chosen) for chosen in ([f for i, f in enumerate(files) if i % 10], files[::10])]
+    parts = [
+        b"\n\n".join(f.read_bytes() for f in chosen)
+        for chosen in ([f for i, f in enumerate(files) if i % 10], files[::10])
+    ]
     train, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
     return train, held_out
 
@@ -58,14 +65,23 @@ def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 def random_windows(text: Tensor, batch: int, length: int, seed: int) -> Tensor:
-    """`batch` windows that depend on the seed alone, so that a resumed run sees what an uninterrupted one would."""
+    """`batch` windows that depend on the seed alone, so that a resumed run sees what an
+    uninterrupted one would.
+    """
     generator = torch.Generator().manual_seed(seed)
     return windows(text, torch.randint(len(text) - length, (batch,), generator=generator), length)
 
 
 def bigram_entropy(train: Tensor, held_out: Tensor) -> float:
-    """Bits per byte for predicting each target of the windows `held_out` from the byte before it, with the (smoothed) counts of `train`."""
-    counts = torch.bincount(train[:-1].long() * 256 + train[1:].long(), minlength=256 * 256).view(256, 256) + 0.1
+    """Bits per byte for predicting each target of the windows `held_out` from the byte before it,
+    with the (smoothed) counts of `train`.
+    """
+    counts = (
+        torch.bincount(train[:-1].long() * 256 + train[1:].long(), minlength=256 * 256).view(
+            256, 256
+        )
+        + 0.1
+    )
     bits = -(counts / counts.sum(1, keepdim=True)).log2()
     return bits[held_out[:, :-1], held_out[:, 1:]].mean().item()
 
@@ -79,7 +95,10 @@ class Block(nn.Module):
     def __init__(self, mixer: nn.Module, hidden: int):
         super().__init__()
         self.mixer_norm, self.mixer = nn.RMSNorm(hidden), mixer
-        self.mlp_norm, self.mlp = nn.RMSNorm(hidden), nn.Sequential(nn.Linear(hidden, 3 * hidden), nn.GELU(), nn.Linear(3 * hidden, hidden))
+        self.mlp_norm, self.mlp = (
+            nn.RMSNorm(hidden),
+            nn.Sequential(nn.Linear(hidden, 3 * hidden), nn.GELU(), nn.Linear(3 * hidden, hidden)),
+        )
 
     def forward(self, x: Tensor, cache=None) -> Tensor:
         """[B, T, hidden] to the same."""
@@ -93,7 +112,10 @@ class LanguageModel(nn.Module):
     def __init__(self, layers: int, hidden: int, head_dim: int, gdn: bool):
         super().__init__()
         layer = GatedDeltaNet if gdn else KimiDeltaAttention
-        mixers = [layer(hidden_size=hidden, head_dim=head_dim, num_heads=hidden // head_dim, expand_v=1) for _ in range(layers)]
+        mixers = [
+            layer(hidden_size=hidden, head_dim=head_dim, num_heads=hidden // head_dim, expand_v=1)
+            for _ in range(layers)
+        ]
         self.embed = nn.Embedding(256, hidden)
         self.blocks = nn.ModuleList(Block(mixer, hidden) for mixer in mixers)
         self.norm, self.head = nn.RMSNorm(hidden), nn.Linear(hidden, 256, bias=False)
@@ -120,14 +142,20 @@ def loss_of(model: LanguageModel, window: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: LanguageModel, prompt: bytes, count: int, temperature: float, seed: int) -> bytes:
-    """Read the prompt in one pass, then write `count` bytes one by one; each layer's past is a state of constant size."""
+def generate(
+    model: LanguageModel, prompt: bytes, count: int, temperature: float, seed: int
+) -> bytes:
+    """Read the prompt in one pass, then write `count` bytes one by one; each layer's past is a
+    state of constant size.
+    """
     device, generator = model.head.weight.device, torch.Generator().manual_seed(seed)
     caches, out = model.new_caches(1), bytearray(prompt)
     tokens = torch.tensor([list(prompt)], device=device)
     for _ in range(count):
         logits = model(tokens, caches)[0, -1].float().cpu()
-        out.append(int(torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)))
+        out.append(
+            int(torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator))
+        )
         tokens = torch.tensor([[out[-1]]], device=device)
     return bytes(out)
 
@@ -136,15 +164,21 @@ def generate(model: LanguageModel, prompt: bytes, count: int, temperature: float
 
 
 def can_build_cpp() -> bool:
-    """Whether Inductor finds what its CPU kernels are built with: a C++ compiler and Python's headers."""
+    """Whether Inductor finds what its CPU kernels are built with: a C++ compiler and Python's
+    headers.
+    """
     compiler = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
-    return shutil.which(compiler) is not None and Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    return (
+        shutil.which(compiler) is not None
+        and Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    )
 
 
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """AdamW that decays matrices only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
-    rest = [p for p in model.parameters() if p.dim() < 2]  # norms, biases, and the gate's A_log and dt_bias
+    # norms, biases, and the gate's A_log and dt_bias
+    rest = [p for p in model.parameters() if p.dim() < 2]
     groups = [dict(params=matrices, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
@@ -154,7 +188,9 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     warmup = max(1, steps // 20)
     if step < warmup:
         return peak * (step + 1) / warmup
-    return peak * (0.05 + 0.475 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))))
+    return peak * (
+        0.05 + 0.475 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    )
 
 
 def draw(path: Path, curve: dict, bigram: float) -> None:
@@ -172,15 +208,23 @@ def draw(path: Path, curve: dict, bigram: float) -> None:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line; sizes not given are those of the device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=SIZES, default="cpu")
     parser.add_argument("--gdn", action="store_true", help="Gated DeltaNet layers in place of KDA")
-    parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder of checkpoint, curve and text")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/train"), help="folder of checkpoint, curve and text"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--stop", type=int, help="leave off after this many steps, as an interruption would")
+    parser.add_argument(
+        "--stop", type=int, help="leave off after this many steps, as an interruption would"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=int, default=500, help="bytes to generate")
-    for name, kind in dict(layers=int, hidden=int, head_dim=int, batch=int, length=int, steps=int, lr=float).items():
+    for name, kind in dict(
+        layers=int, hidden=int, head_dim=int, batch=int, length=int, steps=int, lr=float
+    ).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     args = parser.parse_args(argv)
     for name, value in SIZES[args.device].items():
@@ -191,7 +235,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1, got {value}.")
     if args.head_dim < 1 or args.hidden < args.head_dim or args.hidden % args.head_dim:
-        parser.error(f"--hidden must be a multiple of --head-dim, got {args.hidden} and {args.head_dim}.")
+        parser.error(
+            f"--hidden must be a multiple of --head-dim, got {args.hidden} and {args.head_dim}."
+        )
     return args
 
 
@@ -202,19 +248,29 @@ def main(argv: list[str] | None = None) -> dict:
     checkpoint = args.out / "checkpoint.pt"
     torch.manual_seed(args.seed)
     train, held_out = read_library()
-    evaluation = windows(held_out, torch.linspace(0, len(held_out) - args.length - 1, 4 * args.batch).long(), args.length)
+    evaluation = windows(
+        held_out,
+        torch.linspace(0, len(held_out) - args.length - 1, 4 * args.batch).long(),
+        args.length,
+    )
     bigram = bigram_entropy(train, evaluation)
     evaluation = evaluation.to(args.device)
 
     model = LanguageModel(args.layers, args.hidden, args.head_dim, args.gdn).to(args.device)
     optimizer = make_optimizer(model, args.lr)
     count = sum(p.numel() for p in model.parameters())
-    print(f"{count:,} parameters, {'GDN' if args.gdn else 'KDA'} layers; {len(train):,} bytes to train on, {len(held_out):,} held out")
+    print(
+        f"{count:,} parameters, {'GDN' if args.gdn else 'KDA'} layers; {len(train):,} bytes to "
+        f"train on, {len(held_out):,} held out"
+    )
 
     backend = "inductor"
     if not can_build_cpp():
         backend = "aot_eager"
-        print("No C++ compiler (or no Python headers) found: torch.compile runs with backend aot_eager, which is slower.")
+        print(
+            "No C++ compiler (or no Python headers) found: torch.compile runs with backend "
+            "aot_eager, which is slower."
+        )
     compiled_loss = torch.compile(loss_of, fullgraph=True, backend=backend)
 
     def loss(window: Tensor) -> Tensor:
@@ -222,7 +278,8 @@ def main(argv: list[str] | None = None) -> dict:
             return compiled_loss(model, window)
 
     def held_out_bits() -> float:
-        # With gradients enabled, though none are used: it is the graph that training has compiled already.
+        # With gradients enabled, though none are used: it is the graph that training has compiled
+        # already.
         return sum(loss(window).item() for window in evaluation.split(args.batch)) / 4 * LOG2E
 
     first, curve = 0, dict(train=[], held_out=[])
@@ -236,11 +293,15 @@ def main(argv: list[str] | None = None) -> dict:
         print(f"resumed after step {first}")
 
     last = args.steps if args.stop is None else min(args.stop, args.steps)
-    progress = tqdm(range(first, last), initial=first, total=args.steps, desc="compiling", unit="step")
+    progress = tqdm(
+        range(first, last), initial=first, total=args.steps, desc="compiling", unit="step"
+    )
     for step in progress:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr)
-        window = random_windows(train, args.batch, args.length, seed=args.seed * 1_000_000 + step).to(args.device)
+        window = random_windows(
+            train, args.batch, args.length, seed=args.seed * 1_000_000 + step
+        ).to(args.device)
         value = loss(window)
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -250,19 +311,39 @@ def main(argv: list[str] | None = None) -> dict:
         progress.set_description(f"train {curve['train'][-1][1]:.2f} bits/byte")
         if (step + 1) % 50 == 0 or step + 1 == last:
             curve["held_out"].append((step, held_out_bits()))
-            partial = checkpoint.with_suffix(".tmp")  # an interrupted save leaves the last checkpoint whole
-            torch.save(dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step + 1, curve=curve), partial)
+            # an interrupted save leaves the last checkpoint whole
+            partial = checkpoint.with_suffix(".tmp")
+            torch.save(
+                dict(
+                    model=model.state_dict(),
+                    optimizer=optimizer.state_dict(),
+                    step=step + 1,
+                    curve=curve,
+                ),
+                partial,
+            )
             partial.replace(checkpoint)
     draw(args.out / "loss.png", curve, bigram)
     recent = [bits for _, bits in curve["train"][-20:]]
-    result = dict(train=sum(recent) / len(recent), held_out=curve["held_out"][-1][1], bigram=bigram, curve=curve)
-    print(f"train {result['train']:.3f}, held out {result['held_out']:.3f}, bigram conditional entropy of the held-out text {bigram:.3f} bits per byte")
+    result = dict(
+        train=sum(recent) / len(recent),
+        held_out=curve["held_out"][-1][1],
+        bigram=bigram,
+        curve=curve,
+    )
+    print(
+        f"train {result['train']:.3f}, held out {result['held_out']:.3f}, bigram conditional "
+        f"entropy of the held-out text {bigram:.3f} bits per byte"
+    )
 
     prompt = b"class Reader:\n    def __init__(self, "
     text = generate(model, prompt, args.write, temperature=0.7, seed=args.seed)
     result["text"] = text.decode("utf-8", errors="replace")
     (args.out / "text.txt").write_text(result["text"], encoding="utf-8")
-    print(f"--- prefill of {len(prompt)} bytes, then {args.write} more, one by one\n{result['text']}\n---")
+    print(
+        f"--- prefill of {len(prompt)} bytes, then {args.write} more, one by "
+        f"one\n{result['text']}\n---"
+    )
     result["seconds"] = time.perf_counter() - begin
     print(f"{args.out}/loss.png, {checkpoint}; {result['seconds']:.0f} s in all")
     return result

@@ -1,6 +1,7 @@
 """Kimi Delta Attention (KDA) and Gated DeltaNet (GDN) as PyTorch operators.
 
-After ``import kda_ops`` the operators are ``torch.ops.kda.*`` and ``torch.ops.gdn.*``; the functions here are their Python faces.
+After ``import kda_ops`` the operators are ``torch.ops.kda.*`` and ``torch.ops.gdn.*``; the
+functions here are their Python faces.
 """
 
 from kda_ops import _checkout  # noqa: F401  (before the registrations)
@@ -16,10 +17,19 @@ from kda_ops.functional import (
     recurrent_gdn_,
     recurrent_kda,
     recurrent_kda_,
-)  # fmt: skip
+)
 
 __version__ = "0.1.0"
 __all__ = [
-    "SAVE_OPS", "chunk_gdn", "chunk_gdn_", "chunk_kda", "chunk_kda_", "gdn_gate", "kda_gate",
-    "recurrent_gdn", "recurrent_gdn_", "recurrent_kda", "recurrent_kda_",
-]  # fmt: skip
+    "SAVE_OPS",
+    "chunk_gdn",
+    "chunk_gdn_",
+    "chunk_kda",
+    "chunk_kda_",
+    "gdn_gate",
+    "kda_gate",
+    "recurrent_gdn",
+    "recurrent_gdn_",
+    "recurrent_kda",
+    "recurrent_kda_",
+]

@@ -1,4 +1,6 @@
-"""Lets a checkout run without an install: there `kda_ops.registrations` lies beside the package, where an installed one holds it."""
+"""Lets a checkout run without an install: there `kda_ops.registrations` lies beside the package,
+where an installed one holds it.
+"""
 
 import importlib.util
 import sys
@@ -11,7 +13,9 @@ class _Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name == "kda_ops.registrations":
-            return importlib.util.spec_from_file_location(name, _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)])
+            return importlib.util.spec_from_file_location(
+                name, _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)]
+            )
         return None
 
 

@@ -1,29 +1,37 @@
-"""Fold plain PyTorch around the operators into their flags, as a pass over the graph that Inductor starts from.
+"""Fold plain PyTorch around the operators into their flags, as a pass over the graph that Inductor
+starts from.
 
-Opt in for one compilation, or by name (known to ``torch.compile`` where kda_ops is installed, or after this module is imported)::
+Opt in for one compilation, or by name (known to ``torch.compile`` where kda_ops is installed, or
+after this module is imported)::
 
     import kda_ops.inductor
 
     torch.compile(model, options={"pre_grad_custom_pass": kda_ops.inductor.fold_preprocessing})
     torch.compile(model, backend="kda_inductor")
 
-What is recognised in front of `chunk`, `recurrent`, `chunk_` and `recurrent_` of both variants, in the spellings of Python, methods and torch functions::
+What is recognised in front of `chunk`, `recurrent`, `chunk_` and `recurrent_` of both variants, in
+the spellings of Python, methods and torch functions::
 
-    l2norm          x * rsqrt(sum(x^2) + 1e-6), for both q and k              use_qk_l2norm_in_kernel
-    gate            -exp(A_log) * softplus(g + dt_bias)                       use_gate_in_kernel, A_log, dt_bias
-    bounded_gate    c * sigmoid(exp(A_log) * (g + dt_bias)), c < 0            the same, lower_bound = c
-    sigmoid         sigmoid(beta)                                             use_beta_sigmoid_in_kernel
-    double_sigmoid  2 * sigmoid(beta)                                         the same, allow_neg_eigval
+    l2norm          x * rsqrt(sum(x^2) + 1e-6), for both q and k    use_qk_l2norm_in_kernel
+    gate            -exp(A_log) * softplus(g + dt_bias)             use_gate_in_kernel, A_log,
+                                                                    dt_bias
+    bounded_gate    c * sigmoid(exp(A_log) * (g + dt_bias)), c < 0  the same, lower_bound = c
+    sigmoid         sigmoid(beta)                                   use_beta_sigmoid_in_kernel
+    double_sigmoid  2 * sigmoid(beta)                               the same, allow_neg_eigval
 
-A fold changes a result by rounding only: the operator computes in float32 (float64 for float64 inputs) what the graph computed in its dtypes. So nothing
-is folded where the program asked for less: a cast of the decay or of beta to a narrower dtype, of q and k to another dtype than they came in; nor squares
-in float16, whose range is too small, nor of what autocast would make float16; nor where the operator would compute in less than the graph does.
-`F.normalize` divides by ``max(norm, eps)``, which is another function.
+A fold changes a result by rounding only: the operator computes in float32 (float64 for float64
+inputs) what the graph computed in its dtypes. So nothing is folded where the program asked for
+less: a cast of the decay or of beta to a narrower dtype, of q and k to another dtype than they came
+in; nor squares in float16, whose range is too small, nor of what autocast would make float16; nor
+where the operator would compute in less than the graph does. `F.normalize` divides by
+``max(norm, eps)``, which is another function.
 
-The graph is that of Dynamo: not functional. So nothing is folded across a change of grad mode or autocast, nor where something that the fold reads,
-or replaces, is written in place. NOTE [Written in place]: a folded call saves the raw tensor for backward, so a later write counts too.
+The graph is that of Dynamo: not functional. So nothing is folded across a change of grad mode or
+autocast, nor where something that the fold reads, or replaces, is written in place. NOTE [Written
+in place]: a folded call saves the raw tensor for backward, so a later write counts too.
 
-Exported graphs (``torch.export``, AOTInductor) are of ATen operators and do not pass here: set the flags yourself, which is the contract anyway.
+Exported graphs (``torch.export``, AOTInductor) are of ATen operators and do not pass here: set the
+flags yourself, which is the contract anyway.
 """
 
 from __future__ import annotations
@@ -40,7 +48,16 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 
 from kda_ops import patterns
-from kda_ops.patterns import Gate, Match, Refused, example, match_beta, match_l2norm, match_through, same_shape
+from kda_ops.patterns import (
+    Gate,
+    Match,
+    Refused,
+    example,
+    match_beta,
+    match_l2norm,
+    match_through,
+    same_shape,
+)
 from kda_ops.registrations import schemas
 
 _TARGETS = {
@@ -51,13 +68,17 @@ _TARGETS = {
 }
 
 
-# --- what must not lie between ------------------------------------------------------------------------------------------------
+# --- what must not lie between --------------------------------------------------------------------
 
 
 def _storage(node: Node) -> int | None:
     """Of a tensor; None if that is unknown, as within vmap."""
     x = example(node)
-    return None if x is None or torch._C._functorch.is_functorch_wrapped_tensor(x) else x.untyped_storage()._cdata
+    return (
+        None
+        if x is None or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        else x.untyped_storage()._cdata
+    )
 
 
 def _written(node: Node) -> Iterable[Node]:
@@ -73,21 +94,43 @@ def _written(node: Node) -> Iterable[Node]:
     if node.op != "call_function":
         return []
     if isinstance(target, torch._ops.HigherOrderOperator):
-        bodies = [getattr(node.graph.owning_module, str(x.target)) for x in node.all_input_nodes if x.op == "get_attr"]
+        bodies = [
+            getattr(node.graph.owning_module, str(x.target))
+            for x in node.all_input_nodes
+            if x.op == "get_attr"
+        ]
         bodies = [m for m in bodies if isinstance(m, GraphModule)]
-        pure = bool(bodies) and not any(True for m in bodies for n in m.graph.nodes for _ in _written(n))
+        pure = bool(bodies) and not any(
+            True for m in bodies for n in m.graph.nodes for _ in _written(n)
+        )
         return [] if pure else node.all_input_nodes
     if isinstance(target, torch._ops.OpOverloadPacket):
-        target = target.default if "default" in target.overloads() else getattr(target, target.overloads()[0])
+        target = (
+            target.default
+            if "default" in target.overloads()
+            else getattr(target, target.overloads()[0])
+        )
     if isinstance(target, torch._ops.OpOverload):
         names = [a.name for a in target._schema.arguments]
         given = dict(zip(names, node.args)) | node.kwargs
-        return [n for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write for n in _nodes_in(given.get(a.name))]
+        return [
+            n
+            for a in target._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+            for n in _nodes_in(given.get(a.name))
+        ]
     if target in _IN_PLACE:
         return node.all_input_nodes[:1]
     name, given = getattr(target, "__name__", ""), _by_name(node)
     counts = name.endswith(("batch_norm", "instance_norm"))  # running statistics
-    return node.all_input_nodes if _says_in_place(name) or counts or given.get("inplace") or given.get("max_norm") is not None else outs
+    return (
+        node.all_input_nodes
+        if _says_in_place(name)
+        or counts
+        or given.get("inplace")
+        or given.get("max_norm") is not None
+        else outs
+    )
 
 
 def _says_in_place(name: str) -> bool:
@@ -114,24 +157,32 @@ def _nodes_in(x: Any) -> list[Node]:
     return found
 
 
-_WRITES = "setitem delitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split()
+_WRITES = (
+    "setitem delitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift "
+    "irshift"
+).split()
 _IN_PLACE = frozenset(getattr(operator, n) for n in _WRITES)
 _IN_PLACE_METHODS = frozenset((*(f"__{n}__" for n in _WRITES), "set_data"))
 
 
 def _cuts_gradient(node: Node) -> bool:
-    return not example(node).requires_grad and any(x.requires_grad for n in node.all_input_nodes if (x := example(n)) is not None)
+    return not example(node).requires_grad and any(
+        x.requires_grad for n in node.all_input_nodes if (x := example(n)) is not None
+    )
 
 
 class _Surroundings:
-    """For each node its place, and the grad mode and autocast it runs under; and the writes in place."""
+    """For each node its place, and the grad mode and autocast it runs under; and the writes in
+    place.
+    """
 
     def __init__(self, graph: Graph):
         self.place: dict[Node, int] = {}
         self.mode: dict[Node, tuple[object, tuple[Node, ...]]] = {}
         self.writes: list[tuple[int, int | None]] = []
         switches = [n for n in graph.nodes if n.target is torch._C._set_grad_enabled]
-        # A block gives the mode back that it found, so the last switch tells what the first nodes run under.
+        # A block gives the mode back that it found, so the last switch tells what the first nodes
+        # run under.
         grad: object = switches[-1].args[0] if switches else None
         entered: tuple[Node, ...] = ()
         for i, node in enumerate(graph.nodes):
@@ -156,7 +207,9 @@ class _Surroundings:
         first = min(self.place[n] for n in match.nodes)
         storages = {_storage(n) for n in (*match.nodes, *match.leaves.values())}
         # See NOTE [Written in place].
-        if any(i > first and (s is None or s in storages or None in storages) for i, s in self.writes):
+        if any(
+            i > first and (s is None or s in storages or None in storages) for i, s in self.writes
+        ):
             raise Refused("in-place")
 
     def autocasts(self, call: Node, device: str) -> torch.dtype | None:
@@ -168,25 +221,29 @@ class _Surroundings:
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-# --- the pass -----------------------------------------------------------------------------------------------------------------
+# --- the pass -------------------------------------------------------------------------------------
 
 
 class FoldPreprocessing(CustomGraphPass):
     """The pass, with its own counters; `fold_preprocessing` is one for all.
 
     Attributes:
-        folded: a `collections.Counter` of what was folded, by kind: ``l2norm gate bounded_gate sigmoid double_sigmoid``.
-        refused: a `collections.Counter` of what was recognised and left alone, by reason: ``precision``, ``grad mode``, ``autocast``, ``in-place``,
-            ``flags`` (the call already says something else).
+        folded: a `collections.Counter` of what was folded, by kind: ``l2norm gate bounded_gate
+            sigmoid double_sigmoid``.
+        refused: a `collections.Counter` of what was recognised and left alone, by reason:
+            ``precision``, ``grad mode``, ``autocast``, ``in-place``, ``flags`` (the call already
+            says something else).
 
-    Both count the graphs that were compiled in this process; a graph that comes from Inductor's cache was folded when it was put there.
+    Both count the graphs that were compiled in this process; a graph that comes from Inductor's
+    cache was folded when it was put there.
 
     Example:
         >>> import torch, kda_ops.inductor
         >>> fold = kda_ops.inductor.FoldPreprocessing()
         >>> def attend(q, k, v, b):
         ...     return kda_ops.chunk_kda(q, k, v, None, torch.sigmoid(b))[0]
-        >>> compiled = torch.compile(attend, options={"pre_grad_custom_pass": fold, "fx_graph_cache": False})
+        >>> options = {"pre_grad_custom_pass": fold, "fx_graph_cache": False}
+        >>> compiled = torch.compile(attend, options=options)
         >>> o = compiled(*torch.rand(3, 1, 10, 2, 8).unbind(), torch.randn(1, 10, 2))
         >>> fold.folded
         Counter({'sigmoid': 1})
@@ -226,29 +283,48 @@ class _Call:
         g, beta = args.get("g"), args.get("beta")
         if example(g) is not None:
             self.heads = example(g).shape[2:]
-            self._try([g], self._gate, not args["use_gate_in_kernel"] and args["A_log"] is None and args["dt_bias"] is None)
+            self._try(
+                [g],
+                self._gate,
+                not args["use_gate_in_kernel"]
+                and args["A_log"] is None
+                and args["dt_bias"] is None,
+            )
         if example(beta) is not None:
-            self._try([beta], lambda: [match_through(match_beta, beta)], not args["use_beta_sigmoid_in_kernel"])
+            self._try(
+                [beta],
+                lambda: [match_through(match_beta, beta)],
+                not args["use_beta_sigmoid_in_kernel"],
+            )
 
     def _l2norm(self) -> list[Match | None]:
         both = [match_l2norm(n, self.args[n]) for n in "qk"]
         for match in both:
             if match is not None:
                 x = example(next(iter(match.leaves.values())))
-                if x.dtype not in (torch.float16, torch.float64) and self.around.autocasts(self.node, x.device.type) is torch.float16:
-                    raise Refused("precision")  # before the norm, which may be what brings them into its range
+                if (
+                    x.dtype not in (torch.float16, torch.float64)
+                    and self.around.autocasts(self.node, x.device.type) is torch.float16
+                ):
+                    # before the norm, which may be what brings them into its range
+                    raise Refused("precision")
                 match.flags = {"use_qk_l2norm_in_kernel": True}
         return both
 
     def _gate(self) -> list[Match | None]:
         match = match_through(lambda value: Gate(self.rank, value).match(), self.args["g"])
-        if match is not None and self.args["lower_bound"] not in (None, match.flags.get("lower_bound")):
+        if match is not None and self.args["lower_bound"] not in (
+            None,
+            match.flags.get("lower_bound"),
+        ):
             raise Refused("flags")  # the bound that safe_gate names is not the gate's
         return [match]
 
     def _try(self, values: list[Node], find: Callable[[], list[Match | None]], free: bool) -> None:
         if not free:
-            return  # what stands before an activation that the call already asks for is a part of the logits
+            # what stands before an activation that the call already asks for is a part of the
+            # logits
+            return
         try:
             matches = find()
             if any(m is None for m in matches):
@@ -266,21 +342,29 @@ class _Call:
         keywords = dict(self.args)
         self.node.args = tuple(keywords.pop(n) for n in self.positional)
         self.node.kwargs = keywords
-        for node in sorted({n for m in matches for n in m.nodes}, key=self.around.place.__getitem__, reverse=True):
+        for node in sorted(
+            {n for m in matches for n in m.nodes}, key=self.around.place.__getitem__, reverse=True
+        ):
             if not node.users:
                 node.graph.erase_node(node)
         self.counts.folded[matches[0].kind] += 1
 
-    def _fit(self, name: str, leaf: Node, dtypes: dict[str, torch.dtype], layout: list[Node]) -> Node:
+    def _fit(
+        self, name: str, leaf: Node, dtypes: dict[str, torch.dtype], layout: list[Node]
+    ) -> Node:
         """The leaf in the shape and dtype that the operator asks for."""
         x = example(leaf)
         if name in dtypes and x.dtype is not dtypes[name]:
             leaf = self._insert("call_method", "to", leaf, dtypes[name])
-        if (name == "A_log" and x.dim() != 1) or (name == "dt_bias" and x.dim() != 1 and not same_shape(x.shape, self.heads)):
+        if (name == "A_log" and x.dim() != 1) or (
+            name == "dt_bias" and x.dim() != 1 and not same_shape(x.shape, self.heads)
+        ):
             leaf = self._insert("call_method", "reshape", leaf, -1)
         for node in reversed(layout):
             # A view of what was computed may not be one of what it was computed from.
-            target: Any = {"view": "reshape", "view_as": "reshape_as"}.get(str(node.target), node.target)
+            target: Any = {"view": "reshape", "view_as": "reshape_as"}.get(
+                str(node.target), node.target
+            )
             leaf = self._insert(node.op, target, leaf, *node.args[1:], **node.kwargs)
         return leaf
 
@@ -296,23 +380,32 @@ class _Call:
 fold_preprocessing = FoldPreprocessing()
 
 
-# --- the backend --------------------------------------------------------------------------------------------------------------
+# --- the backend ----------------------------------------------------------------------------------
 
 
-def kda_inductor(gm: GraphModule, example_inputs: list[Tensor], *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
-    """Compile a graph with Inductor, folding first: the backend of ``torch.compile(model, backend="kda_inductor")``.
+def kda_inductor(
+    gm: GraphModule,
+    example_inputs: list[Tensor],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """Compile a graph with Inductor, folding first: the backend of
+    ``torch.compile(model, backend="kda_inductor")``.
 
     Args:
         gm, example_inputs: a Dynamo graph and its inputs, any shapes.
         mode: as for Inductor: ``default``, ``reduce-overhead``, ``max-autotune``, ...
-        options: Inductor's; passes given here or set globally as ``pre_grad_custom_pass`` run first.
+        options: Inductor's; passes given here or set globally as ``pre_grad_custom_pass`` run
+            first.
 
     Returns:
         The compiled function.
 
     Example:
         >>> import torch, kda_ops.inductor
-        >>> torch.compile(kda_ops.chunk_kda, backend="kda_inductor", fullgraph=True)  # doctest: +ELLIPSIS
+        >>> torch.compile(  # doctest: +ELLIPSIS
+        ...     kda_ops.chunk_kda, backend="kda_inductor", fullgraph=True)
         <function chunk_kda at ...>
     """
     from torch._inductor import config, custom_graph_pass, list_mode_options
@@ -320,19 +413,25 @@ def kda_inductor(gm: GraphModule, example_inputs: list[Tensor], *, mode: str | N
 
     patches = (list_mode_options(mode) if mode else {}) | (options or {})
     before = patches.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
-    passes = [*(before if isinstance(before, (list, tuple)) else [] if before is None else [before]), fold_preprocessing]
+    passes = [
+        *(before if isinstance(before, (list, tuple)) else [] if before is None else [before]),
+        fold_preprocessing,
+    ]
 
     def in_turn(graph: Graph) -> None:
         for each in passes:
             each(graph)
 
-    several = passes if hasattr(custom_graph_pass, "get_custom_graph_passes") else in_turn  # torch 2.12 and older take one
+    # torch 2.12 and older take one
+    several = passes if hasattr(custom_graph_pass, "get_custom_graph_passes") else in_turn
     patches["pre_grad_custom_pass"] = several if len(passes) > 1 else fold_preprocessing
     return compile_fx(gm, example_inputs, config_patches=patches)
 
 
 def _register() -> None:
-    """Make the backend known by name where no installed entry point does: looking up a name twice registered is an error."""
+    """Make the backend known by name where no installed entry point does: looking up a name twice
+    registered is an error.
+    """
     from importlib.metadata import entry_points
 
     if not any(e.name == "kda_inductor" for e in entry_points(group="torch_dynamo_backends")):

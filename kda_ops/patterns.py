@@ -1,8 +1,11 @@
-"""What plain PyTorch in front of an operator computes, read off a Dynamo graph: the patterns that `kda_ops.inductor` folds.
+"""What plain PyTorch in front of an operator computes, read off a Dynamo graph: the patterns that
+`kda_ops.inductor` folds.
 
-A Dynamo graph has one node per call that the program made, a method or a function of torch or Python, and in ``meta["example_value"]`` a fake tensor with
-its shape and dtype. Products are read as such (`expand`), so the order of factors, where the sign stands, and division by a root or multiplication
-with its inverse make no difference. A match does not say that the fold is safe: nodes in between are the business of the caller.
+A Dynamo graph has one node per call that the program made, a method or a function of torch or
+Python, and in ``meta["example_value"]`` a fake tensor with its shape and dtype. Products are read
+as such (`expand`), so the order of factors, where the sign stands, and division by a root or
+multiplication with its inverse make no difference. A match does not say that the fold is safe:
+nodes in between are the business of the caller.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from kda_ops.registrations import schemas
 _GATES = {
     target: rank
     for namespace, rank in schemas.VARIANTS.items()
-    for target in (schemas.GATE.overload(namespace), schemas.GATE.overload(namespace).overloadpacket)
+    for target in (
+        schemas.GATE.overload(namespace),
+        schemas.GATE.overload(namespace).overloadpacket,
+    )
 }
 
 
@@ -30,15 +36,41 @@ class Refused(Exception):
     """A pattern that is there, but that a fold would change; the argument says why."""
 
 
-# --- reading the graph --------------------------------------------------------------------------------------------------------
+# --- reading the graph ----------------------------------------------------------------------------
 
 _ALIASES = {
-    "multiply": "mul", "__mul__": "mul", "__rmul__": "mul", "truediv": "div", "true_divide": "div", "divide": "div", "__truediv__": "div",
-    "negative": "neg", "__neg__": "neg", "__add__": "add", "__radd__": "add", "__pow__": "pow", "expit": "sigmoid", "special_expit": "sigmoid",
-    "__getitem__": "getitem", "swapaxes": "transpose", "swapdims": "transpose",
-}  # fmt: skip
+    "multiply": "mul",
+    "__mul__": "mul",
+    "__rmul__": "mul",
+    "truediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "__truediv__": "div",
+    "negative": "neg",
+    "__neg__": "neg",
+    "__add__": "add",
+    "__radd__": "add",
+    "__pow__": "pow",
+    "expit": "sigmoid",
+    "special_expit": "sigmoid",
+    "__getitem__": "getitem",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+}
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "square": 2.0}
-_RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as", "ravel"})
+_RESHAPES = frozenset(
+    {
+        "view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "view_as",
+        "reshape_as",
+        "ravel",
+    }
+)
 
 
 def source(node: Node) -> Any:
@@ -75,9 +107,14 @@ def name_of(node: Any) -> str | None:
 
 
 def _operands(node: Node, *names: str) -> list:
-    """Positional arguments, and those passed by keyword under `names`, in order, None where absent."""
+    """Positional arguments, and those passed by keyword under `names`, in order, None where
+    absent.
+    """
     args = list(node.args)
-    return [args[i] if i < len(args) else node.kwargs.get(name) for i, name in enumerate(("input", *names))]
+    return [
+        args[i] if i < len(args) else node.kwargs.get(name)
+        for i, name in enumerate(("input", *names))
+    ]
 
 
 def _is_number(x: Any) -> bool:
@@ -90,8 +127,15 @@ def same_shape(a: Sequence, b: Sequence) -> bool:
 
 
 def _is_wider(a: torch.dtype, b: torch.dtype) -> bool:
-    """Whether floating point a holds every number of b. torch promotes no floats of one byte: no other type counts as wider, nor as narrower."""
-    return a is b or (a.is_floating_point and b.is_floating_point and min(a.itemsize, b.itemsize) > 1 and torch.promote_types(a, b) is a)
+    """Whether floating point a holds every number of b. torch promotes no floats of one byte: no
+    other type counts as wider, nor as narrower.
+    """
+    return a is b or (
+        a.is_floating_point
+        and b.is_floating_point
+        and min(a.itemsize, b.itemsize) > 1
+        and torch.promote_types(a, b) is a
+    )
 
 
 def _is_computed_in(raw: torch.dtype, dtype: torch.dtype) -> bool:
@@ -104,8 +148,24 @@ def is_cast(node: Any) -> bool:
     if not isinstance(node, Node):
         return False
     x, y = example(source(node)), example(node)
-    casts = name_of(node) in ("float", "double", "half", "bfloat16", "to", "type", "type_as", "_to_copy")
-    return casts and x is not None and y is not None and x.device == y.device and x.dtype.is_floating_point and y.dtype.is_floating_point
+    casts = name_of(node) in (
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "to",
+        "type",
+        "type_as",
+        "_to_copy",
+    )
+    return (
+        casts
+        and x is not None
+        and y is not None
+        and x.device == y.device
+        and x.dtype.is_floating_point
+        and y.dtype.is_floating_point
+    )
 
 
 def _is_transparent(node: Node) -> bool:
@@ -127,14 +187,16 @@ def _is_reshape(node: Node) -> bool:
 
 
 def strip(node: Any, nodes: list[Node], reshapes: bool) -> Any:
-    """What is under lossless casts (and reshapes); the nodes passed go to `nodes`. What is no node stays as it is."""
+    """What is under lossless casts (and reshapes); the nodes passed go to `nodes`. What is no node
+    stays as it is.
+    """
     while isinstance(node, Node) and (_is_transparent(node) or (reshapes and _is_reshape(node))):
         nodes.append(node)
         node = source(node)
     return node
 
 
-# --- products -----------------------------------------------------------------------------------------------------------------
+# --- products -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -156,7 +218,11 @@ class Product:
 
     def times(self, other: Product) -> Product:
         """The product of both."""
-        return Product(self.coefficient * other.coefficient, self.factors + other.factors, self.nodes + other.nodes)
+        return Product(
+            self.coefficient * other.coefficient,
+            self.factors + other.factors,
+            self.nodes + other.nodes,
+        )
 
     def take(self, name: str, exponent: float = 1.0) -> Factor | None:
         """The only factor that is a call to `name`, to this exponent."""
@@ -165,7 +231,9 @@ class Product:
 
 
 def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Product:
-    """Write a node as a product of powers: through multiplications, divisions, signs, roots and lossless casts, but not into the node `whole`."""
+    """Write a node as a product of powers: through multiplications, divisions, signs, roots and
+    lossless casts, but not into the node `whole`.
+    """
     if _is_number(node):
         return Product(float(node) ** exponent if node else 0.0, [])
     x = example(node)
@@ -176,20 +244,29 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
     if _is_transparent(node):
         out = expand(source(node), exponent, whole)
     elif _is_reshape(node):
-        # Only what has one value per head or row is reshaped before it is multiplied: exp(A_log), and the root of the sum of squares.
+        # Only what has one value per head or row is reshaped before it is multiplied: exp(A_log),
+        # and the root of the sum of squares.
         out = expand(source(node), exponent, whole)
         factor = out.factors[0] if len(out.factors) == 1 else None
-        if factor is None or not (name_of(factor.base) == "exp" or (name_of(factor.base) == "add" and abs(factor.exponent) == 0.5)):
+        if factor is None or not (
+            name_of(factor.base) == "exp"
+            or (name_of(factor.base) == "add" and abs(factor.exponent) == 0.5)
+        ):
             return atom
         factor.shape = x.shape
     elif name == "neg" and single:
         out = Product(-1.0, []).times(expand(source(node), exponent, whole))
     elif name in ("mul", "div") and single and not set(node.kwargs) - {"other", "input"}:
         a, b = _operands(node, "other")
-        out = expand(a, exponent, whole).times(expand(b, exponent if name == "mul" else -exponent, whole))
+        out = expand(a, exponent, whole).times(
+            expand(b, exponent if name == "mul" else -exponent, whole)
+        )
     elif name in _POWERS or (name == "pow" and _is_number(_operands(node, "exponent")[1])):
-        base, power = (_operands(node)[0], _POWERS[name]) if name in _POWERS else _operands(node, "exponent")
-        if not isinstance(base, Node) or (power % 2 == 0 and exponent % 1 != 0):  # the root of a square is no power of its base
+        base, power = (
+            (_operands(node)[0], _POWERS[name]) if name in _POWERS else _operands(node, "exponent")
+        )
+        # the root of a square is no power of its base
+        if not isinstance(base, Node) or (power % 2 == 0 and exponent % 1 != 0):
             return atom
         out = expand(base, exponent * power, whole)
     else:
@@ -198,14 +275,16 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
     return out
 
 
-# --- the patterns -------------------------------------------------------------------------------------------------------------
+# --- the patterns ---------------------------------------------------------------------------------
 
 
 @dataclass
 class Match:
-    """What replaces an argument: leaves that the operator reads, the nodes that are no longer read, and flags.
+    """What replaces an argument: leaves that the operator reads, the nodes that are no longer read,
+    and flags.
 
-    `layout` is what the graph did to the shape after the activation, last first, and does to the first leaf now.
+    `layout` is what the graph did to the shape after the activation, last first, and does to the
+    first leaf now.
     """
 
     kind: str
@@ -216,16 +295,26 @@ class Match:
 
 
 def _is_layout(node: Node, rows: bool) -> bool:
-    """Whether a node only moves elements, or with `rows` whole rows of the last dimension (then it may also repeat them)."""
+    """Whether a node only moves elements, or with `rows` whole rows of the last dimension (then it
+    may also repeat them).
+    """
     x, y = example(source(node)), example(node)
     if x is None or y is None:
         return False
     last, name = x.dim() - 1, name_of(node)
     if name == "transpose":
-        return not rows or last not in {d % x.dim() for d in _operands(node, "dim0", "dim1")[1:] if isinstance(d, int)}
+        return not rows or last not in {
+            d % x.dim() for d in _operands(node, "dim0", "dim1")[1:] if isinstance(d, int)
+        }
     if name == "permute":
-        dims = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
-        return not rows or (len(dims) == x.dim() and isinstance(dims[-1], int) and dims[-1] % x.dim() == last)
+        dims = (
+            node.args[1]
+            if len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
+            else node.args[1:]
+        )
+        return not rows or (
+            len(dims) == x.dim() and isinstance(dims[-1], int) and dims[-1] % x.dim() == last
+        )
     if name == "repeat_interleave":
         dim = _operands(node, "repeats", "dim")[2]
         return rows and isinstance(dim, int) and dim % x.dim() != last
@@ -247,7 +336,11 @@ def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
     squares, dim = _operands(total, "dim")
     dim = total.kwargs.get("axis", dim)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    if not isinstance(dim, int) or dim not in (-1, example(squares).dim() - 1) or not _is_wider(example(total).dtype, example(squares).dtype):
+    if (
+        not isinstance(dim, int)
+        or dim not in (-1, example(squares).dim() - 1)
+        or not _is_wider(example(total).dtype, example(squares).dtype)
+    ):
         return None
     nodes.append(total)
     square = strip(squares, nodes, reshapes=False)
@@ -255,14 +348,18 @@ def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
     if name_of(square) == "mul":
         x, y = (strip(f, nodes, reshapes=False) for f in _operands(square, "other"))
         return x if x is y else None
-    if name_of(square) == "square" or (name_of(square) == "pow" and _operands(square, "exponent")[1] == 2):
+    if name_of(square) == "square" or (
+        name_of(square) == "pow" and _operands(square, "exponent")[1] == 2
+    ):
         x = _operands(square)[0]
         return strip(x, nodes, reshapes=False) if isinstance(x, Node) else None
     return None
 
 
 def match_l2norm(name: str, value: Node) -> Match | None:
-    """x / sqrt(sum(x^2) + eps); a cast back to the dtype of x is part of it, and then the only one that rounds."""
+    """x / sqrt(sum(x^2) + eps); a cast back to the dtype of x is part of it, and then the only one
+    that rounds.
+    """
     nodes: list[Node] = []
     layout: list[Node] = []
     core, dtype = value, example(value).dtype
@@ -276,7 +373,10 @@ def match_l2norm(name: str, value: Node) -> Match | None:
     if x is None:
         return None
     product = expand(core, whole=x)
-    if product.coefficient != 1.0 or sorted((f.exponent, f.base is x) for f in product.factors) != [(-0.5, False), (1.0, True)]:
+    if product.coefficient != 1.0 or sorted((f.exponent, f.base is x) for f in product.factors) != [
+        (-0.5, False),
+        (1.0, True),
+    ]:
         return None
     nodes += [*product.nodes, root.base]
     shape = example(x).shape
@@ -304,11 +404,19 @@ def match_beta(value: Node) -> Match | None:
     raw = peel(_operands(found.base)[0], example(value).dtype, nodes)
     double = product.coefficient == 2.0
     flags: dict[str, Any] = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": double}
-    return Match("double_sigmoid" if double else "sigmoid", nodes, {"beta": raw}, flags, [n for n in layout if not is_cast(n)])
+    return Match(
+        "double_sigmoid" if double else "sigmoid",
+        nodes,
+        {"beta": raw},
+        flags,
+        [n for n in layout if not is_cast(n)],
+    )
 
 
 def peel(node: Node, dtype: torch.dtype, nodes: list[Node]) -> Node:
-    """The logits under lossless casts, as far as the operator computes in at least `dtype` from what is found there."""
+    """The logits under lossless casts, as far as the operator computes in at least `dtype` from
+    what is found there.
+    """
     while _is_transparent(node):
         if not _is_computed_in(example(source(node)).dtype, dtype):
             break
@@ -335,11 +443,20 @@ class Gate:
         product = expand(self.value)
         if product.coefficient == -1.0 and len(product.factors) == 2:
             softplus, exp = product.take("softplus"), product.take("exp")
-            if softplus is None or exp is None or not self._is_full(softplus.base) or not _is_plain_softplus(softplus.base):
+            if (
+                softplus is None
+                or exp is None
+                or not self._is_full(softplus.base)
+                or not _is_plain_softplus(softplus.base)
+            ):
                 return None
             nodes = [*product.nodes, softplus.base]
             A_log = self._A_log(exp, nodes)
-            return None if A_log is None else self._linear(_operands(softplus.base)[0], A_log, nodes, None)
+            return (
+                None
+                if A_log is None
+                else self._linear(_operands(softplus.base)[0], A_log, nodes, None)
+            )
         sigmoid = product.take("sigmoid")
         bounded = -float("inf") < product.coefficient < 0.0 and len(product.factors) == 1
         if sigmoid is None or not bounded or not self._is_full(sigmoid.base):
@@ -348,7 +465,13 @@ class Gate:
         inner = expand(_operands(sigmoid.base)[0])
         exp = inner.take("exp")
         rest = [f for f in inner.factors if f is not exp]
-        if exp is not None and inner.coefficient == 1.0 and len(rest) == 1 and rest[0].exponent == 1.0 and self._is_full(rest[0].base):
+        if (
+            exp is not None
+            and inner.coefficient == 1.0
+            and len(rest) == 1
+            and rest[0].exponent == 1.0
+            and self._is_full(rest[0].base)
+        ):
             more = [*nodes, *inner.nodes]
             A_log = self._A_log(exp, more)
             if A_log is not None:
@@ -359,7 +482,9 @@ class Gate:
         return same_shape(example(node).shape, self.shape)
 
     def _is_per_head(self, shape: Sequence, of: Sequence) -> bool:
-        """Whether something of this shape, broadcast to g, has the sizes `of` over heads (and channels), and one value for all tokens."""
+        """Whether something of this shape, broadcast to g, has the sizes `of` over heads (and
+        channels), and one value for all tokens.
+        """
         padded = (1,) * (2 + len(of) - len(shape)) + tuple(shape)
         return same_shape(padded, (1, 1, *of))
 
@@ -369,7 +494,9 @@ class Gate:
         nodes.append(exp.base)
         return strip(_operands(exp.base)[0], nodes, reshapes=True)
 
-    def _linear(self, x: Node, A_log: Node | None, nodes: list[Node], bound: float | None) -> Match | None:
+    def _linear(
+        self, x: Node, A_log: Node | None, nodes: list[Node], bound: float | None
+    ) -> Match | None:
         """x = g + dt_bias, or g alone."""
         under: list[Node] = []
         add, layout, heads = strip(x, under, reshapes=False), [], tuple(self.heads)
@@ -383,18 +510,41 @@ class Gate:
             a, b = _operands(add, "other")
             for g, bias in ((a, b), (b, a)):
                 one, other = example(g), example(bias)
-                if one is not None and other is not None and same_shape(one.shape, full) and self._is_per_head(other.shape, heads):
+                if (
+                    one is not None
+                    and other is not None
+                    and same_shape(one.shape, full)
+                    and self._is_per_head(other.shape, heads)
+                ):
                     nodes += [*under, add]
-                    return self._found(g, A_log, strip(bias, nodes, reshapes=True), nodes, bound, layout)
+                    return self._found(
+                        g, A_log, strip(bias, nodes, reshapes=True), nodes, bound, layout
+                    )
         return self._found(x, A_log, None, nodes, bound)
 
-    def _found(self, g: Node, A_log: Node | None, dt_bias: Node | None, nodes: list[Node], bound: float | None, layout: Sequence[Node] = ()) -> Match:
+    def _found(
+        self,
+        g: Node,
+        A_log: Node | None,
+        dt_bias: Node | None,
+        nodes: list[Node],
+        bound: float | None,
+        layout: Sequence[Node] = (),
+    ) -> Match:
         raw = peel(g, self.computed, nodes)
         if not _is_computed_in(example(raw).dtype, self.computed):
             raise Refused("precision")
         leaves = {"g": raw, "A_log": A_log, "dt_bias": dt_bias}
-        flags: dict[str, Any] = {"use_gate_in_kernel": True} | ({} if bound is None else {"lower_bound": bound})
-        return Match("gate" if bound is None else "bounded_gate", nodes, {n: x for n, x in leaves.items() if x is not None}, flags, list(layout))
+        flags: dict[str, Any] = {"use_gate_in_kernel": True} | (
+            {} if bound is None else {"lower_bound": bound}
+        )
+        return Match(
+            "gate" if bound is None else "bounded_gate",
+            nodes,
+            {n: x for n, x in leaves.items() if x is not None},
+            flags,
+            list(layout),
+        )
 
 
 def _is_plain_softplus(node: Node) -> bool:
@@ -403,7 +553,9 @@ def _is_plain_softplus(node: Node) -> bool:
 
 
 def match_through(matcher: Callable[[Node], Match | None], value: Node) -> Match | None:
-    """Match under a cast that loses precision too, only to say that this is why nothing is folded."""
+    """Match under a cast that loses precision too, only to say that this is why nothing is
+    folded.
+    """
     lossy = False
     while is_cast(value) or name_of(value) == "contiguous":
         if not _is_transparent(value):

@@ -1,7 +1,9 @@
-"""One call, parsed: all that refuses a call of an operator, and the allocator that kernel and fake share.
+"""One call, parsed: all that refuses a call of an operator, and the allocator that kernel and fake
+share.
 
-A `Problem` names every size of a call, holds its tensors and flags, and refuses what means nothing. It compares sizes and never
-branches on them, because under ``torch.compile`` they may be symbolic; it reads shapes, dtypes and devices, never data.
+A `Problem` names every size of a call, holds its tensors and flags, and refuses what means nothing.
+It compares sizes and never branches on them, because under ``torch.compile`` they may be symbolic;
+it reads shapes, dtypes and devices, never data.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from torch import Tensor
 CHUNK = 64  # tokens per chunk, C in MATHS.md
 MAX_K = 256
 SAFE_BOUND = -5.0  # what `safe_gate` promises when no lower_bound names another bound
-CHECK_VALUES = os.environ.get("KDA_OPS_CHECK", "0") not in ("", "0")  # also check values, which live on the device
+# also check values, which live on the device
+CHECK_VALUES = os.environ.get("KDA_OPS_CHECK", "0") not in ("", "0")
 
 _INPUT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INDEX_DTYPES = frozenset({torch.int32, torch.int64})
 
 
 def _shape_error(name: str, letters: str, want: tuple, got: Tensor, hint: str = "") -> NoReturn:
-    raise ValueError(f"{name} must have shape {letters} = {list(want)}, got {list(got.shape)}{hint}.")
+    raise ValueError(
+        f"{name} must have shape {letters} = {list(want)}, got {list(got.shape)}{hint}."
+    )
 
 
 def _dtype_error(name: str, want: str, got: torch.dtype, hint: str = "") -> NoReturn:
@@ -32,11 +37,15 @@ def _dtype_error(name: str, want: str, got: torch.dtype, hint: str = "") -> NoRe
 
 def _check_there(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
     if x.device != device:
-        raise TypeError(f"{name} must be on {device}, where {of} is, got {x.device}: move it there.")
+        raise TypeError(
+            f"{name} must be on {device}, where {of} is, got {x.device}: move it there."
+        )
 
 
 def _check_float(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
-    """A decay, a write strength or a gate parameter: any of the dtypes that q may have, on the device of the call."""
+    """A decay, a write strength or a gate parameter: any of the dtypes that q may have, on the
+    device of the call.
+    """
     if x.dtype not in _INPUT_DTYPES:
         _dtype_error(name, "float16, bfloat16, float32 or float64", x.dtype)
     _check_there(name, x, device, of)
@@ -49,35 +58,57 @@ def check_index(name: str, x: Tensor, device: torch.device, of: str = "q") -> No
     _check_there(name, x, device, of)
 
 
-def check_offsets(cu_seqlens: Tensor, B: int, T: int | None, device: torch.device, of: str = "q") -> None:
-    """Offsets [N + 1] of sequences packed into one row of T tokens, or, if T is None, into the rows of several ranks: then their values are not read."""
+def check_offsets(
+    cu_seqlens: Tensor, B: int, T: int | None, device: torch.device, of: str = "q"
+) -> None:
+    """Offsets [N + 1] of sequences packed into one row of T tokens, or, if T is None, into the rows
+    of several ranks: then their values are not read.
+    """
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor of shape [N + 1], got {type(cu_seqlens).__name__}: torch.tensor(...) makes one.")
+        raise TypeError(
+            "cu_seqlens must be an int32 or int64 tensor of shape [N + 1], got "
+            f"{type(cu_seqlens).__name__}: torch.tensor(...) makes one."
+        )
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
     check_index("cu_seqlens", cu_seqlens, device, of)
     if B != 1:
         raise ValueError(
-            f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape {of} and all else that has tokens to [1, B * T, ...]."
+            f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape "
+            f"{of} and all else that has tokens to [1, B * T, ...]."
         )
-    if T is not None and (CHECK_VALUES or device.type == "cpu") and not _is_symbolic(cu_seqlens):  # a CPU backend reads them anyway
+    # a CPU backend reads them anyway
+    if T is not None and (CHECK_VALUES or device.type == "cpu") and not _is_symbolic(cu_seqlens):
         _check_cu_seqlens(cu_seqlens, T)
 
 
 def check_lower_bound(lower_bound: float | None) -> None:
     """Refuse a bound that no decay can have."""
     if lower_bound is not None and not -math.inf < lower_bound < 0.0:
-        raise ValueError(f"lower_bound must be a finite number below 0 (natural log; the least decay the gate can reach), got {lower_bound}.")
+        raise ValueError(
+            "lower_bound must be a finite number below 0 (natural log; the least decay the gate "
+            f"can reach), got {lower_bound}."
+        )
 
 
 def check_gate_parameters(
-    rank: int, HV: int, K: int, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, device: torch.device, of: str = "q"
+    rank: int,
+    HV: int,
+    K: int,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    device: torch.device,
+    of: str = "q",
 ) -> None:
-    """A_log [HV] and dt_bias [HV, K] (or flat; [HV] when the decay has rank 0) of a gate that is activated here, on the device that `of` is on."""
+    """A_log [HV] and dt_bias [HV, K] (or flat; [HV] when the decay has rank 0) of a gate that is
+    activated here, on the device that `of` is on.
+    """
     if A_log is None:
         if lower_bound is None:
             raise ValueError(
-                "A_log must be given to activate the gate -exp(A_log) * softplus(g + dt_bias); only the bounded gate (lower_bound=...) can do without it."
+                "A_log must be given to activate the gate -exp(A_log) * softplus(g + dt_bias); "
+                "only the bounded gate (lower_bound=...) can do without it."
             )
     else:
         if A_log.shape != (HV,):
@@ -86,7 +117,13 @@ def check_gate_parameters(
     if dt_bias is not None:
         if rank:
             if dt_bias.shape != (HV, K) and dt_bias.shape != (HV * K,):
-                _shape_error("dt_bias", "[HV, K]", (HV, K), dt_bias, f" (flat [HV * K] = [{HV * K}] is accepted too)")
+                _shape_error(
+                    "dt_bias",
+                    "[HV, K]",
+                    (HV, K),
+                    dt_bias,
+                    f" (flat [HV * K] = [{HV * K}] is accepted too)",
+                )
         elif dt_bias.shape != (HV,):
             _shape_error("dt_bias", "[HV]", (HV,), dt_bias)
         _check_float("dt_bias", dt_bias, device, of)
@@ -95,27 +132,75 @@ def check_gate_parameters(
 class Problem:
     """The sizes, tensors and flags of one call to an operator of either variant.
 
-    Sizes: B batch, T tokens, N sequences, H query/key heads, HV value heads (a multiple of H), K and V widths, slots of a pool.
-    `rank` is the rank of the decay per token and value head: 1 for KDA (a K-vector), 0 for GDN (one number).
-    `state_dtype` is the dtype of states and of all sums: float32, or float64 when q is. `scratch` is None, or a dictionary in which the stages of
-    one backward keep what more than one of them computes from the inputs.
+    Sizes: B batch, T tokens, N sequences, H query/key heads, HV value heads (a multiple of H), K
+    and V widths, slots of a pool. `rank` is the rank of the decay per token and value head: 1 for
+    KDA (a K-vector), 0 for GDN (one number). `state_dtype` is the dtype of states and of all sums:
+    float32, or float64 when q is. `scratch` is None, or a dictionary in which the stages of one
+    backward keep what more than one of them computes from the inputs.
     """
 
     __slots__ = (
-        "rank", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "state", "cu_seqlens", "state_indices", "num_accepted_tokens", "snapshot_indices",
-        "B", "T", "N", "H", "HV", "K", "V", "scale", "l2norm", "activate_gate", "lower_bound", "safe_gate", "sigmoid_beta", "neg_eigval",
-        "transposed", "disable_recompute", "output_final_state", "snapshot_every", "state_dtype", "scratch",
-    )  # fmt: skip
+        "rank",
+        "q",
+        "k",
+        "v",
+        "g",
+        "beta",
+        "A_log",
+        "dt_bias",
+        "state",
+        "cu_seqlens",
+        "state_indices",
+        "num_accepted_tokens",
+        "snapshot_indices",
+        "B",
+        "T",
+        "N",
+        "H",
+        "HV",
+        "K",
+        "V",
+        "scale",
+        "l2norm",
+        "activate_gate",
+        "lower_bound",
+        "safe_gate",
+        "sigmoid_beta",
+        "neg_eigval",
+        "transposed",
+        "disable_recompute",
+        "output_final_state",
+        "snapshot_every",
+        "state_dtype",
+        "scratch",
+    )
 
     def __init__(
-        self, rank: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
-        A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None,
-        scale: float | None = None, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-        lower_bound: float | None = None, safe_gate: bool = False, use_beta_sigmoid_in_kernel: bool = False,
-        allow_neg_eigval: bool = False, transpose_state_layout: bool = False, output_final_state: bool = False, disable_recompute: bool = False,
-    ):  # fmt: skip
+        self,
+        rank: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        beta: Tensor | None,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        cu_seqlens: Tensor | None,
+        scale: float | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_gate_in_kernel: bool = False,
+        lower_bound: float | None = None,
+        safe_gate: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        transpose_state_layout: bool = False,
+        output_final_state: bool = False,
+        disable_recompute: bool = False,
+    ):
         if q is None or k is None or v is None:  # which a schema lets through
-            raise TypeError(f"{'q' if q is None else 'k' if k is None else 'v'} must be a tensor, got None.")
+            raise TypeError(
+                f"{'q' if q is None else 'k' if k is None else 'v'} must be a tensor, got None."
+            )
         shape, v_shape, dtype, device = q.shape, v.shape, q.dtype, q.device
         if len(shape) != 4:
             raise ValueError(f"q must have 4 dimensions [B, T, H, K], got shape {list(shape)}.")
@@ -123,24 +208,41 @@ class Problem:
             _shape_error("k", "[B, T, H, K]", tuple(shape), k, " (as q has)")
         B, T, H, K = shape
         if len(v_shape) != 4 or v_shape[0] != B or v_shape[1] != T:
-            raise ValueError(f"v must have shape [B, T, HV, V] = [{B}, {T}, HV, V], with B and T of q, got {list(v_shape)}.")
+            raise ValueError(
+                f"v must have shape [B, T, HV, V] = [{B}, {T}, HV, V], with B and T of q, got "
+                f"{list(v_shape)}."
+            )
         HV, V = v_shape[2], v_shape[3]
         if dtype not in _INPUT_DTYPES:
             _dtype_error("q", "float16, bfloat16, float32 or (on CPU) float64", dtype)
         if k.dtype != dtype or v.dtype != dtype:
-            raise TypeError(f"q, k and v must share one dtype, got {dtype}, {k.dtype} and {v.dtype}: cast them to the same one.")
+            raise TypeError(
+                f"q, k and v must share one dtype, got {dtype}, {k.dtype} and {v.dtype}: cast "
+                "them to the same one."
+            )
         if k.device != device or v.device != device:
-            raise TypeError(f"q, k and v must be on one device, got {device}, {k.device} and {v.device}: move them together.")
+            raise TypeError(
+                f"q, k and v must be on one device, got {device}, {k.device} and {v.device}: move "
+                "them together."
+            )
         if dtype is torch.float64:
             if device.type == "cuda":
-                raise TypeError("q must be float16, bfloat16 or float32 on CUDA, got torch.float64: float64 runs on CPU only.")
+                raise TypeError(
+                    "q must be float16, bfloat16 or float32 on CUDA, got torch.float64: float64 "
+                    "runs on CPU only."
+                )
             self.state_dtype = torch.float64
         else:
             self.state_dtype = torch.float32
         if K < 1 or K > MAX_K:
-            raise ValueError(f"K, the last dimension of q and k, must be between 1 and {MAX_K}, got {K}.")
+            raise ValueError(
+                f"K, the last dimension of q and k, must be between 1 and {MAX_K}, got {K}."
+            )
         if HV % H if H else HV:
-            raise ValueError(f"HV must be a multiple of H: value head h reads key head h // (HV // H); got HV = {HV} (v) and H = {H} (q).")
+            raise ValueError(
+                "HV must be a multiple of H: value head h reads key head h // (HV // H); got HV = "
+                f"{HV} (v) and H = {H} (q)."
+            )
         if g is not None:
             want = (B, T, HV, K) if rank else (B, T, HV)
             if g.shape != want:
@@ -156,24 +258,34 @@ class Problem:
                 _shape_error("beta", "[B, T, HV]", (B, T, HV), beta)
             _check_float("beta", beta, device)
         elif use_beta_sigmoid_in_kernel:
-            raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True: there is nothing to activate.")
+            raise ValueError(
+                "beta must be given with use_beta_sigmoid_in_kernel=True: there is nothing to "
+                "activate."
+            )
         if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
             raise ValueError(
-                "allow_neg_eigval=True doubles the sigmoid of beta and needs use_beta_sigmoid_in_kernel=True; an activated beta may reach 2 as it is."
+                "allow_neg_eigval=True doubles the sigmoid of beta and needs "
+                "use_beta_sigmoid_in_kernel=True; an activated beta may reach 2 as it is."
             )
         if lower_bound is not None:
             check_lower_bound(lower_bound)
         if use_gate_in_kernel:
             if g is None:
-                raise ValueError("g must be given with use_gate_in_kernel=True: there is nothing to activate.")
+                raise ValueError(
+                    "g must be given with use_gate_in_kernel=True: there is nothing to activate."
+                )
             check_gate_parameters(rank, HV, K, A_log, dt_bias, lower_bound, device)
         else:
             if A_log is not None or dt_bias is not None:
                 name = "A_log" if A_log is not None else "dt_bias"
-                raise ValueError(f"{name} is a parameter of the gate and needs use_gate_in_kernel=True; an activated g must not be activated again.")
+                raise ValueError(
+                    f"{name} is a parameter of the gate and needs use_gate_in_kernel=True; an "
+                    "activated g must not be activated again."
+                )
             if lower_bound is not None and not safe_gate:
                 raise ValueError(
-                    f"lower_bound must be None without use_gate_in_kernel=True, or safe_gate=True, whose bound it then names (chunk), got {lower_bound}: "
+                    "lower_bound must be None without use_gate_in_kernel=True, or safe_gate=True, "
+                    f"whose bound it then names (chunk), got {lower_bound}: "
                     "pass raw logits with use_gate_in_kernel=True, or drop it."
                 )
         if cu_seqlens is None:
@@ -183,13 +295,23 @@ class Problem:
             self.N = cu_seqlens.shape[0] - 1
         self.rank, self.q, self.k, self.v, self.g, self.beta = rank, q, k, v, g, beta
         self.A_log, self.dt_bias = A_log, dt_bias
-        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()  # kernels count on it
+        # kernels count on it
+        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         self.B, self.T, self.H, self.HV, self.K, self.V = B, T, H, HV, K, V
         if scale is not None and not -math.inf < scale < math.inf:
             raise ValueError(f"scale must be a finite number, got {scale}.")
         self.scale = K**-0.5 if scale is None else scale
-        self.l2norm, self.activate_gate, self.lower_bound, self.safe_gate = use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, safe_gate
-        self.sigmoid_beta, self.neg_eigval, self.transposed = use_beta_sigmoid_in_kernel, allow_neg_eigval, transpose_state_layout
+        self.l2norm, self.activate_gate, self.lower_bound, self.safe_gate = (
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            lower_bound,
+            safe_gate,
+        )
+        self.sigmoid_beta, self.neg_eigval, self.transposed = (
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            transpose_state_layout,
+        )
         self.output_final_state, self.disable_recompute = output_final_state, disable_recompute
         self.state: Tensor | None = None
         self.state_indices: Tensor | None = None
@@ -199,7 +321,20 @@ class Problem:
         self.scratch: dict[str, Any] | None = None
 
     @classmethod
-    def parse(cls, rank, q, k, v, g, beta, A_log=None, dt_bias=None, initial_state=None, cu_seqlens=None, **flags) -> Problem:
+    def parse(
+        cls,
+        rank,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=None,
+        dt_bias=None,
+        initial_state=None,
+        cu_seqlens=None,
+        **flags,
+    ) -> Problem:
         """A call over whole sequences, with an optional initial state: `chunk` and `recurrent`."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
         if initial_state is not None:
@@ -209,7 +344,20 @@ class Problem:
 
     @classmethod
     def parse_step(
-        cls, rank, q, k, v, g, beta, state, state_indices=None, num_accepted_tokens=None, A_log=None, dt_bias=None, cu_seqlens=None, **flags
+        cls,
+        rank,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        state_indices=None,
+        num_accepted_tokens=None,
+        A_log=None,
+        dt_bias=None,
+        cu_seqlens=None,
+        **flags,
     ) -> Problem:
         """A decode call on a state pool: `recurrent_`."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
@@ -217,22 +365,54 @@ class Problem:
         if num_accepted_tokens is not None:
             if state_indices is None or state_indices.dim() != 2:
                 got = "None" if state_indices is None else list(state_indices.shape)
-                raise ValueError(f"num_accepted_tokens picks the column of state_indices to start from and needs state_indices of shape [N, S], got {got}.")
+                raise ValueError(
+                    "num_accepted_tokens picks the column of state_indices to start from and "
+                    f"needs state_indices of shape [N, S], got {got}."
+                )
             if num_accepted_tokens.shape != (p.N,):
                 _shape_error("num_accepted_tokens", "[N]", (p.N,), num_accepted_tokens)
             check_index("num_accepted_tokens", num_accepted_tokens, q.device)
             if CHECK_VALUES and not _is_symbolic(num_accepted_tokens):
                 _check_accepted(num_accepted_tokens, state_indices)
             p.num_accepted_tokens = num_accepted_tokens.contiguous()
-        if state_indices is not None and state_indices.dim() == 2 and cu_seqlens is None and p.T > state_indices.shape[1]:
-            raise ValueError(f"state_indices must name a slot for every token, shape [N, S] with S at least T = {p.T}, got {list(state_indices.shape)}.")
-        if CHECK_VALUES and state_indices is not None and state_indices.dim() == 2 and cu_seqlens is not None and not _is_symbolic(cu_seqlens):
+        if (
+            state_indices is not None
+            and state_indices.dim() == 2
+            and cu_seqlens is None
+            and p.T > state_indices.shape[1]
+        ):
+            raise ValueError(
+                "state_indices must name a slot for every token, shape [N, S] with S at least T = "
+                f"{p.T}, got {list(state_indices.shape)}."
+            )
+        if (
+            CHECK_VALUES
+            and state_indices is not None
+            and state_indices.dim() == 2
+            and cu_seqlens is not None
+            and not _is_symbolic(cu_seqlens)
+        ):
             _check_columns(cu_seqlens, state_indices.shape[1])
         return p
 
     @classmethod
     def parse_prefill(
-        cls, rank, q, k, v, g, beta, state, state_indices=None, snapshot_indices=None, A_log=None, dt_bias=None, cu_seqlens=None, *, snapshot_every=1, **flags
+        cls,
+        rank,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        state_indices=None,
+        snapshot_indices=None,
+        A_log=None,
+        dt_bias=None,
+        cu_seqlens=None,
+        *,
+        snapshot_every=1,
+        **flags,
     ) -> Problem:
         """A prefill call on a state pool: `chunk_`."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
@@ -241,19 +421,39 @@ class Problem:
         p._take_pool(state, state_indices)
         if snapshot_indices is not None:
             if snapshot_indices.dim() != 2 or snapshot_indices.shape[0] != p.N:
-                raise ValueError(f"snapshot_indices must have shape [N, snapshots] = [{p.N}, ...], got {list(snapshot_indices.shape)}.")
+                raise ValueError(
+                    f"snapshot_indices must have shape [N, snapshots] = [{p.N}, ...], got "
+                    f"{list(snapshot_indices.shape)}."
+                )
             check_index("snapshot_indices", snapshot_indices, q.device)
             if CHECK_VALUES and not _is_symbolic(snapshot_indices):
-                own = torch.arange(p.N, device=q.device) if state_indices is None else state_indices.long()
+                own = (
+                    torch.arange(p.N, device=q.device)
+                    if state_indices is None
+                    else state_indices.long()
+                )
                 lengths = torch.full_like(own, p.T) if cu_seqlens is None else cu_seqlens.diff()
-                written = torch.arange(1, snapshot_indices.shape[1] + 1, device=q.device) <= (lengths // (CHUNK * max(snapshot_every, 1)))[:, None]
+                written = (
+                    torch.arange(1, snapshot_indices.shape[1] + 1, device=q.device)
+                    <= (lengths // (CHUNK * max(snapshot_every, 1)))[:, None]
+                )
                 into = snapshot_indices.long().where(written & (own >= 0)[:, None], -1)
-                _check_slots(torch.cat([own, into.flatten()]), state.shape[0], "state_indices and snapshot_indices")
+                _check_slots(
+                    torch.cat([own, into.flatten()]),
+                    state.shape[0],
+                    "state_indices and snapshot_indices",
+                )
             p.snapshot_indices = snapshot_indices
         elif snapshot_every != 1:
-            raise ValueError("snapshot_every spaces the snapshots and needs snapshot_indices of shape [N, snapshots] to say where they go.")
+            raise ValueError(
+                "snapshot_every spaces the snapshots and needs snapshot_indices of shape [N, "
+                "snapshots] to say where they go."
+            )
         if snapshot_every < 1:
-            raise ValueError(f"snapshot_every must be at least 1 (chunks of {CHUNK} tokens), got {snapshot_every}.")
+            raise ValueError(
+                f"snapshot_every must be at least 1 (chunks of {CHUNK} tokens), got "
+                f"{snapshot_every}."
+            )
         p.snapshot_every = snapshot_every
         return p
 
@@ -265,12 +465,23 @@ class Problem:
             hint = ""
             layout, other = ("V, K", "K, V") if self.transposed else ("K, V", "V, K")
             if shape == (count, HV, want[3], want[2]):
-                hint = f": that is the [{other}] layout, pass transpose_state_layout={not self.transposed}"
+                hint = (
+                    f": that is the [{other}] layout, pass "
+                    f"transpose_state_layout={not self.transposed}"
+                )
             layout = f"[{letter}, HV, {layout}]"
-            raise ValueError(f"{name} must have shape {layout} = {list(want)} (transpose_state_layout={self.transposed}), got {list(shape)}{hint}.")
+            raise ValueError(
+                f"{name} must have shape {layout} = {list(want)} "
+                f"(transpose_state_layout={self.transposed}), got {list(shape)}{hint}."
+            )
         if state.dtype is not self.state_dtype:
             if not pool or self.state_dtype is torch.float64:
-                _dtype_error(name, str(self.state_dtype), state.dtype, f" (states are kept in {self.state_dtype} for {self.q.dtype} inputs)")
+                _dtype_error(
+                    name,
+                    str(self.state_dtype),
+                    state.dtype,
+                    f" (states are kept in {self.state_dtype} for {self.q.dtype} inputs)",
+                )
             if state.dtype is not torch.bfloat16:
                 _dtype_error(name, "float32 or bfloat16", state.dtype)
         _check_there(name, state, self.q.device)
@@ -278,36 +489,60 @@ class Problem:
 
     def _take_pool(self, state: Tensor, state_indices: Tensor | None) -> None:
         if state is None:
-            raise TypeError("state must be a tensor, the pool of states that are read and written in place, got None.")
+            raise TypeError(
+                "state must be a tensor, the pool of states that are read and written in place, "
+                "got None."
+            )
         if state.dim() != 4:
             layout = "[slots, HV, V, K]" if self.transposed else "[slots, HV, K, V]"
-            raise ValueError(f"state must have 4 dimensions {layout} (transpose_state_layout={self.transposed}), got shape {list(state.shape)}.")
+            raise ValueError(
+                f"state must have 4 dimensions {layout} "
+                f"(transpose_state_layout={self.transposed}), got shape {list(state.shape)}."
+            )
         if _overlaps(state):
-            raise ValueError(f"state must not overlap itself, because it is written, got strides {list(state.stride())}: clone it.")
+            raise ValueError(
+                "state must not overlap itself, because it is written, got strides "
+                f"{list(state.stride())}: clone it."
+            )
         if state_indices is None:
             self._take_state("state", "N", self.N, state, pool=True)
         else:
             self._take_state("state", "slots", state.shape[0], state, pool=True)
-            if state_indices.dim() not in (1, 2) or state_indices.shape[0] != self.N or 0 in state_indices.shape[1:]:
+            if (
+                state_indices.dim() not in (1, 2)
+                or state_indices.shape[0] != self.N
+                or 0 in state_indices.shape[1:]
+            ):
                 hint = ": S is at least 1" if 0 in state_indices.shape[1:] else ""
-                raise ValueError(f"state_indices must have shape [N] or [N, S] with N = {self.N}, got {list(state_indices.shape)}{hint}.")
+                raise ValueError(
+                    f"state_indices must have shape [N] or [N, S] with N = {self.N}, got "
+                    f"{list(state_indices.shape)}{hint}."
+                )
             check_index("state_indices", state_indices, self.q.device)
             if CHECK_VALUES and not _is_symbolic(state_indices):
                 _check_slots(state_indices, state.shape[0], "state_indices")
         self.state_indices = state_indices
         self._check_gates()
 
-    # What a call returns; the kernel and the fake implementation allocate through the same two functions.
+    # What a call returns; the kernel and the fake implementation allocate through the same two
+    # functions.
 
     def new_output(self) -> Tensor:
         """o [B, T, HV, V] in v's dtype, contiguous whatever the strides of v."""
         return new_output(self.v)
 
     def new_final_state(self) -> Tensor:
-        """[N, HV, K, V] or [N, HV, V, K] in `state_dtype`; an empty float32 tensor when it was not asked for."""
+        """[N, HV, K, V] or [N, HV, V, K] in `state_dtype`; an empty float32 tensor when it was not
+        asked for.
+        """
         if not self.output_final_state:
             return self.q.new_empty((0,), dtype=torch.float32)
-        return self.q.new_empty((self.N, self.HV, self.V, self.K) if self.transposed else (self.N, self.HV, self.K, self.V), dtype=self.state_dtype)
+        return self.q.new_empty(
+            (self.N, self.HV, self.V, self.K)
+            if self.transposed
+            else (self.N, self.HV, self.K, self.V),
+            dtype=self.state_dtype,
+        )
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """The inputs that have gradients, in the order of `stages.GRADIENTS`."""
@@ -318,13 +553,15 @@ class Problem:
         return state.transpose(-1, -2) if self.transposed else state
 
     def _check_gates(self) -> None:
-        """Under KDA_OPS_CHECK=1, refuse decays above 0, or below what `safe_gate` promises, and a beta outside [0, 2], of tokens whose sequence has a slot,
-        if slots there are.
+        """Under KDA_OPS_CHECK=1, refuse decays above 0, or below what `safe_gate` promises, and a
+        beta outside [0, 2], of tokens whose sequence has a slot, if slots there are.
         """
         if not CHECK_VALUES:
             return
         if self.g is not None and not self.activate_gate and not _is_symbolic(self.g):
-            _check_decay(self._live(self.g), (self.lower_bound or SAFE_BOUND) if self.safe_gate else None)
+            _check_decay(
+                self._live(self.g), (self.lower_bound or SAFE_BOUND) if self.safe_gate else None
+            )
         if self.beta is not None and not self.sigmoid_beta and not _is_symbolic(self.beta):
             _check_strength(self._live(self.beta))
 
@@ -336,16 +573,23 @@ class Problem:
         if slots is None:
             return x
         live = (slots if slots.dim() == 1 else slots.amax(1)) >= 0
-        return x[live] if self.cu_seqlens is None else x[:, live.repeat_interleave(self.cu_seqlens.diff())]
+        return (
+            x[live]
+            if self.cu_seqlens is None
+            else x[:, live.repeat_interleave(self.cu_seqlens.diff())]
+        )
 
     @property
     def gate_bound(self) -> float | None:
-        """The least decay that the caller's flags promise, or None: decides how many anchors a kernel needs, never the result."""
+        """The least decay that the caller's flags promise, or None: decides how many anchors a
+        kernel needs, never the result.
+        """
         if self.g is None:
             return SAFE_BOUND
         if self.lower_bound is not None:
             return self.lower_bound
-        return SAFE_BOUND if self.safe_gate and not self.activate_gate else None  # the gate without a lower_bound has no bound, whatever is promised
+        # the gate without a lower_bound has no bound, whatever is promised
+        return SAFE_BOUND if self.safe_gate and not self.activate_gate else None
 
 
 def new_output(v: Tensor) -> Tensor:
@@ -353,27 +597,39 @@ def new_output(v: Tensor) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-def gate_problem(rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> torch.dtype:
+def gate_problem(
+    rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> torch.dtype:
     """Validate a call to `kda::gate` or `gdn::gate`; the dtype of its result."""
     if g is None:
         raise TypeError("g must be a tensor, got None.")
     if g.dim() != 3 + rank:
-        raise ValueError(f"g must have shape {'[B, T, HV, K]' if rank else '[B, T, HV]'}, got {list(g.shape)}.")
+        raise ValueError(
+            f"g must have shape {'[B, T, HV, K]' if rank else '[B, T, HV]'}, got {list(g.shape)}."
+        )
     _check_float("g", g, g.device)
     check_lower_bound(lower_bound)
-    check_gate_parameters(rank, g.shape[2], g.shape[3] if rank else 1, A_log, dt_bias, lower_bound, g.device, "g")
+    check_gate_parameters(
+        rank, g.shape[2], g.shape[3] if rank else 1, A_log, dt_bias, lower_bound, g.device, "g"
+    )
     return torch.float64 if g.dtype is torch.float64 else torch.float32
 
 
-# --- values, which live on the device and are read only when KDA_OPS_CHECK=1 asks for it -------------------------------------
+# --- values, which live on the device and are read only when KDA_OPS_CHECK=1 asks for it ----------
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether two elements may share a place: each stride must step over what the smaller ones reach. Of symbolic sizes the call itself will know."""
+    """Whether two elements may share a place: each stride must step over what the smaller ones
+    reach. Of symbolic sizes the call itself will know.
+    """
     if any(isinstance(size, int) and size == 0 for size in x.shape):
         return False
     reach = 0
-    steps = [(stride, size) for size, stride in zip(x.shape, x.stride()) if isinstance(size, int) and isinstance(stride, int) and size > 1]
+    steps = [
+        (stride, size)
+        for size, stride in zip(x.shape, x.stride())
+        if isinstance(size, int) and isinstance(stride, int) and size > 1
+    ]
     for stride, size in sorted(steps):
         if stride <= reach:
             return True
@@ -387,43 +643,65 @@ def _is_symbolic(x: Tensor) -> bool:
 
     if torch.compiler.is_compiling() or x.is_meta or isinstance(x, (FakeTensor, FunctionalTensor)):
         return True
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x)  # a layer looks above transforms, an operator below
+    # a layer looks above transforms, an operator below
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x)
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, T: int) -> None:
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or any(a > b for a, b in zip(offsets, offsets[1:])) or offsets[-1] > T:
-        raise ValueError(f"cu_seqlens must start at 0, never decrease and end at or before T = {T}, got {offsets}.")
+        raise ValueError(
+            f"cu_seqlens must start at 0, never decrease and end at or before T = {T}, got "
+            f"{offsets}."
+        )
 
 
 def _check_decay(g: Tensor, bound: float | None) -> None:
     if g.numel() and not bool((g <= 0).all()):
-        raise ValueError(f"g must be at most 0 (natural-log decay), got a maximum of {g.max().item()}: pass raw logits with use_gate_in_kernel=True.")
+        raise ValueError(
+            f"g must be at most 0 (natural-log decay), got a maximum of {g.max().item()}: pass "
+            "raw logits with use_gate_in_kernel=True."
+        )
     if bound is not None and g.numel() and bool((g < bound).any()):
-        raise ValueError(f"g must stay in [{bound}, 0] as safe_gate=True promises, got a minimum of {g.min().item()}.")
+        raise ValueError(
+            f"g must stay in [{bound}, 0] as safe_gate=True promises, got a minimum of "
+            f"{g.min().item()}."
+        )
 
 
 def _check_strength(beta: Tensor) -> None:
     if beta.numel() and not bool(((beta >= 0) & (beta <= 2)).all()):
         low, high = beta.min().item(), beta.max().item()
-        raise ValueError(f"beta must lie in [0, 2], got {low} to {high}: pass raw logits with use_beta_sigmoid_in_kernel=True.")
+        raise ValueError(
+            f"beta must lie in [0, 2], got {low} to {high}: pass raw logits with "
+            "use_beta_sigmoid_in_kernel=True."
+        )
 
 
 def _check_slots(indices: Tensor, slots: int, name: str) -> None:
     live = indices[indices >= 0]
     if live.numel() and int(live.max()) >= slots:
-        raise ValueError(f"{name} must be below the number of slots, {slots}, got {int(live.max())}.")
+        raise ValueError(
+            f"{name} must be below the number of slots, {slots}, got {int(live.max())}."
+        )
     if live.unique().numel() != live.numel():
         raise ValueError(f"{name} must name distinct slots, got one slot twice.")
 
 
 def _check_accepted(accepted: Tensor, indices: Tensor) -> None:
-    columns, live = indices.shape[1], accepted[(indices >= 0).any(1)]  # of padding it does not matter
+    # of padding it does not matter
+    columns, live = indices.shape[1], accepted[(indices >= 0).any(1)]
     if live.numel() and (int(live.min()) < 1 or int(live.max()) > columns):
-        raise ValueError(f"num_accepted_tokens must lie between 1 and S = {columns}, the columns of state_indices, got {accepted.tolist()}.")
+        raise ValueError(
+            f"num_accepted_tokens must lie between 1 and S = {columns}, the columns of "
+            f"state_indices, got {accepted.tolist()}."
+        )
 
 
 def _check_columns(cu_seqlens: Tensor, columns: int) -> None:
     longest = max(cu_seqlens.diff().tolist(), default=0)
     if longest > columns:
-        raise ValueError(f"state_indices must name a slot for every token, shape [N, S] with S at least {longest}, the longest sequence, got S = {columns}.")
+        raise ValueError(
+            "state_indices must name a slot for every token, shape [N, S] with S at least "
+            f"{longest}, the longest sequence, got S = {columns}."
+        )

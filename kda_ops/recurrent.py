@@ -1,4 +1,6 @@
-"""Token by token: decode, and short sequences. Backward goes through the chunk formulas (`kda_ops.chunk.backward`)."""
+"""Token by token: decode, and short sequences. Backward goes through the chunk formulas
+(`kda_ops.chunk.backward`).
+"""
 
 from __future__ import annotations
 
@@ -22,32 +24,47 @@ def infer(p: Problem) -> tuple[Tensor, Tensor]:
 
 
 def decode(rank: int, args: tuple[Tensor | None, ...], flags: dict[str, Any]) -> Tensor:
-    """Tokens on a state pool, from the arguments of `recurrent_`: the states are read from and written to its slots in place.
+    """Tokens on a state pool, from the arguments of `recurrent_`: the states are read from and
+    written to its slots in place.
 
-    A token is decoded by thousands of calls whose tensors look the same, and parsing one costs Python more than the kernel costs the GPU. What shapes,
-    strides, dtypes, devices and flags decide, that the call is legal and how it is launched, is therefore kept; never anything of a tensor's data or address.
-    Contiguous tensors of a shape differ in the strides of axes of length one, by which nothing is ever addressed. Devices differ by number: a kernel for CUDA
-    is called where q is on one of its devices, and the first such call has refused tensors elsewhere.
+    A token is decoded by thousands of calls whose tensors look the same, and parsing one costs
+    Python more than the kernel costs the GPU. What shapes, strides, dtypes, devices and flags
+    decide, that the call is legal and how it is launched, is therefore kept; never anything of a
+    tensor's data or address. Contiguous tensors of a shape differ in the strides of axes of length
+    one, by which nothing is ever addressed. Devices differ by number: a kernel for CUDA is called
+    where q is on one of its devices, and the first such call has refused tensors elsewhere.
     """
     if args[0] is not None and args[0].is_cpu:  # its backends need have no plans
         b = dispatch.backend(args[0].device)
         if not hasattr(b, "plan_step"):
             return _step(Problem.parse_step(rank, *args, **flags), b)
-    look = (rank, *flags.items(), *[None if x is None else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device()) for x in args])
+    look = (
+        rank,
+        *flags.items(),
+        *[
+            None
+            if x is None
+            else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device())
+            for x in args
+        ],
+    )
     plan = _PLANS.get(look)
     if plan is None:
         p = Problem.parse_step(rank, *args, **flags)
         b = dispatch.backend(p.q.device)
         o = _step(p, b)
-        as_they_lie = all(x is None or x.is_contiguous() for x in (*args[7:8], *args[10:]))  # what a parsed call makes contiguous, a plan reads
-        checked = problem.CHECK_VALUES or (p.cu_seqlens is not None and p.q.device.type == "cpu")  # at every call
+        # what a parsed call makes contiguous, a plan reads
+        as_they_lie = all(x is None or x.is_contiguous() for x in (*args[7:8], *args[10:]))
+        # at every call
+        checked = problem.CHECK_VALUES or (p.cu_seqlens is not None and p.q.device.type == "cpu")
         if p.HV and hasattr(b, "plan_step") and as_they_lie and not checked:
             if len(_PLANS) >= 1024:  # a program that calls with ever new sizes
                 _PLANS.clear()
             _PLANS[look] = b.plan_step(p, p.state)
         return o
     v = args[2]
-    o = torch.empty_like(v) if v.is_contiguous() else new_output(v)  # which a contiguous v says without a keyword: half a microsecond in the dispatcher
+    # which a contiguous v says without a keyword: half a microsecond in the dispatcher
+    o = torch.empty_like(v) if v.is_contiguous() else new_output(v)
     plan(o, args[5], args + (None,) * (11 - len(args)))
     return o
 

@@ -1,8 +1,10 @@
 """Where the sequences of a call lie, and how its chunks are numbered.
 
-Chunks of one call lie on one axis, sequence after sequence. Chunk c of sequence n has number ``first(n) + c`` where ``first(n)`` is ``n * ceil(T / C)`` for
-dense rows, and ``cu_seqlens[n] // C + n`` for packed sequences: those ranges never meet, and a kernel finds its place from one element
-of cu_seqlens, with no prefix sum and no host synchronisation. A number that no chunk has stands for a chunk with no rows.
+Chunks of one call lie on one axis, sequence after sequence. Chunk c of sequence n has number
+``first(n) + c`` where ``first(n)`` is ``n * ceil(T / C)`` for dense rows, and
+``cu_seqlens[n] // C + n`` for packed sequences: those ranges never meet, and a kernel finds its
+place from one element of cu_seqlens, with no prefix sum and no host synchronisation. A number that
+no chunk has stands for a chunk with no rows.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from kda_ops.problem import CHUNK, Problem
 
 
 def count_chunks(p: Problem, tokens: int = CHUNK):
-    """NT, the length of the chunk axis: exact for dense rows, an upper bound for packed sequences. May be symbolic.
+    """NT, the length of the chunk axis: exact for dense rows, an upper bound for packed sequences.
+    May be symbolic.
 
     With other `tokens` than those of a chunk, the pieces of so many, which are numbered alike.
     """
@@ -26,8 +29,9 @@ def count_chunks(p: Problem, tokens: int = CHUNK):
 class Chunks:
     """The chunks of a call as the host sees them (CPU backends: cu_seqlens is host memory there).
 
-    `first[n]` and `count[n]` give the chunks of sequence n; `rows` maps each of the B*T tokens to its row among NT*C, or is None when
-    that map is the identity. Tokens past the last sequence map to row NT*C, which is none.
+    `first[n]` and `count[n]` give the chunks of sequence n; `rows` maps each of the B*T tokens to
+    its row among NT*C, or is None when that map is the identity. Tokens past the last sequence map
+    to row NT*C, which is none.
     """
 
     def __init__(self, p: Problem):
@@ -52,11 +56,19 @@ class Chunks:
     @property
     def order(self) -> Tensor:
         """The sequences, longest first."""
-        return torch.argsort(torch.tensor(self.count, dtype=torch.int64), descending=True, stable=True)
+        return torch.argsort(
+            torch.tensor(self.count, dtype=torch.int64), descending=True, stable=True
+        )
 
     def steps(self) -> list[tuple[Tensor, Tensor]]:
-        """For each scan step, the sequences still running, a prefix of `order`, and their chunks."""
-        count, first, order = torch.tensor(self.count, dtype=torch.int64), torch.tensor(self.first, dtype=torch.int64), self.order
+        """For each scan step, the sequences still running, a prefix of `order`, and their
+        chunks.
+        """
+        count, first, order = (
+            torch.tensor(self.count, dtype=torch.int64),
+            torch.tensor(self.first, dtype=torch.int64),
+            self.order,
+        )
         out = []
         for c in range(max(self.count, default=0)):
             live = order[: int((count > c).sum())]
@@ -64,12 +76,16 @@ class Chunks:
         return out
 
     def new(self, like: Tensor, *rest: int) -> Tensor:
-        """A tensor [NT, HV, *rest] to fill chunk by chunk: zero where packed sequences leave numbers that no chunk has."""
+        """A tensor [NT, HV, *rest] to fill chunk by chunk: zero where packed sequences leave
+        numbers that no chunk has.
+        """
         make = like.new_empty if sum(self.count) == self.NT else like.new_zeros
         return make((self.NT, like.shape[1], *rest))
 
     def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T, X, ...] per token to [NT, X, C, ...] per chunk, zero where a chunk has no token; contiguous, in `dtype`."""
+        """[B, T, X, ...] per token to [NT, X, C, ...] per chunk, zero where a chunk has no token;
+        contiguous, in `dtype`.
+        """
         flat = x.reshape(self.B * self.T, *x.shape[2:])
         if self.rows is not None:
             padded = flat.new_zeros((self.NT * CHUNK + 1, *flat.shape[1:]))
@@ -81,5 +97,7 @@ class Chunks:
         """[NT, X, C, ...] back to [B, T, X, ...]; zero for tokens past the last sequence."""
         flat = chunks.transpose(1, 2).reshape(self.NT * CHUNK, chunks.shape[1], *chunks.shape[3:])
         if self.rows is not None:
-            flat = torch.cat([flat, flat.new_zeros((1, *flat.shape[1:]))]).index_select(0, self.rows)
+            flat = torch.cat([flat, flat.new_zeros((1, *flat.shape[1:]))]).index_select(
+                0, self.rows
+            )
         return flat.reshape(self.B, self.T, *flat.shape[1:])

@@ -1,10 +1,13 @@
-"""The contracts between the stages: what each one reads and returns, written once for every backend.
+"""The contracts between the stages: what each one reads and returns, written once for every
+backend.
 
-A backend is a module with the functions of `Backend` below. `kda_ops.chunk` and `kda_ops.recurrent` call them in order and know no
-mathematics; the stages know the mathematics (MATHS.md) and nothing of autograd or dispatch. Sizes and letters: MATHS.md.
+A backend is a module with the functions of `Backend` below. `kda_ops.chunk` and `kda_ops.recurrent`
+call them in order and know no mathematics; the stages know the mathematics (MATHS.md) and nothing
+of autograd or dispatch. Sizes and letters: MATHS.md.
 
-Chunks lie on one axis of length NT, sequence after sequence (`sequences.Chunks` numbers them). Rows past the end of a sequence count
-as tokens with q = k = v = beta = 0 and g = 0. The decay axis ``D`` is K for KDA and 1 for GDN.
+Chunks lie on one axis of length NT, sequence after sequence (`sequences.Chunks` numbers them). Rows
+past the end of a sequence count as tokens with q = k = v = beta = 0 and g = 0. The decay axis ``D``
+is K for KDA and 1 for GDN.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from kda_ops.problem import Problem
 
 @dataclass
 class Tile:
-    """What a chunk needs besides the state entering it; `prepare` makes it, each tensor ``[NT, HV, C, .]``.
+    """What a chunk needs besides the state entering it; `prepare` makes it, each tensor
+    ``[NT, HV, C, .]``.
 
-    A backend whose scan forms some of these from q, k, v, g and beta in registers leaves them None, and may leave it `rows` for that.
+    A backend whose scan forms some of these from q, k, v, g and beta in registers leaves them None,
+    and may leave it `rows` for that.
     """
 
     A: Tensor | None  # [.., C, C]  (I + L)^-1, unit lower triangular
@@ -31,7 +36,9 @@ class Tile:
     qg: Tensor | None = None  # [.., C, K]  scale q exp G
     kg: Tensor | None = None  # [.., C, K]  k exp(sum of g over the later rows)
     gamma: Tensor | None = None  # [NT, HV, D]  exp(sum of g over the chunk)
-    rows: Tensor | None = None  # [NT, HV, R, C]  R numbers per row, of the dtype of gamma: beta, norms and the like, in the backend's order
+    # [NT, HV, R, C] R numbers per row, of the dtype of gamma: beta, norms and the like, in the
+    # backend's order
+    rows: Tensor | None = None
     pairs: Tensor | None = None  # [.., C, C]  A and P in one tile, which only `prepare` can read
 
 
@@ -50,13 +57,16 @@ class Reverse:
 
     dstates: Tensor  # [NT, HV, K, V]  gradient of the state leaving each chunk
     z: Tensor | None  # [NT, HV, C, V]  A^T dv_new, the gradient of beta (v - k exp(G) S)
-    dv: Tensor | None  # [B, T, HV, V]  beta z, the gradient of v, where the backend's `gradient` takes it from here
+    # [B, T, HV, V] beta z, the gradient of v, where the backend's `gradient` takes it from here
+    dv: Tensor | None
     dinitial_state: Tensor | None  # [N, HV, K, V] seen through the caller's strides
 
 
 @dataclass
 class Gradients:
-    """One entry per differentiable input, in the input's shape and dtype; None where it was not asked for or the input is absent."""
+    """One entry per differentiable input, in the input's shape and dtype; None where it was not
+    asked for or the input is absent.
+    """
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -69,54 +79,106 @@ class Gradients:
 
 
 GRADIENTS = tuple(f.name for f in fields(Gradients))
-# What training may keep (`pairs` in the place of A); o is an output anyway. rows last: `registrations.schemas` says why.
-KEPT = (*(f.name for f in fields(Tile) if f.name not in ("rows", "pairs")), "states", "v_new", "rows")
+# What training may keep (`pairs` in the place of A); o is an output anyway. rows last:
+# `registrations.schemas` says why.
+KEPT = (
+    *(f.name for f in fields(Tile) if f.name not in ("rows", "pairs")),
+    "states",
+    "v_new",
+    "rows",
+)
 
 
 class Backend(Protocol):
     """A set of stage functions. Their equations are in MATHS.md under the same names."""
 
-    def prepare(self, p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool = False, overlap: bool = False) -> Tile:
-        """Everything about the chunks that does not depend on the state; a kept A spares the inverse. With `pack` (where
-        `dispatch.packs_pairs` says so) `pairs` are made too, and given back as A with `pack` they spare the scores as well. With `norms`, `rows` has those
-        that `gradient` reads. With `overlap` some of the tile may be made no sooner than by `scan`, which must come before anything else that reads it.
+    def prepare(
+        self,
+        p: Problem,
+        A: Tensor | None = None,
+        pack: bool = False,
+        norms: bool = False,
+        overlap: bool = False,
+    ) -> Tile:
+        """Everything about the chunks that does not depend on the state; a kept A spares the
+        inverse. With `pack` (where `dispatch.packs_pairs` says so) `pairs` are made too, and given
+        back as A with `pack` they spare the scores as well. With `norms`, `rows` has those that
+        `gradient` reads. With `overlap` some of the tile may be made no sooner than by `scan`,
+        which must come before anything else that reads it.
         """
 
-    def scan(self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:
+    def scan(
+        self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool
+    ) -> Trace | None:
         """Carry the state through the chunks of each sequence::
 
             v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new
 
-        Starts from `p.state` (row n, or slot ``p.state_indices[n]``; zero without it). Writes o [B, T, HV, V] with zeros past the
-        last sequence, and the last state into `final_state`, [N, HV, K, V] or the pool itself, in the caller's layout. A negative
-        slot is neither read nor written and its sequence's output is zero. With `p.snapshot_indices`, slot ``[n, j]`` takes the state after
-        chunk ``(j + 1) * p.snapshot_every`` of sequence n. Returns a `Trace` if `keep`; then o may be None.
+        Starts from `p.state` (row n, or slot ``p.state_indices[n]``; zero without it). Writes o [B,
+        T, HV, V] with zeros past the last sequence, and the last state into `final_state`, [N, HV,
+        K, V] or the pool itself, in the caller's layout. A negative slot is neither read nor
+        written and its sequence's output is zero. With `p.snapshot_indices`, slot ``[n, j]`` takes
+        the state after chunk ``(j + 1) * p.snapshot_every`` of sequence n. Returns a `Trace` if
+        `keep`; then o may be None.
         """
 
-    def reverse_scan(self, p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Reverse:
+    def reverse_scan(
+        self,
+        p: Problem,
+        tile: Tile,
+        do: Tensor | None,
+        dfinal_state: Tensor | None,
+        need: frozenset[str],
+    ) -> Reverse:
         """Carry the gradient of the state back::
 
             dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new
 
-        Starts from `dfinal_state` in the caller's layout; a gradient that is None is zero, and any strides are accepted. `need` is that of `gradient`.
+        Starts from `dfinal_state` in the caller's layout; a gradient that is None is zero, and any
+        strides are accepted. `need` is that of `gradient`.
         """
 
-    def gradient(self, p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
-        """One step per chunk from the trace and the reverse scan to the gradients of the inputs named in `need`; the tile has lost P, w, u, qg and kg.
+    def gradient(
+        self,
+        p: Problem,
+        tile: Tile,
+        trace: Trace,
+        do: Tensor | None,
+        reverse: Reverse,
+        need: frozenset[str],
+    ) -> Gradients:
+        """One step per chunk from the trace and the reverse scan to the gradients of the inputs
+        named in `need`; the tile has lost P, w, u, qg and kg.
 
         `trace.o` is there if `dispatch.reads_output` says so, "q" is needed and there is a do.
         """
 
     def step(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
-        """The token recurrence, for decode: o [B, T, HV, V], states as for `scan`, but a two-dimensional `p.state_indices`
-        [N, S] takes the state after token t into slot ``[n, t]`` and starts from slot ``[n, num_accepted_tokens[n] - 1]`` (column 0
-        without it); where the slot of a token is negative nothing is written and its output is zero.
+        """The token recurrence, for decode: o [B, T, HV, V], states as for `scan`, but a
+        two-dimensional `p.state_indices` [N, S] takes the state after token t into slot ``[n, t]``
+        and starts from slot ``[n, num_accepted_tokens[n] - 1]`` (column 0 without it); where the
+        slot of a token is negative nothing is written and its output is zero.
         """
 
-    def gate(self, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int) -> Tensor:
+    def gate(
+        self,
+        g: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        lower_bound: float | None,
+        rank: int,
+    ) -> Tensor:
         """The log decay from raw logits, in float32 (float64 for float64)."""
 
     def gate_backward(
-        self, dy: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
+        self,
+        dy: Tensor,
+        g: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        lower_bound: float | None,
+        rank: int,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Gradients of g, A_log and dt_bias; parameter sums in at least float32, cast once at the end."""
+        """Gradients of g, A_log and dt_bias; parameter sums in at least float32, cast once at the
+        end.
+        """

@@ -1,4 +1,5 @@
-"""Autocast: q, k and v go to the autocast dtype; decays, gate parameters and states keep theirs, which the kernels sum in float32.
+"""Autocast: q, k and v go to the autocast dtype; decays, gate parameters and states keep theirs,
+which the kernels sum in float32.
 
 No operator's own arithmetic is autocast, nor a backward that runs inside an autocast region.
 """
@@ -11,7 +12,9 @@ from torch import Tensor
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
 
-_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 
 def _cast(operator: schemas.Operator, namespace: str, device_type: str):
@@ -20,7 +23,12 @@ def _cast(operator: schemas.Operator, namespace: str, device_type: str):
     @opaque
     def kernel(q: Tensor, k: Tensor, v: Tensor, *args, **flags):
         dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = (x.to(dtype) if x is not None and x.dtype is not torch.float64 and x.dtype.is_floating_point else x for x in (q, k, v))
+        q, k, v = (
+            x.to(dtype)
+            if x is not None and x.dtype is not torch.float64 and x.dtype.is_floating_point
+            else x
+            for x in (q, k, v)
+        )
         with torch._C._ExcludeDispatchKeyGuard(_BELOW):
             return op(q, k, v, *args, **flags)
 
@@ -43,4 +51,8 @@ _CAST = (schemas.CHUNK, schemas.RECURRENT, schemas.RECURRENT_, schemas.CHUNK_)
 for _namespace, _library in schemas.LIBRARIES.items():
     for _operator in schemas.OPERATORS:
         for _device in ("cpu", "cuda"):
-            _library.impl(_operator.name, (_cast if _operator in _CAST else _as_it_is)(_operator, _namespace, _device), f"Autocast{_device.upper()}")
+            _library.impl(
+                _operator.name,
+                (_cast if _operator in _CAST else _as_it_is)(_operator, _namespace, _device),
+                f"Autocast{_device.upper()}",
+            )

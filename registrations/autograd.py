@@ -1,7 +1,9 @@
 """Autograd: which call stands in the training graph, the formulas, and the refusals.
 
-With gradients wanted, `chunk` becomes `chunk_fwd`, whose formula keeps what `kda_ops.chunk` decided to keep and calls `chunk_bwd`. `recurrent` keeps its
-inputs and differentiates through the chunk formulas. Double backward and tangents are refused, and so are the in-place operators under autograd.
+With gradients wanted, `chunk` becomes `chunk_fwd`, whose formula keeps what `kda_ops.chunk` decided
+to keep and calls `chunk_bwd`. `recurrent` keeps its inputs and differentiates through the chunk
+formulas. Double backward and tangents are refused, and so are the in-place operators under
+autograd.
 """
 
 from __future__ import annotations
@@ -25,13 +27,23 @@ _INPUTS = len(GRADIENTS) + 1  # the differentiable inputs, then cu_seqlens
 
 
 def _wants_grad(args: tuple, kwargs: dict) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())
+    )
 
 
 def _refuse_tangents(name: str, args: tuple, kwargs: dict) -> None:
-    """Where forward mode is on: torch would drop a tangent without a word, if no gradient is wanted besides."""
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in (*args, *kwargs.values())):
-        raise NotImplementedError(f"{name} has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse mode, torch.autograd.")
+    """Where forward mode is on: torch would drop a tangent without a word, if no gradient is wanted
+    besides.
+    """
+    if any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+        for x in (*args, *kwargs.values())
+    ):
+        raise NotImplementedError(
+            f"{name} has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse "
+            "mode, torch.autograd."
+        )
 
 
 class _Call(NamedTuple):
@@ -43,7 +55,9 @@ class _Call(NamedTuple):
 
 
 class _Formula(_SingleLevelFunction):
-    """A function of one level of transforms, the one that the dispatcher has come to: `torch.autograd.Function` would begin with all of them again."""
+    """A function of one level of transforms, the one that the dispatcher has come to:
+    `torch.autograd.Function` would begin with all of them again.
+    """
 
     @staticmethod
     def _compiled_autograd_key(ctx) -> tuple:
@@ -51,10 +65,12 @@ class _Formula(_SingleLevelFunction):
 
 
 def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callable) -> None:
-    """Give `op` a formula: ``setup(ctx, inputs, flags, output)``, both with the defaults that the dispatcher strips, and ``backward(ctx, *gradients)``.
+    """Give `op` a formula: ``setup(ctx, inputs, flags, output)``, both with the defaults that the
+    dispatcher strips, and ``backward(ctx, *gradients)``.
 
-    What `torch.library.register_autograd` makes would do, but that it reads the schema anew in every call, which takes as long as the rest of a
-    forward's Python, and that `torch.func.grad` refuses it.
+    What `torch.library.register_autograd` makes would do, but that it reads the schema anew in
+    every call, which takes as long as the rest of a forward's Python, and that `torch.func.grad`
+    refuses it.
     """
     arguments = op._schema.arguments
     positional = tuple(a.default_value for a in arguments if not a.kwarg_only)
@@ -65,7 +81,8 @@ def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callab
             return op.redispatch(call.keyset & torch._C._after_autograd_keyset, *args, **call.flags)
 
     def forward(ctx, call: _Call, *args):
-        # Of transforms inside each other the outer ones are below; a function's forward is without gradients and tangents, and they may want theirs.
+        # Of transforms inside each other the outer ones are below; a function's forward is without
+        # gradients and tangents, and they may want theirs.
         with ExitStack() as modes:
             if torch._C._are_functorch_transforms_active():
                 modes.enter_context(torch.enable_grad())
@@ -78,7 +95,11 @@ def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callab
     def reverse(ctx, *gradients):
         return None, *backward(ctx, *gradients)[: len(ctx.needs_input_grad) - 1]
 
-    formula = type(f"{op._namespace}_{op._opname}", (_Formula,), {"forward": staticmethod(forward), "backward": staticmethod(reverse)})
+    formula = type(
+        f"{op._namespace}_{op._opname}",
+        (_Formula,),
+        {"forward": staticmethod(forward), "backward": staticmethod(reverse)},
+    )
 
     @opaque
     def kernel(keyset: torch.DispatchKeySet, *args, **flags):
@@ -86,7 +107,11 @@ def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callab
             _refuse_tangents(f"{op._namespace}::{op._opname}", args, flags)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return below(_Call(keyset, flags), args)
-        with enable_single_level_autograd_function() if torch._C._are_functorch_transforms_active() else nullcontext():
+        with (
+            enable_single_level_autograd_function()
+            if torch._C._are_functorch_transforms_active()
+            else nullcontext()
+        ):
             return formula.apply(_Call(keyset, flags, torch._C._is_fwd_grad_enabled()), *args)
 
     schemas.LIBRARIES[op._namespace].impl(op._opname, kernel, "Autograd", with_keyset=True)
@@ -114,8 +139,12 @@ def _setup(namespace: str):
     def setup(ctx, inputs, flags, output) -> None:
         o, final_state, *kept = output
         reads_output = dispatch.reads_output(o.device, rank, flags["use_qk_l2norm_in_kernel"])
-        # What is not kept is an empty tensor of one dimension; only the rest is worth a place among the saved tensors.
-        ctx.kept = [flags.get("disable_recompute", False) and reads_output, *(x.dim() > 1 for x in kept)]
+        # What is not kept is an empty tensor of one dimension; only the rest is worth a place among
+        # the saved tensors.
+        ctx.kept = [
+            flags.get("disable_recompute", False) and reads_output,
+            *(x.dim() > 1 for x in kept),
+        ]
         ctx.save_for_backward(*inputs, *(x for x, there in zip((o, *kept), ctx.kept) if there))
         ctx.mark_non_differentiable(*kept, *(() if flags["output_final_state"] else (final_state,)))
         ctx.set_materialize_grads(False)
@@ -128,9 +157,11 @@ def _backward(namespace: str):
     op_bwd = schemas.CHUNK_BWD.overload(namespace)
 
     def backward(ctx, do, dfinal_state, *_):
-        saved_tensors = ctx.saved_tensors  # read once: activation checkpointing refuses to unpack a tensor twice
+        # read once: activation checkpointing refuses to unpack a tensor twice
+        saved_tensors = ctx.saved_tensors
         inputs, saved = saved_tensors[:_INPUTS], iter(saved_tensors[_INPUTS:])
-        # The dispatcher strips trailing arguments that equal their defaults, and needs_input_grad, which begins with the call, is short by as many.
+        # The dispatcher strips trailing arguments that equal their defaults, and needs_input_grad,
+        # which begins with the call, is short by as many.
         need = [*ctx.needs_input_grad[1:], *(False for _ in GRADIENTS)][: len(GRADIENTS)]
         flags = dict(ctx.flags)
         if not flags["output_final_state"]:
@@ -141,7 +172,9 @@ def _backward(namespace: str):
         keeps_output, *kept = ctx.kept
         o = next(saved) if keeps_output else None
         kept = [next(saved) if there else none for there in (kept or [False] * len(KEPT))]
-        grads = op_bwd(do, dfinal_state, *schemas.join_backward(kept, inputs, o), need=need, **flags)
+        grads = op_bwd(
+            do, dfinal_state, *schemas.join_backward(kept, inputs, o), need=need, **flags
+        )
         return (*(d if n else None for d, n in zip(grads, need)), None)
 
     return backward
@@ -170,15 +203,18 @@ def _no_setup(ctx, inputs, flags, output) -> None:
 def _refuse_double_backward(name: str):
     def backward(ctx, *grads):
         raise RuntimeError(
-            f"{name}: double backward is not implemented: call backward without create_graph=True, nest no torch.func.grad, and compile one only for "
-            "inputs that require no gradient themselves."
+            f"{name}: double backward is not implemented: call backward without "
+            "create_graph=True, nest no torch.func.grad, and compile one only for inputs that "
+            "require no gradient themselves."
         )
 
     return backward
 
 
 def _refuse_in_place(operator: schemas.Operator, namespace: str):
-    """An in-place operator is for inference: autograd would record a state that the next call overwrites."""
+    """An in-place operator is for inference: autograd would record a state that the next call
+    overwrites.
+    """
     op, instead = operator.overload(namespace), f"{namespace}::{operator.name.rstrip('_')}"
 
     def guard(*args, **flags) -> Tensor:
@@ -186,7 +222,8 @@ def _refuse_in_place(operator: schemas.Operator, namespace: str):
             _refuse_tangents(f"{namespace}::{operator.name}", args, flags)
         if _wants_grad(args, flags):
             raise RuntimeError(
-                f"{namespace}::{operator.name} writes its state in place and has no gradient: call it under torch.no_grad() or torch.inference_mode(), "
+                f"{namespace}::{operator.name} writes its state in place and has no gradient: "
+                "call it under torch.no_grad() or torch.inference_mode(), "
                 f"or use {instead}, which is differentiable."
             )
         with torch._C._AutoDispatchBelowAutograd():
@@ -200,8 +237,15 @@ for _namespace, _library in schemas.LIBRARIES.items():
     for _operator in (schemas.CHUNK_FWD, schemas.RECURRENT):
         _differentiable(_operator.overload(_namespace), _setup(_namespace), _backward(_namespace))
     _differentiable(schemas.GATE.overload(_namespace), _gate_setup, _gate_backward(_namespace))
-    for _operator, _public in ((schemas.CHUNK_BWD, "chunk and recurrent"), (schemas.GATE_BWD, "gate")):
-        _differentiable(_operator.overload(_namespace), _no_setup, _refuse_double_backward(f"{_namespace}::{_public}"))
+    for _operator, _public in (
+        (schemas.CHUNK_BWD, "chunk and recurrent"),
+        (schemas.GATE_BWD, "gate"),
+    ):
+        _differentiable(
+            _operator.overload(_namespace),
+            _no_setup,
+            _refuse_double_backward(f"{_namespace}::{_public}"),
+        )
     for _operator in schemas.OPERATORS:
         if _operator.mutates:
             _library.impl(_operator.name, _refuse_in_place(_operator, _namespace), "Autograd")

@@ -1,4 +1,6 @@
-"""Fake implementations: the same `Problem` refuses the same calls and allocates the same outputs as in the kernels."""
+"""Fake implementations: the same `Problem` refuses the same calls and allocates the same outputs as
+in the kernels.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,19 @@ def _fakes(rank: int) -> dict[schemas.Operator, object]:
         return _like(g, True, g), _like(A_log, True, g), _like(dt_bias, True, g)
 
     return {
-        schemas.CHUNK: chunk_or_recurrent, schemas.CHUNK_FWD: chunk_fwd, schemas.CHUNK_BWD: chunk_bwd, schemas.RECURRENT: chunk_or_recurrent,
-        schemas.RECURRENT_: recurrent_in_place, schemas.CHUNK_: chunk_in_place, schemas.GATE: gate, schemas.GATE_BWD: gate_bwd,
-    }  # fmt: skip
+        schemas.CHUNK: chunk_or_recurrent,
+        schemas.CHUNK_FWD: chunk_fwd,
+        schemas.CHUNK_BWD: chunk_bwd,
+        schemas.RECURRENT: chunk_or_recurrent,
+        schemas.RECURRENT_: recurrent_in_place,
+        schemas.CHUNK_: chunk_in_place,
+        schemas.GATE: gate,
+        schemas.GATE_BWD: gate_bwd,
+    }
 
 
 for _namespace, _rank in schemas.VARIANTS.items():
     for _operator, _fake in _fakes(_rank).items():
-        torch.library.register_fake(f"{_namespace}::{_operator.name}", _fake, lib=schemas.LIBRARIES[_namespace])
+        torch.library.register_fake(
+            f"{_namespace}::{_operator.name}", _fake, lib=schemas.LIBRARIES[_namespace]
+        )

@@ -1,8 +1,9 @@
 """FLOP formulas, registered with torch.utils.flop_counter when it is imported.
 
-What is counted is the arithmetic of the algorithm, by the letters of MATHS.md, not that of one kernel: matrix products at two operations per multiply-add,
-one dense product per score (a kernel with pairwise decays may spend several), no elementwise work, whole chunks of C tokens. A packed call counts
-as one sequence, because its seams lie on the device.
+What is counted is the arithmetic of the algorithm, by the letters of MATHS.md, not that of one
+kernel: matrix products at two operations per multiply-add, one dense product per score (a kernel
+with pairwise decays may spend several), no elementwise work, whole chunks of C tokens. A packed
+call counts as one sequence, because its seams lie on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def product(rows, inner, columns):
 
 
 def inverse():
-    """Operations of ``(I + L)^-1`` by rows: row i is one product ``[1, i] @ [i, i]`` with the rows above it, about 2/3 C^3 in all."""
+    """Operations of ``(I + L)^-1`` by rows: row i is one product ``[1, i] @ [i, i]`` with the rows
+    above it, about 2/3 C^3 in all.
+    """
     return sum(product(1, i, i) for i in range(C))
 
 
@@ -36,16 +39,19 @@ def forward(K, V):
         o            qg S + P v_new              [C,K][K,V] + [C,C][C,V]
         S            gamma S + kg^T v_new        [K,C][C,V]
 
-    The first three lines are those of `prepare`, unless a backend leaves u to the scan, the others of `scan`.
+    The first three lines are those of `prepare`, unless a backend leaves u to the scan, the others
+    of `scan`.
     """
     scores, tile = 2 * product(C, K, C), product(C, C, K) + product(C, C, V)
     return scores + inverse() + tile + 3 * product(C, K, V) + product(C, C, V)
 
 
 def backward(K, V, kept: frozenset[str]):
-    """Operations of one chunk and value head; 32.5 million at K = V = 128 with A kept and the rest recomputed.
+    """Operations of one chunk and value head; 32.5 million at K = V = 128 with A kept and the rest
+    recomputed.
 
-    Recomputed, each unless it is in `kept`: A, P, w, v_new from u, and the states (the last two by the scan without its output). Always::
+    Recomputed, each unless it is in `kept`: A, P, w, v_new from u, and the states (the last two by
+    the scan without its output). Always::
 
         k k^T        for dbeta                             [C,K][K,C]
         dv_new       P^T do + kg dS                        [C,C][C,V] + [C,K][K,V]
@@ -57,7 +63,8 @@ def backward(K, V, kept: frozenset[str]):
         Zv, Zk       A^T dv_new, A^T dw                    [C,C][C,V] + [C,C][C,K]
         dq, dk       rows dP k, dL k; columns dP^T q, dL^T k   4 [C,C][C,K]
 
-    A backend may do with less, by dL = -(A^T dv_new) v_new^T for one; the count stays, so that rates compare.
+    A backend may do with less, by dL = -(A^T dv_new) v_new^T for one; the count stays, so that
+    rates compare.
     """
     again = {
         "A": inverse(),
@@ -69,8 +76,16 @@ def backward(K, V, kept: frozenset[str]):
     recompute = sum(n for name, n in again.items() if name not in kept)
     reverse_scan = product(C, C, V) + 3 * product(C, K, V)
     inter = 3 * product(C, V, K) + product(C, V, C)
-    through_inverse = product(C, V, C) + product(C, K, C) + 2 * product(C, C, C) + product(C, C, V) + product(C, C, K)
-    return recompute + product(C, K, C) + reverse_scan + inter + through_inverse + 4 * product(C, C, K)
+    through_inverse = (
+        product(C, V, C)
+        + product(C, K, C)
+        + 2 * product(C, C, C)
+        + product(C, C, V)
+        + product(C, C, K)
+    )
+    return (
+        recompute + product(C, K, C) + reverse_scan + inter + through_inverse + 4 * product(C, C, K)
+    )
 
 
 def token(K, V):
@@ -91,7 +106,11 @@ def _chunk(q, k, v, *args, out_shape=None, **flags):
 def _chunk_bwd(do, dfinal_state, *args, out_shape=None, **flags):
     kept, (q, _, v, *_), _ = schemas.split_backward(args)
     # What is not kept is an empty tensor of one dimension, or None.
-    return _chunks(q, v) * backward(q[3], v[3], frozenset(n for n, shape in zip(KEPT, kept) if shape is not None and len(shape) > 1))
+    return _chunks(q, v) * backward(
+        q[3],
+        v[3],
+        frozenset(n for n, shape in zip(KEPT, kept) if shape is not None and len(shape) > 1),
+    )
 
 
 def _recurrent(q, k, v, *args, out_shape=None, **flags):

@@ -1,4 +1,6 @@
-"""The CPU and CUDA kernels: parse the call, run the stages. Which backend that is, `kda_ops.dispatch` knows."""
+"""The CPU and CUDA kernels: parse the call, run the stages. Which backend that is,
+`kda_ops.dispatch` knows.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,18 @@ def _kernels(rank: int) -> dict[schemas.Operator, Callable]:
     def chunk_bwd(do, dfinal_state, *args, need, **flags) -> tuple[Tensor, ...]:
         kept, inputs, o = schemas.split_backward(args)
         p = Problem.parse(rank, *inputs, **flags)
-        grads = chunk.backward(p, o, list(kept), do, dfinal_state, frozenset(n for n, wanted in zip(GRADIENTS, need) if wanted))
-        return tuple(p.q.new_empty((0,)) if d is None else d.contiguous() for d in (getattr(grads, n) for n in GRADIENTS))
+        grads = chunk.backward(
+            p,
+            o,
+            list(kept),
+            do,
+            dfinal_state,
+            frozenset(n for n, wanted in zip(GRADIENTS, need) if wanted),
+        )
+        return tuple(
+            p.q.new_empty((0,)) if d is None else d.contiguous()
+            for d in (getattr(grads, n) for n in GRADIENTS)
+        )
 
     def recurrent_forward(*args, **flags) -> tuple[Tensor, Tensor]:
         return recurrent.infer(Problem.parse(rank, *args, **flags))
@@ -54,9 +66,15 @@ def _kernels(rank: int) -> dict[schemas.Operator, Callable]:
         return tuple(g.new_empty((0,)) if d is None else d.contiguous() for d in grads)
 
     return {
-        schemas.CHUNK: chunk_forward, schemas.CHUNK_FWD: chunk_fwd, schemas.CHUNK_BWD: chunk_bwd, schemas.RECURRENT: recurrent_forward,
-        schemas.RECURRENT_: recurrent_in_place, schemas.CHUNK_: chunk_in_place, schemas.GATE: gate, schemas.GATE_BWD: gate_bwd,
-    }  # fmt: skip
+        schemas.CHUNK: chunk_forward,
+        schemas.CHUNK_FWD: chunk_fwd,
+        schemas.CHUNK_BWD: chunk_bwd,
+        schemas.RECURRENT: recurrent_forward,
+        schemas.RECURRENT_: recurrent_in_place,
+        schemas.CHUNK_: chunk_in_place,
+        schemas.GATE: gate,
+        schemas.GATE_BWD: gate_bwd,
+    }
 
 
 for _namespace, _rank in schemas.VARIANTS.items():

@@ -1,4 +1,6 @@
-"""Promises to parts of PyTorch that cost much to import: made when a program imports that part, or at once if it already has."""
+"""Promises to parts of PyTorch that cost much to import: made when a program imports that part, or
+at once if it already has.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from collections.abc import Callable
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Runs `callback` once, right after the module `name` has been executed; asking whether the module exists changes nothing."""
+    """Runs `callback` once, right after the module `name` has been executed; asking whether the
+    module exists changes nothing.
+    """
 
     def __init__(self, name: str, callback: Callable[[], None]):
         self.name, self.callback, self.searching = name, callback, False

@@ -1,5 +1,6 @@
-"""Dynamo: what runs below an operator is not for it to compile. In a compiled graph it sees the operator alone, but in a frame that it gave up on, operators
-run as they are, and it would compile each Python function of theirs, backends included, as if it were the user's.
+"""Dynamo: what runs below an operator is not for it to compile. In a compiled graph it sees the
+operator alone, but in a frame that it gave up on, operators run as they are, and it would compile
+each Python function of theirs, backends included, as if it were the user's.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 
 F = TypeVar("F", bound=Callable)
 
-_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the function, and all that it calls
+# the function, and all that it calls
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def opaque(function: F) -> F:
-    """Keep Dynamo out of a function and of what it calls, as `torch.library.custom_op` does, at no cost per call and without importing Dynamo."""
+    """Keep Dynamo out of a function and of what it calls, as `torch.library.custom_op` does, at no
+    cost per call and without importing Dynamo.
+    """
     set_code_exec_strategy(function.__code__, _SKIP)
     return function

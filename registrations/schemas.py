@@ -1,7 +1,8 @@
 """The operators: one table that every other registration file loops over.
 
-An operator's schema is a list of groups of arguments. Tensors that autograd, vmap and sharding treat alike stand in one group, so the order of a group's
-names below is the order in which a formula returns their gradients.
+An operator's schema is a list of groups of arguments. Tensors that autograd, vmap and sharding
+treat alike stand in one group, so the order of a group's names below is the order in which a
+formula returns their gradients.
 """
 
 from __future__ import annotations
@@ -18,20 +19,33 @@ VARIANTS = {"kda": 1, "gdn": 0}  # namespace -> rank of the decay per token and 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta"
 _GATE = "Tensor? A_log=None, Tensor? dt_bias=None"
 _SEQUENCES = f"{_INPUTS}, {_GATE}, Tensor? initial_state=None, Tensor? cu_seqlens=None"
-_STEP = f"{_INPUTS}, Tensor(a!) state, Tensor? state_indices=None, Tensor? num_accepted_tokens=None, {_GATE}, Tensor? cu_seqlens=None"
-_PREFILL = f"{_INPUTS}, Tensor(a!) state, Tensor? state_indices=None, Tensor? snapshot_indices=None, {_GATE}, Tensor? cu_seqlens=None"
+_STEP = (
+    f"{_INPUTS}, Tensor(a!) state, Tensor? state_indices=None, Tensor? num_accepted_tokens=None, "
+    f"{_GATE}, Tensor? cu_seqlens=None"
+)
+_PREFILL = (
+    f"{_INPUTS}, Tensor(a!) state, Tensor? state_indices=None, Tensor? snapshot_indices=None, "
+    f"{_GATE}, Tensor? cu_seqlens=None"
+)
 _SCALE = "float? scale=None"
 _ASK = "bool output_final_state=False"
-_L2NORM_AND_GATE = "bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, float? lower_bound=None"
+_L2NORM_AND_GATE = (
+    "bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, float? lower_bound=None"
+)
 _SAFE = "bool safe_gate=False"
-_REST = "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, bool transpose_state_layout=False"
+_REST = (
+    "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, bool "
+    "transpose_state_layout=False"
+)
 _KEEP = "bool disable_recompute=False"
 _CHUNK_FLAGS = f"{_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_KEEP}"
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A name within a namespace and its schema; `mutates` says that it writes its argument `state`."""
+    """A name within a namespace and its schema; `mutates` says that it writes its argument
+    `state`.
+    """
 
     name: str
     schema: str
@@ -46,10 +60,13 @@ _KEPT_OUT, _KEPT_IN = (", ".join(f"Tensor {n}" for n in names) for names in (KEP
 _GRADIENTS_OUT = ", ".join(f"Tensor d{n}" for n in GRADIENTS)
 
 CHUNK = Operator("chunk", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state)")
-CHUNK_FWD = Operator("chunk_fwd", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state, {_KEPT_OUT})")
+CHUNK_FWD = Operator(
+    "chunk_fwd", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state, {_KEPT_OUT})"
+)
 CHUNK_BWD = Operator(
     "chunk_bwd",
-    f"(Tensor? do, Tensor? dfinal_state, {_KEPT_IN}, {_SEQUENCES}, Tensor? o=None, Tensor? norms=None, *, {_CHUNK_FLAGS}, "
+    f"(Tensor? do, Tensor? dfinal_state, {_KEPT_IN}, {_SEQUENCES}, Tensor? o=None, Tensor? "
+    f"norms=None, *, {_CHUNK_FLAGS}, "
     f"bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})",
 )
 
@@ -57,35 +74,63 @@ CHUNK_BWD = Operator(
 def join_backward(kept: Sequence, inputs: Sequence, o: object) -> tuple:
     """What follows do and dfinal_state in a call of `chunk_bwd`.
 
-    Graphs that Inductor compiled for the operator as it was, and keeps in its cache, call it by position, but for arguments that have defaults, and take its
-    outputs by number. So what came to be an argument later, o and then rows, stands last, None where it is not kept, rows by the name that they had when
-    they were norms alone; and so do rows among the outputs of `chunk_fwd`. That holds for what is kept by default. With `disable_recompute` what is kept, and
-    so the shapes that such a graph asserts, is a backend's own and may change.
+    Graphs that Inductor compiled for the operator as it was, and keeps in its cache, call it by
+    position, but for arguments that have defaults, and take its outputs by number. So what came to
+    be an argument later, o and then rows, stands last, None where it is not kept, rows by the name
+    that they had when they were norms alone; and so do rows among the outputs of `chunk_fwd`. That
+    holds for what is kept by default. With `disable_recompute` what is kept, and so the shapes that
+    such a graph asserts, is a backend's own and may change.
     """
     rows = kept[-1]
     return *kept[:-1], *inputs, o, rows if rows is not None and rows.dim() > 1 else None
 
 
 def split_backward(args: tuple) -> tuple[tuple, tuple, object]:
-    """The inverse of `join_backward`, as the dispatcher passes it: without trailing arguments that equal their defaults."""
+    """The inverse of `join_backward`, as the dispatcher passes it: without trailing arguments that
+    equal their defaults.
+    """
     kept, rest = args[: len(KEPT) - 1], args[len(KEPT) - 1 :]
     o, rows, *_ = *rest[len(GRADIENTS) + 1 :], None, None
     return (*kept, rows), rest[: len(GRADIENTS) + 1], o
 
 
-RECURRENT = Operator("recurrent", f"({_SEQUENCES}, *, {_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_REST}) -> (Tensor o, Tensor final_state)")
-RECURRENT_ = Operator("recurrent_", f"({_STEP}, *, {_SCALE}, {_L2NORM_AND_GATE}, {_REST}) -> Tensor", mutates=True)
-CHUNK_ = Operator("chunk_", f"({_PREFILL}, *, int snapshot_every=1, {_SCALE}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}) -> Tensor", mutates=True)
-GATE = Operator("gate", "(Tensor g, Tensor? A_log, Tensor? dt_bias, *, float? lower_bound=None) -> Tensor")
+RECURRENT = Operator(
+    "recurrent",
+    (
+        f"({_SEQUENCES}, *, {_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_REST}) -> (Tensor o, Tensor "
+        "final_state)"
+    ),
+)
+RECURRENT_ = Operator(
+    "recurrent_", f"({_STEP}, *, {_SCALE}, {_L2NORM_AND_GATE}, {_REST}) -> Tensor", mutates=True
+)
+CHUNK_ = Operator(
+    "chunk_",
+    (
+        f"({_PREFILL}, *, int snapshot_every=1, {_SCALE}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}) "
+        "-> Tensor"
+    ),
+    mutates=True,
+)
+GATE = Operator(
+    "gate", "(Tensor g, Tensor? A_log, Tensor? dt_bias, *, float? lower_bound=None) -> Tensor"
+)
 GATE_BWD = Operator(
-    "gate_bwd", "(Tensor dy, Tensor g, Tensor? A_log, Tensor? dt_bias, *, float? lower_bound=None) -> (Tensor dg, Tensor dA_log, Tensor ddt_bias)"
+    "gate_bwd",
+    (
+        "(Tensor dy, Tensor g, Tensor? A_log, Tensor? dt_bias, *, float? lower_bound=None) -> "
+        "(Tensor dg, Tensor dA_log, Tensor ddt_bias)"
+    ),
 )
 OPERATORS = (CHUNK, CHUNK_FWD, CHUNK_BWD, RECURRENT, RECURRENT_, CHUNK_, GATE, GATE_BWD)
 
 
 def _define(namespace: str) -> torch.library.Library:
     if hasattr(getattr(torch.ops, namespace), "chunk"):
-        raise ImportError(f"torch.ops.{namespace}.chunk is already registered: two copies of kda_ops are on the path, or another package took the name.")
+        raise ImportError(
+            f"torch.ops.{namespace}.chunk is already registered: two copies of kda_ops are on the "
+            "path, or another package took the name."
+        )
     library = torch.library.Library(namespace, "FRAGMENT")  # noqa: TOR901  (held below for the life of the process)
     for operator in OPERATORS:
         library.define(operator.name + operator.schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,13 +1,19 @@
-"""How the operators run on sharded tensors (DTensor); registered when torch.distributed.tensor is imported.
+"""How the operators run on sharded tensors (DTensor); registered when torch.distributed.tensor is
+imported.
 
-Nothing couples the rows of a batch, the heads or, beyond the scores, the columns of V, so each may be spread over a mesh with no communication::
+Nothing couples the rows of a batch, the heads or, beyond the scores, the columns of V, so each may
+be spread over a mesh with no communication::
 
-    batch   where nothing is packed and the mesh divides B            parameters are whole, their gradients are partial sums
-    heads   where the mesh divides H and HV                           everything has heads, nothing is summed
-    V       any; every rank computes the scores again                 q, k, g, beta are whole, their gradients are partial sums
+    batch   where nothing is packed and the mesh divides B    parameters are whole, their gradients
+                                                              are partial sums
+    heads   where the mesh divides H and HV                   everything has heads, nothing is
+                                                              summed
+    V       any; every rank computes the scores again         q, k, g, beta are whole, their
+                                                              gradients are partial sums
 
-A tensor is described by one letter per axis; a split of letters says which placement it has: sharded on the axis it has of them; otherwise whole,
-or a partial sum if it is the gradient of something whole. Other inputs (sharded over tokens or K) are first redistributed by DTensor.
+A tensor is described by one letter per axis; a split of letters says which placement it has:
+sharded on the axis it has of them; otherwise whole, or a partial sum if it is the gradient of
+something whole. Other inputs (sharded over tokens or K) are first redistributed by DTensor.
 """
 
 from __future__ import annotations
@@ -25,19 +31,40 @@ from kda_ops.chunk import kept_names
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS, KEPT
 
-# N sequences and the c chunks go with the batch B; H key and h value heads; D is the decay's width; C rows of a chunk; a dot is an axis that nothing splits.
+# N sequences and the c chunks go with the batch B; H key and h value heads; D is the decay's width;
+# C rows of a chunk; a dot is an axis that nothing splits.
 _AXES = {
-    "q": "B.H.", "k": "B.H.", "v": "B.hV", "g": "B.h.", "beta": "B.h", "A_log": "h", "dt_bias": "h.", "initial_state": "Nh.V", "cu_seqlens": ".",
-    "o": "B.hV", "final_state": "Nh.V", "A": "ch..", "P": "ch..", "w": "ch..", "u": "ch.V", "qg": "ch..", "kg": "ch..", "gamma": "ch.",
-    "states": "ch.V", "v_new": "ch.V", "rows": "ch..",
-}  # fmt: skip
+    "q": "B.H.",
+    "k": "B.H.",
+    "v": "B.hV",
+    "g": "B.h.",
+    "beta": "B.h",
+    "A_log": "h",
+    "dt_bias": "h.",
+    "initial_state": "Nh.V",
+    "cu_seqlens": ".",
+    "o": "B.hV",
+    "final_state": "Nh.V",
+    "A": "ch..",
+    "P": "ch..",
+    "w": "ch..",
+    "u": "ch.V",
+    "qg": "ch..",
+    "kg": "ch..",
+    "gamma": "ch.",
+    "states": "ch.V",
+    "v_new": "ch.V",
+    "rows": "ch..",
+}
 _STATES = frozenset(("initial_state", "final_state"))  # in the caller's layout
 _LIKE = {"do": "o", "dfinal_state": "final_state", "norms": "rows"}
 _BATCH, _HEADS, _V = "BNc", "Hh", "V"
 
 
 def _placement(name: str, split: str, transposed: bool, else_: Placement) -> Placement:
-    """Where tensor `name` is under a split: sharded on the axis that the split names, or `else_`."""
+    """Where tensor `name` is under a split: sharded on the axis that the split names, or
+    `else_`.
+    """
     axes = _AXES[name]
     if transposed and name in _STATES:
         axes = axes[:-2] + axes[-1] + axes[-2]
@@ -53,18 +80,26 @@ def _arguments(operator: schemas.Operator, namespace: str) -> list[str]:
     return [a.name for a in operator.overload(namespace)._schema.arguments if not a.kwarg_only]
 
 
-def _outputs(operator: schemas.Operator, rank: int, given: dict, flags: dict) -> list[tuple[str, bool, bool]]:
+def _outputs(
+    operator: schemas.Operator, rank: int, given: dict, flags: dict
+) -> list[tuple[str, bool, bool]]:
     """Name, whether it is a gradient, and whether it is an empty placeholder, of each output."""
     if operator is schemas.CHUNK_BWD:
-        return [(n, True, not wanted or given.get(n) is None) for n, wanted in zip(GRADIENTS, flags["need"])]
+        return [
+            (n, True, not wanted or given.get(n) is None)
+            for n, wanted in zip(GRADIENTS, flags["need"])
+        ]
     out = [("o", False, False), ("final_state", False, not flags.get("output_final_state", False))]
     if operator is schemas.CHUNK_FWD:
         q = given["q"]
         dtype = q.tensor_meta.dtype
         p = SimpleNamespace(
-            rank=rank, disable_recompute=flags.get("disable_recompute", False), l2norm=flags.get("use_qk_l2norm_in_kernel", False),
-            state_dtype=torch.promote_types(dtype, torch.float32), q=SimpleNamespace(device=torch.device(q.mesh.device_type), dtype=dtype),
-        )  # fmt: skip
+            rank=rank,
+            disable_recompute=flags.get("disable_recompute", False),
+            l2norm=flags.get("use_qk_l2norm_in_kernel", False),
+            state_dtype=torch.promote_types(dtype, torch.float32),
+            q=SimpleNamespace(device=torch.device(q.mesh.device_type), dtype=dtype),
+        )
         names = kept_names(p)
         out += [(n, False, n not in names) for n in KEPT]
     return out
@@ -82,13 +117,21 @@ def _rules(operator: schemas.Operator, namespace: str):
         acceptable = []
         for split in splits:
             ins = [
-                None if x is None else Replicate() if _is_empty(x) else _placement(_LIKE.get(n, n), split, transposed, Replicate())
+                None
+                if x is None
+                else Replicate()
+                if _is_empty(x)
+                else _placement(_LIKE.get(n, n), split, transposed, Replicate())
                 for n, x in given.items()
-            ]  # fmt: skip
+            ]
             outs = [
-                Replicate() if empty else _placement(n, split, transposed, Partial() if gradient and split else Replicate())
+                Replicate()
+                if empty
+                else _placement(
+                    n, split, transposed, Partial() if gradient and split else Replicate()
+                )
                 for n, gradient, empty in outputs
-            ]  # fmt: skip
+            ]
             acceptable.append((outs, ins))
         return acceptable
 
@@ -97,19 +140,31 @@ def _rules(operator: schemas.Operator, namespace: str):
 
 def _parts(spec, axis: int) -> int:
     """Into how many parts a spec cuts an axis."""
-    return math.prod(spec.mesh.size(i) for i, placement in enumerate(spec.placements) if placement == Shard(axis))
+    return math.prod(
+        spec.mesh.size(i) for i, placement in enumerate(spec.placements) if placement == Shard(axis)
+    )
 
 
 def _evenly(rules, names: list[str]):
-    """Of the strategies that `rules` make for a whole mesh, those that cut B, H and HV into equal parts.
+    """Of the strategies that `rules` make for a whole mesh, those that cut B, H and HV into equal
+    parts.
 
     Then a value head lies beside its key head, and the chunks of a row beside the row.
     """
 
     def strategies(op_schema: OpSchema) -> OpStrategy:
-        i = sum(x is not None for x in op_schema.args_schema[: names.index("q")])  # where q, k, v are among the tensors given
+        # where q, k, v are among the tensors given
+        i = sum(x is not None for x in op_schema.args_schema[: names.index("q")])
         every = rules(op_schema).strategies
-        even = [s for s in every if all(x.shape[axis] % _parts(x, axis) == 0 for x in (s.input_specs[i], s.input_specs[i + 2]) for axis in (0, 2))]
+        even = [
+            s
+            for s in every
+            if all(
+                x.shape[axis] % _parts(x, axis) == 0
+                for x in (s.input_specs[i], s.input_specs[i + 2])
+                for axis in (0, 2)
+            )
+        ]
         return OpStrategy(even)
 
     return strategies
@@ -120,13 +175,18 @@ def _register(operator: schemas.Operator, namespace: str) -> None:
     register_sharding(op)(_rules(operator, namespace))
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.op_strategy_funcs[op] = _evenly(propagator.op_strategy_funcs[op], names)
-    # A decision is cached by what it depends on. Besides tensors `register_sharding` only looks at integers, but here absent tensors and flags decide too.
+    # A decision is cached by what it depends on. Besides tensors `register_sharding` only looks at
+    # integers, but here absent tensors and flags decide too.
     flags = [a.name for a in op._schema.arguments if a.kwarg_only]
-    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=flags, needs_pytree=True)
+    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(
+        static_argnum=0, static_kwargkey=flags, needs_pytree=True
+    )
 
 
 class _Propagate:
-    """DTensor's cache of decisions, asked only for what can be hashed: in torch 2.11 a list cannot, such as the backward's `need`, which is decided anew."""
+    """DTensor's cache of decisions, asked only for what can be hashed: in torch 2.11 a list cannot,
+    such as the backward's `need`, which is decided anew.
+    """
 
     def __init__(self, propagator) -> None:
         self._propagator, self._cached = propagator, propagator.propagate_op_sharding
@@ -142,7 +202,9 @@ class _Propagate:
         return self._cached(op_schema)
 
 
-DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding = _Propagate(DTensor._op_dispatcher.sharding_propagator)
+DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding = _Propagate(
+    DTensor._op_dispatcher.sharding_propagator
+)
 for _namespace in schemas.VARIANTS:
     for _operator in (schemas.CHUNK, schemas.CHUNK_FWD, schemas.CHUNK_BWD, schemas.RECURRENT):
         _register(_operator, _namespace)

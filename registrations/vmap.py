@@ -1,4 +1,6 @@
-"""vmap: the mapped dimension folds into the head axes, which is exact, and works for packed sequences, mapped parameters and gradients per sample too."""
+"""vmap: the mapped dimension folds into the head axes, which is exact, and works for packed
+sequences, mapped parameters and gradients per sample too.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,22 @@ from torch import Tensor
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS, KEPT
 
-# The head axis of what the schemas name; an output without a name is that of `gate`. cu_seqlens has none.
-_AXES = {"": 2, "q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1, "o": 2, "dy": 2, "norms": 1} | dict.fromkeys(KEPT, 1)
+# The head axis of what the schemas name; an output without a name is that of `gate`. cu_seqlens has
+# none.
+_AXES = {
+    "": 2,
+    "q": 2,
+    "k": 2,
+    "v": 2,
+    "g": 2,
+    "beta": 2,
+    "A_log": 0,
+    "dt_bias": 0,
+    "initial_state": 1,
+    "o": 2,
+    "dy": 2,
+    "norms": 1,
+} | dict.fromkeys(KEPT, 1)
 _AXES |= {"final_state": 1, "do": 2, "dfinal_state": 1} | {f"d{n}": _AXES[n] for n in GRADIENTS}
 
 
@@ -23,8 +39,15 @@ def _fold(name: str, x: Tensor | None, mapped: int | None, size: int, axis: int)
     if x is None or _absent(x, mapped):
         return x if x is None else x.new_empty((0,))
     if x.dim() - (mapped is not None) <= axis:
-        raise ValueError(f"{name} must have at least {axis + 1} dimensions besides those that vmap maps, got shape {list(x.shape)} in all.")
-    x = x.unsqueeze(axis).expand(*x.shape[:axis], size, *x.shape[axis:]) if mapped is None else x.movedim(mapped, axis)
+        raise ValueError(
+            f"{name} must have at least {axis + 1} dimensions besides those that vmap maps, got "
+            f"shape {list(x.shape)} in all."
+        )
+    x = (
+        x.unsqueeze(axis).expand(*x.shape[:axis], size, *x.shape[axis:])
+        if mapped is None
+        else x.movedim(mapped, axis)
+    )
     return x.flatten(axis, axis + 1)
 
 
@@ -37,16 +60,24 @@ def _rule(operator: schemas.Operator, namespace: str):
         folded = []
         for name, x, mapped in zip(names, args, in_dims):
             if name == "cu_seqlens" and mapped is not None:
-                raise ValueError(f"{namespace}::{operator.name}: cu_seqlens cannot be mapped by vmap: the packing is one for all slices.")
+                raise ValueError(
+                    f"{namespace}::{operator.name}: cu_seqlens cannot be mapped by vmap: the "
+                    "packing is one for all slices."
+                )
             if not info.batch_size:  # one slice of zeros, for the shapes of what there is none of
                 folded.append(x if mapped is None else x.new_zeros(x.movedim(mapped, 0).shape[1:]))
             else:
-                folded.append(_fold(name, x, mapped, info.batch_size, _AXES[name]) if name in _AXES else x)
+                folded.append(
+                    _fold(name, x, mapped, info.batch_size, _AXES[name]) if name in _AXES else x
+                )
         out = op(*folded, **flags)
         outs = (out,) if isinstance(out, Tensor) else out
         if info.batch_size:
             dims = tuple(None if _absent(x) else axis for x, axis in zip(outs, out_axes))
-            outs = tuple(x if d is None else x.unflatten(d, (info.batch_size, -1)) for x, d in zip(outs, dims))
+            outs = tuple(
+                x if d is None else x.unflatten(d, (info.batch_size, -1))
+                for x, d in zip(outs, dims)
+            )
         else:
             dims, outs = (0,) * len(outs), tuple(x.new_empty((0, *x.shape)) for x in outs)
         return (outs[0], dims[0]) if isinstance(out, Tensor) else (outs, dims)
@@ -56,12 +87,19 @@ def _rule(operator: schemas.Operator, namespace: str):
 
 def _refuse(name: str):
     def rule(info, in_dims, *args, **flags):
-        raise ValueError(f"{name} writes its state in place and cannot be mapped by vmap: fold the mapped dimension into the heads or the pool yourself.")
+        raise ValueError(
+            f"{name} writes its state in place and cannot be mapped by vmap: fold the mapped "
+            "dimension into the heads or the pool yourself."
+        )
 
     return rule
 
 
 for _namespace, _library in schemas.LIBRARIES.items():
     for _operator in schemas.OPERATORS:
-        _mapped = _refuse(f"{_namespace}::{_operator.name}") if _operator.mutates else _rule(_operator, _namespace)
+        _mapped = (
+            _refuse(f"{_namespace}::{_operator.name}")
+            if _operator.mutates
+            else _rule(_operator, _namespace)
+        )
         torch.library.register_vmap(f"{_namespace}::{_operator.name}", _mapped, lib=_library)

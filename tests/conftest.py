@@ -1,4 +1,6 @@
-"""Profiles of hypothesis: `dev` looks at new cases each time, `ci` at the same ones, `nightly` at many. Pick by HYPOTHESIS_PROFILE."""
+"""Profiles of hypothesis: `dev` looks at new cases each time, `ci` at the same ones, `nightly` at
+many. Pick by HYPOTHESIS_PROFILE.
+"""
 
 import importlib.util
 import os
@@ -11,25 +13,52 @@ from hypothesis import HealthCheck, settings
 from tests.support.suite import longest_first, rotated
 
 if (_PROCESS := os.environ.get("PYTEST_XDIST_WORKER")) and (_GPUS := torch.cuda.device_count()) > 1:
-    os.environ["CUDA_VISIBLE_DEVICES"] = rotated(_PROCESS, _GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))
-torch.set_num_threads(1)  # tensors here are small: a second thread costs more than it brings, and very much more on a busy machine
+    os.environ["CUDA_VISIBLE_DEVICES"] = rotated(
+        _PROCESS, _GPUS, os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
+# tensors here are small: a second thread costs more than it brings, and very much more on a busy
+# machine
+torch.set_num_threads(1)
 
-_COMMON = dict(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+_COMMON = dict(
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 settings.register_profile("dev", max_examples=20, **_COMMON)
 settings.register_profile("ci", max_examples=12, derandomize=True, database=None, **_COMMON)
 settings.register_profile("nightly", max_examples=400, **_COMMON)
-settings.register_profile("device", max_examples=4, derandomize=True, database=None, **_COMMON)  # an example is kernels to compile
-settings.register_profile("interp", max_examples=3, derandomize=True, database=None, **_COMMON)  # a launch costs what an example costs elsewhere
+# an example is kernels to compile
+settings.register_profile("device", max_examples=4, derandomize=True, database=None, **_COMMON)
+# a launch costs what an example costs elsewhere
+settings.register_profile("interp", max_examples=3, derandomize=True, database=None, **_COMMON)
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from tests.support.interpreter import mend
 
     mend()
 _DEVICE = os.environ.get("KDA_OPS_TEST_DEVICE", "cpu") != "cpu"
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "device" if _DEVICE else "ci" if os.environ.get("CI") else "dev"))
+settings.load_profile(
+    os.environ.get(
+        "HYPOTHESIS_PROFILE", "device" if _DEVICE else "ci" if os.environ.get("CI") else "dev"
+    )
+)
 
-if _DEVICE:  # the laws of the contract, and nothing that would run on the CPU again; tests/gpu is asked for by name
-    _LAWS = "activations compiled definition flags gradients layouts limits padding pools registrations sequences transforms".split()
-    collect_ignore = ["gpu", "interp", *(f.name for f in Path(__file__).parent.glob("test_*.py") if f.stem.removeprefix("test_") not in _LAWS)]
+# the laws of the contract, and nothing that would run on the CPU again; tests/gpu is asked for by
+# name
+if _DEVICE:
+    _LAWS = (
+        "activations compiled definition flags gradients layouts limits padding pools "
+        "registrations sequences transforms"
+    ).split()
+    collect_ignore = [
+        "gpu",
+        "interp",
+        *(
+            f.name
+            for f in Path(__file__).parent.glob("test_*.py")
+            if f.stem.removeprefix("test_") not in _LAWS
+        ),
+    ]
 
 
 def pytest_collection_modifyitems(items: list) -> None:

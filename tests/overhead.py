@@ -1,8 +1,10 @@
-"""What an eager call costs above its computation: ``python tests/overhead.py [variant] [rounds]`` prints microseconds.
+"""What an eager call costs above its computation: ``python tests/overhead.py [variant] [rounds]``
+prints microseconds.
 
-Times a tiny ``recurrent_`` under inference_mode on one pinned core, and the same call with its Problem already parsed, entered below the
-dispatcher; the difference is dispatch and validation. Minimum over rounds, the two sides taking turns,
-in time of the process, which other processes do not lengthen.
+Times a tiny ``recurrent_`` under inference_mode on one pinned core, and the same call with its
+Problem already parsed, entered below the dispatcher; the difference is dispatch and validation.
+Minimum over rounds, the two sides taking turns, in time of the process, which other processes do
+not lengthen.
 """
 
 from __future__ import annotations
@@ -31,10 +33,17 @@ def _compute(p: Problem) -> None:
 
 
 def measure(variant: str = "gdn", rounds: int = 20, count: int = 200) -> tuple[float, float, float]:
-    """Microseconds per call of the operator, of its computation alone, and of `Problem.parse_step` alone."""
+    """Microseconds per call of the operator, of its computation alone, and of `Problem.parse_step`
+    alone.
+    """
     op, rank = getattr(torch.ops, variant).recurrent_.default, 1 if variant == "kda" else 0
     q, k, v = (torch.randn(1, 1, 1, 8) for _ in range(3))
-    g, beta, state, slots = -torch.rand((1, 1, 1, 8)[: 3 + rank]), torch.rand(1, 1, 1), torch.zeros(2, 1, 8, 8), torch.tensor([1])
+    g, beta, state, slots = (
+        -torch.rand((1, 1, 1, 8)[: 3 + rank]),
+        torch.rand(1, 1, 1),
+        torch.zeros(2, 1, 8, 8),
+        torch.tensor([1]),
+    )
     args = (q, k, v, g, beta, state, slots)
     with torch.inference_mode():
         p = Problem.parse_step(rank, *args)
@@ -53,7 +62,10 @@ def main() -> None:
     torch.set_num_threads(1)
     for variant in sys.argv[1:2] or ("gdn", "kda"):
         whole, raw, parse = measure(variant, *map(int, sys.argv[2:3]))
-        print(f"{variant}::recurrent_  call {whole:6.1f} us  computation {raw:6.1f} us  above it {whole - raw:5.1f} us  (of which parsing {parse:5.1f} us)")
+        print(
+            f"{variant}::recurrent_  call {whole:6.1f} us  computation {raw:6.1f} us  above it "
+            f"{whole - raw:5.1f} us  (of which parsing {parse:5.1f} us)"
+        )
 
 
 if __name__ == "__main__":

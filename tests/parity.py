@@ -1,8 +1,10 @@
-"""Whether training on a GPU in bfloat16 follows the float32 run on a CPU: ``python -m tests.parity`` on a machine with a GPU and some cores.
+"""Whether training on a GPU in bfloat16 follows the float32 run on a CPU:
+``python -m tests.parity`` on a machine with a GPU and some cores.
 
-Runs `examples/train.py` on both devices, small, on the same text with the same seeds, for KDA and GDN, all at once, and writes the loss curves to
-tests/gpu/parity.json. A run follows another one if they lie closer together than two native runs of different seeds do; `tests/test_parity.py` holds the
-file to that.
+Runs `examples/train.py` on both devices, small, on the same text with the same seeds, for KDA and
+GDN, all at once, and writes the loss curves to tests/gpu/parity.json. A run follows another one if
+they lie closer together than two native runs of different seeds do; `tests/test_parity.py` holds
+the file to that.
 """
 
 from __future__ import annotations
@@ -35,15 +37,24 @@ def distance(a: list[float], b: list[float]) -> float:
 
 
 def verdict(curves: dict[str, dict[str, list[float]]]) -> tuple[float, float]:
-    """The largest distance of a run on the GPU from the native one of its seed, and the least between native runs of different seeds."""
+    """The largest distance of a run on the GPU from the native one of its seed, and the least
+    between native runs of different seeds.
+    """
     native, cuda = curves["native"], curves["cuda"]
-    return max(distance(cuda[s], native[s]) for s in cuda), min(distance(a, b) for a, b in combinations(native.values(), 2))
+    return max(distance(cuda[s], native[s]) for s in cuda), min(
+        distance(a, b) for a, b in combinations(native.values(), 2)
+    )
 
 
 def run(variant: str, device: str, seed: int, threads: int) -> list[float]:
     """The training losses of one run."""
-    words = [f"--{n.replace('_', '-')}={x}" for n, x in (SIZES | dict(seed=seed, device=device)).items()] + ["--gdn"] * (variant == "gdn")
-    code = "import json, sys; from examples import train; print(json.dumps([round(b, 4) for _, b in train.main(sys.argv[1:])['curve']['train']]))"
+    words = [
+        f"--{n.replace('_', '-')}={x}" for n, x in (SIZES | dict(seed=seed, device=device)).items()
+    ] + ["--gdn"] * (variant == "gdn")
+    code = (
+        "import json, sys; from examples import train; print(json.dumps([round(b, 4) for _, b in "
+        "train.main(sys.argv[1:])['curve']['train']]))"
+    )
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, "-c", code, *words, "--out", folder]
@@ -55,7 +66,9 @@ def run(variant: str, device: str, seed: int, threads: int) -> list[float]:
 
 def main(argv: list[str]) -> int:
     """Run both sides and write the file; non-zero if a side does not follow the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=FILE)
     parser.add_argument("--variants", nargs="+", choices=("kda", "gdn"), default=["kda", "gdn"])
     parser.add_argument("--device", default="cuda", help="cpu for a rehearsal")
@@ -64,7 +77,11 @@ def main(argv: list[str]) -> int:
     runs = list(product(args.variants, (("native", "cpu"), ("cuda", args.device)), map(str, SEEDS)))
     threads = max(1, (os.cpu_count() or 1) // (len(args.variants) * len(SEEDS)))
     with ThreadPoolExecutor(len(runs)) as pool:
-        losses = list(pool.map(lambda r: run(r[0], r[1][1], int(r[2]), threads if r[1][1] == "cpu" else 1), runs))
+        losses = list(
+            pool.map(
+                lambda r: run(r[0], r[1][1], int(r[2]), threads if r[1][1] == "cpu" else 1), runs
+            )
+        )
     curves: dict = {}
     for (variant, (side, _), seed), curve in zip(runs, losses):
         curves.setdefault(variant, {}).setdefault(side, {})[seed] = curve
@@ -73,7 +90,10 @@ def main(argv: list[str]) -> int:
     for variant in args.variants:
         apart, noise = verdict(curves[variant])
         follows &= apart < noise
-        print(f"{variant}: {apart:.4f} bits per byte from the native run, native runs of other seeds {noise:.4f}")
+        print(
+            f"{variant}: {apart:.4f} bits per byte from the native run, native runs of other "
+            f"seeds {noise:.4f}"
+        )
     return 0 if follows else 1
 
 

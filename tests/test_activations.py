@@ -11,7 +11,13 @@ from kda_ops.problem import Problem
 from tests.support.cases import Case
 from tests.support.target import TARGET
 
-GATES = [(bound, log, bias) for bound in (None, -5.0, -0.7) for log in (True, False) for bias in (True, False) if log or bound]
+GATES = [
+    (bound, log, bias)
+    for bound in (None, -5.0, -0.7)
+    for log in (True, False)
+    for bias in (True, False)
+    if log or bound
+]
 
 
 def gate_inputs(rank, log, bias, dtype=torch.float64, scale=2.0):
@@ -63,7 +69,9 @@ def test_the_gate_operator_is_differentiable_in_float64(variant, rank, bound, lo
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("variant,rank", (("kda", 1), ("gdn", 0)))
-def test_the_gate_is_float32_for_narrow_logits_and_its_gradients_are_rounded_once(variant, rank, dtype):
+def test_the_gate_is_float32_for_narrow_logits_and_its_gradients_are_rounded_once(
+    variant, rank, dtype
+):
     leaves = [x.to(TARGET.device).requires_grad_() for x in gate_inputs(rank, True, True, dtype)]
     y = getattr(kda_ops, f"{variant}_gate")(*leaves)
     assert y.dtype is torch.float32
@@ -97,37 +105,62 @@ def test_extreme_logits_give_the_limits_of_the_gate(rank):
 
 
 def test_the_norm_is_its_formula_and_its_gradient_is_autograd_s():
-    x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    x = torch.randn(
+        2,
+        3,
+        4,
+        5,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float64,
+        requires_grad=True,
+    )
     want = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     y, rstd = activations.l2norm(x.detach())
     torch.testing.assert_close(y, want.detach())
-    torch.testing.assert_close(activations.l2norm_backward(dy, y, rstd), torch.autograd.grad(want, x, dy)[0])
+    torch.testing.assert_close(
+        activations.l2norm_backward(dy, y, rstd), torch.autograd.grad(want, x, dy)[0]
+    )
 
 
 def test_the_norm_of_zero_is_zero_and_has_a_gradient():
     zero = torch.zeros(1, 1, 1, 4)
     y, rstd = activations.l2norm(zero)
     assert not y.any()
-    torch.testing.assert_close(activations.l2norm_backward(torch.ones_like(zero), y, rstd), torch.full_like(zero, 1e3))
+    torch.testing.assert_close(
+        activations.l2norm_backward(torch.ones_like(zero), y, rstd), torch.full_like(zero, 1e3)
+    )
 
 
 def test_what_is_applied_to_one_token_does_not_depend_on_its_place():
-    """Bits: vectorised loops of torch may round the last elements of a tensor, or strided ones, differently."""
+    """Bits: vectorised loops of torch may round the last elements of a tensor, or strided ones,
+    differently.
+    """
     case = Case(T=129, H=1, HV=1, K=33, gate="softplus", beta="sigmoid", l2norm=True)
     whole = _activated(case, case.inputs())
     for b in (1, 37, 128):
-        part = _activated(case, {n: x if x is None or x.dim() < 3 or n == "initial_state" else x[:, :b] for n, x in case.inputs().items()})
+        part = _activated(
+            case,
+            {
+                n: x if x is None or x.dim() < 3 or n == "initial_state" else x[:, :b]
+                for n, x in case.inputs().items()
+            },
+        )
         for name in ("q", "k", "g", "beta"):
             assert torch.equal(getattr(whole, name)[:, :b], getattr(part, name)), name
 
 
 def _activated(case, inputs):
-    return activations.Activated(Problem.parse(case.rank, *inputs.values(), **case.flags()), case.state_dtype)
+    return activations.Activated(
+        Problem.parse(case.rank, *inputs.values(), **case.flags()), case.state_dtype
+    )
 
 
 def test_both_cpu_backends_share_the_gate():
-    assert native.gate is activations.gate is Reference.gate and native.gate_backward is activations.gate_backward
+    assert (
+        native.gate is activations.gate is Reference.gate
+        and native.gate_backward is activations.gate_backward
+    )
 
 
 @pytest.mark.parametrize("bound", (None, -5.0))

@@ -1,4 +1,6 @@
-"""The benchmark: what it measures, what it refuses to time, how it compares; no time is judged here."""
+"""The benchmark: what it measures, what it refuses to time, how it compares; no time is judged
+here.
+"""
 
 import json
 import os
@@ -41,12 +43,16 @@ def test_plain_torch_activations_are_those_inside_the_operator(op, gate):
     c = case(op, gate=gate)
     x = {n: t.double() for n, t in make_inputs(c).items()}
     g, flag_words = activated(c, x)[3], flags(c)
-    assert flag_words.get("use_gate_in_kernel", False) == (gate in ("bound", "softplus")) and flag_words.get("safe_gate", False) == c.promised
+    assert (
+        flag_words.get("use_gate_in_kernel", False) == (gate in ("bound", "softplus"))
+        and flag_words.get("safe_gate", False) == c.promised
+    )
     assert (g <= 0).all() and (gate == "softplus" or (g >= -5).all())
     import kda_ops
 
     chunk = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}[op]
-    assert (our_forward(c)(x) - chunk(*activated(c, x))[0]).abs().max() < 1e-6  # one side activates in float32
+    # one side activates in float32
+    assert (our_forward(c)(x) - chunk(*activated(c, x))[0]).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
@@ -59,16 +65,27 @@ def test_our_side_passes_its_check_and_gets_a_time(op, pass_):
 
 def test_both_state_layouts_and_dtypes_decode():
     worker.copy_rate.cache_clear()
-    for there in compare.list_cases("cpu", ["kda"], ["decode"], ["bound"], ["B3T1H2D16"], torch.float32, None):
+    for there in compare.list_cases(
+        "cpu", ["kda"], ["decode"], ["bound"], ["B3T1H2D16"], torch.float32, None
+    ):
         got = worker.decode(there, None, {})
         assert got["ours_ms"] == 1.0 and got["ours_error"] < 1e-6
         # a copy takes 1 ms too, so the share is that of the bytes
-        assert got["also"]["ours_share"] == pytest.approx(3 * 2 * 16 * 16 * (2 if there.state == "bf16" else 4) / 2**28)
+        assert got["also"]["ours_share"] == pytest.approx(
+            3 * 2 * 16 * 16 * (2 if there.state == "bf16" else 4) / 2**28
+        )
         assert got["also"]["ours_call_us"] > 1 and "peer_share" not in got["also"]
         assert "of a copy 0% | -, us per call" in rows.format_row(got)
 
 
-@pytest.mark.parametrize("wrong", [lambda o, pool: pool.zero_(), lambda o, pool: o[1].fill_(7), lambda o, pool: pool[1, 0, 0, 0].fill_(torch.nan)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda o, pool: pool.zero_(),
+        lambda o, pool: o[1].fill_(7),
+        lambda o, pool: pool[1, 0, 0, 0].fill_(torch.nan),
+    ],
+)
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
 def test_a_decode_that_is_wrong_anywhere_gets_no_time(wrong, state, monkeypatch):
     monkeypatch.setattr(worker, "call_us", lambda call, device: 1.0)
@@ -86,7 +103,10 @@ def test_a_decode_that_is_wrong_anywhere_gets_no_time(wrong, state, monkeypatch)
     assert got["ours_ms"] == 1.0 and got["peer_ms"] is None and not got["peer_error"] < 1e-2
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a system that does not say on which cores a thread may run")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"),
+    reason="a system that does not say on which cores a thread may run",
+)
 def test_rounds_go_from_core_to_core_and_leave_the_thread_free():
     free, seen = os.sched_getaffinity(0), []
     try:
@@ -98,7 +118,9 @@ def test_rounds_go_from_core_to_core_and_leave_the_thread_free():
             move()
             seen.append(os.sched_getaffinity(0))
         raise RuntimeError
-    assert all(len(cores) == 1 for cores in seen) and set().union(*seen) == free == os.sched_getaffinity(0)
+    assert all(len(cores) == 1 for cores in seen) and set().union(
+        *seen
+    ) == free == os.sched_getaffinity(0)
 
 
 def test_a_thread_that_may_not_choose_its_core_is_timed_where_it_is(monkeypatch):
@@ -146,7 +168,9 @@ def training_inputs(c):
 
 
 @pytest.mark.parametrize("op,gate", [("kda", "bound"), ("gdn", "softplus"), ("kda", "strong")])
-def test_the_oracle_of_a_gpu_and_that_of_a_cpu_agree_however_many_heads_they_take_at_once(op, gate, monkeypatch):
+def test_the_oracle_of_a_gpu_and_that_of_a_cpu_agree_however_many_heads_they_take_at_once(
+    op, gate, monkeypatch
+):
     c = case(op, "fwdbwd", gate, "B2T130H3HV6D16")
     native = Oracle(c, *training_inputs(c))
     monkeypatch.setattr(cases.dispatch, "load", lambda name: cases.Reference())
@@ -154,7 +178,10 @@ def test_the_oracle_of_a_gpu_and_that_of_a_cpu_agree_however_many_heads_they_tak
     reference = Oracle(c, *training_inputs(c))
     assert set(native.exact) == set(reference.exact) == {"o", *make_inputs(c)}
     for n, want in native.exact.items():
-        assert want.dtype is torch.float64 and (reference.exact[n] - want).abs().max() <= 1e-12 * want.abs().max(), n
+        assert (
+            want.dtype is torch.float64
+            and (reference.exact[n] - want).abs().max() <= 1e-12 * want.abs().max()
+        ), n
         assert reference.limits[n] == pytest.approx(native.limits[n], rel=0.1)
 
 
@@ -162,29 +189,51 @@ def test_compared_heads_are_spread_evenly_and_their_gradients_whole(monkeypatch)
     monkeypatch.setitem(cases.HEADS, "cpu", 3)
     c = case("gdn", "fwdbwd", "softplus", "B1T64H9HV18D16")
     oracle = Oracle(c, *training_inputs(c))
-    assert oracle.key_heads.tolist() == [0, 4, 8] and oracle.exact["q"].shape[2] == 3 and oracle.exact["A_log"].shape == (6,)
+    assert (
+        oracle.key_heads.tolist() == [0, 4, 8]
+        and oracle.exact["q"].shape[2] == 3
+        and oracle.exact["A_log"].shape == (6,)
+    )
     monkeypatch.setitem(cases.HEADS, "cpu", 9)
     every = Oracle(c, *training_inputs(c))
     for n, want in every.exact.items():
         heads = oracle.key_heads if n in "qk" else torch.tensor([0, 1, 8, 9, 16, 17])
-        torch.testing.assert_close(oracle.exact[n], want.index_select(0 if n in ("A_log", "dt_bias") else 2, heads), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            oracle.exact[n],
+            want.index_select(0 if n in ("A_log", "dt_bias") else 2, heads),
+            rtol=1e-12,
+            atol=1e-14,
+        )
 
 
 class OneDevice(TorchDispatchMode):
-    """Refuses an operation on tensors of more than one device, copies and numbers apart: of a tensor's own device kernels would be absent."""
+    """Refuses an operation on tensors of more than one device, copies and numbers apart: of a
+    tensor's own device kernels would be absent.
+    """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor) and t.dim()]
-        assert function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default) or len({t.device for t in tensors}) <= 1, function
+        tensors = [
+            t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor) and t.dim()
+        ]
+        assert (
+            function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+            or len({t.device for t in tensors}) <= 1
+        ), function
         return out
 
 
 @pytest.mark.parametrize("op,gate", [("kda", "bound"), ("gdn", "softplus"), ("kda", "strong")])
 def test_the_oracle_stays_on_the_device_of_its_inputs(op, gate, monkeypatch):
-    """On "meta", where tensors have no values: errors, which are numbers of the host, are left out."""
+    """On "meta", where tensors have no values: errors, which are numbers of the host, are left
+    out.
+    """
     monkeypatch.setitem(cases.HEADS, "meta", 2)
-    monkeypatch.setattr(Oracle, "_error", lambda self, name, got: float((got.double() - self.exact[name]).device.type == "meta"))
+    monkeypatch.setattr(
+        Oracle,
+        "_error",
+        lambda self, name, got: float((got.double() - self.exact[name]).device.type == "meta"),
+    )
     for setting in ("B2T130H3HV6D16", "B1T128H2D16"):
         c = case(op, "fwdbwd", gate, setting)
         x, do = training_inputs(c)
@@ -198,15 +247,27 @@ def test_the_oracle_stays_on_the_device_of_its_inputs(op, gate, monkeypatch):
 def test_a_row_names_the_worst_gradient_and_has_the_error_of_each(capsys):
     def forward(c):
         ours = our_forward(c)
-        return lambda x: ours(x | {"beta": x["beta"].detach() + 1.5 * (x["beta"] - x["beta"].detach())})
+        return lambda x: ours(
+            x | {"beta": x["beta"].detach() + 1.5 * (x["beta"] - x["beta"].detach())}
+        )
 
     got = worker.whole(case("gdn", "fwdbwd", "softplus"), Peer("steep", "cpu", None, forward), {})
     ours, its = got["also"]["ours_errors"], got["also"]["peer_errors"]
     assert set(ours) == set(its) == {"o", *make_inputs(case("gdn"))} | {"A_log", "dt_bias"}
-    assert got["also"]["peer_worst"] == "beta" and got["peer_error"] == pytest.approx(0.5, abs=1e-4) and its["beta"] == 0.5 and got["peer_ms"] is None
-    assert max(e for n, e in its.items() if n != "beta") < 1e-4 and max(ours, key=ours.get) == got["also"]["ours_worst"]
+    assert (
+        got["also"]["peer_worst"] == "beta"
+        and got["peer_error"] == pytest.approx(0.5, abs=1e-4)
+        and its["beta"] == 0.5
+        and got["peer_ms"] is None
+    )
+    assert (
+        max(e for n, e in its.items() if n != "beta") < 1e-4
+        and max(ours, key=ours.get) == got["also"]["ours_worst"]
+    )
     assert f"worst {got['also']['ours_worst']} | beta" in rows.format_row(got)
-    assert f"({got['also']['ours_worst']}) |" in readme.table([got], "fwdbwd") and "(beta) |" in readme.table([got], "fwdbwd")
+    assert f"({got['also']['ours_worst']}) |" in readme.table(
+        [got], "fwdbwd"
+    ) and "(beta) |" in readme.table([got], "fwdbwd")
     assert "ours_worst" not in worker.whole(case("gdn", "fwd"), None, {})["also"]
 
 
@@ -214,7 +275,14 @@ def test_a_side_that_cannot_or_breaks_costs_its_row_or_its_time_alone(monkeypatc
     def unable(c):
         raise Unsupported("not today")
 
-    monkeypatch.setattr(worker, "PEERS", (Peer("unable", "cpu", None, unable), Peer("broken", "cpu", None, lambda c: lambda x: 1 / 0)))
+    monkeypatch.setattr(
+        worker,
+        "PEERS",
+        (
+            Peer("unable", "cpu", None, unable),
+            Peer("broken", "cpu", None, lambda c: lambda x: 1 / 0),
+        ),
+    )
     for name in ("unable", "broken"):
         worker.main([json.dumps({"peer": name, "cases": [case().spec(), case("gdn").spec()]})])
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -224,7 +292,10 @@ def test_a_side_that_cannot_or_breaks_costs_its_row_or_its_time_alone(monkeypatc
                 assert "not today" in line["skip"]
             else:
                 assert "ZeroDivisionError" in line["row"]["also"]["peer_says"]
-                assert line["row"]["ours_ms"] == 1.0 and line["row"]["peer_ms"] is line["row"]["peer_error"] is None
+                assert (
+                    line["row"]["ours_ms"] == 1.0
+                    and line["row"]["peer_ms"] is line["row"]["peer_error"] is None
+                )
 
 
 def test_our_side_that_breaks_has_no_time(monkeypatch, capsys):
@@ -255,19 +326,29 @@ def test_a_first_call_is_timed_with_backward_and_with_warm_caches(op):
 
 @pytest.mark.parametrize("share, timed", ((0.9, True), (1.1, False), (float("nan"), False)))
 def test_a_first_call_that_is_wrong_gets_no_time(share, timed, monkeypatch):
-    monkeypatch.setattr(worker, "_first", lambda case, name, folder, check: ([1.0, 2.0], [0.3, share] if check else [], ""))
+    monkeypatch.setattr(
+        worker,
+        "_first",
+        lambda case, name, folder, check: ([1.0, 2.0], [0.3, share] if check else [], ""),
+    )
     got = worker.first_call(case(pass_="first_call_s"), None, {})
-    assert (got["ours_ms"] == 1.0) == timed == ("ours_fwdbwd_s" in got["also"]) and got["ours_error"] == 0.3
+    assert (got["ours_ms"] == 1.0) == timed == ("ours_fwdbwd_s" in got["also"]) and got[
+        "ours_error"
+    ] == 0.3
 
 
 def test_a_first_call_that_cannot_be_checked_gets_no_time(monkeypatch):
-    monkeypatch.setattr(worker, "_first", lambda case, name, folder, check: ([1.0], [], "OutOfMemoryError"))
+    monkeypatch.setattr(
+        worker, "_first", lambda case, name, folder, check: ([1.0], [], "OutOfMemoryError")
+    )
     got = worker.first_call(case(pass_="first_call_s"), None, {})
     assert got["ours_ms"] is None and got["also"] == {"ours_says": "OutOfMemoryError"}
 
 
 def test_a_first_call_that_breaks_says_so():
-    got = worker.first_call(case(pass_="first_call_s", gate="softplus", setting="B1T64H1D300"), None, {})
+    got = worker.first_call(
+        case(pass_="first_call_s", gate="softplus", setting="B1T64H1D300"), None, {}
+    )
     assert got["ours_ms"] is None and "K" in got["also"]["ours_says"]
 
 
@@ -281,7 +362,9 @@ def test_every_share_of_a_tuning_is_compiled_by_some_process(monkeypatch):
             return list(range(10))
 
         def run(self):
-            self.seen.append([c for c in self.prune_configs({}) if self.do_bench(lambda: None, None)])
+            self.seen.append(
+                [c for c in self.prune_configs({}) if self.do_bench(lambda: None, None)]
+            )
 
     monkeypatch.setattr(autotuner, "Autotuner", Tuner)
     plain = Tuner.prune_configs, Tuner.run
@@ -289,7 +372,9 @@ def test_every_share_of_a_tuning_is_compiled_by_some_process(monkeypatch):
         worker.share(i, 3)
         Tuner().run()
         Tuner.prune_configs, Tuner.run = plain
-    assert set().union(*Tuner.seen) == set(range(10)) and all(0 in some and len(some) <= 5 for some in Tuner.seen)
+    assert set().union(*Tuner.seen) == set(range(10)) and all(
+        0 in some and len(some) <= 5 for some in Tuner.seen
+    )
 
 
 def test_stages_that_a_backend_lacks_are_named(monkeypatch):
@@ -303,14 +388,28 @@ def test_stages_that_a_backend_lacks_are_named(monkeypatch):
 
 
 def test_given_decays_are_those_of_their_gate_and_keys_have_unit_length():
-    for gate, least in (("strong", -5.0), ("weak", -0.1), ("strong_safe", -5.0), ("weak_safe", -0.1)):
+    for gate, least in (
+        ("strong", -5.0),
+        ("weak", -0.1),
+        ("strong_safe", -5.0),
+        ("weak_safe", -0.1),
+    ):
         x = make_inputs(replace(case(gate=gate), dtype=torch.bfloat16))
         assert least <= x["g"].min() < 0.95 * least and x["g"].max() <= 0
         assert x["g"].dtype is torch.float32 and x["beta"].dtype is x["q"].dtype is torch.bfloat16
-        torch.testing.assert_close(x["k"].float().norm(dim=-1), torch.ones(1, 130, 2), rtol=0, atol=0.01)
+        torch.testing.assert_close(
+            x["k"].float().norm(dim=-1), torch.ones(1, 130, 2), rtol=0, atol=0.01
+        )
 
 
-@pytest.mark.parametrize("dtype, least, most", ((torch.float32, 2.4e-7, 4e-6), (torch.bfloat16, 0.0166, 0.06), (torch.float16, 0.00204, 0.008)))
+@pytest.mark.parametrize(
+    "dtype, least, most",
+    (
+        (torch.float32, 2.4e-7, 4e-6),
+        (torch.bfloat16, 0.0166, 0.06),
+        (torch.float16, 0.00204, 0.008),
+    ),
+)
 def test_a_budget_is_that_of_its_dtype(dtype, least, most):
     c = replace(case(), dtype=dtype)
     assert least < Oracle(c, make_inputs(c), None).limits["o"] < most
@@ -319,7 +418,10 @@ def test_a_budget_is_that_of_its_dtype(dtype, least, most):
 def test_what_stands_there_for_scale_is_causal():
     c = case(setting="B1T8H2D16")
     x = make_inputs(c)
-    y, z = (sides._sdpa(c)(given) for given in (x, {n: torch.cat([t[:, :4], 0 * t[:, 4:]], 1) for n, t in x.items()}))
+    y, z = (
+        sides._sdpa(c)(given)
+        for given in (x, {n: torch.cat([t[:, :4], 0 * t[:, 4:]], 1) for n, t in x.items()})
+    )
     torch.testing.assert_close(y[:, :4], z[:, :4])
 
 

@@ -1,4 +1,6 @@
-"""The whole-model benchmark at a size for a CPU: both sides are one model, breaks are counted, and a side that computes something else has no time."""
+"""The whole-model benchmark at a size for a CPU: both sides are one model, breaks are counted, and
+a side that computes something else has no time.
+"""
 
 import json
 import re
@@ -9,18 +11,38 @@ import torch
 import kda_ops
 from kda_ops.bench import command, model
 
-SPEC = dict(device="cpu", gate="bound", backend="aot_eager", layers=2, hidden=16, heads=2, mlp=2, batch=2, length=70, steps=1)
+SPEC = dict(
+    device="cpu",
+    gate="bound",
+    backend="aot_eager",
+    layers=2,
+    hidden=16,
+    heads=2,
+    mlp=2,
+    batch=2,
+    length=70,
+    steps=1,
+)
 
 
 @torch.compiler.disable
 def behind_a_break(layer, q, k, v, g, beta, **flags):
-    return kda_ops.chunk_kda(q, k, v, g, beta, lower_bound=layer.lower_bound, safe_gate=layer.safe_gate, **flags)
+    return kda_ops.chunk_kda(
+        q, k, v, g, beta, lower_bound=layer.lower_bound, safe_gate=layer.safe_gate, **flags
+    )
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(model, "PEERS", {"broken": behind_a_break, "other": lambda *args, **flags: (behind_a_break(*args, **flags)[0].flip(1), None)})
+    monkeypatch.setattr(
+        model,
+        "PEERS",
+        {
+            "broken": behind_a_break,
+            "other": lambda *args, **flags: (behind_a_break(*args, **flags)[0].flip(1), None),
+        },
+    )
     yield
     torch._dynamo.reset()
 
@@ -39,7 +61,9 @@ def test_our_side_is_one_graph(ours):
 def test_a_peer_is_the_same_model_with_its_breaks_counted(ours):
     found = model.measure("broken", SPEC)
     assert found["breaks"] >= 1 and found["graphs"] > 1
-    assert found["loss"] == pytest.approx(ours["loss"], rel=1e-5) and found["probe"] == pytest.approx(ours["probe"], abs=1e-2)
+    assert found["loss"] == pytest.approx(ours["loss"], rel=1e-5) and found[
+        "probe"
+    ] == pytest.approx(ours["probe"], abs=1e-2)
     assert model.refuse(found, ours) == found
 
 
@@ -48,7 +72,13 @@ def test_a_peer_may_bring_its_layer(ours, monkeypatch):
 
     class Theirs(kda_ops.nn.KimiDeltaAttention):
         def __init__(self, layer):
-            super().__init__(SPEC["hidden"], head_dim=SPEC["hidden"] // SPEC["heads"], num_heads=SPEC["heads"], safe_gate=True, lower_bound=-5.0)
+            super().__init__(
+                SPEC["hidden"],
+                head_dim=SPEC["hidden"] // SPEC["heads"],
+                num_heads=SPEC["heads"],
+                safe_gate=True,
+                lower_bound=-5.0,
+            )
             self.load_state_dict(layer.state_dict(), assign=True)
             self._parameters["A_log"] = self._parameters.pop("A_log")  # registered in another order
             made.append(self)
@@ -56,7 +86,9 @@ def test_a_peer_may_bring_its_layer(ours, monkeypatch):
     monkeypatch.setattr(model, "LAYERS", {"theirs": Theirs})
     found = model.measure("theirs", SPEC)
     assert len(made) == SPEC["layers"]
-    assert found["loss"] == pytest.approx(ours["loss"], rel=1e-5) and found["probe"] == pytest.approx(ours["probe"], abs=1e-2)
+    assert found["loss"] == pytest.approx(ours["loss"], rel=1e-5) and found[
+        "probe"
+    ] == pytest.approx(ours["probe"], abs=1e-2)
 
 
 def test_a_side_that_is_not_known_is_no_side():
@@ -66,13 +98,23 @@ def test_a_side_that_is_not_known_is_no_side():
 
 def test_a_peer_that_computes_something_else_gets_no_time(ours):
     found = model.refuse(model.measure("other", SPEC), ours)
-    assert "step_ms" not in found and "first_step_s" not in found and found["says"] == "other gradients than ours"
+    assert (
+        "step_ms" not in found
+        and "first_step_s" not in found
+        and found["says"] == "other gradients than ours"
+    )
     assert "step_ms" not in model.refuse(ours | {"probe": [float("nan")]}, ours)
 
 
 def test_a_side_that_loses_a_gradient_is_no_side(monkeypatch):
     for lose in (torch.Tensor.detach, lambda q: q * 0):
-        monkeypatch.setitem(model.PEERS, "broken", lambda layer, q, *args, lose=lose, **flags: behind_a_break(layer, lose(q), *args, **flags))
+        monkeypatch.setitem(
+            model.PEERS,
+            "broken",
+            lambda layer, q, *args, lose=lose, **flags: behind_a_break(
+                layer, lose(q), *args, **flags
+            ),
+        )
         with pytest.raises(RuntimeError, match="no gradient reached .*mixer.q_proj.weight"):
             model.measure("broken", SPEC)
 
@@ -82,7 +124,12 @@ def test_the_command_line_measures_and_writes(tmp_path, monkeypatch, capsys):
     slow = {"loss": 1.0, "probe": [1.1], "first_step_s": 9.0, "says": "not done after 10 s"}
     apart = {"ours": {"loss": 1.0, "probe": [1.0], "step_ms": 5.0}, "slow": slow}
     monkeypatch.setattr(model, "measure_apart", lambda side, spec, limit, ahead: apart[side])
-    assert command.main(["--model", "--device", "cpu", "--peers", "slow", "--json", str(tmp_path / "m.json")]) == 0
+    assert (
+        command.main(
+            ["--model", "--device", "cpu", "--peers", "slow", "--json", str(tmp_path / "m.json")]
+        )
+        == 0
+    )
     assert "not done after 10 s" in capsys.readouterr().out
     assert json.loads((tmp_path / "m.json").read_text())["sides"] == apart
     apart["ours"] = {"says": "broke"}
@@ -102,8 +149,16 @@ def test_a_side_is_cut_at_its_limit_and_one_that_breaks_says_why():
 
 def test_a_peer_compiled_ahead_has_no_first_step(monkeypatch):
     asked = []
-    monkeypatch.setattr(model, "compile_ahead", lambda cases, peer, until: asked.append((cases[0].setting, peer.environment["TRITON_CACHE_DIR"])))
-    monkeypatch.setattr(model.subprocess, "run", lambda command, env, **words: _Done(env["TRITON_CACHE_DIR"]))
+    monkeypatch.setattr(
+        model,
+        "compile_ahead",
+        lambda cases, peer, until: asked.append(
+            (cases[0].setting, peer.environment["TRITON_CACHE_DIR"])
+        ),
+    )
+    monkeypatch.setattr(
+        model.subprocess, "run", lambda command, env, **words: _Done(env["TRITON_CACHE_DIR"])
+    )
     found = model.measure_apart("fla", SPEC, 60.0, ahead=True)
     assert found == {"loss": 1.0, "step_ms": 2.0} and asked == [("B2T70H2D8", _Done.cache)]
 
@@ -111,7 +166,11 @@ def test_a_peer_compiled_ahead_has_no_first_step(monkeypatch):
 class _Done:
     """A process that measured a side with a cache."""
 
-    cache, returncode, stdout = "", 0, json.dumps({"first_step_s": 9.0, "loss": 1.0, "step_ms": 2.0})
+    cache, returncode, stdout = (
+        "",
+        0,
+        json.dumps({"first_step_s": 9.0, "loss": 1.0, "step_ms": 2.0}),
+    )
 
     def __init__(self, cache):
         _Done.cache = cache

@@ -1,4 +1,6 @@
-"""The adapters of the benchmark's peers, against stand-ins that have a peer's signatures and these operators inside."""
+"""The adapters of the benchmark's peers, against stand-ins that have a peer's signatures and these
+operators inside.
+"""
 
 import sys
 from types import ModuleType
@@ -46,9 +48,17 @@ def installed(monkeypatch):
 
 
 GATES = {"kda": ["bound", "softplus", "strong", "weak"], "gdn": ["softplus", "strong", "weak"]}
-WHOLE = [(op, peer, gate) for op, peer in (("kda", "fla"), ("kda", "cudnn"), ("gdn", "fla"), ("gdn", "flashqla")) for gate in GATES[op]]
+WHOLE = [
+    (op, peer, gate)
+    for op, peer in (("kda", "fla"), ("kda", "cudnn"), ("gdn", "fla"), ("gdn", "flashqla"))
+    for gate in GATES[op]
+]
 WHOLE += [("kda", "fla", "strong_safe")]
-DECODE = [(op, state, gate) for op, state in (("kda", "fp32"), ("kda", "bf16"), ("gdn", "fp32")) for gate in GATES[op]]
+DECODE = [
+    (op, state, gate)
+    for op, state in (("kda", "fp32"), ("kda", "bf16"), ("gdn", "fp32"))
+    for gate in GATES[op]
+]
 
 
 @pytest.mark.parametrize("op, peer, gate", WHOLE)
@@ -63,7 +73,11 @@ def test_a_peer_is_asked_for_what_we_compute(installed, op, peer, gate):
 def test_what_is_promised_to_us_is_promised_to_the_peer():
     for gate in ("strong", "strong_safe", "weak_safe"):
         there = case("kda", gate=gate)
-        assert sides._fla_flags(there, {}).get("safe_gate", False) == flags(there).get("safe_gate", False) == (gate != "strong")
+        assert (
+            sides._fla_flags(there, {}).get("safe_gate", False)
+            == flags(there).get("safe_gate", False)
+            == (gate != "strong")
+        )
 
 
 @pytest.mark.parametrize("layout", ["kv", "vk"])
@@ -90,4 +104,8 @@ def test_what_a_peer_has_not_is_said(installed):
     ):
         (side,) = (p for p in sides.PEERS if p.name == name)
         with pytest.raises(sides.Unsupported):
-            (side.step(there, make_inputs(there)) if there.pass_ == "decode" else side.forward(there))
+            (
+                side.step(there, make_inputs(there))
+                if there.pass_ == "decode"
+                else side.forward(there)
+            )

@@ -26,7 +26,18 @@ from tests.support.pools import Pool
 from tests.support.shards import cut_twin
 
 CASE = Case(B=2, T=65, H=1, HV=2, K=16, V=24, gate="softplus", beta="sigmoid", l2norm=True)
-NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state")
+NAMES = (
+    "o",
+    "final_state",
+    "dq",
+    "dk",
+    "dv",
+    "dg",
+    "dbeta",
+    "dA_log",
+    "ddt_bias",
+    "dinitial_state",
+)
 
 
 def judged(name, change, case=CASE):
@@ -100,7 +111,11 @@ def test_shape_dtype_and_names_must_agree():
     with pytest.raises(AssertionError, match="is torch.float64"):
         assert_close("o", ref, ref, ref.float())
     with pytest.raises(AssertionError):
-        assert_all_close({"o": ref.float()}, {"o": ref, "dq": ref}, lambda draw: {"o": ref.float(), "dq": ref.float()})
+        assert_all_close(
+            {"o": ref.float()},
+            {"o": ref, "dq": ref},
+            lambda draw: {"o": ref.float(), "dq": ref.float()},
+        )
 
 
 def test_an_oracle_that_is_not_finite_is_no_oracle():
@@ -137,7 +152,9 @@ def test_identical_means_every_bit():
 
 @given(case=cases())
 def test_every_draw_of_the_twin_is_the_same_function(case):
-    """What permuting channels undoes is undone: in float64, where a rounding is 10^-16 of the terms of a sum, however many of them cancel."""
+    """What permuting channels undoes is undone: in float64, where a rounding is 10^-16 of the terms
+    of a sum, however many of them cancel.
+    """
     case = replace(case, dtype=torch.float64)
     first, second = twin(case), twin(case, draw=1)
     assert first.keys() == second.keys()
@@ -148,17 +165,22 @@ def test_every_draw_of_the_twin_is_the_same_function(case):
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_16_bit_draws_are_as_exact_as_the_first_and_have_errors_of_their_own(variant):
-    """All draws share what the rounding of the inputs leaves them; were they one draw, a lucky twin would stay the only one."""
+    """All draws share what the rounding of the inputs leaves them; were they one draw, a lucky twin
+    would stay the only one.
+    """
     ratios, apart = [], []
     for seed in range(8):
         units = [drawn(i, torch.float32, torch.float16) for i in range(3)]
         case = replace(CASE, variant=variant, dtype=torch.float16, seed=seed, T=37, B=1)
         inputs, ref = case.inputs(), oracle(case)["dbeta"]
         problem = Problem.parse(case.rank, *inputs.values(), **case.flags())
-        first, *others = (run_stages(unit, problem, case.cotangents())["dbeta"].double() - ref for unit in units)
+        first, *others = (
+            run_stages(unit, problem, case.cotangents())["dbeta"].double() - ref for unit in units
+        )
         ratios += [(x.norm() / first.norm()).log() for x in others]
         apart += [(x - first).norm() / first.norm() for x in others]
-    # The mean of 16 logarithms has a standard error of 0.10 here: 0.22 is two of them. Errors that share nothing are sqrt(2) apart.
+    # The mean of 16 logarithms has a standard error of 0.10 here: 0.22 is two of them. Errors that
+    # share nothing are sqrt(2) apart.
     assert torch.stack(ratios).mean().abs() < 0.22 and torch.stack(apart).min() > 0.5
 
 
@@ -168,7 +190,11 @@ def test_another_grid_keeps_what_16_bits_hold_and_rounds_once():
     rounded = draw._round(x)
     assert_identical(draw._round(x.half().float()), x.half().float())
     torch.testing.assert_close(draw._round(rounded), rounded, rtol=3e-7, atol=0.0)
-    assert 0 < (rounded - x).abs().max() and ((rounded - x).abs() <= 2.0**-11 * x.abs() + 1e-7).all() and not torch.equal(rounded, x.half().float())
+    assert (
+        0 < (rounded - x).abs().max()
+        and ((rounded - x).abs() <= 2.0**-11 * x.abs() + 1e-7).all()
+        and not torch.equal(rounded, x.half().float())
+    )
 
 
 def test_draws_are_a_handful():
@@ -184,7 +210,9 @@ def test_a_case_builds_the_same_tensors_every_time_with_the_strides_it_names(str
         if x is not None:
             assert torch.equal(x, second[name]) and x.stride() == second[name].stride()
     v = first["v"]
-    assert v.is_contiguous() == (strides == "contiguous") and (0 in v.stride()) == (strides == "expanded")
+    assert v.is_contiguous() == (strides == "contiguous") and (0 in v.stride()) == (
+        strides == "expanded"
+    )
 
 
 def test_the_lengths_hold_the_hard_ones():

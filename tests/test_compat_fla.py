@@ -1,4 +1,6 @@
-"""FLA's names mean what FLA's do: the same signatures, our operators underneath, and FLA's own references where FLA is installed."""
+"""FLA's names mean what FLA's do: the same signatures, our operators underneath, and FLA's own
+references where FLA is installed.
+"""
 
 from __future__ import annotations
 
@@ -21,34 +23,62 @@ from tests.support.target import TARGET
 # Of FLA 0.6.0, in order; after the bar, what FLA takes from **kwargs.
 _HEAD = "q k v g beta"
 SIGNATURES = {
-    "chunk_kda": f"{_HEAD} scale=None initial_state=None output_final_state=False use_qk_l2norm_in_kernel=False use_gate_in_kernel=False "
-    "use_beta_sigmoid_in_kernel=False allow_neg_eigval=False safe_gate=False lower_bound=None disable_recompute=False return_intermediate_states=False "
-    "state_v_first=False cu_seqlens=None cu_seqlens_cpu=None cp_context=None use_graph=False max_num_seqs=None | A_log dt_bias chunk_size "
-    "transpose_state_layout",
-    "fused_recurrent_kda": f"{_HEAD} A_log=None dt_bias=None scale=None initial_state=None output_final_state=False use_qk_l2norm_in_kernel=False "
-    "use_gate_in_kernel=False use_beta_sigmoid_in_kernel=False allow_neg_eigval=False lower_bound=None state_v_first=False cu_seqlens=None "
-    "| transpose_state_layout",
-    "fused_recurrent_kda_fwd": f"{_HEAD} A_log=None dt_bias=None initial_state=None scale=None output_final_state=False inplace_final_state=True "
-    "state_v_first=False cu_seqlens=None ssm_state_indices=None num_accepted_tokens=None use_qk_l2norm_in_kernel=False use_gate_in_kernel=False "
-    "use_beta_sigmoid_in_kernel=False allow_neg_eigval=False lower_bound=None out=None |",
-    "chunk_gated_delta_rule": f"{_HEAD} scale=None initial_state=None output_final_state=False use_qk_l2norm_in_kernel=False "
-    "use_beta_sigmoid_in_kernel=False allow_neg_eigval=False state_v_first=False cu_seqlens=None cu_seqlens_cpu=None chunk_indices=None cp_context=None "
-    "| use_gate_in_kernel A_log dt_bias chunk_size transpose_state_layout",
-    "fused_recurrent_gated_delta_rule": "q k v g=None gk=None gv=None beta=None scale=None initial_state=None output_final_state=False "
-    "use_qk_l2norm_in_kernel=False use_gate_in_kernel=False A_log=None dt_bias=None use_beta_sigmoid_in_kernel=False allow_neg_eigval=False "
-    "state_v_first=False cu_seqlens=None | transpose_state_layout",
+    "chunk_kda": (
+        f"{_HEAD} scale=None initial_state=None output_final_state=False "
+        "use_qk_l2norm_in_kernel=False use_gate_in_kernel=False use_beta_sigmoid_in_kernel=False "
+        "allow_neg_eigval=False safe_gate=False lower_bound=None disable_recompute=False "
+        "return_intermediate_states=False state_v_first=False cu_seqlens=None cu_seqlens_cpu=None "
+        "cp_context=None use_graph=False max_num_seqs=None | A_log dt_bias chunk_size "
+        "transpose_state_layout"
+    ),
+    "fused_recurrent_kda": (
+        f"{_HEAD} A_log=None dt_bias=None scale=None initial_state=None output_final_state=False "
+        "use_qk_l2norm_in_kernel=False use_gate_in_kernel=False use_beta_sigmoid_in_kernel=False "
+        "allow_neg_eigval=False lower_bound=None state_v_first=False cu_seqlens=None | "
+        "transpose_state_layout"
+    ),
+    "fused_recurrent_kda_fwd": (
+        f"{_HEAD} A_log=None dt_bias=None initial_state=None scale=None output_final_state=False "
+        "inplace_final_state=True state_v_first=False cu_seqlens=None ssm_state_indices=None "
+        "num_accepted_tokens=None use_qk_l2norm_in_kernel=False use_gate_in_kernel=False "
+        "use_beta_sigmoid_in_kernel=False allow_neg_eigval=False lower_bound=None out=None |"
+    ),
+    "chunk_gated_delta_rule": (
+        f"{_HEAD} scale=None initial_state=None output_final_state=False "
+        "use_qk_l2norm_in_kernel=False use_beta_sigmoid_in_kernel=False allow_neg_eigval=False "
+        "state_v_first=False cu_seqlens=None cu_seqlens_cpu=None chunk_indices=None "
+        "cp_context=None | use_gate_in_kernel A_log dt_bias chunk_size transpose_state_layout"
+    ),
+    "fused_recurrent_gated_delta_rule": (
+        "q k v g=None gk=None gv=None beta=None scale=None initial_state=None "
+        "output_final_state=False use_qk_l2norm_in_kernel=False use_gate_in_kernel=False "
+        "A_log=None dt_bias=None use_beta_sigmoid_in_kernel=False allow_neg_eigval=False "
+        "state_v_first=False cu_seqlens=None | transpose_state_layout"
+    ),
     "fused_kda_gate": f"g A_log=None dt_bias=None lower_bound=None output_dtype={torch.float32}",
     "fused_gdn_gate": f"g A_log dt_bias=None output_dtype={torch.float32}",
 }
 WHERE = {
-    "chunk_kda": "kda", "fused_recurrent_kda": "kda", "fused_recurrent_kda_fwd": "kda.fused_recurrent", "chunk_gated_delta_rule": "gated_delta_rule",
-    "fused_recurrent_gated_delta_rule": "gated_delta_rule", "fused_kda_gate": "kda.gate", "fused_gdn_gate": "gated_delta_rule.gate",
-}  # fmt: skip
-WHOLE = {"kda": ("chunk_kda", "fused_recurrent_kda"), "gdn": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")}
+    "chunk_kda": "kda",
+    "fused_recurrent_kda": "kda",
+    "fused_recurrent_kda_fwd": "kda.fused_recurrent",
+    "chunk_gated_delta_rule": "gated_delta_rule",
+    "fused_recurrent_gated_delta_rule": "gated_delta_rule",
+    "fused_kda_gate": "kda.gate",
+    "fused_gdn_gate": "gated_delta_rule.gate",
+}
+WHOLE = {
+    "kda": ("chunk_kda", "fused_recurrent_kda"),
+    "gdn": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+}
 
 
 def positional(function) -> str:
-    shown = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    shown = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     return " ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in shown)
 
 
@@ -57,7 +87,9 @@ def test_signatures_are_those_of_fla(name):
     given, _, hidden = SIGNATURES[name].partition(" |")
     ours = getattr(fla, name)
     assert positional(ours) == given
-    assert {n for n, p in inspect.signature(ours).parameters.items() if p.kind is p.KEYWORD_ONLY} == {*hidden.split()}
+    assert {
+        n for n, p in inspect.signature(ours).parameters.items() if p.kind is p.KEYWORD_ONLY
+    } == {*hidden.split()}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -67,28 +99,45 @@ def test_recorded_signatures_are_those_of_an_installed_fla(name):
 
 
 def test_short_names_are_the_same_functions():
-    assert fla.chunk_gdn is fla.chunk_gated_delta_rule and fla.fused_recurrent_gdn is fla.fused_recurrent_gated_delta_rule
+    assert (
+        fla.chunk_gdn is fla.chunk_gated_delta_rule
+        and fla.fused_recurrent_gdn is fla.fused_recurrent_gated_delta_rule
+    )
     assert {*fla.__all__} == {*SIGNATURES, "chunk_gdn", "fused_recurrent_gdn"}
 
 
-# --- what the functions compute --------------------------------------------------------------------------------------------
+# --- what the functions compute -------------------------------------------------------------------
 
 
 def fla_call(case: Case, name: str, inputs) -> tuple:
     """A case in FLA's words."""
     flags = dict(case.flags("chunk"))
     flags["state_v_first"] = flags.pop("transpose_state_layout")
-    given = {n: x for n, x in (inputs | flags).items() if n in inspect.signature(getattr(fla, name)).parameters}
+    given = {
+        n: x
+        for n, x in (inputs | flags).items()
+        if n in inspect.signature(getattr(fla, name)).parameters
+    }
     return getattr(fla, name)(**given)
 
 
 def outputs_and_gradients(case: Case, call) -> dict:
     inputs = case.inputs(TARGET.device)
-    leaves = {n: x.detach().requires_grad_() for n, x in inputs.items() if x is not None and n != "cu_seqlens"}
+    leaves = {
+        n: x.detach().requires_grad_()
+        for n, x in inputs.items()
+        if x is not None and n != "cu_seqlens"
+    }
     o, final_state = call(inputs | leaves)
     outs = [o] if final_state is None else [o, final_state]
-    grads = torch.autograd.grad(outs, list(leaves.values()), case.cotangents(TARGET.device)[: len(outs)])
-    return {"o": o.detach()} | ({} if final_state is None else {"final_state": final_state.detach()}) | {"d" + n: x for n, x in zip(leaves, grads)}
+    grads = torch.autograd.grad(
+        outs, list(leaves.values()), case.cotangents(TARGET.device)[: len(outs)]
+    )
+    return (
+        {"o": o.detach()}
+        | ({} if final_state is None else {"final_state": final_state.detach()})
+        | {"d" + n: x for n, x in zip(leaves, grads)}
+    )
 
 
 @pytest.mark.parametrize("form", (0, 1))
@@ -103,16 +152,22 @@ def test_calls_are_those_of_our_operators(form, case):
     ours = getattr(kda_ops, ("chunk_", "recurrent_")[form] + case.variant)
     flags = case.flags(("chunk", "recurrent")[form])
     want = outputs_and_gradients(case, lambda inputs: ours(**inputs, **flags))
-    assert_all_identical(outputs_and_gradients(case, lambda inputs: fla_call(case, name, inputs)), want)
+    assert_all_identical(
+        outputs_and_gradients(case, lambda inputs: fla_call(case, name, inputs)), want
+    )
 
 
-@given(case=cases(variant="kda", strides="contiguous", gate=st.sampled_from(("softplus", "bounded"))))
+@given(
+    case=cases(variant="kda", strides="contiguous", gate=st.sampled_from(("softplus", "bounded")))
+)
 def test_the_gate_takes_any_leading_dimensions(case):
     x = case.inputs(TARGET.device)
     bound = case.flags().get("lower_bound")
     want = kda_ops.kda_gate(x["g"], x["A_log"], x["dt_bias"], lower_bound=bound)
     A_log = None if x["A_log"] is None else x["A_log"].view(1, 1, -1, 1)
-    got = fla.fused_kda_gate(x["g"].flatten(0, 1), A_log, x["dt_bias"], bound, output_dtype=torch.bfloat16)
+    got = fla.fused_kda_gate(
+        x["g"].flatten(0, 1), A_log, x["dt_bias"], bound, output_dtype=torch.bfloat16
+    )
     assert_identical(got, want.flatten(0, 1).bfloat16())
 
 
@@ -129,7 +184,10 @@ def test_a_rate_may_have_any_shape(variant, form):
     """Kimi-Linear's of transformers is [1, 1, HV, 1]."""
     case = Case(variant, gate="softplus", T=5)
     x = case.inputs(TARGET.device)
-    want, got = (fla_call(case, WHOLE[variant][form], x | {"A_log": A_log}) for A_log in (x["A_log"], x["A_log"].view(1, 1, -1, 1)))
+    want, got = (
+        fla_call(case, WHOLE[variant][form], x | {"A_log": A_log})
+        for A_log in (x["A_log"], x["A_log"].view(1, 1, -1, 1))
+    )
     assert_identical(got[0], want[0])
 
 
@@ -138,53 +196,121 @@ def test_a_decay_per_key_channel_multiplies_that_per_head(gate):
     case = Case("gdn", T=9, gate=gate, B=2, H=1, HV=2)
     x = case.inputs(TARGET.device)
     gk = -0.3 * torch.rand(2, 9, 2, case.K, device=TARGET.device)
-    got, state = fla.fused_recurrent_gdn(**{n: t for n, t in x.items()}, gk=gk, use_gate_in_kernel=gate == "softplus", output_final_state=True)
+    got, state = fla.fused_recurrent_gdn(
+        **{n: t for n, t in x.items()},
+        gk=gk,
+        use_gate_in_kernel=gate == "softplus",
+        output_final_state=True,
+    )
     g = kda_ops.gdn_gate(x["g"], x["A_log"], x["dt_bias"]) if gate == "softplus" else x["g"]
     decay = gk if g is None else gk + g[..., None]
-    want, want_state = kda_ops.recurrent_kda(x["q"], x["k"], x["v"], decay, x["beta"], initial_state=x["initial_state"], output_final_state=True)
+    want, want_state = kda_ops.recurrent_kda(
+        x["q"],
+        x["k"],
+        x["v"],
+        decay,
+        x["beta"],
+        initial_state=x["initial_state"],
+        output_final_state=True,
+    )
     assert_identical(got, want)
     assert_identical(state, want_state)
 
 
 def test_beta_is_one_by_default_for_every_value_head():
-    """FLA 0.6.0 makes ones of the shape of q's heads and reads past them where there are more value heads."""
+    """FLA 0.6.0 makes ones of the shape of q's heads and reads past them where there are more value
+    heads.
+    """
     x = Case("gdn", T=5, H=1, HV=3).inputs(TARGET.device)
     del x["beta"]
     o, _ = fla.fused_recurrent_gated_delta_rule(**x)
-    assert_identical(o, fla.fused_recurrent_gated_delta_rule(**x, beta=torch.ones(1, 5, 3, device=TARGET.device))[0])
+    assert_identical(
+        o,
+        fla.fused_recurrent_gated_delta_rule(**x, beta=torch.ones(1, 5, 3, device=TARGET.device))[
+            0
+        ],
+    )
 
 
-@pytest.mark.parametrize("name", ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"))
+@pytest.mark.parametrize(
+    "name", ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
+)
 def test_a_narrow_initial_state_is_widened_where_fla_takes_it(name):
     x = Case("kda" if name.endswith("kda") else "gdn").inputs(TARGET.device)
     narrow = x["initial_state"].bfloat16()
-    assert_identical(getattr(fla, name)(**x | {"initial_state": narrow})[0], getattr(fla, name)(**x | {"initial_state": narrow.float()})[0])
+    assert_identical(
+        getattr(fla, name)(**x | {"initial_state": narrow})[0],
+        getattr(fla, name)(**x | {"initial_state": narrow.float()})[0],
+    )
 
 
-@pytest.mark.parametrize("case", [
-    Case(B=2, T=150), Case(B=2, T=128, transposed=True, state=False), Case(lengths=PACKED), Case(lengths=(0, 0)), Case(T=1), Case(T=0),
-    Case(lengths=(65, 130), tail=3, gate="softplus", l2norm=True, dtype=torch.float32, final=False),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=2, T=150),
+        Case(B=2, T=128, transposed=True, state=False),
+        Case(lengths=PACKED),
+        Case(lengths=(0, 0)),
+        Case(T=1),
+        Case(T=0),
+        Case(
+            lengths=(65, 130),
+            tail=3,
+            gate="softplus",
+            l2norm=True,
+            dtype=torch.float32,
+            final=False,
+        ),
+    ],
+    ids=str,
+)
 def test_intermediate_states_are_the_states_before_each_chunk(case):
     x = case.inputs(TARGET.device)
-    words = {n: v for n, v in case.flags().items() if n not in ("transpose_state_layout", "disable_recompute", "safe_gate")}
+    words = {
+        n: v
+        for n, v in case.flags().items()
+        if n not in ("transpose_state_layout", "disable_recompute", "safe_gate")
+    }
     with torch.inference_mode():
-        o, final_state, h = fla.chunk_kda(**x, **words, state_v_first=case.transposed, return_intermediate_states=True)
+        o, final_state, h = fla.chunk_kda(
+            **x, **words, state_v_first=case.transposed, return_intermediate_states=True
+        )
         want, want_state = kda_ops.chunk_kda(**x, **case.flags())
         before = []
         for n, (b, start, end) in enumerate(case.spans):
             for stop in range(start, end, 64):
-                part = {m: None if t is None else t[b : b + 1, start:stop] if m in ("q", "k", "v", "g", "beta") else t for m, t in x.items()}
-                part |= {"cu_seqlens": None, "initial_state": None if x["initial_state"] is None else x["initial_state"][n : n + 1]}
-                before.append(kda_ops.chunk_kda(**part, **case.flags() | {"output_final_state": True})[1])
+                part = {
+                    m: None
+                    if t is None
+                    else t[b : b + 1, start:stop]
+                    if m in ("q", "k", "v", "g", "beta")
+                    else t
+                    for m, t in x.items()
+                }
+                part |= {
+                    "cu_seqlens": None,
+                    "initial_state": None
+                    if x["initial_state"] is None
+                    else x["initial_state"][n : n + 1],
+                }
+                before.append(
+                    kda_ops.chunk_kda(**part, **case.flags() | {"output_final_state": True})[1]
+                )
     torch.testing.assert_close(o, want, rtol=0, atol=1e-5)
     assert (final_state is None) == (want_state is None)
     if case.final:
         torch.testing.assert_close(final_state, want_state, rtol=0, atol=1e-5)
     shape = (case.V, case.K) if case.transposed else (case.K, case.V)
-    assert h.dtype is x["k"].dtype and h.shape == (x["q"].shape[0], len(before) // x["q"].shape[0], case.HV, *shape)
+    assert h.dtype is x["k"].dtype and h.shape == (
+        x["q"].shape[0],
+        len(before) // x["q"].shape[0],
+        case.HV,
+        *shape,
+    )
     if before:
-        torch.testing.assert_close(h.flatten(0, 1), torch.cat(before).to(h.dtype), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            h.flatten(0, 1), torch.cat(before).to(h.dtype), rtol=0, atol=1e-5
+        )
 
 
 def test_decoding_writes_the_pool_in_place():
@@ -193,30 +319,46 @@ def test_decoding_writes_the_pool_in_place():
     pool = torch.randn(5, 2, 16, 24, device=TARGET.device)
     slots, want_pool = torch.tensor([4, 0, 2], device=TARGET.device), pool.clone()
     out = torch.full_like(x["v"], torch.nan)
-    o, same = fla.fused_recurrent_kda_fwd(**tokens, initial_state=pool, ssm_state_indices=slots, out=out)
+    o, same = fla.fused_recurrent_kda_fwd(
+        **tokens, initial_state=pool, ssm_state_indices=slots, out=out
+    )
     assert o is out and same is pool
     assert_identical(o, kda_ops.recurrent_kda_(*tokens.values(), want_pool, slots))
     assert_identical(pool, want_pool)
     initial = pool[:3].clone()
-    o, state = fla.fused_recurrent_kda_fwd(**tokens, initial_state=initial, inplace_final_state=False, output_final_state=True)
-    want, want_state = kda_ops.recurrent_kda(**tokens, initial_state=pool[:3], output_final_state=True)
+    o, state = fla.fused_recurrent_kda_fwd(
+        **tokens, initial_state=initial, inplace_final_state=False, output_final_state=True
+    )
+    want, want_state = kda_ops.recurrent_kda(
+        **tokens, initial_state=pool[:3], output_final_state=True
+    )
     assert_identical(o, want)
     assert_identical(state, want_state)
     assert_identical(initial, pool[:3])
 
 
-@pytest.mark.parametrize("name", ("chunk_kda", "chunk_gated_delta_rule", "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"))
+@pytest.mark.parametrize(
+    "name",
+    (
+        "chunk_kda",
+        "chunk_gated_delta_rule",
+        "fused_recurrent_kda",
+        "fused_recurrent_gated_delta_rule",
+    ),
+)
 def test_one_graph(name):
     x = Case("kda" if name.endswith("kda") else "gdn", T=20).inputs(TARGET.device)
     call = getattr(fla, name)
     torch._dynamo.reset()
-    o, state = torch.compile(call, fullgraph=True, backend="aot_eager")(**x, output_final_state=True, transpose_state_layout=False)
+    o, state = torch.compile(call, fullgraph=True, backend="aot_eager")(
+        **x, output_final_state=True, transpose_state_layout=False
+    )
     want, want_state = call(**x, output_final_state=True)
     assert_identical(o, want)
     assert_identical(state, want_state)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 X = Case(T=3, H=1, HV=1, state=False)
 
@@ -228,11 +370,15 @@ def minimal(name: str) -> dict:
 
 @pytest.mark.parametrize("name", [n for n in SIGNATURES if "gate" not in n.split("_")])
 def test_an_unknown_keyword_is_an_error(name):
-    with pytest.raises(TypeError, match=f"{name} got an unexpected keyword argument 'use_qk_l2norm'"):
+    with pytest.raises(
+        TypeError, match=f"{name} got an unexpected keyword argument 'use_qk_l2norm'"
+    ):
         getattr(fla, name)(**minimal(name), use_qk_l2norm=True)
 
 
-@pytest.mark.parametrize("name", [n for n in SIGNATURES if "transpose_state_layout" in SIGNATURES[n]])
+@pytest.mark.parametrize(
+    "name", [n for n in SIGNATURES if "transpose_state_layout" in SIGNATURES[n]]
+)
 def test_the_old_name_of_the_layout_warns_and_works(name):
     call, x = getattr(fla, name), minimal(name)
     with pytest.warns(DeprecationWarning, match="renamed to `state_v_first`") as record:
@@ -247,42 +393,138 @@ def test_the_old_name_of_the_layout_warns_and_works(name):
 
 CP = "cp_context must be None: a sequence across ranks is `kda_ops.distributed"
 REFUSALS = [
-    ("chunk_kda", dict(safe_gate=True, use_gate_in_kernel=True, A_log=torch.zeros(2)), ValueError, "lower_bound must be given with safe_gate=True"),
-    ("fused_recurrent_kda", dict(safe_gate=True), TypeError, "takes no safe_gate: it is a promise to chunk_kda"),
-    ("chunk_gated_delta_rule", dict(safe_gate=True), TypeError, "about a decay per key channel: drop it"),
-    ("fused_recurrent_kda", dict(chunk_size=64), TypeError, "takes no chunk_size: there are no chunks: drop it"),
-    ("chunk_kda", dict(head_first=False), TypeError, r"takes no head_first: tensors are \[B, T, H, ...\]: call transpose\(1, 2\)"),
+    (
+        "chunk_kda",
+        dict(safe_gate=True, use_gate_in_kernel=True, A_log=torch.zeros(2)),
+        ValueError,
+        "lower_bound must be given with safe_gate=True",
+    ),
+    (
+        "fused_recurrent_kda",
+        dict(safe_gate=True),
+        TypeError,
+        "takes no safe_gate: it is a promise to chunk_kda",
+    ),
+    (
+        "chunk_gated_delta_rule",
+        dict(safe_gate=True),
+        TypeError,
+        "about a decay per key channel: drop it",
+    ),
+    (
+        "fused_recurrent_kda",
+        dict(chunk_size=64),
+        TypeError,
+        "takes no chunk_size: there are no chunks: drop it",
+    ),
+    (
+        "chunk_kda",
+        dict(head_first=False),
+        TypeError,
+        r"takes no head_first: tensors are \[B, T, H, ...\]: call transpose\(1, 2\)",
+    ),
     ("fused_recurrent_gated_delta_rule", dict(head_first=True), TypeError, "takes no head_first"),
-    ("chunk_gated_delta_rule", dict(offsets=None), TypeError, "takes no offsets: it is called cu_seqlens now"),
+    (
+        "chunk_gated_delta_rule",
+        dict(offsets=None),
+        TypeError,
+        "takes no offsets: it is called cu_seqlens now",
+    ),
     ("chunk_kda", dict(cp_context=object()), ValueError, CP),
     ("chunk_gated_delta_rule", dict(cp_context=object()), ValueError, CP),
     ("chunk_kda", dict(cu_seqlens_cpu=torch.tensor([0, 3])), ValueError, "pass cu_seqlens"),
     ("chunk_kda", dict(chunk_size=16), ValueError, r"chunk_size must be one of \[32, 64\], got 16"),
-    ("chunk_gated_delta_rule", dict(chunk_size=128), ValueError, r"chunk_size must be one of \[16, 32, 64\], got 128"),
-    ("chunk_kda", dict(use_graph=True, max_num_seqs=3, cu_seqlens=torch.tensor([0, 3])), ValueError, "must have max_num_seqs . 1 = 4 entries"),
-    ("chunk_kda", dict(return_intermediate_states=True), RuntimeError, "call under torch.inference_mode"),
-    ("chunk_kda", dict(A_log=torch.zeros(1)), ValueError, "A_log is a parameter of the gate and needs use_gate_in_kernel=True"),
-    ("chunk_kda", dict(initial_state=torch.zeros(1, 1, 16, 24).bfloat16()), TypeError, "initial_state"),
-    ("fused_recurrent_gated_delta_rule", dict(gv=torch.zeros(1, 3, 1, 24)), ValueError, "gv must be None: no operator here decays value channels"),
-    ("fused_recurrent_gated_delta_rule", dict(beta=torch.ones(1, 3, 1, 24)), ValueError, "a beta per value channel is not offered here"),
-    ("fused_recurrent_kda", dict(beta=torch.ones(1, 3, 1, 24)), ValueError, r"beta must have shape \[B, T, HV\], got \[1, 3, 1, 24\]"),
-    ("fused_recurrent_kda", dict(ssm_state_indices=None), TypeError, "decode on a pool of states is `fused_recurrent_kda_fwd`"),
+    (
+        "chunk_gated_delta_rule",
+        dict(chunk_size=128),
+        ValueError,
+        r"chunk_size must be one of \[16, 32, 64\], got 128",
+    ),
+    (
+        "chunk_kda",
+        dict(use_graph=True, max_num_seqs=3, cu_seqlens=torch.tensor([0, 3])),
+        ValueError,
+        "must have max_num_seqs . 1 = 4 entries",
+    ),
+    (
+        "chunk_kda",
+        dict(return_intermediate_states=True),
+        RuntimeError,
+        "call under torch.inference_mode",
+    ),
+    (
+        "chunk_kda",
+        dict(A_log=torch.zeros(1)),
+        ValueError,
+        "A_log is a parameter of the gate and needs use_gate_in_kernel=True",
+    ),
+    (
+        "chunk_kda",
+        dict(initial_state=torch.zeros(1, 1, 16, 24).bfloat16()),
+        TypeError,
+        "initial_state",
+    ),
+    (
+        "fused_recurrent_gated_delta_rule",
+        dict(gv=torch.zeros(1, 3, 1, 24)),
+        ValueError,
+        "gv must be None: no operator here decays value channels",
+    ),
+    (
+        "fused_recurrent_gated_delta_rule",
+        dict(beta=torch.ones(1, 3, 1, 24)),
+        ValueError,
+        "a beta per value channel is not offered here",
+    ),
+    (
+        "fused_recurrent_kda",
+        dict(beta=torch.ones(1, 3, 1, 24)),
+        ValueError,
+        r"beta must have shape \[B, T, HV\], got \[1, 3, 1, 24\]",
+    ),
+    (
+        "fused_recurrent_kda",
+        dict(ssm_state_indices=None),
+        TypeError,
+        "decode on a pool of states is `fused_recurrent_kda_fwd`",
+    ),
     ("fused_recurrent_kda_fwd", dict(), ValueError, "initial_state must be the pool"),
-    ("fused_recurrent_kda_fwd", dict(initial_state=torch.zeros(1, 1, 16, 24), out=torch.zeros(2, 3, 1, 24)), ValueError, "out must be floating point of v"),
-    ("fused_recurrent_kda_fwd", dict(initial_state=torch.zeros(1, 1, 16, 24), out=torch.zeros(1, 3, 1, 24).int()), ValueError, "got torch.int32"),
-    ("fused_recurrent_kda_fwd", dict(inplace_final_state=False, ssm_state_indices=torch.zeros(1)), ValueError, "need inplace_final_state=True"),
+    (
+        "fused_recurrent_kda_fwd",
+        dict(initial_state=torch.zeros(1, 1, 16, 24), out=torch.zeros(2, 3, 1, 24)),
+        ValueError,
+        "out must be floating point of v",
+    ),
+    (
+        "fused_recurrent_kda_fwd",
+        dict(initial_state=torch.zeros(1, 1, 16, 24), out=torch.zeros(1, 3, 1, 24).int()),
+        ValueError,
+        "got torch.int32",
+    ),
+    (
+        "fused_recurrent_kda_fwd",
+        dict(inplace_final_state=False, ssm_state_indices=torch.zeros(1)),
+        ValueError,
+        "need inplace_final_state=True",
+    ),
 ]
 
 
-@pytest.mark.parametrize("name, words, error, message", REFUSALS, ids=[f"{n}-{[*w]}" for n, w, _, _ in REFUSALS])
+@pytest.mark.parametrize(
+    "name, words, error, message", REFUSALS, ids=[f"{n}-{[*w]}" for n, w, _, _ in REFUSALS]
+)
 def test_refusals_say_what_to_do(name, words, error, message):
     with pytest.raises(error, match=message):
         getattr(fla, name)(**minimal(name) | words)
 
 
-@pytest.mark.parametrize("words, message", [
-    (dict(chunk_size=32), "chunk_size must be 64"), (dict(disable_recompute=True), "disable_recompute keeps intermediates"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (dict(chunk_size=32), "chunk_size must be 64"),
+        (dict(disable_recompute=True), "disable_recompute keeps intermediates"),
+    ],
+)
 def test_intermediate_states_are_refused_where_they_mean_nothing(words, message):
     with torch.inference_mode(), pytest.raises(ValueError, match=message):
         fla.chunk_kda(**minimal("chunk_kda"), return_intermediate_states=True, **words)
@@ -299,28 +541,58 @@ def test_what_has_no_effect_is_accepted():
     x = Case(lengths=(3, 70), H=1, HV=1).inputs(TARGET.device)
     want = fla.chunk_kda(**x)[0]
     host = x["cu_seqlens"].cpu()
-    assert_identical(fla.chunk_kda(**x, cu_seqlens_cpu=host, chunk_size=32, use_graph=True, max_num_seqs=2)[0], want)
+    assert_identical(
+        fla.chunk_kda(**x, cu_seqlens_cpu=host, chunk_size=32, use_graph=True, max_num_seqs=2)[0],
+        want,
+    )
     y = Case("gdn", lengths=(3, 70), H=1, HV=1).inputs(TARGET.device)
-    assert_identical(fla.chunk_gdn(**y, cu_seqlens_cpu=host, chunk_size=16, chunk_indices=host)[0], fla.chunk_gdn(**y)[0])
+    assert_identical(
+        fla.chunk_gdn(**y, cu_seqlens_cpu=host, chunk_size=16, chunk_indices=host)[0],
+        fla.chunk_gdn(**y)[0],
+    )
 
 
-# --- an installed FLA --------------------------------------------------------------------------------------------------------
+# --- an installed FLA -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ("chunk_kda", "fused_recurrent_kda", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"))
+@pytest.mark.parametrize(
+    "name",
+    (
+        "chunk_kda",
+        "fused_recurrent_kda",
+        "chunk_gated_delta_rule",
+        "fused_recurrent_gated_delta_rule",
+    ),
+)
 @given(
     case=cases(
-        dtype=torch.float32, lengths=None, transposed=False, beta="given", final=True, strides="contiguous", l2norm=False,
+        dtype=torch.float32,
+        lengths=None,
+        transposed=False,
+        beta="given",
+        final=True,
+        strides="contiguous",
+        l2norm=False,
         gate=st.sampled_from(("weak", "strong", "zero", "reset")),
     )
-)  # fmt: skip
+)
 def test_flas_own_references_compute_the_same(name, case):
     variant = "kda" if name.endswith("kda") else "gdn"
-    naive = pytest.importorskip(f"fla.ops.{'kda' if variant == 'kda' else 'gated_delta_rule'}.naive")
-    case = replace(case, variant=variant, safe_gate=False, H=case.HV if variant == "gdn" else case.H)  # its GDN reference knows no groups
+    naive = pytest.importorskip(
+        f"fla.ops.{'kda' if variant == 'kda' else 'gated_delta_rule'}.naive"
+    )
+    # its GDN reference knows no groups
+    case = replace(
+        case, variant=variant, safe_gate=False, H=case.HV if variant == "gdn" else case.H
+    )
     x = case.inputs(TARGET.device)
-    reference = naive.naive_recurrent_kda if variant == "kda" else naive.naive_recurrent_gated_delta_rule
-    words = {n: x[n] for n in ("q", "k", "v", "g", "beta", "initial_state")} | {"scale": case.scale, "output_final_state": True}
+    reference = (
+        naive.naive_recurrent_kda if variant == "kda" else naive.naive_recurrent_gated_delta_rule
+    )
+    words = {n: x[n] for n in ("q", "k", "v", "g", "beta", "initial_state")} | {
+        "scale": case.scale,
+        "output_final_state": True,
+    }
     want, want_state = reference(**words)
     got, state = getattr(fla, name)(**words)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
@@ -332,7 +604,11 @@ def test_flas_own_gates_compute_the_same(bound):
     naive = pytest.importorskip("fla.ops.kda.gate")
     x = Case(gate="softplus", B=2).inputs(TARGET.device)
     words = (x["g"], x["A_log"], x["dt_bias"])
-    want = naive.naive_kda_gate(*words) if bound is None else naive.naive_kda_lowerbound_gate(*words, lower_bound=bound)
+    want = (
+        naive.naive_kda_gate(*words)
+        if bound is None
+        else naive.naive_kda_lowerbound_gate(*words, lower_bound=bound)
+    )
     torch.testing.assert_close(fla.fused_kda_gate(*words, lower_bound=bound), want)
     gdn = pytest.importorskip("fla.ops.gated_delta_rule.gate")
     y = Case("gdn", gate="softplus").inputs(TARGET.device)
@@ -340,19 +616,46 @@ def test_flas_own_gates_compute_the_same(bound):
     torch.testing.assert_close(fla.fused_gdn_gate(*words), gdn.naive_gdn_gate(*words))
 
 
-SERVED = dict(gate="softplus", beta="neg_eigval", l2norm=True, scale=0.3, transposed=True, H=1, HV=2, K=16, V=16, state=False, final=False)
+SERVED = dict(
+    gate="softplus",
+    beta="neg_eigval",
+    l2norm=True,
+    scale=0.3,
+    transposed=True,
+    H=1,
+    HV=2,
+    K=16,
+    V=16,
+    state=False,
+    final=False,
+)
 
 
-@pytest.mark.parametrize("pool", [
-    Pool(Case(B=2, T=3, **SERVED), "recurrent_", columns=3, accepted=True),
-    Pool(Case(lengths=(2, 0, 1), **SERVED | dict(gate="bounded", seed=1)), "recurrent_"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "pool",
+    [
+        Pool(Case(B=2, T=3, **SERVED), "recurrent_", columns=3, accepted=True),
+        Pool(Case(lengths=(2, 0, 1), **SERVED | dict(gate="bounded", seed=1)), "recurrent_"),
+    ],
+    ids=str,
+)
 def test_decode_on_a_pool_with_every_option(pool):
-    x, (indices, accepted, _), flags, state = pool.case.inputs(), pool.indices(), pool.case.flags("recurrent_"), pool.state()
+    x, (indices, accepted, _), flags, state = (
+        pool.case.inputs(),
+        pool.indices(),
+        pool.case.flags("recurrent_"),
+        pool.state(),
+    )
     flags["state_v_first"] = flags.pop("transpose_state_layout")
     x.pop("initial_state")
     A_log = None if x["A_log"] is None else x["A_log"].view(1, 1, -1, 1)
-    o, _ = fla.fused_recurrent_kda_fwd(**x | {"A_log": A_log}, initial_state=state, ssm_state_indices=indices, num_accepted_tokens=accepted, **flags)
+    o, _ = fla.fused_recurrent_kda_fwd(
+        **x | {"A_log": A_log},
+        initial_state=state,
+        ssm_state_indices=indices,
+        num_accepted_tokens=accepted,
+        **flags,
+    )
     want, after = pool.run()
     assert_identical(o, want)
     assert_identical(state, after)
@@ -369,14 +672,35 @@ def test_decode_without_a_pool_with_every_option():
 
 
 def test_a_decay_per_channel_beside_one_per_head_with_every_option():
-    case = Case("gdn", lengths=(2, 0, 3), gate="softplus", beta="neg_eigval", l2norm=True, scale=0.3, transposed=True, K=16, V=16)
+    case = Case(
+        "gdn",
+        lengths=(2, 0, 3),
+        gate="softplus",
+        beta="neg_eigval",
+        l2norm=True,
+        scale=0.3,
+        transposed=True,
+        K=16,
+        V=16,
+    )
     x, flags = case.inputs(), case.flags("recurrent")
     gk = -0.3 * torch.rand(*x["g"].shape, case.K)
     flags["state_v_first"] = flags.pop("transpose_state_layout")
-    o, state = fla.fused_recurrent_gdn(**x | {"A_log": x["A_log"].view(1, 1, -1, 1)}, gk=gk, **flags)
+    o, state = fla.fused_recurrent_gdn(
+        **x | {"A_log": x["A_log"].view(1, 1, -1, 1)}, gk=gk, **flags
+    )
     decay = gk + kda_ops.gdn_gate(x["g"], x["A_log"], x["dt_bias"])[..., None]
     plain = replace(case, gate="weak").flags("recurrent")
-    want = kda_ops.recurrent_kda(x["q"], x["k"], x["v"], decay, x["beta"], initial_state=x["initial_state"], cu_seqlens=x["cu_seqlens"], **plain)
+    want = kda_ops.recurrent_kda(
+        x["q"],
+        x["k"],
+        x["v"],
+        decay,
+        x["beta"],
+        initial_state=x["initial_state"],
+        cu_seqlens=x["cu_seqlens"],
+        **plain,
+    )
     assert_identical(o, want[0])
     assert_identical(state, want[1])
 
@@ -391,18 +715,34 @@ def test_a_gate_has_the_dtype_that_is_asked_for():
 def test_intermediate_states_have_the_dtype_of_k(dtype):
     case = Case(lengths=(65, 0, 130), dtype=dtype)
     with torch.inference_mode():
-        _, state, h = fla.chunk_kda(**case.inputs(), output_final_state=True, return_intermediate_states=True)
+        _, state, h = fla.chunk_kda(
+            **case.inputs(), output_final_state=True, return_intermediate_states=True
+        )
     assert h.dtype is dtype and state.dtype is case.state_dtype
 
 
-@pytest.mark.parametrize("state, error", [
-    (torch.zeros(2, 16, 16), ValueError), (torch.zeros(1, 1, 16, 16), ValueError), (torch.zeros(1, 2, 16, 16).bfloat16(), TypeError),
-], ids=("no N", "one head", "bf16"))  # fmt: skip
+@pytest.mark.parametrize(
+    "state, error",
+    [
+        (torch.zeros(2, 16, 16), ValueError),
+        (torch.zeros(1, 1, 16, 16), ValueError),
+        (torch.zeros(1, 2, 16, 16).bfloat16(), TypeError),
+    ],
+    ids=("no N", "one head", "bf16"),
+)
 def test_intermediate_states_begin_with_a_state_that_fits(state, error):
     """The pool that they come from would broadcast it."""
     q = torch.randn(1, 130, 2, 16)
     with torch.inference_mode(), pytest.raises(error, match="^initial_state must"):
-        fla.chunk_kda(q, q, q, -torch.rand(q.shape), torch.rand(1, 130, 2), initial_state=state, return_intermediate_states=True)
+        fla.chunk_kda(
+            q,
+            q,
+            q,
+            -torch.rand(q.shape),
+            torch.rand(1, 130, 2),
+            initial_state=state,
+            return_intermediate_states=True,
+        )
 
 
 def test_a_number_of_sequences_means_nothing_without_a_graph():

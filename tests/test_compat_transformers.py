@@ -1,4 +1,6 @@
-"""Models of transformers compute the same with our operators under them, and are what they were when these are taken out."""
+"""Models of transformers compute the same with our operators under them, and are what they were
+when these are taken out.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,19 @@ pytest.importorskip("transformers")
 from kda_ops.compat import transformers as compat
 from tests.support import models
 from tests.support.closeness import assert_identical
-from tests.support.models import CONFIGS, assert_generates_the_same, assert_same, left_padded, packed, step, torch_path
+from tests.support.models import (
+    CONFIGS,
+    assert_generates_the_same,
+    assert_same,
+    left_padded,
+    packed,
+    step,
+    torch_path,
+)
 
 MAIN = ("kimi_linear", "qwen3_next", "qwen3_5")
-COMPILED = MAIN[:2]  # compiling takes seconds, and the third differs from the second in its projections
+# compiling takes seconds, and the third differs from the second in its projections
+COMPILED = MAIN[:2]
 LENGTHS = (5, 1, 70, 64, 37)
 
 
@@ -41,13 +52,20 @@ def _take_out_again():
     torch._dynamo.reset()
 
 
-# --- in and out ----------------------------------------------------------------------------------------------------------------
+# --- in and out -----------------------------------------------------------------------------------
 
 
 def test_every_tensor_that_is_off_is_named():
     want = {n: torch.tensor([1.0, -100.0]) for n in "abcd"}
-    got = {"a": want["a"] + 0.02, "b": want["b"] + 0.04, "c": want["c"] * torch.nan, "d": want["d"]}  # 2e-4, 4e-4
-    with pytest.raises(AssertionError, match="2 of 4: b by 4.00e-04, c by nan; the median of the others 1.00e-04, products in fp32 highest"):
+    # 2e-4, 4e-4
+    got = {"a": want["a"] + 0.02, "b": want["b"] + 0.04, "c": want["c"] * torch.nan, "d": want["d"]}
+    with pytest.raises(
+        AssertionError,
+        match=(
+            "2 of 4: b by 4.00e-04, c by nan; the median of the others 1.00e-04, products in fp32 "
+            "highest"
+        ),
+    ):
         assert_same(got, want)
     assert_same(got | {"b": want["b"], "c": want["c"]}, want)
 
@@ -57,7 +75,11 @@ def test_taking_out_restores_every_binding():
     compat.enable()
     during = models.bindings()
     changed = {place for place in before if during[place] is not before[place]}
-    assert before.keys() == during.keys() and {n for _, n in changed} == {*compat._REPLACEMENTS} and len(changed) == 3 * len(CONFIGS)
+    assert (
+        before.keys() == during.keys()
+        and {n for _, n in changed} == {*compat._REPLACEMENTS}
+        and len(changed) == 3 * len(CONFIGS)
+    )
     compat.disable()
     assert all(x is before[place] for place, x in models.bindings().items())
     compat.disable()
@@ -102,14 +124,22 @@ def test_an_old_transformers_is_refused_in_words(monkeypatch):
     import transformers
 
     monkeypatch.setattr(transformers, "__version__", "5.9.0")
-    with pytest.raises(RuntimeError, match=r"needs transformers 5.16 or later, got 5.9.0, which binds the functions when a model is built"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"needs transformers 5.16 or later, got 5.9.0, which binds the functions when a model "
+            r"is built"
+        ),
+    ):
         compat.enable()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModuleNotFoundError, match="needs transformers 5.16 or later: pip install transformers"):
+    with pytest.raises(
+        ModuleNotFoundError, match="needs transformers 5.16 or later: pip install transformers"
+    ):
         compat.enable()
 
 
-# --- the same results ----------------------------------------------------------------------------------------------------------
+# --- the same results -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -133,7 +163,10 @@ def test_compiled_whole_they_are_the_same_in_one_graph(name):
     with compat.enable():
         torch._dynamo.utils.counters.clear()
         got = step(net, x, x["attention_mask"], compiled)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 and not torch._dynamo.utils.counters["graph_break"]
+        assert (
+            torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+            and not torch._dynamo.utils.counters["graph_break"]
+        )
     assert_same(got, want)
 
 
@@ -142,7 +175,13 @@ def test_what_was_compiled_before_follows():
     ran = []
 
     def backend(graph, _):
-        ran.append({str(node.target) for node in graph.graph.nodes if str(node.target).startswith(("kda.", "gdn."))})
+        ran.append(
+            {
+                str(node.target)
+                for node in graph.graph.nodes
+                if str(node.target).startswith(("kda.", "gdn."))
+            }
+        )
         return graph.forward
 
     compiled = torch.compile(net, fullgraph=True, backend=backend)
@@ -173,9 +212,15 @@ def test_decoding_with_a_static_cache_is_one_graph(name):
     def decode(call):
         cache, out = StaticCache(config=net.config, max_cache_len=24), []
         with torch.no_grad():
-            out.append(net(ids, past_key_values=cache, position_ids=torch.arange(10)[None]).logits[:, -1:])
+            out.append(
+                net(ids, past_key_values=cache, position_ids=torch.arange(10)[None]).logits[:, -1:]
+            )
             for t in range(10, 15):
-                out.append(call(out[-1].argmax(-1), past_key_values=cache, position_ids=torch.tensor([[t]])).logits)
+                out.append(
+                    call(
+                        out[-1].argmax(-1), past_key_values=cache, position_ids=torch.tensor([[t]])
+                    ).logits
+                )
         return {"logits": torch.cat(out, 1)}
 
     with torch_path():
@@ -201,26 +246,39 @@ def test_a_cache_continues_with_any_number_of_tokens(name):
     assert_same({"logits": torch.cat(parts, 1)}, {"logits": want})
 
 
-@pytest.mark.parametrize("name, mode", [(name, "eager") for name in MAIN] + [(name, "compiled") for name in COMPILED])
+@pytest.mark.parametrize(
+    "name, mode", [(name, "eager") for name in MAIN] + [(name, "compiled") for name in COMPILED]
+)
 def test_packed_sequences_are_the_sequences_alone(name, mode):
-    """transformers' own path cannot pack, so it runs each sequence alone; the loss leaves out the step from one to the next."""
+    """transformers' own path cannot pack, so it runs each sequence alone; the loss leaves out the
+    step from one to the next.
+    """
     net = models.model(name)
     ids = [models.tokens(n, seed=n) for n in LENGTHS]
     x = packed(ids)
     with torch_path():
         net.zero_grad(set_to_none=True)
         logits = [net(part[None], use_cache=False).logits for part in ids]
-        losses = [torch.nn.functional.cross_entropy(y[0, :-1], part[1:], reduction="sum") for y, part in zip(logits, ids)]
+        losses = [
+            torch.nn.functional.cross_entropy(y[0, :-1], part[1:], reduction="sum")
+            for y, part in zip(logits, ids)
+        ]
         total = torch.stack(losses).sum() / sum(n - 1 for n in LENGTHS)
         total.backward()
-        want = {"logits": torch.cat(logits, 1).detach(), "loss": total.detach()} | {"d " + n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+        want = {"logits": torch.cat(logits, 1).detach(), "loss": total.detach()} | {
+            "d " + n: p.grad for n, p in net.named_parameters() if p.grad is not None
+        }
     with compat.enable():
         net.zero_grad(set_to_none=True)
-        y = (torch.compile(net, fullgraph=True, backend="aot_eager") if mode == "compiled" else net)(**x).logits
+        y = (
+            torch.compile(net, fullgraph=True, backend="aot_eager") if mode == "compiled" else net
+        )(**x).logits
         inside = x["position_ids"][0, 1:] > 0
         total = torch.nn.functional.cross_entropy(y[0, :-1][inside], x["input_ids"][0, 1:][inside])
         total.backward()
-        got = {"logits": y.detach(), "loss": total.detach()} | {"d " + n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+        got = {"logits": y.detach(), "loss": total.detach()} | {
+            "d " + n: p.grad for n, p in net.named_parameters() if p.grad is not None
+        }
     assert_same(got, want)
 
 
@@ -249,13 +307,30 @@ def test_in_bfloat16_they_are_as_close_as_the_own_path(name):
 
 def test_a_sequence_index_alone_is_refused():
     net = models.model("qwen3_next")
-    with torch_path(), compat.enable(), pytest.raises(ValueError, match="seq_idx alone does not say how many sequences there are: pass cu_seq_lens_q too"):
-        net(models.tokens(1, 6), seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32), use_cache=False)
+    with (
+        torch_path(),
+        compat.enable(),
+        pytest.raises(
+            ValueError,
+            match="seq_idx alone does not say how many sequences there are: pass cu_seq_lens_q too",
+        ),
+    ):
+        net(
+            models.tokens(1, 6),
+            seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32),
+            use_cache=False,
+        )
 
 
 @pytest.mark.parametrize("name", MAIN)
 def test_packed_rows_with_a_cache_are_refused(name):
-    """With a cache, which is what models make unless asked not to, their full attention no longer keeps packed sequences apart."""
+    """With a cache, which is what models make unless asked not to, their full attention no longer
+    keeps packed sequences apart.
+    """
     net, x = models.model(name), packed([models.tokens(n, seed=n) for n in LENGTHS])
-    with torch.no_grad(), compat.enable(), pytest.raises(ValueError, match="packed rows fill no cache: pass use_cache=False"):
+    with (
+        torch.no_grad(),
+        compat.enable(),
+        pytest.raises(ValueError, match="packed rows fill no cache: pass use_cache=False"),
+    ):
         net(**(x | {"use_cache": True}))

@@ -1,4 +1,6 @@
-"""Under torch.compile, torch.export and activation checkpointing an operator is one node, whatever the sizes."""
+"""Under torch.compile, torch.export and activation checkpointing an operator is one node, whatever
+the sizes.
+"""
 
 import functools
 import os
@@ -8,7 +10,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import kda_ops
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
@@ -40,13 +46,19 @@ def functional(variant, op="chunk"):
 def test_fullgraph_training_and_inference_with_inductor_equal_eager(variant, op):
     case = Case(variant, B=2, T=65, **FULL)
     x = case.inputs(TARGET.device)
-    leaves = {n: t.detach().requires_grad_() for n, t in x.items() if t is not None and n in GRADIENTS}
-    fn = torch.compile(lambda *args: functional(variant, op)(*args, **case.flags(op)), fullgraph=True)
+    leaves = {
+        n: t.detach().requires_grad_() for n, t in x.items() if t is not None and n in GRADIENTS
+    }
+    fn = torch.compile(
+        lambda *args: functional(variant, op)(*args, **case.flags(op)), fullgraph=True
+    )
     with torch.no_grad():
         inference = fn(*x.values())
     outs = fn(*(x | leaves).values())
     grads = torch.autograd.grad(outs, list(leaves.values()), case.cotangents(TARGET.device))
-    got = {"o": outs[0].detach(), "final_state": outs[1].detach()} | {"d" + n: d for n, d in zip(leaves, grads)}
+    got = {"o": outs[0].detach(), "final_state": outs[1].detach()} | {
+        "d" + n: d for n, d in zip(leaves, grads)
+    }
     assert_all_close(got, oracle(case), lambda draw: twin(case, op, draw=draw))
     eager = run(case, op)
     for name, tensor in got.items():
@@ -60,7 +72,11 @@ def test_only_one_gradient_wanted_and_no_state_under_compile(variant):
     case = Case(variant, T=65, final=False)
     x = case.inputs(TARGET.device)
     x["v"].requires_grad_()
-    o, final_state = torch.compile(lambda *args: functional(variant)(*args, **case.flags()), fullgraph=True, backend="aot_eager")(*x.values())
+    o, final_state = torch.compile(
+        lambda *args: functional(variant)(*args, **case.flags()),
+        fullgraph=True,
+        backend="aot_eager",
+    )(*x.values())
     assert final_state is None
     o.sum().backward()
     v = x["v"].detach().requires_grad_()
@@ -108,7 +124,11 @@ def test_six_lengths_compile_at_most_twice(variant, op, training):
             assert frames(chunk if op == "chunk" else step, calls) <= 2
         return
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda *args: functional(variant)(*args, output_final_state=True), fullgraph=True, backend=counter)
+    compiled = torch.compile(
+        lambda *args: functional(variant)(*args, output_final_state=True),
+        fullgraph=True,
+        backend=counter,
+    )
     for q, k, v, g, beta in calls:
         leaf, other = v.clone().requires_grad_(), v.clone().requires_grad_()
         o, state = compiled(q, k, leaf, g, beta)
@@ -131,7 +151,16 @@ def test_other_batch_sizes_and_packings_do_not_recompile(variant, what):
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
 
     def call(q, k, v, g, beta, initial_state, cu_seqlens):
-        return functional(variant)(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, output_final_state=True)
+        return functional(variant)(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            output_final_state=True,
+        )
 
     calls = [[replace(c, seed=0).inputs(TARGET.device)[n] for n in names] for c in cases]
     with torch.no_grad():
@@ -151,14 +180,18 @@ def test_a_length_that_only_a_tensor_knows_compiles():
 
     x = torch.randn(1, 20, 2, 8, device=TARGET.device)
     args = x, -torch.rand_like(x), torch.rand(1, 20, 2, device=TARGET.device), torch.tensor(7)
-    torch.testing.assert_close(torch.compile(cut, fullgraph=True, backend="aot_eager")(*args), cut(*args))
+    torch.testing.assert_close(
+        torch.compile(cut, fullgraph=True, backend="aot_eager")(*args), cut(*args)
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_wrong_call_is_refused_while_compiling(variant):
     x = Case(variant).inputs(TARGET.device)
     with pytest.raises(Exception, match="beta must have shape") as caught:
-        torch.compile(functional(variant), fullgraph=True, backend="aot_eager")(x["q"], x["k"], x["v"], x["g"], x["beta"][:, :1])
+        torch.compile(functional(variant), fullgraph=True, backend="aot_eager")(
+            x["q"], x["k"], x["v"], x["g"], x["beta"][:, :1]
+        )
     assert isinstance(caught.value, ValueError) or "ValueError" in str(caught.value)
 
 
@@ -169,7 +202,11 @@ def test_a_wrong_call_is_refused_while_compiling(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_inductor_writes_a_pool_in_place_without_copying_it(variant, op):
     pool = Pool(Case(variant, B=2, T=3, K=13, V=17, state=False, final=False), op)
-    x, indices, state = pool.case.inputs(TARGET.device), pool.indices()[0].to(TARGET.device), pool.state()
+    x, indices, state = (
+        pool.case.inputs(TARGET.device),
+        pool.indices()[0].to(TARGET.device),
+        pool.state(),
+    )
 
     def two_steps(q, k, v, g, beta, state, indices):
         o = functional(variant, op)(q * 1.5, k, v, g, beta, state, indices)
@@ -183,7 +220,9 @@ def test_inductor_writes_a_pool_in_place_without_copying_it(variant, op):
         want = two_steps(*args, want_state, indices)
     pointer = state.data_ptr()
     with torch.inference_mode():
-        got, codes = run_and_get_code(torch.compile(two_steps, fullgraph=True), *args, state, indices)
+        got, codes = run_and_get_code(
+            torch.compile(two_steps, fullgraph=True), *args, state, indices
+        )
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(state, want_state)
     assert state.data_ptr() == pointer
@@ -191,7 +230,11 @@ def test_inductor_writes_a_pool_in_place_without_copying_it(variant, op):
     assert code.count(f"torch.ops.{variant}.{op}.default(") == 2
     size = ", ".join(map(str, state.shape))
     assert f"({size})" in code, "the state's size is in the code as a guard on the input"
-    assert f"empty_strided_{TARGET.device.type}(({size})" not in code and "clone" not in code and "copy_(" not in code, "a state was copied"
+    assert (
+        f"empty_strided_{TARGET.device.type}(({size})" not in code
+        and "clone" not in code
+        and "copy_(" not in code
+    ), "a state was copied"
 
 
 # --- export
@@ -205,10 +248,15 @@ def test_an_exported_program_survives_saving_with_any_length(variant, tmp_path):
         def __init__(self):
             super().__init__()
             x = case.inputs(TARGET.device)
-            self.A_log, self.dt_bias = torch.nn.Parameter(x["A_log"]), torch.nn.Parameter(x["dt_bias"])
+            self.A_log, self.dt_bias = (
+                torch.nn.Parameter(x["A_log"]),
+                torch.nn.Parameter(x["dt_bias"]),
+            )
 
         def forward(self, q, k, v, g, beta, state):
-            return functional(variant)(q, k, v, g, beta, self.A_log, self.dt_bias, state, **case.flags())
+            return functional(variant)(
+                q, k, v, g, beta, self.A_log, self.dt_bias, state, **case.flags()
+            )
 
     names, T = ("q", "k", "v", "g", "beta", "initial_state"), torch.export.Dim("T", min=2, max=4096)
     layer = Layer()
@@ -234,9 +282,17 @@ def test_a_decode_step_can_be_exported(tmp_path):
 
     pool = Pool(Case("gdn", B=2, T=1, H=2, state=False, final=False), "recurrent_")
     x = pool.case.inputs(TARGET.device)
-    args = (*(x[n] for n in ("q", "k", "v", "g", "beta")), pool.state(), pool.indices()[0].to(TARGET.device))
+    args = (
+        *(x[n] for n in ("q", "k", "v", "g", "beta")),
+        pool.state(),
+        pool.indices()[0].to(TARGET.device),
+    )
     torch.export.save(torch.export.export(Step(), args), tmp_path / "step.pt2")
-    loaded, want, state = torch.export.load(tmp_path / "step.pt2").module(), pool.run(), pool.state()
+    loaded, want, state = (
+        torch.export.load(tmp_path / "step.pt2").module(),
+        pool.run(),
+        pool.state(),
+    )
     torch.testing.assert_close(loaded(*args[:5], state, args[6]), want[0])
     torch.testing.assert_close(state, want[1])
 
@@ -262,13 +318,22 @@ def test_a_checkpoint_that_saves_our_operators_computes_them_once(op, backend, m
     x = case.inputs(TARGET.device)
 
     def block(v):
-        return functional("kda", op)(*(x | {"v": v * 2.0}).values(), **case.flags(op))[0].relu() * 3.0
+        return (
+            functional("kda", op)(*(x | {"v": v * 2.0}).values(), **case.flags(op))[0].relu() * 3.0
+        )
 
     def policy(ctx, target, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if target in kda_ops.SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if target in kda_ops.SAVE_OPS
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     grads = {}
-    for kind, contexts in (("selective", functools.partial(create_selective_checkpoint_contexts, policy)), ("full", None)):
+    for kind, contexts in (
+        ("selective", functools.partial(create_selective_checkpoint_contexts, policy)),
+        ("full", None),
+    ):
         v = x["v"].detach().requires_grad_()
         calls["n"] = 0
 
@@ -276,7 +341,9 @@ def test_a_checkpoint_that_saves_our_operators_computes_them_once(op, backend, m
             extra = {} if contexts is None else {"context_fn": contexts}
             return checkpoint(block, v, use_reentrant=False, **extra)
 
-        (torch.compile(outer, fullgraph=True, backend=backend) if backend else outer)(v).sum().backward()
+        (torch.compile(outer, fullgraph=True, backend=backend) if backend else outer)(
+            v
+        ).sum().backward()
         grads[kind] = v.grad
         if kind == "selective":
             assert calls["n"] == 1, f"computed {calls['n']} times although the policy saves it"
@@ -291,12 +358,17 @@ def test_a_checkpoint_that_saves_our_operators_computes_them_once(op, backend, m
 @pytest.mark.parametrize("op", (*OPS, "gate"))
 @pytest.mark.parametrize("mode", ("gradients", "none wanted", "inference", "autocast"))
 def test_dynamo_compiles_no_function_below_an_operator(op, mode):
-    """In a frame that it gave up on, operators run as they are, and so do the Python functions that they are made of."""
+    """In a frame that it gave up on, operators run as they are, and so do the Python functions that
+    they are made of.
+    """
     case = Case("kda", T=5, gate="softplus")
     x = case.inputs(TARGET.device)
     arguments = (x["g"], x["A_log"], x["dt_bias"]) if op == "gate" else tuple(x.values())
     x["g"].requires_grad_(mode in ("gradients", "autocast"))
-    inside = {"inference": torch.inference_mode, "autocast": lambda: torch.autocast(TARGET.device.type, torch.bfloat16)}.get(mode, nullcontext)
+    inside = {
+        "inference": torch.inference_mode,
+        "autocast": lambda: torch.autocast(TARGET.device.type, torch.bfloat16),
+    }.get(mode, nullcontext)
 
     def attend():
         with open(os.devnull), inside():
@@ -334,7 +406,9 @@ def test_dynamo_leaves_the_formulas_of_a_backward_alone(op):
 @pytest.mark.parametrize("make", (KimiDeltaAttention, GatedDeltaNet))
 def test_dynamo_leaves_the_formulas_of_a_layer_alone(make):
     layer, x = make(hidden_size=32, head_dim=8, num_heads=2), torch.randn(1, 10, 32)
-    checkpointed = torch.compiler.disable(lambda x: checkpoint(layer, x, cu_seqlens=torch.tensor([0, 4, 10]), use_reentrant=False))
+    checkpointed = torch.compiler.disable(
+        lambda x: checkpoint(layer, x, cu_seqlens=torch.tensor([0, 4, 10]), use_reentrant=False)
+    )
 
     def step(x):
         checkpointed(x).sum().backward()

@@ -14,23 +14,76 @@ from tests.support.context import CHUNK, CUTS, EVERYTHING, leaves_of, step
 
 PACKED = replace(EVERYTHING, lengths=(3, 130, 17))
 ODD = {  # what group rank 1 does otherwise, and what every rank must be told
-    "scale": (EVERYTHING, lambda x, flags: flags.update(scale=0.3), "scale is None on rank 0, 0.3 on rank 1"),
-    "bound": (EVERYTHING, lambda x, flags: flags.update(lower_bound=-4.0), "lower_bound is None on rank 0, -4.0 on rank 1"),
-    "V": (EVERYTHING, lambda x, flags: x.update(v=x["v"][..., :5], initial_state=x["initial_state"][..., :5]), "v is float32 [1, T, 4, 24] on rank 0"),
-    "absent": (EVERYTHING, lambda x, flags: x.update(initial_state=None), "initial_state is float32 [1, 4, 16, 24] on rank 0, None on rank 1"),
-    "dtype": (EVERYTHING, lambda x, flags: x.update({n: x[n].bfloat16() for n in "qkv"}), "q is float32 [1, T, 2, 16] on rank 0, bfloat16"),
-    "gradient": (EVERYTHING, lambda x, flags: x.update({n: t.detach() for n, t in x.items() if t is not None}), "a gradient wanted is True on rank 0, False"),
-    "variant": (EVERYTHING, lambda x, flags: (flags.update(variant="gdn"), x.update(g=x["g"][..., 0], dt_bias=x["dt_bias"].view(4, 16)[:, 0])), "a rank"),
-    "local offsets": (PACKED, lambda x, flags: x.update(cu_seqlens=torch.tensor([0, 0, 23, 23])), "cu_seqlens is [0, 3, 133, 150] on rank 0, [0, 0, 23, 23]"),
-    "backwards": (PACKED, lambda x, flags: x.update(cu_seqlens=torch.tensor([0, 133, 3, 150])), "cu_seqlens are offsets on the global token axis, must start"),
-    "late": (PACKED, lambda x, flags: x.update(cu_seqlens=torch.tensor([5, 9, 133, 150])), "start at 0 and never decrease, got [5, 9, 133, 150]"),
-    "as good as": (EVERYTHING, lambda x, flags: flags.update(use_qk_l2norm_in_kernel=1), "use_qk_l2norm_in_kernel is True on rank 0, 1 on rank 1"),
-    "refused": (EVERYTHING, lambda x, flags: x.update(beta=x["beta"][:, :-1]), "rank 1 of the group refused its call: beta must have shape"),
+    "scale": (
+        EVERYTHING,
+        lambda x, flags: flags.update(scale=0.3),
+        "scale is None on rank 0, 0.3 on rank 1",
+    ),
+    "bound": (
+        EVERYTHING,
+        lambda x, flags: flags.update(lower_bound=-4.0),
+        "lower_bound is None on rank 0, -4.0 on rank 1",
+    ),
+    "V": (
+        EVERYTHING,
+        lambda x, flags: x.update(v=x["v"][..., :5], initial_state=x["initial_state"][..., :5]),
+        "v is float32 [1, T, 4, 24] on rank 0",
+    ),
+    "absent": (
+        EVERYTHING,
+        lambda x, flags: x.update(initial_state=None),
+        "initial_state is float32 [1, 4, 16, 24] on rank 0, None on rank 1",
+    ),
+    "dtype": (
+        EVERYTHING,
+        lambda x, flags: x.update({n: x[n].bfloat16() for n in "qkv"}),
+        "q is float32 [1, T, 2, 16] on rank 0, bfloat16",
+    ),
+    "gradient": (
+        EVERYTHING,
+        lambda x, flags: x.update({n: t.detach() for n, t in x.items() if t is not None}),
+        "a gradient wanted is True on rank 0, False",
+    ),
+    "variant": (
+        EVERYTHING,
+        lambda x, flags: (
+            flags.update(variant="gdn"),
+            x.update(g=x["g"][..., 0], dt_bias=x["dt_bias"].view(4, 16)[:, 0]),
+        ),
+        "a rank",
+    ),
+    "local offsets": (
+        PACKED,
+        lambda x, flags: x.update(cu_seqlens=torch.tensor([0, 0, 23, 23])),
+        "cu_seqlens is [0, 3, 133, 150] on rank 0, [0, 0, 23, 23]",
+    ),
+    "backwards": (
+        PACKED,
+        lambda x, flags: x.update(cu_seqlens=torch.tensor([0, 133, 3, 150])),
+        "cu_seqlens are offsets on the global token axis, must start",
+    ),
+    "late": (
+        PACKED,
+        lambda x, flags: x.update(cu_seqlens=torch.tensor([5, 9, 133, 150])),
+        "start at 0 and never decrease, got [5, 9, 133, 150]",
+    ),
+    "as good as": (
+        EVERYTHING,
+        lambda x, flags: flags.update(use_qk_l2norm_in_kernel=1),
+        "use_qk_l2norm_in_kernel is True on rank 0, 1 on rank 1",
+    ),
+    "refused": (
+        EVERYTHING,
+        lambda x, flags: x.update(beta=x["beta"][:, :-1]),
+        "rank 1 of the group refused its call: beta must have shape",
+    ),
 }
 
 
 def odd_one_out(groups, size, fault):
-    """Rank 1 passes something else; then all make a right call, to see that the group still works."""
+    """Rank 1 passes something else; then all make a right call, to see that the group still
+    works.
+    """
     group, rank = groups[size], dist.get_rank(groups[size])
     case, change, _ = ODD[fault]
     x, flags = leaves_of(case, rank, CUTS[size]), case.flags()
@@ -50,11 +103,16 @@ def test_every_rank_is_told_what_differs(ranks, fault):
     answers = ranks.run(3, odd_one_out, 3, fault)
     for rank, message in enumerate(answers):
         want = ODD[fault][2]
-        assert message is not None and (want in message or (fault == "refused" and rank == 1 and want.split(": ")[1] in message)), message
+        assert message is not None and (
+            want in message or (fault == "refused" and rank == 1 and want.split(": ")[1] in message)
+        ), message
 
 
 def test_kda_on_one_rank_and_gdn_on_another_is_refused(ranks):
-    assert all("operator is kda on rank 0, gdn on rank 1" in message for message in ranks.run(3, odd_one_out, 3, "variant"))
+    assert all(
+        "operator is kda on rank 0, gdn on rank 1" in message
+        for message in ranks.run(3, odd_one_out, 3, "variant")
+    )
 
 
 def wrong_arguments(groups, size):
@@ -68,22 +126,33 @@ def wrong_arguments(groups, size):
         """A call with a plan under KDA_OPS_CHECK=1."""
         plan_module.CHECK_VALUES = True
         try:
-            cp.chunk_kda(**packed | {"cu_seqlens": torch.tensor(cu_seqlens)}, **PACKED.flags(), group=fits)
+            cp.chunk_kda(
+                **packed | {"cu_seqlens": torch.tensor(cu_seqlens)}, **PACKED.flags(), group=fits
+            )
         finally:
             plan_module.CHECK_VALUES = False
 
-    plan, mesh = cp.plan_context(5, group), DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False)
+    plan, mesh = (
+        cp.plan_context(5, group),
+        DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False),
+    )
     calls = {
         "mesh": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=mesh),
         "none": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=None),
-        "outside": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=dist.GroupMember.NON_GROUP_MEMBER),
+        "outside": lambda: cp.chunk_kda(
+            **x, **EVERYTHING.flags(), group=dist.GroupMember.NON_GROUP_MEMBER
+        ),
         "plan": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=plan),
-        "too long": lambda: cp.chunk_kda(**packed | {"cu_seqlens": torch.tensor([0, 3, 133, 151])}, **PACKED.flags(), group=group),
+        "too long": lambda: cp.chunk_kda(
+            **packed | {"cu_seqlens": torch.tensor([0, 3, 133, 151])}, **PACKED.flags(), group=group
+        ),
         "tail": lambda: cp.exchange_tail(x["beta"], 0, group),
         "planned": lambda: checked([0, 3, 133, 151]),
         "planned backwards": lambda: checked([0, 133, 3, 150]),
         "elsewhere": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=elsewhere),
-        "tail offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, offsets - offsets.new_tensor([0, 0, rank, 0])),
+        "tail offsets": lambda: cp.exchange_tail(
+            packed["beta"], 2, group, offsets - offsets.new_tensor([0, 0, rank, 0])
+        ),
         "square offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, offsets[None]),
         "offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, torch.tensor([0.0, 150.0])),
         "no offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, offsets[:0]),
@@ -91,7 +160,11 @@ def wrong_arguments(groups, size):
         "tails": lambda: cp.exchange_tail(x["beta"].detach(), 2 + rank, group),
         "length": lambda: cp.plan_context(-1, group),
         "device": lambda: cp.plan_context(5, group, device="cuda"),
-        "devices": lambda: cp.chunk_kda(**{n: t if t is None or rank else t.to("meta") for n, t in x.items()}, **EVERYTHING.flags(), group=group),
+        "devices": lambda: cp.chunk_kda(
+            **{n: t if t is None or rank else t.to("meta") for n, t in x.items()},
+            **EVERYTHING.flags(),
+            group=group,
+        ),
     }
     messages = {}
     for name, call in calls.items():
@@ -104,23 +177,44 @@ def wrong_arguments(groups, size):
 
 def test_wrong_arguments_are_named(ranks):
     want = {
-        "mesh": "group must be one dimension of a DeviceMesh, got a mesh of 2 dimensions: pass one by name, as in mesh['cp']",
-        "none": "group must be a ProcessGroup, a DeviceMesh of one dimension or a ContextPlan, got NoneType",
+        "mesh": (
+            "group must be one dimension of a DeviceMesh, got a mesh of 2 dimensions: pass one by "
+            "name, as in mesh['cp']"
+        ),
+        "none": (
+            "group must be a ProcessGroup, a DeviceMesh of one dimension or a ContextPlan, got "
+            "NoneType"
+        ),
         "outside": "group must contain the calling rank",
         "plan": "the shard must have the 5 tokens of this rank's plan, got T = ",
-        "too long": "cu_seqlens are offsets on the global token axis and must end at or before 150, the tokens of all ranks (64 + 23 + 63), got 151",
+        "too long": (
+            "cu_seqlens are offsets on the global token axis and must end at or before 150, the "
+            "tokens of all ranks (64 + 23 + 63), got 151"
+        ),
         "tail": "size must be the taps of the convolution, at least 1, got 0",
         "planned": "must end at or before 150, the tokens of all ranks (64 + 23 + 63), got 151",
         "planned backwards": "must start at 0 and never decrease, got [0, 133, 3, 150]",
-        "elsewhere": "the plan was made for tensors on meta, got cpu: pass plan_context(..., device=...)",
-        "tail offsets": "cu_seqlens is [0, 3, 133, 150] on rank 0, [0, 3, 132, 150] on rank 1, [0, 3, 131, 150] on rank 2",
+        "elsewhere": (
+            "the plan was made for tensors on meta, got cpu: pass plan_context(..., device=...)"
+        ),
+        "tail offsets": (
+            "cu_seqlens is [0, 3, 133, 150] on rank 0, [0, 3, 132, 150] on rank 1, [0, 3, 131, "
+            "150] on rank 2"
+        ),
         "square offsets": "cu_seqlens must have shape [N + 1], got [1, 4]",
         "offsets": "cu_seqlens must be int32 or int64, got torch.float32",
         "no offsets": "cu_seqlens must have shape [N + 1], got [0]",
-        "half": "length must be the tokens of this rank's shard, a whole number of at least 0, got 5.5",
+        "half": (
+            "length must be the tokens of this rank's shard, a whole number of at least 0, got 5.5"
+        ),
         "tails": "size is 2 on rank 0, 3 on rank 1, 4 on rank 2",
-        "length": "length must be the tokens of this rank's shard, a whole number of at least 0, got -1",
-        "device": "plan_context: group cannot gather cuda tensors with its backends cpu:gloo,cuda:gloo: make one with a backend for them, nccl for cuda",
+        "length": (
+            "length must be the tokens of this rank's shard, a whole number of at least 0, got -1"
+        ),
+        "device": (
+            "plan_context: group cannot gather cuda tensors with its backends cpu:gloo,cuda:gloo: "
+            "make one with a backend for them, nccl for cuda"
+        ),
         "devices": "group cannot gather meta tensors",  # one rank's are, and all are told
     }
     for messages in ranks.run(3, wrong_arguments, 3):
@@ -139,11 +233,15 @@ def test_a_gloo_group_works_on_the_host_where_there_are_gpus(monkeypatch):
 
 
 def two_groups(groups, size):
-    """Ranks 0 and 1 pass a group of their own; 2 and 3 the group of four, whose timeout is two seconds."""
+    """Ranks 0 and 1 pass a group of their own; 2 and 3 the group of four, whose timeout is two
+    seconds.
+    """
     rank = dist.get_rank()
     x, cuts = leaves_of(EVERYTHING, rank, CUTS[4]), CUTS[4]
     try:
-        cp.chunk_kda(**x, **EVERYTHING.flags(), group=groups["lower half" if rank < 2 else "impatient"])
+        cp.chunk_kda(
+            **x, **EVERYTHING.flags(), group=groups["lower half" if rank < 2 else "impatient"]
+        )
         return None, cuts[rank]
     except RuntimeError as error:
         return str(error), cuts[rank]
@@ -153,4 +251,7 @@ def test_a_rank_with_another_group_is_not_waited_for_forever(ranks):
     (first, _), (second, _), (third, _), (fourth, _) = ranks.run(4, two_groups, 4)
     assert first is None and second is None  # among themselves they agree
     for rank, message in ((2, third), (3, fourth)):
-        assert message is not None and f"rank {rank} waited in vain for the other 3 ranks of group" in message
+        assert (
+            message is not None
+            and f"rank {rank} waited in vain for the other 3 ranks of group" in message
+        )

@@ -13,12 +13,16 @@ from tests.support.context import cuts_of
 
 
 def tails(groups, size, lengths, cuts, taps, planned):
-    """The tail of this rank's shard of a counting x, and the gradient of a weighted sum of all tails."""
+    """The tail of this rank's shard of a counting x, and the gradient of a weighted sum of all
+    tails.
+    """
     group, rank = groups[size], dist.get_rank(groups[size])
     whole_x, weight = tail_case(lengths, cuts, taps)
     x = whole_x[:, cuts[rank] : cuts[rank + 1]].requires_grad_()
     cu_seqlens = None if lengths is None else torch.tensor(cuts_of(*lengths))
-    tail = cp.exchange_tail(x, taps, cp.plan_context(x.shape[1], group) if planned else group, cu_seqlens)
+    tail = cp.exchange_tail(
+        x, taps, cp.plan_context(x.shape[1], group) if planned else group, cu_seqlens
+    )
     (dx,) = torch.autograd.grad((tail * weight[rank]).sum(), [x])
     return tail.detach(), dx
 
@@ -27,7 +31,9 @@ def tail_case(lengths, cuts, taps):
     """x [B, T, D] of all ranks, and a weight per rank like its tail."""
     B, N = (2, 2) if lengths is None else (1, len(lengths))
     gen = torch.Generator().manual_seed(0)
-    return torch.randn(B, cuts[-1], 3, generator=gen), torch.randn(len(cuts) - 1, N, taps - 1, 3, generator=gen)
+    return torch.randn(B, cuts[-1], 3, generator=gen), torch.randn(
+        len(cuts) - 1, N, taps - 1, 3, generator=gen
+    )
 
 
 def expected_tails(lengths, cuts, taps):
@@ -76,17 +82,28 @@ def convolution(groups, size, lengths, cuts):
     group, rank = groups[size], dist.get_rank(groups[size])
     torch.manual_seed(0)
     layer = ShortConvolution(6, 4, bias=True).double()
-    x, plan = torch.randn(2 if lengths is None else 1, cuts[-1], 6, dtype=torch.float64), cp.plan_context(cuts[rank + 1] - cuts[rank], group)
+    x, plan = (
+        torch.randn(2 if lengths is None else 1, cuts[-1], 6, dtype=torch.float64),
+        cp.plan_context(cuts[rank + 1] - cuts[rank], group),
+    )
     cu_seqlens = None if lengths is None else torch.tensor(cuts_of(*lengths))
 
     def run(x, tail, offsets):
         x, weight = x.clone().requires_grad_(), layer.weight
-        y = layer(x, None if tail is None else tail(x), None if offsets is None else Packing(offsets, x.shape[1]))
+        y = layer(
+            x,
+            None if tail is None else tail(x),
+            None if offsets is None else Packing(offsets, x.shape[1]),
+        )
         dx, dweight = torch.autograd.grad(y.square().sum(), [x, weight])
         return y.detach(), dx, dweight
 
     shard = x[:, cuts[rank] : cuts[rank + 1]]
-    return run(x, None, cu_seqlens), run(shard, lambda x: cp.exchange_tail(x, 4, plan, cu_seqlens), None if lengths is None else plan.local(cu_seqlens))
+    return run(x, None, cu_seqlens), run(
+        shard,
+        lambda x: cp.exchange_tail(x, 4, plan, cu_seqlens),
+        None if lengths is None else plan.local(cu_seqlens),
+    )
 
 
 @pytest.mark.parametrize("lengths", [None, (3, 20, 7)])

@@ -1,4 +1,6 @@
-"""Every operator is the token recurrence, to within the budget of `tests.support.closeness`, forward and backward."""
+"""Every operator is the token recurrence, to within the budget of `tests.support.closeness`,
+forward and backward.
+"""
 
 import pytest
 import torch
@@ -13,8 +15,33 @@ VARIANTS = ("kda", "gdn")
 
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @given(case=cases())
-@example(case=Case(lengths=PACKED, tail=3, H=2, HV=4, gate="softplus", beta="neg_eigval", l2norm=True, strides="fused", transposed=True))
-@example(case=Case("gdn", lengths=PACKED, tail=3, H=2, HV=4, gate="softplus", beta="neg_eigval", l2norm=True, strides="fused", transposed=True))
+@example(
+    case=Case(
+        lengths=PACKED,
+        tail=3,
+        H=2,
+        HV=4,
+        gate="softplus",
+        beta="neg_eigval",
+        l2norm=True,
+        strides="fused",
+        transposed=True,
+    )
+)
+@example(
+    case=Case(
+        "gdn",
+        lengths=PACKED,
+        tail=3,
+        H=2,
+        HV=4,
+        gate="softplus",
+        beta="neg_eigval",
+        l2norm=True,
+        strides="fused",
+        transposed=True,
+    )
+)
 def test_operators_are_the_recurrence(op, case):
     assert_meets_budget(case, op)
 
@@ -30,18 +57,24 @@ def test_every_gate_meets_the_same_budget(variant, gate, dtype):
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_key_is_too_hard(variant, keys, beta):
-    assert_meets_budget(Case(variant, T=129, keys=keys, beta=beta, gate="none", dtype=TARGET.dtypes[0]))
+    assert_meets_budget(
+        Case(variant, T=129, keys=keys, beta=beta, gate="none", dtype=TARGET.dtypes[0])
+    )
 
 
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_strides_do_not_matter(variant, strides):
-    assert_meets_budget(Case(variant, B=2, T=65, H=2, HV=4, strides=strides, dtype=TARGET.dtypes[0]))
+    assert_meets_budget(
+        Case(variant, B=2, T=65, H=2, HV=4, strides=strides, dtype=TARGET.dtypes[0])
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_keys_may_be_256_wide(variant):
-    assert_meets_budget(Case(variant, T=65, HV=1, K=256, V=5, gate="softplus", l2norm=True, dtype=TARGET.dtypes[0]))
+    assert_meets_budget(
+        Case(variant, T=65, HV=1, K=256, V=5, gate="softplus", l2norm=True, dtype=TARGET.dtypes[0])
+    )
 
 
 @pytest.mark.parametrize("K,V", ((1, 3), (3, 1), (7, 40), (33, 20)))
@@ -54,4 +87,6 @@ def test_a_dtype_of_the_cpu_is_never_widened_in_the_result():
     for dtype in TARGET.dtypes:
         got = assert_meets_budget(Case(T=37, dtype=dtype, narrow=True))
         assert got["o"].dtype is got["dq"].dtype is got["dg"].dtype is dtype
-        assert got["final_state"].dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+        assert got["final_state"].dtype is (
+            torch.float64 if dtype is torch.float64 else torch.float32
+        )

@@ -13,7 +13,8 @@ import kda_ops
 PUBLIC = [
     name
     for _, name, _ in pkgutil.walk_packages(kda_ops.__path__, "kda_ops.")
-    if not any(part.startswith("_") for part in name.split(".")[1:]) and not name.startswith(("kda_ops.backends.triton", "kda_ops.bench"))
+    if not any(part.startswith("_") for part in name.split(".")[1:])
+    and not name.startswith(("kda_ops.backends.triton", "kda_ops.bench"))
 ]
 
 
@@ -41,8 +42,14 @@ def test_every_public_function_has_an_example_and_a_source(name):
 @pytest.mark.parametrize("name", [n for n in kda_ops.__all__ if callable(getattr(kda_ops, n))])
 def test_a_function_has_the_words_of_its_operator(name):
     base = name.rstrip("_")
-    variant, op = (base.split("_")[0], "gate") if base.endswith("_gate") else (base.split("_")[1], base.split("_")[0])
-    schema = getattr(getattr(torch.ops, variant), op + ("_" if name.endswith("_") else "")).default._schema
+    variant, op = (
+        (base.split("_")[0], "gate")
+        if base.endswith("_gate")
+        else (base.split("_")[1], base.split("_")[0])
+    )
+    schema = getattr(
+        getattr(torch.ops, variant), op + ("_" if name.endswith("_") else "")
+    ).default._schema
     face = inspect.signature(getattr(kda_ops, name))
     assert list(face.parameters) == [a.name for a in schema.arguments]
     for a in schema.arguments:

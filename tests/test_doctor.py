@@ -16,34 +16,58 @@ from kda_ops.__main__ import COMMANDS, main
 def test_the_report_names_versions_backends_and_compilers(capsys):
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
-    for words in ("kda_ops 0.", "torch 2.", "CPU tensors: native", "KDA_OPS_CHECK", "C++:", "kda: chunk against recurrence", "gdn: chunk against recurrence"):
+    for words in (
+        "kda_ops 0.",
+        "torch 2.",
+        "CPU tensors: native",
+        "KDA_OPS_CHECK",
+        "C++:",
+        "kda: chunk against recurrence",
+        "gdn: chunk against recurrence",
+    ):
         assert words in out
     assert "PROBLEM" not in out
 
 
 def test_the_doctor_reads_the_version_of_triton_without_importing_it():
-    code = "import sys; from kda_ops import doctor; doctor.report(); assert 'triton' not in sys.modules"
+    code = (
+        "import sys; from kda_ops import doctor; doctor.report(); assert 'triton' not in "
+        "sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_another_backend_is_said_to_be_chosen():
-    command, environment = [sys.executable, "-m", "kda_ops", "doctor"], os.environ | {"KDA_OPS_CPU": "reference"}
+    command, environment = (
+        [sys.executable, "-m", "kda_ops", "doctor"],
+        os.environ | {"KDA_OPS_CPU": "reference"},
+    )
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "CPU tensors: reference (chosen by KDA_OPS_CPU)" in done.stdout
 
 
 def test_what_does_not_work_is_a_line_of_the_report():
-    command, environment = [sys.executable, "-m", "kda_ops", "doctor"], os.environ | {"KDA_OPS_CPU": "triton", "TRITON_INTERPRET": "0"}
+    command, environment = (
+        [sys.executable, "-m", "kda_ops", "doctor"],
+        os.environ | {"KDA_OPS_CPU": "triton", "TRITON_INTERPRET": "0"},
+    )
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "PROBLEM: KDA_OPS_CPU=triton needs TRITON_INTERPRET=1" in done.stdout
+    assert (
+        done.returncode == 1
+        and "PROBLEM: KDA_OPS_CPU=triton needs TRITON_INTERPRET=1" in done.stdout
+    )
     assert "Self-test\n  PROBLEM: " in done.stdout and "Traceback" not in done.stderr
 
 
 def test_a_wrong_result_is_a_problem_and_fails_the_command(monkeypatch, capsys):
     right = doctor.kda_ops.chunk_kda
-    monkeypatch.setattr(doctor.kda_ops, "chunk_kda", lambda *x, **flags: (1.001 * right(*x, **flags)[0], None))
+    monkeypatch.setattr(
+        doctor.kda_ops, "chunk_kda", lambda *x, **flags: (1.001 * right(*x, **flags)[0], None)
+    )
     assert doctor.main([]) == 1
-    said = [line for line in capsys.readouterr().out.splitlines() if "chunk against recurrence" in line]
+    said = [
+        line for line in capsys.readouterr().out.splitlines() if "chunk against recurrence" in line
+    ]
     assert ["PROBLEM" in line for line in said] == [True, False]
 
 
@@ -75,7 +99,15 @@ def test_a_missing_compiler_is_said(monkeypatch):
     assert any("aot_eager" in line for line in doctor.compilers())
 
 
-@pytest.mark.parametrize("version, want", [("3.7.1", (3, 7, 1)), ("3.10.0+git12", (3, 10, 0)), ("2.13", (2, 13)), ("2.11.0a0", (2, 11, 0))])
+@pytest.mark.parametrize(
+    "version, want",
+    [
+        ("3.7.1", (3, 7, 1)),
+        ("3.10.0+git12", (3, 10, 0)),
+        ("2.13", (2, 13)),
+        ("2.11.0a0", (2, 11, 0)),
+    ],
+)
 def test_versions_are_read_as_numbers(version, want):
     assert doctor.parse_version(version) == want
 
@@ -103,12 +135,16 @@ class Broken(torch.autograd.Function):
 @pytest.mark.parametrize("wrong", (Broken.apply, lambda o: 1.0001 * o), ids=("gradient", "numbers"))
 def test_a_backend_that_is_wrong_is_a_problem(wrong, monkeypatch):
     right = kda_ops.chunk_kda
-    monkeypatch.setattr(doctor.kda_ops, "chunk_kda", lambda *x, **flags: (wrong(right(*x, **flags)[0]), None))
+    monkeypatch.setattr(
+        doctor.kda_ops, "chunk_kda", lambda *x, **flags: (wrong(right(*x, **flags)[0]), None)
+    )
     assert ["PROBLEM" in line for line in doctor.self_test()] == [True, False]
 
 
 def test_what_is_lacking_is_named(monkeypatch):
-    monkeypatch.setattr(doctor.dispatch, "load", lambda name: SimpleNamespace(prepare=None, scan=None))
+    monkeypatch.setattr(
+        doctor.dispatch, "load", lambda name: SimpleNamespace(prepare=None, scan=None)
+    )
     assert any("without reverse_scan" in line for line in doctor.backends())
     monkeypatch.setattr(doctor, "installed", lambda name: None)
     assert any("CUDA tensors: none, triton is not installed" in line for line in doctor.backends())
@@ -120,7 +156,11 @@ def test_without_a_command_the_commands_are_listed(capsys):
     assert all(f"  {name} " in said for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command, words", [(c, "--help") for c in (*COMMANDS, "bench --readme")] + [("bench --model", "of the model (default: 8)")])
+@pytest.mark.parametrize(
+    "command, words",
+    [(c, "--help") for c in (*COMMANDS, "bench --readme")]
+    + [("bench --model", "of the model (default: 8)")],
+)
 def test_every_command_has_help(command, words, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*command.split(), "--help"])

@@ -1,4 +1,6 @@
-"""Decoding beside the chunk form: what the command measures, and that it notices a decode that drifts."""
+"""Decoding beside the chunk form: what the command measures, and that it notices a decode that
+drifts.
+"""
 
 import json
 from pathlib import Path
@@ -12,16 +14,23 @@ FILE = Path(__file__).parent / "gpu" / "drift.json"
 
 
 def assert_holds(rows, steps, ops=tuple(drift.CHUNK)):
-    """A record is whole, every window is within its limit, and the last windows are no worse than the early ones."""
+    """A record is whole, every window is within its limit, and the last windows are no worse than
+    the early ones.
+    """
     assert [(r["op"], r["pool"], r["step"]) for r in rows] == [
-        (op, pool, steps // drift.WINDOWS * (i + 1)) for op in ops for pool in drift.POOLS for i in range(drift.WINDOWS)
+        (op, pool, steps // drift.WINDOWS * (i + 1))
+        for op in ops
+        for pool in drift.POOLS
+        for i in range(drift.WINDOWS)
     ]
     assert all(0 < r["error"] <= r["limit"] for r in rows)
     assert max(drift.growth(rows).values()) < 1.1, drift.growth(rows)
 
 
 def test_the_recorded_steps_of_a_gpu_stay_with_the_chunk_form():
-    """Written by ``python -m kda_ops drift --json tests/gpu/drift.json --plot tests/gpu/drift.png`` on a GPU."""
+    """Written by ``python -m kda_ops drift --json tests/gpu/drift.json --plot tests/gpu/drift.png``
+    on a GPU.
+    """
     if not FILE.exists():
         pytest.skip("none are recorded")
     found = json.loads(FILE.read_text())
@@ -33,7 +42,11 @@ def test_hundreds_of_steps_stay_with_the_chunk_form(tmp_path, capsys):
     picture, rows = tmp_path / "drift.png", tmp_path / "drift.json"
     words = "--device cpu --steps 400 --width 16 --ops kda --dtype bfloat16".split()
     assert drift.main([*words, "--plot", str(picture), "--json", str(rows)]) == 0
-    assert "0 of 40 windows" in capsys.readouterr().out and picture.stat().st_size > 1000 and rows.stat().st_size > 1000
+    assert (
+        "0 of 40 windows" in capsys.readouterr().out
+        and picture.stat().st_size > 1000
+        and rows.stat().st_size > 1000
+    )
     assert_holds(json.loads(rows.read_text())["rows"], 400, ("kda",))
     got = drift.measure("cpu", 400, ["gdn"], ["fp32", "bf16"], torch.float32, 16)
     for pool, most in (("fp32", 1e-5), ("bf16", 2e-2)):
@@ -43,10 +56,18 @@ def test_hundreds_of_steps_stay_with_the_chunk_form(tmp_path, capsys):
 
 def test_a_record_that_drifts_lacks_a_window_or_exceeds_its_limit_does_not_hold():
     rows = [
-        {"op": op, "pool": pool, "step": 500 * (i + 1), "error": 1.0, "limit": 2.0} for op in drift.CHUNK for pool in drift.POOLS for i in range(drift.WINDOWS)
+        {"op": op, "pool": pool, "step": 500 * (i + 1), "error": 1.0, "limit": 2.0}
+        for op in drift.CHUNK
+        for pool in drift.POOLS
+        for i in range(drift.WINDOWS)
     ]
     assert_holds(rows, 10_000)
-    for wrong in (rows[:-1], [*rows[:-1], rows[-1] | {"error": 2.1}], [r | {"error": 1 + r["step"] / 1e4} for r in rows], rows[: len(rows) // 2]):
+    for wrong in (
+        rows[:-1],
+        [*rows[:-1], rows[-1] | {"error": 2.1}],
+        [r | {"error": 1 + r["step"] / 1e4} for r in rows],
+        rows[: len(rows) // 2],
+    ):
         with pytest.raises(AssertionError):
             assert_holds(wrong, 10_000)
 
@@ -59,10 +80,23 @@ def test_a_decode_that_loses_its_state_is_over_the_limit(monkeypatch, capsys):
         calls.append(pool)
         if len(calls) % 2 == 0:
             return right(op, inputs, pool)
-        return torch.cat([right(op, [x[:, t : t + 50] for x in inputs], pool) for t in range(0, inputs[0].shape[1], 50)], 1)
+        return torch.cat(
+            [
+                right(op, [x[:, t : t + 50] for x in inputs], pool)
+                for t in range(0, inputs[0].shape[1], 50)
+            ],
+            1,
+        )
 
     monkeypatch.setattr(drift, "decode", forgetful)
-    assert drift.main("--device cpu --steps 200 --width 16 --ops gdn --pools fp32,bf16 --dtype float32".split()) == 1
+    assert (
+        drift.main(
+            (
+                "--device cpu --steps 200 --width 16 --ops gdn --pools fp32,bf16 --dtype float32"
+            ).split()
+        )
+        == 1
+    )
     assert " 0 of 40" not in " ".join(capsys.readouterr().out.splitlines())
 
 
@@ -91,7 +125,10 @@ def test_calls_before_the_capture_of_a_window_leave_no_trace_and_threads_are_as_
     monkeypatch.setattr(drift, "replayed", warmed)
     torch.set_num_threads(2)
     try:
-        assert drift.measure("cpu", 110, ["kda"], ["bf16"], torch.float32, 16) == plain and plain[-1]["step"] == 100
+        assert (
+            drift.measure("cpu", 110, ["kda"], ["bf16"], torch.float32, 16) == plain
+            and plain[-1]["step"] == 100
+        )
         assert seen == [1, 1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -7,7 +7,20 @@ import torch
 
 from examples import recall, train
 
-SMALL = ["--layers", "1", "--hidden", "32", "--head-dim", "16", "--batch", "2", "--length", "64", "--write", "20"]
+SMALL = [
+    "--layers",
+    "1",
+    "--hidden",
+    "32",
+    "--head-dim",
+    "16",
+    "--batch",
+    "2",
+    "--length",
+    "64",
+    "--write",
+    "20",
+]
 
 
 @pytest.fixture
@@ -28,7 +41,11 @@ def test_training_lowers_the_loss_and_leaves_its_files(without_compiler, tmp_pat
     losses = [bits for _, bits in result["curve"]["train"]]
     assert len(losses) == 30 and losses[0] > 7.5 and result["held_out"] < losses[0] - 1
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert result["text"] and (tmp_path / "text.txt").exists() and (tmp_path / "checkpoint.pt").exists()
+    assert (
+        result["text"]
+        and (tmp_path / "text.txt").exists()
+        and (tmp_path / "checkpoint.pt").exists()
+    )
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(without_compiler, tmp_path):
@@ -73,7 +90,9 @@ def test_generation_continues_as_one_forward_would(without_compiler):
 
 
 def test_the_bigram_entropy_of_a_coin_is_one_bit():
-    text = torch.randint(2, (400_000,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    text = torch.randint(
+        2, (400_000,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     held_out = train.windows(text, torch.arange(0, 100_000, 100), 100)
     assert abs(train.bigram_entropy(text, held_out) - 1) < 0.01
 

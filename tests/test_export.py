@@ -1,4 +1,6 @@
-"""Exported programs: one for all sizes, through a file, and compiled into a package that another process runs."""
+"""Exported programs: one for all sizes, through a file, and compiled into a package that another
+process runs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import torch
 from torch.export import Dim
 
 import kda_ops
-from examples.export import Decoder, Mixer, export_decode, export_packed, export_prefill, package, run_elsewhere
+from examples.export import (
+    Decoder,
+    Mixer,
+    export_decode,
+    export_packed,
+    export_prefill,
+    package,
+    run_elsewhere,
+)
 
 
 def through_file(program):
@@ -22,7 +32,9 @@ def through_file(program):
 
 def calls(program):
     """The operators that a program calls."""
-    return [str(n.target) for n in program.graph.nodes if str(n.target).startswith(("kda.", "gdn."))]
+    return [
+        str(n.target) for n in program.graph.nodes if str(n.target).startswith(("kda.", "gdn."))
+    ]
 
 
 @pytest.mark.parametrize("operator", (kda_ops.chunk_kda, kda_ops.recurrent_kda))
@@ -52,7 +64,9 @@ def test_states_are_a_buffer_of_the_program():
     decoder.states.normal_()
     program = export_decode(decoder)
     assert calls(program) == ["kda.recurrent_.default"]
-    assert list(program.run_decompositions().graph_signature.buffers_to_mutate.values()) == ["states"]
+    assert list(program.run_decompositions().graph_signature.buffers_to_mutate.values()) == [
+        "states"
+    ]
     run = through_file(program)
     for slots in ([1], [2, 5, 0], [2, -1, 1]):
         x, slots = torch.randn(len(slots), 1, 32), torch.tensor(slots)
@@ -74,15 +88,27 @@ def test_an_exported_program_trains():
 def test_gdn_exports_with_states_and_numbers_of_sequences():
     class Layer(torch.nn.Module):
         def forward(self, q, k, v, g, beta, state, offsets):
-            return kda_ops.chunk_gdn(q, k, v, g, beta, initial_state=state, cu_seqlens=offsets, output_final_state=True)
+            return kda_ops.chunk_gdn(
+                q, k, v, g, beta, initial_state=state, cu_seqlens=offsets, output_final_state=True
+            )
 
     def inputs(T, *lengths):
         q, k, v = torch.randn(3, 1, T, 2, 8) * 0.3
         offsets = torch.tensor([0, *lengths]).cumsum(0)
-        return q, k, v, -torch.rand(1, T, 2), torch.rand(1, T, 2), torch.randn(len(lengths), 2, 8, 8), offsets
+        return (
+            q,
+            k,
+            v,
+            -torch.rand(1, T, 2),
+            torch.rand(1, T, 2),
+            torch.randn(len(lengths), 2, 8, 8),
+            offsets,
+        )
 
     T, N = Dim("T", max=4096), Dim("sequences", max=64)
-    program = torch.export.export(Layer(), inputs(70, 30, 0, 40), dynamic_shapes=(*({1: T},) * 5, {0: N}, {0: N + 1}))
+    program = torch.export.export(
+        Layer(), inputs(70, 30, 0, 40), dynamic_shapes=(*({1: T},) * 5, {0: N}, {0: N + 1})
+    )
     run = through_file(program)
     for lengths in ((5,), (64, 0, 1, 65), (0, 0)):
         x = inputs(sum(lengths) + 3, *lengths)
@@ -95,4 +121,6 @@ def test_a_package_runs_in_a_process_that_imports_kda_ops(tmp_path):
     decoder.states.normal_()
     path = package(export_decode(decoder), tmp_path / "decode.pt2")
     x, slots = torch.randn(3, 1, 32), torch.tensor([5, 0, 2])
-    torch.testing.assert_close(run_elsewhere(path, x, slots), decoder(x, slots), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        run_elsewhere(path, x, slots), decoder(x, slots), rtol=1e-5, atol=1e-6
+    )

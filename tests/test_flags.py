@@ -1,4 +1,6 @@
-"""A flag moves work into the operator, or promises something about it; it never changes what is computed."""
+"""A flag moves work into the operator, or promises something about it; it never changes what is
+computed.
+"""
 
 import pytest
 import torch
@@ -12,36 +14,57 @@ from tests.support.closeness import assert_all_identical, assert_meets_budget
 from tests.support.target import TARGET
 
 OPS = ("chunk", "recurrent")
-WIDE = {"dtype": torch.float32, "narrow": False}  # outside, an activated tensor of 16 bits would be rounded once more
+# outside, an activated tensor of 16 bits would be rounded once more
+WIDE = {"dtype": torch.float32, "narrow": False}
 
 
 def activated_outside(case, inputs):
     """The same call with norm, gate and sigmoid computed by torch before the operator."""
     x = dict(inputs)
     if case.l2norm:
-        x["q"], x["k"] = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (x["q"], x["k"]))
+        x["q"], x["k"] = (
+            t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (x["q"], x["k"])
+        )
     if case.gate in ("softplus", "bounded"):
         A = 1.0 if x["A_log"] is None else x["A_log"].exp().reshape(-1, *[1] * case.rank)
         z = x["g"] + x["dt_bias"].reshape(x["g"].shape[2:])
         x["g"] = -A * F.softplus(z) if case.gate == "softplus" else BOUND * torch.sigmoid(A * z)
     if case.beta in ("sigmoid", "neg_eigval"):
         x["beta"] = torch.sigmoid(x["beta"]) * (2.0 if case.beta == "neg_eigval" else 1.0)
-    flags = {n: v for n, v in case.flags().items() if n in ("transpose_state_layout", "scale", "output_final_state")}
+    flags = {
+        n: v
+        for n, v in case.flags().items()
+        if n in ("transpose_state_layout", "scale", "output_final_state")
+    }
     return x | {"A_log": None, "dt_bias": None}, flags
 
 
 @pytest.mark.parametrize("op", OPS)
 @given(case=cases(**WIDE, safe_gate=False))
-@example(case=Case("kda", lengths=PACKED, gate="softplus", beta="neg_eigval", l2norm=True, H=1, HV=2))
-@example(case=Case("gdn", lengths=PACKED, gate="bounded", beta="sigmoid", l2norm=True, H=1, HV=2, seed=3))
+@example(
+    case=Case("kda", lengths=PACKED, gate="softplus", beta="neg_eigval", l2norm=True, H=1, HV=2)
+)
+@example(
+    case=Case("gdn", lengths=PACKED, gate="bounded", beta="sigmoid", l2norm=True, H=1, HV=2, seed=3)
+)
 def test_norm_gate_and_sigmoid_inside_equal_the_same_outside(op, case):
     inputs = case.inputs(TARGET.device)
-    leaves = {n: x.detach().requires_grad_() for n, x in inputs.items() if x is not None and n in GRADIENTS}
+    leaves = {
+        n: x.detach().requires_grad_()
+        for n, x in inputs.items()
+        if x is not None and n in GRADIENTS
+    }
     x, flags = activated_outside(case, inputs | leaves)
     o, final_state = overload(case.variant, op)(*x.values(), **flags)
     outs = {"o": o} | ({"final_state": final_state} if case.final else {})
-    grads = torch.autograd.grad(list(outs.values()), list(leaves.values()), case.cotangents(TARGET.device)[: len(outs)])
-    assert_meets_budget(case, op, {n: x.detach() for n, x in outs.items()} | {"d" + n: d for n, d in zip(leaves, grads)})
+    grads = torch.autograd.grad(
+        list(outs.values()), list(leaves.values()), case.cotangents(TARGET.device)[: len(outs)]
+    )
+    assert_meets_budget(
+        case,
+        op,
+        {n: x.detach() for n, x in outs.items()} | {"d" + n: d for n, d in zip(leaves, grads)},
+    )
 
 
 @pytest.mark.parametrize("gate", ("weak", "strong", "bounded", "none"))
@@ -60,12 +83,22 @@ def test_disable_recompute_changes_no_bit(case):
 @given(case=cases(dtype=torch.float32, H=2, HV=6))
 def test_grouped_value_heads_are_expanded_key_heads_with_summed_gradients(op, case):
     inputs = case.inputs(TARGET.device)
-    leaves = {n: x.detach().requires_grad_() for n, x in inputs.items() if x is not None and n in GRADIENTS}
+    leaves = {
+        n: x.detach().requires_grad_()
+        for n, x in inputs.items()
+        if x is not None and n in GRADIENTS
+    }
     x = inputs | leaves | {n: leaves[n].repeat_interleave(3, 2) for n in ("q", "k")}
     o, final_state = overload(case.variant, op)(*x.values(), **case.flags(op))
     outs = {"o": o} | ({"final_state": final_state} if case.final else {})
-    grads = torch.autograd.grad(list(outs.values()), list(leaves.values()), case.cotangents(TARGET.device)[: len(outs)])
-    assert_meets_budget(case, op, {n: x.detach() for n, x in outs.items()} | {"d" + n: d for n, d in zip(leaves, grads)})
+    grads = torch.autograd.grad(
+        list(outs.values()), list(leaves.values()), case.cotangents(TARGET.device)[: len(outs)]
+    )
+    assert_meets_budget(
+        case,
+        op,
+        {n: x.detach() for n, x in outs.items()} | {"d" + n: d for n, d in zip(leaves, grads)},
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -80,7 +113,9 @@ def test_the_bounded_gate_can_do_without_a_log(case):
     inputs = case.inputs(TARGET.device)
     zero = inputs | {"A_log": torch.zeros(case.HV, device=TARGET.device)}
     need = tuple(n for n in GRADIENTS if n != "A_log")
-    assert_all_identical(run(case, "chunk", inputs | {"A_log": None}, need), run(case, "chunk", zero, need))
+    assert_all_identical(
+        run(case, "chunk", inputs | {"A_log": None}, need), run(case, "chunk", zero, need)
+    )
 
 
 def test_dt_bias_may_be_flat():

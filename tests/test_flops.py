@@ -1,4 +1,6 @@
-"""FLOP formulas: numbers worked out by hand, in training, inference and under fake tensors, and the hook that registers them."""
+"""FLOP formulas: numbers worked out by hand, in training, inference and under fake tensors, and the
+hook that registers them.
+"""
 
 import subprocess
 import sys
@@ -12,8 +14,9 @@ import kda_ops
 from kda_ops.registrations import flops
 from kda_ops.stages import GRADIENTS
 
-# Per chunk of 64 tokens and value head at K = V = 128, in products of 2 * 64 * 64 * 128 operations: forward 2 scores, w, u, wS (2), qg S (2), P v_new,
-# kg^T v_new (2); backward as in `flops.backward`. The inverse is 2 (0 + 1 + 4 + ... + 63^2).
+# Per chunk of 64 tokens and value head at K = V = 128, in products of 2 * 64 * 64 * 128 operations:
+# forward 2 scores, w, u, wS (2), qg S (2), P v_new, kg^T v_new (2); backward as in
+# `flops.backward`. The inverse is 2 (0 + 1 + 4 + ... + 63^2).
 PRODUCT, INVERSE = 1_048_576, 170_688
 FORWARD = 11 * PRODUCT + INVERSE
 BACKWARD = 31 * PRODUCT  # with A kept
@@ -43,21 +46,30 @@ def test_widths_count_each_where_they_stand():
     C, K, V = 64, 20, 12
     CK, CV, KV = 2 * C * C * K, 2 * C * C * V, 2 * C * K * V
     assert flops.forward(K, V) == 3 * CK + 2 * CV + 3 * KV + INVERSE
-    assert flops.backward(K, V, frozenset({"A", "P", "w", "u", "states", "v_new"})) == 7 * CK + 4 * CV + 6 * KV + 4 * C**3
+    assert (
+        flops.backward(K, V, frozenset({"A", "P", "w", "u", "states", "v_new"}))
+        == 7 * CK + 4 * CV + 6 * KV + 4 * C**3
+    )
     assert flops.backward(K, V, frozenset({"A"})) == 9 * CK + 5 * CV + 8 * KV + 4 * C**3
 
 
-@pytest.mark.parametrize("namespace, chunk", [("kda", kda_ops.chunk_kda), ("gdn", kda_ops.chunk_gdn)])
+@pytest.mark.parametrize(
+    "namespace, chunk", [("kda", kda_ops.chunk_kda), ("gdn", kda_ops.chunk_gdn)]
+)
 class TestChunk:
     def test_inference_counts_chunk(self, namespace, chunk):
         args = inputs(namespace, 2, 128, 1, 2, 128, 128)
-        assert counted(lambda: chunk(*args)) == {f"{namespace}.chunk": 2 * 2 * 2 * FORWARD}  # batch, chunks, value heads
+        # batch, chunks, value heads
+        assert counted(lambda: chunk(*args)) == {f"{namespace}.chunk": 2 * 2 * 2 * FORWARD}
 
     def test_training_counts_forward_and_backward(self, namespace, chunk):
         args = inputs(namespace, 1, 64, 2, 2, 128, 128, requires_grad=True)
         got = counted(lambda: chunk(*args)[0].sum().backward())
         # The inverse is recomputed: float32 inputs keep nothing.
-        assert got == {f"{namespace}.chunk_fwd": 2 * FORWARD, f"{namespace}.chunk_bwd": 2 * (BACKWARD + INVERSE)}
+        assert got == {
+            f"{namespace}.chunk_fwd": 2 * FORWARD,
+            f"{namespace}.chunk_bwd": 2 * (BACKWARD + INVERSE),
+        }
 
     def test_keeping_intermediates_recomputes_nothing(self, namespace, chunk):
         args = inputs(namespace, 1, 64, 1, 1, 128, 128, requires_grad=True)
@@ -67,7 +79,9 @@ class TestChunk:
 
     def test_a_kept_inverse_is_not_counted_again(self, namespace, chunk):
         ops, need = getattr(torch.ops, namespace), [True] * len(GRADIENTS)
-        with FakeTensorMode():  # 16-bit inputs on a GPU keep A; a build for CPUs has no autograd for them, so the operators are called as autograd would
+        # 16-bit inputs on a GPU keep A; a build for CPUs has no autograd for them, so the operators
+        # are called as autograd would
+        with FakeTensorMode():
             args = [x.bfloat16() for x in inputs(namespace, 1, 64, 1, 1, 128, 128, device="cuda")]
             o, _, *kept = ops.chunk_fwd(*args)
             got = counted(lambda: ops.chunk_bwd(o, None, *kept[:-1], *args, need=need))
@@ -84,24 +98,38 @@ class TestChunk:
 
     def test_a_packed_call_counts_as_one_sequence(self, namespace, chunk):
         args = inputs(namespace, 1, 128, 1, 1, 128, 128)
-        assert sum(counted(lambda: chunk(*args, cu_seqlens=torch.tensor([0, 30, 128]))).values()) == 2 * FORWARD
+        assert (
+            sum(counted(lambda: chunk(*args, cu_seqlens=torch.tensor([0, 30, 128]))).values())
+            == 2 * FORWARD
+        )
 
 
 @pytest.mark.parametrize("namespace", ["kda", "gdn"])
 class TestTokens:
     def test_recurrent_counts_tokens(self, namespace):
         op = getattr(torch.ops, namespace).recurrent
-        assert counted(lambda: op(*inputs(namespace, 2, 3, 1, 4, 128, 128))) == {f"{namespace}.recurrent": 2 * 3 * 4 * TOKEN}
+        assert counted(lambda: op(*inputs(namespace, 2, 3, 1, 4, 128, 128))) == {
+            f"{namespace}.recurrent": 2 * 3 * 4 * TOKEN
+        }
 
     def test_recurrent_in_training_counts_its_chunked_backward(self, namespace):
         op = getattr(torch.ops, namespace).recurrent
         args = inputs(namespace, 1, 3, 1, 1, 128, 128, requires_grad=True)
         got = counted(lambda: op(*args)[0].sum().backward())
-        assert got == {f"{namespace}.recurrent": 3 * TOKEN, f"{namespace}.chunk_bwd": BACKWARD + INVERSE}
+        assert got == {
+            f"{namespace}.recurrent": 3 * TOKEN,
+            f"{namespace}.chunk_bwd": BACKWARD + INVERSE,
+        }
 
     def test_in_place_operators_count_like_the_others(self, namespace):
-        ops, args, pool = getattr(torch.ops, namespace), inputs(namespace, 1, 64, 1, 1, 128, 128), torch.zeros(1, 1, 128, 128)
-        assert counted(lambda: ops.recurrent_(*args, pool)) == {f"{namespace}.recurrent_": 64 * TOKEN}
+        ops, args, pool = (
+            getattr(torch.ops, namespace),
+            inputs(namespace, 1, 64, 1, 1, 128, 128),
+            torch.zeros(1, 1, 128, 128),
+        )
+        assert counted(lambda: ops.recurrent_(*args, pool)) == {
+            f"{namespace}.recurrent_": 64 * TOKEN
+        }
         assert counted(lambda: ops.chunk_(*args, pool)) == {f"{namespace}.chunk_": FORWARD}
 
 
@@ -115,7 +143,10 @@ def test_formulas_are_registered_in_either_order_of_imports(order):
 
 
 def test_importing_the_operators_does_not_import_the_counter():
-    code = "import sys, kda_ops\nassert 'torch.utils.flop_counter' not in sys.modules and 'triton' not in sys.modules"
+    code = (
+        "import sys, kda_ops\nassert 'torch.utils.flop_counter' not in sys.modules and 'triton' "
+        "not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

@@ -1,6 +1,8 @@
-"""`kda_ops.inductor`: plain PyTorch around the operators folds into their flags, and only where this changes nothing beyond rounding.
+"""`kda_ops.inductor`: plain PyTorch around the operators folds into their flags, and only where
+this changes nothing beyond rounding.
 
-Most tests run the pass on the graph that Dynamo captured and then call that graph; a few go through Inductor.
+Most tests run the pass on the graph that Dynamo captured and then call that graph; a few go through
+Inductor.
 """
 
 from __future__ import annotations
@@ -24,12 +26,30 @@ from torch._inductor.utils import fresh_cache
 import kda_ops
 from kda_ops.inductor import FoldPreprocessing, fold_preprocessing
 from tests.support.closeness import DRAWS, excess
-from tests.support.folding import BOUNDED, DOUBLE_SIGMOIDS, GATES, HV, NORMS, RANK, SIGMOIDS, B, Captured, H, K, V, assert_folds, column, inputs, norm, results
+from tests.support.folding import (
+    BOUNDED,
+    DOUBLE_SIGMOIDS,
+    GATES,
+    HV,
+    NORMS,
+    RANK,
+    SIGMOIDS,
+    B,
+    Captured,
+    H,
+    K,
+    V,
+    assert_folds,
+    column,
+    inputs,
+    norm,
+    results,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# --- every spelling is found --------------------------------------------------------------------------------------------------
+# --- every spelling is found ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -45,7 +65,9 @@ def test_l2norm_folds(name):
 def test_l2norm_of_16_bit_inputs_folds_with_the_cast_back(name):
     x = inputs(dtype=torch.bfloat16, grad=False)
     captured = Captured()
-    captured.compile(lambda q, k, v, *_: kda_ops.chunk_kda(NORMS[name](q), NORMS[name](k), v, None, None)[0])(*x.values())
+    captured.compile(
+        lambda q, k, v, *_: kda_ops.chunk_kda(NORMS[name](q), NORMS[name](k), v, None, None)[0]
+    )(*x.values())
     assert captured.fold.folded == Counter(l2norm=1)
 
 
@@ -53,7 +75,9 @@ def test_l2norm_of_16_bit_inputs_folds_with_the_cast_back(name):
 @pytest.mark.parametrize("name", GATES)
 def test_gate_folds(name, variant):
     def f(q, k, v, g, beta, A_log, dt_bias):
-        return getattr(torch.ops, variant).chunk(q, k, v, GATES[name](g, A_log, dt_bias, RANK[variant]), None)[0]
+        return getattr(torch.ops, variant).chunk(
+            q, k, v, GATES[name](g, A_log, dt_bias, RANK[variant]), None
+        )[0]
 
     captured = assert_folds(f, inputs(variant, flat=name == "flat"), gate=1)
     flags = captured.calls[-1].kwargs
@@ -64,7 +88,9 @@ def test_gate_folds(name, variant):
 @pytest.mark.parametrize("name", BOUNDED)
 def test_bounded_gate_folds(name, variant):
     def f(q, k, v, g, beta, A_log, dt_bias):
-        return getattr(torch.ops, variant).chunk.default(q, k, v, BOUNDED[name](g, A_log, dt_bias, RANK[variant]), None)[0]
+        return getattr(torch.ops, variant).chunk.default(
+            q, k, v, BOUNDED[name](g, A_log, dt_bias, RANK[variant]), None
+        )[0]
 
     captured = assert_folds(f, inputs(variant), bounded_gate=1)
     assert captured.calls[-1].kwargs["lower_bound"] == -5.0
@@ -72,21 +98,39 @@ def test_bounded_gate_folds(name, variant):
 
 @pytest.mark.parametrize("name", SIGMOIDS)
 def test_sigmoid_folds(name):
-    assert_folds(lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, SIGMOIDS[name](beta))[0], inputs(), sigmoid=1)
+    assert_folds(
+        lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, SIGMOIDS[name](beta))[0],
+        inputs(),
+        sigmoid=1,
+    )
 
 
 @pytest.mark.parametrize("name", DOUBLE_SIGMOIDS)
 def test_double_sigmoid_folds(name):
-    captured = assert_folds(lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, DOUBLE_SIGMOIDS[name](beta))[0], inputs(), double_sigmoid=1)
+    captured = assert_folds(
+        lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, DOUBLE_SIGMOIDS[name](beta))[
+            0
+        ],
+        inputs(),
+        double_sigmoid=1,
+    )
     assert captured.calls[0].kwargs["allow_neg_eigval"] is True
 
 
-def everything(op, variant, norm="rsqrt", gate="float", sigmoid="method", bounded=False, double=False):
+def everything(
+    op, variant, norm="rsqrt", gate="float", sigmoid="method", bounded=False, double=False
+):
     """A function of all inputs that writes every activation out."""
     gates, sigmoids = BOUNDED if bounded else GATES, DOUBLE_SIGMOIDS if double else SIGMOIDS
 
     def f(q, k, v, g, beta, A_log, dt_bias):
-        return op(NORMS[norm](q), NORMS[norm](k), v, gates[gate](g, A_log, dt_bias, RANK[variant]), sigmoids[sigmoid](beta))[0]
+        return op(
+            NORMS[norm](q),
+            NORMS[norm](k),
+            v,
+            gates[gate](g, A_log, dt_bias, RANK[variant]),
+            sigmoids[sigmoid](beta),
+        )[0]
 
     return f
 
@@ -99,7 +143,11 @@ ALL = dict(l2norm=1, gate=1, sigmoid=1)
 @pytest.mark.parametrize("variant", RANK)
 def test_every_way_to_call_an_operator_folds(variant, name, form):
     packet = getattr(getattr(torch.ops, variant), name)
-    op = {"functional": getattr(kda_ops, f"{name}_{variant}"), "packet": packet, "overload": packet.default}[form]
+    op = {
+        "functional": getattr(kda_ops, f"{name}_{variant}"),
+        "packet": packet,
+        "overload": packet.default,
+    }[form]
     assert_folds(everything(op, variant), inputs(variant), **ALL)
 
 
@@ -109,7 +157,14 @@ def test_operators_on_a_state_pool_fold(name):
     pools = [torch.zeros(B, HV, K, V) for _ in range(2)]
 
     def f(q, k, v, g, beta, A_log, dt_bias, pool):
-        return op(NORMS["rsqrt"](q), NORMS["rsqrt"](k), v, GATES["float"](g, A_log, dt_bias, 1), beta.sigmoid(), pool)
+        return op(
+            NORMS["rsqrt"](q),
+            NORMS["rsqrt"](k),
+            v,
+            GATES["float"](g, A_log, dt_bias, 1),
+            beta.sigmoid(),
+            pool,
+        )
 
     captured = Captured()
     got = captured.compile(f)(*x.values(), pools[0])
@@ -122,7 +177,8 @@ def test_nothing_is_left_of_what_was_folded():
     captured = Captured()
     captured.compile(everything(kda_ops.chunk_kda, "kda"))(*inputs().values())
     nodes = captured.calls[0].graph.nodes
-    assert [n.op for n in nodes if n.op not in ("placeholder", "output")] == ["call_function"] * 2  # the operator, and its first output
+    # the operator, and its first output
+    assert [n.op for n in nodes if n.op not in ("placeholder", "output")] == ["call_function"] * 2
 
 
 BIASES = {
@@ -137,12 +193,20 @@ BIASES = {
 def test_a_bias_of_any_shape_folds(name):
     x, (stored, used) = inputs(), BIASES[name]
     x["dt_bias"] = stored(x["dt_bias"].detach()).requires_grad_()
-    assert_folds(lambda q, k, v, g, b, A, dt: kda_ops.chunk_kda(q, k, v, -A.exp()[:, None] * F.softplus(g + used(dt)), None)[0], x, gate=1)
+    assert_folds(
+        lambda q, k, v, g, b, A, dt: kda_ops.chunk_kda(
+            q, k, v, -A.exp()[:, None] * F.softplus(g + used(dt)), None
+        )[0],
+        x,
+        gate=1,
+    )
 
 
 def test_parameters_stored_in_another_shape_fold():
     x = inputs()
-    x["A_log"], x["dt_bias"] = (x[n].detach().reshape(1, 1, HV, -1).requires_grad_() for n in ("A_log", "dt_bias"))
+    x["A_log"], x["dt_bias"] = (
+        x[n].detach().reshape(1, 1, HV, -1).requires_grad_() for n in ("A_log", "dt_bias")
+    )
 
     def f(q, k, v, g, beta, A_log, dt_bias):
         return kda_ops.chunk_kda(q, k, v, -A_log.exp() * F.softplus(g + dt_bias), None)[0]
@@ -175,7 +239,9 @@ def test_inference_with_parameters_folds():
 
 def test_a_checkpointed_region_folds():
     f = everything(kda_ops.chunk_kda, "kda")
-    assert_folds(lambda *x: torch.utils.checkpoint.checkpoint(f, *x, use_reentrant=False), inputs(), **ALL)
+    assert_folds(
+        lambda *x: torch.utils.checkpoint.checkpoint(f, *x, use_reentrant=False), inputs(), **ALL
+    )
 
 
 def test_two_layers_fold():
@@ -188,16 +254,22 @@ def test_any_length_folds_in_one_graph():
     f = captured.compile(everything(kda_ops.chunk_kda, "kda"), dynamic=True)
     for tokens in (65, 7, 130):
         x = inputs(tokens=tokens)
-        torch.testing.assert_close(f(*x.values()), everything(kda_ops.chunk_kda, "kda")(*x.values()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            f(*x.values()), everything(kda_ops.chunk_kda, "kda")(*x.values()), rtol=1e-4, atol=1e-5
+        )
     assert captured.graphs == 1 and captured.fold.folded == Counter(ALL)
 
 
 @pytest.mark.parametrize("variant", RANK)
 def test_one_token_of_one_row_folds(variant):
     """There the bias has as many sizes as the logits."""
-    x = {n: t.detach()[:1] if t.dim() > 2 else t.detach() for n, t in inputs(variant, tokens=1).items()}
+    x = {
+        n: t.detach()[:1] if t.dim() > 2 else t.detach()
+        for n, t in inputs(variant, tokens=1).items()
+    }
     x["dt_bias"] = x["dt_bias"][None, None]
-    x |= {n: t.requires_grad_() for n, t in x.items() if n not in ("g", "A_log", "dt_bias")}  # from an empty state, nothing depends on these
+    # from an empty state, nothing depends on these
+    x |= {n: t.requires_grad_() for n, t in x.items() if n not in ("g", "A_log", "dt_bias")}
     rank = RANK[variant]
 
     def f(q, k, v, g, beta, A_log, dt_bias):
@@ -207,7 +279,7 @@ def test_one_token_of_one_row_folds(variant):
     assert_folds(f, x, **ALL)
 
 
-# --- nothing changes beyond rounding ------------------------------------------------------------------------------------------
+# --- nothing changes beyond rounding --------------------------------------------------------------
 
 
 def redraw(f, x, rank, draw):
@@ -215,34 +287,56 @@ def redraw(f, x, rank, draw):
     gen = torch.Generator().manual_seed(draw)
     order = {"K": torch.randperm(K, generator=gen), "V": torch.randperm(V, generator=gen)}
     axis = dict(q="K", k="K", v="V", o="V") | (dict(g="K", dt_bias="K") if rank else {})
-    moved = {n: t.detach()[..., order[axis[n]]].requires_grad_() if n in axis else t for n, t in x.items()}
+    moved = {
+        n: t.detach()[..., order[axis[n]]].requires_grad_() if n in axis else t
+        for n, t in x.items()
+    }
 
-    found = {n: (t, axis.get(n if n == "o" else n[1:])) for n, t in results(f, moved, order["V"]).items()}
+    found = {
+        n: (t, axis.get(n if n == "o" else n[1:])) for n, t in results(f, moved, order["V"]).items()
+    }
     return {n: t[..., order[i].argsort()] if i else t for n, (t, i) in found.items()}
 
 
-@settings(phases=(Phase.explicit, Phase.reuse, Phase.generate))  # a smaller example is no clearer, and each one compiles
+# a smaller example is no clearer, and each one compiles
+@settings(phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     variant=st.sampled_from(sorted(RANK)),
     name=st.sampled_from(("chunk", "recurrent")),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
     wide=st.booleans(),
     norm=st.sampled_from(sorted(NORMS)),
-    gate=st.sampled_from(sorted((False, n) for n in GATES if n != "flat") + sorted((True, n) for n in BOUNDED)),
-    sigmoid=st.sampled_from(sorted((False, n) for n in SIGMOIDS) + sorted((True, n) for n in DOUBLE_SIGMOIDS)),
+    gate=st.sampled_from(
+        sorted((False, n) for n in GATES if n != "flat") + sorted((True, n) for n in BOUNDED)
+    ),
+    sigmoid=st.sampled_from(
+        sorted((False, n) for n in SIGMOIDS) + sorted((True, n) for n in DOUBLE_SIGMOIDS)
+    ),
     tokens=st.sampled_from((5, 37, 65)),  # at one token the decay has no gradient but what cancels
     seed=st.integers(0, 2**16),
 )
-def test_folding_changes_nothing_beyond_rounding(variant, name, dtype, wide, norm, gate, sigmoid, tokens, seed):
-    """A folded program is as close to the same function in float64 as a plain one: |x - ref| <= 4 (|plain - ref| + eps max|ref|), maximum and RMS.
+def test_folding_changes_nothing_beyond_rounding(
+    variant, name, dtype, wide, norm, gate, sigmoid, tokens, seed
+):
+    """A folded program is as close to the same function in float64 as a plain one: |x - ref| <= 4
+    (|plain - ref| + eps max|ref|), maximum and RMS.
 
-    The error of the plain program is one draw; where it does not settle it, permuted channels give others, as in `tests.support.closeness`.
-    Twice its budget, because the two programs do not round in the same places; `test_folding_changes_nothing_in_float64` is the sharp one.
+    The error of the plain program is one draw; where it does not settle it, permuted channels give
+    others, as in `tests.support.closeness`. Twice its budget, because the two programs do not round
+    in the same places; `test_folding_changes_nothing_in_float64` is the sharp one.
     """
     op = getattr(getattr(torch.ops, variant), name)
     (bounded, gate), (double, sigmoid) = gate, sigmoid
     f = everything(op, variant, norm, gate, sigmoid, bounded, double)
-    exact = everything(op, variant, "rsqrt", gate if gate.startswith("no") else "operators", "left" if double else "method", bounded, double)
+    exact = everything(
+        op,
+        variant,
+        "rsqrt",
+        gate if gate.startswith("no") else "operators",
+        "left" if double else "method",
+        bounded,
+        double,
+    )
     x = inputs(variant, dtype, seed, tokens=tokens, wide=torch.float32 if wide else None)
     captured = Captured()
     got, plain = results(captured.compile(f), x), [results(f, x)]
@@ -251,7 +345,12 @@ def test_folding_changes_nothing_beyond_rounding(variant, name, dtype, wide, nor
     assert got.keys() == plain[0].keys() == ref.keys()
 
     def over():
-        return {n: e for n in got for e in excess(got[n], ref[n], *(p[n] for p in plain)).values() if not e <= 2.0}
+        return {
+            n: e
+            for n in got
+            for e in excess(got[n], ref[n], *(p[n] for p in plain)).values()
+            if not e <= 2.0
+        }
 
     if over():
         plain += [redraw(f, x, RANK[variant], draw) for draw in range(DRAWS)]
@@ -261,17 +360,33 @@ def test_folding_changes_nothing_beyond_rounding(variant, name, dtype, wide, nor
 @pytest.mark.parametrize("variant", RANK)
 @pytest.mark.parametrize("bounded", (False, True))
 def test_folding_changes_nothing_in_float64(variant, bounded):
-    """Where rounding is far below everything else, plain and folded agree in every digit that the formulas determine."""
+    """Where rounding is far below everything else, plain and folded agree in every digit that the
+    formulas determine.
+    """
     x = inputs(variant, torch.float64)
-    f = everything(getattr(torch.ops, variant).chunk, variant, "product", "operators", "right" if bounded else "function", bounded, double=bounded)
+    f = everything(
+        getattr(torch.ops, variant).chunk,
+        variant,
+        "product",
+        "operators",
+        "right" if bounded else "function",
+        bounded,
+        double=bounded,
+    )
     captured = Captured()
     got, want = results(captured.compile(f), x), results(f, x)
     assert captured.fold.folded.total() == 3
     for n in want:
-        torch.testing.assert_close(got[n], want[n], rtol=0, atol=1e-10 * float(want[n].abs().max()), msg=lambda m, n=n: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[n],
+            want[n],
+            rtol=0,
+            atol=1e-10 * float(want[n].abs().max()),
+            msg=lambda m, n=n: f"{n}: {m}",
+        )
 
 
-# --- through Inductor ---------------------------------------------------------------------------------------------------------
+# --- through Inductor -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -299,12 +414,20 @@ class Recorder(CustomGraphPass):
 
 def test_inductor_trains_at_any_length_with_one_graph(fresh):
     fold, f = FoldPreprocessing(), everything(kda_ops.chunk_kda, "kda")
-    compiled = torch.compile(f, dynamic=True, fullgraph=True, options={"pre_grad_custom_pass": fold})
+    compiled = torch.compile(
+        f, dynamic=True, fullgraph=True, options={"pre_grad_custom_pass": fold}
+    )
     for tokens in (65, 37, 70):
         x = inputs(tokens=tokens)
         got, want = results(compiled, x), results(f, x)
         for n in want:
-            torch.testing.assert_close(got[n], want[n], rtol=1e-4, atol=1e-5 * float(want[n].abs().max()), msg=lambda m, n=n: f"{n}: {m}")
+            torch.testing.assert_close(
+                got[n],
+                want[n],
+                rtol=1e-4,
+                atol=1e-5 * float(want[n].abs().max()),
+                msg=lambda m, n=n: f"{n}: {m}",
+            )
     assert fold.folded == Counter(ALL) and not fold.refused
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -315,7 +438,9 @@ def test_the_backend_composes_with_another_pass(fresh):
     x = inputs("gdn", grad=False)
     fold_preprocessing.folded.clear()
     assert "kda_inductor" in torch._dynamo.list_backends()
-    got = torch.compile(f, backend="kda_inductor", options={"pre_grad_custom_pass": before}, fullgraph=True)(*x.values())
+    got = torch.compile(
+        f, backend="kda_inductor", options={"pre_grad_custom_pass": before}, fullgraph=True
+    )(*x.values())
     torch.testing.assert_close(got, f(*x.values()), rtol=1e-4, atol=1e-5)
     assert before.seen == [1] and fold_preprocessing.folded == Counter(ALL)
     if not hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes"):
@@ -333,40 +458,63 @@ class Another(FoldPreprocessing):
 
 def test_the_cache_knows_the_pass(fresh):
     """A second compilation finds the folded graph; one with another pass, or none, does not."""
-    f, x = lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, torch.sigmoid(beta))[0], inputs(grad=False)
+    f, x = (
+        lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, torch.sigmoid(beta))[0],
+        inputs(grad=False),
+    )
 
     def compile_again(**options):
         torch._dynamo.reset()
         counters.clear()
         torch.compile(f, options=options)(*x.values())
-        return counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"]
+        return counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"][
+            "autograd_cache_miss"
+        ]
 
     first, second = FoldPreprocessing(), FoldPreprocessing()
     assert first.uuid() == second.uuid() == fold_preprocessing.uuid()
-    assert compile_again(pre_grad_custom_pass=first) == (0, 1) and first.folded == Counter(sigmoid=1)
+    assert compile_again(pre_grad_custom_pass=first) == (0, 1) and first.folded == Counter(
+        sigmoid=1
+    )
     assert compile_again(pre_grad_custom_pass=second) == (1, 0)
     assert compile_again(pre_grad_custom_pass=Another()) == (0, 1)
     assert compile_again() == (0, 1)
 
 
-# --- in a process of its own --------------------------------------------------------------------------------------------------
+# --- in a process of its own ----------------------------------------------------------------------
 
 
 def run(code: str, *path: Path) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path)))}
-    return subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_importing_kda_ops_leaves_inductor_alone():
-    assert run("import sys, kda_ops; print([m for m in ('torch._inductor', 'torch._dynamo', 'kda_ops.inductor') if m in sys.modules])") == "[]\n"
+    assert (
+        run(
+            "import sys, kda_ops; print([m for m in ('torch._inductor', 'torch._dynamo', "
+            "'kda_ops.inductor') if m in sys.modules])"
+        )
+        == "[]\n"
+    )
 
 
 def test_an_installed_entry_point_names_the_backend(tmp_path):
-    """pyproject's entry point, as an installed distribution shows it, is found without importing kda_ops first."""
-    line = re.search(r'torch_dynamo_backends"?\]\s*\n(kda_inductor) = "([\w.:]+)"', (ROOT / "pyproject.toml").read_text())
+    """pyproject's entry point, as an installed distribution shows it, is found without importing
+    kda_ops first.
+    """
+    line = re.search(
+        r'torch_dynamo_backends"?\]\s*\n(kda_inductor) = "([\w.:]+)"',
+        (ROOT / "pyproject.toml").read_text(),
+    )
     info = tmp_path / "kda_ops-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kda-ops\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{line[1]} = {line[2]}\n")
-    code = "import torch._dynamo as d; print('kda_inductor' in d.list_backends(), d.lookup_backend('kda_inductor'))"
+    code = (
+        "import torch._dynamo as d; print('kda_inductor' in d.list_backends(), "
+        "d.lookup_backend('kda_inductor'))"
+    )
     assert run(code, tmp_path).startswith("True <function kda_inductor")

@@ -1,4 +1,6 @@
-"""`kda_ops.inductor`: what is not the operator's activation is left alone, and so is what a fold would change."""
+"""`kda_ops.inductor`: what is not the operator's activation is left alone, and so is what a fold
+would change.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +14,89 @@ import torch.nn.functional as F
 import kda_ops
 from tests.support.folding import NAMES, NORMS, Captured, assert_folds, assert_refuses, inputs, norm
 
-# --- what is not the operator's activation is left alone -----------------------------------------------------------------------
+# --- what is not the operator's activation is left alone ------------------------------------------
 
 OTHERS = {
-    "F.normalize": lambda q, k, v, g, b, A, dt: (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, -F.softplus(g), b),
-    "another eps": lambda q, k, v, g, b, A, dt: (*(x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-5) for x in (q, k)), v, None, b),
-    "no eps": lambda q, k, v, g, b, A, dt: (*(x * torch.rsqrt(x.square().sum(-1, keepdim=True)) for x in (q, k)), v, None, b),
-    "absolute value": lambda q, k, v, g, b, A, dt: (*(x.square().sqrt() * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k)), v, None, b),
+    "F.normalize": lambda q, k, v, g, b, A, dt: (
+        F.normalize(q, dim=-1),
+        F.normalize(k, dim=-1),
+        v,
+        -F.softplus(g),
+        b,
+    ),
+    "another eps": lambda q, k, v, g, b, A, dt: (
+        *(x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-5) for x in (q, k)),
+        v,
+        None,
+        b,
+    ),
+    "no eps": lambda q, k, v, g, b, A, dt: (
+        *(x * torch.rsqrt(x.square().sum(-1, keepdim=True)) for x in (q, k)),
+        v,
+        None,
+        b,
+    ),
+    "absolute value": lambda q, k, v, g, b, A, dt: (
+        *(x.square().sqrt() * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k)),
+        v,
+        None,
+        b,
+    ),
     "only q": lambda q, k, v, g, b, A, dt: (NORMS["rsqrt"](q), k, v, None, b),
-    "mean": lambda q, k, v, g, b, A, dt: (*(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k)), v, None, b),
-    "over tokens": lambda q, k, v, g, b, A, dt: (*(x * torch.rsqrt(x.square().sum(1, keepdim=True) + 1e-6) for x in (q, k)), v, None, b),
-    "of something else": lambda q, k, v, g, b, A, dt: (q * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6), NORMS["rsqrt"](k), v, None, b),
+    "mean": lambda q, k, v, g, b, A, dt: (
+        *(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k)),
+        v,
+        None,
+        b,
+    ),
+    "over tokens": lambda q, k, v, g, b, A, dt: (
+        *(x * torch.rsqrt(x.square().sum(1, keepdim=True) + 1e-6) for x in (q, k)),
+        v,
+        None,
+        b,
+    ),
+    "of something else": lambda q, k, v, g, b, A, dt: (
+        q * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6),
+        NORMS["rsqrt"](k),
+        v,
+        None,
+        b,
+    ),
     "scaled": lambda q, k, v, g, b, A, dt: (2 * NORMS["rsqrt"](q), NORMS["rsqrt"](k), v, None, b),
-    "cube": lambda q, k, v, g, b, A, dt: (*(x * torch.rsqrt((x * x * x).sum(-1, keepdim=True).abs() + 1e-6) for x in (q, k)), v, None, b),
+    "cube": lambda q, k, v, g, b, A, dt: (
+        *(x * torch.rsqrt((x * x * x).sum(-1, keepdim=True).abs() + 1e-6) for x in (q, k)),
+        v,
+        None,
+        b,
+    ),
     "3 sigmoid": lambda q, k, v, g, b, A, dt: (q, k, v, None, 0.3 * b.sigmoid()),
-    "infinite power": lambda q, k, v, g, b, A, dt: (q, k, v, None, b.sigmoid().detach() ** math.inf),
+    "infinite power": lambda q, k, v, g, b, A, dt: (
+        q,
+        k,
+        v,
+        None,
+        b.sigmoid().detach() ** math.inf,
+    ),
     "sigmoid squared": lambda q, k, v, g, b, A, dt: (q, k, v, None, b.sigmoid() ** 2),
-    "softplus beta": lambda q, k, v, g, b, A, dt: (q, k, v, -A.exp()[:, None] * F.softplus(g + dt, beta=2.0), b),
-    "softplus threshold": lambda q, k, v, g, b, A, dt: (q, k, v, -A.exp()[:, None] * F.softplus(g + dt, threshold=1.0), b),
+    "softplus beta": lambda q, k, v, g, b, A, dt: (
+        q,
+        k,
+        v,
+        -A.exp()[:, None] * F.softplus(g + dt, beta=2.0),
+        b,
+    ),
+    "softplus threshold": lambda q, k, v, g, b, A, dt: (
+        q,
+        k,
+        v,
+        -A.exp()[:, None] * F.softplus(g + dt, threshold=1.0),
+        b,
+    ),
     "no A_log": lambda q, k, v, g, b, A, dt: (q, k, v, -F.softplus(g + dt), b),
     "twice": lambda q, k, v, g, b, A, dt: (q, k, v, -2 * A.exp()[:, None] * F.softplus(g + dt), b),
     "per channel": lambda q, k, v, g, b, A, dt: (q, k, v, -dt[0].exp() * F.softplus(g + dt), b),
     "exp2": lambda q, k, v, g, b, A, dt: (q, k, v, -A.exp2()[:, None] * F.softplus(g + dt), b),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -52,24 +114,34 @@ def test_an_input_is_not_activated_twice():
 
 def test_a_bias_per_head_stays_in_the_logits():
     def f(q, k, v, g, beta, A_log, dt_bias):
-        return kda_ops.chunk_kda(q, k, v, -A_log.exp()[:, None] * F.softplus(g + dt_bias[:, :1]), None)[0]
+        return kda_ops.chunk_kda(
+            q, k, v, -A_log.exp()[:, None] * F.softplus(g + dt_bias[:, :1]), None
+        )[0]
 
     captured = assert_folds(f, inputs(), gate=1)
     assert captured.calls[0].args[NAMES.index("dt_bias")] is None
 
 
 def test_a_product_of_logits_folds_without_its_factor():
-    assert_folds(lambda q, k, v, g, beta, A_log, dt: kda_ops.chunk_kda(q, k, v, -5 * torch.sigmoid(0.5 * g), None)[0], inputs(), bounded_gate=1)
+    assert_folds(
+        lambda q, k, v, g, beta, A_log, dt: kda_ops.chunk_kda(
+            q, k, v, -5 * torch.sigmoid(0.5 * g), None
+        )[0],
+        inputs(),
+        bounded_gate=1,
+    )
 
 
 def test_a_contradicting_bound_is_kept():
     def f(q, k, v, g, beta, A_log, dt_bias):
-        return kda_ops.chunk_kda(q, k, v, -3.0 * torch.sigmoid(g), None, safe_gate=True, lower_bound=-4.0)[0]
+        return kda_ops.chunk_kda(
+            q, k, v, -3.0 * torch.sigmoid(g), None, safe_gate=True, lower_bound=-4.0
+        )[0]
 
     assert_refuses(f, inputs(), "flags")
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_grad_mode_is_a_wall():
@@ -97,7 +169,13 @@ def test_one_detached_factor_is_enough():
 
     assert_refuses(f, inputs(), "grad mode")
     # A detached leaf is a leaf like any other.
-    assert_folds(lambda q, k, v, g, b, A, dt: kda_ops.chunk_kda(q, k, v, -A.detach().exp()[:, None] * F.softplus(g + dt), None)[0], inputs(), gate=1)
+    assert_folds(
+        lambda q, k, v, g, b, A, dt: kda_ops.chunk_kda(
+            q, k, v, -A.detach().exp()[:, None] * F.softplus(g + dt), None
+        )[0],
+        inputs(),
+        gate=1,
+    )
 
 
 def test_autocast_is_a_wall():
@@ -132,7 +210,12 @@ def _within(*modes):
     return f
 
 
-HALF, NO_NAME, OFF, BFLOAT = dict(dtype=torch.float16), {}, dict(dtype=torch.float16, enabled=False), dict(dtype=torch.bfloat16)
+HALF, NO_NAME, OFF, BFLOAT = (
+    dict(dtype=torch.float16),
+    {},
+    dict(dtype=torch.float16, enabled=False),
+    dict(dtype=torch.bfloat16),
+)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +243,9 @@ def test_a_norm_that_autocast_would_round_to_float16_first_is_a_wall(ambient, mo
     finally:
         torch.set_autocast_dtype("cpu", before)
     assert o.isfinite().all()
-    assert (captured.fold.folded, captured.fold.refused) == ((Counter(l2norm=1), Counter()) if folds else (Counter(), Counter(["precision"])))
+    assert (captured.fold.folded, captured.fold.refused) == (
+        (Counter(l2norm=1), Counter()) if folds else (Counter(), Counter(["precision"]))
+    )
 
 
 def _write_leaf(b, y, out):
@@ -217,9 +302,19 @@ def _write_by_a_function_of_anything(b, y, out):
 
 
 WRITES = (
-    _write_leaf, _write_view, _write_activation, _write_out, _write_by_operator, _write_by_its_method, _write_by_position, _write_by_module,
-    _write_where_rows_are_too_long, _write_what_is_counted, _write_what_is_counted_in_c, _write_by_a_function_of_anything,
-)  # fmt: skip
+    _write_leaf,
+    _write_view,
+    _write_activation,
+    _write_out,
+    _write_by_operator,
+    _write_by_its_method,
+    _write_by_position,
+    _write_by_module,
+    _write_where_rows_are_too_long,
+    _write_what_is_counted,
+    _write_what_is_counted_in_c,
+    _write_by_a_function_of_anything,
+)
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -252,16 +347,23 @@ def test_vmap_around_an_operator_is_no_wall_unless_something_is_written():
     """What is mapped has no storage to compare."""
 
     def f(q, k, v, g, beta, *_):
-        o = torch.vmap(lambda q, b: kda_ops.chunk_kda(q, k, v, None, b.sigmoid())[0])(torch.stack([q, 2 * q]), torch.stack([beta, -beta]))
+        o = torch.vmap(lambda q, b: kda_ops.chunk_kda(q, k, v, None, b.sigmoid())[0])(
+            torch.stack([q, 2 * q]), torch.stack([beta, -beta])
+        )
         return o.sum(0)
 
     def writes(q, k, v, g, beta, *_):
         c = beta * 1.0
-        o = torch.vmap(lambda b: kda_ops.chunk_kda(q, k, v, None, b.sigmoid())[0] + b.mul_(2.0).sum())(torch.stack([beta, c]))
+        o = torch.vmap(
+            lambda b: kda_ops.chunk_kda(q, k, v, None, b.sigmoid())[0] + b.mul_(2.0).sum()
+        )(torch.stack([beta, c]))
         return o.sum(0)
 
     def elsewhere(q, k, v, g, beta, *_):
-        return kda_ops.chunk_kda(q, k, v, None, beta.sigmoid())[0] + torch.vmap(lambda t: t.mul_(2.0))(g * 1.0).sum()
+        return (
+            kda_ops.chunk_kda(q, k, v, None, beta.sigmoid())[0]
+            + torch.vmap(lambda t: t.mul_(2.0))(g * 1.0).sum()
+        )
 
     def beneath(q, k, v, g, beta, *_):
         c = torch.stack([beta, -beta])
@@ -285,16 +387,61 @@ def test_a_write_before_is_part_of_the_leaf():
 
 LOSSY = {
     "beta": lambda q, k, v, g, b, A, dt: (q, k, v, None, b.sigmoid().bfloat16()),
-    "decay": lambda q, k, v, g, b, A, dt: (q, k, v, (-A.exp()[:, None] * F.softplus(g + dt)).half(), None),
+    "decay": lambda q, k, v, g, b, A, dt: (
+        q,
+        k,
+        v,
+        (-A.exp()[:, None] * F.softplus(g + dt)).half(),
+        None,
+    ),
     "q and k": lambda q, k, v, g, b, A, dt: (norm(q).half(), norm(k).half(), v.half(), None, None),
-    "squares in fp16": lambda q, k, v, g, b, A, dt: (norm(q.half()), norm(k.half()), v.half(), None, None),
-    "fp8 beta": lambda q, k, v, g, b, A, dt: (q, k, v, None, b.sigmoid().to(torch.float8_e4m3fn).float()),
-    "fp8 decay": lambda q, k, v, g, b, A, dt: (q, k, v, (-A.exp()[:, None] * F.softplus(g + dt)).to(torch.float8_e5m2).float(), None),
-    "fp8 q and k": lambda q, k, v, g, b, A, dt: (*(norm(x).to(torch.float8_e4m3fn).to(x.dtype) for x in (q, k)), v, None, None),
-    "there and back": lambda q, k, v, g, b, A, dt: (*(norm(x).bfloat16().float() for x in (q, k)), v, None, None),
-    "back and there": lambda q, k, v, g, b, A, dt: (*(norm(x.bfloat16().float()).bfloat16().float() for x in (q, k)), v, None, None),
-    "wider A_log": lambda q, k, v, g, b, A, dt: (q, k, v, -A.double().exp()[:, None] * F.softplus(g + dt), None),
-}  # fmt: skip
+    "squares in fp16": lambda q, k, v, g, b, A, dt: (
+        norm(q.half()),
+        norm(k.half()),
+        v.half(),
+        None,
+        None,
+    ),
+    "fp8 beta": lambda q, k, v, g, b, A, dt: (
+        q,
+        k,
+        v,
+        None,
+        b.sigmoid().to(torch.float8_e4m3fn).float(),
+    ),
+    "fp8 decay": lambda q, k, v, g, b, A, dt: (
+        q,
+        k,
+        v,
+        (-A.exp()[:, None] * F.softplus(g + dt)).to(torch.float8_e5m2).float(),
+        None,
+    ),
+    "fp8 q and k": lambda q, k, v, g, b, A, dt: (
+        *(norm(x).to(torch.float8_e4m3fn).to(x.dtype) for x in (q, k)),
+        v,
+        None,
+        None,
+    ),
+    "there and back": lambda q, k, v, g, b, A, dt: (
+        *(norm(x).bfloat16().float() for x in (q, k)),
+        v,
+        None,
+        None,
+    ),
+    "back and there": lambda q, k, v, g, b, A, dt: (
+        *(norm(x.bfloat16().float()).bfloat16().float() for x in (q, k)),
+        v,
+        None,
+        None,
+    ),
+    "wider A_log": lambda q, k, v, g, b, A, dt: (
+        q,
+        k,
+        v,
+        -A.double().exp()[:, None] * F.softplus(g + dt),
+        None,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -308,5 +455,11 @@ def test_a_cast_that_loses_precision_is_not_folded(name):
 def test_logits_rounded_by_the_program_stay_rounded():
     """A narrowing cast of the logits comes before the activation: it is folded up to there."""
     x = inputs(grad=False)
-    captured = assert_folds(lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, beta.bfloat16().float().sigmoid())[0], x, sigmoid=1)
+    captured = assert_folds(
+        lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(
+            q, k, v, None, beta.bfloat16().float().sigmoid()
+        )[0],
+        x,
+        sigmoid=1,
+    )
     assert captured.calls[0].args[4].meta["example_value"].dtype is torch.bfloat16

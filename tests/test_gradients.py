@@ -17,7 +17,13 @@ OPS = ("chunk", "recurrent")
 CHECKED = {
     "plain": {},
     "both layouts, packed": {"lengths": (2, 0, 1), "tail": 1, "transposed": True},
-    "everything inside": {"gate": "softplus", "beta": "neg_eigval", "l2norm": True, "H": 1, "HV": 2},
+    "everything inside": {
+        "gate": "softplus",
+        "beta": "neg_eigval",
+        "l2norm": True,
+        "H": 1,
+        "HV": 2,
+    },
     "bounded gate": {"gate": "bounded", "beta": "sigmoid", "l2norm": True, "seed": 1},
     "nothing optional": {"gate": "none", "beta": "none", "state": False, "final": False},
 }
@@ -25,11 +31,23 @@ CHECKED = {
 
 @pytest.mark.skipif(torch.float64 not in TARGET.dtypes, reason="finite differences need float64")
 @pytest.mark.parametrize("options", CHECKED.values(), ids=CHECKED)
-@pytest.mark.parametrize("variant,op,T", (("kda", "chunk", 3), ("gdn", "chunk", 3), ("kda", "recurrent", 2), ("gdn", "recurrent", 2), ("gdn", "chunk", 65)))
+@pytest.mark.parametrize(
+    "variant,op,T",
+    (
+        ("kda", "chunk", 3),
+        ("gdn", "chunk", 3),
+        ("kda", "recurrent", 2),
+        ("gdn", "recurrent", 2),
+        ("gdn", "chunk", 65),
+    ),
+)
 def test_gradients_are_finite_differences(variant, op, T, options):
     if T == 65 and options:
         pytest.skip("one call across a chunk boundary is enough")
-    case = Case(variant, **({"B": 1, "T": T, "H": 1, "HV": 1, "K": 2, "V": 3, "dtype": torch.float64} | options))
+    case = Case(
+        variant,
+        **({"B": 1, "T": T, "H": 1, "HV": 1, "K": 2, "V": 3, "dtype": torch.float64} | options),
+    )
     inputs = case.inputs()
     leaves = {n: x.requires_grad_() for n, x in inputs.items() if x is not None and n in GRADIENTS}
 
@@ -46,15 +64,35 @@ def test_asking_for_some_gradients_gives_the_same_bits_as_asking_for_all(op, cas
     given_inputs = {n for n, x in case.inputs().items() if x is not None}
     need = need & given_inputs or {"v"}
     everything = run(case, op)
-    assert_all_identical(run(case, op, need=need), {n: x for n, x in everything.items() if n in ("o", "final_state") or n[1:] in need})
+    assert_all_identical(
+        run(case, op, need=need),
+        {n: x for n, x in everything.items() if n in ("o", "final_state") or n[1:] in need},
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
 @given(case=cases(final=True))
 def test_incoming_gradients_may_have_any_strides(op, case):
     do, dfinal_state = case.cotangents(TARGET.device)
-    dense = run(case, op, cotangents=(do[..., :1].expand(do.shape).contiguous(), dfinal_state[..., :1].expand(dfinal_state.shape).contiguous()))
-    assert_all_identical(run(case, op, cotangents=(do[..., :1].expand(do.shape), dfinal_state[..., :1].expand(dfinal_state.shape))), dense)
+    dense = run(
+        case,
+        op,
+        cotangents=(
+            do[..., :1].expand(do.shape).contiguous(),
+            dfinal_state[..., :1].expand(dfinal_state.shape).contiguous(),
+        ),
+    )
+    assert_all_identical(
+        run(
+            case,
+            op,
+            cotangents=(
+                do[..., :1].expand(do.shape),
+                dfinal_state[..., :1].expand(dfinal_state.shape),
+            ),
+        ),
+        dense,
+    )
     heads_first = tuple(d.transpose(1, 2).contiguous().transpose(1, 2) for d in (do, dfinal_state))
     assert_all_identical(run(case, op, cotangents=heads_first), run(case, op))
 
@@ -66,7 +104,12 @@ def test_a_sum_s_gradient_has_stride_zero(variant, op):
     inputs = case.inputs(TARGET.device)
     v = inputs["v"].requires_grad_()
     overload(variant, op)(*inputs.values(), **case.flags(op))[0].sum().backward()
-    ones = run(case, op, need=("v",), cotangents=(torch.ones_like(v), torch.zeros_like(case.cotangents(TARGET.device)[1])))
+    ones = run(
+        case,
+        op,
+        need=("v",),
+        cotangents=(torch.ones_like(v), torch.zeros_like(case.cotangents(TARGET.device)[1])),
+    )
     torch.testing.assert_close(v.grad, ones["dv"])
 
 
@@ -77,10 +120,18 @@ def test_an_output_that_is_not_used_has_a_gradient_of_zero(variant, op):
     do, dfinal_state = case.cotangents(TARGET.device)
     for used in (0, 1):
         inputs = case.inputs(TARGET.device)
-        leaves = {n: inputs[n].requires_grad_() for n in ("q", "k", "v", "g", "beta", "initial_state")}
+        leaves = {
+            n: inputs[n].requires_grad_() for n in ("q", "k", "v", "g", "beta", "initial_state")
+        }
         outs = overload(variant, op)(*inputs.values(), **case.flags(op))
-        grads = torch.autograd.grad(outs[used], list(leaves.values()), (do, dfinal_state)[used], allow_unused=True)
-        zeros = (do, torch.zeros_like(dfinal_state)) if used == 0 else (torch.zeros_like(do), dfinal_state)
+        grads = torch.autograd.grad(
+            outs[used], list(leaves.values()), (do, dfinal_state)[used], allow_unused=True
+        )
+        zeros = (
+            (do, torch.zeros_like(dfinal_state))
+            if used == 0
+            else (torch.zeros_like(do), dfinal_state)
+        )
         want = run(case, op, need=leaves, cotangents=zeros)
         for name, d in zip(leaves, grads):
             if d is None:
@@ -97,7 +148,9 @@ def test_a_state_that_was_not_asked_for_and_what_is_kept_have_no_gradient(varian
     o, final_state = overload(variant, "chunk")(*inputs.values(), **case.flags())
     assert o.requires_grad and not final_state.requires_grad and final_state.shape == (0,)
     for keep in (False, True):
-        _, final_state, *kept = overload(variant, "chunk_fwd")(*inputs.values(), **(case.flags() | {"disable_recompute": keep}))
+        _, final_state, *kept = overload(variant, "chunk_fwd")(
+            *inputs.values(), **(case.flags() | {"disable_recompute": keep})
+        )
         assert not any(x.requires_grad for x in (final_state, *kept))
 
 
@@ -138,8 +191,21 @@ def test_the_cases_cover_a_chunk_boundary():
 @pytest.mark.parametrize("logit", (100.0, 1e4, 1e5))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_reset_adds_no_rounding_to_the_gradient_of_A_log(variant, logit):
-    """dA_log sums g dg: where a decay is 0, what cumulated terms leave of dg is rounding, and g is as large as one likes."""
-    case = Case(variant, T=128, K=32, V=32, H=2, HV=2, gate="softplus", l2norm=True, state=False, final=False)
+    """dA_log sums g dg: where a decay is 0, what cumulated terms leave of dg is rounding, and g is
+    as large as one likes.
+    """
+    case = Case(
+        variant,
+        T=128,
+        K=32,
+        V=32,
+        H=2,
+        HV=2,
+        gate="softplus",
+        l2norm=True,
+        state=False,
+        final=False,
+    )
     x, (do, _) = case.inputs(), case.cotangents()
     x["g"][:, ::16] = logit
     x["A_log"].zero_()
@@ -150,8 +216,13 @@ def test_a_reset_adds_no_rounding_to_the_gradient_of_A_log(variant, logit):
     Reference().step(p, o, p.new_final_state())
     (want,) = torch.autograd.grad(o, p.A_log, do.double())
     there = {n: None if t is None else t.to(TARGET.device) for n, t in x.items()}
-    got = run(case, inputs=there, need=("A_log",), cotangents=(do.to(TARGET.device), None))["dA_log"].cpu().double()
-    assert (got - want).norm() < 2e-5 * want.norm()  # five times what rounding by 6e-8 leaves of a sum of 128 x 32 terms
+    got = (
+        run(case, inputs=there, need=("A_log",), cotangents=(do.to(TARGET.device), None))["dA_log"]
+        .cpu()
+        .double()
+    )
+    # five times what rounding by 6e-8 leaves of a sum of 128 x 32 terms
+    assert (got - want).norm() < 2e-5 * want.norm()
 
 
 @pytest.mark.parametrize("op", OPS)

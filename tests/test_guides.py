@@ -13,14 +13,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import checkpoint_policy, context_parallel, export, finetune_transformers, fsdp, recall, serve, train
+from examples import (
+    checkpoint_policy,
+    context_parallel,
+    export,
+    finetune_transformers,
+    fsdp,
+    recall,
+    serve,
+    train,
+)
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_exported_programs_compute_what_the_module_does(capsys):
     off = export.main([])
-    assert set(off) == {"prefill", "packed sequences", "decode, 5 tokens"} and max(off.values()) < 1e-6
+    assert (
+        set(off) == {"prefill", "packed sequences", "decode, 5 tokens"} and max(off.values()) < 1e-6
+    )
     assert "prefill" in capsys.readouterr().out
 
 
@@ -33,12 +44,21 @@ def test_a_policy_spares_the_attention_its_recomputation():
         assert (keep.forwards, recompute.forwards, select.forwards) == (layers, 2 * layers, layers)
         assert recompute.peak < keep.peak and select.peak < keep.peak
         for step in (recompute, select):
-            assert abs(step.loss - keep.loss) <= 1e-5 * keep.loss and abs(step.gradient - keep.gradient) <= 1e-4 * keep.gradient
+            assert (
+                abs(step.loss - keep.loss) <= 1e-5 * keep.loss
+                and abs(step.gradient - keep.gradient) <= 1e-4 * keep.gradient
+            )
 
 
 def test_the_public_operator_alone_is_not_what_a_policy_meets():
-    """SAVE_OPS names `chunk_fwd`, which stands in training graphs; a policy that names `chunk` saves nothing."""
-    assert {torch.ops.kda.chunk_fwd.default, torch.ops.gdn.chunk_fwd.default, torch.ops.kda.chunk.default} <= checkpoint_policy.kda_ops.SAVE_OPS
+    """SAVE_OPS names `chunk_fwd`, which stands in training graphs; a policy that names `chunk`
+    saves nothing.
+    """
+    assert {
+        torch.ops.kda.chunk_fwd.default,
+        torch.ops.gdn.chunk_fwd.default,
+        torch.ops.kda.chunk.default,
+    } <= checkpoint_policy.kda_ops.SAVE_OPS
 
 
 def test_a_model_of_transformers_learns_from_packed_documents(capsys):
@@ -52,14 +72,31 @@ def test_packed_rows_hold_whole_documents():
     row = next(finetune_transformers.rows(700, "cpu"))
     starts = row["cu_seq_lens_q"].tolist()
     assert starts[0] == 0 and starts[-1] == 700 == row["input_ids"].shape[1]
-    assert [i for i, position in enumerate(row["position_ids"][0].tolist()) if position == 0] == starts[:-1]
-    assert all(bytes(row["input_ids"][0, a : a + 4].tolist()) == b"def " for a, b in zip(starts, starts[1:]) if b - a >= 4)
+    assert [
+        i for i, position in enumerate(row["position_ids"][0].tolist()) if position == 0
+    ] == starts[:-1]
+    assert all(
+        bytes(row["input_ids"][0, a : a + 4].tolist()) == b"def "
+        for a, b in zip(starts, starts[1:])
+        if b - a >= 4
+    )
 
 
 def test_fsdp_under_torchrun_trains_as_one_process_does():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/fsdp.py", "--steps", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "examples/fsdp.py",
+        "--steps",
+        "3",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "rows over 2 ranks, heads over 1: a rank holds 61728 of 123456 parameters" in done.stdout
     assert "step 2: loss" in done.stdout and "losses differ by at most" in done.stdout
@@ -86,9 +123,22 @@ def test_a_rank_ends_well_though_gloo_still_lets_go_of_tensors(example, tmp_path
     """As it may be for a moment after the last collective; here, for certain, while Python ends."""
     script, *arguments = example.split()
     (tmp_path / "still_busy.py").write_text(STILL_BUSY)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "still_busy.py")]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        str(tmp_path / "still_busy.py"),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, str(ROOT / "examples" / script), *arguments], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*launcher, str(ROOT / "examples" / script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert "differ" in done.stdout
 
@@ -105,25 +155,36 @@ def test_fsdp_with_heads_on_a_second_dimension_does_too(ranks):
     assert "rows over 2 ranks, heads over 2" in ranks.run(4, fsdp_with_heads)[0]
 
 
-@pytest.mark.parametrize("example, words, said", [
-    (fsdp, "--processes 3", "3 ranks, 1 of them for the heads, cannot share the 8 rows"),
-    (fsdp, "--processes 0", "of which there is at least one"),
-    (fsdp, "--steps 1", "--steps must be at least 2"),
-    (context_parallel, "--processes 0", "there must be a rank"),
-    (context_parallel, "--length 1", "got 1 tokens for 2 ranks"),
-    (train, "--hidden 32 --head-dim 48", "--hidden must be a multiple of --head-dim, got 32 and 48"),
-    (train, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-    (export, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-    (recall, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-    (serve, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-    (finetune_transformers, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-    (recall, "--steps 0", "--steps must be at least 1"),
-    (serve, "--heads 0", "--heads must be at least 1"),
-    (checkpoint_policy, "--layers 0", "--layers must be at least 1"),
-    (finetune_transformers, "--tokens 1", "a row has at least 2 tokens"),
-    (finetune_transformers, "--compare --compile", "--compare times both paths eager: drop --compile"),
-    (train, "--stop 0", "--stop must be at least 1, got 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "example, words, said",
+    [
+        (fsdp, "--processes 3", "3 ranks, 1 of them for the heads, cannot share the 8 rows"),
+        (fsdp, "--processes 0", "of which there is at least one"),
+        (fsdp, "--steps 1", "--steps must be at least 2"),
+        (context_parallel, "--processes 0", "there must be a rank"),
+        (context_parallel, "--length 1", "got 1 tokens for 2 ranks"),
+        (
+            train,
+            "--hidden 32 --head-dim 48",
+            "--hidden must be a multiple of --head-dim, got 32 and 48",
+        ),
+        (train, "--device cuda", "--device cuda: torch finds no CUDA device here"),
+        (export, "--device cuda", "--device cuda: torch finds no CUDA device here"),
+        (recall, "--device cuda", "--device cuda: torch finds no CUDA device here"),
+        (serve, "--device cuda", "--device cuda: torch finds no CUDA device here"),
+        (finetune_transformers, "--device cuda", "--device cuda: torch finds no CUDA device here"),
+        (recall, "--steps 0", "--steps must be at least 1"),
+        (serve, "--heads 0", "--heads must be at least 1"),
+        (checkpoint_policy, "--layers 0", "--layers must be at least 1"),
+        (finetune_transformers, "--tokens 1", "a row has at least 2 tokens"),
+        (
+            finetune_transformers,
+            "--compare --compile",
+            "--compare times both paths eager: drop --compile",
+        ),
+        (train, "--stop 0", "--stop must be at least 1, got 0"),
+    ],
+)
 def test_options_that_make_no_sense_are_refused_in_words(example, words, said, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit):

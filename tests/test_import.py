@@ -14,17 +14,23 @@ CALL = """
     import torch, kda_ops
     q, k, v = (torch.randn(1, 70, 2, 8) for _ in range(3))
     v.requires_grad_()
-    o, state = {call}(q, k, v, -torch.rand(1, 70, 2, 8), torch.rand(1, 70, 2), use_qk_l2norm_in_kernel=True, output_final_state=True)
+    g, beta = -torch.rand(1, 70, 2, 8), torch.rand(1, 70, 2)
+    flags = dict(use_qk_l2norm_in_kernel=True, output_final_state=True)
+    o, state = {call}(q, k, v, g, beta, **flags)
     (o.sum() + state.sum()).backward()
     assert v.grad.abs().sum() > 0
     with torch.inference_mode():
-        kda_ops.recurrent_gdn_(q[:, :1], k[:, :1], v[:, :1].detach(), None, None, torch.zeros(1, 2, 8, 8))
+        token, pool = [x[:, :1].detach() for x in (q, k, v)], torch.zeros(1, 2, 8, 8)
+        kda_ops.recurrent_gdn_(*token, None, None, pool)
     print("right")
 """
 
 
 def test_import_and_calls_work_where_there_is_no_triton():
-    assert python(BLOCK + CALL.format(call="kda_ops.chunk_kda").replace("\n    ", "\n")).stdout == "right\n"
+    assert (
+        python(BLOCK + CALL.format(call="kda_ops.chunk_kda").replace("\n    ", "\n")).stdout
+        == "right\n"
+    )
 
 
 @pytest.mark.parametrize("mode", ("training", "inference"))
@@ -45,7 +51,10 @@ def test_import_pulls_in_nothing_optional():
         import kda_ops
         new = {name.split(".")[0] for name in set(sys.modules) - before}
         print(sorted(new - set(sys.stdlib_module_names)))
-        costly = ("torch._inductor", "torch._dynamo", "torch.utils.flop_counter", "torch.distributed.tensor")
+        costly = (
+            "torch._inductor", "torch._dynamo", "torch.utils.flop_counter",
+            "torch.distributed.tensor",
+        )
         print(sorted(name for name in set(sys.modules) - before if name.startswith(costly)))
         print("triton" in sys.modules)
     """)
@@ -61,13 +70,15 @@ def test_what_is_registered_late_is_registered_in_either_order(first):
 def test_import_registers_every_operator_once():
     out = python("""
         import torch, kda_ops, importlib
-        ops = ("chunk", "chunk_fwd", "chunk_bwd", "recurrent", "recurrent_", "chunk_", "gate", "gate_bwd")
+        ops = "chunk chunk_fwd chunk_bwd recurrent recurrent_ chunk_ gate gate_bwd".split()
+        every = torch._C._dispatch_get_all_op_names()
         for variant in ("kda", "gdn"):
             for op in ops:
                 overload = getattr(getattr(torch.ops, variant), op)
                 assert overload.overloads() == ["default"], overload.overloads()
                 assert torch.Tag.pt2_compliant_tag in overload.default.tags
-            assert {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith(variant + "::")} == set(ops)
+            ours = {n.split("::")[1] for n in every if n.startswith(variant + "::")}
+            assert ours == set(ops)
         import kda_ops
         importlib.import_module("kda_ops.registrations")
         try:
@@ -86,11 +97,14 @@ def test_a_second_copy_is_an_import_error_that_says_so(tmp_path):
         root = pathlib.Path(kda_ops.__file__).parent
         registrations = pathlib.Path(sys.modules["kda_ops.registrations"].__file__).parent
         copy = pathlib.Path(sys.argv[1])
-        shutil.copytree(root, copy / "kda_ops", ignore=shutil.ignore_patterns("__pycache__", "registrations"))
-        shutil.copytree(registrations, copy / "registrations", ignore=shutil.ignore_patterns("__pycache__"))
+        ignore = shutil.ignore_patterns("__pycache__", "registrations")
+        shutil.copytree(root, copy / "kda_ops", ignore=ignore)
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(registrations, copy / "registrations", ignore=ignore)
         for name in [n for n in sys.modules if n.split(".")[0] == "kda_ops"]:
             del sys.modules[name]
-        sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__module__", "") != "kda_ops._checkout"]
+        ours = "kda_ops._checkout"
+        sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__module__", "") != ours]
         sys.path.insert(0, str(copy))
         try:
             import kda_ops
@@ -99,19 +113,30 @@ def test_a_second_copy_is_an_import_error_that_says_so(tmp_path):
         """,
         str(tmp_path),
     )
-    assert out.stdout == "torch.ops.kda.chunk is already registered: two copies of kda_ops are on the path, or another package took the name.\n"
+    assert out.stdout == (
+        "torch.ops.kda.chunk is already registered: two copies of kda_ops are on the path, or "
+        "another package took the name.\n"
+    )
 
 
 def test_a_checkout_that_is_not_installed_runs_its_own_registrations(tmp_path):
     """Not those of the checkout that is."""
     for folder in ("kda_ops", "registrations"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    out = python("import sys; sys.path.insert(0, sys.argv[1]); import kda_ops; print(sys.modules['kda_ops.registrations'].__file__)", str(tmp_path))
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    out = python(
+        "import sys; sys.path.insert(0, sys.argv[1]); import kda_ops; "
+        "print(sys.modules['kda_ops.registrations'].__file__)",
+        str(tmp_path),
+    )
     assert out.stdout == f"{tmp_path / 'registrations' / '__init__.py'}\n"
 
 
 def test_import_costs_less_than_50_ms_over_torch():
-    """In time of the process, at the pace of a quiet machine; the best of a few fresh ones, because a busy machine only ever adds."""
+    """In time of the process, at the pace of a quiet machine; the best of a few fresh ones, because
+    a busy machine only ever adds.
+    """
     script = """
         import time, torch
         start = time.process_time()
@@ -131,9 +156,15 @@ def test_import_costs_less_than_50_ms_over_torch():
 
 def test_an_unknown_cpu_backend_is_an_import_error():
     out = python("import kda_ops", check=False, KDA_OPS_CPU="fast")
-    assert out.returncode and "KDA_OPS_CPU must be 'native', 'reference' or 'triton', got 'fast'" in out.stderr
+    assert (
+        out.returncode
+        and "KDA_OPS_CPU must be 'native', 'reference' or 'triton', got 'fast'" in out.stderr
+    )
 
 
 def test_the_definition_can_serve_a_whole_process():
-    script = CALL.format(call="kda_ops.chunk_kda").replace("\n    ", "\n") + "from kda_ops import dispatch; print(dispatch.backend_name(torch.device('cpu')))\n"
+    script = (
+        CALL.format(call="kda_ops.chunk_kda").replace("\n    ", "\n")
+        + "from kda_ops import dispatch; print(dispatch.backend_name(torch.device('cpu')))\n"
+    )
     assert python(script, KDA_OPS_CPU="reference").stdout == "right\nreference\n"

@@ -22,14 +22,35 @@ def _swapped(case):
 
 
 def _swap_back(results):
-    return {n: x.transpose(-1, -2) if n in ("final_state", "dinitial_state") else x for n, x in results.items()}
+    return {
+        n: x.transpose(-1, -2) if n in ("final_state", "dinitial_state") else x
+        for n, x in results.items()
+    }
 
 
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @given(case=cases(K=24, V=40))
-@example(case=Case(lengths=PACKED, tail=3, H=1, HV=2, K=16, V=40, gate="softplus", beta="sigmoid", l2norm=True))
-@example(case=Case("gdn", lengths=PACKED, tail=3, H=1, HV=2, K=16, V=40, gate="softplus", beta="sigmoid", l2norm=True))
-@example(case=Case(B=2, T=65, K=16, V=16, strides="heads_first"))  # K == V: no shape gives a mistake away
+@example(
+    case=Case(
+        lengths=PACKED, tail=3, H=1, HV=2, K=16, V=40, gate="softplus", beta="sigmoid", l2norm=True
+    )
+)
+@example(
+    case=Case(
+        "gdn",
+        lengths=PACKED,
+        tail=3,
+        H=1,
+        HV=2,
+        K=16,
+        V=40,
+        gate="softplus",
+        beta="sigmoid",
+        l2norm=True,
+    )
+)
+# K == V: no shape gives a mistake away
+@example(case=Case(B=2, T=65, K=16, V=16, strides="heads_first"))
 def test_both_state_layouts_give_the_same_bits_in_output_state_and_every_gradient(op, case):
     other, inputs, cotangents = _swapped(case)
     assert_all_identical(run(case, op), _swap_back(run(other, op, inputs, cotangents=cotangents)))
@@ -39,7 +60,9 @@ def test_both_state_layouts_give_the_same_bits_in_output_state_and_every_gradien
 @given(case=cases(state=True, final=True, strides="contiguous"))
 def test_a_transposed_view_is_the_other_layout(op, case):
     inputs = case.inputs(TARGET.device)
-    inputs["initial_state"] = inputs["initial_state"].transpose(-1, -2).contiguous().transpose(-1, -2)
+    inputs["initial_state"] = (
+        inputs["initial_state"].transpose(-1, -2).contiguous().transpose(-1, -2)
+    )
     assert_all_identical(forward(case, op), forward(case, op, inputs))
 
 
@@ -56,7 +79,9 @@ def test_pools_of_both_layouts_hold_the_same_bits(pool):
 @given(pool=pools())
 def test_a_pool_may_be_a_transposed_view(pool):
     o, state = pool.run()
-    o_view, state_view = pool.run(state=pool.state().transpose(-1, -2).contiguous().transpose(-1, -2))
+    o_view, state_view = pool.run(
+        state=pool.state().transpose(-1, -2).contiguous().transpose(-1, -2)
+    )
     assert_identical(o, o_view, "o")
     assert_identical(state, state_view, "state")
 
@@ -65,5 +90,7 @@ def test_a_pool_may_be_a_transposed_view(pool):
 def test_a_state_that_was_not_asked_for_is_empty_in_both_layouts(variant):
     for transposed in (False, True):
         case = Case(variant, final=False, transposed=transposed)
-        _, final_state = overload(variant, "chunk")(*case.inputs(TARGET.device).values(), **case.flags())
+        _, final_state = overload(variant, "chunk")(
+            *case.inputs(TARGET.device).values(), **case.flags()
+        )
         assert final_state.shape == (0,) and final_state.dtype is torch.float32

@@ -10,7 +10,14 @@ from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import forward, overload, run
 from tests.support.cases import PACKED, Case, cases, replace
-from tests.support.closeness import assert_all_identical, assert_close, assert_identical, assert_meets_budget, oracle, twin
+from tests.support.closeness import (
+    assert_all_identical,
+    assert_close,
+    assert_identical,
+    assert_meets_budget,
+    oracle,
+    twin,
+)
 from tests.support.pools import Pool
 from tests.support.target import TARGET
 
@@ -47,7 +54,11 @@ def test_without_decay_it_is_the_plain_delta_rule(op, case):
 @pytest.mark.parametrize("op", OPS)
 @given(case=cases(gate="zero"))
 def test_no_decay_is_a_decay_of_zero(op, case):
-    got = run(case, op, case.inputs(TARGET.device) | {"g": None}, safe_gate=False) if op == "chunk" else run(case, op, case.inputs(TARGET.device) | {"g": None})
+    got = (
+        run(case, op, case.inputs(TARGET.device) | {"g": None}, safe_gate=False)
+        if op == "chunk"
+        else run(case, op, case.inputs(TARGET.device) | {"g": None})
+    )
     assert_meets_budget(case, op, got)
 
 
@@ -61,7 +72,19 @@ def test_no_beta_is_a_beta_of_one(op, case):
 
 
 @pytest.mark.parametrize("op", OPS)
-@given(case=cases(B=2, lengths=None, beta="given", state=True, final=True, gate="weak", l2norm=False, H=1, HV=1))
+@given(
+    case=cases(
+        B=2,
+        lengths=None,
+        beta="given",
+        state=True,
+        final=True,
+        gate="weak",
+        l2norm=False,
+        H=1,
+        HV=1,
+    )
+)
 def test_a_beta_of_zero_only_decays(op, case):
     inputs = case.inputs(TARGET.device)
     got = forward(case, op, inputs | {"beta": torch.zeros_like(inputs["beta"])})
@@ -69,12 +92,21 @@ def test_a_beta_of_zero_only_decays(op, case):
     decay = decay if case.rank else decay[..., None].expand(*decay.shape, case.K)
     S = inputs["initial_state"].double()
     S = S.mT if case.transposed else S
-    o = torch.einsum("bthk,bthk,bhkv->bthv", inputs["q"].double().expand(decay.shape), decay, S) * (case.K**-0.5 if case.scale is None else case.scale)
+    o = torch.einsum("bthk,bthk,bhkv->bthv", inputs["q"].double().expand(decay.shape), decay, S) * (
+        case.K**-0.5 if case.scale is None else case.scale
+    )
     eps = torch.finfo(case.dtype).eps
-    torch.testing.assert_close(got["o"].double(), o, rtol=8 * eps, atol=8 * eps * o.abs().max().item())
+    torch.testing.assert_close(
+        got["o"].double(), o, rtol=8 * eps, atol=8 * eps * o.abs().max().item()
+    )
     last = (decay[:, -1, :, :, None] * S) if case.T else S
     eps = torch.finfo(case.state_dtype).eps
-    torch.testing.assert_close(got["final_state"].double(), last.mT if case.transposed else last, rtol=64 * eps, atol=8 * eps)
+    torch.testing.assert_close(
+        got["final_state"].double(),
+        last.mT if case.transposed else last,
+        rtol=64 * eps,
+        atol=8 * eps,
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -87,7 +119,11 @@ def test_forgetting_everything_starts_anew(variant, op):
     inputs["g"][:, 70] = -torch.inf
     other = replace(case, seed=9).inputs(TARGET.device)
     changed = {
-        n: x if x is None or n in ("A_log", "dt_bias", "cu_seqlens", "g") else other[n] if n == "initial_state" else torch.cat([other[n][:, :70], x[:, 70:]], 1)
+        n: x
+        if x is None or n in ("A_log", "dt_bias", "cu_seqlens", "g")
+        else other[n]
+        if n == "initial_state"
+        else torch.cat([other[n][:, :70], x[:, 70:]], 1)
         for n, x in inputs.items()
     }
     a, b = forward(case, op, inputs), forward(case, op, changed)
@@ -96,37 +132,73 @@ def test_forgetting_everything_starts_anew(variant, op):
     do, dfinal_state = case.cotangents(TARGET.device)
     do[:, :70] = 0.0
     grads = run(case, op, inputs, cotangents=(do, dfinal_state))
-    assert not grads["dinitial_state"].any() and not grads["dv"][:, :70].any() and not grads["dk"][:, :70].any()
+    assert (
+        not grads["dinitial_state"].any()
+        and not grads["dv"][:, :70].any()
+        and not grads["dk"][:, :70].any()
+    )
     assert all(x.isfinite().all() for x in grads.values())
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     "sizes",
-    ({"B": 0}, {"T": 0}, {"H": 0, "HV": 0}, {"HV": 0}, {"V": 0}, {"B": 0, "T": 0}, {"lengths": ()}, {"lengths": (), "tail": 5}, {"lengths": (0, 0)}),
+    (
+        {"B": 0},
+        {"T": 0},
+        {"H": 0, "HV": 0},
+        {"HV": 0},
+        {"V": 0},
+        {"B": 0, "T": 0},
+        {"lengths": ()},
+        {"lengths": (), "tail": 5},
+        {"lengths": (0, 0)},
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_size_may_be_zero(variant, sizes, op):
     for gate in ("weak", "softplus"):
-        case = Case(variant, **({"B": 2, "T": 65} | sizes), gate=gate, final=True, dtype=TARGET.dtypes[0])
+        case = Case(
+            variant, **({"B": 2, "T": 65} | sizes), gate=gate, final=True, dtype=TARGET.dtypes[0]
+        )
         got, inputs = run(case, op), case.inputs(TARGET.device)
         assert got["o"].shape == inputs["v"].shape and got["final_state"].shape == case.state_shape
         assert not got["o"].any()
         if not case.rows or not case.HV:
-            assert_identical(got["final_state"], inputs["initial_state"], "an empty sequence passes its state through")
-            assert_identical(got["dinitial_state"], case.cotangents(TARGET.device)[1], "and its gradient")
+            assert_identical(
+                got["final_state"],
+                inputs["initial_state"],
+                "an empty sequence passes its state through",
+            )
+            assert_identical(
+                got["dinitial_state"], case.cotangents(TARGET.device)[1], "and its gradient"
+            )
         for name in GRADIENTS:
             assert inputs[name] is None or got["d" + name].shape == inputs[name].shape
             assert name == "initial_state" or inputs[name] is None or not got["d" + name].any()
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
-@pytest.mark.parametrize("sizes", ({"B": 0}, {"T": 0}, {"H": 0, "HV": 0}, {"V": 0}, {"lengths": ()}, {"lengths": (0, 0)}), ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    ({"B": 0}, {"T": 0}, {"H": 0, "HV": 0}, {"V": 0}, {"lengths": ()}, {"lengths": (0, 0)}),
+    ids=str,
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_size_of_a_call_on_a_pool_may_be_zero(variant, sizes, op):
     for indexed in (False, True):
-        pool = Pool(Case(variant, **({"B": 2, "T": 5} | sizes), state=False, final=False, dtype=TARGET.dtypes[0]), op, indexed)
+        pool = Pool(
+            Case(
+                variant,
+                **({"B": 2, "T": 5} | sizes),
+                state=False,
+                final=False,
+                dtype=TARGET.dtypes[0],
+            ),
+            op,
+            indexed,
+        )
         o, state = pool.run()
         assert not o.any()
         assert_identical(state, pool.state(), "the pool")
@@ -139,9 +211,14 @@ def test_tokens_past_the_last_sequence_do_nothing(op, case):
     for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
         if name in got:
             assert not got[name][:, end:].any(), name
-    inputs, other = case.inputs(TARGET.device), replace(case, seed=case.seed + 1).inputs(TARGET.device)
+    inputs, other = (
+        case.inputs(TARGET.device),
+        replace(case, seed=case.seed + 1).inputs(TARGET.device),
+    )
     changed = {
-        n: x if x is None or n in ("A_log", "dt_bias", "cu_seqlens", "initial_state") else torch.cat([x[:, :end], other[n][:, end:]], 1)
+        n: x
+        if x is None or n in ("A_log", "dt_bias", "cu_seqlens", "initial_state")
+        else torch.cat([x[:, :end], other[n][:, end:]], 1)
         for n, x in inputs.items()
     }
     again = run(case, op, changed)

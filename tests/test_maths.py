@@ -1,4 +1,6 @@
-"""MATHS.md is executed: its code blocks run in order, in float64, and each claim in them is checked."""
+"""MATHS.md is executed: its code blocks run in order, in float64, and each claim in them is
+checked.
+"""
 
 import re
 from pathlib import Path
@@ -22,14 +24,20 @@ def inputs():
     torch.manual_seed(0)
     T, C, K, V = 80, 32, 20, 12  # the last chunk has 16 rows
     x = dict(
-        q=torch.randn(T, K), k=torch.nn.functional.normalize(torch.randn(T, K), dim=-1), v=torch.randn(T, V), g=-3 * torch.rand(T, K), beta=torch.rand(T),
+        q=torch.randn(T, K),
+        k=torch.nn.functional.normalize(torch.randn(T, K), dim=-1),
+        v=torch.randn(T, V),
+        g=-3 * torch.rand(T, K),
+        beta=torch.rand(T),
         S_0=torch.randn(K, V),
-    )  # fmt: skip
+    )
     return x, dict(T=T, C=C, K=K, V=V, scale=0.3, do=torch.randn(T, V), dS_T=torch.randn(K, V))
 
 
 def definition(q, k, v, g, beta, S_0, scale):
-    """The recurrence by the reference backend's one token, for autograd; not the code of the document."""
+    """The recurrence by the reference backend's one token, for autograd; not the code of the
+    document.
+    """
     from kda_ops.backends.reference import recur
 
     o, S = [], S_0
@@ -47,8 +55,12 @@ def run_document():
         x, sizes = inputs()
         leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
         o, S = definition(**leaves, scale=sizes["scale"])
-        grads = torch.autograd.grad((o * sizes["do"]).sum() + (S * sizes["dS_T"]).sum(), list(leaves.values()))
-        logits, A_log, bias = (torch.randn(shape, requires_grad=True) for shape in ((50, 6), (), (6,)))
+        grads = torch.autograd.grad(
+            (o * sizes["do"]).sum() + (S * sizes["dS_T"]).sum(), list(leaves.values())
+        )
+        logits, A_log, bias = (
+            torch.randn(shape, requires_grad=True) for shape in ((50, 6), (), (6,))
+        )
         dy = torch.randn(50, 6)
 
         def kda_gate(x, A_log, bias, **words):  # one head of one sequence
@@ -64,18 +76,31 @@ def run_document():
             error = ((got - want).abs().max() / (want.abs().max() + 1e-30)).item()
             claims.append((claim, error if got.shape == want.shape else float("inf")))
 
-        scope = x | sizes | {
-            "torch": torch, "check": check, "by_autograd": dict(zip(leaves, grads)), "kda_gate": kda_gate,
-            "x": logits.detach(), "A_log": A_log.detach(), "bias": bias.detach(), "dy": dy,
-            "gate_by_autograd": {
-                "softplus": by_autograd(-rate * torch.log1p((logits + bias).exp()), of),
-                "bounded": by_autograd(-5 / (1 + (-rate * (logits + bias)).exp()), of),
-            },
-            "norm_by_autograd": by_autograd(logits * (logits.pow(2).sum(-1, keepdim=True) + 1e-6).pow(-0.5), logits)[0],
-        }  # fmt: skip
+        scope = (
+            x
+            | sizes
+            | {
+                "torch": torch,
+                "check": check,
+                "by_autograd": dict(zip(leaves, grads)),
+                "kda_gate": kda_gate,
+                "x": logits.detach(),
+                "A_log": A_log.detach(),
+                "bias": bias.detach(),
+                "dy": dy,
+                "gate_by_autograd": {
+                    "softplus": by_autograd(-rate * torch.log1p((logits + bias).exp()), of),
+                    "bounded": by_autograd(-5 / (1 + (-rate * (logits + bias)).exp()), of),
+                },
+                "norm_by_autograd": by_autograd(
+                    logits * (logits.pow(2).sum(-1, keepdim=True) + 1e-6).pow(-0.5), logits
+                )[0],
+            }
+        )
         with torch.no_grad():
             for line, code in blocks():
-                exec(compile("\n" * line + code, str(DOCUMENT), "exec"), scope)  # line numbers of a traceback are those of the document
+                # line numbers of a traceback are those of the document
+                exec(compile("\n" * line + code, str(DOCUMENT), "exec"), scope)
         return claims, scope
     finally:
         torch.set_default_dtype(default)
@@ -96,7 +121,9 @@ def test_the_document_computes_what_the_operator_computes(document):
     _, scope = document
     x, sizes = inputs_double()
     heads = {n: x[n][None, :, None] for n in ("q", "k", "v", "g", "beta")}
-    o, state = kda_ops.chunk_kda(**heads, initial_state=x["S_0"][None, None], scale=sizes["scale"], output_final_state=True)
+    o, state = kda_ops.chunk_kda(
+        **heads, initial_state=x["S_0"][None, None], scale=sizes["scale"], output_final_state=True
+    )
     assert (o[0, :, 0] - scope["o"]).abs().max() < 1e-10
     assert (state[0, 0] - scope["S_T"]).abs().max() < 1e-10
 

@@ -23,7 +23,10 @@ OPTIONS = [
 
 
 def test_kimi_gates_with_a_sigmoid_and_gated_deltanet_with_a_swish():
-    assert build(KimiDeltaAttention).o_norm.activation == "sigmoid" and build(GatedDeltaNet).o_norm.activation == "swish"
+    assert (
+        build(KimiDeltaAttention).o_norm.activation == "sigmoid"
+        and build(GatedDeltaNet).o_norm.activation == "swish"
+    )
 
 
 @pytest.mark.parametrize("make, options", OPTIONS)
@@ -32,10 +35,14 @@ def test_a_layer_is_its_definition(make, options):
     close(layer(x), torch.stack([by_definition(layer, row) for row in x]))
 
 
-@pytest.mark.parametrize("make, options", [(KimiDeltaAttention, dict(num_v_heads=4)), (GatedDeltaNet, {})])
+@pytest.mark.parametrize(
+    "make, options", [(KimiDeltaAttention, dict(num_v_heads=4)), (GatedDeltaNet, {})]
+)
 def test_gradients_are_those_of_the_definition(make, options):
     layer, x = build(make, **options), rows(1, 20).requires_grad_()
-    for ours, theirs in zip(gradients(layer, layer(x), x), gradients(layer, by_definition(layer, x[0])[None], x)):
+    for ours, theirs in zip(
+        gradients(layer, layer(x), x), gradients(layer, by_definition(layer, x[0])[None], x)
+    ):
         close(ours, theirs)
         assert ours.any()
 
@@ -54,7 +61,10 @@ def test_bfloat16_and_autocast_stay_near_float32(make):
 
 @pytest.mark.parametrize("gated", (False, True))
 def test_the_gated_norm_computes_in_float32(gated):
-    norm, x = GatedRMSNorm(64).bfloat16(), torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    norm, x = (
+        GatedRMSNorm(64).bfloat16(),
+        torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    )
     gate = x.flip(0) if gated else None
     want = norm.float()(x.float(), None if gate is None else gate.float()).bfloat16()
     assert torch.equal(norm.bfloat16()(x, gate), want)
@@ -78,7 +88,8 @@ def test_a_layer_decodes_whose_projections_are_other_modules():
 
 
 def test_a_width_is_whole_up_to_rounding():
-    assert GatedDeltaNet(64, num_heads=1, head_dim=100, expand_v=0.29).head_v_dim == 29  # 28.999999999999996
+    # 28.999999999999996
+    assert GatedDeltaNet(64, num_heads=1, head_dim=100, expand_v=0.29).head_v_dim == 29
 
 
 @pytest.mark.parametrize("make", (KimiDeltaAttention, GatedDeltaNet))
@@ -96,7 +107,11 @@ def test_options_reach_the_layer():
     kda = KimiDeltaAttention(HIDDEN, lower_bound=-2.0, **options)
     gdn = GatedDeltaNet(HIDDEN, use_gate=False, output_gate_activation="sigmoid", **options)
     for layer in (kda, gdn):
-        assert layer.o_norm.eps == 0.5 and layer.allow_neg_eigval and all(getattr(layer, f"{n}_conv1d").bias is not None for n in "qkv")
+        assert (
+            layer.o_norm.eps == 0.5
+            and layer.allow_neg_eigval
+            and all(getattr(layer, f"{n}_conv1d").bias is not None for n in "qkv")
+        )
     assert kda.lower_bound == -2.0 and gdn.g_proj is None and gdn.o_norm.activation == "sigmoid"
 
 

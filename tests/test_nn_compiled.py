@@ -48,7 +48,10 @@ def test_compiled_decode_writes_the_cache_in_place_and_compiles_once(make):
         cache = layer.new_cache(2)
         addresses = [buffer.data_ptr() for buffer in cache.buffers()]
         prompt = layer(x[:, :4], cache=cache)
-        close(torch.cat([prompt, *(compiled(x[:, t : t + 1], cache=cache) for t in range(4, 12))], 1), layer(x))
+        close(
+            torch.cat([prompt, *(compiled(x[:, t : t + 1], cache=cache) for t in range(4, 12))], 1),
+            layer(x),
+        )
         assert addresses == [buffer.data_ptr() for buffer in cache.buffers()]
     assert frames.frame_count == 1
 
@@ -57,7 +60,11 @@ def test_compiled_decode_writes_the_cache_in_place_and_compiles_once(make):
 def test_inductor_decodes_without_copying_the_state(monkeypatch):
     torch._dynamo.reset()
     states, decode = [], recurrent.decode
-    monkeypatch.setattr(recurrent, "decode", lambda rank, args, flags: states.append(args[5].data_ptr()) or decode(rank, args, flags))
+    monkeypatch.setattr(
+        recurrent,
+        "decode",
+        lambda rank, args, flags: states.append(args[5].data_ptr()) or decode(rank, args, flags),
+    )
     layer, x = build(KimiDeltaAttention).float(), rows(2, 3).float()
     compiled, cache = torch.compile(layer, fullgraph=True), layer.new_cache(2)
     y = torch.cat([compiled(x[:, t : t + 1], cache=cache) for t in range(3)], 1)
@@ -70,7 +77,11 @@ def test_inductor_decodes_without_copying_the_state(monkeypatch):
 def test_a_layer_with_offsets_goes_through_transforms(make):
     layer, x, offsets = build(make), rows(1, 10), torch.tensor([0, 4, 10])
     want = layer(x, cu_seqlens=offsets)
-    torch.testing.assert_close(torch.func.functionalize(lambda x, offsets: layer(x, cu_seqlens=offsets))(x, offsets), want)
-    torch.testing.assert_close(torch.func.vmap(lambda x: layer(x, cu_seqlens=offsets))(x[None])[0], want)
+    torch.testing.assert_close(
+        torch.func.functionalize(lambda x, offsets: layer(x, cu_seqlens=offsets))(x, offsets), want
+    )
+    torch.testing.assert_close(
+        torch.func.vmap(lambda x: layer(x, cu_seqlens=offsets))(x[None])[0], want
+    )
     with pytest.raises(ValueError, match="cu_seqlens cannot be mapped by vmap"):
         torch.func.vmap(lambda offsets: layer(x, cu_seqlens=offsets))(offsets[None])

@@ -10,18 +10,43 @@ from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
 from tests.support.layers import HIDDEN
 
 KDA_NAMES = {
-    "q_proj.weight": (16, 32), "k_proj.weight": (16, 32), "v_proj.weight": (64, 32), "q_conv1d.weight": (16, 1, 4), "k_conv1d.weight": (16, 1, 4),
-    "v_conv1d.weight": (64, 1, 4), "f_proj.0.weight": (16, 32), "f_proj.1.weight": (32, 16), "b_proj.weight": (4, 32), "A_log": (4,), "dt_bias": (32,),
-    "g_proj.0.weight": (16, 32), "g_proj.1.weight": (64, 16), "g_proj.1.bias": (64,), "o_norm.weight": (16,), "o_proj.weight": (32, 64),
-}  # fmt: skip
+    "q_proj.weight": (16, 32),
+    "k_proj.weight": (16, 32),
+    "v_proj.weight": (64, 32),
+    "q_conv1d.weight": (16, 1, 4),
+    "k_conv1d.weight": (16, 1, 4),
+    "v_conv1d.weight": (64, 1, 4),
+    "f_proj.0.weight": (16, 32),
+    "f_proj.1.weight": (32, 16),
+    "b_proj.weight": (4, 32),
+    "A_log": (4,),
+    "dt_bias": (32,),
+    "g_proj.0.weight": (16, 32),
+    "g_proj.1.weight": (64, 16),
+    "g_proj.1.bias": (64,),
+    "o_norm.weight": (16,),
+    "o_proj.weight": (32, 64),
+}
 GDN_NAMES = {
-    "q_proj.weight": (16, 32), "k_proj.weight": (16, 32), "v_proj.weight": (64, 32), "q_conv1d.weight": (16, 1, 4), "k_conv1d.weight": (16, 1, 4),
-    "v_conv1d.weight": (64, 1, 4), "a_proj.weight": (4, 32), "b_proj.weight": (4, 32), "A_log": (4,), "dt_bias": (4,), "g_proj.weight": (64, 32),
-    "o_norm.weight": (16,), "o_proj.weight": (32, 64),
-}  # fmt: skip
+    "q_proj.weight": (16, 32),
+    "k_proj.weight": (16, 32),
+    "v_proj.weight": (64, 32),
+    "q_conv1d.weight": (16, 1, 4),
+    "k_conv1d.weight": (16, 1, 4),
+    "v_conv1d.weight": (64, 1, 4),
+    "a_proj.weight": (4, 32),
+    "b_proj.weight": (4, 32),
+    "A_log": (4,),
+    "dt_bias": (4,),
+    "g_proj.weight": (64, 32),
+    "o_norm.weight": (16,),
+    "o_proj.weight": (32, 64),
+}
 
 
-@pytest.mark.parametrize("make, names", [(KimiDeltaAttention, KDA_NAMES), (GatedDeltaNet, GDN_NAMES)])
+@pytest.mark.parametrize(
+    "make, names", [(KimiDeltaAttention, KDA_NAMES), (GatedDeltaNet, GDN_NAMES)]
+)
 def test_parameters_have_the_names_and_shapes_of_published_checkpoints(make, names):
     layer = make(hidden_size=HIDDEN, head_dim=8, num_heads=2, num_v_heads=4, expand_v=2)
     assert {name: tuple(p.shape) for name, p in layer.state_dict().items()} == names
@@ -30,8 +55,22 @@ def test_parameters_have_the_names_and_shapes_of_published_checkpoints(make, nam
 def test_defaults_are_the_published_sizes():
     with torch.device("meta"):
         kda, gdn = KimiDeltaAttention(), GatedDeltaNet()
-    assert (kda.hidden_size, kda.num_heads, kda.num_v_heads, kda.head_k_dim, kda.head_v_dim, kda.conv_size) == (2048, 16, 16, 128, 128, 4)
-    assert (gdn.hidden_size, gdn.num_heads, gdn.num_v_heads, gdn.head_k_dim, gdn.head_v_dim, gdn.conv_size) == (2048, 6, 6, 256, 512, 4)
+    assert (
+        kda.hidden_size,
+        kda.num_heads,
+        kda.num_v_heads,
+        kda.head_k_dim,
+        kda.head_v_dim,
+        kda.conv_size,
+    ) == (2048, 16, 16, 128, 128, 4)
+    assert (
+        gdn.hidden_size,
+        gdn.num_heads,
+        gdn.num_v_heads,
+        gdn.head_k_dim,
+        gdn.head_v_dim,
+        gdn.conv_size,
+    ) == (2048, 6, 6, 256, 512, 4)
 
 
 def has_the_stated_start(layer):
@@ -49,9 +88,19 @@ def has_the_stated_start(layer):
         assert bound * 0.8 < weight.abs().max() <= bound
 
 
-@pytest.mark.parametrize("make, options", [(KimiDeltaAttention, {}), (KimiDeltaAttention, dict(safe_gate=True, lower_bound=-5.0)), (GatedDeltaNet, {})])
+@pytest.mark.parametrize(
+    "make, options",
+    [
+        (KimiDeltaAttention, {}),
+        (KimiDeltaAttention, dict(safe_gate=True, lower_bound=-5.0)),
+        (GatedDeltaNet, {}),
+    ],
+)
 def test_a_layer_starts_alike_built_directly_or_on_the_meta_device(make, options):
-    sizes = dict(hidden_size=HIDDEN, head_dim=8, num_heads=64, expand_v=1, dtype=torch.bfloat16) | options
+    sizes = (
+        dict(hidden_size=HIDDEN, head_dim=8, num_heads=64, expand_v=1, dtype=torch.bfloat16)
+        | options
+    )
     torch.manual_seed(0)
     has_the_stated_start(make(**sizes))
     with torch.device("meta"):

@@ -9,41 +9,145 @@ from kda_ops.nn import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention, ShortCon
 from tests.support.layers import HIDDEN, LAYERS, build, rows
 
 REFUSALS = [
-    (lambda: KimiDeltaAttention(64, num_heads=4, num_v_heads=2), ValueError, "num_v_heads must be a multiple of num_heads = 4"),
-    (lambda: GatedDeltaNet(64, num_heads=4, num_v_heads=6), ValueError, "num_v_heads must be a multiple of num_heads = 4"),
-    (lambda: GatedDeltaNet(64, num_heads=2, head_dim=8, expand_v=1.3), ValueError, "expand_v must make head_dim"),
-    (lambda: KimiDeltaAttention(64, num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
-    (lambda: GatedDeltaNet(64, head_dim=300), ValueError, "head_dim must be at least 1 and at most 256, got 300"),
+    (
+        lambda: KimiDeltaAttention(64, num_heads=4, num_v_heads=2),
+        ValueError,
+        "num_v_heads must be a multiple of num_heads = 4",
+    ),
+    (
+        lambda: GatedDeltaNet(64, num_heads=4, num_v_heads=6),
+        ValueError,
+        "num_v_heads must be a multiple of num_heads = 4",
+    ),
+    (
+        lambda: GatedDeltaNet(64, num_heads=2, head_dim=8, expand_v=1.3),
+        ValueError,
+        "expand_v must make head_dim",
+    ),
+    (
+        lambda: KimiDeltaAttention(64, num_heads=0),
+        ValueError,
+        "num_heads must be at least 1, got 0",
+    ),
+    (
+        lambda: GatedDeltaNet(64, head_dim=300),
+        ValueError,
+        "head_dim must be at least 1 and at most 256, got 300",
+    ),
     (lambda: KimiDeltaAttention(64, safe_gate=True), ValueError, "pass lower_bound"),
-    (lambda: GatedDeltaNet(64, head_dim=8, conv_size=0), ValueError, "conv_size must be at least 1, got 0"),
-    (lambda: GatedDeltaNet(64, head_dim=8).new_cache(-1), ValueError, "num_sequences must be at least 0, got -1"),
-    (lambda: KimiDeltaAttention(64, lower_bound=1.0), ValueError, "lower_bound must be a finite number below 0"),
+    (
+        lambda: GatedDeltaNet(64, head_dim=8, conv_size=0),
+        ValueError,
+        "conv_size must be at least 1, got 0",
+    ),
+    (
+        lambda: GatedDeltaNet(64, head_dim=8).new_cache(-1),
+        ValueError,
+        "num_sequences must be at least 0, got -1",
+    ),
+    (
+        lambda: KimiDeltaAttention(64, lower_bound=1.0),
+        ValueError,
+        "lower_bound must be a finite number below 0",
+    ),
     (lambda: KimiDeltaAttention(64, conv_size=0), ValueError, "size must be at least 1"),
     (lambda: GatedRMSNorm(8, activation="relu"), ValueError, "activation must be one of"),
-    (lambda: GatedDeltaNet(64, output_gate_activation="relu"), ValueError, "activation must be one of"),
-    (lambda: build(GatedDeltaNet)(rows(2, 5)[..., :-1]), ValueError, "x must have shape [B, T, hidden_size] = [B, T, 32], got [2, 5, 31]"),
-    (lambda: build(GatedDeltaNet)(rows(2, 5), attention_mask=torch.ones(2, 4)), ValueError, "attention_mask must have shape [B, T] = [2, 5]"),
-    (lambda: build(GatedDeltaNet)(rows(2, 5), attention_mask=torch.ones(2, 1, 5, 5)), ValueError, "attention_mask must have shape [B, T] = [2, 5]"),
-    (lambda: build(GatedDeltaNet)(rows(2, 5), cu_seqlens=torch.tensor([0, 5])), ValueError, "needs B == 1, got B = 2: reshape x and"),
-    (lambda: build(GatedDeltaNet)(rows(1, 5), cu_seqlens=[0, 5]), TypeError, "cu_seqlens must be an int32 or int64 tensor of shape [N + 1], got list"),
-    (lambda: build(GatedDeltaNet)(rows(1, 5), [[1] * 5]), TypeError, "attention_mask must be a tensor of shape [B, T], got list"),
-    (lambda: ShortConvolution(4)(torch.ones(2, 5, 4), torch.ones(2, 2, 4)), ValueError, "tail must have shape [N, size - 1, D] = [2, 3, 4], got [2, 2, 4]"),
-    (lambda: build(GatedDeltaNet)(rows(1, 5), cache={}), TypeError, "cache must be a kda_ops.nn.Cache, got dict: make it with new_cache(1)"),
-    (lambda: GatedRMSNorm(4)(torch.ones(2, 1)), ValueError, "x must have shape [..., V] = [..., 4], got [2, 1]"),
-    (lambda: GatedRMSNorm(4)(torch.ones(2, 3, 4), torch.ones(3, 1)), ValueError, "gate must have the shape of x, [2, 3, 4], got [3, 1]"),
-    (lambda: ShortConvolution(4)(torch.ones(2, 5, 1)), ValueError, "x must have shape [B, T, D] = [B, T, 4], got [2, 5, 1]"),
-    (lambda: build(GatedDeltaNet)(rows(1, 5), cu_seqlens=torch.tensor([[0, 5]])), ValueError, "cu_seqlens must have shape [N + 1]"),
-    (lambda: build(GatedDeltaNet)(rows(1, 5), torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5])), ValueError, "pass one of them"),
-    (lambda: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet).new_cache(2)), ValueError, "make it with new_cache(1)"),
+    (
+        lambda: GatedDeltaNet(64, output_gate_activation="relu"),
+        ValueError,
+        "activation must be one of",
+    ),
+    (
+        lambda: build(GatedDeltaNet)(rows(2, 5)[..., :-1]),
+        ValueError,
+        "x must have shape [B, T, hidden_size] = [B, T, 32], got [2, 5, 31]",
+    ),
+    (
+        lambda: build(GatedDeltaNet)(rows(2, 5), attention_mask=torch.ones(2, 4)),
+        ValueError,
+        "attention_mask must have shape [B, T] = [2, 5]",
+    ),
+    (
+        lambda: build(GatedDeltaNet)(rows(2, 5), attention_mask=torch.ones(2, 1, 5, 5)),
+        ValueError,
+        "attention_mask must have shape [B, T] = [2, 5]",
+    ),
+    (
+        lambda: build(GatedDeltaNet)(rows(2, 5), cu_seqlens=torch.tensor([0, 5])),
+        ValueError,
+        "needs B == 1, got B = 2: reshape x and",
+    ),
+    (
+        lambda: build(GatedDeltaNet)(rows(1, 5), cu_seqlens=[0, 5]),
+        TypeError,
+        "cu_seqlens must be an int32 or int64 tensor of shape [N + 1], got list",
+    ),
+    (
+        lambda: build(GatedDeltaNet)(rows(1, 5), [[1] * 5]),
+        TypeError,
+        "attention_mask must be a tensor of shape [B, T], got list",
+    ),
+    (
+        lambda: ShortConvolution(4)(torch.ones(2, 5, 4), torch.ones(2, 2, 4)),
+        ValueError,
+        "tail must have shape [N, size - 1, D] = [2, 3, 4], got [2, 2, 4]",
+    ),
+    (
+        lambda: build(GatedDeltaNet)(rows(1, 5), cache={}),
+        TypeError,
+        "cache must be a kda_ops.nn.Cache, got dict: make it with new_cache(1)",
+    ),
+    (
+        lambda: GatedRMSNorm(4)(torch.ones(2, 1)),
+        ValueError,
+        "x must have shape [..., V] = [..., 4], got [2, 1]",
+    ),
+    (
+        lambda: GatedRMSNorm(4)(torch.ones(2, 3, 4), torch.ones(3, 1)),
+        ValueError,
+        "gate must have the shape of x, [2, 3, 4], got [3, 1]",
+    ),
+    (
+        lambda: ShortConvolution(4)(torch.ones(2, 5, 1)),
+        ValueError,
+        "x must have shape [B, T, D] = [B, T, 4], got [2, 5, 1]",
+    ),
+    (
+        lambda: build(GatedDeltaNet)(rows(1, 5), cu_seqlens=torch.tensor([[0, 5]])),
+        ValueError,
+        "cu_seqlens must have shape [N + 1]",
+    ),
+    (
+        lambda: build(GatedDeltaNet)(rows(1, 5), torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5])),
+        ValueError,
+        "pass one of them",
+    ),
+    (
+        lambda: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet).new_cache(2)),
+        ValueError,
+        "make it with new_cache(1)",
+    ),
     *(
         (
-            lambda o=other: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet, **o).new_cache(1)),
+            lambda o=other: build(GatedDeltaNet)(
+                rows(1, 5), cache=build(GatedDeltaNet, **o).new_cache(1)
+            ),
             ValueError,
             "cache must hold a state and convolution tails of shapes",
         )
-        for other in (dict(use_short_conv=False), dict(conv_size=6), dict(conv_size=3), dict(num_v_heads=4), dict(head_dim=16))
+        for other in (
+            dict(use_short_conv=False),
+            dict(conv_size=6),
+            dict(conv_size=3),
+            dict(num_v_heads=4),
+            dict(head_dim=16),
+        )
     ),
-    (lambda: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet).new_cache(1)), RuntimeError, "call the layer under torch.no_grad()"),
+    (
+        lambda: build(GatedDeltaNet)(rows(1, 5), cache=build(GatedDeltaNet).new_cache(1)),
+        RuntimeError,
+        "call the layer under torch.no_grad()",
+    ),
 ]
 
 
@@ -53,7 +157,9 @@ def test_a_wrong_call_is_refused_in_words(call, error, words):
         call()
 
 
-@pytest.mark.parametrize("offsets", ([0, 4, 2, 5], [1, 2, 4, 5], [0, 1, 2, 12], [0.0, 1.0, 2.0, 5.0]), ids=str)
+@pytest.mark.parametrize(
+    "offsets", ([0, 4, 2, 5], [1, 2, 4, 5], [0, 1, 2, 12], [0.0, 1.0, 2.0, 5.0]), ids=str
+)
 @pytest.mark.parametrize("make", LAYERS)
 @torch.no_grad()
 def test_a_call_refused_for_its_offsets_or_dtype_leaves_the_cache_as_it_was(make, offsets):
@@ -62,13 +168,20 @@ def test_a_call_refused_for_its_offsets_or_dtype_leaves_the_cache_as_it_was(make
     with pytest.raises((TypeError, ValueError), match="^cu_seqlens must"):
         layer(rows(1, 5), cache=cache, cu_seqlens=torch.tensor(offsets))
     half = layer.new_cache(1).half()
-    with pytest.raises(TypeError, match=r"^cache must hold states of torch.float64 on .*, got torch.float16 on"):
+    with pytest.raises(
+        TypeError, match=r"^cache must hold states of torch.float64 on .*, got torch.float16 on"
+    ):
         layer(rows(1, 5), cache=half)
     other, whole = layer.new_cache(1), layer.new_cache(1)
     other.v_conv, whole.k_conv = other.v_conv.repeat(2, 1, 1), whole.k_conv.long()
-    with pytest.raises(ValueError, match="^cache must hold a state and convolution tails of shapes"):
+    with pytest.raises(
+        ValueError, match="^cache must hold a state and convolution tails of shapes"
+    ):
         layer(rows(1, 5), cache=other)
-    with pytest.raises(TypeError, match="^cache must hold convolution tails of torch.float64 on .*, got torch.int64 on"):
+    with pytest.raises(
+        TypeError,
+        match="^cache must hold convolution tails of torch.float64 on .*, got torch.int64 on",
+    ):
         layer(rows(1, 5), cache=whole)
     assert not any(x.any() for c in (cache, half, other, whole) for x in c.buffers())
 
@@ -77,7 +190,9 @@ def test_a_call_refused_for_its_offsets_or_dtype_leaves_the_cache_as_it_was(make
 def test_offsets_past_the_row_are_refused_by_compiled_layers_too():
     layer = build(GatedDeltaNet)
     compiled, cache = torch.compile(layer, fullgraph=True, backend="aot_eager"), layer.new_cache(2)
-    with pytest.raises(ValueError, match="^cu_seqlens must start at 0, never decrease and end at or before T = 10"):
+    with pytest.raises(
+        ValueError, match="^cu_seqlens must start at 0, never decrease and end at or before T = 10"
+    ):
         compiled(rows(1, 10), cache=cache, cu_seqlens=torch.tensor([0, 4, 12]))
 
 

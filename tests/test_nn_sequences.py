@@ -31,7 +31,9 @@ def test_token_by_token_decode_equals_one_forward(make, options, prompt):
 def test_prefill_in_pieces_equals_one_forward(make, options):
     layer, x = build(make, **options), rows(2, 70)
     cache = layer.new_cache(2)
-    close(torch.cat([layer(part, cache=cache) for part in x.split([2, 40, 1, 3, 24], 1)], 1), layer(x))
+    close(
+        torch.cat([layer(part, cache=cache) for part in x.split([2, 40, 1, 3, 24], 1)], 1), layer(x)
+    )
 
 
 @torch.no_grad()
@@ -74,7 +76,10 @@ def test_a_growing_mask_counts_by_its_last_columns(make):
     for cache in (with_mask, without):
         layer(x[:, :10], attention_mask=mask[:, :10], cache=cache)
     for t in (10, 11):
-        close(layer(x[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=with_mask), layer(x[:, t : t + 1], cache=without))
+        close(
+            layer(x[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=with_mask),
+            layer(x[:, t : t + 1], cache=without),
+        )
 
 
 @torch.no_grad()
@@ -124,7 +129,11 @@ def test_packed_sequences_carry_their_caches(make):
     x, packed, dense = rows(8, 2 * longest), layer.new_cache(8), layer.new_cache(1)
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
     for start in (0, longest):
-        y = layer(torch.cat([x[n, start : start + m] for n, m in enumerate(LENGTHS)])[None], cache=packed, cu_seqlens=offsets)
+        y = layer(
+            torch.cat([x[n, start : start + m] for n, m in enumerate(LENGTHS)])[None],
+            cache=packed,
+            cu_seqlens=offsets,
+        )
     for n, m in enumerate(LENGTHS):
         dense.reset()
         alone = [layer(x[n : n + 1, start : start + m], cache=dense) for start in (0, longest)]
@@ -159,10 +168,16 @@ def test_a_cache_travels_by_state_dict():
 @variants
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_keeps_its_state_in_float32_as_v_by_k(make, dtype):
-    cache = make(hidden_size=HIDDEN, head_dim=8, num_heads=2, num_v_heads=4, expand_v=2, dtype=dtype).new_cache(3)
+    cache = make(
+        hidden_size=HIDDEN, head_dim=8, num_heads=2, num_v_heads=4, expand_v=2, dtype=dtype
+    ).new_cache(3)
     assert cache.state.shape == (3, 4, 16, 8) and cache.state.dtype is torch.float32
     assert cache.v_conv.shape == (3, 3, 64) and cache.v_conv.dtype is dtype
 
 
 def test_no_tokens_with_a_longer_mask():
-    assert build(GatedDeltaNet)(rows(2, 5)[:, :0], attention_mask=torch.ones(2, 3)).shape == (2, 0, HIDDEN)
+    assert build(GatedDeltaNet)(rows(2, 5)[:, :0], attention_mask=torch.ones(2, 3)).shape == (
+        2,
+        0,
+        HIDDEN,
+    )

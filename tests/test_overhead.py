@@ -1,4 +1,6 @@
-"""A call costs little above its computation; `tests/overhead.py` prints the figure, whose target is 20 microseconds."""
+"""A call costs little above its computation; `tests/overhead.py` prints the figure, whose target is
+20 microseconds.
+"""
 
 import re
 
@@ -9,7 +11,9 @@ from tests.support.fresh import python
 
 @pytest.mark.parametrize("variant", ("gdn", "kda"))
 def test_dispatch_and_validation_of_a_decode_step_take_microseconds(variant):
-    """Twice the target as a guard, at the pace of a quiet machine: a busy or slow one must not fail this, a host-side slip of the usual size must."""
+    """Twice the target as a guard, at the pace of a quiet machine: a busy or slow one must not fail
+    this, a host-side slip of the usual size must.
+    """
     script = f"""
         import sys
         from tests import overhead

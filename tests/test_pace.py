@@ -9,7 +9,8 @@ from tests.support.pace import SECONDS, slower
 
 
 def test_a_machine_at_a_third_of_the_speed_gets_three_times_as_long():
-    times = itertools.accumulate(itertools.cycle((0.0, 0.006, 0.0, 0.009)))  # the best of several counts
+    # the best of several counts
+    times = itertools.accumulate(itertools.cycle((0.0, 0.006, 0.0, 0.009)))
     assert slower(lambda: None, 0.002, lambda: next(times)) == pytest.approx(3)
 
 
@@ -19,6 +20,9 @@ def test_a_quick_machine_gets_no_less():
 
 
 def test_other_processes_are_not_counted():
-    script = "import time; from tests.support.pace import slower, interpreted; print(slower(lambda: (interpreted(), time.sleep(0.02))), slower())"
+    script = (
+        "import time; from tests.support.pace import slower, interpreted; print(slower(lambda: "
+        "(interpreted(), time.sleep(0.02))), slower())"
+    )
     asleep, awake = map(float, python(script).stdout.split())
     assert asleep < awake + 0.02 / SECONDS / 2

@@ -17,7 +17,15 @@ def inputs(op, T=70):
     gen = torch.Generator().manual_seed(0)
     q, k, v, g = (torch.randn(1, T, 2, 8, generator=gen) for _ in range(4))
     rank = 1 if "kda" in op.__name__ else 0
-    x = [q, k, v, g if rank else g[..., 0].clone(), torch.randn(1, T, 2, generator=gen), torch.zeros(2), torch.zeros(2, 8) if rank else torch.zeros(2)]
+    x = [
+        q,
+        k,
+        v,
+        g if rank else g[..., 0].clone(),
+        torch.randn(1, T, 2, generator=gen),
+        torch.zeros(2),
+        torch.zeros(2, 8) if rank else torch.zeros(2),
+    ]
     return [t.to(TARGET.device) for t in x]
 
 
@@ -61,20 +69,32 @@ def test_float64_calls_compute_everything_in_float64():
 @FLOAT64
 def test_a_float64_state_outlives_decays_that_float32_cannot_hold():
     q, k, v = (torch.randn(1, 64, 1, 8, dtype=torch.float64) for _ in range(3))
-    g, state = torch.full((1, 64, 1, 8), -2.0, dtype=torch.float64), torch.full((1, 1, 8, 8), 1e60, dtype=torch.float64)
+    g, state = (
+        torch.full((1, 64, 1, 8), -2.0, dtype=torch.float64),
+        torch.full((1, 1, 8, 8), 1e60, dtype=torch.float64),
+    )
     flags = dict(initial_state=state, use_qk_l2norm_in_kernel=True, output_final_state=True)
-    torch.testing.assert_close(kda_ops.chunk_kda(q, k, v, g, None, **flags)[1], kda_ops.recurrent_kda(q, k, v, g, None, **flags)[1], rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        kda_ops.chunk_kda(q, k, v, g, None, **flags)[1],
+        kda_ops.recurrent_kda(q, k, v, g, None, **flags)[1],
+        rtol=1e-9,
+        atol=0,
+    )
 
 
 def test_a_pool_that_overlaps_itself_is_refused():
     q, k, v = (torch.randn(3, 1, 1, 8, device=TARGET.device) for _ in range(3))
     with pytest.raises(ValueError, match="state must not overlap itself"):
-        kda_ops.recurrent_kda_(q, k, v, None, None, torch.zeros(1, 1, 8, 8, device=TARGET.device).expand(3, 1, 8, 8))
+        kda_ops.recurrent_kda_(
+            q, k, v, None, None, torch.zeros(1, 1, 8, 8, device=TARGET.device).expand(3, 1, 8, 8)
+        )
 
 
 def test_mapping_over_nothing_gives_nothing():
     q, k, v = (torch.randn(1, 70, 2, 8, device=TARGET.device) for _ in range(3))
-    assert torch.vmap(lambda q: kda_ops.chunk_kda(q, k, v, None, None)[0])(torch.randn(0, 1, 70, 2, 8, device=TARGET.device)).shape == (0, 1, 70, 2, 8)
+    assert torch.vmap(lambda q: kda_ops.chunk_kda(q, k, v, None, None)[0])(
+        torch.randn(0, 1, 70, 2, 8, device=TARGET.device)
+    ).shape == (0, 1, 70, 2, 8)
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
@@ -86,5 +106,7 @@ def test_gradients_of_no_samples_have_the_shapes_of_samples(variant):
         o, final_state = overload(variant, "chunk")(**dict(zip(x, args)), **case.flags())
         return o.sum() + final_state.sum()
 
-    grads = torch.func.vmap(torch.func.grad(loss, tuple(range(len(x)))))(*(t.new_empty((0, *t.shape)) for t in x.values()))
+    grads = torch.func.vmap(torch.func.grad(loss, tuple(range(len(x)))))(
+        *(t.new_empty((0, *t.shape)) for t in x.values())
+    )
     assert [g.shape for g in grads] == [(0, *t.shape) for t in x.values()]

@@ -1,4 +1,6 @@
-"""Layers that several processes share, over tokens, heads or rows, against one process: outputs and the gradient of every parameter."""
+"""Layers that several processes share, over tokens, heads or rows, against one process: outputs and
+the gradient of every parameter.
+"""
 
 import math
 from itertools import accumulate
@@ -70,10 +72,13 @@ def assert_same(got, want, bound=1e-10):
 
 def joined(parts, axis):
     """Tokens or rows of all ranks side by side, gradients of parameters summed."""
-    return {n: torch.cat([p[n] for p in parts], axis) if n in ("y", "dx") else sum(p[n] for p in parts) for n in parts[0]}
+    return {
+        n: torch.cat([p[n] for p in parts], axis) if n in ("y", "dx") else sum(p[n] for p in parts)
+        for n in parts[0]
+    }
 
 
-# --- tokens ---------------------------------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------
 
 
 def over_tokens(groups, size, variant, options, cuts, B, lengths, how):
@@ -90,14 +95,18 @@ def over_tokens(groups, size, variant, options, cuts, B, lengths, how):
 
 
 @variants
-@pytest.mark.parametrize("size,cuts,lengths,options", [
-    (2, (0, 17, T), None, PLAIN),
-    (2, (0, 17, T), (3, 20, 0, 5), GROUPED),  # two tokens past the last offset
-    (3, (0, 1, 3, T), None, GROUPED),  # shards shorter than what the convolutions read
-    (3, (0, 12, 12, T), (11, 19), PLAIN),  # an empty shard
-    (3, (0, 10, 20, T), (4, 26), PLAIN | dict(use_short_conv=False)),
-    (2, (0, 10, T), None, PLAIN | dict(conv_size=1)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "size,cuts,lengths,options",
+    [
+        (2, (0, 17, T), None, PLAIN),
+        (2, (0, 17, T), (3, 20, 0, 5), GROUPED),  # two tokens past the last offset
+        (3, (0, 1, 3, T), None, GROUPED),  # shards shorter than what the convolutions read
+        (3, (0, 12, 12, T), (11, 19), PLAIN),  # an empty shard
+        (3, (0, 10, 20, T), (4, 26), PLAIN | dict(use_short_conv=False)),
+        (2, (0, 10, T), None, PLAIN | dict(conv_size=1)),
+    ],
+    ids=str,
+)
 def test_a_layer_across_ranks_is_the_layer(ranks, variant, size, cuts, lengths, options):
     B = 2 if lengths is None else 1
     parts = ranks.run(size, over_tokens, size, variant, options, cuts, B, lengths, "group")
@@ -134,16 +143,24 @@ def change(fault, layer, x, arguments):
 
 
 TOLD = {
-    "hidden": "rank 1 of the group refused its call: x must have shape [B, T, hidden_size]", "rows": f"x is torch.float64 [1, T, {HIDDEN}] on rank 0",
-    "dtype": f"torch.float32 [1, T, {HIDDEN}] on rank 1", "offsets": "cu_seqlens is None on rank 0, [0, 3, 23] on rank 1",
-    "variant": "layer is KimiDeltaAttention on rank 0, GatedDeltaNet on rank 1", "heads": "num_heads is 2 on rank 0, 3 on rank 1",
-    "frozen input": "a gradient of x wanted is True on rank 0, False on rank 1", "frozen": "a gradient wanted is True on rank 0, False on rank 1",
-    "mask": "rank 1 of the group refused its call: attention_mask: padding is not skipped across ranks",
-}  # fmt: skip
+    "hidden": "rank 1 of the group refused its call: x must have shape [B, T, hidden_size]",
+    "rows": f"x is torch.float64 [1, T, {HIDDEN}] on rank 0",
+    "dtype": f"torch.float32 [1, T, {HIDDEN}] on rank 1",
+    "offsets": "cu_seqlens is None on rank 0, [0, 3, 23] on rank 1",
+    "variant": "layer is KimiDeltaAttention on rank 0, GatedDeltaNet on rank 1",
+    "heads": "num_heads is 2 on rank 0, 3 on rank 1",
+    "frozen input": "a gradient of x wanted is True on rank 0, False on rank 1",
+    "frozen": "a gradient wanted is True on rank 0, False on rank 1",
+    "mask": (
+        "rank 1 of the group refused its call: attention_mask: padding is not skipped across ranks"
+    ),
+}
 
 
 def odd_one_out(groups, size):
-    """What each rank is told of each fault of rank 1; after each, a right call, to see that the group still works."""
+    """What each rank is told of each fault of rank 1; after each, a right call, to see that the
+    group still works.
+    """
     group, rank, told = groups[size], dist.get_rank(groups[size]), {}
     for fault in TOLD:
         layer, (x, weight) = build("kda", PLAIN), batch()
@@ -154,7 +171,12 @@ def odd_one_out(groups, size):
             layer(x, **arguments)
         except (ValueError, TypeError) as error:
             told[fault] = str(error)
-        step(build("kda", PLAIN), x.detach().double()[:1, :, :1].expand(1, 10, HIDDEN), weight[:, :10], group=group)
+        step(
+            build("kda", PLAIN),
+            x.detach().double()[:1, :, :1].expand(1, 10, HIDDEN),
+            weight[:, :10],
+            group=group,
+        )
     return told
 
 
@@ -166,7 +188,9 @@ def test_every_rank_is_told_what_differs(ranks):
 
 
 def two_groups(groups, size):
-    """Ranks 0 and 1 pass a group of their own; 2 and 3 the group of four, whose timeout is two seconds."""
+    """Ranks 0 and 1 pass a group of their own; 2 and 3 the group of four, whose timeout is two
+    seconds.
+    """
     layer, (x, _) = build("kda", PLAIN), batch()
     try:
         layer(x, group=groups["lower half" if dist.get_rank() < 2 else "impatient"])
@@ -177,30 +201,47 @@ def two_groups(groups, size):
 def test_a_rank_with_another_group_is_not_waited_for_forever(ranks):
     first, second, third, fourth = ranks.run(4, two_groups, 4)
     assert first is None and second is None
-    assert "KimiDeltaAttention: rank 2 waited in vain for the other 3 ranks" in third and "rank 3 waited in vain" in fourth
+    assert (
+        "KimiDeltaAttention: rank 2 waited in vain for the other 3 ranks" in third
+        and "rank 3 waited in vain" in fourth
+    )
 
 
 def test_a_cache_belongs_to_one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         layer = build("kda", PLAIN)
-        with torch.no_grad(), pytest.raises(ValueError, match="cache: across ranks a layer neither reads nor fills one"):
+        with (
+            torch.no_grad(),
+            pytest.raises(
+                ValueError, match="cache: across ranks a layer neither reads nor fills one"
+            ),
+        ):
             layer(next(batch()), cache=layer.new_cache(1), group=dist.group.WORLD)
     finally:
         dist.destroy_process_group()
 
 
-# --- heads ----------------------------------------------------------------------------------------------------------------------
+# --- heads ----------------------------------------------------------------------------------------
 
 
 def over_heads(groups, size, variant, options, how):
-    """A step of a layer whose heads lie on two ranks; x is whole on both, or, with sequence parallelism, cut."""
+    """A step of a layer whose heads lie on two ranks; x is whole on both, or, with sequence
+    parallelism, cut.
+    """
     mesh, rank = mesh_of(groups[size]), dist.get_rank(groups[size])
-    layouts = dict(input_layouts=Shard(1), output_layouts=Shard(1)) if how == "sequence parallel" else {}
+    layouts = (
+        dict(input_layouts=Shard(1), output_layouts=Shard(1)) if how == "sequence parallel" else {}
+    )
     layer = parallelize_module(build(variant, options), mesh, HeadParallel(**layouts))
     frozen = parallelize_module(build(variant, options).requires_grad_(False), mesh, HeadParallel())
-    assert all(p.requires_grad for p in layer.parameters()) and not any(p.requires_grad for p in frozen.parameters())
-    assert layer.A_log._no_weight_decay and layer.A_log.to_local().shape[0] == layer.num_v_heads // size
+    assert all(p.requires_grad for p in layer.parameters()) and not any(
+        p.requires_grad for p in frozen.parameters()
+    )
+    assert (
+        layer.A_log._no_weight_decay
+        and layer.A_log.to_local().shape[0] == layer.num_v_heads // size
+    )
     B, arguments = 2, {}
     if how == "packed":
         B, arguments = 1, {"cu_seqlens": offsets((3, 20, 0, 5))}
@@ -225,7 +266,13 @@ def test_a_layer_with_heads_on_two_ranks_is_the_layer(ranks, variant, how):
         parts = [p | {n: torch.cat([q[n] for q in parts], 1) for n in ("y", "dx")} for p in parts]
     layer, (x, weight) = build(variant, options), batch(1 if how == "packed" else 2)
     mask = (torch.arange(T) >= torch.tensor([[7], [0]])).double() if how == "padded" else None
-    want = step(layer, x, weight, cu_seqlens=offsets((3, 20, 0, 5)) if how == "packed" else None, attention_mask=mask)
+    want = step(
+        layer,
+        x,
+        weight,
+        cu_seqlens=offsets((3, 20, 0, 5)) if how == "packed" else None,
+        attention_mask=mask,
+    )
     for part in parts:
         assert_same(part, want)
 
@@ -238,7 +285,10 @@ def decode(groups, size):
     with torch.no_grad():
         cache = layer.new_cache(2)
         assert cache.state.shape[1] == 2
-        parts = [layer(x[:, :25], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in range(25, T))]
+        parts = [
+            layer(x[:, :25], cache=cache),
+            *(layer(x[:, t : t + 1], cache=cache) for t in range(25, T)),
+        ]
         return torch.cat(parts, 1)
 
 
@@ -251,7 +301,10 @@ def test_a_cache_holds_the_heads_of_its_rank(ranks):
 
 def wrong_plans(groups, size):
     mesh = mesh_of(groups[size])
-    for module, kind in ((build("kda", PLAIN | dict(num_heads=3)), ValueError), (nn.Linear(2, 2), TypeError)):
+    for module, kind in (
+        (build("kda", PLAIN | dict(num_heads=3)), ValueError),
+        (nn.Linear(2, 2), TypeError),
+    ):
         with pytest.raises(kind, match="HeadParallel"):
             parallelize_module(module, mesh, HeadParallel())
 
@@ -260,7 +313,7 @@ def test_heads_that_do_not_divide_are_refused(ranks):
     ranks.run(2, wrong_plans, 2)
 
 
-# --- rows, heads and tokens on the dimensions of one mesh -----------------------------------------------------------------------
+# --- rows, heads and tokens on the dimensions of one mesh -----------------------------------------
 
 
 class Block(nn.Module):
@@ -290,14 +343,21 @@ def trained(model, x, weight, mesh=None, group=None):
 
 
 def over_a_mesh(groups, sizes, names):
-    """Rows on "dp" by FSDP2, tokens on "cp", heads on "tp"; the rest of the model is sharded by FSDP2 and whole on "tp"."""
+    """Rows on "dp" by FSDP2, tokens on "cp", heads on "tp"; the rest of the model is sharded by
+    FSDP2 and whole on "tp".
+    """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     torch.manual_seed(0)
     model, (x, weight) = Block(), batch(2)
     if "tp" in names:
-        plan = {"kda": HeadParallel(), "gdn": HeadParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        plan = {
+            "kda": HeadParallel(),
+            "gdn": HeadParallel(),
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
+        }
         model = parallelize_module(model, mesh["tp"], plan)
     replicas = [n for n in names if n != "tp"]
     data = mesh[tuple(replicas)]._flatten("data") if len(replicas) > 1 else mesh[replicas[0]]
@@ -307,7 +367,9 @@ def over_a_mesh(groups, sizes, names):
     if "dp" in names:
         x, weight = (t.chunk(mesh["dp"].size(), 0)[mesh.get_local_rank("dp")] for t in (x, weight))
     if "cp" in names:
-        x, weight = (t[:, :13] if mesh.get_local_rank("cp") == 0 else t[:, 13:] for t in (x, weight))
+        x, weight = (
+            t[:, :13] if mesh.get_local_rank("cp") == 0 else t[:, 13:] for t in (x, weight)
+        )
     found = trained(model, x, weight, group=mesh["cp"] if "cp" in names else None)
     return {n: mesh.get_local_rank(n) for n in names}, found
 
@@ -336,7 +398,9 @@ def assert_mesh(answers):
 
 
 def over_rows(groups, size, how, compiled):
-    """Rows on the ranks. DistributedDataParallel averages over them, so the loss of each counts as often as there are ranks; FSDP2 is told to sum."""
+    """Rows on the ranks. DistributedDataParallel averages over them, so the loss of each counts as
+    often as there are ranks; FSDP2 is told to sum.
+    """
     rank = dist.get_rank(groups[size])
     torch.manual_seed(0)
     model, (x, weight) = Block(), batch(2)
@@ -349,7 +413,10 @@ def over_rows(groups, size, how, compiled):
         for layer in (model.kda, model.gdn):
             layer.compile(backend="aot_eager", fullgraph=True)
     if how == "ddp":
-        model, weight = nn.parallel.DistributedDataParallel(model, process_group=groups[size]), size * weight
+        model, weight = (
+            nn.parallel.DistributedDataParallel(model, process_group=groups[size]),
+            size * weight,
+        )
     found = trained(model, x[rank : rank + 1], weight[rank : rank + 1])
     return {n.removeprefix("module."): p for n, p in found.items()}
 
@@ -367,4 +434,8 @@ def test_data_parallel_training_is_training_on_one_process(ranks, how, compiled)
 def test_the_steps_change_what_they_compare():
     torch.manual_seed(0)
     before, after = dict(Block().named_parameters()), trained(Block(), *batch(2))
-    assert all(math.isfinite(after[n].sum()) and (after[n] - p).abs().max() > 1e-6 for n, p in before.items() if n in after)
+    assert all(
+        math.isfinite(after[n].sum()) and (after[n] - p).abs().max() > 1e-6
+        for n, p in before.items()
+        if n in after
+    )

@@ -13,7 +13,10 @@ from kda_ops import dispatch, problem, recurrent
 def plans(monkeypatch):
     """The calls that were planned, and the outputs that planned calls were given."""
     made, outputs = [], []
-    stub = SimpleNamespace(step=lambda p, o, final: None, plan_step=lambda p, final: made.append(p) or (lambda o, *rest: outputs.append(o)))
+    stub = SimpleNamespace(
+        step=lambda p, o, final: None,
+        plan_step=lambda p, final: made.append(p) or (lambda o, *rest: outputs.append(o)),
+    )
     monkeypatch.setattr(dispatch, "backend", lambda device: stub)
     monkeypatch.setattr(recurrent, "_PLANS", {})
     return made, outputs
@@ -38,9 +41,14 @@ def test_values_are_checked_at_every_call(plans, monkeypatch):
 @pytest.mark.parametrize("place", (7, 10), ids=("num_accepted_tokens", "cu_seqlens"))
 def test_integers_that_do_not_lie_together_have_no_plan(plans, place):
     def there(*shape, dtype=torch.int64):
-        return torch.empty(shape, dtype=dtype, device="meta")  # not on a CPU, where offsets are read and nothing is planned
+        # not on a CPU, where offsets are read and nothing is planned
+        return torch.empty(shape, dtype=dtype, device="meta")
 
-    q, pool, wide = there(1, 4, 2, 8, dtype=torch.float32), there(2, 2, 8, 8, dtype=torch.float32), there(3, 2)[:, 0]
+    q, pool, wide = (
+        there(1, 4, 2, 8, dtype=torch.float32),
+        there(2, 2, 8, 8, dtype=torch.float32),
+        there(3, 2)[:, 0],
+    )
     x = [q, q, q, None, None, pool, there(2, 4), there(2), None, None, there(3)]
     recurrent.decode(1, tuple(x), {})
     x[place] = wide if place == 10 else there(2, 2)[:, 0]
@@ -51,9 +59,13 @@ def test_integers_that_do_not_lie_together_have_no_plan(plans, place):
 def test_offsets_on_a_cpu_are_read_at_every_call(plans):
     q, pool = torch.empty(1, 5, 2, 8), torch.empty(1, 2, 8, 8)
     for offsets in ([0, 5], [0, 3]):
-        recurrent.decode(1, (q, q, q, None, None, pool, None, None, None, None, torch.tensor(offsets)), {})
+        recurrent.decode(
+            1, (q, q, q, None, None, pool, None, None, None, None, torch.tensor(offsets)), {}
+        )
     with pytest.raises(ValueError, match="cu_seqlens must start at 0"):
-        recurrent.decode(1, (q, q, q, None, None, pool, None, None, None, None, torch.tensor([0, 9])), {})
+        recurrent.decode(
+            1, (q, q, q, None, None, pool, None, None, None, None, torch.tensor([0, 9])), {}
+        )
     assert not plans[0]
 
 

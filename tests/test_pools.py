@@ -1,4 +1,6 @@
-"""Calls on a pool of states: decode and prefill in place read and write the slots they are given, and nothing else."""
+"""Calls on a pool of states: decode and prefill in place read and write the slots they are given,
+and nothing else.
+"""
 
 from dataclasses import replace
 
@@ -23,16 +25,27 @@ def same(got, want, name, dtype):
     """Equal to a few roundings: two roads through the same operator."""
     eps = torch.finfo(dtype).eps
     scale = want.double().abs().max().item() if want.numel() else 0.0
-    torch.testing.assert_close(got.double(), want.double(), rtol=0.0, atol=64 * eps * max(scale, 1e-30), msg=lambda m: f"{name}: {m}")
+    torch.testing.assert_close(
+        got.double(),
+        want.double(),
+        rtol=0.0,
+        atol=64 * eps * max(scale, 1e-30),
+        msg=lambda m: f"{name}: {m}",
+    )
 
 
 def tokens(case, inputs, row, a, b):
     """Tokens a..b of a batch row as one dense sequence."""
-    return {n: x if x is None or n not in PER_TOKEN else x[row : row + 1, a:b] for n, x in inputs.items()} | {"cu_seqlens": None}
+    return {
+        n: x if x is None or n not in PER_TOKEN else x[row : row + 1, a:b]
+        for n, x in inputs.items()
+    } | {"cu_seqlens": None}
 
 
 def states_along(pool, n):
-    """o of sequence n, and the function that gives its state after its first t tokens, from the functional operator of the same kind."""
+    """o of sequence n, and the function that gives its state after its first t tokens, from the
+    functional operator of the same kind.
+    """
     case, inputs = pool.case, pool.case.inputs(TARGET.device)
     row, a, b = case.spans[n]
     start = pool.start()[n : n + 1].to(TARGET.device)
@@ -49,9 +62,28 @@ def states_along(pool, n):
 
 
 @given(pool=pools())
-@example(pool=Pool(Case(lengths=(3, 0, 2, 1), tail=2, H=1, HV=2), "recurrent_", True, (False, False, True, False), columns=5, accepted=True))
-@example(pool=Pool(Case("gdn", lengths=(65, 0, 130, 64), tail=2), "chunk_", True, (False, True, False, False), snapshots=2))
-@example(pool=Pool(Case("kda", lengths=(130, 70), H=1, HV=1), "chunk_", True, (True, False), snapshots=2))
+@example(
+    pool=Pool(
+        Case(lengths=(3, 0, 2, 1), tail=2, H=1, HV=2),
+        "recurrent_",
+        True,
+        (False, False, True, False),
+        columns=5,
+        accepted=True,
+    )
+)
+@example(
+    pool=Pool(
+        Case("gdn", lengths=(65, 0, 130, 64), tail=2),
+        "chunk_",
+        True,
+        (False, True, False, False),
+        snapshots=2,
+    )
+)
+@example(
+    pool=Pool(Case("kda", lengths=(130, 70), H=1, HV=1), "chunk_", True, (True, False), snapshots=2)
+)
 def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
     before = pool.state()
     o, after = pool.run()
@@ -69,7 +101,12 @@ def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
             for t in range(b - a):
                 slot = int(indices[n, t])
                 written[slot] = True
-                same(after[slot], state_after(t + 1), f"state after token {t} of sequence {n}", state_dtype)
+                same(
+                    after[slot],
+                    state_after(t + 1),
+                    f"state after token {t} of sequence {n}",
+                    state_dtype,
+                )
         else:
             slot = n if indices is None else int(indices[n])
             written[slot] = True
@@ -79,7 +116,12 @@ def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
                 length = (j + 1) * pool.every * CHUNK
                 if slot >= 0 and length <= b - a:
                     written[slot] = True
-                    same(after[slot], state_after(length), f"snapshot {j} of sequence {n}", state_dtype)
+                    same(
+                        after[slot],
+                        state_after(length),
+                        f"snapshot {j} of sequence {n}",
+                        state_dtype,
+                    )
     end = sum(case.lengths) if case.lengths is not None else case.T
     assert not o[:, end:].any(), "tokens past the last sequence have an output"
     assert_identical(after[~written], before[~written], "slots that no live token names")
@@ -106,13 +148,40 @@ def test_where_the_slots_lie_does_not_matter(pool, seed):
     indices, accepted, snapshots = pool.indices()
 
     def move(slots):
-        return None if slots is None else torch.where(slots >= 0, where[slots.long().clamp(min=0)].to(slots.dtype), slots).to(TARGET.device)
+        return (
+            None
+            if slots is None
+            else torch.where(
+                slots >= 0, where[slots.long().clamp(min=0)].to(slots.dtype), slots
+            ).to(TARGET.device)
+        )
 
-    case, x, state = pool.case, pool.case.inputs(TARGET.device), pool.state()[order.to(TARGET.device)]
+    case, x, state = (
+        pool.case,
+        pool.case.inputs(TARGET.device),
+        pool.state()[order.to(TARGET.device)],
+    )
     flags = case.flags(pool.op) | ({"snapshot_every": pool.every} if snapshots is not None else {})
-    extra = move(snapshots) if pool.op == "chunk_" else None if accepted is None else accepted.to(TARGET.device)
+    extra = (
+        move(snapshots)
+        if pool.op == "chunk_"
+        else None
+        if accepted is None
+        else accepted.to(TARGET.device)
+    )
     moved = overload(case.variant, pool.op)(
-        x["q"], x["k"], x["v"], x["g"], x["beta"], state, move(indices), extra, x["A_log"], x["dt_bias"], x["cu_seqlens"], **flags
+        x["q"],
+        x["k"],
+        x["v"],
+        x["g"],
+        x["beta"],
+        state,
+        move(indices),
+        extra,
+        x["A_log"],
+        x["dt_bias"],
+        x["cu_seqlens"],
+        **flags,
     )
     assert_identical(o, moved, "o")
     assert_identical(after, state[where.to(TARGET.device)], "the pool")
@@ -120,7 +189,9 @@ def test_where_the_slots_lie_does_not_matter(pool, seed):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_rolled_back_token_never_happened(variant):
-    """Verify three drafted tokens, accept one: decoding goes on as if only that one had been seen."""
+    """Verify three drafted tokens, accept one: decoding goes on as if only that one had been
+    seen.
+    """
     case = Case(variant, B=2, T=3, state=False, final=False)
     pool = Pool(case, "recurrent_", columns=3)
     indices = pool.indices()[0].to(TARGET.device)
@@ -155,7 +226,9 @@ def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
     o_holed, after_holed = pool.run(state_indices=holed)
     assert not o_holed[:, 1].any()
     assert_identical(o_holed[:, [0, 2]], o[:, [0, 2]], "o")
-    assert_identical(after_holed[indices[0, 1]], pool.state()[indices[0, 1]], "the slot that was not named")
+    assert_identical(
+        after_holed[indices[0, 1]], pool.state()[indices[0, 1]], "the slot that was not named"
+    )
     for column in (0, 2):
         assert_identical(after_holed[indices[0, column]], after[indices[0, column]], "a named slot")
 
@@ -163,17 +236,27 @@ def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_may_have_accepted_anything(variant, packed):
-    """A row whose slots are all negative is not asked what it accepted, nor a live one that accepted nothing started anywhere."""
+    """A row whose slots are all negative is not asked what it accepted, nor a live one that
+    accepted nothing started anywhere.
+    """
     case = Case(variant, H=1, HV=1, **(dict(lengths=(1, 2, 1, 2)) if packed else dict(B=4, T=2)))
     pool = Pool(case, "recurrent_", True, (False, True, False, True), columns=2)
     indices = pool.indices()[0].to(TARGET.device)
     for wrong in (-3, 0, 3, 9):
-        o, after = pool.run(num_accepted_tokens=torch.tensor([2, wrong, 1, wrong], device=TARGET.device))
+        o, after = pool.run(
+            num_accepted_tokens=torch.tensor([2, wrong, 1, wrong], device=TARGET.device)
+        )
         want, state = pool.run(num_accepted_tokens=torch.tensor([2, 1, 1, 1], device=TARGET.device))
         assert_identical(o, want, "o")
         assert_identical(after, state, "the pool")
-        o, after = pool.run(num_accepted_tokens=torch.tensor([wrong, 1, 1, 1], device=TARGET.device))
-        assert_identical(after[indices[0]], pool.state()[indices[0]], "the slots of a sequence that starts nowhere")
+        o, after = pool.run(
+            num_accepted_tokens=torch.tensor([wrong, 1, 1, 1], device=TARGET.device)
+        )
+        assert_identical(
+            after[indices[0]],
+            pool.state()[indices[0]],
+            "the slots of a sequence that starts nowhere",
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -185,7 +268,9 @@ def test_a_token_beyond_its_slots_is_nowhere(variant):
     o_cut, after = long.run(state_indices=indices[:, :2])
     assert not o_cut[:, 2:4].any()
     assert_identical(o_cut[:, [0, 1, 4]], o[:, [0, 1, 4]], "o")
-    assert_identical(after[indices[0, 2:]], long.state()[indices[0, 2:]], "slots of tokens that are nowhere")
+    assert_identical(
+        after[indices[0, 2:]], long.state()[indices[0, 2:]], "slots of tokens that are nowhere"
+    )
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
@@ -194,12 +279,34 @@ def test_a_pool_without_slots_serves_padding(variant, op):
     case = Case(variant, B=2, T=2, H=1, HV=1)
     x = case.inputs(TARGET.device)
     pool = torch.zeros(0, 1, case.K, case.V, device=TARGET.device)
-    o = overload(variant, op)(*[x[n] for n in PER_TOKEN], pool, torch.tensor([-1, -2], device=TARGET.device), None, x["A_log"], x["dt_bias"])
+    o = overload(variant, op)(
+        *[x[n] for n in PER_TOKEN],
+        pool,
+        torch.tensor([-1, -2], device=TARGET.device),
+        None,
+        x["A_log"],
+        x["dt_bias"],
+    )
     assert not o.any()
 
 
-@given(split=splits(tuple(d for d in TARGET.dtypes if d is not torch.float64), (torch.float32, torch.bfloat16), H=1, HV=2, K=16, V=24))
-@example(split=Split(Case(B=3, T=129, K=16, V=24, state=False, final=False), (("chunk_", 117), *[("recurrent_", 1)] * 12), torch.bfloat16))
+@given(
+    split=splits(
+        tuple(d for d in TARGET.dtypes if d is not torch.float64),
+        (torch.float32, torch.bfloat16),
+        H=1,
+        HV=2,
+        K=16,
+        V=24,
+    )
+)
+@example(
+    split=Split(
+        Case(B=3, T=129, K=16, V=24, state=False, final=False),
+        (("chunk_", 117), *[("recurrent_", 1)] * 12),
+        torch.bfloat16,
+    )
+)
 def test_prefill_then_decode_is_one_prefill(split):
     assert_split(split, TARGET.device)
 
@@ -216,7 +323,9 @@ def test_no_slot_at_all_is_no_work(variant, op):
 @pytest.mark.parametrize("columns", (0, 2))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_values_without_channels_are_no_work(variant, columns):
-    o, state = Pool(Case(variant, B=2, T=2, V=0, state=False, final=False), "recurrent_", columns=columns).run()
+    o, state = Pool(
+        Case(variant, B=2, T=2, V=0, state=False, final=False), "recurrent_", columns=columns
+    ).run()
     assert o.shape[-1] == state.shape[-1] == 0
 
 

@@ -15,7 +15,9 @@ TEXT = (ROOT / "README.md").read_text()
 
 
 def test_files_links_and_commands_exist():
-    named = re.findall(r"`((?:examples|tests|kda_ops)/[\w/]+\.\w+)`", TEXT) + re.findall(r"\]\(([^)#:]+)\)", TEXT)
+    named = re.findall(r"`((?:examples|tests|kda_ops)/[\w/]+\.\w+)`", TEXT) + re.findall(
+        r"\]\(([^)#:]+)\)", TEXT
+    )
     assert len(named) > 10
     assert not [n for n in named if not (ROOT / n).exists()]
     commands = re.findall(r"python -m kda_ops (\w+)", TEXT)
@@ -24,14 +26,18 @@ def test_files_links_and_commands_exist():
 
 def test_the_tables_are_those_of_their_files():
     """Fails where a figure was typed, or ``bench --readme`` forgotten."""
-    evidence, *others = (json.loads((ROOT / "tests" / name).read_text()) for name in ("gpu/evidence.json", "evidence_cpu.json", "gpu/elsewhere.json"))
+    evidence, *others = (
+        json.loads((ROOT / "tests" / name).read_text())
+        for name in ("gpu/evidence.json", "evidence_cpu.json", "gpu/elsewhere.json")
+    )
     assert readme.rewrite(TEXT, evidence, readme.PICTURES, *others) == TEXT
     assert TEXT.count("<!-- evidence: ") == TEXT.count("<!-- end -->") == 6
 
 
 def test_the_ten_lines_run(monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # Inductor needs half a minute here
+    # Inductor needs half a minute here
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     names: dict = {}
     exec(code, names)

@@ -1,4 +1,6 @@
-"""What the operators promise to PyTorch besides their numbers: schemas, fakes, autograd, in-place writes, autocast, vmap."""
+"""What the operators promise to PyTorch besides their numbers: schemas, fakes, autograd, in-place
+writes, autocast, vmap.
+"""
 
 import pytest
 import torch
@@ -22,9 +24,22 @@ OPTIONS = {
     "plain": {},
     "nothing optional": {"gate": "none", "beta": "none", "state": False, "final": False},
     "packed": {"lengths": (65, 0, 3), "tail": 2},
-    "everything inside": {"gate": "softplus", "beta": "neg_eigval", "l2norm": True, "H": 1, "HV": 2, "strides": "fused"},
+    "everything inside": {
+        "gate": "softplus",
+        "beta": "neg_eigval",
+        "l2norm": True,
+        "H": 1,
+        "HV": 2,
+        "strides": "fused",
+    },
     "bounded, transposed": {"gate": "bounded", "beta": "sigmoid", "transposed": True, "seed": 3},
-    "nothing optional, all kept": {"gate": "none", "beta": "none", "state": False, "final": False, "disable_recompute": True},
+    "nothing optional, all kept": {
+        "gate": "none",
+        "beta": "none",
+        "state": False,
+        "final": False,
+        "disable_recompute": True,
+    },
     "all kept": {"disable_recompute": True, "strides": "heads_first"},
     "16 bit": {"dtype": torch.float16, "narrow": True},
     "expanded heads": {"strides": "expanded", "H": 2, "HV": 2},
@@ -34,17 +49,37 @@ OPTIONS = {
 
 def differentiable(case):
     inputs = case.inputs(TARGET.device)
-    return [x.detach().requires_grad_() if x is not None and n in GRADIENTS else x for n, x in inputs.items()]
+    return [
+        x.detach().requires_grad_() if x is not None and n in GRADIENTS else x
+        for n, x in inputs.items()
+    ]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck_of_functional_operators(variant, op, options):
-    case = Case(variant, **({"B": 1 if "lengths" in options else 2, "T": 5, "K": 8, "V": 6} | options))
-    compiled = op == "chunk" and case.seed == 0 and case.rows and (variant == "kda") == (len(options) % 2 == 0)
-    opcheck(overload(variant, op), differentiable(case), case.flags(op), test_utils=COMPILED if compiled else QUICK)
-    opcheck(overload(variant, op), [*case.inputs(TARGET.device).values()], case.flags(op), test_utils=QUICK[:2])
+    case = Case(
+        variant, **({"B": 1 if "lengths" in options else 2, "T": 5, "K": 8, "V": 6} | options)
+    )
+    compiled = (
+        op == "chunk"
+        and case.seed == 0
+        and case.rows
+        and (variant == "kda") == (len(options) % 2 == 0)
+    )
+    opcheck(
+        overload(variant, op),
+        differentiable(case),
+        case.flags(op),
+        test_utils=COMPILED if compiled else QUICK,
+    )
+    opcheck(
+        overload(variant, op),
+        [*case.inputs(TARGET.device).values()],
+        case.flags(op),
+        test_utils=QUICK[:2],
+    )
 
 
 @pytest.mark.parametrize("keep", (False, True))
@@ -55,9 +90,18 @@ def test_opcheck_of_the_operators_of_training_graphs(variant, keep):
     opcheck(overload(variant, "chunk_fwd"), differentiable(case), case.flags(), test_utils=QUICK)
     o, _, *kept = overload(variant, "chunk_fwd")(*inputs, **case.flags())
     for need in ([True] * 8, [n in ("q", "v") for n in GRADIENTS]):
-        for do, dfinal_state in (case.cotangents(TARGET.device), (case.cotangents(TARGET.device)[0], None), (None, case.cotangents(TARGET.device)[1])):
+        for do, dfinal_state in (
+            case.cotangents(TARGET.device),
+            (case.cotangents(TARGET.device)[0], None),
+            (None, case.cotangents(TARGET.device)[1]),
+        ):
             for args in ((*kept[:-1], *inputs), schemas.join_backward(kept, inputs, o)):
-                opcheck(overload(variant, "chunk_bwd"), (do, dfinal_state, *args), case.flags() | {"need": need}, test_utils=QUICK[:2])
+                opcheck(
+                    overload(variant, "chunk_bwd"),
+                    (do, dfinal_state, *args),
+                    case.flags() | {"need": need},
+                    test_utils=QUICK[:2],
+                )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -73,14 +117,24 @@ def test_compiled_graphs_of_earlier_versions_still_find_their_arguments_and_outp
 
 def test_what_backward_is_given_comes_apart_as_it_was_put_together():
     inputs, kept, rows, o = tuple(range(9)), (*map(str, range(9)),), torch.zeros(2, 1), object()
-    assert schemas.split_backward(schemas.join_backward((*kept, rows), inputs, o)) == ((*kept, rows), inputs, o)
-    assert schemas.split_backward(schemas.join_backward((*kept, torch.zeros(0)), inputs, None)) == ((*kept, None), inputs, None)
+    assert schemas.split_backward(schemas.join_backward((*kept, rows), inputs, o)) == (
+        (*kept, rows),
+        inputs,
+        o,
+    )
+    assert schemas.split_backward(schemas.join_backward((*kept, torch.zeros(0)), inputs, None)) == (
+        (*kept, None),
+        inputs,
+        None,
+    )
     assert schemas.split_backward((*kept, *inputs)) == ((*kept, None), inputs, None)
 
 
 POOLS = {
     "plain": Pool(Case(B=2, T=3), "", False),
-    "indexed, one dead": Pool(Case(B=3, T=3, gate="softplus", l2norm=True), "", True, (False, True)),
+    "indexed, one dead": Pool(
+        Case(B=3, T=3, gate="softplus", l2norm=True), "", True, (False, True)
+    ),
     "bfloat16, transposed": Pool(Case(B=2, T=3, transposed=True), "", dtype=torch.bfloat16),
 }
 
@@ -107,7 +161,12 @@ def test_opcheck_of_in_place_operators(variant, op, pool):
         x["dt_bias"],
         None,
     )
-    opcheck(overload(variant, op), args, pool.case.flags(op), test_utils=COMPILED if pool.indexed and pool.dtype is None else QUICK)
+    opcheck(
+        overload(variant, op),
+        args,
+        pool.case.flags(op),
+        test_utils=COMPILED if pool.indexed and pool.dtype is None else QUICK,
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -115,7 +174,12 @@ def test_opcheck_of_the_gate(variant):
     for gate in ("softplus", "bounded"):
         x = Case(variant, T=3, gate=gate, seed=1).inputs(TARGET.device)
         args = [t.detach().requires_grad_() for t in (x["g"], x["A_log"], x["dt_bias"])]
-        opcheck(overload(variant, "gate"), args, {"lower_bound": -5.0 if gate == "bounded" else None}, test_utils=COMPILED)
+        opcheck(
+            overload(variant, "gate"),
+            args,
+            {"lower_bound": -5.0 if gate == "bounded" else None},
+            test_utils=COMPILED,
+        )
 
 
 # --- autograd
@@ -126,13 +190,19 @@ def test_opcheck_of_the_gate(variant):
 def test_double_backward_is_refused_in_words(variant, op):
     case = Case(variant, T=3, gate="softplus")
     x = case.inputs(TARGET.device)
-    x = {n: t.detach().requires_grad_() if t is not None and n in GRADIENTS else t for n, t in x.items()}
+    x = {
+        n: t.detach().requires_grad_() if t is not None and n in GRADIENTS else t
+        for n, t in x.items()
+    }
     if op == "gate":
         y, leaf = overload(variant, "gate")(x["g"], x["A_log"], x["dt_bias"]), x["g"]
     else:
         (y, _), leaf = overload(variant, op)(*x.values(), **case.flags(op)), x["v"]
     (grad,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match=rf"^{variant}::(chunk and recurrent|gate): double backward is not implemented"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"^{variant}::(chunk and recurrent|gate): double backward is not implemented",
+    ):
         grad.sum().backward()
 
 
@@ -145,11 +215,27 @@ def test_an_in_place_operator_refuses_autograd_and_accepts_parameters_without(va
     assert_identical(pool.run(A_log=parameter)[0], want, "o")  # Pool.run is under no_grad
     x, state = pool.case.inputs(TARGET.device), pool.state()
     before = state.clone()
-    args = (x["q"], x["k"], x["v"], x["g"], x["beta"], state, pool.indices()[0].to(TARGET.device), None)
-    with pytest.raises(RuntimeError, match=rf"^{variant}::{op} writes its state in place and has no gradient: .*{variant}::{op[:-1]}, which is differentiable"):
+    args = (
+        x["q"],
+        x["k"],
+        x["v"],
+        x["g"],
+        x["beta"],
+        state,
+        pool.indices()[0].to(TARGET.device),
+        None,
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            rf"^{variant}::{op} writes its state in place and has no gradient: "
+            rf".*{variant}::{op[:-1]}, which is differentiable"
+        ),
+    ):
         overload(variant, op)(*args, parameter, x["dt_bias"], None, **pool.case.flags(op))
     assert_identical(state, before, "the pool")
-    o = overload(variant, op)(*args, parameter.detach(), x["dt_bias"], None, **pool.case.flags(op))  # grad mode on, nothing requires it
+    # grad mode on, nothing requires it
+    o = overload(variant, op)(*args, parameter.detach(), x["dt_bias"], None, **pool.case.flags(op))
     assert not o.requires_grad and not state.requires_grad
     with torch.inference_mode():
         assert_identical(pool.run(A_log=parameter)[0], want, "o")
@@ -171,11 +257,15 @@ def test_writing_a_pool_counts_as_a_version(variant, op):
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 def test_a_kernel_that_writes_raw_memory_counts_as_a_version_too(op, monkeypatch):
-    """Torch's own operations count for themselves, a Triton kernel does not: here nothing writes, and the call must count all the same."""
+    """Torch's own operations count for themselves, a Triton kernel does not: here nothing writes,
+    and the call must count all the same.
+    """
     from kda_ops import chunk, recurrent
 
     if op == "recurrent_":
-        monkeypatch.setattr(recurrent, "decode", lambda rank, args, flags: torch.zeros_like(args[2]))
+        monkeypatch.setattr(
+            recurrent, "decode", lambda rank, args, flags: torch.zeros_like(args[2])
+        )
     else:
         monkeypatch.setattr(chunk, "prefill", lambda p: p.new_output().zero_())
     pool = Pool(Case(B=2, T=3, state=False, final=False), op)
@@ -186,7 +276,9 @@ def test_a_kernel_that_writes_raw_memory_counts_as_a_version_too(op, monkeypatch
 
 
 def test_a_checkpoint_policy_can_name_what_chunked_attention_computed():
-    assert {op.name() for op in kda_ops.SAVE_OPS} == {f"{v}::{op}" for v in VARIANTS for op in ("chunk", "chunk_fwd", "recurrent")}
+    assert {op.name() for op in kda_ops.SAVE_OPS} == {
+        f"{v}::{op}" for v in VARIANTS for op in ("chunk", "chunk_fwd", "recurrent")
+    }
 
 
 # --- autocast
@@ -200,10 +292,17 @@ def test_autocast_casts_q_k_and_v_only(variant, op):
     x, (do, dfinal_state) = case.inputs(TARGET.device), case.cotangents(TARGET.device)
     with torch.autocast(TARGET.device.type, dtype=low):  # backward too runs inside, which is legal
         got = run(case, op, x, cotangents=(do.to(low), dfinal_state))
-    by_hand = run(replace(case, dtype=low), op, x | {n: x[n].to(low) for n in ("q", "k", "v")}, cotangents=(do.to(low), dfinal_state))
+    by_hand = run(
+        replace(case, dtype=low),
+        op,
+        x | {n: x[n].to(low) for n in ("q", "k", "v")},
+        cotangents=(do.to(low), dfinal_state),
+    )
     assert got["o"].dtype is low and got["final_state"].dtype is torch.float32
     assert all(got["d" + n].dtype is torch.float32 for n in GRADIENTS if "d" + n in got)
-    assert_all_identical(got, by_hand | {"d" + n: by_hand["d" + n].float() for n in ("q", "k", "v")})
+    assert_all_identical(
+        got, by_hand | {"d" + n: by_hand["d" + n].float() for n in ("q", "k", "v")}
+    )
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
@@ -236,7 +335,10 @@ def test_autocast_does_not_reach_the_arithmetic_of_the_gate(variant):
     with torch.autocast(TARGET.device.type, dtype=torch.float16 if TARGET.slow else torch.bfloat16):
         inside = overload(variant, "gate")(*leaves)
         got = torch.autograd.grad(inside.sum(), leaves)
-    assert_all_identical({"y": inside.detach()} | dict(zip("gAd", got)), {"y": plain.detach()} | dict(zip("gAd", want)))
+    assert_all_identical(
+        {"y": inside.detach()} | dict(zip("gAd", got)),
+        {"y": plain.detach()} | dict(zip("gAd", want)),
+    )
 
 
 @pytest.mark.parametrize("transposed", (False, True))
@@ -256,15 +358,26 @@ def test_fake_gradients_are_contiguous_whatever_the_strides(variant, strides):
     case = Case(variant, B=2, T=5, H=2, HV=2, K=8, V=6, strides=strides, gate="softplus")
     x, cotangents = case.inputs(TARGET.device), case.cotangents(TARGET.device)
     _, _, *kept = overload(variant, "chunk_fwd")(*x.values(), **case.flags())
-    opcheck(overload(variant, "chunk_bwd"), (*cotangents, *kept[:-1], *x.values()), case.flags() | {"need": [True] * 8}, test_utils="test_faketensor")
+    opcheck(
+        overload(variant, "chunk_bwd"),
+        (*cotangents, *kept[:-1], *x.values()),
+        case.flags() | {"need": [True] * 8},
+        test_utils="test_faketensor",
+    )
     gate = x["g"], x["A_log"], x["dt_bias"]
     opcheck(overload(variant, "gate"), gate, test_utils="test_faketensor")
-    opcheck(overload(variant, "gate_bwd"), (torch.ones(x["g"].shape, device=TARGET.device), *gate), test_utils="test_faketensor")
+    opcheck(
+        overload(variant, "gate_bwd"),
+        (torch.ones(x["g"].shape, device=TARGET.device), *gate),
+        test_utils="test_faketensor",
+    )
 
 
 @pytest.mark.parametrize("device, other", (("cuda", "cpu"), ("cpu", "cuda")))
 def test_autocast_goes_by_the_device_of_the_call(device, other):
-    before = {d: (torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in (device, other)}
+    before = {
+        d: (torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in (device, other)
+    }
     with FakeTensorMode():
         q, k, v = (torch.empty(1, 5, 2, 8, device=device) for _ in range(3))
         try:
@@ -281,5 +394,8 @@ def test_autocast_goes_by_the_device_of_the_call(device, other):
 
 def test_integers_are_refused_under_autocast_too():
     q, k, v = (torch.zeros(1, 5, 2, 8, dtype=torch.int64, device=TARGET.device) for _ in range(3))
-    with torch.autocast(TARGET.device.type, dtype=torch.bfloat16), pytest.raises(TypeError, match="^q must be float16"):
+    with (
+        torch.autocast(TARGET.device.type, dtype=torch.bfloat16),
+        pytest.raises(TypeError, match="^q must be float16"),
+    ):
         kda_ops.chunk_kda(q, k, v, None, None)

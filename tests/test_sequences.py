@@ -1,4 +1,6 @@
-"""What a call computes for one sequence depends on that sequence alone, and a sequence may be cut anywhere."""
+"""What a call computes for one sequence depends on that sequence alone, and a sequence may be cut
+anywhere.
+"""
 
 import pytest
 import torch
@@ -19,24 +21,39 @@ WIDE = st.sampled_from((8, 24, 33, 40))  # widths of one have a test of their ow
 def take(inputs, row, tokens):
     """The inputs of some tokens of one batch row, as a call of their own."""
     rest = {"cu_seqlens": None}
-    return {n: x if x is None or n not in PER_TOKEN else x[row : row + 1, tokens] for n, x in inputs.items()} | rest
+    return {
+        n: x if x is None or n not in PER_TOKEN else x[row : row + 1, tokens]
+        for n, x in inputs.items()
+    } | rest
 
 
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
-@given(case=cases(B=2, T=129, lengths=None, final=True), cuts=st.lists(st.sampled_from((0, 1, 37, 63, 64, 65, 128, 129)), min_size=1, max_size=2))
+@given(
+    case=cases(B=2, T=129, lengths=None, final=True),
+    cuts=st.lists(st.sampled_from((0, 1, 37, 63, 64, 65, 128, 129)), min_size=1, max_size=2),
+)
 def test_splitting_a_sequence_and_carrying_the_state_does_not_change_it(op, case, cuts):
     inputs = case.inputs(TARGET.device)
-    leaves = {n: x.detach().requires_grad_() for n, x in inputs.items() if x is not None and n in GRADIENTS}
+    leaves = {
+        n: x.detach().requires_grad_()
+        for n, x in inputs.items()
+        if x is not None and n in GRADIENTS
+    }
     inputs, edges, state, parts = inputs | leaves, [0, *sorted(cuts), case.T], None, []
     state = inputs["initial_state"]
     for a, b in zip(edges, edges[1:]):
-        part = {n: x if x is None or n not in PER_TOKEN else x[:, a:b] for n, x in inputs.items()} | {"initial_state": state}
+        part = {
+            n: x if x is None or n not in PER_TOKEN else x[:, a:b] for n, x in inputs.items()
+        } | {"initial_state": state}
         o, state = overload(case.variant, op)(*part.values(), **case.flags(op))
         parts.append(o)
     outs = (torch.cat(parts, 1), state)
     grads = torch.autograd.grad(outs, list(leaves.values()), case.cotangents(TARGET.device))
-    got = {"o": outs[0].detach(), "final_state": state.detach()} | {"d" + n: d for n, d in zip(leaves, grads)}
-    if case.dtype.itemsize == 2 or case.narrow:  # the parts' gradients of parameters are rounded before they are summed
+    got = {"o": outs[0].detach(), "final_state": state.detach()} | {
+        "d" + n: d for n, d in zip(leaves, grads)
+    }
+    # the parts' gradients of parameters are rounded before they are summed
+    if case.dtype.itemsize == 2 or case.narrow:
         got = {n: x for n, x in got.items() if n not in ("dA_log", "ddt_bias")}
     assert_meets_budget(case, op, got)
 
@@ -45,20 +62,30 @@ def test_splitting_a_sequence_and_carrying_the_state_does_not_change_it(op, case
 @given(case=cases(lengths=PACKED, final=True, tail=3, V=WIDE))
 def test_packed_sequences_are_separate_sequences(op, case):
     packed, inputs = forward(case, op), case.inputs(TARGET.device)
-    assert not packed["o"][:, sum(case.lengths) :].any(), "tokens past the last sequence have an output"
+    assert not packed["o"][:, sum(case.lengths) :].any(), (
+        "tokens past the last sequence have an output"
+    )
     for n, (_, a, b) in enumerate(case.spans):
         alone = take(inputs, 0, slice(a, b))
-        alone["initial_state"] = None if inputs["initial_state"] is None else inputs["initial_state"][n : n + 1]
+        alone["initial_state"] = (
+            None if inputs["initial_state"] is None else inputs["initial_state"][n : n + 1]
+        )
         o, final_state = overload(case.variant, op)(*alone.values(), **case.flags(op))
         if op == "chunk":
             assert_identical(packed["o"][:, a:b], o, f"o of sequence {n}")
-            assert_identical(packed["final_state"][n : n + 1], final_state, f"state of sequence {n}")
+            assert_identical(
+                packed["final_state"][n : n + 1], final_state, f"state of sequence {n}"
+            )
         else:
             torch.testing.assert_close(packed["o"][:, a:b], o)
             torch.testing.assert_close(packed["final_state"][n : n + 1], final_state)
         if a == b:
             assert_identical(
-                final_state, torch.zeros_like(final_state) if alone["initial_state"] is None else alone["initial_state"].contiguous(), "passed through"
+                final_state,
+                torch.zeros_like(final_state)
+                if alone["initial_state"] is None
+                else alone["initial_state"].contiguous(),
+                "passed through",
             )
 
 
@@ -68,20 +95,35 @@ def test_packed_sequences_have_the_gradients_of_separate_ones(case):
     parts = []
     for n, (_, a, b) in enumerate(case.spans):
         part = take(inputs, 0, slice(a, b)) | {"initial_state": inputs["initial_state"][n : n + 1]}
-        parts.append(run(replace(case, lengths=None, T=b - a), inputs=part, cotangents=(do[:, a:b], dfinal_state[n : n + 1])))
+        parts.append(
+            run(
+                replace(case, lengths=None, T=b - a),
+                inputs=part,
+                cotangents=(do[:, a:b], dfinal_state[n : n + 1]),
+            )
+        )
     end = sum(case.lengths)
-    joined = {"o": torch.cat([x["o"] for x in parts] + [torch.zeros_like(do[:, end:])], 1), "final_state": torch.cat([x["final_state"] for x in parts])}
+    joined = {
+        "o": torch.cat([x["o"] for x in parts] + [torch.zeros_like(do[:, end:])], 1),
+        "final_state": torch.cat([x["final_state"] for x in parts]),
+    }
     for name in parts[0]:
         if name[1:] in PER_TOKEN:
-            joined[name] = torch.cat([x[name] for x in parts] + [torch.zeros_like(inputs[name[1:]][:, end:])], 1)
+            joined[name] = torch.cat(
+                [x[name] for x in parts] + [torch.zeros_like(inputs[name[1:]][:, end:])], 1
+            )
     joined["dinitial_state"] = torch.cat([x["dinitial_state"] for x in parts])
     assert_meets_budget(case, got=joined)
     packed = assert_meets_budget(case)
-    assert all(not packed[n][:, end:].any() for n in joined if n[1:] in PER_TOKEN), "tokens past the last sequence have a gradient"
+    assert all(not packed[n][:, end:].any() for n in joined if n[1:] in PER_TOKEN), (
+        "tokens past the last sequence have a gradient"
+    )
 
 
 def _assert_same_but_for_sums(got, want):
-    """The same bits, except that the sums over tokens, the gradients of parameters, may have run in another order."""
+    """The same bits, except that the sums over tokens, the gradients of parameters, may have run in
+    another order.
+    """
     for name in ("dA_log", "ddt_bias"):
         if name in want:
             torch.testing.assert_close(got.pop(name), want.pop(name))
@@ -92,7 +134,8 @@ def _assert_same_but_for_sums(got, want):
 @given(case=cases(H=3, HV=6, strides="contiguous"))
 def test_permuting_heads_permutes_every_result(op, case):
     order = torch.tensor([2, 0, 1])
-    values = (2 * order[:, None] + torch.tensor([1, 0])).flatten()  # value heads follow their key head, and change places within it
+    # value heads follow their key head, and change places within it
+    values = (2 * order[:, None] + torch.tensor([1, 0])).flatten()
 
     def permute(name, x):
         if x is None or name == "cu_seqlens":
@@ -101,40 +144,67 @@ def test_permuting_heads_permutes_every_result(op, case):
             return x[:, :, order]
         if name == "dt_bias":
             return x.reshape(6, -1)[values].reshape(x.shape)
-        return x[values] if name == "A_log" else x.index_select(1 if name == "initial_state" else 2, values.to(x.device))
+        return (
+            x[values]
+            if name == "A_log"
+            else x.index_select(1 if name == "initial_state" else 2, values.to(x.device))
+        )
 
     inputs = {n: permute(n, x) for n, x in case.inputs(TARGET.device).items()}
     do, dfinal_state = case.cotangents(TARGET.device)
-    got = run(case, op, inputs, cotangents=(permute("v", do), permute("initial_state", dfinal_state)))
+    got = run(
+        case, op, inputs, cotangents=(permute("v", do), permute("initial_state", dfinal_state))
+    )
     names = {"o": "v", "final_state": "initial_state"}
-    _assert_same_but_for_sums(got, {n: permute(names.get(n, n[1:]), x) for n, x in run(case, op).items()})
+    _assert_same_but_for_sums(
+        got, {n: permute(names.get(n, n[1:]), x) for n, x in run(case, op).items()}
+    )
 
 
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @given(case=cases(B=3, T=65, lengths=None))
 def test_permuting_batch_rows_permutes_every_result(op, case):
     order = torch.tensor([2, 0, 1])
-    inputs = {n: x if x is None or n in ("A_log", "dt_bias") else x[order] for n, x in case.inputs(TARGET.device).items()}
+    inputs = {
+        n: x if x is None or n in ("A_log", "dt_bias") else x[order]
+        for n, x in case.inputs(TARGET.device).items()
+    }
     got = run(case, op, inputs, cotangents=tuple(d[order] for d in case.cotangents(TARGET.device)))
     want = {n: x if n in ("dA_log", "ddt_bias") else x[order] for n, x in run(case, op).items()}
     _assert_same_but_for_sums(got, want)
 
 
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
-@given(case=cases(B=2, T=129, lengths=None), seen=st.sampled_from((1, 15, 16, 37, 63, 64, 65, 100, 128)))
+@given(
+    case=cases(B=2, T=129, lengths=None),
+    seen=st.sampled_from((1, 15, 16, 37, 63, 64, 65, 100, 128)),
+)
 @example(case=Case(B=2, T=129, gate="reset", K=16), seen=37)
 @example(case=Case("gdn", B=2, T=129, gate="forget", K=16), seen=37)
 def test_later_tokens_change_no_earlier_bit(op, case, seen):
-    inputs, other = case.inputs(TARGET.device), replace(case, seed=case.seed + 1).inputs(TARGET.device)
-    changed = {n: x if x is None or n not in PER_TOKEN else torch.cat([x[:, :seen], other[n][:, seen:]], 1) for n, x in inputs.items()}
-    shared = {n: None if x is None else x.contiguous() if n in PER_TOKEN else x for n, x in inputs.items()}
-    assert_identical(forward(case, op, shared)["o"][:, :seen], forward(case, op, changed)["o"][:, :seen], "o")
+    inputs, other = (
+        case.inputs(TARGET.device),
+        replace(case, seed=case.seed + 1).inputs(TARGET.device),
+    )
+    changed = {
+        n: x if x is None or n not in PER_TOKEN else torch.cat([x[:, :seen], other[n][:, seen:]], 1)
+        for n, x in inputs.items()
+    }
+    shared = {
+        n: None if x is None else x.contiguous() if n in PER_TOKEN else x for n, x in inputs.items()
+    }
+    assert_identical(
+        forward(case, op, shared)["o"][:, :seen], forward(case, op, changed)["o"][:, :seen], "o"
+    )
 
 
 @given(case=cases(lengths=PACKED, tail=3, V=WIDE))
 @example(case=Case(lengths=PACKED, tail=3, H=1, HV=1))
 def test_other_sequences_change_no_bit_of_the_chunk_forward(case):
-    inputs, other = case.inputs(TARGET.device), replace(case, seed=case.seed + 1).inputs(TARGET.device)
+    inputs, other = (
+        case.inputs(TARGET.device),
+        replace(case, seed=case.seed + 1).inputs(TARGET.device),
+    )
     got = forward(case)
     for n, (_, a, b) in enumerate(case.spans):
         mixed = {}
@@ -156,26 +226,46 @@ def test_other_sequences_change_no_bit_of_the_chunk_forward(case):
 def test_the_batch_around_a_sequence_changes_no_bit_of_the_chunk_forward(case):
     got, inputs = forward(case), case.inputs(TARGET.device)
     for row in range(3):
-        alone = {n: x if x is None or n in ("A_log", "dt_bias") else x[row : row + 1] for n, x in inputs.items()}
+        alone = {
+            n: x if x is None or n in ("A_log", "dt_bias") else x[row : row + 1]
+            for n, x in inputs.items()
+        }
         again = forward(case, inputs=alone)
         assert_identical(got["o"][row : row + 1], again["o"], f"o of row {row}")
         if case.final:
-            assert_identical(got["final_state"][row : row + 1], again["final_state"], f"final_state of row {row}")
+            assert_identical(
+                got["final_state"][row : row + 1], again["final_state"], f"final_state of row {row}"
+            )
 
 
 def _unless_native(K, V, strict):
-    reason = "torch multiplies a single matrix by a vector with other code than several" + ("" if strict else ", on some processors")
-    return pytest.param(K, V, marks=pytest.mark.xfail(dispatch.backend_name(TARGET.device) == "native", reason=reason, strict=strict))
+    reason = "torch multiplies a single matrix by a vector with other code than several" + (
+        "" if strict else ", on some processors"
+    )
+    return pytest.param(
+        K,
+        V,
+        marks=pytest.mark.xfail(
+            dispatch.backend_name(TARGET.device) == "native", reason=reason, strict=strict
+        ),
+    )
 
 
-@pytest.mark.parametrize("K,V", (_unless_native(16, 1, strict=True), _unless_native(1, 8, strict=False)))
+@pytest.mark.parametrize(
+    "K,V", (_unless_native(16, 1, strict=True), _unless_native(1, 8, strict=False))
+)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_batch_changes_no_bit_where_a_width_is_one(variant, K, V):
     case = Case(variant, B=3, T=129, K=K, V=V, H=1, HV=1)
     got, inputs = forward(case), case.inputs(TARGET.device)
     for row in range(3):
-        alone = {n: x if x is None or n in ("A_log", "dt_bias") else x[row : row + 1] for n, x in inputs.items()}
-        assert_identical(got["o"][row : row + 1], forward(case, inputs=alone)["o"], f"o of row {row}")
+        alone = {
+            n: x if x is None or n in ("A_log", "dt_bias") else x[row : row + 1]
+            for n, x in inputs.items()
+        }
+        assert_identical(
+            got["o"][row : row + 1], forward(case, inputs=alone)["o"], f"o of row {row}"
+        )
 
 
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))

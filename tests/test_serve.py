@@ -1,4 +1,6 @@
-"""The serving example: continuous batching changes who computes beside whom, never what a request says."""
+"""The serving example: continuous batching changes who computes beside whom, never what a request
+says.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,10 @@ def test_an_engine_that_could_not_move_is_refused(nothing):
 
 def test_slots_are_reused_and_given_back():
     torch.manual_seed(0)
-    engine, requests = Engine(Model(hidden=32).requires_grad_(False), 2), make_requests(5, 256, seed=1)
+    engine, requests = (
+        Engine(Model(hidden=32).requires_grad_(False), 2),
+        make_requests(5, 256, seed=1),
+    )
     engine.run(requests)
     assert sorted(engine.free) == [0, 1] and not engine.active
     assert all(request.finished and 0 <= request.slot < 2 for request in requests)

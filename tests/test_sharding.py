@@ -20,26 +20,44 @@ RECURRENT = {"kda": kda_ops.recurrent_kda, "gdn": kda_ops.recurrent_gdn}
 
 
 def make_inputs(namespace, transposed=False, seed=0, B=2, T=70, H=4, HV=8, K=16, V=12):
-    """Every differentiable input, with the gate, the norm and the sigmoid inside; the same on every rank."""
+    """Every differentiable input, with the gate, the norm and the sigmoid inside; the same on every
+    rank.
+    """
     torch.manual_seed(seed)
     width = (K,) if namespace == "kda" else ()
     shapes = dict(
-        q=(B, T, H, K), k=(B, T, H, K), v=(B, T, HV, V), g=(B, T, HV, *width), beta=(B, T, HV), A_log=(HV,), dt_bias=(HV, *width),
+        q=(B, T, H, K),
+        k=(B, T, H, K),
+        v=(B, T, HV, V),
+        g=(B, T, HV, *width),
+        beta=(B, T, HV),
+        A_log=(HV,),
+        dt_bias=(HV, *width),
         initial_state=(B, HV, V, K) if transposed else (B, HV, K, V),
-    )  # fmt: skip
+    )
     return {n: torch.randn(s) for n, s in shapes.items()}
 
 
-FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, output_final_state=True)
+FLAGS = dict(
+    use_qk_l2norm_in_kernel=True,
+    use_gate_in_kernel=True,
+    use_beta_sigmoid_in_kernel=True,
+    output_final_state=True,
+)
 
 
 def spread(inputs, mesh, placements):
-    return {n: distribute_tensor(x, mesh, placements.get(n, [R] * mesh.ndim)).requires_grad_() for n, x in inputs.items()}
+    return {
+        n: distribute_tensor(x, mesh, placements.get(n, [R] * mesh.ndim)).requires_grad_()
+        for n, x in inputs.items()
+    }
 
 
 @pytest.fixture
 def mesh():
-    """Four ranks of which only this one exists: collectives move nothing, placements and local shapes are those of a real run."""
+    """Four ranks of which only this one exists: collectives move nothing, placements and local
+    shapes are those of a real run.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -51,7 +69,9 @@ def mesh():
 class TestPlacements:
     def test_batch_and_heads_spread_over_two_axes(self, mesh, namespace):
         both, per_head = [Shard(0), Shard(2)], [R, Shard(0)]
-        placements = dict.fromkeys(SPREAD, both) | dict(A_log=per_head, dt_bias=per_head, initial_state=[Shard(0), Shard(1)])
+        placements = dict.fromkeys(SPREAD, both) | dict(
+            A_log=per_head, dt_bias=per_head, initial_state=[Shard(0), Shard(1)]
+        )
         x = spread(make_inputs(namespace), mesh, placements)
         o, state = CHUNK[namespace](**x, **FLAGS)
         assert o.placements == tuple(both) and o.to_local().shape == (1, 70, 4, 12)
@@ -63,36 +83,66 @@ class TestPlacements:
             assert x[n].grad.placements == (Partial(), Shard(0))
 
     @pytest.mark.parametrize("transposed", [False, True])
-    def test_columns_of_v_spread_and_the_state_follows_in_either_layout(self, mesh, namespace, transposed):
+    def test_columns_of_v_spread_and_the_state_follows_in_either_layout(
+        self, mesh, namespace, transposed
+    ):
         axis = 2 if transposed else 3
-        x = spread(make_inputs(namespace, transposed), mesh, dict(v=[R, Shard(3)], initial_state=[R, Shard(axis)]))
+        x = spread(
+            make_inputs(namespace, transposed),
+            mesh,
+            dict(v=[R, Shard(3)], initial_state=[R, Shard(axis)]),
+        )
         o, state = CHUNK[namespace](**x, **FLAGS, transpose_state_layout=transposed)
         assert o.placements == (R, Shard(3)) and state.placements == (R, Shard(axis))
         (o.sum() + state.sum()).backward()
-        assert x["v"].grad.placements == (R, Shard(3)) and x["initial_state"].grad.placements == (R, Shard(axis))
+        assert x["v"].grad.placements == (R, Shard(3)) and x["initial_state"].grad.placements == (
+            R,
+            Shard(axis),
+        )
         for n in ("q", "k", "g", "beta", "A_log", "dt_bias"):
             assert x[n].grad.placements == (R, Partial()), n
 
     def test_layout_is_no_cached_decision(self, mesh, namespace):
-        for transposed in (False, True, False):  # K = V: nothing but the flag tells the layouts apart
-            x = spread(make_inputs(namespace, V=16), mesh, dict(v=[Shard(3)] * 2, initial_state=[Shard(2 if transposed else 3)] * 2))
+        # K = V: nothing but the flag tells the layouts apart
+        for transposed in (False, True, False):
+            x = spread(
+                make_inputs(namespace, V=16),
+                mesh,
+                dict(v=[Shard(3)] * 2, initial_state=[Shard(2 if transposed else 3)] * 2),
+            )
             _, state = CHUNK[namespace](**x, **FLAGS, transpose_state_layout=transposed)
             assert state.placements == (Shard(2 if transposed else 3),) * 2
 
     def test_an_absent_tensor_is_no_cached_decision(self, mesh, namespace):
-        x = spread(make_inputs("gdn"), mesh, dict.fromkeys(SPREAD, [Shard(0), Shard(2)]))  # here g and beta have one shape
+        # here g and beta have one shape
+        x = spread(make_inputs("gdn"), mesh, dict.fromkeys(SPREAD, [Shard(0), Shard(2)]))
         shown = {n: x[n] for n in SPREAD}
         for absent in ("g", "beta", "g"):
             o, _ = kda_ops.chunk_gdn(**shown | {absent: None})
             o.sum().backward()
-            assert o.placements == (Shard(0), Shard(2)) and shown["v"].grad.placements == (Shard(0), Shard(2))
+            assert o.placements == (Shard(0), Shard(2)) and shown["v"].grad.placements == (
+                Shard(0),
+                Shard(2),
+            )
 
     def test_packed_sequences_spread_over_heads_but_not_over_the_batch(self, mesh, namespace):
-        x = {n: t[:1].contiguous() if n in SPREAD else t for n, t in make_inputs(namespace).items() if n != "initial_state"}
-        x = spread(x, mesh, dict.fromkeys(SPREAD, [R, Shard(2)]) | dict(A_log=[R, Shard(0)], dt_bias=[R, Shard(0)]))
+        x = {
+            n: t[:1].contiguous() if n in SPREAD else t
+            for n, t in make_inputs(namespace).items()
+            if n != "initial_state"
+        }
+        x = spread(
+            x,
+            mesh,
+            dict.fromkeys(SPREAD, [R, Shard(2)]) | dict(A_log=[R, Shard(0)], dt_bias=[R, Shard(0)]),
+        )
         cu_seqlens = distribute_tensor(torch.tensor([0, 30, 70]), mesh, [R, R])
         o, state = CHUNK[namespace](**x, cu_seqlens=cu_seqlens, **FLAGS)
-        assert o.placements == (R, Shard(2)) and state.placements == (R, Shard(1)) and state.shape[0] == 2
+        assert (
+            o.placements == (R, Shard(2))
+            and state.placements == (R, Shard(1))
+            and state.shape[0] == 2
+        )
 
     def test_heads_that_do_not_divide_are_gathered(self, mesh, namespace):
         x = {n: t for n, t in make_inputs(namespace, H=3, HV=6).items() if n in SPREAD}
@@ -109,24 +159,32 @@ class TestPlacements:
     def test_what_is_kept_for_backward_is_spread_like_the_rest(self, mesh, namespace, dtype, keep):
         x = {n: t.to(dtype) for n, t in make_inputs(namespace).items() if n in SPREAD}
         x = spread(x, mesh, dict.fromkeys(SPREAD, [Shard(0), Shard(2)]))
-        out = getattr(torch.ops, namespace).chunk_fwd(**x, use_qk_l2norm_in_kernel=True, disable_recompute=keep)
+        out = getattr(torch.ops, namespace).chunk_fwd(
+            **x, use_qk_l2norm_in_kernel=True, disable_recompute=keep
+        )
         for kept in out[2:]:
             assert kept.placements == ((R, R) if kept.shape == (0,) else (Shard(0), Shard(1)))
-            assert kept.shape == (0,) or kept.to_local().shape[:2] == (2, 4)  # 2 chunks of one row, 4 of 8 heads
+            # 2 chunks of one row, 4 of 8 heads
+            assert kept.shape == (0,) or kept.to_local().shape[:2] == (2, 4)
 
     def test_recurrent_spreads_alike(self, mesh, namespace):
-        x = spread(make_inputs(namespace), mesh, dict.fromkeys(SPREAD, [Shard(0), Shard(2)]) | dict(initial_state=[Shard(0), Shard(1)]))
+        x = spread(
+            make_inputs(namespace),
+            mesh,
+            dict.fromkeys(SPREAD, [Shard(0), Shard(2)]) | dict(initial_state=[Shard(0), Shard(1)]),
+        )
         o, state = RECURRENT[namespace](**x, **FLAGS)
         assert o.placements == (Shard(0), Shard(2)) and state.placements == (Shard(0), Shard(1))
         o.sum().backward()
         assert x["A_log"].grad.placements == (Partial(), Shard(0))
 
 
-# --- two processes ------------------------------------------------------------------------------------------------------------
+# --- two processes --------------------------------------------------------------------------------
 
 SPLITS = {
     "batch": dict.fromkeys((*SPREAD, "initial_state"), Shard(0)),
-    "heads": dict.fromkeys(SPREAD, Shard(2)) | dict(A_log=Shard(0), dt_bias=Shard(0), initial_state=Shard(1)),
+    "heads": dict.fromkeys(SPREAD, Shard(2))
+    | dict(A_log=Shard(0), dt_bias=Shard(0), initial_state=Shard(1)),
     "V": dict(v=Shard(3), initial_state=Shard(2)),
 }
 
@@ -143,7 +201,9 @@ def _whole(x):
 
 
 def errors(groups, compiled):
-    """How far each output and gradient of a step on two ranks is off one process's, by operator, split and name."""
+    """How far each output and gradient of a step on two ranks is off one process's, by operator,
+    split and name.
+    """
     mesh, rows = mesh_of(groups[2]), {}
     for namespace, chunk in CHUNK.items():
         if compiled:
@@ -153,7 +213,9 @@ def errors(groups, compiled):
         for split, placements in SPLITS.items():
             got = _train(chunk, spread(inputs, mesh, {n: [p] for n, p in placements.items()}))
             for n, w in want.items():
-                rows[namespace, split, n] = ((_whole(got[n]) - w).abs().max() / w.abs().max()).item()
+                rows[namespace, split, n] = (
+                    (_whole(got[n]) - w).abs().max() / w.abs().max()
+                ).item()
     return rows
 
 
@@ -161,13 +223,18 @@ def errors(groups, compiled):
 def test_a_sharded_training_step_equals_the_whole_one(ranks, compiled):
     for rows in ranks.run(2, errors, compiled):
         assert len(rows) == 2 * len(SPLITS) * 10
-        assert not {name: e for name, e in rows.items() if not e <= 1e-12}  # float64, the same sums in another order
+        # float64, the same sums in another order
+        assert not {name: e for name, e in rows.items() if not e <= 1e-12}
 
 
-@pytest.mark.parametrize("order", ["import kda_ops, torch.distributed.tensor", "import torch.distributed.tensor, kda_ops"])
+@pytest.mark.parametrize(
+    "order",
+    ["import kda_ops, torch.distributed.tensor", "import torch.distributed.tensor, kda_ops"],
+)
 def test_rules_are_registered_in_either_order_of_imports(order):
     code = f"""{order}
-assert torch.ops.kda.chunk.default in torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs"""
+propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+assert torch.ops.kda.chunk.default in propagator.op_strategy_funcs"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
@@ -181,6 +248,8 @@ def test_rows_that_do_not_divide_are_gathered(mesh, namespace):
 @pytest.mark.parametrize("namespace", ["kda", "gdn"])
 def test_what_is_kept_of_columns_is_spread_as_they_are(mesh, namespace):
     x = {n: t for n, t in make_inputs(namespace).items() if n in SPREAD}
-    _, _, *kept = getattr(torch.ops, namespace).chunk_fwd(**spread(x, mesh, dict(v=[R, Shard(3)])), disable_recompute=True)
+    _, _, *kept = getattr(torch.ops, namespace).chunk_fwd(
+        **spread(x, mesh, dict(v=[R, Shard(3)])), disable_recompute=True
+    )
     for name, t in zip(KEPT, kept):
         assert t.placements == (R, Shard(3) if name in ("u", "states", "v_new") else R), name

@@ -31,12 +31,22 @@ def test_the_convolution_has_the_gradients_of_torchs_own(size, packed):
         return F.silu(F.conv1d(F.pad(x.mT, (size - 1, 0)), conv.weight, conv.bias, groups=3)).mT
 
     inputs, dy = (x, *conv.parameters()), torch.randn_like(x)
-    want = torch.cat([theirs(part) for part in (x[:, :2], x[:, 2:7], x[:, 7:])], 1) if packed else theirs(x)
+    want = (
+        torch.cat([theirs(part) for part in (x[:, :2], x[:, 2:7], x[:, 7:])], 1)
+        if packed
+        else theirs(x)
+    )
     close(conv(x, packing=packing), want)
-    for wanted, mine in zip(torch.autograd.grad(want, inputs, dy), torch.autograd.grad(conv(x, packing=packing), inputs, dy)):
+    for wanted, mine in zip(
+        torch.autograd.grad(want, inputs, dy),
+        torch.autograd.grad(conv(x, packing=packing), inputs, dy),
+    ):
         close(mine, wanted)
-    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")  # a compiler that loses them raises nothing
-    for wanted, mine in zip(torch.autograd.grad(theirs(x), inputs, dy), torch.autograd.grad(compiled(x), inputs, dy)):
+    # a compiler that loses them raises nothing
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    for wanted, mine in zip(
+        torch.autograd.grad(theirs(x), inputs, dy), torch.autograd.grad(compiled(x), inputs, dy)
+    ):
         close(mine, wanted)
     with torch.no_grad():
         close(conv(x, packing=packing), want)
@@ -49,8 +59,15 @@ def test_compiled_training_keeps_one_copy_of_what_a_convolution_takes(packed):
     packing = Packing(torch.tensor([0, 9, 30]), 30) if packed else None
     x = torch.randn(1, 30, 8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = torch.compile(lambda x: conv(x * 2, packing=packing), fullgraph=True, backend="aot_eager_decomp_partition")(x)
-    assert sum(t.numel() >= x.numel() for t in kept) == 1 and sum(t.numel() for t in kept) < 2 * x.numel(), [t.shape for t in kept]
+        y = torch.compile(
+            lambda x: conv(x * 2, packing=packing),
+            fullgraph=True,
+            backend="aot_eager_decomp_partition",
+        )(x)
+    assert (
+        sum(t.numel() >= x.numel() for t in kept) == 1
+        and sum(t.numel() for t in kept) < 2 * x.numel()
+    ), [t.shape for t in kept]
     y.square().sum().backward()
     expected = x.detach().clone().requires_grad_()
     conv(expected * 2, packing=packing).square().sum().backward()
@@ -67,7 +84,9 @@ def test_the_convolution_is_mapped_and_differentiated_twice():
 
     each = torch.vmap(torch.func.grad(loss), (None, 0))(words, x)
     for part, mine in zip(x.detach(), zip(*each.values())):
-        for wanted, found in zip(torch.autograd.grad(conv(part).square().sum(), list(conv.parameters())), mine):
+        for wanted, found in zip(
+            torch.autograd.grad(conv(part).square().sum(), list(conv.parameters())), mine
+        ):
             close(found, wanted)
     assert torch.autograd.gradgradcheck(lambda x: conv(x), x[0])
 
@@ -75,14 +94,19 @@ def test_the_convolution_is_mapped_and_differentiated_twice():
 @pytest.mark.parametrize("grad", (True, False))
 def test_a_convolution_keeps_the_dtype_of_its_input(grad):
     with torch.set_grad_enabled(grad):
-        assert ShortConvolution(8, 4)(torch.randn(1, 9, 8).bfloat16()).dtype is torch.bfloat16  # as autocast leaves them
+        # as autocast leaves them
+        assert ShortConvolution(8, 4)(torch.randn(1, 9, 8).bfloat16()).dtype is torch.bfloat16
 
 
 def test_a_convolution_s_slope_is_not_rounded():
     conv = ShortConvolution(64, 1).bfloat16()
     with torch.no_grad():
         conv.weight.fill_(1.0)  # y is x: nothing else is rounded
-    x = torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    x = (
+        torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0))
+        .bfloat16()
+        .requires_grad_()
+    )
     (got,) = torch.autograd.grad(conv(x), x, torch.ones(1, 200, 64).bfloat16())
     wide = x.detach().float().requires_grad_()
     (want,) = torch.autograd.grad(torch.nn.functional.silu(wide), wide, torch.ones(1, 200, 64))

@@ -1,4 +1,6 @@
-"""Each stage of the backend against its twin in the reference, alone: on the same inputs, made by the reference."""
+"""Each stage of the backend against its twin in the reference, alone: on the same inputs, made by
+the reference.
+"""
 
 from dataclasses import fields
 
@@ -21,7 +23,8 @@ if dispatch.backend_name(TARGET.device) != "native":
     pytest.skip("the stages of the kernels have their own twins' tests", allow_module_level=True)
 
 native = dispatch.load("native")
-WIDE = {"dtype": torch.float64, "narrow": False}  # the same formulas in float64 leave no doubt which stage is wrong
+# the same formulas in float64 leave no doubt which stage is wrong
+WIDE = {"dtype": torch.float64, "narrow": False}
 
 
 def parse(case, **changed):
@@ -35,7 +38,9 @@ def close(got, want, name=""):
         return
     assert got.dtype == want.dtype and got.shape == want.shape, name
     top = want.abs().max().item() if want.numel() else 0.0
-    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11 * max(1.0, top), msg=lambda m: f"{name}: {m}")
+    torch.testing.assert_close(
+        got, want, rtol=1e-11, atol=1e-11 * max(1.0, top), msg=lambda m: f"{name}: {m}"
+    )
 
 
 def same_fields(got, want, but=()):
@@ -57,7 +62,12 @@ def test_prepare(case):
 def test_scan(case):
     p, reference = parse(case), Reference()
     tile = reference.prepare(p)
-    want_o, want_state, o, state = p.new_output(), p.new_final_state(), p.new_output(), p.new_final_state()
+    want_o, want_state, o, state = (
+        p.new_output(),
+        p.new_final_state(),
+        p.new_output(),
+        p.new_final_state(),
+    )
     want = reference.scan(p, tile, want_o, want_state, keep=True)
     same_fields(native.scan(p, tile, o, state, keep=True), want)
     close(o, want_o, "o")
@@ -73,9 +83,21 @@ def test_scan_on_a_pool(pool):
         x, state, (indices, _, snapshots) = pool.case.inputs(), pool.state(), pool.indices()
         extra = {"snapshot_every": pool.every} if snapshots is not None else {}
         p = Problem.parse_prefill(
-            pool.case.rank, x["q"], x["k"], x["v"], x["g"], x["beta"], state, indices, snapshots, x["A_log"], x["dt_bias"], x["cu_seqlens"],
-            **extra, **pool.case.flags("chunk_"),
-        )  # fmt: skip
+            pool.case.rank,
+            x["q"],
+            x["k"],
+            x["v"],
+            x["g"],
+            x["beta"],
+            state,
+            indices,
+            snapshots,
+            x["A_log"],
+            x["dt_bias"],
+            x["cu_seqlens"],
+            **extra,
+            **pool.case.flags("chunk_"),
+        )
         o = p.new_output()
         backend.scan(p, Reference().prepare(p), o, p.state, keep=False)
         outs.append((o, state))
@@ -90,7 +112,9 @@ def test_reverse_scan(case):
     do, dfinal_state = case.cotangents()
     for d_o in (do, None):
         for d_s in (dfinal_state, None) if case.final else (None,):
-            got, want = (b.reverse_scan(p, tile, d_o, d_s, frozenset(GRADIENTS)) for b in (native, reference))
+            got, want = (
+                b.reverse_scan(p, tile, d_o, d_s, frozenset(GRADIENTS)) for b in (native, reference)
+            )
             same_fields(got, want, but=("dv",))  # native takes that from z
     assert native.reverse_scan(p, tile, do, None, frozenset()).dinitial_state is None
 
@@ -102,9 +126,14 @@ def test_gradient(case):
     trace = reference.scan(p, tile, None, None, keep=True)
     do, dfinal_state = case.cotangents()
     for d_o in (do, None):
-        reverse = reference.reverse_scan(p, tile, d_o, dfinal_state if case.final else None, frozenset(GRADIENTS))
+        reverse = reference.reverse_scan(
+            p, tile, d_o, dfinal_state if case.final else None, frozenset(GRADIENTS)
+        )
         need = frozenset(GRADIENTS)
-        same_fields(native.gradient(p, tile, trace, d_o, reverse, need), reference.gradient(p, tile, trace, d_o, reverse, need))
+        same_fields(
+            native.gradient(p, tile, trace, d_o, reverse, need),
+            reference.gradient(p, tile, trace, d_o, reverse, need),
+        )
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
@@ -115,7 +144,10 @@ def test_gradient_gives_what_was_asked_for_and_the_same(variant, name):
     tile = native.prepare(p)
     trace, (do, _) = native.scan(p, tile, None, None, keep=True), case.cotangents()
     reverse = native.reverse_scan(p, tile, do, None, frozenset(GRADIENTS))
-    alone, together = (native.gradient(p, tile, trace, do, reverse, frozenset(need)) for need in ((name,), GRADIENTS))
+    alone, together = (
+        native.gradient(p, tile, trace, do, reverse, frozenset(need))
+        for need in ((name,), GRADIENTS)
+    )
     assert {f.name for f in fields(Gradients) if getattr(alone, f.name) is not None} == {name}
     assert_identical(getattr(alone, name).contiguous(), getattr(together, name).contiguous(), name)
 
@@ -123,7 +155,12 @@ def test_gradient_gives_what_was_asked_for_and_the_same(variant, name):
 @given(case=cases(**WIDE))
 def test_step(case):
     p = parse(case)
-    want_o, want_state, o, state = p.new_output(), p.new_final_state(), p.new_output(), p.new_final_state()
+    want_o, want_state, o, state = (
+        p.new_output(),
+        p.new_final_state(),
+        p.new_output(),
+        p.new_final_state(),
+    )
     Reference().step(p, want_o, want_state)
     native.step(p, o, state)
     close(o, want_o, "o")
@@ -136,9 +173,20 @@ def test_step_on_a_pool(pool):
     for backend in (Reference(), native):
         x, state, (indices, accepted, _) = pool.case.inputs(), pool.state(), pool.indices()
         p = Problem.parse_step(
-            pool.case.rank, x["q"], x["k"], x["v"], x["g"], x["beta"], state, indices, accepted, x["A_log"], x["dt_bias"], x["cu_seqlens"],
+            pool.case.rank,
+            x["q"],
+            x["k"],
+            x["v"],
+            x["g"],
+            x["beta"],
+            state,
+            indices,
+            accepted,
+            x["A_log"],
+            x["dt_bias"],
+            x["cu_seqlens"],
             **pool.case.flags("recurrent_"),
-        )  # fmt: skip
+        )
         o = p.new_output()
         backend.step(p, o, p.state)
         outs.append((o, state))
@@ -159,7 +207,11 @@ def test_the_scan_carries_exactly_what_it_wrote(case):
         initial = torch.zeros_like(trace.states[first]) if p.state is None else p.as_kv(p.state)[n]
         close(trace.states[first], initial, "states")
         last = first + count - 1
-        close(p.as_kv(state)[n], tile.gamma[last][..., None] * trace.states[last] + tile.kg[last].mT @ trace.v_new[last], "final_state")
+        close(
+            p.as_kv(state)[n],
+            tile.gamma[last][..., None] * trace.states[last] + tile.kg[last].mT @ trace.v_new[last],
+            "final_state",
+        )
 
 
 @given(case=cases(**WIDE))
@@ -184,8 +236,14 @@ def test_splitting_into_chunks_and_joining_is_the_identity(case):
 def test_a_backend_is_the_stages_of_its_contract():
     for name in ("native", "reference"):
         backend = dispatch.load(name)
-        assert all(callable(getattr(backend, stage)) for stage in vars(Backend) if not stage.startswith("_"))
-    assert {f.name for f in fields(Tile)} & {f.name for f in fields(Trace)} == set() and fields(Reverse)
+        assert all(
+            callable(getattr(backend, stage))
+            for stage in vars(Backend)
+            if not stage.startswith("_")
+        )
+    assert {f.name for f in fields(Tile)} & {f.name for f in fields(Trace)} == set() and fields(
+        Reverse
+    )
     assert isinstance(Pool(Case()).slots, int)
 
 
@@ -193,6 +251,9 @@ def test_a_backend_is_the_stages_of_its_contract():
 def test_a_call_of_several_slabs_is_that_of_one(variant, monkeypatch):
     case = Case(variant, B=2, T=200, H=1, HV=2, gate="softplus", beta="sigmoid", l2norm=True)
     want = run(case)
-    monkeypatch.setattr(native, "SLAB", 3 * case.HV * CHUNK * case.K)  # three of the eight chunks at a time
+    # three of the eight chunks at a time
+    monkeypatch.setattr(native, "SLAB", 3 * case.HV * CHUNK * case.K)
     for name, x in run(case).items():
-        torch.testing.assert_close(x, want[name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            x, want[name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )

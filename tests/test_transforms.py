@@ -1,4 +1,6 @@
-"""What torch.func makes of the operators: forward mode is refused, reverse mode reaches through, and a mapped call is a loop."""
+"""What torch.func makes of the operators: forward mode is refused, reverse mode reaches through,
+and a mapped call is a loop.
+"""
 
 import pytest
 import torch
@@ -19,33 +21,65 @@ def _dual(call, x):
         return forward_ad.unpack_dual(call(forward_ad.make_dual(x, x))).tangent
 
 
-@pytest.mark.parametrize("mode", (_dual, lambda call, x: torch.func.jvp(call, (x,), (x,)), lambda call, x: torch.func.jacfwd(call)(x)))
+@pytest.mark.parametrize(
+    "mode",
+    (
+        _dual,
+        lambda call, x: torch.func.jvp(call, (x,), (x,)),
+        lambda call, x: torch.func.jacfwd(call)(x),
+    ),
+)
 @pytest.mark.parametrize("op", (*OPS, "gate", "recurrent_", "chunk_"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tangents_are_refused_in_words(variant, op, mode):
-    """torch gives zeros for an operator without a forward-mode formula, unless a gradient is wanted too."""
-    pool = Pool(Case(variant, B=2, T=3, gate="softplus", state=False, final=False), op, indexed=False)
+    """torch gives zeros for an operator without a forward-mode formula, unless a gradient is wanted
+    too.
+    """
+    pool = Pool(
+        Case(variant, B=2, T=3, gate="softplus", state=False, final=False), op, indexed=False
+    )
     x = pool.case.inputs(TARGET.device)
     state = (pool.state(),) if op in ("recurrent_", "chunk_") else ()
 
     def call(g):
         if op == "gate":
             return overload(variant, op)(g, x["A_log"], x["dt_bias"])
-        out = overload(variant, op)(x["q"], x["k"], x["v"], g, x["beta"], *state, A_log=x["A_log"], dt_bias=x["dt_bias"], **pool.case.flags(op))
+        out = overload(variant, op)(
+            x["q"],
+            x["k"],
+            x["v"],
+            g,
+            x["beta"],
+            *state,
+            A_log=x["A_log"],
+            dt_bias=x["dt_bias"],
+            **pool.case.flags(op),
+        )
         return out if state else out[0]
 
-    with pytest.raises(NotImplementedError, match=f"^{variant}::{op} has no forward-mode derivative"):
+    with pytest.raises(
+        NotImplementedError, match=f"^{variant}::{op} has no forward-mode derivative"
+    ):
         mode(call, x["g"])
-    y, tangent = torch.func.jvp(lambda t: t * call(x["g"]).sum(), (x["g"],), (torch.ones_like(x["g"]),))  # of what is a constant there is none
+    # of what is a constant there is none
+    y, tangent = torch.func.jvp(
+        lambda t: t * call(x["g"]).sum(), (x["g"],), (torch.ones_like(x["g"]),)
+    )
     assert y.isfinite().all() and tangent.isfinite().all() and tangent.any()
 
 
 FORWARD_OVER_REVERSE = {
     "jvp of grad": lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)),
     "jacfwd of grad": lambda f, x: torch.func.jacfwd(torch.func.grad(f))(x),
-    "jvp of vmap of grad": lambda f, x: torch.func.jvp(torch.func.vmap(torch.func.grad(f)), (x[None],), (x[None],)),
-    "jvp of the value of vjp": lambda f, x: torch.func.jvp(lambda t: torch.func.vjp(f, t)[0], (x,), (x,)),
-    "jvp along a factor": lambda f, x: torch.func.jvp(lambda c: torch.func.grad(lambda t: c * f(t))(x), (x.sum(),), (x.sum(),)),
+    "jvp of vmap of grad": lambda f, x: torch.func.jvp(
+        torch.func.vmap(torch.func.grad(f)), (x[None],), (x[None],)
+    ),
+    "jvp of the value of vjp": lambda f, x: torch.func.jvp(
+        lambda t: torch.func.vjp(f, t)[0], (x,), (x,)
+    ),
+    "jvp along a factor": lambda f, x: torch.func.jvp(
+        lambda c: torch.func.grad(lambda t: c * f(t))(x), (x.sum(),), (x.sum(),)
+    ),
     "dual": lambda f, x: _dual(torch.func.grad(f), x),
 }
 
@@ -54,7 +88,9 @@ FORWARD_OVER_REVERSE = {
 @pytest.mark.parametrize("op", (*OPS, "gate"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_over_reverse_is_refused_in_words(variant, op, mode):
-    """A formula's forward runs without gradients and tangents: what lies below would find none, and give zeros."""
+    """A formula's forward runs without gradients and tangents: what lies below would find none, and
+    give zeros.
+    """
     case = Case(variant, T=3, gate="softplus")
     x = case.inputs(TARGET.device)
 
@@ -73,17 +109,30 @@ def test_a_tangent_of_a_cotangent_is_refused_in_words(op):
     x = case.inputs(TARGET.device)
     x["q"].requires_grad_()
     o, _ = overload("kda", op)(*x.values(), **case.flags(op))
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="^kda::chunk_bwd has no forward-mode derivative"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="^kda::chunk_bwd has no forward-mode derivative"),
+    ):
         torch.autograd.grad(o, x["q"], forward_ad.make_dual(torch.ones_like(o), torch.ones_like(o)))
 
 
 def squared(case, op):
-    """The sum of squares of what an operator gives, as a function of its floating inputs; those inputs; and their gradients by torch.autograd."""
-    x = {n: t for n, t in case.inputs(TARGET.device).items() if t is not None and (op != "gate" or n in ("g", "A_log", "dt_bias"))}
+    """The sum of squares of what an operator gives, as a function of its floating inputs; those
+    inputs; and their gradients by torch.autograd.
+    """
+    x = {
+        n: t
+        for n, t in case.inputs(TARGET.device).items()
+        if t is not None and (op != "gate" or n in ("g", "A_log", "dt_bias"))
+    }
     integers = {n: x.pop(n) for n in ("cu_seqlens",) if n in x}
 
     def loss(*args):
-        words = dict(zip(x, args)) if op == "gate" else {"g": None, "beta": None} | dict(zip(x, args)) | integers | case.flags(op)
+        words = (
+            dict(zip(x, args))
+            if op == "gate"
+            else {"g": None, "beta": None} | dict(zip(x, args)) | integers | case.flags(op)
+        )
         out = overload(case.variant, op)(**words)
         return sum(y.square().sum() for y in ((out,) if op == "gate" else out))
 
@@ -94,7 +143,9 @@ def squared(case, op):
 INSIDE = {"T": 37, "H": 1, "HV": 2, "gate": "softplus", "beta": "sigmoid", "l2norm": True}
 
 
-each_operator = pytest.mark.parametrize(("variant", "op"), [(v, o) for v in VARIANTS for o in (*OPS, "gate")])
+each_operator = pytest.mark.parametrize(
+    ("variant", "op"), [(v, o) for v in VARIANTS for o in (*OPS, "gate")]
+)
 
 
 @each_operator
@@ -102,7 +153,11 @@ def test_functional_transforms_give_the_gradients_of_autograd(variant, op):
     loss, x, want = squared(Case(variant, B=2, **INSIDE), op)
     every = tuple(range(len(x)))
     grad = torch.func.grad(loss, every)
-    found = {"grad": grad(*x), "vjp": torch.func.vjp(loss, *x)[1](torch.ones_like(loss(*x))), "jacrev": torch.func.jacrev(loss, every)(*x)}
+    found = {
+        "grad": grad(*x),
+        "vjp": torch.func.vjp(loss, *x)[1](torch.ones_like(loss(*x))),
+        "jacrev": torch.func.jacrev(loss, every)(*x),
+    }
     with torch.no_grad():
         found["inside no_grad"] = grad(*x)
     found["compiled"] = torch.compile(grad, fullgraph=True, backend="aot_eager")(*x)
@@ -123,15 +178,28 @@ def test_functional_transforms_give_the_gradients_of_autograd(variant, op):
 
 @each_operator
 def test_double_backward_is_refused_where_transforms_nest_too(variant, op):
-    """There torch would give zeros; an inner transform of something else leaves the operator to the outer one."""
+    """There torch would give zeros; an inner transform of something else leaves the operator to the
+    outer one.
+    """
     loss, x, want = squared(Case(variant, B=2, **INSIDE), op)
-    nested = torch.func.grad(lambda first, *rest: torch.func.grad(lambda last: loss(first, *rest[:-1], last))(rest[-1]).sum())
+    nested = torch.func.grad(
+        lambda first, *rest: torch.func.grad(lambda last: loss(first, *rest[:-1], last))(
+            rest[-1]
+        ).sum()
+    )
     with pytest.raises(RuntimeError, match="double backward is not implemented"):
         nested(*x)
-    through = torch.func.grad(lambda *args: torch.func.grad(lambda a: a.square().sum() * loss(*args))(torch.ones_like(x[0])).sum(), tuple(range(len(x))))
+    through = torch.func.grad(
+        lambda *args: torch.func.grad(lambda a: a.square().sum() * loss(*args))(
+            torch.ones_like(x[0])
+        ).sum(),
+        tuple(range(len(x))),
+    )
     for got, expected in zip(through(*x), want):
         expected = 2 * x[0].numel() * expected
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+        )
 
 
 SAMPLES = {
@@ -139,34 +207,60 @@ SAMPLES = {
     "packed": {"lengths": (65, 0, 3), "tail": 2, "transposed": True},
     "all kept": {"disable_recompute": True},
     "half": {"dtype": torch.float16, "narrow": True},
-    "nothing optional": {"gate": "none", "beta": "none", "l2norm": False, "state": False, "final": False},
+    "nothing optional": {
+        "gate": "none",
+        "beta": "none",
+        "l2norm": False,
+        "state": False,
+        "final": False,
+    },
 }
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # torch warns where it goes sample by sample
-@pytest.mark.parametrize(("variant", "op", "name"), [(v, o, n) for v in VARIANTS for o in (*OPS, "gate") for n in (SAMPLES if o != "gate" else ("dense",))])
+@pytest.mark.parametrize(
+    ("variant", "op", "name"),
+    [
+        (v, o, n)
+        for v in VARIANTS
+        for o in (*OPS, "gate")
+        for n in (SAMPLES if o != "gate" else ("dense",))
+    ],
+)
 def test_gradients_per_sample(variant, op, name):
     loss, x, _ = squared(Case(variant, **(INSIDE | SAMPLES[name])), op)
     every = tuple(range(len(x)))
     # Of what is not mapped there is a gradient per sample too.
     for mapped in (every, every[:1], every[-1:]):
         samples = [torch.stack([t, 0.5 * t]) if n in mapped else t for n, t in enumerate(x)]
-        found = torch.func.vmap(torch.func.grad(loss, every), tuple(0 if n in mapped else None for n in every))(*samples)
+        found = torch.func.vmap(
+            torch.func.grad(loss, every), tuple(0 if n in mapped else None for n in every)
+        )(*samples)
         for s in range(2):
-            want = torch.func.grad(loss, every)(*(t[s] if n in mapped else t for n, t in enumerate(samples)))
+            want = torch.func.grad(loss, every)(
+                *(t[s] if n in mapped else t for n, t in enumerate(samples))
+            )
             for n in every:
                 if x[n].dim() > 2:
-                    assert_identical(found[n][s], want[n], f"input {n} of sample {s}, {mapped} mapped")
+                    assert_identical(
+                        found[n][s], want[n], f"input {n} of sample {s}, {mapped} mapped"
+                    )
                 else:  # a parameter's is a sum over tokens, whose order is torch's
-                    torch.testing.assert_close(found[n][s], want[n], rtol=1e-4, atol=1e-4 * float(want[n].abs().max()))
+                    torch.testing.assert_close(
+                        found[n][s], want[n], rtol=1e-4, atol=1e-4 * float(want[n].abs().max())
+                    )
 
 
 def stacked(case, names, size=3):
     """`size` calls that differ in the inputs named, and those inputs stacked."""
     calls = [case.inputs(TARGET.device)] + [
-        case.inputs(TARGET.device) | {n: replace(case, seed=case.seed + 2 * s).inputs(TARGET.device)[n] for n in names} for s in range(1, size)
+        case.inputs(TARGET.device)
+        | {n: replace(case, seed=case.seed + 2 * s).inputs(TARGET.device)[n] for n in names}
+        for s in range(1, size)
     ]
-    return calls, {n: torch.stack([c[n] for c in calls]) if n in names else x for n, x in calls[0].items()}
+    return calls, {
+        n: torch.stack([c[n] for c in calls]) if n in names else x for n, x in calls[0].items()
+    }
 
 
 MAPPED = {
@@ -182,9 +276,22 @@ MAPPED = {
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_vmap_is_a_loop(variant, op, names, lengths):
-    case = Case(variant, B=1 if lengths else 2, T=37, lengths=lengths, H=1, HV=2, gate="softplus", beta="sigmoid", l2norm=True)
+    case = Case(
+        variant,
+        B=1 if lengths else 2,
+        T=37,
+        lengths=lengths,
+        H=1,
+        HV=2,
+        gate="softplus",
+        beta="sigmoid",
+        l2norm=True,
+    )
     calls, x = stacked(case, names)
-    fn = torch.func.vmap(lambda *args: overload(variant, op)(*args, **case.flags(op)), in_dims=tuple(0 if n in names else None for n in x))
+    fn = torch.func.vmap(
+        lambda *args: overload(variant, op)(*args, **case.flags(op)),
+        in_dims=tuple(0 if n in names else None for n in x),
+    )
     o, final_state = fn(*x.values())
     for s, call in enumerate(calls):
         want = forward(case, op, call)
@@ -209,13 +316,22 @@ def test_vmap_over_any_dimension_and_twice_and_through_backward(variant):
     args = [x[n] for n in ("q", "k", "v", "g", "beta")]
     last = [t.movedim(0, -1) for t in args]
     torch.testing.assert_close(torch.func.vmap(call, in_dims=-1)(*last), loop)
-    torch.testing.assert_close(torch.func.vmap(call, in_dims=0, out_dims=1)(*args), loop.movedim(0, 1))
+    torch.testing.assert_close(
+        torch.func.vmap(call, in_dims=0, out_dims=1)(*args), loop.movedim(0, 1)
+    )
     twice = [torch.stack([t, t.flip(0)]) for t in args]
-    torch.testing.assert_close(torch.func.vmap(torch.func.vmap(call))(*twice), torch.stack([loop, loop.flip(0)]))
+    torch.testing.assert_close(
+        torch.func.vmap(torch.func.vmap(call))(*twice), torch.stack([loop, loop.flip(0)])
+    )
     leaves = [t.clone().requires_grad_() for t in args]
     torch.func.vmap(call)(*leaves).sum().backward()
     for s, one in enumerate(calls):
-        want = run(case, inputs=one, need=("q", "k", "v", "g", "beta"), cotangents=(torch.ones_like(loop[s]), torch.zeros_like(x["initial_state"])))
+        want = run(
+            case,
+            inputs=one,
+            need=("q", "k", "v", "g", "beta"),
+            cotangents=(torch.ones_like(loop[s]), torch.zeros_like(x["initial_state"])),
+        )
         for name, leaf in zip(("q", "k", "v", "g", "beta"), leaves):
             torch.testing.assert_close(leaf.grad[s], want["d" + name])
 
@@ -224,11 +340,20 @@ def test_vmap_over_any_dimension_and_twice_and_through_backward(variant):
 def test_vmap_of_the_gate_and_of_a_call_without_a_final_state(variant):
     case = Case(variant, T=5, gate="softplus", final=False)
     calls, x = stacked(case, ("g", "A_log", "q"))
-    mapped = torch.func.vmap(overload(variant, "gate"), in_dims=(0, 0, None))(x["g"], x["A_log"], x["dt_bias"])
+    mapped = torch.func.vmap(overload(variant, "gate"), in_dims=(0, 0, None))(
+        x["g"], x["A_log"], x["dt_bias"]
+    )
     for s, call in enumerate(calls):
-        torch.testing.assert_close(mapped[s], overload(variant, "gate")(call["g"], call["A_log"], call["dt_bias"]))
-    fn = torch.func.vmap(lambda *args: overload(variant, "chunk")(*args, **case.flags())[0], in_dims=tuple(0 if n in ("g", "A_log", "q") else None for n in x))
-    torch.testing.assert_close(fn(*x.values()), torch.stack([forward(case, inputs=c)["o"] for c in calls]))
+        torch.testing.assert_close(
+            mapped[s], overload(variant, "gate")(call["g"], call["A_log"], call["dt_bias"])
+        )
+    fn = torch.func.vmap(
+        lambda *args: overload(variant, "chunk")(*args, **case.flags())[0],
+        in_dims=tuple(0 if n in ("g", "A_log", "q") else None for n in x),
+    )
+    torch.testing.assert_close(
+        fn(*x.values()), torch.stack([forward(case, inputs=c)["o"] for c in calls])
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -237,19 +362,33 @@ def test_what_cannot_be_mapped_is_refused(variant):
     x = case.inputs(TARGET.device)
     both = torch.stack([x["cu_seqlens"]] * 2)
     with pytest.raises(ValueError, match="cu_seqlens cannot be mapped by vmap"):
-        torch.func.vmap(lambda c: overload(variant, "chunk")(*(x | {"cu_seqlens": c}).values(), **case.flags()))(both)
+        torch.func.vmap(
+            lambda c: overload(variant, "chunk")(*(x | {"cu_seqlens": c}).values(), **case.flags())
+        )(both)
     pool = Pool(Case(variant, B=2, T=3, state=False, final=False), "recurrent_")
     y, q = pool.case.inputs(TARGET.device), torch.stack([pool.case.inputs(TARGET.device)["q"]] * 2)
     state = pool.state()
     for op in ("recurrent_", "chunk_"):
-        with pytest.raises(ValueError, match=f"{variant}::{op} writes its state in place and cannot be mapped by vmap"), torch.no_grad():
-            torch.func.vmap(lambda q, op=op: overload(variant, op)(q, y["k"], y["v"], y["g"], y["beta"], state))(q)
+        with (
+            pytest.raises(
+                ValueError,
+                match=f"{variant}::{op} writes its state in place and cannot be mapped by vmap",
+            ),
+            torch.no_grad(),
+        ):
+            torch.func.vmap(
+                lambda q, op=op: overload(variant, op)(q, y["k"], y["v"], y["g"], y["beta"], state)
+            )(q)
 
 
 def test_a_mapped_call_meets_the_budget():
     case = Case(B=2, T=65, H=1, HV=2)
     x = case.inputs(TARGET.device)
-    o, final_state = torch.func.vmap(lambda *args: overload("kda", "chunk")(*args, None, None, **replace(case, state=False).flags()))(
-        *(x[n].unsqueeze(1) for n in ("q", "k", "v", "g", "beta"))
+    o, final_state = torch.func.vmap(
+        lambda *args: overload("kda", "chunk")(
+            *args, None, None, **replace(case, state=False).flags()
+        )
+    )(*(x[n].unsqueeze(1) for n in ("q", "k", "v", "g", "beta")))
+    assert_meets_budget(
+        replace(case, state=False), got={"o": o.squeeze(1), "final_state": final_state.squeeze(1)}
     )
-    assert_meets_budget(replace(case, state=False), got={"o": o.squeeze(1), "final_state": final_state.squeeze(1)})

@@ -1,4 +1,6 @@
-"""Tuning survives candidates that end their process, and prefers the table where nothing is clearly faster."""
+"""Tuning survives candidates that end their process, and prefers the table where nothing is clearly
+faster.
+"""
 
 import importlib.util
 import json
@@ -15,7 +17,9 @@ CALL = dict(op="gdn", K=128, V=128, dtype="bf16", gate="softplus", B=1, T=64, H=
 
 
 def stand_in(times: str) -> str:
-    """A process that tries five candidates: a number is a time, None a wrong result, "end" what ends the process."""
+    """A process that tries five candidates: a number is a time, None a wrong result, "end" what
+    ends the process.
+    """
     return f"""
 import json, os, sys
 work = json.loads(sys.argv[-1])
@@ -35,7 +39,13 @@ def candidates(monkeypatch):
     start = subprocess.Popen
 
     def install(times):
-        monkeypatch.setattr(tune.subprocess, "Popen", lambda command, **words: start([sys.executable, "-c", stand_in(times), command[-1]], **words))
+        monkeypatch.setattr(
+            tune.subprocess,
+            "Popen",
+            lambda command, **words: start(
+                [sys.executable, "-c", stand_in(times), command[-1]], **words
+            ),
+        )
 
     return install
 
@@ -43,14 +53,27 @@ def candidates(monkeypatch):
 def test_a_candidate_that_ends_its_process_costs_itself_alone(candidates):
     candidates("[2.0, 'end', None, 'end', 1.0]")
     lines = []
-    assert tune.tune(**CALL, echo=lines.append) == {"prepare_gdn": {"warps": 4}, "scan_rows": {"warps": 4}}
-    assert sum("illegal memory access" in line for line in lines) == 4 and sum("wrong results" in line for line in lines) == 2
+    assert tune.tune(**CALL, echo=lines.append) == {
+        "prepare_gdn": {"warps": 4},
+        "scan_rows": {"warps": 4},
+    }
+    assert (
+        sum("illegal memory access" in line for line in lines) == 4
+        and sum("wrong results" in line for line in lines) == 2
+    )
 
 
 def test_the_table_stays_unless_it_is_wrong_or_clearly_slower(candidates):
-    for times, found in (("[1.0, 0.99]", {}), ("[1.0, None, 'end']", {}), ("[None, 'end']", {}), ("['end', 9.0]", {"warps": 1})):
+    for times, found in (
+        ("[1.0, 0.99]", {}),
+        ("[1.0, None, 'end']", {}),
+        ("[None, 'end']", {}),
+        ("['end', 9.0]", {"warps": 1}),
+    ):
         candidates(times)
-        assert tune.tune(**CALL, echo=lambda line: None) == ({"prepare_gdn": found, "scan_rows": found} if found else {})
+        assert tune.tune(**CALL, echo=lambda line: None) == (
+            {"prepare_gdn": found, "scan_rows": found} if found else {}
+        )
 
 
 def test_a_process_that_tries_nothing_is_an_error(candidates):
@@ -73,7 +96,11 @@ def tuning(monkeypatch, tmp_path):
 
 
 def call(**flags):
-    q, v, one = torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16), torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16), torch.ones(1, 64, 2)
+    q, v, one = (
+        torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16),
+        torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16),
+        torch.ones(1, 64, 2),
+    )
     return Problem.parse(1, q, q, v, -torch.ones(1, 64, 2, 128), one, **flags)
 
 
@@ -82,7 +109,9 @@ def test_a_row_of_the_file_is_used_and_others_are_kept(tuning):
     assert tuning.choose("prepare_kda", p) == tuning.table("prepare_kda", p) != found
     tuning.save({"other": tuning.Options(16)})
     assert tuning.save({tuning.row("prepare_kda", p): found}) == tuning.cache_file()
-    assert tuning.choose("prepare_kda", p) == found and tuning.tuned()["other"] == tuning.Options(16)
+    assert tuning.choose("prepare_kda", p) == found and tuning.tuned()["other"] == tuning.Options(
+        16
+    )
     assert tuning.choose("scan_tiles", p) == tuning.table("scan_tiles", p)
 
 
@@ -90,9 +119,17 @@ def test_a_file_of_another_machine_or_no_file_at_all_is_not_used(tuning):
     row, mine = {"prepare": {"warps": 8, "of_a_later_version": 1}}, tuning.fingerprint()
     tuning.cache_file().parent.mkdir()
     for text, found in (
-        (json.dumps({mine: row}), {"prepare": tuning.Options(warps=8)}), (json.dumps({mine + "0": row}), {}), ("{", {}), ("null", {}), ("[]", {}),
-        (json.dumps({mine: [1]}), {}), (json.dumps({mine: {"a": 1, "b": {"warps": "8"}, "c": {"block_k": True}} | row}), {"prepare": tuning.Options(warps=8)}),
-    ):  # fmt: skip
+        (json.dumps({mine: row}), {"prepare": tuning.Options(warps=8)}),
+        (json.dumps({mine + "0": row}), {}),
+        ("{", {}),
+        ("null", {}),
+        ("[]", {}),
+        (json.dumps({mine: [1]}), {}),
+        (
+            json.dumps({mine: {"a": 1, "b": {"warps": "8"}, "c": {"block_k": True}} | row}),
+            {"prepare": tuning.Options(warps=8)},
+        ),
+    ):
         tuning.cache_file().write_text(text)
         tuning.forget()
         assert tuning.tuned() == found, text
@@ -106,13 +143,23 @@ def test_what_is_tuned_holds_for_a_device_a_compiler_and_these_kernels(tuning, m
     tuning.forget()
     names.append(tuning.fingerprint())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU" if device is None else f"GPU {device.index}")
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_name",
+        lambda device: "GPU" if device is None else f"GPU {device.index}",
+    )
     tuning.forget()
     names.append(tuning.fingerprint(torch.device("cpu")))
-    assert tuning.fingerprint(torch.device("cuda", 1)).startswith("GPU 1|")  # of the tensors' device, not of the current one
+    # of the tensors' device, not of the current one
+    assert tuning.fingerprint(torch.device("cuda", 1)).startswith("GPU 1|")
     monkeypatch.undo()
     tuning.forget()
-    assert len(set(names)) == 3 and names[0].split("|")[2] == names[2].split("|")[2] and "GPU" in names[2] and "0.1" in names[2]
+    assert (
+        len(set(names)) == 3
+        and names[0].split("|")[2] == names[2].split("|")[2]
+        and "GPU" in names[2]
+        and "0.1" in names[2]
+    )
 
 
 def test_flags_that_promise_a_bound_take_fewer_anchors(tuning):

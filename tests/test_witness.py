@@ -11,7 +11,10 @@ from tests.support.cases import Case
 from tests.support.target import TARGET
 from tests.support.witness import backward_errors
 
-CASES = (Case("kda", lengths=(3, 70), gate="softplus", beta="sigmoid", l2norm=True, transposed=True), Case("gdn", B=2, T=5, state=False, final=False))
+CASES = (
+    Case("kda", lengths=(3, 70), gate="softplus", beta="sigmoid", l2norm=True, transposed=True),
+    Case("gdn", B=2, T=5, state=False, final=False),
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.variant)
@@ -21,7 +24,9 @@ def test_each_backward_is_compared_with_float64(case):
         run(case)
         run(case, need=("q",))
     whole, part = errors
-    assert set(whole) == {"d" + n for n, t in x.items() if t is not None and t.is_floating_point()} and set(part) == {"dq"}
+    assert set(whole) == {
+        "d" + n for n, t in x.items() if t is not None and t.is_floating_point()
+    } and set(part) == {"dq"}
     assert max(*whole.values(), *part.values()) < 1e-4
 
 

@@ -1,12 +1,16 @@
-"""transformers' own tests of a model, for models whose layers call our operators; not part of the suite, for it needs transformers' test files.
+"""transformers' own tests of a model, for models whose layers call our operators; not part of the
+suite, for it needs transformers' test files.
 
-    pip download --no-deps --no-binary transformers transformers==5.23.0 && tar xzf transformers-5.23.0.tar.gz
+    pip download --no-deps --no-binary transformers transformers==5.23.0
+    tar xzf transformers-5.23.0.tar.gz
     pip install parameterized accelerate psutil
-    TRANSFORMERS_TESTS=transformers-5.23.0/tests python -m pytest tests/transformers_suite.py             # with our operators
-    TRANSFORMERS_TESTS=transformers-5.23.0/tests PLAIN=1 python -m pytest tests/transformers_suite.py     # without
+    export TRANSFORMERS_TESTS=transformers-5.23.0/tests
+    python -m pytest tests/transformers_suite.py             # with our operators
+    PLAIN=1 python -m pytest tests/transformers_suite.py     # without
 
-The source distribution holds the tests that all models share (forward, batching, dtypes, attention backends, checkpointing, saving, training until it fits),
-but neither those of `generate` nor the files of single models: our own suite holds their laws. What passed: tests/TRANSFORMERS.md.
+The source distribution holds the tests that all models share (forward, batching, dtypes, attention
+backends, checkpointing, saving, training until it fits), but neither those of `generate` nor the
+files of single models: our own suite holds their laws. What passed: tests/TRANSFORMERS.md.
 """
 
 from __future__ import annotations
@@ -38,10 +42,17 @@ _module("upstream", __path__=[str(_FOLDER)])
 _module("upstream.exporters", __path__=[])
 _module("upstream.generation", __path__=[])
 _module("upstream.exporters.test_export", ExportTesterMixin=object)
-_module("upstream.generation.test_utils", GenerationTesterMixin=type("GenerationTesterMixin", (), {}))
+_module(
+    "upstream.generation.test_utils", GenerationTesterMixin=type("GenerationTesterMixin", (), {})
+)
 
 import transformers  # noqa: E402
-from upstream.test_modeling_common import GenerationTesterMixin, ModelTesterMixin, ids_tensor, torch_device  # noqa: E402
+from upstream.test_modeling_common import (  # noqa: E402
+    GenerationTesterMixin,
+    ModelTesterMixin,
+    ids_tensor,
+    torch_device,
+)
 from upstream.test_training_mixin import TrainingTesterMixin  # noqa: E402
 
 RAN: set[str] = set()  # the tests in which our operators ran
@@ -68,19 +79,38 @@ def teardown_module():
 class Tester:
     """What the shared tests ask of a model: a small configuration, inputs, and its classes."""
 
-    is_training, batch_size, seq_length, hidden_size, num_hidden_layers, num_attention_heads = True, 3, 7, 32, 2, 2
+    is_training, batch_size, seq_length, hidden_size, num_hidden_layers, num_attention_heads = (
+        True,
+        3,
+        7,
+        32,
+        2,
+        2,
+    )
 
     def __init__(self, name: str):
         self.name = name
         stem = models.CONFIGS[name][0]
-        self.config_class = getattr(transformers, stem + "TextConfig" if stem.startswith("Qwen3_5") else stem + "Config")
-        self.base_model_class = getattr(transformers, stem + "TextModel" if stem.startswith("Qwen3_5") else stem + "Model")
+        self.config_class = getattr(
+            transformers, stem + "TextConfig" if stem.startswith("Qwen3_5") else stem + "Config"
+        )
+        self.base_model_class = getattr(
+            transformers, stem + "TextModel" if stem.startswith("Qwen3_5") else stem + "Model"
+        )
         self.causal_lm_class = getattr(transformers, stem + "ForCausalLM")
 
     def get_config(self):
-        arguments = models._COMMON | models.CONFIGS[self.name][1] | dict(
-            num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], initializer_range=0.02, vocab_size=99, eos_token_id=2,
-        )  # fmt: skip
+        arguments = (
+            models._COMMON
+            | models.CONFIGS[self.name][1]
+            | dict(
+                num_hidden_layers=2,
+                layer_types=["linear_attention", "full_attention"],
+                initializer_range=0.02,
+                vocab_size=99,
+                eos_token_id=2,
+            )
+        )
         if "mlp_layer_types" in arguments:
             arguments["mlp_layer_types"] = ["dense", "sparse"]
         if "mlp_only_layers" in arguments:
@@ -89,12 +119,16 @@ class Tester:
 
     def prepare_config_and_inputs_for_common(self):
         ids = ids_tensor([self.batch_size, self.seq_length], 99)
-        return self.get_config(), {"input_ids": ids, "attention_mask": torch.tril(torch.ones_like(ids)).to(torch_device)}
+        return self.get_config(), {
+            "input_ids": ids,
+            "attention_mask": torch.tril(torch.ones_like(ids)).to(torch_device),
+        }
 
 
 class _Shared(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin):
     name: str
-    test_attention_outputs = None  # asks every layer for an attention map; transformers' tests of these models replace it
+    # asks every layer for an attention map; transformers' tests of these models replace it
+    test_attention_outputs = None
 
     @property
     def model_tester(self):

@@ -1,6 +1,8 @@
-"""What is applied to q, k, g and beta before the recurrence, and its derivatives, in plain torch, for the CPU backends.
+"""What is applied to q, k, g and beta before the recurrence, and its derivatives, in plain torch,
+for the CPU backends.
 
-Each pair is checked against autograd in float64 (tests/test_activations.py). Shapes are per token: ``[B, T, heads, width]``.
+Each pair is checked against autograd in float64 (tests/test_activations.py). Shapes are per token:
+``[B, T, heads, width]``.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from kda_ops.problem import Problem
 EPS = 1e-6  # inside the square root of the l2 norm
 
 
-# torch's own softplus and sigmoid round the last elements of a tensor, or strided ones, differently from the rest: a token's bits would depend on its place.
+# torch's own softplus and sigmoid round the last elements of a tensor, or strided ones, differently
+# from the rest: a token's bits would depend on its place.
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -46,7 +49,9 @@ def l2norm_backward(dy: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
     return rstd * (dy - y * (y * dy).sum(-1, keepdim=True))
 
 
-def _gate_argument(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _gate_argument(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, rank: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """exp(A_log) [HV] or [HV, 1], and x = g + dt_bias, in `dtype`."""
     HV = g.shape[2]
     A = torch.ones(HV, dtype=dtype, device=g.device) if A_log is None else A_log.to(dtype).exp()
@@ -56,8 +61,11 @@ def _gate_argument(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, rank
     return (A.unsqueeze(-1) if rank else A), x
 
 
-def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int) -> Tensor:
-    """The log decay: -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)) with a bound.
+def gate(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
+) -> Tensor:
+    """The log decay: -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g +
+    dt_bias)) with a bound.
 
     float32, or float64 for float64 logits.
     """
@@ -66,9 +74,16 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: f
 
 
 def gate_backward(
-    dy: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
+    dy: Tensor,
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    rank: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `gate` for g, A_log and dt_bias, each in its input's dtype; parameter sums in at least float32, cast once."""
+    """Gradients of `gate` for g, A_log and dt_bias, each in its input's dtype; parameter sums in at
+    least float32, cast once.
+    """
     A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
     dy = dy.to(x.dtype)
     if lower_bound is None:
@@ -78,18 +93,22 @@ def gate_backward(
         s = _sigmoid(A * x)
         dx = lower_bound * s * (1 - s) * A * dy
         per_log, counts = dx * x, s * (1 - s) > 0
-    # Select, for 0 * inf is nan: a saturated sigmoid has slope 0 even where exp(A_log) overflowed, a decay of -inf has forgotten how it got
-    # there, and what nothing depends on (padding) may hold anything.
+    # Select, for 0 * inf is nan: a saturated sigmoid has slope 0 even where exp(A_log) overflowed,
+    # a decay of -inf has forgotten how it got there, and what nothing depends on (padding) may hold
+    # anything.
     counts &= dy != 0
     dx, per_log = torch.where(counts, dx, 0.0), torch.where(counts, per_log, 0.0)
     tokens = (0, 1)
-    dA_log = None if A_log is None else per_log.sum(tokens + (3,) if rank else tokens).to(A_log.dtype)
+    dA_log = (
+        None if A_log is None else per_log.sum(tokens + (3,) if rank else tokens).to(A_log.dtype)
+    )
     ddt_bias = None if dt_bias is None else dx.sum(tokens).reshape(dt_bias.shape).to(dt_bias.dtype)
     return dx.to(g.dtype), dA_log, ddt_bias
 
 
 class Activated:
-    """The inputs of the recurrence in one dtype: q and k normalised [B, T, H, K], g [B, T, HV, D] (zero if absent), beta [B, T, HV].
+    """The inputs of the recurrence in one dtype: q and k normalised [B, T, H, K], g [B, T, HV, D]
+    (zero if absent), beta [B, T, HV].
 
     D is K for a decay of rank 1 and 1 for rank 0. The scale is not applied.
     """
@@ -104,7 +123,11 @@ class Activated:
             g = self.v.new_zeros((p.B, p.T, p.HV))
         else:
             self.logits = p.g.to(torch.promote_types(p.g.dtype, dtype))
-            g = gate(self.logits, p.A_log, p.dt_bias, p.lower_bound, p.rank).to(dtype) if p.activate_gate else p.g.to(dtype)
+            g = (
+                gate(self.logits, p.A_log, p.dt_bias, p.lower_bound, p.rank).to(dtype)
+                if p.activate_gate
+                else p.g.to(dtype)
+            )
         self.g = g if p.rank and p.g is not None else g.unsqueeze(-1)
         if p.beta is None:
             self.beta = self.v.new_ones((p.B, p.T, p.HV))
@@ -113,8 +136,17 @@ class Activated:
         else:
             self.beta = p.beta.to(dtype)
 
-    def gradients(self, p: Problem, dq: Tensor | None, dk: Tensor | None, dg: Tensor | None, dbeta: Tensor | None):
-        """From gradients of the activated tensors, in the same shapes, to (dq, dk, dg, dbeta, dA_log, ddt_bias) of the inputs."""
+    def gradients(
+        self,
+        p: Problem,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dg: Tensor | None,
+        dbeta: Tensor | None,
+    ):
+        """From gradients of the activated tensors, in the same shapes, to (dq, dk, dg, dbeta,
+        dA_log, ddt_bias) of the inputs.
+        """
         if p.l2norm:
             dq = None if dq is None else l2norm_backward(dq, self.q, self.q_rstd)
             dk = None if dk is None else l2norm_backward(dk, self.k, self.k_rstd)
@@ -122,11 +154,14 @@ class Activated:
         if dg is not None:
             dg = dg if p.rank else dg.squeeze(-1)
             if p.activate_gate:
-                dg, dA_log, ddt_bias = gate_backward(dg, self.logits, p.A_log, p.dt_bias, p.lower_bound, p.rank)
+                dg, dA_log, ddt_bias = gate_backward(
+                    dg, self.logits, p.A_log, p.dt_bias, p.lower_bound, p.rank
+                )
         if dbeta is not None and p.sigmoid_beta:
             dbeta = strength_backward(dbeta, self.beta, p.neg_eigval)
         if p.cu_seqlens is not None:
             for d in (dq, dk, dg, dbeta):
                 if d is not None:
-                    d[:, int(p.cu_seqlens[-1]) :] = 0.0  # tokens of no sequence may hold anything, nan included
+                    # tokens of no sequence may hold anything, nan included
+                    d[:, int(p.cu_seqlens[-1]) :] = 0.0
         return dq, dk, dg, dbeta, dA_log, ddt_bias

@@ -1,8 +1,10 @@
-"""The definition, written for reading: the token recurrence and each stage of the chunk form, in any dtype up to float64.
+"""The definition, written for reading: the token recurrence and each stage of the chunk form, in
+any dtype up to float64.
 
-`Reference()` computes in the dtype of states (float64 for float64 inputs) and is the oracle. ``Reference(torch.float32, operand=torch.bfloat16)`` is
-the twin of a kernel: the same formulas with every stored tensor and every dot operand rounded to `operand` while sums and states stay in the first
-dtype, which is what an error budget is derived from. Formulas: MATHS.md.
+`Reference()` computes in the dtype of states (float64 for float64 inputs) and is the oracle.
+``Reference(torch.float32, operand=torch.bfloat16)`` is the twin of a kernel: the same formulas with
+every stored tensor and every dot operand rounded to `operand` while sums and states stay in the
+first dtype, which is what an error budget is derived from. Formulas: MATHS.md.
 """
 
 from __future__ import annotations
@@ -23,34 +25,49 @@ FORGET = -1e4  # exp of it is 0 in every dtype; keeps -inf out of products and d
 
 def suffix(g: Tensor) -> Tensor:
     """Sum of g over the rows after each row, dim -2."""
-    return torch.cat([g[..., 1:, :], torch.zeros_like(g[..., :1, :])], -2).flip(-2).cumsum(-2).flip(-2)
+    return (
+        torch.cat([g[..., 1:, :], torch.zeros_like(g[..., :1, :])], -2).flip(-2).cumsum(-2).flip(-2)
+    )
 
 
 def pair_decay(g: Tensor) -> Tensor:
-    """E_ij = exp(sum of g over (j, i]) for i >= j, else 0: [.., C, 1] -> [.., C, C]. Sums, never differences of prefix sums."""
+    """E_ij = exp(sum of g over (j, i]) for i >= j, else 0: [.., C, 1] -> [.., C, C]. Sums, never
+    differences of prefix sums.
+    """
     i = torch.arange(g.shape[-2], device=g.device)
-    inside = (i[None, None, :] > i[None, :, None]) & (i[None, None, :] <= i[:, None, None])  # [i, j, t]
-    return torch.einsum("ijt,...t->...ij", inside.to(g.dtype), g[..., 0].clamp(min=FORGET)).exp().tril()
+    # [i, j, t]
+    inside = (i[None, None, :] > i[None, :, None]) & (i[None, None, :] <= i[:, None, None])
+    return (
+        torch.einsum("ijt,...t->...ij", inside.to(g.dtype), g[..., 0].clamp(min=FORGET))
+        .exp()
+        .tril()
+    )
 
 
 def levels(g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each level of a chunk of C rows its pairs' mask [C, C] and the one factor f [.., C, D] of every row, 0 <= f <= 1.
+    """For each level of a chunk of C rows its pairs' mask [C, C] and the one factor f [.., C, D] of
+    every row, 0 <= f <= 1.
 
-    A pair (j, i) belongs to the one level at which it first falls into different halves. With a the end of the earlier half,
-    E_ij = f_i f_j where f_i = exp(sum (a, i]) in the later half and f_j = exp(sum (j, a]) in the earlier one.
+    A pair (j, i) belongs to the one level at which it first falls into different halves. With a the
+    end of the earlier half, E_ij = f_i f_j where f_i = exp(sum (a, i]) in the later half and f_j =
+    exp(sum (j, a]) in the earlier one.
     """
     C, g = g.shape[-2], g.clamp(min=FORGET)
     i, half = torch.arange(C, device=g.device), C // 2
     while half:
         blocks = g.unflatten(-2, (C // half, half))
         later = ((i // half) % 2 == 1)[:, None]
-        f = torch.where(later, blocks.cumsum(-2).flatten(-3, -2), suffix(blocks).flatten(-3, -2)).exp()
+        f = torch.where(
+            later, blocks.cumsum(-2).flatten(-3, -2), suffix(blocks).flatten(-3, -2)
+        ).exp()
         yield (i[:, None] // (2 * half) == i[None, :] // (2 * half)) & later & ~later.T, f
         half //= 2
 
 
 class Reference:
-    """A backend (`kda_ops.stages.Backend`): computes in `dtype` (None: the call's state dtype), rounds operands to `operand`."""
+    """A backend (`kda_ops.stages.Backend`): computes in `dtype` (None: the call's state dtype),
+    rounds operands to `operand`.
+    """
 
     def __init__(self, dtype: torch.dtype | None = None, operand: torch.dtype | None = None):
         self.dtype, self.operand = dtype, operand
@@ -64,14 +81,27 @@ class Reference:
     def _dot(self, a: Tensor, b: Tensor) -> Tensor:
         return self._round(a) @ self._round(b)
 
-    def _chunked(self, p: Problem) -> tuple[Activated, Chunks, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _chunked(
+        self, p: Problem
+    ) -> tuple[Activated, Chunks, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The activated inputs per chunk, [NT, HV, C, .], with q scaled and beta [NT, HV, C, 1]."""
         x, chunks = Activated(p, self.dtype or p.state_dtype), Chunks(p)
-        q, k, v, g, beta = (chunks.split(t, t.dtype) for t in (x.q * p.scale, x.k, x.v, x.g, x.beta[..., None]))
+        q, k, v, g, beta = (
+            chunks.split(t, t.dtype) for t in (x.q * p.scale, x.k, x.v, x.g, x.beta[..., None])
+        )
         group = p.HV // max(p.H, 1)
-        return x, chunks, q.repeat_interleave(group, 1), k.repeat_interleave(group, 1), v, g.clamp(min=FORGET), beta
+        return (
+            x,
+            chunks,
+            q.repeat_interleave(group, 1),
+            k.repeat_interleave(group, 1),
+            v,
+            g.clamp(min=FORGET),
+            beta,
+        )
 
-    # P_ij or L_ij = sum_d a_id k_jd E_ijd, and the two products of its backward; a decay of rank 0 leaves the sums.
+    # P_ij or L_ij = sum_d a_id k_jd E_ijd, and the two products of its backward; a decay of rank 0
+    # leaves the sums.
     def _pairs(self, a: Tensor, k: Tensor, g: Tensor) -> Tensor:
         if g.shape[-1] == 1:
             return pair_decay(g) * self._dot(a, k.mT)
@@ -98,13 +128,22 @@ class Reference:
             out = out + f * self._dot(torch.where(mask, d, 0.0).mT, a * f)
         return out
 
-    def prepare(self, p: Problem, A: Tensor | None = None, pack: bool = False, norms: bool = False, overlap: bool = False) -> Tile:
+    def prepare(
+        self,
+        p: Problem,
+        A: Tensor | None = None,
+        pack: bool = False,
+        norms: bool = False,
+        overlap: bool = False,
+    ) -> Tile:
         """Everything about the chunks that does not depend on the state."""
         _, _, q, k, v, g, beta = self._chunked(p)
         eye = torch.eye(CHUNK, dtype=q.dtype, device=q.device)
         if A is None:
             L = beta * self._pairs(k, k, g).tril(-1)
-            A = torch.linalg.solve_triangular(L + eye, eye.expand_as(L), upper=False, unitriangular=True).contiguous()
+            A = torch.linalg.solve_triangular(
+                L + eye, eye.expand_as(L), upper=False, unitriangular=True
+            ).contiguous()
         decay = g.cumsum(-2).exp()
         tile = Tile(
             A=A,
@@ -113,14 +152,23 @@ class Reference:
             u=self._dot(A, beta * v),
             qg=q * decay,
             kg=k * suffix(g).exp(),
-            gamma=decay[..., -1, :].expand(*decay.shape[:2], p.K if p.rank else 1).contiguous(),  # of K without g too
+            # of K without g too
+            gamma=decay[..., -1, :].expand(*decay.shape[:2], p.K if p.rank else 1).contiguous(),
         )
-        return Tile(**{n: x if x is None or n == "gamma" else self._round(x) for n, x in vars(tile).items()})
+        return Tile(
+            **{n: x if x is None or n == "gamma" else self._round(x) for n, x in vars(tile).items()}
+        )
 
-    def scan(self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool) -> Trace | None:
+    def scan(
+        self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool
+    ) -> Trace | None:
         """v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new."""
         chunks, dtype = Chunks(p), tile.A.dtype
-        states, v_new, out = tile.u.new_zeros((chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u), torch.zeros_like(tile.u)
+        states, v_new, out = (
+            tile.u.new_zeros((chunks.NT, p.HV, p.K, p.V)),
+            torch.zeros_like(tile.u),
+            torch.zeros_like(tile.u),
+        )
         pool = _Pool(p, final_state)
         for n, (first, count) in enumerate(zip(chunks.first, chunks.count)):
             S, live = pool.read(n, dtype)
@@ -137,7 +185,14 @@ class Reference:
             o.copy_(chunks.join(out))
         return Trace(self._round(states), self._round(v_new), o) if keep else None
 
-    def reverse_scan(self, p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Reverse:
+    def reverse_scan(
+        self,
+        p: Problem,
+        tile: Tile,
+        do: Tensor | None,
+        dfinal_state: Tensor | None,
+        need: frozenset[str],
+    ) -> Reverse:
         """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""
         chunks, dtype = Chunks(p), tile.A.dtype
         dstates, z = tile.u.new_zeros((chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u)
@@ -149,12 +204,26 @@ class Reference:
                 dstates[i] = dS
                 dv_new = self._dot(tile.P[i].mT, b_do[i]) + self._dot(tile.kg[i], dS)
                 z[i] = self._dot(tile.A[i].mT, dv_new)
-                dS = tile.gamma[i][..., None] * dS + self._dot(tile.qg[i].mT, b_do[i]) - self._dot(tile.w[i].mT, dv_new)
+                dS = (
+                    tile.gamma[i][..., None] * dS
+                    + self._dot(tile.qg[i].mT, b_do[i])
+                    - self._dot(tile.w[i].mT, dv_new)
+                )
             dinitial[n] = dS
         dv = self._round(chunks.join(self._chunked(p)[-1] * z))
-        return Reverse(self._round(dstates), self._round(z), dv, dinitial if "initial_state" in need else None)
+        return Reverse(
+            self._round(dstates), self._round(z), dv, dinitial if "initial_state" in need else None
+        )
 
-    def gradient(self, p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
+    def gradient(
+        self,
+        p: Problem,
+        tile: Tile,
+        trace: Trace,
+        do: Tensor | None,
+        reverse: Reverse,
+        need: frozenset[str],
+    ) -> Gradients:
         """Every input's gradient from what the two scans left."""
         x, chunks, q, k, v, g, beta = self._chunked(p)
         b_do = torch.zeros_like(v) if do is None else chunks.split(do, v.dtype)
@@ -162,13 +231,16 @@ class Reference:
         decay, tail = g.cumsum(-2).exp(), suffix(g).exp()
         dqg, dP = self._dot(b_do, S.mT), self._dot(b_do, trace.v_new.mT).tril()
         dkg, Zk = self._dot(trace.v_new, dS.mT), -self._dot(z, S.mT)
-        dL = -self._dot(z, trace.v_new.mT).tril(-1)  # v_new solves (I + L) v_new = beta (v - k exp(G) S), and z the transposed system
+        # v_new solves (I + L) v_new = beta (v - k exp(G) S), and z the transposed system
+        dL = -self._dot(z, trace.v_new.mT).tril(-1)
         dq_in, r = self._over_rows(dP, k, g), beta * self._over_rows(dL, k, g)
         col = self._over_columns(dP, q, g) + self._over_columns(dL, beta * k, g)
         dk_w, dk_x = beta * decay * Zk, tail * dkg
         dq = decay * dqg + dq_in  # for scale * q
         dk = dk_x + dk_w + r + col
-        dbeta = ((z * v).sum(-1) + (Zk * k * decay).sum(-1) + (dL * self._pairs(k, k, g)).sum(-1))[..., None]
+        dbeta = ((z * v).sum(-1) + (Zk * k * decay).sum(-1) + (dL * self._pairs(k, k, g)).sum(-1))[
+            ..., None
+        ]
         dG = q * dq + k * (dk_w + r - col - dk_x)
         dgamma = (S * dS).sum(-1)
         last = tile.gamma * dgamma + (k * dk_x).sum(-2)
@@ -179,14 +251,28 @@ class Reference:
 
         def per_key_head(d: Tensor) -> Tensor:
             joined = chunks.join(d)
-            return joined.unflatten(2, (p.H, -1)).sum(3) if p.HV else joined.new_zeros((p.B, p.T, p.H, p.K))
+            return (
+                joined.unflatten(2, (p.H, -1)).sum(3)
+                if p.HV
+                else joined.new_zeros((p.B, p.T, p.H, p.K))
+            )
 
         dq, dk, dg, dbeta, dA_log, ddt_bias = x.gradients(
-            p, per_key_head(p.scale * dq), per_key_head(dk), chunks.join(dg) if p.g is not None else None, chunks.join(dbeta)[..., 0]
+            p,
+            per_key_head(p.scale * dq),
+            per_key_head(dk),
+            chunks.join(dg) if p.g is not None else None,
+            chunks.join(dbeta)[..., 0],
         )
         dinitial = None if reverse.dinitial_state is None else p.as_kv(reverse.dinitial_state)
         found = (dq, dk, chunks.join(beta * z), dg, dbeta, dA_log, ddt_bias, dinitial)
-        return Gradients(**{n: d.to(t.dtype) for n, t, d in zip(GRADIENTS, p.differentiable(), found) if n in need and t is not None})
+        return Gradients(
+            **{
+                n: d.to(t.dtype)
+                for n, t, d in zip(GRADIENTS, p.differentiable(), found)
+                if n in need and t is not None
+            }
+        )
 
     def step(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         """The definition, token by token."""
@@ -208,8 +294,12 @@ class Reference:
             pool.write(n, S)
 
 
-def recur(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One token of the definition: S [.., K, V], q, k [.., K], v [.., V], g [.., D], beta [..] -> the next S and o [.., V]."""
+def recur(
+    S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One token of the definition: S [.., K, V], q, k [.., K], v [.., V], g [.., D], beta [..] ->
+    the next S and o [.., V].
+    """
     S = g.exp().unsqueeze(-1) * S
     u = beta.unsqueeze(-1) * (v - (S.mT @ k.unsqueeze(-1)).squeeze(-1))
     S = S + k.unsqueeze(-1) * u.unsqueeze(-2)
@@ -217,12 +307,15 @@ def recur(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
 
 
 class _Pool:
-    """Where sequence n's state comes from and goes to: row n, or the slots that `p.state_indices` names; negative is nowhere."""
+    """Where sequence n's state comes from and goes to: row n, or the slots that `p.state_indices`
+    names; negative is nowhere.
+    """
 
     def __init__(self, p: Problem, final_state: Tensor | None):
         self.p, self.slots, self.accepted = p, p.state_indices, p.num_accepted_tokens
         self.initial = None if p.state is None else p.as_kv(p.state)
-        self.final = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)  # that of a call that asks for none is [0]
+        # that of a call that asks for none is [0]
+        self.final = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)
 
     def _slot(self, n: int, column: int) -> int:
         if self.slots is None:
@@ -240,7 +333,11 @@ class _Pool:
 
     def write(self, n: int, S: Tensor) -> None:
         """The state after the last token, where a sequence has one slot."""
-        if self.final is not None and (self.slots is None or self.slots.dim() == 1) and self._slot(n, 0) >= 0:
+        if (
+            self.final is not None
+            and (self.slots is None or self.slots.dim() == 1)
+            and self._slot(n, 0) >= 0
+        ):
             self.final[self._slot(n, 0)] = S
 
     def write_token(self, n: int, t: int, S: Tensor) -> bool:
@@ -255,7 +352,12 @@ class _Pool:
     def snapshot(self, n: int, chunk: int, length: int, S: Tensor) -> None:
         """The state after `chunk` whole chunks of sequence n, where a snapshot is due."""
         every, into = self.p.snapshot_every, self.p.snapshot_indices
-        if into is None or chunk % every or chunk * CHUNK > length or chunk // every > into.shape[1]:
+        if (
+            into is None
+            or chunk % every
+            or chunk * CHUNK > length
+            or chunk // every > into.shape[1]
+        ):
             return
         slot = int(into[n, chunk // every - 1])
         if slot >= 0:

@@ -1,1 +1,3 @@
-"""Measurements: our operators beside their peers (`compare`), evidence from a GPU, kernel configurations (`tune`, `offline`)."""
+"""Measurements: our operators beside their peers (`compare`), evidence from a GPU, kernel
+configurations (`tune`, `offline`).
+"""

@@ -1,11 +1,14 @@
 """``python -m kda_ops bench``: our operators beside the peers that are installed, one table.
 
-A row is ``{op, pass, setting, gate, state, layout, peer, ours_ms, peer_ms, ours_error, peer_error, also}``. Times are medians in milliseconds (seconds for
-the pass "first_call_s"), errors relative RMS against float64, the worst of o and all gradients; a side whose error is over its limit has no time. `also`
-holds what else was measured: of a training pass the error of each tensor by name, which is the worst and the peak of memory; first calls with backward and
-with warm caches; what a peer that broke said. Each peer has its own process, in which both sides of its rows run on the same inputs, because some are
-configured by environment variables that are read at import. Where a peer tunes at run time, several processes compile what it will choose from, each time
-just before it is measured. Several GPUs measure side by side, except what times the host too (decode, first calls).
+A row is ``{op, pass, setting, gate, state, layout, peer, ours_ms, peer_ms, ours_error, peer_error,
+also}``. Times are medians in milliseconds (seconds for the pass "first_call_s"), errors relative
+RMS against float64, the worst of o and all gradients; a side whose error is over its limit has no
+time. `also` holds what else was measured: of a training pass the error of each tensor by name,
+which is the worst and the peak of memory; first calls with backward and with warm caches; what a
+peer that broke said. Each peer has its own process, in which both sides of its rows run on the same
+inputs, because some are configured by environment variables that are read at import. Where a peer
+tunes at run time, several processes compile what it will choose from, each time just before it is
+measured. Several GPUs measure side by side, except what times the host too (decode, first calls).
 """
 
 from __future__ import annotations
@@ -29,19 +32,45 @@ from pathlib import Path
 import torch
 
 from kda_ops.bench import picture
-from kda_ops.bench.cases import DECODE_SETTINGS, GATES, KDA_GATES, PASSES, PROMISED, SETTINGS, Case, parse_setting
-from kda_ops.bench.machine import Help, default_dtype, describe, names, need_device, need_writable, write_json
+from kda_ops.bench.cases import (
+    DECODE_SETTINGS,
+    GATES,
+    KDA_GATES,
+    PASSES,
+    PROMISED,
+    SETTINGS,
+    Case,
+    parse_setting,
+)
+from kda_ops.bench.machine import (
+    Help,
+    default_dtype,
+    describe,
+    names,
+    need_device,
+    need_writable,
+    write_json,
+)
 from kda_ops.bench.rows import HEAD, KEY, WIDTHS, compare_rows, format_row, read_rows
 from kda_ops.bench.sides import PEERS, Peer, peers_of
 
-UNFINISHED = ("out of time", "the process ended")  # how the reason begins why a case has no row that it may get another time
+# how the reason begins why a case has no row that it may get another time
+UNFINISHED = ("out of time", "the process ended")
 SHARE = 0.75  # of the time that is left, for each peer; the rest is for the sides after it
 
 
 def list_cases(
-    device: str, ops: Sequence[str], passes: Iterable[str], gates: Iterable[str], settings: Sequence[str] | None, dtype: torch.dtype, peer: Peer | None
+    device: str,
+    ops: Sequence[str],
+    passes: Iterable[str],
+    gates: Iterable[str],
+    settings: Sequence[str] | None,
+    dtype: torch.dtype,
+    peer: Peer | None,
 ) -> list[Case]:
-    """The cases of a table for one peer. Bounds and promises are for KDA; decode is on fp32 and bf16 states, both layouts, a first call at the last setting."""
+    """The cases of a table for one peer. Bounds and promises are for KDA; decode is on fp32 and
+    bf16 states, both layouts, a first call at the last setting.
+    """
     cases = []
     for op in ops:
         for pass_ in passes:
@@ -53,17 +82,33 @@ def list_cases(
             sizes = settings or (DECODE_SETTINGS if pass_ == "decode" else SETTINGS)[device]
             for setting in sizes[-1:] if pass_ == "first_call_s" else sizes:
                 for gate in wanted:
-                    variants = [(s, o) for s in ("fp32", "bf16") for o in ("kv", "vk")] if pass_ == "decode" else [("fp32", "kv")]
+                    variants = (
+                        [(s, o) for s in ("fp32", "bf16") for o in ("kv", "vk")]
+                        if pass_ == "decode"
+                        else [("fp32", "kv")]
+                    )
                     cases += [Case(op, pass_, setting, gate, device, dtype, *v) for v in variants]
     if peer is not None:
-        cases = [c for c in cases if (c.pass_ != "decode" or peer.step is not None) and (c.pass_ != "first_call_s" or peer.same)]
+        cases = [
+            c
+            for c in cases
+            if (c.pass_ != "decode" or peer.step is not None)
+            and (c.pass_ != "first_call_s" or peer.same)
+        ]
     if peer is not None and not peer.same:  # what stands there for scale does so once
-        cases = [c for c in cases if (c.op, c.gate) == (ops[0], next((g for g in gates if ops[0] == "kda" or g not in KDA_GATES), None))]
+        cases = [
+            c
+            for c in cases
+            if (c.op, c.gate)
+            == (ops[0], next((g for g in gates if ops[0] == "kda" or g not in KDA_GATES), None))
+        ]
     return cases
 
 
 def order(cases: list[Case]) -> list[Case]:
-    """What is measured first, for a run that may be cut: gates inside before given ones, forward and backward before decode, first calls last."""
+    """What is measured first, for a run that may be cut: gates inside before given ones, forward
+    and backward before decode, first calls last.
+    """
     stages = {"fwdbwd": 0, "fwd": 0, "decode": 1, "first_call_s": 3}
 
     def rank(case: Case) -> tuple:
@@ -74,19 +119,33 @@ def order(cases: list[Case]) -> list[Case]:
 
 
 def in_turn(cases: list[Case]) -> list[list[Case]]:
-    """Ordered cases in groups that share what a peer tunes, so that each can be compiled just before it is measured and a run that is cut has rows."""
-    return [list(group) for _, group in groupby(cases, lambda c: (c.op, c.gate, c.setting) if c.whole else None)]
+    """Ordered cases in groups that share what a peer tunes, so that each can be compiled just
+    before it is measured and a run that is cut has rows.
+    """
+    return [
+        list(group)
+        for _, group in groupby(cases, lambda c: (c.op, c.gate, c.setting) if c.whole else None)
+    ]
 
 
 def gpus(device: str) -> list[str]:
     """The GPUs to measure on, as CUDA_VISIBLE_DEVICES names them; one nameless place on a CPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))) or [""] if device == "cuda" else [""]
+    return (
+        (visible.split(",") if visible else list(map(str, range(torch.cuda.device_count()))))
+        or [""]
+        if device == "cuda"
+        else [""]
+    )
 
 
 def _worker(work: dict, peer: Peer | None, gpu: str = "", **words) -> subprocess.Popen:
     command = [sys.executable, "-m", "kda_ops.bench.worker", json.dumps(work)]
-    environment = os.environ | (peer.environment if peer else {}) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+    environment = (
+        os.environ
+        | (peer.environment if peer else {})
+        | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+    )
     return subprocess.Popen(command, env=environment, text=True, preexec_fn=os.setpgrp, **words)
 
 
@@ -96,12 +155,19 @@ def end_group(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def compile_ahead(cases: list[Case], peer: Peer, until: float, gpu: str = "", places: int = 1) -> None:
-    """Compile what a peer's tuning will choose from, on all cores, or on the share of one of several places."""
+def compile_ahead(
+    cases: list[Case], peer: Peer, until: float, gpu: str = "", places: int = 1
+) -> None:
+    """Compile what a peer's tuning will choose from, on all cores, or on the share of one of
+    several places.
+    """
     count = max(1, min(30, ((os.cpu_count() or 1) - 2) // places))
     specs = [c.spec() for c in cases]
     works = [{"peer": peer.name, "cases": specs, "share": [i, count]} for i in range(count)]
-    shares = [_worker(work, peer, gpu, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for work in works]
+    shares = [
+        _worker(work, peer, gpu, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for work in works
+    ]
     try:
         for process in shares:
             with suppress(subprocess.TimeoutExpired):
@@ -112,14 +178,24 @@ def compile_ahead(cases: list[Case], peer: Peer, until: float, gpu: str = "", pl
             process.wait()
 
 
-def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str], None], until: float = float("inf"), gpu: str = "") -> list[dict]:
-    """The rows of some cases against one peer, from a process of their own that ends at `until`; `report` gets each row, or why there is none, as it comes."""
+def measure(
+    cases: list[Case],
+    peer: Peer | None,
+    report: Callable[[dict | str], None],
+    until: float = float("inf"),
+    gpu: str = "",
+) -> list[dict]:
+    """The rows of some cases against one peer, from a process of their own that ends at `until`;
+    `report` gets each row, or why there is none, as it comes.
+    """
     if not cases:
         return []
     rows, reached = [], 0
     work = {"peer": peer.name if peer else None, "cases": [c.spec() for c in cases]}
     with _worker(work, peer, gpu, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        timer = threading.Timer(min(max(0.0, until - time.time()), threading.TIMEOUT_MAX), end_group, [process])
+        timer = threading.Timer(
+            min(max(0.0, until - time.time()), threading.TIMEOUT_MAX), end_group, [process]
+        )
         timer.daemon = True
         timer.start()
         try:
@@ -135,7 +211,11 @@ def measure(cases: list[Case], peer: Peer | None, report: Callable[[dict | str],
             timer.cancel()
             end_group(process)
     if process.returncode:
-        why = "out of time" if time.time() >= until else f"the process ended with {process.returncode}"
+        why = (
+            "out of time"
+            if time.time() >= until
+            else f"the process ended with {process.returncode}"
+        )
         for case in cases[reached:]:
             report(f"{' '.join(case.key().values())} {peer.name if peer else 'alone'}: {why}")
     return rows
@@ -147,10 +227,22 @@ def versions(device: str, peers: list[str] | None) -> dict[str, str | None]:
 
 
 def run(
-    device: str, *, ops, passes, gates, settings, dtype, peers, echo: Callable[[str], None], until: float = float("inf"),
-    have: Iterable[dict] = (), keep: Callable[[dict | str], None] = lambda x: None,
-) -> list[dict]:  # fmt: skip
-    """Measure and print a table; the rows, those that it `have` already first. `keep` gets each row, or the reason why there is none, as it comes."""
+    device: str,
+    *,
+    ops,
+    passes,
+    gates,
+    settings,
+    dtype,
+    peers,
+    echo: Callable[[str], None],
+    until: float = float("inf"),
+    have: Iterable[dict] = (),
+    keep: Callable[[dict | str], None] = lambda x: None,
+) -> list[dict]:
+    """Measure and print a table; the rows, those that it `have` already first. `keep` gets each
+    row, or the reason why there is none, as it comes.
+    """
     about = describe(device)
     echo(", ".join(f"{n} {v}" for n, v in about.items()))
     known = versions(device, peers)
@@ -165,7 +257,9 @@ def run(
             echo(format_row(x) if isinstance(x, dict) else f"skipped: {x}")
             keep(x)
 
-    def take(group: list[Case], peer: Peer | None, end: float, gpu: str, at_once: int = 1) -> list[dict]:
+    def take(
+        group: list[Case], peer: Peer | None, end: float, gpu: str, at_once: int = 1
+    ) -> list[dict]:
         if peer is not None and peer.tunes and group[0].whole:
             compile_ahead(group, peer, end, gpu, at_once)
         return measure(group, peer, report, end, gpu)
@@ -182,14 +276,24 @@ def run(
             free.put(gpu)
 
     for peer in (*present, None):  # last what no peer did
-        done = {tuple(r[n] for n in KEY[:-1]) for r in rows if peer is None or r["peer"] == peer.name}
-        cases = order([c for c in list_cases(device, ops, passes, gates, settings, dtype, peer) if tuple(c.key().values()) not in done])
+        done = {
+            tuple(r[n] for n in KEY[:-1]) for r in rows if peer is None or r["peer"] == peer.name
+        }
+        cases = order(
+            [
+                c
+                for c in list_cases(device, ops, passes, gates, settings, dtype, peer)
+                if tuple(c.key().values()) not in done
+            ]
+        )
         end = until if peer is None else time.time() + SHARE * (until - time.time())
         several = len(places) > 1
         groups = in_turn(cases) if several or (peer is not None and peer.tunes) else [cases]
         if several:
             with ThreadPoolExecutor(len(places)) as pool:
-                rows += chain.from_iterable(pool.map(partial(beside, peer=peer, end=end), [g for g in groups if g[0].whole]))
+                rows += chain.from_iterable(
+                    pool.map(partial(beside, peer=peer, end=end), [g for g in groups if g[0].whole])
+                )
             groups = [g for g in groups if not g[0].whole]
         for group in groups:
             rows += take(group, peer, end, places[0])
@@ -198,7 +302,11 @@ def run(
 
 def died(skipped: dict[str, str]) -> list[str]:
     """The names of cases whose process ended where nothing but our side ran."""
-    return [name for name, why in skipped.items() if name.endswith(" alone") and why.startswith("the process ended")]
+    return [
+        name
+        for name, why in skipped.items()
+        if name.endswith(" alone") and why.startswith("the process ended")
+    ]
 
 
 def _settings(text: str) -> list[str]:
@@ -213,33 +321,78 @@ def _settings(text: str) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser, device: str | None = None) -> None:
     """The options that choose what is measured."""
     if device is None:
-        parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ops", type=names(("kda", "gdn")), default=["kda", "gdn"], help="comma-separated")
-    parser.add_argument("--passes", type=names(PASSES), default=list(PASSES), help=f"of {','.join(PASSES)}")
-    parser.add_argument("--gates", type=names(GATES), default=[g for g in GATES if g not in PROMISED], help=f"of {','.join(GATES)}")
+        parser.add_argument(
+            "--device",
+            choices=("cpu", "cuda"),
+            default="cuda" if torch.cuda.is_available() else "cpu",
+        )
+    parser.add_argument(
+        "--ops", type=names(("kda", "gdn")), default=["kda", "gdn"], help="comma-separated"
+    )
+    parser.add_argument(
+        "--passes", type=names(PASSES), default=list(PASSES), help=f"of {','.join(PASSES)}"
+    )
+    parser.add_argument(
+        "--gates",
+        type=names(GATES),
+        default=[g for g in GATES if g not in PROMISED],
+        help=f"of {','.join(GATES)}",
+    )
     parser.add_argument("--settings", type=_settings, help="such as B1T8192H96,B1T65536H16HV32")
-    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="bfloat16 on CUDA, float32 on CPU by default")
+    parser.add_argument(
+        "--dtype",
+        choices=("float16", "bfloat16", "float32"),
+        help="bfloat16 on CUDA, float32 on CPU by default",
+    )
     peers = list(dict.fromkeys(p.name for p in PEERS))
-    parser.add_argument("--peers", type=names(peers, none=True), help=f"of {','.join(peers)}, or none; all that are installed by default")
-    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="stop after S seconds; what was not reached is named")
+    parser.add_argument(
+        "--peers",
+        type=names(peers, none=True),
+        help=f"of {','.join(peers)}, or none; all that are installed by default",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="stop after S seconds; what was not reached is named",
+    )
 
 
-def measure_arguments(args: argparse.Namespace, device: str, echo: Callable[[str], None], **words) -> list[dict]:
+def measure_arguments(
+    args: argparse.Namespace, device: str, echo: Callable[[str], None], **words
+) -> list[dict]:
     """Run what `add_arguments` parsed; `words` as of `run`."""
     dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(device)
     words = dict(until=time.time() + args.time_limit) | words
-    return run(device, ops=args.ops, passes=args.passes, gates=args.gates, settings=args.settings, dtype=dtype, peers=args.peers, echo=echo, **words)
+    return run(
+        device,
+        ops=args.ops,
+        passes=args.passes,
+        gates=args.gates,
+        settings=args.settings,
+        dtype=dtype,
+        peers=args.peers,
+        echo=echo,
+        **words,
+    )
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; non-zero if nothing was measured, our side broke or failed its error check, or a row of ``--against`` lost its time or over 5 %, or
-    the file it names has none of these cases.
+    """Run the command line; non-zero if nothing was measured, our side broke or failed its error
+    check, or a row of ``--against`` lost its time or over 5 %, or the file it names has none of
+    these cases.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m kda_ops bench", description=__doc__, formatter_class=Help,
-        epilog="bench --model: a training step of a whole model instead (bench --model --help)\n"
-        "bench --readme: measure nothing, rewrite the tables of README.md and their picture from tests/gpu/evidence.json",
-    )  # fmt: skip
+        prog="python -m kda_ops bench",
+        description=__doc__,
+        formatter_class=Help,
+        epilog=(
+            "bench --model: a training step of a whole model instead (bench --model --help)\n"
+            "bench --readme: measure nothing, rewrite the tables of README.md and their picture "
+            "from tests/gpu/evidence.json"
+        ),
+    )
     add_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     parser.add_argument("--plot", metavar="FILE", help="draw the rows (SVG)")
@@ -266,9 +419,15 @@ def main(argv: list[str]) -> int:
 
     rows = measure_arguments(args, args.device, lambda line: print(line, flush=True), keep=keep)
     if args.json:
-        write_json(args.json, describe(args.device) | {"dtype": dtype, "peers": versions(args.device, args.peers), "rows": rows})
+        write_json(
+            args.json,
+            describe(args.device)
+            | {"dtype": dtype, "peers": versions(args.device, args.peers), "rows": rows},
+        )
     if args.plot:
-        Path(args.plot).write_text(picture.draw(rows, ", ".join(f"{n} {v}" for n, v in describe(args.device).items())))
+        Path(args.plot).write_text(
+            picture.draw(rows, ", ".join(f"{n} {v}" for n, v in describe(args.device).items()))
+        )
     lines, losses = compare_rows(rows, old, skipped)
     print(*lines, sep="\n" if lines else "")
     wrong = [r for r in rows if r["ours_ms"] is None]

@@ -13,10 +13,16 @@ import torch
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """A description as it was written, and with each option its default, where that says something."""
+    """A description as it was written, and with each option its default, where that says
+    something.
+    """
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        says = isinstance(action.default, (int, float, str)) and action.default not in (False, float("inf"), argparse.SUPPRESS)
+        says = isinstance(action.default, (int, float, str)) and action.default not in (
+            False,
+            float("inf"),
+            argparse.SUPPRESS,
+        )
         return f"{action.help} (default: %(default)s)" if says else action.help
 
 
@@ -37,12 +43,23 @@ def describe(device: str) -> dict[str, str]:
     """The machine and the versions that the numbers belong to."""
     import kda_ops
 
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    return {"device": name, "kda_ops": kda_ops.__version__, "torch": torch.__version__, "triton": installed("triton") or "none"}
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    return {
+        "device": name,
+        "kda_ops": kda_ops.__version__,
+        "torch": torch.__version__,
+        "triton": installed("triton") or "none",
+    }
 
 
 def names(known: Iterable[str], none: bool = False) -> Callable[[str], list[str]]:
-    """The type of an option that takes some of the `known` names between commas; with `none`, that word for none of them."""
+    """The type of an option that takes some of the `known` names between commas; with `none`, that
+    word for none of them.
+    """
 
     def parse(text: str) -> list[str]:
         given = [] if none and text in ("", "none") else text.split(",")
@@ -62,7 +79,10 @@ def need_device(parser: argparse.ArgumentParser, device: str) -> None:
 def need_backend(parser: argparse.ArgumentParser, backend: str) -> None:
     """Refuse a backend that torch.compile does not have."""
     if backend not in torch.compiler.list_backends(exclude_tags=()):
-        parser.error(f"--backend {backend} is none of {', '.join(torch.compiler.list_backends())}, nor of torch's backends for debugging.")
+        parser.error(
+            f"--backend {backend} is none of {', '.join(torch.compiler.list_backends())}, nor of "
+            "torch's backends for debugging."
+        )
 
 
 def need_writable(parser: argparse.ArgumentParser, *paths: str | None) -> None:
@@ -82,7 +102,9 @@ def need_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, *na
 
 
 def write_json(path: str | Path, found: dict) -> None:
-    """Put `found` in the place of a file, whole: who reads meanwhile, or is left with what a run cut short, has the last or this."""
+    """Put `found` in the place of a file, whole: who reads meanwhile, or is left with what a run
+    cut short, has the last or this.
+    """
     path = Path(path)
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(found, indent=1) + "\n")

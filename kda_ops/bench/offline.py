@@ -1,8 +1,11 @@
-"""Compile the kernels without a GPU: the real launchers on meta tensors, with a driver that only names an architecture.
+"""Compile the kernels without a GPU: the real launchers on meta tensors, with a driver that only
+names an architecture.
 
-``python -m kda_ops compile`` does it for the configuration of a layer, ``--all`` for the product of dtypes, widths, gates and modes too. Each line is one
-compiled kernel with what decides its speed: registers, bytes of stack (spills), shared memory. A kernel beyond its budget is an error, and so is one
-that does not compile; what `doctor` knows of training on architectures that the kernels have never run on is reported, and is no error.
+``python -m kda_ops compile`` does it for the configuration of a layer, ``--all`` for the product of
+dtypes, widths, gates and modes too. Each line is one compiled kernel with what decides its speed:
+registers, bytes of stack (spills), shared memory. A kernel beyond its budget is an error, and so is
+one that does not compile; what `doctor` knows of training on architectures that the kernels have
+never run on is reported, and is no error.
 """
 
 from __future__ import annotations
@@ -28,19 +31,47 @@ from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
-# Bytes of stack per thread of the kernels for a layer on sm_90, by kernel and gate, the worst of triton 3.6 to 3.9; not to be exceeded unnoticed.
+# Bytes of stack per thread of the kernels for a layer on sm_90, by kernel and gate, the worst of
+# triton 3.6 to 3.9; not to be exceeded unnoticed.
 SPILLS = {
-    ("prepare_kda", "bound"): 528, ("prepare_kda", "softplus"): 544, ("scan_tiles", "bound"): 104, ("scan_tiles", "softplus"): 80,
-    ("reverse_scan_tiles", "bound"): 0, ("reverse_scan_tiles", "softplus"): 0, ("gradient_pairs", "bound"): 120, ("gradient_pairs", "softplus"): 120,
-    ("gradient_keys", "bound"): 504, ("gradient_keys", "softplus"): 496, ("sum_decays", "bound"): 0, ("sum_decays", "softplus"): 0,
-    ("sum_gradients", "bound"): 0, ("sum_gradients", "softplus"): 0, ("reverse_scan_rows", "bound"): 8, ("reverse_scan_rows", "softplus"): 8,
-    ("gradient_rows", "bound"): 2376, ("gradient_rows", "softplus"): 2384, ("gather_heads", "bound"): 0, ("gather_heads", "softplus"): 0,
-    ("prepare_gdn", "bound"): 152, ("prepare_gdn", "softplus"): 128, ("scan_rows", "bound"): 8, ("scan_rows", "softplus"): 0,
-    ("recur", "bound"): 0, ("join_runs", "bound"): 0,
-    ("scan_tiles.few", "bound"): 272, ("scan_rows.few", "bound"): 8, ("reverse_scan_tiles.few", "bound"): 0, ("reverse_scan_rows.few", "bound"): 32,
-    ("scan_tiles.ahead", "bound"): 0, ("scan_rows.ahead", "bound"): 0,  # beside 226 KB of shared memory 100 B are more than the L1 holds: half as slow again
-    ("gate_forward", "bound"): 0, ("gate_forward", "softplus"): 0, ("gate_gradient", "bound"): 0, ("gate_gradient", "softplus"): 0,
-}  # fmt: skip
+    ("prepare_kda", "bound"): 528,
+    ("prepare_kda", "softplus"): 544,
+    ("scan_tiles", "bound"): 104,
+    ("scan_tiles", "softplus"): 80,
+    ("reverse_scan_tiles", "bound"): 0,
+    ("reverse_scan_tiles", "softplus"): 0,
+    ("gradient_pairs", "bound"): 120,
+    ("gradient_pairs", "softplus"): 120,
+    ("gradient_keys", "bound"): 504,
+    ("gradient_keys", "softplus"): 496,
+    ("sum_decays", "bound"): 0,
+    ("sum_decays", "softplus"): 0,
+    ("sum_gradients", "bound"): 0,
+    ("sum_gradients", "softplus"): 0,
+    ("reverse_scan_rows", "bound"): 8,
+    ("reverse_scan_rows", "softplus"): 8,
+    ("gradient_rows", "bound"): 2376,
+    ("gradient_rows", "softplus"): 2384,
+    ("gather_heads", "bound"): 0,
+    ("gather_heads", "softplus"): 0,
+    ("prepare_gdn", "bound"): 152,
+    ("prepare_gdn", "softplus"): 128,
+    ("scan_rows", "bound"): 8,
+    ("scan_rows", "softplus"): 0,
+    ("recur", "bound"): 0,
+    ("join_runs", "bound"): 0,
+    ("scan_tiles.few", "bound"): 272,
+    ("scan_rows.few", "bound"): 8,
+    ("reverse_scan_tiles.few", "bound"): 0,
+    ("reverse_scan_rows.few", "bound"): 32,
+    # beside 226 KB of shared memory 100 B are more than the L1 holds: half as slow again
+    ("scan_tiles.ahead", "bound"): 0,
+    ("scan_rows.ahead", "bound"): 0,
+    ("gate_forward", "bound"): 0,
+    ("gate_forward", "softplus"): 0,
+    ("gate_gradient", "bound"): 0,
+    ("gate_gradient", "softplus"): 0,
+}
 # And the most registers per thread, where fewer than all there are let more programs run at once.
 REGISTERS = {
     "prepare_gdn": 168,
@@ -69,16 +100,23 @@ class Row:
     seconds: float
     refilled: bool
     hasty: bool = False
-    error: str = ""  # of a kernel that does not compile, or of a call that launches none; then `kernel` is its type
+    # of a kernel that does not compile, or of a call that launches none; then `kernel` is its type
+    error: str = ""
 
     @property
     def name(self) -> str:
         """The kernel, and whether it is a scan for few heads, or one that follows `prepare`."""
-        return self.kernel + "".join(f".{mark}" for mark in ("few", "ahead") if "scan" in self.kernel and mark in self.label.split())
+        return self.kernel + "".join(
+            f".{mark}"
+            for mark in ("few", "ahead")
+            if "scan" in self.kernel and mark in self.label.split()
+        )
 
     def faults(self, strict: bool) -> list[str]:
-        """What is over budget: shared memory always, registers and spills where a budget is set for this configuration. And what gives wrong numbers: Triton
-        fills a buffer again too early, ptxas keeps next to nothing in registers, a kernel that may begin beside the one before it reads before it waits.
+        """What is over budget: shared memory always, registers and spills where a budget is set for
+        this configuration. And what gives wrong numbers: Triton fills a buffer again too early,
+        ptxas keeps next to nothing in registers, a kernel that may begin beside the one before it
+        reads before it waits.
         """
         from kda_ops.backends.triton.launch import lost_registers
 
@@ -86,22 +124,34 @@ class Row:
         if self.shared > SHARED[self.arch]:
             found.append(f"{self.shared} bytes of shared memory, the limit is {SHARED[self.arch]}")
         if lost_registers(self.registers, self.stack):
-            found.append(f"{self.registers} registers beside {self.stack} bytes of stack: ptxas has given registers up (NOTES.md, compiler hazards)")
+            found.append(
+                f"{self.registers} registers beside {self.stack} bytes of stack: ptxas has given "
+                "registers up (NOTES.md, compiler hazards)"
+            )
         if self.refilled:
-            found.append("a buffer is filled again while a product may still read it (NOTES.md, compiler hazards)")
+            found.append(
+                "a buffer is filled again while a product may still read it (NOTES.md, compiler "
+                "hazards)"
+            )
         if self.hasty:
-            found.append("it is launched beside the kernel before it, and touches memory before it waits for that one (tile.wait_for_previous)")
+            found.append(
+                "it is launched beside the kernel before it, and touches memory before it waits "
+                "for that one (tile.wait_for_previous)"
+            )
         budget = SPILLS.get((self.name, self.gate), 1 << 30)
         if strict and self.stack > budget:
             found.append(f"{self.stack} bytes of stack, the budget is {budget}")
         if strict and self.registers > (most := REGISTERS.get(self.name, 255)):
-            found.append(f"{self.registers} registers, the budget is {most}: fewer programs run at once")
+            found.append(
+                f"{self.registers} registers, the budget is {most}: fewer programs run at once"
+            )
         return found
 
     def __str__(self) -> str:
         return (
-            f"{self.label:34} {self.kernel:20} sm_{self.arch:<3} {self.warps} warps {self.registers:3} registers "
-            f"{self.stack:5} B stack {self.shared:6} B shared {self.seconds:5.1f} s"
+            f"{self.label:34} {self.kernel:20} sm_{self.arch:<3} {self.warps} warps "
+            f"{self.registers:3} registers {self.stack:5} B stack {self.shared:6} B shared "
+            f"{self.seconds:5.1f} s"
         )
 
 
@@ -136,7 +186,8 @@ def _driver(arch: int):
 
 @contextmanager
 def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
-    """Within it, a launch compiles for `arch` and appends a `Row` with this label and gate instead of running.
+    """Within it, a launch compiles for `arch` and appends a `Row` with this label and gate instead
+    of running.
 
     For a process of its own: Triton keeps the driver.
     """
@@ -146,7 +197,12 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
     from kda_ops.backends.triton import tuning
 
     rows: list[Row] = []
-    run, assumed, forced, processors = JITFunction.run, tuning.ASSUMED, (tuning.FORCED_RUN, tuning.FORCED_AHEAD), tuning.processors
+    run, assumed, forced, processors = (
+        JITFunction.run,
+        tuning.ASSUMED,
+        (tuning.FORCED_RUN, tuning.FORCED_AHEAD),
+        tuning.processors,
+    )
 
     def compile_only(self, *args, grid, warmup, **options):
         start = time.perf_counter()
@@ -157,8 +213,21 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
             raise
         registers, stack = _resources(kernel.asm["cubin"])
         seconds = time.perf_counter() - start
-        rows.append(Row(label[0], label[1], self.fn.__name__, arch, kernel.metadata.num_warps, registers, stack, kernel.metadata.shared, seconds,
-                        refilled(kernel.asm["ttgir"]), kernel.metadata.launch_pdl and hasty(kernel.asm["ptx"])))  # fmt: skip
+        rows.append(
+            Row(
+                label[0],
+                label[1],
+                self.fn.__name__,
+                arch,
+                kernel.metadata.num_warps,
+                registers,
+                stack,
+                kernel.metadata.shared,
+                seconds,
+                refilled(kernel.asm["ttgir"]),
+                kernel.metadata.launch_pdl and hasty(kernel.asm["ptx"]),
+            )
+        )
         return kernel
 
     triton.runtime.driver.set_active(_driver(arch))
@@ -172,9 +241,11 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
 
 
 def refilled(ttgir: str) -> bool:
-    """Whether a loop copies into a buffer of one stage while an asynchronous product of the same turn may still read it.
+    """Whether a loop copies into a buffer of one stage while an asynchronous product of the same
+    turn may still read it.
 
-    The pipeliner gives a tile that is both an operand and a value in registers one stage, and lets products wait for the next turn.
+    The pipeliner gives a tile that is both an operand and a value in registers one stage, and lets
+    products wait for the next turn.
     """
     seen: dict[str, str] = {}  # a view of a buffer: the buffer
     single, reads = set(), False
@@ -188,25 +259,49 @@ def refilled(ttgir: str) -> bool:
             reads = False
         elif op == "ttg.local_alloc" and "memdesc<1x" in rest and not operands:
             single.add(name)
-        elif op in ("ttg.memdesc_index", "ttg.memdesc_trans") and operands[0] in single | seen.keys():
+        elif (
+            op in ("ttg.memdesc_index", "ttg.memdesc_trans") and operands[0] in single | seen.keys()
+        ):
             seen[name] = seen.get(operands[0], operands[0])
         elif op == "ttng.warp_group_dot" and "isAsync = true" in rest:
             reads |= any(x in seen for x in operands[:2])
         elif op == "ttng.warp_group_dot_wait" and "pendings = 0" in rest:
             reads = False
-        elif op == "ttg.async_copy_global_to_local" and reads and any(x in single | seen.keys() for x in operands):
+        elif (
+            op == "ttg.async_copy_global_to_local"
+            and reads
+            and any(x in single | seen.keys() for x in operands)
+        ):
             return True
     return False
 
 
 def hasty(ptx: str) -> bool:
-    """Whether anything touches memory other than parameters and shared memory before the kernel has waited for the one before it."""
+    """Whether anything touches memory other than parameters and shared memory before the kernel has
+    waited for the one before it.
+    """
     begin = ptx.split("griddepcontrol.wait", 1)
-    return len(begin) == 1 or re.search(r"\b(ld|st|atom|red|prefetch|cp)\.(?!param|shared)[\w.:]*global", begin[0]) is not None
+    return (
+        len(begin) == 1
+        or re.search(r"\b(ld|st|atom|red|prefetch|cp)\.(?!param|shared)[\w.:]*global", begin[0])
+        is not None
+    )
 
 
 def _broken(label: list[str], kernel: str, arch: int, error: Exception) -> Row:
-    return Row(label[0], label[1], kernel, arch, 0, 0, 0, 0, 0.0, False, error=str(error).strip()[-400:] or "no message")
+    return Row(
+        label[0],
+        label[1],
+        kernel,
+        arch,
+        0,
+        0,
+        0,
+        0,
+        0.0,
+        False,
+        error=str(error).strip()[-400:] or "no message",
+    )
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -217,8 +312,12 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()
-        said = subprocess.run([tool, "--dump-resource-usage", f.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"REG:(\d+)", said).group(1)), int(re.search(r"STACK:(\d+)", said).group(1))
+        said = subprocess.run(
+            [tool, "--dump-resource-usage", f.name], capture_output=True, text=True, check=True
+        ).stdout
+    return int(re.search(r"REG:(\d+)", said).group(1)), int(
+        re.search(r"STACK:(\d+)", said).group(1)
+    )
 
 
 @dataclass(frozen=True)
@@ -234,16 +333,21 @@ class Call:
     packed: bool = False
     pool: torch.dtype | None = None  # one token per sequence on a pool of states
     transposed: bool = False
-    ahead: int = 0  # chunks prepared before the scan of one sequence, the others beside it; 0: all of them
+    # chunks prepared before the scan of one sequence, the others beside it; 0: all of them
+    ahead: int = 0
     run: int = 0  # chunks per run, where sequences are cut (backends/triton/runs.py)
     group: int = 2  # value heads per key head
     gates: bool = False  # the decay by itself, forward and backward
-    few: bool = False  # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all of them at once
+    # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all
+    # of them at once
+    few: bool = False
 
     @property
     def label(self) -> str:
         """What the row is called."""
-        name = f"{'kda' if self.rank else 'gdn'} {str(self.dtype)[6:]} {self.K}x{self.V} {self.gate}"
+        name = (
+            f"{'kda' if self.rank else 'gdn'} {str(self.dtype)[6:]} {self.K}x{self.V} {self.gate}"
+        )
         if self.pool is not None:
             return f"{name} on {str(self.pool)[6:]} {'vk' if self.transposed else 'kv'}"
         marks = {
@@ -259,32 +363,77 @@ class Call:
 
     def problem(self) -> Problem:
         """The call on meta tensors."""
-        B, T, H, HV = (128, 1, 32 // self.group, 32) if self.pool is not None else (1 if self.packed or self.ahead else 2, 4096, 32 // self.group, 32)
+        B, T, H, HV = (
+            (128, 1, 32 // self.group, 32)
+            if self.pool is not None
+            else (1 if self.packed or self.ahead else 2, 4096, 32 // self.group, 32)
+        )
 
         def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
         D = (self.K,) if self.rank else ()
         activated = self.gate in ("bound", "softplus")
-        flags = dict(use_qk_l2norm_in_kernel=activated, use_gate_in_kernel=activated, use_beta_sigmoid_in_kernel=activated, output_final_state=True)
+        flags = dict(
+            use_qk_l2norm_in_kernel=activated,
+            use_gate_in_kernel=activated,
+            use_beta_sigmoid_in_kernel=activated,
+            output_final_state=True,
+        )
         g = empty(B, T, HV, *D) if activated else empty(B, T, HV, *D, dtype=torch.float32)
-        A_log, dt_bias = (empty(HV, dtype=torch.float32), empty(HV, *D, dtype=torch.float32)) if activated else (None, None)
+        A_log, dt_bias = (
+            (empty(HV, dtype=torch.float32), empty(HV, *D, dtype=torch.float32))
+            if activated
+            else (None, None)
+        )
         bound = -5.0 if self.gate == "bound" else None
         if self.pool is not None:
-            state, slots = empty(B, HV, *((self.V, self.K) if self.transposed else (self.K, self.V)), dtype=self.pool), empty(B, dtype=torch.int32)
+            state, slots = (
+                empty(
+                    B,
+                    HV,
+                    *((self.V, self.K) if self.transposed else (self.K, self.V)),
+                    dtype=self.pool,
+                ),
+                empty(B, dtype=torch.int32),
+            )
             del flags["output_final_state"]
             return Problem.parse_step(
-                self.rank, empty(B, T, H, self.K), empty(B, T, H, self.K), empty(B, T, HV, self.V), g, empty(B, T, HV), state, slots, None, A_log, dt_bias,
-                lower_bound=bound, transpose_state_layout=self.transposed, **flags,
-            )  # fmt: skip
+                self.rank,
+                empty(B, T, H, self.K),
+                empty(B, T, H, self.K),
+                empty(B, T, HV, self.V),
+                g,
+                empty(B, T, HV),
+                state,
+                slots,
+                None,
+                A_log,
+                dt_bias,
+                lower_bound=bound,
+                transpose_state_layout=self.transposed,
+                **flags,
+            )
         return Problem.parse(
-            self.rank, empty(B, T, H, self.K), empty(B, T, H, self.K), empty(B, T, HV, self.V), g, empty(B, T, HV), A_log, dt_bias,
-            None, torch.empty(9, dtype=torch.int32, device="meta") if self.packed else None,
-            lower_bound=bound, safe_gate=self.gate == "safe", **flags,
-        )  # fmt: skip
+            self.rank,
+            empty(B, T, H, self.K),
+            empty(B, T, H, self.K),
+            empty(B, T, HV, self.V),
+            g,
+            empty(B, T, HV),
+            A_log,
+            dt_bias,
+            None,
+            torch.empty(9, dtype=torch.int32, device="meta") if self.packed else None,
+            lower_bound=bound,
+            safe_gate=self.gate == "safe",
+            **flags,
+        )
 
     def compile(self) -> None:
-        """Launch prepare and scan as inference does, the whole of training's backward if `keep`, step on a pool, or the gate."""
+        """Launch prepare and scan as inference does, the whole of training's backward if `keep`,
+        step on a pool, or the gate.
+        """
         from kda_ops import chunk, dispatch
         from kda_ops.backends import triton as kernels
         from kda_ops.backends.triton import tuning
@@ -302,7 +451,11 @@ class Call:
         tile = kernels.prepare(p, pack=packs, norms=self.keep and not packs, overlap=self.ahead > 0)
         if packs:  # as backward calls it
             tile = kernels.prepare(p, tile.pairs, pack=True, norms=True)
-        o = p.new_output() if not self.keep or dispatch.reads_output(p.q.device, p.rank, p.l2norm) else None
+        o = (
+            p.new_output()
+            if not self.keep or dispatch.reads_output(p.q.device, p.rank, p.l2norm)
+            else None
+        )
         trace = kernels.scan(p, tile, o, None if self.keep else p.new_final_state(), self.keep)
         if self.keep:
             do = p.new_output()
@@ -311,26 +464,62 @@ class Call:
             kernels.gradient(p, tile, trace, do, reverse, need)
 
 
-LAYER = tuple(Call(rank, gate=gate, keep=keep, group=2 - rank) for rank in (1, 0) for gate in ("bound", "softplus") for keep in (False, True)) + tuple(
-    Call(pool=pool, transposed=transposed) for pool in (torch.float32, torch.bfloat16) for transposed in (False, True)
+LAYER = tuple(
+    Call(rank, gate=gate, keep=keep, group=2 - rank)
+    for rank in (1, 0)
+    for gate in ("bound", "softplus")
+    for keep in (False, True)
+) + tuple(
+    Call(pool=pool, transposed=transposed)
+    for pool in (torch.float32, torch.bfloat16)
+    for transposed in (False, True)
 )
 LAYER += tuple(Call(rank, ahead=32, group=1) for rank in (1, 0))
-LAYER += tuple(Call(rank, keep=keep, group=1, few=True) for rank in (1, 0) for keep in (False, True))
-LAYER += tuple(Call(rank, gate=gate, gates=True) for rank, gate in ((1, "bound"), (1, "softplus"), (0, "softplus")))
-LAYER += tuple(Call(rank, keep=keep, packed=True, run=32) for rank in (1, 0) for keep in (False, True))
-OTHERS: tuple[Call, ...] = (Call(1, torch.float32, gate="softplus", group=1), Call(0, torch.float32, gate="softplus"))
-OTHERS += (Call(1, torch.float16, gate="plain"), Call(0, torch.float16, gate="plain"), Call(1, K=256, V=256))
-OTHERS += tuple(Call(rank, torch.float32, K, K, "plain", keep, group=1) for rank in (1, 0) for K, keep in ((16, False), (16, True), (256, False)))
+LAYER += tuple(
+    Call(rank, keep=keep, group=1, few=True) for rank in (1, 0) for keep in (False, True)
+)
+LAYER += tuple(
+    Call(rank, gate=gate, gates=True)
+    for rank, gate in ((1, "bound"), (1, "softplus"), (0, "softplus"))
+)
+LAYER += tuple(
+    Call(rank, keep=keep, packed=True, run=32) for rank in (1, 0) for keep in (False, True)
+)
+OTHERS: tuple[Call, ...] = (
+    Call(1, torch.float32, gate="softplus", group=1),
+    Call(0, torch.float32, gate="softplus"),
+)
+OTHERS += (
+    Call(1, torch.float16, gate="plain"),
+    Call(0, torch.float16, gate="plain"),
+    Call(1, K=256, V=256),
+)
+OTHERS += tuple(
+    Call(rank, torch.float32, K, K, "plain", keep, group=1)
+    for rank in (1, 0)
+    for K, keep in ((16, False), (16, True), (256, False))
+)
 
 # One row of each kernel, for the architectures that they have never run on.
-ELSEWHERE = tuple(Call(rank, keep=keep, group=2 - rank) for rank in (1, 0) for keep in (False, True))
-ELSEWHERE += (Call(1, keep=True), Call(pool=torch.float32), Call(1, packed=True, run=32), Call(0, gate="softplus", gates=True))
+ELSEWHERE = tuple(
+    Call(rank, keep=keep, group=2 - rank) for rank in (1, 0) for keep in (False, True)
+)
+ELSEWHERE += (
+    Call(1, keep=True),
+    Call(pool=torch.float32),
+    Call(1, packed=True, run=32),
+    Call(0, gate="softplus", gates=True),
+)
 
 
 def everything() -> Iterator[Call]:
     """Dtypes, widths, gates and modes."""
     for rank, dtype, K, gate, keep in product(
-        (1, 0), (torch.bfloat16, torch.float16, torch.float32), (16, 60, 64, 128, 256), ("bound", "softplus", "plain", "safe"), (False, True)
+        (1, 0),
+        (torch.bfloat16, torch.float16, torch.float32),
+        (16, 60, 64, 128, 256),
+        ("bound", "softplus", "plain", "safe"),
+        (False, True),
     ):
         for V, packed in ((K, False), (128, True)):
             yield Call(rank, dtype, K, V, gate, keep, packed, group=2 if packed else 2 - rank)
@@ -344,27 +533,48 @@ def compile_calls(calls: Iterable[Call], arch: int) -> list[Row]:
             label[:] = call.label, call.gate
             try:
                 call.compile()
-            except Exception as error:  # a kernel that does not compile hides none of the calls after it
+            # a kernel that does not compile hides none of the calls after it
+            except Exception as error:
                 if not (rows and rows[-1].error and rows[-1].label == label[0]):
                     rows.append(_broken(label, type(error).__name__, arch, error))
     return rows
 
 
 def is_known(row: Row, fault: str) -> bool:
-    """Whether `doctor` warns of this fault of a kernel of training, with the triton that is here."""
+    """Whether `doctor` warns of this fault of a kernel of training, with the triton that is
+    here.
+    """
     import triton
 
     from kda_ops import doctor
 
-    here = [h for h in doctor.HAZARDS if row.kernel in h.kernels and h.concerns(doctor.parse_version(triton.__version__), [row.arch // 10])]
+    here = [
+        h
+        for h in doctor.HAZARDS
+        if row.kernel in h.kernels
+        and h.concerns(doctor.parse_version(triton.__version__), [row.arch // 10])
+    ]
     return "keep" in row.label.split() and any(h.fault in fault for h in here)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compile, print, and count what is over budget."""
-    parser = argparse.ArgumentParser(prog="python -m kda_ops compile", description=__doc__, formatter_class=Help)
-    parser.add_argument("--all", action="store_true", help="every dtype, width, gate and mode, not only those of a layer")
-    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(SHARED), default=[90], help="compute capabilities, times ten")
+    parser = argparse.ArgumentParser(
+        prog="python -m kda_ops compile", description=__doc__, formatter_class=Help
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="every dtype, width, gate and mode, not only those of a layer",
+    )
+    parser.add_argument(
+        "--arch",
+        type=int,
+        nargs="+",
+        choices=sorted(SHARED),
+        default=[90],
+        help="compute capabilities, times ten",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args(argv)
     if args.jobs < 1:
@@ -373,11 +583,24 @@ def main(argv: list[str] | None = None) -> int:
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for arch in args.arch:
             strict = set(c.label for c in LAYER) if arch == 90 else set()
-            calls = [(c,) for c in chain(LAYER + OTHERS if args.all or arch == 90 else ELSEWHERE, everything() if args.all else ())]
-            for row in chain.from_iterable((map if args.jobs == 1 else pool.map)(compile_calls, calls, repeat(arch))):
+            calls = [
+                (c,)
+                for c in chain(
+                    LAYER + OTHERS if args.all or arch == 90 else ELSEWHERE,
+                    everything() if args.all else (),
+                )
+            ]
+            for row in chain.from_iterable(
+                (map if args.jobs == 1 else pool.map)(compile_calls, calls, repeat(arch))
+            ):
                 print(row, flush=True)
                 for fault in row.faults(row.label in strict):
                     known = is_known(row, fault)
                     faults += not known
-                    print(f"{'KNOWN' if known else 'OVER BUDGET'}: {row.label} {row.kernel} sm_{row.arch}: {fault}", file=sys.stderr, flush=True)
+                    print(
+                        f"{'KNOWN' if known else 'OVER BUDGET'}: {row.label} {row.kernel} "
+                        f"sm_{row.arch}: {fault}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     return 1 if faults else 0

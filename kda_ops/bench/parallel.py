@@ -1,9 +1,12 @@
-"""``python -m kda_ops parallel``: one long sequence on one device, and spread over several by context parallelism.
+"""``python -m kda_ops parallel``: one long sequence on one device, and spread over several by
+context parallelism.
 
-Starts a process per device (NCCL on GPUs, gloo on CPU) and times forward, and forward with backward, of the same tokens on the first device alone and over
-the first 2, 4, .. of them; the slowest rank's median counts. One GPU keeps the sequence whole and, for comparison (``fwd_split_ms``,
-``fwdbwd_split_ms``), scans it in runs. Beside it stand the bytes that a rank passes to collectives, counted and as
-`kda_ops.distributed.chunk` computes them. Results are checked by tests/gpu/test_parallel.py, not here.
+Starts a process per device (NCCL on GPUs, gloo on CPU) and times forward, and forward with
+backward, of the same tokens on the first device alone and over the first 2, 4, .. of them; the
+slowest rank's median counts. One GPU keeps the sequence whole and, for comparison
+(``fwd_split_ms``, ``fwdbwd_split_ms``), scans it in runs. Beside it stand the bytes that a rank
+passes to collectives, counted and as `kda_ops.distributed.chunk` computes them. Results are checked
+by tests/gpu/test_parallel.py, not here.
 """
 
 from __future__ import annotations
@@ -132,7 +135,9 @@ def _row(case: Case, group, device: torch.device) -> dict[str, Any]:
 
     with _run_length(0 if group is None else None, device):
         take("")
-    row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None
+    row["peak_GiB"] = (
+        round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None
+    )
     if group is None:
         if device.type == "cuda":
             with _run_length(RUN, device):
@@ -158,25 +163,53 @@ def _serve(rank: int, store: str, args: argparse.Namespace) -> None:
         torch.set_num_threads(1)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     sizes = [n for n in GROUPS if n <= args.processes]
-    dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=args.processes)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=args.processes,
+    )
     groups = {n: dist.new_group(list(range(n))) for n in sizes}
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__}
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+    }
     found["setting"] = f"B1T{args.length}H{args.heads}D{args.width}"
     if cuda:
-        found |= {"triton": metadata.version("triton"), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        found |= {
+            "triton": metadata.version("triton"),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
     rows: list[dict] = []
     alone: dict = {}
     cases = list(product(("kda", "gdn"), ("strong", "weak"), (1, *sizes)))
     for reached, (op, gate, size) in enumerate(cases, 1):
         if rank < size:
             setting = f"B1T{args.length // size}H{args.heads}D{args.width}"
-            row = _row(Case(op, "fwdbwd", setting, gate, str(device), torch.bfloat16 if cuda else torch.float32), groups.get(size), device)
+            row = _row(
+                Case(
+                    op,
+                    "fwdbwd",
+                    setting,
+                    gate,
+                    str(device),
+                    torch.bfloat16 if cuda else torch.float32,
+                ),
+                groups.get(size),
+                device,
+            )
             if rank == 0:
                 alone = row if size == 1 else alone
-                row |= {f"{name}_speedup": round(alone[f"{name}_ms"] / row[f"{name}_ms"], 2) for name in ("fwd", "fwdbwd")}
+                row |= {
+                    f"{name}_speedup": round(alone[f"{name}_ms"] / row[f"{name}_ms"], 2)
+                    for name in ("fwd", "fwdbwd")
+                }
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-                found |= {"rows": rows, "missing": [f"{o} {g} on {n}" for o, g, n in cases[reached:]]}
+                found |= {
+                    "rows": rows,
+                    "missing": [f"{o} {g} on {n}" for o, g, n in cases[reached:]],
+                }
                 if args.output:
                     write_json(args.output, found)
             if cuda:
@@ -185,31 +218,62 @@ def _serve(rank: int, store: str, args: argparse.Namespace) -> None:
             break
     if rank == 0 and found["missing"]:
         print("out of time:", ", ".join(found["missing"]), flush=True)
-    time.sleep(1)  # gloo: a rank that leaves ends what a slower one has yet to read of the last collective
+    # gloo: a rank that leaves ends what a slower one has yet to read of the last collective
+    time.sleep(1)
     dist.destroy_process_group()
 
 
 def main(argv: list[str]) -> int:
     """Run the command line."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="python -m kda_ops parallel", description=__doc__, formatter_class=Help)
+    parser = argparse.ArgumentParser(
+        prog="python -m kda_ops parallel", description=__doc__, formatter_class=Help
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--processes", type=int, default=min(torch.cuda.device_count(), 8) if cuda else 2, help="ranks; as many as there are GPUs")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=min(torch.cuda.device_count(), 8) if cuda else 2,
+        help="ranks; as many as there are GPUs",
+    )
     parser.add_argument("--length", type=int, help="131072 on GPUs, 2048 on CPU by default")
     parser.add_argument("--heads", type=int, help="32 on GPUs, 4 on CPU by default")
     parser.add_argument("--width", type=int, default=128, help="K and V")
-    parser.add_argument("--output", metavar="FILE", help="written anew after every row; on GPUs tests/gpu/parallel.json of the checkout by default")
-    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="begin no row after S seconds; what was not reached is named")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help=(
+            "written anew after every row; on GPUs tests/gpu/parallel.json of the checkout by "
+            "default"
+        ),
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="begin no row after S seconds; what was not reached is named",
+    )
     args = parser.parse_args(argv)
     need_device(parser, args.device)
     need_writable(parser, args.output)
     cuda = args.device == "cuda"
-    args.length, args.heads = args.length if args.length is not None else 131072 if cuda else 2048, args.heads if args.heads is not None else 32 if cuda else 4
+    args.length, args.heads = (
+        args.length if args.length is not None else 131072 if cuda else 2048,
+        args.heads if args.heads is not None else 32 if cuda else 4,
+    )
     if min(args.processes, args.length, args.heads, args.width) < 1 or args.width > MAX_K:
-        parser.error(f"--processes, --length, --heads and --width must be at least 1, --width at most {MAX_K}.")
+        parser.error(
+            "--processes, --length, --heads and --width must be at least 1, --width at most "
+            f"{MAX_K}."
+        )
     if args.length % (most := max(n for n in (1, *GROUPS) if n <= args.processes)):
-        parser.error(f"--length must be a multiple of {most}, the ranks that share it, got {args.length}.")
-    args.output = args.output or (str(checkout() / "tests" / "gpu" / "parallel.json") if cuda else None)
+        parser.error(
+            f"--length must be a multiple of {most}, the ranks that share it, got {args.length}."
+        )
+    args.output = args.output or (
+        str(checkout() / "tests" / "gpu" / "parallel.json") if cuda else None
+    )
     args.until = time.time() + args.time_limit
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_serve, (os.path.join(folder, "store"), args), nprocs=args.processes)

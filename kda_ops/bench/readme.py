@@ -1,9 +1,12 @@
-"""Rewrites the tables of README.md from tests/gpu/evidence.json: every row, those that lost included, between two markers; and draws them beside that file.
+"""Rewrites the tables of README.md from tests/gpu/evidence.json: every row, those that lost
+included, between two markers; and draws them beside that file.
 
-``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass; ``<!-- evidence -->`` ... ``<!-- end -->`` all of them. The first has the pictures.
-Rows of earlier kernels, which have not been measured again, follow in a table of their own. ``<!-- evidence: cpu -->`` ... ``<!-- end -->`` holds the rows of
-tests/evidence_cpu.json, which ``bench --device cpu --json`` wrote; ``<!-- evidence: elsewhere -->`` what tests/gpu/elsewhere.json has of peers that were
-measured in runs of their own, with our rows beside it.
+``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass;
+``<!-- evidence -->`` ... ``<!-- end -->`` all of them. The first has the pictures. Rows of earlier
+kernels, which have not been measured again, follow in a table of their own.
+``<!-- evidence: cpu -->`` ... ``<!-- end -->`` holds the rows of tests/evidence_cpu.json, which
+``bench --device cpu --json`` wrote; ``<!-- evidence: elsewhere -->`` what tests/gpu/elsewhere.json
+has of peers that were measured in runs of their own, with our rows beside it.
 """
 
 from __future__ import annotations
@@ -23,9 +26,17 @@ from kda_ops.bench.rows import KEY, ratio
 PICTURES = {
     "evidence.svg": "how many times as fast as each peer, every row that has both times",
     "drift.png": "error of 10,000 decode steps beside that of the chunk form, from drift.json",
-}  # fmt: skip
-TITLES = {"fwd": "Forward", "fwdbwd": "Forward and backward", "decode": "Decode, one token", "first_call_s": "First call of a process, empty caches"}
-DECODE_COLUMNS = {"of a copy, ours / its": ("share", ".0%"), "µs per call from Python": ("call_us", ".0f")}
+}
+TITLES = {
+    "fwd": "Forward",
+    "fwdbwd": "Forward and backward",
+    "decode": "Decode, one token",
+    "first_call_s": "First call of a process, empty caches",
+}
+DECODE_COLUMNS = {
+    "of a copy, ours / its": ("share", ".0%"),
+    "µs per call from Python": ("call_us", ".0f"),
+}
 _MARKED = re.compile(r"(<!-- evidence(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -34,7 +45,9 @@ def _number(x: float | None, form: str) -> str:
 
 
 def _error(row: dict, side: str) -> str:
-    """The error of a side, and of a training pass the name of the output or gradient that has it."""
+    """The error of a side, and of a training pass the name of the output or gradient that has
+    it.
+    """
     worst = row["also"].get(f"{side}_worst")
     return _number(row[f"{side}_error"], ".1e") + (f" ({worst})" if worst else "")
 
@@ -45,22 +58,43 @@ def _of(rows: list[dict], pass_: str | None) -> list[dict]:
 
 def table(rows: list[dict], pass_: str | None) -> str:
     """A Markdown table of one pass, or of all, by operator, gate and setting."""
-    shown = sorted(_of(rows, pass_), key=lambda r: (r["op"] != "kda", GATES.index(r["gate"]), r["setting"]))
+    shown = sorted(
+        _of(rows, pass_), key=lambda r: (r["op"] != "kda", GATES.index(r["gate"]), r["setting"])
+    )
     columns = DECODE_COLUMNS if pass_ == "decode" else {}
     unit = "s" if pass_ == "first_call_s" else "ms"
     lines = [
-        f"| op | {'pass | ' if pass_ is None else ''}setting | gate | state | ours, {unit} | peer | its {unit} | ratio | error | its error |"
+        (
+            f"| op | {'pass | ' if pass_ is None else ''}setting | gate | state | ours, {unit} | "
+            f"peer | its {unit} | ratio | error | its error |"
+        )
         + "".join(f" {n} |" for n in columns),
-        f"|---|{'---|' if pass_ is None else ''}---|---|---|---|---|---|---|---|---|{'---|' * len(columns)}",
+        (
+            f"|---|{'---|' if pass_ is None else ''}---|---|---|---|---|---|---|---|---|"
+            f"{'---|' * len(columns)}"
+        ),
     ]
     for r in shown:
         faster = ratio(r)
         cells = [
-            r["op"], *([r["pass"]] if pass_ is None else []), r["setting"], r["gate"], f"{r['state']} {r['layout']}",
-            _number(r["ours_ms"], ".3g"), r["peer"] or "none",
-            _number(r["peer_ms"], ".3g"), "–" if faster is None else f"{faster:.2f}×", _error(r, "ours"), _error(r, "peer"),
-            *(" / ".join(_number(r["also"].get(f"{side}_{name}"), form) for side in ("ours", "peer")) for name, form in columns.values()),
-        ]  # fmt: skip
+            r["op"],
+            *([r["pass"]] if pass_ is None else []),
+            r["setting"],
+            r["gate"],
+            f"{r['state']} {r['layout']}",
+            _number(r["ours_ms"], ".3g"),
+            r["peer"] or "none",
+            _number(r["peer_ms"], ".3g"),
+            "–" if faster is None else f"{faster:.2f}×",
+            _error(r, "ours"),
+            _error(r, "peer"),
+            *(
+                " / ".join(
+                    _number(r["also"].get(f"{side}_{name}"), form) for side in ("ours", "peer")
+                )
+                for name, form in columns.values()
+            ),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -68,42 +102,74 @@ def table(rows: list[dict], pass_: str | None) -> str:
 def _about(evidence: dict) -> str:
     counts = ", ".join(f"{n} {word}" for word, n in evidence["tests"].items() if n)
     counts += f", {cut}" if (cut := evidence.get("missing", {}).get("tests/gpu")) else ""
-    return f"{evidence['gpu']}, torch {evidence['torch']}, triton {evidence['triton']}; tests/gpu {counts}"
+    return (
+        f"{evidence['gpu']}, torch {evidence['torch']}, triton {evidence['triton']}; tests/gpu "
+        f"{counts}"
+    )
 
 
 def _of_cpu(cpu: dict, protocol: str) -> str:
     peers = "".join(f", {name} {version}" for name, version in cpu["peers"].items() if version)
-    return f"{cpu['device']}, torch {cpu['torch']}{peers}; {cpu['dtype']}, {protocol}{table(cpu['rows'], None)}\n"
+    return (
+        f"{cpu['device']}, torch {cpu['torch']}{peers}; {cpu['dtype']}, "
+        f"{protocol}{table(cpu['rows'], None)}\n"
+    )
 
 
 def _elsewhere(peers: list[dict], rows: list[dict], earlier: list[dict]) -> str:
-    """Peers' times of other runs beside ours, each of the first row that has it; with a dagger, of earlier kernels."""
+    """Peers' times of other runs beside ours, each of the first row that has it; with a dagger, of
+    earlier kernels.
+    """
 
     def ours(peer: dict, pass_: str) -> str:
         want = (peer["op"], pass_, peer["setting"], peer["ours"])
         for found, mark in ((rows, ""), (earlier, " †")):
             for r in found:
-                if (r["op"], r["pass"], r["setting"], r["gate"]) == want and r["ours_ms"] is not None:
+                if (r["op"], r["pass"], r["setting"], r["gate"]) == want and r[
+                    "ours_ms"
+                ] is not None:
                     return f"{r['ours_ms']:.3g}{mark}"
         return "–"
 
-    lines = ["| op | peer | setting | gate, its / ours | forward, its | ours, ms | forward and backward, its | ours, ms |", f"|{'---|' * 8}"]
+    lines = [
+        (
+            "| op | peer | setting | gate, its / ours | forward, its | ours, ms | forward and "
+            "backward, its | ours, ms |"
+        ),
+        f"|{'---|' * 8}",
+    ]
     for p in peers:
         times = (f"{p['fwd']:.3g}", ours(p, "fwd"), f"{p['fwdbwd']:.3g}", ours(p, "fwdbwd"))
-        lines.append(f"| {' | '.join((p['op'], p['peer'], p['setting'], p['gate'] + ' / ' + p['ours'], *times))} |")
+        lines.append(
+            "| {} |".format(
+                " | ".join(
+                    (p["op"], p["peer"], p["setting"], p["gate"] + " / " + p["ours"], *times)
+                )
+            )
+        )
     return "\n".join(lines) + "\n"
 
 
-def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, cpu: dict | None = None, elsewhere: list[dict] | None = None) -> str:
-    """The README with the tables of an evidence file between its markers, none where a pass has no rows, and pictures before the first of them; and, of
-    `cpu` and `elsewhere` files, their own.
+def rewrite(
+    text: str,
+    evidence: dict,
+    pictures: dict[str, str] | None = None,
+    cpu: dict | None = None,
+    elsewhere: list[dict] | None = None,
+) -> str:
+    """The README with the tables of an evidence file between its markers, none where a pass has no
+    rows, and pictures before the first of them; and, of `cpu` and `elsewhere` files, their own.
     """
     shown = "".join(f"![{words}](tests/gpu/{name})\n\n" for name, words in (pictures or {}).items())
     protocol = "medians, error: relative RMS against float64.\n\n"
     about = f"{_about(evidence)}; {protocol}"
     rows, earlier = evidence["rows"], evidence.get("earlier", [])
     missing = evidence.get("missing", {}).items()
-    late = {name.rsplit(" ", 1)[0] for name, why in missing if name != "tests/gpu" and why.startswith(UNFINISHED)}
+    late = {
+        name.rsplit(" ", 1)[0]
+        for name, why in missing
+        if name != "tests/gpu" and why.startswith(UNFINISHED)
+    }
     late -= {" ".join(row[n] for n in KEY[:-1]) for row in rows}
 
     def fill(m: re.Match) -> str:
@@ -113,10 +179,16 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, c
         if m[2] == "cpu":
             return m[1] + (_of_cpu(cpu, protocol) if cpu else "") + m[3]
         lacking = sum(m[2] in (None, case.split()[1]) for case in late)
-        caption = about.replace(".\n", f"; {lacking} more cases were not reached.\n") if lacking else about
+        caption = (
+            about.replace(".\n", f"; {lacking} more cases were not reached.\n")
+            if lacking
+            else about
+        )
         tables = [caption + table(rows, m[2])] if _of(rows, m[2]) else []
         if _of(earlier, m[2]):
-            tables.append("Measured on earlier kernels, not again since:\n\n" + table(earlier, m[2]))
+            tables.append(
+                "Measured on earlier kernels, not again since:\n\n" + table(earlier, m[2])
+            )
         if not tables:
             return m[1] + m[3]
         before, shown = shown, ""
@@ -128,7 +200,11 @@ def rewrite(text: str, evidence: dict, pictures: dict[str, str] | None = None, c
 
 def main(argv: list[str]) -> int:
     """Rewrite README.md of the checkout, or of another folder."""
-    parser = argparse.ArgumentParser(prog="python -m kda_ops bench --readme", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m kda_ops bench --readme",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("folder", nargs="?", type=Path, help="the checkout by default")
     root = parser.parse_args(argv).folder or checkout()
     folder, readme = root / "tests" / "gpu", root / "README.md"
@@ -143,9 +219,17 @@ def main(argv: list[str]) -> int:
     drawn.unlink(missing_ok=True)
     earlier = [r for r in evidence.get("earlier", []) if ratio(r) is not None]
     if rows := [r for r in evidence["rows"] if ratio(r) is not None] + earlier:
-        drawn.write_text(picture.draw(rows, _about(evidence) + (f"; {len(earlier)} rows on earlier kernels" if earlier else "")))
+        drawn.write_text(
+            picture.draw(
+                rows,
+                _about(evidence) + (f"; {len(earlier)} rows on earlier kernels" if earlier else ""),
+            )
+        )
     there = {name: words for name, words in PICTURES.items() if (folder / name).exists()}
-    others = (json.loads(f.read_text()) if f.exists() else None for f in (root / "tests" / "evidence_cpu.json", folder / "elsewhere.json"))
+    others = (
+        json.loads(f.read_text()) if f.exists() else None
+        for f in (root / "tests" / "evidence_cpu.json", folder / "elsewhere.json")
+    )
     readme.write_text(rewrite(text, evidence, there, *others))
     return 0
 

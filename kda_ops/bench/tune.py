@@ -1,7 +1,8 @@
 """Measure kernel options on this GPU and keep the best: ``python -m kda_ops tune``.
 
-A candidate is timed only after its results met the definition in float64 and came out the same twice; the winner goes to the cache file that
-`kda_ops.backends.triton.tuning` reads. Calls never measure anything. The candidates of a kernel run in a process of their own: some that compile read
+A candidate is timed only after its results met the definition in float64 and came out the same
+twice; the winner goes to the cache file that `kda_ops.backends.triton.tuning` reads. Calls never
+measure anything. The candidates of a kernel run in a process of their own: some that compile read
 where they must not, which ends the process, and the others are measured in the next one.
 """
 
@@ -28,7 +29,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative RMS error
 
 
-def inputs(rank: int, B: int, T: int, H: int, K: int, V: int, dtype: torch.dtype, gate: str, device: torch.device | str) -> dict[str, object]:
+def inputs(
+    rank: int,
+    B: int,
+    T: int,
+    H: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    gate: str,
+    device: torch.device | str,
+) -> dict[str, object]:
     """A layer's call with random values."""
     D = (K,) if rank else ()
 
@@ -36,10 +47,19 @@ def inputs(rank: int, B: int, T: int, H: int, K: int, V: int, dtype: torch.dtype
         return torch.randn(shape, device=device)
 
     return dict(
-        q=randn(B, T, H, K).to(dtype), k=randn(B, T, H, K).to(dtype), v=randn(B, T, H, V).to(dtype), g=randn(B, T, H, *D).to(dtype),
-        beta=randn(B, T, H).to(dtype), A_log=0.3 * randn(H), dt_bias=0.3 * randn(H, *D), lower_bound=-5.0 if gate == "bound" else None,
-        use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, output_final_state=True,
-    )  # fmt: skip
+        q=randn(B, T, H, K).to(dtype),
+        k=randn(B, T, H, K).to(dtype),
+        v=randn(B, T, H, V).to(dtype),
+        g=randn(B, T, H, *D).to(dtype),
+        beta=randn(B, T, H).to(dtype),
+        A_log=0.3 * randn(H),
+        dt_bias=0.3 * randn(H, *D),
+        lower_bound=-5.0 if gate == "bound" else None,
+        use_gate_in_kernel=True,
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        output_final_state=True,
+    )
 
 
 def _forward(p: Problem) -> tuple[Tensor, Tensor]:
@@ -58,17 +78,26 @@ def _error(got: Tensor, want: Tensor) -> float:
 class Check:
     """A small call and its answer."""
 
-    def __init__(self, rank: int, K: int, V: int, dtype: torch.dtype, gate: str, device: torch.device | str):
+    def __init__(
+        self, rank: int, K: int, V: int, dtype: torch.dtype, gate: str, device: torch.device | str
+    ):
         given = inputs(rank, 2, 197, 2, K, V, dtype, gate, device)
         wide = {n: x.double().cpu() if isinstance(x, Tensor) else x for n, x in given.items()}
         p = Problem.parse(rank, **wide)
-        self.p, self.limit, self.want = Problem.parse(rank, **given), LIMITS[dtype], (p.new_output(), p.new_final_state())
+        self.p, self.limit, self.want = (
+            Problem.parse(rank, **given),
+            LIMITS[dtype],
+            (p.new_output(), p.new_final_state()),
+        )
         Reference().step(p, *self.want)
 
     def passes(self) -> bool:
         """Whether the kernels as they are chosen now are right, and give the same bits twice."""
         first, second = _forward(self.p), _forward(self.p)
-        return all(torch.equal(a, b) and _error(a, w) < self.limit for a, b, w in zip(first, second, self.want))
+        return all(
+            torch.equal(a, b) and _error(a, w) < self.limit
+            for a, b, w in zip(first, second, self.want)
+        )
 
 
 def candidates(kernel: str, base) -> Iterator:
@@ -80,7 +109,10 @@ def candidates(kernel: str, base) -> Iterator:
         for warps, cap in product((4, 8), (None, 128, 168, 208)):
             yield replace(base, warps=warps, registers=cap)
     else:
-        for block_v, warps, stages in product((32, 64, 128) if base.block_v > 16 else (16,), (4, 8), (1, 2, 3, 4)):  # why 16, `tuning.table` says
+        # why 16, `tuning.table` says
+        for block_v, warps, stages in product(
+            (32, 64, 128) if base.block_v > 16 else (16,), (4, 8), (1, 2, 3, 4)
+        ):
             yield replace(base, block_v=block_v, warps=warps, stages=stages)
 
 
@@ -92,7 +124,9 @@ def _options(kernel: str, p: Problem) -> list:
 
 
 def measure(kernel: str, call: dict, chosen: dict, skip: list[int]) -> None:
-    """Print, for each candidate of a kernel by its place, that it is tried, and then its time or why it has none."""
+    """Print, for each candidate of a kernel by its place, that it is tried, and then its time or
+    why it has none.
+    """
     import triton
 
     from kda_ops.backends.triton import tuning
@@ -110,22 +144,32 @@ def measure(kernel: str, call: dict, chosen: dict, skip: list[int]) -> None:
         try:
             if check.passes():
                 ms = median_ms(lambda: _forward(big), call["device"])
-        except (triton.CompilationError, triton.runtime.errors.OutOfResources, RuntimeError) as error:
+        except (
+            triton.CompilationError,
+            triton.runtime.errors.OutOfResources,
+            RuntimeError,
+        ) as error:
             if isinstance(error, torch.AcceleratorError):
                 raise
             why = type(error).__name__
         print(json.dumps({"place": place, "ms": ms, "why": None if ms else why}), flush=True)
 
 
-def sweep(kernel: str, call: dict, chosen: dict, echo: Callable[[str], None]) -> tuple[str, dict[int, dict], dict[int, float]]:
-    """The row's name, every candidate by its place, and the times of those that are right; one that ends its process costs itself alone."""
+def sweep(
+    kernel: str, call: dict, chosen: dict, echo: Callable[[str], None]
+) -> tuple[str, dict[int, dict], dict[int, float]]:
+    """The row's name, every candidate by its place, and the times of those that are right; one that
+    ends its process costs itself alone.
+    """
     name, reason, running = "", "", True
     tried: dict[int, dict] = {}
     times: dict[int, float] = {}
     while running:
         work = dict(kernel=kernel, call=call, chosen=chosen, skip=sorted(tried))
         command, before = [sys.executable, "-m", "kda_ops.bench.tune", json.dumps(work)], len(tried)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
             for line in process.stdout:
                 if not line.startswith('{"place"'):
                     reason = line.strip() or reason
@@ -135,7 +179,10 @@ def sweep(kernel: str, call: dict, chosen: dict, echo: Callable[[str], None]) ->
                 if "options" in said:
                     name, tried[place] = said["name"], said["options"]
                     continue
-                echo(f"  {name} {tried[place]}: " + (f"{said['ms']:.3f} ms" if said["ms"] else said["why"]))
+                echo(
+                    f"  {name} {tried[place]}: "
+                    + (f"{said['ms']:.3f} ms" if said["ms"] else said["why"])
+                )
                 if said["ms"]:
                     times[place] = said["ms"]
         running = process.returncode != 0
@@ -146,15 +193,28 @@ def sweep(kernel: str, call: dict, chosen: dict, echo: Callable[[str], None]) ->
     return name, tried, times
 
 
-def tune(op: str, K: int, V: int, dtype: str, gate: str, B: int, T: int, H: int, echo: Callable[[str], None]) -> dict[str, dict]:
-    """The rows of the table that a call uses, where a candidate is right and faster than the table."""
+def tune(
+    op: str,
+    K: int,
+    V: int,
+    dtype: str,
+    gate: str,
+    B: int,
+    T: int,
+    H: int,
+    echo: Callable[[str], None],
+) -> dict[str, dict]:
+    """The rows of the table that a call uses, where a candidate is right and faster than the
+    table.
+    """
     rank = int(op == "kda")
     call = dict(rank=rank, K=K, V=V, dtype=dtype, gate=gate, B=B, T=T, H=H, device="cuda")
     best: dict[str, dict] = {}
     for kernel in ("prepare_kda", "scan_tiles") if rank else ("prepare_gdn", "scan_rows"):
         name, tried, times = sweep(kernel, call, best, echo)
         winner = min(times, key=times.__getitem__, default=0)
-        if winner and times[winner] < 0.98 * times.get(0, float("inf")):  # the table's is in place 0
+        # the table's is in place 0
+        if winner and times[winner] < 0.98 * times.get(0, float("inf")):
             best[name] = tried[winner]
     return best
 
@@ -165,29 +225,65 @@ def _setting(text: str) -> dict[str, int]:
             return parse_setting(text)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"a call is written like B1T8192H96, its widths are -K and -V, got {text!r}")
+    raise argparse.ArgumentTypeError(
+        f"a call is written like B1T8192H96, its widths are -K and -V, got {text!r}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Tune for the given width and dtype and save what is better than the table."""
-    parser = argparse.ArgumentParser(prog="python -m kda_ops tune", description=__doc__, formatter_class=Help)
-    parser.add_argument("--ops", type=names(("kda", "gdn")), default=["kda", "gdn"], help="comma-separated")
-    parser.add_argument("--gates", type=names(("bound", "softplus")), default=["bound", "softplus"], help="of bound,softplus")
+    parser = argparse.ArgumentParser(
+        prog="python -m kda_ops tune", description=__doc__, formatter_class=Help
+    )
+    parser.add_argument(
+        "--ops", type=names(("kda", "gdn")), default=["kda", "gdn"], help="comma-separated"
+    )
+    parser.add_argument(
+        "--gates",
+        type=names(("bound", "softplus")),
+        default=["bound", "softplus"],
+        help="of bound,softplus",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of q, k and v")
     parser.add_argument("-K", type=int, default=128, help="width of q and k")
     parser.add_argument("-V", type=int, default=128, help="width of v")
-    parser.add_argument("--setting", type=_setting, default="B1T8192H96", help="the call to be fast at: batch, tokens, heads")
+    parser.add_argument(
+        "--setting",
+        type=_setting,
+        default="B1T8192H96",
+        help="the call to be fast at: batch, tokens, heads",
+    )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.error("tuning measures on a GPU, and there is none; the built-in table is used without it.")
+        parser.error(
+            "tuning measures on a GPU, and there is none; the built-in table is used without it."
+        )
     from kda_ops.backends.triton import tuning
 
     B, T, H = (args.setting[n] for n in "BTH")
     for op in args.ops:
         for gate in args.gates:
-            found = tune(op, args.K, args.V, args.dtype, gate, B, T, H, echo=lambda line: print(line, flush=True))
+            found = tune(
+                op,
+                args.K,
+                args.V,
+                args.dtype,
+                gate,
+                B,
+                T,
+                H,
+                echo=lambda line: print(line, flush=True),
+            )
             better = {name: tuning.Options(**words) for name, words in found.items()}
-            print(f"{op} {gate}: " + (f"{len(better)} better rows, saved to {tuning.save(better)}" if better else "the table is best"), flush=True)
+            print(
+                f"{op} {gate}: "
+                + (
+                    f"{len(better)} better rows, saved to {tuning.save(better)}"
+                    if better
+                    else "the table is best"
+                ),
+                flush=True,
+            )
     return 0
 
 

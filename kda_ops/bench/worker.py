@@ -1,6 +1,8 @@
-"""Measures rows: both sides in one process, same inputs, error first, then medians. One worker serves one peer, whose environment is set before imports.
+"""Measures rows: both sides in one process, same inputs, error first, then medians. One worker
+serves one peer, whose environment is set before imports.
 
-The parent (`kda_ops.bench.compare`) starts ``python -m kda_ops.bench.worker JSON`` and reads a line per case: a JSON row, or why there is none.
+The parent (`kda_ops.bench.compare`) starts ``python -m kda_ops.bench.worker JSON`` and reads a line
+per case: a JSON row, or why there is none.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ from kda_ops.bench.cases import INPUTS, STAGES, Case, Oracle, make_inputs
 from kda_ops.bench.sides import PEERS, Peer, Unsupported, our_forward, our_step
 
 PEER_LIMIT = 10.0  # a peer must compute the same function; our budget of rounding is ours alone
-SHARE_TOKENS = 1024  # of the calls that only compile: their kernels do not depend on it, their memory does
+# of the calls that only compile: their kernels do not depend on it, their memory does
+SHARE_TOKENS = 1024
 FIRST_LIMIT = 400  # seconds
 UNCACHED = 300_000_000  # bytes of states, more than any cache holds
 ROUNDS = 3  # sides alternate; each has the smallest of its rounds' medians, the one least disturbed
 
 
 def median_ms(call: Callable[[], object], device: str) -> float:
-    """The median time of a call, that of the GPU alone on CUDA, whatever the host takes to launch it (`_gpu_ms`)."""
+    """The median time of a call, that of the GPU alone on CUDA, whatever the host takes to launch
+    it (`_gpu_ms`).
+    """
     if device == "cuda":
         return _gpu_ms(call)
     times: list[float] = []
@@ -49,8 +54,9 @@ def median_ms(call: Callable[[], object], device: str) -> float:
 
 
 def _gpu_ms(call: Callable[[], object]) -> float:
-    """The median between events around a call. Before each the L2 cache is flushed, and then again until that takes the device longer than the host needs
-    to launch the call: a host that is busy or slow would otherwise be timed where kernels take less than it does.
+    """The median between events around a call. Before each the L2 cache is flushed, and then again
+    until that takes the device longer than the host needs to launch the call: a host that is busy
+    or slow would otherwise be timed where kernels take less than it does.
     """
     flushed = torch.empty(2**30, dtype=torch.uint8, device="cuda")
 
@@ -72,7 +78,11 @@ def _gpu_ms(call: Callable[[], object]) -> float:
         return 1e3 * (time.perf_counter() - start)
 
     times(2, 1, call)
-    flushes = 1 + math.ceil(1.5 * statistics.median(host_ms() for _ in range(9)) / statistics.median(times(9, 0, flushed.zero_)))
+    flushes = 1 + math.ceil(
+        1.5
+        * statistics.median(host_ms() for _ in range(9))
+        / statistics.median(times(9, 0, flushed.zero_))
+    )
     once = statistics.median(times(5, flushes, call))
     return statistics.median(times(max(5, min(500, int(250 / once))), flushes, call)[2:])
 
@@ -96,7 +106,14 @@ def _missing(case: Case) -> str | None:
     """Why our side cannot run the case."""
     backend = dispatch.backend(torch.device(case.device))
     absent = [s for s in STAGES[case.pass_] if not hasattr(backend, s)]
-    return f"the {dispatch.backend_name(torch.device(case.device))} backend has no {', '.join(absent)} yet" if absent else None
+    return (
+        (
+            f"the {dispatch.backend_name(torch.device(case.device))} backend has no "
+            f"{', '.join(absent)} yet"
+        )
+        if absent
+        else None
+    )
 
 
 def _timed(sides: dict[str, Callable[[], object]], device: str) -> dict[str, float]:
@@ -108,12 +125,19 @@ def _timed(sides: dict[str, Callable[[], object]], device: str) -> dict[str, flo
 
 
 def _measure(
-    row: dict, sides: dict[str, Callable[[], Callable[[], object] | None]], device: str, memory: bool = False,
-    more: Callable[[Callable[[], object], float], dict] | None = None, timed: Callable[[Callable], Callable[[], object]] = lambda call: call, count: int = 1,
-) -> dict:  # fmt: skip
-    """The row with the times of the sides, each made and checked by its function; None where it is wrong. A side that breaks leaves its reason instead.
+    row: dict,
+    sides: dict[str, Callable[[], Callable[[], object] | None]],
+    device: str,
+    memory: bool = False,
+    more: Callable[[Callable[[], object], float], dict] | None = None,
+    timed: Callable[[Callable], Callable[[], object]] = lambda call: call,
+    count: int = 1,
+) -> dict:
+    """The row with the times of the sides, each made and checked by its function; None where it is
+    wrong. A side that breaks leaves its reason instead.
 
-    `more` gives what else to record of a side, from its call and its time; `timed` what is timed, from the call, and `count` how many calls that makes.
+    `more` gives what else to record of a side, from its call and its time; `timed` what is timed,
+    from the call, and `count` how many calls that makes.
     """
     calls = {}
     for name, make in sides.items():
@@ -125,10 +149,19 @@ def _measure(
             row["also"][f"{name.removesuffix('_ms')}_says"] = _line(error)
     calls = {n: f for n, f in calls.items() if f is not None}
     if memory and device == "cuda":
-        row["also"] |= {f"{n.removesuffix('_ms')}_peak_gb": _peak_gb(call) for n, call in calls.items()}
-    times = {n: ms / count for n, ms in _timed({n: timed(call) for n, call in calls.items()}, device).items()}
+        row["also"] |= {
+            f"{n.removesuffix('_ms')}_peak_gb": _peak_gb(call) for n, call in calls.items()
+        }
+    times = {
+        n: ms / count
+        for n, ms in _timed({n: timed(call) for n, call in calls.items()}, device).items()
+    }
     if more is not None:
-        row["also"] |= {f"{n.removesuffix('_ms')}_{name}": x for n, call in calls.items() for name, x in more(call, times[n]).items()}
+        row["also"] |= {
+            f"{n.removesuffix('_ms')}_{name}": x
+            for n, call in calls.items()
+            for name, x in more(call, times[n]).items()
+        }
     return row | times
 
 
@@ -138,7 +171,9 @@ def _line(error: Exception) -> str:
 
 
 def _oracle(case: Case, x: dict[str, Tensor], do: Tensor | None, oracles: dict) -> Oracle:
-    """The last oracle, where it serves: that of a training pass tells the error of a forward too."""
+    """The last oracle, where it serves: that of a training pass tells the error of a forward
+    too.
+    """
     name = (case.op, case.setting, case.gate, case.dtype)
     if name not in oracles or (do is not None and not oracles[name].training):
         oracles.clear()
@@ -147,11 +182,19 @@ def _oracle(case: Case, x: dict[str, Tensor], do: Tensor | None, oracles: dict) 
 
 
 def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
-    """A row of "fwd" or "fwdbwd"; of the latter with the error of every tensor and the peak of memory of each side."""
+    """A row of "fwd" or "fwdbwd"; of the latter with the error of every tensor and the peak of
+    memory of each side.
+    """
     row, training = _row(case, peer), case.pass_ == "fwdbwd"
     x = make_inputs(case)
     names = [n for n in INPUTS if n in x]
-    do = torch.randn(x["v"].shape, generator=torch.Generator(case.device).manual_seed(1), device=case.device).to(case.dtype) if training else None
+    do = (
+        torch.randn(
+            x["v"].shape, generator=torch.Generator(case.device).manual_seed(1), device=case.device
+        ).to(case.dtype)
+        if training
+        else None
+    )
     oracle = _oracle(case, x, do, oracles)
     if training:
         x = {n: t.requires_grad_() for n, t in x.items()}
@@ -161,7 +204,9 @@ def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
             with torch.no_grad():
                 return {"o": forward(x)}
         o = forward(x)
-        return {"o": o} | dict(zip(names, torch.autograd.grad(o, [x[n] for n in names], do, allow_unused=True)))
+        return {"o": o} | dict(
+            zip(names, torch.autograd.grad(o, [x[n] for n in names], do, allow_unused=True))
+        )
 
     def side(make_forward, name, limit, same=True):
         forward = make_forward(case)
@@ -170,7 +215,10 @@ def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
             worst = max(errors, key=errors.__getitem__)
             row[f"{name}_error"] = errors[worst]
             if training:
-                row["also"] |= {f"{name}_worst": worst, f"{name}_errors": {n: float(f"{e:.1e}") for n, e in errors.items()}}
+                row["also"] |= {
+                    f"{name}_worst": worst,
+                    f"{name}_errors": {n: float(f"{e:.1e}") for n, e in errors.items()},
+                }
             if not oracle.worst_share(errors) <= limit:
                 return None
         return lambda: call(forward)
@@ -184,17 +232,26 @@ def whole(case: Case, peer: Peer | None, oracles: dict) -> dict:
 def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
     """A row of "decode": one token per sequence on a pool of states, in place.
 
-    The time is a call's share of a CUDA graph's replay, in which calls follow each other on pools of their own, as the layers of a model do: enough that
-    none finds its states in a cache. The error is that of o or of the states after it, whichever takes more of its limit. Recorded beside, for each side:
-    its share of the rate of a copy in the same process, and what a call costs Python.
+    The time is a call's share of a CUDA graph's replay, in which calls follow each other on pools
+    of their own, as the layers of a model do: enough that none finds its states in a cache. The
+    error is that of o or of the states after it, whichever takes more of its limit. Recorded
+    beside, for each side: its share of the rate of a copy in the same process, and what a call
+    costs Python.
     """
     row, (B, HV, D) = _row(case, peer), (case.sizes[n] for n in ("B", "HV", "D"))
     x = make_inputs(case)
-    start = torch.randn((B, HV, D, D), generator=torch.Generator(case.device).manual_seed(2), device=case.device)
+    start = torch.randn(
+        (B, HV, D, D), generator=torch.Generator(case.device).manual_seed(2), device=case.device
+    )
     start = start.to(torch.bfloat16 if case.state == "bf16" else torch.float32)
-    exact_case = Case(case.op, "decode", case.setting, case.gate, "cpu", torch.float64, layout=case.layout)
+    exact_case = Case(
+        case.op, "decode", case.setting, case.gate, "cpu", torch.float64, layout=case.layout
+    )
     exact = our_step(exact_case, {n: t.cpu().double() for n, t in x.items()})(start.cpu().double())
-    limits = [4 * torch.finfo(t).eps for t in (case.dtype, max(case.dtype, start.dtype, key=lambda t: torch.finfo(t).eps))]
+    limits = [
+        4 * torch.finfo(t).eps
+        for t in (case.dtype, max(case.dtype, start.dtype, key=lambda t: torch.finfo(t).eps))
+    ]
     count = min(64, -(-UNCACHED // start.nbytes)) if case.device == "cuda" else 1
     graphs: dict[Callable, Callable[[], None]] = {}
 
@@ -202,7 +259,10 @@ def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
         step = make_step(case, x)
         with torch.inference_mode():
             found = step(start.clone())
-        shares = [((got.cpu().double() - want).norm() / want.norm()).nan_to_num(torch.inf).item() / limit for got, want, limit in zip(found, exact, limits)]
+        shares = [
+            ((got.cpu().double() - want).norm() / want.norm()).nan_to_num(torch.inf).item() / limit
+            for got, want, limit in zip(found, exact, limits)
+        ]
         worst = shares.index(max(shares))
         row[column] = shares[worst] * limits[worst]
         if shares[worst] > factor:
@@ -231,11 +291,20 @@ def decode(case: Case, peer: Peer | None, _oracles: dict) -> dict:
         with torch.inference_mode():  # entered once, as by a server
             return {"share": 1e3 * least / ms, "call_us": call_us(call, case.device)}
 
-    return _measure(row, sides, case.device, more=more, timed=lambda call: replayed(graphs[call], case.device), count=count)
+    return _measure(
+        row,
+        sides,
+        case.device,
+        more=more,
+        timed=lambda call: replayed(graphs[call], case.device),
+        count=count,
+    )
 
 
 def replayed(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """On CUDA the replay of a graph of the call, so that what launches a short kernel is not timed with it; the call where it cannot be captured."""
+    """On CUDA the replay of a graph of the call, so that what launches a short kernel is not timed
+    with it; the call where it cannot be captured.
+    """
     if device != "cuda":
         return call
     for _ in range(3):
@@ -258,8 +327,9 @@ def copy_rate(device: str) -> float:
 
 
 def call_us(call: Callable[[], object], device: str, count: int = 200) -> float:
-    """Microseconds of Python and launch for a call, the GPU left to follow; the least of some rounds, which go from core to core and take a second, for a host
-    has other work too, and what slows a core down stays there for longer than a round.
+    """Microseconds of Python and launch for a call, the GPU left to follow; the least of some
+    rounds, which go from core to core and take a second, for a host has other work too, and what
+    slows a core down stays there for longer than a round.
     """
     best = float("inf")
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -279,7 +349,9 @@ def call_us(call: Callable[[], object], device: str, count: int = 200) -> float:
 
 @contextmanager
 def one_core_after_another() -> Iterator[Callable[[], None]]:
-    """While it lasts, a function that moves this thread to the next of the cores that it may run on; where a system can't say which, it does nothing."""
+    """While it lasts, a function that moves this thread to the next of the cores that it may run
+    on; where a system can't say which, it does nothing.
+    """
     if not hasattr(os, "sched_getaffinity"):
         yield lambda: None
         return
@@ -307,7 +379,8 @@ torch.ones((), requires_grad=True).backward(torch.ones(()))
 synchronize = torch.cuda.synchronize if case.device == "cuda" else lambda: None
 synchronize()
 start = time.perf_counter()
-o = (sides.our_forward if spec["peer"] is None else next(p for p in sides.PEERS if p.name == spec["peer"]).forward)(case)(x)
+peers = {None: sides.our_forward} | {p.name: p.forward for p in sides.PEERS}
+o = peers[spec["peer"]](case)(x)
 synchronize()
 forward = time.perf_counter() - start
 print(forward, flush=True)
@@ -322,29 +395,54 @@ print(forward + time.perf_counter() - start, flush=True)
 """
 
 
-def _first(case: Case, name: str | None, folder: str, check: bool) -> tuple[list[float], list[float], str]:
-    """Seconds from inputs to o and to every gradient, as far as it came, in a new process whose caches are in a folder; if `check`, the error of o and its
-    share of the budget; and why it came no further.
+def _first(
+    case: Case, name: str | None, folder: str, check: bool
+) -> tuple[list[float], list[float], str]:
+    """Seconds from inputs to o and to every gradient, as far as it came, in a new process whose
+    caches are in a folder; if `check`, the error of o and its share of the budget; and why it came
+    no further.
     """
-    environment = os.environ | {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-    command = [sys.executable, "-c", FIRST, json.dumps({"case": case.spec(), "peer": name, "check": check})]
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        FIRST,
+        json.dumps({"case": case.spec(), "peer": name, "check": check}),
+    ]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=FIRST_LIMIT)
-        out, why = done.stdout, (done.stderr.strip().splitlines() or ["no output"])[-1] if done.returncode else ""
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=FIRST_LIMIT
+        )
+        out, why = (
+            done.stdout,
+            (done.stderr.strip().splitlines() or ["no output"])[-1] if done.returncode else "",
+        )
     except subprocess.TimeoutExpired as cut:
         out, why = bytes(cut.stdout or b"").decode(), f"not done after {FIRST_LIMIT} s"
     error = re.search(r"^error (\S+) (\S+)$", out, re.MULTILINE)
-    return [float(line) for line in out.splitlines() if re.fullmatch(r"[0-9.e-]+", line)], list(map(float, error.groups())) if error else [], why
+    return (
+        [float(line) for line in out.splitlines() if re.fullmatch(r"[0-9.e-]+", line)],
+        list(map(float, error.groups())) if error else [],
+        why,
+    )
 
 
 def first_call(case: Case, peer: Peer | None, _oracles: dict) -> dict:
-    """A row of "first_call_s": seconds (in the columns of times) from inputs to the first o of a training call in a fresh process with empty caches.
+    """A row of "first_call_s": seconds (in the columns of times) from inputs to the first o of a
+    training call in a fresh process with empty caches.
 
-    Beside it, to the first gradients, and both in a second process that finds the caches of the first. What torch imports for its own first backward is
-    there before. A side whose o is wrong, or could not be checked, gets no time.
+    Beside it, to the first gradients, and both in a second process that finds the caches of the
+    first. What torch imports for its own first backward is there before. A side whose o is wrong,
+    or could not be checked, gets no time.
     """
     row = _row(case, peer)
-    for side, name, limit in (("ours", None, 1.0), *([("peer", peer.name, PEER_LIMIT)] if peer else [])):
+    for side, name, limit in (
+        ("ours", None, 1.0),
+        *([("peer", peer.name, PEER_LIMIT)] if peer else []),
+    ):
         with tempfile.TemporaryDirectory() as folder:
             for cache in ("empty", "warm") if side == "ours" else ("empty",):
                 seconds, checked, why = _first(case, name, folder, cache == "empty")
@@ -358,7 +456,9 @@ def first_call(case: Case, peer: Peer | None, _oracles: dict) -> dict:
                 elif seconds:
                     row["also"][f"{side}_warm_fwd_s"] = seconds[0]
                 if len(seconds) > 1:
-                    row["also"][f"{side}{'' if cache == 'empty' else '_warm'}_fwdbwd_s"] = seconds[1]
+                    row["also"][f"{side}{'' if cache == 'empty' else '_warm'}_fwdbwd_s"] = seconds[
+                        1
+                    ]
     return row
 
 
@@ -366,9 +466,11 @@ RUN = {"fwd": whole, "fwdbwd": whole, "decode": decode, "first_call_s": first_ca
 
 
 def share(i: int, n: int) -> None:
-    """From here on autotuned kernels run every n-th of their configurations, from the i-th, once: n such processes compile all of them on n cores.
+    """From here on autotuned kernels run every n-th of their configurations, from the i-th, once: n
+    such processes compile all of them on n cores.
 
-    What they leave in the compiler's cache makes a measuring process tune without compiling; it still measures every configuration itself.
+    What they leave in the compiler's cache makes a measuring process tune without compiling; it
+    still measures every configuration itself.
     """
     from triton.runtime.autotuner import Autotuner
 
@@ -390,7 +492,10 @@ def compile_share(case: Case, peer: Peer) -> None:
     """Call a peer once as a row would, on fewer tokens."""
     if case.pass_ not in ("fwd", "fwdbwd"):
         return
-    short = Case.read(case.spec() | {"setting": re.sub(r"T\d+", f"T{min(case.sizes['T'], SHARE_TOKENS)}", case.setting)})
+    short = Case.read(
+        case.spec()
+        | {"setting": re.sub(r"T\d+", f"T{min(case.sizes['T'], SHARE_TOKENS)}", case.setting)}
+    )
     x = {n: t.requires_grad_(case.pass_ == "fwdbwd") for n, t in make_inputs(short).items()}
     o = peer.forward(short)(x)
     if case.pass_ == "fwdbwd":
@@ -398,7 +503,9 @@ def compile_share(case: Case, peer: Peer) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Measure the cases of ``{"peer": name or null, "cases": [..]}`` and print a line for each; with ``"share": [i, n]`` only compile."""
+    """Measure the cases of ``{"peer": name or null, "cases": [..]}`` and print a line for each;
+    with ``"share": [i, n]`` only compile.
+    """
     work = json.loads(argv[0])
     peer = next((p for p in PEERS if p.name == work["peer"]), None)
     if work.get("share"):
@@ -412,7 +519,11 @@ def main(argv: list[str]) -> int:
                 compile_share(case, peer)
                 continue
             missing = _missing(case)
-            line = {"skip": f"{name}: {missing}"} if missing else {"row": RUN[case.pass_](case, peer, oracles)}
+            line = (
+                {"skip": f"{name}: {missing}"}
+                if missing
+                else {"row": RUN[case.pass_](case, peer, oracles)}
+            )
         except Exception as error:  # a side that breaks costs its row, never the table
             line = {"skip": f"{name}: {error if isinstance(error, Unsupported) else _line(error)}"}
         print(json.dumps(line), flush=True)

@@ -1,1 +1,3 @@
-"""Drop-ins for programs that exist already: `kda_ops.compat.fla` has FLA's function names, `kda_ops.compat.transformers` goes under models of transformers."""
+"""Drop-ins for programs that exist already: `kda_ops.compat.fla` has FLA's function names,
+`kda_ops.compat.transformers` goes under models of transformers.
+"""

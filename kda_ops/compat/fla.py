@@ -7,26 +7,35 @@
 
 Names, order, defaults and results are those of FLA 0.6.0. What differs, on purpose:
 
-- an unknown keyword is an error (FLA drops it), and so is one that means nothing in a call, as everywhere in kda_ops: ``A_log``, ``dt_bias`` or ``lower_bound``
-  where no gate is activated;
-- the recurrent functions are differentiable; all of them compile with ``fullgraph=True`` and never read the device on the host (but for
-  ``return_intermediate_states`` with ``cu_seqlens``, whose shape depends on the lengths);
-- accepted where FLA's function has it, without effect on a result: ``cu_seqlens_cpu``, ``chunk_indices``, ``chunk_size`` (chunks have 64 tokens) and
-  ``use_graph`` (any call can be captured);
-- refused, in words that say what to do: ``cp_context``, ``head_first``, ``cu_seqlens_cpu`` without ``cu_seqlens``, q, k and v of different dtypes, pools in
-  fp16, and in the recurrent GDN ``gv`` and a ``beta`` per value channel;
-- under autocast q, k and v are cast, and o has the autocast dtype, as of torch's own attention; FLA's keeps fp32;
+- an unknown keyword is an error (FLA drops it), and so is one that means nothing in a call, as
+  everywhere in kda_ops: ``A_log``, ``dt_bias`` or ``lower_bound`` where no gate is activated;
+- the recurrent functions are differentiable; all of them compile with ``fullgraph=True`` and never
+  read the device on the host (but for ``return_intermediate_states`` with ``cu_seqlens``, whose
+  shape depends on the lengths);
+- accepted where FLA's function has it, without effect on a result: ``cu_seqlens_cpu``,
+  ``chunk_indices``, ``chunk_size`` (chunks have 64 tokens) and ``use_graph`` (any call can be
+  captured);
+- refused, in words that say what to do: ``cp_context``, ``head_first``, ``cu_seqlens_cpu`` without
+  ``cu_seqlens``, q, k and v of different dtypes, pools in fp16, and in the recurrent GDN ``gv`` and
+  a ``beta`` per value channel;
+- under autocast q, k and v are cast, and o has the autocast dtype, as of torch's own attention;
+  FLA's keeps fp32;
 - ``lower_bound`` may be below -5 under ``safe_gate``;
-- FLA's references in PyTorch (``naive_recurrent_kda`` and the like) are not here: the same operators in float64 on a CPU serve for that.
+- FLA's references in PyTorch (``naive_recurrent_kda`` and the like) are not here: the same
+  operators in float64 on a CPU serve for that.
 
 Example:
     >>> import torch
     >>> from kda_ops.compat.fla import chunk_kda, fused_recurrent_kda
     >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
     >>> g, beta = -torch.rand(2, 100, 4, 32), torch.rand(2, 100, 4)
-    >>> o, state = chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True, state_v_first=True)
+    >>> o, state = chunk_kda(
+    ...     q, k, v, g, beta,
+    ...     use_qk_l2norm_in_kernel=True, output_final_state=True, state_v_first=True)
     >>> token = (x[:, -1:] for x in (q, k, v, g, beta))
-    >>> o, state = fused_recurrent_kda(*token, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True, state_v_first=True)
+    >>> o, state = fused_recurrent_kda(
+    ...     *token, initial_state=state,
+    ...     output_final_state=True, use_qk_l2norm_in_kernel=True, state_v_first=True)
     >>> o.shape, state.shape
     (torch.Size([2, 1, 4, 32]), torch.Size([2, 4, 32, 32]))
 """
@@ -43,16 +52,26 @@ from kda_ops import functional
 from kda_ops.problem import CHUNK, Problem
 
 __all__ = [
-    "chunk_gated_delta_rule", "chunk_gdn", "chunk_kda", "fused_gdn_gate", "fused_kda_gate", "fused_recurrent_gated_delta_rule",
-    "fused_recurrent_gdn", "fused_recurrent_kda", "fused_recurrent_kda_fwd",
-]  # fmt: skip
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
+    "chunk_kda",
+    "fused_gdn_gate",
+    "fused_kda_gate",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
+    "fused_recurrent_kda",
+    "fused_recurrent_kda_fwd",
+]
 
 _POOLS = "decode on a pool of states is `fused_recurrent_kda_fwd` or `kda_ops.recurrent_kda_`"
 _RETIRED = {
     "safe_gate": "it is a promise to chunk_kda, about a decay per key channel: drop it",
     "disable_recompute": "it belongs to chunk_kda: drop it",
     "chunk_size": "there are no chunks: drop it",
-    "head_first": "tensors are [B, T, H, ...]: call transpose(1, 2) on those of shape [B, H, T, ...] and drop the keyword",
+    "head_first": (
+        "tensors are [B, T, H, ...]: call transpose(1, 2) on those of shape [B, H, T, ...] and "
+        "drop the keyword"
+    ),
     "offsets": "it is called cu_seqlens now",
     "indices": "chunks are found on the device: drop it",
     "chunk_indices": "chunks are found on the device: drop it",
@@ -76,9 +95,16 @@ def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     if transpose_state_layout is None:
         return state_v_first
     if state_v_first:
-        raise ValueError("state_v_first and its old name transpose_state_layout must not both be given: drop the old one.")
+        raise ValueError(
+            "state_v_first and its old name transpose_state_layout must not both be given: drop "
+            "the old one."
+        )
     if not torch.compiler.is_compiling():  # a warning would break the graph
-        warnings.warn("`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=3)
+        warnings.warn(
+            "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
     return transpose_state_layout
 
 
@@ -92,72 +118,161 @@ def _float(state: Tensor | None, q: Tensor) -> Tensor | None:
     return None if state is None else state.to(torch.promote_types(q.dtype, torch.float32))
 
 
-def _check_sequences(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, chunk_size: int, sizes: tuple[int, ...], cp_context: object) -> None:
+def _check_sequences(
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_size: int,
+    sizes: tuple[int, ...],
+    cp_context: object,
+) -> None:
     if cp_context is not None:
         raise ValueError(
-            "cp_context must be None: a sequence across ranks is `kda_ops.distributed.chunk_kda` or `chunk_gdn`, with group= and the global cu_seqlens."
+            "cp_context must be None: a sequence across ranks is `kda_ops.distributed.chunk_kda` "
+            "or `chunk_gdn`, with group= and the global cu_seqlens."
         )
     if cu_seqlens is None and cu_seqlens_cpu is not None:
-        raise ValueError("cu_seqlens_cpu only repeats cu_seqlens on the host and packs nothing alone: pass cu_seqlens.")
+        raise ValueError(
+            "cu_seqlens_cpu only repeats cu_seqlens on the host and packs nothing alone: pass "
+            "cu_seqlens."
+        )
     if chunk_size not in sizes:
         raise ValueError(f"chunk_size must be one of {list(sizes)}, got {chunk_size}.")
 
 
 def _check_beta(beta: Tensor | None, v: Tensor) -> None:
     if beta is not None and beta.dim() == v.dim():
-        raise ValueError(f"beta must have shape [B, T, HV], got {list(beta.shape)}: a beta per value channel is not offered here.")
+        raise ValueError(
+            f"beta must have shape [B, T, HV], got {list(beta.shape)}: a beta per value channel "
+            "is not offered here."
+        )
 
 
 def chunk_kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False, safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
-    return_intermediate_states: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    cp_context: object = None, use_graph: bool = False, max_num_seqs: int | None = None, *,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = CHUNK, transpose_state_layout: bool | None = None, **unknown: object,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Run Kimi Delta Attention over whole sequences, by FLA's signature; differentiable. Equation, shapes and errors: `kda_ops.chunk_kda`.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = CHUNK,
+    transpose_state_layout: bool | None = None,
+    **unknown: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Run Kimi Delta Attention over whole sequences, by FLA's signature; differentiable. Equation,
+    shapes and errors: `kda_ops.chunk_kda`.
 
     Args:
-        state_v_first: states are ``[N, HV, V, K]``; ``transpose_state_layout`` is its old name, and warns.
-        return_intermediate_states: return also h ``[B, NT, HV, K, V]`` (``V, K`` if so asked) in k's dtype, the state before each chunk of 64 tokens, chunks of
-            packed sequences one after the other; under ``torch.inference_mode()``.
-        max_num_seqs: with ``use_graph``, must be the number of sequences of ``cu_seqlens``, empty ones included.
+        state_v_first: states are ``[N, HV, V, K]``; ``transpose_state_layout`` is its old name, and
+            warns.
+        return_intermediate_states: return also h ``[B, NT, HV, K, V]`` (``V, K`` if so asked) in
+            k's dtype, the state before each chunk of 64 tokens, chunks of packed sequences one
+            after the other; under ``torch.inference_mode()``.
+        max_num_seqs: with ``use_graph``, must be the number of sequences of ``cu_seqlens``, empty
+            ones included.
 
     Returns:
         o ``[B, T, HV, V]``, the final state or None, and h if it was asked for.
     """
     _refuse("chunk_kda", unknown)
     _check_sequences(cu_seqlens, cu_seqlens_cpu, chunk_size, (32, 64), cp_context)
-    if use_graph and max_num_seqs is not None and cu_seqlens is not None and cu_seqlens.shape[0] != max_num_seqs + 1:
+    if (
+        use_graph
+        and max_num_seqs is not None
+        and cu_seqlens is not None
+        and cu_seqlens.shape[0] != max_num_seqs + 1
+    ):
         raise ValueError(
-            f"cu_seqlens must have max_num_seqs + 1 = {max_num_seqs + 1} entries with use_graph=True, got {cu_seqlens.shape[0]}: repeat the last offset, "
+            f"cu_seqlens must have max_num_seqs + 1 = {max_num_seqs + 1} entries with "
+            f"use_graph=True, got {cu_seqlens.shape[0]}: repeat the last offset, "
             "which adds empty sequences."
         )
     if safe_gate and use_gate_in_kernel and lower_bound is None:
-        raise ValueError("lower_bound must be given with safe_gate=True and use_gate_in_kernel=True, whose gate has no bound otherwise, got None: pass -5.0.")
+        raise ValueError(
+            "lower_bound must be given with safe_gate=True and use_gate_in_kernel=True, whose "
+            "gate has no bound otherwise, got None: pass -5.0."
+        )
     v_first = _v_first(state_v_first, transpose_state_layout)
     flags: dict[str, Any] = dict(
-        scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, lower_bound=lower_bound, safe_gate=safe_gate,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, transpose_state_layout=v_first,
-    )  # fmt: skip
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        safe_gate=safe_gate,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        transpose_state_layout=v_first,
+    )
     if not return_intermediate_states:
         return functional.chunk_kda(
-            q, k, v, g, beta, _per_head(A_log), dt_bias, initial_state, cu_seqlens,
-            output_final_state=output_final_state, disable_recompute=disable_recompute, **flags,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            g,
+            beta,
+            _per_head(A_log),
+            dt_bias,
+            initial_state,
+            cu_seqlens,
+            output_final_state=output_final_state,
+            disable_recompute=disable_recompute,
+            **flags,
+        )
     if not torch.is_inference_mode_enabled():
-        raise RuntimeError("return_intermediate_states=True has no gradient: call under torch.inference_mode().")
+        raise RuntimeError(
+            "return_intermediate_states=True has no gradient: call under torch.inference_mode()."
+        )
     if disable_recompute:
-        raise ValueError("disable_recompute keeps intermediates for backward and has no place with return_intermediate_states=True, which has none: drop it.")
+        raise ValueError(
+            "disable_recompute keeps intermediates for backward and has no place with "
+            "return_intermediate_states=True, which has none: drop it."
+        )
     if chunk_size != CHUNK:
-        raise ValueError(f"return_intermediate_states=True gives the state before every {CHUNK} tokens: chunk_size must be {CHUNK}, got {chunk_size}.")
-    return _with_intermediate_states(q, k, v, g, beta, _per_head(A_log), dt_bias, initial_state, cu_seqlens, output_final_state, flags)
+        raise ValueError(
+            f"return_intermediate_states=True gives the state before every {CHUNK} tokens: "
+            f"chunk_size must be {CHUNK}, got {chunk_size}."
+        )
+    return _with_intermediate_states(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        _per_head(A_log),
+        dt_bias,
+        initial_state,
+        cu_seqlens,
+        output_final_state,
+        flags,
+    )
 
 
-def _with_intermediate_states(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, output_final_state, flags):
-    """`chunk_kda` on a pool: slots 0 to N - 1 hold each sequence's state, the rest the state before each of its chunks in turn."""
-    Problem.parse(1, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, **flags)  # refuses what `chunk_kda` would
+def _with_intermediate_states(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, output_final_state, flags
+):
+    """`chunk_kda` on a pool: slots 0 to N - 1 hold each sequence's state, the rest the state before
+    each of its chunks in turn.
+    """
+    # refuses what `chunk_kda` would
+    Problem.parse(1, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, **flags)
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     lengths = [T] * B if cu_seqlens is None else cu_seqlens.diff().tolist()
@@ -165,99 +280,238 @@ def _with_intermediate_states(q, k, v, g, beta, A_log, dt_bias, initial_state, c
     N = len(lengths)
     first = [N + sum(chunks[:n]) for n in range(N)]
     shape = (V, K) if flags["transpose_state_layout"] else (K, V)
-    pool = q.new_zeros((N + sum(chunks), HV, *shape), dtype=torch.promote_types(q.dtype, torch.float32))
+    pool = q.new_zeros(
+        (N + sum(chunks), HV, *shape), dtype=torch.promote_types(q.dtype, torch.float32)
+    )
     if initial_state is not None:
         pool[:N] = initial_state
         started = [n for n in range(N) if chunks[n]]
         pool[[first[n] for n in started]] = initial_state[started]
     later = max([*chunks, 1])
-    snapshots = torch.tensor([[first[n] + j if j < chunks[n] else -1 for j in range(1, later + 1)] for n in range(N)], device=q.device).view(N, later)
+    snapshots = torch.tensor(
+        [[first[n] + j if j < chunks[n] else -1 for j in range(1, later + 1)] for n in range(N)],
+        device=q.device,
+    ).view(N, later)
     slots = torch.arange(N, device=q.device)
-    o = functional.chunk_kda_(q, k, v, g, beta, pool, slots, snapshots, A_log, dt_bias, cu_seqlens, **flags)
+    o = functional.chunk_kda_(
+        q, k, v, g, beta, pool, slots, snapshots, A_log, dt_bias, cu_seqlens, **flags
+    )
     h = pool[N:].to(k.dtype).view(B, sum(chunks) // max(B, 1), HV, *shape)
     return o, pool[:N].clone() if output_final_state else None, h
 
 
 def fused_recurrent_kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, lower_bound: float | None = None, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None, *, transpose_state_layout: bool | None = None, **unknown: object,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run Kimi Delta Attention token by token, by FLA's signature; differentiable, unlike FLA's. The rest: `kda_ops.recurrent_kda`."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+    **unknown: object,
+) -> tuple[Tensor, Tensor | None]:
+    """Run Kimi Delta Attention token by token, by FLA's signature; differentiable, unlike FLA's.
+    The rest: `kda_ops.recurrent_kda`.
+    """
     _refuse("fused_recurrent_kda", unknown)
     _check_beta(beta, v)
     return functional.recurrent_kda(
-        q, k, v, g, beta, _per_head(A_log), dt_bias, _float(initial_state, q), cu_seqlens, scale=scale, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        _per_head(A_log),
+        dt_bias,
+        _float(initial_state, q),
+        cu_seqlens,
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=_v_first(state_v_first, transpose_state_layout),
-    )  # fmt: skip
+    )
 
 
 def fused_recurrent_kda_fwd(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    initial_state: Tensor | None = None, scale: float | None = None, output_final_state: bool = False, inplace_final_state: bool = True,
-    state_v_first: bool = False, cu_seqlens: Tensor | None = None, ssm_state_indices: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-    lower_bound: float | None = None, out: Tensor | None = None, **unknown: object,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    inplace_final_state: bool = True,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    out: Tensor | None = None,
+    **unknown: object,
+) -> tuple[Tensor, Tensor | None]:
     """Decode on a pool of states, by the signature of FLA's serving entry; inference only.
 
-    ``initial_state`` is the pool, written in place and returned; slots, speculative tokens and the rest: `kda_ops.recurrent_kda_`. With
-    ``inplace_final_state=False`` it is `fused_recurrent_kda`, without slots. ``out`` ``[B, T, HV, V]``, if given, takes o, in its own dtype.
+    ``initial_state`` is the pool, written in place and returned; slots, speculative tokens and the
+    rest: `kda_ops.recurrent_kda_`. With ``inplace_final_state=False`` it is `fused_recurrent_kda`,
+    without slots. ``out`` ``[B, T, HV, V]``, if given, takes o, in its own dtype.
     """
     _refuse("fused_recurrent_kda_fwd", unknown)
     _check_beta(beta, v)
     if out is not None and (out.shape != v.shape or not out.is_floating_point()):
-        raise ValueError(f"out must be floating point of v's shape, {list(v.shape)}, got {out.dtype} {list(out.shape)}.")
+        raise ValueError(
+            f"out must be floating point of v's shape, {list(v.shape)}, got {out.dtype} "
+            f"{list(out.shape)}."
+        )
     flags: dict[str, Any] = dict(
-        scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-    )  # fmt: skip
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+    )
     if inplace_final_state:
         if initial_state is None:
-            raise ValueError("initial_state must be the pool of states with inplace_final_state=True, got None.")
+            raise ValueError(
+                "initial_state must be the pool of states with inplace_final_state=True, got None."
+            )
         o = functional.recurrent_kda_(
-            q, k, v, g, beta, initial_state, ssm_state_indices, num_accepted_tokens, _per_head(A_log), dt_bias, cu_seqlens,
-            transpose_state_layout=state_v_first, **flags,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state,
+            ssm_state_indices,
+            num_accepted_tokens,
+            _per_head(A_log),
+            dt_bias,
+            cu_seqlens,
+            transpose_state_layout=state_v_first,
+            **flags,
+        )
         final_state: Tensor | None = initial_state
     else:
         if ssm_state_indices is not None or num_accepted_tokens is not None:
-            raise ValueError("ssm_state_indices and num_accepted_tokens name slots of a pool and need inplace_final_state=True.")
+            raise ValueError(
+                "ssm_state_indices and num_accepted_tokens name slots of a pool and need "
+                "inplace_final_state=True."
+            )
         o, final_state = fused_recurrent_kda(
-            q, k, v, g, beta, A_log, dt_bias, initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens, **flags,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+            **flags,
+        )
     return o if out is None else out.copy_(o), final_state
 
 
 def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None,
-    cp_context: object = None, *, use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = CHUNK,
-    transpose_state_layout: bool | None = None, **unknown: object,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run Gated DeltaNet over whole sequences, by FLA's signature; differentiable. Equation, shapes and errors: `kda_ops.chunk_gdn`."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = CHUNK,
+    transpose_state_layout: bool | None = None,
+    **unknown: object,
+) -> tuple[Tensor, Tensor | None]:
+    """Run Gated DeltaNet over whole sequences, by FLA's signature; differentiable. Equation, shapes
+    and errors: `kda_ops.chunk_gdn`.
+    """
     _refuse("chunk_gated_delta_rule", unknown)
     _check_sequences(cu_seqlens, cu_seqlens_cpu, chunk_size, (16, 32, 64), cp_context)
     return functional.chunk_gdn(
-        q, k, v, g, beta, _per_head(A_log), dt_bias, _float(initial_state, q), cu_seqlens, scale=scale, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, transpose_state_layout=_v_first(state_v_first, transpose_state_layout),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        beta,
+        _per_head(A_log),
+        dt_bias,
+        _float(initial_state, q),
+        cu_seqlens,
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        transpose_state_layout=_v_first(state_v_first, transpose_state_layout),
+    )
 
 
 def fused_recurrent_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None, beta: Tensor | None = None,
-    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, *,
-    transpose_state_layout: bool | None = None, **unknown: object,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run Gated DeltaNet token by token, by FLA's signature; differentiable, unlike FLA's. The rest: `kda_ops.recurrent_gdn`.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+    **unknown: object,
+) -> tuple[Tensor, Tensor | None]:
+    """Run Gated DeltaNet token by token, by FLA's signature; differentiable, unlike FLA's. The
+    rest: `kda_ops.recurrent_gdn`.
 
     Args:
         gk: ``[B, T, HV, K]``, a log decay per key channel, on top of g: runs on ``kda::recurrent``.
@@ -265,38 +519,82 @@ def fused_recurrent_gated_delta_rule(
     """
     _refuse("fused_recurrent_gated_delta_rule", unknown)
     if gv is not None:
-        raise ValueError("gv must be None: no operator here decays value channels; gk, per key channel, is offered.")
+        raise ValueError(
+            "gv must be None: no operator here decays value channels; gk, per key channel, is "
+            "offered."
+        )
     _check_beta(beta, v)
     flags: dict[str, Any] = dict(
-        scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=_v_first(state_v_first, transpose_state_layout),
-    )  # fmt: skip
+    )
     state = _float(initial_state, q)
     if gk is None:
-        return functional.recurrent_gdn(q, k, v, g, beta, _per_head(A_log), dt_bias, state, cu_seqlens, use_gate_in_kernel=use_gate_in_kernel, **flags)
+        return functional.recurrent_gdn(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            _per_head(A_log),
+            dt_bias,
+            state,
+            cu_seqlens,
+            use_gate_in_kernel=use_gate_in_kernel,
+            **flags,
+        )
     if use_gate_in_kernel:
         if g is None:
-            raise ValueError("g must be given with use_gate_in_kernel=True: there is nothing to activate.")
+            raise ValueError(
+                "g must be given with use_gate_in_kernel=True: there is nothing to activate."
+            )
         g, A_log, dt_bias = functional.gdn_gate(g, _per_head(A_log), dt_bias), None, None
     decay = gk if g is None else gk + g[..., None]
-    return functional.recurrent_kda(q, k, v, decay, beta, A_log, dt_bias, state, cu_seqlens, **flags)
+    return functional.recurrent_kda(
+        q, k, v, decay, beta, A_log, dt_bias, state, cu_seqlens, **flags
+    )
 
 
 def fused_kda_gate(
-    g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None, output_dtype: torch.dtype = torch.float32
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Compute KDA's log decay from logits ``[..., HV, K]``, by FLA's signature; differentiable. The rest: `kda_ops.kda_gate`."""
+    """Compute KDA's log decay from logits ``[..., HV, K]``, by FLA's signature; differentiable. The
+    rest: `kda_ops.kda_gate`.
+    """
     rows = g.reshape(1, -1, *g.shape[-2:])
-    y = functional.kda_gate(rows, _per_head(A_log), None if dt_bias is None else dt_bias.flatten(), lower_bound=lower_bound)
+    y = functional.kda_gate(
+        rows,
+        _per_head(A_log),
+        None if dt_bias is None else dt_bias.flatten(),
+        lower_bound=lower_bound,
+    )
     return y.view(g.shape).to(output_dtype)
 
 
-def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32) -> Tensor:
-    """Compute GDN's log decay from logits ``[..., HV]``, by FLA's signature; differentiable. The rest: `kda_ops.gdn_gate`."""
+def fused_gdn_gate(
+    g: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None = None,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Compute GDN's log decay from logits ``[..., HV]``, by FLA's signature; differentiable. The
+    rest: `kda_ops.gdn_gate`.
+    """
     if A_log is None:
         raise TypeError("A_log must be a tensor, got None.")
-    return functional.gdn_gate(g.reshape(1, -1, *g.shape[-1:]), _per_head(A_log), dt_bias).view(g.shape).to(output_dtype)
+    return (
+        functional.gdn_gate(g.reshape(1, -1, *g.shape[-1:]), _per_head(A_log), dt_bias)
+        .view(g.shape)
+        .to(output_dtype)
+    )
 
 
 chunk_gdn = chunk_gated_delta_rule

@@ -1,28 +1,37 @@
-"""Chunked attention over sequences that lie across the ranks of a group: one pass over the tokens, one all-gather per direction.
+"""Chunked attention over sequences that lie across the ranks of a group: one pass over the tokens,
+one all-gather per direction.
 
 A shard maps the state that enters it affinely to the state that leaves it and to its outputs::
 
     S_out = M S_in + b            o_t = (o_b)_t + S_in^T (o_M)_t
 
-The operator itself finds all four: with values ``[v | 0]`` from the state ``[0 | I]`` it returns outputs ``[o_b | o_M]`` and the state ``[b | M]``. Forward
-gathers ``[b | M]`` in the dtype of states, folds those of the earlier ranks into S_in and adds ``S_in^T o_M`` to the outputs. Backward has the
-transposed maps: the gradient of S_in is ``c + M^T dS_out`` with ``c = sum_t (o_M)_t do_t^T``, so it gathers c alone, folds those of the later ranks
-into dS_out, and calls the operator's own backward, which starts from S_in and dS_out and knows nothing of other ranks.
+The operator itself finds all four: with values ``[v | 0]`` from the state ``[0 | I]`` it returns
+outputs ``[o_b | o_M]`` and the state ``[b | M]``. Forward gathers ``[b | M]`` in the dtype of
+states, folds those of the earlier ranks into S_in and adds ``S_in^T o_M`` to the outputs. Backward
+has the transposed maps: the gradient of S_in is ``c + M^T dS_out`` with
+``c = sum_t (o_M)_t do_t^T``, so it gathers c alone, folds those of the later ranks into dS_out, and
+calls the operator's own backward, which starts from S_in and dS_out and knows nothing of other
+ranks.
 
-A sequence that begins within the shard starts from ``[S | 0]``: its M is zero, so b is its state and the fold starts anew there (by a mask, lest it take a
-NaN of another sequence times zero). Every rank runs the same program, the first one too.
+A sequence that begins within the shard starts from ``[S | 0]``: its M is zero, so b is its state
+and the fold starts anew there (by a mask, lest it take a NaN of another sequence times zero). Every
+rank runs the same program, the first one too.
 
-Cost per call, with ``slots`` = B for dense rows and 1 for packed sequences, elements of 4 bytes (8 for float64 inputs)::
+Cost per call, with ``slots`` = B for dense rows and 1 for packed sequences, elements of 4 bytes (8
+for float64 inputs)::
 
     sent by a rank, forward      slots HV K (V + K)       received: times the size of the group
                     backward     slots HV K V             likewise
     with a final state           N HV K V all-reduced, forward and backward
-    work beyond one pass         K more columns in forward's scan; two products [T, K] x [K, V] per value head; a fold of as many small products as ranks
-    kept for backward            o_M, K elements (of q's dtype on CUDA) per token and value head; S_in; M of every rank. Eager code leaves o_M of one dense row
-                                 beside o, in one tensor of V + K columns, which lives as long as either of them
+    work beyond one pass         K more columns in forward's scan; two products [T, K] x [K, V] per
+                                 value head; a fold of as many small products as ranks
+    kept for backward            o_M, K elements (of q's dtype on CUDA) per token and
+                                 value head; S_in; M of every rank. Eager code leaves o_M of
+                                 one dense row beside o, in one tensor of V + K columns,
+                                 which lives as long as either of them
 
-A 16-bit output is the sum of two terms that were rounded each. The fold is a float32 matrix product at the precision that torch is set to: leave
-``torch.set_float32_matmul_precision`` at "highest".
+A 16-bit output is the sum of two terms that were rounded each. The fold is a float32 matrix product
+at the precision that torch is set to: leave ``torch.set_float32_matmul_precision`` at "highest".
 """
 
 from __future__ import annotations
@@ -55,7 +64,8 @@ class Call:
     name: str
     rank: int
     size: int
-    operand: torch.dtype  # in which the maps of outputs are kept, as the backend keeps its own operands
+    # in which the maps of outputs are kept, as the backend keeps its own operands
+    operand: torch.dtype
     transposed: bool
     output_final_state: bool
     flags: tuple[tuple[str, object], ...]
@@ -65,8 +75,12 @@ class Call:
         return getattr(getattr(torch.ops, self.namespace), name).default
 
 
-def run(namespace: str, group, tensors: tuple[Tensor | None, ...], flags: Flags) -> tuple[Tensor, Tensor | None]:
-    """A call of `kda_ops.distributed.chunk_kda` or `chunk_gdn`: tensors in the order of the schema."""
+def run(
+    namespace: str, group, tensors: tuple[Tensor | None, ...], flags: Flags
+) -> tuple[Tensor, Tensor | None]:
+    """A call of `kda_ops.distributed.chunk_kda` or `chunk_gdn`: tensors in the order of the
+    schema.
+    """
     q, cu_seqlens = tensors[0], tensors[-1]
 
     def parse() -> tuple[Problem, tuple[Tensor | None, ...]]:
@@ -74,17 +88,34 @@ def run(namespace: str, group, tensors: tuple[Tensor | None, ...], flags: Flags)
         return _parse(namespace, cast, flags), cast
 
     plan, (p, cast) = agree(
-        group, q.shape[1] if q.dim() > 1 else 0, q.device, cu_seqlens, f"kda_ops.distributed.chunk_{namespace}", parse,
-        lambda parsed: _contract(namespace, parsed[1], flags), lengths_needed=cu_seqlens is not None,
-    )  # fmt: skip
+        group,
+        q.shape[1] if q.dim() > 1 else 0,
+        q.device,
+        cu_seqlens,
+        f"kda_ops.distributed.chunk_{namespace}",
+        parse,
+        lambda parsed: _contract(namespace, parsed[1], flags),
+        lengths_needed=cu_seqlens is not None,
+    )
     asked = flags["output_final_state"]
     if plan.size == 1:
         o, final_state = getattr(torch.ops, namespace).chunk.default(*cast, **flags)
         return o, final_state if asked else None
-    rest = {n: x for n, x in flags.items() if n not in ("transpose_state_layout", "output_final_state", "disable_recompute")}
+    rest = {
+        n: x
+        for n, x in flags.items()
+        if n not in ("transpose_state_layout", "output_final_state", "disable_recompute")
+    }
     call = Call(
-        namespace, plan.name, plan.rank, plan.size, dispatch.operand_dtype(p), flags["transpose_state_layout"], asked, tuple(rest.items())
-    )  # fmt: skip
+        namespace,
+        plan.name,
+        plan.rank,
+        plan.size,
+        dispatch.operand_dtype(p),
+        flags["transpose_state_layout"],
+        asked,
+        tuple(rest.items()),
+    )
     out = _Shard.apply(call, plan.device_lengths, *cast)
     return out if asked else (out, None)
 
@@ -95,11 +126,16 @@ def _autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return *(x.to(dtype) if x.dtype is not torch.float64 and x.dtype.is_floating_point else x for x in tensors[:3]), *tensors[3:]
+    return *(
+        x.to(dtype) if x.dtype is not torch.float64 and x.dtype.is_floating_point else x
+        for x in tensors[:3]
+    ), *tensors[3:]
 
 
 def _parse(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) -> Problem:
-    """Refuse what the operator would refuse, in the caller's own sizes. The offsets are global and so no packing of this shard's tokens."""
+    """Refuse what the operator would refuse, in the caller's own sizes. The offsets are global and
+    so no packing of this shard's tokens.
+    """
     given = dict(zip(_INPUTS, tensors))
     if given["cu_seqlens"] is not None:
         given["cu_seqlens"] = torch.zeros_like(given["cu_seqlens"])
@@ -110,8 +146,17 @@ def _contract(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) 
     """What all ranks must have in common: everything but values and the length of the shard."""
     contract: Contract = {"operator": namespace}
     for name, x in zip(_INPUTS, tensors):
-        shape = None if x is None else [n if axis != 1 or name not in ("q", "k", "v", "g", "beta") else "T" for axis, n in enumerate(x.shape)]
-        contract[name] = None if x is None else f"{x.dtype} {shape}".replace("torch.", "").replace("'", "")
+        shape = (
+            None
+            if x is None
+            else [
+                n if axis != 1 or name not in ("q", "k", "v", "g", "beta") else "T"
+                for axis, n in enumerate(x.shape)
+            ]
+        )
+        contract[name] = (
+            None if x is None else f"{x.dtype} {shape}".replace("torch.", "").replace("'", "")
+        )
     if tensors[-1] is not None:
         contract["cu_seqlens"] = tensors[-1].tolist()
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -119,56 +164,126 @@ def _contract(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) 
 
 
 class _Shard(torch.autograd.Function):
-    """Forward and backward of one rank; inputs after the call and the lengths in the order of the schema."""
+    """Forward and backward of one rank; inputs after the call and the lengths in the order of the
+    schema.
+    """
 
     @staticmethod
-    def forward(ctx, call: Call, lengths: Tensor | None, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens):
+    def forward(
+        ctx,
+        call: Call,
+        lengths: Tensor | None,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        initial_state,
+        cu_seqlens,
+    ):
         K, V = q.shape[-1], v.shape[-1]
         with torch.autocast(q.device.type, enabled=False):
-            values = _beside_zeros(v, K)  # first, for what follows is small, and made on the host meanwhile
+            # first, for what follows is small, and made on the host meanwhile
+            values = _beside_zeros(v, K)
             span = Span(call.rank, call.size, q.shape[0], cu_seqlens, lengths, q.device)
             start = _with_identity(span, _as_kv(initial_state, call.transposed), q, v)
             out, final, *kept = call.op("chunk_fwd")(
-                q.to(call.operand), k.to(call.operand), values.to(call.operand), g, beta, A_log, dt_bias, start, span.cu_seqlens,
-                output_final_state=True, **dict(call.flags),
-            )  # fmt: skip
+                q.to(call.operand),
+                k.to(call.operand),
+                values.to(call.operand),
+                g,
+                beta,
+                A_log,
+                dt_bias,
+                start,
+                span.cu_seqlens,
+                output_final_state=True,
+                **dict(call.flags),
+            )
             b, M = final[..., :V], final[..., V:]
-            gathering = collectives.start_all_gather(span.pick(final, span.leaving), call.size, call.name)
+            gathering = collectives.start_all_gather(
+                span.pick(final, span.leaving), call.size, call.name
+            )
             o_b, o_M = out[..., :V], span.of_entered(out[..., V:])
-            if span.packed or out.shape[0] > 1 or torch.compiler.is_compiling():  # else o is written where o_b is, and o_M stays beside it
+            # else o is written where o_b is, and o_M stays beside it
+            if span.packed or out.shape[0] > 1 or torch.compiler.is_compiling():
                 o_b, o_M = o_b.clone(memory_format=torch.contiguous_format), o_M.contiguous()
             gathered = collectives.wait(gathering)
             maps = gathered.unflatten(0, (call.size, span.slots))
             entered = _fold(maps[..., :V], maps[..., V:], span.before, span.through)
             o = span.of_entered(_read(o_b, o_M, entered), out[..., :V])
-            if o.dtype is not v.dtype:  # not `to` in any case: one tensor under two names loses its gradient in graphs of torch 2.11
+            # not `to` in any case: one tensor under two names loses its gradient in graphs of torch
+            # 2.11
+            if o.dtype is not v.dtype:
                 o = o.to(v.dtype)
             M_end = None
             if call.output_final_state:
                 M_end = span.pick(M, span.entering & span.ending)
                 final = only(b + only(M @ entered, span.entering), span.ending)
-                final = collectives.wait(collectives.start_all_reduce(_as_kv(final, call.transposed), call.name))
+                final = collectives.wait(
+                    collectives.start_all_reduce(_as_kv(final, call.transposed), call.name)
+                )
             ctx.call = call
-            # A graph keeps the collective's own result: what is cut out of it would be made by a second collective in backward's graph.
-            kept_maps = gathered if torch.compiler.is_compiling() else gathered[..., V:].contiguous()
+            # A graph keeps the collective's own result: what is cut out of it would be made by a
+            # second collective in backward's graph.
+            kept_maps = (
+                gathered if torch.compiler.is_compiling() else gathered[..., V:].contiguous()
+            )
             ctx.save_for_backward(
-                q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lengths, kept[KEPT.index("A")], o_M, M_end, entered, kept_maps
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                g,
+                beta,
+                A_log,
+                dt_bias,
+                initial_state,
+                cu_seqlens,
+                lengths,
+                kept[KEPT.index("A")],
+                o_M,
+                M_end,
+                entered,
+                kept_maps,
+            )
             return (o, final) if call.output_final_state else o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dfinal_state=None):
         call: Call = ctx.call
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lengths, A, o_M, M_end, entered, kept_maps = ctx.saved_tensors
+        (
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            initial_state,
+            cu_seqlens,
+            lengths,
+            A,
+            o_M,
+            M_end,
+            entered,
+            kept_maps,
+        ) = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
             span = Span(call.rank, call.size, q.shape[0], cu_seqlens, lengths, q.device)
             c, dfinal = _write(o_M, span.of_entered(do), entered.dtype), None
             if call.output_final_state:
-                dfinal = _as_kv(collectives.wait(collectives.start_all_reduce(dfinal_state, call.name)), call.transposed)
+                dfinal = _as_kv(
+                    collectives.wait(collectives.start_all_reduce(dfinal_state, call.name)),
+                    call.transposed,
+                )
                 c = c + M_end.mT @ span.pick(dfinal, span.entering & span.ending)
                 dfinal = only(dfinal, span.ending)
-            gathered = collectives.wait(collectives.start_all_gather(c, call.size, call.name)).unflatten(0, (call.size, span.slots))
+            gathered = collectives.wait(
+                collectives.start_all_gather(c, call.size, call.name)
+            ).unflatten(0, (call.size, span.slots))
             M = kept_maps[..., -q.shape[-1] :].unflatten(0, (call.size, span.slots))
             left = _fold(gathered.flip(0), M.mT.flip(0), span.behind.flip(0), span.through.flip(0))
             dstate = span.put(left, span.leaving, dfinal)
@@ -177,9 +292,22 @@ class _Shard(torch.autograd.Function):
             # In the order of the schema: the call and the lengths come first, cu_seqlens last.
             need, none = list(ctx.needs_input_grad[2:-1]), q.new_empty((0,))
             grads = call.op("chunk_bwd")(
-                do, dstate, *(A if n == "A" else none for n in KEPT[:-1]), q, k, v, g, beta, A_log, dt_bias, start, span.cu_seqlens,
-                output_final_state=True, need=need, **dict(call.flags),
-            )  # fmt: skip
+                do,
+                dstate,
+                *(A if n == "A" else none for n in KEPT[:-1]),
+                q,
+                k,
+                v,
+                g,
+                beta,
+                A_log,
+                dt_bias,
+                start,
+                span.cu_seqlens,
+                output_final_state=True,
+                need=need,
+                **dict(call.flags),
+            )
             grads = [d if wanted else None for d, wanted in zip(grads, need)]
             if need[-1]:
                 grads[-1] = _as_kv(only(grads[-1], ~span.entering), call.transposed)
@@ -187,12 +315,15 @@ class _Shard(torch.autograd.Function):
 
 
 def _beside_zeros(v: Tensor, K: int) -> Tensor:
-    """[v | 0] with K columns of zeros; eager code moves eight bytes at a time where it can, for single 16-bit numbers take a GPU twice as long."""
+    """[v | 0] with K columns of zeros; eager code moves eight bytes at a time where it can, for
+    single 16-bit numbers take a GPU twice as long.
+    """
     if torch.compiler.is_compiling() or not v.is_contiguous() or not v.numel():
         return F.pad(v, (0, K))
     V, each = v.shape[-1], 8 // v.element_size()
     out = v.new_empty((*v.shape[:-1], V + K))
-    rows, given = out.view(-1, V + K), v.view(-1)  # flat, for a contiguous tensor may have any stride where its size is 1
+    # flat, for a contiguous tensor may have any stride where its size is 1
+    rows, given = out.view(-1, V + K), v.view(-1)
     if V % each == 0 == K % each and v.data_ptr() % 8 == 0:
         rows, given, V = rows.view(torch.int64), given.view(torch.int64), V // each
     rows[:, :V].copy_(given.view(-1, V))
@@ -206,16 +337,21 @@ def _as_kv(state: Tensor | None, transposed: bool) -> Tensor | None:
 
 
 def _with_identity(span: Span, first_state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
-    """``[S | 0]`` for the sequences that begin here, ``[0 | I]`` for those that enter: [N, HV, K, V + K]."""
+    """``[S | 0]`` for the sequences that begin here, ``[0 | I]`` for those that enter: [N, HV, K,
+    V + K].
+    """
     N, (HV, V), K = span.entering.shape[0], v.shape[2:], q.shape[-1]
     eye = torch.eye(K, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    begun = eye.new_zeros((N, HV, K, V)) if first_state is None else only(first_state, ~span.entering)
+    begun = (
+        eye.new_zeros((N, HV, K, V)) if first_state is None else only(first_state, ~span.entering)
+    )
     return torch.cat([begun, only(eye.expand(N, HV, K, K), span.entering)], -1)
 
 
 def _fold(b: Tensor, M: Tensor, mask: Tensor, through: Tensor) -> Tensor:
-    """The state after the maps ``S <- M S + b`` of the ranks in the mask, in order, from zero: b [ranks, slots, HV, K, V], M [ranks, slots, HV, K, K].
-    Where nothing goes `through` a rank, M is zero and S starts anew.
+    """The state after the maps ``S <- M S + b`` of the ranks in the mask, in order, from zero: b
+    [ranks, slots, HV, K, V], M [ranks, slots, HV, K, K]. Where nothing goes `through` a rank, M is
+    zero and S starts anew.
     """
     S = only(b, mask)[0]
     for i in range(1, b.shape[0]):
@@ -224,8 +360,8 @@ def _fold(b: Tensor, M: Tensor, mask: Tensor, through: Tensor) -> Tensor:
 
 
 def _read(o_b: Tensor, o_M: Tensor, S: Tensor) -> Tensor:
-    """o_b + S^T o_M for every token, of one row in place of o_b: [B, T, HV, V] from the same, [B, T, HV, K] and [B, HV, K, V]; summed in the dtype of states,
-    rounded once.
+    """o_b + S^T o_M for every token, of one row in place of o_b: [B, T, HV, V] from the same, [B,
+    T, HV, K] and [B, HV, K, V]; summed in the dtype of states, rounded once.
     """
     o = o_b.transpose(1, 2).flatten(0, 1)  # for B == 1 a view
     o.baddbmm_(o_M.transpose(1, 2).flatten(0, 1), S.flatten(0, 1).to(o.dtype))
@@ -233,8 +369,12 @@ def _read(o_b: Tensor, o_M: Tensor, S: Tensor) -> Tensor:
 
 
 def _write(o_M: Tensor, do: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum_t (o_M)_t do_t^T: [B, HV, K, V], summed in `dtype`; 16-bit operands stay so where the device sums them wider."""
+    """sum_t (o_M)_t do_t^T: [B, HV, K, V], summed in `dtype`; 16-bit operands stay so where the
+    device sums them wider.
+    """
     a, b = o_M.permute(0, 2, 3, 1), do.transpose(1, 2)
     if a.is_cuda and a.dtype.itemsize == 2:
-        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(0, a.shape[:2])
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(
+            0, a.shape[:2]
+        )
     return a.to(dtype) @ b.to(dtype)

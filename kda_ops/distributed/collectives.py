@@ -1,7 +1,9 @@
-"""The collectives of this package, as the functional operators that ``torch.compile`` keeps in its graphs.
+"""The collectives of this package, as the functional operators that ``torch.compile`` keeps in its
+graphs.
 
-A compiler may move a collective, repeat it or drop it where nothing reads the result, on the assumption that all ranks compile the same graph. So nothing
-here or around it branches on the rank: a rank is a number that masks are made of.
+A compiler may move a collective, repeat it or drop it where nothing reads the result, on the
+assumption that all ranks compile the same graph. So nothing here or around it branches on the rank:
+a rank is a number that masks are made of.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ _OPS = torch.ops._c10d_functional
 
 
 def start_all_gather(x: Tensor, size: int, name: str) -> Tensor:
-    """``[n, ...]`` of each of the `size` ranks of the group called `name` as ``[size * n, ...]``; not to be read before `wait`."""
+    """``[n, ...]`` of each of the `size` ranks of the group called `name` as ``[size * n, ...]``;
+    not to be read before `wait`.
+    """
     return _OPS.all_gather_into_tensor(x.contiguous(), size, name)
 
 
@@ -34,7 +38,9 @@ def gather_lengths(T, device: torch.device, size: int, name: str) -> Tensor:
 
 
 class GatherTokens(torch.autograd.Function):
-    """All-gather with a gradient: each rank gets back the sum of what all ranks' gradients hold for its part."""
+    """All-gather with a gradient: each rank gets back the sum of what all ranks' gradients hold for
+    its part.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, size: int, name: str) -> Tensor:
@@ -46,4 +52,8 @@ class GatherTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
         """``[size * n, ...]`` to ``[n, ...]``."""
-        return wait(_OPS.reduce_scatter_tensor(dy.contiguous(), "sum", ctx.size, ctx.group)), None, None
+        return (
+            wait(_OPS.reduce_scatter_tensor(dy.contiguous(), "sum", ctx.size, ctx.group)),
+            None,
+            None,
+        )

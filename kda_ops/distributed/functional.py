@@ -13,42 +13,68 @@ Group = dist.ProcessGroup | DeviceMesh | ContextPlan
 
 
 def chunk_kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, *, group: Group,
-    scale: float | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-    lower_bound: float | None = None, safe_gate: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-    transpose_state_layout: bool = False, disable_recompute: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run Kimi Delta Attention over sequences whose tokens lie across the ranks of a group; differentiable, collective.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    group: Group,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    safe_gate: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    transpose_state_layout: bool = False,
+    disable_recompute: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Run Kimi Delta Attention over sequences whose tokens lie across the ranks of a group;
+    differentiable, collective.
 
-    Every rank holds a contiguous shard of the token axis, in the order of the group's ranks, and gets the outputs of its own tokens, as if
-    `kda_ops.chunk_kda` had run over all of them. Shards may differ in length and may be empty; a sequence may cross any number of them.
+    Every rank holds a contiguous shard of the token axis, in the order of the group's ranks, and
+    gets the outputs of its own tokens, as if `kda_ops.chunk_kda` had run over all of them. Shards
+    may differ in length and may be empty; a sequence may cross any number of them.
 
-    What is the same on every rank belongs to whole sequences: ``A_log``, ``dt_bias``, ``initial_state`` and ``cu_seqlens`` must be passed on every rank with
-    equal values, and every rank gets the same final state. The loss is the sum of the ranks' losses, so that a rank's gradients of ``A_log``,
-    ``dt_bias`` and ``initial_state`` are partial sums over its own tokens: their sum over the group, which data-parallel machinery takes anyway, is the
-    gradient (machinery that averages: scale the loss by the size of the group). A final state used on several ranks counts as often. States
-    chain: the final state of one call may be the initial state of the next.
+    What is the same on every rank belongs to whole sequences: ``A_log``, ``dt_bias``,
+    ``initial_state`` and ``cu_seqlens`` must be passed on every rank with equal values, and every
+    rank gets the same final state. The loss is the sum of the ranks' losses, so that a rank's
+    gradients of ``A_log``, ``dt_bias`` and ``initial_state`` are partial sums over its own tokens:
+    their sum over the group, which data-parallel machinery takes anyway, is the gradient (machinery
+    that averages: scale the loss by the size of the group). A final state used on several ranks
+    counts as often. States chain: the final state of one call may be the initial state of the next.
 
     Args:
-        q, k, v, g, beta: this rank's shard, T of its own: shapes and dtypes as for `kda_ops.chunk_kda`.
+        q, k, v, g, beta: this rank's shard, T of its own: shapes and dtypes as for
+            `kda_ops.chunk_kda`.
         A_log, dt_bias: as for `kda_ops.chunk_kda`.
-        initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``transpose_state_layout``), the states before the first tokens of the whole sequences.
-        cu_seqlens: ``[N + 1]`` int32 or int64, the **global** offsets, up to the tokens of all ranks; packs N sequences into one row, so ``B == 1``.
-            None: each of the B rows is one sequence.
-        group: a ProcessGroup or a DeviceMesh of one dimension (``mesh["cp"]``). Then each eager call first compares lengths and contracts of the ranks on
-            the host. A `ContextPlan` from `plan_context`, made once per batch, spares that; compiled code exchanges what it needs within
-            the graph and compares nothing.
+        initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``transpose_state_layout``), the
+            states before the first tokens of the whole sequences.
+        cu_seqlens: ``[N + 1]`` int32 or int64, the **global** offsets, up to the tokens of all
+            ranks; packs N sequences into one row, so ``B == 1``. None: each of the B rows is one
+            sequence.
+        group: a ProcessGroup or a DeviceMesh of one dimension (``mesh["cp"]``). Then each eager
+            call first compares lengths and contracts of the ranks on the host. A `ContextPlan` from
+            `plan_context`, made once per batch, spares that; compiled code exchanges what it needs
+            within the graph and compares nothing.
         disable_recompute: accepted; nothing more is kept.
         The other flags: as for `kda_ops.chunk_kda`.
 
     Returns:
-        o ``[B, T, HV, V]`` of this rank's tokens in v's dtype, and the final state of all sequences in the layout of ``initial_state``, or None if it was
-        not asked for. There may be gaps between the rows of o: ``reshape`` it, not ``view``. Backward is collective: if one rank runs it, all must. Bytes
-        and passes: `kda_ops.distributed.chunk`.
+        o ``[B, T, HV, V]`` of this rank's tokens in v's dtype, and the final state of all sequences
+        in the layout of ``initial_state``, or None if it was not asked for. There may be gaps
+        between the rows of o: ``reshape`` it, not ``view``. Backward is collective: if one rank
+        runs it, all must. Bytes and passes: `kda_ops.distributed.chunk`.
 
     Raises:
-        ValueError: shapes or flags disagree, on this rank or between ranks; the message says which, and every rank of the group raises.
+        ValueError: shapes or flags disagree, on this rank or between ranks; the message says which,
+            and every rank of the group raises.
         TypeError: dtypes or devices disagree, or group is none.
         RuntimeError: some rank did not take part within the group's timeout.
 
@@ -57,32 +83,62 @@ def chunk_kda(
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
         >>> g, beta = -torch.rand(2, 100, 4, 32), torch.rand(2, 100, 4)
-        >>> o, _ = kda_ops.distributed.chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, group=dist.group.WORLD)
+        >>> o, _ = kda_ops.distributed.chunk_kda(
+        ...     q, k, v, g, beta, use_qk_l2norm_in_kernel=True, group=dist.group.WORLD)
         >>> o.shape
         torch.Size([2, 100, 4, 32])
         >>> dist.destroy_process_group()
 
-    Source: Kimi Linear technical report, arXiv:2510.26692 (chunkwise form); the affine map of a shard: `kda_ops.distributed.chunk`.
+    Source: Kimi Linear technical report, arXiv:2510.26692 (chunkwise form); the affine map of a
+    shard: `kda_ops.distributed.chunk`.
     """
     return chunk.run(
-        "kda", group, (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens), dict(
-            scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
-            lower_bound=lower_bound, safe_gate=safe_gate, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-            transpose_state_layout=transpose_state_layout, disable_recompute=disable_recompute,
+        "kda",
+        group,
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
+        dict(
+            scale=scale,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            lower_bound=lower_bound,
+            safe_gate=safe_gate,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            transpose_state_layout=transpose_state_layout,
+            disable_recompute=disable_recompute,
         ),
-    )  # fmt: skip
+    )
 
 
 def chunk_gdn(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, *, group: Group,
-    scale: float | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-    lower_bound: float | None = None, safe_gate: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-    transpose_state_layout: bool = False, disable_recompute: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run Gated DeltaNet over sequences whose tokens lie across the ranks of a group; differentiable, collective.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    group: Group,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    safe_gate: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    transpose_state_layout: bool = False,
+    disable_recompute: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Run Gated DeltaNet over sequences whose tokens lie across the ranks of a group;
+    differentiable, collective.
 
-    Shards, states, gradients and cost are those of `chunk_kda`; the equation and the shapes of g and dt_bias are those of `kda_ops.chunk_gdn`.
+    Shards, states, gradients and cost are those of `chunk_kda`; the equation and the shapes of g
+    and dt_bias are those of `kda_ops.chunk_gdn`.
 
     Args:
         g: ``[B, T, HV]``, this rank's shard.
@@ -99,18 +155,31 @@ def chunk_gdn(
         >>> import torch, torch.distributed as dist, kda_ops.distributed
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> q, k, v = (torch.randn(1, 100, 4, 32) for _ in range(3))
-        >>> flags = dict(use_qk_l2norm_in_kernel=True, output_final_state=True, group=dist.group.WORLD)
-        >>> o, state = kda_ops.distributed.chunk_gdn(q, k, v, None, None, cu_seqlens=torch.tensor([0, 30, 100]), **flags)
+        >>> flags = dict(use_qk_l2norm_in_kernel=True, output_final_state=True)
+        >>> o, state = kda_ops.distributed.chunk_gdn(
+        ...     q, k, v, None, None, cu_seqlens=torch.tensor([0, 30, 100]),
+        ...     group=dist.group.WORLD, **flags)
         >>> state.shape
         torch.Size([2, 4, 32, 32])
         >>> dist.destroy_process_group()
 
-    Source: Gated Delta Networks, arXiv:2412.06464; the affine map of a shard: `kda_ops.distributed.chunk`.
+    Source: Gated Delta Networks, arXiv:2412.06464; the affine map of a shard:
+    `kda_ops.distributed.chunk`.
     """
     return chunk.run(
-        "gdn", group, (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens), dict(
-            scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
-            lower_bound=lower_bound, safe_gate=safe_gate, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-            transpose_state_layout=transpose_state_layout, disable_recompute=disable_recompute,
+        "gdn",
+        group,
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
+        dict(
+            scale=scale,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            lower_bound=lower_bound,
+            safe_gate=safe_gate,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            transpose_state_layout=transpose_state_layout,
+            disable_recompute=disable_recompute,
         ),
-    )  # fmt: skip
+    )

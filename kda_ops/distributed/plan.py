@@ -1,4 +1,6 @@
-"""Who takes part in a call, which tokens each rank holds, and whether all ranks mean the same call."""
+"""Who takes part in a call, which tokens each rank holds, and whether all ranks mean the same
+call.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True, eq=False)
 class ContextPlan:
-    """The shards of one batch, agreed upon by all ranks of a group; made by `plan_context` and passed as ``group``.
+    """The shards of one batch, agreed upon by all ranks of a group; made by `plan_context` and
+    passed as ``group``.
 
-    `lengths` are the tokens of each rank's shard, once as numbers and once on the batch's device. In compiled code the numbers are unknown (None), and where
-    nobody needs them the tensor is not there either.
+    `lengths` are the tokens of each rank's shard, once as numbers and once on the batch's device.
+    In compiled code the numbers are unknown (None), and where nobody needs them the tensor is not
+    there either.
     """
 
     name: str
@@ -35,7 +39,9 @@ class ContextPlan:
     device_lengths: Tensor | None  # [size] int64
 
     def local(self, cu_seqlens: Tensor) -> Tensor:
-        """Global offsets ``[N + 1]`` as those of this rank's own tokens: what is per sequence but local, a layer's packing, takes these."""
+        """Global offsets ``[N + 1]`` as those of this rank's own tokens: what is per sequence but
+        local, a layer's packing, takes these.
+        """
         return local_offsets(cu_seqlens, self.device_lengths, self.rank)
 
 
@@ -43,27 +49,39 @@ def process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
     """The process group that a caller means."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"group must be one dimension of a DeviceMesh, got a mesh of {group.ndim} dimensions: pass one by name, as in mesh['cp'].")
+            raise ValueError(
+                f"group must be one dimension of a DeviceMesh, got a mesh of {group.ndim} "
+                "dimensions: pass one by name, as in mesh['cp']."
+            )
         return group.get_group()
     if isinstance(group, dist.ProcessGroup):
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group must contain the calling rank; on this rank torch.distributed.new_group returned no member of it.")
+        raise ValueError(
+            "group must contain the calling rank; on this rank torch.distributed.new_group "
+            "returned no member of it."
+        )
     raise TypeError(
-        f"group must be a ProcessGroup, a DeviceMesh of one dimension or a ContextPlan, got {type(group).__name__}: "
+        "group must be a ProcessGroup, a DeviceMesh of one dimension or a ContextPlan, got "
+        f"{type(group).__name__}: "
         "for all ranks pass torch.distributed.group.WORLD."
     )
 
 
-def plan_context(length: int, group: dist.ProcessGroup | DeviceMesh, *, device: torch.device | str | None = None) -> ContextPlan:
-    """Agree once per batch on the shards, so that the calls of all its layers need no exchange and no host synchronisation.
+def plan_context(
+    length: int, group: dist.ProcessGroup | DeviceMesh, *, device: torch.device | str | None = None
+) -> ContextPlan:
+    """Agree once per batch on the shards, so that the calls of all its layers need no exchange and
+    no host synchronisation.
 
-    Every rank of the group calls this, outside compiled code, and passes the plan as ``group`` to `chunk_kda`, `chunk_gdn` and `exchange_tail`. A call
-    with a plan is not checked against the other ranks' calls; use the plain group once to be told what differs.
+    Every rank of the group calls this, outside compiled code, and passes the plan as ``group`` to
+    `chunk_kda`, `chunk_gdn` and `exchange_tail`. A call with a plan is not checked against the
+    other ranks' calls; use the plain group once to be told what differs.
 
     Args:
         length: tokens of this rank's shard, T of its tensors; 0 is an empty shard.
-        group: a ProcessGroup, or a DeviceMesh of one dimension. Its ranks hold consecutive shards in the order of their group ranks.
+        group: a ProcessGroup, or a DeviceMesh of one dimension. Its ranks hold consecutive shards
+            in the order of their group ranks.
         device: where the tensors of the calls live; by default the group's.
 
     Raises:
@@ -80,7 +98,10 @@ def plan_context(length: int, group: dist.ProcessGroup | DeviceMesh, *, device: 
     Source: the shards of `kda_ops.distributed.chunk`.
     """
     if not hasattr(length, "__index__") or operator.index(length) < 0:
-        raise ValueError(f"length must be the tokens of this rank's shard, a whole number of at least 0, got {length}.")
+        raise ValueError(
+            "length must be the tokens of this rank's shard, a whole number of at least 0, got "
+            f"{length}."
+        )
     pg = process_group(group)
     device = _group_device(pg) if device is None else torch.device(device)
     check_device(device, pg, "plan_context")
@@ -89,24 +110,37 @@ def plan_context(length: int, group: dist.ProcessGroup | DeviceMesh, *, device: 
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Where each shard begins on the global token axis, and where the last one ends: [size + 1] from [size]."""
+    """Where each shard begins on the global token axis, and where the last one ends: [size + 1]
+    from [size].
+    """
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def local_offsets(cu_seqlens: Tensor, lengths: Tensor, rank: int) -> Tensor:
     """Where the N sequences lie in a rank's shard, [N + 1]: those elsewhere are empty."""
     offsets = offsets_of(lengths)
-    return (torch.minimum(torch.maximum(cu_seqlens, offsets[rank]), offsets[rank + 1]) - offsets[rank]).to(cu_seqlens.dtype)
+    return (
+        torch.minimum(torch.maximum(cu_seqlens, offsets[rank]), offsets[rank + 1]) - offsets[rank]
+    ).to(cu_seqlens.dtype)
 
 
 def agree(
-    group: dist.ProcessGroup | DeviceMesh | ContextPlan, length: int, device: torch.device, cu_seqlens: Tensor | None, caller: str,
-    parse: Callable[[], Parsed], contract: Callable[[Parsed], Contract], *, lengths_needed: bool = True,
-) -> tuple[ContextPlan, Parsed]:  # fmt: skip
-    """The shards of a call that all ranks make alike, so far as that can be known, and what `parse` returned on this one.
+    group: dist.ProcessGroup | DeviceMesh | ContextPlan,
+    length: int,
+    device: torch.device,
+    cu_seqlens: Tensor | None,
+    caller: str,
+    parse: Callable[[], Parsed],
+    contract: Callable[[Parsed], Contract],
+    *,
+    lengths_needed: bool = True,
+) -> tuple[ContextPlan, Parsed]:
+    """The shards of a call that all ranks make alike, so far as that can be known, and what `parse`
+    returned on this one.
 
-    Without a plan an eager call is compared with those of the other ranks: every rank returns, or every rank raises. `parse` refuses what is wrong on this
-    rank, and the others are told, so that none waits for it; `contract` is what all must have in common.
+    Without a plan an eager call is compared with those of the other ranks: every rank returns, or
+    every rank raises. `parse` refuses what is wrong on this rank, and the others are told, so that
+    none waits for it; `contract` is what all must have in common.
 
     Args:
         group: what the caller of the public function passed.
@@ -124,9 +158,16 @@ def agree(
                 _check_last_offset(cu_seqlens, group.lengths, caller)
         return group, parsed
     pg = process_group(group)
-    if torch.compiler.is_compiling():  # a graph cannot refuse: shards are exchanged, contracts are not compared
+    # a graph cannot refuse: shards are exchanged, contracts are not compared
+    if torch.compiler.is_compiling():
         parsed, name, rank, size = parse(), pg.group_name, pg.rank(), pg.size()
-        return ContextPlan(name, rank, size, None, collectives.gather_lengths(length, device, size, name) if lengths_needed else None), parsed
+        return ContextPlan(
+            name,
+            rank,
+            size,
+            None,
+            collectives.gather_lengths(length, device, size, name) if lengths_needed else None,
+        ), parsed
     refusal, terms = None, Contract()
     try:
         check_device(device, pg, caller)
@@ -147,10 +188,15 @@ def agree(
 
 
 def check_device(device: torch.device, pg: dist.ProcessGroup, caller: str) -> None:
-    """Refuse tensors that the group's backend cannot gather. Gloo names CUDA among its devices and then reads a GPU's address on the host."""
+    """Refuse tensors that the group's backend cannot gather. Gloo names CUDA among its devices and
+    then reads a GPU's address on the host.
+    """
     if not _serves(pg, device.type):
         backends = dist.get_backend_config(pg)
-        raise ValueError(f"{caller}: group cannot gather {device.type} tensors with its backends {backends}: make one with a backend for them, nccl for cuda.")
+        raise ValueError(
+            f"{caller}: group cannot gather {device.type} tensors with its backends {backends}: "
+            "make one with a backend for them, nccl for cuda."
+        )
 
 
 def _serves(pg: dist.ProcessGroup, kind: str) -> bool:
@@ -164,23 +210,37 @@ def _serves(pg: dist.ProcessGroup, kind: str) -> bool:
 
 def _check_plan(plan: ContextPlan, length: int, device: torch.device, caller: str) -> None:
     if plan.lengths is not None and plan.lengths[plan.rank] != length:
-        raise ValueError(f"{caller}: the shard must have the {plan.lengths[plan.rank]} tokens of this rank's plan, got T = {length}: plan each batch anew.")
+        raise ValueError(
+            f"{caller}: the shard must have the {plan.lengths[plan.rank]} tokens of this rank's "
+            f"plan, got T = {length}: plan each batch anew."
+        )
     if plan.device_lengths is not None and plan.device_lengths.device.type != device.type:
-        raise ValueError(f"{caller}: the plan was made for tensors on {plan.device_lengths.device}, got {device}: pass plan_context(..., device=...).")
+        raise ValueError(
+            f"{caller}: the plan was made for tensors on {plan.device_lengths.device}, got "
+            f"{device}: pass plan_context(..., device=...)."
+        )
 
 
 def _check_offsets(offsets: Any, caller: str) -> None:
     """Refuse offsets that pack nothing, before any rank waits for this one."""
     if offsets is not None and (offsets[0] != 0 or sorted(offsets) != offsets):
-        raise ValueError(f"{caller}: cu_seqlens are offsets on the global token axis, must start at 0 and never decrease, got {offsets}.")
+        raise ValueError(
+            f"{caller}: cu_seqlens are offsets on the global token axis, must start at 0 and "
+            f"never decrease, got {offsets}."
+        )
 
 
-def _check_last_offset(cu_seqlens: Tensor | None, lengths: tuple[int, ...] | None, caller: str) -> None:
-    """Refuse offsets that end behind the last shard, as a rank's own offsets or those of a longer batch do."""
+def _check_last_offset(
+    cu_seqlens: Tensor | None, lengths: tuple[int, ...] | None, caller: str
+) -> None:
+    """Refuse offsets that end behind the last shard, as a rank's own offsets or those of a longer
+    batch do.
+    """
     if lengths is not None and cu_seqlens is not None and int(cu_seqlens[-1]) > sum(lengths):
         raise ValueError(
-            f"{caller}: cu_seqlens are offsets on the global token axis and must end at or before {sum(lengths)}, the tokens of all ranks "
-            f"({' + '.join(map(str, lengths))}), got {int(cu_seqlens[-1])}."
+            f"{caller}: cu_seqlens are offsets on the global token axis and must end at or before "
+            f"{sum(lengths)}, the tokens of all ranks ({' + '.join(map(str, lengths))}), got "
+            f"{int(cu_seqlens[-1])}."
         )
 
 
@@ -188,14 +248,26 @@ def _disagreement(contracts: list[Contract], caller: str) -> str:
     for rank, contract in enumerate(contracts):
         if "refusal" in contract:
             return f"{caller}: rank {rank} of the group refused its call: {contract['refusal']}"
-    names = [n for n in contracts[0] if any(repr(c.get(n)) != repr(contracts[0][n]) for c in contracts)]
-    differences = "; ".join(f"{n} is " + ", ".join(f"{c.get(n)} on rank {rank}" for rank, c in enumerate(contracts)) for n in names)
-    return f"{caller}: every rank of the group must make the same call on its shard, but {differences}."
+    names = [
+        n for n in contracts[0] if any(repr(c.get(n)) != repr(contracts[0][n]) for c in contracts)
+    ]
+    differences = "; ".join(
+        f"{n} is " + ", ".join(f"{c.get(n)} on rank {rank}" for rank, c in enumerate(contracts))
+        for n in names
+    )
+    return (
+        f"{caller}: every rank of the group must make the same call on its shard, but "
+        f"{differences}."
+    )
 
 
 def _group_device(pg: dist.ProcessGroup) -> torch.device:
     """The device that a group most likely serves."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and _serves(pg, "cuda") else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available() and _serves(pg, "cuda")
+        else torch.device("cpu")
+    )
 
 
 def _plan(pg: dist.ProcessGroup, lengths: tuple[int, ...], device: torch.device) -> ContextPlan:
@@ -204,13 +276,24 @@ def _plan(pg: dist.ProcessGroup, lengths: tuple[int, ...], device: torch.device)
     return ContextPlan(pg.group_name, pg.rank(), pg.size(), lengths, device_lengths)
 
 
-def _exchange(numbers: list[int], device: torch.device, pg: dist.ProcessGroup, caller: str) -> list[list[int]]:
-    """The numbers of every rank, on the host; they travel through `device`, or where the group cannot, through one that it serves."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device if _serves(pg, device.type) else _group_device(pg))
+def _exchange(
+    numbers: list[int], device: torch.device, pg: dist.ProcessGroup, caller: str
+) -> list[list[int]]:
+    """The numbers of every rank, on the host; they travel through `device`, or where the group
+    cannot, through one that it serves.
+    """
+    mine = torch.tensor(
+        numbers, dtype=torch.int64, device=device if _serves(pg, device.type) else _group_device(pg)
+    )
     try:
-        return collectives.wait(collectives.start_all_gather(mine, pg.size(), pg.group_name)).view(-1, len(numbers)).tolist()
+        return (
+            collectives.wait(collectives.start_all_gather(mine, pg.size(), pg.group_name))
+            .view(-1, len(numbers))
+            .tolist()
+        )
     except RuntimeError as error:
         raise RuntimeError(
-            f"{caller}: rank {pg.rank()} waited in vain for the other {pg.size() - 1} ranks of group {pg.group_name!r}: every rank of it must make the call, "
+            f"{caller}: rank {pg.rank()} waited in vain for the other {pg.size() - 1} ranks of "
+            f"group {pg.group_name!r}: every rank of it must make the call, "
             f"with the same group, within the group's timeout ({error})."
         ) from error

@@ -1,7 +1,8 @@
 """Where a shard of the token axis lies among the sequences, without a look at the host.
 
-A sequence *enters* a shard if it has tokens before it and does not end before it, *leaves* it if it goes on behind it, and *ends* in it if its last token
-lies there. At most one packed sequence enters and one leaves; of dense rows all do. The states that cross a boundary are the *slots*: B for dense
+A sequence *enters* a shard if it has tokens before it and does not end before it, *leaves* it if it
+goes on behind it, and *ends* in it if its last token lies there. At most one packed sequence enters
+and one leaves; of dense rows all do. The states that cross a boundary are the *slots*: B for dense
 rows, 1 for packed sequences.
 """
 
@@ -16,12 +17,22 @@ from kda_ops.distributed.plan import local_offsets, offsets_of
 class Span:
     """One rank's shard: masks over the sequences, and the packing of its own tokens.
 
-    `entering`, `leaving` and `ending` are ``[N]`` booleans; each sequence ends in exactly one shard, empty ones too. `cu_seqlens` ``[N + 1]`` are local
-    offsets (None for dense rows): all N sequences are there, those elsewhere empty. `before` and `behind` are ``[size]`` booleans over the ranks, and so is
-    `through`: whether what leaves a shard entered it. Masks, not products with zero: what a sequence holds, NaN included, stays with it.
+    `entering`, `leaving` and `ending` are ``[N]`` booleans; each sequence ends in exactly one
+    shard, empty ones too. `cu_seqlens` ``[N + 1]`` are local offsets (None for dense rows): all N
+    sequences are there, those elsewhere empty. `before` and `behind` are ``[size]`` booleans over
+    the ranks, and so is `through`: whether what leaves a shard entered it. Masks, not products with
+    zero: what a sequence holds, NaN included, stays with it.
     """
 
-    def __init__(self, rank: int, size: int, B: int, cu_seqlens: Tensor | None, lengths: Tensor | None, device: torch.device):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        B: int,
+        cu_seqlens: Tensor | None,
+        lengths: Tensor | None,
+        device: torch.device,
+    ):
         ranks = torch.arange(size, device=device)
         self.before, self.behind, self.packed = ranks < rank, ranks > rank, cu_seqlens is not None
         if cu_seqlens is None:
@@ -41,10 +52,13 @@ class Span:
             self.leaving = (begin < stop) & (stop < end)
             self.ending = ((start < end) | ~self.before[0]) & (end <= stop)
             self.through = ((begin < offsets[:-1, None]) & (offsets[1:, None] < end)).any(1)
-            self.last = torch.where(self.entering, self.cu_seqlens[1:], 0).sum()  # where the tokens of what entered end
+            # where the tokens of what entered end
+            self.last = torch.where(self.entering, self.cu_seqlens[1:], 0).sum()
 
     def pick(self, x: Tensor, mask: Tensor) -> Tensor:
-        """The states ``[N, ...]`` of the sequences in the mask by slot ``[slots, ...]``; zero for a slot without one."""
+        """The states ``[N, ...]`` of the sequences in the mask by slot ``[slots, ...]``; zero for a
+        slot without one.
+        """
         if not self.packed:
             return only(x, mask)
         if not mask.shape[0]:
@@ -52,11 +66,15 @@ class Span:
         return torch.where(mask.any(), x.index_select(0, mask.int().argmax(0, keepdim=True)), 0.0)
 
     def put(self, slots: Tensor, mask: Tensor, others: Tensor | None) -> Tensor:
-        """The states ``[N, ...]`` that are those of the slots within the mask and `others` (None: zero) outside."""
+        """The states ``[N, ...]`` that are those of the slots within the mask and `others` (None:
+        zero) outside.
+        """
         return torch.where(_wide(mask, slots), slots, 0.0 if others is None else others)
 
     def of_entered(self, x: Tensor, others: Tensor | float = 0.0) -> Tensor:
-        """x ``[B, T, ...]`` for the tokens of sequences that entered, `others` elsewhere. Dense rows enter all or, with a state of zero, none."""
+        """x ``[B, T, ...]`` for the tokens of sequences that entered, `others` elsewhere. Dense
+        rows enter all or, with a state of zero, none.
+        """
         if not self.packed:
             return x
         token = torch.arange(x.shape[1], device=x.device)

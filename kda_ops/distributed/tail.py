@@ -12,21 +12,24 @@ from kda_ops.problem import check_offsets
 
 
 def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Give each rank the ``size - 1`` tokens before its shard, which a causal convolution of `size` taps reads; differentiable.
+    """Give each rank the ``size - 1`` tokens before its shard, which a causal convolution of `size`
+    taps reads; differentiable.
 
-    The tokens may come from several earlier ranks, where shards are short or empty; before the beginning of a sequence they are zero. Each rank sends
-    ``B (size - 1) D`` elements of x's dtype, and gets as many back for each rank in backward; one exchange serves several convolutions if their
-    inputs stand side by side in D.
+    The tokens may come from several earlier ranks, where shards are short or empty; before the
+    beginning of a sequence they are zero. Each rank sends ``B (size - 1) D`` elements of x's dtype,
+    and gets as many back for each rank in backward; one exchange serves several convolutions if
+    their inputs stand side by side in D.
 
     Args:
-        x: ``[B, T, D]``, this rank's shard of the token axis, any float; ``[1, T, D]`` with cu_seqlens. T may differ between ranks.
+        x: ``[B, T, D]``, this rank's shard of the token axis, any float; ``[1, T, D]`` with
+            cu_seqlens. T may differ between ranks.
         size: taps of the convolution, at least 1.
         group: as for `chunk_kda`, a `ContextPlan` included.
         cu_seqlens: ``[N + 1]`` global offsets; None for dense rows.
 
     Returns:
-        ``[B, size - 1, D]``, oldest first, what `ShortConvolution` takes as its ``tail``; with cu_seqlens ``[N, size - 1, D]``, zero but for the
-        sequence that enters the shard.
+        ``[B, size - 1, D]``, oldest first, what `ShortConvolution` takes as its ``tail``; with
+        cu_seqlens ``[N, size - 1, D]``, zero but for the sequence that enters the shard.
 
     Raises:
         ValueError, TypeError: a shape or dtype means nothing, or the ranks' calls differ.
@@ -35,7 +38,8 @@ def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None)
     Example:
         >>> import torch, torch.distributed as dist, kda_ops.distributed
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> kda_ops.distributed.exchange_tail(torch.ones(1, 10, 2), 4, dist.group.WORLD)  # nothing is before the first token
+        >>> # nothing is before the first token
+        >>> kda_ops.distributed.exchange_tail(torch.ones(1, 10, 2), 4, dist.group.WORLD)
         tensor([[[0., 0.],
                  [0., 0.],
                  [0., 0.]]])
@@ -44,15 +48,22 @@ def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None)
     Source: Gated Delta Networks, arXiv:2412.06464 (short convolutions on q, k and v).
     """
     plan, _ = agree(
-        group, x.shape[1] if x.dim() > 1 else 0, x.device, cu_seqlens, "kda_ops.distributed.exchange_tail", lambda: _check(x, size, cu_seqlens),
+        group,
+        x.shape[1] if x.dim() > 1 else 0,
+        x.device,
+        cu_seqlens,
+        "kda_ops.distributed.exchange_tail",
+        lambda: _check(x, size, cu_seqlens),
         lambda _: _contract(x, size, cu_seqlens),
-    )  # fmt: skip
+    )
     lengths, rank, ranks = plan.device_lengths, plan.rank, plan.size
     offsets = offsets_of(lengths)
     past, B = size - 1, x.shape[0]
-    last = F.pad(x, (0, 0, past, 0))[:, x.shape[1] :]  # [B, past, D], zero in front of a shard that has fewer
+    # [B, past, D], zero in front of a shard that has fewer
+    last = F.pad(x, (0, 0, past, 0))[:, x.shape[1] :]
     every = collectives.GatherTokens.apply(last, ranks, plan.name).unflatten(0, (ranks, B))
-    # The token `back` before the shard lies on the rank whose shard holds that place, as far from the end of its tail as from the end of its shard.
+    # The token `back` before the shard lies on the rank whose shard holds that place, as far from
+    # the end of its tail as from the end of its shard.
     place = offsets[rank] - torch.arange(past, 0, -1, device=x.device)  # [past], global
     owner = torch.searchsorted(offsets[1:], place.clamp(min=0), right=True).clamp(max=ranks - 1)
     row = (place - offsets[owner + 1] + past).clamp(0, max(past - 1, 0))
@@ -76,4 +87,9 @@ def _check(x: Tensor, size: int, cu_seqlens: Tensor | None) -> None:
 def _contract(x: Tensor, size: int, cu_seqlens: Tensor | None) -> Contract:
     packing = None if cu_seqlens is None else cu_seqlens.tolist()
     wanted = torch.is_grad_enabled() and x.requires_grad
-    return {"x": f"{x.dtype} [{x.shape[0]}, T, {x.shape[2]}]", "size": size, "cu_seqlens": packing, "a gradient wanted": wanted}
+    return {
+        "x": f"{x.dtype} [{x.shape[0]}, T, {x.shape[2]}]",
+        "size": size,
+        "cu_seqlens": packing,
+        "a gradient wanted": wanted,
+    }

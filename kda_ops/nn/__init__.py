@@ -1,4 +1,6 @@
-"""Layers around the operators, in plain PyTorch that a compiler fuses; parameters are named as those of FLA's layers."""
+"""Layers around the operators, in plain PyTorch that a compiler fuses; parameters are named as
+those of FLA's layers.
+"""
 
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.gated_deltanet import GatedDeltaNet

@@ -13,8 +13,9 @@ from kda_ops.nn.local import across
 class GatedDeltaNet(DeltaAttention):
     """Mix tokens by Gated DeltaNet: a delta rule whose memory fades at one rate per value head.
 
-    q, k, v: projection, short causal convolution, SiLU. Write strengths are ``sigmoid(b_proj(x))``. l2 normalisation of q and k, the gate and the sigmoid are
-    part of the operator; an RMS norm gated by ``activation(g_proj(x))`` and ``o_proj`` follow.
+    q, k, v: projection, short causal convolution, SiLU. Write strengths are ``sigmoid(b_proj(x))``.
+    l2 normalisation of q and k, the gate and the sigmoid are part of the operator; an RMS norm
+    gated by ``activation(g_proj(x))`` and ``o_proj`` follow.
 
     Args:
         hidden_size: width of the input and output.
@@ -28,12 +29,15 @@ class GatedDeltaNet(DeltaAttention):
         allow_neg_eigval: write strengths up to 2, ``2 * sigmoid(b_proj(x))``.
         conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
         norm_eps: of the gated RMS norm.
-        device, dtype: of the parameters; `A_log` and `dt_bias` are made in fp32 whatever it is, but ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
+        device, dtype: of the parameters; `A_log` and `dt_bias` are made in fp32 whatever it is, but
+            ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
 
-    Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d`` ``[channels, 1, conv_size]``, ``a_proj`` (decay), ``b_proj``, ``A_log`` and
-    ``dt_bias`` ``[HV]``, ``g_proj`` (output gate), ``o_norm``, ``o_proj``. ``A_log`` starts at ``log U(0, 16)``. ``A_log`` and ``dt_bias`` carry
-    ``_no_weight_decay = True``; what makes new parameters drops it (`copy.deepcopy`, ``fully_shard``, ``to_empty``, ``load_state_dict(assign=True)``), so an
-    optimizer made after that should go by these names.
+    Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d``
+    ``[channels, 1, conv_size]``, ``a_proj`` (decay), ``b_proj``, ``A_log`` and ``dt_bias``
+    ``[HV]``, ``g_proj`` (output gate), ``o_norm``, ``o_proj``. ``A_log`` starts at
+    ``log U(0, 16)``. ``A_log`` and ``dt_bias`` carry ``_no_weight_decay = True``; what makes new
+    parameters drops it (`copy.deepcopy`, ``fully_shard``, ``to_empty``,
+    ``load_state_dict(assign=True)``), so an optimizer made after that should go by these names.
 
     Raises:
         ValueError: sizes that do not fit together.
@@ -50,17 +54,48 @@ class GatedDeltaNet(DeltaAttention):
     """
 
     def __init__(
-        self, hidden_size: int = 2048, expand_v: float = 2.0, head_dim: int = 256, num_heads: int = 6, num_v_heads: int | None = None, *,
-        use_gate: bool = True, output_gate_activation: str = "swish", use_short_conv: bool = True, allow_neg_eigval: bool = False,
-        conv_size: int = 4, conv_bias: bool = False, norm_eps: float = 1e-5, device=None, dtype=None,
-    ):  # fmt: skip
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 2.0,
+        head_dim: int = 256,
+        num_heads: int = 6,
+        num_v_heads: int | None = None,
+        *,
+        use_gate: bool = True,
+        output_gate_activation: str = "swish",
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        norm_eps: float = 1e-5,
+        device=None,
+        dtype=None,
+    ):
         value_heads = num_heads if num_v_heads is None else num_v_heads
         super().__init__(
-            hidden_size, expand_v, head_dim, num_heads, num_v_heads, use_short_conv, allow_neg_eigval,
-            conv_size, conv_bias, norm_eps, device, dtype, norm_activation=output_gate_activation, dt_bias_size=value_heads,
-        )  # fmt: skip
+            hidden_size,
+            expand_v,
+            head_dim,
+            num_heads,
+            num_v_heads,
+            use_short_conv,
+            allow_neg_eigval,
+            conv_size,
+            conv_bias,
+            norm_eps,
+            device,
+            dtype,
+            norm_activation=output_gate_activation,
+            dt_bias_size=value_heads,
+        )
         self.a_proj = nn.Linear(hidden_size, value_heads, bias=False, device=device, dtype=dtype)
-        self.g_proj = nn.Linear(hidden_size, value_heads * self.head_v_dim, bias=False, device=device, dtype=dtype) if use_gate else None
+        self.g_proj = (
+            nn.Linear(
+                hidden_size, value_heads * self.head_v_dim, bias=False, device=device, dtype=dtype
+            )
+            if use_gate
+            else None
+        )
         self.reset_gate()
 
     def _chunk(self, *args, group, **flags) -> tuple[Tensor, Tensor | None]:

@@ -10,11 +10,16 @@ from torch import Tensor, nn
 
 from kda_ops.nn.local import local
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu, "silu": F.silu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "swish": F.silu,
+    "silu": F.silu,
+}
 
 
 class GatedRMSNorm(nn.Module):
-    """Normalise the last axis to a root mean square of 1, scale it, and gate it: ``x / sqrt(mean(x^2) + eps) * weight * activation(gate)``.
+    """Normalise the last axis to a root mean square of 1, scale it, and gate it: ``x /
+    sqrt(mean(x^2) + eps) * weight * activation(gate)``.
 
     Args:
         width: length V of the last axis.
@@ -36,10 +41,14 @@ class GatedRMSNorm(nn.Module):
     Source: Kimi Linear technical report, arXiv:2510.26692 (output gate).
     """
 
-    def __init__(self, width: int, eps: float = 1e-5, activation: str = "sigmoid", *, device=None, dtype=None):
+    def __init__(
+        self, width: int, eps: float = 1e-5, activation: str = "sigmoid", *, device=None, dtype=None
+    ):
         super().__init__()
         if activation not in _ACTIVATIONS:
-            raise ValueError(f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}.")
+            raise ValueError(
+                f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}."
+            )
         self.eps, self.activation = eps, activation
         self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
 
@@ -52,11 +61,17 @@ class GatedRMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}, activation={self.activation!r}"
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Normalise x ``[..., V]`` and gate it by `gate` of its shape (None: no gate); in x's dtype."""
+        """Normalise x ``[..., V]`` and gate it by `gate` of its shape (None: no gate); in x's
+        dtype.
+        """
         if x.dim() < 1 or x.shape[-1] != self.weight.shape[0]:
-            raise ValueError(f"x must have shape [..., V] = [..., {self.weight.shape[0]}], got {list(x.shape)}.")
+            raise ValueError(
+                f"x must have shape [..., V] = [..., {self.weight.shape[0]}], got {list(x.shape)}."
+            )
         if gate is not None and gate.shape != x.shape:
-            raise ValueError(f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}.")
+            raise ValueError(
+                f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}."
+            )
         wide = torch.promote_types(x.dtype, torch.float32)
         y = x.to(wide)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * local(self.weight)

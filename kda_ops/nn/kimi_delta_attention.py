@@ -12,10 +12,12 @@ from kda_ops.problem import check_lower_bound
 
 
 class KimiDeltaAttention(DeltaAttention):
-    """Mix tokens by Kimi Delta Attention: a delta rule whose memory fades at a rate of its own for each key channel.
+    """Mix tokens by Kimi Delta Attention: a delta rule whose memory fades at a rate of its own for
+    each key channel.
 
-    q, k, v: projection, short causal convolution, SiLU. Decay logits and output gate come from low-rank projections, write strengths ``sigmoid(b_proj(x))``.
-    l2 normalisation of q and k, the gate and the sigmoid are part of the operator; a gated RMS norm and ``o_proj`` follow.
+    q, k, v: projection, short causal convolution, SiLU. Decay logits and output gate come from
+    low-rank projections, write strengths ``sigmoid(b_proj(x))``. l2 normalisation of q and k, the
+    gate and the sigmoid are part of the operator; a gated RMS norm and ``o_proj`` follow.
 
     Args:
         hidden_size: width of the input and output.
@@ -25,24 +27,30 @@ class KimiDeltaAttention(DeltaAttention):
         num_v_heads: HV, a multiple of H; H by default.
         use_short_conv: convolve q, k and v; otherwise only SiLU.
         allow_neg_eigval: write strengths up to 2, ``2 * sigmoid(b_proj(x))``.
-        safe_gate: promise operators that the decay keeps to `lower_bound`, for cheaper kernels; needs it.
-        lower_bound: natural log, below 0: use the bounded gate ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`` in place of
-            ``-exp(A_log) * softplus(g + dt_bias)``.
+        safe_gate: promise operators that the decay keeps to `lower_bound`, for cheaper kernels;
+            needs it.
+        lower_bound: natural log, below 0: use the bounded gate ``lower_bound * sigmoid(exp(A_log) *
+            (g + dt_bias))`` in place of ``-exp(A_log) * softplus(g + dt_bias)``.
         conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
         norm_eps: of the gated RMS norm.
-        device, dtype: of the parameters; `A_log` and `dt_bias` are made in fp32 whatever it is, but ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
+        device, dtype: of the parameters; `A_log` and `dt_bias` are made in fp32 whatever it is, but
+            ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
 
-    Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d`` ``[channels, 1, conv_size]``, ``f_proj.0 f_proj.1`` (decay), ``b_proj``,
-    ``A_log`` ``[HV]``, ``dt_bias`` ``[HV * K]``, ``g_proj.0 g_proj.1`` (output gate), ``o_norm``, ``o_proj``. ``A_log`` starts at ``log U(1, 16)``, or zero
-    with `safe_gate`. ``A_log`` and ``dt_bias`` carry ``_no_weight_decay = True``; what makes new parameters drops it (`copy.deepcopy`, ``fully_shard``,
-    ``to_empty``, ``load_state_dict(assign=True)``), so an optimizer made after that should go by these names.
+    Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d``
+    ``[channels, 1, conv_size]``, ``f_proj.0 f_proj.1`` (decay), ``b_proj``, ``A_log`` ``[HV]``,
+    ``dt_bias`` ``[HV * K]``, ``g_proj.0 g_proj.1`` (output gate), ``o_norm``, ``o_proj``. ``A_log``
+    starts at ``log U(1, 16)``, or zero with `safe_gate`. ``A_log`` and ``dt_bias`` carry
+    ``_no_weight_decay = True``; what makes new parameters drops it (`copy.deepcopy`,
+    ``fully_shard``, ``to_empty``, ``load_state_dict(assign=True)``), so an optimizer made after
+    that should go by these names.
 
     Raises:
         ValueError: sizes that do not fit together, or `safe_gate` without `lower_bound`.
 
     Example:
         >>> import torch, kda_ops.nn
-        >>> layer = kda_ops.nn.KimiDeltaAttention(hidden_size=64, head_dim=16, num_heads=2, num_v_heads=4)
+        >>> layer = kda_ops.nn.KimiDeltaAttention(
+        ...     hidden_size=64, head_dim=16, num_heads=2, num_v_heads=4)
         >>> x = torch.randn(3, 100, 64)
         >>> with torch.no_grad():
         ...     cache = layer.new_cache(3)
@@ -54,27 +62,63 @@ class KimiDeltaAttention(DeltaAttention):
     """
 
     def __init__(
-        self, hidden_size: int = 2048, expand_v: float = 1.0, head_dim: int = 128, num_heads: int = 16, num_v_heads: int | None = None, *,
-        use_short_conv: bool = True, allow_neg_eigval: bool = False, safe_gate: bool = False, lower_bound: float | None = None,
-        conv_size: int = 4, conv_bias: bool = False, norm_eps: float = 1e-5, device=None, dtype=None,
-    ):  # fmt: skip
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 1.0,
+        head_dim: int = 128,
+        num_heads: int = 16,
+        num_v_heads: int | None = None,
+        *,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        safe_gate: bool = False,
+        lower_bound: float | None = None,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        norm_eps: float = 1e-5,
+        device=None,
+        dtype=None,
+    ):
         value_heads = num_heads if num_v_heads is None else num_v_heads
         if safe_gate and lower_bound is None:
-            raise ValueError("safe_gate=True promises a bounded decay and needs the bound: pass lower_bound, for instance -5.0.")
+            raise ValueError(
+                "safe_gate=True promises a bounded decay and needs the bound: pass lower_bound, "
+                "for instance -5.0."
+            )
         check_lower_bound(lower_bound)
         super().__init__(
-            hidden_size, expand_v, head_dim, num_heads, num_v_heads, use_short_conv, allow_neg_eigval,
-            conv_size, conv_bias, norm_eps, device, dtype, norm_activation="sigmoid", dt_bias_size=value_heads * head_dim,
-        )  # fmt: skip
+            hidden_size,
+            expand_v,
+            head_dim,
+            num_heads,
+            num_v_heads,
+            use_short_conv,
+            allow_neg_eigval,
+            conv_size,
+            conv_bias,
+            norm_eps,
+            device,
+            dtype,
+            norm_activation="sigmoid",
+            dt_bias_size=value_heads * head_dim,
+        )
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         factory = dict(device=device, dtype=dtype)
         rank = self.head_v_dim
-        self.f_proj = nn.Sequential(nn.Linear(hidden_size, rank, bias=False, **factory), nn.Linear(rank, value_heads * head_dim, bias=False, **factory))
-        self.g_proj = nn.Sequential(nn.Linear(hidden_size, rank, bias=False, **factory), nn.Linear(rank, value_heads * rank, bias=True, **factory))
+        self.f_proj = nn.Sequential(
+            nn.Linear(hidden_size, rank, bias=False, **factory),
+            nn.Linear(rank, value_heads * head_dim, bias=False, **factory),
+        )
+        self.g_proj = nn.Sequential(
+            nn.Linear(hidden_size, rank, bias=False, **factory),
+            nn.Linear(rank, value_heads * rank, bias=True, **factory),
+        )
         self.reset_gate()
 
     def _chunk(self, *args, group, **flags) -> tuple[Tensor, Tensor | None]:
-        return across(group, chunk_kda)(*args, lower_bound=self.lower_bound, safe_gate=self.safe_gate, **flags)
+        return across(group, chunk_kda)(
+            *args, lower_bound=self.lower_bound, safe_gate=self.safe_gate, **flags
+        )
 
     def _chunk_(self, *args, **flags) -> Tensor:
         return chunk_kda_(*args, lower_bound=self.lower_bound, safe_gate=self.safe_gate, **flags)
@@ -89,4 +133,8 @@ class KimiDeltaAttention(DeltaAttention):
         return self.g_proj(x)
 
     def _draw_A(self) -> Tensor:
-        return torch.ones_like(self.A_log) if self.safe_gate else torch.empty_like(self.A_log).uniform_(1, 16)
+        return (
+            torch.ones_like(self.A_log)
+            if self.safe_gate
+            else torch.empty_like(self.A_log).uniform_(1, 16)
+        )

@@ -1,4 +1,6 @@
-"""A layer's part in a computation that several ranks share: its own part of the parameters, and operators that reach across."""
+"""A layer's part in a computation that several ranks share: its own part of the parameters, and
+operators that reach across.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import Any
 
 
 def local(parameter) -> Any:
-    """A parameter as a plain tensor: this rank's heads of one that `kda_ops.nn.tensor_parallel` has spread, or itself.
+    """A parameter as a plain tensor: this rank's heads of one that `kda_ops.nn.tensor_parallel` has
+    spread, or itself.
 
     What is whole on every rank serves the heads of each, so its gradient is their sum.
     """
@@ -18,11 +21,14 @@ def local(parameter) -> Any:
 
     placements = parameter.placements
     summed = [Partial() if placement.is_replicate() else placement for placement in placements]
-    return parameter.redistribute(placements=placements).to_local(grad_placements=summed)  # redistribute: forward nothing, backward the sum
+    # redistribute: forward nothing, backward the sum
+    return parameter.redistribute(placements=placements).to_local(grad_placements=summed)
 
 
 def across(group, function: Callable) -> Callable:
-    """A function of `kda_ops.functional`, or its namesake for tokens that lie across the ranks of a group."""
+    """A function of `kda_ops.functional`, or its namesake for tokens that lie across the ranks of a
+    group.
+    """
     if group is None:
         return function
     import kda_ops.distributed

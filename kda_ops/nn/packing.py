@@ -1,4 +1,6 @@
-"""Sequences of different lengths in one row: where each token lies, and how padded rows become packed ones."""
+"""Sequences of different lengths in one row: where each token lies, and how padded rows become
+packed ones.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +9,29 @@ from torch import Tensor
 
 
 class Packing:
-    """For each of T packed tokens, its sequence and its position there; nothing is read on the host.
+    """For each of T packed tokens, its sequence and its position there; nothing is read on the
+    host.
 
-    `sequence` ``[T]`` numbers the sequence, `position` ``[T]`` counts from 0 in it. Tokens past the last offset count on in the last sequence; what is
-    computed for them is never used.
+    `sequence` ``[T]`` numbers the sequence, `position` ``[T]`` counts from 0 in it. Tokens past the
+    last offset count on in the last sequence; what is computed for them is never used.
     """
 
     def __init__(self, cu_seqlens: Tensor, T: int):
         token = torch.arange(T, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
         self.start, self.length = cu_seqlens[:-1], cu_seqlens.diff()
-        self.sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=cu_seqlens.shape[0] - 2)
+        self.sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(
+            max=cu_seqlens.shape[0] - 2
+        )
         self.position = token - cu_seqlens[self.sequence]
 
 
 class Unpadding:
-    """The permutation that moves the tokens of a padding mask to the front of one packed row, and back; sizes do not depend on the mask.
+    """The permutation that moves the tokens of a padding mask to the front of one packed row, and
+    back; sizes do not depend on the mask.
 
-    mask: ``[B, T]``, nonzero at real tokens, anywhere in a row. The padding follows the last sequence, past ``cu_seqlens[-1]``, where operators give zeros.
-    `pack` fills it with zeros: a NaN there, times a gradient of zero, would reach the weights.
+    mask: ``[B, T]``, nonzero at real tokens, anywhere in a row. The padding follows the last
+    sequence, past ``cu_seqlens[-1]``, where operators give zeros. `pack` fills it with zeros: a NaN
+    there, times a gradient of zero, would reach the weights.
     """
 
     def __init__(self, mask: Tensor):
@@ -39,7 +46,9 @@ class Unpadding:
 
     def pack(self, x: Tensor) -> Tensor:
         """``[B, T, D]`` to ``[1, B * T, D]``."""
-        return torch.where(self.real[:, None], x.flatten(0, 1), 0.0).index_select(0, self.source)[None]
+        return torch.where(self.real[:, None], x.flatten(0, 1), 0.0).index_select(0, self.source)[
+            None
+        ]
 
     def unpack(self, x: Tensor) -> Tensor:
         """``[1, B * T, D]`` to ``[B, T, D]``."""

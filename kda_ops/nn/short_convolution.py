@@ -16,8 +16,9 @@ from kda_ops.registrations.opaque import opaque
 class ShortConvolution(nn.Module):
     """Convolve each channel with its last inputs, then SiLU.
 
-    ``y_t = silu(bias + sum_i weight[:, 0, i] * x_{t - size + 1 + i})``, inputs before the first being those of `tail`, or zero. A sum of shifted products, so
-    that a compiler makes one kernel of it.
+    ``y_t = silu(bias + sum_i weight[:, 0, i] * x_{t - size + 1 + i})``, inputs before the first
+    being those of `tail`, or zero. A sum of shifted products, so that a compiler makes one kernel
+    of it.
 
     Args:
         channels: D.
@@ -25,10 +26,12 @@ class ShortConvolution(nn.Module):
         bias: add one number per channel.
         device, dtype: of the parameters.
 
-    Parameters: `weight` ``[D, 1, size]`` and `bias` ``[D]``, as `torch.nn.Conv1d` with ``groups=D`` has them, and initialised like that.
+    Parameters: `weight` ``[D, 1, size]`` and `bias` ``[D]``, as `torch.nn.Conv1d` with ``groups=D``
+    has them, and initialised like that.
 
     Raises:
-        ValueError: `size` is below 1; in a call, another number of channels, or a tail of another shape.
+        ValueError: `size` is below 1; in a call, another number of channels, or a tail of another
+            shape.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -39,13 +42,17 @@ class ShortConvolution(nn.Module):
     Source: Gated Delta Networks, arXiv:2412.06464 (short convolutions on q, k and v).
     """
 
-    def __init__(self, channels: int, size: int = 4, bias: bool = False, *, device=None, dtype=None):
+    def __init__(
+        self, channels: int, size: int = 4, bias: bool = False, *, device=None, dtype=None
+    ):
         super().__init__()
         if size < 1:
             raise ValueError(f"size must be at least 1 tap, got {size}.")
         self.channels, self.size = channels, size
         self.weight = nn.Parameter(torch.empty(channels, 1, size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -59,21 +66,34 @@ class ShortConvolution(nn.Module):
         """Sizes, as `print` shows them."""
         return f"{self.channels}, size={self.size}, bias={self.bias is not None}"
 
-    def forward(self, x: Tensor, tail: Tensor | None = None, packing: Packing | None = None) -> Tensor:
-        """Convolve x ``[B, T, D]``, or ``[1, T, D]`` with `packing`; `tail` ``[N, size - 1, D]`` holds what came before, and is brought up to date in place."""
+    def forward(
+        self, x: Tensor, tail: Tensor | None = None, packing: Packing | None = None
+    ) -> Tensor:
+        """Convolve x ``[B, T, D]``, or ``[1, T, D]`` with `packing`; `tail` ``[N, size - 1, D]``
+        holds what came before, and is brought up to date in place.
+        """
         weight, bias = local(self.weight), local(self.bias)
         if x.dim() != 3 or x.shape[-1] != weight.shape[0]:
-            raise ValueError(f"x must have shape [B, T, D] = [B, T, {weight.shape[0]}], got {list(x.shape)}.")
+            raise ValueError(
+                f"x must have shape [B, T, D] = [B, T, {weight.shape[0]}], got {list(x.shape)}."
+            )
         N = x.shape[0] if packing is None else packing.length.shape[0]
         if tail is not None and tail.shape != (N, self.size - 1, x.shape[-1]):
-            raise ValueError(f"tail must have shape [N, size - 1, D] = {[N, self.size - 1, x.shape[-1]]}, got {list(tail.shape)}.")
+            raise ValueError(
+                f"tail must have shape [N, size - 1, D] = {[N, self.size - 1, x.shape[-1]]}, got "
+                f"{list(tail.shape)}."
+            )
         position = None if packing is None else packing.position
         if tail is None and torch.is_grad_enabled():
             return _Convolve.apply(x, weight, bias, position).to(x.dtype)
         if tail is None:
             taps = _taps(x, self.size, position)
         else:
-            taps = self._taps_after(x, tail) if packing is None else self._packed_taps(x, tail, packing)
+            taps = (
+                self._taps_after(x, tail)
+                if packing is None
+                else self._packed_taps(x, tail, packing)
+            )
         return F.silu(_sum(taps, weight[:, 0].unbind(-1), bias)).to(x.dtype)
 
     def _taps_after(self, x: Tensor, tail: Tensor) -> list[Tensor]:
@@ -90,27 +110,33 @@ class ShortConvolution(nn.Module):
             before = tail[n, (past + t - back).clamp(max=past - 1)].to(x.dtype)
             taps.append(torch.where((t >= back)[:, None], earlier, before))
         if past:
-            # Row j of a new tail is token `length - past + j` of its sequence; those below 0 are still in the old tail.
+            # Row j of a new tail is token `length - past + j` of its sequence; those below 0 are
+            # still in the old tail.
             N = tail.shape[0]
             row = torch.arange(past, device=x.device)
             token = packing.length[:, None] - past + row  # [N, past]
             old = torch.arange(N, device=x.device)[:, None] * past + past + token
             rows = torch.cat([tail.flatten(0, 1).to(x.dtype), x[0]])
-            new = (packing.start[:, None] + token).clamp(max=T - 1)  # past T: for the operator to refuse
+            # past T: for the operator to refuse
+            new = (packing.start[:, None] + token).clamp(max=T - 1)
             tail.copy_(rows[torch.where(token < 0, old, N * past + new)])
         return [*taps, x]
 
 
 class _Convolve(torch.autograd.Function):
-    """The convolution of whole sequences in training. Autograd's own backward computes the gradient of SiLU once for every tap and keeps its input in fp32."""
+    """The convolution of whole sequences in training. Autograd's own backward computes the gradient
+    of SiLU once for every tap and keeps its input in fp32.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None) -> Tensor:
-        """Convolve x ``[B, T, D]`` with weight ``[D, 1, size]``; `position` ``[T]`` within a packed sequence. In the dtype of their product.
+        """Convolve x ``[B, T, D]`` with weight ``[D, 1, size]``; `position` ``[T]`` within a packed
+        sequence. In the dtype of their product.
 
-        A cast that does nothing must not come last here: Dynamo of torch 2.11 then drops all gradients.
+        A cast that does nothing must not come last here: Dynamo of torch 2.11 then drops all
+        gradients.
         """
         return F.silu(_sum(_taps(x, weight.shape[-1], position), _rows(weight), bias))
 
@@ -129,8 +155,12 @@ class _Convolve(torch.autograd.Function):
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         sigmoid = wide.sigmoid()
         dy = _in_memory((dy * (sigmoid * (1 + wide * (1 - sigmoid)))).to(y.dtype))
-        dx = _sum([_later(dy, back, position) for back in range(len(rows))], rows[::-1], None).to(x.dtype)
-        dweight = torch.stack([(dy * tap).sum((0, 1)) for tap in taps], -1)[:, None].to(weight.dtype)
+        dx = _sum([_later(dy, back, position) for back in range(len(rows))], rows[::-1], None).to(
+            x.dtype
+        )
+        dweight = torch.stack([(dy * tap).sum((0, 1)) for tap in taps], -1)[:, None].to(
+            weight.dtype
+        )
         dbias = None if bias is None else dy.sum((0, 1)).to(bias.dtype)
         return dx, dweight, dbias, None
 
@@ -143,30 +173,41 @@ def _sum(taps: Sequence[Tensor], weight: Sequence[Tensor], bias: Tensor | None) 
 
 
 def _taps(x: Tensor, size: int, position: Tensor | None) -> list[Tensor]:
-    """The inputs each tap multiplies, oldest first: `size` tensors [B, T, D], zero before the first token of a sequence.
+    """The inputs each tap multiplies, oldest first: `size` tensors [B, T, D], zero before the first
+    token of a sequence.
 
-    All of one padded x, the newest too: a compiler keeps for backward what it pads instead of padding it again, so this is one copy, and x is none.
+    All of one padded x, the newest too: a compiler keeps for backward what it pads instead of
+    padding it again, so this is one copy, and x is none.
     """
     T, padded = x.shape[1], F.pad(x, (0, 0, size - 1, 0))
     taps = [padded[:, i : i + T] for i in range(size)]
     if position is None:
         return taps
-    return [torch.where((position >= back)[:, None], tap, 0.0) for back, tap in zip(range(size - 1, 0, -1), taps)] + taps[-1:]
+    return [
+        torch.where((position >= back)[:, None], tap, 0.0)
+        for back, tap in zip(range(size - 1, 0, -1), taps)
+    ] + taps[-1:]
 
 
 def _later(dy: Tensor, back: int, position: Tensor | None) -> Tensor:
-    """What the token `back` later has in dy [B, T, D], of those of the same sequence: the adjoint of a tap."""
+    """What the token `back` later has in dy [B, T, D], of those of the same sequence: the adjoint
+    of a tap.
+    """
     if position is not None:
         dy = torch.where((position >= back)[:, None], dy, 0.0)
     return F.pad(dy, (0, 0, 0, back))[:, back:]
 
 
 def _rows(weight: Tensor) -> tuple[Tensor, ...]:
-    """Each tap's weights [D], neighbours in memory, so that a kernel reads them as wide as it reads x."""
+    """Each tap's weights [D], neighbours in memory, so that a kernel reads them as wide as it reads
+    x.
+    """
     return _in_memory(weight[:, 0].t()).unbind(0)
 
 
 def _in_memory(x: Tensor) -> Tensor:
-    """x, contiguous. A compiler, told of strides, writes it to memory instead of computing it again wherever it is used."""
+    """x, contiguous. A compiler, told of strides, writes it to memory instead of computing it again
+    wherever it is used.
+    """
     x = x.contiguous()
     return x.as_strided(x.shape, x.stride())

@@ -1,14 +1,19 @@
-"""Tensor parallelism of the layers: each rank of a mesh dimension holds, and computes, some of the heads.
+"""Tensor parallelism of the layers: each rank of a mesh dimension holds, and computes, some of the
+heads.
 
-A style for `torch.distributed.tensor.parallel.parallelize_module`, beside torch's own for the rest of a model. Parameters become DTensors::
+A style for `torch.distributed.tensor.parallel.parallelize_module`, beside torch's own for the rest
+of a model. Parameters become DTensors::
 
-    spread over heads    q_proj k_proj v_proj b_proj, q_conv1d k_conv1d v_conv1d, A_log dt_bias, the last of f_proj (a_proj) and of g_proj; o_proj by columns
+    spread over heads    q_proj k_proj v_proj b_proj, q_conv1d k_conv1d v_conv1d, A_log dt_bias,
+                         the last of f_proj (a_proj) and of g_proj; o_proj by columns
     whole on each rank   what heads share: the first of f_proj and of g_proj, o_norm
 
-Between the two ends of a layer all is local: heads do not meet, so packed sequences, padding, caches and context parallelism along another dimension of the
-mesh work as on one process. One collective each way, those of ``ColwiseParallel`` and ``RowwiseParallel`` around an MLP, joins the heads: a sum of outputs
-forward, of gradients backward; besides, the gradients of what heads share are summed. Operators called with DTensors of their own are spread
-by `kda_ops.registrations.sharding`, by the same rule.
+Between the two ends of a layer all is local: heads do not meet, so packed sequences, padding,
+caches and context parallelism along another dimension of the mesh work as on one process. One
+collective each way, those of ``ColwiseParallel`` and ``RowwiseParallel`` around an MLP, joins the
+heads: a sum of outputs forward, of gradients backward; besides, the gradients of what heads share
+are summed. Operators called with DTensors of their own are spread by
+`kda_ops.registrations.sharding`, by the same rule.
 """
 
 from __future__ import annotations
@@ -18,7 +23,14 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from kda_ops.nn.delta_attention import DeltaAttention
@@ -26,22 +38,28 @@ from kda_ops.nn.local import local
 
 
 class HeadParallel(ParallelStyle):
-    """Spread the heads of a `KimiDeltaAttention` or `GatedDeltaNet` over a mesh of one dimension; to be applied before `fully_shard`.
+    """Spread the heads of a `KimiDeltaAttention` or `GatedDeltaNet` over a mesh of one dimension;
+    to be applied before `fully_shard`.
 
     Args:
-        input_layouts: how x lies on the mesh; ``Replicate()``, or ``Shard(1)`` in a model with sequence parallelism.
+        input_layouts: how x lies on the mesh; ``Replicate()``, or ``Shard(1)`` in a model with
+            sequence parallelism.
         output_layouts: how the output shall lie; likewise.
         use_local_output: return this rank's plain tensor rather than a DTensor.
 
-    The mesh must divide num_heads. A cache, made by ``new_cache`` afterwards, holds this rank's heads.
+    The mesh must divide num_heads. A cache, made by ``new_cache`` afterwards, holds this rank's
+    heads.
 
     Example:
         >>> import torch, torch.distributed as dist, kda_ops.nn
         >>> from torch.distributed.device_mesh import init_device_mesh
-        >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        >>> from torch.distributed.tensor.parallel import (
+        ...     ColwiseParallel, RowwiseParallel, parallelize_module)
         >>> from kda_ops.nn.tensor_parallel import HeadParallel
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> block = torch.nn.Sequential(kda_ops.nn.KimiDeltaAttention(64, head_dim=16, num_heads=4), torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+        >>> block = torch.nn.Sequential(
+        ...     kda_ops.nn.KimiDeltaAttention(64, head_dim=16, num_heads=4),
+        ...     torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
         >>> plan = {"0": HeadParallel(), "1": ColwiseParallel(), "2": RowwiseParallel()}
         >>> block = parallelize_module(block, init_device_mesh("cpu", (1,)), plan)
         >>> block(torch.randn(2, 100, 64)).shape, block[0].A_log.placements
@@ -51,27 +69,45 @@ class HeadParallel(ParallelStyle):
     Source: Megatron-LM, arXiv:1909.08053 (attention by heads).
     """
 
-    def __init__(self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True):
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ):
         super().__init__()
-        self.input_layouts, self.output_layouts, self.use_local_output = input_layouts or Replicate(), output_layouts or Replicate(), use_local_output
+        self.input_layouts, self.output_layouts, self.use_local_output = (
+            input_layouts or Replicate(),
+            output_layouts or Replicate(),
+            use_local_output,
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, DeltaAttention):
-            raise TypeError(f"HeadParallel spreads the heads of KimiDeltaAttention and GatedDeltaNet, got {type(module).__name__}.")
+            raise TypeError(
+                "HeadParallel spreads the heads of KimiDeltaAttention and GatedDeltaNet, got "
+                f"{type(module).__name__}."
+            )
         if device_mesh.ndim != 1 or module.num_heads % device_mesh.size():
             raise ValueError(
-                f"HeadParallel needs a mesh of one dimension that divides num_heads = {module.num_heads}, got the sizes {list(device_mesh.mesh.shape)}."
+                "HeadParallel needs a mesh of one dimension that divides num_heads = "
+                f"{module.num_heads}, got the sizes {list(device_mesh.mesh.shape)}."
             )
         for name, part in module.named_modules():
             for key, parameter in part.named_parameters(recurse=False):
-                part.register_parameter(key, _distribute(parameter, device_mesh, _placement(f"{name}.{key}")))
+                part.register_parameter(
+                    key, _distribute(parameter, device_mesh, _placement(f"{name}.{key}"))
+                )
             if type(part) is nn.Linear:
                 part.__class__ = LocalLinear
         module.register_forward_pre_hook(partial(self._enter, device_mesh), with_kwargs=True)
         module.register_forward_hook(partial(self._leave, device_mesh))
         return module
 
-    def _enter(self, mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _enter(
+        self, mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict]:
         """x, whole, as a plain tensor whose gradients on all ranks are to be summed."""
         x = args[0] if args else kwargs["x"]
         if not isinstance(x, DTensor):
@@ -81,7 +117,9 @@ class HeadParallel(ParallelStyle):
 
     def _leave(self, mesh: DeviceMesh, module: nn.Module, args: tuple, y: Tensor) -> Tensor:
         """The sum over the heads of all ranks."""
-        y = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[self.output_layouts])
+        y = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(
+            placements=[self.output_layouts]
+        )
         return y.to_local() if self.use_local_output else y
 
 
@@ -94,13 +132,17 @@ class LocalLinear(nn.Linear):
 
 
 def _placement(name: str) -> Placement:
-    """Where a layer's parameter lies: what heads share is whole, ``o_proj`` reads them, all else has them first."""
+    """Where a layer's parameter lies: what heads share is whole, ``o_proj`` reads them, all else
+    has them first.
+    """
     if name.startswith(("f_proj.0.", "g_proj.0.", "o_norm.")):
         return Replicate()
     return Shard(1) if name.startswith("o_proj.") else Shard(0)
 
 
 def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    spread = nn.Parameter(distribute_tensor(parameter, mesh, [placement]), requires_grad=parameter.requires_grad)
+    spread = nn.Parameter(
+        distribute_tensor(parameter, mesh, [placement]), requires_grad=parameter.requires_grad
+    )
     spread.__dict__.update(parameter.__dict__)  # _no_weight_decay
     return spread

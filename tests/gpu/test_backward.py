@@ -1,4 +1,6 @@
-"""The backward kernels on a GPU: every width and dtype that is shipped, stage by stage, against float64; and twice the same bits."""
+"""The backward kernels on a GPU: every width and dtype that is shipped, stage by stage, against
+float64; and twice the same bits.
+"""
 
 import pytest
 import torch
@@ -32,7 +34,19 @@ def poisoned_scratch():
 @pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
 @pytest.mark.parametrize("K, V", ((128, 128), (64, 64), (256, 256), (100, 200), (16, 512), (7, 1)))
 def test_every_width_meets_its_budget(variant, dtype, K, V):
-    stages = Stages.build(Case(variant=variant, dtype=dtype, K=K, V=V, T=130, HV=1, gate="softplus", l2norm=True, keys="correlated"))
+    stages = Stages.build(
+        Case(
+            variant=variant,
+            dtype=dtype,
+            K=K,
+            V=V,
+            T=130,
+            HV=1,
+            gate="softplus",
+            l2norm=True,
+            keys="correlated",
+        )
+    )
     for stage in ("reverse_scan", "gradient"):
         assert_stage(stage, stages, TRITON, CUDA)
 
@@ -42,7 +56,15 @@ def test_every_width_meets_its_budget(variant, dtype, K, V):
 @pytest.mark.parametrize("keys", ("random", "repeated"))
 def test_every_gate_meets_its_budget(variant, gate, keys):
     sizes = dict(dtype=BF16, K=128, V=128, H=2, HV=4, lengths=(0, 65, 1, 128, 37), tail=70)
-    stages = Stages.build(Case(variant=variant, gate=gate, keys=keys, safe_gate=gate in ("weak", "strong", "zero", "none"), **sizes))
+    stages = Stages.build(
+        Case(
+            variant=variant,
+            gate=gate,
+            keys=keys,
+            safe_gate=gate in ("weak", "strong", "zero", "none"),
+            **sizes,
+        )
+    )
     for stage in ("reverse_scan", "gradient"):
         assert_stage(stage, stages, TRITON, CUDA)
 
@@ -50,8 +72,23 @@ def test_every_gate_meets_its_budget(variant, gate, keys):
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("gate", ("bounded", "softplus"))
 def test_two_runs_give_the_same_bits(variant, gate):
-    """Also what a cast, transposed product as an operand would break: it is wrong in some runs of some widths."""
-    stages = Stages.build(Case(variant=variant, dtype=BF16, K=128, V=128, T=257, H=2, HV=4, gate=gate, l2norm=True, beta="sigmoid"))
+    """Also what a cast, transposed product as an operand would break: it is wrong in some runs of
+    some widths.
+    """
+    stages = Stages.build(
+        Case(
+            variant=variant,
+            dtype=BF16,
+            K=128,
+            V=128,
+            T=257,
+            H=2,
+            HV=4,
+            gate=gate,
+            l2norm=True,
+            beta="sigmoid",
+        )
+    )
     for stage in ("reverse_scan", "gradient"):
         first, second = stages.run(stage, TRITON, CUDA), stages.run(stage, TRITON, CUDA)
         for name in first:
@@ -60,25 +97,48 @@ def test_two_runs_give_the_same_bits(variant, gate):
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant):
-    """All columns or half of them per program: the table chooses by the number of heads and sequences, which results may not depend on."""
-    case = Case(variant=variant, dtype=BF16, K=128, V=128, H=2, HV=4, lengths=(0, 65, 1, 300, 37), gate="bounded", l2norm=True)
+    """All columns or half of them per program: the table chooses by the number of heads and
+    sequences, which results may not depend on.
+    """
+    case = Case(
+        variant=variant,
+        dtype=BF16,
+        K=128,
+        V=128,
+        H=2,
+        HV=4,
+        lengths=(0, 65, 1, 300, 37),
+        gate="bounded",
+        l2norm=True,
+    )
     found, table = [], tuning.table
     monkeypatch.setattr(tuning, "FORCED_RUN", 0)
-    for processors, columns in ((1, 128), (10**6, 64)):  # no room for two programs per head; room for all
+    # no room for two programs per head; room for all
+    for processors, columns in ((1, 128), (10**6, 64)):
         chosen = {}
         monkeypatch.setattr(tuning, "processors", lambda device, n=processors: n)
-        monkeypatch.setattr(tuning, "table", lambda kernel, p, chosen=chosen: chosen.setdefault(kernel, table(kernel, p)))
+        monkeypatch.setattr(
+            tuning,
+            "table",
+            lambda kernel, p, chosen=chosen: chosen.setdefault(kernel, table(kernel, p)),
+        )
         found.append(run(case, inputs=case.inputs(CUDA)))
-        assert [options.block_v for kernel, options in chosen.items() if "scan" in kernel] == [columns] * 2
+        assert [options.block_v for kernel, options in chosen.items() if "scan" in kernel] == [
+            columns
+        ] * 2
     assert_all_identical(*found)
 
 
 @pytest.mark.parametrize("kept", (False, True))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_scans_side_by_side_change_no_bit(monkeypatch, variant, kept):
-    """On a second stream or not, eager, again and again over memory that is used anew, and in a CUDA graph."""
+    """On a second stream or not, eager, again and again over memory that is used anew, and in a
+    CUDA graph.
+    """
     flags = dict(gate="bounded", l2norm=True, beta="sigmoid", disable_recompute=kept)
-    case = Case(variant=variant, dtype=BF16, K=128, V=128, H=2, HV=2, lengths=(2100, 65, 3000), **flags)
+    case = Case(
+        variant=variant, dtype=BF16, K=128, V=128, H=2, HV=2, lengths=(2100, 65, 3000), **flags
+    )
     inputs, cotangents = case.inputs(CUDA), case.cotangents(CUDA)
 
     def gradients():
@@ -106,10 +166,14 @@ def test_one_long_sequence_of_few_heads_leaves_room(monkeypatch):
     monkeypatch.setattr(tuning, "processors", lambda device: 132)
 
     def asks(T, H):
-        x, beta = torch.empty(1, T, H, 128, dtype=BF16, device=CUDA), torch.empty(1, T, H, dtype=BF16, device=CUDA)
+        x, beta = (
+            torch.empty(1, T, H, 128, dtype=BF16, device=CUDA),
+            torch.empty(1, T, H, dtype=BF16, device=CUDA),
+        )
         return TRITON.leaves_room(Problem.parse(1, x, x, x, x.float(), beta))
 
-    assert asks(16384, 32) and not asks(8192, 32) and not asks(16384, 96) and not asks(16384, 8)  # too short, too many heads, cut into runs
+    # too short, too many heads, cut into runs
+    assert asks(16384, 32) and not asks(8192, 32) and not asks(16384, 96) and not asks(16384, 8)
 
 
 def test_lengths_and_batches_do_not_recompile():
@@ -121,7 +185,19 @@ def test_lengths_and_batches_do_not_recompile():
         counted.append(self.fn.__name__)
         return compiled(self, *args, **kwargs)
 
-    case = Case(variant="gdn", dtype=BF16, K=128, V=128, B=2, T=96, H=1, HV=2, gate="bounded", l2norm=True, beta="sigmoid")
+    case = Case(
+        variant="gdn",
+        dtype=BF16,
+        K=128,
+        V=128,
+        B=2,
+        T=96,
+        H=1,
+        HV=2,
+        gate="bounded",
+        l2norm=True,
+        beta="sigmoid",
+    )
     run(case, inputs=case.inputs(CUDA))
     JITFunction._do_compile = count
     try:
@@ -143,7 +219,20 @@ def test_the_first_call_compiles_all_its_kernels_at_once(variant):
         asked.append((self.fn.__name__, warmup))
         return compiled(self, key, signature, device, constexprs, options, attrs, warmup)
 
-    case = Case(variant=variant, dtype=BF16, K=40, V=72, B=1, T=150, H=2, HV=2, gate="softplus", l2norm=True, beta="sigmoid")  # no other test's widths
+    # no other test's widths
+    case = Case(
+        variant=variant,
+        dtype=BF16,
+        K=40,
+        V=72,
+        B=1,
+        T=150,
+        H=2,
+        HV=2,
+        gate="softplus",
+        l2norm=True,
+        beta="sigmoid",
+    )
     JITFunction._do_compile = note
     try:
         first = run(case, inputs=case.inputs(CUDA))
@@ -158,20 +247,34 @@ def test_the_first_call_compiles_all_its_kernels_at_once(variant):
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
     case, inputs, cotangents, want = small_beta(variant, neg_eigval, T=150, K=64, V=64)
-    inputs, cotangents = {n: None if x is None else x.to(CUDA) for n, x in inputs.items()}, [None if x is None else x.to(CUDA) for x in cotangents]
+    inputs, cotangents = (
+        {n: None if x is None else x.to(CUDA) for n, x in inputs.items()},
+        [None if x is None else x.to(CUDA) for x in cotangents],
+    )
     got = run(case, inputs=inputs, cotangents=cotangents)
     assert error(got, want, "dbeta") < LIMIT and error(got, want, "dg") < LIMIT
 
 
 def test_the_scratch_of_a_training_step_is_bounded():
-    """300 KB per chunk of a value head besides the inputs, outputs and gradients included: 4.9 GB at B8 T4096 H32."""
+    """300 KB per chunk of a value head besides the inputs, outputs and gradients included: 4.9 GB
+    at B8 T4096 H32.
+    """
     torch.use_deterministic_algorithms(False)
     B, T, H, K = 1, 8192, 16, 128
-    q, k, v, g = (torch.randn(B, T, H, K, device=CUDA, dtype=BF16, requires_grad=True) for _ in "qkvg")
-    beta, A_log, dt_bias = (torch.randn(*s, device=CUDA, requires_grad=True) for s in ((B, T, H), (H,), (H, K)))
+    q, k, v, g = (
+        torch.randn(B, T, H, K, device=CUDA, dtype=BF16, requires_grad=True) for _ in "qkvg"
+    )
+    beta, A_log, dt_bias = (
+        torch.randn(*s, device=CUDA, requires_grad=True) for s in ((B, T, H), (H,), (H, K))
+    )
 
     def step():
-        flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, lower_bound=-5.0, use_beta_sigmoid_in_kernel=True)
+        flags = dict(
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            lower_bound=-5.0,
+            use_beta_sigmoid_in_kernel=True,
+        )
         o, _ = torch.ops.kda.chunk(q, k, v, g, beta, A_log, dt_bias, **flags)
         return torch.autograd.grad(o, (q, k, v, g, beta, A_log, dt_bias), torch.ones_like(o))
 

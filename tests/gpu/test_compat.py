@@ -1,4 +1,6 @@
-"""Models of transformers on a GPU: the same results with our operators under them, eager and compiled whole, in training and in generation."""
+"""Models of transformers on a GPU: the same results with our operators under them, eager and
+compiled whole, in training and in generation.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,15 @@ pytest.importorskip("transformers")
 
 from kda_ops.compat import transformers as compat
 from tests.support import models
-from tests.support.models import assert_generates_the_same, assert_same, left_padded, packed, step, to, torch_path
+from tests.support.models import (
+    assert_generates_the_same,
+    assert_same,
+    left_padded,
+    packed,
+    step,
+    to,
+    torch_path,
+)
 from tests.support.witness import backward_errors
 
 MAIN = ("kimi_linear", "qwen3_next", "qwen3_5")
@@ -23,14 +33,21 @@ def _take_out_again():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name, mode", [(name, "eager") for name in MAIN] + [(name, "compiled") for name in SHORT])
+@pytest.mark.parametrize(
+    "name, mode", [(name, "eager") for name in MAIN] + [(name, "compiled") for name in SHORT]
+)
 def test_logits_loss_and_gradients_are_the_same(name, mode):
     net, x = models.model(name, "cuda"), to(left_padded((70, 33)), "cuda")
     with torch_path():
         want = step(net, x, x["attention_mask"])
     with compat.enable():
         torch._dynamo.utils.counters.clear()
-        got = step(net, x, x["attention_mask"], torch.compile(net, fullgraph=True) if mode == "compiled" else None)
+        got = step(
+            net,
+            x,
+            x["attention_mask"],
+            torch.compile(net, fullgraph=True) if mode == "compiled" else None,
+        )
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (mode == "compiled")
     assert_same(got, want)
 
@@ -47,7 +64,11 @@ def test_in_bfloat16_they_are_as_close_as_the_own_path(name):
         results.append(step(narrow, x, x["attention_mask"]))
 
     def error(got: dict, part: str) -> float:
-        squares = [((got[n].double() - y.double()).square().sum(), y.double().square().sum()) for n, y in want.items() if n.startswith(part)]
+        squares = [
+            ((got[n].double() - y.double()).square().sum(), y.double().square().sum())
+            for n, y in want.items()
+            if n.startswith(part)
+        ]
         return (sum(a for a, _ in squares) / sum(b for _, b in squares)).sqrt().item()
 
     for part in ("logits", "d "):
@@ -55,20 +76,33 @@ def test_in_bfloat16_they_are_as_close_as_the_own_path(name):
         assert ours <= 1.3 * own, f"{part}: {ours:.2e}, transformers' own {own:.2e}"
 
 
-@pytest.mark.parametrize("name, lengths", [("kimi_linear", (66,)), ("kimi_linear", (20, 7, 1)), ("qwen3_next", (66,)), ("qwen3_5", (20, 7, 1))], ids=str)
+@pytest.mark.parametrize(
+    "name, lengths",
+    [
+        ("kimi_linear", (66,)),
+        ("kimi_linear", (20, 7, 1)),
+        ("qwen3_next", (66,)),
+        ("qwen3_5", (20, 7, 1)),
+    ],
+    ids=str,
+)
 def test_generated_tokens_are_the_same(name, lengths):
     assert_generates_the_same(name, lengths, "cuda")
 
 
 @pytest.mark.parametrize("name", SHORT)
 def test_packed_sequences_are_the_sequences_alone(name):
-    """As transformers' own path has them on a CPU, in float64 but for what it casts to float32 itself: rounding on this device is left out of it."""
+    """As transformers' own path has them on a CPU, in float64 but for what it casts to float32
+    itself: rounding on this device is left out of it.
+    """
     ids = [models.tokens(n, seed=n) for n in (5, 1, 70, 64, 37)]
     exact, net = models.model(name, "cpu", torch.float64), models.model(name, "cuda")
 
     def look(net, logits):
         logits.logsumexp(-1).sum().backward()
-        return {"logits": logits.detach().cpu()} | {"d " + n: p.grad.cpu() for n, p in net.named_parameters() if p.grad is not None}
+        return {"logits": logits.detach().cpu()} | {
+            "d " + n: p.grad.cpu() for n, p in net.named_parameters() if p.grad is not None
+        }
 
     with torch_path():
         want = look(exact, torch.cat([exact(x[None], use_cache=False).logits for x in ids], 1))
@@ -81,4 +115,7 @@ def test_packed_sequences_are_the_sequences_alone(name):
             with backward_errors() as errors:
                 again = look(net, net(**to(packed(ids), "cuda")).logits)
             same = sum(torch.equal(x, again[n]) for n, x in got.items())
-            raise AssertionError(f"{off}; once more, the same bits in {same} tensors; our backward calls, the last layer's first: {errors}") from None
+            raise AssertionError(
+                f"{off}; once more, the same bits in {same} tensors; our backward calls, the last "
+                f"layer's first: {errors}"
+            ) from None

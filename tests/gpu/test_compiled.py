@@ -1,4 +1,6 @@
-"""Training under torch.compile on a GPU: one graph, any length, CUDA graphs, checkpoints, folding; and calls off the usual stream and beyond 2^31 elements."""
+"""Training under torch.compile on a GPU: one graph, any length, CUDA graphs, checkpoints, folding;
+and calls off the usual stream and beyond 2^31 elements.
+"""
 
 from unittest import mock
 
@@ -26,7 +28,9 @@ from tests.support.closeness import assert_identical
 DEVICE = "cuda"
 VARIANTS = ("kda", "gdn")
 LAYERS = 2
-CLOSE = 1e-3  # of gradients whose float32 arithmetic is compiled, relative RMS; one that lacks a part is off by a hundred times as much
+# of gradients whose float32 arithmetic is compiled, relative RMS; one that lacks a part is off by a
+# hundred times as much
+CLOSE = 1e-3
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +51,15 @@ def new_model(variant):
 
 
 def new_tokens(length=130, seed=0, batch=2):
-    return torch.randint(256, (batch, length + 1), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return torch.randint(
+        256, (batch, length + 1), generator=torch.Generator().manual_seed(seed)
+    ).to(DEVICE)
 
 
 def gradients(model, call, windows):
-    """The gradients of the summed losses of some windows, accumulated one backward after another; and the losses."""
+    """The gradients of the summed losses of some windows, accumulated one backward after another;
+    and the losses.
+    """
     model.zero_grad(set_to_none=True)
     losses = []
     for window in windows:
@@ -64,7 +72,13 @@ def gradients(model, call, windows):
 def distance(got, want):
     """The largest relative RMS difference over the tensors of two dictionaries."""
     assert got.keys() == want.keys()
-    return max(((got[n].double() - want[n].double()).square().mean().sqrt() / (want[n].double().square().mean().sqrt() + 1e-12)).item() for n in want)
+    return max(
+        (
+            (got[n].double() - want[n].double()).square().mean().sqrt()
+            / (want[n].double().square().mean().sqrt() + 1e-12)
+        ).item()
+        for n in want
+    )
 
 
 def autocast(model, window):
@@ -83,7 +97,10 @@ def test_a_model_is_one_graph_and_accumulates_the_gradients_of_eager(variant):
     got = gradients(model, torch.compile(loss_of, fullgraph=True), windows)
     assert_one_graph()
     assert distance(got, want) < CLOSE
-    assert distance(gradients(model, loss_of, windows[:1]), want | {"loss": want["loss"][:1]}) > 10 * CLOSE, "the second backward added nothing"
+    assert (
+        distance(gradients(model, loss_of, windows[:1]), want | {"loss": want["loss"][:1]})
+        > 10 * CLOSE
+    ), "the second backward added nothing"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -104,8 +121,9 @@ def test_bfloat16_autocast_compiled_is_as_close_to_float32_as_eager(variant):
     assert distance(got, exact) < 2 * distance(eager, exact) + torch.finfo(torch.bfloat16).eps
 
 
-# A timing decides whether Inductor pads the two columns of a projection, one per head, to four; if it does, torch 2.11 takes the stride that they
-# have at one length for their stride at any, and the backward of another length fails.
+# A timing decides whether Inductor pads the two columns of a projection, one per head, to four; if
+# it does, torch 2.11 takes the stride that they have at one length for their stride at any, and the
+# backward of another length fails.
 @torch._inductor.config.patch(shape_padding=False)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_length_trains_with_two_compilations(variant):
@@ -113,7 +131,10 @@ def test_any_length_trains_with_two_compilations(variant):
     compiled = torch.compile(loss_of, fullgraph=True, backend=counter)
     for length in (130, 65, 64, 200, 321):
         windows = [new_tokens(length)]
-        assert distance(gradients(model, compiled, windows), gradients(model, loss_of, windows)) < CLOSE, length
+        assert (
+            distance(gradients(model, compiled, windows), gradients(model, loss_of, windows))
+            < CLOSE
+        ), length
     assert counter.frame_count <= 2
 
 
@@ -128,7 +149,9 @@ def test_reduce_overhead_replays_a_training_step(variant):
 
     for seed in range(4):  # warm-up, capture, replay, replay
         windows = [new_tokens(seed=seed)]
-        assert distance(gradients(model, call, windows), gradients(model, loss_of, windows)) < CLOSE, f"step {seed}"
+        assert (
+            distance(gradients(model, call, windows), gradients(model, loss_of, windows)) < CLOSE
+        ), f"step {seed}"
     assert_one_graph()
     assert not counters["inductor"]["cudagraph_skips"]
 
@@ -136,12 +159,19 @@ def test_reduce_overhead_replays_a_training_step(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_max_autotune_trains(variant):
     torch.manual_seed(0)
-    x, weight = torch.randn(2, 130, 64, device=DEVICE), torch.randn(64, 4 * 64, device=DEVICE, requires_grad=True)
+    x, weight = (
+        torch.randn(2, 130, 64, device=DEVICE),
+        torch.randn(64, 4 * 64, device=DEVICE, requires_grad=True),
+    )
 
     def loss(x, weight):
         q, k, v, g = (x @ weight).unflatten(-1, (4, 2, 32)).unbind(2)
         g = F.logsigmoid(g if variant == "kda" else g[..., 0])
-        return chunk(variant)(q, k, v, g, torch.sigmoid(v[..., 0]), use_qk_l2norm_in_kernel=True)[0].square().mean()
+        return (
+            chunk(variant)(q, k, v, g, torch.sigmoid(v[..., 0]), use_qk_l2norm_in_kernel=True)[0]
+            .square()
+            .mean()
+        )
 
     compiled = torch.compile(loss, fullgraph=True, mode="max-autotune")
     (want,) = torch.autograd.grad(loss(x, weight), weight)
@@ -177,25 +207,42 @@ def test_a_checkpoint_policy_spares_the_second_forward_of_attention(compiled):
         want = got if want is None else want
         assert distance(got, want) < CLOSE, name
     assert forwards["but not attention"] == forwards["keep everything"] == LAYERS
-    assert forwards["recompute blocks"] == 2 * LAYERS or compiled  # a compiler may keep what it was told to recompute
+    # a compiler may keep what it was told to recompute
+    assert forwards["recompute blocks"] == 2 * LAYERS or compiled
 
 
 def test_plain_pytorch_folds_into_the_flags():
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(2, 130, 2, 64, device=DEVICE) for _ in range(4))
-    beta, A_log, dt_bias = torch.randn(2, 130, 2, device=DEVICE), torch.randn(2, device=DEVICE), torch.randn(2, 64, device=DEVICE)
-    x = {n: t.requires_grad_() for n, t in dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias).items()}
+    beta, A_log, dt_bias = (
+        torch.randn(2, 130, 2, device=DEVICE),
+        torch.randn(2, device=DEVICE),
+        torch.randn(2, 64, device=DEVICE),
+    )
+    x = {
+        n: t.requires_grad_()
+        for n, t in dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias).items()
+    }
 
     def plain(q, k, v, g, beta, A_log, dt_bias):
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
-        return kda_ops.chunk_kda(q, k, v, -A_log.exp()[:, None] * F.softplus(g + dt_bias), torch.sigmoid(beta))[0]
+        return kda_ops.chunk_kda(
+            q, k, v, -A_log.exp()[:, None] * F.softplus(g + dt_bias), torch.sigmoid(beta)
+        )[0]
 
     def flags(**x):
-        return kda_ops.chunk_kda(**x, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)[0]
+        return kda_ops.chunk_kda(
+            **x,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+        )[0]
 
     def results(call):
         o = call(**x)
-        return {"o": o.detach()} | dict(zip(x, torch.autograd.grad(o.square().sum(), list(x.values()))))
+        return {"o": o.detach()} | dict(
+            zip(x, torch.autograd.grad(o.square().sum(), list(x.values())))
+        )
 
     fold_preprocessing.folded.clear()
     with torch._inductor.utils.fresh_cache():
@@ -209,7 +256,9 @@ def test_plain_pytorch_folds_into_the_flags():
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_work_goes_to_the_stream_of_the_call(variant, compiled):
-    """On another stream, behind a wait: inputs arrive late, and a launch elsewhere would read what was there before."""
+    """On another stream, behind a wait: inputs arrive late, and a launch elsewhere would read what
+    was there before.
+    """
     decay = (2, 130, 2, 64) if variant == "kda" else (2, 130, 2)
     source = [torch.randn(2, 130, 2, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
     source += [-torch.rand(decay, device=DEVICE), torch.rand(2, 130, 2, device=DEVICE)]
@@ -223,7 +272,11 @@ def test_work_goes_to_the_stream_of_the_call(variant, compiled):
     def results():
         leaves = [t.detach().requires_grad_() for t in late]
         o, state = call(*leaves)
-        return [o.detach(), state.detach(), *torch.autograd.grad([o, state], leaves, [o.detach(), state.detach()])]
+        return [
+            o.detach(),
+            state.detach(),
+            *torch.autograd.grad([o, state], leaves, [o.detach(), state.detach()]),
+        ]
 
     late = source
     want = results()
@@ -256,9 +309,15 @@ def test_strides_beyond_two_billion_elements(variant):
     far = -(-(2**31) // (T - 1)) // 64 * 64 + 64  # from token to token
     buffer = torch.empty(T * far, device=DEVICE, dtype=torch.bfloat16)
     near = [torch.randn(1, T, 2, D, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
-    spread = [buffer[i * 256 :].as_strided((1, T, 2, D), (T * far, far, D, 1)).copy_(x) for i, x in enumerate(near)]
+    spread = [
+        buffer[i * 256 :].as_strided((1, T, 2, D), (T * far, far, D, 1)).copy_(x)
+        for i, x in enumerate(near)
+    ]
     assert (T - 1) * far > 2**31
-    rest = [-torch.rand((1, T, 2, D) if variant == "kda" else (1, T, 2), device=DEVICE), torch.rand(1, T, 2, device=DEVICE)]
+    rest = [
+        -torch.rand((1, T, 2, D) if variant == "kda" else (1, T, 2), device=DEVICE),
+        torch.rand(1, T, 2, device=DEVICE),
+    ]
 
     def results(q, k, v):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -278,12 +337,20 @@ def test_more_than_two_billion_elements(variant):
     if torch.cuda.mem_get_info()[0] < 80e9:
         pytest.skip("needs 80 GB of free memory")
     q, k, v = (torch.randn(1, T, 1, D, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-    g = torch.randn((1, T, 1, D) if variant == "kda" else (1, T, 1), device=DEVICE, dtype=torch.bfloat16)
+    g = torch.randn(
+        (1, T, 1, D) if variant == "kda" else (1, T, 1), device=DEVICE, dtype=torch.bfloat16
+    )
     beta = torch.randn(1, T, 1, device=DEVICE, dtype=torch.bfloat16)
 
     def call(rows, ends):
         offsets = torch.tensor(ends, device=DEVICE)
-        words = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=-5.0, cu_seqlens=offsets)
+        words = dict(
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=-5.0,
+            cu_seqlens=offsets,
+        )
         with torch.no_grad():
             return chunk(variant)(*(x[:, rows] for x in (q, k, v, g, beta)), **words)[0]
 

@@ -1,4 +1,6 @@
-"""Exported programs on a GPU: through a file, and compiled into packages that a fresh process runs."""
+"""Exported programs on a GPU: through a file, and compiled into packages that a fresh process
+runs.
+"""
 
 import subprocess
 import sys
@@ -12,21 +14,31 @@ if not torch.cuda.is_available():
 
 from examples import export
 
-LOAD = "import sys, torch; x = torch.load(sys.argv[2]); torch._inductor.aoti_load_package(sys.argv[1])(x)"
+LOAD = (
+    "import sys, torch; x = torch.load(sys.argv[2]); "
+    "torch._inductor.aoti_load_package(sys.argv[1])(x)"
+)
 
 
 def how_a_plain_package_ends(folder: Path) -> int:
-    """The exit status of a process that loads and runs a package of a plain Linear, made and loaded by torch alone."""
+    """The exit status of a process that loads and runs a package of a plain Linear, made and loaded
+    by torch alone.
+    """
     module, x = torch.nn.Linear(32, 32, device="cuda"), torch.randn(3, 32, device="cuda")
     torch.save(x, folder / "in.pt")
     package = export.package(torch.export.export(module, (x,)), folder / "plain.pt2")
-    return subprocess.run([sys.executable, "-c", LOAD, str(package), str(folder / "in.pt")]).returncode
+    return subprocess.run(
+        [sys.executable, "-c", LOAD, str(package), str(folder / "in.pt")]
+    ).returncode
 
 
 def test_packages_compute_what_the_module_does(tmp_path):
     status = how_a_plain_package_ends(tmp_path)
     if status < 0:
-        pytest.skip(f"torch dies of signal {-status} on a package of a plain Linear here, so it is not shown whether it can run ours")
+        pytest.skip(
+            f"torch dies of signal {-status} on a package of a plain Linear here, so it is not "
+            "shown whether it can run ours"
+        )
     assert status == 0
     off = export.main(["--device", "cuda", "--package", str(tmp_path)])
     assert {"packaged prefill", "packaged decode"} < set(off) and len(off) == 5

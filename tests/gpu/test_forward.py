@@ -1,4 +1,6 @@
-"""The chunk kernels on a GPU: the definition, the laws that hold bit by bit, memory that must not be touched, and CUDA graphs."""
+"""The chunk kernels on a GPU: the definition, the laws that hold bit by bit, memory that must not
+be touched, and CUDA graphs.
+"""
 
 import pytest
 import torch
@@ -17,22 +19,42 @@ from tests.support.closeness import assert_all_close, assert_all_identical, asse
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON = dispatch.load("triton")
-LAYER = Case(H=1, HV=2, K=128, V=128, T=200, dtype=torch.bfloat16, gate="bounded", beta="sigmoid", l2norm=True)
+LAYER = Case(
+    H=1,
+    HV=2,
+    K=128,
+    V=128,
+    T=200,
+    dtype=torch.bfloat16,
+    gate="bounded",
+    beta="sigmoid",
+    l2norm=True,
+)
 
 
 def twin(case, draw=0):
     """Forward of the twin, rounded as the kernels on a GPU round: to the dtype of the inputs."""
     there, back = closeness._channels(case, draw)
-    p = Problem.parse(case.rank, *(None if x is None else there(n, x) for n, x in case.inputs().items()), **case.flags())
+    p = Problem.parse(
+        case.rank,
+        *(None if x is None else there(n, x) for n, x in case.inputs().items()),
+        **case.flags(),
+    )
     reference = closeness.drawn(draw, p.state_dtype, p.q.dtype)
     o, final_state = p.new_output(), p.new_final_state()
     reference.scan(p, reference.prepare(p), o, final_state, keep=False)
-    return {"o": back("v", o), "final_state": back("initial_state", final_state)} if case.final else {"o": back("v", o)}
+    return (
+        {"o": back("v", o), "final_state": back("initial_state", final_state)}
+        if case.final
+        else {"o": back("v", o)}
+    )
 
 
 def forward(case, inputs=None):
     with torch.no_grad():
-        o, final_state = overload(case.variant, "chunk")(*(case.inputs(CUDA) if inputs is None else inputs).values(), **case.flags())
+        o, final_state = overload(case.variant, "chunk")(
+            *(case.inputs(CUDA) if inputs is None else inputs).values(), **case.flags()
+        )
     return {"o": o, "final_state": final_state} if final_state.dim() > 1 else {"o": o}
 
 
@@ -62,13 +84,17 @@ def test_every_inverse_survives_repeated_keys(variant, beta, keys):
 @pytest.mark.parametrize("K, V", ((1, 1), (16, 32), (60, 100), (64, 64), (130, 24), (256, 256)))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_any_width(variant, K, V, dtype):
-    assert_forward(replace(LAYER, variant=variant, K=K, V=V, dtype=dtype, gate="softplus", transposed=True))
+    assert_forward(
+        replace(LAYER, variant=variant, K=K, V=V, dtype=dtype, gate="softplus", transposed=True)
+    )
 
 
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_packed_sequences_in_any_strides(variant, strides):
-    assert_forward(replace(LAYER, variant=variant, strides=strides, lengths=PACKED, tail=70, HV=4, H=2))
+    assert_forward(
+        replace(LAYER, variant=variant, strides=strides, lengths=PACKED, tail=70, HV=4, H=2)
+    )
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
@@ -76,9 +102,21 @@ def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
     for gate in ("bounded", "softplus"):
         case = replace(LAYER, variant=variant, gate=gate, lengths=(200, 70, 130), final=False)
         inputs = case.inputs(CUDA)
-        alone = {n: x[:1] if n == "initial_state" else x[:, :150] if n in ("q", "k", "v", "g", "beta") else x for n, x in inputs.items() if x is not None}
+        alone = {
+            n: x[:1]
+            if n == "initial_state"
+            else x[:, :150]
+            if n in ("q", "k", "v", "g", "beta")
+            else x
+            for n, x in inputs.items()
+            if x is not None
+        }
         alone = {n: alone.get(n) for n in inputs} | {"cu_seqlens": None}
-        assert_identical(forward(case, inputs)["o"][:, :150], forward(replace(case, lengths=None, T=150), alone)["o"], gate)
+        assert_identical(
+            forward(case, inputs)["o"][:, :150],
+            forward(replace(case, lengths=None, T=150), alone)["o"],
+            gate,
+        )
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
@@ -96,7 +134,9 @@ def test_nothing_outside_the_outputs_is_written_and_all_of_them_is(variant):
 
 
 def assert_a_graph_replays(case, *others):
-    """A graph captured on a case gives the bits of an eager call on the inputs of each other one, copied into its memory."""
+    """A graph captured on a case gives the bits of an eager call on the inputs of each other one,
+    copied into its memory.
+    """
     static = case.inputs(CUDA)
     forward(case, static)
     torch.cuda.synchronize()
@@ -121,7 +161,9 @@ def test_a_graph_replays_with_other_inputs_and_other_sequences(variant):
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_more_heads_than_a_grid_axis_holds(variant):
-    case = replace(LAYER, variant=variant, B=700, T=3, H=100, HV=100, K=16, V=8, state=False, final=False)
+    case = replace(
+        LAYER, variant=variant, B=700, T=3, H=100, HV=100, K=16, V=8, state=False, final=False
+    )
     inputs = case.inputs(CUDA)
     o = forward(case, inputs)["o"]
     few = {n: x[690:] if n in ("q", "k", "v", "g", "beta") else x for n, x in inputs.items()}
@@ -151,8 +193,9 @@ def test_sizes_do_not_recompile(variant):
 @pytest.mark.parametrize("gate, heads", (("bounded", 48), ("softplus", 96)))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_chunks_prepared_beside_their_scan_change_no_bit(monkeypatch, variant, gate, heads):
-    """Eager, again and again over memory that is used anew, and in a CUDA graph; in training too, where what is prepared is kept; and where the scan does not
-    wait, so that what it makes is garbage, for a second one to make again.
+    """Eager, again and again over memory that is used anew, and in a CUDA graph; in training too,
+    where what is prepared is kept; and where the scan does not wait, so that what it makes is
+    garbage, for a second one to make again.
     """
     case = replace(LAYER, variant=variant, gate=gate, B=1, T=8000, H=heads, HV=heads, state=False)
     inputs = case.inputs(CUDA)
@@ -187,21 +230,41 @@ def test_a_scan_does_not_wait_for_ever(monkeypatch, variant):
     tile = TRITON.prepare(p, overlap=True)
     tile.rest = lambda: None
     TRITON.scan(p, tile, p.new_output(), p.new_final_state(), keep=False)
-    assert tile.missed[: case.HV].all() and not tile.missed[case.HV :].any() and not tile.ready.any()
+    assert (
+        tile.missed[: case.HV].all() and not tile.missed[case.HV :].any() and not tile.ready.any()
+    )
 
 
 def test_long_sequences_of_few_heads_are_prepared_beside_their_scan(monkeypatch):
     monkeypatch.setattr(tuning, "processors", lambda device: 132)
 
     def asks(T, H, B=1, rank=1, **given):
-        x, beta = torch.empty(B, T, H, 128, dtype=torch.bfloat16, device=CUDA), torch.empty(B, T, H, dtype=torch.bfloat16, device=CUDA)
-        return tuning.ahead(Problem.parse(rank, x, x, x, x.float() if rank else beta.float(), beta, **given))
+        x, beta = (
+            torch.empty(B, T, H, 128, dtype=torch.bfloat16, device=CUDA),
+            torch.empty(B, T, H, dtype=torch.bfloat16, device=CUDA),
+        )
+        return tuning.ahead(
+            Problem.parse(rank, x, x, x, x.float() if rank else beta.float(), beta, **given)
+        )
 
-    assert 0 < asks(32768, 32) < 512 and 0 < asks(8192, 96) < 128 and 0 < asks(8192, 96, rank=0) < 128
-    assert asks(8192, 32) is not None and asks(32768, 32) < 256  # fewer than half: one multiprocessor a head, and the others prepare
-    # too short, several sequences, scans and chunks on the same multiprocessors, no multiprocessor idle, cut into runs, packed
-    assert asks(4096, 32) is asks(32768, 32, B=2) is asks(32768, 32, rank=0) is asks(16384, 128) is asks(32768, 8) is None
-    assert asks(32768, 32, cu_seqlens=torch.tensor([0, 32768], dtype=torch.int32, device=CUDA)) is None
+    assert (
+        0 < asks(32768, 32) < 512 and 0 < asks(8192, 96) < 128 and 0 < asks(8192, 96, rank=0) < 128
+    )
+    # fewer than half: one multiprocessor a head, and the others prepare
+    assert asks(8192, 32) is not None and asks(32768, 32) < 256
+    # too short, several sequences, scans and chunks on the same multiprocessors, no multiprocessor
+    # idle, cut into runs, packed
+    assert (
+        asks(4096, 32)
+        is asks(32768, 32, B=2)
+        is asks(32768, 32, rank=0)
+        is asks(16384, 128)
+        is asks(32768, 8)
+        is None
+    )
+    assert (
+        asks(32768, 32, cu_seqlens=torch.tensor([0, 32768], dtype=torch.int32, device=CUDA)) is None
+    )
 
 
 def test_the_table_is_what_runs_without_a_tuned_file(monkeypatch, tmp_path):

@@ -1,4 +1,6 @@
-"""Several GPUs over NCCL: shards, layers, compiled code and tensors on a device that is not the current one, each against one GPU or the definition."""
+"""Several GPUs over NCCL: shards, layers, compiled code and tensors on a device that is not the
+current one, each against one GPU or the definition.
+"""
 
 import copy
 
@@ -45,15 +47,26 @@ def ranks():
     ranks.stop()
 
 
-# --- shards of the token axis ---------------------------------------------------------------------------------------------------
+# --- shards of the token axis ---------------------------------------------------------------------
 
 
 @variants
 @sizes
 @pytest.mark.parametrize("gate", ["strong", "weak"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_every_output_and_gradient_of_a_cut_call_meets_the_budget(ranks, variant, size, gate, packed):
-    case, cuts = replace(CALL, variant=variant, gate=gate, lengths=LENGTHS if packed else None, tail=24 if packed else 0), CUTS[size]
+def test_every_output_and_gradient_of_a_cut_call_meets_the_budget(
+    ranks, variant, size, gate, packed
+):
+    case, cuts = (
+        replace(
+            CALL,
+            variant=variant,
+            gate=gate,
+            lengths=LENGTHS if packed else None,
+            tail=24 if packed else 0,
+        ),
+        CUTS[size],
+    )
     assert case.rows == cuts[-1]
     got = whole(ranks.run(size, step, size, case, cuts))
     assert_all_close(got, oracle(case), lambda draw: cut_twin(case, cuts, BF16, draw))
@@ -65,7 +78,9 @@ def twice(groups, size, case, cuts):
 
 @variants
 def test_two_runs_give_the_same_bits_with_a_plan_or_without(ranks, variant):
-    for first, second in ranks.run(SIZES[-1], twice, SIZES[-1], replace(CALL, variant=variant), CUTS[SIZES[-1]]):
+    for first, second in ranks.run(
+        SIZES[-1], twice, SIZES[-1], replace(CALL, variant=variant), CUTS[SIZES[-1]]
+    ):
         assert_all_identical(first, second)
 
 
@@ -73,7 +88,9 @@ def test_two_runs_give_the_same_bits_with_a_plan_or_without(ranks, variant):
 def test_one_graph_each_way_holds_the_collectives(ranks, variant):
     case, cuts = replace(CALL, variant=variant, lengths=LENGTHS, tail=24), CUTS[2]
     answers = ranks.run(2, compiled, 2, case, cuts, False)
-    assert_all_identical(whole([found for found, _ in answers]), whole(ranks.run(2, step, 2, case, cuts)))
+    assert_all_identical(
+        whole([found for found, _ in answers]), whole(ranks.run(2, step, 2, case, cuts))
+    )
     for _, graphs in answers:
         forward, backward = ([n for n in names if n.startswith("all_")] for names in graphs)
         assert "all_gather_into_tensor" in forward and backward.count("all_gather_into_tensor") == 1
@@ -82,16 +99,27 @@ def test_one_graph_each_way_holds_the_collectives(ranks, variant):
 @pytest.mark.parametrize("fault", ["scale", "V", "gradient", "refused"])
 def test_every_rank_is_told_what_differs_and_the_group_still_works(ranks, fault):
     for message in ranks.run(2, odd_one_out, 2, fault):
-        assert message is not None and ODD[fault][2].removeprefix("rank 1 of the group refused its call: ") in message, message
+        assert (
+            message is not None
+            and ODD[fault][2].removeprefix("rank 1 of the group refused its call: ") in message
+        ), message
 
 
 def graph_step(groups, size, case, cuts):
     """A step of compiled code as Inductor makes it, beside the eager one."""
     group, rank = groups[size], dist.get_rank(groups[size])
-    x = {n: t if t is None or n not in ("q", "k", "v", "g", "beta") else t[:, cuts[rank] : cuts[rank + 1]] for n, t in case.inputs(device()).items()}
+    x = {
+        n: t
+        if t is None or n not in ("q", "k", "v", "g", "beta")
+        else t[:, cuts[rank] : cuts[rank + 1]]
+        for n, t in case.inputs(device()).items()
+    }
     chunk, found = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}[case.variant], []
     for function in (chunk, torch.compile(chunk, fullgraph=True)):
-        leaves = {n: t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for n, t in x.items()}
+        leaves = {
+            n: t if t is None or not t.is_floating_point() else t.detach().requires_grad_()
+            for n, t in x.items()
+        }
         o, _ = function(**leaves, **(case.flags() | {"output_final_state": False}), group=group)
         wanted = [t for t in leaves.values() if t is not None and t.requires_grad]
         found.append([o.detach(), *torch.autograd.grad(o.float().square().sum(), wanted)])
@@ -102,7 +130,7 @@ def test_inductor_compiles_it(ranks):
     assert all(off < 1e-2 for off in ranks.run(2, graph_step, 2, CALL, CUTS[2]))
 
 
-# --- layers ---------------------------------------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -111,7 +139,10 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.kda, self.gdn = (layer(256, head_dim=128, num_heads=4, expand_v=1.0) for layer in (KimiDeltaAttention, GatedDeltaNet))
+        self.kda, self.gdn = (
+            layer(256, head_dim=128, num_heads=4, expand_v=1.0)
+            for layer in (KimiDeltaAttention, GatedDeltaNet)
+        )
         self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256)
 
     def forward(self, x, group=None):
@@ -134,7 +165,9 @@ def learned(model, x, weight, group=None):
     with torch.autocast(x.device.type, BF16):
         y = model(x, group=group)
     (y.float() * weight).sum().backward()
-    return {"y": y.detach().float()} | {n.removeprefix("module."): full(p.grad) for n, p in model.named_parameters()}
+    return {"y": y.detach().float()} | {
+        n.removeprefix("module."): full(p.grad) for n, p in model.named_parameters()
+    }
 
 
 def full(x):
@@ -142,7 +175,9 @@ def full(x):
 
 
 def layered(groups, size, how):
-    """The step of a block whose rows, tokens or heads lie on the ranks; each part of `how` has one dimension of a mesh."""
+    """The step of a block whose rows, tokens or heads lie on the ranks; each part of `how` has one
+    dimension of a mesh.
+    """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     group, rank = groups[size], dist.get_rank(groups[size])
@@ -158,11 +193,24 @@ def layered(groups, size, how):
     if how == "ddp":
         compile_layers()
         rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
-        return learned(nn.parallel.DistributedDataParallel(model, process_group=group), x[rows], size * weight[rows])
+        return learned(
+            nn.parallel.DistributedDataParallel(model, process_group=group),
+            x[rows],
+            size * weight[rows],
+        )
     names = tuple(how.split("+"))
-    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=names) if len(names) == 2 else DeviceMesh.from_group(group, "cuda", mesh_dim_names=names)
+    mesh = (
+        init_device_mesh("cuda", (2, 2), mesh_dim_names=names)
+        if len(names) == 2
+        else DeviceMesh.from_group(group, "cuda", mesh_dim_names=names)
+    )
     if "tp" in names:
-        plan = {"kda": HeadParallel(), "gdn": HeadParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        plan = {
+            "kda": HeadParallel(),
+            "gdn": HeadParallel(),
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
+        }
         parallelize_module(model, mesh["tp"], plan)
     data = [n for n in names if n != "tp"]
     if data:
@@ -174,7 +222,12 @@ def layered(groups, size, how):
     if "dp" in names:
         x, weight = (t.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")] for t in (x, weight))
     if "cp" in names:
-        x, weight = (t.tensor_split([100 * i for i in range(1, mesh["cp"].size())], 1)[mesh.get_local_rank("cp")] for t in (x, weight))
+        x, weight = (
+            t.tensor_split([100 * i for i in range(1, mesh["cp"].size())], 1)[
+                mesh.get_local_rank("cp")
+            ]
+            for t in (x, weight)
+        )
     return learned(model, x, weight, group=mesh["cp"] if "cp" in names else None)
 
 
@@ -186,10 +239,14 @@ def reference():
     y = exact(x.double())
     (y * weight).sum().backward()
     exact_found = {"y": y.detach()} | {n: p.grad for n, p in exact.named_parameters()}
-    return exact_found, {n: t.cpu() for n, t in learned(block.cuda(), x.cuda(), weight.cuda()).items()}
+    return exact_found, {
+        n: t.cpu() for n, t in learned(block.cuda(), x.cuda(), weight.cuda()).items()
+    }
 
 
-WAYS = [(2, how) for how in ("ddp", "ddp compiled", "dp", "dp compiled", "tp", "cp")] + [(4, how) for how in ("cp", "dp+tp", "cp+tp", "dp+cp")]
+WAYS = [(2, how) for how in ("ddp", "ddp compiled", "dp", "dp compiled", "tp", "cp")] + [
+    (4, how) for how in ("cp", "dp+tp", "cp+tp", "dp+cp")
+]
 
 
 @pytest.mark.parametrize("size,how", WAYS)
@@ -203,28 +260,46 @@ def test_a_block_on_several_gpus_learns_what_it_learns_on_one(ranks, reference, 
             continue
         budget = 2 * relative(one[name], exact[name]) + torch.finfo(BF16).eps
         for part in parts:
-            assert relative(part[name], exact[name]) <= budget, f"{how}: {name} is off by {relative(part[name], exact[name])}, on one GPU {budget / 2}"
+            assert relative(part[name], exact[name]) <= budget, (
+                f"{how}: {name} is off by {relative(part[name], exact[name])}, on one GPU "
+                f"{budget / 2}"
+            )
 
 
-# --- a device that is not the current one -----------------------------------------------------------------------------------------
+# --- a device that is not the current one ---------------------------------------------------------
 
 
 @variants
 def test_the_device_is_that_of_the_tensors(variant):
-    case, found = replace(CALL, variant=variant, gate="softplus", beta="sigmoid", l2norm=True, T=130), []
-    chunk, recurrent, step_ = (getattr(kda_ops, f"{n}_{variant}{end}") for n, end in (("chunk", ""), ("recurrent", ""), ("recurrent", "_")))
+    case, found = (
+        replace(CALL, variant=variant, gate="softplus", beta="sigmoid", l2norm=True, T=130),
+        [],
+    )
+    chunk, recurrent, step_ = (
+        getattr(kda_ops, f"{n}_{variant}{end}")
+        for n, end in (("chunk", ""), ("recurrent", ""), ("recurrent", "_"))
+    )
     assert torch.cuda.current_device() == 0
     for index in (0, 1):
         x = case.inputs(torch.device("cuda", index))
         leaves = {n: t if t is None else t.requires_grad_() for n, t in x.items()}
         o, state = chunk(**leaves, **case.flags())
-        grads = torch.autograd.grad(o.float().sum() + state.sum(), [t for t in leaves.values() if t is not None])
+        grads = torch.autograd.grad(
+            o.float().sum() + state.sum(), [t for t in leaves.values() if t is not None]
+        )
         with torch.no_grad():
-            token = {n: t[:, :1] if n in ("q", "k", "v", "g", "beta") else t for n, t in x.items() if n not in ("initial_state", "cu_seqlens")}
+            token = {
+                n: t[:, :1] if n in ("q", "k", "v", "g", "beta") else t
+                for n, t in x.items()
+                if n not in ("initial_state", "cu_seqlens")
+            }
             flags = {n: f for n, f in case.flags("recurrent_").items()}
             pool = x["initial_state"].detach().clone()
             decoded = step_(**token, state=pool, **flags)
-            again, _ = recurrent(**{n: t if t is None else t.detach() for n, t in x.items()}, **case.flags("recurrent"))
+            again, _ = recurrent(
+                **{n: t if t is None else t.detach() for n, t in x.items()},
+                **case.flags("recurrent"),
+            )
         assert o.device.index == index and torch.cuda.current_device() == 0
         found.append([t.detach().cpu() for t in (o, state, *grads, decoded, pool, again)])
     for i, (a, b) in enumerate(zip(*found)):

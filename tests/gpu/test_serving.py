@@ -1,4 +1,6 @@
-"""Serving on a GPU: prefill on a pool and its snapshots, prefill then decode, CUDA graphs, compiled code that copies no state, and the engine."""
+"""Serving on a GPU: prefill on a pool and its snapshots, prefill then decode, CUDA graphs, compiled
+code that copies no state, and the engine.
+"""
 
 import contextlib
 import subprocess
@@ -60,12 +62,19 @@ CHUNK = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}
 @pytest.mark.parametrize("variant", VARIANTS)
 @settings(max_examples=12)
 @given(
-    lengths=st.lists(st.sampled_from((0, 1, 37, 63, 64, 65, 128, 200)), min_size=1, max_size=6), every=st.integers(1, 2), dead=st.integers(0, 6),
-    wide=st.booleans(), seed=st.integers(0, 999),
-)  # fmt: skip
+    lengths=st.lists(st.sampled_from((0, 1, 37, 63, 64, 65, 128, 200)), min_size=1, max_size=6),
+    every=st.integers(1, 2),
+    dead=st.integers(0, 6),
+    wide=st.booleans(),
+    seed=st.integers(0, 999),
+)
 @example(lengths=[200, 0, 64, 128], every=1, dead=6, wide=True, seed=0)
-def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(variant, transposed, pool_dtype, lengths, every, dead, wide, seed):
-    """o, every state, every snapshot, and every slot that is not named; on slots that lie apart if `wide`, and without the host waiting for anything."""
+def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(
+    variant, transposed, pool_dtype, lengths, every, dead, wide, seed
+):
+    """o, every state, every snapshot, and every slot that is not named; on slots that lie apart if
+    `wide`, and without the host waiting for anything.
+    """
     N, T, shots = len(lengths), sum(lengths) + 5, 2
     x, gate = inputs(variant, T, seed)
     gen = torch.Generator().manual_seed(seed)
@@ -81,19 +90,27 @@ def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(variant, transpo
     there = [t.to(CUDA, index) for t in (slots, into, cu_seqlens)]
     flags = FLAGS | gate | {"transpose_state_layout": transposed}
     with no_synchronisation(), torch.inference_mode():
-        o = PREFILL[variant](*x, pool, there[0], there[1], cu_seqlens=there[2], snapshot_every=every, **flags)
+        o = PREFILL[variant](
+            *x, pool, there[0], there[1], cu_seqlens=there[2], snapshot_every=every, **flags
+        )
     expected, expected_o = before.clone(), torch.zeros_like(o)
     ends = cu_seqlens.tolist()
     for n, (a, b) in enumerate(zip(ends, ends[1:])):
         if slots[n] < 0:
             continue
         initial = before[slots[n] : slots[n] + 1, 0].float()
-        chunks = [(j, (j + 1) * every * 64) for j in range(shots) if into[n, j] >= 0 and (j + 1) * every * 64 <= b - a]
+        chunks = [
+            (j, (j + 1) * every * 64)
+            for j in range(shots)
+            if into[n, j] >= 0 and (j + 1) * every * 64 <= b - a
+        ]
         for slot, length in [*((into[n, j], end) for j, end in chunks), (slots[n], b - a)]:
             part = [t[:, a : a + length] for t in x]
             with torch.inference_mode():
                 one = torch.tensor([0, length], dtype=index, device=CUDA)
-                part_o, final = CHUNK[variant](*part, initial_state=initial, cu_seqlens=one, output_final_state=True, **flags)
+                part_o, final = CHUNK[variant](
+                    *part, initial_state=initial, cu_seqlens=one, output_final_state=True, **flags
+                )
             expected[slot, 0] = final[0].to(pool_dtype)
             expected_o[:, a : a + length] = part_o
     assert_identical(o, expected_o, "o")
@@ -105,8 +122,12 @@ ANSWER = dict(B=3, T=141, K=128, V=128, dtype=torch.bfloat16, state=False, final
 
 @settings(max_examples=25)
 @given(split=splits((torch.bfloat16,), POOLS, H=1, HV=2, K=D, V=D))
-@example(split=Split(Case("kda", **ANSWER), (("chunk_", 117), *[("recurrent_", 1)] * 24), torch.bfloat16))
-@example(split=Split(Case("gdn", **ANSWER), (("chunk_", 117), *[("recurrent_", 1)] * 24), torch.float32))
+@example(
+    split=Split(Case("kda", **ANSWER), (("chunk_", 117), *[("recurrent_", 1)] * 24), torch.bfloat16)
+)
+@example(
+    split=Split(Case("gdn", **ANSWER), (("chunk_", 117), *[("recurrent_", 1)] * 24), torch.float32)
+)
 def test_prefill_then_decode_is_one_prefill(split):
     assert_split(split, CUDA)
 
@@ -116,7 +137,10 @@ def test_a_captured_prefill_replays_with_new_prompts_slots_and_snapshots(variant
     tokens, N = 320, 5
     x, gate = inputs(variant, tokens, 0)
     pool = torch.randn(SLOTS, H, D, D, device=CUDA)
-    slots, into = torch.full((N,), -1, dtype=torch.int32, device=CUDA), torch.full((N, 2), -1, device=CUDA)
+    slots, into = (
+        torch.full((N,), -1, dtype=torch.int32, device=CUDA),
+        torch.full((N, 2), -1, device=CUDA),
+    )
     cu_seqlens = torch.zeros(N + 1, dtype=torch.int32, device=CUDA)
 
     def prefill(state):
@@ -128,7 +152,13 @@ def test_a_captured_prefill_replays_with_new_prompts_slots_and_snapshots(variant
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             o = prefill(pool)
-        for seed, (lengths, named) in enumerate((((64, 0, 130, 1, 65), (3, 0, 7, 19, 2)), ((320, 0, 0, 0, 0), (0, 1, 2, -1, -1)), ((0,) * 5, (-1,) * 5))):
+        for seed, (lengths, named) in enumerate(
+            (
+                ((64, 0, 130, 1, 65), (3, 0, 7, 19, 2)),
+                ((320, 0, 0, 0, 0), (0, 1, 2, -1, -1)),
+                ((0,) * 5, (-1,) * 5),
+            )
+        ):
             for t, new in zip(x, inputs(variant, tokens, seed + 1)[0]):
                 t.copy_(new)
             slots.copy_(torch.tensor(named))
@@ -154,14 +184,19 @@ class _Layer(torch.nn.Module):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_to_a_graph_no_copy_of_the_state_is_made(variant):
-    """The state is 256 MB: a copy, in the generated code or into the graph's own memory, would show in the peak of what is allocated and in the kernels run."""
+    """The state is 256 MB: a copy, in the generated code or into the graph's own memory, would show
+    in the peak of what is allocated and in the kernels run.
+    """
     from torch._dynamo.utils import counters
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
     counters.clear()
     layer = _Layer(variant, 2**28 // (4 * H * D * D)).to(CUDA)
-    compiled, slots = torch.compile(layer, mode="reduce-overhead", fullgraph=True), torch.tensor([4, 0, -1], device=CUDA)
+    compiled, slots = (
+        torch.compile(layer, mode="reduce-overhead", fullgraph=True),
+        torch.tensor([4, 0, -1], device=CUDA),
+    )
     state, size = layer.state.data_ptr(), layer.state.nbytes
     assert size == 2**28
     with torch.inference_mode():
@@ -179,26 +214,57 @@ def test_compiled_to_a_graph_no_copy_of_the_state_is_made(variant):
             compiled(x, gate, slots)
             torch.cuda.synchronize()
     assert layer.state.data_ptr() == state and layer.state[4].any() and not layer.state[1].any()
-    assert code.count(f"torch.ops.{variant}.recurrent_.default(") == 1 and ".clone" not in code and "copy_(" not in code.split("def call")[1]
+    assert (
+        code.count(f"torch.ops.{variant}.recurrent_.default(") == 1
+        and ".clone" not in code
+        and "copy_(" not in code.split("def call")[1]
+    )
     assert counters["inductor"]["cudagraph_skips"] == 0
-    times = {e.key: e.self_device_time_total for e in profile.key_averages() if e.self_device_time_total}
+    times = {
+        e.key: e.self_device_time_total for e in profile.key_averages() if e.self_device_time_total
+    }
     assert any("recur" in name for name in times), times  # it was replayed
-    assert sum(t for name, t in times.items() if "recur" not in name) < 60, times  # us; 256 MB there and back take 125
+    # us; 256 MB there and back take 125
+    assert sum(t for name, t in times.items() if "recur" not in name) < 60, times
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("options", (dict(B=2, T=16), dict(lengths=(3, 0, 70, 1), tail=2, transposed=True)), ids=str)
+@pytest.mark.parametrize(
+    "options", (dict(B=2, T=16), dict(lengths=(3, 0, 70, 1), tail=2, transposed=True)), ids=str
+)
 def test_recurrent_is_differentiable(variant, options, monkeypatch):
     there = Target(CUDA, (torch.bfloat16,), slow=False)
     monkeypatch.setattr(calls, "TARGET", there)
     monkeypatch.setattr(closeness, "TARGET", there)
-    case = Case(variant, dtype=torch.bfloat16, H=2, HV=8, K=D, V=D, gate="softplus", l2norm=True, beta="sigmoid", **options)
+    case = Case(
+        variant,
+        dtype=torch.bfloat16,
+        H=2,
+        HV=8,
+        K=D,
+        V=D,
+        gate="softplus",
+        l2norm=True,
+        beta="sigmoid",
+        **options,
+    )
     got = assert_meets_budget(case, "recurrent")
-    assert {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state"} <= got.keys() and got["dq"].is_cuda
+    assert {
+        "dq",
+        "dk",
+        "dv",
+        "dg",
+        "dbeta",
+        "dA_log",
+        "ddt_bias",
+        "dinitial_state",
+    } <= got.keys() and got["dq"].is_cuda
 
 
 def test_padding_slots_cost_nothing():
-    """A batch of 256 in which 8 are live takes a fraction of the time of 256, in a graph: no host, which is slow beside the rest of the suite, is timed."""
+    """A batch of 256 in which 8 are live takes a fraction of the time of 256, in a graph: no host,
+    which is slow beside the rest of the suite, is timed.
+    """
     from triton.testing import do_bench_cudagraph
 
     B, heads, width = 256, 32, 128
@@ -220,7 +286,9 @@ def test_padding_slots_cost_nothing():
 
 @pytest.mark.parametrize("op", VARIANTS)
 def test_ten_thousand_steps_stay_with_the_chunk_form(op):
-    """The limit of each window, and no growth: the last windows are no worse than the early ones."""
+    """The limit of each window, and no growth: the last windows are no worse than the early
+    ones.
+    """
     rows = drift.measure("cuda", 10_000, [op], ["fp32", "bf16"], torch.bfloat16, 64)
     assert all(r["error"] <= r["limit"] for r in rows)
     assert max(drift.growth(rows).values()) < 1.1, drift.growth(rows)
@@ -228,9 +296,16 @@ def test_ten_thousand_steps_stay_with_the_chunk_form(op):
 
 def test_every_request_says_in_company_what_it_says_alone(capsys):
     result = serve.main("--device cuda --requests 24 --slots 6 --hidden 128".split())
-    assert "every request says what it says alone" in capsys.readouterr().out and result["mixed"] > 0
+    assert (
+        "every request says what it says alone" in capsys.readouterr().out and result["mixed"] > 0
+    )
 
 
 def test_the_engine_runs_as_a_program():
-    done = subprocess.run([sys.executable, "examples/serve.py", "--device", "cuda", "--no-check"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "examples/serve.py", "--device", "cuda", "--no-check"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0 and "tokens/s" in done.stdout, done.stderr

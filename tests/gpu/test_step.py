@@ -1,4 +1,6 @@
-"""The decode kernel on a GPU: any legal call against the definition, pools in both dtypes, CUDA graphs, compiled code, and long runs."""
+"""The decode kernel on a GPU: any legal call against the definition, pools in both dtypes, CUDA
+graphs, compiled code, and long runs.
+"""
 
 import importlib
 
@@ -12,7 +14,13 @@ import kda_ops
 from kda_ops import dispatch
 from kda_ops.backends.reference import recur
 from tests.support.closeness import assert_close, assert_identical
-from tests.support.steps import Step, assert_calls_forget, assert_step, assert_strides_count, random_step
+from tests.support.steps import (
+    Step,
+    assert_calls_forget,
+    assert_step,
+    assert_strides_count,
+    random_step,
+)
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,7 +34,11 @@ USUAL = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True)
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_call_meets_the_definition(seed):
-    assert_step(random_step(1000 + seed, DTYPES, POOLS, widths=(16, 33, 64, 100, 128, 256), most=7), TRITON, CUDA)
+    assert_step(
+        random_step(1000 + seed, DTYPES, POOLS, widths=(16, 33, 64, 100, 128, 256), most=7),
+        TRITON,
+        CUDA,
+    )
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -34,14 +46,41 @@ def test_any_call_meets_the_definition(seed):
 @pytest.mark.parametrize("rank", (0, 1))
 def test_the_usual_decode_meets_the_definition(rank, transposed, pool):
     layout = dict(transposed=transposed, pool=pool, slots=1, dead=(3,))
-    assert_step(Step(rank=rank, N=5, H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, gate="bounded", beta="sigmoid", **layout), TRITON, CUDA)
+    assert_step(
+        Step(
+            rank=rank,
+            N=5,
+            H=4,
+            HV=8,
+            K=128,
+            V=128,
+            dtype=torch.bfloat16,
+            gate="bounded",
+            beta="sigmoid",
+            **layout,
+        ),
+        TRITON,
+        CUDA,
+    )
 
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("rank", (0, 1))
 def test_a_sequence_has_the_same_bits_alone_and_among_many(rank, transposed, pool):
-    case = Step(rank=rank, N=80, H=16, HV=16, K=128, V=128, dtype=torch.bfloat16, gate="softplus", slots=1, transposed=transposed, pool=pool)
+    case = Step(
+        rank=rank,
+        N=80,
+        H=16,
+        HV=16,
+        K=128,
+        V=128,
+        dtype=torch.bfloat16,
+        gate="softplus",
+        slots=1,
+        transposed=transposed,
+        pool=pool,
+    )
     p = case.problem(CUDA)
     start, flags = p.state.clone(), dict(transpose_state_layout=transposed, **USUAL)
     step = torch.ops.kda.recurrent_ if rank else torch.ops.gdn.recurrent_
@@ -50,18 +89,38 @@ def test_a_sequence_has_the_same_bits_alone_and_among_many(rank, transposed, poo
         o = step(*rows, p.state, p.state_indices, None, p.A_log, p.dt_bias, **flags)
         some = start.clone()
         for n in (0, 41, 78):
-            part = step(*[x[n : n + 2] for x in rows], some, p.state_indices[n : n + 2], None, p.A_log, p.dt_bias, **flags)
+            part = step(
+                *[x[n : n + 2] for x in rows],
+                some,
+                p.state_indices[n : n + 2],
+                None,
+                p.A_log,
+                p.dt_bias,
+                **flags,
+            )
             assert_identical(part, o[n : n + 2], "o")
             slots = p.state_indices[n : n + 2].long()
             assert_identical(some[slots], p.state[slots], "the states")
 
 
-@pytest.mark.parametrize("case", [
-    Step(N=0), Step(T=0), Step(HV=0, H=0), Step(V=0), Step(lengths=()), Step(lengths=(), tail=20, slots=1),
-    Step(lengths=(0, 0), state=False), Step(K=1, V=1, H=1, HV=3), Step(K=256, V=8, H=1, HV=1, transposed=True),
-    Step(T=17, H=1, HV=1, N=1), Step(lengths=(3, 0, 1), tail=40, slots=3, accepted=True),
-    Step(N=2200, H=1, HV=32, K=8, V=4, slots=1),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Step(N=0),
+        Step(T=0),
+        Step(HV=0, H=0),
+        Step(V=0),
+        Step(lengths=()),
+        Step(lengths=(), tail=20, slots=1),
+        Step(lengths=(0, 0), state=False),
+        Step(K=1, V=1, H=1, HV=3),
+        Step(K=256, V=8, H=1, HV=1, transposed=True),
+        Step(T=17, H=1, HV=1, N=1),
+        Step(lengths=(3, 0, 1), tail=40, slots=3, accepted=True),
+        Step(N=2200, H=1, HV=32, K=8, V=4, slots=1),
+    ],
+    ids=str,
+)
 def test_edges_meet_the_definition(case):
     assert_step(case, TRITON, CUDA)
 
@@ -74,9 +133,21 @@ def test_calls_that_look_alike_share_nothing_else():
 
 def _call(B: int, H: int = 4, K: int = 64, V: int = 64, T: int = 1, seed: int = 0):
     gen = torch.Generator(CUDA).manual_seed(seed)
-    q, k, v, g, beta = (torch.randn(s, device=CUDA, generator=gen).bfloat16() for s in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H, K), (B, T, H)))
-    A_log, dt_bias = torch.randn(H, device=CUDA, generator=gen), torch.randn(H, K, device=CUDA, generator=gen)
-    return (q, k, v, g, beta), dict(A_log=A_log, dt_bias=dt_bias, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+    q, k, v, g, beta = (
+        torch.randn(s, device=CUDA, generator=gen).bfloat16()
+        for s in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H, K), (B, T, H))
+    )
+    A_log, dt_bias = (
+        torch.randn(H, device=CUDA, generator=gen),
+        torch.randn(H, K, device=CUDA, generator=gen),
+    )
+    return (q, k, v, g, beta), dict(
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+    )
 
 
 @pytest.mark.parametrize("one", (False, True))
@@ -99,7 +170,10 @@ def test_a_captured_graph_replays_with_new_tokens_indices_and_offsets():
     (q, k, v, g, beta), flags = _call(12)
     packed = [x.transpose(0, 1).contiguous() for x in (q, k, v, g, beta)]  # one row of 12 tokens
     pool = torch.randn(20, 4, 64, 64, device=CUDA)
-    indices, cu_seqlens = torch.full((6,), -1, dtype=torch.int32, device=CUDA), torch.zeros(7, dtype=torch.int32, device=CUDA)
+    indices, cu_seqlens = (
+        torch.full((6,), -1, dtype=torch.int32, device=CUDA),
+        torch.zeros(7, dtype=torch.int32, device=CUDA),
+    )
 
     def decode(tensors, state):
         return kda_ops.recurrent_kda_(*tensors, state, indices, cu_seqlens=cu_seqlens, **flags)
@@ -110,7 +184,11 @@ def test_a_captured_graph_replays_with_new_tokens_indices_and_offsets():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             o = decode(packed, pool)
-        batches = ((1,) * 6, (3, 0, 7, 19, 2, 5)), ((4, 0, 3, 1, 0, 0), (0, 1, 2, 3, -1, -1)), ((0,) * 6, (-1,) * 6)
+        batches = (
+            ((1,) * 6, (3, 0, 7, 19, 2, 5)),
+            ((4, 0, 3, 1, 0, 0), (0, 1, 2, 3, -1, -1)),
+            ((0,) * 6, (-1,) * 6),
+        )
         for seed, (lengths, slots) in enumerate(batches):
             for x, new in zip(packed, _call(12, seed=seed + 1)[0]):
                 x.copy_(new.transpose(0, 1))
@@ -136,8 +214,23 @@ class _Layer(torch.nn.Module):
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("rank", (0, 1))
 def test_launches_that_overlap_see_the_work_of_those_before_them(rank, transposed):
-    """Two hundred tokens on a pool, each with the output of the one before it as its values: with a wait after each, without, and replayed."""
-    case = Step(rank=rank, N=8, H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, gate="softplus", slots=1, transposed=transposed, beta="sigmoid", l2norm=True)
+    """Two hundred tokens on a pool, each with the output of the one before it as its values: with a
+    wait after each, without, and replayed.
+    """
+    case = Step(
+        rank=rank,
+        N=8,
+        H=4,
+        HV=8,
+        K=128,
+        V=128,
+        dtype=torch.bfloat16,
+        gate="softplus",
+        slots=1,
+        transposed=transposed,
+        beta="sigmoid",
+        l2norm=True,
+    )
     p = case.problem(CUDA)
     start, values = p.state.clone(), p.v.clone()
     step = torch.ops.kda.recurrent_ if rank else torch.ops.gdn.recurrent_
@@ -146,7 +239,9 @@ def test_launches_that_overlap_see_the_work_of_those_before_them(rank, transpose
     def run(pool, wait):
         o = values
         for _ in range(200):
-            o = step(p.q, p.k, o, p.g, p.beta, pool, p.state_indices, None, p.A_log, p.dt_bias, **flags)
+            o = step(
+                p.q, p.k, o, p.g, p.beta, pool, p.state_indices, None, p.A_log, p.dt_bias, **flags
+            )
             if wait:
                 torch.cuda.synchronize()
         return o
@@ -181,21 +276,31 @@ def test_compiled_to_a_graph_with_the_state_as_a_buffer():
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_ten_thousand_steps_do_not_drift(pool):
-    """Against the definition in float64; the twin is the definition in float32 with its state rounded to the pool's dtype after every token."""
+    """Against the definition in float64; the twin is the definition in float32 with its state
+    rounded to the pool's dtype after every token.
+    """
     steps, H, K, V = 10_000, 2, 64, 64
     gen = torch.Generator(CUDA).manual_seed(1)
     q, k, v, g = (torch.randn(1, steps, H, d, device=CUDA, generator=gen) for d in (K, K, V, K))
-    q, k, g = (q / q.norm(dim=-1, keepdim=True)).bfloat16(), (k / k.norm(dim=-1, keepdim=True)).bfloat16(), -0.02 * g.abs()
+    q, k, g = (
+        (q / q.norm(dim=-1, keepdim=True)).bfloat16(),
+        (k / k.norm(dim=-1, keepdim=True)).bfloat16(),
+        -0.02 * g.abs(),
+    )
     v, beta = v.bfloat16(), torch.rand(1, steps, H, device=CUDA, generator=gen)
     state = torch.zeros(1, H, K, V, device=CUDA, dtype=pool)
-    ref, twin = torch.zeros(H, K, V, device=CUDA, dtype=torch.float64), torch.zeros(H, K, V, device=CUDA)
+    ref, twin = (
+        torch.zeros(H, K, V, device=CUDA, dtype=torch.float64),
+        torch.zeros(H, K, V, device=CUDA),
+    )
     outs, refs, twins = [], [], []
     graph, rows = torch.cuda.CUDAGraph(), (q, k, v, g, beta)
     token = [x[:, :1].clone() for x in rows]
     with torch.inference_mode():
         kda_ops.recurrent_kda_(*token, torch.zeros_like(state))
         for S in (ref, twin):
-            recur(S, *(x[0, 0].to(S.dtype) for x in token), 1.0)  # makes the handles that a capture may not
+            # makes the handles that a capture may not
+            recur(S, *(x[0, 0].to(S.dtype) for x in token), 1.0)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             o = kda_ops.recurrent_kda_(*token, state)

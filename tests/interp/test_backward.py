@@ -1,4 +1,6 @@
-"""The backward kernels under the Triton interpreter: each stage against its twin and the definition in float64, and the whole backward by the operator."""
+"""The backward kernels under the Triton interpreter: each stage against its twin and the definition
+in float64, and the whole backward by the operator.
+"""
 
 import importlib
 import os
@@ -7,7 +9,9 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip("needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True)
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
+    )
 
 import torch.distributed as dist
 import triton.language as tl
@@ -21,7 +25,12 @@ from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
 from tests.support.cases import Case
-from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget, oracle
+from tests.support.closeness import (
+    assert_all_identical,
+    assert_identical,
+    assert_meets_budget,
+    oracle,
+)
 from tests.support.small_beta import LIMIT, error, small_beta
 from tests.support.stage import Stages, assert_stage
 
@@ -30,16 +39,41 @@ HALF = torch.float16
 
 CASES = [
     Case(T=64, state=False),
-    Case(gate="reset", lengths=(0, 65, 1, 37), tail=3, dtype=HALF, K=24, V=40, H=1, HV=2, l2norm=True),
-    Case(gate="softplus", B=2, T=70, K=33, V=7, strides="fused", transposed=True, H=2, HV=2, keys="repeated", beta="none", l2norm=True),
-    Case(gate="bounded", dtype=HALF, strides="expanded", l2norm=True, keys="correlated", seed=1, narrow=True),
+    Case(
+        gate="reset", lengths=(0, 65, 1, 37), tail=3, dtype=HALF, K=24, V=40, H=1, HV=2, l2norm=True
+    ),
+    Case(
+        gate="softplus",
+        B=2,
+        T=70,
+        K=33,
+        V=7,
+        strides="fused",
+        transposed=True,
+        H=2,
+        HV=2,
+        keys="repeated",
+        beta="none",
+        l2norm=True,
+    ),
+    Case(
+        gate="bounded",
+        dtype=HALF,
+        strides="expanded",
+        l2norm=True,
+        keys="correlated",
+        seed=1,
+        narrow=True,
+    ),
     Case(gate="forget", K=70, V=1, H=1, HV=1),
     Case(gate="softplus", T=70, K=200, V=20, H=1, HV=1, l2norm=True),
     Case(gate="none", final=False),
     Case(gate="strong", K=96, V=70, l2norm=True, HV=1, keys="correlated", dtype=HALF),
     Case(gate="zero", T=1, scale=0.3),
 ]
-CASES += [Case(**{f: getattr(c, f) for f in c.__dataclass_fields__} | {"variant": "gdn"}) for c in CASES]
+CASES += [
+    Case(**{f: getattr(c, f) for f in c.__dataclass_fields__} | {"variant": "gdn"}) for c in CASES
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -57,10 +91,17 @@ def test_a_gradient_that_is_absent_is_zero(variant, do, dfinal, l2norm):
         assert_stage(stage, stages, TRITON)
 
 
-@pytest.mark.parametrize("case", [
-    Case(gate="strong", T=130, K=24, V=40), Case(gate="bounded", T=130, l2norm=True, beta="none"), Case(gate="none", T=70), Case(gate="softplus", T=70),
-    Case(gate="reset", T=130, H=1, HV=2),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(gate="strong", T=130, K=24, V=40),
+        Case(gate="bounded", T=130, l2norm=True, beta="none"),
+        Case(gate="none", T=70),
+        Case(gate="softplus", T=70),
+        Case(gate="reset", T=130, H=1, HV=2),
+    ],
+    ids=str,
+)
 def test_anchoring_where_the_decays_allow_it_changes_nothing_beyond_rounding(case, monkeypatch):
     full = Stages.build(case).run("gradient", TRITON)
     monkeypatch.setattr(tuning, "anchored", lambda p: True)
@@ -70,8 +111,13 @@ def test_anchoring_where_the_decays_allow_it_changes_nothing_beyond_rounding(cas
 
 @pytest.mark.parametrize("reach, level", ((1e3, 6), (3.0, 5), (1.9, 4), (1.2, 3), (0.5, 0)))
 def test_blocks_of_every_size_give_the_same(reach, level, monkeypatch):
-    """Rows of a chunk decay by 2^4.6, halves by 2^2.3, quarters by 2^1.2 or so: what may be anchored decides how the pairs are taken apart."""
-    stages, module = Stages.build(Case(T=64, H=1, HV=1)), importlib.import_module("kda_ops.backends.triton.gradient")
+    """Rows of a chunk decay by 2^4.6, halves by 2^2.3, quarters by 2^1.2 or so: what may be
+    anchored decides how the pairs are taken apart.
+    """
+    stages, module = (
+        Stages.build(Case(T=64, H=1, HV=1)),
+        importlib.import_module("kda_ops.backends.triton.gradient"),
+    )
     full, found = stages.run("gradient", TRITON), []
 
     def launch(kernel, programs, device, *args, **options):
@@ -100,25 +146,50 @@ def test_packed_tiles_lie_as_the_kernels_take_them():
 @pytest.mark.parametrize("need", ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"))
 def test_a_gradient_does_not_depend_on_which_others_are_needed(variant, need):
     stages = Stages.build(Case(variant=variant, T=37, gate="softplus", dtype=HALF, l2norm=True))
-    alone, full = stages.run("gradient", TRITON, need=frozenset((need,))), stages.run("gradient", TRITON)
+    alone, full = (
+        stages.run("gradient", TRITON, need=frozenset((need,))),
+        stages.run("gradient", TRITON),
+    )
     assert alone.keys() == {"d" + need}
     assert_identical(alone["d" + need], full["d" + need], need)
 
 
 def test_what_was_kept_for_another_policy_is_not_misread():
-    case = Case(T=70, K=16, V=24, H=1, HV=2, dtype=HALF, gate="softplus", beta="sigmoid", l2norm=True)
+    case = Case(
+        T=70, K=16, V=24, H=1, HV=2, dtype=HALF, gate="softplus", beta="sigmoid", l2norm=True
+    )
     inputs, flags = case.inputs().values(), case.flags() | {"need": [True] * len(GRADIENTS)}
     grads = []
     for keep in (False, True):
-        o, _, *kept = overload("kda", "chunk_fwd")(*inputs, **(case.flags() | {"disable_recompute": keep}))
-        grads.append(overload("kda", "chunk_bwd")(*case.cotangents(), *schemas.join_backward(kept, inputs, o), **flags))
+        o, _, *kept = overload("kda", "chunk_fwd")(
+            *inputs, **(case.flags() | {"disable_recompute": keep})
+        )
+        grads.append(
+            overload("kda", "chunk_bwd")(
+                *case.cotangents(), *schemas.join_backward(kept, inputs, o), **flags
+            )
+        )
     for a, b in zip(*grads):
         assert_identical(a, b, "a gradient")
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_recurrence_is_differentiable_with_nothing_kept(variant):
-    assert_meets_budget(Case(variant=variant, T=70, K=16, V=24, H=1, HV=2, dtype=HALF, gate="softplus", beta="sigmoid", l2norm=True), "recurrent")
+    assert_meets_budget(
+        Case(
+            variant=variant,
+            T=70,
+            K=16,
+            V=24,
+            H=1,
+            HV=2,
+            dtype=HALF,
+            gate="softplus",
+            beta="sigmoid",
+            l2norm=True,
+        ),
+        "recurrent",
+    )
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, HALF))
@@ -134,18 +205,35 @@ def test_a_unit_number_has_the_gradient_that_rounding_would_leave_nothing_of(var
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("need", (GRADIENTS, ("q",), ("k", "beta"), ("v",)), ids=",".join)
 def test_keeping_the_intermediates_changes_no_bit(variant, need):
-    case = Case(variant=variant, lengths=(0, 65, 1), tail=3, gate="softplus", dtype=HALF, l2norm=True, H=1, HV=1)
+    case = Case(
+        variant=variant,
+        lengths=(0, 65, 1),
+        tail=3,
+        gate="softplus",
+        dtype=HALF,
+        l2norm=True,
+        H=1,
+        HV=1,
+    )
     assert_all_identical(run(case, need=need), run(case, need=need, disable_recompute=True))
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_graph_that_knows_neither_output_nor_rows_among_what_is_kept_gets_the_same_gradients(variant):
+def test_a_graph_that_knows_neither_output_nor_rows_among_what_is_kept_gets_the_same_gradients(
+    variant,
+):
     case = Case(variant, T=37, dtype=HALF, l2norm=True, disable_recompute=True)
     inputs, flags = [*case.inputs().values()], case.flags() | {"need": [True] * len(GRADIENTS)}
     o, _, *kept = overload(variant, "chunk_fwd")(*inputs, **case.flags())
     assert (kept[-1].numel() > 0) == (variant == "kda")
-    every = [(*kept[:-1], *inputs), (*kept[:-1], *inputs, o), schemas.join_backward(kept, inputs, o)]
-    *others, want = (overload(variant, "chunk_bwd")(*case.cotangents(), *args, **flags) for args in every)
+    every = [
+        (*kept[:-1], *inputs),
+        (*kept[:-1], *inputs, o),
+        schemas.join_backward(kept, inputs, o),
+    ]
+    *others, want = (
+        overload(variant, "chunk_bwd")(*case.cotangents(), *args, **flags) for args in every
+    )
     for grads in others:
         for name, a, b in zip(GRADIENTS, grads, want):
             assert_identical(a, b, name)
@@ -167,7 +255,9 @@ def test_all_of_what_is_kept_is_written(variant):
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
     """The tail holds no number at all, and gets no gradient."""
-    case, inputs, cotangents, want = small_beta(variant, neg_eigval, lengths=(0, 64, 9), tail=5, K=32, V=32)
+    case, inputs, cotangents, want = small_beta(
+        variant, neg_eigval, lengths=(0, 64, 9), tail=5, K=32, V=32
+    )
     for keep in (False, True):
         got = run(case, inputs=inputs, cotangents=cotangents, disable_recompute=keep)
         assert error(got, want, "dbeta") < LIMIT and error(got, want, "dg") < LIMIT
@@ -183,7 +273,12 @@ def test_what_is_kept_travels_with_sharded_tensors(variant, l2norm):
     try:
         mesh, want = init_device_mesh("cpu", (1, 1)), run(case)
         axes = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "initial_state": 1}
-        inputs = {n: x if x is None else distribute_tensor(x, mesh, [Shard(0), Shard(axes[n])]).requires_grad_() for n, x in case.inputs().items()}
+        inputs = {
+            n: x
+            if x is None
+            else distribute_tensor(x, mesh, [Shard(0), Shard(axes[n])]).requires_grad_()
+            for n, x in case.inputs().items()
+        }
         o = overload(variant, "chunk")(*inputs.values(), **case.flags())[0]
         o.backward(distribute_tensor(case.cotangents()[0], mesh, [Shard(0), Shard(2)]))
         assert_identical(o.to_local(), want["o"], "o")
@@ -194,7 +289,12 @@ def test_what_is_kept_travels_with_sharded_tensors(variant, l2norm):
 
 
 def test_changing_an_output_that_backward_reads_is_noticed():
-    for changed, keep, l2norm in ((True, False, True), (True, True, False), (False, True, True), (True, True, True)):
+    for changed, keep, l2norm in (
+        (True, False, True),
+        (True, True, False),
+        (False, True, True),
+        (True, True, True),
+    ):
         case = Case(l2norm=l2norm, disable_recompute=keep)
         inputs = case.inputs()
         inputs["q"].requires_grad_()
@@ -221,7 +321,9 @@ def test_a_compiled_call_keeps_the_output_that_backward_reads(keep):
         leaves = [inputs[n].requires_grad_() for n in "qkv"]
         return torch.autograd.grad(call(*inputs.values()), leaves)
 
-    for name, a, b in zip("qkv", gradients(loss), gradients(torch.compile(loss, fullgraph=True, backend="aot_eager"))):
+    for name, a, b in zip(
+        "qkv", gradients(loss), gradients(torch.compile(loss, fullgraph=True, backend="aot_eager"))
+    ):
         assert_identical(a, b, name)
 
 
@@ -231,7 +333,10 @@ def test_a_gradient_of_any_stride_gives_the_same_bits(variant):
     inputs = case.inputs()
     do = torch.full((), 0.5, dtype=HALF).expand(1, 70, case.HV, case.V)
     dfinal = case.cotangents()[1]
-    a, b = run(case, inputs=inputs, cotangents=(do, dfinal)), run(case, inputs=inputs, cotangents=(do.contiguous(), dfinal.mT.contiguous().mT))
+    a, b = (
+        run(case, inputs=inputs, cotangents=(do, dfinal)),
+        run(case, inputs=inputs, cotangents=(do.contiguous(), dfinal.mT.contiguous().mT)),
+    )
     for name in a:
         assert_identical(a[name], b[name], name)
 
@@ -239,32 +344,110 @@ def test_a_gradient_of_any_stride_gives_the_same_bits(variant):
 @pytest.mark.parametrize("H", (1, 2))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_tokens_of_no_sequence_have_zero_gradient(variant, H):
-    case = Case(variant=variant, lengths=(3, 0, 64), tail=70, gate="bounded", beta="sigmoid", l2norm=True, H=H)
+    case = Case(
+        variant=variant,
+        lengths=(3, 0, 64),
+        tail=70,
+        gate="bounded",
+        beta="sigmoid",
+        l2norm=True,
+        H=H,
+    )
     got = run(case)
     for name in ("q", "k", "v", "g", "beta"):
         assert (got["d" + name][:, 67:] == 0).all(), name
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-@pytest.mark.parametrize("sizes", (dict(B=0), dict(T=0), dict(H=0, HV=0), dict(V=0), dict(lengths=()), dict(lengths=(), tail=5), dict(lengths=(0, 0))), ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    (
+        dict(B=0),
+        dict(T=0),
+        dict(H=0, HV=0),
+        dict(V=0),
+        dict(lengths=()),
+        dict(lengths=(), tail=5),
+        dict(lengths=(0, 0)),
+    ),
+    ids=str,
+)
 def test_nothing_to_do_gives_zero_gradients(variant, sizes):
     got = run(Case(variant=variant, gate="softplus", **sizes))
     for name, x in got.items():
         assert name in ("o", "final_state", "dinitial_state") or (x == 0).all(), name
 
 
-@pytest.mark.parametrize("case", [
-    Case(gate="bounded", dtype=HALF, l2norm=True, beta="sigmoid", keys="correlated", lengths=(0, 65, 1, 37), tail=3, H=1, HV=2, transposed=True),
-    Case(gate="softplus", l2norm=True, beta="neg_eigval", keys="repeated", H=2, HV=2, strides="fused", disable_recompute=True),
-    Case(gate="softplus", dtype=HALF, l2norm=True, beta="neg_eigval", H=2, HV=2, K=70, V=40, B=2, T=70),
-    Case(gate="reset", dtype=HALF, l2norm=True, H=2, HV=2, lengths=(0, 65, 1, 37), tail=3, keys="repeated", seed=3),
-    Case(variant="gdn", gate="bounded", dtype=HALF, l2norm=True, beta="sigmoid", keys="correlated", lengths=(0, 65, 1, 37), tail=3, H=1, HV=2),
-    Case(variant="gdn", gate="reset", beta="none", K=24, V=40, strides="expanded"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(
+            gate="bounded",
+            dtype=HALF,
+            l2norm=True,
+            beta="sigmoid",
+            keys="correlated",
+            lengths=(0, 65, 1, 37),
+            tail=3,
+            H=1,
+            HV=2,
+            transposed=True,
+        ),
+        Case(
+            gate="softplus",
+            l2norm=True,
+            beta="neg_eigval",
+            keys="repeated",
+            H=2,
+            HV=2,
+            strides="fused",
+            disable_recompute=True,
+        ),
+        Case(
+            gate="softplus",
+            dtype=HALF,
+            l2norm=True,
+            beta="neg_eigval",
+            H=2,
+            HV=2,
+            K=70,
+            V=40,
+            B=2,
+            T=70,
+        ),
+        Case(
+            gate="reset",
+            dtype=HALF,
+            l2norm=True,
+            H=2,
+            HV=2,
+            lengths=(0, 65, 1, 37),
+            tail=3,
+            keys="repeated",
+            seed=3,
+        ),
+        Case(
+            variant="gdn",
+            gate="bounded",
+            dtype=HALF,
+            l2norm=True,
+            beta="sigmoid",
+            keys="correlated",
+            lengths=(0, 65, 1, 37),
+            tail=3,
+            H=1,
+            HV=2,
+        ),
+        Case(variant="gdn", gate="reset", beta="none", K=24, V=40, strides="expanded"),
+    ],
+    ids=str,
+)
 def test_the_whole_backward_meets_its_budget(case):
     assert_meets_budget(case)
 
 
 def test_every_gradient_is_asked_of_the_kernels():
     assert set(GRADIENTS) == {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"}
-    assert importlib.import_module("kda_ops.backends.triton.gradient_keys").tables(torch.device("cpu")).sum() == -64 * (63 + 7 + 15 + 31 + 63)
+    assert importlib.import_module("kda_ops.backends.triton.gradient_keys").tables(
+        torch.device("cpu")
+    ).sum() == -64 * (63 + 7 + 15 + 31 + 63)

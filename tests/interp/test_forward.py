@@ -1,4 +1,6 @@
-"""The chunk kernels under the Triton interpreter: any legal forward call against the definition in float64, and the laws that hold bit by bit."""
+"""The chunk kernels under the Triton interpreter: any legal forward call against the definition in
+float64, and the laws that hold bit by bit.
+"""
 
 import os
 import sys
@@ -9,7 +11,9 @@ import torch
 from hypothesis import given, settings
 
 if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip("needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True)
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
+    )
 
 from kda_ops import dispatch
 from kda_ops.backends import activations
@@ -19,7 +23,14 @@ from kda_ops.problem import SAFE_BOUND, Problem
 from tests import test_pools
 from tests.support.calls import forward, run
 from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, cases, replace
-from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, assert_meets_budget, oracle, twin
+from tests.support.closeness import (
+    assert_all_close,
+    assert_all_identical,
+    assert_identical,
+    assert_meets_budget,
+    oracle,
+    twin,
+)
 from tests.support.pools import Pool
 
 TRITON = dispatch.load("triton")
@@ -42,14 +53,29 @@ def test_any_call_meets_the_definition(case):
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_every_gate(variant, gate, dtype):
-    assert_forward(replace(SMALL, variant=variant, gate=gate, dtype=dtype, beta="sigmoid", l2norm=True))
+    assert_forward(
+        replace(SMALL, variant=variant, gate=gate, dtype=dtype, beta="sigmoid", l2norm=True)
+    )
 
 
-@pytest.mark.parametrize("rows, gate", ((32, "bounded"), (32, "strong"), (8, "softplus"), (8, "strong"), (8, "zero"), (8, "reset"), (8, "forget")))
+@pytest.mark.parametrize(
+    "rows, gate",
+    (
+        (32, "bounded"),
+        (32, "strong"),
+        (8, "softplus"),
+        (8, "strong"),
+        (8, "zero"),
+        (8, "reset"),
+        (8, "forget"),
+    ),
+)
 @pytest.mark.parametrize("K", (40, 130))
 def test_rows_that_share_an_anchor_change_nothing_beyond_rounding(K, rows, gate, monkeypatch):
     """The way of bf16, on operands in fp32, since the interpreter has no products of bf16."""
-    case = replace(SMALL, gate=gate, safe_gate=gate == "strong", beta="sigmoid", l2norm=True, K=K, T=100)
+    case = replace(
+        SMALL, gate=gate, safe_gate=gate == "strong", beta="sigmoid", l2norm=True, K=K, T=100
+    )
     full = forward(case)
     monkeypatch.setattr(tuning, "anchored_rows", lambda p: rows)
     for name, x in forward(case).items():
@@ -58,17 +84,25 @@ def test_rows_that_share_an_anchor_change_nothing_beyond_rounding(K, rows, gate,
 
 @pytest.mark.parametrize("rows", (1, 8, 32))
 def test_a_row_of_a_chunk_has_the_same_bits_whatever_comes_later(rows, monkeypatch):
-    case = replace(SMALL, gate="bounded" if rows == 32 else "weak", beta="sigmoid", l2norm=True, T=64)
+    case = replace(
+        SMALL, gate="bounded" if rows == 32 else "weak", beta="sigmoid", l2norm=True, T=64
+    )
     monkeypatch.setattr(tuning, "anchored_rows", lambda p: rows)
     tiles = []
     for later in (0, 5, 6, 7, 47):
         given = case.inputs()
         given["g"][:, later:] *= 0.5 if later else 1.0
-        tiles.append((later, TRITON.prepare(Problem.parse(case.rank, *given.values(), **case.flags()))))
+        tiles.append(
+            (later, TRITON.prepare(Problem.parse(case.rank, *given.values(), **case.flags())))
+        )
     (_, whole), *others = tiles
     for later, tile in others:
         for name in ("P", "A", "w", "qg"):
-            assert_identical(getattr(tile, name)[:, :, :later], getattr(whole, name)[:, :, :later], f"{name} before row {later}")
+            assert_identical(
+                getattr(tile, name)[:, :, :later],
+                getattr(whole, name)[:, :, :later],
+                f"{name} before row {later}",
+            )
 
 
 @pytest.mark.parametrize("rows", (1, 8, 32))
@@ -85,21 +119,33 @@ def test_long_keys_with_a_small_beta_leave_numbers(rows, monkeypatch):
 
 @pytest.mark.parametrize("rows", (1, 8))
 def test_the_diagonal_of_the_scores_is_not_rounded_as_an_operand(rows, monkeypatch):
-    """Where decays are given; at a floor that fp16 operands hold, for the interpreter has no products of bf16."""
+    """Where decays are given; at a floor that fp16 operands hold, for the interpreter has no
+    products of bf16.
+    """
     case = replace(SMALL, gate="weak", dtype=torch.float16, T=64)
     monkeypatch.setattr(tuning, "anchored_rows", lambda p: rows)
     monkeypatch.setattr(tuning, "FLOOR", -0.5)
     given = case.inputs()
     for name in "qk":
-        given[name] = torch.randint(-3, 4, given[name].shape, generator=torch.Generator().manual_seed(ord(name))).half()
-    tile = TRITON.prepare(Problem.parse(case.rank, *given.values(), **case.flags() | dict(scale=1.0)))
-    want = (given["q"].float() * given["k"].float()).sum(-1).half()[0].mT  # sums of small integers, which are exact
+        given[name] = torch.randint(
+            -3, 4, given[name].shape, generator=torch.Generator().manual_seed(ord(name))
+        ).half()
+    tile = TRITON.prepare(
+        Problem.parse(case.rank, *given.values(), **case.flags() | dict(scale=1.0))
+    )
+    # sums of small integers, which are exact
+    want = (given["q"].float() * given["k"].float()).sum(-1).half()[0].mT
     assert_identical(tile.P[0].diagonal(dim1=-2, dim2=-1), want, "diagonal")
 
 
-@pytest.mark.parametrize("beta, never, hardly", (("given", 0.0, (1e-39, -1e-42, 1.17e-38)), ("sigmoid", -torch.inf, (-87.5, -88.0, -100.0))))
+@pytest.mark.parametrize(
+    "beta, never, hardly",
+    (("given", 0.0, (1e-39, -1e-42, 1.17e-38)), ("sigmoid", -torch.inf, (-87.5, -88.0, -100.0))),
+)
 def test_a_beta_that_is_no_normal_number_is_as_good_as_zero(beta, never, hardly):
-    """A kernel that took its reciprocal, which is infinite, would leave no number in the whole head."""
+    """A kernel that took its reciprocal, which is infinite, would leave no number in the whole
+    head.
+    """
     case = replace(SMALL, gate="weak", beta=beta, l2norm=True)
     want, got = case.inputs(), case.inputs()
     for row, x in enumerate(hardly):
@@ -107,14 +153,25 @@ def test_a_beta_that_is_no_normal_number_is_as_good_as_zero(beta, never, hardly)
     found = run(case, inputs=got)
     for name, x in run(case, inputs=want).items():
         assert x.isfinite().all()
-        torch.testing.assert_close(found[name], x, rtol=0.0, atol=1e-30, msg=name)  # 8 10^7 times the greatest of these betas
+        # 8 10^7 times the greatest of these betas
+        torch.testing.assert_close(found[name], x, rtol=0.0, atol=1e-30, msg=name)
 
 
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("beta", ("none", "neg_eigval"))
 def test_every_inverse_survives_repeated_keys(beta, keys):
     assert_forward(replace(SMALL, gate="zero", keys=keys, beta=beta, l2norm=True))
-    assert_forward(replace(SMALL, variant="gdn", dtype=torch.float16, gate="weak", keys=keys, beta="sigmoid", l2norm=True))
+    assert_forward(
+        replace(
+            SMALL,
+            variant="gdn",
+            dtype=torch.float16,
+            gate="weak",
+            keys=keys,
+            beta="sigmoid",
+            l2norm=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
@@ -125,10 +182,26 @@ def test_packed_sequences_and_the_tail(variant):
 @pytest.mark.parametrize("strides", STRIDES)
 def test_any_strides(strides):
     assert_forward(replace(SMALL, strides=strides, H=2, HV=4, K=20, V=33, gate="softplus"))
-    assert_forward(replace(SMALL, strides=strides, H=2, HV=4, K=20, V=33, gate="bounded", variant="gdn", B=2, T=37))
+    assert_forward(
+        replace(
+            SMALL, strides=strides, H=2, HV=4, K=20, V=33, gate="bounded", variant="gdn", B=2, T=37
+        )
+    )
 
 
-@pytest.mark.parametrize("empty", (dict(T=0), dict(B=0), dict(H=0, HV=0), dict(V=0), dict(lengths=()), dict(lengths=(), tail=5), dict(lengths=(0, 0))), ids=str)
+@pytest.mark.parametrize(
+    "empty",
+    (
+        dict(T=0),
+        dict(B=0),
+        dict(H=0, HV=0),
+        dict(V=0),
+        dict(lengths=()),
+        dict(lengths=(), tail=5),
+        dict(lengths=(0, 0)),
+    ),
+    ids=str,
+)
 def test_empty_calls(empty):
     for variant in ("kda", "gdn"):
         got = forward(replace(SMALL, variant=variant, **empty))
@@ -144,20 +217,47 @@ def test_any_width(K, V):
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
-    case = replace(SMALL, variant=variant, gate="softplus", dtype=torch.float16, beta="sigmoid", l2norm=True, lengths=(100, 30), final=False)
+    case = replace(
+        SMALL,
+        variant=variant,
+        gate="softplus",
+        dtype=torch.float16,
+        beta="sigmoid",
+        l2norm=True,
+        lengths=(100, 30),
+        final=False,
+    )
     inputs = case.inputs()
-    other = {n: x if x is None or n in ("A_log", "dt_bias", "initial_state", "cu_seqlens") else x.clone() for n, x in inputs.items()}
+    other = {
+        n: x if x is None or n in ("A_log", "dt_bias", "initial_state", "cu_seqlens") else x.clone()
+        for n, x in inputs.items()
+    }
     for n in ("q", "k", "v", "g", "beta"):
         other[n][:, 80:] = other[n][:, 80:].flip(1) * 0.5
-    assert_identical(forward(case, inputs=inputs)["o"][:, :80], forward(case, inputs=other)["o"][:, :80])
+    assert_identical(
+        forward(case, inputs=inputs)["o"][:, :80], forward(case, inputs=other)["o"][:, :80]
+    )
 
 
-@pytest.mark.parametrize("case", [
-    replace(SMALL, dtype=torch.float16, beta="sigmoid", l2norm=True),
-    replace(SMALL, dtype=torch.float16, gate="softplus", lengths=(100, 0, 30), K=160, V=24, H=1, HV=2),
-    replace(SMALL, dtype=torch.float16, gate="strong", beta="none"),
-    replace(SMALL, variant="gdn", dtype=torch.float16, beta="sigmoid", l2norm=True),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(SMALL, dtype=torch.float16, beta="sigmoid", l2norm=True),
+        replace(
+            SMALL,
+            dtype=torch.float16,
+            gate="softplus",
+            lengths=(100, 0, 30),
+            K=160,
+            V=24,
+            H=1,
+            HV=2,
+        ),
+        replace(SMALL, dtype=torch.float16, gate="strong", beta="none"),
+        replace(SMALL, variant="gdn", dtype=torch.float16, beta="sigmoid", l2norm=True),
+    ],
+    ids=str,
+)
 def test_what_is_kept_of_the_pairs_gives_the_same_bits(case):
     p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
     made, pack = TRITON.prepare(p, norms=True), case.rank == 1
@@ -181,25 +281,46 @@ def test_rows_that_share_an_anchor_are_kept_likewise(monkeypatch):
             assert_identical(getattr(again, name), getattr(made, name), name)
 
 
-@pytest.mark.parametrize("case", (
-    Case(T=200, state=False), Case(T=130, dtype=torch.float16, l2norm=True, state=False, H=1, HV=1),
-    Case(T=193, dtype=torch.float16, l2norm=True, disable_recompute=True, transposed=True, H=1, HV=1),
-), ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    (
+        Case(T=200, state=False),
+        Case(T=130, dtype=torch.float16, l2norm=True, state=False, H=1, HV=1),
+        Case(
+            T=193,
+            dtype=torch.float16,
+            l2norm=True,
+            disable_recompute=True,
+            transposed=True,
+            H=1,
+            HV=1,
+        ),
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypatch):
-    """Whether a scan finds them in time or another one goes on where it stopped; and only where one sequence starts from a state of its own, and is long
-    enough.
+    """Whether a scan finds them in time or another one goes on where it stopped; and only where one
+    sequence starts from a state of its own, and is long enough.
     """
     case = replace(case, variant=variant, B=1, beta="sigmoid")
-    call = forward if case.dtype is torch.float32 else run  # what backward reads was made beside the scan too: A and P, and with disable_recompute all
+    # what backward reads was made beside the scan too: A and P, and with disable_recompute all
+    call = forward if case.dtype is torch.float32 else run
     whole = call(case)
     for ahead in (1, (case.T - 1) // 64):
         monkeypatch.setattr(tuning, "FORCED_AHEAD", ahead)
         assert_all_identical(whole, call(case))
-        for other in (case, replace(case, T=64 * ahead), replace(case, B=2), replace(case, lengths=(0, 200), tail=0)):
+        for other in (
+            case,
+            replace(case, T=64 * ahead),
+            replace(case, B=2),
+            replace(case, lengths=(0, 200), tail=0),
+        ):
             p = Problem.parse(other.rank, *other.inputs().values(), **other.flags())
             assert tuning.ahead(p) == (ahead if other is case else None)
-        tile = TRITON.prepare(Problem.parse(case.rank, *case.inputs().values(), **case.flags()), overlap=True)
+        tile = TRITON.prepare(
+            Problem.parse(case.rank, *case.inputs().values(), **case.flags()), overlap=True
+        )
         assert tile.until == ahead and not tile.ready.any()
 
         @dataclass
@@ -215,18 +336,28 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypa
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_pool_keeps_the_state_that_a_scan_has_to_start_from_again(variant, monkeypatch):
-    """Where a scan that follows `prepare` has missed a tile, nothing is written to the slot that it also began with."""
+    """Where a scan that follows `prepare` has missed a tile, nothing is written to the slot that it
+    also began with.
+    """
     monkeypatch.setattr(tuning, "FORCED_AHEAD", 1)
     case = Case(variant=variant, B=1, T=150, state=False, final=False, dtype=torch.float32)
-    test_pools.test_a_call_on_a_pool_is_the_functional_call_on_its_slots.hypothesis.inner_test(pool=Pool(case, "chunk_", False, ()))
+    test_pools.test_a_call_on_a_pool_is_the_functional_call_on_its_slots.hypothesis.inner_test(
+        pool=Pool(case, "chunk_", False, ())
+    )
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_cuts_for_gpus_before_hopper_are_right(variant, monkeypatch):
     case = replace(SMALL, variant=variant, dtype=torch.float16, K=64, V=70, T=130, HV=2)
-    options = {n: tuning.table(n, Problem.parse(case.rank, *case.inputs().values(), **case.flags())) for n in ("scan_tiles", "gradient_rows")}
+    options = {
+        n: tuning.table(n, Problem.parse(case.rank, *case.inputs().values(), **case.flags()))
+        for n in ("scan_tiles", "gradient_rows")
+    }
     monkeypatch.setattr(tuning, "ASSUMED", 8)
-    now = {n: tuning.table(n, Problem.parse(case.rank, *case.inputs().values(), **case.flags())) for n in options}
+    now = {
+        n: tuning.table(n, Problem.parse(case.rank, *case.inputs().values(), **case.flags()))
+        for n in options
+    }
     assert all(now[n].block_v < options[n].block_v for n in options)
     assert_meets_budget(case)
 
@@ -235,41 +366,81 @@ def test_the_cuts_for_gpus_before_hopper_are_right(variant, monkeypatch):
 @pytest.mark.parametrize("lower_bound", (None, -5.0))
 @pytest.mark.parametrize("rank", (0, 1))
 def test_gate_alone(rank, lower_bound, dtype):
-    """Of so many tokens that several programs share the sums of the parameters' gradients, which are rounded once."""
+    """Of so many tokens that several programs share the sums of the parameters' gradients, which
+    are rounded once.
+    """
     gen = torch.Generator().manual_seed(rank)
     shape = (2, 700, 2, 20) if rank else (2, 17000, 2)
-    g, A_log, dt_bias = (x.to(dtype) for x in (4 * torch.randn(shape, generator=gen), torch.randn(2, generator=gen), torch.randn(shape[2:], generator=gen)))
-    g, dy = g.transpose(1, 2).contiguous().transpose(1, 2), torch.randn((*shape, 2), generator=gen)[..., 0]
+    g, A_log, dt_bias = (
+        x.to(dtype)
+        for x in (
+            4 * torch.randn(shape, generator=gen),
+            torch.randn(2, generator=gen),
+            torch.randn(shape[2:], generator=gen),
+        )
+    )
+    g, dy = (
+        g.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.randn((*shape, 2), generator=gen)[..., 0],
+    )
     dt_bias = dt_bias.mT.contiguous().mT if rank else dt_bias
     wide = [x.double() for x in (g, A_log, dt_bias)]
-    torch.testing.assert_close(TRITON.gate(g, A_log, dt_bias, lower_bound, rank).double(), activations.gate(*wide, lower_bound, rank), rtol=1e-5, atol=1e-5)
-    got, want = TRITON.gate_backward(dy, g, A_log, dt_bias, lower_bound, rank), activations.gate_backward(dy.double(), *wide, lower_bound, rank)
+    torch.testing.assert_close(
+        TRITON.gate(g, A_log, dt_bias, lower_bound, rank).double(),
+        activations.gate(*wide, lower_bound, rank),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    got, want = (
+        TRITON.gate_backward(dy, g, A_log, dt_bias, lower_bound, rank),
+        activations.gate_backward(dy.double(), *wide, lower_bound, rank),
+    )
     for x, y in zip(got, want):
         assert x.dtype is dtype
-        torch.testing.assert_close(x.double(), y, rtol=1e-4 if dtype is torch.float32 else 6e-4, atol=1e-6 * y.abs().max().item() + 1e-4)
+        torch.testing.assert_close(
+            x.double(),
+            y,
+            rtol=1e-4 if dtype is torch.float32 else 6e-4,
+            atol=1e-6 * y.abs().max().item() + 1e-4,
+        )
 
 
 def test_parameters_of_the_gate_need_not_be_contiguous():
     case = replace(SMALL, H=2, HV=2, gate="softplus", beta="sigmoid")
     inputs = case.inputs()
-    apart = inputs | {"A_log": torch.stack((inputs["A_log"], inputs["A_log"] + 9), -1)[:, 0], "dt_bias": inputs["dt_bias"].mT.contiguous().mT}
+    apart = inputs | {
+        "A_log": torch.stack((inputs["A_log"], inputs["A_log"] + 9), -1)[:, 0],
+        "dt_bias": inputs["dt_bias"].mT.contiguous().mT,
+    }
     assert not (apart["A_log"].is_contiguous() or apart["dt_bias"].is_contiguous())
     assert_all_identical(forward(case, inputs=apart), forward(case, inputs=inputs))
-    assert_all_identical(run(case, "recurrent", inputs=apart), run(case, "recurrent", inputs=inputs))
+    assert_all_identical(
+        run(case, "recurrent", inputs=apart), run(case, "recurrent", inputs=inputs)
+    )
 
 
 def test_rows_too_far_apart_for_32_bits_are_copied():
     from kda_ops.backends.triton.tile import fit
 
-    far, near = (torch.empty_strided((1, 64, 1, 8), (1, step, 8, 1), device="meta") for step in (2**31 // 63 + 1, 2**31 // 63 - 1))
+    far, near = (
+        torch.empty_strided((1, 64, 1, 8), (1, step, 8, 1), device="meta")
+        for step in (2**31 // 63 + 1, 2**31 // 63 - 1)
+    )
     assert fit(far).is_contiguous() and fit(near) is near and fit(None) is None
-    far, near = (torch.empty_strided((1, 64, 4), (1, step, 1), device="meta") for step in (2**31 // 63 + 1, 2**31 // 63 - 1))
+    far, near = (
+        torch.empty_strided((1, 64, 4), (1, step, 1), device="meta")
+        for step in (2**31 // 63 + 1, 2**31 // 63 - 1)
+    )
     assert fit(far).is_contiguous() and fit(near) is near
 
 
 def test_a_promise_without_a_bound_promises_nothing(monkeypatch):
-    """bf16 would let the halves of a chunk share an anchor if it trusted the promise, and these decays go far below what an anchor holds."""
-    monkeypatch.setattr(tuning, "centred", lambda p: p.gate_bound is not None and p.gate_bound >= SAFE_BOUND)
+    """bf16 would let the halves of a chunk share an anchor if it trusted the promise, and these
+    decays go far below what an anchor holds.
+    """
+    monkeypatch.setattr(
+        tuning, "centred", lambda p: p.gate_bound is not None and p.gate_bound >= SAFE_BOUND
+    )
     case = replace(SMALL, gate="softplus", beta="sigmoid", l2norm=True)
     inputs = case.inputs()
     inputs["g"] += 10.0

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip("needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True)
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
+    )
 
 import triton
 import triton.language as tl
@@ -51,7 +53,18 @@ def test_slices_reduce_as_elements_do(monkeypatch, dtype, shape, axis, keep):
 def test_a_condition_for_all_of_a_tile_is_one():
     """It is the mask of a load or a store, for which Triton 3.9 takes no numbers."""
     for value in (True, False):
-        found = interpreter_builder.create_splat(tl.block_type(tl.int1, [4]), TensorHandle(np.array([value]), tl.int32))  # as a comparison leaves it
-        assert found.dtype == tl.int1 and found.data.dtype == np.bool_ and found.data.tolist() == [value] * 4
-    found = interpreter_builder.create_splat(tl.block_type(tl.int32, [4]), TensorHandle(np.array([7], dtype=np.int32), tl.int32))
-    assert found.dtype == tl.int32 and found.data.dtype == np.int32 and found.data.tolist() == [7] * 4
+        # as a comparison leaves it
+        found = interpreter_builder.create_splat(
+            tl.block_type(tl.int1, [4]), TensorHandle(np.array([value]), tl.int32)
+        )
+        assert (
+            found.dtype == tl.int1
+            and found.data.dtype == np.bool_
+            and found.data.tolist() == [value] * 4
+        )
+    found = interpreter_builder.create_splat(
+        tl.block_type(tl.int32, [4]), TensorHandle(np.array([7], dtype=np.int32), tl.int32)
+    )
+    assert (
+        found.dtype == tl.int32 and found.data.dtype == np.int32 and found.data.tolist() == [7] * 4
+    )

@@ -1,4 +1,6 @@
-"""``python -m kda_ops tune`` times a candidate only after its results were right, and the same twice."""
+"""``python -m kda_ops tune`` times a candidate only after its results were right, and the same
+twice.
+"""
 
 import json
 import os
@@ -8,7 +10,9 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip("needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True)
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
+    )
 
 from kda_ops.backends import triton as kernels
 from kda_ops.backends.triton import tuning
@@ -47,20 +51,36 @@ def test_what_is_wrong_fails_or_varies_gets_no_time(rank, kernel, monkeypatch, c
     timed = []
     monkeypatch.setattr(kernels, "scan", scan)
     monkeypatch.setattr(tune, "_options", options)
-    monkeypatch.setattr(tune, "median_ms", lambda call, device: timed.append(device) or call() and 3.0)
+    monkeypatch.setattr(
+        tune, "median_ms", lambda call, device: timed.append(device) or call() and 3.0
+    )
     chosen = {"a row of another kernel": asdict(tuning.Options(16))}
     tune.measure(kernel, CALL | {"rank": rank}, chosen, [4])
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     tried, found = said[::2], said[1::2]
-    assert [t["place"] for t in tried] == [f["place"] for f in found] == [0, 1, 2, 3, 5]  # the fourth was tried before
-    assert [t["options"]["warps"] for t in tried] == [4, 8, 16, 32, 1] and len({t["name"] for t in tried}) == 1
+    # the fourth was tried before
+    assert [t["place"] for t in tried] == [f["place"] for f in found] == [0, 1, 2, 3, 5]
+    assert [t["options"]["warps"] for t in tried] == [4, 8, 16, 32, 1] and len(
+        {t["name"] for t in tried}
+    ) == 1
     assert [f["ms"] for f in found] == [3.0, None, None, None, 3.0] and timed == ["cpu"] * 2
-    assert [f["why"] for f in found] == [None, "wrong results", "wrong results", "RuntimeError", None]
+    assert [f["why"] for f in found] == [
+        None,
+        "wrong results",
+        "wrong results",
+        "RuntimeError",
+        None,
+    ]
     assert tuning.tuned()["a row of another kernel"] == tuning.Options(16)
 
 
 def test_the_table_stands_first_among_the_options():
-    for rank, kernel in ((1, "prepare_kda"), (1, "scan_tiles"), (0, "prepare_gdn"), (0, "scan_rows")):
+    for rank, kernel in (
+        (1, "prepare_kda"),
+        (1, "scan_tiles"),
+        (0, "prepare_gdn"),
+        (0, "scan_rows"),
+    ):
         p = tune.Check(rank, 16, 16, torch.float32, "bound", "cpu").p
         found = tune._options(kernel, p)
         assert found[0] == tuning.table(kernel, p) and len(set(found)) == len(found) > 4

@@ -14,5 +14,16 @@ def case(op="kda", pass_="fwd", gate="weak", setting=SMALL, **words):
 
 
 def row(**changed):
-    base = dict(op="kda", setting=SMALL, gate="weak", state="fp32", layout="kv", peer="fla", ours_ms=1.0, peer_ms=2.0, ours_error=1e-3, peer_error=1e-3)
+    base = dict(
+        op="kda",
+        setting=SMALL,
+        gate="weak",
+        state="fp32",
+        layout="kv",
+        peer="fla",
+        ours_ms=1.0,
+        peer_ms=2.0,
+        ours_error=1e-3,
+        peer_error=1e-3,
+    )
     return {"op": "kda", "pass": "fwd"} | base | {"also": {}} | changed

@@ -1,4 +1,6 @@
-"""How the suite calls an operator: forward and backward into one dictionary, so that two calls can be compared name by name."""
+"""How the suite calls an operator: forward and backward into one dictionary, so that two calls can
+be compared name by name.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def overload(variant: str, name: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops, variant), name).default
 
 
-def forward(case: Case, op: str = "chunk", inputs: Tensors | None = None, **flags: object) -> Results:
+def forward(
+    case: Case, op: str = "chunk", inputs: Tensors | None = None, **flags: object
+) -> Results:
     """o, and final_state where the case asks for it, without autograd."""
     inputs = case.inputs(TARGET.device) if inputs is None else inputs
     with torch.no_grad():
@@ -28,26 +32,59 @@ def forward(case: Case, op: str = "chunk", inputs: Tensors | None = None, **flag
     return {"o": o, "final_state": final_state} if final_state.dim() > 1 else {"o": o}
 
 
-def run(case: Case, op: str = "chunk", inputs: Tensors | None = None, need: Iterable[str] = GRADIENTS, cotangents=None, **flags: object) -> Results:
-    """o, final_state where the case asks for it, and ``d`` + name for every input in `need` that the case gives."""
+def run(
+    case: Case,
+    op: str = "chunk",
+    inputs: Tensors | None = None,
+    need: Iterable[str] = GRADIENTS,
+    cotangents=None,
+    **flags: object,
+) -> Results:
+    """o, final_state where the case asks for it, and ``d`` + name for every input in `need` that
+    the case gives.
+    """
     inputs = case.inputs(TARGET.device) if inputs is None else inputs
-    leaves = {n: x.detach().requires_grad_() for n, x in inputs.items() if x is not None and n in frozenset(need)}
-    o, final_state = overload(case.variant, op)(*(inputs | leaves).values(), **(case.flags(op) | flags))
+    leaves = {
+        n: x.detach().requires_grad_()
+        for n, x in inputs.items()
+        if x is not None and n in frozenset(need)
+    }
+    o, final_state = overload(case.variant, op)(
+        *(inputs | leaves).values(), **(case.flags(op) | flags)
+    )
     do, dfinal_state = case.cotangents(o.device) if cotangents is None else cotangents
-    outs = {"o": (o, do)} | ({"final_state": (final_state, dfinal_state)} if final_state.dim() > 1 else {})
-    grads = torch.autograd.grad([x for x, _ in outs.values()], list(leaves.values()), [d for _, d in outs.values()])
-    return {n: x.detach() for n, (x, _) in outs.items()} | {"d" + n: d for n, d in zip(leaves, grads)}
+    outs = {"o": (o, do)} | (
+        {"final_state": (final_state, dfinal_state)} if final_state.dim() > 1 else {}
+    )
+    grads = torch.autograd.grad(
+        [x for x, _ in outs.values()], list(leaves.values()), [d for _, d in outs.values()]
+    )
+    return {n: x.detach() for n, (x, _) in outs.items()} | {
+        "d" + n: d for n, d in zip(leaves, grads)
+    }
 
 
-def run_stages(backend: Backend, p: Problem, cotangents: tuple[Tensor, Tensor], need: Iterable[str] = GRADIENTS, step: bool = False) -> Results:
-    """The same dictionary from the stages of one backend, in order, with no operator, dispatch or autograd around them."""
-    given = frozenset(n for n in need if getattr(p, "state" if n == "initial_state" else n) is not None)
+def run_stages(
+    backend: Backend,
+    p: Problem,
+    cotangents: tuple[Tensor, Tensor],
+    need: Iterable[str] = GRADIENTS,
+    step: bool = False,
+) -> Results:
+    """The same dictionary from the stages of one backend, in order, with no operator, dispatch or
+    autograd around them.
+    """
+    given = frozenset(
+        n for n in need if getattr(p, "state" if n == "initial_state" else n) is not None
+    )
     o, final_state = p.new_output(), p.new_final_state()
     if step:
         backend.step(p, o, final_state)
     tile = backend.prepare(p, norms=True)
     trace = backend.scan(p, tile, None if step else o, None if step else final_state, keep=True)
-    reverse = backend.reverse_scan(p, tile, cotangents[0], cotangents[1] if p.output_final_state else None, given)
+    reverse = backend.reverse_scan(
+        p, tile, cotangents[0], cotangents[1] if p.output_final_state else None, given
+    )
     grads = backend.gradient(p, tile, trace, cotangents[0], reverse, given)
     outs = {"o": o} | ({"final_state": final_state} if p.output_final_state else {})
     return outs | {"d" + n: getattr(grads, n) for n in GRADIENTS if n in given}

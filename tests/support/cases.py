@@ -1,7 +1,8 @@
 """One call to an operator, as data: printable, hashable, and the same tensors every time.
 
-`Case` holds what makes a call hard (sizes, packing, strides, gates, keys) and builds its tensors from ``torch.Generator(seed)``; hypothesis
-finds cases through `cases`, and a failure it finds can be pasted into an ``@example``.
+`Case` holds what makes a call hard (sizes, packing, strides, gates, keys) and builds its tensors
+from ``torch.Generator(seed)``; hypothesis finds cases through `cases`, and a failure it finds can
+be pasted into an ``@example``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Tensors = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Case:
-    """A call to `chunk` or `recurrent`. `lengths` packs sequences into one row, followed by `tail` tokens of no sequence."""
+    """A call to `chunk` or `recurrent`. `lengths` packs sequences into one row, followed by `tail`
+    tokens of no sequence.
+    """
 
     variant: str = "kda"
     B: int = 1
@@ -87,13 +90,24 @@ class Case:
     @property
     def state_shape(self) -> tuple[int, ...]:
         """The shape of states in the layout of the call."""
-        return (self.N, self.HV, self.V, self.K) if self.transposed else (self.N, self.HV, self.K, self.V)
+        return (
+            (self.N, self.HV, self.V, self.K)
+            if self.transposed
+            else (self.N, self.HV, self.K, self.V)
+        )
 
     def flags(self, op: str = "chunk") -> dict[str, object]:
         """The keyword arguments of a call to `op`."""
-        flags: dict[str, object] = {"transpose_state_layout": self.transposed, "use_qk_l2norm_in_kernel": self.l2norm, "scale": self.scale}
+        flags: dict[str, object] = {
+            "transpose_state_layout": self.transposed,
+            "use_qk_l2norm_in_kernel": self.l2norm,
+            "scale": self.scale,
+        }
         flags["use_gate_in_kernel"] = self.gate in ("softplus", "bounded")
-        flags["use_beta_sigmoid_in_kernel"], flags["allow_neg_eigval"] = self.beta in ("sigmoid", "neg_eigval"), self.beta == "neg_eigval"
+        flags["use_beta_sigmoid_in_kernel"], flags["allow_neg_eigval"] = (
+            self.beta in ("sigmoid", "neg_eigval"),
+            self.beta == "neg_eigval",
+        )
         if self.gate == "bounded":
             flags["lower_bound"] = BOUND
         if op in ("chunk", "recurrent"):
@@ -106,11 +120,21 @@ class Case:
 
     def inputs(self, device: torch.device | str = "cpu") -> Tensors:
         """The tensors, by name, in the order of the schemas."""
-        return {n: None if x is None else x.to(device) if x.is_contiguous() else _to_strided(x, device) for n, x in self._build().items()}
+        return {
+            n: None if x is None else x.to(device) if x.is_contiguous() else _to_strided(x, device)
+            for n, x in self._build().items()
+        }
 
     def _build(self) -> Tensors:
         gen = torch.Generator().manual_seed(self.seed)
-        B, T, H, HV, K, V = self.B if self.lengths is None else 1, self.rows, self.H, self.HV, self.K, self.V
+        B, T, H, HV, K, V = (
+            self.B if self.lengths is None else 1,
+            self.rows,
+            self.H,
+            self.HV,
+            self.K,
+            self.V,
+        )
         wide = self.dtype if self.narrow else torch.promote_types(self.dtype, torch.float32)
 
         def randn(*shape: int) -> Tensor:
@@ -149,11 +173,16 @@ class Case:
         q, k, v = self._stride(*(x.to(self.dtype) for x in (q, k, v)))
         g, beta = self._stride(*(None if x is None else x.to(wide) for x in (g, beta)))
         out: Tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-        out |= {n: None if x is None else x.to(wide) for n, x in (("A_log", A_log), ("dt_bias", dt_bias))}
+        out |= {
+            n: None if x is None else x.to(wide)
+            for n, x in (("A_log", A_log), ("dt_bias", dt_bias))
+        }
         out["initial_state"] = self._strided_state(randn(*self.state_shape)) if self.state else None
         out["cu_seqlens"] = None
         if self.lengths is not None:
-            out["cu_seqlens"] = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32 if self.seed % 2 else torch.int64)
+            out["cu_seqlens"] = torch.tensor(
+                [0, *accumulate(self.lengths)], dtype=torch.int32 if self.seed % 2 else torch.int64
+            )
         return out
 
     def _stride(self, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -161,29 +190,49 @@ class Case:
         if self.strides == "contiguous":
             return list(tensors)
         if self.strides == "heads_first":
-            return [None if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+            return [
+                None if x is None else x.transpose(1, 2).contiguous().transpose(1, 2)
+                for x in tensors
+            ]
         if self.strides == "expanded":
             return [None if x is None else x[:, :, :1].expand(x.shape) for x in tensors]
         if self.strides == "every_second":  # no dimension has stride 1
-            return [None if x is None else torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0] for x in tensors]
+            return [
+                None if x is None else torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
+                for x in tensors
+            ]
         given = [x for x in tensors if x is not None]
         if not given:
             return list(tensors)
         widths = [x.shape[2:].numel() for x in given]
-        fused = torch.cat([x.reshape(*x.shape[:2], w) for x, w in zip(given, widths)] + [given[0].new_zeros((*given[0].shape[:2], 1))], -1)
-        slices = iter(s.unflatten(-1, x.shape[2:]) for s, x in zip(fused.split([*widths, 1], -1), given))
+        fused = torch.cat(
+            [x.reshape(*x.shape[:2], w) for x, w in zip(given, widths)]
+            + [given[0].new_zeros((*given[0].shape[:2], 1))],
+            -1,
+        )
+        slices = iter(
+            s.unflatten(-1, x.shape[2:]) for s, x in zip(fused.split([*widths, 1], -1), given)
+        )
         return [None if x is None else next(slices) for x in tensors]
 
     def _strided_state(self, state: Tensor) -> Tensor:
         state = state.to(self.state_dtype)
-        return state if self.strides == "contiguous" else state.transpose(1, 2).contiguous().transpose(1, 2)
+        return (
+            state
+            if self.strides == "contiguous"
+            else state.transpose(1, 2).contiguous().transpose(1, 2)
+        )
 
     def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Gradients of o and of the final state."""
         gen = torch.Generator().manual_seed(self.seed + 1)
         B = self.B if self.lengths is None else 1
-        do = torch.randn((B, self.rows, self.HV, self.V), generator=gen, dtype=torch.float64).to(self.dtype)
-        return do.to(device), torch.randn(self.state_shape, generator=gen, dtype=torch.float64).to(self.state_dtype).to(device)
+        do = torch.randn((B, self.rows, self.HV, self.V), generator=gen, dtype=torch.float64).to(
+            self.dtype
+        )
+        return do.to(device), torch.randn(self.state_shape, generator=gen, dtype=torch.float64).to(
+            self.state_dtype
+        ).to(device)
 
 
 def _to_strided(x: Tensor, device: torch.device | str) -> Tensor:
@@ -201,7 +250,9 @@ def is_safe(gate: str) -> bool:
 
 @st.composite
 def cases(draw, **fixed: object) -> Case:
-    """Any legal call, small enough for a token-by-token oracle. `fixed` fields are taken as they are, or drawn from a strategy."""
+    """Any legal call, small enough for a token-by-token oracle. `fixed` fields are taken as they
+    are, or drawn from a strategy.
+    """
     chosen = {n: draw(x) if isinstance(x, st.SearchStrategy) else x for n, x in fixed.items()}
 
     def pick(name: str, options) -> object:
@@ -218,7 +269,11 @@ def cases(draw, **fixed: object) -> Case:
     pick("V", (24, 8, 33, 1, 40))
     if "lengths" not in chosen:
         packed = draw(st.booleans()) if "B" not in chosen and "T" not in chosen else False
-        chosen["lengths"] = tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4))) if packed else None
+        chosen["lengths"] = (
+            tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4)))
+            if packed
+            else None
+        )
     if chosen["lengths"] is None:
         pick("B", (1, 2))
         pick("T", (65, 1, 37, 63, 64, 129))
@@ -236,4 +291,19 @@ def cases(draw, **fixed: object) -> Case:
     return Case(**chosen)
 
 
-__all__ = ["BETAS", "BOUND", "Case", "GATES", "INPUTS", "KEYS", "LENGTHS", "PACKED", "RANK", "STRIDES", "Tensors", "cases", "is_safe", "replace"]
+__all__ = [
+    "BETAS",
+    "BOUND",
+    "Case",
+    "GATES",
+    "INPUTS",
+    "KEYS",
+    "LENGTHS",
+    "PACKED",
+    "RANK",
+    "STRIDES",
+    "Tensors",
+    "cases",
+    "is_safe",
+    "replace",
+]

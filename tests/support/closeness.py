@@ -1,17 +1,21 @@
-"""How close is close: the error budget, derived per tensor from the definition and from a twin of the kernel.
+"""How close is close: the error budget, derived per tensor from the definition and from a twin of
+the kernel.
 
 For the maximum and for the root mean square over a tensor x,
 
     |x - ref64| <= 2 (|twin - ref64| + eps max|ref64|)
 
-where ref64 is the token recurrence in float64 on the same inputs (gradients by autograd through it), twin is the chunk formulas with sums in the
-dtype of states and every stored tensor and dot operand rounded as the kernel rounds them, and eps is that of x's dtype. No row of a gradient
-may vanish where the oracle's does not and the twin finds it. The budget never depends on where it runs.
+where ref64 is the token recurrence in float64 on the same inputs (gradients by autograd through
+it), twin is the chunk formulas with sums in the dtype of states and every stored tensor and dot
+operand rounded as the kernel rounds them, and eps is that of x's dtype. No row of a gradient may
+vanish where the oracle's does not and the twin finds it. The budget never depends on where it runs.
 
-The twin's error is one draw of a random number, and in a tensor of few independent entries (a parameter's gradient, sums along a sequence) one
-draw may be lucky. Another draw permutes the K and V channels, which the definition does not notice, and moves every dot product and decay by half a
-unit in the last place, of a product that of its terms, which is where its rounding might as well have gone. Operands of 16 bits do not feel that: they
-are rounded on another grid, as they would be with the same numbers in another unit; what 16 bits hold exactly stays. The largest error of `DRAWS`
+The twin's error is one draw of a random number, and in a tensor of few independent entries (a
+parameter's gradient, sums along a sequence) one draw may be lucky. Another draw permutes the K and
+V channels, which the definition does not notice, and moves every dot product and decay by half a
+unit in the last place, of a product that of its terms, which is where its rounding might as well
+have gone. Operands of 16 bits do not feel that: they are rounded on another grid, as they would be
+with the same numbers in another unit; what 16 bits hold exactly stays. The largest error of `DRAWS`
 draws counts; more than one is computed only where the first does not settle it.
 """
 
@@ -51,13 +55,18 @@ def excess(x: Tensor, ref: Tensor, *twins: Tensor) -> dict[str, float]:
     band = torch.finfo(x.dtype).eps * _maximum(ref)
     out = {}
     for name, norm in NORMS.items():
-        error, budget = norm(x.double() - ref), 2.0 * (max(norm(twin.double() - ref) for twin in twins) + band)
+        error, budget = (
+            norm(x.double() - ref),
+            2.0 * (max(norm(twin.double() - ref) for twin in twins) + band),
+        )
         out[name] = 0.0 if error == 0.0 else error / budget if budget else float("inf")
     return out
 
 
 def vanished(x: Tensor, ref: Tensor, twin: Tensor) -> int:
-    """How many rows (last dimension) of x are all zero where the oracle's is not and the twin is within half of it."""
+    """How many rows (last dimension) of x are all zero where the oracle's is not and the twin is
+    within half of it.
+    """
     if x.dim() == 0 or not x.numel():
         return 0
     size = ref.abs().amax(-1)
@@ -66,33 +75,55 @@ def vanished(x: Tensor, ref: Tensor, twin: Tensor) -> int:
 
 
 def assert_close(name: str, x: Tensor, ref: Tensor, *twins: Tensor) -> None:
-    """Fail unless x, a tensor called `name`, is within the budget that the twins give and has no vanished row."""
+    """Fail unless x, a tensor called `name`, is within the budget that the twins give and has no
+    vanished row.
+    """
     x, ref, twins = x.detach().cpu(), ref.detach().cpu(), [t.detach().cpu() for t in twins]
-    assert x.shape == ref.shape, f"{name} has shape {list(x.shape)}, the definition gives {list(ref.shape)}"
+    assert x.shape == ref.shape, (
+        f"{name} has shape {list(x.shape)}, the definition gives {list(ref.shape)}"
+    )
     assert x.dtype == twins[0].dtype, f"{name} is {x.dtype}, its twin is {twins[0].dtype}"
-    assert ref.isfinite().all() and all(t.isfinite().all() for t in twins), f"{name}: the oracle or the twin is not finite, the case is no test"
+    assert ref.isfinite().all() and all(t.isfinite().all() for t in twins), (
+        f"{name}: the oracle or the twin is not finite, the case is no test"
+    )
     over = {n: e for n, e in excess(x, ref, *twins).items() if not e <= 1.0}
     error = max(_maximum(t.double() - ref) for t in twins)
-    assert not over, f"{name} is off by {over} times its budget (largest entry {_maximum(ref):.3g}, twin's error {error:.3g})"
+    assert not over, (
+        f"{name} is off by {over} times its budget (largest entry {_maximum(ref):.3g}, twin's "
+        f"error {error:.3g})"
+    )
     if name.startswith("d"):
-        assert not vanished(x, ref, twins[0]), f"{name}: {vanished(x, ref, twins[0])} rows vanish where the definition's do not"
+        assert not vanished(x, ref, twins[0]), (
+            f"{name}: {vanished(x, ref, twins[0])} rows vanish where the definition's do not"
+        )
 
 
 def assert_all_close(got: Results, ref: Results, twin: Callable[[int], Results]) -> None:
-    """`assert_close` for every tensor of a call; `twin(i)` is draw i; all must hold the same names."""
+    """`assert_close` for every tensor of a call; `twin(i)` is draw i; all must hold the same
+    names.
+    """
     first = twin(0)
     assert got.keys() == ref.keys() == first.keys()
     for name in got:
-        draws = 1 if all(e <= 1.0 for e in excess(got[name].cpu(), ref[name], first[name]).values()) else DRAWS
+        draws = (
+            1
+            if all(e <= 1.0 for e in excess(got[name].cpu(), ref[name], first[name]).values())
+            else DRAWS
+        )
         assert_close(name, got[name], ref[name], *(twin(i)[name] for i in range(draws)))
 
 
 def assert_identical(a: Tensor, b: Tensor, name: str = "") -> None:
     """Fail unless a and b have the same bits."""
-    assert a.shape == b.shape and a.dtype == b.dtype, f"{name}: {a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+    assert a.shape == b.shape and a.dtype == b.dtype, (
+        f"{name}: {a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+    )
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
     same = a.contiguous().view(bits) == b.contiguous().view(bits)
-    assert bool(same.all()), f"{name}: {int((~same).sum())} of {same.numel()} entries differ, by at most {_maximum(a.double() - b.double()):.3g}"
+    assert bool(same.all()), (
+        f"{name}: {int((~same).sum())} of {same.numel()} entries differ, by at most "
+        f"{_maximum(a.double() - b.double()):.3g}"
+    )
 
 
 def assert_all_identical(a: Results, b: Results) -> None:
@@ -113,7 +144,10 @@ def oracle(case: Case, need: tuple[str, ...] = GRADIENTS) -> Results:
 
 @lru_cache(maxsize=128)
 def _oracle(case: Case, need: tuple[str, ...]) -> Results:
-    inputs = {n: x if x is None or not x.is_floating_point() else x.double() for n, x in case.inputs().items()}
+    inputs = {
+        n: x if x is None or not x.is_floating_point() else x.double()
+        for n, x in case.inputs().items()
+    }
     leaves = {n: x.requires_grad_() for n, x in inputs.items() if x is not None and n in need}
     p = Problem.parse(case.rank, *inputs.values(), **case.flags())
     o, final_state = p.new_output(), p.new_final_state()
@@ -124,16 +158,28 @@ def _oracle(case: Case, need: tuple[str, ...]) -> Results:
     if leaves:
         wanted = {n: (x, d) for n, (x, d) in outs.items() if x.requires_grad}
         grads = (
-            torch.autograd.grad([x for x, _ in wanted.values()], list(leaves.values()), [d for _, d in wanted.values()], allow_unused=True)
+            torch.autograd.grad(
+                [x for x, _ in wanted.values()],
+                list(leaves.values()),
+                [d for _, d in wanted.values()],
+                allow_unused=True,
+            )
             if wanted
             else [None] * len(leaves)
         )
-        found |= {"d" + n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads)}
+        found |= {
+            "d" + n: torch.zeros_like(x) if d is None else d
+            for (n, x), d in zip(leaves.items(), grads)
+        }
     return found
 
 
-def twin(case: Case, op: str = "chunk", need: tuple[str, ...] = GRADIENTS, draw: int = 0) -> Results:
-    """The chunk formulas (the recurrence, for the forward of `recurrent`) as the kernel of the target may round them."""
+def twin(
+    case: Case, op: str = "chunk", need: tuple[str, ...] = GRADIENTS, draw: int = 0
+) -> Results:
+    """The chunk formulas (the recurrence, for the forward of `recurrent`) as the kernel of the
+    target may round them.
+    """
     return dict(_twin(_same_result(case), op, need, draw))
 
 
@@ -147,12 +193,15 @@ def _twin(case: Case, op: str, need: tuple[str, ...], draw: int) -> Results:
 
 
 class _Draw(Reference):
-    """The twin with every dot product and decay rounded to another neighbour at random, and operands on a grid of its own."""
+    """The twin with every dot product and decay rounded to another neighbour at random, and
+    operands on a grid of its own.
+    """
 
     def __init__(self, dtype: torch.dtype, operand: torch.dtype | None, seed: int):
         super().__init__(dtype, operand)
         self.gen = torch.Generator().manual_seed(seed)
-        self.unit = 2.0 ** torch.rand((), generator=self.gen).item()  # one for all tensors, so that what is rounded is not rounded again
+        # one for all tensors, so that what is rounded is not rounded again
+        self.unit = 2.0 ** torch.rand((), generator=self.gen).item()
 
     def _round(self, x: Tensor) -> Tensor:
         near = super()._round(x)
@@ -164,7 +213,8 @@ class _Draw(Reference):
         return torch.where(torch.rand(x.shape, generator=self.gen) < 0.5, x - half, x + half)
 
     def _dot(self, a: Tensor, b: Tensor) -> Tensor:
-        # A sum is rounded where its terms are, in whatever order: where they cancel, by more than an ulp of what is left.
+        # A sum is rounded where its terms are, in whatever order: where they cancel, by more than
+        # an ulp of what is left.
         x, terms = super()._dot(a, b), (self._round(a).square() @ self._round(b).square()).sqrt()
         return self._jitter(x, torch.maximum(x.abs(), terms))
 
@@ -178,22 +228,36 @@ def drawn(draw: int, dtype: torch.dtype, operand: torch.dtype | None) -> Referen
     return _Draw(dtype, operand, draw) if draw else Reference(dtype, operand)
 
 
-def permuted(case: Case, draw: int) -> tuple[Tensors, tuple[Tensor, Tensor], Callable[[Results], Results]]:
-    """The inputs and cotangents of a call with the channels in the order of draw `draw`, and what puts its results back."""
+def permuted(
+    case: Case, draw: int
+) -> tuple[Tensors, tuple[Tensor, Tensor], Callable[[Results], Results]]:
+    """The inputs and cotangents of a call with the channels in the order of draw `draw`, and what
+    puts its results back.
+    """
     there, back = _channels(case, draw)
     inputs = {n: x if x is None else there(n, x) for n, x in case.inputs().items()}
     do, dfinal_state = case.cotangents()
     names = {"o": "v", "final_state": "initial_state"}
-    return inputs, (there("v", do), there("initial_state", dfinal_state)), lambda found: {n: back(names.get(n, n[1:]), x) for n, x in found.items()}
+    return (
+        inputs,
+        (there("v", do), there("initial_state", dfinal_state)),
+        lambda found: {n: back(names.get(n, n[1:]), x) for n, x in found.items()},
+    )
 
 
 def _channels(case: Case, draw: int):
-    """Functions of (name, tensor) that permute the K and V channels of a call's tensors, and that put them back."""
+    """Functions of (name, tensor) that permute the K and V channels of a call's tensors, and that
+    put them back.
+    """
     gen = torch.Generator().manual_seed(draw)
     K, V = (torch.randperm(n, generator=gen) if draw else torch.arange(n) for n in (case.K, case.V))
 
     def apply(name: str, x: Tensor, K: Tensor, V: Tensor) -> Tensor:
-        if not draw or name in ("beta", "A_log", "cu_seqlens") or (name in ("g", "dt_bias") and not case.rank):
+        if (
+            not draw
+            or name in ("beta", "A_log", "cu_seqlens")
+            or (name in ("g", "dt_bias") and not case.rank)
+        ):
             return x
         if name == "initial_state":
             return x[..., V, :][..., K] if case.transposed else x[..., K, :][..., V]
@@ -201,7 +265,9 @@ def _channels(case: Case, draw: int):
             return x.reshape(case.HV, case.K)[:, K].reshape(x.shape)
         return x[..., V if name == "v" else K]
 
-    return lambda name, x: apply(name, x, K, V), lambda name, x: apply(name, x, K.argsort(), V.argsort())
+    return lambda name, x: apply(name, x, K, V), lambda name, x: apply(
+        name, x, K.argsort(), V.argsort()
+    )
 
 
 def assert_meets_budget(case: Case, op: str = "chunk", got: Results | None = None) -> Results:

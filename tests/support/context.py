@@ -1,4 +1,6 @@
-"""Calls that are cut across ranks: what a rank runs of them, and what all ranks' results are together."""
+"""Calls that are cut across ranks: what a rank runs of them, and what all ranks' results are
+together.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tests.support.ranks import device, mesh_of
 from tests.support.shards import SPREAD
 
 CHUNK = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}
-WEIGHTS = {2: (0.5, 0.5), 3: (0.5, 0.25, 0.25), 4: (0.25, 0.25, 0.25, 0.25)}  # each rank's part of the loss on the final state: exact in any dtype
+# each rank's part of the loss on the final state: exact in any dtype
+WEIGHTS = {2: (0.5, 0.5), 3: (0.5, 0.25, 0.25), 4: (0.25, 0.25, 0.25, 0.25)}
 
 
 def cuts_of(*lengths):
@@ -28,13 +31,21 @@ CUTS = {2: cuts_of(70, 80), 3: cuts_of(64, 23, 63), 4: cuts_of(1, 85, 0, 64)}
 def leaves_of(case, rank, cuts):
     """This rank's inputs, as leaves where they have gradients."""
     a, b = cuts[rank : rank + 2]
-    inputs = {n: x if x is None or n not in SPREAD else x[:, a:b] for n, x in case.inputs(device()).items()}
-    return {n: x if x is None or not x.is_floating_point() else x.detach().requires_grad_() for n, x in inputs.items()}
+    inputs = {
+        n: x if x is None or n not in SPREAD else x[:, a:b]
+        for n, x in case.inputs(device()).items()
+    }
+    return {
+        n: x if x is None or not x.is_floating_point() else x.detach().requires_grad_()
+        for n, x in inputs.items()
+    }
 
 
 def gradients(case, rank, size, cuts, x, o, final_state):
     do, dfinal_state = case.cotangents(o.device)
-    outs = [(o, do[:, cuts[rank] : cuts[rank + 1]])] + ([(final_state, WEIGHTS[size][rank] * dfinal_state)] if case.final else [])
+    outs = [(o, do[:, cuts[rank] : cuts[rank + 1]])] + (
+        [(final_state, WEIGHTS[size][rank] * dfinal_state)] if case.final else []
+    )
     wanted = {n: t for n, t in x.items() if t is not None and t.requires_grad}
     grads = torch.autograd.grad([y for y, _ in outs], list(wanted.values()), [d for _, d in outs])
     found = {"o": o.detach()} | ({"final_state": final_state.detach()} if case.final else {})
@@ -75,4 +86,6 @@ def assert_equal(got, want, bound=1e-10):
     for name, x in want.items():
         assert got[name].shape == x.shape and got[name].dtype == x.dtype, name
         error = (got[name] - x).abs().max().item() if x.numel() else 0.0
-        assert error <= bound * max(1.0, x.abs().max().item() if x.numel() else 0.0), f"{name} is off by {error}"
+        assert error <= bound * max(1.0, x.abs().max().item() if x.numel() else 0.0), (
+            f"{name} is off by {error}"
+        )

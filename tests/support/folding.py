@@ -1,4 +1,6 @@
-"""Plain PyTorch in front of the operators, in many spellings, and whether the graph pass folds it."""
+"""Plain PyTorch in front of the operators, in many spellings, and whether the graph pass folds
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,23 @@ RANK = {"kda": 1, "gdn": 0}
 NORMS = {
     "rsqrt": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
     "methods": lambda x: x.mul(x.pow(2).sum(dim=-1, keepdim=True).add(1e-6).rsqrt()),
-    "functions": lambda x: torch.mul(torch.rsqrt(torch.add(torch.sum(torch.square(x), -1, keepdim=True), 1e-6)), x),
+    "functions": lambda x: torch.mul(
+        torch.rsqrt(torch.add(torch.sum(torch.square(x), -1, keepdim=True), 1e-6)), x
+    ),
     "operators": lambda x: x / (1e-6 + (x**2).sum(-1, True)) ** 0.5,
     "product": lambda x: x / torch.sqrt((x * x).sum(dim=[-1], keepdim=True) + 1e-6),
     "inverse": lambda x: x * (1.0 / torch.sqrt(torch.pow(x, 2.0).sum(3, keepdim=True) + 1e-6)),
     "power": lambda x: (torch.sum(x * x, dim=-1, keepdim=True) + 1e-6).pow(-0.5) * x,
     "reciprocal": lambda x: x * (x.square().sum(-1, keepdim=True) + 1e-6).sqrt().reciprocal(),
-    "root of the reciprocal": lambda x: x * (x.square().sum(-1, keepdim=True) + 1e-6).reciprocal().sqrt(),
+    "root of the reciprocal": lambda x: (
+        x * (x.square().sum(-1, keepdim=True) + 1e-6).reciprocal().sqrt()
+    ),
     "power of the inverse": lambda x: x * ((x.square().sum(-1, keepdim=True) + 1e-6) ** -1) ** 0.5,
     "unsqueeze": lambda x: x * torch.rsqrt(x.square().sum(-1) + 1e-6).unsqueeze(-1),
     "index": lambda x: x / ((x * x).sum(axis=-1) + 1e-6).sqrt()[..., None],
-    "float": lambda x: (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype),
+    "float": lambda x: (
+        x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
+    ).to(x.dtype),
     "cast": lambda x: norm(x.to(torch.float32)).type_as(x),
     "layout": lambda x: norm(x.transpose(1, 2)).transpose(1, 2),
     "rows": lambda x: norm(x.reshape(-1, x.shape[-1])).view(x.shape),
@@ -51,23 +59,51 @@ def bias_of(dt_bias, rank):
 
 GATES = {
     "operators": lambda g, A, dt, rank: -column(A.exp(), rank) * F.softplus(g + bias_of(dt, rank)),
-    "float": lambda g, A, dt, rank: -column(A.float().exp(), rank) * F.softplus(g.float() + bias_of(dt, rank)),
-    "methods": lambda g, A, dt, rank: F.softplus(g.add(bias_of(dt, rank))).mul(column(A.exp(), rank).neg()),
-    "functions": lambda g, A, dt, rank: torch.neg(torch.mul(torch.exp(column(A, rank)), F.softplus(torch.add(g, bias_of(dt, rank)), 1.0, 20.0))),
-    "outside": lambda g, A, dt, rank: -(F.softplus(bias_of(dt, rank) + g) * (A[:, None] if rank else A).exp()),
-    "minus one": lambda g, A, dt, rank: -1 * A.exp().view((1, 1, -1) + (1,) * rank) * F.softplus(g + bias_of(dt, rank)[None, None]),
-    "reshape": lambda g, A, dt, rank: F.softplus(g + dt.reshape((1, 1, -1) + (K,) * rank)) * -A.reshape((1, 1, -1) + (1,) * rank).float().exp(),
-    "flat": lambda g, A, dt, rank: -column(A.exp(), rank) * F.softplus((g.flatten(2) + dt).view(g.shape)),
+    "float": lambda g, A, dt, rank: (
+        -column(A.float().exp(), rank) * F.softplus(g.float() + bias_of(dt, rank))
+    ),
+    "methods": lambda g, A, dt, rank: F.softplus(g.add(bias_of(dt, rank))).mul(
+        column(A.exp(), rank).neg()
+    ),
+    "functions": lambda g, A, dt, rank: torch.neg(
+        torch.mul(
+            torch.exp(column(A, rank)), F.softplus(torch.add(g, bias_of(dt, rank)), 1.0, 20.0)
+        )
+    ),
+    "outside": lambda g, A, dt, rank: (
+        -(F.softplus(bias_of(dt, rank) + g) * (A[:, None] if rank else A).exp())
+    ),
+    "minus one": lambda g, A, dt, rank: (
+        -1 * A.exp().view((1, 1, -1) + (1,) * rank) * F.softplus(g + bias_of(dt, rank)[None, None])
+    ),
+    "reshape": lambda g, A, dt, rank: (
+        F.softplus(g + dt.reshape((1, 1, -1) + (K,) * rank))
+        * -A.reshape((1, 1, -1) + (1,) * rank).float().exp()
+    ),
+    "flat": lambda g, A, dt, rank: (
+        -column(A.exp(), rank) * F.softplus((g.flatten(2) + dt).view(g.shape))
+    ),
     "no bias": lambda g, A, dt, rank: -column(A.exp(), rank) * torch.nn.Softplus()(g),
     "operator": lambda g, A, dt, rank: (kda_ops.kda_gate if rank else kda_ops.gdn_gate)(g, A, dt),
 }
 BOUNDED = {
-    "operators": lambda g, A, dt, rank: -5.0 * torch.sigmoid(column(A.exp(), rank) * (g + bias_of(dt, rank))),
-    "methods": lambda g, A, dt, rank: (g.float() + bias_of(dt, rank)).mul(column(A.float().exp(), rank)).sigmoid().mul(-5),
-    "outside": lambda g, A, dt, rank: -(5.0 * ((g + bias_of(dt, rank)) * column(A, rank).exp()).sigmoid()),
-    "functions": lambda g, A, dt, rank: torch.special.expit(torch.multiply(column(torch.exp(A), rank), g + bias_of(dt, rank))) / -0.2,
+    "operators": lambda g, A, dt, rank: (
+        -5.0 * torch.sigmoid(column(A.exp(), rank) * (g + bias_of(dt, rank)))
+    ),
+    "methods": lambda g, A, dt, rank: (
+        (g.float() + bias_of(dt, rank)).mul(column(A.float().exp(), rank)).sigmoid().mul(-5)
+    ),
+    "outside": lambda g, A, dt, rank: (
+        -(5.0 * ((g + bias_of(dt, rank)) * column(A, rank).exp()).sigmoid())
+    ),
+    "functions": lambda g, A, dt, rank: (
+        torch.special.expit(torch.multiply(column(torch.exp(A), rank), g + bias_of(dt, rank)))
+        / -0.2
+    ),
     "no A_log": lambda g, A, dt, rank: -5.0 * F.sigmoid(g + bias_of(dt, rank)),
-    "operator": lambda g, A, dt, rank: (kda_ops.kda_gate if rank else kda_ops.gdn_gate)(g, A, dt, lower_bound=-5.0),
+    "operator": lambda g, A, dt, rank: (kda_ops.kda_gate if rank else kda_ops.gdn_gate)(
+        g, A, dt, lower_bound=-5.0
+    ),
 }
 SIGMOIDS = {
     "method": lambda b: b.sigmoid(),
@@ -88,14 +124,28 @@ def inputs(variant="kda", dtype=torch.float32, seed=0, grad=True, tokens=T, flat
     """q, k, v, g, beta, A_log and dt_bias by name."""
     gen, rank = torch.Generator().manual_seed(seed), RANK[variant]
     bias = (HV,) if not rank else (HV * K,) if flat else (HV, K)
-    shapes = ((B, tokens, H, K), (B, tokens, H, K), (B, tokens, HV, V), (B, tokens, HV, K)[: 3 + rank], (B, tokens, HV), (HV,), bias)
+    shapes = (
+        (B, tokens, H, K),
+        (B, tokens, H, K),
+        (B, tokens, HV, V),
+        (B, tokens, HV, K)[: 3 + rank],
+        (B, tokens, HV),
+        (HV,),
+        bias,
+    )
     out = {n: torch.randn(s, generator=gen, dtype=torch.float64) for n, s in zip(NAMES, shapes)}
-    out |= {n: 0.4 * out[n] for n in "qk"}  # without normalisation a longer key makes the recurrence unstable
-    return {n: x.to(wide if wide and n in ("A_log", "dt_bias") else dtype).requires_grad_(grad) for n, x in out.items()}
+    # without normalisation a longer key makes the recurrence unstable
+    out |= {n: 0.4 * out[n] for n in "qk"}
+    return {
+        n: x.to(wide if wide and n in ("A_log", "dt_bias") else dtype).requires_grad_(grad)
+        for n, x in out.items()
+    }
 
 
 class Captured:
-    """A backend that folds, in the graph and in those it calls, and runs what came out; `calls` are the operator nodes of the last graph."""
+    """A backend that folds, in the graph and in those it calls, and runs what came out; `calls` are
+    the operator nodes of the last graph.
+    """
 
     def __init__(self):
         self.fold, self.graphs, self.calls = FoldPreprocessing(), 0, []
@@ -108,7 +158,9 @@ class Captured:
                 self.fold(m.graph)
                 m.graph.lint()
                 m.recompile()
-                self.calls += [n for n in m.graph.nodes if str(n.target).split(".")[0] in ("kda", "gdn")]
+                self.calls += [
+                    n for n in m.graph.nodes if str(n.target).split(".")[0] in ("kda", "gdn")
+                ]
         return gm.forward
 
     def compile(self, f, **options):
@@ -121,7 +173,12 @@ def results(f, x, channels=slice(None)):
     o = f(*x.values())
     if not o.requires_grad:
         return {"o": o}
-    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(o.dtype)[..., channels]  # the same numbers in every dtype
+    # the same numbers in every dtype
+    do = (
+        torch.randn(o.shape, generator=torch.Generator().manual_seed(1))
+        .bfloat16()
+        .to(o.dtype)[..., channels]
+    )
     leaves = {n: t for n, t in x.items() if t.requires_grad}
     grads = torch.autograd.grad(o, list(leaves.values()), do, allow_unused=True)
     return {"o": o.detach()} | {"d" + n: d for n, d in zip(leaves, grads) if d is not None}
@@ -135,7 +192,9 @@ def assert_folds(f, x, tolerance=1e-5, **kinds):
     assert got.keys() == want.keys()
     for n in got:
         atol = tolerance * float(want[n].abs().max())
-        torch.testing.assert_close(got[n], want[n], rtol=10 * tolerance, atol=atol, msg=lambda m, n=n: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[n], want[n], rtol=10 * tolerance, atol=atol, msg=lambda m, n=n: f"{n}: {m}"
+        )
     return captured
 
 

@@ -11,10 +11,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def python(script: str, *args: str, check: bool = True, timeout: float = 300.0, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run `script` in a new interpreter from the root of the checkout, with `env` added to the environment."""
+def python(
+    script: str, *args: str, check: bool = True, timeout: float = 300.0, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `script` in a new interpreter from the root of the checkout, with `env` added to the
+    environment.
+    """
     out = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *args], env=os.environ | env, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, "-c", textwrap.dedent(script), *args],
+        env=os.environ | env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     assert not check or out.returncode == 0, out.stdout + out.stderr
     return out

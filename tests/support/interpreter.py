@@ -1,4 +1,6 @@
-"""Makes Triton's interpreter fit for tests: it reduces with a function that it does not know one element at a time, and loses the type of a condition."""
+"""Makes Triton's interpreter fit for tests: it reduces with a function that it does not know one
+element at a time, and loses the type of a condition.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,31 @@ by_elements, as_numbers = ReduceOps.generic_reduce, InterpreterBuilder.create_sp
 
 
 def by_slices(self: ReduceOps, input: tuple[tensor, ...]) -> list[tensor]:
-    """`ReduceOps.generic_reduce`, by whole slices along the axis: the same function on the same numbers in the same order, so the same bits."""
+    """`ReduceOps.generic_reduce`, by whole slices along the axis: the same function on the same
+    numbers in the same order, so the same bits.
+    """
     given, axis = self.unravel(input, self.axis)
     slices = [np.moveaxis(x.handle.data, axis, 0) for x in given]
     found = [x[0] for x in slices]
     for i in range(1, len(slices[0])):
-        operands = [self.to_tensor(x, y.dtype) for x, y in zip((*found, *(s[i] for s in slices)), given * 2)]
+        operands = [
+            self.to_tensor(x, y.dtype) for x, y in zip((*found, *(s[i] for s in slices)), given * 2)
+        ]
         combined = self.combine_fn.fn(*operands)
         combined = combined if isinstance(combined, tuple) else (combined,)
         found = [x.handle.data.astype(y.dtype).reshape(y.shape) for x, y in zip(combined, found)]
     if self.keep_dims:
-        found = [np.expand_dims(x, axis if self.axis is not None else tuple(range(len(input[0].shape)))) for x in found]
+        found = [
+            np.expand_dims(x, axis if self.axis is not None else tuple(range(len(input[0].shape))))
+            for x in found
+        ]
     return [self.to_tensor(x, y.dtype) for x, y in zip(found, given)]
 
 
 def as_they_are(self: InterpreterBuilder, type: tl.block_type, x: TensorHandle) -> TensorHandle:
-    """`InterpreterBuilder.create_splat`; a condition, whose handle has the type of what was compared, stays one. Triton 3.9 takes no numbers for a mask."""
+    """`InterpreterBuilder.create_splat`; a condition, whose handle has the type of what was
+    compared, stays one. Triton 3.9 takes no numbers for a mask.
+    """
     return as_numbers(self, type, TensorHandle(x.data, tl.int1) if x.data.dtype == np.bool_ else x)
 
 

@@ -15,7 +15,9 @@ variants = pytest.mark.parametrize("make", LAYERS)
 def build(make, **kwargs):
     """A small layer in float64, where laws that hold exactly hold to 1e-9."""
     torch.manual_seed(0)
-    layer = make(**(dict(hidden_size=HIDDEN, head_dim=8, num_heads=2, expand_v=1.5) | kwargs)).double()
+    layer = make(
+        **(dict(hidden_size=HIDDEN, head_dim=8, num_heads=2, expand_v=1.5) | kwargs)
+    ).double()
     with torch.no_grad():
         for name, p in layer.named_parameters():
             if name.endswith("bias") or "norm" in name:
@@ -25,7 +27,9 @@ def build(make, **kwargs):
 
 def rows(B, T):
     """Rows of input, [B, T, HIDDEN], the same for the same B and T."""
-    return torch.randn(B, T, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(B * 1000 + T))
+    return torch.randn(
+        B, T, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(B * 1000 + T)
+    )
 
 
 def close(a, b, atol=1e-9):
@@ -70,5 +74,7 @@ def by_definition(layer, x):
     o = o / (o.square().mean(-1, keepdim=True) + layer.o_norm.eps).sqrt() * layer.o_norm.weight
     if layer.g_proj is not None:
         gate = layer.g_proj(x).unflatten(-1, (HV, V))
-        o = o * (F.silu(gate) if layer.o_norm.activation in ("swish", "silu") else torch.sigmoid(gate))
+        o = o * (
+            F.silu(gate) if layer.o_norm.activation in ("swish", "silu") else torch.sigmoid(gate)
+        )
     return layer.o_proj(o.flatten(-2))

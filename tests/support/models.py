@@ -1,4 +1,6 @@
-"""Tiny models of an installed transformers, and what a program sees of one: logits, loss, gradients, generated tokens."""
+"""Tiny models of an installed transformers, and what a program sees of one: logits, loss,
+gradients, generated tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,41 +20,91 @@ from kda_ops.compat import transformers as compat
 VOCABULARY = 61
 TOLERANCE = 3e-4  # of the largest entry of a tensor, for float32 on every device
 _COMMON = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
-    layer_types=["linear_attention", "full_attention", "linear_attention"], initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    initializer_range=0.2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
-_GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24)
+_GDN = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
+)
 CONFIGS = {  # model -> (its configuration and class in transformers, arguments)
-    "kimi_linear": ("KimiLinear", dict(
-        linear_head_dim=16, linear_num_heads=2, kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_local_experts=4,
-        n_group=1, topk_group=1, n_shared_experts=1, mlp_layer_types=["dense", "sparse", "dense"], **_EXPERTS,
-    )),
-    "qwen3_next": ("Qwen3Next", dict(
-        head_dim=16, num_experts=4, shared_expert_intermediate_size=16, decoder_sparse_step=2, mlp_only_layers=[0, 2], **_GDN, **_EXPERTS,
-    )),
+    "kimi_linear": (
+        "KimiLinear",
+        dict(
+            linear_head_dim=16,
+            linear_num_heads=2,
+            kv_lora_rank=16,
+            q_lora_rank=None,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            num_local_experts=4,
+            n_group=1,
+            topk_group=1,
+            n_shared_experts=1,
+            mlp_layer_types=["dense", "sparse", "dense"],
+            **_EXPERTS,
+        ),
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        dict(
+            head_dim=16,
+            num_experts=4,
+            shared_expert_intermediate_size=16,
+            decoder_sparse_step=2,
+            mlp_only_layers=[0, 2],
+            **_GDN,
+            **_EXPERTS,
+        ),
+    ),
     "qwen3_5": ("Qwen3_5", dict(head_dim=16, **_GDN)),
-    "qwen3_5_moe": ("Qwen3_5Moe", dict(head_dim=16, num_experts=4, shared_expert_intermediate_size=16, **_GDN, **_EXPERTS)),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        dict(head_dim=16, num_experts=4, shared_expert_intermediate_size=16, **_GDN, **_EXPERTS),
+    ),
     "olmo_hybrid": ("OlmoHybrid", _GDN | dict(linear_num_value_heads=2)),
-}  # fmt: skip
+}
 
 
-def model(name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **changed: object) -> nn.Module:
+def model(
+    name: str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **changed: object,
+) -> nn.Module:
     """A tiny causal language model with random weights, the same each time."""
     import transformers
 
     stem, arguments = CONFIGS[name]
-    config = getattr(transformers, stem + "TextConfig" if stem.startswith("Qwen3_5") else stem + "Config")(**(_COMMON | arguments | changed))
+    config = getattr(
+        transformers, stem + "TextConfig" if stem.startswith("Qwen3_5") else stem + "Config"
+    )(**(_COMMON | arguments | changed))
     torch.manual_seed(0)
     net = getattr(transformers, stem + "ForCausalLM")(config).to(device, dtype).eval()
     if _EXPERTS.keys() <= arguments.keys():
-        net.set_experts_implementation("batched_mm")  # the default of transformers 5.17 cannot be traced whole, with its backward
+        # the default of transformers 5.17 cannot be traced whole, with its backward
+        net.set_experts_implementation("batched_mm")
     return net
 
 
 def modules() -> list:
     """The modelling modules that `enable` changes."""
-    return [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in CONFIGS]
+    return [
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in CONFIGS
+    ]
 
 
 def bindings() -> dict[tuple[str, str], object]:
@@ -62,7 +114,9 @@ def bindings() -> dict[tuple[str, str], object]:
 
 @contextmanager
 def torch_path() -> Iterator[None]:
-    """transformers' own PyTorch functions, also where it has found other packages to call instead."""
+    """transformers' own PyTorch functions, also where it has found other packages to call
+    instead.
+    """
     put = []
     for module in modules():
         for name in compat._REPLACEMENTS:
@@ -93,9 +147,14 @@ def packed(ids: list[Tensor], dtype: torch.dtype = torch.int32) -> dict[str, Ten
     cu_seqlens = torch.tensor([0, *accumulate(x.shape[0] for x in ids)], dtype=dtype)
     longest = max(x.shape[0] for x in ids)
     return {
-        "input_ids": torch.cat(ids)[None], "position_ids": torch.cat([torch.arange(x.shape[0]) for x in ids])[None], "use_cache": False,
-        "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": longest, "max_length_k": longest,
-    }  # fmt: skip
+        "input_ids": torch.cat(ids)[None],
+        "position_ids": torch.cat([torch.arange(x.shape[0]) for x in ids])[None],
+        "use_cache": False,
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def loss(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
@@ -104,7 +163,9 @@ def loss(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1][use].float(), ids[:, 1:][use])
 
 
-def step(net: nn.Module, inputs: dict, mask: Tensor, call: Callable | None = None) -> dict[str, Tensor]:
+def step(
+    net: nn.Module, inputs: dict, mask: Tensor, call: Callable | None = None
+) -> dict[str, Tensor]:
     """logits at real tokens, loss and the gradient of every parameter."""
     net.zero_grad(set_to_none=True)
     logits = (net if call is None else call)(**inputs).logits
@@ -119,10 +180,16 @@ def to(inputs: dict, device: torch.device | str) -> dict:
     return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in inputs.items()}
 
 
-def assert_generates_the_same(name: str, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> None:
-    """Greedy tokens and their logits, from left-padded prompts, with our operators and with transformers' own."""
+def assert_generates_the_same(
+    name: str, lengths: tuple[int, ...], device: torch.device | str = "cpu"
+) -> None:
+    """Greedy tokens and their logits, from left-padded prompts, with our operators and with
+    transformers' own.
+    """
     net, x = model(name, device), to(left_padded(lengths), device)
-    words = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    words = dict(
+        max_new_tokens=24, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
     with torch_path():
         want = net.generate(**x, **words)
     with compat.enable():
@@ -132,13 +199,21 @@ def assert_generates_the_same(name: str, lengths: tuple[int, ...], device: torch
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tighter: float = 1.0) -> None:
-    """Every tensor within `TOLERANCE` of what it should be; which ones are not says where to look."""
+    """Every tensor within `TOLERANCE` of what it should be; which ones are not says where to
+    look.
+    """
     assert got.keys() == want.keys()
-    off = {n: ((got[n].double() - x.double()).abs().max() / x.double().abs().max().clamp(min=1e-30)).item() for n, x in want.items()}
+    off = {
+        n: (
+            (got[n].double() - x.double()).abs().max() / x.double().abs().max().clamp(min=1e-30)
+        ).item()
+        for n, x in want.items()
+    }
     wrong = [f"{n} by {x:.2e}" for n, x in off.items() if not x <= tighter * TOLERANCE]
     others = [x for x in off.values() if x <= tighter * TOLERANCE]
     assert not wrong, (
-        f"off, in parts of the largest entry, {len(wrong)} of {len(off)}: {', '.join(wrong)}; the median of the others {median(others or [0.0]):.2e}, "
+        f"off, in parts of the largest entry, {len(wrong)} of {len(off)}: {', '.join(wrong)}; the "
+        f"median of the others {median(others or [0.0]):.2e}, "
         f"products in fp32 {torch.get_float32_matmul_precision()}"
     )
 

@@ -17,10 +17,12 @@ SPARE = 3  # slots of a pool that no sequence names
 
 @dataclass(frozen=True)
 class Pool:
-    """A call of `case` on a pool: sequence n has a random live slot, or none (negative) where `dead` says so.
+    """A call of `case` on a pool: sequence n has a random live slot, or none (negative) where
+    `dead` says so.
 
-    `columns` > 0 gives each of that many tokens its own slot (`recurrent_`), `accepted` starts each sequence from one of them.
-    `snapshots` > 0 gives each sequence that many snapshot slots (`chunk_`), every `every` chunks. `indexed` False: sequence n has slot n.
+    `columns` > 0 gives each of that many tokens its own slot (`recurrent_`), `accepted` starts each
+    sequence from one of them. `snapshots` > 0 gives each sequence that many snapshot slots
+    (`chunk_`), every `every` chunks. `indexed` False: sequence n has slot n.
     """
 
     case: Case
@@ -36,7 +38,11 @@ class Pool:
     @property
     def slots(self) -> int:
         """The size of the pool."""
-        return self.case.N * (max(self.columns, 1) + self.snapshots) + SPARE if self.indexed else self.case.N
+        return (
+            self.case.N * (max(self.columns, 1) + self.snapshots) + SPARE
+            if self.indexed
+            else self.case.N
+        )
 
     def _gen(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.case.seed + 2)
@@ -53,13 +59,19 @@ class Pool:
         order = torch.randperm(self.slots, generator=gen)
         width = max(self.columns, 1)
         state = order[: N * width].reshape(N, width).clone()
-        snapshots = order[N * width : N * (width + self.snapshots)].reshape(N, self.snapshots).clone() if self.snapshots else None
+        snapshots = (
+            order[N * width : N * (width + self.snapshots)].reshape(N, self.snapshots).clone()
+            if self.snapshots
+            else None
+        )
         for n in range(N):
             if self.is_dead(n):
                 state[n] = -1 - n
         if snapshots is not None and N:
             snapshots[0, 0] = -1
-        accepted = torch.randint(1, width + 1, (N,), generator=gen).to(dtype) if self.accepted else None
+        accepted = (
+            torch.randint(1, width + 1, (N,), generator=gen).to(dtype) if self.accepted else None
+        )
         state = state if self.columns else state[:, 0]
         return state.to(dtype), accepted, None if snapshots is None else snapshots.to(dtype)
 
@@ -70,7 +82,10 @@ class Pool:
             return torch.arange(self.case.N)
         if state.dim() == 1:
             return state.long()
-        return state.long().gather(1, (torch.zeros(self.case.N).long() if accepted is None else accepted.long() - 1)[:, None])[:, 0]
+        return state.long().gather(
+            1,
+            (torch.zeros(self.case.N).long() if accepted is None else accepted.long() - 1)[:, None],
+        )[:, 0]
 
     def state(self) -> Tensor:
         """The pool before the call, in the layout of the case."""
@@ -84,19 +99,42 @@ class Pool:
                 .contiguous()
                 .to(TARGET.device)
             )
-        return torch.randn(shape, generator=gen).to(self.dtype or self.case.state_dtype).to(TARGET.device)
+        return (
+            torch.randn(shape, generator=gen)
+            .to(self.dtype or self.case.state_dtype)
+            .to(TARGET.device)
+        )
 
     def run(self, state: Tensor | None = None, **changed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """o and the pool after the call. `state` replaces the pool, `changed` the inputs of that name."""
+        """o and the pool after the call. `state` replaces the pool, `changed` the inputs of that
+        name.
+        """
         state = self.state() if state is None else state
         x = self.case.inputs(TARGET.device) | changed
-        indices, accepted, snapshots = (None if i is None else i.to(TARGET.device) for i in self.indices())
+        indices, accepted, snapshots = (
+            None if i is None else i.to(TARGET.device) for i in self.indices()
+        )
         indices = changed.get("state_indices", indices)
-        flags = self.case.flags(self.op) | ({"snapshot_every": self.every} if snapshots is not None else {})
-        extra = changed.get("num_accepted_tokens", accepted) if self.op == "recurrent_" else snapshots
+        flags = self.case.flags(self.op) | (
+            {"snapshot_every": self.every} if snapshots is not None else {}
+        )
+        extra = (
+            changed.get("num_accepted_tokens", accepted) if self.op == "recurrent_" else snapshots
+        )
         with torch.no_grad():
             o = overload(self.case.variant, self.op)(
-                x["q"], x["k"], x["v"], x["g"], x["beta"], state, indices, extra, x["A_log"], x["dt_bias"], x["cu_seqlens"], **flags
+                x["q"],
+                x["k"],
+                x["v"],
+                x["g"],
+                x["beta"],
+                state,
+                indices,
+                extra,
+                x["A_log"],
+                x["dt_bias"],
+                x["cu_seqlens"],
+                **flags,
             )
         return o, state
 
@@ -108,16 +146,49 @@ def pools(draw, op: str | None = None, **fixed: object) -> Pool:
     lengths = (0, 1, 2, 3, 5) if op == "recurrent_" else (0, 1, 63, 64, 65, 37, 130)
     if "lengths" not in fixed:
         packed = draw(st.booleans())
-        fixed["lengths"] = tuple(draw(st.lists(st.sampled_from(lengths), min_size=1, max_size=4))) if packed else None
+        fixed["lengths"] = (
+            tuple(draw(st.lists(st.sampled_from(lengths), min_size=1, max_size=4)))
+            if packed
+            else None
+        )
         if not packed:
-            fixed |= {"B": draw(st.sampled_from((1, 2, 3))), "T": draw(st.sampled_from(lengths[1:]))}
-    case = draw(cases(state=False, final=False, disable_recompute=False, **({"safe_gate": False} if op == "recurrent_" else {}), **fixed))
+            fixed |= {
+                "B": draw(st.sampled_from((1, 2, 3))),
+                "T": draw(st.sampled_from(lengths[1:])),
+            }
+    case = draw(
+        cases(
+            state=False,
+            final=False,
+            disable_recompute=False,
+            **({"safe_gate": False} if op == "recurrent_" else {}),
+            **fixed,
+        )
+    )
     indexed = draw(st.booleans()) or draw(st.booleans())
     dead = tuple(draw(st.lists(st.booleans(), min_size=case.N, max_size=case.N))) if indexed else ()
-    columns = max(case.lengths or (case.T,)) + draw(st.sampled_from((0, 2))) if indexed and op == "recurrent_" and draw(st.booleans()) else 0
+    columns = (
+        max(case.lengths or (case.T,)) + draw(st.sampled_from((0, 2)))
+        if indexed and op == "recurrent_" and draw(st.booleans())
+        else 0
+    )
     snapshots = draw(st.sampled_from((0, 1, 2))) if indexed and op == "chunk_" else 0
-    dtype = draw(st.sampled_from((None, torch.bfloat16))) if case.dtype is not torch.float64 and not TARGET.slow else None
-    return Pool(case, op, indexed, dead, columns, bool(columns) and draw(st.booleans()), snapshots, draw(st.sampled_from((1, 2))) if snapshots else 1, dtype)
+    dtype = (
+        draw(st.sampled_from((None, torch.bfloat16)))
+        if case.dtype is not torch.float64 and not TARGET.slow
+        else None
+    )
+    return Pool(
+        case,
+        op,
+        indexed,
+        dead,
+        columns,
+        bool(columns) and draw(st.booleans()),
+        snapshots,
+        draw(st.sampled_from((1, 2))) if snapshots else 1,
+        dtype,
+    )
 
 
 __all__ = ["Pool", "SPARE", "pools", "replace"]

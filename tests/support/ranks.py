@@ -1,4 +1,6 @@
-"""Processes of one group, of gloo or NCCL, that run functions side by side: started once, asked many times, never waited for without a limit."""
+"""Processes of one group, of gloo or NCCL, that run functions side by side: started once, asked
+many times, never waited for without a limit.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 SIZE = 4
-MEMBERS = {2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3), 8: tuple(range(8))}  # global ranks of the groups; a group rank need not be the global one
+# global ranks of the groups; a group rank need not be the global one
+MEMBERS = {2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3), 8: tuple(range(8))}
 LIMIT = 60.0  # seconds that one request may take
 
 
 class Groups(dict):
-    """The groups that a function may name, on this rank: 2, 3 and 4 processes, and the same four with a timeout of two seconds."""
+    """The groups that a function may name, on this rank: 2, 3 and 4 processes, and the same four
+    with a timeout of two seconds.
+    """
 
 
 def members(size: int, processes: int) -> tuple[int, ...]:
@@ -33,21 +38,39 @@ def members(size: int, processes: int) -> tuple[int, ...]:
 
 @functools.cache
 def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
-    """The group as a mesh of the CPU; always the same one, as torch 2.13 cannot compile for a mesh that equals one it has run on without compiling."""
+    """The group as a mesh of the CPU; always the same one, as torch 2.13 cannot compile for a mesh
+    that equals one it has run on without compiling.
+    """
     return DeviceMesh.from_group(group, "cpu")
 
 
 def device() -> torch.device:
     """Where the tensors of this process live."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
 
 
 def _serve(rank: int, processes: int, backend: str, store: str, pipe) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=processes, timeout=timedelta(seconds=LIMIT))
-    groups = Groups({size: dist.new_group(list(members(size, processes))) for size in MEMBERS if size <= processes})
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=processes,
+        timeout=timedelta(seconds=LIMIT),
+    )
+    groups = Groups(
+        {
+            size: dist.new_group(list(members(size, processes)))
+            for size in MEMBERS
+            if size <= processes
+        }
+    )
     groups["impatient"] = dist.new_group(list(range(processes)), timeout=timedelta(seconds=2))
     groups["lower half"] = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     pipe.send(("ready", None))
@@ -72,7 +95,9 @@ class Raised(Exception):
 
 
 class Ranks:
-    """The processes, as seen by the test; started when they are first asked, and anew after one got stuck."""
+    """The processes, as seen by the test; started when they are first asked, and anew after one got
+    stuck.
+    """
 
     def __init__(self, size: int = SIZE, backend: str = "gloo"):
         self.size, self.backend = size, backend
@@ -80,13 +105,16 @@ class Ranks:
         self.processes: list = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # torch is imported once, not by each process
+        # torch is imported once, not by each process
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "kda_ops"])
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, self.backend, store, there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.size, self.backend, store, there), daemon=True
+            )
             process.start()
             there.close()
             self.pipes.append(here)
@@ -94,20 +122,34 @@ class Ranks:
         self._answers(tuple(range(self.size)), 2 * LIMIT)
 
     def _answers(self, ranks: tuple[int, ...], limit: float) -> dict[int, tuple]:
-        """The next message of each of these ranks. If one does not come in time, the processes end, and what the others raised is told."""
-        waiting, answers, deadline = {self.pipes[rank]: rank for rank in ranks}, {}, time.monotonic() + limit
+        """The next message of each of these ranks. If one does not come in time, the processes end,
+        and what the others raised is told.
+        """
+        waiting, answers, deadline = (
+            {self.pipes[rank]: rank for rank in ranks},
+            {},
+            time.monotonic() + limit,
+        )
         while waiting:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.stop()
-                traces = "".join(f"\nrank {rank}: {value[2]}" for rank, (kind, value) in answers.items() if kind == "raised")
-                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {limit} s{traces}")
+                traces = "".join(
+                    f"\nrank {rank}: {value[2]}"
+                    for rank, (kind, value) in answers.items()
+                    if kind == "raised"
+                )
+                raise TimeoutError(
+                    f"ranks {sorted(waiting.values())} did not answer within {limit} s{traces}"
+                )
             for pipe in ready:
                 answers[waiting.pop(pipe)] = pipe.recv()
         return answers
 
     def ask(self, size: int, function, *args) -> list:
-        """What ``function(groups, *args)`` returned on each rank of the group of that size, or the `Raised`, by group rank."""
+        """What ``function(groups, *args)`` returned on each rank of the group of that size, or the
+        `Raised`, by group rank.
+        """
         if not self.processes:
             self._start()
         ranks = members(size, self.size)
@@ -115,7 +157,12 @@ class Ranks:
             self.pipes[rank].send((function.__module__, function.__name__, args))
         answers = self._answers(ranks, LIMIT)
         kinds = (answers[rank] for rank in ranks)
-        return [torch.load(io.BytesIO(value), map_location="cpu") if kind == "returned" else Raised(*value) for kind, value in kinds]
+        return [
+            torch.load(io.BytesIO(value), map_location="cpu")
+            if kind == "returned"
+            else Raised(*value)
+            for kind, value in kinds
+        ]
 
     def run(self, size: int, function, *args) -> list:
         """`ask`, where no rank may raise."""

@@ -1,4 +1,5 @@
-"""A twin of a call that is cut across ranks: the same formulas with the same chunks, which begin anew in each shard.
+"""A twin of a call that is cut across ranks: the same formulas with the same chunks, which begin
+anew in each shard.
 
 Where chunks begin decides how gradients of gates are rounded: their terms cancel within a chunk.
 """
@@ -18,9 +19,15 @@ SPREAD = ("q", "k", "v", "g", "beta")
 PARAMETERS = ("dA_log", "ddt_bias")
 
 
-def _shard(case: Case, backend, inputs: Tensors, a: int, b: int, state: Tensor, do: Tensor, dstate: Tensor) -> Results:
-    """Outputs and gradients of tokens a to b of all sequences, those that have none there passing their states through."""
-    x = {n: t[:, a:b] if t is not None and n in SPREAD else t for n, t in inputs.items()} | {"initial_state": state}
+def _shard(
+    case: Case, backend, inputs: Tensors, a: int, b: int, state: Tensor, do: Tensor, dstate: Tensor
+) -> Results:
+    """Outputs and gradients of tokens a to b of all sequences, those that have none there passing
+    their states through.
+    """
+    x = {n: t[:, a:b] if t is not None and n in SPREAD else t for n, t in inputs.items()} | {
+        "initial_state": state
+    }
     if x["cu_seqlens"] is not None:
         x["cu_seqlens"] = x["cu_seqlens"].clamp(a, b) - a
     p = Problem.parse(case.rank, *x.values(), **(case.flags() | {"output_final_state": True}))
@@ -28,7 +35,9 @@ def _shard(case: Case, backend, inputs: Tensors, a: int, b: int, state: Tensor, 
 
 
 def cut_twin(case: Case, cuts: tuple[int, ...], operand: torch.dtype, draw: int = 0) -> Results:
-    """Every output and gradient of a call whose tokens are cut at `cuts`, with operands rounded to `operand`."""
+    """Every output and gradient of a call whose tokens are cut at `cuts`, with operands rounded to
+    `operand`.
+    """
     reference = drawn(draw, case.state_dtype, None if operand is case.state_dtype else operand)
     (inputs, (do, dstate), back), spans = permuted(case, draw), list(zip(cuts, cuts[1:]))
     nothing = torch.zeros(case.state_shape, dtype=case.state_dtype)
@@ -39,7 +48,9 @@ def cut_twin(case: Case, cuts: tuple[int, ...], operand: torch.dtype, draw: int 
     for state, (a, b) in reversed(list(zip(states, spans))):
         parts.insert(0, _shard(case, reference, inputs, a, b, state, do, dstate))
         dstate = parts[0]["dinitial_state"]
-    found = {n: torch.cat([p[n] for p in parts], 1) for n in parts[0] if n == "o" or n[1:] in SPREAD}
+    found = {
+        n: torch.cat([p[n] for p in parts], 1) for n in parts[0] if n == "o" or n[1:] in SPREAD
+    }
     found |= {n: sum(p[n] for p in parts) for n in PARAMETERS if n in parts[0]}
     if case.final:
         found["final_state"] = parts[-1]["final_state"]

@@ -1,4 +1,6 @@
-"""Sequences on slots of a pool, read in pieces of any length, some by `chunk_` and some by `recurrent_`: together they are one call."""
+"""Sequences on slots of a pool, read in pieces of any length, some by `chunk_` and some by
+`recurrent_`: together they are one call.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Pieces = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Split:
-    """The T tokens of each of the `case.B` sequences of a case, cut into `pieces` (operator, tokens), on a pool of `dtype`; sequence 1 has no slot."""
+    """The T tokens of each of the `case.B` sequences of a case, cut into `pieces` (operator,
+    tokens), on a pool of `dtype`; sequence 1 has no slot.
+    """
 
     case: Case
     pieces: Pieces
@@ -41,7 +45,9 @@ class Split:
     def pool(self) -> Tensor:
         """Before the first piece, on the CPU."""
         shape = (self.case.B + 2, *self.case.state_shape[1:])
-        return torch.randn(shape, generator=torch.Generator().manual_seed(self.case.seed + 1)).to(self.dtype)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(self.case.seed + 1)).to(
+            self.dtype
+        )
 
     def run(self, device: torch.device, pieces: Pieces | None = None) -> tuple[Tensor, Tensor]:
         """o and the pool after the operators."""
@@ -50,20 +56,44 @@ class Split:
         for op, n in self.pieces if pieces is None else pieces:
             args = [None if x[name] is None else x[name][:, t : t + n] for name in PER_TOKEN]
             with torch.inference_mode():
-                outs.append(overload(case.variant, op)(*args, pool, slots, None, x["A_log"], x["dt_bias"], None, **case.flags(op)))
+                outs.append(
+                    overload(case.variant, op)(
+                        *args, pool, slots, None, x["A_log"], x["dt_bias"], None, **case.flags(op)
+                    )
+                )
             t += n
         return torch.cat(outs, 1), pool
 
-    def stages(self, chunks: Backend, pieces: Pieces, double: bool = False) -> tuple[Tensor, Tensor]:
-        """The same from the definition, with the chunk stages of `chunks`; in float64 if `double`."""
+    def stages(
+        self, chunks: Backend, pieces: Pieces, double: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The same from the definition, with the chunk stages of `chunks`; in float64 if
+        `double`.
+        """
         case, outs, t, pool = self.case, [], 0, self.pool()
         x = case.inputs()
         if double:
-            pool, x = pool.double(), {n: y.double() if y is not None and y.is_floating_point() else y for n, y in x.items()}
+            pool, x = (
+                pool.double(),
+                {
+                    n: y.double() if y is not None and y.is_floating_point() else y
+                    for n, y in x.items()
+                },
+            )
         for op, n in pieces:
             args = [None if x[name] is None else x[name][:, t : t + n] for name in PER_TOKEN]
             parse = Problem.parse_prefill if op == "chunk_" else Problem.parse_step
-            p = parse(case.rank, *args, pool, self.slots, None, x["A_log"], x["dt_bias"], None, **case.flags(op))
+            p = parse(
+                case.rank,
+                *args,
+                pool,
+                self.slots,
+                None,
+                x["A_log"],
+                x["dt_bias"],
+                None,
+                **case.flags(op),
+            )
             o = p.new_output()
             if op == "chunk_":
                 chunks.scan(p, chunks.prepare(p), o, pool, keep=False)
@@ -75,20 +105,41 @@ class Split:
 
 
 @st.composite
-def splits(draw, dtypes: tuple[torch.dtype, ...], pools: tuple[torch.dtype, ...], **fixed: object) -> Split:
+def splits(
+    draw, dtypes: tuple[torch.dtype, ...], pools: tuple[torch.dtype, ...], **fixed: object
+) -> Split:
     """Any pieces of sequences of any length up to a few chunks."""
-    parts = draw(st.lists(st.tuples(st.sampled_from(("chunk_", "recurrent_")), st.sampled_from(LENGTHS)), min_size=1, max_size=5))
+    parts = draw(
+        st.lists(
+            st.tuples(st.sampled_from(("chunk_", "recurrent_")), st.sampled_from(LENGTHS)),
+            min_size=1,
+            max_size=5,
+        )
+    )
     pieces = tuple((op, n if op == "chunk_" else min(n, MOST)) for op, n in parts)
-    options = dict(variant=("kda", "gdn"), transposed=(False, True), gate=("softplus", "bounded", "weak"), dtype=dtypes) | {n: (x,) for n, x in fixed.items()}
+    options = dict(
+        variant=("kda", "gdn"),
+        transposed=(False, True),
+        gate=("softplus", "bounded", "weak"),
+        dtype=dtypes,
+    ) | {n: (x,) for n, x in fixed.items()}
     chosen = {name: draw(st.sampled_from(values)) for name, values in options.items()}
     inside = chosen["gate"] != "weak"
-    chosen |= dict(B=3, T=sum(n for _, n in pieces), l2norm=inside, beta="sigmoid" if inside else "given", seed=draw(st.integers(0, 999)))
+    chosen |= dict(
+        B=3,
+        T=sum(n for _, n in pieces),
+        l2norm=inside,
+        beta="sigmoid" if inside else "given",
+        seed=draw(st.integers(0, 999)),
+    )
     chosen |= dict(state=False, final=False)
     return Split(Case(**chosen), pieces, draw(st.sampled_from(pools)))
 
 
 def assert_split(split: Split, device: torch.device) -> None:
-    """The pieces, and one chunk call in their place, are within budget of the recurrence in float64; nothing else in the pool is touched."""
+    """The pieces, and one chunk call in their place, are within budget of the recurrence in
+    float64; nothing else in the pool is touched.
+    """
     whole: Pieces = (("recurrent_", split.case.T),)
     ref_o, ref_pool = split.stages(Reference(), whole, double=True)
     operand = split.case.dtype if dispatch.backend_name(device) == "triton" else None

@@ -1,4 +1,6 @@
-"""One stage at a time: the same inputs to a kernel, to its twin, and to the definition in float64."""
+"""One stage at a time: the same inputs to a kernel, to its twin, and to the definition in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,39 @@ from tests.support.cases import Case
 from tests.support.closeness import DRAWS, assert_close, drawn, excess
 
 
-def _cast(stage: Tile | Trace | Reverse, dtype: torch.dtype, sums: torch.dtype, device: torch.device | str = "cpu"):
+def _cast(
+    stage: Tile | Trace | Reverse,
+    dtype: torch.dtype,
+    sums: torch.dtype,
+    device: torch.device | str = "cpu",
+):
     def cast(name: str, x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.to(device, sums if name in ("gamma", "dinitial_state") else dtype).contiguous()
+        return (
+            None
+            if x is None
+            else x.to(device, sums if name in ("gamma", "dinitial_state") else dtype).contiguous()
+        )
 
     return type(stage)(**{n: cast(n, x) for n, x in vars(stage).items()})
 
 
-def _problem(case: Case, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Problem:
+def _problem(
+    case: Case, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Problem:
     inputs = case.inputs(device)
     if dtype is not None:
-        inputs = {n: x if x is None or not x.is_floating_point() else x.to(dtype) for n, x in inputs.items()}
+        inputs = {
+            n: x if x is None or not x.is_floating_point() else x.to(dtype)
+            for n, x in inputs.items()
+        }
     return Problem.parse(case.rank, *inputs.values(), **case.flags())
 
 
 @dataclass
 class Stages:
-    """What enters the backward stages of a case: made once by the twin, in the dtype of the kernels' operands."""
+    """What enters the backward stages of a case: made once by the twin, in the dtype of the
+    kernels' operands.
+    """
 
     case: Case
     tile: Tile
@@ -47,23 +65,49 @@ class Stages:
         tile = twin.prepare(p)
         tile.gamma = tile.gamma.expand(*tile.gamma.shape[:2], p.K if p.rank else 1)
         trace = twin.scan(p, tile, p.new_output(), p.new_final_state(), keep=True)
-        return cls(case, tile, trace, twin.reverse_scan(p, tile, d_o, d_final, frozenset(GRADIENTS if case.state else ())), d_o, d_final)
+        return cls(
+            case,
+            tile,
+            trace,
+            twin.reverse_scan(p, tile, d_o, d_final, frozenset(GRADIENTS if case.state else ())),
+            d_o,
+            d_final,
+        )
 
     @property
     def need(self) -> frozenset[str]:
         p = _problem(self.case)
-        return frozenset(n for n in GRADIENTS if getattr(p, "state" if n == "initial_state" else n) is not None)
+        return frozenset(
+            n for n in GRADIENTS if getattr(p, "state" if n == "initial_state" else n) is not None
+        )
 
     def _at(self, dtype: torch.dtype, sums: torch.dtype, device: torch.device | str = "cpu"):
-        d_o = None if self.do is None else self.do.to(device, torch.float64 if dtype is torch.float64 else self.case.dtype)
+        d_o = (
+            None
+            if self.do is None
+            else self.do.to(device, torch.float64 if dtype is torch.float64 else self.case.dtype)
+        )
         d_final = None if self.dfinal is None else self.dfinal.to(device, sums)
-        return [_cast(x, dtype, sums, device) for x in (self.tile, self.trace, self.reverse)] + [d_o, d_final]
+        return [_cast(x, dtype, sums, device) for x in (self.tile, self.trace, self.reverse)] + [
+            d_o,
+            d_final,
+        ]
 
-    def run(self, stage: str, backend, device: torch.device | str = "cpu", **kwargs) -> dict[str, Tensor]:
+    def run(
+        self, stage: str, backend, device: torch.device | str = "cpu", **kwargs
+    ) -> dict[str, Tensor]:
         """The named outputs of a stage of `backend`."""
-        return self._run(stage, backend, _problem(self.case, None, device), *self._at(self.case.dtype, torch.float32, device), **kwargs)
+        return self._run(
+            stage,
+            backend,
+            _problem(self.case, None, device),
+            *self._at(self.case.dtype, torch.float32, device),
+            **kwargs,
+        )
 
-    def three(self, stage: str, backend, device: torch.device | str = "cpu", **kwargs) -> tuple[dict, dict, dict]:
+    def three(
+        self, stage: str, backend, device: torch.device | str = "cpu", **kwargs
+    ) -> tuple[dict, dict, dict]:
         """(kernel, definition, twin): the named outputs of a stage from equal inputs."""
         return self.run(stage, backend, device, **kwargs), *self.expected(stage, **kwargs)
 
@@ -71,23 +115,44 @@ class Stages:
         """(definition, twin)."""
         case = self.case
         return (
-            self._run(stage, Reference(), _problem(case, torch.float64), *self._at(torch.float64, torch.float64), **kwargs),
-            self._run(stage, Reference(torch.float32, case.dtype), _problem(case), *self._at(torch.float32, torch.float32), **kwargs),
+            self._run(
+                stage,
+                Reference(),
+                _problem(case, torch.float64),
+                *self._at(torch.float64, torch.float64),
+                **kwargs,
+            ),
+            self._run(
+                stage,
+                Reference(torch.float32, case.dtype),
+                _problem(case),
+                *self._at(torch.float32, torch.float32),
+                **kwargs,
+            ),
         )
 
     def draw(self, stage: str, name: str, ref: Tensor, seed: int) -> Tensor:
-        """Another draw of the twin's error: every product and decay rounded to another neighbour at random; for a tensor of one number per head, whose
-        error is that of one sum, the error at other inputs of the same case.
+        """Another draw of the twin's error: every product and decay rounded to another neighbour at
+        random; for a tensor of one number per head, whose error is that of one sum, the error at
+        other inputs of the same case.
         """
         if ref.numel() > self.case.HV:
             twin = drawn(seed, torch.float32, self.case.dtype)
-            return self._run(stage, twin, _problem(self.case), *self._at(torch.float32, torch.float32))[name]
-        other = Stages.build(replace(self.case, seed=self.case.seed + seed), self.do is not None, self.dfinal is not None)
+            return self._run(
+                stage, twin, _problem(self.case), *self._at(torch.float32, torch.float32)
+            )[name]
+        other = Stages.build(
+            replace(self.case, seed=self.case.seed + seed),
+            self.do is not None,
+            self.dfinal is not None,
+        )
         there, twin = other.expected(stage)
         return ref + (twin[name].double() - there[name])
 
     def _run(self, stage: str, b, p: Problem, tile, trace, reverse, d_o, d_final, **kwargs) -> dict:
-        if p.rank == 0:  # made again from A: a kernel takes the decay of a head as factors of rows, the twin rounds what it forms, the definition does not
+        # made again from A: a kernel takes the decay of a head as factors of rows, the twin rounds
+        # what it forms, the definition does not
+        if p.rank == 0:
             tile = b.prepare(p, tile.A)
         else:
             tile = replace(tile, rows=b.prepare(p, tile.A, norms=True).rows)
@@ -103,8 +168,9 @@ class Stages:
 def assert_stage(stage: str, stages: Stages, backend, device: torch.device | str = "cpu") -> None:
     """Hold what a stage of `backend` returns against the definition, within the budget of its twin.
 
-    Rows and chunks that hold no token may hold anything. The gradient of beta is left to the whole backward where a kernel takes it from v_new / beta:
-    equal for the v_new of the recurrence, but not for the rounded one that a stage is given.
+    Rows and chunks that hold no token may hold anything. The gradient of beta is left to the whole
+    backward where a kernel takes it from v_new / beta: equal for the v_new of the recurrence, but
+    not for the rounded one that a stage is given.
     """
     got, ref, twin = stages.three(stage, backend, device)
     assert got.keys() in (ref.keys(), ref.keys() - {"z"})  # z only where dv does not say as much
@@ -115,6 +181,10 @@ def assert_stage(stage: str, stages: Stages, backend, device: torch.device | str
             assert_close(name, x, ref[name], twin[name].to(x.dtype))
         elif name != "dbeta" or stages.case.beta == "given" and stages.case.dtype is torch.float32:
             draws = [twin[name]]
-            if any(not e <= 1.0 for e in excess(x, ref[name], *draws).values()):  # the twin may have been lucky: see closeness.py
-                draws += [stages.draw(stage, name, ref[name], seed).to(x.dtype) for seed in range(1, DRAWS)]
+            # the twin may have been lucky: see closeness.py
+            if any(not e <= 1.0 for e in excess(x, ref[name], *draws).values()):
+                draws += [
+                    stages.draw(stage, name, ref[name], seed).to(x.dtype)
+                    for seed in range(1, DRAWS)
+                ]
             assert_close(name, x, ref[name], *draws)

@@ -1,4 +1,6 @@
-"""One decode call, as data: the token recurrence on a state or on a pool, and the laws that any backend's `step` must hold to."""
+"""One decode call, as data: the token recurrence on a state or on a pool, and the laws that any
+backend's `step` must hold to.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ from kda_ops.stages import Backend
 from tests.support.closeness import assert_close, assert_identical
 
 POISON = float("nan")
-ACTIVATIONS = ("none", "given", "softplus", "bounded", "bare")  # of the decay; "bare" is the bounded gate without A_log and dt_bias
+# of the decay; "bare" is the bounded gate without A_log and dt_bias
+ACTIVATIONS = ("none", "given", "softplus", "bounded", "bare")
 STRIDES = ("contiguous", "heads_first", "fused", "expanded")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A call to `Backend.step`. `slots` is None (row n), 1 ([N]) or S ([N, S] with a state per token); `lengths` packs sequences, `tail` tokens follow."""
+    """A call to `Backend.step`. `slots` is None (row n), 1 ([N]) or S ([N, S] with a state per
+    token); `lengths` packs sequences, `tail` tokens follow.
+    """
 
     rank: int = 1
     N: int = 2
@@ -56,7 +61,9 @@ class Step:
         return self.N if self.lengths is None else len(self.lengths)
 
     def problem(self, device: torch.device | str = "cpu", double: bool = False) -> Problem:
-        """The parsed call, on fresh tensors that are the same each time; in float64 on the CPU if `double`."""
+        """The parsed call, on fresh tensors that are the same each time; in float64 on the CPU if
+        `double`.
+        """
         gen = torch.Generator().manual_seed(self.seed)
         rows, B = (self.T, self.N) if self.lengths is None else (sum(self.lengths) + self.tail, 1)
         N, H, HV, K, V = self.sequences, self.H, self.HV, self.K, self.V
@@ -65,19 +72,34 @@ class Step:
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=gen)
 
-        q, k, v, beta = randn(B, rows, H, K), randn(B, rows, H, K), randn(B, rows, HV, V), torch.rand((B, rows, HV), generator=gen)
+        q, k, v, beta = (
+            randn(B, rows, H, K),
+            randn(B, rows, H, K),
+            randn(B, rows, HV, V),
+            torch.rand((B, rows, HV), generator=gen),
+        )
         if not self.l2norm:
             q, k = (x / x.norm(dim=-1, keepdim=True).clamp(min=1e-3) for x in (q, k))
         g_shape = (B, rows, HV, K) if self.rank else (B, rows, HV)
-        g = randn(*g_shape) if self.gate in ("softplus", "bounded", "bare") else -2.0 * torch.rand(g_shape, generator=gen)
+        g = (
+            randn(*g_shape)
+            if self.gate in ("softplus", "bounded", "bare")
+            else -2.0 * torch.rand(g_shape, generator=gen)
+        )
         if self.gate == "given":
             g = torch.where(torch.rand(g_shape, generator=gen) < 0.05, -torch.inf, g)
         if self.beta in ("sigmoid", "neg_eigval"):
             beta = 4.0 * beta - 2.0
         A_log = dt_bias = None
         if self.gate in ("softplus", "bounded"):
-            A_log, dt_bias = (0.5 * randn(HV)).to(wide), randn(*((HV, K) if self.rank else (HV,))).to(wide)
-        tensors = [x.to(t) for x, t in ((q, self.dtype), (k, self.dtype), (v, self.dtype), (g, wide), (beta, wide))]
+            A_log, dt_bias = (
+                (0.5 * randn(HV)).to(wide),
+                randn(*((HV, K) if self.rank else (HV,))).to(wide),
+            )
+        tensors = [
+            x.to(t)
+            for x, t in ((q, self.dtype), (k, self.dtype), (v, self.dtype), (g, wide), (beta, wide))
+        ]
         q, k, v, g, beta = (_place(x, self.strides) for x in tensors)
         shape = (HV, V, K) if self.transposed else (HV, K, V)
         state = indices = accepted = None
@@ -95,7 +117,11 @@ class Step:
             indices = (indices[:, 0] if self.slots == 1 else indices).to(self.index)
             if self.accepted:
                 accepted = torch.randint(1, self.slots + 1, (N,), generator=gen).to(self.index)
-        cu_seqlens = None if self.lengths is None else torch.tensor([0, *accumulate(self.lengths)]).to(self.index)
+        cu_seqlens = (
+            None
+            if self.lengths is None
+            else torch.tensor([0, *accumulate(self.lengths)]).to(self.index)
+        )
         given = [q, k, v, None if self.gate == "none" else g, None if self.beta == "none" else beta]
         rest = [A_log, dt_bias]
 
@@ -107,17 +133,40 @@ class Step:
             return x if torch.device(device).type == "cpu" else _copy(x, device)
 
         flags = dict(
-            scale=self.scale, use_qk_l2norm_in_kernel=self.l2norm, use_gate_in_kernel=self.gate in ("softplus", "bounded", "bare"),
-            lower_bound=-5.0 if self.gate in ("bounded", "bare") else None, use_beta_sigmoid_in_kernel=self.beta in ("sigmoid", "neg_eigval"),
-            allow_neg_eigval=self.beta == "neg_eigval", transpose_state_layout=self.transposed,
-        )  # fmt: skip
+            scale=self.scale,
+            use_qk_l2norm_in_kernel=self.l2norm,
+            use_gate_in_kernel=self.gate in ("softplus", "bounded", "bare"),
+            lower_bound=-5.0 if self.gate in ("bounded", "bare") else None,
+            use_beta_sigmoid_in_kernel=self.beta in ("sigmoid", "neg_eigval"),
+            allow_neg_eigval=self.beta == "neg_eigval",
+            transpose_state_layout=self.transposed,
+        )
         if self.slots is None:
-            return Problem.parse(self.rank, *map(move, given), *map(move, rest), move(state), move(cu_seqlens), output_final_state=self.final, **flags)
-        return Problem.parse_step(self.rank, *map(move, given), move(state), move(indices), move(accepted), *map(move, rest), move(cu_seqlens), **flags)
+            return Problem.parse(
+                self.rank,
+                *map(move, given),
+                *map(move, rest),
+                move(state),
+                move(cu_seqlens),
+                output_final_state=self.final,
+                **flags,
+            )
+        return Problem.parse_step(
+            self.rank,
+            *map(move, given),
+            move(state),
+            move(indices),
+            move(accepted),
+            *map(move, rest),
+            move(cu_seqlens),
+            **flags,
+        )
 
     def outputs(self, p: Problem) -> tuple[Tensor, Tensor]:
         """Where o and the final states go: NaN, or the pool itself."""
-        return p.new_output().fill_(POISON), p.new_final_state().fill_(POISON) if self.slots is None else p.state
+        return p.new_output().fill_(POISON), p.new_final_state().fill_(
+            POISON
+        ) if self.slots is None else p.state
 
 
 def _place(x: Tensor, strides: str) -> Tensor:
@@ -140,28 +189,58 @@ def _copy(x: Tensor, device: torch.device | str) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
-def random_step(seed: int, dtypes: tuple[torch.dtype, ...], pools=(torch.float32,), widths=(7, 16, 24, 33, 64), most: int = 6) -> Step:
+def random_step(
+    seed: int,
+    dtypes: tuple[torch.dtype, ...],
+    pools=(torch.float32,),
+    widths=(7, 16, 24, 33, 64),
+    most: int = 6,
+) -> Step:
     """Any legal call, every option drawn."""
     r = random.Random(seed)
     packed, rank = r.random() < 0.5, r.randrange(2)
     slots = r.choice((None, None, 1, 1, 3, most))
     T = 1 if r.random() < 0.4 else r.randint(0, most)
-    lengths = tuple(r.choice((0, 1, 1, 2, most)) for _ in range(r.randint(0, 4))) if packed else None
+    lengths = (
+        tuple(r.choice((0, 1, 1, 2, most)) for _ in range(r.randint(0, 4))) if packed else None
+    )
     if slots is not None and slots > 1:
         T = min(T, slots)
     H = r.choice((1, 2))
     return Step(
-        rank=rank, N=r.randint(1, 3), T=T, lengths=lengths, tail=r.choice((0, 1, 19)) if packed else 0, H=H, HV=H * r.choice((1, 2)),
-        K=r.choice(widths), V=r.choice(widths), dtype=r.choice(dtypes), pool=torch.float32 if slots is None else r.choice(pools), gate=r.choice(ACTIVATIONS),
-        beta=r.choice(("none", "given", "sigmoid", "neg_eigval")), l2norm=r.random() < 0.5, scale=r.choice((None, 1.0, 0.3)), state=r.random() < 0.7,
-        final=r.random() < 0.7, slots=slots, accepted=slots is not None and slots > 1 and r.random() < 0.6, dead=tuple(r.sample(range(8), r.choice((0, 1, 2)))),
-        transposed=r.random() < 0.5, strides=r.choice(STRIDES), gap=r.random() < 0.3, index=r.choice((torch.int32, torch.int64)), wide=r.random() < 0.5,
+        rank=rank,
+        N=r.randint(1, 3),
+        T=T,
+        lengths=lengths,
+        tail=r.choice((0, 1, 19)) if packed else 0,
+        H=H,
+        HV=H * r.choice((1, 2)),
+        K=r.choice(widths),
+        V=r.choice(widths),
+        dtype=r.choice(dtypes),
+        pool=torch.float32 if slots is None else r.choice(pools),
+        gate=r.choice(ACTIVATIONS),
+        beta=r.choice(("none", "given", "sigmoid", "neg_eigval")),
+        l2norm=r.random() < 0.5,
+        scale=r.choice((None, 1.0, 0.3)),
+        state=r.random() < 0.7,
+        final=r.random() < 0.7,
+        slots=slots,
+        accepted=slots is not None and slots > 1 and r.random() < 0.6,
+        dead=tuple(r.sample(range(8), r.choice((0, 1, 2)))),
+        transposed=r.random() < 0.5,
+        strides=r.choice(STRIDES),
+        gap=r.random() < 0.3,
+        index=r.choice((torch.int32, torch.int64)),
+        wide=r.random() < 0.5,
         seed=seed,
-    )  # fmt: skip
+    )
 
 
 def assert_step(case: Step, backend: Backend, device: torch.device | str = "cpu") -> None:
-    """Hold o and every state against the definition in float64; slots that the call does not name keep their bits, and so do the gaps between them."""
+    """Hold o and every state against the definition in float64; slots that the call does not name
+    keep their bits, and so do the gaps between them.
+    """
     p = case.problem(device)
     before = None if p.state is None else p.state.clone()
     o, final = case.outputs(p)
@@ -174,7 +253,9 @@ def assert_step(case: Step, backend: Backend, device: torch.device | str = "cpu"
     if case.slots is not None:
         touched = set(p.state_indices.flatten().tolist())
         idle = [i for i in range(before.shape[0]) if i not in touched]
-        assert_identical(p.state[idle].cpu(), before[idle].cpu(), "a slot that the call does not name")
+        assert_identical(
+            p.state[idle].cpu(), before[idle].cpu(), "a slot that the call does not name"
+        )
     elif before is not None:
         assert_identical(p.state.cpu(), before.cpu(), "the initial state")
 
@@ -191,13 +272,26 @@ def _definition(case: Step, double: bool) -> tuple[Tensor, Tensor]:
 
 
 def assert_calls_forget(device: torch.device | str) -> None:
-    """What is kept between calls that look alike is nothing of their tensors: each computes on its own, wherever they lie, and illegal ones are refused."""
+    """What is kept between calls that look alike is nothing of their tensors: each computes on its
+    own, wherever they lie, and illegal ones are refused.
+    """
     B, H, K, V = 3, 2, 16, 24
 
     def call(seed: int, offset: int = 0, **words: object) -> list[Tensor]:
         gen = torch.Generator().manual_seed(seed)
-        q, k, v, g, beta = (torch.randn(s, generator=gen) for s in ((B, 1, H, K), (B, 1, H, K), (B, 1, H, V), (B, 1, H, K), (B, 1, H)))
-        args = [q, k, v, -g.abs(), beta, torch.randn(5, H, K, V, generator=gen), torch.randperm(5, generator=gen)[:B]]
+        q, k, v, g, beta = (
+            torch.randn(s, generator=gen)
+            for s in ((B, 1, H, K), (B, 1, H, K), (B, 1, H, V), (B, 1, H, K), (B, 1, H))
+        )
+        args = [
+            q,
+            k,
+            v,
+            -g.abs(),
+            beta,
+            torch.randn(5, H, K, V, generator=gen),
+            torch.randperm(5, generator=gen)[:B],
+        ]
         p = Problem.parse_step(1, *[x.clone() for x in args], use_qk_l2norm_in_kernel=True, **words)
         o = p.new_output()
         Reference().step(p, o, p.state)
@@ -210,7 +304,16 @@ def assert_calls_forget(device: torch.device | str) -> None:
         torch.testing.assert_close(there[5].cpu(), p.state, rtol=1e-4, atol=1e-5)
         return there
 
-    kept = [call(0), call(1), call(2, offset=1), call(3, scale=0.5), call(4), call(5, offset=3), call(6, scale=0.25)]  # kept: no address comes again
+    # kept: no address comes again
+    kept = [
+        call(0),
+        call(1),
+        call(2, offset=1),
+        call(3, scale=0.5),
+        call(4),
+        call(5, offset=3),
+        call(6, scale=0.25),
+    ]
     args = kept[0]
     wrong = {1: args[1].bfloat16(), 2: args[2][:, :, :1], 5: args[5].mT, 6: args[6].float()}
     for i, x in wrong.items():
@@ -222,7 +325,9 @@ def assert_calls_forget(device: torch.device | str) -> None:
 
 
 def assert_strides_count(device: torch.device | str) -> None:
-    """Calls that differ in strides alone, one after the other on operators that keep how a call is launched: states and indices are read where they lie."""
+    """Calls that differ in strides alone, one after the other on operators that keep how a call is
+    launched: states and indices are read where they lie.
+    """
     B, S, H, D = 3, 2, 2, 16
     orders = ((0, 1, 2, 3), (1, 0, 2, 3), (0, 1, 3, 2), (0, 3, 1, 2), (2, 0, 1, 3))
 
@@ -235,13 +340,35 @@ def assert_strides_count(device: torch.device | str) -> None:
         """x as every second column of a table whose others mean something else."""
         return torch.stack([x, x.flip(0) + 1], -1)[..., 0]
 
-    for seed, (order, transposed, placed, packed, _again) in enumerate(product(orders, (False, True), (Tensor.clone, spread), (False, True), range(2))):
+    for seed, (order, transposed, placed, packed, _again) in enumerate(
+        product(orders, (False, True), (Tensor.clone, spread), (False, True), range(2))
+    ):
         gen = torch.Generator().manual_seed(seed)
-        q, k, v, beta = (torch.randn(s, generator=gen) for s in ((B, S, H, D), (B, S, H, D), (B, S, H, D), (B, S, H)))
-        slots, accepted = torch.randperm(2 * B * S, generator=gen)[: B * S].view(B, S), torch.randint(1, S + 1, (B,), generator=gen)
-        offsets = torch.tensor([0, *torch.randint(0, S + 1, (B,), generator=gen).cumsum(0).tolist()]) if packed else None
+        q, k, v, beta = (
+            torch.randn(s, generator=gen)
+            for s in ((B, S, H, D), (B, S, H, D), (B, S, H, D), (B, S, H))
+        )
+        slots, accepted = (
+            torch.randperm(2 * B * S, generator=gen)[: B * S].view(B, S),
+            torch.randint(1, S + 1, (B,), generator=gen),
+        )
+        offsets = (
+            torch.tensor([0, *torch.randint(0, S + 1, (B,), generator=gen).cumsum(0).tolist()])
+            if packed
+            else None
+        )
         rows = [x.flatten(0, 1)[None] if packed else x for x in (q, k, v)]
-        args = [*rows, None, beta.flatten(0, 1)[None] if packed else beta, torch.randn(2 * B * S, H, D, D, generator=gen), slots, accepted, None, None, offsets]
+        args = [
+            *rows,
+            None,
+            beta.flatten(0, 1)[None] if packed else beta,
+            torch.randn(2 * B * S, H, D, D, generator=gen),
+            slots,
+            accepted,
+            None,
+            None,
+            offsets,
+        ]
         words = dict(use_qk_l2norm_in_kernel=True, transpose_state_layout=transposed)
         p = Problem.parse_step(1, *[None if x is None else x.clone() for x in args], **words)
         o = p.new_output()
@@ -251,6 +378,17 @@ def assert_strides_count(device: torch.device | str) -> None:
         for i in (6, 7, 10):
             there[i] = None if there[i] is None else placed(there[i])
         got = torch.ops.kda.recurrent_(*there, **words)
-        case = f"states in order {order}, transposed {transposed}, indices by {placed.__name__}, packed {packed}"
-        torch.testing.assert_close(got.cpu(), o, rtol=1e-4, atol=1e-5, msg=lambda m, case=case: f"o, {case}: {m}")
-        torch.testing.assert_close(there[5].cpu(), p.state, rtol=1e-4, atol=1e-5, msg=lambda m, case=case: f"states, {case}: {m}")
+        case = (
+            f"states in order {order}, transposed {transposed}, indices by {placed.__name__}, "
+            f"packed {packed}"
+        )
+        torch.testing.assert_close(
+            got.cpu(), o, rtol=1e-4, atol=1e-5, msg=lambda m, case=case: f"o, {case}: {m}"
+        )
+        torch.testing.assert_close(
+            there[5].cpu(),
+            p.state,
+            rtol=1e-4,
+            atol=1e-5,
+            msg=lambda m, case=case: f"states, {case}: {m}",
+        )

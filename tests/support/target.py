@@ -1,6 +1,8 @@
-"""Where the suite runs: the same laws hold for the native backend on CPU, for the kernels under the Triton interpreter, and on a GPU.
+"""Where the suite runs: the same laws hold for the native backend on CPU, for the kernels under the
+Triton interpreter, and on a GPU.
 
-``KDA_OPS_TEST_DEVICE=cuda`` picks the GPU; ``KDA_OPS_CPU=triton TRITON_INTERPRET=1`` the interpreter; otherwise it is the native backend.
+``KDA_OPS_TEST_DEVICE=cuda`` picks the GPU; ``KDA_OPS_CPU=triton TRITON_INTERPRET=1`` the
+interpreter; otherwise it is the native backend.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class Target:
     slow: bool  # one launch costs as much as a whole example elsewhere: few and small examples
 
     def operand(self, p: Problem) -> torch.dtype:
-        """The dtype to which a twin rounds dot operands and stored tensors, for a call whose tensors lie on the CPU."""
+        """The dtype to which a twin rounds dot operands and stored tensors, for a call whose
+        tensors lie on the CPU.
+        """
         return p.q.dtype if dispatch.backend_name(self.device) == "triton" else p.state_dtype
 
 
@@ -32,7 +36,8 @@ def _target() -> Target:
     if device.type == "cuda":
         return Target(device, (torch.bfloat16, torch.float16, torch.float32), slow=False)
     if dispatch.backend_name(device) == "triton":
-        # The interpreter multiplies bfloat16 as integers (triton issue 11584), so bfloat16 is left to the GPU.
+        # The interpreter multiplies bfloat16 as integers (triton issue 11584), so bfloat16 is left
+        # to the GPU.
         return Target(device, (torch.float32, torch.float16), slow=True)
     return Target(device, (torch.float32, torch.bfloat16, torch.float16, torch.float64), slow=False)
 

@@ -1,4 +1,6 @@
-"""Each backward call of an operator inside a program beside float64 on the inputs that it had: whether what a program finds wrong is wrong there."""
+"""Each backward call of an operator inside a program beside float64 on the inputs that it had:
+whether what a program finds wrong is wrong there.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _OPERATORS = {schemas.CHUNK_BWD.overload(variant): variant for variant in schema
 
 
 class _Backwards(TorchDispatchMode):
-    """Copies what every backward call is given and gives to the CPU, at once: the program is free to use the memory again."""
+    """Copies what every backward call is given and gives to the CPU, at once: the program is free
+    to use the memory again.
+    """
 
     def __init__(self):
         super().__init__()
@@ -33,20 +37,39 @@ class _Backwards(TorchDispatchMode):
 
 
 def _exact(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().to("cpu", torch.float64 if x.is_floating_point() else x.dtype, copy=True)
+    return (
+        None
+        if x is None
+        else x.detach().to("cpu", torch.float64 if x.is_floating_point() else x.dtype, copy=True)
+    )
 
 
 @contextmanager
 def backward_errors() -> Iterator[list[dict[str, float]]]:
-    """A list that has, when the context ends, one dictionary for each backward call in it: how far each gradient is off, in parts of its largest entry."""
+    """A list that has, when the context ends, one dictionary for each backward call in it: how far
+    each gradient is off, in parts of its largest entry.
+    """
     errors: list[dict[str, float]] = []
     with _Backwards() as seen:
         yield errors
     for variant, (do, dfinal_state, *rest), flags, got in seen.calls:
         _, inputs, _ = schemas.split_backward(rest)
         leaves = [x if x is None else x.requires_grad_(x.is_floating_point()) for x in inputs]
-        o, final_state = overload(variant, "chunk")(*leaves, **{n: x for n, x in flags.items() if n != "need"})
+        o, final_state = overload(variant, "chunk")(
+            *leaves, **{n: x for n, x in flags.items() if n != "need"}
+        )
         needed = [(n, x, d) for n, x, d, need in zip(GRADIENTS, leaves, got, flags["need"]) if need]
-        outs = [(y, dy) for y, dy in ((o, do), (final_state, dfinal_state)) if dy is not None and dy.numel()]
-        exact = torch.autograd.grad([y for y, _ in outs], [x for _, x, _ in needed], [dy for _, dy in outs])
-        errors.append({"d" + n: ((d - want).abs().max() / want.abs().max().clamp(min=1e-300)).item() for (n, _, d), want in zip(needed, exact)})
+        outs = [
+            (y, dy)
+            for y, dy in ((o, do), (final_state, dfinal_state))
+            if dy is not None and dy.numel()
+        ]
+        exact = torch.autograd.grad(
+            [y for y, _ in outs], [x for _, x, _ in needed], [dy for _, dy in outs]
+        )
+        errors.append(
+            {
+                "d" + n: ((d - want).abs().max() / want.abs().max().clamp(min=1e-300)).item()
+                for (n, _, d), want in zip(needed, exact)
+            }
+        )

@@ -1,4 +1,6 @@
-"""The Triton backend: CUDA tensors, and CPU tensors under the Triton interpreter. Importing this folder imports triton."""
+"""The Triton backend: CUDA tensors, and CPU tensors under the Triton interpreter. Importing this
+folder imports triton.
+"""
 
 from kda_ops.backends.triton.gate import gate, gate_backward
 from kda_ops.backends.triton.gradient import gradient
@@ -11,4 +13,16 @@ from kda_ops.backends.triton.tuning import leaves_room
 
 plan_step = Launch
 
-__all__ = ["beside", "compiling", "gate", "gate_backward", "gradient", "leaves_room", "plan_step", "prepare", "reverse_scan", "scan", "step"]
+__all__ = [
+    "beside",
+    "compiling",
+    "gate",
+    "gate_backward",
+    "gradient",
+    "leaves_room",
+    "plan_step",
+    "prepare",
+    "reverse_scan",
+    "scan",
+    "step",
+]

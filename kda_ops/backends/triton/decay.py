@@ -1,12 +1,14 @@
 """Decay between the rows of a chunk (MATHS.md, numerics 1 and 2), in logs, base 2.
 
-A *group* is R consecutive rows, those that one thread holds. ``pre`` is the decay from the start of a block to a row, with the row's own;
-``suf`` the decay of the rows after it up to the end of its block.
+A *group* is R consecutive rows, those that one thread holds. ``pre`` is the decay from the start of
+a block to a row, with the row's own; ``suf`` the decay of the rows after it up to the end of its
+block.
 
-Two ways. `level_scores`, for fp32 and fp16, only ever adds: it restarts the sums at every level, so they are exact for a decay of zero (g = -inf).
-For bf16, which holds 8 bits and has the range of fp32, one prefix sum serves (`half_prefix`, `block_scores`): no decay is below `tuning.FLOOR` per
-row, so nothing is infinite, its differences are exact to 10^-4, and some rows can share an anchor. In neither does a later row touch the rounding of
-an earlier one.
+Two ways. `level_scores`, for fp32 and fp16, only ever adds: it restarts the sums at every level, so
+they are exact for a decay of zero (g = -inf). For bf16, which holds 8 bits and has the range of
+fp32, one prefix sum serves (`half_prefix`, `block_scores`): no decay is below `tuning.FLOOR` per
+row, so nothing is infinite, its differences are exact to 10^-4, and some rows can share an anchor.
+In neither does a later row touch the rounding of an earlier one.
 """
 
 import triton
@@ -23,7 +25,9 @@ def pick(x, i: tl.constexpr, n: tl.constexpr):
 
 @triton.jit
 def within(x, n: tl.constexpr):
-    """(pre, suf [rows, width], total [rows/n, width]) of blocks of n rows, for the few rows of one thread."""
+    """(pre, suf [rows, width], total [rows/n, width]) of blocks of n rows, for the few rows of one
+    thread.
+    """
     ROWS: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
     i = tl.arange(0, n)[None, :, None]
@@ -43,7 +47,8 @@ def within(x, n: tl.constexpr):
 def double(before, after, total):
     """Merge neighbouring blocks.
 
-    before, after [groups, width]: the decay of the groups of the same block that lie before and after each group; total [blocks, width].
+    before, after [groups, width]: the decay of the groups of the same block that lie before and
+    after each group; total [blocks, width].
     """
     W: tl.constexpr = before.shape[1]
     pairs: tl.constexpr = total.shape[0] // 2
@@ -55,7 +60,11 @@ def double(before, after, total):
     after = tl.reshape(after, (pairs, 2, each, W))
     before = tl.where(side == 1, before + earlier[:, None, None, :], before)
     after = tl.where(side == 0, after + later[:, None, None, :], after)
-    return tl.reshape(before, (2 * pairs * each, W)), tl.reshape(after, (2 * pairs * each, W)), earlier + later
+    return (
+        tl.reshape(before, (2 * pairs * each, W)),
+        tl.reshape(after, (2 * pairs * each, W)),
+        earlier + later,
+    )
 
 
 @triton.jit
@@ -74,12 +83,16 @@ def scores(b_rows, b_columns, PREC: tl.constexpr):
 
 
 @triton.jit
-def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr):
-    """Scores of one half and slice of K, for any decay b_x [rows, width]: (q k^T o E, k k^T o E, on and below the diagonal [rows, rows] fp32; the
-    decay from the start of the half to a row, from a row to its end [rows, width], the whole half [width]). Without SCORES the first two are zero.
+def level_scores(
+    b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr
+):
+    """Scores of one half and slice of K, for any decay b_x [rows, width]: (q k^T o E, k k^T o E, on
+    and below the diagonal [rows, rows] fp32; the decay from the start of the half to a row, from a
+    row to its end [rows, width], the whole half [width]). Without SCORES the first two are zero.
 
-    A pair of rows belongs to the level at which their blocks first part; there the later row has the decay since the middle and the
-    earlier row the decay up to the middle, so one factor per row serves both sides, and both are at most one.
+    A pair of rows belongs to the level at which their blocks first part; there the later row has
+    the decay since the middle and the earlier row the decay up to the middle, so one factor per row
+    serves both sides, and both are at most one.
     """
     ROWS: tl.constexpr = b_x.shape[0]
     W: tl.constexpr = b_x.shape[1]
@@ -97,7 +110,11 @@ def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.co
                     before = tl.zeros((ROWS // R, W), tl.float32)
                     after = before
                 later = ((o_g * R >> h) & 1) == 1
-                b_f = tl.where(later[:, None, None], tl.reshape(pre, (ROWS // R, R, W)), tl.reshape(suf, (ROWS // R, R, W)))
+                b_f = tl.where(
+                    later[:, None, None],
+                    tl.reshape(pre, (ROWS // R, R, W)),
+                    tl.reshape(suf, (ROWS // R, R, W)),
+                )
                 b_f = by_group(tl.reshape(b_f, (ROWS, W)), tl.where(later[:, None], before, after))
                 before, after, total = double(before, after, total)
             if SCORES:
@@ -107,15 +124,23 @@ def level_scores(b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.co
                 b_P += tl.where(lower_left(h, ROWS), scores((b_q * b_f).to(TYPE), b_Y, PREC), 0.0)
     if SCORES:
         b_P += tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
-    return b_P, b_L, tl.exp2(by_group(pre, before)), tl.exp2(by_group(suf, after)), tl.reshape(tl.exp2(total), (W,))
+    return (
+        b_P,
+        b_L,
+        tl.exp2(by_group(pre, before)),
+        tl.exp2(by_group(suf, after)),
+        tl.reshape(tl.exp2(total), (W,)),
+    )
 
 
 @triton.jit
 def half_prefix(b_x, centre, R: tl.constexpr):
-    """The sum since the start of a half minus centre [32, width], and up to the end of each group, not centred, for `upto` [groups, width].
+    """The sum since the start of a half minus centre [32, width], and up to the end of each group,
+    not centred, for `upto` [groups, width].
 
-    Centred on a constant, never on a row, the decay and its inverse stay within 2^|centre| of one, which bf16 operands can hold. The sum before a group is that
-    up to the end of the one before it, picked out: less its own total, it would be rounded with the group's later rows.
+    Centred on a constant, never on a row, the decay and its inverse stay within 2^|centre| of one,
+    which bf16 operands can hold. The sum before a group is that up to the end of the one before it,
+    picked out: less its own total, it would be rounded with the group's later rows.
     """
     pre, _, own = within(b_x, R)
     b_C = tl.cumsum(own, 0)
@@ -128,49 +153,80 @@ def half_prefix(b_x, centre, R: tl.constexpr):
 
 @triton.jit
 def upto(b_C, n: tl.constexpr, R: tl.constexpr):
-    """The sum over the first n rows [width], from prefix sums over groups [groups, width], whose layout has all groups of a column in one thread: a sum
-    over rows would go through shared memory again.
+    """The sum over the first n rows [width], from prefix sums over groups [groups, width], whose
+    layout has all groups of a column in one thread: a sum over rows would go through shared memory
+    again.
     """
     return tl.sum(tl.where((R * tl.arange(0, b_C.shape[0]) == n - R)[:, None], b_C, 0.0), 0)
 
 
 @triton.jit
-def block_scores(b_q, b_k, b_G, b_C, floor, R: tl.constexpr, OWN: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr):
-    """The scores that `level_scores` returns, for bf16, from one prefix sum G [32, width] and `half_prefix`'s other: as no decay is below `floor`, blocks of
-    8 rows share an anchor. In those blocks there is anything above the diagonal.
+def block_scores(
+    b_q,
+    b_k,
+    b_G,
+    b_C,
+    floor,
+    R: tl.constexpr,
+    OWN: tl.constexpr,
+    PREC: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    """The scores that `level_scores` returns, for bf16, from one prefix sum G [32, width] and
+    `half_prefix`'s other: as no decay is below `floor`, blocks of 8 rows share an anchor. In those
+    blocks there is anything above the diagonal.
 
-    The anchor is 2^up of the start of a block. From there the same rows meet the columns of their own block and, in the second and the last, those of the block
-    before, which decay to its end: 2^(up / 2) of them, or products above 6,000 would be beyond fp32 until 2^up is taken off. What parts at row 16 has the
-    factors exp2(-|G - G_16|) on either side. With OWN the diagonal of q k^T is of q and k as they are, not rounded as operands: where decay is strong, o is
-    that and little else.
+    The anchor is 2^up of the start of a block. From there the same rows meet the columns of their
+    own block and, in the second and the last, those of the block before, which decay to its end:
+    2^(up / 2) of them, or products above 6,000 would be beyond fp32 until 2^up is taken off. What
+    parts at row 16 has the factors exp2(-|G - G_16|) on either side. With OWN the diagonal of q k^T
+    is of q and k as they are, not rounded as operands: where decay is strong, o is that and little
+    else.
     """
     W: tl.constexpr = b_G.shape[1]
     o_r, o_g = tl.arange(0, 32), R * tl.arange(0, 32 // R)[:, None]
     s8, s16, s24 = upto(b_C, 8, R)[None, :], upto(b_C, 16, R)[None, :], upto(b_C, 24, R)[None, :]
     later = tl.where(o_g < 16, -1.0, 1.0)
-    b_f = tl.exp2(by_group(tl.reshape(tl.reshape(b_G, (32 // R, R, W)) * later[:, :, None], (32, W)), -s16 * later))
+    b_f = tl.exp2(
+        by_group(
+            tl.reshape(tl.reshape(b_G, (32 // R, R, W)) * later[:, :, None], (32, W)), -s16 * later
+        )
+    )
     b_kc = (b_k * b_f).to(TYPE)
     b_P = tl.where(lower_left(4, 32), scores((b_q * b_f).to(TYPE), b_kc, PREC), 0.0)
     b_L = tl.where(lower_left(4, 32), scores(b_kc, b_kc, PREC), 0.0)
     up = -4.0 * floor
-    b_D = by_group(b_G, up - tl.where(o_g < 16, tl.where(o_g < 8, 0.0, s8), tl.where(o_g < 24, s16, s24)))
+    b_D = by_group(
+        b_G, up - tl.where(o_g < 16, tl.where(o_g < 8, 0.0, s8), tl.where(o_g < 24, s16, s24))
+    )
     b_kc = b_k * tl.exp2(-b_D)
     b_end = tl.exp2(0.5 * up + tl.where(o_g < 16, s8, s24 - s16))
     b_ke = tl.reshape(tl.reshape(b_kc, (32 // R, R, W)) * b_end[:, None, :], (32, W)).to(TYPE)
     b_kc, b_row = b_kc.to(TYPE), tl.exp2(b_D)
     own, before = (o_r // 8)[:, None] == (o_r // 8)[None, :], lower_left(3, 32)
-    b_r = (b_q * b_row).to(TYPE)  # both products of q, then both of k: a thread holds the fragments of one
-    b_P += tl.where(own, scores(b_r, b_kc, PREC), tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-0.5 * up), 0.0))
+    # both products of q, then both of k: a thread holds the fragments of one
+    b_r = (b_q * b_row).to(TYPE)
+    b_P += tl.where(
+        own,
+        scores(b_r, b_kc, PREC),
+        tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-0.5 * up), 0.0),
+    )
     if OWN:
         b_P = tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_q * b_k, 1)[:, None], b_P)
     b_r = (b_k * b_row).to(TYPE)
-    b_L += tl.where(own, scores(b_r, b_kc, PREC), tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-0.5 * up), 0.0))
+    b_L += tl.where(
+        own,
+        scores(b_r, b_kc, PREC),
+        tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-0.5 * up), 0.0),
+    )
     return b_P, b_L
 
 
 @triton.jit
 def row_decay(b_x, EXACT: tl.constexpr):
-    """Factors of one decay per row [64]: (from the start of the chunk, to the end of it [64], the whole chunk), and what `pair_decay` takes."""
+    """Factors of one decay per row [64]: (from the start of the chunk, to the end of it [64], the
+    whole chunk), and what `pair_decay` takes.
+    """
     o_r = tl.arange(0, 64)
     b_total = tl.sum(b_x, 0)
     b_G = tl.cumsum(b_x, 0)
@@ -183,10 +239,12 @@ def row_decay(b_x, EXACT: tl.constexpr):
 
 @triton.jit
 def pair_decay(b_x, EXACT: tl.constexpr):
-    """E_ij [64, 64], the factor from row j to row i, zero for i < j, of one decay per row, at least -160; from the prefix sums [64].
+    """E_ij [64, 64], the factor from row j to row i, zero for i < j, of one decay per row, at least
+    -160; from the prefix sums [64].
 
-    16 bit operands take the difference of prefix sums, whose rounding (up to 10^-3 of a factor, when all rows forget everything) they do not
-    see; EXACT takes the decays themselves and restarts the sum at every column.
+    16 bit operands take the difference of prefix sums, whose rounding (up to 10^-3 of a factor,
+    when all rows forget everything) they do not see; EXACT takes the decays themselves and restarts
+    the sum at every column.
     """
     o_r = tl.arange(0, 64)
     if EXACT:
@@ -198,7 +256,9 @@ def pair_decay(b_x, EXACT: tl.constexpr):
 
 @triton.jit
 def pair_decay_transposed(b_x, EXACT: tl.constexpr):
-    """E_ij at [j, i], the transpose of `pair_decay`, formed as such: a product that is transposed afterwards may be miscompiled (NOTES.md)."""
+    """E_ij at [j, i], the transpose of `pair_decay`, formed as such: a product that is transposed
+    afterwards may be miscompiled (NOTES.md).
+    """
     o_r = tl.arange(0, 64)
     if EXACT:
         b_E = tl.cumsum(tl.where(o_r[:, None] < o_r[None, :], b_x[None, :], 0.0), 1)

@@ -1,15 +1,19 @@
-"""Tiles in the registers that hold the result of a tensor core product, so that arithmetic between products moves nothing.
+"""Tiles in the registers that hold the result of a tensor core product, so that arithmetic between
+products moves nothing.
 
-Four warps hold entry (16 w + 8 b + a, 8 n + 2 t + e) of a product of 64 rows in lane 4 a + t of warp w. A list of vectors in the order (.., w, a, t)
-is spread over the threads exactly so: to lanes first, then to warps, the rest to registers. Whatever the compiler does, the values are right; where
+Four warps hold entry (16 w + 8 b + a, 8 n + 2 t + e) of a product of 64 rows in lane 4 a + t of
+warp w. A list of vectors in the order (.., w, a, t) is spread over the threads exactly so: to lanes
+first, then to warps, the rest to registers. Whatever the compiler does, the values are right; where
 its layout is another one, it exchanges them.
 
-The columns of a product may stand for channels in any order, if all tiles take the same one. `channel` is the one in which the entries of a thread
-are neighbours in memory, eight by eight.
+The columns of a product may stand for channels in any order, if all tiles take the same one.
+`channel` is the one in which the entries of a thread are neighbours in memory, eight by eight.
 
-So may its rows. A product takes the result of another one as its left operand from the registers it is in, if every warp has rows of its own. That is how
-the scans carry their states, with the channels of V as rows: row 16 w + 8 b + a is channel 16 w + 2 a + b (`turn`), so that the two rows of a thread are
-neighbours in memory. A tile from memory leaves its buffer by pairs, and `store_turned` writes pairs, eight lanes a whole sector of 16 bit entries.
+So may its rows. A product takes the result of another one as its left operand from the registers it
+is in, if every warp has rows of its own. That is how the scans carry their states, with the
+channels of V as rows: row 16 w + 8 b + a is channel 16 w + 2 a + b (`turn`), so that the two rows
+of a thread are neighbours in memory. A tile from memory leaves its buffer by pairs, and
+`store_turned` writes pairs, eight lanes a whole sector of 16 bit entries.
 """
 
 import triton
@@ -21,7 +25,9 @@ from kda_ops.backends.triton.tile import INTERPRETED
 
 @triton.jit
 def channel(m):
-    """The channel, of 32 in a row, that column m of a product stands for: bits (t, n, e) of (n, t, e)."""
+    """The channel, of 32 in a row, that column m of a product stands for: bits (t, n, e) of (n, t,
+    e).
+    """
     return (m & ~31) + ((m & 6) << 2) + ((m & 24) >> 2) + (m & 1)
 
 
@@ -29,7 +35,11 @@ def channel(m):
 def fragment(W: tl.constexpr, J: tl.constexpr):
     """(row [X, 1], channel [X, J]) of the entries of a [64, W] tile as X vectors of J channels."""
     i = tl.arange(0, 64 * W // J)
-    row, slow, j = 16 * ((i >> 5) & 3) + 8 * ((i >> 7) & 1) + ((i >> 2) & 7), i >> 8, tl.arange(0, J)
+    row, slow, j = (
+        16 * ((i >> 5) & 3) + 8 * ((i >> 7) & 1) + ((i >> 2) & 7),
+        i >> 8,
+        tl.arange(0, J),
+    )
     eights: tl.constexpr = 8 // J
     first = 32 * (slow // eights) + 8 * (i & 3) + J * (slow % eights)
     return row[:, None], first[:, None] + j[None, :]
@@ -72,26 +82,35 @@ def turn_back(b_x):
 
 @triton.jit
 def store_turned(p_x, stride, stride_v, b_x, rows, columns):
-    """Write a turned tile [W, X] to its first `rows` rows and `columns` columns in memory, from the registers it is in."""
+    """Write a turned tile [W, X] to its first `rows` rows and `columns` columns in memory, from the
+    registers it is in.
+    """
     W: tl.constexpr = b_x.shape[0]
     X: tl.constexpr = b_x.shape[1]
     i = tl.arange(0, X * W // 2)  # (n, e, w, a, t) of column 8 n + 2 t + e
     row = 8 * (i // (4 * W)) + 2 * (i & 3) + i // (2 * W) % 2
     column = (16 * ((i >> 5) % (W // 16)) + 2 * ((i >> 2) & 7))[:, None] + tl.arange(0, 2)[None, :]
     b_x = tl.permute(tl.reshape(b_x, (W // 16, 2, 8, X // 8, 4, 2)), (3, 5, 0, 2, 4, 1))
-    b_x = tl.reshape(b_x, (X * W // 2, 2)).to(p_x.dtype.element_ty)  # rounded here, so that what is packed is neighbours
-    tl.store(p_x + ((row * stride)[:, None] + column * stride_v), b_x, mask=(row < rows)[:, None] & (column < columns))
+    # rounded here, so that what is packed is neighbours
+    b_x = tl.reshape(b_x, (X * W // 2, 2)).to(p_x.dtype.element_ty)
+    tl.store(
+        p_x + ((row * stride)[:, None] + column * stride_v),
+        b_x,
+        mask=(row < rows)[:, None] & (column < columns),
+    )
 
 
 @triton.jit
 def over_keys(b_s, b_x, PREC: tl.constexpr):
-    """The product of a turned state [W, K] and rows [64, K], [W, 64] fp32: where operands are fp32 and K is wide, half of the keys after the other, for a
-    thread holds a row of keys whole, and twice, in two parts.
+    """The product of a turned state [W, K] and rows [64, K], [W, 64] fp32: where operands are fp32
+    and K is wide, half of the keys after the other, for a thread holds a row of keys whole, and
+    twice, in two parts.
     """
     W: tl.constexpr = b_s.shape[0]
     K: tl.constexpr = b_s.shape[1]
     if b_s.dtype == tl.float32 and K > 128:
-        if not INTERPRETED:  # a wall: what one product takes apart the compiler would keep for the next
+        # a wall: what one product takes apart the compiler would keep for the next
+        if not INTERPRETED:
             b_s = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_s], tl.float32, False, 1)
         b_s1, b_s2 = tl.split(tl.permute(tl.reshape(b_s, (W, 2, K // 2)), (0, 2, 1)))
         b_x1, b_x2 = tl.split(tl.permute(tl.reshape(b_x, (64, 2, K // 2)), (0, 2, 1)))
@@ -103,7 +122,9 @@ def over_keys(b_s, b_x, PREC: tl.constexpr):
 
 @triton.jit
 def pack(b_x):
-    """A product [64, 64] as the list [512, 8] that four warps write, and read as an operand, without a gap: entries in the order (n, b, w, a, t, n, e)."""
+    """A product [64, 64] as the list [512, 8] that four warps write, and read as an operand,
+    without a gap: entries in the order (n, b, w, a, t, n, e).
+    """
     b_x = tl.reshape(b_x, (4, 2, 8, 2, 4, 4, 2))
     return tl.reshape(tl.permute(b_x, (3, 1, 0, 2, 5, 4, 6)), (512, 8))
 
@@ -117,21 +138,25 @@ def unpack(b_x):
 
 @triton.jit
 def spread(b_x):
-    """[rows, W] with its columns (w, t, n, e) in the order (n, w, t, e): as an operand, it has a product of 32 rows leave neighbours in one thread.
+    """[rows, W] with its columns (w, t, n, e) in the order (n, w, t, e): as an operand, it has a
+    product of 32 rows leave neighbours in one thread.
 
     There four warps hold entry (8 b + a, 32 n + 8 w + 2 t + e) in lane 4 a + t of warp w.
     """
     R: tl.constexpr = b_x.shape[0]
     W: tl.constexpr = b_x.shape[1]
     b_x = tl.reshape(tl.permute(tl.reshape(b_x, (R, 4, 4, W // 32, 2)), (0, 3, 1, 2, 4)), (R, W))
-    if not INTERPRETED and b_x.dtype.primitive_bitwidth == 16:  # a wall: the compiler would carry the operand's layout back to the load, by exchanges
+    # a wall: the compiler would carry the operand's layout back to the load, by exchanges
+    if not INTERPRETED and b_x.dtype.primitive_bitwidth == 16:
         b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], b_x.dtype, False, 2)
     return b_x
 
 
 @triton.jit
 def store_spread(x, i_tile, b_x, ROW: tl.constexpr, column, D: tl.constexpr):
-    """Write a product of 32 rows whose columns are spread, from the registers it is in, to rows from ROW and columns from `column` on of a tile [64, D]."""
+    """Write a product of 32 rows whose columns are spread, from the registers it is in, to rows
+    from ROW and columns from `column` on of a tile [64, D].
+    """
     W: tl.constexpr = b_x.shape[1]
     i, j = tl.arange(0, 512), tl.arange(0, W // 16)
     b_x = tl.permute(tl.reshape(b_x, (4, 8, W // 32, 4, 4, 2)), (0, 3, 1, 4, 2, 5))

@@ -1,4 +1,6 @@
-"""Gates: from raw logits to the log decay, alone (`kda::gate`, `gdn::gate`) and as device functions of the other kernels."""
+"""Gates: from raw logits to the log decay, alone (`kda::gate`, `gdn::gate`) and as device functions
+of the other kernels.
+"""
 
 import torch
 import triton
@@ -17,16 +19,22 @@ def fast_log2(x):
     if INTERPRETED:
         return tl.log2(x)
     else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
 
 
 @triton.jit
 def fast_reciprocal(x):
-    """1 / x of a normal number to one unit in the last place in a single instruction; a division is seven."""
+    """1 / x of a normal number to one unit in the last place in a single instruction; a division is
+    seven.
+    """
     if INTERPRETED:
         return 1.0 / x
     else:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
 
 
 @triton.jit
@@ -40,12 +48,16 @@ def softplus(x):
     """log(1 + exp x) to a relative rounding: log1p(e) = log(1 + e) e / ((1 + e) - 1)."""
     e = tl.exp(-tl.abs(x))
     one = 1.0 + e
-    return tl.maximum(x, 0.0) + tl.where(one == 1.0, e, tl.log(one) * (e / tl.where(one == 1.0, 1.0, one - 1.0)))
+    return tl.maximum(x, 0.0) + tl.where(
+        one == 1.0, e, tl.log(one) * (e / tl.where(one == 1.0, 1.0, one - 1.0))
+    )
 
 
 @triton.jit
 def log2_softplus(x, FAST: tl.constexpr = False):
-    """log2(1 + exp x) to an absolute rounding, which is all that a decay needs. FAST as in `log2_decay`."""
+    """log2(1 + exp x) to an absolute rounding, which is all that a decay needs. FAST as in
+    `log2_decay`.
+    """
     x = x * LOG2E
     one = 1.0 + tl.exp2(-tl.abs(x))
     return tl.maximum(x, 0.0) + (fast_log2(one) if FAST else tl.log2(one))
@@ -59,8 +71,17 @@ def sigmoid(x, FAST: tl.constexpr = False):
 
 
 @triton.jit
-def log2_decay(g, bias, rate, lower_bound, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, FAST: tl.constexpr = False):
-    """The decay in base 2, from raw logits if ACTIVATE: -rate softplus(g + bias), or lower_bound sigmoid(rate (g + bias)).
+def log2_decay(
+    g,
+    bias,
+    rate,
+    lower_bound,
+    ACTIVATE: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    FAST: tl.constexpr = False,
+):
+    """The decay in base 2, from raw logits if ACTIVATE: -rate softplus(g + bias), or lower_bound
+    sigmoid(rate (g + bias)).
 
     FAST is for 16 bit operands, which do not see the last two bits of an approximate instruction.
     """
@@ -97,8 +118,22 @@ def strength(beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
 
 
 @triton.jit
-def decay_column(g, strides, A_log, dt_bias, lower_bound, i_b, i_h, first, n_rows, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr):
-    """The decay per token of one head in base 2, [64] fp32, at least -160, which is zero as a factor; 0 for rows that are no tokens."""
+def decay_column(
+    g,
+    strides,
+    A_log,
+    dt_bias,
+    lower_bound,
+    i_b,
+    i_h,
+    first,
+    n_rows,
+    ACTIVATE: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """The decay per token of one head in base 2, [64] fp32, at least -160, which is zero as a
+    factor; 0 for rows that are no tokens.
+    """
     o_r = tl.arange(0, 64)
     if g is None:
         return tl.zeros((64,), tl.float32)
@@ -112,19 +147,49 @@ def decay_column(g, strides, A_log, dt_bias, lower_bound, i_b, i_h, first, n_row
 
 
 @triton.jit
-def strength_column(beta, strides, i_b, i_h, first, n_rows, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, ROWS: tl.constexpr = 64):
-    """beta per token of one head, [ROWS] fp32; rows that are no tokens have zero keys and values, whatever this says."""
+def strength_column(
+    beta,
+    strides,
+    i_b,
+    i_h,
+    first,
+    n_rows,
+    SIGMOID: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr,
+    ROWS: tl.constexpr = 64,
+):
+    """beta per token of one head, [ROWS] fp32; rows that are no tokens have zero keys and values,
+    whatever this says.
+    """
     if beta is None:
         return tl.full((ROWS,), 1.0, tl.float32)
     else:
-        return strength(load_column(beta, strides, i_b, i_h, first, n_rows, tl.arange(0, ROWS)), SIGMOID, NEG_EIGVAL)
+        return strength(
+            load_column(beta, strides, i_b, i_h, first, n_rows, tl.arange(0, ROWS)),
+            SIGMOID,
+            NEG_EIGVAL,
+        )
 
 
 @triton.jit(do_not_specialize=["T", "rows", "lower_bound"])
 def gate_forward(
-    g, g_s, A_log, dt_bias, y, T, HV, rows, lower_bound, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
-):  # fmt: skip
-    """y = -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)); ROWS tokens of one head, natural log, fp32."""
+    g,
+    g_s,
+    A_log,
+    dt_bias,
+    y,
+    T,
+    HV,
+    rows,
+    lower_bound,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """y = -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)); ROWS
+    tokens of one head, natural log, fp32.
+    """
     i_h = tl.program_id(0) % HV
     o_r = (tl.program_id(0) // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     b_x, m_x = logits(g, g_s, dt_bias, i_h, o_r, T, rows, K, BK)
@@ -136,14 +201,33 @@ def gate_forward(
 
 @triton.jit(do_not_specialize=["T", "rows", "lower_bound"])
 def gate_gradient(
-    dy, dy_s, g, g_s, A_log, dt_bias, dg, dA_log, ddt_bias, T, HV, rows, lower_bound,
-    K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, BOUNDED: tl.constexpr,
-):  # fmt: skip
-    """dg in g's dtype, and this program's share [programs, HV] of dA_log and [programs, HV, K] of d dt_bias, in fp32 before any cast::
+    dy,
+    dy_s,
+    g,
+    g_s,
+    A_log,
+    dt_bias,
+    dg,
+    dA_log,
+    ddt_bias,
+    T,
+    HV,
+    rows,
+    lower_bound,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """dg in g's dtype, and this program's share [programs, HV] of dA_log and [programs, HV, K] of d
+    dt_bias, in fp32 before any cast::
 
-        softplus: dx = -A sigmoid(x) dy,  dA_log = sum dy y;     bounded: dx = lower_bound A s (1 - s) dy,  dA_log = sum dx x
+        softplus: dx = -A sigmoid(x) dy,  dA_log = sum dy y;
+        bounded: dx = lower_bound A s (1 - s) dy,  dA_log = sum dx x
 
-    The shares are added by a second kernel in a fixed order. Where s (1 - s) is zero, so is dx, whatever A may be.
+    The shares are added by a second kernel in a fixed order. Where s (1 - s) is zero, so is dx,
+    whatever A may be.
     """
     i_h, i_p = tl.program_id(0) % HV, (tl.program_id(0) // HV).to(tl.int64)
     o_k = tl.arange(0, BK)
@@ -152,7 +236,11 @@ def gate_gradient(
     for step in range(STEPS):
         o_r = (i_p * STEPS + step) * ROWS + tl.arange(0, ROWS)
         b_x, m_x = logits(g, g_s, dt_bias, i_h, o_r, T, rows, K, BK)
-        p_dy = dy + ((o_r // T) * dy_s[0] + (o_r % T) * dy_s[1] + i_h.to(tl.int64) * dy_s[2])[:, None] + (o_k.to(tl.int64) * dy_s[3])[None, :]
+        p_dy = (
+            dy
+            + ((o_r // T) * dy_s[0] + (o_r % T) * dy_s[1] + i_h.to(tl.int64) * dy_s[2])[:, None]
+            + (o_k.to(tl.int64) * dy_s[3])[None, :]
+        )
         b_dy = tl.load(p_dy, mask=m_x, other=0.0).to(tl.float32)
         if BOUNDED:
             b_s = sigmoid(rate * b_x)
@@ -163,7 +251,11 @@ def gate_gradient(
             b_dx = -rate * sigmoid(b_x) * b_dy
             b_rate += tl.sum(-rate * softplus(b_x) * b_dy, 0)
         b_bias += tl.sum(b_dx, 0)
-        tl.store(dg + ((o_r * HV + i_h) * K)[:, None] + o_k[None, :], b_dx.to(dg.dtype.element_ty), mask=m_x)
+        tl.store(
+            dg + ((o_r * HV + i_h) * K)[:, None] + o_k[None, :],
+            b_dx.to(dg.dtype.element_ty),
+            mask=m_x,
+        )
     if dA_log is not None:
         tl.store(dA_log + i_p * HV + i_h, tl.sum(b_rate, 0))
     if ddt_bias is not None:
@@ -172,10 +264,18 @@ def gate_gradient(
 
 @triton.jit
 def logits(g, strides, dt_bias, i_h, o_r, T, rows, K: tl.constexpr, BK: tl.constexpr):
-    """(g + dt_bias, which are elements) of rows o_r of all B * T tokens of one head, [ROWS, BK] fp32."""
+    """(g + dt_bias, which are elements) of rows o_r of all B * T tokens of one head, [ROWS, BK]
+    fp32.
+    """
     o_k = tl.arange(0, BK)
     m_x = (o_r < rows)[:, None] & (o_k < K)[None, :]
-    p_x = g + ((o_r // T) * strides[0] + (o_r % T) * strides[1] + i_h.to(tl.int64) * strides[2])[:, None] + (o_k.to(tl.int64) * strides[3])[None, :]
+    p_x = (
+        g
+        + ((o_r // T) * strides[0] + (o_r % T) * strides[1] + i_h.to(tl.int64) * strides[2])[
+            :, None
+        ]
+        + (o_k.to(tl.int64) * strides[3])[None, :]
+    )
     b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
     if dt_bias is not None:
         b_x += tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
@@ -186,7 +286,9 @@ def _widened(x: Tensor, rank: int) -> Tensor:
     return x if rank else x.unsqueeze(-1)
 
 
-def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int) -> Tensor:
+def gate(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
+) -> Tensor:
     """The log decay from raw logits, in float32; see `kda_ops.stages.Backend.gate`."""
     y, x = g.new_empty(g.shape, dtype=torch.float32), _widened(g, rank)
     B, T, HV, K = x.shape
@@ -194,14 +296,33 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: f
     rows_per_program = max(1, 2048 // block)
     if g.numel():
         launch(
-            gate_forward, triton.cdiv(B * T, rows_per_program) * HV, g.device, x, x.stride(), dense(A_log), dense(dt_bias), y, T, HV, B * T, lower_bound or 0.0,
-            K, block, rows_per_program, lower_bound is not None,
-        )  # fmt: skip
+            gate_forward,
+            triton.cdiv(B * T, rows_per_program) * HV,
+            g.device,
+            x,
+            x.stride(),
+            dense(A_log),
+            dense(dt_bias),
+            y,
+            T,
+            HV,
+            B * T,
+            lower_bound or 0.0,
+            K,
+            block,
+            rows_per_program,
+            lower_bound is not None,
+        )
     return y
 
 
 def gate_backward(
-    dy: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
+    dy: Tensor,
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    rank: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of g, A_log and dt_bias; see `kda_ops.stages.Backend.gate_backward`."""
     x, dx = _widened(g, rank), g.new_empty(g.shape)
@@ -214,9 +335,28 @@ def gate_backward(
     dy = _widened(dy, rank)
     if g.numel():
         launch(
-            gate_gradient, shares * HV, g.device, dy, dy.stride(), x, x.stride(), dense(A_log), dense(dt_bias), dx, dA_log, ddt_bias,
-            T, HV, B * T, lower_bound or 0.0, K, block, rows_per_step, steps, lower_bound is not None,
-        )  # fmt: skip
+            gate_gradient,
+            shares * HV,
+            g.device,
+            dy,
+            dy.stride(),
+            x,
+            x.stride(),
+            dense(A_log),
+            dense(dt_bias),
+            dx,
+            dA_log,
+            ddt_bias,
+            T,
+            HV,
+            B * T,
+            lower_bound or 0.0,
+            K,
+            block,
+            rows_per_step,
+            steps,
+            lower_bound is not None,
+        )
     if dA_log is not None:
         dA_log = dA_log.sum(0).to(A_log.dtype)
     if ddt_bias is not None:

@@ -1,9 +1,12 @@
-"""From the two scans to the gradients of the inputs, chunk by chunk: what reads V alone, what reads K, and the sums over heads (MATHS.md, backward).
+"""From the two scans to the gradients of the inputs, chunk by chunk: what reads V alone, what reads
+K, and the sums over heads (MATHS.md, backward).
 
-What the reverse scan leaves, z = A^T dv_new, is the gradient of ``beta (v - k exp(G) S)``, which v_new = A (..) solves for, and dv = beta z that of v.
-The adjoint of a linear solve is another solve, so the inverse needs no backward of its own::
+What the reverse scan leaves, z = A^T dv_new, is the gradient of ``beta (v - k exp(G) S)``, which
+v_new = A (..) solves for, and dv = beta z that of v. The adjoint of a linear solve is another
+solve, so the inverse needs no backward of its own::
 
-    dL = -strict_tril(z v_new^T)      dZk = -z S^T      dP = tril(do v_new^T)      dqg = do S^T      dkg = v_new dS^T
+    dL = -strict_tril(z v_new^T)      dZk = -z S^T      dP = tril(do v_new^T)
+    dqg = do S^T                      dkg = v_new dS^T
 """
 
 import torch
@@ -26,7 +29,9 @@ from kda_ops.stages import Gradients, Reverse, Tile, Trace
 
 @triton.jit
 def gather_heads(dy, dx, H, HV, rows, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr):
-    """dx [B T, H, K] = the sum of dy [B T, HV, K] fp32 over the value heads of a key head, in order."""
+    """dx [B T, H, K] = the sum of dy [B T, HV, K] fp32 over the value heads of a key head, in
+    order.
+    """
     o_i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_k = tl.arange(0, BK)
     m_x = (o_i < rows)[:, None] & (o_k < K)[None, :]
@@ -58,7 +63,11 @@ def _like(p: Problem, name: str, need: frozenset[str]) -> Tensor | None:
 
 def _per_chunk(p: Problem, name: str, width: int, need: frozenset[str]) -> Tensor | None:
     """The parts that chunks add to the gradient of a parameter."""
-    return p.q.new_empty((_count(p), p.HV, width), dtype=torch.float32) if getattr(p, name) is not None and name in need else None
+    return (
+        p.q.new_empty((_count(p), p.HV, width), dtype=torch.float32)
+        if getattr(p, name) is not None and name in need
+        else None
+    )
 
 
 def _total(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -71,87 +80,294 @@ def _gather(p: Problem, x: Tensor, dy: Tensor) -> Tensor:
     dx, rows, BK = x.new_empty(x.shape), p.B * p.T * p.H, tuning.width(p.K, x.dtype)
     per_program = max(1, 4096 // BK)
     launch(
-        gather_heads, (rows + per_program - 1) // per_program, x.device, dy, dx, p.H, p.HV, rows, p.K, BK, per_program, num_warps=4,
-    )  # fmt: skip
+        gather_heads,
+        (rows + per_program - 1) // per_program,
+        x.device,
+        dy,
+        dx,
+        p.H,
+        p.HV,
+        rows,
+        p.K,
+        BK,
+        per_program,
+        num_warps=4,
+    )
     return dx
 
 
-def _gradient_rows(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
+def _gradient_rows(
+    p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]
+) -> Gradients:
     """`gradient` for one decay per head: one kernel."""
     q, options, exact = p.q, tuning.choose("gradient_rows", p), p.q.dtype is torch.float32
     dq, dk = (q.new_empty(x.shape) if "q" in need or "k" in need else None for x in (q, p.k))
     group, dq_sum, dk_sum = p.HV // p.H if p.H else 1, None, None
-    if dq is not None and (group > 1 or p.K > options.block_k):  # fp32, where heads and slices add up
-        dq_sum, dk_sum = (dq, dk) if exact else (torch.empty(p.q.shape, dtype=torch.float32, device=q.device) for _ in "qk")
-    dbeta, dg = _like(p, "beta", need), _like(p, "g", need | {"g"}) if need & {"g", "A_log", "dt_bias"} else None
-    dA_log, ddt_bias, g = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", 1, need), fit(p.g)
+    # fp32, where heads and slices add up
+    if dq is not None and (group > 1 or p.K > options.block_k):
+        dq_sum, dk_sum = (
+            (dq, dk)
+            if exact
+            else (torch.empty(p.q.shape, dtype=torch.float32, device=q.device) for _ in "qk")
+        )
+    dbeta, dg = (
+        _like(p, "beta", need),
+        _like(p, "g", need | {"g"}) if need & {"g", "A_log", "dt_bias"} else None,
+    )
+    dA_log, ddt_bias, g = (
+        _per_chunk(p, "A_log", 1, need),
+        _per_chunk(p, "dt_bias", 1, need),
+        fit(p.g),
+    )
     launch(
-        gradient_rows, _count(p) * p.H, q.device, *with_strides(q), *with_strides(p.k), *with_strides(p.v), g, *columns_of(g), dense(p.A_log),
-        dense(p.dt_bias), tile.rows, tile.gamma, *with_strides(do), trace.states, trace.v_new, reverse.dstates,
-        reverse.z if reads_z(p) else reverse.dv, dense(p.cu_seqlens),
-        dq, dk, dq_sum, dk_sum, dg, dbeta, dA_log, ddt_bias, p.N, p.T, p.H, p.scale, p.lower_bound or 0.0,
-        p.K, p.V, options.block_k, options.block_v, group, reads_z(p), p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval,
-        exact, "tf32x3" if exact else "tf32", num_stages=options.stages, **options.launch,
-    )  # fmt: skip
+        gradient_rows,
+        _count(p) * p.H,
+        q.device,
+        *with_strides(q),
+        *with_strides(p.k),
+        *with_strides(p.v),
+        g,
+        *columns_of(g),
+        dense(p.A_log),
+        dense(p.dt_bias),
+        tile.rows,
+        tile.gamma,
+        *with_strides(do),
+        trace.states,
+        trace.v_new,
+        reverse.dstates,
+        reverse.z if reads_z(p) else reverse.dv,
+        dense(p.cu_seqlens),
+        dq,
+        dk,
+        dq_sum,
+        dk_sum,
+        dg,
+        dbeta,
+        dA_log,
+        ddt_bias,
+        p.N,
+        p.T,
+        p.H,
+        p.scale,
+        p.lower_bound or 0.0,
+        p.K,
+        p.V,
+        options.block_k,
+        options.block_v,
+        group,
+        reads_z(p),
+        p.l2norm,
+        p.activate_gate,
+        p.lower_bound is not None,
+        p.sigmoid_beta,
+        p.neg_eigval,
+        exact,
+        "tf32x3" if exact else "tf32",
+        num_stages=options.stages,
+        **options.launch,
+    )
     return Gradients(
-        dq if "q" in need else None, dk if "k" in need else None, reverse.dv if "v" in need else None, dg if "g" in need else None, dbeta,
-        _total(dA_log, p.A_log), _total(ddt_bias, p.dt_bias),
-        p.as_kv(reverse.dinitial_state) if "initial_state" in need and reverse.dinitial_state is not None else None,
-    )  # fmt: skip
+        dq if "q" in need else None,
+        dk if "k" in need else None,
+        reverse.dv if "v" in need else None,
+        dg if "g" in need else None,
+        dbeta,
+        _total(dA_log, p.A_log),
+        _total(ddt_bias, p.dt_bias),
+        p.as_kv(reverse.dinitial_state)
+        if "initial_state" in need and reverse.dinitial_state is not None
+        else None,
+    )
 
 
-def gradient(p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]) -> Gradients:
+def gradient(
+    p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]
+) -> Gradients:
     """Gradients of the inputs named in `need`; see `kda_ops.stages.Backend.gradient`."""
     if p.rank == 0:
         return _gradient_rows(p, tile, trace, do, reverse, need)
     q, device, NT, exact = p.q, p.q.device, _count(p), p.q.dtype is torch.float32
-    options, values, wide = tuning.choose("gradient_keys", p), tuning.choose("gradient_pairs", p), tuning.width(p.K, q.dtype)
-    slices, precision = (p.K + options.block_k - 1) // options.block_k, "tf32x3" if exact else "tf32"
+    options, values, wide = (
+        tuning.choose("gradient_keys", p),
+        tuning.choose("gradient_pairs", p),
+        tuning.width(p.K, q.dtype),
+    )
+    slices, precision = (
+        (p.K + options.block_k - 1) // options.block_k,
+        "tf32x3" if exact else "tf32",
+    )
     gates, gather = need & {"g", "A_log", "dt_bias"}, p.HV > p.H
     dq = dk = dbeta = None
     if "q" in need or "k" in need:
-        dq, dk = (torch.empty((p.B, p.T, p.HV, p.K), dtype=torch.float32 if gather else q.dtype, device=device) for _ in "qk")
+        dq, dk = (
+            torch.empty(
+                (p.B, p.T, p.HV, p.K), dtype=torch.float32 if gather else q.dtype, device=device
+            )
+            for _ in "qk"
+        )
     dg = _like(p, "g", need | {"g"}) if gates else None
     dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", p.K, need)
     tiled = reads_z(p)
-    z, sums = reverse.z if tiled else reverse.dv, p.beta is not None and not p.sigmoid_beta and "beta" in need
+    z, sums = (
+        reverse.z if tiled else reverse.dv,
+        p.beta is not None and not p.sigmoid_beta and "beta" in need,
+    )
     if p.beta is not None and "beta" in need:
-        dbeta = q.new_empty((slices + 1, p.B, p.T, p.HV), dtype=torch.float32) if sums else _like(p, "beta", need)
+        dbeta = (
+            q.new_empty((slices + 1, p.B, p.T, p.HV), dtype=torch.float32)
+            if sums
+            else _like(p, "beta", need)
+        )
     dP, dL = q.new_empty((NT, p.HV, 64, 64)), q.new_empty((NT, p.HV, 64, 64))
     # of unit q and k with their gradients; without a do that of q is zero
-    dots = [q.new_empty((NT, p.HV, 64), dtype=torch.float32) if p.l2norm and there else None for there in ("q" in need and do is not None, "k" in need)]
+    dots = [
+        q.new_empty((NT, p.HV, 64), dtype=torch.float32) if p.l2norm and there else None
+        for there in ("q" in need and do is not None, "k" in need)
+    ]
     o = with_strides(None if dots[0] is None else trace.o)
     programs = NT * p.HV if p.H else 0
-    query, key, given, cu_seqlens = with_strides(q), with_strides(p.k), with_strides(do), dense(p.cu_seqlens)
-    logits, parameters, activation = with_strides(p.g), (dense(p.A_log), dense(p.dt_bias)), (p.activate_gate, p.lower_bound is not None)
+    query, key, given, cu_seqlens = (
+        with_strides(q),
+        with_strides(p.k),
+        with_strides(do),
+        dense(p.cu_seqlens),
+    )
+    logits, parameters, activation = (
+        with_strides(p.g),
+        (dense(p.A_log), dense(p.dt_bias)),
+        (p.activate_gate, p.lower_bound is not None),
+    )
     N, T, H, HV, K, V, scale, bound = p.N, p.T, p.H, p.HV, p.K, p.V, p.scale, p.lower_bound or 0.0
     launch(
-        gradient_pairs, programs, device, *with_strides(p.v), tile.rows, *given, *o, trace.v_new, z, cu_seqlens,
-        dP, dL, dbeta[slices] if sums else dbeta, *dots, N, T, HV, scale,
-        V, values.block_v, tiled, p.sigmoid_beta, p.neg_eigval, precision, num_stages=values.stages, **values.launch,
-    )  # fmt: skip
+        gradient_pairs,
+        programs,
+        device,
+        *with_strides(p.v),
+        tile.rows,
+        *given,
+        *o,
+        trace.v_new,
+        z,
+        cu_seqlens,
+        dP,
+        dL,
+        dbeta[slices] if sums else dbeta,
+        *dots,
+        N,
+        T,
+        HV,
+        scale,
+        V,
+        values.block_v,
+        tiled,
+        p.sigmoid_beta,
+        p.neg_eigval,
+        precision,
+        num_stages=values.stages,
+        **values.launch,
+    )
     if dq is not None or gates or sums:
-        G = torch.empty((NT, HV, 64, K), dtype=torch.float64 if exact else torch.float32, device=device)
-        anchored = torch.empty((NT, HV), dtype=torch.int32, device=device) if tuning.anchored(p) else None
+        G = torch.empty(
+            (NT, HV, 64, K), dtype=torch.float64 if exact else torch.float32, device=device
+        )
+        anchored = (
+            torch.empty((NT, HV), dtype=torch.int32, device=device) if tuning.anchored(p) else None
+        )
         launch(
-            sum_decays, programs, device, *logits, *parameters, cu_seqlens, G, anchored, N, T, HV, bound,
-            K, wide, *activation, not exact, num_warps=1,
-        )  # fmt: skip
+            sum_decays,
+            programs,
+            device,
+            *logits,
+            *parameters,
+            cu_seqlens,
+            G,
+            anchored,
+            N,
+            T,
+            HV,
+            bound,
+            K,
+            wide,
+            *activation,
+            not exact,
+            num_warps=1,
+        )
         launch(
-            gradient_keys, programs * slices, device, *query, *key, *given, trace.states, trace.v_new, reverse.dstates, z,
-            dP, dL, tile.rows, *dots, G, anchored, tables(device), cu_seqlens, dq, dk, dbeta if sums else None, p.B * T * HV, N, T, H, HV, scale,
-            K, V, options.block_k, options.block_v, tiled, p.l2norm, precision, num_stages=options.stages, **options.launch,
-        )  # fmt: skip
+            gradient_keys,
+            programs * slices,
+            device,
+            *query,
+            *key,
+            *given,
+            trace.states,
+            trace.v_new,
+            reverse.dstates,
+            z,
+            dP,
+            dL,
+            tile.rows,
+            *dots,
+            G,
+            anchored,
+            tables(device),
+            cu_seqlens,
+            dq,
+            dk,
+            dbeta if sums else None,
+            p.B * T * HV,
+            N,
+            T,
+            H,
+            HV,
+            scale,
+            K,
+            V,
+            options.block_k,
+            options.block_v,
+            tiled,
+            p.l2norm,
+            precision,
+            num_stages=options.stages,
+            **options.launch,
+        )
         if dg is not None:
             launch(
-                sum_gradients, programs, device, G, *logits, *parameters, cu_seqlens, dg, dA_log, ddt_bias, N, T, HV, bound,
-                K, wide, *activation, not exact, num_warps=1,
-            )  # fmt: skip
+                sum_gradients,
+                programs,
+                device,
+                G,
+                *logits,
+                *parameters,
+                cu_seqlens,
+                dg,
+                dA_log,
+                ddt_bias,
+                N,
+                T,
+                HV,
+                bound,
+                K,
+                wide,
+                *activation,
+                not exact,
+                num_warps=1,
+            )
         del G
     if gather and dq is not None:
-        dq, dk = (_gather(p, x, d) if name in need else None for name, x, d in (("q", q, dq), ("k", p.k, dk)))
+        dq, dk = (
+            _gather(p, x, d) if name in need else None
+            for name, x, d in (("q", q, dq), ("k", p.k, dk))
+        )
     return Gradients(
-        dq if "q" in need else None, dk if "k" in need else None, reverse.dv if "v" in need else None, dg if "g" in need else None,
-        dbeta.sum(0).to(p.beta.dtype) if sums else dbeta, _total(dA_log, p.A_log), _total(ddt_bias, p.dt_bias),
-        p.as_kv(reverse.dinitial_state) if "initial_state" in need and reverse.dinitial_state is not None else None,
-    )  # fmt: skip
+        dq if "q" in need else None,
+        dk if "k" in need else None,
+        reverse.dv if "v" in need else None,
+        dg if "g" in need else None,
+        dbeta.sum(0).to(p.beta.dtype) if sums else dbeta,
+        _total(dA_log, p.A_log),
+        _total(ddt_bias, p.dt_bias),
+        p.as_kv(reverse.dinitial_state)
+        if "initial_state" in need and reverse.dinitial_state is not None
+        else None,
+    )

@@ -1,4 +1,6 @@
-"""What the gradient kernels share: where a program writes, and how it reads and writes rows of the caller's tensors."""
+"""What the gradient kernels share: where a program writes, and how it reads and writes rows of the
+caller's tensors.
+"""
 
 import triton
 import triton.language as tl
@@ -10,7 +12,9 @@ from kda_ops.backends.triton.tile import find_sequence, load_tile, locate_chunk,
 
 @triton.jit
 def locate_rows(cu_seqlens, i_t, N, T):
-    """Chunk i_t as (batch row, first token, rows to write, whether they are tokens of a sequence); the tail of a packed row is sequence N."""
+    """Chunk i_t as (batch row, first token, rows to write, whether they are tokens of a sequence);
+    the tail of a packed row is sequence N.
+    """
     if cu_seqlens is not None:
         i_n = find_sequence(cu_seqlens, i_t, N + 1)
         i_b, bos, length, first = locate_sequence(cu_seqlens, i_n, N, T)
@@ -25,7 +29,11 @@ def locate_rows(cu_seqlens, i_t, N, T):
 def read_rows(x, strides, i_b, i_h, first, n_rows, o_d, D: tl.constexpr):
     """Rows of one head of a [B, T, X, D] tensor, [64, width], zero past n_rows and past D."""
     o_r = tl.arange(0, 64)
-    return tl.load(rows_at(x, strides, i_b, i_h, first, o_r, o_d), mask=(o_r < n_rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    return tl.load(
+        rows_at(x, strides, i_b, i_h, first, o_r, o_d),
+        mask=(o_r < n_rows)[:, None] & (o_d < D)[None, :],
+        other=0.0,
+    )
 
 
 @triton.jit
@@ -68,8 +76,26 @@ def write_column(x, token, i_h, HV, n_rows, b_x):
 
 
 @triton.jit
-def clear_keys(dq, dk, dg, dbeta, dA_log, ddt_bias, i_tile, token, i_h, HV, n_rows, o_k, i_s, slices: tl.constexpr, K: tl.constexpr):
-    """Zero gradients for the rows of a chunk that is no part of a sequence, and no part in the sums over tokens."""
+def clear_keys(
+    dq,
+    dk,
+    dg,
+    dbeta,
+    dA_log,
+    ddt_bias,
+    i_tile,
+    token,
+    i_h,
+    HV,
+    n_rows,
+    o_k,
+    i_s,
+    slices: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Zero gradients for the rows of a chunk that is no part of a sequence, and no part in the sums
+    over tokens.
+    """
     b_zero = tl.zeros((64, o_k.shape[0]), tl.float32)
     if dq is not None:
         write_rows(dq, token, i_h, HV, n_rows, b_zero, o_k, K)
@@ -85,21 +111,26 @@ def clear_keys(dq, dk, dg, dbeta, dA_log, ddt_bias, i_tile, token, i_h, HV, n_ro
 
 
 @triton.jit
-def gate_gradient(b_dg, b_g, b_bias, rate, lower_bound, BOUNDED: tl.constexpr, FAST: tl.constexpr = False):
-    """From the gradient of the log decay to those of the logits and, summed by the caller, of A_log (without a bound that is dg g, so log2 will do).
+def gate_gradient(
+    b_dg, b_g, b_bias, rate, lower_bound, BOUNDED: tl.constexpr, FAST: tl.constexpr = False
+):
+    """From the gradient of the log decay to those of the logits and, summed by the caller, of A_log
+    (without a bound that is dg g, so log2 will do).
 
     FAST as in `log2_decay`.
     """
     b_x = b_g + b_bias
     if BOUNDED:
-        # A saturated sigmoid has slope 0 even where exp(A_log) overflowed or the logit is infinite: no infinity may meet it.
+        # A saturated sigmoid has slope 0 even where exp(A_log) overflowed or the logit is infinite:
+        # no infinity may meet it.
         rate, b_x = tl.minimum(rate, 3e38), tl.minimum(tl.maximum(b_x, -3e38), 3e38)
         b_s = sigmoid(rate * b_x, FAST)
         b_dx = b_dg * (b_s * (1.0 - b_s) * rate * lower_bound)
         return b_dx, b_dx * b_x
     else:
         b_log = log2_softplus(b_x, FAST)
-        # Where the decay is 0, dg is what rounding left of its sums, and A_log would take it times the decay's log.
+        # Where the decay is 0, dg is what rounding left of its sums, and A_log would take it times
+        # the decay's log.
         b_dg = tl.where(rate * b_log < 126.0, b_dg * -rate, 0.0)
         return b_dg * sigmoid(b_x, FAST), b_dg * (tl.minimum(b_log, 3e38) * (1.0 / LOG2E))
 

@@ -1,4 +1,6 @@
-"""How kernels are launched: on the device of their tensors, on the current stream or beside it, or compiled only."""
+"""How kernels are launched: on the device of their tensors, on the current stream or beside it, or
+compiled only.
+"""
 
 import os
 import threading
@@ -12,7 +14,9 @@ import triton
 
 
 class _Here(threading.local):
-    """Whether launches of this thread compile and do no more; where they go, if not to the current stream, what they take, and whether they wait for it."""
+    """Whether launches of this thread compile and do no more; where they go, if not to the current
+    stream, what they take, and whether they wait for it.
+    """
 
     compiles: bool = False
     stream: torch.cuda.Stream | None = None
@@ -20,7 +24,8 @@ class _Here(threading.local):
     waits: bool
 
     def __init__(self):
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}  # one per device, for torch's come from a pool that other libraries take theirs from
+        # one per device, for torch's come from a pool that other libraries take theirs from
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 _HERE = _Here()
@@ -28,10 +33,14 @@ _HERE = _Here()
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """In it kernels are not launched but compiled, on threads, and all of them have been when it ends: a compiler takes seconds for the longest of a call,
-    and several times that for one after the other.
+    """In it kernels are not launched but compiled, on threads, and all of them have been when it
+    ends: a compiler takes seconds for the longest of a call, and several times that for one after
+    the other.
     """
-    with ThreadPoolExecutor(max(1, min(16, os.cpu_count() or 1))) as threads, triton.AsyncCompileMode(threads):
+    with (
+        ThreadPoolExecutor(max(1, min(16, os.cpu_count() or 1))) as threads,
+        triton.AsyncCompileMode(threads),
+    ):
         _HERE.compiles = True
         try:
             yield
@@ -41,10 +50,12 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContextManager]:
-    """A second stream, joined at the end. In the context that it gives, launches go there, each after all that the current stream holds by then, or, if
-    `early`, after what it holds now: then nothing that they take may be allocated or copied in between.
+    """A second stream, joined at the end. In the context that it gives, launches go there, each
+    after all that the current stream holds by then, or, if `early`, after what it holds now: then
+    nothing that they take may be allocated or copied in between.
 
-    Memory comes from the current stream as ever, so what such a launch takes is held until the streams have joined.
+    Memory comes from the current stream as ever, so what such a launch takes is held until the
+    streams have joined.
     """
     if device.type != "cuda" or _HERE.compiles:
         yield nullcontext()
@@ -73,24 +84,33 @@ def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContex
 
 
 def lost_registers(registers: int, stack: int) -> bool:
-    """Whether ptxas has given registers up: a kernel that spills otherwise uses all there are, and this one, with bytes of stack, may be wrong (NOTES.md)."""
+    """Whether ptxas has given registers up: a kernel that spills otherwise uses all there are, and
+    this one, with bytes of stack, may be wrong (NOTES.md).
+    """
     return registers <= 128 and stack > 1024
 
 
 def warn_if_lost(made) -> None:
-    """Warn of a kernel, as Triton returns it from a launch, that has lost its registers on this GPU."""
-    registers, words = getattr(made, "n_regs", None), getattr(made, "n_spills", None)  # of one that runs on no GPU: None
+    """Warn of a kernel, as Triton returns it from a launch, that has lost its registers on this
+    GPU.
+    """
+    # of one that runs on no GPU: None
+    registers, words = getattr(made, "n_regs", None), getattr(made, "n_spills", None)
     if registers and lost_registers(registers, 4 * words):
         warnings.warn(
-            f"{made.name} has lost its registers ({registers} beside {4 * words} bytes of stack): ptxas gave up on it for this GPU. It is slow, and what it "
-            "computes may be wrong: please report it with the output of python -m kda_ops doctor, and use another version of triton or another dtype.",
+            f"{made.name} has lost its registers ({registers} beside {4 * words} bytes of stack): "
+            "ptxas gave up on it for this GPU. It is slow, and what it computes may be wrong: "
+            "please report it with the output of python -m kda_ops doctor, and use another "
+            "version of triton or another dtype.",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 def launch(kernel, programs: int, device: torch.device, *args, **options) -> None:
-    """Launch on a one-dimensional grid (its limit is 2^31 - 1 programs, not 65535), on the device of the tensors."""
+    """Launch on a one-dimensional grid (its limit is 2^31 - 1 programs, not 65535), on the device
+    of the tensors.
+    """
     if programs == 0:
         return
     if device.type == "cuda" and device.index != torch.cuda.current_device():

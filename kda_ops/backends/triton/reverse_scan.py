@@ -1,4 +1,6 @@
-"""The gradient of the state carried back through the chunks of each sequence: the only sequential part of the backward."""
+"""The gradient of the state carried back through the chunks of each sequence: the only sequential
+part of the backward.
+"""
 
 import torch
 import triton
@@ -22,30 +24,66 @@ def write_values(z, dv, dv_s, i_tile, i_b, i_h, first, n_rows, i_v, b_z, b_beta,
     if z is not None:
         store_turned(z + i_tile * (64 * V) + i_v, V, 1, b_z, 64, V - i_v)
     if dv is not None:
-        store_turned(head_at(dv, dv_s, i_b, i_h, first) + i_v, dv_s[1], 1, b_z * b_beta, n_rows, V - i_v)
+        store_turned(
+            head_at(dv, dv_s, i_b, i_h, first) + i_v, dv_s[1], 1, b_z * b_beta, n_rows, V - i_v
+        )
 
 
 @triton.jit(do_not_specialize=["N", "T", "HV"])
 def reverse_scan_tiles(
-    A, P, w, qg, kg, rows, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dv, dv_s, dinitial, dinitial_s, maps, maps_s, cu_seqlens, N, T, HV,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    A,
+    P,
+    w,
+    qg,
+    kg,
+    rows,
+    gamma,
+    do,
+    do_s,
+    dfinal,
+    dfinal_s,
+    dstates,
+    z,
+    dv,
+    dv_s,
+    dinitial,
+    dinitial_s,
+    maps,
+    maps_s,
+    cu_seqlens,
+    N,
+    T,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREC: tl.constexpr,
     RUN: tl.constexpr,
-):  # fmt: skip
-    """One head of one sequence and BV columns of its state's gradient, last chunk first, from prepared tiles::
+):
+    """One head of one sequence and BV columns of its state's gradient, last chunk first, from
+    prepared tiles::
 
-        dv_new = P^T do + kg dS [64, V];   z = A^T dv_new [64, V];   dS <- gamma dS + qg^T do - w^T dv_new [K, V] fp32
+        dv_new = P^T do + kg dS [64, V];   z = A^T dv_new [64, V];
+        dS <- gamma dS + qg^T do - w^T dv_new [K, V] fp32
 
-    dS, the gradient of the state that leaves the chunk, and z, that of beta (v - k exp(G) S), or dv = beta z, are all that `gradient` needs from here:
-    with them it reads neither A nor any other part of the tile. Every transpose is of a tile from memory, never of a product. dv_new is rounded as an
-    operand; where A is one, on its diagonal, z takes it as it was.
+    dS, the gradient of the state that leaves the chunk, and z, that of beta (v - k exp(G) S), or
+    dv = beta z, are all that `gradient` needs from here: with them it reads neither A nor any other
+    part of the tile. Every transpose is of a tile from memory, never of a product. dv_new is
+    rounded as an operand; where A is one, on its diagonal, z takes it as it was.
     """
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(
+        cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True
+    )
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     if dv is not None:
         fill_zero(dv, dv_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
     TYPE: tl.constexpr = w.dtype.element_ty
     m_v = (o_v < V)[None, :]
-    b_dS = turn(open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
+    b_dS = turn(
+        open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    )
     for step in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         c = start + stop - 1 - step
         i_tile = (first + c) * HV + i_h
@@ -58,7 +96,13 @@ def reverse_scan_tiles(
         b_gamma, b_beta = load_factors(gamma, rows, i_tile, K, BK, BV)
         b_dS = b_dS * b_gamma
         if do is not None:
-            b_do = turn(tl.load(rows_at(do, do_s, i_b, i_h, bos + c * 64, o_r, o_v), mask=(c * 64 + o_r < length)[:, None] & m_v, other=0.0))
+            b_do = turn(
+                tl.load(
+                    rows_at(do, do_s, i_b, i_h, bos + c * 64, o_r, o_v),
+                    mask=(c * 64 + o_r < length)[:, None] & m_v,
+                    other=0.0,
+                )
+            )
             b_dv = tl.dot(b_do, load_lower(P, i_tile), b_dv, input_precision=PREC)
             b_dS = tl.dot(b_do, load_tile(qg, i_tile, o_r, o_k, K), b_dS, input_precision=PREC)
         b_dv = -b_dv
@@ -66,30 +110,84 @@ def reverse_scan_tiles(
         b_dS = tl.dot(b_less, b_w, b_dS, input_precision=PREC)
         if dv is not None or z is not None:
             b_z = -tl.dot(b_less, load_lower(A, i_tile), b_dv - widen(b_less), input_precision=PREC)
-            write_values(z, dv, dv_s, i_tile, i_b, i_h, bos + c * 64, length - c * 64, i_v, b_z, b_beta, V)
-    close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, turn_back(b_dS), o_k, o_v, live, K, V, True)
+            write_values(
+                z, dv, dv_s, i_tile, i_b, i_h, bos + c * 64, length - c * 64, i_v, b_z, b_beta, V
+            )
+    close_run(
+        dinitial,
+        dinitial_s,
+        None,
+        maps,
+        maps_s,
+        i_n,
+        i_h,
+        run,
+        turn_back(b_dS),
+        o_k,
+        o_v,
+        live,
+        K,
+        V,
+        True,
+    )
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def reverse_scan_rows(
-    q, q_s, k, k_s, A, P, rows, gamma, do, do_s, dfinal, dfinal_s, dstates, z, dv, dv_s, dinitial, dinitial_s, maps, maps_s, cu_seqlens, N, T, H, HV,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    q,
+    q_s,
+    k,
+    k_s,
+    A,
+    P,
+    rows,
+    gamma,
+    do,
+    do_s,
+    dfinal,
+    dfinal_s,
+    dstates,
+    z,
+    dv,
+    dv_s,
+    dinitial,
+    dinitial_s,
+    maps,
+    maps_s,
+    cu_seqlens,
+    N,
+    T,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREC: tl.constexpr,
     RUN: tl.constexpr,
-):  # fmt: skip
-    """The same for one decay per head, from q and k as they are and the four rows of `prepare_gdn`::
+):
+    """The same for one decay per head, from q and k as they are and the four rows of
+    `prepare_gdn`::
 
-        dv_new = P^T do + rows_1 (k dS);   z = A^T dv_new;   dS <- gamma dS + q^T (rows_3 do) - k^T (rows_0 rows_2 z)
+        dv_new = P^T do + rows_1 (k dS);   z = A^T dv_new;
+        dS <- gamma dS + q^T (rows_3 do) - k^T (rows_0 rows_2 z)
 
-    Decays, norms and beta are factors per row and move past the products; w is not needed, for w^T dv_new = (beta k exp G)^T z.
+    Decays, norms and beta are factors per row and move past the products; w is not needed, for w^T
+    dv_new = (beta k exp G)^T z.
     """
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(
+        cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True
+    )
     i_g = i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     if dv is not None:
         fill_zero(dv, dv_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
-    b_dS = turn(open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN))
+    b_dS = turn(
+        open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
+    )
     for step in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         c = start + stop - 1 - step
         i_tile, t = (first + c) * HV + i_h, bos + c * 64
@@ -102,32 +200,61 @@ def reverse_scan_rows(
         b_dv = over_keys(b_ds, b_k, PREC) * load_factor(rows, i_tile, 1, 7)
         b_dS = b_dS * tl.load(gamma + i_tile)
         if do is not None:
-            b_do = turn(tl.load(rows_at(do, do_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0))
+            b_do = turn(
+                tl.load(rows_at(do, do_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0)
+            )
             b_dv = tl.dot(b_do, load_lower(P, i_tile), b_dv, input_precision=PREC)
             b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
             b_do = (b_do.to(tl.float32) * load_factor(rows, i_tile, 3, 7)).to(TYPE)
             b_dS = tl.dot(b_do, b_q, b_dS, input_precision=PREC)
         b_own = b_dv.to(TYPE)
-        b_z, b_beta = tl.dot(b_own, b_A, b_dv - widen(b_own), input_precision=PREC), load_factor(rows, i_tile, 2, 7)
+        b_z, b_beta = (
+            tl.dot(b_own, b_A, b_dv - widen(b_own), input_precision=PREC),
+            load_factor(rows, i_tile, 2, 7),
+        )
         write_values(z, dv, dv_s, i_tile, i_b, i_h, t, length - c * 64, i_v, b_z, b_beta, V)
         b_less = (b_z * -(load_factor(rows, i_tile, 0, 7) * b_beta)).to(TYPE)
         b_dS = tl.dot(b_less, b_k, b_dS, input_precision=PREC)
-    close_run(dinitial, dinitial_s, None, maps, maps_s, i_n, i_h, run, turn_back(b_dS), o_k, o_v, live, K, V, True)
+    close_run(
+        dinitial,
+        dinitial_s,
+        None,
+        maps,
+        maps_s,
+        i_n,
+        i_h,
+        run,
+        turn_back(b_dS),
+        o_k,
+        o_v,
+        live,
+        K,
+        V,
+        True,
+    )
 
 
 def reads_z(p: Problem) -> bool:
-    """Whether `gradient` takes z itself: the gradient of a beta that was given, which may be zero, is a sum over z, and float16 does not hold beta z for a
-    small beta. For all else, dv says as much.
+    """Whether `gradient` takes z itself: the gradient of a beta that was given, which may be zero,
+    is a sum over z, and float16 does not hold beta z for a small beta. For all else, dv says as
+    much.
     """
     return p.beta is not None and (not p.sigmoid_beta or p.q.dtype is torch.float16)
 
 
-def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> Reverse:
+def reverse_scan(
+    p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]
+) -> Reverse:
     """Carry the gradient of the state back; see `kda_ops.stages.Backend.reverse_scan`."""
     q, device, NT, tiled = p.q, p.q.device, count_chunks(p), reads_z(p)
-    dstates, z = q.new_empty((NT, p.HV, p.K, p.V)), q.new_empty((NT, p.HV, 64, p.V)) if tiled else None
+    dstates, z = (
+        q.new_empty((NT, p.HV, p.K, p.V)),
+        q.new_empty((NT, p.HV, 64, p.V)) if tiled else None,
+    )
     dv = None if tiled and "v" not in need else q.new_empty(p.v.shape)
-    dinitial = q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32) if "initial_state" in need else None
+    dinitial = (
+        q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32) if "initial_state" in need else None
+    )
     dfinal = None if dfinal_state is None or dfinal_state.numel() == 0 else p.as_kv(dfinal_state)
     name = "reverse_scan_tiles" if p.rank else "reverse_scan_rows"
     whole, BK, exact = tuning.choose(name, p), tuning.width(p.K, q.dtype), q.dtype is torch.float32
@@ -135,21 +262,70 @@ def reverse_scan(p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor
 
     def carry(options, dfinal, dstates, z, dv, dinitial, maps) -> None:
         ends = (
-            do, strides_of(do), dfinal, strides_of(dfinal), dstates, z, dv, strides_of(dv), dinitial, strides_of(dinitial), maps, strides_of(maps),
+            do,
+            strides_of(do),
+            dfinal,
+            strides_of(dfinal),
+            dstates,
+            z,
+            dv,
+            strides_of(dv),
+            dinitial,
+            strides_of(dinitial),
+            maps,
+            strides_of(maps),
             dense(p.cu_seqlens),
-        )  # fmt: skip
-        sizes = (p.K, p.V, BK, options.block_v, options.stages, "tf32x3" if exact else "tf32", runs.length)
+        )
+        sizes = (
+            p.K,
+            p.V,
+            BK,
+            options.block_v,
+            options.stages,
+            "tf32x3" if exact else "tf32",
+            runs.length,
+        )
         programs = runs.programs(p.V if maps is None else p.V + p.K, options.block_v)
         if p.rank:
             launch(
-                reverse_scan_tiles, programs, device, tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma, *ends, p.N, p.T, p.HV, *sizes,
+                reverse_scan_tiles,
+                programs,
+                device,
+                tile.A,
+                tile.P,
+                tile.w,
+                tile.qg,
+                tile.kg,
+                tile.rows,
+                tile.gamma,
+                *ends,
+                p.N,
+                p.T,
+                p.HV,
+                *sizes,
                 **options.launch,
-            )  # fmt: skip
+            )
         else:
             launch(
-                reverse_scan_rows, programs, device, fit(q), fit(q).stride(), fit(p.k), fit(p.k).stride(), tile.A, tile.P, tile.rows, tile.gamma,
-                *ends, p.N, p.T, p.H, p.HV, *sizes, **options.launch,
-            )  # fmt: skip
+                reverse_scan_rows,
+                programs,
+                device,
+                fit(q),
+                fit(q).stride(),
+                fit(p.k),
+                fit(p.k).stride(),
+                tile.A,
+                tile.P,
+                tile.rows,
+                tile.gamma,
+                *ends,
+                p.N,
+                p.T,
+                p.H,
+                p.HV,
+                *sizes,
+                **options.launch,
+            )
 
     if runs.length:
         carry(tuning.choose(name + "_maps", p), dfinal, None, None, None, None, runs.maps)

@@ -1,12 +1,17 @@
-"""Runs of chunks: a sequence is cut where its heads alone cannot fill the device, so that its parts are scanned at once.
+"""Runs of chunks: a sequence is cut where its heads alone cannot fill the device, so that its parts
+are scanned at once.
 
-A run maps the state that enters it affinely to the state that leaves it, S -> M S + b, and the scan itself finds the map: over the columns ``[u | 0]``,
-started from ``[0 | I]``, it ends with ``[b | M]``. Three launches: the maps of all runs but those at the ends of a sequence, `join_runs`, and the ordinary
-scan with one program per run. Backward is the same from the other end, with ``[do | 0]`` and the transposed maps.
+A run maps the state that enters it affinely to the state that leaves it, S -> M S + b, and the scan
+itself finds the map: over the columns ``[u | 0]``, started from ``[0 | I]``, it ends with
+``[b | M]``. Three launches: the maps of all runs but those at the ends of a sequence, `join_runs`,
+and the ordinary scan with one program per run. Backward is the same from the other end, with
+``[do | 0]`` and the transposed maps.
 
-Cuts are multiples of `tuning.run_length` from the start of each sequence, so that results depend neither on its neighbours nor on what follows.
-One tensor travels, ``[runs, HV, K, V + K]`` fp32: at run r, ``[b | M]`` of the run before it (behind it, backward), and after the join the state that it
-starts from in the first V columns. At the run where a sequence begins that is the state given, copied: its memory may be where the final state goes.
+Cuts are multiples of `tuning.run_length` from the start of each sequence, so that results depend
+neither on its neighbours nor on what follows. One tensor travels, ``[runs, HV, K, V + K]`` fp32: at
+run r, ``[b | M]`` of the run before it (behind it, backward), and after the join the state that it
+starts from in the first V columns. At the run where a sequence begins that is the state given,
+copied: its memory may be where the final state goes.
 """
 
 import torch
@@ -23,12 +28,26 @@ from kda_ops.sequences import count_chunks
 
 
 @triton.jit
-def place(cu_seqlens, slots, maps, N, T, HV, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, RUN: tl.constexpr, BACK: tl.constexpr):
-    """This program's (i_n, i_h, first column, live, i_b, first token of the sequence, tokens, first chunk, start, stop, run).
+def place(
+    cu_seqlens,
+    slots,
+    maps,
+    N,
+    T,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    RUN: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """This program's (i_n, i_h, first column, live, i_b, first token of the sequence, tokens, first
+    chunk, start, stop, run).
 
-    Its chunks are start to stop of the sequence: those of its run, or all. `run` is (i_r, whether the scan begins here, whether it ends here). Slices of the
-    columns of one head are neighbours, so that they find its tiles in the cache. `live` is false for a sequence without a slot, for a run that no sequence
-    has, and for the tail of a packed row, sequence N: its output is zero.
+    Its chunks are start to stop of the sequence: those of its run, or all. `run` is (i_r, whether
+    the scan begins here, whether it ends here). Slices of the columns of one head are neighbours,
+    so that they find its tiles in the cache. `live` is false for a sequence without a slot, for a
+    run that no sequence has, and for the tail of a packed row, sequence N: its output is zero.
     """
     slices: tl.constexpr = (V + (K if maps is not None else 0) + BV - 1) // BV
     i_rh = tl.program_id(0) // slices
@@ -53,46 +72,107 @@ def place(cu_seqlens, slots, maps, N, T, HV, K: tl.constexpr, V: tl.constexpr, B
         stop = tl.minimum(start + RUN, stop)
         if BACK:
             begins, ends = ends, begins
-    if maps is not None:  # the state that leaves the last run starts none, and the first one starts from the state itself
+    # the state that leaves the last run starts none, and the first one starts from the state itself
+    if maps is not None:
         stop = tl.where(ends | begins & (i_v >= V) | (not live), start, stop)
     return i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, (i_r, begins, ends)
 
 
 @triton.jit
-def open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr):
-    """What this program's scan starts from, [BK, BV] fp32: the state of its sequence, that of its run, or [0 | I] to find the map."""
+def open_run(
+    state,
+    state_s,
+    slots,
+    maps,
+    maps_s,
+    i_n,
+    i_h,
+    run,
+    o_k,
+    o_v,
+    live,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """What this program's scan starts from, [BK, BV] fp32: the state of its sequence, that of its
+    run, or [0 | I] to find the map.
+    """
     i_r, begins, _ = run
     if maps is not None:
         b_S = open_state(state, state_s, slots, i_n, i_h, o_k, o_v, live & begins, K, V)
         close_state(maps, maps_s, None, i_r, i_h, b_S, o_k, o_v, live & begins, K, V)
         b_S = tl.where(((o_k + V)[:, None] == o_v[None, :]) & (not begins), 1.0, b_S)
     else:
-        b_S = open_state(state, state_s, None if RUN else slots, i_r if RUN else i_n, i_h, o_k, o_v, live, K, V)
+        b_S = open_state(
+            state, state_s, None if RUN else slots, i_r if RUN else i_n, i_h, o_k, o_v, live, K, V
+        )
     return b_S
 
 
 @triton.jit
 def close_run(
-    final, final_s, slots, maps, maps_s, i_n, i_h, run, b_S, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr, BACK: tl.constexpr
-):  # fmt: skip
-    """Write what this program's scan ends with: the final state of its sequence, or the map to the run that it leads to."""
+    final,
+    final_s,
+    slots,
+    maps,
+    maps_s,
+    i_n,
+    i_h,
+    run,
+    b_S,
+    o_k,
+    o_v,
+    live,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """Write what this program's scan ends with: the final state of its sequence, or the map to the
+    run that it leads to.
+    """
     i_r, _, ends = run
     if maps is not None:
-        close_state(maps, maps_s, None, i_r - 1 if BACK else i_r + 1, i_h, b_S, o_k, o_v, live & (not ends), K, V + K)
+        close_state(
+            maps,
+            maps_s,
+            None,
+            i_r - 1 if BACK else i_r + 1,
+            i_h,
+            b_S,
+            o_k,
+            o_v,
+            live & (not ends),
+            K,
+            V + K,
+        )
     if final is not None:
         close_state(final, final_s, slots, i_n, i_h, b_S, o_k, o_v, live & ends, K, V)
 
 
 @triton.jit(do_not_specialize=["N", "T", "HV"])
 def join_runs(
-    maps, maps_s, cu_seqlens, N, T, HV,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, RUN: tl.constexpr, BACK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One head of one sequence and BV columns: the state that each run starts from, in place of the b that led to it::
+    maps,
+    maps_s,
+    cu_seqlens,
+    N,
+    T,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    RUN: tl.constexpr,
+    BACK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One head of one sequence and BV columns: the state that each run starts from, in place of the
+    b that led to it::
 
         S <- M S + b [K, V] fp32
 
-    The first two are there already: the state given, and the one that the run after it reached from it.
+    The first two are there already: the state given, and the one that the run after it reached from
+    it.
     """
     slices: tl.constexpr = (V + BV - 1) // BV
     i_nh = tl.program_id(0) // slices
@@ -101,7 +181,11 @@ def join_runs(
     _, _, length, first = locate_sequence(cu_seqlens, i_n, N, T, RUN * 64)
     count = tl.cdiv(length, RUN * 64)
     m_S, m_M = (o_k < K)[:, None] & (o_v < V)[None, :], (o_k < K)[:, None] & (o_k < K)[None, :]
-    b_S = tl.load(state_at(maps, maps_s, first + (count - 2 if BACK else 1), i_h, o_k, o_v), mask=m_S & (count > 2), other=0.0)
+    b_S = tl.load(
+        state_at(maps, maps_s, first + (count - 2 if BACK else 1), i_h, o_k, o_v),
+        mask=m_S & (count > 2),
+        other=0.0,
+    )
     for i in tl.range(2, count, num_stages=STAGES):
         slot = first + (count - 1 - i if BACK else i)
         b_M = tl.load(state_at(maps, maps_s, slot, i_h, o_k, o_k + V), mask=m_M, other=0.0)
@@ -111,12 +195,15 @@ def join_runs(
 
 
 class Runs:
-    """How the sequences of a call are cut: `length` chunks per run, 0 where they stay whole; `maps` as the module has it."""
+    """How the sequences of a call are cut: `length` chunks per run, 0 where they stay whole; `maps`
+    as the module has it.
+    """
 
     def __init__(self, p: Problem):
         self.p, self.maps, length, packed = p, None, tuning.run_length(p), p.cu_seqlens is not None
         self.length = length if p.T > length * CHUNK else 0  # else no sequence has a second run
-        self.pieces = packed + (count_chunks(p, self.length * CHUNK) if self.length else p.N)  # the tail of a packed row is one more sequence
+        # the tail of a packed row is one more sequence
+        self.pieces = packed + (count_chunks(p, self.length * CHUNK) if self.length else p.N)
         if self.length:
             self.maps = p.q.new_empty((self.pieces, p.HV, p.K, p.V + p.K), dtype=torch.float32)
 
@@ -129,7 +216,22 @@ class Runs:
         p, options = self.p, tuning.choose("join_runs", self.p)
         slices = (p.V + options.block_v - 1) // options.block_v
         launch(
-            join_runs, p.N * p.HV * slices, p.q.device, self.maps, self.maps.stride(), dense(p.cu_seqlens), p.N, p.T, p.HV, p.K, p.V,
-            options.block_k, options.block_v, self.length, back, options.stages, **options.launch,
-        )  # fmt: skip
+            join_runs,
+            p.N * p.HV * slices,
+            p.q.device,
+            self.maps,
+            self.maps.stride(),
+            dense(p.cu_seqlens),
+            p.N,
+            p.T,
+            p.HV,
+            p.K,
+            p.V,
+            options.block_k,
+            options.block_v,
+            self.length,
+            back,
+            options.stages,
+            **options.launch,
+        )
         return self.maps[..., : p.V]

@@ -19,13 +19,19 @@ def open_state(state, strides, slots, i_n, i_h, o_k, o_v, live, K: tl.constexpr,
     else:
         slot = tl.load(slots + i_n, mask=live, other=0) if slots is not None else i_n
         m_s = ((o_k < K)[:, None] & (o_v < V)[None, :]) & live
-        b_S = tl.load(state_at(state, strides, slot, i_h, o_k, o_v), mask=m_s, other=0.0).to(tl.float32)
+        b_S = tl.load(state_at(state, strides, slot, i_h, o_k, o_v), mask=m_s, other=0.0).to(
+            tl.float32
+        )
     return b_S
 
 
 @triton.jit
-def close_state(final, strides, slots, i_n, i_h, b_S, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr):
+def close_state(
+    final, strides, slots, i_n, i_h, b_S, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr
+):
     """Write the state after the last token."""
     slot = tl.load(slots + i_n, mask=live, other=0) if slots is not None else i_n
     m_s = ((o_k < K)[:, None] & (o_v < V)[None, :]) & live
-    tl.store(state_at(final, strides, slot, i_h, o_k, o_v), b_S.to(final.dtype.element_ty), mask=m_s)
+    tl.store(
+        state_at(final, strides, slot, i_h, o_k, o_v), b_S.to(final.dtype.element_ty), mask=m_s
+    )

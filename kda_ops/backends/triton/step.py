@@ -1,4 +1,6 @@
-"""The token recurrence on a state or a pool of states: decode and short sequences, one launch for any number of tokens (MATHS.md)."""
+"""The token recurrence on a state or a pool of states: decode and short sequences, one launch for
+any number of tokens (MATHS.md).
+"""
 
 import functools
 from typing import Any
@@ -23,40 +25,75 @@ _COMPILED: dict[tuple, Any] = {}
 
 @triton.jit
 def find_slot(slots, strides, i_n, column, mask):
-    """Entry [i_n, column] of the slot table as int64, negative where `mask` is false; row i_n itself without a table."""
+    """Entry [i_n, column] of the slot table as int64, negative where `mask` is false; row i_n
+    itself without a table.
+    """
     if slots is None:
         return tl.where(mask, i_n.to(tl.int64), -1)
     else:
-        return tl.load(slots + i_n.to(tl.int64) * strides[0] + column * strides[1], mask=mask, other=-1).to(tl.int64)
+        return tl.load(
+            slots + i_n.to(tl.int64) * strides[0] + column * strides[1], mask=mask, other=-1
+        ).to(tl.int64)
 
 
 @triton.jit
 def load_vector(x, strides, i_b, i_t, i_h, o_d, D: tl.constexpr, here):
-    """Entries o_d of row (i_b, i_t, i_h) of a [B, T, heads, D] tensor in their own dtype, zero past D and where `here` is false."""
+    """Entries o_d of row (i_b, i_t, i_h) of a [B, T, heads, D] tensor in their own dtype, zero past
+    D and where `here` is false.
+    """
     p_x = x + (i_b * strides[0] + i_t * strides[1] + i_h.to(tl.int64) * strides[2])
     return tl.load(p_x + o_d.to(tl.int64) * strides[3], mask=(o_d < D) & here, other=0.0)
 
 
 @triton.jit
-def state_tile(x, strides, i_slot, i_h, first, K: tl.constexpr, V: tl.constexpr, KO: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr):
-    """Pointers to columns first.. of one slot and head, and which exist, as [KO * BV, KI]; the caller's layout is in the strides.
+def state_tile(
+    x,
+    strides,
+    i_slot,
+    i_h,
+    first,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KO: tl.constexpr,
+    KI: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Pointers to columns first.. of one slot and head, and which exist, as [KO * BV, KI]; the
+    caller's layout is in the strides.
 
-    A state goes to and from memory in two dimensions, so that the threads of a warp lie along the contiguous axis and then along columns, and is
-    computed on as [KO, BV, KI], the same registers, where a sum over the outer keys stays within a thread.
+    A state goes to and from memory in two dimensions, so that the threads of a warp lie along the
+    contiguous axis and then along columns, and is computed on as [KO, BV, KI], the same registers,
+    where a sum over the outer keys stays within a thread.
     """
     o_r = tl.arange(0, KO * BV)
     o_k = ((o_r // BV) * KI)[:, None] + tl.arange(0, KI)[None, :]
     o_v = (first + o_r % BV)[:, None]
     p_x = x + (i_slot * strides[0] + i_h.to(tl.int64) * strides[1])
-    return p_x + o_k.to(tl.int64) * strides[2] + o_v.to(tl.int64) * strides[3], (o_k < K) & (o_v < V)
+    return p_x + o_k.to(tl.int64) * strides[2] + o_v.to(tl.int64) * strides[3], (o_k < K) & (
+        o_v < V
+    )
 
 
 @triton.jit
-def store_state(x, strides, i_slot, i_h, first, b_S, K: tl.constexpr, V: tl.constexpr, KO: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr):
+def store_state(
+    x,
+    strides,
+    i_slot,
+    i_h,
+    first,
+    b_S,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KO: tl.constexpr,
+    KI: tl.constexpr,
+    BV: tl.constexpr,
+):
     """Write columns first.. of one slot and head, if there is a slot and anything to write to."""
     if x is not None:
         p_x, m_x = state_tile(x, strides, i_slot, i_h, first, K, V, KO, KI, BV)
-        tl.store(p_x, tl.reshape(b_S.to(x.dtype.element_ty), (KO * BV, KI)), mask=m_x & (i_slot >= 0))
+        tl.store(
+            p_x, tl.reshape(b_S.to(x.dtype.element_ty), (KO * BV, KI)), mask=m_x & (i_slot >= 0)
+        )
 
 
 @triton.jit
@@ -67,7 +104,9 @@ def over_keys(x, y):
 
 @triton.jit
 def widen(x):
-    """x as float32. bfloat16 in other words than ``to``, so that the compiler does not keep one result for two uses: the wide copy is half of all registers."""
+    """x as float32. bfloat16 in other words than ``to``, so that the compiler does not keep one
+    result for two uses: the wide copy is half of all registers.
+    """
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -77,7 +116,9 @@ def widen(x):
 @triton.jit
 def products(q, k):
     """q·q, k·k and k·q of two [KO, KI], in one pass."""
-    squares, mixed = tl.split(tl.sum(tl.sum(tl.join(tl.join(q * q, k * k), tl.join(k * q, k * q)), 0), 0))
+    squares, mixed = tl.split(
+        tl.sum(tl.sum(tl.join(tl.join(q * q, k * k), tl.join(k * q, k * q)), 0), 0)
+    )
     qq, kk = tl.split(squares)
     kq, same = tl.split(mixed)
     return qq, kk, kq
@@ -87,40 +128,99 @@ def products(q, k):
 def settle(x):
     """The same [KO, KI], by a sum that the compiler does not see through.
 
-    Without it, it would move x to the threads of the state while x is narrow, and compute what makes x once per column instead of once.
+    Without it, it would move x to the threads of the state while x is narrow, and compute what
+    makes x once per column instead of once.
     """
     return tl.sum(x[:, :, None], 2)
 
 
 @triton.jit(
     do_not_specialize=["N", "width", "scale", "lower_bound"],
-    do_not_specialize_on_alignment=["o", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "slots", "accepted", "T"],
+    do_not_specialize_on_alignment=[
+        "o",
+        "q",
+        "k",
+        "v",
+        "g",
+        "beta",
+        "A_log",
+        "dt_bias",
+        "cu_seqlens",
+        "slots",
+        "accepted",
+        "T",
+    ],
 )
 def recur(
-    o, q, k, v, g, beta, state, slots, accepted, A_log, dt_bias, cu_seqlens, final, q_s, k_s, v_s, g_s, beta_s, slots_s, state_s, final_s,
-    N, T, width, scale, lower_bound,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, KO: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr,
-    L2NORM: tl.constexpr, ACTIVATE: tl.constexpr, BOUNDED: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    PER_TOKEN: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
-    """One sequence and head, BV columns of its state; S [K, BV] fp32 stays in registers from token to token::
+    o,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    state,
+    slots,
+    accepted,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    final,
+    q_s,
+    k_s,
+    v_s,
+    g_s,
+    beta_s,
+    slots_s,
+    state_s,
+    final_s,
+    N,
+    T,
+    width,
+    scale,
+    lower_bound,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    D: tl.constexpr,
+    KO: tl.constexpr,
+    KI: tl.constexpr,
+    BV: tl.constexpr,
+    L2NORM: tl.constexpr,
+    ACTIVATE: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    ONE: tl.constexpr,
+):
+    """One sequence and head, BV columns of its state; S [K, BV] fp32 stays in registers from token
+    to token::
 
-        u  = beta (v - S^T (k exp g)),   o = scale (S^T (q exp g) + (k·q) u)    [BV];  g [D], D = K or 1
+        u  = beta (v - S^T (k exp g)),   o = scale (S^T (q exp g) + (k·q) u)    [BV];
+        g [D], D = K or 1
         S <- diag(exp g) S + k u^T
 
-    The read is written with the state before the write, so that both sums over K are taken in one pass; it is the same as ``scale S^T q`` after it.
-    With ONE token on a bfloat16 state, the state is held as it was loaded and widened twice, which lets more programs share a multiprocessor.
-    The state comes from `state` (row i_n, or a slot) and goes to `final` after the last token, or after each with PER_TOKEN. Sequences without
-    a slot, and tokens past the last sequence, which are sequence N, get zeros.
+    The read is written with the state before the write, so that both sums over K are taken in one
+    pass; it is the same as ``scale S^T q`` after it. With ONE token on a bfloat16 state, the state
+    is held as it was loaded and widened twice, which lets more programs share a multiprocessor. The
+    state comes from `state` (row i_n, or a slot) and goes to `final` after the last token, or after
+    each with PER_TOKEN. Sequences without a slot, and tokens past the last sequence, which are
+    sequence N, get zeros.
 
-    A launch may begin beside the last programs of the one before it. It waits for all of their work, and lets the next one begin likewise.
+    A launch may begin beside the last programs of the one before it. It waits for all of their
+    work, and lets the next one begin likewise.
     """
     wait_for_previous()
     let_next_begin()
     NV: tl.constexpr = (V + BV - 1) // BV
     DO: tl.constexpr = KO if D > 1 else 1
     DI: tl.constexpr = KI if D > 1 else 1
-    i_v, i_h, i_n = tl.program_id(0) % NV, (tl.program_id(0) // NV) % HV, tl.program_id(0) // NV // HV
+    i_v, i_h, i_n = (
+        tl.program_id(0) % NV,
+        (tl.program_id(0) // NV) % HV,
+        tl.program_id(0) // NV // HV,
+    )
     i_b, bos, n_tokens, _ = locate_sequence(cu_seqlens, i_n, N, T)
     i_g = i_h // (HV // H)  # the query and key head
     o_k = KI * tl.arange(0, KO)[:, None] + tl.arange(0, KI)[None, :]
@@ -143,7 +243,11 @@ def recur(
         o_t = tl.arange(0, 16)
         for i_t in range(0, n_tokens, 16):
             m_o = (i_t + o_t < n_tokens)[:, None] & (o_v < V)[None, :]
-            tl.store(p_o[None, :] + ((i_t + o_t).to(tl.int64) * HV * V)[:, None], tl.zeros((16, BV), o.dtype.element_ty), mask=m_o)
+            tl.store(
+                p_o[None, :] + ((i_t + o_t).to(tl.int64) * HV * V)[:, None],
+                tl.zeros((16, BV), o.dtype.element_ty),
+                mask=m_o,
+            )
         return
 
     here = n_tokens > 0
@@ -160,7 +264,9 @@ def recur(
         if g is not None:
             b_g = load_vector(g, g_s, i_b, bos + i_t, i_h, o_d, D, here).to(tl.float32)
         if beta is not None:
-            b_beta = tl.load(beta + (i_b * beta_s[0] + (bos + i_t) * beta_s[1] + i_h.to(tl.int64) * beta_s[2])).to(tl.float32)
+            b_beta = tl.load(
+                beta + (i_b * beta_s[0] + (bos + i_t) * beta_s[1] + i_h.to(tl.int64) * beta_s[2])
+            ).to(tl.float32)
         tl.debug_barrier()  # or the compiler waits for these before it asks for the state
         if g is not None:
             b_decay = settle(tl.exp2(log2_decay(b_g, b_bias, rate, b_bound, ACTIVATE, BOUNDED)))
@@ -196,58 +302,119 @@ def recur(
 
 
 @functools.lru_cache(maxsize=256)
-def tile(K: int, V: int, itemsize: int, keys_contiguous: bool, one: bool) -> tuple[int, int, int, dict[str, int]]:
-    """How a state is cut: KO, KI, BV and launch options. 256 bytes per thread; where keys are contiguous 256 bytes of one column to 16 threads.
+def tile(
+    K: int, V: int, itemsize: int, keys_contiguous: bool, one: bool
+) -> tuple[int, int, int, dict[str, int]]:
+    """How a state is cut: KO, KI, BV and launch options. 256 bytes per thread; where keys are
+    contiguous 256 bytes of one column to 16 threads.
 
-    Where keys are contiguous a sum over them stays within a warp, and a program of one warp never waits for another; otherwise a program reads rows of
-    64 columns, for memory likes them long. Registers are capped where another program per multiprocessor is worth it. One tiling for all N, on which bits
-    therefore do not depend.
+    Where keys are contiguous a sum over them stays within a warp, and a program of one warp never
+    waits for another; otherwise a program reads rows of 64 columns, for memory likes them long.
+    Registers are capped where another program per multiprocessor is worth it. One tiling for all N,
+    on which bits therefore do not depend.
     """
     BK, columns, wide = 1 << (K - 1).bit_length(), 1 << (V - 1).bit_length(), itemsize == 4
     KI = min(256 // itemsize, BK) if keys_contiguous else 1
-    BV = max(1, min(columns, ((8192 if one or not wide else 16384) // itemsize if keys_contiguous else 8192) // BK))
+    BV = max(
+        1,
+        min(
+            columns,
+            ((8192 if one or not wide else 16384) // itemsize if keys_contiguous else 8192) // BK,
+        ),
+    )
     cap = 128 if wide and not one else 168 if one and not (wide or keys_contiguous) else None
-    return BK // KI, KI, BV, {"num_warps": max(1, BK * BV * itemsize // 8192)} | ({} if cap is None else {"maxnreg": cap})
+    return (
+        BK // KI,
+        KI,
+        BV,
+        {"num_warps": max(1, BK * BV * itemsize // 8192)}
+        | ({} if cap is None else {"maxnreg": cap}),
+    )
 
 
 def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
-    """The token recurrence of the contract (`kda_ops.stages.Backend.step`), in one launch whatever the number of tokens."""
+    """The token recurrence of the contract (`kda_ops.stages.Backend.step`), in one launch whatever
+    the number of tokens.
+    """
     final = None if final_state is None or final_state.dim() != 4 else final_state
-    inputs = (p.q, p.k, p.v, p.g, p.beta, p.state, p.state_indices, p.num_accepted_tokens, p.A_log, p.dt_bias, p.cu_seqlens)
+    inputs = (
+        p.q,
+        p.k,
+        p.v,
+        p.g,
+        p.beta,
+        p.state,
+        p.state_indices,
+        p.num_accepted_tokens,
+        p.A_log,
+        p.dt_bias,
+        p.cu_seqlens,
+    )
     Launch(p, final)(o, final, inputs)
 
 
 class Launch:
-    """A launch of `recur` on any tensors of the device, shapes, strides, dtypes and flags of one problem: what follows from these alone is done once.
+    """A launch of `recur` on any tensors of the device, shapes, strides, dtypes and flags of one
+    problem: what follows from these alone is done once.
 
-    A kernel is compiled for what it may assume: dtypes, sizes and flags of the model, one token or any number, how states lie in memory. Triton would
-    work that out from all of its arguments at every launch, which costs more than the launch.
+    A kernel is compiled for what it may assume: dtypes, sizes and flags of the model, one token or
+    any number, how states lie in memory. Triton would work that out from all of its arguments at
+    every launch, which costs more than the launch.
     """
 
     def __init__(self, p: Problem, final: Tensor | None):
-        slots, per_token = p.state_indices, p.state_indices is not None and p.state_indices.dim() == 2
-        slots_s, width = (slots.stride(), slots.shape[1]) if per_token else (_NOWHERE[:2] if slots is None else (slots.stride(0), 0), 1)
+        slots, per_token = (
+            p.state_indices,
+            p.state_indices is not None and p.state_indices.dim() == 2,
+        )
+        slots_s, width = (
+            (slots.stride(), slots.shape[1])
+            if per_token
+            else (_NOWHERE[:2] if slots is None else (slots.stride(0), 0), 1)
+        )
         g_s = _NOWHERE if p.g is None else p.g.stride() if p.rank else (*p.g.stride(), 0)
         beta_s = _NOWHERE[:3] if p.beta is None else p.beta.stride()
         state_s = _strides_kv(p.state, p.transposed)
         final_s = state_s if final is p.state else _strides_kv(final, p.transposed)
         held, held_s = (p.state, state_s) if p.state is not None else (final, final_s)
         one = p.T == 1 and p.cu_seqlens is None
-        KO, KI, BV, self.options = tile(p.K, p.V, 4 if held is None else held.element_size(), held_s[2] == 1 and held_s[3] != 1, one)
+        KO, KI, BV, self.options = tile(
+            p.K,
+            p.V,
+            4 if held is None else held.element_size(),
+            held_s[2] == 1 and held_s[3] != 1,
+            one,
+        )
         model = (p.H, p.HV, p.K, p.V, p.K if p.rank else 1, KO, KI, BV)
         self.options = self.options | tuning.begins_early(p.q.device)
-        flags = (p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval, per_token, one)
+        flags = (
+            p.l2norm,
+            p.activate_gate,
+            p.lower_bound is not None,
+            p.sigmoid_beta,
+            p.neg_eigval,
+            per_token,
+            one,
+        )
         self.device = p.q.get_device()
         self.programs = (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // BV)
-        self.strides, self.states = (p.q.stride(), p.k.stride(), p.v.stride(), g_s, beta_s, slots_s), (state_s, final_s)
-        self.numbers, self.constants = (p.N, p.T, width, p.scale, p.lower_bound or 0.0), (*model, *flags)
+        self.strides, self.states = (
+            (p.q.stride(), p.k.stride(), p.v.stride(), g_s, beta_s, slots_s),
+            (state_s, final_s),
+        )
+        self.numbers, self.constants = (
+            (p.N, p.T, width, p.scale, p.lower_bound or 0.0),
+            (*model, *flags),
+        )
         self.rest = (*self.strides, *self.states, *self.numbers, *self.constants)
         self.assumed = (self.device, one, self.constants, self.states)
         self.kernels: dict[tuple[int, int], tuple] = {}
         self.alone = self.device >= 0 and torch.cuda.device_count() == 1
 
     def __call__(self, o: Tensor, final: Tensor | None, inputs: tuple[Tensor | None, ...]) -> None:
-        """Run on q, k, v, g, beta, state, state_indices, num_accepted_tokens, A_log, dt_bias and cu_seqlens."""
+        """Run on q, k, v, g, beta, state, state_indices, num_accepted_tokens, A_log, dt_bias and
+        cu_seqlens.
+        """
         if not self.programs:
             return
         if not (self.alone or self.device < 0 or self.device == torch.cuda.current_device()):
@@ -257,7 +424,9 @@ class Launch:
 
     def _run(self, o: Tensor, final: Tensor | None, inputs: tuple[Tensor | None, ...]) -> None:
         A_log, dt_bias = inputs[8], inputs[9]
-        if (A_log is not None and not A_log.is_contiguous()) or (dt_bias is not None and not dt_bias.is_contiguous()):
+        if (A_log is not None and not A_log.is_contiguous()) or (
+            dt_bias is not None and not dt_bias.is_contiguous()
+        ):
             inputs = (*inputs[:8], dense(A_log), dense(dt_bias), *inputs[10:])
         if o.is_meta:  # offline compilation, for one architecture after another
             self._compile((0, driver.active.get_current_device()), o, inputs, final)
@@ -270,30 +439,61 @@ class Launch:
         found = self.kernels.get(aligned)
         if found is None:
             kernel = self._compile(aligned, o, inputs, final)
-            found = self.kernels[aligned] = kernel, kernel.run, kernel.function, kernel.packed_metadata
+            found = self.kernels[aligned] = (
+                kernel,
+                kernel.run,
+                kernel.function,
+                kernel.packed_metadata,
+            )
             warn_if_lost(kernel)
         kernel, run, function, metadata = found
         hook = knobs.runtime.launch_enter_hook
-        if hook is not None and getattr(hook, "calls", True):  # a profiler wants to see every launch
+        # a profiler wants to see every launch
+        if hook is not None and getattr(hook, "calls", True):
             kernel[(self.programs, 1, 1)](*pointers, *self.rest)
         else:
             stream = driver.active.get_current_stream(self.device)
-            run(self.programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *self.rest)
+            run(
+                self.programs,
+                1,
+                1,
+                stream,
+                function,
+                metadata,
+                None,
+                None,
+                None,
+                *pointers,
+                *self.rest,
+            )
 
-    def _compile(self, aligned: tuple[int, int], o: Tensor, inputs: tuple[Tensor | None, ...], final: Tensor | None) -> Any:
+    def _compile(
+        self,
+        aligned: tuple[int, int],
+        o: Tensor,
+        inputs: tuple[Tensor | None, ...],
+        final: Tensor | None,
+    ) -> Any:
         """A kernel that fits.
 
-        Triton specialises on the value of every integer in a tuple. It is shown an odd 64-bit number for a stride that only addresses vectors, and T as 1
-        or as any number, so that one kernel holds for all values.
+        Triton specialises on the value of every integer in a tuple. It is shown an odd 64-bit
+        number for a stride that only addresses vectors, and T as 1 or as any number, so that one
+        kernel holds for all values.
         """
-        assumed = (*self.assumed, aligned, *[None if x is None else x.dtype for x in (*inputs, final)])
+        assumed = (
+            *self.assumed,
+            aligned,
+            *[None if x is None else x.dtype for x in (*inputs, final)],
+        )
         kernel = _COMPILED.get(assumed)
         if kernel is None:
             K, V = self.constants[2:4]
             shown = [(_ANY,) * len(s) for s in self.strides] + [_show(s, K, V) for s in self.states]
             N, T, *numbers = self.numbers
             shown_rest = (*shown, N, 1 if self.assumed[1] else 2, *numbers, *self.constants)
-            kernel = _COMPILED[assumed] = recur.warmup(o, *inputs, final, *shown_rest, **self.options, grid=(1,))
+            kernel = _COMPILED[assumed] = recur.warmup(
+                o, *inputs, final, *shown_rest, **self.options, grid=(1,)
+            )
         return kernel
 
 
@@ -306,7 +506,15 @@ def _strides_kv(state: Tensor | None, transposed: bool) -> tuple[int, ...]:
 
 
 def _show(strides: tuple[int, ...], K: int, V: int) -> tuple:
-    """What a kernel may assume of a state's strides: the inner two where a head is dense, else which is 1; of the others whether 16 divides them."""
+    """What a kernel may assume of a state's strides: the inner two where a head is dense, else
+    which is 1; of the others whether 16 divides them.
+    """
     dense_head = strides[2:] in ((V, 1), (1, K))
     some = [_ANY if s % 16 else _ANY - 1 for s in strides]
-    return (*some[:2], *(s if s == 1 else tl.constexpr(s) if dense_head else x for s, x in zip(strides[2:], some[2:])))
+    return (
+        *some[:2],
+        *(
+            s if s == 1 else tl.constexpr(s) if dense_head else x
+            for s, x in zip(strides[2:], some[2:])
+        ),
+    )

@@ -1,7 +1,8 @@
 """Where a program is, and how tiles of the caller's tensors come into registers.
 
-Tensors of the caller are read through their strides, which travel with the pointer in a tuple. The offset of a chunk is int64 before the first
-product; inside a chunk 32 bits do (`fit` sees to it), which saves a register per row. Tile operands are this package's own scratch, contiguous
+Tensors of the caller are read through their strides, which travel with the pointer in a tuple. The
+offset of a chunk is int64 before the first product; inside a chunk 32 bits do (`fit` sees to it),
+which saves a register per row. Tile operands are this package's own scratch, contiguous
 ``[NT, HV, 64, width]``.
 """
 
@@ -17,16 +18,20 @@ from triton.language.target_info import cuda_capability_geq
 from kda_ops.stages import Tile
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no assembly
-FOLLOWED = tl.constexpr(8)  # chunks of a head that `prepare` marks together for a scan that follows it
+# chunks of a head that `prepare` marks together for a scan that follows it
+FOLLOWED = tl.constexpr(8)
 
 
 @dataclass
 class Begun(Tile):
-    """A tile, of the one sequence of a call, of which the chunks from `until` on are not there yet: `rest` launches what makes them.
+    """A tile, of the one sequence of a call, of which the chunks from `until` on are not there yet:
+    `rest` launches what makes them.
 
-    Meanwhile a scan may follow, on multiprocessors of its own: `prepare` counts in `ready` [FOLLOWED of these chunks, heads] what is there. The scan waits
-    for it, but not for ever: where the two do not run at once (a tool that runs kernels one by one, a busy device), its programs note in `missed` [programs]
-    that they have scanned what was not there, and write no state. A second scan, behind all of `prepare`, is theirs. Either way the same bits.
+    Meanwhile a scan may follow, on multiprocessors of its own: `prepare` counts in `ready`
+    [FOLLOWED of these chunks, heads] what is there. The scan waits for it, but not for ever: where
+    the two do not run at once (a tool that runs kernels one by one, a busy device), its programs
+    note in `missed` [programs] that they have scanned what was not there, and write no state. A
+    second scan, behind all of `prepare`, is theirs. Either way the same bits.
     """
 
     until: int = 0
@@ -49,7 +54,9 @@ def strides_of(x: Tensor | None) -> tuple[int, ...] | None:
 
 
 def columns_of(x: Tensor | None) -> tuple[int, int, int]:
-    """The strides of a [B, T, HV] tensor one by one, for a kernel that does not specialise on them."""
+    """The strides of a [B, T, HV] tensor one by one, for a kernel that does not specialise on
+    them.
+    """
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
 
 
@@ -60,7 +67,9 @@ def dense(x: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def wait_for_previous():
-    """Wait for all work of the kernel before this one, beside whose last programs a launch with `tuning.begins_early` may begin."""
+    """Wait for all work of the kernel before this one, beside whose last programs a launch with
+    `tuning.begins_early` may begin.
+    """
     if not INTERPRETED and cuda_capability_geq(9):
         gdc_wait()
 
@@ -74,16 +83,22 @@ def let_next_begin():
 
 @triton.jit
 def mark_ready(ready, i_t, begin, i_h, H):
-    """Tell a scan that follows (`Begun`) that what all threads of this program have written is there; of the chunks before it began, it need not be told."""
+    """Tell a scan that follows (`Begun`) that what all threads of this program have written is
+    there; of the chunks before it began, it need not be told.
+    """
     if ready is not None:
         if begin > 0:
             tl.debug_barrier()
-            tl.atomic_add(ready + (((i_t - begin) // FOLLOWED).to(tl.int64) * H + i_h), 1, sem="release")
+            tl.atomic_add(
+                ready + (((i_t - begin) // FOLLOWED).to(tl.int64) * H + i_h), 1, sem="release"
+            )
 
 
 @triton.jit
 def find_sequence(cu_seqlens, i_t, N, TOKENS: tl.constexpr = 64):
-    """The sequence whose chunks hold number i_t: the greatest n < N with cu_seqlens[n] // 64 + n <= i_t (sequences.py); runs likewise by their tokens."""
+    """The sequence whose chunks hold number i_t: the greatest n < N with cu_seqlens[n] // 64 + n <=
+    i_t (sequences.py); runs likewise by their tokens.
+    """
     lo = i_t * 0
     hi = lo + N - 1
     while lo < hi:
@@ -96,7 +111,9 @@ def find_sequence(cu_seqlens, i_t, N, TOKENS: tl.constexpr = 64):
 
 @triton.jit
 def locate_chunk(cu_seqlens, i_t, N, T):
-    """Chunk number i_t as (batch row, first token, rows that are tokens); no rows (zero or less) for a number that no chunk has."""
+    """Chunk number i_t as (batch row, first token, rows that are tokens); no rows (zero or less)
+    for a number that no chunk has.
+    """
     if cu_seqlens is not None:
         i_n = find_sequence(cu_seqlens, i_t, N)
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
@@ -113,17 +130,28 @@ def locate_chunk(cu_seqlens, i_t, N, T):
 
 @triton.jit
 def prefetch(p_x):
-    """Ask for the lines of memory at some addresses to come to the L2 cache. Nothing waits for them: it is for what a program loads later, where the
-    compiler cannot hold it in registers from the start and would wait for memory again and again.
+    """Ask for the lines of memory at some addresses to come to the L2 cache. Nothing waits for
+    them: it is for what a program loads later, where the compiler cannot hold it in registers from
+    the start and would wait for memory again and again.
     """
     if not INTERPRETED:
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [p_x.to(tl.int64)], tl.int32, False, 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [p_x.to(tl.int64)],
+            tl.int32,
+            False,
+            1,
+        )
 
 
 @triton.jit
-def prefetch_rows(x, strides, i_b, i_h, first, n_rows, D: tl.constexpr, WHOLE: tl.constexpr = False):
-    """Prefetch the rows of one head of a tensor of the caller, of which there is at least one; if WHOLE, and the architecture can, one thread asks for all
-    of a row, which begins at a multiple of 16 bytes and has no gaps.
+def prefetch_rows(
+    x, strides, i_b, i_h, first, n_rows, D: tl.constexpr, WHOLE: tl.constexpr = False
+):
+    """Prefetch the rows of one head of a tensor of the caller, of which there is at least one; if
+    WHOLE, and the architecture can, one thread asks for all of a row, which begins at a multiple of
+    16 bytes and has no gaps.
     """
     if x is not None and D > 0:
         LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
@@ -132,10 +160,15 @@ def prefetch_rows(x, strides, i_b, i_h, first, n_rows, D: tl.constexpr, WHOLE: t
         if WHOLE and not INTERPRETED and BYTES % 16 == 0 and cuda_capability_geq(9):
             row = tl.minimum(tl.arange(0, 64), n_rows - 1)
             tl.inline_asm_elementwise(
-                "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.lt.u32 first, thread, 64; "
+                "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.lt.u32 first, "
+                "thread, 64; "
                 "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-                "=r,l,r", [(p_x + row * strides[1]).to(tl.int64), BYTES], tl.int32, False, 1,
-            )  # fmt: skip
+                "=r,l,r",
+                [(p_x + row * strides[1]).to(tl.int64), BYTES],
+                tl.int32,
+                False,
+                1,
+            )
         else:
             LINES: tl.constexpr = triton.next_power_of_2((D + LINE - 1) // LINE)
             o = tl.arange(0, 64 * LINES)
@@ -145,23 +178,37 @@ def prefetch_rows(x, strides, i_b, i_h, first, n_rows, D: tl.constexpr, WHOLE: t
 
 @triton.jit
 def prefetch_tile(x, i_tile, SIZE: tl.constexpr, WHOLE: tl.constexpr = True):
-    """Prefetch tile i_tile of a scratch tensor of SIZE elements each; if WHOLE, and the architecture can, one thread asks for all of it."""
+    """Prefetch tile i_tile of a scratch tensor of SIZE elements each; if WHOLE, and the
+    architecture can, one thread asks for all of it.
+    """
     if x is not None and SIZE > 0:
         LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
         BYTES: tl.constexpr = SIZE * 128 // LINE
         if WHOLE and not INTERPRETED and BYTES % 16 == 0 and cuda_capability_geq(9):
             tl.inline_asm_elementwise(
-                "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+                "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, "
+                "thread, 0; "
                 "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-                "=r,l,r", [(x + i_tile * SIZE).to(tl.int64), BYTES], tl.int32, False, 1,
-            )  # fmt: skip
+                "=r,l,r",
+                [(x + i_tile * SIZE).to(tl.int64), BYTES],
+                tl.int32,
+                False,
+                1,
+            )
         else:
-            prefetch(x + i_tile * SIZE + tl.minimum(tl.arange(0, triton.next_power_of_2((SIZE + LINE - 1) // LINE)) * LINE, SIZE - 1))
+            prefetch(
+                x
+                + i_tile * SIZE
+                + tl.minimum(
+                    tl.arange(0, triton.next_power_of_2((SIZE + LINE - 1) // LINE)) * LINE, SIZE - 1
+                )
+            )
 
 
 @triton.jit
 def locate_sequence(cu_seqlens, i_n, N, T, TOKENS: tl.constexpr = 64):
-    """Sequence i_n as (batch row, first token, tokens, number of its first chunk). Packed, sequence N is the tail past cu_seqlens[-1].
+    """Sequence i_n as (batch row, first token, tokens, number of its first chunk). Packed, sequence
+    N is the tail past cu_seqlens[-1].
 
     With other TOKENS than those of a chunk: the number of its first run of so many.
     """
@@ -180,11 +227,24 @@ def locate_sequence(cu_seqlens, i_n, N, T, TOKENS: tl.constexpr = 64):
 
 
 @triton.jit
-def load_rows(x, strides, i_b, i_h, first, n_rows, o_d, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr = 64, other=0.0):
+def load_rows(
+    x,
+    strides,
+    i_b,
+    i_h,
+    first,
+    n_rows,
+    o_d,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr = 64,
+    other=0.0,
+):
     """Rows of one head as [ROWS, width] in their own dtype, `other` past n_rows and past D.
 
-    A thread gets R consecutive rows: written as [ROWS/R, R, width], the compiler spreads threads over the columns and the groups and keeps the
-    R rows in registers (where it can), so that prefix sums and products over them need no exchange between threads.
+    A thread gets R consecutive rows: written as [ROWS/R, R, width], the compiler spreads threads
+    over the columns and the groups and keeps the R rows in registers (where it can), so that prefix
+    sums and products over them need no exchange between threads.
     """
     o_r = R * tl.arange(0, ROWS // R)[:, None] + tl.arange(0, R)[None, :]  # [ROWS/R, R]
     p_x = x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
@@ -195,14 +255,19 @@ def load_rows(x, strides, i_b, i_h, first, n_rows, o_d, D: tl.constexpr, R: tl.c
 
 @triton.jit
 def store_rows(x, i_tile, b_x, o_d, D: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr = 0):
-    """Write rows from ROW on, columns o_d, of tile i_tile of a [tiles, 64, D] scratch tensor, the way `load_rows` holds them.
+    """Write rows from ROW on, columns o_d, of tile i_tile of a [tiles, 64, D] scratch tensor, the
+    way `load_rows` holds them.
 
     Every row is written, padding too, so that a reader needs no row mask.
     """
     G: tl.constexpr = b_x.shape[0] // R
     o_r = ROW + R * tl.arange(0, G)[:, None] + tl.arange(0, R)[None, :]
     p_x = x + i_tile * (64 * D) + (o_r * D)[:, :, None] + o_d[None, None, :]
-    tl.store(p_x, tl.reshape(b_x, (G, R, o_d.shape[0])).to(x.dtype.element_ty), mask=(o_d < D)[None, None, :])
+    tl.store(
+        p_x,
+        tl.reshape(b_x, (G, R, o_d.shape[0])).to(x.dtype.element_ty),
+        mask=(o_d < D)[None, None, :],
+    )
 
 
 @triton.jit
@@ -214,18 +279,26 @@ def load_column(x, strides, i_b, i_h, first, n_rows, o_r):
 
 @triton.jit
 def widen(b_x):
-    """A tile in fp32; two entries of bf16 by their bits in as many instructions, where the compiler's conversion takes three."""
+    """A tile in fp32; two entries of bf16 by their bits in as many instructions, where the
+    compiler's conversion takes three.
+    """
     if b_x.dtype == tl.bfloat16 and not INTERPRETED:
-        return tl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [b_x], tl.float32, True, 2)
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [b_x], tl.float32, True, 2
+        )
     else:
         return b_x.to(tl.float32)
 
 
 @triton.jit
 def narrow(b_x, TYPE: tl.constexpr):
-    """An fp32 tile as an operand; bf16 two at once: what is read again is otherwise rounded one by one, at a sixteenth of the rate of other instructions."""
+    """An fp32 tile as an operand; bf16 two at once: what is read again is otherwise rounded one by
+    one, at a sixteenth of the rate of other instructions.
+    """
     if TYPE == tl.bfloat16 and not INTERPRETED:
-        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], tl.bfloat16, True, 2)
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], tl.bfloat16, True, 2
+        )
     else:
         return b_x.to(TYPE)
 
@@ -269,7 +342,9 @@ def load_tile(x, i_tile, o_r, o_d, D: tl.constexpr):
 
 @triton.jit
 def load_lower(x, i_tile):
-    """Tile i_tile of a [tiles, 64, 64] scratch tensor of lower triangles as [64, 64]; what lies above the blocks of 16 rows on the diagonal is not read."""
+    """Tile i_tile of a [tiles, 64, 64] scratch tensor of lower triangles as [64, 64]; what lies
+    above the blocks of 16 rows on the diagonal is not read.
+    """
     o_r = tl.arange(0, 64)
     p_x = x + i_tile * 4096 + o_r[:, None] * 64 + o_r[None, :]
     return tl.load(p_x, mask=(o_r // 16)[:, None] >= (o_r // 16)[None, :], other=0.0)
