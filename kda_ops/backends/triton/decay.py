@@ -11,10 +11,42 @@ row, so nothing is infinite, its differences are exact to 10^-4, and some rows c
 In neither does a later row touch the rounding of an earlier one.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
 from kda_ops.backends.triton.inverse import lower_left
+from kda_ops.backends.triton.tuning import FLOOR
+
+ANCHOR_SHARE = tl.constexpr(0.875)  # see `check_anchor`
+
+
+def check_anchor(floor: float, share: float) -> None:
+    """Check that no factor or product of `block_scores` leaves the normal numbers of fp32.
+
+    With F = -floor / ln 2, a block of 8 rows decays by 2^-8F at most, and its anchor is 2^4F. A
+    factor below 2^-126 would be flushed to zero although the other factor of its product makes up
+    for it; a product above 2^128 would be infinite. The margins leave room for keys and scaled
+    queries.
+
+    Raises:
+        ValueError: the pair breaks one of the limits; the message names it.
+    """
+    F = -floor / math.log(2)
+    limits = {
+        "the columns of the block before": (8 * F - 4 * share * F, 126),
+        "products with them, for |q . k| up to 2^32": (4 * share * F + 32, 128),
+        "the anchor, for entries up to 2^18": (4 * F + 18, 128),
+    }
+    for name, (exponent, most) in limits.items():
+        if exponent > most:
+            raise ValueError(
+                f"floor {floor} and share {share}: {name} need 2^{exponent:.1f}, fp32 has 2^{most}."
+            )
+
+
+check_anchor(FLOOR, ANCHOR_SHARE.value)
 
 
 @triton.jit
@@ -178,10 +210,9 @@ def block_scores(
 
     The anchor is 2^up of the start of a block. From there the same rows meet the columns of their
     own block and, in the second and the last, those of the block before, which decay to its end:
-    2^(up / 2) of them, or products above 6,000 would be beyond fp32 until 2^up is taken off. What
-    parts at row 16 has the factors exp2(-|G - G_16|) on either side. With OWN the diagonal of q k^T
-    is of q and k as they are, not rounded as operands: where decay is strong, o is that and little
-    else.
+    2^(ANCHOR_SHARE up) of them, within the limits of `check_anchor`. What parts at row 16 has the
+    factors exp2(-|G - G_16|) on either side. With OWN the diagonal of q k^T is of q and k as they
+    are, not rounded as operands: where decay is strong, o is that and little else.
     """
     W: tl.constexpr = b_G.shape[1]
     o_r, o_g = tl.arange(0, 32), R * tl.arange(0, 32 // R)[:, None]
@@ -196,11 +227,12 @@ def block_scores(
     b_P = tl.where(lower_left(4, 32), scores((b_q * b_f).to(TYPE), b_kc, PREC), 0.0)
     b_L = tl.where(lower_left(4, 32), scores(b_kc, b_kc, PREC), 0.0)
     up = -4.0 * floor
+    shared = up * ANCHOR_SHARE
     b_D = by_group(
         b_G, up - tl.where(o_g < 16, tl.where(o_g < 8, 0.0, s8), tl.where(o_g < 24, s16, s24))
     )
     b_kc = b_k * tl.exp2(-b_D)
-    b_end = tl.exp2(0.5 * up + tl.where(o_g < 16, s8, s24 - s16))
+    b_end = tl.exp2(shared + tl.where(o_g < 16, s8, s24 - s16))
     b_ke = tl.reshape(tl.reshape(b_kc, (32 // R, R, W)) * b_end[:, None, :], (32, W)).to(TYPE)
     b_kc, b_row = b_kc.to(TYPE), tl.exp2(b_D)
     own, before = (o_r // 8)[:, None] == (o_r // 8)[None, :], lower_left(3, 32)
@@ -209,7 +241,7 @@ def block_scores(
     b_P += tl.where(
         own,
         scores(b_r, b_kc, PREC),
-        tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-0.5 * up), 0.0),
+        tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-shared), 0.0),
     )
     if OWN:
         b_P = tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_q * b_k, 1)[:, None], b_P)
@@ -217,7 +249,7 @@ def block_scores(
     b_L += tl.where(
         own,
         scores(b_r, b_kc, PREC),
-        tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-0.5 * up), 0.0),
+        tl.where(before, scores(b_r, b_ke, PREC) * tl.exp2(-shared), 0.0),
     )
     return b_P, b_L
 
