@@ -24,7 +24,7 @@ from kda_ops.backends.triton.fragment import packed
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
-from tests.support.cases import Case
+from tests.support.cases import Case, replace
 from tests.support.closeness import (
     assert_all_identical,
     assert_identical,
@@ -35,7 +35,7 @@ from tests.support.small_beta import LIMIT, error, small_beta
 from tests.support.stage import Stages, assert_stage
 
 TRITON = dispatch.load("triton")
-HALF = torch.float16
+HALF, BF16 = torch.float16, torch.bfloat16
 
 CASES = [
     Case(T=64, state=False),
@@ -70,6 +70,9 @@ CASES = [
     Case(gate="none", final=False),
     Case(gate="strong", K=96, V=70, l2norm=True, HV=1, keys="correlated", dtype=HALF),
     Case(gate="zero", T=1, scale=0.3),
+    Case(gate="blocks", T=70, K=24, V=40, H=1, HV=1, l2norm=True, keys="correlated", dtype=BF16),
+    Case(gate="bounded", H=1, HV=1, l2norm=True, beta="none", dtype=BF16, seed=1),
+    Case(gate="softplus", lengths=(0, 65, 1), tail=3, H=1, HV=1, transposed=True, dtype=BF16),
 ]
 CASES += [
     Case(**{f: getattr(c, f) for f in c.__dataclass_fields__} | {"variant": "gdn"}) for c in CASES
@@ -173,26 +176,14 @@ def test_what_was_kept_for_another_policy_is_not_misread():
         assert_identical(a, b, "a gradient")
 
 
+@pytest.mark.parametrize("dtype", (HALF, BF16))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_the_recurrence_is_differentiable_with_nothing_kept(variant):
-    assert_meets_budget(
-        Case(
-            variant=variant,
-            T=70,
-            K=16,
-            V=24,
-            H=1,
-            HV=2,
-            dtype=HALF,
-            gate="softplus",
-            beta="sigmoid",
-            l2norm=True,
-        ),
-        "recurrent",
-    )
+def test_the_recurrence_is_differentiable_with_nothing_kept(variant, dtype):
+    case = Case(variant, T=70, K=16, V=24, H=1, HV=2, dtype=dtype, gate="softplus", beta="sigmoid")
+    assert_meets_budget(replace(case, l2norm=True), "recurrent")
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, HALF))
+@pytest.mark.parametrize("dtype", (torch.float32, HALF, BF16))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_unit_number_has_the_gradient_that_rounding_would_leave_nothing_of(variant, dtype):
     case = Case(variant, K=1, V=8, l2norm=True, dtype=dtype, gate="weak")
@@ -439,6 +430,17 @@ def test_nothing_to_do_gives_zero_gradients(variant, sizes):
             HV=2,
         ),
         Case(variant="gdn", gate="reset", beta="none", K=24, V=40, strides="expanded"),
+        Case(gate="blocks", dtype=BF16, H=1, HV=1, beta="sigmoid", disable_recompute=True),
+        Case(gate="blocks", dtype=BF16, H=1, HV=1, keys="repeated", beta="neg_eigval", l2norm=True),
+        Case(gate="bounded", dtype=BF16, H=1, HV=1, keys="correlated", beta="sigmoid", l2norm=True),
+        Case(
+            gate="strong", dtype=BF16, H=1, HV=1, safe_gate=True, K=70, V=33, T=70, transposed=True
+        ),
+        Case(gate="softplus", dtype=BF16, H=1, HV=2, lengths=(0, 65, 1, 37), tail=3),
+        Case(
+            variant="gdn", gate="blocks", dtype=BF16, H=1, HV=1, beta="neg_eigval", keys="repeated"
+        ),
+        Case(variant="gdn", gate="softplus", dtype=BF16, H=1, HV=2, lengths=(0, 65, 1), tail=3),
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 from kda_ops import dispatch
 from kda_ops.backends import activations
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.decay import ANCHOR_SHARE, check_anchor
 from kda_ops.backends.triton.tile import Begun
 from kda_ops.problem import SAFE_BOUND, Problem
 from tests import test_pools
@@ -32,6 +33,7 @@ from tests.support.closeness import (
     twin,
 )
 from tests.support.pools import Pool
+from tests.support.target import TARGET
 
 TRITON = dispatch.load("triton")
 SMALL = Case(H=1, HV=1, K=16, V=16, T=65)
@@ -49,7 +51,7 @@ def test_any_call_meets_the_definition(case):
     assert_forward(case)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+@pytest.mark.parametrize("dtype", TARGET.dtypes)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_every_gate(variant, gate, dtype):
@@ -68,18 +70,22 @@ def test_every_gate(variant, gate, dtype):
         (8, "zero"),
         (8, "reset"),
         (8, "forget"),
+        (8, "blocks"),
     ),
 )
 @pytest.mark.parametrize("K", (40, 130))
 def test_rows_that_share_an_anchor_change_nothing_beyond_rounding(K, rows, gate, monkeypatch):
-    """The way of bf16, on operands in fp32, since the interpreter has no products of bf16."""
+    """Take the path of bf16 with operands in fp32, where rounding does not hide a lost pair."""
     case = replace(
         SMALL, gate=gate, safe_gate=gate == "strong", beta="sigmoid", l2norm=True, K=K, T=100
     )
     full = forward(case)
     monkeypatch.setattr(tuning, "anchored_rows", lambda p: rows)
+    # Half of the 32 rows of a prefix sum lie at FLOOR: each of its decays is rounded by that much.
+    limit = 16 * -tuning.FLOOR * 2**-24 if gate == "blocks" else 1e-5
     for name, x in forward(case).items():
-        torch.testing.assert_close(x, full[name], rtol=0, atol=1e-5 * full[name].abs().max().item())
+        largest = full[name].abs().max().item()
+        torch.testing.assert_close(x, full[name], rtol=0, atol=limit * largest)
 
 
 @pytest.mark.parametrize("rows", (1, 8, 32))
@@ -117,25 +123,33 @@ def test_long_keys_with_a_small_beta_leave_numbers(rows, monkeypatch):
     assert all(x.isfinite().all() for x in (tile.A, tile.P, tile.w))
 
 
-@pytest.mark.parametrize("rows", (1, 8))
-def test_the_diagonal_of_the_scores_is_not_rounded_as_an_operand(rows, monkeypatch):
-    """Where decays are given; at a floor that fp16 operands hold, for the interpreter has no
-    products of bf16.
-    """
-    case = replace(SMALL, gate="weak", dtype=torch.float16, T=64)
-    monkeypatch.setattr(tuning, "anchored_rows", lambda p: rows)
-    monkeypatch.setattr(tuning, "FLOOR", -0.5)
+@pytest.mark.parametrize("rows, dtype", ((1, torch.float16), (8, torch.bfloat16)))
+def test_the_diagonal_of_the_scores_is_not_rounded_as_an_operand(rows, dtype):
+    """Where decays are given; under a strong one o is little else."""
+    case = replace(SMALL, gate="blocks", dtype=dtype, T=64)
     given = case.inputs()
     for name in "qk":
-        given[name] = torch.randint(
-            -3, 4, given[name].shape, generator=torch.Generator().manual_seed(ord(name))
-        ).half()
-    tile = TRITON.prepare(
-        Problem.parse(case.rank, *given.values(), **case.flags() | dict(scale=1.0))
-    )
-    # sums of small integers, which are exact
-    want = (given["q"].float() * given["k"].float()).sum(-1).half()[0].mT
-    assert_identical(tile.P[0].diagonal(dim1=-2, dim2=-1), want, "diagonal")
+        gen = torch.Generator().manual_seed(ord(name))
+        given[name] = torch.randint(-3, 4, given[name].shape, generator=gen).to(dtype)
+    p = Problem.parse(case.rank, *given.values(), **case.flags() | dict(scale=1.0))
+    assert tuning.anchored_rows(p) == rows
+    want = (given["q"].float() * given["k"].float()).sum(-1).to(dtype)[0].mT  # small integers
+    assert_identical(TRITON.prepare(p).P[0].diagonal(dim1=-2, dim2=-1), want, "diagonal")
+
+
+@pytest.mark.parametrize(
+    "floor, share, broken",
+    (
+        (-20.0, 0.5, "columns of the block before"),  # 2^-173: flushed
+        (-20.0, 0.92, "products with them"),
+        (-19.15, 0.865, "the anchor"),
+    ),
+)
+def test_an_anchor_outside_the_limits_of_fp32_is_refused(floor, share, broken):
+    with pytest.raises(ValueError, match=f"floor {floor} and share {share}: .*{broken}"):
+        check_anchor(floor, share)
+    check_anchor(tuning.FLOOR, ANCHOR_SHARE.value)
+    check_anchor(-17.5, 0.8)
 
 
 @pytest.mark.parametrize(
@@ -269,12 +283,11 @@ def test_what_is_kept_of_the_pairs_gives_the_same_bits(case):
             assert_identical(getattr(again, name)[:, :, written], x[:, :, written], name)
 
 
-def test_rows_that_share_an_anchor_are_kept_likewise(monkeypatch):
-    """As bf16 has them, whose kernels the interpreter cannot run."""
-    case = replace(SMALL, gate="bounded", beta="sigmoid", l2norm=True)
-    p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
-    for rows in (32, 8):
-        monkeypatch.setattr(tuning, "anchored_rows", lambda p, rows=rows: rows)
+def test_rows_that_share_an_anchor_are_kept_likewise():
+    for rows, gate in ((32, "bounded"), (8, "blocks")):
+        case = replace(SMALL, gate=gate, dtype=torch.bfloat16, beta="sigmoid", l2norm=True)
+        p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
+        assert tuning.anchored_rows(p) == rows
         made = TRITON.prepare(p)
         again = TRITON.prepare(p, TRITON.prepare(p, pack=True).pairs, pack=True)
         for name in ("A", "P", "w", "qg", "kg", "gamma"):

@@ -18,7 +18,7 @@ from tests.support.target import TARGET
 
 LENGTHS = (0, 1, 63, 64, 65, 37)  # nothing, one token, a chunk and its neighbours, a prime
 PACKED = (0, 65, 1, 0, 64, 37, 63, 0)
-GATES = ("weak", "strong", "zero", "reset", "forget", "softplus", "bounded", "none")
+GATES = ("weak", "strong", "zero", "reset", "forget", "blocks", "softplus", "bounded", "none")
 KEYS = ("random", "correlated", "repeated")
 STRIDES = ("contiguous", "heads_first", "fused", "expanded", "every_second")
 BETAS = ("given", "none", "sigmoid", "neg_eigval")
@@ -152,9 +152,12 @@ class Case:
             q = q / q.norm(dim=-1, keepdim=True).clamp(min=1e-3)
         g_shape = (B, T, HV, K) if self.rank else (B, T, HV)
         g = A_log = dt_bias = None
-        if self.gate in ("weak", "reset", "forget"):
+        if self.gate in ("weak", "reset", "forget", "blocks"):
             g = -0.1 * uniform(*g_shape)
-            if self.gate != "weak":
+            if self.gate == "blocks":  # 8 strong rows before 8 weak ones, in most channels
+                row = torch.arange(T).reshape(-1, *[1] * (len(g_shape) - 2))
+                g = torch.where((row % 16 < 8) & (uniform(*g_shape) < 0.9), -1000.0, g)
+            if self.gate in ("reset", "forget"):
                 never = -1000.0 if self.gate == "reset" else -torch.inf
                 token, entry = uniform(*g_shape[:3], *([1] if self.rank else [])), uniform(*g_shape)
                 g = torch.where((token < 0.06) | (entry < 0.03), never, g)

@@ -1,5 +1,7 @@
-"""Makes Triton's interpreter fit for tests: it reduces with a function that it does not know one
-element at a time, and loses the type of a condition.
+"""Mend Triton's interpreter for the tests.
+
+It calls an unknown reduction once per element, and loses the type of a condition. `bfloat16`
+teaches it bf16.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ import numpy as np
 import triton.language as tl
 from triton.language.core import tensor
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
+
+from tests.support import bfloat16
 
 by_elements, as_numbers = ReduceOps.generic_reduce, InterpreterBuilder.create_splat
 
@@ -42,5 +46,6 @@ def as_they_are(self: InterpreterBuilder, type: tl.block_type, x: TensorHandle) 
 
 
 def mend() -> None:
-    """Reduce by slices and splat conditions as conditions from here on."""
+    """Reduce by slices, splat conditions as conditions, and compute in bf16 as a GPU does."""
     ReduceOps.generic_reduce, InterpreterBuilder.create_splat = by_slices, as_they_are
+    bfloat16.teach()

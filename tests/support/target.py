@@ -36,9 +36,7 @@ def _target() -> Target:
     if device.type == "cuda":
         return Target(device, (torch.bfloat16, torch.float16, torch.float32), slow=False)
     if dispatch.backend_name(device) == "triton":
-        # The interpreter multiplies bfloat16 as integers (triton issue 11584), so bfloat16 is left
-        # to the GPU.
-        return Target(device, (torch.float32, torch.float16), slow=True)
+        return Target(device, (torch.float32, torch.bfloat16, torch.float16), slow=True)
     return Target(device, (torch.float32, torch.bfloat16, torch.float16, torch.float64), slow=False)
 
 
