@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 from tests.support.decays import rows, settings
 
 
-@pytest.mark.parametrize("setting", settings(full=False), ids=str)
+@pytest.mark.parametrize("setting", list(settings()), ids=str)
 def test_strong_decays_meet_their_budget(setting):
     over = [row for row in rows(setting, torch.device("cuda")) if not row.budget <= 1.0]
     assert not over, "\n".join(map(str, over))
