@@ -171,6 +171,7 @@ def backward(
             with elsewhere:
                 trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
         reverse = b.reverse_scan(p, tile, do, dfinal_state, need)
+    assert trace is not None  # it was kept, or else the scan has made it
     # most of the scratch so far gives its place to that of `gradient`
     tile = replace(tile, P=None, w=None, u=None, qg=None, kg=None)
     return b.gradient(p, tile, trace, do, reverse, need)

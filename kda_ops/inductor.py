@@ -281,7 +281,7 @@ class _Call:
         if all(example(args.get(n)) is not None for n in "qkv"):
             self._try([args["q"], args["k"]], self._l2norm, not args["use_qk_l2norm_in_kernel"])
         g, beta = args.get("g"), args.get("beta")
-        if example(g) is not None:
+        if g is not None and example(g) is not None:
             self.heads = example(g).shape[2:]
             self._try(
                 [g],
@@ -290,7 +290,7 @@ class _Call:
                 and args["A_log"] is None
                 and args["dt_bias"] is None,
             )
-        if example(beta) is not None:
+        if beta is not None and example(beta) is not None:
             self._try(
                 [beta],
                 lambda: [match_through(match_beta, beta)],
@@ -326,8 +326,9 @@ class _Call:
             # logits
             return
         try:
-            matches = find()
-            if any(m is None for m in matches):
+            found = find()
+            matches = [m for m in found if m is not None]
+            if len(matches) < len(found):
                 return
             for match in matches:
                 self.around.refuse(self.node, match)

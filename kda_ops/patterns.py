@@ -370,7 +370,7 @@ def match_l2norm(name: str, value: Node) -> Match | None:
         core = source(core)
     root = expand(core).take("add", -0.5)
     x = None if root is None else _sum_of_squares(root.base, nodes)
-    if x is None:
+    if root is None or x is None:
         return None
     product = expand(core, whole=x)
     if product.coefficient != 1.0 or sorted((f.exponent, f.base is x) for f in product.factors) != [

@@ -62,10 +62,11 @@ def decode(rank: int, args: tuple[Tensor | None, ...], flags: dict[str, Any]) ->
                 _PLANS.clear()
             _PLANS[look] = b.plan_step(p, p.state)
         return o
-    v = args[2]
+    v, state = args[2], args[5]
+    assert v is not None and state is not None  # else there were no plan
     # which a contiguous v says without a keyword: half a microsecond in the dispatcher
     o = torch.empty_like(v) if v.is_contiguous() else new_output(v)
-    plan(o, args[5], args + (None,) * (11 - len(args)))
+    plan(o, state, args + (None,) * (11 - len(args)))
     return o
 
 

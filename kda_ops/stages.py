@@ -13,7 +13,7 @@ is K for KDA and 1 for GDN.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -40,6 +40,23 @@ class Tile:
     # backend's order
     rows: Tensor | None = None
     pairs: Tensor | None = None  # [.., C, C]  A and P in one tile, which only `prepare` can read
+
+
+class WholeTile(Protocol):
+    """A tile of a backend whose `prepare` leaves nothing to its scan."""
+
+    A: Tensor
+    P: Tensor
+    w: Tensor
+    u: Tensor
+    qg: Tensor
+    kg: Tensor
+    gamma: Tensor
+
+
+def whole(tile: Tile) -> WholeTile:
+    """The tile, none of whose tensors the backend leaves out (rows and pairs apart)."""
+    return cast(WholeTile, tile)
 
 
 @dataclass

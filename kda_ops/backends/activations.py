@@ -115,7 +115,8 @@ class Activated:
 
     def __init__(self, p: Problem, dtype: torch.dtype):
         self.q, self.k, self.v = p.q.to(dtype), p.k.to(dtype), p.v.to(dtype)
-        self.q_rstd = self.k_rstd = None
+        self.q_rstd: Tensor | None = None
+        self.k_rstd: Tensor | None = None
         if p.l2norm:
             self.q, self.q_rstd = l2norm(self.q)
             self.k, self.k_rstd = l2norm(self.k)
@@ -147,7 +148,7 @@ class Activated:
         """From gradients of the activated tensors, in the same shapes, to (dq, dk, dg, dbeta,
         dA_log, ddt_bias) of the inputs.
         """
-        if p.l2norm:
+        if self.q_rstd is not None and self.k_rstd is not None:
             dq = None if dq is None else l2norm_backward(dq, self.q, self.q_rstd)
             dk = None if dk is None else l2norm_backward(dk, self.k, self.k_rstd)
         dA_log = ddt_bias = None

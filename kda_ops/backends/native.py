@@ -17,7 +17,7 @@ from torch import Tensor
 from kda_ops.backends.activations import Activated, gate, gate_backward  # noqa: F401  (stages of this backend)
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
-from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace
+from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace, whole
 
 SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # exp of it is still a normal number
 SLAB = 1 << 18  # elements of one operand worked on at a time: 1 MB in float32
@@ -205,17 +205,18 @@ def prepare(
         kg=torch.empty_like(q),
         gamma=q.new_empty((*shape, p.K if p.rank else 1)),  # without g too
     )
+    made = whole(tile)
     for s, c in chunked.slabs():
-        tile.P[s], kk = _scores(c)
+        made.P[s], kk = _scores(c)
         if A is None:
-            tile.A[s] = torch.linalg.solve_triangular(
+            made.A[s] = torch.linalg.solve_triangular(
                 (c.beta * kk).add_(eye), eye.expand_as(kk), upper=False, unitriangular=True
             )
-        torch.matmul(tile.A[s], (c.k * c.decay).mul_(c.beta), out=tile.w[s])
-        torch.matmul(tile.A[s], c.v * c.beta, out=tile.u[s])
-        torch.mul(c.q, c.decay, out=tile.qg[s])
-        torch.mul(c.k, c.tail, out=tile.kg[s])
-        tile.gamma[s] = c.gamma
+        torch.matmul(made.A[s], (c.k * c.decay).mul_(c.beta), out=made.w[s])
+        torch.matmul(made.A[s], c.v * c.beta, out=made.u[s])
+        torch.mul(c.q, c.decay, out=made.qg[s])
+        torch.mul(c.k, c.tail, out=made.kg[s])
+        made.gamma[s] = c.gamma
     return tile
 
 
@@ -255,51 +256,55 @@ def scan(
     p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool
 ) -> Trace | None:
     """v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new."""
-    slots = p.state_indices
+    made = whole(tile)
+    slots, into = p.state_indices, p.snapshot_indices
     run = _Running(p, p.state, slots)
     new = run.chunks.new
-    states = new(tile.u, p.K, p.V) if keep else None
+    states = new(made.u, p.K, p.V) if keep else None
     v_all, out = (
-        new(tile.u, CHUNK, p.V) if keep else None,
-        None if o is None else new(tile.u, CHUNK, p.V),
+        new(made.u, CHUNK, p.V) if keep else None,
+        None if o is None else new(made.u, CHUNK, p.V),
     )
     for step, (live, chunk) in enumerate(run.steps):
         S = run.S[: len(live)].flatten(0, 1)
-        if keep:
+        if states is not None:
             states[chunk] = run.S[: len(live)]
-        v_new = torch.baddbmm(run.at(tile.u, chunk), run.at(tile.w, chunk), S, alpha=-1)
-        if keep:
+        v_new = torch.baddbmm(run.at(made.u, chunk), run.at(made.w, chunk), S, alpha=-1)
+        if v_all is not None:
             v_all[chunk] = v_new.unflatten(0, (-1, p.HV))
         if out is not None:
             out[chunk] = (
-                torch.bmm(run.at(tile.qg, chunk), S)
-                .baddbmm_(run.at(tile.P, chunk), v_new)
+                torch.bmm(run.at(made.qg, chunk), S)
+                .baddbmm_(run.at(made.P, chunk), v_new)
                 .unflatten(0, (-1, p.HV))
             )
-        S.mul_(run.at(tile.gamma, chunk)[..., None]).baddbmm_(run.at(tile.kg, chunk).mT, v_new)
-        if p.snapshot_indices is not None:
-            _snapshot(p, run, live, step + 1, final_state)
+        S.mul_(run.at(made.gamma, chunk)[..., None]).baddbmm_(run.at(made.kg, chunk).mT, v_new)
+        if into is not None:
+            assert final_state is not None  # snapshots go to its pool
+            _snapshot(p, into, run, live, step + 1, final_state)
     if slots is not None and out is not None:
         _silence(run, slots, out)
-    if o is not None:
+    if o is not None and out is not None:
         o.copy_(run.chunks.join(out))
     if final_state is not None and final_state.numel():
         _write(p.as_kv(final_state), run.order if slots is None else slots[run.order], run.S)
-    return Trace(states, v_all, o) if keep else None
+    return None if states is None or v_all is None else Trace(states, v_all, o)
 
 
-def _snapshot(p: Problem, run: _Running, live: Tensor, chunk: int, pool: Tensor) -> None:
+def _snapshot(
+    p: Problem, into: Tensor, run: _Running, live: Tensor, chunk: int, pool: Tensor
+) -> None:
     """Write the states after `chunk` whole chunks of the live sequences to their snapshot slots,
     where one is due.
     """
     column = chunk // p.snapshot_every - 1
-    if chunk % p.snapshot_every or column >= p.snapshot_indices.shape[1]:
+    if chunk % p.snapshot_every or column >= into.shape[1]:
         return
     length = torch.tensor(run.chunks.offsets).diff()[live]
     due = length >= chunk * CHUNK
     if p.state_indices is not None:
         due &= p.state_indices[live] >= 0
-    _write(p.as_kv(pool), p.snapshot_indices[live, column].where(due, -1), run.S[: len(live)])
+    _write(p.as_kv(pool), into[live, column].where(due, -1), run.S[: len(live)])
 
 
 def _silence(run: _Running, slots: Tensor, out: Tensor) -> None:
@@ -312,21 +317,22 @@ def reverse_scan(
     p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]
 ) -> Reverse:
     """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""
+    made = whole(tile)
     run = _Running(p, dfinal_state, None)
     dstates, z, d_o = (
-        run.chunks.new(tile.u, p.K, p.V),
-        run.chunks.new(tile.u, CHUNK, p.V),
+        run.chunks.new(made.u, p.K, p.V),
+        run.chunks.new(made.u, CHUNK, p.V),
         _split_do(p, run.chunks, do),
     )
     for live, chunk in reversed(run.steps):
         dS = run.S[: len(live)].flatten(0, 1)
         dstates[chunk] = run.S[: len(live)]
         b_do = run.at(d_o, chunk)
-        dv_new = torch.bmm(run.at(tile.P, chunk).mT, b_do).baddbmm_(run.at(tile.kg, chunk), dS)
-        z[chunk] = torch.bmm(run.at(tile.A, chunk).mT, dv_new).unflatten(0, (-1, p.HV))
-        dS.mul_(run.at(tile.gamma, chunk)[..., None]).baddbmm_(
-            run.at(tile.qg, chunk).mT, b_do
-        ).baddbmm_(run.at(tile.w, chunk).mT, dv_new, alpha=-1)
+        dv_new = torch.bmm(run.at(made.P, chunk).mT, b_do).baddbmm_(run.at(made.kg, chunk), dS)
+        z[chunk] = torch.bmm(run.at(made.A, chunk).mT, dv_new).unflatten(0, (-1, p.HV))
+        dS.mul_(run.at(made.gamma, chunk)[..., None]).baddbmm_(
+            run.at(made.qg, chunk).mT, b_do
+        ).baddbmm_(run.at(made.w, chunk).mT, dv_new, alpha=-1)
     dinitial = (
         torch.empty_like(run.S).index_copy_(0, run.order, run.S)
         if "initial_state" in need
@@ -360,10 +366,11 @@ def gradient(
         torch.empty_like(beta),
         torch.empty_like(g),
     )
-    d_o = _split_do(p, chunked.chunks, do)
+    d_o, z = _split_do(p, chunked.chunks, do), reverse.z
+    assert z is not None  # as this backend's reverse scan leaves it
     for s, c in chunked.slabs():
         dq[s], dk[s], dv[s], dg[s], dbeta[s] = _gradient(
-            c, trace.states[s], trace.v_new[s], d_o[s], reverse.dstates[s], reverse.z[s]
+            c, trace.states[s], trace.v_new[s], d_o[s], reverse.dstates[s], z[s]
         )
 
     # such a decay is 0, and what the sums leave there is rounding, which A_log takes times g
@@ -432,32 +439,34 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     S + k u^T; o = scale S^T q.
     """
     x, slots = Activated(p, p.state_dtype), p.state_indices
-    packed = p.cu_seqlens is not None
+    offsets = p.cu_seqlens
     per_token = slots is not None and slots.dim() == 2
     S, live = _start(p, slots, per_token)
     v = x.v
     # a vector by a matrix has the bits of its alignment, which would differ from head to head
     if p.V % 8:
         S, v = (torch.nn.functional.pad(t, (0, -p.V % 8)) for t in (S, v))
-    begin, count = (p.cu_seqlens[:-1].long(), p.cu_seqlens.diff()) if packed else (None, None)
+    begin = None if offsets is None else offsets[:-1].long()
+    count = None if offsets is None else offsets.diff()
     group = p.HV // max(p.H, 1)
     q, k = (t.repeat_interleave(group, 2) if group > 1 else t for t in (x.q, x.k))
     rows = (q * p.scale, k, v, x.g.exp()[..., None], x.beta[..., None, None])
-    if packed or slots is not None:
+    if offsets is not None or slots is not None:
         o.zero_()  # tokens of no sequence, and of sequences without a slot
     kv_out = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)
-    for t in range(p.T if not packed else int(count.max()) if p.N else 0):
+    for t in range(p.T if count is None else int(count.max()) if p.N else 0):
         # the sequences with a token t, None for all
-        n = _intersect(live, count > t) if packed else live
+        n = live if count is None else _intersect(live, count > t)
         each = slice(None) if n is None else n
-        token: tuple = (0, begin[each] + t) if packed else (each, t)
+        token: tuple = (each, t) if begin is None else (0, begin[each] + t)
         b_q, b_k, b_v, b_decay, b_beta = (r[token] for r in rows)
         b_S = (S if n is None else S[n]) * b_decay
         u = b_beta * (b_v.unsqueeze(-2) - b_k.unsqueeze(-2) @ b_S)  # [n, HV, 1, V]
         b_S = torch.addcmul(b_S, b_k.unsqueeze(-1), u)
         b_o = (b_q.unsqueeze(-2) @ b_S).squeeze(-2)[..., : p.V].to(o.dtype)
         S = b_S if n is None else S.index_copy(0, n, b_S)
-        if per_token:
+        if slots is not None and per_token:
+            assert kv_out is not None  # slots are those of a pool
             slot = slots[each, t] if t < slots.shape[1] else slots.new_full((len(b_o),), -1)
             b_o.masked_fill_((slot < 0)[:, None, None], 0.0)
             _write(kv_out, slot, b_S[..., : p.V])
@@ -495,7 +504,7 @@ def _start(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tensor, T
         return kv.to(p.state_dtype).contiguous(), None
     if per_token and p.num_accepted_tokens is None:
         slots = slots[:, 0]
-    elif per_token:
+    elif per_token and p.num_accepted_tokens is not None:
         column = p.num_accepted_tokens.long() - 1
         # a row of padding may have accepted anything
         inside = (column >= 0) & (column < slots.shape[1])

@@ -18,7 +18,7 @@ from kda_ops.backends import activations
 from kda_ops.backends.activations import Activated
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
-from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace
+from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace, whole
 
 FORGET = -1e4  # exp of it is 0 in every dtype; keeps -inf out of products and differences
 
@@ -163,11 +163,12 @@ class Reference:
         self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool
     ) -> Trace | None:
         """v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new."""
-        chunks, dtype = Chunks(p), tile.A.dtype
+        made = whole(tile)
+        chunks, dtype = Chunks(p), made.A.dtype
         states, v_new, out = (
-            tile.u.new_zeros((chunks.NT, p.HV, p.K, p.V)),
-            torch.zeros_like(tile.u),
-            torch.zeros_like(tile.u),
+            made.u.new_zeros((chunks.NT, p.HV, p.K, p.V)),
+            torch.zeros_like(made.u),
+            torch.zeros_like(made.u),
         )
         pool = _Pool(p, final_state)
         for n, (first, count) in enumerate(zip(chunks.first, chunks.count)):
@@ -176,9 +177,9 @@ class Reference:
                 continue
             for i in range(first, first + count):
                 states[i] = S
-                v_new[i] = tile.u[i] - self._dot(tile.w[i], S)
-                out[i] = self._dot(tile.qg[i], S) + self._dot(tile.P[i], v_new[i])
-                S = tile.gamma[i][..., None] * S + self._dot(tile.kg[i].mT, v_new[i])
+                v_new[i] = made.u[i] - self._dot(made.w[i], S)
+                out[i] = self._dot(made.qg[i], S) + self._dot(made.P[i], v_new[i])
+                S = made.gamma[i][..., None] * S + self._dot(made.kg[i].mT, v_new[i])
                 pool.snapshot(n, i - first + 1, chunks.offsets[n + 1] - chunks.offsets[n], S)
             pool.write(n, S)
         if o is not None:
@@ -194,20 +195,21 @@ class Reference:
         need: frozenset[str],
     ) -> Reverse:
         """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""
-        chunks, dtype = Chunks(p), tile.A.dtype
-        dstates, z = tile.u.new_zeros((chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(tile.u)
-        b_do = torch.zeros_like(tile.u) if do is None else chunks.split(do, dtype)
-        dinitial = tile.u.new_zeros((p.N, p.HV, p.K, p.V))
+        made = whole(tile)
+        chunks, dtype = Chunks(p), made.A.dtype
+        dstates, z = made.u.new_zeros((chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(made.u)
+        b_do = torch.zeros_like(made.u) if do is None else chunks.split(do, dtype)
+        dinitial = made.u.new_zeros((p.N, p.HV, p.K, p.V))
         for n, (first, count) in enumerate(zip(chunks.first, chunks.count)):
             dS = dinitial[n] if dfinal_state is None else p.as_kv(dfinal_state)[n].to(dtype)
             for i in reversed(range(first, first + count)):
                 dstates[i] = dS
-                dv_new = self._dot(tile.P[i].mT, b_do[i]) + self._dot(tile.kg[i], dS)
-                z[i] = self._dot(tile.A[i].mT, dv_new)
+                dv_new = self._dot(made.P[i].mT, b_do[i]) + self._dot(made.kg[i], dS)
+                z[i] = self._dot(made.A[i].mT, dv_new)
                 dS = (
-                    tile.gamma[i][..., None] * dS
-                    + self._dot(tile.qg[i].mT, b_do[i])
-                    - self._dot(tile.w[i].mT, dv_new)
+                    made.gamma[i][..., None] * dS
+                    + self._dot(made.qg[i].mT, b_do[i])
+                    - self._dot(made.w[i].mT, dv_new)
                 )
             dinitial[n] = dS
         dv = self._round(chunks.join(self._chunked(p)[-1] * z))
@@ -225,9 +227,11 @@ class Reference:
         need: frozenset[str],
     ) -> Gradients:
         """Every input's gradient from what the two scans left."""
+        made = whole(tile)
         x, chunks, q, k, v, g, beta = self._chunked(p)
         b_do = torch.zeros_like(v) if do is None else chunks.split(do, v.dtype)
         S, dS, z = trace.states, reverse.dstates, reverse.z
+        assert z is not None  # as this backend's reverse scan leaves it
         decay, tail = g.cumsum(-2).exp(), suffix(g).exp()
         dqg, dP = self._dot(b_do, S.mT), self._dot(b_do, trace.v_new.mT).tril()
         dkg, Zk = self._dot(trace.v_new, dS.mT), -self._dot(z, S.mT)
@@ -243,7 +247,7 @@ class Reference:
         ]
         dG = q * dq + k * (dk_w + r - col - dk_x)
         dgamma = (S * dS).sum(-1)
-        last = tile.gamma * dgamma + (k * dk_x).sum(-2)
+        last = made.gamma * dgamma + (k * dk_x).sum(-2)
         dG = torch.cat([dG[..., :-1, :], dG[..., -1:, :] + last[..., None, :]], -2)
         dg = dG.flip(-2).cumsum(-2).flip(-2)
         if g.shape[-1] == 1:
@@ -346,6 +350,7 @@ class _Pool:
             return True
         slot = self._slot(n, t)
         if slot >= 0:
+            assert self.final is not None  # slots are those of a pool
             self.final[slot] = S
         return slot >= 0
 
@@ -361,4 +366,5 @@ class _Pool:
             return
         slot = int(into[n, chunk // every - 1])
         if slot >= 0:
+            assert self.final is not None  # slots are those of a pool
             self.final[slot] = S

@@ -199,6 +199,7 @@ def measure(
         timer.daemon = True
         timer.start()
         try:
+            assert process.stdout is not None  # it is a pipe
             for line in process.stdout:
                 if not line.startswith(('{"row"', '{"skip"')):
                     continue  # what a peer prints

@@ -125,6 +125,7 @@ def run_suite(
         timer.daemon = True
         timer.start()
         try:
+            assert process.stdout is not None  # it is a pipe
             for line in process.stdout:
                 print(line, end="", flush=True)
                 if result := parse_result(line):
@@ -261,6 +262,7 @@ def main(argv: list[str]) -> int:
     earlier = set_aside(path, about["kernels_sha256"])
 
     def write(complete: bool = False) -> None:
+        assert suite is not None  # it was resumed, or has run, before anything is written
         tests, failures, cut = suite
         missing.update({"tests/gpu": cut} if cut else {})
         beside = [r for r in rows if r["peer"]]

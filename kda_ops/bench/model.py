@@ -168,8 +168,9 @@ class LanguageModel(nn.Module):
         for module in (m for block in blocks for m in block.modules() if isinstance(m, Attention)):
             module.peer = peer
         # when all have drawn their parameters: a layer draws some of its own
-        for block in blocks if layer else ():
-            block.mixer = layer(block.mixer)
+        if layer is not None:
+            for block in blocks:
+                block.mixer = layer(block.mixer)
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -217,7 +218,7 @@ def measure(side: str, spec: dict, report: Callable[[dict], None] = lambda found
         loss = call(tokens)
         loss.backward()
         if not gradients:
-            gradients.extend(p.grad for p in parameters.values())
+            gradients.extend(p.grad for p in parameters.values() if p.grad is not None)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()

@@ -315,9 +315,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         said = subprocess.run(
             [tool, "--dump-resource-usage", f.name], capture_output=True, text=True, check=True
         ).stdout
-    return int(re.search(r"REG:(\d+)", said).group(1)), int(
-        re.search(r"STACK:(\d+)", said).group(1)
-    )
+    (registers,) = re.findall(r"REG:(\d+)", said)
+    (stack,) = re.findall(r"STACK:(\d+)", said)
+    return int(registers), int(stack)
 
 
 @dataclass(frozen=True)
@@ -444,6 +444,7 @@ class Call:
         if self.pool is not None:
             return kernels.step(p, p.new_output(), p.state)
         if self.gates:
+            assert p.g is not None  # a gate's call has its logits
             parameters = p.A_log, p.dt_bias, p.lower_bound, p.rank
             kernels.gate_backward(kernels.gate(p.g, *parameters), p.g, *parameters)
             return None
@@ -461,6 +462,7 @@ class Call:
             do = p.new_output()
             need = frozenset(n for n, x in zip(GRADIENTS, p.differentiable()) if x is not None)
             reverse = kernels.reverse_scan(p, tile, do, None, need)
+            assert trace is not None  # as keep asks
             kernels.gradient(p, tile, trace, do, reverse, need)
 
 

@@ -88,11 +88,11 @@ def compare_rows(
     It is our time that is compared: with that beside the same peer, or else with the first of the
     case that there is.
     """
-    before = {tuple(r[n] for n in KEY): r["ours_ms"] for r in old}
+    before, skipped = {tuple(r[n] for n in KEY): r["ours_ms"] for r in old}, skipped or {}
     of_case = {key[:-1]: ms for key, ms in reversed(before.items()) if ms is not None}
     lines, losses, cases = [], [], {tuple(r[n] for n in KEY[:-1]) for r in new}
     for key, ms in before.items():
-        if ms is not None and (name := name_of(key)) in (skipped or {}) and key[:-1] not in cases:
+        if ms is not None and (name := name_of(key)) in skipped and key[:-1] not in cases:
             lines.append(f"{name}: {ms:.4g} -> no time ({skipped[name]})")
             losses.append(name)
     for row in new:

@@ -170,6 +170,7 @@ def sweep(
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
+            assert process.stdout is not None  # it is a pipe
             for line in process.stdout:
                 if not line.startswith('{"place"'):
                     reason = line.strip() or reason

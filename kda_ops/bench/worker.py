@@ -139,15 +139,15 @@ def _measure(
     `more` gives what else to record of a side, from its call and its time; `timed` what is timed,
     from the call, and `count` how many calls that makes.
     """
-    calls = {}
+    calls: dict[str, Callable[[], object]] = {}
     for name, make in sides.items():
         try:
-            calls[name] = make()
+            if (call := make()) is not None:
+                calls[name] = call
         except Unsupported:
             raise
         except Exception as error:
             row["also"][f"{name.removesuffix('_ms')}_says"] = _line(error)
-    calls = {n: f for n, f in calls.items() if f is not None}
     if memory and device == "cuda":
         row["also"] |= {
             f"{n.removesuffix('_ms')}_peak_gb": _peak_gb(call) for n, call in calls.items()
@@ -516,6 +516,7 @@ def main(argv: list[str]) -> int:
         name = " ".join((*case.key().values(), peer.name if peer else "alone"))
         try:
             if work.get("share"):
+                assert peer is not None  # it is a peer's kernels that are shared out
                 compile_share(case, peer)
                 continue
             missing = _missing(case)

@@ -37,7 +37,7 @@ at the precision that torch is set to: leave ``torch.set_float32_matmul_precisio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,11 @@ from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS, KEPT
 
 Flags = dict[str, Any]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    # in the order of the schema: q, k, v, then what may be absent
+    Tensors = tuple[Tensor, Tensor, Tensor, Unpack[tuple[Tensor | None, ...]]]
 _INPUTS = (*GRADIENTS, "cu_seqlens")
 
 
@@ -75,15 +80,13 @@ class Call:
         return getattr(getattr(torch.ops, self.namespace), name).default
 
 
-def run(
-    namespace: str, group, tensors: tuple[Tensor | None, ...], flags: Flags
-) -> tuple[Tensor, Tensor | None]:
+def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, Tensor | None]:
     """A call of `kda_ops.distributed.chunk_kda` or `chunk_gdn`: tensors in the order of the
     schema.
     """
     q, cu_seqlens = tensors[0], tensors[-1]
 
-    def parse() -> tuple[Problem, tuple[Tensor | None, ...]]:
+    def parse() -> tuple[Problem, Tensors]:
         cast = _autocast(tensors)
         return _parse(namespace, cast, flags), cast
 
@@ -120,16 +123,18 @@ def run(
     return out if asked else (out, None)
 
 
-def _autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def _autocast(tensors: Tensors) -> Tensors:
     """q, k and v in the autocast dtype, as the operator itself would have them."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return *(
-        x.to(dtype) if x.dtype is not torch.float64 and x.dtype.is_floating_point else x
-        for x in tensors[:3]
-    ), *tensors[3:]
+
+    def lower(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.dtype is not torch.float64 and x.dtype.is_floating_point else x
+
+    q, k, v, *rest = tensors
+    return lower(q), lower(k), lower(v), *rest
 
 
 def _parse(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) -> Problem:
@@ -331,6 +336,10 @@ def _beside_zeros(v: Tensor, K: int) -> Tensor:
     return out
 
 
+@overload
+def _as_kv(state: Tensor, transposed: bool) -> Tensor: ...
+@overload
+def _as_kv(state: None, transposed: bool) -> None: ...
 def _as_kv(state: Tensor | None, transposed: bool) -> Tensor | None:
     """A state between the caller's layout and S[k, v], either way."""
     return state.mT if transposed and state is not None else state

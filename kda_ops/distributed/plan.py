@@ -42,6 +42,7 @@ class ContextPlan:
         """Global offsets ``[N + 1]`` as those of this rank's own tokens: what is per sequence but
         local, a layer's packing, takes these.
         """
+        assert self.device_lengths is not None  # whose packed sequences are agreed upon
         return local_offsets(cu_seqlens, self.device_lengths, self.rank)
 
 

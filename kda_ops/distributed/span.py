@@ -43,6 +43,7 @@ class Span:
             self.leaving = self.behind[-1].expand(B)
             self.ending = ~self.leaving
         else:
+            assert lengths is not None  # they are asked for where sequences are packed
             offsets = offsets_of(lengths)
             start, stop = offsets[rank], offsets[rank + 1]
             begin, end = cu_seqlens[:-1], cu_seqlens[1:]

@@ -57,6 +57,7 @@ def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None)
         lambda _: _contract(x, size, cu_seqlens),
     )
     lengths, rank, ranks = plan.device_lengths, plan.rank, plan.size
+    assert lengths is not None  # they are always asked for here
     offsets = offsets_of(lengths)
     past, B = size - 1, x.shape[0]
     # [B, past, D], zero in front of a shard that has fewer

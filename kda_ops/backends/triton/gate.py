@@ -357,8 +357,8 @@ def gate_backward(
             steps,
             lower_bound is not None,
         )
-    if dA_log is not None:
+    if dA_log is not None and A_log is not None:
         dA_log = dA_log.sum(0).to(A_log.dtype)
-    if ddt_bias is not None:
+    if ddt_bias is not None and dt_bias is not None:
         ddt_bias = ddt_bias.sum(0).reshape(dt_bias.shape).to(dt_bias.dtype)
     return dx, dA_log, ddt_bias

@@ -72,7 +72,9 @@ def _per_chunk(p: Problem, name: str, width: int, need: frozenset[str]) -> Tenso
 
 def _total(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
     """Sum the parts in a fixed order, in fp32 until the one cast at the end."""
-    return None if parts is None else parts.sum(0).reshape(like.shape).to(like.dtype)
+    if parts is None or like is None:
+        return None
+    return parts.sum(0).reshape(like.shape).to(like.dtype)
 
 
 def _gather(p: Problem, x: Tensor, dy: Tensor) -> Tensor:
@@ -252,7 +254,7 @@ def gradient(
         cu_seqlens,
         dP,
         dL,
-        dbeta[slices] if sums else dbeta,
+        dbeta[slices] if sums and dbeta is not None else dbeta,
         *dots,
         N,
         T,
@@ -356,7 +358,7 @@ def gradient(
         del G
     if gather and dq is not None:
         dq, dk = (
-            _gather(p, x, d) if name in need else None
+            _gather(p, x, d) if d is not None and name in need else None
             for name, x, d in (("q", q, dq), ("k", p.k, dk))
         )
     return Gradients(
@@ -364,7 +366,7 @@ def gradient(
         dk if "k" in need else None,
         reverse.dv if "v" in need else None,
         dg if "g" in need else None,
-        dbeta.sum(0).to(p.beta.dtype) if sums else dbeta,
+        _total(dbeta, p.beta) if sums else dbeta,
         _total(dA_log, p.A_log),
         _total(ddt_bias, p.dt_bias),
         p.as_kv(reverse.dinitial_state)

@@ -95,7 +95,7 @@ def warn_if_lost(made) -> None:
     GPU.
     """
     # of one that runs on no GPU: None
-    registers, words = getattr(made, "n_regs", None), getattr(made, "n_spills", None)
+    registers, words = getattr(made, "n_regs", None), getattr(made, "n_spills", None) or 0
     if registers and lost_registers(registers, 4 * words):
         warnings.warn(
             f"{made.name} has lost its registers ({registers} beside {4 * words} bytes of stack): "

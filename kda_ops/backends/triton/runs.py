@@ -213,6 +213,7 @@ class Runs:
 
     def join(self, back: bool) -> Tensor:
         """From maps to states: [runs, HV, K, V], the state that each run starts from."""
+        assert self.maps is not None  # only what is cut is joined
         p, options = self.p, tuning.choose("join_runs", self.p)
         slices = (p.V + options.block_v - 1) // options.block_v
         launch(

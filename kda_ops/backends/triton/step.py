@@ -369,7 +369,7 @@ class Launch:
         )
         slots_s, width = (
             (slots.stride(), slots.shape[1])
-            if per_token
+            if slots is not None and per_token
             else (_NOWHERE[:2] if slots is None else (slots.stride(0), 0), 1)
         )
         g_s = _NOWHERE if p.g is None else p.g.stride() if p.rank else (*p.g.stride(), 0)

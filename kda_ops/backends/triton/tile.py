@@ -8,6 +8,7 @@ which saves a register per row. Tile operands are this package's own scratch, co
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import overload
 
 import triton
 import triton.language as tl
@@ -40,6 +41,10 @@ class Begun(Tile):
     rest: Callable[[], None] = lambda: None
 
 
+@overload
+def fit(x: Tensor) -> Tensor: ...
+@overload
+def fit(x: None) -> None: ...
 def fit(x: Tensor | None) -> Tensor | None:
     """x, or a copy if the 64 rows of a chunk of one head span 2^31 elements or more."""
     if x is None:
