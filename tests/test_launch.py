@@ -226,3 +226,16 @@ def test_what_threads_compiled_is_what_is_launched(tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stderr[-4000:]
+
+
+def test_torch_is_asked_for_the_architecture_once_per_device(monkeypatch):
+    from kda_ops.backends.triton import tuning
+
+    asked = []
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0)
+    )
+    device = torch.device("cuda", 6)
+    tuning._capability.cache_clear()
+    assert [tuning.architecture(device) for _ in range(3)] == [9] * 3 and asked == [device]
+    tuning._capability.cache_clear()
