@@ -1,4 +1,4 @@
-"""``python -m kda_ops doctor | bench | counters | drift | tune | compile | parallel |
+"""``python -m kda_ops doctor | bench | counters | drift | tune | compile | digests | parallel |
 evidence``.
 """
 
@@ -23,6 +23,10 @@ COMMANDS = {
     "compile": (
         "kda_ops.bench.offline",
         "compile the kernels without a GPU and report registers, spills and shared memory",
+    ),
+    "digests": (
+        "kda_ops.bench.digests",
+        "compile the kernels of every row of the evidence and tell which rows are stale",
     ),
     "parallel": (
         "kda_ops.bench.parallel",

@@ -6,19 +6,22 @@ from xml.etree import ElementTree
 import pytest
 
 from kda_ops.bench import picture, readme
-from kda_ops.bench.rows import KEY
+from kda_ops.bench.digests import code_of
+from kda_ops.bench.rows import KEY, case_of
 from tests.support.benchmark import row
 
-EVIDENCE = {
-    "gpu": "G",
-    "torch": "1",
-    "triton": "2",
-    "tests": {"passed": 5, "failed": 1, "skipped": 0},
-}
+SUITE = {"source": "s", "passed": 5, "failed": 1, "skipped": 0, "cut": None}
+
+
+def evidence_of(*rows, **changed):
+    """An evidence file of rows that are valid unless they have a `code`."""
+    code = {"triton": "2", "rows": {case_of(r): "scan:1" for r in rows}}
+    made = [{"gpu": "G", "torch": "1", "triton": "2", "code": code_of("scan:1")} | r for r in rows]
+    return {"code": code, "suite": SUITE, "rows": made, "missing": {}} | changed
 
 
 def test_a_readme_gets_every_row_between_its_markers():
-    evidence = EVIDENCE | {"rows": [row(ours_ms=4.0), row(**{"pass": "decode"}, ours_ms=None)]}
+    evidence = evidence_of(row(ours_ms=4.0), row(**{"pass": "decode"}, ours_ms=None))
     text = "a\n<!-- evidence: fwd -->\nold\n<!-- end -->\nb\n<!-- evidence -->\n<!-- end -->\nc\n"
     new = readme.rewrite(text, evidence)
     # losses are shown
@@ -40,7 +43,6 @@ def test_a_readme_gets_every_row_between_its_markers():
     missing = {f"kda fwd B1 weak fp32 kv {side}": "out of time" for side in ("fla", "alone")}
     missing |= {
         "kda fwd B2 weak fp32 kv fla": "it has none",
-        "tests/gpu": "cut",
         f"{' '.join(row()[n] for n in KEY[:-1])} fla": "out of time",
     }
     lacking = readme.rewrite(text, evidence | {"missing": missing})
@@ -49,14 +51,44 @@ def test_a_readme_gets_every_row_between_its_markers():
         and lacking.count("1 more cases were not reached") == 2
         and "decode" in lacking.split("1 more cases were not reached")[2]
     )
-    earlier = readme.rewrite(text, evidence | {"earlier": [row(peer="older")]})
-    assert earlier.count("Measured on earlier kernels") == 2 and earlier.count("| older |") == 2
+
+
+def test_a_readme_has_no_row_of_other_kernels_and_a_table_for_each_card():
+    text = "<!-- evidence: fwd -->\n<!-- end -->\n<!-- evidence: decode -->\n<!-- end -->\n"
+    rows = (
+        row(peer="new"),
+        row(peer="other", gpu="H"),
+        row(peer="stale", code="0"),
+        row(**{"pass": "decode"}, peer="stale", code="0"),
+    )
+    new = readme.rewrite(text, evidence_of(*rows))
+    assert "| stale |" not in new and new.count("| new |") == new.count("| other |") == 1
+    assert new.count("G, torch 1, triton 2; ") == new.count("H, torch 1, triton 2; ") == 1
+    assert (
+        new.count("; 1 rows of earlier kernels are left out; ") == 2
+        and "1 rows of earlier kernels are left out.\n<!-- end -->" in new
+    )
+    peers = [
+        {
+            "op": "kda",
+            "peer": "p",
+            "setting": rows[0]["setting"],
+            "gate": "weak",
+            "ours": "weak",
+            "fwd": 1.0,
+            "fwdbwd": 1.0,
+        }
+    ]
+    found = evidence_of(row(ours_ms=3.0, code="0"), row(ours_ms=2.0))
+    assert "| 2 |" in readme.rewrite(
+        "<!-- evidence: elsewhere -->\n<!-- end -->", found, elsewhere=peers
+    )
 
 
 def test_rows_whose_process_died_were_not_reached():
     missing = {"kda fwd B1 weak fp32 kv fla": "the process ended with -11"}
     said = readme.rewrite(
-        "<!-- evidence: fwd -->\n<!-- end -->", EVIDENCE | {"rows": [row()], "missing": missing}
+        "<!-- evidence: fwd -->\n<!-- end -->", evidence_of(row(), missing=missing)
     )
     assert "1 more cases were not reached" in said
     assert "ours, s |" in readme.table([row(**{"pass": "first_call_s"})], "first_call_s")
@@ -71,14 +103,14 @@ def test_a_readme_gets_the_table_of_the_cpu_from_a_file_of_its_own():
         "peers": {"here": "1.5", "not here": None},
         "rows": [row(ours_ms=4.0)],
     }
-    new = readme.rewrite(text, EVIDENCE | {"rows": []}, None, cpu)
+    new = readme.rewrite(text, evidence_of(), None, cpu)
     assert (
         "CPU, 2 threads, torch 2, here 1.5; float32, medians" in new
         and "0.50×" in new
         and "old" not in new
         and "not here" not in new
     )
-    assert readme.rewrite(text, EVIDENCE | {"rows": []}) == "<!-- evidence: cpu -->\n<!-- end -->"
+    assert readme.rewrite(text, evidence_of()) == "<!-- evidence: cpu -->\n<!-- end -->"
 
 
 def test_the_picture_has_a_dot_for_every_row_and_losses_left_of_one():
@@ -112,7 +144,7 @@ def test_the_picture_has_a_dot_for_every_row_and_losses_left_of_one():
 
 def test_the_readme_command_writes_the_picture_and_nothing_without_evidence(tmp_path):
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
-    text, evidence = "a\n<!-- evidence -->\n<!-- end -->\n", EVIDENCE | {"rows": [row()]}
+    text, evidence = "a\n<!-- evidence -->\n<!-- end -->\n", evidence_of(row())
     (tmp_path / "README.md").write_text(text)
     with pytest.raises(SystemExit, match="does not exist"):
         readme.main([str(tmp_path)])
@@ -128,7 +160,7 @@ def test_the_readme_command_writes_the_picture_and_nothing_without_evidence(tmp_
     assert ElementTree.parse(tmp_path / "tests" / "gpu" / "evidence.svg") is not None
     assert readme.main([str(tmp_path)]) == 0 and (tmp_path / "README.md").read_text() == written
     (tmp_path / "tests" / "gpu" / "evidence.json").write_text(
-        json.dumps(evidence | {"rows": [row(peer=None, peer_ms=None)]})
+        json.dumps(evidence_of(row(peer=None, peer_ms=None)))
     )
     # nothing to compare
     assert (

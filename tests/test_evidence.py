@@ -1,8 +1,7 @@
-"""tests/gpu/evidence.json belongs to the kernels beside it, and the command that writes it counts
-right.
+"""tests/gpu/evidence.json says what it was measured with, and the command that writes it measures
+what is stale.
 """
 
-import hashlib
 import json
 import os
 import subprocess
@@ -13,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kda_ops.bench import evidence
+from kda_ops.bench import digests, evidence
 from kda_ops.bench.cases import GATES, PASSES, parse_setting
-from kda_ops.bench.rows import KEY, name_of
+from kda_ops.bench.rows import KEY, case_of
 from kda_ops.bench.sides import PEERS
 from kda_ops.registrations import schemas
 from tests.support.suite import longest_first, rotated
@@ -40,40 +39,24 @@ COLUMNS = {
 }
 
 
-def test_evidence_is_of_these_kernels():
-    if FILE.exists():  # there is none before the first run on a GPU
-        found = json.loads(FILE.read_text())["kernels_sha256"]
-        assert found == evidence.kernels_sha256(), (
-            "the kernels changed since tests/gpu/evidence.json was written: run python -m kda_ops "
-            "evidence on a GPU."
-        )
-
-
 def test_evidence_has_the_columns_it_promises():
-    if FILE.exists():
+    if FILE.exists():  # there is none before the first run on a GPU
         found = json.loads(FILE.read_text())
-        assert set(found) == {
-            "kernels_sha256",
-            "gpu",
-            "torch",
+        suite, machine = found["suite"], {"gpu", "torch", "triton"}
+        assert set(found) == {"code", "suite", "rows", "missing"} and set(found["code"]) == {
             "triton",
-            "tests",
-            "failures",
-            "complete",
             "rows",
-            "missing",
-            "earlier",
         }
-        assert set(found["tests"]) == {"passed", "failed", "skipped"} and found["tests"]["passed"]
-        assert len(found["failures"]) == found["tests"]["failed"] and set(found["failures"]) == set(
-            KNOWN
-        ), found["failures"]
-        assert evidence.without(found["earlier"], found["rows"]) == found["earlier"]
-        assert all(
-            row["also"]["kernels_sha256"] != found["kernels_sha256"] for row in found["earlier"]
+        assert (
+            set(suite) == {"source", *machine, "passed", "failed", "skipped", "failures", "cut"}
+            and suite["passed"]
         )
-        for row in found["rows"] + found["earlier"]:
-            assert set(row) == COLUMNS
+        assert len(suite["failures"]) == suite["failed"] and set(suite["failures"]) == set(KNOWN), (
+            suite["failures"]
+        )
+        assert set(found["code"]["rows"]) == set(map(case_of, found["rows"]))
+        for row in found["rows"]:
+            assert set(row) == COLUMNS | {"code", *machine}
             assert (
                 row["op"] in schemas.VARIANTS
                 and row["pass"] in PASSES
@@ -86,15 +69,6 @@ def test_evidence_has_the_columns_it_promises():
             assert row["ours_ms"] > 0 and all(
                 x is None or x > 0 for x in (row["peer_ms"], row["ours_error"], row["peer_error"])
             )
-
-
-def test_the_hash_is_of_contents_in_path_order(tmp_path):
-    (tmp_path / "b").mkdir()
-    for name, text in (("c.py", "3"), ("a.py", "1"), ("b/x.py", "2"), ("notes.md", "no")):
-        (tmp_path / name).write_text(text)
-    assert evidence.kernels_sha256(tmp_path) == hashlib.sha256(b"123").hexdigest()
-    (tmp_path / "a.py").write_text("0")
-    assert evidence.kernels_sha256(tmp_path) == hashlib.sha256(b"023").hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -241,167 +215,186 @@ def test_evidence_needs_a_gpu(monkeypatch):
         evidence.main([])
 
 
-ROW = dict.fromkeys(sorted(COLUMNS)) | {"ours_ms": 1.0, "also": {}}
+KEYS = dict(zip(KEY, ("kda", "fwd", "B1T64H1", "bound", "fp32", "kv", None)))
+ROW = dict.fromkeys(sorted(COLUMNS)) | KEYS | {"ours_ms": 1.0, "also": {}}
+WEAK = ROW | {"gate": "weak"}
+MACHINE = {"gpu": "GPU", "torch": "2", "triton": "1"}
 
 
-def test_rows_of_earlier_kernels_stay_until_they_are_measured_again(device, monkeypatch, tmp_path):
-    path, weak = tmp_path / "evidence.json", ROW | {"gate": "weak"}
-    old = {
-        "kernels_sha256": "old",
-        "rows": [ROW, weak],
-        "earlier": [
-            weak | {"also": {"kernels_sha256": "older"}},
-            ROW | {"gate": "strong", "also": {}},
-        ],
-    }
-    path.write_text(json.dumps(old))
-    monkeypatch.setattr(
-        evidence.compare,
-        "measure_arguments",
-        lambda args, device, echo, *, keep, **words: keep(ROW),
-    )
-    assert evidence.main(["--output", str(path)]) == 0
-    found, of_old = json.loads(path.read_text()), weak | {"also": {"kernels_sha256": "old"}}
-    assert found["rows"] == [ROW] and found["earlier"] == [of_old, old["earlier"][1]]
-    monkeypatch.setattr(
-        evidence.compare,
-        "measure_arguments",
-        lambda args, device, echo, *, keep, **words: keep(weak),
-    )
-    assert evidence.main(["--output", str(path), "--resume", str(path)]) == 0
-    assert json.loads(path.read_text())["earlier"] == [old["earlier"][1]]
-
-
-def test_a_row_beside_a_peer_stands_for_that_of_our_side_alone(device, monkeypatch, tmp_path):
-    path, beside = tmp_path / "evidence.json", ROW | {"peer": "fla"}
-    path.write_text(json.dumps({"kernels_sha256": "old", "rows": [ROW, ROW | {"gate": "weak"}]}))
-    monkeypatch.setattr(
-        evidence.compare,
-        "measure_arguments",
-        lambda args, device, echo, *, keep, **words: (keep(ROW), keep(beside)),
-    )
-    assert evidence.main(["--output", str(path)]) == 0
-    found = json.loads(path.read_text())
-    assert found["rows"] == [beside] and [r["gate"] for r in found["earlier"]] == ["weak"]
+def made(row, kernels="scan:1"):
+    """A row as the command writes it."""
+    return row | {"code": digests.code_of(kernels)} | MACHINE
 
 
 @pytest.fixture
 def device(monkeypatch):
-    """A GPU, as far as the command can see, and a suite that passes."""
+    """A GPU, as far as the command can see, a suite that passes, and a tree whose cases all have
+    one kernel.
+    """
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GPU")
+    monkeypatch.setattr("torch.__version__", "2")
     monkeypatch.setattr(evidence.metadata, "version", lambda name: "1")
     monkeypatch.setattr(
         evidence, "run_suite", lambda *words: ({"passed": 1, "failed": 0, "skipped": 0}, [], None)
     )
+    monkeypatch.setattr(
+        digests, "kernels_of_all", lambda names, jobs: dict.fromkeys(names, "scan:1")
+    )
+    monkeypatch.setattr(digests, "source_hash", lambda root: "tree")
 
 
-def test_a_run_that_is_cut_keeps_what_it_had_and_is_resumed(device, monkeypatch, tmp_path):
+@pytest.fixture
+def measures(monkeypatch):
+    """Called with what a run says of each case, it makes the benchmark say that; the names of the
+    cases it was asked for.
+    """
+
+    def say(*said):
+        asked = []
+
+        def measure(args, device, echo, *, until, have, keep, only):
+            asked.extend(" ".join(c.key().values()) for c in only)
+            for x in said:
+                keep(x)
+
+        monkeypatch.setattr(evidence.compare, "measure_arguments", measure)
+        return asked
+
+    return say
+
+
+def written(path, rows, source="tree", **missing):
+    """A file that holds these rows."""
+    suite = {
+        "source": source,
+        **MACHINE,
+        "passed": 1,
+        "failed": 0,
+        "skipped": 0,
+        "failures": [],
+        "cut": None,
+    }
+    path.write_text(
+        json.dumps(
+            {"code": {"triton": "1", "rows": {}}, "suite": suite, "rows": rows, "missing": missing}
+        )
+    )
+    return str(path)
+
+
+def test_only_what_is_stale_is_measured_again(device, measures, monkeypatch, tmp_path):
+    path, strong = tmp_path / "evidence.json", ROW | {"gate": "strong"}
+    written(
+        path,
+        [made(ROW), made(WEAK, "scan:0"), made(strong)],
+        **{f"{case_of(strong)} fla": "out of time"},
+    )
+    monkeypatch.setattr(evidence, "run_suite", None)  # it ran on this source
+    asked = measures(WEAK | {"ours_ms": 2.0}, f"{case_of(strong)} fla: it has none")
+    assert evidence.main(["--output", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert asked == [case_of(WEAK), case_of(strong)]
+    assert found["rows"] == [made(ROW), made(WEAK | {"ours_ms": 2.0}), made(strong)]
+    assert found["missing"] == {f"{case_of(strong)} fla": "it has none"}
+    assert found["code"] == {
+        "triton": "1",
+        "rows": dict.fromkeys(map(case_of, found["rows"]), "scan:1"),
+    }
+
+
+def test_all_that_is_asked_for_is_measured_again_on_demand(device, measures, tmp_path):
+    path = written(tmp_path / "evidence.json", [made(ROW), made(WEAK)])
+    asked = measures()
+    assert evidence.main(["--output", path, "--again"]) == 0 and asked == [
+        case_of(ROW),
+        case_of(WEAK),
+    ]
+    asked = measures()
+    assert evidence.main(["--output", path]) == 0 and asked == []
+    asked = measures()
+    words = "--ops kda --passes fwd --gates bound,strong --settings B1T64H1".split()
+    assert evidence.main(["--output", path, *words]) == 0 and asked == [
+        case_of(ROW | {"gate": "strong"})
+    ]
+
+
+def test_a_stale_row_stays_until_its_case_has_another(device, measures, tmp_path):
+    path = written(tmp_path / "evidence.json", [made(ROW, "scan:0"), made(WEAK, "scan:0")])
+    measures(ROW | {"peer": "fla"})
+    evidence.main(["--output", path])
+    assert json.loads(Path(path).read_text())["rows"] == [
+        made(WEAK, "scan:0"),
+        made(ROW | {"peer": "fla"}),
+    ]
+
+
+def test_the_suite_runs_again_where_the_source_is_another(device, measures, monkeypatch, tmp_path):
+    path = written(tmp_path / "evidence.json", [made(ROW)], source="older")
+    measures()
+    assert evidence.main(["--output", path, "--no-suite"]) == 0
+    assert json.loads(Path(path).read_text())["suite"]["source"] == "older"
+    monkeypatch.setattr(
+        evidence, "run_suite", lambda *words: ({"passed": 7, "failed": 0, "skipped": 0}, [], None)
+    )
+    assert evidence.main(["--output", path]) == 0
+    found = json.loads(Path(path).read_text())["suite"]
+    assert found["source"] == "tree" and found["passed"] == 7 and found.items() >= MACHINE.items()
+
+
+def test_a_run_that_is_cut_goes_on_where_it_is_started_again(
+    device, measures, monkeypatch, tmp_path
+):
     path = tmp_path / "evidence.json"
+    written(path, [made(ROW, "scan:0"), made(WEAK, "scan:0")], source="older")
 
-    def cut(args, device, echo, *, until, have, keep):
+    def cut(args, device, echo, *, keep, **words):
         keep(ROW)
-        keep("kda decode fla: out of time")
-        keep("gdn decode fla: it has none")
-        keep(f"{name_of(tuple((ROW | {'gate': 'weak'})[n] for n in KEY))}: it broke")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(evidence.compare, "measure_arguments", cut)
     with pytest.raises(KeyboardInterrupt):
         evidence.main(["--output", str(path)])
-    found = json.loads(path.read_text())
-    assert found["rows"] == [ROW] and not found["complete"] and found["tests"]["passed"] == 1
-    assert list(found["missing"].values()) == ["out of time", "it has none", "it broke"]
-
-    def rest(args, device, echo, *, until, have, keep):
-        assert have == [ROW]
-        keep(ROW | {"gate": "weak"})
-
-    monkeypatch.setattr(evidence.compare, "measure_arguments", rest)
+    assert json.loads(path.read_text())["rows"] == [made(ROW), made(WEAK, "scan:0")]
     monkeypatch.setattr(evidence, "run_suite", None)  # its result is at hand
-    assert evidence.main(["--output", str(path), "--resume", str(path)]) == 0
-    found = json.loads(path.read_text())
-    assert len(found["rows"]) == 2 and found["complete"]
-    # nothing else can tell why there is no such row
-    assert found["missing"] == {"gdn decode fla": "it has none"}
-
-
-def test_files_that_went_on_from_one_are_joined_and_others_are_not(device, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        evidence.compare,
-        "measure_arguments",
-        lambda args, device, echo, *, have, keep, **words: keep(ROW | {"gate": f"{len(have)}"}),
-    )
-    base, one, two = (str(tmp_path / f"{n}.json") for n in ("base", "one", "two"))
-    assert evidence.main(["--output", base]) == 0  # gate 0
-    for path in (one, two):
-        assert evidence.main(["--resume", base, "--output", path]) == 0  # gates 0 and 1
-    found = json.loads(Path(one).read_text())
-    # the first has a row after all
-    found["missing"] = {
-        name_of(tuple(found["rows"][0][n] for n in KEY)): "it broke",
-        "gdn decode fla": "it has none",
-    }
-    Path(one).write_text(json.dumps(found))
-    found = json.loads(Path(two).read_text())
-    found["rows"][1]["setting"] = "another"
-    Path(two).write_text(json.dumps(found))
-    assert evidence.main(["--resume", one, two, "--output", one]) == 0
-    assert [r["gate"] for r in json.loads(Path(one).read_text())["rows"]] == ["0", "1", "1", "3"]
-    assert json.loads(Path(one).read_text())["missing"] == {"gdn decode fla": "it has none"}
-    found["tests"]["passed"] = 2
-    Path(two).write_text(json.dumps(found))
-    with pytest.raises(SystemExit, match="different runs"):
-        evidence.main(["--resume", one, two, "--output", one])
-
-
-def test_a_run_out_of_time_is_not_complete(device, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        evidence.compare, "measure_arguments", lambda *args, keep, **words: keep(ROW)
-    )
-    path = tmp_path / "evidence.json"
-    assert evidence.main(["--output", str(path), "--time-limit", "0"]) == 1
-    assert not json.loads(path.read_text())["complete"]
+    asked = measures(WEAK)
+    assert evidence.main(["--output", str(path)]) == 0 and asked == [case_of(WEAK)]
+    assert json.loads(path.read_text())["rows"] == [made(ROW), made(WEAK)]
 
 
 FAULTS = [
-    ("a test failed", {"failed": 1}, None, ROW, None),
-    ("no test passed", {"passed": 0}, None, ROW, None),
-    ("our side has no time", {}, None, ROW | {"ours_ms": None}, None),
-    ("our side died", {}, None, "kda fwd B1 weak fp32 kv alone: the process ended with -11", False),
-    ("the suite was cut", {}, "cut after 1 s", ROW, False),
+    ("a test failed", {"failed": 1}, None, ROW, []),
+    ("no test passed", {"passed": 0}, None, ROW, []),
+    ("our side has no time", {}, None, ROW | {"ours_ms": None}, []),
+    ("our side died", {}, None, f"{case_of(ROW)} alone: the process ended with -11", []),
+    ("the suite was cut", {}, "cut after 1 s", ROW, []),
+    ("time ran out", {}, None, ROW, ["--time-limit", "0"]),
 ]
 
 
 @pytest.mark.parametrize(
-    "counts, cut, said, complete", [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS]
+    "counts, cut, said, words", [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS]
 )
 def test_what_went_wrong_fails_the_command(
-    device, monkeypatch, tmp_path, counts, cut, said, complete
+    device, measures, monkeypatch, tmp_path, counts, cut, said, words
 ):
-    path = tmp_path / "evidence.json"
+    path = written(tmp_path / "evidence.json", [made(ROW, "scan:0")], source="older")
     monkeypatch.setattr(
         evidence,
         "run_suite",
         lambda *words: ({"passed": 1, "failed": 0, "skipped": 0} | counts, [], cut),
     )
-    monkeypatch.setattr(
-        evidence.compare, "measure_arguments", lambda *args, keep, **words: keep(said)
-    )
-    assert evidence.main(["--output", str(path)]) == 1
-    assert json.loads(path.read_text())["complete"] is (complete is None)
+    measures(said)
+    assert evidence.main(["--output", path, *words]) == 1
+    found = json.loads(Path(path).read_text())
+    assert found["suite"]["cut"] == cut and (isinstance(said, str) or made(said) in found["rows"])
 
 
-def test_kernels_that_change_meanwhile_have_no_evidence(device, monkeypatch, tmp_path):
-    hashes = iter("ab")
-    monkeypatch.setattr(evidence, "kernels_sha256", lambda: next(hashes))
-    monkeypatch.setattr(evidence.compare, "measure_arguments", lambda *args, **words: None)
-    with pytest.raises(SystemExit, match="the kernels changed while the evidence was taken"):
-        evidence.main(["--output", str(tmp_path / "evidence.json")])
-
-
-def test_evidence_of_other_kernels_is_not_resumed(device, monkeypatch, tmp_path):
-    path = tmp_path / "evidence.json"
-    path.write_text(json.dumps({"kernels_sha256": "0"}))
-    with pytest.raises(SystemExit, match="another kernels_sha256"):
-        evidence.main(["--resume", str(path)])
+def test_source_that_changes_meanwhile_has_no_evidence(device, measures, monkeypatch, tmp_path):
+    path = written(tmp_path / "evidence.json", [made(ROW, "scan:0")])
+    hashes = iter(("tree", "tree", "other"))
+    monkeypatch.setattr(digests, "source_hash", lambda root: next(hashes))
+    measures(ROW)
+    with pytest.raises(SystemExit, match="the source changed while the evidence was taken"):
+        evidence.main(["--output", path])
+    assert json.loads(Path(path).read_text())["rows"] == [made(ROW, "scan:0")]

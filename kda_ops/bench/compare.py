@@ -88,6 +88,13 @@ def list_cases(
                         else [("fp32", "kv")]
                     )
                     cases += [Case(op, pass_, setting, gate, device, dtype, *v) for v in variants]
+    return suited(cases, peer)
+
+
+def suited(cases: list[Case], peer: Peer | None) -> list[Case]:
+    """The cases that a peer has a side of; what stands there for scale does so once, beside the
+    first operator and gate.
+    """
     if peer is not None:
         cases = [
             c
@@ -95,13 +102,8 @@ def list_cases(
             if (c.pass_ != "decode" or peer.step is not None)
             and (c.pass_ != "first_call_s" or peer.same)
         ]
-    if peer is not None and not peer.same:  # what stands there for scale does so once
-        cases = [
-            c
-            for c in cases
-            if (c.op, c.gate)
-            == (ops[0], next((g for g in gates if ops[0] == "kda" or g not in KDA_GATES), None))
-        ]
+    if peer is not None and not peer.same:
+        cases = [c for c in cases if (c.op, c.gate) == (cases[0].op, cases[0].gate)]
     return cases
 
 
@@ -240,9 +242,12 @@ def run(
     until: float = float("inf"),
     have: Iterable[dict] = (),
     keep: Callable[[dict | str], None] = lambda x: None,
+    only: list[Case] | None = None,
 ) -> list[dict]:
     """Measure and print a table; the rows, those that it `have` already first. `keep` gets each
     row, or the reason why there is none, as it comes.
+
+    `only` are cases in place of those that the words list.
     """
     about = describe(device)
     echo(", ".join(f"{n} {v}" for n, v in about.items()))
@@ -280,13 +285,12 @@ def run(
         done = {
             tuple(r[n] for n in KEY[:-1]) for r in rows if peer is None or r["peer"] == peer.name
         }
-        cases = order(
-            [
-                c
-                for c in list_cases(device, ops, passes, gates, settings, dtype, peer)
-                if tuple(c.key().values()) not in done
-            ]
+        listed = (
+            list_cases(device, ops, passes, gates, settings, dtype, peer)
+            if only is None
+            else suited(only, peer)
         )
+        cases = order([c for c in listed if tuple(c.key().values()) not in done])
         end = until if peer is None else time.time() + SHARE * (until - time.time())
         several = len(places) > 1
         groups = in_turn(cases) if several or (peer is not None and peer.tunes) else [cases]

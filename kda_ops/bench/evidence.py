@@ -1,18 +1,15 @@
-"""``python -m kda_ops evidence``: run the GPU suite and the benchmark, and write down what they
-found.
+"""``python -m kda_ops evidence``: run the GPU suite and the benchmark, and write what they found.
 
-tests/gpu/evidence.json holds the hash of the kernels it belongs to, so a test that needs no GPU can
-tell when it no longer does. The file is written after the suite and after every row: a run that
-ends early leaves what it had, not `complete`, and ``--resume`` goes on from there, or from several
-files that went on from one. `missing` says, case by case, why a side has no row; `earlier` keeps
-the rows of the file before, of other kernels (whose hash is in `also`), until they are measured
-again.
+tests/gpu/evidence.json names of every row the card, the versions and the `digests` of its kernels,
+and of the suite the source it ran on. Only what is missing or stale is measured: of the cases of
+the file, or of those that the options name. The file is written after the suite and after every
+row, so a run that was cut goes on where it is started again. `missing` says, case by case, why a
+side has no row.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
 import json
 import os
@@ -24,35 +21,23 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from kda_ops.bench import compare
-from kda_ops.bench.machine import Help, write_json
-from kda_ops.bench.rows import KEY, name_of
+from kda_ops.bench import compare, digests
+from kda_ops.bench.cases import Case
+from kda_ops.bench.machine import Help, checkout, write_json
+from kda_ops.bench.rows import KEY, case_of, name_of
 
-KERNELS = Path(__file__).resolve().parent.parent / "backends" / "triton"
 _WORD = "PASSED|FAILED|SKIPPED|ERROR"
-# in several processes, in one
+# A line of pytest in several processes, and in one.
 RESULTS = [
     rf"\[gw\d+\] \[ *\d+%\] (?P<word>{_WORD}) (?P<name>tests/.*?)\s*$",
     rf"(?P<name>tests/\S.*?) (?P<word>{_WORD})\b",
 ]
-
-
-def kernels_sha256(folder: Path = KERNELS) -> str:
-    """The hash of the concatenated contents of ``**/*.py`` below a folder, in sorted path order."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def checkout() -> Path:
-    """The root of the checkout that the package runs from."""
-    root = KERNELS.parent.parent.parent
-    if not (root / "tests").is_dir():
-        raise SystemExit(
-            "evidence belongs to a checkout: there is no folder tests beside the package."
-        )
-    return root
+EMPTY: dict = {
+    "code": {"rows": {}},
+    "suite": {"source": None, "cut": None},
+    "rows": [],
+    "missing": {},
+}
 
 
 def count_tests(summary: str) -> dict[str, int]:
@@ -85,8 +70,7 @@ def parse_result(line: str) -> tuple[str, str] | None:
 def run_suite(
     root: Path, limit: float = float("inf")
 ) -> tuple[dict[str, int], list[str], str | None]:
-    """Run tests/gpu, its output passing through, on several cores and all GPUs where pytest-xdist
-    is installed.
+    """Run tests/gpu, on several cores and all GPUs where pytest-xdist is installed.
 
     Returns the counts, the names of what failed, and, where the run was cut after `limit` seconds
     or died, how many tests it had not reached.
@@ -157,74 +141,37 @@ def run_suite(
     return counts, failures, f"{why}: {there - len(said)} of {there} tests were not reached"
 
 
-def _resumed(
-    paths: list[str], about: dict
-) -> tuple[tuple[dict[str, int], list[str], str | None], list[dict], dict[str, str]]:
-    """The tests of some files, the rows of all, and what a side of theirs cannot do, if they are of
-    this machine, these kernels and one run of the suite.
+def read(path: Path) -> dict:
+    """An evidence file, or one without anything."""
+    return json.loads(path.read_text()) if path.exists() else EMPTY
+
+
+def unfinished(missing: dict[str, str]) -> list[str]:
+    """The names of rows that another run may have."""
+    return [name for name, why in missing.items() if why.startswith(compare.UNFINISHED)]
+
+
+def wanted(args: argparse.Namespace, parser: argparse.ArgumentParser, found: dict) -> list[Case]:
+    """List the cases that the options name; without these, those of the file, with what it
+    lacks.
     """
-    suites, rows, missing = [], dict[tuple, dict](), dict[str, str]()
-    for path in paths:
-        found = json.loads(Path(path).read_text())
-        if wrong := [n for n in about if found.get(n) != about[n]]:
-            raise SystemExit(
-                f"{path} is of another {wrong[0]} ({found.get(wrong[0])}, here "
-                f"{about[wrong[0]]}): take the evidence anew."
-            )
-        suites.append(
-            (found["tests"], found["failures"], found.get("missing", {}).get("tests/gpu"))
-        )
-        rows |= {tuple(row[n] for n in KEY): row for row in found["rows"]}
-        missing |= {
-            n: why
-            for n, why in found.get("missing", {}).items()
-            if n != "tests/gpu" and not why.startswith(compare.UNFINISHED)
-        }
-    if any(suite != suites[0] for suite in suites):
-        raise SystemExit(
-            f"{' and '.join(paths)} are of different runs of the suite: take the evidence anew."
-        )
-    return (
-        suites[0],
-        list(rows.values()),
-        {n: why for n, why in missing.items() if n not in map(name_of, rows)},
+    import torch
+
+    chosen = any(
+        getattr(args, n) != parser.get_default(n) for n in ("ops", "passes", "gates", "settings")
     )
-
-
-def set_aside(path: Path, kernels: str) -> list[dict]:
-    """The rows of a file, if there is one, that are of other kernels than these; each says of
-    which.
-    """
-    if not path.exists():
-        return []
-    found = json.loads(path.read_text())
-    older, hash_ = found.get("earlier", []), found["kernels_sha256"]
-    rows = (
-        []
-        if hash_ == kernels
-        else [r | {"also": r["also"] | {"kernels_sha256": hash_}} for r in found["rows"]]
-    )
-    return rows + without(older, rows)
-
-
-def without(rows: list[dict], others: list[dict]) -> list[dict]:
-    """The rows of a case and peer that others have not; those without a time of a peer only of a
-    case that others have not.
-    """
-    there = {tuple(r[n] for n in KEY) for r in others}
-    cases = {key[:-1] for key in there}
-    return [
-        r
-        for r in rows
-        if tuple(r[n] for n in KEY) not in there
-        and (r["peer_ms"] or tuple(r[n] for n in KEY[:-1]) not in cases)
+    if chosen or not found["rows"]:
+        return compare.list_cases(
+            "cuda", args.ops, args.passes, args.gates, args.settings, torch.bfloat16, None
+        )
+    names = [case_of(r) for r in found["rows"]] + [
+        n.rsplit(" ", 1)[0] for n in unfinished(found["missing"])
     ]
+    return [digests.case_named(name, "cuda") for name in dict.fromkeys(names)]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; non-zero if a test failed, our side broke or was wrong in a row, or
-    time ran out.
-    """
+    """Run the command line; non-zero if a test failed, our side was wrong, or time ran out."""
     import torch
 
     begin = time.time()
@@ -232,76 +179,98 @@ def main(argv: list[str]) -> int:
         prog="python -m kda_ops evidence", description=__doc__, formatter_class=Help
     )
     compare.add_arguments(parser, device="cuda")
-    parser.add_argument("--output", metavar="FILE", help="tests/gpu/evidence.json by default")
     parser.add_argument(
-        "--resume",
-        nargs="+",
-        metavar="FILE",
-        help="keep the tests, rows and reasons of these files and measure what they lack",
+        "--output", metavar="FILE", help="tests/gpu/evidence.json by default; a run goes on from it"
+    )
+    parser.add_argument("--again", action="store_true", help="measure what is valid too")
+    parser.add_argument(
+        "--no-suite", action="store_true", help="leave the tests as the file has them"
     )
     parser.add_argument(
         "--suite-limit",
         type=float,
         default=float("inf"),
         metavar="S",
-        help="cut the tests after S seconds and keep what they said until then",
+        help="cut the tests after S seconds",
     )
     args = parser.parse_args(argv)
+    if args.dtype not in (None, "bfloat16"):
+        parser.error("--dtype: evidence is of bfloat16.")
     root = checkout()
     if not torch.cuda.is_available():
         raise SystemExit("evidence needs a CUDA device.")
-    path = Path(args.output or root / "tests" / "gpu" / "evidence.json")
+    here = root / "tests" / "gpu" / "evidence.json"
+    path = Path(args.output or here)
+    found, source = read(path if path.exists() else here), digests.source_hash(root)
     about = {
-        "kernels_sha256": kernels_sha256(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": metadata.version("triton"),
     }
-    missing: dict[str, str]
-    suite, rows, missing = _resumed(args.resume, about) if args.resume else (None, [], {})
-    earlier = set_aside(path, about["kernels_sha256"])
+    cases = wanted(args, parser, found)
+    names = [" ".join(c.key().values()) for c in cases]
+    kernels = digests.kernels_of_all({*names, *map(case_of, found["rows"])}, os.cpu_count() or 1)
+    rows, missing, suite = (
+        {tuple(r[n] for n in KEY): r for r in found["rows"]},
+        dict(found["missing"]),
+        found["suite"],
+    )
 
-    def write(complete: bool = False) -> None:
-        assert suite is not None  # it was resumed, or has run, before anything is written
-        tests, failures, cut = suite
-        missing.update({"tests/gpu": cut} if cut else {})
-        beside = [r for r in rows if r["peer"]]
-        said = beside + without([r for r in rows if not r["peer"]], beside)
-        found = {
-            "tests": tests,
-            "failures": failures,
-            "complete": complete,
-            "rows": said,
-            "missing": missing,
-            "earlier": without(earlier, rows),
+    def valid() -> list[dict]:
+        return [r for r in rows.values() if digests.is_valid(r, kernels)]
+
+    def write() -> None:
+        if digests.source_hash(root) != source:
+            raise SystemExit("the source changed while the evidence was taken: take it again.")
+        beside = {case_of(r) for r in valid() if r["peer"]}
+        kept = [r for r in rows.values() if r["peer"] or case_of(r) not in beside]
+        code = {
+            "triton": about["triton"],
+            "rows": {n: kernels[n] for n in dict.fromkeys(map(case_of, kept))},
         }
-        write_json(path, about | found)
+        write_json(path, {"code": code, "suite": suite, "rows": kept, "missing": missing})
 
     def keep(x: dict | str) -> None:
         if isinstance(x, dict):
-            rows.append(x)
-            missing.pop(name_of(tuple(x[n] for n in KEY)), None)
+            key = tuple(x[n] for n in KEY)
+            rows[key] = x | {"code": digests.code_of(kernels[case_of(x)])} | about
+            missing.pop(name_of(key), None)
         else:
             name, why = x.split(": ", 1)
             missing[name] = why
         write()
 
-    if suite is None:
-        suite = run_suite(root, args.suite_limit)
+    if not args.no_suite and (args.again or suite["source"] != source or suite["cut"]):
+        counts, failures, cut = run_suite(root, args.suite_limit)
+        suite = {"source": source, **about, **counts, "failures": failures, "cut": cut}
     write()
-    until = begin + args.time_limit
-    compare.measure_arguments(
-        args, "cuda", lambda line: print(line, flush=True), until=until, have=rows, keep=keep
+    have, until = (
+        [r for r in valid() if not args.again or case_of(r) not in names],
+        begin + args.time_limit,
     )
-    if kernels_sha256() != about["kernels_sha256"]:
-        raise SystemExit("the kernels changed while the evidence was taken: take it again.")
-    complete = time.time() < until and "tests/gpu" not in missing and not compare.died(missing)
-    write(complete)
+    if args.peers is None:  # else a case that has a row beside one peer may want another
+        done = {case_of(r) for r in have} - {name.rsplit(" ", 1)[0] for name in unfinished(missing)}
+        cases = [c for c, name in zip(cases, names) if name not in done]
+    compare.measure_arguments(
+        args,
+        "cuda",
+        lambda line: print(line, flush=True),
+        until=until,
+        have=have,
+        keep=keep,
+        only=cases,
+    )
+    for line in digests.report(
+        {"code": {"rows": kernels}, "suite": suite, "rows": list(rows.values())}, kernels, root
+    ):
+        print(line)
+    broken = any(r["ours_ms"] is None for r in valid()) or bool(compare.died(missing))
     return (
         1
-        if suite[0]["failed"]
-        or not suite[0]["passed"]
-        or any(r["ours_ms"] is None for r in rows)
-        or not complete
+        if broken
+        or time.time() >= until
+        or suite["cut"]
+        or suite.get("failed")
+        or not suite.get("passed")
         else 0
     )

@@ -26,6 +26,16 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: %(default)s)" if says else action.help
 
 
+def checkout() -> Path:
+    """The root of the checkout that the package runs from."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "tests").is_dir():
+        raise SystemExit(
+            "evidence belongs to a checkout: there is no folder tests beside the package."
+        )
+    return root
+
+
 def default_dtype(device: str) -> torch.dtype:
     """What is measured unless asked otherwise: bf16 on GPUs, fp32 on CPUs."""
     return torch.bfloat16 if device == "cuda" else torch.float32

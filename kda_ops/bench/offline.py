@@ -11,7 +11,9 @@ never run on is reported, and is no error.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product, repeat
 from multiprocessing import get_context
 from pathlib import Path
@@ -100,6 +102,7 @@ class Row:
     seconds: float
     refilled: bool
     hasty: bool = False
+    code: str = ""  # `code_digest` of what was compiled
     # of a kernel that does not compile, or of a call that launches none; then `kernel` is its type
     error: str = ""
 
@@ -197,6 +200,8 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
     from kda_ops.backends.triton import tuning
 
     rows: list[Row] = []
+    # by compiled kernel: Triton returns the same one for the same arguments
+    made: dict[object, Row] = {}
     run, assumed, forced, processors = (
         JITFunction.run,
         tuning.ASSUMED,
@@ -211,23 +216,9 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
         except Exception as error:
             rows.append(_broken(label, self.fn.__name__, arch, error))
             raise
-        registers, stack = _resources(kernel.asm["cubin"])
-        seconds = time.perf_counter() - start
-        rows.append(
-            Row(
-                label[0],
-                label[1],
-                self.fn.__name__,
-                arch,
-                kernel.metadata.num_warps,
-                registers,
-                stack,
-                kernel.metadata.shared,
-                seconds,
-                refilled(kernel.asm["ttgir"]),
-                kernel.metadata.launch_pdl and hasty(kernel.asm["ptx"]),
-            )
-        )
+        if kernel not in made:
+            made[kernel] = _compiled(label, self.fn.__name__, arch, kernel, start)
+        rows.append(replace(made[kernel], label=label[0], gate=label[1]))
         return kernel
 
     triton.runtime.driver.set_active(_driver(arch))
@@ -285,6 +276,51 @@ def hasty(ptx: str) -> bool:
         len(begin) == 1
         or re.search(r"\b(ld|st|atom|red|prefetch|cp)\.(?!param|shared)[\w.:]*global", begin[0])
         is not None
+    )
+
+
+def code_digest(cubin: bytes, name: str, *facts: object) -> str:
+    """Hash what the file of a kernel of this name puts on a device, and `facts` of its launch.
+
+    That is code, constants and the size of parameters and shared memory: the ELF sections marked as
+    allocated. Lines, names of the kernel and of its source files are elsewhere in the file, and
+    change nothing.
+    """
+    (table,), (size, count, strings) = (
+        struct.unpack_from("<Q", cubin, 40),
+        struct.unpack_from("<3H", cubin, 58),
+    )
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    found = []
+    for at, kind, flags, _, offset, length in headers:
+        if flags & 2:  # SHF_ALLOC
+            start = headers[strings][4] + at
+            section = cubin[start : cubin.index(b"\0", start)].decode().removesuffix(f".{name}")
+            # SHT_NOBITS: a size only
+            found.append((section, length, b"" if kind == 8 else cubin[offset : offset + length]))
+    return hashlib.sha256(repr((sorted(found), facts)).encode()).hexdigest()[:12]
+
+
+def _compiled(label: list[str], name: str, arch: int, kernel, start: float) -> Row:
+    cubin, about = kernel.asm["cubin"], kernel.metadata
+    registers, stack = _resources(cubin)
+    code = code_digest(
+        cubin, about.name, registers, stack, about.num_warps, about.shared, about.launch_pdl
+    )
+    wrong = refilled(kernel.asm["ttgir"]), about.launch_pdl and hasty(kernel.asm["ptx"])
+    seconds = time.perf_counter() - start
+    return Row(
+        label[0],
+        label[1],
+        name,
+        arch,
+        about.num_warps,
+        registers,
+        stack,
+        about.shared,
+        seconds,
+        *wrong,
+        code,
     )
 
 

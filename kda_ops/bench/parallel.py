@@ -30,8 +30,7 @@ from torch import Tensor
 
 from kda_ops.bench import sides
 from kda_ops.bench.cases import Case, make_inputs
-from kda_ops.bench.evidence import checkout
-from kda_ops.bench.machine import Help, need_device, need_writable, write_json
+from kda_ops.bench.machine import Help, checkout, need_device, need_writable, write_json
 from kda_ops.problem import MAX_K
 
 REPEATS = 9

@@ -2,11 +2,12 @@
 included, between two markers; and draws them beside that file.
 
 ``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass;
-``<!-- evidence -->`` ... ``<!-- end -->`` all of them. The first has the pictures. Rows of earlier
-kernels, which have not been measured again, follow in a table of their own.
-``<!-- evidence: cpu -->`` ... ``<!-- end -->`` holds the rows of tests/evidence_cpu.json, which
-``bench --device cpu --json`` wrote; ``<!-- evidence: elsewhere -->`` what tests/gpu/elsewhere.json
-has of peers that were measured in runs of their own, with our rows beside it.
+``<!-- evidence -->`` ... ``<!-- end -->`` all of them. The first has the pictures. Each card and
+its versions have a table of their own. Rows that were measured with other kernels than the file has
+digests of are left out. ``<!-- evidence: cpu -->`` ... ``<!-- end -->`` holds the rows of
+tests/evidence_cpu.json, which ``bench --device cpu --json`` wrote; ``<!-- evidence: elsewhere -->``
+what tests/gpu/elsewhere.json has of peers that were measured in runs of their own, with our rows
+beside it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from pathlib import Path
 from kda_ops.bench import picture
 from kda_ops.bench.cases import GATES
 from kda_ops.bench.compare import UNFINISHED
-from kda_ops.bench.evidence import checkout
-from kda_ops.bench.rows import KEY, ratio
+from kda_ops.bench.digests import is_valid
+from kda_ops.bench.machine import checkout
+from kda_ops.bench.rows import case_of, ratio
 
 PICTURES = {
     "evidence.svg": "how many times as fast as each peer, every row that has both times",
@@ -99,12 +101,26 @@ def table(rows: list[dict], pass_: str | None) -> str:
     return "\n".join(lines)
 
 
-def _about(evidence: dict) -> str:
-    counts = ", ".join(f"{n} {word}" for word, n in evidence["tests"].items() if n)
-    counts += f", {cut}" if (cut := evidence.get("missing", {}).get("tests/gpu")) else ""
+def machine(about: dict) -> str:
+    """The card and the versions of a row, or of a run of the suite."""
+    return f"{about['gpu']}, torch {about['torch']}, triton {about['triton']}"
+
+
+def machines(rows: list[dict]) -> dict[str, list[dict]]:
+    """Rows by card and versions."""
+    found: dict[str, list[dict]] = {}
+    for row in rows:
+        found.setdefault(machine(row), []).append(row)
+    return found
+
+
+def _suite(suite: dict) -> str:
+    counts = ", ".join(
+        f"{suite[word]} {word}" for word in ("passed", "failed", "skipped") if suite[word]
+    )
     return (
-        f"{evidence['gpu']}, torch {evidence['torch']}, triton {evidence['triton']}; tests/gpu "
-        f"{counts}"
+        f"tests/gpu {counts}{', ' + suite['cut'] if suite['cut'] else ''} (source "
+        f"{suite['source']})"
     )
 
 
@@ -116,20 +132,15 @@ def _of_cpu(cpu: dict, protocol: str) -> str:
     )
 
 
-def _elsewhere(peers: list[dict], rows: list[dict], earlier: list[dict]) -> str:
-    """Peers' times of other runs beside ours, each of the first row that has it; with a dagger, of
-    earlier kernels.
-    """
+def _elsewhere(peers: list[dict], rows: list[dict]) -> str:
+    """Peers' times of other runs beside ours, each of the first row that has it."""
 
     def ours(peer: dict, pass_: str) -> str:
         want = (peer["op"], pass_, peer["setting"], peer["ours"])
-        for found, mark in ((rows, ""), (earlier, " †")):
-            for r in found:
-                if (r["op"], r["pass"], r["setting"], r["gate"]) == want and r[
-                    "ours_ms"
-                ] is not None:
-                    return f"{r['ours_ms']:.3g}{mark}"
-        return "–"
+        times = (
+            r["ours_ms"] for r in rows if (r["op"], r["pass"], r["setting"], r["gate"]) == want
+        )
+        return _number(next((ms for ms in times if ms is not None), None), ".3g")
 
     lines = [
         (
@@ -150,6 +161,11 @@ def _elsewhere(peers: list[dict], rows: list[dict], earlier: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def valid_rows(evidence: dict) -> list[dict]:
+    """The rows of an evidence file that may be published."""
+    return [r for r in evidence["rows"] if is_valid(r, evidence["code"]["rows"])]
+
+
 def rewrite(
     text: str,
     evidence: dict,
@@ -162,35 +178,36 @@ def rewrite(
     """
     shown = "".join(f"![{words}](tests/gpu/{name})\n\n" for name, words in (pictures or {}).items())
     protocol = "medians, error: relative RMS against float64.\n\n"
-    about = f"{_about(evidence)}; {protocol}"
-    rows, earlier = evidence["rows"], evidence.get("earlier", [])
-    missing = evidence.get("missing", {}).items()
-    late = {
-        name.rsplit(" ", 1)[0]
-        for name, why in missing
-        if name != "tests/gpu" and why.startswith(UNFINISHED)
-    }
-    late -= {" ".join(row[n] for n in KEY[:-1]) for row in rows}
+    rows, late = (
+        valid_rows(evidence),
+        {
+            name.rsplit(" ", 1)[0]
+            for name, why in evidence["missing"].items()
+            if why.startswith(UNFINISHED)
+        },
+    )
+    late -= set(map(case_of, rows))
+    stale = [r for r in evidence["rows"] if r not in rows]
 
     def fill(m: re.Match) -> str:
         nonlocal shown
         if m[2] == "elsewhere":
-            return m[1] + (_elsewhere(elsewhere, rows, earlier) if elsewhere else "") + m[3]
+            return m[1] + (_elsewhere(elsewhere, rows) if elsewhere else "") + m[3]
         if m[2] == "cpu":
             return m[1] + (_of_cpu(cpu, protocol) if cpu else "") + m[3]
-        lacking = sum(m[2] in (None, case.split()[1]) for case in late)
-        caption = (
-            about.replace(".\n", f"; {lacking} more cases were not reached.\n")
-            if lacking
-            else about
-        )
-        tables = [caption + table(rows, m[2])] if _of(rows, m[2]) else []
-        if _of(earlier, m[2]):
-            tables.append(
-                "Measured on earlier kernels, not again since:\n\n" + table(earlier, m[2])
-            )
-        if not tables:
+        of_pass = _of(rows, m[2])
+        if not of_pass and not _of(stale, m[2]):
             return m[1] + m[3]
+        notes = [_suite(evidence["suite"])]
+        if lacking := sum(m[2] in (None, case.split()[1]) for case in late):
+            notes.append(f"{lacking} more cases were not reached")
+        if older := len(_of(stale, m[2])):
+            notes.append(f"{older} rows of earlier kernels are left out")
+        tables = [
+            f"{name}; {'; '.join(notes)}; {protocol}{table(some, m[2])}"
+            for name, some in machines(of_pass).items()
+        ]
+        tables = tables or [f"{'; '.join(notes)}."]
         before, shown = shown, ""
         title = TITLES.get(m[2])
         return m[1] + before + (f"{title}. " if title else "") + "\n\n".join(tables) + "\n" + m[3]
@@ -217,14 +234,8 @@ def main(argv: list[str]) -> int:
     evidence = json.loads(source.read_text())
     drawn = folder / "evidence.svg"
     drawn.unlink(missing_ok=True)
-    earlier = [r for r in evidence.get("earlier", []) if ratio(r) is not None]
-    if rows := [r for r in evidence["rows"] if ratio(r) is not None] + earlier:
-        drawn.write_text(
-            picture.draw(
-                rows,
-                _about(evidence) + (f"; {len(earlier)} rows on earlier kernels" if earlier else ""),
-            )
-        )
+    if rows := [r for r in valid_rows(evidence) if ratio(r) is not None]:
+        drawn.write_text(picture.draw(rows, "; ".join(machines(rows))))
     there = {name: words for name, words in PICTURES.items() if (folder / name).exists()}
     others = (
         json.loads(f.read_text()) if f.exists() else None

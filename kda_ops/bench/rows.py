@@ -78,6 +78,11 @@ def name_of(key: tuple[str | None, ...]) -> str:
     return " ".join(k or "alone" for k in key)
 
 
+def case_of(row: dict) -> str:
+    """The name of a row's case: its key without the peer."""
+    return " ".join(row[n] for n in KEY[:-1])
+
+
 def compare_rows(
     new: list[dict], old: list[dict], skipped: dict[str, str] | None = None
 ) -> tuple[list[str], list[str]]:
@@ -122,7 +127,7 @@ def read_rows(path: str | Path, dtype: str | None = None) -> list[dict]:
         isinstance(row, dict) and {*KEY, "ours_ms"} <= row.keys() for row in rows
     ):
         raise ValueError(f"{path} holds no rows of bench --json or evidence.")
-    of = data.get("dtype", "bfloat16" if "kernels_sha256" in data else dtype)  # evidence is of bf16
+    of = data.get("dtype", "bfloat16" if "suite" in data else dtype)  # evidence is of bf16
     if dtype is not None and of != dtype:
         raise ValueError(f"{path} is of {of}, this run of {dtype}: pass --dtype {of}.")
     return rows

@@ -1,0 +1,204 @@
+"""``python -m kda_ops digests``: the machine code that each row of the evidence was measured with.
+
+A row stays valid while its case compiles, offline for sm_90, to the same code. Words, names, format
+and moved files change no digest. Digests compare within one version of Triton. The GPU suite runs
+the host's lines too, so its result belongs to `source_hash`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from importlib import metadata
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from kda_ops.bench.cases import Case, flags, make_inputs
+from kda_ops.bench.machine import Help, checkout, write_json
+from kda_ops.bench.rows import KEY, case_of, name_of
+from kda_ops.problem import Problem
+from kda_ops.registrations import schemas
+from kda_ops.stages import GRADIENTS
+
+PROCESSORS = 132  # of an H100 or H200, by which the launchers cut their work
+
+
+def launch(case: Case) -> None:
+    """Launch the kernels of our side of a row on meta tensors, within `offline.offline`."""
+    from kda_ops import chunk, recurrent
+    from kda_ops.backends.triton import tuning
+
+    tuning.processors = lambda device: PROCESSORS  # type: ignore[assignment]
+    rank, words = schemas.VARIANTS[case.op], flags(case)
+    x = make_inputs(case)
+
+    def parse() -> Problem:
+        return Problem.parse(rank, **x, **words)
+
+    if case.pass_ == "decode":
+        recurrent._PLANS.clear()
+        importlib.import_module("kda_ops.backends.triton.step")._COMPILED.clear()
+        B, HV, D = (case.sizes[n] for n in ("B", "HV", "D"))
+        dtype = torch.bfloat16 if case.state == "bf16" else torch.float32
+        pool = torch.empty((B, HV, D, D), dtype=dtype, device="meta")
+        slots = torch.empty(B, dtype=torch.int32, device="meta")
+        tensors = [x.get(n) for n in ("q", "k", "v", "g", "beta")]
+        tensors += [pool, slots, None, x.get("A_log"), x.get("dt_bias")]
+        recurrent.decode(
+            rank, tuple(tensors), words | {"transpose_state_layout": case.layout == "vk"}
+        )
+    elif case.pass_ == "fwd":
+        chunk.infer(parse())
+    else:
+        o, _, kept = chunk.forward(parse())
+        p = parse()
+        need = frozenset(n for n, t in zip(GRADIENTS, p.differentiable()) if t is not None)
+        chunk.backward(p, None, kept, torch.empty_like(o), None, need)
+
+
+def case_named(name: str, device: str) -> Case:
+    """The case of a row, by its name."""
+    op, pass_, setting, gate, state, layout = name.split()
+    return Case(op, pass_, setting, gate, device, torch.bfloat16, state, layout)
+
+
+def kernels_of(name: str) -> str:
+    """The kernels of a case, each with its digest, in the order of their launches."""
+    from kda_ops.bench.offline import offline
+
+    case = case_named(name, "meta")
+    with offline(90, ["", ""]) as rows:
+        launch(case)
+    return " ".join(f"{row.kernel}:{row.code}" for row in rows)
+
+
+def kernels_of_all(names: Iterable[str], jobs: int) -> dict[str, str]:
+    """Map names of cases to their kernels; those of an operator and gate share a process."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(set(names)):
+        op, _, _, gate, *_ = name.split()
+        groups.setdefault((op, gate.removesuffix("_safe")), []).append(name)
+    found: dict[str, str] = {}
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for some in pool.map(_kernels_of_some, sorted(groups.values(), key=len, reverse=True)):
+            found |= some
+    return found
+
+
+def _kernels_of_some(names: list[str]) -> dict[str, str]:
+    return {name: kernels_of(name) for name in names}
+
+
+def code_of(kernels: str) -> str:
+    """Hash the digests of a row's kernels, without names and order: the key of the row."""
+    digests = sorted(kernel.rpartition(":")[2] for kernel in kernels.split())
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
+
+
+def is_valid(row: dict, kernels: dict[str, str]) -> bool:
+    """Whether a row was measured with the kernels that its case has, by the case's name."""
+    return row["code"] == code_of(kernels.get(case_of(row), ""))
+
+
+def changed_kernels(before: str, after: str) -> str:
+    """The names of the kernels whose digests differ."""
+    old, new = (
+        {k.rpartition(":")[2]: k.rpartition(":")[0] for k in x.split()} for x in (before, after)
+    )
+    names = {(old | new)[digest] for digest in old.keys() ^ new.keys()}
+    return ", ".join(sorted(names)) or "how often kernels are launched"
+
+
+def source_hash(root: Path) -> str:
+    """Hash the syntax of the package in a checkout, without the benchmark.
+
+    Comments, docstrings, format and the places of files do not count, nor does the version of
+    Python.
+    """
+    files = [f for folder in ("kda_ops", "registrations") for f in (root / folder).rglob("*.py")]
+    sources = (f.read_bytes() for f in files if f.parent != root / "kda_ops" / "bench")
+    hashes = sorted(
+        hashlib.sha256(repr(syntax(ast.parse(s))).encode()).hexdigest() for s in sources
+    )
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:16]
+
+
+def syntax(node: object) -> object:
+    """Turn a syntax tree into tuples, without docstrings, positions and empty fields."""
+    if isinstance(node, list):
+        return [syntax(x) for x in node if not _is_string(x)]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = ((n, syntax(x)) for n, x in ast.iter_fields(node) if n not in ("kind", "type_comment"))
+    return type(node).__name__, *((n, x) for n, x in fields if x is not None and x != [])
+
+
+def _is_string(node: object) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def report(found: dict, kernels: dict[str, str], root: Path) -> list[str]:
+    """Say which kernels changed since an evidence file, which of its rows are stale, what to do."""
+    before, lines = found["code"]["rows"], list[str]()
+    for name, now in kernels.items():
+        if code_of(before.get(name, "")) != code_of(now):
+            lines.append(f"changed: {name}: {changed_kernels(before.get(name, ''), now)}")
+    stale = [r for r in found["rows"] if not is_valid(r, kernels)]
+    lines += [f"stale: {name_of(tuple(r[n] for n in KEY))}" for r in stale]
+    if stale:
+        lines.append(f"{len(stale)} of {len(found['rows'])} rows were measured with other kernels.")
+    if (source := source_hash(root)) != found["suite"]["source"]:
+        lines.append(f"tests/gpu ran on source {found['suite']['source']}, which is {source} here.")
+    if lines:
+        lines.append("On a GPU, python -m kda_ops evidence measures these again, and nothing else.")
+    return lines
+
+
+def main(argv: list[str]) -> int:
+    """Write the tree's digests into the evidence file; with ``--check`` fail if they differ."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kda_ops digests", description=__doc__, formatter_class=Help
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; fail if the file has digests of other kernels",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    args = parser.parse_args(argv)
+    root = checkout()
+    path = root / "tests" / "gpu" / "evidence.json"
+    found = json.loads(path.read_text())
+    if (here := metadata.version("triton")) != found["code"]["triton"]:
+        of = found["code"]["triton"]
+        raise SystemExit(f"{path} has digests of triton {of}, here is {here}: they do not compare.")
+    names = list(dict.fromkeys(map(case_of, found["rows"])))
+    made = kernels_of_all(names, args.jobs)
+    kernels = {name: made[name] for name in names}
+    for line in report(found, kernels, root):
+        print(line)
+    codes = [
+        {name: code_of(k) for name, k in rows.items()} for rows in (found["code"]["rows"], kernels)
+    ]
+    if args.check and codes[0] != codes[1]:
+        print(f"{path} has digests of other kernels: run python -m kda_ops digests,")
+        print(
+            "then python -m kda_ops bench --readme, which leaves the stale rows out of README.md."
+        )
+        return 1
+    if not args.check:
+        write_json(path, found | {"code": {"triton": here, "rows": kernels}})
+    count = len({k for each in kernels.values() for k in each.split()})
+    print(f"{len(kernels)} cases, {len(set(codes[1].values()))} sets of kernels, {count} kernels")
+    return 0
