@@ -282,46 +282,34 @@ def hasty(ptx: str) -> bool:
 def code_digest(cubin: bytes, name: str, *facts: object) -> str:
     """Hash what the file of a kernel of this name puts on a device, and `facts` of its launch.
 
-    That is code, constants and the size of parameters and shared memory: the ELF sections marked as
-    allocated. Lines, names of the kernel and of its source files are elsewhere in the file, and
-    change nothing.
+    That is code, constants and the sizes of parameters and shared memory: the ELF sections marked
+    as allocated. Source lines and names are in other sections.
     """
-    (table,), (size, count, strings) = (
-        struct.unpack_from("<Q", cubin, 40),
-        struct.unpack_from("<3H", cubin, 58),
-    )
+    table, size, count, strings = struct.unpack_from("<Q10x3H", cubin, 40)
     headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
     found = []
     for at, kind, flags, _, offset, length in headers:
         if flags & 2:  # SHF_ALLOC
             start = headers[strings][4] + at
             section = cubin[start : cubin.index(b"\0", start)].decode().removesuffix(f".{name}")
-            # SHT_NOBITS: a size only
-            found.append((section, length, b"" if kind == 8 else cubin[offset : offset + length]))
+            held = b"" if kind == 8 else cubin[offset : offset + length]  # SHT_NOBITS: a size only
+            found.append((section, length, held))
     return hashlib.sha256(repr((sorted(found), facts)).encode()).hexdigest()[:12]
 
 
-def _compiled(label: list[str], name: str, arch: int, kernel, start: float) -> Row:
+def compiled_code(kernel) -> str:
+    """The digest of a kernel as Triton returns it from a launch."""
     cubin, about = kernel.asm["cubin"], kernel.metadata
-    registers, stack = _resources(cubin)
-    code = code_digest(
-        cubin, about.name, registers, stack, about.num_warps, about.shared, about.launch_pdl
-    )
+    facts = about.num_warps, about.shared, about.launch_pdl
+    return code_digest(cubin, about.name, *_resources(cubin), *facts)
+
+
+def _compiled(label: list[str], name: str, arch: int, kernel, start: float) -> Row:
+    about = kernel.metadata
+    registers, stack = _resources(kernel.asm["cubin"])
     wrong = refilled(kernel.asm["ttgir"]), about.launch_pdl and hasty(kernel.asm["ptx"])
-    seconds = time.perf_counter() - start
-    return Row(
-        label[0],
-        label[1],
-        name,
-        arch,
-        about.num_warps,
-        registers,
-        stack,
-        about.shared,
-        seconds,
-        *wrong,
-        code,
-    )
+    numbers = about.num_warps, registers, stack, about.shared, time.perf_counter() - start
+    return Row(label[0], label[1], name, arch, *numbers, *wrong, compiled_code(kernel))
 
 
 def _broken(label: list[str], kernel: str, arch: int, error: Exception) -> Row:

@@ -1,0 +1,66 @@
+"""The kernels that a row of the evidence is keyed by are those that its call launches."""
+
+import importlib
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from kda_ops import recurrent
+from kda_ops.bench import digests
+from kda_ops.bench.cases import make_inputs
+from kda_ops.bench.offline import compiled_code
+from kda_ops.bench.sides import our_forward, our_step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+CASES = (
+    "kda fwdbwd B8T4096H32 bound fp32 kv",
+    "kda fwd B1T8192H16 bound fp32 kv",
+    "kda fwd B1T65536H32 strong fp32 kv",
+    "gdn fwdbwd B1T8192H96 softplus fp32 kv",
+    "kda decode B8T1H32 bound bf16 vk",
+)
+
+
+def launched(case, monkeypatch):
+    """The digests of the kernels that a call of our side of a case runs on this GPU."""
+    from triton.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
+
+    found, run = [], JITFunction.run
+
+    def record(self, *args, warmup, **words):
+        kernel = run(self, *args, warmup=warmup, **words)
+        if isinstance(kernel, CompiledKernel) and (case.pass_ == "decode" or not warmup):
+            found.append(compiled_code(kernel))
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "run", record)
+    x = make_inputs(case)
+    if case.pass_ == "decode":
+        recurrent._PLANS.clear()
+        importlib.import_module("kda_ops.backends.triton.step")._COMPILED.clear()
+        shape = [case.sizes[n] for n in ("B", "HV", "D", "D")]
+        pool = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+        with torch.inference_mode():
+            our_step(case, x)(pool)
+    elif case.pass_ == "fwd":
+        with torch.no_grad():
+            our_forward(case)(x)
+    else:
+        o = our_forward(case)({n: t.requires_grad_() for n, t in x.items()})
+        o.backward(torch.randn_like(o))
+    torch.cuda.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_is_keyed_by_the_kernels_that_run(name, monkeypatch):
+    here = torch.cuda.get_device_properties(0)
+    if (here.major, here.multi_processor_count) != (9, digests.PROCESSORS):
+        pytest.skip("digests are of an H100 or H200")
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # its driver knows no device
+        keyed = pool.submit(digests.kernels_of, name).result()
+    found = launched(digests.case_named(name, "cuda"), monkeypatch)
+    assert sorted(k.partition(":")[2] for k in keyed.split()) == sorted(found)
