@@ -96,6 +96,10 @@ def chunk_kda(
             what was given.
         TypeError: dtypes or devices disagree.
 
+    In fp16, backward on CUDA rounds gradients of states and values to fp16. Typical entries of the
+    incoming gradients must lie between 0.004 and 256, for values and states of size 1. Smaller ones
+    lose bits, larger ones give NaN; scale the loss.
+
     Values (offsets, decays, beta, slots) are checked only under the environment variable
     KDA_OPS_CHECK=1; on a CPU offsets always are.
 

@@ -212,7 +212,8 @@ def block_scores(
     own block and, in the second and the last, those of the block before, which decay to its end:
     2^(ANCHOR_SHARE up) of them, within the limits of `check_anchor`. What parts at row 16 has the
     factors exp2(-|G - G_16|) on either side. With OWN the diagonal of q k^T is of q and k as they
-    are, not rounded as operands: where decay is strong, o is that and little else.
+    are, not rounded as operands: where decay is strong, o is that and little else. Without it
+    (activated gates) a row whose q . k cancels may be off by half; o keeps its budget.
     """
     W: tl.constexpr = b_G.shape[1]
     o_r, o_g = tl.arange(0, 32), R * tl.arange(0, 32 // R)[:, None]

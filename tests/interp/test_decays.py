@@ -1,0 +1,41 @@
+"""The worst points of the map of strong decays in bf16 (`tests.support.decays`), as CPU tests."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
+    )
+
+from tests.support.decays import Setting, rows
+
+
+@dataclass(frozen=True)
+class Point(Setting):
+    """A setting of the map, under the laws that are worst."""
+
+    T: int = 80
+    chosen: tuple[str, ...] = ("8 rows of 16 with 1",)
+
+    def laws(self) -> list[str]:
+        return list(self.chosen)
+
+
+@pytest.mark.parametrize(
+    "point",
+    (
+        Point(chosen=("1000 m^4", "-1000 with 0.9", "8 rows of 16 with 1")),
+        Point(keys="correlated", chosen=("8 rows of 16 with 0.5",)),
+        Point("softplus", disable_recompute=True),
+        Point("safe", chosen=("uniform 5",)),
+    ),
+    ids=str,
+)
+def test_the_worst_decays_meet_their_budget(point):
+    """o, the final state and every gradient."""
+    over = [row for row in rows(point, torch.device("cpu")) if not row.budget <= 1.0]
+    assert not over, "\n".join(map(str, over))
