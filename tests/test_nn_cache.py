@@ -1,13 +1,155 @@
-"""Caches of layers: sequences that move."""
+"""Caches of layers: sizes by the configuration, whatever the weights are; sequences that move."""
 
 import copy
 
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.nn.functional as F
+from torch import nn
 
 from kda_ops.nn import Cache, GatedDeltaNet, KimiDeltaAttention
-from tests.support.layers import LAYERS, build, close, rows, variants
+from tests.support.layers import HIDDEN, LAYERS, build, close, rows, variants
+
+SIZES = dict(head_dim=8, num_heads=2, num_v_heads=4, expand_v=1.5)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+class Wrapped(nn.Module):
+    """A linear layer that is no nn.Linear: other names, another storage."""
+
+    def __init__(self, linear, store):
+        super().__init__()
+        self.store, self.shape, self.dtype = store, linear.weight.shape, linear.weight.dtype
+        weight = linear.weight.detach()
+        if store == "lora":
+            self.base_layer = linear
+            self.A, self.B = nn.Linear(HIDDEN, 2, bias=False), nn.Linear(2, len(weight), bias=False)
+            nn.init.zeros_(self.B.weight)
+            self.to(self.dtype)
+        elif store == "fp8":
+            self.weight = nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False)
+        else:  # as 4-bit storage is: one axis of bytes
+            flat = weight.contiguous().view(torch.uint8).flatten()
+            self.weight = nn.Parameter(flat, requires_grad=False)
+
+    def forward(self, x):
+        if self.store == "lora":
+            return self.base_layer(x) + self.B(self.A(x))
+        if self.store == "fp8":
+            return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.weight.data.view(self.dtype).view(self.shape))
+
+
+def assert_fits(layer, cache, x):
+    """Decoding with the cache gives what one forward gives."""
+    want = layer(x)
+    parts = [layer(x[:, :5], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in (5, 6))]
+    close(torch.cat(parts, 1), want, 1e-9 if x.dtype is torch.float64 else 1e-5)
+
+
+@torch.no_grad()
+@variants
+@pytest.mark.parametrize("store", ["lora", "fp8", "flat"])
+def test_a_cache_fits_a_layer_whose_projections_are_stored_otherwise(make, store):
+    layer, x = build(make, num_v_heads=4), rows(2, 7)
+    for name in PROJECTIONS:
+        setattr(layer, name, Wrapped(getattr(layer, name), store))
+    cache = layer.new_cache(2)
+    assert {b.dtype for b in cache.buffers()} == {torch.float64}
+    assert_fits(layer, cache, x)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:torch.:DeprecationWarning", "ignore:torch.:UserWarning")
+@variants
+def test_a_cache_fits_a_layer_that_quantize_dynamic_has_converted(make):
+    layer, x = make(HIDDEN, **SIZES), rows(2, 7).float()
+    layer = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}, dtype=torch.qint8)
+    assert not isinstance(layer.q_proj, nn.Linear)
+    cache = layer.new_cache(2)
+    assert cache.q_conv.dtype is torch.float32 and cache.v_conv.shape == (2, 3, 48)
+    # Scales are drawn per call from all of x, so that one forward is no oracle.
+    x = x[:, :1].expand(2, 7, HIDDEN)
+    y = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(7)], 1)
+    close(y, layer(x), 2e-2)
+
+
+@torch.no_grad()
+@variants
+def test_a_cache_is_made_where_it_is_wanted_though_weights_are_on_meta(make):
+    with torch.device("meta"):
+        layer = make(HIDDEN, **SIZES, dtype=torch.bfloat16)
+    assert layer.new_cache(3).state.is_meta
+    cache, want = layer.new_cache(3, device="cpu"), make(HIDDEN, **SIZES).bfloat16().new_cache(3)
+    for ours, theirs in zip(cache.buffers(), want.buffers(), strict=True):
+        assert (
+            ours.device.type == "cpu" and torch.equal(ours, theirs) and ours.dtype is theirs.dtype
+        )
+
+
+@variants
+def test_dtype_and_device_of_a_cache_are_arguments(make):
+    layer = make(HIDDEN, **SIZES, dtype=torch.bfloat16)
+    for dtype, state in (
+        (None, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        cache = layer.new_cache(2, dtype=dtype, device="meta")
+        assert cache.state.is_meta and cache.state.dtype is state
+        assert cache.k_conv.is_meta and cache.k_conv.dtype is (dtype or torch.bfloat16)
+
+
+@torch.no_grad()
+@variants
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_tails_of_8_bits_are_refused(make, dtype):
+    layer, x = build(make), rows(1, 5)
+    with pytest.raises(TypeError, match="^dtype must be float16, .* got torch.*: pass the one in"):
+        layer.new_cache(1, dtype=dtype)
+    if dtype.is_floating_point:
+        layer.o_norm.weight = nn.Parameter(layer.o_norm.weight.to(dtype))
+        with pytest.raises(TypeError, match="^dtype must be float16, .* got torch.float8_e4m3fn"):
+            layer.new_cache(1)
+    layer, cache = build(make), build(make).new_cache(1)
+    cache.v_conv = cache.v_conv.to(dtype)
+    with pytest.raises(
+        TypeError, match="^cache must hold convolution tails of .*: make it with new"
+    ):
+        layer(x, cache=cache)
+    with pytest.raises(TypeError, match="^tail must be float16, bfloat16, float32 or float64, got"):
+        layer.v_conv1d(torch.zeros(1, 5, 24, dtype=x.dtype), cache.v_conv)
+    assert not any(b.float().any() for b in cache.buffers())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, width", [("k_proj", 8), ("v_proj", 12)])
+def test_projections_of_other_widths_than_the_configuration_are_named(name, width):
+    layer = build(GatedDeltaNet)
+    cache = layer.new_cache(1)
+    setattr(layer, name, nn.Linear(HIDDEN, width, bias=False).double())  # one head of two
+    with pytest.raises(ValueError, match="the projections have other widths .* HeadParallel"):
+        layer(rows(1, 5), cache=cache)
+    assert not any(b.any() for b in cache.buffers())
+
+
+@torch.no_grad()
+@variants
+def test_a_cache_made_under_inference_mode_is_refused_outside_before_it_is_written(make):
+    layer, x = build(make), rows(2, 7)
+    with torch.inference_mode():
+        cache = layer.new_cache(2)
+        layer(x[:, :5], cache=cache)
+    for part in (x[:, 5:6], x[:, 5:]):
+        with pytest.raises(RuntimeError, match=r"^cache was made under torch.inference_mode\(\)"):
+            layer(part, cache=cache)
+    with torch.inference_mode():
+        close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:])
+
+
+# --- sequences that move --------------------------------------------------------------------------
+
 
 CACHED = [
     (KimiDeltaAttention, dict(num_v_heads=4)),

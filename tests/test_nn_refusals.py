@@ -148,10 +148,104 @@ REFUSALS = [
         RuntimeError,
         "call the layer under torch.no_grad()",
     ),
+    *(
+        (
+            lambda m=make, e=eps: m(64, head_dim=8, norm_eps=e),
+            ValueError,
+            f"norm_eps must be a finite number above 0, got {eps}",
+        )
+        for make in LAYERS
+        for eps in (-1.0, 0.0, float("nan"), float("inf"))
+    ),
+    (lambda: GatedRMSNorm(8, -1e-5), ValueError, "eps must be a finite number above 0, got -1e-05"),
+    *(
+        (
+            lambda m=make, d=dtype: m(64, dtype=d),
+            TypeError,
+            f"dtype must be float16, bfloat16, float32 or float64, got {dtype}",
+        )
+        for make in (*LAYERS, GatedRMSNorm, ShortConvolution)
+        for dtype in (torch.complex64, torch.int8, torch.float8_e4m3fn)
+    ),
+    (
+        lambda: GatedDeltaNet(64, num_heads=2, head_dim=8.0),
+        TypeError,
+        "head_dim must be a whole number, got 8.0",
+    ),
+    (lambda: ShortConvolution(4, 2.5), TypeError, "size must be a whole number, got 2.5"),
+    (
+        lambda: GatedDeltaNet(64, head_dim=8, expand_v=float("nan")),
+        ValueError,
+        "expand_v must be a finite number, got nan",
+    ),
+    (
+        lambda: GatedRMSNorm(4)(torch.ones(2, 4).long()),
+        TypeError,
+        "float32 or float64, got torch.int64",
+    ),
+    (
+        lambda: GatedRMSNorm(4)(torch.ones(2, 4, device="meta")),
+        TypeError,
+        "x must be on cpu, where weight is, got meta",
+    ),
+    (
+        lambda: GatedRMSNorm(4)(torch.ones(2, 4), torch.ones(2, 4).int()),
+        TypeError,
+        "gate must be float16, bfloat16, float32 or float64",
+    ),
+    (
+        lambda: ShortConvolution(4)(torch.ones(2, 5, 4).int()),
+        TypeError,
+        "float32 or float64, got torch.int32",
+    ),
+    (
+        lambda: ShortConvolution(4)(torch.ones(2, 5, 4, device="meta")),
+        TypeError,
+        "x must be on cpu, where weight is, got meta",
+    ),
+    (
+        lambda: ShortConvolution(4)(torch.ones(2, 5, 4), torch.ones(2, 3, 4, device="meta")),
+        TypeError,
+        "tail must be on cpu, where x is",
+    ),
+    *(
+        (lambda m=make, x=x, o=options: build(m)(x, **o), TypeError, words)
+        for make in LAYERS
+        for x, options, words in (
+            (
+                rows(2, 5).float(),
+                {},
+                "x must be torch.float64, as q_proj.weight is, got torch.float32: convert x",
+            ),
+            (
+                rows(2, 5).bfloat16(),
+                {},
+                "x must be torch.float64, as q_proj.weight is, got torch.bfloat16: conver",
+            ),
+            (rows(2, 5).long(), {}, "float32 or float64, got torch.int64: embed or convert it"),
+            (rows(2, 5).cfloat(), {}, "float32 or float64, got torch.complex64"),
+            (rows(2, 5).to(torch.float8_e4m3fn), {}, "float32 or float64, got torch.float8_e4m3fn"),
+            (
+                rows(2, 5).to("meta"),
+                {},
+                "x must be on cpu, where q_proj.weight is, got meta: move x or the layer",
+            ),
+            (
+                rows(2, 5).numpy(),
+                {},
+                "x must be a tensor of shape [B, T, hidden_size], got ndarray",
+            ),
+            (
+                rows(2, 5),
+                dict(attention_mask=torch.ones(2, 5, device="meta")),
+                "attention_mask must be on cpu, where x is, got meta",
+            ),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize("call, error, words", REFUSALS, ids=[words[:40] for *_, words in REFUSALS])
+@pytest.mark.parametrize("call, error, words", REFUSALS, ids=[words[:60] for *_, words in REFUSALS])
 def test_a_wrong_call_is_refused_in_words(call, error, words):
     with pytest.raises(error, match=re.escape(words)):
         call()
@@ -179,8 +273,7 @@ def test_a_call_refused_for_its_offsets_or_dtype_leaves_the_cache_as_it_was(make
     ):
         layer(rows(1, 5), cache=other)
     with pytest.raises(
-        TypeError,
-        match="^cache must hold convolution tails of torch.float64 on .*, got torch.int64 on",
+        TypeError, match="^cache must hold convolution tails .*, got torch.int64 on"
     ):
         layer(rows(1, 5), cache=whole)
     assert not any(x.any() for c in (cache, half, other, whole) for x in c.buffers())
@@ -206,3 +299,28 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
     with pytest.raises(RuntimeError, match="written in place"):
         layer(torch.randn(1, 5, HIDDEN), cache=cache)
     assert not cache.q_conv.any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", LAYERS)
+def test_x_of_another_dtype_is_refused_under_autocast_only_where_torch_would(make):
+    layer, x = make(HIDDEN, head_dim=8, num_heads=2), rows(2, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for given in (x.float(), x.bfloat16(), x.half()):
+            assert layer(given).dtype is torch.bfloat16
+        with pytest.raises(TypeError, match="^x must be torch.float32, as q_proj.weight is"):
+            layer(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", LAYERS)
+def test_x_of_another_dtype_is_left_to_projections_that_convert_it(make):
+    """A hook, or a forward of its own, may convert x, as offloading and sharding do."""
+    layer, x = build(make), rows(2, 5)
+    want = layer(x.float().double())
+    for name in ("q_proj", "k_proj", "v_proj", "b_proj"):
+        getattr(layer, name).register_forward_pre_hook(lambda _, args: (args[0].double(),))
+    other = layer.f_proj if make is KimiDeltaAttention else layer.a_proj
+    for part in (other, layer.g_proj):
+        part.register_forward_pre_hook(lambda _, args: (args[0].double(),))
+    assert torch.equal(layer(x.float()), want)

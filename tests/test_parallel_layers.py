@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -222,6 +222,18 @@ def test_a_cache_belongs_to_one_process():
         dist.destroy_process_group()
 
 
+def test_across_ranks_projections_may_be_modules_without_a_weight():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer, (x, _) = build("kda", PLAIN), batch()
+        want = layer(x)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(layer, name, nn.Sequential(getattr(layer, name)))
+        assert torch.equal(layer(x, group=dist.group.WORLD), want)
+    finally:
+        dist.destroy_process_group()
+
+
 # --- heads ----------------------------------------------------------------------------------------
 
 
@@ -296,6 +308,29 @@ def test_a_cache_holds_the_heads_of_its_rank(ranks):
     x, _ = batch(2)
     want = build("kda", GROUPED)(x)
     for got in ranks.run(2, decode, 2):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+def decode_sharded(groups, size, variant, heads):
+    """A cache made before any forward, of a layer sharded by FSDP2, some with heads spread too."""
+    layer, mesh, (x, _) = build(variant, GROUPED), mesh_of(groups[size]), batch(2)
+    if heads > 1:
+        grid = init_device_mesh("cpu", (size // heads, heads), mesh_dim_names=("dp", "tp"))
+        layer, mesh = parallelize_module(layer, grid["tp"], HeadParallel()), grid["dp"]
+    layer = fully_shard(layer, mesh=mesh)
+    with torch.no_grad():
+        cache = layer.new_cache(2)
+        assert cache.state.shape[1] == 4 // heads
+        steps = (layer(x[:, t : t + 1], cache=cache) for t in range(25, T))
+        return torch.cat([layer(x[:, :25], cache=cache), *steps], 1)
+
+
+@variants
+@pytest.mark.parametrize("size, heads", [(2, 1), (4, 2)])
+def test_a_cache_fits_a_sharded_layer_before_its_first_forward(ranks, variant, size, heads):
+    x, _ = batch(2)
+    want = build(variant, GROUPED)(x)
+    for got in ranks.run(size, decode_sharded, size, variant, heads):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
@@ -429,6 +464,33 @@ def test_data_parallel_training_is_training_on_one_process(ranks, how, compiled)
     want = trained(Block(), *batch(2))
     for rank, part in enumerate(parts):
         assert_same(part, want | {"y": want["y"][rank : rank + 1]})
+
+
+def decode_in_bfloat16(groups, size, variant):
+    """FSDP2 converts what children sharded with a policy get, a cache's tails too."""
+    mesh, (x, _) = mesh_of(groups[size]), batch(2)
+    policy, x = MixedPrecisionPolicy(param_dtype=torch.bfloat16), x.bfloat16()
+    torch.manual_seed(0)
+    layer = LAYERS[variant](HIDDEN, **GROUPED)
+    fully_shard(list(layer.children()), mesh=mesh, mp_policy=policy)
+    fully_shard(layer, mesh=mesh)
+    with torch.no_grad():
+        cache = layer.new_cache(2)
+        with pytest.raises(TypeError, match="convolution tails of torch.bfloat16 on cpu") as raised:
+            layer(x, cache=cache)
+        assert "new_cache(2, dtype=torch.bfloat16" in str(raised.value)
+        assert not any(b.any() for b in cache.buffers())
+        layer.reset_iter_state()
+        cache = layer.new_cache(2, dtype=torch.bfloat16)
+        steps = (layer(x[:, t : t + 1], cache=cache) for t in (9, 10))
+        parts = [layer(x[:, :9], cache=cache), *steps]
+        return torch.cat(parts, 1).float(), layer(x[:, :11]).float()
+
+
+@variants
+def test_a_cache_of_another_dtype_is_refused_where_fsdp_would_convert_it(ranks, variant):
+    for steps, at_once in ranks.run(2, decode_in_bfloat16, 2, variant):
+        torch.testing.assert_close(steps, at_once, rtol=0, atol=0.02 * at_once.abs().max().item())
 
 
 def test_the_steps_change_what_they_compare():

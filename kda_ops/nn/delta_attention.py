@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kda_ops.nn.cache import Cache
+from kda_ops.nn.checks import DTYPES, check_dtype, check_eps, check_size, check_x
 from kda_ops.nn.gated_norm import GatedRMSNorm
 from kda_ops.nn.local import local
-from kda_ops.nn.packing import Packing, Unpadding
+from kda_ops.nn.packing import Packing, Tokens, arrange
 from kda_ops.nn.short_convolution import ShortConvolution
 from kda_ops.problem import MAX_K, check_offsets
 
 if TYPE_CHECKING:
     from kda_ops.distributed.functional import Group
-    from kda_ops.distributed.plan import ContextPlan
 
 
 class DeltaAttention(nn.Module):
@@ -28,8 +28,11 @@ class DeltaAttention(nn.Module):
     logits of its decay and of its output gate.
 
     Sizes: H heads of K channels for q and k; HV value heads of V channels, a multiple of H; value
-    head h reads head ``h // (HV // H)``.
+    head h reads head ``h // (HV // H)``. `head_ranks` says over how many ranks `HeadParallel` has
+    spread the heads.
     """
+
+    head_ranks = 1
 
     def __init__(
         self,
@@ -50,24 +53,20 @@ class DeltaAttention(nn.Module):
         dt_bias_size: int,
     ):
         super().__init__()
-        self.hidden_size, self.num_heads, self.head_k_dim, self.head_v_dim = (
-            hidden_size,
-            num_heads,
-            head_dim,
-            round(head_dim * expand_v),
-        )
-        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
         for name, size, most in (
             ("hidden_size", hidden_size, None),
             ("num_heads", num_heads, None),
             ("head_dim", head_dim, MAX_K),
             ("conv_size", conv_size, None),
         ):
-            if size < 1 or (most is not None and size > most):
-                raise ValueError(
-                    f"{name} must be at least 1{'' if most is None else f' and at most {most}'}, "
-                    f"got {size}."
-                )
+            check_size(name, size, most)
+        check_eps("norm_eps", norm_eps)
+        check_dtype("dtype", dtype)
+        if not math.isfinite(expand_v):
+            raise ValueError(f"expand_v must be a finite number, got {expand_v}.")
+        self.hidden_size, self.num_heads, self.head_k_dim = hidden_size, num_heads, head_dim
+        self.head_v_dim = round(head_dim * expand_v)
+        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
         if self.num_v_heads < num_heads or self.num_v_heads % num_heads:
             raise ValueError(
                 f"num_v_heads must be a multiple of num_heads = {num_heads}, so that each q/k "
@@ -143,25 +142,50 @@ class DeltaAttention(nn.Module):
                 module.reset_parameters()  # type: ignore[operator]
         self.reset_gate()
 
-    def new_cache(self, num_sequences: int) -> Cache:
-        """Make an empty cache for N sequences, on the layer's device."""
+    def new_cache(
+        self,
+        num_sequences: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Cache:
+        """Make an empty cache for N sequences, with the heads that this rank has.
+
+        Sizes come from the layer's configuration, so weights may be sharded, quantised or on meta.
+
+        Args:
+            num_sequences: N.
+            dtype: of the convolutions' inputs; by default that of ``o_norm.weight``. States are
+                float32, with float64 inputs float64.
+            device: by default that of ``o_norm.weight``.
+
+        Raises:
+            ValueError: `num_sequences` is below 0.
+            TypeError: `dtype` has 8 bits or is no float.
+        """
         if num_sequences < 0:
             raise ValueError(f"num_sequences must be at least 0, got {num_sequences}.")
-        q, k, v = (local(proj.weight) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-        state = q.new_zeros(
-            (num_sequences, v.shape[0] // self.head_v_dim, self.head_v_dim, self.head_k_dim),
-            dtype=wide,
-        )
-        if not self.use_short_conv:
-            return Cache(state)
+        dtype = self.o_norm.weight.dtype if dtype is None else dtype
+        device = self.o_norm.weight.device if device is None else device
+        check_dtype("dtype", dtype, ": pass the one in which the projections compute")
+        state, *tails = self._cache_shapes(num_sequences, *self._widths())
+        wide = torch.promote_types(dtype, torch.float32)
         return Cache(
-            state,
-            *(
-                q.new_zeros((num_sequences, self.conv_size - 1, weight.shape[0]))
-                for weight in (q, k, v)
-            ),
+            torch.zeros(state, dtype=wide, device=device),
+            *(torch.zeros(tail, dtype=dtype, device=device) for tail in tails if tail is not None),
         )
+
+    def _widths(self) -> tuple[int, int, int]:
+        """Channels of q, k and v that this rank has."""
+        key_dim = self.num_heads // self.head_ranks * self.head_k_dim
+        return key_dim, key_dim, self.num_v_heads // self.head_ranks * self.head_v_dim
+
+    def _cache_shapes(self, N: int, *widths: int) -> list[tuple[int, ...] | None]:
+        """Shapes of a cache's state and tails, for q, k and v of these widths."""
+        state = (N, widths[-1] // self.head_v_dim, self.head_v_dim, self.head_k_dim)
+        if not self.use_short_conv:
+            return [state, None, None, None]
+        return [state, *((N, self.conv_size - 1, width) for width in widths)]
 
     def forward(
         self,
@@ -174,7 +198,8 @@ class DeltaAttention(nn.Module):
         """Mix tokens along time.
 
         Args:
-            x: ``[B, T, hidden_size]``.
+            x: ``[B, T, hidden_size]``, in the dtype and on the device of the projections; under
+                autocast any float.
             attention_mask: ``[B, T]``, nonzero at real tokens; padding may lie anywhere, is skipped
                 as if it were not there, and gives zeros. Of a longer mask, as generation loops pass
                 it, the last T columns count.
@@ -190,70 +215,38 @@ class DeltaAttention(nn.Module):
                 the group. Without mask and cache.
 
         Returns:
-            ``[B, T, hidden_size]`` in x's dtype.
+            ``[B, T, hidden_size]`` in x's dtype, under autocast in its dtype.
 
         Raises:
             ValueError: shapes disagree, on this rank or between ranks, or with a cache of another
                 layer, or both a mask and offsets are given, or a group with a mask or a cache.
-            RuntimeError: a cache is given and a gradient is wanted; or a rank of the group did not
-                take part within its timeout.
+            TypeError: x, or a buffer of the cache, has a dtype or device that the layer cannot use.
+            RuntimeError: a cache is given and a gradient is wanted, or it was made under
+                ``torch.inference_mode()`` and is used outside; or a rank of the group did not take
+                part within its timeout.
         """
-        plan, offsets, before = None, cu_seqlens, None
         if group is None:
             self._check(x, attention_mask, cache, cu_seqlens)
+            x, tokens = arrange(x, attention_mask, cu_seqlens)
         else:
-            plan, offsets, before = self._neighbours(x, attention_mask, cache, cu_seqlens, group)
-        decode = x.shape[1] == 1 and cu_seqlens is None
-        padded = None
-        if attention_mask is not None:
-            padded = Unpadding(attention_mask[:, attention_mask.shape[1] - x.shape[1] :])
-            x = padded.pack(x)
-            offsets = cu_seqlens = padded.cu_seqlens
-        packing = None if offsets is None else Packing(offsets, x.shape[1])
+            tokens = self._arrange_across_ranks(x, attention_mask, cache, cu_seqlens, group)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if cache is not None:
             self._check_cache(cache, q, k, v)
-        if self.use_short_conv:
-            if before is not None:
-                tails = self.q_proj(before), self.k_proj(before), self.v_proj(before)
-            else:
-                tails = (
-                    (None, None, None)
-                    if cache is None
-                    else (cache.q_conv, cache.k_conv, cache.v_conv)
-                )
-            q, k, v = (
-                self.q_conv1d(q, tails[0], packing),
-                self.k_conv1d(k, tails[1], packing),
-                self.v_conv1d(v, tails[2], packing),
-            )
-        else:
-            q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        # Of tensor parallel layers each rank has some of the heads.
-        q, k, v = (
-            q.unflatten(-1, (-1, self.head_k_dim)),
-            k.unflatten(-1, (-1, self.head_k_dim)),
-            v.unflatten(-1, (-1, self.head_v_dim)),
-        )
-        o = self._attend(
-            q, k, v, self._decay_logits(x), self.b_proj(x), cache, cu_seqlens, decode, plan
-        )
-        gate = self._output_gate(x)
-        o = self.o_norm(o, None if gate is None else gate.unflatten(-1, (-1, self.head_v_dim)))
-        o = self.o_proj(o.flatten(-2))
-        return o if padded is None else padded.unpack(o)
+        q, k, v = self._convolve(q, k, v, cache, tokens)
+        o = self._attend(q, k, v, self._decay_logits(x), self.b_proj(x), cache, tokens)
+        o = self._gate_and_project(o, self._output_gate(x))
+        return o if tokens.padding is None else tokens.padding.unpack(o)
 
-    def _neighbours(
+    def _arrange_across_ranks(
         self,
         x: Tensor,
         attention_mask: Tensor | None,
         cache: Cache | None,
         cu_seqlens: Tensor | None,
         group: Group,
-    ) -> tuple[ContextPlan, Tensor | None, Tensor | None]:
-        """The shards of the group, the offsets of this rank's own tokens, and the inputs before
-        them that the convolutions read.
-        """
+    ) -> Tokens:
+        """Agree with the ranks of the group on the call, and see where this rank's tokens lie."""
         from kda_ops.distributed.plan import agree
         from kda_ops.distributed.tail import exchange_tail
 
@@ -282,7 +275,7 @@ class DeltaAttention(nn.Module):
             } | {
                 "layer": type(self).__name__,
                 "x": f"{x.dtype} [{x.shape[0]}, T, {x.shape[2]}]",
-                "parameters": str(self.q_proj.weight.dtype),
+                "parameters": str(self.o_norm.weight.dtype),
                 "cu_seqlens": None if cu_seqlens is None else cu_seqlens.tolist(),
                 "a gradient of x wanted": grad and x.requires_grad,
                 "a gradient wanted": grad
@@ -301,7 +294,29 @@ class DeltaAttention(nn.Module):
             lengths_needed=convolves or cu_seqlens is not None,
         )
         before = exchange_tail(x, self.conv_size, plan, cu_seqlens) if convolves else None
-        return plan, None if cu_seqlens is None else plan.local(cu_seqlens), before
+        offsets = None if cu_seqlens is None else plan.local(cu_seqlens)
+        packing = None if offsets is None else Packing(offsets, x.shape[1])
+        return Tokens(cu_seqlens, packing, plan=plan, before=before)
+
+    def _convolve(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, tokens: Tokens
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Convolve and activate the projections: q, k [B, T, H, K] and v [B, T, HV, V]."""
+        if self.use_short_conv:
+            tails: tuple[Tensor | None, ...] = (None, None, None)
+            if tokens.before is not None:
+                before = tokens.before
+                tails = self.q_proj(before), self.k_proj(before), self.v_proj(before)
+            elif cache is not None:
+                tails = cache.q_conv, cache.k_conv, cache.v_conv
+            q = self.q_conv1d(q, tails[0], tokens.packing)
+            k = self.k_conv1d(k, tails[1], tokens.packing)
+            v = self.v_conv1d(v, tails[2], tokens.packing)
+        else:
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
+        # As many heads as there are: a rank of a tensor-parallel layer has some of them.
+        q, k = (x.unflatten(-1, (-1, self.head_k_dim)) for x in (q, k))
+        return q, k, v.unflatten(-1, (-1, self.head_v_dim))
 
     def _attend(
         self,
@@ -311,15 +326,13 @@ class DeltaAttention(nn.Module):
         g: Tensor,
         beta: Tensor,
         cache: Cache | None,
-        cu_seqlens: Tensor | None,
-        decode: bool,
-        plan: ContextPlan | None,
+        tokens: Tokens,
     ) -> Tensor:
-        """o [B, T, HV, V]."""
+        """Run the operator, over the cache if there is one: o [B, T, HV, V]."""
         flags = dict(
             A_log=local(self.A_log),
             dt_bias=local(self.dt_bias),
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=tokens.cu_seqlens,
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
@@ -327,10 +340,14 @@ class DeltaAttention(nn.Module):
             transpose_state_layout=True,
         )
         if cache is None:
-            return self._chunk(q, k, v, g, beta, group=plan, **flags)[0]
-        return (self._recurrent_ if decode else self._chunk_)(
-            q, k, v, g, beta, cache.state, **flags
-        )
+            return self._chunk(q, k, v, g, beta, group=tokens.plan, **flags)[0]
+        run = self._recurrent_ if tokens.decode else self._chunk_
+        return run(q, k, v, g, beta, cache.state, **flags)
+
+    def _gate_and_project(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """The gated norm of each head, and the projection of all: [B, T, hidden_size]."""
+        gate = None if gate is None else gate.unflatten(-1, (-1, self.head_v_dim))
+        return self.o_proj(self.o_norm(o, gate).flatten(-2))
 
     def _check(
         self,
@@ -340,17 +357,29 @@ class DeltaAttention(nn.Module):
         cu_seqlens: Tensor | None,
         across_ranks: bool = False,
     ) -> None:
+        """Refuse a call before anything is computed, communicated or written."""
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"x must be a tensor of shape [B, T, hidden_size], got {type(x).__name__}: "
+                "torch.tensor(...) makes one."
+            )
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x must have shape [B, T, hidden_size] = [B, T, {self.hidden_size}], got "
                 f"{list(x.shape)}."
             )
+        check_x(x, "q_proj", self.q_proj)
         N = x.shape[0]
         if attention_mask is not None:
             if not isinstance(attention_mask, Tensor):
                 raise TypeError(
                     "attention_mask must be a tensor of shape [B, T], got "
                     f"{type(attention_mask).__name__}: torch.tensor(...) makes one."
+                )
+            if attention_mask.device != x.device:
+                raise TypeError(
+                    f"attention_mask must be on {x.device}, where x is, "
+                    f"got {attention_mask.device}: move it there."
                 )
             if cu_seqlens is not None:
                 raise ValueError(
@@ -382,47 +411,50 @@ class DeltaAttention(nn.Module):
                 )
 
     def _check_cache(self, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Refuse a cache of other heads or convolutions than those of the projected q, k and v, and
-        any where a gradient is wanted.
-        """
-        N, tails = cache.state.shape[0], (cache.q_conv, cache.k_conv, cache.v_conv)
-        want: list[tuple[int, ...] | None] = [
-            (N, v.shape[-1] // self.head_v_dim, self.head_v_dim, self.head_k_dim)
-        ]
-        want += [
-            (N, self.conv_size - 1, x.shape[-1]) if self.use_short_conv else None for x in (q, k, v)
-        ]
-        got = [None if x is None else tuple(x.shape) for x in (cache.state, *tails)]
+        """Refuse a cache that does not suit the projected q, k and v, before it is written."""
+        N, make = cache.state.shape[0], "make it with this layer's new_cache"
+        want = self._cache_shapes(N, *(x.shape[-1] for x in (q, k, v)))
+        if want != self._cache_shapes(N, *self._widths()):
+            make = (
+                "the projections have other widths than this rank's heads have by num_heads, "
+                "num_v_heads and head_dim: spread heads over ranks with HeadParallel"
+            )
+        buffers = (cache.state, cache.q_conv, cache.k_conv, cache.v_conv)
+        got = [None if x is None else tuple(x.shape) for x in buffers]
         if got != want:
             raise ValueError(
-                f"cache must hold a state and convolution tails of shapes {want}, got {got}: make "
-                "it with this layer's new_cache."
+                "cache must hold a state and convolution tails of shapes "
+                f"{want}, got {got}: {make}."
             )
-        wrong = [
-            f"{x.dtype} on {x.device}"
-            for x in tails
-            if x is not None and not (x.is_floating_point() and x.device == q.device)
-        ]
-        if wrong:
-            raise TypeError(
-                f"cache must hold convolution tails of {q.dtype} on {q.device}, got {wrong[0]}: "
-                "make it with this layer's new_cache."
-            )
-        states = (torch.float64,) if q.dtype is torch.float64 else (torch.float32, torch.bfloat16)
-        # before the convolutions write their tails
-        if cache.state.dtype not in states or cache.state.device != q.device:
-            here, there = (
-                f"{cache.state.dtype} on {cache.state.device}",
-                f"{' or '.join(map(str, states))} on {q.device}",
-            )
-            raise TypeError(
-                f"cache must hold states of {there}, got {here}: make it with this layer's "
-                "new_cache."
-            )
+        wide = (torch.float64,) if q.dtype is torch.float64 else (torch.float32, torch.bfloat16)
+        self._check_cached("states", cache.state, wide, q)
+        for n, tail in zip("qkv", buffers[1:]):
+            if tail is not None:
+                # A hook such as FSDP2's may convert a module's inputs: to a copy, which is written.
+                hooked = getattr(self, f"{n}_conv1d")._forward_pre_hooks
+                self._check_cached("convolution tails", tail, (q.dtype,) if hooked else DTYPES, q)
         if torch.is_grad_enabled() and (
             q.requires_grad or any(p.requires_grad for p in self.parameters())
         ):
             raise RuntimeError(
                 "cache is written in place and has no gradient: call the layer under "
                 "torch.no_grad() or torch.inference_mode()."
+            )
+
+    def _check_cached(
+        self, what: str, x: Tensor, dtypes: tuple[torch.dtype, ...], q: Tensor
+    ) -> None:
+        """Refuse a buffer of a cache that would round what it is to keep, or cannot be written."""
+        if x.dtype not in dtypes or x.device != q.device:
+            names = " or ".join(map(str, dtypes))
+            raise TypeError(
+                f"cache must hold {what} of {names} on {q.device}, got {x.dtype} on {x.device}: "
+                f"make it with new_cache({x.shape[0]}, dtype={q.dtype}, device={str(q.device)!r})."
+            )
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return
+        if x.is_inference():
+            raise RuntimeError(
+                "cache was made under torch.inference_mode() and can be written only there: "
+                "make it outside, or call the layer under inference_mode."
             )

@@ -28,9 +28,9 @@ class GatedDeltaNet(DeltaAttention):
         use_short_conv: convolve q, k and v; otherwise only SiLU.
         allow_neg_eigval: write strengths up to 2, ``2 * sigmoid(b_proj(x))``.
         conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
-        norm_eps: of the gated RMS norm.
-        device, dtype: of the parameters; `A_log` and `dt_bias` are made in fp32 whatever it is, but
-            ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
+        norm_eps: of the gated RMS norm, above 0.
+        device, dtype: of the parameters, 16 bits or more. `A_log` and `dt_bias` are fp32 whatever
+            it is. ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d``
     ``[channels, 1, conv_size]``, ``a_proj`` (decay), ``b_proj``, ``A_log`` and ``dt_bias``
@@ -40,7 +40,8 @@ class GatedDeltaNet(DeltaAttention):
     ``load_state_dict(assign=True)``), so an optimizer made after that should go by these names.
 
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: sizes that do not fit together, an epsilon that is not finite and above 0.
+        TypeError: a dtype of 8 bits or no float.
 
     Example:
         >>> import torch, kda_ops.nn

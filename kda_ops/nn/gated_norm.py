@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kda_ops.nn.checks import check_dtype, check_eps, check_float
 from kda_ops.nn.local import local
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,7 +31,9 @@ class GatedRMSNorm(nn.Module):
     Parameter: `weight` ``[V]``, ones at first. Computed in fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: another activation; in a call, another width, or a gate of another shape.
+        ValueError: another activation, an eps that is not finite and above 0; in a call, another
+            width, or a gate of another shape.
+        TypeError: a dtype of 8 bits or no float; in a call, x or a gate elsewhere than weight.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -49,6 +52,8 @@ class GatedRMSNorm(nn.Module):
             raise ValueError(
                 f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}."
             )
+        check_eps("eps", eps)
+        check_dtype("dtype", dtype)
         self.eps, self.activation = eps, activation
         self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
 
@@ -72,6 +77,9 @@ class GatedRMSNorm(nn.Module):
             raise ValueError(
                 f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}."
             )
+        check_float("x", x, self.weight.device, "weight")
+        if gate is not None:
+            check_float("gate", gate, x.device, "x")
         wide = torch.promote_types(x.dtype, torch.float32)
         y = x.to(wide)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * local(self.weight)

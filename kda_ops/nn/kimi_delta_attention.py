@@ -32,9 +32,9 @@ class KimiDeltaAttention(DeltaAttention):
         lower_bound: natural log, below 0: use the bounded gate ``lower_bound * sigmoid(exp(A_log) *
             (g + dt_bias))`` in place of ``-exp(A_log) * softplus(g + dt_bias)``.
         conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
-        norm_eps: of the gated RMS norm.
-        device, dtype: of the parameters; `A_log` and `dt_bias` are made in fp32 whatever it is, but
-            ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
+        norm_eps: of the gated RMS norm, above 0.
+        device, dtype: of the parameters, 16 bits or more. `A_log` and `dt_bias` are fp32 whatever
+            it is. ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d``
     ``[channels, 1, conv_size]``, ``f_proj.0 f_proj.1`` (decay), ``b_proj``, ``A_log`` ``[HV]``,
@@ -45,7 +45,9 @@ class KimiDeltaAttention(DeltaAttention):
     that should go by these names.
 
     Raises:
-        ValueError: sizes that do not fit together, or `safe_gate` without `lower_bound`.
+        ValueError: sizes that do not fit together, an epsilon that is not finite and above 0, or
+            `safe_gate` without `lower_bound`.
+        TypeError: a dtype of 8 bits or no float.
 
     Example:
         >>> import torch, kda_ops.nn

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor, nn
+
 
 def local(parameter) -> Any:
     """A parameter as a plain tensor: this rank's heads of one that `kda_ops.nn.tensor_parallel` has
@@ -23,6 +26,14 @@ def local(parameter) -> Any:
     summed = [Partial() if placement.is_replicate() else placement for placement in placements]
     # redistribute: forward nothing, backward the sum
     return parameter.redistribute(placements=placements).to_local(grad_placements=summed)
+
+
+class LocalLinear(nn.Linear):
+    """A projection of, or to, this rank's heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x W^T + b`` with this rank's part of both."""
+        return F.linear(x, local(self.weight), local(self.bias))
 
 
 def across(group, function: Callable) -> Callable:

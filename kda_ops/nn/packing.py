@@ -4,8 +4,13 @@ packed ones.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kda_ops.distributed.plan import ContextPlan
 
 
 class Packing:
@@ -53,3 +58,27 @@ class Unpadding:
     def unpack(self, x: Tensor) -> Tensor:
         """``[1, B * T, D]`` to ``[B, T, D]``."""
         return x[0].index_select(0, self.target).unflatten(0, (self.B, self.T))
+
+
+class Tokens(NamedTuple):
+    """Where the tokens of a call lie: in which sequences, in which padded rows, on which ranks."""
+
+    cu_seqlens: Tensor | None  # as the operator takes them, across ranks global
+    packing: Packing | None  # of this rank's own tokens
+    decode: bool = False  # one token for each sequence
+    padding: Unpadding | None = None  # what has moved the tokens of padded rows into one row
+    plan: ContextPlan | None = None  # the shards of all ranks
+    before: Tensor | None = None  # [N, conv_size - 1, hidden_size] inputs in front of this shard
+
+
+def arrange(
+    x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tokens]:
+    """x as the layer computes it, padded rows packed into one, and where its tokens lie."""
+    T, padding = x.shape[1], None
+    decode = T == 1 and cu_seqlens is None
+    if attention_mask is not None:
+        padding = Unpadding(attention_mask[:, attention_mask.shape[1] - T :])
+        x, cu_seqlens = padding.pack(x), padding.cu_seqlens
+    packing = None if cu_seqlens is None else Packing(cu_seqlens, x.shape[1])
+    return x, Tokens(cu_seqlens, packing, decode, padding)

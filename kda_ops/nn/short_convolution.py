@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kda_ops.nn.checks import check_dtype, check_float, check_size
 from kda_ops.nn.local import local
 from kda_ops.nn.packing import Packing
 from kda_ops.registrations.opaque import opaque
@@ -32,6 +33,7 @@ class ShortConvolution(nn.Module):
     Raises:
         ValueError: `size` is below 1; in a call, another number of channels, or a tail of another
             shape.
+        TypeError: a dtype of 8 bits or no float; in a call, x or a tail elsewhere than weight.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -46,8 +48,8 @@ class ShortConvolution(nn.Module):
         self, channels: int, size: int = 4, bias: bool = False, *, device=None, dtype=None
     ):
         super().__init__()
-        if size < 1:
-            raise ValueError(f"size must be at least 1 tap, got {size}.")
+        check_size("size", size)
+        check_dtype("dtype", dtype)
         self.channels, self.size = channels, size
         self.weight = nn.Parameter(torch.empty(channels, 1, size, device=device, dtype=dtype))
         self.bias = (
@@ -77,12 +79,15 @@ class ShortConvolution(nn.Module):
             raise ValueError(
                 f"x must have shape [B, T, D] = [B, T, {weight.shape[0]}], got {list(x.shape)}."
             )
+        check_float("x", x, weight.device, "weight")
         N = x.shape[0] if packing is None else packing.length.shape[0]
         if tail is not None and tail.shape != (N, self.size - 1, x.shape[-1]):
             raise ValueError(
                 f"tail must have shape [N, size - 1, D] = {[N, self.size - 1, x.shape[-1]]}, got "
                 f"{list(tail.shape)}."
             )
+        if tail is not None:
+            check_float("tail", tail, x.device, "x")
         position = None if packing is None else packing.position
         if tail is None and torch.is_grad_enabled():
             return _Convolve.apply(x, weight, bias, position).to(x.dtype)

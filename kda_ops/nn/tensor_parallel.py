@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -34,7 +33,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from kda_ops.nn.delta_attention import DeltaAttention
-from kda_ops.nn.local import local
+from kda_ops.nn.local import LocalLinear
 
 
 class HeadParallel(ParallelStyle):
@@ -101,6 +100,7 @@ class HeadParallel(ParallelStyle):
                 )
             if type(part) is nn.Linear:
                 part.__class__ = LocalLinear
+        module.head_ranks = device_mesh.size()
         module.register_forward_pre_hook(partial(self._enter, device_mesh), with_kwargs=True)
         module.register_forward_hook(partial(self._leave, device_mesh))
         return module
@@ -121,14 +121,6 @@ class HeadParallel(ParallelStyle):
             placements=[self.output_layouts]
         )
         return y.to_local() if self.use_local_output else y
-
-
-class LocalLinear(nn.Linear):
-    """A projection of, or to, this rank's heads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x W^T + b`` with this rank's part of both."""
-        return F.linear(x, local(self.weight), local(self.bias))
 
 
 def _placement(name: str) -> Placement:

@@ -1,0 +1,72 @@
+"""What layers refuse: options that mean nothing, and inputs that do not suit the parameters."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kda_ops.nn.local import LocalLinear
+from kda_ops.problem import _check_float as check_float
+
+__all__ = ["DTYPES", "check_dtype", "check_eps", "check_float", "check_size", "check_x"]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # those that compute here
+
+
+def check_dtype(name: str, dtype: torch.dtype | None, hint: str = "") -> None:
+    """Refuse a dtype in which a layer cannot compute; None leaves the choice to torch."""
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}{hint}.")
+
+
+def check_size(name: str, size: int, most: int | None = None) -> None:
+    """Refuse a size that is not a whole number from 1 to `most`."""
+    if not hasattr(size, "__index__"):
+        raise TypeError(f"{name} must be a whole number, got {size!r}.")
+    if size < 1 or (most is not None and size > most):
+        bound = "" if most is None else f" and at most {most}"
+        raise ValueError(f"{name} must be at least 1{bound}, got {size}.")
+
+
+def check_eps(name: str, eps: float) -> None:
+    """Refuse an epsilon that lets the norm of a row of zeros, or of any row, be NaN."""
+    if not 0.0 < eps < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, got {eps}.")
+
+
+def check_x(x: Tensor, name: str, projection: nn.Module) -> None:
+    """Refuse an x that the projection called `name` cannot multiply.
+
+    Only a linear layer of torch without hooks says by its weight what it takes. Wrapped, quantised,
+    offloaded or separately sharded ones may convert x first.
+    """
+    check_dtype("x", x.dtype, ": embed or convert it first")
+    weight = getattr(projection, "weight", None)
+    if (
+        type(projection) not in (nn.Linear, LocalLinear)
+        or projection._forward_pre_hooks
+        or "forward" in vars(projection)
+        or not (type(weight) in (nn.Parameter, Tensor) or hasattr(type(weight), "to_local"))
+        or weight.dtype not in DTYPES
+    ):
+        return
+    if x.device != weight.device:
+        raise TypeError(
+            f"x must be on {weight.device}, where {name}.weight is, got {x.device}: "
+            "move x or the layer."
+        )
+    if _computed_in(x) is not _computed_in(weight):
+        raise TypeError(
+            f"x must be {weight.dtype}, as {name}.weight is, got {x.dtype}: "
+            "convert x, or call the layer under torch.autocast."
+        )
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    """The dtype in which a matrix product sees x: autocast converts all but float64."""
+    kind = x.device.type
+    if x.dtype is torch.float64 or not torch.amp.is_autocast_available(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
