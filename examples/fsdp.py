@@ -1,23 +1,21 @@
 """Train a small model of KDA and GDN layers with FSDP2, and show that its losses and parameters are
 those of one process.
 
-    # two processes on this machine, gloo, a few seconds
-    python examples/fsdp.py
-    # rows over two, heads over two
-    python examples/fsdp.py --processes 4 --tensor-parallel 2
-    # the same under a launcher
-    torchrun --nproc-per-node 2 examples/fsdp.py
-    # NCCL
-    torchrun --nproc-per-node 2 examples/fsdp.py --device cuda
+    python examples/fsdp.py                                           # two processes on this machine, gloo, a few seconds
+    python examples/fsdp.py --processes 4 --tensor-parallel 2         # rows over two, heads over two
+    python examples/fsdp.py --precision bfloat16                      # compute in bfloat16
+    torchrun --nproc-per-node 2 examples/fsdp.py                      # the same under a launcher
+    torchrun --nproc-per-node 2 examples/fsdp.py --device cuda        # NCCL
 
 Each rank reads its rows of the batch and keeps its part of every parameter, gradient and optimizer
 state; `fully_shard` gathers one block at a time. A block is wrapped as a whole: nothing about our
 layers needs to be known. Heads are spread by `HeadParallel` before that, on the other dimension of
 the mesh. Afterwards the first rank trains alone on the whole batches, to compare.
 
-In bfloat16, keep the parameters in float32 and train under ``torch.autocast``: a
-`MixedPrecisionPolicy` with ``param_dtype=torch.bfloat16`` would round the gate's A_log and dt_bias
-as well, and FSDP2 takes no block whose parameters differ in dtype.
+In bfloat16 the gate's A_log and dt_bias must stay in float32, and a `MixedPrecisionPolicy` rounds
+all parameters of a group. So a mixer is sharded twice: its children with the policy, then A_log and
+dt_bias without. The same two calls, without a policy, shard a layer that was built with
+``dtype=torch.bfloat16``, which FSDP2 otherwise refuses ("uniform original parameter dtype").
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -76,14 +74,20 @@ def new_model(seed: int, device: torch.device) -> nn.Sequential:
     ).to(device)
 
 
-def shard(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+def shard(model: nn.Sequential, mesh: DeviceMesh, precision: torch.dtype) -> nn.Sequential:
     """Heads and hidden channels over "tp", then every parameter over "dp"."""
+    dp, policy = mesh["dp"], MixedPrecisionPolicy()
+    if precision is not torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     for block in model[1:-2]:
         if mesh["tp"].size() > 1:
             plan = {"mixer": HeadParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh["tp"], plan)
-        fully_shard(block, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+        if precision is not torch.float32:
+            fully_shard(list(block.mixer.children()), mesh=dp, mp_policy=policy)
+            fully_shard(block.mixer, mesh=dp)  # what is left: A_log and dt_bias
+        fully_shard(block, mesh=dp, mp_policy=policy)
+    return fully_shard(model, mesh=dp, mp_policy=policy)
 
 
 def train(
@@ -105,7 +109,7 @@ def train(
             )
         rows = text if mesh is None else text.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")]
         rows = rows.to(device)
-        loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss = F.cross_entropy(model(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()  # gradients are averaged over the ranks, as the loss of the batch is
         optimizer.step()
         optimizer.zero_grad()
@@ -125,7 +129,8 @@ def run(args: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     sizes = (dist.get_world_size() // args.tensor_parallel, args.tensor_parallel)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))
-    model = shard(new_model(args.seed, device), mesh)
+    precision = getattr(torch, args.precision)
+    model = shard(new_model(args.seed, device), mesh, precision)
     held = sum(
         p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters()
     )
@@ -149,7 +154,9 @@ def run(args: argparse.Namespace) -> None:
             f"losses differ by at most {off:.1e}, parameters after the last step by "
             f"{off_parameters:.1e}"
         )
-        if not (off < 1e-4 and off_parameters < 1e-3 and losses[-1] < losses[0]):
+        eps = torch.finfo(precision).eps  # the process alone trains in float32
+        bound, bound_parameters = max(1e-4, eps), max(1e-3, 2 * eps)
+        if not (off < bound and off_parameters < bound_parameters and losses[-1] < losses[0]):
             raise RuntimeError("training across ranks is not the training of one process")
     dist.barrier()
 
@@ -184,6 +191,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, help="over how many ranks the heads are spread"
     )
+    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

@@ -8,6 +8,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -143,16 +144,19 @@ def test_a_rank_ends_well_though_gloo_still_lets_go_of_tensors(example, tmp_path
     assert "differ" in done.stdout
 
 
-def fsdp_with_heads(groups):
+def fsdp_with_heads(groups, precision):
     """The example on four ranks, rows over two and heads over two; what it prints."""
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        fsdp.run(argparse.Namespace(device="cpu", tensor_parallel=2, steps=3, seed=1))
+    options = dict(tensor_parallel=2, steps=3, seed=1, precision=precision)
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.filterwarnings("error", "A_log and dt_bias must stay in float32")
+        fsdp.run(argparse.Namespace(device="cpu", **options))
     return printed.getvalue()
 
 
-def test_fsdp_with_heads_on_a_second_dimension_does_too(ranks):
-    assert "rows over 2 ranks, heads over 2" in ranks.run(4, fsdp_with_heads)[0]
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_fsdp_with_heads_on_a_second_dimension_does_too(ranks, precision):
+    assert "rows over 2 ranks, heads over 2" in ranks.run(4, fsdp_with_heads, precision)[0]
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,19 @@ def test_bfloat16_and_autocast_stay_near_float32(make):
     want = layer(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         autocast = layer(x)
-    half = layer.bfloat16()(x.bfloat16())
+    with pytest.warns(UserWarning, match="^A_log and dt_bias must stay in float32, got"):
+        half = layer.bfloat16()(x.bfloat16())
     assert autocast.dtype is half.dtype is torch.bfloat16
     for y in (autocast, half):
         assert (y.float() - want).norm() < 0.03 * want.norm()
+
+
+@pytest.mark.filterwarnings("error")
+@variants
+def test_a_layer_built_in_bfloat16_keeps_its_gate_and_warns_of_nothing(make):
+    layer = make(HIDDEN, head_dim=8, num_heads=2, dtype=torch.bfloat16)
+    assert layer(rows(2, 5).bfloat16()).dtype is torch.bfloat16
+    assert layer.A_log.dtype is layer.dt_bias.dtype is torch.float32
 
 
 @pytest.mark.parametrize("gated", (False, True))

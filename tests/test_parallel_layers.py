@@ -3,6 +3,7 @@ the gradient of every parameter.
 """
 
 import math
+import warnings
 from itertools import accumulate
 
 import pytest
@@ -464,6 +465,63 @@ def test_data_parallel_training_is_training_on_one_process(ranks, how, compiled)
     want = trained(Block(), *batch(2))
     for rank, part in enumerate(parts):
         assert_same(part, want | {"y": want["y"][rank : rank + 1]})
+
+
+def in_two_precisions(groups, size, variant, how):
+    """Two steps in bfloat16: the gate's dtypes in forward, gradients, and what was warned of."""
+    mesh, found = mesh_of(groups[size]), {"gate": set(), "projections": set()}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    torch.manual_seed(0)
+    layer = LAYERS[variant](HIDDEN, **GROUPED, dtype=torch.bfloat16 if how == "dtype" else None)
+    model = nn.Sequential(nn.RMSNorm(HIDDEN, dtype=layer.q_proj.weight.dtype), layer)
+    if how == "dtype":
+        fully_shard(list(layer.children()), mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    if how == "policy":
+        fully_shard(list(layer.children()), mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh)
+    if how in ("policy", "whole"):
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    x = next(batch(size))[dist.get_rank(groups[size])][None]
+    x = x.to(torch.bfloat16 if how == "dtype" else torch.float32)
+
+    def look(q_conv1d, args):
+        found["gate"] |= {layer.A_log.dtype, layer.dt_bias.dtype}
+        found["projections"] |= {args[0].dtype, q_conv1d.weight.dtype}
+
+    layer.q_conv1d.register_forward_pre_hook(look)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(x).float().square().sum().backward()
+    found["warned"] = {str(w.message) for w in warned if "A_log" in str(w.message)}
+    found["gradients"] = {n: whole(p.grad).float() for n, p in layer.named_parameters()}
+    return found
+
+
+@variants
+@pytest.mark.parametrize("how", ["dtype", "policy"])
+def test_fsdp_in_bfloat16_keeps_the_gate_in_float32(ranks, variant, how):
+    torch.manual_seed(0)
+    layer = LAYERS[variant](HIDDEN, **GROUPED, dtype=torch.bfloat16 if how == "dtype" else None)
+    model = nn.Sequential(nn.RMSNorm(HIDDEN), layer.float())
+    (model(next(batch(2)).float()).square().sum()).backward()  # a mean of two ranks, two steps
+    for found in ranks.run(2, in_two_precisions, 2, variant, how):
+        assert found["gate"] == {torch.float32} and found["projections"] == {torch.bfloat16}
+        assert not found["warned"]
+        for name, p in layer.named_parameters():
+            error = (found["gradients"][name] - p.grad).norm() / p.grad.norm()
+            assert error < 0.1, f"{name} is off by {error}"
+
+
+@variants
+def test_a_policy_that_rounds_the_gate_warns_and_says_what_to_do(ranks, variant):
+    for found in ranks.run(2, in_two_precisions, 2, variant, "whole"):
+        assert found["gate"] == {torch.bfloat16}
+        (words,) = found["warned"]
+        assert words.startswith("A_log and dt_bias must stay in float32, got torch.bfloat16")
+        assert "list(layer.children())" in words
 
 
 def decode_in_bfloat16(groups, size, variant):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,15 @@ from torch import Tensor, nn
 from kda_ops.nn.local import LocalLinear
 from kda_ops.problem import _check_float as check_float
 
-__all__ = ["DTYPES", "check_dtype", "check_eps", "check_float", "check_size", "check_x"]
+__all__ = [
+    "DTYPES",
+    "check_dtype",
+    "check_eps",
+    "check_float",
+    "check_size",
+    "check_x",
+    "warn_of_a_rounded_gate",
+]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # those that compute here
 
@@ -61,6 +70,18 @@ def check_x(x: Tensor, name: str, projection: nn.Module) -> None:
         raise TypeError(
             f"x must be {weight.dtype}, as {name}.weight is, got {x.dtype}: "
             "convert x, or call the layer under torch.autocast."
+        )
+
+
+def warn_of_a_rounded_gate(A_log: Tensor, dt_bias: Tensor) -> None:
+    """Warn where something has rounded the gate's parameters to 16 bits; not in compiled code."""
+    rounded = [x.dtype for x in (A_log, dt_bias) if x.dtype.itemsize < 4]
+    if rounded and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"A_log and dt_bias must stay in float32, got {rounded[0]}, which rounds decays near "
+            "1. Build the layer with dtype= instead of converting it; under FSDP2 shard "
+            "list(layer.children()) with the MixedPrecisionPolicy, then the layer without one.",
+            stacklevel=3,
         )
 
 

@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kda_ops.nn.cache import Cache
-from kda_ops.nn.checks import DTYPES, check_dtype, check_eps, check_size, check_x
+from kda_ops.nn.checks import (
+    DTYPES,
+    check_dtype,
+    check_eps,
+    check_size,
+    check_x,
+    warn_of_a_rounded_gate,
+)
 from kda_ops.nn.gated_norm import GatedRMSNorm
 from kda_ops.nn.local import local
 from kda_ops.nn.packing import Packing, Tokens, arrange
@@ -225,6 +232,7 @@ class DeltaAttention(nn.Module):
                 ``torch.inference_mode()`` and is used outside; or a rank of the group did not take
                 part within its timeout.
         """
+        warn_of_a_rounded_gate(self.A_log, self.dt_bias)
         if group is None:
             self._check(x, attention_mask, cache, cu_seqlens)
             x, tokens = arrange(x, attention_mask, cu_seqlens)

@@ -30,7 +30,7 @@ class GatedDeltaNet(DeltaAttention):
         conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
         norm_eps: of the gated RMS norm, above 0.
         device, dtype: of the parameters, 16 bits or more. `A_log` and `dt_bias` are fp32 whatever
-            it is. ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
+            it is. ``.to(torch.bfloat16)`` rounds them too, and forward warns of it: pass `dtype`.
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d``
     ``[channels, 1, conv_size]``, ``a_proj`` (decay), ``b_proj``, ``A_log`` and ``dt_bias``
@@ -38,6 +38,15 @@ class GatedDeltaNet(DeltaAttention):
     ``log U(0, 16)``. ``A_log`` and ``dt_bias`` carry ``_no_weight_decay = True``; what makes new
     parameters drops it (`copy.deepcopy`, ``fully_shard``, ``to_empty``,
     ``load_state_dict(assign=True)``), so an optimizer made after that should go by these names.
+
+    FSDP2 takes parameters of one dtype in a group ("uniform original parameter dtype"), and a
+    ``MixedPrecisionPolicy`` rounds a whole group. With ``dtype=torch.bfloat16``, or such a policy,
+    give ``A_log`` and ``dt_bias`` a group of their own::
+
+        fully_shard(list(layer.children()), mp_policy=policy)  # or no policy, with dtype=
+        fully_shard(layer)  # A_log and dt_bias, in fp32
+
+    With a policy, decode with ``new_cache(N, dtype=policy.param_dtype)``.
 
     Raises:
         ValueError: sizes that do not fit together, an epsilon that is not finite and above 0.

@@ -34,7 +34,7 @@ class KimiDeltaAttention(DeltaAttention):
         conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
         norm_eps: of the gated RMS norm, above 0.
         device, dtype: of the parameters, 16 bits or more. `A_log` and `dt_bias` are fp32 whatever
-            it is. ``.to(torch.bfloat16)`` rounds them too: pass `dtype`.
+            it is. ``.to(torch.bfloat16)`` rounds them too, and forward warns of it: pass `dtype`.
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d``
     ``[channels, 1, conv_size]``, ``f_proj.0 f_proj.1`` (decay), ``b_proj``, ``A_log`` ``[HV]``,
@@ -43,6 +43,15 @@ class KimiDeltaAttention(DeltaAttention):
     ``_no_weight_decay = True``; what makes new parameters drops it (`copy.deepcopy`,
     ``fully_shard``, ``to_empty``, ``load_state_dict(assign=True)``), so an optimizer made after
     that should go by these names.
+
+    FSDP2 takes parameters of one dtype in a group ("uniform original parameter dtype"), and a
+    ``MixedPrecisionPolicy`` rounds a whole group. With ``dtype=torch.bfloat16``, or such a policy,
+    give ``A_log`` and ``dt_bias`` a group of their own::
+
+        fully_shard(list(layer.children()), mp_policy=policy)  # or no policy, with dtype=
+        fully_shard(layer)  # A_log and dt_bias, in fp32
+
+    With a policy, decode with ``new_cache(N, dtype=policy.param_dtype)``.
 
     Raises:
         ValueError: sizes that do not fit together, an epsilon that is not finite and above 0, or
