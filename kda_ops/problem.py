@@ -460,6 +460,8 @@ class Problem:
     def _take_state(self, name: str, letter: str, count, state: Tensor, pool: bool) -> None:
         HV, K, V = self.HV, self.K, self.V
         shape = state.shape
+        if _is_any_size(shape[0] if shape else 0):
+            count = shape[0]  # the call in the exported program compares them
         want = (count, HV, V, K) if self.transposed else (count, HV, K, V)
         if shape != want:
             hint = ""
@@ -537,12 +539,11 @@ class Problem:
         """
         if not self.output_final_state:
             return self.q.new_empty((0,), dtype=torch.float32)
-        return self.q.new_empty(
-            (self.N, self.HV, self.V, self.K)
-            if self.transposed
-            else (self.N, self.HV, self.K, self.V),
-            dtype=self.state_dtype,
-        )
+        N = self.N
+        if self.cu_seqlens is not None and not isinstance(N, int) and torch.compiler.is_exporting():
+            N = _any_size(N) if self.state is None else self.state.shape[0]
+        width = (self.V, self.K) if self.transposed else (self.K, self.V)
+        return self.q.new_empty((N, self.HV, *width), dtype=self.state_dtype)
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """The inputs that have gradients, in the order of `stages.GRADIENTS`."""
@@ -590,6 +591,27 @@ class Problem:
             return self.lower_bound
         # the gate without a lower_bound has no bound, whatever is promised
         return SAFE_BOUND if self.safe_gate and not self.activate_gate else None
+
+
+def _any_size(N: torch.SymInt) -> torch.SymInt:
+    """A symbol of its own that equals N, for a fake implementation under ``torch.export``.
+
+    torch guards every size against 1. N is one less than the offsets, so the guard would refuse one
+    sequence; two inequalities keep torch from putting N back in the symbol's place.
+    """
+    size = torch.library.get_ctx().new_dynamic_size()
+    torch._check(size <= N)
+    torch._check(size >= N)
+    return size
+
+
+def _is_any_size(size: int | torch.SymInt) -> bool:
+    """Whether a size comes from `_any_size`, or is another one that data decide."""
+    if isinstance(size, int) or not torch.compiler.is_exporting():
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(size))
 
 
 def new_output(v: Tensor) -> Tensor:

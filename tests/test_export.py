@@ -20,6 +20,7 @@ from examples.export import (
     package,
     run_elsewhere,
 )
+from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
 
 
 def through_file(program):
@@ -113,6 +114,58 @@ def test_gdn_exports_with_states_and_numbers_of_sequences():
     for lengths in ((5,), (64, 0, 1, 65), (0, 0)):
         x = inputs(sum(lengths) + 3, *lengths)
         torch.testing.assert_close(run(*x), Layer()(*x), rtol=0, atol=0)
+
+
+class States(torch.nn.Module):
+    """The final states of packed sequences, which a second call goes on from."""
+
+    def __init__(self, operator, calls):
+        super().__init__()
+        self.operator, self.calls = operator, calls
+
+    def forward(self, q, offsets):
+        state = None
+        for _ in range(self.calls):
+            o, state = self.operator(
+                q, q, q, None, None, None, None, state, offsets, output_final_state=True
+            )
+        return o, state.transpose(1, 2).contiguous(), (state * 2).sum()
+
+
+PACKINGS = ([0, 70], [0, 10, 60], [0, 0, 1, 64, 65, 65])
+ANY_PACKING = ({1: Dim("T", max=4096)}, {0: Dim("offsets", min=2)})
+
+
+@pytest.mark.parametrize("strict", (False, True))
+@pytest.mark.parametrize("count", (1, 2))
+@pytest.mark.parametrize("name", ("chunk_kda", "recurrent_kda", "chunk_gdn", "recurrent_gdn"))
+def test_one_program_serves_one_packed_sequence_or_more(name, count, strict):
+    module, q = States(getattr(kda_ops, name), count), torch.randn(1, 70, 2, 8) / 8
+    example = q, torch.tensor([0, 30, 70])
+    run = through_file(
+        torch.export.export(module, example, dynamic_shapes=ANY_PACKING, strict=strict)
+    )
+    for offsets in map(torch.tensor, PACKINGS):
+        torch.testing.assert_close(run(q, offsets), module(q, offsets), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="^cu_seqlens must start at 0"):
+        run(q, torch.tensor([0, 71]))
+
+
+@pytest.mark.parametrize("layer", (KimiDeltaAttention, GatedDeltaNet))
+@torch.no_grad()
+def test_a_layer_exports_for_one_packed_sequence_or_more(layer):
+    module = layer(32, head_dim=16, num_heads=2)
+    x = torch.randn(1, 70, 32)
+    program = torch.export.export(
+        module,
+        (x,),
+        {"cu_seqlens": torch.tensor([0, 30, 70])},
+        dynamic_shapes={"x": ANY_PACKING[0], "cu_seqlens": ANY_PACKING[1]},
+    )
+    run = through_file(program)
+    for offsets in map(torch.tensor, PACKINGS):
+        got, want = run(x, cu_seqlens=offsets), module(x, cu_seqlens=offsets)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @torch.no_grad()

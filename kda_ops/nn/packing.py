@@ -23,10 +23,9 @@ class Packing:
 
     def __init__(self, cu_seqlens: Tensor, T: int):
         token = torch.arange(T, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-        self.start, self.length = cu_seqlens[:-1], cu_seqlens.diff()
-        self.sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(
-            max=cu_seqlens.shape[0] - 2
-        )
+        self.offsets = cu_seqlens
+        after = torch.searchsorted(cu_seqlens, token, right=True)  # offsets at or before each token
+        self.sequence = (after - 1).clamp(max=cu_seqlens.shape[0] - 2)
         self.position = token - cu_seqlens[self.sequence]
 
 

@@ -80,7 +80,7 @@ class ShortConvolution(nn.Module):
                 f"x must have shape [B, T, D] = [B, T, {weight.shape[0]}], got {list(x.shape)}."
             )
         check_float("x", x, weight.device, "weight")
-        N = x.shape[0] if packing is None else packing.length.shape[0]
+        N = x.shape[0] if packing is None else packing.offsets.shape[0] - 1
         if tail is not None and tail.shape != (N, self.size - 1, x.shape[-1]):
             raise ValueError(
                 f"tail must have shape [N, size - 1, D] = {[N, self.size - 1, x.shape[-1]]}, got "
@@ -117,13 +117,12 @@ class ShortConvolution(nn.Module):
         if past:
             # Row j of a new tail is token `length - past + j` of its sequence; those below 0 are
             # still in the old tail.
-            N = tail.shape[0]
+            N, start, length = tail.shape[0], packing.offsets[:-1], packing.offsets.diff()
             row = torch.arange(past, device=x.device)
-            token = packing.length[:, None] - past + row  # [N, past]
+            token = length[:, None] - past + row  # [N, past]
             old = torch.arange(N, device=x.device)[:, None] * past + past + token
             rows = torch.cat([tail.flatten(0, 1).to(x.dtype), x[0]])
-            # past T: for the operator to refuse
-            new = (packing.start[:, None] + token).clamp(max=T - 1)
+            new = (start[:, None] + token).clamp(max=T - 1)  # past T: for the operator to refuse
             tail.copy_(rows[torch.where(token < 0, old, N * past + new)])
         return [*taps, x]
 
