@@ -53,35 +53,6 @@ class Chunks:
             rows[a:b] = torch.arange(first * CHUNK, first * CHUNK + b - a)
         return rows.to(device)
 
-    @property
-    def order(self) -> Tensor:
-        """The sequences, longest first."""
-        return torch.argsort(
-            torch.tensor(self.count, dtype=torch.int64), descending=True, stable=True
-        )
-
-    def steps(self) -> list[tuple[Tensor, Tensor]]:
-        """For each scan step, the sequences still running, a prefix of `order`, and their
-        chunks.
-        """
-        count, first, order = (
-            torch.tensor(self.count, dtype=torch.int64),
-            torch.tensor(self.first, dtype=torch.int64),
-            self.order,
-        )
-        out = []
-        for c in range(max(self.count, default=0)):
-            live = order[: int((count > c).sum())]
-            out.append((live, first[live] + c))
-        return out
-
-    def new(self, like: Tensor, *rest: int) -> Tensor:
-        """A tensor [NT, HV, *rest] to fill chunk by chunk: zero where packed sequences leave
-        numbers that no chunk has.
-        """
-        make = like.new_empty if sum(self.count) == self.NT else like.new_zeros
-        return make((self.NT, like.shape[1], *rest))
-
     def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T, X, ...] per token to [NT, X, C, ...] per chunk, zero where a chunk has no token;
         contiguous, in `dtype`.

@@ -4,25 +4,31 @@ hand-written backward, in plain torch.
 Inputs of 16 bits are widened once and everything is summed in float32 (float64 for float64 inputs),
 so nothing here has a 16-bit operand. Formulas: MATHS.md; contracts: `kda_ops.stages`; each stage is
 tested against its twin in `reference`.
+
+Short sequences lie in chunks of fewer rows (`kda_ops.backends.parts`). Where the stages of one pass
+follow each other, what one leaves for the next stays in parts, in the call's scratch, and the
+fields of what it returns are None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kda_ops.backends.activations import Activated, gate, gate_backward  # noqa: F401  (stages of this backend)
+from kda_ops.backends.parts import Part, gather, join, parts, scatter
+from kda_ops.backends.slab import SMALLEST, Slab, add_product, product, scores, scores_backward
 from kda_ops.problem import CHUNK, Problem
-from kda_ops.sequences import Chunks
-from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace, whole
+from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace
 
-SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # exp of it is still a normal number
 SLAB = 1 << 18  # elements of one operand worked on at a time: 1 MB in float32
+ROWS = 16  # of a product whose rows have the bits that they have in one of C rows
 _EYE = torch.eye(CHUNK)
-_ABOVE = torch.full((CHUNK, CHUNK), -torch.inf).triu_(1)
 
 
 def _once(p: Problem, name: str, make: Callable[[], Any]) -> Any:
@@ -34,154 +40,62 @@ def _once(p: Problem, name: str, make: Callable[[], Any]) -> Any:
     return p.scratch[name]
 
 
-def _exp(x: Tensor) -> Tensor:
-    """exp(x) in place for x <= 0, with 0 for what could only be a denormal number: those cost a CPU
-    a hundred times the time.
+def _parts(p: Problem) -> list[Part]:
+    return _once(p, "parts", lambda: parts(p))
+
+
+def _leave(p: Problem, kind: type, made: list[dict[str, Tensor]], **rest: Tensor | None) -> Any:
+    """Return a `Tile`, `Trace` or `Reverse` made of its parts, which stay in the scratch if there
+    is one.
     """
-    return torch.threshold_(x, SMALLEST[x.dtype], -torch.inf).exp_()
+    if p.scratch is not None:
+        p.scratch[kind.__name__] = made
+        return kind(**dict.fromkeys(made[0]), **rest)
+    each = {n: gather(p, _parts(p), n, [x[n] for x in made]) for n in made[0]}
+    return kind(**each, **rest)
+
+
+def _take(p: Problem, stage: Tile | Trace | Reverse) -> list[dict[str, Tensor]]:
+    """The parts of what `_leave` or another backend returned."""
+    left = None if p.scratch is None else p.scratch.get(type(stage).__name__)
+    if left is not None:
+        return left
+    ps = _parts(p)
+    names = [
+        f.name for f in fields(stage) if f.name in _PARTED and getattr(stage, f.name) is not None
+    ]
+    split = {n: scatter(ps, n, getattr(stage, n)) for n in names}
+    return [{n: split[n][i] for n in names} for i in range(len(ps))]
+
+
+_PARTED = frozenset(("A", "P", "w", "u", "qg", "kg", "gamma", "states", "v_new", "dstates", "z"))
 
 
 class _Chunked:
-    """The activated inputs per chunk: q (scaled), k, v, beta [NT, HV, C, .], and g [NT, HV, C,
+    """The activated inputs per part: q (scaled), k, v, beta [NT, HV, h, .], and g [NT, HV, h,
     D].
     """
 
     def __init__(self, p: Problem):
-        self.x, self.chunks, dtype = Activated(p, p.state_dtype), Chunks(p), p.state_dtype
-        split = self.chunks.split
-        q, k, v, beta, g = (
-            split(t, dtype)
-            for t in (self.x.q, self.x.k, self.x.v, self.x.beta[..., None], self.x.g)
-        )
-        if p.HV > p.H:
-            q, k = (t.repeat_interleave(p.HV // p.H, 1) for t in (q, k))
-        self.tensors = (q * p.scale, k, v, beta, g)
-
-    def slabs(self) -> Iterator[tuple[slice, _Slab]]:
-        """A few chunks at a time, so that what is computed between reading and writing them stays
-        in cache.
-        """
-        NT, HV, C, K = self.tensors[0].shape
-        size = max(1, SLAB // max(1, HV * C * K))
-        for start in range(0, NT, size):
-            s = slice(start, min(start + size, NT))
-            yield s, _Slab(*(t[s] for t in self.tensors))
+        x = self.x = Activated(p, p.state_dtype)
+        per_token, group = (x.q, x.k, x.v, x.beta[..., None], x.g), p.HV // max(p.H, 1)
+        self.tensors = []
+        for part in _parts(p):
+            q, k, v, beta, g = (part.split(t, p.state_dtype) for t in per_token)
+            if group > 1:
+                q, k = (t.repeat_interleave(group, 1) for t in (q, k))
+            self.tensors.append((q * p.scale, k, v, beta, g))
 
 
-class _Slab:
-    """Some chunks: q (scaled), k, v, beta, their decays exp(G) and exp(G_n - G), [.., C, D], and
-    gamma = exp(G_n).
-
-    Decays are formed by sums of g alone, never by differences, so any gate is exact, -inf included.
-    `levels` holds the sums that pairs of rows are made of: at the level of a half of 1, 2, 4 .. C /
-    2 rows, ``[.., C / (2 half), 2, half, D]``, with a the end of the earlier half of a block of 2
-    half rows, sum (j, a] for the earlier rows j and sum (a, i] for the later rows i. No row after i
-    is read.
+def _slabs(tensors: tuple[Tensor, ...]) -> Iterator[tuple[slice, Slab]]:
+    """A few chunks at a time, so that what is computed between reading and writing them stays in
+    cache.
     """
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor):
-        self.q, self.k, self.v, self.beta, self.rank = q, k, v, beta, int(g.shape[-1] > 1)
-        # inside blocks of `half` rows: the sum up to each row, and the sum of the rows after it
-        upto, after = g.clone(), torch.zeros_like(g)
-        self.levels, half = [], 1
-        while half < CHUNK:
-            halves_upto, halves_after = (
-                upto.unflatten(-2, (-1, 2, half)),
-                after.unflatten(-2, (-1, 2, half)),
-            )
-            self.levels.append(
-                torch.stack([halves_after[..., 0, :, :], halves_upto[..., 1, :, :]], -3)
-            )
-            halves_after[..., 0, :, :] += halves_upto[..., 1, -1:, :]
-            halves_upto[..., 1, :, :] += halves_upto[..., 0, -1:, :]
-            half *= 2
-        self.decay, self.tail = _exp(upto), _exp(after)
-        self.gamma = self.decay[..., -1, :]
-
-
-def _pair_decay(c: _Slab) -> Tensor:
-    """E_ij = exp(sum of g over (j, i]) for i >= j, else 0, for a decay of rank 0: [.., C, C]."""
-    between = torch.diag_embed(c.k.new_zeros(c.k.shape[:-1])).add_(_ABOVE.to(c.k.dtype))
-    for sums in c.levels:
-        half = sums.shape[-2]
-        _diagonal_blocks(between, 2 * half)[..., half:, :half] = (
-            sums[..., 1, :, :] + sums[..., 0, :, :].mT
-        )
-    return _exp(between)
-
-
-def _factors(c: _Slab) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each level of the chunk: the size m of the diagonal blocks that hold its pairs, their
-    mask [m, m], and the factor f [.., C, K].
-
-    A pair (j, i) belongs to the level where i is in the later and j in the earlier half of one
-    block: E_ij = f_i f_j, both at most 1.
-    """
-    for sums in c.levels:
-        half = sums.shape[-2]
-        m = max(2 * half, 8)
-        row = torch.arange(m)
-        later = (row // half) % 2 == 1
-        mask = (
-            (row[:, None] // (2 * half) == row[None, :] // (2 * half))
-            & later[:, None]
-            & ~later[None, :]
-        )
-        yield m, mask, _exp(sums).flatten(-4, -2)
-
-
-def _blocks(x: Tensor, m: int) -> Tensor:
-    """[.., C, K] as a batch of m-row blocks."""
-    return x.reshape(-1, m, x.shape[-1])
-
-
-def _diagonal_blocks(x: Tensor, m: int) -> Tensor:
-    """[M, C, C] as its diagonal m x m blocks [M, C // m, m, m], a view."""
-    return (
-        x.unflatten(-1, (-1, m)).unflatten(-3, (-1, m)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-    )
-
-
-def _scores(c: _Slab) -> tuple[Tensor, Tensor]:
-    """sum_d q_id k_jd E_ijd for j <= i, and sum_d k_id k_jd E_ijd for j < i."""
-    q, k = c.q, c.k
-    if not c.rank:
-        E = _pair_decay(c)
-        return (q @ k.mT).mul_(E), (k @ k.mT).mul_(E).tril_(-1)
-    qk, kk = torch.diag_embed((q * k).sum(-1)), k.new_zeros((*k.shape[:-1], CHUNK))
-    for m, mask, f in _factors(c):
-        kf = _blocks(k * f, m)
-        both = torch.cat([_blocks(q * f, m), kf], 1) @ kf.mT
-        shape = (*k.shape[:2], -1, m, m)
-        _diagonal_blocks(qk, m).add_(both[:, :m].where(mask, 0.0).view(shape))
-        _diagonal_blocks(kk, m).add_(both[:, m:].where(mask, 0.0).view(shape))
-    return qk, kk
-
-
-def _scores_backward(c: _Slab, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """sum_j dP_ij k_j E_ij and sum_j dL_ij k_j E_ij for the rows, sum_i (dP_ij q_i + dL_ij beta_i
-    k_i) E_ij for the columns; only j < i.
-    """
-    q, k = c.q, c.k
-    if not c.rank:
-        E = _pair_decay(c)
-        dP, dL = dP * E, dL * E
-        return dP @ k, dL @ k, (dP.mT @ q).add_(dL.mT @ (c.beta * k))
-    rows_q, rows_k, columns = torch.zeros_like(k), torch.zeros_like(k), torch.zeros_like(k)
-    for m, mask, f in _factors(c):
-        kf, qf = k * f, q * f
-        d = (
-            torch.cat([_diagonal_blocks(dP, m), _diagonal_blocks(dL, m)], -2)
-            .where(mask.repeat(2, 1), 0.0)
-            .reshape(-1, 2 * m, m)
-        )
-        rows = d @ _blocks(kf, m)
-        rows_q.addcmul_(rows[:, :m].reshape(k.shape), f)
-        rows_k.addcmul_(rows[:, m:].reshape(k.shape), f)
-        columns.addcmul_(
-            (d.mT @ torch.cat([_blocks(qf, m), _blocks(kf.mul_(c.beta), m)], 1)).view(k.shape), f
-        )
-    return rows_q, rows_k, columns
+    NT, HV, h, K = tensors[0].shape
+    size = max(1, SLAB // max(1, HV * h * K))
+    for start in range(0, NT, size):
+        s = slice(start, min(start + size, NT))
+        yield s, Slab(*(t[s] for t in tensors))
 
 
 def prepare(
@@ -192,164 +106,187 @@ def prepare(
     overlap: bool = False,
 ) -> Tile:
     """Everything about the chunks that does not depend on the state."""
-    chunked, eye = _once(p, "chunked", lambda: _Chunked(p)), _EYE.to(p.state_dtype)
-    q, _, v, _, _ = chunked.tensors
-    shape = q.shape[:2]
-    square = (*shape, CHUNK, CHUNK)
-    tile = Tile(
-        A=q.new_empty(square) if A is None else A,
-        P=q.new_empty(square),
-        w=torch.empty_like(q),
-        u=torch.empty_like(v),
-        qg=torch.empty_like(q),
-        kg=torch.empty_like(q),
-        gamma=q.new_empty((*shape, p.K if p.rank else 1)),  # without g too
-    )
-    made = whole(tile)
-    for s, c in chunked.slabs():
-        made.P[s], kk = _scores(c)
-        if A is None:
-            made.A[s] = torch.linalg.solve_triangular(
+    if overlap and not norms:  # the scan comes next, and nobody keeps the tile
+        p.scratch = {}
+    chunked: _Chunked = _once(p, "chunked", lambda: _Chunked(p))
+    kept = [None] * len(chunked.tensors) if A is None else scatter(_parts(p), "A", A)
+    return _leave(p, Tile, [_prepare(p, tensors, A) for tensors, A in zip(chunked.tensors, kept)])
+
+
+def _prepare(p: Problem, tensors: tuple[Tensor, ...], A: Tensor | None) -> dict[str, Tensor]:
+    """The tile of one part."""
+    q, _, v, _, _ = tensors
+    h = q.shape[2]
+    square, eye = (*q.shape[:3], h), _EYE[:h, :h].to(p.state_dtype)
+    tile = {
+        "A": q.new_empty(square) if A is None else A,
+        "P": q.new_empty(square),
+        "w": torch.empty_like(q),
+        "u": torch.empty_like(v),
+        "qg": torch.empty_like(q),
+        "kg": torch.empty_like(q),
+        "gamma": q.new_empty((*q.shape[:2], p.K if p.rank else 1)),  # without g too
+    }
+    for s, c in _slabs(tensors):
+        tile["P"][s], kk = scores(c)
+        if A is None and h == 1:
+            tile["A"][s] = 1.0
+        elif A is None:
+            tile["A"][s] = torch.linalg.solve_triangular(
                 (c.beta * kk).add_(eye), eye.expand_as(kk), upper=False, unitriangular=True
             )
-        torch.matmul(made.A[s], (c.k * c.decay).mul_(c.beta), out=made.w[s])
-        torch.matmul(made.A[s], c.v * c.beta, out=made.u[s])
-        torch.mul(c.q, c.decay, out=made.qg[s])
-        torch.mul(c.k, c.tail, out=made.kg[s])
-        made.gamma[s] = c.gamma
+        for name, x in (("w", (c.k * c.decay).mul_(c.beta)), ("u", c.v * c.beta)):
+            if h == 1:
+                tile[name][s] = x
+            else:
+                torch.matmul(tile["A"][s], x, out=tile[name][s])
+        torch.mul(c.q, c.decay, out=tile["qg"][s])
+        torch.mul(c.k, c.tail, out=tile["kg"][s])
+        tile["gamma"][s] = c.gamma
     return tile
 
 
-class _Running:
-    """The states of all sequences, longest first, so that those still running at a scan step are a
-    prefix: [N, HV, K, V].
+def _start(p: Problem, part: Part, initial: Tensor | None, slots: Tensor | None) -> Tensor:
+    """The states that the sequences of a part start from, [n, HV, K, V].
 
     Rows are eight numbers apart or a multiple: the bits of a small product depend on how the lines
     of its result are aligned.
     """
-
-    def __init__(self, p: Problem, initial: Tensor | None, slots: Tensor | None):
-        self.chunks, self.HV = Chunks(p), p.HV
-        self.order = self.chunks.order
-        self.S = torch.zeros((p.N, p.HV, p.K, p.V + -p.V % 8), dtype=p.state_dtype)[..., : p.V]
-        if initial is not None and initial.shape[0]:
-            rows = self.order if slots is None else slots[self.order].clamp(min=0)
-            self.S.copy_(p.as_kv(initial).index_select(0, rows))
-            if slots is not None:
-                self.S[slots[self.order] < 0] = 0.0
-
-    @staticmethod
-    def at(x: Tensor, chunk: Tensor | slice) -> Tensor:
-        """The rows of these chunks as one batch [n * HV, ., .]; a view of a single chunk."""
-        return (x[chunk] if isinstance(chunk, slice) else x.index_select(0, chunk)).flatten(0, 1)
-
-    @property
-    def steps(self) -> list[tuple[Tensor, Tensor | slice]]:
-        """`Chunks.steps`, a single chunk as a slice."""
-        return [
-            (live, slice(int(chunk), int(chunk) + 1) if len(chunk) == 1 else chunk)
-            for live, chunk in self.chunks.steps()
-        ]
+    n = part.sequences
+    S = torch.zeros((len(n), p.HV, p.K, p.V + -p.V % 8), dtype=p.state_dtype)[..., : p.V]
+    if initial is not None and initial.shape[0]:
+        S.copy_(p.as_kv(initial).index_select(0, n if slots is None else slots[n].clamp(min=0)))
+        if slots is not None:
+            S[slots[n] < 0] = 0.0
+    return S
 
 
 def scan(
     p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool
 ) -> Trace | None:
     """v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new."""
-    made = whole(tile)
-    slots, into = p.state_indices, p.snapshot_indices
-    run = _Running(p, p.state, slots)
-    new = run.chunks.new
-    states = new(made.u, p.K, p.V) if keep else None
+    made, outs = [], []
+    for part, x in zip(_parts(p), _take(p, tile)):
+        out, trace = _scan(p, part, x, o is not None, final_state, keep)
+        outs.append(out)
+        made.append(trace)
+    if o is not None:
+        o.copy_(join(p, _parts(p), outs))
+    return _leave(p, Trace, made, o=o) if keep else None
+
+
+def _scan(
+    p: Problem,
+    part: Part,
+    x: dict[str, Tensor],
+    asked: bool,
+    final_state: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """o of one part per chunk, and its trace.
+
+    A row that meets a state lies among others of zeros, for one row alone would be multiplied by
+    other code, and its bits would not be those of the first row of a longer sequence.
+    """
+    pad = part.height == 1 and p.state is not None
+    S_all, slots = _start(p, part, p.state, p.state_indices), p.state_indices
+    states = x["u"].new_empty((part.NT, p.HV, p.K, p.V)) if keep else None
     v_all, out = (
-        new(made.u, CHUNK, p.V) if keep else None,
-        None if o is None else new(made.u, CHUNK, p.V),
+        torch.empty_like(x["u"]) if keep else None,
+        torch.empty_like(x["u"]) if asked else None,
     )
-    for step, (live, chunk) in enumerate(run.steps):
-        S = run.S[: len(live)].flatten(0, 1)
-        if states is not None:
-            states[chunk] = run.S[: len(live)]
-        v_new = torch.baddbmm(run.at(made.u, chunk), run.at(made.w, chunk), S, alpha=-1)
-        if v_all is not None:
-            v_all[chunk] = v_new.unflatten(0, (-1, p.HV))
+    wanted = final_state is not None and final_state.numel() > 0
+    for step, (live, chunk) in enumerate(part.steps):
+        u, w, qg, kg, P = (x[n][chunk].flatten(0, 1) for n in ("u", "w", "qg", "kg", "P"))
+        if pad:
+            u, w, qg, kg = (F.pad(y, (0, 0, 0, ROWS - 1)) for y in (u, w, qg, kg))
+            P = F.pad(P, (0, ROWS - 1, 0, ROWS - 1))
+        S, gamma = S_all[:live].flatten(0, 1), x["gamma"][chunk].flatten(0, 1)
+        if keep:
+            states[chunk] = S_all[:live]
+        v_new = add_product(u.clone(), w, S, alpha=-1)
+        if keep:
+            v_all[chunk] = v_new[:, : part.height].unflatten(0, (-1, p.HV))
         if out is not None:
-            out[chunk] = (
-                torch.bmm(run.at(made.qg, chunk), S)
-                .baddbmm_(run.at(made.P, chunk), v_new)
-                .unflatten(0, (-1, p.HV))
-            )
-        S.mul_(run.at(made.gamma, chunk)[..., None]).baddbmm_(run.at(made.kg, chunk).mT, v_new)
-        if into is not None:
-            assert final_state is not None  # snapshots go to its pool
-            _snapshot(p, into, run, live, step + 1, final_state)
+            b_o = add_product(product(qg, S), P, v_new)
+            out[chunk] = b_o[:, : part.height].unflatten(0, (-1, p.HV))
+        if wanted or step + 1 < len(part.steps):
+            add_product(S.mul_(gamma[..., None]), kg.mT, v_new)
+        if p.snapshot_indices is not None and part.height == CHUNK:
+            _snapshot(p, part, live, step + 1, S_all, final_state)
     if slots is not None and out is not None:
-        _silence(run, slots, out)
-    if o is not None and out is not None:
-        o.copy_(run.chunks.join(out))
-    if final_state is not None and final_state.numel():
-        _write(p.as_kv(final_state), run.order if slots is None else slots[run.order], run.S)
-    return None if states is None or v_all is None else Trace(states, v_all, o)
+        out[(slots[part.sequences] < 0)[part.owner]] = 0.0  # sequences without a slot
+    if wanted:
+        _write(
+            p.as_kv(final_state), part.sequences if slots is None else slots[part.sequences], S_all
+        )
+    return out, {"states": states, "v_new": v_all} if keep else {}
 
 
-def _snapshot(
-    p: Problem, into: Tensor, run: _Running, live: Tensor, chunk: int, pool: Tensor
-) -> None:
+def _snapshot(p: Problem, part: Part, live: int, chunk: int, S: Tensor, pool: Tensor) -> None:
     """Write the states after `chunk` whole chunks of the live sequences to their snapshot slots,
     where one is due.
     """
     column = chunk // p.snapshot_every - 1
-    if chunk % p.snapshot_every or column >= into.shape[1]:
+    if chunk % p.snapshot_every or column >= p.snapshot_indices.shape[1]:
         return
-    length = torch.tensor(run.chunks.offsets).diff()[live]
-    due = length >= chunk * CHUNK
+    n = part.sequences[:live]
+    due = part.length[:live] >= chunk * CHUNK
     if p.state_indices is not None:
-        due &= p.state_indices[live] >= 0
-    _write(p.as_kv(pool), into[live, column].where(due, -1), run.S[: len(live)])
-
-
-def _silence(run: _Running, slots: Tensor, out: Tensor) -> None:
-    """Sequences without a slot give zero output."""
-    for n in torch.nonzero(slots < 0).flatten().tolist():
-        out[run.chunks.first[n] : run.chunks.first[n] + run.chunks.count[n]] = 0.0
+        due &= p.state_indices[n] >= 0
+    _write(p.as_kv(pool), p.snapshot_indices[n, column].where(due, -1), S[:live])
 
 
 def reverse_scan(
     p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]
 ) -> Reverse:
     """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""
-    made = whole(tile)
-    run = _Running(p, dfinal_state, None)
-    dstates, z, d_o = (
-        run.chunks.new(made.u, p.K, p.V),
-        run.chunks.new(made.u, CHUNK, p.V),
-        _split_do(p, run.chunks, do),
-    )
-    for live, chunk in reversed(run.steps):
-        dS = run.S[: len(live)].flatten(0, 1)
-        dstates[chunk] = run.S[: len(live)]
-        b_do = run.at(d_o, chunk)
-        dv_new = torch.bmm(run.at(made.P, chunk).mT, b_do).baddbmm_(run.at(made.kg, chunk), dS)
-        z[chunk] = torch.bmm(run.at(made.A, chunk).mT, dv_new).unflatten(0, (-1, p.HV))
-        dS.mul_(run.at(made.gamma, chunk)[..., None]).baddbmm_(
-            run.at(made.qg, chunk).mT, b_do
-        ).baddbmm_(run.at(made.w, chunk).mT, dv_new, alpha=-1)
     dinitial = (
-        torch.empty_like(run.S).index_copy_(0, run.order, run.S)
-        if "initial_state" in need
-        else None
+        torch.empty((p.N, p.HV, p.K, p.V), dtype=p.state_dtype) if "initial_state" in need else None
     )
-    return Reverse(dstates, z, None, dinitial)
+    made, tiles, d_o = [], _take(p, tile), _split_do(p, do)
+    for part, x, b_do in zip(_parts(p), tiles, d_o):
+        dS, reverse = _reverse_scan(p, part, x, b_do, dfinal_state, dinitial is not None)
+        made.append(reverse)
+        if dinitial is not None:
+            dinitial[part.sequences] = dS
+        if p.scratch is not None:
+            x.clear()  # most of the scratch so far gives its place to that of `gradient`
+    return _leave(p, Reverse, made, dv=None, dinitial_state=dinitial)
 
 
-def _split_do(p: Problem, chunks: Chunks, do: Tensor | None) -> Tensor:
-    """The gradient of o per chunk, [NT, HV, C, V]."""
-    return _once(
-        p,
-        "do",
-        lambda: chunks.split(
-            p.v.new_zeros(()).expand(p.B, p.T, p.HV, p.V) if do is None else do, p.state_dtype
-        ),
-    )
+def _reverse_scan(
+    p: Problem,
+    part: Part,
+    x: dict[str, Tensor],
+    d_o: Tensor,
+    dfinal_state: Tensor | None,
+    wanted: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The gradient of the states that the sequences of one part start from, and what its chunks
+    leave.
+    """
+    dS_all = _start(p, part, dfinal_state, None)
+    dstates, z = x["u"].new_empty((part.NT, p.HV, p.K, p.V)), torch.empty_like(x["u"])
+    for step, (live, chunk) in reversed([*enumerate(part.steps)]):
+        A, w, qg, kg, P, gamma = (
+            x[n][chunk].flatten(0, 1) for n in ("A", "w", "qg", "kg", "P", "gamma")
+        )
+        b_do, dS = d_o[chunk].flatten(0, 1), dS_all[:live].flatten(0, 1)
+        dstates[chunk] = dS_all[:live]
+        dv_new = add_product(product(P.mT, b_do), kg, dS)
+        z[chunk] = product(A.mT, dv_new).unflatten(0, (-1, p.HV))
+        if wanted or step:
+            add_product(dS.mul_(gamma[..., None]), qg.mT, b_do)
+            add_product(dS, w.mT, dv_new, alpha=-1)
+    return dS_all, {"dstates": dstates, "z": z}
+
+
+def _split_do(p: Problem, do: Tensor | None) -> list[Tensor]:
+    """The gradient of o per chunk, [NT, HV, h, V], of each part."""
+    if do is None:
+        do = p.v.new_zeros(()).expand(p.B, p.T, p.HV, p.V)
+    return _once(p, "do", lambda: [part.split(do, p.state_dtype) for part in _parts(p)])
 
 
 def gradient(
@@ -357,38 +294,29 @@ def gradient(
 ) -> Gradients:
     """Every input's gradient from what the two scans left."""
     chunked: _Chunked = _once(p, "chunked", lambda: _Chunked(p))
-    join, x = chunked.chunks.join, chunked.x
-    q, k, v, beta, g = chunked.tensors
-    dq, dk, dv, dbeta, dg = (
-        torch.empty_like(q),
-        torch.empty_like(k),
-        torch.empty_like(v),
-        torch.empty_like(beta),
-        torch.empty_like(g),
-    )
-    d_o, z = _split_do(p, chunked.chunks, do), reverse.z
-    assert z is not None  # as this backend's reverse scan leaves it
-    for s, c in chunked.slabs():
-        dq[s], dk[s], dv[s], dg[s], dbeta[s] = _gradient(
-            c, trace.states[s], trace.v_new[s], d_o[s], reverse.dstates[s], z[s]
-        )
-
-    # such a decay is 0, and what the sums leave there is rounding, which A_log takes times g
-    dg.masked_fill_(g < SMALLEST[g.dtype], 0.0)
-
-    def per_key_head(d: Tensor) -> Tensor:
-        return join(d).unflatten(2, (p.H, p.HV // p.H)).sum(3) if p.HV > p.H else join(d)
-
+    each = []
+    for tensors, t, d_o, r in zip(
+        chunked.tensors, _take(p, trace), _split_do(p, do), _take(p, reverse)
+    ):
+        dq, dk, dv, dbeta, dg = grads = tuple(torch.empty_like(x) for x in tensors)
+        for s, c in _slabs(tensors):
+            dq[s], dk[s], dv[s], dg[s], dbeta[s] = _gradient(
+                c, t["states"][s], t["v_new"][s], d_o[s], r["dstates"][s], r["z"][s]
+            )
+        g = tensors[-1]
+        # such a decay is 0, and what the sums leave there is rounding, which A_log takes times g
+        dg.masked_fill_(g < SMALLEST[g.dtype], 0.0)
+        dq.mul_(p.scale)
+        each.append(grads)
+    dq, dk, dv, dbeta, dg = (join(p, _parts(p), d) for d in zip(*each))
+    if p.HV > p.H:
+        dq, dk = (d.unflatten(2, (p.H, p.HV // p.H)).sum(3) for d in (dq, dk))
     gates = need & {"g", "A_log", "dt_bias"}
-    dq, dk, dg, dbeta, dA_log, ddt_bias = x.gradients(
-        p,
-        per_key_head(dq.mul_(p.scale)),
-        per_key_head(dk),
-        join(dg) if gates else None,
-        join(dbeta)[..., 0] if "beta" in need else None,
+    dq, dk, dg, dbeta, dA_log, ddt_bias = chunked.x.gradients(
+        p, dq, dk, dg if gates else None, dbeta[..., 0] if "beta" in need else None
     )
     dinitial = None if reverse.dinitial_state is None else p.as_kv(reverse.dinitial_state)
-    found = (dq, dk, join(dv), dg, dbeta, dA_log, ddt_bias, dinitial)
+    found = (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
     return Gradients(
         **{
             n: d.to(x.dtype)
@@ -399,17 +327,17 @@ def gradient(
 
 
 def _gradient(
-    c: _Slab, S: Tensor, v_new: Tensor, d_o: Tensor, dS: Tensor, z: Tensor
+    c: Slab, S: Tensor, v_new: Tensor, d_o: Tensor, dS: Tensor, z: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of scale q, k, v, g and beta of some chunks; letters as in MATHS.md, "Backward"."""
     q, k, v, beta, decay = c.q, c.k, c.v, c.beta, c.decay
-    dP = d_o @ v_new.mT
+    dP = product(d_o, v_new.mT)
     on_diagonal = torch.diagonal(dP, dim1=-2, dim2=-1)[..., None].clone()
     # v_new solves (I + L) v_new = beta (v - k exp(G) S), and z the transposed system
-    dL = (z @ v_new.mT).neg_().tril_(-1)
-    dkg, Zk = (v_new @ dS.mT).mul_(c.tail), (z @ S.mT).neg_()
-    dq, r, col = _scores_backward(c, dP.tril_(-1), dL)
-    dq.add_((d_o @ S.mT).mul_(decay))
+    dL = product(z, v_new.mT).neg_().tril_(-1)
+    dkg, Zk = product(v_new, dS.mT).mul_(c.tail), product(z, S.mT).neg_()
+    dq, r, col = scores_backward(c, dP.tril_(-1), dL)
+    dq.add_(product(d_o, S.mT).mul_(decay))
     r.add_(Zk.mul_(decay))
     dbeta = (z * v).sum(-1, keepdim=True).add_((r * k).sum(-1, keepdim=True))
     # The same is z v_new / beta, which cancels less, where beta leaves v_new the digits.
@@ -439,34 +367,32 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     S + k u^T; o = scale S^T q.
     """
     x, slots = Activated(p, p.state_dtype), p.state_indices
-    offsets = p.cu_seqlens
+    packed = p.cu_seqlens is not None
     per_token = slots is not None and slots.dim() == 2
-    S, live = _start(p, slots, per_token)
+    S, live = _start_step(p, slots, per_token)
     v = x.v
     # a vector by a matrix has the bits of its alignment, which would differ from head to head
     if p.V % 8:
         S, v = (torch.nn.functional.pad(t, (0, -p.V % 8)) for t in (S, v))
-    begin = None if offsets is None else offsets[:-1].long()
-    count = None if offsets is None else offsets.diff()
+    begin, count = (p.cu_seqlens[:-1].long(), p.cu_seqlens.diff()) if packed else (None, None)
     group = p.HV // max(p.H, 1)
     q, k = (t.repeat_interleave(group, 2) if group > 1 else t for t in (x.q, x.k))
     rows = (q * p.scale, k, v, x.g.exp()[..., None], x.beta[..., None, None])
-    if offsets is not None or slots is not None:
+    if packed or slots is not None:
         o.zero_()  # tokens of no sequence, and of sequences without a slot
     kv_out = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)
-    for t in range(p.T if count is None else int(count.max()) if p.N else 0):
+    for t in range(p.T if not packed else int(count.max()) if p.N else 0):
         # the sequences with a token t, None for all
-        n = live if count is None else _intersect(live, count > t)
+        n = _intersect(live, count > t) if packed else live
         each = slice(None) if n is None else n
-        token: tuple = (each, t) if begin is None else (0, begin[each] + t)
+        token: tuple = (0, begin[each] + t) if packed else (each, t)
         b_q, b_k, b_v, b_decay, b_beta = (r[token] for r in rows)
         b_S = (S if n is None else S[n]) * b_decay
         u = b_beta * (b_v.unsqueeze(-2) - b_k.unsqueeze(-2) @ b_S)  # [n, HV, 1, V]
         b_S = torch.addcmul(b_S, b_k.unsqueeze(-1), u)
         b_o = (b_q.unsqueeze(-2) @ b_S).squeeze(-2)[..., : p.V].to(o.dtype)
         S = b_S if n is None else S.index_copy(0, n, b_S)
-        if slots is not None and per_token:
-            assert kv_out is not None  # slots are those of a pool
+        if per_token:
             slot = slots[each, t] if t < slots.shape[1] else slots.new_full((len(b_o),), -1)
             b_o.masked_fill_((slot < 0)[:, None, None], 0.0)
             _write(kv_out, slot, b_S[..., : p.V])
@@ -493,7 +419,7 @@ def _intersect(live: Tensor | None, has: Tensor) -> Tensor | None:
     return live[has[live]]
 
 
-def _start(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tensor, Tensor | None]:
+def _start_step(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tensor, Tensor | None]:
     """The states the sequences start from [N, HV, K, V], and which sequences are live (None:
     all).
     """
@@ -504,7 +430,7 @@ def _start(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tensor, T
         return kv.to(p.state_dtype).contiguous(), None
     if per_token and p.num_accepted_tokens is None:
         slots = slots[:, 0]
-    elif per_token and p.num_accepted_tokens is not None:
+    elif per_token:
         column = p.num_accepted_tokens.long() - 1
         # a row of padding may have accepted anything
         inside = (column >= 0) & (column < slots.shape[1])

@@ -1,0 +1,121 @@
+"""The sequences of a call sorted by length, so that short ones lie in chunks of few rows: for CPUs.
+
+A sequence of at most `HEIGHTS` tokens is one chunk of that many rows; a longer one has chunks of C
+rows. The height depends on the length alone, so other sequences change no bit of a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_ops.problem import CHUNK, Problem
+from kda_ops.sequences import count_chunks
+
+# Rows of a chunk where C are not needed. Matrices of a multiple of 16 rows begin cache lines.
+HEIGHTS = (1, 16, 32)
+
+
+class Part:
+    """Some sequences of a call in chunks of `height` rows, numbered without gaps, step after step.
+
+    `sequences` are sorted, longest first, so that those with a chunk c are the first ones. `steps`
+    says how many they are, and which chunks of the part they have. `owner` names each chunk's place
+    in `sequences`, `number` its place on the axis that `kda_ops.sequences` describes. Token
+    ``token[i]`` of the call lies in row ``rows[i]``; both are None where they are the identity.
+    """
+
+    def __init__(self, p: Problem, height: int, sequences: Tensor, begin: Tensor, length: Tensor):
+        length = length[sequences]
+        length, order = torch.sort(length, descending=True, stable=True)
+        self.height, self.sequences, self.length = height, sequences[order], length
+        begin = begin[self.sequences]
+        count = (length + height - 1) // height
+        most = int(count[0]) if len(count) else 0
+        live = len(count) - torch.searchsorted(count.flip(0), torch.arange(most), right=True)
+        base = live.cumsum(0) - live
+        self.NT = int(count.sum())
+        self.steps = [(n, slice(a, a + n)) for n, a in zip(live.tolist(), base.tolist())]
+        step = torch.repeat_interleave(live)
+        self.owner = torch.arange(self.NT) - base[step]
+        first = begin // CHUNK + self.sequences
+        if p.cu_seqlens is None:
+            first = self.sequences * -(-p.T // CHUNK)
+        self.number = first[self.owner] + step
+        n = torch.repeat_interleave(length)
+        t = torch.arange(len(n)) - (length.cumsum(0) - length)[n]
+        token, row = begin[n] + t, (base[t // height] + n) * height + t % height
+        whole = len(token) == p.B * p.T == self.NT * height and torch.equal(token, row)
+        self.token, self.rows = (None, None) if whole else (token, row)
+
+    def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, T, X, ...] per token to [NT, X, height, ...] per chunk, zero where no token lies."""
+        flat = x.flatten(0, 1)
+        if self.token is not None:
+            padded = flat.new_zeros((self.NT * self.height, *flat.shape[1:]))
+            flat = padded.index_copy_(0, self.rows, flat.index_select(0, self.token))
+        chunks = flat.reshape(self.NT, self.height, *flat.shape[1:]).transpose(1, 2)
+        return chunks.to(dtype=dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+def parts(p: Problem) -> list[Part]:
+    """The sequences of a call by height. Those without a token are among the tallest."""
+    if p.cu_seqlens is None:
+        begin, length = torch.arange(p.N) * p.T, torch.full((p.N,), p.T)
+    else:
+        begin, length = p.cu_seqlens[:-1].long(), p.cu_seqlens.diff().long()
+    height = torch.full_like(length, CHUNK)
+    for h in reversed(HEIGHTS):
+        height.masked_fill_((length > 0) & (length <= h), h)
+    found = [(h, torch.nonzero(height == h).flatten()) for h in (*HEIGHTS, CHUNK)]
+    found = [(h, sequences) for h, sequences in found if len(sequences)] or found[-1:]
+    return [Part(p, h, sequences, begin, length) for h, sequences in found]
+
+
+def join(p: Problem, parts: Sequence[Part], chunks: Sequence[Tensor]) -> Tensor:
+    """[NT, X, height, ...] of each part to [B, T, X, ...]; zero past the last sequence."""
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in chunks]
+    if parts[0].token is None:
+        return flat[0].unflatten(0, (p.B, p.T))
+    out = flat[0].new_zeros((p.B * p.T, *flat[0].shape[1:]))
+    for part, x in zip(parts, flat):
+        out.index_copy_(0, part.token, x.index_select(0, part.rows))
+    return out.unflatten(0, (p.B, p.T))
+
+
+# What stages hand on, as `kda_ops.stages` describes it: one tensor of chunks of C rows.
+
+_SQUARE, _WHOLE = ("A", "P"), ("gamma", "states", "dstates")
+
+
+def gather(p: Problem, parts: Sequence[Part], name: str, xs: Sequence[Tensor]) -> Tensor:
+    """The tensor `name` of a stage, from that of each part."""
+    NT, tall = count_chunks(p), len(parts) == 1 and parts[0].height == CHUNK
+    if tall and torch.equal(parts[0].number, torch.arange(NT)):
+        return xs[0]
+    like, rows = xs[0], [] if name in _WHOLE else [CHUNK]
+    wide = [CHUNK] if name in _SQUARE else [*like.shape[2 + len(rows) :]]
+    out = like.new_full([NT, p.HV, *rows, *wide], 1.0 if name == "gamma" else 0.0)
+    if name == "A":
+        out.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    for part, x in zip(parts, xs):
+        corner: tuple[Any, ...] = (part.number, *_corner(part, name))
+        out[corner] = x
+    return out
+
+
+def scatter(parts: Sequence[Part], name: str, x: Tensor) -> list[Tensor]:
+    """What each part has of the tensor `name` of a stage: the inverse of `gather`."""
+    if len(parts) == 1 and parts[0].NT == x.shape[0] and parts[0].height == CHUNK:
+        number = parts[0].number
+        return [x if torch.equal(number, torch.arange(len(number))) else x[number]]
+    return [x[part.number][(slice(None), *_corner(part, name))].contiguous() for part in parts]
+
+
+def _corner(part: Part, name: str) -> tuple[slice, ...]:
+    """Heads, and the rows (of a square also columns) that a part's chunks have."""
+    rows = slice(part.height)
+    return (slice(None), *(() if name in _WHOLE else (rows, rows) if name in _SQUARE else (rows,)))

@@ -1,0 +1,111 @@
+"""On a CPU short sequences lie in chunks of few rows: cheap, and with the bits of long ones."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kda_ops import dispatch
+from kda_ops.backends.parts import HEIGHTS, parts
+from kda_ops.problem import CHUNK, Problem
+from tests.support.calls import forward, run, run_stages
+from tests.support.cases import Case, replace
+from tests.support.closeness import assert_all_identical, assert_identical
+from tests.support.target import TARGET
+
+if dispatch.backend_name(TARGET.device) != "native":
+    pytest.skip("what the CPU backend alone does", allow_module_level=True)
+
+native = dispatch.load("native")
+VARIANTS = ("kda", "gdn")
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+WIDTHS = ((16, 24), (8, 33), (33, 8), (64, 64), (128, 128))
+EACH = (1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 130)  # lengths around every height
+
+
+class Count(TorchDispatchMode):
+    """The number of operators that run below."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def problem(case):
+    return Problem.parse(case.rank, *case.inputs().values(), **case.flags())
+
+
+def one(case, inputs, n):
+    """Sequence n as a call of its own."""
+    row, a, b = case.spans[n]
+    alone = {m: x[row : row + 1, a:b] if m in PER_TOKEN else x for m, x in inputs.items()}
+    state = inputs["initial_state"]
+    return alone | {
+        "initial_state": None if state is None else state[n : n + 1],
+        "cu_seqlens": None,
+    }
+
+
+@pytest.mark.parametrize("lengths,rows", (((1,) * 50, 50), ((1, 2, 16, 17, 32, 33, 64, 0), 225)))
+def test_a_short_sequence_takes_few_rows(lengths, rows):
+    found = parts(problem(Case(lengths=lengths)))
+    assert sum(part.NT * part.height for part in found) == rows
+    assert {part.height for part in found} <= {*HEIGHTS, CHUNK}
+
+
+@pytest.mark.parametrize("length", (1, 5, 40))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_more_sequences_are_no_more_operators(variant, length):
+    """What is slow on a CPU is an operator on little: their number must not grow with N."""
+    counts = []
+    for N in (20, 300):
+        case = Case(variant, lengths=(length,) * N, H=1, HV=1, K=8, V=8, gate="softplus")
+        p, cotangents = problem(case), case.cotangents()
+        p.scratch = {}
+        with Count() as count:
+            run_stages(native, p, cotangents)
+        counts.append(count.calls)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("state", (False, True))
+@pytest.mark.parametrize("K,V", WIDTHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_how_many_sequences_there_are_changes_no_bit(variant, K, V, state):
+    """Each length alone, among a few, and among many of its own and of other heights."""
+    few = Case(variant, lengths=EACH, H=1, HV=1, K=K, V=V, state=True, final=True, l2norm=True)
+    many = replace(few, lengths=EACH + (1, 2, 16, 17, 33, 65, 0) * 7)
+    inputs, more, end = few.inputs(), replace(many, seed=9).inputs(), sum(EACH)
+    for name, x in more.items():
+        if name in PER_TOKEN:
+            more[name] = torch.cat([inputs[name][:, :end], x[:, end:]], 1)
+    more["initial_state"] = torch.cat([inputs["initial_state"], more["initial_state"][len(EACH) :]])
+    if not state:
+        inputs["initial_state"] = more["initial_state"] = None
+    got, among = forward(few, inputs=inputs), forward(many, inputs=more)
+    assert_identical(got["o"][:, :end], among["o"][:, :end], "o")
+    assert_identical(got["final_state"], among["final_state"][: len(EACH)], "final_state")
+    for n, (_, a, b) in enumerate(few.spans):
+        want = forward(few, inputs=one(few, inputs, n))
+        assert_identical(got["o"][:, a:b], want["o"], f"o of {b - a} tokens")
+        assert_identical(got["final_state"][n : n + 1], want["final_state"], f"state of {b - a}")
+
+
+@pytest.mark.parametrize("state", (False, True))
+@pytest.mark.parametrize("H", (1, 2))
+@pytest.mark.parametrize("K,V", WIDTHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_that_follow_change_no_bit_of_a_short_sequence(variant, K, V, H, state):
+    case = Case(variant, B=2, T=70, H=H, HV=H, K=K, V=V, state=state, l2norm=True)
+    inputs = case.inputs()
+    want = forward(case, inputs=inputs)["o"]
+    for n in (1, 2, 5, 16, 17, 32, 33, 63, 64):
+        first = {m: x[:, :n] if m in PER_TOKEN else x for m, x in inputs.items()}
+        assert_identical(forward(case, inputs=first)["o"], want[:, :n], f"o of {n} tokens")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_kept_for_backward_has_the_bits_of_what_is_computed_again(variant):
+    case = Case(variant, lengths=EACH + (0, 1, 1), H=1, HV=2, state=True, final=True)
+    assert_all_identical(run(case), run(case, disable_recompute=True))
