@@ -40,6 +40,11 @@ def backend(device: torch.device) -> Backend:
     """The stage functions for tensors on `device`."""
     name = backend_name(device)
     if name not in _LOADED:
+        if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError(
+                "KDA_OPS_CPU=triton runs the kernels under Triton's interpreter: set "
+                "TRITON_INTERPRET=1 before the process starts."
+            )
         _LOADED[name] = load(name)
     return _LOADED[name]
 

@@ -1,11 +1,13 @@
 """The Python faces of the operators: words, docstrings and ``None`` for a state that was not asked
-for; no checks, no mathematics.
+for; no mathematics.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from kda_ops.arguments import in_words
 
 _KDA_CHUNK, _KDA_RECURRENT, _KDA_RECURRENT_ = (
     torch.ops.kda.chunk.default,
@@ -21,6 +23,7 @@ _KDA_CHUNK_, _GDN_CHUNK_ = torch.ops.kda.chunk_.default, torch.ops.gdn.chunk_.de
 _KDA_GATE, _GDN_GATE = torch.ops.kda.gate.default, torch.ops.gdn.gate.default
 
 
+@in_words
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -101,7 +104,7 @@ def chunk_kda(
     lose bits, larger ones give NaN; scale the loss.
 
     Values (offsets, decays, beta, slots) are checked only under the environment variable
-    KDA_OPS_CHECK=1; on a CPU offsets always are.
+    KDA_OPS_CHECK=1; on a CPU offsets and slots always are.
 
     Example:
         >>> import torch, kda_ops
@@ -138,6 +141,7 @@ def chunk_kda(
     return o, final_state if output_final_state else None
 
 
+@in_words
 def recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -198,6 +202,7 @@ def recurrent_kda(
     return o, final_state if output_final_state else None
 
 
+@in_words
 def recurrent_kda_(
     q: Tensor,
     k: Tensor,
@@ -276,6 +281,7 @@ def recurrent_kda_(
     )
 
 
+@in_words
 def chunk_kda_(
     q: Tensor,
     k: Tensor,
@@ -356,6 +362,7 @@ def chunk_kda_(
     )
 
 
+@in_words
 def kda_gate(
     g: Tensor,
     A_log: Tensor | None,
@@ -390,6 +397,7 @@ def kda_gate(
     return _KDA_GATE(g, A_log, dt_bias, lower_bound=lower_bound)
 
 
+@in_words
 def chunk_gdn(
     q: Tensor,
     k: Tensor,
@@ -470,6 +478,7 @@ def chunk_gdn(
     return o, final_state if output_final_state else None
 
 
+@in_words
 def recurrent_gdn(
     q: Tensor,
     k: Tensor,
@@ -525,6 +534,7 @@ def recurrent_gdn(
     return o, final_state if output_final_state else None
 
 
+@in_words
 def recurrent_gdn_(
     q: Tensor,
     k: Tensor,
@@ -582,6 +592,7 @@ def recurrent_gdn_(
     )
 
 
+@in_words
 def chunk_gdn_(
     q: Tensor,
     k: Tensor,
@@ -644,6 +655,7 @@ def chunk_gdn_(
     )
 
 
+@in_words
 def gdn_gate(
     g: Tensor,
     A_log: Tensor | None,

@@ -42,7 +42,7 @@ def _check_there(name: str, x: Tensor, device: torch.device, of: str = "q") -> N
         )
 
 
-def _check_float(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
+def check_float(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
     """A decay, a write strength or a gate parameter: any of the dtypes that q may have, on the
     device of the call.
     """
@@ -77,8 +77,7 @@ def check_offsets(
             f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape "
             f"{of} and all else that has tokens to [1, B * T, ...]."
         )
-    # a CPU backend reads them anyway
-    if T is not None and (CHECK_VALUES or device.type == "cpu") and not _is_symbolic(cu_seqlens):
+    if T is not None and _can_read(cu_seqlens):  # a CPU backend reads them anyway
         _check_cu_seqlens(cu_seqlens, T)
 
 
@@ -113,7 +112,7 @@ def check_gate_parameters(
     else:
         if A_log.shape != (HV,):
             _shape_error("A_log", "[HV]", (HV,), A_log)
-        _check_float("A_log", A_log, device, of)
+        check_float("A_log", A_log, device, of)
     if dt_bias is not None:
         if rank:
             if dt_bias.shape != (HV, K) and dt_bias.shape != (HV * K,):
@@ -126,7 +125,7 @@ def check_gate_parameters(
                 )
         elif dt_bias.shape != (HV,):
             _shape_error("dt_bias", "[HV]", (HV,), dt_bias)
-        _check_float("dt_bias", dt_bias, device, of)
+        check_float("dt_bias", dt_bias, device, of)
 
 
 class Problem:
@@ -252,11 +251,11 @@ class Problem:
                 elif rank and g.shape == (B, T, HV):
                     hint = ": one decay per head is GDN's, call the gdn operator"
                 _shape_error("g", "[B, T, HV, K]" if rank else "[B, T, HV]", want, g, hint)
-            _check_float("g", g, device)
+            check_float("g", g, device)
         if beta is not None:
             if beta.shape != (B, T, HV):
                 _shape_error("beta", "[B, T, HV]", (B, T, HV), beta)
-            _check_float("beta", beta, device)
+            check_float("beta", beta, device)
         elif use_beta_sigmoid_in_kernel:
             raise ValueError(
                 "beta must be given with use_beta_sigmoid_in_kernel=True: there is nothing to "
@@ -393,6 +392,8 @@ class Problem:
             and not _is_symbolic(cu_seqlens)
         ):
             _check_columns(cu_seqlens, state_indices.shape[1])
+        if state_indices is not None and _can_read(state_indices):
+            _check_slots(state_indices, state.shape[0], "state_indices")
         return p
 
     @classmethod
@@ -426,17 +427,15 @@ class Problem:
                     f"{list(snapshot_indices.shape)}."
                 )
             check_index("snapshot_indices", snapshot_indices, q.device)
-            if CHECK_VALUES and not _is_symbolic(snapshot_indices):
+            if snapshot_every >= 1 and _can_read(snapshot_indices):
                 own = (
                     torch.arange(p.N, device=q.device)
                     if state_indices is None
                     else state_indices.long()
                 )
                 lengths = torch.full_like(own, p.T) if cu_seqlens is None else cu_seqlens.diff()
-                written = (
-                    torch.arange(1, snapshot_indices.shape[1] + 1, device=q.device)
-                    <= (lengths // (CHUNK * max(snapshot_every, 1)))[:, None]
-                )
+                column = torch.arange(1, snapshot_indices.shape[1] + 1, device=q.device)
+                written = column <= (lengths // CHUNK // snapshot_every)[:, None]
                 into = snapshot_indices.long().where(written & (own >= 0)[:, None], -1)
                 _check_slots(
                     torch.cat([own, into.flatten()]),
@@ -455,6 +454,8 @@ class Problem:
                 f"{snapshot_every}."
             )
         p.snapshot_every = snapshot_every
+        if snapshot_indices is None and state_indices is not None and _can_read(state_indices):
+            _check_slots(state_indices, state.shape[0], "state_indices")
         return p
 
     def _take_state(self, name: str, letter: str, count, state: Tensor, pool: bool) -> None:
@@ -521,8 +522,6 @@ class Problem:
                     f"{list(state_indices.shape)}{hint}."
                 )
             check_index("state_indices", state_indices, self.q.device)
-            if CHECK_VALUES and not _is_symbolic(state_indices):
-                _check_slots(state_indices, state.shape[0], "state_indices")
         self.state_indices = state_indices
         self._check_gates()
 
@@ -629,7 +628,7 @@ def gate_problem(
         raise ValueError(
             f"g must have shape {'[B, T, HV, K]' if rank else '[B, T, HV]'}, got {list(g.shape)}."
         )
-    _check_float("g", g, g.device)
+    check_float("g", g, g.device)
     check_lower_bound(lower_bound)
     check_gate_parameters(
         rank, g.shape[2], g.shape[3] if rank else 1, A_log, dt_bias, lower_bound, g.device, "g"
@@ -660,13 +659,21 @@ def _overlaps(x: Tensor) -> bool:
 
 
 def _is_symbolic(x: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    if torch.compiler.is_compiling() or x.is_meta or isinstance(x, (FakeTensor, FunctionalTensor)):
+    if torch.compiler.is_compiling() or x.is_meta:
         return True
+    if type(x) is not Tensor:  # else no import at every call
+        from torch._subclasses.fake_tensor import FakeTensor
+        from torch._subclasses.functional_tensor import FunctionalTensor
+
+        if isinstance(x, (FakeTensor, FunctionalTensor)):
+            return True
     # a layer looks above transforms, an operator below
     return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x)
+
+
+def _can_read(x: Tensor) -> bool:
+    """Whether to check the values of offsets or slots: they are at hand on a CPU."""
+    return (CHECK_VALUES or x.device.type == "cpu") and not _is_symbolic(x)
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, T: int) -> None:
@@ -701,12 +708,10 @@ def _check_strength(beta: Tensor) -> None:
 
 
 def _check_slots(indices: Tensor, slots: int, name: str) -> None:
-    live = indices[indices >= 0]
-    if live.numel() and int(live.max()) >= slots:
-        raise ValueError(
-            f"{name} must be below the number of slots, {slots}, got {int(live.max())}."
-        )
-    if live.unique().numel() != live.numel():
+    live = [slot for slot in indices.flatten().tolist() if slot >= 0]
+    if live and max(live) >= slots:
+        raise ValueError(f"{name} must be below the number of slots, {slots}, got {max(live)}.")
+    if len(set(live)) != len(live):
         raise ValueError(f"{name} must name distinct slots, got one slot twice.")
 
 

@@ -55,8 +55,8 @@ def decode(rank: int, args: tuple[Tensor | None, ...], flags: dict[str, Any]) ->
         o = _step(p, b)
         # what a parsed call makes contiguous, a plan reads
         as_they_lie = all(x is None or x.is_contiguous() for x in (*args[7:8], *args[10:]))
-        # at every call
-        checked = problem.CHECK_VALUES or (p.cu_seqlens is not None and p.q.device.type == "cpu")
+        reads = p.cu_seqlens is not None or p.state_indices is not None
+        checked = problem.CHECK_VALUES or (reads and p.q.device.type == "cpu")  # at every call
         if p.HV and hasattr(b, "plan_step") and as_they_lie and not checked:
             if len(_PLANS) >= 1024:  # a program that calls with ever new sizes
                 _PLANS.clear()

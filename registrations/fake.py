@@ -36,7 +36,7 @@ def _fakes(rank: int) -> dict[schemas.Operator, object]:
     def chunk_in_place(*args, **flags):
         return Problem.parse_prefill(rank, *args, **flags).new_output()
 
-    def gate(g, A_log, dt_bias, *, lower_bound=None):
+    def gate(g, A_log, dt_bias=None, *, lower_bound=None):
         return g.new_empty(g.shape, dtype=gate_problem(rank, g, A_log, dt_bias, lower_bound))
 
     def gate_bwd(dy, g, A_log, dt_bias, *, lower_bound=None):

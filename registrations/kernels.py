@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kda_ops import chunk, dispatch, recurrent
+from kda_ops.arguments import check_writable
 from kda_ops.problem import Problem, gate_problem
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
@@ -46,17 +47,19 @@ def _kernels(rank: int) -> dict[schemas.Operator, Callable]:
         return recurrent.infer(Problem.parse(rank, *args, **flags))
 
     def recurrent_in_place(*args, **flags) -> Tensor:
+        check_writable("state", args[5])
         o = recurrent.decode(rank, args, flags)
         _BUMP(args[5])
         return o
 
     def chunk_in_place(*args, **flags) -> Tensor:
+        check_writable("state", args[5])
         p = Problem.parse_prefill(rank, *args, **flags)
         o = chunk.prefill(p)
         _BUMP(p.state)
         return o
 
-    def gate(g, A_log, dt_bias, *, lower_bound=None) -> Tensor:
+    def gate(g, A_log, dt_bias=None, *, lower_bound=None) -> Tensor:
         gate_problem(rank, g, A_log, dt_bias, lower_bound)
         return dispatch.backend(g.device).gate(g, A_log, dt_bias, lower_bound, rank).contiguous()
 

@@ -59,5 +59,12 @@ def _sharding() -> None:
     from kda_ops.registrations import sharding  # noqa: F401
 
 
+def _nested() -> None:
+    from kda_ops.registrations import refusals
+
+    refusals.refuse_nested()
+
+
 when_imported("torch.utils.flop_counter", _flops)
+when_imported("torch.nested._internal.nested_tensor", _nested)
 when_imported("torch.distributed.tensor", _sharding)

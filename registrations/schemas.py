@@ -113,7 +113,7 @@ CHUNK_ = Operator(
     mutates=True,
 )
 GATE = Operator(
-    "gate", "(Tensor g, Tensor? A_log, Tensor? dt_bias, *, float? lower_bound=None) -> Tensor"
+    "gate", "(Tensor g, Tensor? A_log, Tensor? dt_bias=None, *, float? lower_bound=None) -> Tensor"
 )
 GATE_BWD = Operator(
     "gate_bwd",

@@ -1,4 +1,4 @@
-"""The Python faces of context parallelism: words and docstrings; no checks, no mathematics."""
+"""The Python faces of context parallelism: words and docstrings; no mathematics."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from kda_ops.arguments import in_words
 from kda_ops.distributed import chunk
 from kda_ops.distributed.plan import ContextPlan
 
 Group = dist.ProcessGroup | DeviceMesh | ContextPlan
 
 
+@in_words
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -111,6 +113,7 @@ def chunk_kda(
     )
 
 
+@in_words
 def chunk_gdn(
     q: Tensor,
     k: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_ops.nn.local import LocalLinear
-from kda_ops.problem import _check_float as check_float
+from kda_ops.problem import check_float
 
 __all__ = [
     "DTYPES",

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kda_ops.arguments import check_writable
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.checks import (
     DTYPES,
@@ -459,10 +460,4 @@ class DeltaAttention(nn.Module):
                 f"cache must hold {what} of {names} on {q.device}, got {x.dtype} on {x.device}: "
                 f"make it with new_cache({x.shape[0]}, dtype={q.dtype}, device={str(q.device)!r})."
             )
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-            return
-        if x.is_inference():
-            raise RuntimeError(
-                "cache was made under torch.inference_mode() and can be written only there: "
-                "make it outside, or call the layer under inference_mode."
-            )
+        check_writable("cache", x)

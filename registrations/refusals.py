@@ -1,0 +1,74 @@
+"""Refusals of tensors that reach no kernel: those without strides, and lazy views of a state.
+
+Without these kernels the dispatcher would refuse, by its own keys, or torch would assert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kda_ops.arguments import refuse_layout
+from kda_ops.registrations import schemas
+from kda_ops.registrations.opaque import opaque
+
+_WITHOUT_STRIDES = [
+    f"{kind}{device}"
+    for kind in ("Sparse", "SparseCsr", "Quantized", "NestedTensor")
+    for device in ("CPU", "CUDA")
+] + ["MkldnnCPU"]
+_LAZY = ("Negative", "Conjugate", "ZeroTensor")
+
+
+def _refuse(operator: schemas.Operator, namespace: str):
+    names = [a.name for a in operator.overload(namespace)._schema.arguments]
+
+    @opaque
+    def kernel(*args, **flags):
+        refuse_layout(names, args)
+
+    return kernel
+
+
+def refuse_nested() -> None:
+    """Refuse nested tensors of layout jagged too, which are a subclass and have no keys."""
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    def rule(cls, func, types, args=(), kwargs=None):
+        refuse_layout([a.name for a in func._schema.arguments], args)
+
+    for namespace, library in schemas.LIBRARIES.items():
+        for operator in schemas.OPERATORS:
+            name = f"{namespace}::{operator.name}"
+            torch.library.register_torch_dispatch(name, NestedTensor, rule, lib=library)
+
+
+def _is_lazy(x: object) -> bool:
+    return isinstance(x, Tensor) and (x.is_neg() or x.is_conj() or x._is_zerotensor())
+
+
+def _resolve(operator: schemas.Operator, namespace: str):
+    """For an in-place operator: other inputs are brought to memory, a state cannot be."""
+    op = operator.overload(namespace)
+    place = [a.name for a in op._schema.arguments].index("state")
+
+    @opaque
+    def kernel(*args, **flags):
+        if _is_lazy(args[place]):
+            raise ValueError(
+                "state must be memory that can be written, got a view that torch negates, "
+                "conjugates or takes for zero when it is read: clone it."
+            )
+        resolved = [x.clone().resolve_neg().resolve_conj() if _is_lazy(x) else x for x in args]
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*resolved, **flags)
+
+    return kernel
+
+
+for _namespace, _library in schemas.LIBRARIES.items():
+    for _operator in schemas.OPERATORS:
+        for _key in _WITHOUT_STRIDES:
+            _library.impl(_operator.name, _refuse(_operator, _namespace), _key)
+        for _key in _LAZY if _operator.mutates else ():
+            _library.impl(_operator.name, _resolve(_operator, _namespace), _key)
