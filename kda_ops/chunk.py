@@ -154,20 +154,13 @@ def backward(
     if p.disable_recompute:
         trace = Trace(have.pop("states"), have.pop("v_new"), o)
         tile = b.prepare(p, have["A"]) if dispatch.forms_tile(p) else Tile(**have)
-        # kept by a graph from before rows were an argument
-        if "rows" in names and tile.rows is None:
-            tile.rows = b.prepare(p, tile.A, norms=True).rows
     else:
         A = have.get("A")
         # empty after a forward that keeps nothing: the recurrence
         A = A if A is not None and A.numel() else None
-        # a P that was kept has a plain A beside it
-        packed = A is not None and packs(p) and not kept[KEPT.index("P")].numel()
-        tile = b.prepare(p, A, pack=packed, norms=True)
-    # kept without o by a graph from before o was an argument
-    scans = trace is None or (asked and trace.o is None)
-    with dispatch.beside(p, scans) as elsewhere:
-        if scans:
+        tile = b.prepare(p, A, pack=A is not None and packs(p), norms=True)
+    with dispatch.beside(p, trace is None) as elsewhere:
+        if trace is None:
             with elsewhere:
                 trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
         reverse = b.reverse_scan(p, tile, do, dfinal_state, need)

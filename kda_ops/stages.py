@@ -96,14 +96,8 @@ class Gradients:
 
 
 GRADIENTS = tuple(f.name for f in fields(Gradients))
-# What training may keep (`pairs` in the place of A); o is an output anyway. rows last:
-# `registrations.schemas` says why.
-KEPT = (
-    *(f.name for f in fields(Tile) if f.name not in ("rows", "pairs")),
-    "states",
-    "v_new",
-    "rows",
-)
+# What training may keep, with `pairs` in the place of A where both are made; o is an output anyway.
+KEPT = (*(f.name for f in fields(Tile) if f.name != "pairs"), "states", "v_new")
 
 
 class Backend(Protocol):

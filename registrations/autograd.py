@@ -172,9 +172,7 @@ def _backward(namespace: str):
         keeps_output, *kept = ctx.kept
         o = next(saved) if keeps_output else None
         kept = [next(saved) if there else none for there in (kept or [False] * len(KEPT))]
-        grads = op_bwd(
-            do, dfinal_state, *schemas.join_backward(kept, inputs, o), need=need, **flags
-        )
+        grads = op_bwd(do, dfinal_state, *kept, *inputs, o, need=need, **flags)
         return (*(d if n else None for d, n in zip(grads, need)), None)
 
     return backward

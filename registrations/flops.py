@@ -105,11 +105,9 @@ def _chunk(q, k, v, *args, out_shape=None, **flags):
 
 def _chunk_bwd(do, dfinal_state, *args, out_shape=None, **flags):
     kept, (q, _, v, *_), _ = schemas.split_backward(args)
-    # What is not kept is an empty tensor of one dimension, or None.
+    # What is not kept is an empty tensor of one dimension.
     return _chunks(q, v) * backward(
-        q[3],
-        v[3],
-        frozenset(n for n, shape in zip(KEPT, kept) if shape is not None and len(shape) > 1),
+        q[3], v[3], frozenset(n for n, shape in zip(KEPT, kept) if len(shape) > 1)
     )
 
 

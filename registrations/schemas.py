@@ -56,42 +56,28 @@ class Operator:
         return getattr(getattr(torch.ops, namespace), self.name).default
 
 
-_KEPT_OUT, _KEPT_IN = (", ".join(f"Tensor {n}" for n in names) for names in (KEPT, KEPT[:-1]))
+_KEPT = ", ".join(f"Tensor {n}" for n in KEPT)
 _GRADIENTS_OUT = ", ".join(f"Tensor d{n}" for n in GRADIENTS)
 
 CHUNK = Operator("chunk", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state)")
 CHUNK_FWD = Operator(
-    "chunk_fwd", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state, {_KEPT_OUT})"
+    "chunk_fwd", f"({_SEQUENCES}, *, {_CHUNK_FLAGS}) -> (Tensor o, Tensor final_state, {_KEPT})"
 )
 CHUNK_BWD = Operator(
     "chunk_bwd",
-    f"(Tensor? do, Tensor? dfinal_state, {_KEPT_IN}, {_SEQUENCES}, Tensor? o=None, Tensor? "
-    f"norms=None, *, {_CHUNK_FLAGS}, "
-    f"bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})",
+    f"(Tensor? do, Tensor? dfinal_state, {_KEPT}, {_SEQUENCES}, Tensor? o=None, *, "
+    f"{_CHUNK_FLAGS}, bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})",
 )
 
 
-def join_backward(kept: Sequence, inputs: Sequence, o: object) -> tuple:
-    """What follows do and dfinal_state in a call of `chunk_bwd`.
+def split_backward(args: Sequence) -> tuple[Sequence, Sequence, object]:
+    """Split what follows do and dfinal_state in a call of `chunk_bwd`: what is kept, the inputs
+    and o.
 
-    Graphs that Inductor compiled for the operator as it was, and keeps in its cache, call it by
-    position, but for arguments that have defaults, and take its outputs by number. So what came to
-    be an argument later, o and then rows, stands last, None where it is not kept, rows by the name
-    that they had when they were norms alone; and so do rows among the outputs of `chunk_fwd`. That
-    holds for what is kept by default. With `disable_recompute` what is kept, and so the shapes that
-    such a graph asserts, is a backend's own and may change.
+    The dispatcher strips trailing arguments that equal their defaults, so o may be missing.
     """
-    rows = kept[-1]
-    return *kept[:-1], *inputs, o, rows if rows is not None and rows.dim() > 1 else None
-
-
-def split_backward(args: tuple) -> tuple[tuple, tuple, object]:
-    """The inverse of `join_backward`, as the dispatcher passes it: without trailing arguments that
-    equal their defaults.
-    """
-    kept, rest = args[: len(KEPT) - 1], args[len(KEPT) - 1 :]
-    o, rows, *_ = *rest[len(GRADIENTS) + 1 :], None, None
-    return (*kept, rows), rest[: len(GRADIENTS) + 1], o
+    end = len(KEPT) + len(GRADIENTS) + 1
+    return args[: len(KEPT)], args[len(KEPT) : end], args[end] if len(args) > end else None
 
 
 RECURRENT = Operator(

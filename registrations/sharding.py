@@ -57,7 +57,7 @@ _AXES = {
     "rows": "ch..",
 }
 _STATES = frozenset(("initial_state", "final_state"))  # in the caller's layout
-_LIKE = {"do": "o", "dfinal_state": "final_state", "norms": "rows"}
+_LIKE = {"do": "o", "dfinal_state": "final_state"}
 _BATCH, _HEADS, _V = "BNc", "Hh", "V"
 
 

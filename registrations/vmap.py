@@ -24,7 +24,6 @@ _AXES = {
     "initial_state": 1,
     "o": 2,
     "dy": 2,
-    "norms": 1,
 } | dict.fromkeys(KEPT, 1)
 _AXES |= {"final_state": 1, "do": 2, "dfinal_state": 1} | {f"d{n}": _AXES[n] for n in GRADIENTS}
 

@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 import kda_ops
 from kda_ops.registrations import schemas
-from kda_ops.stages import GRADIENTS
+from kda_ops.stages import GRADIENTS, KEPT
 from tests.support.calls import forward, overload, run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
@@ -95,39 +95,21 @@ def test_opcheck_of_the_operators_of_training_graphs(variant, keep):
             (case.cotangents(TARGET.device)[0], None),
             (None, case.cotangents(TARGET.device)[1]),
         ):
-            for args in ((*kept[:-1], *inputs), schemas.join_backward(kept, inputs, o)):
-                opcheck(
-                    overload(variant, "chunk_bwd"),
-                    (do, dfinal_state, *args),
-                    case.flags() | {"need": need},
-                    test_utils=QUICK[:2],
-                )
+            opcheck(
+                overload(variant, "chunk_bwd"),
+                (do, dfinal_state, *kept, *inputs, o),
+                case.flags() | {"need": need},
+                test_utils=QUICK[:2],
+            )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_graphs_of_earlier_versions_still_find_their_arguments_and_outputs(variant):
-    kept = ["A", "P", "w", "u", "qg", "kg", "gamma", "states", "v_new"]
-    inputs = ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"]
-    forward, backward = (overload(variant, name)._schema for name in ("chunk_fwd", "chunk_bwd"))
-    assert [x.name for x in forward.returns][:11] == ["o", "final_state", *kept]
-    assert [x.name for x in backward.arguments][:20] == ["do", "dfinal_state", *kept, *inputs]
-    assert [x.name for x in backward.arguments[20:] if not x.kwarg_only] == ["o", "norms"]
-    assert all(x.has_default_value() for x in backward.arguments[20:] if not x.kwarg_only)
-
-
-def test_what_backward_is_given_comes_apart_as_it_was_put_together():
-    inputs, kept, rows, o = tuple(range(9)), (*map(str, range(9)),), torch.zeros(2, 1), object()
-    assert schemas.split_backward(schemas.join_backward((*kept, rows), inputs, o)) == (
-        (*kept, rows),
-        inputs,
-        o,
-    )
-    assert schemas.split_backward(schemas.join_backward((*kept, torch.zeros(0)), inputs, None)) == (
-        (*kept, None),
-        inputs,
-        None,
-    )
-    assert schemas.split_backward((*kept, *inputs)) == ((*kept, None), inputs, None)
+def test_backward_finds_each_argument_where_the_schema_has_it():
+    names = [x.name for x in overload("kda", "chunk_bwd")._schema.arguments if not x.kwarg_only][2:]
+    for stripped in (0, 1):  # with o and without
+        args = names[: len(names) - stripped]
+        kept, inputs, o = schemas.split_backward(args)
+        assert tuple(kept) == KEPT and [*inputs] == [*GRADIENTS, "cu_seqlens"]
+        assert o == (None if stripped else "o")
 
 
 POOLS = {
@@ -360,7 +342,7 @@ def test_fake_gradients_are_contiguous_whatever_the_strides(variant, strides):
     _, _, *kept = overload(variant, "chunk_fwd")(*x.values(), **case.flags())
     opcheck(
         overload(variant, "chunk_bwd"),
-        (*cotangents, *kept[:-1], *x.values()),
+        (*cotangents, *kept, *x.values()),
         case.flags() | {"need": [True] * 8},
         test_utils="test_faketensor",
     )

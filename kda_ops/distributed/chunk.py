@@ -299,7 +299,7 @@ class _Shard(torch.autograd.Function):
             grads = call.op("chunk_bwd")(
                 do,
                 dstate,
-                *(A if n == "A" else none for n in KEPT[:-1]),
+                *(A if n == "A" else none for n in KEPT),
                 q,
                 k,
                 v,

@@ -21,7 +21,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import packed
-from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
 from tests.support.cases import Case, replace
@@ -157,25 +156,6 @@ def test_a_gradient_does_not_depend_on_which_others_are_needed(variant, need):
     assert_identical(alone["d" + need], full["d" + need], need)
 
 
-def test_what_was_kept_for_another_policy_is_not_misread():
-    case = Case(
-        T=70, K=16, V=24, H=1, HV=2, dtype=HALF, gate="softplus", beta="sigmoid", l2norm=True
-    )
-    inputs, flags = case.inputs().values(), case.flags() | {"need": [True] * len(GRADIENTS)}
-    grads = []
-    for keep in (False, True):
-        o, _, *kept = overload("kda", "chunk_fwd")(
-            *inputs, **(case.flags() | {"disable_recompute": keep})
-        )
-        grads.append(
-            overload("kda", "chunk_bwd")(
-                *case.cotangents(), *schemas.join_backward(kept, inputs, o), **flags
-            )
-        )
-    for a, b in zip(*grads):
-        assert_identical(a, b, "a gradient")
-
-
 @pytest.mark.parametrize("dtype", (HALF, BF16))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_recurrence_is_differentiable_with_nothing_kept(variant, dtype):
@@ -207,27 +187,6 @@ def test_keeping_the_intermediates_changes_no_bit(variant, need):
         HV=1,
     )
     assert_all_identical(run(case, need=need), run(case, need=need, disable_recompute=True))
-
-
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_graph_that_knows_neither_output_nor_rows_among_what_is_kept_gets_the_same_gradients(
-    variant,
-):
-    case = Case(variant, T=37, dtype=HALF, l2norm=True, disable_recompute=True)
-    inputs, flags = [*case.inputs().values()], case.flags() | {"need": [True] * len(GRADIENTS)}
-    o, _, *kept = overload(variant, "chunk_fwd")(*inputs, **case.flags())
-    assert (kept[-1].numel() > 0) == (variant == "kda")
-    every = [
-        (*kept[:-1], *inputs),
-        (*kept[:-1], *inputs, o),
-        schemas.join_backward(kept, inputs, o),
-    ]
-    *others, want = (
-        overload(variant, "chunk_bwd")(*case.cotangents(), *args, **flags) for args in every
-    )
-    for grads in others:
-        for name, a, b in zip(GRADIENTS, grads, want):
-            assert_identical(a, b, name)
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
