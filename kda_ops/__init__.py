@@ -19,7 +19,7 @@ from kda_ops.functional import (
     recurrent_kda_,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the only place: pyproject.toml reads it
 __all__ = [
     "SAVE_OPS",
     "chunk_gdn",

@@ -1,10 +1,12 @@
 """Importing kda_ops registers every operator once, costs little, and pulls in nothing optional."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+import kda_ops
 from tests.support.fresh import python
 
 ROOT = Path(__file__).parents[1]
@@ -168,3 +170,13 @@ def test_the_definition_can_serve_a_whole_process():
         + "from kda_ops import dispatch; print(dispatch.backend_name(torch.device('cpu')))\n"
     )
     assert python(script, KDA_OPS_CPU="reference").stdout == "right\nreference\n"
+
+
+def test_the_version_is_written_once():
+    pyproject, citation, changelog = (
+        (ROOT / name).read_text() for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md")
+    )
+    assert 'version = { attr = "kda_ops.__version__" }' in pyproject
+    for text in (pyproject, citation):
+        assert not re.search(r"^version\b.*\d", text, re.M)
+    assert re.search(r"^## \[(.*?)\]", changelog, re.M)[1] in ("Unreleased", kda_ops.__version__)
