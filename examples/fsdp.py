@@ -1,11 +1,11 @@
 """Train a small model of KDA and GDN layers with FSDP2, and show that its losses and parameters are
 those of one process.
 
-    python examples/fsdp.py                                           # two processes on this machine, gloo, a few seconds
-    python examples/fsdp.py --processes 4 --tensor-parallel 2         # rows over two, heads over two
-    python examples/fsdp.py --precision bfloat16                      # compute in bfloat16
-    torchrun --nproc-per-node 2 examples/fsdp.py                      # the same under a launcher
-    torchrun --nproc-per-node 2 examples/fsdp.py --device cuda        # NCCL
+    python examples/fsdp.py                                     # two gloo processes, seconds
+    python examples/fsdp.py --processes 4 --tensor-parallel 2   # rows over two, heads over two
+    python examples/fsdp.py --precision bfloat16                # compute in bfloat16
+    torchrun --nproc-per-node 2 examples/fsdp.py                # under a launcher
+    torchrun --nproc-per-node 2 examples/fsdp.py --device cuda  # over NCCL
 
 Each rank reads its rows of the batch and keeps its part of every parameter, gradient and optimizer
 state; `fully_shard` gathers one block at a time. A block is wrapped as a whole: nothing about our
