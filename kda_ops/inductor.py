@@ -1,16 +1,15 @@
-"""Fold plain PyTorch around the operators into their flags, as a pass over the graph that Inductor
-starts from.
+"""Fold PyTorch code in front of the operators into their flags, as an Inductor pre-grad pass.
 
-Opt in for one compilation, or by name (known to ``torch.compile`` where kda_ops is installed, or
-after this module is imported)::
+Opt in by option or by backend name. ``torch.compile`` knows the name if kda_ops is installed or
+this module is imported::
 
     import kda_ops.inductor
 
     torch.compile(model, options={"pre_grad_custom_pass": kda_ops.inductor.fold_preprocessing})
     torch.compile(model, backend="kda_inductor")
 
-What is recognised in front of `chunk`, `recurrent`, `chunk_` and `recurrent_` of both variants, in
-the spellings of Python, methods and torch functions::
+The pass recognises these patterns in front of `chunk`, `recurrent`, `chunk_` and `recurrent_` of
+both variants, written with Python operators, methods or torch functions::
 
     l2norm          x * rsqrt(sum(x^2) + 1e-6), for both q and k    use_qk_l2norm_in_kernel
     gate            -exp(A_log) * softplus(g + dt_bias)             use_gate_in_kernel, A_log,
@@ -19,19 +18,22 @@ the spellings of Python, methods and torch functions::
     sigmoid         sigmoid(beta)                                   use_beta_sigmoid_in_kernel
     double_sigmoid  2 * sigmoid(beta)                               the same, allow_neg_eigval
 
-A fold changes a result by rounding only: the operator computes in float32 (float64 for float64
-inputs) what the graph computed in its dtypes. So nothing is folded where the program asked for
-less: a cast of the decay or of beta to a narrower dtype, of q and k to another dtype than they came
-in; nor squares in float16, whose range is too small, nor of what autocast would make float16; nor
-where the operator would compute in less than the graph does. `F.normalize` divides by
-``max(norm, eps)``, which is another function.
+A fold changes a result only by rounding: the operator computes in float32, or in float64 for
+float64 inputs. These are not folded, because rounding or range would differ by more:
 
-The graph is that of Dynamo: not functional. So nothing is folded across a change of grad mode or
-autocast, nor where something that the fold reads, or replaces, is written in place. NOTE [Written
-in place]: a folded call saves the raw tensor for backward, so a later write counts too.
+- a cast of the decay or of beta to a narrower dtype;
+- a cast of q or k to another dtype than that of the raw input;
+- squares in float16, which overflow, whether written so or made by autocast;
+- an expression in a wider dtype than the operator computes in.
 
-Exported graphs (``torch.export``, AOTInductor) are of ATen operators and do not pass here: set the
-flags yourself, which is the contract anyway.
+`F.normalize` is not folded: it divides by ``max(norm, eps)``.
+
+Dynamo graphs are not functional. So nothing is folded across a change of grad mode or autocast, nor
+where a tensor that the fold reads or replaces is written in place. NOTE [Written in place]: a
+folded call saves the raw tensor for backward, so a later write also prevents the fold.
+
+Exported graphs (``torch.export``, AOTInductor) consist of ATen operators and skip this pass: set
+the flags yourself.
 """
 
 from __future__ import annotations
@@ -68,11 +70,11 @@ _TARGETS = {
 }
 
 
-# --- what must not lie between --------------------------------------------------------------------
+# --- what prevents a fold -------------------------------------------------------------------------
 
 
 def _storage(node: Node) -> int | None:
-    """Of a tensor; None if that is unknown, as within vmap."""
+    """Return the address of a tensor's storage; None if it is unknown, as in vmap."""
     x = example(node)
     return (
         None
@@ -82,7 +84,7 @@ def _storage(node: Node) -> int | None:
 
 
 def _written(node: Node) -> Iterable[Node]:
-    """The tensors that a node writes in place."""
+    """Return the tensors that a node writes in place."""
     target: Any = node.target
     args: Any = node.args
     out = node.kwargs.get("out")
@@ -138,7 +140,7 @@ def _says_in_place(name: str) -> bool:
 
 
 def _by_name(node: Node) -> dict[str, Any]:
-    """The arguments of a function of Python, those by keyword of one of C."""
+    """Return a node's arguments by name; for a C function only its keyword arguments."""
     target: Any = node.target
     try:
         return node.kwargs | inspect.signature(target).bind(*node.args, **node.kwargs).arguments
@@ -172,17 +174,14 @@ def _cuts_gradient(node: Node) -> bool:
 
 
 class _Surroundings:
-    """For each node its place, and the grad mode and autocast it runs under; and the writes in
-    place.
-    """
+    """Each node's position, grad mode and autocast, and the in-place writes of the graph."""
 
     def __init__(self, graph: Graph):
         self.place: dict[Node, int] = {}
         self.mode: dict[Node, tuple[object, tuple[Node, ...]]] = {}
         self.writes: list[tuple[int, int | None]] = []
         switches = [n for n in graph.nodes if n.target is torch._C._set_grad_enabled]
-        # A block gives the mode back that it found, so the last switch tells what the first nodes
-        # run under.
+        # A block restores the mode that it found, so the last switch gives the initial mode.
         grad: object = switches[-1].args[0] if switches else None
         entered: tuple[Node, ...] = ()
         for i, node in enumerate(graph.nodes):
@@ -213,7 +212,7 @@ class _Surroundings:
             raise Refused("in-place")
 
     def autocasts(self, call: Node, device: str) -> torch.dtype | None:
-        """What autocast makes of the tensors of this call, if it is on."""
+        """Return the dtype that autocast gives the tensors of this call; None if it is off."""
         for node in reversed(self.mode[call][1]):
             entered: Any = node.args
             if node.target is torch.amp.autocast_mode._enter_autocast and entered[0] == device:
@@ -225,17 +224,17 @@ class _Surroundings:
 
 
 class FoldPreprocessing(CustomGraphPass):
-    """The pass, with its own counters; `fold_preprocessing` is one for all.
+    """The pass with its own counters; `fold_preprocessing` is the shared instance.
 
     Attributes:
-        folded: a `collections.Counter` of what was folded, by kind: ``l2norm gate bounded_gate
-            sigmoid double_sigmoid``.
-        refused: a `collections.Counter` of what was recognised and left alone, by reason:
-            ``precision``, ``grad mode``, ``autocast``, ``in-place``, ``flags`` (the call already
-            says something else).
+        folded: a `collections.Counter` of folds, by kind: ``l2norm gate bounded_gate sigmoid
+            double_sigmoid``.
+        refused: a `collections.Counter` of recognised patterns that were not folded, by reason:
+            ``precision``, ``grad mode``, ``autocast``, ``in-place``, ``flags`` (the call sets
+            another bound).
 
-    Both count the graphs that were compiled in this process; a graph that comes from Inductor's
-    cache was folded when it was put there.
+    Both count graphs compiled in this process. A graph from Inductor's cache does not count: it was
+    folded before it was cached.
 
     Example:
         >>> import torch, kda_ops.inductor
@@ -254,7 +253,7 @@ class FoldPreprocessing(CustomGraphPass):
         self.refused: Counter[str] = Counter()
 
     def __call__(self, graph: Graph) -> None:
-        """Fold what can be folded in the graph, in place."""
+        """Fold every recognised pattern of the graph, in place."""
         calls = [n for n in graph.nodes if n.op == "call_function" and n.target in _TARGETS]
         if calls:
             around = _Surroundings(graph)
@@ -262,12 +261,12 @@ class FoldPreprocessing(CustomGraphPass):
                 _Call(call, around, self).fold()
 
     def uuid(self) -> bytes:
-        """What keys Inductor's caches: the text of the pass."""
+        """Return the key for Inductor's caches: a hash of the pass's source."""
         return get_hash_for_files((__file__, patterns.__file__))
 
 
 class _Call:
-    """One call to an operator, whose arguments are replaced."""
+    """One operator call, whose arguments the folds replace."""
 
     def __init__(self, node: Node, around: _Surroundings, counts: FoldPreprocessing):
         self.node, self.around, self.counts = node, around, counts
@@ -306,7 +305,7 @@ class _Call:
                     x.dtype not in (torch.float16, torch.float64)
                     and self.around.autocasts(self.node, x.device.type) is torch.float16
                 ):
-                    # before the norm, which may be what brings them into its range
+                    # the raw q and k may overflow float16, in which autocast would pass them
                     raise Refused("precision")
                 match.flags = {"use_qk_l2norm_in_kernel": True}
         return both
@@ -317,13 +316,12 @@ class _Call:
             None,
             match.flags.get("lower_bound"),
         ):
-            raise Refused("flags")  # the bound that safe_gate names is not the gate's
+            raise Refused("flags")  # the call's lower_bound, for safe_gate, is not the gate's
         return [match]
 
     def _try(self, values: list[Node], find: Callable[[], list[Match | None]], free: bool) -> None:
         if not free:
-            # what stands before an activation that the call already asks for is a part of the
-            # logits
+            # the call already activates this input, so the graph only computes its logits
             return
         try:
             found = find()
@@ -353,7 +351,7 @@ class _Call:
     def _fit(
         self, name: str, leaf: Node, dtypes: dict[str, torch.dtype], layout: list[Node]
     ) -> Node:
-        """The leaf in the shape and dtype that the operator asks for."""
+        """Return the leaf in the shape and dtype that the operator expects."""
         x = example(leaf)
         if name in dtypes and x.dtype is not dtypes[name]:
             leaf = self._insert("call_method", "to", leaf, dtypes[name])
@@ -362,7 +360,7 @@ class _Call:
         ):
             leaf = self._insert("call_method", "reshape", leaf, -1)
         for node in reversed(layout):
-            # A view of what was computed may not be one of what it was computed from.
+            # The raw tensor may have strides that do not allow the view of the computed one.
             target: Any = {"view": "reshape", "view_as": "reshape_as"}.get(
                 str(node.target), node.target
             )
@@ -391,14 +389,15 @@ def kda_inductor(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """Compile a graph with Inductor, folding first: the backend of
-    ``torch.compile(model, backend="kda_inductor")``.
+    """Fold, then compile a graph with Inductor.
+
+    This is the backend of ``torch.compile(model, backend="kda_inductor")``.
 
     Args:
         gm, example_inputs: a Dynamo graph and its inputs, any shapes.
         mode: as for Inductor: ``default``, ``reduce-overhead``, ``max-autotune``, ...
-        options: Inductor's; passes given here or set globally as ``pre_grad_custom_pass`` run
-            first.
+        options: as for Inductor. Passes in ``pre_grad_custom_pass``, here or set globally, run
+            before the fold.
 
     Returns:
         The compiled function.
@@ -423,16 +422,14 @@ def kda_inductor(
         for each in passes:
             each(graph)
 
-    # torch 2.12 and older take one
+    # torch 2.12 and older accept only one pass
     several = passes if hasattr(custom_graph_pass, "get_custom_graph_passes") else in_turn
     patches["pre_grad_custom_pass"] = several if len(passes) > 1 else fold_preprocessing
     return compile_fx(gm, example_inputs, config_patches=patches)
 
 
 def _register() -> None:
-    """Make the backend known by name where no installed entry point does: looking up a name twice
-    registered is an error.
-    """
+    """Register the backend's name unless an entry point does; a name registered twice fails."""
     from importlib.metadata import entry_points
 
     if not any(e.name == "kda_inductor" for e in entry_points(group="torch_dynamo_backends")):

@@ -1,11 +1,10 @@
-"""What plain PyTorch in front of an operator computes, read off a Dynamo graph: the patterns that
-`kda_ops.inductor` folds.
+"""Find in a Dynamo graph the patterns that `kda_ops.inductor` folds.
 
-A Dynamo graph has one node per call that the program made, a method or a function of torch or
-Python, and in ``meta["example_value"]`` a fake tensor with its shape and dtype. Products are read
-as such (`expand`), so the order of factors, where the sign stands, and division by a root or
-multiplication with its inverse make no difference. A match does not say that the fold is safe:
-nodes in between are the business of the caller.
+A Dynamo graph has one node per call of the program: a method, or a function of torch or Python.
+``meta["example_value"]`` holds a fake tensor with its shape and dtype. `expand` normalises
+products: the order of factors, the place of the sign, and ``/ sqrt(x)`` or ``* rsqrt(x)`` make no
+difference. A match is not yet safe to fold: the caller checks in-place writes, grad mode and
+autocast.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _GATES = {
 
 
 class Refused(Exception):
-    """A pattern that is there, but that a fold would change; the argument says why."""
+    """A recognised pattern that must not be folded; the argument is the reason."""
 
 
 # --- reading the graph ----------------------------------------------------------------------------
@@ -74,18 +73,18 @@ _RESHAPES = frozenset(
 
 
 def source(node: Node) -> Any:
-    """The first argument of a node, of whatever kind; None if it has none."""
+    """Return a node's first argument, of any type; None if it has none."""
     return node.args[0] if node.args else None
 
 
 def example(x: Any) -> Any:
-    """The fake tensor of a node, or None for what is no tensor."""
+    """Return the fake tensor of a node; None if x is not a node with a tensor."""
     value = x.meta.get("example_value") if isinstance(x, Node) else None
     return value if isinstance(value, Tensor) else None
 
 
 def name_of(node: Any) -> str | None:
-    """What a node computes, in one word whatever its spelling; None if it is nothing of torch."""
+    """Return the canonical name of a node's function; None if torch does not define it."""
     if not isinstance(node, Node):
         return None
     if node.op == "call_method":
@@ -107,9 +106,7 @@ def name_of(node: Any) -> str | None:
 
 
 def _operands(node: Node, *names: str) -> list:
-    """Positional arguments, and those passed by keyword under `names`, in order, None where
-    absent.
-    """
+    """Return the arguments ``input`` and `names`, positional or by keyword; None where absent."""
     args = list(node.args)
     return [
         args[i] if i < len(args) else node.kwargs.get(name)
@@ -122,13 +119,14 @@ def _is_number(x: Any) -> bool:
 
 
 def same_shape(a: Sequence, b: Sequence) -> bool:
-    """Whether two shapes are equal, without a guard on symbolic sizes."""
+    """Return whether two shapes are equal, without adding a guard on symbolic sizes."""
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
 
 
 def _is_wider(a: torch.dtype, b: torch.dtype) -> bool:
-    """Whether floating point a holds every number of b. torch promotes no floats of one byte: no
-    other type counts as wider, nor as narrower.
+    """Return whether dtype a represents every value of floating-point dtype b.
+
+    torch does not promote 8-bit floats, so they are neither wider nor narrower than any other.
     """
     return a is b or (
         a.is_floating_point
@@ -139,12 +137,12 @@ def _is_wider(a: torch.dtype, b: torch.dtype) -> bool:
 
 
 def _is_computed_in(raw: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether the operator computes in at least `dtype` what it is given in `raw`."""
+    """Return whether the operator computes a `raw` input in at least `dtype`."""
     return raw.itemsize > 1 and _is_wider(torch.promote_types(raw, torch.float32), dtype)
 
 
 def is_cast(node: Any) -> bool:
-    """Whether a node only changes the dtype, from one floating point type to another."""
+    """Return whether a node only casts between floating-point dtypes."""
     if not isinstance(node, Node):
         return False
     x, y = example(source(node)), example(node)
@@ -169,14 +167,14 @@ def is_cast(node: Any) -> bool:
 
 
 def _is_transparent(node: Node) -> bool:
-    """A cast that loses nothing, or a copy in another layout."""
+    """Return whether a node is a lossless cast or a contiguous copy."""
     if is_cast(node):
         return _is_wider(example(node).dtype, example(source(node)).dtype)
     return name_of(node) == "contiguous"
 
 
 def _is_reshape(node: Node) -> bool:
-    """Whether a node only changes the sizes, not the order, of what it reads."""
+    """Return whether a node only changes sizes, not the order of elements."""
     x, y = example(source(node)), example(node)
     if x is None or y is None or any(isinstance(i, torch.dtype) for i in node.args):
         return False
@@ -187,8 +185,9 @@ def _is_reshape(node: Node) -> bool:
 
 
 def strip(node: Any, nodes: list[Node], reshapes: bool) -> Any:
-    """What is under lossless casts (and reshapes); the nodes passed go to `nodes`. What is no node
-    stays as it is.
+    """Skip lossless casts (and reshapes), append the skipped nodes to `nodes`, return the rest.
+
+    Anything but a node is returned as it is.
     """
     while isinstance(node, Node) and (_is_transparent(node) or (reshapes and _is_reshape(node))):
         nodes.append(node)
@@ -201,7 +200,7 @@ def strip(node: Any, nodes: list[Node], reshapes: bool) -> Any:
 
 @dataclass
 class Factor:
-    """base ** exponent; `shape` is that of the base as it is multiplied, after reshapes."""
+    """base ** exponent; `shape` is the base's shape in the product, after reshapes."""
 
     base: Node
     exponent: float
@@ -217,7 +216,7 @@ class Product:
     nodes: list[Node] = field(default_factory=list)
 
     def times(self, other: Product) -> Product:
-        """The product of both."""
+        """Return the product of both."""
         return Product(
             self.coefficient * other.coefficient,
             self.factors + other.factors,
@@ -225,14 +224,16 @@ class Product:
         )
 
     def take(self, name: str, exponent: float = 1.0) -> Factor | None:
-        """The only factor that is a call to `name`, to this exponent."""
+        """Return the only factor that calls `name` with this exponent, or None."""
         found = [f for f in self.factors if name_of(f.base) == name and f.exponent == exponent]
         return found[0] if len(found) == 1 else None
 
 
 def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Product:
-    """Write a node as a product of powers: through multiplications, divisions, signs, roots and
-    lossless casts, but not into the node `whole`.
+    """Write a node as a product of powers.
+
+    Follow multiplications, divisions, signs, roots and lossless casts; treat the node `whole` as an
+    atom.
     """
     if _is_number(node):
         return Product(float(node) ** exponent if node else 0.0, [])
@@ -244,8 +245,8 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
     if _is_transparent(node):
         out = expand(source(node), exponent, whole)
     elif _is_reshape(node):
-        # Only what has one value per head or row is reshaped before it is multiplied: exp(A_log),
-        # and the root of the sum of squares.
+        # Follow a reshape only over the factors with one value per head or row: exp(A_log) and the
+        # root of the sum of squares.
         out = expand(source(node), exponent, whole)
         factor = out.factors[0] if len(out.factors) == 1 else None
         if factor is None or not (
@@ -265,7 +266,7 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
         base, power = (
             (_operands(node)[0], _POWERS[name]) if name in _POWERS else _operands(node, "exponent")
         )
-        # the root of a square is no power of its base
+        # sqrt(x ** 2) is |x|, not a power of x
         if not isinstance(base, Node) or (power % 2 == 0 and exponent % 1 != 0):
             return atom
         out = expand(base, exponent * power, whole)
@@ -280,11 +281,10 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
 
 @dataclass
 class Match:
-    """What replaces an argument: leaves that the operator reads, the nodes that are no longer read,
-    and flags.
+    """A fold of one argument: the leaves that the operator reads instead, and the flags to set.
 
-    `layout` is what the graph did to the shape after the activation, last first, and does to the
-    first leaf now.
+    `nodes` are the folded nodes. `layout` are the shape changes after the activation, last first;
+    the fold applies them to the first leaf.
     """
 
     kind: str
@@ -295,8 +295,9 @@ class Match:
 
 
 def _is_layout(node: Node, rows: bool) -> bool:
-    """Whether a node only moves elements, or with `rows` whole rows of the last dimension (then it
-    may also repeat them).
+    """Return whether a node only moves elements.
+
+    With `rows` it must move whole rows of the last dimension, and may repeat them.
     """
     x, y = example(source(node)), example(node)
     if x is None or y is None:
@@ -324,7 +325,7 @@ def _is_layout(node: Node, rows: bool) -> bool:
 
 
 def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
-    """x, if `node` is sum(x^2) over the last dimension plus the operator's eps."""
+    """Return x if `node` is sum(x^2) + eps over the last dimension, with the operator's eps."""
     a, b = _operands(node, "other")
     if _is_number(a):
         a, b = b, a
@@ -357,8 +358,9 @@ def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
 
 
 def match_l2norm(name: str, value: Node) -> Match | None:
-    """x / sqrt(sum(x^2) + eps); a cast back to the dtype of x is part of it, and then the only one
-    that rounds.
+    """Match x / sqrt(sum(x^2) + eps), with or without a cast back to the dtype of x.
+
+    Only that cast may round.
     """
     nodes: list[Node] = []
     layout: list[Node] = []
@@ -391,7 +393,7 @@ def match_l2norm(name: str, value: Node) -> Match | None:
 
 
 def match_beta(value: Node) -> Match | None:
-    """c * sigmoid(beta), c = 1 or 2."""
+    """Match c * sigmoid(beta), c = 1 or 2."""
     layout: list[Node] = []
     while _is_layout(value, rows=False) or _is_transparent(value):
         layout.append(value)
@@ -414,9 +416,7 @@ def match_beta(value: Node) -> Match | None:
 
 
 def peel(node: Node, dtype: torch.dtype, nodes: list[Node]) -> Node:
-    """The logits under lossless casts, as far as the operator computes in at least `dtype` from
-    what is found there.
-    """
+    """Skip lossless casts while the operator computes the raw tensor in at least `dtype`."""
     while _is_transparent(node):
         if not _is_computed_in(example(source(node)).dtype, dtype):
             break
@@ -426,14 +426,14 @@ def peel(node: Node, dtype: torch.dtype, nodes: list[Node]) -> Node:
 
 
 class Gate:
-    """Matches the gates of one call: g [B, T, HV, K] or, of rank 0, [B, T, HV]."""
+    """Matches the gate of one call: g [B, T, HV, K], or [B, T, HV] for rank 0."""
 
     def __init__(self, rank: int, value: Node):
         self.rank, self.value, self.shape = rank, value, example(value).shape
         self.heads = self.shape[2:]  # [HV, K] or [HV]
 
     def match(self) -> Match | None:
-        """Either gate, or a call to the gate operator."""
+        """Match either gate, or a call to the gate operator."""
         passed: list[Node] = []
         core = strip(self.value, passed, reshapes=False)
         self.computed = example(core).dtype
@@ -482,8 +482,9 @@ class Gate:
         return same_shape(example(node).shape, self.shape)
 
     def _is_per_head(self, shape: Sequence, of: Sequence) -> bool:
-        """Whether something of this shape, broadcast to g, has the sizes `of` over heads (and
-        channels), and one value for all tokens.
+        """Return whether a tensor of this shape, broadcast to g, has sizes `of` after [B, T].
+
+        It must hold one value for all tokens.
         """
         padded = (1,) * (2 + len(of) - len(shape)) + tuple(shape)
         return same_shape(padded, (1, 1, *of))
@@ -497,11 +498,11 @@ class Gate:
     def _linear(
         self, x: Node, A_log: Node | None, nodes: list[Node], bound: float | None
     ) -> Match | None:
-        """x = g + dt_bias, or g alone."""
+        """Match x = g + dt_bias, or g alone."""
         under: list[Node] = []
         add, layout, heads = strip(x, under, reshapes=False), [], tuple(self.heads)
         if _is_reshape(add) and self.rank and example(source(add)).dim() == 3:
-            # The sum has [B, T, HV * K], its heads are split afterwards.
+            # The sum is [B, T, HV * K]; its heads are split afterwards.
             layout, add = [add], source(add)
             under += layout
             heads = (heads[0] * heads[1],)
@@ -553,9 +554,7 @@ def _is_plain_softplus(node: Node) -> bool:
 
 
 def match_through(matcher: Callable[[Node], Match | None], value: Node) -> Match | None:
-    """Match under a cast that loses precision too, only to say that this is why nothing is
-    folded.
-    """
+    """Match under casts; raise `Refused`, with its reason, if a cast loses precision."""
     lossy = False
     while is_cast(value) or name_of(value) == "contiguous":
         if not _is_transparent(value):

@@ -1,6 +1,4 @@
-"""FLA's names mean what FLA's do: the same signatures, our operators underneath, and FLA's own
-references where FLA is installed.
-"""
+"""kda_ops.compat.fla matches FLA: its signatures, and its own references where FLA is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.pools import Pool
 from tests.support.target import TARGET
 
-# Of FLA 0.6.0, in order; after the bar, what FLA takes from **kwargs.
+# Signatures of FLA 0.6.0, in order; after the bar, what FLA takes from **kwargs.
 _HEAD = "q k v g beta"
 SIGNATURES = {
     "chunk_kda": (
@@ -110,7 +108,7 @@ def test_short_names_are_the_same_functions():
 
 
 def fla_call(case: Case, name: str, inputs) -> tuple:
-    """A case in FLA's words."""
+    """Call a function of FLA's signature on a case."""
     flags = dict(case.flags("chunk"))
     flags["state_v_first"] = flags.pop("transpose_state_layout")
     given = {
@@ -142,8 +140,7 @@ def outputs_and_gradients(case: Case, call) -> dict:
 
 @pytest.mark.parametrize("form", (0, 1))
 @given(case=cases())
-def test_calls_are_those_of_our_operators(form, case):
-    """The same bits, forward and backward."""
+def test_calls_equal_our_operators_bitwise_forward_and_backward(form, case):
     if case.variant == "gdn" and case.gate == "bounded":
         case = replace(case, gate="softplus", safe_gate=False)  # FLA's GDN has no bounded gate
     if case.variant == "gdn" or form == 1:
@@ -180,8 +177,8 @@ def test_the_scalar_gate_takes_any_leading_dimensions():
 
 @pytest.mark.parametrize("form", (0, 1))
 @pytest.mark.parametrize("variant", WHOLE)
-def test_a_rate_may_have_any_shape(variant, form):
-    """Kimi-Linear's of transformers is [1, 1, HV, 1]."""
+def test_A_log_may_have_any_shape(variant, form):
+    """Kimi-Linear in transformers has A_log [1, 1, HV, 1]."""
     case = Case(variant, gate="softplus", T=5)
     x = case.inputs(TARGET.device)
     want, got = (
@@ -192,7 +189,7 @@ def test_a_rate_may_have_any_shape(variant, form):
 
 
 @pytest.mark.parametrize("gate", ("weak", "softplus", "none"))
-def test_a_decay_per_key_channel_multiplies_that_per_head(gate):
+def test_gk_adds_a_log_decay_per_key_channel_to_g(gate):
     case = Case("gdn", T=9, gate=gate, B=2, H=1, HV=2)
     x = case.inputs(TARGET.device)
     gk = -0.3 * torch.rand(2, 9, 2, case.K, device=TARGET.device)
@@ -218,9 +215,7 @@ def test_a_decay_per_key_channel_multiplies_that_per_head(gate):
 
 
 def test_beta_is_one_by_default_for_every_value_head():
-    """FLA 0.6.0 makes ones of the shape of q's heads and reads past them where there are more value
-    heads.
-    """
+    """FLA 0.6.0 makes ones for q's heads and reads past their end if there are more value heads."""
     x = Case("gdn", T=5, H=1, HV=3).inputs(TARGET.device)
     del x["beta"]
     o, _ = fla.fused_recurrent_gated_delta_rule(**x)
@@ -391,7 +386,7 @@ def test_the_old_name_of_the_layout_warns_and_works(name):
         call(**x, state_v_first=True, transpose_state_layout=True)
 
 
-CP = "cp_context must be None: a sequence across ranks is `kda_ops.distributed"
+CP = "cp_context must be None: for context parallelism call `kda_ops.distributed"
 REFUSALS = [
     (
         "chunk_kda",
@@ -403,13 +398,13 @@ REFUSALS = [
         "fused_recurrent_kda",
         dict(safe_gate=True),
         TypeError,
-        "takes no safe_gate: it is a promise to chunk_kda",
+        "takes no safe_gate: it describes the per-channel decay",
     ),
     (
         "chunk_gated_delta_rule",
         dict(safe_gate=True),
         TypeError,
-        "about a decay per key channel: drop it",
+        "the per-channel decay of chunk_kda: drop it",
     ),
     (
         "fused_recurrent_kda",
@@ -428,11 +423,11 @@ REFUSALS = [
         "chunk_gated_delta_rule",
         dict(offsets=None),
         TypeError,
-        "takes no offsets: it is called cu_seqlens now",
+        "takes no offsets: pass it as cu_seqlens",
     ),
     ("chunk_kda", dict(cp_context=object()), ValueError, CP),
     ("chunk_gated_delta_rule", dict(cp_context=object()), ValueError, CP),
-    ("chunk_kda", dict(cu_seqlens_cpu=torch.tensor([0, 3])), ValueError, "pass cu_seqlens"),
+    ("chunk_kda", dict(cu_seqlens_cpu=torch.tensor([0, 3])), ValueError, "as cu_seqlens"),
     ("chunk_kda", dict(chunk_size=16), ValueError, r"chunk_size must be one of \[32, 64\], got 16"),
     (
         "chunk_gated_delta_rule",
@@ -446,12 +441,7 @@ REFUSALS = [
         ValueError,
         "must have max_num_seqs . 1 = 4 entries",
     ),
-    (
-        "chunk_kda",
-        dict(return_intermediate_states=True),
-        RuntimeError,
-        "call under torch.inference_mode",
-    ),
+    ("chunk_kda", dict(return_intermediate_states=True), RuntimeError, "use torch.inference_mode"),
     (
         "chunk_kda",
         dict(A_log=torch.zeros(1)),
@@ -468,13 +458,13 @@ REFUSALS = [
         "fused_recurrent_gated_delta_rule",
         dict(gv=torch.zeros(1, 3, 1, 24)),
         ValueError,
-        "gv must be None: no operator here decays value channels",
+        "gv must be None: no operator of kda_ops decays value channels",
     ),
     (
         "fused_recurrent_gated_delta_rule",
         dict(beta=torch.ones(1, 3, 1, 24)),
         ValueError,
-        "a beta per value channel is not offered here",
+        "a beta per value channel is not supported",
     ),
     (
         "fused_recurrent_kda",
@@ -486,14 +476,14 @@ REFUSALS = [
         "fused_recurrent_kda",
         dict(ssm_state_indices=None),
         TypeError,
-        "decode on a pool of states is `fused_recurrent_kda_fwd`",
+        "to decode on a pool of states, call `fused_recurrent_kda_fwd`",
     ),
     ("fused_recurrent_kda_fwd", dict(), ValueError, "initial_state must be the pool"),
     (
         "fused_recurrent_kda_fwd",
         dict(initial_state=torch.zeros(1, 1, 16, 24), out=torch.zeros(2, 3, 1, 24)),
         ValueError,
-        "out must be floating point of v",
+        "out must be floating point and have v",
     ),
     (
         "fused_recurrent_kda_fwd",
@@ -525,7 +515,7 @@ def test_refusals_say_what_to_do(name, words, error, message):
         (dict(disable_recompute=True), "disable_recompute keeps intermediates"),
     ],
 )
-def test_intermediate_states_are_refused_where_they_mean_nothing(words, message):
+def test_intermediate_states_are_refused_with_options_they_do_not_support(words, message):
     with torch.inference_mode(), pytest.raises(ValueError, match=message):
         fla.chunk_kda(**minimal("chunk_kda"), return_intermediate_states=True, **words)
 
@@ -537,7 +527,7 @@ def test_the_gate_needs_its_parameter():
         fla.fused_gdn_gate(torch.tensor(1.0), torch.zeros(1))
 
 
-def test_what_has_no_effect_is_accepted():
+def test_keywords_without_effect_are_accepted():
     x = Case(lengths=(3, 70), H=1, HV=1).inputs(TARGET.device)
     want = fla.chunk_kda(**x)[0]
     host = x["cu_seqlens"].cpu()
@@ -576,12 +566,12 @@ def test_what_has_no_effect_is_accepted():
         gate=st.sampled_from(("weak", "strong", "zero", "reset")),
     )
 )
-def test_flas_own_references_compute_the_same(name, case):
+def test_references_of_fla_compute_the_same(name, case):
     variant = "kda" if name.endswith("kda") else "gdn"
     naive = pytest.importorskip(
         f"fla.ops.{'kda' if variant == 'kda' else 'gated_delta_rule'}.naive"
     )
-    # its GDN reference knows no groups
+    # FLA's GDN reference needs HV = H
     case = replace(
         case, variant=variant, safe_gate=False, H=case.HV if variant == "gdn" else case.H
     )
@@ -600,7 +590,7 @@ def test_flas_own_references_compute_the_same(name, case):
 
 
 @pytest.mark.parametrize("bound", (None, -3.0))
-def test_flas_own_gates_compute_the_same(bound):
+def test_gates_of_fla_compute_the_same(bound):
     naive = pytest.importorskip("fla.ops.kda.gate")
     x = Case(gate="softplus", B=2).inputs(TARGET.device)
     words = (x["g"], x["A_log"], x["dt_bias"])
@@ -671,7 +661,7 @@ def test_decode_without_a_pool_with_every_option():
     assert_identical(state, want["final_state"])
 
 
-def test_a_decay_per_channel_beside_one_per_head_with_every_option():
+def test_gk_with_g_and_every_option():
     case = Case(
         "gdn",
         lengths=(2, 0, 3),
@@ -731,7 +721,7 @@ def test_intermediate_states_have_the_dtype_of_k(dtype):
     ids=("no N", "one head", "bf16"),
 )
 def test_intermediate_states_begin_with_a_state_that_fits(state, error):
-    """The pool that they come from would broadcast it."""
+    """Without a check, the pool would broadcast the state."""
     q = torch.randn(1, 130, 2, 16)
     with torch.inference_mode(), pytest.raises(error, match="^initial_state must"):
         fla.chunk_kda(
@@ -745,5 +735,5 @@ def test_intermediate_states_begin_with_a_state_that_fits(state, error):
         )
 
 
-def test_a_number_of_sequences_means_nothing_without_a_graph():
+def test_max_num_seqs_has_no_effect_without_use_graph():
     fla.chunk_kda(**Case(lengths=(3, 70), H=1, HV=1).inputs(), max_num_seqs=7)

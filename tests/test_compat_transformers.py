@@ -1,6 +1,4 @@
-"""Models of transformers compute the same with our operators under them, and are what they were
-when these are taken out.
-"""
+"""Patched transformers models compute the same; `disable` restores every function."""
 
 from __future__ import annotations
 
@@ -27,13 +25,13 @@ from tests.support.models import (
 )
 
 MAIN = ("kimi_linear", "qwen3_next", "qwen3_5")
-# compiling takes seconds, and the third differs from the second in its projections
+# compiling takes seconds, and the third model differs from the second only in its projections
 COMPILED = MAIN[:2]
 LENGTHS = (5, 1, 70, 64, 37)
 
 
 class Calls(TorchDispatchMode):
-    """How often each of our operators runs, eager."""
+    """Counts the eager calls of each operator."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +53,7 @@ def _take_out_again():
 # --- in and out -----------------------------------------------------------------------------------
 
 
-def test_every_tensor_that_is_off_is_named():
+def test_assert_same_names_every_tensor_that_differs():
     want = {n: torch.tensor([1.0, -100.0]) for n in "abcd"}
     # 2e-4, 4e-4
     got = {"a": want["a"] + 0.02, "b": want["b"] + 0.04, "c": want["c"] * torch.nan, "d": want["d"]}
@@ -70,7 +68,7 @@ def test_every_tensor_that_is_off_is_named():
     assert_same(got | {"b": want["b"], "c": want["c"]}, want)
 
 
-def test_taking_out_restores_every_binding():
+def test_disable_restores_every_binding():
     before = models.bindings()
     compat.enable()
     during = models.bindings()
@@ -86,18 +84,18 @@ def test_taking_out_restores_every_binding():
     assert all(x is before[place] for place, x in models.bindings().items())
 
 
-def test_a_context_takes_out_what_it_put_in():
+def test_leaving_a_context_restores_what_it_replaced():
     before = models.bindings()
     with pytest.raises(KeyError), compat.enable():
         inside = models.bindings()
         with compat.enable():
             assert models.bindings() == inside
-        assert models.bindings() == inside  # the inner call put nothing in
+        assert models.bindings() == inside  # the inner call replaced nothing
         raise KeyError
     assert all(x is before[place] for place, x in models.bindings().items())
 
 
-def test_a_context_leaves_what_a_later_call_put_in():
+def test_leaving_a_context_keeps_what_a_later_call_replaced():
     before, first = models.bindings(), compat.enable()
     compat.disable()
     with compat.enable():
@@ -108,8 +106,8 @@ def test_a_context_leaves_what_a_later_call_put_in():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_our_operators_run_where_they_are_enabled_and_nowhere_else(name):
-    net, ids = models.model(name), models.tokens(1, 8)  # built before
+def test_our_operators_run_only_while_enabled(name):
+    net, ids = models.model(name), models.tokens(1, 8)  # built before `enable`
     variant = "kda" if name == "kimi_linear" else "gdn"
     with torch_path(), Calls() as calls:
         net.generate(ids, max_new_tokens=4, do_sample=False)
@@ -120,16 +118,12 @@ def test_our_operators_run_where_they_are_enabled_and_nowhere_else(name):
     assert calls.counts == {f"{variant}.chunk": 2 * 2, f"{variant}.recurrent": 2 * 3}
 
 
-def test_an_old_transformers_is_refused_in_words(monkeypatch):
+def test_an_old_transformers_is_refused(monkeypatch):
     import transformers
 
     monkeypatch.setattr(transformers, "__version__", "5.9.0")
     with pytest.raises(
-        RuntimeError,
-        match=(
-            r"needs transformers 5.16 or later, got 5.9.0, which binds the functions when a model "
-            r"is built"
-        ),
+        RuntimeError, match="needs transformers 5.16 or later, got 5.9.0: upgrade transformers"
     ):
         compat.enable()
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -154,8 +148,7 @@ def test_logits_loss_and_gradients_are_the_same(name, lengths):
 
 
 @pytest.mark.parametrize("name", MAIN)
-def test_compiled_whole_they_are_the_same_in_one_graph(name):
-    """A model compiled before, with other functions in place."""
+def test_a_model_compiled_before_enable_gives_the_same_in_one_graph(name):
     net, x = models.model(name), left_padded((20, 13))
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     with torch_path():
@@ -170,7 +163,7 @@ def test_compiled_whole_they_are_the_same_in_one_graph(name):
     assert_same(got, want)
 
 
-def test_what_was_compiled_before_follows():
+def test_a_compiled_model_follows_enable_and_disable():
     net, ids = models.model("qwen3_5"), models.tokens(1, 12)
     ran = []
 
@@ -192,7 +185,7 @@ def test_what_was_compiled_before_follows():
             got = compiled(ids, use_cache=False).logits
         with torch_path():
             again = compiled(ids, use_cache=False).logits
-    assert [bool(graph) for graph in ran] == [False, True]  # and the first graph serves again
+    assert [bool(graph) for graph in ran] == [False, True]  # the first graph is reused
     assert_same({"logits": got}, {"logits": want})
     assert_identical(again, want)
 
@@ -249,9 +242,10 @@ def test_a_cache_continues_with_any_number_of_tokens(name):
 @pytest.mark.parametrize(
     "name, mode", [(name, "eager") for name in MAIN] + [(name, "compiled") for name in COMPILED]
 )
-def test_packed_sequences_are_the_sequences_alone(name, mode):
-    """transformers' own path cannot pack, so it runs each sequence alone; the loss leaves out the
-    step from one to the next.
+def test_packed_sequences_equal_the_sequences_alone(name, mode):
+    """The path of transformers cannot pack, so it runs each sequence alone.
+
+    The loss omits the step from one sequence to the next.
     """
     net = models.model(name)
     ids = [models.tokens(n, seed=n) for n in LENGTHS]
@@ -293,7 +287,7 @@ def test_checkpointed_layers_give_the_same_gradients(name):
 
 
 @pytest.mark.parametrize("name", MAIN)
-def test_in_bfloat16_they_are_as_close_as_the_own_path(name):
+def test_bfloat16_is_as_close_to_float32_as_the_path_of_transformers(name):
     x = left_padded((70, 33))
     wide, narrow = models.model(name), models.model(name, dtype=torch.bfloat16)
     with torch.no_grad(), torch_path():
@@ -305,15 +299,12 @@ def test_in_bfloat16_they_are_as_close_as_the_own_path(name):
     assert got.dtype is torch.bfloat16 and errors[0] <= 1.3 * errors[1]
 
 
-def test_a_sequence_index_alone_is_refused():
+def test_seq_idx_without_cu_seq_lens_q_is_refused():
     net = models.model("qwen3_next")
     with (
         torch_path(),
         compat.enable(),
-        pytest.raises(
-            ValueError,
-            match="seq_idx alone does not say how many sequences there are: pass cu_seq_lens_q too",
-        ),
+        pytest.raises(ValueError, match="cu_seq_lens_q must be given with seq_idx, got None"),
     ):
         net(
             models.tokens(1, 6),
@@ -324,13 +315,11 @@ def test_a_sequence_index_alone_is_refused():
 
 @pytest.mark.parametrize("name", MAIN)
 def test_packed_rows_with_a_cache_are_refused(name):
-    """With a cache, which is what models make unless asked not to, their full attention no longer
-    keeps packed sequences apart.
-    """
+    """With a cache, the default, the models' full attention mixes packed sequences."""
     net, x = models.model(name), packed([models.tokens(n, seed=n) for n in LENGTHS])
     with (
         torch.no_grad(),
         compat.enable(),
-        pytest.raises(ValueError, match="packed rows fill no cache: pass use_cache=False"),
+        pytest.raises(ValueError, match="use_cache must be False for packed rows"),
     ):
         net(**(x | {"use_cache": True}))

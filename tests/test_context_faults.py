@@ -60,7 +60,7 @@ ODD = {  # what group rank 1 does otherwise, and what every rank must be told
     "backwards": (
         PACKED,
         lambda x, flags: x.update(cu_seqlens=torch.tensor([0, 133, 3, 150])),
-        "cu_seqlens are offsets on the global token axis, must start",
+        "cu_seqlens must be offsets over the tokens of all ranks, start",
     ),
     "late": (
         PACKED,
@@ -178,8 +178,8 @@ def wrong_arguments(groups, size):
 def test_wrong_arguments_are_named(ranks):
     want = {
         "mesh": (
-            "group must be one dimension of a DeviceMesh, got a mesh of 2 dimensions: pass one by "
-            "name, as in mesh['cp']"
+            "group must be one dimension of a DeviceMesh, got a mesh of 2 dimensions: name one, "
+            "for example mesh['cp']"
         ),
         "none": (
             "group must be a ProcessGroup, a DeviceMesh of one dimension or a ContextPlan, got "
@@ -188,14 +188,13 @@ def test_wrong_arguments_are_named(ranks):
         "outside": "group must contain the calling rank",
         "plan": "the shard must have the 5 tokens of this rank's plan, got T = ",
         "too long": (
-            "cu_seqlens are offsets on the global token axis and must end at or before 150, the "
-            "tokens of all ranks (64 + 23 + 63), got 151"
+            "cu_seqlens must end at or before 150, the tokens of all ranks (64 + 23 + 63), got 151"
         ),
-        "tail": "size must be the taps of the convolution, at least 1, got 0",
+        "tail": "size must be the convolution's taps, at least 1, got 0",
         "planned": "must end at or before 150, the tokens of all ranks (64 + 23 + 63), got 151",
-        "planned backwards": "must start at 0 and never decrease, got [0, 133, 3, 150]",
+        "planned backwards": "start at 0 and never decrease, got [0, 133, 3, 150]",
         "elsewhere": (
-            "the plan was made for tensors on meta, got cpu: pass plan_context(..., device=...)"
+            "tensors must be on the plan's device meta, got cpu: pass plan_context(..., device=...)"
         ),
         "tail offsets": (
             "cu_seqlens is [0, 3, 133, 150] on rank 0, [0, 3, 132, 150] on rank 1, [0, 3, 131, "
@@ -204,18 +203,17 @@ def test_wrong_arguments_are_named(ranks):
         "square offsets": "cu_seqlens must have shape [N + 1], got [1, 4]",
         "offsets": "cu_seqlens must be int32 or int64, got torch.float32",
         "no offsets": "cu_seqlens must have shape [N + 1], got [0]",
-        "half": (
-            "length must be the tokens of this rank's shard, a whole number of at least 0, got 5.5"
-        ),
+        "half": "length must be the tokens of this rank's shard, an integer of at least 0, got 5.5",
         "tails": "size is 2 on rank 0, 3 on rank 1, 4 on rank 2",
         "length": (
-            "length must be the tokens of this rank's shard, a whole number of at least 0, got -1"
+            "length must be the tokens of this rank's shard, an integer of at least 0, got -1"
         ),
         "device": (
-            "plan_context: group cannot gather cuda tensors with its backends cpu:gloo,cuda:gloo: "
-            "make one with a backend for them, nccl for cuda"
+            "plan_context: group must have a backend for cuda tensors, got cpu:gloo,cuda:gloo: "
+            "create one with such a backend, for example nccl for cuda"
         ),
-        "devices": "group cannot gather meta tensors",  # one rank's are, and all are told
+        # one rank's tensors are, and every rank raises
+        "devices": "group must have a backend for meta tensors",
     }
     for messages in ranks.run(3, wrong_arguments, 3):
         for name, message in want.items():
@@ -253,5 +251,5 @@ def test_a_rank_with_another_group_is_not_waited_for_forever(ranks):
     for rank, message in ((2, third), (3, fourth)):
         assert (
             message is not None
-            and f"rank {rank} waited in vain for the other 3 ranks of group" in message
+            and f"rank {rank} timed out waiting for the other 3 ranks of group" in message
         )

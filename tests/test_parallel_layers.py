@@ -203,8 +203,8 @@ def test_a_rank_with_another_group_is_not_waited_for_forever(ranks):
     first, second, third, fourth = ranks.run(4, two_groups, 4)
     assert first is None and second is None
     assert (
-        "KimiDeltaAttention: rank 2 waited in vain for the other 3 ranks" in third
-        and "rank 3 waited in vain" in fourth
+        "KimiDeltaAttention: rank 2 timed out waiting for the other 3 ranks" in third
+        and "rank 3 timed out waiting" in fourth
     )
 
 

@@ -1,3 +1,4 @@
-"""Drop-ins for programs that exist already: `kda_ops.compat.fla` has FLA's function names,
-`kda_ops.compat.transformers` goes under models of transformers.
+"""Run existing programs on these operators.
+
+`kda_ops.compat.fla` offers FLA's functions; `kda_ops.compat.transformers` patches transformers.
 """

@@ -1,28 +1,26 @@
-"""FLA's functions on these operators: change one import line, keep the calls.
+"""Call these operators by FLA's functions: change one import line, keep the calls.
 
 ::
 
     from fla.ops.kda import chunk_kda, fused_recurrent_kda                 # before
     from kda_ops.compat.fla import chunk_kda, fused_recurrent_kda          # after
 
-Names, order, defaults and results are those of FLA 0.6.0. What differs, on purpose:
+Names, order, defaults and results match FLA 0.6.0. Intended differences:
 
-- an unknown keyword is an error (FLA drops it), and so is one that means nothing in a call, as
-  everywhere in kda_ops: ``A_log``, ``dt_bias`` or ``lower_bound`` where no gate is activated;
-- the recurrent functions are differentiable; all of them compile with ``fullgraph=True`` and never
-  read the device on the host (but for ``return_intermediate_states`` with ``cu_seqlens``, whose
-  shape depends on the lengths);
-- accepted where FLA's function has it, without effect on a result: ``cu_seqlens_cpu``,
-  ``chunk_indices``, ``chunk_size`` (chunks have 64 tokens) and ``use_graph`` (any call can be
-  captured);
-- refused, in words that say what to do: ``cp_context``, ``head_first``, ``cu_seqlens_cpu`` without
-  ``cu_seqlens``, q, k and v of different dtypes, pools in fp16, and in the recurrent GDN ``gv`` and
-  a ``beta`` per value channel;
-- under autocast q, k and v are cast, and o has the autocast dtype, as of torch's own attention;
-  FLA's keeps fp32;
-- ``lower_bound`` may be below -5 under ``safe_gate``;
-- FLA's references in PyTorch (``naive_recurrent_kda`` and the like) are not here: the same
-  operators in float64 on a CPU serve for that.
+- An unknown keyword is an error; FLA drops it. So is a keyword without effect: ``A_log``,
+  ``dt_bias`` or ``lower_bound`` without an activated gate.
+- The recurrent functions are differentiable.
+- Every function compiles with ``fullgraph=True`` and without host synchronisation. The exception
+  is ``return_intermediate_states`` with ``cu_seqlens``, whose output shape depends on the lengths.
+- Where FLA's function has them, these are accepted and ignored: ``cu_seqlens_cpu``,
+  ``chunk_indices``, ``chunk_size`` (always 64 tokens) and ``use_graph`` (any call can be captured).
+- These raise an error: ``cp_context``, ``head_first``, ``cu_seqlens_cpu`` without ``cu_seqlens``,
+  different dtypes of q, k and v, and fp16 pools. In recurrent GDN also ``gv`` and a ``beta`` per
+  value channel.
+- Autocast casts q, k and v, and o has the autocast dtype, as in torch's attention; FLA keeps fp32.
+- ``safe_gate`` allows a ``lower_bound`` below -5.
+- FLA's PyTorch references (``naive_recurrent_kda`` and others) are absent: run these operators in
+  float64 on a CPU instead.
 
 Example:
     >>> import torch
@@ -63,20 +61,20 @@ __all__ = [
     "fused_recurrent_kda_fwd",
 ]
 
-_POOLS = "decode on a pool of states is `fused_recurrent_kda_fwd` or `kda_ops.recurrent_kda_`"
+_POOLS = "to decode on a pool of states, call `fused_recurrent_kda_fwd` or `kda_ops.recurrent_kda_`"
 _RETIRED = {
-    "safe_gate": "it is a promise to chunk_kda, about a decay per key channel: drop it",
+    "safe_gate": "it describes the per-channel decay of chunk_kda: drop it",
     "disable_recompute": "it belongs to chunk_kda: drop it",
     "chunk_size": "there are no chunks: drop it",
     "head_first": (
-        "tensors are [B, T, H, ...]: call transpose(1, 2) on those of shape [B, H, T, ...] and "
+        "tensors are [B, T, H, ...]: call transpose(1, 2) on tensors of shape [B, H, T, ...] and "
         "drop the keyword"
     ),
-    "offsets": "it is called cu_seqlens now",
-    "indices": "chunks are found on the device: drop it",
-    "chunk_indices": "chunks are found on the device: drop it",
-    "gk": "it belongs to fused_recurrent_gated_delta_rule; a decay per key channel is KDA's g",
-    "gv": "no operator here decays value channels",
+    "offsets": "pass it as cu_seqlens",
+    "indices": "chunks are computed on the device: drop it",
+    "chunk_indices": "chunks are computed on the device: drop it",
+    "gk": "it belongs to fused_recurrent_gated_delta_rule; pass KDA a per-channel decay as g",
+    "gv": "no operator of kda_ops decays value channels",
     "ssm_state_indices": _POOLS,
     "num_accepted_tokens": _POOLS,
     "inplace_final_state": _POOLS,
@@ -91,15 +89,15 @@ def _refuse(function: str, unknown: dict[str, object]) -> None:
 
 
 def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    """The layout of states, under its old name too."""
+    """Return the state layout, given by its current or its deprecated name."""
     if transpose_state_layout is None:
         return state_v_first
     if state_v_first:
         raise ValueError(
-            "state_v_first and its old name transpose_state_layout must not both be given: drop "
-            "the old one."
+            "state_v_first and transpose_state_layout, its deprecated name, must not both be "
+            "given: drop transpose_state_layout."
         )
-    if not torch.compiler.is_compiling():  # a warning would break the graph
+    if not torch.compiler.is_compiling():  # a warning breaks the graph
         warnings.warn(
             "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
             DeprecationWarning,
@@ -109,12 +107,12 @@ def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
 
 
 def _per_head(A_log: Tensor | None) -> Tensor | None:
-    """A rate of any shape, of which FLA only counts the numbers, as ``[HV]``."""
+    """Flatten A_log to ``[HV]``; FLA accepts any shape with HV elements."""
     return None if A_log is None else A_log.flatten()
 
 
 def _float(state: Tensor | None, q: Tensor) -> Tensor | None:
-    """A state in the dtype that states have here; FLA checks that dtype in `chunk_kda` alone."""
+    """Cast a state to the state dtype; FLA checks that dtype only in `chunk_kda`."""
     return None if state is None else state.to(torch.promote_types(q.dtype, torch.float32))
 
 
@@ -127,12 +125,12 @@ def _check_sequences(
 ) -> None:
     if cp_context is not None:
         raise ValueError(
-            "cp_context must be None: a sequence across ranks is `kda_ops.distributed.chunk_kda` "
-            "or `chunk_gdn`, with group= and the global cu_seqlens."
+            "cp_context must be None: for context parallelism call `kda_ops.distributed.chunk_kda` "
+            "or `chunk_gdn` with group= and the global cu_seqlens."
         )
     if cu_seqlens is None and cu_seqlens_cpu is not None:
         raise ValueError(
-            "cu_seqlens_cpu only repeats cu_seqlens on the host and packs nothing alone: pass "
+            "cu_seqlens must be given with cu_seqlens_cpu, got None: pass the same offsets as "
             "cu_seqlens."
         )
     if chunk_size not in sizes:
@@ -143,7 +141,7 @@ def _check_beta(beta: Tensor | None, v: Tensor) -> None:
     if beta is not None and beta.dim() == v.dim():
         raise ValueError(
             f"beta must have shape [B, T, HV], got {list(beta.shape)}: a beta per value channel "
-            "is not offered here."
+            "is not supported."
         )
 
 
@@ -177,20 +175,21 @@ def chunk_kda(
     transpose_state_layout: bool | None = None,
     **unknown: object,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """Run Kimi Delta Attention over whole sequences, by FLA's signature; differentiable. Equation,
-    shapes and errors: `kda_ops.chunk_kda`.
+    """Run Kimi Delta Attention over whole sequences, by FLA's signature; differentiable.
+
+    Equation, shapes and errors: `kda_ops.chunk_kda`.
 
     Args:
-        state_v_first: states are ``[N, HV, V, K]``; ``transpose_state_layout`` is its old name, and
-            warns.
-        return_intermediate_states: return also h ``[B, NT, HV, K, V]`` (``V, K`` if so asked) in
-            k's dtype, the state before each chunk of 64 tokens, chunks of packed sequences one
-            after the other; under ``torch.inference_mode()``.
-        max_num_seqs: with ``use_graph``, must be the number of sequences of ``cu_seqlens``, empty
-            ones included.
+        state_v_first: states are ``[N, HV, V, K]``. ``transpose_state_layout`` is its deprecated
+            name and warns.
+        return_intermediate_states: also return h ``[B, NT, HV, K, V]`` in k's dtype, the state
+            before each chunk of 64 tokens (``V, K`` with ``state_v_first``). Chunks of packed
+            sequences follow one another. Needs ``torch.inference_mode()``.
+        max_num_seqs: with ``use_graph``, the number of sequences in ``cu_seqlens``, empty ones
+            included.
 
     Returns:
-        o ``[B, T, HV, V]``, the final state or None, and h if it was asked for.
+        o ``[B, T, HV, V]``, the final state or None, and h if requested.
     """
     _refuse("chunk_kda", unknown)
     _check_sequences(cu_seqlens, cu_seqlens_cpu, chunk_size, (32, 64), cp_context)
@@ -202,13 +201,13 @@ def chunk_kda(
     ):
         raise ValueError(
             f"cu_seqlens must have max_num_seqs + 1 = {max_num_seqs + 1} entries with "
-            f"use_graph=True, got {cu_seqlens.shape[0]}: repeat the last offset, "
-            "which adds empty sequences."
+            f"use_graph=True, got {cu_seqlens.shape[0]}: repeat the last offset "
+            "to add empty sequences."
         )
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError(
-            "lower_bound must be given with safe_gate=True and use_gate_in_kernel=True, whose "
-            "gate has no bound otherwise, got None: pass -5.0."
+            "lower_bound must be given with safe_gate=True and use_gate_in_kernel=True, got None: "
+            "pass -5.0."
         )
     v_first = _v_first(state_v_first, transpose_state_layout)
     flags: dict[str, Any] = dict(
@@ -238,17 +237,17 @@ def chunk_kda(
         )
     if not torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "return_intermediate_states=True has no gradient: call under torch.inference_mode()."
+            "return_intermediate_states=True has no gradient: use torch.inference_mode()."
         )
     if disable_recompute:
         raise ValueError(
-            "disable_recompute keeps intermediates for backward and has no place with "
-            "return_intermediate_states=True, which has none: drop it."
+            "disable_recompute must be False with return_intermediate_states=True, which has no "
+            "backward: drop it."
         )
     if chunk_size != CHUNK:
         raise ValueError(
-            f"return_intermediate_states=True gives the state before every {CHUNK} tokens: "
-            f"chunk_size must be {CHUNK}, got {chunk_size}."
+            f"chunk_size must be {CHUNK} with return_intermediate_states=True, got {chunk_size}: "
+            f"states are returned every {CHUNK} tokens."
         )
     return _with_intermediate_states(
         q,
@@ -268,10 +267,12 @@ def chunk_kda(
 def _with_intermediate_states(
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, output_final_state, flags
 ):
-    """`chunk_kda` on a pool: slots 0 to N - 1 hold each sequence's state, the rest the state before
-    each of its chunks in turn.
+    """Run `chunk_kda` on a pool and return its slots as the states before each chunk.
+
+    Slots 0 to N - 1 hold the sequences' states; the others hold the state before each chunk, in
+    the order of the chunks.
     """
-    # refuses what `chunk_kda` would
+    # raise the errors of `chunk_kda`, before the sizes below are read
     Problem.parse(1, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, **flags)
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
@@ -323,7 +324,8 @@ def fused_recurrent_kda(
     **unknown: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Run Kimi Delta Attention token by token, by FLA's signature; differentiable, unlike FLA's.
-    The rest: `kda_ops.recurrent_kda`.
+
+    Equation, shapes and errors: `kda_ops.recurrent_kda`.
     """
     _refuse("fused_recurrent_kda", unknown)
     _check_beta(beta, v)
@@ -372,17 +374,18 @@ def fused_recurrent_kda_fwd(
     out: Tensor | None = None,
     **unknown: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Decode on a pool of states, by the signature of FLA's serving entry; inference only.
+    """Decode on a pool of states, by the signature of FLA's serving function; inference only.
 
-    ``initial_state`` is the pool, written in place and returned; slots, speculative tokens and the
-    rest: `kda_ops.recurrent_kda_`. With ``inplace_final_state=False`` it is `fused_recurrent_kda`,
-    without slots. ``out`` ``[B, T, HV, V]``, if given, takes o, in its own dtype.
+    ``initial_state`` is the pool, written in place and returned. Slots, speculative tokens and
+    errors: `kda_ops.recurrent_kda_`. With ``inplace_final_state=False`` call
+    `fused_recurrent_kda`, without slots. If ``out`` ``[B, T, HV, V]`` is given, write o to it in
+    its dtype.
     """
     _refuse("fused_recurrent_kda_fwd", unknown)
     _check_beta(beta, v)
     if out is not None and (out.shape != v.shape or not out.is_floating_point()):
         raise ValueError(
-            f"out must be floating point of v's shape, {list(v.shape)}, got {out.dtype} "
+            f"out must be floating point and have v's shape {list(v.shape)}, got {out.dtype} "
             f"{list(out.shape)}."
         )
     flags: dict[str, Any] = dict(
@@ -417,7 +420,7 @@ def fused_recurrent_kda_fwd(
     else:
         if ssm_state_indices is not None or num_accepted_tokens is not None:
             raise ValueError(
-                "ssm_state_indices and num_accepted_tokens name slots of a pool and need "
+                "ssm_state_indices and num_accepted_tokens address a pool and need "
                 "inplace_final_state=True."
             )
         o, final_state = fused_recurrent_kda(
@@ -462,8 +465,9 @@ def chunk_gated_delta_rule(
     transpose_state_layout: bool | None = None,
     **unknown: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run Gated DeltaNet over whole sequences, by FLA's signature; differentiable. Equation, shapes
-    and errors: `kda_ops.chunk_gdn`.
+    """Run Gated DeltaNet over whole sequences, by FLA's signature; differentiable.
+
+    Equation, shapes and errors: `kda_ops.chunk_gdn`.
     """
     _refuse("chunk_gated_delta_rule", unknown)
     _check_sequences(cu_seqlens, cu_seqlens_cpu, chunk_size, (16, 32, 64), cp_context)
@@ -510,18 +514,19 @@ def fused_recurrent_gated_delta_rule(
     transpose_state_layout: bool | None = None,
     **unknown: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run Gated DeltaNet token by token, by FLA's signature; differentiable, unlike FLA's. The
-    rest: `kda_ops.recurrent_gdn`.
+    """Run Gated DeltaNet token by token, by FLA's signature; differentiable, unlike FLA's.
+
+    Equation, shapes and errors: `kda_ops.recurrent_gdn`.
 
     Args:
-        gk: ``[B, T, HV, K]``, a log decay per key channel, on top of g: runs on ``kda::recurrent``.
-        gv: refused, and so is a ``beta`` of ``[B, T, HV, V]``.
+        gk: ``[B, T, HV, K]``, a log decay per key channel, added to g: runs on ``kda::recurrent``.
+        gv: not supported, nor is a ``beta`` of ``[B, T, HV, V]``; both raise ValueError.
     """
     _refuse("fused_recurrent_gated_delta_rule", unknown)
     if gv is not None:
         raise ValueError(
-            "gv must be None: no operator here decays value channels; gk, per key channel, is "
-            "offered."
+            "gv must be None: no operator of kda_ops decays value channels; pass gk for a decay "
+            "per key channel."
         )
     _check_beta(beta, v)
     flags: dict[str, Any] = dict(
@@ -550,7 +555,7 @@ def fused_recurrent_gated_delta_rule(
     if use_gate_in_kernel:
         if g is None:
             raise ValueError(
-                "g must be given with use_gate_in_kernel=True: there is nothing to activate."
+                "g must be given with use_gate_in_kernel=True, got None: pass the gate's logits."
             )
         g, A_log, dt_bias = functional.gdn_gate(g, _per_head(A_log), dt_bias), None, None
     decay = gk if g is None else gk + g[..., None]
@@ -566,8 +571,9 @@ def fused_kda_gate(
     lower_bound: float | None = None,
     output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Compute KDA's log decay from logits ``[..., HV, K]``, by FLA's signature; differentiable. The
-    rest: `kda_ops.kda_gate`.
+    """Compute KDA's log decay from logits ``[..., HV, K]``, by FLA's signature; differentiable.
+
+    Equation and errors: `kda_ops.kda_gate`.
     """
     rows = g.reshape(1, -1, *g.shape[-2:])
     y = functional.kda_gate(
@@ -585,8 +591,9 @@ def fused_gdn_gate(
     dt_bias: Tensor | None = None,
     output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Compute GDN's log decay from logits ``[..., HV]``, by FLA's signature; differentiable. The
-    rest: `kda_ops.gdn_gate`.
+    """Compute GDN's log decay from logits ``[..., HV]``, by FLA's signature; differentiable.
+
+    Equation and errors: `kda_ops.gdn_gate`.
     """
     if A_log is None:
         raise TypeError("A_log must be a tensor, got None.")

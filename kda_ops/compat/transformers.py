@@ -1,32 +1,29 @@
-"""These operators under the models of an installed transformers: Kimi-Linear, Qwen3-Next, Qwen3.5
-and their kin.
+"""Run the delta rule of transformers models on these operators.
 
-``enable()`` puts ``kda::chunk`` and ``kda::recurrent`` (``gdn::`` likewise) where a model calls its
-delta rule, ``disable()`` takes them out again::
+Covers Kimi-Linear, Qwen3-Next, Qwen3.5 and OLMo-hybrid (`MODELS`). ``enable()`` replaces the delta
+rule in the installed transformers; ``disable()`` restores it::
 
     import kda_ops.compat.transformers
 
-    kda_ops.compat.transformers.enable()        # from here on, for models built before and after
-    kda_ops.compat.transformers.disable()       # every function is again the one it was
+    kda_ops.compat.transformers.enable()        # affects existing and new models
+    kda_ops.compat.transformers.disable()       # restores every function
 
-    with kda_ops.compat.transformers.enable():  # or for a while
+    with kda_ops.compat.transformers.enable():  # restores on exit
         model.generate(...)
 
-Models look these functions up in their module when they are called, so what was built or compiled
-before follows (compiled code compiles once more). Everything else of a model (projections,
-convolution, norms, caches, masks) stays transformers' own. Results are those of transformers' own
-PyTorch path up to rounding; eager, ``torch.compile(fullgraph=True)``, padding, caches and
-``generate`` included.
+Models look these functions up at every call, so existing models follow and compiled models
+recompile once. The rest of a model is unchanged: projections, convolution, norms, caches, masks.
+Results match the PyTorch path of transformers up to rounding. This includes
+``torch.compile(fullgraph=True)``, padding, caches and ``generate``.
 
 **Packed sequences**: pass ``cu_seq_lens_q`` ``[N + 1]`` (int32 or int64), as
-``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes it, ``position_ids`` that start
-again with each sequence, and ``use_cache=False`` (a cache is refused). Then the convolution in
-front of the delta rule keeps sequences apart too: while enabled, and for packed rows alone, it is a
-sum of shifted products that stop at the first token of a sequence. transformers itself refuses
-packed rows, or mixes their sequences there, unless other packages are installed.
+``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes it. Pass ``position_ids`` that
+restart with each sequence and ``use_cache=False``; a cache raises an error. For packed rows,
+``enable`` also replaces the convolution before the delta rule, so that it does not mix sequences.
+Without it, transformers needs other packages: it raises an error or mixes the sequences.
 
-Needs transformers 5.16 or later (Kimi-Linear: 5.17); earlier ones bind the functions when a model
-is built.
+Needs transformers 5.16 or later (Kimi-Linear: 5.17); earlier versions bind the functions when a
+model is built.
 
 Example:
     >>> import torch
@@ -66,18 +63,17 @@ __all__ = ["MODELS", "Enabled", "disable", "enable"]
 __doctest_requires__ = ("transformers",)
 
 MODELS = ("kimi_linear", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
-"""The models whose modules `enable` looks for; those that the installed transformers lacks are
-passed over.
-"""
+"""The models that `enable` patches; models that the installed transformers lacks are skipped."""
 
 _NAMES = [f"transformers.models.{model}.modeling_{model}" for model in MODELS]
-# the attribute by which a function of ours is known, and which holds what it stands for
+# marks a replacement and holds the original function
 _OURS = "__kda_ops_original__"
 
 
 def _delta_rule(op: Callable[..., Any]) -> Callable[[Callable], Callable]:
-    """What stands for a delta rule of transformers, by its keywords: one definition for chunk and
-    recurrent, KDA and GDN.
+    """Return a decorator that replaces a delta rule of transformers by `op`.
+
+    One definition serves chunk and recurrent, KDA and GDN.
     """
 
     def replacement(original: Callable) -> Callable:
@@ -98,16 +94,16 @@ def _delta_rule(op: Callable[..., Any]) -> Callable[[Callable], Callable]:
             **kwargs: object,
         ) -> tuple[Tensor, Tensor | None]:
             if cu_seqlens is None:
-                cu_seqlens = cu_seq_lens_q  # models that hand on what they got
+                cu_seqlens = cu_seq_lens_q  # some models pass their keywords on unchanged
             if cu_seqlens is None and seq_idx is not None:
                 raise ValueError(
-                    "seq_idx alone does not say how many sequences there are: pass cu_seq_lens_q "
-                    "too."
+                    "cu_seq_lens_q must be given with seq_idx, got None: seq_idx alone does not "
+                    "give the number of sequences."
                 )
-            # with a cache, the other layers of the model no longer tell the sequences apart
+            # with a cache, the other layers of the model mix the sequences
             if cu_seqlens is not None and output_final_state:
                 raise ValueError(
-                    "packed rows fill no cache: pass use_cache=False, or set "
+                    "use_cache must be False for packed rows: pass use_cache=False or set "
                     "model.config.use_cache = False."
                 )
             if initial_state is not None:
@@ -130,9 +126,7 @@ def _delta_rule(op: Callable[..., Any]) -> Callable[[Callable], Callable]:
 
 
 def _convolution(original: Callable) -> Callable:
-    """The causal convolution ``[B, D, T]`` of transformers, but for packed rows, whose sequences it
-    keeps apart.
-    """
+    """Return transformers' causal convolution ``[B, D, T]``, extended to packed sequences."""
 
     @functools.wraps(original, updated=())
     def causal_conv1d_fn(
@@ -150,7 +144,7 @@ def _convolution(original: Callable) -> Callable:
 
         x, T = hidden_states, hidden_states.shape[-1]
         position = Packing(cu_seq_lens_q, T).position
-        wide = torch.promote_types(x.dtype, torch.float32)  # as a convolution accumulates
+        wide = torch.promote_types(x.dtype, torch.float32)  # a convolution accumulates in fp32
         taps = weight.to(wide).unbind(-1)
         y = x * taps[-1][:, None]
         for back, tap in enumerate(reversed(taps[:-1]), 1):
@@ -172,7 +166,7 @@ _REPLACEMENTS: dict[str, Callable[[Callable], Callable]] = {
 
 
 def _modules() -> list[Any]:
-    """The modelling modules that are there."""
+    """Import and return the modelling modules of the installed transformers."""
     try:
         import transformers
     except ModuleNotFoundError:
@@ -184,8 +178,7 @@ def _modules() -> list[Any]:
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 16):
         raise RuntimeError(
             "kda_ops.compat.transformers needs transformers 5.16 or later, got "
-            f"{transformers.__version__}, which binds the functions when a model is built: "
-            "upgrade transformers."
+            f"{transformers.__version__}: upgrade transformers."
         )
     return [
         importlib.import_module(name)
@@ -195,7 +188,7 @@ def _modules() -> list[Any]:
 
 
 class Enabled:
-    """What one call to `enable` put in; leaving its context takes that out, where it still is."""
+    """The functions that one call to `enable` replaced; leaving its context restores them."""
 
     def __init__(self, put: list[tuple[Any, str, Callable]]):
         self.put = put
@@ -214,8 +207,10 @@ def _take_out(places: list[tuple[Any, str, Callable]]) -> None:
 
 
 def enable() -> Enabled:
-    """Put our operators under the models; calling it twice changes nothing more. The result is a
-    context manager that takes out what this call put in.
+    """Replace the delta rule of every installed model in `MODELS`; a second call has no effect.
+
+    Returns:
+        A context manager; on exit it restores the functions that this call replaced.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
@@ -234,7 +229,7 @@ def enable() -> Enabled:
 
 
 def disable() -> None:
-    """Take our operators out of the models: every function is the one that `enable` found."""
+    """Restore every function that `enable` replaced."""
     loaded = [sys.modules[name] for name in _NAMES if name in sys.modules]
     there = [
         (module, name, getattr(module, name))

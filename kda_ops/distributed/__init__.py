@@ -1,8 +1,7 @@
-"""Context parallelism: KDA and GDN over sequences whose tokens lie across the ranks of a group,
-with torch.distributed alone.
+"""Context parallelism for KDA and GDN, with torch.distributed alone.
 
-Each rank holds a contiguous shard of the token axis, in the order of the ranks, of any length. See
-`kda_ops.distributed.chunk` for the method and its cost.
+Each rank of a group holds a contiguous shard of the token axis, of any length, in the order of the
+ranks. `kda_ops.distributed.chunk` describes the method and its cost.
 """
 
 from kda_ops.distributed.functional import chunk_gdn, chunk_kda

@@ -1,37 +1,39 @@
-"""Chunked attention over sequences that lie across the ranks of a group: one pass over the tokens,
-one all-gather per direction.
+"""Run KDA and GDN on sequences sharded over ranks: one pass, one all-gather per direction.
 
-A shard maps the state that enters it affinely to the state that leaves it and to its outputs::
+A shard is an affine map from its entering state to its leaving state and its outputs::
 
     S_out = M S_in + b            o_t = (o_b)_t + S_in^T (o_M)_t
 
-The operator itself finds all four: with values ``[v | 0]`` from the state ``[0 | I]`` it returns
-outputs ``[o_b | o_M]`` and the state ``[b | M]``. Forward gathers ``[b | M]`` in the dtype of
-states, folds those of the earlier ranks into S_in and adds ``S_in^T o_M`` to the outputs. Backward
-has the transposed maps: the gradient of S_in is ``c + M^T dS_out`` with
-``c = sum_t (o_M)_t do_t^T``, so it gathers c alone, folds those of the later ranks into dS_out, and
-calls the operator's own backward, which starts from S_in and dS_out and knows nothing of other
-ranks.
+One call of the operator computes all four. With values ``[v | 0]`` and initial state ``[0 | I]`` it
+returns outputs ``[o_b | o_M]`` and final state ``[b | M]``.
 
-A sequence that begins within the shard starts from ``[S | 0]``: its M is zero, so b is its state
-and the fold starts anew there (by a mask, lest it take a NaN of another sequence times zero). Every
-rank runs the same program, the first one too.
+Forward gathers ``[b | M]`` in the state dtype, folds the maps of the earlier ranks into S_in and
+adds ``S_in^T o_M`` to the outputs.
 
-Cost per call, with ``slots`` = B for dense rows and 1 for packed sequences, elements of 4 bytes (8
-for float64 inputs)::
+Backward uses the transposed maps: the gradient of S_in is ``c + M^T dS_out`` with
+``c = sum_t (o_M)_t do_t^T``. It gathers only c and folds it over the later ranks into dS_out. Then
+it calls the operator's backward with S_in and dS_out.
 
-    sent by a rank, forward      slots HV K (V + K)       received: times the size of the group
-                    backward     slots HV K V             likewise
+A sequence that begins in the shard starts from ``[S | 0]``. Its M is zero, so b is its state and
+the fold restarts there. A mask restarts it: zero times a NaN of another sequence would be NaN.
+
+Every rank runs the same program, including the first.
+
+Cost per call, with ``slots`` = B for dense rows and 1 for packed sequences; an element has 4 bytes
+(8 for float64 inputs)::
+
+    sent per rank, forward       slots HV K (V + K)       received: times the size of the group
+                   backward      slots HV K V             received: times the size of the group
     with a final state           N HV K V all-reduced, forward and backward
-    work beyond one pass         K more columns in forward's scan; two products [T, K] x [K, V] per
-                                 value head; a fold of as many small products as ranks
+    extra work                   K more columns in forward's scan; two products [T, K] x [K, V] per
+                                 value head; a fold of one small product per rank
     kept for backward            o_M, K elements (of q's dtype on CUDA) per token and
-                                 value head; S_in; M of every rank. Eager code leaves o_M of
-                                 one dense row beside o, in one tensor of V + K columns,
-                                 which lives as long as either of them
+                                 value head; S_in; M of every rank. In eager code, one dense
+                                 row keeps o and o_M in one tensor of V + K columns, which
+                                 lives as long as either
 
-A 16-bit output is the sum of two terms that were rounded each. The fold is a float32 matrix product
-at the precision that torch is set to: leave ``torch.set_float32_matmul_precision`` at "highest".
+A 16-bit output is a sum of two terms, each rounded to 16 bits. The fold multiplies in float32 at
+torch's precision setting: leave ``torch.set_float32_matmul_precision`` at "highest".
 """
 
 from __future__ import annotations
@@ -56,34 +58,32 @@ Flags = dict[str, Any]
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    # in the order of the schema: q, k, v, then what may be absent
+    # in the order of the schema: q, k, v, then the optional tensors
     Tensors = tuple[Tensor, Tensor, Tensor, Unpack[tuple[Tensor | None, ...]]]
 _INPUTS = (*GRADIENTS, "cu_seqlens")
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is no tensor: the operator, the group, and the flags that the operator takes."""
+    """The parts of a call that are not tensors: operator, group and flags."""
 
     namespace: str
     name: str
     rank: int
     size: int
-    # in which the maps of outputs are kept, as the backend keeps its own operands
+    # dtype in which o_M is kept for backward: that of the backend's operands
     operand: torch.dtype
     transposed: bool
     output_final_state: bool
     flags: tuple[tuple[str, object], ...]
 
     def op(self, name: str):
-        """The registered operator."""
+        """Return the registered operator."""
         return getattr(getattr(torch.ops, self.namespace), name).default
 
 
 def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, Tensor | None]:
-    """A call of `kda_ops.distributed.chunk_kda` or `chunk_gdn`: tensors in the order of the
-    schema.
-    """
+    """Run `kda_ops.distributed.chunk_kda` or `chunk_gdn`; tensors in the order of the schema."""
     q, cu_seqlens = tensors[0], tensors[-1]
 
     def parse() -> tuple[Problem, Tensors]:
@@ -124,7 +124,7 @@ def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, 
 
 
 def _autocast(tensors: Tensors) -> Tensors:
-    """q, k and v in the autocast dtype, as the operator itself would have them."""
+    """Cast q, k and v to the autocast dtype, as the operator does."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -138,8 +138,9 @@ def _autocast(tensors: Tensors) -> Tensors:
 
 
 def _parse(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) -> Problem:
-    """Refuse what the operator would refuse, in the caller's own sizes. The offsets are global and
-    so no packing of this shard's tokens.
+    """Raise the operator's errors for this shard.
+
+    Offsets are global and do not fit the shard's tokens: their values are checked by `agree`.
     """
     given = dict(zip(_INPUTS, tensors))
     if given["cu_seqlens"] is not None:
@@ -148,7 +149,7 @@ def _parse(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) -> 
 
 
 def _contract(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) -> Contract:
-    """What all ranks must have in common: everything but values and the length of the shard."""
+    """Return what all ranks must agree on: everything but values and the shard's length."""
     contract: Contract = {"operator": namespace}
     for name, x in zip(_INPUTS, tensors):
         shape = (
@@ -169,8 +170,9 @@ def _contract(namespace: str, tensors: tuple[Tensor | None, ...], flags: Flags) 
 
 
 class _Shard(torch.autograd.Function):
-    """Forward and backward of one rank; inputs after the call and the lengths in the order of the
-    schema.
+    """Forward and backward of one rank.
+
+    Inputs: the call, the lengths, then the tensors in the order of the schema.
     """
 
     @staticmethod
@@ -190,7 +192,7 @@ class _Shard(torch.autograd.Function):
     ):
         K, V = q.shape[-1], v.shape[-1]
         with torch.autocast(q.device.type, enabled=False):
-            # first, for what follows is small, and made on the host meanwhile
+            # launched first: the device works on it while the host prepares the small masks
             values = _beside_zeros(v, K)
             span = Span(call.rank, call.size, q.shape[0], cu_seqlens, lengths, q.device)
             start = _with_identity(span, _as_kv(initial_state, call.transposed), q, v)
@@ -212,15 +214,14 @@ class _Shard(torch.autograd.Function):
                 span.pick(final, span.leaving), call.size, call.name
             )
             o_b, o_M = out[..., :V], span.of_entered(out[..., V:])
-            # else o is written where o_b is, and o_M stays beside it
+            # otherwise o overwrites o_b, and o_M shares its tensor
             if span.packed or out.shape[0] > 1 or torch.compiler.is_compiling():
                 o_b, o_M = o_b.clone(memory_format=torch.contiguous_format), o_M.contiguous()
             gathered = collectives.wait(gathering)
             maps = gathered.unflatten(0, (call.size, span.slots))
             entered = _fold(maps[..., :V], maps[..., V:], span.before, span.through)
             o = span.of_entered(_read(o_b, o_M, entered), out[..., :V])
-            # not `to` in any case: one tensor under two names loses its gradient in graphs of torch
-            # 2.11
+            # `to` without a cast returns an alias, which loses its gradient in torch 2.11 graphs
             if o.dtype is not v.dtype:
                 o = o.to(v.dtype)
             M_end = None
@@ -231,8 +232,8 @@ class _Shard(torch.autograd.Function):
                     collectives.start_all_reduce(_as_kv(final, call.transposed), call.name)
                 )
             ctx.call = call
-            # A graph keeps the collective's own result: what is cut out of it would be made by a
-            # second collective in backward's graph.
+            # A graph keeps the collective's whole result: for a slice of it, backward's graph would
+            # repeat the collective.
             kept_maps = (
                 gathered if torch.compiler.is_compiling() else gathered[..., V:].contiguous()
             )
@@ -320,14 +321,16 @@ class _Shard(torch.autograd.Function):
 
 
 def _beside_zeros(v: Tensor, K: int) -> Tensor:
-    """[v | 0] with K columns of zeros; eager code moves eight bytes at a time where it can, for
-    single 16-bit numbers take a GPU twice as long.
+    """Return [v | 0] with K columns of zeros.
+
+    Eager code copies 8 bytes at a time where it can: copies of single 16-bit elements take twice as
+    long on a GPU.
     """
     if torch.compiler.is_compiling() or not v.is_contiguous() or not v.numel():
         return F.pad(v, (0, K))
     V, each = v.shape[-1], 8 // v.element_size()
     out = v.new_empty((*v.shape[:-1], V + K))
-    # flat, for a contiguous tensor may have any stride where its size is 1
+    # flat, because axes of size 1 may have any stride
     rows, given = out.view(-1, V + K), v.view(-1)
     if V % each == 0 == K % each and v.data_ptr() % 8 == 0:
         rows, given, V = rows.view(torch.int64), given.view(torch.int64), V // each
@@ -341,14 +344,12 @@ def _as_kv(state: Tensor, transposed: bool) -> Tensor: ...
 @overload
 def _as_kv(state: None, transposed: bool) -> None: ...
 def _as_kv(state: Tensor | None, transposed: bool) -> Tensor | None:
-    """A state between the caller's layout and S[k, v], either way."""
+    """Convert a state between the caller's layout and S[k, v], in either direction."""
     return state.mT if transposed and state is not None else state
 
 
 def _with_identity(span: Span, first_state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
-    """``[S | 0]`` for the sequences that begin here, ``[0 | I]`` for those that enter: [N, HV, K,
-    V + K].
-    """
+    """Return [N, HV, K, V + K]: ``[0 | I]`` for entering sequences, ``[S | 0]`` for the others."""
     N, (HV, V), K = span.entering.shape[0], v.shape[2:], q.shape[-1]
     eye = torch.eye(K, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     begun = (
@@ -358,9 +359,10 @@ def _with_identity(span: Span, first_state: Tensor | None, q: Tensor, v: Tensor)
 
 
 def _fold(b: Tensor, M: Tensor, mask: Tensor, through: Tensor) -> Tensor:
-    """The state after the maps ``S <- M S + b`` of the ranks in the mask, in order, from zero: b
-    [ranks, slots, HV, K, V], M [ranks, slots, HV, K, K]. Where nothing goes `through` a rank, M is
-    zero and S starts anew.
+    """Apply ``S <- M S + b`` of the ranks in the mask, in order, to a state of zero.
+
+    b is [ranks, slots, HV, K, V], M [ranks, slots, HV, K, K]. Where no sequence goes `through` a
+    rank, M is zero and S restarts from b.
     """
     S = only(b, mask)[0]
     for i in range(1, b.shape[0]):
@@ -369,17 +371,19 @@ def _fold(b: Tensor, M: Tensor, mask: Tensor, through: Tensor) -> Tensor:
 
 
 def _read(o_b: Tensor, o_M: Tensor, S: Tensor) -> Tensor:
-    """o_b + S^T o_M for every token, of one row in place of o_b: [B, T, HV, V] from the same, [B,
-    T, HV, K] and [B, HV, K, V]; summed in the dtype of states, rounded once.
+    """Return o_b + S^T o_M for every token, summed in the state dtype and rounded once.
+
+    o_b is [B, T, HV, V], o_M [B, T, HV, K], S [B, HV, K, V]. For B == 1 this overwrites o_b.
     """
-    o = o_b.transpose(1, 2).flatten(0, 1)  # for B == 1 a view
+    o = o_b.transpose(1, 2).flatten(0, 1)  # a view for B == 1
     o.baddbmm_(o_M.transpose(1, 2).flatten(0, 1), S.flatten(0, 1).to(o.dtype))
     return o.unflatten(0, (o_b.shape[0], o_b.shape[2])).transpose(1, 2)
 
 
 def _write(o_M: Tensor, do: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum_t (o_M)_t do_t^T: [B, HV, K, V], summed in `dtype`; 16-bit operands stay so where the
-    device sums them wider.
+    """Return sum_t (o_M)_t do_t^T, [B, HV, K, V], summed in `dtype`.
+
+    On CUDA 16-bit operands are not cast, because the product sums them in `dtype`.
     """
     a, b = o_M.permute(0, 2, 3, 1), do.transpose(1, 2)
     if a.is_cuda and a.dtype.itemsize == 2:

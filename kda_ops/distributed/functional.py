@@ -1,4 +1,4 @@
-"""The Python faces of context parallelism: words and docstrings; no mathematics."""
+"""Offer the public functions of context parallelism: signatures and docstrings only."""
 
 from __future__ import annotations
 
@@ -37,47 +37,47 @@ def chunk_kda(
     transpose_state_layout: bool = False,
     disable_recompute: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run Kimi Delta Attention over sequences whose tokens lie across the ranks of a group;
-    differentiable, collective.
+    """Run Kimi Delta Attention over sequences sharded across ranks; differentiable, collective.
 
-    Every rank holds a contiguous shard of the token axis, in the order of the group's ranks, and
-    gets the outputs of its own tokens, as if `kda_ops.chunk_kda` had run over all of them. Shards
-    may differ in length and may be empty; a sequence may cross any number of them.
+    Every rank holds a contiguous shard of the token axis, in the order of the group's ranks. It
+    gets the outputs of its tokens, as if `kda_ops.chunk_kda` had run over the whole sequences.
+    Shards may differ in length and may be empty; a sequence may cross any number of them.
 
-    What is the same on every rank belongs to whole sequences: ``A_log``, ``dt_bias``,
-    ``initial_state`` and ``cu_seqlens`` must be passed on every rank with equal values, and every
-    rank gets the same final state. The loss is the sum of the ranks' losses, so that a rank's
-    gradients of ``A_log``, ``dt_bias`` and ``initial_state`` are partial sums over its own tokens:
-    their sum over the group, which data-parallel machinery takes anyway, is the gradient (machinery
-    that averages: scale the loss by the size of the group). A final state used on several ranks
-    counts as often. States chain: the final state of one call may be the initial state of the next.
+    Pass ``A_log``, ``dt_bias``, ``initial_state`` and ``cu_seqlens`` with equal values on every
+    rank: they belong to whole sequences. Every rank gets the same final state, which may be the
+    initial state of the next call.
+
+    The loss is the sum of the ranks' losses. So a rank's gradients of ``A_log``, ``dt_bias`` and
+    ``initial_state`` are partial sums over its tokens: sum them over the group. Data-parallel
+    wrappers do so; if yours averages, multiply the loss by the size of the group. A final state
+    contributes once for each rank whose loss uses it.
 
     Args:
-        q, k, v, g, beta: this rank's shard, T of its own: shapes and dtypes as for
-            `kda_ops.chunk_kda`.
+        q, k, v, g, beta: this rank's shard; shapes and dtypes as for `kda_ops.chunk_kda`. T may
+            differ between ranks.
         A_log, dt_bias: as for `kda_ops.chunk_kda`.
         initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``transpose_state_layout``), the
             states before the first tokens of the whole sequences.
-        cu_seqlens: ``[N + 1]`` int32 or int64, the **global** offsets, up to the tokens of all
-            ranks; packs N sequences into one row, so ``B == 1``. None: each of the B rows is one
+        cu_seqlens: ``[N + 1]`` int32 or int64, the **global** offsets over the tokens of all ranks.
+            They pack N sequences into one row, so ``B == 1``. None: each of the B rows is one
             sequence.
-        group: a ProcessGroup or a DeviceMesh of one dimension (``mesh["cp"]``). Then each eager
-            call first compares lengths and contracts of the ranks on the host. A `ContextPlan` from
-            `plan_context`, made once per batch, spares that; compiled code exchanges what it needs
+        group: a ProcessGroup, a DeviceMesh of one dimension (``mesh["cp"]``) or a `ContextPlan`.
+            Without a plan, every eager call first compares the ranks' calls on the host. A plan
+            from `plan_context`, made once per batch, avoids that. Compiled code exchanges lengths
             within the graph and compares nothing.
-        disable_recompute: accepted; nothing more is kept.
+        disable_recompute: accepted without effect.
         The other flags: as for `kda_ops.chunk_kda`.
 
     Returns:
         o ``[B, T, HV, V]`` of this rank's tokens in v's dtype, and the final state of all sequences
-        in the layout of ``initial_state``, or None if it was not asked for. There may be gaps
-        between the rows of o: ``reshape`` it, not ``view``. Backward is collective: if one rank
-        runs it, all must. Bytes and passes: `kda_ops.distributed.chunk`.
+        in the layout of ``initial_state``, or None if not requested. The rows of o may have gaps:
+        call ``reshape``, not ``view``. Backward is collective: if one rank runs it, all must.
+        Communication and memory: `kda_ops.distributed.chunk`.
 
     Raises:
-        ValueError: shapes or flags disagree, on this rank or between ranks; the message says which,
+        ValueError: shapes or flags disagree, on this rank or between ranks; the message names them,
             and every rank of the group raises.
-        TypeError: dtypes or devices disagree, or group is none.
+        TypeError: dtypes or devices disagree, or group is not a group.
         RuntimeError: some rank did not take part within the group's timeout.
 
     Example:
@@ -137,11 +137,10 @@ def chunk_gdn(
     transpose_state_layout: bool = False,
     disable_recompute: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run Gated DeltaNet over sequences whose tokens lie across the ranks of a group;
-    differentiable, collective.
+    """Run Gated DeltaNet over sequences sharded across ranks; differentiable, collective.
 
-    Shards, states, gradients and cost are those of `chunk_kda`; the equation and the shapes of g
-    and dt_bias are those of `kda_ops.chunk_gdn`.
+    Shards, states, gradients and cost: see `chunk_kda`. The equation and the shapes of g and
+    dt_bias: see `kda_ops.chunk_gdn`.
 
     Args:
         g: ``[B, T, HV]``, this rank's shard.

@@ -1,6 +1,4 @@
-"""Who takes part in a call, which tokens each rank holds, and whether all ranks mean the same
-call.
-"""
+"""Agree on a call: which ranks take part, which tokens each holds, whether their calls match."""
 
 from __future__ import annotations
 
@@ -24,12 +22,11 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True, eq=False)
 class ContextPlan:
-    """The shards of one batch, agreed upon by all ranks of a group; made by `plan_context` and
-    passed as ``group``.
+    """The shards of one batch, agreed on by all ranks of a group.
 
-    `lengths` are the tokens of each rank's shard, once as numbers and once on the batch's device.
-    In compiled code the numbers are unknown (None), and where nobody needs them the tensor is not
-    there either.
+    Made by `plan_context` and passed as ``group``. `lengths` are the tokens of each rank's shard;
+    `device_lengths` repeats them on the batch's device. In compiled code `lengths` is None, and
+    `device_lengths` is None unless the call needs it.
     """
 
     name: str
@@ -39,28 +36,26 @@ class ContextPlan:
     device_lengths: Tensor | None  # [size] int64
 
     def local(self, cu_seqlens: Tensor) -> Tensor:
-        """Global offsets ``[N + 1]`` as those of this rank's own tokens: what is per sequence but
-        local, a layer's packing, takes these.
-        """
-        assert self.device_lengths is not None  # whose packed sequences are agreed upon
+        """Convert global offsets ``[N + 1]`` to offsets into this rank's shard."""
+        assert self.device_lengths is not None  # a plan for packed sequences has lengths
         return local_offsets(cu_seqlens, self.device_lengths, self.rank)
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
-    """The process group that a caller means."""
+    """Return the process group of a ProcessGroup or DeviceMesh."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"group must be one dimension of a DeviceMesh, got a mesh of {group.ndim} "
-                "dimensions: pass one by name, as in mesh['cp']."
+                "dimensions: name one, for example mesh['cp']."
             )
         return group.get_group()
     if isinstance(group, dist.ProcessGroup):
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            "group must contain the calling rank; on this rank torch.distributed.new_group "
-            "returned no member of it."
+            "group must contain the calling rank, got GroupMember.NON_GROUP_MEMBER: call only on "
+            "ranks of the group."
         )
     raise TypeError(
         "group must be a ProcessGroup, a DeviceMesh of one dimension or a ContextPlan, got "
@@ -72,12 +67,11 @@ def process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
 def plan_context(
     length: int, group: dist.ProcessGroup | DeviceMesh, *, device: torch.device | str | None = None
 ) -> ContextPlan:
-    """Agree once per batch on the shards, so that the calls of all its layers need no exchange and
-    no host synchronisation.
+    """Plan the shards of one batch, so that its calls exchange and synchronise nothing.
 
     Every rank of the group calls this, outside compiled code, and passes the plan as ``group`` to
-    `chunk_kda`, `chunk_gdn` and `exchange_tail`. A call with a plan is not checked against the
-    other ranks' calls; use the plain group once to be told what differs.
+    `chunk_kda`, `chunk_gdn` and `exchange_tail`. A call with a plan is not compared with the other
+    ranks' calls: to find what differs, pass the group itself.
 
     Args:
         length: tokens of this rank's shard, T of its tensors; 0 is an empty shard.
@@ -86,7 +80,7 @@ def plan_context(
         device: where the tensors of the calls live; by default the group's.
 
     Raises:
-        ValueError, TypeError: length, group or device means nothing.
+        ValueError, TypeError: length, group or device is not valid.
         RuntimeError: some rank did not take part within the group's timeout.
 
     Example:
@@ -100,7 +94,7 @@ def plan_context(
     """
     if not hasattr(length, "__index__") or operator.index(length) < 0:
         raise ValueError(
-            "length must be the tokens of this rank's shard, a whole number of at least 0, got "
+            "length must be the tokens of this rank's shard, an integer of at least 0, got "
             f"{length}."
         )
     pg = process_group(group)
@@ -111,14 +105,12 @@ def plan_context(
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Where each shard begins on the global token axis, and where the last one ends: [size + 1]
-    from [size].
-    """
+    """Return the shards' offsets on the global token axis, [size + 1] from lengths [size]."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def local_offsets(cu_seqlens: Tensor, lengths: Tensor, rank: int) -> Tensor:
-    """Where the N sequences lie in a rank's shard, [N + 1]: those elsewhere are empty."""
+    """Return the N sequences' offsets in a rank's shard, [N + 1]; sequences elsewhere are empty."""
     offsets = offsets_of(lengths)
     return (
         torch.minimum(torch.maximum(cu_seqlens, offsets[rank]), offsets[rank + 1]) - offsets[rank]
@@ -136,19 +128,21 @@ def agree(
     *,
     lengths_needed: bool = True,
 ) -> tuple[ContextPlan, Parsed]:
-    """The shards of a call that all ranks make alike, so far as that can be known, and what `parse`
-    returned on this one.
+    """Check that all ranks make the same call; return its plan and this rank's `parse` result.
 
-    Without a plan an eager call is compared with those of the other ranks: every rank returns, or
-    every rank raises. `parse` refuses what is wrong on this rank, and the others are told, so that
-    none waits for it; `contract` is what all must have in common.
+    An eager call without a plan is compared with the other ranks' calls: every rank returns, or
+    every rank raises. If `parse` raises on one rank, the others are told and do not wait for it.
+    A call with a plan, or in compiled code, is checked only on this rank.
 
     Args:
-        group: what the caller of the public function passed.
+        group: the public function's argument.
         length: tokens of this rank's shard.
         device: of the call's tensors.
         cu_seqlens: global offsets, or None.
-        lengths_needed: whether a graph has to exchange lengths.
+        caller: the public function, named in errors.
+        parse: raises if the call is wrong on this rank.
+        contract: returns what all ranks must agree on.
+        lengths_needed: whether compiled code must exchange lengths.
     """
     if isinstance(group, ContextPlan):
         parsed = parse()
@@ -159,7 +153,7 @@ def agree(
                 _check_last_offset(cu_seqlens, group.lengths, caller)
         return group, parsed
     pg = process_group(group)
-    # a graph cannot refuse: shards are exchanged, contracts are not compared
+    # a graph cannot raise, so it exchanges lengths but compares no contracts
     if torch.compiler.is_compiling():
         parsed, name, rank, size = parse(), pg.group_name, pg.rank(), pg.size()
         return ContextPlan(
@@ -189,19 +183,20 @@ def agree(
 
 
 def check_device(device: torch.device, pg: dist.ProcessGroup, caller: str) -> None:
-    """Refuse tensors that the group's backend cannot gather. Gloo names CUDA among its devices and
-    then reads a GPU's address on the host.
+    """Raise if the group's backend cannot gather tensors of this device.
+
+    Gloo lists CUDA among its devices but reads device addresses on the host.
     """
     if not _serves(pg, device.type):
         backends = dist.get_backend_config(pg)
         raise ValueError(
-            f"{caller}: group cannot gather {device.type} tensors with its backends {backends}: "
-            "make one with a backend for them, nccl for cuda."
+            f"{caller}: group must have a backend for {device.type} tensors, got {backends}: "
+            "create one with such a backend, for example nccl for cuda."
         )
 
 
 def _serves(pg: dist.ProcessGroup, kind: str) -> bool:
-    """Whether the group gathers tensors of this kind of device."""
+    """Return whether the group gathers tensors of this device type."""
     try:
         backend = pg._get_backend(torch.device(kind)).name()
     except RuntimeError:
@@ -213,20 +208,20 @@ def _check_plan(plan: ContextPlan, length: int, device: torch.device, caller: st
     if plan.lengths is not None and plan.lengths[plan.rank] != length:
         raise ValueError(
             f"{caller}: the shard must have the {plan.lengths[plan.rank]} tokens of this rank's "
-            f"plan, got T = {length}: plan each batch anew."
+            f"plan, got T = {length}: call plan_context for each batch."
         )
     if plan.device_lengths is not None and plan.device_lengths.device.type != device.type:
         raise ValueError(
-            f"{caller}: the plan was made for tensors on {plan.device_lengths.device}, got "
+            f"{caller}: tensors must be on the plan's device {plan.device_lengths.device}, got "
             f"{device}: pass plan_context(..., device=...)."
         )
 
 
 def _check_offsets(offsets: Any, caller: str) -> None:
-    """Refuse offsets that pack nothing, before any rank waits for this one."""
+    """Raise for invalid offsets before any rank waits for this one."""
     if offsets is not None and (offsets[0] != 0 or sorted(offsets) != offsets):
         raise ValueError(
-            f"{caller}: cu_seqlens are offsets on the global token axis, must start at 0 and "
+            f"{caller}: cu_seqlens must be offsets over the tokens of all ranks, start at 0 and "
             f"never decrease, got {offsets}."
         )
 
@@ -234,14 +229,11 @@ def _check_offsets(offsets: Any, caller: str) -> None:
 def _check_last_offset(
     cu_seqlens: Tensor | None, lengths: tuple[int, ...] | None, caller: str
 ) -> None:
-    """Refuse offsets that end behind the last shard, as a rank's own offsets or those of a longer
-    batch do.
-    """
+    """Raise for offsets that end after the last shard, for example those of another batch."""
     if lengths is not None and cu_seqlens is not None and int(cu_seqlens[-1]) > sum(lengths):
         raise ValueError(
-            f"{caller}: cu_seqlens are offsets on the global token axis and must end at or before "
-            f"{sum(lengths)}, the tokens of all ranks ({' + '.join(map(str, lengths))}), got "
-            f"{int(cu_seqlens[-1])}."
+            f"{caller}: cu_seqlens must end at or before {sum(lengths)}, the tokens of all ranks "
+            f"({' + '.join(map(str, lengths))}), got {int(cu_seqlens[-1])}."
         )
 
 
@@ -263,7 +255,7 @@ def _disagreement(contracts: list[Contract], caller: str) -> str:
 
 
 def _group_device(pg: dist.ProcessGroup) -> torch.device:
-    """The device that a group most likely serves."""
+    """Return the device that a group most likely serves."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available() and _serves(pg, "cuda")
@@ -272,7 +264,7 @@ def _group_device(pg: dist.ProcessGroup) -> torch.device:
 
 
 def _plan(pg: dist.ProcessGroup, lengths: tuple[int, ...], device: torch.device) -> ContextPlan:
-    with torch.inference_mode(False):  # a plan made in that mode may serve training
+    with torch.inference_mode(False):  # so that training can use a plan made in inference mode
         device_lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
     return ContextPlan(pg.group_name, pg.rank(), pg.size(), lengths, device_lengths)
 
@@ -280,8 +272,9 @@ def _plan(pg: dist.ProcessGroup, lengths: tuple[int, ...], device: torch.device)
 def _exchange(
     numbers: list[int], device: torch.device, pg: dist.ProcessGroup, caller: str
 ) -> list[list[int]]:
-    """The numbers of every rank, on the host; they travel through `device`, or where the group
-    cannot, through one that it serves.
+    """Gather the numbers of every rank on the host.
+
+    They travel through `device` if the group serves it, otherwise through a device that it serves.
     """
     mine = torch.tensor(
         numbers, dtype=torch.int64, device=device if _serves(pg, device.type) else _group_device(pg)
@@ -294,7 +287,6 @@ def _exchange(
         )
     except RuntimeError as error:
         raise RuntimeError(
-            f"{caller}: rank {pg.rank()} waited in vain for the other {pg.size() - 1} ranks of "
-            f"group {pg.group_name!r}: every rank of it must make the call, "
-            f"with the same group, within the group's timeout ({error})."
+            f"{caller}: rank {pg.rank()} timed out waiting for the other {pg.size() - 1} ranks of "
+            f"group {pg.group_name!r}: all must make the call with the same group ({error})."
         ) from error

@@ -1,9 +1,9 @@
-"""Where a shard of the token axis lies among the sequences, without a look at the host.
+"""Locate a shard of the token axis among the sequences, without host synchronisation.
 
-A sequence *enters* a shard if it has tokens before it and does not end before it, *leaves* it if it
-goes on behind it, and *ends* in it if its last token lies there. At most one packed sequence enters
-and one leaves; of dense rows all do. The states that cross a boundary are the *slots*: B for dense
-rows, 1 for packed sequences.
+A sequence *enters* a shard if it has tokens both before the shard and at or after its start. It
+*leaves* the shard if it continues after it, and *ends* in it if its last token lies in it. At most
+one packed sequence enters and one leaves; all dense rows do. *Slots* hold the states that cross a
+boundary: B for dense rows, 1 for packed sequences.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from kda_ops.distributed.plan import local_offsets, offsets_of
 
 
 class Span:
-    """One rank's shard: masks over the sequences, and the packing of its own tokens.
+    """One rank's shard: masks over the sequences and the ranks, and local offsets.
 
-    `entering`, `leaving` and `ending` are ``[N]`` booleans; each sequence ends in exactly one
-    shard, empty ones too. `cu_seqlens` ``[N + 1]`` are local offsets (None for dense rows): all N
-    sequences are there, those elsewhere empty. `before` and `behind` are ``[size]`` booleans over
-    the ranks, and so is `through`: whether what leaves a shard entered it. Masks, not products with
-    zero: what a sequence holds, NaN included, stays with it.
+    Attributes:
+        entering, leaving, ending: ``[N]`` booleans. Each sequence ends in exactly one shard, empty
+            ones included.
+        cu_seqlens: ``[N + 1]`` offsets in the shard, where sequences of other shards are empty;
+            None for dense rows.
+        before, behind: ``[size]`` booleans, the earlier and the later ranks.
+        through: ``[size]`` booleans, whether the sequence that leaves a rank's shard entered it.
+
+    Masks select with `torch.where`: a product with zero would spread the NaN of one sequence to
+    another.
     """
 
     def __init__(
@@ -43,7 +48,7 @@ class Span:
             self.leaving = self.behind[-1].expand(B)
             self.ending = ~self.leaving
         else:
-            assert lengths is not None  # they are asked for where sequences are packed
+            assert lengths is not None  # `agree` exchanges them for packed sequences
             offsets = offsets_of(lengths)
             start, stop = offsets[rank], offsets[rank + 1]
             begin, end = cu_seqlens[:-1], cu_seqlens[1:]
@@ -53,12 +58,13 @@ class Span:
             self.leaving = (begin < stop) & (stop < end)
             self.ending = ((start < end) | ~self.before[0]) & (end <= stop)
             self.through = ((begin < offsets[:-1, None]) & (offsets[1:, None] < end)).any(1)
-            # where the tokens of what entered end
+            # end of the entered sequence's tokens
             self.last = torch.where(self.entering, self.cu_seqlens[1:], 0).sum()
 
     def pick(self, x: Tensor, mask: Tensor) -> Tensor:
-        """The states ``[N, ...]`` of the sequences in the mask by slot ``[slots, ...]``; zero for a
-        slot without one.
+        """Gather states ``[N, ...]`` of the sequences in the mask into slots ``[slots, ...]``.
+
+        A slot without a sequence is zero.
         """
         if not self.packed:
             return only(x, mask)
@@ -67,14 +73,13 @@ class Span:
         return torch.where(mask.any(), x.index_select(0, mask.int().argmax(0, keepdim=True)), 0.0)
 
     def put(self, slots: Tensor, mask: Tensor, others: Tensor | None) -> Tensor:
-        """The states ``[N, ...]`` that are those of the slots within the mask and `others` (None:
-        zero) outside.
-        """
+        """Return states ``[N, ...]``: the slots within the mask, `others` (None: zero) outside."""
         return torch.where(_wide(mask, slots), slots, 0.0 if others is None else others)
 
     def of_entered(self, x: Tensor, others: Tensor | float = 0.0) -> Tensor:
-        """x ``[B, T, ...]`` for the tokens of sequences that entered, `others` elsewhere. Dense
-        rows enter all or, with a state of zero, none.
+        """Return x ``[B, T, ...]`` for tokens of entered sequences, `others` elsewhere.
+
+        For dense rows return x: if they do not enter, their entering state is zero.
         """
         if not self.packed:
             return x
@@ -83,7 +88,7 @@ class Span:
 
 
 def only(x: Tensor, mask: Tensor) -> Tensor:
-    """x ``[n, ...]`` where the mask ``[n]`` holds, zero elsewhere."""
+    """Return x ``[n, ...]`` where the mask ``[n]`` is true, zero elsewhere."""
     return torch.where(_wide(mask, x), x, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The tokens before a shard, for a short convolution that looks a few tokens back."""
+"""Exchange the tokens before a shard, which a short convolution reads."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from kda_ops.problem import check_offsets
 
 
 def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Give each rank the ``size - 1`` tokens before its shard, which a causal convolution of `size`
-    taps reads; differentiable.
+    """Return the ``size - 1`` tokens before this rank's shard; differentiable, collective.
 
-    The tokens may come from several earlier ranks, where shards are short or empty; before the
-    beginning of a sequence they are zero. Each rank sends ``B (size - 1) D`` elements of x's dtype,
-    and gets as many back for each rank in backward; one exchange serves several convolutions if
-    their inputs stand side by side in D.
+    A causal convolution of `size` taps reads them. They may come from several earlier ranks if
+    shards are short or empty; before the first token of a sequence they are zero.
+
+    Forward gathers ``B (size - 1) D`` elements of x's dtype from each rank; backward reduces as
+    many per rank. To serve several convolutions with one exchange, concatenate their inputs in D.
 
     Args:
-        x: ``[B, T, D]``, this rank's shard of the token axis, any float; ``[1, T, D]`` with
+        x: ``[B, T, D]``, this rank's shard of the token axis, any float dtype; ``[1, T, D]`` with
             cu_seqlens. T may differ between ranks.
         size: taps of the convolution, at least 1.
-        group: as for `chunk_kda`, a `ContextPlan` included.
+        group: as for `chunk_kda`.
         cu_seqlens: ``[N + 1]`` global offsets; None for dense rows.
 
     Returns:
-        ``[B, size - 1, D]``, oldest first, what `ShortConvolution` takes as its ``tail``; with
-        cu_seqlens ``[N, size - 1, D]``, zero but for the sequence that enters the shard.
+        ``[B, size - 1, D]``, oldest first, the ``tail`` of `ShortConvolution`; with cu_seqlens
+        ``[N, size - 1, D]``, zero except for the sequence that enters the shard.
 
     Raises:
-        ValueError, TypeError: a shape or dtype means nothing, or the ranks' calls differ.
+        ValueError, TypeError: a shape or dtype is not valid, or the ranks' calls differ.
         RuntimeError: some rank did not take part within the group's timeout.
 
     Example:
@@ -57,14 +57,14 @@ def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None)
         lambda _: _contract(x, size, cu_seqlens),
     )
     lengths, rank, ranks = plan.device_lengths, plan.rank, plan.size
-    assert lengths is not None  # they are always asked for here
+    assert lengths is not None  # `agree` exchanges them by default
     offsets = offsets_of(lengths)
     past, B = size - 1, x.shape[0]
-    # [B, past, D], zero in front of a shard that has fewer
+    # [B, past, D], padded with zeros at the front if the shard is shorter
     last = F.pad(x, (0, 0, past, 0))[:, x.shape[1] :]
     every = collectives.GatherTokens.apply(last, ranks, plan.name).unflatten(0, (ranks, B))
-    # The token `back` before the shard lies on the rank whose shard holds that place, as far from
-    # the end of its tail as from the end of its shard.
+    # A token lies on the rank whose shard holds its place. Its distance to the end is the same in
+    # that rank's tail and shard.
     place = offsets[rank] - torch.arange(past, 0, -1, device=x.device)  # [past], global
     owner = torch.searchsorted(offsets[1:], place.clamp(min=0), right=True).clamp(max=ranks - 1)
     row = (place - offsets[owner + 1] + past).clamp(0, max(past - 1, 0))
@@ -80,7 +80,7 @@ def _check(x: Tensor, size: int, cu_seqlens: Tensor | None) -> None:
     if x.dim() != 3:
         raise ValueError(f"x must have shape [B, T, D], got {list(x.shape)}.")
     if size < 1:
-        raise ValueError(f"size must be the taps of the convolution, at least 1, got {size}.")
+        raise ValueError(f"size must be the convolution's taps, at least 1, got {size}.")
     if cu_seqlens is not None:
         check_offsets(cu_seqlens, x.shape[0], None, x.device, "x")
 
