@@ -1,10 +1,10 @@
 """Kimi Delta Attention (KDA) and Gated DeltaNet (GDN) as PyTorch operators.
 
-After ``import kda_ops`` the operators are ``torch.ops.kda.*`` and ``torch.ops.gdn.*``; the
-functions here are their Python faces.
+``import kda_ops`` registers the operators as ``torch.ops.kda.*`` and ``torch.ops.gdn.*``. The
+functions here call them.
 """
 
-from kda_ops import _checkout  # noqa: F401  (before the registrations)
+from kda_ops import _checkout  # noqa: F401  (finds the registrations, so it comes first)
 from kda_ops.registrations import SAVE_OPS
 from kda_ops.functional import (
     chunk_gdn,

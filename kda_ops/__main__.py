@@ -1,6 +1,4 @@
-"""``python -m kda_ops doctor | bench | counters | drift | tune | compile | digests | parallel |
-evidence``.
-"""
+"""Run a command line tool: ``python -m kda_ops COMMAND``; the commands are in `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -9,15 +7,15 @@ import importlib
 import sys
 
 COMMANDS = {
-    "doctor": ("kda_ops.doctor", "versions, devices, backends, known compiler hazards"),
-    "bench": ("kda_ops.bench.command", "our operators beside the installed peers"),
+    "doctor": ("kda_ops.doctor", "report versions, devices, backends and known compiler hazards"),
+    "bench": ("kda_ops.bench.command", "benchmark our operators and the installed peers"),
     "counters": (
         "kda_ops.bench.counters",
-        "graphs, breaks, recompilations and folds of a small model under torch.compile",
+        "count graphs, breaks, recompilations and folds of a small compiled model",
     ),
     "drift": (
         "kda_ops.bench.drift",
-        "thousands of decode steps beside the chunk form, against float64",
+        "compare thousands of decode steps and the chunk form with float64",
     ),
     "tune": ("kda_ops.bench.tune", "measure kernel configurations on this GPU and cache the best"),
     "compile": (
@@ -26,11 +24,11 @@ COMMANDS = {
     ),
     "digests": (
         "kda_ops.bench.digests",
-        "compile the kernels of every row of the evidence and tell which rows are stale",
+        "compile the kernels of each evidence row and list the stale rows",
     ),
     "parallel": (
         "kda_ops.bench.parallel",
-        "one long sequence on one device and spread over several",
+        "time one long sequence on one device and sharded over several",
     ),
     "evidence": (
         "kda_ops.bench.evidence",
@@ -40,7 +38,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; its options follow its name."""
+    """Run one command; the arguments are its name and its options."""
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="python -m kda_ops",

@@ -1,5 +1,6 @@
-"""Lets a checkout run without an install: there `kda_ops.registrations` lies beside the package,
-where an installed one holds it.
+"""Let a checkout run without an install.
+
+A checkout holds `kda_ops.registrations` next to the package; an installed package contains it.
 """
 
 import importlib.util
@@ -20,4 +21,4 @@ class _Finder:
 
 
 if _FOLDER.is_dir() and not (Path(__file__).parent / "registrations").exists():
-    sys.meta_path.insert(0, _Finder)  # before the one of another checkout that is installed
+    sys.meta_path.insert(0, _Finder)  # first, or an installed checkout's finder would win

@@ -1,7 +1,6 @@
-"""``python -m kda_ops doctor``: what is installed, which backend serves what and why, and what is
-known to go wrong with it.
+"""Report what is installed, which backends run and why, and known compiler defects.
 
-triton is imported only where a CUDA device would import it anyway.
+Run it as ``python -m kda_ops doctor``. Without a CUDA device it does not import triton.
 """
 
 from __future__ import annotations
@@ -28,31 +27,30 @@ Version = tuple[int, ...]
 
 
 def parse_version(text: str) -> Version:
-    """The numbers at the start of a version: "3.7.1+git" -> (3, 7, 1)."""
+    """Return the numbers at the start of a version: "3.7.1+git" -> (3, 7, 1)."""
     found = re.match(r"\d+(?:\.\d+)*", text)
-    assert found is not None  # every version of triton begins with a number
+    assert found is not None  # every triton version begins with a number
     return tuple(int(n) for n in found[0].split("."))
 
 
 @dataclass(frozen=True)
 class Hazard:
-    """A known defect of triton versions `first` to `last` (None: open-ended), on one GPU
-    architecture or on all.
+    """A known defect of triton versions `first` to `last` (None: open-ended).
+
+    `arch` is the major compute capability of the affected GPUs; None: all.
     """
 
     first: Version
     last: Version | None
     arch: int | None
     what: str
-    here: str  # how it concerns kda_ops
-    # of these, where it is not mended, and what ``python -m kda_ops compile`` finds then
+    here: str  # what it means for kda_ops
+    # kernels without a workaround, and the error that ``python -m kda_ops compile`` gets for them
     kernels: tuple[str, ...] = ()
     fault: str = ""
 
     def concerns(self, triton: Version, archs: list[int]) -> bool:
-        """Whether it concerns this triton, and a GPU that is here; with none here, every
-        architecture counts.
-        """
+        """Return whether it affects this triton on one of `archs`; no archs means all of them."""
         return (
             self.first <= triton
             and (self.last is None or triton <= self.last)
@@ -66,59 +64,57 @@ HAZARDS = (
         (3, 7, 0),
         9,
         (
-            "a dot result cast to 16 bits, then transposed, as a dot operand gives wrong numbers "
-            "at some tile widths (fla-org/flash-linear-attention #640, #826)"
+            "at some tile widths, a dot operand is wrong if it is a dot result cast to 16 bits, "
+            "then transposed (fla-org/flash-linear-attention #640, #826)"
         ),
-        "the kernels compute the transposed product instead; kernels of your own may not",
+        "our kernels avoid it: they compute the transposed product",
     ),
     Hazard(
         (3, 0),
         (3, 7, 1),
         9,
         (
-            "a 64 x 64 backward through the triangular inverse with 4 warps is wrong "
+            "with 4 warps, a 64 x 64 backward through the triangular inverse is wrong "
             "(fla-org/flash-linear-attention #984, #988)"
         ),
-        "configurations are checked numerically before they enter the table",
+        "our configurations are checked numerically before they enter the table",
     ),
     Hazard(
         (3, 6),
         (3, 7, 1),
         10,
-        "a pass over layouts of tensor memory fails",
-        "gradient_rows, of GDN's backward, does not compile; with triton 3.8 it does",
+        "the compiler pass that lays out tensor memory fails",
+        "gradient_rows, a kernel of GDN's backward, does not compile; use triton 3.8",
         ("gradient_rows",),
         "PassManager",
     ),
-    Hazard(
-        (3, 9), None, None, "block pointers (tl.make_block_ptr) are gone", "the kernels use none"
-    ),
+    Hazard((3, 9), None, None, "block pointers (tl.make_block_ptr) are removed", "we use none"),
     Hazard(
         (3, 10),
         None,
         None,
-        "contraction to fma is off unless a launch asks for it",
-        "the last bits may differ from those of earlier versions",
+        "contraction to fma is off unless a launch enables it",
+        "results may differ from earlier versions in the last bits",
     ),
     Hazard(
         (3, 0),
         None,
         None,
         "the interpreter (TRITON_INTERPRET=1) multiplies the bits of bf16 dot operands as integers",
-        "test with fp16 or fp32 there",
+        "test with fp16 or fp32 in the interpreter",
     ),
     Hazard(
         (3, 6),
         (3, 6, 99),
         None,
         "the interpreter needs numpy < 2.4 for loops over tl.cdiv",
-        "pin numpy beside this triton",
+        "install numpy < 2.4 with this triton",
     ),
 )
 
 
 def versions() -> Iterator[str]:
-    """What is installed."""
+    """Yield the installed versions."""
     yield f"kda_ops {kda_ops.__version__} from {Path(kda_ops.__file__).parent}"
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"torch {torch.__version__} (CUDA {torch.version.cuda or 'none'})"
@@ -131,11 +127,11 @@ def versions() -> Iterator[str]:
         "transformers",
     ):
         if version := installed(peer):
-            yield f"{peer} {version} (a peer of the benchmark)"
+            yield f"{peer} {version} (a benchmark peer)"
 
 
 def devices() -> Iterator[str]:
-    """What tensors can be on."""
+    """Yield the available devices."""
     yield f"CPU: {torch.get_num_threads()} threads"
     if not torch.cuda.is_available():
         yield "CUDA: none" + ("" if torch.version.cuda else " (this torch is built without CUDA)")
@@ -158,7 +154,7 @@ def _lacking(name: str) -> str:
 
 
 def backends() -> Iterator[str]:
-    """Which backend serves what, and why."""
+    """Yield which backend runs CPU and CUDA tensors, and why."""
     name = dispatch.backend_name(torch.device("cpu"))
     chosen = "chosen by KDA_OPS_CPU" if "KDA_OPS_CPU" in os.environ else "the default"
     lacking = "" if name == "triton" and not installed("triton") else _lacking(name)
@@ -172,15 +168,15 @@ def backends() -> Iterator[str]:
         from kda_ops.backends.triton import tuning
 
         yield (
-            f"tuned options: {len(tuning.tuned())} rows of {tuning.cache_file()} are for this "
+            f"tuned options: {len(tuning.tuned())} rows of {tuning.cache_file()} match this "
             "GPU, triton and kernels"
         )
     else:
-        yield "CUDA tensors: triton, once there is a device"
+        yield "CUDA tensors: triton, but no device was found"
 
 
 def hazards(triton: str | None, archs: list[int]) -> Iterator[str]:
-    """The known defects of a triton version on some architectures (major numbers)."""
+    """Yield the known defects of a triton version on `archs` (major compute capabilities)."""
     if triton is None:
         return
     found = [h for h in HAZARDS if h.concerns(parse_version(triton), archs)]
@@ -192,15 +188,15 @@ def hazards(triton: str | None, archs: list[int]) -> Iterator[str]:
 
 
 def compilers() -> Iterator[str]:
-    """What torch.compile and triton need besides Python."""
+    """Yield the compilers and headers that torch.compile and triton need."""
     cxx = next(
         (c for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c and shutil.which(c)), None
     )
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if cxx is None:
         yield (
-            "C++: none found (CXX, g++, clang++): torch.compile on CPU needs one; "
-            "backend='aot_eager' does without"
+            "C++: none found (CXX, g++, clang++): torch.compile on CPU needs one unless "
+            "backend='aot_eager'"
         )
     else:
         yield f"C++: {shutil.which(cxx)}: torch.compile (Inductor) can build CPU code"
@@ -214,28 +210,26 @@ def compilers() -> Iterator[str]:
     )
     if not header.exists():
         yield (
-            f"Python.h: not at {header}: install the headers of this Python (triton and Inductor "
-            "include it)"
+            f"Python.h: not at {header}: triton and Inductor need it, install this Python's headers"
         )
 
 
 VARIABLES = {
     "KDA_OPS_CPU": "backend of CPU tensors: native (default), reference, triton (interpreted)",
     "KDA_OPS_CHECK": (
-        "1: also check values that live on the device (cu_seqlens, slots, decays), at the price "
-        "of a synchronisation per call"
+        "1: also check values on the device (cu_seqlens, slots, decays); synchronises every call"
     ),
     "KDA_OPS_TUNING": (
-        "where `python -m kda_ops tune` keeps what it found; tuning.json in the user's cache "
-        "otherwise"
+        "file of `python -m kda_ops tune`; by default tuning.json in the user's cache"
     ),
     "TRITON_INTERPRET": "1: run Triton kernels in Python on the CPU; set before triton is imported",
 }
 
 
 def self_test() -> Iterator[str]:
-    """A small call of both variants on the CPU, forward and backward, against the token recurrence
-    in float64.
+    """Compare a small CPU call of both variants with the token recurrence in float64.
+
+    Also check that a gradient is finite.
     """
     torch.manual_seed(0)
     for name, chunk, recurrent in (
@@ -258,7 +252,7 @@ def self_test() -> Iterator[str]:
 
 
 def report() -> list[tuple[str, list[str]]]:
-    """The sections of the report."""
+    """Return the sections of the report, each a title and its lines."""
     archs = sorted(
         {torch.cuda.get_device_capability(i)[0] for i in range(torch.cuda.device_count())}
     )
@@ -281,7 +275,7 @@ def report() -> list[tuple[str, list[str]]]:
 
 
 def _or_why(lines: Iterator[str]) -> Iterator[str]:
-    """The lines up to the exception that ends them, and that one as a problem."""
+    """Yield the lines; turn an exception into a PROBLEM line."""
     try:
         yield from lines
     except Exception as error:
@@ -289,7 +283,7 @@ def _or_why(lines: Iterator[str]) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Print the report; non-zero if it holds a problem."""
+    """Print the report; return 1 if it holds a problem."""
     argparse.ArgumentParser(
         prog="python -m kda_ops doctor",
         description=__doc__,

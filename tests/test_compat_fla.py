@@ -512,7 +512,7 @@ def test_refusals_say_what_to_do(name, words, error, message):
     "words, message",
     [
         (dict(chunk_size=32), "chunk_size must be 64"),
-        (dict(disable_recompute=True), "disable_recompute keeps intermediates"),
+        (dict(disable_recompute=True), "disable_recompute must be False"),
     ],
 )
 def test_intermediate_states_are_refused_with_options_they_do_not_support(words, message):

@@ -1,1 +1,1 @@
-"""The backends: sets of stage functions with the contracts of `kda_ops.stages`."""
+"""The backends: each implements the stages of `kda_ops.stages`."""

@@ -1,7 +1,6 @@
-"""What is applied to q, k, g and beta before the recurrence, and its derivatives, in plain torch,
-for the CPU backends.
+"""Apply norm, gate and sigmoid to q, k, g and beta, forward and backward, for the CPU backends.
 
-Each pair is checked against autograd in float64 (tests/test_activations.py). Shapes are per token:
+Tests check each pair against autograd in float64 (tests/test_activations.py). Shapes are per token:
 ``[B, T, heads, width]``.
 """
 
@@ -16,8 +15,8 @@ from kda_ops.problem import Problem
 EPS = 1e-6  # inside the square root of the l2 norm
 
 
-# torch's own softplus and sigmoid round the last elements of a tensor, or strided ones, differently
-# from the rest: a token's bits would depend on its place.
+# torch's softplus and sigmoid round strided elements and the last ones of a tensor differently: a
+# token's bits would depend on its place.
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -29,30 +28,30 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 def strength(logits: Tensor, neg_eigval: bool) -> Tensor:
-    """sigmoid(logits), or 2 sigmoid(logits)."""
+    """Return beta: sigmoid(logits), or 2 sigmoid(logits) with `neg_eigval`."""
     return _sigmoid(logits) * (2.0 if neg_eigval else 1.0)
 
 
 def strength_backward(dbeta: Tensor, beta: Tensor, neg_eigval: bool) -> Tensor:
-    """The gradient of the logits of beta."""
+    """Return the gradient of beta's logits."""
     return dbeta * beta * (1.0 - beta / (2.0 if neg_eigval else 1.0))
 
 
 def l2norm(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x / sqrt(sum x^2 + eps) over the last dimension, and the factor 1 / sqrt(...) [.., 1]."""
+    """Return x / sqrt(sum x^2 + eps) over the last dimension, and 1 / sqrt(...) ``[.., 1]``."""
     rstd = (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
     return x * rstd, rstd
 
 
 def l2norm_backward(dy: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
-    """dx = rstd (dy - y sum(y dy))."""
+    """Return dx = rstd (dy - y sum(y dy))."""
     return rstd * (dy - y * (y * dy).sum(-1, keepdim=True))
 
 
 def _gate_argument(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, rank: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """exp(A_log) [HV] or [HV, 1], and x = g + dt_bias, in `dtype`."""
+    """Return exp(A_log) ``[HV]`` or ``[HV, 1]``, and x = g + dt_bias, in `dtype`."""
     HV = g.shape[2]
     A = torch.ones(HV, dtype=dtype, device=g.device) if A_log is None else A_log.to(dtype).exp()
     x = g.to(dtype)
@@ -64,10 +63,12 @@ def _gate_argument(
 def gate(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
 ) -> Tensor:
-    """The log decay: -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g +
-    dt_bias)) with a bound.
+    """Return the log decay of logits g.
 
-    float32, or float64 for float64 logits.
+    It is float32, or float64 for float64 logits::
+
+        -exp(A_log) softplus(g + dt_bias)                      # lower_bound is None
+        lower_bound sigmoid(exp(A_log) (g + dt_bias))          # otherwise
     """
     A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
     return -A * _softplus(x) if lower_bound is None else lower_bound * _sigmoid(A * x)
@@ -81,8 +82,9 @@ def gate_backward(
     lower_bound: float | None,
     rank: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `gate` for g, A_log and dt_bias, each in its input's dtype; parameter sums in at
-    least float32, cast once.
+    """Return the gradients of `gate` for g, A_log and dt_bias, each in its input's dtype.
+
+    A_log and dt_bias sum over tokens in at least float32 and round once.
     """
     A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
     dy = dy.to(x.dtype)
@@ -93,9 +95,8 @@ def gate_backward(
         s = _sigmoid(A * x)
         dx = lower_bound * s * (1 - s) * A * dy
         per_log, counts = dx * x, s * (1 - s) > 0
-    # Select, for 0 * inf is nan: a saturated sigmoid has slope 0 even where exp(A_log) overflowed,
-    # a decay of -inf has forgotten how it got there, and what nothing depends on (padding) may hold
-    # anything.
+    # Mask out what 0 * inf would make NaN. A saturated sigmoid has slope 0 even if exp(A_log)
+    # overflows; a decay of -inf has gradient 0; padding, where dy is 0, may hold anything.
     counts &= dy != 0
     dx, per_log = torch.where(counts, dx, 0.0), torch.where(counts, per_log, 0.0)
     tokens = (0, 1)
@@ -107,10 +108,11 @@ def gate_backward(
 
 
 class Activated:
-    """The inputs of the recurrence in one dtype: q and k normalised [B, T, H, K], g [B, T, HV, D]
-    (zero if absent), beta [B, T, HV].
+    """The activated inputs of the recurrence, in one dtype.
 
-    D is K for a decay of rank 1 and 1 for rank 0. The scale is not applied.
+    q and k ``[B, T, H, K]`` are normalised, v is ``[B, T, HV, V]``, g ``[B, T, HV, D]`` (zero if
+    absent), beta ``[B, T, HV]`` (one if absent). D is K for a decay of rank 1, and 1 for rank 0.
+    The scale is not applied.
     """
 
     def __init__(self, p: Problem, dtype: torch.dtype):
@@ -145,8 +147,9 @@ class Activated:
         dg: Tensor | None,
         dbeta: Tensor | None,
     ):
-        """From gradients of the activated tensors, in the same shapes, to (dq, dk, dg, dbeta,
-        dA_log, ddt_bias) of the inputs.
+        """Return (dq, dk, dg, dbeta, dA_log, ddt_bias) of the inputs.
+
+        The arguments are the gradients of the activated tensors, in their shapes.
         """
         if self.q_rstd is not None and self.k_rstd is not None:
             dq = None if dq is None else l2norm_backward(dq, self.q, self.q_rstd)
@@ -163,6 +166,6 @@ class Activated:
         if p.cu_seqlens is not None:
             for d in (dq, dk, dg, dbeta):
                 if d is not None:
-                    # tokens of no sequence may hold anything, nan included
+                    # tokens after the last sequence may hold anything, NaN included
                     d[:, int(p.cu_seqlens[-1]) :] = 0.0
         return dq, dk, dg, dbeta, dA_log, ddt_bias

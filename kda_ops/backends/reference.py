@@ -1,10 +1,10 @@
-"""The definition, written for reading: the token recurrence and each stage of the chunk form, in
-any dtype up to float64.
+"""Define the operators for readers: the token recurrence and each stage of the chunk form.
 
-`Reference()` computes in the dtype of states (float64 for float64 inputs) and is the oracle.
-``Reference(torch.float32, operand=torch.bfloat16)`` is the twin of a kernel: the same formulas with
-every stored tensor and every dot operand rounded to `operand` while sums and states stay in the
-first dtype, which is what an error budget is derived from. Formulas: MATHS.md.
+`Reference()` computes in the state dtype (float64 for float64 inputs) and is the tests' oracle.
+
+``Reference(torch.float32, operand=torch.bfloat16)`` is the twin of a kernel. It rounds every stored
+tensor and every dot operand to `operand`; sums and states stay in the first dtype. Error budgets
+are derived from it. Formulas: MATHS.md.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
 from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace, whole
 
-FORGET = -1e4  # exp of it is 0 in every dtype; keeps -inf out of products and differences
+FORGET = -1e4  # clamp for log decays: exp is 0 in every dtype, and -inf would make 0 * inf = NaN
 
 
 def suffix(g: Tensor) -> Tensor:
-    """Sum of g over the rows after each row, dim -2."""
+    """Sum g over the rows after each row, in dim -2."""
     return (
         torch.cat([g[..., 1:, :], torch.zeros_like(g[..., :1, :])], -2).flip(-2).cumsum(-2).flip(-2)
     )
 
 
 def pair_decay(g: Tensor) -> Tensor:
-    """E_ij = exp(sum of g over (j, i]) for i >= j, else 0: [.., C, 1] -> [.., C, C]. Sums, never
-    differences of prefix sums.
+    """Return E_ij = exp(sum of g over (j, i]) for i >= j, else 0: [.., C, 1] -> [.., C, C].
+
+    Sum g over each interval: differences of prefix sums would cancel.
     """
     i = torch.arange(g.shape[-2], device=g.device)
     # [i, j, t]
@@ -45,12 +46,14 @@ def pair_decay(g: Tensor) -> Tensor:
 
 
 def levels(g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each level of a chunk of C rows its pairs' mask [C, C] and the one factor f [.., C, D] of
-    every row, 0 <= f <= 1.
+    """Yield for each level of a chunk the mask of its pairs and the rows' factors f.
 
-    A pair (j, i) belongs to the one level at which it first falls into different halves. With a the
-    end of the earlier half, E_ij = f_i f_j where f_i = exp(sum (a, i]) in the later half and f_j =
-    exp(sum (j, a]) in the earlier one.
+    Each level halves the blocks of the one before. A pair (j, i) belongs to the first level that
+    puts j and i into different halves. With a the last row of the earlier half::
+
+        E_ij = f_i f_j,    f_i = exp(sum of g over (a, i]),    f_j = exp(sum of g over (j, a])
+
+    g is [.., C, D], the mask [C, C], f [.., C, D] with 0 <= f <= 1.
     """
     C, g = g.shape[-2], g.clamp(min=FORGET)
     i, half = torch.arange(C, device=g.device), C // 2
@@ -65,8 +68,10 @@ def levels(g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Reference:
-    """A backend (`kda_ops.stages.Backend`): computes in `dtype` (None: the call's state dtype),
-    rounds operands to `operand`.
+    """A backend (`kda_ops.stages.Backend`) for reading and testing.
+
+    It computes in `dtype` (None: the call's state dtype) and rounds operands to `operand` (None:
+    not at all).
     """
 
     def __init__(self, dtype: torch.dtype | None = None, operand: torch.dtype | None = None):
@@ -84,7 +89,7 @@ class Reference:
     def _chunked(
         self, p: Problem
     ) -> tuple[Activated, Chunks, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The activated inputs per chunk, [NT, HV, C, .], with q scaled and beta [NT, HV, C, 1]."""
+        """Split the activated inputs into chunks [NT, HV, C, .]; scale q; beta is [.., C, 1]."""
         x, chunks = Activated(p, self.dtype or p.state_dtype), Chunks(p)
         q, k, v, g, beta = (
             chunks.split(t, t.dtype) for t in (x.q * p.scale, x.k, x.v, x.g, x.beta[..., None])
@@ -100,9 +105,10 @@ class Reference:
             beta,
         )
 
-    # P_ij or L_ij = sum_d a_id k_jd E_ijd, and the two products of its backward; a decay of rank 0
-    # leaves the sums.
+    # The next three form P or L and the two products of their backward. A decay of rank 0 does not
+    # depend on d, so one product replaces the levels.
     def _pairs(self, a: Tensor, k: Tensor, g: Tensor) -> Tensor:
+        """Return sum_d a_id k_jd E_ijd."""
         if g.shape[-1] == 1:
             return pair_decay(g) * self._dot(a, k.mT)
         out = torch.diag_embed((a * k).sum(-1))
@@ -111,7 +117,7 @@ class Reference:
         return out
 
     def _over_rows(self, d: Tensor, k: Tensor, g: Tensor) -> Tensor:
-        """sum_j d_ij k_j E_ij; d is lower triangular."""
+        """Return sum_j d_ij k_j E_ij; d is lower triangular."""
         if g.shape[-1] == 1:
             return self._dot(d * pair_decay(g), k)
         out = torch.diagonal(d, dim1=-2, dim2=-1)[..., None] * k
@@ -120,7 +126,7 @@ class Reference:
         return out
 
     def _over_columns(self, d: Tensor, a: Tensor, g: Tensor) -> Tensor:
-        """sum_i d_ij a_i E_ij."""
+        """Return sum_i d_ij a_i E_ij; d is lower triangular."""
         if g.shape[-1] == 1:
             return self._dot((d * pair_decay(g)).mT, a)
         out = torch.diagonal(d, dim1=-2, dim2=-1)[..., None] * a
@@ -136,7 +142,7 @@ class Reference:
         norms: bool = False,
         overlap: bool = False,
     ) -> Tile:
-        """Everything about the chunks that does not depend on the state."""
+        """Compute everything about the chunks that does not depend on the state."""
         _, _, q, k, v, g, beta = self._chunked(p)
         eye = torch.eye(CHUNK, dtype=q.dtype, device=q.device)
         if A is None:
@@ -152,7 +158,7 @@ class Reference:
             u=self._dot(A, beta * v),
             qg=q * decay,
             kg=k * suffix(g).exp(),
-            # of K without g too
+            # K entries even if g is absent
             gamma=decay[..., -1, :].expand(*decay.shape[:2], p.K if p.rank else 1).contiguous(),
         )
         return Tile(
@@ -162,7 +168,14 @@ class Reference:
     def scan(
         self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool
     ) -> Trace | None:
-        """v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new."""
+        """Run the state update over the chunks of each sequence.
+
+        For each chunk, in order::
+
+            v_new = u - w S
+            o     = qg S + P v_new
+            S    <- gamma S + kg^T v_new
+        """
         made = whole(tile)
         chunks, dtype = Chunks(p), made.A.dtype
         states, v_new, out = (
@@ -194,7 +207,14 @@ class Reference:
         dfinal_state: Tensor | None,
         need: frozenset[str],
     ) -> Reverse:
-        """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""
+        """Run the gradient of `scan` over the chunks of each sequence.
+
+        For each chunk, from last to first::
+
+            dv_new = P^T do + kg dS
+            z      = A^T dv_new
+            dS    <- gamma dS + qg^T do - w^T dv_new
+        """
         made = whole(tile)
         chunks, dtype = Chunks(p), made.A.dtype
         dstates, z = made.u.new_zeros((chunks.NT, p.HV, p.K, p.V)), torch.zeros_like(made.u)
@@ -226,16 +246,16 @@ class Reference:
         reverse: Reverse,
         need: frozenset[str],
     ) -> Gradients:
-        """Every input's gradient from what the two scans left."""
+        """Compute the inputs' gradients from the results of both scans."""
         made = whole(tile)
         x, chunks, q, k, v, g, beta = self._chunked(p)
         b_do = torch.zeros_like(v) if do is None else chunks.split(do, v.dtype)
         S, dS, z = trace.states, reverse.dstates, reverse.z
-        assert z is not None  # as this backend's reverse scan leaves it
+        assert z is not None  # this backend's reverse scan returns it
         decay, tail = g.cumsum(-2).exp(), suffix(g).exp()
         dqg, dP = self._dot(b_do, S.mT), self._dot(b_do, trace.v_new.mT).tril()
         dkg, Zk = self._dot(trace.v_new, dS.mT), -self._dot(z, S.mT)
-        # v_new solves (I + L) v_new = beta (v - k exp(G) S), and z the transposed system
+        # (I + L) v_new = beta (v - k exp(G) S), and z solves the transposed system
         dL = -self._dot(z, trace.v_new.mT).tril(-1)
         dq_in, r = self._over_rows(dP, k, g), beta * self._over_rows(dL, k, g)
         col = self._over_columns(dP, q, g) + self._over_columns(dL, beta * k, g)
@@ -279,7 +299,7 @@ class Reference:
         )
 
     def step(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
-        """The definition, token by token."""
+        """Run the recurrence token by token."""
         x = Activated(p, self.dtype or p.state_dtype)
         group = p.HV // max(p.H, 1)
         q, k = x.q.repeat_interleave(group, 2), x.k.repeat_interleave(group, 2)
@@ -301,8 +321,9 @@ class Reference:
 def recur(
     S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """One token of the definition: S [.., K, V], q, k [.., K], v [.., V], g [.., D], beta [..] ->
-    the next S and o [.., V].
+    """Apply one token of the recurrence; return the next S [.., K, V] and o [.., V].
+
+    q, k are [.., K], v [.., V], g [.., D], beta [..].
     """
     S = g.exp().unsqueeze(-1) * S
     u = beta.unsqueeze(-1) * (v - (S.mT @ k.unsqueeze(-1)).squeeze(-1))
@@ -311,14 +332,15 @@ def recur(
 
 
 class _Pool:
-    """Where sequence n's state comes from and goes to: row n, or the slots that `p.state_indices`
-    names; negative is nowhere.
+    """Reads and writes the state of sequence n: row n, or its slots in `p.state_indices`.
+
+    A negative slot is neither read nor written.
     """
 
     def __init__(self, p: Problem, final_state: Tensor | None):
         self.p, self.slots, self.accepted = p, p.state_indices, p.num_accepted_tokens
         self.initial = None if p.state is None else p.as_kv(p.state)
-        # that of a call that asks for none is [0]
+        # a call without a final state passes an empty tensor, shape [0]
         self.final = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)
 
     def _slot(self, n: int, column: int) -> int:
@@ -329,14 +351,14 @@ class _Pool:
         return int(self.slots[n, column]) if 0 <= column < self.slots.shape[1] else -1
 
     def read(self, n: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """The state that sequence n starts from, and whether the sequence is live at all."""
+        """Return sequence n's initial state, and whether its slot is not negative."""
         slot = self._slot(n, 0 if self.accepted is None else int(self.accepted[n]) - 1)
         if self.initial is None or slot < 0:
             return self.p.v.new_zeros((self.p.HV, self.p.K, self.p.V), dtype=dtype), slot >= 0
         return self.initial[slot].to(dtype), True
 
     def write(self, n: int, S: Tensor) -> None:
-        """The state after the last token, where a sequence has one slot."""
+        """Store the state after the last token if sequences have one slot each."""
         if (
             self.final is not None
             and (self.slots is None or self.slots.dim() == 1)
@@ -345,17 +367,17 @@ class _Pool:
             self.final[self._slot(n, 0)] = S
 
     def write_token(self, n: int, t: int, S: Tensor) -> bool:
-        """The state after token t, where each token has a slot; whether the token has an output."""
+        """Store the state after token t if each token has a slot; return whether t has output."""
         if self.slots is None or self.slots.dim() == 1:
             return True
         slot = self._slot(n, t)
         if slot >= 0:
-            assert self.final is not None  # slots are those of a pool
+            assert self.final is not None  # slots belong to a pool
             self.final[slot] = S
         return slot >= 0
 
     def snapshot(self, n: int, chunk: int, length: int, S: Tensor) -> None:
-        """The state after `chunk` whole chunks of sequence n, where a snapshot is due."""
+        """Store the state after `chunk` whole chunks of sequence n if a snapshot is due."""
         every, into = self.p.snapshot_every, self.p.snapshot_indices
         if (
             into is None
@@ -366,5 +388,5 @@ class _Pool:
             return
         slot = int(into[n, chunk // every - 1])
         if slot >= 0:
-            assert self.final is not None  # slots are those of a pool
+            assert self.final is not None  # slots belong to a pool
             self.final[slot] = S
