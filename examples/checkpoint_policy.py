@@ -1,15 +1,18 @@
-"""Selective activation checkpointing: recompute a block in backward, but not its attention.
+"""Use selective activation checkpointing: recompute a block in backward, but not its attention.
+
+Usage::
 
     python examples/checkpoint_policy.py       # CPU, under a minute
 
-Checkpointing a whole block spares its activations and runs its forward twice, attention included. A
-policy can name what to keep. `kda_ops.SAVE_OPS` holds the operators to name: a training graph calls
-``chunk_fwd`` where the program called ``chunk``, and a policy that names ``torch.ops.kda.chunk``
-alone never matches. What is then kept of the operator is its output and, for 16-bit inputs on GPUs,
-the matrix A (128 bytes per token and head); its inputs are recomputed with the rest of the block.
+Checkpointing a whole block frees its activations but runs its forward twice, attention included. A
+policy can keep the attention's results: name the operators in `kda_ops.SAVE_OPS`. Do not name only
+``torch.ops.kda.chunk``: training graphs call ``chunk_fwd`` instead, so that policy never matches.
 
-The script takes one training step each way, eager and compiled, and prints how often the operator's
-forward ran and the peak of memory.
+This keeps the operator's output and, for 16-bit inputs on GPUs, the matrix A (128 bytes per token
+and head). Its inputs are recomputed with the rest of the block.
+
+The script takes one training step with each policy, eager and compiled. It prints how often the
+operator's forward ran, and the peak memory.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ import kda_ops.chunk
 
 
 class Block(nn.Module):
-    """Attention and a wide MLP, each behind a norm and beside a residual."""
+    """Attention and a wide MLP, each with a pre-norm and a residual."""
 
     def __init__(self, hidden: int, heads: int):
         super().__init__()
@@ -59,7 +62,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x ``[B, T, hidden]`` to the same shape."""
+        """Map x ``[B, T, hidden]`` to the same shape."""
         y = self.norm(x)
         q, k, v, g = self.qkvg_proj(y).unflatten(-1, (4, self.heads, -1)).unbind(2)
         o, _ = kda_ops.chunk_kda(
@@ -79,7 +82,7 @@ class Block(nn.Module):
 
 
 def save_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
-    """Keep what the operators returned; recompute everything else."""
+    """Keep the operators' results; recompute everything else."""
     return (
         CheckpointPolicy.MUST_SAVE if op in kda_ops.SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
     )
@@ -97,7 +100,7 @@ POLICIES: dict[str, Callable | None] = {
 
 
 class Model(nn.Module):
-    """Some blocks, each under a policy."""
+    """A stack of blocks, each under a policy."""
 
     def __init__(self, policy: Callable | None, hidden: int = 64, heads: int = 4, layers: int = 6):
         super().__init__()
@@ -105,7 +108,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x ``[B, T, hidden]`` to the same shape."""
+        """Map x ``[B, T, hidden]`` to the same shape."""
         for block in self.blocks:
             x = block(x) if self.policy is None else self.policy(block, x)
         return x
@@ -113,23 +116,22 @@ class Model(nn.Module):
 
 @dataclass
 class Step:
-    """What one training step took."""
+    """The measurements of one training step."""
 
-    forwards: int  # of the operator
-    peak: float  # MB allocated at once, above what was there before
+    forwards: int  # calls of the operator's forward
+    peak: float  # MiB, largest memory in use above that before the step
     loss: float
     gradient: float  # the norm over all parameters
 
 
 def measure(model: Callable, parameters: list[Tensor], x: Tensor) -> Step:
-    """One forward and backward under the profiler, after one that compiles and warms up."""
+    """Measure one forward and backward, after a first one that compiles and warms up."""
     for p in parameters:
         p.grad = torch.zeros_like(p)
     model(x).square().mean().backward()
     for p in parameters:
         p.grad.zero_()
-    # The kernel behind `chunk_fwd`, whoever calls it: eager code, compiled code, or a
-    # recomputation.
+    # Counts the calls from eager code, compiled code and recomputation alike.
     with mock.patch.object(kda_ops.chunk, "forward", wraps=kda_ops.chunk.forward) as forward:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             loss = model(x).square().mean()
@@ -156,11 +158,13 @@ def main(argv: list[str] | None = None) -> dict[tuple[str, str], Step]:
     parser.add_argument(
         "--backend",
         default="aot_eager",
-        help="of torch.compile; inductor takes longer to compile on a CPU and counts the same",
+        help="torch.compile backend; inductor compiles longer and gives the same counts",
     )
     args = parser.parse_args(argv)
     if min(args.tokens, args.layers) < 1:
-        parser.error("--tokens and --layers must be at least 1.")
+        parser.error(
+            f"--tokens and --layers must be at least 1, got {args.tokens} and {args.layers}."
+        )
     x, steps = torch.randn(2, args.tokens, 64, generator=torch.Generator().manual_seed(0)), {}
     print(
         f"{args.layers} layers, 2 x {args.tokens} tokens\n{'':28s} forwards of the operator   "

@@ -1,16 +1,16 @@
-"""Train one step on a sequence that is cut across processes, and prove that loss and gradients are
-those of one process.
+"""Train one step on a sequence sharded across processes, and compare it with one process.
+
+Usage::
 
     python examples/context_parallel.py        # two processes on this machine, a few seconds
     python examples/context_parallel.py --processes 4 --gdn
     torchrun --nproc-per-node 2 examples/context_parallel.py    # the same under a launcher
     torchrun --nproc-per-node 2 examples/context_parallel.py --device cuda
 
-Each rank runs the model on its own part of the tokens; the parts differ in length. A token needs
-the rest of the sequence in two places: the short convolution reads the three tokens before it
-(`exchange_tail`), and the attention the state (`chunk_kda`). All else is per token. The loss is the
-sum of the ranks' losses, so gradients are summed over the ranks, as data parallelism does.
-Afterwards each rank takes the same step alone, to compare.
+Each rank runs the model on its shard of the tokens; shards differ in length. Only two parts of the
+model read other tokens. The short convolution reads the three tokens before (`exchange_tail`), and
+the attention reads the state (`chunk_kda`). The loss is the sum of the ranks' losses, so gradients
+are summed over the ranks. Then each rank takes the same step alone and compares loss and gradients.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sig
 
 
 class Model(nn.Module):
-    """An embedding, one attention layer with a short convolution, and a choice of the next
-    token.
-    """
+    """A language model of one attention layer with a short convolution."""
 
     def __init__(self, gdn: bool):
         super().__init__()
@@ -54,11 +52,12 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, plan: cp.ContextPlan | None = None) -> Tensor:
-        """Logits [B, T, VOCABULARY] of this rank's tokens [B, T]; without a plan, of whole
-        sequences.
+        """Return logits [B, T, VOCABULARY] of this rank's tokens [B, T].
+
+        Without a plan, the tokens are whole sequences.
         """
         x = self.embed(tokens)
-        qkv = self.qkv(x)  # q, k and v side by side: one exchange for the three convolutions
+        qkv = self.qkv(x)  # q, k and v concatenated: one exchange for the three convolutions
         tail = (
             qkv.new_zeros(qkv.shape[0], TAPS - 1, qkv.shape[2])
             if plan is None
@@ -80,26 +79,24 @@ class Model(nn.Module):
 def loss_of(
     model: Model, tokens: Tensor, targets: Tensor, total: int, plan: cp.ContextPlan | None = None
 ) -> Tensor:
-    """This rank's part of the mean loss over `total` tokens."""
+    """Return this rank's part of the mean loss over `total` tokens."""
     logits = model(tokens, plan)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / total
 
 
 def step(args: argparse.Namespace) -> float:
-    """One step on this rank's part; the largest relative difference from the step of one
-    process.
-    """
+    """Train one step on this rank's shard; return its largest relative error to one process."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
     torch.manual_seed(args.seed)
     model = Model(args.gdn).to(device)  # the same on every rank
-    # a rank would read its part of a file
+    # in real training, each rank reads only its shard
     text = torch.randint(
         VOCABULARY, (1, args.length + 1), generator=torch.Generator().manual_seed(args.seed)
     )
-    # rank i holds i + 1 shares
+    # rank i holds i + 1 parts of size * (size + 1) / 2
     cuts = [args.length * i * (i + 1) // (size * (size + 1)) for i in range(size + 1)]
     mine = slice(cuts[rank], cuts[rank + 1])
     tokens, targets = text[:, :-1][:, mine].to(device), text[:, 1:][:, mine].to(device)
@@ -134,7 +131,7 @@ def step(args: argparse.Namespace) -> float:
             print(f"  {name:26s} differs by {d:.1e}")
     if not worst < 1e-4:
         raise RuntimeError(
-            f"rank {rank}: the step across ranks is not the step of one process: {difference}"
+            f"rank {rank}: the step differs from that of one process by 1e-4 or more: {difference}"
         )
     return worst
 
@@ -145,12 +142,14 @@ def _process(rank: int, store: str, args: argparse.Namespace) -> None:
 
 
 def _serve(args: argparse.Namespace, **rendezvous: Any) -> NoReturn:
-    """Be one rank, then end its process without Python's own end: a thread of gloo that lets go of
-    a tensor then would abort it (pytorch/pytorch#190489).
+    """Run one rank, then end its process without finalising Python.
+
+    A gloo thread that frees a tensor during finalisation aborts the process
+    (pytorch/pytorch#190489).
     """
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **rendezvous)
     step(args)
-    # gloo: a rank that leaves ends what a slower one has yet to read of the last collective
+    # gloo: a rank that exits breaks the last collective of a slower rank
     time.sleep(1)
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -158,14 +157,14 @@ def _serve(args: argparse.Namespace, **rendezvous: Any) -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run under torchrun, or start the processes."""
+    """Run one rank under torchrun; without a launcher, start the processes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gdn", action="store_true", help="Gated DeltaNet in place of KDA")
+    parser.add_argument("--gdn", action="store_true", help="use Gated DeltaNet instead of KDA")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
-        "--processes", type=int, default=2, help="how many to start, where no launcher has"
+        "--processes", type=int, default=2, help="processes to start if there is no launcher"
     )
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
@@ -174,8 +173,8 @@ def main(argv: list[str] | None = None) -> None:
     ranks = int(os.environ["WORLD_SIZE"]) if launched else args.processes
     if ranks < 1 or args.length < ranks * (ranks + 1) // 2:
         parser.error(
-            "--length must give each rank a token, rank i of them i + 1 shares, and there must be "
-            f"a rank: got {args.length} tokens for {ranks} ranks."
+            "--processes must be at least 1, and --length at least ranks * (ranks + 1) / 2, got "
+            f"{args.length} tokens for {ranks} ranks."
         )
     if launched:
         _serve(args)

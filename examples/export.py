@@ -1,34 +1,33 @@
-"""Export a KDA layer: one program for any batch and length, and a decode step that keeps its states
-as a buffer.
+"""Export a KDA layer: prefill for any batch and length, and a decode step with buffered states.
+
+Usage::
 
     # torch.export: save, load, run; a few seconds
     python examples/export.py
     # also compile with AOTInductor, into prefill.pt2 and decode.pt2; half a minute more
     python examples/export.py --package .
-    # packages for CUDA are not shown to work yet, see README
+    # packages for CUDA are untested, see README
     python examples/export.py --device cuda --package .
 
-The operators stand in exported programs as one node each, ``torch.ops.kda.chunk`` and
-``torch.ops.kda.recurrent_``. So a program holds no kernel of theirs and needs ``import kda_ops``
-where it runs, saved programs (``torch.export.load``) and AOTInductor packages
-(``torch._inductor.aoti_load_package``) alike: the import registers the operators, and without it
-loading fails with "Could not find schema for kda::chunk". Four more things to know:
+In an exported program each operator is one node: ``torch.ops.kda.chunk`` or
+``torch.ops.kda.recurrent_``. The program does not contain its kernels, so the process that runs it
+must ``import kda_ops``. This holds for saved programs (``torch.export.load``) and for AOTInductor
+packages (``torch._inductor.aoti_load_package``). Without the import, loading fails with "Could not
+find schema for kda::chunk". Four more rules:
 
-- Decoding writes its states in place, which is inference: export and run it under
-  ``torch.no_grad()``.
-- Bring CUDA up (the inputs do) before a package for CUDA is loaded.
-- A package takes inputs with the strides of the example inputs, and does not check this (with
-  AOTI_RUNTIME_CHECK_INPUTS=1 it does). Pass contiguous tensors.
-- Exported graphs are below the pass of `kda_ops.inductor`: ask for the gate, the normalisation and
-  the sigmoid by flags, as here.
+- Export and run decoding under ``torch.no_grad()``: it writes its states in place.
+- Initialise CUDA before loading a package for CUDA, for example by creating the inputs.
+- Pass contiguous inputs: a package expects the strides of the example inputs. It checks them only
+  with AOTI_RUNTIME_CHECK_INPUTS=1.
+- Set the flags for gate, norm and sigmoid, as here: exported graphs skip the pass of
+  `kda_ops.inductor`.
 
-Without Python: a package calls each operator through PyTorch's dispatcher (its proxy executor), by
-name and schema. A C++ process that links libtorch can run it once a library is loaded that defines
-the same schema (``TORCH_LIBRARY(kda, m)`` with the line that
-``torch.ops.kda.chunk.default._schema`` prints) and implements it for the device. kda_ops ships no
-such library: its kernels are launched from Python. A C++ server can embed an interpreter
-(``pybind11::scoped_interpreter``), import kda_ops there once, and load packages in that process; a
-call then takes the GIL while it launches.
+Without Python: a package calls each operator through PyTorch's dispatcher, by name and schema. A
+C++ process can run it if a library defines the same schema and implements it for the device. Its
+``TORCH_LIBRARY(kda, m)`` takes the line that ``torch.ops.kda.chunk.default._schema`` prints.
+kda_ops ships no such library: Python launches its kernels. A C++ server can embed an interpreter
+(``pybind11::scoped_interpreter``), import kda_ops once, and load packages in that process. A call
+then holds the GIL while it launches.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sig
 
 
 class Mixer(nn.Module):
-    """x ``[B, T, hidden]`` to the same shape: projections around `chunk_kda`, or another operator
-    over whole sequences.
-    """
+    """A layer x ``[B, T, hidden]`` -> same shape: projections around a whole-sequence operator."""
 
     def __init__(
         self, hidden: int = 32, heads: int = 2, width: int = 16, operator=kda_ops.chunk_kda
@@ -67,13 +64,13 @@ class Mixer(nn.Module):
         self.dt_bias = nn.Parameter(torch.zeros(heads, width))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v, g ``[B, T, heads, width]`` and beta ``[B, T, heads]``."""
+        """Return q, k, v, g ``[B, T, heads, width]`` and beta ``[B, T, heads]``."""
         return *self.qkvg_proj(x).unflatten(-1, (4, self.heads, self.width)).unbind(2), self.b_proj(
             x
         )
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mix the tokens of each row, or of each packed sequence."""
+        """Apply the operator to each row, or to each packed sequence."""
         o, _ = self.operator(
             *self.project(x), self.A_log, self.dt_bias, cu_seqlens=cu_seqlens, **FLAGS
         )
@@ -81,8 +78,9 @@ class Mixer(nn.Module):
 
 
 class Decoder(Mixer):
-    """x ``[N, 1, hidden]`` and the slot of each sequence ``[N]``: one more token each, on a pool of
-    states that is a buffer.
+    """A decode step: one token x ``[N, 1, hidden]`` for each of the sequences in slots ``[N]``.
+
+    The pool of states is a buffer.
     """
 
     def __init__(self, *args, slots: int = 8, **kwargs):
@@ -98,7 +96,7 @@ class Decoder(Mixer):
 
 
 def export_prefill(mixer: Mixer) -> ExportedProgram:
-    """One program for any batch and length."""
+    """Export one program for any batch and length."""
     x = torch.randn(2, 70, 32, device=mixer.A_log.device)
     return torch.export.export(
         mixer, (x,), dynamic_shapes=({0: Dim("B", max=64), 1: Dim("T", max=65536)},)
@@ -106,9 +104,7 @@ def export_prefill(mixer: Mixer) -> ExportedProgram:
 
 
 def export_packed(mixer: Mixer) -> ExportedProgram:
-    """One program for any number of packed sequences: their offsets are data, only how many there
-    are is a shape.
-    """
+    """Export one program for any number of packed sequences, of any lengths."""
     device = mixer.A_log.device
     example = torch.randn(1, 70, 32, device=device), torch.tensor([0, 30, 30, 65], device=device)
     return torch.export.export(
@@ -120,14 +116,14 @@ def export_packed(mixer: Mixer) -> ExportedProgram:
 
 @torch.no_grad()
 def export_decode(decoder: Decoder) -> ExportedProgram:
-    """One program for any number of sequences; its buffer `states` is mutated by each call."""
+    """Export one program for any number of sequences; each call mutates its buffer `states`."""
     N, device = Dim("N", max=64), decoder.A_log.device
     example = torch.randn(2, 1, 32, device=device), torch.tensor([0, 3], device=device)
     return torch.export.export(decoder, example, dynamic_shapes=({0: N}, {0: N}))
 
 
 def through_file(program: ExportedProgram, folder: Path) -> nn.Module:
-    """Save, load, and return what can be called."""
+    """Save and load a program; return its module."""
     path = folder / "program.pt2"
     torch.export.save(program, path)
     return torch.export.load(path).module()
@@ -142,9 +138,7 @@ def package(program: ExportedProgram, path: Path) -> Path:
 
 
 def run_elsewhere(path: Path, *inputs: Tensor) -> Tensor:
-    """Run a package once in a fresh process, whose only knowledge of the model is the file and
-    ``import kda_ops``.
-    """
+    """Run a package once in a fresh process, from the file and ``import kda_ops`` alone."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save(inputs, Path(folder) / "in.pt")
         code = (
@@ -162,7 +156,7 @@ def run_elsewhere(path: Path, *inputs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Export, save, load and run; returns the largest difference from the module for each way."""
+    """Export, save, load and run; return each program's largest difference from the module."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,19 +1,19 @@
-"""Train a Kimi-Linear of transformers on packed documents, with these operators under it.
+"""Train transformers' Kimi-Linear on packed documents, on these operators.
+
+Usage::
 
     # a tiny model on a CPU, under a minute
     python examples/finetune_transformers.py
-    # and one step each way, with transformers' own path too
+    # then time one step, with and without these operators
     python examples/finetune_transformers.py --compare
 
-One line makes the difference: `kda_ops.compat.transformers.enable()`. The loop, the model and its
-checkpoints stay as they are; the same line serves Qwen3-Next and Qwen3.5. The model here is a
-random one, to run anywhere: put ``KimiLinearForCausalLM.from_pretrained(...)`` in its place, and
-its tokenizer in that of bytes.
+The only change to a training loop is `kda_ops.compat.transformers.enable()`; model and checkpoints
+stay the same. It also works for Qwen3-Next and Qwen3.5. This model is random and reads bytes: use
+``KimiLinearForCausalLM.from_pretrained(...)`` and its tokenizer instead.
 
-Documents (functions of the Python standard library) are packed into rows without padding:
-``cu_seq_lens_q`` says where they start, ``position_ids`` count from 0 in each, and no state,
-convolution or attention reaches from one into the next. A loop of padded batches changes nothing:
-``attention_mask`` works as ever.
+Documents (functions of the Python standard library) are packed into rows without padding. Pass
+``cu_seq_lens_q``, their offsets, and ``position_ids``, which restart at 0 in each. Then no state,
+convolution or attention crosses documents. For padded batches pass ``attention_mask`` as usual.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ from kda_ops.bench.machine import need_device
 
 
 def tiny(hidden: int = 64, heads: int = 2, head_dim: int = 32, layers: int = 4) -> nn.Module:
-    """A Kimi-Linear with three layers of Kimi Delta Attention to each layer of full attention, over
-    bytes.
-    """
+    """Build a byte-level Kimi-Linear; every fourth layer is full attention, the others KDA."""
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
     return KimiLinearForCausalLM(
@@ -66,7 +64,7 @@ def tiny(hidden: int = 64, heads: int = 2, head_dim: int = 32, layers: int = 4) 
 
 
 def documents() -> Iterator[bytes]:
-    """Functions of the standard library, in random order, again and again."""
+    """Yield functions of the standard library in random order, forever."""
     texts = [
         path.read_text(errors="ignore")
         for path in sorted(Path(random.__file__).parent.glob("*.py"))
@@ -78,7 +76,7 @@ def documents() -> Iterator[bytes]:
 
 
 def rows(tokens: int, device: str) -> Iterator[dict[str, Tensor | bool]]:
-    """Rows of `tokens` tokens: as many documents as fit, the last one cut."""
+    """Yield rows of `tokens` tokens, filled with documents; the last one is cut."""
     source = documents()
     while True:
         lengths: list[int] = []
@@ -97,14 +95,14 @@ def rows(tokens: int, device: str) -> Iterator[dict[str, Tensor | bool]]:
 
 
 def loss_of(call: Callable, row: dict) -> Tensor:
-    """The mean cross entropy of each byte given those before it in its document."""
+    """Return the mean cross entropy of each byte given the bytes before it in its document."""
     logits, ids = call(**row).logits[0], row["input_ids"][0]
-    inside = row["position_ids"][0, 1:] > 0  # the first byte of a document follows from nothing
+    inside = row["position_ids"][0, 1:] > 0  # a document's first byte has no context
     return F.cross_entropy(logits[:-1].float(), torch.where(inside, ids[1:], -100))
 
 
 def step_time(model: nn.Module, call: Callable, row: dict, repeat: int = 5) -> float:
-    """Median milliseconds of a forward and backward."""
+    """Return the median milliseconds of a forward and backward."""
     times = []
     for _ in range(repeat + 2):
         if row["input_ids"].is_cuda:
@@ -119,32 +117,32 @@ def step_time(model: nn.Module, call: Callable, row: dict, repeat: int = 5) -> f
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Train, complete a line, and compare if asked; losses and milliseconds by name."""
+    """Train, generate, and with --compare time; return losses and milliseconds by name."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a row")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per row")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=32)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile(fullgraph=True)")
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="time one unpacked row, with transformers' own path too",
+        help="time one unpacked row, with and without these operators",
     )
     args = parser.parse_args(argv)
     need_device(parser, args.device)
     if min(args.steps, args.hidden, args.heads, args.head_dim, args.layers) < 1 or args.tokens < 2:
-        parser.error("sizes and --steps must be at least 1, and a row has at least 2 tokens.")
+        parser.error("--tokens must be at least 2, --steps and the other sizes at least 1.")
     if args.compare and args.compile:
-        parser.error("--compare times both paths eager: drop --compile.")
+        parser.error("--compare times eager code: drop --compile.")
     torch.manual_seed(0)
     if args.device == "cpu":
-        torch.set_num_threads(1)  # a second thread costs such small tensors more than it brings
+        torch.set_num_threads(1)  # faster for tensors this small
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     model = tiny(args.hidden, args.heads, args.head_dim, args.layers).to(args.device)
     call = torch.compile(model, fullgraph=True, dynamic=True) if args.compile else model
@@ -184,8 +182,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             kda_ops.compat.transformers.disable()
             out["transformers, ms"] = step_time(model, model, row)
         print(
-            f"one forward and backward of {args.tokens} tokens: {out['ours, ms']:.1f} ms, by "
-            f"transformers' own path {out['transformers, ms']:.1f} ms"
+            f"one forward and backward of {args.tokens} tokens: {out['ours, ms']:.1f} ms with "
+            f"these operators, {out['transformers, ms']:.1f} ms without"
         )
     kda_ops.compat.transformers.disable()
     return out

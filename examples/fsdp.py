@@ -1,21 +1,27 @@
-"""Train a small model of KDA and GDN layers with FSDP2, and show that its losses and parameters are
-those of one process.
+"""Train a small model of KDA and GDN layers with FSDP2, and compare it with one process.
 
-    python examples/fsdp.py                                     # two gloo processes, seconds
-    python examples/fsdp.py --processes 4 --tensor-parallel 2   # rows over two, heads over two
-    python examples/fsdp.py --precision bfloat16                # compute in bfloat16
-    torchrun --nproc-per-node 2 examples/fsdp.py                # under a launcher
-    torchrun --nproc-per-node 2 examples/fsdp.py --device cuda  # over NCCL
+Usage::
 
-Each rank reads its rows of the batch and keeps its part of every parameter, gradient and optimizer
-state; `fully_shard` gathers one block at a time. A block is wrapped as a whole: nothing about our
-layers needs to be known. Heads are spread by `HeadParallel` before that, on the other dimension of
-the mesh. Afterwards the first rank trains alone on the whole batches, to compare.
+    # two processes on this machine, gloo, a few seconds
+    python examples/fsdp.py
+    # rows over two ranks, heads over two
+    python examples/fsdp.py --processes 4 --tensor-parallel 2
+    # compute in bfloat16
+    python examples/fsdp.py --precision bfloat16
+    # the same under a launcher
+    torchrun --nproc-per-node 2 examples/fsdp.py
+    # NCCL
+    torchrun --nproc-per-node 2 examples/fsdp.py --device cuda
 
-In bfloat16 the gate's A_log and dt_bias must stay in float32, and a `MixedPrecisionPolicy` rounds
-all parameters of a group. So a mixer is sharded twice: its children with the policy, then A_log and
-dt_bias without. The same two calls, without a policy, shard a layer that was built with
-``dtype=torch.bfloat16``, which FSDP2 otherwise refuses ("uniform original parameter dtype").
+Each rank reads its rows of the batch and keeps its shard of every parameter, gradient and optimizer
+state. `fully_shard` wraps each block as a whole and gathers one block at a time; the KDA and GDN
+layers need nothing special. Before that, `HeadParallel` shards the heads on the other dimension of
+the mesh. Then the first rank trains alone on the whole batches and compares.
+
+In bfloat16 the gate's A_log and dt_bias must stay in float32, but a `MixedPrecisionPolicy` rounds
+all parameters of a group. So the example shards a mixer twice: its children with the policy, then
+A_log and dt_bias without. The same two calls, without a policy, shard a layer built with
+``dtype=torch.bfloat16``. FSDP2 otherwise refuses it ("uniform original parameter dtype").
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ VOCABULARY, HIDDEN, ROWS, LENGTH = 64, 64, 8, 96
 
 
 class Block(nn.Module):
-    """Mix along time, then along channels."""
+    """A residual block: mix along time, then along channels."""
 
     def __init__(self, mixer: nn.Module):
         super().__init__()
@@ -52,15 +58,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, HIDDEN] to the same."""
+        """Map x ``[B, T, HIDDEN]`` to the same shape."""
         x = x + self.mixer(self.mixer_norm(x))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
 def new_model(seed: int, device: torch.device) -> nn.Sequential:
-    """An embedding, two KDA blocks and a GDN block, a choice of the next token; the same on every
-    rank.
-    """
+    """Build a language model of two KDA blocks and a GDN block, the same on every rank."""
     torch.manual_seed(seed)
     mixers = [
         layer(HIDDEN, head_dim=16, num_heads=4, expand_v=1)
@@ -75,7 +79,7 @@ def new_model(seed: int, device: torch.device) -> nn.Sequential:
 
 
 def shard(model: nn.Sequential, mesh: DeviceMesh, precision: torch.dtype) -> nn.Sequential:
-    """Heads and hidden channels over "tp", then every parameter over "dp"."""
+    """Shard heads and hidden channels over "tp", then every parameter over "dp"."""
     dp, policy = mesh["dp"], MixedPrecisionPolicy()
     if precision is not torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
@@ -96,10 +100,10 @@ def train(
     device: torch.device,
     mesh: DeviceMesh | None = None,
 ) -> list[float]:
-    """The loss of each step over the whole batch; a rank of a mesh computes its rows of it."""
+    """Train and return each step's loss over the whole batch; a rank of a mesh runs its rows."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     generator, losses = torch.Generator().manual_seed(args.seed), []
-    # the text: mostly, a token is followed by one of its own
+    # the text: with probability 0.9, a token is followed by its fixed successor
     successor = torch.randperm(VOCABULARY, generator=generator)
     for _ in range(args.steps):
         text = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
@@ -110,7 +114,7 @@ def train(
         rows = text if mesh is None else text.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")]
         rows = rows.to(device)
         loss = F.cross_entropy(model(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()  # gradients are averaged over the ranks, as the loss of the batch is
+        loss.backward()  # FSDP averages gradients over ranks: the gradient of the batch's mean loss
         optimizer.step()
         optimizer.zero_grad()
         loss = loss.detach()
@@ -122,7 +126,7 @@ def train(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train on all ranks, and on the first alone; raise if it makes a difference."""
+    """Train on all ranks, then on the first alone; raise if the results differ."""
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())))
@@ -157,7 +161,10 @@ def run(args: argparse.Namespace) -> None:
         eps = torch.finfo(precision).eps  # the process alone trains in float32
         bound, bound_parameters = max(1e-4, eps), max(1e-3, 2 * eps)
         if not (off < bound and off_parameters < bound_parameters and losses[-1] < losses[0]):
-            raise RuntimeError("training across ranks is not the training of one process")
+            raise RuntimeError(
+                "training across ranks must match one process and lower the loss: see the "
+                "differences above"
+            )
     dist.barrier()
 
 
@@ -167,12 +174,14 @@ def _process(rank: int, store: str, args: argparse.Namespace) -> None:
 
 
 def _serve(args: argparse.Namespace, **rendezvous: Any) -> NoReturn:
-    """Be one rank, then end its process without Python's own end: a thread of gloo that lets go of
-    a tensor then would abort it (pytorch/pytorch#190489).
+    """Run one rank, then end its process without finalising Python.
+
+    A gloo thread that frees a tensor during finalisation aborts the process
+    (pytorch/pytorch#190489).
     """
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **rendezvous)
     run(args)
-    # gloo: a rank that leaves ends what a slower one has yet to read of the last collective
+    # gloo: a rank that exits breaks the last collective of a slower rank
     time.sleep(1)
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -180,18 +189,16 @@ def _serve(args: argparse.Namespace, **rendezvous: Any) -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run under torchrun, or start the processes."""
+    """Run one rank under torchrun; without a launcher, start the processes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
-        "--processes", type=int, default=2, help="how many to start, where no launcher has"
-    )
-    parser.add_argument(
-        "--tensor-parallel", type=int, default=1, help="over how many ranks the heads are spread"
+        "--processes", type=int, default=2, help="processes to start if there is no launcher"
     )
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share the heads")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -199,16 +206,16 @@ def main(argv: list[str] | None = None) -> None:
     ranks = int(os.environ["WORLD_SIZE"]) if launched else args.processes
     if ranks < 1 or args.tensor_parallel < 1 or ranks % args.tensor_parallel:
         parser.error(
-            f"--tensor-parallel must divide the {ranks} ranks, of which there is at least one, "
-            f"got {args.tensor_parallel}."
+            f"--tensor-parallel must divide the ranks, and both must be at least 1, got "
+            f"{args.tensor_parallel} and {ranks} ranks."
         )
     if ROWS % (ranks // args.tensor_parallel):
         parser.error(
-            f"{ranks} ranks, {args.tensor_parallel} of them for the heads, cannot share the "
-            f"{ROWS} rows of a batch evenly: take 1, 2, 4 or 8 for rows."
+            f"ranks / --tensor-parallel must divide the {ROWS} rows of a batch, got {ranks} / "
+            f"{args.tensor_parallel}: use 1, 2, 4 or 8."
         )
     if args.steps < 2:
-        parser.error(f"--steps must be at least 2, so that the loss can fall, got {args.steps}.")
+        parser.error(f"--steps must be at least 2 to lower the loss, got {args.steps}.")
     if launched:
         _serve(args)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,12 @@
-"""Associative recall: sixteen pairs are shown once, and asked for after 64 tokens of noise. Only
-the state can carry them there.
+"""Train associative recall: the model sees 16 pairs once and recalls them after 64 noise tokens.
+
+Usage::
 
     python examples/recall.py                 # CPU, under 2 minutes on two cores
 
-A row reads ``key value`` sixteen times, then 64 noise tokens, then the sixteen keys in another
-order; at each of them the model has to name its value. From any value to any question there are
-more than 64 tokens, and the convolutions see four.
+A row holds 16 times ``key value``, then 64 noise tokens, then the 16 keys in another order. At each
+of these keys the model predicts its value. Only the state can carry it: at least 64 tokens lie
+between a value and its question, and the convolutions see four.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ VOCABULARY = KEYS + VALUES + FILLERS
 
 
 def rows(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens [batch, 2 * 16 + 64 + 16] and the answers [batch, 16] to the last sixteen of them."""
+    """Return tokens [batch, 2 * 16 + 64 + 16] and the answers [batch, 16] to the last 16."""
     keys = torch.rand(batch, KEYS, generator=generator).argsort(1)[:, :PAIRS]  # without repetition
     values = torch.randint(VALUES, (batch, PAIRS), generator=generator)
     noise = torch.randint(FILLERS, (batch, NOISE), generator=generator) + KEYS + VALUES
@@ -36,7 +37,7 @@ def rows(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 class RecallModel(nn.Module):
-    """Two residual layers between an embedding and a choice of value."""
+    """Two residual KDA layers between an embedding and a head over values."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -48,12 +49,11 @@ class RecallModel(nn.Module):
         )
         self.head = nn.Linear(hidden, VALUES, bias=False)
         for mixer in self.mixers:
-            # at the layer's own start most channels fade within 64 tokens, and there is little to
-            # learn from
+            # by default most channels decay within 64 tokens, which leaves little gradient
             nn.init.constant_(mixer.A_log, -4.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the values asked for, [batch, 16, VALUES]."""
+        """Return the logits of the 16 answers, [batch, 16, VALUES]."""
         x = self.embed(tokens)
         for norm, mixer in zip(self.norms, self.mixers):
             x = x + mixer(norm(x))
@@ -61,7 +61,7 @@ class RecallModel(nn.Module):
 
 
 def main(argv: list[str] | None = None) -> float:
-    """Train, then return the accuracy on rows never seen."""
+    """Train, then return the accuracy on unseen rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,14 +72,17 @@ def main(argv: list[str] | None = None) -> float:
         "--steps",
         type=int,
         default=600,
-        help="at most; training ends once 20 batches in a row are right to 98 %%",
+        help="at most; training ends after 20 batches in a row above 98 %% accuracy",
     )
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     need_device(parser, args.device)
     if min(args.hidden, args.batch, args.steps) < 1:
-        parser.error("--hidden, --batch and --steps must be at least 1.")
+        parser.error(
+            "--hidden, --batch and --steps must be at least 1, got "
+            f"{args.hidden}, {args.batch} and {args.steps}."
+        )
     begin = time.perf_counter()
     torch.manual_seed(args.seed)
     training, testing = (
@@ -101,7 +104,7 @@ def main(argv: list[str] | None = None) -> float:
         optimizer.zero_grad()
         schedule.step()
         right = (logits.argmax(-1) == answers).float().mean().item()
-        progress.set_description(f"loss {loss.item():.2f}, right {right:.0%}")
+        progress.set_description(f"loss {loss.item():.2f}, accuracy {right:.0%}")
         streak = streak + 1 if right > 0.98 else 0
         if streak == 20:
             break
@@ -109,7 +112,7 @@ def main(argv: list[str] | None = None) -> float:
         tokens, answers = (x.to(args.device) for x in rows(512, testing))
         accuracy = (model(tokens).argmax(-1) == answers).float().mean().item()
     print(
-        f"{accuracy:.1%} of {answers.numel()} questions answered rightly (chance: "
+        f"accuracy {accuracy:.1%} on {answers.numel()} questions (chance: "
         f"{1 / VALUES:.1%}); {time.perf_counter() - begin:.0f} s"
     )
     return accuracy

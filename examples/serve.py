@@ -1,20 +1,21 @@
-"""Serve requests with continuous batching over a pool of states, prefill and decode mixed in one
-packed batch.
+"""Serve requests with continuous batching: prefill and decode in one packed batch on a state pool.
+
+Usage::
 
     python examples/serve.py                   # CPU, some seconds
     python examples/serve.py --device cuda --requests 256 --slots 64 --hidden 1024 --heads 8 \\
         --layers 4
 
-A request owns one slot of the pool from its arrival to its last token: its whole memory is
-``layers * heads * K * V`` numbers, however long it gets. Each step of the engine packs what every
-active request has to do into one row of tokens, a chunk of the prompt or the one token it produced
-last, and makes one call per layer: `chunk_kda_` while some prompt is being read, `recurrent_kda_`
-when every request decodes. Both read the states from their slots and write them back in place;
-nothing is gathered, copied or padded. A slot that falls free is zeroed and given to the next
-request.
+A request owns one slot of the pool from admission to its last token. The slot holds ``heads * K *
+V`` numbers per layer, independent of the request's length.
 
-The model has random weights, so what it says means nothing; that every request says what it says
-alone does (`--check`, on by default).
+Each step of the engine packs one row of tokens: of each active request either some chunks of its
+prompt, or its last output token. It makes one call per layer: `chunk_kda_` if any request reads its
+prompt, otherwise `recurrent_kda_`. Both update the states in their slots in place, without gather,
+copy or padding. A free slot is zeroed and given to the next request.
+
+The model has random weights, so its output is meaningless. `--check` (the default) compares every
+request's output with the same request served alone.
 """
 
 from __future__ import annotations
@@ -32,28 +33,29 @@ import kda_ops
 from kda_ops.bench.machine import need_device
 
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-CHUNK = 64  # a prompt is read in multiples of this, so that its chunks are those of one long call
+CHUNK = 64  # prompts are cut at multiples of this, so their chunks match those of one long call
 
 
 @dataclass
 class Request:
-    """A prompt and how many tokens to add to it."""
+    """A prompt and the number of tokens to generate."""
 
     prompt: list[int]
     wanted: int
-    arrival: int = 0  # the step of the engine at which it arrives
+    arrival: int = 0  # engine step
     slot: int = -1
-    done: int = 0  # tokens that its state has seen
+    done: int = 0  # tokens in its state
     output: list[int] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do."""
+        """Return whether all tokens are generated."""
         return len(self.output) == self.wanted
 
     def next_tokens(self, budget: int) -> list[int]:
-        """What its state sees next: some of the prompt, whole chunks unless it is the rest, or the
-        last token it produced.
+        """Return its tokens of the next step: prompt tokens, or the last output token.
+
+        At most `budget` prompt tokens, in whole chunks unless they finish the prompt.
         """
         left = len(self.prompt) - self.done
         if left <= 0:
@@ -64,9 +66,7 @@ class Request:
 
 
 class Layer(nn.Module):
-    """Kimi Delta Attention and a gated MLP; x ``[1, T, hidden]`` packs the tokens of several
-    requests.
-    """
+    """Kimi Delta Attention and a gated MLP; x ``[1, T, hidden]`` packs several requests."""
 
     def __init__(self, hidden: int, heads: int, width: int):
         super().__init__()
@@ -84,9 +84,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, pool: Tensor, slots: Tensor, cu_seqlens: Tensor, decoding: bool
     ) -> Tensor:
-        """Each request's tokens mixed with the state in its slot of `pool`, which moves on in
-        place.
-        """
+        """Run each request's tokens on the state in its slot of `pool`, and update it in place."""
         normed = F.rms_norm(x, x.shape[-1:])
         q, k, v, g = self.qkvg_proj(normed).unflatten(-1, (4, self.heads, self.width)).unbind(2)
         operator = kda_ops.recurrent_kda_ if decoding else kda_ops.chunk_kda_
@@ -109,7 +107,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A language model with states instead of a cache that grows."""
+    """A language model with a constant-size state per request."""
 
     def __init__(self, vocabulary: int = 256, hidden: int = 64, layers: int = 2, heads: int = 2):
         super().__init__()
@@ -118,7 +116,7 @@ class Model(nn.Module):
         self.head = nn.Linear(hidden, vocabulary, bias=False)
 
     def new_pools(self, slots: int) -> list[Tensor]:
-        """One pool per layer, [slots, heads, K, V]."""
+        """Return one zeroed pool per layer, [slots, heads, K, V]."""
         return [
             torch.zeros(slots, m.heads, m.width, m.width, device=self.head.weight.device)
             for m in self.layers
@@ -127,7 +125,7 @@ class Model(nn.Module):
     def forward(
         self, tokens: Tensor, pools: list[Tensor], slots: Tensor, cu_seqlens: Tensor, decoding: bool
     ) -> Tensor:
-        """Logits after the last token of each request, [N, vocabulary]."""
+        """Return logits after the last token of each request, [N, vocabulary]."""
         x = self.embedding(tokens)[None]
         for layer, pool in zip(self.layers, pools):
             x = layer(x, pool, slots, cu_seqlens, decoding)
@@ -135,9 +133,7 @@ class Model(nn.Module):
 
 
 class Engine:
-    """Runs requests on `slots` slots; `budget` bounds the prompt tokens that one step reads for one
-    request.
-    """
+    """Runs requests on `slots` slots; a step reads at most `budget` prompt tokens per request."""
 
     def __init__(self, model: Model, slots: int, budget: int = 128):
         self.model, self.budget = model, max(budget, CHUNK)
@@ -146,7 +142,7 @@ class Engine:
         self.steps = self.tokens = self.mixed = 0
 
     def admit(self, waiting: deque[Request]) -> None:
-        """Give free slots, zeroed, to the requests that have arrived."""
+        """Zero the free slots and give them to the requests that have arrived."""
         while waiting and self.free and waiting[0].arrival <= self.steps:
             request = waiting.popleft()
             request.slot = self.free.pop()
@@ -156,7 +152,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One packed batch: every active request reads some of its prompt or produces a token."""
+        """Run one packed batch: every active request reads prompt tokens or generates a token."""
         self.steps += 1
         work = [request.next_tokens(self.budget) for request in self.active]
         if not work:
@@ -181,7 +177,7 @@ class Engine:
         self.active = [request for request in self.active if not request.finished]
 
     def run(self, requests: list[Request]) -> None:
-        """Until every request is finished."""
+        """Run steps until every request is finished."""
         waiting = deque(sorted(requests, key=lambda request: request.arrival))
         while waiting or self.active:
             self.admit(waiting)
@@ -189,7 +185,7 @@ class Engine:
 
 
 def make_requests(count: int, vocabulary: int, seed: int) -> list[Request]:
-    """Prompts of 1 to 300 tokens that arrive over time and want 1 to 40 more."""
+    """Make requests with prompts of 1 to 299 tokens and 1 to 39 tokens to generate."""
     gen = torch.Generator().manual_seed(seed)
     lengths, wanted, gaps = (
         torch.randint(low, high, (count,), generator=gen).tolist()
@@ -203,7 +199,7 @@ def make_requests(count: int, vocabulary: int, seed: int) -> list[Request]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Serve, print tokens per second, and compare with every request alone."""
+    """Serve, print tokens per second, and compare every request with itself served alone."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, default in (
         ("requests", 12),
@@ -223,8 +219,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         parser.error("--requests, --hidden, --layers and --heads must be at least 1.")
     if min(args.slots, args.budget) < 1:
         parser.error(
-            "without slots, or a budget of tokens per step, no request would ever end: --slots "
-            "and --budget must be at least 1."
+            f"--slots and --budget must be at least 1, got {args.slots} and {args.budget}."
         )
 
     torch.manual_seed(args.seed)
@@ -241,12 +236,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         sum(len(request.output) for request in requests),
     )
     print(
-        f"{len(requests)} requests on {args.slots} slots: {engine.steps} steps, {engine.mixed} of "
-        "them mixed prefill and decode"
+        f"{len(requests)} requests on {args.slots} slots: {engine.steps} steps, {engine.mixed} "
+        "mixed prefill and decode"
     )
     print(
         f"{engine.tokens} tokens in {seconds:.2f} s: {engine.tokens / seconds:.0f} tokens/s, "
-        f"{produced / seconds:.0f} produced/s"
+        f"{produced / seconds:.0f} generated/s"
     )
 
     if args.check:
@@ -254,8 +249,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             alone = Request(request.prompt, request.wanted)
             Engine(model, 1, args.budget).run([alone])
             if alone.output != request.output:
-                raise SystemExit("a request says something else in company")
-        print("every request says what it says alone")
+                raise SystemExit("a request's output differs from that of the request alone")
+        print("every request gives the same output alone")
     return {
         "steps": engine.steps,
         "mixed": engine.mixed,

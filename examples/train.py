@@ -1,13 +1,14 @@
-"""Train a byte-level language model with KDA layers on the source of Python's standard library,
-then let it write some.
+"""Train a byte-level language model with KDA layers on Python's standard library; generate text.
+
+Usage::
 
     pip install -e ".[examples]"
     python examples/train.py                  # CPU, under 3 minutes on two cores
-    python examples/train.py --gdn            # Gated DeltaNet in place of KDA
-    python examples/train.py --resume         # go on from the last checkpoint
+    python examples/train.py --gdn            # Gated DeltaNet instead of KDA
+    python examples/train.py --resume         # continue from the last checkpoint
     python examples/train.py --device cuda    # a bigger model in bfloat16
 
-The loss curve, the checkpoint and the text go to runs/train (or --out).
+The loss curve, the checkpoint and the text are written to runs/train (or --out).
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from tqdm import tqdm
 from kda_ops.bench.machine import need_device
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
 
-matplotlib.use("Agg")  # draws files, needs no display
+matplotlib.use("Agg")  # needs no display
 import matplotlib.pyplot as plt
 
 SIZES = {
     "cpu": dict(layers=3, hidden=128, head_dim=64, batch=16, length=256, steps=200, lr=4e-3),
     "cuda": dict(layers=12, hidden=768, head_dim=128, batch=32, length=1024, steps=2000, lr=1e-3),
 }
-# not the library, or tables rather than code
+# installed packages, tests and tables
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
 LOG2E = math.log2(math.e)
 
@@ -46,8 +47,9 @@ LOG2E = math.log2(math.e)
 
 
 def read_library() -> tuple[Tensor, Tensor]:
-    """The bytes of the standard library's .py files: those to train on and, from every tenth file,
-    those held out.
+    """Return the bytes of the standard library's .py files, to train on and held out.
+
+    Every tenth file is held out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(f for f in root.rglob("*.py") if not SKIPPED & set(f.relative_to(root).parts))
@@ -60,21 +62,20 @@ def read_library() -> tuple[Tensor, Tensor]:
 
 
 def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
-    """[len(starts), length + 1] bytes as int64: inputs and, one later, targets."""
+    """Return windows of text as int64 [len(starts), length + 1]: inputs, and targets one later."""
     return text[starts[:, None] + torch.arange(length + 1)].long()
 
 
 def random_windows(text: Tensor, batch: int, length: int, seed: int) -> Tensor:
-    """`batch` windows that depend on the seed alone, so that a resumed run sees what an
-    uninterrupted one would.
-    """
+    """Draw `batch` windows from the seed alone, so that a resumed run sees the same windows."""
     generator = torch.Generator().manual_seed(seed)
     return windows(text, torch.randint(len(text) - length, (batch,), generator=generator), length)
 
 
 def bigram_entropy(train: Tensor, held_out: Tensor) -> float:
-    """Bits per byte for predicting each target of the windows `held_out` from the byte before it,
-    with the (smoothed) counts of `train`.
+    """Return the bits per byte of a bigram model, trained on `train`, on windows `held_out`.
+
+    It predicts each target from the byte before, by smoothed counts.
     """
     counts = (
         torch.bincount(train[:-1].long() * 256 + train[1:].long(), minlength=256 * 256).view(
@@ -90,7 +91,7 @@ def bigram_entropy(train: Tensor, held_out: Tensor) -> float:
 
 
 class Block(nn.Module):
-    """Mix along time, then along channels."""
+    """A residual block: mix along time, then along channels."""
 
     def __init__(self, mixer: nn.Module, hidden: int):
         super().__init__()
@@ -101,13 +102,13 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, cache=None) -> Tensor:
-        """[B, T, hidden] to the same."""
+        """Map x ``[B, T, hidden]`` to the same shape."""
         x = x + self.mixer(self.mixer_norm(x), cache=cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class LanguageModel(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A byte-level language model."""
 
     def __init__(self, layers: int, hidden: int, head_dim: int, gdn: bool):
         super().__init__()
@@ -124,19 +125,19 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(module.weight, std=hidden**-0.5)
 
     def forward(self, tokens: Tensor, caches=None) -> Tensor:
-        """[B, T] bytes to [B, T, 256] logits; with `caches`, from where they stand."""
+        """Map bytes [B, T] to logits [B, T, 256]; with `caches`, continue from their states."""
         x = self.embed(tokens)
         for i, block in enumerate(self.blocks):
             x = block(x, None if caches is None else caches[i])
         return self.head(self.norm(x))
 
     def new_caches(self, batch: int) -> list:
-        """One empty cache per block."""
+        """Return one empty cache per block."""
         return [block.mixer.new_cache(batch) for block in self.blocks]
 
 
 def loss_of(model: LanguageModel, window: Tensor) -> Tensor:
-    """Mean cross-entropy of the next byte, in nats."""
+    """Return the mean cross-entropy of the next byte, in nats."""
     logits = model(window[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
 
@@ -145,8 +146,9 @@ def loss_of(model: LanguageModel, window: Tensor) -> Tensor:
 def generate(
     model: LanguageModel, prompt: bytes, count: int, temperature: float, seed: int
 ) -> bytes:
-    """Read the prompt in one pass, then write `count` bytes one by one; each layer's past is a
-    state of constant size.
+    """Read the prompt in one pass, then generate `count` bytes one by one.
+
+    Each layer's cache is a state of constant size.
     """
     device, generator = model.head.weight.device, torch.Generator().manual_seed(seed)
     caches, out = model.new_caches(1), bytearray(prompt)
@@ -164,9 +166,7 @@ def generate(
 
 
 def can_build_cpp() -> bool:
-    """Whether Inductor finds what its CPU kernels are built with: a C++ compiler and Python's
-    headers.
-    """
+    """Return whether Inductor finds a C++ compiler and Python's headers for its CPU kernels."""
     compiler = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
     return (
         shutil.which(compiler) is not None
@@ -175,7 +175,7 @@ def can_build_cpp() -> bool:
 
 
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """AdamW that decays matrices only."""
+    """Return AdamW with weight decay for matrices only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     # norms, biases, and the gate's A_log and dt_bias
     rest = [p for p in model.parameters() if p.dim() < 2]
@@ -184,7 +184,7 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over a twentieth of the run, then a cosine down to a twentieth of the peak."""
+    """Return the rate of a step: linear warm-up over 5 % of the run, cosine to 5 % of the peak."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -207,19 +207,19 @@ def draw(path: Path, curve: dict, bigram: float) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line; sizes not given are those of the device."""
+    """Parse the command line; the device sets the default sizes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=SIZES, default="cpu")
-    parser.add_argument("--gdn", action="store_true", help="Gated DeltaNet layers in place of KDA")
+    parser.add_argument("--gdn", action="store_true", help="use Gated DeltaNet instead of KDA")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/train"), help="folder of checkpoint, curve and text"
+        "--out", type=Path, default=Path("runs/train"), help="folder for checkpoint, curve and text"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument(
-        "--stop", type=int, help="leave off after this many steps, as an interruption would"
+        "--resume", action="store_true", help="continue from the checkpoint in --out"
     )
+    parser.add_argument("--stop", type=int, help="stop after this many steps, as if interrupted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=int, default=500, help="bytes to generate")
     for name, kind in dict(
@@ -242,7 +242,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """Train, draw, write; returns the losses in bits per byte and the text."""
+    """Train, draw the curve, generate; return the losses in bits per byte and the text."""
     begin, args = time.perf_counter(), parse_arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     checkpoint = args.out / "checkpoint.pt"
@@ -278,14 +278,13 @@ def main(argv: list[str] | None = None) -> dict:
             return compiled_loss(model, window)
 
     def held_out_bits() -> float:
-        # With gradients enabled, though none are used: it is the graph that training has compiled
-        # already.
+        # Gradients stay enabled to reuse the compiled training graph.
         return sum(loss(window).item() for window in evaluation.split(args.batch)) / 4 * LOG2E
 
     first, curve = 0, dict(train=[], held_out=[])
     if args.resume:
         if not checkpoint.exists():
-            raise SystemExit(f"--resume: there is no {checkpoint}; run without it first.")
+            raise SystemExit(f"--resume needs {checkpoint}, which does not exist: run without it.")
         saved = torch.load(checkpoint, map_location=args.device)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -311,7 +310,7 @@ def main(argv: list[str] | None = None) -> dict:
         progress.set_description(f"train {curve['train'][-1][1]:.2f} bits/byte")
         if (step + 1) % 50 == 0 or step + 1 == last:
             curve["held_out"].append((step, held_out_bits()))
-            # an interrupted save leaves the last checkpoint whole
+            # write, then rename: an interrupted save keeps the last checkpoint
             partial = checkpoint.with_suffix(".tmp")
             torch.save(
                 dict(
@@ -340,10 +339,7 @@ def main(argv: list[str] | None = None) -> dict:
     text = generate(model, prompt, args.write, temperature=0.7, seed=args.seed)
     result["text"] = text.decode("utf-8", errors="replace")
     (args.out / "text.txt").write_text(result["text"], encoding="utf-8")
-    print(
-        f"--- prefill of {len(prompt)} bytes, then {args.write} more, one by "
-        f"one\n{result['text']}\n---"
-    )
+    print(f"--- {len(prompt)} bytes of prompt, then {args.write} generated\n{result['text']}\n---")
     result["seconds"] = time.perf_counter() - begin
     print(f"{args.out}/loss.png, {checkpoint}; {result['seconds']:.0f} s in all")
     return result

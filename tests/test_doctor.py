@@ -1,4 +1,4 @@
-"""The doctor says what is there, what serves what, and which known defects concern this machine."""
+"""The doctor reports versions, backends, and the known defects that affect this machine."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ def test_the_doctor_reads_the_version_of_triton_without_importing_it():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_another_backend_is_said_to_be_chosen():
+def test_the_report_says_who_chose_the_backend():
     command, environment = (
         [sys.executable, "-m", "kda_ops", "doctor"],
         os.environ | {"KDA_OPS_CPU": "reference"},
@@ -46,7 +46,7 @@ def test_another_backend_is_said_to_be_chosen():
     assert done.returncode == 0 and "CPU tensors: reference (chosen by KDA_OPS_CPU)" in done.stdout
 
 
-def test_what_does_not_work_is_a_line_of_the_report():
+def test_a_failing_section_becomes_a_problem_line():
     command, environment = (
         [sys.executable, "-m", "kda_ops", "doctor"],
         os.environ | {"KDA_OPS_CPU": "triton", "TRITON_INTERPRET": "0"},
@@ -94,7 +94,7 @@ def test_without_a_gpu_every_architecture_counts():
     assert len(list(doctor.hazards("3.7.0", []))) == len(list(doctor.hazards("3.7.0", [8, 9, 10])))
 
 
-def test_a_missing_compiler_is_said(monkeypatch):
+def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     assert any("aot_eager" in line for line in doctor.compilers())
 
@@ -112,7 +112,7 @@ def test_versions_are_read_as_numbers(version, want):
     assert doctor.parse_version(version) == want
 
 
-def test_the_command_line_knows_its_commands(capsys):
+def test_the_help_lists_every_command(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert stop.value.code == 0
@@ -121,7 +121,7 @@ def test_the_command_line_knows_its_commands(capsys):
 
 
 class Broken(torch.autograd.Function):
-    """x, with a gradient that is not a number."""
+    """The identity, with a gradient of NaN."""
 
     @staticmethod
     def forward(ctx, x):
@@ -133,7 +133,7 @@ class Broken(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("wrong", (Broken.apply, lambda o: 1.0001 * o), ids=("gradient", "numbers"))
-def test_a_backend_that_is_wrong_is_a_problem(wrong, monkeypatch):
+def test_a_wrong_output_or_gradient_is_a_problem(wrong, monkeypatch):
     right = kda_ops.chunk_kda
     monkeypatch.setattr(
         doctor.kda_ops, "chunk_kda", lambda *x, **flags: (wrong(right(*x, **flags)[0]), None)
@@ -141,7 +141,7 @@ def test_a_backend_that_is_wrong_is_a_problem(wrong, monkeypatch):
     assert ["PROBLEM" in line for line in doctor.self_test()] == [True, False]
 
 
-def test_what_is_lacking_is_named(monkeypatch):
+def test_missing_stages_and_a_missing_triton_are_named(monkeypatch):
     monkeypatch.setattr(
         doctor.dispatch, "load", lambda name: SimpleNamespace(prepare=None, scan=None)
     )

@@ -1,4 +1,4 @@
-"""The examples run, resume, and reach what they promise."""
+"""The examples run, resume, and reach the accuracy that they promise."""
 
 import math
 
@@ -25,7 +25,7 @@ SMALL = [
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """No C++ compiler, as far as the example can see: quicker here, and a path of its own."""
+    """Hide the C++ compiler from the example: faster, and tests the fallback."""
     torch._dynamo.reset()
     monkeypatch.setattr(train, "can_build_cpp", lambda: False)
 
@@ -35,7 +35,7 @@ def run(folder, *arguments):
 
 
 @pytest.mark.parametrize("variant", [[], ["--gdn"]])
-def test_training_lowers_the_loss_and_leaves_its_files(without_compiler, tmp_path, capsys, variant):
+def test_training_lowers_the_loss_and_writes_its_files(without_compiler, tmp_path, capsys, variant):
     result = run(tmp_path, "--steps", "30", "--lr", "1e-2", *variant)
     assert "aot_eager" in capsys.readouterr().out
     losses = [bits for _, bits in result["curve"]["train"]]
@@ -48,7 +48,7 @@ def test_training_lowers_the_loss_and_leaves_its_files(without_compiler, tmp_pat
     )
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(without_compiler, tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(without_compiler, tmp_path):
     whole = run(tmp_path / "whole", "--steps", "6")
     run(tmp_path / "parts", "--steps", "6", "--stop", "3")
     resumed = run(tmp_path / "parts", "--steps", "6", "--resume")
@@ -58,13 +58,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(without_compiler, tm
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_resuming_a_finished_run_only_writes(without_compiler, tmp_path):
+def test_resuming_a_finished_run_only_generates(without_compiler, tmp_path):
     whole = run(tmp_path, "--steps", "2")
     assert run(tmp_path, "--steps", "2", "--resume")["text"] == whole["text"]
 
 
 def test_resuming_needs_a_checkpoint(tmp_path):
-    with pytest.raises(SystemExit, match="there is no"):
+    with pytest.raises(SystemExit, match="--resume needs"):
         run(tmp_path, "--resume")
 
 
@@ -80,7 +80,7 @@ def test_a_missing_compiler_is_noticed(monkeypatch):
     assert not train.can_build_cpp()
 
 
-def test_generation_continues_as_one_forward_would(without_compiler):
+def test_generation_with_caches_matches_one_forward(without_compiler):
     torch.manual_seed(0)
     model = train.LanguageModel(layers=2, hidden=32, head_dim=16, gdn=False)
     out = train.generate(model, b"import os", 30, temperature=1e-3, seed=0)

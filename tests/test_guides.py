@@ -1,4 +1,4 @@
-"""The guides in examples/ for loops that exist already: each runs, and shows what it says."""
+"""The guides in examples/ run, and show what they claim."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_exported_programs_compute_what_the_module_does(capsys):
     assert "prefill" in capsys.readouterr().out
 
 
-def test_a_policy_spares_the_attention_its_recomputation():
+def test_a_policy_avoids_recomputing_the_attention():
     torch._dynamo.reset()
     layers = 3
     steps = checkpoint_policy.main(["--layers", str(layers), "--tokens", "128"])
@@ -51,10 +51,8 @@ def test_a_policy_spares_the_attention_its_recomputation():
             )
 
 
-def test_the_public_operator_alone_is_not_what_a_policy_meets():
-    """SAVE_OPS names `chunk_fwd`, which stands in training graphs; a policy that names `chunk`
-    saves nothing.
-    """
+def test_SAVE_OPS_holds_public_and_training_operators():
+    """Training graphs call `chunk_fwd`, so a policy that only names `chunk` saves nothing."""
     assert {
         torch.ops.kda.chunk_fwd.default,
         torch.ops.gdn.chunk_fwd.default,
@@ -83,7 +81,7 @@ def test_packed_rows_hold_whole_documents():
     )
 
 
-def test_fsdp_under_torchrun_trains_as_one_process_does():
+def test_fsdp_under_torchrun_matches_one_process():
     command = [
         sys.executable,
         "-m",
@@ -120,8 +118,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("example", ["fsdp.py --steps 2", "context_parallel.py --length 300"])
-def test_a_rank_ends_well_though_gloo_still_lets_go_of_tensors(example, tmp_path):
-    """As it may be for a moment after the last collective; here, for certain, while Python ends."""
+def test_a_rank_exits_cleanly_while_gloo_frees_tensors(example, tmp_path):
+    """Gloo may free tensors shortly after the last collective; here it does while Python exits."""
     script, *arguments = example.split()
     (tmp_path / "still_busy.py").write_text(STILL_BUSY)
     launcher = [
@@ -145,7 +143,7 @@ def test_a_rank_ends_well_though_gloo_still_lets_go_of_tensors(example, tmp_path
 
 
 def fsdp_with_heads(groups, precision):
-    """The example on four ranks, rows over two and heads over two; what it prints."""
+    """Run the example with rows and heads over two ranks each; return what it prints."""
     printed = io.StringIO()
     options = dict(tensor_parallel=2, steps=3, seed=1, precision=precision)
     with contextlib.redirect_stdout(printed), warnings.catch_warnings():
@@ -155,17 +153,17 @@ def fsdp_with_heads(groups, precision):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_fsdp_with_heads_on_a_second_dimension_does_too(ranks, precision):
+def test_fsdp_with_sharded_heads_matches_one_process(ranks, precision):
     assert "rows over 2 ranks, heads over 2" in ranks.run(4, fsdp_with_heads, precision)[0]
 
 
 @pytest.mark.parametrize(
     "example, words, said",
     [
-        (fsdp, "--processes 3", "3 ranks, 1 of them for the heads, cannot share the 8 rows"),
-        (fsdp, "--processes 0", "of which there is at least one"),
+        (fsdp, "--processes 3", "must divide the 8 rows of a batch, got 3 / 1"),
+        (fsdp, "--processes 0", "both must be at least 1, got 1 and 0 ranks"),
         (fsdp, "--steps 1", "--steps must be at least 2"),
-        (context_parallel, "--processes 0", "there must be a rank"),
+        (context_parallel, "--processes 0", "--processes must be at least 1"),
         (context_parallel, "--length 1", "got 1 tokens for 2 ranks"),
         (
             train,
@@ -180,16 +178,16 @@ def test_fsdp_with_heads_on_a_second_dimension_does_too(ranks, precision):
         (recall, "--steps 0", "--steps must be at least 1"),
         (serve, "--heads 0", "--heads must be at least 1"),
         (checkpoint_policy, "--layers 0", "--layers must be at least 1"),
-        (finetune_transformers, "--tokens 1", "a row has at least 2 tokens"),
+        (finetune_transformers, "--tokens 1", "--tokens must be at least 2"),
         (
             finetune_transformers,
             "--compare --compile",
-            "--compare times both paths eager: drop --compile",
+            "--compare times eager code: drop --compile",
         ),
         (train, "--stop 0", "--stop must be at least 1, got 0"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_in_words(example, words, said, capsys, monkeypatch):
+def test_invalid_options_are_refused(example, words, said, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit):
         example.main(words.split())

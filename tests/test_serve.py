@@ -1,6 +1,4 @@
-"""The serving example: continuous batching changes who computes beside whom, never what a request
-says.
-"""
+"""The serving example: continuous batching does not change any request's output."""
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ import torch
 from examples.serve import Engine, Model, Request, main, make_requests
 
 
-def test_every_request_says_in_company_what_it_says_alone(capsys):
+def test_every_request_gives_the_same_output_alone(capsys):
     result = main(["--requests", "8", "--slots", "3", "--hidden", "32"])
     out = capsys.readouterr().out
     assert "tokens/s" in out and "alone" in out
@@ -16,7 +14,7 @@ def test_every_request_says_in_company_what_it_says_alone(capsys):
 
 
 @pytest.mark.parametrize("nothing", ["--slots", "--budget"])
-def test_an_engine_that_could_not_move_is_refused(nothing):
+def test_an_engine_without_slots_or_budget_is_refused(nothing):
     with pytest.raises(SystemExit):
         main([nothing, "0"])
 
@@ -33,7 +31,7 @@ def test_slots_are_reused_and_given_back():
 
 
 @pytest.mark.parametrize("budget", (64, 128, 1000))
-def test_how_a_prompt_is_cut_does_not_change_the_answer(budget):
+def test_how_a_prompt_is_cut_does_not_change_the_output(budget):
     torch.manual_seed(0)
     model, outputs = Model(hidden=32).requires_grad_(False), []
     for size in (budget, 64):
