@@ -1,3 +1,3 @@
-"""What every suite shares: calls as data (`cases`), how to make them (`calls`), how close is close
-(`closeness`), where it runs (`target`).
+"""Helpers of every suite: cases as data (`cases`), calls (`calls`), budgets (`closeness`), devices
+(`target`).
 """

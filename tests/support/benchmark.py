@@ -1,4 +1,4 @@
-"""Cases and rows of the benchmark, as its tests make them."""
+"""Build cases and rows of the benchmark for its tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How the suite calls an operator: forward and backward into one dictionary, so that two calls can
-be compared name by name.
-"""
+"""Call an operator forward and backward, and return one dictionary of results by name."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ Results = dict[str, Tensor]
 
 
 def overload(variant: str, name: str) -> torch._ops.OpOverload:
-    """The registered operator."""
+    """Return the registered operator."""
     return getattr(getattr(torch.ops, variant), name).default
 
 
 def forward(
     case: Case, op: str = "chunk", inputs: Tensors | None = None, **flags: object
 ) -> Results:
-    """o, and final_state where the case asks for it, without autograd."""
+    """Return o, and final_state if the case has one, without autograd."""
     inputs = case.inputs(TARGET.device) if inputs is None else inputs
     with torch.no_grad():
         o, final_state = overload(case.variant, op)(*inputs.values(), **(case.flags(op) | flags))
@@ -40,9 +38,7 @@ def run(
     cotangents=None,
     **flags: object,
 ) -> Results:
-    """o, final_state where the case asks for it, and ``d`` + name for every input in `need` that
-    the case gives.
-    """
+    """Return o, final_state if the case has one, and ``d`` + name of each given input in `need`."""
     inputs = case.inputs(TARGET.device) if inputs is None else inputs
     leaves = {
         n: x.detach().requires_grad_()
@@ -71,9 +67,7 @@ def run_stages(
     need: Iterable[str] = GRADIENTS,
     step: bool = False,
 ) -> Results:
-    """The same dictionary from the stages of one backend, in order, with no operator, dispatch or
-    autograd around them.
-    """
+    """Return the results of `run` from one backend's stages, without operator and autograd."""
     given = frozenset(
         n for n in need if getattr(p, "state" if n == "initial_state" else n) is not None
     )

@@ -1,8 +1,8 @@
-"""One call to an operator, as data: printable, hashable, and the same tensors every time.
+"""Describe one operator call as data: printable, hashable, with reproducible tensors.
 
-`Case` holds what makes a call hard (sizes, packing, strides, gates, keys) and builds its tensors
-from ``torch.Generator(seed)``; hypothesis finds cases through `cases`, and a failure it finds can
-be pasted into an ``@example``.
+`Case` holds what makes a call hard: sizes, packing, strides, gates, keys. It builds its tensors
+from ``torch.Generator(seed)``. hypothesis draws cases through `cases`; paste a failure it finds
+into an ``@example``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ Tensors = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Case:
-    """A call to `chunk` or `recurrent`. `lengths` packs sequences into one row, followed by `tail`
-    tokens of no sequence.
+    """A call to `chunk` or `recurrent`.
+
+    `lengths` packs sequences into one row, followed by `tail` tokens outside any sequence.
     """
 
     variant: str = "kda"
@@ -61,17 +62,17 @@ class Case:
 
     @property
     def rank(self) -> int:
-        """The rank of the decay per token and value head."""
+        """Return the rank of the decay per token and value head."""
         return RANK[self.variant]
 
     @property
     def rows(self) -> int:
-        """The length of the token axis."""
+        """Return the length of the token axis."""
         return self.T if self.lengths is None else sum(self.lengths) + self.tail
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
-        """(batch row, first token, one past the last token) of each sequence."""
+        """Return (batch row, first token, one past the last token) of each sequence."""
         if self.lengths is None:
             return [(b, 0, self.T) for b in range(self.B)]
         ends = list(accumulate(self.lengths))
@@ -79,17 +80,17 @@ class Case:
 
     @property
     def N(self) -> int:
-        """The number of sequences."""
+        """Return the number of sequences."""
         return len(self.spans)
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """The dtype of states and sums."""
+        """Return the dtype of states and sums."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """The shape of states in the layout of the call."""
+        """Return the shape of states in the layout of the call."""
         return (
             (self.N, self.HV, self.V, self.K)
             if self.transposed
@@ -97,7 +98,7 @@ class Case:
         )
 
     def flags(self, op: str = "chunk") -> dict[str, object]:
-        """The keyword arguments of a call to `op`."""
+        """Return the keyword arguments of a call to `op`."""
         flags: dict[str, object] = {
             "transpose_state_layout": self.transposed,
             "use_qk_l2norm_in_kernel": self.l2norm,
@@ -119,7 +120,7 @@ class Case:
         return flags
 
     def inputs(self, device: torch.device | str = "cpu") -> Tensors:
-        """The tensors, by name, in the order of the schemas."""
+        """Build the tensors by name, in the order of the schemas."""
         return {
             n: None if x is None else x.to(device) if x.is_contiguous() else _to_strided(x, device)
             for n, x in self._build().items()
@@ -147,7 +148,7 @@ class Case:
         if self.keys != "random":
             common = 0.0 if self.keys == "random" else 0.9 if self.keys == "correlated" else 1.0
             k = common * randn(B, 1, H, K) + (1 - common**2) ** 0.5 * k
-        if not self.l2norm:  # a longer key makes the recurrence itself unstable
+        if not self.l2norm:  # longer keys make the recurrence unstable
             k = k / k.norm(dim=-1, keepdim=True).clamp(min=1e-3)
             q = q / q.norm(dim=-1, keepdim=True).clamp(min=1e-3)
         g_shape = (B, T, HV, K) if self.rank else (B, T, HV)
@@ -189,7 +190,7 @@ class Case:
         return out
 
     def _stride(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """The same values (but equal heads where they are expanded) behind other strides."""
+        """Return x with other strides and the same values; an expanded axis has equal heads."""
         if self.strides == "contiguous":
             return list(tensors)
         if self.strides == "heads_first":
@@ -227,7 +228,7 @@ class Case:
         )
 
     def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Gradients of o and of the final state."""
+        """Build the gradients of o and of the final state."""
         gen = torch.Generator().manual_seed(self.seed + 1)
         B = self.B if self.lengths is None else 1
         do = torch.randn((B, self.rows, self.HV, self.V), generator=gen, dtype=torch.float64).to(
@@ -239,7 +240,7 @@ class Case:
 
 
 def _to_strided(x: Tensor, device: torch.device | str) -> Tensor:
-    """x on `device` with its own strides."""
+    """Copy x to `device` and keep its strides."""
     if torch.device(device).type == x.device.type:
         return x
     out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
@@ -247,14 +248,15 @@ def _to_strided(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def is_safe(gate: str) -> bool:
-    """Whether every decay of this kind lies in [-5, 0], as `safe_gate` promises."""
+    """Return whether every decay of this kind lies in [-5, 0], as `safe_gate` promises."""
     return gate in ("weak", "strong", "zero", "bounded", "none")
 
 
 @st.composite
 def cases(draw, **fixed: object) -> Case:
-    """Any legal call, small enough for a token-by-token oracle. `fixed` fields are taken as they
-    are, or drawn from a strategy.
+    """Draw a legal call, small enough for a token-by-token oracle.
+
+    A field in `fixed` is a value or a strategy.
     """
     chosen = {n: draw(x) if isinstance(x, st.SearchStrategy) else x for n, x in fixed.items()}
 

@@ -1,22 +1,26 @@
-"""How close is close: the error budget, derived per tensor from the definition and from a twin of
-the kernel.
+"""Check errors against a budget, derived per tensor from the definition and a twin of the kernel.
 
-For the maximum and for the root mean square over a tensor x,
+For the maximum and for the root mean square over a tensor x::
 
     |x - ref64| <= 2 (|twin - ref64| + eps max|ref64|)
 
-where ref64 is the token recurrence in float64 on the same inputs (gradients by autograd through
-it), twin is the chunk formulas with sums in the dtype of states and every stored tensor and dot
-operand rounded as the kernel rounds them, and eps is that of x's dtype. No row of a gradient may
-vanish where the oracle's does not and the twin finds it. The budget never depends on where it runs.
+- ref64 is the token recurrence in float64 on the same inputs, with gradients by autograd.
+- twin is the chunk formulas with sums in the state dtype. It rounds every stored tensor and dot
+  operand as the kernel does.
+- eps is that of x's dtype.
 
-The twin's error is one draw of a random number, and in a tensor of few independent entries (a
-parameter's gradient, sums along a sequence) one draw may be lucky. Another draw permutes the K and
-V channels, which the definition does not notice, and moves every dot product and decay by half a
-unit in the last place, of a product that of its terms, which is where its rounding might as well
-have gone. Operands of 16 bits do not feel that: they are rounded on another grid, as they would be
-with the same numbers in another unit; what 16 bits hold exactly stays. The largest error of `DRAWS`
-draws counts; more than one is computed only where the first does not settle it.
+A row of a gradient must not be zero if the oracle's is not and the twin is close to it. The budget
+does not depend on the device.
+
+The twin's error is one random draw. In a tensor of few independent entries (a parameter's gradient,
+sums along a sequence) one draw may be small by luck. So the budget takes the largest error of up to
+`DRAWS` draws, and computes more than one only if the first exceeds it. Another draw
+
+- permutes the K and V channels, which does not change the definition;
+- perturbs every dot product and decay by up to half a unit in the last place (of a product: in
+  that of its terms);
+- rounds 16-bit operands on a scaled grid, because the perturbation is too small to change them.
+  Values that 16 bits hold exactly stay.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ DRAWS = 8
 
 
 def excess(x: Tensor, ref: Tensor, *twins: Tensor) -> dict[str, float]:
-    """Error over budget, per norm: at most 1 where x is close; nan or inf where x is not finite."""
+    """Return error / budget per norm: at most 1 if x is close, NaN or inf if x is not finite."""
     band = torch.finfo(x.dtype).eps * _maximum(ref)
     out = {}
     for name, norm in NORMS.items():
@@ -64,8 +68,9 @@ def excess(x: Tensor, ref: Tensor, *twins: Tensor) -> dict[str, float]:
 
 
 def vanished(x: Tensor, ref: Tensor, twin: Tensor) -> int:
-    """How many rows (last dimension) of x are all zero where the oracle's is not and the twin is
-    within half of it.
+    """Count the rows (last dimension) of x that are zero although the oracle's are not.
+
+    Count a row only if the twin is within half of the oracle.
     """
     if x.dim() == 0 or not x.numel():
         return 0
@@ -75,9 +80,7 @@ def vanished(x: Tensor, ref: Tensor, twin: Tensor) -> int:
 
 
 def assert_close(name: str, x: Tensor, ref: Tensor, *twins: Tensor) -> None:
-    """Fail unless x, a tensor called `name`, is within the budget that the twins give and has no
-    vanished row.
-    """
+    """Fail unless x, named `name`, is within the twins' budget and has no vanished row."""
     x, ref, twins = x.detach().cpu(), ref.detach().cpu(), [t.detach().cpu() for t in twins]
     assert x.shape == ref.shape, (
         f"{name} has shape {list(x.shape)}, the definition gives {list(ref.shape)}"
@@ -99,8 +102,9 @@ def assert_close(name: str, x: Tensor, ref: Tensor, *twins: Tensor) -> None:
 
 
 def assert_all_close(got: Results, ref: Results, twin: Callable[[int], Results]) -> None:
-    """`assert_close` for every tensor of a call; `twin(i)` is draw i; all must hold the same
-    names.
+    """Call `assert_close` for every tensor of a call; `twin(i)` is draw i.
+
+    All dictionaries must have the same names.
     """
     first = twin(0)
     assert got.keys() == ref.keys() == first.keys()
@@ -127,7 +131,7 @@ def assert_identical(a: Tensor, b: Tensor, name: str = "") -> None:
 
 
 def assert_all_identical(a: Results, b: Results) -> None:
-    """`assert_identical` for every tensor of two calls; both must hold the same names."""
+    """Call `assert_identical` for every tensor of two calls, which must have the same names."""
     assert a.keys() == b.keys()
     for name in a:
         assert_identical(a[name], b[name], name)
@@ -138,7 +142,7 @@ def _same_result(case: Case) -> Case:
 
 
 def oracle(case: Case, need: tuple[str, ...] = GRADIENTS) -> Results:
-    """The token recurrence in float64, and autograd through it."""
+    """Run the token recurrence in float64, and autograd through it."""
     return dict(_oracle(_same_result(case), need))
 
 
@@ -177,8 +181,9 @@ def _oracle(case: Case, need: tuple[str, ...]) -> Results:
 def twin(
     case: Case, op: str = "chunk", need: tuple[str, ...] = GRADIENTS, draw: int = 0
 ) -> Results:
-    """The chunk formulas (the recurrence, for the forward of `recurrent`) as the kernel of the
-    target may round them.
+    """Run the chunk formulas with the roundings of the target's kernels.
+
+    For the forward of `recurrent` run the recurrence instead.
     """
     return dict(_twin(_same_result(case), op, need, draw))
 
@@ -193,14 +198,12 @@ def _twin(case: Case, op: str, need: tuple[str, ...], draw: int) -> Results:
 
 
 class _Draw(Reference):
-    """The twin with every dot product and decay rounded to another neighbour at random, and
-    operands on a grid of its own.
-    """
+    """The twin with random roundings of dot products and decays, and operands on a scaled grid."""
 
     def __init__(self, dtype: torch.dtype, operand: torch.dtype | None, seed: int):
         super().__init__(dtype, operand)
         self.gen = torch.Generator().manual_seed(seed)
-        # one for all tensors, so that what is rounded is not rounded again
+        # one grid for all tensors, so that rounded values stay on it
         self.unit = 2.0 ** torch.rand((), generator=self.gen).item()
 
     def _round(self, x: Tensor) -> Tensor:
@@ -208,13 +211,13 @@ class _Draw(Reference):
         return torch.where(near == x, near, super()._round(x * self.unit) / self.unit)
 
     def _jitter(self, x: Tensor, size: Tensor) -> Tensor:
-        # x up or down by half an ulp of its size, rounded once more
+        # move x up or down by half an ulp of its size, then round
         half = 0.5 * torch.finfo(x.dtype).eps * size
         return torch.where(torch.rand(x.shape, generator=self.gen) < 0.5, x - half, x + half)
 
     def _dot(self, a: Tensor, b: Tensor) -> Tensor:
-        # A sum is rounded where its terms are, in whatever order: where they cancel, by more than
-        # an ulp of what is left.
+        # The rounding error of a sum scales with its terms: if they cancel, it exceeds an ulp of
+        # the result.
         x, terms = super()._dot(a, b), (self._round(a).square() @ self._round(b).square()).sqrt()
         return self._jitter(x, torch.maximum(x.abs(), terms))
 
@@ -224,15 +227,16 @@ class _Draw(Reference):
 
 
 def drawn(draw: int, dtype: torch.dtype, operand: torch.dtype | None) -> Reference:
-    """The twin's stages, of draw `draw`."""
+    """Return the twin's stages of draw `draw`."""
     return _Draw(dtype, operand, draw) if draw else Reference(dtype, operand)
 
 
 def permuted(
     case: Case, draw: int
 ) -> tuple[Tensors, tuple[Tensor, Tensor], Callable[[Results], Results]]:
-    """The inputs and cotangents of a call with the channels in the order of draw `draw`, and what
-    puts its results back.
+    """Permute the channels of a call's inputs and cotangents for draw `draw`.
+
+    Also return the function that restores the order in its results.
     """
     there, back = _channels(case, draw)
     inputs = {n: x if x is None else there(n, x) for n, x in case.inputs().items()}
@@ -246,9 +250,7 @@ def permuted(
 
 
 def _channels(case: Case, draw: int):
-    """Functions of (name, tensor) that permute the K and V channels of a call's tensors, and that
-    put them back.
-    """
+    """Return functions of (name, tensor) that permute and restore the K and V channels."""
     gen = torch.Generator().manual_seed(draw)
     K, V = (torch.randperm(n, generator=gen) if draw else torch.arange(n) for n in (case.K, case.V))
 
@@ -271,7 +273,7 @@ def _channels(case: Case, draw: int):
 
 
 def assert_meets_budget(case: Case, op: str = "chunk", got: Results | None = None) -> Results:
-    """Run a case forward and backward and hold every output and gradient against the definition."""
+    """Run a case forward and backward; check every output and gradient against the definition."""
     got = run(case, op) if got is None else got
     need = tuple(n for n in GRADIENTS if "d" + n in got)
     assert_all_close(got, oracle(case, need), lambda draw: twin(case, op, need, draw))

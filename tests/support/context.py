@@ -1,6 +1,4 @@
-"""Calls that are cut across ranks: what a rank runs of them, and what all ranks' results are
-together.
-"""
+"""Shard calls across ranks: run one rank's shard, and join the results of all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ CUTS = {2: cuts_of(70, 80), 3: cuts_of(64, 23, 63), 4: cuts_of(1, 85, 0, 64)}
 
 
 def leaves_of(case, rank, cuts):
-    """This rank's inputs, as leaves where they have gradients."""
+    """Return this rank's inputs; those with gradients are leaves."""
     a, b = cuts[rank : rank + 2]
     inputs = {
         n: x if x is None or n not in SPREAD else x[:, a:b]
@@ -53,7 +51,7 @@ def gradients(case, rank, size, cuts, x, o, final_state):
 
 
 def step(groups, size, case, cuts, how="group"):
-    """One training step on a shard."""
+    """Run one training step on a shard."""
     group = groups[size]
     rank = group.rank if how == "planned" else dist.get_rank(group)
     if how == "plan":
@@ -67,7 +65,7 @@ def step(groups, size, case, cuts, how="group"):
 
 
 def whole(parts):
-    """The results of all ranks as those of one process would be."""
+    """Join the results of all ranks into those of one process."""
     merged = {}
     for name in parts[0]:
         each = [p[name] for p in parts]

@@ -1,8 +1,8 @@
 """Measure `chunk_kda` under strong, uneven decays: many laws of decay in one call, one head each.
 
-``python -m tests.support.decays`` prints the error of o, of the final state and of the worst
-gradient for every law of decay next to the error of the twin, and how much of the budget of
-`tests.support.closeness` each uses. ``--device cpu`` runs whatever serves CPU tensors.
+``python -m tests.support.decays`` prints for every law of decay the errors of o, of the final state
+and of the worst gradient. Next to each it prints the twin's error and the used share of the budget
+of `tests.support.closeness`. ``--device cpu`` runs the backend of CPU tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Plain PyTorch in front of the operators, in many spellings, and whether the graph pass folds
-it.
-"""
+"""Write PyTorch code in front of the operators in many spellings, and check that it folds."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ B, T, H, HV, K, V = 2, 70, 2, 4, 8, 6
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 RANK = {"kda": 1, "gdn": 0}
 
-# Every function below takes what its formula names and writes it in one of its spellings.
+# Each function below writes one spelling of its formula.
 
 NORMS = {
     "rsqrt": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
@@ -121,7 +119,7 @@ DOUBLE_SIGMOIDS = {
 
 
 def inputs(variant="kda", dtype=torch.float32, seed=0, grad=True, tokens=T, flat=False, wide=None):
-    """q, k, v, g, beta, A_log and dt_bias by name."""
+    """Return q, k, v, g, beta, A_log and dt_bias by name."""
     gen, rank = torch.Generator().manual_seed(seed), RANK[variant]
     bias = (HV,) if not rank else (HV * K,) if flat else (HV, K)
     shapes = (
@@ -134,7 +132,7 @@ def inputs(variant="kda", dtype=torch.float32, seed=0, grad=True, tokens=T, flat
         bias,
     )
     out = {n: torch.randn(s, generator=gen, dtype=torch.float64) for n, s in zip(NAMES, shapes)}
-    # without normalisation a longer key makes the recurrence unstable
+    # without normalisation longer keys make the recurrence unstable
     out |= {n: 0.4 * out[n] for n in "qk"}
     return {
         n: x.to(wide if wide and n in ("A_log", "dt_bias") else dtype).requires_grad_(grad)
@@ -143,8 +141,9 @@ def inputs(variant="kda", dtype=torch.float32, seed=0, grad=True, tokens=T, flat
 
 
 class Captured:
-    """A backend that folds, in the graph and in those it calls, and runs what came out; `calls` are
-    the operator nodes of the last graph.
+    """A backend that folds a graph and its subgraphs, then runs it.
+
+    `calls` are the operator nodes of the last graph.
     """
 
     def __init__(self):
@@ -169,7 +168,7 @@ class Captured:
 
 
 def results(f, x, channels=slice(None)):
-    """Output, and the gradient of every input that has one; `channels` is the order of V."""
+    """Return the output and the inputs' gradients; `channels` permutes V."""
     o = f(*x.values())
     if not o.requires_grad:
         return {"o": o}
@@ -185,7 +184,7 @@ def results(f, x, channels=slice(None)):
 
 
 def assert_folds(f, x, tolerance=1e-5, **kinds):
-    """f folds into exactly these kinds, and computes what it computed."""
+    """Fail unless f folds into exactly these kinds and its results stay the same."""
     captured = Captured()
     got, want = results(captured.compile(f), x), results(f, x)
     assert captured.fold.folded == Counter(kinds), captured.fold

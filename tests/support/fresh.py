@@ -1,4 +1,4 @@
-"""Fresh processes: what an import does, and what a first call does, can be seen only there."""
+"""Run code in fresh processes, to test imports and first calls."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def python(
     script: str, *args: str, check: bool = True, timeout: float = 300.0, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` in a new interpreter from the root of the checkout, with `env` added to the
-    environment.
-    """
+    """Run `script` in a new interpreter from the root of the checkout; add `env`."""
     out = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), *args],
         env=os.environ | env,

@@ -17,8 +17,9 @@ by_elements, as_numbers = ReduceOps.generic_reduce, InterpreterBuilder.create_sp
 
 
 def by_slices(self: ReduceOps, input: tuple[tensor, ...]) -> list[tensor]:
-    """`ReduceOps.generic_reduce`, by whole slices along the axis: the same function on the same
-    numbers in the same order, so the same bits.
+    """Replace `ReduceOps.generic_reduce`: reduce whole slices along the axis.
+
+    The function, the operands and their order are the same, so the bits are too.
     """
     given, axis = self.unravel(input, self.axis)
     slices = [np.moveaxis(x.handle.data, axis, 0) for x in given]
@@ -39,8 +40,10 @@ def by_slices(self: ReduceOps, input: tuple[tensor, ...]) -> list[tensor]:
 
 
 def as_they_are(self: InterpreterBuilder, type: tl.block_type, x: TensorHandle) -> TensorHandle:
-    """`InterpreterBuilder.create_splat`; a condition, whose handle has the type of what was
-    compared, stays one. Triton 3.9 takes no numbers for a mask.
+    """Replace `InterpreterBuilder.create_splat`: a splat condition stays boolean.
+
+    The original gives it the type of the compared values, and Triton 3.9 accepts only boolean
+    masks.
     """
     return as_numbers(self, type, TensorHandle(x.data, tl.int1) if x.data.dtype == np.bool_ else x)
 

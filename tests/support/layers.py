@@ -1,4 +1,4 @@
-"""Small layers of `kda_ops.nn`, their inputs, and what they compute written out token by token."""
+"""Build small layers of `kda_ops.nn` and inputs, and compute their outputs token by token."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ variants = pytest.mark.parametrize("make", LAYERS)
 
 
 def build(make, **kwargs):
-    """A small layer in float64, where laws that hold exactly hold to 1e-9."""
+    """Build a small layer in float64, in which exact laws hold to 1e-9."""
     torch.manual_seed(0)
     layer = make(
         **(dict(hidden_size=HIDDEN, head_dim=8, num_heads=2, expand_v=1.5) | kwargs)
@@ -26,25 +26,25 @@ def build(make, **kwargs):
 
 
 def rows(B, T):
-    """Rows of input, [B, T, HIDDEN], the same for the same B and T."""
+    """Return inputs [B, T, HIDDEN], the same for the same B and T."""
     return torch.randn(
         B, T, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(B * 1000 + T)
     )
 
 
 def close(a, b, atol=1e-9):
-    """Equal but for rounding in float64."""
+    """Return whether a and b are equal up to float64 rounding."""
     torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
 def gradients(layer, y, x):
-    """Those of x and every parameter, of a weighted sum of y."""
+    """Return the gradients of a weighted sum of y with respect to x and every parameter."""
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
     return torch.autograd.grad((y * weight).sum(), [x, *layer.parameters()])
 
 
 def by_definition(layer, x):
-    """The layer for one row x [T, hidden], token by token, written out."""
+    """Compute the layer's output for one row x [T, hidden], token by token."""
 
     def conv(module, z):
         k = module.weight.shape[-1]

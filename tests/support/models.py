@@ -1,6 +1,4 @@
-"""Tiny models of an installed transformers, and what a program sees of one: logits, loss,
-gradients, generated tokens.
-"""
+"""Build tiny transformers models, and compute their logits, loss, gradients and tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from kda_ops.compat import transformers as compat
 
 VOCABULARY = 61
-TOLERANCE = 3e-4  # of the largest entry of a tensor, for float32 on every device
+TOLERANCE = 3e-4  # relative to the largest entry of a tensor, float32 on every device
 _COMMON = dict(
     vocab_size=VOCABULARY,
     hidden_size=32,
@@ -85,7 +83,7 @@ def model(
     dtype: torch.dtype = torch.float32,
     **changed: object,
 ) -> nn.Module:
-    """A tiny causal language model with random weights, the same each time."""
+    """Build a tiny causal language model with reproducible random weights."""
     import transformers
 
     stem, arguments = CONFIGS[name]
@@ -95,28 +93,26 @@ def model(
     torch.manual_seed(0)
     net = getattr(transformers, stem + "ForCausalLM")(config).to(device, dtype).eval()
     if _EXPERTS.keys() <= arguments.keys():
-        # the default of transformers 5.17 cannot be traced whole, with its backward
+        # the default of transformers 5.17 cannot be traced in one graph with its backward
         net.set_experts_implementation("batched_mm")
     return net
 
 
 def modules() -> list:
-    """The modelling modules that `enable` changes."""
+    """Return the modelling modules that `enable` changes."""
     return [
         importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in CONFIGS
     ]
 
 
 def bindings() -> dict[tuple[str, str], object]:
-    """What every name of every modelling module is bound to."""
+    """Return the object of every name in every modelling module."""
     return {(m.__name__, n): x for m in modules() for n, x in vars(m).items()}
 
 
 @contextmanager
 def torch_path() -> Iterator[None]:
-    """transformers' own PyTorch functions, also where it has found other packages to call
-    instead.
-    """
+    """Make transformers call its PyTorch functions, even if other packages are installed."""
     put = []
     for module in modules():
         for name in compat._REPLACEMENTS:
@@ -131,19 +127,19 @@ def torch_path() -> Iterator[None]:
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
-    """Random tokens, none of them padding."""
+    """Return random tokens without padding."""
     return torch.randint(2, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def left_padded(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """A batch of prompts of these lengths, padded on the left."""
+    """Return a batch of prompts of these lengths, padded on the left."""
     T = max(lengths)
     mask = torch.tensor([[int(t >= T - n) for t in range(T)] for n in lengths])
     return {"input_ids": tokens(len(lengths), T) * mask, "attention_mask": mask}
 
 
 def packed(ids: list[Tensor], dtype: torch.dtype = torch.int32) -> dict[str, Tensor | bool]:
-    """These sequences in one row, as a collator for padding-free training makes it."""
+    """Pack the sequences into one row, as a padding-free collator does."""
     cu_seqlens = torch.tensor([0, *accumulate(x.shape[0] for x in ids)], dtype=dtype)
     longest = max(x.shape[0] for x in ids)
     return {
@@ -158,7 +154,7 @@ def packed(ids: list[Tensor], dtype: torch.dtype = torch.int32) -> dict[str, Ten
 
 
 def loss(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    """The mean cross entropy of the next token, where both this and the next are real."""
+    """Return the mean cross entropy of the next token over pairs of unpadded tokens."""
     use = (mask[:, 1:] * mask[:, :-1]).bool()
     return F.cross_entropy(logits[:, :-1][use].float(), ids[:, 1:][use])
 
@@ -166,7 +162,7 @@ def loss(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
 def step(
     net: nn.Module, inputs: dict, mask: Tensor, call: Callable | None = None
 ) -> dict[str, Tensor]:
-    """logits at real tokens, loss and the gradient of every parameter."""
+    """Return logits at unpadded tokens, loss and the gradient of every parameter."""
     net.zero_grad(set_to_none=True)
     logits = (net if call is None else call)(**inputs).logits
     out = loss(logits, inputs["input_ids"], mask)
@@ -176,16 +172,14 @@ def step(
 
 
 def to(inputs: dict, device: torch.device | str) -> dict:
-    """The tensors of `inputs` on a device."""
+    """Move the tensors of `inputs` to a device."""
     return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in inputs.items()}
 
 
 def assert_generates_the_same(
     name: str, lengths: tuple[int, ...], device: torch.device | str = "cpu"
 ) -> None:
-    """Greedy tokens and their logits, from left-padded prompts, with our operators and with
-    transformers' own.
-    """
+    """Compare greedy tokens and logits of left-padded prompts with and without our operators."""
     net, x = model(name, device), to(left_padded(lengths), device)
     words = dict(
         max_new_tokens=24, do_sample=False, return_dict_in_generate=True, output_logits=True
@@ -199,9 +193,7 @@ def assert_generates_the_same(
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tighter: float = 1.0) -> None:
-    """Every tensor within `TOLERANCE` of what it should be; which ones are not says where to
-    look.
-    """
+    """Fail unless every tensor is within `TOLERANCE`; name the tensors that are not."""
     assert got.keys() == want.keys()
     off = {
         n: (

@@ -1,5 +1,6 @@
-"""How quick this machine is at this moment, for the tests that promise microseconds: a promise is
-of the code, not of what else the machine does.
+"""Measure how fast this machine runs at the moment, to scale the limits of timing tests.
+
+So a test judges the code, not the load of the machine.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ SECONDS = 2.6e-3
 
 
 def interpreted() -> None:
-    """A fixed piece of what imports and calls are made of: calls, short strings, and a
-    dictionary.
-    """
+    """Run a fixed amount of Python work, like imports and calls: calls, strings, a dictionary."""
     lengths: dict[str, int] = {}
     for i in range(20_000):
         key = str(i % 977)
@@ -26,9 +25,7 @@ def slower(
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.process_time,
 ) -> float:
-    """How many times as long as its `seconds` the `work` takes here and now, in time of the process
-    and at best; 1 on a machine that is quicker.
-    """
+    """Return the best process time of `work` divided by its reference `seconds`, at least 1."""
     best = float("inf")
     for _ in range(10):
         start = clock()

@@ -1,4 +1,4 @@
-"""Calls on a pool of states, as data: `recurrent_` and `chunk_` with every kind of slot."""
+"""Describe calls on a pool of states as data: `recurrent_` and `chunk_` with every kind of slot."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tests.support.calls import overload
 from tests.support.cases import Case, cases
 from tests.support.target import TARGET
 
-SPARE = 3  # slots of a pool that no sequence names
+SPARE = 3  # slots of a pool that no sequence uses
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A call of `case` on a pool: sequence n has a random live slot, or none (negative) where
-    `dead` says so.
+    """A call of `case` on a pool.
 
-    `columns` > 0 gives each of that many tokens its own slot (`recurrent_`), `accepted` starts each
-    sequence from one of them. `snapshots` > 0 gives each sequence that many snapshot slots
-    (`chunk_`), every `every` chunks. `indexed` False: sequence n has slot n.
+    Sequence n has a random slot, or a negative one if `dead`. `columns` > 0 gives each of that many
+    tokens its own slot (`recurrent_`); `accepted` starts each sequence from one of them.
+    `snapshots` > 0 gives each sequence that many snapshot slots (`chunk_`), every `every` chunks.
+    `indexed` False: sequence n has slot n.
     """
 
     case: Case
@@ -37,7 +37,7 @@ class Pool:
 
     @property
     def slots(self) -> int:
-        """The size of the pool."""
+        """Return the size of the pool."""
         return (
             self.case.N * (max(self.columns, 1) + self.snapshots) + SPARE
             if self.indexed
@@ -48,11 +48,11 @@ class Pool:
         return torch.Generator().manual_seed(self.case.seed + 2)
 
     def is_dead(self, n: int) -> bool:
-        """Whether sequence n has no slot."""
+        """Return whether sequence n has no slot."""
         return self.indexed and n < len(self.dead) and self.dead[n]
 
     def indices(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """state_indices, num_accepted_tokens and snapshot_indices, on the CPU."""
+        """Return state_indices, num_accepted_tokens and snapshot_indices, on the CPU."""
         if not self.indexed:
             return None, None, None
         N, dtype, gen = self.case.N, torch.int32 if self.case.seed % 2 else torch.int64, self._gen()
@@ -76,7 +76,7 @@ class Pool:
         return state.to(dtype), accepted, None if snapshots is None else snapshots.to(dtype)
 
     def start(self) -> Tensor:
-        """The slot that each sequence starts from, negative for none."""
+        """Return the slot that each sequence starts from, negative for none."""
         state, accepted, _ = self.indices()
         if state is None:
             return torch.arange(self.case.N)
@@ -88,7 +88,7 @@ class Pool:
         )[:, 0]
 
     def state(self) -> Tensor:
-        """The pool before the call, in the layout of the case."""
+        """Return the pool before the call, in the layout of the case."""
         shape = (self.slots, *self.case.state_shape[1:])
         gen = self._gen()
         if self.case.transposed:  # the same states in both layouts
@@ -106,9 +106,7 @@ class Pool:
         )
 
     def run(self, state: Tensor | None = None, **changed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """o and the pool after the call. `state` replaces the pool, `changed` the inputs of that
-        name.
-        """
+        """Return o and the pool after the call; `state` replaces the pool, `changed` inputs."""
         state = self.state() if state is None else state
         x = self.case.inputs(TARGET.device) | changed
         indices, accepted, snapshots = (
@@ -141,7 +139,7 @@ class Pool:
 
 @st.composite
 def pools(draw, op: str | None = None, **fixed: object) -> Pool:
-    """Any legal call on a pool."""
+    """Draw a legal call on a pool."""
     op = op or draw(st.sampled_from(("recurrent_", "chunk_")))
     lengths = (0, 1, 2, 3, 5) if op == "recurrent_" else (0, 1, 63, 64, 65, 37, 130)
     if "lengths" not in fixed:

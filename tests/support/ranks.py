@@ -1,5 +1,6 @@
-"""Processes of one group, of gloo or NCCL, that run functions side by side: started once, asked
-many times, never waited for without a limit.
+"""Run functions on the ranks of a process group (gloo or NCCL), with a limit on every wait.
+
+The processes start once and serve many tests.
 """
 
 from __future__ import annotations
@@ -20,32 +21,31 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 SIZE = 4
-# global ranks of the groups; a group rank need not be the global one
+# global ranks of the groups, which differ from the group ranks
 MEMBERS = {2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3), 8: tuple(range(8))}
 LIMIT = 60.0  # seconds that one request may take
 
 
 class Groups(dict):
-    """The groups that a function may name, on this rank: 2, 3 and 4 processes, and the same four
-    with a timeout of two seconds.
-    """
+    """The groups of this rank: 2, 3 and 4 processes, and the same four with a timeout of 2 s."""
 
 
 def members(size: int, processes: int) -> tuple[int, ...]:
-    """The global ranks of the group of that size, of so many processes."""
+    """Return the global ranks of the group of this size."""
     return MEMBERS[size] if max(MEMBERS[size]) < processes else tuple(range(size))
 
 
 @functools.cache
 def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
-    """The group as a mesh of the CPU; always the same one, as torch 2.13 cannot compile for a mesh
-    that equals one it has run on without compiling.
+    """Return the group as a CPU mesh, the same object each time.
+
+    torch 2.13 cannot compile for a mesh that equals another one used in eager code.
     """
     return DeviceMesh.from_group(group, "cpu")
 
 
 def device() -> torch.device:
-    """Where the tensors of this process live."""
+    """Return the device of this process's tensors."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if dist.get_backend() == "nccl"
@@ -87,7 +87,7 @@ def _serve(rank: int, processes: int, backend: str, store: str, pipe) -> None:
 
 
 class Raised(Exception):
-    """What a rank raised: the name of the type, the message and the trace."""
+    """An exception on a rank: the name of its type, its message and trace."""
 
     def __init__(self, kind: str, message: str, trace: str):
         super().__init__(trace)
@@ -95,9 +95,7 @@ class Raised(Exception):
 
 
 class Ranks:
-    """The processes, as seen by the test; started when they are first asked, and anew after one got
-    stuck.
-    """
+    """The processes, for a test: started on first use, and again after one hangs."""
 
     def __init__(self, size: int = SIZE, backend: str = "gloo"):
         self.size, self.backend = size, backend
@@ -105,7 +103,7 @@ class Ranks:
         self.processes: list = []
 
     def _start(self) -> None:
-        # torch is imported once, not by each process
+        # torch is imported once, by the fork server
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "kda_ops"])
         self._folder = tempfile.TemporaryDirectory()
@@ -122,8 +120,9 @@ class Ranks:
         self._answers(tuple(range(self.size)), 2 * LIMIT)
 
     def _answers(self, ranks: tuple[int, ...], limit: float) -> dict[int, tuple]:
-        """The next message of each of these ranks. If one does not come in time, the processes end,
-        and what the others raised is told.
+        """Return the next message of each of these ranks.
+
+        If one does not arrive in time, stop the processes and report the others' exceptions.
         """
         waiting, answers, deadline = (
             {self.pipes[rank]: rank for rank in ranks},
@@ -147,8 +146,9 @@ class Ranks:
         return answers
 
     def ask(self, size: int, function, *args) -> list:
-        """What ``function(groups, *args)`` returned on each rank of the group of that size, or the
-        `Raised`, by group rank.
+        """Run ``function(groups, *args)`` on each rank of the group of this size.
+
+        Return the results by group rank; an exception becomes `Raised`.
         """
         if not self.processes:
             self._start()
@@ -165,7 +165,7 @@ class Ranks:
         ]
 
     def run(self, size: int, function, *args) -> list:
-        """`ask`, where no rank may raise."""
+        """Call `ask`, and fail if a rank raised."""
         answers = self.ask(size, function, *args)
         for answer in answers:
             if isinstance(answer, Raised):
@@ -173,7 +173,7 @@ class Ranks:
         return answers
 
     def stop(self) -> None:
-        """End the processes, politely where they still listen."""
+        """Ask the processes to end, then terminate the rest."""
         for pipe, process in zip(self.pipes, self.processes):
             if process.is_alive():
                 try:

@@ -1,7 +1,6 @@
-"""A twin of a call that is cut across ranks: the same formulas with the same chunks, which begin
-anew in each shard.
+"""Compute the twin of a sharded call, whose chunks restart in each shard.
 
-Where chunks begin decides how gradients of gates are rounded: their terms cancel within a chunk.
+The start of a chunk matters: in the gates' gradients, terms cancel within a chunk.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ PARAMETERS = ("dA_log", "ddt_bias")
 def _shard(
     case: Case, backend, inputs: Tensors, a: int, b: int, state: Tensor, do: Tensor, dstate: Tensor
 ) -> Results:
-    """Outputs and gradients of tokens a to b of all sequences, those that have none there passing
-    their states through.
+    """Return outputs and gradients of tokens a to b of all sequences.
+
+    A sequence without tokens there passes its state through.
     """
     x = {n: t[:, a:b] if t is not None and n in SPREAD else t for n, t in inputs.items()} | {
         "initial_state": state
@@ -35,9 +35,7 @@ def _shard(
 
 
 def cut_twin(case: Case, cuts: tuple[int, ...], operand: torch.dtype, draw: int = 0) -> Results:
-    """Every output and gradient of a call whose tokens are cut at `cuts`, with operands rounded to
-    `operand`.
-    """
+    """Return results and gradients of a call sharded at `cuts`; round operands to `operand`."""
     reference = drawn(draw, case.state_dtype, None if operand is case.state_dtype else operand)
     (inputs, (do, dstate), back), spans = permuted(case, draw), list(zip(cuts, cuts[1:]))
     nothing = torch.zeros(case.state_shape, dtype=case.state_dtype)

@@ -1,6 +1,4 @@
-"""A call in float16 whose beta is so small that its product with the gradient of a token's values
-is no normal number.
-"""
+"""Make a float16 call whose beta is so small that beta * dv is subnormal."""
 
 from __future__ import annotations
 
@@ -12,14 +10,15 @@ from kda_ops.problem import Problem
 from tests.support.calls import Results, run_stages
 from tests.support.cases import Case, Tensors
 
-LIMIT = 4 * 2**-11  # a few roundings of float16; by way of that product it is 22 to 80 of them
+LIMIT = 4 * 2**-11  # 4 roundings of float16; a subnormal product costs 22 to 80
 
 
 def small_beta(
     variant: str, neg_eigval: bool, **sizes: object
 ) -> tuple[Case, Tensors, list[Tensor | None], Results]:
-    """The case, its inputs and cotangents on the CPU, and the stages' results in float64. Tokens of
-    no sequence have a beta that is no number.
+    """Return the case, its inputs and cotangents on the CPU, and the stages' results in float64.
+
+    Tokens outside any sequence have a beta of NaN.
     """
     case = Case(
         variant,
@@ -46,5 +45,5 @@ def small_beta(
 
 
 def error(got: Results, want: Results, name: str) -> float:
-    """Relative, of the whole tensor."""
+    """Return the relative error of the whole tensor."""
     return ((got[name].double().cpu() - want[name]).norm() / want[name].norm()).item()

@@ -1,6 +1,4 @@
-"""Sequences on slots of a pool, read in pieces of any length, some by `chunk_` and some by
-`recurrent_`: together they are one call.
-"""
+"""Split sequences on a pool into pieces for `chunk_` and `recurrent_`, equal to one call."""
 
 from __future__ import annotations
 
@@ -20,15 +18,16 @@ from tests.support.closeness import assert_close, assert_identical
 
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 LENGTHS = (1, 2, 5, 16, 37, 63, 64, 65, 128)
-MOST = 16  # tokens that one call of `recurrent_` takes here
+MOST = 16  # tokens per call of `recurrent_`
 
 Pieces = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Split:
-    """The T tokens of each of the `case.B` sequences of a case, cut into `pieces` (operator,
-    tokens), on a pool of `dtype`; sequence 1 has no slot.
+    """The `case.B` sequences of a case, cut into `pieces` (operator, tokens), on a pool of `dtype`.
+
+    Sequence 1 has no slot.
     """
 
     case: Case
@@ -37,20 +36,20 @@ class Split:
 
     @property
     def slots(self) -> Tensor:
-        """Of each sequence, on the CPU."""
+        """Return the slot of each sequence, on the CPU."""
         N = self.case.B
         order = torch.randperm(N + 2, generator=torch.Generator().manual_seed(self.case.seed))[:N]
         return torch.where(torch.arange(N) == 1, -1, order).to(torch.int32)
 
     def pool(self) -> Tensor:
-        """Before the first piece, on the CPU."""
+        """Return the pool before the first piece, on the CPU."""
         shape = (self.case.B + 2, *self.case.state_shape[1:])
         return torch.randn(shape, generator=torch.Generator().manual_seed(self.case.seed + 1)).to(
             self.dtype
         )
 
     def run(self, device: torch.device, pieces: Pieces | None = None) -> tuple[Tensor, Tensor]:
-        """o and the pool after the operators."""
+        """Return o and the pool after the operators."""
         case, outs, t = self.case, [], 0
         x, slots, pool = case.inputs(device), self.slots.to(device), self.pool().to(device)
         for op, n in self.pieces if pieces is None else pieces:
@@ -67,8 +66,9 @@ class Split:
     def stages(
         self, chunks: Backend, pieces: Pieces, double: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The same from the definition, with the chunk stages of `chunks`; in float64 if
-        `double`.
+        """Return the results of `run` by the definition, with the chunk stages of `chunks`.
+
+        Compute in float64 if `double`.
         """
         case, outs, t, pool = self.case, [], 0, self.pool()
         x = case.inputs()
@@ -108,7 +108,7 @@ class Split:
 def splits(
     draw, dtypes: tuple[torch.dtype, ...], pools: tuple[torch.dtype, ...], **fixed: object
 ) -> Split:
-    """Any pieces of sequences of any length up to a few chunks."""
+    """Draw pieces of sequences of up to a few chunks."""
     parts = draw(
         st.lists(
             st.tuples(st.sampled_from(("chunk_", "recurrent_")), st.sampled_from(LENGTHS)),
@@ -137,8 +137,9 @@ def splits(
 
 
 def assert_split(split: Split, device: torch.device) -> None:
-    """The pieces, and one chunk call in their place, are within budget of the recurrence in
-    float64; nothing else in the pool is touched.
+    """Check the pieces, and one chunk call instead of them, against the recurrence in float64.
+
+    The rest of the pool must stay untouched.
     """
     whole: Pieces = (("recurrent_", split.case.T),)
     ref_o, ref_pool = split.stages(Reference(), whole, double=True)

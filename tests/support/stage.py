@@ -1,6 +1,4 @@
-"""One stage at a time: the same inputs to a kernel, to its twin, and to the definition in
-float64.
-"""
+"""Run one stage on the same inputs by a kernel, by its twin, and by the definition in float64."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def _problem(
 
 @dataclass
 class Stages:
-    """What enters the backward stages of a case: made once by the twin, in the dtype of the
-    kernels' operands.
-    """
+    """The inputs of a case's backward stages, made once by the twin in the operand dtype."""
 
     case: Case
     tile: Tile
@@ -96,7 +92,7 @@ class Stages:
     def run(
         self, stage: str, backend, device: torch.device | str = "cpu", **kwargs
     ) -> dict[str, Tensor]:
-        """The named outputs of a stage of `backend`."""
+        """Return the named outputs of a stage of `backend`."""
         return self._run(
             stage,
             backend,
@@ -108,11 +104,11 @@ class Stages:
     def three(
         self, stage: str, backend, device: torch.device | str = "cpu", **kwargs
     ) -> tuple[dict, dict, dict]:
-        """(kernel, definition, twin): the named outputs of a stage from equal inputs."""
+        """Return a stage's named outputs by (kernel, definition, twin), from equal inputs."""
         return self.run(stage, backend, device, **kwargs), *self.expected(stage, **kwargs)
 
     def expected(self, stage: str, **kwargs) -> tuple[dict, dict]:
-        """(definition, twin)."""
+        """Return a stage's named outputs by (definition, twin)."""
         case = self.case
         return (
             self._run(
@@ -132,9 +128,9 @@ class Stages:
         )
 
     def draw(self, stage: str, name: str, ref: Tensor, seed: int) -> Tensor:
-        """Another draw of the twin's error: every product and decay rounded to another neighbour at
-        random; for a tensor of one number per head, whose error is that of one sum, the error at
-        other inputs of the same case.
+        """Return another draw of the twin: products and decays rounded at random.
+
+        A tensor of one number per head has the error of one sum: draw other inputs of the case.
         """
         if ref.numel() > self.case.HV:
             twin = drawn(seed, torch.float32, self.case.dtype)
@@ -150,8 +146,8 @@ class Stages:
         return ref + (twin[name].double() - there[name])
 
     def _run(self, stage: str, b, p: Problem, tile, trace, reverse, d_o, d_final, **kwargs) -> dict:
-        # made again from A: a kernel takes the decay of a head as factors of rows, the twin rounds
-        # what it forms, the definition does not
+        # recomputed from A: a kernel applies a head's decay as factors of rows, the twin rounds the
+        # product, the definition does not
         if p.rank == 0:
             tile = b.prepare(p, tile.A)
         else:
@@ -166,14 +162,14 @@ class Stages:
 
 
 def assert_stage(stage: str, stages: Stages, backend, device: torch.device | str = "cpu") -> None:
-    """Hold what a stage of `backend` returns against the definition, within the budget of its twin.
+    """Check the results of a stage of `backend` against the definition, within the twin's budget.
 
-    Rows and chunks that hold no token may hold anything. The gradient of beta is left to the whole
-    backward where a kernel takes it from v_new / beta: equal for the v_new of the recurrence, but
-    not for the rounded one that a stage is given.
+    Rows and chunks without tokens may hold anything. Some kernels compute dbeta from v_new / beta,
+    which is exact for the recurrence's v_new but not for the rounded one that a stage gets. So
+    tests of the whole backward check it instead.
     """
     got, ref, twin = stages.three(stage, backend, device)
-    assert got.keys() in (ref.keys(), ref.keys() - {"z"})  # z only where dv does not say as much
+    assert got.keys() in (ref.keys(), ref.keys() - {"z"})  # z may be absent where dv implies it
     for name, x in got.items():
         x = x.cpu()
         if stage == "reverse_scan" and name != "dinitial_state":
@@ -181,7 +177,7 @@ def assert_stage(stage: str, stages: Stages, backend, device: torch.device | str
             assert_close(name, x, ref[name], twin[name].to(x.dtype))
         elif name != "dbeta" or stages.case.beta == "given" and stages.case.dtype is torch.float32:
             draws = [twin[name]]
-            # the twin may have been lucky: see closeness.py
+            # the first draw may be small by luck: see closeness.py
             if any(not e <= 1.0 for e in excess(x, ref[name], *draws).values()):
                 draws += [
                     stages.draw(stage, name, ref[name], seed).to(x.dtype)

@@ -1,6 +1,4 @@
-"""One decode call, as data: the token recurrence on a state or on a pool, and the laws that any
-backend's `step` must hold to.
-"""
+"""Describe one decode call as data, and check the laws of every backend's `step`."""
 
 from __future__ import annotations
 
@@ -17,15 +15,17 @@ from kda_ops.stages import Backend
 from tests.support.closeness import assert_close, assert_identical
 
 POISON = float("nan")
-# of the decay; "bare" is the bounded gate without A_log and dt_bias
+# kinds of decay; "bare" is the bounded gate without A_log and dt_bias
 ACTIVATIONS = ("none", "given", "softplus", "bounded", "bare")
 STRIDES = ("contiguous", "heads_first", "fused", "expanded")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A call to `Backend.step`. `slots` is None (row n), 1 ([N]) or S ([N, S] with a state per
-    token); `lengths` packs sequences, `tail` tokens follow.
+    """A call to `Backend.step`.
+
+    `slots` is None (row n), 1 (``[N]``) or S (``[N, S]``, a state per token). `lengths` packs
+    sequences; `tail` tokens follow.
     """
 
     rank: int = 1
@@ -50,20 +50,18 @@ class Step:
     dead: tuple[int, ...] = ()
     transposed: bool = False
     strides: str = "contiguous"
-    gap: bool = False  # a pool whose slots lie apart
+    gap: bool = False  # gaps between the slots of the pool
     index: torch.dtype = torch.int32
     wide: bool = True  # g, beta, A_log and dt_bias in float32 rather than in `dtype`
     seed: int = 0
 
     @property
     def sequences(self) -> int:
-        """N, also where the call is packed."""
+        """Return N, for packed calls too."""
         return self.N if self.lengths is None else len(self.lengths)
 
     def problem(self, device: torch.device | str = "cpu", double: bool = False) -> Problem:
-        """The parsed call, on fresh tensors that are the same each time; in float64 on the CPU if
-        `double`.
-        """
+        """Parse the call on fresh, reproducible tensors; in float64 on the CPU if `double`."""
         gen = torch.Generator().manual_seed(self.seed)
         rows, B = (self.T, self.N) if self.lengths is None else (sum(self.lengths) + self.tail, 1)
         N, H, HV, K, V = self.sequences, self.H, self.HV, self.K, self.V
@@ -163,14 +161,14 @@ class Step:
         )
 
     def outputs(self, p: Problem) -> tuple[Tensor, Tensor]:
-        """Where o and the final states go: NaN, or the pool itself."""
+        """Return the outputs o and final states, filled with NaN, or the pool itself."""
         return p.new_output().fill_(POISON), p.new_final_state().fill_(
             POISON
         ) if self.slots is None else p.state
 
 
 def _place(x: Tensor, strides: str) -> Tensor:
-    """The same values (but equal heads where they are expanded) behind other strides."""
+    """Return x with other strides and the same values; an expanded axis has equal heads."""
     if strides == "heads_first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if strides == "fused":
@@ -181,7 +179,7 @@ def _place(x: Tensor, strides: str) -> Tensor:
 
 
 def _copy(x: Tensor, device: torch.device | str) -> Tensor:
-    """x on another device behind the same strides."""
+    """Copy x to another device and keep its strides."""
     if x.numel() == 0 or x.is_contiguous():
         return x.to(device)
     if 0 in x.stride():
@@ -196,7 +194,7 @@ def random_step(
     widths=(7, 16, 24, 33, 64),
     most: int = 6,
 ) -> Step:
-    """Any legal call, every option drawn."""
+    """Draw a legal call with every option."""
     r = random.Random(seed)
     packed, rank = r.random() < 0.5, r.randrange(2)
     slots = r.choice((None, None, 1, 1, 3, most))
@@ -238,8 +236,9 @@ def random_step(
 
 
 def assert_step(case: Step, backend: Backend, device: torch.device | str = "cpu") -> None:
-    """Hold o and every state against the definition in float64; slots that the call does not name
-    keep their bits, and so do the gaps between them.
+    """Check o and every state against the definition in float64.
+
+    Slots that the call does not name, and the gaps between slots, must keep their bits.
     """
     p = case.problem(device)
     before = None if p.state is None else p.state.clone()
@@ -272,8 +271,9 @@ def _definition(case: Step, double: bool) -> tuple[Tensor, Tensor]:
 
 
 def assert_calls_forget(device: torch.device | str) -> None:
-    """What is kept between calls that look alike is nothing of their tensors: each computes on its
-    own, wherever they lie, and illegal ones are refused.
+    """Check that similar calls share no tensors through a cache of launches.
+
+    Each must compute on its own tensors at any address, and illegal calls must be refused.
     """
     B, H, K, V = 3, 2, 16, 24
 
@@ -296,7 +296,7 @@ def assert_calls_forget(device: torch.device | str) -> None:
         o = p.new_output()
         Reference().step(p, o, p.state)
         there = [x.to(device) for x in args]
-        if offset:  # the same strides behind an address that is no multiple of 16
+        if offset:  # the same strides at an address that is not a multiple of 16
             flat = torch.empty(args[5].numel() + offset, device=device)
             there[5] = flat[offset:].view_as(args[5]).copy_(args[5])
         got = torch.ops.kda.recurrent_(*there, use_qk_l2norm_in_kernel=True, **words)
@@ -304,7 +304,7 @@ def assert_calls_forget(device: torch.device | str) -> None:
         torch.testing.assert_close(there[5].cpu(), p.state, rtol=1e-4, atol=1e-5)
         return there
 
-    # kept: no address comes again
+    # kept alive, so that no address repeats
     kept = [
         call(0),
         call(1),
@@ -325,19 +325,20 @@ def assert_calls_forget(device: torch.device | str) -> None:
 
 
 def assert_strides_count(device: torch.device | str) -> None:
-    """Calls that differ in strides alone, one after the other on operators that keep how a call is
-    launched: states and indices are read where they lie.
+    """Check that operators with cached launches still read the strides of states and indices.
+
+    The calls differ only in strides.
     """
     B, S, H, D = 3, 2, 2, 16
     orders = ((0, 1, 2, 3), (1, 0, 2, 3), (0, 1, 3, 2), (0, 3, 1, 2), (2, 0, 1, 3))
 
     def behind(x: Tensor, order: tuple[int, ...]) -> Tensor:
-        """x with its axes in this order in memory."""
+        """Return x with its axes in this order in memory."""
         back = sorted(range(len(order)), key=order.__getitem__)
         return x.permute(order).contiguous().permute(back)
 
     def spread(x: Tensor) -> Tensor:
-        """x as every second column of a table whose others mean something else."""
+        """Return x as every second column of a table that holds other data between."""
         return torch.stack([x, x.flip(0) + 1], -1)[..., 0]
 
     for seed, (order, transposed, placed, packed, _again) in enumerate(

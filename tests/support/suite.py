@@ -1,10 +1,8 @@
-"""Which GPUs a process of pytest-xdist sees, in what order tests run, and what is said of those
-that fail on a GPU.
-"""
+"""Choose the GPUs of each pytest-xdist process, sort tests, and print failures at once."""
 
 import pytest
 
-LONG = (  # minutes of compiling on a GPU; minutes of interpreting and of compiling without one
+LONG = (  # compile or interpret for minutes
     "tests/gpu/test_export.py",
     "tests/gpu/test_compiled.py",
     "tests/test_interpreter.py",
@@ -14,17 +12,13 @@ LONG = (  # minutes of compiling on a GPU; minutes of interpreting and of compil
 
 
 class Reasons:
-    """A plugin of pytest: why a test failed, at once, in its last words. A run that is cut comes to
-    no summary.
-    """
+    """A pytest plugin that prints each failure's reason at once, before an aborted run loses it."""
 
     def __init__(self, config: pytest.Config):
         self.config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called for each phase of each test; with several processes, in the one that gathers what
-        the others say, too, and only that has a terminal.
-        """
+        """Print a failed phase of a test, in the process that has the terminal."""
         terminal = self.config.pluginmanager.getplugin("terminalreporter")
         if report.failed and terminal is not None:
             terminal.write_line("")
@@ -33,8 +27,9 @@ class Reasons:
 
 
 def rotated(process: str, count: int, visible: str | None = None) -> str:
-    """The GPUs for CUDA_VISIBLE_DEVICES such that "cuda" is another one in each process: "gw5" of 4
-    begins with the second.
+    """Return CUDA_VISIBLE_DEVICES for a process, so that each has another default GPU.
+
+    With 4 GPUs "gw5" begins with the second.
     """
     ids = visible.split(",") if visible else list(map(str, range(count)))
     first = int(process.removeprefix("gw")) % len(ids)
@@ -42,9 +37,7 @@ def rotated(process: str, count: int, visible: str | None = None) -> str:
 
 
 def longest_first(items: list) -> None:
-    """Sort collected tests so that none that takes minutes begins last, when there is nothing left
-    to do beside it.
-    """
+    """Sort tests so that those of minutes start first, and other processes stay busy meanwhile."""
     names = [
         next((i for i, name in enumerate(LONG) if item.nodeid.startswith(name)), len(LONG))
         for item in items

@@ -1,8 +1,7 @@
-"""Where the suite runs: the same laws hold for the native backend on CPU, for the kernels under the
-Triton interpreter, and on a GPU.
+"""Choose where the suite runs: native backend on CPU, Triton interpreter, or GPU.
 
-``KDA_OPS_TEST_DEVICE=cuda`` picks the GPU; ``KDA_OPS_CPU=triton TRITON_INTERPRET=1`` the
-interpreter; otherwise it is the native backend.
+``KDA_OPS_TEST_DEVICE=cuda`` selects the GPU, ``KDA_OPS_CPU=triton TRITON_INTERPRET=1`` the
+interpreter; the default is the native backend.
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ from kda_ops.problem import Problem
 
 @dataclass(frozen=True)
 class Target:
-    """A device, and the dtypes that the backend which serves it takes."""
+    """A device and the dtypes of its backend."""
 
     device: torch.device
     dtypes: tuple[torch.dtype, ...]
     slow: bool  # one launch costs as much as a whole example elsewhere: few and small examples
 
     def operand(self, p: Problem) -> torch.dtype:
-        """The dtype to which a twin rounds dot operands and stored tensors, for a call whose
-        tensors lie on the CPU.
-        """
+        """Return the dtype to which a twin rounds operands and stored tensors of a CPU call."""
         return p.q.dtype if dispatch.backend_name(self.device) == "triton" else p.state_dtype
 
 

@@ -1,5 +1,6 @@
-"""Each backward call of an operator inside a program beside float64 on the inputs that it had:
-whether what a program finds wrong is wrong there.
+"""Compare each backward call of an operator in a program with float64 on the same inputs.
+
+It shows whether an error of the program comes from the operator.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _OPERATORS = {schemas.CHUNK_BWD.overload(variant): variant for variant in schema
 
 
 class _Backwards(TorchDispatchMode):
-    """Copies what every backward call is given and gives to the CPU, at once: the program is free
-    to use the memory again.
+    """Copies each backward call's inputs and results to the CPU at once.
+
+    A program may reuse their memory afterwards.
     """
 
     def __init__(self):
@@ -46,8 +48,9 @@ def _exact(x: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def backward_errors() -> Iterator[list[dict[str, float]]]:
-    """A list that has, when the context ends, one dictionary for each backward call in it: how far
-    each gradient is off, in parts of its largest entry.
+    """Yield a list; on exit it holds each backward call's errors by gradient name.
+
+    An error is relative to the gradient's largest entry.
     """
     errors: list[dict[str, float]] = []
     with _Backwards() as seen:
