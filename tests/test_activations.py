@@ -1,4 +1,4 @@
-"""The derivatives of gate, norm and sigmoid against autograd in float64, and their limits."""
+"""Check the derivatives of gate, norm and sigmoid against autograd in float64, and their limits."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def gate_by_hand(rank, g, A_log, dt_bias, bound):
 
 @pytest.mark.parametrize("bound,log,bias", GATES)
 @pytest.mark.parametrize("rank", (0, 1))
-def test_the_gate_is_its_formula_and_its_gradient_is_autograd_s(rank, bound, log, bias):
+def test_the_gate_matches_its_formula_and_autograd(rank, bound, log, bias):
     inputs = gate_inputs(rank, log, bias)
     leaves = [x.requires_grad_() for x in inputs if x is not None]
     want = gate_by_hand(rank, *inputs, bound)
@@ -104,7 +104,7 @@ def test_extreme_logits_give_the_limits_of_the_gate(rank):
     torch.testing.assert_close(y, torch.tensor([0.0, -5.0]))
 
 
-def test_the_norm_is_its_formula_and_its_gradient_is_autograd_s():
+def test_the_norm_matches_its_formula_and_autograd():
     x = torch.randn(
         2,
         3,
@@ -132,10 +132,8 @@ def test_the_norm_of_zero_is_zero_and_has_a_gradient():
     )
 
 
-def test_what_is_applied_to_one_token_does_not_depend_on_its_place():
-    """Bits: vectorised loops of torch may round the last elements of a tensor, or strided ones,
-    differently.
-    """
+def test_the_bits_of_a_token_do_not_depend_on_its_place():
+    """Vectorised loops of torch may round strided elements or the last ones differently."""
     case = Case(T=129, H=1, HV=1, K=33, gate="softplus", beta="sigmoid", l2norm=True)
     whole = _activated(case, case.inputs())
     for b in (1, 37, 128):
@@ -165,7 +163,7 @@ def test_both_cpu_backends_share_the_gate():
 
 @pytest.mark.parametrize("bound", (None, -5.0))
 @pytest.mark.parametrize("rank", (0, 1))
-def test_narrow_parameters_of_a_gate_get_a_sum_that_is_rounded_once(rank, bound):
+def test_gradients_of_16_bit_gate_parameters_are_rounded_once(rank, bound):
     g, A_log, dt_bias = gate_inputs(rank, True, True, torch.float32)
     dy = torch.randn(g.shape, generator=torch.Generator().manual_seed(5))
     A_log, dt_bias = A_log.bfloat16(), dt_bias.bfloat16()

@@ -1,4 +1,4 @@
-"""Ranks that disagree, or call what is wrong: an error on every rank, never a hang."""
+"""Ranks that disagree, or make a wrong call: an error on every rank, never a hang."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from tests.support.cases import replace
 from tests.support.context import CHUNK, CUTS, EVERYTHING, leaves_of, step
 
 PACKED = replace(EVERYTHING, lengths=(3, 130, 17))
-ODD = {  # what group rank 1 does otherwise, and what every rank must be told
+ODD = {  # what group rank 1 changes, and the message that every rank must raise
     "scale": (
         EVERYTHING,
         lambda x, flags: flags.update(scale=0.3),
@@ -81,9 +81,7 @@ ODD = {  # what group rank 1 does otherwise, and what every rank must be told
 
 
 def odd_one_out(groups, size, fault):
-    """Rank 1 passes something else; then all make a right call, to see that the group still
-    works.
-    """
+    """Let rank 1 pass something else; then make a correct call, so that the group still works."""
     group, rank = groups[size], dist.get_rank(groups[size])
     case, change, _ = ODD[fault]
     x, flags = leaves_of(case, rank, CUTS[size]), case.flags()
@@ -116,14 +114,14 @@ def test_kda_on_one_rank_and_gdn_on_another_is_refused(ranks):
 
 
 def wrong_arguments(groups, size):
-    """Messages of calls that are wrong on every rank."""
+    """Return the messages of calls that are wrong on every rank."""
     group, rank = groups[size], dist.get_rank(groups[size])
     x, packed = leaves_of(EVERYTHING, rank, CUTS[size]), leaves_of(PACKED, rank, CUTS[size])
     fits, offsets = cp.plan_context(x["q"].shape[1], group), torch.tensor([0, 3, 133, 150])
     elsewhere = dataclasses.replace(fits, device_lengths=fits.device_lengths.to("meta"))
 
     def checked(cu_seqlens):
-        """A call with a plan under KDA_OPS_CHECK=1."""
+        """Call with a plan under KDA_OPS_CHECK=1."""
         plan_module.CHECK_VALUES = True
         try:
             cp.chunk_kda(
@@ -212,7 +210,7 @@ def test_wrong_arguments_are_named(ranks):
             "plan_context: group must have a backend for cuda tensors, got cpu:gloo,cuda:gloo: "
             "create one with such a backend, for example nccl for cuda"
         ),
-        # one rank's tensors are, and every rank raises
+        # only rank 0 has meta tensors, but every rank raises
         "devices": "group must have a backend for meta tensors",
     }
     for messages in ranks.run(3, wrong_arguments, 3):
@@ -220,8 +218,8 @@ def test_wrong_arguments_are_named(ranks):
             assert message in messages[name]
 
 
-def test_a_gloo_group_works_on_the_host_where_there_are_gpus(monkeypatch):
-    """Gloo says that it serves CUDA; given a GPU's address it ends the process."""
+def test_a_gloo_group_exchanges_on_the_host_even_with_gpus(monkeypatch):
+    """Gloo claims to support CUDA, but a GPU's address crashes the process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -231,9 +229,7 @@ def test_a_gloo_group_works_on_the_host_where_there_are_gpus(monkeypatch):
 
 
 def two_groups(groups, size):
-    """Ranks 0 and 1 pass a group of their own; 2 and 3 the group of four, whose timeout is two
-    seconds.
-    """
+    """Call with a group of two on ranks 0 and 1, of four (timeout 2 s) on ranks 2 and 3."""
     rank = dist.get_rank()
     x, cuts = leaves_of(EVERYTHING, rank, CUTS[4]), CUTS[4]
     try:
@@ -247,7 +243,7 @@ def two_groups(groups, size):
 
 def test_a_rank_with_another_group_is_not_waited_for_forever(ranks):
     (first, _), (second, _), (third, _), (fourth, _) = ranks.run(4, two_groups, 4)
-    assert first is None and second is None  # among themselves they agree
+    assert first is None and second is None  # the group of two is complete
     for rank, message in ((2, third), (3, fourth)):
         assert (
             message is not None

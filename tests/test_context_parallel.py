@@ -1,4 +1,4 @@
-"""Sequences that lie across ranks: real processes against one, for every output and gradient."""
+"""Compare sequences sharded over real processes with one process: outputs and gradients."""
 
 import inspect
 import os
@@ -36,9 +36,9 @@ from tests.support.shards import SPREAD, cut_twin
 
 
 def assert_meets_cut_budget(case, cuts, got):
-    """Every output and gradient against the definition, by the twin of a call that is cut there:
-    chunks begin anew in each shard, and what the terms of a gate's gradient leave of their
-    roundings depends on where.
+    """Check every output and gradient against the definition, by the twin of the sharded call.
+
+    Chunks restart in each shard, and the rounding of the gates' gradients depends on their starts.
     """
     operand = (
         case.dtype if dispatch.backend_name(torch.device("cpu")) == "triton" else case.state_dtype
@@ -48,7 +48,7 @@ def assert_meets_cut_budget(case, cuts, got):
 
 @st.composite
 def spread(draw, **fixed):
-    """A call and where it is cut: two to four shards, any of them possibly empty."""
+    """Draw a call and its cuts into two to four shards, which may be empty."""
     case = draw(cases(narrow=False, **fixed))
     size = draw(st.sampled_from((2, 3, 4)))
     inner = sorted(draw(st.lists(st.integers(0, case.rows), min_size=size - 1, max_size=size - 1)))
@@ -57,19 +57,19 @@ def spread(draw, **fixed):
 
 @given(spread(dtype=torch.float64))
 @example((replace(EVERYTHING, dtype=torch.float64, B=2), cuts_of(0, 70, 0, 80)))
-# over every boundary
+# a sequence crosses every cut
 @example(
     (
         replace(EVERYTHING, dtype=torch.float64, lengths=(0, 20, 120, 0, 9, 0)),
         cuts_of(30, 40, 50, 29),
     )
 )
-# cuts at seams, and behind the end
+# cuts between sequences, and after the last one
 @example(
     (replace(EVERYTHING, dtype=torch.float64, lengths=(20, 120, 0), tail=9), cuts_of(20, 0, 0, 129))
 )
 @example((replace(EVERYTHING, dtype=torch.float64, lengths=(5, 0, 0)), cuts_of(0, 0, 5, 0)))
-# no sequence at all
+# no sequences
 @example((replace(EVERYTHING, dtype=torch.float64, lengths=(), tail=9), cuts_of(4, 5)))
 @example((replace(EVERYTHING, dtype=torch.float64, T=0), cuts_of(0, 0)))
 def test_cutting_a_batch_does_not_change_it(ranks, drawn):
@@ -112,7 +112,7 @@ def test_16_bit_inputs_meet_their_budget(ranks, variant, dtype):
 
 @pytest.mark.parametrize("how", ["plan", "mesh"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_plan_or_a_mesh_stands_for_the_group(ranks, how, packed):
+def test_a_plan_or_a_mesh_gives_the_same_as_the_group(ranks, how, packed):
     case = replace(EVERYTHING, lengths=(3, 130, 17) if packed else None)
     assert_all_identical(
         whole(ranks.run(3, step, 3, case, CUTS[3], how)),
@@ -124,7 +124,7 @@ def test_a_plan_or_a_mesh_stands_for_the_group(ranks, how, packed):
 
 
 def two_calls(groups, size, case, cuts, halves):
-    """The sequences in two calls: the second starts from the states the first ends with."""
+    """Run the sequences in two calls; the second starts from the final states of the first."""
     group, rank = groups[size], dist.get_rank(groups[size])
     x = leaves_of(case, rank, cuts)
     chunk, flags = CHUNK[case.variant], case.flags() | {"output_final_state": True}
@@ -139,8 +139,7 @@ def two_calls(groups, size, case, cuts, halves):
 
 
 def test_states_chain_and_their_gradients_too(ranks):
-    # Two calls read the tokens in the order: first halves of all shards, second halves of all
-    # shards.
+    # The first call reads the first half of every shard, the second the second half.
     case, cuts, halves = (
         replace(EVERYTHING, dtype=torch.float64, T=120),
         cuts_of(50, 30, 40),
@@ -161,9 +160,7 @@ def test_states_chain_and_their_gradients_too(ranks):
 
 
 def holed(case, chunk, a, b, holes, weight=1.0):
-    """The step of tokens a to b, where k and v of one token of the batch, and the gradient of o of
-    another, are no numbers.
-    """
+    """Run the step of tokens a to b, with NaN in k and v of one token and in do of another."""
     x = {
         n: t if t is None else t.clone()[:, a:b] if n in SPREAD else t.clone()
         for n, t in case.inputs().items()
@@ -204,10 +201,8 @@ def holed_shard(groups, size, case, cuts, holes):
     "holes", [(50, None), (105, None), (None, 50), (None, 105), (None, 125), (None, 159)]
 )
 @pytest.mark.parametrize("cuts", [cuts_of(64, 16, 80), cuts_of(20, 140), cuts_of(90, 20, 0, 50)])
-def test_what_a_sequence_holds_stays_with_it_across_ranks(ranks, cuts, holes):
-    """As on one: a number that is none reaches its own sequence alone (which of its tokens, chunks
-    decide), and padding reaches nothing.
-    """
+def test_NaN_does_not_spread_to_other_sequences_across_ranks(ranks, cuts, holes):
+    """As on one rank, NaN affects only its own sequence, and NaN in padding affects nothing."""
     case, size = (
         replace(EVERYTHING, dtype=torch.float64, lengths=(3, 97, 20, 30), tail=10),
         len(cuts) - 1,
@@ -248,7 +243,7 @@ def test_what_a_sequence_holds_stays_with_it_across_ranks(ranks, cuts, holes):
 
 
 def last_rank_loss(groups, size, case, cuts):
-    """Only the last rank's outputs count, but all ranks run backward."""
+    """Run backward on all ranks for a loss of the last rank's outputs."""
     group, rank = groups[size], dist.get_rank(groups[size])
     x = leaves_of(case, rank, cuts)
     o, _ = CHUNK[case.variant](**x, **case.flags(), group=group)
@@ -288,7 +283,7 @@ def planned_in_inference_mode(groups, size, case, cuts):
 
 
 @pytest.mark.parametrize("lengths", [None, (3, 130, 17)])
-def test_a_plan_made_for_inference_serves_training(ranks, lengths):
+def test_a_plan_made_in_inference_mode_works_for_training(ranks, lengths):
     case = replace(EVERYTHING, lengths=lengths)
     assert_all_identical(
         whole(ranks.run(2, planned_in_inference_mode, 2, case, CUTS[2])),
@@ -314,7 +309,7 @@ def test_two_runs_give_the_same_bits(ranks):
 
 
 def autocast(groups, size, case, cuts):
-    """o with q, k and v cast by autocast, and cast by hand."""
+    """Return o with q, k and v cast by autocast, and cast by hand."""
     group, rank = groups[size], dist.get_rank(groups[size])
     x = leaves_of(case, rank, cuts)
     with torch.autocast("cpu", torch.bfloat16):
@@ -346,7 +341,7 @@ def test_autocast_leaves_float64_alone(ranks):
 
 
 def counted(groups, size, case, cuts):
-    """Elements that this rank sends in each collective of a planned step."""
+    """Return the elements that this rank sends in each collective of a planned step."""
     from kda_ops.distributed import collectives
 
     sent, names = [], ("start_all_gather", "start_all_reduce")
@@ -405,7 +400,7 @@ def test_double_backward_is_refused(ranks):
 
 
 @pytest.mark.parametrize("variant", ["kda", "gdn"])
-def test_the_words_are_those_of_the_operator_and_group(variant):
+def test_the_signature_is_that_of_the_operator_plus_group(variant):
     face, operator = (
         inspect.signature(f).parameters
         for f in (CHUNK[variant], getattr(kda_ops, f"chunk_{variant}"))
@@ -418,7 +413,7 @@ def test_the_words_are_those_of_the_operator_and_group(variant):
 
 
 def compiled(groups, size, case, cuts, planned):
-    """A training step in one graph each way, and the operators of note that stand in the graphs."""
+    """Compile a training step to one graph each way; return results and the graphs' collectives."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -451,7 +446,7 @@ def compiled(groups, size, case, cuts, planned):
         cp.plan_context(cuts[rank + 1] - cuts[rank], group) if planned else group, **x
     )
     found = gradients(case, rank, size, cuts, x, o, state)
-    # Other lengths, another plan: the same graphs.
+    # other lengths and another plan use the same graphs
     x = {
         n: t if n not in SPREAD or t is None else t[:, 3:].detach().requires_grad_()
         for n, t in x.items()
@@ -465,7 +460,7 @@ def compiled(groups, size, case, cuts, planned):
 
 @pytest.mark.parametrize("variant,packed,planned", [("kda", False, False), ("gdn", True, True)])
 def test_fullgraph_holds_one_all_gather_each_way_for_any_lengths(ranks, variant, packed, planned):
-    # lengths that no other size has
+    # lengths that differ from every other size
     case, cuts = (
         replace(
             EVERYTHING, variant=variant, lengths=(3, 130, 17) if packed else None, final=packed
@@ -495,7 +490,7 @@ ROOT = Path(__file__).parents[1]
     [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]],
     ids=["alone", "torchrun"],
 )
-def test_the_example_proves_its_point(launcher):
+def test_the_example_matches_one_process(launcher):
     command = [
         sys.executable,
         *launcher,
@@ -519,7 +514,7 @@ def test_the_example_proves_its_point(launcher):
 @pytest.mark.parametrize(
     "K, V, offset", [(16, 8, 0), (3, 8, 0), (16, 7, 0), (16, 8, 1), (16, 0, 0)]
 )
-def test_values_stand_beside_zeros_whatever_their_width_and_place(dtype, K, V, offset):
+def test_values_are_padded_with_zeros_at_any_width_and_address(dtype, K, V, offset):
     memory = torch.randn(2 * 5 * 3 * V + offset, generator=torch.Generator().manual_seed(0)).to(
         dtype
     )
@@ -535,7 +530,7 @@ def test_values_stand_beside_zeros_whatever_their_width_and_place(dtype, K, V, o
 
 
 @pytest.mark.parametrize("B", [1, 2])
-def test_what_was_carried_in_is_added_in_place_of_one_row(B):
+def test_read_adds_the_entering_state_in_place_for_one_row(B):
     gen = torch.Generator().manual_seed(0)
     out, S = (
         torch.randn(B, 5, 3, 7 + 4, generator=gen, dtype=torch.float64),

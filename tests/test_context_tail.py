@@ -1,4 +1,4 @@
-"""The tokens before a shard, which a short convolution reads across ranks."""
+"""Exchange the tokens before a shard, which a short convolution reads across ranks."""
 
 import pytest
 import torch
@@ -13,9 +13,7 @@ from tests.support.context import cuts_of
 
 
 def tails(groups, size, lengths, cuts, taps, planned):
-    """The tail of this rank's shard of a counting x, and the gradient of a weighted sum of all
-    tails.
-    """
+    """Return this rank's tail of a counting x, and the gradient of a weighted sum of all tails."""
     group, rank = groups[size], dist.get_rank(groups[size])
     whole_x, weight = tail_case(lengths, cuts, taps)
     x = whole_x[:, cuts[rank] : cuts[rank + 1]].requires_grad_()
@@ -28,7 +26,7 @@ def tails(groups, size, lengths, cuts, taps, planned):
 
 
 def tail_case(lengths, cuts, taps):
-    """x [B, T, D] of all ranks, and a weight per rank like its tail."""
+    """Return x [B, T, D] of all ranks, and for each rank weights of its tail's shape."""
     B, N = (2, 2) if lengths is None else (1, len(lengths))
     gen = torch.Generator().manual_seed(0)
     return torch.randn(B, cuts[-1], 3, generator=gen), torch.randn(
@@ -65,8 +63,8 @@ def tail_cuts(draw):
 
 
 @given(tail_cuts(), st.booleans())
-@example((None, (0, 1, 2, 3, 9), 4), False)  # three ranks give one token each
-@example(((2, 7), (0, 4, 4, 5, 9), 4), True)  # an empty shard in between, and a seam within reach
+@example((None, (0, 1, 2, 3, 9), 4), False)  # three ranks contribute one token each
+@example(((2, 7), (0, 4, 4, 5, 9), 4), True)  # an empty shard, and a sequence start in the tail
 def test_a_tail_is_the_tokens_before_the_shard(ranks, drawn, planned):
     lengths, cuts, taps = drawn
     size = len(cuts) - 1
@@ -78,7 +76,7 @@ def test_a_tail_is_the_tokens_before_the_shard(ranks, drawn, planned):
 
 
 def convolution(groups, size, lengths, cuts):
-    """A layer's convolution over the whole, and over this rank's shard with the tail."""
+    """Run a layer's convolution on whole sequences, and on this rank's shard with its tail."""
     group, rank = groups[size], dist.get_rank(groups[size])
     torch.manual_seed(0)
     layer = ShortConvolution(6, 4, bias=True).double()
@@ -116,7 +114,7 @@ def test_the_layers_convolution_takes_the_tail(ranks, lengths):
 
 
 def compiled_tail(groups, size, cuts):
-    """A convolution across a cut, compiled and not, without a plan."""
+    """Run a convolution across a cut, compiled and eager, without a plan."""
     group, rank = groups[size], dist.get_rank(groups[size])
 
     def convolve(x, group):

@@ -1,8 +1,6 @@
-"""`kda_ops.inductor`: plain PyTorch around the operators folds into their flags, and only where
-this changes nothing beyond rounding.
+"""`kda_ops.inductor` folds PyTorch code into the operators' flags, and changes only rounding.
 
-Most tests run the pass on the graph that Dynamo captured and then call that graph; a few go through
-Inductor.
+Most tests run the pass on a Dynamo graph and call that graph; a few use Inductor.
 """
 
 from __future__ import annotations
@@ -120,7 +118,7 @@ def test_double_sigmoid_folds(name):
 def everything(
     op, variant, norm="rsqrt", gate="float", sigmoid="method", bounded=False, double=False
 ):
-    """A function of all inputs that writes every activation out."""
+    """Return a function of all inputs that writes every activation in PyTorch."""
     gates, sigmoids = BOUNDED if bounded else GATES, DOUBLE_SIGMOIDS if double else SIGMOIDS
 
     def f(q, k, v, g, beta, A_log, dt_bias):
@@ -173,7 +171,7 @@ def test_operators_on_a_state_pool_fold(name):
     assert captured.fold.folded == Counter(ALL)
 
 
-def test_nothing_is_left_of_what_was_folded():
+def test_a_fold_removes_the_folded_nodes():
     captured = Captured()
     captured.compile(everything(kda_ops.chunk_kda, "kda"))(*inputs().values())
     nodes = captured.calls[0].graph.nodes
@@ -222,7 +220,7 @@ def test_heads_repeated_after_the_norm_fold():
     assert_folds(f, inputs(), l2norm=1)
 
 
-def test_what_else_reads_an_activation_keeps_it():
+def test_an_activation_with_another_reader_stays():
     def f(q, k, v, g, beta, *_):
         b = beta.sigmoid()
         return kda_ops.chunk_kda(q, k, v, None, b)[0] * b.mean()
@@ -262,13 +260,13 @@ def test_any_length_folds_in_one_graph():
 
 @pytest.mark.parametrize("variant", RANK)
 def test_one_token_of_one_row_folds(variant):
-    """There the bias has as many sizes as the logits."""
+    """Here the bias has the same shape as the logits of the token."""
     x = {
         n: t.detach()[:1] if t.dim() > 2 else t.detach()
         for n, t in inputs(variant, tokens=1).items()
     }
     x["dt_bias"] = x["dt_bias"][None, None]
-    # from an empty state, nothing depends on these
+    # with one token and no initial state, these have no gradient
     x |= {n: t.requires_grad_() for n, t in x.items() if n not in ("g", "A_log", "dt_bias")}
     rank = RANK[variant]
 
@@ -283,7 +281,7 @@ def test_one_token_of_one_row_folds(variant):
 
 
 def redraw(f, x, rank, draw):
-    """The same results with the sums over channels in another order."""
+    """Compute the same results with the sums over channels in another order."""
     gen = torch.Generator().manual_seed(draw)
     order = {"K": torch.randperm(K, generator=gen), "V": torch.randperm(V, generator=gen)}
     axis = dict(q="K", k="K", v="V", o="V") | (dict(g="K", dt_bias="K") if rank else {})
@@ -298,7 +296,7 @@ def redraw(f, x, rank, draw):
     return {n: t[..., order[i].argsort()] if i else t for n, (t, i) in found.items()}
 
 
-# a smaller example is no clearer, and each one compiles
+# do not shrink: each example compiles, and a smaller one is not clearer
 @settings(phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     variant=st.sampled_from(sorted(RANK)),
@@ -312,18 +310,19 @@ def redraw(f, x, rank, draw):
     sigmoid=st.sampled_from(
         sorted((False, n) for n in SIGMOIDS) + sorted((True, n) for n in DOUBLE_SIGMOIDS)
     ),
-    tokens=st.sampled_from((5, 37, 65)),  # at one token the decay has no gradient but what cancels
+    tokens=st.sampled_from((5, 37, 65)),  # with one token the decay's gradient cancels to rounding
     seed=st.integers(0, 2**16),
 )
 def test_folding_changes_nothing_beyond_rounding(
     variant, name, dtype, wide, norm, gate, sigmoid, tokens, seed
 ):
-    """A folded program is as close to the same function in float64 as a plain one: |x - ref| <= 4
-    (|plain - ref| + eps max|ref|), maximum and RMS.
+    """A folded program is as close to float64 as the plain one, in maximum and RMS::
 
-    The error of the plain program is one draw; where it does not settle it, permuted channels give
-    others, as in `tests.support.closeness`. Twice its budget, because the two programs do not round
-    in the same places; `test_folding_changes_nothing_in_float64` is the sharp one.
+        |x - ref| <= 4 (|plain - ref| + eps max|ref|)
+
+    The plain program's error is one random draw. If it is too small, permuted channels give more
+    draws, as in `tests.support.closeness`. The factor is twice that budget's, because the programs
+    round in different places. `test_folding_changes_nothing_in_float64` is the strict test.
     """
     op = getattr(getattr(torch.ops, variant), name)
     (bounded, gate), (double, sigmoid) = gate, sigmoid
@@ -360,9 +359,7 @@ def test_folding_changes_nothing_beyond_rounding(
 @pytest.mark.parametrize("variant", RANK)
 @pytest.mark.parametrize("bounded", (False, True))
 def test_folding_changes_nothing_in_float64(variant, bounded):
-    """Where rounding is far below everything else, plain and folded agree in every digit that the
-    formulas determine.
-    """
+    """In float64 the plain and the folded program agree up to rounding."""
     x = inputs(variant, torch.float64)
     f = everything(
         getattr(torch.ops, variant).chunk,
@@ -391,7 +388,7 @@ def test_folding_changes_nothing_in_float64(variant, bounded):
 
 @pytest.fixture
 def fresh():
-    """Empty caches and counters around a test that compiles with Inductor."""
+    """Clear caches and counters before and after a test that compiles with Inductor."""
     torch._dynamo.reset()
     counters.clear()
     with fresh_cache():
@@ -400,7 +397,7 @@ def fresh():
 
 
 class Recorder(CustomGraphPass):
-    """Another pass: counts the operators' activations still to be seen."""
+    """Another pass, which counts the unfolded activations."""
 
     def __init__(self):
         self.seen = []
@@ -433,7 +430,7 @@ def test_inductor_trains_at_any_length_with_one_graph(fresh):
 
 
 def test_the_backend_composes_with_another_pass(fresh):
-    """By name, after the passes that the options give; and what was folded is what is cached."""
+    """The fold runs after the passes in the options, and the cache holds the folded graph."""
     before, f = Recorder(), everything(kda_ops.chunk_gdn, "gdn")
     x = inputs("gdn", grad=False)
     fold_preprocessing.folded.clear()
@@ -444,7 +441,7 @@ def test_the_backend_composes_with_another_pass(fresh):
     torch.testing.assert_close(got, f(*x.values()), rtol=1e-4, atol=1e-5)
     assert before.seen == [1] and fold_preprocessing.folded == Counter(ALL)
     if not hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes"):
-        return  # torch 2.12 and older take one pass in the options
+        return  # torch 2.12 and older accept only one pass in the options
     after = Recorder()
     torch._dynamo.reset()
     torch.compile(f, options={"pre_grad_custom_pass": [fold_preprocessing, after]})(*x.values())
@@ -456,8 +453,8 @@ class Another(FoldPreprocessing):
         return b"another"
 
 
-def test_the_cache_knows_the_pass(fresh):
-    """A second compilation finds the folded graph; one with another pass, or none, does not."""
+def test_the_cache_key_includes_the_pass(fresh):
+    """A second compilation hits the cache; one with another pass, or none, misses."""
     f, x = (
         lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, torch.sigmoid(beta))[0],
         inputs(grad=False),
@@ -481,7 +478,7 @@ def test_the_cache_knows_the_pass(fresh):
     assert compile_again() == (0, 1)
 
 
-# --- in a process of its own ----------------------------------------------------------------------
+# --- in a fresh process ---------------------------------------------------------------------------
 
 
 def run(code: str, *path: Path) -> str:
@@ -491,7 +488,7 @@ def run(code: str, *path: Path) -> str:
     ).stdout
 
 
-def test_importing_kda_ops_leaves_inductor_alone():
+def test_importing_kda_ops_does_not_import_inductor():
     assert (
         run(
             "import sys, kda_ops; print([m for m in ('torch._inductor', 'torch._dynamo', "
@@ -502,9 +499,7 @@ def test_importing_kda_ops_leaves_inductor_alone():
 
 
 def test_an_installed_entry_point_names_the_backend(tmp_path):
-    """pyproject's entry point, as an installed distribution shows it, is found without importing
-    kda_ops first.
-    """
+    """torch.compile finds an installed distribution's entry point without importing kda_ops."""
     line = re.search(
         r'torch_dynamo_backends"?\]\s*\n(kda_inductor) = "([\w.:]+)"',
         (ROOT / "pyproject.toml").read_text(),

@@ -1,6 +1,4 @@
-"""`kda_ops.inductor`: what is not the operator's activation is left alone, and so is what a fold
-would change.
-"""
+"""`kda_ops.inductor` folds no other functions, and nothing whose result would change."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import torch.nn.functional as F
 import kda_ops
 from tests.support.folding import NAMES, NORMS, Captured, assert_folds, assert_refuses, inputs, norm
 
-# --- what is not the operator's activation is left alone ------------------------------------------
+# --- other functions are not folded ---------------------------------------------------------------
 
 OTHERS = {
     "F.normalize": lambda q, k, v, g, b, A, dt: (
@@ -100,7 +98,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_function_is_left_alone(name):
+def test_another_function_is_not_folded(name):
     assert_refuses(lambda *x: kda_ops.chunk_kda(*OTHERS[name](*x))[0], inputs(), None)
 
 
@@ -144,7 +142,7 @@ def test_a_contradicting_bound_is_kept():
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def test_grad_mode_is_a_wall():
+def test_nothing_folds_across_a_change_of_grad_mode():
     def f(q, k, v, g, beta, *_):
         with torch.no_grad():
             b = beta.sigmoid()
@@ -161,14 +159,14 @@ def test_grad_mode_is_a_wall():
     assert_folds(both_inside, inputs(), sigmoid=1)
 
 
-def test_one_detached_factor_is_enough():
+def test_one_factor_under_no_grad_prevents_the_fold():
     def f(q, k, v, g, beta, A_log, dt_bias):
         with torch.no_grad():
             A = A_log.exp()[:, None]
         return kda_ops.chunk_kda(q, k, v, -A * F.softplus(g + dt_bias), None)[0]
 
     assert_refuses(f, inputs(), "grad mode")
-    # A detached leaf is a leaf like any other.
+    # a detached leaf folds like any other
     assert_folds(
         lambda q, k, v, g, b, A, dt: kda_ops.chunk_kda(
             q, k, v, -A.detach().exp()[:, None] * F.softplus(g + dt), None
@@ -178,7 +176,7 @@ def test_one_detached_factor_is_enough():
     )
 
 
-def test_autocast_is_a_wall():
+def test_nothing_folds_across_a_change_of_autocast():
     def f(q, k, v, g, beta, *_):
         with torch.autocast("cpu", torch.bfloat16):
             b = beta.sigmoid()
@@ -198,7 +196,7 @@ def _attend(q, k, v, *_):
 
 
 def _within(*modes):
-    """`_attend` under autocast modes that the program enters one after the other."""
+    """Return `_attend` under nested autocast modes, the first one outermost."""
     if not modes:
         return _attend
     inner = _within(*modes[1:])
@@ -232,10 +230,12 @@ HALF, NO_NAME, OFF, BFLOAT = (
         (None, [HALF], torch.float64, True),
     ],
 )
-def test_a_norm_that_autocast_would_round_to_float16_first_is_a_wall(ambient, modes, dtype, folds):
-    """It may be what brings q and k into its range."""
+def test_a_norm_does_not_fold_if_autocast_would_cast_its_input_to_float16(
+    ambient, modes, dtype, folds
+):
+    """The raw q and k may overflow float16; only the norm brings them into its range."""
     before = torch.get_autocast_dtype("cpu")
-    torch.set_autocast_dtype("cpu", torch.float16)  # what a mode without a dtype means
+    torch.set_autocast_dtype("cpu", torch.float16)  # the default of a mode without a dtype
     try:
         with torch.autocast("cpu", ambient or torch.float16, enabled=ambient is not None):
             captured = Captured()
@@ -319,7 +319,7 @@ WRITES = (
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("when", ("before", "after"))
-def test_a_write_in_place_is_a_wall(write, when):
+def test_nothing_folds_across_a_write_in_place(write, when):
     def f(q, k, v, g, beta, *_):
         b, out = beta.clone(), beta.detach() + 1
         y = b.sigmoid()
@@ -334,7 +334,7 @@ def test_a_write_in_place_is_a_wall(write, when):
     assert_refuses(f, x, "in-place")
 
 
-def test_a_write_to_something_else_is_no_wall():
+def test_a_write_to_another_tensor_does_not_prevent_a_fold():
     def f(q, k, v, g, beta, *_):
         y, other = beta.sigmoid(), torch.zeros_like(beta)
         other.add_(1)
@@ -343,8 +343,8 @@ def test_a_write_to_something_else_is_no_wall():
     assert_folds(f, inputs(), sigmoid=1)
 
 
-def test_vmap_around_an_operator_is_no_wall_unless_something_is_written():
-    """What is mapped has no storage to compare."""
+def test_vmap_around_an_operator_folds_unless_something_is_written():
+    """Mapped tensors have no storage to compare with the written one."""
 
     def f(q, k, v, g, beta, *_):
         o = torch.vmap(lambda q, b: kda_ops.chunk_kda(q, k, v, None, b.sigmoid())[0])(
@@ -376,7 +376,7 @@ def test_vmap_around_an_operator_is_no_wall_unless_something_is_written():
     assert_refuses(elsewhere, inputs(grad=False), "in-place")
 
 
-def test_a_write_before_is_part_of_the_leaf():
+def test_a_write_before_the_activation_does_not_prevent_a_fold():
     def f(q, k, v, g, beta, *_):
         b = beta.clone()
         b.mul_(0.5)
@@ -453,7 +453,7 @@ def test_a_cast_that_loses_precision_is_not_folded(name):
 
 
 def test_logits_rounded_by_the_program_stay_rounded():
-    """A narrowing cast of the logits comes before the activation: it is folded up to there."""
+    """A narrowing cast of the logits is kept; only the activation after it folds."""
     x = inputs(grad=False)
     captured = assert_folds(
         lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(

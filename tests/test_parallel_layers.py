@@ -1,5 +1,6 @@
-"""Layers that several processes share, over tokens, heads or rows, against one process: outputs and
-the gradient of every parameter.
+"""Compare layers sharded over processes by tokens, heads or rows with one process.
+
+The tests check outputs and the gradient of every parameter.
 """
 
 import math
@@ -28,7 +29,7 @@ variants = pytest.mark.parametrize("variant", LAYERS)
 
 
 def build(variant, options):
-    """A small layer in float64, the same on every rank."""
+    """Build a small layer in float64, the same on every rank."""
     torch.manual_seed(0)
     layer = LAYERS[variant](HIDDEN, **options).double()
     with torch.no_grad():
@@ -37,7 +38,7 @@ def build(variant, options):
 
 
 def batch(B=1, tokens=T):
-    """x and the weights of its outputs in the loss."""
+    """Return x and the weights of its outputs in the loss."""
     gen = torch.Generator().manual_seed(B * 1000 + tokens)
     return (torch.randn(B, tokens, HIDDEN, dtype=torch.float64, generator=gen) for _ in range(2))
 
@@ -51,7 +52,7 @@ def whole(x):
 
 
 def step(layer, x, weight, **options):
-    """Output, loss and gradients of one step; the loss is a sum over tokens."""
+    """Return output, loss and gradients of one step; the loss is a sum over tokens."""
     x = x.detach().requires_grad_()
     y = layer(x, **options)
     (y * weight).sum().backward()
@@ -72,7 +73,7 @@ def assert_same(got, want, bound=1e-10):
 
 
 def joined(parts, axis):
-    """Tokens or rows of all ranks side by side, gradients of parameters summed."""
+    """Join the ranks' results: concatenate tokens or rows, sum gradients of parameters."""
     return {
         n: torch.cat([p[n] for p in parts], axis) if n in ("y", "dx") else sum(p[n] for p in parts)
         for n in parts[0]
@@ -100,15 +101,15 @@ def over_tokens(groups, size, variant, options, cuts, B, lengths, how):
     "size,cuts,lengths,options",
     [
         (2, (0, 17, T), None, PLAIN),
-        (2, (0, 17, T), (3, 20, 0, 5), GROUPED),  # two tokens past the last offset
-        (3, (0, 1, 3, T), None, GROUPED),  # shards shorter than what the convolutions read
+        (2, (0, 17, T), (3, 20, 0, 5), GROUPED),  # two tokens after the last offset
+        (3, (0, 1, 3, T), None, GROUPED),  # shards shorter than a convolution's tail
         (3, (0, 12, 12, T), (11, 19), PLAIN),  # an empty shard
         (3, (0, 10, 20, T), (4, 26), PLAIN | dict(use_short_conv=False)),
         (2, (0, 10, T), None, PLAIN | dict(conv_size=1)),
     ],
     ids=str,
 )
-def test_a_layer_across_ranks_is_the_layer(ranks, variant, size, cuts, lengths, options):
+def test_a_layer_across_ranks_matches_one_process(ranks, variant, size, cuts, lengths, options):
     B = 2 if lengths is None else 1
     parts = ranks.run(size, over_tokens, size, variant, options, cuts, B, lengths, "group")
     assert_same(joined(parts, 1), one_process(variant, options, B, lengths))
@@ -116,13 +117,13 @@ def test_a_layer_across_ranks_is_the_layer(ranks, variant, size, cuts, lengths, 
 
 @pytest.mark.parametrize("how", ["plan", "compiled"])
 @pytest.mark.parametrize("variant,lengths", [("kda", (3, 20, 0, 5)), ("gdn", None)])
-def test_with_a_plan_or_compiled_into_one_graph_it_is_the_same(ranks, variant, lengths, how):
+def test_a_plan_or_one_compiled_graph_gives_the_same(ranks, variant, lengths, how):
     parts = ranks.run(2, over_tokens, 2, variant, GROUPED, (0, 17, T), 1, lengths, how)
     assert_same(joined(parts, 1), one_process(variant, GROUPED, 1, lengths))
 
 
 def change(fault, layer, x, arguments):
-    """What rank 1 does otherwise."""
+    """Change rank 1's call by one fault."""
     if fault == "hidden":
         return layer, x[..., 1:], arguments
     if fault == "rows":
@@ -159,9 +160,7 @@ TOLD = {
 
 
 def odd_one_out(groups, size):
-    """What each rank is told of each fault of rank 1; after each, a right call, to see that the
-    group still works.
-    """
+    """Return each rank's message for each fault of rank 1; a correct call follows each."""
     group, rank, told = groups[size], dist.get_rank(groups[size]), {}
     for fault in TOLD:
         layer, (x, weight) = build("kda", PLAIN), batch()
@@ -189,9 +188,7 @@ def test_every_rank_is_told_what_differs(ranks):
 
 
 def two_groups(groups, size):
-    """Ranks 0 and 1 pass a group of their own; 2 and 3 the group of four, whose timeout is two
-    seconds.
-    """
+    """Call with a group of two on ranks 0 and 1, of four (timeout 2 s) on ranks 2 and 3."""
     layer, (x, _) = build("kda", PLAIN), batch()
     try:
         layer(x, group=groups["lower half" if dist.get_rank() < 2 else "impatient"])
@@ -239,8 +236,9 @@ def test_across_ranks_projections_may_be_modules_without_a_weight():
 
 
 def over_heads(groups, size, variant, options, how):
-    """A step of a layer whose heads lie on two ranks; x is whole on both, or, with sequence
-    parallelism, cut.
+    """Run a step of a layer whose heads are sharded over two ranks.
+
+    x is whole on both, or sharded with sequence parallelism.
     """
     mesh, rank = mesh_of(groups[size]), dist.get_rank(groups[size])
     layouts = (
@@ -272,7 +270,7 @@ def over_heads(groups, size, variant, options, how):
 
 @variants
 @pytest.mark.parametrize("how", ["dense", "packed", "padded", "sequence parallel", "compiled"])
-def test_a_layer_with_heads_on_two_ranks_is_the_layer(ranks, variant, how):
+def test_a_layer_with_heads_on_two_ranks_matches_one_process(ranks, variant, how):
     options = GROUPED if how != "dense" else PLAIN
     parts = ranks.run(2, over_heads, 2, variant, options, how)
     if how == "sequence parallel":
@@ -291,7 +289,7 @@ def test_a_layer_with_heads_on_two_ranks_is_the_layer(ranks, variant, how):
 
 
 def decode(groups, size):
-    """A prompt and five tokens through a cache, heads on two ranks."""
+    """Run a prompt and five tokens through a cache, with heads on two ranks."""
     mesh = mesh_of(groups[size])
     layer = parallelize_module(build("kda", GROUPED), mesh, HeadParallel())
     x, _ = batch(2)
@@ -345,7 +343,7 @@ def wrong_plans(groups, size):
             parallelize_module(module, mesh, HeadParallel())
 
 
-def test_heads_that_do_not_divide_are_refused(ranks):
+def test_heads_that_the_ranks_do_not_divide_are_refused(ranks):
     ranks.run(2, wrong_plans, 2)
 
 
@@ -353,7 +351,7 @@ def test_heads_that_do_not_divide_are_refused(ranks):
 
 
 class Block(nn.Module):
-    """Two layers, one of each kind, around an MLP."""
+    """A KDA and a GDN layer around an MLP."""
 
     def __init__(self):
         super().__init__()
@@ -367,7 +365,7 @@ class Block(nn.Module):
 
 
 def trained(model, x, weight, mesh=None, group=None):
-    """Parameters after two steps of SGD, and the output before."""
+    """Return the parameters after two steps of SGD, and the output before them."""
     first, optimizer = None, torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(2):
         y = model(x, group=group)
@@ -379,8 +377,9 @@ def trained(model, x, weight, mesh=None, group=None):
 
 
 def over_a_mesh(groups, sizes, names):
-    """Rows on "dp" by FSDP2, tokens on "cp", heads on "tp"; the rest of the model is sharded by
-    FSDP2 and whole on "tp".
+    """Train with rows on "dp" by FSDP2, tokens on "cp" and heads on "tp".
+
+    FSDP2 shards the other parameters over "dp"; they are replicated on "tp".
     """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -399,7 +398,7 @@ def over_a_mesh(groups, sizes, names):
     data = mesh[tuple(replicas)]._flatten("data") if len(replicas) > 1 else mesh[replicas[0]]
     for module in (model.kda, model.gdn, model):
         fully_shard(module, mesh=data)
-        module.set_gradient_divide_factor(1.0)  # the loss is a sum
+        module.set_gradient_divide_factor(1.0)  # the loss is a sum, so FSDP2 must not average
     if "dp" in names:
         x, weight = (t.chunk(mesh["dp"].size(), 0)[mesh.get_local_rank("dp")] for t in (x, weight))
     if "cp" in names:
@@ -411,11 +410,11 @@ def over_a_mesh(groups, sizes, names):
 
 
 @pytest.mark.parametrize("names", [("dp", "tp"), ("cp", "tp"), ("dp", "cp")], ids="+".join)
-def test_training_on_a_mesh_of_two_dimensions_is_training_on_one_process(ranks, names):
+def test_training_on_a_mesh_of_two_dimensions_matches_one_process(ranks, names):
     assert_mesh(ranks.run(4, over_a_mesh, (2, 2), names))
 
 
-def test_and_on_a_mesh_of_three():
+def test_training_on_a_mesh_of_three_dimensions_matches_one_process():
     ranks = Ranks(8)
     try:
         assert_mesh(ranks.run(8, over_a_mesh, (2, 2, 2), ("dp", "cp", "tp")))
@@ -434,8 +433,10 @@ def assert_mesh(answers):
 
 
 def over_rows(groups, size, how, compiled):
-    """Rows on the ranks. DistributedDataParallel averages over them, so the loss of each counts as
-    often as there are ranks; FSDP2 is told to sum.
+    """Train with rows sharded over the ranks.
+
+    DistributedDataParallel averages gradients, so each loss is multiplied by the number of ranks.
+    FSDP2 sums.
     """
     rank = dist.get_rank(groups[size])
     torch.manual_seed(0)
@@ -459,7 +460,7 @@ def over_rows(groups, size, how, compiled):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_data_parallel_training_is_training_on_one_process(ranks, how, compiled):
+def test_data_parallel_training_matches_one_process(ranks, how, compiled):
     parts = ranks.run(2, over_rows, 2, how, compiled)
     torch.manual_seed(0)
     want = trained(Block(), *batch(2))
@@ -551,7 +552,7 @@ def test_a_cache_of_another_dtype_is_refused_where_fsdp_would_convert_it(ranks, 
         torch.testing.assert_close(steps, at_once, rtol=0, atol=0.02 * at_once.abs().max().item())
 
 
-def test_the_steps_change_what_they_compare():
+def test_training_changes_the_compared_parameters():
     torch.manual_seed(0)
     before, after = dict(Block().named_parameters()), trained(Block(), *batch(2))
     assert all(

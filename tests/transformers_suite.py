@@ -1,5 +1,6 @@
-"""transformers' own tests of a model, for models whose layers call our operators; not part of the
-suite, for it needs transformers' test files.
+"""Run the model tests of transformers on models that call our operators.
+
+This is not part of the suite, because it needs transformers' test files::
 
     pip download --no-deps --no-binary transformers transformers==5.23.0
     tar xzf transformers-5.23.0.tar.gz
@@ -8,9 +9,9 @@ suite, for it needs transformers' test files.
     python -m pytest tests/transformers_suite.py             # with our operators
     PLAIN=1 python -m pytest tests/transformers_suite.py     # without
 
-The source distribution holds the tests that all models share (forward, batching, dtypes, attention
-backends, checkpointing, saving, training until it fits), but neither those of `generate` nor the
-files of single models: our own suite holds their laws. What passed: tests/TRANSFORMERS.md.
+The source distribution holds the tests that all models share: forward, batching, dtypes, attention
+backends, checkpointing, saving, training to overfit. It lacks the tests of `generate` and of single
+models; our suite checks their laws. Results: tests/TRANSFORMERS.md.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _module(name: str, **contents: object) -> None:
     vars(sys.modules[name]).update(contents)
 
 
-# The shared tests import two mixins that the distribution lacks.
+# The shared tests import two mixins that the source distribution lacks.
 _module("upstream", __path__=[str(_FOLDER)])
 _module("upstream.exporters", __path__=[])
 _module("upstream.generation", __path__=[])
@@ -77,7 +78,7 @@ def teardown_module():
 
 
 class Tester:
-    """What the shared tests ask of a model: a small configuration, inputs, and its classes."""
+    """A small configuration, inputs and classes of a model, for the shared tests."""
 
     is_training, batch_size, seq_length, hidden_size, num_hidden_layers, num_attention_heads = (
         True,
@@ -127,7 +128,7 @@ class Tester:
 
 class _Shared(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin):
     name: str
-    # asks every layer for an attention map; transformers' tests of these models replace it
+    # expects an attention map from every layer; transformers' tests of these models replace it
     test_attention_outputs = None
 
     @property

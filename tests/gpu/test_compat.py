@@ -1,6 +1,4 @@
-"""Models of transformers on a GPU: the same results with our operators under them, eager and
-compiled whole, in training and in generation.
-"""
+"""Compare transformers models with and without our operators on a GPU, eager and compiled."""
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from tests.support.models import (
 from tests.support.witness import backward_errors
 
 MAIN = ("kimi_linear", "qwen3_next", "qwen3_5")
-SHORT = MAIN[:2]  # the third has the second's delta rule
+SHORT = MAIN[:2]  # the third has the same delta rule as the second
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +51,7 @@ def test_logits_loss_and_gradients_are_the_same(name, mode):
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_in_bfloat16_they_are_as_close_as_the_own_path(name):
+def test_bfloat16_is_as_close_to_float32_as_the_path_of_transformers(name):
     x = to(left_padded((70, 33)), "cuda")
     wide, narrow = models.model(name, "cuda"), models.model(name, "cuda", torch.bfloat16)
     results = []
@@ -91,9 +89,10 @@ def test_generated_tokens_are_the_same(name, lengths):
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_packed_sequences_are_the_sequences_alone(name):
-    """As transformers' own path has them on a CPU, in float64 but for what it casts to float32
-    itself: rounding on this device is left out of it.
+def test_packed_sequences_equal_the_sequences_alone(name):
+    """The reference is transformers' path on a CPU in float64, to exclude this device's rounding.
+
+    transformers casts some of it to float32 itself.
     """
     ids = [models.tokens(n, seed=n) for n in (5, 1, 70, 64, 37)]
     exact, net = models.model(name, "cpu", torch.float64), models.model(name, "cuda")

@@ -1,5 +1,6 @@
-"""Several GPUs over NCCL: shards, layers, compiled code and tensors on a device that is not the
-current one, each against one GPU or the definition.
+"""Compare several GPUs over NCCL with one GPU or the definition.
+
+Covers shards, layers, compiled code, and tensors on a device that is not the current one.
 """
 
 import copy
@@ -106,7 +107,7 @@ def test_every_rank_is_told_what_differs_and_the_group_still_works(ranks, fault)
 
 
 def graph_step(groups, size, case, cuts):
-    """A step of compiled code as Inductor makes it, beside the eager one."""
+    """Run a step compiled by Inductor, and the eager one."""
     group, rank = groups[size], dist.get_rank(groups[size])
     x = {
         n: t
@@ -134,7 +135,7 @@ def test_inductor_compiles_it(ranks):
 
 
 class Block(nn.Module):
-    """A layer of each kind around an MLP."""
+    """A KDA and a GDN layer around an MLP."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +162,7 @@ def batch():
 
 
 def learned(model, x, weight, group=None):
-    """Output and gradients of one step under autocast."""
+    """Return the output and gradients of one step under autocast."""
     with torch.autocast(x.device.type, BF16):
         y = model(x, group=group)
     (y.float() * weight).sum().backward()
@@ -175,9 +176,7 @@ def full(x):
 
 
 def layered(groups, size, how):
-    """The step of a block whose rows, tokens or heads lie on the ranks; each part of `how` has one
-    dimension of a mesh.
-    """
+    """Run the step of a block sharded by rows, tokens or heads, one mesh axis per part of `how`."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     group, rank = groups[size], dist.get_rank(groups[size])
@@ -233,7 +232,7 @@ def layered(groups, size, how):
 
 @pytest.fixture(scope="module")
 def reference():
-    """The step in float64 on the CPU, and on one GPU."""
+    """Return the step in float64 on the CPU, and on one GPU."""
     block, (x, weight) = Block(), batch()
     exact = copy.deepcopy(block).double()
     y = exact(x.double())
@@ -250,7 +249,7 @@ WAYS = [(2, how) for how in ("ddp", "ddp compiled", "dp", "dp compiled", "tp", "
 
 
 @pytest.mark.parametrize("size,how", WAYS)
-def test_a_block_on_several_gpus_learns_what_it_learns_on_one(ranks, reference, size, how):
+def test_a_block_on_several_gpus_matches_one(ranks, reference, size, how):
     if size not in SIZES:
         pytest.skip("needs four GPUs")
     exact, one = reference
