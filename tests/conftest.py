@@ -62,13 +62,13 @@ if _DEVICE:
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """Called by pytest with all that it collected."""
+    """Start the tests that take minutes first."""
     longest_first(items)
 
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Processes of a gloo group, started by the first test that asks for them."""
+    """Yield the processes of a gloo group; the first request starts them."""
     from tests.support.ranks import Ranks
 
     ranks = Ranks()

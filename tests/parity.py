@@ -31,14 +31,15 @@ SMOOTH = 12  # steps
 
 
 def distance(a: list[float], b: list[float]) -> float:
-    """The RMS over a run of the difference between two smoothed curves, in bits per byte."""
+    """Return the RMS difference of two smoothed curves over a run, in bits per byte."""
     x, y = (torch.tensor(c, dtype=torch.float64).unfold(0, SMOOTH, 1).mean(-1) for c in (a, b))
     return (x - y).square().mean().sqrt().item()
 
 
 def verdict(curves: dict[str, dict[str, list[float]]]) -> tuple[float, float]:
-    """The largest distance of a run on the GPU from the native one of its seed, and the least
-    between native runs of different seeds.
+    """Return the largest distance of GPU and native runs, and the smallest between seeds.
+
+    The first compares runs of the same seed, the second native runs of different seeds.
     """
     native, cuda = curves["native"], curves["cuda"]
     return max(distance(cuda[s], native[s]) for s in cuda), min(
@@ -47,7 +48,7 @@ def verdict(curves: dict[str, dict[str, list[float]]]) -> tuple[float, float]:
 
 
 def run(variant: str, device: str, seed: int, threads: int) -> list[float]:
-    """The training losses of one run."""
+    """Return the training losses of one run."""
     words = [
         f"--{n.replace('_', '-')}={x}" for n, x in (SIZES | dict(seed=seed, device=device)).items()
     ] + ["--gdn"] * (variant == "gdn")

@@ -14,7 +14,7 @@ SUITE = {"source": "s", "passed": 5, "failed": 1, "skipped": 0, "cut": None}
 
 
 def evidence_of(*rows, **changed):
-    """An evidence file of rows that are valid unless they have a `code`."""
+    """Make an evidence file of rows, which are valid unless they have a `code`."""
     code = {"triton": "2", "rows": {case_of(r): "scan:1" for r in rows}}
     made = [{"gpu": "G", "torch": "1", "triton": "2", "code": code_of("scan:1")} | r for r in rows]
     return {"code": code, "suite": SUITE, "rows": made, "missing": {}} | changed

@@ -21,14 +21,14 @@ def chunk_gated_delta_rule(q, k, v, g, beta, *, auto_cp):
 
 
 def kimi_delta_attention(q, k, v, g, beta, offsets):
-    """The cuDNN frontend's: packed sequences, no axis for the batch, a decay in fp32."""
+    """Stand in for the cuDNN frontend: packed sequences, no batch axis, a decay in fp32."""
     assert q.dim() == v.dim() == g.dim() == 3 and g.dtype == torch.float32
     return kda_ops.chunk_kda(*(t[None] for t in (q, k, v, g, beta)), cu_seqlens=offsets)[0][0]
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The modules that the adapters import."""
+    """Install fakes of the modules that the adapters import."""
 
     def install(name, **members):
         for end in range(1, name.count(".") + 2):

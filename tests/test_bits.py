@@ -16,7 +16,7 @@ WITHOUT = ("KDA_OPS_CPU", "TRITON_INTERPRET", "PYTHONPATH")
 
 
 def compare(folder, change, *words, **environment):
-    """The script's lines for this tree and a copy of it with a change, and its exit status."""
+    """Return the script's lines and exit status for this tree and a changed copy of it."""
     for name in ("kda_ops", "registrations"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     file, old, new = change

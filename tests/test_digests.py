@@ -103,7 +103,7 @@ def test_only_an_instruction_makes_rows_stale_and_only_those_of_its_kernels(comp
 
 def test_a_digest_is_of_what_reaches_the_device():
     def cubin(text=b"\1\2", name="scan", line=b"7", shared=64):
-        """A file with code, shared memory and lines, as ELF has them."""
+        """Make an ELF file with code, shared memory and line numbers."""
         sections = [("", 0, 0, b"", 0), (f".text.{name}", 1, 6, text, 0)]
         sections += [(f".nv.shared.{name}", 8, 3, b"", shared), (".debug_line", 1, 0, line, 0)]
         names = b"".join(s[0].encode() + b"\0" for s in sections) + b".shstrtab\0"

@@ -14,8 +14,9 @@ FILE = Path(__file__).parent / "gpu" / "drift.json"
 
 
 def assert_holds(rows, steps, ops=tuple(drift.CHUNK)):
-    """A record is whole, every window is within its limit, and the last windows are no worse than
-    the early ones.
+    """Check that a record is whole and every window within its limit.
+
+    The last windows must be no worse than the early ones.
     """
     assert [(r["op"], r["pool"], r["step"]) for r in rows] == [
         (op, pool, steps // drift.WINDOWS * (i + 1))

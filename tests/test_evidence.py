@@ -222,15 +222,13 @@ MACHINE = {"gpu": "GPU", "torch": "2", "triton": "1"}
 
 
 def made(row, kernels="scan:1"):
-    """A row as the command writes it."""
+    """Make a row as the command writes it."""
     return row | {"code": digests.code_of(kernels)} | MACHINE
 
 
 @pytest.fixture
 def device(monkeypatch):
-    """A GPU, as far as the command can see, a suite that passes, and a tree whose cases all have
-    one kernel.
-    """
+    """Fake a GPU, a suite that passes, and a tree whose cases all have one kernel."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GPU")
     monkeypatch.setattr("torch.__version__", "2")
@@ -246,9 +244,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def measures(monkeypatch):
-    """Called with what a run says of each case, it makes the benchmark say that; the names of the
-    cases it was asked for.
-    """
+    """Return `say(*rows)`, which fakes the benchmark's rows and returns the cases asked for."""
 
     def say(*said):
         asked = []
@@ -265,7 +261,7 @@ def measures(monkeypatch):
 
 
 def written(path, rows, source="tree", **missing):
-    """A file that holds these rows."""
+    """Write a file of these rows."""
     suite = {
         "source": source,
         **MACHINE,

@@ -32,7 +32,7 @@ def through_file(program):
 
 
 def calls(program):
-    """The operators that a program calls."""
+    """Return the operators that a program calls."""
     return [
         str(n.target) for n in program.graph.nodes if str(n.target).startswith(("kda.", "gdn."))
     ]

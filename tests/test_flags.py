@@ -19,7 +19,7 @@ WIDE = {"dtype": torch.float32, "narrow": False}
 
 
 def activated_outside(case, inputs):
-    """The same call with norm, gate and sigmoid computed by torch before the operator."""
+    """Compute norm, gate and sigmoid by torch before the operator."""
     x = dict(inputs)
     if case.l2norm:
         x["q"], x["k"] = (

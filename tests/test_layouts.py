@@ -12,7 +12,7 @@ from tests.support.target import TARGET
 
 
 def _swapped(case):
-    """The same call in the other layout: states and their gradients transposed."""
+    """Return the same call in the other layout: states and their gradients transposed."""
     other = replace(case, transposed=not case.transposed)
     inputs = case.inputs(TARGET.device)
     if inputs["initial_state"] is not None:

@@ -26,7 +26,7 @@ OPS = ("chunk", "recurrent")
 
 
 def delta_rule(case, inputs):
-    """The delta rule without any decay, in float64, one head and token at a time."""
+    """Run the delta rule without decay, in float64, one head and token at a time."""
     x = {n: None if t is None else t.cpu().double() for n, t in inputs.items()}
     group, scale = case.HV // case.H, case.K**-0.5 if case.scale is None else case.scale
     o = torch.zeros(case.B, case.T, case.HV, case.V, dtype=torch.float64)

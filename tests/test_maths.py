@@ -15,7 +15,7 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks():
-    """The code of each block, with the number of lines before it in the file."""
+    """Return the code of each block, and the number of lines before it in the file."""
     text = DOCUMENT.read_text()
     return [(text[: m.start(1)].count("\n"), m[1]) for m in _BLOCK.finditer(text)]
 
@@ -35,9 +35,7 @@ def inputs():
 
 
 def definition(q, k, v, g, beta, S_0, scale):
-    """The recurrence by the reference backend's one token, for autograd; not the code of the
-    document.
-    """
+    """Run the recurrence by the reference backend, not by the document's code, for autograd."""
     from kda_ops.backends.reference import recur
 
     o, S = [], S_0

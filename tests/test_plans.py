@@ -11,7 +11,7 @@ from kda_ops import dispatch, problem, recurrent
 
 @pytest.fixture
 def plans(monkeypatch):
-    """The calls that were planned, and the outputs that planned calls were given."""
+    """Return the planned calls and the outputs passed to them, recorded by a stub."""
     made, outputs = [], []
     stub = SimpleNamespace(
         step=lambda p, o, final: None,

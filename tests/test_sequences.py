@@ -19,7 +19,7 @@ WIDE = st.sampled_from((8, 24, 33, 40))  # widths of one have a test of their ow
 
 
 def take(inputs, row, tokens):
-    """The inputs of some tokens of one batch row, as a call of their own."""
+    """Return the inputs of some tokens of one batch row, as a separate call."""
     rest = {"cu_seqlens": None}
     return {
         n: x if x is None or n not in PER_TOKEN else x[row : row + 1, tokens]
@@ -121,8 +121,9 @@ def test_packed_sequences_have_the_gradients_of_separate_ones(case):
 
 
 def _assert_same_but_for_sums(got, want):
-    """The same bits, except that the sums over tokens, the gradients of parameters, may have run in
-    another order.
+    """Check for the same bits, except in the gradients of parameters.
+
+    These are sums over tokens, which may run in another order.
     """
     for name in ("dA_log", "ddt_bias"):
         if name in want:

@@ -52,7 +52,7 @@ def one_chunk_per_run(monkeypatch):
 
 
 def law(test, **given):
-    """A law of another file, on a case of this one."""
+    """Run a test of another file on a case of this one."""
     test.hypothesis.inner_test(**given)
 
 

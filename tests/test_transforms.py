@@ -117,8 +117,9 @@ def test_a_tangent_of_a_cotangent_is_refused_in_words(op):
 
 
 def squared(case, op):
-    """The sum of squares of what an operator gives, as a function of its floating inputs; those
-    inputs; and their gradients by torch.autograd.
+    """Return the sum of squares of an operator's results, as a function of its floating inputs.
+
+    Also return those inputs, and their gradients by torch.autograd.
     """
     x = {
         n: t

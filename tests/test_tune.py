@@ -17,8 +17,9 @@ CALL = dict(op="gdn", K=128, V=128, dtype="bf16", gate="softplus", B=1, T=64, H=
 
 
 def stand_in(times: str) -> str:
-    """A process that tries five candidates: a number is a time, None a wrong result, "end" what
-    ends the process.
+    """Return a script that tries five candidates.
+
+    A number is a time, None a wrong result; "end" ends the process.
     """
     return f"""
 import json, os, sys
@@ -84,7 +85,7 @@ def test_a_process_that_tries_nothing_is_an_error(candidates):
 
 @pytest.fixture
 def tuning(monkeypatch, tmp_path):
-    """The module with a file of its own, at `tuning.cache_file()`."""
+    """Return the tuning module with its own file at `tuning.cache_file()`."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
     from kda_ops.backends.triton import tuning

@@ -53,7 +53,7 @@ ARGUMENTS = {
 
 
 def arguments(variant, op):
-    """A legal call: tensors by name; keywords are the names that no argument has."""
+    """Return the tensors of a legal call by name."""
     x = Case(variant, B=B, T=T, H=H, HV=HV, K=K, V=V).inputs() | {
         n: None for n in ("state_indices", "num_accepted_tokens", "snapshot_indices")
     }

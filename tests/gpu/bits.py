@@ -54,7 +54,7 @@ def cases(small: bool, only: list[str]) -> list[tuple[str, ...]]:
 
 
 def inputs(case: tuple[str, ...], small: bool) -> tuple[dict[str, Tensor], dict]:
-    """The tensors of a case, drawn on the CPU from a seed that follows from its name; and flags."""
+    """Return a case's flags and tensors, drawn on the CPU from a seed made of its name."""
     variant, operator, dtype, gate, *words = case
     B, T, H, D = (
         (1, 70, 1, 16) if small else (1, 8192, 2, 128) if "few" in words else (2, 300, 4, 128)
@@ -134,7 +134,7 @@ def run(case: tuple[str, ...], small: bool, device: str) -> dict[str, Tensor]:
 
 
 def keep(x: Tensor) -> tuple[str, Tensor]:
-    """The hash of a tensor's bits, and its numbers, or a million or so of them."""
+    """Return the hash of a tensor's bits, and its numbers, thinned to about a million."""
     x = x.detach().cpu().contiguous()
     digest = hashlib.sha256(str(x.shape).encode() + x.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest(), x.flatten()[:: max(1, x.numel() >> 20)].clone()

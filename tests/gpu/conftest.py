@@ -6,6 +6,6 @@ from tests.support.suite import Reasons
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Called by pytest when it begins."""
+    """Print failures at once, and turn kernels that lose registers into errors."""
     config.pluginmanager.register(Reasons(config))
     config.addinivalue_line("filterwarnings", "error:.* has lost its registers:RuntimeWarning")

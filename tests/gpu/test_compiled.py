@@ -57,9 +57,7 @@ def new_tokens(length=130, seed=0, batch=2):
 
 
 def gradients(model, call, windows):
-    """The gradients of the summed losses of some windows, accumulated one backward after another;
-    and the losses.
-    """
+    """Return the gradients accumulated over the windows' losses, and the losses."""
     model.zero_grad(set_to_none=True)
     losses = []
     for window in windows:
@@ -70,7 +68,7 @@ def gradients(model, call, windows):
 
 
 def distance(got, want):
-    """The largest relative RMS difference over the tensors of two dictionaries."""
+    """Return the largest relative RMS difference over the tensors of two dictionaries."""
     assert got.keys() == want.keys()
     return max(
         (
@@ -296,7 +294,7 @@ def test_work_goes_to_the_stream_of_the_call(variant, compiled):
 
 @pytest.fixture
 def room():
-    """What a test took of the GPU is free again for the processes beside this one."""
+    """Free a test's GPU memory for the other processes."""
     yield
     torch.cuda.empty_cache()
 

@@ -24,7 +24,7 @@ CASES = (
 
 
 def launched(case, monkeypatch):
-    """The digests of the kernels that a call of our side of a case runs on this GPU."""
+    """Return the digests of the kernels that our side of a case runs on this GPU."""
     from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 

@@ -21,8 +21,9 @@ LOAD = (
 
 
 def how_a_plain_package_ends(folder: Path) -> int:
-    """The exit status of a process that loads and runs a package of a plain Linear, made and loaded
-    by torch alone.
+    """Return the exit status of a process that loads and runs a package of a plain Linear.
+
+    Only torch makes and loads the package.
     """
     module, x = torch.nn.Linear(32, 32, device="cuda"), torch.randn(3, 32, device="cuda")
     torch.save(x, folder / "in.pt")

@@ -134,8 +134,9 @@ def test_nothing_outside_the_outputs_is_written_and_all_of_them_is(variant):
 
 
 def assert_a_graph_replays(case, *others):
-    """A graph captured on a case gives the bits of an eager call on the inputs of each other one,
-    copied into its memory.
+    """Check that a graph captured on a case replays on the inputs of the others.
+
+    Their inputs are copied into its memory; the bits must be those of an eager call.
     """
     static = case.inputs(CUDA)
     forward(case, static)
