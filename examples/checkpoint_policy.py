@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> dict[tuple[str, str], Step]:
     x, steps = torch.randn(2, args.tokens, 64, generator=torch.Generator().manual_seed(0)), {}
     print(
         f"{args.layers} layers, 2 x {args.tokens} tokens\n{'':28s} forwards of the operator   "
-        "peak MB"
+        "peak MiB"
     )
     for name, policy in POLICIES.items():
         torch.manual_seed(0)

@@ -6,8 +6,8 @@ Usage::
     python examples/serve.py --device cuda --requests 256 --slots 64 --hidden 1024 --heads 8 \\
         --layers 4
 
-A request owns one slot of the pool from admission to its last token. The slot holds ``heads * K *
-V`` numbers per layer, independent of the request's length.
+A request owns one slot of the pool from admission to its last token. Per layer the slot holds
+``heads * K * V`` numbers, independent of the request's length.
 
 Each step of the engine packs one row of tokens: of each active request either some chunks of its
 prompt, or its last output token. It makes one call per layer: `chunk_kda_` if any request reads its

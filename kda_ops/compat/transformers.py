@@ -20,7 +20,7 @@ Results match the PyTorch path of transformers up to rounding. This includes
 ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes it. Pass ``position_ids`` that
 restart with each sequence and ``use_cache=False``; a cache raises an error. For packed rows,
 ``enable`` also replaces the convolution before the delta rule, so that it does not mix sequences.
-Without it, transformers needs other packages: it raises an error or mixes the sequences.
+transformers alone needs other packages for that; without them it raises an error or mixes them.
 
 Needs transformers 5.16 or later (Kimi-Linear: 5.17); earlier versions bind the functions when a
 model is built.
