@@ -32,7 +32,7 @@ COMMANDS = {
     ),
     "evidence": (
         "kda_ops.bench.evidence",
-        "run the GPU suite and the benchmark, write tests/gpu/evidence.json",
+        "run the GPU suite and the benchmark, write benchmarks/results/evidence.json",
     ),
 }
 

@@ -43,21 +43,23 @@ settings.load_profile(
     )
 )
 
-# the laws of the contract, and nothing that would run on the CPU again; tests/gpu is asked for by
-# name
+# on a device only the laws of the contract run: the rest would run on the CPU again, and tests/gpu
+# is asked for by name
 if _DEVICE:
-    _LAWS = (
-        "activations compiled definition flags gradients layouts limits padding pools "
-        "registrations sequences transforms"
-    ).split()
+    _LAWS = {
+        f"{folder}/test_{name}.py"
+        for folder, names in {
+            "operators": "activations definition flags gradients layouts limits padding pools "
+            "registrations sequences transforms",
+            "compile": "compiled",
+        }.items()
+        for name in names.split()
+    }
+    _HERE = Path(__file__).parent
     collect_ignore = [
-        "gpu",
-        "interp",
-        *(
-            f.name
-            for f in Path(__file__).parent.glob("test_*.py")
-            if f.stem.removeprefix("test_") not in _LAWS
-        ),
+        name
+        for f in _HERE.rglob("test_*.py")
+        if (name := f.relative_to(_HERE).as_posix()) not in _LAWS
     ]
 
 

@@ -1,7 +1,7 @@
 """Apply norm, gate and sigmoid to q, k, g and beta, forward and backward, for the CPU backends.
 
-Tests check each pair against autograd in float64 (tests/test_activations.py). Shapes are per token:
-``[B, T, heads, width]``.
+Tests check each pair against autograd in float64 (tests/operators/test_activations.py).
+Shapes are per token: ``[B, T, heads, width]``.
 """
 
 from __future__ import annotations

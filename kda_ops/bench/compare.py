@@ -395,7 +395,7 @@ def main(argv: list[str]) -> int:
         epilog=(
             "bench --model: a training step of a whole model instead (bench --model --help)\n"
             "bench --readme: measure nothing, rewrite the tables of README.md and their picture "
-            "from tests/gpu/evidence.json"
+            "from benchmarks/results/evidence.json"
         ),
     )
     add_arguments(parser)

@@ -178,7 +178,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args(argv)
     root = checkout()
-    path = root / "tests" / "gpu" / "evidence.json"
+    path = root / "benchmarks" / "results" / "evidence.json"
     found = json.loads(path.read_text())
     if (here := metadata.version("triton")) != found["code"]["triton"]:
         of = found["code"]["triton"]

@@ -1,10 +1,10 @@
 """``python -m kda_ops evidence``: run the GPU suite and the benchmark, and write what they found.
 
-tests/gpu/evidence.json names of every row the card, the versions and the `digests` of its kernels,
-and of the suite the source it ran on. Only what is missing or stale is measured: of the cases of
-the file, or of those that the options name. The file is written after the suite and after every
-row, so a run that was cut goes on where it is started again. `missing` says, case by case, why a
-side has no row.
+benchmarks/results/evidence.json names of every row the card, the versions and the `digests` of its
+kernels, and of the suite the source it ran on. Only what is missing or stale is measured: of the
+cases of the file, or of those that the options name. The file is written after the suite and after
+every row, so a run that was cut goes on where it is started again. `missing` says, case by case,
+why a side has no row.
 """
 
 from __future__ import annotations
@@ -180,7 +180,9 @@ def main(argv: list[str]) -> int:
     )
     compare.add_arguments(parser, device="cuda")
     parser.add_argument(
-        "--output", metavar="FILE", help="tests/gpu/evidence.json by default; a run goes on from it"
+        "--output",
+        metavar="FILE",
+        help="evidence.json of benchmarks/results by default; a run goes on from it",
     )
     parser.add_argument("--again", action="store_true", help="measure what is valid too")
     parser.add_argument(
@@ -199,7 +201,7 @@ def main(argv: list[str]) -> int:
     root = checkout()
     if not torch.cuda.is_available():
         raise SystemExit("evidence needs a CUDA device.")
-    here = root / "tests" / "gpu" / "evidence.json"
+    here = root / "benchmarks" / "results" / "evidence.json"
     path = Path(args.output or here)
     found, source = read(path if path.exists() else here), digests.source_hash(root)
     about = {

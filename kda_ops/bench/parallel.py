@@ -242,8 +242,8 @@ def main(argv: list[str]) -> int:
         "--output",
         metavar="FILE",
         help=(
-            "written anew after every row; on GPUs tests/gpu/parallel.json of the checkout by "
-            "default"
+            "written anew after every row; on GPUs benchmarks/results/parallel.json of the "
+            "checkout by default"
         ),
     )
     parser.add_argument(
@@ -271,7 +271,7 @@ def main(argv: list[str]) -> int:
             f"--length must be a multiple of {most}, the ranks that share it, got {args.length}."
         )
     args.output = args.output or (
-        str(checkout() / "tests" / "gpu" / "parallel.json") if cuda else None
+        str(checkout() / "benchmarks" / "results" / "parallel.json") if cuda else None
     )
     args.until = time.time() + args.time_limit
     with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,12 @@
-"""Rewrites the tables of README.md from tests/gpu/evidence.json: every row, those that lost
+"""Rewrites the tables of README.md from benchmarks/results: every row, those that lost
 included, between two markers; and draws them beside that file.
 
 ``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass;
 ``<!-- evidence -->`` ... ``<!-- end -->`` all of them. The first has the pictures. Each card and
 its versions have a table of their own. Rows that were measured with other kernels than the file has
 digests of are left out. ``<!-- evidence: cpu -->`` ... ``<!-- end -->`` holds the rows of
-tests/evidence_cpu.json, which ``bench --device cpu --json`` wrote; ``<!-- evidence: elsewhere -->``
-what tests/gpu/elsewhere.json has of peers that were measured in runs of their own, with our rows
-beside it.
+evidence_cpu.json, which ``bench --device cpu --json`` wrote; ``<!-- evidence: elsewhere -->`` what
+elsewhere.json has of peers that were measured in runs of their own, with our rows beside it.
 """
 
 from __future__ import annotations
@@ -176,7 +175,9 @@ def rewrite(
     """The README with the tables of an evidence file between its markers, none where a pass has no
     rows, and pictures before the first of them; and, of `cpu` and `elsewhere` files, their own.
     """
-    shown = "".join(f"![{words}](tests/gpu/{name})\n\n" for name, words in (pictures or {}).items())
+    shown = "".join(
+        f"![{words}](benchmarks/results/{name})\n\n" for name, words in (pictures or {}).items()
+    )
     protocol = "medians, error: relative RMS against float64.\n\n"
     rows, late = (
         valid_rows(evidence),
@@ -224,7 +225,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("folder", nargs="?", type=Path, help="the checkout by default")
     root = parser.parse_args(argv).folder or checkout()
-    folder, readme = root / "tests" / "gpu", root / "README.md"
+    folder, readme = root / "benchmarks" / "results", root / "README.md"
     source = folder / "evidence.json"
     if not source.exists():
         raise SystemExit(f"{source} does not exist: run python -m kda_ops evidence on a GPU first.")
@@ -239,7 +240,7 @@ def main(argv: list[str]) -> int:
     there = {name: words for name, words in PICTURES.items() if (folder / name).exists()}
     others = (
         json.loads(f.read_text()) if f.exists() else None
-        for f in (root / "tests" / "evidence_cpu.json", folder / "elsewhere.json")
+        for f in (folder / "evidence_cpu.json", folder / "elsewhere.json")
     )
     readme.write_text(rewrite(text, evidence, there, *others))
     return 0

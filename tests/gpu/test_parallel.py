@@ -22,13 +22,13 @@ import kda_ops
 import kda_ops.distributed as cp
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
 from kda_ops.nn.tensor_parallel import HeadParallel
+from tests.distributed.test_context_faults import ODD, odd_one_out
+from tests.distributed.test_context_parallel import compiled
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle
 from tests.support.context import step, whole
 from tests.support.ranks import Ranks, device
 from tests.support.shards import cut_twin
-from tests.test_context_faults import ODD, odd_one_out
-from tests.test_context_parallel import compiled
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes for all
 COUNT = min(torch.cuda.device_count(), 4)

@@ -1,5 +1,5 @@
 """Sequences cut into runs on a GPU: the definition, the laws that hold bit by bit, and CUDA graphs;
-tests/test_split.py has the rest.
+tests/kernels/test_split.py has the rest.
 """
 
 from itertools import product

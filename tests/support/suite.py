@@ -5,9 +5,9 @@ import pytest
 LONG = (  # compile or interpret for minutes
     "tests/gpu/test_export.py",
     "tests/gpu/test_compiled.py",
-    "tests/test_interpreter.py",
-    "tests/test_offline_compile.py",
-    "tests/test_examples.py",
+    "tests/kernels/test_interpreter.py",
+    "tests/kernels/test_offline_compile.py",
+    "tests/tools/test_examples.py",
 )
 
 

@@ -1,0 +1,40 @@
+"""Runs tests of the kernels in processes of their own: Triton must see TRITON_INTERPRET=1 before it
+is first imported.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNELS = Path(__file__).parent
+FILES = [
+    f.relative_to(ROOT).as_posix()
+    for f in (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_split.py")
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="runs under the interpreter already"
+)
+@pytest.mark.parametrize("tests", FILES)
+def test_the_kernels_pass_under_the_interpreter(tests):
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", tests],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {
+            "TRITON_INTERPRET": "1",
+            "KDA_OPS_CPU": "triton",
+            "HYPOTHESIS_PROFILE": "interp",
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

@@ -1,0 +1,241 @@
+"""The first call of a kind has all its kernels compiled side by side, once, and computes nothing
+meanwhile.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kda_ops import chunk, dispatch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+GIVEN = dict(
+    l2norm=True,
+    activate_gate=True,
+    lower_bound=None,
+    sigmoid_beta=True,
+    disable_recompute=False,
+    cu_seqlens=None,
+    rank=1,
+    K=7,
+    V=5,
+    H=2,
+    HV=2,
+)
+
+
+class Kernel:
+    """A kernel that notes what is asked of it."""
+
+    def __init__(self):
+        self.asked = []
+
+    def warmup(self, *args, grid, **options):
+        self.asked.append(("compile", grid, args, options))
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.asked.append(("launch", grid, args, options))
+
+
+def test_a_launch_compiles_and_does_no_more_only_while_it_is_asked_to():
+    from kda_ops.backends.triton.launch import beside, compiling, launch
+
+    kernel, cpu = Kernel(), torch.device("cpu")
+    with compiling():
+        launch(kernel, 3, cpu, 1, 2, num_warps=4)
+        with beside(cpu) as elsewhere, elsewhere:
+            launch(kernel, 4, cpu)
+    with pytest.raises(ZeroDivisionError), compiling():
+        raise ZeroDivisionError
+    launch(kernel, 3, cpu, 1, 2, num_warps=4)
+    launch(kernel, 0, cpu)
+    want = ((3,), (1, 2), {"num_warps": 4})
+    assert kernel.asked == [("compile", *want), ("compile", (4,), (), {}), ("launch", *want)]
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
+    from kda_ops.backends.triton.launch import launch
+
+    current = [0]
+
+    @contextmanager
+    def device(there):
+        before, current[0] = current[0], there.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    seen, kernel = [], {(3,): lambda *args, **options: seen.append(current[0])}
+    for index in (0, 1, 0):
+        launch(kernel, 3, torch.device("cuda", index))
+    assert seen == [0, 1, 0] and current == [0]
+
+
+@pytest.mark.parametrize(
+    "registers, words, lost",
+    ((32, 2842, True), (128, 257, True), (255, 594, False), (32, 20, False), (None, None, False)),
+)
+def test_a_launch_warns_of_a_kernel_that_has_lost_its_registers(registers, words, lost):
+    from kda_ops.backends.triton.launch import launch
+
+    made = SimpleNamespace(name="scan_tiles", n_regs=registers, n_spills=words)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        launch({(3,): lambda *args, **options: made}, 3, torch.device("cpu"), 1)
+    assert ["scan_tiles has lost its registers" in str(w.message) for w in said] == [True] * lost
+
+
+def test_each_kind_of_call_is_compiled_once_and_never_in_a_capture(monkeypatch):
+    monkeypatch.setattr(dispatch, "_COMPILED", set())
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+
+    def compiles(*kind, device="cuda:0", dtype=torch.bfloat16, **other):
+        return (
+            dispatch.compiling(
+                SimpleNamespace(
+                    q=SimpleNamespace(device=torch.device(device), dtype=dtype), **(GIVEN | other)
+                ),
+                *kind,
+            )
+            is not None
+        )
+
+    assert not compiles("infer", device="cpu") and not compiles("infer", device="meta")
+    capturing[0] = True
+    assert not compiles("infer")
+    capturing[0] = False
+    assert compiles("infer") and not compiles("infer")
+    assert (
+        compiles("backward", frozenset("q"))
+        and compiles("backward", frozenset("qk"))
+        and not compiles("backward", frozenset("q"))
+    )
+    assert compiles("infer", device="cuda:1") and compiles("infer", dtype=torch.float16)
+    flags = dict(
+        l2norm=False,
+        activate_gate=False,
+        lower_bound=-5.0,
+        sigmoid_beta=False,
+        disable_recompute=True,
+        cu_seqlens=1,
+    )
+    for name, x in (flags | dict(rank=0, K=8, V=8, HV=4)).items():
+        assert compiles("infer", **{name: x}), name
+
+
+def test_a_pass_runs_once_more_in_the_context_that_it_is_given(monkeypatch):
+    told = []
+
+    class Context:
+        def __enter__(self):
+            told.append("begin")
+
+        def __exit__(self, *_):
+            told.append("end")
+
+    contexts = [Context()]
+
+    @chunk._compiled_at_once
+    def work(p, *args):
+        told.append((p, *args))
+        return len(told)
+
+    monkeypatch.setattr(
+        dispatch,
+        "compiling",
+        lambda p, *kind: told.append(kind) or (contexts.pop() if contexts else None),
+    )
+    assert work("p", 1, 2) == 5 and work("p", 1, 2) == 7
+    assert told == [("work", 2), "begin", ("p", 1, 2), "end", ("p", 1, 2), ("work", 2), ("p", 1, 2)]
+
+
+def test_a_kernel_that_does_not_compile_leaves_no_trace(monkeypatch):
+    """The compiler would keep its mode, and every first launch of the process fail."""
+    from triton.runtime import _async_compile
+
+    from kda_ops.backends.triton.launch import compiling
+
+    def compile_kernel():
+        raise ZeroDivisionError
+
+    @chunk._compiled_at_once
+    def work(p):
+        mode = _async_compile.active_mode.get()
+        if mode is not None:
+            # triton 3.9 takes two, others one
+            mode.submit(
+                "key",
+                compile_kernel,
+                *[lambda kernel: None] * (len(signature(mode.submit).parameters) - 2),
+            )
+        return mode
+
+    monkeypatch.setattr(dispatch, "compiling", lambda p, *kind: compiling())
+    for _ in range(2):  # the same error again, not one of what was left
+        with pytest.raises(ZeroDivisionError):
+            work("p")
+    monkeypatch.setattr(dispatch, "compiling", lambda p, *kind: None)
+    assert work("p") is None
+
+
+SIDE_BY_SIDE = """
+import triton
+from triton.runtime.jit import JITFunction
+from kda_ops.bench.offline import Call, offline
+from kda_ops.backends.triton.launch import compiling
+
+compiled, do = [], JITFunction._do_compile
+def count(self, *args):
+    compiled.append(self.fn.__name__)
+    return do(self, *args)
+call = Call(0, gate="plain", K=64, V=64, keep=True)
+run = JITFunction.run
+with offline(90, ["", ""]) as rows:
+    shown, JITFunction.run, JITFunction._do_compile = JITFunction.run, run, count
+    with compiling():
+        call.compile()
+    kernels = ["prepare_gdn", "scan_rows", "reverse_scan_rows", "gradient_rows"]
+    assert sorted(compiled) == sorted(kernels), compiled
+    JITFunction.run = shown
+    call.compile()
+    assert len(compiled) == 4, compiled
+    assert [row.kernel for row in rows] == kernels and all(row.registers for row in rows)
+"""
+
+
+def test_what_threads_compiled_is_what_is_launched(tmp_path):
+    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(tmp_path)
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", SIDE_BY_SIDE],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+def test_torch_is_asked_for_the_architecture_once_per_device(monkeypatch):
+    from kda_ops.backends.triton import tuning
+
+    asked = []
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0)
+    )
+    device = torch.device("cuda", 6)
+    tuning._capability.cache_clear()
+    assert [tuning.architecture(device) for _ in range(3)] == [9] * 3 and asked == [device]
+    tuning._capability.cache_clear()

@@ -1,0 +1,171 @@
+"""The shipped configurations compile for their architectures and stay within their registers,
+spills and shared memory; no GPU needed.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from kda_ops import doctor
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@pytest.mark.parametrize("arch", ("90", "80", "100"))
+def test_every_kernel_is_within_its_budget(arch):
+    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "kda_ops", "compile", "--arch", arch],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    forward = (
+        "prepare_kda scan_tiles prepare_gdn scan_rows join_runs recur gate_forward gate_gradient"
+    )
+    training = (
+        "reverse_scan_tiles gradient_pairs sum_decays gradient_keys sum_gradients "
+        "reverse_scan_rows gradient_rows gather_heads"
+    )
+    assert {line.split(" sm_")[0].split()[-1] for line in run.stdout.splitlines()} == {
+        *forward.split(),
+        *training.split(),
+    }
+    reported = {
+        line.split(" sm_")[0].split()[-1]
+        for line in run.stderr.splitlines()
+        if line.startswith("KNOWN: ")
+    }
+    here = (
+        h
+        for h in doctor.HAZARDS
+        if h.kernels
+        and h.concerns(doctor.parse_version(metadata.version("triton")), [int(arch) // 10])
+    )
+    assert reported == {kernel for h in here for kernel in h.kernels}, (
+        "mended? then no hazard names it any more"
+    )
+
+
+@pytest.mark.parametrize(
+    "arch, kernel, label, fault, known",
+    (
+        (80, "scan_tiles", "kda keep", "given registers up", True),
+        (80, "scan_tiles", "kda", "given registers up", False),
+        (80, "scan_tiles", "kda keep", "a buffer is filled again", False),
+        (90, "scan_tiles", "kda keep", "given registers up", False),
+        (80, "gradient_keys", "kda keep", "given registers up", False),
+    ),
+)
+def test_only_what_the_doctor_knows_is_no_error(arch, kernel, label, fault, known, monkeypatch):
+    from kda_ops.bench.offline import Row, is_known
+
+    monkeypatch.setattr(
+        doctor,
+        "HAZARDS",
+        (doctor.Hazard((3, 0), None, 8, "what", "here", ("scan_tiles",), "given registers up"),),
+    )
+    assert (
+        is_known(
+            Row(label, "bound", kernel, arch, 4, 32, 8000, 0, 1.0, False),
+            f"32 registers: {fault} (NOTES.md)",
+        )
+        == known
+    )
+
+
+WAIT = "griddepcontrol.wait; // dummy %r2"
+
+
+@pytest.mark.parametrize(
+    "lines, found",
+    (
+        (("ld.param.b64 %rd1, [x];", WAIT, "ld.global.b32 %r1, [%rd1];"), False),
+        (("ld.global.b32 %r1, [%rd1];", WAIT), True),
+        ((" @%p1 st.global.v4.b32 [ %rd1 + 0 ], { %r1 };", WAIT), True),
+        (("prefetch.global.L2 [%rd1];", WAIT), True),
+        (("cp.async.cg.shared.global [%r1], [%rd1], 0x10;", WAIT), True),
+        (("ld.shared.b32 %r1, [%r2];", WAIT), False),
+        (("ret;",), True),
+    ),
+)
+def test_a_kernel_that_reads_before_it_waits_is_found(lines, found):
+    from kda_ops.bench.offline import Row, hasty
+
+    assert hasty("\n".join(lines)) == found
+    assert (
+        len(
+            Row("layer", "bound", "scan_tiles", 90, 8, 255, 0, 0, 1.0, False, hasty=found).faults(
+                False
+            )
+        )
+        == found
+    )
+
+
+def test_registers_and_stack_have_budgets_that_other_scans_do_not_share():
+    from kda_ops.bench.offline import Row
+
+    def faults(label, gate, kernel, registers, stack, strict=True):
+        return len(
+            Row(label, gate, kernel, 90, 4, registers, stack, 8192, 1.0, False).faults(strict)
+        )
+
+    assert (
+        faults("layer", "bound", "gradient_pairs", 168, 120) == 0
+        and faults("layer", "bound", "gradient_pairs", 169, 121) == 2
+    )
+    assert (
+        faults("layer keep few", "bound", "scan_tiles", 255, 272) == 0
+        and faults("layer keep", "bound", "scan_tiles", 255, 272) == 1
+    )
+    assert (
+        faults("layer ahead", "bound", "scan_tiles", 255, 8) == 1
+        and faults("layer", "bound", "scan_tiles", 255, 8) == 0
+    )
+    assert faults("fp32", "bound", "gradient_pairs", 255, 1024, strict=False) == 0
+
+
+@pytest.mark.parametrize(
+    "registers, stack, found",
+    ((32, 11416, True), (128, 2560, True), (255, 2376, False), (32, 80, False), (128, 24, False)),
+)
+def test_a_kernel_that_has_lost_its_registers_is_found(registers, stack, found):
+    """Of fp32 scans with 32 columns of V, K = 16, triton 3.6 made the first of these; a kernel that
+    spills otherwise uses what registers there are.
+    """
+    from kda_ops.bench.offline import Row
+
+    faults = Row(
+        "fp32 16x16", "plain", "scan_tiles", 90, 8, registers, stack, 8192, 1.0, False
+    ).faults(strict=False)
+    assert ["given registers up" in fault for fault in faults] == [True] * found
+
+
+LOOP = """
+    %a = ttg.local_alloc : () -> !ttg.memdesc<STAGESx64x64xbf16, #shared, #smem, mutable>
+    %l = scf.for %i = %c0 to %c2 step %c1 iter_args(%acc = %cst) -> (tensor<64x64xf32, #mma>) : i32 {
+      %x = ttg.memdesc_index %a[%i] : !ttg.memdesc<STAGESx64x64xbf16, #shared, #smem, mutable> -> !ttg.memdesc<64x64xbf16, #shared, #smem, mutable>
+      %t = ttg.memdesc_trans %x {order = array<i32: 1, 0>} : !ttg.memdesc<64x64xbf16, #shared> -> !ttg.memdesc<64x64xbf16, #shared2>
+      %d = ttng.warp_group_dot %b, %t, %acc {inputPrecision = 0 : i32, isAsync = true} : !ttg.memdesc<64x64xbf16> * !ttg.memdesc<64x64xbf16>
+      %w:2 = ttng.warp_group_dot_wait %d, %t {pendings = PENDING : i32} : tensor<64x64xf32, #mma>, !ttg.memdesc<64x64xbf16, #shared2>
+      %s = ttg.memdesc_index %a[%j] : !ttg.memdesc<STAGESx64x64xbf16, #shared, #smem, mutable> -> !ttg.memdesc<64x64xbf16, #shared, #smem, mutable>
+      %c = ttg.async_copy_global_to_local %p, %s mask %m : tensor<64x64x!tt.ptr<bf16>, #blocked> -> <64x64xbf16, #shared, #smem, mutable>
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("stages, pending, hazard", ((1, 1, True), (1, 0, False), (2, 1, False)))
+def test_a_buffer_that_is_filled_while_a_product_reads_it_is_found(stages, pending, hazard):
+    """The pipeliner of triton 3.6 and 3.7 emits the first of these for a tile that is both an
+    operand and a value in registers.
+    """
+    from kda_ops.bench.offline import refilled
+
+    assert refilled(LOOP.replace("STAGES", str(stages)).replace("PENDING", str(pending))) is hazard

@@ -1,0 +1,175 @@
+"""Sequences cut into runs: the laws of every call hold, wherever the kernels run and however short
+the runs are.
+
+Needs the kernels: TRITON_INTERPRET=1 KDA_OPS_CPU=triton, or KDA_OPS_TEST_DEVICE=cuda.
+"""
+
+import pytest
+import torch
+
+from kda_ops import dispatch
+from tests.support.target import TARGET
+
+if dispatch.backend_name(TARGET.device) != "triton":
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton, or "
+        "KDA_OPS_TEST_DEVICE=cuda",
+        allow_module_level=True,
+    )
+
+from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.runs import Runs
+from kda_ops.problem import Problem
+from kda_ops.sequences import count_chunks
+from tests.operators import test_layouts, test_pools, test_sequences
+from tests.support.calls import run
+from tests.support.cases import Case, replace
+from tests.support.closeness import assert_all_identical, assert_meets_budget
+from tests.support.pools import Pool
+from tests.support.stage import Stages, assert_stage
+
+TRITON = dispatch.load("triton")
+LOW = torch.bfloat16 if torch.bfloat16 in TARGET.dtypes else torch.float16
+# no run, four, one, three
+LONG = Case(
+    H=1,
+    HV=1,
+    K=16,
+    V=24,
+    lengths=(0, 200, 1, 129),
+    tail=70,
+    dtype=LOW,
+    gate="zero",
+    beta="sigmoid",
+    l2norm=True,
+)
+VARIANTS = ("kda", "gdn")
+
+
+@pytest.fixture(autouse=True)
+def one_chunk_per_run(monkeypatch):
+    monkeypatch.setattr(tuning, "FORCED_RUN", 1)
+
+
+def law(test, **given):
+    """Run a test of another file on a case of this one."""
+    test.hypothesis.inner_test(**given)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(LONG, transposed=True, dtype=torch.float32),
+        replace(LONG, state=False, gate="forget", V=40, strides="fused", tail=0),
+        replace(
+            LONG,
+            lengths=None,
+            T=200,
+            B=2,
+            HV=2,
+            keys="correlated",
+            dtype=torch.float32,
+            gate="reset",
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forward_and_backward_meet_their_budget(variant, case):
+    assert_meets_budget(replace(case, variant=variant))
+
+
+@pytest.mark.parametrize("chunks", (2, 3))
+def test_any_run_length_meets_the_budget(chunks, monkeypatch):
+    monkeypatch.setattr(tuning, "FORCED_RUN", chunks)
+    assert_meets_budget(replace(LONG, variant=VARIANTS[chunks % 2], lengths=(0, 400, 1, 128)))
+
+
+@pytest.mark.parametrize("do, dfinal", ((True, False), (False, True)))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_reverse_scan_meets_its_budget(variant, do, dfinal):
+    assert_stage(
+        "reverse_scan",
+        Stages.build(replace(LONG, variant=variant), do, dfinal),
+        TRITON,
+        TARGET.device,
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_kept_is_what_backward_would_compute_again(variant):
+    assert_all_identical(
+        run(replace(LONG, variant=variant)),
+        run(replace(LONG, variant=variant, disable_recompute=True)),
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_bits_of_a_sequence_are_its_own(variant):
+    """Whatever is packed beside it, alone or not, and whatever comes later."""
+    law(
+        test_sequences.test_packed_sequences_are_separate_sequences,
+        op="chunk",
+        case=replace(LONG, variant=variant),
+    )
+    for seen in (65, 150):
+        law(
+            test_sequences.test_later_tokens_change_no_earlier_bit,
+            op="chunk",
+            case=replace(LONG, variant=variant, lengths=None, T=200),
+            seen=seen,
+        )
+    case = replace(LONG, variant=variant, lengths=(200,), tail=0)
+    inputs = case.inputs(TARGET.device)
+    whole = test_sequences.forward(case, inputs=inputs)["o"]
+    for seen in (193, 128, 64):
+        part = test_sequences.take(inputs, 0, slice(0, seen))
+        test_sequences.assert_identical(
+            test_sequences.forward(replace(case, lengths=None, T=seen), inputs=part)["o"],
+            whole[:, :seen],
+            f"first {seen}",
+        )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_state_layouts_give_the_same_bits(variant):
+    same = (
+        test_layouts.test_both_state_layouts_give_the_same_bits_in_output_state_and_every_gradient
+    )
+    law(same, op="chunk", case=replace(LONG, variant=variant, lengths=(0, 150)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("indexed", (False, True))
+def test_a_pool_is_read_before_it_is_written(variant, indexed):
+    """The slot that a sequence starts from is the one where it ends, and snapshots lie in any
+    run.
+    """
+    case = replace(LONG, variant=variant, state=False, final=False, dtype=torch.float32)
+    dead = (False, False, True, False) if indexed else ()
+    law(
+        test_pools.test_a_call_on_a_pool_is_the_functional_call_on_its_slots,
+        pool=Pool(case, "chunk_", indexed, dead, snapshots=3 * indexed),
+    )
+
+
+@pytest.mark.parametrize("lengths", (None, (), (0, 300, 0), (63, 1)), ids=str)
+@pytest.mark.parametrize("chunks", (0, 1, 2))
+def test_only_what_can_have_a_second_run_is_cut(lengths, chunks, monkeypatch):
+    monkeypatch.setattr(tuning, "FORCED_RUN", chunks)
+    case, tokens = replace(LONG, lengths=lengths, T=129, tail=0, state=False), 64 * chunks
+    p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
+    runs = Runs(p)
+    assert runs.length == (chunks if case.rows > tokens else 0)
+    assert (runs.maps is not None) == bool(runs.length)
+    assert not runs.length or runs.maps.shape == (
+        count_chunks(p, tokens) + (lengths is not None),
+        p.HV,
+        p.K,
+        p.V + p.K,
+    )
+
+
+def test_a_width_whose_maps_the_join_cannot_hold_is_not_cut():
+    case = Case(K=200, T=300)
+    assert Runs(Problem.parse(1, *case.inputs().values(), **case.flags())).length == 0

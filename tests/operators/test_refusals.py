@@ -1,0 +1,278 @@
+"""What schemas and the dispatcher would let through, or refuse in words of their own."""
+
+import inspect
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import kda_ops
+import kda_ops.distributed
+from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
+from tests.operators.test_validation import ARGUMENTS, arguments
+from tests.support.calls import overload
+from tests.support.target import TARGET
+
+VARIANTS = ("kda", "gdn")
+IN_PLACE = ("recurrent_", "chunk_")
+FUNCTIONS = [
+    getattr(module, name)
+    for module, names in (
+        (kda_ops, kda_ops.__all__),
+        (kda_ops.distributed, ("chunk_kda", "chunk_gdn")),
+    )
+    for name in names
+    if inspect.isfunction(getattr(module, name))
+]
+
+
+def legal(function):
+    """Arguments by name of a legal call of a public function; those across ranks lack a group."""
+    name = function.__name__
+    variant = "kda" if "kda" in name else "gdn"
+    op = name.replace(f"_{variant}", "").replace(f"{variant}_", "")
+    return arguments(variant, op)
+
+
+def takes(name):
+    return [f for f in FUNCTIONS if name in inspect.signature(f).parameters]
+
+
+def named(function):
+    return f"{function.__module__}.{function.__name__}"
+
+
+def test_the_functions_of_these_tests_are_all_there_are():
+    assert len(FUNCTIONS) == 12
+
+
+@pytest.mark.parametrize("name,hint", (("scale", "multiply o by it"), ("lower_bound", "constant")))
+def test_a_number_whose_gradient_would_be_lost_is_refused(name, hint):
+    number = torch.tensor(-1.0, requires_grad=True)
+    for function in takes(name):
+        with pytest.raises(TypeError, match=f"^{name} must be a number, got a tensor that.*{hint}"):
+            function(**legal(function), **{name: number})
+    words = f"^{name} must be a number, got 'half'"
+    with pytest.raises(TypeError, match=words):
+        kda_ops.chunk_kda(**arguments("kda", "chunk"), **{name: "half"})
+    q = arguments("kda", "chunk") | {"initial_state": None}
+    want = kda_ops.chunk_kda(**q, scale=-1.0)[0]
+    assert torch.equal(kda_ops.chunk_kda(**q, scale=number.detach())[0], want)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=named)
+def test_a_number_in_the_place_of_a_tensor_is_refused_in_words(function):
+    """FLA's functions take scale where these take A_log."""
+    x = legal(function)
+    names = list(x)
+    place = min(5, len(names) - 1)
+    before = [x[n] for n in names[:place]]
+    with pytest.raises(TypeError, match=rf"^{names[place]} must be a tensor.*got float.*scale=0.5"):
+        function(*before, 0.5)
+    for name in names:
+        with pytest.raises(TypeError, match=f"^{name} must be a tensor.*, got ndarray"):
+            function(**(x | {name: torch.zeros(2).numpy()}))
+
+
+@pytest.mark.parametrize("value", (None, "yes"))
+@pytest.mark.parametrize("function", FUNCTIONS, ids=named)
+def test_a_flag_is_true_or_false(function, value):
+    flags = [p.name for p in inspect.signature(function).parameters.values() if p.default is False]
+    for flag in flags:
+        with pytest.raises(TypeError, match=f"^{flag} must be True or False, got {value!r}"):
+            function(**legal(function), **{flag: value})
+
+
+def odd(kind, x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind == "nested":
+            return torch.nested.nested_tensor([x[0], x[0]])
+        if kind == "jagged":
+            return torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged)
+        if kind == "quantised":
+            return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8)
+        if kind == "mkldnn":
+            return x.float().to_mkldnn()
+        if kind == "csr":
+            return torch.eye(3).to_sparse_csr()
+        return x.to_sparse()
+
+
+KINDS = ("sparse", "csr", "quantised", "mkldnn", "nested", "jagged")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", ARGUMENTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_a_tensor_without_strides_is_named(variant, op, kind):
+    """Each argument of each operator; `torch.ops` and the functions alike, for one calls the
+    other.
+    """
+    x = arguments(variant, op)
+    pool = x["state"].clone() if op in IN_PLACE else None
+    for name in x:
+        if name in ("A_log", "dt_bias") and op != "gate":
+            x |= {"A_log": torch.zeros(4)}
+        given = x[name] if x[name] is not None else torch.zeros(2, 2)
+        if kind == "jagged" and given.dim() < 2:
+            continue
+        call = x | {name: odd(kind, given)}
+        with pytest.raises(
+            TypeError, match=f"^{name} must be a dense tensor, got .*: (call|pass) "
+        ):
+            overload(variant, op)(*call.values())
+    assert pool is None or torch.equal(pool, x["state"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_without_strides_is_named_where_a_gradient_is_wanted(kind):
+    x = arguments("kda", "chunk")
+    x["v"] = x["v"].requires_grad_()
+    with pytest.raises(TypeError, match="^k must be a dense tensor, got"):
+        kda_ops.chunk_kda(**(x | {"k": odd(kind, x["k"])}))
+
+
+SLOTS = [
+    ("recurrent_", {"state_indices": torch.tensor([0, 3])}, "below the number of slots, 3, got 3"),
+    ("chunk_", {"state_indices": torch.tensor([0, 3])}, "below the number of slots, 3, got 3"),
+    ("recurrent_", {"state_indices": torch.tensor([[0] + [-1] * 4, [2, 1, 9, -1, -1]])}, "got 9"),
+    ("recurrent_", {"state_indices": torch.tensor([1, 1])}, "name distinct slots"),
+    ("chunk_", {"state_indices": torch.tensor([1, 1], dtype=torch.int32)}, "name distinct slots"),
+    ("chunk_", {"snapshot_indices": torch.tensor([[-1], [5]])}, "below the number of slots, 3"),
+    ("chunk_", {"snapshot_indices": torch.tensor([[2], [-1]])}, "name distinct slots"),
+    (
+        "chunk_",
+        {"state_indices": torch.tensor([2, -1]), "snapshot_indices": torch.tensor([[7], [1]])},
+        "below the number of slots, 3, got 7",
+    ),
+]
+
+
+@pytest.mark.skipif(TARGET.device.type != "cpu", reason="the values live on the device")
+@pytest.mark.parametrize("op,change,words", SLOTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_wrong_slots_are_refused_before_the_pool_is_written(variant, op, change, words):
+    x = arguments(variant, op)
+    if op == "chunk_":  # long enough for a snapshot
+        x |= {n: x[n].repeat_interleave(14, 1) for n in ("q", "k", "v", "g", "beta")}
+    before = x["state"].clone()
+    with pytest.raises(ValueError, match=words):
+        overload(variant, op)(*(x | change).values())
+    assert torch.equal(x["state"], before)
+
+
+def in_process(script, **env):
+    run = [sys.executable, "-c", script]
+    return subprocess.run(run, env=os.environ | env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("backend", ("reference", "triton"))
+def test_every_backend_on_a_cpu_refuses_wrong_slots_at_every_call(backend):
+    pytest.importorskip("triton")
+    script = """
+import torch, kda_ops
+q = torch.randn(2, 1, 1, 16)
+pool, right, wrong = torch.zeros(3, 1, 16, 16), torch.tensor([0, 1]), torch.tensor([2, 3])
+kda_ops.recurrent_kda_(q, q, q, None, None, pool, right)
+before = pool.clone()
+for _ in range(2):
+    try:
+        kda_ops.recurrent_kda_(q, q, q, None, None, pool, wrong)
+        print("passed")
+    except ValueError as error:
+        print(error)
+assert torch.equal(pool, before)
+"""
+    out = in_process(script, KDA_OPS_CPU=backend, TRITON_INTERPRET="1")
+    assert out.stdout.count("must be below the number of slots, 3, got 3") == 2, out.stderr
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_pool_of_inference_mode_is_refused_outside_before_it_is_written(variant, op):
+    x = arguments(variant, op)
+    with torch.inference_mode():
+        x["state"] = x["state"].clone()
+    before = x["state"].clone()
+    for mode in (torch.no_grad, torch.enable_grad):
+        with (
+            mode(),
+            pytest.raises(RuntimeError, match="^state was made under torch.inference_mode"),
+        ):
+            overload(variant, op)(*x.values())
+        assert torch.equal(x["state"], before)
+    with torch.inference_mode():
+        overload(variant, op)(*x.values())
+    assert not torch.equal(x["state"], before)
+
+
+@pytest.mark.parametrize("T", (1, 5))
+@pytest.mark.parametrize("short", (False, True))
+@pytest.mark.parametrize("layer", (KimiDeltaAttention, GatedDeltaNet))
+def test_a_cache_of_inference_mode_is_refused_outside_before_it_is_written(layer, short, T):
+    made = layer(32, head_dim=16, num_heads=2, use_short_conv=short)
+    x = torch.randn(2, T, 32)
+    with torch.inference_mode():
+        cache = made.new_cache(2)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="^cache was made under torch.inf"):
+        made(x, cache=cache)
+    assert not any(buffer.any() for buffer in cache.buffers())
+    with torch.no_grad():
+        ours = made.new_cache(2)
+    with torch.inference_mode():
+        for one in (cache, ours):
+            made(x, cache=one)
+    assert all(map(torch.equal, cache.buffers(), ours.buffers()))
+
+
+LAZY = {
+    "negated": lambda x: torch.complex(x, -x).conj().imag,
+    "zero": lambda x: torch._efficientzerotensor(x.shape),
+}
+
+
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize("op", IN_PLACE)
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_a_state_that_is_a_lazy_view_is_refused_and_other_inputs_may_be(variant, op, kind):
+    x = arguments(variant, op)
+    with pytest.raises(ValueError, match="^state must be memory that can be written.*: clone it"):
+        overload(variant, op)(*(x | {"state": LAZY[kind](x["state"])}).values())
+    q = LAZY[kind](x["q"])
+    want = overload(variant, op)(*(x | {"q": q.clone(), "state": x["state"].clone()}).values())
+    assert torch.equal(overload(variant, op)(*(x | {"q": q}).values()), want)
+
+
+@pytest.mark.parametrize("every", (2**62, 2**63 - 1))
+def test_snapshots_may_be_spaced_as_far_as_integers_go(every):
+    x = arguments("kda", "chunk_") | {"snapshot_indices": torch.tensor([[-1], [-1]])}
+    kda_ops.chunk_kda_(**x, snapshot_every=every)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gate_s_bias_may_be_left_out_of_the_operator_too(variant):
+    x = arguments(variant, "gate")
+    g, A_log = x["g"].requires_grad_(), x["A_log"].requires_grad_()
+    op = overload(variant, "gate")
+    want, got = op(g, A_log, None), op(g, A_log)
+    assert torch.equal(want, got)
+    grads = [torch.autograd.grad(y.sum(), (g, A_log)) for y in (want, got)]
+    assert all(map(torch.equal, *grads))
+    mapped = torch.vmap(op, in_dims=(0, None))(torch.stack([g, g]), A_log)
+    assert torch.equal(mapped[1], want)
+    compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(g, A_log), want)
+
+
+def test_the_kernels_on_a_cpu_ask_for_the_interpreter():
+    pytest.importorskip("triton")
+    script = "import torch, kda_ops\nq = torch.zeros(1, 1, 1, 16)\n"
+    script += "kda_ops.chunk_kda(q, q, q, None, None)"
+    out = in_process(script, KDA_OPS_CPU="triton", TRITON_INTERPRET="0")
+    assert "RuntimeError: KDA_OPS_CPU=triton runs the kernels under Triton's interp" in out.stderr

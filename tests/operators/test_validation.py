@@ -1,0 +1,919 @@
+"""Every wrong call is refused before a kernel runs, with words that name the argument, in real mode
+and on fake tensors alike.
+"""
+
+import math
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import kda_ops
+from kda_ops import dispatch
+from tests.support.calls import overload
+from tests.support.cases import Case
+
+B, T, H, HV, K, V = 2, 5, 2, 4, 8, 6
+SEQUENCES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+ARGUMENTS = {
+    "chunk": SEQUENCES,
+    "recurrent": SEQUENCES,
+    "recurrent_": (
+        "q",
+        "k",
+        "v",
+        "g",
+        "beta",
+        "state",
+        "state_indices",
+        "num_accepted_tokens",
+        "A_log",
+        "dt_bias",
+        "cu_seqlens",
+    ),
+    "chunk_": (
+        "q",
+        "k",
+        "v",
+        "g",
+        "beta",
+        "state",
+        "state_indices",
+        "snapshot_indices",
+        "A_log",
+        "dt_bias",
+        "cu_seqlens",
+    ),
+    "gate": ("g", "A_log", "dt_bias"),
+}
+
+
+def arguments(variant, op):
+    """Return the tensors of a legal call by name."""
+    x = Case(variant, B=B, T=T, H=H, HV=HV, K=K, V=V).inputs() | {
+        n: None for n in ("state_indices", "num_accepted_tokens", "snapshot_indices")
+    }
+    x["state"] = torch.randn(3, HV, K, V)
+    if op in ("recurrent_", "chunk_"):
+        x["state_indices"] = torch.tensor([2, 0])
+    if op == "gate":
+        x["A_log"], x["dt_bias"] = (
+            torch.randn(HV),
+            torch.randn(HV, K) if variant == "kda" else torch.randn(HV),
+        )
+    return {n: x[n] for n in ARGUMENTS[op]}
+
+
+def call(variant, op, change, fake):
+    x = arguments(variant, op) | change
+    if fake:
+        with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+            x = {n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in x.items()}
+            return overload(variant, op)(*[x.pop(n) for n in ARGUMENTS[op]], **x)
+    return overload(variant, op)(*[x.pop(n) for n in ARGUMENTS[op]], **x)
+
+
+def z(*shape, dtype=torch.float32, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def ints(*shape, dtype=torch.int64, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+PACKED = {
+    "q": z(1, T, H, K),
+    "k": z(1, T, H, K),
+    "v": z(1, T, HV, V),
+    "g": None,
+    "beta": None,
+    "initial_state": None,
+}
+GATED = {"use_gate_in_kernel": True, "A_log": z(HV)}
+DOUBLE = {
+    "q": z(B, T, H, K, dtype=torch.float64),
+    "k": z(B, T, H, K, dtype=torch.float64),
+    "v": z(B, T, HV, V, dtype=torch.float64),
+}
+ELSEWHERE = r"must be on cpu, where q is, got meta: move it there\."
+
+# (operators, what is changed in a legal call, the exception, its words)
+REFUSED = [
+    # shapes of q, k, v
+    (
+        "chunk recurrent recurrent_ chunk_",
+        {"q": z(B, T, K)},
+        ValueError,
+        r"^q must have 4 dimensions \[B, T, H, K\], got shape \[2, 5, 8\]",
+    ),
+    (
+        "chunk recurrent recurrent_ chunk_",
+        {"k": z(B, T, H, K + 1)},
+        ValueError,
+        r"^k must have shape \[B, T, H, K\] = \[2, 5, 2, 8\], got \[2, 5, 2, 9\] \(as q has\)",
+    ),
+    ("chunk", {"k": z(B, T, H)}, ValueError, r"^k must have shape"),
+    ("chunk", {"k": z(B, T, HV, K)}, ValueError, r"^k must have shape"),
+    (
+        "chunk recurrent_",
+        {"v": z(B, T + 1, HV, V)},
+        ValueError,
+        (
+            r"^v must have shape \[B, T, HV, V\] = \[2, 5, HV, V\], with B and T of q, got \[2, "
+            r"6, 4, 6\]"
+        ),
+    ),
+    ("chunk", {"v": z(B + 1, T, HV, V)}, ValueError, r"^v must have shape"),
+    ("chunk", {"v": z(B, T, HV)}, ValueError, r"^v must have shape"),
+    (
+        "chunk recurrent recurrent_ chunk_",
+        {"v": z(B, T, 3, V)},
+        ValueError,
+        r"^HV must be a multiple of H: .* got HV = 3 \(v\) and H = 2 \(q\)",
+    ),
+    ("chunk", {"q": z(B, T, 0, K), "k": z(B, T, 0, K)}, ValueError, r"^HV must be a multiple of H"),
+    (
+        "chunk recurrent_",
+        {"q": z(B, T, H, 257), "k": z(B, T, H, 257)},
+        ValueError,
+        r"^K, the last dimension of q and k, must be between 1 and 256, got 257",
+    ),
+    (
+        "chunk",
+        {"q": z(B, T, H, 0), "k": z(B, T, H, 0)},
+        ValueError,
+        r"must be between 1 and 256, got 0",
+    ),
+    # what is no tensor, which schemas let through
+    *(
+        (
+            "chunk recurrent recurrent_ chunk_",
+            {n: None},
+            TypeError,
+            f"^{n} must be a tensor, got None",
+        )
+        for n in "qkv"
+    ),
+    (
+        "recurrent_ chunk_",
+        {"state": None},
+        TypeError,
+        r"^state must be a tensor, the pool .* got None",
+    ),
+    # dtypes and devices of q, k, v
+    (
+        "chunk recurrent_",
+        {
+            n: z(*s, dtype=torch.int64)
+            for n, s in (("q", (B, T, H, K)), ("k", (B, T, H, K)), ("v", (B, T, HV, V)))
+        },
+        TypeError,
+        r"^q must be float16, bfloat16, float32 or \(on CPU\) float64, got torch.int64",
+    ),
+    (
+        "chunk recurrent recurrent_ chunk_",
+        {"k": z(B, T, H, K, dtype=torch.bfloat16)},
+        TypeError,
+        (
+            r"^q, k and v must share one dtype, got torch.float32, torch.bfloat16 and "
+            r"torch.float32: cast"
+        ),
+    ),
+    (
+        "chunk",
+        {"v": z(B, T, HV, V, dtype=torch.float16)},
+        TypeError,
+        r"^q, k and v must share one dtype",
+    ),
+    (
+        "chunk recurrent_",
+        {"k": z(B, T, H, K, device="meta")},
+        TypeError,
+        r"^q, k and v must be on one device, got cpu, meta and cpu: move",
+    ),
+    (
+        "chunk recurrent_",
+        {"v": z(B, T, HV, V, device="meta")},
+        TypeError,
+        r"^q, k and v must be on one device, got cpu, cpu and meta: move",
+    ),
+    # g and beta
+    (
+        "chunk recurrent recurrent_ chunk_",
+        {"g": z(B, T, 1)},
+        ValueError,
+        r"^g must have shape \[B, T, HV(, K)?\] = \[2, 5, 4(, 8)?\], got \[2, 5, 1\]",
+    ),
+    (
+        "kda:chunk kda:recurrent_",
+        {"g": z(B, T, HV)},
+        ValueError,
+        r"^g must have shape .*: one decay per head is GDN's, call the gdn operator",
+    ),
+    (
+        "gdn:chunk gdn:recurrent_",
+        {"g": z(B, T, HV, K)},
+        ValueError,
+        r"^g must have shape .*: a decay per key channel is KDA's, call the kda operator",
+    ),
+    (
+        "kda:chunk",
+        {"g": z(B, T, HV, K, dtype=torch.int32)},
+        TypeError,
+        r"^g must be float16, bfloat16, float32 or float64, got torch.int32",
+    ),
+    (
+        "kda:chunk",
+        {"g": z(B, T, HV, K, dtype=torch.float8_e5m2)},
+        TypeError,
+        r"^g must be float16, .* got torch.float8_e5m2",
+    ),
+    ("kda:chunk", {"g": z(B, T, HV, K, device="meta")}, TypeError, f"^g {ELSEWHERE}"),
+    (
+        "chunk recurrent recurrent_ chunk_",
+        {"beta": z(B, T, H)},
+        ValueError,
+        r"^beta must have shape \[B, T, HV\] = \[2, 5, 4\], got \[2, 5, 2\]",
+    ),
+    ("chunk", {"beta": z(B, T, HV, 1)}, ValueError, r"^beta must have shape"),
+    (
+        "chunk",
+        {"beta": z(B, T, HV, dtype=torch.bool)},
+        TypeError,
+        r"^beta must be float16, bfloat16, float32 or float64, got torch.bool",
+    ),
+    ("chunk", {"beta": z(B, T, HV, device="meta")}, TypeError, f"^beta {ELSEWHERE}"),
+    (
+        "chunk recurrent_",
+        {"beta": None, "use_beta_sigmoid_in_kernel": True},
+        ValueError,
+        r"^beta must be given with use_beta_sigmoid_in_kernel=True",
+    ),
+    (
+        "chunk recurrent_",
+        {"allow_neg_eigval": True},
+        ValueError,
+        r"^allow_neg_eigval=True .* needs use_beta_sigmoid_in_kernel=True",
+    ),
+    # the gate
+    (
+        "chunk recurrent recurrent_ chunk_",
+        {"use_gate_in_kernel": True},
+        ValueError,
+        r"^A_log must be given to activate the gate",
+    ),
+    ("chunk", GATED | {"g": None}, ValueError, r"^g must be given with use_gate_in_kernel=True"),
+    (
+        "chunk recurrent_",
+        GATED | {"A_log": z(H)},
+        ValueError,
+        r"^A_log must have shape \[HV\] = \[4\], got \[2\]",
+    ),
+    ("chunk", GATED | {"A_log": z(1, 1, HV, 1)}, ValueError, r"^A_log must have shape"),
+    (
+        "chunk",
+        GATED | {"A_log": z(HV, dtype=torch.int64)},
+        TypeError,
+        r"^A_log must be float16, bfloat16, float32 or float64",
+    ),
+    ("chunk", GATED | {"A_log": z(HV, device="meta")}, TypeError, f"^A_log {ELSEWHERE}"),
+    (
+        "kda:chunk kda:recurrent_",
+        GATED | {"dt_bias": z(HV)},
+        ValueError,
+        (
+            r"^dt_bias must have shape \[HV, K\] = \[4, 8\], got \[4\] \(flat \[HV \* K\] = "
+            r"\[32\] is accepted too\)"
+        ),
+    ),
+    (
+        "kda:chunk kda:recurrent_",
+        GATED | {"dt_bias": z(K, HV)},
+        ValueError,
+        r"^dt_bias must have shape \[HV, K\]",
+    ),
+    (
+        "gdn:chunk",
+        GATED | {"dt_bias": z(HV, K)},
+        ValueError,
+        r"^dt_bias must have shape \[HV\] = \[4\], got \[4, 8\]",
+    ),
+    (
+        "kda:chunk",
+        GATED | {"dt_bias": z(HV, K, dtype=torch.int64)},
+        TypeError,
+        r"^dt_bias must be float16, bfloat16, float32 or float64",
+    ),
+    ("kda:chunk", GATED | {"dt_bias": z(HV, K, device="meta")}, TypeError, f"^dt_bias {ELSEWHERE}"),
+    (
+        "chunk recurrent_",
+        {"A_log": z(HV)},
+        ValueError,
+        r"^A_log is a parameter of the gate and needs use_gate_in_kernel=True",
+    ),
+    (
+        "kda:chunk",
+        {"dt_bias": z(HV, K)},
+        ValueError,
+        r"^dt_bias is a parameter of the gate and needs use_gate_in_kernel=True",
+    ),
+    *(
+        (
+            "chunk recurrent_",
+            GATED | {"lower_bound": bound},
+            ValueError,
+            r"^lower_bound must be a finite number below 0",
+        )
+        for bound in (0.0, 1.0, -math.inf, math.nan)
+    ),
+    (
+        "chunk recurrent recurrent_ chunk_",
+        {"lower_bound": -5.0},
+        ValueError,
+        r"^lower_bound must be None without .*, got -5.0: pass raw",
+    ),
+    (
+        "chunk",
+        {"lower_bound": 5.0, "safe_gate": True},
+        ValueError,
+        r"^lower_bound must be a finite number below 0",
+    ),
+    *(
+        (
+            "chunk recurrent recurrent_ chunk_",
+            {"scale": scale},
+            ValueError,
+            r"^scale must be a finite number",
+        )
+        for scale in (math.inf, math.nan)
+    ),
+    # packing
+    (
+        "chunk recurrent recurrent_ chunk_",
+        {"cu_seqlens": ints(2)},
+        ValueError,
+        r"^cu_seqlens packs .* needs B == 1, got B = 2: reshape",
+    ),
+    (
+        "chunk",
+        PACKED | {"cu_seqlens": ints(1, 2)},
+        ValueError,
+        r"^cu_seqlens must have shape \[N \+ 1\], got \[1, 2\]",
+    ),
+    (
+        "chunk",
+        PACKED | {"cu_seqlens": ints(0)},
+        ValueError,
+        r"^cu_seqlens must have shape \[N \+ 1\], got \[0\]",
+    ),
+    (
+        "chunk",
+        PACKED | {"cu_seqlens": z(2)},
+        TypeError,
+        r"^cu_seqlens must be int32 or int64, got torch.float32",
+    ),
+    (
+        "chunk",
+        PACKED | {"cu_seqlens": ints(2, dtype=torch.int16)},
+        TypeError,
+        r"^cu_seqlens must be int32 or int64, got torch.int16",
+    ),
+    (
+        "chunk",
+        PACKED | {"cu_seqlens": ints(2, device="meta")},
+        TypeError,
+        f"^cu_seqlens {ELSEWHERE}",
+    ),
+    # states
+    (
+        "chunk recurrent",
+        {"initial_state": z(B, HV, V, K)},
+        ValueError,
+        r"^initial_state must have shape \[N, HV, K, V\] = \[2, 4, 8, 6\] "
+        r"\(transpose_state_layout=False\), got \[2, 4, 6, 8\]: "
+        r"that is the \[V, K\] layout, pass transpose_state_layout=True",
+    ),
+    (
+        "chunk recurrent",
+        {"transpose_state_layout": True},
+        ValueError,
+        r"^initial_state must have shape \[N, HV, V, K\] = \[2, 4, 6, 8\] "
+        r"\(transpose_state_layout=True\), got \[2, 4, 8, 6\]: "
+        r"that is the \[K, V\] layout, pass transpose_state_layout=False",
+    ),
+    (
+        "recurrent_ chunk_",
+        {"state": z(3, HV, V, K)},
+        ValueError,
+        (
+            r"^state must have shape \[slots, HV, K, V\] = \[3, 4, 8, 6\] .* that is the \[V, K\] "
+            r"layout"
+        ),
+    ),
+    (
+        "chunk recurrent",
+        {"initial_state": z(3, HV, K, V)},
+        ValueError,
+        r"^initial_state must have shape \[N, HV, K, V\] = \[2, 4, 8, 6\] .*got \[3, 4, 8, 6\]\.$",
+    ),
+    (
+        "chunk",
+        PACKED | {"cu_seqlens": ints(4), "initial_state": z(1, HV, K, V)},
+        ValueError,
+        r"^initial_state must have shape \[N, HV, K, V\] = \[3, 4, 8, 6\]",
+    ),
+    ("chunk", {"initial_state": z(HV, K, V)}, ValueError, r"^initial_state must have shape"),
+    (
+        "chunk recurrent",
+        {"initial_state": z(B, HV, K, V, dtype=torch.bfloat16)},
+        TypeError,
+        (
+            r"^initial_state must be torch.float32, got torch.bfloat16 \(states are kept in "
+            r"torch.float32 for torch.float32 inputs\)"
+        ),
+    ),
+    ("chunk", DOUBLE, TypeError, r"^initial_state must be torch.float64, got torch.float32"),
+    ("recurrent_ chunk_", DOUBLE, TypeError, r"^state must be torch.float64, got torch.float32"),
+    (
+        "recurrent_ chunk_",
+        {"state": z(3, HV, K, V, dtype=torch.float16)},
+        TypeError,
+        r"^state must be float32 or bfloat16, got torch.float16",
+    ),
+    (
+        "chunk recurrent",
+        {"initial_state": z(B, HV, K, V, device="meta")},
+        TypeError,
+        f"^initial_state {ELSEWHERE}",
+    ),
+    (
+        "recurrent_ chunk_",
+        {"state": z(3, HV, K, V, device="meta")},
+        TypeError,
+        f"^state {ELSEWHERE}",
+    ),
+    # pools
+    (
+        "recurrent_ chunk_",
+        {"state": z(HV, K, V)},
+        ValueError,
+        r"^state must have 4 dimensions \[slots, HV, K, V\]",
+    ),
+    (
+        "recurrent_ chunk_",
+        {"state": z(1, HV, K, V).expand(3, HV, K, V)},
+        ValueError,
+        r"^state must not overlap itself, .* got strides \[0, 48, 6, 1\]: clone it",
+    ),
+    (
+        "recurrent_ chunk_",
+        {"state": z(5 * HV * K * V).as_strided((3, HV, K, V), (96, 48, 6, 1))},
+        ValueError,
+        r"^state must not overlap itself",
+    ),
+    (
+        "recurrent_ chunk_",
+        {"state_indices": None},
+        ValueError,
+        r"^state must have shape \[N, HV, K, V\] = \[2, 4, 8, 6\] .* got \[3, 4, 8, 6\]",
+    ),
+    (
+        "recurrent_ chunk_",
+        {"state_indices": ints(3)},
+        ValueError,
+        r"^state_indices must have shape \[N\] or \[N, S\] with N = 2, got \[3\]",
+    ),
+    ("recurrent_", {"state_indices": ints(2, 5, 1)}, ValueError, r"^state_indices must have shape"),
+    (
+        "recurrent_ chunk_",
+        {"state_indices": z(2)},
+        TypeError,
+        r"^state_indices must be int32 or int64, got torch.float32",
+    ),
+    (
+        "recurrent_ chunk_",
+        {"state_indices": ints(2, device="meta")},
+        TypeError,
+        f"^state_indices {ELSEWHERE}",
+    ),
+    (
+        "recurrent_",
+        {"state_indices": ints(2, 4)},
+        ValueError,
+        (
+            r"^state_indices must name a slot for every token, shape \[N, S\] with S at least T = "
+            r"5, got \[2, 4\]"
+        ),
+    ),
+    (
+        "recurrent_",
+        {"num_accepted_tokens": ints(2)},
+        ValueError,
+        r"^num_accepted_tokens .* needs state_indices of shape \[N, S\]",
+    ),
+    (
+        "recurrent_",
+        {"state_indices": None, "state": z(B, HV, K, V), "num_accepted_tokens": ints(2)},
+        ValueError,
+        r"^num_accepted_tokens .* needs state_indices",
+    ),
+    (
+        "recurrent_",
+        {"state_indices": ints(2, 5), "num_accepted_tokens": ints(3)},
+        ValueError,
+        r"^num_accepted_tokens must have shape \[N\] = \[2\], got \[3\]",
+    ),
+    (
+        "recurrent_",
+        {"state_indices": ints(2, 5), "num_accepted_tokens": z(2)},
+        TypeError,
+        r"^num_accepted_tokens must be int32 or int64",
+    ),
+    (
+        "recurrent_",
+        {"state_indices": ints(2, 5), "num_accepted_tokens": ints(2, device="meta")},
+        TypeError,
+        f"^num_accepted_tokens {ELSEWHERE}",
+    ),
+    (
+        "chunk_",
+        {"state_indices": ints(2, 5)},
+        ValueError,
+        r"^state_indices must have shape \[N\] = \[2\], got \[2, 5\]",
+    ),
+    (
+        "chunk_",
+        {"snapshot_indices": ints(2)},
+        ValueError,
+        r"^snapshot_indices must have shape \[N, snapshots\] = \[2, \.\.\.\], got \[2\]",
+    ),
+    ("chunk_", {"snapshot_indices": ints(3, 1)}, ValueError, r"^snapshot_indices must have shape"),
+    (
+        "chunk_",
+        {"snapshot_indices": z(2, 1)},
+        TypeError,
+        r"^snapshot_indices must be int32 or int64",
+    ),
+    (
+        "chunk_",
+        {"snapshot_indices": ints(2, 1, device="meta")},
+        TypeError,
+        f"^snapshot_indices {ELSEWHERE}",
+    ),
+    (
+        "chunk_",
+        {"snapshot_every": 2},
+        ValueError,
+        r"^snapshot_every spaces the snapshots and needs snapshot_indices",
+    ),
+    (
+        "chunk_",
+        {"snapshot_indices": ints(2, 1), "snapshot_every": 0},
+        ValueError,
+        r"^snapshot_every must be at least 1 \(chunks of 64 tokens\), got 0",
+    ),
+    # the gate operator
+    (
+        "kda:gate",
+        {"g": z(B, T, HV)},
+        ValueError,
+        r"^g must have shape \[B, T, HV, K\], got \[2, 5, 4\]",
+    ),
+    (
+        "gdn:gate",
+        {"g": z(B, T, HV, K)},
+        ValueError,
+        r"^g must have shape \[B, T, HV\], got \[2, 5, 4, 8\]",
+    ),
+    (
+        "kda:gate",
+        {"g": ints(B, T, HV, K)},
+        TypeError,
+        r"^g must be float16, bfloat16, float32 or float64",
+    ),
+    ("gate", {"A_log": None}, ValueError, r"^A_log must be given to activate the gate"),
+    ("gate", {"A_log": z(HV + 1)}, ValueError, r"^A_log must have shape \[HV\] = \[4\], got \[5\]"),
+    ("gate", {"dt_bias": z(HV + 1)}, ValueError, r"^dt_bias must have shape"),
+    (
+        "gate",
+        {"A_log": z(HV, device="meta")},
+        TypeError,
+        r"^A_log must be on cpu, where g is, got meta: move it there\.",
+    ),
+    ("gate", {"lower_bound": 0.5}, ValueError, r"^lower_bound must be a finite number below 0"),
+]
+
+
+def rows():
+    for number, (where, change, exception, words) in enumerate(REFUSED):
+        for place in where.split():
+            variants, op = (
+                (place.split(":")[:1], place.split(":")[1])
+                if ":" in place
+                else (("kda", "gdn"), place)
+            )
+            for variant in variants:
+                yield pytest.param(
+                    variant,
+                    op,
+                    change,
+                    exception,
+                    words,
+                    id=f"{number}-{variant}-{op}-{'-'.join(change)}",
+                )
+
+
+@pytest.mark.parametrize("fake", (False, True), ids=("real", "fake"))
+@pytest.mark.parametrize("variant,op,change,exception,words", rows())
+def test_a_wrong_call_is_refused_with_words(variant, op, change, exception, words, fake):
+    if fake and any(isinstance(x, torch.Tensor) and x.is_meta for x in change.values()):
+        change = {
+            n: x if not isinstance(x, torch.Tensor) or not x.is_meta else x
+            for n, x in change.items()
+        }
+    state = {"before": None}
+    if op.endswith("_") and not fake:
+        pool = change.get("state", arguments(variant, op)["state"])
+        change = change | {"state": pool}
+        state["before"] = pool.clone() if pool is not None and not pool.is_meta else None
+    with pytest.raises(exception, match=words):
+        call(variant, op, change, fake)
+    if state["before"] is not None:
+        assert torch.equal(change["state"], state["before"]), (
+            "the pool was written before the call was refused"
+        )
+
+
+@pytest.mark.parametrize("op", ARGUMENTS)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_the_call_that_the_table_changes_is_legal(variant, op):
+    real, fake = call(variant, op, {}, False), call(variant, op, {}, True)
+    for a, b in zip(
+        (real,) if isinstance(real, torch.Tensor) else real,
+        (fake,) if isinstance(fake, torch.Tensor) else fake,
+    ):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+def test_another_gpu_is_another_device():
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 5, 2, 8, device="cuda:0") for _ in range(3))
+        with pytest.raises(TypeError, match="^g must be on cuda:0, where q is, got cuda:1"):
+            kda_ops.chunk_kda(q, k, v, torch.empty(1, 5, 2, 8, device="cuda:1"), None)
+
+
+def test_the_widest_key_is_legal():
+    x = Case(T=2, K=256, V=2, H=1, HV=1, state=False, final=False).inputs()
+    assert kda_ops.chunk_kda(*x.values())[0].shape == (1, 2, 1, 2)
+
+
+def test_float64_is_refused_on_cuda():
+    with FakeTensorMode():
+        x = {
+            n: torch.empty(s, dtype=torch.float64, device="cuda")
+            for n, s in (("q", (B, T, H, K)), ("k", (B, T, H, K)), ("v", (B, T, HV, V)))
+        }
+        for variant in ("kda", "gdn"):
+            with pytest.raises(
+                TypeError,
+                match="^q must be float16, bfloat16 or float32 on CUDA, got torch.float64",
+            ):
+                overload(variant, "chunk")(*x.values(), None, None)
+
+
+def test_a_device_without_kernels_is_named():
+    with pytest.raises(TypeError, match="^q must be on a CPU or CUDA device, got xpu"):
+        dispatch.backend_name(torch.device("xpu"))
+
+
+def test_a_pool_of_any_strides_that_do_not_meet_is_taken():
+    x = arguments("kda", "recurrent_")
+    whole = torch.zeros(7, 2 * HV, K + 3, 2 * V)
+    none = arguments("kda", "recurrent_") | {
+        n: x[n][:0] for n in ("q", "k", "v", "g", "beta", "state_indices")
+    }
+    overload("kda", "recurrent_")(
+        *(none | {"state": torch.zeros(1, 1, 1, 1).expand(0, HV, K, V)}).values()
+    )
+    for state in (
+        whole[::2, ::2, :K, ::2],
+        whole[1:4, HV:, 3:, V:],
+        torch.zeros(V, K, 3, HV).permute(2, 3, 1, 0),
+        torch.zeros(3, HV, V, K).mT,
+    ):
+        overload("kda", "recurrent_")(*(x | {"state": state}).values())
+        assert state[0].any()
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_what_is_no_tensor_is_refused_under_autocast_and_vmap_too(variant):
+    x = arguments(variant, "chunk")
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match="^k must be a tensor, got None"),
+    ):
+        overload(variant, "chunk")(*(x | {"k": None}).values())
+    with pytest.raises(TypeError, match="^v must be a tensor, got None"):
+        torch.func.vmap(
+            lambda q: overload(variant, "chunk")(*(x | {"q": q, "v": None}).values())[0]
+        )(torch.stack([x["q"]] * 2))
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^beta must have at least 3 dimensions besides those that vmap maps, got shape \[2, "
+            r"2, 5\] in all"
+        ),
+    ):
+        torch.func.vmap(lambda b: overload(variant, "chunk")(*(x | {"beta": b}).values())[0])(
+            z(2, B, T)
+        )
+    y = arguments(variant, "gate")
+    with pytest.raises(TypeError, match="^g must be a tensor, got None"):
+        torch.func.vmap(lambda a: overload(variant, "gate")(None, a, None))(
+            torch.stack([y["A_log"]] * 2)
+        )
+
+
+@pytest.mark.parametrize("function", [f for f in kda_ops.__all__ if callable(getattr(kda_ops, f))])
+def test_an_unknown_keyword_is_an_error(function):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'head_first'"):
+        getattr(kda_ops, function)(head_first=True)
+
+
+@pytest.mark.parametrize("op", ARGUMENTS)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_an_unknown_keyword_of_an_operator_is_an_error(variant, op):
+    with pytest.raises(RuntimeError, match="[Uu]nknown keyword argument 'head_first'"):
+        call(variant, op, {"head_first": True}, False)
+
+
+@pytest.mark.parametrize("flag", ("safe_gate", "disable_recompute"))
+def test_a_flag_that_means_nothing_for_recurrent_is_unknown_there(flag):
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        kda_ops.recurrent_kda(*arguments("kda", "recurrent").values(), **{flag: True})
+
+
+CHECKED = [
+    (
+        "cu_seqlens from 1",
+        "run(cu=[1, 5])",
+        r"cu_seqlens must start at 0, never decrease and end at or before T = 5, got \[1, 5\]",
+    ),
+    ("cu_seqlens back", "run(cu=[0, 4, 3])", "cu_seqlens must start at 0"),
+    ("cu_seqlens too far", "run(cu=[0, 6])", "cu_seqlens must start at 0"),
+    (
+        "g above 0",
+        "run(g=0.5)",
+        (
+            "g must be at most 0 .*, got a maximum of 0.5: pass raw logits with "
+            "use_gate_in_kernel=True"
+        ),
+    ),
+    ("g not a number", "run(g=math.nan)", "g must be at most 0"),
+    (
+        "g below the promise",
+        "run(g=-6.0, safe_gate=True)",
+        r"g must stay in \[-5.0, 0\] as safe_gate=True promises, got a minimum of -6.0",
+    ),
+    (
+        "g below the named bound",
+        "run(g=-2.0, safe_gate=True, lower_bound=-1.0)",
+        r"g must stay in \[-1.0, 0\]",
+    ),
+    (
+        "beta above 2",
+        "run(beta=2.1)",
+        (
+            r"beta must lie in \[0, 2\], got 2.09\d* to 2.09\d*: pass raw logits with "
+            r"use_beta_sigmoid_in_kernel=True"
+        ),
+    ),
+    ("beta below 0", "run(beta=-0.1)", r"beta must lie in \[0, 2\]"),
+    ("beta not a number", "run(beta=math.nan)", r"beta must lie in \[0, 2\]"),
+    ("a slot too far", "pool([0, 3])", "state_indices must be below the number of slots, 3, got 3"),
+    ("a slot twice", "pool([1, 1])", "state_indices must name distinct slots, got one slot twice"),
+    ("a decay of a row with a slot", "pool([-1, 2], g=[-1.0, math.nan])", "g must be at most 0"),
+    (
+        "a decay of a packed sequence with a slot",
+        "packed([-1, 1], [0, 4, 5], g=[5.0, 5.0, 5.0, 5.0, 5.0])",
+        "g must be at most 0",
+    ),
+    (
+        "no token accepted",
+        "pool([[0, 1], [2, -1]], [0, 1])",
+        r"num_accepted_tokens must lie between 1 and S = 2, .* got \[0, 1\]",
+    ),
+    (
+        "too many accepted",
+        "pool([[0, 1], [2, -1]], [1, 3])",
+        "num_accepted_tokens must lie between 1 and S = 2",
+    ),
+    (
+        "a packed token without a slot",
+        "packed([[0, 1]], [0, 5])",
+        "with S at least 5, the longest sequence, got S = 2",
+    ),
+    (
+        "a snapshot too far",
+        "prefill([[1, 3]])",
+        "state_indices and snapshot_indices must be below the number of slots, 3, got 3",
+    ),
+    (
+        "a snapshot on a live slot",
+        "prefill([[1, 0]])",
+        "state_indices and snapshot_indices must name distinct slots",
+    ),
+]
+LEGAL = [
+    "run(cu=[0, 5])",
+    "run(cu=[0, 0, 3])",
+    "run(g=-math.inf)",
+    "run(g=-5.0, safe_gate=True)",
+    "run(beta=2.0)",
+    "run(beta=0.0)",
+    "run(beta=5.0, use_beta_sigmoid_in_kernel=True)",
+    "pool([2, 0])",
+    "pool([-1, -1])",
+    "pool([[0, 1], [2, -1]], [1, 2])",
+    "packed([[0, 1]], [0, 2])",
+    "prefill([[1, -1]])",
+    "prefill([[0, 0]], slot=-1)",  # a sequence without a slot leaves no snapshots
+    "prefill([[1, 2, 0]])",  # nor does a sequence of 130 tokens leave a third one
+    "prefill([[1, 0]], every=2)",
+    "run(cu=[0, 3], g=[-1.0, -1.0, -1.0, math.nan, 5.0])",
+    "run(g=0.5, A_log=torch.zeros(2), use_gate_in_kernel=True)",  # logits
+    "pool([[0, 1], [-1, -1]], [1, 0])",  # nor what a row without a slot accepted
+    "packed([[0, 1], [2, -1]], [0, 2, 3])",
+    "pool([2, -1], g=[-1.0, math.nan])",  # of a row without a slot nothing is read
+    "packed([-1, 1], [0, 4, 5], g=[5.0, 5.0, 5.0, 5.0, -1.0])",
+    "torch.compile(run, backend='eager')(cu=[0, 5])",
+]
+
+
+def test_values_are_checked_when_the_environment_asks(tmp_path):
+    """One fresh process with KDA_OPS_CHECK=1, in which every line of `CHECKED` fails with its words
+    and every line of `LEGAL` passes.
+    """
+    script = textwrap.dedent("""
+        import math, sys, torch, kda_ops
+        def run(cu=None, g=None, beta=None, **flags):
+            q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
+            beta = None if beta is None else torch.full((1, 5, 2), beta)
+            g = None if g is None else torch.tensor(g).reshape(1, -1, 1, 1).expand(1, 5, 2, 4)
+            cu = None if cu is None else torch.tensor(cu)
+            return kda_ops.chunk_kda(q, k, v, g, beta, cu_seqlens=cu, **flags)
+        def pool(slots, accepted=None, g=None):
+            q, k, v = (torch.randn(2, 1, 2, 4) for _ in range(3))
+            accepted = None if accepted is None else torch.tensor(accepted)
+            g = None if g is None else torch.tensor(g).reshape(2, 1, 1, 1).expand(2, 1, 2, 4)
+            pool, slots = torch.zeros(3, 2, 4, 4), torch.tensor(slots)
+            return kda_ops.recurrent_kda_(q, k, v, g, None, pool, slots, accepted)
+        def packed(slots, cu, g=None):
+            q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
+            g = None if g is None else torch.tensor(g).reshape(1, 5, 1, 1).expand(1, 5, 2, 4)
+            pool, slots, cu = torch.zeros(3, 2, 4, 4), torch.tensor(slots), torch.tensor(cu)
+            return kda_ops.recurrent_kda_(q, k, v, g, None, pool, slots, cu_seqlens=cu)
+        def prefill(snapshots, slot=0, every=1):
+            q, k, v = (torch.randn(1, 130, 2, 4) for _ in range(3))
+            pool = torch.zeros(3, 2, 4, 4)
+            indices = torch.tensor([slot]), torch.tensor(snapshots)
+            flags = dict(snapshot_every=every, use_qk_l2norm_in_kernel=True)
+            return kda_ops.chunk_kda_(q, k, v, None, None, pool, *indices, **flags)
+        for line in sys.argv[1:]:
+            try:
+                eval(line)
+                print("passed")
+            except ValueError as error:
+                print(error)
+    """)
+    lines = [line for _, line, _ in CHECKED] + LEGAL
+    out = _python(script, lines, {"KDA_OPS_CHECK": "1"})
+    import re
+
+    for (name, _, words), said in zip(CHECKED, out):
+        assert re.search(words, said), f"{name}: {said}"
+    assert out[len(CHECKED) :] == ["passed"] * len(LEGAL)
+    unchecked = _python(script, lines[:7], {"KDA_OPS_CHECK": "0"})
+    # which the CPU backend reads anyway
+    assert all("cu_seqlens must start at 0" in said for said in unchecked[:3])
+    assert unchecked[3:] == ["passed"] * 4, "values were read on the host without being asked to"
+
+
+def _python(script, args, env):
+    import os
+
+    root = Path(__file__).parents[2]
+    out = subprocess.run(
+        [sys.executable, "-c", script, *args],
+        env=os.environ | env,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert out.returncode == 0, out.stderr
+    return out.stdout.splitlines()

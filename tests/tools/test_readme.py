@@ -1,0 +1,45 @@
+"""What README.md says is there is there, and its first program runs."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import torch
+
+from kda_ops.__main__ import COMMANDS
+from kda_ops.bench import readme
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def test_files_links_and_commands_exist():
+    named = re.findall(r"`((?:benchmarks|examples|tests|kda_ops)/[\w/]+\.\w+)`", TEXT) + re.findall(
+        r"\]\(([^)#:]+)\)", TEXT
+    )
+    assert len(named) > 10
+    assert not [n for n in named if not (ROOT / n).exists()]
+    commands = re.findall(r"python -m kda_ops (\w+)", TEXT)
+    assert "evidence" in commands and set(commands) <= set(COMMANDS)
+
+
+def test_the_tables_are_those_of_their_files():
+    """Fails where a figure was typed, or ``bench --readme`` forgotten."""
+    evidence, *others = (
+        json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+        for name in ("evidence.json", "evidence_cpu.json", "elsewhere.json")
+    )
+    assert readme.rewrite(TEXT, evidence, readme.PICTURES, *others) == TEXT
+    assert TEXT.count("<!-- evidence: ") == TEXT.count("<!-- end -->") == 6
+
+
+def test_the_ten_lines_run(monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    # Inductor needs half a minute here
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    names: dict = {}
+    exec(code, names)
+    assert names["q"].grad.abs().sum() > 0 and names["o"].shape == (2, 1, 4, 64)
+    torch._dynamo.reset()
