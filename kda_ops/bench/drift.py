@@ -212,7 +212,8 @@ def main(argv: list[str]) -> int:
     print(f"{'op':4}{'pool':6}{'step':>8}{'error':>10}{'limit':>10}{'chunk':>10}")
     for r in rows:
         print(
-            f"{r['op']:4}{r['pool']:6}{r['step']:8}{r['error']:10.1e}{r['limit']:10.1e}{r['chunk_error']:10.1e}"
+            f"{r['op']:4}{r['pool']:6}{r['step']:8}{r['error']:10.1e}{r['limit']:10.1e}"
+            f"{r['chunk_error']:10.1e}"
         )
     if args.json:
         write_json(args.json, describe(args.device) | {"rows": rows})
