@@ -80,6 +80,7 @@ def positional(function) -> str:
     return " ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in shown)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_those_of_fla(name):
     given, _, hidden = SIGNATURES[name].partition(" |")
@@ -214,6 +215,7 @@ def test_gk_adds_a_log_decay_per_key_channel_to_g(gate):
     assert_identical(state, want_state)
 
 
+@pytest.mark.quick
 def test_beta_is_one_by_default_for_every_value_head():
     """FLA 0.6.0 makes ones for q's heads and reads past their end if there are more value heads."""
     x = Case("gdn", T=5, H=1, HV=3).inputs(TARGET.device)
@@ -500,6 +502,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "name, words, error, message", REFUSALS, ids=[f"{n}-{[*w]}" for n, w, _, _ in REFUSALS]
 )

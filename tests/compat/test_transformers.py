@@ -68,6 +68,7 @@ def test_assert_same_names_every_tensor_that_differs():
     assert_same(got | {"b": want["b"], "c": want["c"]}, want)
 
 
+@pytest.mark.quick
 def test_disable_restores_every_binding():
     before = models.bindings()
     compat.enable()
@@ -105,6 +106,7 @@ def test_leaving_a_context_keeps_what_a_later_call_replaced():
     assert models.bindings() == before
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CONFIGS)
 def test_our_operators_run_only_while_enabled(name):
     net, ids = models.model(name), models.tokens(1, 8)  # built before `enable`

@@ -67,6 +67,7 @@ def test_fullgraph_training_and_inference_with_inductor_equal_eager(variant, op)
         torch.testing.assert_close(tensor, eager[name])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_only_one_gradient_wanted_and_no_state_under_compile(variant):
     case = Case(variant, T=65, final=False)
@@ -139,6 +140,7 @@ def test_six_lengths_compile_at_most_twice(variant, op, training):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("what", ("batch", "packed tokens and sequences"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_batch_sizes_and_packings_do_not_recompile(variant, what):
@@ -185,6 +187,7 @@ def test_a_length_that_only_a_tensor_knows_compiles():
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_wrong_call_is_refused_while_compiling(variant):
     x = Case(variant).inputs(TARGET.device)

@@ -50,6 +50,7 @@ def test_one_program_serves_every_batch_and_length(operator):
         torch.testing.assert_close(run(x), mixer(x), rtol=0, atol=0)
 
 
+@pytest.mark.quick
 @torch.no_grad()
 def test_one_program_serves_every_packing():
     mixer = Mixer()
@@ -75,6 +76,7 @@ def test_states_are_a_buffer_of_the_program():
         torch.testing.assert_close(run.states, decoder.states, rtol=0, atol=0)
 
 
+@pytest.mark.quick
 def test_an_exported_program_trains():
     mixer = Mixer()
     run = through_file(export_prefill(mixer))

@@ -50,6 +50,7 @@ ROOT = Path(__file__).parents[2]
 # --- every spelling is found ----------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", NORMS)
 def test_l2norm_folds(name):
     def f(q, k, v, *_):
@@ -69,6 +70,7 @@ def test_l2norm_of_16_bit_inputs_folds_with_the_cast_back(name):
     assert captured.fold.folded == Counter(l2norm=1)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("variant", RANK)
 @pytest.mark.parametrize("name", GATES)
 def test_gate_folds(name, variant):
@@ -356,6 +358,7 @@ def test_folding_changes_nothing_beyond_rounding(
     assert not over(), over()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("variant", RANK)
 @pytest.mark.parametrize("bounded", (False, True))
 def test_folding_changes_nothing_in_float64(variant, bounded):

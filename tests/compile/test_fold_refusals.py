@@ -97,6 +97,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_function_is_not_folded(name):
     assert_refuses(lambda *x: kda_ops.chunk_kda(*OTHERS[name](*x))[0], inputs(), None)
@@ -142,6 +143,7 @@ def test_a_contradicting_bound_is_kept():
 # --- refusals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_nothing_folds_across_a_change_of_grad_mode():
     def f(q, k, v, g, beta, *_):
         with torch.no_grad():
@@ -176,6 +178,7 @@ def test_one_factor_under_no_grad_prevents_the_fold():
     )
 
 
+@pytest.mark.quick
 def test_nothing_folds_across_a_change_of_autocast():
     def f(q, k, v, g, beta, *_):
         with torch.autocast("cpu", torch.bfloat16):

@@ -106,6 +106,7 @@ def test_every_rank_is_told_what_differs(ranks, fault):
         ), message
 
 
+@pytest.mark.quick
 def test_kda_on_one_rank_and_gdn_on_another_is_refused(ranks):
     assert all(
         "operator is kda on rank 0, gdn on rank 1" in message

@@ -138,6 +138,7 @@ def two_calls(groups, size, case, cuts, halves):
     return gradients(case, rank, size, cuts, x, torch.cat([o1, o2], 1), state)
 
 
+@pytest.mark.quick
 def test_states_chain_and_their_gradients_too(ranks):
     # The first call reads the first half of every shard, the second the second half.
     case, cuts, halves = (
@@ -303,6 +304,7 @@ def repeated(groups, size, case, cuts):
     return [step(groups, size, case, cuts) for _ in range(2)]
 
 
+@pytest.mark.quick
 def test_two_runs_give_the_same_bits(ranks):
     for first, second in ranks.run(4, repeated, 4, EVERYTHING, CUTS[4]):
         assert_all_identical(first, second)
@@ -529,6 +531,7 @@ def test_values_are_padded_with_zeros_at_any_width_and_address(dtype, K, V, offs
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("B", [1, 2])
 def test_read_adds_the_entering_state_in_place_for_one_row(B):
     gen = torch.Generator().manual_seed(0)

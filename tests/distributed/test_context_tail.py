@@ -104,6 +104,7 @@ def convolution(groups, size, lengths, cuts):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("lengths", [None, (3, 20, 7)])
 def test_the_layers_convolution_takes_the_tail(ranks, lengths):
     answers = ranks.run(3, convolution, 3, lengths, cuts_of(10, 2, 18))

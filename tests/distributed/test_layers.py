@@ -303,6 +303,7 @@ def decode(groups, size):
         return torch.cat(parts, 1)
 
 
+@pytest.mark.quick
 def test_a_cache_holds_the_heads_of_its_rank(ranks):
     x, _ = batch(2)
     want = build("kda", GROUPED)(x)
@@ -343,6 +344,7 @@ def wrong_plans(groups, size):
             parallelize_module(module, mesh, HeadParallel())
 
 
+@pytest.mark.quick
 def test_heads_that_the_ranks_do_not_divide_are_refused(ranks):
     ranks.run(2, wrong_plans, 2)
 

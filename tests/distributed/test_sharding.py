@@ -67,6 +67,7 @@ def mesh():
 
 @pytest.mark.parametrize("namespace", ["kda", "gdn"])
 class TestPlacements:
+    @pytest.mark.quick
     def test_batch_and_heads_spread_over_two_axes(self, mesh, namespace):
         both, per_head = [Shard(0), Shard(2)], [R, Shard(0)]
         placements = dict.fromkeys(SPREAD, both) | dict(
@@ -149,6 +150,7 @@ class TestPlacements:
         o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(SPREAD, [R, Shard(2)])))
         assert Shard(2) not in o.placements and o.to_local().shape[2] == 6
 
+    @pytest.mark.quick
     def test_tokens_are_never_left_spread(self, mesh, namespace):
         x = {n: t for n, t in make_inputs(namespace).items() if n in SPREAD}
         o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(SPREAD, [R, Shard(1)])))

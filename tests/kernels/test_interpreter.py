@@ -12,17 +12,23 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KERNELS = Path(__file__).parent
-FILES = [
-    f.relative_to(ROOT).as_posix()
-    for f in (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_split.py")
-]
+FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_split.py")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="runs under the interpreter already"
 )
-@pytest.mark.parametrize("tests", FILES)
+@pytest.mark.parametrize(
+    "tests",
+    [
+        pytest.param(
+            f.relative_to(ROOT).as_posix(),
+            marks=[pytest.mark.quick] if f.name == "test_step.py" else [],
+        )
+        for f in FILES
+    ],
+)
 def test_the_kernels_pass_under_the_interpreter(tests):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", tests],

@@ -46,6 +46,7 @@ class Kernel:
         return lambda *args, **options: self.asked.append(("launch", grid, args, options))
 
 
+@pytest.mark.quick
 def test_a_launch_compiles_and_does_no_more_only_while_it_is_asked_to():
     from kda_ops.backends.triton.launch import beside, compiling, launch
 
@@ -95,6 +96,7 @@ def test_a_launch_warns_of_a_kernel_that_has_lost_its_registers(registers, words
     assert ["scan_tiles has lost its registers" in str(w.message) for w in said] == [True] * lost
 
 
+@pytest.mark.quick
 def test_each_kind_of_call_is_compiled_once_and_never_in_a_capture(monkeypatch):
     monkeypatch.setattr(dispatch, "_COMPILED", set())
     capturing = [False]

@@ -84,6 +84,7 @@ def test_only_what_the_doctor_knows_is_no_error(arch, kernel, label, fault, know
 WAIT = "griddepcontrol.wait; // dummy %r2"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "lines, found",
     (
@@ -110,6 +111,7 @@ def test_a_kernel_that_reads_before_it_waits_is_found(lines, found):
     )
 
 
+@pytest.mark.quick
 def test_registers_and_stack_have_budgets_that_other_scans_do_not_share():
     from kda_ops.bench.offline import Row
 
@@ -149,18 +151,20 @@ def test_a_kernel_that_has_lost_its_registers_is_found(registers, stack, found):
     assert ["given registers up" in fault for fault in faults] == [True] * found
 
 
+# of what the compiler prints, types are shortened
 LOOP = """
-    %a = ttg.local_alloc : () -> !ttg.memdesc<STAGESx64x64xbf16, #shared, #smem, mutable>
-    %l = scf.for %i = %c0 to %c2 step %c1 iter_args(%acc = %cst) -> (tensor<64x64xf32, #mma>) : i32 {
-      %x = ttg.memdesc_index %a[%i] : !ttg.memdesc<STAGESx64x64xbf16, #shared, #smem, mutable> -> !ttg.memdesc<64x64xbf16, #shared, #smem, mutable>
-      %t = ttg.memdesc_trans %x {order = array<i32: 1, 0>} : !ttg.memdesc<64x64xbf16, #shared> -> !ttg.memdesc<64x64xbf16, #shared2>
-      %d = ttng.warp_group_dot %b, %t, %acc {inputPrecision = 0 : i32, isAsync = true} : !ttg.memdesc<64x64xbf16> * !ttg.memdesc<64x64xbf16>
-      %w:2 = ttng.warp_group_dot_wait %d, %t {pendings = PENDING : i32} : tensor<64x64xf32, #mma>, !ttg.memdesc<64x64xbf16, #shared2>
-      %s = ttg.memdesc_index %a[%j] : !ttg.memdesc<STAGESx64x64xbf16, #shared, #smem, mutable> -> !ttg.memdesc<64x64xbf16, #shared, #smem, mutable>
-      %c = ttg.async_copy_global_to_local %p, %s mask %m : tensor<64x64x!tt.ptr<bf16>, #blocked> -> <64x64xbf16, #shared, #smem, mutable>
-"""  # noqa: E501
+    %a = ttg.local_alloc : () -> !ttg.memdesc<STAGESx64x64xbf16>
+    %l = scf.for %i = %c0 to %c2 step %c1 iter_args(%acc = %cst) -> (tensor<64x64xf32>) : i32 {
+      %x = ttg.memdesc_index %a[%i] : !ttg.memdesc<STAGESx64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+      %t = ttg.memdesc_trans %x {order = array<i32: 1, 0>} : !ttg.memdesc<64x64xbf16>
+      %d = ttng.warp_group_dot %b, %t, %acc {inputPrecision = 0 : i32, isAsync = true}
+      %w:2 = ttng.warp_group_dot_wait %d, %t {pendings = PENDING : i32} : tensor<64x64xf32>
+      %s = ttg.memdesc_index %a[%j] : !ttg.memdesc<STAGESx64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+      %c = ttg.async_copy_global_to_local %p, %s mask %m : tensor<64x64x!tt.ptr<bf16>>
+"""
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("stages, pending, hazard", ((1, 1, True), (1, 0, False), (2, 1, False)))
 def test_a_buffer_that_is_filled_while_a_product_reads_it_is_found(stages, pending, hazard):
     """The pipeliner of triton 3.6 and 3.7 emits the first of these for a tile that is both an

@@ -22,6 +22,7 @@ def plans(monkeypatch):
     return made, outputs
 
 
+@pytest.mark.quick
 def test_a_plan_is_of_one_device(plans):
     with FakeTensorMode():
         for device in ("cuda:0", "cuda:1", "cuda:0"):
@@ -56,6 +57,7 @@ def test_integers_that_do_not_lie_together_have_no_plan(plans, place):
     assert len(plans[0]) == 1 and not plans[1]
 
 
+@pytest.mark.quick
 def test_offsets_on_a_cpu_are_read_at_every_call(plans):
     q, pool = torch.empty(1, 5, 2, 8), torch.empty(1, 2, 8, 8)
     for offsets in ([0, 5], [0, 3]):

@@ -50,6 +50,7 @@ def same_fields(got, want, but=()):
         close(getattr(got, f.name), getattr(want, f.name), f.name)
 
 
+@pytest.mark.quick
 @given(case=cases(**WIDE))
 def test_prepare(case):
     p = parse(case)
@@ -58,6 +59,7 @@ def test_prepare(case):
     assert_identical(native.prepare(p, want.A).A, want.A, "a kept A")
 
 
+@pytest.mark.quick
 @given(case=cases(**WIDE))
 def test_scan(case):
     p, reference = parse(case), Reference()
@@ -220,6 +222,7 @@ def test_a_chunk_s_inverse_is_unit_lower_triangular(case):
     assert torch.equal(A, A.tril()) and bool((torch.diagonal(A, dim1=-2, dim2=-1) == 1).all())
 
 
+@pytest.mark.quick
 @given(case=cases())
 def test_splitting_into_chunks_and_joining_is_the_identity(case):
     p = parse(case)
@@ -233,6 +236,7 @@ def test_splitting_into_chunks_and_joining_is_the_identity(case):
     assert torch.equal(chunks.join(split), x * inside)
 
 
+@pytest.mark.quick
 def test_a_backend_is_the_stages_of_its_contract():
     for name in ("native", "reference"):
         backend = dispatch.load(name)

@@ -9,6 +9,7 @@ from kda_ops.nn import KimiDeltaAttention
 from tests.support.layers import LAYERS, LENGTHS, build, close, gradients, rows, variants
 
 
+@pytest.mark.quick
 @variants
 def test_training_compiles_to_one_graph_for_all_sizes(make):
     torch._dynamo.reset()

@@ -29,12 +29,14 @@ def test_kimi_gates_with_a_sigmoid_and_gated_deltanet_with_a_swish():
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("make, options", OPTIONS)
 def test_a_layer_is_its_definition(make, options):
     layer, x = build(make, **options), rows(2, 70)
     close(layer(x), torch.stack([by_definition(layer, row) for row in x]))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "make, options", [(KimiDeltaAttention, dict(num_v_heads=4)), (GatedDeltaNet, {})]
 )

@@ -44,6 +44,7 @@ GDN_NAMES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "make, names", [(KimiDeltaAttention, KDA_NAMES), (GatedDeltaNet, GDN_NAMES)]
 )

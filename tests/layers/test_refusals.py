@@ -245,6 +245,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("call, error, words", REFUSALS, ids=[words[:60] for *_, words in REFUSALS])
 def test_a_wrong_call_is_refused_in_words(call, error, words):
     with pytest.raises(error, match=re.escape(words)):

@@ -26,6 +26,7 @@ def test_token_by_token_decode_equals_one_forward(make, options, prompt):
     close(torch.cat(parts, 1), layer(x[:, : sum(steps)]))
 
 
+@pytest.mark.quick
 @torch.no_grad()
 @pytest.mark.parametrize("make, options", CACHED)
 def test_prefill_in_pieces_equals_one_forward(make, options):
@@ -109,6 +110,7 @@ def test_masked_rows_have_the_gradients_of_separate_ones(make, T):
         close(ours, theirs)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @variants
 def test_packed_sequences_are_separate_ones(make, dtype):

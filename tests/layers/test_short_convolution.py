@@ -12,6 +12,7 @@ from kda_ops.nn.packing import Packing
 close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-9)  # in float64
 
 
+@pytest.mark.quick
 def test_the_convolution_is_torchs_own():
     conv = ShortConvolution(6, 4, bias=True).double()
     other = torch.nn.Conv1d(6, 6, 4, groups=6, padding=3).double()
@@ -20,6 +21,7 @@ def test_the_convolution_is_torchs_own():
     close(conv(x), F.silu(other(x.mT)[..., :9]).mT)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("size", [1, 4])
 def test_the_convolution_has_the_gradients_of_torchs_own(size, packed):

@@ -35,6 +35,7 @@ def gate_by_hand(rank, g, A_log, dt_bias, bound):
     return -A * F.softplus(x) if bound is None else bound * torch.sigmoid(A * x)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("bound,log,bias", GATES)
 @pytest.mark.parametrize("rank", (0, 1))
 def test_the_gate_matches_its_formula_and_autograd(rank, bound, log, bias):
@@ -104,6 +105,7 @@ def test_extreme_logits_give_the_limits_of_the_gate(rank):
     torch.testing.assert_close(y, torch.tensor([0.0, -5.0]))
 
 
+@pytest.mark.quick
 def test_the_norm_matches_its_formula_and_autograd():
     x = torch.randn(
         2,

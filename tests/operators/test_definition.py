@@ -53,6 +53,7 @@ def test_every_gate_meets_the_same_budget(variant, gate, dtype):
     assert_meets_budget(Case(variant, T=129, gate=gate, dtype=dtype, K=24, V=16))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("beta", ("none", "neg_eigval"))
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -62,6 +63,7 @@ def test_no_key_is_too_hard(variant, keys, beta):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_strides_do_not_matter(variant, strides):

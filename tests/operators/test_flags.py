@@ -74,6 +74,7 @@ def test_safe_gate_changes_no_more_than_rounding(gate, case):
         assert_meets_budget(replace(case, gate=gate, safe_gate=safe))
 
 
+@pytest.mark.quick
 @given(case=cases(disable_recompute=False))
 def test_disable_recompute_changes_no_bit(case):
     assert_all_identical(run(case), run(case, disable_recompute=True))
@@ -101,6 +102,7 @@ def test_grouped_value_heads_are_expanded_key_heads_with_summed_gradients(op, ca
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_scale_is_one_over_the_square_root_of_the_key_width_by_default(variant, op):
@@ -118,6 +120,7 @@ def test_the_bounded_gate_can_do_without_a_log(case):
     )
 
 
+@pytest.mark.quick
 def test_dt_bias_may_be_flat():
     case = Case(gate="softplus", T=65)
     inputs = case.inputs(TARGET.device)

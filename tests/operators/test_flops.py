@@ -35,6 +35,7 @@ def counted(call):
     return {str(packet): n for packet, n in counter.get_flop_counts()["Global"].items()}
 
 
+@pytest.mark.quick
 def test_the_formulas_give_the_numbers_worked_out_by_hand():
     assert flops.forward(128, 128) == FORWARD == 11_705_024
     assert flops.backward(128, 128, frozenset({"A"})) == BACKWARD == 32_505_856
@@ -57,11 +58,13 @@ def test_widths_count_each_where_they_stand():
     "namespace, chunk", [("kda", kda_ops.chunk_kda), ("gdn", kda_ops.chunk_gdn)]
 )
 class TestChunk:
+    @pytest.mark.quick
     def test_inference_counts_chunk(self, namespace, chunk):
         args = inputs(namespace, 2, 128, 1, 2, 128, 128)
         # batch, chunks, value heads
         assert counted(lambda: chunk(*args)) == {f"{namespace}.chunk": 2 * 2 * 2 * FORWARD}
 
+    @pytest.mark.quick
     def test_training_counts_forward_and_backward(self, namespace, chunk):
         args = inputs(namespace, 1, 64, 2, 2, 128, 128, requires_grad=True)
         got = counted(lambda: chunk(*args)[0].sum().backward())
@@ -106,6 +109,7 @@ class TestChunk:
 
 @pytest.mark.parametrize("namespace", ["kda", "gdn"])
 class TestTokens:
+    @pytest.mark.quick
     def test_recurrent_counts_tokens(self, namespace):
         op = getattr(torch.ops, namespace).recurrent
         assert counted(lambda: op(*inputs(namespace, 2, 3, 1, 4, 128, 128))) == {

@@ -29,6 +29,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(torch.float64 not in TARGET.dtypes, reason="finite differences need float64")
 @pytest.mark.parametrize("options", CHECKED.values(), ids=CHECKED)
 @pytest.mark.parametrize(
@@ -97,6 +98,7 @@ def test_incoming_gradients_may_have_any_strides(op, case):
     assert_all_identical(run(case, op, cotangents=heads_first), run(case, op))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_sum_s_gradient_has_stride_zero(variant, op):
@@ -113,6 +115,7 @@ def test_a_sum_s_gradient_has_stride_zero(variant, op):
     torch.testing.assert_close(v.grad, ones["dv"])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_an_output_that_is_not_used_has_a_gradient_of_zero(variant, op):

@@ -46,6 +46,7 @@ def test_the_first_call_of_a_process_may_be_compiled(mode):
     assert python(script).stdout == "right\n"
 
 
+@pytest.mark.quick
 def test_import_pulls_in_nothing_optional():
     out = python("""
         import sys, torch
@@ -135,6 +136,8 @@ def test_a_checkout_that_is_not_installed_runs_its_own_registrations(tmp_path):
     assert out.stdout == f"{tmp_path / 'registrations' / '__init__.py'}\n"
 
 
+@pytest.mark.quick
+@pytest.mark.xdist_group("pace")
 def test_import_costs_less_than_50_ms_over_torch():
     """In time of the process, at the pace of a quiet machine; the best of a few fresh ones, because
     a busy machine only ever adds.

@@ -28,6 +28,7 @@ def _swap_back(results):
     }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @given(case=cases(K=24, V=40))
 @example(
@@ -86,6 +87,7 @@ def test_a_pool_may_be_a_transposed_view(pool):
     assert_identical(state, state_view, "state")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_state_that_was_not_asked_for_is_empty_in_both_layouts(variant):
     for transposed in (False, True):

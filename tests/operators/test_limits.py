@@ -109,6 +109,7 @@ def test_a_beta_of_zero_only_decays(op, case):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forgetting_everything_starts_anew(variant, op):
@@ -140,6 +141,7 @@ def test_forgetting_everything_starts_anew(variant, op):
     assert all(x.isfinite().all() for x in grads.values())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     "sizes",

@@ -109,6 +109,7 @@ def document():
     return run_document()
 
 
+@pytest.mark.quick
 def test_every_claim_of_the_document_holds(document):
     claims, _ = document
     assert len(claims) >= 30

@@ -35,6 +35,7 @@ def gradients(op, x, **flags):
     return o, torch.autograd.grad(o.square().sum(), x)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("lower_bound", (None, -5.0))
 @pytest.mark.parametrize("garbage", (float("nan"), float("inf"), -float("inf")))
 @pytest.mark.parametrize("op", CHUNK_OPS)
@@ -50,6 +51,7 @@ def test_tokens_of_no_sequence_may_hold_anything(op, garbage, lower_bound):
         assert torch.equal(a, b)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", CHUNK_OPS)
 def test_a_logit_of_plus_infinity_forgets_and_has_finite_gradients(op):
     x = inputs(op)

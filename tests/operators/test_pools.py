@@ -61,6 +61,7 @@ def states_along(pool, n):
     return run(b)[0], lambda t: run(a + t)[1][0]
 
 
+@pytest.mark.quick
 @given(pool=pools())
 @example(
     pool=Pool(
@@ -187,6 +188,7 @@ def test_where_the_slots_lie_does_not_matter(pool, seed):
     assert_identical(after, state[where.to(TARGET.device)], "the pool")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_rolled_back_token_never_happened(variant):
     """Verify three drafted tokens, accept one: decoding goes on as if only that one had been

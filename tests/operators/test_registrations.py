@@ -151,6 +151,7 @@ def test_opcheck_of_in_place_operators(variant, op, pool):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck_of_the_gate(variant):
     for gate in ("softplus", "bounded"):
@@ -167,6 +168,7 @@ def test_opcheck_of_the_gate(variant):
 # --- autograd
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", (*OPS, "gate"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_double_backward_is_refused_in_words(variant, op):
@@ -223,6 +225,7 @@ def test_an_in_place_operator_refuses_autograd_and_accepts_parameters_without(va
         assert_identical(pool.run(A_log=parameter)[0], want, "o")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_writing_a_pool_counts_as_a_version(variant, op):
@@ -266,6 +269,7 @@ def test_a_checkpoint_policy_can_name_what_chunked_attention_computed():
 # --- autocast
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_autocast_casts_q_k_and_v_only(variant, op):

@@ -27,6 +27,7 @@ def take(inputs, row, tokens):
     } | rest
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @given(
     case=cases(B=2, T=129, lengths=None, final=True),
@@ -222,6 +223,7 @@ def test_other_sequences_change_no_bit_of_the_chunk_forward(case):
             assert_identical(got["final_state"][n], again["final_state"][n], "final_state")
 
 
+@pytest.mark.quick
 @given(case=cases(B=3, lengths=None, V=WIDE))
 @example(case=Case(B=3, T=129, K=16, V=33, H=1, HV=1))
 def test_the_batch_around_a_sequence_changes_no_bit_of_the_chunk_forward(case):
@@ -269,6 +271,7 @@ def test_the_batch_changes_no_bit_where_a_width_is_one(variant, K, V):
         )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @given(case=cases())
 def test_two_runs_give_the_same_bits_forward_and_backward(op, case):

@@ -21,6 +21,7 @@ def _dual(call, x):
         return forward_ad.unpack_dual(call(forward_ad.make_dual(x, x))).tangent
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "mode",
     (
@@ -149,6 +150,7 @@ each_operator = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.quick
 @each_operator
 def test_functional_transforms_give_the_gradients_of_autograd(variant, op):
     loss, x, want = squared(Case(variant, B=2, **INSIDE), op)
@@ -337,6 +339,7 @@ def test_vmap_over_any_dimension_and_twice_and_through_backward(variant):
             torch.testing.assert_close(leaf.grad[s], want["d" + name])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_vmap_of_the_gate_and_of_a_call_without_a_final_state(variant):
     case = Case(variant, T=5, gate="softplus", final=False)

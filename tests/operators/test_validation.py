@@ -627,8 +627,9 @@ def rows():
                 )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("fake", (False, True), ids=("real", "fake"))
-@pytest.mark.parametrize("variant,op,change,exception,words", rows())
+@pytest.mark.parametrize("variant,op,change,exception,words", [*rows()])
 def test_a_wrong_call_is_refused_with_words(variant, op, change, exception, words, fake):
     if fake and any(isinstance(x, torch.Tensor) and x.is_meta for x in change.values()):
         change = {
@@ -738,6 +739,7 @@ def test_what_is_no_tensor_is_refused_under_autocast_and_vmap_too(variant):
         )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("function", [f for f in kda_ops.__all__ if callable(getattr(kda_ops, f))])
 def test_an_unknown_keyword_is_an_error(function):
     with pytest.raises(TypeError, match="unexpected keyword argument 'head_first'"):

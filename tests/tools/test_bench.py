@@ -55,6 +55,7 @@ def test_plain_torch_activations_are_those_inside_the_operator(op, gate):
     assert (our_forward(c)(x) - chunk(*activated(c, x))[0]).abs().max() < 1e-6
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize("pass_", ["fwd", "fwdbwd"])
 def test_our_side_passes_its_check_and_gets_a_time(op, pass_):
@@ -139,6 +140,7 @@ def wrong_peer(change):
     return Peer("wrong", "cpu", None, forward)
 
 
+@pytest.mark.quick
 def test_a_side_that_is_wrong_gets_no_time():
     for change, timed in ((1.0, True), (1.01, False), (float("nan"), False)):
         got = worker.whole(case(pass_="fwdbwd"), wrong_peer(change), {})

@@ -20,6 +20,7 @@ def evidence_of(*rows, **changed):
     return {"code": code, "suite": SUITE, "rows": made, "missing": {}} | changed
 
 
+@pytest.mark.quick
 def test_a_readme_gets_every_row_between_its_markers():
     evidence = evidence_of(row(ours_ms=4.0), row(**{"pass": "decode"}, ours_ms=None))
     text = "a\n<!-- evidence: fwd -->\nold\n<!-- end -->\nb\n<!-- evidence -->\n<!-- end -->\nc\n"

@@ -20,6 +20,7 @@ from tests.support.benchmark import SMALL, case, row
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.quick
 def test_slower_rows_and_lost_times_are_losses():
     old = [row(), row(op="gdn"), row(gate="strong"), row(**{"pass": "decode"})]
     new = [

@@ -47,6 +47,7 @@ def judged(name, change, case=CASE):
     assert_all_close(got, oracle(case), lambda draw: twin(case, draw=draw))
 
 
+@pytest.mark.quick
 def test_the_twin_meets_its_own_budget():
     judged("o", lambda x: x)
 
@@ -61,6 +62,7 @@ def test_a_nan_is_never_close(name):
         judged(name, poke)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", NAMES)
 def test_one_wrong_entry_is_not_close(name):
     def poke(x):

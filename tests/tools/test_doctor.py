@@ -13,6 +13,7 @@ from kda_ops import doctor
 from kda_ops.__main__ import COMMANDS, main
 
 
+@pytest.mark.quick
 def test_the_report_names_versions_backends_and_compilers(capsys):
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
@@ -71,6 +72,7 @@ def test_a_wrong_result_is_a_problem_and_fails_the_command(monkeypatch, capsys):
     assert ["PROBLEM" in line for line in said] == [True, False]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "triton, archs, words",
     [

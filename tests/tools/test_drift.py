@@ -53,6 +53,7 @@ def test_hundreds_of_steps_stay_with_the_chunk_form(tmp_path, capsys):
         assert 0 < max(errors) < most and max(errors[-10:]) < 1.5 * max(errors[1:10])
 
 
+@pytest.mark.quick
 def test_a_record_that_drifts_lacks_a_window_or_exceeds_its_limit_does_not_hold():
     rows = [
         {"op": op, "pool": pool, "step": 500 * (i + 1), "error": 1.0, "limit": 2.0}

@@ -39,6 +39,7 @@ COLUMNS = {
 }
 
 
+@pytest.mark.quick
 def test_evidence_has_the_columns_it_promises():
     if FILE.exists():  # there is none before the first run on a GPU
         found = json.loads(FILE.read_text())
@@ -368,6 +369,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "counts, cut, said, words", [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS]
 )

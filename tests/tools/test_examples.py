@@ -75,6 +75,7 @@ def test_training_runs_under_inductor(tmp_path):
     assert math.isfinite(run(tmp_path, "--steps", "2")["held_out"])
 
 
+@pytest.mark.quick
 def test_a_missing_compiler_is_noticed(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not train.can_build_cpp()
@@ -89,6 +90,7 @@ def test_generation_with_caches_matches_one_forward(without_compiler):
     assert out[9:] == bytes(logits[8:].argmax(-1).tolist())
 
 
+@pytest.mark.quick
 def test_the_bigram_entropy_of_a_coin_is_one_bit():
     text = torch.randint(
         2, (400_000,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8

@@ -67,6 +67,7 @@ def test_a_model_of_transformers_learns_from_packed_documents(capsys):
     assert "def get_" in capsys.readouterr().out
 
 
+@pytest.mark.quick
 def test_packed_rows_hold_whole_documents():
     row = next(finetune_transformers.rows(700, "cpu"))
     starts = row["cu_seq_lens_q"].tolist()
@@ -157,6 +158,7 @@ def test_fsdp_with_sharded_heads_matches_one_process(ranks, precision):
     assert "rows over 2 ranks, heads over 2" in ranks.run(4, fsdp_with_heads, precision)[0]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "example, words, said",
     [

@@ -9,6 +9,8 @@ import pytest
 from tests.support.fresh import python
 
 
+@pytest.mark.quick
+@pytest.mark.xdist_group("pace")
 @pytest.mark.parametrize("variant", ("gdn", "kda"))
 def test_dispatch_and_validation_of_a_decode_step_take_microseconds(variant):
     """Twice the target as a guard, at the pace of a quiet machine: a busy or slow one must not fail

@@ -8,6 +8,7 @@ from tests.support.fresh import python
 from tests.support.pace import SECONDS, slower
 
 
+@pytest.mark.quick
 def test_a_machine_at_a_third_of_the_speed_gets_three_times_as_long():
     # the best of several counts
     times = itertools.accumulate(itertools.cycle((0.0, 0.006, 0.0, 0.009)))
@@ -19,6 +20,7 @@ def test_a_quick_machine_gets_no_less():
     assert slower(lambda: None, 0.002, lambda: next(times)) == 1.0
 
 
+@pytest.mark.xdist_group("pace")
 def test_other_processes_are_not_counted():
     script = (
         "import time; from tests.support.pace import slower, interpreted; print(slower(lambda: "

@@ -10,6 +10,7 @@ import pytest
 from tests.tools import parity
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_training_in_bfloat16_on_a_gpu_follows_float32_on_a_cpu(variant):
     if not parity.FILE.exists():
@@ -24,6 +25,7 @@ def test_training_in_bfloat16_on_a_gpu_follows_float32_on_a_cpu(variant):
             assert len(losses) == parity.STEPS and losses[-1] < losses[0] - 3
 
 
+@pytest.mark.quick
 def test_a_run_that_drifts_away_is_told_from_noise():
     def curve(seed, drift=0.0):
         return [

@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from kda_ops.__main__ import COMMANDS
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.quick
 def test_files_links_and_commands_exist():
     named = re.findall(r"`((?:benchmarks|examples|tests|kda_ops)/[\w/]+\.\w+)`", TEXT) + re.findall(
         r"\]\(([^)#:]+)\)", TEXT
@@ -24,6 +26,7 @@ def test_files_links_and_commands_exist():
     assert "evidence" in commands and set(commands) <= set(COMMANDS)
 
 
+@pytest.mark.quick
 def test_the_tables_are_those_of_their_files():
     """Fails where a figure was typed, or ``bench --readme`` forgotten."""
     evidence, *others = (
@@ -34,6 +37,7 @@ def test_the_tables_are_those_of_their_files():
     assert TEXT.count("<!-- evidence: ") == TEXT.count("<!-- end -->") == 6
 
 
+@pytest.mark.quick
 def test_the_ten_lines_run(monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     # Inductor needs half a minute here

@@ -19,6 +19,7 @@ def test_an_engine_without_slots_or_budget_is_refused(nothing):
         main([nothing, "0"])
 
 
+@pytest.mark.quick
 def test_slots_are_reused_and_given_back():
     torch.manual_seed(0)
     engine, requests = (

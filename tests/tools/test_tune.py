@@ -77,6 +77,7 @@ def test_the_table_stays_unless_it_is_wrong_or_clearly_slower(candidates):
         )
 
 
+@pytest.mark.quick
 def test_a_process_that_tries_nothing_is_an_error(candidates):
     candidates("[].fail")
     with pytest.raises(RuntimeError, match="prepare_gdn cannot be measured: AttributeError"):
@@ -105,6 +106,7 @@ def call(**flags):
     return Problem.parse(1, q, q, v, -torch.ones(1, 64, 2, 128), one, **flags)
 
 
+@pytest.mark.quick
 def test_a_row_of_the_file_is_used_and_others_are_kept(tuning):
     p, found = call(), tuning.Options(32, 32, warps=8)
     assert tuning.choose("prepare_kda", p) == tuning.table("prepare_kda", p) != found

@@ -30,6 +30,7 @@ def test_each_backward_is_compared_with_float64(case):
     assert max(*whole.values(), *part.values()) < 1e-4
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.variant)
 def test_an_entry_that_is_off_is_seen(case):
     right = kda_ops.chunk.backward

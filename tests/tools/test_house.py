@@ -1,0 +1,25 @@
+"""The checkout keeps its limits: length of lines, content of the wheel, folders of tests."""
+
+import pytest
+
+from tests.tools import house
+
+
+@pytest.mark.quick
+def test_no_line_is_longer_than_100_columns():
+    columns, where = house.longest_line()
+    assert columns <= 100, where
+
+
+@pytest.mark.quick
+def test_tests_lie_in_folders_by_subject():
+    assert house.top_level_tests() == {"__init__.py", "conftest.py", "README.md"}
+
+
+def test_the_wheel_holds_the_package_and_nothing_else():
+    pytest.importorskip("setuptools", minversion="77", reason="builds a wheel")
+    parts = [name.split("/") for name in house.wheel()]
+    assert {p[0].split("-")[0] for p in parts} == {"kda_ops"}
+    assert not [p for p in parts if {"tests", "benchmarks", "examples"} & set(p)]
+    assert ["kda_ops", "py.typed"] in parts
+    assert ["kda_ops", "registrations", "schemas.py"] in parts
