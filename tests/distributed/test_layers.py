@@ -312,7 +312,7 @@ def test_a_cache_holds_the_heads_of_its_rank(ranks):
 
 
 def decode_sharded(groups, size, variant, heads):
-    """A cache made before any forward, of a layer sharded by FSDP2, some with heads spread too."""
+    """Make a cache of a layer sharded by FSDP2, before any forward; with `tp`, heads too."""
     layer, mesh, (x, _) = build(variant, GROUPED), mesh_of(groups[size]), batch(2)
     if heads > 1:
         grid = init_device_mesh("cpu", (size // heads, heads), mesh_dim_names=("dp", "tp"))

@@ -42,7 +42,7 @@ class Wrapped(nn.Module):
 
 
 def assert_fits(layer, cache, x):
-    """Decoding with the cache gives what one forward gives."""
+    """Check that decoding with the cache gives what one forward gives."""
     want = layer(x)
     parts = [layer(x[:, :5], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in (5, 6))]
     close(torch.cat(parts, 1), want, 1e-9 if x.dtype is torch.float64 else 1e-5)
