@@ -6,7 +6,7 @@ Usage::
     python examples/export.py
     # also compile with AOTInductor, into prefill.pt2 and decode.pt2; half a minute more
     python examples/export.py --package .
-    # packages for CUDA are untested, see README
+    # packages for CUDA are untested, see docs/compile.md
     python examples/export.py --device cuda --package .
 
 In an exported program each operator is one node: ``torch.ops.kda.chunk`` or

@@ -11,9 +11,15 @@ The only change to a training loop is `kda_ops.compat.transformers.enable()`; mo
 stay the same. It also works for Qwen3-Next and Qwen3.5. This model is random and reads bytes: use
 ``KimiLinearForCausalLM.from_pretrained(...)`` and its tokenizer instead.
 
-Documents (functions of the Python standard library) are packed into rows without padding. Pass
-``cu_seq_lens_q``, their offsets, and ``position_ids``, which restart at 0 in each. Then no state,
-convolution or attention crosses documents. For padded batches pass ``attention_mask`` as usual.
+Documents (functions of the Python standard library) are packed into rows without padding. Pass four
+things, or transformers mixes the documents of a row without an error:
+
+- ``cu_seq_lens_q``, where documents start: without it the linear layers mix them;
+- ``position_ids`` that count from 0 in each document: without them the full attention mixes them;
+- no ``attention_mask``: with one, even of ones, the full attention mixes them too;
+- ``use_cache=False``: packed rows with a cache are refused.
+
+A loop of padded batches changes nothing: pass its ``attention_mask``.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def operand_dtype(p: Problem) -> torch.dtype:
 
 def reads_output(device: torch.device, rank: int, l2norm: bool) -> bool:
     """Whether `gradient` asks for o: do · o is the product of unit q with its gradient, which the
-    norm needs (MATHS.md), and needs no sum over K.
+    norm needs (docs/maths.md), and needs no sum over K.
     """
     return l2norm and rank == 1 and backend_name(device) == "triton"
 

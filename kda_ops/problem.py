@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-CHUNK = 64  # tokens per chunk, C in MATHS.md
+CHUNK = 64  # tokens per chunk, C in docs/maths.md
 MAX_K = 256
 SAFE_BOUND = -5.0  # what `safe_gate` promises when no lower_bound names another bound
 # also check values, which live on the device

@@ -2,8 +2,8 @@
 backend.
 
 A backend is a module with the functions of `Backend` below. `kda_ops.chunk` and `kda_ops.recurrent`
-call them in order and know no mathematics; the stages know the mathematics (MATHS.md) and nothing
-of autograd or dispatch. Sizes and letters: MATHS.md.
+call them in order and know no mathematics; the stages know the mathematics (docs/maths.md) and
+nothing of autograd or dispatch. Sizes and letters: docs/maths.md.
 
 Chunks lie on one axis of length NT, sequence after sequence (`sequences.Chunks` numbers them). Rows
 past the end of a sequence count as tokens with q = k = v = beta = 0 and g = 0. The decay axis ``D``
@@ -101,7 +101,7 @@ KEPT = (*(f.name for f in fields(Tile) if f.name != "pairs"), "states", "v_new")
 
 
 class Backend(Protocol):
-    """A set of stage functions. Their equations are in MATHS.md under the same names."""
+    """A set of stage functions. Their equations are in docs/maths.md under the same names."""
 
     def prepare(
         self,

@@ -1,6 +1,6 @@
 """FLOP formulas, registered with torch.utils.flop_counter when it is imported.
 
-What is counted is the arithmetic of the algorithm, by the letters of MATHS.md, not that of one
+What is counted is the arithmetic of the algorithm, by the letters of docs/maths.md, not that of one
 kernel: matrix products at two operations per multiply-add, one dense product per score (a kernel
 with pairwise decays may spend several), no elementwise work, whole chunks of C tokens. A packed
 call counts as one sequence, because its seams lie on the device.

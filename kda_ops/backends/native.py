@@ -2,8 +2,8 @@
 hand-written backward, in plain torch.
 
 Inputs of 16 bits are widened once and everything is summed in float32 (float64 for float64 inputs),
-so nothing here has a 16-bit operand. Formulas: MATHS.md; contracts: `kda_ops.stages`; each stage is
-tested against its twin in `reference`.
+so nothing here has a 16-bit operand. Formulas: docs/maths.md; contracts: `kda_ops.stages`. Tests
+compare each stage with its twin in `reference`.
 
 Short sequences lie in chunks of fewer rows (`kda_ops.backends.parts`). Where the stages of one pass
 follow each other, what one leaves for the next stays in parts, in the call's scratch, and the
@@ -329,7 +329,7 @@ def gradient(
 def _gradient(
     c: Slab, S: Tensor, v_new: Tensor, d_o: Tensor, dS: Tensor, z: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of scale q, k, v, g and beta of some chunks; letters as in MATHS.md, "Backward"."""
+    """Gradients of scale q, k, v, g and beta of some chunks; letters: docs/maths.md."""
     q, k, v, beta, decay = c.q, c.k, c.v, c.beta, c.decay
     dP = product(d_o, v_new.mT)
     on_diagonal = torch.diagonal(dP, dim1=-2, dim2=-1)[..., None].clone()

@@ -4,7 +4,7 @@
 
 ``Reference(torch.float32, operand=torch.bfloat16)`` is the twin of a kernel. It rounds every stored
 tensor and every dot operand to `operand`; sums and states stay in the first dtype. Error budgets
-are derived from it. Formulas: MATHS.md.
+are derived from it. Formulas: docs/maths.md.
 """
 
 from __future__ import annotations

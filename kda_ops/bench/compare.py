@@ -405,6 +405,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     need_device(parser, args.device)
     need_writable(parser, args.json, args.plot)
+    if args.plot:
+        import matplotlib  # noqa: F401  (fail before measuring, not after)
     for peer in args.peers or ():
         if peer not in (p.name for p in peers_of(args.device)):
             parser.error(f"--peers {peer}: it does not run on --device {args.device}.")

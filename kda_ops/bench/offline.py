@@ -129,12 +129,12 @@ class Row:
         if lost_registers(self.registers, self.stack):
             found.append(
                 f"{self.registers} registers beside {self.stack} bytes of stack: ptxas has given "
-                "registers up (NOTES.md, compiler hazards)"
+                "registers up (docs/kernels/hazards.md, 'Lost registers')"
             )
         if self.refilled:
             found.append(
-                "a buffer is filled again while a product may still read it (NOTES.md, compiler "
-                "hazards)"
+                "a buffer is filled again while a product may still read it "
+                "(docs/kernels/hazards.md, 'Refilled buffers')"
             )
         if self.hasty:
             found.append(

@@ -75,7 +75,7 @@ def test_only_what_the_doctor_knows_is_no_error(arch, kernel, label, fault, know
     assert (
         is_known(
             Row(label, "bound", kernel, arch, 4, 32, 8000, 0, 1.0, False),
-            f"32 registers: {fault} (NOTES.md)",
+            f"32 registers: {fault} (docs/kernels/hazards.md)",
         )
         == known
     )

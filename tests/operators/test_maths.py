@@ -1,4 +1,4 @@
-"""MATHS.md is executed: its code blocks run in order, in float64, and each claim in them is
+"""docs/maths.md is executed: its code blocks run in order, in float64, and each claim in them is
 checked.
 """
 
@@ -10,7 +10,7 @@ import torch
 
 import kda_ops
 
-DOCUMENT = Path(kda_ops.__file__).parent / "MATHS.md"
+DOCUMENT = next(d for d in Path(__file__).parents if (d / "docs").is_dir()) / "docs" / "maths.md"
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -33,8 +33,19 @@ def test_the_tables_are_those_of_their_files():
         json.loads((ROOT / "benchmarks" / "results" / name).read_text())
         for name in ("evidence.json", "evidence_cpu.json", "elsewhere.json")
     )
-    assert readme.rewrite(TEXT, evidence, readme.PICTURES, *others) == TEXT
-    assert TEXT.count("<!-- evidence: ") == TEXT.count("<!-- end -->") == 6
+    marks = 0
+    for page in readme.PAGES:
+        text, folder = (ROOT / page).read_text(), "../" * page.count("/") + "tests/gpu"
+        assert readme.rewrite(text, evidence, readme.PICTURES, *others, folder=folder) == text
+        assert text.count("<!-- evidence: ") == text.count("<!-- end -->")
+        marks += text.count("<!-- end -->")
+    assert marks == 8
+
+
+def test_the_summary_shows_losses():
+    table = TEXT[TEXT.index("<!-- evidence: summary") : TEXT.index("<!-- end -->")]
+    ratios = [float(r) for r in re.findall(r"\| (\d+\.\d+)× \|", table)]
+    assert len(ratios) == len(readme.SUMMARY) <= 8 and min(ratios) < 1 < max(ratios)
 
 
 @pytest.mark.quick

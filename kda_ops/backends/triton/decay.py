@@ -1,4 +1,4 @@
-"""Decay between the rows of a chunk (MATHS.md, numerics 1 and 2), in logs, base 2.
+"""Decay between the rows of a chunk (docs/maths.md, numerics 1 and 2), in logs, base 2.
 
 A *group* is R consecutive rows, those that one thread holds. ``pre`` is the decay from the start of
 a block to a row, with the row's own; ``suf`` the decay of the rows after it up to the end of its
@@ -290,7 +290,7 @@ def pair_decay(b_x, EXACT: tl.constexpr):
 @triton.jit
 def pair_decay_transposed(b_x, EXACT: tl.constexpr):
     """E_ij at [j, i], the transpose of `pair_decay`, formed as such: a product that is transposed
-    afterwards may be miscompiled (NOTES.md).
+    afterwards may be miscompiled (docs/kernels/hazards.md, "Transposed results").
     """
     o_r = tl.arange(0, 64)
     if EXACT:

@@ -1,5 +1,5 @@
 """From the two scans to the gradients of the inputs, chunk by chunk: what reads V alone, what reads
-K, and the sums over heads (MATHS.md, backward).
+K, and the sums over heads (docs/maths.md, backward).
 
 What the reverse scan leaves, z = A^T dv_new, is the gradient of ``beta (v - k exp(G) S)``, which
 v_new = A (..) solves for, and dv = beta z that of v. The adjoint of a linear solve is another

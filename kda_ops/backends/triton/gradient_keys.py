@@ -399,10 +399,10 @@ def gradient_keys(
         dG is left in the place of G, for `sum_gradients`
 
     with beta one if `z` is dv, which has it already, as dL has. dq and dk leave through the norm,
-    whose sums over all of K, which the program does not see, are sums over V as well (MATHS.md). A
-    slice per program keeps the fp32 tiles that are alive within the registers. q, k, G, dP and dL
-    come from the cache again wherever they are needed, in the layout of the products (`fragment`):
-    held in registers, they would push the sums out of them.
+    whose sums over all of K, which the program does not see, are sums over V as well
+    (docs/maths.md). A slice per program keeps the fp32 tiles that are alive within the registers.
+    q, k, G, dP and dL come from the cache again wherever they are needed, in the layout of the
+    products (`fragment`): held in registers, they would push the sums out of them.
     """
     slices: tl.constexpr = (K + BK - 1) // BK
     i_s, i_tile = tl.program_id(0) % slices, tl.program_id(0) // slices
@@ -418,7 +418,7 @@ def gradient_keys(
         )
         return
     SUMS: tl.constexpr = dbeta is not None
-    WHOLE: tl.constexpr = not SUMS  # with those sums it is slower so (NOTES.md)
+    WHOLE: tl.constexpr = not SUMS  # with those sums it is slower so (docs/kernels/journal.md)
     if K % BK == 0:  # each slice asks for its part of what is one piece
         prefetch_tile(states, tl.program_id(0).to(tl.int64), BK * V, WHOLE)
         prefetch_tile(dstates, tl.program_id(0).to(tl.int64), BK * V, WHOLE)

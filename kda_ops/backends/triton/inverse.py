@@ -1,5 +1,5 @@
 """The unit-triangular inverse of a chunk, ``(I + L)^-1``, by level recursion on tensor cores
-(MATHS.md, numerics 3).
+(docs/maths.md, numerics 3).
 """
 
 import triton

@@ -85,7 +85,8 @@ def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContex
 
 def lost_registers(registers: int, stack: int) -> bool:
     """Whether ptxas has given registers up: a kernel that spills otherwise uses all there are, and
-    this one, with bytes of stack, may be wrong (NOTES.md).
+    this one, with bytes of stack, may be wrong (docs/kernels/hazards.md, "Lost
+    registers").
     """
     return registers <= 128 and stack > 1024
 

@@ -1,5 +1,5 @@
-"""What a chunk needs besides the state that enters it: one program per chunk and head (MATHS.md,
-chunk form).
+"""What a chunk needs besides the state that enters it: one program per chunk and head
+(docs/maths.md, chunk form).
 """
 
 import torch

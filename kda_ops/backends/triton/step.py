@@ -1,5 +1,5 @@
 """The token recurrence on a state or a pool of states: decode and short sequences, one launch for
-any number of tokens (MATHS.md).
+any number of tokens (docs/maths.md).
 """
 
 import functools

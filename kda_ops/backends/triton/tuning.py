@@ -129,8 +129,8 @@ def choose(kernel: str, p: Problem) -> Options:
 
 
 def table(kernel: str, p: Problem) -> Options:
-    """Measured on an H200 with triton 3.6 (NOTES.md); other architectures take what fits their
-    shared memory.
+    """Measured on an H200 with triton 3.6 (docs/kernels/journal.md); other architectures take what
+    fits their shared memory.
     """
     wide, hopper, early = (
         p.q.dtype is torch.float32,
@@ -140,7 +140,7 @@ def table(kernel: str, p: Problem) -> Options:
     K, V = width(p.K, p.q.dtype), width(p.V, p.q.dtype)
     layer = hopper and not wide and K == V == 128
     # Scans of fp32: with 32 columns of V ptxas gives all registers up, and what it makes then may
-    # be wrong (NOTES.md, compiler hazards).
+    # be wrong (docs/kernels/hazards.md, "Lost registers").
     exact = Options(K, 16, warps=4 if K <= 64 else 8)
     if kernel == "prepare_kda":
         return Options(32 if wide else min(K, 128))
@@ -242,7 +242,7 @@ def ahead(p: Problem) -> int | None:
 
 def run_length(p: Problem) -> int:
     """Chunks per run of the scans (runs.py), or 0 where sequences stay whole: measured on an H200
-    (NOTES.md).
+    (docs/kernels/journal.md, "Runs").
 
     It depends on HV too, and on how many multiprocessors there are for the heads of one sequence;
     never on B, N, T or the values.

@@ -1,0 +1,153 @@
+"""The pages of docs/ say what is there: their programs run, their links and names exist, and their
+schemas are the registered ones.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import kda_ops
+from kda_ops.__main__ import COMMANDS
+
+ROOT = next(
+    d for d in Path(__file__).parents if (d / "README.md").exists() and (d / "docs").exists()
+)
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+TEXTS = {
+    str(page.relative_to(ROOT)): page.read_text() for page in PAGES if "_build" not in page.parts
+}
+_PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# docs/maths.md has a test of its own
+PROGRAMS = {n: _PROGRAM.findall(t) for n, t in TEXTS.items() if n != "docs/maths.md"}
+
+
+COMPILE = torch.compile
+
+
+def compile_soon(f, backend="aot_eager", **words):
+    """Compile without Inductor, which would need a minute for these pages."""
+
+    def fold(gm, inputs):
+        from kda_ops.inductor import fold_preprocessing
+
+        before = fold_preprocessing.folded.total()
+        fold_preprocessing(gm.graph)
+        assert fold_preprocessing.folded.total() == before + 2  # the norms, and the sigmoid
+        gm.recompile()
+        return gm
+
+    return COMPILE(f, backend=fold if backend == "kda_inductor" else backend, **words)
+
+
+@pytest.mark.parametrize("name", [n for n, programs in PROGRAMS.items() if programs])
+def test_programs_run(name, monkeypatch):
+    if "transformers" in "".join(PROGRAMS[name]):
+        pytest.importorskip("transformers")
+    monkeypatch.setattr(torch, "compile", compile_soon)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    for program in PROGRAMS[name]:
+        exec(compile(program, name, "exec"), {})
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_files_and_commands_exist(name):
+    text, folder = TEXTS[name], (ROOT / name).parent
+    targets = [t for t in re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", text)]
+    named = re.findall(r"`((?:examples|tests|kda_ops|docs)/[\w/]+\.\w+)`", text)
+    missing = [t for t in targets if not (folder / t).exists()]
+    missing += [n for n in named if not (ROOT / n).exists()]
+    assert not missing
+    assert set(re.findall(r"python -m kda_ops (\w+)", text)) <= set(COMMANDS)
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(re.findall(r"`(test_\w+\.py)`", text)) <= tests
+
+
+def test_the_schemas_of_the_page_are_the_registered_ones():
+    found = re.findall(r"^kda::(\w+)(\(.*?-> [^\n]*)$", TEXTS["docs/operators.md"], re.S | re.M)
+    assert {name for name, _ in found} == {"chunk", "recurrent", "chunk_", "recurrent_", "gate"}
+    for name, text in found:
+        for namespace in ("kda", "gdn"):
+            registered = getattr(getattr(torch.ops, namespace), name).default._schema
+            schema = f"{namespace}::{name}{' '.join(text.split())}"
+            assert str(torch._C.parse_schema(schema)) == str(registered)
+
+
+def test_every_public_function_is_in_the_reference():
+    listed = set(re.findall(r"autofunction:: (\w+)$", TEXTS["docs/api.md"], re.M))
+    assert listed == {n for n in kda_ops.__all__ if callable(getattr(kda_ops, n))}
+
+
+def test_what_the_code_cites_is_a_section_of_the_page():
+    cited = set()
+    for folder in ("kda_ops", "registrations", "tests", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = " ".join(path.read_text().split())
+            cited |= set(re.findall(r"(docs/[\w/-]+\.md), [\"']+ ?[\"']?([A-Z][^\"']+)[\"']", text))
+    assert len(cited) >= 3
+    for page, section in cited:
+        assert re.search(rf"^#+ ([\d-]+: )?{re.escape(section)}$", TEXTS[page], re.M), (
+            page,
+            section,
+        )
+
+
+PASSED = {
+    "`position_ids` alone": {"position_ids"},
+    "`cu_seq_lens_q` alone": {"cu_seq_lens_q"},
+    "`cu_seq_lens_q`, `position_ids` and an `attention_mask` of ones": {
+        "cu_seq_lens_q",
+        "position_ids",
+        "attention_mask",
+    },
+    "`cu_seq_lens_q`, `position_ids` that restart, no mask, `use_cache=False`": {
+        "cu_seq_lens_q",
+        "position_ids",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ("linear_attention", "full_attention"))
+def test_packed_rows_mix_where_the_page_says_so(kind):
+    """transformers' doing: when a row changes, so must the page, the guide and its example."""
+    transformers = pytest.importorskip("transformers")
+    import kda_ops.compat.transformers
+
+    config = transformers.Qwen3NextConfig(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        layer_types=[kind] * 2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    model, ids = transformers.Qwen3NextForCausalLM(config).eval(), torch.randint(0, 99, (1, 50))
+    known = {
+        "position_ids": torch.cat([torch.arange(20), torch.arange(30)])[None],
+        "cu_seq_lens_q": torch.tensor([0, 20, 50], dtype=torch.int32),
+        "attention_mask": torch.ones(1, 50, dtype=torch.long),
+    }
+    said = dict(re.findall(r"^\| (`.*?) \| (.*) \|$", TEXTS["docs/drop-ins.md"], re.M))
+    with torch.inference_mode(), kda_ops.compat.transformers.enable():
+        alone = model(ids[:, 20:], use_cache=False).logits
+        for row, names in PASSED.items():
+            words = {n: known[n] for n in names}
+            packed = model(ids, use_cache=False, **words).logits[:, 20:]
+            mixes = bool((packed - alone).abs().max() > 1e-3 * alone.abs().max())
+            column = said[row].split(" | ")[kind == "full_attention"]
+            assert column == ("**mix**" if mixes else "kept apart"), (row, kind)
