@@ -165,10 +165,12 @@ def scan(
     p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool
 ) -> Trace | None:
     """v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new."""
-    made, outs = [], []
+    made: list[dict[str, Tensor]] = []
+    outs: list[Tensor] = []
     for part, x in zip(_parts(p), _take(p, tile)):
         out, trace = _scan(p, part, x, o is not None, final_state, keep)
-        outs.append(out)
+        if out is not None:
+            outs.append(out)
         made.append(trace)
     if o is not None:
         o.copy_(join(p, _parts(p), outs))
@@ -189,7 +191,8 @@ def _scan(
     other code, and its bits would not be those of the first row of a longer sequence.
     """
     pad = part.height == 1 and p.state is not None
-    S_all, slots = _start(p, part, p.state, p.state_indices), p.state_indices
+    slots, into = p.state_indices, p.snapshot_indices
+    S_all = _start(p, part, p.state, slots)
     states = x["u"].new_empty((part.NT, p.HV, p.K, p.V)) if keep else None
     v_all, out = (
         torch.empty_like(x["u"]) if keep else None,
@@ -202,39 +205,44 @@ def _scan(
             u, w, qg, kg = (F.pad(y, (0, 0, 0, ROWS - 1)) for y in (u, w, qg, kg))
             P = F.pad(P, (0, ROWS - 1, 0, ROWS - 1))
         S, gamma = S_all[:live].flatten(0, 1), x["gamma"][chunk].flatten(0, 1)
-        if keep:
+        if states is not None:
             states[chunk] = S_all[:live]
         v_new = add_product(u.clone(), w, S, alpha=-1)
-        if keep:
+        if v_all is not None:
             v_all[chunk] = v_new[:, : part.height].unflatten(0, (-1, p.HV))
         if out is not None:
             b_o = add_product(product(qg, S), P, v_new)
             out[chunk] = b_o[:, : part.height].unflatten(0, (-1, p.HV))
         if wanted or step + 1 < len(part.steps):
             add_product(S.mul_(gamma[..., None]), kg.mT, v_new)
-        if p.snapshot_indices is not None and part.height == CHUNK:
-            _snapshot(p, part, live, step + 1, S_all, final_state)
+        if into is not None and part.height == CHUNK:
+            assert final_state is not None  # snapshots go to its pool
+            _snapshot(p, part, into, live, step + 1, S_all, final_state)
     if slots is not None and out is not None:
         out[(slots[part.sequences] < 0)[part.owner]] = 0.0  # sequences without a slot
-    if wanted:
+    if wanted and final_state is not None:
         _write(
             p.as_kv(final_state), part.sequences if slots is None else slots[part.sequences], S_all
         )
-    return out, {"states": states, "v_new": v_all} if keep else {}
+    if states is None or v_all is None:
+        return out, {}
+    return out, {"states": states, "v_new": v_all}
 
 
-def _snapshot(p: Problem, part: Part, live: int, chunk: int, S: Tensor, pool: Tensor) -> None:
+def _snapshot(
+    p: Problem, part: Part, into: Tensor, live: int, chunk: int, S: Tensor, pool: Tensor
+) -> None:
     """Write the states after `chunk` whole chunks of the live sequences to their snapshot slots,
     where one is due.
     """
     column = chunk // p.snapshot_every - 1
-    if chunk % p.snapshot_every or column >= p.snapshot_indices.shape[1]:
+    if chunk % p.snapshot_every or column >= into.shape[1]:
         return
     n = part.sequences[:live]
     due = part.length[:live] >= chunk * CHUNK
     if p.state_indices is not None:
         due &= p.state_indices[n] >= 0
-    _write(p.as_kv(pool), p.snapshot_indices[n, column].where(due, -1), S[:live])
+    _write(p.as_kv(pool), into[n, column].where(due, -1), S[:live])
 
 
 def reverse_scan(
@@ -367,32 +375,34 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     S + k u^T; o = scale S^T q.
     """
     x, slots = Activated(p, p.state_dtype), p.state_indices
-    packed = p.cu_seqlens is not None
+    offsets = p.cu_seqlens
     per_token = slots is not None and slots.dim() == 2
     S, live = _start_step(p, slots, per_token)
     v = x.v
     # a vector by a matrix has the bits of its alignment, which would differ from head to head
     if p.V % 8:
         S, v = (torch.nn.functional.pad(t, (0, -p.V % 8)) for t in (S, v))
-    begin, count = (p.cu_seqlens[:-1].long(), p.cu_seqlens.diff()) if packed else (None, None)
+    begin = None if offsets is None else offsets[:-1].long()
+    count = None if offsets is None else offsets.diff()
     group = p.HV // max(p.H, 1)
     q, k = (t.repeat_interleave(group, 2) if group > 1 else t for t in (x.q, x.k))
     rows = (q * p.scale, k, v, x.g.exp()[..., None], x.beta[..., None, None])
-    if packed or slots is not None:
+    if offsets is not None or slots is not None:
         o.zero_()  # tokens of no sequence, and of sequences without a slot
     kv_out = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)
-    for t in range(p.T if not packed else int(count.max()) if p.N else 0):
+    for t in range(p.T if count is None else int(count.max()) if p.N else 0):
         # the sequences with a token t, None for all
-        n = _intersect(live, count > t) if packed else live
+        n = live if count is None else _intersect(live, count > t)
         each = slice(None) if n is None else n
-        token: tuple = (0, begin[each] + t) if packed else (each, t)
+        token: tuple = (each, t) if begin is None else (0, begin[each] + t)
         b_q, b_k, b_v, b_decay, b_beta = (r[token] for r in rows)
         b_S = (S if n is None else S[n]) * b_decay
         u = b_beta * (b_v.unsqueeze(-2) - b_k.unsqueeze(-2) @ b_S)  # [n, HV, 1, V]
         b_S = torch.addcmul(b_S, b_k.unsqueeze(-1), u)
         b_o = (b_q.unsqueeze(-2) @ b_S).squeeze(-2)[..., : p.V].to(o.dtype)
         S = b_S if n is None else S.index_copy(0, n, b_S)
-        if per_token:
+        if slots is not None and per_token:
+            assert kv_out is not None  # slots are those of a pool
             slot = slots[each, t] if t < slots.shape[1] else slots.new_full((len(b_o),), -1)
             b_o.masked_fill_((slot < 0)[:, None, None], 0.0)
             _write(kv_out, slot, b_S[..., : p.V])
@@ -430,7 +440,7 @@ def _start_step(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tens
         return kv.to(p.state_dtype).contiguous(), None
     if per_token and p.num_accepted_tokens is None:
         slots = slots[:, 0]
-    elif per_token:
+    elif per_token and p.num_accepted_tokens is not None:
         column = p.num_accepted_tokens.long() - 1
         # a row of padding may have accepted anything
         inside = (column >= 0) & (column < slots.shape[1])

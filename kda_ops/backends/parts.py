@@ -24,8 +24,8 @@ class Part:
 
     `sequences` are sorted, longest first, so that those with a chunk c are the first ones. `steps`
     says how many they are, and which chunks of the part they have. `owner` names each chunk's place
-    in `sequences`, `number` its place on the axis that `kda_ops.sequences` describes. Token
-    ``token[i]`` of the call lies in row ``rows[i]``; both are None where they are the identity.
+    in `sequences`, `number` its place on the axis that `kda_ops.sequences` describes. `places`
+    pairs token indices of the call with rows of the part; it is None where they are equal.
     """
 
     def __init__(self, p: Problem, height: int, sequences: Tensor, begin: Tensor, length: Tensor):
@@ -49,14 +49,15 @@ class Part:
         t = torch.arange(len(n)) - (length.cumsum(0) - length)[n]
         token, row = begin[n] + t, (base[t // height] + n) * height + t % height
         whole = len(token) == p.B * p.T == self.NT * height and torch.equal(token, row)
-        self.token, self.rows = (None, None) if whole else (token, row)
+        self.places = None if whole else (token, row)
 
     def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T, X, ...] per token to [NT, X, height, ...] per chunk, zero where no token lies."""
         flat = x.flatten(0, 1)
-        if self.token is not None:
+        if self.places is not None:
+            token, row = self.places
             padded = flat.new_zeros((self.NT * self.height, *flat.shape[1:]))
-            flat = padded.index_copy_(0, self.rows, flat.index_select(0, self.token))
+            flat = padded.index_copy_(0, row, flat.index_select(0, token))
         chunks = flat.reshape(self.NT, self.height, *flat.shape[1:]).transpose(1, 2)
         return chunks.to(dtype=dtype, memory_format=torch.contiguous_format).contiguous()
 
@@ -78,11 +79,13 @@ def parts(p: Problem) -> list[Part]:
 def join(p: Problem, parts: Sequence[Part], chunks: Sequence[Tensor]) -> Tensor:
     """[NT, X, height, ...] of each part to [B, T, X, ...]; zero past the last sequence."""
     flat = [x.transpose(1, 2).flatten(0, 1) for x in chunks]
-    if parts[0].token is None:
+    if parts[0].places is None:
         return flat[0].unflatten(0, (p.B, p.T))
     out = flat[0].new_zeros((p.B * p.T, *flat[0].shape[1:]))
     for part, x in zip(parts, flat):
-        out.index_copy_(0, part.token, x.index_select(0, part.rows))
+        assert part.places is not None  # only the first part can hold every token
+        token, row = part.places
+        out.index_copy_(0, token, x.index_select(0, row))
     return out.unflatten(0, (p.B, p.T))
 
 

@@ -57,6 +57,7 @@ def check_x(x: Tensor, name: str, projection: nn.Module) -> None:
         type(projection) not in (nn.Linear, LocalLinear)
         or projection._forward_pre_hooks
         or "forward" in vars(projection)
+        or weight is None
         or not (type(weight) in (nn.Parameter, Tensor) or hasattr(type(weight), "to_local"))
         or weight.dtype not in DTYPES
     ):

@@ -176,7 +176,7 @@ class DeltaAttention(nn.Module):
         dtype = self.o_norm.weight.dtype if dtype is None else dtype
         device = self.o_norm.weight.device if device is None else device
         check_dtype("dtype", dtype, ": pass the one in which the projections compute")
-        state, *tails = self._cache_shapes(num_sequences, *self._widths())
+        state, tails = self._cache_shapes(num_sequences, *self._widths())
         wide = torch.promote_types(dtype, torch.float32)
         return Cache(
             torch.zeros(state, dtype=wide, device=device),
@@ -188,12 +188,14 @@ class DeltaAttention(nn.Module):
         key_dim = self.num_heads // self.head_ranks * self.head_k_dim
         return key_dim, key_dim, self.num_v_heads // self.head_ranks * self.head_v_dim
 
-    def _cache_shapes(self, N: int, *widths: int) -> list[tuple[int, ...] | None]:
+    def _cache_shapes(
+        self, N: int, *widths: int
+    ) -> tuple[tuple[int, ...], list[tuple[int, ...] | None]]:
         """Shapes of a cache's state and tails, for q, k and v of these widths."""
         state = (N, widths[-1] // self.head_v_dim, self.head_v_dim, self.head_k_dim)
         if not self.use_short_conv:
-            return [state, None, None, None]
-        return [state, *((N, self.conv_size - 1, width) for width in widths)]
+            return state, [None, None, None]
+        return state, [(N, self.conv_size - 1, width) for width in widths]
 
     def forward(
         self,
@@ -422,8 +424,9 @@ class DeltaAttention(nn.Module):
     def _check_cache(self, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Refuse a cache that does not suit the projected q, k and v, before it is written."""
         N, make = cache.state.shape[0], "make it with this layer's new_cache"
-        want = self._cache_shapes(N, *(x.shape[-1] for x in (q, k, v)))
-        if want != self._cache_shapes(N, *self._widths()):
+        state, tails = self._cache_shapes(N, *(x.shape[-1] for x in (q, k, v)))
+        want = [state, *tails]
+        if (state, tails) != self._cache_shapes(N, *self._widths()):
             make = (
                 "the projections have other widths than this rank's heads have by num_heads, "
                 "num_v_heads and head_dim: spread heads over ranks with HeadParallel"
