@@ -1,5 +1,6 @@
-"""The Python faces of the operators: words, docstrings and ``None`` for a state that was not asked
-for; no mathematics.
+"""Provide the operators as Python functions: named arguments, docstrings, no mathematics.
+
+A final state that was not requested is returned as None.
 """
 
 from __future__ import annotations
@@ -54,57 +55,62 @@ def chunk_kda(
         S  <- S + beta_t k_t (v_t - S^T k_t)^T       # delta rule: write what is missing
         o_t = scale * S^T q_t
 
+    B is the batch, T the tokens, H the query/key heads and HV the value heads. N is the number of
+    sequences: B, or the number that ``cu_seqlens`` names.
+
     Args:
-        q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU), any strides; K up to 256. Fast
-            where channels are neighbours in memory, as in views of a fused projection:
-            ``contiguous()`` gains nothing then.
-        v: ``[B, T, HV, V]`` in q's dtype; HV is a multiple of H and value head h reads key head
-            ``h // (HV // H)``.
-        g: ``[B, T, HV, K]``, fp16 to fp64: natural-log decay, at most 0 (``-inf`` forgets
-            everything); raw logits if ``use_gate_in_kernel``; None: no decay.
-        beta: ``[B, T, HV]``, fp16 to fp64: write strength in [0, 2]; raw logits if
-            ``use_beta_sigmoid_in_kernel``; None: 1.
-        A_log: ``[HV]``, fp16 to fp64, parameter of the gate; the bounded gate can do without.
-        dt_bias: ``[HV, K]`` or flat ``[HV * K]``, fp16 to fp64, parameter of the gate, or None.
+        q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU), any strides; K up to 256. Fastest
+            with a contiguous last dimension. Views of a fused projection qualify; do not call
+            ``contiguous()``.
+        v: ``[B, T, HV, V]``, in q's dtype, any strides; any V. HV is a multiple of H. Value head h
+            reads key head ``h // (HV // H)``.
+        g: ``[B, T, HV, K]``, fp16 to fp64: natural-log decay, at most 0; ``-inf`` forgets
+            everything. With ``use_gate_in_kernel``: raw logits. None: no decay.
+        beta: ``[B, T, HV]``, fp16 to fp64: write strength in [0, 2]. With
+            ``use_beta_sigmoid_in_kernel``: raw logits. None: 1.
+        A_log: ``[HV]``, fp16 to fp64: log of the gate's factor. The softplus gate needs it; for the
+            bounded gate None means a factor of 1.
+        dt_bias: ``[HV, K]`` or flat ``[HV * K]``, fp16 to fp64: bias of the gate. None: 0.
         initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``transpose_state_layout``), fp32
-            (fp64 for fp64 inputs), any strides.
-        cu_seqlens: ``[N + 1]`` int32 or int64 on the same device, from 0, non-decreasing; packs N
-            sequences into one row, so ``B == 1``. Equal neighbours are empty sequences, whose state
-            passes through; tokens after the last offset give zeros. Never read on the host on CUDA.
-        scale: factor of q after its normalisation, a Python number (to learn one, multiply o by
-            it); ``K ** -0.5`` by default.
+            (fp64 for fp64 inputs), any strides. None: zero.
+        cu_seqlens: ``[N + 1]``, int32 or int64, on the same device. The offsets of N sequences
+            packed into one row, so ``B == 1``. They start at 0 and never decrease. Equal neighbours
+            are empty sequences, whose state passes through. Tokens past the last offset give zeros.
+            Never read on the host on CUDA.
+        scale: factor of q after its normalisation, a Python number; ``K ** -0.5`` by default. To
+            learn a scale, multiply o by it.
         output_final_state: return the state after the last token too.
-        use_qk_l2norm_in_kernel: use ``x / sqrt(sum(x^2) + 1e-6)`` for q and k.
-        use_gate_in_kernel: activate g inside: ``-exp(A_log) * softplus(g + dt_bias)``, or
-            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`` if ``lower_bound`` is given.
-        lower_bound: a finite number below 0; selects the bounded gate, or names the bound that
+        use_qk_l2norm_in_kernel: normalise q and k to ``x / sqrt(sum(x^2) + 1e-6)``.
+        use_gate_in_kernel: activate g inside the operator: ``-exp(A_log) * softplus(g + dt_bias)``.
+            With ``lower_bound``: ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+        lower_bound: a finite number below 0. It selects the bounded gate, or names the bound that
             ``safe_gate`` promises.
-        safe_gate: promise that g stays in [-5, 0] (or above ``lower_bound``), so that kernels may
-            take a cheaper road to the same result.
-        use_beta_sigmoid_in_kernel: use ``sigmoid(beta)``; with ``allow_neg_eigval``
-            ``2 * sigmoid(beta)``.
+        safe_gate: promise that g stays in [-5, 0], or above ``lower_bound``. Kernels may then use
+            faster formulas; the result changes by rounding only.
+        use_beta_sigmoid_in_kernel: use ``sigmoid(beta)``.
+        allow_neg_eigval: use ``2 * sigmoid(beta)``; needs ``use_beta_sigmoid_in_kernel``.
         transpose_state_layout: states are ``[N, HV, V, K]``, in and out.
         disable_recompute: keep every intermediate for backward instead of recomputing it; same
-            bits. Per token and value head that is about 128 + 3 K + V + K V / 64 elements (of bf16
-            at K = V = 128: 1.8 KB; exactly: `kda_ops.chunk`), in place of 64. With
-            ``use_qk_l2norm_in_kernel`` o is one of them on a GPU: changed in place before backward,
-            it is an error there.
+            bits. Each token and value head then keeps about ``128 + 3 K + V + K V / 64`` elements
+            instead of 64. At K = V = 128 in bf16 that is 1.8 KB (exactly: `kda_ops.chunk`). With
+            ``use_qk_l2norm_in_kernel`` on a GPU, o is one of them: modifying o in place before
+            backward raises an error.
 
     Returns:
-        o ``[B, T, HV, V]`` in v's dtype, and the final state in the layout of ``initial_state``, or
-        None if it was not asked for.
+        o ``[B, T, HV, V]`` in v's dtype, and the final state in the layout and dtype of
+        ``initial_state``, or None if not requested.
 
     Raises:
         ValueError: shapes or flags disagree; the message names the argument, what was expected and
             what was given.
         TypeError: dtypes or devices disagree.
 
-    In fp16, backward on CUDA rounds gradients of states and values to fp16. Typical entries of the
-    incoming gradients must lie between 0.004 and 256, for values and states of size 1. Smaller ones
-    lose bits, larger ones give NaN; scale the loss.
+    In fp16, backward on CUDA rounds gradients of states and values to fp16. With values and states
+    of size 1, typical entries of the incoming gradients must lie between 0.004 and 256. Smaller
+    ones lose bits and larger ones give NaN; scale the loss.
 
-    Values (offsets, decays, beta, slots) are checked only under the environment variable
-    KDA_OPS_CHECK=1; on a CPU offsets and slots always are.
+    Offsets and slots are always checked on a CPU. Set the environment variable KDA_OPS_CHECK=1 to
+    check them on a GPU too, and to check decays and beta.
 
     Example:
         >>> import torch, kda_ops
@@ -162,12 +168,26 @@ def recurrent_kda(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run Kimi Delta Attention token by token: for a few tokens per call; differentiable through
-    the chunk formulas.
+    """Run Kimi Delta Attention token by token, for calls of a few tokens; differentiable.
 
-    Equation, arguments, result and errors are those of `chunk_kda`; there is nothing to promise or
-    to keep, so ``safe_gate`` and ``disable_recompute`` are absent, and ``lower_bound`` belongs to
-    the gate.
+    Equation, arguments, result and errors are those of `chunk_kda`. Backward uses the chunk
+    formulas. ``safe_gate`` and ``disable_recompute`` do not exist here, and ``lower_bound`` needs
+    ``use_gate_in_kernel``.
+
+    Args:
+        q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU).
+        v: ``[B, T, HV, V]`` in q's dtype.
+        g: ``[B, T, HV, K]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
+        beta: ``[B, T, HV]``, fp16 to fp64: write strength or raw logits. None: 1.
+        initial_state: ``[N, HV, K, V]``, fp32 (fp64 for fp64 inputs). None: zero.
+        lower_bound: a finite number below 0; selects the bounded gate.
+        A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
+
+    Returns:
+        o ``[B, T, HV, V]`` in v's dtype, and the final state, or None if not requested.
+
+    Raises:
+        ValueError, TypeError: as for `chunk_kda`.
 
     Example:
         >>> import torch, kda_ops
@@ -224,21 +244,27 @@ def recurrent_kda_(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
 ) -> Tensor:
-    """Decode: run Kimi Delta Attention token by token on a pool of states, in place; inference
-    only.
+    """Decode with Kimi Delta Attention on a pool of states, in place; inference only.
 
-    Equation and the other arguments are those of `chunk_kda`.
+    The equation is that of `chunk_kda`.
 
     Args:
-        state: ``[slots, HV, K, V]`` (``[slots, HV, V, K]`` with ``transpose_state_layout``), fp32
-            or bf16 (fp64 for fp64 inputs), any strides.
-        state_indices: int32 or int64. ``[N]``: the slot of each sequence, read before its first
-            token and written after its last. ``[N, S]`` with S at least the tokens of a sequence:
-            the state after token t goes to slot ``[n, t]``, so that speculative tokens can be
-            rolled back. A negative slot means that nothing is read or written and the output is
-            zero. Live slots are distinct. None: sequence n has slot n.
-        num_accepted_tokens: ``[N]`` int32 or int64, from 1; needs ``[N, S]`` indices: sequence n
-            starts from slot ``[n, num_accepted_tokens[n] - 1]`` (column 0 without it).
+        q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU).
+        v: ``[B, T, HV, V]`` in q's dtype.
+        g: ``[B, T, HV, K]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
+        beta: ``[B, T, HV]``, fp16 to fp64: write strength or raw logits. None: 1.
+        state: the pool, ``[slots, HV, K, V]`` (``[slots, HV, V, K]`` with
+            ``transpose_state_layout``), fp32 or bf16 (fp64 for fp64 inputs). Any strides that do
+            not overlap.
+        state_indices: int32 or int64, ``[N]`` or ``[N, S]``. ``[N]``: the slot of each sequence,
+            read before its first token and written after its last. ``[N, S]``, S at least the
+            tokens of a sequence: the state after token t goes to slot ``[n, t]``, so that
+            speculative tokens can be rolled back. A negative slot is neither read nor written, and
+            its output is zero. Slots of 0 or above must be distinct. None: sequence n has slot n.
+        num_accepted_tokens: ``[N]``, int32 or int64, at least 1; needs ``[N, S]`` indices. Sequence
+            n starts from slot ``[n, num_accepted_tokens[n] - 1]``. None: from column 0.
+        lower_bound: a finite number below 0; selects the bounded gate.
+        A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 
     Returns:
         o ``[B, T, HV, V]`` in v's dtype.
@@ -305,19 +331,25 @@ def chunk_kda_(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
 ) -> Tensor:
-    """Prefill: run Kimi Delta Attention over whole sequences on a pool of states, in place;
-    inference only.
+    """Run a prefill of Kimi Delta Attention on a pool of states, in place; inference only.
 
-    Equation and the other arguments are those of `chunk_kda`.
+    The equation is that of `chunk_kda`. Each sequence starts from its slot and leaves its final
+    state there; zero the slot for a new request.
 
     Args:
-        state: the pool, as for `recurrent_kda_`; each sequence starts from its slot (zero it for a
-            new request) and leaves its final state there.
-        state_indices: ``[N]`` int32 or int64, the slot of each sequence; negative: nothing is read
-            or written and the output is zero.
-        snapshot_indices: ``[N, snapshots]`` int32 or int64: slot ``[n, j]`` takes the state after
-            ``(j + 1) * snapshot_every`` whole chunks of 64 tokens of sequence n, where it has as
-            many; negative: skipped. For prefix caching.
+        q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU).
+        v: ``[B, T, HV, V]`` in q's dtype.
+        g: ``[B, T, HV, K]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
+        beta: ``[B, T, HV]``, fp16 to fp64: write strength or raw logits. None: 1.
+        state: the pool, as for `recurrent_kda_`.
+        state_indices: ``[N]``, int32 or int64: the slot of each sequence. A negative slot is
+            neither read nor written, and its output is zero. None: sequence n has slot n.
+        snapshot_indices: ``[N, snapshots]``, int32 or int64, for prefix caching. Slot ``[n, j]``
+            takes the state of sequence n after ``(j + 1) * snapshot_every`` whole chunks of 64
+            tokens. Negative slots, and those of chunks that the sequence does not reach, are
+            skipped.
+        snapshot_every: whole chunks between two snapshots, at least 1.
+        A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 
     Returns:
         o ``[B, T, HV, V]`` in v's dtype.
@@ -372,20 +404,22 @@ def kda_gate(
 ) -> Tensor:
     """Compute KDA's log decay from raw logits; differentiable.
 
-    ``-exp(A_log) * softplus(g + dt_bias)``, or ``lower_bound * sigmoid(exp(A_log) * (g +
-    dt_bias))`` if ``lower_bound`` is given.
+    The gate is ``-exp(A_log) * softplus(g + dt_bias)``. With ``lower_bound`` it is
+    ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
 
     Args:
         g: ``[B, T, HV, K]`` logits, fp16 to fp64.
-        A_log: ``[HV]``; None means a factor of 1 and needs ``lower_bound``.
-        dt_bias: ``[HV, K]``, flat ``[HV * K]``, or None.
+        A_log: ``[HV]``, fp16 to fp64: log of the factor. None: a factor of 1; needs
+            ``lower_bound``.
+        dt_bias: ``[HV, K]`` or flat ``[HV * K]``, fp16 to fp64. None: 0.
         lower_bound: a finite number below 0, or None.
 
     Returns:
         ``[B, T, HV, K]`` natural-log decay in fp32 (fp64 for fp64 logits).
 
     Raises:
-        ValueError: shapes disagree, or there is neither A_log nor a bound.
+        ValueError: shapes disagree, or both ``A_log`` and ``lower_bound`` are None.
+        TypeError: dtypes or devices disagree.
 
     Example:
         >>> import torch, kda_ops
@@ -428,15 +462,22 @@ def chunk_gdn(
         S  <- S + beta_t k_t (v_t - S^T k_t)^T       # delta rule: write what is missing
         o_t = scale * S^T q_t
 
+    Only ``g`` and ``dt_bias`` differ from `chunk_kda`: they have no axis K. See there for layouts,
+    flags and limits.
+
     Args:
-        g: ``[B, T, HV]``, fp16 to fp64: natural-log decay, at most 0; raw logits if
-            ``use_gate_in_kernel``; None: no decay.
-        dt_bias: ``[HV]``, parameter of the gate, or None.
-        q, k, v, beta, A_log, initial_state, cu_seqlens and the flags: as for `chunk_kda`.
+        q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU), any strides; K up to 256.
+        v: ``[B, T, HV, V]`` in q's dtype; HV is a multiple of H.
+        g: ``[B, T, HV]``, fp16 to fp64: natural-log decay, at most 0. With ``use_gate_in_kernel``:
+            raw logits. None: no decay.
+        beta: ``[B, T, HV]``, fp16 to fp64: write strength in [0, 2] or raw logits. None: 1.
+        A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
+        initial_state: ``[N, HV, K, V]``, fp32 (fp64 for fp64 inputs). None: zero.
+        cu_seqlens and the flags: as for `chunk_kda`.
 
     Returns:
-        o ``[B, T, HV, V]`` in v's dtype, and the final state in the layout of ``initial_state``, or
-        None if it was not asked for.
+        o ``[B, T, HV, V]`` in v's dtype, and the final state in the layout and dtype of
+        ``initial_state``, or None if not requested.
 
     Raises:
         ValueError: shapes or flags disagree; the message names the argument, what was expected and
@@ -499,8 +540,21 @@ def recurrent_gdn(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run Gated DeltaNet token by token: `recurrent_kda` with the decay of `chunk_gdn`,
-    ``[B, T, HV]``, and ``dt_bias`` ``[HV]``.
+    """Run Gated DeltaNet token by token, for calls of a few tokens; differentiable.
+
+    The equation is that of `chunk_gdn`; everything else is as for `recurrent_kda`.
+
+    Args:
+        q, k, v, beta, initial_state: as for `recurrent_kda`.
+        g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
+        A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
+        cu_seqlens and the flags: as for `recurrent_kda`.
+
+    Returns:
+        o ``[B, T, HV, V]`` in v's dtype, and the final state, or None if not requested.
+
+    Raises:
+        ValueError, TypeError: as for `chunk_gdn`.
 
     Example:
         >>> import torch, kda_ops
@@ -556,8 +610,22 @@ def recurrent_gdn_(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
 ) -> Tensor:
-    """Decode with Gated DeltaNet on a pool of states, in place: `recurrent_kda_` with the decay of
-    `chunk_gdn`, ``[B, T, HV]``.
+    """Decode with Gated DeltaNet on a pool of states, in place; inference only.
+
+    The equation is that of `chunk_gdn`; everything else is as for `recurrent_kda_`.
+
+    Args:
+        q, k, v, beta: as for `recurrent_kda_`.
+        g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
+        state, state_indices, num_accepted_tokens: as for `recurrent_kda_`.
+        A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
+        cu_seqlens and the flags: as for `recurrent_kda_`.
+
+    Returns:
+        o ``[B, T, HV, V]`` in v's dtype.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as for `recurrent_kda_`.
 
     Example:
         >>> import torch, kda_ops
@@ -616,8 +684,22 @@ def chunk_gdn_(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
 ) -> Tensor:
-    """Prefill with Gated DeltaNet on a pool of states, in place: `chunk_kda_` with the decay of
-    `chunk_gdn`, ``[B, T, HV]``.
+    """Run a prefill of Gated DeltaNet on a pool of states, in place; inference only.
+
+    The equation is that of `chunk_gdn`; everything else is as for `chunk_kda_`.
+
+    Args:
+        q, k, v, beta: as for `chunk_kda_`.
+        g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
+        state, state_indices, snapshot_indices, snapshot_every: as for `chunk_kda_`.
+        A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
+        cu_seqlens and the flags: as for `chunk_kda_`.
+
+    Returns:
+        o ``[B, T, HV, V]`` in v's dtype.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as for `recurrent_kda_`.
 
     Example:
         >>> import torch, kda_ops
@@ -663,8 +745,22 @@ def gdn_gate(
     *,
     lower_bound: float | None = None,
 ) -> Tensor:
-    """Compute GDN's log decay from raw logits ``[B, T, HV]`` with ``A_log`` and ``dt_bias``
-    ``[HV]``; otherwise as `kda_gate`.
+    """Compute GDN's log decay from raw logits; differentiable.
+
+    The formulas are those of `kda_gate`.
+
+    Args:
+        g: ``[B, T, HV]`` logits, fp16 to fp64.
+        A_log: ``[HV]``, fp16 to fp64: log of the factor. None: a factor of 1; needs
+            ``lower_bound``.
+        dt_bias: ``[HV]``, fp16 to fp64. None: 0.
+        lower_bound: a finite number below 0, or None.
+
+    Returns:
+        ``[B, T, HV]`` natural-log decay in fp32 (fp64 for fp64 logits).
+
+    Raises:
+        ValueError, TypeError: as for `kda_gate`.
 
     Example:
         >>> import torch, kda_ops
