@@ -1,4 +1,4 @@
-"""What schemas let through in silence, or refuse in the dispatcher's words."""
+"""Refuse arguments that schemas accept silently or refuse with unclear messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 F = TypeVar("F", bound=Callable)
 
-_CONSTANTS = {"scale": "multiply o by it", "lower_bound": "it is a constant of the gate"}
+_CONSTANTS = {"scale": "multiply o by it", "lower_bound": "pass a constant"}
 
 
 def in_words(function: F) -> F:
@@ -31,12 +31,12 @@ def in_words(function: F) -> F:
 
 
 def _check(name: str, kind: str, x: object) -> None:
-    """Refuse an argument that is no tensor where one belongs, and the reverse."""
+    """Refuse a value that is not a tensor where the signature has one, and the reverse."""
     if kind.startswith("Tensor"):
         if x is not None and not isinstance(x, Tensor):
             hint = ": torch.as_tensor(...) makes one"
             if isinstance(x, (int, float)):
-                hint = f": scale is a keyword, scale={x}, and kda_ops.compat.fla has FLA's order"
+                hint = f": pass scale by keyword, scale={x}; for FLA's order use kda_ops.compat.fla"
             wanted = "a tensor or None" if "None" in kind else "a tensor"
             raise TypeError(f"{name} must be {wanted}, got {type(x).__name__}{hint}.")
     elif kind == "bool":
@@ -53,30 +53,33 @@ def _check(name: str, kind: str, x: object) -> None:
 
 
 def is_dense(x: object) -> bool:
-    """Whether x, if it is a tensor, has elements that strides address."""
+    """Return whether x has elements that strides address; True for anything but a tensor."""
     if not isinstance(x, Tensor):
         return True
     return x.layout is torch.strided and not x.is_quantized and not x.is_nested
 
 
 def refuse_layout(names: Iterable[str], args: Iterable[object]) -> NoReturn:
-    """Name the first argument that is sparse, quantised, nested, or laid out by a library."""
+    """Raise an error that names the first sparse, quantised, nested or opaque argument."""
     for name, x in zip(names, args):
         if not is_dense(x):
             assert isinstance(x, Tensor)
             if x.is_nested:
                 got, hint = "a nested tensor", "pass its values in one row, with cu_seqlens"
             elif x.is_quantized:
-                got, hint = f"a quantised one ({x.dtype})", "call dequantize()"
+                got, hint = f"a quantised tensor ({x.dtype})", "call dequantize()"
             else:
-                got, hint = f"one of layout {x.layout}", "call to_dense()"
+                got, hint = f"a tensor of layout {x.layout}", "call to_dense()"
             raise TypeError(f"{name} must be a dense tensor, got {got}: {hint}.")
-    raise TypeError("Every tensor must be dense: strides address its elements.")
+    raise TypeError("All tensors must be dense (layout torch.strided): convert them first.")
 
 
 def check_writable(name: str, x: Tensor | None) -> None:
-    """Refuse a pool or cache that torch would let us write, and raise for afterwards."""
-    if x is None or torch.compiler.is_compiling():  # what the graph calls checks again
+    """Refuse to write a tensor of inference mode outside that mode.
+
+    torch would let the kernel write it, and raise afterwards.
+    """
+    if x is None or torch.compiler.is_compiling():  # the operators check at run time
         return
     if not x.is_inference() or torch.is_inference_mode_enabled():
         return

@@ -1,9 +1,8 @@
-"""One call, parsed: all that refuses a call of an operator, and the allocator that kernel and fake
-share.
+"""Validate one operator call and allocate its outputs, for kernels and fake implementations alike.
 
-A `Problem` names every size of a call, holds its tensors and flags, and refuses what means nothing.
-It compares sizes and never branches on them, because under ``torch.compile`` they may be symbolic;
-it reads shapes, dtypes and devices, never data.
+A `Problem` names every size of a call and holds its tensors and flags. It refuses calls that mean
+nothing. Under ``torch.compile`` sizes may be symbolic, so it compares sizes and never branches on
+them. It reads shapes, dtypes and devices; values only as the last section says.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 CHUNK = 64  # tokens per chunk, C in docs/maths.md
 MAX_K = 256
 SAFE_BOUND = -5.0  # what `safe_gate` promises when no lower_bound names another bound
-# also check values, which live on the device
+# whether to check values too, which costs a synchronisation on a GPU
 CHECK_VALUES = os.environ.get("KDA_OPS_CHECK", "0") not in ("", "0")
 
 _INPUT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -43,16 +42,14 @@ def _check_there(name: str, x: Tensor, device: torch.device, of: str = "q") -> N
 
 
 def check_float(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
-    """A decay, a write strength or a gate parameter: any of the dtypes that q may have, on the
-    device of the call.
-    """
+    """Check the dtype and device of a decay, a write strength or a gate parameter."""
     if x.dtype not in _INPUT_DTYPES:
         _dtype_error(name, "float16, bfloat16, float32 or float64", x.dtype)
     _check_there(name, x, device, of)
 
 
 def check_index(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
-    """Offsets or slots: integers on the device of the call."""
+    """Check the dtype and device of offsets or slots."""
     if x.dtype not in _INDEX_DTYPES:
         _dtype_error(name, "int32 or int64", x.dtype)
     _check_there(name, x, device, of)
@@ -61,8 +58,9 @@ def check_index(name: str, x: Tensor, device: torch.device, of: str = "q") -> No
 def check_offsets(
     cu_seqlens: Tensor, B: int, T: int | None, device: torch.device, of: str = "q"
 ) -> None:
-    """Offsets [N + 1] of sequences packed into one row of T tokens, or, if T is None, into the rows
-    of several ranks: then their values are not read.
+    """Check the offsets [N + 1] of sequences packed into one row of T tokens.
+
+    With T None the row is spread over several ranks, and the values are not read.
     """
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(
@@ -75,9 +73,9 @@ def check_offsets(
     if B != 1:
         raise ValueError(
             f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape "
-            f"{of} and all else that has tokens to [1, B * T, ...]."
+            f"{of} and every other tensor with tokens to [1, B * T, ...]."
         )
-    if T is not None and _can_read(cu_seqlens):  # a CPU backend reads them anyway
+    if T is not None and _can_read(cu_seqlens):
         _check_cu_seqlens(cu_seqlens, T)
 
 
@@ -85,8 +83,8 @@ def check_lower_bound(lower_bound: float | None) -> None:
     """Refuse a bound that no decay can have."""
     if lower_bound is not None and not -math.inf < lower_bound < 0.0:
         raise ValueError(
-            "lower_bound must be a finite number below 0 (natural log; the least decay the gate "
-            f"can reach), got {lower_bound}."
+            "lower_bound must be a finite number below 0 (natural log; the lower limit of the "
+            f"gate), got {lower_bound}."
         )
 
 
@@ -100,14 +98,16 @@ def check_gate_parameters(
     device: torch.device,
     of: str = "q",
 ) -> None:
-    """A_log [HV] and dt_bias [HV, K] (or flat; [HV] when the decay has rank 0) of a gate that is
-    activated here, on the device that `of` is on.
+    """Check A_log [HV] and dt_bias of a gate that the operator activates.
+
+    dt_bias is [HV, K] or flat, or [HV] when the decay has rank 0. Both must be on `device`, where
+    the argument named `of` is.
     """
     if A_log is None:
         if lower_bound is None:
             raise ValueError(
                 "A_log must be given to activate the gate -exp(A_log) * softplus(g + dt_bias); "
-                "only the bounded gate (lower_bound=...) can do without it."
+                "only the bounded gate (lower_bound=...) does not need it."
             )
     else:
         if A_log.shape != (HV,):
@@ -132,10 +132,12 @@ class Problem:
     """The sizes, tensors and flags of one call to an operator of either variant.
 
     Sizes: B batch, T tokens, N sequences, H query/key heads, HV value heads (a multiple of H), K
-    and V widths, slots of a pool. `rank` is the rank of the decay per token and value head: 1 for
-    KDA (a K-vector), 0 for GDN (one number). `state_dtype` is the dtype of states and of all sums:
-    float32, or float64 when q is. `scratch` is None, or a dictionary in which the stages of one
-    backward keep what more than one of them computes from the inputs.
+    and V widths. `rank` is the rank of the decay per token and value head: 1 for KDA (a K-vector),
+    0 for GDN (a scalar). `state_dtype` is the dtype of states and of all sums: float32, or float64
+    when q is.
+
+    `scratch` is None, or a dictionary. The stages of one pass keep there what they compute from the
+    inputs and share.
     """
 
     __slots__ = (
@@ -196,7 +198,7 @@ class Problem:
         output_final_state: bool = False,
         disable_recompute: bool = False,
     ):
-        if q is None or k is None or v is None:  # which a schema lets through
+        if q is None or k is None or v is None:  # a schema does not refuse None
             raise TypeError(
                 f"{'q' if q is None else 'k' if k is None else 'v'} must be a tensor, got None."
             )
@@ -258,33 +260,35 @@ class Problem:
             check_float("beta", beta, device)
         elif use_beta_sigmoid_in_kernel:
             raise ValueError(
-                "beta must be given with use_beta_sigmoid_in_kernel=True: there is nothing to "
-                "activate."
+                "beta must be given with use_beta_sigmoid_in_kernel=True, got None: pass raw "
+                "logits, or drop the flag."
             )
         if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
             raise ValueError(
                 "allow_neg_eigval=True doubles the sigmoid of beta and needs "
-                "use_beta_sigmoid_in_kernel=True; an activated beta may reach 2 as it is."
+                "use_beta_sigmoid_in_kernel=True: set that flag too, or pass an activated beta in "
+                "[0, 2]."
             )
         if lower_bound is not None:
             check_lower_bound(lower_bound)
         if use_gate_in_kernel:
             if g is None:
                 raise ValueError(
-                    "g must be given with use_gate_in_kernel=True: there is nothing to activate."
+                    "g must be given with use_gate_in_kernel=True, got None: pass raw logits, or "
+                    "drop the flag."
                 )
             check_gate_parameters(rank, HV, K, A_log, dt_bias, lower_bound, device)
         else:
             if A_log is not None or dt_bias is not None:
                 name = "A_log" if A_log is not None else "dt_bias"
                 raise ValueError(
-                    f"{name} is a parameter of the gate and needs use_gate_in_kernel=True; an "
-                    "activated g must not be activated again."
+                    f"{name} is a parameter of the gate and needs use_gate_in_kernel=True: set "
+                    "it and pass raw logits as g, or drop the parameter."
                 )
             if lower_bound is not None and not safe_gate:
                 raise ValueError(
-                    "lower_bound must be None without use_gate_in_kernel=True, or safe_gate=True, "
-                    f"whose bound it then names (chunk), got {lower_bound}: "
+                    "lower_bound must be None without use_gate_in_kernel=True (or safe_gate=True "
+                    f"of chunk, which promises that bound), got {lower_bound}: "
                     "pass raw logits with use_gate_in_kernel=True, or drop it."
                 )
         if cu_seqlens is None:
@@ -294,7 +298,7 @@ class Problem:
             self.N = cu_seqlens.shape[0] - 1
         self.rank, self.q, self.k, self.v, self.g, self.beta = rank, q, k, v, g, beta
         self.A_log, self.dt_bias = A_log, dt_bias
-        # kernels count on it
+        # kernels read it with stride 1
         self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         self.B, self.T, self.H, self.HV, self.K, self.V = B, T, H, HV, K, V
         if scale is not None and not -math.inf < scale < math.inf:
@@ -334,7 +338,7 @@ class Problem:
         cu_seqlens=None,
         **flags,
     ) -> Problem:
-        """A call over whole sequences, with an optional initial state: `chunk` and `recurrent`."""
+        """Parse a call of `chunk` or `recurrent`: whole sequences, optional initial state."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
         if initial_state is not None:
             p._take_state("initial_state", "N", p.N, initial_state, pool=False)
@@ -358,7 +362,7 @@ class Problem:
         cu_seqlens=None,
         **flags,
     ) -> Problem:
-        """A decode call on a state pool: `recurrent_`."""
+        """Parse a call of `recurrent_`: decode on a state pool."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
         p._take_pool(state, state_indices)
         if num_accepted_tokens is not None:
@@ -415,7 +419,7 @@ class Problem:
         snapshot_every=1,
         **flags,
     ) -> Problem:
-        """A prefill call on a state pool: `chunk_`."""
+        """Parse a call of `chunk_`: prefill on a state pool."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
         if state_indices is not None and state_indices.dim() != 1:
             _shape_error("state_indices", "[N]", (p.N,), state_indices)
@@ -446,7 +450,7 @@ class Problem:
         elif snapshot_every != 1:
             raise ValueError(
                 "snapshot_every spaces the snapshots and needs snapshot_indices of shape [N, "
-                "snapshots] to say where they go."
+                "snapshots], got None: pass the slots to write to."
             )
         if snapshot_every < 1:
             raise ValueError(
@@ -462,7 +466,7 @@ class Problem:
         HV, K, V = self.HV, self.K, self.V
         shape = state.shape
         if _is_any_size(shape[0] if shape else 0):
-            count = shape[0]  # the call in the exported program compares them
+            count = shape[0]  # checked when the exported program runs
         want = (count, HV, V, K) if self.transposed else (count, HV, K, V)
         if shape != want:
             hint = ""
@@ -493,7 +497,7 @@ class Problem:
     def _take_pool(self, state: Tensor, state_indices: Tensor | None) -> None:
         if state is None:
             raise TypeError(
-                "state must be a tensor, the pool of states that are read and written in place, "
+                "state must be a tensor, the pool of states that is read and written in place, "
                 "got None."
             )
         if state.dim() != 4:
@@ -504,7 +508,7 @@ class Problem:
             )
         if _overlaps(state):
             raise ValueError(
-                "state must not overlap itself, because it is written, got strides "
+                "state must not overlap itself, because it is written in place, got strides "
                 f"{list(state.stride())}: clone it."
             )
         if state_indices is None:
@@ -525,16 +529,16 @@ class Problem:
         self.state_indices = state_indices
         self._check_gates()
 
-    # What a call returns; the kernel and the fake implementation allocate through the same two
-    # functions.
+    # Kernels and fake implementations allocate outputs with the same two functions.
 
     def new_output(self) -> Tensor:
-        """o [B, T, HV, V] in v's dtype, contiguous whatever the strides of v."""
+        """Allocate o [B, T, HV, V] in v's dtype, contiguous for any strides of v."""
         return new_output(self.v)
 
     def new_final_state(self) -> Tensor:
-        """[N, HV, K, V] or [N, HV, V, K] in `state_dtype`; an empty float32 tensor when it was not
-        asked for.
+        """Allocate the final state, [N, HV, K, V] or [N, HV, V, K], in `state_dtype`.
+
+        If the call does not ask for it, return an empty float32 tensor.
         """
         if not self.output_final_state:
             return self.q.new_empty((0,), dtype=torch.float32)
@@ -545,16 +549,18 @@ class Problem:
         return self.q.new_empty((N, self.HV, *width), dtype=self.state_dtype)
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The inputs that have gradients, in the order of `stages.GRADIENTS`."""
+        """Return the inputs that have gradients, in the order of `stages.GRADIENTS`."""
         return self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.state
 
     def as_kv(self, state: Tensor) -> Tensor:
-        """A state of the caller's layout seen as S[k, v]: the layout is two strides."""
+        """View a state in the caller's layout as S[k, v], by swapping two strides if needed."""
         return state.transpose(-1, -2) if self.transposed else state
 
     def _check_gates(self) -> None:
-        """Under KDA_OPS_CHECK=1, refuse decays above 0, or below what `safe_gate` promises, and a
-        beta outside [0, 2], of tokens whose sequence has a slot, if slots there are.
+        """Refuse gates outside their range, if KDA_OPS_CHECK=1.
+
+        A decay must not exceed 0 nor fall below the bound that `safe_gate` promises; beta must lie
+        in [0, 2]. Tokens of sequences without a slot are not checked.
         """
         if not CHECK_VALUES:
             return
@@ -566,7 +572,7 @@ class Problem:
             _check_strength(self._live(self.beta))
 
     def _live(self, x: Tensor) -> Tensor:
-        """Of x [B, T, ...], the tokens of sequences that have a slot."""
+        """Select from x [B, T, ...] the tokens of sequences that have a slot."""
         slots = self.state_indices
         if self.cu_seqlens is not None:
             x = x[:, : int(self.cu_seqlens[-1])]
@@ -581,22 +587,24 @@ class Problem:
 
     @property
     def gate_bound(self) -> float | None:
-        """The least decay that the caller's flags promise, or None: decides how many anchors a
-        kernel needs, never the result.
+        """The lower bound of the decay that the caller's flags promise, or None.
+
+        Kernels choose their number of anchors by it; it changes the result by rounding only.
         """
         if self.g is None:
             return SAFE_BOUND
         if self.lower_bound is not None:
             return self.lower_bound
-        # the gate without a lower_bound has no bound, whatever is promised
+        # the softplus gate has no lower bound, whatever the caller promises
         return SAFE_BOUND if self.safe_gate and not self.activate_gate else None
 
 
 def _any_size(N: torch.SymInt) -> torch.SymInt:
-    """A symbol of its own that equals N, for a fake implementation under ``torch.export``.
+    """Return a new symbol that equals N, for a fake implementation under ``torch.export``.
 
-    torch guards every size against 1. N is one less than the offsets, so the guard would refuse one
-    sequence; two inequalities keep torch from putting N back in the symbol's place.
+    torch guards every size against 1. N is one less than the number of offsets, so that guard would
+    refuse a single sequence. Two inequalities state the equality: with one ``==`` torch would
+    replace the symbol by N again.
     """
     size = torch.library.get_ctx().new_dynamic_size()
     torch._check(size <= N)
@@ -605,7 +613,7 @@ def _any_size(N: torch.SymInt) -> torch.SymInt:
 
 
 def _is_any_size(size: int | torch.SymInt) -> bool:
-    """Whether a size comes from `_any_size`, or is another one that data decide."""
+    """Return whether a size comes from `_any_size` or otherwise depends on data."""
     if isinstance(size, int) or not torch.compiler.is_exporting():
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -614,14 +622,14 @@ def _is_any_size(size: int | torch.SymInt) -> bool:
 
 
 def new_output(v: Tensor) -> Tensor:
-    """`Problem.new_output` for a call that is known already."""
+    """Allocate what `Problem.new_output` does, for a call that is parsed already."""
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
 def gate_problem(
     rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> torch.dtype:
-    """Validate a call to `kda::gate` or `gdn::gate`; the dtype of its result."""
+    """Validate a call to `kda::gate` or `gdn::gate`; return the dtype of its result."""
     if g is None:
         raise TypeError("g must be a tensor, got None.")
     if g.dim() != 3 + rank:
@@ -636,12 +644,14 @@ def gate_problem(
     return torch.float64 if g.dtype is torch.float64 else torch.float32
 
 
-# --- values, which live on the device and are read only when KDA_OPS_CHECK=1 asks for it ----------
+# --- checks of values: on a GPU only under KDA_OPS_CHECK=1 ----------------------------------------
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether two elements may share a place: each stride must step over what the smaller ones
-    reach. Of symbolic sizes the call itself will know.
+    """Return whether two elements may share an address.
+
+    There is no overlap if each stride exceeds what the smaller strides reach. Symbolic sizes are
+    skipped: the operator checks them when it runs.
     """
     if any(isinstance(size, int) and size == 0 for size in x.shape):
         return False
@@ -661,18 +671,18 @@ def _overlaps(x: Tensor) -> bool:
 def _is_symbolic(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.is_meta:
         return True
-    if type(x) is not Tensor:  # else no import at every call
+    if type(x) is not Tensor:  # saves two imports at most calls
         from torch._subclasses.fake_tensor import FakeTensor
         from torch._subclasses.functional_tensor import FunctionalTensor
 
         if isinstance(x, (FakeTensor, FunctionalTensor)):
             return True
-    # a layer looks above transforms, an operator below
+    # layers see functorch's wrappers, operators see functional tensors
     return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x)
 
 
 def _can_read(x: Tensor) -> bool:
-    """Whether to check the values of offsets or slots: they are at hand on a CPU."""
+    """Return whether to check the values of offsets or slots: on a CPU always, unless symbolic."""
     return (CHECK_VALUES or x.device.type == "cpu") and not _is_symbolic(x)
 
 
@@ -716,7 +726,7 @@ def _check_slots(indices: Tensor, slots: int, name: str) -> None:
 
 
 def _check_accepted(accepted: Tensor, indices: Tensor) -> None:
-    # of padding it does not matter
+    # sequences without a slot are padding and may have any count
     columns, live = indices.shape[1], accepted[(indices >= 0).any(1)]
     if live.numel() and (int(live.min()) < 1 or int(live.max()) > columns):
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Where the sequences of a call lie, and how its chunks are numbered.
+"""Number the chunks of a call, and map tokens to the rows of chunks.
 
-Chunks of one call lie on one axis, sequence after sequence. Chunk c of sequence n has number
-``first(n) + c`` where ``first(n)`` is ``n * ceil(T / C)`` for dense rows, and
-``cu_seqlens[n] // C + n`` for packed sequences: those ranges never meet, and a kernel finds its
-place from one element of cu_seqlens, with no prefix sum and no host synchronisation. A number that
-no chunk has stands for a chunk with no rows.
+The chunks of a call lie on one axis, sequence after sequence. Chunk c of sequence n has number
+``first(n) + c``. For dense rows ``first(n) = n * ceil(T / C)``; for packed sequences
+``first(n) = cu_seqlens[n] // C + n``. The ranges of two sequences never meet. A kernel needs one
+element of cu_seqlens to find its place: no prefix sum, no host synchronisation. Numbers that no
+chunk has belong to chunks without rows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kda_ops.problem import CHUNK, Problem
 
 
 def count_chunks(p: Problem, tokens: int = CHUNK):
-    """NT, the length of the chunk axis: exact for dense rows, an upper bound for packed sequences.
-    May be symbolic.
+    """Return NT, the length of the chunk axis; it may be symbolic.
 
-    With other `tokens` than those of a chunk, the pieces of so many, which are numbered alike.
+    NT is exact for dense rows and an upper bound for packed sequences. With another number of
+    `tokens` than C, count pieces of that many tokens, numbered in the same way.
     """
     if p.cu_seqlens is None:
         return p.B * ((p.T + tokens - 1) // tokens)
@@ -27,11 +27,11 @@ def count_chunks(p: Problem, tokens: int = CHUNK):
 
 
 class Chunks:
-    """The chunks of a call as the host sees them (CPU backends: cu_seqlens is host memory there).
+    """The chunks of a call, with their numbers on the host.
 
-    `first[n]` and `count[n]` give the chunks of sequence n; `rows` maps each of the B*T tokens to
-    its row among NT*C, or is None when that map is the identity. Tokens past the last sequence map
-    to row NT*C, which is none.
+    For CPU backends, whose cu_seqlens lies in host memory. `first[n]` and `count[n]` give the
+    chunks of sequence n. `rows` maps each of the B * T tokens to its row among NT * C; None means
+    the identity. Tokens past the last sequence map to row NT * C, which does not exist.
     """
 
     def __init__(self, p: Problem):
@@ -54,8 +54,9 @@ class Chunks:
         return rows.to(device)
 
     def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T, X, ...] per token to [NT, X, C, ...] per chunk, zero where a chunk has no token;
-        contiguous, in `dtype`.
+        """Split x per token [B, T, X, ...] into chunks [NT, X, C, ...], contiguous, in `dtype`.
+
+        Rows of a chunk without a token are zero.
         """
         flat = x.reshape(self.B * self.T, *x.shape[2:])
         if self.rows is not None:
@@ -65,7 +66,10 @@ class Chunks:
         return chunks.to(dtype=dtype, memory_format=torch.contiguous_format).contiguous()
 
     def join(self, chunks: Tensor) -> Tensor:
-        """[NT, X, C, ...] back to [B, T, X, ...]; zero for tokens past the last sequence."""
+        """Join chunks [NT, X, C, ...] to tokens [B, T, X, ...].
+
+        Tokens past the last sequence are zero.
+        """
         flat = chunks.transpose(1, 2).reshape(self.NT * CHUNK, chunks.shape[1], *chunks.shape[3:])
         if self.rows is not None:
             flat = torch.cat([flat, flat.new_zeros((1, *flat.shape[1:]))]).index_select(

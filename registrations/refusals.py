@@ -1,6 +1,7 @@
-"""Refusals of tensors that reach no kernel: those without strides, and lazy views of a state.
+"""Refuse tensors that no kernel can use: those without strides, and lazy views of a state.
 
-Without these kernels the dispatcher would refuse, by its own keys, or torch would assert.
+Without these kernels the dispatcher would refuse them with messages about its keys, or torch would
+fail an assertion.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _refuse(operator: schemas.Operator, namespace: str):
 
 
 def refuse_nested() -> None:
-    """Refuse nested tensors of layout jagged too, which are a subclass and have no keys."""
+    """Refuse nested tensors with layout jagged too: a subclass without dispatch keys."""
     from torch.nested._internal.nested_tensor import NestedTensor
 
     def rule(cls, func, types, args=(), kwargs=None):
@@ -48,7 +49,10 @@ def _is_lazy(x: object) -> bool:
 
 
 def _resolve(operator: schemas.Operator, namespace: str):
-    """For an in-place operator: other inputs are brought to memory, a state cannot be."""
+    """Make a kernel for lazy views as arguments of an in-place operator.
+
+    It resolves lazy inputs to new memory. It refuses a lazy state, because a copy would be written.
+    """
     op = operator.overload(namespace)
     place = [a.name for a in op._schema.arguments].index("state")
 
@@ -56,8 +60,8 @@ def _resolve(operator: schemas.Operator, namespace: str):
     def kernel(*args, **flags):
         if _is_lazy(args[place]):
             raise ValueError(
-                "state must be memory that can be written, got a view that torch negates, "
-                "conjugates or takes for zero when it is read: clone it."
+                "state must be memory that can be written, got a lazy negative, conjugate or zero "
+                "view: clone it."
             )
         resolved = [x.clone().resolve_neg().resolve_conj() if _is_lazy(x) else x for x in args]
         with torch._C._AutoDispatchBelowAutograd():

@@ -1,13 +1,11 @@
-"""The CPU backend: the chunk form as batched products over all chunks and heads, with a
-hand-written backward, in plain torch.
+"""Compute on CPUs: the chunk form in plain torch, with a hand-written backward.
 
-Inputs of 16 bits are widened once and everything is summed in float32 (float64 for float64 inputs),
-so nothing here has a 16-bit operand. Formulas: docs/maths.md; contracts: `kda_ops.stages`. Tests
-compare each stage with its twin in `reference`.
+Each step is a batched product over all chunks and heads. 16-bit inputs are widened once, and all
+sums are float32 (float64 for float64 inputs), so no operand has 16 bits. Formulas: docs/maths.md;
+contracts: `kda_ops.stages`. Each stage is tested against the same stage of `reference`.
 
-Short sequences lie in chunks of fewer rows (`kda_ops.backends.parts`). Where the stages of one pass
-follow each other, what one leaves for the next stays in parts, in the call's scratch, and the
-fields of what it returns are None.
+Short sequences lie in chunks of fewer rows (`kda_ops.backends.parts`). If a call has a scratch, a
+stage leaves its results there, one per part, and the fields of the returned object are None.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from kda_ops.backends.slab import SMALLEST, Slab, add_product, product, scores, 
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace
 
-SLAB = 1 << 18  # elements of one operand worked on at a time: 1 MB in float32
-ROWS = 16  # of a product whose rows have the bits that they have in one of C rows
+SLAB = 1 << 18  # elements of one operand per iteration: 1 MB in float32
+ROWS = 16  # a product of so many rows gives each row the bits that C rows would give it
 _EYE = torch.eye(CHUNK)
 
 
 def _once(p: Problem, name: str, make: Callable[[], Any]) -> Any:
-    """make(), kept in the call's scratch if it has one."""
+    """Return make(), computed once if the call has a scratch to keep it in."""
     if p.scratch is None:
         return make()
     if name not in p.scratch:
@@ -45,8 +43,9 @@ def _parts(p: Problem) -> list[Part]:
 
 
 def _leave(p: Problem, kind: type, made: list[dict[str, Tensor]], **rest: Tensor | None) -> Any:
-    """Return a `Tile`, `Trace` or `Reverse` made of its parts, which stay in the scratch if there
-    is one.
+    """Return a `Tile`, `Trace` or `Reverse` from the tensors of each part.
+
+    If the call has a scratch, the parts stay there and the tensor fields are None.
     """
     if p.scratch is not None:
         p.scratch[kind.__name__] = made
@@ -56,7 +55,7 @@ def _leave(p: Problem, kind: type, made: list[dict[str, Tensor]], **rest: Tensor
 
 
 def _take(p: Problem, stage: Tile | Trace | Reverse) -> list[dict[str, Tensor]]:
-    """The parts of what `_leave` or another backend returned."""
+    """Return the parts of a stage's result, from the scratch or split from whole tensors."""
     left = None if p.scratch is None else p.scratch.get(type(stage).__name__)
     if left is not None:
         return left
@@ -72,8 +71,9 @@ _PARTED = frozenset(("A", "P", "w", "u", "qg", "kg", "gamma", "states", "v_new",
 
 
 class _Chunked:
-    """The activated inputs per part: q (scaled), k, v, beta [NT, HV, h, .], and g [NT, HV, h,
-    D].
+    """The activated inputs of each part, in chunks.
+
+    q (scaled), k, v, beta are [NT, HV, h, .] and g is [NT, HV, h, D].
     """
 
     def __init__(self, p: Problem):
@@ -88,8 +88,9 @@ class _Chunked:
 
 
 def _slabs(tensors: tuple[Tensor, ...]) -> Iterator[tuple[slice, Slab]]:
-    """A few chunks at a time, so that what is computed between reading and writing them stays in
-    cache.
+    """Yield a few chunks at a time.
+
+    Their intermediate results then stay in cache between writing and reading.
     """
     NT, HV, h, K = tensors[0].shape
     size = max(1, SLAB // max(1, HV * h * K))
@@ -105,8 +106,8 @@ def prepare(
     norms: bool = False,
     overlap: bool = False,
 ) -> Tile:
-    """Everything about the chunks that does not depend on the state."""
-    if overlap and not norms:  # the scan comes next, and nobody keeps the tile
+    """Compute what the chunks need apart from the entering state."""
+    if overlap and not norms:  # `scan` follows, and no caller keeps the tile
         p.scratch = {}
     chunked: _Chunked = _once(p, "chunked", lambda: _Chunked(p))
     kept = [None] * len(chunked.tensors) if A is None else scatter(_parts(p), "A", A)
@@ -114,7 +115,7 @@ def prepare(
 
 
 def _prepare(p: Problem, tensors: tuple[Tensor, ...], A: Tensor | None) -> dict[str, Tensor]:
-    """The tile of one part."""
+    """Return the tile of one part."""
     q, _, v, _, _ = tensors
     h = q.shape[2]
     square, eye = (*q.shape[:3], h), _EYE[:h, :h].to(p.state_dtype)
@@ -125,7 +126,7 @@ def _prepare(p: Problem, tensors: tuple[Tensor, ...], A: Tensor | None) -> dict[
         "u": torch.empty_like(v),
         "qg": torch.empty_like(q),
         "kg": torch.empty_like(q),
-        "gamma": q.new_empty((*q.shape[:2], p.K if p.rank else 1)),  # without g too
+        "gamma": q.new_empty((*q.shape[:2], p.K if p.rank else 1)),  # also without g
     }
     for s, c in _slabs(tensors):
         tile["P"][s], kk = scores(c)
@@ -147,10 +148,10 @@ def _prepare(p: Problem, tensors: tuple[Tensor, ...], A: Tensor | None) -> dict[
 
 
 def _start(p: Problem, part: Part, initial: Tensor | None, slots: Tensor | None) -> Tensor:
-    """The states that the sequences of a part start from, [n, HV, K, V].
+    """Return the initial states of a part's sequences, [n, HV, K, V].
 
-    Rows are eight numbers apart or a multiple: the bits of a small product depend on how the lines
-    of its result are aligned.
+    Rows start at multiples of 8 elements: the bits of a small product depend on the alignment of
+    the rows of its result.
     """
     n = part.sequences
     S = torch.zeros((len(n), p.HV, p.K, p.V + -p.V % 8), dtype=p.state_dtype)[..., : p.V]
@@ -164,7 +165,12 @@ def _start(p: Problem, part: Part, initial: Tensor | None, slots: Tensor | None)
 def scan(
     p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool
 ) -> Trace | None:
-    """v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new."""
+    """Carry the state through the chunks of each sequence::
+
+        v_new = u - w S;   o = qg S + P v_new;   S <- gamma S + kg^T v_new
+
+    Contract: `stages.Backend.scan`.
+    """
     made: list[dict[str, Tensor]] = []
     outs: list[Tensor] = []
     for part, x in zip(_parts(p), _take(p, tile)):
@@ -185,10 +191,10 @@ def _scan(
     final_state: Tensor | None,
     keep: bool,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """o of one part per chunk, and its trace.
+    """Return o of one part per chunk, and its trace.
 
-    A row that meets a state lies among others of zeros, for one row alone would be multiplied by
-    other code, and its bits would not be those of the first row of a longer sequence.
+    A single row that meets a state is padded with zero rows. torch multiplies one row alone with
+    other code. Its bits would differ from those of the first row of a longer sequence.
     """
     pad = part.height == 1 and p.state is not None
     slots, into = p.state_indices, p.snapshot_indices
@@ -216,7 +222,7 @@ def _scan(
         if wanted or step + 1 < len(part.steps):
             add_product(S.mul_(gamma[..., None]), kg.mT, v_new)
         if into is not None and part.height == CHUNK:
-            assert final_state is not None  # snapshots go to its pool
+            assert final_state is not None  # snapshots go to the pool
             _snapshot(p, part, into, live, step + 1, S_all, final_state)
     if slots is not None and out is not None:
         out[(slots[part.sequences] < 0)[part.owner]] = 0.0  # sequences without a slot
@@ -232,9 +238,7 @@ def _scan(
 def _snapshot(
     p: Problem, part: Part, into: Tensor, live: int, chunk: int, S: Tensor, pool: Tensor
 ) -> None:
-    """Write the states after `chunk` whole chunks of the live sequences to their snapshot slots,
-    where one is due.
-    """
+    """Write the live states after `chunk` whole chunks to their snapshot slots, if any is due."""
     column = chunk // p.snapshot_every - 1
     if chunk % p.snapshot_every or column >= into.shape[1]:
         return
@@ -248,7 +252,12 @@ def _snapshot(
 def reverse_scan(
     p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]
 ) -> Reverse:
-    """dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new."""
+    """Carry the gradient of the state back through the chunks of each sequence::
+
+        dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new
+
+    Contract: `stages.Backend.reverse_scan`.
+    """
     dinitial = (
         torch.empty((p.N, p.HV, p.K, p.V), dtype=p.state_dtype) if "initial_state" in need else None
     )
@@ -259,7 +268,7 @@ def reverse_scan(
         if dinitial is not None:
             dinitial[part.sequences] = dS
         if p.scratch is not None:
-            x.clear()  # most of the scratch so far gives its place to that of `gradient`
+            x.clear()  # frees memory that `gradient` needs
     return _leave(p, Reverse, made, dv=None, dinitial_state=dinitial)
 
 
@@ -271,9 +280,7 @@ def _reverse_scan(
     dfinal_state: Tensor | None,
     wanted: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The gradient of the states that the sequences of one part start from, and what its chunks
-    leave.
-    """
+    """Return the gradient of one part's initial states, and the tensors for `gradient`."""
     dS_all = _start(p, part, dfinal_state, None)
     dstates, z = x["u"].new_empty((part.NT, p.HV, p.K, p.V)), torch.empty_like(x["u"])
     for step, (live, chunk) in reversed([*enumerate(part.steps)]):
@@ -291,7 +298,7 @@ def _reverse_scan(
 
 
 def _split_do(p: Problem, do: Tensor | None) -> list[Tensor]:
-    """The gradient of o per chunk, [NT, HV, h, V], of each part."""
+    """Return the gradient of o per chunk, [NT, HV, h, V], for each part."""
     if do is None:
         do = p.v.new_zeros(()).expand(p.B, p.T, p.HV, p.V)
     return _once(p, "do", lambda: [part.split(do, p.state_dtype) for part in _parts(p)])
@@ -300,7 +307,7 @@ def _split_do(p: Problem, do: Tensor | None) -> list[Tensor]:
 def gradient(
     p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]
 ) -> Gradients:
-    """Every input's gradient from what the two scans left."""
+    """Compute the gradient of every input from the results of the two scans."""
     chunked: _Chunked = _once(p, "chunked", lambda: _Chunked(p))
     each = []
     for tensors, t, d_o, r in zip(
@@ -312,7 +319,7 @@ def gradient(
                 c, t["states"][s], t["v_new"][s], d_o[s], r["dstates"][s], r["z"][s]
             )
         g = tensors[-1]
-        # such a decay is 0, and what the sums leave there is rounding, which A_log takes times g
+        # exp(g) is 0 there, so dg is rounding error only; A_log's gradient would multiply it by g
         dg.masked_fill_(g < SMALLEST[g.dtype], 0.0)
         dq.mul_(p.scale)
         each.append(grads)
@@ -337,27 +344,30 @@ def gradient(
 def _gradient(
     c: Slab, S: Tensor, v_new: Tensor, d_o: Tensor, dS: Tensor, z: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of scale q, k, v, g and beta of some chunks; letters: docs/maths.md."""
+    """Return the gradients of scale q, k, v, g and beta of some chunks.
+
+    Letters are those of docs/maths.md, "Backward".
+    """
     q, k, v, beta, decay = c.q, c.k, c.v, c.beta, c.decay
     dP = product(d_o, v_new.mT)
     on_diagonal = torch.diagonal(dP, dim1=-2, dim2=-1)[..., None].clone()
-    # v_new solves (I + L) v_new = beta (v - k exp(G) S), and z the transposed system
+    # v_new solves (I + L) v_new = beta (v - k exp(G) S); z solves the transposed system
     dL = product(z, v_new.mT).neg_().tril_(-1)
     dkg, Zk = product(v_new, dS.mT).mul_(c.tail), product(z, S.mT).neg_()
     dq, r, col = scores_backward(c, dP.tril_(-1), dL)
     dq.add_(product(d_o, S.mT).mul_(decay))
     r.add_(Zk.mul_(decay))
     dbeta = (z * v).sum(-1, keepdim=True).add_((r * k).sum(-1, keepdim=True))
-    # The same is z v_new / beta, which cancels less, where beta leaves v_new the digits.
+    # z v_new / beta equals that and cancels less, unless beta is so small that v_new underflows.
     dbeta = torch.where(
         beta.abs() > torch.finfo(beta.dtype).tiny ** 0.5,
         (z * v_new).sum(-1, keepdim=True) / beta,
         dbeta,
     )
-    early = r.mul_(beta)  # where row i reads k_i itself; the columns and kg read it later
+    early = r.mul_(beta)  # row i as reader of k_i; columns and kg read k_i in later rows
     dG = (early - col).mul_(k).addcmul_(q, dq)
-    # A row's own score has no decay: its share of q dq is that of k col, so both join only here and
-    # need not cancel.
+    # The score of row i with itself has no decay. Its shares of q dq and k col are equal and would
+    # cancel in dG, so add them after dG.
     dq.addcmul_(on_diagonal, k)
     col.addcmul_(on_diagonal, q)
     dG[..., -1, :] += c.gamma * (S * dS).sum(-1)
@@ -371,15 +381,18 @@ def _gradient(
 
 
 def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
-    """The token recurrence over all sequences at once: S <- exp(g) S; u = beta (v - S^T k); S <-
-    S + k u^T; o = scale S^T q.
+    """Run the token recurrence over all sequences at once::
+
+        S <- exp(g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = scale S^T q
+
+    Contract: `stages.Backend.step`.
     """
     x, slots = Activated(p, p.state_dtype), p.state_indices
     offsets = p.cu_seqlens
     per_token = slots is not None and slots.dim() == 2
     S, live = _start_step(p, slots, per_token)
     v = x.v
-    # a vector by a matrix has the bits of its alignment, which would differ from head to head
+    # the bits of a vector-matrix product depend on its alignment, which would differ by head
     if p.V % 8:
         S, v = (torch.nn.functional.pad(t, (0, -p.V % 8)) for t in (S, v))
     begin = None if offsets is None else offsets[:-1].long()
@@ -388,10 +401,10 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     q, k = (t.repeat_interleave(group, 2) if group > 1 else t for t in (x.q, x.k))
     rows = (q * p.scale, k, v, x.g.exp()[..., None], x.beta[..., None, None])
     if offsets is not None or slots is not None:
-        o.zero_()  # tokens of no sequence, and of sequences without a slot
+        o.zero_()  # tokens of no sequence or of one without a slot
     kv_out = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)
     for t in range(p.T if count is None else int(count.max()) if p.N else 0):
-        # the sequences with a token t, None for all
+        # n: the sequences that have a token t; None: all
         n = live if count is None else _intersect(live, count > t)
         each = slice(None) if n is None else n
         token: tuple = (each, t) if begin is None else (0, begin[each] + t)
@@ -402,7 +415,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         b_o = (b_q.unsqueeze(-2) @ b_S).squeeze(-2)[..., : p.V].to(o.dtype)
         S = b_S if n is None else S.index_copy(0, n, b_S)
         if slots is not None and per_token:
-            assert kv_out is not None  # slots are those of a pool
+            assert kv_out is not None  # a call with slots has a pool
             slot = slots[each, t] if t < slots.shape[1] else slots.new_full((len(b_o),), -1)
             b_o.masked_fill_((slot < 0)[:, None, None], 0.0)
             _write(kv_out, slot, b_S[..., : p.V])
@@ -415,7 +428,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
 
 
 def _write(pool: Tensor, slot: Tensor, S: Tensor) -> None:
-    """Each state to its slot; a negative slot is nowhere."""
+    """Write each state to its slot; skip negative slots."""
     kept = slot >= 0
     if bool(kept.all()):
         pool[slot] = S.to(pool.dtype)
@@ -430,8 +443,9 @@ def _intersect(live: Tensor | None, has: Tensor) -> Tensor | None:
 
 
 def _start_step(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tensor, Tensor | None]:
-    """The states the sequences start from [N, HV, K, V], and which sequences are live (None:
-    all).
+    """Return the initial states [N, HV, K, V], and which sequences are live.
+
+    None instead of the live sequences means all.
     """
     if p.state is None:
         return torch.zeros((p.N, p.HV, p.K, p.V), dtype=p.state_dtype), None
@@ -442,7 +456,7 @@ def _start_step(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tens
         slots = slots[:, 0]
     elif per_token and p.num_accepted_tokens is not None:
         column = p.num_accepted_tokens.long() - 1
-        # a row of padding may have accepted anything
+        # rows of padding may hold any count
         inside = (column >= 0) & (column < slots.shape[1])
         slots = slots.gather(1, column.where(inside, 0)[:, None])[:, 0].where(inside, -1)
     live = None if bool((slots >= 0).all()) else torch.nonzero(slots >= 0).flatten()

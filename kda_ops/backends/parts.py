@@ -1,7 +1,8 @@
-"""The sequences of a call sorted by length, so that short ones lie in chunks of few rows: for CPUs.
+"""Sort the sequences of a call by length, so that short ones lie in chunks of few rows: for CPUs.
 
-A sequence of at most `HEIGHTS` tokens is one chunk of that many rows; a longer one has chunks of C
-rows. The height depends on the length alone, so other sequences change no bit of a result.
+A sequence of at most h tokens, for the smallest fitting h of `HEIGHTS`, is one chunk of h rows. A
+longer sequence has chunks of C rows. The height depends on the length alone, so other sequences
+change no bit of a result.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from torch import Tensor
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 
-# Rows of a chunk where C are not needed. Matrices of a multiple of 16 rows begin cache lines.
+# Rows of shorter chunks. Matrices of a multiple of 16 rows start on cache lines.
 HEIGHTS = (1, 16, 32)
 
 
 class Part:
-    """Some sequences of a call in chunks of `height` rows, numbered without gaps, step after step.
+    """Some sequences of a call, in chunks of `height` rows, numbered without gaps, step after step.
 
-    `sequences` are sorted, longest first, so that those with a chunk c are the first ones. `steps`
-    says how many they are, and which chunks of the part they have. `owner` names each chunk's place
-    in `sequences`, `number` its place on the axis that `kda_ops.sequences` describes. `places`
-    pairs token indices of the call with rows of the part; it is None where they are equal.
+    `sequences` are sorted, longest first, so that the sequences with a chunk c come first. For each
+    step c, `steps` holds their count and the slice of their chunks. For each chunk, `owner` is its
+    index in `sequences`, and `number` its place on the axis of `kda_ops.sequences`. `places` pairs
+    token indices of the call with rows of the part; it is None where they are equal.
     """
 
     def __init__(self, p: Problem, height: int, sequences: Tensor, begin: Tensor, length: Tensor):
@@ -52,7 +53,10 @@ class Part:
         self.places = None if whole else (token, row)
 
     def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T, X, ...] per token to [NT, X, height, ...] per chunk, zero where no token lies."""
+        """Split x per token [B, T, X, ...] into chunks [NT, X, height, ...].
+
+        Rows without a token are zero.
+        """
         flat = x.flatten(0, 1)
         if self.places is not None:
             token, row = self.places
@@ -63,7 +67,10 @@ class Part:
 
 
 def parts(p: Problem) -> list[Part]:
-    """The sequences of a call by height. Those without a token are among the tallest."""
+    """Group the sequences of a call by height.
+
+    Empty sequences are in the group with C rows.
+    """
     if p.cu_seqlens is None:
         begin, length = torch.arange(p.N) * p.T, torch.full((p.N,), p.T)
     else:
@@ -77,7 +84,10 @@ def parts(p: Problem) -> list[Part]:
 
 
 def join(p: Problem, parts: Sequence[Part], chunks: Sequence[Tensor]) -> Tensor:
-    """[NT, X, height, ...] of each part to [B, T, X, ...]; zero past the last sequence."""
+    """Join the chunks of each part, [NT, X, height, ...], to tokens [B, T, X, ...].
+
+    Tokens past the last sequence are zero.
+    """
     flat = [x.transpose(1, 2).flatten(0, 1) for x in chunks]
     if parts[0].places is None:
         return flat[0].unflatten(0, (p.B, p.T))
@@ -89,13 +99,13 @@ def join(p: Problem, parts: Sequence[Part], chunks: Sequence[Tensor]) -> Tensor:
     return out.unflatten(0, (p.B, p.T))
 
 
-# What stages hand on, as `kda_ops.stages` describes it: one tensor of chunks of C rows.
+# Conversion to and from the tensors of `kda_ops.stages`, whose chunks all have C rows.
 
 _SQUARE, _WHOLE = ("A", "P"), ("gamma", "states", "dstates")
 
 
 def gather(p: Problem, parts: Sequence[Part], name: str, xs: Sequence[Tensor]) -> Tensor:
-    """The tensor `name` of a stage, from that of each part."""
+    """Combine the tensor `name` of each part into that of the stage."""
     NT, tall = count_chunks(p), len(parts) == 1 and parts[0].height == CHUNK
     if tall and torch.equal(parts[0].number, torch.arange(NT)):
         return xs[0]
@@ -111,7 +121,7 @@ def gather(p: Problem, parts: Sequence[Part], name: str, xs: Sequence[Tensor]) -
 
 
 def scatter(parts: Sequence[Part], name: str, x: Tensor) -> list[Tensor]:
-    """What each part has of the tensor `name` of a stage: the inverse of `gather`."""
+    """Split the tensor `name` of a stage into that of each part: the inverse of `gather`."""
     if len(parts) == 1 and parts[0].NT == x.shape[0] and parts[0].height == CHUNK:
         number = parts[0].number
         return [x if torch.equal(number, torch.arange(len(number))) else x[number]]
@@ -119,6 +129,6 @@ def scatter(parts: Sequence[Part], name: str, x: Tensor) -> list[Tensor]:
 
 
 def _corner(part: Part, name: str) -> tuple[slice, ...]:
-    """Heads, and the rows (of a square also columns) that a part's chunks have."""
+    """Index the heads, rows and (of a square) columns that the chunks of a part have."""
     rows = slice(part.height)
     return (slice(None), *(() if name in _WHOLE else (rows, rows) if name in _SQUARE else (rows,)))

@@ -1,6 +1,4 @@
-"""Chunks of h rows, a few at a time: their decays, the scores of their pairs, and the backward of
-those.
-"""
+"""Compute decays and scores of a few chunks of h rows, and the backward of the scores."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from kda_ops.problem import CHUNK
 
-SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # exp of it is still a normal number
+SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # exp of these is still normal
 _ABOVE = torch.full((CHUNK, CHUNK), -torch.inf).triu_(1)
 
 
@@ -30,26 +28,28 @@ def add_product(x: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp(x) in place for x <= 0, with 0 for what could only be a denormal number: those cost a CPU
-    a hundred times the time.
+    """Compute exp(x) in place for x <= 0, with 0 instead of denormal results.
+
+    Arithmetic with denormal numbers takes a CPU about 100 times as long.
     """
     return torch.threshold_(x, SMALLEST[x.dtype], -torch.inf).exp_()
 
 
 class Slab:
-    """Some chunks: q (scaled), k, v, beta, their decays exp(G) and exp(G_n - G), [.., h, D], and
-    gamma = exp(G_n).
+    """Some chunks: q (scaled), k, v, beta, and their decays.
 
-    Decays are formed by sums of g alone, never by differences, so any gate is exact, -inf included.
-    `levels` holds the sums that pairs of rows are made of: at the level of a half of 1, 2, 4 .. h /
-    2 rows, ``[.., h / (2 half), 2, half, D]``, with a the end of the earlier half of a block of 2
-    half rows, sum (j, a] for the earlier rows j and sum (a, i] for the later rows i. No row after i
-    is read.
+    `decay` is exp(G) and `tail` exp(G_n - G), [.., h, D]; `gamma` is exp(G_n). Each decay is the
+    exponential of a sum of g, never of a difference of sums, so any gate is exact, -inf included.
+
+    `levels` holds the partial sums for pairs of rows, one entry for each half = 1, 2, 4 .. h / 2,
+    of shape ``[.., h / (2 half), 2, half, D]``. A block has 2 half rows; a is the last row of its
+    first half. Rows j of the first half have the sum over (j, a], rows i of the second half the sum
+    over (a, i]. Nothing reads a row after i.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor):
         self.q, self.k, self.v, self.beta, self.rank = q, k, v, beta, int(g.shape[-1] > 1)
-        # inside blocks of `half` rows: the sum up to each row, and the sum of the rows after it
+        # in blocks of `half` rows: the sum up to each row, and the sum over the rows after it
         upto, after = g.clone(), torch.zeros_like(g)
         self.levels, half = [], 1
         while half < g.shape[-2]:
@@ -68,7 +68,10 @@ class Slab:
 
 
 def _pair_decay(c: Slab) -> Tensor:
-    """E_ij = exp(sum of g over (j, i]) for i >= j, else 0, for a decay of rank 0: [.., h, h]."""
+    """Return E_ij = exp(sum of g over (j, i]) for i >= j, else 0, as [.., h, h].
+
+    Only for a decay of rank 0.
+    """
     h = c.k.shape[-2]
     between = torch.diag_embed(c.k.new_zeros(c.k.shape[:-1])).add_(_ABOVE[:h, :h].to(c.k.dtype))
     for sums in c.levels:
@@ -80,11 +83,11 @@ def _pair_decay(c: Slab) -> Tensor:
 
 
 def _factors(c: Slab) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each level of the chunk: the size m of the diagonal blocks that hold its pairs, their
-    mask [m, m], and the factor f [.., h, K].
+    """Yield for each level of the chunk: block size m, mask [m, m], factor f [.., h, K].
 
-    A pair (j, i) belongs to the level where i is in the later and j in the earlier half of one
-    block: E_ij = f_i f_j, both at most 1.
+    A pair (j, i) belongs to the level at which j is in the first and i in the second half of one
+    block. Then E_ij = f_i f_j, and both factors are at most 1. The diagonal m x m blocks hold all
+    pairs of the level, and the mask selects them.
     """
     for sums in c.levels:
         half = sums.shape[-2]
@@ -100,20 +103,25 @@ def _factors(c: Slab) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def _blocks(x: Tensor, m: int) -> Tensor:
-    """[.., h, K] as a batch of m-row blocks."""
+    """View [.., h, K] as a batch of blocks of m rows."""
     return x.reshape(-1, m, x.shape[-1])
 
 
 def _diagonal_blocks(x: Tensor, m: int) -> Tensor:
-    """[M, h, h] as its diagonal m x m blocks [M, h // m, m, m], a view."""
+    """View the diagonal m x m blocks of [M, h, h], as [M, h // m, m, m]."""
     return (
         x.unflatten(-1, (-1, m)).unflatten(-3, (-1, m)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
     )
 
 
 def scores(c: Slab) -> tuple[Tensor, Tensor]:
-    """sum_d q_id k_jd E_ijd for j <= i, and sum_d k_id k_jd E_ijd for j < i."""
-    q, k, own = c.q, c.k, (c.q * c.k).sum(-1)  # a sum whose bits the height does not change
+    """Return the decayed scores of q with k for j <= i, and of k with k for j < i::
+
+        qk_ij = sum_d q_id k_jd E_ijd;   kk_ij = sum_d k_id k_jd E_ijd
+
+    Both are [.., h, h], zero elsewhere.
+    """
+    q, k, own = c.q, c.k, (c.q * c.k).sum(-1)  # the bits of this sum do not depend on h
     if not c.rank and k.shape[-2] > 1:
         E = _pair_decay(c)
         qk = (q @ k.mT).mul_(E)
@@ -130,8 +138,11 @@ def scores(c: Slab) -> tuple[Tensor, Tensor]:
 
 
 def scores_backward(c: Slab, dP: Tensor, dL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """sum_j dP_ij k_j E_ij and sum_j dL_ij k_j E_ij for the rows, sum_i (dP_ij q_i + dL_ij beta_i
-    k_i) E_ij for the columns; only j < i.
+    """Return the gradients of the pairs j < i: two for the rows, one for the columns::
+
+        sum_j dP_ij k_j E_ij;   sum_j dL_ij k_j E_ij;   sum_i (dP_ij q_i + dL_ij beta_i k_i) E_ij
+
+    Each is [.., h, K].
     """
     q, k = c.q, c.k
     if not c.rank and k.shape[-2] > 1:

@@ -1,6 +1,4 @@
-"""Layers around the operators, in plain PyTorch that a compiler fuses; parameters are named as
-those of FLA's layers.
-"""
+"""Build layers from the operators, in plain PyTorch; parameters have the names of FLA's layers."""
 
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.gated_deltanet import GatedDeltaNet

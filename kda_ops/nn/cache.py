@@ -1,6 +1,4 @@
-"""What a layer remembers between calls: the recurrent state, and the last inputs of its
-convolutions.
-"""
+"""Keep what a layer needs between calls: the recurrent state and the convolutions' last inputs."""
 
 from __future__ import annotations
 
@@ -14,27 +12,27 @@ class Cache(nn.Module):
     """Hold the past of N sequences for one layer, in buffers that the layer reads and writes in
     place.
 
-    ``layer.new_cache(N)`` makes one; zeros mean that nothing has been seen. `state_dict` saves a
-    prompt that was read once.
+    ``layer.new_cache(N)`` makes one, filled with zeros: no token seen. Save a prefilled prompt with
+    `state_dict`.
 
-    Sequences are selected, reordered and repeated by the names that transformers' caches use. State
-    and convolution inputs follow together:
+    The methods have the names of transformers' caches. Each one acts on the state and on the
+    convolution inputs:
 
     ==============================  ==========================  ================================
-    ``reset(sequences)``            forget some                 in place
+    ``reset(sequences)``            zero some                   in place
     ``reorder_cache(beam_idx)``     beam search, forks          in place
     ``batch_select_indices(i)``     keep some, in any order     new buffers, another N
     ``batch_repeat_interleave(r)``  each r times, neighbours    new buffers, another N
     ``copy.deepcopy(cache)``        a second cache              new buffers
     ==============================  ==========================  ================================
 
-    What works in place keeps the addresses, so compiled and captured decoding steps go on with this
-    cache. After new buffers, capture again.
+    In-place methods keep the addresses of the buffers, so compiled and captured decoding steps stay
+    valid. After a method that makes new buffers, capture again.
 
     Args:
-        state: ``[N, HV, V, K]`` fp32, the recurrent state.
-        q_conv, k_conv, v_conv: ``[N, conv_size - 1, channels]``, the last inputs of each
-            convolution, oldest first; None in a layer without convolutions.
+        state: ``[N, HV, V, K]``, fp32, bf16 or (for fp64 inputs) fp64: the recurrent state.
+        q_conv, k_conv, v_conv: ``[N, conv_size - 1, channels]``, fp16 to fp64: the last inputs of
+            each convolution, oldest first. None in a layer without convolutions.
 
     Example:
         >>> import copy, torch, kda_ops.nn
@@ -72,24 +70,28 @@ class Cache(nn.Module):
 
     @property
     def batch_size(self) -> int:
-        """N, the sequences that it holds."""
+        """The number of sequences, N."""
         return self.state.shape[0]
 
     def reset(self, sequences: Tensor | slice = slice(None)) -> None:
-        """Forget the given sequences (an index into N; all by default), so that new ones can start
-        in their place.
+        """Zero the past of the given sequences, so that new ones can start in their place.
+
+        Args:
+            sequences: an index into N; all sequences by default.
         """
         for buffer in self.buffers():
             buffer[sequences] = 0
 
     @torch.no_grad()
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give sequence n the past of sequence ``beam_idx[n]``, in place: ``[N]`` integers.
+        """Give sequence n the past of sequence ``beam_idx[n]``, in place.
 
-        An index may come more than once, which forks its sequence into the place of another.
+        Args:
+            beam_idx: ``[N]`` integers. A repeated index forks its sequence.
 
         Raises:
-            ValueError, IndexError: not N indices, or none of a sequence.
+            ValueError: `beam_idx` does not have N integers.
+            IndexError: an index is outside the N sequences.
         """
         source = self._sequences("beam_idx", beam_idx)
         if source.shape[0] != self.batch_size:
@@ -102,20 +104,24 @@ class Cache(nn.Module):
 
     @torch.no_grad()
     def batch_select_indices(self, indices: Tensor | slice | Sequence[int]) -> None:
-        """Keep the given sequences alone, in the given order, in new buffers.
+        """Keep only the given sequences, in the given order, in new buffers.
 
         Args:
             indices: ``[M]`` integers, a mask ``[N]`` of bools, or a slice.
 
         Raises:
-            ValueError, IndexError: not one axis of indices, or none of a sequence.
+            ValueError: `indices` are not integers or bools along one axis.
+            IndexError: an index is outside the N sequences.
         """
         kept = self._sequences("indices", indices)
         self._replace([buffer.index_select(0, kept.to(buffer.device)) for buffer in self.buffers()])
 
     @torch.no_grad()
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Hold every sequence `repeats` times, copies next to each other, in new buffers.
+        """Repeat every sequence, copies next to each other, in new buffers.
+
+        Args:
+            repeats: copies of each sequence, at least 1.
 
         Raises:
             ValueError: `repeats` is below 1.
@@ -125,19 +131,19 @@ class Cache(nn.Module):
         self._replace([buffer.repeat_interleave(repeats, 0) for buffer in self.buffers()])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to take back the last tokens: a state does not keep what it was before them.
+        """Refuse to remove the last tokens: a state does not store earlier states.
 
         Raises:
-            NotImplementedError: always, but for 0 tokens.
+            NotImplementedError: `tokens_to_remove` is not 0.
         """
         if tokens_to_remove:
             raise NotImplementedError(
-                "crop cannot take tokens out of a recurrent state, which keeps no earlier one: "
-                "copy.deepcopy the cache before those tokens and go on from the copy."
+                "crop cannot remove tokens from a recurrent state, which does not store earlier "
+                "states: copy.deepcopy the cache before those tokens and continue from the copy."
             )
 
     def _sequences(self, name: str, index: Tensor | slice | Sequence[int]) -> Tensor:
-        """The numbers of the sequences that an index picks, [M] from 0 to N - 1."""
+        """Return the numbers of the sequences that an index selects, [M] from 0 to N - 1."""
         index = index if isinstance(index, slice) else torch.as_tensor(index)
         if isinstance(index, Tensor):
             index = index if index.numel() else index.long()  # torch makes floats of []

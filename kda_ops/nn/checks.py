@@ -1,4 +1,4 @@
-"""What layers refuse: options that mean nothing, and inputs that do not suit the parameters."""
+"""Refuse options that mean nothing, and inputs that do not suit a layer's parameters."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = [
     "warn_of_a_rounded_gate",
 ]
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # those that compute here
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of parameters and inputs
 
 
 def check_dtype(name: str, dtype: torch.dtype | None, hint: str = "") -> None:
-    """Refuse a dtype in which a layer cannot compute; None leaves the choice to torch."""
+    """Refuse a dtype in which a layer cannot compute; None means torch's default."""
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}{hint}.")
 
@@ -40,7 +40,7 @@ def check_size(name: str, size: int, most: int | None = None) -> None:
 
 
 def check_eps(name: str, eps: float) -> None:
-    """Refuse an epsilon that lets the norm of a row of zeros, or of any row, be NaN."""
+    """Refuse an epsilon that is not finite and above 0: norms could be NaN."""
     if not 0.0 < eps < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, got {eps}.")
 
@@ -48,8 +48,8 @@ def check_eps(name: str, eps: float) -> None:
 def check_x(x: Tensor, name: str, projection: nn.Module) -> None:
     """Refuse an x that the projection called `name` cannot multiply.
 
-    Only a linear layer of torch without hooks says by its weight what it takes. Wrapped, quantised,
-    offloaded or separately sharded ones may convert x first.
+    Only a plain linear layer without hooks tells its input dtype by its weight. Wrapped, quantised,
+    offloaded or sharded layers may convert x first, so they are not checked.
     """
     check_dtype("x", x.dtype, ": embed or convert it first")
     weight = getattr(projection, "weight", None)
@@ -75,7 +75,7 @@ def check_x(x: Tensor, name: str, projection: nn.Module) -> None:
 
 
 def warn_of_a_rounded_gate(A_log: Tensor, dt_bias: Tensor) -> None:
-    """Warn where something has rounded the gate's parameters to 16 bits; not in compiled code."""
+    """Warn if the gate's parameters have 16 bits; not in compiled code."""
     rounded = [x.dtype for x in (A_log, dt_bias) if x.dtype.itemsize < 4]
     if rounded and not torch.compiler.is_compiling():
         warnings.warn(
@@ -87,7 +87,7 @@ def warn_of_a_rounded_gate(A_log: Tensor, dt_bias: Tensor) -> None:
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
-    """The dtype in which a matrix product sees x: autocast converts all but float64."""
+    """Return the dtype in which a matrix product uses x: autocast converts all but float64."""
     kind = x.device.type
     if x.dtype is torch.float64 or not torch.amp.is_autocast_available(kind):
         return x.dtype

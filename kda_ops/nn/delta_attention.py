@@ -1,6 +1,4 @@
-"""What KimiDeltaAttention and GatedDeltaNet share: projections, convolutions, the operator, the
-gated norm, and the cache.
-"""
+"""Implement what KimiDeltaAttention and GatedDeltaNet share, from projections to the cache."""
 
 from __future__ import annotations
 
@@ -32,12 +30,13 @@ if TYPE_CHECKING:
 
 
 class DeltaAttention(nn.Module):
-    """A token mixer around a gated delta rule; a subclass names its operators and computes the
-    logits of its decay and of its output gate.
+    """A token mixer around a gated delta rule.
 
-    Sizes: H heads of K channels for q and k; HV value heads of V channels, a multiple of H; value
-    head h reads head ``h // (HV // H)``. `head_ranks` says over how many ranks `HeadParallel` has
-    spread the heads.
+    A subclass names its operators and computes the logits of its decay and its output gate.
+
+    Sizes: H heads of K channels for q and k; HV value heads of V channels, with HV a multiple of H.
+    Value head h reads head ``h // (HV // H)``. `head_ranks` is the number of ranks over which
+    `HeadParallel` has sharded the heads.
     """
 
     head_ranks = 1
@@ -103,7 +102,8 @@ class DeltaAttention(nn.Module):
             self.k_conv1d = ShortConvolution(key_dim, conv_size, conv_bias, **factory)
             self.v_conv1d = ShortConvolution(value_dim, conv_size, conv_bias, **factory)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False, **factory)
-        # The gate stays in fp32: rounded to 16 bits, a decay near 1 is off by its whole memory.
+        # The gate stays in fp32: 16 bits cannot hold a decay near 1, so its memory length would be
+        # wrong.
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, device=device, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(dt_bias_size, device=device, dtype=torch.float32))
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, norm_activation, **factory)
@@ -119,21 +119,23 @@ class DeltaAttention(nn.Module):
         raise NotImplementedError
 
     def _decay_logits(self, x: Tensor) -> Tensor:
-        """The raw decay, [B, T, HV, K] or [B, T, HV]."""
+        """Return the raw decay, [B, T, HV, K] or [B, T, HV]."""
         raise NotImplementedError
 
     def _output_gate(self, x: Tensor) -> Tensor | None:
-        """[B, T, HV * V], or None for no gate."""
+        """Return the logits of the output gate, [B, T, HV * V], or None for no gate."""
         raise NotImplementedError
 
     def _draw_A(self) -> Tensor:
-        """A new exp(A_log), [HV]."""
+        """Draw a new exp(A_log), [HV]."""
         raise NotImplementedError
 
     @torch.no_grad()
     def reset_gate(self) -> None:
-        """Draw `A_log` and `dt_bias` anew; the bias is such that a zero logit decays at a rate
-        log-uniform in [0.001, 0.1], times ``exp(A_log)``.
+        """Draw `A_log` and `dt_bias` from their initial distributions.
+
+        With the new bias, a logit of zero decays at a rate log-uniform in [0.001, 0.1], times
+        ``exp(A_log)``.
         """
         self.A_log.copy_(self._draw_A().log())
         rate = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
@@ -142,8 +144,9 @@ class DeltaAttention(nn.Module):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
-        """Initialise every parameter, as the constructor does: after ``to_empty`` of a layer built
-        on the meta device.
+        """Initialise every parameter, as the constructor does.
+
+        Call it after ``to_empty`` on a layer that was built on the meta device.
         """
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
@@ -162,14 +165,17 @@ class DeltaAttention(nn.Module):
         Sizes come from the layer's configuration, so weights may be sharded, quantised or on meta.
 
         Args:
-            num_sequences: N.
+            num_sequences: N, at least 0.
             dtype: of the convolutions' inputs; by default that of ``o_norm.weight``. States are
-                float32, with float64 inputs float64.
+                float32, or float64 with float64 inputs.
             device: by default that of ``o_norm.weight``.
+
+        Returns:
+            A `Cache` filled with zeros.
 
         Raises:
             ValueError: `num_sequences` is below 0.
-            TypeError: `dtype` has 8 bits or is no float.
+            TypeError: `dtype` has 8 bits or is not a float.
         """
         if num_sequences < 0:
             raise ValueError(f"num_sequences must be at least 0, got {num_sequences}.")
@@ -184,14 +190,14 @@ class DeltaAttention(nn.Module):
         )
 
     def _widths(self) -> tuple[int, int, int]:
-        """Channels of q, k and v that this rank has."""
+        """Return the channels of q, k and v that this rank has."""
         key_dim = self.num_heads // self.head_ranks * self.head_k_dim
         return key_dim, key_dim, self.num_v_heads // self.head_ranks * self.head_v_dim
 
     def _cache_shapes(
         self, N: int, *widths: int
     ) -> tuple[tuple[int, ...], list[tuple[int, ...] | None]]:
-        """Shapes of a cache's state and tails, for q, k and v of these widths."""
+        """Return the shapes of a cache's state and tails, for q, k and v of these widths."""
         state = (N, widths[-1] // self.head_v_dim, self.head_v_dim, self.head_k_dim)
         if not self.use_short_conv:
             return state, [None, None, None]
@@ -210,30 +216,29 @@ class DeltaAttention(nn.Module):
         Args:
             x: ``[B, T, hidden_size]``, in the dtype and on the device of the projections; under
                 autocast any float.
-            attention_mask: ``[B, T]``, nonzero at real tokens; padding may lie anywhere, is skipped
-                as if it were not there, and gives zeros. Of a longer mask, as generation loops pass
-                it, the last T columns count.
-            cache: the past of the N sequences, read and brought up to date in place; inference
-                only. With T = 1 the token recurrence runs, otherwise, and for packed sequences, the
-                chunk form.
-            cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row; then
-                ``B == 1``. Without it N is B. Tokens past the last offset give zeros; in training
+            attention_mask: ``[B, T]``, nonzero at real tokens. Padding may lie anywhere; it is
+                skipped and gives zeros. Of a longer mask, as generation loops pass it, the last T
+                columns count.
+            cache: the past of the N sequences, read and updated in place; inference only. With T =
+                1 and no `cu_seqlens` the token recurrence runs, otherwise the chunk form.
+            cu_seqlens: ``[N + 1]``, int32 or int64: offsets of N sequences packed into one row, so
+                ``B == 1``. Without it N is B. Tokens past the last offset give zeros. In training
                 they must be finite: a NaN there reaches the weights' gradients.
-            group: ranks across which the tokens lie, as `kda_ops.distributed.chunk_kda` takes it: x
-                is this rank's shard, of any length, and cu_seqlens are global. The loss is the sum
-                of the ranks' losses, so that parameters get partial gradients, to be summed over
-                the group. Without mask and cache.
+            group: the ranks across which the tokens lie, as for `kda_ops.distributed.chunk_kda`.
+                Then x is this rank's shard, of any length, and cu_seqlens are global. Mask and
+                cache must be None. The loss is the sum of the ranks' losses: sum the parameters'
+                gradients over the group.
 
         Returns:
-            ``[B, T, hidden_size]`` in x's dtype, under autocast in its dtype.
+            ``[B, T, hidden_size]`` in x's dtype, or in the autocast dtype.
 
         Raises:
-            ValueError: shapes disagree, on this rank or between ranks, or with a cache of another
-                layer, or both a mask and offsets are given, or a group with a mask or a cache.
+            ValueError: shapes disagree, on this rank, between ranks, or with the cache. Also raised
+                for a mask with offsets, and for a group with a mask or a cache.
             TypeError: x, or a buffer of the cache, has a dtype or device that the layer cannot use.
-            RuntimeError: a cache is given and a gradient is wanted, or it was made under
-                ``torch.inference_mode()`` and is used outside; or a rank of the group did not take
-                part within its timeout.
+            RuntimeError: a cache is given and a gradient is wanted, or the cache was made under
+                ``torch.inference_mode()`` and is used outside. Also raised if a rank of the group
+                does not take part within the timeout.
         """
         warn_of_a_rounded_gate(self.A_log, self.dt_bias)
         if group is None:
@@ -257,7 +262,7 @@ class DeltaAttention(nn.Module):
         cu_seqlens: Tensor | None,
         group: Group,
     ) -> Tokens:
-        """Agree with the ranks of the group on the call, and see where this rank's tokens lie."""
+        """Agree with the ranks of the group on the call, and locate this rank's tokens."""
         from kda_ops.distributed.plan import agree
         from kda_ops.distributed.tail import exchange_tail
 
@@ -269,14 +274,15 @@ class DeltaAttention(nn.Module):
                 )
             if cache is not None:
                 raise ValueError(
-                    "cache: across ranks a layer neither reads nor fills one; the states of whole "
-                    "sequences come from kda_ops.distributed."
+                    "cache: across ranks a layer neither reads nor fills one; get the states of "
+                    "whole sequences from kda_ops.distributed."
                 )
             self._check(x, None, None, cu_seqlens, across_ranks=True)
 
         def contract(_) -> dict[str, object]:
-            """What the calls below have in common if this is: the layer, and all of x but its
-            length.
+            """Return what must be equal on all ranks apart from what the plan compares.
+
+            That is the layer, and all of x but its length.
             """
             grad = torch.is_grad_enabled()
             return {
@@ -325,7 +331,7 @@ class DeltaAttention(nn.Module):
             v = self.v_conv1d(v, tails[2], tokens.packing)
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        # As many heads as there are: a rank of a tensor-parallel layer has some of them.
+        # Infer the number of heads: a rank of a tensor-parallel layer has only some of them.
         q, k = (x.unflatten(-1, (-1, self.head_k_dim)) for x in (q, k))
         return q, k, v.unflatten(-1, (-1, self.head_v_dim))
 
@@ -339,7 +345,7 @@ class DeltaAttention(nn.Module):
         cache: Cache | None,
         tokens: Tokens,
     ) -> Tensor:
-        """Run the operator, over the cache if there is one: o [B, T, HV, V]."""
+        """Run the operator, on the cache if one is given: o [B, T, HV, V]."""
         flags = dict(
             A_log=local(self.A_log),
             dt_bias=local(self.dt_bias),
@@ -356,7 +362,7 @@ class DeltaAttention(nn.Module):
         return run(q, k, v, g, beta, cache.state, **flags)
 
     def _gate_and_project(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """The gated norm of each head, and the projection of all: [B, T, hidden_size]."""
+        """Apply the gated norm per head, then the output projection: [B, T, hidden_size]."""
         gate = None if gate is None else gate.unflatten(-1, (-1, self.head_v_dim))
         return self.o_proj(self.o_norm(o, gate).flatten(-2))
 
@@ -394,7 +400,7 @@ class DeltaAttention(nn.Module):
                 )
             if cu_seqlens is not None:
                 raise ValueError(
-                    "attention_mask and cu_seqlens both say where sequences lie: pass one of them."
+                    "attention_mask and cu_seqlens both define the sequences: pass one of them."
                 )
             if (
                 attention_mask.dim() != 2
@@ -428,8 +434,8 @@ class DeltaAttention(nn.Module):
         want = [state, *tails]
         if (state, tails) != self._cache_shapes(N, *self._widths()):
             make = (
-                "the projections have other widths than this rank's heads have by num_heads, "
-                "num_v_heads and head_dim: spread heads over ranks with HeadParallel"
+                "the projections have other widths than num_heads, num_v_heads and head_dim give "
+                "this rank: shard heads over ranks with HeadParallel"
             )
         buffers = (cache.state, cache.q_conv, cache.k_conv, cache.v_conv)
         got = [None if x is None else tuple(x.shape) for x in buffers]
@@ -442,7 +448,7 @@ class DeltaAttention(nn.Module):
         self._check_cached("states", cache.state, wide, q)
         for n, tail in zip("qkv", buffers[1:]):
             if tail is not None:
-                # A hook such as FSDP2's may convert a module's inputs: to a copy, which is written.
+                # FSDP2's hook may convert the tail to a copy; the layer would write the copy.
                 hooked = getattr(self, f"{n}_conv1d")._forward_pre_hooks
                 self._check_cached("convolution tails", tail, (q.dtype,) if hooked else DTYPES, q)
         if torch.is_grad_enabled() and (
@@ -456,7 +462,7 @@ class DeltaAttention(nn.Module):
     def _check_cached(
         self, what: str, x: Tensor, dtypes: tuple[torch.dtype, ...], q: Tensor
     ) -> None:
-        """Refuse a buffer of a cache that would round what it is to keep, or cannot be written."""
+        """Refuse a buffer of a cache that would round what it stores, or cannot be written."""
         if x.dtype not in dtypes or x.device != q.device:
             names = " or ".join(map(str, dtypes))
             raise TypeError(

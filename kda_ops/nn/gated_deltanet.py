@@ -1,4 +1,4 @@
-"""The Gated DeltaNet layer."""
+"""Define the Gated DeltaNet layer."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ from kda_ops.nn.local import across
 
 
 class GatedDeltaNet(DeltaAttention):
-    """Mix tokens by Gated DeltaNet: a delta rule whose memory fades at one rate per value head.
+    """Mix tokens with Gated DeltaNet: a delta rule with one decay per token and value head.
 
-    q, k, v: projection, short causal convolution, SiLU. Write strengths are ``sigmoid(b_proj(x))``.
-    l2 normalisation of q and k, the gate and the sigmoid are part of the operator; an RMS norm
-    gated by ``activation(g_proj(x))`` and ``o_proj`` follow.
+    q, k and v pass a projection, a short causal convolution and SiLU. Write strengths are
+    ``sigmoid(b_proj(x))``. The operator normalises q and k, and activates the decay and the write
+    strengths. An RMS norm gated by ``activation(g_proj(x))``, and ``o_proj``, follow. Input and
+    output are ``[B, T, hidden_size]``; see `forward`.
 
     Args:
         hidden_size: width of the input and output.
-        expand_v: V / K, the width of a value head over that of a key head.
+        expand_v: V / K, the ratio of the widths of a value head and a key head.
         head_dim: K, up to 256.
         num_heads: H, heads of q and k.
         num_v_heads: HV, a multiple of H; H by default.
-        use_gate: gate the output; otherwise only normalise it.
+        use_gate: gate the output; False: only normalise it.
         output_gate_activation: ``"swish"``, also called ``"silu"``, or ``"sigmoid"``.
-        use_short_conv: convolve q, k and v; otherwise only SiLU.
-        allow_neg_eigval: write strengths up to 2, ``2 * sigmoid(b_proj(x))``.
+        use_short_conv: convolve q, k and v; False: only SiLU.
+        allow_neg_eigval: allow write strengths up to 2: ``2 * sigmoid(b_proj(x))``.
         conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
-        norm_eps: of the gated RMS norm, above 0.
-        device, dtype: of the parameters, 16 bits or more. `A_log` and `dt_bias` are fp32 whatever
-            it is. ``.to(torch.bfloat16)`` rounds them too, and forward warns of it: pass `dtype`.
+        norm_eps: epsilon of the gated RMS norm, above 0.
+        device, dtype: of the parameters, 16 bits or more. `A_log` and `dt_bias` are fp32 for any
+            `dtype`. ``.to(torch.bfloat16)`` rounds them, and forward then warns: pass `dtype`
+            instead.
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d``
     ``[channels, 1, conv_size]``, ``a_proj`` (decay), ``b_proj``, ``A_log`` and ``dt_bias``
     ``[HV]``, ``g_proj`` (output gate), ``o_norm``, ``o_proj``. ``A_log`` starts at
-    ``log U(0, 16)``. ``A_log`` and ``dt_bias`` carry ``_no_weight_decay = True``; what makes new
-    parameters drops it (`copy.deepcopy`, ``fully_shard``, ``to_empty``,
-    ``load_state_dict(assign=True)``), so an optimizer made after that should go by these names.
+    ``log U(0, 16)``. ``A_log`` and ``dt_bias`` have the attribute ``_no_weight_decay = True``.
+    `copy.deepcopy`, ``fully_shard``, ``to_empty`` and ``load_state_dict(assign=True)`` make new
+    parameters without it. After these, select the parameters for weight decay by name.
 
-    FSDP2 takes parameters of one dtype in a group ("uniform original parameter dtype"), and a
-    ``MixedPrecisionPolicy`` rounds a whole group. With ``dtype=torch.bfloat16``, or such a policy,
-    give ``A_log`` and ``dt_bias`` a group of their own::
+    FSDP2 requires one dtype per parameter group ("uniform original parameter dtype"), and a
+    ``MixedPrecisionPolicy`` rounds a whole group. With ``dtype=torch.bfloat16``, or with such a
+    policy, give ``A_log`` and ``dt_bias`` a group of their own::
 
         fully_shard(list(layer.children()), mp_policy=policy)  # or no policy, with dtype=
         fully_shard(layer)  # A_log and dt_bias, in fp32
@@ -49,8 +51,8 @@ class GatedDeltaNet(DeltaAttention):
     With a policy, decode with ``new_cache(N, dtype=policy.param_dtype)``.
 
     Raises:
-        ValueError: sizes that do not fit together, an epsilon that is not finite and above 0.
-        TypeError: a dtype of 8 bits or no float.
+        ValueError: sizes do not fit together, or `norm_eps` is not finite and above 0.
+        TypeError: `dtype` has 8 bits or is not a float.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -124,4 +126,4 @@ class GatedDeltaNet(DeltaAttention):
         return None if self.g_proj is None else self.g_proj(x)
 
     def _draw_A(self) -> Tensor:
-        return 16 * (1 - torch.rand_like(self.A_log))  # never 0, whose log is no number
+        return 16 * (1 - torch.rand_like(self.A_log))  # never 0: its log is -inf

@@ -1,4 +1,4 @@
-"""The gated normalisation behind the operator."""
+"""Define the gated normalisation of the operator's output."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedRMSNorm(nn.Module):
-    """Normalise the last axis to a root mean square of 1, scale it, and gate it: ``x /
-    sqrt(mean(x^2) + eps) * weight * activation(gate)``.
+    """Normalise the last axis to a root mean square of 1, scale it, and gate it.
+
+    ``y = x / sqrt(mean(x^2) + eps) * weight * activation(gate)``, computed in fp32 (fp64 for fp64).
 
     Args:
         width: length V of the last axis.
@@ -28,12 +29,11 @@ class GatedRMSNorm(nn.Module):
         activation: ``"sigmoid"``, or ``"swish"``, also called ``"silu"``.
         device, dtype: of the parameter.
 
-    Parameter: `weight` ``[V]``, ones at first. Computed in fp32 (fp64 for fp64).
+    Parameter: `weight` ``[V]``, initially ones.
 
     Raises:
-        ValueError: another activation, an eps that is not finite and above 0; in a call, another
-            width, or a gate of another shape.
-        TypeError: a dtype of 8 bits or no float; in a call, x or a gate elsewhere than weight.
+        ValueError: `activation` is another name, or `eps` is not finite and above 0.
+        TypeError: `dtype` has 8 bits or is not a float.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -62,12 +62,22 @@ class GatedRMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def extra_repr(self) -> str:
-        """Sizes, as `print` shows them."""
+        """Return the sizes that `print` shows."""
         return f"{self.weight.shape[0]}, eps={self.eps}, activation={self.activation!r}"
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Normalise x ``[..., V]`` and gate it by `gate` of its shape (None: no gate); in x's
-        dtype.
+        """Normalise x and gate it.
+
+        Args:
+            x: ``[..., V]``, fp16 to fp64, on the device of the weight.
+            gate: logits of x's shape, fp16 to fp64. None: no gate.
+
+        Returns:
+            ``[..., V]`` in x's dtype.
+
+        Raises:
+            ValueError: x has another width than V, or the gate another shape than x.
+            TypeError: x or the gate is not a float or on another device than the weight.
         """
         if x.dim() < 1 or x.shape[-1] != self.weight.shape[0]:
             raise ValueError(

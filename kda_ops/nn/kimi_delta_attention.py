@@ -1,4 +1,4 @@
-"""The Kimi Delta Attention layer."""
+"""Define the Kimi Delta Attention layer."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from kda_ops.problem import check_lower_bound
 
 
 class KimiDeltaAttention(DeltaAttention):
-    """Mix tokens by Kimi Delta Attention: a delta rule whose memory fades at a rate of its own for
-    each key channel.
+    """Mix tokens with Kimi Delta Attention: a delta rule with one decay per token and key channel.
 
-    q, k, v: projection, short causal convolution, SiLU. Decay logits and output gate come from
-    low-rank projections, write strengths ``sigmoid(b_proj(x))``. l2 normalisation of q and k, the
-    gate and the sigmoid are part of the operator; a gated RMS norm and ``o_proj`` follow.
+    q, k and v pass a projection, a short causal convolution and SiLU. Low-rank projections give the
+    logits of the decay and of the output gate. Write strengths are ``sigmoid(b_proj(x))``. The
+    operator normalises q and k, and activates the decay and the write strengths. A gated RMS norm
+    and ``o_proj`` follow. Input and output are ``[B, T, hidden_size]``; see `forward`.
 
     Args:
         hidden_size: width of the input and output.
-        expand_v: V / K, the width of a value head over that of a key head.
+        expand_v: V / K, the ratio of the widths of a value head and a key head.
         head_dim: K, up to 256.
         num_heads: H, heads of q and k.
         num_v_heads: HV, a multiple of H; H by default.
-        use_short_conv: convolve q, k and v; otherwise only SiLU.
-        allow_neg_eigval: write strengths up to 2, ``2 * sigmoid(b_proj(x))``.
-        safe_gate: promise operators that the decay keeps to `lower_bound`, for cheaper kernels;
-            needs it.
-        lower_bound: natural log, below 0: use the bounded gate ``lower_bound * sigmoid(exp(A_log) *
-            (g + dt_bias))`` in place of ``-exp(A_log) * softplus(g + dt_bias)``.
+        use_short_conv: convolve q, k and v; False: only SiLU.
+        allow_neg_eigval: allow write strengths up to 2: ``2 * sigmoid(b_proj(x))``.
+        safe_gate: promise the operators that the decay stays above `lower_bound`, so that they may
+            use faster kernels; needs `lower_bound`.
+        lower_bound: lower bound of the log decay, a finite number below 0. It selects the gate
+            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`` instead of
+            ``-exp(A_log) * softplus(g + dt_bias)``.
         conv_size, conv_bias: taps per channel, and whether each channel adds a bias.
-        norm_eps: of the gated RMS norm, above 0.
-        device, dtype: of the parameters, 16 bits or more. `A_log` and `dt_bias` are fp32 whatever
-            it is. ``.to(torch.bfloat16)`` rounds them too, and forward warns of it: pass `dtype`.
+        norm_eps: epsilon of the gated RMS norm, above 0.
+        device, dtype: of the parameters, 16 bits or more. `A_log` and `dt_bias` are fp32 for any
+            `dtype`. ``.to(torch.bfloat16)`` rounds them, and forward then warns: pass `dtype`
+            instead.
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d``
     ``[channels, 1, conv_size]``, ``f_proj.0 f_proj.1`` (decay), ``b_proj``, ``A_log`` ``[HV]``,
     ``dt_bias`` ``[HV * K]``, ``g_proj.0 g_proj.1`` (output gate), ``o_norm``, ``o_proj``. ``A_log``
-    starts at ``log U(1, 16)``, or zero with `safe_gate`. ``A_log`` and ``dt_bias`` carry
-    ``_no_weight_decay = True``; what makes new parameters drops it (`copy.deepcopy`,
-    ``fully_shard``, ``to_empty``, ``load_state_dict(assign=True)``), so an optimizer made after
-    that should go by these names.
+    starts at ``log U(1, 16)``, or at zero with `safe_gate`. ``A_log`` and ``dt_bias`` have the
+    attribute ``_no_weight_decay = True``. `copy.deepcopy`, ``fully_shard``, ``to_empty`` and
+    ``load_state_dict(assign=True)`` make new parameters without it. After these, select the
+    parameters for weight decay by name.
 
-    FSDP2 takes parameters of one dtype in a group ("uniform original parameter dtype"), and a
-    ``MixedPrecisionPolicy`` rounds a whole group. With ``dtype=torch.bfloat16``, or such a policy,
-    give ``A_log`` and ``dt_bias`` a group of their own::
+    FSDP2 requires one dtype per parameter group ("uniform original parameter dtype"), and a
+    ``MixedPrecisionPolicy`` rounds a whole group. With ``dtype=torch.bfloat16``, or with such a
+    policy, give ``A_log`` and ``dt_bias`` a group of their own::
 
         fully_shard(list(layer.children()), mp_policy=policy)  # or no policy, with dtype=
         fully_shard(layer)  # A_log and dt_bias, in fp32
@@ -54,9 +56,9 @@ class KimiDeltaAttention(DeltaAttention):
     With a policy, decode with ``new_cache(N, dtype=policy.param_dtype)``.
 
     Raises:
-        ValueError: sizes that do not fit together, an epsilon that is not finite and above 0, or
-            `safe_gate` without `lower_bound`.
-        TypeError: a dtype of 8 bits or no float.
+        ValueError: sizes do not fit together, `norm_eps` is not finite and above 0, or `safe_gate`
+            is set without `lower_bound`.
+        TypeError: `dtype` has 8 bits or is not a float.
 
     Example:
         >>> import torch, kda_ops.nn

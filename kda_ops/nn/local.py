@@ -1,6 +1,4 @@
-"""A layer's part in a computation that several ranks share: its own part of the parameters, and
-operators that reach across.
-"""
+"""Let a layer use its rank's part of the parameters, and operators that reach across ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +11,11 @@ from torch import Tensor, nn
 
 
 def local(parameter) -> Any:
-    """A parameter as a plain tensor: this rank's heads of one that `kda_ops.nn.tensor_parallel` has
-    spread, or itself.
+    """Return a parameter as a plain tensor.
 
-    What is whole on every rank serves the heads of each, so its gradient is their sum.
+    For a parameter that `kda_ops.nn.tensor_parallel` has sharded, return this rank's heads. A
+    replicated parameter serves the heads of every rank, so backward sums its gradients over the
+    ranks.
     """
     if not hasattr(type(parameter), "to_local"):
         return parameter
@@ -24,22 +23,20 @@ def local(parameter) -> Any:
 
     placements = parameter.placements
     summed = [Partial() if placement.is_replicate() else placement for placement in placements]
-    # redistribute: forward nothing, backward the sum
+    # redistribute moves no data forward; backward it sums
     return parameter.redistribute(placements=placements).to_local(grad_placements=summed)
 
 
 class LocalLinear(nn.Linear):
-    """A projection of, or to, this rank's heads."""
+    """A projection from or to this rank's heads."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x W^T + b`` with this rank's part of both."""
+        """Return ``x W^T + b`` with this rank's part of W and b."""
         return F.linear(x, local(self.weight), local(self.bias))
 
 
 def across(group, function: Callable) -> Callable:
-    """A function of `kda_ops.functional`, or its namesake for tokens that lie across the ranks of a
-    group.
-    """
+    """Return `function`, or with a group its namesake in `kda_ops.distributed`, bound to it."""
     if group is None:
         return function
     import kda_ops.distributed

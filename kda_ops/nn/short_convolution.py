@@ -1,4 +1,4 @@
-"""The short causal convolution in front of q, k and v."""
+"""Define the short causal convolution of q, k and v."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from kda_ops.registrations.opaque import opaque
 
 
 class ShortConvolution(nn.Module):
-    """Convolve each channel with its last inputs, then SiLU.
+    """Apply a short causal convolution to each channel, then SiLU.
 
-    ``y_t = silu(bias + sum_i weight[:, 0, i] * x_{t - size + 1 + i})``, inputs before the first
-    being those of `tail`, or zero. A sum of shifted products, so that a compiler makes one kernel
-    of it.
+    ``y_t = silu(bias + sum_i weight[:, 0, i] * x_{t - size + 1 + i})``. Inputs before the first are
+    those of `tail`, or zero. The sum is written as shifted products, which Inductor fuses into one
+    kernel.
 
     Args:
         channels: D.
         size: taps per channel.
-        bias: add one number per channel.
+        bias: add a bias per channel.
         device, dtype: of the parameters.
 
-    Parameters: `weight` ``[D, 1, size]`` and `bias` ``[D]``, as `torch.nn.Conv1d` with ``groups=D``
-    has them, and initialised like that.
+    Parameters: `weight` ``[D, 1, size]`` and `bias` ``[D]``, named, shaped and initialised as in
+    `torch.nn.Conv1d` with ``groups=D``.
 
     Raises:
-        ValueError: `size` is below 1; in a call, another number of channels, or a tail of another
-            shape.
-        TypeError: a dtype of 8 bits or no float; in a call, x or a tail elsewhere than weight.
+        ValueError: `size` is below 1.
+        TypeError: `size` is not a whole number, or `dtype` has 8 bits or is not a float.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -65,14 +64,26 @@ class ShortConvolution(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def extra_repr(self) -> str:
-        """Sizes, as `print` shows them."""
+        """Return the sizes that `print` shows."""
         return f"{self.channels}, size={self.size}, bias={self.bias is not None}"
 
     def forward(
         self, x: Tensor, tail: Tensor | None = None, packing: Packing | None = None
     ) -> Tensor:
-        """Convolve x ``[B, T, D]``, or ``[1, T, D]`` with `packing`; `tail` ``[N, size - 1, D]``
-        holds what came before, and is brought up to date in place.
+        """Convolve x along time.
+
+        Args:
+            x: ``[B, T, D]``, or ``[1, T, D]`` with `packing`; fp16 to fp64, on the device of the
+                weight.
+            tail: ``[N, size - 1, D]``, the inputs before x, oldest first; updated in place.
+            packing: the places of packed tokens.
+
+        Returns:
+            ``[B, T, D]`` in x's dtype.
+
+        Raises:
+            ValueError: x has another number of channels, or the tail another shape.
+            TypeError: x or the tail is not a float or on another device than the weight.
         """
         weight, bias = local(self.weight), local(self.bias)
         if x.dim() != 3 or x.shape[-1] != weight.shape[0]:
@@ -115,44 +126,45 @@ class ShortConvolution(nn.Module):
             before = tail[n, (past + t - back).clamp(max=past - 1)].to(x.dtype)
             taps.append(torch.where((t >= back)[:, None], earlier, before))
         if past:
-            # Row j of a new tail is token `length - past + j` of its sequence; those below 0 are
-            # still in the old tail.
+            # Row j of a new tail is token `length - past + j` of its sequence. Tokens below 0 come
+            # from the old tail.
             N, start, length = tail.shape[0], packing.offsets[:-1], packing.offsets.diff()
             row = torch.arange(past, device=x.device)
             token = length[:, None] - past + row  # [N, past]
             old = torch.arange(N, device=x.device)[:, None] * past + past + token
             rows = torch.cat([tail.flatten(0, 1).to(x.dtype), x[0]])
-            new = (start[:, None] + token).clamp(max=T - 1)  # past T: for the operator to refuse
+            new = (start[:, None] + token).clamp(max=T - 1)  # the operator refuses offsets past T
             tail.copy_(rows[torch.where(token < 0, old, N * past + new)])
         return [*taps, x]
 
 
 class _Convolve(torch.autograd.Function):
-    """The convolution of whole sequences in training. Autograd's own backward computes the gradient
-    of SiLU once for every tap and keeps its input in fp32.
+    """The convolution of whole sequences in training, with its own backward.
+
+    Autograd's backward would compute the gradient of SiLU once per tap and keep SiLU's input in
+    fp32.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None) -> Tensor:
-        """Convolve x ``[B, T, D]`` with weight ``[D, 1, size]``; `position` ``[T]`` within a packed
-        sequence. In the dtype of their product.
+        """Convolve x ``[B, T, D]`` with weight ``[D, 1, size]``, in the dtype of their product.
 
-        A cast that does nothing must not come last here: Dynamo of torch 2.11 then drops all
-        gradients.
+        `position` ``[T]`` is that within a packed sequence. Do not end with a cast that does
+        nothing: Dynamo of torch 2.11 then drops all gradients.
         """
         return F.silu(_sum(_taps(x, weight.shape[-1], position), _rows(weight), bias))
 
     @staticmethod
     def setup_context(ctx, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
-        """Keep the inputs alone."""
+        """Save only the inputs."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod
     @opaque
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dx, dweight and dbias."""
+        """Return dx, dweight and dbias."""
         x, weight, bias, position = ctx.saved_tensors
         rows, taps = _rows(weight), _taps(x, weight.shape[-1], position)
         y = _sum(taps, rows, bias)
@@ -177,11 +189,10 @@ def _sum(taps: Sequence[Tensor], weight: Sequence[Tensor], bias: Tensor | None) 
 
 
 def _taps(x: Tensor, size: int, position: Tensor | None) -> list[Tensor]:
-    """The inputs each tap multiplies, oldest first: `size` tensors [B, T, D], zero before the first
-    token of a sequence.
+    """Return the inputs that each tap multiplies, oldest first: `size` tensors [B, T, D].
 
-    All of one padded x, the newest too: a compiler keeps for backward what it pads instead of
-    padding it again, so this is one copy, and x is none.
+    Inputs before the first token of a sequence are zero. Slice every tap from one padded x, the
+    newest too: Inductor saves the padded tensor, so backward keeps one copy instead of two.
     """
     T, padded = x.shape[1], F.pad(x, (0, 0, size - 1, 0))
     taps = [padded[:, i : i + T] for i in range(size)]
@@ -194,8 +205,9 @@ def _taps(x: Tensor, size: int, position: Tensor | None) -> list[Tensor]:
 
 
 def _later(dy: Tensor, back: int, position: Tensor | None) -> Tensor:
-    """What the token `back` later has in dy [B, T, D], of those of the same sequence: the adjoint
-    of a tap.
+    """Return for each token what the token `back` later has in dy [B, T, D]: the adjoint of a tap.
+
+    Tokens of other sequences count as zero.
     """
     if position is not None:
         dy = torch.where((position >= back)[:, None], dy, 0.0)
@@ -203,15 +215,17 @@ def _later(dy: Tensor, back: int, position: Tensor | None) -> Tensor:
 
 
 def _rows(weight: Tensor) -> tuple[Tensor, ...]:
-    """Each tap's weights [D], neighbours in memory, so that a kernel reads them as wide as it reads
-    x.
+    """Return the weights [D] of each tap, contiguous.
+
+    Kernels can then read them in vectors as wide as those of x.
     """
     return _in_memory(weight[:, 0].t()).unbind(0)
 
 
 def _in_memory(x: Tensor) -> Tensor:
-    """x, contiguous. A compiler, told of strides, writes it to memory instead of computing it again
-    wherever it is used.
+    """Return x, contiguous and materialised.
+
+    The explicit strides make Inductor write x to memory instead of recomputing it for each reader.
     """
     x = x.contiguous()
     return x.as_strided(x.shape, x.stride())

@@ -1,19 +1,19 @@
-"""Tensor parallelism of the layers: each rank of a mesh dimension holds, and computes, some of the
-heads.
+"""Shard the heads of the layers over the ranks of a mesh dimension: tensor parallelism.
 
-A style for `torch.distributed.tensor.parallel.parallelize_module`, beside torch's own for the rest
-of a model. Parameters become DTensors::
+`HeadParallel` is a style for `torch.distributed.tensor.parallel.parallelize_module`, used with
+torch's own styles for the rest of a model. Parameters become DTensors::
 
-    spread over heads    q_proj k_proj v_proj b_proj, q_conv1d k_conv1d v_conv1d, A_log dt_bias,
+    sharded by heads     q_proj k_proj v_proj b_proj, q_conv1d k_conv1d v_conv1d, A_log dt_bias,
                          the last of f_proj (a_proj) and of g_proj; o_proj by columns
-    whole on each rank   what heads share: the first of f_proj and of g_proj, o_norm
+    replicated           what heads share: the first of f_proj and of g_proj, o_norm
 
-Between the two ends of a layer all is local: heads do not meet, so packed sequences, padding,
-caches and context parallelism along another dimension of the mesh work as on one process. One
-collective each way, those of ``ColwiseParallel`` and ``RowwiseParallel`` around an MLP, joins the
-heads: a sum of outputs forward, of gradients backward; besides, the gradients of what heads share
-are summed. Operators called with DTensors of their own are spread by
-`kda_ops.registrations.sharding`, by the same rule.
+Heads do not interact, so between its two ends a layer computes locally. Packed sequences, padding,
+caches and context parallelism along another mesh dimension work as on one process.
+
+There is one collective each way, as with ``ColwiseParallel`` and ``RowwiseParallel`` around an MLP.
+Forward sums the outputs over the ranks, backward the gradients of x. Backward also sums the
+gradients of replicated parameters. `kda_ops.registrations.sharding` shards operators that are
+called with DTensors, by the same rule.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ from kda_ops.nn.local import LocalLinear
 
 
 class HeadParallel(ParallelStyle):
-    """Spread the heads of a `KimiDeltaAttention` or `GatedDeltaNet` over a mesh of one dimension;
-    to be applied before `fully_shard`.
+    """Shard the heads of a `KimiDeltaAttention` or `GatedDeltaNet` over a mesh of one dimension.
+
+    Apply it before `fully_shard`. The size of the mesh must divide num_heads. Call ``new_cache``
+    afterwards: the cache holds this rank's heads.
 
     Args:
-        input_layouts: how x lies on the mesh; ``Replicate()``, or ``Shard(1)`` in a model with
-            sequence parallelism.
-        output_layouts: how the output shall lie; likewise.
-        use_local_output: return this rank's plain tensor rather than a DTensor.
+        input_layouts: placement of x ``[B, T, hidden_size]``: ``Replicate()`` (the default), or
+            ``Shard(1)`` in a model with sequence parallelism.
+        output_layouts: placement of the output, likewise.
+        use_local_output: return this rank's plain tensor instead of a DTensor.
 
-    The mesh must divide num_heads. A cache, made by ``new_cache`` afterwards, holds this rank's
-    heads.
+    Raises:
+        TypeError: when applied, the module is not one of these layers.
+        ValueError: when applied, the mesh does not divide num_heads.
 
     Example:
         >>> import torch, torch.distributed as dist, kda_ops.nn
@@ -85,7 +88,7 @@ class HeadParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, DeltaAttention):
             raise TypeError(
-                "HeadParallel spreads the heads of KimiDeltaAttention and GatedDeltaNet, got "
+                "HeadParallel shards the heads of KimiDeltaAttention and GatedDeltaNet, got "
                 f"{type(module).__name__}."
             )
         if device_mesh.ndim != 1 or module.num_heads % device_mesh.size():
@@ -108,7 +111,7 @@ class HeadParallel(ParallelStyle):
     def _enter(
         self, mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]:
-        """x, whole, as a plain tensor whose gradients on all ranks are to be summed."""
+        """Replace x by a replicated plain tensor, whose gradients are summed over the ranks."""
         x = args[0] if args else kwargs["x"]
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [self.input_layouts], run_check=False)
@@ -116,7 +119,7 @@ class HeadParallel(ParallelStyle):
         return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"x": x})
 
     def _leave(self, mesh: DeviceMesh, module: nn.Module, args: tuple, y: Tensor) -> Tensor:
-        """The sum over the heads of all ranks."""
+        """Sum the output over the heads of all ranks."""
         y = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(
             placements=[self.output_layouts]
         )
@@ -124,8 +127,9 @@ class HeadParallel(ParallelStyle):
 
 
 def _placement(name: str) -> Placement:
-    """Where a layer's parameter lies: what heads share is whole, ``o_proj`` reads them, all else
-    has them first.
+    """Return the placement of a layer's parameter.
+
+    What heads share is replicated. ``o_proj`` has its heads on axis 1, all others on axis 0.
     """
     if name.startswith(("f_proj.0.", "g_proj.0.", "o_norm.")):
         return Replicate()
@@ -136,5 +140,5 @@ def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement)
     spread = nn.Parameter(
         distribute_tensor(parameter, mesh, [placement]), requires_grad=parameter.requires_grad
     )
-    spread.__dict__.update(parameter.__dict__)  # _no_weight_decay
+    spread.__dict__.update(parameter.__dict__)  # keeps _no_weight_decay
     return spread

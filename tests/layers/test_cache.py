@@ -243,7 +243,7 @@ REFUSED = [
     (lambda c: c.batch_select_indices([-4]), IndexError, "indices must name some of the N = 3"),
     (lambda c: c.batch_select_indices([True]), IndexError, "indices must name some of the N = 3"),
     (lambda c: c.batch_repeat_interleave(0), ValueError, "repeats must be at least 1, got 0"),
-    (lambda c: c.crop(-1), NotImplementedError, "crop cannot take tokens out of a recurrent state"),
+    (lambda c: c.crop(-1), NotImplementedError, "crop cannot remove tokens from a recurrent state"),
     (lambda c: c.crop(1), NotImplementedError, "copy.deepcopy the cache before those tokens"),
 ]
 
