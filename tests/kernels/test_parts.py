@@ -1,4 +1,4 @@
-"""On a CPU short sequences lie in chunks of few rows: cheap, and with the bits of long ones."""
+"""Check short sequences on a CPU: chunks of few rows, with the bits of long chunks."""
 
 import pytest
 import torch
@@ -56,8 +56,8 @@ def test_a_short_sequence_takes_few_rows(lengths, rows):
 
 @pytest.mark.parametrize("length", (1, 5, 40))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_more_sequences_are_no_more_operators(variant, length):
-    """What is slow on a CPU is an operator on little: their number must not grow with N."""
+def test_the_number_of_operator_calls_does_not_grow_with_N(variant, length):
+    """On a CPU the cost is the number of operator calls on small tensors."""
     counts = []
     for N in (20, 300):
         case = Case(variant, lengths=(length,) * N, H=1, HV=1, K=8, V=8, gate="softplus")
@@ -72,7 +72,7 @@ def test_more_sequences_are_no_more_operators(variant, length):
 @pytest.mark.parametrize("state", (False, True))
 @pytest.mark.parametrize("K,V", WIDTHS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_how_many_sequences_there_are_changes_no_bit(variant, K, V, state):
+def test_the_number_of_sequences_changes_no_bit(variant, K, V, state):
     """Each length alone, among a few, and among many of its own and of other heights."""
     few = Case(variant, lengths=EACH, H=1, HV=1, K=K, V=V, state=True, final=True, l2norm=True)
     many = replace(few, lengths=EACH + (1, 2, 16, 17, 33, 65, 0) * 7)

@@ -106,7 +106,7 @@ def test_what_is_kept_is_what_backward_would_compute_again(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_bits_of_a_sequence_are_its_own(variant):
-    """Whatever is packed beside it, alone or not, and whatever comes later."""
+    """Other packed sequences, and later tokens, change no bit."""
     law(
         test_sequences.test_packed_sequences_are_separate_sequences,
         op="chunk",

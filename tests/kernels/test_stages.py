@@ -252,7 +252,7 @@ def test_a_backend_is_the_stages_of_its_contract():
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_call_of_several_slabs_is_that_of_one(variant, monkeypatch):
+def test_a_call_of_several_slabs_matches_a_call_of_one(variant, monkeypatch):
     case = Case(variant, B=2, T=200, H=1, HV=2, gate="softplus", beta="sigmoid", l2norm=True)
     want = run(case)
     # three of the eight chunks at a time

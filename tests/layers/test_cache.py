@@ -1,4 +1,4 @@
-"""Caches of layers: sizes by the configuration, whatever the weights are; sequences that move."""
+"""Check caches: shapes from the configuration for any kind of weights, and moved sequences."""
 
 import copy
 
@@ -77,7 +77,7 @@ def test_a_cache_fits_a_layer_that_quantize_dynamic_has_converted(make):
 
 @torch.no_grad()
 @variants
-def test_a_cache_is_made_where_it_is_wanted_though_weights_are_on_meta(make):
+def test_a_cache_can_be_on_another_device_than_meta_weights(make):
     with torch.device("meta"):
         layer = make(HIDDEN, **SIZES, dtype=torch.bfloat16)
     assert layer.new_cache(3).state.is_meta
@@ -172,7 +172,7 @@ MOVES = {
 @torch.no_grad()
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("make, options", CACHED)
-def test_sequences_go_on_where_they_are_moved_to(make, options, move):
+def test_moved_sequences_continue_from_their_own_past(make, options, move):
     layer, x = build(make, **options), rows(3, 9)
     cache, (act, order) = layer.new_cache(3), MOVES[move]
     layer(x[:, :6], cache=cache)
@@ -203,7 +203,7 @@ def test_a_compiled_step_goes_on_with_a_reordered_cache(make):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @variants
-def test_a_copied_cache_goes_its_own_way(make, mode):
+def test_a_copied_cache_is_independent(make, mode):
     with mode():
         layer, x = build(make), rows(2, 9)
         cache = layer.new_cache(2)

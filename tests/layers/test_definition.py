@@ -1,4 +1,4 @@
-"""Layers of `kda_ops.nn` are their definition, with any option."""
+"""Compare the layers of `kda_ops.nn` with their definition, for every option."""
 
 import functools
 
@@ -31,7 +31,7 @@ def test_kimi_gates_with_a_sigmoid_and_gated_deltanet_with_a_swish():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("make, options", OPTIONS)
-def test_a_layer_is_its_definition(make, options):
+def test_a_layer_matches_its_definition(make, options):
     layer, x = build(make, **options), rows(2, 70)
     close(layer(x), torch.stack([by_definition(layer, row) for row in x]))
 
@@ -40,7 +40,7 @@ def test_a_layer_is_its_definition(make, options):
 @pytest.mark.parametrize(
     "make, options", [(KimiDeltaAttention, dict(num_v_heads=4)), (GatedDeltaNet, {})]
 )
-def test_gradients_are_those_of_the_definition(make, options):
+def test_gradients_match_those_of_the_definition(make, options):
     layer, x = build(make, **options), rows(1, 20).requires_grad_()
     for ours, theirs in zip(
         gradients(layer, layer(x), x), gradients(layer, by_definition(layer, x[0])[None], x)
@@ -82,7 +82,7 @@ def test_the_gated_norm_computes_in_float32(gated):
 
 
 @torch.no_grad()
-def test_a_layer_decodes_whose_projections_are_other_modules():
+def test_decoding_works_with_custom_projection_modules():
     class Halved(torch.nn.Module):
         def __init__(self, linear):
             super().__init__()
@@ -98,13 +98,13 @@ def test_a_layer_decodes_whose_projections_are_other_modules():
     close(torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(5)], 1), want)
 
 
-def test_a_width_is_whole_up_to_rounding():
+def test_expand_v_may_carry_a_rounding_error():
     # 28.999999999999996
     assert GatedDeltaNet(64, num_heads=1, head_dim=100, expand_v=0.29).head_v_dim == 29
 
 
 @pytest.mark.parametrize("make", (KimiDeltaAttention, GatedDeltaNet))
-def test_without_convolutions_there_is_silu_still(make):
+def test_silu_is_applied_without_convolutions_too(make):
     layer, other, x = build(make, use_short_conv=False), build(make, conv_size=1), rows(2, 5)
     with torch.no_grad():
         for n in "qkv":
@@ -127,7 +127,7 @@ def test_options_reach_the_layer():
 
 
 @pytest.mark.parametrize("name", ("chunk_kda", "chunk_kda_"))
-def test_a_promise_reaches_the_operator(name, monkeypatch):
+def test_safe_gate_and_lower_bound_reach_the_operator(name, monkeypatch):
     seen, call = [], getattr(kimi_delta_attention, name)
 
     @functools.wraps(call)

@@ -1,4 +1,4 @@
-"""Wrong calls of layers are refused in words, and leave a cache as it was."""
+"""Check that layers refuse wrong calls with clear errors and leave the cache unchanged."""
 
 import re
 
@@ -247,7 +247,7 @@ REFUSALS = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize("call, error, words", REFUSALS, ids=[words[:60] for *_, words in REFUSALS])
-def test_a_wrong_call_is_refused_in_words(call, error, words):
+def test_a_wrong_call_is_refused_with_a_clear_error(call, error, words):
     with pytest.raises(error, match=re.escape(words)):
         call()
 
@@ -291,7 +291,7 @@ def test_offsets_past_the_row_are_refused_by_compiled_layers_too():
 
 
 def test_a_refused_call_leaves_the_cache_as_it_was():
-    """Also where what is frozen is all that the cache's convolutions come from."""
+    """Freeze q, k and v's projections and convolutions; other parameters need gradients."""
     layer = KimiDeltaAttention(HIDDEN, head_dim=8, num_heads=2)
     for n in "qkv":
         getattr(layer, f"{n}_proj").requires_grad_(False)

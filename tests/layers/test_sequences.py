@@ -177,7 +177,7 @@ def test_a_cache_keeps_its_state_in_float32_as_v_by_k(make, dtype):
     assert cache.v_conv.shape == (3, 3, 64) and cache.v_conv.dtype is dtype
 
 
-def test_no_tokens_with_a_longer_mask():
+def test_an_input_without_tokens_may_have_a_longer_mask():
     assert build(GatedDeltaNet)(rows(2, 5)[:, :0], attention_mask=torch.ones(2, 3)).shape == (
         2,
         0,

@@ -1,4 +1,4 @@
-"""The short convolution is torch's own, with its gradients, over packed sequences too."""
+"""Compare the short convolution and its gradients with torch, for packed sequences too."""
 
 import functools
 
@@ -13,7 +13,7 @@ close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-9)  # in f
 
 
 @pytest.mark.quick
-def test_the_convolution_is_torchs_own():
+def test_the_convolution_matches_torch():
     conv = ShortConvolution(6, 4, bias=True).double()
     other = torch.nn.Conv1d(6, 6, 4, groups=6, padding=3).double()
     other.load_state_dict(conv.state_dict())
@@ -24,7 +24,7 @@ def test_the_convolution_is_torchs_own():
 @pytest.mark.quick
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("size", [1, 4])
-def test_the_convolution_has_the_gradients_of_torchs_own(size, packed):
+def test_the_gradients_of_the_convolution_match_torch(size, packed):
     conv = ShortConvolution(3, size, bias=True).double()
     x = torch.randn(1 if packed else 2, 9, 3, dtype=torch.float64, requires_grad=True)
     packing = Packing(torch.tensor([0, 2, 2, 7, 8]), 9) if packed else None
@@ -55,7 +55,7 @@ def test_the_convolution_has_the_gradients_of_torchs_own(size, packed):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_compiled_training_keeps_one_copy_of_what_a_convolution_takes(packed):
+def test_compiled_training_saves_one_copy_of_the_convolution_s_input(packed):
     torch._dynamo.reset()
     conv, kept = ShortConvolution(8, 4), []
     packing = Packing(torch.tensor([0, 9, 30]), 30) if packed else None
@@ -76,7 +76,7 @@ def test_compiled_training_keeps_one_copy_of_what_a_convolution_takes(packed):
     torch.testing.assert_close(x.grad, expected.grad)
 
 
-def test_the_convolution_is_mapped_and_differentiated_twice():
+def test_the_convolution_supports_vmap_and_double_backward():
     conv = ShortConvolution(3, 4, bias=True).double()
     x = torch.randn(5, 2, 9, 3, dtype=torch.float64, requires_grad=True)
     words = {n: p.detach() for n, p in conv.named_parameters()}
@@ -100,7 +100,7 @@ def test_a_convolution_keeps_the_dtype_of_its_input(grad):
         assert ShortConvolution(8, 4)(torch.randn(1, 9, 8).bfloat16()).dtype is torch.bfloat16
 
 
-def test_a_convolution_s_slope_is_not_rounded():
+def test_the_gradient_of_silu_is_computed_in_float32():
     conv = ShortConvolution(64, 1).bfloat16()
     with torch.no_grad():
         conv.weight.fill_(1.0)  # y is x: nothing else is rounded
@@ -115,7 +115,7 @@ def test_a_convolution_s_slope_is_not_rounded():
     assert torch.equal(got, want.bfloat16())
 
 
-def test_a_bias_is_drawn_anew():
+def test_reset_parameters_draws_the_bias():
     conv = ShortConvolution(512, 4, bias=True)
     with torch.no_grad():
         conv.bias.fill_(float("nan"))

@@ -42,7 +42,7 @@ VARIANTS = ("kda", "gdn")
         transposed=True,
     )
 )
-def test_operators_are_the_recurrence(op, case):
+def test_operators_match_the_recurrence(op, case):
     assert_meets_budget(case, op)
 
 
@@ -57,7 +57,7 @@ def test_every_gate_meets_the_same_budget(variant, gate, dtype):
 @pytest.mark.parametrize("beta", ("none", "neg_eigval"))
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_key_is_too_hard(variant, keys, beta):
+def test_hard_keys_meet_the_budget(variant, keys, beta):
     assert_meets_budget(
         Case(variant, T=129, keys=keys, beta=beta, gate="none", dtype=TARGET.dtypes[0])
     )
@@ -85,7 +85,7 @@ def test_widths_need_be_neither_equal_nor_powers_of_two(variant, K, V):
     assert_meets_budget(Case(variant, T=65, K=K, V=V, dtype=TARGET.dtypes[0]))
 
 
-def test_a_dtype_of_the_cpu_is_never_widened_in_the_result():
+def test_results_keep_the_dtype_of_their_inputs():
     for dtype in TARGET.dtypes:
         got = assert_meets_budget(Case(T=37, dtype=dtype, narrow=True))
         assert got["o"].dtype is got["dq"].dtype is got["dg"].dtype is dtype

@@ -194,8 +194,9 @@ def test_the_cases_cover_a_chunk_boundary():
 @pytest.mark.parametrize("logit", (100.0, 1e4, 1e5))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_reset_adds_no_rounding_to_the_gradient_of_A_log(variant, logit):
-    """dA_log sums g dg: where a decay is 0, what cumulated terms leave of dg is rounding, and g is
-    as large as one likes.
+    """Check a decay of exactly 0, where dg must be 0.
+
+    dA_log sums g dg, and g may be arbitrarily large, so any rounding left in dg would show.
     """
     case = Case(
         variant,

@@ -1,4 +1,4 @@
-"""What lies past the last sequence, or in a logit that forgets everything, reaches no gradient."""
+"""Check that tokens of no sequence, and logits that reset the state, reach no gradient."""
 
 import pytest
 import torch

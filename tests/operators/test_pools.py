@@ -22,7 +22,7 @@ PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
 def same(got, want, name, dtype):
-    """Equal to a few roundings: two roads through the same operator."""
+    """Assert equality up to a few roundings: got and want take two paths through one operator."""
     eps = torch.finfo(dtype).eps
     scale = want.double().abs().max().item() if want.numel() else 0.0
     torch.testing.assert_close(
@@ -237,9 +237,10 @@ def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
 
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_padding_may_have_accepted_anything(variant, packed):
-    """A row whose slots are all negative is not asked what it accepted, nor a live one that
-    accepted nothing started anywhere.
+def test_padding_may_have_any_accepted_count(variant, packed):
+    """Counts of padding, rows whose slots are all negative, are ignored.
+
+    A live row whose count is outside [1, S] has no slot to start from: its slots stay unchanged.
     """
     case = Case(variant, H=1, HV=1, **(dict(lengths=(1, 2, 1, 2)) if packed else dict(B=4, T=2)))
     pool = Pool(case, "recurrent_", True, (False, True, False, True), columns=2)
@@ -262,7 +263,7 @@ def test_padding_may_have_accepted_anything(variant, packed):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_token_beyond_its_slots_is_nowhere(variant):
+def test_a_token_without_a_column_gives_zero_and_writes_nothing(variant):
     case = Case(variant, lengths=(4, 1), H=1, HV=1)
     long = Pool(case, "recurrent_", columns=4)
     indices = long.indices()[0].to(TARGET.device)
@@ -277,7 +278,7 @@ def test_a_token_beyond_its_slots_is_nowhere(variant):
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_pool_without_slots_serves_padding(variant, op):
+def test_a_pool_of_size_zero_accepts_only_padding(variant, op):
     case = Case(variant, B=2, T=2, H=1, HV=1)
     x = case.inputs(TARGET.device)
     pool = torch.zeros(0, 1, case.K, case.V, device=TARGET.device)
@@ -315,7 +316,7 @@ def test_prefill_then_decode_is_one_prefill(split):
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_slot_at_all_is_no_work(variant, op):
+def test_a_call_without_live_slots_changes_nothing(variant, op):
     pool = Pool(Case(variant, B=2, T=3), op, True, (True, True))
     o, state = pool.run()
     assert not o.any()
@@ -324,7 +325,7 @@ def test_no_slot_at_all_is_no_work(variant, op):
 
 @pytest.mark.parametrize("columns", (0, 2))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_values_without_channels_are_no_work(variant, columns):
+def test_values_without_channels_give_empty_results(variant, columns):
     o, state = Pool(
         Case(variant, B=2, T=2, V=0, state=False, final=False), "recurrent_", columns=columns
     ).run()

@@ -1,4 +1,4 @@
-"""What schemas and the dispatcher would let through, or refuse in words of their own."""
+"""Check errors for what schemas accept silently or the dispatcher refuses unclearly."""
 
 import inspect
 import os
@@ -30,7 +30,7 @@ FUNCTIONS = [
 
 
 def legal(function):
-    """Arguments by name of a legal call of a public function; those across ranks lack a group."""
+    """Return a legal call of a public function by name; a call across ranks lacks its group."""
     name = function.__name__
     variant = "kda" if "kda" in name else "gdn"
     op = name.replace(f"_{variant}", "").replace(f"{variant}_", "")
@@ -45,7 +45,7 @@ def named(function):
     return f"{function.__module__}.{function.__name__}"
 
 
-def test_the_functions_of_these_tests_are_all_there_are():
+def test_FUNCTIONS_lists_all_twelve_public_functions():
     assert len(FUNCTIONS) == 12
 
 
@@ -64,7 +64,7 @@ def test_a_number_whose_gradient_would_be_lost_is_refused(name, hint):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=named)
-def test_a_number_in_the_place_of_a_tensor_is_refused_in_words(function):
+def test_a_number_in_place_of_a_tensor_is_refused(function):
     """FLA's functions take scale where these take A_log."""
     x = legal(function)
     names = list(x)

@@ -1,5 +1,6 @@
-"""Every wrong call is refused before a kernel runs, with words that name the argument, in real mode
-and on fake tensors alike.
+"""Check that every wrong call is refused before a kernel runs, in real and fake mode.
+
+The message names the argument.
 """
 
 import math
@@ -630,7 +631,7 @@ def rows():
 @pytest.mark.quick
 @pytest.mark.parametrize("fake", (False, True), ids=("real", "fake"))
 @pytest.mark.parametrize("variant,op,change,exception,words", [*rows()])
-def test_a_wrong_call_is_refused_with_words(variant, op, change, exception, words, fake):
+def test_a_wrong_call_is_refused_with_a_clear_error(variant, op, change, exception, words, fake):
     if fake and any(isinstance(x, torch.Tensor) and x.is_meta for x in change.values()):
         change = {
             n: x if not isinstance(x, torch.Tensor) or not x.is_meta else x
@@ -691,7 +692,7 @@ def test_a_device_without_kernels_is_named():
         dispatch.backend_name(torch.device("xpu"))
 
 
-def test_a_pool_of_any_strides_that_do_not_meet_is_taken():
+def test_a_pool_of_any_strides_without_overlap_is_accepted():
     x = arguments("kda", "recurrent_")
     whole = torch.zeros(7, 2 * HV, K + 3, 2 * V)
     none = arguments("kda", "recurrent_") | {
@@ -711,7 +712,7 @@ def test_a_pool_of_any_strides_that_do_not_meet_is_taken():
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_what_is_no_tensor_is_refused_under_autocast_and_vmap_too(variant):
+def test_None_for_a_tensor_is_refused_under_autocast_and_vmap_too(variant):
     x = arguments(variant, "chunk")
     with (
         torch.autocast("cpu", torch.bfloat16),
@@ -857,9 +858,7 @@ LEGAL = [
 
 
 def test_values_are_checked_when_the_environment_asks(tmp_path):
-    """One fresh process with KDA_OPS_CHECK=1, in which every line of `CHECKED` fails with its words
-    and every line of `LEGAL` passes.
-    """
+    """Run all lines of `CHECKED` in one fresh process with KDA_OPS_CHECK=1; each must raise."""
     script = textwrap.dedent("""
         import math, sys, torch, kda_ops
         def run(cu=None, g=None, beta=None, **flags):
