@@ -219,8 +219,9 @@ class DeltaAttention(nn.Module):
             attention_mask: ``[B, T]``, nonzero at real tokens. Padding may lie anywhere; it is
                 skipped and gives zeros. Of a longer mask, as generation loops pass it, the last T
                 columns count.
-            cache: the past of the N sequences, read and updated in place; inference only. With T =
-                1 and no `cu_seqlens` the token recurrence runs, otherwise the chunk form.
+            cache: the past of the N sequences, read and updated in place; inference only. One token
+                per sequence, without `cu_seqlens`, runs the token recurrence; other calls run the
+                chunk form.
             cu_seqlens: ``[N + 1]``, int32 or int64: offsets of N sequences packed into one row, so
                 ``B == 1``. Without it N is B. Tokens past the last offset give zeros. In training
                 they must be finite: a NaN there reaches the weights' gradients.
