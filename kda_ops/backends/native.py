@@ -180,7 +180,10 @@ def scan(
         made.append(trace)
     if o is not None:
         o.copy_(join(p, _parts(p), outs))
-    return _leave(p, Trace, made, o=o) if keep else None
+    if keep:
+        return _leave(p, Trace, made, o=o)
+    p.scratch = None  # nothing follows; whoever holds the call does not hold the tile
+    return None
 
 
 def _scan(
