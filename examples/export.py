@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import kda_ops
-from kda_ops.bench.machine import need_device
+from kda_ops.tools.machine import need_device
 
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
 

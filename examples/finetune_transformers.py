@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kda_ops.compat.transformers
-from kda_ops.bench.machine import need_device
+from kda_ops.tools.machine import need_device
 
 
 def tiny(hidden: int = 64, heads: int = 2, head_dim: int = 32, layers: int = 4) -> nn.Module:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from kda_ops.bench.machine import need_device
 from kda_ops.nn import KimiDeltaAttention
+from kda_ops.tools.machine import need_device
 
 PAIRS, NOISE, KEYS, VALUES, FILLERS = 16, 64, 64, 64, 16
 VOCABULARY = KEYS + VALUES + FILLERS

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from kda_ops.bench.machine import need_device
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
+from kda_ops.tools.machine import need_device
 
 matplotlib.use("Agg")  # needs no display
 import matplotlib.pyplot as plt

@@ -8,31 +8,14 @@ import sys
 
 COMMANDS = {
     "doctor": ("kda_ops.doctor", "report versions, devices, backends and known compiler hazards"),
-    "bench": ("kda_ops.bench.command", "benchmark our operators and the installed peers"),
-    "counters": (
-        "kda_ops.bench.counters",
-        "count graphs, breaks, recompilations and folds of a small compiled model",
-    ),
-    "drift": (
-        "kda_ops.bench.drift",
-        "compare thousands of decode steps and the chunk form with float64",
-    ),
-    "tune": ("kda_ops.bench.tune", "measure kernel configurations on this GPU and cache the best"),
+    "tune": ("kda_ops.tools.tune", "measure kernel configurations on this GPU and cache the best"),
     "compile": (
-        "kda_ops.bench.offline",
+        "kda_ops.tools.offline",
         "compile the kernels without a GPU and report registers, spills and shared memory",
     ),
     "digests": (
-        "kda_ops.bench.digests",
+        "kda_ops.tools.digests",
         "compile the kernels of each evidence row and list the stale rows",
-    ),
-    "parallel": (
-        "kda_ops.bench.parallel",
-        "time one long sequence on one device and sharded over several",
-    ),
-    "evidence": (
-        "kda_ops.bench.evidence",
-        "run the GPU suite and the benchmark, write benchmarks/results/evidence.json",
     ),
 }
 

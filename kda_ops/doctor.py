@@ -20,8 +20,8 @@ import torch
 
 import kda_ops
 from kda_ops import dispatch
-from kda_ops.bench.machine import installed
 from kda_ops.stages import Backend
+from kda_ops.tools.machine import installed
 
 Version = tuple[int, ...]
 

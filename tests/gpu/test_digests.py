@@ -7,11 +7,11 @@ from multiprocessing import get_context
 import pytest
 import torch
 
+from benchmarks.peers import our_forward, our_step
 from kda_ops import recurrent
-from kda_ops.bench import digests
-from kda_ops.bench.cases import make_inputs
-from kda_ops.bench.offline import compiled_code
-from kda_ops.bench.sides import our_forward, our_step
+from kda_ops.tools import digests
+from kda_ops.tools.cases import Case, make_inputs
+from kda_ops.tools.offline import compiled_code
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CASES = (
@@ -62,5 +62,5 @@ def test_a_row_is_keyed_by_the_kernels_that_run(name, monkeypatch):
         pytest.skip("digests are of an H100 or H200")
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # its driver knows no device
         keyed = pool.submit(digests.kernels_of, name).result()
-    found = launched(digests.case_named(name, "cuda"), monkeypatch)
+    found = launched(Case.named(name, "cuda"), monkeypatch)
     assert sorted(k.partition(":")[2] for k in keyed.split()) == sorted(found)

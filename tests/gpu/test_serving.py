@@ -16,8 +16,7 @@ if not torch.cuda.is_available():
 
 import kda_ops
 from examples import serve
-from kda_ops.bench import drift
-from tests.support import calls, closeness
+from tests.support import calls, closeness, drift
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical, assert_meets_budget
 from tests.support.splits import Split, assert_split, splits

@@ -194,7 +194,7 @@ def test_a_kernel_that_does_not_compile_leaves_no_trace(monkeypatch):
 SIDE_BY_SIDE = """
 import triton
 from triton.runtime.jit import JITFunction
-from kda_ops.bench.offline import Call, offline
+from kda_ops.tools.offline import Call, offline
 from kda_ops.backends.triton.launch import compiling
 
 compiled, do = [], JITFunction._do_compile

@@ -65,7 +65,7 @@ def test_every_kernel_is_within_its_budget(arch):
     ),
 )
 def test_only_what_the_doctor_knows_is_no_error(arch, kernel, label, fault, known, monkeypatch):
-    from kda_ops.bench.offline import Row, is_known
+    from kda_ops.tools.offline import Row, is_known
 
     monkeypatch.setattr(
         doctor,
@@ -98,7 +98,7 @@ WAIT = "griddepcontrol.wait; // dummy %r2"
     ),
 )
 def test_a_kernel_that_reads_before_it_waits_is_found(lines, found):
-    from kda_ops.bench.offline import Row, hasty
+    from kda_ops.tools.offline import Row, hasty
 
     assert hasty("\n".join(lines)) == found
     assert (
@@ -113,7 +113,7 @@ def test_a_kernel_that_reads_before_it_waits_is_found(lines, found):
 
 @pytest.mark.quick
 def test_registers_and_stack_have_budgets_that_other_scans_do_not_share():
-    from kda_ops.bench.offline import Row
+    from kda_ops.tools.offline import Row
 
     def faults(label, gate, kernel, registers, stack, strict=True):
         return len(
@@ -143,7 +143,7 @@ def test_a_kernel_that_has_lost_its_registers_is_found(registers, stack, found):
     """Of fp32 scans with 32 columns of V, K = 16, triton 3.6 made the first of these; a kernel that
     spills otherwise uses what registers there are.
     """
-    from kda_ops.bench.offline import Row
+    from kda_ops.tools.offline import Row
 
     faults = Row(
         "fp32 16x16", "plain", "scan_tiles", 90, 8, registers, stack, 8192, 1.0, False
@@ -170,6 +170,6 @@ def test_a_buffer_that_is_filled_while_a_product_reads_it_is_found(stages, pendi
     """The pipeliner of triton 3.6 and 3.7 emits the first of these for a tile that is both an
     operand and a value in registers.
     """
-    from kda_ops.bench.offline import refilled
+    from kda_ops.tools.offline import refilled
 
     assert refilled(LOOP.replace("STAGES", str(stages)).replace("PENDING", str(pending))) is hazard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kda_ops.bench.cases import Case
+from kda_ops.tools.cases import Case
 
 SMALL = "B1T130H2HV4D16"
 

@@ -1,6 +1,19 @@
 """Choose the GPUs of each pytest-xdist process, sort tests, and print failures at once."""
 
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
+import torch
 
 LONG = (  # compile or interpret for minutes
     "tests/gpu/test_export.py",
@@ -43,3 +56,69 @@ def longest_first(items: list) -> None:
         for item in items
     ]
     items[:] = [item for _, item in sorted(zip(names, items), key=lambda pair: pair[0])]
+
+
+WORDS = ("passed", "failed", "skipped")
+LOG = "KDA_OPS_SUITE_LOG"  # names the file of the hooks below, with ``-p tests.support.suite``
+
+
+def _note(name: str, word: str) -> None:
+    # with several processes the one that gathers what the others say writes
+    if LOG in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(os.environ[LOG], "a") as log:
+            log.write(f"{word} {name}\n")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write down what became of a test at once: a run that is cut comes to no summary."""
+    if report.when == "call" or not report.passed:
+        _note(report.nodeid.split("@")[0], report.outcome)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Write down a module that cannot be collected."""
+    if report.failed:
+        _note(report.nodeid, "failed")
+
+
+def run(root: Path, limit: float = math.inf) -> dict:
+    """Run tests/gpu, on several cores and all GPUs where pytest-xdist is installed.
+
+    Return how many tests passed, failed and were skipped, the names of the failures, and under
+    "cut" why the run did not end by itself.
+    """
+    spread, cut = [], None
+    if importlib.util.find_spec("xdist"):
+        most = (os.cpu_count() or 1) - 2
+        count = max(1, min(14 * max(1, torch.cuda.device_count()), most))
+        spread = ["-n", str(count), "--dist", "loadgroup"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        log = Path(folder) / "log"
+        environment = {"PYTHONPATH": os.pathsep.join(path), LOG: str(log)}
+        if spread:
+            # the processes fill the cores; with one thread they would compile in themselves
+            environment["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
+        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "tests.support.suite"]
+        command += ["--continue-on-collection-errors", "-v", "-rfE", "tests/gpu", *spread]
+        words = dict(cwd=root, env=os.environ | environment, start_new_session=True)
+        with subprocess.Popen(command, **words) as process:
+            try:
+                process.wait(None if limit == math.inf else max(0.0, limit))
+            except subprocess.TimeoutExpired:
+                cut = f"cut after {limit:.0f} s"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if cut is None and process.returncode not in (0, 1):  # all passed, some failed
+            cut = f"ended with {process.returncode}"
+        return count_tests(log.read_text() if log.exists() else "") | {"cut": cut}
+
+
+def count_tests(log: str) -> dict:
+    """Count what the hooks wrote: a test that also failed, as its fixture ended, failed."""
+    became: dict[str, str] = {}
+    for word, name in (line.split(" ", 1) for line in log.splitlines()):
+        became[name] = "failed" if became.get(name) == "failed" else word
+    failures = [name for name, word in became.items() if word == "failed"]
+    return {w: list(became.values()).count(w) for w in WORDS} | {"failures": failures}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from kda_ops.bench.machine import describe, need_device
+from kda_ops.tools.machine import describe, need_device
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "parity.json"
 SEEDS = (0, 1)

@@ -1,24 +1,34 @@
-"""The benchmark: what it measures, what it refuses to time, how it compares; no time is judged
-here.
-"""
+"""The benchmark: what it measures, what it refuses to time, what it prints; no time is judged."""
 
+import argparse
 import json
 import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kda_ops.bench import cases, compare, readme, rows, sides, worker
-from kda_ops.bench.cases import GATES, KDA_GATES, Case, Oracle, activated, flags, make_inputs
-from kda_ops.bench.sides import Peer, Unsupported, our_forward
+import kda_ops
+from benchmarks import peers, runner, tables, worker
+from benchmarks.peers import Peer, Unsupported, activated, our_forward
+from kda_ops.tools import oracle as oracles
+from kda_ops.tools import timer
+from kda_ops.tools.cases import GATES, KDA_GATES, PASSES, Case, flags, make_inputs
+from kda_ops.tools.oracle import Oracle
 from tests.support.benchmark import case, row
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
+    worker.oracle_of.cache_clear()
     monkeypatch.setattr(worker, "ROUNDS", 1)
     monkeypatch.setattr(worker, "median_ms", lambda call, device: (call(), 1.0)[1])
 
@@ -28,11 +38,6 @@ def test_a_setting_is_read_and_a_wrong_one_refused():
     for wrong in ("T8H2", "B1T8H2X3", "B1 T8 H2", ""):
         with pytest.raises(ValueError, match="setting"):
             case(setting=wrong)
-
-
-def test_a_case_survives_the_way_to_another_process():
-    there = case("gdn", "decode", "softplus", state="bf16", layout="vk")
-    assert Case.read(json.loads(json.dumps(there.spec()))) == there
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
@@ -48,8 +53,6 @@ def test_plain_torch_activations_are_those_inside_the_operator(op, gate):
         and flag_words.get("safe_gate", False) == c.promised
     )
     assert (g <= 0).all() and (gate == "softplus" or (g >= -5).all())
-    import kda_ops
-
     chunk = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}[op]
     # one side activates in float32
     assert (our_forward(c)(x) - chunk(*activated(c, x))[0]).abs().max() < 1e-6
@@ -59,24 +62,9 @@ def test_plain_torch_activations_are_those_inside_the_operator(op, gate):
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize("pass_", ["fwd", "fwdbwd"])
 def test_our_side_passes_its_check_and_gets_a_time(op, pass_):
-    got = worker.whole(case(op, pass_, "softplus"), None, {})
+    got = worker.whole(case(op, pass_, "softplus"), None)
     assert got["ours_ms"] == 1.0 and got["ours_error"] < 1e-3 and got["peer_ms"] is None
     assert set(got) == set(row())
-
-
-def test_both_state_layouts_and_dtypes_decode():
-    worker.copy_rate.cache_clear()
-    for there in compare.list_cases(
-        "cpu", ["kda"], ["decode"], ["bound"], ["B3T1H2D16"], torch.float32, None
-    ):
-        got = worker.decode(there, None, {})
-        assert got["ours_ms"] == 1.0 and got["ours_error"] < 1e-6
-        # a copy takes 1 ms too, so the share is that of the bytes
-        assert got["also"]["ours_share"] == pytest.approx(
-            3 * 2 * 16 * 16 * (2 if there.state == "bf16" else 4) / 2**28
-        )
-        assert got["also"]["ours_call_us"] > 1 and "peer_share" not in got["also"]
-        assert "of a copy 0% | -, us per call" in rows.format_row(got)
 
 
 @pytest.mark.parametrize(
@@ -89,39 +77,29 @@ def test_both_state_layouts_and_dtypes_decode():
 )
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
 def test_a_decode_that_is_wrong_anywhere_gets_no_time(wrong, state, monkeypatch):
-    monkeypatch.setattr(worker, "call_us", lambda call, device: 1.0)
+    monkeypatch.setattr(worker, "host_us", lambda call, device: 1.0)
     there = case("kda", "decode", "softplus", "B3T1H2D16", state=state)
 
     def step(c, x):
         def call(pool):
-            o, pool = sides.our_step(c, x)(pool)
+            o, pool = peers.our_step(c, x)(pool)
             wrong(o, pool)
             return o, pool
 
         return call
 
-    got = worker.decode(there, Peer("wrong", "cpu", None, our_forward, step), {})
+    got = worker.decode(there, Peer("wrong", "cpu", "", our_forward, step))
     assert got["ours_ms"] == 1.0 and got["peer_ms"] is None and not got["peer_error"] < 1e-2
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "sched_getaffinity"),
-    reason="a system that does not say on which cores a thread may run",
-)
-def test_rounds_go_from_core_to_core_and_leave_the_thread_free():
+def test_rounds_go_from_core_to_core_and_leave_the_thread_free(monkeypatch):
+    if not hasattr(os, "sched_getaffinity"):
+        pytest.skip("a system that does not say on which cores a thread may run")
     free, seen = os.sched_getaffinity(0), []
-    try:
-        os.sched_setaffinity(0, free)
-    except OSError:
-        pytest.skip("a system that does not let a thread choose its core")
-    with pytest.raises(RuntimeError), worker.one_core_after_another() as move:
-        for _ in free:
-            move()
-            seen.append(os.sched_getaffinity(0))
-        raise RuntimeError
-    assert all(len(cores) == 1 for cores in seen) and set().union(
-        *seen
-    ) == free == os.sched_getaffinity(0)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: seen.append(cores))
+    timer.host_us(lambda: None, "cpu", count=1)
+    assert all(len(cores) == 1 for cores in seen[:-1]) and len(seen) == 21
+    assert set().union(*seen[:-1]) == free == seen[-1]
 
 
 def test_a_thread_that_may_not_choose_its_core_is_timed_where_it_is(monkeypatch):
@@ -129,7 +107,7 @@ def test_a_thread_that_may_not_choose_its_core_is_timed_where_it_is(monkeypatch)
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
-    assert worker.call_us(lambda: None, "cpu", count=1) > 0
+    assert timer.host_us(lambda: None, "cpu", count=1) > 0
 
 
 def wrong_peer(change):
@@ -137,21 +115,15 @@ def wrong_peer(change):
         ours = our_forward(c)
         return lambda x: ours(x) * change
 
-    return Peer("wrong", "cpu", None, forward)
+    return Peer("wrong", "cpu", "", forward)
 
 
 @pytest.mark.quick
 def test_a_side_that_is_wrong_gets_no_time():
     for change, timed in ((1.0, True), (1.01, False), (float("nan"), False)):
-        got = worker.whole(case(pass_="fwdbwd"), wrong_peer(change), {})
+        got = worker.whole(case(pass_="fwdbwd"), wrong_peer(change))
         assert (got["peer_ms"] is not None) == timed and got["ours_ms"] is not None
         assert got["peer_error"] < 1e-5 if timed else got["peer_error"] > 9e-3
-
-
-def test_what_computes_something_else_is_timed_without_an_error():
-    peer = Peer("scale", "cpu", None, lambda c: lambda x: x["v"] * x["q"].sum(), same=False)
-    got = worker.whole(case(pass_="fwdbwd"), peer, {})
-    assert got["peer_ms"] == 1.0 and got["peer_error"] is None
 
 
 def test_one_wrong_head_among_those_looked_at_is_an_error():
@@ -162,6 +134,22 @@ def test_one_wrong_head_among_those_looked_at_is_an_error():
     assert oracle.worst_share(oracle.errors({"o": o})) <= 1
     o[:, :, -1] = 0
     assert oracle.worst_share(oracle.errors({"o": o})) > 1
+
+
+@pytest.mark.parametrize(
+    "dtype, least, most", [(torch.bfloat16, 1e-3, 5e-2), (torch.float32, 1e-7, 1e-5)]
+)
+def test_a_budget_is_that_of_its_dtype(dtype, least, most):
+    c = replace(case(), dtype=dtype)
+    assert least < Oracle(c, make_inputs(c), None).limits["o"] < most
+
+
+def test_our_decode_names_its_slots(monkeypatch):
+    seen = []
+    monkeypatch.setattr("kda_ops.recurrent_kda_", lambda *args, **words: seen.append(args))
+    c = case(pass_="decode", gate="bound", setting="B3T1H2D16")
+    peers.our_step(c, make_inputs(c))(torch.zeros(3, 2, 16, 16))
+    assert seen[0][6].tolist() == [0, 1, 2] and seen[0][8] is not None
 
 
 def training_inputs(c):
@@ -175,8 +163,8 @@ def test_the_oracle_of_a_gpu_and_that_of_a_cpu_agree_however_many_heads_they_tak
 ):
     c = case(op, "fwdbwd", gate, "B2T130H3HV6D16")
     native = Oracle(c, *training_inputs(c))
-    monkeypatch.setattr(cases.dispatch, "load", lambda name: cases.Reference())
-    monkeypatch.setattr(cases, "AT_ONCE", 1)
+    monkeypatch.setattr(oracles.dispatch, "load", lambda name: oracles.Reference())
+    monkeypatch.setattr(oracles, "AT_ONCE", 1)
     reference = Oracle(c, *training_inputs(c))
     assert set(native.exact) == set(reference.exact) == {"o", *make_inputs(c)}
     for n, want in native.exact.items():
@@ -188,7 +176,7 @@ def test_the_oracle_of_a_gpu_and_that_of_a_cpu_agree_however_many_heads_they_tak
 
 
 def test_compared_heads_are_spread_evenly_and_their_gradients_whole(monkeypatch):
-    monkeypatch.setitem(cases.HEADS, "cpu", 3)
+    monkeypatch.setitem(oracles.HEADS, "cpu", 3)
     c = case("gdn", "fwdbwd", "softplus", "B1T64H9HV18D16")
     oracle = Oracle(c, *training_inputs(c))
     assert (
@@ -196,7 +184,7 @@ def test_compared_heads_are_spread_evenly_and_their_gradients_whole(monkeypatch)
         and oracle.exact["q"].shape[2] == 3
         and oracle.exact["A_log"].shape == (6,)
     )
-    monkeypatch.setitem(cases.HEADS, "cpu", 9)
+    monkeypatch.setitem(oracles.HEADS, "cpu", 9)
     every = Oracle(c, *training_inputs(c))
     for n, want in every.exact.items():
         heads = oracle.key_heads if n in "qk" else torch.tensor([0, 1, 8, 9, 16, 17])
@@ -230,7 +218,7 @@ def test_the_oracle_stays_on_the_device_of_its_inputs(op, gate, monkeypatch):
     """On "meta", where tensors have no values: errors, which are numbers of the host, are left
     out.
     """
-    monkeypatch.setitem(cases.HEADS, "meta", 2)
+    monkeypatch.setitem(oracles.HEADS, "meta", 2)
     monkeypatch.setattr(
         Oracle,
         "_error",
@@ -253,7 +241,7 @@ def test_a_row_names_the_worst_gradient_and_has_the_error_of_each(capsys):
             x | {"beta": x["beta"].detach() + 1.5 * (x["beta"] - x["beta"].detach())}
         )
 
-    got = worker.whole(case("gdn", "fwdbwd", "softplus"), Peer("steep", "cpu", None, forward), {})
+    got = worker.whole(case("gdn", "fwdbwd", "softplus"), Peer("steep", "cpu", "", forward))
     ours, its = got["also"]["ours_errors"], got["also"]["peer_errors"]
     assert set(ours) == set(its) == {"o", *make_inputs(case("gdn"))} | {"A_log", "dt_bias"}
     assert (
@@ -266,127 +254,10 @@ def test_a_row_names_the_worst_gradient_and_has_the_error_of_each(capsys):
         max(e for n, e in its.items() if n != "beta") < 1e-4
         and max(ours, key=ours.get) == got["also"]["ours_worst"]
     )
-    assert f"worst {got['also']['ours_worst']} | beta" in rows.format_row(got)
-    assert f"({got['also']['ours_worst']}) |" in readme.table(
-        [got], "fwdbwd"
-    ) and "(beta) |" in readme.table([got], "fwdbwd")
-    assert "ours_worst" not in worker.whole(case("gdn", "fwd"), None, {})["also"]
-
-
-def test_a_side_that_cannot_or_breaks_costs_its_row_or_its_time_alone(monkeypatch, capsys):
-    def unable(c):
-        raise Unsupported("not today")
-
-    monkeypatch.setattr(
-        worker,
-        "PEERS",
-        (
-            Peer("unable", "cpu", None, unable),
-            Peer("broken", "cpu", None, lambda c: lambda x: 1 / 0),
-        ),
-    )
-    for name in ("unable", "broken"):
-        worker.main([json.dumps({"peer": name, "cases": [case().spec(), case("gdn").spec()]})])
-        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert len(lines) == 2
-        for line in lines:
-            if name == "unable":
-                assert "not today" in line["skip"]
-            else:
-                assert "ZeroDivisionError" in line["row"]["also"]["peer_says"]
-                assert (
-                    line["row"]["ours_ms"] == 1.0
-                    and line["row"]["peer_ms"] is line["row"]["peer_error"] is None
-                )
-
-
-def test_our_side_that_breaks_has_no_time(monkeypatch, capsys):
-    monkeypatch.setattr(worker, "our_forward", lambda c: lambda x: 1 / 0)
-    worker.main([json.dumps({"peer": None, "cases": [case().spec()]})])
-    got = json.loads(capsys.readouterr().out)["row"]
-    assert got["ours_ms"] is None and "ours says ZeroDivisionError" in rows.format_row(got)
-
-
-def test_one_oracle_serves_both_passes(monkeypatch):
-    made = []
-    monkeypatch.setattr(worker, "Oracle", lambda *args: (made.append(args), Oracle(*args))[1])
-    oracles = {}
-    for pass_ in ("fwdbwd", "fwd"):
-        assert worker.whole(case(pass_=pass_), None, oracles)["ours_ms"] == 1.0
-    assert len(made) == 1
-
-
-@pytest.mark.parametrize("op", ("kda", "gdn"))
-def test_a_first_call_is_timed_with_backward_and_with_warm_caches(op):
-    got = worker.first_call(case(op, "first_call_s", "softplus", "B1T64H1D16"), None, {})
-    assert (
-        0 < got["ours_error"] < 1e-5
-        and 0 < got["ours_ms"] < got["also"]["ours_fwdbwd_s"]
-        and 0 < got["also"]["ours_warm_fwd_s"] < got["also"]["ours_warm_fwdbwd_s"]
-    )
-
-
-@pytest.mark.parametrize("share, timed", ((0.9, True), (1.1, False), (float("nan"), False)))
-def test_a_first_call_that_is_wrong_gets_no_time(share, timed, monkeypatch):
-    monkeypatch.setattr(
-        worker,
-        "_first",
-        lambda case, name, folder, check: ([1.0, 2.0], [0.3, share] if check else [], ""),
-    )
-    got = worker.first_call(case(pass_="first_call_s"), None, {})
-    assert (got["ours_ms"] == 1.0) == timed == ("ours_fwdbwd_s" in got["also"]) and got[
-        "ours_error"
-    ] == 0.3
-
-
-def test_a_first_call_that_cannot_be_checked_gets_no_time(monkeypatch):
-    monkeypatch.setattr(
-        worker, "_first", lambda case, name, folder, check: ([1.0], [], "OutOfMemoryError")
-    )
-    got = worker.first_call(case(pass_="first_call_s"), None, {})
-    assert got["ours_ms"] is None and got["also"] == {"ours_says": "OutOfMemoryError"}
-
-
-def test_a_first_call_that_breaks_says_so():
-    got = worker.first_call(
-        case(pass_="first_call_s", gate="softplus", setting="B1T64H1D300"), None, {}
-    )
-    assert got["ours_ms"] is None and "K" in got["also"]["ours_says"]
-
-
-def test_every_share_of_a_tuning_is_compiled_by_some_process(monkeypatch):
-    autotuner = pytest.importorskip("triton.runtime.autotuner")
-
-    class Tuner:
-        cache, seen = {}, []
-
-        def prune_configs(self, kwargs):
-            return list(range(10))
-
-        def run(self):
-            self.seen.append(
-                [c for c in self.prune_configs({}) if self.do_bench(lambda: None, None)]
-            )
-
-    monkeypatch.setattr(autotuner, "Autotuner", Tuner)
-    plain = Tuner.prune_configs, Tuner.run
-    for i in range(3):
-        worker.share(i, 3)
-        Tuner().run()
-        Tuner.prune_configs, Tuner.run = plain
-    assert set().union(*Tuner.seen) == set(range(10)) and all(
-        0 in some and len(some) <= 5 for some in Tuner.seen
-    )
-
-
-def test_stages_that_a_backend_lacks_are_named(monkeypatch):
-    class Half:
-        prepare = scan = None
-
-    monkeypatch.setattr(worker.dispatch, "backend", lambda device: Half)
-    assert worker._missing(case()) is None
-    assert "reverse_scan, gradient" in worker._missing(case(pass_="fwdbwd"))
-    assert "step" in worker._missing(case(pass_="decode"))
+    assert f"({got['also']['ours_worst']}) |" in tables.row_line(
+        got
+    ) and "(beta) |" in tables.row_line(got)
+    assert "ours_worst" not in worker.whole(case("gdn", "fwd"), None)["also"]
 
 
 def test_given_decays_are_those_of_their_gate_and_keys_have_unit_length():
@@ -404,32 +275,179 @@ def test_given_decays_are_those_of_their_gate_and_keys_have_unit_length():
         )
 
 
+def test_both_state_layouts_and_dtypes_decode(monkeypatch):
+    timer.copy_rate.cache_clear()
+    monkeypatch.setattr(timer, "median_ms", lambda call, device: 1.0)  # of a copy
+    args = argparse.Namespace(ops=["kda"], passes=["decode"], gates=["bound"])
+    args.settings = ["B3T1H2D16"]
+    cases = list(runner.list_cases(args, "cpu", torch.float32))
+    assert {(c.state, c.layout) for c in cases} == {
+        (s, o) for s in ("fp32", "bf16") for o in ("kv", "vk")
+    }
+    for there in cases:
+        got = worker.decode(there, None)
+        assert got["ours_ms"] == 1.0 and got["ours_error"] < 1e-6
+        assert got["also"]["ours_share"] == pytest.approx(
+            3 * 2 * 16 * 16 * (2 if there.state == "bf16" else 4) / 2**28
+        )
+        assert got["also"]["ours_call_us"] > 1 and "peer_share" not in got["also"]
+        assert tables.row_line(got, "decode").endswith("/ – |")
+    timer.copy_rate.cache_clear()
+
+
+def test_a_case_has_a_name_that_leads_back_to_it():
+    there = case("gdn", "decode", "softplus", state="bf16", layout="vk")
+    assert Case.named(there.name, "cpu", torch.float32) == there
+    work = worker.work_of([there], None)
+    assert work["cases"] == [there.name] and getattr(torch, work["dtype"]) is there.dtype
+
+
+def say(monkeypatch, capsys, peer, *cases):
+    """Return what a worker prints of some cases next to a peer."""
+    monkeypatch.setattr(worker, "PEERS", [peer] if peer else [])
+    work = worker.work_of(list(cases), peer and peer.name)
+    worker.main([json.dumps(work)])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_side_that_cannot_or_breaks_costs_its_row_or_its_time_alone(monkeypatch, capsys):
+    def unable(c):
+        raise Unsupported("not today")
+
+    both = case(), case("gdn")
+    for line in say(monkeypatch, capsys, Peer("unable", "cpu", "", unable), *both):
+        assert line["why"] == "not today" and line["name"].endswith(" unable")
+    broken = Peer("broken", "cpu", "", lambda c: lambda x: 1 / 0)
+    for line in say(monkeypatch, capsys, broken, *both):
+        got = line["row"]
+        assert "ZeroDivisionError" in got["also"]["peer_says"] and got["ours_ms"] == 1.0
+        assert got["peer_ms"] is got["peer_error"] is None
+
+
+def test_our_side_that_breaks_has_no_time(monkeypatch, capsys):
+    monkeypatch.setattr(worker, "our_forward", lambda c: lambda x: 1 / 0)
+    (line,) = say(monkeypatch, capsys, None, case())
+    assert line["row"]["ours_ms"] is None and "Zero" in line["row"]["also"]["ours_says"]
+
+
+@pytest.mark.parametrize("op", ("kda", "gdn"))
+def test_a_first_call_is_timed_in_a_process_of_its_own(op):
+    got = worker.first_call(case(op, "first_call_s", "softplus", "B1T64H1D16"), None)
+    assert 0 < got["ours_error"] < 1e-5 and 0 < got["ours_ms"] < got["also"]["ours_fwdbwd_s"]
+
+
+def test_a_first_call_that_breaks_says_so():
+    got = worker.first_call(case("kda", "first_call_s", "softplus", "B1T64H1D300"), None)
+    assert got["ours_ms"] is None and "K" in got["also"]["ours_says"]
+
+
+@pytest.mark.parametrize("share, timed", ((0.9, True), (1.1, False), (float("nan"), False)))
+def test_a_first_call_that_is_wrong_gets_no_time(share, timed, monkeypatch):
+    found = {"fwd_s": 1.0, "error": 0.3, "share": share, "fwdbwd_s": 2.0}
+    monkeypatch.setattr(worker, "apart", lambda *words: dict(found))
+    got = worker.first_call(case(pass_="first_call_s"), None)
+    assert (got["ours_ms"] == 1.0) == timed == ("ours_fwdbwd_s" in got["also"])
+    monkeypatch.setattr(worker, "apart", lambda *words: {"fwd_s": 1.0, "says": "OutOfMemoryError"})
+    got = worker.first_call(case(pass_="first_call_s"), None)
+    assert got["ours_ms"] is None and got["also"] == {"ours_says": "OutOfMemoryError"}
+
+
+def listed(device="cuda", **changed):
+    words = dict(ops=["kda", "gdn"], passes=list(PASSES), gates=list(GATES), settings=None)
+    return list(runner.list_cases(argparse.Namespace(**words | changed), device, torch.bfloat16))
+
+
+def test_the_default_table_has_every_pass_gate_and_setting():
+    seen = {(c.op, c.pass_, c.setting, c.gate) for c in listed()}
+    for setting in ("B1T8192H96", "B8T4096H32"):
+        for op, gates in (("kda", GATES), ("gdn", ("softplus", "strong", "weak"))):
+            assert {(op, p, setting, g) for p in ("fwd", "fwdbwd") for g in gates} <= seen
+    assert ("kda", "decode", "B128T1H32", "bound") in seen
+    assert {s for _, p, s, _ in seen if p == "model"} == {"B4T4096H16"}
+    assert not [c for c in listed() if c.op == "gdn" and c.gate in KDA_GATES]
+    assert listed(ops=["gdn"], gates=["bound"]) == []
+
+
+def test_peers_have_their_turn_and_what_none_did_is_measured_alone(monkeypatch):
+    asked = []
+    step = Peer("step", "cpu", "", our_forward, peers.our_step)
+    chunk = Peer("chunk", "cpu", "", our_forward)
+
+    def measure(cases, peer, keep, until):
+        asked.append((peer and peer.name, [c.pass_ for c in cases]))
+        for c in cases if peer is not step else ():
+            done = row(**{"pass": c.pass_}, setting=c.setting, peer=peer and peer.name)
+            keep(done if c.pass_ == "fwd" else {"name": c.name, "why": "no"})
+
+    monkeypatch.setattr(runner, "measure", measure)
+    runner.run([case(pass_=p) for p in ("fwdbwd", "fwd", "decode")], [step, chunk], print)
+    assert asked == [
+        ("step", ["decode", "fwd", "fwdbwd"]),
+        ("chunk", ["fwd", "fwdbwd"]),
+        (None, ["decode", "fwdbwd"]),
+    ]
+
+
+def test_a_run_out_of_time_names_what_it_lacks():
+    said = []
+    cases = [case(setting="B1T64H1D16"), case("gdn", setting="B1T64H1D16")]
+    runner.measure(cases, None, said.append, until=time.time())
+    assert [line["why"] for line in said] == ["out of time"] * 2
+    assert [line["name"] for line in said] == [f"{c.name} alone" for c in cases]
+
+
+def test_a_process_that_dies_is_named(monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "executable", "false")
+    runner.measure([case()], None, said.append)
+    assert said == [{"name": f"{case().name} alone", "why": "the process ended with 1"}]
+
+
+def test_a_row_of_ours_without_a_time_fails_the_command(monkeypatch, capsys):
+    alone = {"name": f"{case().name} alone", "why": "no"}
+    for found, code in (
+        (row(), 0),
+        (row(ours_ms=None), 1),
+        (alone, 1),
+        (alone | {"name": f"{case().name} fla"}, 1),  # nothing was measured
+    ):
+        monkeypatch.setattr(runner, "run", lambda c, p, keep, until, f=found: keep(f))
+        assert runner.main(["--device", "cpu", "--peers", "none"]) == code, found
+    assert "no time of ours: kda fwd" in capsys.readouterr().out
+
+
+def test_a_whole_run_in_processes_of_its_own_writes_its_rows(tmp_path):
+    file = tmp_path / "rows.json"
+    options = "--device cpu --settings B1T64H1D16 --passes fwd --gates weak --peers transformers"
+    command = [sys.executable, "-m", "benchmarks", *options.split(), "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["dtype"] == "float32" and set(found["peers"]) == {"transformers"}
+    for r, op in zip(found["rows"], ("gdn", "kda"), strict=True):
+        assert r["op"] == op and r["ours_ms"] > 0 and r["peer_ms"] > 0 and r["peer_error"] < 1e-5
+        assert tables.row_line(r) in done.stdout
+
+
 @pytest.mark.parametrize(
-    "dtype, least, most",
-    (
-        (torch.float32, 2.4e-7, 4e-6),
-        (torch.bfloat16, 0.0166, 0.06),
-        (torch.float16, 0.00204, 0.008),
-    ),
+    "words, said",
+    [
+        ("--ops kd", "'kd' is none of kda, gdn"),
+        ("--settings B1T64", "a setting is written like B1T8192H96"),
+        ("--json /no/such/rows.json", "there is no folder /no/such"),
+        ("--device cpu --peers fla", "--peers fla: not installed, or not for cpu"),
+        ("--ops gdn --gates bound", "leave nothing to measure"),
+    ],
 )
-def test_a_budget_is_that_of_its_dtype(dtype, least, most):
-    c = replace(case(), dtype=dtype)
-    assert least < Oracle(c, make_inputs(c), None).limits["o"] < most
+def test_a_wrong_option_is_refused_before_anything_is_measured(words, said):
+    command = [sys.executable, "-m", "benchmarks", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and said in done.stderr
 
 
-def test_what_stands_there_for_scale_is_causal():
-    c = case(setting="B1T8H2D16")
-    x = make_inputs(c)
-    y, z = (
-        sides._sdpa(c)(given)
-        for given in (x, {n: torch.cat([t[:, :4], 0 * t[:, 4:]], 1) for n, t in x.items()})
-    )
-    torch.testing.assert_close(y[:, :4], z[:, :4])
-
-
-def test_our_decode_names_its_slots(monkeypatch):
-    seen = []
-    monkeypatch.setattr("kda_ops.recurrent_kda_", lambda *args, **words: seen.append(args))
-    c = case(pass_="decode", gate="bound", setting="B3T1H2D16")
-    sides.our_step(c, make_inputs(c))(torch.zeros(3, 2, 16, 16))
-    assert seen[0][6].tolist() == [0, 1, 2] and seen[0][8] is not None
+@pytest.mark.parametrize("command", ("", "evidence", "tables"))
+def test_help_names_the_commands(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        runner.main([*command.split(), "--help"])
+    said = capsys.readouterr().out
+    assert stop.value.code == 0 and (command or "python -m benchmarks evidence") in said

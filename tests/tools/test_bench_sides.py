@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kda_ops
-from kda_ops.bench import sides
-from kda_ops.bench.cases import flags, make_inputs
+from benchmarks import peers
 from kda_ops.compat import fla
+from kda_ops.tools.cases import flags, make_inputs
 from tests.support.benchmark import case
 
 
@@ -64,9 +64,9 @@ DECODE = [
 @pytest.mark.parametrize("op, peer, gate", WHOLE)
 def test_a_peer_is_asked_for_what_we_compute(installed, op, peer, gate):
     there = case(op, gate=gate, setting="B2T70H1HV2D128" if peer == "cudnn" else "B2T70H2HV4D16")
-    (side,) = (p for p in sides.PEERS if p.name == peer)
+    (side,) = (p for p in peers.PEERS if p.name == peer)
     x = {n: t.double() for n, t in make_inputs(there).items()}
-    off = (side.forward(there)(x) - sides.our_forward(there)(x)).abs().max()
+    off = (side.forward(there)(x) - peers.our_forward(there)(x)).abs().max()
     assert off < 1e-6  # a side whose gate is not inside activates it in float32
 
 
@@ -74,7 +74,7 @@ def test_what_is_promised_to_us_is_promised_to_the_peer():
     for gate in ("strong", "strong_safe", "weak_safe"):
         there = case("kda", gate=gate)
         assert (
-            sides._fla_flags(there, {}).get("safe_gate", False)
+            peers.fla_flags(there, {}).get("safe_gate", False)
             == flags(there).get("safe_gate", False)
             == (gate != "strong")
         )
@@ -84,10 +84,10 @@ def test_what_is_promised_to_us_is_promised_to_the_peer():
 @pytest.mark.parametrize("op, state, gate", DECODE)
 def test_a_peer_decodes_from_the_same_states_in_the_same_layout(installed, op, state, gate, layout):
     there = case(op, "decode", gate, setting="B3T1H2HV4D16", state=state, layout=layout)
-    (side,) = (p for p in sides.PEERS if p.name == "fla")
+    (side,) = (p for p in peers.PEERS if p.name == "fla")
     x, dtype = make_inputs(there), {"fp32": torch.float32, "bf16": torch.bfloat16}[state]
     pool = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    o, after = sides.our_step(there, x)(pool.clone())
+    o, after = peers.our_step(there, x)(pool.clone())
     peer_o, peer_after = side.step(there, x)(pool.clone())
     torch.testing.assert_close(peer_o, o)
     torch.testing.assert_close(peer_after, after)
@@ -100,10 +100,9 @@ def test_what_a_peer_has_not_is_said(installed):
         ("flashqla", case("kda")),
         ("cudnn", case("gdn")),
         ("cudnn", case("kda")),
-        ("sdpa", case("kda", setting="B1T64H2HV4D16")),
     ):
-        (side,) = (p for p in sides.PEERS if p.name == name)
-        with pytest.raises(sides.Unsupported):
+        (side,) = (p for p in peers.PEERS if p.name == name)
+        with pytest.raises(peers.Unsupported):
             (
                 side.step(there, make_inputs(there))
                 if there.pass_ == "decode"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kda_ops.bench import digests
-from kda_ops.bench.rows import case_of
+from kda_ops.tools import digests
+from kda_ops.tools.cases import case_of
 from tests.support.benchmark import row
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ STEP = "kda_ops/backends/triton/step.py"
 DECODE, FORWARD = "kda decode B1T1H32 bound fp32 kv", "gdn fwd B8T4096H32 softplus fp32 kv"
 RUN = """
 import json, sys
-from kda_ops.bench.digests import kernels_of
+from kda_ops.tools.digests import kernels_of
 print(json.dumps({n: kernels_of(n) for n in sys.argv[1:]}))
 """
 
@@ -95,7 +95,7 @@ def test_only_an_instruction_makes_rows_stale_and_only_those_of_its_kernels(comp
     assert (
         FORWARD not in said
         and "tests/gpu ran on source" in said
-        and "python -m kda_ops evidence" in said
+        and "python -m benchmarks evidence" in said
     )
     (said, _) = digests.report(found, kernels["host"], tmp_path / "host")
     assert said.startswith(f"tests/gpu ran on source {source}")
@@ -116,7 +116,7 @@ def test_a_digest_is_of_what_reaches_the_device():
         start = b"\x7fELF".ljust(40, b"\0") + struct.pack("<Q10x3H", 64 + len(body), 64, 5, 4)
         return start.ljust(64, b"\0") + body + headers
 
-    from kda_ops.bench.offline import code_digest
+    from kda_ops.tools.offline import code_digest
 
     digest = code_digest(cubin(), "scan", 255)
     assert digest == code_digest(cubin(name="pass_over", line=b"8888"), "pass_over", 255)
@@ -165,7 +165,7 @@ def test_the_source_is_what_python_runs(change, same, tmp_path):
 
     assert change[0] in TEXT and (source(TEXT.replace(*change)) == source(TEXT)) == same
     assert source(TEXT) == source(TEXT, "registrations/b/c.py")
-    assert source(TEXT) != source(TEXT, "kda_ops/bench/a.py")  # the benchmark does not count
+    assert source(TEXT) != source(TEXT, "kda_ops/tools/a.py")  # tools do not count
 
 
 def test_the_tree_of_a_source_holds_nothing_that_a_version_of_python_adds():

@@ -14,7 +14,7 @@ PUBLIC = [
     name
     for _, name, _ in pkgutil.walk_packages(kda_ops.__path__, "kda_ops.")
     if not any(part.startswith("_") for part in name.split(".")[1:])
-    and not name.startswith(("kda_ops.backends.triton", "kda_ops.bench"))
+    and not name.startswith(("kda_ops.backends.triton", "kda_ops.tools"))
 ]
 
 

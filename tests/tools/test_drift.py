@@ -1,6 +1,4 @@
-"""Decoding beside the chunk form: what the command measures, and that it notices a decode that
-drifts.
-"""
+"""Decoding next to the chunk form, and that the measure notices a decode that drifts."""
 
 import json
 from pathlib import Path
@@ -8,16 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kda_ops.bench import drift
+from tests.support import drift
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "drift.json"
 
 
 def assert_holds(rows, steps, ops=tuple(drift.CHUNK)):
-    """Check that a record is whole and every window within its limit.
-
-    The last windows must be no worse than the early ones.
-    """
+    """Check that a record is whole, within its limits, and no worse at its end."""
     assert [(r["op"], r["pool"], r["step"]) for r in rows] == [
         (op, pool, steps // drift.WINDOWS * (i + 1))
         for op in ops
@@ -29,31 +24,21 @@ def assert_holds(rows, steps, ops=tuple(drift.CHUNK)):
 
 
 def test_the_recorded_steps_of_a_gpu_stay_with_the_chunk_form():
-    """Written by ``python -m kda_ops drift --json FILE`` on a GPU."""
-    if not FILE.exists():
-        pytest.skip("none are recorded")
     found = json.loads(FILE.read_text())
     assert not found["device"].startswith("CPU")
     assert_holds(found["rows"], 10_000)
 
 
-def test_hundreds_of_steps_stay_with_the_chunk_form(tmp_path, capsys):
-    picture, rows = tmp_path / "drift.png", tmp_path / "drift.json"
-    words = "--device cpu --steps 400 --width 16 --ops kda --dtype bfloat16".split()
-    assert drift.main([*words, "--plot", str(picture), "--json", str(rows)]) == 0
-    assert (
-        "0 of 40 windows" in capsys.readouterr().out
-        and picture.stat().st_size > 1000
-        and rows.stat().st_size > 1000
+def test_hundreds_of_steps_stay_with_the_chunk_form():
+    assert_holds(
+        drift.measure("cpu", 400, ["kda"], ["fp32", "bf16"], torch.bfloat16, 16), 400, ("kda",)
     )
-    assert_holds(json.loads(rows.read_text())["rows"], 400, ("kda",))
     got = drift.measure("cpu", 400, ["gdn"], ["fp32", "bf16"], torch.float32, 16)
     for pool, most in (("fp32", 1e-5), ("bf16", 2e-2)):
         errors = [r["error"] for r in got if r["pool"] == pool]
         assert 0 < max(errors) < most and max(errors[-10:]) < 1.5 * max(errors[1:10])
 
 
-@pytest.mark.quick
 def test_a_record_that_drifts_lacks_a_window_or_exceeds_its_limit_does_not_hold():
     rows = [
         {"op": op, "pool": pool, "step": 500 * (i + 1), "error": 1.0, "limit": 2.0}
@@ -72,7 +57,7 @@ def test_a_record_that_drifts_lacks_a_window_or_exceeds_its_limit_does_not_hold(
             assert_holds(wrong, 10_000)
 
 
-def test_a_decode_that_loses_its_state_is_over_the_limit(monkeypatch, capsys):
+def test_a_decode_that_loses_its_state_is_over_the_limit(monkeypatch):
     """Every 50th token lands on an empty state, on our side only: the twin comes second."""
     right, calls = drift.decode, []
 
@@ -89,15 +74,8 @@ def test_a_decode_that_loses_its_state_is_over_the_limit(monkeypatch, capsys):
         )
 
     monkeypatch.setattr(drift, "decode", forgetful)
-    assert (
-        drift.main(
-            (
-                "--device cpu --steps 200 --width 16 --ops gdn --pools fp32,bf16 --dtype float32"
-            ).split()
-        )
-        == 1
-    )
-    assert " 0 of 40" not in " ".join(capsys.readouterr().out.splitlines())
+    rows = drift.measure("cpu", 200, ["gdn"], ["fp32", "bf16"], torch.float32, 16)
+    assert any(r["error"] > r["limit"] for r in rows)
 
 
 def test_a_decode_that_is_one_percent_off_is_over_the_limit(monkeypatch):

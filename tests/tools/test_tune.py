@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from kda_ops.bench import tune
 from kda_ops.problem import Problem
+from kda_ops.tools import tune
 
 CALL = dict(op="gdn", K=128, V=128, dtype="bf16", gate="softplus", B=1, T=64, H=1)
 

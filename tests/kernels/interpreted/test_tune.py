@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 
 from kda_ops.backends import triton as kernels
 from kda_ops.backends.triton import tuning
-from kda_ops.bench import tune
+from kda_ops.tools import tune
 
 CALL = dict(K=16, V=16, dtype="fp32", gate="softplus", B=1, T=64, H=1, device="cpu")
 

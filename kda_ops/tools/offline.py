@@ -28,9 +28,9 @@ from pathlib import Path
 
 import torch
 
-from kda_ops.bench.machine import Help
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
+from kda_ops.tools.machine import Help
 
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
 # Bytes of stack per thread of the kernels for a layer on sm_90, by kernel and gate, the worst of
@@ -116,10 +116,11 @@ class Row:
         )
 
     def faults(self, strict: bool) -> list[str]:
-        """What is over budget: shared memory always, registers and spills where a budget is set for
-        this configuration. And what gives wrong numbers: Triton fills a buffer again too early,
-        ptxas keeps next to nothing in registers, a kernel that may begin beside the one before it
-        reads before it waits.
+        """List what is over budget and what would compute wrong results.
+
+        Shared memory always has a budget, registers and spills in some configurations. Results are
+        wrong if Triton refills a buffer too early, if ptxas keeps almost nothing in registers, or
+        if a kernel that overlaps the previous one reads before it waits.
         """
         from kda_ops.backends.triton.launch import lost_registers
 
@@ -159,7 +160,7 @@ class Row:
 
 
 def _driver(arch: int):
-    """A driver that knows an architecture and no device."""
+    """Return a driver that knows an architecture and no device."""
     from triton.backends.compiler import GPUTarget
 
     class Offline:
@@ -298,7 +299,7 @@ def code_digest(cubin: bytes, name: str, *facts: object) -> str:
 
 
 def compiled_code(kernel) -> str:
-    """The digest of a kernel as Triton returns it from a launch."""
+    """Return the digest of a kernel as Triton returns it from a launch."""
     cubin, about = kernel.asm["cubin"], kernel.metadata
     facts = about.num_warps, about.shared, about.launch_pdl
     return code_digest(cubin, about.name, *_resources(cubin), *facts)
@@ -329,7 +330,7 @@ def _broken(label: list[str], kernel: str, arch: int, error: Exception) -> Row:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) per thread."""
+    """Return (registers, bytes of stack) per thread."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -386,7 +387,7 @@ class Call:
         return " ".join([name, *(mark for mark, there in marks.items() if there)])
 
     def problem(self) -> Problem:
-        """The call on meta tensors."""
+        """Build the call on meta tensors."""
         B, T, H, HV = (
             (128, 1, 32 // self.group, 32)
             if self.pool is not None
@@ -552,7 +553,7 @@ def everything() -> Iterator[Call]:
 
 
 def compile_calls(calls: Iterable[Call], arch: int) -> list[Row]:
-    """The rows of some calls for one architecture."""
+    """Compile some calls for one architecture and return their rows."""
     label = ["", ""]
     with offline(arch, label) as rows:
         for call in calls:

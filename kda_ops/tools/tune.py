@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from kda_ops.backends.reference import Reference
-from kda_ops.bench.cases import parse_setting
-from kda_ops.bench.machine import Help, names
-from kda_ops.bench.worker import median_ms
 from kda_ops.problem import Problem
+from kda_ops.tools.cases import parse_setting
+from kda_ops.tools.machine import Help, names
+from kda_ops.tools.oracle import relative_error
+from kda_ops.tools.timer import median_ms
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative RMS error
@@ -40,7 +41,7 @@ def inputs(
     gate: str,
     device: torch.device | str,
 ) -> dict[str, object]:
-    """A layer's call with random values."""
+    """Build a layer's call with random values."""
     D = (K,) if rank else ()
 
     def randn(*shape: int) -> Tensor:
@@ -71,10 +72,6 @@ def _forward(p: Problem) -> tuple[Tensor, Tensor]:
     return o, final_state
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    return ((got.double().cpu() - want).square().mean() / want.square().mean()).sqrt().item()
-
-
 class Check:
     """A small call and its answer."""
 
@@ -95,7 +92,7 @@ class Check:
         """Whether the kernels as they are chosen now are right, and give the same bits twice."""
         first, second = _forward(self.p), _forward(self.p)
         return all(
-            torch.equal(a, b) and _error(a, w) < self.limit
+            torch.equal(a, b) and relative_error(a, w) < self.limit
             for a, b, w in zip(first, second, self.want)
         )
 
@@ -158,15 +155,16 @@ def measure(kernel: str, call: dict, chosen: dict, skip: list[int]) -> None:
 def sweep(
     kernel: str, call: dict, chosen: dict, echo: Callable[[str], None]
 ) -> tuple[str, dict[int, dict], dict[int, float]]:
-    """The row's name, every candidate by its place, and the times of those that are right; one that
-    ends its process costs itself alone.
+    """Return the row's name, every candidate by its place, and the times of the right ones.
+
+    A candidate that ends its process costs only itself.
     """
     name, reason, running = "", "", True
     tried: dict[int, dict] = {}
     times: dict[int, float] = {}
     while running:
         work = dict(kernel=kernel, call=call, chosen=chosen, skip=sorted(tried))
-        command, before = [sys.executable, "-m", "kda_ops.bench.tune", json.dumps(work)], len(tried)
+        command, before = [sys.executable, "-m", "kda_ops.tools.tune", json.dumps(work)], len(tried)
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
@@ -205,7 +203,7 @@ def tune(
     H: int,
     echo: Callable[[str], None],
 ) -> dict[str, dict]:
-    """The rows of the table that a call uses, where a candidate is right and faster than the
+    """Return the rows of the table that a call uses, where a candidate is right and faster than the
     table.
     """
     rank = int(op == "kda")

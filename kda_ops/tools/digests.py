@@ -20,12 +20,11 @@ from pathlib import Path
 
 import torch
 
-from kda_ops.bench.cases import Case, flags, make_inputs
-from kda_ops.bench.machine import Help, checkout, write_json
-from kda_ops.bench.rows import KEY, case_of, name_of
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
+from kda_ops.tools.cases import Case, case_of, flags, make_inputs, name_of
+from kda_ops.tools.machine import Help, checkout, results, write_json
 
 PROCESSORS = 132  # of an H100 or H200, by which the launchers cut their work
 
@@ -63,17 +62,11 @@ def launch(case: Case) -> None:
         chunk.backward(p, None, kept, torch.empty_like(o), None, need)
 
 
-def case_named(name: str, device: str) -> Case:
-    """The case of a row, by its name."""
-    op, pass_, setting, gate, state, layout = name.split()
-    return Case(op, pass_, setting, gate, device, torch.bfloat16, state, layout)
-
-
 def kernels_of(name: str) -> str:
-    """The kernels of a case, each with its digest, in the order of their launches."""
-    from kda_ops.bench.offline import offline
+    """List the kernels of a case, each with its digest, in the order of their launches."""
+    from kda_ops.tools.offline import offline
 
-    case = case_named(name, "meta")
+    case = Case.named(name, "meta")
     with offline(90, ["", ""]) as rows:
         launch(case)
     return " ".join(f"{row.kernel}:{row.code}" for row in rows)
@@ -108,7 +101,7 @@ def is_valid(row: dict, kernels: dict[str, str]) -> bool:
 
 
 def changed_kernels(before: str, after: str) -> str:
-    """The names of the kernels whose digests differ."""
+    """Name the kernels whose digests differ."""
     old, new = (
         {k.rpartition(":")[2]: k.rpartition(":")[0] for k in x.split()} for x in (before, after)
     )
@@ -117,13 +110,13 @@ def changed_kernels(before: str, after: str) -> str:
 
 
 def source_hash(root: Path) -> str:
-    """Hash the syntax of the package in a checkout, without the benchmark.
+    """Hash the syntax of the package in a checkout, without its tools.
 
     Comments, docstrings, format and the places of files do not count, nor does the version of
     Python.
     """
     files = [f for folder in ("kda_ops", "registrations") for f in (root / folder).rglob("*.py")]
-    sources = (f.read_bytes() for f in files if f.parent != root / "kda_ops" / "bench")
+    sources = (f.read_bytes() for f in files if f.parent != root / "kda_ops" / "tools")
     hashes = sorted(
         hashlib.sha256(repr(syntax(ast.parse(s))).encode()).hexdigest() for s in sources
     )
@@ -155,13 +148,15 @@ def report(found: dict, kernels: dict[str, str], root: Path) -> list[str]:
         if code_of(before.get(name, "")) != code_of(now):
             lines.append(f"changed: {name}: {changed_kernels(before.get(name, ''), now)}")
     stale = [r for r in found["rows"] if not is_valid(r, kernels)]
-    lines += [f"stale: {name_of(tuple(r[n] for n in KEY))}" for r in stale]
+    lines += [f"stale: {name_of(r)}" for r in stale]
     if stale:
         lines.append(f"{len(stale)} of {len(found['rows'])} rows were measured with other kernels.")
     if (source := source_hash(root)) != found["suite"]["source"]:
         lines.append(f"tests/gpu ran on source {found['suite']['source']}, which is {source} here.")
     if lines:
-        lines.append("On a GPU, python -m kda_ops evidence measures these again, and nothing else.")
+        lines.append(
+            "On a GPU, python -m benchmarks evidence measures these again, and nothing else."
+        )
     return lines
 
 
@@ -178,7 +173,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args(argv)
     root = checkout()
-    path = root / "benchmarks" / "results" / "evidence.json"
+    path = results() / "evidence.json"
     found = json.loads(path.read_text())
     if (here := metadata.version("triton")) != found["code"]["triton"]:
         of = found["code"]["triton"]
@@ -193,9 +188,7 @@ def main(argv: list[str]) -> int:
     ]
     if args.check and codes[0] != codes[1]:
         print(f"{path} has digests of other kernels: run python -m kda_ops digests,")
-        print(
-            "then python -m kda_ops bench --readme, which leaves the stale rows out of README.md."
-        )
+        print("then python -m benchmarks tables, which leaves the stale rows out of the pages.")
         return 1
     if not args.check:
         write_json(path, found | {"code": {"triton": here, "rows": kernels}})

@@ -1,0 +1,1 @@
+"""Measure our operators next to their peers; not part of the wheel."""

@@ -1,0 +1,95 @@
+"""Time one long sequence on one device, and spread over several by context parallelism.
+
+``torchrun --nproc-per-node 2 -m benchmarks.parallel`` times forward, and forward with backward, of
+the same tokens on the first rank alone and over all. The slowest rank's median counts. Ranks have a
+GPU each over NCCL, or share a CPU over gloo. Tests check the results, and the bytes that they send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+import kda_ops.distributed as cp
+from benchmarks.peers import our_forward
+from kda_ops.tools.cases import Case, make_inputs, parse_setting
+from kda_ops.tools.machine import Help, describe, need_writable, write_json
+
+REPEATS = 9
+
+
+def median_ms(call: Callable[[], object], device: torch.device, alone: bool) -> float:
+    """Return the median time of a call that ranks make as often as each other, on the slowest."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    times = []
+    for _ in range(REPEATS + 2):  # the first two warm up
+        if not alone:
+            dist.barrier()
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    slowest = torch.tensor(statistics.median(times[2:]), device=device)
+    if not alone:
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return round(slowest.item(), 3)
+
+
+def measure(case: Case, device: torch.device, alone: bool) -> dict:
+    """Return the times of a case, whose setting is a shard of it where ranks share it."""
+    x, forward = make_inputs(case), our_forward(case)
+    if not alone and dist.group.WORLD is not None:
+        plan = cp.plan_context(case.sizes["T"], dist.group.WORLD, device=device)
+        chunk: Callable = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}[case.op]
+        forward = lambda x: chunk(**x, group=plan)[0]  # noqa: E731
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items()}
+    do = torch.randn_like(x["v"])
+
+    def train() -> None:
+        torch.autograd.grad(forward(leaves), list(leaves.values()), do)
+
+    row = {"op": case.op, "gate": case.gate, "gpus": 1 if alone else dist.get_world_size()}
+    row["fwd_ms"] = median_ms(torch.no_grad()(lambda: forward(x)), device, alone)
+    return row | {"fwdbwd_ms": median_ms(train, device, alone)}
+
+
+def main() -> None:
+    """Run the command line in one rank; the first one prints and writes the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--setting", default="B1T131072H32D128", help="batch, tokens, heads, width")
+    parser.add_argument("--output", metavar="FILE", help="written anew after every row")
+    args = parser.parse_args()
+    need_writable(parser, args.output)
+    cuda, rows = torch.cuda.is_available(), list[dict]()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(rank)
+    found = describe(device.type) | {"setting": args.setting}
+    tokens, dtype = parse_setting(args.setting)["T"], torch.bfloat16 if cuda else torch.float32
+    for op, gate, count in product(("kda", "gdn"), ("strong", "weak"), (1, size)):
+        if rank >= count:
+            continue
+        setting = args.setting.replace(f"T{tokens}", f"T{tokens // count}")
+        case = Case(op, "fwdbwd", setting, gate, str(device), dtype)
+        row = measure(case, device, count == 1)
+        rows.append(row)
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+        if rank == 0 and args.output:
+            write_json(args.output, found | {"rows": rows})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

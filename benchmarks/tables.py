@@ -1,0 +1,245 @@
+"""Write the tables and the picture of README.md and docs/performance.md from the results.
+
+``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass, losses included, a table
+per card and versions. Rows that were measured with other kernels are left out. The other marks:
+``summary`` holds the picture and the rows of `SUMMARY`; ``pictures`` all pictures; ``cpu`` the rows
+of evidence_cpu.json, which ``--device cpu --json`` wrote; ``elsewhere`` the peers of
+elsewhere.json, measured in runs of their own, next to our rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import statistics
+from pathlib import Path
+
+from kda_ops.tools.cases import GATES, PASSES, case_of, name_of
+from kda_ops.tools.digests import is_valid
+from kda_ops.tools.machine import Help, checkout
+
+PAGES = ("README.md", "docs/performance.md")
+FOLDER = "benchmarks/results"
+PICTURES = {
+    "evidence.svg": "How many times as fast as each peer: every row that has both times.",
+    "drift.png": "Error of 10,000 decode steps and of the chunk form, from drift.json.",
+}
+# The rows of README and their names in the results. Losses are among them.
+SUMMARY = {
+    "KDA forward": "kda fwd B8T4096H32 bound fp32 kv fla",
+    "KDA forward and backward": "kda fwdbwd B8T4096H32 bound fp32 kv fla",
+    "KDA forward, strong decays": "kda fwd B1T65536H32 strong fp32 kv cuDNN frontend 1.32 (strong)",
+    "the same with backward": "kda fwdbwd B1T65536H32 strong fp32 kv cuDNN frontend 1.32 (strong)",
+    "the same, weak decays": "kda fwdbwd B1T65536H32 weak fp32 kv cuDNN frontend 1.32 (weak)",
+    "GDN forward": "gdn fwd B8T4096H32 softplus fp32 kv fla",
+    "GDN forward and backward": "gdn fwdbwd B8T4096H32 softplus fp32 kv FlashQLA 0.1.3 (given)",
+    "KDA decode, one token": "kda decode B128T1H32 bound fp32 kv fla",
+}
+SHOWN = {"fla": "FLA 0.6.0 (Triton)"}
+TITLES = {
+    "fwd": "Forward",
+    "fwdbwd": "Forward and backward",
+    "decode": "Decode, one token",
+    "first_call_s": "First call of a process, empty caches",
+    "model": "Training step of 8 layers",
+}
+# What a pass records of each side next to times and errors: column, name and form.
+MORE = {
+    "decode": (("of a copy", "share", ".0%"), ("µs per call from Python", "call_us", ".0f")),
+    "model": (
+        ("first step, s", "first_step_s", ".0f"),
+        ("peak, GB", "peak_gb", ".1f"),
+        ("graphs", "graphs", "d"),
+        ("breaks", "breaks", "d"),
+    ),
+}
+PROTOCOL = "medians, error: relative RMS against float64."
+_MARKED = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def ratio(row: dict) -> float | None:
+    """Return how many times faster we are."""
+    return row["peer_ms"] / row["ours_ms"] if row["ours_ms"] and row["peer_ms"] else None
+
+
+def _number(x: float | None, form: str) -> str:
+    return "–" if x is None else format(x, form)
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _header(*names: str) -> str:
+    return f"{_line(*names)}\n|{'---|' * len(names)}"
+
+
+def _times(row: dict) -> list[str]:
+    faster = "–" if ratio(row) is None else f"{ratio(row):.2f}×"
+    times = (_number(row[n], ".3g") for n in ("ours_ms", "peer_ms"))
+    return [next(times), row["peer"] or "none", next(times), faster]
+
+
+def header(pass_: str | None) -> str:
+    """Return the two first lines of a table of one pass, or of all."""
+    unit = "s" if pass_ == "first_call_s" else "ms"
+    names = ["op", *(["pass"] if pass_ is None else []), "setting", "gate", "state"]
+    names += [f"ours, {unit}", "peer", f"its {unit}", "ratio", "error", "its error"]
+    more = [f"{column}, ours / its" for column, *_ in MORE.get(pass_ or "", ())]
+    return _header(*names, *more)
+
+
+def row_line(row: dict, pass_: str | None = None) -> str:
+    """Return a row of such a table."""
+    cells = [row["op"], *([row["pass"]] if pass_ is None else []), row["setting"], row["gate"]]
+    cells += [f"{row['state']} {row['layout']}", *_times(row)]
+    for side in ("ours", "peer"):
+        worst = row["also"].get(f"{side}_worst")
+        cells.append(_number(row[f"{side}_error"], ".1e") + (f" ({worst})" if worst else ""))
+    for _, name, form in MORE.get(pass_ or "", ()):
+        both = (_number(row["also"].get(f"{side}_{name}"), form) for side in ("ours", "peer"))
+        cells.append(" / ".join(both))
+    return _line(*cells)
+
+
+def table(rows: list[dict], pass_: str | None) -> str:
+    """Return a Markdown table of one pass, or of all, by operator, gate and setting."""
+    rows = [r for r in rows if pass_ in (None, r["pass"])]
+    rows.sort(key=lambda r: (r["op"] != "kda", GATES.index(r["gate"]), r["setting"]))
+    return "\n".join([header(pass_), *(row_line(r, pass_) for r in rows)])
+
+
+def valid_rows(evidence: dict) -> list[dict]:
+    """Return the rows of an evidence file that may be published."""
+    return [r for r in evidence["rows"] if is_valid(r, evidence["code"]["rows"])]
+
+
+def machines(rows: list[dict]) -> dict[str, list[dict]]:
+    """Return rows by card and versions."""
+    names = [f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}" for r in rows]
+    return {n: [r for r, name in zip(rows, names) if name == n] for n in dict.fromkeys(names)}
+
+
+def of_pass(evidence: dict, pass_: str) -> str:
+    """Return the tables of a pass, with a caption each."""
+    rows = [r for r in evidence["rows"] if r["pass"] == pass_]
+    valid, suite = valid_rows(evidence | {"rows": rows}), evidence["suite"]
+    counts = [f"{suite[w]} {w}" for w in ("passed", "failed", "skipped") if suite[w]]
+    caption = f"tests/gpu {', '.join(counts)}" + (f", {suite['cut']}" if suite["cut"] else "")
+    if older := len(rows) - len(valid):
+        caption += f"; {older} rows of earlier kernels are left out"
+    if rows and not valid:
+        return f"{TITLES[pass_]}. {caption}.\n"
+    tables = (
+        f"{TITLES[pass_]}. {name}; {caption}; {PROTOCOL}\n\n{table(some, pass_)}\n"
+        for name, some in machines(valid).items()
+    )
+    return "\n".join(tables)
+
+
+def of_cpu(cpu: dict) -> str:
+    """Return the table of a file of a CPU."""
+    peers = "".join(f", {name} {version}" for name, version in cpu["peers"].items())
+    about = f"{cpu['device']}, torch {cpu['torch']}{peers}; {cpu['dtype']}, {PROTOCOL}"
+    return f"{about}\n\n{table(cpu['rows'], None)}\n"
+
+
+def with_ours(peers: list[dict], rows: list[dict]) -> list[dict]:
+    """Return rows of peers from other runs, with our times of the same call."""
+    ours = {case_of(r): r["ours_ms"] for r in rows}
+    return [p | {"ours_ms": ours.get(case_of(p))} for p in peers]
+
+
+def of_summary(rows: list[dict]) -> str:
+    """Return the table of README: the rows of `SUMMARY` that have both times."""
+    named = {name_of(r): r | {"peer": SHOWN.get(r["peer"], r["peer"])} for r in rows if ratio(r)}
+    some = {title: named[name] for title, name in SUMMARY.items() if name in named}
+    lines = (_line(title, row["setting"], *_times(row)) for title, row in some.items())
+    head = _header("call", "setting", "kda-ops, ms", "peer", "its ms", "ratio")
+    return "\n".join([head, *lines, ""])
+
+
+def rewrite(text: str, root: Path, up: str = "") -> str:
+    """Return a page with tables between its marks; `up` leads from it to the root."""
+    folder = root / FOLDER
+
+    def read(name: str, missing):
+        return json.loads((folder / name).read_text()) if (folder / name).exists() else missing
+
+    evidence, cpu = read("evidence.json", None), read("evidence_cpu.json", None)
+    rows = valid_rows(evidence)
+    apart = with_ours(read("elsewhere.json", []), rows)
+    shown = {n: f"![{words}]({up}{FOLDER}/{n})\n" for n, words in PICTURES.items()}
+    shown = {n: line for n, line in shown.items() if (folder / n).exists()}
+
+    def fill(m: re.Match) -> str:
+        if m[2] == "summary":
+            caption = f"{'; '.join(machines(rows))}; GPU time.\n\n"
+            parts = shown.get("evidence.svg"), caption + of_summary([*rows, *apart])
+            return "\n".join(filter(None, parts))
+        if m[2] == "pictures":
+            return "\n".join(shown.values())
+        if m[2] == "elsewhere":
+            return table(apart, None) + "\n" if apart else ""
+        if m[2] == "cpu":
+            return of_cpu(cpu) if cpu else ""
+        return of_pass(evidence, m[2])
+
+    return _MARKED.sub(lambda m: m[1] + fill(m) + m[3], text)
+
+
+def draw(rows: list[dict], about: str) -> str:
+    """Draw rows that have both times, as SVG: a line per operator, pass and peer, a dot per row."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    lines: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        lines.setdefault((row["op"], row["pass"], row["peer"]), []).append(ratio(row) or 0.0)
+    keys = sorted(lines, key=lambda x: (x[0] != "kda", PASSES.index(x[1]), x[2]))
+    every = sum(lines.values(), [])
+    figure = Figure(figsize=(8, 1.3 + 0.38 * len(keys)), layout="constrained")
+    axes = figure.add_subplot()
+    for y, key in enumerate(keys):
+        for faster in lines[key]:
+            axes.plot(faster, y, "o", color="#1a7f37" if faster >= 1 else "#d1242f", alpha=0.7)
+        median = f"median {statistics.median(lines[key]):.2f}×"
+        axes.annotate(median, (1.01, y), xycoords=("axes fraction", "data"), va="center")
+    names = (f"{op.upper()} {TITLES[pass_].split(',')[0].lower()}, {p}" for op, pass_, p in keys)
+    axes.set_yticks(range(len(keys)), list(names))
+    axes.set_ylim(len(keys) - 0.4, -0.6)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(min([0.8, *every]) / 1.1, max([4, *every]) * 1.1)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}×")
+    axes.xaxis.set_minor_formatter(lambda x, _: "")
+    axes.grid(axis="x", alpha=0.3)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    lost = sum(faster < 1 for faster in every)
+    caption = f"Speed of kda-ops relative to the peer: {len(every)} rows, {lost} lost (red)."
+    axes.set_xlabel(f"{caption}\n{about}")
+    out = io.StringIO()
+    # the same bytes for the same rows: no date, and identifiers from a fixed salt
+    with matplotlib.rc_context({"svg.hashsalt": "kda-ops", "svg.fonttype": "none"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    """Rewrite the pages of the checkout, or of another folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("folder", nargs="?", type=Path, help="the checkout by default")
+    root = parser.parse_args(argv).folder or checkout()
+    source = root / FOLDER / "evidence.json"
+    if not source.exists():
+        raise SystemExit(f"{source} does not exist: run python -m benchmarks evidence on a GPU.")
+    rows = [r for r in valid_rows(json.loads(source.read_text())) if ratio(r) is not None]
+    picture = source.with_suffix(".svg")
+    picture.unlink(missing_ok=True)
+    if rows:
+        picture.write_text(draw(rows, "; ".join(machines(rows))))
+    for page in (root / name for name in PAGES if (root / name).exists()):
+        page.write_text(rewrite(page.read_text(), root, "" if page.parent == root else "../"))
+    return 0

@@ -1,3 +1,0 @@
-"""Measurements: our operators beside their peers (`compare`), evidence from a GPU, kernel
-configurations (`tune`, `offline`).
-"""

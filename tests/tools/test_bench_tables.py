@@ -1,0 +1,113 @@
+"""``python -m benchmarks tables``: tables and picture come from the files of results."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import tables
+from kda_ops.tools.cases import case_of, name_of
+from kda_ops.tools.digests import code_of
+from tests.support.benchmark import row
+
+SUITE = {"source": "s", "passed": 5, "failed": 1, "skipped": 0, "cut": None}
+
+
+def evidence_of(*rows):
+    """Build an evidence file of rows that are valid unless they have a `code`."""
+    code = {"triton": "2", "rows": {case_of(r): "scan:1" for r in rows}}
+    made = [{"gpu": "G", "torch": "1", "triton": "2", "code": code_of("scan:1")} | r for r in rows]
+    return {"code": code, "suite": SUITE, "rows": made, "missing": {}}
+
+
+def page(folder, text, *rows, **files):
+    """Make a checkout with a README, an evidence file of rows and other files of results."""
+    results = folder / tables.FOLDER
+    results.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(text)
+    for name, found in ({"evidence": evidence_of(*rows)} | files).items():
+        (results / f"{name}.json").write_text(json.dumps(found))
+    return lambda: (tables.main([str(folder)]), (folder / "README.md").read_text())[1]
+
+
+def marked(*names):
+    return "".join(f"a\n<!-- evidence: {name} -->\nold\n<!-- end -->\nb\n" for name in names)
+
+
+def test_a_page_gets_every_row_of_a_pass_losses_included(tmp_path):
+    decode = row(**{"pass": "decode"}, also={"ours_share": 0.91, "ours_call_us": 27.2})
+    write = page(tmp_path, marked("fwd", "decode", "model"), row(ours_ms=4.0), decode)
+    new = write()
+    fwd, decoded, model = new.split("b\n")[:3]
+    assert "old" not in new and fwd.count("0.50×") == 1 and "5 passed, 1 failed" in fwd
+    assert "| 91% / – | 27 / – |" in decoded and "0.50×" not in decoded
+    assert model == "a\n<!-- evidence: model -->\n<!-- end -->\n" and write() == new
+    lines = [line for line in new.splitlines() if line[:1] == "|"]
+    assert {line.count("|") for line in lines} == {11, 13}
+    assert "ours, s |" in tables.header("first_call_s")
+
+
+def test_no_row_of_other_kernels_is_published_and_each_card_has_its_table(tmp_path):
+    stale = {"peer": "stale", "code": "0"}
+    rows = (
+        row(peer="new"),
+        row(peer="other", gpu="H"),
+        row(**stale),
+        row(**{"pass": "decode"} | stale),
+    )
+    new = page(tmp_path, marked("fwd", "decode", "pictures"), *rows)()
+    assert "| stale |" not in new and new.count("| new |") == new.count("| other |") == 1
+    assert new.count("G, torch 1, triton 2; ") == new.count("H, torch 1, triton 2; ") == 1
+    assert new.count("; 1 rows of earlier kernels are left out; ") == 2
+    assert "1 rows of earlier kernels are left out.\n<!-- end -->" in new
+    assert "![How many" in new and "](benchmarks/results/evidence.svg)" in new
+
+
+def test_peers_of_other_runs_stand_next_to_our_valid_rows(tmp_path):
+    peers = [row(peer="p", peer_ms=1.0) | {"ours_error": None}]
+    del peers[0]["ours_ms"]
+    rows = row(ours_ms=3.0, code="0"), row(ours_ms=2.0)
+    assert "| 2 | p | 1 | 0.50× |" in page(tmp_path, marked("elsewhere"), *rows, elsewhere=peers)()
+    assert "| – | p | 1 | – |" in page(tmp_path, marked("elsewhere"), rows[0], elsewhere=peers)()
+
+
+def test_a_summary_has_at_most_eight_rows_and_the_picture(tmp_path, monkeypatch):
+    assert len(tables.SUMMARY) <= 8
+    monkeypatch.setattr(tables, "SUMMARY", {"A": name_of(row()), "B": "kda fwd none"})
+    new = page(tmp_path, marked("summary"), row(ours_ms=4.0))()
+    assert "| A | B1T130H2HV4D16 | 4 | FLA 0.6.0 (Triton) | 2 | 0.50× |\n<!-- end -->" in new
+    assert "evidence.svg" in new and "G, torch 1, triton 2; GPU time." in new
+
+
+def test_the_table_of_the_cpu_comes_from_a_file_of_its_own(tmp_path):
+    cpu = {"device": "CPU, 2 threads", "torch": "2", "dtype": "float32", "peers": {"here": "1.5"}}
+    new = page(tmp_path, marked("cpu"), evidence_cpu=cpu | {"rows": [row(ours_ms=4.0)]})()
+    assert "CPU, 2 threads, torch 2, here 1.5; float32, medians" in new and "0.50×" in new
+
+
+def test_the_picture_has_a_dot_for_every_row_and_the_losses_in_red():
+    pytest.importorskip("matplotlib")
+    rows = [row(ours_ms=m, **{"pass": p}) for p in ("fwd", "decode") for m in (0.002, 0.5, 4.0)]
+    text = tables.draw(rows, "G <1>")
+    ElementTree.fromstring(text)
+    dots = {colour: text.count(f"fill: {colour}") for colour in ("#1a7f37", "#d1242f")}
+    assert dots["#1a7f37"] == 2 * dots["#d1242f"] > 0
+    assert "6 rows, 2 lost (red)" in text and "KDA decode, fla" in text and "G &lt;1&gt;" in text
+    assert tables.draw(rows, "G <1>") == text  # the same bytes for the same rows
+    one = next(line for line in text.splitlines() if "stroke: #000000" in line)
+    assert one
+
+
+def test_without_a_pair_of_times_there_is_no_picture(tmp_path):
+    with pytest.raises(SystemExit, match="does not exist"):
+        tables.main([str(tmp_path)])
+    new = page(tmp_path, marked("pictures", "fwd"), row(peer=None, peer_ms=None))()
+    assert "evidence.svg" not in new and not (tmp_path / tables.FOLDER / "evidence.svg").exists()
+
+
+def test_a_page_in_a_folder_leads_back_to_the_results(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "performance.md").write_text(marked("pictures"))
+    page(tmp_path, marked("fwd"), row())()
+    said = (tmp_path / "docs" / "performance.md").read_text()
+    assert "](../benchmarks/results/evidence.svg)" in said
