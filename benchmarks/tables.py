@@ -30,9 +30,9 @@ PICTURES = {
 SUMMARY = {
     "KDA forward": "kda fwd B8T4096H32 bound fp32 kv fla",
     "KDA forward and backward": "kda fwdbwd B8T4096H32 bound fp32 kv fla",
-    "KDA forward, strong decays": "kda fwd B1T65536H32 strong fp32 kv cuDNN frontend 1.32 (strong)",
-    "the same with backward": "kda fwdbwd B1T65536H32 strong fp32 kv cuDNN frontend 1.32 (strong)",
-    "the same, weak decays": "kda fwdbwd B1T65536H32 weak fp32 kv cuDNN frontend 1.32 (weak)",
+    "KDA forward, strong": "kda fwd B1T65536H32 strong_safe fp32 kv cuDNN frontend 1.32 (strong)",
+    "with backward": "kda fwdbwd B1T65536H32 strong_safe fp32 kv cuDNN frontend 1.32 (strong)",
+    "with backward, weak": "kda fwdbwd B1T65536H32 weak_safe fp32 kv cuDNN frontend 1.32 (weak)",
     "GDN forward": "gdn fwd B8T4096H32 softplus fp32 kv fla",
     "GDN forward and backward": "gdn fwdbwd B8T4096H32 softplus fp32 kv FlashQLA 0.1.3 (given)",
     "KDA decode, one token": "kda decode B128T1H32 bound fp32 kv fla",
@@ -147,18 +147,18 @@ def of_cpu(cpu: dict) -> str:
 
 
 def with_ours(peers: list[dict], rows: list[dict]) -> list[dict]:
-    """Return rows of peers from other runs, with our times of the same call."""
-    ours = {case_of(r): r["ours_ms"] for r in rows}
-    return [p | {"ours_ms": ours.get(case_of(p))} for p in peers]
+    """Return rows of peers from other runs, with our times of the same call on the same card."""
+    ours = {(case_of(r), r["gpu"]): r for r in rows}
+    return [ours.get((case_of(p), p["gpu"]), {"ours_ms": None}) | p for p in peers]
 
 
 def of_summary(rows: list[dict]) -> str:
-    """Return the table of README: the rows of `SUMMARY` that have both times."""
+    """Return the caption and the table of README: the rows of `SUMMARY` that have both times."""
     named = {name_of(r): r | {"peer": SHOWN.get(r["peer"], r["peer"])} for r in rows if ratio(r)}
     some = {title: named[name] for title, name in SUMMARY.items() if name in named}
     lines = (_line(title, row["setting"], *_times(row)) for title, row in some.items())
     head = _header("call", "setting", "kda-ops, ms", "peer", "its ms", "ratio")
-    return "\n".join([head, *lines, ""])
+    return "\n".join([f"{'; '.join(machines([*some.values()]))}; GPU time.\n", head, *lines, ""])
 
 
 def rewrite(text: str, root: Path, up: str = "") -> str:
@@ -176,9 +176,7 @@ def rewrite(text: str, root: Path, up: str = "") -> str:
 
     def fill(m: re.Match) -> str:
         if m[2] == "summary":
-            caption = f"{'; '.join(machines(rows))}; GPU time.\n\n"
-            parts = shown.get("evidence.svg"), caption + of_summary([*rows, *apart])
-            return "\n".join(filter(None, parts))
+            return "\n".join(filter(None, [shown.get("evidence.svg"), of_summary([*rows, *apart])]))
         if m[2] == "pictures":
             return "\n".join(shown.values())
         if m[2] == "elsewhere":

@@ -349,7 +349,7 @@ def _gradient(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of scale q, k, v, g and beta of some chunks.
 
-    Letters are those of docs/maths.md, "Backward".
+    Letters are those of docs/maths.md, section 3.
     """
     q, k, v, beta, decay = c.q, c.k, c.v, c.beta, c.decay
     dP = product(d_o, v_new.mT)

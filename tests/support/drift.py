@@ -98,7 +98,7 @@ def measure(
     dtype: torch.dtype,
     width: int = WIDTH,
 ) -> list[dict]:
-    """Return a row per window: its last step, the error of decoding, its limit, the chunk form's."""
+    """Return a row per window: its last step, decoding's error and limit, the chunk's error."""
     rows, steps = [], steps // WINDOWS * WINDOWS
     for op in ops:
         x = tokens(op, steps, dtype, width)

@@ -64,11 +64,13 @@ def test_no_row_of_other_kernels_is_published_and_each_card_has_its_table(tmp_pa
 
 
 def test_peers_of_other_runs_stand_next_to_our_valid_rows(tmp_path):
-    peers = [row(peer="p", peer_ms=1.0) | {"ours_error": None}]
+    peers = [row(peer="p", peer_ms=1.0) | {"ours_error": None, "gpu": "G"}]
     del peers[0]["ours_ms"]
     rows = row(ours_ms=3.0, code="0"), row(ours_ms=2.0)
     assert "| 2 | p | 1 | 0.50× |" in page(tmp_path, marked("elsewhere"), *rows, elsewhere=peers)()
     assert "| – | p | 1 | – |" in page(tmp_path, marked("elsewhere"), rows[0], elsewhere=peers)()
+    peers[0]["gpu"] = "another card"
+    assert "| – | p | 1 | – |" in page(tmp_path, marked("elsewhere"), *rows, elsewhere=peers)()
 
 
 def test_a_summary_has_at_most_eight_rows_and_the_picture(tmp_path, monkeypatch):

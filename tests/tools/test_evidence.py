@@ -166,8 +166,8 @@ def test_what_takes_minutes_comes_first():
     names = [
         "tests/gpu/test_step.py::test_a",
         "tests/gpu/test_compiled.py::test_b",
-        "tests/test_interpreter.py::test_c",
-        "tests/test_compiled.py::test_d",
+        "tests/kernels/test_interpreter.py::test_c",
+        "tests/compile/test_compiled.py::test_d",
     ]
     items = [SimpleNamespace(nodeid=n) for n in names]
     longest_first(items)

@@ -23,7 +23,7 @@ def test_files_links_and_commands_exist():
     assert not [n for n in named if not (ROOT / n).exists()]
     commands = re.findall(r"python -m kda_ops (\w+)", TEXT)
     assert "doctor" in commands and set(commands) <= set(COMMANDS)
-    assert {"evidence", "tables"} <= set(re.findall(r"python -m benchmarks (\w+)", TEXT))
+    assert {"evidence"} <= set(re.findall(r"python -m benchmarks (\w+)", TEXT))
 
 
 @pytest.mark.quick
