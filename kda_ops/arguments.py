@@ -74,6 +74,12 @@ def refuse_layout(names: Iterable[str], args: Iterable[object]) -> NoReturn:
     raise TypeError("All tensors must be dense (layout torch.strided): convert them first.")
 
 
+def check_dense(name: str, x: Tensor) -> None:
+    """Refuse a tensor whose elements strides do not address."""
+    if not is_dense(x):
+        refuse_layout((name,), (x,))
+
+
 def check_writable(name: str, x: Tensor | None) -> None:
     """Refuse to write a tensor of inference mode outside that mode.
 

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from kda_ops.arguments import check_dense
+
 CHUNK = 64  # tokens per chunk, C in docs/maths.md
 MAX_K = 256
 SAFE_BOUND = -5.0  # what `safe_gate` promises when no lower_bound names another bound
@@ -67,6 +69,7 @@ def check_offsets(
             "cu_seqlens must be an int32 or int64 tensor of shape [N + 1], got "
             f"{type(cu_seqlens).__name__}: torch.tensor(...) makes one."
         )
+    check_dense("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
     check_index("cu_seqlens", cu_seqlens, device, of)
@@ -506,11 +509,7 @@ class Problem:
                 f"state must have 4 dimensions {layout} "
                 f"(transpose_state_layout={self.transposed}), got shape {list(state.shape)}."
             )
-        if _overlaps(state):
-            raise ValueError(
-                "state must not overlap itself, because it is written in place, got strides "
-                f"{list(state.stride())}: clone it."
-            )
+        check_no_overlap("state", state)
         if state_indices is None:
             self._take_state("state", "N", self.N, state, pool=True)
         else:
@@ -619,6 +618,15 @@ def _is_any_size(size: int | torch.SymInt) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return bool(free_unbacked_symbols(size))
+
+
+def check_no_overlap(name: str, x: Tensor) -> None:
+    """Refuse a pool or cache of which two elements may share a place."""
+    if not x.is_contiguous() and _overlaps(x):
+        raise ValueError(
+            f"{name} must not overlap itself, because it is written in place, got strides "
+            f"{list(x.stride())}: clone it."
+        )
 
 
 def new_output(v: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kda_ops.nn.checks import check_buffer, check_size
+
 
 class Cache(nn.Module):
     """Hold the past of N sequences for one layer, in buffers that the layer reads and writes in
@@ -73,13 +75,14 @@ class Cache(nn.Module):
         """The number of sequences, N."""
         return self.state.shape[0]
 
+    @torch.no_grad()
     def reset(self, sequences: Tensor | slice = slice(None)) -> None:
         """Zero the past of the given sequences, so that new ones can start in their place.
 
         Args:
             sequences: an index into N; all sequences by default.
         """
-        for buffer in self.buffers():
+        for buffer in self._writable():
             buffer[sequences] = 0
 
     @torch.no_grad()
@@ -99,7 +102,7 @@ class Cache(nn.Module):
                 f"beam_idx must have shape [N] = [{self.batch_size}], got {list(source.shape)}: "
                 "batch_select_indices changes the number of sequences."
             )
-        for buffer in self.buffers():
+        for buffer in self._writable():
             buffer.copy_(buffer.index_select(0, source.to(buffer.device)))
 
     @torch.no_grad()
@@ -126,9 +129,8 @@ class Cache(nn.Module):
         Raises:
             ValueError: `repeats` is below 1.
         """
-        if repeats < 1:
-            raise ValueError(f"repeats must be at least 1, got {repeats}.")
-        self._replace([buffer.repeat_interleave(repeats, 0) for buffer in self.buffers()])
+        check_size("repeats", repeats)
+        self._replace([buffer.repeat_interleave(int(repeats), 0) for buffer in self.buffers()])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse to remove the last tokens: a state does not store earlier states.
@@ -144,7 +146,12 @@ class Cache(nn.Module):
 
     def _sequences(self, name: str, index: Tensor | slice | Sequence[int]) -> Tensor:
         """Return the numbers of the sequences that an index selects, [M] from 0 to N - 1."""
-        index = index if isinstance(index, slice) else torch.as_tensor(index)
+        try:
+            index = index if isinstance(index, slice) else torch.as_tensor(index)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{name} must be integers or bools along one axis, got {index!r}."
+            ) from error
         if isinstance(index, Tensor):
             index = index if index.numel() else index.long()  # torch makes floats of []
             if index.is_floating_point() or index.is_complex() or index.dim() != 1:
@@ -152,12 +159,20 @@ class Cache(nn.Module):
                     f"{name} must be integers or bools along one axis, "
                     f"got {index.dtype} of shape {list(index.shape)}."
                 )
+            if index.dtype is not torch.bool:
+                index = index.long()  # torch would take uint8 for a mask
         N = self.batch_size
         numbers = torch.arange(N, device=index.device if isinstance(index, Tensor) else None)
         try:
             return numbers[index]
         except IndexError as error:
             raise IndexError(f"{name} must name some of the N = {N} sequences: {error}.") from error
+
+    def _writable(self) -> list[Tensor]:
+        """All buffers, once each of them may be written."""
+        for buffer in self.buffers():
+            check_buffer("cache", buffer)
+        return list(self.buffers())
 
     def _replace(self, buffers: list[Tensor]) -> None:
         names = [name for name, _ in self.named_buffers()]

@@ -8,11 +8,14 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from kda_ops.arguments import check_dense, check_writable
 from kda_ops.nn.local import LocalLinear
-from kda_ops.problem import check_float
+from kda_ops.problem import check_float, check_no_overlap
 
 __all__ = [
     "DTYPES",
+    "check_buffer",
+    "check_dense",
     "check_dtype",
     "check_eps",
     "check_float",
@@ -43,6 +46,14 @@ def check_eps(name: str, eps: float) -> None:
     """Refuse an epsilon that is not finite and above 0: norms could be NaN."""
     if not 0.0 < eps < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, got {eps}.")
+
+
+def check_buffer(name: str, x: Tensor) -> None:
+    """Refuse a buffer that cannot be written, before it or another one is."""
+    check_dense(name, x)
+    check_writable(name, x)
+    if not torch.compiler.is_compiling():  # the operator in the graph checks the state again
+        check_no_overlap(name, x)
 
 
 def check_x(x: Tensor, name: str, projection: nn.Module) -> None:

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kda_ops.arguments import check_writable
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.checks import (
     DTYPES,
+    check_buffer,
+    check_dense,
     check_dtype,
     check_eps,
     check_size,
@@ -381,6 +382,7 @@ class DeltaAttention(nn.Module):
                 f"x must be a tensor of shape [B, T, hidden_size], got {type(x).__name__}: "
                 "torch.tensor(...) makes one."
             )
+        check_dense("x", x)
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x must have shape [B, T, hidden_size] = [B, T, {self.hidden_size}], got "
@@ -394,6 +396,7 @@ class DeltaAttention(nn.Module):
                     "attention_mask must be a tensor of shape [B, T], got "
                     f"{type(attention_mask).__name__}: torch.tensor(...) makes one."
                 )
+            check_dense("attention_mask", attention_mask)
             if attention_mask.device != x.device:
                 raise TypeError(
                     f"attention_mask must be on {x.device}, where x is, "
@@ -453,7 +456,9 @@ class DeltaAttention(nn.Module):
                 hooked = getattr(self, f"{n}_conv1d")._forward_pre_hooks
                 self._check_cached("convolution tails", tail, (q.dtype,) if hooked else DTYPES, q)
         if torch.is_grad_enabled() and (
-            q.requires_grad or any(p.requires_grad for p in self.parameters())
+            q.requires_grad
+            or any(b is not None and b.requires_grad for b in buffers)
+            or any(p.requires_grad for p in self.parameters())
         ):
             raise RuntimeError(
                 "cache is written in place and has no gradient: call the layer under "
@@ -470,4 +475,4 @@ class DeltaAttention(nn.Module):
                 f"cache must hold {what} of {names} on {q.device}, got {x.dtype} on {x.device}: "
                 f"make it with new_cache({x.shape[0]}, dtype={q.dtype}, device={str(q.device)!r})."
             )
-        check_writable("cache", x)
+        check_buffer("cache", x)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kda_ops.nn.checks import check_dtype, check_float, check_size
+from kda_ops.nn.checks import check_buffer, check_dense, check_dtype, check_float, check_size
 from kda_ops.nn.local import local
 from kda_ops.nn.packing import Packing
 from kda_ops.registrations.opaque import opaque
@@ -86,6 +86,7 @@ class ShortConvolution(nn.Module):
             TypeError: x or the tail is not a float or on another device than the weight.
         """
         weight, bias = local(self.weight), local(self.bias)
+        check_dense("x", x)
         if x.dim() != 3 or x.shape[-1] != weight.shape[0]:
             raise ValueError(
                 f"x must have shape [B, T, D] = [B, T, {weight.shape[0]}], got {list(x.shape)}."
@@ -99,6 +100,7 @@ class ShortConvolution(nn.Module):
             )
         if tail is not None:
             check_float("tail", tail, x.device, "x")
+            check_buffer("tail", tail)
         position = None if packing is None else packing.position
         if tail is None and torch.is_grad_enabled():
             return _Convolve.apply(x, weight, bias, position).to(x.dtype)

@@ -144,8 +144,52 @@ def test_a_cache_made_under_inference_mode_is_refused_outside_before_it_is_writt
     for part in (x[:, 5:6], x[:, 5:]):
         with pytest.raises(RuntimeError, match=r"^cache was made under torch.inference_mode\(\)"):
             layer(part, cache=cache)
+    for act in (lambda c: c.reset(), lambda c: c.reorder_cache(torch.tensor([1, 0]))):
+        with pytest.raises(RuntimeError, match=r"^cache was made under torch.inference_mode\(\)"):
+            act(cache)
+    with pytest.raises(RuntimeError, match=r"^tail was made under torch.inference_mode\(\)"):
+        layer.q_conv1d(torch.zeros_like(cache.q_conv)[:, :1], cache.q_conv)
     with torch.inference_mode():
         close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:])
+
+
+BUFFERS = ("state", "q_conv", "k_conv", "v_conv")
+USES = {
+    "decode": lambda layer, cache: layer(rows(2, 1), cache=cache),
+    "prefill": lambda layer, cache: layer(rows(2, 5), cache=cache),
+    "reset": lambda layer, cache: cache.reset(),
+    "reorder": lambda layer, cache: cache.reorder_cache(torch.tensor([1, 1])),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_that_cannot_be_written_is_refused_before_another_one_is(name, use):
+    layer = build(KimiDeltaAttention)
+    cache = layer.new_cache(2)
+    layer(rows(2, 5), cache=cache)
+    own = getattr(cache, name)
+    before = {n: b.clone() for n, b in cache.named_buffers() if n != name}
+    for x, error, words in (
+        (own[:1].expand_as(own), ValueError, "must not overlap itself, because it is written"),
+        (own.to_sparse(), TypeError, "must be a dense tensor, got one of layout"),
+    ):
+        setattr(cache, name, x)
+        with pytest.raises(error, match=f"^cache {words}"):
+            USES[use](layer, cache)
+        assert all(torch.equal(getattr(cache, n), b) for n, b in before.items())
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_that_requires_a_gradient_is_refused_before_another_one_is_written(name):
+    layer = build(KimiDeltaAttention).requires_grad_(False)
+    cache = layer.new_cache(2)
+    getattr(cache, name).requires_grad_()
+    with pytest.raises(RuntimeError, match="^cache is written in place and has no gradient"):
+        layer(rows(2, 1), cache=cache)
+    assert not any(b.any() for b in cache.buffers())
+    cache.reset()
 
 
 # --- sequences that move --------------------------------------------------------------------------
@@ -159,6 +203,11 @@ CACHED = [
 MOVES = {
     "reorder": (lambda c: c.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
     "reorder int32": (lambda c: c.reorder_cache(torch.tensor([1, 2, 0]).int()), [1, 2, 0]),
+    "reorder uint8": (lambda c: c.reorder_cache(torch.tensor([1, 1, 1]).byte()), [1, 1, 1]),
+    "reorder int8": (
+        lambda c: c.reorder_cache(torch.tensor([1, 2, 0], dtype=torch.int8)),
+        [1, 2, 0],
+    ),
     "select": (lambda c: c.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
     "select a list": (lambda c: c.batch_select_indices([0, 0, 2, -1]), [0, 0, 2, 2]),
     "select by mask": (lambda c: c.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
@@ -242,6 +291,8 @@ REFUSED = [
     ),
     (lambda c: c.batch_select_indices([-4]), IndexError, "indices must name some of the N = 3"),
     (lambda c: c.batch_select_indices([True]), IndexError, "indices must name some of the N = 3"),
+    (lambda c: c.reorder_cache(None), TypeError, "beam_idx must be integers or bools along one"),
+    (lambda c: c.batch_repeat_interleave(1.5), TypeError, "repeats must be a whole number, got"),
     (lambda c: c.batch_repeat_interleave(0), ValueError, "repeats must be at least 1, got 0"),
     (lambda c: c.crop(-1), NotImplementedError, "crop cannot remove tokens from a recurrent state"),
     (lambda c: c.crop(1), NotImplementedError, "copy.deepcopy the cache before those tokens"),
