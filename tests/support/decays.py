@@ -230,7 +230,7 @@ def rows(setting: Setting, device: torch.device) -> list[Row]:
     found = {}
     for name, h in product(got, heads):
         x, ref, t = (_head(r[name], name, h) for r in (got, want, near))
-        found[name, h] = _row(setting.laws()[h], name, x, ref, [t])
+        found[name, h] = _row(setting.laws()[h], name, x, ref, [t], got[name].dtype)
     over = [key for key, row in found.items() if not row.budget <= 1.0]
     if over:
         draws = [near] + [twin(setting, device, i) for i in range(1, DRAWS)]
@@ -239,7 +239,7 @@ def rows(setting: Setting, device: torch.device) -> list[Row]:
         for name, h in over:
             x, ref = _head(got[name], name, h), _head(want[name], name, h)
             twins = [_head(d[name], name, h) for d in draws]
-            found[name, h] = _row(setting.laws()[h], name, x, ref, twins)
+            found[name, h] = _row(setting.laws()[h], name, x, ref, twins, got[name].dtype)
     return list(found.values())
 
 
@@ -248,14 +248,16 @@ def _head(x: Tensor, name: str, h: int) -> Tensor:
     return x.select(1 if "state" in name else 2, h).double().cpu()
 
 
-def _row(law: str, name: str, x: Tensor, ref: Tensor, twins: list[Tensor]) -> Row:
-    eps = torch.finfo(torch.bfloat16 if name in ("o", "dq", "dk", "dv") else torch.float32).eps
-    size, share = NORMS["rms"](ref), 0.0
+def _row(
+    law: str, name: str, x: Tensor, ref: Tensor, twins: list[Tensor], dtype: torch.dtype
+) -> Row:
+    """Return one row, `dtype` being that of x; beyond the budget if anything is not finite."""
+    eps, size, share = torch.finfo(dtype).eps, NORMS["rms"](ref), 0.0
     for norm in NORMS.values():
         budget = 2.0 * (max(norm(t - ref) for t in twins) + eps * NORMS["maximum"](ref))
         error = norm(x - ref)
-        share = max(share, 0.0 if error == 0.0 else error / budget if budget else float("inf"))
-        share = share if error == error else float("inf")
+        used = 0.0 if error == 0.0 else error / budget if budget else torch.inf
+        share = max(share, used if budget < torch.inf and error < torch.inf else torch.inf)
     off = [NORMS["rms"](x - ref), max(NORMS["rms"](t - ref) for t in twins)]
     return Row(law, name, *(e / size if size else e for e in off), share)
 

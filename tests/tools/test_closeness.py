@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 
 from kda_ops.problem import Problem
+from tests.support import decays
 from tests.support.calls import run, run_stages
 from tests.support.cases import LENGTHS, PACKED, STRIDES, Case, cases
 from tests.support.closeness import (
@@ -245,3 +246,19 @@ def test_a_twin_that_is_cut_at_chunks_is_the_twin(lengths):
     for name, x in whole.items():
         torch.testing.assert_close(cut[name], x, rtol=1e-5, atol=1e-5)
     assert_all_close(cut, oracle(case), lambda draw: twin(case, draw=draw))
+
+
+def test_a_point_of_the_map_of_decays_has_the_budget_of_its_dtype():
+    one = torch.ones(4, dtype=torch.float64)
+    bf16, fp16 = torch.bfloat16, torch.float16
+    used = [decays._row("", "o", one + 0.004, one, [one], d).budget for d in (bf16, fp16)]
+    assert used == pytest.approx([0.004 * 2**6, 0.004 * 2**9])
+
+
+@pytest.mark.parametrize("odd", (torch.nan, torch.inf))
+@pytest.mark.parametrize("place", range(3))
+def test_no_point_of_the_map_of_decays_passes_for_want_of_a_number(odd, place):
+    x = [torch.ones(4, dtype=torch.float64) for _ in range(3)]
+    x[place][1] = odd
+    kernel, ref, twin = x
+    assert not decays._row("", "o", kernel, ref, [twin], torch.bfloat16).budget <= 1.0
