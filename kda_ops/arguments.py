@@ -15,27 +15,41 @@ F = TypeVar("F", bound=Callable)
 _CONSTANTS = {"scale": "multiply o by it", "lower_bound": "pass a constant"}
 
 
+def types_of(function: Callable) -> Callable[[Iterable[tuple[str, object]]], None]:
+    """Make a check of the types of a public function's arguments, given by name."""
+    parameters = inspect.signature(function).parameters
+    kinds = {p.name: str(p.annotation) for p in parameters.values()}
+    ours = "scale" in parameters and parameters["scale"].kind is inspect.Parameter.KEYWORD_ONLY
+
+    def check(arguments: Iterable[tuple[str, object]]) -> None:
+        for name, x in arguments:
+            if not isinstance(x, Tensor) or name in _CONSTANTS:
+                _check(name, kinds.get(name, ""), x, ours)
+
+    return check
+
+
 def in_words(function: F) -> F:
     """Check the types of a public function's arguments before the operator's schema does."""
-    kinds = {p.name: str(p.annotation) for p in inspect.signature(function).parameters.values()}
-    names = tuple(kinds)
+    names, check = tuple(inspect.signature(function).parameters), types_of(function)
 
     @wraps(function)
     def checked(*args, **given):
-        for name, x in (*zip(names, args), *given.items()):
-            if not isinstance(x, Tensor) or name in _CONSTANTS:
-                _check(name, kinds.get(name, ""), x)
+        check((*zip(names, args), *given.items()))
         return function(*args, **given)
 
     return checked  # type: ignore[return-value]
 
 
-def _check(name: str, kind: str, x: object) -> None:
-    """Refuse a value that is not a tensor where the signature has one, and the reverse."""
+def _check(name: str, kind: str, x: object, ours: bool) -> None:
+    """Refuse a value that is not a tensor where the signature has one, and the reverse.
+
+    In the argument order of this package (`ours`), scale is a keyword.
+    """
     if kind.startswith("Tensor"):
         if x is not None and not isinstance(x, Tensor):
             hint = ": torch.as_tensor(...) makes one"
-            if isinstance(x, (int, float)):
+            if ours and isinstance(x, (int, float)):
                 hint = f": pass scale by keyword, scale={x}; for FLA's order use kda_ops.compat.fla"
             wanted = "a tensor or None" if "None" in kind else "a tensor"
             raise TypeError(f"{name} must be {wanted}, got {type(x).__name__}{hint}.")
@@ -48,8 +62,12 @@ def _check(name: str, kind: str, x: object) -> None:
                 f"{name} must be a number, got a tensor that requires a gradient, which would be "
                 f"lost: {_CONSTANTS[name]}, or pass {name}.item()."
             )
-        if isinstance(x, str):
+        if isinstance(x, (int, float)) or x is None:
+            return
+        if not hasattr(x, "__float__") or getattr(x, "shape", ()) != ():
             raise TypeError(f"{name} must be a number, got {x!r}.")
+    elif kind == "int" and not hasattr(x, "__index__"):
+        raise TypeError(f"{name} must be a whole number, got {x!r}.")
 
 
 def is_dense(x: object) -> bool:
@@ -74,7 +92,20 @@ def refuse_layout(names: Iterable[str], args: Iterable[object]) -> NoReturn:
     raise TypeError("All tensors must be dense (layout torch.strided): convert them first.")
 
 
-def check_dense(name: str, x: Tensor) -> None:
+def all_dense(function: F) -> F:
+    """Check the layouts of a function's tensors, where it reads them before an operator does."""
+    names = tuple(inspect.signature(function).parameters)
+
+    @wraps(function)
+    def checked(*args, **given):
+        for name, x in (*zip(names, args), *given.items()):
+            check_dense(name, x)
+        return function(*args, **given)
+
+    return checked  # type: ignore[return-value]
+
+
+def check_dense(name: str, x: object) -> None:
     """Refuse a tensor whose elements strides do not address."""
     if not is_dense(x):
         refuse_layout((name,), (x,))

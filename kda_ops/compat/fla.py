@@ -47,7 +47,8 @@ import torch
 from torch import Tensor
 
 from kda_ops import functional
-from kda_ops.problem import CHUNK, Problem
+from kda_ops.arguments import all_dense, check_writable, in_words
+from kda_ops.problem import CHUNK, Problem, check_float, check_no_overlap
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -101,7 +102,7 @@ def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
         warnings.warn(
             "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
             DeprecationWarning,
-            stacklevel=3,
+            stacklevel=5,  # past this, the function and its two decorators
         )
     return transpose_state_layout
 
@@ -145,6 +146,22 @@ def _check_beta(beta: Tensor | None, v: Tensor) -> None:
         )
 
 
+def _check_out(out: Tensor, v: Tensor) -> None:
+    """Refuse an `out` that o cannot be copied to, before the pool is written."""
+    if out.shape != v.shape or not out.is_floating_point():
+        raise ValueError(
+            f"out must be floating point and have v's shape {list(v.shape)}, got {out.dtype} "
+            f"{list(out.shape)}."
+        )
+    check_float("out", out, v.device, "v")
+    check_writable("out", out)
+    check_no_overlap("out", out)
+    if out.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("out is written in place and has no gradient: detach it.")
+
+
+@in_words
+@all_dense
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -301,6 +318,8 @@ def _with_intermediate_states(
     return o, pool[:N].clone() if output_final_state else None, h
 
 
+@in_words
+@all_dense
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -350,6 +369,8 @@ def fused_recurrent_kda(
     )
 
 
+@in_words
+@all_dense
 def fused_recurrent_kda_fwd(
     q: Tensor,
     k: Tensor,
@@ -383,11 +404,8 @@ def fused_recurrent_kda_fwd(
     """
     _refuse("fused_recurrent_kda_fwd", unknown)
     _check_beta(beta, v)
-    if out is not None and (out.shape != v.shape or not out.is_floating_point()):
-        raise ValueError(
-            f"out must be floating point and have v's shape {list(v.shape)}, got {out.dtype} "
-            f"{list(out.shape)}."
-        )
+    if out is not None:
+        _check_out(out, v)
     flags: dict[str, Any] = dict(
         scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -440,6 +458,8 @@ def fused_recurrent_kda_fwd(
     return o if out is None else out.copy_(o), final_state
 
 
+@in_words
+@all_dense
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -491,6 +511,8 @@ def chunk_gated_delta_rule(
     )
 
 
+@in_words
+@all_dense
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -564,6 +586,8 @@ def fused_recurrent_gated_delta_rule(
     )
 
 
+@in_words
+@all_dense
 def fused_kda_gate(
     g: Tensor,
     A_log: Tensor | None = None,
@@ -585,6 +609,8 @@ def fused_kda_gate(
     return y.view(g.shape).to(output_dtype)
 
 
+@in_words
+@all_dense
 def fused_gdn_gate(
     g: Tensor,
     A_log: Tensor,

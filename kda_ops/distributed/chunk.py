@@ -46,7 +46,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kda_ops import dispatch
+from kda_ops import dispatch, functional
+from kda_ops.arguments import check_dense, is_dense, types_of
 from kda_ops.distributed import collectives
 from kda_ops.distributed.plan import Contract, agree
 from kda_ops.distributed.span import Span, only
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     # in the order of the schema: q, k, v, then the optional tensors
     Tensors = tuple[Tensor, Tensor, Tensor, Unpack[tuple[Tensor | None, ...]]]
 _INPUTS = (*GRADIENTS, "cu_seqlens")
+_TYPES = {n: types_of(getattr(functional, f"chunk_{n}")) for n in schemas.VARIANTS}
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,19 @@ class Call:
 def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, Tensor | None]:
     """Run `kda_ops.distributed.chunk_kda` or `chunk_gdn`; tensors in the order of the schema."""
     q, cu_seqlens = tensors[0], tensors[-1]
+    _TYPES[namespace]([("q", q)])
 
     def parse() -> tuple[Problem, Tensors]:
+        given = (*zip(_INPUTS, tensors), *flags.items())
+        _TYPES[namespace](given)
+        for name, x in given:
+            check_dense(name, x)
         cast = _autocast(tensors)
         return _parse(namespace, cast, flags), cast
 
     plan, (p, cast) = agree(
         group,
-        q.shape[1] if q.dim() > 1 else 0,
+        q.shape[1] if is_dense(q) and q.dim() > 1 else 0,
         q.device,
         cu_seqlens,
         f"kda_ops.distributed.chunk_{namespace}",

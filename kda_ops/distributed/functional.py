@@ -6,14 +6,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from kda_ops.arguments import in_words
 from kda_ops.distributed import chunk
 from kda_ops.distributed.plan import ContextPlan
 
 Group = dist.ProcessGroup | DeviceMesh | ContextPlan
 
 
-@in_words
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -113,7 +111,6 @@ def chunk_kda(
     )
 
 
-@in_words
 def chunk_gdn(
     q: Tensor,
     k: Tensor,

@@ -493,6 +493,26 @@ REFUSALS = [
         ValueError,
         "got torch.int32",
     ),
+    ("fused_kda_gate", dict(g=0.5), TypeError, "^g must be a tensor, got float: torch"),
+    (
+        "fused_recurrent_kda",
+        dict(initial_state=torch.zeros(1, 1, 16, 24).numpy()),
+        TypeError,
+        "^initial_state must be a tensor or None, got ndarray",
+    ),
+    ("fused_gdn_gate", dict(g=torch.eye(3).to_sparse()), TypeError, "^g must be a dense tensor"),
+    (
+        "fused_recurrent_gated_delta_rule",
+        dict(gk=torch.zeros(1, 3, 1, 16).to_sparse()),
+        TypeError,
+        "^gk must be a dense tensor",
+    ),
+    (
+        "fused_recurrent_kda_fwd",
+        dict(initial_state=torch.zeros(1, 1, 16, 24), output_final_state="no"),
+        TypeError,
+        "^output_final_state must be True or False",
+    ),
     (
         "fused_recurrent_kda_fwd",
         dict(inplace_final_state=False, ssm_state_indices=torch.zeros(1)),
@@ -509,6 +529,28 @@ REFUSALS = [
 def test_refusals_say_what_to_do(name, words, error, message):
     with pytest.raises(error, match=message):
         getattr(fla, name)(**minimal(name) | words)
+
+
+OUT = {
+    "sparse": (lambda: torch.zeros(1, 3, 1, 24).to_sparse(), "must be a dense tensor"),
+    "expanded": (lambda: torch.zeros(1, 3, 1, 1).expand(1, 3, 1, 24), "must not overlap itself"),
+    "elsewhere": (lambda: torch.zeros(1, 3, 1, 24, device="meta"), "must be on cpu, where v is"),
+    "of inference mode": (None, r"was made under torch.inference_mode\(\)"),
+    "leaf": (lambda: torch.zeros(1, 3, 1, 24, requires_grad=True), "is written in place and has"),
+}
+
+
+@pytest.mark.parametrize("kind", OUT)
+def test_an_out_that_cannot_be_written_is_refused_before_the_pool_is(kind):
+    make, message = OUT[kind]
+    with torch.inference_mode(make is None):
+        out = torch.zeros(1, 3, 1, 24) if make is None else make()
+    pool = torch.zeros(1, 1, 16, 24)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=f"^out {message}"):
+        fla.fused_recurrent_kda_fwd(
+            **minimal("fused_recurrent_kda_fwd"), initial_state=pool, out=out
+        )
+    assert not pool.any()
 
 
 @pytest.mark.parametrize(

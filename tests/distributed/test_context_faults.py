@@ -72,6 +72,21 @@ ODD = {  # what group rank 1 changes, and the message that every rank must raise
         lambda x, flags: flags.update(use_qk_l2norm_in_kernel=1),
         "use_qk_l2norm_in_kernel is True on rank 0, 1 on rank 1",
     ),
+    "a flag of None": (
+        EVERYTHING,
+        lambda x, flags: flags.update(safe_gate=None),
+        "safe_gate must be True or False, got None",
+    ),
+    "a number with a gradient": (
+        EVERYTHING,
+        lambda x, flags: flags.update(scale=torch.tensor(0.5, requires_grad=True)),
+        "scale must be a number, got a tensor that requires a gradient",
+    ),
+    "sparse": (
+        EVERYTHING,
+        lambda x, flags: x.update(q=x["q"].detach().to_sparse()),
+        "q must be a dense tensor, got one of layout",
+    ),
     "refused": (
         EVERYTHING,
         lambda x, flags: x.update(beta=x["beta"][:, :-1]),

@@ -29,6 +29,15 @@ FUNCTIONS = [
 ]
 
 
+# of one rank; a call that is refused asks nothing of a group
+PLAN = kda_ops.distributed.ContextPlan("", 0, 1, (5,), None)
+
+
+def group_of(function):
+    """Return what a public function needs besides the arguments of `legal`."""
+    return {"group": PLAN} if "group" in inspect.signature(function).parameters else {}
+
+
 def legal(function):
     """Return a legal call of a public function by name; a call across ranks lacks its group."""
     name = function.__name__
@@ -54,10 +63,10 @@ def test_a_number_whose_gradient_would_be_lost_is_refused(name, hint):
     number = torch.tensor(-1.0, requires_grad=True)
     for function in takes(name):
         with pytest.raises(TypeError, match=f"^{name} must be a number, got a tensor that.*{hint}"):
-            function(**legal(function), **{name: number})
-    words = f"^{name} must be a number, got 'half'"
-    with pytest.raises(TypeError, match=words):
-        kda_ops.chunk_kda(**arguments("kda", "chunk"), **{name: "half"})
+            function(**legal(function), **group_of(function), **{name: number})
+        for value in ("half", 1j, [1.0], torch.ones(2), torch.ones(2).numpy()):
+            with pytest.raises(TypeError, match=f"^{name} must be a number, got"):
+                function(**legal(function), **group_of(function), **{name: value})
     q = arguments("kda", "chunk") | {"initial_state": None}
     want = kda_ops.chunk_kda(**q, scale=-1.0)[0]
     assert torch.equal(kda_ops.chunk_kda(**q, scale=number.detach())[0], want)
@@ -70,11 +79,12 @@ def test_a_number_in_place_of_a_tensor_is_refused(function):
     names = list(x)
     place = min(5, len(names) - 1)
     before = [x[n] for n in names[:place]]
-    with pytest.raises(TypeError, match=rf"^{names[place]} must be a tensor.*got float.*scale=0.5"):
-        function(*before, 0.5)
+    hint = ".*scale=0.5" if "scale" in inspect.signature(function).parameters else ""
+    with pytest.raises(TypeError, match=rf"^{names[place]} must be a tensor.*got float{hint}"):
+        function(*before, 0.5, **group_of(function))
     for name in names:
         with pytest.raises(TypeError, match=f"^{name} must be a tensor.*, got ndarray"):
-            function(**(x | {name: torch.zeros(2).numpy()}))
+            function(**(x | group_of(function) | {name: torch.zeros(2).numpy()}))
 
 
 @pytest.mark.parametrize("value", (None, "yes"))
@@ -83,7 +93,14 @@ def test_a_flag_is_true_or_false(function, value):
     flags = [p.name for p in inspect.signature(function).parameters.values() if p.default is False]
     for flag in flags:
         with pytest.raises(TypeError, match=f"^{flag} must be True or False, got {value!r}"):
-            function(**legal(function), **{flag: value})
+            function(**legal(function), **group_of(function), **{flag: value})
+
+
+@pytest.mark.parametrize("value", (None, 1.5, "two"))
+def test_the_distance_of_snapshots_is_a_whole_number(value):
+    for function in takes("snapshot_every"):
+        with pytest.raises(TypeError, match="^snapshot_every must be a whole number, got"):
+            function(**legal(function), snapshot_every=value)
 
 
 def odd(kind, x):
