@@ -111,6 +111,20 @@ def check_dense(name: str, x: object) -> None:
         refuse_layout((name,), (x,))
 
 
+def is_lazy(x: object) -> bool:
+    """Whether x, if it is a tensor, is not what lies in its memory."""
+    return isinstance(x, Tensor) and (x.is_neg() or x.is_conj() or x._is_zerotensor())
+
+
+def check_memory(name: str, x: Tensor) -> None:
+    """Refuse a pool or cache that is a lazy view."""
+    if is_lazy(x):
+        raise ValueError(
+            f"{name} must be memory that can be written, got a view that torch negates, "
+            "conjugates or takes for zero when it is read: clone it."
+        )
+
+
 def check_writable(name: str, x: Tensor | None) -> None:
     """Refuse to write a tensor of inference mode outside that mode.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_ops.arguments import refuse_layout
+from kda_ops.arguments import check_memory, is_lazy, refuse_layout
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
 
@@ -44,10 +44,6 @@ def refuse_nested() -> None:
             torch.library.register_torch_dispatch(name, NestedTensor, rule, lib=library)
 
 
-def _is_lazy(x: object) -> bool:
-    return isinstance(x, Tensor) and (x.is_neg() or x.is_conj() or x._is_zerotensor())
-
-
 def _resolve(operator: schemas.Operator, namespace: str):
     """Make a kernel for lazy views as arguments of an in-place operator.
 
@@ -58,12 +54,8 @@ def _resolve(operator: schemas.Operator, namespace: str):
 
     @opaque
     def kernel(*args, **flags):
-        if _is_lazy(args[place]):
-            raise ValueError(
-                "state must be memory that can be written, got a lazy negative, conjugate or zero "
-                "view: clone it."
-            )
-        resolved = [x.clone().resolve_neg().resolve_conj() if _is_lazy(x) else x for x in args]
+        check_memory("state", args[place])
+        resolved = [x.clone().resolve_neg().resolve_conj() if is_lazy(x) else x for x in args]
         with torch._C._AutoDispatchBelowAutograd():
             return op(*resolved, **flags)
 

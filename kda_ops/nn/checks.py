@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from kda_ops.arguments import check_dense, check_writable
+from kda_ops.arguments import check_dense, check_memory, check_writable
 from kda_ops.nn.local import LocalLinear
 from kda_ops.problem import check_float, check_no_overlap
 
@@ -53,6 +53,7 @@ def check_buffer(name: str, x: Tensor) -> None:
     check_dense(name, x)
     check_writable(name, x)
     if not torch.compiler.is_compiling():  # the operator in the graph checks the state again
+        check_memory(name, x)
         check_no_overlap(name, x)
 
 

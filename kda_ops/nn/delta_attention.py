@@ -64,6 +64,7 @@ class DeltaAttention(nn.Module):
         for name, size, most in (
             ("hidden_size", hidden_size, None),
             ("num_heads", num_heads, None),
+            ("num_v_heads", num_heads if num_v_heads is None else num_v_heads, None),
             ("head_dim", head_dim, MAX_K),
             ("conv_size", conv_size, None),
         ):

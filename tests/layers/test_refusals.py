@@ -15,6 +15,11 @@ REFUSALS = [
         "num_v_heads must be a multiple of num_heads = 4",
     ),
     (
+        lambda: GatedDeltaNet(64, num_heads=4, num_v_heads=8.0),
+        TypeError,
+        "num_v_heads must be a whole number, got 8.0",
+    ),
+    (
         lambda: GatedDeltaNet(64, num_heads=4, num_v_heads=6),
         ValueError,
         "num_v_heads must be a multiple of num_heads = 4",
