@@ -7,7 +7,6 @@ fail an assertion.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from kda_ops.arguments import check_memory, is_lazy, refuse_layout
 from kda_ops.registrations import schemas
