@@ -110,6 +110,20 @@ class Call:
         return state if self.transposed else state.swapaxes(2, 3)
 
 
+def _once(function):
+    """Refuse to differentiate what a first derivative runs: the kernels have no second one."""
+    function = jax.custom_jvp(function, nondiff_argnums=(0,))
+
+    @function.defjvp
+    def refuse(call, primals, tangents):
+        raise NotImplementedError(
+            "chunk_kda and chunk_gdn have no second derivatives: differentiate once, or use "
+            "recurrent_kda or recurrent_gdn."
+        )
+
+    return function
+
+
 def _run(call: Call, x: Inputs, cu_seqlens, keep: bool):
     rows = Rows(call.plan, call.T, cu_seqlens)
     g, beta = call.activated(rows, x.g, x.beta, x.A_log, x.dt_bias)
@@ -127,12 +141,17 @@ def chunk(call: Call, x: Inputs, cu_seqlens):
     return _run(call, x, cu_seqlens, keep=False)[0]
 
 
+@_once
+def _kept(call: Call, x: Inputs, cu_seqlens):
+    return _run(call, x, cu_seqlens, keep=True)
+
+
 def _chunk_forward(call: Call, x: Inputs, cu_seqlens):
-    out, entering = _run(call, x, cu_seqlens, keep=True)
+    out, entering = _kept(call, x, cu_seqlens)
     return out, (x, cu_seqlens, entering)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@_once
 def _gradients(call: Call, x: Inputs, cu_seqlens, entering, do, dfinal_state) -> Inputs:
     plan = call.plan
     rows = Rows(plan, call.T, cu_seqlens)
@@ -162,14 +181,6 @@ def _gradients(call: Call, x: Inputs, cu_seqlens, entering, do, dfinal_state) ->
         dA_log,
         ddt_bias,
         None if x.state is None else call.from_kernel(rows.passed(d["ds0"], dsT)),
-    )
-
-
-@_gradients.defjvp
-def _no_second_derivative(call, primals, tangents):
-    raise NotImplementedError(
-        "chunk_kda and chunk_gdn have no second derivatives: differentiate once, or use "
-        "recurrent_kda or recurrent_gdn."
     )
 
 

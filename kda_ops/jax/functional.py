@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import torch
 
 from kda_ops import functional
+from kda_ops.arguments import in_words
 from kda_ops.jax import activations, problem
 from kda_ops.jax.chunk import Call, Inputs, chunk
 from kda_ops.jax.recurrent import recurrent
@@ -23,7 +24,10 @@ from kda_ops.problem import Problem
 def _face(like: Callable, **own: object) -> Callable[[Callable], Callable]:
     """Give a function of (inputs, flags) the signature of `like`, and the keywords `own`."""
     signature = inspect.signature(like)
-    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    parameters = [  # arrays are checked by `problem.parse`, the rest by `in_words`
+        p.replace(annotation=p.empty) if str(p.annotation).startswith("Tensor") else p
+        for p in signature.parameters.values()
+    ]
     parameters += [
         inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=x) for n, x in own.items()
     ]
@@ -41,7 +45,7 @@ def _face(like: Callable, **own: object) -> Callable[[Callable], Callable]:
             )
 
         face.__signature__ = signature  # type: ignore[attr-defined]
-        return face
+        return in_words(face)
 
     return wrap
 

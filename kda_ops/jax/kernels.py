@@ -85,6 +85,22 @@ def _block_sums(x):
     yield before, after
 
 
+def _sums(x, reverse: bool = False):
+    """The sums of x [n, C, .] over the rows up to and including each, or from it on."""
+    row = _iota(x.shape[1:], 0)
+    for level in range(LEVELS):
+        step = 1 << level
+        inside = row < CHUNK - step if reverse else row >= step
+        x = x + jnp.where(inside, _roll(x, -step if reverse else step), 0.0)
+    return x
+
+
+def _shifted(x, rows: int):
+    """x [n, C, .] moved down by one row, or up for rows = -1; zero where nothing moves in."""
+    row = _iota(x.shape[1:], 0)
+    return jnp.where(row == (0 if rows > 0 else CHUNK - 1), 0.0, _roll(x, rows))
+
+
 def _pair(level: int):
     """[C, C]: i in the later and j in the earlier half, of 1 << level rows, of one block."""
     i, j = _iota((CHUNK, CHUNK), 0), _iota((CHUNK, CHUNK), 1)
@@ -136,11 +152,9 @@ def _gdn_levels(g, K: int):
     down the columns of g_i below the diagonal.
     """
     i, j = _iota((CHUNK, CHUNK), 0), _iota((CHUNK, CHUNK), 1)
-    inside = jnp.where(i > j, g, 0.0)
-    for level in range(LEVELS):
-        inside = inside + jnp.where(i >= (1 << level), _roll(inside, 1 << level), 0.0)
-    E = jnp.where(i > j, jnp.exp(inside), 0.0)
-    *_, (before, after) = _block_sums(jnp.broadcast_to(g, (*g.shape[:2], K)))
+    E = jnp.where(i > j, jnp.exp(_sums(jnp.where(i > j, g, 0.0))), 0.0)
+    g = jnp.broadcast_to(g, (*g.shape[:2], K))
+    before, after = _sums(g), _shifted(_sums(g, reverse=True), -1)
     return [_Level(lambda x: E * x, None)], jnp.exp(before), jnp.exp(after)
 
 
@@ -282,11 +296,12 @@ def _backward(
     late = c.tail * dot(_NN, v_new, dstate)
     # The diagonal of P does not decay: its part cancels in dG and is left out there.
     on_diagonal = jnp.sum(b_do * v_new, 2, keepdims=True)
-    dG = c.q * into_q + c.k * (early - columns - late)
+    dG = c.q * into_q + c.k * (early - columns)
     last = c.decay[:, CHUNK - 1 :] * jnp.sum(state * dstate, 1, keepdims=True)
-    last = last + jnp.sum(c.k * late, 1, keepdims=True)
     dG = dG + jnp.where(_iota(dG.shape[1:], 0) == CHUNK - 1, last, 0.0)
-    *_, (_, after) = _block_sums(dG)
+    # What a row adds to the state decays after it: a sum over earlier rows, where the suffix sum
+    # of MATHS.md would cancel.
+    b_dg = _sums(dG, reverse=True) + _shifted(_sums(c.k * late), 1)
     b_dq = plan.scale * (into_q + on_diagonal * c.k)
     b_dk = early + columns + late + on_diagonal * c.q
     if plan.l2norm:
@@ -297,9 +312,9 @@ def _backward(
     _to_heads(dk, b_dk)
     _to_heads(dv, c.b * z)
     if plan.rank:
-        _to_heads(dg, dG + after)
+        _to_heads(dg, b_dg)
     else:
-        dg[0, :, 0] = _row(jnp.sum(dG + after, 2, keepdims=True)).astype(dg.dtype)
+        dg[0, :, 0] = _row(jnp.sum(b_dg, 2, keepdims=True)).astype(dg.dtype)
     i, j = _iota((CHUNK, CHUNK), 0), _iota((CHUNK, CHUNK), 1)
     b_dbeta = jnp.sum(z * error, 2, keepdims=True)
     b_dbeta = b_dbeta + jnp.sum(jnp.where(j < i, dL * c.M, 0.0), 2, keepdims=True)

@@ -94,8 +94,8 @@ class Plan:
         n, K, V = self.heads, self.K, self.V
         group, keys = self.HV // self.H, 1 if self.shared else self.heads
 
-        def key(b, h, t, table):  # lax.div: // asks which TPU it is
-            return b, t, lax.div(h * n, group) if self.shared else h
+        def key(b, h, t, table):  # lax.div: // asks which TPU it is; of int32, with x64 on too
+            return b, t, lax.div(h * n, jnp.int32(group)) if self.shared else h
 
         def per_head(b, h, t, table):
             return b, t, h

@@ -25,6 +25,7 @@ BETAS = ("given", "none", "sigmoid", "neg_eigval")
 RANK = {"kda": 1, "gdn": 0}
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
 BOUND = -5.0
+STEEP = -30.0  # of "steep", a gate that only fixed cases name
 
 Tensors = dict[str, Tensor | None]
 
@@ -162,8 +163,8 @@ class Case:
                 never = -1000.0 if self.gate == "reset" else -torch.inf
                 token, entry = uniform(*g_shape[:3], *([1] if self.rank else [])), uniform(*g_shape)
                 g = torch.where((token < 0.06) | (entry < 0.03), never, g)
-        elif self.gate == "strong":
-            g = BOUND * uniform(*g_shape)
+        elif self.gate in ("strong", "steep"):
+            g = (BOUND if self.gate == "strong" else STEEP) * uniform(*g_shape)
         elif self.gate == "zero":
             g = torch.zeros(g_shape, dtype=torch.float64)
         elif self.gate in ("softplus", "bounded"):

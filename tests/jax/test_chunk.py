@@ -1,0 +1,125 @@
+"""The Pallas kernels, in interpret mode, against the float64 definition and the torch operators."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+
+pytest.importorskip("jax")
+
+from tests.support import calls, closeness
+from tests.support.arrays import errors, run
+from tests.support.cases import BETAS, GATES, KEYS, Case, cases
+from tests.support.closeness import oracle
+from tests.support.target import TARGET
+
+EXACT, SAME = 2e-6, 4e-6  # of the largest entry of a tensor, in fp32
+PARAMETERS = ("dA_log", "ddt_bias")  # sums over all tokens, which cancel: the budget is theirs
+NIGHTLY = os.environ.get("KDA_OPS_NIGHTLY") == "1"
+
+# two chunks and a ragged one, grouped heads; cases that differ in values only compile once
+PLAIN = dict(T=131, H=1, HV=2, K=16, V=24)
+VALUES = {
+    "mild": dict(gate="weak"),
+    "to -30": dict(gate="steep"),
+    "reset": dict(gate="reset"),
+    "forget": dict(gate="forget"),
+    "rows of 8": dict(gate="blocks"),
+    "keys alike": dict(gate="zero", keys="correlated"),
+}
+PACKED = dict(lengths=(0, 65, 1, 0, 64, 37, 0), tail=3, H=2, HV=4, K=24, V=16, l2norm=True)
+FORMS = {
+    "no gate, no beta": dict(gate="none", beta="none", keys="repeated", B=2, T=65, HV=1),
+    "packed": dict(gate="softplus", beta="neg_eigval", transposed=True, **PACKED),
+    "packed, bounded": dict(gate="bounded", beta="sigmoid", seed=1, **PACKED),
+    "wide, scaled": dict(T=64, K=130, V=140, HV=1, scale=0.3, state=False, final=False),
+}
+
+
+def need(got):
+    return tuple(n[1:] for n in got if n.startswith("d"))
+
+
+def assert_exact(case, got=None):
+    got = run(case) if got is None else got
+    off = errors(got, oracle(case, need(got)))
+    off = {n: e for n, e in off.items() if not e <= EXACT and n not in PARAMETERS}
+    assert not off, f"{off} of the largest entry"
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_outputs_and_gradients_are_those_of_the_definition(variant, values):
+    assert_exact(Case(variant, **PLAIN, **VALUES[values]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_every_form_of_a_call_gives_what_the_definition_gives(variant, form):
+    case = Case(variant, **FORMS[form])
+    assert_exact(case)
+    in_budget(case)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_the_torch_operator_gives_the_same(variant, values):
+    if TARGET.device.type != "cpu":
+        pytest.skip("compares with the operator on a CPU")
+    case = Case(variant, **PLAIN, **VALUES[values])
+    off = {n: e for n, e in errors(run(case), calls.run(case)).items() if not e <= SAME}
+    assert not off, f"{off} of the largest entry"
+
+
+def in_budget(case: Case) -> None:
+    """Hold a run against the budget of a twin whose operands are rounded to the kernel's dtype."""
+    got = run(case)
+    operand = torch.bfloat16 if case.dtype is torch.bfloat16 else None
+
+    def twin(draw):
+        inputs, cotangents, back = closeness.permuted(case, draw)
+        p = closeness.Problem.parse(case.rank, *inputs.values(), **case.flags())
+        reference = closeness.drawn(draw, p.state_dtype, operand)
+        return back(calls.run_stages(reference, p, cotangents, need(got)))
+
+    closeness.assert_all_close(got, oracle(case, need(got)), twin)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_bf16_stays_within_the_budget(variant, values):
+    in_budget(Case(variant, dtype=torch.bfloat16, **PLAIN, **VALUES[values]))
+
+
+@settings(max_examples=100 if NIGHTLY else 3, derandomize=not NIGHTLY)
+@given(cases(dtype=torch.float32))
+@example(Case("gdn", H=0, HV=0, T=3))
+@example(Case("kda", lengths=(0, 0), tail=2))
+def test_any_call_stays_within_the_budget(case):
+    in_budget(case)
+
+
+@pytest.mark.nightly
+@settings(max_examples=60)
+@given(cases(dtype=torch.bfloat16))
+def test_any_call_in_bf16_stays_within_the_budget(case):
+    in_budget(case)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_every_gate_and_kind_of_keys_gives_what_the_definition_gives(variant, keys, gate):
+    beta = BETAS[(GATES.index(gate) + KEYS.index(keys)) % len(BETAS)]
+    assert_exact(Case(variant, gate=gate, keys=keys, beta=beta, l2norm=True, **PLAIN))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_the_interpreter_of_a_tpus_memory_agrees(variant):
+    from jax.experimental.pallas import tpu as pltpu
+
+    case = Case(variant, lengths=(0, 65, 0, 3), H=1, HV=2, K=16, V=24, gate="forget")
+    assert_exact(case, run(case, interpret=pltpu.InterpretParams()))
