@@ -65,6 +65,13 @@ def _nested() -> None:
     refusals.refuse_nested()
 
 
+def _torchax() -> None:
+    from kda_ops.jax import torchax
+
+    torchax.register()
+
+
 when_imported("torch.utils.flop_counter", _flops)
 when_imported("torch.nested._internal.nested_tensor", _nested)
 when_imported("torch.distributed.tensor", _sharding)
+when_imported("torchax", _torchax)
