@@ -62,6 +62,15 @@ def test_every_form_of_a_call_gives_what_the_definition_gives(variant, form):
     in_budget(case)
 
 
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_gradients_of_gate_parameters_do_not_gather_the_errors_of_tokens(variant):
+    # they would, to 1e-5, were what a row adds to the state in the suffix sum
+    case = Case(variant, **FORMS["packed"])
+    got = run(case)
+    off = errors(got, oracle(case, need(got)))
+    assert max(off[n] for n in PARAMETERS) <= EXACT, off
+
+
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_torch_operator_gives_the_same(variant, values):
