@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import kda_ops
 import kda_ops.jax
 from kda_ops import problem
-from kda_ops.stages import GRADIENTS
 from tests.support.arrays import arrays, errors, face, run, to_jax, to_torch
 from tests.support.calls import overload
 from tests.support.cases import Case
@@ -164,7 +163,7 @@ def test_a_gate_that_overflows_has_finite_gradients():
     assert all(bool((d == 0).all()) for d in pull(jnp.ones_like(y)))
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("variant", ("kda", pytest.param("gdn", marks=pytest.mark.nightly)))
 def test_float64_is_computed_in_float64(variant):
     script = f"""
         import torch
@@ -188,11 +187,10 @@ def test_float16_runs_as_float32():
 
 
 def test_a_call_of_nothing_returns_nothing():
-    for case in (Case(T=0, B=2), Case(lengths=(0, 0), tail=2), Case(B=0), Case(V=0)):
+    for case in (Case(T=0, B=2), Case(lengths=(), tail=2), Case(B=0), Case(V=0)):
         o, state = face(case)(**arrays(case), output_final_state=True)
         assert o.shape == (*arrays(case)["v"].shape,) and not o.any()
         assert (state == arrays(case)["initial_state"]).all()
-    assert "initial_state" in GRADIENTS
 
 
 def test_import_of_the_package_does_not_import_jax():

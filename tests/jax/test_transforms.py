@@ -51,7 +51,7 @@ def close(a, b, at_most=4e-6):  # programs differ in the order of their sums
     assert max(off.values()) <= at_most, off
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("variant", ("kda", pytest.param("gdn", marks=pytest.mark.nightly)))
 def test_grad_is_the_slope_of_the_function(variant):
     x = inputs(variant)
     d = gradients(variant)(x)
@@ -70,7 +70,7 @@ def test_jit_gives_what_an_eager_call_gives_and_traces_once():
         traced.append(None)
         return outputs("gdn", x)
 
-    once = jax.jit(f)
+    once = jitted(f)
     o, state = once(inputs("gdn"))
     once(inputs("gdn", seed=4))
     assert len(traced) == 1
@@ -80,7 +80,7 @@ def test_jit_gives_what_an_eager_call_gives_and_traces_once():
 
 def test_offsets_may_change_inside_one_program():
     x = inputs("gdn", lengths=(60, 6), tail=4)
-    f = jax.jit(functools.partial(outputs, "gdn"))
+    f = jitted(functools.partial(outputs, "gdn"))
     for offsets in ([0, 60, 66], [0, 1, 70], [0, 0, 65], [0, 0, 0]):
         o, state = f(x | {"cu_seqlens": jnp.array(offsets, jnp.int32)})
         for n, (a, b) in enumerate(zip(offsets, offsets[1:])):
@@ -90,7 +90,7 @@ def test_offsets_may_change_inside_one_program():
     assert f._cache_size() == 1
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("variant", ("kda", pytest.param("gdn", marks=pytest.mark.nightly)))
 def test_vmap_maps_calls(variant):
     many = [inputs(variant, seed=seed) for seed in (0, 2)]
     stacked = {n: jnp.stack([x[n] for x in many]) for n in LEAVES}
@@ -113,7 +113,7 @@ def test_checkpoint_recomputes_the_same_gradients():
     close(jitted(jax.grad(f))(inputs()), gradients("kda")(inputs()))
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("variant", ("kda", pytest.param("gdn", marks=pytest.mark.nightly)))
 def test_shard_map_spreads_heads(variant):
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices; JAX was started with one")
