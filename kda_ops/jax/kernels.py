@@ -191,8 +191,8 @@ def _load(q, k, v, g, beta, plan: Plan) -> _Loaded:
     b_v, b = _of_heads(v, n, False, sums), _column(beta[0, :, 0].astype(sums))
     if plan.rank:
         b_g = _of_heads(g, n, False, sums)
-    else:  # clamped before it is turned: 0 * -inf is NaN
-        b_g = _column(jnp.maximum(g[0, :, 0].astype(sums), FORGET))
+    else:
+        b_g = _column(g[0, :, 0].astype(sums))
     return _Loaded(b_q, b_k, b_v, b_g, b, q_rstd, k_rstd)
 
 
@@ -214,6 +214,7 @@ class _Chunk(NamedTuple):
 
 
 def _prepare(x: _Loaded, plan: Plan, dot: _Dot) -> _Chunk:
+    # exp of FORGET is 0: nothing here depends on what a TPU makes of infinities
     q, k, b, g = x.q * plan.scale, x.k, x.b, jnp.maximum(x.g, FORGET)
     levels, decay, tail = _kda_levels(g) if plan.rank else _gdn_levels(g, plan.K)
     P = M = jnp.zeros((plan.heads, CHUNK, CHUNK), dot.sums)

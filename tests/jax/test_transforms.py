@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from kda_ops.jax import chunk_gdn, chunk_kda
+from kda_ops.jax import chunk_gdn, chunk_kda, kernels
 from kda_ops.jax.plan import Plan
 from tests.support.arrays import QUICK, arrays, errors, to_torch
 from tests.support.cases import Case, replace
@@ -154,6 +154,15 @@ def test_backward_keeps_the_inputs_and_a_state_per_chunk(variant, dtype):
     kept = sorted((d.shape, d.dtype.name) for d in jax.tree.leaves(pull))
     states = ((1, 1, 2, 128, 128), jnp.dtype(dtype).name)
     assert kept == sorted([(d.shape, d.dtype.name) for d in x.values()] + [states])
+
+
+def test_products_of_the_inverse_keep_16_bits():
+    plan = Plan(1, 1, 1, 1, 1, 128, 128, 1, 1.0, False, "bfloat16", "float32", False, True)
+    a, b = np.random.default_rng(0).standard_normal((2, 2, 64, 64)).astype(np.float32)
+    dot, exact = kernels._Dot(plan), a.astype(np.float64) @ b.astype(np.float64)
+    once, fine = dot(kernels._NN, a, b), dot.fine(kernels._NN, a, b)
+    assert np.abs(fine - exact).max() < 2**-15 * np.abs(exact).max()
+    assert np.abs(once - exact).max() > 2**-11 * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("heads", ((1, 1), (2, 6), (1, 8), (3, 3), (4, 16)))
