@@ -45,6 +45,8 @@ def compile_soon(f, backend="aot_eager", **words):
 def test_programs_run(name, monkeypatch):
     if "transformers" in "".join(PROGRAMS[name]):
         pytest.importorskip("transformers")
+    if "kda_ops.jax" in "".join(PROGRAMS[name]):
+        pytest.importorskip("jax")
     monkeypatch.setattr(torch, "compile", compile_soon)
     torch._dynamo.reset()
     torch.manual_seed(0)
