@@ -41,8 +41,8 @@ def _argument(g, A_log, dt_bias, rank):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gate(lower_bound: float | None, rank: int, g, A_log, dt_bias):
-    """The log decay: -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g +
-    dt_bias)) with a bound.
+    """Return the log decay: -exp(A_log) softplus(g + dt_bias), or, with a bound, lower_bound
+    sigmoid(exp(A_log) (g + dt_bias)).
 
     float32, or float64 for float64 logits.
     """

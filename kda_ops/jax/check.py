@@ -29,7 +29,7 @@ OPERATORS = {"kda": (chunk_kda, recurrent_kda), "gdn": (chunk_gdn, recurrent_gdn
 
 
 def _inputs(variant: str, gate: str, dtype, T: int, H: int, HV: int, K: int, V: int) -> dict:
-    """A call with values that are the same on every machine."""
+    """Build a call with values that are the same on every machine."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
 
     def normal(*shape):
@@ -103,7 +103,7 @@ def check_errors(T: int) -> bool:
 
 
 def _median(f: Callable, x: dict, calls: int) -> float:
-    """The median of single calls, in milliseconds; the first one compiles."""
+    """Return the median of single calls, in milliseconds; the first one compiles."""
     jax.block_until_ready(f(x))
     times = []
     for _ in range(calls):

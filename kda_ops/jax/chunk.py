@@ -48,7 +48,7 @@ class Call:
 
     @classmethod
     def of(cls, p: Problem, dtype, sums, interpret) -> Call:
-        """The call that `p` describes; dot operands have `dtype`, sums `sums`."""
+        """Return the call that `p` describes; dot operands have `dtype`, sums `sums`."""
         return cls(
             Plan.of(p, dtype, sums, interpret),
             p.T,
@@ -63,7 +63,7 @@ class Call:
         )
 
     def activated(self, rows: Rows, g, beta, A_log, dt_bias):
-        """The log decay and the write strength of every token; 0 where no sequence is."""
+        """Return the log decay and the write strength of every token; 0 where no sequence is."""
         sums, shape = jnp.dtype(self.plan.sums), (self.plan.B, self.T, self.plan.HV)
         if self.plan.packed:  # tokens of no sequence may hold anything, NaN too
             live = rows.live[None, :, None]
@@ -97,7 +97,7 @@ class Call:
         )
 
     def to_kernel(self, state):
-        """A state in the caller's layout as [N, HV, V', K']."""
+        """Return a state in the caller's layout as [N, HV, V', K']."""
         plan = self.plan
         if state is None:
             return jnp.zeros(plan.shape("state"), plan.sums)
@@ -105,7 +105,7 @@ class Call:
         return jnp.pad(state, ((0, 0), (0, 0), (0, plan.V - self.V), (0, plan.K - self.K)))
 
     def from_kernel(self, state):
-        """The reverse of `to_kernel`."""
+        """Undo `to_kernel`."""
         state = state[:, :, : self.V, : self.K]
         return state if self.transposed else state.swapaxes(2, 3)
 

@@ -51,7 +51,7 @@ def _face(like: Callable, **own: object) -> Callable[[Callable], Callable]:
 
 
 def _nothing(p: Problem, inputs: tuple):
-    """The result of a call without tokens, heads or values: zeros, and the states pass."""
+    """Return the result of a call without tokens, heads or values: zeros, and the states pass."""
     *_, v, _, _, _, _, state, _ = inputs
     dtype = jnp.float64 if p.state_dtype is torch.float64 else jnp.float32
     shape = (p.N, p.HV, p.V, p.K) if p.transposed else (p.N, p.HV, p.K, p.V)

@@ -44,7 +44,7 @@ class _Dot:
         self.operand, self.sums = jnp.dtype(plan.operand), jnp.dtype(plan.sums)
 
     def __call__(self, contract, a, b):
-        """a and b rounded to the operand dtype, sums not."""
+        """Multiply a and b, rounded to the operand dtype; sums are not."""
         precision = None if self.operand.itemsize == 2 else lax.Precision.HIGHEST
         return lax.dot_general(
             a.astype(self.operand),
@@ -86,7 +86,7 @@ def _block_sums(x):
 
 
 def _sums(x, reverse: bool = False):
-    """The sums of x [n, C, .] over the rows up to and including each, or from it on."""
+    """Return the sums of x [n, C, .] over the rows up to and with each, or from it on."""
     row = _iota(x.shape[1:], 0)
     for level in range(LEVELS):
         step = 1 << level
@@ -148,8 +148,9 @@ def _kda_levels(g):
 
 
 def _gdn_levels(g, K: int):
-    """The same of one decay per row, g [n, C, 1]: E is one matrix, whose exponents are the sums
-    down the columns of g_i below the diagonal.
+    """Return the same for one decay per row, g [n, C, 1].
+
+    E is one matrix. Its exponents are the sums down the columns of g_i below the diagonal.
     """
     i, j = _iota((CHUNK, CHUNK), 0), _iota((CHUNK, CHUNK), 1)
     E = jnp.where(i > j, jnp.exp(_sums(jnp.where(i > j, g, 0.0))), 0.0)
@@ -274,7 +275,7 @@ def _over_pairs(c: _Chunk, dP, dL, dot: _Dot):
 def _backward(
     table, q, k, v, g, beta, do, dsT, entering, dq, dk, dv, dg, dbeta, ds0, dS, *, plan: Plan
 ) -> None:
-    """The reverse scan and the gradients of a chunk in one pass, the last chunk first."""
+    """Do the reverse scan and the gradients of a chunk in one pass, the last chunk first."""
     t = pl.num_programs(2) - 1 - pl.program_id(2)
     step, dot = table[t], _Dot(plan)
 
@@ -376,8 +377,8 @@ def forward(plan: Plan, table, q, k, v, g, beta, s0, keep: bool):
 
 
 def backward(plan: Plan, table, q, k, v, g, beta, do, dsT, entering):
-    """The gradients of q, k, v, g, beta and of the initial states; those of a key head that several
-    programs share are partial sums.
+    """Return the gradients of q, k, v, g, beta and of the initial states; those of a key head that
+    several programs share are partial sums.
     """
     decay = "K" if plan.rank else "row"
     inputs = dict(

@@ -15,7 +15,7 @@ NEXT, FIRST, LAST = 2, 1, 2  # an entry of the chunk table: sequence << NEXT | F
 
 
 def padded(width: int) -> int:
-    """The next multiple of `LANES`."""
+    """Return the next multiple of `LANES`."""
     return -(-width // LANES) * LANES
 
 
@@ -45,7 +45,7 @@ class Plan:
 
     @classmethod
     def of(cls, p: Problem, dtype, sums, interpret) -> Plan:
-        """The plan of a parsed call whose dot operands have `dtype`."""
+        """Return the plan of a parsed call whose dot operands have `dtype`."""
         packed = p.cu_seqlens is not None
         # sequences that end inside a chunk, empty ones included, add at most one chunk each
         NT = p.T // CHUNK + p.N if packed else -(-p.T // CHUNK)
@@ -117,7 +117,7 @@ class Plan:
         }
 
     def shape(self, kind: str) -> tuple[int, ...]:
-        """The shape of a whole array of a kind of `blocks`."""
+        """Return the shape of a whole array of a kind of `blocks`."""
         B, R, HV, K, V = self.B, self.rows, self.HV, self.K, self.V
         return {
             "key": (B, R, self.H * K),

@@ -10,7 +10,7 @@ from kda_ops.problem import Problem
 
 
 def _activated(p: Problem, inputs: tuple, dtype):
-    """The inputs in `dtype`, q scaled, heads repeated, g [.., K] or [.., 1]."""
+    """Return the inputs in `dtype`, q scaled, heads repeated, g [.., K] or [.., 1]."""
     q, k, v, g, beta, A_log, dt_bias = inputs
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     if p.l2norm:

@@ -56,7 +56,7 @@ class Rows:
         return jnp.pad(x, ((0, 0), (0, self.plan.rows - self.T), (0, 0)))
 
     def join(self, x, width: int = 0):
-        """The reverse of `split`: [B, T, heads, width], or [B, T, heads] without a width."""
+        """Undo `split`: [B, T, heads, width], or [B, T, heads] without a width."""
         if self.plan.packed:
             x = jnp.take(x, self.row, axis=1, mode="fill", fill_value=0)
         else:
@@ -69,7 +69,7 @@ class Rows:
         return x.transpose(0, 3, 1, 2)[:, :, :, None]
 
     def join_row(self, x):
-        """The reverse of `split_row`."""
+        """Undo `split_row`."""
         x = x[:, :, :, 0].transpose(0, 2, 3, 1)
         return self.join(x.reshape(x.shape[0], self.plan.rows, -1))
 

@@ -18,7 +18,7 @@ from kda_ops.stages import GRADIENTS
 
 @functools.lru_cache(maxsize=256)
 def _jitted(name: str, flags: tuple[tuple[str, object], ...]):
-    """The JAX function as the operator of torch is: a final state that is not asked for is [0]."""
+    """Jit the JAX function with the operator's results: a state not asked for is empty."""
     face = getattr(faces, name)
 
     def operator(*inputs):

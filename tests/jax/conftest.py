@@ -12,7 +12,7 @@ os.environ["XLA_FLAGS"] = (
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """Called by pytest with all that it collected."""
+    """Skip what runs nightly."""
     if os.environ.get("KDA_OPS_NIGHTLY") == "1":
         return
     skip = pytest.mark.skip(reason="nightly: set KDA_OPS_NIGHTLY=1")

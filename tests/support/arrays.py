@@ -21,7 +21,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 def to_jax(x: Tensor | None) -> jax.Array | None:
-    """The same numbers as an array."""
+    """Return the same numbers as an array."""
     if x is None:
         return None
     if x.dtype is torch.bfloat16:
@@ -30,19 +30,19 @@ def to_jax(x: Tensor | None) -> jax.Array | None:
 
 
 def to_torch(x: jax.Array) -> Tensor:
-    """The same numbers as a tensor."""
+    """Return the same numbers as a tensor."""
     if x.dtype == jnp.bfloat16:
         return torch.from_numpy(np.array(x.astype(jnp.float32))).bfloat16()
     return torch.from_numpy(np.array(x))
 
 
 def face(case: Case, op: str = "chunk") -> Callable:
-    """The function of `kda_ops.jax` that a case calls."""
+    """Return the function of `kda_ops.jax` that a case calls."""
     return getattr(kda_ops.jax, f"{op}_{case.variant}")
 
 
 def arrays(case: Case) -> dict[str, jax.Array | None]:
-    """The case's inputs, by name."""
+    """Return the case's inputs, by name."""
     return {n: to_jax(x) for n, x in case.inputs().items()}
 
 
@@ -75,7 +75,7 @@ def run(case: Case, op: str = "chunk", **more: object) -> Results:
 
 
 def errors(got: Results, want: Results) -> dict[str, float]:
-    """The largest error of each tensor over the largest entry; nan where it is not finite."""
+    """Return the largest error of each tensor over its largest entry; nan if it is not finite."""
     assert got.keys() == want.keys()
     return {
         n: ((got[n].double() - x.double()).abs().max() / x.abs().max().clamp(min=1e-30)).item()
