@@ -66,7 +66,7 @@ def is_available() -> bool:
 
 
 def _programs(s: Shape, dtype):
-    """Return the forward and the training step, of heads in the lanes, and the arguments of each."""
+    """Return the forward and the training step, with heads in the lanes, and their arguments."""
     operator = dict(kda=chunk_kda, gdn=chunk_gdn)[s.variant]
     B, T = s.B, s.T
     wide = s.HV * s.K if s.variant == "kda" else s.HV
