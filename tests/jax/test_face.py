@@ -191,8 +191,3 @@ def test_a_call_of_nothing_returns_nothing():
         o, state = face(case)(**arrays(case), output_final_state=True)
         assert o.shape == (*arrays(case)["v"].shape,) and not o.any()
         assert (state == arrays(case)["initial_state"]).all()
-
-
-def test_import_of_the_package_does_not_import_jax():
-    script = "import sys, kda_ops; print('jax' in sys.modules, 'kda_ops.jax' in sys.modules)"
-    assert python(script).stdout.split() == ["False", "False"]
