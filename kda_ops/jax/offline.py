@@ -105,8 +105,9 @@ def compile_for(topology: str, dtype, shape: Shape = Shape()) -> dict[str, Compi
     found = {}
     for name, (f, x) in _programs(shape, dtype).items():
         compiled = jax.jit(f, in_shardings=sharding, out_shardings=sharding).lower(*x).compile()
-        memory = compiled.memory_analysis()
-        calls = [line for line in compiled.as_text().split("\n") if "tpu_custom_call" in line]
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert memory is not None and text is not None  # which XLA has of every TPU program
+        calls = [line for line in text.split("\n") if "tpu_custom_call" in line]
         vmem = tuple(int(m.group(1)) for m in map(_SCOPED.search, calls) if m)
         moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
         found[name] = Compiled(vmem, moved, memory.temp_size_in_bytes)
