@@ -101,6 +101,7 @@ def warn_of_a_rounded_gate(A_log: Tensor, dt_bias: Tensor) -> None:
 def _computed_in(x: Tensor) -> torch.dtype:
     """Return the dtype in which a matrix product uses x: autocast converts all but float64."""
     kind = x.device.type
-    if x.dtype is torch.float64 or not torch.amp.is_autocast_available(kind):
+    # Dynamo of torch 2.11 cannot trace `torch.amp.is_autocast_available`.
+    if x.dtype is torch.float64 or kind not in ("cpu", "cuda"):
         return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
