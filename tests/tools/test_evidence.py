@@ -20,9 +20,8 @@ from tests.support.suite import longest_first, rotated
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "results" / "evidence.json"
-# the GPU tests that failed in the run on file, and why it was kept nevertheless; empty after a
-# clean one
 COMPILED = "tests/gpu/test_compiled.py::test_"
+# The GPU tests that failed in the run on file, and why it was kept; empty after a clean run.
 KNOWN: dict[str, str] = dict.fromkeys(
     (
         *(f"{COMPILED}inference_is_one_graph[{n}]" for n in ("kda", "gdn")),
