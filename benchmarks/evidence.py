@@ -1,8 +1,8 @@
 """Run the GPU tests and the benchmark, and write what they found.
 
 evidence.json names of every row the card, the versions and the `digests` of its kernels, and of the
-suite the source that it ran on. Only what is stale or missing is measured: of the cases of the
-file, or of those that the options name. The file is written after the suite and after every row, so
+suite the source that it ran on. Only stale and missing rows are measured, of the cases in the file
+or of the cases that the options name. The file is written after the suite and after every row, so
 a run that was cut goes on where it is started again. `missing` says why a row has no figures.
 """
 
@@ -51,7 +51,7 @@ class Evidence:
         return [n for n in names if n not in done]
 
     def keep(self, found: dict) -> None:
-        """Take a row, or the reason why there is none, and write the file."""
+        """Take a row, or the reason for its absence, and write the file."""
         if "why" in found:
             self.missing[found["name"]] = found["why"]
         else:

@@ -102,7 +102,7 @@ def run(
     keep: Callable[[dict], None],
     until: float = float("inf"),
 ) -> None:
-    """Measure cases next to each peer in turn, then those that got no row, alone."""
+    """Measure cases next to each peer in turn, then the cases without a row, alone."""
     # a training pass and its forward follow each other, for they share an oracle
     todo, done = sorted(cases, key=lambda c: (c.op, c.gate, c.setting, c.pass_)), set()
 
@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def peers_of(device: str, chosen: list[str] | None) -> list[Peer]:
-    """Return the installed peers of a device, of those chosen; None stands for all."""
+    """Return the installed peers of a device, of the chosen ones; None means all."""
     here = {p.name: p for p in PEERS if p.device == device and machine.installed(p.package)}
     if absent := [n for n in chosen or () if n not in here]:
         raise SystemExit(f"--peers {','.join(absent)}: not installed, or not for {device}.")

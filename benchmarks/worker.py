@@ -1,7 +1,7 @@
 """Measure rows: both sides in one process on the same inputs, errors before times.
 
 ``python -m benchmarks.worker JSON`` serves one peer and prints a line of JSON per case: the row, or
-why there is none. Whoever starts it sets the peer's environment, before any import.
+the reason for its absence. Whoever starts it sets the peer's environment, before any import.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def whole(case: Case, peer: Peer | None) -> dict:
 def decode(case: Case, peer: Peer | None) -> dict:
     """Measure a row of "decode": one token per sequence on a pool of states, in place.
 
-    The time is a call's share of a CUDA graph in which calls follow each other on pools of their
-    own, as the layers of a model do, so that no call finds its states in a cache. The error is of o
+    The time is a call's share of a CUDA graph of many calls. Each has a pool of its own, like the
+    layers of a model, so that no call finds its states in a cache. The error is of o
     or of the states, whichever takes more of its limit. Recorded too: the share of the rate of a
     copy, and what a call costs the host.
     """

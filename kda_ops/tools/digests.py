@@ -142,7 +142,7 @@ def _is_string(node: object) -> bool:
 
 
 def report(found: dict, kernels: dict[str, str], root: Path) -> list[str]:
-    """Say which kernels changed since an evidence file, which of its rows are stale, what to do."""
+    """List the kernels that differ from an evidence file, its stale rows, and what to do."""
     before, lines = found["code"]["rows"], list[str]()
     for name, now in kernels.items():
         if code_of(before.get(name, "")) != code_of(now):

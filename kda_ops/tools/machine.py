@@ -55,7 +55,7 @@ def describe(device: str) -> dict[str, str]:
 def names(known: Iterable[str], none: bool = False) -> Callable[[str], list[str]]:
     """Return the type of an option that takes some of the `known` names between commas.
 
-    With `none`, that word stands for an empty list.
+    With `none`, that word means an empty list.
     """
 
     def parse(text: str) -> list[str]:

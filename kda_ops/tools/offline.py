@@ -4,8 +4,8 @@ names an architecture.
 ``python -m kda_ops compile`` does it for the configuration of a layer, ``--all`` for the product of
 dtypes, widths, gates and modes too. Each line is one compiled kernel with what decides its speed:
 registers, bytes of stack (spills), shared memory. A kernel beyond its budget is an error, and so is
-one that does not compile; what `doctor` knows of training on architectures that the kernels have
-never run on is reported, and is no error.
+one that does not compile. Hazards that `doctor` lists, of training on architectures that the
+kernels have never run on, are reported and are no error.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from kda_ops.stages import GRADIENTS
 from kda_ops.tools.machine import Help
 
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
-# Bytes of stack per thread of the kernels for a layer on sm_90, by kernel and gate, the worst of
-# triton 3.6 to 3.9; not to be exceeded unnoticed.
+# Budget: bytes of stack per thread of a layer's kernels on sm_90, by kernel and gate. Each is the
+# largest of Triton 3.6 to 3.9.
 SPILLS = {
     ("prepare_kda", "bound"): 528,
     ("prepare_kda", "softplus"): 544,
@@ -358,7 +358,7 @@ class Call:
     packed: bool = False
     pool: torch.dtype | None = None  # one token per sequence on a pool of states
     transposed: bool = False
-    # chunks prepared before the scan of one sequence, the others beside it; 0: all of them
+    # chunks prepared before the scan of one sequence; the others overlap it; 0: all of them
     ahead: int = 0
     run: int = 0  # chunks per run, where sequences are cut (backends/triton/runs.py)
     group: int = 2  # value heads per key head

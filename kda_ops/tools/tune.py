@@ -1,7 +1,7 @@
 """Measure kernel options on this GPU and keep the best: ``python -m kda_ops tune``.
 
-A candidate is timed only after its results met the definition in float64 and came out the same
-twice; the winner goes to the cache file that `kda_ops.backends.triton.tuning` reads. Calls never
+A candidate is timed only if its results meet the definition in float64 and two runs give the same
+bits. The fastest goes to the cache file that `kda_ops.backends.triton.tuning` reads. Calls never
 measure anything. The candidates of a kernel run in a process of their own: some that compile read
 where they must not, which ends the process, and the others are measured in the next one.
 """
@@ -89,7 +89,7 @@ class Check:
         Reference().step(p, *self.want)
 
     def passes(self) -> bool:
-        """Whether the kernels as they are chosen now are right, and give the same bits twice."""
+        """Return whether the chosen kernels are right and give the same bits twice."""
         first, second = _forward(self.p), _forward(self.p)
         return all(
             torch.equal(a, b) and relative_error(a, w) < self.limit

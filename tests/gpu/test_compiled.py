@@ -119,9 +119,8 @@ def test_bfloat16_autocast_compiled_is_as_close_to_float32_as_eager(variant):
     assert distance(got, exact) < 2 * distance(eager, exact) + torch.finfo(torch.bfloat16).eps
 
 
-# A timing decides whether Inductor pads the two columns of a projection, one per head, to four; if
-# it does, torch 2.11 takes the stride that they have at one length for their stride at any, and the
-# backward of another length fails.
+# A timing decides whether Inductor pads the two columns of a projection, one per head, to four. If
+# it does, torch 2.11 assumes the stride of one length for all, and the backward of another fails.
 @torch._inductor.config.patch(shape_padding=False)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_length_trains_with_two_compilations(variant):

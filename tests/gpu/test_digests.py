@@ -1,4 +1,4 @@
-"""The kernels that a row of the evidence is keyed by are those that its call launches."""
+"""The kernels that key a row of the evidence are the kernels that its call launches."""
 
 import importlib
 from concurrent.futures import ProcessPoolExecutor

@@ -194,9 +194,9 @@ def test_sizes_do_not_recompile(variant):
 @pytest.mark.parametrize("gate, heads", (("bounded", 48), ("softplus", 96)))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_chunks_prepared_beside_their_scan_change_no_bit(monkeypatch, variant, gate, heads):
-    """Eager, again and again over memory that is used anew, and in a CUDA graph; in training too,
-    where what is prepared is kept; and where the scan does not wait, so that what it makes is
-    garbage, for a second one to make again.
+    """Check eager calls over reused memory, a CUDA graph, and training, which keeps the tile.
+
+    Where the scan does not wait, its result is garbage and a second scan makes it again.
     """
     case = replace(LAYER, variant=variant, gate=gate, B=1, T=8000, H=heads, HV=heads, state=False)
     inputs = case.inputs(CUDA)

@@ -261,8 +261,9 @@ def test_recurrent_is_differentiable(variant, options, monkeypatch):
 
 
 def test_padding_slots_cost_nothing():
-    """A batch of 256 in which 8 are live takes a fraction of the time of 256, in a graph: no host,
-    which is slow beside the rest of the suite, is timed.
+    """A batch of 256 with 8 live slots takes a fraction of the time of 256.
+
+    Both run in a CUDA graph, so that a host that is slow under the suite is not timed.
     """
     from triton.testing import do_bench_cudagraph
 
