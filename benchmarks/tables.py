@@ -1,9 +1,9 @@
 """Write the tables and the picture of README.md and docs/performance.md from the results.
 
 ``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass, losses included, a table
-per card and versions. Rows that were measured with other kernels are left out. The other marks:
-``summary`` holds the picture and the rows of `SUMMARY`, and ``pictures`` all pictures. ``cpu`` holds
-the rows of evidence_cpu.json, which ``--device cpu --json`` wrote. ``elsewhere`` holds the peers of
+per card and versions. Rows of other kernels are left out. The other marks: ``summary`` holds the
+picture and the rows of `SUMMARY`, and ``pictures`` all pictures. ``cpu`` holds the rows of
+evidence_cpu.json, which ``--device cpu --json`` wrote. ``elsewhere`` holds the peers of
 elsewhere.json, measured in runs of their own, next to our rows.
 """
 
