@@ -85,7 +85,7 @@ ODD = {  # what group rank 1 changes, and the message that every rank must raise
     "sparse": (
         EVERYTHING,
         lambda x, flags: x.update(q=x["q"].detach().to_sparse()),
-        "q must be a dense tensor, got one of layout",
+        "q must be a dense tensor, got a tensor of layout",
     ),
     "refused": (
         EVERYTHING,

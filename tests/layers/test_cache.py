@@ -173,7 +173,7 @@ def test_a_buffer_that_cannot_be_written_is_refused_before_another_one_is(name, 
     before = {n: b.clone() for n, b in cache.named_buffers() if n != name}
     for x, error, words in (
         (own[:1].expand_as(own), ValueError, "must not overlap itself, because it is written"),
-        (own.to_sparse(), TypeError, "must be a dense tensor, got one of layout"),
+        (own.to_sparse(), TypeError, "must be a dense tensor, got a tensor of layout"),
         (torch.complex(own, own).conj().imag, ValueError, "must be memory that can be written"),
     ):
         setattr(cache, name, x)

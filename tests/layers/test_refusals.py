@@ -245,7 +245,7 @@ REFUSALS = [
                 dict(attention_mask=torch.ones(2, 5, device="meta")),
                 "attention_mask must be on cpu, where x is, got meta",
             ),
-            (rows(2, 5).to_sparse(), {}, "x must be a dense tensor, got one of layout"),
+            (rows(2, 5).to_sparse(), {}, "x must be a dense tensor, got a tensor of layout"),
             (
                 torch.nested.nested_tensor([rows(1, 5)[0]], layout=torch.jagged),
                 {},
@@ -254,12 +254,12 @@ REFUSALS = [
             (
                 rows(2, 5),
                 dict(attention_mask=torch.ones(2, 5).to_sparse()),
-                "attention_mask must be a dense tensor, got one of layout",
+                "attention_mask must be a dense tensor, got a tensor of layout",
             ),
             (
                 rows(1, 5),
                 dict(cu_seqlens=torch.tensor([0, 5]).to_sparse()),
-                "cu_seqlens must be a dense tensor, got one of layout",
+                "cu_seqlens must be a dense tensor, got a tensor of layout",
             ),
         )
     ),

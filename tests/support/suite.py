@@ -101,7 +101,9 @@ def run(root: Path, limit: float = math.inf) -> dict:
             environment["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
         command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "tests.support.suite"]
         command += ["--continue-on-collection-errors", "-v", "-rfE", "tests/gpu", *spread]
-        words = dict(cwd=root, env=os.environ | environment, start_new_session=True)
+        # a test of this function may itself run in a process of pytest-xdist
+        around = {n: x for n, x in os.environ.items() if not n.startswith("PYTEST_XDIST")}
+        words = dict(cwd=root, env=around | environment, start_new_session=True)
         with subprocess.Popen(command, **words) as process:
             try:
                 process.wait(None if limit == math.inf else max(0.0, limit))
