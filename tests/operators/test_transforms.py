@@ -62,7 +62,7 @@ def test_tangents_are_refused_in_words(variant, op, mode):
         NotImplementedError, match=f"^{variant}::{op} has no forward-mode derivative"
     ):
         mode(call, x["g"])
-    # of what is a constant there is none
+    # a constant has none
     y, tangent = torch.func.jvp(
         lambda t: t * call(x["g"]).sum(), (x["g"],), (torch.ones_like(x["g"]),)
     )

@@ -1,4 +1,4 @@
-"""The pages of docs/ say what is there: their programs run, their links and names exist, and their
+"""The pages of docs/ are right: their programs run, their links and names exist, and their
 schemas are the registered ones.
 """
 

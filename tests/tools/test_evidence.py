@@ -60,7 +60,7 @@ COLUMNS = {
 
 
 def test_evidence_has_the_columns_it_promises():
-    if FILE.exists():  # there is none before the first run on a GPU
+    if FILE.exists():  # absent before the first run on a GPU
         found = json.loads(FILE.read_text())
         ran, machine = found["suite"], {"gpu", "torch", "triton"}
         assert set(found) == {"code", "suite", "rows", "missing"} and set(found["code"]) == {

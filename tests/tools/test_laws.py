@@ -27,7 +27,7 @@ def test_every_test_file_has_a_law():
 
 @pytest.mark.quick
 def test_every_law_has_a_quick_test():
-    """Collected in a process of its own, since this one may have been asked for one file only."""
+    """Collect in another process, because this one may have been asked for one file only."""
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "quick", "--collect-only", "-qq"],
         cwd=TESTS.parent,

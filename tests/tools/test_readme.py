@@ -1,4 +1,4 @@
-"""What README.md says is there is there, and its first program runs."""
+"""Files, links and commands that README.md names exist, and its first program runs."""
 
 import functools
 import re

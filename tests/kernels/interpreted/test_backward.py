@@ -204,7 +204,7 @@ def test_all_of_what_is_kept_is_written(variant):
 @pytest.mark.parametrize("neg_eigval", (False, True))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
-    """The tail holds no number at all, and gets no gradient."""
+    """The tail holds NaN only, and gets no gradient."""
     case, inputs, cotangents, want = small_beta(
         variant, neg_eigval, lengths=(0, 64, 9), tail=5, K=32, V=32
     )

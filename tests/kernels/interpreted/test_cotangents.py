@@ -16,7 +16,7 @@ from tests.support.cases import Case
 from tests.support.closeness import assert_all_close, oracle, twin
 
 # Backward rounds gradients of states, values and pairs to the operands' dtype. These sizes of
-# typical entries are those that README.md and `chunk_kda` name for fp16.
+# typical entries are the ones that README.md and `chunk_kda` name for fp16.
 LEAST, MOST = 2.0**-8, 2.0**8
 RUNS = {
     torch.float16: (("chunk", LEAST), ("chunk", MOST), ("recurrent", MOST)),
