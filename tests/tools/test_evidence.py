@@ -20,29 +20,8 @@ from tests.support.suite import longest_first, rotated
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "results" / "evidence.json"
-COMPILED = "tests/gpu/test_compiled.py::test_"
 # The GPU tests that failed in the run on file, and why it was kept; empty after a clean run.
-KNOWN: dict[str, str] = dict.fromkeys(
-    (
-        *(f"{COMPILED}inference_is_one_graph[{n}]" for n in ("kda", "gdn")),
-        *(f"{COMPILED}any_length_trains_with_two_compilations[{n}]" for n in ("kda", "gdn")),
-        *(f"{COMPILED}reduce_overhead_replays_a_training_step[{n}]" for n in ("kda", "gdn")),
-        *(
-            f"{COMPILED}a_model_is_one_graph_and_accumulates_the_gradients_of_eager[{n}]"
-            for n in ("kda", "gdn")
-        ),
-        *(
-            f"{COMPILED}bfloat16_autocast_compiled_is_as_close_to_float32_as_eager[{n}]"
-            for n in ("kda", "gdn")
-        ),
-        *(
-            f"{COMPILED}a_model_of_four_layers_is_one_graph_and_folds_every_site[{a}-{b}]"
-            for a in ("plain", "flags")
-            for b in ("train", "infer")
-        ),
-    ),
-    "a check of the layers called what Dynamo of torch 2.11 cannot trace; mended, not run again",
-)
+KNOWN: dict[str, str] = {}
 COLUMNS = {
     "op",
     "pass",
