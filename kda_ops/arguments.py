@@ -125,16 +125,17 @@ def check_memory(name: str, x: Tensor) -> None:
         )
 
 
-def check_writable(name: str, x: Tensor | None) -> None:
-    """Refuse to write a tensor of inference mode outside that mode.
+def check_writable(name: str, *written: Tensor | None) -> None:
+    """Refuse to write tensors of inference mode outside that mode.
 
-    torch would let the kernel write it, and raise afterwards.
+    torch would let the kernel write them, and raise afterwards. A graph does not know the mode in
+    which it will run, so there an operator checks (`registrations.writable`).
     """
-    if x is None or torch.compiler.is_compiling():  # the operators check at run time
-        return
-    if not x.is_inference() or torch.is_inference_mode_enabled():
-        return
-    raise RuntimeError(
-        f"{name} was made under torch.inference_mode() and must not be written outside: call under "
-        "inference_mode too, or clone it outside."
-    )
+    if torch.compiler.is_compiling():
+        torch.ops.kda.check_writable([x for x in written if x is not None], name)
+    elif any(x is not None and x.is_inference() for x in written):
+        if not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"{name} was made under torch.inference_mode() and must not be written outside: "
+                "call under inference_mode too, or clone it outside."
+            )

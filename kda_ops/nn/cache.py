@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kda_ops.nn.checks import check_buffer, check_size
+from kda_ops.nn.checks import check_buffer, check_size, check_writable
 
 
 class Cache(nn.Module):
@@ -172,7 +172,19 @@ class Cache(nn.Module):
         """All buffers, once each of them may be written."""
         for buffer in self.buffers():
             check_buffer("cache", buffer)
+        self._check_writable()
         return list(self.buffers())
+
+    def _check_writable(self) -> None:
+        """Refuse to be written outside inference mode if a buffer was made under it."""
+        if self._is_of_inference_mode():  # a graph of other caches needs no check
+            check_writable("cache", *self.buffers())
+
+    def _is_of_inference_mode(self) -> bool:
+        return any(buffer.is_inference() for buffer in self.buffers())
+
+    # Dynamo calls it on the cache itself, and guards whether its buffers are of inference mode.
+    _is_of_inference_mode._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _replace(self, buffers: list[Tensor]) -> None:
         names = [name for name, _ in self.named_buffers()]

@@ -329,9 +329,9 @@ class DeltaAttention(nn.Module):
                 tails = self.q_proj(before), self.k_proj(before), self.v_proj(before)
             elif cache is not None:
                 tails = cache.q_conv, cache.k_conv, cache.v_conv
-            q = self.q_conv1d(q, tails[0], tokens.packing)
-            k = self.k_conv1d(k, tails[1], tokens.packing)
-            v = self.v_conv1d(v, tails[2], tokens.packing)
+            q = self.q_conv1d(q, tails[0], tokens.packing, checked=True)
+            k = self.k_conv1d(k, tails[1], tokens.packing, checked=True)
+            v = self.v_conv1d(v, tails[2], tokens.packing, checked=True)
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         # Infer the number of heads: a rank of a tensor-parallel layer has only some of them.
@@ -456,6 +456,7 @@ class DeltaAttention(nn.Module):
                 # FSDP2's hook may convert the tail to a copy; the layer would write the copy.
                 hooked = getattr(self, f"{n}_conv1d")._forward_pre_hooks
                 self._check_cached("convolution tails", tail, (q.dtype,) if hooked else DTYPES, q)
+        cache._check_writable()
         if torch.is_grad_enabled() and (
             q.requires_grad
             or any(b is not None and b.requires_grad for b in buffers)

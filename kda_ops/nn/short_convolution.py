@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kda_ops.nn.checks import check_buffer, check_dense, check_dtype, check_float, check_size
+from kda_ops.nn.checks import (
+    check_buffer,
+    check_dense,
+    check_dtype,
+    check_float,
+    check_size,
+    check_writable,
+)
 from kda_ops.nn.local import local
 from kda_ops.nn.packing import Packing
 from kda_ops.registrations.opaque import opaque
@@ -68,7 +75,12 @@ class ShortConvolution(nn.Module):
         return f"{self.channels}, size={self.size}, bias={self.bias is not None}"
 
     def forward(
-        self, x: Tensor, tail: Tensor | None = None, packing: Packing | None = None
+        self,
+        x: Tensor,
+        tail: Tensor | None = None,
+        packing: Packing | None = None,
+        *,
+        checked: bool = False,
     ) -> Tensor:
         """Convolve x along time.
 
@@ -77,6 +89,7 @@ class ShortConvolution(nn.Module):
                 weight.
             tail: ``[N, size - 1, D]``, the inputs before x, oldest first; updated in place.
             packing: the places of packed tokens.
+            checked: the caller has checked that the tail may be written.
 
         Returns:
             ``[B, T, D]`` in x's dtype.
@@ -84,6 +97,7 @@ class ShortConvolution(nn.Module):
         Raises:
             ValueError: x has another number of channels, or the tail another shape.
             TypeError: x or the tail is not a float or on another device than the weight.
+            RuntimeError: the tail was made under ``torch.inference_mode()`` and is used outside.
         """
         weight, bias = local(self.weight), local(self.bias)
         check_dense("x", x)
@@ -100,7 +114,9 @@ class ShortConvolution(nn.Module):
             )
         if tail is not None:
             check_float("tail", tail, x.device, "x")
-            check_buffer("tail", tail)
+            if not checked:
+                check_buffer("tail", tail)
+                check_writable("tail", tail)
         position = None if packing is None else packing.position
         if tail is None and torch.is_grad_enabled():
             return _Convolve.apply(x, weight, bias, position).to(x.dtype)

@@ -540,6 +540,17 @@ OUT = {
 }
 
 
+def test_a_graph_refuses_an_out_of_inference_mode_before_the_pool_is_written():
+    torch._dynamo.reset()
+    compiled = torch.compile(fla.fused_recurrent_kda_fwd, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        out = torch.zeros(1, 3, 1, 24)
+    pool = torch.zeros(1, 1, 16, 24)
+    with pytest.raises(RuntimeError, match=OUT["of inference mode"][1]):
+        compiled(**minimal("fused_recurrent_kda_fwd"), initial_state=pool, out=out)
+    assert not pool.any()
+
+
 @pytest.mark.parametrize("kind", OUT)
 def test_an_out_that_cannot_be_written_is_refused_before_the_pool_is(kind):
     make, message = OUT[kind]

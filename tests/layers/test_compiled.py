@@ -1,5 +1,7 @@
 """Layers under torch.compile and torch.func."""
 
+import copy
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -71,6 +73,49 @@ def test_inductor_decodes_without_copying_the_state(monkeypatch):
     y = torch.cat([compiled(x[:, t : t + 1], cache=cache) for t in range(3)], 1)
     assert states == [cache.state.data_ptr()] * 3  # the operator gets the buffer itself
     close(y, layer(x), atol=1e-5)
+
+
+WRITES = {
+    "decode": lambda layer, x, cache: layer(x[:, :1], cache=cache),
+    "prefill": lambda layer, x, cache: layer(x, cache=cache),
+    "tail": lambda layer, x, cache: layer.q_conv1d(x[..., :16], cache.q_conv),
+    "reset": lambda layer, x, cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("backend", ("eager", "aot_eager", "inductor"))
+@torch.no_grad()
+def test_a_graph_refuses_a_cache_of_inference_mode_before_it_is_written(backend, write):
+    torch._dynamo.reset()
+    layer, x = build(KimiDeltaAttention), rows(2, 7)
+    compiled = torch.compile(WRITES[write], fullgraph=True, backend=backend)
+    compiled(layer, x, layer.new_cache(2))  # a graph for other caches does not serve this one
+    with torch.inference_mode():
+        cache = layer.new_cache(2)
+        layer(x, cache=cache)
+    before = [buffer.clone() for buffer in cache.buffers()]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"was made under torch.inference_mode\(\) and must"):
+            compiled(layer, x, cache)
+        assert all(map(torch.equal, cache.buffers(), before))
+    want = copy.deepcopy(cache)
+    with torch.inference_mode():
+        compiled(layer, x, cache)
+        WRITES[write](layer, x, want)
+    for ours, theirs in zip(cache.buffers(), want.buffers()):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_a_graph_checks_at_run_time_only_caches_of_inference_mode(mode):
+    torch._dynamo.reset()
+    layer, graphs = build(KimiDeltaAttention), []
+    with mode():
+        compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph) or graph)
+        compiled(rows(2, 1), cache=layer.new_cache(2))
+    checks = [n for n in graphs[0].graph.nodes if "check_writable" in str(n.target)]
+    assert len(checks) == (mode is torch.inference_mode)
 
 
 @pytest.mark.parametrize("make", LAYERS)
