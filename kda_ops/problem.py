@@ -603,11 +603,12 @@ def _any_size(N: torch.SymInt) -> torch.SymInt:
 
     torch guards every size against 1. N is one less than the number of offsets, so that guard would
     refuse a single sequence. Two inequalities state the equality: with one ``==`` torch would
-    replace the symbol by N again.
+    replace the symbol by N again. The second is not linear: torch takes an example's number of
+    offsets for at least 2, and from ``size >= N`` it would conclude that there is a sequence.
     """
     size = torch.library.get_ctx().new_dynamic_size()
     torch._check(size <= N)
-    torch._check(size >= N)
+    torch._check((N - size) * (N - size) <= 0)
     return size
 
 

@@ -134,14 +134,14 @@ class States(torch.nn.Module):
         return o, state.transpose(1, 2).contiguous(), (state * 2).sum()
 
 
-PACKINGS = ([0, 70], [0, 10, 60], [0, 0, 1, 64, 65, 65])
-ANY_PACKING = ({1: Dim("T", max=4096)}, {0: Dim("offsets", min=2)})
+PACKINGS = ([0], [0, 70], [0, 10, 60], [0, 0, 1, 64, 65, 65])
+ANY_PACKING = ({1: Dim("T", max=4096)}, {0: Dim("offsets", min=1)})
 
 
 @pytest.mark.parametrize("strict", (False, True))
 @pytest.mark.parametrize("count", (1, 2))
 @pytest.mark.parametrize("name", ("chunk_kda", "recurrent_kda", "chunk_gdn", "recurrent_gdn"))
-def test_one_program_serves_one_packed_sequence_or_more(name, count, strict):
+def test_one_program_serves_any_number_of_packed_sequences(name, count, strict):
     module, q = States(getattr(kda_ops, name), count), torch.randn(1, 70, 2, 8) / 8
     example = q, torch.tensor([0, 30, 70])
     run = through_file(
@@ -153,9 +153,37 @@ def test_one_program_serves_one_packed_sequence_or_more(name, count, strict):
         run(q, torch.tensor([0, 71]))
 
 
+class Continued(torch.nn.Module):
+    """Packed sequences that start from given states."""
+
+    def forward(self, q, state, offsets):
+        return kda_ops.chunk_kda(
+            q, q, q, None, None, None, None, state, offsets, output_final_state=True
+        )
+
+
+@pytest.mark.parametrize("strict", (False, True))
+@pytest.mark.parametrize("example", ([0, 30, 70], [0, 70]))
+def test_one_program_serves_any_number_of_states(example, strict):
+    q, N = torch.randn(1, 70, 2, 8) / 8, Dim("sequences", min=0, max=64)
+    shapes = (ANY_PACKING[0], {0: N}, {0: N + 1})
+    # as docs/compile.md says: torch makes a constant of an example's size of 1
+    with torch.fx.experimental._config.patch(backed_size_oblivious=len(example) == 2):
+        state = torch.randn(len(example) - 1, 2, 8, 8)
+        program = torch.export.export(
+            Continued(), (q, state, torch.tensor(example)), dynamic_shapes=shapes, strict=strict
+        )
+    run = through_file(program)
+    for offsets in map(torch.tensor, PACKINGS):
+        state = torch.randn(len(offsets) - 1, 2, 8, 8)
+        torch.testing.assert_close(
+            run(q, state, offsets), Continued()(q, state, offsets), rtol=0, atol=0
+        )
+
+
 @pytest.mark.parametrize("layer", (KimiDeltaAttention, GatedDeltaNet))
 @torch.no_grad()
-def test_a_layer_exports_for_one_packed_sequence_or_more(layer):
+def test_a_layer_exports_for_any_number_of_packed_sequences(layer):
     module = layer(32, head_dim=16, num_heads=2)
     x = torch.randn(1, 70, 32)
     program = torch.export.export(
