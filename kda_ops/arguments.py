@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps
+from numbers import Real
 from typing import NoReturn, TypeVar
 
 import torch
@@ -54,8 +55,7 @@ def _check(name: str, kind: str, x: object, ours: bool) -> None:
             wanted = "a tensor or None" if "None" in kind else "a tensor"
             raise TypeError(f"{name} must be {wanted}, got {type(x).__name__}{hint}.")
     elif kind == "bool":
-        if x is None or isinstance(x, str):
-            raise TypeError(f"{name} must be True or False, got {x!r}.")
+        check_flag(name, x)
     elif name in _CONSTANTS:
         if isinstance(x, Tensor) and x.requires_grad:
             raise TypeError(
@@ -66,8 +66,28 @@ def _check(name: str, kind: str, x: object, ours: bool) -> None:
             return
         if not hasattr(x, "__float__") or getattr(x, "shape", ()) != ():
             raise TypeError(f"{name} must be a number, got {x!r}.")
-    elif kind == "int" and not hasattr(x, "__index__"):
+    elif kind == "int":
+        check_whole(name, x)
+
+
+def check_flag(name: str, x: object) -> None:
+    """Refuse a flag that is None, whose meaning is unclear, or text, which is always true."""
+    if x is None or isinstance(x, str):
+        raise TypeError(f"{name} must be True or False, got {x!r}.")
+
+
+def check_whole(name: str, x: object) -> None:
+    """Refuse what is not a whole number, or one that no size can be."""
+    if isinstance(x, bool) or not hasattr(x, "__index__"):
         raise TypeError(f"{name} must be a whole number, got {x!r}.")
+    if isinstance(x, int) and not -(2**63) <= x < 2**63:
+        raise ValueError(f"{name} must fit in 64 bits, got {x}.")
+
+
+def check_number(name: str, x: object) -> None:
+    """Refuse what is not a real number."""
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(f"{name} must be a number, got {x!r}.")
 
 
 def is_dense(x: object) -> bool:

@@ -76,14 +76,23 @@ class Cache(nn.Module):
         return self.state.shape[0]
 
     @torch.no_grad()
-    def reset(self, sequences: Tensor | slice = slice(None)) -> None:
+    def reset(self, sequences: Tensor | slice | Sequence[int] | int = slice(None)) -> None:
         """Zero the past of the given sequences, so that new ones can start in their place.
 
         Args:
-            sequences: an index into N; all sequences by default.
+            sequences: one or more integers, a mask ``[N]`` of bools, or a slice; all by default.
+
+        Raises:
+            ValueError: `sequences` are not integers or bools along one axis.
+            IndexError: an index is outside the N sequences. On a GPU torch checks that later.
         """
+        if isinstance(sequences, int) and not isinstance(sequences, bool):
+            sequences = [sequences]
+        index = self._index("sequences", sequences)
+        if isinstance(index, Tensor) and index.is_cpu and not torch.compiler.is_compiling():
+            index = self._sequences("sequences", index)
         for buffer in self._writable():
-            buffer[sequences] = 0
+            buffer[index] = 0
 
     @torch.no_grad()
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -144,27 +153,31 @@ class Cache(nn.Module):
                 "states: copy.deepcopy the cache before those tokens and continue from the copy."
             )
 
-    def _sequences(self, name: str, index: Tensor | slice | Sequence[int]) -> Tensor:
-        """Return the numbers of the sequences that an index selects, [M] from 0 to N - 1."""
+    def _index(self, name: str, index: Tensor | slice | Sequence[int] | int) -> Tensor | slice:
+        """Return an index into the sequences that torch takes; its values are not read."""
         try:
-            index = index if isinstance(index, slice) else torch.as_tensor(index)
+            if isinstance(index, slice):
+                step = range(self.batch_size)[index].step  # refuses what is no index
+                return index if step > 0 else torch.tensor(range(self.batch_size)[index]).long()
+            index = torch.as_tensor(index)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
                 f"{name} must be integers or bools along one axis, got {index!r}."
             ) from error
-        if isinstance(index, Tensor):
-            index = index if index.numel() else index.long()  # torch makes floats of []
-            if index.is_floating_point() or index.is_complex() or index.dim() != 1:
-                raise ValueError(
-                    f"{name} must be integers or bools along one axis, "
-                    f"got {index.dtype} of shape {list(index.shape)}."
-                )
-            if index.dtype is not torch.bool:
-                index = index.long()  # torch would take uint8 for a mask
-        N = self.batch_size
-        numbers = torch.arange(N, device=index.device if isinstance(index, Tensor) else None)
+        index = index if index.numel() else index.long()  # torch makes floats of []
+        if index.is_floating_point() or index.is_complex() or index.dim() != 1:
+            raise ValueError(
+                f"{name} must be integers or bools along one axis, "
+                f"got {index.dtype} of shape {list(index.shape)}."
+            )
+        return index if index.dtype is torch.bool else index.long()  # uint8 would be a mask
+
+    def _sequences(self, name: str, index: Tensor | slice | Sequence[int]) -> Tensor:
+        """Return the numbers of the sequences that an index selects, [M] from 0 to N - 1."""
+        chosen, N = self._index(name, index), self.batch_size
+        numbers = torch.arange(N, device=chosen.device if isinstance(chosen, Tensor) else None)
         try:
-            return numbers[index]
+            return numbers[chosen]
         except IndexError as error:
             raise IndexError(f"{name} must name some of the N = {N} sequences: {error}.") from error
 

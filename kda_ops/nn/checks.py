@@ -8,7 +8,14 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from kda_ops.arguments import check_dense, check_memory, check_writable
+from kda_ops.arguments import (
+    check_dense,
+    check_flag,
+    check_memory,
+    check_number,
+    check_whole,
+    check_writable,
+)
 from kda_ops.nn.local import LocalLinear
 from kda_ops.problem import check_float, check_no_overlap
 
@@ -18,7 +25,9 @@ __all__ = [
     "check_dense",
     "check_dtype",
     "check_eps",
+    "check_flag",
     "check_float",
+    "check_number",
     "check_size",
     "check_writable",
     "check_x",
@@ -34,17 +43,17 @@ def check_dtype(name: str, dtype: torch.dtype | None, hint: str = "") -> None:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}{hint}.")
 
 
-def check_size(name: str, size: int, most: int | None = None) -> None:
-    """Refuse a size that is not a whole number from 1 to `most`."""
-    if not hasattr(size, "__index__"):
-        raise TypeError(f"{name} must be a whole number, got {size!r}.")
-    if size < 1 or (most is not None and size > most):
+def check_size(name: str, size: int, most: int | None = None, least: int = 1) -> None:
+    """Refuse a size that is not a whole number from `least` to `most`."""
+    check_whole(name, size)
+    if size < least or (most is not None and size > most):
         bound = "" if most is None else f" and at most {most}"
-        raise ValueError(f"{name} must be at least 1{bound}, got {size}.")
+        raise ValueError(f"{name} must be at least {least}{bound}, got {size}.")
 
 
 def check_eps(name: str, eps: float) -> None:
     """Refuse an epsilon that is not finite and above 0: norms could be NaN."""
+    check_number(name, eps)
     if not 0.0 < eps < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, got {eps}.")
 

@@ -16,6 +16,8 @@ from kda_ops.nn.checks import (
     check_dense,
     check_dtype,
     check_eps,
+    check_flag,
+    check_number,
     check_size,
     check_x,
     warn_of_a_rounded_gate,
@@ -58,7 +60,7 @@ class DeltaAttention(nn.Module):
         dtype,
         *,
         norm_activation: str,
-        dt_bias_size: int,
+        dt_bias_width: int,
     ):
         super().__init__()
         for name, size, most in (
@@ -69,8 +71,15 @@ class DeltaAttention(nn.Module):
             ("conv_size", conv_size, None),
         ):
             check_size(name, size, most)
+        for name, flag in (
+            ("use_short_conv", use_short_conv),
+            ("allow_neg_eigval", allow_neg_eigval),
+            ("conv_bias", conv_bias),
+        ):
+            check_flag(name, flag)
         check_eps("norm_eps", norm_eps)
         check_dtype("dtype", dtype)
+        check_number("expand_v", expand_v)
         if not math.isfinite(expand_v):
             raise ValueError(f"expand_v must be a finite number, got {expand_v}.")
         self.hidden_size, self.num_heads, self.head_k_dim = hidden_size, num_heads, head_dim
@@ -107,7 +116,9 @@ class DeltaAttention(nn.Module):
         # The gate stays in fp32: 16 bits cannot hold a decay near 1, so its memory length would be
         # wrong.
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, device=device, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(dt_bias_size, device=device, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(
+            torch.empty(self.num_v_heads * dt_bias_width, device=device, dtype=torch.float32)
+        )
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, norm_activation, **factory)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False, **factory)
 
@@ -177,10 +188,10 @@ class DeltaAttention(nn.Module):
 
         Raises:
             ValueError: `num_sequences` is below 0.
-            TypeError: `dtype` has 8 bits or is not a float.
+            TypeError: `num_sequences` is not a whole number, or `dtype` has 8 bits or is not a
+                float.
         """
-        if num_sequences < 0:
-            raise ValueError(f"num_sequences must be at least 0, got {num_sequences}.")
+        check_size("num_sequences", num_sequences, least=0)
         dtype = self.o_norm.weight.dtype if dtype is None else dtype
         device = self.o_norm.weight.device if device is None else device
         check_dtype("dtype", dtype, ": pass the one in which the projections compute")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_ops.functional import chunk_gdn, chunk_gdn_, recurrent_gdn_
+from kda_ops.nn.checks import check_flag
 from kda_ops.nn.delta_attention import DeltaAttention
 from kda_ops.nn.local import across
 
@@ -52,7 +53,7 @@ class GatedDeltaNet(DeltaAttention):
 
     Raises:
         ValueError: sizes do not fit together, or `norm_eps` is not finite and above 0.
-        TypeError: `dtype` has 8 bits or is not a float.
+        TypeError: an option has another Python type, or `dtype` has 8 bits or is not a float.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -83,7 +84,7 @@ class GatedDeltaNet(DeltaAttention):
         device=None,
         dtype=None,
     ):
-        value_heads = num_heads if num_v_heads is None else num_v_heads
+        check_flag("use_gate", use_gate)
         super().__init__(
             hidden_size,
             expand_v,
@@ -98,8 +99,9 @@ class GatedDeltaNet(DeltaAttention):
             device,
             dtype,
             norm_activation=output_gate_activation,
-            dt_bias_size=value_heads,
+            dt_bias_width=1,
         )
+        value_heads = self.num_v_heads
         self.a_proj = nn.Linear(hidden_size, value_heads, bias=False, device=device, dtype=dtype)
         self.g_proj = (
             nn.Linear(

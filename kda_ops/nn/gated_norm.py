@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kda_ops.nn.checks import check_dtype, check_eps, check_float
+from kda_ops.nn.checks import check_dtype, check_eps, check_float, check_size
 from kda_ops.nn.local import local
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -33,7 +33,8 @@ class GatedRMSNorm(nn.Module):
 
     Raises:
         ValueError: `activation` is another name, or `eps` is not finite and above 0.
-        TypeError: `dtype` has 8 bits or is not a float.
+        TypeError: `width` is not a whole number, `eps` is not a number, or `dtype` has 8 bits or
+            is not a float.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -48,7 +49,8 @@ class GatedRMSNorm(nn.Module):
         self, width: int, eps: float = 1e-5, activation: str = "sigmoid", *, device=None, dtype=None
     ):
         super().__init__()
-        if activation not in _ACTIVATIONS:
+        check_size("width", width)
+        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             raise ValueError(
                 f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}."
             )

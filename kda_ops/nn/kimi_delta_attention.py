@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_ops.functional import chunk_kda, chunk_kda_, recurrent_kda_
+from kda_ops.nn.checks import check_flag, check_number
 from kda_ops.nn.delta_attention import DeltaAttention
 from kda_ops.nn.local import across
 from kda_ops.problem import check_lower_bound
@@ -58,7 +59,7 @@ class KimiDeltaAttention(DeltaAttention):
     Raises:
         ValueError: sizes do not fit together, `norm_eps` is not finite and above 0, or `safe_gate`
             is set without `lower_bound`.
-        TypeError: `dtype` has 8 bits or is not a float.
+        TypeError: an option has another Python type, or `dtype` has 8 bits or is not a float.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -92,12 +93,14 @@ class KimiDeltaAttention(DeltaAttention):
         device=None,
         dtype=None,
     ):
-        value_heads = num_heads if num_v_heads is None else num_v_heads
+        check_flag("safe_gate", safe_gate)
         if safe_gate and lower_bound is None:
             raise ValueError(
                 "safe_gate=True promises a bounded decay and needs the bound: pass lower_bound, "
                 "for instance -5.0."
             )
+        if lower_bound is not None:
+            check_number("lower_bound", lower_bound)
         check_lower_bound(lower_bound)
         super().__init__(
             hidden_size,
@@ -113,11 +116,11 @@ class KimiDeltaAttention(DeltaAttention):
             device,
             dtype,
             norm_activation="sigmoid",
-            dt_bias_size=value_heads * head_dim,
+            dt_bias_width=head_dim,
         )
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         factory = dict(device=device, dtype=dtype)
-        rank = self.head_v_dim
+        rank, value_heads = self.head_v_dim, self.num_v_heads
         self.f_proj = nn.Sequential(
             nn.Linear(hidden_size, rank, bias=False, **factory),
             nn.Linear(rank, value_heads * head_dim, bias=False, **factory),

@@ -12,6 +12,7 @@ from kda_ops.nn.checks import (
     check_buffer,
     check_dense,
     check_dtype,
+    check_flag,
     check_float,
     check_size,
     check_writable,
@@ -38,8 +39,9 @@ class ShortConvolution(nn.Module):
     `torch.nn.Conv1d` with ``groups=D``.
 
     Raises:
-        ValueError: `size` is below 1.
-        TypeError: `size` is not a whole number, or `dtype` has 8 bits or is not a float.
+        ValueError: `channels` or `size` is below 1.
+        TypeError: `channels` or `size` is not a whole number, or `dtype` has 8 bits or is not a
+            float.
 
     Example:
         >>> import torch, kda_ops.nn
@@ -54,7 +56,9 @@ class ShortConvolution(nn.Module):
         self, channels: int, size: int = 4, bias: bool = False, *, device=None, dtype=None
     ):
         super().__init__()
+        check_size("channels", channels)
         check_size("size", size)
+        check_flag("bias", bias)
         check_dtype("dtype", dtype)
         self.channels, self.size = channels, size
         self.weight = nn.Parameter(torch.empty(channels, 1, size, device=device, dtype=dtype))

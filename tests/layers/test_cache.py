@@ -213,6 +213,7 @@ MOVES = {
     "select a list": (lambda c: c.batch_select_indices([0, 0, 2, -1]), [0, 0, 2, 2]),
     "select by mask": (lambda c: c.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
     "select a slice": (lambda c: c.batch_select_indices(slice(1, None)), [1, 2]),
+    "select backwards": (lambda c: c.batch_select_indices(slice(None, None, -1)), [2, 1, 0]),
     "select none": (lambda c: c.batch_select_indices([]), []),
     "repeat": (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
     "crop nothing": (lambda c: c.crop(0), [0, 1, 2]),
@@ -292,6 +293,22 @@ REFUSED = [
     ),
     (lambda c: c.batch_select_indices([-4]), IndexError, "indices must name some of the N = 3"),
     (lambda c: c.batch_select_indices([True]), IndexError, "indices must name some of the N = 3"),
+    *(
+        (lambda c, x=x: c.reset(x), error, f"sequences must {words}")
+        for x, error, words in (
+            ([0, 3], IndexError, "name some of the N = 3"),
+            (3, IndexError, "name some of the N = 3"),
+            (torch.tensor([True, False]), IndexError, "name some of the N = 3"),
+            (None, TypeError, "be integers or bools along one axis, got None"),
+            ("0", TypeError, "be integers or bools along one axis, got '0'"),
+            (slice("0"), TypeError, "be integers or bools along one axis"),
+            (slice(None, None, 0), TypeError, "be integers or bools along one axis"),
+            ([0.5], ValueError, "be integers or bools along one axis"),
+            (torch.zeros(3, 1).bool(), ValueError, "be integers or bools along one axis"),
+            (True, ValueError, "be integers or bools along one axis"),
+        )
+    ),
+    (lambda c: c.batch_repeat_interleave(True), TypeError, "repeats must be a whole number, got"),
     (lambda c: c.reorder_cache(None), TypeError, "beam_idx must be integers or bools along one"),
     (lambda c: c.batch_repeat_interleave(1.5), TypeError, "repeats must be a whole number, got"),
     (lambda c: c.batch_repeat_interleave(0), ValueError, "repeats must be at least 1, got 0"),
@@ -311,6 +328,28 @@ def test_a_wrong_move_is_refused_and_changes_nothing(call, error, words):
         call(cache)
     assert words in str(raised.value)
     assert all(torch.equal(a, b) for a, b in zip(cache.buffers(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "sequences, zeroed",
+    (
+        (slice(None), [0, 1, 2]),
+        (slice(2, 0, -1), [1, 2]),
+        (-1, [2]),
+        ([0, 2], [0, 2]),
+        ([], []),
+        (torch.tensor([1], dtype=torch.uint8), [1]),
+        (torch.tensor([True, False, True]), [0, 2]),
+    ),
+)
+def test_reset_zeroes_the_named_sequences(sequences, zeroed):
+    with torch.no_grad():
+        layer = build(KimiDeltaAttention)
+        cache = layer.new_cache(3)
+        layer(rows(3, 5), cache=cache)
+    cache.reset(sequences)
+    for buffer in cache.buffers():
+        assert [n for n in range(3) if not buffer[n].any()] == zeroed
 
 
 def test_a_cache_has_what_the_caches_of_transformers_have():

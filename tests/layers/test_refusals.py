@@ -50,6 +50,16 @@ REFUSALS = [
         ValueError,
         "num_sequences must be at least 0, got -1",
     ),
+    *(
+        (lambda n=n: build(GatedDeltaNet).new_cache(n), TypeError, "num_sequences must be a whole")
+        for n in ("2", 2.0, True, None)
+    ),
+    (
+        lambda: build(GatedDeltaNet).new_cache(2**70),
+        ValueError,
+        "num_sequences must fit in 64 bits, got",
+    ),
+    (lambda: GatedDeltaNet(2**70), ValueError, "hidden_size must fit in 64 bits, got"),
     (
         lambda: KimiDeltaAttention(64, lower_bound=1.0),
         ValueError,
@@ -264,6 +274,50 @@ REFUSALS = [
         )
     ),
 ]
+
+
+WHOLE, NUMBER, FLAG = "must be a whole number", "must be a number", "must be True or False"
+OPTIONS = [
+    *(
+        (make, name, x, WHOLE)
+        for make in LAYERS
+        for name in ("hidden_size", "head_dim", "num_heads", "num_v_heads", "conv_size")
+        for x in (True, "2", 2.0, [2])
+    ),
+    *((make, name, None, WHOLE) for make in LAYERS for name in ("head_dim", "num_heads")),
+    *(
+        (make, name, x, NUMBER)
+        for make in LAYERS
+        for name in ("expand_v", "norm_eps")
+        for x in (True, "1", None, [1.0], 1j)
+    ),
+    *((KimiDeltaAttention, "lower_bound", x, NUMBER) for x in (False, "-5", [-5.0])),
+    *(
+        (make, name, x, FLAG)
+        for make in LAYERS
+        for name in ("use_short_conv", "allow_neg_eigval", "conv_bias")
+        for x in (None, "no")
+    ),
+    (KimiDeltaAttention, "safe_gate", "no", FLAG),
+    (GatedDeltaNet, "use_gate", "no", FLAG),
+    (GatedDeltaNet, "output_gate_activation", ["silu"], "activation must be one of"),
+    (GatedRMSNorm, "eps", "a", NUMBER),
+    (GatedRMSNorm, "width", True, WHOLE),
+    (ShortConvolution, "channels", "4", WHOLE),
+    (ShortConvolution, "bias", "no", FLAG),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "make, name, x, words", OPTIONS, ids=lambda x: getattr(x, "__name__", None)
+)
+def test_an_option_of_a_wrong_type_is_refused_by_name(make, name, x, words):
+    sizes = {GatedRMSNorm: {"width": 4}, ShortConvolution: {"channels": 4}}
+    with pytest.raises((TypeError, ValueError)) as raised:
+        make(**sizes.get(make, {"hidden_size": 16, "head_dim": 8, "num_heads": 2}) | {name: x})
+    said = "" if words.startswith("activation") else f"{name} "
+    assert str(raised.value).startswith(said + words)
 
 
 @pytest.mark.quick

@@ -96,7 +96,14 @@ def test_a_flag_is_true_or_false(function, value):
             function(**legal(function), **group_of(function), **{flag: value})
 
 
-@pytest.mark.parametrize("value", (None, 1.5, "two"))
+@pytest.mark.parametrize("value", (2**63, 2**70, -(2**70)))
+def test_the_distance_of_snapshots_fits_in_64_bits(value):
+    for function in takes("snapshot_every"):
+        with pytest.raises(ValueError, match="^snapshot_every must fit in 64 bits, got"):
+            function(**legal(function), snapshot_every=value)
+
+
+@pytest.mark.parametrize("value", (None, 1.5, "two", True))
 def test_the_distance_of_snapshots_is_a_whole_number(value):
     for function in takes("snapshot_every"):
         with pytest.raises(TypeError, match="^snapshot_every must be a whole number, got"):
