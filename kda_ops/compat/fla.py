@@ -113,8 +113,11 @@ def _per_head(A_log: Tensor | None) -> Tensor | None:
 
 
 def _float(state: Tensor | None, q: Tensor) -> Tensor | None:
-    """Cast a state to the state dtype; FLA checks that dtype only in `chunk_kda`."""
-    return None if state is None else state.to(torch.promote_types(q.dtype, torch.float32))
+    """Cast a state of 16 bits or more to the state dtype, as FLA does outside `chunk_kda`."""
+    if state is None:
+        return None
+    check_float("initial_state", state, q.device)
+    return state.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _check_sequences(
@@ -144,6 +147,21 @@ def _check_beta(beta: Tensor | None, v: Tensor) -> None:
             f"beta must have shape [B, T, HV], got {list(beta.shape)}: a beta per value channel "
             "is not supported."
         )
+
+
+def _check_channel_decay(gk: Tensor, g: Tensor | None, q: Tensor, v: Tensor) -> None:
+    """Refuse decays that cannot be added, before broadcasting or promotion hides it."""
+    shape = (*v.shape[:3], q.shape[-1])
+    for name, x, letters, want in (
+        ("gk", gk, "[B, T, HV, K]", shape),
+        ("g", g, "[B, T, HV]", shape[:3]),
+    ):
+        if x is not None:
+            if x.shape != want:
+                raise ValueError(
+                    f"{name} must have shape {letters} = {list(want)}, got {list(x.shape)}."
+                )
+            check_float(name, x, q.device)
 
 
 def _check_out(out: Tensor, v: Tensor) -> None:
@@ -580,6 +598,7 @@ def fused_recurrent_gated_delta_rule(
                 "g must be given with use_gate_in_kernel=True, got None: pass the gate's logits."
             )
         g, A_log, dt_bias = functional.gdn_gate(g, _per_head(A_log), dt_bias), None, None
+    _check_channel_decay(gk, g, q, v)
     decay = gk if g is None else gk + g[..., None]
     return functional.recurrent_kda(
         q, k, v, decay, beta, A_log, dt_bias, state, cu_seqlens, **flags

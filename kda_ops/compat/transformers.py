@@ -61,6 +61,7 @@ from torch import Tensor
 
 from kda_ops import functional
 from kda_ops.nn.packing import Packing
+from kda_ops.problem import check_float
 
 __all__ = ["MODELS", "Enabled", "disable", "enable"]
 __doctest_requires__ = ("transformers",)
@@ -110,6 +111,7 @@ def _delta_rule(op: Callable[..., Any]) -> Callable[[Callable], Callable]:
                     "model.config.use_cache = False."
                 )
             if initial_state is not None:
+                check_float("initial_state", initial_state, query.device, "query")
                 initial_state = initial_state.to(torch.promote_types(query.dtype, torch.float32))
             return op(
                 query,

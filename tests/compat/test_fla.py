@@ -456,6 +456,49 @@ REFUSALS = [
         TypeError,
         "initial_state",
     ),
+    *(
+        (
+            name,
+            dict(initial_state=torch.zeros(1, 1, 16, 24).to(x)),
+            TypeError,
+            f"^initial_state {w}",
+        )
+        for name in (
+            "fused_recurrent_kda",
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+        )
+        for x, w in (
+            (torch.float8_e4m3fn, "must be float16, bfloat16, float32 or float64, got"),
+            (torch.complex64, "must be float16, bfloat16, float32 or float64, got"),
+            (torch.int32, "must be float16, bfloat16, float32 or float64, got"),
+            ("meta", "must be on cpu, where q is, got meta"),
+        )
+    ),
+    *(
+        (
+            "fused_recurrent_gated_delta_rule",
+            {"gk": torch.zeros(1, 3, 1, 16), "g": torch.zeros(1, 3, 1)} | change,
+            error,
+            words,
+        )
+        for change, error, words in (
+            (
+                {"gk": torch.zeros(1, 3, 1, 16).to(torch.float8_e5m2)},
+                TypeError,
+                "^gk must be float",
+            ),
+            (
+                {"gk": torch.zeros(1, 3, 1, 16).cfloat(), "g": None},
+                TypeError,
+                "^gk must be float16",
+            ),
+            ({"gk": torch.zeros(1, 3, 1, 16).to("meta")}, TypeError, "^gk must be on cpu, where q"),
+            ({"gk": torch.zeros(1, 3, 1, 1)}, ValueError, r"^gk must have shape \[B, T, HV, K\] ="),
+            ({"g": torch.zeros(1, 1, 1)}, ValueError, r"^g must have shape \[B, T, HV\] ="),
+            ({"g": torch.zeros(1, 3, 1).int()}, TypeError, "^g must be float16"),
+        )
+    ),
     (
         "fused_recurrent_gated_delta_rule",
         dict(gv=torch.zeros(1, 3, 1, 24)),
