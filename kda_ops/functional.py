@@ -109,8 +109,8 @@ def chunk_kda(
     of size 1, typical entries of the incoming gradients must lie between 0.004 and 256. Smaller
     ones lose bits and larger ones give NaN; scale the loss.
 
-    Offsets and slots are always checked on a CPU. Set the environment variable KDA_OPS_CHECK=1 to
-    check them on a GPU too, and to check decays and beta.
+    Offsets, slots and counts of tokens are always checked on a CPU. Set the environment variable
+    KDA_OPS_CHECK=1 to check them on a GPU too, and to check decays and beta.
 
     Example:
         >>> import torch, kda_ops

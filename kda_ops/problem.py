@@ -378,7 +378,7 @@ class Problem:
             if num_accepted_tokens.shape != (p.N,):
                 _shape_error("num_accepted_tokens", "[N]", (p.N,), num_accepted_tokens)
             check_index("num_accepted_tokens", num_accepted_tokens, q.device)
-            if CHECK_VALUES and not _is_symbolic(num_accepted_tokens):
+            if _can_read(num_accepted_tokens):
                 _check_accepted(num_accepted_tokens, state_indices)
             p.num_accepted_tokens = num_accepted_tokens.contiguous()
         if (
@@ -392,13 +392,12 @@ class Problem:
                 f"{p.T}, got {list(state_indices.shape)}."
             )
         if (
-            CHECK_VALUES
-            and state_indices is not None
+            state_indices is not None
             and state_indices.dim() == 2
             and cu_seqlens is not None
-            and not _is_symbolic(cu_seqlens)
+            and _can_read(cu_seqlens)
         ):
-            _check_columns(cu_seqlens, state_indices.shape[1])
+            _check_columns(cu_seqlens, state_indices)
         if state_indices is not None and _can_read(state_indices):
             _check_slots(state_indices, state.shape[0], "state_indices")
         return p
@@ -691,7 +690,7 @@ def _is_symbolic(x: Tensor) -> bool:
 
 
 def _can_read(x: Tensor) -> bool:
-    """Return whether to check the values of offsets or slots: on a CPU always, unless symbolic."""
+    """Return whether to check offsets, slots or counts: on a CPU always, unless symbolic."""
     return (CHECK_VALUES or x.device.type == "cpu") and not _is_symbolic(x)
 
 
@@ -744,8 +743,9 @@ def _check_accepted(accepted: Tensor, indices: Tensor) -> None:
         )
 
 
-def _check_columns(cu_seqlens: Tensor, columns: int) -> None:
-    longest = max(cu_seqlens.diff().tolist(), default=0)
+def _check_columns(cu_seqlens: Tensor, indices: Tensor) -> None:
+    columns, live = indices.shape[1], cu_seqlens.diff()[(indices >= 0).any(1)]
+    longest = max(live.tolist(), default=0)  # padding may be longer
     if longest > columns:
         raise ValueError(
             "state_indices must name a slot for every token, shape [N, S] with S at least "

@@ -190,6 +190,39 @@ def test_wrong_slots_are_refused_before_the_pool_is_written(variant, op, change,
     assert torch.equal(x["state"], before)
 
 
+COUNTS = {
+    "none accepted": (
+        {"num_accepted_tokens": torch.tensor([1, 0])},
+        "num_accepted_tokens must lie",
+    ),
+    "below 0": ({"num_accepted_tokens": torch.tensor([-1, 1])}, "num_accepted_tokens must lie"),
+    "too many accepted": (
+        {"num_accepted_tokens": torch.tensor([6, 1])},
+        "num_accepted_tokens must lie between 1 and S = 5, the columns of state_indices",
+    ),
+    "too many tokens": (
+        {"cu_seqlens": torch.tensor([0, 1, 5]), "state_indices": torch.tensor([[0, 1], [2, -1]])},
+        "state_indices must name a slot for every token, .* S at least 4, the longest sequence",
+    ),
+}
+
+
+@pytest.mark.skipif(TARGET.device.type != "cpu", reason="the values live on the device")
+@pytest.mark.parametrize("kind", COUNTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_wrong_counts_of_tokens_are_refused_before_the_pool_is_written(variant, kind):
+    change, words = COUNTS[kind]
+    x = arguments(variant, "recurrent_")
+    x["state_indices"] = torch.tensor([[1, -1, -1, -1, -1], [2, 0, -1, -1, -1]])
+    if "cu_seqlens" in change:
+        x |= {n: x[n][:1] for n in ("q", "k", "v", "g", "beta")}
+    before = x["state"].clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^{words}"):
+            overload(variant, "recurrent_")(*(x | change).values())
+        assert torch.equal(x["state"], before)
+
+
 def in_process(script, **env):
     run = [sys.executable, "-c", script]
     return subprocess.run(run, env=os.environ | env, capture_output=True, text=True, timeout=300)
@@ -210,10 +243,19 @@ for _ in range(2):
         print("passed")
     except ValueError as error:
         print(error)
+two, accepted = torch.tensor([[0, 1], [2, -1]]), torch.tensor([1, 2])
+kda_ops.recurrent_kda_(q, q, q, None, None, pool, two, accepted)
+before = pool.clone()
+try:
+    kda_ops.recurrent_kda_(q, q, q, None, None, pool, two, accepted + 1)
+    print("passed")
+except ValueError as error:
+    print(error)
 assert torch.equal(pool, before)
 """
     out = in_process(script, KDA_OPS_CPU=backend, TRITON_INTERPRET="1")
     assert out.stdout.count("must be below the number of slots, 3, got 3") == 2, out.stderr
+    assert out.stdout.count("num_accepted_tokens must lie between 1 and S = 2") == 1, out.stderr
 
 
 @pytest.mark.parametrize("op", IN_PLACE)

@@ -834,6 +834,7 @@ CHECKED = [
 LEGAL = [
     "run(cu=[0, 5])",
     "run(cu=[0, 0, 3])",
+    "packed([[0, 1], [-1, -1]], [0, 2, 5])",
     "run(g=-math.inf)",
     "run(g=-5.0, safe_gate=True)",
     "run(beta=2.0)",
