@@ -20,7 +20,7 @@ from torch import Tensor
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from tests.support.calls import Results, overload, run_stages
-from tests.support.closeness import DRAWS, NORMS, drawn
+from tests.support.closeness import DRAWS, NORMS, drawn, vanished
 
 K = V = 128
 WEAK = 0.02
@@ -251,13 +251,18 @@ def _head(x: Tensor, name: str, h: int) -> Tensor:
 def _row(
     law: str, name: str, x: Tensor, ref: Tensor, twins: list[Tensor], dtype: torch.dtype
 ) -> Row:
-    """Return one row, `dtype` being that of x; beyond the budget if anything is not finite."""
+    """Return one row, `dtype` being that of x.
+
+    It is beyond the budget if anything is not finite, or if rows of a gradient vanish.
+    """
     eps, size, share = torch.finfo(dtype).eps, NORMS["rms"](ref), 0.0
     for norm in NORMS.values():
         budget = 2.0 * (max(norm(t - ref) for t in twins) + eps * NORMS["maximum"](ref))
         error = norm(x - ref)
         used = 0.0 if error == 0.0 else error / budget if budget else torch.inf
         share = max(share, used if budget < torch.inf and error < torch.inf else torch.inf)
+    if name.startswith("d") and vanished(x.to(dtype), ref, twins[0]):
+        share = torch.inf
     off = [NORMS["rms"](x - ref), max(NORMS["rms"](t - ref) for t in twins)]
     return Row(law, name, *(e / size if size else e for e in off), share)
 

@@ -255,6 +255,18 @@ def test_a_point_of_the_map_of_decays_has_the_budget_of_its_dtype():
     assert used == pytest.approx([0.004 * 2**6, 0.004 * 2**9])
 
 
+def test_no_point_of_the_map_of_decays_passes_with_a_vanished_row():
+    ref = torch.ones(4, 8, dtype=torch.float64)
+    ref[1] = 1e-6  # far below the budget of the whole tensor
+    x = ref.clone()
+    x[1] = 0
+    used = {n: decays._row("", n, x, ref, [ref], torch.bfloat16).budget for n in ("dq", "o")}
+    assert used["dq"] == torch.inf and used["o"] <= 1.0
+    unresolved = ref.clone()
+    unresolved[1] = 1e-7  # the twin does not hold that row either
+    assert decays._row("", "dq", x, ref, [unresolved], torch.bfloat16).budget <= 1.0
+
+
 @pytest.mark.parametrize("odd", (torch.nan, torch.inf))
 @pytest.mark.parametrize("place", range(3))
 def test_no_point_of_the_map_of_decays_passes_for_want_of_a_number(odd, place):
