@@ -7,6 +7,7 @@ Usage::
     python examples/train.py --gdn            # Gated DeltaNet instead of KDA
     python examples/train.py --resume         # continue from the last checkpoint
     python examples/train.py --device cuda    # a bigger model in bfloat16
+    python examples/train.py --device cuda --mode reduce-overhead   # the same in CUDA graphs
 
 The loss curve, the checkpoint and the text are written to runs/train (or --out).
 """
@@ -212,6 +213,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=SIZES, default="cpu")
+    parser.add_argument(
+        "--mode",
+        choices=("default", "reduce-overhead"),
+        default="default",
+        help="of torch.compile; reduce-overhead replays CUDA graphs on a GPU",
+    )
     parser.add_argument("--gdn", action="store_true", help="use Gated DeltaNet instead of KDA")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/train"), help="folder for checkpoint, curve and text"
@@ -264,16 +271,19 @@ def main(argv: list[str] | None = None) -> dict:
         f"train on, {len(held_out):,} held out"
     )
 
-    backend = "inductor"
+    options = dict(mode=args.mode)
     if not can_build_cpp():
-        backend = "aot_eager"
+        options = dict(backend="aot_eager")
         print(
             "No C++ compiler (or no Python headers) found: torch.compile runs with backend "
-            "aot_eager, which is slower."
+            "aot_eager, which is slower and has no modes."
         )
-    compiled_loss = torch.compile(loss_of, fullgraph=True, backend=backend)
+    compiled_loss = torch.compile(loss_of, fullgraph=True, **options)
 
     def loss(window: Tensor) -> Tensor:
+        if args.mode == "reduce-overhead":
+            # held-out losses have no backward, which would end a step
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(args.device, dtype=torch.bfloat16, enabled=args.device == "cuda"):
             return compiled_loss(model, window)
 

@@ -68,11 +68,20 @@ def test_resuming_needs_a_checkpoint(tmp_path):
         run(tmp_path, "--resume")
 
 
-def test_training_runs_under_inductor(tmp_path):
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_training_runs_under_inductor(tmp_path, monkeypatch, mode):
     torch._dynamo.reset()
     if not train.can_build_cpp():
         pytest.skip("no C++ compiler")
-    assert math.isfinite(run(tmp_path, "--steps", "2")["held_out"])
+    compiled, given = torch.compile, []
+
+    def keep(function, **options):
+        given.append(options)
+        return compiled(function, **options)
+
+    monkeypatch.setattr(torch, "compile", keep)
+    assert math.isfinite(run(tmp_path, "--steps", "2", "--mode", mode)["held_out"])
+    assert [options["mode"] for options in given] == [mode]
 
 
 @pytest.mark.quick
