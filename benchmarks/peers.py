@@ -27,19 +27,20 @@ class Unsupported(Exception):
     """This side cannot run this case; the message says why."""
 
 
-def our_forward(case: Case) -> Forward:
-    """Return the call of our chunk operator, which gives o [B, T, HV, V]."""
-    chunk: Callable = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}[case.op]
-    words = flags(case)
-    return lambda x: chunk(**x, **words)[0]
+def our_forward(case: Case, like: Callable | None = None, cu_seqlens=None) -> Forward:
+    """Return the call of our chunk operator, or one like it, which gives o [B, T, HV, V]."""
+    chunk: Callable = like or {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}[case.op]
+    words = flags(case) | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
+    return lambda x: chunk(*map(x.get, INPUTS), **words)[0]
 
 
-def our_step(case: Case, x: Inputs) -> Step:
+def our_step(case: Case, x: Inputs, like: Callable | None = None) -> Step:
     """Return the decode call of these inputs: from a pool to o [B, 1, HV, V] and the pool.
 
-    It writes the pool in place. What a server has at hand is made here, not in the call.
+    Our operator, or one like it, writes the pool in place. What a server has at hand is made here,
+    not in the call.
     """
-    step: Callable = {"kda": kda_ops.recurrent_kda_, "gdn": kda_ops.recurrent_gdn_}[case.op]
+    step: Callable = like or {"kda": kda_ops.recurrent_kda_, "gdn": kda_ops.recurrent_gdn_}[case.op]
     words = flags(case) | dict(transpose_state_layout=case.layout == "vk")
     q, k, v, g, beta, A_log, dt_bias = (x.get(n) for n in INPUTS)
     slots = torch.arange(case.sizes["B"], device=case.device, dtype=torch.int32)

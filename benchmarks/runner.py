@@ -32,6 +32,7 @@ from kda_ops.tools.cases import GATES, KDA_GATES, PASSES, PROMISED, Case, case_o
 COMMANDS = """other commands:
   python -m benchmarks evidence   run the GPU tests, measure the rows that are stale or missing
   python -m benchmarks tables     write tables and picture of the documentation from the results
+  python -m benchmarks host       what calls cost the host, next to operators that only allocate
   torchrun --nproc-per-node 2 -m benchmarks.parallel   one long sequence on several GPUs"""
 SETTINGS = {
     "cuda": {"decode": "B128T1H32,B8T1H32,B1T1H32", "model": "B4T4096H16"},
@@ -153,7 +154,7 @@ def peers_of(device: str, chosen: list[str] | None) -> list[Peer]:
 
 def main(argv: list[str]) -> int:
     """Run the command line; non-zero if nothing was measured or our side has no time."""
-    if argv[:1] in (["evidence"], ["tables"]):
+    if argv[:1] in (["evidence"], ["tables"], ["host"]):
         return importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",

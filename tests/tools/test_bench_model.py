@@ -82,3 +82,8 @@ def test_a_process_of_its_own_says_what_it_found_or_why_not(monkeypatch):
     assert "says" not in found and found["graphs"] == 1 and found["ms"] > 0
     assert worker.apart("benchmarks.model", work, 0.01) == {"says": "not done after 0.01 s"}
     assert "ValueError" in worker.apart("benchmarks.model", work | {"cases": ["kda"]}, 60)["says"]
+
+
+def test_a_gpu_is_busy_once_where_kernels_overlap_and_not_in_gaps():
+    assert model.covered([(5, 7), (0, 4), (1, 2), (3, 4.5)]) == 6.5
+    assert model.covered([]) == 0
