@@ -20,7 +20,6 @@ import torch
 
 import kda_ops
 from kda_ops import dispatch
-from kda_ops.stages import Backend
 from kda_ops.tools.machine import installed
 
 Version = tuple[int, ...]
@@ -143,28 +142,17 @@ def devices() -> Iterator[str]:
         )
 
 
-def _stages() -> list[str]:
-    return [n for n in vars(Backend) if not n.startswith("_")]
-
-
-def _lacking(name: str) -> str:
-    backend = dispatch.load(name)
-    missing = [s for s in _stages() if not hasattr(backend, s)]
-    return f", without {', '.join(missing)}: calls that need them fail" if missing else ""
-
-
 def backends() -> Iterator[str]:
     """Yield which backend runs CPU and CUDA tensors, and why."""
     name = dispatch.backend_name(torch.device("cpu"))
     chosen = "chosen by KDA_OPS_CPU" if "KDA_OPS_CPU" in os.environ else "the default"
-    lacking = "" if name == "triton" and not installed("triton") else _lacking(name)
-    yield f"CPU tensors: {name} ({chosen}){lacking}"
+    yield f"CPU tensors: {name} ({chosen})"
     if name == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         yield "  PROBLEM: KDA_OPS_CPU=triton needs TRITON_INTERPRET=1, set before python starts"
     if not installed("triton"):
         yield "CUDA tensors: none, triton is not installed (CUDA builds of torch bring it)"
     elif torch.cuda.is_available():
-        yield f"CUDA tensors: triton{_lacking('triton')}"
+        yield "CUDA tensors: triton"
         from kda_ops.backends.triton import tuning
 
         yield (

@@ -1,80 +1,51 @@
-"""Token by token: decode, and short sequences. Backward goes through the chunk formulas
-(`kda_ops.chunk.backward`).
+"""The passes that go token by token: short sequences, and decode.
+
+Their backward is that of the chunk form (`kda_ops.chunk.Backward`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kda_ops import dispatch, problem
-from kda_ops.problem import Problem, new_output
+from kda_ops.chunk import INPUTS
+from kda_ops.problem import Problem
 from kda_ops.stages import Backend
 
 
-def infer(p: Problem) -> tuple[Tensor, Tensor]:
-    """o and the final state."""
-    o, final_state = p.new_output(), p.new_final_state()
-    if p.HV:
-        dispatch.backend(p.q.device).step(p, o, final_state)
-    return o, final_state
+class Recur:
+    """Forward over whole sequences: o and the final state."""
+
+    names = INPUTS
+
+    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
+        self.p = Problem.parse(rank, *args, **flags)
+
+    def run(self, b: Backend) -> tuple[Tensor, Tensor]:
+        """Return o and the final state."""
+        p = self.p
+        o, final_state = p.new_output(), p.new_final_state()
+        if p.HV:
+            b.step(p, o, final_state)
+        return o, final_state
 
 
-def decode(rank: int, args: tuple[Tensor | None, ...], flags: dict[str, Any]) -> Tensor:
-    """Tokens on a state pool, from the arguments of `recurrent_`: the states are read from and
-    written to its slots in place.
+class Decode:
+    """Decode on a state pool: states are read from its slots and written there."""
 
-    A token is decoded by thousands of calls whose tensors look the same, and parsing one costs
-    Python more than the kernel costs the GPU. What shapes, strides, dtypes, devices and flags
-    decide, that the call is legal and how it is launched, is therefore kept; never anything of a
-    tensor's data or address. Contiguous tensors of a shape differ in the strides of axes of length
-    one, by which nothing is ever addressed. Devices differ by number: a kernel for CUDA is called
-    where q is on one of its devices, and the first such call has refused tensors elsewhere.
-    """
-    if args[0] is not None and args[0].is_cpu:  # its backends need have no plans
-        b = dispatch.backend(args[0].device)
-        if not hasattr(b, "plan_step"):
-            return _step(Problem.parse_step(rank, *args, **flags), b)
-    look = (
-        rank,
-        *flags.items(),
-        *[
-            None
-            if x is None
-            else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device())
-            for x in args
-        ],
+    names = (
+        *("q", "k", "v", "g", "beta", "state", "state_indices", "num_accepted_tokens"),
+        *("A_log", "dt_bias", "cu_seqlens"),
     )
-    plan = _PLANS.get(look)
-    if plan is None:
-        p = Problem.parse_step(rank, *args, **flags)
-        b = dispatch.backend(p.q.device)
-        o = _step(p, b)
-        # what a parsed call makes contiguous, a plan reads
-        as_they_lie = all(x is None or x.is_contiguous() for x in (*args[7:8], *args[10:]))
-        reads = p.cu_seqlens is not None or p.state_indices is not None
-        checked = problem.CHECK_VALUES or (reads and p.q.device.type == "cpu")  # at every call
-        if p.HV and hasattr(b, "plan_step") and as_they_lie and not checked:
-            if len(_PLANS) >= 1024:  # a program that calls with ever new sizes
-                _PLANS.clear()
-            _PLANS[look] = b.plan_step(p, p.state)
-        return o
-    v, state = args[2], args[5]
-    assert v is not None and state is not None  # else there were no plan
-    # which a contiguous v says without a keyword: half a microsecond in the dispatcher
-    o = torch.empty_like(v) if v.is_contiguous() else new_output(v)
-    plan(o, state, args + (None,) * (11 - len(args)))
-    return o
 
+    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
+        self.p = Problem.parse_step(rank, *args, **flags)
 
-def _step(p: Problem, b: Backend) -> Tensor:
-    o = p.new_output()
-    if p.HV:
-        b.step(p, o, p.state)
-    return o
-
-
-_PLANS: dict[tuple, Callable[[Tensor, Tensor, tuple[Tensor | None, ...]], None]] = {}
+    def run(self, b: Backend) -> tuple[Tensor]:
+        """Return o."""
+        p = self.p
+        o = p.new_output()
+        if p.HV:
+            b.step(p, o, p.state)
+        return (o,)

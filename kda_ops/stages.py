@@ -1,9 +1,8 @@
-"""The contracts between the stages: what each one reads and returns, written once for every
-backend.
+"""The contracts of backends: what each stage reads and returns, and what training may keep.
 
-A backend is a module with the functions of `Backend` below. `kda_ops.chunk` and `kda_ops.recurrent`
-call them in order and know no mathematics; the stages know the mathematics (docs/maths.md) and
-nothing of autograd or dispatch. Sizes and letters: docs/maths.md.
+The passes of `kda_ops.chunk`, `recurrent` and `gate` call the stages of a `Backend` in order and
+know no mathematics. The stages know the mathematics (docs/maths.md) and nothing of autograd or
+dispatch. Sizes and letters: docs/maths.md.
 
 Chunks lie on one axis of length NT, sequence after sequence (`sequences.Chunks` numbers them). Rows
 past the end of a sequence count as tokens with q = k = v = beta = 0 and g = 0. The decay axis ``D``
@@ -12,9 +11,11 @@ is K for KDA and 1 for GDN.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from kda_ops.problem import Problem
@@ -22,11 +23,10 @@ from kda_ops.problem import Problem
 
 @dataclass
 class Tile:
-    """What a chunk needs besides the state entering it; `prepare` makes it, each tensor
-    ``[NT, HV, C, .]``.
+    """What a chunk needs besides the state entering it, as `prepare` makes it.
 
-    A backend whose scan forms some of these from q, k, v, g and beta in registers leaves them None,
-    and may leave it `rows` for that.
+    Each tensor is ``[NT, HV, C, .]``. A scan may form some of them from q, k, v, g and beta in
+    registers. Its backend leaves those None, and may pass it `rows` instead.
     """
 
     A: Tensor | None  # [.., C, C]  (I + L)^-1, unit lower triangular
@@ -35,15 +35,15 @@ class Tile:
     u: Tensor | None = None  # [.., C, V]  A (beta v)
     qg: Tensor | None = None  # [.., C, K]  scale q exp G
     kg: Tensor | None = None  # [.., C, K]  k exp(sum of g over the later rows)
-    gamma: Tensor | None = None  # [NT, HV, D]  exp(sum of g over the chunk)
-    # [NT, HV, R, C] R numbers per row, of the dtype of gamma: beta, norms and the like, in the
-    # backend's order
+    gamma: Tensor | None = None  # [NT, HV, D]  exp(sum of g over the chunk).
+    # R numbers per row, such as beta and norms: [NT, HV, R, C] in the dtype of gamma. Their order
+    # is the backend's.
     rows: Tensor | None = None
     pairs: Tensor | None = None  # [.., C, C]  A and P in one tile, which only `prepare` can read
 
 
 class WholeTile(Protocol):
-    """A tile of a backend whose `prepare` leaves nothing to its scan."""
+    """A tile of a backend whose `prepare` makes all of it."""
 
     A: Tensor
     P: Tensor
@@ -55,7 +55,7 @@ class WholeTile(Protocol):
 
 
 def whole(tile: Tile) -> WholeTile:
-    """The tile, none of whose tensors the backend leaves out (rows and pairs apart)."""
+    """Return the tile, typed as whole: the backend leaves out nothing but rows and pairs."""
     return cast(WholeTile, tile)
 
 
@@ -74,15 +74,16 @@ class Reverse:
 
     dstates: Tensor  # [NT, HV, K, V]  gradient of the state leaving each chunk
     z: Tensor | None  # [NT, HV, C, V]  A^T dv_new, the gradient of beta (v - k exp(G) S)
-    # [B, T, HV, V] beta z, the gradient of v, where the backend's `gradient` takes it from here
+    # [B, T, HV, V]  beta z, the gradient of v. None: `gradient` makes it, or it is not needed.
     dv: Tensor | None
     dinitial_state: Tensor | None  # [N, HV, K, V] seen through the caller's strides
 
 
 @dataclass
 class Gradients:
-    """One entry per differentiable input, in the input's shape and dtype; None where it was not
-    asked for or the input is absent.
+    """One gradient per differentiable input, in its shape and dtype.
+
+    It is None if it is not needed, or if its input is absent.
     """
 
     q: Tensor | None = None
@@ -96,12 +97,98 @@ class Gradients:
 
 
 GRADIENTS = tuple(f.name for f in fields(Gradients))
-# What training may keep, with `pairs` in the place of A where both are made; o is an output anyway.
-KEPT = (*(f.name for f in fields(Tile) if f.name != "pairs"), "states", "v_new")
+# The axes of every tensor of an operator, one letter each; vmap and sharding read them too.
+# B batch, T tokens, H key heads, h value heads, N sequences, c chunks, C rows of a chunk.
+# K and V widths, D width of the decay, R numbers per row. States are in the layout [K, V].
+AXES = {
+    "q": "BTHK",
+    "k": "BTHK",
+    "v": "BThV",
+    "g": "BThD",
+    "beta": "BTh",
+    "A_log": "h",
+    "dt_bias": "hK",
+    "initial_state": "NhKV",
+    "o": "BThV",
+    "final_state": "NhKV",
+    "y": "BThD",
+    "cu_seqlens": ".",
+}
+# What training may keep: names and axes; the order is that of `chunk_fwd`'s outputs.
+KEPT = {
+    "A": "chCC",  # or `pairs` in its place, where both are made
+    "P": "chCC",
+    "w": "chCK",
+    "u": "chCV",
+    "qg": "chCK",
+    "kg": "chCK",
+    "gamma": "chD",
+    "rows": "chRC",
+    "states": "chKV",
+    "v_new": "chCV",
+}
+AXES |= KEPT
+SUMS = frozenset(("gamma", "rows"))  # kept in the dtype of sums; the others are operands
 
 
-class Backend(Protocol):
-    """A set of stage functions. Their equations are in docs/maths.md under the same names."""
+def axes_of(name: str) -> str:
+    """Return the axes of a tensor by name; the gradient ``dx`` has those of x."""
+    return AXES[name if name in AXES else name.removeprefix("d")]
+
+
+class Pass(Protocol):
+    """One pass over a call: what an operator asks of a backend.
+
+    Making one checks the call: `args` are tensors in the order of `names`, `flags` the rest.
+    """
+
+    names: tuple[str, ...]
+
+    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]) -> None: ...
+
+    def run(self, b: Backend) -> Any:
+        """Call the stages of a backend."""
+
+
+class Keeps:
+    """What training keeps on a backend. Asking imports no kernels.
+
+    This class answers for backends that compute in float32 or float64.
+    """
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a tile's operands for inputs of a dtype."""
+        return torch.promote_types(dtype, torch.float32)
+
+    def names(
+        self, rank: int, dtype: torch.dtype, l2norm: bool, disable_recompute: bool
+    ) -> frozenset[str]:
+        """Return what is kept besides the inputs: names of `KEPT`, and "o" if backward reads it."""
+        return frozenset(KEPT) - {"rows"} if disable_recompute else frozenset()
+
+
+class Backend:
+    """The stages of one backend, and how it runs a pass.
+
+    The equations of the stages are in docs/maths.md under the same names.
+    """
+
+    keeps = Keeps()
+
+    def run(self, kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Any:
+        """Run one pass over a call."""
+        return kind(rank, args, flags).run(self)
+
+    def packs(self, p: Problem) -> bool:
+        """Return whether the A that is kept shares its tile with P, as `pairs`."""
+        return False
+
+    def beside(self, p: Problem) -> AbstractContextManager[AbstractContextManager]:
+        """Overlap two stages: the yielded context launches on a second stream, joined on exit.
+
+        A backend without streams runs them one after the other.
+        """
+        return nullcontext(nullcontext())
 
     def prepare(
         self,
@@ -111,12 +198,14 @@ class Backend(Protocol):
         norms: bool = False,
         overlap: bool = False,
     ) -> Tile:
-        """Everything about the chunks that does not depend on the state; a kept A spares the
-        inverse. With `pack` (where `dispatch.packs_pairs` says so) `pairs` are made too, and given
-        back as A with `pack` they spare the scores as well. With `norms`, `rows` has those that
-        `gradient` reads. With `overlap` some of the tile may be made no sooner than by `scan`,
-        which must come before anything else that reads it.
+        """Return all that the chunks need besides the state.
+
+        A kept A saves the inverse. With `pack` (only if `packs` allows it) `pairs` are made too;
+        passed back as A, with `pack`, they save the scores as well. With `norms`, `rows` contains
+        the norms that `gradient` reads. With `overlap` some chunks may not be ready on return: call
+        `scan` before anything else reads the tile.
         """
+        raise NotImplementedError
 
     def scan(
         self, p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool
@@ -132,6 +221,7 @@ class Backend(Protocol):
         the state after chunk ``(j + 1) * p.snapshot_every`` of sequence n. Returns a `Trace` if
         `keep`; then o may be None.
         """
+        raise NotImplementedError
 
     def reverse_scan(
         self,
@@ -148,6 +238,7 @@ class Backend(Protocol):
         Starts from `dfinal_state` in the caller's layout; a gradient that is None is zero, and any
         strides are accepted. `need` is that of `gradient`.
         """
+        raise NotImplementedError
 
     def gradient(
         self,
@@ -158,18 +249,22 @@ class Backend(Protocol):
         reverse: Reverse,
         need: frozenset[str],
     ) -> Gradients:
-        """One step per chunk from the trace and the reverse scan to the gradients of the inputs
-        named in `need`; the tile has lost P, w, u, qg and kg.
+        """Return the gradients of the inputs named in `need`, chunk by chunk.
 
-        `trace.o` is there if `dispatch.reads_output` says so, "q" is needed and there is a do.
+        The tile comes without P, w, u, qg and kg. `trace.o` is given if `Keeps.names` contains
+        "o", the gradient of q is needed and do is not None.
         """
+        raise NotImplementedError
 
     def step(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
-        """The token recurrence, for decode: o [B, T, HV, V], states as for `scan`, but a
-        two-dimensional `p.state_indices` [N, S] takes the state after token t into slot ``[n, t]``
-        and starts from slot ``[n, num_accepted_tokens[n] - 1]`` (column 0 without it); where the
-        slot of a token is negative nothing is written and its output is zero.
+        """Run the recurrence token by token, for decode; o is [B, T, HV, V], states as for `scan`.
+
+        With two-dimensional `p.state_indices` [N, S], the state after token t goes to slot
+        ``[n, t]``. Sequence n then starts from slot ``[n, num_accepted_tokens[n] - 1]``, or from
+        column 0 without `num_accepted_tokens`. A token whose slot is negative has output zero, and
+        its state is not written.
         """
+        raise NotImplementedError
 
     def gate(
         self,
@@ -179,7 +274,8 @@ class Backend(Protocol):
         lower_bound: float | None,
         rank: int,
     ) -> Tensor:
-        """The log decay from raw logits, in float32 (float64 for float64)."""
+        """Return the log decay from raw logits, in float32 (float64 for float64)."""
+        raise NotImplementedError
 
     def gate_backward(
         self,
@@ -190,6 +286,8 @@ class Backend(Protocol):
         lower_bound: float | None,
         rank: int,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Gradients of g, A_log and dt_bias; parameter sums in at least float32, cast once at the
-        end.
+        """Return the gradients of g, A_log and dt_bias.
+
+        Sums for parameters are at least float32, and are cast once, at the end.
         """
+        raise NotImplementedError

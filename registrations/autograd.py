@@ -1,4 +1,4 @@
-"""Autograd: which call stands in the training graph, the formulas, and the refusals.
+"""Autograd: which operators training records, their formulas, and what they refuse.
 
 With gradients wanted, `chunk` becomes `chunk_fwd`, whose formula keeps what `kda_ops.chunk` decided
 to keep and calls `chunk_bwd`. `recurrent` keeps its inputs and differentiates through the chunk
@@ -27,9 +27,7 @@ _INPUTS = len(GRADIENTS) + 1  # the differentiable inputs, then cu_seqlens
 
 
 def _wants_grad(args: tuple, kwargs: dict) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())
-    )
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
 
 
 def _refuse_tangents(name: str, args: tuple, kwargs: dict) -> None:
@@ -118,7 +116,7 @@ def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callab
 
 
 def _chunk(namespace: str):
-    """`chunk` under autograd: `chunk_fwd` where a gradient is wanted, else itself."""
+    """Run `chunk_fwd` in place of `chunk` where a gradient is wanted."""
     op, op_fwd = schemas.CHUNK.overload(namespace), schemas.CHUNK_FWD.overload(namespace)
 
     @opaque
@@ -137,14 +135,13 @@ def _setup(namespace: str):
     rank = schemas.VARIANTS[namespace]
 
     def setup(ctx, inputs, flags, output) -> None:
-        o, final_state, *kept = output
-        reads_output = dispatch.reads_output(o.device, rank, flags["use_qk_l2norm_in_kernel"])
+        (o, final_state, *kept), (q, *_) = output, inputs
+        names = dispatch.keeps(o.device).names(
+            rank, q.dtype, flags["use_qk_l2norm_in_kernel"], flags.get("disable_recompute", False)
+        )
         # What is not kept is an empty tensor of one dimension; only the rest is worth a place among
         # the saved tensors.
-        ctx.kept = [
-            flags.get("disable_recompute", False) and reads_output,
-            *(x.dim() > 1 for x in kept),
-        ]
+        ctx.kept = ["o" in names, *(x.dim() > 1 for x in kept)]
         ctx.save_for_backward(*inputs, *(x for x, there in zip((o, *kept), ctx.kept) if there))
         ctx.mark_non_differentiable(*kept, *(() if flags["output_final_state"] else (final_state,)))
         ctx.set_materialize_grads(False)
@@ -162,18 +159,20 @@ def _backward(namespace: str):
         inputs, saved = saved_tensors[:_INPUTS], iter(saved_tensors[_INPUTS:])
         # The dispatcher strips trailing arguments that equal their defaults, and needs_input_grad,
         # which begins with the call, is short by as many.
-        need = [*ctx.needs_input_grad[1:], *(False for _ in GRADIENTS)][: len(GRADIENTS)]
+        wanted = [*ctx.needs_input_grad[1:], *(False for _ in GRADIENTS)][: len(GRADIENTS)]
         flags = dict(ctx.flags)
         if not flags["output_final_state"]:
             dfinal_state = None  # compiled code passes zeros of the empty tensor's shape
         if do is None and dfinal_state is None:
             return (None,) * _INPUTS
-        none = inputs[0].new_empty((0,))
+        q, *_ = inputs
+        none = q.new_empty((0,))
         keeps_output, *kept = ctx.kept
         o = next(saved) if keeps_output else None
         kept = [next(saved) if there else none for there in (kept or [False] * len(KEPT))]
+        need = schemas.mask_of(wanted)
         grads = op_bwd(do, dfinal_state, *kept, *inputs, o, need=need, **flags)
-        return (*(d if n else None for d, n in zip(grads, need)), None)
+        return (*(d if n else None for d, n in zip(grads, wanted)), None)
 
     return backward
 
@@ -210,9 +209,7 @@ def _refuse_double_backward(name: str):
 
 
 def _refuse_in_place(operator: schemas.Operator, namespace: str):
-    """An in-place operator is for inference: autograd would record a state that the next call
-    overwrites.
-    """
+    """Refuse gradients of an in-place operator, whose next call overwrites the state."""
     op, instead = operator.overload(namespace), f"{namespace}::{operator.name.rstrip('_')}"
 
     def guard(*args, **flags) -> Tensor:

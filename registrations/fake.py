@@ -7,13 +7,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_ops import chunk
+from kda_ops import chunk, dispatch
 from kda_ops.problem import Problem, gate_problem
 from kda_ops.registrations import schemas
 
 
 def _like(x: Tensor | None, wanted: bool, empty_of: Tensor) -> Tensor:
-    """A contiguous tensor of x's shape and dtype, or the empty one that stands for no gradient."""
+    """Return a contiguous tensor like x, or an empty one if its gradient is not wanted."""
     return x.new_empty(x.shape) if wanted and x is not None else empty_of.new_empty((0,))
 
 
@@ -24,11 +24,11 @@ def _fakes(rank: int) -> dict[schemas.Operator, object]:
 
     def chunk_fwd(*args, **flags):
         p = Problem.parse(rank, *args, **flags)
-        return p.new_output(), p.new_final_state(), *chunk.new_kept(p)
+        return p.new_output(), p.new_final_state(), *chunk.new_kept(dispatch.keeps(p.q.device), p)
 
-    def chunk_bwd(do, dfinal_state, *args, need, **flags):
-        p = Problem.parse(rank, *schemas.split_backward(args)[1], **flags)
-        return tuple(_like(x, wanted, p.q) for x, wanted in zip(p.differentiable(), need))
+    def chunk_bwd(*args, need, **flags):
+        p = chunk.Backward(rank, args, flags | {"need": need}).p
+        return tuple(_like(x, need >> i & 1, p.q) for i, x in enumerate(p.differentiable()))
 
     def recurrent_in_place(*args, **flags):
         return Problem.parse_step(rank, *args, **flags).new_output()

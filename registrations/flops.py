@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch.utils.flop_counter import register_flop_formula
 
+from kda_ops.chunk import Backward
 from kda_ops.problem import CHUNK
 from kda_ops.registrations import schemas
 from kda_ops.stages import KEPT
@@ -103,12 +104,11 @@ def _chunk(q, k, v, *args, out_shape=None, **flags):
     return _chunks(q, v) * forward(q[3], v[3])
 
 
-def _chunk_bwd(do, dfinal_state, *args, out_shape=None, **flags):
-    kept, (q, _, v, *_), _ = schemas.split_backward(args)
+def _chunk_bwd(*args, out_shape=None, **flags):
+    shapes = dict(zip(Backward.names, args))
     # What is not kept is an empty tensor of one dimension.
-    return _chunks(q, v) * backward(
-        q[3], v[3], frozenset(n for n, shape in zip(KEPT, kept) if len(shape) > 1)
-    )
+    kept = frozenset(n for n in KEPT if len(shapes[n]) > 1)
+    return _chunks(shapes["q"], shapes["v"]) * backward(shapes["q"][3], shapes["v"][3], kept)
 
 
 def _recurrent(q, k, v, *args, out_shape=None, **flags):

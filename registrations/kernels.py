@@ -1,72 +1,72 @@
-"""The CPU and CUDA kernels: parse the call, run the stages. Which backend that is,
-`kda_ops.dispatch` knows.
-"""
+"""The CPU and CUDA kernels: each hands its call to the backend, as one of its passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from kda_ops import chunk, dispatch, recurrent
+from kda_ops import chunk, dispatch, gate, recurrent
 from kda_ops.arguments import check_writable
-from kda_ops.problem import Problem, gate_problem
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
-from kda_ops.stages import GRADIENTS
+from kda_ops.stages import Backend, Pass
 
 _BUMP = torch.autograd.graph.increment_version
 
 
-def _kernels(rank: int) -> dict[schemas.Operator, Callable]:
-    def chunk_forward(*args, **flags) -> tuple[Tensor, Tensor]:
-        return chunk.infer(Problem.parse(rank, *args, **flags))
+def _named(kind: type[Pass], name: str, args: tuple) -> Tensor:
+    return args[kind.names.index(name)]
+
+
+def _present(results: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Put an empty tensor in the place of None: an operator returns tensors."""
+    return tuple(like.new_empty((0,)) if x is None else x.contiguous() for x in results)
+
+
+def _kernels(rank: int, device: torch.device) -> dict[schemas.Operator, Callable]:
+    backend: Backend | None = None
+
+    def run(kind: type[Pass], args: tuple, flags: dict) -> Sequence[Tensor | None]:
+        nonlocal backend
+        if backend is None:  # loaded at the first call
+            backend = dispatch.backend(device)
+        return backend.run(kind, rank, args, flags)
+
+    def on_pool(kind: type[Pass], args: tuple, flags: dict) -> Tensor:
+        pool = _named(kind, "state", args)
+        check_writable("state", pool)
+        (o,) = run(kind, args, flags)
+        _BUMP(pool)
+        return o  # type: ignore[return-value]
+
+    def chunk_forward(*args, **flags) -> tuple[Tensor, ...]:
+        return tuple(run(chunk.Infer, args, flags))
 
     def chunk_fwd(*args, **flags) -> tuple[Tensor, ...]:
-        o, final_state, kept = chunk.forward(Problem.parse(rank, *args, **flags))
-        return o, final_state, *kept
+        return tuple(run(chunk.Forward, args, flags))
 
-    def chunk_bwd(do, dfinal_state, *args, need, **flags) -> tuple[Tensor, ...]:
-        kept, inputs, o = schemas.split_backward(args)
-        p = Problem.parse(rank, *inputs, **flags)
-        grads = chunk.backward(
-            p,
-            o,
-            list(kept),
-            do,
-            dfinal_state,
-            frozenset(n for n, wanted in zip(GRADIENTS, need) if wanted),
-        )
-        return tuple(
-            p.q.new_empty((0,)) if d is None else d.contiguous()
-            for d in (getattr(grads, n) for n in GRADIENTS)
-        )
+    def chunk_bwd(*args, **flags) -> tuple[Tensor, ...]:
+        grads = run(chunk.Backward, args, flags)
+        return _present(grads, _named(chunk.Backward, "q", args))
 
-    def recurrent_forward(*args, **flags) -> tuple[Tensor, Tensor]:
-        return recurrent.infer(Problem.parse(rank, *args, **flags))
+    def recurrent_forward(*args, **flags) -> tuple[Tensor, ...]:
+        return tuple(run(recurrent.Recur, args, flags))
 
     def recurrent_in_place(*args, **flags) -> Tensor:
-        check_writable("state", args[5])
-        o = recurrent.decode(rank, args, flags)
-        _BUMP(args[5])
-        return o
+        return on_pool(recurrent.Decode, args, flags)
 
     def chunk_in_place(*args, **flags) -> Tensor:
-        check_writable("state", args[5])
-        p = Problem.parse_prefill(rank, *args, **flags)
-        o = chunk.prefill(p)
-        _BUMP(p.state)
-        return o
+        return on_pool(chunk.Prefill, args, flags)
 
-    def gate(g, A_log, dt_bias=None, *, lower_bound=None) -> Tensor:
-        gate_problem(rank, g, A_log, dt_bias, lower_bound)
-        return dispatch.backend(g.device).gate(g, A_log, dt_bias, lower_bound, rank).contiguous()
+    def gate_forward(*args, **flags) -> Tensor:
+        (y,) = _present(run(gate.Gate, args, flags), _named(gate.Gate, "g", args))
+        return y
 
-    def gate_bwd(dy, g, A_log, dt_bias, *, lower_bound=None) -> tuple[Tensor, ...]:
-        gate_problem(rank, g, A_log, dt_bias, lower_bound)
-        grads = dispatch.backend(g.device).gate_backward(dy, g, A_log, dt_bias, lower_bound, rank)
-        return tuple(g.new_empty((0,)) if d is None else d.contiguous() for d in grads)
+    def gate_bwd(*args, **flags) -> tuple[Tensor, ...]:
+        grads = run(gate.GateBackward, args, flags)
+        return _present(grads, _named(gate.GateBackward, "g", args))
 
     return {
         schemas.CHUNK: chunk_forward,
@@ -75,12 +75,12 @@ def _kernels(rank: int) -> dict[schemas.Operator, Callable]:
         schemas.RECURRENT: recurrent_forward,
         schemas.RECURRENT_: recurrent_in_place,
         schemas.CHUNK_: chunk_in_place,
-        schemas.GATE: gate,
+        schemas.GATE: gate_forward,
         schemas.GATE_BWD: gate_bwd,
     }
 
 
 for _namespace, _rank in schemas.VARIANTS.items():
-    for _operator, _kernel in _kernels(_rank).items():
-        for _key in ("CPU", "CUDA"):
+    for _key in ("CPU", "CUDA"):
+        for _operator, _kernel in _kernels(_rank, torch.device(_key.lower())).items():
             schemas.LIBRARIES[_namespace].impl(_operator.name, opaque(_kernel), _key)

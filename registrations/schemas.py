@@ -1,13 +1,12 @@
 """The operators: one table that every other registration file loops over.
 
-An operator's schema is a list of groups of arguments. Tensors that autograd, vmap and sharding
-treat alike stand in one group, so the order of a group's names below is the order in which a
-formula returns their gradients.
+An operator's schema is a list of groups of arguments. A group holds tensors that autograd, vmap
+and sharding treat alike. A formula returns gradients in the order of the group's names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +51,7 @@ class Operator:
     mutates: bool = False
 
     def overload(self, namespace: str) -> torch._ops.OpOverload:
-        """The registered operator of one variant."""
+        """Return the registered operator of one variant."""
         return getattr(getattr(torch.ops, namespace), self.name).default
 
 
@@ -66,18 +65,13 @@ CHUNK_FWD = Operator(
 CHUNK_BWD = Operator(
     "chunk_bwd",
     f"(Tensor? do, Tensor? dfinal_state, {_KEPT}, {_SEQUENCES}, Tensor? o=None, *, "
-    f"{_CHUNK_FLAGS}, bool[{len(GRADIENTS)}] need) -> ({_GRADIENTS_OUT})",
+    f"{_CHUNK_FLAGS}, int need) -> ({_GRADIENTS_OUT})",
 )
 
 
-def split_backward(args: Sequence) -> tuple[Sequence, Sequence, object]:
-    """Split what follows do and dfinal_state in a call of `chunk_bwd`: what is kept, the inputs
-    and o.
-
-    The dispatcher strips trailing arguments that equal their defaults, so o may be missing.
-    """
-    end = len(KEPT) + len(GRADIENTS) + 1
-    return args[: len(KEPT)], args[len(KEPT) : end], args[end] if len(args) > end else None
+def mask_of(wanted: Iterable[bool]) -> int:
+    """Return `need` of `chunk_bwd`: bit i asks for the gradient of input i of GRADIENTS."""
+    return sum(bool(x) << i for i, x in enumerate(wanted))
 
 
 RECURRENT = Operator(

@@ -19,7 +19,6 @@ something whole. Other inputs (sharded over tokens or K) are first redistributed
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -27,37 +26,11 @@ from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSch
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from kda_ops.chunk import kept_names
+from kda_ops import dispatch
 from kda_ops.registrations import schemas
-from kda_ops.stages import GRADIENTS, KEPT
+from kda_ops.stages import GRADIENTS, KEPT, axes_of
 
-# N sequences and the c chunks go with the batch B; H key and h value heads; D is the decay's width;
-# C rows of a chunk; a dot is an axis that nothing splits.
-_AXES = {
-    "q": "B.H.",
-    "k": "B.H.",
-    "v": "B.hV",
-    "g": "B.h.",
-    "beta": "B.h",
-    "A_log": "h",
-    "dt_bias": "h.",
-    "initial_state": "Nh.V",
-    "cu_seqlens": ".",
-    "o": "B.hV",
-    "final_state": "Nh.V",
-    "A": "ch..",
-    "P": "ch..",
-    "w": "ch..",
-    "u": "ch.V",
-    "qg": "ch..",
-    "kg": "ch..",
-    "gamma": "ch.",
-    "states": "ch.V",
-    "v_new": "ch.V",
-    "rows": "ch..",
-}
 _STATES = frozenset(("initial_state", "final_state"))  # in the caller's layout
-_LIKE = {"do": "o", "dfinal_state": "final_state"}
 _BATCH, _HEADS, _V = "BNc", "Hh", "V"
 
 
@@ -65,7 +38,7 @@ def _placement(name: str, split: str, transposed: bool, else_: Placement) -> Pla
     """Where tensor `name` is under a split: sharded on the axis that the split names, or
     `else_`.
     """
-    axes = _AXES[name]
+    axes = axes_of(name)
     if transposed and name in _STATES:
         axes = axes[:-2] + axes[-1] + axes[-2]
     return next((Shard(i) for i, letter in enumerate(axes) if letter in split), else_)
@@ -85,28 +58,25 @@ def _outputs(
 ) -> list[tuple[str, bool, bool]]:
     """Name, whether it is a gradient, and whether it is an empty placeholder, of each output."""
     if operator is schemas.CHUNK_BWD:
+        need = flags["need"]
         return [
-            (n, True, not wanted or given.get(n) is None)
-            for n, wanted in zip(GRADIENTS, flags["need"])
+            (n, True, not need >> i & 1 or given.get(n) is None) for i, n in enumerate(GRADIENTS)
         ]
     out = [("o", False, False), ("final_state", False, not flags.get("output_final_state", False))]
     if operator is schemas.CHUNK_FWD:
         q = given["q"]
-        dtype = q.tensor_meta.dtype
-        p = SimpleNamespace(
-            rank=rank,
-            disable_recompute=flags.get("disable_recompute", False),
-            l2norm=flags.get("use_qk_l2norm_in_kernel", False),
-            state_dtype=torch.promote_types(dtype, torch.float32),
-            q=SimpleNamespace(device=torch.device(q.mesh.device_type), dtype=dtype),
+        names = dispatch.keeps(torch.device(q.mesh.device_type)).names(
+            rank,
+            q.tensor_meta.dtype,
+            flags.get("use_qk_l2norm_in_kernel", False),
+            flags.get("disable_recompute", False),
         )
-        names = kept_names(p)
         out += [(n, False, n not in names) for n in KEPT]
     return out
 
 
 def _rules(operator: schemas.Operator, namespace: str):
-    """The acceptable (outputs, inputs) placements along one axis of a mesh."""
+    """Return the rule that lists (outputs, inputs) placements along one axis of a mesh."""
     names, rank = _arguments(operator, namespace), schemas.VARIANTS[namespace]
 
     def rules(*args, **flags):
@@ -121,7 +91,7 @@ def _rules(operator: schemas.Operator, namespace: str):
                 if x is None
                 else Replicate()
                 if _is_empty(x)
-                else _placement(_LIKE.get(n, n), split, transposed, Replicate())
+                else _placement(n, split, transposed, Replicate())
                 for n, x in given.items()
             ]
             outs = [
@@ -183,28 +153,6 @@ def _register(operator: schemas.Operator, namespace: str) -> None:
     )
 
 
-class _Propagate:
-    """DTensor's cache of decisions, asked only for what can be hashed: in torch 2.11 a list cannot,
-    such as the backward's `need`, which is decided anew.
-    """
-
-    def __init__(self, propagator) -> None:
-        self._propagator, self._cached = propagator, propagator.propagate_op_sharding
-
-    def __getattr__(self, name: str):
-        return getattr(self._cached, name)
-
-    def __call__(self, op_schema: OpSchema):
-        try:
-            hash(op_schema)
-        except TypeError:
-            return self._propagator.propagate_op_sharding_non_cached(op_schema)
-        return self._cached(op_schema)
-
-
-DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding = _Propagate(
-    DTensor._op_dispatcher.sharding_propagator
-)
 for _namespace in schemas.VARIANTS:
     for _operator in (schemas.CHUNK, schemas.CHUNK_FWD, schemas.CHUNK_BWD, schemas.RECURRENT):
         _register(_operator, _namespace)

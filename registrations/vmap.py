@@ -8,24 +8,12 @@ import torch
 from torch import Tensor
 
 from kda_ops.registrations import schemas
-from kda_ops.stages import GRADIENTS, KEPT
+from kda_ops.stages import axes_of
 
-# The head axis of what the schemas name; an output without a name is that of `gate`. cu_seqlens has
-# none.
-_AXES = {
-    "": 2,
-    "q": 2,
-    "k": 2,
-    "v": 2,
-    "g": 2,
-    "beta": 2,
-    "A_log": 0,
-    "dt_bias": 0,
-    "initial_state": 1,
-    "o": 2,
-    "dy": 2,
-} | dict.fromkeys(KEPT, 1)
-_AXES |= {"final_state": 1, "do": 2, "dfinal_state": 1} | {f"d{n}": _AXES[n] for n in GRADIENTS}
+
+def _head_axis(name: str) -> int | None:
+    """Return the head axis of what the schemas name; an output without a name is that of `gate`."""
+    return next((i for i, letter in enumerate(axes_of(name or "y")) if letter in "Hh"), None)
 
 
 def _absent(x: Tensor, mapped: int | None = None) -> bool:
@@ -52,12 +40,13 @@ def _fold(name: str, x: Tensor | None, mapped: int | None, size: int, axis: int)
 
 def _rule(operator: schemas.Operator, namespace: str):
     op = operator.overload(namespace)
-    names = [a.name for a in op._schema.arguments]
-    out_axes = [_AXES[r.name or ""] for r in op._schema.returns]
+    given = [a for a in op._schema.arguments if not a.kwarg_only]
+    names, in_axes = [a.name for a in given], [_head_axis(a.name) for a in given]
+    out_axes = [_head_axis(r.name or "") for r in op._schema.returns]
 
     def rule(info, in_dims, *args, **flags):
         folded = []
-        for name, x, mapped in zip(names, args, in_dims):
+        for name, axis, x, mapped in zip(names, in_axes, args, in_dims):
             if name == "cu_seqlens" and mapped is not None:
                 raise ValueError(
                     f"{namespace}::{operator.name}: cu_seqlens cannot be mapped by vmap: the "
@@ -66,9 +55,7 @@ def _rule(operator: schemas.Operator, namespace: str):
             if not info.batch_size:  # one slice of zeros, for the shapes of what there is none of
                 folded.append(x if mapped is None else x.new_zeros(x.movedim(mapped, 0).shape[1:]))
             else:
-                folded.append(
-                    _fold(name, x, mapped, info.batch_size, _AXES[name]) if name in _AXES else x
-                )
+                folded.append(x if axis is None else _fold(name, x, mapped, info.batch_size, axis))
         out = op(*folded, **flags)
         outs = (out,) if isinstance(out, Tensor) else out
         if info.batch_size:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support.plans import forget_plans
 from tests.support.suite import longest_first, rotated
 
 if (_PROCESS := os.environ.get("PYTEST_XDIST_WORKER")) and (_GPUS := torch.cuda.device_count()) > 1:
@@ -66,6 +67,17 @@ if _DEVICE:
 def pytest_collection_modifyitems(items: list) -> None:
     """Start the tests that take minutes first."""
     longest_first(items)
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans(request: pytest.FixtureRequest):
+    """Leave no plan to a test that patches what plans follow from, nor from it."""
+    patches = "monkeypatch" in request.fixturenames
+    if patches:
+        forget_plans()
+    yield
+    if patches:
+        forget_plans()
 
 
 @pytest.fixture(scope="session")

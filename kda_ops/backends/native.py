@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kda_ops.backends.activations import Activated, gate, gate_backward  # noqa: F401  (stages of this backend)
+from kda_ops.backends.activations import Activated, gate, gate_backward
 from kda_ops.backends.parts import Part, gather, join, parts, scatter
 from kda_ops.backends.slab import SMALLEST, Slab, add_product, product, scores, scores_backward
 from kda_ops.problem import CHUNK, Problem
-from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace
+from kda_ops.stages import GRADIENTS, Backend, Gradients, Reverse, Tile, Trace
 
 SLAB = 1 << 18  # elements of one operand per iteration: 1 MB in float32
 ROWS = 16  # a product of so many rows gives each row the bits that C rows would give it
-_EYE = torch.eye(CHUNK)
+_EYE = torch.eye(CHUNK, device="cpu")
 
 
 def _once(p: Problem, name: str, make: Callable[[], Any]) -> Any:
@@ -466,3 +466,15 @@ def _start_step(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tens
     if not kv.shape[0]:
         return torch.zeros((p.N, p.HV, p.K, p.V), dtype=p.state_dtype), live
     return kv.index_select(0, slots.clamp(min=0).long()).to(p.state_dtype), live
+
+
+class Native(Backend):
+    """The stages above."""
+
+    prepare, scan = staticmethod(prepare), staticmethod(scan)
+    reverse_scan = staticmethod(reverse_scan)
+    gradient, step = staticmethod(gradient), staticmethod(step)
+    gate, gate_backward = staticmethod(gate), staticmethod(gate_backward)
+
+
+BACKEND = Native()

@@ -18,7 +18,7 @@ from kda_ops.backends import activations
 from kda_ops.backends.activations import Activated
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
-from kda_ops.stages import GRADIENTS, Gradients, Reverse, Tile, Trace, whole
+from kda_ops.stages import GRADIENTS, Backend, Gradients, Reverse, Tile, Trace, whole
 
 FORGET = -1e4  # clamp for log decays: exp is 0 in every dtype, and -inf would make 0 * inf = NaN
 
@@ -67,7 +67,7 @@ def levels(g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         half //= 2
 
 
-class Reference:
+class Reference(Backend):
     """A backend (`kda_ops.stages.Backend`) for reading and testing.
 
     It computes in `dtype` (None: the call's state dtype) and rounds operands to `operand` (None:
@@ -77,8 +77,7 @@ class Reference:
     def __init__(self, dtype: torch.dtype | None = None, operand: torch.dtype | None = None):
         self.dtype, self.operand = dtype, operand
 
-    gate = staticmethod(activations.gate)
-    gate_backward = staticmethod(activations.gate_backward)
+    gate, gate_backward = staticmethod(activations.gate), staticmethod(activations.gate_backward)
 
     def _round(self, x: Tensor) -> Tensor:
         return x if self.operand is None else x.to(self.operand).to(x.dtype)
@@ -390,3 +389,6 @@ class _Pool:
         if slot >= 0:
             assert self.final is not None  # slots belong to a pool
             self.final[slot] = S
+
+
+BACKEND = Reference()

@@ -10,7 +10,7 @@ from torch import Tensor
 from kda_ops.problem import CHUNK
 
 SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # exp of these is still normal
-_ABOVE = torch.full((CHUNK, CHUNK), -torch.inf).triu_(1)
+_ABOVE = torch.full((CHUNK, CHUNK), -torch.inf, device="cpu").triu_(1)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

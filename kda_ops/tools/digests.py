@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
-import importlib
 import json
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -20,9 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
-from kda_ops.stages import GRADIENTS
 from kda_ops.tools.cases import Case, case_of, flags, make_inputs, name_of
 from kda_ops.tools.machine import Help, checkout, results, write_json
 
@@ -32,34 +29,31 @@ PROCESSORS = 132  # of an H100 or H200, by which the launchers cut their work
 def launch(case: Case) -> None:
     """Launch the kernels of our side of a row on meta tensors, within `offline.offline`."""
     from kda_ops import chunk, recurrent
-    from kda_ops.backends.triton import tuning
+    from kda_ops.backends.triton import BACKEND, tuning
 
     tuning.processors = lambda device: PROCESSORS  # type: ignore[assignment]
     rank, words = schemas.VARIANTS[case.op], flags(case)
     x = make_inputs(case)
-
-    def parse() -> Problem:
-        return Problem.parse(rank, **x, **words)
-
     if case.pass_ == "decode":
-        recurrent._PLANS.clear()
-        importlib.import_module("kda_ops.backends.triton.step")._COMPILED.clear()
         B, HV, D = (case.sizes[n] for n in ("B", "HV", "D"))
         dtype = torch.bfloat16 if case.state == "bf16" else torch.float32
-        pool = torch.empty((B, HV, D, D), dtype=dtype, device="meta")
-        slots = torch.empty(B, dtype=torch.int32, device="meta")
-        tensors = [x.get(n) for n in ("q", "k", "v", "g", "beta")]
-        tensors += [pool, slots, None, x.get("A_log"), x.get("dt_bias")]
-        recurrent.decode(
-            rank, tuple(tensors), words | {"transpose_state_layout": case.layout == "vk"}
-        )
-    elif case.pass_ == "fwd":
-        chunk.infer(parse())
-    else:
-        o, _, kept = chunk.forward(parse())
-        p = parse()
-        need = frozenset(n for n, t in zip(GRADIENTS, p.differentiable()) if t is not None)
-        chunk.backward(p, None, kept, torch.empty_like(o), None, need)
+        x["state"] = torch.empty((B, HV, D, D), dtype=dtype, device="meta")
+        x["state_indices"] = torch.empty(B, dtype=torch.int32, device="meta")
+        words = words | {"transpose_state_layout": case.layout == "vk"}
+        BACKEND.run(recurrent.Decode, rank, _in_order(recurrent.Decode.names, x), words)
+        return
+    args = _in_order(chunk.INPUTS, x)
+    if case.pass_ == "fwd":
+        BACKEND.run(chunk.Infer, rank, args, words)
+        return
+    o, _, *kept = BACKEND.run(chunk.Forward, rank, args, words)
+    need = schemas.mask_of(x is not None for x in args)
+    both = (torch.empty_like(o), None, *kept, *args, None)
+    BACKEND.run(chunk.Backward, rank, both, words | {"need": need})
+
+
+def _in_order(names: Iterable[str], x: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(x.get(n) for n in names)
 
 
 def kernels_of(name: str) -> str:

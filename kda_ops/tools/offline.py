@@ -459,8 +459,7 @@ class Call:
         """Launch prepare and scan as inference does, the whole of training's backward if `keep`,
         step on a pool, or the gate.
         """
-        from kda_ops import chunk, dispatch
-        from kda_ops.backends import triton as kernels
+        from kda_ops.backends.triton import BACKEND as kernels
         from kda_ops.backends.triton import tuning
 
         p, tuning.FORCED_RUN, tuning.FORCED_AHEAD = self.problem(), self.run, self.ahead or None
@@ -473,13 +472,13 @@ class Call:
             parameters = p.A_log, p.dt_bias, p.lower_bound, p.rank
             kernels.gate_backward(kernels.gate(p.g, *parameters), p.g, *parameters)
             return None
-        packs = self.keep and chunk.packs(p)
+        packs = self.keep and kernels.packs(p)
         tile = kernels.prepare(p, pack=packs, norms=self.keep and not packs, overlap=self.ahead > 0)
         if packs:  # as backward calls it
             tile = kernels.prepare(p, tile.pairs, pack=True, norms=True)
         o = (
             p.new_output()
-            if not self.keep or dispatch.reads_output(p.q.device, p.rank, p.l2norm)
+            if not self.keep or "o" in kernels.keeps.names(p.rank, p.q.dtype, p.l2norm, True)
             else None
         )
         trace = kernels.scan(p, tile, o, None if self.keep else p.new_final_state(), self.keep)

@@ -64,7 +64,7 @@ def inputs(
 
 
 def _forward(p: Problem) -> tuple[Tensor, Tensor]:
-    from kda_ops.backends import triton as kernels
+    from kda_ops.backends.triton import BACKEND as kernels
 
     o, final_state = p.new_output(), p.new_final_state()
     o.fill_(float("nan"))

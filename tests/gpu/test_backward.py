@@ -14,6 +14,7 @@ from kda_ops.problem import Problem
 from tests.support.calls import run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
+from tests.support.plans import forget_plans
 from tests.support.small_beta import LIMIT, error, small_beta
 from tests.support.stage import Stages, assert_stage
 
@@ -116,6 +117,7 @@ def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant):
     # no room for two programs per head; room for all
     for processors, columns in ((1, 128), (10**6, 64)):
         chosen = {}
+        forget_plans()
         monkeypatch.setattr(tuning, "processors", lambda device, n=processors: n)
         monkeypatch.setattr(
             tuning,
@@ -144,9 +146,10 @@ def test_scans_side_by_side_change_no_bit(monkeypatch, variant, kept):
     def gradients():
         return run(case, inputs=inputs, cotangents=cotangents)
 
-    monkeypatch.setattr(TRITON, "leaves_room", lambda p: False)
+    monkeypatch.setattr(tuning, "leaves_room", lambda p: False)
     want = gradients()
-    monkeypatch.setattr(TRITON, "leaves_room", lambda p: True)
+    monkeypatch.setattr(tuning, "leaves_room", lambda p: True)
+    forget_plans()
     for _ in range(5):
         assert_all_identical(want, gradients())
     other = torch.cuda.Stream()
@@ -170,7 +173,7 @@ def test_one_long_sequence_of_few_heads_leaves_room(monkeypatch):
             torch.empty(1, T, H, 128, dtype=BF16, device=CUDA),
             torch.empty(1, T, H, dtype=BF16, device=CUDA),
         )
-        return TRITON.leaves_room(Problem.parse(1, x, x, x, x.float(), beta))
+        return tuning.leaves_room(Problem.parse(1, x, x, x, x.float(), beta))
 
     # too short, too many heads, cut into runs
     assert asks(16384, 32) and not asks(8192, 32) and not asks(16384, 96) and not asks(16384, 8)

@@ -1,17 +1,17 @@
 """The kernels that key a row of the evidence are the kernels that its call launches."""
 
-import importlib
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from multiprocessing import get_context
 
 import pytest
 import torch
 
 from benchmarks.peers import our_forward, our_step
-from kda_ops import recurrent
 from kda_ops.tools import digests
 from kda_ops.tools.cases import Case, make_inputs
 from kda_ops.tools.offline import compiled_code
+from tests.support.plans import forget_plans
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CASES = (
@@ -23,24 +23,14 @@ CASES = (
 )
 
 
-def launched(case, monkeypatch):
+def launched(case):
     """Return the digests of the kernels that our side of a case runs on this GPU."""
-    from triton.compiler import CompiledKernel
-    from triton.runtime.jit import JITFunction
+    from kda_ops.backends.triton import BACKEND
+    from kda_ops.backends.triton.recording import Launch
 
-    found, run = [], JITFunction.run
-
-    def record(self, *args, warmup, **words):
-        kernel = run(self, *args, warmup=warmup, **words)
-        if isinstance(kernel, CompiledKernel) and (case.pass_ == "decode" or not warmup):
-            found.append(compiled_code(kernel))
-        return kernel
-
-    monkeypatch.setattr(JITFunction, "run", record)
     x = make_inputs(case)
+    forget_plans()
     if case.pass_ == "decode":
-        recurrent._PLANS.clear()
-        importlib.import_module("kda_ops.backends.triton.step")._COMPILED.clear()
         shape = [case.sizes[n] for n in ("B", "HV", "D", "D")]
         pool = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
         with torch.inference_mode():
@@ -52,15 +42,16 @@ def launched(case, monkeypatch):
         o = our_forward(case)({n: t.requires_grad_() for n, t in x.items()})
         o.backward(torch.randn_like(o))
     torch.cuda.synchronize()
-    return found
+    plans = chain.from_iterable(BACKEND.plans.values())
+    return [compiled_code(x.compiled) for p in plans for x in p.steps if isinstance(x, Launch)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_is_keyed_by_the_kernels_that_run(name, monkeypatch):
+def test_a_row_is_keyed_by_the_kernels_that_run(name):
     here = torch.cuda.get_device_properties(0)
     if (here.major, here.multi_processor_count) != (9, digests.PROCESSORS):
         pytest.skip("digests are of an H100 or H200")
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # its driver knows no device
         keyed = pool.submit(digests.kernels_of, name).result()
-    found = launched(Case.named(name, "cuda"), monkeypatch)
+    found = launched(Case.named(name, "cuda"))
     assert sorted(k.partition(":")[2] for k in keyed.split()) == sorted(found)

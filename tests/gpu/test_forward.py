@@ -15,6 +15,7 @@ from tests.support import closeness
 from tests.support.calls import overload
 from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, replace
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle
+from tests.support.plans import forget_plans
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -203,11 +204,13 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(monkeypatch, variant, g
     monkeypatch.setattr(tuning, "ahead", lambda p: None)
     want, graph = forward(case, inputs), torch.cuda.CUDAGraph()
     for ahead, patience in ((100, tuning.PATIENCE), (1, tuning.PATIENCE), (60, 1), (1, 0)):
+        forget_plans()
         monkeypatch.setattr(tuning, "ahead", lambda p, ahead=ahead: ahead)
         monkeypatch.setattr(tuning, "PATIENCE", patience)
         for _ in range(3):
             assert_all_identical(want, forward(case, inputs))
     monkeypatch.undo()
+    forget_plans()
     monkeypatch.setattr(tuning, "ahead", lambda p: 70)
     other = torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())

@@ -8,29 +8,13 @@ import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kda_ops import chunk, dispatch
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-GIVEN = dict(
-    l2norm=True,
-    activate_gate=True,
-    lower_bound=None,
-    sigmoid_beta=True,
-    disable_recompute=False,
-    cu_seqlens=None,
-    rank=1,
-    K=7,
-    V=5,
-    H=2,
-    HV=2,
-)
 
 
 class Kernel:
@@ -94,101 +78,6 @@ def test_a_launch_warns_of_a_kernel_that_has_lost_its_registers(registers, words
         warnings.simplefilter("always")
         launch({(3,): lambda *args, **options: made}, 3, torch.device("cpu"), 1)
     assert ["scan_tiles has lost its registers" in str(w.message) for w in said] == [True] * lost
-
-
-@pytest.mark.quick
-def test_each_kind_of_call_is_compiled_once_and_never_in_a_capture(monkeypatch):
-    monkeypatch.setattr(dispatch, "_COMPILED", set())
-    capturing = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-
-    def compiles(*kind, device="cuda:0", dtype=torch.bfloat16, **other):
-        return (
-            dispatch.compiling(
-                SimpleNamespace(
-                    q=SimpleNamespace(device=torch.device(device), dtype=dtype), **(GIVEN | other)
-                ),
-                *kind,
-            )
-            is not None
-        )
-
-    assert not compiles("infer", device="cpu") and not compiles("infer", device="meta")
-    capturing[0] = True
-    assert not compiles("infer")
-    capturing[0] = False
-    assert compiles("infer") and not compiles("infer")
-    assert (
-        compiles("backward", frozenset("q"))
-        and compiles("backward", frozenset("qk"))
-        and not compiles("backward", frozenset("q"))
-    )
-    assert compiles("infer", device="cuda:1") and compiles("infer", dtype=torch.float16)
-    flags = dict(
-        l2norm=False,
-        activate_gate=False,
-        lower_bound=-5.0,
-        sigmoid_beta=False,
-        disable_recompute=True,
-        cu_seqlens=1,
-    )
-    for name, x in (flags | dict(rank=0, K=8, V=8, HV=4)).items():
-        assert compiles("infer", **{name: x}), name
-
-
-def test_a_pass_runs_once_more_in_the_context_that_it_is_given(monkeypatch):
-    told = []
-
-    class Context:
-        def __enter__(self):
-            told.append("begin")
-
-        def __exit__(self, *_):
-            told.append("end")
-
-    contexts = [Context()]
-
-    @chunk._compiled_at_once
-    def work(p, *args):
-        told.append((p, *args))
-        return len(told)
-
-    monkeypatch.setattr(
-        dispatch,
-        "compiling",
-        lambda p, *kind: told.append(kind) or (contexts.pop() if contexts else None),
-    )
-    assert work("p", 1, 2) == 5 and work("p", 1, 2) == 7
-    assert told == [("work", 2), "begin", ("p", 1, 2), "end", ("p", 1, 2), ("work", 2), ("p", 1, 2)]
-
-
-def test_a_kernel_that_does_not_compile_leaves_no_trace(monkeypatch):
-    """The compiler would keep its mode, and every first launch of the process fail."""
-    from triton.runtime import _async_compile
-
-    from kda_ops.backends.triton.launch import compiling
-
-    def compile_kernel():
-        raise ZeroDivisionError
-
-    @chunk._compiled_at_once
-    def work(p):
-        mode = _async_compile.active_mode.get()
-        if mode is not None:
-            # triton 3.9 takes two, others one
-            mode.submit(
-                "key",
-                compile_kernel,
-                *[lambda kernel: None] * (len(signature(mode.submit).parameters) - 2),
-            )
-        return mode
-
-    monkeypatch.setattr(dispatch, "compiling", lambda p, *kind: compiling())
-    for _ in range(2):  # the same error again, not one of what was left
-        with pytest.raises(ZeroDivisionError):
-            work("p")
-    monkeypatch.setattr(dispatch, "compiling", lambda p, *kind: None)
-    assert work("p") is None
 
 
 SIDE_BY_SIDE = """

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 
 from kda_ops import dispatch
+from kda_ops.backends import native as native_module
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks, count_chunks
@@ -23,6 +24,7 @@ if dispatch.backend_name(TARGET.device) != "native":
     pytest.skip("the stages of the kernels have their own twins' tests", allow_module_level=True)
 
 native = dispatch.load("native")
+KNOWN = ("keeps", "run", "packs", "beside")  # what a backend need not write itself
 # the same formulas in float64 leave no doubt which stage is wrong
 WIDE = {"dtype": torch.float64, "narrow": False}
 
@@ -238,13 +240,11 @@ def test_splitting_into_chunks_and_joining_is_the_identity(case):
 
 @pytest.mark.quick
 def test_a_backend_is_the_stages_of_its_contract():
+    stages = [n for n in vars(Backend) if not n.startswith("_") and n not in KNOWN]
+    assert len(stages) == 7
     for name in ("native", "reference"):
-        backend = dispatch.load(name)
-        assert all(
-            callable(getattr(backend, stage))
-            for stage in vars(Backend)
-            if not stage.startswith("_")
-        )
+        backend = type(dispatch.load(name))
+        assert not [n for n in stages if getattr(backend, n) is getattr(Backend, n)]
     assert {f.name for f in fields(Tile)} & {f.name for f in fields(Trace)} == set() and fields(
         Reverse
     )
@@ -256,7 +256,7 @@ def test_a_call_of_several_slabs_matches_a_call_of_one(variant, monkeypatch):
     case = Case(variant, B=2, T=200, H=1, HV=2, gate="softplus", beta="sigmoid", l2norm=True)
     want = run(case)
     # three of the eight chunks at a time
-    monkeypatch.setattr(native, "SLAB", 3 * case.HV * CHUNK * case.K)
+    monkeypatch.setattr(native_module, "SLAB", 3 * case.HV * CHUNK * case.K)
     for name, x in run(case).items():
         torch.testing.assert_close(
             x, want[name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from kda_ops import recurrent
+from kda_ops import dispatch
 from kda_ops.nn import KimiDeltaAttention
+from kda_ops.recurrent import Decode
 from tests.support.layers import LAYERS, LENGTHS, build, close, gradients, rows, variants
 
 
@@ -62,12 +63,14 @@ def test_compiled_decode_writes_the_cache_in_place_and_compiles_once(make):
 @torch.no_grad()
 def test_inductor_decodes_without_copying_the_state(monkeypatch):
     torch._dynamo.reset()
-    states, decode = [], recurrent.decode
-    monkeypatch.setattr(
-        recurrent,
-        "decode",
-        lambda rank, args, flags: states.append(args[5].data_ptr()) or decode(rank, args, flags),
-    )
+    states, backend = [], dispatch.backend(torch.device("cpu"))
+    run = backend.run
+
+    def note(kind, rank, args, flags):
+        states.extend([args[5].data_ptr()] if kind is Decode else ())
+        return run(kind, rank, args, flags)
+
+    monkeypatch.setattr(backend, "run", note)
     layer, x = build(KimiDeltaAttention).float(), rows(2, 3).float()
     compiled, cache = torch.compile(layer, fullgraph=True), layer.new_cache(2)
     y = torch.cat([compiled(x[:, t : t + 1], cache=cache) for t in range(3)], 1)

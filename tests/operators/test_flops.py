@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kda_ops
 from kda_ops.registrations import flops
+from kda_ops.registrations.schemas import mask_of
 from kda_ops.stages import GRADIENTS
 
 # Per chunk of 64 tokens and value head at K = V = 128, in products of 2 * 64 * 64 * 128 operations:
@@ -81,7 +82,7 @@ class TestChunk:
         assert got[f"{namespace}.chunk_bwd"] == BACKWARD - 7 * PRODUCT
 
     def test_a_kept_inverse_is_not_counted_again(self, namespace, chunk):
-        ops, need = getattr(torch.ops, namespace), [True] * len(GRADIENTS)
+        ops, need = getattr(torch.ops, namespace), mask_of([True] * len(GRADIENTS))
         # 16-bit inputs on a GPU keep A; a build for CPUs has no autograd for them, so the operators
         # are called as autograd would
         with FakeTensorMode():

@@ -8,8 +8,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import kda_ops
+from kda_ops import chunk, dispatch, recurrent
+from kda_ops.gate import Gate, GateBackward
 from kda_ops.registrations import schemas
-from kda_ops.stages import GRADIENTS, KEPT
+from kda_ops.stages import GRADIENTS
 from tests.support.calls import forward, overload, run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
@@ -18,6 +20,16 @@ from tests.support.target import TARGET
 
 VARIANTS = ("kda", "gdn")
 OPS = ("chunk", "recurrent")
+PASSES = {
+    "chunk": chunk.Infer,
+    "chunk_": chunk.Prefill,
+    "chunk_fwd": chunk.Forward,
+    "chunk_bwd": chunk.Backward,
+    "recurrent": recurrent.Recur,
+    "recurrent_": recurrent.Decode,
+    "gate": Gate,
+    "gate_bwd": GateBackward,
+}
 QUICK = ("test_schema", "test_faketensor", "test_autograd_registration")
 COMPILED = (*QUICK, "test_aot_dispatch_dynamic")
 OPTIONS = {
@@ -98,18 +110,15 @@ def test_opcheck_of_the_operators_of_training_graphs(variant, keep):
             opcheck(
                 overload(variant, "chunk_bwd"),
                 (do, dfinal_state, *kept, *inputs, o),
-                case.flags() | {"need": need},
+                case.flags() | {"need": schemas.mask_of(need)},
                 test_utils=QUICK[:2],
             )
 
 
-def test_backward_finds_each_argument_where_the_schema_has_it():
-    names = [x.name for x in overload("kda", "chunk_bwd")._schema.arguments if not x.kwarg_only][2:]
-    for stripped in (0, 1):  # with o and without
-        args = names[: len(names) - stripped]
-        kept, inputs, o = schemas.split_backward(args)
-        assert tuple(kept) == KEPT and [*inputs] == [*GRADIENTS, "cu_seqlens"]
-        assert o == (None if stripped else "o")
+def test_a_pass_finds_each_argument_where_the_schema_has_it():
+    for name, kind in PASSES.items():
+        given = [x.name for x in overload("kda", name)._schema.arguments if not x.kwarg_only]
+        assert tuple(given) == kind.names, name
 
 
 POOLS = {
@@ -245,14 +254,10 @@ def test_a_kernel_that_writes_raw_memory_counts_as_a_version_too(op, monkeypatch
     """Torch's own operations count for themselves, a Triton kernel does not: here nothing writes,
     and the call must count all the same.
     """
-    from kda_ops import chunk, recurrent
-
-    if op == "recurrent_":
-        monkeypatch.setattr(
-            recurrent, "decode", lambda rank, args, flags: torch.zeros_like(args[2])
-        )
-    else:
-        monkeypatch.setattr(chunk, "prefill", lambda p: p.new_output().zero_())
+    backend = dispatch.backend(TARGET.device)
+    monkeypatch.setattr(
+        backend, "run", lambda kind, rank, args, flags: (torch.zeros_like(args[2]),)
+    )
     pool = Pool(Case(B=2, T=3, state=False, final=False), op)
     state = pool.state()
     version = state._version
@@ -347,7 +352,7 @@ def test_fake_gradients_are_contiguous_whatever_the_strides(variant, strides):
     opcheck(
         overload(variant, "chunk_bwd"),
         (*cotangents, *kept, *x.values()),
-        case.flags() | {"need": [True] * 8},
+        case.flags() | {"need": schemas.mask_of([True] * 8)},
         test_utils="test_faketensor",
     )
     gate = x["g"], x["A_log"], x["dt_bias"]

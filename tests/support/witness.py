@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kda_ops.chunk import INPUTS, Backward
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload
@@ -55,13 +56,21 @@ def backward_errors() -> Iterator[list[dict[str, float]]]:
     errors: list[dict[str, float]] = []
     with _Backwards() as seen:
         yield errors
-    for variant, (do, dfinal_state, *rest), flags, got in seen.calls:
-        _, inputs, _ = schemas.split_backward(rest)
-        leaves = [x if x is None else x.requires_grad_(x.is_floating_point()) for x in inputs]
+    for variant, args, flags, got in seen.calls:
+        given = dict(zip(Backward.names, args))
+        do, dfinal_state = given["do"], given["dfinal_state"]
+        leaves = [
+            x if x is None else x.requires_grad_(x.is_floating_point())
+            for x in map(given.get, INPUTS)
+        ]
         o, final_state = overload(variant, "chunk")(
             *leaves, **{n: x for n, x in flags.items() if n != "need"}
         )
-        needed = [(n, x, d) for n, x, d, need in zip(GRADIENTS, leaves, got, flags["need"]) if need]
+        needed = [
+            (n, x, d)
+            for i, (n, x, d) in enumerate(zip(GRADIENTS, leaves, got))
+            if flags["need"] >> i & 1
+        ]
         outs = [
             (y, dy)
             for y, dy in ((o, do), (final_state, dfinal_state))

@@ -65,7 +65,8 @@ def test_only_an_instruction_makes_rows_stale_and_only_those_of_its_kernels(comp
         (STEP, "b_u", "b_write"),
     ]
     both = "o, final_state = p.new_output(), p.new_final_state()\n"
-    host = ("kda_ops/chunk.py", both, "o = p.new_output()\n    final_state = p.new_final_state()\n")
+    apart = "o = p.new_output()\n        final_state = p.new_final_state()\n"
+    host = ("kda_ops/chunk.py", both, apart)
     instruction = (STEP, "b_u = b_v - b_u", "b_u = b_v + b_u")
     kernels = {
         "tree": compiled(copy(tmp_path / "tree")),

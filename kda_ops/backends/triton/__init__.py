@@ -1,28 +1,16 @@
-"""The Triton backend: CUDA tensors, and CPU tensors under the Triton interpreter. Importing this
-folder imports triton.
+"""The Triton backend, for CUDA tensors, and for CPU tensors under the Triton interpreter.
+
+The first use of `BACKEND` imports triton. `KEEPS` does not.
 """
 
-from kda_ops.backends.triton.gate import gate, gate_backward
-from kda_ops.backends.triton.gradient import gradient
-from kda_ops.backends.triton.launch import beside, compiling
-from kda_ops.backends.triton.prepare import prepare
-from kda_ops.backends.triton.reverse_scan import reverse_scan
-from kda_ops.backends.triton.scan import scan
-from kda_ops.backends.triton.step import Launch, step
-from kda_ops.backends.triton.tuning import leaves_room
+import importlib
 
-plan_step = Launch
+from kda_ops.backends.triton.keeps import KEEPS
 
-__all__ = [
-    "beside",
-    "compiling",
-    "gate",
-    "gate_backward",
-    "gradient",
-    "leaves_room",
-    "plan_step",
-    "prepare",
-    "reverse_scan",
-    "scan",
-    "step",
-]
+__all__ = ["BACKEND", "KEEPS"]
+
+
+def __getattr__(name: str):
+    if name == "BACKEND":
+        return importlib.import_module("kda_ops.backends.triton.backend").BACKEND
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

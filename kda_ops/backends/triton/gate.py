@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.launch import launch
+from kda_ops.backends.triton.launch import launch, new, shape_of, strides_of, total
 from kda_ops.backends.triton.tile import INTERPRETED, dense, load_column
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -282,25 +282,33 @@ def logits(g, strides, dt_bias, i_h, o_r, T, rows, K: tl.constexpr, BK: tl.const
     return b_x, m_x
 
 
-def _widened(x: Tensor, rank: int) -> Tensor:
-    return x if rank else x.unsqueeze(-1)
+def _sizes(x: Tensor, rank: int) -> tuple[int, int, int, int]:
+    """B, T, HV and K of logits; a scalar per head counts as one column."""
+    B, T, HV, *width = shape_of(x)
+    return B, T, HV, width[0] if rank else 1
+
+
+def _strides(x: Tensor, rank: int) -> tuple[int, ...]:
+    s = strides_of(x)
+    assert s is not None
+    return s if rank else (*s, 1)
 
 
 def gate(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
 ) -> Tensor:
-    """The log decay from raw logits, in float32; see `kda_ops.stages.Backend.gate`."""
-    y, x = g.new_empty(g.shape, dtype=torch.float32), _widened(g, rank)
-    B, T, HV, K = x.shape
+    """The log decay from raw logits, in float32; see `kda_ops.stages.Stages.gate`."""
+    y = new(g, "y", shape_of(g), torch.float32)
+    B, T, HV, K = _sizes(g, rank)
     block = max(1, triton.next_power_of_2(K))
     rows_per_program = max(1, 2048 // block)
-    if g.numel():
+    if B * T * HV * K:
         launch(
             gate_forward,
             triton.cdiv(B * T, rows_per_program) * HV,
             g.device,
-            x,
-            x.stride(),
+            g,
+            _strides(g, rank),
             dense(A_log),
             dense(dt_bias),
             y,
@@ -324,24 +332,23 @@ def gate_backward(
     lower_bound: float | None,
     rank: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of g, A_log and dt_bias; see `kda_ops.stages.Backend.gate_backward`."""
-    x, dx = _widened(g, rank), g.new_empty(g.shape)
-    B, T, HV, K = x.shape
+    """Gradients of g, A_log and dt_bias; see `kda_ops.stages.Stages.gate_backward`."""
+    dx = new(g, "dg", shape_of(g))
+    B, T, HV, K = _sizes(g, rank)
     block = max(1, triton.next_power_of_2(K))
     rows_per_step, steps = max(1, 2048 // block), 16
     shares = triton.cdiv(B * T, rows_per_step * steps)
-    dA_log = None if A_log is None else g.new_empty((shares, HV), dtype=torch.float32)
-    ddt_bias = None if dt_bias is None else g.new_empty((shares, HV, K), dtype=torch.float32)
-    dy = _widened(dy, rank)
-    if g.numel():
+    dA_log = None if A_log is None else new(g, "dA_log_parts", (shares, HV), torch.float32)
+    ddt_bias = None if dt_bias is None else new(g, "ddt_bias_parts", (shares, HV, K), torch.float32)
+    if B * T * HV * K:
         launch(
             gate_gradient,
             shares * HV,
             g.device,
             dy,
-            dy.stride(),
-            x,
-            x.stride(),
+            _strides(dy, rank),
+            g,
+            _strides(g, rank),
             dense(A_log),
             dense(dt_bias),
             dx,
@@ -357,8 +364,4 @@ def gate_backward(
             steps,
             lower_bound is not None,
         )
-    if dA_log is not None and A_log is not None:
-        dA_log = dA_log.sum(0).to(A_log.dtype)
-    if ddt_bias is not None and dt_bias is not None:
-        ddt_bias = ddt_bias.sum(0).reshape(dt_bias.shape).to(dt_bias.dtype)
-    return dx, dA_log, ddt_bias
+    return dx, total(dA_log, A_log), total(ddt_bias, dt_bias)

@@ -19,9 +19,19 @@ from kda_ops.backends.triton.gradient_decay import sum_decays, sum_gradients
 from kda_ops.backends.triton.gradient_keys import gradient_keys, tables
 from kda_ops.backends.triton.gradient_pairs import gradient_pairs
 from kda_ops.backends.triton.gradient_rows import gradient_rows
-from kda_ops.backends.triton.launch import launch
+from kda_ops.backends.triton.launch import (
+    as_kv,
+    columns_of,
+    lasting,
+    launch,
+    new,
+    row_of,
+    shape_of,
+    strides_of,
+    total,
+)
 from kda_ops.backends.triton.reverse_scan import reads_z
-from kda_ops.backends.triton.tile import columns_of, dense, fit, strides_of
+from kda_ops.backends.triton.tile import dense, fit
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Reverse, Tile, Trace
@@ -58,28 +68,21 @@ def _count(p: Problem):
 def _like(p: Problem, name: str, need: frozenset[str]) -> Tensor | None:
     """Where to write a gradient, if it is needed: contiguous."""
     x = getattr(p, name)
-    return p.q.new_empty(x.shape, dtype=x.dtype) if x is not None and name in need else None
+    return new(p.q, "d" + name, shape_of(x), x.dtype) if x is not None and name in need else None
 
 
 def _per_chunk(p: Problem, name: str, width: int, need: frozenset[str]) -> Tensor | None:
     """The parts that chunks add to the gradient of a parameter."""
     return (
-        p.q.new_empty((_count(p), p.HV, width), dtype=torch.float32)
+        new(p.q, f"d{name}_parts", (_count(p), p.HV, width), torch.float32)
         if getattr(p, name) is not None and name in need
         else None
     )
 
 
-def _total(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """Sum the parts in a fixed order, in fp32 until the one cast at the end."""
-    if parts is None or like is None:
-        return None
-    return parts.sum(0).reshape(like.shape).to(like.dtype)
-
-
-def _gather(p: Problem, x: Tensor, dy: Tensor) -> Tensor:
+def _gather(p: Problem, name: str, x: Tensor, dy: Tensor) -> Tensor:
     """The gradient of q or k from those per value head."""
-    dx, rows, BK = x.new_empty(x.shape), p.B * p.T * p.H, tuning.width(p.K, x.dtype)
+    dx, rows, BK = new(x, "d" + name, shape_of(x)), p.B * p.T * p.H, tuning.width(p.K, x.dtype)
     per_program = max(1, 4096 // BK)
     launch(
         gather_heads,
@@ -103,14 +106,14 @@ def _gradient_rows(
 ) -> Gradients:
     """`gradient` for one decay per head: one kernel."""
     q, options, exact = p.q, tuning.choose("gradient_rows", p), p.q.dtype is torch.float32
-    dq, dk = (q.new_empty(x.shape) if "q" in need or "k" in need else None for x in (q, p.k))
+    dq, dk = (
+        new(q, name, shape_of(q)) if "q" in need or "k" in need else None for name in ("dq", "dk")
+    )
     group, dq_sum, dk_sum = p.HV // p.H if p.H else 1, None, None
     # fp32, where heads and slices add up
     if dq is not None and (group > 1 or p.K > options.block_k):
         dq_sum, dk_sum = (
-            (dq, dk)
-            if exact
-            else (torch.empty(p.q.shape, dtype=torch.float32, device=q.device) for _ in "qk")
+            (dq, dk) if exact else (new(q, f"d{x}_sum", shape_of(q), torch.float32) for x in "qk")
         )
     dbeta, dg = (
         _like(p, "beta", need),
@@ -175,9 +178,9 @@ def _gradient_rows(
         reverse.dv if "v" in need else None,
         dg if "g" in need else None,
         dbeta,
-        _total(dA_log, p.A_log),
-        _total(ddt_bias, p.dt_bias),
-        p.as_kv(reverse.dinitial_state)
+        total(dA_log, p.A_log),
+        total(ddt_bias, p.dt_bias),
+        as_kv(p, reverse.dinitial_state)
         if "initial_state" in need and reverse.dinitial_state is not None
         else None,
     )
@@ -203,10 +206,13 @@ def gradient(
     dq = dk = dbeta = None
     if "q" in need or "k" in need:
         dq, dk = (
-            torch.empty(
-                (p.B, p.T, p.HV, p.K), dtype=torch.float32 if gather else q.dtype, device=device
+            new(
+                q,
+                f"d{x}_heads" if gather else f"d{x}",
+                (p.B, p.T, p.HV, p.K),
+                torch.float32 if gather else q.dtype,
             )
-            for _ in "qk"
+            for x in "qk"
         )
     dg = _like(p, "g", need | {"g"}) if gates else None
     dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", p.K, need)
@@ -217,15 +223,15 @@ def gradient(
     )
     if p.beta is not None and "beta" in need:
         dbeta = (
-            q.new_empty((slices + 1, p.B, p.T, p.HV), dtype=torch.float32)
+            new(q, "dbeta_parts", (slices + 1, p.B, p.T, p.HV), torch.float32)
             if sums
             else _like(p, "beta", need)
         )
-    dP, dL = q.new_empty((NT, p.HV, 64, 64)), q.new_empty((NT, p.HV, 64, 64))
+    dP, dL = (new(q, name, (NT, p.HV, 64, 64)) for name in ("dP", "dL"))
     # of unit q and k with their gradients; without a do that of q is zero
     dots = [
-        q.new_empty((NT, p.HV, 64), dtype=torch.float32) if p.l2norm and there else None
-        for there in ("q" in need and do is not None, "k" in need)
+        new(q, f"{name}_dot", (NT, p.HV, 64), torch.float32) if p.l2norm and there else None
+        for name, there in (("q", "q" in need and do is not None), ("k", "k" in need))
     ]
     o = with_strides(None if dots[0] is None else trace.o)
     programs = NT * p.HV if p.H else 0
@@ -254,7 +260,7 @@ def gradient(
         cu_seqlens,
         dP,
         dL,
-        dbeta[slices] if sums and dbeta is not None else dbeta,
+        row_of(dbeta, slices) if sums and dbeta is not None else dbeta,
         *dots,
         N,
         T,
@@ -270,12 +276,8 @@ def gradient(
         **values.launch,
     )
     if dq is not None or gates or sums:
-        G = torch.empty(
-            (NT, HV, 64, K), dtype=torch.float64 if exact else torch.float32, device=device
-        )
-        anchored = (
-            torch.empty((NT, HV), dtype=torch.int32, device=device) if tuning.anchored(p) else None
-        )
+        G = new(q, "G", (NT, HV, 64, K), torch.float64 if exact else torch.float32)
+        anchored = new(q, "anchored", (NT, HV), torch.int32) if tuning.anchored(p) else None
         launch(
             sum_decays,
             programs,
@@ -312,7 +314,7 @@ def gradient(
             *dots,
             G,
             anchored,
-            tables(device),
+            lasting(tables(device)),
             cu_seqlens,
             dq,
             dk,
@@ -358,7 +360,7 @@ def gradient(
         del G
     if gather and dq is not None:
         dq, dk = (
-            _gather(p, x, d) if d is not None and name in need else None
+            _gather(p, name, x, d) if d is not None and name in need else None
             for name, x, d in (("q", q, dq), ("k", p.k, dk))
         )
     return Gradients(
@@ -366,10 +368,10 @@ def gradient(
         dk if "k" in need else None,
         reverse.dv if "v" in need else None,
         dg if "g" in need else None,
-        _total(dbeta, p.beta) if sums else dbeta,
-        _total(dA_log, p.A_log),
-        _total(ddt_bias, p.dt_bias),
-        p.as_kv(reverse.dinitial_state)
+        total(dbeta, p.beta) if sums else dbeta,
+        total(dA_log, p.A_log),
+        total(ddt_bias, p.dt_bias),
+        as_kv(p, reverse.dinitial_state)
         if "initial_state" in need and reverse.dinitial_state is not None
         else None,
     )

@@ -1,30 +1,43 @@
-"""How kernels are launched: on the device of their tensors, on the current stream or beside it, or
-compiled only.
+"""Allocate, view and launch: all that a stage may ask of torch and of Triton.
+
+A launch goes to the device of its tensors, on the current stream or on a second one. Inside
+`recorded`, each function also reports to a `Recording` what it does. A plan replays only that.
 """
+
+from __future__ import annotations
 
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, overload
 
 import torch
 import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kda_ops.backends.triton.sizes import Size
+from kda_ops.problem import Problem
+
+if TYPE_CHECKING:
+    from kda_ops.backends.triton.recording import Recording
 
 
 class _Here(threading.local):
-    """Whether launches of this thread compile and do no more; where they go, if not to the current
-    stream, what they take, and whether they wait for it.
-    """
+    """The state of launches in this thread."""
 
-    compiles: bool = False
-    stream: torch.cuda.Stream | None = None
-    held: list[tuple]
-    waits: bool
+    compiles: bool = False  # compile, launch nothing
+    stream: torch.cuda.Stream | None = None  # where launches go, if not to the current stream
+    held: list[tuple]  # arguments of launches on that stream, kept alive until the join
+    waits: bool  # each of them waits for the current stream
+    recorder: Recording | None = None
 
     def __init__(self):
-        # one per device, for torch's come from a pool that other libraries take theirs from
+        # one per device: torch's pool of streams is shared with other libraries
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -32,10 +45,111 @@ _HERE = _Here()
 
 
 @contextmanager
+def recorded(recorder: Recording) -> Iterator[None]:
+    """Report to the recorder what this thread does in the context."""
+    _HERE.recorder = recorder
+    try:
+        yield
+    finally:
+        _HERE.recorder = None
+
+
+def new(
+    like: Tensor,
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype | None = None,
+    zero: bool = False,
+) -> Tensor:
+    """Allocate a contiguous tensor of a pass on the device of `like`."""
+    make = torch.zeros if zero else torch.empty
+    x = make([int(n) for n in shape], dtype=dtype or like.dtype, device=like.device)
+    if _HERE.recorder is not None:
+        _HERE.recorder.allocate(name, x, shape, zero)
+    return x
+
+
+def shape_of(x: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor of a pass; under a recording, as sizes."""
+    return tuple(x.shape) if _HERE.recorder is None else _HERE.recorder.shape(x)
+
+
+@overload
+def strides_of(x: Tensor) -> tuple[int, ...]: ...
+@overload
+def strides_of(x: None) -> None: ...
+def strides_of(x: Tensor | None) -> tuple[int, ...] | None:
+    """Return the strides of a tensor of a pass; under a recording, as sizes."""
+    if x is None:
+        return None
+    return x.stride() if _HERE.recorder is None else _HERE.recorder.strides(x)
+
+
+def columns_of(x: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of a [B, T, HV] tensor, zeros for None, to be passed one by one.
+
+    Triton always specialises on tuples; on single arguments a kernel can turn that off.
+    """
+    return strides_of(x) or (0, 0, 0)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Return a view of x with its last two axes swapped."""
+    y = x.transpose(-1, -2)
+    if _HERE.recorder is not None:
+        *outer, a, b = _HERE.recorder.strides(x)
+        _HERE.recorder.alias(y, x, 0, (*outer, b, a))
+    return y
+
+
+def first_columns(x: Tensor, columns: int) -> Tensor:
+    """Return a view of the first columns of a tensor of a pass."""
+    y = x[..., :columns]
+    if _HERE.recorder is not None:
+        _HERE.recorder.alias(y, x, 0, _HERE.recorder.strides(x))
+    return y
+
+
+def as_kv(p: Problem, state: Tensor) -> Tensor:
+    """Return a view S[k, v] of a state in the caller's layout, or the reverse."""
+    return turned(state) if p.transposed else state
+
+
+def row_of(x: Tensor, i: int) -> Tensor:
+    """Return a view of row i of a contiguous tensor of a pass."""
+    y = x[i]
+    if _HERE.recorder is not None:
+        size, *strides = _HERE.recorder.strides(x)
+        _HERE.recorder.alias(y, x, i * size * x.element_size(), tuple(strides))
+    return y
+
+
+def lasting(x: Tensor) -> Tensor:
+    """Return x, and have plans keep it: every call uses the same one."""
+    if _HERE.recorder is not None:
+        _HERE.recorder.constant(x)
+    return x
+
+
+@overload
+def total(parts: Tensor, like: Tensor) -> Tensor: ...
+@overload
+def total(parts: Tensor | None, like: Tensor | None) -> Tensor | None: ...
+def total(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """Sum the parts over their first axis, in their dtype until the one cast at the end."""
+    if parts is None or like is None:
+        return None
+    y = parts.sum(0).reshape(like.shape).to(like.dtype)
+    if _HERE.recorder is not None:
+        _HERE.recorder.total(parts, y, like)
+    return y
+
+
+@contextmanager
 def compiling() -> Iterator[None]:
-    """In it kernels are not launched but compiled, on threads, and all of them have been when it
-    ends: a compiler takes seconds for the longest of a call, and several times that for one after
-    the other.
+    """Compile the kernels that the context launches, on threads; all are compiled on exit.
+
+    The longest kernel of a call takes seconds; one after another they take several times that.
     """
     with (
         ThreadPoolExecutor(max(1, min(16, os.cpu_count() or 1))) as threads,
@@ -48,24 +162,31 @@ def compiling() -> Iterator[None]:
             _HERE.compiles = False
 
 
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the second stream of this thread on a device."""
+    if device not in _HERE.streams:
+        _HERE.streams[device] = torch.cuda.Stream(device)
+    return _HERE.streams[device]
+
+
 @contextmanager
 def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContextManager]:
-    """A second stream, joined at the end. In the context that it gives, launches go there, each
-    after all that the current stream holds by then, or, if `early`, after what it holds now: then
-    nothing that they take may be allocated or copied in between.
+    """Overlap two streams: launches in the yielded context go to the second, joined on exit.
 
-    Memory comes from the current stream as ever, so what such a launch takes is held until the
-    streams have joined.
+    Each of them waits for what the current stream holds at that moment. If `early`, they wait only
+    for what it holds on entry; then nothing that they read may be allocated or copied afterwards.
+
+    Memory belongs to the current stream, so arguments of these launches are held until the join.
     """
     if device.type != "cuda" or _HERE.compiles:
         yield nullcontext()
         return
-    if device not in _HERE.streams:
-        _HERE.streams[device] = torch.cuda.Stream(device)
-    side, here = _HERE.streams[device], torch.cuda.current_stream(device)
+    side, here = side_stream(device), torch.cuda.current_stream(device)
     held: list[tuple] = []
     if early:
         side.wait_stream(here)
+        if _HERE.recorder is not None:
+            _HERE.recorder.wait(joins=False)
 
     @contextmanager
     def elsewhere() -> Iterator[None]:
@@ -81,25 +202,25 @@ def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContex
         if held:
             here.wait_stream(side)
             held.clear()
+            if _HERE.recorder is not None:
+                _HERE.recorder.wait(joins=True)
 
 
 def lost_registers(registers: int, stack: int) -> bool:
-    """Whether ptxas has given registers up: a kernel that spills otherwise uses all there are, and
-    this one, with bytes of stack, may be wrong (docs/kernels/hazards.md, "Lost
-    registers").
+    """Return whether ptxas has given up registers (docs/kernels/hazards.md, "Lost registers").
+
+    Other kernels that spill use all registers. This one has bytes of stack, and may be wrong.
     """
     return registers <= 128 and stack > 1024
 
 
 def warn_if_lost(made) -> None:
-    """Warn of a kernel, as Triton returns it from a launch, that has lost its registers on this
-    GPU.
-    """
-    # of one that runs on no GPU: None
+    """Warn if a kernel, as Triton returns it from a launch, has lost its registers."""
+    # None for a kernel that runs on no GPU
     registers, words = getattr(made, "n_regs", None), getattr(made, "n_spills", None) or 0
     if registers and lost_registers(registers, 4 * words):
         warnings.warn(
-            f"{made.name} has lost its registers ({registers} beside {4 * words} bytes of stack): "
+            f"{made.name} has lost its registers ({registers}, and {4 * words} bytes of stack): "
             "ptxas gave up on it for this GPU. It is slow, and what it computes may be wrong: "
             "please report it with the output of python -m kda_ops doctor, and use another "
             "version of triton or another dtype.",
@@ -108,22 +229,57 @@ def warn_if_lost(made) -> None:
         )
 
 
-def launch(kernel, programs: int, device: torch.device, *args, **options) -> None:
-    """Launch on a one-dimensional grid (its limit is 2^31 - 1 programs, not 65535), on the device
-    of the tensors.
+def launch(
+    kernel, programs: int, device: torch.device, *args, shown: tuple | None = None, **options
+) -> None:
+    """Launch on the device of the tensors, on a grid of one dimension (up to 2^31 - 1 programs).
+
+    If `shown` is given, the kernel is compiled for these arguments and runs with `args`.
     """
     if programs == 0:
         return
+    recorder = _HERE.recorder
+    if recorder is not None:
+        if _HERE.stream is not None and _HERE.waits:
+            recorder.wait(joins=False)
+        recorder.launch(
+            kernel, programs, args, options, _HERE.stream is not None, specialised=shown is None
+        )
+        programs, args = int(programs), values(args)
+        shown = shown and values(shown)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(kernel, programs, device, *args, **options)
-    elif _HERE.compiles:
-        kernel.warmup(*args, grid=(programs,), **options)
-    elif _HERE.stream is not None:
+            made = _launch(kernel, programs, device, args, shown, options)
+    else:
+        made = _launch(kernel, programs, device, args, shown, options)
+    if recorder is not None:
+        recorder.made(made)
+
+
+def _launch(kernel, programs: int, device: torch.device, args: tuple, shown, options: dict):
+    if _HERE.compiles:
+        kernel.warmup(*(shown or args), grid=(programs,), **options)
+        return None
+    if _HERE.stream is not None:
         if _HERE.waits:
             _HERE.stream.wait_stream(torch.cuda.current_stream(device))
         _HERE.held.append(args)
-        with torch.cuda.stream(_HERE.stream):
-            warn_if_lost(kernel[(programs,)](*args, **options))
-    else:
-        warn_if_lost(kernel[(programs,)](*args, **options))
+    with nullcontext() if _HERE.stream is None else torch.cuda.stream(_HERE.stream):
+        if shown is None or device.type == "cpu":
+            made = kernel[(programs,)](*args, **options)
+        elif device.type == "meta":  # offline compilation
+            made = kernel[(programs,)](*shown, **options)
+        else:
+            made = kernel.warmup(*shown, grid=(1,), **options)
+            made[(programs, 1, 1)](*args)
+    warn_if_lost(made)
+    return made
+
+
+def values(x):
+    """Replace sizes by plain numbers, also in tuples and descriptors."""
+    if isinstance(x, TensorDescriptor):
+        return replace(x, shape=[*map(values, x.shape)], strides=[*map(values, x.strides)])
+    if isinstance(x, tuple):
+        return tuple(map(values, x)) if type(x) is tuple else type(x)(*map(values, x))
+    return int(x) if isinstance(x, Size) else x

@@ -20,13 +20,12 @@ from kda_ops.backends.triton.decay import (
 from kda_ops.backends.triton.fragment import spread, store_spread
 from kda_ops.backends.triton.gate import LOG2E, decay_column, load_rate, log2_decay, strength_column
 from kda_ops.backends.triton.inverse import inverse, inverse_of_two, product
-from kda_ops.backends.triton.launch import launch
+from kda_ops.backends.triton.launch import columns_of, launch, new, strides_of
 from kda_ops.backends.triton.scan import rows_at
 from kda_ops.backends.triton.tile import (
     FOLLOWED,
     Begun,
     add_two,
-    columns_of,
     dense,
     fit,
     inverse_norm,
@@ -39,7 +38,6 @@ from kda_ops.backends.triton.tile import (
     prefetch_tile,
     store_rows,
     store_tile,
-    strides_of,
     widen,
 )
 from kda_ops.problem import Problem
@@ -798,28 +796,25 @@ def prepare(
         tuning.choose("prepare_kda" if p.rank else "prepare_gdn", p),
         A if pack or not p.rank else None,
     )
-    P, pairs = (
-        q.new_empty((NT, p.HV, 64, 64)),
-        q.new_empty((NT, p.HV, 64, 64)) if pack and kept is None else None,
+    P = new(q, "P", (NT, p.HV, 64, 64))
+    pairs = new(q, "pairs", (NT, p.HV, 64, 64)) if pack and kept is None else None
+    A = new(q, "A", (NT, p.HV, 64, 64)) if kept is None or p.rank else kept
+    w, qg, kg = (
+        new(q, name, (NT, p.HV, 64, p.K)) if p.rank else None for name in ("w", "qg", "kg")
     )
-    A = q.new_empty((NT, p.HV, 64, 64)) if kept is None or p.rank else kept
-    w, qg, kg = (q.new_empty((NT, p.HV, 64, p.K)) if p.rank else None for _ in range(3))
-    gamma, rows = (
-        q.new_empty((NT, p.HV, *shape), dtype=torch.float32)
-        for shape in (((p.K,), (3, 64)) if p.rank else ((1,), (7, 64)))
-    )
+    gamma = new(q, "gamma", (NT, p.HV, p.K if p.rank else 1), torch.float32)
+    rows = new(q, "rows", (NT, p.HV, 3 if p.rank else 7, 64), torch.float32)
     share = tuning.anchored_rows(p)
     bound = p.gate_bound if share == 32 else tuning.FLOOR
     norms = norms and (p.l2norm or p.disable_recompute)  # what is kept is written, all of it
-    given = (q, q.stride(), k, k.stride(), g, *g_s, beta, *beta_s, *parameters, kept)
+    given = (q, strides_of(q), k, strides_of(k), g, *g_s, beta, *beta_s, *parameters, kept)
 
     ahead, ready, missed = tuning.ahead(p) if overlap else None, None, None
     if ahead is not None:
-        marks = (
-            ((NT - ahead) // FOLLOWED.value + 2) * (p.HV if p.rank else p.H),
-            p.HV * p.V,
-        )  # a scan looks beyond the end, and has no more programs than columns
-        ready, missed = q.new_zeros(sum(marks), dtype=torch.int32).split(marks)
+        # a scan looks beyond the end, and has no more programs than columns
+        groups = (NT - ahead) // FOLLOWED.value + 2
+        ready = new(q, "ready", (groups * (p.HV if p.rank else p.H),), torch.int32, zero=True)
+        missed = new(q, "missed", (p.HV * p.V,), torch.int32, zero=True)
 
     def form(begin: int, end: int) -> None:
         if p.rank:

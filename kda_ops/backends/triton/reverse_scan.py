@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import over_keys, store_turned, turn, turn_back
-from kda_ops.backends.triton.launch import launch
+from kda_ops.backends.triton.launch import as_kv, launch, new, shape_of, strides_of
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
 from kda_ops.backends.triton.scan import fill_zero, head_at, load_factor, load_factors, rows_at
-from kda_ops.backends.triton.tile import dense, fit, load_lower, load_tile, strides_of, widen
+from kda_ops.backends.triton.tile import dense, fit, load_lower, load_tile, widen
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Reverse, Tile
@@ -247,15 +247,14 @@ def reverse_scan(
 ) -> Reverse:
     """Carry the gradient of the state back; see `kda_ops.stages.Backend.reverse_scan`."""
     q, device, NT, tiled = p.q, p.q.device, count_chunks(p), reads_z(p)
-    dstates, z = (
-        q.new_empty((NT, p.HV, p.K, p.V)),
-        q.new_empty((NT, p.HV, 64, p.V)) if tiled else None,
-    )
-    dv = None if tiled and "v" not in need else q.new_empty(p.v.shape)
-    dinitial = (
-        q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32) if "initial_state" in need else None
-    )
-    dfinal = None if dfinal_state is None or dfinal_state.numel() == 0 else p.as_kv(dfinal_state)
+    dstates = new(q, "dstates", (NT, p.HV, p.K, p.V))
+    z = new(q, "z", (NT, p.HV, 64, p.V)) if tiled else None
+    dv = None if tiled and "v" not in need else new(q, "dv", shape_of(p.v))
+    dinitial = None
+    if "initial_state" in need:
+        shape = (p.N, p.HV, p.V, p.K) if p.transposed else (p.N, p.HV, p.K, p.V)
+        dinitial = as_kv(p, new(q, "dinitial_state", shape, torch.float32))
+    dfinal = None if dfinal_state is None or dfinal_state.numel() == 0 else as_kv(p, dfinal_state)
     name = "reverse_scan_tiles" if p.rank else "reverse_scan_rows"
     whole, BK, exact = tuning.choose(name, p), tuning.width(p.K, q.dtype), q.dtype is torch.float32
     do, runs = fit(do), Runs(p)
@@ -311,9 +310,9 @@ def reverse_scan(
                 programs,
                 device,
                 fit(q),
-                fit(q).stride(),
+                strides_of(fit(q)),
                 fit(p.k),
-                fit(p.k).stride(),
+                strides_of(fit(p.k)),
                 tile.A,
                 tile.P,
                 tile.rows,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.launch import launch
+from kda_ops.backends.triton.launch import first_columns, launch, new, strides_of
 from kda_ops.backends.triton.state import close_state, open_state, state_at
 from kda_ops.backends.triton.tile import dense, find_sequence, locate_sequence
 from kda_ops.problem import CHUNK, Problem
@@ -203,9 +203,10 @@ class Runs:
         self.p, self.maps, length, packed = p, None, tuning.run_length(p), p.cu_seqlens is not None
         self.length = length if p.T > length * CHUNK else 0  # else no sequence has a second run
         # the tail of a packed row is one more sequence
-        self.pieces = packed + (count_chunks(p, self.length * CHUNK) if self.length else p.N)
+        self.pieces = int(packed) + (count_chunks(p, self.length * CHUNK) if self.length else p.N)
         if self.length:
-            self.maps = p.q.new_empty((self.pieces, p.HV, p.K, p.V + p.K), dtype=torch.float32)
+            shape = (self.pieces, p.HV, p.K, p.V + p.K)
+            self.maps = new(p.q, "maps", shape, torch.float32)
 
     def programs(self, columns: int, block_v: int) -> int:
         """How many programs a launch over so many columns of the state has."""
@@ -221,7 +222,7 @@ class Runs:
             p.N * p.HV * slices,
             p.q.device,
             self.maps,
-            self.maps.stride(),
+            strides_of(self.maps),
             dense(p.cu_seqlens),
             p.N,
             p.T,
@@ -235,4 +236,4 @@ class Runs:
             options.stages,
             **options.launch,
         )
-        return self.maps[..., : p.V]
+        return first_columns(self.maps, p.V)

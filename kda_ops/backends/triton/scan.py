@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import over_keys, store_turned, turn, turn_back
-from kda_ops.backends.triton.launch import beside, launch
+from kda_ops.backends.triton.launch import as_kv, beside, launch, new, shape_of, strides_of
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
 from kda_ops.backends.triton.tile import (
     FOLLOWED,
@@ -19,7 +19,6 @@ from kda_ops.backends.triton.tile import (
     fit,
     load_lower,
     load_tile,
-    strides_of,
     wait_for_previous,
     widen,
 )
@@ -477,8 +476,9 @@ def scan_rows(
 
 def _states(p: Problem, final_state: Tensor | None):
     """(initial, final, slots, snapshot slots) as the kernels take them, states seen as S[k, v]."""
-    final = None if final_state is None or final_state.numel() == 0 else p.as_kv(final_state)
-    return None if p.state is None else p.as_kv(p.state), final, p.state_indices, p.snapshot_indices
+    final = None if final_state is None or final_state.numel() == 0 else as_kv(p, final_state)
+    initial = None if p.state is None else as_kv(p, p.state)
+    return initial, final, p.state_indices, p.snapshot_indices
 
 
 def scan(
@@ -487,7 +487,7 @@ def scan(
     """Carry the state through the chunks of each sequence; see `kda_ops.stages.Backend.scan`."""
     device, NT, v = p.q.device, count_chunks(p), fit(p.v)
     trace = (
-        Trace(p.q.new_empty((NT, p.HV, p.K, p.V)), p.q.new_empty((NT, p.HV, 64, p.V)), o)
+        Trace(new(p.q, "states", (NT, p.HV, p.K, p.V)), new(p.q, "v_new", (NT, p.HV, 64, p.V)), o)
         if keep
         else None
     )
@@ -530,7 +530,7 @@ def scan(
             until,
             tuning.PATIENCE,
         )
-        columns, every = (0, 1) if into is None else (into.shape[1], p.snapshot_every)
+        columns, every = (0, 1) if into is None else (shape_of(into)[1], p.snapshot_every)
         programs = runs.programs(p.V if maps is None else p.V + p.K, options.block_v)
         sizes = (
             p.HV,
@@ -550,7 +550,7 @@ def scan(
                 programs,
                 device,
                 v,
-                v.stride(),
+                strides_of(v),
                 tile.A,
                 tile.P,
                 tile.w,
@@ -570,11 +570,11 @@ def scan(
                 programs,
                 device,
                 q,
-                q.stride(),
+                strides_of(q),
                 k,
-                k.stride(),
+                strides_of(k),
                 v,
-                v.stride(),
+                strides_of(v),
                 tile.A,
                 tile.P,
                 tile.rows,

@@ -3,24 +3,19 @@ any number of tokens (docs/maths.md).
 """
 
 import functools
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.gate import load_rate, log2_decay, strength
-from kda_ops.backends.triton.launch import warn_if_lost
+from kda_ops.backends.triton.launch import launch, shape_of, strides_of
 from kda_ops.backends.triton.tile import dense, let_next_begin, locate_sequence, wait_for_previous
 from kda_ops.problem import Problem
 
 _NOWHERE = (0, 0, 0, 0)
 _ANY = 2**32 + 1  # a stride of which nothing is assumed; one less: a multiple of 16
-_COMPILED: dict[tuple, Any] = {}
 
 
 @triton.jit
@@ -335,186 +330,78 @@ def tile(
 def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     """The token recurrence of the contract (`kda_ops.stages.Backend.step`), in one launch whatever
     the number of tokens.
-    """
-    final = None if final_state is None or final_state.dim() != 4 else final_state
-    inputs = (
-        p.q,
-        p.k,
-        p.v,
-        p.g,
-        p.beta,
-        p.state,
-        p.state_indices,
-        p.num_accepted_tokens,
-        p.A_log,
-        p.dt_bias,
-        p.cu_seqlens,
-    )
-    Launch(p, final)(o, final, inputs)
-
-
-class Launch:
-    """A launch of `recur` on any tensors of the device, shapes, strides, dtypes and flags of one
-    problem: what follows from these alone is done once.
 
     A kernel is compiled for what it may assume: dtypes, sizes and flags of the model, one token or
-    any number, how states lie in memory. Triton would work that out from all of its arguments at
-    every launch, which costs more than the launch.
+    any number, how states lie in memory. It is shown odd 64-bit numbers for other strides, so that
+    one kernel holds for all values.
     """
-
-    def __init__(self, p: Problem, final: Tensor | None):
-        slots, per_token = (
-            p.state_indices,
-            p.state_indices is not None and p.state_indices.dim() == 2,
-        )
-        slots_s, width = (
-            (slots.stride(), slots.shape[1])
-            if slots is not None and per_token
-            else (_NOWHERE[:2] if slots is None else (slots.stride(0), 0), 1)
-        )
-        g_s = _NOWHERE if p.g is None else p.g.stride() if p.rank else (*p.g.stride(), 0)
-        beta_s = _NOWHERE[:3] if p.beta is None else p.beta.stride()
-        state_s = _strides_kv(p.state, p.transposed)
-        final_s = state_s if final is p.state else _strides_kv(final, p.transposed)
-        held, held_s = (p.state, state_s) if p.state is not None else (final, final_s)
-        one = p.T == 1 and p.cu_seqlens is None
-        KO, KI, BV, self.options = tile(
-            p.K,
-            p.V,
-            4 if held is None else held.element_size(),
-            held_s[2] == 1 and held_s[3] != 1,
-            one,
-        )
-        model = (p.H, p.HV, p.K, p.V, p.K if p.rank else 1, KO, KI, BV)
-        self.options = self.options | tuning.begins_early(p.q.device)
-        flags = (
-            p.l2norm,
-            p.activate_gate,
-            p.lower_bound is not None,
-            p.sigmoid_beta,
-            p.neg_eigval,
-            per_token,
-            one,
-        )
-        self.device = p.q.get_device()
-        self.programs = (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // BV)
-        self.strides, self.states = (
-            (p.q.stride(), p.k.stride(), p.v.stride(), g_s, beta_s, slots_s),
-            (state_s, final_s),
-        )
-        self.numbers, self.constants = (
-            (p.N, p.T, width, p.scale, p.lower_bound or 0.0),
-            (*model, *flags),
-        )
-        self.rest = (*self.strides, *self.states, *self.numbers, *self.constants)
-        self.assumed = (self.device, one, self.constants, self.states)
-        self.kernels: dict[tuple[int, int], tuple] = {}
-        self.alone = self.device >= 0 and torch.cuda.device_count() == 1
-
-    def __call__(self, o: Tensor, final: Tensor | None, inputs: tuple[Tensor | None, ...]) -> None:
-        """Run on q, k, v, g, beta, state, state_indices, num_accepted_tokens, A_log, dt_bias and
-        cu_seqlens.
-        """
-        if not self.programs:
-            return
-        if not (self.alone or self.device < 0 or self.device == torch.cuda.current_device()):
-            with torch.cuda.device(self.device):
-                return self._run(o, final, inputs)
-        self._run(o, final, inputs)
-
-    def _run(self, o: Tensor, final: Tensor | None, inputs: tuple[Tensor | None, ...]) -> None:
-        A_log, dt_bias = inputs[8], inputs[9]
-        if (A_log is not None and not A_log.is_contiguous()) or (
-            dt_bias is not None and not dt_bias.is_contiguous()
-        ):
-            inputs = (*inputs[:8], dense(A_log), dense(dt_bias), *inputs[10:])
-        if o.is_meta:  # offline compilation, for one architecture after another
-            self._compile((0, driver.active.get_current_device()), o, inputs, final)
-            return
-        if self.device < 0:
-            recur[(self.programs,)](o, *inputs, final, *self.rest, **self.options)
-            return
-        pointers = [None if x is None else x.data_ptr() for x in (o, *inputs, final)]
-        aligned = (pointers[6] or 0) % 16, (pointers[12] or 0) % 16
-        found = self.kernels.get(aligned)
-        if found is None:
-            kernel = self._compile(aligned, o, inputs, final)
-            found = self.kernels[aligned] = (
-                kernel,
-                kernel.run,
-                kernel.function,
-                kernel.packed_metadata,
-            )
-            warn_if_lost(kernel)
-        kernel, run, function, metadata = found
-        hook = knobs.runtime.launch_enter_hook
-        # a profiler wants to see every launch
-        if hook is not None and getattr(hook, "calls", True):
-            kernel[(self.programs, 1, 1)](*pointers, *self.rest)
-        else:
-            stream = driver.active.get_current_stream(self.device)
-            run(
-                self.programs,
-                1,
-                1,
-                stream,
-                function,
-                metadata,
-                None,
-                None,
-                None,
-                *pointers,
-                *self.rest,
-            )
-
-    def _compile(
-        self,
-        aligned: tuple[int, int],
-        o: Tensor,
-        inputs: tuple[Tensor | None, ...],
-        final: Tensor | None,
-    ) -> Any:
-        """A kernel that fits.
-
-        Triton specialises on the value of every integer in a tuple. It is shown an odd 64-bit
-        number for a stride that only addresses vectors, and T as 1 or as any number, so that one
-        kernel holds for all values.
-        """
-        assumed = (
-            *self.assumed,
-            aligned,
-            *[None if x is None else x.dtype for x in (*inputs, final)],
-        )
-        kernel = _COMPILED.get(assumed)
-        if kernel is None:
-            K, V = self.constants[2:4]
-            shown = [(_ANY,) * len(s) for s in self.strides] + [_show(s, K, V) for s in self.states]
-            N, T, *numbers = self.numbers
-            shown_rest = (*shown, N, 1 if self.assumed[1] else 2, *numbers, *self.constants)
-            kernel = _COMPILED[assumed] = recur.warmup(
-                o, *inputs, final, *shown_rest, **self.options, grid=(1,)
-            )
-        return kernel
+    final = None if final_state is None or final_state.dim() != 4 else final_state
+    slots = p.state_indices
+    per_token = slots is not None and slots.dim() == 2
+    slots_s: tuple[int, ...] = (0, 0)
+    width: int = 1
+    if slots is not None:
+        slots_s = strides_of(slots)
+        slots_s, width = (slots_s, shape_of(slots)[1]) if per_token else ((slots_s[0], 0), 1)
+    rank = (0,) * (1 - p.rank)
+    g_s = _NOWHERE if p.g is None else (*strides_of(p.g), *rank)
+    beta_s = _NOWHERE[:3] if p.beta is None else strides_of(p.beta)
+    given = [strides_of(p.q), strides_of(p.k), strides_of(p.v), g_s, beta_s, slots_s]
+    state_s = _strides_kv(p.state, p.transposed)
+    final_s = state_s if final is p.state else _strides_kv(final, p.transposed)
+    held, held_s = (p.state, state_s) if p.state is not None else (final, final_s)
+    one = p.cu_seqlens is None and bool(p.T == 1)
+    keys_contiguous = bool(held_s[2] == 1) and bool(held_s[3] != 1)
+    KO, KI, BV, options = tile(
+        p.K, p.V, 4 if held is None else held.element_size(), keys_contiguous, one
+    )
+    constants = (
+        *(p.H, p.HV, p.K, p.V, p.K if p.rank else 1, KO, KI, BV),
+        *(p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval),
+        *(per_token, one),
+    )
+    tensors = (
+        *(o, p.q, p.k, p.v, p.g, p.beta, p.state, slots, p.num_accepted_tokens),
+        *(dense(p.A_log), dense(p.dt_bias), p.cu_seqlens, final),
+    )
+    numbers = (width, p.scale, p.lower_bound or 0.0)
+    shown = [(_ANY,) * len(s) for s in given] + [_show(s, p.K, p.V) for s in (state_s, final_s)]
+    launch(
+        recur,
+        (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // BV),
+        p.q.device,
+        *tensors,
+        *given,
+        state_s,
+        final_s,
+        p.N,
+        p.T,
+        *numbers,
+        *constants,
+        shown=(*tensors, *shown, 2, 1 if one else 2, *numbers, *constants),
+        **options,
+        **tuning.begins_early(p.q.device),
+    )
 
 
 def _strides_kv(state: Tensor | None, transposed: bool) -> tuple[int, ...]:
     """The strides of a state or pool seen as [slots, HV, K, V]."""
     if state is None:
         return _NOWHERE
-    s = state.stride()
-    return (s[0], s[1], s[3], s[2]) if transposed else s
+    *outer, a, b = strides_of(state)
+    return (*outer, b, a) if transposed else (*outer, a, b)
 
 
 def _show(strides: tuple[int, ...], K: int, V: int) -> tuple:
     """What a kernel may assume of a state's strides: the inner two where a head is dense, else
     which is 1; of the others whether 16 divides them.
     """
-    dense_head = strides[2:] in ((V, 1), (1, K))
+    dense_head = any(strides[2:] == inner for inner in ((V, 1), (1, K)))
     some = [_ANY if s % 16 else _ANY - 1 for s in strides]
     return (
         *some[:2],
         *(
-            s if s == 1 else tl.constexpr(s) if dense_head else x
+            1 if s == 1 else tl.constexpr(int(s)) if dense_head else x
             for s, x in zip(strides[2:], some[2:])
         ),
     )

@@ -41,28 +41,20 @@ class Begun(Tile):
     rest: Callable[[], None] = lambda: None
 
 
+def spans(x: Tensor) -> bool:
+    """Whether 32 bits address the 64 rows of a chunk of one head."""
+    if x.dim() != 4:
+        return 63 * x.stride(1) < 2**31 if x.dim() == 3 else True
+    return 63 * x.stride(1) + (x.shape[3] - 1) * x.stride(3) < 2**31
+
+
 @overload
 def fit(x: Tensor) -> Tensor: ...
 @overload
 def fit(x: None) -> None: ...
 def fit(x: Tensor | None) -> Tensor | None:
-    """x, or a copy if the 64 rows of a chunk of one head span 2^31 elements or more."""
-    if x is None:
-        return None
-    reach = 63 * x.stride(1) + (x.shape[3] - 1) * x.stride(3) if x.dim() == 4 else 63 * x.stride(1)
-    return x if reach < 2**31 else x.contiguous()
-
-
-def strides_of(x: Tensor | None) -> tuple[int, ...] | None:
-    """What a kernel needs besides the pointer."""
-    return None if x is None else x.stride()
-
-
-def columns_of(x: Tensor | None) -> tuple[int, int, int]:
-    """The strides of a [B, T, HV] tensor one by one, for a kernel that does not specialise on
-    them.
-    """
-    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
+    """x, or a copy whose chunks 32 bits address."""
+    return x if x is None or spans(x) else x.contiguous()
 
 
 def dense(x: Tensor | None) -> Tensor | None:

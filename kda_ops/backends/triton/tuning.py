@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -48,7 +50,7 @@ class Options:
     registers: int | None = None
 
     @property
-    def launch(self) -> dict[str, int]:
+    def launch(self) -> dict[str, Any]:
         """The options that are not arguments of a kernel."""
         return {"num_warps": self.warps} | registers(self)
 
@@ -104,7 +106,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def begins_early(device: torch.device) -> dict[str, bool]:
+def begins_early(device: torch.device) -> dict[str, Any]:
     """The launch option for a kernel that waits for the one before it itself
     (`tile.wait_for_previous`), where the architecture knows it.
     """
@@ -215,12 +217,9 @@ def ahead(p: Problem) -> int | None:
         return FORCED_AHEAD if FORCED_AHEAD < chunks else None
     idle, step = there - p.HV, 2.3  # us, of the scan
     # less than two launches and two streams cost Python
-    if (
-        8 * idle < there
-        or chunks * step < 250
-        or p.q.dtype is torch.float32
-        or not p.K == p.V == 128
-    ):
+    if 8 * idle < there or p.q.dtype is torch.float32 or not p.K == p.V == 128:
+        return None
+    if chunks < math.ceil(250 / step):
         return None
     # what an ordinary scan gains from its halves at once is more
     if not p.rank and 2 * p.HV <= there:
@@ -237,7 +236,9 @@ def ahead(p: Problem) -> int | None:
         else 0.084
     )
     slower = 1 + 3 * (p.HV / there) ** 4 if p.rank else 1.0
-    return max(1, chunks - int((chunks - 8) * step / (p.HV * tile * slower * there / idle)))
+    # chunks that `prepare` makes while the scan takes 1024 of them
+    meanwhile = int(1024 * step / (p.HV * tile * slower * there / idle))
+    return max(1, chunks - (chunks - 8) * meanwhile // 1024)
 
 
 def run_length(p: Problem) -> int:

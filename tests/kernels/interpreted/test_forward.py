@@ -32,6 +32,7 @@ from tests.support.closeness import (
     oracle,
     twin,
 )
+from tests.support.plans import forget_plans
 from tests.support.pools import Pool
 from tests.support.target import TARGET
 
@@ -81,6 +82,7 @@ def test_rows_that_share_an_anchor_change_nothing_beyond_rounding(K, rows, gate,
     )
     full = forward(case)
     monkeypatch.setattr(tuning, "anchored_rows", lambda p: rows)
+    forget_plans()
     # Half of the 32 rows of a prefix sum lie at FLOOR: each of its decays is rounded by that much.
     limit = 16 * -tuning.FLOOR * 2**-24 if gate == "blocks" else 1e-5
     for name, x in forward(case).items():
@@ -344,7 +346,9 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypa
 
         with monkeypatch.context() as patch:
             patch.setattr(sys.modules["kda_ops.backends.triton.prepare"], "Begun", Prompt)
+            forget_plans()
             assert_all_identical(whole, call(case))
+        forget_plans()
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))

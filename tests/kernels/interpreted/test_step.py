@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
     )
 
 from kda_ops import dispatch
-from kda_ops.problem import Problem
+from kda_ops.backends.triton.backend import Triton
 from tests.operators.test_pools import (  # noqa: F401, on the kernels too
     test_a_token_without_a_column_gives_zero_and_writes_nothing,
     test_padding_may_have_any_accepted_count,
@@ -71,7 +71,7 @@ def test_calls_that_differ_in_strides_share_nothing():
     assert_strides_count("cpu")
 
 
-def test_a_call_is_parsed_once(monkeypatch):
+def test_a_planned_call_runs_no_stage(monkeypatch):
     q, beta, pool = torch.randn(2, 1, 3, 16), torch.rand(2, 1, 3), torch.zeros(2, 3, 16, 16)
 
     def call():
@@ -86,9 +86,9 @@ def test_a_call_is_parsed_once(monkeypatch):
         )
 
     first = call()
-    monkeypatch.setattr(Problem, "parse_step", None)  # what looks alike is not parsed again
+    monkeypatch.setattr(Triton, "step", None)  # what looks alike has a plan
     assert_identical(call(), first, "o")
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="not callable"):
         torch.ops.kda.recurrent_(q, q, q, None, beta, pool, use_qk_l2norm_in_kernel=True, scale=0.5)
 
 

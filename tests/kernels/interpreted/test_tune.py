@@ -14,8 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
         "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
     )
 
-from kda_ops.backends import triton as kernels
-from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton import BACKEND, tuning
 from kda_ops.tools import tune
 
 CALL = dict(K=16, V=16, dtype="fp32", gate="softplus", B=1, T=64, H=1, device="cpu")
@@ -31,7 +30,7 @@ def no_file(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("rank, kernel", [(1, "prepare_kda"), (0, "scan_rows")])
 def test_what_is_wrong_fails_or_varies_gets_no_time(rank, kernel, monkeypatch, capsys):
-    right_scan = kernels.scan
+    right_scan = BACKEND.scan
 
     def scan(p, tile, o, final_state, keep):
         warps = tuning.choose(kernel, p).warps
@@ -49,7 +48,7 @@ def test_what_is_wrong_fails_or_varies_gets_no_time(rank, kernel, monkeypatch, c
         return [replace(tuning.table(name, p), warps=warps) for warps in (4, 8, 16, 32, 2, 1)]
 
     timed = []
-    monkeypatch.setattr(kernels, "scan", scan)
+    monkeypatch.setattr(BACKEND, "scan", scan)
     monkeypatch.setattr(tune, "_options", options)
     monkeypatch.setattr(
         tune, "median_ms", lambda call, device: timed.append(device) or call() and 3.0

@@ -1,0 +1,143 @@
+"""The Triton backend: run each call by the plan of an earlier call that looked like it.
+
+Without such a plan the stages run, and what they allocate and launch becomes the plan.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from contextvars import Context
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from kda_ops import problem
+from kda_ops.backends.triton import launch, tuning
+from kda_ops.backends.triton.gate import gate, gate_backward
+from kda_ops.backends.triton.gradient import gradient
+from kda_ops.backends.triton.keeps import KEEPS
+from kda_ops.backends.triton.look import Look, look, named
+from kda_ops.backends.triton.plan import Plan
+from kda_ops.backends.triton.prepare import prepare
+from kda_ops.backends.triton.recording import Recording
+from kda_ops.backends.triton.reverse_scan import reverse_scan
+from kda_ops.backends.triton.scan import scan
+from kda_ops.backends.triton.step import step
+from kda_ops.gate import Gate
+from kda_ops.problem import Problem
+from kda_ops.stages import AXES, Backend, Pass
+
+INTERPRETED: bool = knobs.runtime.interpret
+MOST_PLANS = 1024  # of a process; after that all are dropped
+
+
+class _Recorded(Problem):
+    """A problem whose sizes carry formulas, and whose results the recording knows."""
+
+    __slots__ = ()
+
+    def new_output(self) -> Tensor:
+        return launch.new(self.v, "o", launch.shape_of(self.v))
+
+    def new_final_state(self) -> Tensor:
+        if not self.output_final_state:
+            return super().new_final_state()
+        width = (self.V, self.K) if self.transposed else (self.K, self.V)
+        return launch.new(self.q, "final_state", (self.N, self.HV, *width), self.state_dtype)
+
+
+class Triton(Backend):
+    """The stages as kernels, and the plans that replay them; `plans` lists those of each key."""
+
+    prepare, scan = staticmethod(prepare), staticmethod(scan)
+    reverse_scan = staticmethod(reverse_scan)
+    gradient, step = staticmethod(gradient), staticmethod(step)
+    gate, gate_backward = staticmethod(gate), staticmethod(gate_backward)
+
+    keeps = KEEPS
+
+    def __init__(self) -> None:
+        self.plans: dict[tuple, list[Plan]] = {}
+
+    def packs(self, p: Problem) -> bool:
+        """Return whether A is kept in one tile with P: KDA in 16 bits, where backward recomputes.
+
+        No scan reads that tile before `prepare` takes it back, and `prepare` then needs no scores.
+        """
+        return bool(p.rank) and not p.disable_recompute and p.q.dtype.itemsize == 2
+
+    def beside(self, p: Problem) -> AbstractContextManager[AbstractContextManager]:
+        """Overlap two stages on two streams, if the device has room for both."""
+        alone = p.q.device.type != "cuda" or not p.V or not tuning.leaves_room(p)
+        return super().beside(p) if alone else launch.beside(p.q.device)
+
+    def run(self, kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Any:
+        """Run one pass by a plan that fits the call, or by the stages, which make that plan."""
+        if problem.CHECK_VALUES or INTERPRETED:
+            kind(rank, args, flags)  # checks values; under the interpreter they are on the host
+        seen = look(kind, rank, args, flags)
+        if seen is None:
+            return kind(rank, args, flags).run(self)
+        for plan in self.plans.get(seen.key, ()):
+            bound = plan.bind(seen.numbers)
+            if bound is not None:
+                return plan.run(seen.tensors, seen.pointers, bound)
+        return self._record(kind, rank, seen, flags)
+
+    def _record(self, kind: type[Pass], rank: int, seen: Look, flags: dict[str, Any]) -> Any:
+        """Run a pass by the stages, and keep its plan."""
+        kept = Recording(named(kind, seen))
+        # one tensor may be given twice, and the recording tells inputs apart by object
+        args = tuple(None if x is None else x.detach() for x in seen.tensors)
+        work: Any = kind(rank, args, flags)
+        device = next(x.device for x in args if x is not None)
+        if device.type == "meta":  # offline compilation
+            return work.run(self)
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            # In a context of its own: Triton keeps its mode in a context variable, and does not
+            # reset it if a kernel fails to compile.
+            Context().run(_compile, work, self)
+        for name, x in zip(kind.names, args):
+            kept.take(name, x, *_shape(name, x, kept))
+        if isinstance(work, Gate):
+            with launch.recorded(kept):
+                results = work.run(self)
+        else:
+            p = work.p = copy(work.p)
+            p.__class__ = _Recorded
+            p.B, p.T, p.N = (kept.sizes[n] for n in ("B", "T", "N"))
+            with launch.recorded(kept):
+                results = work.run(self)
+        plan = Plan(kept, results, device)
+        if sum(map(len, self.plans.values())) >= MOST_PLANS:
+            self.plans.clear()
+        self.plans.setdefault(seen.key, []).append(plan)
+        return results
+
+
+def _compile(work, b: Triton) -> None:
+    """Compile the kernels of a pass in parallel; nothing is launched."""
+    with launch.compiling():
+        work.run(b)
+
+
+_TABLES = {"state_indices": "NS", "snapshot_indices": "NS", "num_accepted_tokens": "N"}
+
+
+def _shape(name: str, x: Tensor | None, kept: Recording) -> tuple[tuple, tuple | None]:
+    """Return the shape of an input as sizes, and its strides as sizes, or None if contiguous."""
+    if x is None:
+        return (), None
+    letters = _TABLES.get(name) or AXES.get(name) or AXES.get(name.removeprefix("d"), "")
+    shape = tuple(
+        kept.sizes.get(letter, n) for letter, n in zip(letters.ljust(x.dim(), "."), x.shape)
+    )
+    if x.is_contiguous():
+        return shape, None
+    return shape, tuple(kept.sizes[f"{name}_{i}"] for i in range(x.dim()))
+
+
+BACKEND = Triton()

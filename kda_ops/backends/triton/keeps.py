@@ -1,0 +1,33 @@
+"""What training keeps on the Triton backend."""
+
+from __future__ import annotations
+
+import torch
+
+from kda_ops.stages import KEPT, Keeps
+
+
+class AsGiven(Keeps):
+    """What training keeps where operands have the dtype of the inputs."""
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the inputs."""
+        return dtype
+
+    def names(
+        self, rank: int, dtype: torch.dtype, l2norm: bool, disable_recompute: bool
+    ) -> frozenset[str]:
+        """Name what is kept: by default A, if operands have 16 bits.
+
+        The scans of GDN read q, k and v themselves, so A is enough to make the rest of the tile
+        again. The scans of KDA apply beta themselves, from `Tile.rows`, so its tile has no u. With
+        a norm, KDA's gradient reads o, because do · o is the product of unit q with its gradient.
+        """
+        if not disable_recompute:
+            return frozenset(("A",)) if dtype.itemsize == 2 else frozenset()
+        if not rank:
+            return frozenset(("A", "states", "v_new"))
+        return frozenset((*KEPT, "o") if l2norm else KEPT) - {"u"}
+
+
+KEEPS = AsGiven()

@@ -1,0 +1,166 @@
+"""Reduce a call to what plans need of it: a key, its tensors, and its numbers.
+
+The key holds what decides which kernels run: the pass and its flags, and the widths and heads. Of
+each tensor it holds dtype, device and alignment, and whether it is absent or contiguous.
+The numbers are B, T, N, the columns of a table of slots, and the strides of tensors that are not
+contiguous. A plan is stored under the key, and serves the numbers for which its facts hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kda_ops import chunk, problem, recurrent
+from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.tile import spans
+from kda_ops.gate import Gate, GateBackward
+from kda_ops.stages import KEPT, Pass
+
+# kernels read these with stride 1, so others are copied
+DENSE = frozenset(("A_log", "dt_bias", "cu_seqlens", "state_indices", "num_accepted_tokens"))
+POOLS = frozenset((chunk.Prefill, recurrent.Decode))  # these passes write their argument `state`
+
+
+class Look(NamedTuple):
+    """A call as plans see it: the key of its plans, its tensors in order, and its numbers."""
+
+    key: tuple
+    tensors: tuple[Tensor | None, ...]
+    pointers: list[int]
+    numbers: tuple[int, ...]
+
+
+def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Look | None:
+    """Return the look of a call, or None if it has no tokens or its shapes do not fit."""
+    names = kind.names
+    args += (None,) * (len(names) - len(args))
+    if kind is chunk.Backward:  # what is not kept is an empty tensor of one dimension
+        kept = (None if x.dim() == 1 else x for x in args[_KEPT])
+        args = (*args[: _KEPT.start], *kept, *args[_KEPT.stop :])
+    sizes = _SIZES[kind](rank, *args)
+    if sizes is None:
+        return None
+    numbers, static = sizes
+    key: list[Any] = [kind, rank, static, *flags.items(), tuning.FORCED_RUN, tuning.FORCED_AHEAD]
+    pointers = []
+    for i, x in enumerate(args):
+        if x is None:
+            key.append(None)
+            pointers.append(0)
+            continue
+        if not x.is_contiguous():
+            if names[i] in DENSE or not spans(x):
+                x = x.contiguous()
+                args = (*args[:i], x, *args[i + 1 :])
+            else:
+                if names[i] == "state" and kind in POOLS:
+                    problem.check_no_overlap("state", x)
+                key.append("strided")
+                numbers += x.stride()
+        pointer = x.data_ptr()
+        pointers.append(pointer)
+        key += x.dtype, x.get_device(), pointer & 15
+    return Look(tuple(key), args, pointers, numbers)
+
+
+_KEPT = slice(2, 2 + len(KEPT))  # among the arguments of `Backward`
+
+
+def named(kind: type[Pass], seen: Look) -> dict[str, int]:
+    """Return the numbers of a call by name."""
+    names = ["B", "T", "N", "S"]  # S: columns of a table of slots
+    for name, x in zip(kind.names, seen.tensors):
+        if x is not None and not x.is_contiguous():
+            names += (f"{name}_{i}" for i in range(x.dim()))
+    return dict(zip(names, seen.numbers))
+
+
+def _sizes(
+    rank: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    slots: Tensor | None = None,
+    columns: int = 1,
+) -> tuple[tuple[int, ...], tuple] | None:
+    """Return the numbers of a call and its other sizes, or None if shapes do not fit q and v."""
+    if q is None or k is None or v is None or q.dim() != 4 or v.dim() != 4:
+        return None
+    shape, v_shape = q.shape, v.shape
+    B, T, H, K = shape
+    HV, V = v_shape[2], v_shape[3]
+    each = (B, T, HV)
+    N = B
+    if cu_seqlens is not None:
+        N = cu_seqlens.shape[0] - 1 if cu_seqlens.dim() == B == 1 else 0
+    if (
+        k.shape != shape
+        or v_shape[0] != B
+        or v_shape[1] != T
+        or (g is not None and g.shape != ((*each, K) if rank else each))
+        or (beta is not None and beta.shape != each)
+        or (state is not None and slots is None and state.shape[:1] != (N,))
+        or (slots is not None and slots.shape[:1] != (N,))
+        or not (B and T and N > 0 and HV and V and columns)
+    ):
+        return None
+    static = (
+        *(H, HV, K, V),
+        A_log if A_log is None else A_log.shape,
+        dt_bias if dt_bias is None else dt_bias.shape,
+        state if state is None else state.shape[1:],
+        slots if slots is None else slots.dim(),
+    )
+    return (B, T, N, columns), static
+
+
+def _backward(rank: int, *args):
+    return _sizes(rank, *args[_KEPT.stop : -1])
+
+
+def _prefill(rank: int, q, k, v, g, beta, state, slots, into, A_log, dt_bias, cu_seqlens):
+    columns = 1 if into is None else into.shape[1] if into.dim() == 2 else 0
+    if into is not None and into.shape[:1] != (state if slots is None else slots).shape[:1]:
+        return None
+    return _sizes(rank, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, slots, columns)
+
+
+def _decode(rank: int, q, k, v, g, beta, state, slots, accepted, A_log, dt_bias, cu_seqlens):
+    columns = 1 if slots is None or slots.dim() < 2 else slots.shape[1]
+    if accepted is not None and (slots is None or accepted.shape != slots.shape[:1]):
+        return None
+    if slots is not None and slots.dim() == 2 and cu_seqlens is None and v.shape[1:2] > (columns,):
+        return None
+    return _sizes(rank, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, slots, columns)
+
+
+def _gate(rank: int, g, A_log, dt_bias):
+    if g is None or g.dim() != 3 + rank or not g.numel():
+        return None
+    shapes = (None if x is None else x.shape for x in (A_log, dt_bias))
+    return (g.shape[0], g.shape[1], 1, 1), (*g.shape[2:], *shapes)
+
+
+def _gate_backward(rank: int, dy, g, A_log, dt_bias):
+    return None if g is None or dy.shape != g.shape else _gate(rank, g, A_log, dt_bias)
+
+
+_SIZES: dict[type, Callable[..., tuple[tuple[int, ...], tuple] | None]] = {
+    chunk.Infer: _sizes,
+    chunk.Forward: _sizes,
+    chunk.Backward: _backward,
+    chunk.Prefill: _prefill,
+    recurrent.Recur: _sizes,
+    recurrent.Decode: _decode,
+    Gate: _gate,
+    GateBackward: _gate_backward,
+}

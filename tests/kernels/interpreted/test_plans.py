@@ -1,0 +1,134 @@
+"""A call by its plan gives bit for bit what the stages give, whatever lies in fresh memory."""
+
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
+    )
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kda_ops import dispatch, problem
+from tests.support.calls import overload, run
+from tests.support.cases import RANK, Case, replace
+from tests.support.closeness import assert_all_identical
+from tests.support.pools import pools
+
+TRITON = dispatch.load("triton")
+
+
+@contextmanager
+def nan_everywhere():
+    """Within it, memory that nobody wrote holds NaN: a scratch block is all bits set."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def unplanned(call):
+    """Return the results of a call without plans."""
+    saved, TRITON.plans = TRITON.plans, {}
+    try:
+        return call()
+    finally:
+        TRITON.plans = saved
+
+
+def count():
+    return sum(map(len, TRITON.plans.values()))
+
+
+def assert_a_plan_changes_no_bit(call):
+    """Assert that a call gives the same bits without a plan, while one is made, and by it."""
+    want, made = unplanned(call), -1
+    with nan_everywhere():
+        while made != count():  # again by the plan, where this call has made it
+            made = count()
+            assert_all_identical(want, call())
+
+
+SMALL = dict(H=1, HV=2, K=8, V=12, l2norm=True, beta="sigmoid")
+TRAINED = st.builds(
+    lambda T, packed, **words: Case(
+        B=1 if packed else 2, T=T, lengths=(3, 0, T) if packed else None, **(SMALL | words)
+    ),
+    variant=st.sampled_from(("kda", "gdn")),
+    T=st.sampled_from((1, 16, 17, 64, 66)),
+    packed=st.booleans(),
+    dtype=st.sampled_from((torch.float32, torch.float16, torch.bfloat16)),
+    gate=st.sampled_from(("softplus", "bounded", "weak", "none")),
+    strides=st.sampled_from(("contiguous", "heads_first", "fused")),
+    state=st.booleans(),
+    transposed=st.booleans(),
+    disable_recompute=st.booleans(),
+)
+
+
+@given(case=TRAINED, T=st.sampled_from((2, 16, 32, 65)))
+@pytest.mark.parametrize("op", ("chunk", "recurrent"))
+def test_training_by_a_plan(op, case, T):
+    case = replace(case, disable_recompute=case.disable_recompute and op == "chunk")
+    assert_a_plan_changes_no_bit(lambda: run(case, op))
+    # the same model, other numbers: perhaps by the same plan
+    other = replace(case, T=T) if case.lengths is None else replace(case, lengths=(T, 1))
+    assert_a_plan_changes_no_bit(lambda: run(other, op))
+
+
+@given(pool=pools())
+@pytest.mark.parametrize("op", ("chunk_", "recurrent_"))
+def test_a_pool_by_a_plan(op, pool):
+    pool = replace(pool, op=op)
+
+    def call():
+        state = pool.state()
+        return {"o": pool.run(state=state), "state": state}
+
+    assert_a_plan_changes_no_bit(call)
+
+
+@pytest.mark.parametrize("strides", ("contiguous", "heads_first", "fused"))
+@pytest.mark.parametrize("gate", ("softplus", "bounded"))
+@pytest.mark.parametrize("variant", RANK)
+def test_a_gate_by_a_plan(variant, gate, strides):
+    for T in (5, 16, 7):
+        x = Case(variant, B=2, T=T, gate=gate, strides=strides, seed=1).inputs()
+        words = {"lower_bound": -5.0} if gate == "bounded" else {}
+
+        def call(x=x, words=words):
+            leaves = [x[n].detach().requires_grad_() for n in ("g", "A_log", "dt_bias")]
+            y = overload(variant, "gate")(*leaves, **words)
+            return dict(zip("yabc", (y.detach(), *torch.autograd.grad(y.square().sum(), leaves))))
+
+        assert_a_plan_changes_no_bit(call)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("check", (False, True))
+def test_values_on_a_cpu_are_checked_at_every_call(check, monkeypatch):
+    monkeypatch.setattr(problem, "CHECK_VALUES", check)
+    q, pool = torch.randn(1, 5, 2, 8), torch.zeros(3, 2, 8, 8)
+
+    def call(slots, offsets=(0, 2, 5)):
+        given = torch.tensor(slots), None, None, None, torch.tensor(offsets)
+        return torch.ops.kda.recurrent_(q, q, q, None, None, pool, *given)
+
+    call([0, 1])
+    made = count()
+    assert call([2, 1], (0, 4, 5)).shape == q.shape and count() == made
+    for wrong, words in (
+        (dict(slots=[1, 1]), "distinct slots"),
+        (dict(slots=[0, 3]), "state_indices"),
+        (dict(slots=[0, 1], offsets=(0, 9, 5)), "cu_seqlens"),
+        (dict(slots=[0, 1], offsets=(1, 2, 5)), "cu_seqlens must start at 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(**wrong)
+    assert count() == made

@@ -1,0 +1,285 @@
+"""Which calls share a plan on a GPU, and where a plan keeps its scratch."""
+
+import os
+
+import pytest
+
+if os.environ.get("KDA_OPS_PRETEND") != "1":
+    pytest.skip("needs a process of its own: KDA_OPS_PRETEND=1", allow_module_level=True)
+
+from inspect import signature
+from unittest import mock
+
+import torch
+from hypothesis import given
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from kda_ops import chunk, recurrent
+from kda_ops.backends.triton import BACKEND
+from kda_ops.backends.triton import backend as triton_backend
+from kda_ops.backends.triton.plan import Launch, Memory, Wait, lay_out
+from kda_ops.backends.triton.sizes import formula, text_of
+from tests.support import pretended_calls
+from tests.support.pretend import pretend_gpu
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    with pretend_gpu() as launches:
+        yield launches
+
+
+@pytest.fixture(autouse=True)
+def no_plans(gpu):
+    BACKEND.plans.clear()
+
+
+KERNELS = ["prepare_kda", "scan_tiles"]
+
+
+def plans():
+    return [plan for some in BACKEND.plans.values() for plan in some]
+
+
+def decode(q, v=None, pool=None, device="cuda:0", **given):
+    v = q if v is None else v
+    H, K, V = *q.shape[2:], v.shape[3]
+    pool = torch.empty(2, H, K, V, device=device) if pool is None else pool
+    x = dict(q=q, k=q, v=v, state=pool) | given
+    args = tuple(x.get(n) for n in recurrent.Decode.names)
+    return BACKEND.run(recurrent.Decode, 1, args, {})[0]
+
+
+def test_a_plan_is_of_one_device():
+    for device in ("cuda:0", "cuda:1", "cuda:0"):
+        decode(torch.empty(2, 1, 2, 8, device=device), device=device)
+    assert [plan.device.index for plan in plans()] == [0, 1]
+
+
+def test_a_planned_call_writes_a_contiguous_output():
+    q, v = torch.empty(2, 1, 2, 8, device="cuda:0"), torch.empty(2, 1, 8, 2, device="cuda:0").mT
+    outs = [decode(q, v) for _ in range(2)]
+    assert len(plans()) == 1 and all(o.is_contiguous() and o.shape == v.shape for o in outs)
+
+
+@pytest.mark.parametrize("name", ("num_accepted_tokens", "cu_seqlens"))
+def test_integers_that_do_not_lie_together_are_copied(name, gpu):
+    def there(*shape):
+        return torch.empty(shape, dtype=torch.int64, device="cuda:0")
+
+    q = torch.empty(1, 4, 2, 8, device="cuda:0")
+    given = dict(state_indices=there(2, 4), num_accepted_tokens=there(2), cu_seqlens=there(3))
+    decode(q, **given)
+    given[name] = there(3, 2)[: 3 if name == "cu_seqlens" else 2].select(1, 0)
+    gpu.clear()
+    decode(q, **given)
+    (launched,) = gpu
+    place = list(launched.made.kernel.arg_names).index(
+        "accepted" if name == "num_accepted_tokens" else name
+    )
+    assert len(plans()) == 1 and launched.args[place] != given[name].data_ptr()
+
+
+def test_plans_are_bounded_in_number(monkeypatch):
+    monkeypatch.setattr(triton_backend, "MOST_PLANS", 3)
+    q = torch.empty(1, 1, 1, 8, device="cuda:0")
+    found = []
+    for scale in (0.1, 0.2, 0.3, 0.4, 0.1):
+        args = (q, q, q, None, None, None, None, None, None)
+        BACKEND.run(recurrent.Recur, 1, args, {"scale": scale})
+        found.append(len(plans()))
+    assert found == [1, 2, 3, 1, 2]
+
+
+def test_the_first_call_of_a_kind_compiles_at_once_and_never_in_a_capture(gpu, monkeypatch):
+    capturing, compiled, warmup = [True], [], JITFunction.warmup
+
+    def note(self, *args, **words):
+        compiled.append(self.fn.__name__)
+        return warmup(self, *args, **words)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(JITFunction, "warmup", note)
+
+    def call(T=70, device="cuda:0", dtype=torch.bfloat16, **flags):
+        x = torch.empty(1, T, 1, 64, device=device, dtype=dtype)
+        compiled.clear()
+        gpu.clear()
+        args = (x, x, x, x.float(), None, None, None, None, None)
+        BACKEND.run(chunk.Infer, 1, args, {"output_final_state": True} | flags)
+        assert [launched.made.kernel.fn.__name__ for launched in gpu] == KERNELS
+        return [*compiled]
+
+    assert call() == []
+    BACKEND.plans.clear()
+    capturing[0] = False
+    assert call() == KERNELS and call() == [] and call(T=71) == []
+    for words in (dict(device="cuda:1"), dict(dtype=torch.float16), dict(scale=0.5)):
+        assert call(**words) == KERNELS and call(**words) == [], words
+
+
+def test_a_kernel_that_does_not_compile_leaves_no_trace(monkeypatch):
+    """The compiler would keep its mode, and every first launch of the process fail."""
+    from triton.runtime import _async_compile
+
+    def compile_kernel():
+        raise ZeroDivisionError
+
+    def warmup(self, *args, **words):
+        mode = _async_compile.active_mode.get()
+        # triton 3.9 takes two after these, others one
+        rest = [lambda kernel: None] * (len(signature(mode.submit).parameters) - 2)
+        mode.submit("key", compile_kernel, *rest)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    q = torch.empty(1, 70, 1, 64, device="cuda:0")
+    call = chunk.Infer, 1, (q, q, q, None, None, None, None, None, None), {}
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "warmup", warmup)
+        for _ in range(2):  # the same error again, not one of what was left
+            with pytest.raises(ZeroDivisionError):
+                BACKEND.run(*call)
+            assert _async_compile.active_mode.get() is None and not plans()
+    BACKEND.run(*call)
+    assert len(plans()) == 1
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that what is allocated in it takes at once."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known = {x.untyped_storage()._cdata for x in known if x is not None}
+        self.live, self.peak = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor) and x.device.type == "cuda":
+                self.note(x.untyped_storage())
+        return out
+
+    def note(self, storage):
+        self.live = [found for found in self.live if not found[0].expired()]
+        if storage._cdata in self.known or any(r.cdata == storage._cdata for r, _ in self.live):
+            return
+        self.live.append((StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(size for _, size in self.live))
+
+
+MODEL = dict(
+    **dict(H=2, group=1, K=128, V=128, dtype=torch.bfloat16, wide=torch.float32),
+    **dict(pool=torch.float32, index=torch.int32, packed=False, slots=0, accepted=False),
+    **dict(gate="bounded", beta="given", state=True, do=True, need=255),
+    flags=tuple({"use_qk_l2norm_in_kernel": True, "output_final_state": True}.items())
+    + (("transpose_state_layout", False), ("safe_gate", False))
+    + (("use_beta_sigmoid_in_kernel", True),),
+)
+NUMBERS = dict(B=1, N=1, columns=1, layout="dense", state_layout="dense")
+LARGE = [
+    (pretended_calls.Model(kind=kind, rank=rank, kept=kept, **(MODEL | words)), T)
+    for kind, kept in ((chunk.Infer, False), (chunk.Forward, False), (chunk.Backward, False))
+    + ((chunk.Forward, True), (chunk.Backward, True))
+    for rank in (1, 0)
+    for words, T in (
+        ({}, 4096),
+        ({"H": 32}, 16384),  # backward's scans beside each other
+        ({"H": 48}, 16384),  # chunks prepared beside their scan
+        ({"group": 2, "dtype": torch.float32}, 1000),
+        ({"H": 1}, 4096),  # in runs
+    )
+]
+
+
+def recording_of(call):
+    """Run a call without a plan, and return its recording and the plan that was made."""
+    found, made = [], triton_backend.Plan
+
+    def note(recording, *rest):
+        found.append((recording, made(recording, *rest)))
+        return found[-1][1]
+
+    with mock.patch.object(triton_backend, "Plan", note):
+        BACKEND.plans.clear()
+        BACKEND.run(*call)
+    return found[0]
+
+
+@pytest.mark.parametrize("model, T", LARGE, ids=str)
+def test_a_plan_takes_no_more_memory_than_its_stages(model, T):
+    call = pretended_calls.run(BACKEND, model, pretended_calls.Numbers(T=T, **NUMBERS))
+    kind, rank, args, flags = call
+    with Peak(args) as stages:
+        kind(rank, args, flags).run(BACKEND)
+    BACKEND.plans.clear()
+    BACKEND.run(*call)
+    with Peak(args) as plan:
+        BACKEND.run(*call)
+    room = 512 * -(-T // 64)  # what a buffer has per chunk is a multiple of the alignment
+    assert len(plans()) == 1 and 0 < plan.peak <= stages.peak + room, (plan.peak, stages.peak)
+
+
+def spans(recording):
+    """Find the steps in which each buffer may be read or written, on whichever stream."""
+    steps = recording.steps
+    found: dict[str, list[int]] = {}
+    for i, step in enumerate(steps):
+        if not isinstance(step, Launch):
+            continue
+        first = last = i
+        if step.beside:  # at any time between what it waits for and what waits for it
+            first = max(j for j in range(i) if isinstance(steps[j], Wait) and not steps[j].joins)
+            last = min(j for j in range(i, len(steps)) if getattr(steps[j], "joins", False))
+        flat = []
+        for x in step.arguments.values():
+            flat += x if isinstance(x, tuple) and not isinstance(x, Memory) else [x]
+        for x in flat:
+            if isinstance(x, Memory):
+                a, z = found.setdefault(x.name, [first, last])
+                found[x.name] = [min(a, first), max(z, last)]
+    return found
+
+
+def assert_apart(recording, plan, numbers):
+    """Assert that no two buffers of a place are ever in use at once."""
+    places, block = lay_out(plan.scratch)
+    names = [b.name for b in plan.scratch]
+    texts = [text_of(places[n]) for n in names] + [text_of(b.bytes) for b in plan.scratch]
+    values = formula(recording.numbers, [*texts, text_of(block)])(*numbers)
+    begins, sizes, whole = values[: len(names)], values[len(names) : -1], values[-1]
+    used = spans(recording)
+    there = [(n, a, a + z, *used[n]) for n, a, z in zip(names, begins, sizes)]
+    assert all(0 <= a and z <= whole for _, a, z, _, _ in there)
+    for i, (x, a, z, first, last) in enumerate(there):
+        for y, b, w, begin, end in there[:i]:
+            same = a < w and b < z
+            assert not (same and first <= end and begin <= last), (x, y)
+
+
+@pytest.mark.parametrize("model, T", LARGE, ids=str)
+def test_buffers_that_are_used_at_once_do_not_share_a_place(model, T):
+    call = pretended_calls.run(BACKEND, model, pretended_calls.Numbers(T=T, **NUMBERS))
+    recording, plan = recording_of(call)
+    assert_apart(recording, plan, [int(x) for x in recording.sizes.values()])
+
+
+@given(model=pretended_calls.models, numbers=pretended_calls.sequences())
+def test_nor_do_those_of_any_call(model, numbers, gpu):
+    call = pretended_calls.run(BACKEND, model, numbers[0])
+    recording, plan = recording_of(call)
+    assert_apart(recording, plan, [int(x) for x in recording.sizes.values()])
+
+
+def test_side_by_side_calls_are_among_them():
+    beside = set()
+    for model, T in LARGE:
+        call = pretended_calls.run(BACKEND, model, pretended_calls.Numbers(T=T, **NUMBERS))
+        recording, _ = recording_of(call)
+        beside |= {
+            (model.kind, s.kernel.fn.__name__)
+            for s in recording.steps
+            if isinstance(s, Launch) and s.beside
+        }
+    assert {kind for kind, _ in beside} == {chunk.Infer, chunk.Forward, chunk.Backward}, beside

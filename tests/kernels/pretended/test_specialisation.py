@@ -1,0 +1,102 @@
+"""Whenever a call finds a plan, Triton itself would launch the kernels that the plan launches."""
+
+import os
+
+import pytest
+
+if os.environ.get("KDA_OPS_PRETEND") != "1":
+    pytest.skip("needs a process of its own: KDA_OPS_PRETEND=1", allow_module_level=True)
+
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kda_ops.backends.triton import BACKEND
+from kda_ops.backends.triton.recording import Launch
+from tests.support import pretended_calls
+from tests.support.pretend import Pointer, pretend_gpu, specialise
+
+DTYPES = {
+    "*fp64": torch.float64,
+    "*fp32": torch.float32,
+    "*bf16": torch.bfloat16,
+    "*fp16": torch.float16,
+    "*i32": torch.int32,
+    "*i64": torch.int64,
+    "*i16": torch.int16,
+    "*u8": torch.uint8,
+    "*i8": torch.int8,
+}
+
+
+@pytest.fixture(scope="module")
+def launches():
+    with pretend_gpu() as launches:
+        yield launches
+
+
+def as_taken(x, taken):
+    """Give an address the dtype that Triton's binder has seen."""
+    if isinstance(taken, tuple) and isinstance(taken[0], tuple):
+        return tuple(as_taken(*both) for both in zip(x, zip(*taken)))
+    if isinstance(taken[0], str) and taken[0].startswith("*"):
+        return Pointer(DTYPES[taken[0]], x)
+    return x
+
+
+def plain(args, made):
+    """Numbers and constants of a launch; pointers as the remainder of 16."""
+    return [
+        x if not (isinstance(t[0], str) and t[0].startswith("*")) else "pointer"
+        for x, t in zip(args, made.specialisation)
+    ]
+
+
+def assert_implied(actual, shown, where):
+    """Assert that a kernel compiled for what it was shown may be launched with these arguments."""
+    for i, (a, s) in enumerate(zip(actual, shown, strict=True)):
+        if s[0] == "constexpr":
+            continue
+        if isinstance(s[0], tuple):
+            assert_implied(list(zip(*a)), list(zip(*s)), (*where, i))
+        elif s[1] is not None and s[1] != "":
+            assert s[1] == a[1], (*where, i, a, s)
+
+
+def check(backend, model, n, launches):
+    before = sum(map(len, backend.plans.values()))
+    call = pretended_calls.run(backend, model, n)
+    launches.clear()
+    backend.run(*call)
+    planned = list(launches)
+    if sum(map(len, backend.plans.values())) > before:
+        return False
+    saved, backend.plans = backend.plans, {}
+    launches.clear()
+    backend.run(*call)
+    (plans,) = backend.plans.values()
+    steps = [x for x in plans[0].steps if isinstance(x, Launch)]
+    backend.plans, fresh = saved, list(launches)
+    assert len(planned) == len(fresh) == len(steps)
+    for got, want, step in zip(planned, fresh, steps):
+        name = got.made.kernel.fn.__name__
+        # what the plan's kernel was compiled for is what this call asks for ...
+        assert got.made == want.made, name
+        assert got.programs == want.programs, name
+        args = tuple(map(as_taken, got.args, got.made.specialisation))
+        assert len(args) == len(want.args)
+        # ... and what the arguments that it passes say themselves
+        actual, _ = specialise(got.made.kernel, args, step.options)
+        assert_implied(actual, got.made.specialisation, (name,))
+        assert plain(got.args, got.made) == plain(want.args, got.made), name
+    return True
+
+
+@settings(max_examples=max(100, settings().max_examples))
+@given(data=st.data())
+def test_a_plan_is_used_for_calls_that_compile_to_its_kernels(data, launches):
+    BACKEND.plans.clear()
+    model = data.draw(pretended_calls.models)
+    used = [check(BACKEND, model, n, launches) for n in data.draw(pretended_calls.sequences())]
+    assert not used[0]
