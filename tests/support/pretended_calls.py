@@ -59,6 +59,16 @@ class Numbers:
     state_layout: str
 
 
+# a usual one, for fixed calls
+MODEL = dict(
+    **dict(H=2, group=1, K=128, V=128, dtype=torch.bfloat16, wide=torch.float32),
+    **dict(pool=torch.float32, index=torch.int32, packed=False, slots=0, accepted=False),
+    **dict(gate="bounded", beta="given", state=True, do=True, need=255),
+    flags=tuple({"use_qk_l2norm_in_kernel": True, "output_final_state": True}.items())
+    + (("transpose_state_layout", False), ("safe_gate", False))
+    + (("use_beta_sigmoid_in_kernel", True),),
+)
+
 bools = st.booleans()
 models = st.builds(
     Model,
@@ -112,6 +122,11 @@ def sequences(draw) -> list[Numbers]:
         names = draw(st.lists(st.sampled_from((*_EACH, "T")), min_size=1, max_size=2))
         found.append(replace(draw(st.sampled_from(found)), **{n: draw(_EACH[n]) for n in names}))
     return found
+
+
+def usual(T: int, B: int = 1) -> Numbers:
+    """Return the numbers of a call whose tensors are dense."""
+    return Numbers(B=B, T=T, N=1, columns=1, layout="dense", state_layout="dense")
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "dense") -> Tensor:

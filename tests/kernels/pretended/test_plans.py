@@ -169,17 +169,8 @@ class Peak(TorchDispatchMode):
         self.peak = max(self.peak, sum(size for _, size in self.live))
 
 
-MODEL = dict(
-    **dict(H=2, group=1, K=128, V=128, dtype=torch.bfloat16, wide=torch.float32),
-    **dict(pool=torch.float32, index=torch.int32, packed=False, slots=0, accepted=False),
-    **dict(gate="bounded", beta="given", state=True, do=True, need=255),
-    flags=tuple({"use_qk_l2norm_in_kernel": True, "output_final_state": True}.items())
-    + (("transpose_state_layout", False), ("safe_gate", False))
-    + (("use_beta_sigmoid_in_kernel", True),),
-)
-NUMBERS = dict(B=1, N=1, columns=1, layout="dense", state_layout="dense")
 LARGE = [
-    (pretended_calls.Model(kind=kind, rank=rank, kept=kept, **(MODEL | words)), T)
+    (pretended_calls.Model(kind=kind, rank=rank, kept=kept, **(pretended_calls.MODEL | words)), T)
     for kind, kept in ((chunk.Infer, False), (chunk.Forward, False), (chunk.Backward, False))
     + ((chunk.Forward, True), (chunk.Backward, True))
     for rank in (1, 0)
@@ -209,7 +200,7 @@ def recording_of(call):
 
 @pytest.mark.parametrize("model, T", LARGE, ids=str)
 def test_a_plan_takes_no_more_memory_than_its_stages(model, T):
-    call = pretended_calls.run(BACKEND, model, pretended_calls.Numbers(T=T, **NUMBERS))
+    call = pretended_calls.run(BACKEND, model, pretended_calls.usual(T))
     kind, rank, args, flags = call
     with Peak(args) as stages:
         kind(rank, args, flags).run(BACKEND)
@@ -260,7 +251,7 @@ def assert_apart(recording, plan, numbers):
 
 @pytest.mark.parametrize("model, T", LARGE, ids=str)
 def test_buffers_that_are_used_at_once_do_not_share_a_place(model, T):
-    call = pretended_calls.run(BACKEND, model, pretended_calls.Numbers(T=T, **NUMBERS))
+    call = pretended_calls.run(BACKEND, model, pretended_calls.usual(T))
     recording, plan = recording_of(call)
     assert_apart(recording, plan, [int(x) for x in recording.sizes.values()])
 
@@ -275,7 +266,7 @@ def test_nor_do_those_of_any_call(model, numbers, gpu):
 def test_side_by_side_calls_are_among_them():
     beside = set()
     for model, T in LARGE:
-        call = pretended_calls.run(BACKEND, model, pretended_calls.Numbers(T=T, **NUMBERS))
+        call = pretended_calls.run(BACKEND, model, pretended_calls.usual(T))
         recording, _ = recording_of(call)
         beside |= {
             (model.kind, s.kernel.fn.__name__)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kda_ops import chunk, recurrent
 from kda_ops.backends.triton import BACKEND
 from kda_ops.backends.triton.recording import Launch
 from tests.support import pretended_calls
@@ -100,3 +101,13 @@ def test_a_plan_is_used_for_calls_that_compile_to_its_kernels(data, launches):
     model = data.draw(pretended_calls.models)
     used = [check(BACKEND, model, n, launches) for n in data.draw(pretended_calls.sequences())]
     assert not used[0]
+
+
+@pytest.mark.parametrize("kind", (chunk.Infer, chunk.Forward, chunk.Backward, recurrent.Recur))
+@pytest.mark.parametrize("rank", (1, 0))
+def test_numbers_of_32_and_of_64_bits_have_plans_of_their_own(rank, kind, launches):
+    BACKEND.plans.clear()
+    model = pretended_calls.Model(kind=kind, rank=rank, kept=False, **pretended_calls.MODEL)
+    some = [pretended_calls.usual(T, B=2) for T in (2**20, 2**21, 2**25, 2**26)]
+    used = [check(BACKEND, model, n, launches) for n in some]
+    assert used == [False, True, False, True]
