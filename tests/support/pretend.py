@@ -94,13 +94,13 @@ def pretend_gpu() -> Iterator[list[Launched]]:
     addresses: dict[int, int] = {}
     free = count(1 << 40, 1 << 40)  # larger than any storage
 
-    def data_ptr(x: FakeTensor) -> int:
+    def data_ptr(x: torch.Tensor) -> int:
         storage = x.untyped_storage()._cdata
         if storage not in addresses:
             addresses[storage] = next(free)
-        return addresses[storage] + x.storage_offset() * x.element_size()
+        return addresses[storage] + int(x.storage_offset()) * x.element_size()
 
-    def item(x: FakeTensor, key) -> torch.Tensor:
+    def item(x: torch.Tensor, key) -> torch.Tensor:
         """Index as torch does, but for asking the library of the device."""
         dim = 0
         for k in key if isinstance(key, tuple) else (key,):
@@ -115,7 +115,7 @@ def pretend_gpu() -> Iterator[list[Launched]]:
             dim += 1
         return x
 
-    def contiguous(x: FakeTensor) -> torch.Tensor:
+    def contiguous(x: torch.Tensor) -> torch.Tensor:
         if x.is_contiguous():
             return x
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -127,7 +127,7 @@ def pretend_gpu() -> Iterator[list[Launched]]:
         return made
 
     current, tables = Stream(), cache(_like_tables)
-    changes = {
+    changes: dict[Any, dict[str, Any]] = {
         torch.cuda: dict(
             current_device=lambda: 0,
             is_current_stream_capturing=lambda: True,  # so that nothing is compiled

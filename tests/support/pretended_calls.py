@@ -14,10 +14,28 @@ from kda_ops.gate import Gate, GateBackward
 from kda_ops.registrations.schemas import mask_of
 from kda_ops.stages import GRADIENTS
 
-KINDS = (chunk.Infer, chunk.Forward, chunk.Backward, chunk.Prefill)
+KINDS: tuple[Any, ...] = (chunk.Infer, chunk.Forward, chunk.Backward, chunk.Prefill)
 KINDS += (recurrent.Recur, recurrent.Decode, Gate, GateBackward)
 LAYOUTS = ("dense", "off", "heads_first", "fused", "second", "far")
-TOKENS = (1, 2, 15, 16, 17, 32, 63, 64, 65, 70, 128, 192, 1000, 1024, 2048, 20000, 32768)
+TOKENS: tuple[int, ...] = (
+    1,
+    2,
+    15,
+    16,
+    17,
+    32,
+    63,
+    64,
+    65,
+    70,
+    128,
+    192,
+    1000,
+    1024,
+    2048,
+    20000,
+    32768,
+)
 TOKENS += (2**20, 2**24 + 16, 2**25)  # with H K: strides of 32 bits and of more
 
 
@@ -25,7 +43,7 @@ TOKENS += (2**20, 2**24 + 16, 2**25)  # with H K: strides of 32 bits and of more
 class Model:
     """What a plan is looked up by: the pass, sizes of the model, dtypes, flags, absent tensors."""
 
-    kind: type
+    kind: Any  # a class of passes
     rank: int
     H: int
     group: int
