@@ -30,7 +30,7 @@ from kda_ops import dispatch
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS, KEPT, axes_of
 
-_STATES = frozenset(("initial_state", "final_state"))  # in the caller's layout
+_STATES = frozenset(("initial_state", "final_state", "dfinal_state"))  # in the caller's layout
 _BATCH, _HEADS, _V = "BNc", "Hh", "V"
 
 
