@@ -21,7 +21,11 @@ from tests.support.suite import longest_first, rotated
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "results" / "evidence.json"
 # The GPU tests that failed in the run on file, and why it was kept; empty after a clean run.
-KNOWN: dict[str, str] = {}
+KNOWN: dict[str, str] = {
+    "tests/gpu/test_digests.py::test_a_row_is_keyed_by_the_kernels_that_run"
+    "[kda fwd B1T8192H16 bound fp32 kv]": "a scan of runs that was launched has another digest "
+    "than offline, where a recorded and an unrecorded pass have the same; not explained"
+}
 COLUMNS = {
     "op",
     "pass",
