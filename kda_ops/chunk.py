@@ -122,7 +122,14 @@ class Backward:
         flags = dict(flags)
         need = flags.pop("need")
         self.need = frozenset(n for i, n in enumerate(GRADIENTS) if need >> i & 1)
-        self.p = Problem.parse(rank, *(self.given.get(n) for n in INPUTS), **flags)
+        p = self.p = Problem.parse(rank, *(self.given.get(n) for n in INPUTS), **flags)
+        state = (p.N, p.HV, p.V, p.K) if p.transposed else (p.N, p.HV, p.K, p.V)
+        for name, want in (("do", tuple(p.v.shape)), ("dfinal_state", state)):
+            x = self.given[name]
+            if x is None or name == "dfinal_state" and x.dim() == 1:
+                continue  # zero
+            if tuple(x.shape) != want:
+                raise ValueError(f"{name} must have shape {list(want)}, got {list(x.shape)}.")
 
     def run(self, b: Backend) -> tuple[Tensor | None, ...]:
         """Return the gradients, None where not asked for."""

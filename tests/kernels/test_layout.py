@@ -47,3 +47,13 @@ def test_buffers_of_two_streams_share_no_place_until_the_streams_join():
     # in one stream the second and the third launch would share a place
     found = places((0, 0), "fork", (1, 1), (2, 2), "join", (3, 3))
     assert found["b1"] != found["b2"] and found["b3"] in (found["b1"], found["b2"])
+
+
+def test_the_alignment_of_a_row_is_a_fact():
+    kept = Recording({"T": 6})
+    x = torch.empty(3, 6)
+    kept.allocate("x", x, (3, kept.sizes["T"]), False)
+    row = x[1]
+    kept.alias(row, x, kept.sizes["T"] * 4, (1,))
+    kept.launch(Kernel(), 1, (x, row), {}, False, True)
+    assert kept.facts == {"T * 4 % 16 == 0": False}

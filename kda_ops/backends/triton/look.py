@@ -37,9 +37,9 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
     """Return the look of a call, or None if it has no tokens or its shapes do not fit."""
     names = kind.names
     args += (None,) * (len(names) - len(args))
-    if kind is chunk.Backward:  # what is not kept is an empty tensor of one dimension
-        kept = (None if x.dim() == 1 else x for x in args[_KEPT])
-        args = (*args[: _KEPT.start], *kept, *args[_KEPT.stop :])
+    if kind is chunk.Backward:  # what is not there may be an empty tensor of one dimension
+        given = (None if x is None or x.dim() == 1 else x for x in args[_GIVEN])
+        args = (*args[: _GIVEN.start], *given, *args[_GIVEN.stop :])
     sizes = _SIZES[kind](rank, *args)
     if sizes is None:
         return None
@@ -52,12 +52,13 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
             pointers.append(0)
             continue
         if not x.is_contiguous():
-            if names[i] in DENSE or not spans(x):
+            pool = names[i] == "state" and kind in POOLS
+            if pool:  # it is written: a copy would be lost
+                problem.check_no_overlap("state", x)
+            if names[i] in DENSE or not (pool or spans(x)):
                 x = x.contiguous()
                 args = (*args[:i], x, *args[i + 1 :])
             else:
-                if names[i] == "state" and kind in POOLS:
-                    problem.check_no_overlap("state", x)
                 key.append("strided")
                 numbers += x.stride()
         pointer = x.data_ptr()
@@ -66,7 +67,7 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
     return Look(tuple(key), args, pointers, numbers)
 
 
-_KEPT = slice(2, 2 + len(KEPT))  # among the arguments of `Backward`
+_GIVEN = slice(1, 2 + len(KEPT))  # among the arguments of `Backward`: dfinal_state, what was kept
 
 
 def named(kind: type[Pass], seen: Look) -> dict[str, int]:
@@ -123,12 +124,23 @@ def _sizes(
     return (B, T, N, columns), static
 
 
-def _backward(rank: int, *args):
-    return _sizes(rank, *args[_KEPT.stop : -1])
+def _backward(rank: int, do, dfinal_state, *args):
+    inputs = args[len(KEPT) : -1]
+    found, v = _sizes(rank, *inputs), inputs[chunk.INPUTS.index("v")]
+    if found is None or do is not None and do.shape != v.shape:
+        return None
+    numbers, static = found
+    if dfinal_state is None:
+        return numbers, (*static, None)
+    _, _, N, _ = numbers
+    rows, *shape = dfinal_state.shape
+    return (numbers, (*static, *shape)) if rows == N else None
 
 
 def _prefill(rank: int, q, k, v, g, beta, state, slots, into, A_log, dt_bias, cu_seqlens):
     columns = 1 if into is None else into.shape[1] if into.dim() == 2 else 0
+    if state is None:
+        return None
     if into is not None and into.shape[:1] != (state if slots is None else slots).shape[:1]:
         return None
     return _sizes(rank, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, slots, columns)
@@ -151,7 +163,9 @@ def _gate(rank: int, g, A_log, dt_bias):
 
 
 def _gate_backward(rank: int, dy, g, A_log, dt_bias):
-    return None if g is None or dy.shape != g.shape else _gate(rank, g, A_log, dt_bias)
+    return (
+        None if g is None or dy is None or dy.shape != g.shape else _gate(rank, g, A_log, dt_bias)
+    )
 
 
 _SIZES: dict[type, Callable[..., tuple[tuple[int, ...], tuple] | None]] = {

@@ -103,9 +103,9 @@ class Plan:
         order = {name: i for i, name in enumerate([b.name for b in self.own])}
         self.parts = [order[s.parts] for s in self.sums]
         order |= {s.result: len(order) + i for i, s in enumerate(self.sums)}
-        none = torch.empty(0, dtype=torch.float32, device=device)
+        # a number among the own buffers and sums, None, or an empty tensor
         self.results = [
-            (None if n is None else order[n], none if x is None or n else torch.empty_like(x))
+            order[n] if n is not None else x if x is None else torch.empty_like(x)
             for n, x in zip(names, results)
         ]
         self._bind(recording)
@@ -200,7 +200,7 @@ class Plan:
 
     def run(
         self, tensors: Sequence[Tensor | None], pointers: Sequence[int], bound: Bound
-    ) -> list[Tensor]:
+    ) -> list[Tensor | None]:
         """Run the pass on inputs that have the plan's key."""
         if self.elsewhere and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
@@ -209,10 +209,10 @@ class Plan:
 
     def _run(
         self, tensors: Sequence[Tensor | None], pointers: Sequence[int], bound: Bound
-    ) -> list[Tensor]:
+    ) -> list[Tensor | None]:
         device = self.device
         own = [
-            _allocate(b, shape, device) if like is None else torch.empty_like(tensors[like])  # type: ignore[arg-type]
+            _allocate(b, shape, device, None if like is None else tensors[like])
             for b, shape, like in zip(self.own, bound.shapes, self.like)
         ]
         block = None
@@ -258,7 +258,10 @@ class Plan:
                     None,
                     *pick(row),
                 )
-        return [torch.empty_like(none) if i is None else own[i] for i, none in self.results]
+        return [
+            own[x] if isinstance(x, int) else x if x is None else torch.empty_like(x)
+            for x in self.results
+        ]
 
     def _host_row(self, bound: Bound, bases: list[Tensor | None], block: Tensor | None) -> list:
         """Return the row with tensors in place of pointers, for the interpreter."""
@@ -304,7 +307,11 @@ def _has_sizes(x) -> bool:
     return isinstance(x, tuple) and any(isinstance(y, Size) for y in x)
 
 
-def _allocate(b: Buffer, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _allocate(
+    b: Buffer, shape: tuple[int, ...], device: torch.device, like: Tensor | None
+) -> Tensor:
+    if like is not None:  # not with its strides, which may be any where an axis has length 1
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
     make = torch.zeros if b.zero else torch.empty
     return make(shape, dtype=b.dtype, device=device)
 

@@ -185,7 +185,10 @@ class Recording:
 
     def _argument(self, x, specialised: bool):
         if isinstance(x, Tensor):
-            return self._used(x)
+            memory = self._used(x)
+            if isinstance(memory.offset, Size):  # what Triton may assume of a pointer
+                is_multiple(memory.offset, ALIGNMENT)
+            return memory
         if isinstance(x, TensorDescriptor):
             block = tuple(x.block_shape)
             sides = tuple(x.shape), tuple(x.strides)

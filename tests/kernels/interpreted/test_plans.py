@@ -137,3 +137,61 @@ def test_values_on_a_cpu_are_checked_at_every_call(check, monkeypatch):
         with pytest.raises(ValueError, match=words):
             call(**wrong)
     assert count() == made
+
+
+def chunk_bwd(do, dfinal_state, need=31):
+    """Return the gradients of a small call, of the inputs whose bits `need` has."""
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(1, 4, 1, 8) for _ in "qkvg")
+    inputs = (q, k, v, -g.abs(), torch.rand(1, 4, 1))
+    _, _, *kept = torch.ops.kda.chunk_fwd(*inputs, output_final_state=True)
+    return torch.ops.kda.chunk_bwd(
+        *(do, dfinal_state, *kept, *inputs), *(None,) * 5, need=need, output_final_state=True
+    )
+
+
+@pytest.mark.parametrize("order", ((0, 1), (1, 0)))
+def test_an_empty_gradient_of_the_state_is_none(order):
+    do, dstates = torch.zeros(1, 4, 1, 8), (torch.empty(0), torch.ones(1, 1, 8, 8))
+    want = [unplanned(lambda d=d: chunk_bwd(do, d)) for d in dstates]
+    for i in order * 2:
+        for a, b in zip(chunk_bwd(do, dstates[i]), want[i]):
+            assert torch.equal(a, b)
+
+
+def test_gradients_of_a_wrong_shape_are_refused_whatever_was_planned():
+    do, dstate = torch.ones(1, 4, 1, 8), torch.ones(1, 1, 8, 8)
+    for _ in range(2):
+        chunk_bwd(do, dstate)
+        with pytest.raises(ValueError, match="do must have shape"):
+            chunk_bwd(do[..., :4].contiguous(), dstate)
+        with pytest.raises(ValueError, match="dfinal_state must have shape"):
+            chunk_bwd(do, dstate[..., :4].contiguous())
+
+
+def test_what_was_not_asked_for_is_empty_in_the_same_dtype():
+    call = [torch.randn(1, 4, 1, 8, dtype=torch.bfloat16) for _ in "qkvg"]
+    for _ in range(2):
+        _, _, *kept = torch.ops.kda.chunk_fwd(*call, None)
+        rest = (*call, *(None,) * 6)
+        grads = torch.ops.kda.chunk_bwd(torch.ones_like(call[2]), None, *kept, *rest, need=4)
+        assert {d.dtype for d in grads} == {torch.bfloat16}
+
+
+def test_a_planned_output_is_contiguous_for_odd_strides_of_axes_of_length_one():
+    x = torch.randn(100).as_strided((1, 2, 1, 16), (999, 16, 3, 1))
+    g = torch.zeros(1, 2, 1, 16)
+    for _ in range(2):
+        o, _ = torch.ops.kda.chunk(x, x, x, g, None)
+        assert o.stride() == (32, 16, 16, 1)
+
+
+@pytest.mark.parametrize("operator", ("recurrent_", "chunk_"))
+def test_a_pool_is_written_where_it_lies_however_far_its_heads_are_apart(operator):
+    # uninitialised: only what is read and written takes memory
+    pool = torch.empty(2, 532_700, 8, 8).transpose(0, 1)
+    q, beta = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2)
+    for _ in range(2):
+        pool[3] = 0
+        getattr(torch.ops.kda, operator)(q, q, q, -q, beta, pool, torch.tensor([3]))
+        assert pool[3].any()
