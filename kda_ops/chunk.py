@@ -48,13 +48,17 @@ def _is_there(x: Tensor | None) -> bool:
     return x is not None and x.numel() > 0
 
 
-class Infer:
-    """Forward for inference: o and the final state; nothing is kept."""
+class Whole:
+    """A pass over whole sequences."""
 
     names = INPUTS
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         self.p = Problem.parse(rank, *args, **flags)
+
+
+class Infer(Whole):
+    """Forward for inference: o and the final state; nothing is kept."""
 
     def run(self, b: Backend) -> tuple[Tensor, Tensor]:
         """Return o and the final state."""
@@ -85,13 +89,8 @@ class Prefill:
         return (o,)
 
 
-class Forward:
+class Forward(Whole):
     """Forward for training: o, the final state, and what is kept for `Backward`."""
-
-    names = INPUTS
-
-    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        self.p = Problem.parse(rank, *args, **flags)
 
     def run(self, b: Backend) -> tuple[Tensor, ...]:
         """Return o, the final state, and one tensor per name in `stages.KEPT`."""

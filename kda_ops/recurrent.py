@@ -9,18 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kda_ops.chunk import INPUTS
+from kda_ops.chunk import Whole
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend
 
 
-class Recur:
+class Recur(Whole):
     """Forward over whole sequences: o and the final state."""
-
-    names = INPUTS
-
-    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        self.p = Problem.parse(rank, *args, **flags)
 
     def run(self, b: Backend) -> tuple[Tensor, Tensor]:
         """Return o and the final state."""
