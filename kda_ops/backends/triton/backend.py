@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from kda_ops import problem
+from kda_ops import problem, recurrent
 from kda_ops.backends.triton import launch, tuning
 from kda_ops.backends.triton.gate import gate, gate_backward
 from kda_ops.backends.triton.gradient import gradient
 from kda_ops.backends.triton.keeps import KEEPS
-from kda_ops.backends.triton.look import Look, look, named
-from kda_ops.backends.triton.plan import Plan
+from kda_ops.backends.triton.look import Look, exact, look, named
+from kda_ops.backends.triton.plan import Bound, Plan
 from kda_ops.backends.triton.prepare import prepare
 from kda_ops.backends.triton.recording import Recording
 from kda_ops.backends.triton.reverse_scan import reverse_scan
@@ -50,7 +50,11 @@ class _Recorded(Problem):
 
 
 class Triton(Backend):
-    """The stages as kernels, and the plans that replay them; `plans` lists those of each key."""
+    """The stages as kernels, and the plans that replay them.
+
+    `plans` lists those of each key. `decodes` has the plan, with its numbers, of the sizes that
+    decode met before.
+    """
 
     prepare, scan = staticmethod(prepare), staticmethod(scan)
     reverse_scan = staticmethod(reverse_scan)
@@ -61,6 +65,12 @@ class Triton(Backend):
 
     def __init__(self) -> None:
         self.plans: dict[tuple, list[Plan]] = {}
+        self.decodes: dict[tuple, tuple[Plan, Bound]] = {}
+
+    def forget(self) -> None:
+        """Drop all plans."""
+        self.plans.clear()
+        self.decodes.clear()
 
     def packs(self, p: Problem) -> bool:
         """Return whether A is kept in one tile with P: KDA in 16 bits, where backward recomputes.
@@ -78,12 +88,21 @@ class Triton(Backend):
         """Run one pass by a plan that fits the call, or by the stages, which make that plan."""
         if problem.CHECK_VALUES or INTERPRETED:
             kind(rank, args, flags)  # checks values; under the interpreter they are on the host
+        same: tuple | None = None
+        if kind is recurrent.Decode:
+            same, args, pointers = exact(kind.names, rank, args, flags)
+            if (known := self.decodes.get(same)) is not None:
+                return known[0].run(args, pointers, known[1])
         seen = look(kind, rank, args, flags)
         if seen is None:
             return kind(rank, args, flags).run(self)
         for plan in self.plans.get(seen.key, ()):
             bound = plan.bind(seen.numbers)
             if bound is not None:
+                if same and all(x is y for x, y in zip(seen.tensors, args)):  # none was copied
+                    if len(self.decodes) >= MOST_PLANS:
+                        self.decodes.clear()
+                    self.decodes[same] = plan, bound
                 return plan.run(seen.tensors, seen.pointers, bound)
         return self._record(kind, rank, seen, flags)
 
@@ -113,7 +132,7 @@ class Triton(Backend):
                 results = work.run(self)
         plan = Plan(kept, results, device)
         if sum(map(len, self.plans.values())) >= MOST_PLANS:
-            self.plans.clear()
+            self.forget()
         self.plans.setdefault(seen.key, []).append(plan)
         return results
 

@@ -67,6 +67,26 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
     return Look(tuple(key), args, pointers, numbers)
 
 
+def exact(names: tuple[str, ...], rank: int, args: tuple, flags: dict) -> tuple[tuple, tuple, list]:
+    """Return a key of all that `look` reads, the tensors in order, and their pointers.
+
+    It costs less than a look. Decode meets the same few sizes thousands of times.
+    """
+    args += (None,) * (len(names) - len(args))
+    key: list[Any] = [rank, *flags.items()]
+    pointers = []
+    for x in args:
+        if x is None:
+            key.append(None)
+            pointers.append(0)
+        else:
+            pointer = x.data_ptr()
+            pointers.append(pointer)
+            strides = x.is_contiguous() or x.stride()
+            key += x.shape, strides, x.dtype, x.get_device(), pointer & 15
+    return tuple(key), args, pointers
+
+
 _GIVEN = slice(1, 2 + len(KEPT))  # among the arguments of `Backward`: dfinal_state, what was kept
 
 

@@ -152,7 +152,11 @@ class Plan:
         starts = [0, len(constants), len(constants) + len(groups[0])]
         starts += [starts[2] + len(bases), starts[2] + len(bases) + len(groups[1])]
         starts.append(starts[4] + len(groups[2]))
-        self.made = [(x, [starts[group] + i for group, i in parts]) for x, parts in made]
+        # itemgetter of one place returns no tuple: a tuple of one part picks it twice
+        self.made = [
+            (x, len(parts), itemgetter(*(starts[group] + i for group, i in parts * 2)))
+            for x, parts in made
+        ]
         picks = iter([[starts[group] + i for group, i in one] for one in found])
         self.order: list[tuple[Any, int, Any]] = []  # a step, its grid, and what picks arguments
         for step in self.steps:
@@ -212,7 +216,10 @@ class Plan:
     ) -> list[Tensor | None]:
         device = self.device
         own = [
-            _allocate(b, shape, device, None if like is None else tensors[like])
+            # not with its strides, which may be any where an axis has length 1
+            torch.empty_like(tensors[like], memory_format=torch.contiguous_format)  # type: ignore[arg-type]
+            if like is not None
+            else (torch.zeros if b.zero else torch.empty)(shape, dtype=b.dtype, device=device)
             for b, shape, like in zip(self.own, bound.shapes, self.like)
         ]
         block = None
@@ -224,14 +231,19 @@ class Plan:
             if block is not None:
                 begin = block.data_ptr()
                 row += [begin + place for place in bound.places]
-            row += [row[bases + i] + offset for (i, _), offset in zip(self.rows, bound.offsets)]
+            if self.rows:
+                row += [row[bases + i] + offset for (i, _), offset in zip(self.rows, bound.offsets)]
             stream = driver.active.get_current_stream(device.index)
             hook = knobs.runtime.launch_enter_hook
             seen = hook is not None and getattr(hook, "calls", True)
         else:
             stream, seen, row = None, True, self._host_row(bound, [*tensors, *own], block)
-        for x, parts in self.made:
-            row.append(_make(x, [row[i] for i in parts]))
+        for x, count, pick in self.made:
+            parts = pick(row)[:count]
+            if isinstance(x, Descriptor):
+                row.append(_descriptor(x, *parts))
+            else:  # a compiled kernel takes tuples without names, which cost less
+                row.append(parts if self.on_gpu or type(x) is tuple else type(x)(*parts))
         side = side_stream(device) if self.forks else None
         for step, programs, pick in self.order:
             if type(step) is not Launch:
@@ -276,11 +288,8 @@ class Plan:
         return row
 
 
-def _make(x: Descriptor | tuple, parts: list):
-    """Make a descriptor or a tuple of pointers anew, for the tensors of this call."""
-    if isinstance(x, tuple):
-        return tuple(parts) if type(x) is tuple else type(x)(*parts)
-    base, shape, strides = parts
+def _descriptor(x: Descriptor, base, shape: tuple, strides: tuple) -> TensorDescriptor:
+    """Make a descriptor for the memory of this call."""
     base = base if isinstance(base, Tensor) else _Pointer(base, x.memory.dtype)
     return TensorDescriptor(base, [*shape], [*strides], [*x.block], x.padding)
 
@@ -305,15 +314,6 @@ def _shown(x) -> str:
 
 def _has_sizes(x) -> bool:
     return isinstance(x, tuple) and any(isinstance(y, Size) for y in x)
-
-
-def _allocate(
-    b: Buffer, shape: tuple[int, ...], device: torch.device, like: Tensor | None
-) -> Tensor:
-    if like is not None:  # not with its strides, which may be any where an axis has length 1
-        return torch.empty_like(like, memory_format=torch.contiguous_format)
-    make = torch.zeros if b.zero else torch.empty
-    return make(shape, dtype=b.dtype, device=device)
 
 
 def _show(step: Launch, programs: int, arguments: tuple, side) -> None:

@@ -35,11 +35,12 @@ def nan_everywhere():
 
 def unplanned(call):
     """Return the results of a call without plans."""
-    saved, TRITON.plans = TRITON.plans, {}
+    saved = TRITON.plans, TRITON.decodes
+    TRITON.plans, TRITON.decodes = {}, {}
     try:
         return call()
     finally:
-        TRITON.plans = saved
+        TRITON.plans, TRITON.decodes = saved
 
 
 def count():

@@ -33,7 +33,7 @@ def gpu():
 
 @pytest.fixture(autouse=True)
 def no_plans(gpu):
-    BACKEND.plans.clear()
+    BACKEND.forget()
 
 
 KERNELS = ["prepare_kda", "scan_tiles"]
@@ -62,6 +62,24 @@ def test_a_planned_call_writes_a_contiguous_output():
     q, v = torch.empty(2, 1, 2, 8, device="cuda:0"), torch.empty(2, 1, 8, 2, device="cuda:0").mT
     outs = [decode(q, v) for _ in range(2)]
     assert len(plans()) == 1 and all(o.is_contiguous() and o.shape == v.shape for o in outs)
+
+
+def test_decode_remembers_sizes_and_only_for_calls_that_look_alike():
+    q = torch.empty(2, 1, 2, 8, device="cuda:0")
+    for _ in range(4):
+        decode(q)
+    assert len(BACKEND.decodes) == 1
+    strided = torch.empty(2, 1, 2, 16, device="cuda:0")[..., ::2]
+    for other in (q.to(torch.bfloat16), torch.empty(2, 1, 4, 8, device="cuda:0"), strided):
+        for _ in range(3):
+            assert decode(other).dtype == other.dtype
+    assert len(BACKEND.decodes) == 4
+    slots = torch.empty(2, 2, dtype=torch.int32, device="cuda:0")[:, 0]
+    for _ in range(3):
+        decode(q, state_indices=slots)
+    assert len(BACKEND.decodes) == 4  # slots apart are copied at each call
+    BACKEND.forget()
+    assert not BACKEND.decodes
 
 
 @pytest.mark.parametrize("name", ("num_accepted_tokens", "cu_seqlens"))
@@ -113,7 +131,7 @@ def test_the_first_call_of_a_kind_compiles_at_once_and_never_in_a_capture(gpu, m
         return [*compiled]
 
     assert call() == []
-    BACKEND.plans.clear()
+    BACKEND.forget()
     capturing[0] = False
     assert call() == KERNELS and call() == [] and call(T=71) == []
     for words in (dict(device="cuda:1"), dict(dtype=torch.float16), dict(scale=0.5)):
@@ -193,7 +211,7 @@ def recording_of(call):
         return found[-1][1]
 
     with mock.patch.object(triton_backend, "Plan", note):
-        BACKEND.plans.clear()
+        BACKEND.forget()
         BACKEND.run(*call)
     return found[0]
 
@@ -204,7 +222,7 @@ def test_a_plan_takes_no_more_memory_than_its_stages(model, T):
     kind, rank, args, flags = call
     with Peak(args) as stages:
         kind(rank, args, flags).run(BACKEND)
-    BACKEND.plans.clear()
+    BACKEND.forget()
     BACKEND.run(*call)
     with Peak(args) as plan:
         BACKEND.run(*call)
