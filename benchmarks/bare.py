@@ -68,11 +68,12 @@ def _register(op: str, namespace: str, library: torch.library.Library) -> None:
             cast = autocast._cast if entry in autocast._CAST else autocast._as_it_is
             library.impl(entry.name, cast(entry, namespace, key.lower()), f"Autocast{key}")
         torch.library.register_fake(f"{namespace}::{entry.name}", real, lib=library)
-    library.impl("chunk", autograd._chunk(namespace), "Autograd")
     refuse = autograd._refuse_in_place(schemas.RECURRENT_, namespace)
     library.impl("recurrent_", refuse, "Autograd")
     formula = autograd._setup(namespace), autograd._backward(namespace)
-    autograd._differentiable(schemas.CHUNK_FWD.overload(namespace), *formula)
+    chunk_fwd = autograd._differentiable(schemas.CHUNK_FWD.overload(namespace), *formula)
+    chunk = autograd._chunk(namespace, chunk_fwd)
+    library.impl("chunk", chunk, "Autograd", with_keyset=True)
     again = autograd._no_setup, autograd._refuse_double_backward(f"{namespace}::chunk")
     autograd._differentiable(schemas.CHUNK_BWD.overload(namespace), *again)
 

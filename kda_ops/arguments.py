@@ -153,8 +153,8 @@ def check_writable(name: str, *written: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         torch.ops.kda.check_writable([x for x in written if x is not None], name)
-    elif any(x is not None and x.is_inference() for x in written):
-        if not torch.is_inference_mode_enabled():
+    elif not torch.is_inference_mode_enabled():
+        if any(x is not None and x.is_inference() for x in written):
             raise RuntimeError(
                 f"{name} was made under torch.inference_mode() and must not be written outside: "
                 "call under inference_mode too, or clone it outside."

@@ -9,7 +9,8 @@ autograd.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -62,9 +63,9 @@ class _Formula(_SingleLevelFunction):
         return (ctx._autograd_function_id,)
 
 
-def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callable) -> None:
+def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callable) -> Callable:
     """Give `op` a formula: ``setup(ctx, inputs, flags, output)``, both with the defaults that the
-    dispatcher strips, and ``backward(ctx, *gradients)``.
+    dispatcher strips, and ``backward(ctx, *gradients)``. Return its Autograd kernel.
 
     What `torch.library.register_autograd` makes would do, but that it reads the schema anew in
     every call, which takes as long as the rest of a forward's Python, and that `torch.func.grad`
@@ -79,12 +80,12 @@ def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callab
             return op.redispatch(call.keyset & torch._C._after_autograd_keyset, *args, **call.flags)
 
     def forward(ctx, call: _Call, *args):
-        # Of transforms inside each other the outer ones are below; a function's forward is without
-        # gradients and tangents, and they may want theirs.
-        with ExitStack() as modes:
-            if torch._C._are_functorch_transforms_active():
-                modes.enter_context(torch.enable_grad())
-                modes.enter_context(forward_ad._set_fwd_grad_enabled(call.tangents))
+        if torch._C._are_functorch_transforms_active():
+            # Of transforms inside each other the outer ones are below; a function's forward is
+            # without gradients and tangents, and they may want theirs.
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(call.tangents):
+                output = below(call, args)
+        else:
             output = below(call, args)
         setup(ctx, (*args, *positional[len(args) :]), keywords | call.flags, output)
         return output
@@ -105,30 +106,38 @@ def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callab
             _refuse_tangents(f"{op._namespace}::{op._opname}", args, flags)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return below(_Call(keyset, flags), args)
-        with (
-            enable_single_level_autograd_function()
-            if torch._C._are_functorch_transforms_active()
-            else nullcontext()
-        ):
-            return formula.apply(_Call(keyset, flags, torch._C._is_fwd_grad_enabled()), *args)
+        call = _Call(keyset, flags, torch._C._is_fwd_grad_enabled())
+        if not torch._C._are_functorch_transforms_active():
+            return formula.apply(call, *args)
+        with enable_single_level_autograd_function():
+            return formula.apply(call, *args)
 
     schemas.LIBRARIES[op._namespace].impl(op._opname, kernel, "Autograd", with_keyset=True)
+    return kernel
 
 
-def _chunk(namespace: str):
-    """Run `chunk_fwd` in place of `chunk` where a gradient is wanted."""
-    op, op_fwd = schemas.CHUNK.overload(namespace), schemas.CHUNK_FWD.overload(namespace)
+def _chunk(namespace: str, chunk_fwd: Callable):
+    """Run the Autograd kernel of `chunk_fwd` in place of `chunk` where a gradient is wanted."""
+    op = schemas.CHUNK.overload(namespace)
 
     @opaque
-    def chunk(*args, **flags) -> tuple[Tensor, Tensor]:
+    def chunk(keyset: torch.DispatchKeySet, *args, **flags) -> tuple[Tensor, Tensor]:
         if forward_ad._current_level >= 0:
             _refuse_tangents(f"{namespace}::chunk", args, flags)
         if _wants_grad(args, flags):
-            return op_fwd(*args, **flags)[:2]
+            return chunk_fwd(keyset, *args, **flags)[:2]
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **flags)
 
     return chunk
+
+
+@cache
+def _reads_output(
+    device: torch.device, rank: int, dtype: torch.dtype, l2norm: bool, disable_recompute: bool
+) -> bool:
+    """Return whether backward reads o."""
+    return "o" in dispatch.keeps(device).names(rank, dtype, l2norm, disable_recompute)
 
 
 def _setup(namespace: str):
@@ -136,12 +145,11 @@ def _setup(namespace: str):
 
     def setup(ctx, inputs, flags, output) -> None:
         (o, final_state, *kept), (q, *_) = output, inputs
-        names = dispatch.keeps(o.device).names(
-            rank, q.dtype, flags["use_qk_l2norm_in_kernel"], flags.get("disable_recompute", False)
-        )
+        l2norm, no_recompute = flags["use_qk_l2norm_in_kernel"], flags.get("disable_recompute")
+        reads_output = _reads_output(o.device, rank, q.dtype, l2norm, bool(no_recompute))
         # What is not kept is an empty tensor of one dimension; only the rest is worth a place among
         # the saved tensors.
-        ctx.kept = ["o" in names, *(x.dim() > 1 for x in kept)]
+        ctx.kept = [reads_output, *(x.dim() > 1 for x in kept)]
         ctx.save_for_backward(*inputs, *(x for x, there in zip((o, *kept), ctx.kept) if there))
         ctx.mark_non_differentiable(*kept, *(() if flags["output_final_state"] else (final_state,)))
         ctx.set_materialize_grads(False)
@@ -171,7 +179,13 @@ def _backward(namespace: str):
         o = next(saved) if keeps_output else None
         kept = [next(saved) if there else none for there in (kept or [False] * len(KEPT))]
         need = schemas.mask_of(wanted)
-        grads = op_bwd(do, dfinal_state, *kept, *inputs, o, need=need, **flags)
+        recorded = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        with (
+            nullcontext()
+            if recorded or torch._C._are_functorch_transforms_active()
+            else torch._C._AutoDispatchBelowAutograd()  # its Autograd kernel has nothing to do
+        ):
+            grads = op_bwd(do, dfinal_state, *kept, *inputs, o, need=need, **flags)
         return (*(d if n else None for d, n in zip(grads, wanted)), None)
 
     return backward
@@ -228,9 +242,12 @@ def _refuse_in_place(operator: schemas.Operator, namespace: str):
 
 
 for _namespace, _library in schemas.LIBRARIES.items():
-    _library.impl("chunk", _chunk(_namespace), "Autograd")
-    for _operator in (schemas.CHUNK_FWD, schemas.RECURRENT):
+    _formula_of_chunk, _ = (
         _differentiable(_operator.overload(_namespace), _setup(_namespace), _backward(_namespace))
+        for _operator in (schemas.CHUNK_FWD, schemas.RECURRENT)
+    )
+    _chunk_kernel = _chunk(_namespace, _formula_of_chunk)
+    _library.impl("chunk", _chunk_kernel, "Autograd", with_keyset=True)
     _differentiable(schemas.GATE.overload(_namespace), _gate_setup, _gate_backward(_namespace))
     for _operator, _public in (
         (schemas.CHUNK_BWD, "chunk and recurrent"),

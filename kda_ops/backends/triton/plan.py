@@ -7,7 +7,7 @@ else depends on the numbers is a formula. ``print(plan)`` shows tensors, launche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda_ops.backends.triton.launch import side_stream
+from kda_ops.backends.triton.launch import side_stream, starter
 from kda_ops.backends.triton.recording import (
     Buffer,
     Descriptor,
@@ -152,16 +152,16 @@ class Plan:
         starts = [0, len(constants), len(constants) + len(groups[0])]
         starts += [starts[2] + len(bases), starts[2] + len(bases) + len(groups[1])]
         starts.append(starts[4] + len(groups[2]))
-        # itemgetter of one place returns no tuple: a tuple of one part picks it twice
         self.made = [
-            (x, len(parts), itemgetter(*(starts[group] + i for group, i in parts * 2)))
-            for x, parts in made
+            _maker(x, [starts[group] + i for group, i in parts], self.on_gpu) for x, parts in made
         ]
         picks = iter([[starts[group] + i for group, i in one] for one in found])
-        self.order: list[tuple[Any, int, Any]] = []  # a step, its grid, and what picks arguments
+        # a step, its grid, what picks its arguments, and what launches it
+        self.order: list[tuple[Any, int, Any, Any]] = []
         for step in self.steps:
             first, *rest = next(picks) if isinstance(step, Launch) else (0, 0, 0)
-            self.order.append((step, first, itemgetter(*rest)))
+            compiled = step.compiled if isinstance(step, Launch) and self.on_gpu else None
+            self.order.append((step, first, itemgetter(*rest), compiled and starter(compiled)))
         self.fixed = tuple(constants)
         self.dtypes = [dtype for _, dtype in groups[1]]
         self.rows = [(base, dtype) for base, _, dtype in groups[2]]
@@ -238,14 +238,10 @@ class Plan:
             seen = hook is not None and getattr(hook, "calls", True)
         else:
             stream, seen, row = None, True, self._host_row(bound, [*tensors, *own], block)
-        for x, count, pick in self.made:
-            parts = pick(row)[:count]
-            if isinstance(x, Descriptor):
-                row.append(_descriptor(x, *parts))
-            else:  # a compiled kernel takes tuples without names, which cost less
-                row.append(parts if self.on_gpu or type(x) is tuple else type(x)(*parts))
+        for make in self.made:
+            row.append(make(row))
         side = side_stream(device) if self.forks else None
-        for step, programs, pick in self.order:
+        for step, programs, pick, start in self.order:
             if type(step) is not Launch:
                 if type(step) is Total:
                     i = len(own) - len(self.own)
@@ -257,19 +253,8 @@ class Plan:
             elif seen:
                 _show(step, row[programs], pick(row), side)
             else:
-                made = step.compiled
-                made.run(
-                    row[programs],
-                    1,
-                    1,
-                    side.cuda_stream if step.beside else stream,  # type: ignore[union-attr]
-                    made.function,
-                    made.packed_metadata,
-                    None,
-                    None,
-                    None,
-                    *pick(row),
-                )
+                where = side.cuda_stream if step.beside else stream  # type: ignore[union-attr]
+                start(row[programs], where, pick(row))
         return [
             own[x] if isinstance(x, int) else x if x is None else torch.empty_like(x)
             for x in self.results
@@ -286,6 +271,17 @@ class Plan:
             assert base is not None
             row.append(base.view(-1).view(torch.uint8)[offset:].view(dtype))
         return row
+
+
+def _maker(x: Descriptor | tuple, places: list[int], on_gpu: bool) -> Callable[[list], Any]:
+    """Return what makes a descriptor or a tuple from the row of a call."""
+    if isinstance(x, Descriptor):
+        return lambda row: _descriptor(x, *(row[i] for i in places))
+    if not on_gpu and type(x) is not tuple:  # the interpreter reads fields by name
+        return lambda row: type(x)(*(row[i] for i in places))
+    if len(places) == 1:  # of which `itemgetter` would return the item
+        return lambda row: (row[places[0]],)
+    return itemgetter(*places)  # type: ignore[return-value]
 
 
 def _descriptor(x: Descriptor, base, shape: tuple, strides: tuple) -> TensorDescriptor:
