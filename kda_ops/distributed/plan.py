@@ -104,6 +104,17 @@ def plan_context(
     return _plan(pg, lengths, device)
 
 
+def equal_shards(
+    length: int, group: dist.ProcessGroup | DeviceMesh, device: torch.device
+) -> ContextPlan:
+    """Return the plan of shards that all have `length` tokens; exchange and compare nothing."""
+    pg = process_group(group)
+    size = pg.size()
+    lengths = None if torch.compiler.is_compiling() else (length,) * size
+    on_device = torch.full((size,), length, dtype=torch.int64, device=device)
+    return ContextPlan(pg.group_name, pg.rank(), size, lengths, on_device)
+
+
 def offsets_of(lengths: Tensor) -> Tensor:
     """Return the shards' offsets on the global token axis, [size + 1] from lengths [size]."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

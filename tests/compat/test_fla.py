@@ -388,7 +388,7 @@ def test_the_old_name_of_the_layout_warns_and_works(name):
         call(**x, state_v_first=True, transpose_state_layout=True)
 
 
-CP = "cp_context must be None: for context parallelism call `kda_ops.distributed"
+CP = "cp_context must be a FLACPContext, got object: call fla.ops.cp.build_cp_context"
 REFUSALS = [
     (
         "chunk_kda",
@@ -427,8 +427,8 @@ REFUSALS = [
         TypeError,
         "takes no offsets: pass it as cu_seqlens",
     ),
-    ("chunk_kda", dict(cp_context=object()), ValueError, CP),
-    ("chunk_gated_delta_rule", dict(cp_context=object()), ValueError, CP),
+    ("chunk_kda", dict(cp_context=object()), TypeError, CP),
+    ("chunk_gated_delta_rule", dict(cp_context=object()), TypeError, CP),
     ("chunk_kda", dict(cu_seqlens_cpu=torch.tensor([0, 3])), ValueError, "as cu_seqlens"),
     ("chunk_kda", dict(chunk_size=16), ValueError, r"chunk_size must be one of \[32, 64\], got 16"),
     (

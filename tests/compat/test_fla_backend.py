@@ -1,0 +1,310 @@
+"""Calls of FLA's functions run on our operators once the backend is registered.
+
+Without FLA, `verdict` and the refusal to register are tested; the rest needs FLA's own dispatcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kda_ops
+from kda_ops.compat import fla as ours
+from kda_ops.compat import fla_backend
+from tests.compat.test_fla import outputs_and_gradients
+from tests.support.cases import PACKED, Case, replace
+from tests.support.closeness import assert_all_identical, assert_identical
+from tests.support.target import TARGET
+
+FUNCTIONS = ("chunk_kda", "chunk_gated_delta_rule", "fused_recurrent_kda_fwd")
+
+
+def short(name: str, **changed) -> dict:
+    """Return the required arguments of a function."""
+    case = Case("gdn" if "gated" in name else "kda", T=3, H=1, HV=1, state=False, **changed)
+    x = case.inputs(TARGET.device)
+    return {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+
+
+# --- without FLA ----------------------------------------------------------------------------------
+
+
+def test_without_fla_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    monkeypatch.setitem(sys.modules, "fla.backends", None)
+    with pytest.raises(ImportError, match="needs FLA 0.6.0 or later: pip install flash-linear-att"):
+        fla_backend.enable()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_call_that_the_operator_takes_is_accepted(name):
+    inplace = {} if "chunk" in name else {"inplace_final_state": False}
+    assert fla_backend.verdict(name, **short(name), **inplace) == (True, None)
+    assert fla_backend.verdict(name, *short(name).values(), **inplace) == (True, None)
+
+
+REFUSED = [
+    ("chunk_kda", dict(unknown=1), "unexpected keyword argument 'unknown'"),
+    ("chunk_kda", dict(q=torch.zeros(1, 3, 1, 300), k=torch.zeros(1, 3, 1, 300)), "K, the last"),
+    ("chunk_kda", dict(q=torch.zeros(1, 3, 1, 16).half()), "q, k and v must share one dtype"),
+    ("chunk_kda", dict(lower_bound=-3.0), "lower_bound must be None without use_gate_in_kernel"),
+    ("chunk_kda", dict(initial_state=torch.zeros(1, 1, 16, 24).half()), "initial_state must be"),
+    ("chunk_kda", dict(return_intermediate_states=True), "use torch.inference_mode"),
+    ("chunk_gated_delta_rule", dict(chunk_size=128), "chunk_size must be one of"),
+    ("chunk_gated_delta_rule", dict(A_log=torch.zeros(1)), "needs use_gate_in_kernel=True"),
+    ("fused_recurrent_kda_fwd", dict(), "initial_state must be the pool"),
+    (
+        "fused_recurrent_kda_fwd",
+        dict(beta=torch.zeros(1, 3, 1, 24), inplace_final_state=False),
+        "a beta per value channel is not supported",
+    ),
+    (
+        "fused_recurrent_kda_fwd",
+        dict(initial_state=torch.zeros(1, 1, 16, 24).half()),
+        "state must be|float32 or bfloat16",
+    ),
+    (
+        "fused_recurrent_kda_fwd",
+        dict(initial_state=torch.zeros(1, 1, 16, 24), g=torch.zeros(1, 3, 1, 16).requires_grad_()),
+        "is written in place and has no gradient: call under torch.no_grad",
+    ),
+]
+
+
+@pytest.mark.parametrize("name, words, reason", REFUSED, ids=[f"{n}-{[*w]}" for n, w, _ in REFUSED])
+def test_a_call_that_the_operator_refuses_is_refused_with_its_reason(name, words, reason):
+    given = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in short(name).items()}
+    accepted, said = fla_backend.verdict(name, **given | words)
+    assert not accepted and said is not None and re.search(reason, said), said
+
+
+def test_an_operator_refuses_what_the_verdict_refuses():
+    """A refusal is the operator's, so that no call is lost to FLA that would have run here."""
+    for name, words, _ in REFUSED:
+        given = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in short(name).items()}
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            getattr(ours, name)(**given | words)
+
+
+# --- with FLA -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def theirs(caplog):
+    """Return FLA's dispatched functions with our backend registered."""
+    pytest.importorskip("fla.backends")
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda, fused_recurrent_kda
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+    fla_backend.enable()
+    caplog.set_level(logging.INFO, logger="fla.backends")
+    return {
+        f.__name__: f
+        for f in (chunk_kda, chunk_gated_delta_rule, fused_recurrent_kda, fused_recurrent_kda_fwd)
+    }
+
+
+def fla_words(case: Case, op: str) -> dict:
+    """Return a case's flags by FLA's names."""
+    words = case.flags(op)
+    words["state_v_first"] = words.pop("transpose_state_layout")
+    return words
+
+
+def registries() -> dict:
+    from fla.backends import _function_registries, _operation_registries
+    from fla.ops.kda import chunk_kda
+
+    function = next(r for f, r in _function_registries.items() if f.__name__ == chunk_kda.__name__)
+    return {
+        "chunk_kda": function,
+        "chunk_gated_delta_rule": _operation_registries["gated_delta_rule"],
+        "fused_recurrent_kda_fwd": _operation_registries["kda"],
+    }
+
+
+def test_a_second_call_registers_nothing_more(theirs):
+    before = {name: [*r._backends] for name, r in registries().items()}
+    fla_backend.enable()
+    assert before == {name: [*r._backends] for name, r in registries().items()}
+    assert all(types.count("kda_ops") == 1 for types in before.values())
+
+
+FLAGS = [
+    Case(B=2, l2norm=True, H=1, HV=2),
+    Case(gate="softplus", beta="sigmoid", seed=1),
+    Case(gate="softplus", beta="neg_eigval", l2norm=True, transposed=True, scale=0.3),
+    Case(gate="bounded", seed=1, safe_gate=True),
+    Case(gate="bounded", seed=3, dtype=torch.bfloat16),  # without A_log
+    Case(gate="strong", safe_gate=True, disable_recompute=True),
+    Case(lengths=PACKED, tail=3, transposed=True),
+    Case(state=False, final=False, strides="fused"),
+    Case("gdn", B=2, l2norm=True, H=1, HV=2),
+    Case("gdn", gate="softplus", beta="sigmoid", transposed=True, scale=0.3),
+    Case("gdn", gate="softplus", beta="neg_eigval", l2norm=True, dtype=torch.bfloat16),
+    Case("gdn", lengths=PACKED, tail=3, state=False, final=False),
+]
+
+
+@pytest.mark.parametrize("case", FLAGS, ids=str)
+def test_every_flag_reaches_our_operators_forward_and_backward(theirs, caplog, case):
+    name = "chunk_kda" if case.variant == "kda" else "chunk_gated_delta_rule"
+    for registry in registries().values():
+        registry._logged.clear()
+    flags = case.flags("chunk" if case.variant == "kda" else "recurrent")
+    operator = getattr(kda_ops, f"chunk_{case.variant}")
+    want = outputs_and_gradients(case, lambda x: operator(**x, **flags))
+    words = fla_words(case, "chunk" if case.variant == "kda" else "recurrent")
+    got = outputs_and_gradients(case, lambda x: theirs[name](**x, **words))
+    assert_all_identical(got, want)
+    assert any(m.endswith(f"{name} -> kda_ops") for m in caplog.messages)
+
+
+@pytest.mark.parametrize("case", FLAGS[:8], ids=str)
+def test_the_recurrent_function_reaches_our_operator(theirs, caplog, case):
+    registries()["fused_recurrent_kda_fwd"]._logged.clear()
+    # FLA copies to contiguous tensors before it dispatches
+    x = {n: None if t is None else t.contiguous() for n, t in case.inputs(TARGET.device).items()}
+    words = fla_words(case, "recurrent")
+    with torch.no_grad():
+        o, state = theirs["fused_recurrent_kda"](**x, **words)
+        want, want_state = ours.fused_recurrent_kda(**x, **words)
+    assert_identical(o, want)
+    if case.final:
+        assert_identical(state, want_state)
+    assert any(m.endswith("fused_recurrent_kda_fwd -> kda_ops") for m in caplog.messages)
+
+
+def test_decoding_writes_the_pool_in_place(theirs):
+    x = Case(B=3, T=1, state=False, H=2, HV=2).inputs(TARGET.device)
+    tokens = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+    pool = torch.randn(5, 2, 16, 24, device=TARGET.device)
+    slots, want_pool = torch.tensor([4, 0, 2], device=TARGET.device), pool.clone()
+    out = torch.full_like(x["v"], torch.nan)
+    with torch.no_grad():
+        o, same = theirs["fused_recurrent_kda_fwd"](
+            **tokens, initial_state=pool, ssm_state_indices=slots, out=out
+        )
+    assert o is out and same is pool
+    assert_identical(o, kda_ops.recurrent_kda_(*tokens.values(), want_pool, slots))
+    assert_identical(pool, want_pool)
+
+
+def test_intermediate_states_come_from_our_operator(theirs):
+    x = Case(B=2, T=150).inputs(TARGET.device)
+    words = dict(return_intermediate_states=True, output_final_state=True)
+    with torch.inference_mode():
+        got, want = theirs["chunk_kda"](**x, **words), ours.chunk_kda(**x, **words)
+    for a, b in zip(got, want, strict=True):
+        assert_identical(a, b)
+
+
+def test_keywords_without_effect_are_accepted(theirs):
+    case = Case(lengths=(3, 70), H=1, HV=1)
+    x = case.inputs(TARGET.device)
+    host = x["cu_seqlens"].cpu()
+    got, _ = theirs["chunk_kda"](
+        **x, cu_seqlens_cpu=host, chunk_size=32, use_graph=True, max_num_seqs=2
+    )
+    assert_identical(got, ours.chunk_kda(**x)[0])
+    x = replace(case, variant="gdn").inputs(TARGET.device)
+    got, _ = theirs["chunk_gated_delta_rule"](
+        **x, cu_seqlens_cpu=host, chunk_size=16, chunk_indices=host
+    )
+    assert_identical(got, ours.chunk_gdn(**x)[0])
+
+
+def test_autocast_keeps_the_dtype_as_in_fla(theirs):
+    x = Case(T=5, final=False).inputs(TARGET.device)
+    with torch.autocast(TARGET.device.type, torch.bfloat16):
+        o, _ = theirs["chunk_kda"](**x)
+    assert_identical(o, ours.chunk_kda(**x)[0])
+
+
+class Sentinel(Exception):
+    """Raised by the last function of a registry, FLA's own."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_refused_call_goes_to_fla_and_the_reason_is_logged(theirs, caplog, name):
+    registry = registries()[name]
+    registry._logged.clear()
+
+    def own(*args, **given):
+        raise Sentinel
+
+    own.__name__ = name
+    with pytest.raises(Sentinel):
+        registry.dispatch(own)(**short(name), unknown_keyword=1)
+    assert any(
+        "kda_ops rejected" in m and "argument 'unknown_keyword'" in m for m in caplog.messages
+    )
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_switch_of_the_environment_is_read_at_every_call(theirs, monkeypatch, name):
+    def own(*args, **given):
+        raise Sentinel
+
+    own.__name__ = name
+    call = registries()[name].dispatch(own)
+    words = short(name) | ({} if "chunk" in name else {"inplace_final_state": False})
+    call(**words)
+    monkeypatch.setenv("FLA_KDA_OPS", "0")
+    with pytest.raises(Sentinel):
+        call(**words)
+
+
+def test_a_compiled_caller_breaks_its_graph_over_fla_and_not_over_ours(theirs):
+    x = short("chunk_kda")
+    for function, breaks in ((theirs["chunk_kda"], True), (ours.chunk_kda, False)):
+        torch._dynamo.reset()
+
+        def caller(q, function=function):
+            return function(**x | {"q": 2 * q})[0] + 1
+
+        compiled = torch.compile(caller, fullgraph=True, backend="aot_eager")
+        if breaks:
+            with pytest.raises(torch._dynamo.exc.Unsupported):
+                compiled(x["q"])
+        else:
+            assert_identical(compiled(x["q"]), caller(x["q"]))
+
+
+BYPASSED = """
+import torch
+from fla.backends import _DISPATCH_DISABLED, _operation_registries
+from kda_ops.compat import fla_backend
+from fla.ops.kda import chunk_kda
+assert _DISPATCH_DISABLED
+fla_backend.enable()
+def ours(*args, **given):
+    raise AssertionError("our operators were called")
+for name in fla_backend._REGISTRIES:
+    setattr(fla_backend.fla, name, ours)
+q = torch.randn(1, 3, 1, 16)
+try:
+    chunk_kda(q, q, q, q, q[..., 0])
+except AssertionError:
+    raise
+except Exception as error:  # FLA's kernels need a GPU
+    print("FLA's own", type(error).__name__)
+else:
+    print("FLA's own ran")
+"""
+
+
+def test_disabled_dispatch_takes_the_backend_out():
+    pytest.importorskip("fla.backends")
+    env = dict(os.environ, FLA_DISABLE_BACKEND_DISPATCH="1", PYTHONPATH=os.pathsep.join(sys.path))
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BYPASSED], env=env, capture_output=True, text=True
+    )
+    assert run.returncode == 0 and "FLA's own" in run.stdout, run.stdout + run.stderr
