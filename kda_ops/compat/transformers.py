@@ -1,6 +1,7 @@
 """Run the delta rule of transformers models on these operators.
 
-Covers Kimi-Linear, Qwen3-Next, Qwen3.5 and OLMo-hybrid (`MODELS`). ``enable()`` replaces the delta
+Covers the models in `MODELS`: Kimi-Linear, GLM-5.3-Flash and Ling-3.0-Flash with KDA; Qwen3-Next,
+Qwen3.5, Qwen4-Exp, OLMo-hybrid and LaraMini with GDN. ``enable()`` replaces the delta
 rule in the installed transformers; ``disable()`` restores it::
 
     import kda_ops.compat.transformers
@@ -66,10 +67,25 @@ from kda_ops.problem import check_float
 __all__ = ["MODELS", "Enabled", "disable", "enable"]
 __doctest_requires__ = ("transformers",)
 
-MODELS = ("kimi_linear", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+MODELS = (
+    "kimi_linear",
+    "glm5_next",
+    "bailing_hybrid",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen4_exp",
+    "olmo_hybrid",
+    "lara_mini",
+)
 """The models that `enable` patches; models that the installed transformers lacks are skipped."""
 
 _NAMES = [f"transformers.models.{model}.modeling_{model}" for model in MODELS]
+# models whose other layers mix packed sequences, whatever the caller passes
+_MIXING = {
+    "glm5_next": "its indexed attention reads no position_ids",
+    "qwen4_exp": "its per-layer embeddings know no sequences",
+}
 # marks a replacement and holds the original function
 _OURS = "__kda_ops_original__"
 
@@ -81,6 +97,8 @@ def _delta_rule(op: Callable[..., Any]) -> Callable[[Callable], Callable]:
     """
 
     def replacement(original: Callable) -> Callable:
+        model = original.__module__.rpartition(".")[2].removeprefix("modeling_")
+
         @functools.wraps(original, updated=())
         def delta_rule(
             query: Tensor,
@@ -103,6 +121,11 @@ def _delta_rule(op: Callable[..., Any]) -> Callable[[Callable], Callable]:
                 raise ValueError(
                     "cu_seq_lens_q must be given with seq_idx, got None: seq_idx alone does not "
                     "give the number of sequences."
+                )
+            if cu_seqlens is not None and model in _MIXING:
+                raise ValueError(
+                    f"cu_seq_lens_q must be None for {model}, whose other layers mix packed "
+                    f"sequences ({_MIXING[model]}): pad the sequences instead."
                 )
             # with a cache, the other layers of the model mix the sequences
             if cu_seqlens is not None and output_final_state:

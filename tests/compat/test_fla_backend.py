@@ -308,3 +308,27 @@ def test_disabled_dispatch_takes_the_backend_out():
         [sys.executable, "-W", "ignore", "-c", BYPASSED], env=env, capture_output=True, text=True
     )
     assert run.returncode == 0 and "FLA's own" in run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("name, mixes", [("kimi_linear", True), ("qwen3_next", False)])
+def test_transformers_loses_the_offsets_of_packed_kda_rows_and_our_patch_does_not(
+    theirs, monkeypatch, name, mixes
+):
+    """transformers calls FLA without ``cu_seq_lens_q``; docs/drop-ins.md says what to do."""
+    pytest.importorskip("transformers")
+    from kda_ops.compat import transformers as compat
+    from tests.support import models
+
+    net, ids = models.model(name), [models.tokens(n, seed=n) for n in (5, 1, 70, 64)]
+    module = sys.modules[type(net).__module__]
+    with torch.no_grad(), models.torch_path():
+        want = torch.cat([net(part[None], use_cache=False).logits for part in ids], 1)
+    # transformers' own convolution refuses or mixes packed rows: replace it in both runs
+    monkeypatch.setattr(module, "causal_conv1d_fn", compat._convolution(module.causal_conv1d_fn))
+    with torch.no_grad():
+        through_fla = net(**models.packed(ids)).logits
+        with compat.enable():
+            patched = net(**models.packed(ids)).logits
+    models.assert_same({"logits": patched}, {"logits": want})
+    off = (through_fla - want).abs().max() / want.abs().max()
+    assert off > 0.1 if mixes else off < models.TOLERANCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,16 @@ _GDN = dict(
     linear_key_head_dim=16,
     linear_value_head_dim=24,
 )
-CONFIGS = {  # model -> (its configuration and class in transformers, arguments)
+_VISION = dict(
+    depth=1,
+    hidden_size=16,
+    num_heads=2,
+    patch_size=4,
+    out_hidden_size=32,
+    intermediate_size=16,
+    projection_intermediate_size=16,
+)
+_ALL = {  # model -> (its configuration and class in transformers, arguments)
     "kimi_linear": (
         "KimiLinear",
         dict(
@@ -74,7 +84,86 @@ CONFIGS = {  # model -> (its configuration and class in transformers, arguments)
         dict(head_dim=16, num_experts=4, shared_expert_intermediate_size=16, **_GDN, **_EXPERTS),
     ),
     "olmo_hybrid": ("OlmoHybrid", _GDN | dict(linear_num_value_heads=2)),
+    "glm5_next": (
+        "Glm5Next",
+        dict(
+            linear_head_dim=16,
+            linear_num_heads=2,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            mlp_layer_types=["dense", "sparse", "dense"],
+            index_topk=128,
+            index_head_dim=16,
+            index_n_heads=2,
+            index_kpool=4,
+            hc_mult=2,
+            hc_sinkhorn_iters=3,
+            **_EXPERTS,
+        ),
+    ),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        dict(
+            head_dim=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            num_local_experts=4,
+            n_group=1,
+            topk_group=1,
+            mlp_layer_types=["dense", "sparse", "dense"],
+            num_mtp_layers=0,
+            **_EXPERTS,
+        ),
+    ),
+    "qwen4_exp": (
+        "Qwen4Exp",
+        dict(
+            head_dim=16,
+            num_experts=4,
+            shared_expert_intermediate_size=16,
+            hc_count=2,
+            hc_lowrank=8,
+            indexer_n_heads=2,
+            indexer_kv_heads=1,
+            indexer_head_dim=16,
+            indexer_budget=128,
+            indexer_compress_ratio=4,
+            ple_layer_ids=[1],
+            ple_embed_dim=32,
+            ngram_vocab_size_base=101,
+            heads_per_ngram=2,
+            split_ngram_parts=1,
+            eos_token_id=3,
+            **_GDN,
+            **_EXPERTS,
+        ),
+    ),
+    "lara_mini": (
+        "LaraMini",
+        dict(
+            head_dim=16,
+            num_experts=4,
+            shared_expert_intermediate_size=16,
+            sliding_window=16,
+            **_GDN,
+            **_EXPERTS,
+        ),
+    ),
 }
+CONFIGS = {
+    name: arguments
+    for name, arguments in _ALL.items()
+    if importlib.util.find_spec(f"transformers.models.{name}")
+}
+KDA = tuple(n for n in CONFIGS if n in ("kimi_linear", "glm5_next", "bailing_hybrid"))
+# models that also see: their text models have configurations of their own
+_TEXT = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
 
 
 def model(
@@ -87,11 +176,13 @@ def model(
     import transformers
 
     stem, arguments = CONFIGS[name]
-    config = getattr(
-        transformers, stem + "TextConfig" if stem.startswith("Qwen3_5") else stem + "Config"
-    )(**(_COMMON | arguments | changed))
+    words, kind = _COMMON | arguments | changed, "ForCausalLM"
+    if name == "glm5_next":  # has no class for text alone
+        words = dict(text_config=words, vision_config=_VISION)
+        kind = "ForConditionalGeneration"
+    config = getattr(transformers, stem + ("TextConfig" if name in _TEXT else "Config"))(**words)
     torch.manual_seed(0)
-    net = getattr(transformers, stem + "ForCausalLM")(config).to(device, dtype).eval()
+    net = getattr(transformers, stem + kind)(config).to(device, dtype).eval()
     if _EXPERTS.keys() <= arguments.keys():
         # the default of transformers 5.17 cannot be traced in one graph with its backward
         net.set_experts_implementation("batched_mm")
@@ -212,6 +303,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tighter: float 
 
 __all__ = [
     "CONFIGS",
+    "KDA",
     "assert_generates_the_same",
     "assert_same",
     "bindings",
