@@ -17,6 +17,7 @@ COMMANDS = {
         "kda_ops.tools.digests",
         "compile the kernels of each evidence row and list the stale rows",
     ),
+    "hub": ("kda_ops.tools.hub", "write the package as a kernel of the Hugging Face hub"),
 }
 
 

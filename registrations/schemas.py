@@ -13,7 +13,8 @@ import torch
 
 from kda_ops.stages import GRADIENTS, KEPT
 
-VARIANTS = {"kda": 1, "gdn": 0}  # namespace -> rank of the decay per token and value head
+KDA, GDN = "kda", "gdn"  # the namespaces, which `kda_ops.tools.hub` makes unique
+VARIANTS = {KDA: 1, GDN: 0}  # namespace -> rank of the decay per token and value head
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta"
 _GATE = "Tensor? A_log=None, Tensor? dt_bias=None"

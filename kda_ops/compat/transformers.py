@@ -61,8 +61,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kda_ops import functional
+from kda_ops.compat.delta_rule import delta_rule
 from kda_ops.nn.packing import Packing
-from kda_ops.problem import check_float
 
 __all__ = ["MODELS", "Enabled", "disable", "enable"]
 __doctest_requires__ = ("transformers",)
@@ -100,7 +100,7 @@ def _delta_rule(op: Callable[..., Any]) -> Callable[[Callable], Callable]:
         model = original.__module__.rpartition(".")[2].removeprefix("modeling_")
 
         @functools.wraps(original, updated=())
-        def delta_rule(
+        def ours(
             query: Tensor,
             key: Tensor,
             value: Tensor,
@@ -110,45 +110,28 @@ def _delta_rule(op: Callable[..., Any]) -> Callable[[Callable], Callable]:
             initial_state: Tensor | None = None,
             output_final_state: bool = False,
             use_qk_l2norm_in_kernel: bool = False,
-            cu_seqlens: Tensor | None = None,
-            cu_seq_lens_q: Tensor | None = None,
-            seq_idx: Tensor | None = None,
-            **kwargs: object,
+            **kwargs: Any,
         ) -> tuple[Tensor, Tensor | None]:
-            if cu_seqlens is None:
-                cu_seqlens = cu_seq_lens_q  # some models pass their keywords on unchanged
-            if cu_seqlens is None and seq_idx is not None:
-                raise ValueError(
-                    "cu_seq_lens_q must be given with seq_idx, got None: seq_idx alone does not "
-                    "give the number of sequences."
-                )
-            if cu_seqlens is not None and model in _MIXING:
+            packed = kwargs.get("cu_seqlens") is not None or kwargs.get("cu_seq_lens_q") is not None
+            if packed and model in _MIXING:
                 raise ValueError(
                     f"cu_seq_lens_q must be None for {model}, whose other layers mix packed "
                     f"sequences ({_MIXING[model]}): pad the sequences instead."
                 )
-            # with a cache, the other layers of the model mix the sequences
-            if cu_seqlens is not None and output_final_state:
-                raise ValueError(
-                    "use_cache must be False for packed rows: pass use_cache=False or set "
-                    "model.config.use_cache = False."
-                )
-            if initial_state is not None:
-                check_float("initial_state", initial_state, query.device, "query")
-                initial_state = initial_state.to(torch.promote_types(query.dtype, torch.float32))
-            return op(
+            return delta_rule(
+                op,
                 query,
                 key,
                 value,
                 g,
                 beta,
-                initial_state=initial_state,
-                cu_seqlens=cu_seqlens,
-                output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                initial_state,
+                output_final_state,
+                use_qk_l2norm_in_kernel,
+                **kwargs,
             )
 
-        return delta_rule
+        return ours
 
     return replacement
 

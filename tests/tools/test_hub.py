@@ -1,0 +1,232 @@
+"""The kernel for the Hugging Face hub: its format, and that it computes what the package does."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import kda_ops
+from kda_ops.compat import hub_layers
+from kda_ops.tools import hub
+from tests.support.cases import Case
+from tests.support.closeness import assert_identical
+
+LAYERS = {
+    "chunk_kimi_delta_attention": ("kda", "chunk"),
+    "recurrent_kimi_delta_attention": ("kda", "recurrent"),
+    "chunk_gated_delta_rule": ("gdn", "chunk"),
+    "recurrent_gated_delta_rule": ("gdn", "recurrent"),
+}
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory) -> Path:
+    return hub.write(tmp_path_factory.mktemp("hub"))
+
+
+def load(build: Path):
+    """Import a build as `kernels` does: by its id, from the file."""
+    metadata = json.loads((build / "metadata.json").read_text())
+    if metadata["id"] not in sys.modules:
+        path = build / metadata["name"].replace("-", "_") / "__init__.py"
+        spec = importlib.util.spec_from_file_location(metadata["id"], path)
+        sys.modules[metadata["id"]] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[metadata["id"]]
+
+
+def given(variant: str) -> dict:
+    """Return a layer's tensors by transformers' names."""
+    x = Case(variant, T=70, B=2, seed=1).inputs()
+    names = {"q": "query", "k": "key", "v": "value", "g": "g", "beta": "beta"}
+    return {names[n]: x[n] for n in names} | {"initial_state": x["initial_state"]}
+
+
+# --- the format -----------------------------------------------------------------------------------
+
+
+def test_every_import_of_the_package_is_relative(build):
+    files = [*build.rglob("*.py")]
+    assert len(files) > 40
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                names = [ast.unparse(node.args[0]).strip("f'\"")]
+            assert not [n for n in names if n.split(".")[0] == "kda_ops"], (path.name, names)
+
+
+def test_no_operator_keeps_a_name_that_another_version_has(build):
+    namespace = json.loads((build / "metadata.json").read_text())["id"]
+    for path in build.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            assert text not in ("torch.ops.kda", "torch.ops.gdn"), path.name
+    ops = load(build)._ops if hasattr(load(build), "_ops") else None
+    assert (
+        ops is not None and ops.add_op_namespace_prefix("kda::chunk") == f"{namespace}_kda::chunk"
+    )
+    assert hasattr(getattr(torch.ops, f"{namespace}_kda"), "chunk")
+
+
+def test_the_id_follows_the_sources(build, tmp_path, monkeypatch):
+    again = hub.write(tmp_path)
+    files = {p.relative_to(build): p.read_bytes() for p in build.rglob("*.py")}
+    assert files == {p.relative_to(again): p.read_bytes() for p in again.rglob("*.py")}
+    monkeypatch.setattr(kda_ops, "__version__", "7.0.0")
+    other = json.loads((hub.write(tmp_path) / "metadata.json").read_text())
+    same = json.loads((build / "metadata.json").read_text())
+    assert other["id"] != same["id"] and other["version"] == 7
+
+
+def test_an_import_that_cannot_be_relative_is_refused():
+    with pytest.raises(ValueError, match="relative imports alone, got `import kda_ops.problem`"):
+        hub._imports(ast.parse("import kda_ops.problem"))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_have_what_the_format_allows(name):
+    layer = getattr(hub_layers, name)
+    assert layer.has_backward and layer.can_torch_compile
+    assert layer.__init__ is nn.Module.__init__
+    more = {n for n, _ in inspect.getmembers(layer)} - {n for n, _ in inspect.getmembers(nn.Module)}
+    assert more <= {"has_backward", "can_torch_compile"}
+    assert {*hub_layers.__all__} == {*LAYERS}
+
+
+# --- what it computes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_of_the_build_equals_the_operator_forward_and_backward(build, name):
+    variant, form = LAYERS[name]
+    layer = getattr(load(build).layers, name)()
+    assert type(layer).__module__.startswith("_kda_ops_cuda_")
+    results = []
+    for call in (
+        lambda **x: layer(**x, output_final_state=True, use_qk_l2norm_in_kernel=True),
+        lambda query, key, value, **x: getattr(kda_ops, f"{form}_{variant}")(
+            query, key, value, **x, output_final_state=True, use_qk_l2norm_in_kernel=True
+        ),
+    ):
+        leaves = {n: x.detach().requires_grad_() for n, x in given(variant).items()}
+        o, state = call(**leaves)
+        grads = torch.autograd.grad(o.sum() + state.sum(), [*leaves.values()])
+        results.append((o, state, *grads))
+    for a, b in zip(*results, strict=True):
+        assert_identical(a, b)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_of_the_build_is_one_graph_with_its_backward(build, name):
+    layer, x = getattr(load(build).layers, name)(), given(LAYERS[name][0])
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = []
+    for call in (layer, compiled):
+        query = x["query"].clone().requires_grad_()
+        o, _ = call(**x | {"query": query})
+        found.append((o.detach(), *torch.autograd.grad(o.sum(), query)))
+    for a, b in zip(*found, strict=True):
+        assert_identical(a, b)
+
+
+def test_packed_rows_need_what_the_convolution_reads(build):
+    x = Case(lengths=(30, 40)).inputs()
+    call = load(build).layers.chunk_kimi_delta_attention()
+    words = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    index = torch.repeat_interleave(torch.arange(2), torch.tensor([30, 40]))[None].int()
+    with pytest.raises(ValueError, match="seq_idx must be given with cu_seq_lens_q, got None"):
+        call(*words, cu_seq_lens_q=x["cu_seqlens"])
+    o, _ = call(*words, cu_seq_lens_q=x["cu_seqlens"], seq_idx=index)
+    assert_identical(o, kda_ops.chunk_kda(*words, cu_seqlens=x["cu_seqlens"])[0])
+
+
+ALONE = """
+import sys, torch
+sys.path[:] = [p for p in sys.path if p not in ("", {checkout!r})]
+from tests_load import load
+module = load({build!r})
+assert not [m for m in sys.modules if m.split(".")[0] == "kda_ops"]
+assert "triton" not in sys.modules
+x = torch.randn(1, 5, 2, 8)
+module.chunk_kda(x, x, x, None, None)
+assert not hasattr(torch.ops.kda, "chunk")
+"""
+
+
+def test_it_runs_where_the_package_is_not_installed(build, tmp_path):
+    source = "import importlib.util\nimport json\nimport sys\nfrom pathlib import Path\n\n"
+    body = inspect.getsource(load).replace("(build: Path)", "(build)")
+    body = body.replace('"""Import', 'build = Path(build)\n    """Import')
+    (tmp_path / "tests_load.py").write_text(source + body)
+    code = ALONE.format(checkout=str(Path(kda_ops.__file__).parent.parent), build=str(build))
+    env = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"} | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+# --- the kernels package --------------------------------------------------------------------------
+
+
+def test_the_kernels_package_loads_it(build):
+    kernels = pytest.importorskip("kernels")
+    module = kernels.get_local_kernel(build)
+    x = torch.randn(1, 5, 2, 8)
+    assert_identical(
+        module.chunk_kda(x, x, x, None, None)[0], kda_ops.chunk_kda(x, x, x, None, None)[0]
+    )
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("training", (False, True))
+def test_the_kernels_package_puts_it_into_a_model(build, name, training):
+    """A function with transformers' signature, replaced for training or inference and compile."""
+    kernels = pytest.importorskip("kernels")
+    transformers = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    if LAYERS[name][0] == "gdn":
+        transformers = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    theirs = "torch_" + name if LAYERS[name][0] == "gdn" else name
+    own = inspect.unwrap(getattr(transformers, theirs))
+
+    def function(*args, **kwargs):
+        raise AssertionError("transformers' own function was called")
+
+    function.__signature__ = inspect.signature(own)
+    function.__name__ = theirs
+    function = kernels.use_kernel_forward_from_hub(name)(function)
+
+    @kernels.use_kernelized_func(function)
+    class Model(nn.Module):
+        def forward(self, **x):
+            return function(**x)
+
+    mode = kernels.Mode.TRAINING if training else kernels.Mode.INFERENCE
+    layer = kernels.LocalLayerRepository(build, layer_name=name)
+    model = Model().train(training)
+    with kernels.use_kernel_mapping({name: {"cpu": layer}}):
+        kernels.kernelize(
+            model, mode=mode | kernels.Mode.TORCH_COMPILE, device="cpu", use_fallback=False
+        )
+    variant, form = LAYERS[name]
+    x = given(variant)
+    got, _ = model(**x, output_final_state=True)
+    query, key, value, *rest = (x[n] for n in ("query", "key", "value", "g", "beta"))
+    want, _ = getattr(kda_ops, f"{form}_{variant}")(
+        query, key, value, *rest, initial_state=x["initial_state"]
+    )
+    assert_identical(got, want)
