@@ -65,8 +65,14 @@ if _DEVICE:
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """Start the tests that take minutes first."""
+    """Start the tests that take minutes first; skip what runs nightly."""
     longest_first(items)
+    if os.environ.get("KDA_OPS_NIGHTLY") == "1":
+        return
+    skip = pytest.mark.skip(reason="nightly: set KDA_OPS_NIGHTLY=1")
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)

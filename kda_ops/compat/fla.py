@@ -14,7 +14,9 @@ Names, order, defaults and results match FLA 0.6.0. Intended differences:
   is ``return_intermediate_states`` with ``cu_seqlens``, whose output shape depends on the lengths.
 - Where FLA's function has them, these are accepted and ignored: ``cu_seqlens_cpu``,
   ``chunk_indices``, ``chunk_size`` (always 64 tokens) and ``use_graph`` (any call can be captured).
-- These raise an error: ``cp_context``, ``head_first``, ``cu_seqlens_cpu`` without ``cu_seqlens``,
+- ``cp_context`` shards a call as in FLA: contiguous shards, no initial or final state. Its layout
+  "zigzag" is refused. Conversion: `kda_ops.compat.fla_context`.
+- These raise an error: ``head_first``, ``cu_seqlens_cpu`` without ``cu_seqlens``,
   different dtypes of q, k and v, and fp16 pools. In recurrent GDN also ``gv`` and a ``beta`` per
   value channel.
 - Autocast casts q, k and v, and o has the autocast dtype, as in torch's attention; FLA keeps fp32.

@@ -96,6 +96,7 @@ def test_an_import_that_cannot_be_relative_is_refused():
         hub._imports(ast.parse("import kda_ops.problem"))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_have_what_the_format_allows(name):
     layer = getattr(hub_layers, name)
@@ -230,3 +231,73 @@ def test_the_kernels_package_puts_it_into_a_model(build, name, training):
         query, key, value, *rest, initial_state=x["initial_state"]
     )
     assert_identical(got, want)
+
+
+IN_TRANSFORMERS = """
+import sys, torch
+from pathlib import Path
+import transformers.utils.import_utils as utils
+# transformers 5.24 wants kernels 0.18.2: lift that, for the older release that there is
+check = getattr(utils.is_kernels_available, "__wrapped__", utils.is_kernels_available)
+check.__defaults__ = ("0.17.0", "99")
+import kernels
+from torch.utils._python_dispatch import TorchDispatchMode
+from tests.support import models
+
+NAMES = {{
+    "kimi_linear": {{
+        "chunk_kda": "chunk_kimi_delta_attention",
+        "fused_recurrent_kda": "recurrent_kimi_delta_attention",
+    }},
+    "qwen3_next": {{
+        "chunk_gated_delta_rule": "chunk_gated_delta_rule",
+        "fused_recurrent_gated_delta_rule": "recurrent_gated_delta_rule",
+    }},
+}}
+ran = set()
+
+class Record(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace.startswith("_kda_ops_cuda_"):
+            ran.add(str(func).partition(".")[2])
+        return func(*args, **(kwargs or {{}}))
+
+for name, layers in NAMES.items():
+    net, x = models.model(name), models.left_padded((20, 33))
+    with models.torch_path():
+        want = models.step(net, x, x["attention_mask"])
+        tokens = net.generate(**x, max_new_tokens=4, do_sample=False)
+    mapping = {{
+        n: {{"cpu": kernels.LocalLayerRepository(Path({build!r}), layer_name=layer)}}
+        for n, layer in layers.items()
+    }}
+    with kernels.use_kernel_mapping(mapping):
+        mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+        kernels.kernelize(net, mode=mode, device="cpu")
+    ran.clear()
+    with Record():
+        got = models.step(net, x, x["attention_mask"])
+        again = net.generate(**x, max_new_tokens=4, do_sample=False)
+    models.assert_same(got, want)
+    assert torch.equal(again, tokens)
+    assert any("chunk" in n for n in ran) and any("recurrent" in n for n in ran), ran
+    try:
+        net(**models.packed([models.tokens(n, seed=n) for n in (5, 9)]))
+    except ValueError as error:
+        assert "seq_idx must be given" in str(error) or "can't keep packed" in str(error), error
+    else:
+        raise AssertionError("packed rows were mixed")
+"""
+
+
+def test_models_of_transformers_take_the_layers(build):
+    pytest.importorskip("kernels")
+    pytest.importorskip("transformers")
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_TRANSFORMERS.format(build=str(build))],
+        env=dict(os.environ, PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
