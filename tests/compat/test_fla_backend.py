@@ -332,3 +332,56 @@ def test_transformers_loses_the_offsets_of_packed_kda_rows_and_our_patch_does_no
     models.assert_same({"logits": patched}, {"logits": want})
     off = (through_fla - want).abs().max() / want.abs().max()
     assert off > 0.1 if mixes else off < models.TOLERANCE
+
+
+STEP = """
+import gc, logging, torch
+from tests.support.interpreter import mend
+
+mend()
+from triton.runtime.autotuner import Autotuner
+
+from benchmarks.fla_models import chosen, model
+from kda_ops.compat import fla as ours
+from kda_ops.compat import fla_backend
+
+fla_backend.enable()
+for variant, layers, name in (
+    ("kda", "kda", "chunk_kda"), ("gdn", "gated_deltanet", "chunk_gated_delta_rule")
+):
+    net = model(variant, 2, 2, 16, vocab_size=64, fuse_cross_entropy=False).train()
+    for x in gc.get_objects():
+        if isinstance(x, Autotuner):
+            x.configs = x.configs[:1]  # tuning needs a driver
+    ids = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+
+    def step():
+        net.zero_grad(set_to_none=True)
+        out = net(input_ids=ids, labels=ids)
+        out.loss.backward()
+        assert all(p.grad is not None and p.grad.any() for p in net.parameters())
+        return [out.logits.detach(), *(p.grad for p in net.parameters())]
+
+    chosen()
+    got = step()
+    assert chosen(), variant
+    module = __import__(f"fla.layers.{layers}", fromlist=["_"])
+    setattr(module, name, getattr(ours, name))
+    want = step()
+    assert not chosen(), variant
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b), variant
+    print(variant, "stepped")
+"""
+
+
+def test_a_training_step_of_flas_models_runs_on_our_operators():
+    """FLA's convolutions and norms run under Triton's interpreter; the delta rule is ours."""
+    pytest.importorskip("fla.backends")
+    pytest.importorskip("triton")
+    pytest.importorskip("transformers")
+    env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(sys.path))
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", STEP], env=env, capture_output=True, text=True
+    )
+    assert run.stdout.split() == ["kda", "stepped", "gdn", "stepped"], run.stderr[-3000:]
