@@ -27,7 +27,6 @@ _ROOTS = (
     f"{PACKAGE}.compat.hub_layers",
     f"{PACKAGE}.backends.native",
     f"{PACKAGE}.backends.triton",
-    f"{PACKAGE}.backends.triton.backend",
     f"{PACKAGE}.registrations",
 )
 _INIT = '''"""Kimi Delta Attention (KDA) and Gated DeltaNet (GDN) as a kernel of the hub.
@@ -88,6 +87,9 @@ def _imports(tree: ast.AST) -> set[str]:
                     f"a hub kernel has relative imports alone, got `import {wrong[0]}`: write "
                     "`from ... import`."
                 )
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = getattr(node.args[0], "value", None)
+            found |= {name} if isinstance(name, str) and name.startswith(f"{PACKAGE}.") else set()
         if not _is_typing_only(node):
             found |= _imports(node)
     return found
@@ -106,6 +108,9 @@ def sources() -> dict[str, Path]:
         ahead += _imports(ast.parse(path.read_text()))
         parent = module.rpartition(".")[0]
         ahead += [parent] if parent else []
+    lost = [root for root in _ROOTS if root not in found]
+    if lost:
+        raise FileNotFoundError(f"the package has no module {', '.join(lost)}: correct _ROOTS.")
     return dict(sorted(found.items()))
 
 

@@ -162,23 +162,32 @@ from tests_load import load
 module = load({build!r})
 assert not [m for m in sys.modules if m.split(".")[0] == "kda_ops"]
 assert "triton" not in sys.modules
-x = torch.randn(1, 5, 2, 8)
-module.chunk_kda(x, x, x, None, None)
+x = torch.randn(1, 5, 1, 16, generator=torch.Generator().manual_seed(0))
+o, _ = module.chunk_kda(x, x, x, None, None, use_qk_l2norm_in_kernel=True)
 assert not hasattr(torch.ops.kda, "chunk")
+assert ("triton" in sys.modules) == ({kernels!r} == "triton")
+torch.save(o, "o.pt")
 """
 
 
-def test_it_runs_where_the_package_is_not_installed(build, tmp_path):
+@pytest.mark.parametrize("kernels", ("native", "triton"))
+def test_it_runs_where_the_package_is_not_installed(build, tmp_path, kernels):
+    if kernels == "triton":  # under the interpreter
+        pytest.importorskip("triton")
     source = "import importlib.util\nimport json\nimport sys\nfrom pathlib import Path\n\n"
     body = inspect.getsource(load).replace("(build: Path)", "(build)")
     body = body.replace('"""Import', 'build = Path(build)\n    """Import')
     (tmp_path / "tests_load.py").write_text(source + body)
-    code = ALONE.format(checkout=str(Path(kda_ops.__file__).parent.parent), build=str(build))
-    env = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"} | {"PYTHONPATH": str(tmp_path)}
+    checkout = str(Path(kda_ops.__file__).parent.parent)
+    code = ALONE.format(checkout=checkout, build=str(build), kernels=kernels)
+    env = dict(os.environ, PYTHONPATH=str(tmp_path), KDA_OPS_CPU=kernels, TRITON_INTERPRET="1")
     run = subprocess.run(
         [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
+    x = torch.randn(1, 5, 1, 16, generator=torch.Generator().manual_seed(0))
+    want, _ = kda_ops.chunk_kda(x, x, x, None, None, use_qk_l2norm_in_kernel=True)
+    torch.testing.assert_close(torch.load(tmp_path / "o.pt"), want, rtol=1e-4, atol=1e-5)
 
 
 # --- the kernels package --------------------------------------------------------------------------
