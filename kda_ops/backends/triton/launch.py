@@ -230,30 +230,49 @@ def warn_if_lost(made) -> None:
 
 
 def launch(
-    kernel, programs: int, device: torch.device, *args, shown: tuple | None = None, **options
+    kernel,
+    programs: int,
+    device: torch.device,
+    *args,
+    shown: dict[str, Any] | None = None,
+    **given,
 ) -> None:
     """Launch on the device of the tensors, on a grid of one dimension (up to 2^31 - 1 programs).
 
-    If `shown` is given, the kernel is compiled for these arguments and runs with `args`.
+    Arguments are given by name, next to Triton's options; a small kernel may take them in order. If
+    `shown` names arguments, the kernel is compiled for those values and runs with the others.
     """
     if programs == 0:
         return
+    options = given
+    if given and not args:
+        args, options = in_order(kernel, given)
+    seen = None if shown is None else in_order(kernel, given | shown)[0]
     recorder = _HERE.recorder
     if recorder is not None:
         if _HERE.stream is not None and _HERE.waits:
             recorder.wait(joins=False)
         recorder.launch(
-            kernel, programs, args, options, _HERE.stream is not None, specialised=shown is None
+            kernel, programs, args, options, _HERE.stream is not None, specialised=seen is None
         )
         programs, args = int(programs), values(args)
-        shown = shown and values(shown)
+        seen = seen and values(seen)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            made = _launch(kernel, programs, device, args, shown, options)
+            made = _launch(kernel, programs, device, args, seen, options)
     else:
-        made = _launch(kernel, programs, device, args, shown, options)
+        made = _launch(kernel, programs, device, args, seen, options)
     if recorder is not None:
         recorder.made(made)
+
+
+def in_order(kernel, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Split what a launch is given by name into a kernel's arguments, in order, and its options."""
+    names = kernel.arg_names
+    if lacking := [name for name in names if name not in given]:
+        raise TypeError(f"{kernel.__name__} also takes {', '.join(lacking)}.")
+    options = {name: x for name, x in given.items() if name not in names}
+    return tuple(given[name] for name in names), options
 
 
 def _launch(kernel, programs: int, device: torch.device, args: tuple, shown, options: dict):
