@@ -230,12 +230,7 @@ def warn_if_lost(made) -> None:
 
 
 def launch(
-    kernel,
-    programs: int,
-    device: torch.device,
-    *args,
-    shown: dict[str, Any] | None = None,
-    **given,
+    kernel, programs: int, device: torch.device, *args, shown: dict[str, Any] | None = None, **given
 ) -> None:
     """Launch on the device of the tensors, on a grid of one dimension (up to 2^31 - 1 programs).
 

@@ -3,6 +3,7 @@ any number of tokens (docs/maths.md).
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,10 +19,27 @@ _NOWHERE = (0, 0, 0, 0)
 _ANY = 2**32 + 1  # a stride of which nothing is assumed; one less: a multiple of 16
 
 
+class Strides(NamedTuple):
+    """The strides of the tensors that `recur` takes, in elements, one tuple for each.
+
+    They are apart from the pointers: Triton would specialise a pointer inside a tuple on its
+    alignment, and decode would compile once for every placement of a cache.
+    """
+
+    q: tuple[Any, ...]
+    k: tuple[Any, ...]
+    v: tuple[Any, ...]
+    g: tuple[Any, ...]
+    beta: tuple[Any, ...]
+    slots: tuple[Any, ...]
+    state: tuple[Any, ...]
+    final: tuple[Any, ...]
+
+
 @triton.jit
 def find_slot(slots, strides, i_n, column, mask):
-    """Entry [i_n, column] of the slot table as int64, negative where `mask` is false; row i_n
-    itself without a table.
+    """Return entry [i_n, column] of the slot table as int64, without a table i_n itself; negative
+    where `mask` is false.
     """
     if slots is None:
         return tl.where(mask, i_n.to(tl.int64), -1)
@@ -33,15 +51,21 @@ def find_slot(slots, strides, i_n, column, mask):
 
 @triton.jit
 def load_vector(x, strides, i_b, i_t, i_h, o_d, D: tl.constexpr, here):
-    """Entries o_d of row (i_b, i_t, i_h) of a [B, T, heads, D] tensor in their own dtype, zero past
-    D and where `here` is false.
+    """Read entries o_d of row (i_b, i_t, i_h) of a [B, T, heads, D] tensor in their own dtype; zero
+    past D and where `here` is false.
     """
     p_x = x + (i_b * strides[0] + i_t * strides[1] + i_h.to(tl.int64) * strides[2])
     return tl.load(p_x + o_d.to(tl.int64) * strides[3], mask=(o_d < D) & here, other=0.0)
 
 
 @triton.jit
-def state_tile(
+def load_number(x, strides, i_b, i_t, i_h):
+    """Return entry (i_b, i_t, i_h) of a [B, T, HV] tensor in its own dtype."""
+    return tl.load(x + (i_b * strides[0] + i_t * strides[1] + i_h.to(tl.int64) * strides[2]))
+
+
+@triton.jit
+def state_entries(
     x,
     strides,
     i_slot,
@@ -53,7 +77,7 @@ def state_tile(
     KI: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Pointers to columns first.. of one slot and head, and which exist, as [KO * BV, KI]; the
+    """Return pointers to columns first.. of one slot and head, and which exist: [KO * BV, KI]. The
     caller's layout is in the strides.
 
     A state goes to and from memory in two dimensions, so that the threads of a warp lie along the
@@ -70,6 +94,38 @@ def state_tile(
 
 
 @triton.jit
+def load_state(
+    x,
+    strides,
+    i_slot,
+    i_h,
+    first,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KO: tl.constexpr,
+    KI: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Read columns first.. of one slot and head as [KO, BV, KI] in their own dtype; zero without
+    a state.
+    """
+    b_S = tl.zeros((KO, BV, KI), tl.float32)
+    if x is not None:
+        p_x, m_x = state_entries(x, strides, i_slot, i_h, first, K, V, KO, KI, BV)
+        b_S = tl.reshape(tl.load(p_x, mask=m_x, other=0.0), (KO, BV, KI))
+    return b_S
+
+
+@triton.jit
+def load_bias(dt_bias, i_h, o_d, D: tl.constexpr):
+    """Read the bias of one head's logits, fp32; zero without one."""
+    b_bias = tl.zeros(o_d.shape, tl.float32)
+    if dt_bias is not None:
+        b_bias = tl.load(dt_bias + i_h * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    return b_bias
+
+
+@triton.jit
 def store_state(
     x,
     strides,
@@ -83,24 +139,26 @@ def store_state(
     KI: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Write columns first.. of one slot and head, if there is a slot and anything to write to."""
+    """Write columns first.. of one slot and head, if there is a slot and a tensor."""
     if x is not None:
-        p_x, m_x = state_tile(x, strides, i_slot, i_h, first, K, V, KO, KI, BV)
+        p_x, m_x = state_entries(x, strides, i_slot, i_h, first, K, V, KO, KI, BV)
         tl.store(
             p_x, tl.reshape(b_S.to(x.dtype.element_ty), (KO * BV, KI)), mask=m_x & (i_slot >= 0)
         )
 
 
 @triton.jit
-def over_keys(x, y):
-    """Sums over the keys of two [KO, BV, KI], both in one pass through shared memory: [BV] each."""
+def sum_over_keys(x, y):
+    """Sum two [KO, BV, KI] over their keys, in one pass through shared memory: [BV] each."""
     return tl.split(tl.sum(tl.sum(tl.join(x, y), 0), 1))
 
 
 @triton.jit
-def widen(x):
-    """x as float32. bfloat16 in other words than ``to``, so that the compiler does not keep one
-    result for two uses: the wide copy is half of all registers.
+def widen_again(x):
+    """Return x as float32, a second time.
+
+    bfloat16 takes other instructions than ``to``. Else the compiler would keep one result for both
+    uses, and that copy takes half of all registers.
     """
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -110,7 +168,7 @@ def widen(x):
 
 @triton.jit
 def products(q, k):
-    """q·q, k·k and k·q of two [KO, KI], in one pass."""
+    """Return q·q, k·k and k·q of two [KO, KI], summed in one pass."""
     squares, mixed = tl.split(
         tl.sum(tl.sum(tl.join(tl.join(q * q, k * k), tl.join(k * q, k * q)), 0), 0)
     )
@@ -120,13 +178,52 @@ def products(q, k):
 
 
 @triton.jit
-def settle(x):
-    """The same [KO, KI], by a sum that the compiler does not see through.
+def norms(b_q, b_k, scale, L2NORM: tl.constexpr):
+    """Return what q and k are multiplied by, scale / |q| and 1 / |k| with L2NORM, and k·q before
+    that.
+    """
+    b_qq, b_kk, b_kq = products(b_q, b_k)
+    b_qn, b_kn = 1.0 * scale, 1.0
+    if L2NORM:
+        b_qn *= tl.rsqrt(b_qq + 1e-6)
+        b_kn = tl.rsqrt(b_kk + 1e-6)
+    return b_qn, b_kn, b_kq
 
-    Without it, it would move x to the threads of the state while x is narrow, and compute what
-    makes x once per column instead of once.
+
+@triton.jit
+def settle(x):
+    """Return x [KO, KI] by way of a sum that the compiler does not see through.
+
+    Without it, the compiler would move x to the threads of the state while x is narrow. Then it
+    would compute what makes x once per column instead of once.
     """
     return tl.sum(x[:, :, None], 2)
+
+
+@triton.jit
+def clear_output(p_o, n_tokens, o_v, HV: tl.constexpr, V: tl.constexpr):
+    """Write zeros to the rows of n_tokens tokens of one head."""
+    o_t = tl.arange(0, 16)
+    for i_t in range(0, n_tokens, 16):
+        m_o = (i_t + o_t < n_tokens)[:, None] & (o_v < V)[None, :]
+        tl.store(
+            p_o[None, :] + ((i_t + o_t).to(tl.int64) * HV * V)[:, None],
+            tl.zeros((16, o_v.shape[0]), p_o.dtype.element_ty),
+            mask=m_o,
+        )
+
+
+@triton.jit
+def first_slot(slots, strides, accepted, i_n, N, width):
+    """Return the slot that holds the state before the first token, negative if there is none: that
+    of the last accepted token, or of column 0.
+    """
+    column = 0
+    here = i_n < N
+    if accepted is not None:
+        column = tl.load(accepted + i_n, mask=here, other=1).to(tl.int32) - 1
+        here = here & (column >= 0) & (column < width)
+    return find_slot(slots, strides, i_n, column, here)
 
 
 @triton.jit(
@@ -160,14 +257,7 @@ def recur(
     dt_bias,
     cu_seqlens,
     final,
-    q_s,
-    k_s,
-    v_s,
-    g_s,
-    beta_s,
-    slots_s,
-    state_s,
-    final_s,
+    strides,
     N,
     T,
     width,
@@ -189,22 +279,21 @@ def recur(
     PER_TOKEN: tl.constexpr,
     ONE: tl.constexpr,
 ):
-    """One sequence and head, BV columns of its state; S [K, BV] fp32 stays in registers from token
-    to token::
+    """Run the recurrence for one sequence and head, over BV columns of its state S [K, BV] fp32::
 
-        u  = beta (v - S^T (k exp g)),   o = scale (S^T (q exp g) + (k·q) u)    [BV];
-        g [D], D = K or 1
-        S <- diag(exp g) S + k u^T
+        u  = beta (v - S^T (k exp g)),   o = scale (S^T (q exp g) + (k·q) u)    [BV]
+        S <- diag(exp g) S + k u^T                            g [D], D = K or 1
 
-    The read is written with the state before the write, so that both sums over K are taken in one
-    pass; it is the same as ``scale S^T q`` after it. With ONE token on a bfloat16 state, the state
-    is held as it was loaded and widened twice, which lets more programs share a multiprocessor. The
-    state comes from `state` (row i_n, or a slot) and goes to `final` after the last token, or after
-    each with PER_TOKEN. Sequences without a slot, and tokens past the last sequence, which are
-    sequence N, get zeros.
+    S stays in registers from token to token. o is ``scale S^T q`` after the write, in terms of the
+    state before it: so one pass takes both sums over K. With ONE token on a bfloat16 state, the
+    state is held as loaded and widened twice, and more programs share a multiprocessor.
 
-    A launch may begin beside the last programs of the one before it. It waits for all of their
-    work, and lets the next one begin likewise.
+    The state comes from `state` (row i_n, or a slot). It goes to `final` after the last token, or
+    after each with PER_TOKEN. Sequences without a slot get zeros, and so do tokens past the last
+    sequence: they are sequence N.
+
+    A launch may begin while the last programs of the previous one run. It waits for all of their
+    work, and lets the next launch begin likewise.
     """
     wait_for_previous()
     let_next_begin()
@@ -223,165 +312,173 @@ def recur(
     o_v = i_v * BV + tl.arange(0, BV)
     p_o = o + ((i_b * T + bos) * HV + i_h) * V + o_v
 
-    column = 0
-    here = i_n < N
-    if accepted is not None:
-        column = tl.load(accepted + i_n, mask=here, other=1).to(tl.int32) - 1
-        here = here & (column >= 0) & (column < width)
-    i_slot = find_slot(slots, slots_s, i_n, column, here)
+    i_slot = first_slot(slots, strides.slots, accepted, i_n, N, width)
     rate = load_rate(A_log, i_h)
     b_bound = tl.full((1, 1), lower_bound, tl.float32)
-    b_bias = tl.zeros((DO, DI), tl.float32)
-    if dt_bias is not None:
-        b_bias = tl.load(dt_bias + i_h * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    b_bias = load_bias(dt_bias, i_h, o_d, D)
     if i_slot < 0:
-        o_t = tl.arange(0, 16)
-        for i_t in range(0, n_tokens, 16):
-            m_o = (i_t + o_t < n_tokens)[:, None] & (o_v < V)[None, :]
-            tl.store(
-                p_o[None, :] + ((i_t + o_t).to(tl.int64) * HV * V)[:, None],
-                tl.zeros((16, BV), o.dtype.element_ty),
-                mask=m_o,
-            )
+        clear_output(p_o, n_tokens, o_v, HV, V)
         return
 
     here = n_tokens > 0
-    b_R = tl.zeros((KO, BV, KI), tl.float32)
-    if state is not None:
-        p_S, m_S = state_tile(state, state_s, i_slot, i_h, i_v * BV, K, V, KO, KI, BV)
-        b_R = tl.reshape(tl.load(p_S, mask=m_S, other=0.0), (KO, BV, KI))
+    b_R = load_state(state, strides.state, i_slot, i_h, i_v * BV, K, V, KO, KI, BV)
     b_S = b_R.to(tl.float32)
 
     for i_t in range(n_tokens):
-        b_q = load_vector(q, q_s, i_b, bos + i_t, i_g, o_k, K, here).to(tl.float32)
-        b_k = load_vector(k, k_s, i_b, bos + i_t, i_g, o_k, K, here).to(tl.float32)
-        b_v = load_vector(v, v_s, i_b, bos + i_t, i_h, o_v, V, here).to(tl.float32)
+        t = bos + i_t
+        b_q = load_vector(q, strides.q, i_b, t, i_g, o_k, K, here).to(tl.float32)
+        b_k = load_vector(k, strides.k, i_b, t, i_g, o_k, K, here).to(tl.float32)
+        b_v = load_vector(v, strides.v, i_b, t, i_h, o_v, V, here).to(tl.float32)
         if g is not None:
-            b_g = load_vector(g, g_s, i_b, bos + i_t, i_h, o_d, D, here).to(tl.float32)
+            b_g = load_vector(g, strides.g, i_b, t, i_h, o_d, D, here).to(tl.float32)
         if beta is not None:
-            b_beta = tl.load(
-                beta + (i_b * beta_s[0] + (bos + i_t) * beta_s[1] + i_h.to(tl.int64) * beta_s[2])
-            ).to(tl.float32)
+            b_beta = load_number(beta, strides.beta, i_b, t, i_h).to(tl.float32)
         tl.debug_barrier()  # or the compiler waits for these before it asks for the state
         if g is not None:
             b_decay = settle(tl.exp2(log2_decay(b_g, b_bias, rate, b_bound, ACTIVATE, BOUNDED)))
-        b_qq, b_kk, b_kq = products(b_q, b_k)
-        b_qn, b_kn = 1.0 * scale, 1.0
-        if L2NORM:
-            b_qn *= tl.rsqrt(b_qq + 1e-6)
-            b_kn = tl.rsqrt(b_kk + 1e-6)
+        b_qn, b_kn, b_kq = norms(b_q, b_k, scale, L2NORM)
         b_q, b_k = settle(b_q * b_qn), settle(b_k * b_kn)
         b_kd, b_qd = b_k, b_q  # the state is read decayed; [K] is cheaper to decay than [K, V]
         if g is not None:
             b_kd, b_qd = b_k * b_decay, b_q * b_decay
-        b_u, b_o = over_keys(b_S * b_kd[:, None, :], b_S * b_qd[:, None, :])
+        b_u, b_o = sum_over_keys(b_S * b_kd[:, None, :], b_S * b_qd[:, None, :])
         b_u = b_v - b_u
         if beta is not None:
             b_u *= strength(b_beta, SIGMOID, NEG_EIGVAL)
         b_o += b_kq * b_kn * b_qn * b_u
         if ONE:
-            b_S = widen(b_R)
+            b_S = widen_again(b_R)
         if g is not None:
             b_S *= b_decay[:, None, :]
         b_S += b_k[:, None, :] * b_u[None, :, None]
         if PER_TOKEN:
-            i_slot = find_slot(slots, slots_s, i_n, i_t, i_t < width)
+            i_slot = find_slot(slots, strides.slots, i_n, i_t, i_t < width)
             b_o = tl.where(i_slot >= 0, b_o, 0.0)
         if PER_TOKEN or ONE:
-            store_state(final, final_s, i_slot, i_h, i_v * BV, b_S, K, V, KO, KI, BV)
+            store_state(final, strides.final, i_slot, i_h, i_v * BV, b_S, K, V, KO, KI, BV)
         tl.store(p_o, b_o.to(o.dtype.element_ty), mask=o_v < V)
         p_o += HV * V
 
     if not (PER_TOKEN or ONE):
-        store_state(final, final_s, i_slot, i_h, i_v * BV, b_S, K, V, KO, KI, BV)
+        store_state(final, strides.final, i_slot, i_h, i_v * BV, b_S, K, V, KO, KI, BV)
+
+
+class Cut(NamedTuple):
+    """How a program holds its part of a state: [KO, BV, KI], and its launch options."""
+
+    KO: int
+    KI: int
+    BV: int
+    options: dict[str, int]
 
 
 @functools.lru_cache(maxsize=256)
-def tile(
-    K: int, V: int, itemsize: int, keys_contiguous: bool, one: bool
-) -> tuple[int, int, int, dict[str, int]]:
-    """How a state is cut: KO, KI, BV and launch options. 256 bytes per thread; where keys are
-    contiguous 256 bytes of one column to 16 threads.
+def cut(K: int, V: int, itemsize: int, keys_contiguous: bool, one: bool) -> Cut:
+    """Return how states are cut: 256 bytes per thread.
 
-    Where keys are contiguous a sum over them stays within a warp, and a program of one warp never
-    waits for another; otherwise a program reads rows of 64 columns, for memory likes them long.
-    Registers are capped where another program per multiprocessor is worth it. One tiling for all N,
-    on which bits therefore do not depend.
+    Where keys are contiguous, 16 threads hold 256 bytes of one column. A sum over keys then stays
+    within a warp, and a program of one warp never waits for another. Otherwise a program reads rows
+    of 64 columns, because memory serves long rows best. Registers are capped where one more program
+    per multiprocessor is worth it. One cut serves all N, so bits do not depend on N.
     """
     BK, columns, wide = 1 << (K - 1).bit_length(), 1 << (V - 1).bit_length(), itemsize == 4
     KI = min(256 // itemsize, BK) if keys_contiguous else 1
-    BV = max(
-        1,
-        min(
-            columns,
-            ((8192 if one or not wide else 16384) // itemsize if keys_contiguous else 8192) // BK,
-        ),
-    )
+    entries = 8192
+    if keys_contiguous:
+        entries = (8192 if one or not wide else 16384) // itemsize
+    BV = max(1, min(columns, entries // BK))
     cap = 128 if wide and not one else 168 if one and not (wide or keys_contiguous) else None
-    return (
-        BK // KI,
-        KI,
-        BV,
-        {"num_warps": max(1, BK * BV * itemsize // 8192)}
-        | ({} if cap is None else {"maxnreg": cap}),
-    )
+    options = {"num_warps": max(1, BK * BV * itemsize // 8192)}
+    return Cut(BK // KI, KI, BV, options if cap is None else options | {"maxnreg": cap})
 
 
 def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
-    """The token recurrence of the contract (`kda_ops.stages.Backend.step`), in one launch whatever
-    the number of tokens.
+    """Run the token recurrence of the contract (`kda_ops.stages.Backend.step`) in one launch,
+    whatever the number of tokens.
 
     A kernel is compiled for what it may assume: dtypes, sizes and flags of the model, one token or
     any number, how states lie in memory. It is shown odd 64-bit numbers for other strides, so that
     one kernel holds for all values.
     """
     final = None if final_state is None or final_state.dim() != 4 else final_state
-    slots = p.state_indices
-    per_token = slots is not None and slots.dim() == 2
-    slots_s: tuple[int, ...] = (0, 0)
-    width: int = 1
-    if slots is not None:
-        slots_s = strides_of(slots)
-        slots_s, width = (slots_s, shape_of(slots)[1]) if per_token else ((slots_s[0], 0), 1)
-    rank = (0,) * (1 - p.rank)
-    g_s = _NOWHERE if p.g is None else (*strides_of(p.g), *rank)
-    beta_s = _NOWHERE[:3] if p.beta is None else strides_of(p.beta)
-    given = [strides_of(p.q), strides_of(p.k), strides_of(p.v), g_s, beta_s, slots_s]
-    state_s = _strides_kv(p.state, p.transposed)
-    final_s = state_s if final is p.state else _strides_kv(final, p.transposed)
-    held, held_s = (p.state, state_s) if p.state is not None else (final, final_s)
+    strides, width, per_token = _strides(p, final)
+    held, held_s = (final, strides.final) if p.state is None else (p.state, strides.state)
     one = p.cu_seqlens is None and bool(p.T == 1)
-    keys_contiguous = bool(held_s[2] == 1) and bool(held_s[3] != 1)
-    KO, KI, BV, options = tile(
-        p.K, p.V, 4 if held is None else held.element_size(), keys_contiguous, one
+    KO, KI, BV, options = cut(
+        p.K,
+        p.V,
+        4 if held is None else held.element_size(),
+        bool(held_s[2] == 1) and bool(held_s[3] != 1),
+        one,
     )
-    constants = (
-        *(p.H, p.HV, p.K, p.V, p.K if p.rank else 1, KO, KI, BV),
-        *(p.l2norm, p.activate_gate, p.lower_bound is not None, p.sigmoid_beta, p.neg_eigval),
-        *(per_token, one),
+    shown = Strides(*((_ANY,) * len(s) for s in strides))
+    shown = shown._replace(
+        state=_show(strides.state, p.K, p.V), final=_show(strides.final, p.K, p.V)
     )
-    tensors = (
-        *(o, p.q, p.k, p.v, p.g, p.beta, p.state, slots, p.num_accepted_tokens),
-        *(dense(p.A_log), dense(p.dt_bias), p.cu_seqlens, final),
-    )
-    numbers = (width, p.scale, p.lower_bound or 0.0)
-    shown = [(_ANY,) * len(s) for s in given] + [_show(s, p.K, p.V) for s in (state_s, final_s)]
     launch(
         recur,
         (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // BV),
         p.q.device,
-        *tensors,
-        *given,
-        state_s,
-        final_s,
-        p.N,
-        p.T,
-        *numbers,
-        *constants,
-        shown=(*tensors, *shown, 2, 1 if one else 2, *numbers, *constants),
+        shown=dict(strides=shown, N=2, T=1 if one else 2),
+        o=o,
+        q=p.q,
+        k=p.k,
+        v=p.v,
+        g=p.g,
+        beta=p.beta,
+        state=p.state,
+        slots=p.state_indices,
+        accepted=p.num_accepted_tokens,
+        A_log=dense(p.A_log),
+        dt_bias=dense(p.dt_bias),
+        cu_seqlens=p.cu_seqlens,
+        final=final,
+        strides=strides,
+        N=p.N,
+        T=p.T,
+        width=width,
+        scale=p.scale,
+        lower_bound=p.lower_bound or 0.0,
+        H=p.H,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        D=p.K if p.rank else 1,
+        KO=KO,
+        KI=KI,
+        BV=BV,
+        L2NORM=p.l2norm,
+        ACTIVATE=p.activate_gate,
+        BOUNDED=p.lower_bound is not None,
+        SIGMOID=p.sigmoid_beta,
+        NEG_EIGVAL=p.neg_eigval,
+        PER_TOKEN=per_token,
+        ONE=one,
         **options,
         **tuning.begins_early(p.q.device),
     )
+
+
+def _strides(p: Problem, final: Tensor | None) -> tuple[Strides, int, bool]:
+    """Return all strides, the columns of the slot table, and whether each token has a column."""
+    slots_s, width, per_token = (0, 0), 1, False
+    if p.state_indices is not None:
+        found = strides_of(p.state_indices)
+        per_token = len(found) == 2
+        slots_s = (found[0], found[1] if per_token else 0)
+        width = shape_of(p.state_indices)[1] if per_token else 1
+    state = _strides_kv(p.state, p.transposed)
+    strides = Strides(
+        q=strides_of(p.q),
+        k=strides_of(p.k),
+        v=strides_of(p.v),
+        g=_NOWHERE if p.g is None else (*strides_of(p.g), *(0,) * (1 - p.rank)),
+        beta=_NOWHERE[:3] if p.beta is None else strides_of(p.beta),
+        slots=slots_s,
+        state=state,
+        final=state if final is p.state else _strides_kv(final, p.transposed),
+    )
+    return strides, width, per_token
 
 
 def _strides_kv(state: Tensor | None, transposed: bool) -> tuple[int, ...]:
