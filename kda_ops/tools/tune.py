@@ -209,7 +209,7 @@ def tune(
     rank = int(op == "kda")
     call = dict(rank=rank, K=K, V=V, dtype=dtype, gate=gate, B=B, T=T, H=H, device="cuda")
     best: dict[str, dict] = {}
-    for kernel in ("prepare_kda", "scan_tiles") if rank else ("prepare_gdn", "scan_rows"):
+    for kernel in ("prepare_kda", "scan_kda") if rank else ("prepare_gdn", "scan_gdn"):
         name, tried, times = sweep(kernel, call, best, echo)
         winner = min(times, key=times.__getitem__, default=0)
         # the table's is in place 0

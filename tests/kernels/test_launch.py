@@ -75,11 +75,11 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
 def test_a_launch_warns_of_a_kernel_that_has_lost_its_registers(registers, words, lost):
     from kda_ops.backends.triton.launch import launch
 
-    made = SimpleNamespace(name="scan_tiles", n_regs=registers, n_spills=words)
+    made = SimpleNamespace(name="scan_kda", n_regs=registers, n_spills=words)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         launch({(3,): lambda *args, **options: made}, 3, torch.device("cpu"), 1)
-    assert ["scan_tiles has lost its registers" in str(w.message) for w in said] == [True] * lost
+    assert ["scan_kda has lost its registers" in str(w.message) for w in said] == [True] * lost
 
 
 SIDE_BY_SIDE = """
@@ -98,7 +98,7 @@ with offline(90, ["", ""]) as rows:
     shown, JITFunction.run, JITFunction._do_compile = JITFunction.run, run, count
     with compiling():
         call.compile()
-    kernels = ["prepare_gdn", "scan_rows", "reverse_scan_rows", "gradient_rows"]
+    kernels = ["prepare_gdn", "scan_gdn", "reverse_scan_rows", "gradient_rows"]
     assert sorted(compiled) == sorted(kernels), compiled
     JITFunction.run = shown
     call.compile()

@@ -27,9 +27,7 @@ def test_every_kernel_is_within_its_budget(arch):
         text=True,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    forward = (
-        "prepare_kda scan_tiles prepare_gdn scan_rows join_runs recur gate_forward gate_gradient"
-    )
+    forward = "prepare_kda scan_kda prepare_gdn scan_gdn join_runs recur gate_forward gate_gradient"
     training = (
         "reverse_scan_tiles gradient_pairs sum_decays gradient_keys sum_gradients "
         "reverse_scan_rows gradient_rows gather_heads"
@@ -57,10 +55,10 @@ def test_every_kernel_is_within_its_budget(arch):
 @pytest.mark.parametrize(
     "arch, kernel, label, fault, known",
     (
-        (80, "scan_tiles", "kda keep", "given registers up", True),
-        (80, "scan_tiles", "kda", "given registers up", False),
-        (80, "scan_tiles", "kda keep", "a buffer is filled again", False),
-        (90, "scan_tiles", "kda keep", "given registers up", False),
+        (80, "scan_kda", "kda keep", "given registers up", True),
+        (80, "scan_kda", "kda", "given registers up", False),
+        (80, "scan_kda", "kda keep", "a buffer is filled again", False),
+        (90, "scan_kda", "kda keep", "given registers up", False),
         (80, "gradient_keys", "kda keep", "given registers up", False),
     ),
 )
@@ -70,7 +68,7 @@ def test_only_what_the_doctor_knows_is_no_error(arch, kernel, label, fault, know
     monkeypatch.setattr(
         doctor,
         "HAZARDS",
-        (doctor.Hazard((3, 0), None, 8, "what", "here", ("scan_tiles",), "given registers up"),),
+        (doctor.Hazard((3, 0), None, 8, "what", "here", ("scan_kda",), "given registers up"),),
     )
     assert (
         is_known(
@@ -103,7 +101,7 @@ def test_a_kernel_that_reads_before_it_waits_is_found(lines, found):
     assert hasty("\n".join(lines)) == found
     assert (
         len(
-            Row("layer", "bound", "scan_tiles", 90, 8, 255, 0, 0, 1.0, False, hasty=found).faults(
+            Row("layer", "bound", "scan_kda", 90, 8, 255, 0, 0, 1.0, False, hasty=found).faults(
                 False
             )
         )
@@ -125,12 +123,12 @@ def test_registers_and_stack_have_budgets_that_other_scans_do_not_share():
         and faults("layer", "bound", "gradient_pairs", 169, 121) == 2
     )
     assert (
-        faults("layer keep few", "bound", "scan_tiles", 255, 272) == 0
-        and faults("layer keep", "bound", "scan_tiles", 255, 272) == 1
+        faults("layer keep few", "bound", "scan_kda", 255, 272) == 0
+        and faults("layer keep", "bound", "scan_kda", 255, 272) == 1
     )
     assert (
-        faults("layer ahead", "bound", "scan_tiles", 255, 8) == 1
-        and faults("layer", "bound", "scan_tiles", 255, 8) == 0
+        faults("layer ahead", "bound", "scan_kda", 255, 8) == 1
+        and faults("layer", "bound", "scan_kda", 255, 8) == 0
     )
     assert faults("fp32", "bound", "gradient_pairs", 255, 1024, strict=False) == 0
 
@@ -146,7 +144,7 @@ def test_a_kernel_that_has_lost_its_registers_is_found(registers, stack, found):
     from kda_ops.tools.offline import Row
 
     faults = Row(
-        "fp32 16x16", "plain", "scan_tiles", 90, 8, registers, stack, 8192, 1.0, False
+        "fp32 16x16", "plain", "scan_kda", 90, 8, registers, stack, 8192, 1.0, False
     ).faults(strict=False)
     assert ["given registers up" in fault for fault in faults] == [True] * found
 

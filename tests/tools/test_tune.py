@@ -56,7 +56,7 @@ def test_a_candidate_that_ends_its_process_costs_itself_alone(candidates):
     lines = []
     assert tune.tune(**CALL, echo=lines.append) == {
         "prepare_gdn": {"warps": 4},
-        "scan_rows": {"warps": 4},
+        "scan_gdn": {"warps": 4},
     }
     assert (
         sum("illegal memory access" in line for line in lines) == 4
@@ -73,7 +73,7 @@ def test_the_table_stays_unless_it_is_wrong_or_clearly_slower(candidates):
     ):
         candidates(times)
         assert tune.tune(**CALL, echo=lambda line: None) == (
-            {"prepare_gdn": found, "scan_rows": found} if found else {}
+            {"prepare_gdn": found, "scan_gdn": found} if found else {}
         )
 
 
@@ -115,7 +115,7 @@ def test_a_row_of_the_file_is_used_and_others_are_kept(tuning):
     assert tuning.choose("prepare_kda", p) == found and tuning.tuned()["other"] == tuning.Options(
         16
     )
-    assert tuning.choose("scan_tiles", p) == tuning.table("scan_tiles", p)
+    assert tuning.choose("scan_kda", p) == tuning.table("scan_kda", p)
 
 
 def test_a_file_of_another_machine_or_no_file_at_all_is_not_used(tuning):

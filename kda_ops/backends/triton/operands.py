@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, overload
 
+import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton.launch import strides_of
@@ -53,6 +54,31 @@ class TileGDN(NamedTuple):
     P: Pointer  # [NT, HV, 64, 64]
     rows: Pointer  # [NT, HV, 7, 64] fp32
     gamma: Pointer  # [NT, HV, 1] fp32
+
+
+# Vectors of 64 numbers, fp32, next to each tile: one number per row of the chunk. With G the sum of
+# log decays from the start of the chunk to a row, and n the inverse norm (1 without l2norm):
+#
+#     Rows of GDN                                   Rows of KDA
+#     FROM_START_K   n_k exp G                      BETA_KDA   beta
+#     TO_END_K       n_k exp(sum of g after it)     NORM_Q_KDA   n_q, if backward reads it
+#     BETA           beta                           NORM_K_KDA   n_k, likewise
+#     FROM_START_Q   scale n_q exp G
+#     NORM_K         n_k
+#     NORM_Q         n_q
+#     LOG_DECAY      G in base 2, or g itself for fp32 operands (`decay.pair_decay`)
+FROM_START_K = tl.constexpr(0)
+TO_END_K = tl.constexpr(1)
+BETA = tl.constexpr(2)
+FROM_START_Q = tl.constexpr(3)
+NORM_K = tl.constexpr(4)
+NORM_Q = tl.constexpr(5)
+LOG_DECAY = tl.constexpr(6)
+COUNT_GDN = tl.constexpr(7)
+BETA_KDA = tl.constexpr(0)
+NORM_Q_KDA = tl.constexpr(1)
+NORM_K_KDA = tl.constexpr(2)
+COUNT_KDA = tl.constexpr(3)
 
 
 @overload

@@ -10,6 +10,7 @@ from torch import Tensor
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import over_keys, store_turned, turn, turn_back
 from kda_ops.backends.triton.launch import as_kv, launch, new, shape_of, strides_of
+from kda_ops.backends.triton.operands import Strided
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
 from kda_ops.backends.triton.scan import fill_zero, head_at, load_factor, load_factors, rows_at
 from kda_ops.backends.triton.tile import dense, fit, load_lower, load_tile, widen
@@ -73,17 +74,19 @@ def reverse_scan_tiles(
     part of the tile. Every transpose is of a tile from memory, never of a product. dv_new is
     rounded as an operand; where A is one, on its diagonal, z takes it as it was.
     """
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(
-        cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True
+    maps, dfinal, dinitial = (
+        Strided(maps, maps_s),
+        Strided(dfinal, dfinal_s),
+        Strided(dinitial, dinitial_s),
     )
+    at = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = at
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     if dv is not None:
         fill_zero(dv, dv_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
     TYPE: tl.constexpr = w.dtype.element_ty
     m_v = (o_v < V)[None, :]
-    b_dS = turn(
-        open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
-    )
+    b_dS = turn(open_run(dfinal, None, maps, at, live, o_k, o_v, K, V, RUN))
     for step in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         c = start + stop - 1 - step
         i_tile = (first + c) * HV + i_h
@@ -113,23 +116,7 @@ def reverse_scan_tiles(
             write_values(
                 z, dv, dv_s, i_tile, i_b, i_h, bos + c * 64, length - c * 64, i_v, b_z, b_beta, V
             )
-    close_run(
-        dinitial,
-        dinitial_s,
-        None,
-        maps,
-        maps_s,
-        i_n,
-        i_h,
-        run,
-        turn_back(b_dS),
-        o_k,
-        o_v,
-        live,
-        K,
-        V,
-        True,
-    )
+    close_run(dinitial, None, maps, at, live, turn_back(b_dS), o_k, o_v, K, V, True)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -176,18 +163,20 @@ def reverse_scan_rows(
     Decays, norms and beta are factors per row and move past the products; w is not needed, for w^T
     dv_new = (beta k exp G)^T z.
     """
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(
-        cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True
+    maps, dfinal, dinitial = (
+        Strided(maps, maps_s),
+        Strided(dfinal, dfinal_s),
+        Strided(dinitial, dinitial_s),
     )
+    at = place(cu_seqlens, None, maps, N, T, HV, K, V, BV, RUN, True)
+    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = at
     i_g = i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
     if dv is not None:
         fill_zero(dv, dv_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
     TYPE: tl.constexpr = A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
-    b_dS = turn(
-        open_run(dfinal, dfinal_s, None, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
-    )
+    b_dS = turn(open_run(dfinal, None, maps, at, live, o_k, o_v, K, V, RUN))
     for step in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
         c = start + stop - 1 - step
         i_tile, t = (first + c) * HV + i_h, bos + c * 64
@@ -215,23 +204,7 @@ def reverse_scan_rows(
         write_values(z, dv, dv_s, i_tile, i_b, i_h, t, length - c * 64, i_v, b_z, b_beta, V)
         b_less = (b_z * -(load_factor(rows, i_tile, 0, 7) * b_beta)).to(TYPE)
         b_dS = tl.dot(b_less, b_k, b_dS, input_precision=PREC)
-    close_run(
-        dinitial,
-        dinitial_s,
-        None,
-        maps,
-        maps_s,
-        i_n,
-        i_h,
-        run,
-        turn_back(b_dS),
-        o_k,
-        o_v,
-        live,
-        K,
-        V,
-        True,
-    )
+    close_run(dinitial, None, maps, at, live, turn_back(b_dS), o_k, o_v, K, V, True)
 
 
 def reads_z(p: Problem) -> bool:

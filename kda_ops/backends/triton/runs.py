@@ -14,17 +14,37 @@ starts from in the first V columns. At the run where a sequence begins that is t
 copied: its memory may be where the final state goes.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kda_ops import problem
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.launch import first_columns, launch, new, strides_of
+from kda_ops.backends.triton.launch import first_columns, launch, new
+from kda_ops.backends.triton.operands import strided
 from kda_ops.backends.triton.state import close_state, open_state, state_at
-from kda_ops.backends.triton.tile import dense, find_sequence, locate_sequence
-from kda_ops.problem import CHUNK, Problem
+from kda_ops.backends.triton.tile import CHUNK, dense, find_sequence, locate_sequence
+from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
+
+
+class Place(NamedTuple):
+    """Where a program of a scan is: a run of one head of one sequence, and columns of its state."""
+
+    i_n: Any  # the sequence
+    i_h: Any  # the value head
+    i_v: Any  # the first column of the state
+    live: Any  # False for a sequence without a slot, a run that no sequence has, and the tail
+    i_b: Any  # the row of the batch, int64
+    bos: Any  # the first token of the sequence, int64
+    length: Any  # its tokens
+    first: Any  # the number of its first chunk, among those of all sequences
+    start: Any  # the chunks of the run, in the sequence
+    stop: Any
+    run: Any  # (number of the run, whether the scan begins here, whether it ends here)
 
 
 @triton.jit
@@ -41,31 +61,28 @@ def place(
     RUN: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """This program's (i_n, i_h, first column, live, i_b, first token of the sequence, tokens, first
-    chunk, start, stop, run).
+    """Return this program's `Place`.
 
-    Its chunks are start to stop of the sequence: those of its run, or all. `run` is (i_r, whether
-    the scan begins here, whether it ends here). Slices of the columns of one head are neighbours,
-    so that they find its tiles in the cache. `live` is false for a sequence without a slot, for a
-    run that no sequence has, and for the tail of a packed row, sequence N: its output is zero.
+    Slices of the columns of one head are neighbours, so that they find its tiles in the cache. The
+    tail of a packed row is sequence N; its output is zero.
     """
-    slices: tl.constexpr = (V + (K if maps is not None else 0) + BV - 1) // BV
+    slices: tl.constexpr = (V + (K if maps.pointer is not None else 0) + BV - 1) // BV
     i_rh = tl.program_id(0) // slices
     i_r, i_h = i_rh // HV, i_rh % HV
     i_v = (tl.program_id(0) % slices) * BV
     i_n = i_r
     if RUN:
         if cu_seqlens is not None:
-            i_n = find_sequence(cu_seqlens, i_r, N + 1, RUN * 64)
+            i_n = find_sequence(cu_seqlens, i_r, N + 1, RUN * CHUNK)
         else:
-            i_n = i_r // tl.cdiv(T, RUN * 64)
+            i_n = i_r // tl.cdiv(T, RUN * CHUNK)
     live = i_n < N
     if slots is not None:
         live = live & (tl.load(slots + i_n, mask=live, other=-1) >= 0)
     i_b, bos, length, first = locate_sequence(cu_seqlens, i_n, N, T)
-    start, stop, begins, ends = i_r * 0, tl.cdiv(length, 64), live, live
+    start, stop, begins, ends = i_r * 0, tl.cdiv(length, CHUNK), live, live
     if RUN:
-        first_run = locate_sequence(cu_seqlens, i_n, N, T, RUN * 64)[3]
+        first_run = locate_sequence(cu_seqlens, i_n, N, T, RUN * CHUNK)[3]
         start = (i_r - first_run).to(tl.int32) * RUN
         live = live & ((start == 0) | (start < stop))
         begins, ends = start == 0, start + RUN >= stop
@@ -73,39 +90,26 @@ def place(
         if BACK:
             begins, ends = ends, begins
     # the state that leaves the last run starts none, and the first one starts from the state itself
-    if maps is not None:
+    if maps.pointer is not None:
         stop = tl.where(ends | begins & (i_v >= V) | (not live), start, stop)
-    return i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, (i_r, begins, ends)
+    return Place(i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, (i_r, begins, ends))
 
 
 @triton.jit
 def open_run(
-    state,
-    state_s,
-    slots,
-    maps,
-    maps_s,
-    i_n,
-    i_h,
-    run,
-    o_k,
-    o_v,
-    live,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    RUN: tl.constexpr,
+    state, slots, maps, at, live, o_k, o_v, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr
 ):
-    """What this program's scan starts from, [BK, BV] fp32: the state of its sequence, that of its
-    run, or [0 | I] to find the map.
+    """Return what a program's scan starts from, [BK, BV] fp32: the state of its sequence, that of
+    its run, or [0 | I] to find the map.
     """
-    i_r, begins, _ = run
-    if maps is not None:
-        b_S = open_state(state, state_s, slots, i_n, i_h, o_k, o_v, live & begins, K, V)
-        close_state(maps, maps_s, None, i_r, i_h, b_S, o_k, o_v, live & begins, K, V)
+    i_r, begins, _ = at.run
+    if maps.pointer is not None:
+        b_S = open_state(state, slots, at.i_n, at.i_h, o_k, o_v, live & begins, K, V)
+        close_state(maps, None, i_r, at.i_h, b_S, o_k, o_v, live & begins, K, V)
         b_S = tl.where(((o_k + V)[:, None] == o_v[None, :]) & (not begins), 1.0, b_S)
     else:
         b_S = open_state(
-            state, state_s, None if RUN else slots, i_r if RUN else i_n, i_h, o_k, o_v, live, K, V
+            state, None if RUN else slots, i_r if RUN else at.i_n, at.i_h, o_k, o_v, live, K, V
         )
     return b_S
 
@@ -113,47 +117,31 @@ def open_run(
 @triton.jit
 def close_run(
     final,
-    final_s,
     slots,
     maps,
-    maps_s,
-    i_n,
-    i_h,
-    run,
+    at,
+    live,
     b_S,
     o_k,
     o_v,
-    live,
     K: tl.constexpr,
     V: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """Write what this program's scan ends with: the final state of its sequence, or the map to the
-    run that it leads to.
+    """Write what a program's scan ends with: the final state of its sequence, or the map to the run
+    that it leads to.
     """
-    i_r, _, ends = run
-    if maps is not None:
-        close_state(
-            maps,
-            maps_s,
-            None,
-            i_r - 1 if BACK else i_r + 1,
-            i_h,
-            b_S,
-            o_k,
-            o_v,
-            live & (not ends),
-            K,
-            V + K,
-        )
-    if final is not None:
-        close_state(final, final_s, slots, i_n, i_h, b_S, o_k, o_v, live & ends, K, V)
+    i_r, _, ends = at.run
+    if maps.pointer is not None:
+        i_next = i_r - 1 if BACK else i_r + 1
+        close_state(maps, None, i_next, at.i_h, b_S, o_k, o_v, live & (not ends), K, V + K)
+    if final.pointer is not None:
+        close_state(final, slots, at.i_n, at.i_h, b_S, o_k, o_v, live & ends, K, V)
 
 
 @triton.jit(do_not_specialize=["N", "T", "HV"])
 def join_runs(
     maps,
-    maps_s,
     cu_seqlens,
     N,
     T,
@@ -166,30 +154,29 @@ def join_runs(
     BACK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One head of one sequence and BV columns: the state that each run starts from, in place of the
-    b that led to it::
+    """Put the state that each run starts from where the b that leads to it was; one head of one
+    sequence and BV columns::
 
         S <- M S + b [K, V] fp32
 
-    The first two are there already: the state given, and the one that the run after it reached from
-    it.
+    The first two are there already: the given state, and the state that the run after it reaches.
     """
     slices: tl.constexpr = (V + BV - 1) // BV
     i_nh = tl.program_id(0) // slices
     i_n, i_h = i_nh // HV, i_nh % HV
     o_k, o_v = tl.arange(0, BK), (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
-    _, _, length, first = locate_sequence(cu_seqlens, i_n, N, T, RUN * 64)
-    count = tl.cdiv(length, RUN * 64)
+    _, _, length, first = locate_sequence(cu_seqlens, i_n, N, T, RUN * CHUNK)
+    count = tl.cdiv(length, RUN * CHUNK)
     m_S, m_M = (o_k < K)[:, None] & (o_v < V)[None, :], (o_k < K)[:, None] & (o_k < K)[None, :]
     b_S = tl.load(
-        state_at(maps, maps_s, first + (count - 2 if BACK else 1), i_h, o_k, o_v),
+        state_at(maps, first + (count - 2 if BACK else 1), i_h, o_k, o_v),
         mask=m_S & (count > 2),
         other=0.0,
     )
     for i in tl.range(2, count, num_stages=STAGES):
         slot = first + (count - 1 - i if BACK else i)
-        b_M = tl.load(state_at(maps, maps_s, slot, i_h, o_k, o_k + V), mask=m_M, other=0.0)
-        p_b = state_at(maps, maps_s, slot, i_h, o_k, o_v)
+        b_M = tl.load(state_at(maps, slot, i_h, o_k, o_k + V), mask=m_M, other=0.0)
+        p_b = state_at(maps, slot, i_h, o_k, o_v)
         b_S = tl.dot(b_M, b_S, tl.load(p_b, mask=m_S, other=0.0), input_precision="tf32x3")
         tl.store(p_b, b_S, mask=m_S)
 
@@ -201,9 +188,13 @@ class Runs:
 
     def __init__(self, p: Problem):
         self.p, self.maps, length, packed = p, None, tuning.run_length(p), p.cu_seqlens is not None
-        self.length = length if p.T > length * CHUNK else 0  # else no sequence has a second run
+        self.length = (
+            length if p.T > length * problem.CHUNK else 0
+        )  # else no sequence has a second run
         # the tail of a packed row is one more sequence
-        self.pieces = int(packed) + (count_chunks(p, self.length * CHUNK) if self.length else p.N)
+        self.pieces = int(packed) + (
+            count_chunks(p, self.length * problem.CHUNK) if self.length else p.N
+        )
         if self.length:
             shape = (self.pieces, p.HV, p.K, p.V + p.K)
             self.maps = new(p.q, "maps", shape, torch.float32)
@@ -221,19 +212,18 @@ class Runs:
             join_runs,
             p.N * p.HV * slices,
             p.q.device,
-            self.maps,
-            strides_of(self.maps),
-            dense(p.cu_seqlens),
-            p.N,
-            p.T,
-            p.HV,
-            p.K,
-            p.V,
-            options.block_k,
-            options.block_v,
-            self.length,
-            back,
-            options.stages,
+            maps=strided(self.maps),
+            cu_seqlens=dense(p.cu_seqlens),
+            N=p.N,
+            T=p.T,
+            HV=p.HV,
+            K=p.K,
+            V=p.V,
+            BK=options.block_k,
+            BV=options.block_v,
+            RUN=self.length,
+            BACK=back,
+            STAGES=options.stages,
             **options.launch,
         )
         return first_columns(self.maps, p.V)

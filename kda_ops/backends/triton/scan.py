@@ -1,24 +1,42 @@
-"""The state carried through the chunks of each sequence: the only sequential part of the
-forward.
-"""
+"""Carry the state through the chunks of each sequence: the only sequential part of the forward."""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kda_ops import problem
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import over_keys, store_turned, turn, turn_back
-from kda_ops.backends.triton.launch import as_kv, beside, launch, new, shape_of, strides_of
+from kda_ops.backends.triton.launch import as_kv, beside, launch, new, shape_of
+from kda_ops.backends.triton.operands import (
+    BETA,
+    BETA_KDA,
+    COUNT_GDN,
+    COUNT_KDA,
+    FROM_START_K,
+    FROM_START_Q,
+    TO_END_K,
+    Pointer,
+    Strided,
+    TileGDN,
+    TileKDA,
+    strided,
+)
 from kda_ops.backends.triton.runs import Runs, close_run, open_run, place
 from kda_ops.backends.triton.tile import (
+    CHUNK,
     FOLLOWED,
     INTERPRETED,
     Begun,
     dense,
     fit,
+    head_at,
     load_lower,
     load_tile,
+    rows_at,
     wait_for_previous,
     widen,
 )
@@ -27,63 +45,60 @@ from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile, Trace
 
 
-@triton.jit
-def head_at(x, strides, i_b, i_h, first):
-    """Pointer to row `first` of one head of a [B, T, X, D] tensor."""
-    return x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
+class Ends(NamedTuple):
+    """What a scan reads and writes besides its tiles; each may be absent."""
+
+    o: Strided  # [B, T, HV, V], the output
+    initial: Strided  # [N, HV, K, V], or a pool: the states that sequences start from
+    final: Strided  # likewise, the states that they end with
+    slots: Pointer  # [N], the slot of each sequence in a pool
+    into: Strided  # [N, columns], the slots of snapshots
+    states: Pointer  # [NT, HV, K, V], the state before each chunk, kept for backward
+    v_new: Pointer  # [NT, HV, 64, V], kept for backward
+    maps: Strided  # [runs, HV, K, V + K] fp32; with it the scan looks for maps (`runs`)
 
 
-@triton.jit
-def rows_at(x, strides, i_b, i_h, first, o_r, o_d):
-    """Pointers to rows of one head of a [B, T, X, D] tensor, [64, width]."""
-    return head_at(x, strides, i_b, i_h, first) + (
-        (o_r * strides[1])[:, None] + (o_d * strides[3])[None, :]
-    )
+class Progress(NamedTuple):
+    """How a scan follows a `prepare` that is still at work (`tile.Begun`)."""
+
+    ready: Pointer  # [groups, heads] int32, the tiles that `prepare` has written
+    missed: Pointer  # [programs] int32, whether a program of the scan has run out of patience
 
 
 @triton.jit
 def fill_zero(o, strides, i_b, i_h, bos, length, start, stop, o_v, V: tl.constexpr):
     """Zero the output of chunks start to stop."""
-    o_r = tl.arange(0, 64)
-    b_zero = tl.zeros((64, o_v.shape[0]), o.dtype.element_ty)
+    o_r = tl.arange(0, CHUNK)
+    b_zero = tl.zeros((CHUNK, o_v.shape[0]), o.dtype.element_ty)
     for c in range(start, stop):
-        m_o = (c * 64 + o_r < length)[:, None] & (o_v < V)[None, :]
-        tl.store(rows_at(o, strides, i_b, i_h, bos + c * 64, o_r, o_v), b_zero, mask=m_o)
+        m_o = (o_r + c * CHUNK < length)[:, None] & (o_v < V)[None, :]
+        tl.store(rows_at(o, strides, i_b, i_h, bos + c * CHUNK, o_r, o_v), b_zero, mask=m_o)
 
 
 @triton.jit
-def snapshot(
-    state,
-    strides,
-    into,
-    into_s,
-    EVERY,
-    i_n,
-    i_h,
-    chunk,
-    length,
-    b_S,
-    i_v,
-    columns,
-    K: tl.constexpr,
-    V: tl.constexpr,
-):
+def snapshot(ends, at, chunk, b_S, every, columns, K: tl.constexpr, V: tl.constexpr):
     """Write the state after `chunk` whole chunks to the slot that is due for it, if one is."""
-    due = (chunk % EVERY == 0) & (chunk * 64 <= length) & (chunk // EVERY <= columns)
-    slot = tl.load(
-        into + i_n.to(tl.int64) * into_s[0] + (chunk // EVERY - 1).to(tl.int64) * into_s[1],
-        mask=due,
-        other=-1,
-    )
-    if slot >= 0:
-        p_s = state + (
-            slot.to(tl.int64) * strides[0]
-            + i_h.to(tl.int64) * strides[1]
-            + i_v.to(tl.int64) * strides[3]
+    if ends.into.pointer is not None:
+        pool, table = ends.final, ends.into
+        due = (chunk % every == 0) & (at.length >= chunk * CHUNK) & (chunk // every <= columns)
+        slot = tl.load(
+            table.pointer
+            + at.i_n.to(tl.int64) * table.strides[0]
+            + (chunk // every - 1).to(tl.int64) * table.strides[1],
+            mask=due,
+            other=-1,
         )
-        store_turned(
-            p_s, tl.cast(strides[2], tl.int64), tl.cast(strides[3], tl.int64), b_S, K, V - i_v
-        )
+        if slot >= 0:
+            p_s = pool.pointer + (
+                slot.to(tl.int64) * pool.strides[0]
+                + at.i_h.to(tl.int64) * pool.strides[1]
+                + at.i_v.to(tl.int64) * pool.strides[3]
+            )
+            stride_k, stride_v = (
+                tl.cast(pool.strides[2], tl.int64),
+                tl.cast(pool.strides[3], tl.int64),
+            )
+            store_turned(p_s, stride_k, stride_v, b_S, K, V - at.i_v)
 
 
 @triton.jit
@@ -108,54 +123,60 @@ def load_decays(gamma, o_k, K: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def load_factor(rows, i_tile, ROW: tl.constexpr, COUNT: tl.constexpr):
-    """One of the COUNT numbers per row of a tile as factors of columns, [1, 64]; for the reason of
-    `load_decays` there are four copies of it.
+    """Return row ROW of the COUNT vectors of a tile as factors of columns, [1, 64].
+
+    It loads four copies of the vector, for the reason of `load_decays`.
     """
-    b_row = tl.load(rows + i_tile * (COUNT * 64) + (ROW * 64 + (tl.arange(0, 256) & 63)))
-    b_row, _ = tl.split(tl.permute(tl.reshape(b_row, (2, 2, 64)), (2, 0, 1)))
+    b_row = tl.load(rows + i_tile * (COUNT * CHUNK) + (ROW * CHUNK + (tl.arange(0, 256) & 63)))
+    b_row, _ = tl.split(tl.permute(tl.reshape(b_row, (2, 2, CHUNK)), (2, 0, 1)))
     b_row, _ = tl.split(b_row)
     return b_row[None, :]
 
 
 @triton.jit
 def load_factors(gamma, rows, i_tile, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """(the decay of each key channel over a chunk [1, BK], beta of its rows [1, 64]) as
-    `prepare_kda` left them, as factors of columns.
+    """Return the decay of each key channel over a chunk, [1, BK], and beta of its rows, [1, 64], as
+    factors of columns; `prepare_kda` left them.
 
-    In one copy, where there are threads for both: two would be 1 KB more of shared memory than
-    there is.
+    Where there are threads for both, one load brings one copy of both. Two copies would take 1 KB
+    of shared memory more than there is.
     """
     if BV > 64 and BK == 128:
         o = tl.arange(0, 256)
-        p_x = tl.where(o < 128, gamma + i_tile * K + o, rows + i_tile * 192 + (o & 63))
+        p_x = tl.where(
+            o < 128,
+            gamma + i_tile * K + o,
+            rows + i_tile * (COUNT_KDA * CHUNK) + (BETA_KDA * CHUNK + (o & 63)),
+        )
         b_gamma, b_beta = tl.split(
             tl.permute(
                 tl.reshape(tl.load(p_x, mask=(o < K) | (o >= 128), other=0.0), (2, 128)), (1, 0)
             )
         )
-        b_beta, _ = tl.split(tl.permute(tl.reshape(b_beta, (2, 64)), (1, 0)))
+        b_beta, _ = tl.split(tl.permute(tl.reshape(b_beta, (2, CHUNK)), (1, 0)))
         return b_gamma[None, :], b_beta[None, :]
     else:
         return load_decays(gamma + i_tile * K, tl.arange(0, BK), K, BV)[None, :], load_factor(
-            rows, i_tile, 0, 3
+            rows, i_tile, BETA_KDA, COUNT_KDA
         )
 
 
 @triton.jit
-def follow(ready, missed, until, c, stop, i_h, H, patience):
-    """c, once the tile of chunk c < stop is there, or a little patience has ended, which is noted
-    in `missed`: all that is loaded after that is garbage.
+def follow(progress, until, patience, c, stop, i_h, H):
+    """Return c as soon as the tile of chunk c < stop is there. When patience ends, note that in
+    `missed` and return: all that is loaded after that is garbage.
 
-    By assembly, and without a word to the compiler that it reads memory: addresses made from what
-    it returns cannot be used before, and the loop around it is pipelined as it is. Each thread
-    looks for itself, at the first chunk of those that are counted together, two chunks ahead of the
-    one it computes.
+    The protocol is drawn in docs/kernels/design.md, "Chunks prepared during the scan". This is
+    assembly that does not tell the compiler that it reads memory. Addresses made from its result
+    cannot be used earlier, and the loop around it is pipelined as it is. Each thread looks for
+    itself, at the first chunk of those that are counted together, two chunks ahead of the one that
+    it computes.
     """
-    if ready is not None:
+    if progress.ready is not None:
         behind = c - until
         p_ready, p_missed = (
-            ready + ((behind // FOLLOWED).to(tl.int64) * H + i_h),
-            missed + tl.program_id(0),
+            progress.ready + ((behind // FOLLOWED).to(tl.int64) * H + i_h),
+            progress.missed + tl.program_id(0),
         )
         passed = tl.where(behind >= 0, behind % FOLLOWED, 1)
         count = tl.minimum(stop - c, FOLLOWED)
@@ -181,53 +202,94 @@ def follow(ready, missed, until, c, stop, i_h, H, patience):
 
 
 @triton.jit
-def take_part(live, ready, missed):
-    """Whether this program scans: behind a scan that has followed `prepare`, only if that one
+def takes_part(live, progress):
+    """Return whether this program scans: after a scan that has followed `prepare`, only if that one
     missed a tile.
     """
-    if ready is None and missed is not None:
-        live = live & (tl.load(missed + tl.program_id(0)) != 0)
+    if progress.ready is None and progress.missed is not None:
+        live = live & (tl.load(progress.missed + tl.program_id(0)) != 0)
     return live
 
 
 @triton.jit
-def has_followed(live, ready, missed):
-    """Whether what this program has carried is right."""
-    if ready is not None:
+def has_followed(live, progress):
+    """Return whether what this program has carried is right."""
+    if progress.ready is not None:
         tl.debug_barrier()
-        live = live & (tl.load(missed + tl.program_id(0), volatile=True) == 0)
+        live = live & (tl.load(progress.missed + tl.program_id(0), volatile=True) == 0)
     return live
 
 
+@triton.jit
+def begin_scan(
+    ends,
+    cu_seqlens,
+    progress,
+    N,
+    T,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """Return where this program is, and whether it scans."""
+    wait_for_previous()
+    at = place(cu_seqlens, ends.slots, ends.maps, N, T, HV, K, V, BV, RUN, False)
+    return at, takes_part(at.live, progress)
+
+
+@triton.jit
+def open_scan(
+    ends, progress, at, live, o_k, o_v, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr
+):
+    """Return what this program starts from, S [BV, BK] fp32 turned. Zero its output if it does not
+    scan.
+    """
+    o = ends.o
+    if o.pointer is not None and progress.missed is None:
+        idle = tl.where(live, at.stop, at.start)
+        fill_zero(o.pointer, o.strides, at.i_b, at.i_h, at.bos, at.length, idle, at.stop, o_v, V)
+    return turn(open_run(ends.initial, ends.slots, ends.maps, at, live, o_k, o_v, K, V, RUN))
+
+
+@triton.jit
+def close_scan(ends, progress, at, live, b_S, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
+    """Write what this program ends with, if all that it has scanned was there."""
+    live = has_followed(live, progress)
+    close_run(ends.final, ends.slots, ends.maps, at, live, turn_back(b_S), o_k, o_v, K, V, False)
+
+
+@triton.jit
+def store_output(o, at, c, b_o, V: tl.constexpr):
+    """Write o of chunk c, [BV, 64] turned."""
+    store_turned(
+        head_at(o.pointer, o.strides, at.i_b, at.i_h, at.bos + c * CHUNK) + at.i_v * o.strides[3],
+        o.strides[1],
+        o.strides[3],
+        b_o,
+        at.length - c * CHUNK,
+        V - at.i_v,
+    )
+
+
+@triton.jit
+def keep_trace(ends, at, i_tile, b_s, b_v, K: tl.constexpr, V: tl.constexpr):
+    """Keep the state before a chunk and its v_new for backward, if that is asked for."""
+    if ends.states is not None:
+        store_turned(ends.states + i_tile * (K * V) + at.i_v, V, 1, b_s, K, V - at.i_v)
+        store_turned(ends.v_new + i_tile * (CHUNK * V) + at.i_v, V, 1, b_v, CHUNK, V - at.i_v)
+
+
 @triton.jit(do_not_specialize=["N", "T", "HV", "every", "columns", "until", "patience"])
-def scan_tiles(
+def scan_kda(
     v,
-    v_s,
-    A,
-    P,
-    w,
-    qg,
-    kg,
-    rows,
-    gamma,
-    o,
-    o_s,
-    state,
-    state_s,
-    final,
-    final_s,
-    slots,
-    into,
-    into_s,
-    states,
-    v_new,
-    maps,
-    maps_s,
+    tile,
+    ends,
     cu_seqlens,
     N,
     T,
-    ready,
-    missed,
+    progress,
     until,
     patience,
     HV,
@@ -241,134 +303,67 @@ def scan_tiles(
     PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """One head of one sequence and BV columns of its state, chunk after chunk, from prepared
-    tiles::
+    """Carry the state of one head of one sequence through its chunks, BV columns of it, from
+    prepared tiles (`TileKDA`)::
 
-        v_new = A (beta v) - w S [64, V];   o = qg S + P v_new [64, V];
-        S <- gamma S + kg^T v_new [K, V] fp32
+        v_new = A (beta v) - w S   [64, V]        o = qg S + P v_new   [64, V]
+        S <- gamma S + kg^T v_new  [K, V] fp32
 
-    beta v is rounded as an operand; where A is one, on its diagonal, v_new takes it as it was. o is
-    written here and now, so that neither v_new nor the states travel unless they are kept for
-    backward. S stays in registers and is rounded to the operands' dtype once per chunk, as an
-    operand. It is there with V as its rows (`fragment.turn`), so that S and v_new are operands
-    where they are: the only barriers of a step are those of the copies from memory.
+    o is written at once, so v_new and the states leave the registers only if backward keeps them.
+    S is rounded to the operands' dtype once per chunk, as an operand. It has V as its rows
+    (`fragment.turn`): then S and v_new are operands where they are, and the only barriers of a step
+    are those of the copies from memory.
 
-    With `ready` and `missed` it follows a `prepare` that is still at work, as `Begun` has it.
+    beta v is rounded as an operand of A. On A's diagonal, which is one, v_new takes it unrounded.
+
+    With `progress` it follows a `prepare` that is still at work (`tile.Begun`).
     """
-    wait_for_previous()
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(
-        cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False
-    )
-    live = take_part(live, ready, missed)
-    o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
-    TYPE: tl.constexpr = w.dtype.element_ty
-    if o is not None and missed is None:
-        fill_zero(o, o_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
-    b_S = turn(
-        open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
-    )
-    for c in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
-        i_tile = (first + follow(ready, missed, until, c, stop, i_h, HV, patience)) * HV + i_h
-        b_w = load_tile(w, i_tile, o_r, o_k, K)
-        b_kg = load_tile(kg, i_tile, o_r, o_k, K)
-        b_A = load_lower(A, i_tile)
+    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN)
+    o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
+    TYPE: tl.constexpr = tile.w.dtype.element_ty
+    b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN)
+    for c in tl.range(at.start, tl.where(live, at.stop, at.start), num_stages=STAGES):
+        c_there = follow(progress, until, patience, c, at.stop, at.i_h, HV)
+        i_tile = (at.first + c_there) * HV + at.i_h
+        b_w = load_tile(tile.w, i_tile, o_r, o_k, K)
+        b_kg = load_tile(tile.kg, i_tile, o_r, o_k, K)
+        b_A = load_lower(tile.A, i_tile)
         b_v = turn(
             tl.load(
-                rows_at(v, v_s, i_b, i_h, bos + c * 64, o_r, o_v),
-                mask=(c * 64 + o_r < length)[:, None] & (o_v < V)[None, :],
+                rows_at(v.pointer, v.strides, at.i_b, at.i_h, at.bos + c * CHUNK, o_r, o_v),
+                mask=(o_r + c * CHUNK < at.length)[:, None] & (o_v < V)[None, :],
                 other=0.0,
             )
         )
         b_s = b_S.to(TYPE)
-        b_gamma, b_beta = load_factors(gamma, rows, i_tile, K, BK, BV)
+        b_gamma, b_beta = load_factors(tile.gamma, tile.rows, i_tile, K, BK, BV)
         b_S = b_S * b_gamma  # now, for they are two registers per column
         b_v = b_v.to(tl.float32) * b_beta
         b_own = b_v.to(TYPE)
         b_v = tl.dot(b_own, tl.trans(b_A), b_v - widen(b_own), input_precision=PREC)
         b_v = (b_v - over_keys(b_s, b_w, PREC)).to(TYPE)
-        if o is not None:
-            b_qg = load_tile(qg, i_tile, o_r, o_k, K)
-            b_P = load_lower(P, i_tile)
+        if ends.o.pointer is not None:
+            b_qg = load_tile(tile.qg, i_tile, o_r, o_k, K)
+            b_P = load_lower(tile.P, i_tile)
             b_o = tl.dot(b_v, tl.trans(b_P), over_keys(b_s, b_qg, PREC), input_precision=PREC)
-            store_turned(
-                head_at(o, o_s, i_b, i_h, bos + c * 64) + i_v * o_s[3],
-                o_s[1],
-                o_s[3],
-                b_o,
-                length - c * 64,
-                V - i_v,
-            )
-        if states is not None:
-            store_turned(states + i_tile * (K * V) + i_v, V, 1, b_s, K, V - i_v)
-            store_turned(v_new + i_tile * (64 * V) + i_v, V, 1, b_v, 64, V - i_v)
+            store_output(ends.o, at, c, b_o, V)
+        keep_trace(ends, at, i_tile, b_s, b_v, K, V)
         b_S = tl.dot(b_v, b_kg, b_S, input_precision=PREC)
-        if into is not None:
-            snapshot(
-                final,
-                final_s,
-                into,
-                into_s,
-                every,
-                i_n,
-                i_h,
-                c + 1,
-                length,
-                b_S,
-                i_v,
-                columns,
-                K,
-                V,
-            )
-    live = has_followed(live, ready, missed)
-    close_run(
-        final,
-        final_s,
-        slots,
-        maps,
-        maps_s,
-        i_n,
-        i_h,
-        run,
-        turn_back(b_S),
-        o_k,
-        o_v,
-        live,
-        K,
-        V,
-        False,
-    )
+        snapshot(ends, at, c + 1, b_S, every, columns, K, V)
+    close_scan(ends, progress, at, live, b_S, o_k, o_v, K, V)
 
 
 @triton.jit(do_not_specialize=["N", "T", "until", "patience", "every", "columns"])
-def scan_rows(
+def scan_gdn(
     q,
-    q_s,
     k,
-    k_s,
     v,
-    v_s,
-    A,
-    P,
-    rows,
-    gamma,
-    o,
-    o_s,
-    state,
-    state_s,
-    final,
-    final_s,
-    slots,
-    into,
-    into_s,
-    states,
-    v_new,
-    maps,
-    maps_s,
+    tile,
+    ends,
     cu_seqlens,
     N,
     T,
-    ready,
-    missed,
+    progress,
     until,
     patience,
     H,
@@ -383,95 +378,51 @@ def scan_rows(
     PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """The same for one decay per head, from q, k and v as they are and the four rows of
-    `prepare_gdn`::
+    """Carry the state as `scan_kda` does, for one decay per head, from q, k, v and `TileGDN`::
 
-        v_new = A (beta (v - rows_0 (k S)));   o = rows_3 (q S) + P v_new;
-        S <- gamma S + k^T (rows_1 v_new)
+        v_new = A (beta (v - from_start_k (k S)))   o = from_start_q (q S) + P v_new   [64, V]
+        S <- gamma S + k^T (to_end_k v_new)         [K, V] fp32
 
-    A decay per head is a factor per row, which moves past the dot products: q and k go from memory
-    to the tensor cores as they are.
+    The factors are rows of the tile (`operands`, "Rows of GDN"). A decay per head is a factor per
+    row, which moves past the dot products: q and k go from memory to the tensor cores as they are.
     """
-    wait_for_previous()
-    i_n, i_h, i_v, live, i_b, bos, length, first, start, stop, run = place(
-        cu_seqlens, slots, maps, N, T, HV, K, V, BV, RUN, False
-    )
-    live = take_part(live, ready, missed)
-    i_g = i_h // (HV // H)
-    o_r, o_k, o_v = tl.arange(0, 64), tl.arange(0, BK), i_v + tl.arange(0, BV)
-    TYPE: tl.constexpr = A.dtype.element_ty
+    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN)
+    i_g = at.i_h // (HV // H)
+    o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
+    TYPE: tl.constexpr = tile.A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
-    if o is not None and missed is None:
-        fill_zero(o, o_s, i_b, i_h, bos, length, tl.where(live, stop, start), stop, o_v, V)
-    b_S = turn(
-        open_run(state, state_s, slots, maps, maps_s, i_n, i_h, run, o_k, o_v, live, K, V, RUN)
-    )
-    for c in tl.range(start, tl.where(live, stop, start), num_stages=STAGES):
-        i_tile, t = (
-            (first + follow(ready, missed, until, c, stop, i_g, H, patience)) * HV + i_h,
-            bos + c * 64,
-        )
-        m_r = (c * 64 + o_r < length)[:, None]
-        b_k = tl.load(rows_at(k, k_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-        b_v = turn(tl.load(rows_at(v, v_s, i_b, i_h, t, o_r, o_v), mask=m_r & m_v, other=0.0))
-        b_A = load_lower(A, i_tile)
+    b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN)
+    for c in tl.range(at.start, tl.where(live, at.stop, at.start), num_stages=STAGES):
+        c_there = follow(progress, until, patience, c, at.stop, i_g, H)
+        i_tile, t = (at.first + c_there) * HV + at.i_h, at.bos + c * CHUNK
+        m_r = (o_r + c * CHUNK < at.length)[:, None]
+        p_k = rows_at(k.pointer, k.strides, at.i_b, i_g, t, o_r, o_k)
+        b_k = tl.load(p_k, mask=m_r & m_k, other=0.0)
+        p_v = rows_at(v.pointer, v.strides, at.i_b, at.i_h, t, o_r, o_v)
+        b_v = turn(tl.load(p_v, mask=m_r & m_v, other=0.0))
+        b_A = load_lower(tile.A, i_tile)
         b_s = b_S.to(TYPE)
-        b_v = b_v.to(tl.float32) - load_factor(rows, i_tile, 0, 7) * over_keys(b_s, b_k, PREC)
-        b_v = tl.dot(
-            (b_v * load_factor(rows, i_tile, 2, 7)).to(TYPE), tl.trans(b_A), input_precision=PREC
-        )
-        if o is not None:
-            b_q = tl.load(rows_at(q, q_s, i_b, i_g, t, o_r, o_k), mask=m_r & m_k, other=0.0)
-            b_o = over_keys(b_s, b_q, PREC) * load_factor(rows, i_tile, 3, 7)
-            b_o = tl.dot(b_v.to(TYPE), tl.trans(load_lower(P, i_tile)), b_o, input_precision=PREC)
-            store_turned(
-                head_at(o, o_s, i_b, i_h, t) + i_v * o_s[3],
-                o_s[1],
-                o_s[3],
-                b_o,
-                length - c * 64,
-                V - i_v,
-            )
-        if states is not None:
-            store_turned(states + i_tile * (K * V) + i_v, V, 1, b_s, K, V - i_v)
-            store_turned(v_new + i_tile * (64 * V) + i_v, V, 1, b_v, 64, V - i_v)
-        b_v = (b_v * load_factor(rows, i_tile, 1, 7)).to(TYPE)
-        b_S = tl.dot(b_v, b_k, b_S * tl.load(gamma + i_tile), input_precision=PREC)
-        if into is not None:
-            snapshot(
-                final,
-                final_s,
-                into,
-                into_s,
-                every,
-                i_n,
-                i_h,
-                c + 1,
-                length,
-                b_S,
-                i_v,
-                columns,
-                K,
-                V,
-            )
-    live = has_followed(live, ready, missed)
-    close_run(
-        final,
-        final_s,
-        slots,
-        maps,
-        maps_s,
-        i_n,
-        i_h,
-        run,
-        turn_back(b_S),
-        o_k,
-        o_v,
-        live,
-        K,
-        V,
-        False,
-    )
+        b_v = b_v.to(tl.float32)
+        b_start = load_factor(tile.rows, i_tile, FROM_START_K, COUNT_GDN)
+        b_v = b_v - b_start * over_keys(b_s, b_k, PREC)
+        b_beta = load_factor(tile.rows, i_tile, BETA, COUNT_GDN)
+        b_v = tl.dot((b_v * b_beta).to(TYPE), tl.trans(b_A), input_precision=PREC)
+        if ends.o.pointer is not None:
+            p_q = rows_at(q.pointer, q.strides, at.i_b, i_g, t, o_r, o_k)
+            b_q = tl.load(p_q, mask=m_r & m_k, other=0.0)
+            b_o = over_keys(b_s, b_q, PREC)
+            b_o = b_o * load_factor(tile.rows, i_tile, FROM_START_Q, COUNT_GDN)
+            b_own, b_P = b_v.to(TYPE), load_lower(tile.P, i_tile)
+            b_o = tl.dot(b_own, tl.trans(b_P), b_o, input_precision=PREC)
+            store_output(ends.o, at, c, b_o, V)
+        keep_trace(ends, at, i_tile, b_s, b_v, K, V)
+        b_v = (b_v * load_factor(tile.rows, i_tile, TO_END_K, COUNT_GDN)).to(TYPE)
+        b_S = tl.dot(b_v, b_k, b_S * tl.load(tile.gamma + i_tile), input_precision=PREC)
+        snapshot(ends, at, c + 1, b_S, every, columns, K, V)
+    close_scan(ends, progress, at, live, b_S, o_k, o_v, K, V)
+
+
+_ALONE = Progress(None, None)  # all tiles are there
 
 
 def _states(p: Problem, final_state: Tensor | None):
@@ -487,117 +438,82 @@ def scan(
     """Carry the state through the chunks of each sequence; see `kda_ops.stages.Backend.scan`."""
     device, NT, v = p.q.device, count_chunks(p), fit(p.v)
     trace = (
-        Trace(new(p.q, "states", (NT, p.HV, p.K, p.V)), new(p.q, "v_new", (NT, p.HV, 64, p.V)), o)
+        Trace(
+            new(p.q, "states", (NT, p.HV, p.K, p.V)),
+            new(p.q, "v_new", (NT, p.HV, problem.CHUNK, p.V)),
+            o,
+        )
         if keep
         else None
     )
     initial, final, slots, into = _states(p, final_state)
-    name = "scan_tiles" if p.rank else "scan_rows"
+    name = "scan_kda" if p.rank else "scan_gdn"
     runs = Runs(p)
-    BK, precision = tuning.width(p.K, p.q.dtype), "tf32x3" if p.q.dtype is torch.float32 else "tf32"
+    if p.rank:
+        parts: dict[str, Any] = dict(
+            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma)
+        )
+    else:
+        parts = dict(
+            q=strided(fit(p.q)),
+            k=strided(fit(p.k)),
+            tile=TileGDN(tile.A, tile.P, tile.rows, tile.gamma),
+            H=p.H,
+        )
 
     def carry(
-        options,
-        o,
-        initial,
-        final,
-        into,
-        trace,
-        maps,
-        ready: Tensor | None = None,
-        missed: Tensor | None = None,
-        until: int = 0,
+        options: tuning.Options, ends: Ends, progress: Progress = _ALONE, until: int = 0
     ) -> None:
-        ends = (
-            o,
-            strides_of(o),
-            initial,
-            strides_of(initial),
-            final,
-            strides_of(final),
-            dense(slots),
-            into,
-            strides_of(into),
-            trace and trace.states,
-            trace and trace.v_new,
-            maps,
-            strides_of(maps),
-            dense(p.cu_seqlens),
-            p.N,
-            p.T,
-            ready,
-            missed,
-            until,
-            tuning.PATIENCE,
+        mapped = ends.maps.pointer is not None
+        launch(
+            scan_kda if p.rank else scan_gdn,
+            runs.programs(p.V + p.K if mapped else p.V, options.block_v),
+            device,
+            **parts,
+            v=strided(v),
+            ends=ends,
+            cu_seqlens=dense(p.cu_seqlens),
+            N=p.N,
+            T=p.T,
+            progress=progress,
+            until=until,
+            patience=tuning.PATIENCE,
+            HV=p.HV,
+            every=1 if ends.into.pointer is None else p.snapshot_every,
+            columns=0 if ends.into.pointer is None else shape_of(ends.into.pointer)[1],
+            K=p.K,
+            V=p.V,
+            BK=tuning.width(p.K, p.q.dtype),
+            BV=options.block_v,
+            STAGES=options.stages,
+            PREC="tf32x3" if p.q.dtype is torch.float32 else "tf32",
+            RUN=runs.length,
+            **options.launch,
+            **tuning.begins_early(device),
         )
-        columns, every = (0, 1) if into is None else (shape_of(into)[1], p.snapshot_every)
-        programs = runs.programs(p.V if maps is None else p.V + p.K, options.block_v)
-        sizes = (
-            p.HV,
-            every,
-            columns,
-            p.K,
-            p.V,
-            BK,
-            options.block_v,
-            options.stages,
-            precision,
-            runs.length,
-        )
-        if p.rank:
-            launch(
-                scan_tiles,
-                programs,
-                device,
-                v,
-                strides_of(v),
-                tile.A,
-                tile.P,
-                tile.w,
-                tile.qg,
-                tile.kg,
-                tile.rows,
-                tile.gamma,
-                *ends,
-                *sizes,
-                **options.launch,
-                **tuning.begins_early(device),
-            )
-        else:
-            q, k = fit(p.q), fit(p.k)
-            launch(
-                scan_rows,
-                programs,
-                device,
-                q,
-                strides_of(q),
-                k,
-                strides_of(k),
-                v,
-                strides_of(v),
-                tile.A,
-                tile.P,
-                tile.rows,
-                tile.gamma,
-                *ends,
-                p.H,
-                *sizes,
-                **options.launch,
-                **tuning.begins_early(device),
-            )
 
+    ends = Ends(
+        o=strided(o),
+        initial=strided(initial),
+        final=strided(final),
+        slots=dense(slots),
+        into=strided(into),
+        states=None if trace is None else trace.states,
+        v_new=None if trace is None else trace.v_new,
+        maps=strided(None),
+    )
     if runs.length:
-        carry(tuning.choose(name + "_maps", p), None, initial, None, None, None, runs.maps)
-        initial = runs.join(back=False)
+        none = strided(None)
+        maps = ends._replace(o=none, final=none, into=none, states=None, v_new=None)
+        carry(tuning.choose(name + "_maps", p), maps._replace(maps=strided(runs.maps)))
+        ends = ends._replace(initial=strided(runs.join(back=False)))
     if isinstance(tile, Begun):
         options = tuning.choose(name + "_beside", p)
         with beside(device, early=True) as elsewhere:
-            carry(
-                options, o, initial, final, into, trace, None, tile.ready, tile.missed, tile.until
-            )
+            carry(options, ends, Progress(tile.ready, tile.missed), tile.until)
             with elsewhere:
                 tile.rest()
-        carry(options, o, initial, final, into, trace, None, None, tile.missed)
+        carry(options, ends, Progress(None, tile.missed))
     else:
-        carry(tuning.choose(name, p), o, initial, final, into, trace, None)
+        carry(tuning.choose(name, p), ends)
     return trace

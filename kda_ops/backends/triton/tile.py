@@ -16,8 +16,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
+from kda_ops import problem
 from kda_ops.stages import Tile
 
+# Tokens of a chunk, and rows of a tile. Write `o_r + c * CHUNK`, not the reverse: in the interpreter
+# a loop's c is a Python integer, and `c * CHUNK` on the left would make the sum a constexpr.
+CHUNK = tl.constexpr(problem.CHUNK)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no assembly
 # chunks of a head that `prepare` marks together for a scan that follows it
 FOLLOWED = tl.constexpr(8)
@@ -221,6 +225,22 @@ def locate_sequence(cu_seqlens, i_n, N, T, TOKENS: tl.constexpr = 64):
         eos = bos + T
         first = i_b * tl.cdiv(T, TOKENS)
     return i_b, bos, (eos - bos).to(tl.int32), first
+
+
+@triton.jit
+def head_at(x, strides, i_b, i_h, first):
+    """Return a pointer to row `first` of one head of a [B, T, X, D] tensor."""
+    return x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
+
+
+@triton.jit
+def rows_at(x, strides, i_b, i_h, first, o_r, o_d):
+    """Return pointers to rows o_r, from `first` on, of one head of a [B, T, X, D] tensor, and
+    columns o_d: [rows, width].
+    """
+    return head_at(x, strides, i_b, i_h, first) + (
+        (o_r * strides[1])[:, None] + (o_d * strides[3])[None, :]
+    )
 
 
 @triton.jit

@@ -151,7 +151,7 @@ def table(kernel: str, p: Problem) -> Options:
         return Options(registers=None if wide or K > 128 else 128 if p.HV == p.H else 168)
     one_wave = (
         kernel.endswith("_beside")
-        or kernel.endswith(("scan_tiles", "scan_rows"))
+        or kernel.endswith(("scan_kda", "scan_gdn", "scan_tiles", "scan_rows"))
         and 2 * p.N * p.HV > processors(p.q.device)
     )
     if layer and one_wave:
@@ -194,7 +194,7 @@ def leaves_room(p: Problem) -> bool:
     once, and are long enough to repay a second stream.
     """
     programs = (
-        p.N * p.HV * triton.cdiv(p.V, choose("scan_tiles" if p.rank else "scan_rows", p).block_v)
+        p.N * p.HV * triton.cdiv(p.V, choose("scan_kda" if p.rank else "scan_gdn", p).block_v)
     )
     return p.B * p.T >= 16384 * p.N and 2 * programs <= processors(p.q.device) and not run_length(p)
 

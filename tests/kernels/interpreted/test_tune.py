@@ -28,7 +28,7 @@ def no_file(monkeypatch, tmp_path):
     tuning.forget()
 
 
-@pytest.mark.parametrize("rank, kernel", [(1, "prepare_kda"), (0, "scan_rows")])
+@pytest.mark.parametrize("rank, kernel", [(1, "prepare_kda"), (0, "scan_gdn")])
 def test_what_is_wrong_fails_or_varies_gets_no_time(rank, kernel, monkeypatch, capsys):
     right_scan = BACKEND.scan
 
@@ -74,12 +74,7 @@ def test_what_is_wrong_fails_or_varies_gets_no_time(rank, kernel, monkeypatch, c
 
 
 def test_the_table_stands_first_among_the_options():
-    for rank, kernel in (
-        (1, "prepare_kda"),
-        (1, "scan_tiles"),
-        (0, "prepare_gdn"),
-        (0, "scan_rows"),
-    ):
+    for rank, kernel in ((1, "prepare_kda"), (1, "scan_kda"), (0, "prepare_gdn"), (0, "scan_gdn")):
         p = tune.Check(rank, 16, 16, torch.float32, "bound", "cpu").p
         found = tune._options(kernel, p)
         assert found[0] == tuning.table(kernel, p) and len(set(found)) == len(found) > 4

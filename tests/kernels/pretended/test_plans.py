@@ -36,7 +36,7 @@ def no_plans(gpu):
     BACKEND.forget()
 
 
-KERNELS = ["prepare_kda", "scan_tiles"]
+KERNELS = ["prepare_kda", "scan_kda"]
 
 
 def plans():
