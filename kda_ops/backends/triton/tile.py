@@ -19,8 +19,8 @@ from triton.language.target_info import cuda_capability_geq
 from kda_ops import problem
 from kda_ops.stages import Tile
 
-# Tokens of a chunk, and rows of a tile. Write `o_r + c * CHUNK`, not the reverse: in the interpreter
-# a loop's c is a Python integer, and `c * CHUNK` on the left would make the sum a constexpr.
+# Tokens of a chunk, and rows of a tile. Write `o_r + c * CHUNK`, not the reverse: the interpreter
+# counts loops in Python integers, and with `c * CHUNK` on the left the sum would be a constexpr.
 CHUNK = tl.constexpr(problem.CHUNK)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no assembly
 # chunks of a head that `prepare` marks together for a scan that follows it
