@@ -2,15 +2,46 @@
 of the other kernels.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton.launch import launch, new, shape_of, strides_of, total
-from kda_ops.backends.triton.tile import INTERPRETED, dense, load_column
+from kda_ops.backends.triton.tile import CHUNK, INTERPRETED, dense, load_column
+from kda_ops.problem import Problem
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Least log decay of a token in base 2, where decays are summed: 2^-160 is zero as a factor in fp32,
+# and sums over a chunk stay finite.
+LEAST_DECAY = tl.constexpr(-160.0)
+# Limits of exp(A_log): a rate of zero or infinity would give NaN for a logit of minus infinity.
+LEAST_RATE, GREATEST_RATE = tl.constexpr(1e-30), tl.constexpr(1e30)
+# Least normal number of fp32, rounded up: below it 1 / x may be infinite.
+LEAST_NORMAL = tl.constexpr(1.2e-38)
+
+
+class Flags(NamedTuple):
+    """The flags of a call, as constants of a kernel: `flags_of` makes them.
+
+    A kernel passes them on as they are. Assigned to a variable, they would become values that are
+    known only when the kernel runs.
+    """
+
+    L2NORM: Any
+    ACTIVATE: Any  # of the gate: g are logits
+    BOUNDED: Any  # the gate has a lower bound
+    SIGMOID: Any  # of beta
+    NEG_EIGVAL: Any  # beta goes up to 2
+
+
+def flags_of(p: Problem) -> Flags:
+    """Return the flags of a call."""
+    bounded = p.lower_bound is not None
+    flags = (p.l2norm, p.activate_gate, bounded, p.sigmoid_beta, p.neg_eigval)
+    return Flags(*map(tl.constexpr, flags))
 
 
 @triton.jit
@@ -40,7 +71,7 @@ def fast_reciprocal(x):
 @triton.jit
 def reciprocal(x):
     """1 / x, or 0 where x is no normal number."""
-    return tl.where(tl.abs(x) > 1.2e-38, 1.0 / x, 0.0)
+    return tl.where(tl.abs(x) > LEAST_NORMAL, 1.0 / x, 0.0)
 
 
 @triton.jit
@@ -118,57 +149,34 @@ def strength(beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
 
 
 @triton.jit
-def decay_column(
-    g,
-    strides,
-    A_log,
-    dt_bias,
-    lower_bound,
-    i_b,
-    i_h,
-    first,
-    n_rows,
-    ACTIVATE: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
-    """The decay per token of one head in base 2, [64] fp32, at least -160, which is zero as a
-    factor; 0 for rows that are no tokens.
+def decay_column(g, gate, lower_bound, i_b, i_h, first, n_rows, flags):
+    """Return the log decay of 64 tokens of one head in base 2, [64] fp32, at least LEAST_DECAY; 0
+    for rows that are no tokens.
     """
-    o_r = tl.arange(0, 64)
-    if g is None:
-        return tl.zeros((64,), tl.float32)
+    o_r = tl.arange(0, CHUNK)
+    if g.pointer is None:
+        return tl.zeros((CHUNK,), tl.float32)
     else:
         bias = 0.0
-        if dt_bias is not None:
-            bias = tl.load(dt_bias + i_h).to(tl.float32)
-        b_g = load_column(g, strides, i_b, i_h, first, n_rows, o_r)
-        b_g = log2_decay(b_g, bias, load_rate(A_log, i_h), lower_bound, ACTIVATE, BOUNDED)
-        return tl.where(o_r < n_rows, tl.maximum(b_g, -160.0), 0.0)
+        if gate.dt_bias is not None:
+            bias = tl.load(gate.dt_bias + i_h).to(tl.float32)
+        b_g = load_column(g.pointer, g.strides, i_b, i_h, first, n_rows, o_r)
+        rate = load_rate(gate.A_log, i_h)
+        b_g = log2_decay(b_g, bias, rate, lower_bound, flags.ACTIVATE, flags.BOUNDED)
+        return tl.where(o_r < n_rows, tl.maximum(b_g, LEAST_DECAY), 0.0)
 
 
 @triton.jit
-def strength_column(
-    beta,
-    strides,
-    i_b,
-    i_h,
-    first,
-    n_rows,
-    SIGMOID: tl.constexpr,
-    NEG_EIGVAL: tl.constexpr,
-    ROWS: tl.constexpr = 64,
-):
-    """beta per token of one head, [ROWS] fp32; rows that are no tokens have zero keys and values,
-    whatever this says.
+def strength_column(beta, i_b, i_h, first, n_rows, flags, ROWS: tl.constexpr = 64):
+    """Return beta of the tokens of one head, [ROWS] fp32. Rows that are no tokens have zero keys
+    and values, whatever this says.
     """
-    if beta is None:
+    if beta.pointer is None:
         return tl.full((ROWS,), 1.0, tl.float32)
     else:
-        return strength(
-            load_column(beta, strides, i_b, i_h, first, n_rows, tl.arange(0, ROWS)),
-            SIGMOID,
-            NEG_EIGVAL,
-        )
+        o_r = tl.arange(0, ROWS)
+        b_beta = load_column(beta.pointer, beta.strides, i_b, i_h, first, n_rows, o_r)
+        return strength(b_beta, flags.SIGMOID, flags.NEG_EIGVAL)
 
 
 @triton.jit(do_not_specialize=["T", "rows", "lower_bound"])

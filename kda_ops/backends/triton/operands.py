@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, overload
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -56,6 +57,14 @@ class TileGDN(NamedTuple):
     gamma: Pointer  # [NT, HV, 1] fp32
 
 
+def constant(x: int) -> tl.constexpr:
+    """Return a number that kernels know when they are compiled.
+
+    The interpreter takes it as it is: there, a sum of a constexpr and a tensor is a constexpr.
+    """
+    return x if triton.knobs.runtime.interpret else tl.constexpr(x)  # type: ignore[return-value]
+
+
 # Vectors of 64 numbers, fp32, next to each tile: one number per row of the chunk. With G the sum of
 # log decays from the start of the chunk to a row, and n the inverse norm (1 without l2norm):
 #
@@ -67,18 +76,18 @@ class TileGDN(NamedTuple):
 #     NORM_K         n_k
 #     NORM_Q         n_q
 #     LOG_DECAY      G in base 2, or g itself for fp32 operands (`decay.pair_decay`)
-FROM_START_K = tl.constexpr(0)
-TO_END_K = tl.constexpr(1)
-BETA = tl.constexpr(2)
-FROM_START_Q = tl.constexpr(3)
-NORM_K = tl.constexpr(4)
-NORM_Q = tl.constexpr(5)
-LOG_DECAY = tl.constexpr(6)
-COUNT_GDN = tl.constexpr(7)
-BETA_KDA = tl.constexpr(0)
-NORM_Q_KDA = tl.constexpr(1)
-NORM_K_KDA = tl.constexpr(2)
-COUNT_KDA = tl.constexpr(3)
+FROM_START_K = constant(0)
+TO_END_K = constant(1)
+BETA = constant(2)
+FROM_START_Q = constant(3)
+NORM_K = constant(4)
+NORM_Q = constant(5)
+LOG_DECAY = constant(6)
+COUNT_GDN = constant(7)
+BETA_KDA = constant(0)
+NORM_Q_KDA = constant(1)
+NORM_K_KDA = constant(2)
+COUNT_KDA = constant(3)
 
 
 @overload

@@ -17,12 +17,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
 from kda_ops import problem
+from kda_ops.backends.triton.operands import constant
 from kda_ops.stages import Tile
 
-# Tokens of a chunk, and rows of a tile. Write `o_r + c * CHUNK`, not the reverse: the interpreter
-# counts loops in Python integers, and with `c * CHUNK` on the left the sum would be a constexpr.
-CHUNK = tl.constexpr(problem.CHUNK)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no assembly
+CHUNK = constant(problem.CHUNK)  # tokens of a chunk, and rows of a tile
+HALF = constant(problem.CHUNK // 2)
 # chunks of a head that `prepare` marks together for a scan that follows it
 FOLLOWED = tl.constexpr(8)
 
