@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton.launch import launch, new, shape_of, strides_of, total
+from kda_ops.backends.triton.operands import GateWeights, Strided
 from kda_ops.backends.triton.tile import CHUNK, INTERPRETED, dense, load_column
 from kda_ops.problem import Problem
 
@@ -46,7 +47,7 @@ def flags_of(p: Problem) -> Flags:
 
 @triton.jit
 def fast_log2(x):
-    """log2 to an absolute 2^-22 near one in a single instruction; `tl.log2` is twenty."""
+    """Return log2 x to an absolute 2^-22 near one, in one instruction; `tl.log2` takes twenty."""
     if INTERPRETED:
         return tl.log2(x)
     else:
@@ -57,8 +58,8 @@ def fast_log2(x):
 
 @triton.jit
 def fast_reciprocal(x):
-    """1 / x of a normal number to one unit in the last place in a single instruction; a division is
-    seven.
+    """Return 1 / x of a normal number to one unit in the last place, in one instruction; a division
+    takes seven.
     """
     if INTERPRETED:
         return 1.0 / x
@@ -70,13 +71,13 @@ def fast_reciprocal(x):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x, or 0 where x is no normal number."""
+    """Return 1 / x, or 0 where x is no normal number."""
     return tl.where(tl.abs(x) > LEAST_NORMAL, 1.0 / x, 0.0)
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp x) to a relative rounding: log1p(e) = log(1 + e) e / ((1 + e) - 1)."""
+    """Return log(1 + exp x) to a relative rounding: log1p(e) = log(1 + e) e / ((1 + e) - 1)."""
     e = tl.exp(-tl.abs(x))
     one = 1.0 + e
     return tl.maximum(x, 0.0) + tl.where(
@@ -86,7 +87,7 @@ def softplus(x):
 
 @triton.jit
 def log2_softplus(x, FAST: tl.constexpr = False):
-    """log2(1 + exp x) to an absolute rounding, which is all that a decay needs. FAST as in
+    """Return log2(1 + exp x) to an absolute rounding, which is all that a decay needs. FAST as in
     `log2_decay`.
     """
     x = x * LOG2E
@@ -96,7 +97,7 @@ def log2_softplus(x, FAST: tl.constexpr = False):
 
 @triton.jit
 def sigmoid(x, FAST: tl.constexpr = False):
-    """1 / (1 + exp -x). FAST as in `log2_decay`."""
+    """Return 1 / (1 + exp -x). FAST as in `log2_decay`."""
     one = 1.0 + tl.exp2(x * -LOG2E)
     return fast_reciprocal(one) if FAST else 1.0 / one
 
@@ -111,8 +112,8 @@ def log2_decay(
     BOUNDED: tl.constexpr,
     FAST: tl.constexpr = False,
 ):
-    """The decay in base 2, from raw logits if ACTIVATE: -rate softplus(g + bias), or lower_bound
-    sigmoid(rate (g + bias)).
+    """Return the log decay in base 2, from raw logits if ACTIVATE: -rate softplus(g + bias), or
+    lower_bound sigmoid(rate (g + bias)).
 
     FAST is for 16 bit operands, which do not see the last two bits of an approximate instruction.
     """
@@ -131,7 +132,7 @@ def log2_decay(
 
 @triton.jit
 def load_rate(A_log, i_h):
-    """exp(A_log) of one head; 1 without it."""
+    """Return exp(A_log) of one head; 1 without it."""
     rate = 1.0
     if A_log is not None:
         rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
@@ -140,7 +141,7 @@ def load_rate(A_log, i_h):
 
 @triton.jit
 def strength(beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
-    """beta, or sigmoid(beta), or 2 sigmoid(beta)."""
+    """Return beta, or sigmoid(beta), or 2 sigmoid(beta)."""
     if SIGMOID:
         beta = sigmoid(beta)
         if NEG_EIGVAL:
@@ -182,9 +183,7 @@ def strength_column(beta, i_b, i_h, first, n_rows, flags, ROWS: tl.constexpr = 6
 @triton.jit(do_not_specialize=["T", "rows", "lower_bound"])
 def gate_forward(
     g,
-    g_s,
-    A_log,
-    dt_bias,
+    gate,
     y,
     T,
     HV,
@@ -200,8 +199,8 @@ def gate_forward(
     """
     i_h = tl.program_id(0) % HV
     o_r = (tl.program_id(0) // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    b_x, m_x = logits(g, g_s, dt_bias, i_h, o_r, T, rows, K, BK)
-    rate = load_rate(A_log, i_h)
+    b_x, m_x = logits(g, gate.dt_bias, i_h, o_r, T, rows, K, BK)
+    rate = load_rate(gate.A_log, i_h)
     b_y = lower_bound * sigmoid(rate * b_x) if BOUNDED else -rate * softplus(b_x)
     o_k = tl.arange(0, BK)
     tl.store(y + ((o_r * HV + i_h) * K)[:, None] + o_k[None, :], b_y, mask=m_x)
@@ -210,11 +209,8 @@ def gate_forward(
 @triton.jit(do_not_specialize=["T", "rows", "lower_bound"])
 def gate_gradient(
     dy,
-    dy_s,
     g,
-    g_s,
-    A_log,
-    dt_bias,
+    gate,
     dg,
     dA_log,
     ddt_bias,
@@ -239,16 +235,12 @@ def gate_gradient(
     """
     i_h, i_p = tl.program_id(0) % HV, (tl.program_id(0) // HV).to(tl.int64)
     o_k = tl.arange(0, BK)
-    rate = load_rate(A_log, i_h)
+    rate = load_rate(gate.A_log, i_h)
     b_rate, b_bias = tl.zeros((BK,), tl.float32), tl.zeros((BK,), tl.float32)
     for step in range(STEPS):
         o_r = (i_p * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        b_x, m_x = logits(g, g_s, dt_bias, i_h, o_r, T, rows, K, BK)
-        p_dy = (
-            dy
-            + ((o_r // T) * dy_s[0] + (o_r % T) * dy_s[1] + i_h.to(tl.int64) * dy_s[2])[:, None]
-            + (o_k.to(tl.int64) * dy_s[3])[None, :]
-        )
+        b_x, m_x = logits(g, gate.dt_bias, i_h, o_r, T, rows, K, BK)
+        p_dy = tokens_at(dy, i_h, o_r, T, o_k)
         b_dy = tl.load(p_dy, mask=m_x, other=0.0).to(tl.float32)
         if BOUNDED:
             b_s = sigmoid(rate * b_x)
@@ -271,19 +263,25 @@ def gate_gradient(
 
 
 @triton.jit
-def logits(g, strides, dt_bias, i_h, o_r, T, rows, K: tl.constexpr, BK: tl.constexpr):
-    """(g + dt_bias, which are elements) of rows o_r of all B * T tokens of one head, [ROWS, BK]
-    fp32.
+def tokens_at(x, i_h, o_r, T, o_k):
+    """Return pointers to rows o_r of all B * T tokens of one head of a [B, T, HV, K] tensor."""
+    p_x = (
+        x.pointer
+        + ((o_r // T) * x.strides[0] + (o_r % T) * x.strides[1] + i_h.to(tl.int64) * x.strides[2])[
+            :, None
+        ]
+    )
+    return p_x + (o_k.to(tl.int64) * x.strides[3])[None, :]
+
+
+@triton.jit
+def logits(g, dt_bias, i_h, o_r, T, rows, K: tl.constexpr, BK: tl.constexpr):
+    """Return g + dt_bias of rows o_r of all B * T tokens of one head, [ROWS, BK] fp32, and which of
+    them are entries.
     """
     o_k = tl.arange(0, BK)
     m_x = (o_r < rows)[:, None] & (o_k < K)[None, :]
-    p_x = (
-        g
-        + ((o_r // T) * strides[0] + (o_r % T) * strides[1] + i_h.to(tl.int64) * strides[2])[
-            :, None
-        ]
-        + (o_k.to(tl.int64) * strides[3])[None, :]
-    )
+    p_x = tokens_at(g, i_h, o_r, T, o_k)
     b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
     if dt_bias is not None:
         b_x += tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
@@ -291,14 +289,13 @@ def logits(g, strides, dt_bias, i_h, o_r, T, rows, K: tl.constexpr, BK: tl.const
 
 
 def _sizes(x: Tensor, rank: int) -> tuple[int, int, int, int]:
-    """B, T, HV and K of logits; a scalar per head counts as one column."""
+    """Return B, T, HV and K of logits; a scalar per head counts as one column."""
     B, T, HV, *width = shape_of(x)
     return B, T, HV, width[0] if rank else 1
 
 
 def _strides(x: Tensor, rank: int) -> tuple[int, ...]:
     s = strides_of(x)
-    assert s is not None
     return s if rank else (*s, 1)
 
 
@@ -315,19 +312,17 @@ def gate(
             gate_forward,
             triton.cdiv(B * T, rows_per_program) * HV,
             g.device,
-            g,
-            _strides(g, rank),
-            dense(A_log),
-            dense(dt_bias),
-            y,
-            T,
-            HV,
-            B * T,
-            lower_bound or 0.0,
-            K,
-            block,
-            rows_per_program,
-            lower_bound is not None,
+            g=Strided(g, _strides(g, rank)),
+            gate=GateWeights(dense(A_log), dense(dt_bias)),
+            y=y,
+            T=T,
+            HV=HV,
+            rows=B * T,
+            lower_bound=lower_bound or 0.0,
+            K=K,
+            BK=block,
+            ROWS=rows_per_program,
+            BOUNDED=lower_bound is not None,
         )
     return y
 
@@ -353,23 +348,20 @@ def gate_backward(
             gate_gradient,
             shares * HV,
             g.device,
-            dy,
-            _strides(dy, rank),
-            g,
-            _strides(g, rank),
-            dense(A_log),
-            dense(dt_bias),
-            dx,
-            dA_log,
-            ddt_bias,
-            T,
-            HV,
-            B * T,
-            lower_bound or 0.0,
-            K,
-            block,
-            rows_per_step,
-            steps,
-            lower_bound is not None,
+            dy=Strided(dy, _strides(dy, rank)),
+            g=Strided(g, _strides(g, rank)),
+            gate=GateWeights(dense(A_log), dense(dt_bias)),
+            dg=dx,
+            dA_log=dA_log,
+            ddt_bias=ddt_bias,
+            T=T,
+            HV=HV,
+            rows=B * T,
+            lower_bound=lower_bound or 0.0,
+            K=K,
+            BK=block,
+            ROWS=rows_per_step,
+            STEPS=steps,
+            BOUNDED=lower_bound is not None,
         )
     return dx, total(dA_log, A_log), total(ddt_bias, dt_bias)

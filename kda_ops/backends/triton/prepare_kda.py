@@ -80,10 +80,15 @@ class HalfPlace(NamedTuple):
     n_rows: Any  # tokens from there on, at most 32 of them here
     q_norm: Any
     k_norm: Any
+    b_q_norm: Any  # inverse norms [32] fp32 of rows that are cut into slices, else ones
+    b_k_norm: Any
 
 
 class HalfRows(NamedTuple):
-    """What 32 rows leave to the other rows of their chunk, for one slice of K."""
+    """What 32 rows leave to the other rows of their chunk, for one slice of K.
+
+    `shift` is 2^(16 log2_bound) if all rows share an anchor, else 1.
+    """
 
     k_end: Any  # k decayed to the end of the half [32, width] fp32
     total: Any  # the decay of the half [width]
@@ -176,8 +181,6 @@ def prepare_half(
     x,
     out,
     at,
-    b_q_norm,
-    b_k_norm,
     earlier,
     o_k,
     K: tl.constexpr,
@@ -187,12 +190,11 @@ def prepare_half(
     PREC: tl.constexpr,
     SCORES: tl.constexpr,
 ):
-    """Write 32 rows of qg and kg, and of w and the norms if they are asked for; return `HalfScores`
-    and `HalfRows`. One chunk and head, one slice of K.
+    """Return `HalfScores` and `HalfRows` of 32 rows, for one slice of K. Write qg, and w and norms
+    if `out` and `at` have places for them.
 
-    `earlier` is None in the first half of a chunk. The second half takes the first one's rows, and
-    also writes their kg, which decays through it. Let shift be 2^(16 log2_bound) if all rows share
-    an anchor, else 1. The order of the steps keeps few tiles alive.
+    The second half of a chunk takes the rows of the `earlier` one, and writes kg of both. The order
+    of the steps keeps few tiles alive.
     """
     TYPE: tl.constexpr = out.qg.dtype.element_ty
     ROW: tl.constexpr = 0 if earlier is None else HALF
@@ -206,9 +208,9 @@ def prepare_half(
         b_D, b_C = half_prefix(b_x, centre, R)
         total = upto(b_C, HALF, R)
         b_total, b_start = tl.exp2(total), tl.exp2(b_D)
-    b_k = load_unit(x.k, at.k_norm, at, b_k_norm, 1.0, o_k, K, R, flags)
+    b_k = load_unit(x.k, at.k_norm, at, at.b_k_norm, 1.0, o_k, K, R, flags)
     if SHARE == 1:
-        b_q = load_unit(x.q, at.q_norm, at, b_q_norm, x.scale, o_k, K, R, flags)
+        b_q = load_unit(x.q, at.q_norm, at, at.b_q_norm, x.scale, o_k, K, R, flags)
         b_P, b_L, b_start, b_end, b_total = level_scores(b_q, b_k, b_x, R, PREC, TYPE, SCORES)
         b_ke = b_k * b_end
     elif SHARE == 8:
@@ -238,7 +240,7 @@ def prepare_half(
         if SCORES:
             b_L1 = scores(b_kr, b_Y, PREC)
     if SHARE > 1:  # q comes when the other rows have gone to the tensor cores
-        b_q = load_unit(x.q, at.q_norm, at, b_q_norm, x.scale, o_k, K, R, flags)
+        b_q = load_unit(x.q, at.q_norm, at, at.b_q_norm, x.scale, o_k, K, R, flags)
     b_qr = b_q * b_start
     b_qg = b_qr * shift if earlier is None else b_qr * (earlier.total * shift)[None, :]
     store_rows(out.qg, at.i_tile, b_qg, o_k, K, R, ROW)
@@ -463,21 +465,14 @@ def prepare_kda(
     k_norm = rows + NORM_K_KDA * CHUNK if NORMS else None
     shift = tl.exp2(16.0 * log2_bound) if SHARE == HALF else 1.0
     root = tl.exp2(8.0 * log2_bound) if SHARE == HALF else 1.0
-    q_norm1 = half_norm(q, i_b, i_g, first, n_rows, K, BK, R, flags)
-    k_norm1 = half_norm(k, i_b, i_g, first, n_rows, K, BK, R, flags)
-    q_norm2 = half_norm(q, i_b, i_g, second, n_second, K, BK, R, flags)
-    k_norm2 = half_norm(k, i_b, i_g, second, n_second, K, BK, R, flags)
-    at_1 = HalfPlace(i_tile, i_b, i_g, i_h, first, n_rows, q_norm, k_norm)
-    at_2 = HalfPlace(
-        i_tile,
-        i_b,
-        i_g,
-        i_h,
-        second,
-        n_second,
-        q_norm + HALF if NORMS else None,
-        k_norm + HALF if NORMS else None,
-    )
+    b_q1 = half_norm(q, i_b, i_g, first, n_rows, K, BK, R, flags)
+    b_k1 = half_norm(k, i_b, i_g, first, n_rows, K, BK, R, flags)
+    b_q2 = half_norm(q, i_b, i_g, second, n_second, K, BK, R, flags)
+    b_k2 = half_norm(k, i_b, i_g, second, n_second, K, BK, R, flags)
+    at_1 = HalfPlace(i_tile, i_b, i_g, i_h, first, n_rows, q_norm, k_norm, b_q1, b_k1)
+    if NORMS:
+        q_norm, k_norm = q_norm + HALF, k_norm + HALF
+    at_2 = HalfPlace(i_tile, i_b, i_g, i_h, second, n_second, q_norm, k_norm, b_q2, b_k2)
     # w waits for A in registers, which there are without scores; else in its place in memory
     HELD: tl.constexpr = kept is not None and BK >= K
     SCORES: tl.constexpr = kept is None
@@ -488,19 +483,11 @@ def prepare_kda(
     b_k2 = b_k1
     for i in tl.range((K + BK - 1) // BK, num_stages=1):
         o_k = i * BK + tl.arange(0, BK)
-        s_1, r_1 = prepare_half(
-            x, written, at_1, q_norm1, k_norm1, None, o_k, K, R, flags, SHARE, PREC, SCORES
-        )
+        s_1, r_1 = prepare_half(x, written, at_1, None, o_k, K, R, flags, SHARE, PREC, SCORES)
         b_P11, b_L11 = b_P11 + s_1.P, b_L11 + s_1.L
-        s_2, r_2 = prepare_half(
-            x, written, at_2, q_norm2, k_norm2, r_1, o_k, K, R, flags, SHARE, PREC, SCORES
-        )
-        b_P21, b_L21, b_P22, b_L22 = (
-            b_P21 + s_2.P_across,
-            b_L21 + s_2.L_across,
-            b_P22 + s_2.P,
-            b_L22 + s_2.L,
-        )
+        s_2, r_2 = prepare_half(x, written, at_2, r_1, o_k, K, R, flags, SHARE, PREC, SCORES)
+        b_P21, b_L21 = b_P21 + s_2.P_across, b_L21 + s_2.L_across
+        b_P22, b_L22 = b_P22 + s_2.P, b_L22 + s_2.L
         b_k1, b_k2 = r_1.w, r_2.w
         tl.store(out.gamma + i_tile * K + o_k, r_1.total * r_2.total, mask=o_k < K)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kda_ops import chunk, recurrent
 from kda_ops.backends.triton import BACKEND
 from kda_ops.backends.triton.recording import Launch
+from kda_ops.gate import Gate, GateBackward
 from tests.support import pretended_calls
 from tests.support.pretend import Pointer, pretend_gpu, specialise
 
@@ -116,3 +117,52 @@ def test_numbers_of_32_and_of_64_bits_have_plans_of_their_own(rank, kind, launch
     some = [pretended_calls.usual(T, B=2) for T in (2**20, 2**21, 2**25, 2**26)]
     used = [check(BACKEND, model, n, launches) for n in some]
     assert used == [False, True, False, True]
+
+
+LENGTHS = (48, 64, 65, 70, 100, 1000, 1024)  # multiples of 16 and others; none that cuts runs
+# Most compilations of a kernel over these lengths and two batch sizes, where H K and HV V are odd:
+# the stride of the batch, T H K, is a multiple of 16 for some. `gradient_keys` also takes B T HV.
+MOST = {"gradient_keys": 3}
+KERNELS = {
+    (
+        chunk.Backward,
+        1,
+    ): "prepare_kda gradient_pairs sum_decays gradient_keys sum_gradients".split(),
+    (chunk.Backward, 0): ["prepare_gdn", "gradient_rows"],
+    (chunk.Infer, 1): ["prepare_kda", "scan_kda"],
+    (chunk.Infer, 0): ["prepare_gdn", "scan_gdn"],
+    (chunk.Prefill, 1): ["prepare_kda", "scan_kda"],
+    (chunk.Prefill, 0): ["prepare_gdn", "scan_gdn"],
+    (recurrent.Recur, 1): ["recur"],
+    (recurrent.Recur, 0): ["recur"],
+    (Gate, 1): ["gate_forward"],
+    (GateBackward, 1): ["gate_gradient"],
+}
+
+
+def compilations(kind, rank, launches, **sizes):
+    """Name the kernels of a pass, and count how often each is compiled over all lengths."""
+    words = pretended_calls.MODEL | dict(kind=kind, rank=rank, kept=False, gate="softplus") | sizes
+    if kind is chunk.Prefill:
+        words["slots"] = 1
+    model, found = pretended_calls.Model(**words), {}
+    for B in (1, 2):  # scans have another cut for more
+        for T in LENGTHS:
+            BACKEND.plans.clear()
+            launches.clear()
+            BACKEND.run(*pretended_calls.run(BACKEND, model, pretended_calls.usual(T, B=B)))
+            for i, launched in enumerate(launches):
+                made = launched.made
+                key = i, made.kernel.fn.__name__
+                found.setdefault(key, set()).add((str(made.specialisation), made.options))
+    return {key: len(each) for key, each in found.items()}
+
+
+@pytest.mark.parametrize("kind, rank", KERNELS)
+def test_one_compilation_serves_all_lengths_where_16_divides_a_token(kind, rank, launches):
+    """Elsewhere, two or three do."""
+    found = compilations(kind, rank, launches, H=32)
+    assert set(KERNELS[kind, rank]) <= {name for _, name in found}
+    assert not {key: n for key, n in found.items() if n > 1}
+    odd = compilations(kind, rank, launches, H=33, K=15, V=15)
+    assert not {key: n for key, n in odd.items() if n > MOST.get(key[1], 2)}
