@@ -12,10 +12,11 @@ import hashlib
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -130,63 +131,113 @@ def choose(kernel: str, p: Problem) -> Options:
     return table(kernel, p) if found is None else found
 
 
-def table(kernel: str, p: Problem) -> Options:
-    """Measured on an H200 with triton 3.6 (docs/kernels/journal.md); other architectures take what
-    fits their shared memory.
-    """
-    wide, hopper, early = (
-        p.q.dtype is torch.float32,
-        architecture(p.q.device) == HOPPER,
-        architecture(p.q.device) < HOPPER,
-    )
-    K, V = width(p.K, p.q.dtype), width(p.V, p.q.dtype)
-    layer = hopper and not wide and K == V == 128
-    # Scans of fp32: with 32 columns of V ptxas gives all registers up, and what it makes then may
-    # be wrong (docs/kernels/hazards.md, "Lost registers").
-    exact = Options(K, 16, warps=4 if K <= 64 else 8)
-    if kernel == "prepare_kda":
-        return Options(32 if wide else min(K, 128))
-    if kernel == "prepare_gdn":
-        # a group keeps its scores while each head is inverted
-        return Options(registers=None if wide or K > 128 else 128 if p.HV == p.H else 168)
-    one_wave = (
-        kernel.endswith("_beside")
-        or kernel.endswith(("scan_kda", "scan_gdn", "scan_tiles", "scan_rows"))
-        and 2 * p.N * p.HV > processors(p.q.device)
-    )
-    if layer and one_wave:
-        # instead of two, the same bits: unless all halves run at once, with none to leave to
-        # `prepare`
-        return Options(128, 128, warps=8, stages=3)
-    if kernel.startswith("scan"):
-        # before Hopper ptxas gives all registers up for 64 of a scan that keeps its states, and for
-        # a wider gradient
-        columns = 32 if early else 64
-        return (
-            exact
-            if wide
-            else Options(
-                K,
-                min(V, columns),
-                stages=(2 if kernel.endswith("_maps") else 3) if hopper and K <= 128 else 1,
-            )
-        )
-    if kernel == "gradient_rows":
-        return Options(32, 32) if wide or early else Options(min(K, 128), min(V, 128))
-    if kernel == "gradient_pairs":
-        return (
-            Options(32, 32) if wide else Options(64, min(V, 128), registers=168 if hopper else None)
-        )
+class Row(NamedTuple):
+    """A row of the table: operands of `bits`, architectures `sm`, keys up to `K` columns."""
+
+    bits: int
+    sm: str  # "early": before sm_90; "hopper"; "any"
+    K: int
+    options: Options
+    fixed: bool = False  # blocks are these even where a width is less
+
+
+ALL = 256  # the widest key; as a block: all columns
+_EXACT = (  # with 32 columns of V, ptxas gives up registers (hazards.md, "Lost registers")
+    Row(32, "any", 64, Options(ALL, 16, warps=4)),
+    Row(32, "any", ALL, Options(ALL, 16, warps=8)),
+)
+# How kernels are cut: of a kernel's rows, the first that fits. A block is at most as wide as its
+# tensor. Measured on an H200 with triton 3.6 (docs/kernels/journal.md); other architectures take
+# what fits their shared memory.
+TABLE: dict[str, tuple[Row, ...]] = {
+    "prepare_kda": (Row(32, "any", ALL, Options(32)), Row(16, "any", ALL, Options(128))),
+    # a group keeps its scores while each head is inverted
+    "prepare_gdn": (Row(16, "any", 128, Options(registers=128)), Row(0, "any", ALL, Options())),
+    "prepare_gdn_grouped": (
+        Row(16, "any", 128, Options(registers=168)),
+        Row(0, "any", ALL, Options()),
+    ),
+    # of a layer, K = V = 128: the bits of the row below, in half as many programs
+    "scan_wide": (Row(16, "hopper", 128, Options(128, 128, warps=8, stages=3)),),
+    # before Hopper, ptxas gives up registers for 64 columns of a scan that keeps its states
+    "scan": (
+        *_EXACT,
+        Row(16, "early", ALL, Options(ALL, 32)),
+        Row(16, "hopper", 128, Options(ALL, 64, stages=3)),
+        Row(16, "any", ALL, Options(ALL, 64)),
+    ),
+    "scan_maps": (
+        *_EXACT,
+        Row(16, "early", ALL, Options(ALL, 32)),
+        Row(16, "hopper", 128, Options(ALL, 64, stages=2)),
+        Row(16, "any", ALL, Options(ALL, 64)),
+    ),
+    "reverse_scan": (
+        *_EXACT,
+        Row(16, "hopper", 128, Options(ALL, 64, stages=3)),
+        Row(16, "any", ALL, Options(ALL, 64)),
+    ),
+    # before Hopper, ptxas gives up registers for wider ones
+    "gradient_rows": (
+        Row(32, "any", ALL, Options(32, 32)),
+        Row(16, "early", ALL, Options(32, 32)),
+        Row(16, "any", ALL, Options(128, 128)),
+    ),
+    "gradient_pairs": (
+        Row(32, "any", ALL, Options(32, 32)),
+        Row(16, "hopper", ALL, Options(64, 128, registers=168)),
+        Row(16, "any", ALL, Options(64, 128)),
+    ),
     # where operands of products come from registers, 64 columns spill kilobytes
-    if kernel == "gradient_keys":
-        return Options(32 if early else 64, 32 if wide else 64)
-    if kernel.startswith("reverse_scan"):
-        return exact if wide else Options(K, min(V, 64), stages=3 if hopper and K <= 128 else 1)
-    if kernel == "join_runs":
-        return Options(power(p.K), 16, warps=8, stages=3 if hopper else 1)
-    return Options(
-        min(power(p.K), 64), min(power(p.V), 32 if wide else 64), stages=1 if wide else 2
-    )
+    "gradient_keys": (
+        Row(32, "early", ALL, Options(32, 32)),
+        Row(32, "any", ALL, Options(64, 32), fixed=True),
+        Row(16, "early", ALL, Options(32, 64)),
+        Row(16, "any", ALL, Options(64, 64)),
+    ),
+    "join_runs": (
+        Row(0, "hopper", ALL, Options(ALL, 16, warps=8, stages=3)),
+        Row(0, "any", ALL, Options(ALL, 16, warps=8)),
+    ),
+}
+
+
+def table(kernel: str, p: Problem) -> Options:
+    """Return the options of the first row of TABLE that fits a call."""
+    bits, sm = 8 * p.q.dtype.itemsize, architecture(p.q.device)
+    wide = power if kernel == "join_runs" else partial(width, dtype=p.q.dtype)
+    K, V = wide(p.K), wide(p.V)
+    for name in names(kernel, p):
+        for row in TABLE.get(name, ()):
+            era = "early" if sm < HOPPER else "hopper" if sm == HOPPER else "later"
+            if row.bits in (0, bits) and row.sm in ("any", era) and K <= row.K:
+                o = row.options
+                least = (o.block_k, o.block_v) if row.fixed else (K, V)
+                return replace(
+                    o, block_k=min(o.block_k, least[0]), block_v=min(o.block_v, least[1])
+                )
+    raise KeyError(kernel)
+
+
+def names(kernel: str, p: Problem) -> Iterator[str]:
+    """Yield the names under which TABLE may hold a kernel, the special ones first.
+
+    The two variants of a scan are cut alike. A layer's scan takes wide programs where narrow ones
+    do not all run at once, or where multiprocessors are left to `prepare`.
+    """
+    if kernel == "prepare_gdn" and p.HV != p.H:
+        yield "prepare_gdn_grouped"
+    if "scan" in kernel:
+        stage = "reverse_scan" if kernel.startswith("reverse") else "scan"
+        waves = 2 * p.N * p.HV > processors(p.q.device) and not kernel.endswith("_maps")
+        if (waves or kernel.endswith("_beside")) and (
+            width(p.K, p.q.dtype) == width(p.V, p.q.dtype) == 128
+        ):
+            yield "scan_wide"
+        if kernel.endswith("_maps"):
+            yield f"{stage}_maps"
+        yield stage
+    yield kernel
 
 
 def leaves_room(p: Problem) -> bool:
@@ -199,10 +250,25 @@ def leaves_room(p: Problem) -> bool:
     return p.B * p.T >= 16384 * p.N and 2 * programs <= processors(p.q.device) and not run_length(p)
 
 
+# The cost model of `ahead`, from an H200 (docs/kernels/journal.md, 2026-11-22, "Chunks prepared
+# during the scan"); bf16, K = V = 128.
+STEP = 2.3  # us: one chunk of a scan
+LEAST_SCAN = 250.0  # us: a shorter scan saves less than two launches and two streams cost Python
+TILE = {  # us: one chunk and head of `prepare`, on all multiprocessors of the device
+    "gdn": 0.0165,
+    "kda, bounded": 0.05,
+    "kda, gate inside": 0.068,
+    "kda, decay given": 0.084,
+}
+SLOWER = 3.0  # during KDA's scan a tile takes 1 + SLOWER (heads / multiprocessors)^4 times as long
+
+
 def ahead(p: Problem) -> int | None:
-    """How many chunks of the one sequence of a call `prepare` makes before its scan begins; the
-    others it makes beside the scan, on multiprocessors that the scan leaves idle, and is done with
-    them when the scan needs the last. None: all of them. Either way the same bits.
+    """Return how many chunks of the one sequence of a call `prepare` makes before its scan begins;
+    None for all of them. The bits are the same.
+
+    The others are made during the scan, on multiprocessors that it leaves idle. They are ready when
+    the scan needs the last of them.
     """
     if (
         p.N != 1
@@ -215,29 +281,21 @@ def ahead(p: Problem) -> int | None:
     chunks, there = triton.cdiv(p.T, CHUNK), processors(p.q.device)
     if FORCED_AHEAD is not None:
         return FORCED_AHEAD if FORCED_AHEAD < chunks else None
-    idle, step = there - p.HV, 2.3  # us, of the scan
-    # less than two launches and two streams cost Python
+    idle = there - p.HV
     if 8 * idle < there or p.q.dtype is torch.float32 or not p.K == p.V == 128:
         return None
-    if chunks < math.ceil(250 / step):
+    if chunks < math.ceil(LEAST_SCAN / STEP):
         return None
-    # what an ordinary scan gains from its halves at once is more
+    # an ordinary scan gains more by running its halves at once
     if not p.rank and 2 * p.HV <= there:
         return None
-    # us, of `prepare` for a head, on all multiprocessors, and how much longer it takes beside the
-    # scan
-    tile = (
-        0.0165
-        if not p.rank
-        else 0.05
-        if anchored_rows(p) > 8
-        else 0.068
-        if p.activate_gate
-        else 0.084
-    )
-    slower = 1 + 3 * (p.HV / there) ** 4 if p.rank else 1.0
+    kind = "gdn"
+    if p.rank:
+        kind = "kda, gate inside" if p.activate_gate else "kda, decay given"
+        kind = "kda, bounded" if anchored_rows(p) > 8 else kind
+    slower = 1 + SLOWER * (p.HV / there) ** 4 if p.rank else 1.0
     # chunks that `prepare` makes while the scan takes 1024 of them
-    meanwhile = int(1024 * step / (p.HV * tile * slower * there / idle))
+    meanwhile = int(1024 * STEP / (p.HV * TILE[kind] * slower * there / idle))
     return max(1, chunks - (chunks - 8) * meanwhile // 1024)
 
 
