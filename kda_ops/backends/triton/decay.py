@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kda_ops.backends.triton.inverse import lower_left
+from kda_ops.backends.triton.tile import CHUNK
 from kda_ops.backends.triton.tuning import FLOOR
 
 ANCHOR_SHARE = tl.constexpr(0.875)  # see `check_anchor`
@@ -260,7 +261,7 @@ def row_decay(b_x, EXACT: tl.constexpr):
     """Factors of one decay per row [64]: (from the start of the chunk, to the end of it [64], the
     whole chunk), and what `pair_decay` takes.
     """
-    o_r = tl.arange(0, 64)
+    o_r = tl.arange(0, CHUNK)
     b_total = tl.sum(b_x, 0)
     b_G = tl.cumsum(b_x, 0)
     if EXACT:
@@ -279,7 +280,7 @@ def pair_decay(b_x, EXACT: tl.constexpr):
     when all rows forget everything) they do not see; EXACT takes the decays themselves and restarts
     the sum at every column.
     """
-    o_r = tl.arange(0, 64)
+    o_r = tl.arange(0, CHUNK)
     if EXACT:
         b_E = tl.cumsum(tl.where(o_r[:, None] > o_r[None, :], b_x[:, None], 0.0), 0)
     else:
@@ -292,7 +293,7 @@ def pair_decay_transposed(b_x, EXACT: tl.constexpr):
     """E_ij at [j, i], the transpose of `pair_decay`, formed as such: a product that is transposed
     afterwards may be miscompiled (docs/kernels/hazards.md, "Transposed results").
     """
-    o_r = tl.arange(0, 64)
+    o_r = tl.arange(0, CHUNK)
     if EXACT:
         b_E = tl.cumsum(tl.where(o_r[:, None] < o_r[None, :], b_x[None, :], 0.0), 1)
     else:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.tile import INTERPRETED
+from kda_ops.backends.triton.tile import CHUNK, INTERPRETED
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def over_keys(b_s, b_x, PREC: tl.constexpr):
         if not INTERPRETED:
             b_s = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_s], tl.float32, False, 1)
         b_s1, b_s2 = tl.split(tl.permute(tl.reshape(b_s, (W, 2, K // 2)), (0, 2, 1)))
-        b_x1, b_x2 = tl.split(tl.permute(tl.reshape(b_x, (64, 2, K // 2)), (0, 2, 1)))
+        b_x1, b_x2 = tl.split(tl.permute(tl.reshape(b_x, (CHUNK, 2, K // 2)), (0, 2, 1)))
         b_first = tl.dot(b_s1, tl.trans(b_x1), input_precision=PREC)
         return tl.dot(b_s2, tl.trans(b_x2), b_first, input_precision=PREC)
     else:
@@ -161,7 +161,7 @@ def store_spread(x, i_tile, b_x, ROW: tl.constexpr, column, D: tl.constexpr):
     i, j = tl.arange(0, 512), tl.arange(0, W // 16)
     b_x = tl.permute(tl.reshape(b_x, (4, 8, W // 32, 4, 4, 2)), (0, 3, 1, 4, 2, 5))
     o_d = column + (((i >> 5) & 3) * 4 + (i & 3))[:, None] * (W // 16) + j[None, :]
-    p_x = x + i_tile * (64 * D) + (ROW + 8 * (i >> 7) + ((i >> 2) & 7))[:, None] * D + o_d
+    p_x = x + i_tile * (CHUNK * D) + (ROW + 8 * (i >> 7) + ((i >> 2) & 7))[:, None] * D + o_d
     tl.store(p_x, tl.reshape(b_x, (512, W // 16)).to(x.dtype.element_ty), mask=o_d < D)
 
 

@@ -168,7 +168,7 @@ def decay_column(g, gate, lower_bound, i_b, i_h, first, n_rows, flags):
 
 
 @triton.jit
-def strength_column(beta, i_b, i_h, first, n_rows, flags, ROWS: tl.constexpr = 64):
+def strength_column(beta, i_b, i_h, first, n_rows, flags, ROWS: tl.constexpr = CHUNK):
     """Return beta of the tokens of one head, [ROWS] fp32. Rows that are no tokens have zero keys
     and values, whatever this says.
     """

@@ -96,7 +96,7 @@ def mark_ready(ready, i_t, begin, i_h, H):
 
 
 @triton.jit
-def find_sequence(cu_seqlens, i_t, N, TOKENS: tl.constexpr = 64):
+def find_sequence(cu_seqlens, i_t, N, TOKENS: tl.constexpr = CHUNK):
     """The sequence whose chunks hold number i_t: the greatest n < N with cu_seqlens[n] // 64 + n <=
     i_t (sequences.py); runs likewise by their tokens.
     """
@@ -120,13 +120,13 @@ def locate_chunk(cu_seqlens, i_t, N, T):
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         eos = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
         i_b = i_n * 0
-        first = bos + (i_t - bos // 64 - i_n) * 64
+        first = bos + (i_t - bos // CHUNK - i_n) * CHUNK
     else:
-        count = tl.cdiv(T, 64)
+        count = tl.cdiv(T, CHUNK)
         i_b = i_t // count
-        first = ((i_t - i_b * count) * 64).to(tl.int64)
+        first = ((i_t - i_b * count) * CHUNK).to(tl.int64)
         eos = first * 0 + T
-    return i_b.to(tl.int64), first, tl.minimum(eos - first, 64).to(tl.int32)
+    return i_b.to(tl.int64), first, tl.minimum(eos - first, CHUNK).to(tl.int32)
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def prefetch_rows(
         BYTES: tl.constexpr = D * 128 // LINE
         p_x = x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
         if WHOLE and not INTERPRETED and BYTES % 16 == 0 and cuda_capability_geq(9):
-            row = tl.minimum(tl.arange(0, 64), n_rows - 1)
+            row = tl.minimum(tl.arange(0, CHUNK), n_rows - 1)
             tl.inline_asm_elementwise(
                 "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.lt.u32 first, "
                 "thread, 64; "
@@ -172,7 +172,7 @@ def prefetch_rows(
             )
         else:
             LINES: tl.constexpr = triton.next_power_of_2((D + LINE - 1) // LINE)
-            o = tl.arange(0, 64 * LINES)
+            o = tl.arange(0, CHUNK * LINES)
             row, column = tl.minimum(o // LINES, n_rows - 1), tl.minimum(o % LINES * LINE, D - 1)
             prefetch(p_x + (row * strides[1] + column * strides[3]))
 
@@ -207,7 +207,7 @@ def prefetch_tile(x, i_tile, SIZE: tl.constexpr, WHOLE: tl.constexpr = True):
 
 
 @triton.jit
-def locate_sequence(cu_seqlens, i_n, N, T, TOKENS: tl.constexpr = 64):
+def locate_sequence(cu_seqlens, i_n, N, T, TOKENS: tl.constexpr = CHUNK):
     """Sequence i_n as (batch row, first token, tokens, number of its first chunk). Packed, sequence
     N is the tail past cu_seqlens[-1].
 
@@ -346,14 +346,14 @@ def inverse_norm(b_x, L2NORM: tl.constexpr):
 @triton.jit
 def store_tile(x, i_tile, b_x, o_r, o_d, D: tl.constexpr):
     """The same for a tile that comes from a dot product."""
-    p_x = x + i_tile * (64 * D) + o_r[:, None] * D + o_d[None, :]
+    p_x = x + i_tile * (CHUNK * D) + o_r[:, None] * D + o_d[None, :]
     tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_d < D)[None, :])
 
 
 @triton.jit
 def load_tile(x, i_tile, o_r, o_d, D: tl.constexpr):
     """Columns o_d of tile i_tile of a [tiles, 64, D] scratch tensor as [64, width], zero past D."""
-    p_x = x + i_tile * (64 * D) + o_r[:, None] * D + o_d[None, :]
+    p_x = x + i_tile * (CHUNK * D) + o_r[:, None] * D + o_d[None, :]
     return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
 
 
@@ -362,6 +362,6 @@ def load_lower(x, i_tile):
     """Tile i_tile of a [tiles, 64, 64] scratch tensor of lower triangles as [64, 64]; what lies
     above the blocks of 16 rows on the diagonal is not read.
     """
-    o_r = tl.arange(0, 64)
-    p_x = x + i_tile * 4096 + o_r[:, None] * 64 + o_r[None, :]
+    o_r = tl.arange(0, CHUNK)
+    p_x = x + i_tile * (CHUNK * CHUNK) + o_r[:, None] * CHUNK + o_r[None, :]
     return tl.load(p_x, mask=(o_r // 16)[:, None] >= (o_r // 16)[None, :], other=0.0)
