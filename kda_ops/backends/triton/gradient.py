@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.gradient_decay import sum_decays, sum_gradients
-from kda_ops.backends.triton.gradient_keys import gradient_keys, tables
-from kda_ops.backends.triton.gradient_pairs import gradient_pairs
+from kda_ops.backends.triton.gradient_keys import Kept, KeyGradients, gradient_keys
+from kda_ops.backends.triton.gradient_loads import pair_masks
+from kda_ops.backends.triton.gradient_pairs import Dots, Scores, gradient_pairs
 from kda_ops.backends.triton.gradient_rows import gradient_rows
 from kda_ops.backends.triton.launch import (
     as_kv,
@@ -30,9 +31,10 @@ from kda_ops.backends.triton.launch import (
     strides_of,
     total,
 )
+from kda_ops.backends.triton.operands import GateWeights, strided
 from kda_ops.backends.triton.reverse_scan import reads_z
 from kda_ops.backends.triton.tile import dense, fit
-from kda_ops.problem import Problem
+from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Reverse, Tile, Trace
 
@@ -227,51 +229,48 @@ def gradient(
             if sums
             else _like(p, "beta", need)
         )
-    dP, dL = (new(q, name, (NT, p.HV, 64, 64)) for name in ("dP", "dL"))
+    dscores = Scores(*(new(q, name, (NT, p.HV, CHUNK, CHUNK)) for name in ("dP", "dL")))
     # of unit q and k with their gradients; without a do that of q is zero
-    dots = [
-        new(q, f"{name}_dot", (NT, p.HV, 64), torch.float32) if p.l2norm and there else None
-        for name, there in (("q", "q" in need and do is not None), ("k", "k" in need))
-    ]
-    o = with_strides(None if dots[0] is None else trace.o)
+    dots = Dots(
+        *(
+            new(q, f"{name}_dot", (NT, p.HV, CHUNK), torch.float32) if p.l2norm and there else None
+            for name, there in (("q", "q" in need and do is not None), ("k", "k" in need))
+        )
+    )
+    o = strided(None if dots.q is None else fit(trace.o))
     programs = NT * p.HV if p.H else 0
-    query, key, given, cu_seqlens = (
-        with_strides(q),
-        with_strides(p.k),
-        with_strides(do),
-        dense(p.cu_seqlens),
-    )
-    logits, parameters, activation = (
-        with_strides(p.g),
-        (dense(p.A_log), dense(p.dt_bias)),
-        (p.activate_gate, p.lower_bound is not None),
-    )
+    given, cu_seqlens = strided(fit(do)), dense(p.cu_seqlens)
+    logits, weights = strided(fit(p.g)), GateWeights(dense(p.A_log), dense(p.dt_bias))
+    activation = {
+        "ACTIVATE": p.activate_gate,
+        "BOUNDED": p.lower_bound is not None,
+        "FAST": not exact,
+    }
     N, T, H, HV, K, V, scale, bound = p.N, p.T, p.H, p.HV, p.K, p.V, p.scale, p.lower_bound or 0.0
     launch(
         gradient_pairs,
         programs,
         device,
-        *with_strides(p.v),
-        tile.rows,
-        *given,
-        *o,
-        trace.v_new,
-        z,
-        cu_seqlens,
-        dP,
-        dL,
-        row_of(dbeta, slices) if sums and dbeta is not None else dbeta,
-        *dots,
-        N,
-        T,
-        HV,
-        scale,
-        V,
-        values.block_v,
-        tiled,
-        p.sigmoid_beta,
-        p.neg_eigval,
-        precision,
+        v=strided(fit(p.v)),
+        rows=tile.rows,
+        do=given,
+        o=o,
+        v_new=trace.v_new,
+        z=z,
+        cu_seqlens=cu_seqlens,
+        dscores=dscores,
+        dbeta=row_of(dbeta, slices) if sums and dbeta is not None else dbeta,
+        dots=dots,
+        N=N,
+        T=T,
+        HV=HV,
+        scale=scale,
+        V=V,
+        BV=values.block_v,
+        TILED=tiled,
+        SIGMOID=p.sigmoid_beta,
+        NEG_EIGVAL=p.neg_eigval,
+        PREC=precision,
         num_stages=values.stages,
         **values.launch,
     )
@@ -282,56 +281,48 @@ def gradient(
             sum_decays,
             programs,
             device,
-            *logits,
-            *parameters,
-            cu_seqlens,
-            G,
-            anchored,
-            N,
-            T,
-            HV,
-            bound,
-            K,
-            wide,
-            *activation,
-            not exact,
+            g=logits,
+            weights=weights,
+            cu_seqlens=cu_seqlens,
+            G=G,
+            anchored=anchored,
+            N=N,
+            T=T,
+            HV=HV,
+            lower_bound=bound,
+            K=K,
+            WIDE=wide,
+            **activation,
             num_warps=1,
         )
         launch(
             gradient_keys,
             programs * slices,
             device,
-            *query,
-            *key,
-            *given,
-            trace.states,
-            trace.v_new,
-            reverse.dstates,
-            z,
-            dP,
-            dL,
-            tile.rows,
-            *dots,
-            G,
-            anchored,
-            lasting(tables(device)),
-            cu_seqlens,
-            dq,
-            dk,
-            dbeta if sums else None,
-            p.B * T * HV,
-            N,
-            T,
-            H,
-            HV,
-            scale,
-            K,
-            V,
-            options.block_k,
-            options.block_v,
-            tiled,
-            p.l2norm,
-            precision,
+            q=strided(fit(q)),
+            k=strided(fit(p.k)),
+            do=given,
+            kept=Kept(trace.states, trace.v_new, reverse.dstates, z),
+            dscores=dscores,
+            rows=tile.rows,
+            dots=dots,
+            G=G,
+            anchored=anchored,
+            masks=lasting(pair_masks(device)),
+            cu_seqlens=cu_seqlens,
+            grads=KeyGradients(dq, dk, dbeta if sums else None, p.B * T * HV),
+            N=N,
+            T=T,
+            H=H,
+            HV=HV,
+            scale=scale,
+            K=K,
+            V=V,
+            BK=options.block_k,
+            BV=options.block_v,
+            TILED=tiled,
+            L2NORM=p.l2norm,
+            PREC=precision,
             num_stages=options.stages,
             **options.launch,
         )
@@ -340,21 +331,20 @@ def gradient(
                 sum_gradients,
                 programs,
                 device,
-                G,
-                *logits,
-                *parameters,
-                cu_seqlens,
-                dg,
-                dA_log,
-                ddt_bias,
-                N,
-                T,
-                HV,
-                bound,
-                K,
-                wide,
-                *activation,
-                not exact,
+                dG=G,
+                g=logits,
+                weights=weights,
+                cu_seqlens=cu_seqlens,
+                dg=dg,
+                dA_log=dA_log,
+                ddt_bias=ddt_bias,
+                N=N,
+                T=T,
+                HV=HV,
+                lower_bound=bound,
+                K=K,
+                WIDE=wide,
+                **activation,
                 num_warps=1,
             )
         del G

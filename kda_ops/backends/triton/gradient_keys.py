@@ -1,28 +1,17 @@
-"""Gradients of q, k and g for one decay per key channel: BK channels of one chunk and value head
-per program.
-"""
+"""Gradients of q, k and g of KDA: BK channels of one chunk and value head per program."""
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kda_ops.backends.triton.fragment import (
-    as_entries,
-    as_tile,
-    channel,
-    diagonal_at,
-    fragment,
-    packed,
-    unpack,
-)
-from kda_ops.backends.triton.gate import INTERPRETED, fast_reciprocal
-from kda_ops.backends.triton.gradient_decay import REACH
-from kda_ops.backends.triton.gradient_tile import (
-    clear_keys,
+from kda_ops.backends.triton.fragment import channel, diagonal_at
+from kda_ops.backends.triton.gate import fast_reciprocal
+from kda_ops.backends.triton.gradient_chunk import (
+    CHUNK,
+    SQUARE,
+    Chunk,
+    chunk_of,
     load_norm,
     load_row,
     load_state,
@@ -30,159 +19,88 @@ from kda_ops.backends.triton.gradient_tile import (
     read_rows,
     read_values,
     write_column,
+    write_rows,
 )
+from kda_ops.backends.triton.gradient_decay import REACH
+from kda_ops.backends.triton.gradient_loads import (
+    LEVELS,
+    PARTED,
+    Sources,
+    decay_from_middle,
+    decay_from_start,
+    entries,
+    load_entries,
+    load_later,
+    load_operand,
+    load_pairs,
+    store_operand,
+)
+from kda_ops.backends.triton.gradient_pairs import Scores
+from kda_ops.backends.triton.operands import Strided
 from kda_ops.backends.triton.tile import load_tile, narrow, prefetch_rows, prefetch_tile, widen
 
-
-@lru_cache(None)
-def tables(device: torch.device) -> Tensor:
-    """The masks `load_pairs` picks by, [14, 64, 64] int16, all bits set: in blocks of 8, 16, 32 and
-    64 rows the pairs below the diagonal and those above it; then where rows part at level 0 to 5;
-    each packed.
-
-    They reach a GPU from a thread and on a stream of their own: the calling thread may be filling
-    the memory pool of a CUDA graph (``mode="reduce-overhead"``), which must hold nothing that
-    outlives the call.
-    """
-    i = torch.arange(64, device="cpu")
-    parting, below = i[:, None] ^ i[None, :], i[:, None] > i[None, :]
-    pairs = [(parting < m) & side for m in (8, 16, 32, 64) for side in (below, below.T)] + [
-        parting >> h == 1 for h in range(6)
-    ]
-    masks = packed(-torch.stack(pairs).to(torch.int16))
-
-    def bring() -> Tensor:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            there = masks.to(device)
-            torch.cuda.current_stream(device).synchronize()
-            return there
-
-    if device.type != "cuda":
-        return masks.to(device)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(bring).result()
+SMALLEST = tl.constexpr(3)  # log2 of the rows of the smallest blocks that share an anchor
 
 
-@triton.jit
-def load_pairs(x, pairs, h):
-    """The entries of a packed tile [64, 64] that mask h of `tables` picks; zero elsewhere."""
-    o = tl.arange(0, 512)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    b_x, b_m = tl.load(x + o), tl.load(pairs + h * 4096 + o)
-    if b_x.dtype == tl.float32:
-        return unpack(tl.where(b_m != 0, b_x, 0.0))
-    elif not INTERPRETED:  # two entries at once, which the compiler takes apart
-        return unpack(
-            tl.inline_asm_elementwise(
-                "and.b32 $0, $1, $2;", "=r,r,r", [b_x, b_m], b_x.dtype, True, 2
-            )
-        )
-    else:
-        return unpack((b_x.to(tl.int16, bitcast=True) & b_m).to(b_x.dtype, bitcast=True))
+class Kept(NamedTuple):
+    """What the two scans left for the gradients, one tile per chunk and value head."""
+
+    states: Any  # [K, V], the state that enters the chunk
+    v_new: Any  # [64, V]
+    dstates: Any  # [K, V], the gradient of the state that leaves it
+    z: Any  # [64, V], or dv = beta z as rows of a [B T, HV, V] tensor
+
+
+class KeyGradients(NamedTuple):
+    """Where gradients go: dq and dk [B T, HV, K], and for each slice of K a [B T, HV] of dbeta."""
+
+    dq: Any
+    dk: Any
+    dbeta: Any
+    dbeta_slice: Any  # entries from one slice to the next
+
+
+class Factors(NamedTuple):
+    """What multiplies the rows of q and k, [64, 1] fp32 each."""
+
+    q_norm: Any
+    k_norm: Any
+    beta: Any  # one, if the scores have it already
+
+
+class Sums(NamedTuple):
+    """The gradients as they grow: of unit q, unit k and G [64, BK], of beta [64], all fp32."""
+
+    dq: Any
+    dk: Any
+    dbeta: Any
+    dG: Any
 
 
 @triton.jit
-def load_entries(p_x, column, m_row, K: tl.constexpr, BK: tl.constexpr):
-    """A tile [64, BK] by pointers in the order of `fragment`, zero past K and where m_row is false.
-    The column goes to a pointer last: then the entries of a row differ by constants, which cost no
-    address.
-    """
-    if K % BK == 0:
-        if m_row is None:
-            return as_tile(tl.load(p_x))
-        else:
-            return as_tile(tl.load(p_x, mask=m_row & (column >= 0), other=0.0))
-    else:
-        m = column < K
-        if m_row is not None:
-            m = m & m_row
-        return as_tile(tl.load(p_x, mask=m, other=0.0))
+def through_norm(b_dy, x, at, b_norm, dot, i_tile, K: tl.constexpr, BK: tl.constexpr):
+    """Return dx = r (dy - y (y . dy)) of y = r x, from the products y . dy [64] that
+    `gradient_pairs` left; None counts as zero.
 
-
-@triton.jit
-def load_rows(x, x_s, held, i_s, K: tl.constexpr, BK: tl.constexpr):
-    """Rows of q or k from their first one on, fp32; rows that are no tokens are the last one again,
-    since nothing is passed to them.
-    """
-    row, column = fragment(BK, 128 // x.dtype.element_ty.primitive_bitwidth)
-    column += i_s * BK
-    return widen(
-        load_entries(x + tl.minimum(row, held) * x_s[1] + column * x_s[3], column, None, K, BK)
-    )
-
-
-@triton.jit
-def load_later(q, q_s, k, k_s, held, i_s, h, K: tl.constexpr, BK: tl.constexpr):
-    """Rows of q where they are the later ones of level h, else of k."""
-    row, column = fragment(BK, 128 // q.dtype.element_ty.primitive_bitwidth)
-    column += i_s * BK
-    later, row = ((row >> h) & 1) == 1, tl.minimum(row, held)
-    p_x = tl.where(later, q + row * q_s[1] + column * q_s[3], k + row * k_s[1] + column * k_s[3])
-    return widen(load_entries(p_x, column, None, K, BK))
-
-
-@triton.jit
-def load_sums(G, i_s, h, PARTED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """The decay between each row and a row of its block of 2^(h + 1) or 2^h rows: if PARTED since
-    the middle, or up to it for the rows before; else since the start.
-    """
-    row, column = fragment(BK, 128 // G.dtype.element_ty.primitive_bitwidth)
-    column += i_s * BK
-    if PARTED:
-        middle, later = ((row >> (h + 1)) << (h + 1)) + (1 << h) - 1, ((row >> h) & 1) == 1
-        b_G = load_entries(G + tl.where(later, row, middle) * K + column, column, None, K, BK)
-        b_A = load_entries(G + tl.where(later, middle, row) * K + column, column, None, K, BK)
-    else:
-        b_G = load_entries(G + row * K + column, column, None, K, BK)
-        row = ((row >> h) << h) - 1
-        b_A = load_entries(G + row * K + column, column, row >= 0, K, BK)
-    return (b_G - b_A).to(tl.float32)
-
-
-@triton.jit
-def store_entries(x, first, i_h, HV, n_rows, i_s, b_x, K: tl.constexpr, BK: tl.constexpr):
-    """Write rows of one head of a contiguous [rows, HV, K] tensor from the registers they are
-    in.
-    """
-    J: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
-    row, column = fragment(BK, J)
-    column += i_s * BK
-    b_x = as_entries(narrow(b_x, x.dtype.element_ty), J)
-    p_x = x + (first * HV + i_h) * K + row * (HV * K) + column
-    tl.store(p_x, b_x, mask=(row < n_rows) & (column < K))
-
-
-@triton.jit
-def through_norm(b_dy, x, x_s, held, b_norm, dot, i_tile, i_s, K: tl.constexpr, BK: tl.constexpr):
-    """dx = r (dy - y (y . dy)) for y = r x, from the products y . dy [64] that `gradient_pairs`
-    left; none are zero.
-
-    Of one channel that is r dy (1 - y^2) and 1 - y^2 = 10^-6 r^2, of which rounding would leave
-    nothing.
+    With one channel dx = r dy (1 - y^2), and 1 - y^2 = 1e-6 r^2 would be lost to rounding.
     """
     b_dx = b_dy * b_norm
     if K == 1:
         b_dx *= 1e-6 * b_norm * b_norm
     elif dot is not None:
-        b_dot = tl.load(dot + i_tile * 64 + tl.arange(0, 64))[:, None]
-        b_dx -= load_rows(x, x_s, held, i_s, K, BK) * (b_norm * b_norm * b_dot)
+        b_dot = tl.load(dot + i_tile * CHUNK + tl.arange(0, CHUNK))[:, None]
+        b_dx -= load_operand(x, at, K, BK) * (b_norm * b_norm * b_dot)
     return b_dx
 
 
 @triton.jit
 def state_gradients(
     do,
-    do_s,
-    states,
-    v_new,
-    dstates,
-    z,
+    kept,
+    at,
     i_tile,
-    i_b,
     i_h,
     HV,
-    first,
-    token,
-    n_rows,
     o_k,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -190,192 +108,254 @@ def state_gradients(
     TILED: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """(do S^T, v_new dS^T, z S^T [64, width], sum over V of S dS [width]) for the key channels o_k,
-    fp32; `z` as in `gradient_pairs`.
+    """Return the products with the states for the key channels o_k, all fp32::
+
+        do S^T,  v_new dS^T,  z S^T  [64, width];   sum_v S dS  [width]
+
+    If `z` is dv, the third is times beta.
     """
     W: tl.constexpr = o_k.shape[0]
-    o_r = tl.arange(0, 64)
-    b_dqg = tl.zeros((64, W), tl.float32)
-    b_dkg, b_dstart = b_dqg, b_dqg
+    o_r = tl.arange(0, CHUNK)
+    b_dqg = tl.zeros((CHUNK, W), tl.float32)
+    b_dkg, b_zS = b_dqg, b_dqg
     b_dgamma = tl.zeros((W,), tl.float32)
     for i in range((V + BV - 1) // BV):
         o_v = i * BV + tl.arange(0, BV)
         # every load before any product: each product would wait, and the loads after it would wait
         # again
-        b_S, b_dS = (
-            load_state(states, i_tile, o_k, o_v, K, V),
-            load_state(dstates, i_tile, o_k, o_v, K, V),
-        )
-        b_v, b_z = (
-            load_tile(v_new, i_tile, o_r, o_v, V),
-            read_values(z, i_tile, token, i_h, HV, n_rows, o_v, V, TILED),
-        )
-        if do is not None:
-            b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+        b_S = load_state(kept.states, i_tile, o_k, o_v, K, V)
+        b_dS = load_state(kept.dstates, i_tile, o_k, o_v, K, V)
+        b_v = load_tile(kept.v_new, i_tile, o_r, o_v, V)
+        b_z = read_values(kept.z, at, i_tile, i_h, HV, o_v, V, TILED)
+        if do.pointer is not None:
+            b_do = read_rows(do, at, i_h, o_v, V)
             b_dqg = tl.dot(b_do, tl.trans(b_S), b_dqg, input_precision=PREC)
         b_dkg = tl.dot(b_v, tl.trans(b_dS), b_dkg, input_precision=PREC)
-        b_dstart = tl.dot(b_z, tl.trans(b_S), b_dstart, input_precision=PREC)
+        b_zS = tl.dot(b_z, tl.trans(b_S), b_zS, input_precision=PREC)
         b_dgamma += tl.sum(widen(b_S) * widen(b_dS), 1)
-    return b_dqg, b_dkg, b_dstart, b_dgamma
+    return b_dqg, b_dkg, b_zS, b_dgamma
 
 
 @triton.jit
-def parted_pairs(
-    dP,
-    dL,
-    pairs,
-    q,
-    q_s,
-    k,
-    k_s,
-    G,
-    held,
-    i_s,
-    h,
-    b_q_norm,
-    b_k_norm,
-    b_beta,
-    b_dq,
-    b_dk,
-    b_dG,
-    b_dbeta,
+def start_sums(
+    b_dqg,
+    b_dkg,
+    b_zS,
+    b_dgamma,
+    at,
+    factors,
+    scale,
+    o_k,
     K: tl.constexpr,
     BK: tl.constexpr,
     SUMS: tl.constexpr,
-    PREC: tl.constexpr,
 ):
-    """Add what P and L pass on over the pairs of level h, whose rows first fall into different
-    halves of a block there; E_ij is the decay from row j to row i::
+    """Return the sums without any pair of rows, from `state_gradients`, with e = exp(G_n - G)::
+
+    dq = scale exp G (do S^T)        early = -beta exp G (z S^T)      late = e (v_new dS^T)
+    dk = early + late                dG = k (early - late)
+    last row of dG += gamma sum_v S dS + sum_i k_i late_i
+    dbeta = -sum_k k exp G (z S^T)
+    """
+    o_r = tl.arange(0, CHUNK)
+    b_end = tl.load(at.G + (CHUNK - 1) * K + o_k, mask=o_k < K, other=0.0)
+    row, column = entries(at.G, at.i_s, BK)
+    b_G = load_entries(at.G + row * K + column, column, None, K, BK)
+    b_start = tl.exp2(b_G.to(tl.float32))
+    b_dq = b_dqg * (b_start * scale)
+    b_dk = b_zS * b_start
+    b_late = b_dkg * tl.exp2((b_end[None, :] - b_G).to(tl.float32))
+    b_k = load_operand(at.k, at, K, BK) * factors.k_norm
+    b_dbeta = tl.zeros((CHUNK,), tl.float32)
+    if SUMS:
+        b_dbeta -= tl.sum(b_k * b_dk, 1)
+    b_dk = b_dk * -factors.beta
+    b_last = tl.exp2(b_end.to(tl.float32)) * b_dgamma + tl.sum(b_k * b_late, 0)
+    b_dG = b_k * (b_dk - b_late) + tl.where((o_r == CHUNK - 1)[:, None], b_last[None, :], 0.0)
+    b_dk += b_late
+    return Sums(b_dq, b_dk, b_dbeta, b_dG)
+
+
+@triton.jit
+def add_diagonal(sums, at, factors, K: tl.constexpr, BK: tl.constexpr):
+    """Return the sums with each row's pair with itself, dP_ii, and with q dq of what dq has."""
+    b_diagonal = tl.load(at.dscores.P + diagonal_at(tl.arange(0, CHUNK))).to(tl.float32)[:, None]
+    b_q = load_operand(at.q, at, K, BK) * factors.q_norm
+    b_dG = sums.dG + b_q * sums.dq
+    b_dk = sums.dk + b_diagonal * b_q
+    b_dq = sums.dq + b_diagonal * (load_operand(at.k, at, K, BK) * factors.k_norm)
+    return Sums(b_dq, b_dk, sums.dbeta, b_dG)
+
+
+@triton.jit
+def add_parted(
+    sums, at, factors, h, K: tl.constexpr, BK: tl.constexpr, SUMS: tl.constexpr, PREC: tl.constexpr
+):
+    """Return the sums with the pairs of level h, whose rows first fall into different halves of a
+    block of 2^(h + 1) rows. E_ij is the decay from row j to row i::
 
         dq += sum_j dP_ij k_j E_ij
         dk += beta_i sum_j dL_ij k_j E_ij + sum_i (dP_ij q_i + dL_ij beta_i k_i) E_ij
         dG += the q or k of the later row times what it gets
               - the k of the earlier row times what it gets
 
-    The later row has the decay since the middle and the earlier row the decay up to the middle, so
-    every row has one role and one factor, at most one, whatever the decay; and one product serves
-    rows and columns, as dP and dL are filled on both sides of the diagonal.
+    The later row has the decay since the middle and the earlier row the decay up to the middle. So
+    every row has one factor, at most one, whatever the decay. One product serves rows and columns,
+    because dP and dL are filled on both sides of the diagonal.
 
-    dG is a difference whose sums over rows nearly vanish. It is formed from the operands as the
-    products rounded them: then what a pair adds to its later row and takes from its earlier one is
-    the same number, as if nothing had been rounded (bf16: 5 times less error of dt_bias).
+    The sums of dG over rows nearly vanish. So dG is formed from the operands as the products
+    rounded them: then a pair adds to its later row exactly what it takes from its earlier one. In
+    bf16 the error of dt_bias is 5 times less.
     """
-    TYPE: tl.constexpr = dP.dtype.element_ty
-    later = (((tl.arange(0, 64) >> h) & 1) == 1)[:, None]
-    b_late, b_early, b_sign = (
-        tl.where(later, 1.0, 0.0),
-        tl.where(later, 0.0, 1.0),
-        tl.where(later, 1.0, -1.0),
-    )
-    # zero, which the compiler does not know: it would read before the loop what to hold costs
+    TYPE: tl.constexpr = at.dscores.P.dtype.element_ty
+    later = (((tl.arange(0, CHUNK) >> h) & 1) == 1)[:, None]
+    b_late = tl.where(later, 1.0, 0.0)
+    b_early = tl.where(later, 0.0, 1.0)
+    b_sign = tl.where(later, 1.0, -1.0)
+    # zero, which the compiler does not know: else it loads before the loop, and runs out of
     # registers
-    here = (h >> 3) * 4096
-    q, k, G, dP, dL = q + here, k + here, G + here, dP + here, dL + here
-    b_f = tl.exp2(load_sums(G, i_s, h, True, K, BK))
-    b_x = load_later(q, q_s, k, k_s, held, i_s, h, K, BK)
-    b_y = narrow(b_x * (b_f * tl.where(later, b_q_norm, b_k_norm)), TYPE)
-    b_x = load_rows(k, k_s, held, i_s, K, BK)
-    b_strength = tl.where(later, b_beta, 1.0)
-    b_z = narrow(b_x * (b_f * (b_k_norm * b_strength)), TYPE)
-    b_pair = tl.dot(load_pairs(dP, pairs, h + 8), b_y, input_precision=PREC)
-    b_dG += widen(b_y) * b_sign * b_pair
+    here = (h >> 3) * SQUARE
+    at = Sources(
+        Strided(at.q.pointer + here, at.q.strides),
+        Strided(at.k.pointer + here, at.k.strides),
+        at.G + here,
+        Scores(at.dscores.P + here, at.dscores.L + here),
+        at.masks,
+        at.last,
+        at.i_s,
+    )
+    b_f = tl.exp2(decay_from_middle(at.G, at.i_s, h, K, BK))
+    b_x = load_later(at, h, K, BK)
+    b_y = narrow(b_x * (b_f * tl.where(later, factors.q_norm, factors.k_norm)), TYPE)
+    b_x = load_operand(at.k, at, K, BK)
+    b_strength = tl.where(later, factors.beta, 1.0)
+    b_z = narrow(b_x * (b_f * (factors.k_norm * b_strength)), TYPE)
+    b_pair = tl.dot(load_pairs(at.dscores.P, at.masks, h + PARTED), b_y, input_precision=PREC)
+    b_dG = sums.dG + widen(b_y) * b_sign * b_pair
     b_pair = b_pair * b_f
-    b_dq += b_pair * b_late
-    b_dk += b_pair * b_early
-    b_pair = tl.dot(load_pairs(dL, pairs, h + 8), b_z, input_precision=PREC)
+    b_dq = sums.dq + b_pair * b_late
+    b_dk = sums.dk + b_pair * b_early
+    b_pair = tl.dot(load_pairs(at.dscores.L, at.masks, h + PARTED), b_z, input_precision=PREC)
     b_dG += widen(b_z) * b_sign * b_pair
+    b_dbeta = sums.dbeta
     if SUMS:
-        b_x = load_rows(k, k_s, held, i_s, K, BK) * (b_f * b_k_norm)
+        b_x = load_operand(at.k, at, K, BK) * (b_f * factors.k_norm)
         b_dbeta += tl.sum(b_x * b_pair * b_late, 1)
     b_dk += b_pair * (b_f * b_strength)
-    return b_dq, b_dk, b_dG, b_dbeta
+    return Sums(b_dq, b_dk, b_dbeta, b_dG)
 
 
 @triton.jit
-def anchored_pairs(
-    dP,
-    dL,
-    pairs,
-    q,
-    q_s,
-    k,
-    k_s,
-    G,
-    held,
-    i_s,
-    h,
-    b_q_norm,
-    b_k_norm,
-    b_beta,
-    b_dq,
-    b_dk,
-    b_dG,
-    b_dbeta,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    SUMS: tl.constexpr,
-    PREC: tl.constexpr,
+def add_anchored(
+    sums, at, factors, h, K: tl.constexpr, BK: tl.constexpr, SUMS: tl.constexpr, PREC: tl.constexpr
 ):
-    """The same for all pairs inside blocks of 2^h rows that decay by no more than 2^REACH: the
-    decay since the start of the block and its inverse, centred on a constant, stay within 2^(REACH
-    / 2) of one and serve all levels below h.
+    """Return the sums with all pairs inside blocks of 2^h rows, which decay by at most 2^REACH.
+
+    The decay since the start of a block and its inverse, centred on a constant, stay within
+    2^(REACH / 2) of one. So they serve all levels below h at once.
     """
-    TYPE: tl.constexpr = dP.dtype.element_ty
-    b_late = tl.exp2(load_sums(G, i_s, h, False, K, BK) + REACH / 2)
-    b_x = (load_rows(k, k_s, held, i_s, K, BK) * (fast_reciprocal(b_late) * b_k_norm)).to(TYPE)
-    below = 2 * h - 6
-    b_pair = tl.dot(load_pairs(dP, pairs, below), b_x, input_precision=PREC)
-    b_own = narrow(load_rows(q, q_s, held, i_s, K, BK) * (b_late * b_q_norm), TYPE)
-    b_dG += widen(b_own) * b_pair
-    b_dq += b_pair * b_late
-    b_pair = tl.dot(load_pairs(dL, pairs, below), b_x, input_precision=PREC)
-    b_x = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
-    b_own = narrow(b_x * (b_late * b_beta), TYPE)
+    TYPE: tl.constexpr = at.dscores.P.dtype.element_ty
+    P, L = at.dscores.P, at.dscores.L
+    # as rows: what the pairs below the diagonal pass on to q and k
+    b_late = tl.exp2(decay_from_start(at.G, at.i_s, h, K, BK) + REACH / 2)
+    b_x = (load_operand(at.k, at, K, BK) * (fast_reciprocal(b_late) * factors.k_norm)).to(TYPE)
+    below = 2 * h - 2 * SMALLEST
+    b_pair = tl.dot(load_pairs(P, at.masks, below), b_x, input_precision=PREC)
+    b_own = narrow(load_operand(at.q, at, K, BK) * (b_late * factors.q_norm), TYPE)
+    b_dG = sums.dG + widen(b_own) * b_pair
+    b_dq = sums.dq + b_pair * b_late
+    b_pair = tl.dot(load_pairs(L, at.masks, below), b_x, input_precision=PREC)
+    b_x = load_operand(at.k, at, K, BK) * factors.k_norm
+    b_own = narrow(b_x * (b_late * factors.beta), TYPE)
     b_dG += widen(b_own) * b_pair
     b_pair = b_pair * b_late
+    b_dbeta = sums.dbeta
     if SUMS:
         b_dbeta += tl.sum(b_x * b_pair, 1)
-    b_dk += b_pair * b_beta
-    # what follows reads its tiles again: held, they would push the sums out of the registers
+    b_dk = sums.dk + b_pair * factors.beta
+    # what follows loads its tiles again: held, they would push the sums out of the registers
     tl.debug_barrier()
-    b_late = tl.exp2(load_sums(G, i_s, h, False, K, BK) + REACH / 2)
-    b_x = (load_rows(q, q_s, held, i_s, K, BK) * (b_late * b_q_norm)).to(TYPE)
-    b_k = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
+    # as columns: what those above it, the transposes, pass on to k
+    b_late = tl.exp2(decay_from_start(at.G, at.i_s, h, K, BK) + REACH / 2)
+    b_x = (load_operand(at.q, at, K, BK) * (b_late * factors.q_norm)).to(TYPE)
+    b_k = load_operand(at.k, at, K, BK) * factors.k_norm
     b_early = fast_reciprocal(b_late)
     b_own = narrow(b_k * b_early, TYPE)
-    b_y = (b_k * (b_late * b_beta)).to(TYPE)
-    b_pair = tl.dot(load_pairs(dP, pairs, below + 1), b_x, input_precision=PREC)
-    b_pair = tl.dot(load_pairs(dL, pairs, below + 1), b_y, b_pair, input_precision=PREC)
+    b_y = (b_k * (b_late * factors.beta)).to(TYPE)
+    b_pair = tl.dot(load_pairs(P, at.masks, below + 1), b_x, input_precision=PREC)
+    b_pair = tl.dot(load_pairs(L, at.masks, below + 1), b_y, b_pair, input_precision=PREC)
     b_dG -= widen(b_own) * b_pair
     b_dk += b_pair * b_early
-    return b_dq, b_dk, b_dG, b_dbeta
+    return Sums(b_dq, b_dk, b_dbeta, b_dG)
+
+
+@triton.jit
+def clear(grads, at, i_h, HV, o_k, K: tl.constexpr):
+    """Write zeros to the gradients of a chunk that is no part of a sequence."""
+    b_zero = tl.zeros((CHUNK, o_k.shape[0]), tl.float32)
+    if grads.dq is not None:
+        write_rows(grads.dq, at, i_h, HV, b_zero, o_k, K)
+        write_rows(grads.dk, at, i_h, HV, b_zero, o_k, K)
+    if grads.dbeta is not None:
+        write_column(grads.dbeta, at, i_h, HV, tl.zeros((CHUNK,), tl.float32))
+
+
+@triton.jit
+def prefetch_slice(
+    kept, G, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Prefetch this slice's part of the states and G, where slices are pieces of memory."""
+    if K % BK == 0:
+        i_slice = tl.program_id(0).to(tl.int64)
+        prefetch_tile(kept.states, i_slice, BK * V, WHOLE)
+        prefetch_tile(kept.dstates, i_slice, BK * V, WHOLE)
+        prefetch_tile(G, i_slice, CHUNK * BK, WHOLE)
+
+
+@triton.jit
+def prefetch_shared(
+    q,
+    k,
+    do,
+    kept,
+    dscores,
+    at,
+    i_tile,
+    i_h,
+    i_g,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    TILED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Prefetch what all slices of K read."""
+    prefetch_tile(kept.v_new, i_tile, CHUNK * V, WHOLE)
+    if TILED:
+        prefetch_tile(kept.z, i_tile, CHUNK * V, WHOLE)
+    else:
+        prefetch_rows(kept.z, (0, HV * V, V, 1), 0, i_h, at.token, at.n_rows, V, True)
+    prefetch_tile(dscores.P, i_tile, SQUARE, WHOLE)
+    prefetch_tile(dscores.L, i_tile, SQUARE, WHOLE)
+    prefetch_rows(do.pointer, do.strides, at.i_b, i_h, at.first, at.n_rows, V)
+    prefetch_rows(q.pointer, q.strides, at.i_b, i_g, at.first, at.n_rows, K)
+    prefetch_rows(k.pointer, k.strides, at.i_b, i_g, at.first, at.n_rows, K)
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_keys(
     q,
-    q_s,
     k,
-    k_s,
     do,
-    do_s,
-    states,
-    v_new,
-    dstates,
-    z,
-    dP,
-    dL,
+    kept,
+    dscores,
     rows,
-    q_dot,
-    k_dot,
+    dots,
     G,
     anchored,
-    pairs,
+    masks,
     cu_seqlens,
-    dq,
-    dk,
-    dbeta,
-    dbeta_slice,
+    grads,
     N,
     T,
     H,
@@ -389,166 +369,76 @@ def gradient_keys(
     L2NORM: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """BK key channels of one chunk and value head (e = exp(sum over the later rows), "rows" and
-    "columns" of the pairs as in `parted_pairs`)::
+    """Form the gradients of q, k and G for BK key channels of one chunk and value head::
 
-        dq = scale exp G (do S^T) + rows of dP      early = -beta exp G (z S^T) + rows of dL
-        late = e (v_new dS^T) + columns of dP, dL
-        dk = early + late      dG = q dq + k (early - late);
-        last row += gamma sum_v S dS + sum_i k_i e_i (v_new dS^T)_i
-        dG is left in the place of G, for `sum_gradients`
+        early = -beta exp G (z S^T) + rows of dL        late = e (v_new dS^T) + columns of dP, dL
+        dq = scale exp G (do S^T) + rows of dP          dk = early + late         [64, BK]
+        dG = q dq + k (early - late),  last row += gamma sum_v S dS + sum_i k_i e_i (v_new dS^T)_i
 
-    with beta one if `z` is dv, which has it already, as dL has. dq and dk leave through the norm,
-    whose sums over all of K, which the program does not see, are sums over V as well
-    (docs/maths.md). A slice per program keeps the fp32 tiles that are alive within the registers.
-    q, k, G, dP and dL come from the cache again wherever they are needed, in the layout of the
-    products (`fragment`): held in registers, they would push the sums out of them.
+    with e = exp(G_n - G), "rows" and "columns" of the pairs as in `add_parted`, and beta one if
+    `z` is dv, which has it already, as dL has. dq and dk leave through the norm. dG is left in the
+    place of G, for `sum_gradients`.
+
+    A slice of K per program keeps the fp32 tiles that are alive within the registers. q, k, G, dP
+    and dL come from the cache again wherever they are needed, in the layout of the products
+    (`fragment`): held in registers, they would push the sums out of them.
     """
     slices: tl.constexpr = (K + BK - 1) // BK
     i_s, i_tile = tl.program_id(0) % slices, tl.program_id(0) // slices
     i_h, i_t, i_tile = i_tile % HV, i_tile // HV, i_tile.to(tl.int64)
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
     i_g, token = i_h // (HV // H), i_b * T + first
-    o_r, o_k = tl.arange(0, 64), i_s * BK + channel(tl.arange(0, BK))
+    chunk = Chunk(i_b, first, token, n_rows, live)
+    o_k = tl.arange(0, BK)
+    o_k = i_s * BK + channel(o_k)
+    dbeta = grads.dbeta
     if dbeta is not None:
-        dbeta += i_s * dbeta_slice
-    if (n_rows <= 0) | (live == 0):
-        clear_keys(
-            dq, dk, None, dbeta, None, None, i_tile, token, i_h, HV, n_rows, o_k, i_s, slices, K
-        )
+        dbeta += i_s * grads.dbeta_slice
+    grads = KeyGradients(grads.dq, grads.dk, dbeta, grads.dbeta_slice)
+    if (chunk.n_rows <= 0) | (chunk.live == 0):
+        clear(grads, chunk, i_h, HV, o_k, K)
         return
-    SUMS: tl.constexpr = dbeta is not None
-    WHOLE: tl.constexpr = not SUMS  # with those sums it is slower so (docs/kernels/journal.md)
-    if K % BK == 0:  # each slice asks for its part of what is one piece
-        prefetch_tile(states, tl.program_id(0).to(tl.int64), BK * V, WHOLE)
-        prefetch_tile(dstates, tl.program_id(0).to(tl.int64), BK * V, WHOLE)
-        prefetch_tile(G, tl.program_id(0).to(tl.int64), 64 * BK, WHOLE)
-    if i_s == 0:  # what the slices share
-        prefetch_tile(v_new, i_tile, 64 * V, WHOLE)
-        if TILED:
-            prefetch_tile(z, i_tile, 64 * V, WHOLE)
-        else:
-            prefetch_rows(z, (0, HV * V, V, 1), 0, i_h, token, n_rows, V, True)
-        prefetch_tile(dP, i_tile, 4096, WHOLE)
-        prefetch_tile(dL, i_tile, 4096, WHOLE)
-        prefetch_rows(do, do_s, i_b, i_h, first, n_rows, V)
-        prefetch_rows(q, q_s, i_b, i_g, first, n_rows, K)
-        prefetch_rows(k, k_s, i_b, i_g, first, n_rows, K)
-    b_beta = load_row(rows, i_tile, 0)[:, None] if TILED else tl.full((64, 1), 1.0, tl.float32)
-    b_q_norm, b_k_norm = (
-        load_norm(rows, i_tile, 1, L2NORM)[:, None],
-        load_norm(rows, i_tile, 2, L2NORM)[:, None],
+    SUMS: tl.constexpr = grads.dbeta is not None
+    # with the sums of dbeta, whole pieces are slower (docs/kernels/journal.md)
+    prefetch_slice(kept, G, K, V, BK, not SUMS)
+    if i_s == 0:
+        prefetch_shared(q, k, do, kept, dscores, chunk, i_tile, i_h, i_g, HV, K, V, TILED, not SUMS)
+    b_beta = load_row(rows, i_tile, 0)[:, None] if TILED else tl.full((CHUNK, 1), 1.0, tl.float32)
+    b_q_norm = load_norm(rows, i_tile, 1, L2NORM)[:, None]
+    b_k_norm = load_norm(rows, i_tile, 2, L2NORM)[:, None]
+    factors = Factors(b_q_norm, b_k_norm, b_beta)
+    last = chunk.n_rows - 1
+    at = Sources(
+        chunk_of(q, chunk, i_g),
+        chunk_of(k, chunk, i_g),
+        G + i_tile * (CHUNK * K),
+        Scores(dscores.P + i_tile * SQUARE, dscores.L + i_tile * SQUARE),
+        masks,
+        last,
+        i_s,
     )
-    held = n_rows - 1
-    q += i_b * q_s[0] + first * q_s[1] + i_g.to(tl.int64) * q_s[2]
-    k += i_b * k_s[0] + first * k_s[1] + i_g.to(tl.int64) * k_s[2]
-    G += i_tile * (64 * K)
-    dP += i_tile * 4096
-    dL += i_tile * 4096
-    b_dq, b_dkg, b_dk, b_dgamma = state_gradients(
-        do,
-        do_s,
-        states,
-        v_new,
-        dstates,
-        z,
-        i_tile,
-        i_b,
-        i_h,
-        HV,
-        first,
-        token,
-        n_rows,
-        o_k,
-        K,
-        V,
-        BV,
-        TILED,
-        PREC,
+    b_dqg, b_dkg, b_zS, b_dgamma = state_gradients(
+        do, kept, chunk, i_tile, i_h, HV, o_k, K, V, BV, TILED, PREC
     )
-    b_end = tl.load(G + 63 * K + o_k, mask=o_k < K, other=0.0)
-    row, column = fragment(BK, 128 // G.dtype.element_ty.primitive_bitwidth)
-    column += i_s * BK
-    b_G = load_entries(G + row * K + column, column, None, K, BK)
-    b_start = tl.exp2(b_G.to(tl.float32))
-    b_dq = b_dq * (b_start * scale)
-    b_dk = b_dk * b_start
-    b_dkg = b_dkg * tl.exp2((b_end[None, :] - b_G).to(tl.float32))
-    b_x = load_rows(k, k_s, held, i_s, K, BK) * b_k_norm
-    b_dbeta = tl.zeros((64,), tl.float32)
-    if SUMS:
-        b_dbeta -= tl.sum(b_x * b_dk, 1)
-    b_dk = b_dk * -b_beta
-    b_last = tl.exp2(b_end.to(tl.float32)) * b_dgamma + tl.sum(b_x * b_dkg, 0)
-    b_dG = b_x * (b_dk - b_dkg) + tl.where((o_r == 63)[:, None], b_last[None, :], 0.0)
-    b_dk += b_dkg
-    # what follows reads its tiles again: held, they would push the sums out of the registers
+    sums = start_sums(b_dqg, b_dkg, b_zS, b_dgamma, at, factors, scale, o_k, K, BK, SUMS)
+    # what follows loads its tiles again: held, they would push the sums out of the registers
     tl.debug_barrier()
-    b_diagonal = tl.load(dP + diagonal_at(o_r)).to(tl.float32)[:, None]
-    b_x = load_rows(q, q_s, held, i_s, K, BK) * b_q_norm
-    b_dG += b_x * b_dq
-    b_dk += b_diagonal * b_x
-    b_dq += b_diagonal * (load_rows(k, k_s, held, i_s, K, BK) * b_k_norm)
+    sums = add_diagonal(sums, at, factors, K, BK)
     level = 0
     if anchored is not None:
         level = tl.load(anchored + i_tile)
     if level > 0:
-        b_dq, b_dk, b_dG, b_dbeta = anchored_pairs(
-            dP,
-            dL,
-            pairs,
-            q,
-            q_s,
-            k,
-            k_s,
-            G,
-            held,
-            i_s,
-            level,
-            b_q_norm,
-            b_k_norm,
-            b_beta,
-            b_dq,
-            b_dk,
-            b_dG,
-            b_dbeta,
-            K,
-            BK,
-            SUMS,
-            PREC,
-        )
-    for h in tl.range(level, 6, num_stages=1):
-        b_dq, b_dk, b_dG, b_dbeta = parted_pairs(
-            dP,
-            dL,
-            pairs,
-            q,
-            q_s,
-            k,
-            k_s,
-            G,
-            held,
-            i_s,
-            h,
-            b_q_norm,
-            b_k_norm,
-            b_beta,
-            b_dq,
-            b_dk,
-            b_dG,
-            b_dbeta,
-            K,
-            BK,
-            SUMS,
-            PREC,
-        )
+        sums = add_anchored(sums, at, factors, level, K, BK, SUMS, PREC)
+    for h in tl.range(level, LEVELS, num_stages=1):
+        sums = add_parted(sums, at, factors, h, K, BK, SUMS, PREC)
     tl.debug_barrier()  # dG takes the place of G, which other threads have read
-    store_entries(G, i_tile * 0, 0, 1, 64, i_s, b_dG, K, BK)
-    if dq is not None:
+    store_operand(at.G, i_tile * 0, 0, 1, CHUNK, i_s, sums.dG, K, BK)
+    if grads.dq is not None:
+        b_dq, b_dk = sums.dq, sums.dk
         if L2NORM:
-            b_dq = through_norm(b_dq, q, q_s, held, b_q_norm, q_dot, i_tile, i_s, K, BK)
-            b_dk = through_norm(b_dk, k, k_s, held, b_k_norm, k_dot, i_tile, i_s, K, BK)
-        store_entries(dq, token, i_h, HV, n_rows, i_s, b_dq, K, BK)
-        store_entries(dk, token, i_h, HV, n_rows, i_s, b_dk, K, BK)
-    if dbeta is not None:
-        write_column(dbeta, token, i_h, HV, n_rows, b_dbeta)
+            b_dq = through_norm(b_dq, at.q, at, factors.q_norm, dots.q, i_tile, K, BK)
+            b_dk = through_norm(b_dk, at.k, at, factors.k_norm, dots.k, i_tile, K, BK)
+        store_operand(grads.dq, chunk.token, i_h, HV, chunk.n_rows, i_s, b_dq, K, BK)
+        store_operand(grads.dk, chunk.token, i_h, HV, chunk.n_rows, i_s, b_dk, K, BK)
+    if grads.dbeta is not None:
+        write_column(grads.dbeta, chunk, i_h, HV, sums.dbeta)

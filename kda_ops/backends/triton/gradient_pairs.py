@@ -1,15 +1,20 @@
-"""The part of the gradients that reads V alone, and the gradients of the scores for the kernels
-that read K.
+"""The part of KDA's gradients that reads V alone, and the gradients of the scores, which the kernel
+that reads K takes.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from kda_ops.backends.triton.fragment import pack
 from kda_ops.backends.triton.gate import reciprocal
-from kda_ops.backends.triton.gradient_tile import (
+from kda_ops.backends.triton.gradient_chunk import (
+    CHUNK,
+    SQUARE,
+    VECTOR,
     load_row,
-    locate_rows,
+    locate,
     read_rows,
     read_values,
     write_column,
@@ -17,28 +22,39 @@ from kda_ops.backends.triton.gradient_tile import (
 from kda_ops.backends.triton.tile import load_tile, on_diagonal, widen
 
 
+class Scores(NamedTuple):
+    """P and L, or their gradients: one [64, 64] each per chunk and value head."""
+
+    P: Any
+    L: Any
+
+
+class Dots(NamedTuple):
+    """Products of unit q and k with their gradients, one [64] fp32 per chunk and value head."""
+
+    q: Any
+    k: Any
+
+
 @triton.jit
 def strength_gradient(b_zvn, b_beta, NEG_EIGVAL: tl.constexpr):
-    """The gradient of the logit of beta from sum_v z v_new, which is beta times that of beta."""
+    """Return the gradient of the logit of beta from sum_v z v_new, which is beta dbeta.
+
+    With s = sigmoid(x), beta = s has the slope beta (1 - beta), and 2 s has beta (1 - beta / 2).
+    """
     return b_zvn * (1.0 - b_beta * (0.5 if NEG_EIGVAL else 1.0))
 
 
 @triton.jit
 def pair_gradients(
-    do,
-    do_s,
-    o,
-    o_s,
     v,
-    v_s,
+    do,
+    o,
     v_new,
     z,
+    at,
     i_tile,
-    i_b,
     i_h,
-    first,
-    n_rows,
-    token,
     HV,
     scale,
     V: tl.constexpr,
@@ -47,36 +63,31 @@ def pair_gradients(
     SUMS: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Gradients of the scores and the part of v, all that reads V alone::
+    """Return the gradients of the scores and the sums over V::
 
-        scale dP on and below the diagonal, its transpose above it;   dL, likewise     [64, 64] fp32
-        sum over V of z v [64], if SUMS, and of do o [64], if there is an o
+        tril(scale do v_new^T), its transpose above the diagonal     [64, 64] fp32
+        -tril(z v_new^T), likewise                                   [64, 64] fp32
+        sum_v z v [64], if SUMS;   sum_v do o [64], if there is an o
 
-    all of it times beta, but for dP and do o, if `z` is dv.
-    Each triangle is a product of its own: a product is never transposed.
+    If `z` is dv, the second and the third are times beta. Each triangle is a product of its own:
+    a product is never transposed (docs/kernels/hazards.md, "Transposed results").
     """
-    o_r = tl.arange(0, 64)
+    o_r = tl.arange(0, CHUNK)
     lower = o_r[:, None] >= o_r[None, :]
-    b_P = tl.zeros((64, 64), tl.float32)
+    b_P = tl.zeros((CHUNK, CHUNK), tl.float32)
     b_PT, b_L, b_LT = b_P, b_P, b_P
-    b_zv = tl.zeros((64,), tl.float32)
+    b_zv = tl.zeros((CHUNK,), tl.float32)
     b_doo = b_zv
     for i in range((V + BV - 1) // BV):
         o_v = i * BV + tl.arange(0, BV)
-        b_vn, b_z = (
-            load_tile(v_new, i_tile, o_r, o_v, V),
-            read_values(z, i_tile, token, i_h, HV, n_rows, o_v, V, TILED),
-        )
+        b_vn = load_tile(v_new, i_tile, o_r, o_v, V)
+        b_z = read_values(z, at, i_tile, i_h, HV, o_v, V, TILED)
         if SUMS:
-            b_zv += tl.sum(
-                widen(read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V)) * widen(b_z), 1
-            )
-        if do is not None:
-            b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
-            if o is not None:
-                b_doo += tl.sum(
-                    widen(b_do) * widen(read_rows(o, o_s, i_b, i_h, first, n_rows, o_v, V)), 1
-                )
+            b_zv += tl.sum(widen(read_rows(v, at, i_h, o_v, V)) * widen(b_z), 1)
+        if do.pointer is not None:
+            b_do = read_rows(do, at, i_h, o_v, V)
+            if o.pointer is not None:
+                b_doo += tl.sum(widen(b_do) * widen(read_rows(o, at, i_h, o_v, V)), 1)
             b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
             b_PT = tl.dot(b_vn, tl.trans(b_do), b_PT, input_precision=PREC)
         b_L = tl.dot(b_z, tl.trans(b_vn), b_L, input_precision=PREC)
@@ -88,20 +99,15 @@ def pair_gradients(
 @triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_pairs(
     v,
-    v_s,
     rows,
     do,
-    do_s,
     o,
-    o_s,
     v_new,
     z,
     cu_seqlens,
-    dP,
-    dL,
+    dscores,
     dbeta,
-    q_dot,
-    k_dot,
+    dots,
     N,
     T,
     HV,
@@ -113,67 +119,44 @@ def gradient_pairs(
     NEG_EIGVAL: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Everything of one chunk and value head that reads V alone::
+    """Write all that one chunk and value head of KDA's gradient needs from V::
 
-        dP = tril(scale do v_new^T)      dL = -strict_tril(z v_new^T)
-            each with its transpose above the diagonal, [64, 64], packed
-        q_dot = sum_v do o               k_dot = sum_v z (2 v_new - beta v)
-            the products of unit q and k with their gradients [64]
-        dbeta = sum_v z v_new / beta for a sigmoid, else its part sum_v z v [64]
+        dscores.P = tril(scale do v_new^T)   dscores.L = -strict_tril(z v_new^T)   [64, 64]
+            each with its transpose above the diagonal, in the order of `fragment.pack`
+        dots.q = sum_v do o              dots.k = sum_v z (2 v_new - beta v)  [64] fp32
+        dbeta = sum_v z v_new / beta for a sigmoid, else its part sum_v z v   [64]
 
-    `z` is z if TILED; else it is dv = beta z, and dL is beta dL, which is what the gradients of q
-    and k take. Apart from the kernel that reads K because the two need different registers, and so
-    that slices of K find the pairs ready; that is 16 KB more to move.
+    dots are the products of unit q and k with their gradients; they are sums over V too
+    (docs/maths.md). `z` is z if TILED, else dv = beta z. Then the second
+    is beta dL, as the gradients of q and k take it.
+
+    This is not one kernel with `gradient_keys` because the two need different registers, and
+    because slices of K share the scores. It costs 16 KB of traffic per chunk and head.
     """
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
-    i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
-    i_tile, token = tl.program_id(0).to(tl.int64), i_b * T + first
-    if (n_rows <= 0) | (live == 0):
+    at = locate(cu_seqlens, i_t, N, T)
+    i_tile = tl.program_id(0).to(tl.int64)
+    if (at.n_rows <= 0) | (at.live == 0):
         if dbeta is not None:
-            write_column(dbeta, token, i_h, HV, n_rows, tl.zeros((64,), tl.float32))
+            write_column(dbeta, at, i_h, HV, tl.zeros((CHUNK,), tl.float32))
         return
-    o_r = tl.arange(0, 64)
-    SUMS: tl.constexpr = dbeta is not None and not SIGMOID or k_dot is not None
+    o_r = tl.arange(0, CHUNK)
+    SUMS: tl.constexpr = dbeta is not None and not SIGMOID or dots.k is not None
     b_beta = load_row(rows, i_tile, 0)
     b_P, b_L, b_zv, b_doo = pair_gradients(
-        do,
-        do_s,
-        o,
-        o_s,
-        v,
-        v_s,
-        v_new,
-        z,
-        i_tile,
-        i_b,
-        i_h,
-        first,
-        n_rows,
-        token,
-        HV,
-        scale,
-        V,
-        BV,
-        TILED,
-        SUMS,
-        PREC,
+        v, do, o, v_new, z, at, i_tile, i_h, HV, scale, V, BV, TILED, SUMS, PREC
     )
     b_zvn = -on_diagonal(b_L)
     if not TILED:
         b_zvn *= reciprocal(b_beta)
-    if q_dot is not None:
-        tl.store(q_dot + i_tile * 64 + o_r, b_doo)
-    if k_dot is not None:
-        tl.store(k_dot + i_tile * 64 + o_r, 2.0 * b_zvn - (b_zv * b_beta if TILED else b_zv))
+    if dots.q is not None:
+        tl.store(dots.q + i_tile * CHUNK + o_r, b_doo)
+    if dots.k is not None:
+        tl.store(dots.k + i_tile * CHUNK + o_r, 2.0 * b_zvn - (b_zv * b_beta if TILED else b_zv))
     if dbeta is not None:
-        write_column(
-            dbeta,
-            token,
-            i_h,
-            HV,
-            n_rows,
-            strength_gradient(b_zvn, b_beta, NEG_EIGVAL) if SIGMOID else b_zv,
-        )
-    p_pair = i_tile * 4096 + tl.arange(0, 512)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(dP + p_pair, pack(b_P).to(dP.dtype.element_ty))
-    tl.store(dL + p_pair, pack(b_L).to(dL.dtype.element_ty))
+        b_dbeta = strength_gradient(b_zvn, b_beta, NEG_EIGVAL) if SIGMOID else b_zv
+        write_column(dbeta, at, i_h, HV, b_dbeta)
+    o_pair = i_tile * SQUARE + tl.arange(0, SQUARE // VECTOR)[:, None] * VECTOR
+    o_pair += tl.arange(0, VECTOR)[None, :]
+    tl.store(dscores.P + o_pair, pack(b_P).to(dscores.P.dtype.element_ty))
+    tl.store(dscores.L + o_pair, pack(b_L).to(dscores.L.dtype.element_ty))

@@ -1,0 +1,154 @@
+"""What the gradient kernels share: where a program's chunk is, and how its rows are read and
+written.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kda_ops import problem
+from kda_ops.backends.triton.gate import LOG2E, log2_softplus, sigmoid
+from kda_ops.backends.triton.operands import Strided
+from kda_ops.backends.triton.scan import rows_at
+from kda_ops.backends.triton.tile import find_sequence, load_tile, locate_chunk, locate_sequence
+
+CHUNK = tl.constexpr(problem.CHUNK)
+SQUARE = tl.constexpr(problem.CHUNK * problem.CHUNK)  # entries of a [64, 64] tile
+VECTOR = tl.constexpr(8)  # of them in each row of `fragment.pack`
+# The largest finite number, about: infinities become it where they would meet a zero.
+HUGE = tl.constexpr(3e38)
+LEAST = tl.constexpr(-160.0)
+# A decay of 2^-126 and below is zero, or would be flushed to zero, in fp32.
+UNDERFLOW = tl.constexpr(126.0)
+
+
+class Chunk(NamedTuple):
+    """The rows of one chunk, in tensors of the caller and in contiguous ones."""
+
+    i_b: Any  # row of the batch, int64
+    first: Any  # first token in it, int64
+    token: Any  # the same among all B * T tokens, int64
+    n_rows: Any  # tokens of the chunk, int32; at most 0 for a number that no chunk has
+    live: Any  # whether they belong to a sequence; tokens past cu_seqlens[-1] do not
+
+
+@triton.jit
+def locate_rows(cu_seqlens, i_t, N, T):
+    """Return (i_b, first, n_rows, live) of chunk i_t, fields of `Chunk`.
+
+    The tail of a packed row counts as sequence N.
+    """
+    if cu_seqlens is not None:
+        i_n = find_sequence(cu_seqlens, i_t, N + 1)
+        i_b, bos, length, first = locate_sequence(cu_seqlens, i_n, N, T)
+        start = (i_t - first) * CHUNK
+        return i_b, bos + start, tl.minimum(length - start, CHUNK).to(tl.int32), i_n < N
+    else:
+        i_b, first, n_rows = locate_chunk(cu_seqlens, i_t, N, T)
+        return i_b, first, n_rows, n_rows > 0
+
+
+@triton.jit
+def locate(cu_seqlens, i_t, N, T):
+    """Return chunk i_t."""
+    i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
+    return Chunk(i_b, first, i_b * T + first, n_rows, live)
+
+
+@triton.jit
+def chunk_of(x, at, i_h):
+    """Return a strided [B, T, X, D] tensor from the first row of a chunk and head on."""
+    first = at.i_b * x.strides[0] + at.first * x.strides[1] + i_h.to(tl.int64) * x.strides[2]
+    return Strided(x.pointer + first, x.strides)
+
+
+@triton.jit
+def read_rows(x, at, i_h, o_d, D: tl.constexpr):
+    """Read columns o_d of a chunk and head of a strided [B, T, X, D] tensor, [64, width]; zero past
+    the chunk's tokens and past D.
+    """
+    o_r = tl.arange(0, CHUNK)
+    return tl.load(
+        rows_at(x.pointer, x.strides, at.i_b, i_h, at.first, o_r, o_d),
+        mask=(o_r < at.n_rows)[:, None] & (o_d < D)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def read_back(x, at, i_h, HEADS, o_d, D: tl.constexpr):
+    """Read like `read_rows` from a contiguous [B T, HEADS, D] tensor, which `write_rows` wrote."""
+    x = Strided(x, (0, HEADS * D, D, 1))
+    return read_rows(x, Chunk(0, at.token, at.token, at.n_rows, at.live), i_h, o_d, D)
+
+
+@triton.jit
+def read_values(z, at, i_tile, i_h, HV, o_v, V: tl.constexpr, TILED: tl.constexpr):
+    """Read columns o_v of what the reverse scan left, [64, width]: z, if TILED, else rows of dv."""
+    if TILED:
+        return load_tile(z, i_tile, tl.arange(0, CHUNK), o_v, V)
+    else:
+        return read_back(z, at, i_h, HV, o_v, V)
+
+
+@triton.jit
+def load_state(states, i_tile, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
+    """Load rows o_k and columns o_v of state i_tile of [tiles, K, V]; zero past both."""
+    p_s = states + i_tile * (K * V) + (o_k[:, None] * V + o_v[None, :])
+    return tl.load(p_s, mask=(o_k < K)[:, None] & (o_v < V)[None, :], other=0.0)
+
+
+@triton.jit
+def load_row(rows, i_tile, ROW: tl.constexpr):
+    """Load one of the numbers per row that `prepare_kda` left, [64] fp32."""
+    return tl.load(rows + i_tile * 192 + ROW * CHUNK + tl.arange(0, CHUNK))
+
+
+@triton.jit
+def load_norm(rows, i_tile, ROW: tl.constexpr, L2NORM: tl.constexpr):
+    """Load 1 / |x| of each row, or ones, [64] fp32."""
+    if L2NORM:
+        return load_row(rows, i_tile, ROW)
+    else:
+        return tl.full((CHUNK,), 1.0, tl.float32)
+
+
+@triton.jit
+def write_rows(x, at, i_h, HEADS, b_x, o_d, D: tl.constexpr):
+    """Write columns o_d of a chunk and head of a contiguous [B T, HEADS, D] tensor."""
+    o_r = tl.arange(0, CHUNK)
+    p_x = x + (at.token * HEADS + i_h) * D + (o_r * (HEADS * D))[:, None] + o_d[None, :]
+    m_x = (o_r < at.n_rows)[:, None] & (o_d < D)[None, :]
+    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def write_column(x, at, i_h, HEADS, b_x):
+    """Write one number per row, [64], to a contiguous [B T, HEADS] tensor."""
+    o_r = tl.arange(0, CHUNK)
+    tl.store(x + (at.token + o_r) * HEADS + i_h, b_x.to(x.dtype.element_ty), mask=o_r < at.n_rows)
+
+
+@triton.jit
+def through_gate(b_dg, b_x, rate, lower_bound, BOUNDED: tl.constexpr, FAST: tl.constexpr = False):
+    """Return (the gradient of the logits, its share of dA_log) from dg and x = g + dt_bias::
+
+        bounded   dx = dg rate lower_bound s (1 - s),  s = sigmoid(rate x);   dA_log = dx x
+        softplus  dx = -dg rate sigmoid(x);            dA_log = -dg rate softplus(x)
+
+    The caller sums the share over tokens and channels. FAST as in `log2_decay`.
+    """
+    if BOUNDED:
+        # A saturated sigmoid has slope 0 even where exp(A_log) overflowed or the logit is infinite:
+        # no infinity may meet it.
+        rate, b_x = tl.minimum(rate, HUGE), tl.minimum(tl.maximum(b_x, -HUGE), HUGE)
+        b_s = sigmoid(rate * b_x, FAST)
+        b_dx = b_dg * (b_s * (1.0 - b_s) * rate * lower_bound)
+        return b_dx, b_dx * b_x
+    else:
+        b_log = log2_softplus(b_x, FAST)
+        # Where the decay is 0, dg is only the rounding of its sums, and dA_log would multiply that
+        # by a large log.
+        b_dg = tl.where(rate * b_log < UNDERFLOW, b_dg * -rate, 0.0)
+        return b_dg * sigmoid(b_x, FAST), b_dg * (tl.minimum(b_log, HUGE) * (1.0 / LOG2E))
