@@ -29,8 +29,8 @@ def test_every_kernel_is_within_its_budget(arch):
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     forward = "prepare_kda scan_kda prepare_gdn scan_gdn join_runs recur gate_forward gate_gradient"
     training = (
-        "reverse_scan_tiles gradient_pairs sum_decays gradient_keys sum_gradients "
-        "reverse_scan_rows gradient_rows gather_heads"
+        "reverse_scan_kda gradient_pairs sum_decays gradient_keys sum_gradients "
+        "reverse_scan_gdn gradient_rows gather_heads"
     )
     assert {line.split(" sm_")[0].split()[-1] for line in run.stdout.splitlines()} == {
         *forward.split(),

@@ -76,7 +76,7 @@ def specialise(kernel, args: tuple, options: dict) -> tuple:
     return tuple(specialisation), str(sorted(options.items()))
 
 
-def _like_tables(device: torch.device) -> torch.Tensor:
+def _like_masks(device: torch.device) -> torch.Tensor:
     return torch.empty(14, 64, 64, dtype=torch.int16, device=device)
 
 
@@ -126,7 +126,7 @@ def pretend_gpu() -> Iterator[list[Launched]]:
             launches.append(Launched(made, grid[0], args))
         return made
 
-    current, tables = Stream(), cache(_like_tables)
+    current, pair_masks = Stream(), cache(_like_masks)
     changes: dict[Any, dict[str, Any]] = {
         torch.cuda: dict(
             current_device=lambda: 0,
@@ -142,7 +142,7 @@ def pretend_gpu() -> Iterator[list[Launched]]:
             tuned=lambda device=None: {},
         ),
         JITFunction: dict(run=run),
-        importlib.import_module("kda_ops.backends.triton.gradient"): dict(tables=tables),
+        importlib.import_module("kda_ops.backends.triton.gradient"): dict(pair_masks=pair_masks),
         FakeTensor: dict(data_ptr=data_ptr, __getitem__=item, contiguous=contiguous),
         # a plan shows its launches to a hook
         knobs.runtime: dict(launch_enter_hook=lambda *args: None),

@@ -57,7 +57,6 @@ class KeyGradients(NamedTuple):
     dq: Any
     dk: Any
     dbeta: Any
-    dbeta_slice: Any  # entries from one slice to the next
 
 
 class Factors(NamedTuple):
@@ -356,6 +355,7 @@ def gradient_keys(
     masks,
     cu_seqlens,
     grads,
+    dbeta_slice,
     N,
     T,
     H,
@@ -393,8 +393,8 @@ def gradient_keys(
     o_k = i_s * BK + channel(o_k)
     dbeta = grads.dbeta
     if dbeta is not None:
-        dbeta += i_s * grads.dbeta_slice
-    grads = KeyGradients(grads.dq, grads.dk, dbeta, grads.dbeta_slice)
+        dbeta += i_s * dbeta_slice  # entries from one slice to the next
+    grads = KeyGradients(grads.dq, grads.dk, dbeta)
     if (chunk.n_rows <= 0) | (chunk.live == 0):
         clear(grads, chunk, i_h, HV, o_k, K)
         return
