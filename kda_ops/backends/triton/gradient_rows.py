@@ -18,7 +18,14 @@ from kda_ops.backends.triton.gradient_tile import (
     write_column,
     write_rows,
 )
-from kda_ops.backends.triton.tile import add_two, load_column, load_tile, prefetch_tile
+from kda_ops.backends.triton.tile import (
+    INTERPRETED,
+    add_two,
+    load_column,
+    load_tile,
+    on_diagonal,
+    prefetch_tile,
+)
 
 
 @triton.jit
@@ -31,6 +38,53 @@ def along(b_dx, b_x, b_r, b_along, K: tl.constexpr, L2NORM: tl.constexpr):
     elif L2NORM:
         b_dx -= b_x * (b_r * b_r * b_along)[:, None]
     return b_dx
+
+
+@triton.jit
+def split_power(b_x):
+    """Write x as m p, |m| in [1, 2) and p a power of two, exactly; 1 and 0 for zero."""
+    b_bits = b_x.to(tl.uint32, bitcast=True)
+    b_power = (b_bits & 0x7F800000).to(tl.float32, bitcast=True)
+    return ((b_bits & 0x807FFFFF) | 0x3F800000).to(tl.float32, bitcast=True), b_power
+
+
+@triton.jit
+def read_sources(
+    v_new,
+    z,
+    do,
+    do_s,
+    i_tile,
+    token,
+    i_b,
+    i_h,
+    first,
+    n_rows,
+    o_v,
+    HV,
+    V: tl.constexpr,
+    TILED: tl.constexpr,
+):
+    """Load columns o_v of v_new, z and do, [64, width] each; None for a do that is absent."""
+    b_do = None
+    if do is not None:
+        b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+    b_vn = load_tile(v_new, i_tile, tl.arange(0, 64), o_v, V)
+    return b_vn, read_values(z, i_tile, token, i_h, HV, n_rows, o_v, V, TILED), b_do
+
+
+@triton.jit
+def form_here(b_x):
+    """Return x, an operand of products further down, and keep the compiler from forming it there.
+
+    Moved down to its product, an operand keeps what it is made of in registers: two or three tiles
+    of fp32 in place of one of 16 bits (docs/kernels/hazards.md, "Operands formed late").
+    """
+    if INTERPRETED:
+        return b_x
+    else:
+        PACK: tl.constexpr = 32 // b_x.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], b_x.dtype, False, PACK)
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h"])
@@ -83,35 +137,37 @@ def gradient_rows(
     EXACT: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """One chunk and the GROUP value heads of one key head; E_ij is the decay from row j to row i,
-    n_q and n_k the norms, r the rows of `prepare_gdn`::
+    """Compute one chunk and the GROUP value heads of one key head; E_ij is the decay from row j to
+    row i, n_q and n_k the norms, r the rows of `prepare_gdn`::
 
-        dP = scale tril(n_q n_k do v_new^T o E)  dL = -strict_tril(n_k n_k z v_new^T o E)   [64, 64]
-        dq = r_3 (do S^T) + dP k
-        dk = r_1 (v_new dS^T) - r_0 beta (z S^T) + (beta dL + dL^T beta) k + dP^T q    [64, K]
-        W  = strict_tril(dP o q k^T + beta dL o k k^T)
-        dG = sum_k q r_3 (do S^T) - k (r_0 beta (z S^T) + r_1 (v_new dS^T))
-             + rows of W - columns of W    [64]
-        dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + sum_k k dk's share of beta
+        M    = scale tril(n_q n_k do v_new^T o E)                             [64, 64]
+        N    = -beta strict_tril(n_k n_k z v_new^T o E)                       [64, 64]
+        dq   = r_3 (do S^T) + M k                                             [64, K]
+        part = N k - r_0 beta (z S^T)                                         [64, K]
+        rest = r_1 (v_new dS^T) + N^T k + M^T q                               [64, K]
+        dk   = part + rest
+        dG   = q . dq + k . part - k . rest                                   [64]
+        dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + (k . part) / beta
 
-    `z` is z if TILED; else it is dv = beta z, and beta is one but in dbeta.
+    `z` is z if TILED; else it is dv = beta z, and beta is one but in dbeta. A given beta may be
+    zero: it is digits times a power of two (`split_power`), N and part take the digits, and the
+    power, which rounds nothing, follows behind the sum over k.
 
     Norms, decays and beta are factors of rows and of the [64, 64] tiles, so that q and k go from
-    memory to the tensor cores as they are, and dq and dk leave through the norm. What pairs of rows
-    add to dG cancels in a sum over a chunk, and does so here too, for rows and columns are sums of
-    one fp32 matrix. The norm needs q . dq and k . dk, which are sums that dG has anyway, and the
-    diagonal of W.
+    memory to the tensor cores as they are, and dq and dk leave through the norm, which needs
+    q . dq and k . dk anyway. What pairs of rows add to dG cancels in a sum over a chunk, and does
+    so here too: q . M k and k . M^T q are sums of the same rounded M, and N likewise.
 
-    In phases, so that few tiles are alive: what V alone makes, then dk, then dq. Two programs of
-    four warps share a multiprocessor, whose shared memory holds five tiles of rows and one state
-    each: S is read twice. Where K takes several slices or a key head has several value heads, dq
-    and dk add up in dq_sum and dk_sum, fp32.
+    In phases, so that few tiles are alive: M^T and N^T, then M and N, then dk, then dq. Two
+    programs of four warps share a multiprocessor, whose shared memory holds five tiles of rows and
+    one state each: S is read twice. Where K takes several slices or a key head has several value
+    heads, dq and dk add up in dq_sum and dk_sum, fp32.
     """
     i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
     token = i_b * T + first
     slices: tl.constexpr = (K + BK - 1) // BK
-    o_r = tl.arange(0, 64)
+    o_r, HV = tl.arange(0, 64), H * GROUP
     if (n_rows <= 0) | (live == 0):
         for i in range(slices):
             clear_keys(
@@ -140,10 +196,10 @@ def gradient_rows(
                 None,
                 dA_log,
                 ddt_bias,
-                i_t.to(tl.int64) * (H * GROUP) + i_h,
+                i_t.to(tl.int64) * HV + i_h,
                 token,
                 i_h,
-                H * GROUP,
+                HV,
                 n_rows,
                 tl.arange(0, 1),
                 0,
@@ -151,13 +207,17 @@ def gradient_rows(
                 1,
             )
             if dbeta is not None:
-                write_column(dbeta, token, i_h, H * GROUP, n_rows, tl.zeros((64,), tl.float32))
+                write_column(dbeta, token, i_h, HV, n_rows, tl.zeros((64,), tl.float32))
         return
     TYPE: tl.constexpr = states.dtype.element_ty
     SUMS: tl.constexpr = dbeta is not None and not SIGMOID
     HELD: tl.constexpr = dq_sum is None
     values: tl.constexpr = (V + BV - 1) // BV
-    lower, diagonal = o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :]
+    lower, diagonal, upper = (
+        o_r[:, None] > o_r[None, :],
+        o_r[:, None] == o_r[None, :],
+        o_r[:, None] < o_r[None, :],
+    )
     b_zero, b_square, b_wide = (
         tl.zeros((64,), tl.float32),
         tl.zeros((64, 64), tl.float32),
@@ -171,19 +231,15 @@ def gradient_rows(
     )
     for i_head in tl.range(GROUP, num_stages=1):
         i_h = i_g * GROUP + i_head
-        i_tile = i_t.to(tl.int64) * (H * GROUP) + i_h
+        i_tile = i_t.to(tl.int64) * HV + i_h
         p_row = rows + i_tile * 448 + o_r
-        b_in_q, b_in_k, b_in_late, b_zv = b_zero, b_zero, b_zero, b_zero
+        b_q_dq, b_k_part, b_k_rest, b_k_late, b_zv = b_zero, b_zero, b_zero, b_zero, b_zero
         both = 0.0
         prefetch_tile(states, i_tile, K * V)
         prefetch_tile(dstates, i_tile, K * V)
-        b_vn, b_z, b_do = (
-            load_tile(v_new, i_tile, o_r, o_v, V),
-            read_values(z, i_tile, token, i_h, H * GROUP, n_rows, o_v, V, TILED),
-            None,
+        b_vn, b_z, b_do = read_sources(
+            v_new, z, do, do_s, i_tile, token, i_b, i_h, first, n_rows, o_v, HV, V, TILED
         )
-        if do is not None:
-            b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
 
         b_strength, b_k_norm, b_q_norm, b_decay = (
             tl.load(p_row + 128),
@@ -191,33 +247,27 @@ def gradient_rows(
             tl.load(p_row + 320),
             tl.load(p_row + 384),
         )
-        b_start, b_end, b_read, b_logit, gamma_here = (
-            tl.load(p_row),
-            tl.load(p_row + 64),
-            tl.load(p_row + 192),
-            b_zero,
-            tl.load(gamma + i_tile),
-        )
         b_beta = b_strength if TILED else tl.full((64,), 1.0, tl.float32)
-        if ACTIVATE:
-            b_logit = load_column(g, (g_b, g_t, g_h), i_b, i_h, first, n_rows, o_r)
-        b_P, b_PT, b_L, b_LT, b_qk, b_kk = (
-            b_square,
-            b_square,
-            b_square,
-            b_square,
-            b_square,
-            b_square,
-        )
+        b_M, b_MT, b_N, b_NT = b_square, b_square, b_square, b_square
+        b_digits, b_power = split_power(b_beta)
         for j in tl.range(values, num_stages=1):
             if values > 1:
                 o_v = j * BV + tl.arange(0, BV)
-                b_vn, b_z = (
-                    load_tile(v_new, i_tile, o_r, o_v, V),
-                    read_values(z, i_tile, token, i_h, H * GROUP, n_rows, o_v, V, TILED),
+                b_vn, b_z, b_do = read_sources(
+                    v_new, z, do, do_s, i_tile, token, i_b, i_h, first, n_rows, o_v, HV, V, TILED
                 )
-                if do is not None:
-                    b_do = read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V)
+            if do is not None:
+                b_MT = tl.dot(b_vn, tl.trans(b_do), b_MT, input_precision=PREC)
+            b_NT = tl.dot(b_vn, tl.trans(b_z), b_NT, input_precision=PREC)
+        b_E = pair_decay_transposed(b_decay, EXACT) * b_k_norm[:, None]
+        b_MT = form_here((b_MT * b_E * (b_q_norm * scale)[None, :]).to(TYPE))
+        b_NT = form_here(tl.where(upper, b_NT * b_E * -(b_k_norm * b_beta)[None, :], 0.0).to(TYPE))
+        for j in tl.range(values, num_stages=1):
+            if values > 1:
+                o_v = j * BV + tl.arange(0, BV)
+                b_vn, b_z, b_do = read_sources(
+                    v_new, z, do, do_s, i_tile, token, i_b, i_h, first, n_rows, o_v, HV, V, TILED
+                )
             if SUMS:
                 b_zv += tl.sum(
                     read_rows(v, v_s, i_b, i_h, first, n_rows, o_v, V).to(tl.float32)
@@ -225,137 +275,124 @@ def gradient_rows(
                     1,
                 )
             if do is not None:
-                b_PT = tl.dot(b_vn, tl.trans(b_do), b_PT, input_precision=PREC)
-                b_P = tl.dot(b_do, tl.trans(b_vn), b_P, input_precision=PREC)
-            b_LT = tl.dot(b_vn, tl.trans(b_z), b_LT, input_precision=PREC)
-            b_L = tl.dot(b_z, tl.trans(b_vn), b_L, input_precision=PREC)
-        b_E = pair_decay_transposed(b_decay, EXACT) * b_k_norm[:, None]
-        b_PT = (b_PT * b_E * (b_q_norm * scale)[None, :]).to(TYPE)
-        b_LT = b_LT * b_E * (b_k_norm * b_beta)[None, :]
+                b_M = tl.dot(b_do, tl.trans(b_vn), b_M, input_precision=PREC)
+            b_N = tl.dot(b_z, tl.trans(b_vn), b_N, input_precision=PREC)
         b_E = pair_decay(b_decay, EXACT) * b_k_norm[None, :]
-        for i in tl.range(slices, num_stages=1):
-            if slices > 1:
-                o_k = i * BK + tl.arange(0, BK)
-                b_q, b_k = (
-                    read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K),
-                    read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K),
-                )
-            b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PREC)
-            b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
-        b_P = b_P * b_E * (b_q_norm * scale)[:, None]
-        b_W = b_qk * b_P
-        b_own, b_zvn = tl.reduce(
-            (tl.where(diagonal, b_W, 0.0), tl.where(diagonal, b_L, 0.0)), 1, add_two
-        )
-        b_W = tl.where(lower, b_W, 0.0)
-        b_L = tl.where(lower, b_L * b_E * -b_k_norm[:, None], 0.0)
-        b_WL = b_kk * b_L
-        b_row_q, b_row_k = tl.reduce((b_W, b_WL), 1, add_two)
-        b_column = tl.sum(b_W + b_WL * b_beta[:, None], 0)
-        b_L = tl.where(lower, b_L * b_beta[:, None], tl.where(diagonal, 0.0, -b_LT)).to(TYPE)
-        b_P = b_P.to(TYPE)
+        b_zvn = on_diagonal(b_N)
         # One, so that a product brings k and q from shared memory into the layout of a result; by
         # way of a product, or it would lie in shared memory too.
-        b_eye = tl.where(diagonal | (b_kk < -float("inf")), 1.0, 0.0).to(TYPE)
+        b_eye = tl.where(diagonal | (b_N < -float("inf")), 1.0, 0.0).to(TYPE)
+        b_N = form_here(tl.where(lower, b_N * b_E * -(b_k_norm * b_digits)[:, None], 0.0).to(TYPE))
+        b_M = form_here((b_M * b_E * (b_q_norm * scale)[:, None]).to(TYPE))
 
-        for i in tl.range(slices, num_stages=1):
-            if slices > 1:
-                o_k = i * BK + tl.arange(0, BK)
-                b_q, b_k = (
-                    read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K),
-                    read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K),
-                )
-            b_late, b_early, b_dq = b_wide, b_wide, b_wide
-            for j in tl.range(values, num_stages=1):
-                if values > 1:
-                    o_v = j * BV + tl.arange(0, BV)
-                    b_vn = load_tile(v_new, i_tile, o_r, o_v, V)
-                b_S, b_dS = (
-                    load_state(states, i_tile, o_k, o_v, K, V),
-                    load_state(dstates, i_tile, o_k, o_v, K, V),
-                )
-                both += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
-                b_late = tl.dot(b_vn, tl.trans(b_dS), b_late, input_precision=PREC)
-            tl.debug_barrier()  # S is read again: kept, it would take registers while dS is used
-            b_x = tl.dot(b_eye, b_k, input_precision=PREC)
-            b_in_late += tl.sum(b_x * b_late, 1)
-            b_dk = b_late * b_end[:, None]
-            if dq is not None:
-                b_dk = tl.dot(b_L, b_k, b_dk, input_precision=PREC)
-                b_dk = tl.dot(b_PT, b_q, b_dk, input_precision=PREC)
-            b_S = load_state(states, i_tile, o_k, o_v, K, V)
-            for j in tl.range(values, num_stages=1):
-                if values > 1:
-                    o_v = j * BV + tl.arange(0, BV)
-                    b_z, b_S = (
-                        read_values(z, i_tile, token, i_h, H * GROUP, n_rows, o_v, V, TILED),
-                        load_state(states, i_tile, o_k, o_v, K, V),
+        if T > 0:  # always: a block of its own, before which nothing of it is loaded
+            b_start, b_end, b_read = tl.load(p_row), tl.load(p_row + 64), tl.load(p_row + 192)
+            for i in tl.range(slices, num_stages=1):
+                if slices > 1:
+                    o_k = i * BK + tl.arange(0, BK)
+                    b_q, b_k = (
+                        read_rows(q, q_s, i_b, i_g, first, n_rows, o_k, K),
+                        read_rows(k, k_s, i_b, i_g, first, n_rows, o_k, K),
                     )
-                b_early = tl.dot(b_z, tl.trans(b_S), b_early, input_precision=PREC)
-            b_in_k += tl.sum(b_x * b_early, 1)
-            if dq is not None:
-                b_dk -= b_early * (b_start * b_beta)[:, None]
-                if HELD:
-                    b_along_k = (
-                        b_in_late * b_end + (b_row_k - b_in_k * b_start) * b_beta + b_column + b_own
-                    )
-                    write_rows(
-                        dk,
-                        token,
-                        i_g,
-                        H,
-                        n_rows,
-                        along(b_dk, b_x, b_k_norm, b_along_k, K, L2NORM),
-                        o_k,
-                        K,
-                    )
-                else:
-                    if i_head > 0:
-                        b_dk += read_rows(dk_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
-                    write_rows(dk_sum, token, i_g, H, n_rows, b_dk, o_k, K)
-            b_x = tl.dot(b_eye, b_q, input_precision=PREC)
-            if do is not None:
+                b_dk, b_part, b_dq = b_wide, b_wide, b_wide
                 for j in tl.range(values, num_stages=1):
                     if values > 1:
                         o_v = j * BV + tl.arange(0, BV)
-                        b_do, b_S = (
-                            read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V),
+                        b_vn = load_tile(v_new, i_tile, o_r, o_v, V)
+                    b_S, b_dS = (
+                        load_state(states, i_tile, o_k, o_v, K, V),
+                        load_state(dstates, i_tile, o_k, o_v, K, V),
+                    )
+                    both += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
+                    b_dk = tl.dot(b_vn, tl.trans(b_dS), b_dk, input_precision=PREC)
+                # S is read again: kept, it would take registers while dS is used
+                tl.debug_barrier()
+                b_x = tl.dot(b_eye, b_k, input_precision=PREC)
+                b_dk *= b_end[:, None]
+                b_k_late += tl.sum(b_x * b_dk, 1)
+                b_dk = tl.dot(b_NT, b_k, b_dk, input_precision=PREC)
+                if do is not None:
+                    b_dk = tl.dot(b_MT, b_q, b_dk, input_precision=PREC)
+                b_k_rest += tl.sum(b_x * b_dk, 1)
+                b_S = load_state(states, i_tile, o_k, o_v, K, V)
+                for j in tl.range(values, num_stages=1):
+                    if values > 1:
+                        o_v = j * BV + tl.arange(0, BV)
+                        b_z, b_S = (
+                            read_values(z, i_tile, token, i_h, HV, n_rows, o_v, V, TILED),
                             load_state(states, i_tile, o_k, o_v, K, V),
                         )
-                    b_dq = tl.dot(b_do, tl.trans(b_S), b_dq, input_precision=PREC)
-                b_in_q += tl.sum(b_x * b_dq, 1)
-            if dq is not None:
-                b_dq = tl.dot(b_P, b_k, b_dq * b_read[:, None], input_precision=PREC)
-                if HELD:
-                    b_along_q = b_in_q * b_read + b_row_q + b_own
-                    write_rows(
-                        dq,
-                        token,
-                        i_g,
-                        H,
-                        n_rows,
-                        along(b_dq, b_x, b_q_norm, b_along_q, K, L2NORM),
-                        o_k,
-                        K,
-                    )
-                else:
-                    if i_head > 0:
-                        b_dq += read_rows(dq_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K)
-                    write_rows(dq_sum, token, i_g, H, n_rows, b_dq, o_k, K)
-        b_in_q = b_in_q * b_read + b_row_q
-        b_in_k, b_in_late = b_row_k - b_in_k * b_start, b_in_late * b_end
+                    b_part = tl.dot(b_z, tl.trans(b_S), b_part, input_precision=PREC)
+                b_part *= -(b_start * b_digits)[:, None]
+                b_part = tl.dot(b_N, b_k, b_part, input_precision=PREC)
+                b_k_part += tl.sum(b_x * b_part, 1)
+                if dq is not None:
+                    b_dk += b_part * b_power[:, None]
+                    if HELD:
+                        b_along_k = b_k_rest + b_k_part * b_power
+                        write_rows(
+                            dk,
+                            token,
+                            i_g,
+                            H,
+                            n_rows,
+                            along(b_dk, b_x, b_k_norm, b_along_k, K, L2NORM),
+                            o_k,
+                            K,
+                        )
+                    else:
+                        if i_head > 0:
+                            b_dk += read_rows(
+                                dk_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K
+                            )
+                        write_rows(dk_sum, token, i_g, H, n_rows, b_dk, o_k, K)
+                b_x = tl.dot(b_eye, b_q, input_precision=PREC)
+                if do is not None:
+                    for j in tl.range(values, num_stages=1):
+                        if values > 1:
+                            o_v = j * BV + tl.arange(0, BV)
+                            b_do, b_S = (
+                                read_rows(do, do_s, i_b, i_h, first, n_rows, o_v, V),
+                                load_state(states, i_tile, o_k, o_v, K, V),
+                            )
+                        b_dq = tl.dot(b_do, tl.trans(b_S), b_dq, input_precision=PREC)
+                    b_dq = tl.dot(b_M, b_k, b_dq * b_read[:, None], input_precision=PREC)
+                    b_q_dq += tl.sum(b_x * b_dq, 1)
+                if dq is not None:
+                    if HELD:
+                        write_rows(
+                            dq,
+                            token,
+                            i_g,
+                            H,
+                            n_rows,
+                            along(b_dq, b_x, b_q_norm, b_q_dq, K, L2NORM),
+                            o_k,
+                            K,
+                        )
+                    else:
+                        if i_head > 0:
+                            b_dq += read_rows(
+                                dq_sum, (0, H * K, K, 1), 0, i_g, token, n_rows, o_k, K
+                            )
+                        write_rows(dq_sum, token, i_g, H, n_rows, b_dq, o_k, K)
         if not HELD:
-            b_along_q += b_in_q + b_own
-            b_along_k += b_in_k * b_beta + b_in_late + b_column + b_own
+            b_along_q += b_q_dq
+            b_along_k += b_k_rest + b_k_part * b_power
         if dbeta is not None:
-            if not TILED:
-                b_zvn *= reciprocal(b_strength)
-            b_dbeta = b_zv + b_in_k if SUMS else strength_gradient(b_zvn, b_strength, NEG_EIGVAL)
-            write_column(dbeta, token, i_h, H * GROUP, n_rows, b_dbeta)
+            if SUMS:
+                b_dbeta = b_zv + b_k_part / b_digits
+            else:
+                if not TILED:
+                    b_zvn *= reciprocal(b_strength)
+                b_dbeta = strength_gradient(b_zvn, b_strength, NEG_EIGVAL)
+            write_column(dbeta, token, i_h, HV, n_rows, b_dbeta)
         if dg is not None:
-            b_dG = b_in_q + b_in_k * b_beta - b_in_late - b_column
-            b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_in_late, 0) + gamma_here * both)
+            gamma_here = tl.load(gamma + i_tile)
+            b_dG = b_q_dq + b_k_part * b_power - b_k_rest
+            b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(b_k_late, 0) + gamma_here * both)
             if ACTIVATE:
+                b_logit = load_column(g, (g_b, g_t, g_h), i_b, i_h, first, n_rows, o_r)
                 bias = 0.0
                 if dt_bias is not None:
                     bias = tl.load(dt_bias + i_h).to(tl.float32)
@@ -376,7 +413,7 @@ def gradient_rows(
                     tl.store(dA_log + i_tile, b_log)
                 if ddt_bias is not None:
                     tl.store(ddt_bias + i_tile, b_bias)
-            write_column(dg, token, i_h, H * GROUP, n_rows, b_dg)
+            write_column(dg, token, i_h, HV, n_rows, b_dg)
     if not HELD:
         tl.debug_barrier()  # written by other threads
         p_row = rows + (i_t.to(tl.int64) * H + i_g) * (GROUP * 448) + o_r
