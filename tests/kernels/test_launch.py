@@ -98,7 +98,7 @@ with offline(90, ["", ""]) as rows:
     shown, JITFunction.run, JITFunction._do_compile = JITFunction.run, run, count
     with compiling():
         call.compile()
-    kernels = ["prepare_gdn", "scan_gdn", "reverse_scan_gdn", "gradient_rows"]
+    kernels = ["prepare_gdn", "scan_gdn", "reverse_scan_gdn", "gradient_gdn"]
     assert sorted(compiled) == sorted(kernels), compiled
     JITFunction.run = shown
     call.compile()

@@ -30,7 +30,7 @@ def test_every_kernel_is_within_its_budget(arch):
     forward = "prepare_kda scan_kda prepare_gdn scan_gdn join_runs recur gate_forward gate_gradient"
     training = (
         "reverse_scan_kda gradient_pairs sum_decays gradient_keys sum_gradients "
-        "reverse_scan_gdn gradient_rows gather_heads"
+        "reverse_scan_gdn gradient_gdn gather_heads"
     )
     assert {line.split(" sm_")[0].split()[-1] for line in run.stdout.splitlines()} == {
         *forward.split(),

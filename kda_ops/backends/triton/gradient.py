@@ -15,11 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.gate import flags_of
+from kda_ops.backends.triton.gradient_chunk import Kept
 from kda_ops.backends.triton.gradient_decay import sum_decays, sum_gradients
-from kda_ops.backends.triton.gradient_keys import Kept, KeyGradients, gradient_keys
+from kda_ops.backends.triton.gradient_gdn import HeadGradients, gradient_gdn
+from kda_ops.backends.triton.gradient_keys import KeyGradients, gradient_keys
 from kda_ops.backends.triton.gradient_loads import pair_masks
 from kda_ops.backends.triton.gradient_pairs import Dots, Scores, gradient_pairs
-from kda_ops.backends.triton.gradient_rows import gradient_rows
 from kda_ops.backends.triton.launch import (
     as_kv,
     columns_of,
@@ -28,7 +30,6 @@ from kda_ops.backends.triton.launch import (
     new,
     row_of,
     shape_of,
-    strides_of,
     total,
 )
 from kda_ops.backends.triton.operands import GateWeights, strided
@@ -54,12 +55,6 @@ def gather_heads(dy, dx, H, HV, rows, K: tl.constexpr, BK: tl.constexpr, ROWS: t
     for i in range(group):
         b_sum += tl.load(p_y + i * K, mask=m_x, other=0.0)
     tl.store(dx + o_i[:, None] * K + o_k[None, :], b_sum.to(dx.dtype.element_ty), mask=m_x)
-
-
-def with_strides(x: Tensor | None) -> tuple:
-    """A tensor of the caller as a kernel takes it."""
-    x = fit(x)
-    return x, strides_of(x)
 
 
 def _count(p: Problem):
@@ -103,11 +98,11 @@ def _gather(p: Problem, name: str, x: Tensor, dy: Tensor) -> Tensor:
     return dx
 
 
-def _gradient_rows(
+def _gradient_gdn(
     p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]
 ) -> Gradients:
     """`gradient` for one decay per head: one kernel."""
-    q, options, exact = p.q, tuning.choose("gradient_rows", p), p.q.dtype is torch.float32
+    q, options, exact = p.q, tuning.choose("gradient_gdn", p), p.q.dtype is torch.float32
     dq, dk = (
         new(q, name, shape_of(q)) if "q" in need or "k" in need else None for name in ("dq", "dk")
     )
@@ -126,51 +121,41 @@ def _gradient_rows(
         _per_chunk(p, "dt_bias", 1, need),
         fit(p.g),
     )
+    g_b, g_t, g_h = columns_of(g)
     launch(
-        gradient_rows,
+        gradient_gdn,
         _count(p) * p.H,
         q.device,
-        *with_strides(q),
-        *with_strides(p.k),
-        *with_strides(p.v),
-        g,
-        *columns_of(g),
-        dense(p.A_log),
-        dense(p.dt_bias),
-        tile.rows,
-        tile.gamma,
-        *with_strides(do),
-        trace.states,
-        trace.v_new,
-        reverse.dstates,
-        reverse.z if reads_z(p) else reverse.dv,
-        dense(p.cu_seqlens),
-        dq,
-        dk,
-        dq_sum,
-        dk_sum,
-        dg,
-        dbeta,
-        dA_log,
-        ddt_bias,
-        p.N,
-        p.T,
-        p.H,
-        p.scale,
-        p.lower_bound or 0.0,
-        p.K,
-        p.V,
-        options.block_k,
-        options.block_v,
-        group,
-        reads_z(p),
-        p.l2norm,
-        p.activate_gate,
-        p.lower_bound is not None,
-        p.sigmoid_beta,
-        p.neg_eigval,
-        exact,
-        "tf32x3" if exact else "tf32",
+        q=strided(fit(q)),
+        k=strided(fit(p.k)),
+        v=strided(fit(p.v)),
+        g=g,
+        g_b=g_b,
+        g_t=g_t,
+        g_h=g_h,
+        weights=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        rows=tile.rows,
+        gamma=tile.gamma,
+        do=strided(fit(do)),
+        kept=Kept(
+            trace.states, trace.v_new, reverse.dstates, reverse.z if reads_z(p) else reverse.dv
+        ),
+        cu_seqlens=dense(p.cu_seqlens),
+        grads=HeadGradients(dq, dk, dq_sum, dk_sum, dg, dbeta, dA_log, ddt_bias),
+        N=p.N,
+        T=p.T,
+        H=p.H,
+        scale=p.scale,
+        lower_bound=p.lower_bound or 0.0,
+        flags=flags_of(p),
+        K=p.K,
+        V=p.V,
+        BK=options.block_k,
+        BV=options.block_v,
+        GROUP=group,
+        TILED=reads_z(p),
+        EXACT=exact,
+        PREC="tf32x3" if exact else "tf32",
         num_stages=options.stages,
         **options.launch,
     )
@@ -193,7 +178,7 @@ def gradient(
 ) -> Gradients:
     """Gradients of the inputs named in `need`; see `kda_ops.stages.Backend.gradient`."""
     if p.rank == 0:
-        return _gradient_rows(p, tile, trace, do, reverse, need)
+        return _gradient_gdn(p, tile, trace, do, reverse, need)
     q, device, NT, exact = p.q, p.q.device, _count(p), p.q.dtype is torch.float32
     options, values, wide = (
         tuning.choose("gradient_keys", p),

@@ -9,16 +9,20 @@ import triton.language as tl
 
 from kda_ops import problem
 from kda_ops.backends.triton.gate import LOG2E, log2_softplus, sigmoid
-from kda_ops.backends.triton.operands import Strided
-from kda_ops.backends.triton.scan import rows_at
-from kda_ops.backends.triton.tile import find_sequence, load_tile, locate_chunk, locate_sequence
+from kda_ops.backends.triton.operands import COUNT_KDA, Strided, constant
+from kda_ops.backends.triton.tile import (
+    CHUNK,
+    find_sequence,
+    load_tile,
+    locate_chunk,
+    locate_sequence,
+    rows_at,
+)
 
-CHUNK = tl.constexpr(problem.CHUNK)
-SQUARE = tl.constexpr(problem.CHUNK * problem.CHUNK)  # entries of a [64, 64] tile
-VECTOR = tl.constexpr(8)  # of them in each row of `fragment.pack`
+SQUARE = constant(problem.CHUNK * problem.CHUNK)  # entries of a [64, 64] tile
+VECTOR = constant(8)  # of them in each row of `fragment.pack`
 # The largest finite number, about: infinities become it where they would meet a zero.
 HUGE = tl.constexpr(3e38)
-LEAST = tl.constexpr(-160.0)
 # A decay of 2^-126 and below is zero, or would be flushed to zero, in fp32.
 UNDERFLOW = tl.constexpr(126.0)
 
@@ -31,6 +35,15 @@ class Chunk(NamedTuple):
     token: Any  # the same among all B * T tokens, int64
     n_rows: Any  # tokens of the chunk, int32; at most 0 for a number that no chunk has
     live: Any  # whether they belong to a sequence; tokens past cu_seqlens[-1] do not
+
+
+class Kept(NamedTuple):
+    """What the two scans left for the gradients, one tile per chunk and value head."""
+
+    states: Any  # [K, V], the state that enters the chunk
+    v_new: Any  # [64, V]
+    dstates: Any  # [K, V], the gradient of the state that leaves it
+    z: Any  # [64, V], or dv = beta z as rows of a [B T, HV, V] tensor
 
 
 @triton.jit
@@ -102,7 +115,7 @@ def load_state(states, i_tile, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def load_row(rows, i_tile, ROW: tl.constexpr):
     """Load one of the numbers per row that `prepare_kda` left, [64] fp32."""
-    return tl.load(rows + i_tile * 192 + ROW * CHUNK + tl.arange(0, CHUNK))
+    return tl.load(rows + i_tile * (COUNT_KDA * CHUNK) + ROW * CHUNK + tl.arange(0, CHUNK))
 
 
 @triton.jit

@@ -5,8 +5,9 @@ rows; and back from the gradient of those sums.
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.gate import load_rate, log2_decay
-from kda_ops.backends.triton.gradient_chunk import CHUNK, LEAST, chunk_of, locate, through_gate
+from kda_ops.backends.triton.gate import LEAST_DECAY, load_rate, log2_decay
+from kda_ops.backends.triton.gradient_chunk import chunk_of, locate, through_gate
+from kda_ops.backends.triton.tile import CHUNK
 
 # A block may share an anchor if no channel decays by more than 2^REACH in it. Centred, the factors
 # then lie within 2^(REACH / 2) of one; keys and gradients have the rest of fp32's 2^127.
@@ -43,7 +44,7 @@ def sum_decays(
 ):
     """Sum the decays of one chunk and value head, in base 2, from its start::
 
-        G_i = sum of max(g_j, LEAST) log2(e) over the tokens j <= i           [64, K]
+        G_i = sum of max(log2 of decay j, LEAST_DECAY) over the tokens j <= i  [64, K]
         anchored = log2 of the largest of 64, 32, 16, 8 rows in whose blocks no channel
                    decays by more than 2^REACH, else 0                        int32
 
@@ -71,7 +72,7 @@ def sum_decays(
                     m_g = m_k & (r < at.n_rows)
                     b_x = tl.load(p_g + r * g.strides[1], mask=m_g, other=0.0).to(tl.float32)
                     b_x = log2_decay(b_x, b_bias, rate, bound, ACTIVATE, BOUNDED, FAST)
-                    b_G += tl.where(m_g, tl.maximum(b_x, LEAST), 0.0)
+                    b_G += tl.where(m_g, tl.maximum(b_x, LEAST_DECAY), 0.0)
                 tl.store(p_G + r * K, b_G, mask=m_k)
                 if j % 8 == 7:
                     b_8 = tl.maximum(b_8, b_eight - b_G)

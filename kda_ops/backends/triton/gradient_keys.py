@@ -8,7 +8,6 @@ import triton.language as tl
 from kda_ops.backends.triton.fragment import channel, diagonal_at
 from kda_ops.backends.triton.gate import fast_reciprocal
 from kda_ops.backends.triton.gradient_chunk import (
-    CHUNK,
     SQUARE,
     Chunk,
     chunk_of,
@@ -36,19 +35,17 @@ from kda_ops.backends.triton.gradient_loads import (
     store_operand,
 )
 from kda_ops.backends.triton.gradient_pairs import Scores
-from kda_ops.backends.triton.operands import Strided
-from kda_ops.backends.triton.tile import load_tile, narrow, prefetch_rows, prefetch_tile, widen
+from kda_ops.backends.triton.operands import BETA_KDA, NORM_K_KDA, NORM_Q_KDA, Strided
+from kda_ops.backends.triton.tile import (
+    CHUNK,
+    load_tile,
+    narrow,
+    prefetch_rows,
+    prefetch_tile,
+    widen,
+)
 
 SMALLEST = tl.constexpr(3)  # log2 of the rows of the smallest blocks that share an anchor
-
-
-class Kept(NamedTuple):
-    """What the two scans left for the gradients, one tile per chunk and value head."""
-
-    states: Any  # [K, V], the state that enters the chunk
-    v_new: Any  # [64, V]
-    dstates: Any  # [K, V], the gradient of the state that leaves it
-    z: Any  # [64, V], or dv = beta z as rows of a [B T, HV, V] tensor
 
 
 class KeyGradients(NamedTuple):
@@ -403,9 +400,11 @@ def gradient_keys(
     prefetch_slice(kept, G, K, V, BK, not SUMS)
     if i_s == 0:
         prefetch_shared(q, k, do, kept, dscores, chunk, i_tile, i_h, i_g, HV, K, V, TILED, not SUMS)
-    b_beta = load_row(rows, i_tile, 0)[:, None] if TILED else tl.full((CHUNK, 1), 1.0, tl.float32)
-    b_q_norm = load_norm(rows, i_tile, 1, L2NORM)[:, None]
-    b_k_norm = load_norm(rows, i_tile, 2, L2NORM)[:, None]
+    b_beta = (
+        load_row(rows, i_tile, BETA_KDA)[:, None] if TILED else tl.full((CHUNK, 1), 1.0, tl.float32)
+    )
+    b_q_norm = load_norm(rows, i_tile, NORM_Q_KDA, L2NORM)[:, None]
+    b_k_norm = load_norm(rows, i_tile, NORM_K_KDA, L2NORM)[:, None]
     factors = Factors(b_q_norm, b_k_norm, b_beta)
     last = chunk.n_rows - 1
     at = Sources(

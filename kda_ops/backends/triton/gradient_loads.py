@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kda_ops import problem
 from kda_ops.backends.triton.fragment import as_entries, as_tile, fragment, packed, unpack
 from kda_ops.backends.triton.gate import INTERPRETED
-from kda_ops.backends.triton.gradient_chunk import CHUNK, SQUARE, VECTOR
+from kda_ops.backends.triton.gradient_chunk import SQUARE, VECTOR
 from kda_ops.backends.triton.tile import narrow, widen
 
 LEVELS = tl.constexpr(6)  # log2 of the rows of a chunk
@@ -44,7 +45,7 @@ def pair_masks(device: torch.device) -> Tensor:
     A thread copies them on a stream of its own. The calling thread may be filling the memory pool
     of a CUDA graph (``mode="reduce-overhead"``), and nothing in there may outlive the call.
     """
-    i = torch.arange(CHUNK.value, device="cpu")
+    i = torch.arange(problem.CHUNK, device="cpu")
     parting, below = i[:, None] ^ i[None, :], i[:, None] > i[None, :]
     pairs = [(parting < m) & side for m in (8, 16, 32, 64) for side in (below, below.T)] + [
         parting >> h == 1 for h in range(LEVELS.value)

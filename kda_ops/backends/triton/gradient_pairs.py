@@ -10,7 +10,6 @@ import triton.language as tl
 from kda_ops.backends.triton.fragment import pack
 from kda_ops.backends.triton.gate import reciprocal
 from kda_ops.backends.triton.gradient_chunk import (
-    CHUNK,
     SQUARE,
     VECTOR,
     load_row,
@@ -19,7 +18,8 @@ from kda_ops.backends.triton.gradient_chunk import (
     read_values,
     write_column,
 )
-from kda_ops.backends.triton.tile import load_tile, on_diagonal, widen
+from kda_ops.backends.triton.operands import BETA_KDA
+from kda_ops.backends.triton.tile import CHUNK, load_tile, on_diagonal, widen
 
 
 class Scores(NamedTuple):
@@ -142,7 +142,7 @@ def gradient_pairs(
         return
     o_r = tl.arange(0, CHUNK)
     SUMS: tl.constexpr = dbeta is not None and not SIGMOID or dots.k is not None
-    b_beta = load_row(rows, i_tile, 0)
+    b_beta = load_row(rows, i_tile, BETA_KDA)
     b_P, b_L, b_zv, b_doo = pair_gradients(
         v, do, o, v_new, z, at, i_tile, i_h, HV, scale, V, BV, TILED, SUMS, PREC
     )

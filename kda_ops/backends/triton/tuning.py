@@ -178,7 +178,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(16, "any", ALL, Options(ALL, 64)),
     ),
     # before Hopper, ptxas gives up registers for wider ones
-    "gradient_rows": (
+    "gradient_gdn": (
         Row(32, "any", ALL, Options(32, 32)),
         Row(16, "early", ALL, Options(32, 32)),
         Row(16, "any", ALL, Options(128, 128)),

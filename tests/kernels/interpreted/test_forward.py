@@ -368,7 +368,7 @@ def test_the_cuts_for_gpus_before_hopper_are_right(variant, monkeypatch):
     case = replace(SMALL, variant=variant, dtype=torch.float16, K=64, V=70, T=130, HV=2)
     options = {
         n: tuning.table(n, Problem.parse(case.rank, *case.inputs().values(), **case.flags()))
-        for n in ("scan_kda", "gradient_rows")
+        for n in ("scan_kda", "gradient_gdn")
     }
     monkeypatch.setattr(tuning, "ASSUMED", 8)
     now = {
