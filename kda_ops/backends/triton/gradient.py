@@ -1,13 +1,14 @@
-"""From the two scans to the gradients of the inputs, chunk by chunk: what reads V alone, what reads
-K, and the sums over heads (docs/maths.md, backward).
+"""Form the gradients of the inputs from the two scans, chunk by chunk (docs/maths.md, backward).
 
-What the reverse scan leaves, z = A^T dv_new, is the gradient of ``beta (v - k exp(G) S)``, which
-v_new = A (..) solves for, and dv = beta z that of v. The adjoint of a linear solve is another
-solve, so the inverse needs no backward of its own::
+The reverse scan leaves z = A^T dv_new, the gradient of ``beta (v - k exp(G) S)``, and dv = beta z.
+v_new = A (..) solves a linear system, and the adjoint of a solve is another solve. So the inverse
+needs no backward of its own::
 
     dL = -strict_tril(z v_new^T)      dZk = -z S^T      dP = tril(do v_new^T)
     dqg = do S^T                      dkg = v_new dS^T
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -32,22 +33,27 @@ from kda_ops.backends.triton.launch import (
     shape_of,
     total,
 )
-from kda_ops.backends.triton.operands import GateWeights, strided
+from kda_ops.backends.triton.operands import GateWeights, Strided, strided
 from kda_ops.backends.triton.reverse_scan import reads_z
 from kda_ops.backends.triton.tile import dense, fit
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Reverse, Tile, Trace
 
+GATES = frozenset(("g", "A_log", "dt_bias"))  # the gradients that come through the decay
+# Entries that a program of `gather_heads` adds up, of each value head.
+GATHERED = 4096
+
 
 @triton.jit
-def gather_heads(dy, dx, H, HV, rows, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr):
-    """dx [B T, H, K] = the sum of dy [B T, HV, K] fp32 over the value heads of a key head, in
-    order.
+def gather_heads(dy, dx, H, HV, tokens, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr):
+    """Sum dy [B T, HV, K] fp32 over the value heads of each key head, in order, to dx [B T, H, K].
+
+    `tokens` is B T H, the rows of dx; a program takes ROWS of them.
     """
     o_i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_k = tl.arange(0, BK)
-    m_x = (o_i < rows)[:, None] & (o_k < K)[None, :]
+    m_x = (o_i < tokens)[:, None] & (o_k < K)[None, :]
     i_token, i_g = o_i // H, o_i % H
     group = HV // H
     p_y = dy + (i_token * HV + i_g * group)[:, None] * K + o_k[None, :]
@@ -57,70 +63,36 @@ def gather_heads(dy, dx, H, HV, rows, K: tl.constexpr, BK: tl.constexpr, ROWS: t
     tl.store(dx + o_i[:, None] * K + o_k[None, :], b_sum.to(dx.dtype.element_ty), mask=m_x)
 
 
-def _count(p: Problem):
-    """Chunks to visit: the tail of a packed row may need one more."""
-    return count_chunks(p) + (p.cu_seqlens is not None)
-
-
-def _like(p: Problem, name: str, need: frozenset[str]) -> Tensor | None:
-    """Where to write a gradient, if it is needed: contiguous."""
-    x = getattr(p, name)
-    return new(p.q, "d" + name, shape_of(x), x.dtype) if x is not None and name in need else None
-
-
-def _per_chunk(p: Problem, name: str, width: int, need: frozenset[str]) -> Tensor | None:
-    """The parts that chunks add to the gradient of a parameter."""
-    return (
-        new(p.q, f"d{name}_parts", (_count(p), p.HV, width), torch.float32)
-        if getattr(p, name) is not None and name in need
-        else None
-    )
-
-
-def _gather(p: Problem, name: str, x: Tensor, dy: Tensor) -> Tensor:
-    """The gradient of q or k from those per value head."""
-    dx, rows, BK = new(x, "d" + name, shape_of(x)), p.B * p.T * p.H, tuning.width(p.K, x.dtype)
-    per_program = max(1, 4096 // BK)
-    launch(
-        gather_heads,
-        (rows + per_program - 1) // per_program,
-        x.device,
-        dy,
-        dx,
-        p.H,
-        p.HV,
-        rows,
-        p.K,
-        BK,
-        per_program,
-        num_warps=4,
-    )
-    return dx
+def gradient(
+    p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]
+) -> Gradients:
+    """Return the gradients named in `need`; see `kda_ops.stages.Backend.gradient`."""
+    form = _gradient_kda if p.rank else _gradient_gdn
+    grads = form(p, tile, trace, do, reverse, need)
+    initial = reverse.dinitial_state
+    grads.v = reverse.dv if "v" in need else None
+    grads.initial_state = None
+    if "initial_state" in need and initial is not None:
+        grads.initial_state = as_kv(p, initial)
+    return grads
 
 
 def _gradient_gdn(
     p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]
 ) -> Gradients:
-    """`gradient` for one decay per head: one kernel."""
+    """Return all gradients of GDN but those of v and the initial state, from one kernel."""
     q, options, exact = p.q, tuning.choose("gradient_gdn", p), p.q.dtype is torch.float32
-    dq, dk = (
-        new(q, name, shape_of(q)) if "q" in need or "k" in need else None for name in ("dq", "dk")
-    )
-    group, dq_sum, dk_sum = p.HV // p.H if p.H else 1, None, None
-    # fp32, where heads and slices add up
-    if dq is not None and (group > 1 or p.K > options.block_k):
-        dq_sum, dk_sum = (
-            (dq, dk) if exact else (new(q, f"d{x}_sum", shape_of(q), torch.float32) for x in "qk")
-        )
-    dbeta, dg = (
-        _like(p, "beta", need),
-        _like(p, "g", need | {"g"}) if need & {"g", "A_log", "dt_bias"} else None,
-    )
-    dA_log, ddt_bias, g = (
-        _per_chunk(p, "A_log", 1, need),
-        _per_chunk(p, "dt_bias", 1, need),
-        fit(p.g),
-    )
+    group, dq, dk, dq_sum, dk_sum = p.HV // p.H if p.H else 1, None, None, None, None
+    if need & {"q", "k"}:
+        dq, dk = (new(q, name, shape_of(q)) for name in ("dq", "dk"))
+        # fp32, where heads and slices add up
+        if group > 1 or p.K > options.block_k:
+            dq_sum, dk_sum = dq, dk
+            if not exact:
+                dq_sum, dk_sum = (new(q, f"d{x}_sum", shape_of(q), torch.float32) for x in "qk")
+    dbeta, dg = _like(p, "beta", need), _like(p, "g", need | {"g"}) if need & GATES else None
+    dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", 1, need)
+    g = fit(p.g)
     g_b, g_t, g_h = columns_of(g)
     launch(
         gradient_gdn,
@@ -137,217 +109,223 @@ def _gradient_gdn(
         rows=tile.rows,
         gamma=tile.gamma,
         do=strided(fit(do)),
-        kept=Kept(
-            trace.states, trace.v_new, reverse.dstates, reverse.z if reads_z(p) else reverse.dv
-        ),
+        kept=_kept(p, trace, reverse),
         cu_seqlens=dense(p.cu_seqlens),
         grads=HeadGradients(dq, dk, dq_sum, dk_sum, dg, dbeta, dA_log, ddt_bias),
-        N=p.N,
-        T=p.T,
-        H=p.H,
-        scale=p.scale,
-        lower_bound=p.lower_bound or 0.0,
         flags=flags_of(p),
-        K=p.K,
-        V=p.V,
-        BK=options.block_k,
-        BV=options.block_v,
+        **_numbers(p, "N", "T", "H", "scale", "K", "V"),
+        lower_bound=p.lower_bound or 0.0,
         GROUP=group,
         TILED=reads_z(p),
         EXACT=exact,
-        PREC="tf32x3" if exact else "tf32",
-        num_stages=options.stages,
-        **options.launch,
+        **_blocks(options, exact),
     )
-    return Gradients(
-        dq if "q" in need else None,
-        dk if "k" in need else None,
-        reverse.dv if "v" in need else None,
-        dg if "g" in need else None,
-        dbeta,
-        total(dA_log, p.A_log),
-        total(ddt_bias, p.dt_bias),
-        as_kv(p, reverse.dinitial_state)
-        if "initial_state" in need and reverse.dinitial_state is not None
-        else None,
-    )
+    return _gradients(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
 
 
-def gradient(
+def _gradient_kda(
     p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]
 ) -> Gradients:
-    """Gradients of the inputs named in `need`; see `kda_ops.stages.Backend.gradient`."""
-    if p.rank == 0:
-        return _gradient_gdn(p, tile, trace, do, reverse, need)
-    q, device, NT, exact = p.q, p.q.device, _count(p), p.q.dtype is torch.float32
-    options, values, wide = (
-        tuning.choose("gradient_keys", p),
-        tuning.choose("gradient_pairs", p),
-        tuning.width(p.K, q.dtype),
-    )
-    slices, precision = (
-        (p.K + options.block_k - 1) // options.block_k,
-        "tf32x3" if exact else "tf32",
-    )
-    gates, gather = need & {"g", "A_log", "dt_bias"}, p.HV > p.H
-    dq = dk = dbeta = None
-    if "q" in need or "k" in need:
-        dq, dk = (
-            new(
-                q,
-                f"d{x}_heads" if gather else f"d{x}",
-                (p.B, p.T, p.HV, p.K),
-                torch.float32 if gather else q.dtype,
-            )
-            for x in "qk"
-        )
-    dg = _like(p, "g", need | {"g"}) if gates else None
+    """Return all gradients of KDA but those of v and the initial state: first what reads V alone,
+    then what reads K, then sums over rows and heads.
+    """
+    q, NT, gather = p.q, _count(p), p.HV > p.H
+    slices = triton.cdiv(p.K, tuning.choose("gradient_keys", p).block_k)
+    dq = dk = dbeta = parts = None
+    if need & {"q", "k"}:
+        shape, dtype = (p.B, p.T, p.HV, p.K), torch.float32 if gather else q.dtype
+        dq, dk = (new(q, f"d{x}_heads" if gather else f"d{x}", shape, dtype) for x in "qk")
+    dg = _like(p, "g", need | {"g"}) if need & GATES else None
     dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", p.K, need)
-    tiled = reads_z(p)
-    z, sums = (
-        reverse.z if tiled else reverse.dv,
-        p.beta is not None and not p.sigmoid_beta and "beta" in need,
-    )
     if p.beta is not None and "beta" in need:
-        dbeta = (
-            new(q, "dbeta_parts", (slices + 1, p.B, p.T, p.HV), torch.float32)
-            if sums
-            else _like(p, "beta", need)
-        )
+        if p.sigmoid_beta:
+            dbeta = _like(p, "beta", need)
+        else:  # one part per slice of K, the last from V
+            parts = new(q, "dbeta_parts", (slices + 1, p.B, p.T, p.HV), torch.float32)
     dscores = Scores(*(new(q, name, (NT, p.HV, CHUNK, CHUNK)) for name in ("dP", "dL")))
-    # of unit q and k with their gradients; without a do that of q is zero
+    # without a do, the product of unit q with its gradient is zero
+    wanted = {"q": "q" in need and do is not None, "k": "k" in need}
+    size = (NT, p.HV, CHUNK)
     dots = Dots(
         *(
-            new(q, f"{name}_dot", (NT, p.HV, CHUNK), torch.float32) if p.l2norm and there else None
-            for name, there in (("q", "q" in need and do is not None), ("k", "k" in need))
+            new(q, f"{name}_dot", size, torch.float32) if p.l2norm and wanted[name] else None
+            for name in "qk"
         )
     )
-    o = strided(None if dots.q is None else fit(trace.o))
-    programs = NT * p.HV if p.H else 0
-    given, cu_seqlens = strided(fit(do)), dense(p.cu_seqlens)
-    logits, weights = strided(fit(p.g)), GateWeights(dense(p.A_log), dense(p.dt_bias))
-    activation = {
-        "ACTIVATE": p.activate_gate,
-        "BOUNDED": p.lower_bound is not None,
-        "FAST": not exact,
-    }
-    N, T, H, HV, K, V, scale, bound = p.N, p.T, p.H, p.HV, p.K, p.V, p.scale, p.lower_bound or 0.0
+    given, kept = strided(fit(do)), _kept(p, trace, reverse)
+    own = dbeta if parts is None else row_of(parts, slices)
+    _launch_pairs(p, tile, trace, given, kept, dscores, own, dots)
+    if dq is not None or dg is not None or parts is not None:
+        exact = q.dtype is torch.float32
+        G = new(q, "G", (NT, p.HV, CHUNK, p.K), torch.float64 if exact else torch.float32)
+        _launch_keys(p, tile, given, kept, dscores, dots, G, KeyGradients(dq, dk, parts))
+        if dg is not None:
+            shares: dict[str, Any] = dict(dG=G, dg=dg, dA_log=dA_log, ddt_bias=ddt_bias)
+            launch(sum_gradients, _programs(p), q.device, **shares, **_gate(p))
+    if gather and dq is not None:
+        dq = _gather(p, "q", q, dq) if "q" in need else None
+        dk = _gather(p, "k", p.k, dk) if "k" in need else None
+    dbeta = dbeta if parts is None else total(parts, p.beta)
+    return _gradients(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
+
+
+def _launch_pairs(
+    p: Problem,
+    tile: Tile,
+    trace: Trace,
+    do: Strided,
+    kept: Kept,
+    dscores: Scores,
+    dbeta: Tensor | None,
+    dots: Dots,
+) -> None:
+    """Launch what reads V alone."""
+    options, exact = tuning.choose("gradient_pairs", p), p.q.dtype is torch.float32
     launch(
         gradient_pairs,
-        programs,
-        device,
+        _programs(p),
+        p.q.device,
         v=strided(fit(p.v)),
         rows=tile.rows,
-        do=given,
-        o=o,
-        v_new=trace.v_new,
-        z=z,
-        cu_seqlens=cu_seqlens,
+        do=do,
+        o=strided(None if dots.q is None else fit(trace.o)),
+        v_new=kept.v_new,
+        z=kept.z,
+        cu_seqlens=dense(p.cu_seqlens),
         dscores=dscores,
-        dbeta=row_of(dbeta, slices) if sums and dbeta is not None else dbeta,
+        dbeta=dbeta,
         dots=dots,
-        N=N,
-        T=T,
-        HV=HV,
-        scale=scale,
-        V=V,
-        BV=values.block_v,
-        TILED=tiled,
+        **_numbers(p, "N", "T", "HV", "scale", "V"),
+        TILED=reads_z(p),
         SIGMOID=p.sigmoid_beta,
         NEG_EIGVAL=p.neg_eigval,
-        PREC=precision,
-        num_stages=values.stages,
-        **values.launch,
+        **_blocks(options, exact, keys=False),
     )
-    if dq is not None or gates or sums:
-        G = new(q, "G", (NT, HV, 64, K), torch.float64 if exact else torch.float32)
-        anchored = new(q, "anchored", (NT, HV), torch.int32) if tuning.anchored(p) else None
-        launch(
-            sum_decays,
-            programs,
-            device,
-            g=logits,
-            weights=weights,
-            cu_seqlens=cu_seqlens,
-            G=G,
-            anchored=anchored,
-            N=N,
-            T=T,
-            HV=HV,
-            lower_bound=bound,
-            K=K,
-            WIDE=wide,
-            **activation,
-            num_warps=1,
-        )
-        launch(
-            gradient_keys,
-            programs * slices,
-            device,
-            q=strided(fit(q)),
-            k=strided(fit(p.k)),
-            do=given,
-            kept=Kept(trace.states, trace.v_new, reverse.dstates, z),
-            dscores=dscores,
-            rows=tile.rows,
-            dots=dots,
-            G=G,
-            anchored=anchored,
-            masks=lasting(pair_masks(device)),
-            cu_seqlens=cu_seqlens,
-            grads=KeyGradients(dq, dk, dbeta if sums else None),
-            dbeta_slice=p.B * T * HV,
-            N=N,
-            T=T,
-            H=H,
-            HV=HV,
-            scale=scale,
-            K=K,
-            V=V,
-            BK=options.block_k,
-            BV=options.block_v,
-            TILED=tiled,
-            L2NORM=p.l2norm,
-            PREC=precision,
-            num_stages=options.stages,
-            **options.launch,
-        )
-        if dg is not None:
-            launch(
-                sum_gradients,
-                programs,
-                device,
-                dG=G,
-                g=logits,
-                weights=weights,
-                cu_seqlens=cu_seqlens,
-                dg=dg,
-                dA_log=dA_log,
-                ddt_bias=ddt_bias,
-                N=N,
-                T=T,
-                HV=HV,
-                lower_bound=bound,
-                K=K,
-                WIDE=wide,
-                **activation,
-                num_warps=1,
-            )
-        del G
-    if gather and dq is not None:
-        dq, dk = (
-            _gather(p, name, x, d) if d is not None and name in need else None
-            for name, x, d in (("q", q, dq), ("k", p.k, dk))
-        )
+
+
+def _launch_keys(
+    p: Problem,
+    tile: Tile,
+    do: Strided,
+    kept: Kept,
+    dscores: Scores,
+    dots: Dots,
+    G: Tensor,
+    grads: KeyGradients,
+) -> None:
+    """Launch what reads K: the sums of the decays, and the gradients of q, k and those sums."""
+    options, exact = tuning.choose("gradient_keys", p), p.q.dtype is torch.float32
+    size = (_count(p), p.HV)
+    anchored = new(p.q, "anchored", size, torch.int32) if tuning.anchored(p) else None
+    launch(sum_decays, _programs(p), p.q.device, G=G, anchored=anchored, **_gate(p))
+    launch(
+        gradient_keys,
+        _programs(p) * triton.cdiv(p.K, options.block_k),
+        p.q.device,
+        q=strided(fit(p.q)),
+        k=strided(fit(p.k)),
+        do=do,
+        kept=kept,
+        dscores=dscores,
+        rows=tile.rows,
+        dots=dots,
+        G=G,
+        anchored=anchored,
+        masks=lasting(pair_masks(p.q.device)),
+        cu_seqlens=dense(p.cu_seqlens),
+        grads=grads,
+        dbeta_slice=p.B * p.T * p.HV,
+        **_numbers(p, "N", "T", "H", "HV", "scale", "K", "V"),
+        TILED=reads_z(p),
+        L2NORM=p.l2norm,
+        **_blocks(options, exact),
+    )
+
+
+def _gather(p: Problem, name: str, x: Tensor, dy: Tensor | None) -> Tensor:
+    """Return the gradient of q or k, x, from those per value head."""
+    assert dy is not None  # both were made
+    dx, tokens, BK = new(x, "d" + name, shape_of(x)), p.B * p.T * p.H, tuning.width(p.K, x.dtype)
+    ROWS = max(1, GATHERED // BK)
+    sizes: dict[str, Any] = dict(H=p.H, HV=p.HV, tokens=tokens, K=p.K, BK=BK, ROWS=ROWS)
+    programs = (tokens + ROWS - 1) // ROWS
+    launch(gather_heads, programs, x.device, dy=dy, dx=dx, **sizes, num_warps=4)
+    return dx
+
+
+def _count(p: Problem) -> int:
+    """Return how many chunks to visit: the tail of a packed row may need one more."""
+    return count_chunks(p) + (p.cu_seqlens is not None)
+
+
+def _programs(p: Problem) -> int:
+    """Return how many programs take one chunk and value head each."""
+    return _count(p) * p.HV if p.H else 0
+
+
+def _numbers(p: Problem, *names: str) -> dict[str, Any]:
+    """Return numbers of a call by their names."""
+    return {name: getattr(p, name) for name in names}
+
+
+def _blocks(options: tuning.Options, exact: bool, keys: bool = True) -> dict[str, Any]:
+    """Return how a kernel is cut, and the precision of its products."""
+    cut = {"BK": options.block_k} if keys else {}
+    cut |= {"BV": options.block_v, "num_stages": options.stages}
+    return cut | {"PREC": "tf32x3" if exact else "tf32"} | options.launch
+
+
+def _gate(p: Problem) -> dict[str, Any]:
+    """Return what `sum_decays` and `sum_gradients` share: one warp per chunk and value head."""
+    return dict(
+        g=strided(fit(p.g)),
+        weights=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        cu_seqlens=dense(p.cu_seqlens),
+        **_numbers(p, "N", "T", "HV", "K"),
+        lower_bound=p.lower_bound or 0.0,
+        WIDE=tuning.width(p.K, p.q.dtype),
+        ACTIVATE=p.activate_gate,
+        BOUNDED=p.lower_bound is not None,
+        FAST=p.q.dtype is not torch.float32,
+        num_warps=1,
+    )
+
+
+def _kept(p: Problem, trace: Trace, reverse: Reverse) -> Kept:
+    """Return what the scans left for the kernels."""
+    z = reverse.z if reads_z(p) else reverse.dv
+    return Kept(trace.states, trace.v_new, reverse.dstates, z)
+
+
+def _like(p: Problem, name: str, need: frozenset[str]) -> Tensor | None:
+    """Return where to write a gradient, contiguous, if it is needed."""
+    x = getattr(p, name)
+    return new(p.q, "d" + name, shape_of(x), x.dtype) if x is not None and name in need else None
+
+
+def _per_chunk(p: Problem, name: str, width: int, need: frozenset[str]) -> Tensor | None:
+    """Return where chunks write their shares of a gate weight's gradient, if it is needed."""
+    if getattr(p, name) is None or name not in need:
+        return None
+    return new(p.q, f"d{name}_parts", (_count(p), p.HV, width), torch.float32)
+
+
+def _gradients(
+    p: Problem,
+    need: frozenset[str],
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dg: Tensor | None,
+    dbeta: Tensor | None,
+    dA_log: Tensor | None,
+    ddt_bias: Tensor | None,
+) -> Gradients:
+    """Return the needed gradients, those of the gate's weights summed over chunks."""
     return Gradients(
-        dq if "q" in need else None,
-        dk if "k" in need else None,
-        reverse.dv if "v" in need else None,
-        dg if "g" in need else None,
-        total(dbeta, p.beta) if sums else dbeta,
-        total(dA_log, p.A_log),
-        total(ddt_bias, p.dt_bias),
-        as_kv(p, reverse.dinitial_state)
-        if "initial_state" in need and reverse.dinitial_state is not None
-        else None,
+        q=dq if "q" in need else None,
+        k=dk if "k" in need else None,
+        g=dg if "g" in need else None,
+        beta=dbeta,
+        A_log=total(dA_log, p.A_log),
+        dt_bias=total(ddt_bias, p.dt_bias),
     )

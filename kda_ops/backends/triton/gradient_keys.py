@@ -56,7 +56,7 @@ class KeyGradients(NamedTuple):
     dbeta: Any
 
 
-class Factors(NamedTuple):
+class KeyFactors(NamedTuple):
     """What multiplies the rows of q and k, [64, 1] fp32 each."""
 
     q_norm: Any
@@ -405,7 +405,7 @@ def gradient_keys(
     )
     b_q_norm = load_norm(rows, i_tile, NORM_Q_KDA, L2NORM)[:, None]
     b_k_norm = load_norm(rows, i_tile, NORM_K_KDA, L2NORM)[:, None]
-    factors = Factors(b_q_norm, b_k_norm, b_beta)
+    factors = KeyFactors(b_q_norm, b_k_norm, b_beta)
     last = chunk.n_rows - 1
     at = Sources(
         chunk_of(q, chunk, i_g),

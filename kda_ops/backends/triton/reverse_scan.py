@@ -229,6 +229,12 @@ def reads_z(p: Problem) -> bool:
     return p.beta is not None and (not p.sigmoid_beta or p.q.dtype is torch.float16)
 
 
+def _new_dinitial(p: Problem) -> Tensor:
+    """Allocate the gradient of the initial state, in the caller's layout; return it as [k, v]."""
+    shape = (p.N, p.HV, p.V, p.K) if p.transposed else (p.N, p.HV, p.K, p.V)
+    return as_kv(p, new(p.q, "dinitial_state", shape, torch.float32))
+
+
 def reverse_scan(
     p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]
 ) -> Reverse:
@@ -237,10 +243,7 @@ def reverse_scan(
     dstates = new(q, "dstates", (NT, p.HV, p.K, p.V))
     z = new(q, "z", (NT, p.HV, problem.CHUNK, p.V)) if tiled else None
     dv = None if tiled and "v" not in need else new(q, "dv", shape_of(p.v))
-    dinitial = None
-    if "initial_state" in need:
-        shape = (p.N, p.HV, p.V, p.K) if p.transposed else (p.N, p.HV, p.K, p.V)
-        dinitial = as_kv(p, new(q, "dinitial_state", shape, torch.float32))
+    dinitial = _new_dinitial(p) if "initial_state" in need else None
     dfinal = None if dfinal_state is None or dfinal_state.numel() == 0 else as_kv(p, dfinal_state)
     name = "reverse_scan_kda" if p.rank else "reverse_scan_gdn"
     runs = Runs(p)

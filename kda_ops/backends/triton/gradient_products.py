@@ -1,0 +1,304 @@
+"""The products of GDN's gradient for one chunk and value head: scores, keys, queries.
+
+`gradient_gdn.gradient_gdn` has the equations.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kda_ops.backends.triton.decay import pair_decay, pair_decay_transposed
+from kda_ops.backends.triton.gradient_chunk import load_state, read_rows, read_values
+from kda_ops.backends.triton.operands import (
+    BETA,
+    FROM_START_K,
+    FROM_START_Q,
+    LOG_DECAY,
+    NORM_K,
+    NORM_Q,
+    TO_END_K,
+)
+from kda_ops.backends.triton.tile import CHUNK, INTERPRETED, load_tile, on_diagonal
+
+# The fields of an fp32 number: sign and mantissa, exponent, and the exponent of one.
+MANTISSA, EXPONENT, ONE = (tl.constexpr(x) for x in (0x807FFFFF, 0x7F800000, 0x3F800000))
+
+
+class Head(NamedTuple):
+    """One value head of a chunk, and what the scans left."""
+
+    at: Any  # the chunk
+    i_h: Any
+    HV: Any
+    i_tile: Any  # number of the tile, int64
+    do: Any  # Strided
+    kept: Any
+
+
+class QueryKey(NamedTuple):
+    """A slice of the rows of q and k, [64, BK] each."""
+
+    q: Any
+    k: Any
+
+
+class ValueRows(NamedTuple):
+    """What the scans left of one chunk and value head, [64, BV] each."""
+
+    v_new: Any
+    z: Any
+    do: Any  # garbage where do is absent
+
+
+class RowFactors(NamedTuple):
+    """Numbers per row of one chunk and value head, [64] fp32."""
+
+    strength: Any  # beta
+    beta: Any  # beta, or one if z is dv = beta z
+    digits: Any  # beta = digits power
+    power: Any
+    q_norm: Any
+    k_norm: Any
+    decay: Any  # as `pair_decay` takes it
+
+
+class Decays(NamedTuple):
+    """Factors of rows that hold the decay, [64] fp32 each (`operands`, "Rows of GDN")."""
+
+    from_start_k: Any
+    to_end_k: Any
+    from_start_q: Any
+
+
+class ScoreGradients(NamedTuple):
+    """M and N of `gradient_gdn` and their transposes, [64, 64] operands, and what comes with them.
+
+    A product is never transposed (docs/kernels/hazards.md, "Transposed results").
+    """
+
+    M: Any
+    MT: Any
+    N: Any
+    NT: Any
+    one: Any  # the identity: `one @ k` is k in the layout of a result
+    zv: Any  # sum_v z v, [64] fp32
+    zv_new: Any  # sum_v z v_new, [64] fp32
+
+
+class SumsOverK(NamedTuple):
+    """Sums over K of one chunk and value head, [64] fp32: products of q and k with parts of their
+    gradients.
+    """
+
+    q_dq: Any
+    k_part: Any
+    k_rest: Any
+    k_late: Any  # k . r_1 (v_new dS^T)
+    S_dS: Any  # the sum of S dS over K and V, one number
+
+
+@triton.jit
+def split_power(b_x):
+    """Return m and p of x = m p, |m| in [1, 2) and p a power of two, exactly; 1 and 0 for zero."""
+    b_bits = b_x.to(tl.uint32, bitcast=True)
+    b_power = (b_bits & EXPONENT).to(tl.float32, bitcast=True)
+    return ((b_bits & MANTISSA) | ONE).to(tl.float32, bitcast=True), b_power
+
+
+@triton.jit
+def form_here(b_x):
+    """Return x, an operand of products further down, and keep the compiler from forming it there.
+
+    Moved down to its product, an operand keeps what it is made of in registers: two or three tiles
+    of fp32 in place of one of 16 bits (docs/kernels/hazards.md, "Operands formed late").
+    """
+    if INTERPRETED:
+        return b_x
+    else:
+        PACK: tl.constexpr = 32 // b_x.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], b_x.dtype, False, PACK)
+
+
+@triton.jit
+def load_factors(p_row, TILED: tl.constexpr):
+    """Load what the scores need of the vectors of a tile."""
+    b_strength = tl.load(p_row + BETA * CHUNK)
+    b_k_norm = tl.load(p_row + NORM_K * CHUNK)
+    b_q_norm = tl.load(p_row + NORM_Q * CHUNK)
+    b_decay = tl.load(p_row + LOG_DECAY * CHUNK)
+    b_beta = b_strength if TILED else tl.full((CHUNK,), 1.0, tl.float32)
+    b_digits, b_power = split_power(b_beta)
+    return RowFactors(b_strength, b_beta, b_digits, b_power, b_q_norm, b_k_norm, b_decay)
+
+
+@triton.jit
+def load_decays(p_row):
+    """Load what the products with the states need of the vectors of a tile."""
+    b_start = tl.load(p_row + FROM_START_K * CHUNK)
+    return Decays(b_start, tl.load(p_row + TO_END_K * CHUNK), tl.load(p_row + FROM_START_Q * CHUNK))
+
+
+@triton.jit
+def read_value_rows(head, o_v, V: tl.constexpr, TILED: tl.constexpr):
+    """Load columns o_v of v_new, z and do, if there is a do."""
+    b_do = 0.0
+    if head.do.pointer is not None:
+        b_do = read_rows(head.do, head.at, head.i_h, o_v, V)
+    b_vn = load_tile(head.kept.v_new, head.i_tile, tl.arange(0, CHUNK), o_v, V)
+    return ValueRows(b_vn, read_z(head, o_v, V, TILED), b_do)
+
+
+@triton.jit
+def read_z(head, o_v, V: tl.constexpr, TILED: tl.constexpr):
+    """Load columns o_v of z, or of dv."""
+    return read_values(head.kept.z, head.at, head.i_tile, head.i_h, head.HV, o_v, V, TILED)
+
+
+@triton.jit
+def divide_square(o_r):
+    """Return masks [64, 64]: below the diagonal, on it, above it."""
+    return (o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :], o_r[:, None] < o_r[None, :])
+
+
+@triton.jit
+def score_gradients(
+    v,
+    sources,
+    factors,
+    triangles,
+    head,
+    scale,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    TILED: tl.constexpr,
+    SUMS: tl.constexpr,
+    EXACT: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Return the `ScoreGradients`, with `zv` only if SUMS.
+
+    M^T and N^T come first, so that no more than two fp32 squares are alive.
+    """
+    TYPE: tl.constexpr = head.kept.states.dtype.element_ty
+    values: tl.constexpr = (V + BV - 1) // BV
+    lower, diagonal, upper = triangles
+    b_zv = tl.zeros((CHUNK,), tl.float32)
+    b_M = tl.zeros((CHUNK, CHUNK), tl.float32)
+    b_MT, b_N, b_NT = b_M, b_M, b_M
+    for j in tl.range(values, num_stages=1):
+        if values > 1:
+            sources = read_value_rows(head, j * BV + tl.arange(0, BV), V, TILED)
+        if head.do.pointer is not None:
+            b_MT = tl.dot(sources.v_new, tl.trans(sources.do), b_MT, input_precision=PREC)
+        b_NT = tl.dot(sources.v_new, tl.trans(sources.z), b_NT, input_precision=PREC)
+    b_q_norm, b_k_norm = factors.q_norm, factors.k_norm
+    b_E = pair_decay_transposed(factors.decay, EXACT) * b_k_norm[:, None]
+    b_MT = form_here((b_MT * b_E * (b_q_norm * scale)[None, :]).to(TYPE))
+    b_NT = b_NT * b_E * -(b_k_norm * factors.beta)[None, :]
+    b_NT = form_here(tl.where(upper, b_NT, 0.0).to(TYPE))
+    for j in tl.range(values, num_stages=1):
+        o_v = j * BV + tl.arange(0, BV)
+        if values > 1:
+            sources = read_value_rows(head, o_v, V, TILED)
+        if SUMS:
+            b_v = read_rows(v, head.at, head.i_h, o_v, V).to(tl.float32)
+            b_zv += tl.sum(b_v * sources.z.to(tl.float32), 1)
+        if head.do.pointer is not None:
+            b_M = tl.dot(sources.do, tl.trans(sources.v_new), b_M, input_precision=PREC)
+        b_N = tl.dot(sources.z, tl.trans(sources.v_new), b_N, input_precision=PREC)
+    b_E = pair_decay(factors.decay, EXACT) * b_k_norm[None, :]
+    b_zvn = on_diagonal(b_N)
+    # The identity by way of a product: else it would lie in shared memory too, and `one @ k` would
+    # not bring k from there into registers.
+    b_one = tl.where(diagonal | (b_N < -float("inf")), 1.0, 0.0).to(TYPE)
+    b_N = b_N * b_E * -(b_k_norm * factors.digits)[:, None]
+    b_N = form_here(tl.where(lower, b_N, 0.0).to(TYPE))
+    b_M = form_here((b_M * b_E * (b_q_norm * scale)[:, None]).to(TYPE))
+    return ScoreGradients(b_M, b_MT, b_N, b_NT, b_one, b_zv, b_zvn)
+
+
+@triton.jit
+def key_gradient(
+    x,
+    head,
+    sources,
+    scores,
+    sums,
+    factors,
+    decays,
+    o_k,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    TILED: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Return k, rest and part of `gradient_gdn`, [64, BK] fp32 each, the sums with theirs, and the
+    last S that was loaded.
+    """
+    values: tl.constexpr = (V + BV - 1) // BV
+    o_r, o_v = tl.arange(0, CHUNK), tl.arange(0, BV)
+    b_rest = tl.zeros((CHUNK, o_k.shape[0]), tl.float32)
+    b_part = b_rest
+    b_vn, b_z, S_dS = sources.v_new, sources.z, sums.S_dS
+    for j in tl.range(values, num_stages=1):
+        if values > 1:
+            o_v = j * BV + tl.arange(0, BV)
+            b_vn = load_tile(head.kept.v_new, head.i_tile, o_r, o_v, V)
+        b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+        b_dS = load_state(head.kept.dstates, head.i_tile, o_k, o_v, K, V)
+        S_dS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
+        b_rest = tl.dot(b_vn, tl.trans(b_dS), b_rest, input_precision=PREC)
+    # S is loaded again: kept, it would take registers while dS is used
+    tl.debug_barrier()
+    b_x = tl.dot(scores.one, x.k, input_precision=PREC)
+    b_rest *= decays.to_end_k[:, None]
+    b_k_late = sums.k_late + tl.sum(b_x * b_rest, 1)
+    b_rest = tl.dot(scores.NT, x.k, b_rest, input_precision=PREC)
+    if head.do.pointer is not None:
+        b_rest = tl.dot(scores.MT, x.q, b_rest, input_precision=PREC)
+    b_k_rest = sums.k_rest + tl.sum(b_x * b_rest, 1)
+    b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+    for j in tl.range(values, num_stages=1):
+        if values > 1:
+            o_v = j * BV + tl.arange(0, BV)
+            b_z = read_z(head, o_v, V, TILED)
+            b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+        b_part = tl.dot(b_z, tl.trans(b_S), b_part, input_precision=PREC)
+    b_part *= -(decays.from_start_k * factors.digits)[:, None]
+    b_part = tl.dot(scores.N, x.k, b_part, input_precision=PREC)
+    b_k_part = sums.k_part + tl.sum(b_x * b_part, 1)
+    return b_x, b_rest, b_part, b_S, SumsOverK(sums.q_dq, b_k_part, b_k_rest, b_k_late, S_dS)
+
+
+@triton.jit
+def query_gradient(
+    x,
+    b_S,
+    head,
+    sources,
+    scores,
+    sums,
+    decays,
+    o_k,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Return q and dq of `gradient_gdn`, [64, BK] fp32 each, and the sums with theirs."""
+    values: tl.constexpr = (V + BV - 1) // BV
+    b_dq, b_q_dq = tl.zeros((CHUNK, o_k.shape[0]), tl.float32), sums.q_dq
+    b_do = sources.do
+    b_x = tl.dot(scores.one, x.q, input_precision=PREC)
+    if head.do.pointer is not None:
+        for j in tl.range(values, num_stages=1):
+            if values > 1:
+                o_v = j * BV + tl.arange(0, BV)
+                b_do = read_rows(head.do, head.at, head.i_h, o_v, V)
+                b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+            b_dq = tl.dot(b_do, tl.trans(b_S), b_dq, input_precision=PREC)
+        b_dq = tl.dot(scores.M, x.k, b_dq * decays.from_start_q[:, None], input_precision=PREC)
+        b_q_dq += tl.sum(b_x * b_dq, 1)
+    return b_x, b_dq, SumsOverK(b_q_dq, sums.k_part, sums.k_rest, sums.k_late, sums.S_dS)
