@@ -105,7 +105,7 @@ def _gradient_gdn(
         g_b=g_b,
         g_t=g_t,
         g_h=g_h,
-        weights=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
         rows=tile.rows,
         gamma=tile.gamma,
         do=strided(fit(do)),
@@ -279,7 +279,7 @@ def _gate(p: Problem) -> dict[str, Any]:
     """Return what `sum_decays` and `sum_gradients` share: one warp per chunk and value head."""
     return dict(
         g=strided(fit(p.g)),
-        weights=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
         cu_seqlens=dense(p.cu_seqlens),
         **_numbers(p, "N", "T", "HV", "K"),
         lower_bound=p.lower_bound or 0.0,

@@ -28,7 +28,7 @@ def load_bias(dt_bias, i_h, o_k, K: tl.constexpr):
 @triton.jit(do_not_specialize=["N", "T", "lower_bound"])
 def sum_decays(
     g,
-    weights,
+    gate,
     cu_seqlens,
     G,
     anchored,
@@ -56,8 +56,8 @@ def sum_decays(
     if (at.n_rows > 0) & at.live:
         o_k = tl.arange(0, WIDE)
         m_k = o_k < K
-        rate, bound = load_rate(weights.A_log, i_h), tl.full((), lower_bound, tl.float32)
-        b_bias = load_bias(weights.dt_bias, i_h, o_k, K)
+        rate, bound = load_rate(gate.A_log, i_h), tl.full((), lower_bound, tl.float32)
+        b_bias = load_bias(gate.dt_bias, i_h, o_k, K)
         b_G = tl.zeros((WIDE,), G.dtype.element_ty)
         # the largest decay of a block of so many rows, and the sum at the start of the last half
         b_8, b_16, b_32, b_half = b_G, b_G, b_G, b_G
@@ -91,7 +91,7 @@ def sum_decays(
 def sum_gradients(
     dG,
     g,
-    weights,
+    gate,
     cu_seqlens,
     dg,
     dA_log,
@@ -117,8 +117,8 @@ def sum_gradients(
     at = locate(cu_seqlens, i_t, N, T)
     o_k = tl.arange(0, WIDE)
     m_k, b_zero = o_k < K, tl.zeros((WIDE,), tl.float32)
-    rate, bound = load_rate(weights.A_log, i_h), tl.full((), lower_bound, tl.float32)
-    b_bias = load_bias(weights.dt_bias, i_h, o_k, K)
+    rate, bound = load_rate(gate.A_log, i_h), tl.full((), lower_bound, tl.float32)
+    b_bias = load_bias(gate.dt_bias, i_h, o_k, K)
     b_sum, b_log, b_ddt = b_zero, b_zero, b_zero
     p_dG = dG + i_tile * (CHUNK * K) + o_k
     p_g = chunk_of(g, at, i_h).pointer + o_k * g.strides[3]

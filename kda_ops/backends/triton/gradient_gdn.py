@@ -77,7 +77,7 @@ def write_strength(
 
 
 @triton.jit
-def write_decay(grads, g, weights, lower_bound, gamma, head, sums, b_power, flags):
+def write_decay(grads, g, gate, lower_bound, gamma, head, sums, b_power, flags):
     """Write dg, the reverse cumsum of dG, through the gate if g are logits; and its shares of the
     gate's weights.
     """
@@ -88,9 +88,9 @@ def write_decay(grads, g, weights, lower_bound, gamma, head, sums, b_power, flag
     if flags.ACTIVATE:
         b_x = load_column(g.pointer, g.strides, at.i_b, i_h, at.first, at.n_rows, o_r)
         bias = 0.0
-        if weights.dt_bias is not None:
-            bias = tl.load(weights.dt_bias + i_h).to(tl.float32)
-        rate, bound = load_rate(weights.A_log, i_h), tl.full((), lower_bound, tl.float32)
+        if gate.dt_bias is not None:
+            bias = tl.load(gate.dt_bias + i_h).to(tl.float32)
+        rate, bound = load_rate(gate.A_log, i_h), tl.full((), lower_bound, tl.float32)
         b_dg, b_log = through_gate(b_dg, b_x + bias, rate, bound, flags.BOUNDED)
         m_r = o_r < at.n_rows
         b_log, b_bias = tl.reduce((tl.where(m_r, b_log, 0.0), tl.where(m_r, b_dg, 0.0)), 0, add_two)
@@ -171,7 +171,7 @@ def gradient_gdn(
     g_b,
     g_t,
     g_h,
-    weights,
+    gate,
     rows,
     gamma,
     do,
@@ -275,9 +275,7 @@ def gradient_gdn(
             write_strength(grads.dbeta, head, scores, factors, sums, TILED, SUMS, flags)
         if grads.dg is not None:
             logits = Strided(g, (g_b, g_t, g_h))
-            write_decay(
-                grads, logits, weights, lower_bound, gamma, head, sums, factors.power, flags
-            )
+            write_decay(grads, logits, gate, lower_bound, gamma, head, sums, factors.power, flags)
     if grads.dq_sum is not None:
         tl.debug_barrier()  # written by other threads
         p_row = rows + (i_t.to(tl.int64) * H + i_g) * (GROUP * COUNT_GDN * CHUNK) + o_r
