@@ -128,7 +128,7 @@ KERNELS = {
         chunk.Backward,
         1,
     ): "prepare_kda gradient_pairs sum_decays gradient_keys sum_gradients".split(),
-    (chunk.Backward, 0): ["prepare_gdn", "gradient_rows"],
+    (chunk.Backward, 0): ["prepare_gdn", "gradient_gdn"],
     (chunk.Infer, 1): ["prepare_kda", "scan_kda"],
     (chunk.Infer, 0): ["prepare_gdn", "scan_gdn"],
     (chunk.Prefill, 1): ["prepare_kda", "scan_kda"],
