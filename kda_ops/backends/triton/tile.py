@@ -257,17 +257,21 @@ def load_rows(
     ROWS: tl.constexpr = 64,
     other=0.0,
 ):
-    """Rows of one head as [ROWS, width] in their own dtype, `other` past n_rows and past D.
+    """Load rows of one head as [ROWS, width] in their own dtype, `other` past n_rows and past D.
 
-    A thread gets R consecutive rows: written as [ROWS/R, R, width], the compiler spreads threads
-    over the columns and the groups and keeps the R rows in registers (where it can), so that prefix
-    sums and products over them need no exchange between threads.
+    A thread gets R consecutive rows, so that prefix sums and products over them need no exchange
+    between threads. Addresses have two dimensions, with the rows permuted: row r G + g of the load
+    is row g R + r of the result. So the compiler spreads threads over the columns and the G groups
+    and keeps the R rows in registers (docs/kernels/hazards.md, "Coalescing order").
     """
-    o_r = R * tl.arange(0, ROWS // R)[:, None] + tl.arange(0, R)[None, :]  # [ROWS/R, R]
+    W: tl.constexpr = o_d.shape[0]
+    G: tl.constexpr = ROWS // R
+    m = tl.arange(0, ROWS)
+    o_r = m % G * R + m // G
     p_x = x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
-    p_x = p_x + ((o_r * strides[1])[:, :, None] + (o_d * strides[3])[None, None, :])
-    m_x = (o_r < n_rows)[:, :, None] & (o_d < D)[None, None, :]
-    return tl.reshape(tl.load(p_x, mask=m_x, other=other), (ROWS, o_d.shape[0]))
+    p_x = p_x + ((o_r * strides[1])[:, None] + (o_d * strides[3])[None, :])
+    b_x = tl.load(p_x, mask=(o_r < n_rows)[:, None] & (o_d < D)[None, :], other=other)
+    return tl.reshape(tl.permute(tl.reshape(b_x, (R, G, W)), (1, 0, 2)), (ROWS, W))
 
 
 @triton.jit
@@ -277,14 +281,14 @@ def store_rows(x, i_tile, b_x, o_d, D: tl.constexpr, R: tl.constexpr, ROW: tl.co
 
     Every row is written, padding too, so that a reader needs no row mask.
     """
-    G: tl.constexpr = b_x.shape[0] // R
-    o_r = ROW + R * tl.arange(0, G)[:, None] + tl.arange(0, R)[None, :]
-    p_x = x + i_tile * (64 * D) + (o_r * D)[:, :, None] + o_d[None, None, :]
-    tl.store(
-        p_x,
-        tl.reshape(b_x, (G, R, o_d.shape[0])).to(x.dtype.element_ty),
-        mask=(o_d < D)[None, None, :],
-    )
+    W: tl.constexpr = o_d.shape[0]
+    ROWS: tl.constexpr = b_x.shape[0]
+    G: tl.constexpr = ROWS // R
+    m = tl.arange(0, ROWS)
+    o_r = ROW + m % G * R + m // G
+    p_x = x + i_tile * (64 * D) + (o_r * D)[:, None] + o_d[None, :]
+    b_x = tl.permute(tl.reshape(b_x.to(x.dtype.element_ty), (G, R, W)), (1, 0, 2))
+    tl.store(p_x, tl.reshape(b_x, (ROWS, W)), mask=(o_d < D)[None, :])
 
 
 @triton.jit
