@@ -42,6 +42,8 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
+# Contract products and sums to fma, with every Triton: the default of 3.10 is not to.
+FMA = {"enable_fp_fusion": True}
 
 
 @contextmanager
@@ -271,6 +273,7 @@ def in_order(kernel, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
 
 
 def _launch(kernel, programs: int, device: torch.device, args: tuple, shown, options: dict):
+    options = FMA | options
     if _HERE.compiles:
         kernel.warmup(*(shown or args), grid=(programs,), **options)
         return None
