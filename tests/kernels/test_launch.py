@@ -82,6 +82,15 @@ def test_a_launch_warns_of_a_kernel_that_has_lost_its_registers(registers, words
     assert ["scan_kda has lost its registers" in str(w.message) for w in said] == [True] * lost
 
 
+def test_every_launch_asks_for_contraction_to_fma():
+    """Triton 3.9 warns where a launch does not say, and 3.10 turns it off."""
+    from kda_ops.backends.triton.launch import launch
+
+    seen = {}
+    launch({(3,): lambda *args, **options: seen.update(options)}, 3, torch.device("cpu"), 1)
+    assert seen["enable_fp_fusion"] is True
+
+
 SIDE_BY_SIDE = """
 import triton
 from triton.runtime.jit import JITFunction
