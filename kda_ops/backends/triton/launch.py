@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, overload
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda_ops.backends.triton.sizes import Size
+from kda_ops.backends.triton.sizes import Size, is_descriptor
 from kda_ops.problem import Problem
 
 if TYPE_CHECKING:
@@ -278,7 +277,7 @@ def _launch(kernel, programs: int, device: torch.device, args: tuple, shown, opt
 
 def values(x):
     """Replace sizes by plain numbers, also in tuples and descriptors."""
-    if isinstance(x, TensorDescriptor):
+    if is_descriptor(x):
         return replace(x, shape=[*map(values, x.shape)], strides=[*map(values, x.strides)])
     if isinstance(x, tuple):
         return tuple(map(values, x)) if type(x) is tuple else type(x)(*map(values, x))

@@ -8,6 +8,7 @@ else depends on the numbers is a formula. ``print(plan)`` shows tensors, launche
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda_ops.backends.triton.launch import side_stream
 from kda_ops.backends.triton.recording import (
@@ -281,8 +281,10 @@ def _make(x: Descriptor | tuple, parts: list):
     if isinstance(x, tuple):
         return tuple(parts) if type(x) is tuple else type(x)(*parts)
     base, shape, strides = parts
-    base = base if isinstance(base, Tensor) else _Pointer(base, x.memory.dtype)
-    return TensorDescriptor(base, [*shape], [*strides], [*x.block], x.padding)
+    made = copy(x.like)
+    made.base = base if isinstance(base, Tensor) else _Pointer(base, x.memory.dtype)
+    made.shape, made.strides = [*shape], [*strides]
+    return made
 
 
 class _Pointer(NamedTuple):

@@ -4,10 +4,16 @@ The gradient of the state stays in registers from chunk to chunk. Each step make
 sums of dG and dbeta of its chunk, so neither that gradient nor z goes through memory.
 
 One warp copies tiles to shared memory. Eight warps compute. Barriers in shared memory hold the two
-together: `full` and `f_*` say that buffers are filled, `e_*` that they are free. What lives where is
-in docs/kernels/design.md, "The walk of GDN".
+together: `full` and `f_*` say that buffers are filled, `e_*` that they are free. What lives where
+is in docs/kernels/design.md, "The walk of GDN".
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kda_ops.backends.triton.gluon_names import barrier, load_tile, reinterpret, store_tile
 
@@ -352,7 +359,7 @@ def strength(r2, GIVEN: gl.constexpr):
     return r2
 
 
-@gluon.jit(do_not_specialize=["N", "T", "H", "HV", "scale", "q_h", "k_h"])
+@gluon.jit(do_not_specialize=["T", "H", "HV", "q_h", "k_h", "do_h", "scale"])
 def reverse_walk_gdn(
     q_d,
     k_d,
@@ -375,7 +382,6 @@ def reverse_walk_gdn(
     sums,
     dinitial,
     dinitial_s,
-    N,
     T,
     H,
     HV,
@@ -548,3 +554,21 @@ def reverse_walk_gdn(
         [1],
         [24],
     )
+
+
+def copied(
+    x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
+) -> TensorDescriptor:
+    """Describe a tensor to the copy engine, seen with this shape, in blocks as products read them.
+
+    Blocks of one dimension are fp32, of two 16 bits wide.
+    """
+    return TensorDescriptor(x, [*shape], [*strides], [*block], _layout(tuple(block), x.dtype))
+
+
+@lru_cache(None)
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    if len(block) == 1:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    element = gl.bfloat16 if dtype is torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([*block], element)

@@ -1,0 +1,327 @@
+"""GDN's reverse scan and gradient as one walk: when it runs, its launch, and the kernel that
+finishes what it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.gate import load_rate, reciprocal
+from kda_ops.backends.triton.gradient import _count, _gather, _like, _per_chunk, with_strides
+from kda_ops.backends.triton.gradient_pairs import strength_gradient
+from kda_ops.backends.triton.gradient_tile import (
+    gate_gradient,
+    locate_rows,
+    read_rows,
+    write_column,
+    write_rows,
+)
+from kda_ops.backends.triton.launch import (
+    as_kv,
+    columns_of,
+    launch,
+    new,
+    shape_of,
+    strides_of,
+    total,
+)
+from kda_ops.backends.triton.reverse_scan import reads_z
+from kda_ops.backends.triton.tile import add_two, dense, fit, load_column
+from kda_ops.problem import Problem
+from kda_ops.sequences import count_chunks
+from kda_ops.stages import Gradients, Tile, Trace
+
+
+def _import() -> ModuleType | None:
+    try:
+        return import_module("kda_ops.backends.triton.reverse_walk_gdn")
+    except ImportError:  # another version of Triton
+        return None
+
+
+KERNEL = None if triton.knobs.runtime.interpret else _import()
+WIDTH = 128  # of K and V
+# Programs (N HV) from which on the walk is faster than the kernels that it replaces. A step takes
+# it 6.5 us, which few programs do not hide (docs/kernels/journal.md).
+LEAST_PROGRAMS = 48
+
+
+def walks(p: Problem, do: Tensor | None, dfinal: Tensor | None, need: frozenset[str]) -> bool:
+    """Return whether the walk serves a call. Nothing here depends on values."""
+    if KERNEL is None or p.rank or tuning.FORCED_WALK is False or do is None:
+        return False
+    given = p.beta is not None and not p.sigmoid_beta
+    return bool(
+        tuning.is_hopper(p.q.device)
+        and p.q.dtype in (torch.bfloat16, torch.float16)
+        # fp16 does not hold beta z where a beta that was given is small
+        and not (given and p.q.dtype is torch.float16)
+        and p.K == p.V == WIDTH
+        and need >= {"q", "k", "v"}
+        and all(_is_copied(p, x) for x in (p.q, p.k, do))
+        and (dfinal is None or dfinal.dim() == 1 or _is_near(strides_of(dfinal)))
+        and (tuning.FORCED_WALK or p.N * p.HV >= LEAST_PROGRAMS)
+        # coordinates have 32 bits
+        and count_chunks(p) * (p.HV * 448) < 2**31
+        and p.B * p.T < 2**31 - 64
+    )
+
+
+def _is_copied(p: Problem, x: Tensor) -> bool:
+    """Whether the copy engine takes rows of a [B, T, X, 128] tensor as they lie: rows of whole
+    tokens, one after another, at multiples of 16 bytes.
+    """
+    batch, token, head, channel = strides_of(x)
+    return bool(
+        channel == 1
+        and token % 8 == 0
+        and head % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and token >= (x.shape[2] - 1) * head + x.shape[3]
+        and (batch == p.T * token or p.B == 1)
+    )
+
+
+def _is_near(strides: Sequence[int]) -> bool:
+    """Whether 32 bits address the state of a head."""
+    return WIDTH * (strides[2] + strides[3]) < 2**31
+
+
+@triton.jit(do_not_specialize=["N", "T", "HV", "lower_bound", "g_b", "g_t", "g_h"])
+def finish_walk(
+    sums,
+    rows,
+    gamma,
+    v,
+    v_s,
+    g,
+    g_b,
+    g_t,
+    g_h,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    dq,
+    dk,
+    dv,
+    dg,
+    dbeta,
+    dA_log,
+    ddt_bias,
+    N,
+    T,
+    HV,
+    lower_bound,
+    D: tl.constexpr,
+    TILED: tl.constexpr,
+    GIVEN: tl.constexpr,
+    ACTIVATE: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr,
+    SUMS: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """One chunk and value head, from the sums that `reverse_walk_gdn` left::
+
+        dg    = sum of dG over a row and those after it, through the gate        [64]
+        dbeta = (1 - beta) sum_v z v_new for a sigmoid, else sum_v z v + sum_k k part / beta
+        dv    = beta z, if TILED                                                 [64, V]
+
+    Rows that are no tokens of a sequence get zeros.
+    """
+    i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
+    i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
+    token = i_b * T + first
+    o_r, o_d = tl.arange(0, 64), tl.arange(0, D)
+    if (n_rows <= 0) | (live == 0):
+        b_zero, b_wide = tl.zeros((64,), tl.float32), tl.zeros((64, D), tl.float32)
+        write_rows(dq, token, i_h, HV, n_rows, b_wide, o_d, D)
+        write_rows(dk, token, i_h, HV, n_rows, b_wide, o_d, D)
+        write_rows(dv, token, i_h, HV, n_rows, b_wide, o_d, D)
+        if dbeta is not None:
+            write_column(dbeta, token, i_h, HV, n_rows, b_zero)
+        if dA_log is not None:
+            tl.store(dA_log + i_tile, 0.0)
+        if ddt_bias is not None:
+            tl.store(ddt_bias + i_tile, 0.0)
+        if dg is not None:
+            write_column(dg, token, i_h, HV, n_rows, b_zero)
+    else:
+        p_sum = sums + i_tile * SUMS
+        b_beta = tl.load(rows + i_tile * 448 + 128 + o_r)
+        b_zv = tl.zeros((64,), tl.float32)
+        if TILED:
+            b_z = read_rows(dv, (0, HV * D, D, 1), 0, i_h, token, n_rows, o_d, D).to(tl.float32)
+            if GIVEN and dbeta is not None:
+                b_v = read_rows(v, v_s, i_b, i_h, first, n_rows, o_d, D).to(tl.float32)
+                b_zv = tl.sum(b_z * b_v, 1)
+            write_rows(dv, token, i_h, HV, n_rows, b_z * b_beta[:, None], o_d, D)
+        if dbeta is not None:
+            b_sum = tl.load(p_sum + 64 + o_r)
+            if GIVEN:
+                b_dbeta = b_zv + b_sum / tl.where(tl.abs(b_beta) < LEAST, LEAST, b_beta)
+            else:
+                if not TILED:
+                    b_sum *= reciprocal(b_beta)
+                b_dbeta = strength_gradient(b_sum, b_beta, NEG_EIGVAL)
+            write_column(dbeta, token, i_h, HV, n_rows, b_dbeta)
+        if dg is not None:
+            o_s = tl.arange(0, 128)
+            b_total = tl.sum(tl.load(p_sum + 128 + o_s), 0)
+            b_total += tl.load(gamma + i_tile) * tl.sum(tl.load(p_sum + 256 + o_s), 0)
+            b_dg = tl.cumsum(tl.load(p_sum + o_r), 0, reverse=True) + b_total
+            if ACTIVATE:
+                bias = 0.0
+                if dt_bias is not None:
+                    bias = tl.load(dt_bias + i_h).to(tl.float32)
+                b_dg, b_log = gate_gradient(
+                    b_dg,
+                    load_column(g, (g_b, g_t, g_h), i_b, i_h, first, n_rows, o_r),
+                    bias,
+                    load_rate(A_log, i_h),
+                    tl.full((), lower_bound, tl.float32),
+                    BOUNDED,
+                )
+                is_token = o_r < n_rows
+                b_log, b_bias = tl.reduce(
+                    (tl.where(is_token, b_log, 0.0), tl.where(is_token, b_dg, 0.0)), 0, add_two
+                )
+                if dA_log is not None:
+                    tl.store(dA_log + i_tile, b_log)
+                if ddt_bias is not None:
+                    tl.store(ddt_bias + i_tile, b_bias)
+            write_column(dg, token, i_h, HV, n_rows, b_dg)
+
+
+def reverse_walk(
+    p: Problem,
+    tile: Tile,
+    trace: Trace,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    need: frozenset[str],
+) -> Gradients:
+    """Return the gradients; see `kda_ops.stages.Backend.reverse_walk`."""
+    assert KERNEL is not None  # as `walks` asks
+    q, device, tiles = p.q, p.q.device, count_chunks(p) * p.HV
+    tiled, given, grouped = reads_z(p), p.beta is not None and not p.sigmoid_beta, p.HV > p.H
+    dv = new(q, "dv", shape_of(p.v))
+    if grouped:  # fp32, where heads add up
+        shape = (p.B, p.T, p.HV, p.K)
+        dq, dk = (new(q, f"{name}_heads", shape, torch.float32) for name in ("dq", "dk"))
+    else:
+        dq, dk = (new(q, name, shape_of(q)) for name in ("dq", "dk"))
+    sums = new(q, "sums", (tiles, KERNEL.SUMS.value), torch.float32)
+    dinitial = None
+    if "initial_state" in need:
+        wide = (p.V, p.K) if p.transposed else (p.K, p.V)
+        dinitial = as_kv(p, new(q, "dinitial_state", (p.N, p.HV, *wide), torch.float32))
+    dfinal = None if dfinal_state is None or dfinal_state.dim() == 1 else as_kv(p, dfinal_state)
+    copied = KERNEL.copied
+    launch(
+        KERNEL.reverse_walk_gdn,
+        p.N * p.HV,
+        device,
+        _tokens(p, q),
+        _tokens(p, p.k),
+        _tokens(p, do),
+        copied(trace.v_new, (tiles * 64, p.V), (p.V, 1), (64, p.V)),
+        copied(trace.states, (tiles * p.K, p.V), (p.V, 1), (p.K, p.V)),
+        copied(tile.A, (tiles * 64, 64), (64, 1), (64, 64)),
+        copied(tile.P, (tiles * 64, 64), (64, 1), (64, 64)),
+        copied(tile.rows, (tiles * 448,), (1,), (64,)),
+        tile.gamma,
+        dfinal,
+        strides_of(dfinal) or NOWHERE,
+        dense(p.cu_seqlens),
+        None if grouped else _tokens(p, dq),
+        None if grouped else _tokens(p, dk),
+        _tokens(p, dv),
+        dq,
+        dk,
+        dv,
+        sums,
+        dinitial,
+        strides_of(dinitial) or NOWHERE,
+        p.T,
+        p.H,
+        p.HV,
+        *(strides_of(x)[2] for x in (q, p.k, do)),
+        p.scale,
+        p.K,
+        p.V,
+        tiled,
+        given,
+        grouped,
+        p.l2norm,
+        num_warps=8,
+    )
+    g, dbeta = fit(p.g), _like(p, "beta", need)
+    dg = _like(p, "g", need | {"g"}) if need & {"g", "A_log", "dt_bias"} else None
+    dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", 1, need)
+    if tiled or dg is not None or dbeta is not None or p.cu_seqlens is not None:
+        launch(
+            finish_walk,
+            _count(p) * p.HV,
+            device,
+            sums,
+            tile.rows,
+            tile.gamma,
+            *with_strides(p.v),
+            g,
+            *columns_of(g),
+            dense(p.A_log),
+            dense(p.dt_bias),
+            dense(p.cu_seqlens),
+            dq,
+            dk,
+            dv,
+            dg,
+            dbeta,
+            dA_log,
+            ddt_bias,
+            p.N,
+            p.T,
+            p.HV,
+            p.lower_bound or 0.0,
+            p.V,
+            tiled,
+            given,
+            p.activate_gate,
+            p.lower_bound is not None,
+            p.neg_eigval,
+            KERNEL.SUMS.value,
+            KERNEL.LEAST.value,
+            num_warps=4,
+        )
+    if grouped:
+        dq, dk = _gather(p, "q", q, dq), _gather(p, "k", p.k, dk)
+    return Gradients(
+        dq,
+        dk,
+        dv,
+        dg if "g" in need else None,
+        dbeta,
+        total(dA_log, p.A_log),
+        total(ddt_bias, p.dt_bias),
+        None if dinitial is None else as_kv(p, dinitial),
+    )
+
+
+NOWHERE = (0, 0, 0, 0)  # the strides of a state that is not there
+
+
+def _tokens(p: Problem, x: Tensor):
+    """Describe a [B, T, X, 128] tensor to the copy engine: rows of tokens, a head per block."""
+    assert KERNEL is not None
+    _, token, head, _ = strides_of(x)
+    columns = (x.shape[2] - 1) * head + x.shape[3]
+    return KERNEL.copied(x, (p.B * p.T, columns), (token, 1), (64, x.shape[3]))
