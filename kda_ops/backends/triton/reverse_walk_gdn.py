@@ -238,8 +238,10 @@ def consume(
         r1 = r_s.index(r + 1).load(NC)
         x, y, dS = warpgroup_mma_wait(0, deps=(x, y, dS))
         r3 = r_s.index(r + 3).load(NC)
-        b_y = gl.convert_layout((y + x * r1[None, :]).to(TYPE), NA)
-        z = warpgroup_mma(b_y, A_b, none_n, use_acc=False, is_async=True)
+        y = y + x * r1[None, :]
+        b_y = y.to(TYPE)
+        # A is one on its diagonal, where z takes y as it was before it was rounded
+        z = warpgroup_mma(gl.convert_layout(b_y, NA), A_b, y - b_y.to(gl.float32), is_async=True)
         dS = dS * g
         g = gl.load(gamma + tile + gl.maximum(c - 1, 0) * HV)
         b_read = gl.convert_layout((b_do.to(gl.float32) * r3[None, :]).to(TYPE), WA)
