@@ -34,7 +34,7 @@ from kda_ops.backends.triton.launch import (
     total,
 )
 from kda_ops.backends.triton.reverse_scan import reads_z
-from kda_ops.backends.triton.tile import add_two, dense, fit, load_column
+from kda_ops.backends.triton.tile import add_two, dense, find_sequence, fit, load_column
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Tile, Trace
@@ -71,7 +71,8 @@ def walks(p: Problem, do: Tensor | None, dfinal: Tensor | None, need: frozenset[
         and (tuning.FORCED_WALK or p.N * p.HV >= LEAST_PROGRAMS)
         # coordinates have 32 bits
         and count_chunks(p) * (p.HV * 448) < 2**31
-        and p.B * p.T < 2**31 - 64
+        and p.B * p.T < 2**30
+        and p.N * (p.HV * 192) < 2**30
     )
 
 
@@ -98,6 +99,7 @@ def _is_near(strides: Sequence[int]) -> bool:
 @triton.jit(do_not_specialize=["N", "T", "HV", "lower_bound", "g_b", "g_t", "g_h"])
 def finish_walk(
     sums,
+    tails,
     rows,
     gamma,
     v,
@@ -123,6 +125,7 @@ def finish_walk(
     D: tl.constexpr,
     TILED: tl.constexpr,
     GIVEN: tl.constexpr,
+    GROUPED: tl.constexpr,
     ACTIVATE: tl.constexpr,
     BOUNDED: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
@@ -135,7 +138,8 @@ def finish_walk(
         dbeta = (1 - beta) sum_v z v_new for a sigmoid, else sum_v z v + sum_k k part / beta
         dv    = beta z, if TILED                                                 [64, V]
 
-    Rows that are no tokens of a sequence get zeros.
+    The last chunk of a sequence, where not all rows are tokens, takes its dq, dk and dv from
+    `tails`. Tokens of no sequence get zeros.
     """
     i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
@@ -158,12 +162,25 @@ def finish_walk(
         p_sum = sums + i_tile * SUMS
         b_beta = tl.load(rows + i_tile * 448 + 128 + o_r)
         b_zv = tl.zeros((64,), tl.float32)
-        if TILED:
-            b_z = read_rows(dv, (0, HV * D, D, 1), 0, i_h, token, n_rows, o_d, D).to(tl.float32)
+        p_z, token_s = dv + (token * HV + i_h) * D, HV * D
+        if n_rows < 64:
+            i_n = i_b if cu_seqlens is None else find_sequence(cu_seqlens, i_t, N + 1).to(tl.int64)
+            tail, token_s = tails + (i_n * HV + i_h) * (3 * 64 * D), D
+            p_z = tail + 2 * 64 * D
+            if not GROUPED:
+                p_x = tail + o_r[:, None] * D + o_d[None, :]
+                write_rows(dq, token, i_h, HV, n_rows, tl.load(p_x), o_d, D)
+                write_rows(dk, token, i_h, HV, n_rows, tl.load(p_x + 64 * D), o_d, D)
+        if TILED or n_rows < 64:
+            b_z = tl.load(
+                p_z + o_r[:, None] * token_s + o_d[None, :], mask=(o_r < n_rows)[:, None], other=0.0
+            ).to(tl.float32)
             if GIVEN and dbeta is not None:
                 b_v = read_rows(v, v_s, i_b, i_h, first, n_rows, o_d, D).to(tl.float32)
                 b_zv = tl.sum(b_z * b_v, 1)
-            write_rows(dv, token, i_h, HV, n_rows, b_z * b_beta[:, None], o_d, D)
+            if TILED:
+                b_z *= b_beta[:, None]
+            write_rows(dv, token, i_h, HV, n_rows, b_z, o_d, D)
         if dbeta is not None:
             b_sum = tl.load(p_sum + 64 + o_r)
             if GIVEN:
@@ -220,6 +237,8 @@ def reverse_walk(
     else:
         dq, dk = (new(q, name, shape_of(q)) for name in ("dq", "dk"))
     sums = new(q, "sums", (tiles, KERNEL.SUMS.value), torch.float32)
+    ends = (p.N * p.HV * 192, p.V)
+    tails = new(q, "tails", ends)
     dinitial = None
     if "initial_state" in need:
         wide = (p.V, p.K) if p.transposed else (p.K, p.V)
@@ -245,9 +264,9 @@ def reverse_walk(
         None if grouped else _tokens(p, dq),
         None if grouped else _tokens(p, dk),
         _tokens(p, dv),
+        copied(tails, ends, (p.V, 1), (64, p.V)),
         dq,
         dk,
-        dv,
         sums,
         dinitial,
         strides_of(dinitial) or NOWHERE,
@@ -267,41 +286,42 @@ def reverse_walk(
     g, dbeta = fit(p.g), _like(p, "beta", need)
     dg = _like(p, "g", need | {"g"}) if need & {"g", "A_log", "dt_bias"} else None
     dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", 1, need)
-    if tiled or dg is not None or dbeta is not None or p.cu_seqlens is not None:
-        launch(
-            finish_walk,
-            _count(p) * p.HV,
-            device,
-            sums,
-            tile.rows,
-            tile.gamma,
-            *with_strides(p.v),
-            g,
-            *columns_of(g),
-            dense(p.A_log),
-            dense(p.dt_bias),
-            dense(p.cu_seqlens),
-            dq,
-            dk,
-            dv,
-            dg,
-            dbeta,
-            dA_log,
-            ddt_bias,
-            p.N,
-            p.T,
-            p.HV,
-            p.lower_bound or 0.0,
-            p.V,
-            tiled,
-            given,
-            p.activate_gate,
-            p.lower_bound is not None,
-            p.neg_eigval,
-            KERNEL.SUMS.value,
-            KERNEL.LEAST.value,
-            num_warps=4,
-        )
+    launch(
+        finish_walk,
+        _count(p) * p.HV,
+        device,
+        sums,
+        tails,
+        tile.rows,
+        tile.gamma,
+        *with_strides(p.v),
+        g,
+        *columns_of(g),
+        dense(p.A_log),
+        dense(p.dt_bias),
+        dense(p.cu_seqlens),
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        dA_log,
+        ddt_bias,
+        p.N,
+        p.T,
+        p.HV,
+        p.lower_bound or 0.0,
+        p.V,
+        tiled,
+        given,
+        grouped,
+        p.activate_gate,
+        p.lower_bound is not None,
+        p.neg_eigval,
+        KERNEL.SUMS.value,
+        KERNEL.LEAST.value,
+        num_warps=4,
+    )
     if grouped:
         dq, dk = _gather(p, "q", q, dq), _gather(p, "k", p.k, dk)
     return Gradients(

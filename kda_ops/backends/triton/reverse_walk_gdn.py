@@ -32,6 +32,7 @@ from kda_ops.backends.triton.gluon_names import barrier, load_tile, reinterpret,
 SUMS = gl.constexpr(384)
 # below it a given beta counts as this in N, so that the sum for dbeta can be divided by it
 LEAST = gl.constexpr(2.0**-64)
+FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # of what copies rows
 
 
@@ -46,15 +47,6 @@ def clear_rows(tile, n_rows):
     """Zero the rows of a tile in shared memory from n_rows on."""
     row = gl.arange(0, 64, gl.SliceLayout(1, COPIED))[:, None]
     tile.store(gl.where(row < n_rows, tile.load(COPIED), 0.0).to(tile.dtype))
-
-
-@gluon.jit
-def store_rows(x, stride, tile, n_rows):
-    """Write the first n_rows of a tile in shared memory."""
-    # plus 0, which the compiler does not see: so it forms no addresses before the loop, to spill
-    row = gl.arange(0, 64, gl.SliceLayout(1, COPIED))[:, None] + (n_rows >> 30)
-    column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, COPIED))[None, :]
-    gl.store(x + row * stride + column, tile.load(COPIED), mask=row < n_rows)
 
 
 @gluon.jit
@@ -129,9 +121,9 @@ def consume(
     dq_d,
     dk_d,
     dv_d,
+    tails_d,
     dq,
     dk,
-    dv,
     q_s,
     k_s,
     do_s,
@@ -217,6 +209,10 @@ def consume(
         o_r, o_v = gl.arange(0, 64, RR) + zero, gl.arange(0, V, gl.SliceLayout(1, W)) + zero
         p_sum = sums + i.to(gl.int64) * SUMS
         k, q, r = k_s.index(s), q_s.index(s), s * 7
+        # a tile goes to `tails` if some of its rows are no tokens; what is far out of range is not
+        # written, and costs less than a branch
+        place = gl.where(here < 64, FAR, token + c * 64)
+        tail = gl.where(here < 64, gl.program_id(0) * 192, FAR)
         do_b, z_b, vn_b = do_s.index(zero), z_s.index(zero), vn_s.index(zero)
         S_b, D_b = S_s.index(zero), D_s.index(zero)
         A_b, P_b, M_b, N_b = A_s.index(zero), P_s.index(zero), M_s.index(zero), N_s.index(zero)
@@ -263,10 +259,8 @@ def consume(
         dS = warpgroup_mma(b_less, k, dS, is_async=True)
         fence_async_shared()
         barrier()
-        if here < 64:
-            store_rows(dv + ((token + c * 64).to(gl.int64) * (HV * V) + column), HV * V, z_b, here)
-        else:
-            store_tile(dv_d, [token + c * 64, column], z_b)
+        store_tile(dv_d, [place, column], z_b)
+        store_tile(tails_d, [tail + 128, 0], z_b)
         mbarrier.wait(f_vn, one)
         vn_t, S_t = vn_b.permute((1, 0)), S_b.permute((1, 0))
         p = warpgroup_mma(do_b, vn_t, none_q, use_acc=False, is_async=True)
@@ -327,8 +321,8 @@ def consume(
             along_k += along_late
             dq_b = dq_b - b_q * (n_q * n_q * along_q)[:, None]
             dk_b = dk_b - b_k * (n_k * n_k * along_k)[:, None]
-        first = (token + c * 64).to(gl.int64) * (HV * K) + column
         if GROUPED:
+            first = (token + c * 64).to(gl.int64) * (HV * K) + column
             o_x = (o_r * (HV * K))[:, None] + (gl.arange(0, K, gl.SliceLayout(0, R)) + zero)[
                 None, :
             ]
@@ -340,12 +334,10 @@ def consume(
             k.store(dk_b.to(TYPE))
             fence_async_shared()
             barrier()
-            if here < 64:
-                store_rows(dq + first, HV * K, q, here)
-                store_rows(dk + first, HV * K, k, here)
-            else:
-                store_tile(dq_d, [token + c * 64, column], q)
-                store_tile(dk_d, [token + c * 64, column], k)
+            store_tile(dq_d, [place, column], q)
+            store_tile(dk_d, [place, column], k)
+            store_tile(tails_d, [tail, 0], q)
+            store_tile(tails_d, [tail + 64, 0], k)
         here = 64
     if dinitial is not None:
         o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, W)), gl.arange(0, K, gl.SliceLayout(0, W))
@@ -378,9 +370,9 @@ def reverse_walk_gdn(
     dq_d,
     dk_d,
     dv_d,
+    tails_d,
     dq,
     dk,
-    dv,
     sums,
     dinitial,
     dinitial_s,
@@ -469,9 +461,9 @@ def reverse_walk_gdn(
                     dq_d,
                     dk_d,
                     dv_d,
+                    tails_d,
                     dq,
                     dk,
-                    dv,
                     q_s,
                     k_s,
                     do_s,
