@@ -109,6 +109,14 @@ def first_columns(x: Tensor, columns: int) -> Tensor:
     return y
 
 
+def as_floats(x: Tensor) -> Tensor:
+    """Return a view of contiguous scratch in fp32."""
+    y = x.view(torch.float32)
+    if _HERE.recorder is not None:
+        _HERE.recorder.alias(y, x, 0, ())
+    return y
+
+
 def as_kv(p: Problem, state: Tensor) -> Tensor:
     """Return a view S[k, v] of a state in the caller's layout, or the reverse."""
     return turned(state) if p.transposed else state

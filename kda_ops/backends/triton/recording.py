@@ -124,10 +124,10 @@ class Recording:
         self._know(x, Memory(name, 0, x.dtype), tuple(shape), contiguous(tuple(shape)))
 
     def alias(self, y: Tensor, x: Tensor, offset: int, strides: tuple[int, ...]) -> None:
-        """Add y, a view of x that begins `offset` bytes later."""
+        """Add y, a view of x that begins `offset` bytes later; its dtype may differ."""
         memory = self._known[id(x)][1]
         there = memory.offset + offset if memory.offset else offset
-        self._know(y, memory._replace(offset=there), (), strides)
+        self._know(y, memory._replace(offset=there, dtype=y.dtype), (), strides)
 
     def constant(self, x: Tensor) -> None:
         """Add a tensor that every call shares."""

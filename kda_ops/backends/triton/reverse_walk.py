@@ -25,6 +25,7 @@ from kda_ops.backends.triton.gradient_tile import (
     write_rows,
 )
 from kda_ops.backends.triton.launch import (
+    as_floats,
     as_kv,
     columns_of,
     launch,
@@ -49,6 +50,7 @@ def _import() -> ModuleType | None:
 
 KERNEL = None if triton.knobs.runtime.interpret else _import()
 WIDTH = 128  # of K and V
+MOST_GROUPED = 2  # value heads of a key head: more would take more memory than the other kernels
 # Programs (N HV) from which on the walk is faster than the kernels that it replaces. A step takes
 # it 6.5 us, which few programs do not hide (docs/kernels/journal.md).
 LEAST_PROGRAMS = 48
@@ -65,6 +67,7 @@ def walks(p: Problem, do: Tensor | None, dfinal: Tensor | None, need: frozenset[
         # fp16 does not hold beta z where a beta that was given is small
         and not (given and p.q.dtype is torch.float16)
         and p.K == p.V == WIDTH
+        and p.HV <= MOST_GROUPED * p.H
         and need >= {"q", "k", "v"}
         and all(_is_copied(p, x) for x in (p.q, p.k, do))
         and (dfinal is None or dfinal.dim() == 1 or _is_near(strides_of(dfinal)))
@@ -94,6 +97,22 @@ def _is_copied(p: Problem, x: Tensor) -> bool:
 def _is_near(strides: Sequence[int]) -> bool:
     """Whether 32 bits address the state of a head."""
     return WIDTH * (strides[2] + strides[3]) < 2**31
+
+
+@triton.jit
+def copy_rows(x, row, stride, tail, n_rows, D: tl.constexpr):
+    """Write the first n_rows of a tile, or zeros, to row `row` of x and every `stride`-th after it.
+
+    A few at a time, so that the rest of the kernel has few registers and many programs.
+    """
+    o_d = tl.arange(0, D)
+    for i in range(0, n_rows, 16):
+        o_r = i + tl.arange(0, 16)
+        m_x = (o_r < n_rows)[:, None]
+        b_x = tl.zeros((16, D), x.dtype.element_ty)
+        if tail is not None:
+            b_x = tl.load(tail + o_r[:, None] * D + o_d[None, :], mask=m_x)
+        tl.store(x + (row + o_r * stride)[:, None] * D + o_d[None, :], b_x, mask=m_x)
 
 
 @triton.jit(do_not_specialize=["N", "T", "HV", "lower_bound", "g_b", "g_t", "g_h"])
@@ -144,12 +163,13 @@ def finish_walk(
     i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
     token = i_b * T + first
+    row = token * HV + i_h
     o_r, o_d = tl.arange(0, 64), tl.arange(0, D)
     if (n_rows <= 0) | (live == 0):
-        b_zero, b_wide = tl.zeros((64,), tl.float32), tl.zeros((64, D), tl.float32)
-        write_rows(dq, token, i_h, HV, n_rows, b_wide, o_d, D)
-        write_rows(dk, token, i_h, HV, n_rows, b_wide, o_d, D)
-        write_rows(dv, token, i_h, HV, n_rows, b_wide, o_d, D)
+        b_zero = tl.zeros((64,), tl.float32)
+        copy_rows(dq, row, HV, None, n_rows, D)
+        copy_rows(dk, row, HV, None, n_rows, D)
+        copy_rows(dv, row, HV, None, n_rows, D)
         if dbeta is not None:
             write_column(dbeta, token, i_h, HV, n_rows, b_zero)
         if dA_log is not None:
@@ -162,25 +182,23 @@ def finish_walk(
         p_sum = sums + i_tile * SUMS
         b_beta = tl.load(rows + i_tile * 448 + 128 + o_r)
         b_zv = tl.zeros((64,), tl.float32)
-        p_z, token_s = dv + (token * HV + i_h) * D, HV * D
+        p_z, z_s = dv + row * D, HV * D
         if n_rows < 64:
             i_n = i_b if cu_seqlens is None else find_sequence(cu_seqlens, i_t, N + 1).to(tl.int64)
-            tail, token_s = tails + (i_n * HV + i_h) * (3 * 64 * D), D
-            p_z = tail + 2 * 64 * D
+            p_z, z_s = tails + (i_n * HV + i_h) * ((1 if GROUPED else 3) * 64 * D), D
             if not GROUPED:
-                p_x = tail + o_r[:, None] * D + o_d[None, :]
-                write_rows(dq, token, i_h, HV, n_rows, tl.load(p_x), o_d, D)
-                write_rows(dk, token, i_h, HV, n_rows, tl.load(p_x + 64 * D), o_d, D)
-        if TILED or n_rows < 64:
-            b_z = tl.load(
-                p_z + o_r[:, None] * token_s + o_d[None, :], mask=(o_r < n_rows)[:, None], other=0.0
-            ).to(tl.float32)
+                copy_rows(dq, row, HV, p_z + 64 * D, n_rows, D)
+                copy_rows(dk, row, HV, p_z + 128 * D, n_rows, D)
+            if not TILED:
+                copy_rows(dv, row, HV, p_z, n_rows, D)
+        if TILED:
+            m_z = (o_r < n_rows)[:, None]
+            b_z = tl.load(p_z + o_r[:, None] * z_s + o_d[None, :], mask=m_z, other=0.0)
+            b_z = b_z.to(tl.float32)
             if GIVEN and dbeta is not None:
                 b_v = read_rows(v, v_s, i_b, i_h, first, n_rows, o_d, D).to(tl.float32)
                 b_zv = tl.sum(b_z * b_v, 1)
-            if TILED:
-                b_z *= b_beta[:, None]
-            write_rows(dv, token, i_h, HV, n_rows, b_z, o_d, D)
+            write_rows(dv, token, i_h, HV, n_rows, b_z * b_beta[:, None], o_d, D)
         if dbeta is not None:
             b_sum = tl.load(p_sum + 64 + o_r)
             if GIVEN:
@@ -236,8 +254,9 @@ def reverse_walk(
         dq, dk = (new(q, f"{name}_heads", shape, torch.float32) for name in ("dq", "dk"))
     else:
         dq, dk = (new(q, name, shape_of(q)) for name in ("dq", "dk"))
-    sums = new(q, "sums", (tiles, KERNEL.SUMS.value), torch.float32)
-    ends = (p.N * p.HV * 192, p.V)
+    assert tile.P is not None  # as `prepare` makes it
+    sums = as_floats(tile.P)  # the walk has read P of a chunk when it writes there
+    ends = (p.N * p.HV * (64 if grouped else 192), p.V)
     tails = new(q, "tails", ends)
     dinitial = None
     if "initial_state" in need:

@@ -27,9 +27,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kda_ops.backends.triton.gluon_names import barrier, load_tile, reinterpret, store_tile
 
-# What a tile leaves for the kernel that finishes dg and dbeta, in fp32: dG [64], the sums for dbeta
-# [64], those of the decay to the end of the chunk in two halves of K [64, 2], and S o dS [V].
-SUMS = gl.constexpr(384)
+# What a chunk leaves for the kernel that finishes dg and dbeta, in fp32, at the start of its tile
+# of P, which has been read: dG [64], the sums for dbeta [64], those of the decay to the end of the
+# chunk in two halves of K [64, 2], and S o dS [V]. A tile of P has so many floats.
+SUMS = gl.constexpr(64 * 64 // 2)
 # below it a given beta counts as this in N, so that the sum for dbeta can be divided by it
 LEAST = gl.constexpr(2.0**-64)
 FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
@@ -212,7 +213,7 @@ def consume(
         # a tile goes to `tails` if some of its rows are no tokens; what is far out of range is not
         # written, and costs less than a branch
         place = gl.where(here < 64, FAR, token + c * 64)
-        tail = gl.where(here < 64, gl.program_id(0) * 192, FAR)
+        tail = gl.where(here < 64, gl.program_id(0) * (64 if GROUPED else 192), FAR)
         do_b, z_b, vn_b = do_s.index(zero), z_s.index(zero), vn_s.index(zero)
         S_b, D_b = S_s.index(zero), D_s.index(zero)
         A_b, P_b, M_b, N_b = A_s.index(zero), P_s.index(zero), M_s.index(zero), N_s.index(zero)
@@ -260,7 +261,7 @@ def consume(
         fence_async_shared()
         barrier()
         store_tile(dv_d, [place, column], z_b)
-        store_tile(tails_d, [tail + 128, 0], z_b)
+        store_tile(tails_d, [tail, 0], z_b)
         mbarrier.wait(f_vn, one)
         vn_t, S_t = vn_b.permute((1, 0)), S_b.permute((1, 0))
         p = warpgroup_mma(do_b, vn_t, none_q, use_acc=False, is_async=True)
@@ -336,8 +337,8 @@ def consume(
             barrier()
             store_tile(dq_d, [place, column], q)
             store_tile(dk_d, [place, column], k)
-            store_tile(tails_d, [tail, 0], q)
-            store_tile(tails_d, [tail + 64, 0], k)
+            store_tile(tails_d, [tail + 64, 0], q)
+            store_tile(tails_d, [tail + 128, 0], k)
         here = 64
     if dinitial is not None:
         o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, W)), gl.arange(0, K, gl.SliceLayout(0, W))
@@ -405,8 +406,8 @@ def reverse_walk_gdn(
     both sides use the same rounded M and N. q dq and k dk are sums that the norm needs anyway.
 
     If TILED, z takes the place of dv, in the output too, and beta is a factor of rows. If GROUPED,
-    several value heads share q and k, and dq and dk are fp32 per value head. The sums of a tile are
-    those of `SUMS`; `finish_walk` makes dg and dbeta of them.
+    several value heads share q and k, and dq and dk are fp32 per value head. The sums lie
+    as `SUMS` says; `finish_walk` makes dg and dbeta of them.
     """
     TYPE: gl.constexpr = q_d.dtype
     pid = gl.program_id(0)
