@@ -79,6 +79,17 @@ def walks(p: Problem, do: Tensor | None, dfinal: Tensor | None, need: frozenset[
     )
 
 
+def path(device: torch.device) -> str:
+    """Say in words which kernels make GDN's gradients on a device, and why."""
+    if KERNEL is None:
+        return f"reverse scan and gradient, since triton {triton.__version__} has no known Gluon"
+    if not tuning.is_hopper(device):
+        return "reverse scan and gradient, since the walk needs compute capability 9.0"
+    return (
+        f"one walk (Gluon) from {LEAST_PROGRAMS} sequences times heads on, in 16 bits at width 128"
+    )
+
+
 def _is_copied(p: Problem, x: Tensor) -> bool:
     """Whether the copy engine takes rows of a [B, T, X, 128] tensor as they lie: rows of whole
     tokens, one after another, at multiples of 16 bytes.
