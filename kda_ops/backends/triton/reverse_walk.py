@@ -198,8 +198,9 @@ def finish_walk(
             i_n = i_b if cu_seqlens is None else find_sequence(cu_seqlens, i_t, N + 1).to(tl.int64)
             p_z, z_s = tails + (i_n * HV + i_h) * ((1 if GROUPED else 3) * 64 * D), D
             if not GROUPED:
-                copy_rows(dq, row, HV, p_z + 64 * D, n_rows, D)
-                copy_rows(dk, row, HV, p_z + 128 * D, n_rows, D)
+                copy_rows(dq, row, HV, p_z, n_rows, D)
+                copy_rows(dk, row, HV, p_z + 64 * D, n_rows, D)
+                p_z += 128 * D
             if not TILED:
                 copy_rows(dv, row, HV, p_z, n_rows, D)
         if TILED:

@@ -261,7 +261,7 @@ def consume(
         fence_async_shared()
         barrier()
         store_tile(dv_d, [place, column], z_b)
-        store_tile(tails_d, [tail, 0], z_b)
+        store_tile(tails_d, [tail + (0 if GROUPED else 128), 0], z_b)
         mbarrier.wait(f_vn, one)
         vn_t, S_t = vn_b.permute((1, 0)), S_b.permute((1, 0))
         p = warpgroup_mma(do_b, vn_t, none_q, use_acc=False, is_async=True)
@@ -337,8 +337,8 @@ def consume(
             barrier()
             store_tile(dq_d, [place, column], q)
             store_tile(dk_d, [place, column], k)
-            store_tile(tails_d, [tail + 64, 0], q)
-            store_tile(tails_d, [tail + 128, 0], k)
+            store_tile(tails_d, [tail, 0], q)
+            store_tile(tails_d, [tail + 64, 0], k)
         here = 64
     if dinitial is not None:
         o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, W)), gl.arange(0, K, gl.SliceLayout(0, W))

@@ -51,7 +51,7 @@ def test_sums_and_last_rows_become_gradients(tiled, given):
                 count, i = min(64, end - first), begin // 64 + n + c
                 here = slice(first, first + count)
                 dq_x, dk_x, z = (
-                    (walked[j][0, here, h] if count == 64 else tails[n, h, (j + 1) % 3, :count])
+                    (walked[j][0, here, h] if count == 64 else tails[n, h, j, :count])
                     for j in range(3)
                 )
                 beta, x = rows[i, h, 2, :count], sums[i, h]
