@@ -56,7 +56,7 @@ MOST_GROUPED = 2  # value heads of a key head: more would take more memory than 
 LEAST_PROGRAMS = 48
 
 
-def walks(p: Problem, do: Tensor | None, dfinal: Tensor | None, need: frozenset[str]) -> bool:
+def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> bool:
     """Return whether the walk serves a call. Nothing here depends on values."""
     if KERNEL is None or p.rank or tuning.FORCED_WALK is False or do is None:
         return False
@@ -70,7 +70,7 @@ def walks(p: Problem, do: Tensor | None, dfinal: Tensor | None, need: frozenset[
         and p.HV <= MOST_GROUPED * p.H
         and need >= {"q", "k", "v"}
         and all(_is_copied(p, x) for x in (p.q, p.k, do))
-        and (dfinal is None or dfinal.dim() == 1 or _is_near(strides_of(dfinal)))
+        and (dfinal_state is None or dfinal_state.dim() == 1 or _is_near(strides_of(dfinal_state)))
         and (tuning.FORCED_WALK or p.N * p.HV >= LEAST_PROGRAMS)
         # coordinates have 32 bits
         and count_chunks(p) * (p.HV * 448) < 2**31
