@@ -152,6 +152,12 @@ class Backward:
             # empty after a forward that keeps nothing: the recurrence
             A = have.get("A") if _is_there(have.get("A")) else None
             tile = b.prepare(p, A, pack=A is not None and b.packs(p), norms=True)
+        if do is not None and b.walks(p, do, dfinal_state, need):
+            if trace is None:
+                trace = b.scan(p, tile, None, None, keep=True)
+            assert trace is not None  # as keep asks
+            walked = b.reverse_walk(p, tile, trace, do, dfinal_state, need)
+            return tuple(getattr(walked, n) for n in GRADIENTS)
         if trace is None:
             with b.beside(p) as elsewhere:
                 with elsewhere:

@@ -153,8 +153,9 @@ def backends() -> Iterator[str]:
         yield "CUDA tensors: none, triton is not installed (CUDA builds of torch bring it)"
     elif torch.cuda.is_available():
         yield "CUDA tensors: triton"
-        from kda_ops.backends.triton import tuning
+        from kda_ops.backends.triton import reverse_walk, tuning
 
+        yield f"GDN's backward: {reverse_walk.path(torch.device('cuda'))}"
         yield (
             f"tuned options: {len(tuning.tuned())} rows of {tuning.cache_file()} match this "
             "GPU, triton and kernels"

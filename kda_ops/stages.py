@@ -256,6 +256,27 @@ class Backend:
         """
         raise NotImplementedError
 
+    def walks(
+        self, p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]
+    ) -> bool:
+        """Return whether `reverse_walk` takes the place of `reverse_scan` and `gradient`."""
+        return False
+
+    def reverse_walk(
+        self,
+        p: Problem,
+        tile: Tile,
+        trace: Trace,
+        do: Tensor,
+        dfinal_state: Tensor | None,
+        need: frozenset[str],
+    ) -> Gradients:
+        """Return the gradients of the inputs named in `need`: `reverse_scan` and `gradient` in one.
+
+        For calls that `walks` allows; `need` is that of `gradient`.
+        """
+        raise NotImplementedError
+
     def step(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         """Run the recurrence token by token, for decode; o is [B, T, HV, V], states as for `scan`.
 

@@ -54,6 +54,13 @@ SPILLS = {
     ("reverse_scan_gdn", "softplus"): 8,
     ("gradient_gdn", "bound"): 2376,
     ("gradient_gdn", "softplus"): 2384,
+    # Triton 3.9; at most 56 with the others
+    ("reverse_walk_gdn", "bound"): 160,
+    ("reverse_walk_gdn", "softplus"): 184,
+    ("reverse_walk_gdn", "plain"): 160,
+    ("finish_walk", "bound"): 0,
+    ("finish_walk", "softplus"): 0,
+    ("finish_walk", "plain"): 0,
     ("gather_heads", "bound"): 0,
     ("gather_heads", "softplus"): 0,
     ("prepare_gdn", "bound"): 152,
@@ -79,6 +86,7 @@ REGISTERS = {
     "prepare_gdn": 168,
     "gradient_pairs": 168,
     "recur": 168,
+    "finish_walk": 128,
     "sum_decays": 64,
     "sum_gradients": 64,
     "gather_heads": 64,
@@ -206,7 +214,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
     run, assumed, forced, processors = (
         JITFunction.run,
         tuning.ASSUMED,
-        (tuning.FORCED_RUN, tuning.FORCED_AHEAD),
+        (tuning.FORCED_RUN, tuning.FORCED_AHEAD, tuning.FORCED_WALK),
         tuning.processors,
     )
 
@@ -228,7 +236,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
         yield rows
     finally:
         JITFunction.run, tuning.ASSUMED = run, assumed
-        tuning.FORCED_RUN, tuning.FORCED_AHEAD = forced
+        tuning.FORCED_RUN, tuning.FORCED_AHEAD, tuning.FORCED_WALK = forced
         tuning.processors = processors
 
 
@@ -363,6 +371,7 @@ class Call:
     run: int = 0  # chunks per run, where sequences are cut (backends/triton/runs.py)
     group: int = 2  # value heads per key head
     gates: bool = False  # the decay by itself, forward and backward
+    walk: bool = False  # GDN's backward as one walk (backends/triton/reverse_walk.py)
     # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all
     # of them at once
     few: bool = False
@@ -382,7 +391,8 @@ class Call:
             "ahead": self.ahead,
             "few": self.few,
             "gate": self.gates,
-            "grouped": self.rank > 0 and self.group > 1,
+            "walk": self.walk,
+            "grouped": (self.rank > 0 or self.walk) and self.group > 1,
         }
         return " ".join([name, *(mark for mark, there in marks.items() if there)])
 
@@ -463,6 +473,7 @@ class Call:
         from kda_ops.backends.triton import tuning
 
         p, tuning.FORCED_RUN, tuning.FORCED_AHEAD = self.problem(), self.run, self.ahead or None
+        tuning.FORCED_WALK = self.walk
         there = 2 * p.N * p.HV if self.few else 0
         tuning.processors = lambda device: there  # type: ignore[assignment]
         if self.pool is not None:
@@ -485,6 +496,10 @@ class Call:
         if self.keep:
             do = p.new_output()
             need = frozenset(n for n, x in zip(GRADIENTS, p.differentiable()) if x is not None)
+            if self.walk:
+                assert trace is not None and kernels.walks(p, do, None, need)
+                kernels.reverse_walk(p, tile, trace, do, None, need)
+                return
             reverse = kernels.reverse_scan(p, tile, do, None, need)
             assert trace is not None  # as keep asks
             kernels.gradient(p, tile, trace, do, reverse, need)
@@ -511,11 +526,16 @@ LAYER += tuple(
 LAYER += tuple(
     Call(rank, keep=keep, packed=True, run=32) for rank in (1, 0) for keep in (False, True)
 )
+LAYER += tuple(
+    Call(0, gate=gate, keep=True, packed=packed, walk=True, group=group)
+    for gate, packed, group in (("bound", False, 1), ("softplus", True, 2), ("plain", True, 1))
+)
 OTHERS: tuple[Call, ...] = (
     Call(1, torch.float32, gate="softplus", group=1),
     Call(0, torch.float32, gate="softplus"),
 )
 OTHERS += (
+    Call(0, torch.float16, gate="softplus", keep=True, walk=True, group=1),
     Call(1, torch.float16, gate="plain"),
     Call(0, torch.float16, gate="plain"),
     Call(1, K=256, V=256),

@@ -24,6 +24,7 @@ from kda_ops.backends.triton.plan import Bound, Plan
 from kda_ops.backends.triton.prepare import prepare
 from kda_ops.backends.triton.recording import Recording
 from kda_ops.backends.triton.reverse_scan import reverse_scan
+from kda_ops.backends.triton.reverse_walk import reverse_walk, walks
 from kda_ops.backends.triton.scan import scan
 from kda_ops.backends.triton.step import step
 from kda_ops.gate import Gate
@@ -59,6 +60,7 @@ class Triton(Backend):
     prepare, scan = staticmethod(prepare), staticmethod(scan)
     reverse_scan = staticmethod(reverse_scan)
     gradient, step = staticmethod(gradient), staticmethod(step)
+    walks, reverse_walk = staticmethod(walks), staticmethod(reverse_walk)
     gate, gate_backward = staticmethod(gate), staticmethod(gate_backward)
 
     keeps = KEEPS

@@ -78,13 +78,18 @@ def write_strength(
 
 @triton.jit
 def write_decay(grads, g, gate, lower_bound, gamma, head, sums, b_power, flags):
-    """Write dg, the reverse cumsum of dG, through the gate if g are logits; and its shares of the
-    gate's weights.
-    """
-    at, i_h, o_r = head.at, head.i_h, tl.arange(0, CHUNK)
+    """Write dg from dG, whose reverse cumsum it is before the gate."""
     b_gamma = tl.load(gamma + head.i_tile)
     b_dG = sums.q_dq + sums.k_part * b_power - sums.k_rest
     b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(sums.k_late, 0) + b_gamma * sums.S_dS)
+    at, i_h, HV = head.at, head.i_h, head.HV
+    write_logits(grads, g, gate, lower_bound, at, i_h, HV, head.i_tile, b_dg, flags)
+
+
+@triton.jit
+def write_logits(grads, g, gate, lower_bound, at, i_h, HV, i_tile, b_dg, flags):
+    """Write dg, through the gate if g are logits, and its shares of the gate's weights."""
+    o_r = tl.arange(0, CHUNK)
     if flags.ACTIVATE:
         b_x = load_column(g.pointer, g.strides, at.i_b, i_h, at.first, at.n_rows, o_r)
         bias = 0.0
@@ -95,16 +100,15 @@ def write_decay(grads, g, gate, lower_bound, gamma, head, sums, b_power, flags):
         m_r = o_r < at.n_rows
         b_log, b_bias = tl.reduce((tl.where(m_r, b_log, 0.0), tl.where(m_r, b_dg, 0.0)), 0, add_two)
         if grads.dA_log is not None:
-            tl.store(grads.dA_log + head.i_tile, b_log)
+            tl.store(grads.dA_log + i_tile, b_log)
         if grads.ddt_bias is not None:
-            tl.store(grads.ddt_bias + head.i_tile, b_bias)
-    write_column(grads.dg, at, i_h, head.HV, b_dg)
+            tl.store(grads.ddt_bias + i_tile, b_bias)
+    write_column(grads.dg, at, i_h, HV, b_dg)
 
 
 @triton.jit
 def clear(grads, at, i_t, i_g, H, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """Write zeros to the gradients of a chunk that is no part of a sequence."""
-    b_zero = tl.zeros((CHUNK,), tl.float32)
     if grads.dq is not None:
         for i in range((K + BK - 1) // BK):
             o_k = i * BK + tl.arange(0, BK)
@@ -112,15 +116,21 @@ def clear(grads, at, i_t, i_g, H, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.c
             write_rows(grads.dk, at, i_g, H, tl.zeros((CHUNK, BK), tl.float32), o_k, K)
     for i in range(GROUP):
         i_h, HV = i_g * GROUP + i, H * GROUP
-        i_tile = i_t.to(tl.int64) * HV + i_h
-        if grads.dg is not None:
-            write_column(grads.dg, at, i_h, HV, b_zero)
-        if grads.dbeta is not None:
-            write_column(grads.dbeta, at, i_h, HV, b_zero)
-        if grads.dA_log is not None:
-            tl.store(grads.dA_log + i_tile, 0.0)
-        if grads.ddt_bias is not None:
-            tl.store(grads.ddt_bias + i_tile, 0.0)
+        clear_columns(grads, at, i_h, HV, i_t.to(tl.int64) * HV + i_h)
+
+
+@triton.jit
+def clear_columns(grads, at, i_h, HV, i_tile):
+    """Write zeros to the gradients of g, beta and the gate's weights of such a chunk."""
+    b_zero = tl.zeros((CHUNK,), tl.float32)
+    if grads.dg is not None:
+        write_column(grads.dg, at, i_h, HV, b_zero)
+    if grads.dbeta is not None:
+        write_column(grads.dbeta, at, i_h, HV, b_zero)
+    if grads.dA_log is not None:
+        tl.store(grads.dA_log + i_tile, 0.0)
+    if grads.ddt_bias is not None:
+        tl.store(grads.ddt_bias + i_tile, 0.0)
 
 
 @triton.jit

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda_ops.backends.triton.sizes import Size
+from kda_ops.backends.triton.sizes import Size, is_descriptor
 from kda_ops.problem import Problem
 
 if TYPE_CHECKING:
@@ -109,6 +108,14 @@ def first_columns(x: Tensor, columns: int) -> Tensor:
     y = x[..., :columns]
     if _HERE.recorder is not None:
         _HERE.recorder.alias(y, x, 0, _HERE.recorder.strides(x))
+    return y
+
+
+def as_floats(x: Tensor) -> Tensor:
+    """Return a view of contiguous scratch in fp32."""
+    y = x.view(torch.float32)
+    if _HERE.recorder is not None:
+        _HERE.recorder.alias(y, x, 0, ())
     return y
 
 
@@ -330,7 +337,7 @@ def _known(launcher) -> bool:
 
 def values(x):
     """Replace sizes by plain numbers, also in tuples and descriptors."""
-    if isinstance(x, TensorDescriptor):
+    if is_descriptor(x):
         return replace(x, shape=[*map(values, x.shape)], strides=[*map(values, x.strides)])
     if isinstance(x, tuple):
         return tuple(map(values, x)) if type(x) is tuple else type(x)(*map(values, x))

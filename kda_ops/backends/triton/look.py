@@ -44,7 +44,8 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
     if sizes is None:
         return None
     numbers, static = sizes
-    key: list[Any] = [kind, rank, static, *flags.items(), tuning.FORCED_RUN, tuning.FORCED_AHEAD]
+    forced = tuning.FORCED_RUN, tuning.FORCED_AHEAD, tuning.FORCED_WALK
+    key: list[Any] = [kind, rank, static, *flags.items(), *forced]
     pointers = []
     for i, x in enumerate(args):
         if x is None:

@@ -8,6 +8,7 @@ else depends on the numbers is a formula. ``print(plan)`` shows tensors, launche
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda_ops.backends.triton.launch import side_stream, starter
 from kda_ops.backends.triton.recording import (
@@ -284,10 +284,12 @@ def _maker(x: Descriptor | tuple, places: list[int], on_gpu: bool) -> Callable[[
     return itemgetter(*places)  # type: ignore[return-value]
 
 
-def _descriptor(x: Descriptor, base, shape: tuple, strides: tuple) -> TensorDescriptor:
+def _descriptor(x: Descriptor, base, shape: tuple, strides: tuple):
     """Make a descriptor for the memory of this call."""
-    base = base if isinstance(base, Tensor) else _Pointer(base, x.memory.dtype)
-    return TensorDescriptor(base, [*shape], [*strides], [*x.block], x.padding)
+    made = copy(x.like)
+    made.base = base if isinstance(base, Tensor) else _Pointer(base, x.memory.dtype)
+    made.shape, made.strides = [*shape], [*strides]
+    return made
 
 
 class _Pointer(NamedTuple):

@@ -7,14 +7,14 @@ that it points to, so that each argument of a launch is memory, a formula or a c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda_ops.backends.triton.sizes import Facts, Size, is_multiple, text_of
+from kda_ops.backends.triton.sizes import Facts, Size, is_descriptor, is_multiple, text_of
 
 ALIGNMENT = 16  # bytes, of each tensor in the scratch block, which Triton assumes of a pointer
 
@@ -52,13 +52,14 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A tensor descriptor: memory, shape, strides, block and padding, as a GPU copies tiles."""
+    """A tensor descriptor of Triton or Gluon: memory, shape, strides, and one `like` it without a
+    tensor.
+    """
 
     memory: Memory
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    block: tuple[int, ...]
-    padding: str
+    like: Any
 
 
 @dataclass
@@ -123,10 +124,10 @@ class Recording:
         self._know(x, Memory(name, 0, x.dtype), tuple(shape), contiguous(tuple(shape)))
 
     def alias(self, y: Tensor, x: Tensor, offset: int, strides: tuple[int, ...]) -> None:
-        """Add y, a view of x that begins `offset` bytes later."""
+        """Add y, a view of x that begins `offset` bytes later; its dtype may differ."""
         memory = self._known[id(x)][1]
         there = memory.offset + offset if memory.offset else offset
-        self._know(y, memory._replace(offset=there), (), strides)
+        self._know(y, memory._replace(offset=there, dtype=y.dtype), (), strides)
 
     def constant(self, x: Tensor) -> None:
         """Add a tensor that every call shares."""
@@ -189,10 +190,10 @@ class Recording:
             if isinstance(memory.offset, Size):  # what Triton may assume of a pointer
                 is_multiple(memory.offset, ALIGNMENT)
             return memory
-        if isinstance(x, TensorDescriptor):
-            block = tuple(x.block_shape)
-            sides = tuple(x.shape), tuple(x.strides)
-            return Descriptor(self._used(x.base), *sides, block, x.padding)
+        if is_descriptor(x):
+            like = copy(x)
+            like.base = None
+            return Descriptor(self._used(x.base), tuple(x.shape), tuple(x.strides), like)
         if isinstance(x, tuple):
             parts = [self._argument(y, specialised) for y in x]
             return tuple(parts) if type(x) is tuple else type(x)(*parts)

@@ -147,6 +147,11 @@ def is_multiple(x: Size, of: int) -> bool:
     return x.facts.note(f"{x.text} % {of} == 0", int.__mod__(x, of) == 0)
 
 
+def is_descriptor(x: object) -> bool:
+    """Return whether x describes a tensor to the copy engine, by the class of Triton or Gluon."""
+    return hasattr(x, "block_shape")
+
+
 def formula(names: Iterable[str], texts: Iterable[str]) -> Callable[..., tuple]:
     """Compile formulas to one function of the named numbers; it returns a tuple of values."""
     return eval(f"lambda {', '.join(names)}: ({''.join(f'{t}, ' for t in texts)})")

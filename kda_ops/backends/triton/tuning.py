@@ -33,6 +33,9 @@ ASSUMED = HOPPER
 FORCED_RUN: int | None = None
 # the chunks that tests have prepared before the scan, in place of the rule's
 FORCED_AHEAD: int | None = None
+# whether tests and offline compilation have GDN's backward walk (reverse_walk.py), in place of the
+# rule's answer
+FORCED_WALK: bool | None = None
 # how often a scan that follows `prepare` looks for its next chunk, 1 us or so each time
 PATIENCE = 1 if triton.knobs.runtime.interpret else 1000
 
@@ -99,6 +102,13 @@ def anchored_rows(p: Problem) -> int:
 def architecture(device: torch.device) -> int:
     """Return the major compute capability, which the table is keyed by."""
     return _capability(device)[0] if device.type == "cuda" else ASSUMED
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Return whether kernels that know no other architecture run on a device."""
+    if device.type != "cuda":
+        return device.type == "meta" and ASSUMED == HOPPER  # offline compilation
+    return _capability(device) == (9, 0)
 
 
 @lru_cache(None)

@@ -1,0 +1,23 @@
+"""The names of Gluon that differ between versions of Triton.
+
+Importing this module fails with an ImportError where Triton has no Gluon that these kernels know.
+"""
+
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+VERSIONS = (3, 6), (3, 9)  # the first and the last that the kernels were compiled with
+if not VERSIONS[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= VERSIONS[1]:
+    raise ImportError(f"Gluon kernels need triton 3.6 to 3.9, got {triton.__version__}.")
+
+# a barrier of the warps of a partition; in 3.6 it has the older name
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+# copies of tiles between global and shared memory; 3.8 renamed them
+if hasattr(tma, "async_load"):
+    load_tile, store_tile = tma.async_load, tma.async_store
+else:
+    load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+# a view of shared memory with another shape; 3.9 made it public
+_BUFFER = gl.shared_memory_descriptor
+reinterpret = _BUFFER.reinterpret if hasattr(_BUFFER, "reinterpret") else _BUFFER._reinterpret

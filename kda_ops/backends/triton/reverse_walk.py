@@ -1,0 +1,329 @@
+"""GDN's reverse scan and gradient as one walk: when it runs, its launch, and the kernel that
+finishes what it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.gate import flags_of, reciprocal
+from kda_ops.backends.triton.gradient import GATES, _count, _gather, _gradients, _like, _per_chunk
+from kda_ops.backends.triton.gradient_chunk import locate, read_rows, write_column, write_rows
+from kda_ops.backends.triton.gradient_gdn import HeadGradients, clear_columns, write_logits
+from kda_ops.backends.triton.gradient_pairs import strength_gradient
+from kda_ops.backends.triton.launch import (
+    as_floats,
+    as_kv,
+    columns_of,
+    launch,
+    new,
+    shape_of,
+    strides_of,
+)
+from kda_ops.backends.triton.operands import BETA, COUNT_GDN, GateWeights, Strided, strided
+from kda_ops.backends.triton.reverse_scan import reads_z
+from kda_ops.backends.triton.tile import CHUNK, dense, find_sequence, fit
+from kda_ops.problem import Problem
+from kda_ops.sequences import count_chunks
+from kda_ops.stages import Gradients, Tile, Trace
+
+
+def _import() -> ModuleType | None:
+    try:
+        return import_module("kda_ops.backends.triton.reverse_walk_gdn")
+    except ImportError:  # another version of Triton
+        return None
+
+
+KERNEL = None if triton.knobs.runtime.interpret else _import()
+WIDTH = 128  # of K and V
+ROWS = 7 * CHUNK  # numbers of a chunk's `rows` (`operands`)
+MOST_GROUPED = 2  # value heads of a key head: more would take more memory than the other kernels
+# Programs (N HV) from which on the walk is faster than the kernels that it replaces. A step takes
+# it 6.5 us, which few programs do not hide (docs/kernels/journal.md).
+LEAST_PROGRAMS = 48
+
+
+def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> bool:
+    """Return whether the walk serves a call. Nothing here depends on values."""
+    if KERNEL is None or p.rank or tuning.FORCED_WALK is False or do is None:
+        return False
+    given = p.beta is not None and not p.sigmoid_beta
+    return bool(
+        tuning.is_hopper(p.q.device)
+        and p.q.dtype in (torch.bfloat16, torch.float16)
+        # fp16 does not hold beta z where a beta that was given is small
+        and not (given and p.q.dtype is torch.float16)
+        and p.K == p.V == WIDTH
+        and p.HV <= MOST_GROUPED * p.H
+        and need >= {"q", "k", "v"}
+        and all(_is_copied(p, x) for x in (p.q, p.k, do))
+        and (dfinal_state is None or dfinal_state.dim() == 1 or _is_near(strides_of(dfinal_state)))
+        and (tuning.FORCED_WALK or p.N * p.HV >= LEAST_PROGRAMS)
+        # coordinates have 32 bits
+        and count_chunks(p) * (p.HV * ROWS) < 2**31
+        and p.B * p.T < 2**30
+        and p.N * (p.HV * 3 * CHUNK) < 2**30
+    )
+
+
+def path(device: torch.device) -> str:
+    """Say in words which kernels make GDN's gradients on a device, and why."""
+    if KERNEL is None:
+        return f"reverse scan and gradient, since triton {triton.__version__} has no known Gluon"
+    if not tuning.is_hopper(device):
+        return "reverse scan and gradient, since the walk needs compute capability 9.0"
+    return (
+        f"one walk (Gluon) from {LEAST_PROGRAMS} sequences times heads on, in 16 bits at width 128"
+    )
+
+
+def _is_copied(p: Problem, x: Tensor) -> bool:
+    """Whether the copy engine takes rows of a [B, T, X, 128] tensor as they lie: rows of whole
+    tokens, one after another, at multiples of 16 bytes.
+    """
+    batch, token, head, channel = strides_of(x)
+    return bool(
+        channel == 1
+        and token % 8 == 0
+        and head % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and token >= (x.shape[2] - 1) * head + x.shape[3]
+        and (batch == p.T * token or p.B == 1)
+    )
+
+
+def _is_near(strides: Sequence[int]) -> bool:
+    """Whether 32 bits address the state of a head."""
+    return WIDTH * (strides[2] + strides[3]) < 2**31
+
+
+@triton.jit
+def copy_rows(x, row, stride, tail, n_rows, D: tl.constexpr):
+    """Write the first n_rows of a tile, or zeros, to row `row` of x and every `stride`-th after it.
+
+    A few at a time, so that the rest of the kernel has few registers and many programs.
+    """
+    o_d = tl.arange(0, D)
+    for i in range(0, n_rows, 16):
+        o_r = i + tl.arange(0, 16)
+        m_x = (o_r < n_rows)[:, None]
+        b_x = tl.zeros((16, D), x.dtype.element_ty)
+        if tail is not None:
+            b_x = tl.load(tail + o_r[:, None] * D + o_d[None, :], mask=m_x)
+        tl.store(x + (row + o_r * stride)[:, None] * D + o_d[None, :], b_x, mask=m_x)
+
+
+@triton.jit(do_not_specialize=["N", "T", "HV", "lower_bound", "g_b", "g_t", "g_h"])
+def finish_walk(
+    sums,
+    tails,
+    rows,
+    gamma,
+    v,
+    g,
+    g_b,
+    g_t,
+    g_h,
+    gate,
+    cu_seqlens,
+    grads,
+    dv,
+    N,
+    T,
+    HV,
+    lower_bound,
+    flags,
+    D: tl.constexpr,
+    TILED: tl.constexpr,
+    GIVEN: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SUMS: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """One chunk and value head, from the sums that `reverse_walk_gdn` left::
+
+        dg    = sum of dG over a row and those after it, through the gate        [64]
+        dbeta = (1 - beta) sum_v z v_new for a sigmoid, else sum_v z v + sum_k k part / beta
+        dv    = beta z, if TILED                                                 [64, V]
+
+    The last chunk of a sequence, where not all rows are tokens, takes its dq, dk and dv from
+    `tails`. Tokens of no sequence get zeros.
+    """
+    i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
+    at = locate(cu_seqlens, i_t, N, T)
+    n_rows, row = at.n_rows, at.token * HV + i_h
+    o_r, o_d = tl.arange(0, CHUNK), tl.arange(0, D)
+    if (n_rows <= 0) | (at.live == 0):
+        copy_rows(grads.dq, row, HV, None, n_rows, D)
+        copy_rows(grads.dk, row, HV, None, n_rows, D)
+        copy_rows(dv, row, HV, None, n_rows, D)
+        clear_columns(grads, at, i_h, HV, i_tile)
+    else:
+        p_sum = sums + i_tile * SUMS
+        b_beta = tl.load(rows + (i_tile * COUNT_GDN + BETA) * CHUNK + o_r)
+        b_zv = tl.zeros((CHUNK,), tl.float32)
+        p_z, z_s = dv + row * D, HV * D
+        if n_rows < CHUNK:
+            i_n = at.i_b
+            if cu_seqlens is not None:
+                i_n = find_sequence(cu_seqlens, i_t, N + 1).to(tl.int64)
+            p_z, z_s = tails + (i_n * HV + i_h) * ((1 if GROUPED else 3) * CHUNK * D), D
+            if not GROUPED:
+                copy_rows(grads.dq, row, HV, p_z, n_rows, D)
+                copy_rows(grads.dk, row, HV, p_z + CHUNK * D, n_rows, D)
+                p_z += 2 * CHUNK * D
+            if not TILED:
+                copy_rows(dv, row, HV, p_z, n_rows, D)
+        if TILED:
+            m_z = (o_r < n_rows)[:, None]
+            b_z = tl.load(p_z + o_r[:, None] * z_s + o_d[None, :], mask=m_z, other=0.0)
+            b_z = b_z.to(tl.float32)
+            if GIVEN and grads.dbeta is not None:
+                b_zv = tl.sum(b_z * read_rows(v, at, i_h, o_d, D).to(tl.float32), 1)
+            write_rows(dv, at, i_h, HV, b_z * b_beta[:, None], o_d, D)
+        if grads.dbeta is not None:
+            b_sum = tl.load(p_sum + CHUNK + o_r)
+            if GIVEN:
+                b_dbeta = b_zv + b_sum / tl.where(tl.abs(b_beta) < LEAST, LEAST, b_beta)
+            else:
+                if not TILED:
+                    b_sum *= reciprocal(b_beta)
+                b_dbeta = strength_gradient(b_sum, b_beta, flags.NEG_EIGVAL)
+            write_column(grads.dbeta, at, i_h, HV, b_dbeta)
+        if grads.dg is not None:
+            o_s = tl.arange(0, 2 * CHUNK)
+            b_total = tl.sum(tl.load(p_sum + 2 * CHUNK + o_s), 0)
+            b_total += tl.load(gamma + i_tile) * tl.sum(tl.load(p_sum + 4 * CHUNK + o_s), 0)
+            b_dg = tl.cumsum(tl.load(p_sum + o_r), 0, reverse=True) + b_total
+            g = Strided(g, (g_b, g_t, g_h))
+            write_logits(grads, g, gate, lower_bound, at, i_h, HV, i_tile, b_dg, flags)
+
+
+def reverse_walk(
+    p: Problem,
+    tile: Tile,
+    trace: Trace,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    need: frozenset[str],
+) -> Gradients:
+    """Return the gradients; see `kda_ops.stages.Backend.reverse_walk`."""
+    assert KERNEL is not None  # as `walks` asks
+    q, device, tiles = p.q, p.q.device, count_chunks(p) * p.HV
+    tiled, given, grouped = reads_z(p), p.beta is not None and not p.sigmoid_beta, p.HV > p.H
+    dv = new(q, "dv", shape_of(p.v))
+    if grouped:  # fp32, where heads add up
+        shape = (p.B, p.T, p.HV, p.K)
+        dq, dk = (new(q, f"{name}_heads", shape, torch.float32) for name in ("dq", "dk"))
+    else:
+        dq, dk = (new(q, name, shape_of(q)) for name in ("dq", "dk"))
+    assert tile.P is not None  # as `prepare` makes it
+    sums = as_floats(tile.P)  # the walk has read P of a chunk when it writes there
+    # dv of a group, whose dq and dk are sums; else dq, dk and dv
+    ends = (p.N * p.HV * (1 if grouped else 3) * CHUNK, p.V)
+    tails = new(q, "tails", ends)
+    dinitial = None
+    if "initial_state" in need:
+        wide = (p.V, p.K) if p.transposed else (p.K, p.V)
+        dinitial = as_kv(p, new(q, "dinitial_state", (p.N, p.HV, *wide), torch.float32))
+    dfinal = None if dfinal_state is None or dfinal_state.dim() == 1 else as_kv(p, dfinal_state)
+    copied = KERNEL.copied
+    launch(
+        KERNEL.reverse_walk_gdn,
+        p.N * p.HV,
+        device,
+        q_d=_tokens(p, q),
+        k_d=_tokens(p, p.k),
+        do_d=_tokens(p, do),
+        vn_d=copied(trace.v_new, (tiles * CHUNK, p.V), (p.V, 1), (CHUNK, p.V)),
+        S_d=copied(trace.states, (tiles * p.K, p.V), (p.V, 1), (p.K, p.V)),
+        A_d=copied(tile.A, (tiles * CHUNK, CHUNK), (CHUNK, 1), (CHUNK, CHUNK)),
+        P_d=copied(tile.P, (tiles * CHUNK, CHUNK), (CHUNK, 1), (CHUNK, CHUNK)),
+        r_d=copied(tile.rows, (tiles * ROWS,), (1,), (CHUNK,)),
+        gamma=tile.gamma,
+        dfinal=dfinal,
+        dfinal_s=strides_of(dfinal) or NOWHERE,
+        cu_seqlens=dense(p.cu_seqlens),
+        dq_d=None if grouped else _tokens(p, dq),
+        dk_d=None if grouped else _tokens(p, dk),
+        dv_d=_tokens(p, dv),
+        tails_d=copied(tails, ends, (p.V, 1), (CHUNK, p.V)),
+        dq=dq,
+        dk=dk,
+        sums=sums,
+        dinitial=dinitial,
+        dinitial_s=strides_of(dinitial) or NOWHERE,
+        T=p.T,
+        H=p.H,
+        HV=p.HV,
+        q_h=strides_of(q)[2],
+        k_h=strides_of(p.k)[2],
+        do_h=strides_of(do)[2],
+        scale=p.scale,
+        K=p.K,
+        V=p.V,
+        TILED=tiled,
+        GIVEN=given,
+        GROUPED=grouped,
+        L2NORM=p.l2norm,
+        num_warps=8,
+    )
+    g, dbeta = fit(p.g), _like(p, "beta", need)
+    dg = _like(p, "g", need | {"g"}) if need & GATES else None
+    dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", 1, need)
+    g_b, g_t, g_h = columns_of(g)
+    launch(
+        finish_walk,
+        _count(p) * p.HV,
+        device,
+        sums=sums,
+        tails=tails,
+        rows=tile.rows,
+        gamma=tile.gamma,
+        v=strided(fit(p.v)),
+        g=g,
+        g_b=g_b,
+        g_t=g_t,
+        g_h=g_h,
+        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        cu_seqlens=dense(p.cu_seqlens),
+        grads=HeadGradients(dq, dk, None, None, dg, dbeta, dA_log, ddt_bias),
+        dv=dv,
+        N=p.N,
+        T=p.T,
+        HV=p.HV,
+        lower_bound=p.lower_bound or 0.0,
+        flags=flags_of(p),
+        D=p.V,
+        TILED=tiled,
+        GIVEN=given,
+        GROUPED=grouped,
+        SUMS=KERNEL.SUMS.value,
+        LEAST=KERNEL.LEAST.value,
+        num_warps=4,
+    )
+    if grouped:
+        dq, dk = _gather(p, "q", q, dq), _gather(p, "k", p.k, dk)
+    grads = _gradients(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
+    grads.v, grads.initial_state = dv, None if dinitial is None else as_kv(p, dinitial)
+    return grads
+
+
+NOWHERE = (0, 0, 0, 0)  # the strides of a state that is not there
+
+
+def _tokens(p: Problem, x: Tensor):
+    """Describe a [B, T, X, 128] tensor to the copy engine: rows of tokens, a head per block."""
+    assert KERNEL is not None
+    _, token, head, _ = strides_of(x)
+    columns = (x.shape[2] - 1) * head + x.shape[3]
+    return KERNEL.copied(x, (p.B * p.T, columns), (token, 1), (CHUNK, x.shape[3]))

@@ -1,0 +1,569 @@
+"""GDN's backward as one walk over the chunks of each head, last chunk first, for Hopper in Gluon.
+
+The gradient of the state stays in registers from chunk to chunk. Each step makes dq, dk, dv and the
+sums of dG and dbeta of its chunk, so neither that gradient nor z goes through memory.
+
+One warp copies tiles to shared memory. Eight warps compute. Barriers in shared memory hold the two
+together: `full` and `f_*` say that buffers are filled, `e_*` that they are free. What lives where
+is in docs/kernels/design.md, "The walk of GDN".
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kda_ops.backends.triton.gluon_names import barrier, load_tile, reinterpret, store_tile
+
+# What a chunk leaves for the kernel that finishes dg and dbeta, in fp32, at the start of its tile
+# of P, which has been read: dG [64], the sums for dbeta [64], those of the decay to the end of the
+# chunk in two halves of K [64, 2], and S o dS [V]. A tile of P has so many floats.
+SUMS = gl.constexpr(64 * 64 // 2)
+# below it a given beta counts as this in N, so that the sum for dbeta can be divided by it
+LEAST = gl.constexpr(2.0**-64)
+FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
+COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # of what copies rows
+
+
+@gluon.jit
+def halves(x):
+    """The sums over each half of the columns, [64, 2]: each warpgroup has one half."""
+    return gl.sum(gl.reshape(x, (64, 2, x.shape[1] // 2)), 2)
+
+
+@gluon.jit
+def clear_rows(tile, n_rows):
+    """Zero the rows of a tile in shared memory from n_rows on."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, COPIED))[:, None]
+    tile.store(gl.where(row < n_rows, tile.load(COPIED), 0.0).to(tile.dtype))
+
+
+@gluon.jit
+def state_at(state, strides, HV, o_k, o_v):
+    """Pointers to S[k, v] of the program's sequence and head, as [V, K]."""
+    i_n, i_h = gl.program_id(0) // HV, gl.program_id(0) % HV
+    p_s = state + (i_n.to(gl.int64) * strides[0] + i_h.to(gl.int64) * strides[1])
+    return p_s + (o_v * strides[3])[:, None] + (o_k * strides[2])[None, :]
+
+
+@gluon.jit
+def produce(
+    q_d,
+    k_d,
+    do_d,
+    vn_d,
+    S_d,
+    A_d,
+    P_d,
+    r_d,
+    q_s,
+    k_s,
+    do_s,
+    vn_s,
+    S_s,
+    A_s,
+    P_s,
+    r_s,
+    full,
+    f_ap,
+    e_ap,
+    f_do,
+    e_do,
+    f_S,
+    f_vn,
+    token,
+    tile,
+    HV,
+    q_column,
+    k_column,
+    column,
+    chunks,
+    K: gl.constexpr,
+    V: gl.constexpr,
+):
+    """Copy the tiles of each chunk to shared memory, in the order of their use."""
+    for n in range(chunks):
+        c = chunks - 1 - n
+        s, one, zero = n & 1, n & 1, n >> 30
+        t, i = token + c * 64, tile + c * HV
+        mbarrier.wait(e_ap, one ^ 1)
+        bar = full.index(s)
+        mbarrier.expect(bar, 4 * 64 * K + 7 * 256)
+        load_tile(k_d, [t, k_column], bar, k_s.index(s))
+        for j in gl.static_range(7):
+            load_tile(r_d, [i * 448 + j * 64], bar, r_s.index(s * 7 + j))
+        load_tile(q_d, [t, q_column], bar, q_s.index(s))
+        mbarrier.expect(f_ap, 4 * 64 * 64)
+        load_tile(P_d, [i * 64, 0], f_ap, P_s.index(zero))
+        load_tile(A_d, [i * 64, 0], f_ap, A_s.index(zero))
+        mbarrier.wait(e_do, one ^ 1)
+        mbarrier.expect(f_do, 2 * 64 * V)
+        load_tile(do_d, [t, column], f_do, do_s.index(zero))
+        mbarrier.expect(f_S, 2 * K * V)
+        load_tile(S_d, [i * K, 0], f_S, S_s.index(zero))
+        mbarrier.expect(f_vn, 2 * 64 * V)
+        load_tile(vn_d, [i * 64, 0], f_vn, vn_s.index(zero))
+
+
+@gluon.jit
+def consume(
+    dq_d,
+    dk_d,
+    dv_d,
+    tails_d,
+    dq,
+    dk,
+    q_s,
+    k_s,
+    do_s,
+    vn_s,
+    S_s,
+    A_s,
+    P_s,
+    r_s,
+    z_s,
+    D_s,
+    M_s,
+    N_s,
+    s0,
+    s1,
+    s2,
+    full,
+    f_ap,
+    e_ap,
+    f_do,
+    e_do,
+    f_S,
+    f_vn,
+    gamma,
+    sums,
+    dfinal,
+    dfinal_s,
+    dinitial,
+    dinitial_s,
+    token,
+    tile,
+    HV,
+    column,
+    chunks,
+    length,
+    scale,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    TILED: gl.constexpr,
+    GIVEN: gl.constexpr,
+    GROUPED: gl.constexpr,
+    L2NORM: gl.constexpr,
+):
+    """Compute. dS is held as [V, K]: its rows are halved between two warpgroups. Of tiles with
+    tokens as rows, the columns are.
+    """
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, K, 16])
+    N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
+    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])
+    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
+    WA: gl.constexpr = gl.DotOperandLayout(0, W, 2)
+    NA: gl.constexpr = gl.DotOperandLayout(0, N, 2)
+    NC: gl.constexpr = gl.SliceLayout(0, N)
+    RR: gl.constexpr = gl.SliceLayout(1, R)
+    QR: gl.constexpr = gl.SliceLayout(1, Q)
+    QC: gl.constexpr = gl.SliceLayout(0, Q)
+    PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    TYPE: gl.constexpr = q_s.dtype
+    none_n, none_q = gl.zeros([V, 64], gl.float32, N), gl.zeros([64, 64], gl.float32, Q)
+    none_r = gl.zeros([64, K], gl.float32, R)
+    dS = gl.zeros([V, K], gl.float32, W)
+    o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, W)), gl.arange(0, K, gl.SliceLayout(0, W))
+    if dfinal is not None:
+        dS = gl.load(state_at(dfinal, dfinal_s, HV, o_k, o_v)).to(gl.float32)
+    here = length - (chunks - 1) * 64  # rows that are tokens: 64 in all chunks but the last
+    if (here < 64) & (chunks > 0):
+        # what follows a sequence is not its own, and may be anything
+        mbarrier.wait(full.index(0), 0)
+        mbarrier.wait(f_do, 0)
+        clear_rows(q_s.index(0), here)
+        clear_rows(k_s.index(0), here)
+        clear_rows(do_s.index(0), here)
+        fence_async_shared()
+        barrier()
+    g = gl.load(gamma + tile + (chunks - 1) * HV, mask=chunks > 0, other=1.0)
+    for n in range(chunks):
+        c = chunks - 1 - n
+        # `zero` is 0, but not to the compiler, which else holds the addresses of all buffers in
+        # registers, and spills: a view is taken anew in each turn, of buffers of one stage too
+        s, one, zero = n & 1, n & 1, n >> 30
+        i = tile + c * HV
+        row = gl.arange(0, 64, QR)[:, None] + zero
+        col = gl.arange(0, 64, QC)[None, :] + (c >> 30)
+        o_r, o_v = gl.arange(0, 64, RR) + zero, gl.arange(0, V, gl.SliceLayout(1, W)) + zero
+        p_sum = sums + i.to(gl.int64) * SUMS
+        k, q, r = k_s.index(s), q_s.index(s), s * 7
+        # a tile goes to `tails` if some of its rows are no tokens; what is far out of range is not
+        # written, and costs less than a branch
+        place = gl.where(here < 64, FAR, token + c * 64)
+        tail = gl.where(here < 64, gl.program_id(0) * (64 if GROUPED else 192), FAR)
+        do_b, z_b, vn_b = do_s.index(zero), z_s.index(zero), vn_s.index(zero)
+        S_b, D_b = S_s.index(zero), D_s.index(zero)
+        A_b, P_b, M_b, N_b = A_s.index(zero), P_s.index(zero), M_s.index(zero), N_s.index(zero)
+        b_ds = dS.to(TYPE)
+        mbarrier.wait(full.index(s), n // 2 & 1)
+        x = warpgroup_mma(
+            gl.convert_layout(b_ds, NA), k.permute((1, 0)), none_n, use_acc=False, is_async=True
+        )
+        mbarrier.wait(f_do, one)
+        b_do = do_b.permute((1, 0)).load(N)
+        mbarrier.wait(f_ap, one)
+        y = warpgroup_mma(gl.convert_layout(b_do, NA), P_b, none_n, use_acc=False, is_async=True)
+        D_b.store(b_ds)
+        mbarrier.wait(f_S, one)
+        # waits for nothing: it tells the assembler that dS is not what is in flight
+        dS = warpgroup_mma_wait(2, deps=(dS,))
+        both = gl.sum(S_b.permute((1, 0)).load(W).to(gl.float32) * dS, 1)
+        gl.store(p_sum + (256 + o_v), both)
+        r1 = r_s.index(r + 1).load(NC)
+        x, y, dS = warpgroup_mma_wait(0, deps=(x, y, dS))
+        r3 = r_s.index(r + 3).load(NC)
+        y = y + x * r1[None, :]
+        b_y = y.to(TYPE)
+        # A is one on its diagonal, where z takes y as it was before it was rounded
+        z = warpgroup_mma(gl.convert_layout(b_y, NA), A_b, y - b_y.to(gl.float32), is_async=True)
+        dS = dS * g
+        g = gl.load(gamma + tile + gl.maximum(c - 1, 0) * HV)
+        b_read = gl.convert_layout((b_do.to(gl.float32) * r3[None, :]).to(TYPE), WA)
+        dS = warpgroup_mma(b_read, q, dS, is_async=True)
+        r0, r2 = r_s.index(r).load(NC), r_s.index(r + 2).load(NC)
+        z = warpgroup_mma_wait(1, deps=(z,))
+        if TILED:
+            r0 = r0 * r2
+        else:
+            z = z * r2[None, :]
+        tma.store_wait(0)  # dv, dq and dk of the step before have left
+        barrier()  # and A and P have been read by all warps
+        # In 3.6 an arrival is one thread's, and a wait for products each warp's own: so arrivals
+        # follow a barrier. Right behind it, for the compiler puts another one before them
+        # otherwise. It frees A, P, and the q, k and rows of the step before.
+        mbarrier.arrive(e_ap, count=1)
+        z_b.permute((1, 0)).store(z.to(TYPE))
+        b_less = gl.convert_layout((z * -r0[None, :]).to(TYPE), WA)
+        dS = warpgroup_mma(b_less, k, dS, is_async=True)
+        fence_async_shared()
+        barrier()
+        store_tile(dv_d, [place, column], z_b)
+        store_tile(tails_d, [tail + (0 if GROUPED else 128), 0], z_b)
+        mbarrier.wait(f_vn, one)
+        vn_t, S_t = vn_b.permute((1, 0)), S_b.permute((1, 0))
+        p = warpgroup_mma(do_b, vn_t, none_q, use_acc=False, is_async=True)
+        l = warpgroup_mma(z_b, vn_t, none_q, use_acc=False, is_async=True)
+        dq_b = warpgroup_mma(do_b, S_t, none_r, use_acc=False, is_async=True)
+        dk_b = warpgroup_mma(z_b, S_t, none_r, use_acc=False, is_async=True)
+        G_r, G_c = r_s.index(r + 6).load(QR), r_s.index(r + 6).load(QC)
+        nq_r, nk_r, nk_c = (
+            r_s.index(r + 5).load(QR),
+            r_s.index(r + 4).load(QR),
+            r_s.index(r + 4).load(QC),
+        )
+        less = -nk_r
+        if TILED:
+            less = less * strength(r_s.index(r + 2).load(QR), GIVEN)
+        E = gl.where(row >= col, gl.exp2(G_r[:, None] - G_c[None, :]), 0.0) * nk_c[None, :]
+        p, l, dS = warpgroup_mma_wait(2, deps=(p, l, dS))
+        if not GIVEN:
+            gl.store(p_sum + (64 + row) + 0 * col, l, mask=row == col)
+        M_b.store((p * E * (nq_r * scale)[:, None]).to(TYPE))
+        N_b.store(gl.where(row > col, l * E * less[:, None], 0.0).to(TYPE))
+        fence_async_shared()
+        late = warpgroup_mma(vn_b, D_b, none_r, use_acc=False, is_async=True)
+        f0, f1, f3 = (r_s.index(r).load(RR), r_s.index(r + 1).load(RR), r_s.index(r + 3).load(RR))
+        if TILED:
+            f0 = f0 * strength(r_s.index(r + 2).load(RR), GIVEN)
+        dq_b, dk_b, late = warpgroup_mma_wait(0, deps=(dq_b, dk_b, late))
+        barrier()  # M and N are there, and do, v_new and S have been read by all warps
+        mbarrier.arrive(e_do, count=1)
+        dq_b = dq_b * f3[:, None]
+        dq_b = warpgroup_mma(M_b, k, dq_b, is_async=True)
+        dk_b = dk_b * -f0[:, None]
+        dk_b = warpgroup_mma(N_b, k, dk_b, is_async=True)
+        late = late * f1[:, None]
+        b_late = halves(k.load(R).to(gl.float32) * late)
+        HALF: gl.constexpr = b_late.type.layout
+        o_half = (gl.arange(0, 64, gl.SliceLayout(1, HALF))[:, None] + zero) * 2
+        o_half += gl.arange(0, 2, gl.SliceLayout(0, HALF))[None, :]
+        gl.store(p_sum + (128 + o_half), b_late)
+        late = warpgroup_mma(N_b.permute((1, 0)), k, late, is_async=True)
+        late = warpgroup_mma(M_b.permute((1, 0)), q, late, is_async=True)
+        n_k, n_q = r_s.index(r + 4).load(RR), r_s.index(r + 5).load(RR)
+        b_q = q.load(R).to(gl.float32)
+        dq_b, dk_b, late = warpgroup_mma_wait(0, deps=(dq_b, dk_b, late))
+        b_k = k.load(R).to(gl.float32)
+        reinterpret(s0, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_q * dq_b))
+        reinterpret(s1, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_k * dk_b))
+        reinterpret(s2, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_k * late))
+        barrier()  # the sums are there, and q and k have been read by all warps
+        dk_b += late
+        along_q = s0.index(0).load(RR) + s0.index(1).load(RR)
+        along_k = s1.index(0).load(RR) + s1.index(1).load(RR)
+        along_late = s2.index(0).load(RR) + s2.index(1).load(RR)
+        gl.store(p_sum + o_r, along_q + along_k - along_late)
+        if GIVEN:
+            gl.store(p_sum + (64 + o_r), along_k)
+        if L2NORM:
+            along_k += along_late
+            dq_b = dq_b - b_q * (n_q * n_q * along_q)[:, None]
+            dk_b = dk_b - b_k * (n_k * n_k * along_k)[:, None]
+        if GROUPED:
+            first = (token + c * 64).to(gl.int64) * (HV * K) + column
+            o_x = (o_r * (HV * K))[:, None] + (gl.arange(0, K, gl.SliceLayout(0, R)) + zero)[
+                None, :
+            ]
+            m_x = (o_r < here)[:, None]
+            gl.store(dq + first + o_x, dq_b, mask=m_x)
+            gl.store(dk + first + o_x, dk_b, mask=m_x)
+        else:
+            q.store(dq_b.to(TYPE))
+            k.store(dk_b.to(TYPE))
+            fence_async_shared()
+            barrier()
+            store_tile(dq_d, [place, column], q)
+            store_tile(dk_d, [place, column], k)
+            store_tile(tails_d, [tail, 0], q)
+            store_tile(tails_d, [tail + 64, 0], k)
+        here = 64
+    if dinitial is not None:
+        o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, W)), gl.arange(0, K, gl.SliceLayout(0, W))
+        gl.store(state_at(dinitial, dinitial_s, HV, o_k, o_v), dS)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def strength(r2, GIVEN: gl.constexpr):
+    """beta of each row; a given one that is 0 counts as LEAST."""
+    if GIVEN:
+        r2 = gl.where(gl.abs(r2) < LEAST, LEAST, r2)
+    return r2
+
+
+@gluon.jit(do_not_specialize=["T", "H", "HV", "q_h", "k_h", "do_h", "scale"])
+def reverse_walk_gdn(
+    q_d,
+    k_d,
+    do_d,
+    vn_d,
+    S_d,
+    A_d,
+    P_d,
+    r_d,
+    gamma,
+    dfinal,
+    dfinal_s,
+    cu_seqlens,
+    dq_d,
+    dk_d,
+    dv_d,
+    tails_d,
+    dq,
+    dk,
+    sums,
+    dinitial,
+    dinitial_s,
+    T,
+    H,
+    HV,
+    q_h,
+    k_h,
+    do_h,
+    scale,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    TILED: gl.constexpr,
+    GIVEN: gl.constexpr,
+    GROUPED: gl.constexpr,
+    L2NORM: gl.constexpr,
+):
+    """One head of one sequence, last chunk first, with dS [K, V] fp32 in registers; r are the rows
+    of `prepare_gdn`, n_q and n_k norms, E_ij the decay from row j to row i::
+
+        dv_new = P^T do + r_1 (k dS);   z = A^T dv_new;   dv = beta z    [64, V]
+        dS <- gamma dS + q^T (r_3 do) - k^T (r_0 dv)                     [K, V]
+        M = scale tril(n_q n_k do v_new^T o E);   N = -strict_tril(n_k n_k dv v_new^T o E)
+        dq   = r_3 (do S^T) + M k                                        [64, K]
+        part = N k - r_0 (dv S^T);   rest = r_1 (v_new dS^T) + N^T k + M^T q;   dk = part + rest
+        dG = sum_k q dq + k part - k rest                                [64]
+        dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + sum_k k part / beta
+
+    dq and dk leave through the norm. What pairs of rows add to dG cancels in a sum over a chunk:
+    both sides use the same rounded M and N. q dq and k dk are sums that the norm needs anyway.
+
+    If TILED, z takes the place of dv, in the output too, and beta is a factor of rows. If GROUPED,
+    several value heads share q and k, and dq and dk are fp32 per value head. The sums lie
+    as `SUMS` says; `finish_walk` makes dg and dbeta of them.
+    """
+    TYPE: gl.constexpr = q_d.dtype
+    pid = gl.program_id(0)
+    i_n, i_h = pid // HV, pid % HV
+    if cu_seqlens is not None:
+        bos = gl.load(cu_seqlens + i_n).to(gl.int32)
+        length = gl.load(cu_seqlens + i_n + 1).to(gl.int32) - bos
+        tile = (bos // 64 + i_n) * HV + i_h
+    else:
+        bos, length = i_n * T, T
+        tile = i_n * ((T + 63) // 64) * HV + i_h
+    chunks = (length + 63) // 64
+    i_g = i_h // (HV // H)
+    q_s = gl.allocate_shared_memory(TYPE, [2, 64, K], q_d.layout)
+    k_s = gl.allocate_shared_memory(TYPE, [2, 64, K], q_d.layout)
+    r_s = gl.allocate_shared_memory(gl.float32, [14, 64], r_d.layout)
+    do_s = gl.allocate_shared_memory(TYPE, [1, 64, V], do_d.layout)
+    z_s = gl.allocate_shared_memory(TYPE, [1, 64, V], do_d.layout)
+    vn_s = gl.allocate_shared_memory(TYPE, [1, 64, V], do_d.layout)
+    S_s = gl.allocate_shared_memory(TYPE, [1, K, V], S_d.layout)
+    D_s = gl.allocate_shared_memory(TYPE, [1, V, K], S_d.layout)
+    A_s = gl.allocate_shared_memory(TYPE, [1, 64, 64], A_d.layout)
+    P_s = gl.allocate_shared_memory(TYPE, [1, 64, 64], A_d.layout)
+    M_s = gl.allocate_shared_memory(TYPE, [1, 64, 64], A_d.layout)
+    N_s = gl.allocate_shared_memory(TYPE, [1, 64, 64], A_d.layout)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    s0 = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    s1 = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    s2 = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    f_ap = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    e_ap = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    f_do = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    e_do = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    f_S = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    f_vn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+    mbarrier.init(f_ap, count=1)
+    mbarrier.init(e_ap, count=1)
+    mbarrier.init(f_do, count=1)
+    mbarrier.init(e_do, count=1)
+    mbarrier.init(f_S, count=1)
+    mbarrier.init(f_vn, count=1)
+    fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    dq_d,
+                    dk_d,
+                    dv_d,
+                    tails_d,
+                    dq,
+                    dk,
+                    q_s,
+                    k_s,
+                    do_s,
+                    vn_s,
+                    S_s,
+                    A_s,
+                    P_s,
+                    r_s,
+                    z_s,
+                    D_s,
+                    M_s,
+                    N_s,
+                    s0,
+                    s1,
+                    s2,
+                    full,
+                    f_ap,
+                    e_ap,
+                    f_do,
+                    e_do,
+                    f_S,
+                    f_vn,
+                    gamma,
+                    sums,
+                    dfinal,
+                    dfinal_s,
+                    dinitial,
+                    dinitial_s,
+                    bos,
+                    tile,
+                    HV,
+                    i_h * V,
+                    chunks,
+                    length,
+                    scale,
+                    K,
+                    V,
+                    TILED,
+                    GIVEN,
+                    GROUPED,
+                    L2NORM,
+                ),
+            ),
+            (
+                produce,
+                (
+                    q_d,
+                    k_d,
+                    do_d,
+                    vn_d,
+                    S_d,
+                    A_d,
+                    P_d,
+                    r_d,
+                    q_s,
+                    k_s,
+                    do_s,
+                    vn_s,
+                    S_s,
+                    A_s,
+                    P_s,
+                    r_s,
+                    full,
+                    f_ap,
+                    e_ap,
+                    f_do,
+                    e_do,
+                    f_S,
+                    f_vn,
+                    bos,
+                    tile,
+                    HV,
+                    i_g * q_h,
+                    i_g * k_h,
+                    i_h * do_h,
+                    chunks,
+                    K,
+                    V,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )
+
+
+def copied(
+    x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
+) -> TensorDescriptor:
+    """Describe a tensor to the copy engine, seen with this shape, in blocks as products read them.
+
+    Blocks of one dimension are fp32, of two 16 bits wide.
+    """
+    return TensorDescriptor(x, [*shape], [*strides], [*block], _layout(tuple(block), x.dtype))
+
+
+@lru_cache(None)
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    if len(block) == 1:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    element = gl.bfloat16 if dtype is torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([*block], element)

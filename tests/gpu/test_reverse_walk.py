@@ -1,0 +1,171 @@
+"""GDN's backward as one walk, on Hopper: against float64, and next to the kernels it replaces."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from kda_ops import dispatch
+from kda_ops.backends.triton import reverse_walk, tuning
+from tests.support.calls import run
+from tests.support.cases import Case, replace
+from tests.support.closeness import (
+    assert_all_close,
+    assert_all_identical,
+    assert_identical,
+    oracle,
+    twin,
+)
+from tests.support.plans import forget_plans
+
+CUDA = torch.device("cuda")
+if reverse_walk.KERNEL is None or not tuning.is_hopper(CUDA):
+    pytest.skip("needs Hopper, and a Triton whose Gluon is known", allow_module_level=True)
+
+TRITON = dispatch.load("triton")
+BF16, FP16 = torch.bfloat16, torch.float16
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+# a chunk and 8 rows of the last one
+LAYER = Case(
+    variant="gdn",
+    dtype=BF16,
+    K=128,
+    V=128,
+    B=2,
+    T=200,
+    H=2,
+    HV=2,
+    gate="softplus",
+    l2norm=True,
+    beta="sigmoid",
+)
+PACKED = replace(LAYER, lengths=(0, 65, 1, 128, 37, 0), tail=70, H=1, HV=1)
+GIVEN = replace(LAYER, gate="weak", beta="given", l2norm=False)
+CASES = {
+    "no tails": replace(LAYER, T=256),
+    "tails": LAYER,
+    "one token": replace(LAYER, T=1),
+    "bounded": replace(PACKED, gate="bounded"),
+    "given": GIVEN,
+    "given, packed": replace(
+        GIVEN, gate="strong", lengths=(63, 65, 0, 130), tail=5, H=1, HV=1, final=False
+    ),
+    "no gate, no beta": replace(LAYER, gate="none", beta="none"),
+    "negative eigenvalues": replace(LAYER, beta="neg_eigval", transposed=True),
+    "fp16": replace(LAYER, dtype=FP16),
+    "grouped": replace(LAYER, H=1, transposed=True),
+    "grouped, given": replace(GIVEN, H=1, gate="reset", keys="correlated"),
+    "grouped, fp16, packed": replace(PACKED, dtype=FP16, HV=2),
+    "forget": replace(LAYER, gate="forget", keys="repeated", state=False, final=False),
+    "everything kept": replace(LAYER, disable_recompute=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def walk(monkeypatch):
+    """Walk for any number of heads, and fill what torch.empty gives with NaN."""
+    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def has_walked() -> bool:
+    """Whether the plan that was made last walks."""
+    plans = [plan for some in TRITON.plans.values() for plan in some]
+    return "reverse_walk_gdn" in str(plans[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_gradient_meets_its_budget(name):
+    case = CASES[name]
+    forget_plans()
+    got = run(case, inputs=case.inputs(CUDA), cotangents=case.cotangents(CUDA))
+    assert has_walked()
+    assert_all_close(got, oracle(case), lambda i: twin(case, draw=i))
+
+
+@pytest.mark.parametrize("name", ("tails", "bounded", "given", "grouped"))
+def test_runs_give_the_same_bits(name):
+    case = CASES[name]
+    inputs, cotangents = case.inputs(CUDA), case.cotangents(CUDA)
+    want = run(case, inputs=inputs, cotangents=cotangents)
+    for _ in range(5):
+        assert_all_identical(want, run(case, inputs=inputs, cotangents=cotangents))
+
+
+def test_a_strength_of_zero_has_a_gradient(monkeypatch):
+    """The walk divides a sum by beta: a beta of 0 counts as a small one there."""
+    inputs, cotangents = GIVEN.inputs(CUDA), GIVEN.cotangents(CUDA)
+    beta = inputs["beta"] = inputs["beta"].clone()
+    beta[:, ::3] = 0.0
+    beta[:, 1::7] = 1e-12
+    got = run(GIVEN, inputs=inputs, cotangents=cotangents)["dbeta"]
+    monkeypatch.setattr(tuning, "FORCED_WALK", False)
+    want = run(GIVEN, inputs=inputs, cotangents=cotangents)["dbeta"]
+    for rows in (beta == 0.0, beta == 1e-12):
+        assert (got - want)[rows].abs().max() < 1e-2 * want[rows].abs().max()
+
+
+def test_what_follows_the_sequences_changes_no_bit_and_gets_zeros():
+    case = PACKED
+    inputs, (do, dfinal) = case.inputs(CUDA), case.cotangents(CUDA)
+    want = run(case, inputs=inputs, cotangents=(do, dfinal))
+    end = sum(case.lengths)
+    for x in (do, *(inputs[n] for n in PER_TOKEN)):
+        x[:, end:] = torch.nan
+    got = run(case, inputs=inputs, cotangents=(do, dfinal))
+    for name in want:
+        if name.removeprefix("d") in PER_TOKEN:
+            assert_identical(got[name][:, :end], want[name][:, :end], name)
+            assert not got[name][:, end:].any()
+        elif name != "o":
+            assert_identical(got[name], want[name], name)
+
+
+@pytest.mark.parametrize(
+    "more", ((), ("g",), ("beta", "dt_bias"), ("initial_state",)), ids=" ".join
+)
+def test_gradients_do_not_depend_on_which_are_asked_for(more):
+    inputs, cotangents = LAYER.inputs(CUDA), LAYER.cotangents(CUDA)
+    want = run(LAYER, inputs=inputs, cotangents=cotangents)
+    forget_plans()
+    got = run(LAYER, inputs=inputs, cotangents=cotangents, need=("q", "k", "v", *more))
+    assert has_walked()
+    for name, x in got.items():
+        assert_identical(x, want[name], name)
+
+
+@pytest.mark.parametrize("case", (LAYER, PACKED), ids=("dense", "packed"))
+def test_a_plan_serves_other_sizes(case):
+    """The tensor descriptors are made anew for each call."""
+    other = replace(case, T=330, B=2) if case.lengths is None else replace(case, tail=9)
+    inputs, cotangents = other.inputs(CUDA), other.cotangents(CUDA)
+    forget_plans()
+    run(case, inputs=case.inputs(CUDA), cotangents=case.cotangents(CUDA))
+    planned = run(other, inputs=inputs, cotangents=cotangents)
+    forget_plans()
+    assert_all_identical(run(other, inputs=inputs, cotangents=cotangents), planned)
+
+
+def test_a_graph_replays_the_walk():
+    inputs, cotangents = LAYER.inputs(CUDA), LAYER.cotangents(CUDA)
+    want = run(LAYER, inputs=inputs, cotangents=cotangents)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream):
+        got = run(LAYER, inputs=inputs, cotangents=cotangents)
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_all_identical(want, got)
+
+
+def test_the_rule_walks_from_48_programs_on(monkeypatch):
+    monkeypatch.setattr(tuning, "FORCED_WALK", None)
+    for heads, walked in ((16, False), (32, True)):
+        case = replace(LAYER, H=heads, HV=heads, T=70)
+        forget_plans()
+        run(case, inputs=case.inputs(CUDA), cotangents=case.cotangents(CUDA))
+        assert has_walked() == walked

@@ -1,0 +1,79 @@
+"""What finishes GDN's walk: dg, dbeta and the rows of last chunks, from sums that are made up."""
+
+import os
+
+import pytest
+import torch
+import triton.language as tl
+
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
+    )
+
+from kda_ops.backends.triton.gate import Flags
+from kda_ops.backends.triton.gradient_gdn import HeadGradients
+from kda_ops.backends.triton.launch import launch
+from kda_ops.backends.triton.operands import GateWeights, strided
+from kda_ops.backends.triton.reverse_walk import finish_walk
+
+D, HV, FLOATS, LEAST = 128, 2, 2048, 2.0**-64
+LENGTHS = (70, 0, 64, 5)
+TAIL = 9  # tokens of no sequence
+
+
+@pytest.mark.parametrize("tiled, given", ((False, False), (True, False), (True, True)))
+def test_sums_and_last_rows_become_gradients(tiled, given):
+    T, N = sum(LENGTHS) + TAIL, len(LENGTHS)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+    visited = T // 64 + N + 1
+    gen = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=gen)
+
+    sums, rows, gamma = randn(visited, HV, FLOATS), randn(visited, HV, 7, 64), randn(visited, HV, 1)
+    rows[:, :, 2] = torch.rand(visited, HV, 64, generator=gen)
+    if given:
+        rows[:, 0, 2, ::3] = 0.0
+    tails, v = randn(N, HV, 3, 64, D), randn(1, T, HV, D)
+    walked = [randn(1, T, HV, D) for _ in range(3)]
+    dq, dk, dv = (x.clone() for x in walked)
+    dg, dbeta = (torch.full((1, T, HV), torch.nan) for _ in range(2))
+    launch(
+        finish_walk,
+        visited * HV,
+        v.device,
+        **dict(sums=sums, tails=tails, rows=rows, gamma=gamma, v=strided(v), dv=dv),
+        **dict(g=None, g_b=0, g_t=0, g_h=0, gate=GateWeights(None, None), lower_bound=0.0),
+        grads=HeadGradients(dq, dk, None, None, dg, dbeta, None, None),
+        cu_seqlens=ends,
+        flags=Flags(*[tl.constexpr(False)] * 5),
+        **dict(N=N, T=T, HV=HV, D=D, TILED=tiled, GIVEN=given, GROUPED=False),
+        **dict(SUMS=FLOATS, LEAST=LEAST),
+    )
+    for n, (begin, end) in enumerate(zip(ends.tolist(), ends[1:].tolist())):
+        for h in range(HV):
+            for c in range(-(-(end - begin) // 64)):
+                first = begin + 64 * c
+                count, i = min(64, end - first), begin // 64 + n + c
+                here = slice(first, first + count)
+                dq_x, dk_x, z = (
+                    (walked[j][0, here, h] if count == 64 else tails[n, h, j, :count])
+                    for j in range(3)
+                )
+                beta, x = rows[i, h, 2, :count], sums[i, h]
+                torch.testing.assert_close(dq[0, here, h], dq_x, rtol=0, atol=0)
+                torch.testing.assert_close(dk[0, here, h], dk_x, rtol=0, atol=0)
+                want = z * beta[:, None] if tiled else z
+                torch.testing.assert_close(dv[0, here, h], want)
+                if given:
+                    want = (z * v[0, here, h]).sum(1) + x[64 : 64 + count] / beta.clamp(min=LEAST)
+                else:
+                    want = x[64 : 64 + count] * (1 - beta) / (1.0 if tiled else beta)
+                torch.testing.assert_close(dbeta[0, here, h], want)
+                want = x[:64].flip(0).cumsum(0).flip(0)[:count]
+                want = want + x[128:256].sum() + gamma[i, h] * x[256:384].sum()
+                torch.testing.assert_close(dg[0, here, h], want, rtol=1e-5, atol=1e-4)
+    for x in (dq, dk, dv, dg, dbeta):
+        assert not x[0, ends[-1] :].any()

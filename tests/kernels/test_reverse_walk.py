@@ -1,0 +1,153 @@
+"""When GDN's backward is one walk; what it computes is tested on a GPU, for Gluon has no
+interpreter.
+"""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs triton, without its interpreter", allow_module_level=True)
+
+from kda_ops import chunk
+from kda_ops.backends.reference import Reference
+from kda_ops.backends.triton import reverse_walk, tuning
+from kda_ops.problem import Problem
+from kda_ops.registrations import schemas
+from kda_ops.stages import GRADIENTS
+from tests.support.cases import Case
+
+pytestmark = pytest.mark.quick
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def asks(
+    B=2,
+    T=256,
+    H=32,
+    HV=32,
+    K=128,
+    V=128,
+    dtype=BF16,
+    sigmoid=True,
+    rank=0,
+    need=GRADIENTS,
+    q=None,
+    do=True,
+    dfinal=None,
+    packed=0,
+) -> bool:
+    """Whether a call walks, on tensors that only have shapes."""
+    g = empty(B, T, HV, *([K] if rank else []), dtype=FP32)
+    p = Problem.parse(
+        rank,
+        empty(B, T, H, K, dtype=dtype) if q is None else q,
+        empty(B, T, H, K, dtype=dtype),
+        empty(B, T, HV, V, dtype=dtype),
+        g,
+        empty(B, T, HV, dtype=dtype),
+        None,
+        None,
+        None,
+        empty(packed + 1, dtype=torch.int32) if packed else None,
+        use_beta_sigmoid_in_kernel=sigmoid,
+    )
+    return reverse_walk.walks(p, p.new_output() if do else None, dfinal, frozenset(need))
+
+
+def test_gluon_is_known_here():
+    assert reverse_walk.KERNEL is not None
+
+
+@pytest.mark.parametrize(
+    "call",
+    (
+        {},
+        dict(B=3, H=16, HV=16),  # 48 programs
+        dict(B=1, packed=6, H=8, HV=8),
+        dict(H=16),
+        dict(dtype=FP16),
+        dict(sigmoid=False),
+        dict(need=("q", "k", "v")),
+        dict(q=empty(2, 256, 3 * 32 * 128)[..., : 32 * 128].unflatten(-1, (32, 128))),
+        dict(dfinal=empty(2, 32, 128, 128, dtype=FP32).mT),
+    ),
+    ids=str,
+)
+def test_many_heads_of_a_layer_walk(call):
+    assert asks(**call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    (
+        dict(B=1, HV=47, H=47),
+        dict(rank=1),
+        dict(dtype=FP32),
+        dict(dtype=FP16, sigmoid=False),
+        dict(K=64),
+        dict(V=64),
+        dict(H=8),  # four value heads of a key head
+        dict(need=("q", "k", "g")),
+        dict(do=False),
+        dict(q=empty(2, 32, 256, 128).transpose(1, 2)),
+        dict(q=empty(2, 256, 32, 129)[..., :128]),
+        dict(dfinal=empty(1, 32, 128, 128).as_strided((2, 32, 128, 128), (0, 0, 2**30, 1))),
+    ),
+    ids=str,
+)
+def test_other_calls_do_not_walk(call):
+    assert not asks(**call)
+
+
+@pytest.mark.parametrize("name, value", (("ASSUMED", 8), ("ASSUMED", 10), ("FORCED_WALK", False)))
+def test_other_architectures_do_not_walk(name, value, monkeypatch):
+    monkeypatch.setattr(tuning, name, value)
+    assert not asks()
+
+
+def test_without_gluon_nothing_walks(monkeypatch):
+    monkeypatch.setattr(reverse_walk, "KERNEL", None)
+    assert not asks()
+
+
+class Walks(Reference):
+    """A backend that walks, in the float64 of the definition."""
+
+    def walks(self, p, do, dfinal_state, need):
+        return True
+
+    def reverse_scan(self, *args):
+        raise AssertionError("the walk takes its place")
+
+    def reverse_walk(self, p, tile, trace, do, dfinal_state, need):
+        reverse = Reference().reverse_scan(p, tile, do, dfinal_state, need)
+        return self.gradient(p, tile, trace, do, reverse, need)
+
+
+@pytest.mark.parametrize("kept", (False, True))
+def test_backward_asks_for_the_walk_where_a_backend_has_one(kept):
+    case = Case(variant="gdn", dtype=torch.float64, T=70, disable_recompute=kept)
+    args = tuple(case.inputs().values())
+    o, _, *saved = chunk.Forward(0, args, case.flags()).run(Reference())
+    do, dfinal = case.cotangents()
+    both = (do, dfinal, *saved, *args, None)
+    flags = case.flags() | {"need": schemas.mask_of(x is not None for x in args)}
+    found = [chunk.Backward(0, both, flags).run(b) for b in (Walks(), Reference())]
+    for got, want in zip(*found):
+        assert (got is None and want is None) or torch.equal(got, want)
+
+
+def test_the_doctor_is_told_why(monkeypatch):
+    meta = torch.device("meta")
+    assert "one walk" in reverse_walk.path(meta)
+    monkeypatch.setattr(tuning, "ASSUMED", 10)
+    assert "capability 9.0" in reverse_walk.path(meta)
+    monkeypatch.setattr(reverse_walk, "KERNEL", None)
+    assert "no known Gluon" in reverse_walk.path(meta)
