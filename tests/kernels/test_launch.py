@@ -49,6 +49,23 @@ def test_a_launch_compiles_and_does_no_more_only_while_it_is_asked_to():
     assert kernel.asked == [("compile", *want), ("compile", (4,), (), {}), ("launch", *want)]
 
 
+@pytest.mark.quick
+def test_a_launch_takes_arguments_by_name_in_any_order():
+    from kda_ops.backends.triton.launch import compiling, launch
+
+    kernel, cpu = Kernel(), torch.device("cpu")
+    kernel.arg_names, kernel.__name__ = ["x", "y", "N"], "add"
+    launch(kernel, 3, cpu, num_warps=4, N=7, y=2, x=1)
+    with compiling():
+        launch(kernel, 3, cpu, shown=dict(N=16), N=7, y=2, x=1)
+    with pytest.raises(TypeError, match="add also takes y, N"):
+        launch(kernel, 3, cpu, x=1)
+    assert kernel.asked == [
+        ("launch", (3,), (1, 2, 7), {"num_warps": 4}),
+        ("compile", (3,), (1, 2, 16), {}),
+    ]
+
+
 def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
     from kda_ops.backends.triton.launch import launch
 
