@@ -93,7 +93,7 @@ HAZARDS = (
         None,
         None,
         "contraction to fma is off unless a launch enables it",
-        "results may differ from earlier versions in the last bits",
+        "every launch does",
     ),
     Hazard(
         (3, 0),
@@ -112,12 +112,27 @@ HAZARDS = (
 )
 
 
+# The versions of Triton that GPU times were taken with (docs/kernels/journal.md), and those whose
+# machine code ``python -m kda_ops compile`` keeps within budgets.
+TIMED = ((3, 6, 0), (3, 8, 0))
+COMPILED = ((3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 9, 0))
+
+
+def measured(triton: str) -> str:
+    """Say whether the kernels have run for times, or only been compiled, with this Triton."""
+    here = parse_version(triton)
+    how = "timed" if here in TIMED else "compiled, not timed" if here in COMPILED else "not tried"
+    timed, compiled = (", ".join(".".join(map(str, v)) for v in x) for x in (TIMED, COMPILED))
+    return f"{how} (timed: {timed}; compiled within budgets: {compiled})"
+
+
 def versions() -> Iterator[str]:
     """Yield the installed versions."""
     yield f"kda_ops {kda_ops.__version__} from {Path(kda_ops.__file__).parent}"
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"torch {torch.__version__} (CUDA {torch.version.cuda or 'none'})"
-    yield f"triton {installed('triton') or 'not installed'}"
+    triton = installed("triton")
+    yield f"triton {triton}, {measured(triton)}" if triton else "triton not installed"
     for peer in (
         "fla-core",
         "flash-linear-attention",

@@ -3,9 +3,10 @@ names an architecture.
 
 ``python -m kda_ops compile`` does it for the configuration of a layer, ``--all`` for the product of
 dtypes, widths, gates and modes too. Each line is one compiled kernel with what decides its speed:
-registers, bytes of stack (spills), shared memory. A kernel beyond its budget is an error, and so is
-one that does not compile. Hazards that `doctor` lists, of training on architectures that the
-kernels have never run on, are reported and are no error.
+registers, bytes of stack (spills), shared memory, instructions. A kernel beyond its budget
+(`kda_ops.tools.budgets`) is an error, and so is one that does not compile. Hazards that `doctor`
+lists, of training on architectures that the kernels have never run on, are reported and are no
+error.
 """
 
 from __future__ import annotations
@@ -28,71 +29,13 @@ from pathlib import Path
 
 import torch
 
+from kda_ops import doctor
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
+from kda_ops.tools import budgets
 from kda_ops.tools.machine import Help
 
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
-# Budget: bytes of stack per thread of a layer's kernels on sm_90, by kernel and gate. Each is the
-# largest of Triton 3.6 to 3.9.
-SPILLS = {
-    ("prepare_kda", "bound"): 528,
-    ("prepare_kda", "softplus"): 544,
-    ("scan_kda", "bound"): 104,
-    ("scan_kda", "softplus"): 80,
-    ("reverse_scan_kda", "bound"): 0,
-    ("reverse_scan_kda", "softplus"): 0,
-    ("gradient_pairs", "bound"): 120,
-    ("gradient_pairs", "softplus"): 120,
-    ("gradient_keys", "bound"): 504,
-    ("gradient_keys", "softplus"): 496,
-    ("sum_decays", "bound"): 0,
-    ("sum_decays", "softplus"): 0,
-    ("sum_gradients", "bound"): 0,
-    ("sum_gradients", "softplus"): 0,
-    ("reverse_scan_gdn", "bound"): 8,
-    ("reverse_scan_gdn", "softplus"): 8,
-    ("gradient_gdn", "bound"): 2376,
-    ("gradient_gdn", "softplus"): 2384,
-    # Triton 3.9; at most 56 with the others
-    ("reverse_walk_gdn", "bound"): 160,
-    ("reverse_walk_gdn", "softplus"): 184,
-    ("reverse_walk_gdn", "plain"): 160,
-    ("finish_walk", "bound"): 0,
-    ("finish_walk", "softplus"): 0,
-    ("finish_walk", "plain"): 0,
-    ("gather_heads", "bound"): 0,
-    ("gather_heads", "softplus"): 0,
-    ("prepare_gdn", "bound"): 152,
-    ("prepare_gdn", "softplus"): 128,
-    ("scan_gdn", "bound"): 8,
-    ("scan_gdn", "softplus"): 0,
-    ("recur", "bound"): 0,
-    ("join_runs", "bound"): 0,
-    ("scan_kda.few", "bound"): 272,
-    ("scan_gdn.few", "bound"): 8,
-    ("reverse_scan_kda.few", "bound"): 0,
-    ("reverse_scan_gdn.few", "bound"): 32,
-    # beside 226 KB of shared memory 100 B are more than the L1 holds: half as slow again
-    ("scan_kda.ahead", "bound"): 0,
-    ("scan_gdn.ahead", "bound"): 0,
-    ("gate_forward", "bound"): 0,
-    ("gate_forward", "softplus"): 0,
-    ("gate_gradient", "bound"): 0,
-    ("gate_gradient", "softplus"): 0,
-}
-# And the most registers per thread, where fewer than all there are let more programs run at once.
-REGISTERS = {
-    "prepare_gdn": 168,
-    "gradient_pairs": 168,
-    "recur": 168,
-    "finish_walk": 128,
-    "sum_decays": 64,
-    "sum_gradients": 64,
-    "gather_heads": 64,
-    "gate_forward": 128,
-    "gate_gradient": 168,
-}
 
 
 @dataclass(frozen=True)
@@ -113,23 +56,31 @@ class Row:
     code: str = ""  # `code_digest` of what was compiled
     # of a kernel that does not compile, or of a call that launches none; then `kernel` is its type
     error: str = ""
+    instructions: int = 0  # of machine code
 
     @property
     def name(self) -> str:
-        """The kernel, and whether it is a scan for few heads, or one that follows `prepare`."""
+        """The kernel, and what else has budgets of its own.
+
+        That is a scan for few heads, one that follows `prepare`, and a `gradient_gdn` whose key
+        heads have one value head each.
+        """
+        words = self.label.split()
+        if self.kernel == "gradient_gdn":
+            return self.kernel + ".single" * ("few" in words)
         return self.kernel + "".join(
-            f".{mark}"
-            for mark in ("few", "ahead")
-            if "scan" in self.kernel and mark in self.label.split()
+            f".{mark}" for mark in ("few", "ahead") if "scan" in self.kernel and mark in words
         )
 
     def faults(self, strict: bool) -> list[str]:
         """List what is over budget and what would compute wrong results.
 
-        Shared memory always has a budget, registers and spills in some configurations. Results are
-        wrong if Triton refills a buffer too early, if ptxas keeps almost nothing in registers, or
-        if a kernel that overlaps the previous one reads before it waits.
+        Shared memory always has a budget, the rest in a layer's configurations. Results are wrong
+        if Triton refills a buffer too early, if ptxas keeps almost nothing in registers, or if a
+        kernel that overlaps the previous one reads before it waits.
         """
+        import triton
+
         from kda_ops.backends.triton.launch import lost_registers
 
         found = [self.error] if self.error else []
@@ -150,20 +101,17 @@ class Row:
                 "it is launched beside the kernel before it, and touches memory before it waits "
                 "for that one (tile.wait_for_previous)"
             )
-        budget = SPILLS.get((self.name, self.gate), 1 << 30)
-        if strict and self.stack > budget:
-            found.append(f"{self.stack} bytes of stack, the budget is {budget}")
-        if strict and self.registers > (most := REGISTERS.get(self.name, 255)):
-            found.append(
-                f"{self.registers} registers, the budget is {most}: fewer programs run at once"
-            )
+        if strict:
+            version = doctor.parse_version(triton.__version__)
+            numbers = self.registers, self.stack, self.instructions
+            found += budgets.faults(self.name, self.gate, *numbers, version)
         return found
 
     def __str__(self) -> str:
         return (
             f"{self.label:34} {self.kernel:20} sm_{self.arch:<3} {self.warps} warps "
             f"{self.registers:3} registers {self.stack:5} B stack {self.shared:6} B shared "
-            f"{self.seconds:5.1f} s"
+            f"{self.instructions:5} instructions {self.seconds:5.1f} s"
         )
 
 
@@ -288,22 +236,34 @@ def hasty(ptx: str) -> bool:
     )
 
 
+def _sections(cubin: bytes, name: str) -> Iterator[tuple[str, int, int, bytes]]:
+    """Yield name, flags, size and content of each ELF section, without the kernel's name."""
+    table, size, count, strings = struct.unpack_from("<Q10x3H", cubin, 40)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    for at, kind, flags, _, offset, length in headers:
+        start = headers[strings][4] + at
+        section = cubin[start : cubin.index(b"\0", start)].decode().removesuffix(f".{name}")
+        held = b"" if kind == 8 else cubin[offset : offset + length]  # SHT_NOBITS: a size only
+        yield section, flags, length, held
+
+
 def code_digest(cubin: bytes, name: str, *facts: object) -> str:
     """Hash what the file of a kernel of this name puts on a device, and `facts` of its launch.
 
     That is code, constants and the sizes of parameters and shared memory: the ELF sections marked
     as allocated. Source lines and names are in other sections.
     """
-    table, size, count, strings = struct.unpack_from("<Q10x3H", cubin, 40)
-    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
-    found = []
-    for at, kind, flags, _, offset, length in headers:
-        if flags & 2:  # SHF_ALLOC
-            start = headers[strings][4] + at
-            section = cubin[start : cubin.index(b"\0", start)].decode().removesuffix(f".{name}")
-            held = b"" if kind == 8 else cubin[offset : offset + length]  # SHT_NOBITS: a size only
-            found.append((section, length, held))
+    found = [
+        (section, length, held)
+        for section, flags, length, held in _sections(cubin, name)
+        if flags & 2  # SHF_ALLOC
+    ]
     return hashlib.sha256(repr((sorted(found), facts)).encode()).hexdigest()[:12]
+
+
+def _instructions(cubin: bytes, name: str) -> int:
+    """Count the instructions of a kernel, 16 bytes each, with what fills its last line."""
+    return sum(size for section, _, size, _ in _sections(cubin, name) if section == ".text") // 16
 
 
 def compiled_code(kernel) -> str:
@@ -318,7 +278,8 @@ def _compiled(label: list[str], name: str, arch: int, kernel, start: float) -> R
     registers, stack = _resources(kernel.asm["cubin"])
     wrong = refilled(kernel.asm["ttgir"]), about.launch_pdl and hasty(kernel.asm["ptx"])
     numbers = about.num_warps, registers, stack, about.shared, time.perf_counter() - start
-    return Row(label[0], label[1], name, arch, *numbers, *wrong, compiled_code(kernel))
+    counted = _instructions(kernel.asm["cubin"], about.name)
+    return Row(label[0], label[1], name, arch, *numbers, *wrong, compiled_code(kernel), "", counted)
 
 
 def _broken(label: list[str], kernel: str, arch: int, error: Exception) -> Row:
@@ -591,8 +552,6 @@ def is_known(row: Row, fault: str) -> bool:
     here.
     """
     import triton
-
-    from kda_ops import doctor
 
     here = [
         h

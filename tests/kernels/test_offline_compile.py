@@ -111,27 +111,52 @@ def test_a_kernel_that_reads_before_it_waits_is_found(lines, found):
 
 
 @pytest.mark.quick
-def test_registers_and_stack_have_budgets_that_other_scans_do_not_share():
+def test_registers_stack_and_instructions_have_budgets_per_kernel_and_triton(monkeypatch):
+    from kda_ops.tools import budgets
+
+    table = {("scan", "bound"): ((8, 16, 0, 24), 1000), ("scan.few", "bound"): ((0,) * 4, 10)}
+    monkeypatch.setattr(budgets, "BUDGETS", table)
+    monkeypatch.setattr(budgets, "REGISTERS", {"scan": 168})
+
+    def faults(name, registers=168, stack=0, instructions=1100, triton=(3, 6, 0)):
+        found = budgets.faults(name, "bound", registers, stack, instructions, triton)
+        return [fault.split(",")[0] for fault in found]
+
+    assert faults("scan") == [] and faults("other", 255, 1 << 20, 1 << 20) == []
+    assert faults("scan", registers=169) == ["169 registers"]
+    assert faults("scan", instructions=1101) == ["1101 instructions"]
+    assert faults("scan.few", 255) == ["1100 instructions"]
+    for triton, most in (((3, 6, 0), 8), ((3, 7, 1), 16), ((3, 9, 0), 24), ((3, 11), 24)):
+        assert faults("scan", stack=most, triton=triton) == []
+        assert faults("scan", stack=most + 1, triton=triton) == [f"{most + 1} bytes of stack"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "label, kernel, name",
+    (
+        ("gdn keep few", "scan_gdn", "scan_gdn.few"),
+        ("gdn ahead", "scan_gdn", "scan_gdn.ahead"),
+        ("gdn keep", "scan_gdn", "scan_gdn"),
+        ("gdn keep few", "prepare_gdn", "prepare_gdn"),
+        ("gdn keep few", "gradient_gdn", "gradient_gdn.single"),
+        ("gdn keep", "gradient_gdn", "gradient_gdn"),
+    ),
+)
+def test_what_is_cut_otherwise_has_budgets_of_its_own(label, kernel, name):
     from kda_ops.tools.offline import Row
 
-    def faults(label, gate, kernel, registers, stack, strict=True):
-        return len(
-            Row(label, gate, kernel, 90, 4, registers, stack, 8192, 1.0, False).faults(strict)
-        )
+    assert Row(label, "bound", kernel, 90, 4, 255, 0, 0, 1.0, False).name == name
 
-    assert (
-        faults("layer", "bound", "gradient_pairs", 168, 120) == 0
-        and faults("layer", "bound", "gradient_pairs", 169, 121) == 2
-    )
-    assert (
-        faults("layer keep few", "bound", "scan_kda", 255, 272) == 0
-        and faults("layer keep", "bound", "scan_kda", 255, 272) == 1
-    )
-    assert (
-        faults("layer ahead", "bound", "scan_kda", 255, 8) == 1
-        and faults("layer", "bound", "scan_kda", 255, 8) == 0
-    )
-    assert faults("fp32", "bound", "gradient_pairs", 255, 1024, strict=False) == 0
+
+@pytest.mark.quick
+def test_only_kernels_of_a_layer_have_budgets(monkeypatch):
+    from kda_ops.tools import budgets
+    from kda_ops.tools.offline import Row
+
+    monkeypatch.setattr(budgets, "BUDGETS", {("scan_gdn", "bound"): ((0,) * 4, 100)})
+    row = Row("gdn", "bound", "scan_gdn", 90, 4, 255, 8, 0, 1.0, False, instructions=200)
+    assert len(row.faults(True)) == 2 and row.faults(False) == []
 
 
 @pytest.mark.parametrize(

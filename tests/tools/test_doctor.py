@@ -1,5 +1,6 @@
 """The doctor reports versions, backends, and the known defects that affect this machine."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import torch
 import kda_ops
 from kda_ops import doctor
 from kda_ops.__main__ import COMMANDS, main
+from kda_ops.tools import budgets
+from kda_ops.tools.machine import checkout, results
 
 
 @pytest.mark.quick
@@ -27,6 +30,38 @@ def test_the_report_names_versions_backends_and_compilers(capsys):
     ):
         assert words in out
     assert "PROBLEM" not in out
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "triton, how",
+    (
+        ("3.6.0", "timed ("),
+        ("3.8.0+git1", "timed ("),
+        ("3.9.0", "compiled, not timed ("),
+        ("3.10.0", "not tried ("),
+    ),
+)
+def test_the_doctor_says_what_was_measured_with_a_triton(triton, how):
+    said = doctor.measured(triton)
+    assert said.startswith(how) and "timed: 3.6.0, 3.8.0;" in said
+
+
+def test_every_triton_of_the_evidence_counts_as_timed():
+    rows = json.loads((results() / "evidence.json").read_text())["rows"]
+    assert {doctor.parse_version(r["triton"]) for r in rows} <= {*doctor.TIMED}
+
+
+@pytest.mark.quick
+def test_every_triton_that_is_compiled_has_budgets_and_a_part_of_the_nightly_run():
+    listed = subprocess.run([checkout() / ".ci/nightly", "--list"], capture_output=True, text=True)
+    versions = [".".join(map(str, v)) for v in doctor.COMPILED]
+    assert [f"triton-{v}" for v in versions] == [
+        part for part in listed.stdout.split() if part.startswith("triton-")
+    ]
+    assert tuple(v[:2] for v in doctor.COMPILED) == budgets.TRITONS
+    each_change = (checkout() / ".ci/run").read_text()
+    assert f"for version in {versions[0]} {versions[-1]}; do" in each_change
 
 
 def test_the_doctor_reads_the_version_of_triton_without_importing_it():

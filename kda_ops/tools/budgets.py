@@ -1,0 +1,94 @@
+"""Limit what a layer's kernels take on sm_90: stack, instructions and registers.
+
+``python -m kda_ops compile`` compares each kernel of a layer's configurations with its limits. A
+kernel is named by `offline.Row.name` and the gate; the limits hold for the largest of its variants.
+"""
+
+# the versions of Triton that have limits of their own
+TRITONS: tuple[tuple[int, ...], ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
+# A kernel may take so many times the instructions of the best of these versions.
+MARGIN = 1.1
+# Bytes of stack per thread with each version, and the fewest instructions of any or None.
+# Four equal numbers are the largest of the four versions.
+BUDGETS: dict[tuple[str, str], tuple[tuple[int, ...], int | None]] = {
+    ("prepare_kda", "bound"): ((96, 96, 96, 96), 4376),
+    ("prepare_kda", "softplus"): ((80, 248, 96, 216), 5760),
+    ("scan_kda", "bound"): ((104, 104, 104, 104), None),
+    ("scan_kda", "softplus"): ((80, 80, 80, 80), None),
+    ("reverse_scan_kda", "bound"): ((0, 0, 0, 0), None),
+    ("reverse_scan_kda", "softplus"): ((0, 0, 0, 0), None),
+    ("gradient_pairs", "bound"): ((120, 120, 120, 120), None),
+    ("gradient_pairs", "softplus"): ((120, 120, 120, 120), None),
+    ("gradient_keys", "bound"): ((504, 504, 504, 504), None),
+    ("gradient_keys", "softplus"): ((496, 496, 496, 496), None),
+    ("sum_decays", "bound"): ((0, 0, 0, 0), None),
+    ("sum_decays", "softplus"): ((0, 0, 0, 0), None),
+    ("sum_gradients", "bound"): ((0, 0, 0, 0), None),
+    ("sum_gradients", "softplus"): ((0, 0, 0, 0), None),
+    ("reverse_scan_gdn", "bound"): ((8, 8, 8, 8), None),
+    ("reverse_scan_gdn", "softplus"): ((8, 8, 8, 8), None),
+    ("gradient_gdn", "bound"): ((1384, 1320, 1248, 1464), 6496),
+    ("gradient_gdn", "softplus"): ((1384, 1320, 1256, 1472), 6416),
+    ("reverse_walk_gdn", "bound"): ((56, 32, 32, 160), None),
+    ("reverse_walk_gdn", "softplus"): ((56, 32, 32, 184), None),
+    ("reverse_walk_gdn", "plain"): ((56, 32, 32, 160), None),
+    ("finish_walk", "bound"): ((0, 0, 0, 0), None),
+    ("finish_walk", "softplus"): ((0, 0, 0, 0), None),
+    ("finish_walk", "plain"): ((0, 0, 0, 0), None),
+    ("gather_heads", "bound"): ((0, 0, 0, 0), None),
+    ("gather_heads", "softplus"): ((0, 0, 0, 0), None),
+    ("prepare_gdn", "bound"): ((152, 152, 152, 152), None),
+    ("prepare_gdn", "softplus"): ((128, 128, 128, 128), None),
+    ("scan_gdn", "bound"): ((8, 8, 8, 8), None),
+    ("scan_gdn", "softplus"): ((0, 0, 0, 0), None),
+    ("recur", "bound"): ((0, 0, 0, 0), None),
+    ("join_runs", "bound"): ((0, 0, 0, 0), None),
+    ("scan_kda.few", "bound"): ((272, 272, 272, 272), None),
+    ("scan_gdn.few", "bound"): ((8, 8, 8, 8), None),
+    ("reverse_scan_kda.few", "bound"): ((0, 0, 0, 0), None),
+    ("reverse_scan_gdn.few", "bound"): ((32, 32, 32, 32), None),
+    # beside 226 KB of shared memory 100 B are more than the L1 holds: half as slow again
+    ("scan_kda.ahead", "bound"): ((0, 0, 0, 0), None),
+    ("scan_gdn.ahead", "bound"): ((0, 0, 0, 0), None),
+    ("gate_forward", "bound"): ((0, 0, 0, 0), None),
+    ("gate_forward", "softplus"): ((0, 0, 0, 0), None),
+    ("gate_gradient", "bound"): ((0, 0, 0, 0), None),
+    ("gate_gradient", "softplus"): ((0, 0, 0, 0), None),
+    ("gradient_gdn.single", "bound"): ((240, 240, 336, 488), 4440),
+}
+# And the most registers per thread, where fewer than all there are let more programs run at once.
+REGISTERS = {
+    "prepare_gdn": 168,
+    "gradient_pairs": 168,
+    "recur": 168,
+    "finish_walk": 128,
+    "sum_decays": 64,
+    "sum_gradients": 64,
+    "gather_heads": 64,
+    "gate_forward": 128,
+    "gate_gradient": 168,
+}
+
+
+def faults(
+    name: str, gate: str, registers: int, stack: int, instructions: int, triton: tuple[int, ...]
+) -> list[str]:
+    """List what of a kernel is beyond its limits with this version of Triton.
+
+    A version without limits of its own has the largest of the others.
+    """
+    found = []
+    stacks, fewest = BUDGETS.get((name, gate), (None, None))
+    if stacks is not None:
+        known = triton[:2] in TRITONS
+        budget = stacks[TRITONS.index(triton[:2])] if known else max(stacks)
+        if stack > budget:
+            found.append(f"{stack} bytes of stack, the budget is {budget}")
+    if fewest is not None and instructions > MARGIN * fewest:
+        found.append(
+            f"{instructions} instructions, the best version of triton takes {fewest}: the budget "
+            f"is {MARGIN} times as many"
+        )
+    if registers > (most := REGISTERS.get(name, 255)):
+        found.append(f"{registers} registers, the budget is {most}: fewer programs run at once")
+    return found
