@@ -34,7 +34,7 @@ class Kernel:
 
 @pytest.mark.quick
 def test_a_launch_compiles_and_does_no_more_only_while_it_is_asked_to():
-    from kda_ops.backends.triton.launch import beside, compiling, launch
+    from kda_ops.backends.triton.launch import FMA, beside, compiling, launch
 
     kernel, cpu = Kernel(), torch.device("cpu")
     with compiling():
@@ -45,13 +45,13 @@ def test_a_launch_compiles_and_does_no_more_only_while_it_is_asked_to():
         raise ZeroDivisionError
     launch(kernel, 3, cpu, 1, 2, num_warps=4)
     launch(kernel, 0, cpu)
-    want = ((3,), (1, 2), {"num_warps": 4})
-    assert kernel.asked == [("compile", *want), ("compile", (4,), (), {}), ("launch", *want)]
+    want = ((3,), (1, 2), {"num_warps": 4} | FMA)
+    assert kernel.asked == [("compile", *want), ("compile", (4,), (), FMA), ("launch", *want)]
 
 
 @pytest.mark.quick
 def test_a_launch_takes_arguments_by_name_in_any_order():
-    from kda_ops.backends.triton.launch import compiling, launch
+    from kda_ops.backends.triton.launch import FMA, compiling, launch
 
     kernel, cpu = Kernel(), torch.device("cpu")
     kernel.arg_names, kernel.__name__ = ["x", "y", "N"], "add"
@@ -61,8 +61,8 @@ def test_a_launch_takes_arguments_by_name_in_any_order():
     with pytest.raises(TypeError, match="add also takes y, N"):
         launch(kernel, 3, cpu, x=1)
     assert kernel.asked == [
-        ("launch", (3,), (1, 2, 7), {"num_warps": 4}),
-        ("compile", (3,), (1, 2, 16), {}),
+        ("launch", (3,), (1, 2, 7), {"num_warps": 4} | FMA),
+        ("compile", (3,), (1, 2, 16), FMA),
     ]
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kda_ops import problem
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.gate import flags_of, reciprocal
 from kda_ops.backends.triton.gradient import GATES, _count, _gather, _gradients, _like, _per_chunk
@@ -45,7 +46,8 @@ def _import() -> ModuleType | None:
 
 KERNEL = None if triton.knobs.runtime.interpret else _import()
 WIDTH = 128  # of K and V
-ROWS = 7 * CHUNK  # numbers of a chunk's `rows` (`operands`)
+LENGTH = problem.CHUNK
+ROWS = 7 * LENGTH  # numbers of a chunk's `rows` (`operands`)
 MOST_GROUPED = 2  # value heads of a key head: more would take more memory than the other kernels
 # Programs (N HV) from which on the walk is faster than the kernels that it replaces. A step takes
 # it 6.5 us, which few programs do not hide (docs/kernels/journal.md).
@@ -71,7 +73,7 @@ def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: froz
         # coordinates have 32 bits
         and count_chunks(p) * (p.HV * ROWS) < 2**31
         and p.B * p.T < 2**30
-        and p.N * (p.HV * 3 * CHUNK) < 2**30
+        and p.N * (p.HV * 3 * LENGTH) < 2**30
     )
 
 
@@ -229,7 +231,7 @@ def reverse_walk(
     assert tile.P is not None  # as `prepare` makes it
     sums = as_floats(tile.P)  # the walk has read P of a chunk when it writes there
     # dv of a group, whose dq and dk are sums; else dq, dk and dv
-    ends = (p.N * p.HV * (1 if grouped else 3) * CHUNK, p.V)
+    ends = (p.N * p.HV * (1 if grouped else 3) * LENGTH, p.V)
     tails = new(q, "tails", ends)
     dinitial = None
     if "initial_state" in need:
@@ -244,11 +246,11 @@ def reverse_walk(
         q_d=_tokens(p, q),
         k_d=_tokens(p, p.k),
         do_d=_tokens(p, do),
-        vn_d=copied(trace.v_new, (tiles * CHUNK, p.V), (p.V, 1), (CHUNK, p.V)),
+        vn_d=copied(trace.v_new, (tiles * LENGTH, p.V), (p.V, 1), (LENGTH, p.V)),
         S_d=copied(trace.states, (tiles * p.K, p.V), (p.V, 1), (p.K, p.V)),
-        A_d=copied(tile.A, (tiles * CHUNK, CHUNK), (CHUNK, 1), (CHUNK, CHUNK)),
-        P_d=copied(tile.P, (tiles * CHUNK, CHUNK), (CHUNK, 1), (CHUNK, CHUNK)),
-        r_d=copied(tile.rows, (tiles * ROWS,), (1,), (CHUNK,)),
+        A_d=copied(tile.A, (tiles * LENGTH, LENGTH), (LENGTH, 1), (LENGTH, LENGTH)),
+        P_d=copied(tile.P, (tiles * LENGTH, LENGTH), (LENGTH, 1), (LENGTH, LENGTH)),
+        r_d=copied(tile.rows, (tiles * ROWS,), (1,), (LENGTH,)),
         gamma=tile.gamma,
         dfinal=dfinal,
         dfinal_s=strides_of(dfinal) or NOWHERE,
@@ -256,7 +258,7 @@ def reverse_walk(
         dq_d=None if grouped else _tokens(p, dq),
         dk_d=None if grouped else _tokens(p, dk),
         dv_d=_tokens(p, dv),
-        tails_d=copied(tails, ends, (p.V, 1), (CHUNK, p.V)),
+        tails_d=copied(tails, ends, (p.V, 1), (LENGTH, p.V)),
         dq=dq,
         dk=dk,
         sums=sums,
@@ -326,4 +328,4 @@ def _tokens(p: Problem, x: Tensor):
     assert KERNEL is not None
     _, token, head, _ = strides_of(x)
     columns = (x.shape[2] - 1) * head + x.shape[3]
-    return KERNEL.copied(x, (p.B * p.T, columns), (token, 1), (CHUNK, x.shape[3]))
+    return KERNEL.copied(x, (p.B * p.T, columns), (token, 1), (LENGTH, x.shape[3]))
