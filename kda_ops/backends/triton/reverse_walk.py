@@ -206,8 +206,8 @@ def finish_walk(
             b_total = tl.sum(tl.load(p_sum + 2 * CHUNK + o_s), 0)
             b_total += tl.load(gamma + i_tile) * tl.sum(tl.load(p_sum + 4 * CHUNK + o_s), 0)
             b_dg = tl.cumsum(tl.load(p_sum + o_r), 0, reverse=True) + b_total
-            g = Strided(g, (g_b, g_t, g_h))
-            write_logits(grads, g, gate, lower_bound, at, i_h, HV, i_tile, b_dg, flags)
+            logits = Strided(g, (g_b, g_t, g_h))
+            write_logits(grads, logits, gate, lower_bound, at, i_h, HV, i_tile, b_dg, flags)
 
 
 def reverse_walk(
