@@ -132,6 +132,8 @@ class Plan:
             if isinstance(x, Descriptor):
                 made.append((x, [place(x.memory), place(x.shape), place(x.strides)]))
                 return 5, len(made) - 1
+            if isinstance(x, tuple) and self.on_gpu and _is_numbers(x):  # made once for its sizes
+                return 1, groups[0].setdefault(_text(x), len(groups[0]))
             if isinstance(x, tuple) and any(isinstance(y, (Memory, tuple)) for y in x):
                 made.append((x, [place(y) for y in x]))
                 return 5, len(made) - 1
@@ -308,6 +310,20 @@ def _shown(x) -> str:
     if isinstance(x, tuple):
         return f"({', '.join(map(_shown, x))})"
     return text_of(x) if isinstance(x, Size) else repr(x)
+
+
+def _is_numbers(x) -> bool:
+    """Whether a tuple has whole numbers and None alone, also inside."""
+    return all(
+        _is_numbers(y) if isinstance(y, tuple) else y is None or isinstance(y, int) for y in x
+    )
+
+
+def _text(x) -> str:
+    """Return the formula of such a tuple, without the names of its fields."""
+    if isinstance(x, tuple):
+        return f"({''.join(f'{_text(y)}, ' for y in x)})"
+    return "None" if x is None else text_of(x)
 
 
 def _has_sizes(x) -> bool:
