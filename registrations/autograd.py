@@ -180,9 +180,10 @@ def _backward(namespace: str):
         kept = [next(saved) if there else none for there in (kept or [False] * len(KEPT))]
         need = schemas.mask_of(wanted)
         recorded = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         with (
             nullcontext()
-            if recorded or torch._C._are_functorch_transforms_active()
+            if recorded or traced
             else torch._C._AutoDispatchBelowAutograd()  # its Autograd kernel has nothing to do
         ):
             grads = op_bwd(do, dfinal_state, *kept, *inputs, o, need=need, **flags)

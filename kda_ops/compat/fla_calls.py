@@ -225,7 +225,7 @@ def context_parallel(
     from kda_ops import distributed
     from kda_ops.compat.fla_context import check_context, shard_of
 
-    check_context(cp_context)
+    check_context(cp_context, tensors[0].shape[1])
     *rest, initial_state, _ = tensors
     if initial_state is not None or flags["output_final_state"]:
         raise ValueError(

@@ -27,8 +27,8 @@ from torch import Tensor
 from kda_ops.distributed.plan import ContextPlan, equal_shards
 
 
-def check_context(cp_context: Any) -> None:
-    """Refuse what is not FLA's context of contiguous shards."""
+def check_context(cp_context: Any, tokens: int) -> None:
+    """Refuse what is not FLA's context of contiguous shards of so many tokens."""
     for name in ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks"):
         if not hasattr(cp_context, name):
             raise TypeError(
@@ -45,17 +45,19 @@ def check_context(cp_context: Any) -> None:
         raise ValueError(
             "cp_context must have cu_seqlens, got None: build it with build_cp_context."
         )
+    host = getattr(cp_context, "cu_seqlens_cpu", None)
+    if host is not None and not torch.compiler.is_compiling() and int(host[-1]) != tokens:
+        raise ValueError(
+            f"cp_context must describe the {tokens} tokens of this shard, T of q, got cu_seqlens "
+            f"that end at {int(host[-1])}: call build_cp_context for each batch."
+        )
+    for name in ("pre_num_ranks", "post_num_ranks"):
+        _ranks(cp_context, name)
 
 
 def shard_of(cp_context: Any, q: Tensor) -> tuple[ContextPlan, Tensor]:
     """Return the plan of equal shards and this rank's global offsets."""
     T, local = q.shape[1], cp_context.cu_seqlens
-    host = cp_context.cu_seqlens_cpu
-    if host is not None and not torch.compiler.is_compiling() and int(host[-1]) != T:
-        raise ValueError(
-            f"cp_context must describe the {T} tokens of this shard, T of q, got cu_seqlens that "
-            f"end at {int(host[-1])}: call build_cp_context for each batch."
-        )
     plan = equal_shards(T, cp_context.group, q.device)
     before = _ranks(cp_context, "pre_num_ranks")
     behind = _ranks(cp_context, "post_num_ranks")

@@ -418,3 +418,22 @@ def test_dynamo_leaves_the_formulas_of_a_layer_alone(make):
 
     torch.compile(step, backend="eager")(x)
     assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("forward", ("eager", "compiled"))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_backward_compiles_under_compiled_autograd(variant, forward):
+    run = kda_ops.chunk_kda if variant == "kda" else kda_ops.chunk_gdn
+    width = (8,) if variant == "kda" else ()
+    x = [torch.randn(1, 5, 2, 8) for _ in range(3)]
+    x += [-torch.rand(1, 5, 2, *width), torch.rand(1, 5, 2)]
+    leaves = [t.requires_grad_() for t in x]
+    want = torch.autograd.grad(run(*leaves)[0].sum(), leaves)
+    if forward == "compiled":
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    loss = run(*leaves)[0].sum()
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        loss.backward()
+    for leaf, dx in zip(leaves, want):
+        torch.testing.assert_close(leaf.grad, dx)

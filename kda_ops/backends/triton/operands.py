@@ -37,7 +37,7 @@ class GateWeights(NamedTuple):
 
 
 class TileKDA(NamedTuple):
-    """The tiles of all chunks as the scans of KDA read them (`prepare.prepare_kda` says more)."""
+    """The tiles of all chunks as the scans of KDA read them (`prepare_kda` says more)."""
 
     A: Pointer  # [NT, HV, 64, 64]
     P: Pointer  # [NT, HV, 64, 64]
@@ -49,7 +49,7 @@ class TileKDA(NamedTuple):
 
 
 class TileGDN(NamedTuple):
-    """The tiles of all chunks that GDN has next to q, k and v (`prepare.prepare_gdn`)."""
+    """The tiles of all chunks that GDN has next to q, k and v (`prepare_gdn`)."""
 
     A: Pointer  # [NT, HV, 64, 64]
     P: Pointer  # [NT, HV, 64, 64]

@@ -1,6 +1,7 @@
 """Whenever a call finds a plan, Triton itself would launch the kernels that the plan launches."""
 
 import os
+from unittest import mock
 
 import pytest
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kda_ops import chunk, recurrent
-from kda_ops.backends.triton import BACKEND
+from kda_ops.backends.triton import BACKEND, tuning
 from kda_ops.backends.triton.recording import Launch
 from kda_ops.gate import Gate, GateBackward
 from tests.support import pretended_calls
@@ -51,6 +52,8 @@ def plain(x, taken):
     """Return numbers and constants of an argument; "pointer" in place of addresses."""
     if isinstance(taken, tuple) and isinstance(taken[0], tuple):
         return tuple(plain(*both) for both in zip(x, zip(*taken)))
+    if hasattr(x, "block_shape"):  # a tensor descriptor has an address
+        return tuple(x.shape), tuple(x.strides), tuple(x.block_shape)
     return "pointer" if isinstance(taken[0], str) and taken[0].startswith("*") else x
 
 
@@ -112,6 +115,18 @@ def test_a_plan_is_used_for_calls_that_compile_to_its_kernels(data, launches):
     model = data.draw(pretended_calls.models)
     used = [check(BACKEND, model, n, launches) for n in data.draw(pretended_calls.sequences())]
     assert not used[0]
+
+
+@settings(max_examples=max(20, settings().max_examples // 5))
+@given(data=st.data())
+def test_a_plan_of_the_walk_is_used_for_calls_that_compile_to_it(data, launches):
+    BACKEND.forget()
+    fields = pretended_calls.MODEL | dict(K=128, V=128)
+    model = pretended_calls.Model(kind=chunk.Backward, rank=0, kept=False, **fields)
+    with mock.patch.object(tuning, "FORCED_WALK", True):
+        used = [check(BACKEND, model, n, launches) for n in data.draw(pretended_calls.sequences())]
+    assert not used[0]
+    assert any("reverse_walk_gdn" in str(plan) for some in BACKEND.plans.values() for plan in some)
 
 
 @pytest.mark.parametrize("kind", (chunk.Infer, chunk.Forward, chunk.Backward, recurrent.Recur))
