@@ -1,11 +1,12 @@
-"""What kernels take together: a tensor and its strides, the gate's weights, the parts of a tile.
+"""Group the arguments of kernels: a tensor with its strides, the gate's weights, parts of a tile.
 
-A kernel takes each of these as one argument and passes it on whole. Fields reach the compiled
-kernel one by one, in their order here, so a structure costs nothing. A tensor that is absent is
-None, and `is not None` is decided at compile time.
+A tile is what `prepare` computes of one chunk and value head (`kda_ops.stages.Tile`). A kernel
+takes each structure as one argument and passes it on whole. Triton hands over the fields one by
+one, in the order below, so a structure costs nothing. An absent tensor is None, and a test with
+`is not None` is decided at compile time.
 
-Triton specialises every number inside a tuple: 1, and multiples of 16, have code of their own. So
-numbers that follow B, T, N or a user's scalar stay outside, in `do_not_specialize`.
+Triton compiles a kernel again where a number inside a tuple is 1 or a multiple of 16. So numbers
+that depend on B, T, N or a user's scalar are arguments of their own, named in `do_not_specialize`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from kda_ops.backends.triton.launch import strides_of
 
-# In a kernel a field is a pointer or a number of Triton's, on the host a tensor or an integer.
+# On the host a field is a tensor or an integer; in a kernel, a pointer or a number of Triton.
 Pointer = Any
 
 
@@ -30,14 +31,17 @@ class Strided(NamedTuple):
 
 
 class GateWeights(NamedTuple):
-    """What turns logits into log decays: A_log [HV], and dt_bias [HV, K], in GDN [HV]."""
+    """What turns logits into log decays: A_log [HV], and dt_bias [HV, K], or [HV] for GDN."""
 
     A_log: Pointer
     dt_bias: Pointer
 
 
 class TileKDA(NamedTuple):
-    """The tiles of all chunks as the scans of KDA read them (`prepare_kda` says more)."""
+    """The tiles of all chunks, for the scans of KDA; in q's dtype unless said.
+
+    The equations are those of `prepare_kda.prepare_kda`.
+    """
 
     A: Pointer  # [NT, HV, 64, 64]
     P: Pointer  # [NT, HV, 64, 64]
@@ -49,7 +53,10 @@ class TileKDA(NamedTuple):
 
 
 class TileGDN(NamedTuple):
-    """The tiles of all chunks that GDN has next to q, k and v (`prepare_gdn`)."""
+    """The tiles of all chunks, for the scans of GDN, which read q, k and v too.
+
+    In q's dtype unless said. The equations are those of `prepare_gdn.prepare_gdn`.
+    """
 
     A: Pointer  # [NT, HV, 64, 64]
     P: Pointer  # [NT, HV, 64, 64]
@@ -60,22 +67,24 @@ class TileGDN(NamedTuple):
 def constant(x: int) -> tl.constexpr:
     """Return a number that kernels know when they are compiled.
 
-    The interpreter takes it as it is: there, a sum of a constexpr and a tensor is a constexpr.
+    Under the interpreter it stays a plain number, because a constexpr plus a tensor would give a
+    constexpr there.
     """
     return x if triton.knobs.runtime.interpret else tl.constexpr(x)  # type: ignore[return-value]
 
 
-# Vectors of 64 numbers, fp32, next to each tile: one number per row of the chunk. With G the sum of
-# log decays from the start of the chunk to a row, and n the inverse norm (1 without l2norm):
+# The vectors of a tile's `rows`: 64 numbers each in fp32, one per row (token) of the chunk. G is
+# the sum of the log decays g from the start of the chunk up to a row, with its own. n_q and n_k are
+# the inverse norms of q and k, 1 without l2norm.
 #
-#     Rows of GDN                                   Rows of KDA
+#     Rows of GDN, r_0 to r_6                       Rows of KDA
 #     FROM_START_K   n_k exp G                      BETA_KDA   beta
 #     TO_END_K       n_k exp(sum of g after it)     NORM_Q_KDA   n_q, if backward reads it
 #     BETA           beta                           NORM_K_KDA   n_k, likewise
 #     FROM_START_Q   scale n_q exp G
 #     NORM_K         n_k
 #     NORM_Q         n_q
-#     LOG_DECAY      G in base 2, or g itself for fp32 operands (`decay.pair_decay`)
+#     LOG_DECAY      G in base 2; for fp32 operands g in base 2 (`decay.pair_decay`)
 FROM_START_K = constant(0)
 TO_END_K = constant(1)
 BETA = constant(2)
@@ -95,5 +104,5 @@ def strided(x: Tensor) -> Strided: ...
 @overload
 def strided(x: Tensor | None) -> Strided: ...
 def strided(x: Tensor | None) -> Strided:
-    """Return a tensor with its strides; of an absent one, both are None."""
+    """Return a tensor with its strides; both are None if the tensor is absent."""
     return Strided(x, strides_of(x))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a chunk needs besides the state that enters it (docs/maths.md, chunk form)."""
+"""Run the stage `prepare`: what a chunk needs besides the state (docs/maths.md, chunk form)."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from kda_ops.stages import Tile
 
 
 def _inverse_precision(p: Problem) -> str:
-    """Of the operands of the inverse, from flags alone: fp16 holds it where keys are unit and beta
-    is at most 1, for then no entry exceeds one.
+    """Return the precision of the products that form the inverse.
+
+    fp16 holds the inverse where keys have norm 1 and beta is at most 1: no entry exceeds 1 then.
+    The choice depends on flags and the dtype, never on values.
     """
     if p.q.dtype is torch.float32:
         return "tf32x3"
@@ -33,11 +35,11 @@ def prepare(
     norms: bool = False,
     overlap: bool = False,
 ) -> Tile:
-    """Everything about the chunks that does not depend on the state; see
-    `kda_ops.stages.Backend.prepare`.
+    """Compute what the chunks need besides the state; see `kda_ops.stages.Backend.prepare`.
 
-    For GDN these are A, P and seven numbers per row, and `scan` reads q, k and v themselves. For
-    KDA it reads v, and a kept A is of use if it is packed: with P beside it.
+    GDN gets A, P, gamma and seven numbers per row, and `scan` reads q, k and v as well. KDA gets
+    all of `operands.TileKDA`, and `scan` reads v as well. KDA uses an A that forward kept only with
+    `pack`: then that A is a tile of A and P (`prepare_kda.pack_pairs`).
     """
     q, g, beta, device = fit(p.q), fit(p.g), fit(p.beta), p.q.device
     NT, exact = count_chunks(p), p.q.dtype is torch.float32
@@ -54,13 +56,13 @@ def prepare(
     rows = new(q, "rows", (NT, p.HV, count, CHUNK), torch.float32)
     ahead, ready, missed = tuning.ahead(p) if overlap else None, None, None
     if ahead is not None:
-        # a scan looks beyond the end, and has no more programs than columns
+        # one group more, because a scan looks past the end; at most one program per column of V
         groups = (NT - ahead) // FOLLOWED.value + 2
         ready = new(q, "ready", (groups * (p.HV if p.rank else p.H),), torch.int32, zero=True)
         missed = new(q, "missed", (p.HV * p.V,), torch.int32, zero=True)
 
-    # One number per token: its strides follow T, and a kernel that took them apart by divisibility
-    # would compile again for some T.
+    # Strides of beta and g depend on T. Inside a tuple Triton would specialise them, and compile
+    # again for some T (docs/kernels/hazards.md, "Specialised tuples").
     beta_b, beta_t, beta_h = columns_of(beta)
     options = tuning.choose(kernel.__name__, p)
     common = dict(
@@ -95,7 +97,7 @@ def prepare(
             log2_bound=bound * LOG2E.value,
             BK=options.block_k,
             R=options.group,
-            NORMS=norms and (p.l2norm or p.disable_recompute),  # what is kept is written, all of it
+            NORMS=norms and (p.l2norm or p.disable_recompute),  # kept rows are written whole
             SHARE=share,
         )
     else:

@@ -31,8 +31,10 @@ from kda_ops.backends.triton.tile import (
 
 @triton.jit
 def square_norms(b_qq, b_kk, L2NORM: tl.constexpr):
-    """Return what `tile.inverse_norm` returns of q and k, from the diagonals of q q^T and k k^T:
-    products of 16 bit numbers are exact.
+    """Return the inverse norms of q and k from q q^T and k k^T [64, 64]: [64] fp32 each, or ones.
+
+    The diagonals are the sums of squares that `tile.inverse_norm` forms, because products of 16 bit
+    numbers are exact.
     """
     if L2NORM:
         o_r = tl.arange(0, CHUNK)
@@ -88,18 +90,24 @@ def prepare_gdn(
     PREC: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Prepare one chunk, from number `begin` on, for the value heads of one key head. D_ij is the
-    decay from row j to i, n are inverse norms of rows::
+    """Prepare one chunk for the value heads of one key head; chunks are numbered from `begin` on.
 
-        A = (I + strict_tril(beta n n k k^T o D))^-1,   P = scale tril(n n q k^T o D)   [64, 64]
-        gamma = exp(sum of g)   [1] fp32
+    D_ij is the decay from row j to row i, n_q and n_k are inverse norms of rows, and o multiplies
+    entry by entry::
 
-    and the rows of GDN (`operands`). The scans read the first four of them, the gradients all.
+        A = (I + strict_tril(beta n_k n_k k k^T o D))^-1      [64, 64]
+        P = scale tril(n_q n_k q k^T o D)                     [64, 64]
+        gamma = exp(sum of g)                                 [1] fp32
+
+    and the rows of GDN (`operands`). The scans read the first four rows, the gradients all seven.
+
+    Rows from `n_rows` on are no tokens: their q and k are loaded as 0, their log decay is 0. So A
+    is the identity there, and P is 0.
 
     One decay per head is a factor per row, which moves past the dot products together with the
-    norms. So the value heads share q k^T and k k^T, and q and k go from memory to the tensor cores
-    as they are, here and in the scan. The decay stays inside the inverse: inverting without it and
-    multiplying afterwards is the same on paper, and overflows for long keys.
+    norms. So the value heads share q k^T and k k^T. q and k go from memory to the tensor cores as
+    they are, here and in the scan. The decay stays inside the inverse. Inverting without it and
+    multiplying afterwards is the same on paper, but overflows for long keys.
     """
     let_next_begin()
     i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H + begin
@@ -130,7 +138,8 @@ def prepare_gdn(
         b_start, b_end, b_gamma, b_x = row_decay(b_x, EXACT)
         tl.store(p_row + BETA * CHUNK, b_beta)
         tl.store(p_row + LOG_DECAY * CHUNK, b_x)
-        # read back: each use loads the layout it needs, where an exchange would take two barriers
+        # Read back behind one barrier: each use loads the layout it needs. To change the layout of
+        # a vector in registers takes two (docs/kernels/hazards.md, "Vectors change layout").
         tl.debug_barrier()
         b_strength = tl.load(p_row + BETA * CHUNK)
         b_k_own = tl.load(p_row + NORM_K * CHUNK)
@@ -143,7 +152,7 @@ def prepare_gdn(
         b_D = pair_decay(b_G, EXACT) * b_k_own[None, :]
         store_tile(out.P, i_tile, b_qk * b_D * b_q_own[:, None], o_r, o_r, CHUNK)
         if kept_A is None:
-            # the inverse takes from it only what it merges, below the diagonal
+            # `inverse` uses only what is below the diagonal
             b_L = b_kk * b_D * (b_k_own * -b_strength)[:, None]
             store_tile(out.A, i_tile, inverse(b_L, INVERSE), o_r, o_r, CHUNK)
     mark_ready(ready, i_t, begin, i_g, H)

@@ -1,6 +1,4 @@
-"""KDA's part of `prepare`: one program per chunk and head forms all that does not depend on the
-state (docs/maths.md, chunk form).
-"""
+"""KDA's part of `prepare`: one program per chunk and value head (docs/maths.md, chunk form)."""
 
 from typing import Any, NamedTuple
 
@@ -46,7 +44,7 @@ from kda_ops.backends.triton.tile import (
 class Prepared(NamedTuple):
     """What `prepare_kda` writes: the tile of the scans, and A and P packed for backward."""
 
-    pairs: Pointer  # [NT, HV, 64, 64], or None
+    pairs: Pointer  # [NT, HV, 64, 64], `pack_pairs`, or None
     A: Pointer  # [NT, HV, 64, 64]
     P: Pointer  # [NT, HV, 64, 64]
     w: Pointer  # [NT, HV, 64, K]
@@ -77,40 +75,43 @@ class HalfPlace(NamedTuple):
     i_g: Any  # the query and key head
     i_h: Any  # the value head
     first: Any  # the first row's token
-    n_rows: Any  # tokens from there on, at most 32 of them here
-    q_norm: Any
+    n_rows: Any  # tokens of the sequence from `first` on; 32 or more if all rows are tokens
+    q_norm: Any  # pointers to the norms [32] fp32, or None
     k_norm: Any
     b_q_norm: Any  # inverse norms [32] fp32 of rows that are cut into slices, else ones
     b_k_norm: Any
 
 
 class HalfRows(NamedTuple):
-    """What 32 rows leave to the other rows of their chunk, for one slice of K.
+    """What the other rows of a chunk need of 32 rows, for one slice of K.
 
-    `shift` is 2^(16 log2_bound) if all rows share an anchor, else 1.
+    `shift` is 2^(16 log2_bound) if all 32 rows share an anchor, else 1.
     """
 
     k_end: Any  # k decayed to the end of the half [32, width] fp32
     total: Any  # the decay of the half [width]
-    w: Any  # beta k decayed since the start of the chunk, over `shift` [32, width]
+    w: Any  # beta k decayed from the start of the chunk, divided by `shift` [32, width]
 
 
 class HalfScores(NamedTuple):
-    """Scores of 32 rows, [32, 32] fp32 each, for one slice of K; zero where none are asked for."""
+    """Scores of 32 rows, [32, 32] fp32 each, for one slice of K; zero unless SCORES.
+
+    E_ij is the decay from row j to row i, and o multiplies entry by entry.
+    """
 
     P: Any  # q k^T o E, on and below the diagonal
     L: Any  # k k^T o E, likewise
-    P_across: Any  # the same against the first half, over the root of `shift`
-    L_across: Any
+    P_across: Any  # q k^T o E with k of the first half, divided by the root of `shift`
+    L_across: Any  # k k^T o E, likewise
 
 
 @triton.jit
 def half_norm(
     x, i_b, i_h, first, n_rows, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, flags
 ):
-    """Return 1 / sqrt(sum of squares + 1e-6) of 32 rows, [32] fp32, or ones, slice by slice.
+    """Return 1 / sqrt(sum of squares + 1e-6) of 32 rows, [32] fp32, summed slice by slice.
 
-    A row that is one slice is left to `inverse_norm`.
+    Return ones without L2NORM, and where one slice holds a row: `load_unit` forms the norm then.
     """
     b_norm = tl.full((HALF,), 1.0, tl.float32)
     if flags.L2NORM and BLOCK < D:
@@ -126,8 +127,9 @@ def half_norm(
 
 @triton.jit
 def load_unit(x, norm, at, b_norm, scale, o_d, D: tl.constexpr, R: tl.constexpr, flags):
-    """Return 32 rows of one key head times their inverse norms and the scale, [32, width] fp32. The
-    norms are left at `norm`, if it is given.
+    """Return 32 rows of one key head times their inverse norms and the scale, [32, width] fp32.
+
+    Write the inverse norms to `norm`, unless it is None.
     """
     b_x = load_rows(x.pointer, x.strides, at.i_b, at.i_g, at.first, at.n_rows, o_d, D, R, HALF)
     b_x = widen(b_x)
@@ -140,11 +142,10 @@ def load_unit(x, norm, at, b_norm, scale, o_d, D: tl.constexpr, R: tl.constexpr,
 
 @triton.jit
 def load_decay(x, at, o_k, K: tl.constexpr, R: tl.constexpr, flags, FAST: tl.constexpr):
-    """Return the log decay of each of 32 tokens in base 2, [32, width] fp32; 0 for rows that are no
-    tokens.
+    """Return the log decay of 32 rows in base 2, [32, width] fp32; 0 for rows that are no tokens.
 
-    Such a row reads minus infinity as its logit. Its gate is zero for any rate that is neither zero
-    nor infinite.
+    If g are logits, rows that are no tokens read minus infinity. The gate of that is 0 for any rate
+    but zero and infinity.
     """
     if x.g.pointer is None:
         b_g = tl.zeros((HALF, o_k.shape[0]), tl.float32)
@@ -190,11 +191,11 @@ def prepare_half(
     PREC: tl.constexpr,
     SCORES: tl.constexpr,
 ):
-    """Return `HalfScores` and `HalfRows` of 32 rows, for one slice of K. Write qg, and w and norms
-    if `out` and `at` have places for them.
+    """Return `HalfScores` and `HalfRows` of 32 rows, for one slice of K.
 
-    The second half of a chunk takes the rows of the `earlier` one, and writes kg of both. The order
-    of the steps keeps few tiles alive.
+    Write qg. Write w and norms if `out` and `at` have places for them. `earlier` is None for the
+    first half of a chunk, and the first half's `HalfRows` for the second, which writes kg of both.
+    The order of the steps keeps few tiles in registers.
     """
     TYPE: tl.constexpr = out.qg.dtype.element_ty
     ROW: tl.constexpr = 0 if earlier is None else HALF
@@ -235,11 +236,11 @@ def prepare_half(
     b_L1 = b_L
     if earlier is not None:
         b_Y = earlier.k_end
-        # half of it now, or products above 6,000 would be beyond fp32
+        # half of the shift here: with all of it, products above 6,000 would overflow fp32
         b_Y = (b_Y * tl.exp2(0.5 * centre) if SHARE == HALF else b_Y).to(TYPE)
         if SCORES:
             b_L1 = scores(b_kr, b_Y, PREC)
-    if SHARE > 1:  # q comes when the other rows have gone to the tensor cores
+    if SHARE > 1:  # q is loaded after the products of k, to save registers
         b_q = load_unit(x.q, at.q_norm, at, at.b_q_norm, x.scale, o_k, K, R, flags)
     b_qr = b_q * b_start
     b_qg = b_qr * shift if earlier is None else b_qr * (earlier.total * shift)[None, :]
@@ -252,7 +253,7 @@ def prepare_half(
         b_P1 = b_P
         if earlier is not None:
             b_P1 = scores(b_qr, b_Y, PREC)
-        if SHARE == 8:  # last, where q, k and their decay are all that is alive
+        if SHARE == 8:  # last: only q, k and their decay are in registers here
             OWN: tl.constexpr = not flags.ACTIVATE
             b_P, b_L = block_scores(b_q, b_k, b_D, b_C, x.log2_bound, R, OWN, PREC, TYPE)
     return HalfScores(b_P, b_L, b_P1, b_L1), HalfRows(b_ke, b_total, b_w.to(TYPE))
@@ -268,21 +269,22 @@ class Lower(NamedTuple):
 
 @triton.jit
 def load_transposed(x, i_tile, o_r, o_c):
-    """Read the block of rows o_c and columns o_r of tile i_tile of a [tiles, 64, 64] scratch tensor
-    as [o_r, o_c].
+    """Read a block of tile i_tile of a [tiles, 64, 64] scratch tensor, transposed.
+
+    The block has rows o_c and columns o_r; the result is [o_r, o_c].
     """
     return tl.load(x + i_tile * (CHUNK * CHUNK) + o_c[None, :] * CHUNK + o_r[:, None])
 
 
 @triton.jit
 def store_transposed(x, i_tile, b_x, o_r, o_c):
-    """Write [o_r, o_c] to the block of rows o_c and columns o_r."""
+    """Write b_x [o_r, o_c] transposed, to rows o_c and columns o_r of tile i_tile."""
     tl.store(x + i_tile * (CHUNK * CHUNK) + o_c[None, :] * CHUNK + o_r[:, None], b_x)
 
 
 @triton.jit
 def store_scores(P, i_tile, b_P, root, lower, o_1, o_2, TYPE: tl.constexpr):
-    """Write P [64, 64] from its three blocks, of which the one across lacks the factor `root`."""
+    """Write P [64, 64] from its three blocks; b_21, below the diagonal, lacks the factor `root`."""
     store_tile(P, i_tile, tl.zeros((HALF, HALF), TYPE), o_1, o_2, CHUNK)
     store_tile(P, i_tile, tl.where(lower, b_P.b_11, 0.0), o_1, o_1, CHUNK)
     store_tile(P, i_tile, b_P.b_21 * root, o_2, o_1, CHUNK)
@@ -291,7 +293,7 @@ def store_scores(P, i_tile, b_P, root, lower, o_1, o_2, TYPE: tl.constexpr):
 
 @triton.jit
 def unpack_pairs(kept, P, i_tile, strict, o_1, o_2, TYPE: tl.constexpr):
-    """Write P from the tile that backward is given, and return A from it."""
+    """Take apart the tile `kept` that `pack_pairs` wrote: write P and return A, as `Lower`."""
     b_zero = tl.zeros((HALF, HALF), TYPE)
     store_tile(P, i_tile, b_zero, o_1, o_2, CHUNK)
     store_tile(P, i_tile, load_tile(kept, i_tile, o_1, o_2, CHUNK), o_2, o_1, CHUNK)
@@ -306,8 +308,10 @@ def unpack_pairs(kept, P, i_tile, strict, o_1, o_2, TYPE: tl.constexpr):
 
 @triton.jit
 def pack_pairs(pairs, P, i_tile, b_A, strict, o_1, o_2):
-    """Write A and P to one tile: A below the diagonal; on and above it P, whose two blocks on the
-    diagonal are transposed.
+    """Write A and P to one tile [64, 64].
+
+    A, whose diagonal is one, lies below the diagonal. On and above it lies P: its two diagonal
+    blocks transposed, and its block below them as it is.
     """
     b_11 = tl.where(strict, b_A.b_11, load_transposed(P, i_tile, o_1, o_1))
     store_tile(pairs, i_tile, b_11, o_1, o_1, CHUNK)
@@ -330,8 +334,8 @@ def store_inverse(A, i_tile, b_A, o_1, o_2, TYPE: tl.constexpr):
 def split_halves(b_x):
     """Return rows 0 to 31 and 32 to 63 of a vector [64].
 
-    By a sum over an axis, past which the compiler does not compute the vector again for every
-    layout it is used in.
+    The split is a sum over an axis. Without it, the compiler would compute the vector again for
+    each layout in which it is used.
     """
     b_x = tl.reshape(b_x, (2, HALF))
     half = tl.arange(0, 2)[:, None]
@@ -340,9 +344,9 @@ def split_halves(b_x):
 
 @triton.jit
 def invert(b_L, b_beta1, b_beta2, root, strict, TYPE: tl.constexpr, INVERSE: tl.constexpr):
-    """Return A = (I + strict_tril(beta L))^-1 from the scores k k^T o E, as operands.
+    """Return A = (I + strict_tril(beta L))^-1, as `Lower` in the dtype of operands.
 
-    The block across is -A22 L21 A11.
+    b_L are the scores k k^T o E. The block below the diagonal is A21 = -A22 (beta L21) A11.
     """
     b_zero = tl.zeros((HALF, HALF), tl.float32)
     b_L11 = tl.where(strict, b_L.b_11 * -b_beta1[:, None], 0.0)
@@ -367,8 +371,9 @@ def store_w(
     BK: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Write w = A (beta k exp G) over the factors that wait in its place; b_k1 and b_k2 are those
-    of the first slice of K.
+    """Write w = A (beta k exp G), [64, K], to tile i_tile.
+
+    The place of w holds beta k exp G until then. b_k1 and b_k2 [32, BK] are its first slice.
     """
     o_k = tl.arange(0, BK)
     for i in tl.range((K + BK - 1) // BK, num_stages=1):
@@ -425,22 +430,24 @@ def prepare_kda(
     PREC: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Prepare one chunk, from number `begin` on, of one head. E_ij is the decay from row j to i::
+    """Prepare one chunk of one value head; chunks are numbered from `begin` on.
+
+    E_ij is the decay from row j to row i, and o multiplies entry by entry::
 
         P = tril(scale q k^T o E)   [64, 64]    A = (I + strict_tril(beta k k^T o E))^-1   [64, 64]
         w = A (beta k exp G)        [64, K]     gamma = exp(sum of g)    [K] fp32
         qg = scale q exp G,  kg = k exp(sum of g over the later rows)    [64, K]
 
-    and the rows of KDA (`operands`), norms only if NORMS. The scan forms u = A (beta v): reading
-    beta v costs it no more than reading u.
+    and the rows of KDA (`operands`), norms only if NORMS. The scan forms u = A (beta v), because it
+    reads v as fast as it would read u.
 
-    Forward may leave A and P in one tile (`pack_pairs`), which backward gives back as `kept`. Then
-    neither scores nor an inverse are formed.
+    Forward may keep A and P in one tile (`pack_pairs`). Backward passes it as `kept`, and neither
+    scores nor the inverse are computed again.
 
-    It works on two halves of 32 rows. Half of the rows and all of K take as many registers as all
-    rows and half of K. But the halves' rows are complete, so norms need no pass of their own; their
-    scores are final; and what the halves do not share needs no choice per entry. Only wider keys
-    are cut into slices of BK columns, whose scores add up.
+    The kernel works on two halves of 32 rows. Half of the rows with all of K take as many registers
+    as all rows with half of K. But halves hold whole rows. So norms need no pass of their own,
+    scores need no sum over slices, and no entry has to choose its half. Only keys wider than BK are
+    cut into slices of BK columns, whose scores add up.
     """
     let_next_begin()
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV + begin
@@ -473,7 +480,7 @@ def prepare_kda(
     if NORMS:
         q_norm, k_norm = q_norm + HALF, k_norm + HALF
     at_2 = HalfPlace(i_tile, i_b, i_g, i_h, second, n_second, q_norm, k_norm, b_q2, b_k2)
-    # w waits for A in registers, which there are without scores; else in its place in memory
+    # Until A is known, beta k exp G stays in registers if no scores need them. Else it lies in w.
     HELD: tl.constexpr = kept is not None and BK >= K
     SCORES: tl.constexpr = kept is None
     written = Prepared(None, None, None, None if HELD else out.w, out.qg, out.kg, None, None)
@@ -499,8 +506,8 @@ def prepare_kda(
     b_beta = strength_column(beta, i_b, i_h, first, n_rows, flags)
     b_beta1, b_beta2 = split_halves(b_beta)
     if not HELD:
-        tl.debug_barrier()  # w holds beta k exp G so far, and P is there, written by other threads
-        # the first slices arrive while the inverse is made
+        tl.debug_barrier()  # other threads have written P, and beta k exp G to w
+        # the first slices arrive while the inverse is computed
         o_k = tl.arange(0, BK)
         b_k1, b_k2 = load_tile(out.w, i_tile, o_1, o_k, K), load_tile(out.w, i_tile, o_2, o_k, K)
     if kept is None:
