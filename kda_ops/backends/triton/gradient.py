@@ -1,11 +1,12 @@
 """Form the gradients of the inputs from the two scans, chunk by chunk (docs/maths.md, backward).
 
-The reverse scan leaves z = A^T dv_new, the gradient of ``beta (v - k exp(G) S)``, and dv = beta z.
-v_new = A (..) solves a linear system, and the adjoint of a solve is another solve. So the inverse
-needs no backward of its own::
+The reverse scan leaves z = A^T dv_new, the gradient of ``x = beta (v - k exp(G) S)``, and dv =
+beta z. The scan's v_new = A x solves a linear system, and the adjoint of a solve is another solve.
+So the inverse needs no backward of its own. Per chunk and value head, with the letters of
+docs/maths.md::
 
-    dL = -strict_tril(z v_new^T)      dZk = -z S^T      dP = tril(do v_new^T)
-    dqg = do S^T                      dkg = v_new dS^T
+    dL = -strict_tril(z v_new^T)    dP = tril(do v_new^T)                       [64, 64]
+    d(beta k exp G) = -z S^T        dqg = do S^T          dkg = v_new dS^T      [64, K]
 """
 
 from typing import Any
@@ -47,9 +48,9 @@ GATHERED = 4096
 
 @triton.jit
 def gather_heads(dy, dx, H, HV, tokens, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr):
-    """Sum dy [B T, HV, K] fp32 over the value heads of each key head, in order, to dx [B T, H, K].
+    """Sum dy [B T, HV, K] fp32 over the value heads of each key head, to dx [B T, H, K].
 
-    `tokens` is B T H, the rows of dx; a program takes ROWS of them.
+    The order of the sum is fixed. `tokens` is B T H, the rows of dx; a program takes ROWS of them.
     """
     o_i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_k = tl.arange(0, BK)
@@ -85,7 +86,7 @@ def _gradient_gdn(
     group, dq, dk, dq_sum, dk_sum = p.HV // p.H if p.H else 1, None, None, None, None
     if need & {"q", "k"}:
         dq, dk = (new(q, name, shape_of(q)) for name in ("dq", "dk"))
-        # fp32, where heads and slices add up
+        # fp32, because value heads or slices of K add up
         if group > 1 or p.K > options.block_k:
             dq_sum, dk_sum = dq, dk
             if not exact:
@@ -179,7 +180,7 @@ def _launch_pairs(
     dbeta: Tensor | None,
     dots: Dots,
 ) -> None:
-    """Launch what reads V alone."""
+    """Launch `gradient_pairs`: all that needs no K, but v, do, o, v_new and z."""
     options, exact = tuning.choose("gradient_pairs", p), p.q.dtype is torch.float32
     launch(
         gradient_pairs,
@@ -213,7 +214,7 @@ def _launch_keys(
     G: Tensor,
     grads: KeyGradients,
 ) -> None:
-    """Launch what reads K: the sums of the decays, and the gradients of q, k and those sums."""
+    """Launch `sum_decays`, then `gradient_keys`: the gradients of q, k and the sums G."""
     options, exact = tuning.choose("gradient_keys", p), p.q.dtype is torch.float32
     size = (_count(p), p.HV)
     anchored = new(p.q, "anchored", size, torch.int32) if tuning.anchored(p) else None
@@ -243,8 +244,8 @@ def _launch_keys(
 
 
 def _gather(p: Problem, name: str, x: Tensor, dy: Tensor | None) -> Tensor:
-    """Return the gradient of q or k, x, from those per value head."""
-    assert dy is not None  # both were made
+    """Return the gradient of x, which is q or k, summed from those per value head, dy."""
+    assert dy is not None  # dq and dk are made together
     dx, tokens, BK = new(x, "d" + name, shape_of(x)), p.B * p.T * p.H, tuning.width(p.K, x.dtype)
     ROWS = max(1, GATHERED // BK)
     sizes: dict[str, Any] = dict(H=p.H, HV=p.HV, tokens=tokens, K=p.K, BK=BK, ROWS=ROWS)
@@ -276,7 +277,7 @@ def _blocks(options: tuning.Options, exact: bool, keys: bool = True) -> dict[str
 
 
 def _gate(p: Problem) -> dict[str, Any]:
-    """Return what `sum_decays` and `sum_gradients` share: one warp per chunk and value head."""
+    """Return the arguments that `sum_decays` and `sum_gradients` share; both run on one warp."""
     return dict(
         g=strided(fit(p.g)),
         gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
@@ -292,19 +293,19 @@ def _gate(p: Problem) -> dict[str, Any]:
 
 
 def _kept(p: Problem, trace: Trace, reverse: Reverse) -> Kept:
-    """Return what the scans left for the kernels."""
+    """Return what the scans left for the kernels, with z or dv as `reads_z` says."""
     z = reverse.z if reads_z(p) else reverse.dv
     return Kept(trace.states, trace.v_new, reverse.dstates, z)
 
 
 def _like(p: Problem, name: str, need: frozenset[str]) -> Tensor | None:
-    """Return where to write a gradient, contiguous, if it is needed."""
+    """Allocate the contiguous gradient of an input, if it is needed."""
     x = getattr(p, name)
     return new(p.q, "d" + name, shape_of(x), x.dtype) if x is not None and name in need else None
 
 
 def _per_chunk(p: Problem, name: str, width: int, need: frozenset[str]) -> Tensor | None:
-    """Return where chunks write their shares of a gate weight's gradient, if it is needed."""
+    """Allocate the shares of chunks [NT, HV, width] of a gate weight's gradient, if needed."""
     if getattr(p, name) is None or name not in need:
         return None
     return new(p.q, f"d{name}_parts", (_count(p), p.HV, width), torch.float32)

@@ -1,6 +1,4 @@
-"""What the gradient kernels share: where a program's chunk is, and how its rows are read and
-written.
-"""
+"""Locate a chunk, read and write its rows, and go back through the gate, in gradient kernels."""
 
 from typing import Any, NamedTuple
 
@@ -20,21 +18,21 @@ from kda_ops.backends.triton.tile import (
 )
 
 SQUARE = constant(problem.CHUNK * problem.CHUNK)  # entries of a [64, 64] tile
-VECTOR = constant(8)  # of them in each row of `fragment.pack`
+VECTOR = constant(8)  # entries in each row of `fragment.pack`
 # The largest finite number, about: infinities become it where they would meet a zero.
 HUGE = tl.constexpr(3e38)
-# A decay of 2^-126 and below is zero, or would be flushed to zero, in fp32.
+# A decay of 2^-126 or less is 0 in fp32, or subnormal and flushed to 0.
 UNDERFLOW = tl.constexpr(126.0)
 
 
 class Chunk(NamedTuple):
-    """The rows of one chunk, in tensors of the caller and in contiguous ones."""
+    """Where the rows of one chunk are, in tensors of the caller and in contiguous ones."""
 
     i_b: Any  # row of the batch, int64
     first: Any  # first token in it, int64
-    token: Any  # the same among all B * T tokens, int64
+    token: Any  # the first token, counted over all B * T tokens, int64
     n_rows: Any  # tokens of the chunk, int32; at most 0 for a number that no chunk has
-    live: Any  # whether they belong to a sequence; tokens past cu_seqlens[-1] do not
+    live: Any  # whether the tokens belong to a sequence; those past cu_seqlens[-1] do not
 
 
 class Kept(NamedTuple):
@@ -64,14 +62,14 @@ def locate_rows(cu_seqlens, i_t, N, T):
 
 @triton.jit
 def locate(cu_seqlens, i_t, N, T):
-    """Return chunk i_t."""
+    """Return chunk number i_t, as `Chunk`."""
     i_b, first, n_rows, live = locate_rows(cu_seqlens, i_t, N, T)
     return Chunk(i_b, first, i_b * T + first, n_rows, live)
 
 
 @triton.jit
 def chunk_of(x, at, i_h):
-    """Return a strided [B, T, X, D] tensor from the first row of a chunk and head on."""
+    """Return x, a strided [B, T, X, D] tensor, with the pointer at a chunk's first row and head."""
     first = at.i_b * x.strides[0] + at.first * x.strides[1] + i_h.to(tl.int64) * x.strides[2]
     return Strided(x.pointer + first, x.strides)
 
@@ -91,14 +89,14 @@ def read_rows(x, at, i_h, o_d, D: tl.constexpr):
 
 @triton.jit
 def read_back(x, at, i_h, HEADS, o_d, D: tl.constexpr):
-    """Read like `read_rows` from a contiguous [B T, HEADS, D] tensor, which `write_rows` wrote."""
+    """Read like `read_rows`, from a contiguous [B T, HEADS, D] tensor that `write_rows` wrote."""
     x = Strided(x, (0, HEADS * D, D, 1))
     return read_rows(x, Chunk(0, at.token, at.token, at.n_rows, at.live), i_h, o_d, D)
 
 
 @triton.jit
 def read_values(z, at, i_tile, i_h, HV, o_v, V: tl.constexpr, TILED: tl.constexpr):
-    """Read columns o_v of what the reverse scan left, [64, width]: z, if TILED, else rows of dv."""
+    """Read columns o_v of z if TILED, else of dv = beta z; [64, width]."""
     if TILED:
         return load_tile(z, i_tile, tl.arange(0, CHUNK), o_v, V)
     else:
@@ -107,14 +105,14 @@ def read_values(z, at, i_tile, i_h, HV, o_v, V: tl.constexpr, TILED: tl.constexp
 
 @triton.jit
 def load_state(states, i_tile, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
-    """Load rows o_k and columns o_v of state i_tile of [tiles, K, V]; zero past both."""
+    """Load rows o_k and columns o_v of state i_tile of [tiles, K, V]; zero past K and V."""
     p_s = states + i_tile * (K * V) + (o_k[:, None] * V + o_v[None, :])
     return tl.load(p_s, mask=(o_k < K)[:, None] & (o_v < V)[None, :], other=0.0)
 
 
 @triton.jit
 def load_row(rows, i_tile, ROW: tl.constexpr):
-    """Load one of the numbers per row that `prepare_kda` left, [64] fp32."""
+    """Load vector ROW of the rows of KDA (`operands`), [64] fp32."""
     return tl.load(rows + i_tile * (COUNT_KDA * CHUNK) + ROW * CHUNK + tl.arange(0, CHUNK))
 
 
@@ -153,8 +151,8 @@ def through_gate(b_dg, b_x, rate, lower_bound, BOUNDED: tl.constexpr, FAST: tl.c
     The caller sums the share over tokens and channels. FAST as in `log2_decay`.
     """
     if BOUNDED:
-        # A saturated sigmoid has slope 0 even where exp(A_log) overflowed or the logit is infinite:
-        # no infinity may meet it.
+        # A saturated sigmoid has slope 0, and 0 times infinity would be NaN. exp(A_log) may have
+        # overflowed, and a logit may be infinite.
         rate, b_x = tl.minimum(rate, HUGE), tl.minimum(tl.maximum(b_x, -HUGE), HUGE)
         b_s = sigmoid(rate * b_x, FAST)
         b_dx = b_dg * (b_s * (1.0 - b_s) * rate * lower_bound)

@@ -1,5 +1,6 @@
-"""KDA's decays as sums from the start of a chunk, for the kernel that takes factors between any two
-rows; and back from the gradient of those sums.
+"""Sum KDA's decays from the start of each chunk, and go back from the gradient of these sums.
+
+`gradient_keys`, which runs in between, forms the decay between any two rows from the sums.
 """
 
 import triton
@@ -9,8 +10,9 @@ from kda_ops.backends.triton.gate import LEAST_DECAY, load_rate, log2_decay
 from kda_ops.backends.triton.gradient_chunk import chunk_of, locate, through_gate
 from kda_ops.backends.triton.tile import CHUNK
 
-# A block may share an anchor if no channel decays by more than 2^REACH in it. Centred, the factors
-# then lie within 2^(REACH / 2) of one; keys and gradients have the rest of fp32's 2^127.
+# The rows of a block may share an anchor if no channel decays by more than 2^REACH in it. Centred,
+# factors lie between 2^(-REACH / 2) and 2^(REACH / 2). The rest of fp32's range, up to 2^127, is
+# left to keys and gradients.
 REACH = tl.constexpr(116.0)
 # Rows whose loop is unrolled, so that the next loads overlap the sums: the quarters of a chunk.
 QUARTER = tl.constexpr(16)
@@ -48,8 +50,9 @@ def sum_decays(
         anchored = log2 of the largest of 64, 32, 16, 8 rows in whose blocks no channel
                    decays by more than 2^REACH, else 0                        int32
 
-    with G fp32 for 16 bit operands, which do not see what a difference of two sums loses; fp64 for
-    fp32 operands, where a difference is then as good as a sum. Rows that are no tokens add nothing.
+    G is fp32 for 16 bit operands, whose rounding exceeds that of a difference of two sums. It is
+    fp64 for fp32 operands, so that a difference is exact enough. Rows that are no tokens add
+    nothing.
     """
     i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
     at = locate(cu_seqlens, i_t, N, T)
@@ -59,7 +62,7 @@ def sum_decays(
         rate, bound = load_rate(gate.A_log, i_h), tl.full((), lower_bound, tl.float32)
         b_bias = load_bias(gate.dt_bias, i_h, o_k, K)
         b_G = tl.zeros((WIDE,), G.dtype.element_ty)
-        # the largest decay of a block of so many rows, and the sum at the start of the last half
+        # the largest decay in blocks of 8, 16 and 32 rows, and the sum at the start of the half
         b_8, b_16, b_32, b_half = b_G, b_G, b_G, b_G
         p_G = G + i_tile * (CHUNK * K) + o_k
         if g.pointer is not None:
@@ -109,9 +112,9 @@ def sum_gradients(
     """Turn the gradient of G, [64, K] of one chunk and value head, into those of g and the gate::
 
         dg_i = sum of dG_j over j >= i, through the gate if ACTIVATE    [64, K]
-        dA_log, ddt_bias: this chunk's shares, in fp32                  [], [K]
+        dA_log, ddt_bias: the chunk's shares, see `through_gate`        [], [K] fp32
 
-    Rows that are no tokens of a sequence get zeros.
+    Tokens of no sequence get zeros.
     """
     i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
     at = locate(cu_seqlens, i_t, N, T)

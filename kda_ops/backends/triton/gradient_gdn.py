@@ -1,4 +1,4 @@
-"""Gradients of GDN: one chunk, and all value heads of a key head, per program."""
+"""Form the gradients of GDN: one chunk and all value heads of a key head per program."""
 
 from typing import Any, NamedTuple
 
@@ -48,11 +48,10 @@ class HeadGradients(NamedTuple):
 
 @triton.jit
 def without_radial(b_dy, b_x, b_r, b_along, K: tl.constexpr, L2NORM: tl.constexpr):
-    """Return dy less its part along x, dy - r^2 x (x . dy), r = 1 / |x|, from x . dy [64].
+    """Return dx = dy - r^2 x (x . dy) [64, width], from r = 1 / |x| and x . dy, [64] each.
 
-    That is dx of y = r x, for a dy that has its factor r.
-
-    With one channel dx = dy (1 - y^2), and 1 - y^2 = 1e-6 r^2 would be lost to rounding.
+    That is the gradient of x through the norm y = r x, where dy already has the factor r. With one
+    channel dx = dy (1 - y^2). There 1e-6 r^2 replaces 1 - y^2, which rounding would lose.
     """
     if L2NORM and K == 1:
         b_dy *= (1e-6 * b_r * b_r)[:, None]
@@ -65,7 +64,7 @@ def without_radial(b_dy, b_x, b_r, b_along, K: tl.constexpr, L2NORM: tl.constexp
 def write_strength(
     dbeta, head, scores, factors, sums, TILED: tl.constexpr, SUMS: tl.constexpr, flags
 ):
-    """Write the gradient of a given beta, if SUMS, or of the logit of a sigmoid."""
+    """Write dbeta [64]: the gradient of a given beta if SUMS, else of the logit of a sigmoid."""
     if SUMS:
         b_dbeta = scores.zv + sums.k_part / factors.digits
     else:
@@ -78,7 +77,10 @@ def write_strength(
 
 @triton.jit
 def write_decay(grads, g, gate, lower_bound, gamma, head, sums, b_power, flags):
-    """Write dg from dG, whose reverse cumsum it is before the gate."""
+    """Write dg [64]: the sum of dG from a row on, plus what all rows share, through the gate.
+
+    All rows share sum k . r_1 (v_new dS^T) + gamma sum S dS, sums over the chunk.
+    """
     b_gamma = tl.load(gamma + head.i_tile)
     b_dG = sums.q_dq + sums.k_part * b_power - sums.k_rest
     b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(sums.k_late, 0) + b_gamma * sums.S_dS)
@@ -88,7 +90,7 @@ def write_decay(grads, g, gate, lower_bound, gamma, head, sums, b_power, flags):
 
 @triton.jit
 def write_logits(grads, g, gate, lower_bound, at, i_h, HV, i_tile, b_dg, flags):
-    """Write dg, through the gate if g are logits, and its shares of the gate's weights."""
+    """Write dg [64], through the gate if g are logits, and shares of dA_log and ddt_bias."""
     o_r = tl.arange(0, CHUNK)
     if flags.ACTIVATE:
         b_x = load_column(g.pointer, g.strides, at.i_b, i_h, at.first, at.n_rows, o_r)
@@ -121,7 +123,7 @@ def clear(grads, at, i_t, i_g, H, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.c
 
 @triton.jit
 def clear_columns(grads, at, i_h, HV, i_tile):
-    """Write zeros to the gradients of g, beta and the gate's weights of such a chunk."""
+    """Write zeros to the gradients of g, beta and the gate's weights of such a chunk, one head."""
     b_zero = tl.zeros((CHUNK,), tl.float32)
     if grads.dg is not None:
         write_column(grads.dg, at, i_h, HV, b_zero)
@@ -135,7 +137,7 @@ def clear_columns(grads, at, i_h, HV, i_tile):
 
 @triton.jit
 def add_up(x_sum, at, i_g, H, i_head, b_dx, o_k, K: tl.constexpr):
-    """Add a slice of dq or dk to its sum over value heads in memory, if there is one."""
+    """Return b_dx plus the sum over earlier value heads; store it. Without x_sum, return b_dx."""
     if x_sum is not None:
         if i_head > 0:
             b_dx += read_back(x_sum, at, i_g, H, o_k, K)
@@ -158,7 +160,7 @@ def write_sums(
     BK: tl.constexpr,
     L2NORM: tl.constexpr,
 ):
-    """Write dq and dk from their sums, through the norm."""
+    """Write dq and dk [64, K] from their sums over value heads, through the norm."""
     for i in tl.range((K + BK - 1) // BK, num_stages=1):
         o_k = i * BK + tl.arange(0, BK)
         b_q, b_k = read_rows(q, at, i_g, o_k, K), read_rows(k, at, i_g, o_k, K)
@@ -203,8 +205,10 @@ def gradient_gdn(
     EXACT: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Form all gradients of one chunk and the GROUP value heads of one key head. E_ij is the decay
-    from row j to row i, n_q and n_k are inverse norms, and r the rows of GDN (`operands`)::
+    """Form dq, dk, dg and dbeta of one chunk and the GROUP value heads of one key head.
+
+    E_ij is the decay from row j to row i, n_q and n_k are inverse norms, and r_0 to r_6 the rows of
+    GDN (`operands`). With o a product entry by entry, and . a sum over K::
 
         M    = scale tril(n_q n_k do v_new^T o E)                             [64, 64]
         N    = -beta strict_tril(n_k n_k z v_new^T o E)                       [64, 64]
@@ -213,20 +217,23 @@ def gradient_gdn(
         rest = r_1 (v_new dS^T) + N^T k + M^T q                               [64, K]
         dk   = part + rest
         dG   = q . dq + k . part - k . rest                                   [64]
+        dg   = sum of dG over a row and the rows after it, plus for the whole chunk
+               sum k . r_1 (v_new dS^T) + gamma sum S dS; then through the gate    [64]
         dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + (k . part) / beta
 
-    `z` is z if TILED; else it is dv = beta z, and beta is one but in dbeta. A given beta may be
-    zero. So it is digits times a power of two: N and part take the digits, and the power, which
-    rounds nothing, follows the sum over K.
+    `kept.z` is z if TILED; else it is dv = beta z, and beta is one except in dbeta. A given beta
+    may be zero. So it is split into digits times a power of two. N and part take the digits. The
+    power, which causes no rounding, multiplies the sum over K.
 
     Norms, decays and beta are factors of rows and of the [64, 64] tiles. So q and k go from memory
-    to the tensor cores as they are. dq and dk leave through the norm, which needs q . dq and k . dk
-    anyway. What pairs of rows add to dG cancels in a sum over a chunk: q . M k and k . M^T q are
-    sums of the same rounded M, and N likewise.
+    to the tensor cores as they are. With L2NORM, dq and dk are taken through the norm, which needs
+    q . dq and k . dk anyway. What pairs of rows add to dG cancels in a sum over a chunk: q . M k
+    and k . M^T q are sums of the same rounded M, and N likewise.
 
-    The phases keep few tiles alive: M^T and N^T, M and N, dk, dq. Two programs of four warps share
-    a multiprocessor, whose shared memory holds five tiles of rows and one state each. So S is
-    loaded twice. Slices of K and value heads add up in dq_sum and dk_sum.
+    The phases are M^T and N^T, then M and N, then dk, then dq: each keeps few tiles in registers.
+    Two programs of four warps share a multiprocessor. Its shared memory holds five tiles of rows
+    and one state for each, so S is loaded twice. Slices of K and value heads add up in dq_sum and
+    dk_sum.
     """
     i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H
     at = locate(cu_seqlens, i_t, N, T)
@@ -254,7 +261,7 @@ def gradient_gdn(
         scores = score_gradients(
             v, sources, factors, triangles, head, scale, V, BV, TILED, SUMS, EXACT, PREC
         )
-        if T > 0:  # always: a block of its own, before which nothing of it is loaded
+        if T > 0:  # always true: in a block of its own, no load moves before the block
             decays = load_decays(p_row)
             for i in tl.range(slices, num_stages=1):
                 if slices > 1:

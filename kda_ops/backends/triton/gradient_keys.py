@@ -1,4 +1,7 @@
-"""Gradients of q, k and g of KDA: BK channels of one chunk and value head per program."""
+"""Form KDA's gradients of q, k and G: BK key channels of one chunk and value head per program.
+
+G is the sum of log decays from the start of the chunk (`gradient_decay`).
+"""
 
 from typing import Any, NamedTuple
 
@@ -49,11 +52,11 @@ SMALLEST = tl.constexpr(3)  # log2 of the rows of the smallest blocks that share
 
 
 class KeyGradients(NamedTuple):
-    """Where gradients go: dq and dk [B T, HV, K], and for each slice of K a [B T, HV] of dbeta."""
+    """Where gradients go; each may be absent."""
 
-    dq: Any
-    dk: Any
-    dbeta: Any
+    dq: Any  # [B T, HV, K]
+    dk: Any  # [B T, HV, K]
+    dbeta: Any  # [slices of K, B T, HV] fp32
 
 
 class KeyFactors(NamedTuple):
@@ -61,11 +64,11 @@ class KeyFactors(NamedTuple):
 
     q_norm: Any
     k_norm: Any
-    beta: Any  # one, if the scores have it already
+    beta: Any  # one if dL and z contain beta already
 
 
 class Sums(NamedTuple):
-    """The gradients as they grow: of unit q, unit k and G [64, BK], of beta [64], all fp32."""
+    """Partial sums of the gradients: of unit q, unit k and G [64, BK], of beta [64], all fp32."""
 
     dq: Any
     dk: Any
@@ -75,10 +78,10 @@ class Sums(NamedTuple):
 
 @triton.jit
 def through_norm(b_dy, x, at, b_norm, dot, i_tile, K: tl.constexpr, BK: tl.constexpr):
-    """Return dx = r (dy - y (y . dy)) of y = r x, from the products y . dy [64] that
-    `gradient_pairs` left; None counts as zero.
+    """Return dx = r (dy - y (y . dy)) [64, BK], the gradient of x through the norm y = r x.
 
-    With one channel dx = r dy (1 - y^2), and 1 - y^2 = 1e-6 r^2 would be lost to rounding.
+    `dot` is y . dy [64], from `gradient_pairs`; None counts as 0. With one channel dx = r dy (1 -
+    y^2). There 1e-6 r^2 replaces 1 - y^2, which rounding would lose.
     """
     b_dx = b_dy * b_norm
     if K == 1:
@@ -108,7 +111,7 @@ def state_gradients(
 
         do S^T,  v_new dS^T,  z S^T  [64, width];   sum_v S dS  [width]
 
-    If `z` is dv, the third is times beta.
+    If `kept.z` is dv = beta z, the third contains beta.
     """
     W: tl.constexpr = o_k.shape[0]
     o_r = tl.arange(0, CHUNK)
@@ -117,8 +120,8 @@ def state_gradients(
     b_dgamma = tl.zeros((W,), tl.float32)
     for i in range((V + BV - 1) // BV):
         o_v = i * BV + tl.arange(0, BV)
-        # every load before any product: each product would wait, and the loads after it would wait
-        # again
+        # All loads come before any product. Else each product waits for its loads, and later loads
+        # start only then.
         b_S = load_state(kept.states, i_tile, o_k, o_v, K, V)
         b_dS = load_state(kept.dstates, i_tile, o_k, o_v, K, V)
         b_v = load_tile(kept.v_new, i_tile, o_r, o_v, V)
@@ -146,12 +149,14 @@ def start_sums(
     BK: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Return the sums without any pair of rows, from `state_gradients`, with e = exp(G_n - G)::
+    """Return the `Sums` before any pair of rows, from the results of `state_gradients`::
 
     dq = scale exp G (do S^T)        early = -beta exp G (z S^T)      late = e (v_new dS^T)
     dk = early + late                dG = k (early - late)
     last row of dG += gamma sum_v S dS + sum_i k_i late_i
     dbeta = -sum_k k exp G (z S^T)
+
+    G_n is the G of the last row, and e = exp(G_n - G).
     """
     o_r = tl.arange(0, CHUNK)
     b_end = tl.load(at.G + (CHUNK - 1) * K + o_k, mask=o_k < K, other=0.0)
@@ -174,7 +179,10 @@ def start_sums(
 
 @triton.jit
 def add_diagonal(sums, at, factors, K: tl.constexpr, BK: tl.constexpr):
-    """Return the sums with each row's pair with itself, dP_ii, and with q dq of what dq has."""
+    """Return the sums plus each row's pair with itself, and dG plus q dq as dq is before that::
+
+    dG += q dq      dq += dP_ii k      dk += dP_ii q      [64, BK]
+    """
     b_diagonal = tl.load(at.dscores.P + diagonal_at(tl.arange(0, CHUNK))).to(tl.float32)[:, None]
     b_q = load_operand(at.q, at, K, BK) * factors.q_norm
     b_dG = sums.dG + b_q * sums.dq
@@ -187,29 +195,29 @@ def add_diagonal(sums, at, factors, K: tl.constexpr, BK: tl.constexpr):
 def add_parted(
     sums, at, factors, h, K: tl.constexpr, BK: tl.constexpr, SUMS: tl.constexpr, PREC: tl.constexpr
 ):
-    """Return the sums with the pairs of level h, whose rows first fall into different halves of a
-    block of 2^(h + 1) rows. E_ij is the decay from row j to row i::
+    """Return the sums plus the pairs of level h, which lie in different halves of a block.
+
+    Blocks have 2^(h + 1) rows. E_ij is the decay from row j to row i::
 
         dq += sum_j dP_ij k_j E_ij
         dk += beta_i sum_j dL_ij k_j E_ij + sum_i (dP_ij q_i + dL_ij beta_i k_i) E_ij
-        dG += the q or k of the later row times what it gets
-              - the k of the earlier row times what it gets
+        dG += the q or k of the later row times its new part of dq or dk
+              - the k of the earlier row times its new part of dk
 
-    The later row has the decay since the middle and the earlier row the decay up to the middle. So
-    every row has one factor, at most one, whatever the decay. One product serves rows and columns,
-    because dP and dL are filled on both sides of the diagonal.
+    E_ij is a product: the decay from the middle to the later row, and from the earlier row to the
+    middle. So each row has one factor, and no factor exceeds 1, whatever the decay. One product
+    serves rows and columns, because dP and dL are filled on both sides of the diagonal.
 
-    The sums of dG over rows nearly vanish. So dG is formed from the operands as the products
-    rounded them: then a pair adds to its later row exactly what it takes from its earlier one. In
-    bf16 the error of dt_bias is 5 times less.
+    The sums of dG over rows nearly cancel. So dG is formed from the operands as the products
+    rounded them. Then a pair adds to its later row exactly what it takes from its earlier one. In
+    bf16 that makes the error of dt_bias 5 times smaller.
     """
     TYPE: tl.constexpr = at.dscores.P.dtype.element_ty
     later = (((tl.arange(0, CHUNK) >> h) & 1) == 1)[:, None]
     b_late = tl.where(later, 1.0, 0.0)
     b_early = tl.where(later, 0.0, 1.0)
     b_sign = tl.where(later, 1.0, -1.0)
-    # zero, which the compiler does not know: else it loads before the loop, and runs out of
-    # registers
+    # A 0 that the compiler does not know. With a constant, it loads before the loop, and spills.
     here = (h >> 3) * SQUARE
     at = Sources(
         Strided(at.q.pointer + here, at.q.strides),
@@ -245,14 +253,15 @@ def add_parted(
 def add_anchored(
     sums, at, factors, h, K: tl.constexpr, BK: tl.constexpr, SUMS: tl.constexpr, PREC: tl.constexpr
 ):
-    """Return the sums with all pairs inside blocks of 2^h rows, which decay by at most 2^REACH.
+    """Return the sums plus all pairs inside blocks of 2^h rows, which decay by at most 2^REACH.
 
-    The decay since the start of a block and its inverse, centred on a constant, stay within
-    2^(REACH / 2) of one. So they serve all levels below h at once.
+    Here E_ij is a quotient of decays from the start of the block. Centred by a constant factor,
+    such a decay and its inverse lie between 2^(-REACH / 2) and 2^(REACH / 2). So one product serves
+    all levels below h.
     """
     TYPE: tl.constexpr = at.dscores.P.dtype.element_ty
     P, L = at.dscores.P, at.dscores.L
-    # as rows: what the pairs below the diagonal pass on to q and k
+    # pairs below the diagonal: what rows get, as q and as k
     b_late = tl.exp2(decay_from_start(at.G, at.i_s, h, K, BK) + REACH / 2)
     b_x = (load_operand(at.k, at, K, BK) * (fast_reciprocal(b_late) * factors.k_norm)).to(TYPE)
     below = 2 * h - 2 * SMALLEST
@@ -269,9 +278,9 @@ def add_anchored(
     if SUMS:
         b_dbeta += tl.sum(b_x * b_pair, 1)
     b_dk = sums.dk + b_pair * factors.beta
-    # what follows loads its tiles again: held, they would push the sums out of the registers
+    # later steps load their tiles again: held in registers, tiles would make the sums spill
     tl.debug_barrier()
-    # as columns: what those above it, the transposes, pass on to k
+    # pairs above the diagonal, the transposes: what columns get, as k
     b_late = tl.exp2(decay_from_start(at.G, at.i_s, h, K, BK) + REACH / 2)
     b_x = (load_operand(at.q, at, K, BK) * (b_late * factors.q_norm)).to(TYPE)
     b_k = load_operand(at.k, at, K, BK) * factors.k_norm
@@ -300,7 +309,7 @@ def clear(grads, at, i_h, HV, o_k, K: tl.constexpr):
 def prefetch_slice(
     kept, G, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Prefetch this slice's part of the states and G, where slices are pieces of memory."""
+    """Prefetch this slice's part of the states and G, where BK divides K."""
     if K % BK == 0:
         i_slice = tl.program_id(0).to(tl.int64)
         prefetch_tile(kept.states, i_slice, BK * V, WHOLE)
@@ -372,13 +381,13 @@ def gradient_keys(
         dq = scale exp G (do S^T) + rows of dP          dk = early + late         [64, BK]
         dG = q dq + k (early - late),  last row += gamma sum_v S dS + sum_i k_i e_i (v_new dS^T)_i
 
-    with e = exp(G_n - G), "rows" and "columns" of the pairs as in `add_parted`, and beta one if
-    `z` is dv, which has it already, as dL has. dq and dk leave through the norm. dG is left in the
-    place of G, for `sum_gradients`.
+    G_n is the G of the last row, and e = exp(G_n - G). `add_parted` has the terms of rows and
+    columns. If `kept.z` is dv = beta z, beta is one here, because dv and dL contain it. With
+    L2NORM, dq and dk are then taken through the norm. dG overwrites G, for `sum_gradients`.
 
-    A slice of K per program keeps the fp32 tiles that are alive within the registers. q, k, G, dP
-    and dL come from the cache again wherever they are needed, in the layout of the products
-    (`fragment`): held in registers, they would push the sums out of them.
+    A program takes a slice of K, so that its fp32 tiles fit into registers. q, k, G, dP and dL are
+    loaded from the cache wherever they are needed, in the layout of the products (`fragment`). Held
+    in registers, they would make the sums spill.
     """
     slices: tl.constexpr = (K + BK - 1) // BK
     i_s, i_tile = tl.program_id(0) % slices, tl.program_id(0) // slices
@@ -390,7 +399,7 @@ def gradient_keys(
     o_k = i_s * BK + channel(o_k)
     dbeta = grads.dbeta
     if dbeta is not None:
-        dbeta += i_s * dbeta_slice  # entries from one slice to the next
+        dbeta += i_s * dbeta_slice  # a slice has so many entries
     grads = KeyGradients(grads.dq, grads.dk, dbeta)
     if (chunk.n_rows <= 0) | (chunk.live == 0):
         clear(grads, chunk, i_h, HV, o_k, K)
@@ -420,7 +429,7 @@ def gradient_keys(
         do, kept, chunk, i_tile, i_h, HV, o_k, K, V, BV, TILED, PREC
     )
     sums = start_sums(b_dqg, b_dkg, b_zS, b_dgamma, at, factors, scale, o_k, K, BK, SUMS)
-    # what follows loads its tiles again: held, they would push the sums out of the registers
+    # later steps load their tiles again: held in registers, tiles would make the sums spill
     tl.debug_barrier()
     sums = add_diagonal(sums, at, factors, K, BK)
     level = 0
@@ -430,7 +439,7 @@ def gradient_keys(
         sums = add_anchored(sums, at, factors, level, K, BK, SUMS, PREC)
     for h in tl.range(level, LEVELS, num_stages=1):
         sums = add_parted(sums, at, factors, h, K, BK, SUMS, PREC)
-    tl.debug_barrier()  # dG takes the place of G, which other threads have read
+    tl.debug_barrier()  # dG overwrites G, which other threads read until here
     store_operand(at.G, i_tile * 0, 0, 1, CHUNK, i_s, sums.dG, K, BK)
     if grads.dq is not None:
         b_dq, b_dk = sums.dq, sums.dk

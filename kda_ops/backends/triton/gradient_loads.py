@@ -1,5 +1,7 @@
-"""How `gradient_keys` reads and writes tiles: in the order of its products (`fragment`), again at
-every level.
+"""Read and write tiles for `gradient_keys`, in the register layout of its products (`fragment`).
+
+Each level loads its tiles again. Level h takes the pairs of rows that lie in different halves of a
+block of 2^(h + 1) rows.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +25,11 @@ LOAD = tl.constexpr(128)  # bits that a thread loads at once
 
 
 class Sources(NamedTuple):
-    """What a program loads again at every level, from its chunk's first row on."""
+    """What a program loads again at every level; tensors begin at the chunk's first row."""
 
     q: Any  # Strided, rows of the key head
-    k: Any  # Strided
-    G: Any  # [64, K]
+    k: Any  # Strided, likewise
+    G: Any  # [64, K], sums of log decays from the start of the chunk
     dscores: Any  # Scores, of `gradient_pairs`
     masks: Any  # of `pair_masks`
     last: Any  # the last row that is a token
@@ -42,8 +44,8 @@ def pair_masks(device: torch.device) -> Tensor:
     it. From PARTED on: the pairs of level 0 to 5, whose rows first fall into different halves of a
     block of 2^(level + 1) rows.
 
-    A thread copies them on a stream of its own. The calling thread may be filling the memory pool
-    of a CUDA graph (``mode="reduce-overhead"``), and nothing in there may outlive the call.
+    Another thread copies them, on a stream of its own. The calling thread may be allocating in the
+    memory pool of a CUDA graph (``mode="reduce-overhead"``), where no tensor may outlive the call.
     """
     i = torch.arange(problem.CHUNK, device="cpu")
     parting, below = i[:, None] ^ i[None, :], i[:, None] > i[None, :]
@@ -66,12 +68,12 @@ def pair_masks(device: torch.device) -> Tensor:
 
 @triton.jit
 def load_pairs(x, masks, i):
-    """Load the entries of a packed tile [64, 64] that mask i of `pair_masks` picks, else zero."""
+    """Load a packed tile [64, 64], with zeros where mask i of `pair_masks` does not pick."""
     o = tl.arange(0, SQUARE // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     b_x, b_m = tl.load(x + o), tl.load(masks + i * SQUARE + o)
     if b_x.dtype == tl.float32:
         return unpack(tl.where(b_m != 0, b_x, 0.0))
-    elif not INTERPRETED:  # two entries at once, which the compiler takes apart
+    elif not INTERPRETED:  # two entries at once; the compiler would mask them one by one
         return unpack(
             tl.inline_asm_elementwise(
                 "and.b32 $0, $1, $2;", "=r,r,r", [b_x, b_m], b_x.dtype, True, 2
@@ -83,11 +85,10 @@ def load_pairs(x, masks, i):
 
 @triton.jit
 def load_entries(p_x, column, m_row, K: tl.constexpr, BK: tl.constexpr):
-    """Load a tile [64, BK] by pointers in the order of `fragment`, zero past K and where m_row is
-    false.
+    """Load a tile [64, BK] by pointers in the order of `fragment`.
 
-    Callers add the column to a pointer last. Then the entries of a row differ by constants, which
-    cost no address.
+    Entries are zero past K, and where m_row is false. Callers add the column to a pointer last.
+    Then the entries of a row differ by constants, which cost no address register.
     """
     if K % BK == 0:
         if m_row is None:
@@ -111,8 +112,9 @@ def entries(x, i_s, BK: tl.constexpr):
 
 @triton.jit
 def load_operand(x, at, K: tl.constexpr, BK: tl.constexpr):
-    """Load rows of q or k, [64, BK] fp32. Rows that are no tokens repeat the last one, since they
-    get no gradient.
+    """Load rows of q or k, [64, BK] fp32.
+
+    Rows that are no tokens repeat the last token. They get no gradient, so any finite number does.
     """
     row, column = entries(x.pointer, at.i_s, BK)
     p_x = x.pointer + tl.minimum(row, at.last) * x.strides[1] + column * x.strides[3]
@@ -121,7 +123,7 @@ def load_operand(x, at, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_later(at, h, K: tl.constexpr, BK: tl.constexpr):
-    """Load q where a row is in the later half of its block of level h, else k, [64, BK] fp32."""
+    """Load q for rows in the later half of their block of level h, else k; [64, BK] fp32."""
     q, k = at.q, at.k
     row, column = entries(q.pointer, at.i_s, BK)
     later, row = ((row >> h) & 1) == 1, tl.minimum(row, at.last)
@@ -132,8 +134,10 @@ def load_later(at, h, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def decay_from_middle(G, i_s, h, K: tl.constexpr, BK: tl.constexpr):
-    """Return the log decay between each row and the middle of its block of 2^(h + 1) rows: since
-    the middle for later rows, up to it for earlier ones, [64, BK] fp32.
+    """Return the log decay between each row and the middle of its block, [64, BK] fp32.
+
+    Blocks have 2^(h + 1) rows. Later rows have the decay from the middle on, earlier rows the decay
+    up to the middle.
     """
     row, column = entries(G, i_s, BK)
     middle, later = ((row >> (h + 1)) << (h + 1)) + (1 << h) - 1, ((row >> h) & 1) == 1
@@ -144,7 +148,7 @@ def decay_from_middle(G, i_s, h, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def decay_from_start(G, i_s, h, K: tl.constexpr, BK: tl.constexpr):
-    """Return the log decay since the start of each row's block of 2^h rows, [64, BK] fp32."""
+    """Return the log decay from the start of each row's block of 2^h rows, [64, BK] fp32."""
     row, column = entries(G, i_s, BK)
     b_G = load_entries(G + row * K + column, column, None, K, BK)
     row = ((row >> h) << h) - 1
@@ -154,8 +158,9 @@ def decay_from_start(G, i_s, h, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def store_operand(x, token, i_h, HEADS, n_rows, i_s, b_x, K: tl.constexpr, BK: tl.constexpr):
-    """Write rows of one head of a contiguous [rows, HEADS, K] tensor from the registers they are
-    in.
+    """Write n_rows of b_x [64, BK] to one head of a contiguous [rows, HEADS, K] tensor.
+
+    They go to rows from `token` on, without a change of layout.
     """
     row, column = entries(x, i_s, BK)
     b_x = as_entries(narrow(b_x, x.dtype.element_ty), LOAD // x.dtype.element_ty.primitive_bitwidth)

@@ -1,5 +1,6 @@
-"""The part of KDA's gradients that reads V alone, and the gradients of the scores, which the kernel
-that reads K takes.
+"""Form what KDA's gradients need from tensors with V channels: dP, dL, dbeta and two dot products.
+
+`gradient_keys`, which reads the tensors with K channels, takes them.
 """
 
 from typing import Any, NamedTuple
@@ -23,14 +24,14 @@ from kda_ops.backends.triton.tile import CHUNK, load_tile, on_diagonal, widen
 
 
 class Scores(NamedTuple):
-    """P and L, or their gradients: one [64, 64] each per chunk and value head."""
+    """P and L, or their gradients: [NT, HV, 64, 64] each."""
 
     P: Any
     L: Any
 
 
 class Dots(NamedTuple):
-    """Products of unit q and k with their gradients, one [64] fp32 per chunk and value head."""
+    """Dot products of unit q and k with their gradients, [NT, HV, 64] fp32 each, or None."""
 
     q: Any
     k: Any
@@ -69,8 +70,8 @@ def pair_gradients(
         -tril(z v_new^T), likewise                                   [64, 64] fp32
         sum_v z v [64], if SUMS;   sum_v do o [64], if there is an o
 
-    If `z` is dv, the second and the third are times beta. Each triangle is a product of its own:
-    a product is never transposed (docs/kernels/hazards.md, "Transposed results").
+    If `z` is dv = beta z, the second and the third contain beta. Each triangle is a product of its
+    own, because a product is never transposed (docs/kernels/hazards.md, "Transposed results").
     """
     o_r = tl.arange(0, CHUNK)
     lower = o_r[:, None] >= o_r[None, :]
@@ -126,12 +127,13 @@ def gradient_pairs(
         dots.q = sum_v do o              dots.k = sum_v z (2 v_new - beta v)  [64] fp32
         dbeta = sum_v z v_new / beta for a sigmoid, else its part sum_v z v   [64]
 
-    dots are the products of unit q and k with their gradients; they are sums over V too
-    (docs/maths.md). `z` is z if TILED, else dv = beta z. Then the second
-    is beta dL, as the gradients of q and k take it.
+    dbeta of a sigmoid goes through the sigmoid, to the logit (`strength_gradient`). dots are the
+    dot products of unit q and k with their gradients, which are sums over V too (docs/maths.md).
+    `z` is z if TILED, else dv = beta z. In the latter case dscores.L is beta dL, as the gradients
+    of q and k need it.
 
-    This is not one kernel with `gradient_keys` because the two need different registers, and
-    because slices of K share the scores. It costs 16 KB of traffic per chunk and head.
+    This and `gradient_keys` in one kernel would spill. Slices of K share the scores, too. That the
+    scores go through memory costs 16 KB of traffic per chunk and head.
     """
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
     at = locate(cu_seqlens, i_t, N, T)

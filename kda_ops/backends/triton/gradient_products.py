@@ -1,6 +1,6 @@
-"""The products of GDN's gradient for one chunk and value head: scores, keys, queries.
+"""Form the products of GDN's gradient for one chunk and value head: scores, keys, queries.
 
-`gradient_gdn.gradient_gdn` has the equations.
+`gradient_gdn.gradient_gdn` has the equations: M, N, part, rest, dq and dk are defined there.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class Head(NamedTuple):
     HV: Any
     i_tile: Any  # number of the tile, int64
     do: Any  # Strided
-    kept: Any
+    kept: Any  # Kept
 
 
 class QueryKey(NamedTuple):
@@ -87,8 +87,9 @@ class ScoreGradients(NamedTuple):
 
 
 class SumsOverK(NamedTuple):
-    """Sums over K of one chunk and value head, [64] fp32: products of q and k with parts of their
-    gradients.
+    """Dot products over K of q and k with their gradients, for one chunk and value head.
+
+    They are [64] fp32, except S_dS.
     """
 
     q_dq: Any
@@ -100,7 +101,7 @@ class SumsOverK(NamedTuple):
 
 @triton.jit
 def split_power(b_x):
-    """Return m and p of x = m p, |m| in [1, 2) and p a power of two, exactly; 1 and 0 for zero."""
+    """Return m and p of x = m p, exactly: |m| is in [1, 2), p a power of two. For 0: 1 and 0."""
     b_bits = b_x.to(tl.uint32, bitcast=True)
     b_power = (b_bits & EXPONENT).to(tl.float32, bitcast=True)
     return ((b_bits & MANTISSA) | ONE).to(tl.float32, bitcast=True), b_power
@@ -108,10 +109,10 @@ def split_power(b_x):
 
 @triton.jit
 def form_here(b_x):
-    """Return x, an operand of products further down, and keep the compiler from forming it there.
+    """Return x, an operand of later products, and make the compiler form it here.
 
-    Moved down to its product, an operand keeps what it is made of in registers: two or three tiles
-    of fp32 in place of one of 16 bits (docs/kernels/hazards.md, "Operands formed late").
+    Else it forms x at its product, and keeps two or three fp32 tiles in registers until then, in
+    place of one tile of 16 bits (docs/kernels/hazards.md, "Operands formed late").
     """
     if INTERPRETED:
         return b_x
@@ -122,7 +123,7 @@ def form_here(b_x):
 
 @triton.jit
 def load_factors(p_row, TILED: tl.constexpr):
-    """Load what the scores need of the vectors of a tile."""
+    """Load the `RowFactors` of a tile, for the scores; `p_row` points at its `rows`."""
     b_strength = tl.load(p_row + BETA * CHUNK)
     b_k_norm = tl.load(p_row + NORM_K * CHUNK)
     b_q_norm = tl.load(p_row + NORM_Q * CHUNK)
@@ -134,14 +135,14 @@ def load_factors(p_row, TILED: tl.constexpr):
 
 @triton.jit
 def load_decays(p_row):
-    """Load what the products with the states need of the vectors of a tile."""
+    """Load the `Decays` of a tile, for products with states; `p_row` points at its `rows`."""
     b_start = tl.load(p_row + FROM_START_K * CHUNK)
     return Decays(b_start, tl.load(p_row + TO_END_K * CHUNK), tl.load(p_row + FROM_START_Q * CHUNK))
 
 
 @triton.jit
 def read_value_rows(head, o_v, V: tl.constexpr, TILED: tl.constexpr):
-    """Load columns o_v of v_new, z and do, if there is a do."""
+    """Load columns o_v of v_new, z and do (0 without a do), as `ValueRows`."""
     b_do = 0.0
     if head.do.pointer is not None:
         b_do = read_rows(head.do, head.at, head.i_h, o_v, V)
@@ -151,7 +152,7 @@ def read_value_rows(head, o_v, V: tl.constexpr, TILED: tl.constexpr):
 
 @triton.jit
 def read_z(head, o_v, V: tl.constexpr, TILED: tl.constexpr):
-    """Load columns o_v of z, or of dv."""
+    """Load columns o_v of z if TILED, else of dv = beta z; [64, BV]."""
     return read_values(head.kept.z, head.at, head.i_tile, head.i_h, head.HV, o_v, V, TILED)
 
 
@@ -176,9 +177,9 @@ def score_gradients(
     EXACT: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Return the `ScoreGradients`, with `zv` only if SUMS.
+    """Return the `ScoreGradients`; `zv` is 0 unless SUMS.
 
-    M^T and N^T come first, so that no more than two fp32 squares are alive.
+    M^T and N^T come first, so that registers hold at most two fp32 tiles of [64, 64].
     """
     TYPE: tl.constexpr = head.kept.states.dtype.element_ty
     values: tl.constexpr = (V + BV - 1) // BV
@@ -209,8 +210,8 @@ def score_gradients(
         b_N = tl.dot(sources.z, tl.trans(sources.v_new), b_N, input_precision=PREC)
     b_E = pair_decay(factors.decay, EXACT) * b_k_norm[None, :]
     b_zvn = on_diagonal(b_N)
-    # The identity by way of a product: else it would lie in shared memory too, and `one @ k` would
-    # not bring k from there into registers.
+    # The identity depends on a product, so that the compiler keeps it in registers. Then `one @ k`
+    # brings k from shared memory into registers.
     b_one = tl.where(diagonal | (b_N < -float("inf")), 1.0, 0.0).to(TYPE)
     b_N = b_N * b_E * -(b_k_norm * factors.digits)[:, None]
     b_N = form_here(tl.where(lower, b_N, 0.0).to(TYPE))
@@ -234,8 +235,9 @@ def key_gradient(
     TILED: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Return k, rest and part of `gradient_gdn`, [64, BK] fp32 each, the sums with theirs, and the
-    last S that was loaded.
+    """Return k, rest and part [64, BK] fp32, the last S [BK, BV] that was loaded, and the sums.
+
+    The sums are `sums` plus k_part, k_rest, k_late and S_dS of these channels.
     """
     values: tl.constexpr = (V + BV - 1) // BV
     o_r, o_v = tl.arange(0, CHUNK), tl.arange(0, BV)
@@ -250,7 +252,7 @@ def key_gradient(
         b_dS = load_state(head.kept.dstates, head.i_tile, o_k, o_v, K, V)
         S_dS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
         b_rest = tl.dot(b_vn, tl.trans(b_dS), b_rest, input_precision=PREC)
-    # S is loaded again: kept, it would take registers while dS is used
+    # S is loaded again: held, it would take registers while dS is used
     tl.debug_barrier()
     b_x = tl.dot(scores.one, x.k, input_precision=PREC)
     b_rest *= decays.to_end_k[:, None]
@@ -287,7 +289,7 @@ def query_gradient(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Return q and dq of `gradient_gdn`, [64, BK] fp32 each, and the sums with theirs."""
+    """Return q and dq, [64, BK] fp32 each, and the sums plus q_dq of these channels."""
     values: tl.constexpr = (V + BV - 1) // BV
     b_dq, b_q_dq = tl.zeros((CHUNK, o_k.shape[0]), tl.float32), sums.q_dq
     b_do = sources.do

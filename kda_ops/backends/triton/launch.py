@@ -1,7 +1,7 @@
-"""Allocate, view and launch: all that a stage may ask of torch and of Triton.
+"""Allocate, view and launch: the only calls of torch and Triton that a stage may make.
 
 A launch goes to the device of its tensors, on the current stream or on a second one. Inside
-`recorded`, each function also reports to a `Recording` what it does. A plan replays only that.
+`recorded`, each function also reports what it does to a `Recording`. A plan replays only that.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Here(threading.local):
 
     compiles: bool = False  # compile, launch nothing
     stream: torch.cuda.Stream | None = None  # where launches go, if not to the current stream
-    held: list[tuple]  # arguments of launches on that stream, kept alive until the join
-    waits: bool  # each of them waits for the current stream
+    held: list[tuple]  # arguments of launches on `stream`, kept alive until the join
+    waits: bool  # each launch on `stream` waits for the current stream
     recorder: Recording | None = None
 
     def __init__(self):
@@ -41,7 +41,7 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
-# Contract products and sums to fma, with every Triton: the default of 3.10 is not to.
+# Contract products and sums to fma with every Triton; Triton 3.10 does so only if asked.
 FMA = {"enable_fp_fusion": True}
 
 
@@ -158,7 +158,7 @@ def total(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
 def compiling() -> Iterator[None]:
     """Compile the kernels that the context launches, on threads; all are compiled on exit.
 
-    The longest kernel of a call takes seconds; one after another they take several times that.
+    The longest kernel of a call compiles for seconds, all of them in turn several times as long.
     """
     with (
         ThreadPoolExecutor(max(1, min(16, os.cpu_count() or 1))) as threads,
@@ -183,9 +183,9 @@ def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContex
     """Overlap two streams: launches in the yielded context go to the second, joined on exit.
 
     Each of them waits for what the current stream holds at that moment. If `early`, they wait only
-    for what it holds on entry; then nothing that they read may be allocated or copied afterwards.
-
-    Memory belongs to the current stream, so arguments of these launches are held until the join.
+    for what the current stream holds on entry. Then nothing that they read may be allocated or
+    copied after entry. Memory belongs to the current stream, so arguments of these launches are
+    held until the join.
     """
     if device.type != "cuda" or _HERE.compiles:
         yield nullcontext()
@@ -218,7 +218,8 @@ def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContex
 def lost_registers(registers: int, stack: int) -> bool:
     """Return whether ptxas has given up registers (docs/kernels/hazards.md, "Lost registers").
 
-    Other kernels that spill use all registers. This one has bytes of stack, and may be wrong.
+    A kernel that spills normally uses all registers. One with few registers and much stack may
+    compute wrong results.
     """
     return registers <= 128 and stack > 1024
 
@@ -243,8 +244,9 @@ def launch(
 ) -> None:
     """Launch on the device of the tensors, on a grid of one dimension (up to 2^31 - 1 programs).
 
-    Arguments are given by name, next to Triton's options; a small kernel may take them in order. If
-    `shown` names arguments, the kernel is compiled for those values and runs with the others.
+    Arguments are given by name, next to Triton's options; a small kernel may take them in order.
+    For arguments in `shown`, the kernel is compiled for the values there, and runs with the given
+    ones.
     """
     if programs == 0:
         return
@@ -271,7 +273,7 @@ def launch(
 
 
 def in_order(kernel, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Split what a launch is given by name into a kernel's arguments, in order, and its options."""
+    """Split keywords of a launch into the kernel's arguments, in order, and Triton's options."""
     names = kernel.arg_names
     if lacking := [name for name in names if name not in given]:
         raise TypeError(f"{kernel.__name__} also takes {', '.join(lacking)}.")
@@ -301,11 +303,11 @@ def _launch(kernel, programs: int, device: torch.device, args: tuple, shown, opt
 
 
 def starter(compiled) -> Callable[[int, int, tuple], None]:
-    """Return what launches a compiled kernel, given programs, stream and arguments.
+    """Return a function of (programs, stream, arguments) that launches a compiled kernel.
 
-    Triton's launcher looks at each call whether the kernel wants scratch memory. For one that wants
-    none, what is returned calls what that launcher calls: half as much Python. It knows the
-    launchers of Triton 3.6 to 3.9, and takes the public way for another.
+    Triton's launcher checks at each call whether the kernel wants scratch memory. For a kernel that
+    wants none, the function calls what the launcher calls, with half of the Python. That is for
+    Triton 3.6 to 3.9; for others it calls `run`, the public method.
     """
     made = compiled
     launcher: Any = getattr(compiled, "run", None)

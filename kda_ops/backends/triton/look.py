@@ -1,9 +1,9 @@
 """Reduce a call to what plans need of it: a key, its tensors, and its numbers.
 
-The key holds what decides which kernels run: the pass and its flags, and the widths and heads. Of
-each tensor it holds dtype, device and alignment, and whether it is absent or contiguous.
-The numbers are B, T, N, the columns of a table of slots, and the strides of tensors that are not
-contiguous. A plan is stored under the key, and serves the numbers for which its facts hold.
+The key holds what decides which kernels run: the pass, its flags, the widths and the heads. Of each
+tensor it holds dtype, device and alignment, and whether it is absent or contiguous. The numbers are
+B, T, N, the columns of a table of slots, and the strides of tensors that are not contiguous. A plan
+is stored under the key. It serves all numbers for which its facts hold (`plan.Plan`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
     """Return the look of a call, or None if it has no tokens or its shapes do not fit."""
     names = kind.names
     args += (None,) * (len(names) - len(args))
-    if kind is chunk.Backward:  # what is not there may be an empty tensor of one dimension
+    if kind is chunk.Backward:  # an absent tensor may be an empty one of one dimension
         given = (None if x is None or x.dim() == 1 else x for x in args[_GIVEN])
         args = (*args[: _GIVEN.start], *given, *args[_GIVEN.stop :])
     sizes = _SIZES[kind](rank, *args)
@@ -54,7 +54,7 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
             continue
         if not x.is_contiguous():
             pool = names[i] == "state" and kind in POOLS
-            if pool:  # it is written: a copy would be lost
+            if pool:  # it is written in place: writes to a copy would be lost
                 problem.check_no_overlap("state", x)
             if names[i] in DENSE or not (pool or spans(x)):
                 x = x.contiguous()
@@ -71,7 +71,8 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
 def exact(names: tuple[str, ...], rank: int, args: tuple, flags: dict) -> tuple[tuple, tuple, list]:
     """Return a key of all that `look` reads, the tensors in order, and their pointers.
 
-    It costs less than a look. Decode meets the same few sizes thousands of times.
+    The key contains B, T and N, so it serves one size. It costs less Python than a look, for
+    decode, which meets the same few sizes thousands of times.
     """
     args += (None,) * (len(names) - len(args))
     key: list[Any] = [rank, *flags.items()]

@@ -1,8 +1,9 @@
 """Replay a pass from data: allocate its tensors and launch its compiled kernels.
 
-A `Plan` is made of a `Recording`. It serves every call with the same key whose numbers (B, T, N and
-the like) have the same facts: how kernels were specialised, which branches the stages took. What
-else depends on the numbers is a formula. ``print(plan)`` shows tensors, launches and facts.
+A `Plan` is made of a `Recording`. It serves every call with the same key (`look`) for whose numbers
+B, T, N and strides its facts hold. Facts are how Triton specialised the kernels, and which branches
+the stages took. All else that depends on the numbers is a formula. ``print(plan)`` shows tensors,
+launches and facts.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ class Bound(NamedTuple):
 
 
 class Plan:
-    """The steps of a pass, for any call that keeps its facts.
+    """The steps of a pass, for any call for which its facts hold.
 
-    All that launches take lies in one row: values, pointers to inputs, own buffers and constants,
-    pointers into the scratch block, pointers to rows of buffers, and what is made of these. A
-    launch picks its arguments.
+    The arguments of all launches are in one list, the row. It holds values; pointers to inputs, own
+    buffers and constants; pointers into the scratch block and to rows of buffers; tuples and
+    descriptors of these. A launch picks its arguments from the row.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Plan:
         self.scratch = [b for b in used if not b.own]
         self.sums = [s for s in self.steps if isinstance(s, Total)]
         self.constants = tuple(recording.constants.values())
-        # a buffer like an input: torch allocates it in half the time
+        # inputs of a buffer's shape and dtype: `empty_like` takes half the time of `empty`
         self.like = [
             None if b.zero else recording.like.get((tuple_of(b.shape), b.dtype)) for b in self.own
         ]
@@ -218,7 +219,7 @@ class Plan:
     ) -> list[Tensor | None]:
         device = self.device
         own = [
-            # not with its strides, which may be any where an axis has length 1
+            # without the input's strides, which are arbitrary for an axis of length 1
             torch.empty_like(tensors[like], memory_format=torch.contiguous_format)  # type: ignore[arg-type]
             if like is not None
             else (torch.zeros if b.zero else torch.empty)(shape, dtype=b.dtype, device=device)
@@ -276,7 +277,7 @@ class Plan:
 
 
 def _maker(x: Descriptor | tuple, places: list[int], on_gpu: bool) -> Callable[[list], Any]:
-    """Return what makes a descriptor or a tuple from the row of a call."""
+    """Return a function that makes a descriptor or a tuple from the row of a call."""
     if isinstance(x, Descriptor):
         return lambda row: _descriptor(x, *(row[i] for i in places))
     if not on_gpu and type(x) is not tuple:  # the interpreter reads fields by name
@@ -295,7 +296,7 @@ def _descriptor(x: Descriptor, base, shape: tuple, strides: tuple):
 
 
 class _Pointer(NamedTuple):
-    """What a descriptor asks of its tensor."""
+    """Stands in for the tensor of a descriptor, which asks for its address and dtype."""
 
     address: int
     dtype: torch.dtype

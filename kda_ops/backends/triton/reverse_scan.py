@@ -49,15 +49,16 @@ class ReverseEnds(NamedTuple):
     dfinal: Strided  # [N, HV, K, V], the gradients of the final states
     dstates: Pointer  # [NT, HV, K, V], the gradient of the state that leaves each chunk
     z: Pointer  # [NT, HV, 64, V], the gradient of beta (v - k exp(G) S)
-    dv: Strided  # [B, T, HV, V], which is beta z
+    dv: Strided  # [B, T, HV, V], beta z
     dinitial: Strided  # [N, HV, K, V], the gradients of the initial states
-    maps: Strided  # [runs, HV, K, V + K] fp32; with it the scan looks for maps (`runs`)
+    maps: Strided  # [runs, HV, K, V + K] fp32; given in the pass that computes maps (`runs`)
 
 
 @triton.jit
 def open_reverse(ends, at, o_k, o_v, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr):
-    """Return what this program starts from, dS [BV, BK] fp32 turned. Zero its dv if it does not
-    scan.
+    """Return the gradient that this program starts from, dS^T [BV, BK] fp32 (`fragment.turn`).
+
+    Zero its dv if it does not scan.
     """
     dv = ends.dv
     if dv.pointer is not None:
@@ -68,14 +69,14 @@ def open_reverse(ends, at, o_k, o_v, K: tl.constexpr, V: tl.constexpr, RUN: tl.c
 
 @triton.jit
 def keep_state(ends, at, i_tile, b_ds, K: tl.constexpr, V: tl.constexpr):
-    """Write the gradient of the state that leaves a chunk for `gradient`, if that is asked for."""
+    """Write the gradient of the state that leaves a chunk, if `dstates` is given."""
     if ends.dstates is not None:
         store_turned(ends.dstates + i_tile * (K * V) + at.i_v, V, 1, b_ds, K, V - at.i_v)
 
 
 @triton.jit
 def load_do(do, at, c, o_r, o_v, V: tl.constexpr):
-    """Load do of chunk c, [BV, 64] turned, zero past the last token and past V."""
+    """Load do^T of chunk c, [BV, 64] (`fragment.turn`), zero past the last token and past V."""
     m_do = (o_r + c * CHUNK < at.length)[:, None] & (o_v < V)[None, :]
     p_do = rows_at(do.pointer, do.strides, at.i_b, at.i_h, at.bos + c * CHUNK, o_r, o_v)
     return turn(tl.load(p_do, mask=m_do, other=0.0))
@@ -83,7 +84,7 @@ def load_do(do, at, c, o_r, o_v, V: tl.constexpr):
 
 @triton.jit
 def write_values(ends, at, i_tile, c, b_z, b_beta, V: tl.constexpr):
-    """Write z of chunk c, [BV, 64] turned, and dv = beta z, as far as they are asked for."""
+    """Write z and dv = beta z of chunk c from z^T [BV, 64], each if its tensor is given."""
     if ends.z is not None:
         store_turned(ends.z + i_tile * (CHUNK * V) + at.i_v, V, 1, b_z, CHUNK, V - at.i_v)
     if ends.dv.pointer is not None:
@@ -94,7 +95,7 @@ def write_values(ends, at, i_tile, c, b_z, b_beta, V: tl.constexpr):
 
 @triton.jit
 def close_reverse(ends, at, b_dS, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
-    """Write what this program ends with."""
+    """Write the gradient of the state that this program ends with."""
     close_run(ends.dinitial, None, ends.maps, at, at.live, turn_back(b_dS), o_k, o_v, K, V, True)
 
 
@@ -114,19 +115,19 @@ def reverse_scan_kda(
     PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Carry the gradient of the state of one head of one sequence back through its chunks, BV
-    columns of it, from prepared tiles (`TileKDA`)::
+    """Carry BV columns of dS, the gradient of the state of one sequence and head, back.
+
+    From prepared tiles (`TileKDA`), for each chunk, the last one first::
 
         dv_new = P^T do + kg dS [64, V]               z = A^T dv_new [64, V]
         dS <- gamma dS + qg^T do - w^T dv_new [K, V] fp32
 
-    `gradient` needs dS, the gradient of the state that leaves the chunk, and z, the gradient of
-    beta (v - k exp(G) S), or dv = beta z. With them it reads neither A nor any other part of the
-    tile but `rows`.
+    `gradient` needs dS, the gradient of the state that leaves the chunk. It also needs z, the
+    gradient of beta (v - k exp(G) S), or dv = beta z. With them it reads `rows` of the tile alone.
 
     dS has V as its rows (`fragment.turn`), as S has in `scan_kda`. Every transpose is of a tile
-    from memory, never of a product. dv_new is rounded as an operand; on A's diagonal, which is one,
-    z takes it unrounded.
+    from memory, never of a product. The operand dv_new is rounded. On A's diagonal, which is one, z
+    takes it unrounded.
     """
     at = place(cu_seqlens, None, ends.maps, N, T, HV, K, V, BV, RUN, True)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
@@ -176,8 +177,7 @@ def reverse_scan_gdn(
     PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Carry the gradient of the state back as `reverse_scan_kda` does, for one decay per head, from
-    q, k and `TileGDN`::
+    """Carry dS back as `reverse_scan_kda` does, for one decay per head; from q, k and `TileGDN`::
 
         dv_new = P^T do + to_end_k (k dS)             z = A^T dv_new         [64, V]
         dS <- gamma dS + q^T (from_start_q do) - k^T (from_start_k beta z)   [K, V] fp32
@@ -223,8 +223,8 @@ def reverse_scan_gdn(
 def reads_z(p: Problem) -> bool:
     """Return whether `gradient` takes z itself, not dv = beta z.
 
-    It does for the gradient of a given beta, a sum over z, because beta may be zero. It does for
-    float16, which does not hold beta z of a small beta.
+    It does if beta is given, because the gradient of beta is a sum over z, and beta may be zero. It
+    does for float16, where beta z underflows for a small beta.
     """
     return p.beta is not None and (not p.sigmoid_beta or p.q.dtype is torch.float16)
 

@@ -1,5 +1,7 @@
-"""GDN's reverse scan and gradient as one walk: when it runs, its launch, and the kernel that
-finishes what it leaves.
+"""Run GDN's reverse scan and gradient as one kernel, the walk over the chunks of each head.
+
+Here are the condition under which it runs, its launch, and `finish_walk`, which makes dg and dbeta
+of the sums that the walk leaves. The walk itself is `reverse_walk_gdn`.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ WIDTH = 128  # of K and V
 LENGTH = problem.CHUNK
 ROWS = 7 * LENGTH  # numbers of a chunk's `rows` (`operands`)
 MOST_GROUPED = 2  # value heads of a key head: more would take more memory than the other kernels
-# Programs (N HV) from which on the walk is faster than the kernels that it replaces. A step takes
-# it 6.5 us, which few programs do not hide (docs/kernels/journal.md).
+# From so many programs (N HV) on, the walk is faster than the kernels that it replaces. A step of
+# the walk takes 6.5 us, and few programs do not hide that (docs/kernels/journal.md).
 LEAST_PROGRAMS = 48
 
 
@@ -62,7 +64,7 @@ def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: froz
     return bool(
         tuning.is_hopper(p.q.device)
         and p.q.dtype in (torch.bfloat16, torch.float16)
-        # fp16 does not hold beta z where a beta that was given is small
+        # in fp16 beta z underflows where a given beta is small
         and not (given and p.q.dtype is torch.float16)
         and p.K == p.V == WIDTH
         and p.HV <= MOST_GROUPED * p.H
@@ -78,7 +80,7 @@ def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: froz
 
 
 def path(device: torch.device) -> str:
-    """Say in words which kernels make GDN's gradients on a device, and why."""
+    """Describe which kernels make GDN's gradients on a device, and why."""
     if KERNEL is None:
         return f"reverse scan and gradient, since triton {triton.__version__} has no known Gluon"
     if not tuning.is_hopper(device):
@@ -89,8 +91,9 @@ def path(device: torch.device) -> str:
 
 
 def _is_copied(p: Problem, x: Tensor) -> bool:
-    """Whether the copy engine takes rows of a [B, T, X, 128] tensor as they lie: rows of whole
-    tokens, one after another, at multiples of 16 bytes.
+    """Return whether TMA can copy rows of a [B, T, X, 128] tensor from where they are.
+
+    That needs rows of whole tokens, one after another, at multiples of 16 bytes.
     """
     batch, token, head, channel = strides_of(x)
     return bool(
@@ -104,15 +107,16 @@ def _is_copied(p: Problem, x: Tensor) -> bool:
 
 
 def _is_near(strides: Sequence[int]) -> bool:
-    """Whether 32 bits address the state of a head."""
+    """Return whether offsets of 32 bits reach the whole state of a head."""
     return WIDTH * (strides[2] + strides[3]) < 2**31
 
 
 @triton.jit
 def copy_rows(x, row, stride, tail, n_rows, D: tl.constexpr):
-    """Write the first n_rows of a tile, or zeros, to row `row` of x and every `stride`-th after it.
+    """Write n_rows of the tile `tail` [64, D], or zeros without it, to x [rows, D].
 
-    A few at a time, so that the rest of the kernel has few registers and many programs.
+    They go to row `row` and every `stride`-th after it, 16 rows at a time. So the kernel takes few
+    registers, and many programs run at once.
     """
     o_d = tl.arange(0, D)
     for i in range(0, n_rows, 16):
@@ -151,14 +155,17 @@ def finish_walk(
     SUMS: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """One chunk and value head, from the sums that `reverse_walk_gdn` left::
+    """Finish dg, dbeta and dv of one chunk and value head, from what `reverse_walk_gdn` left::
 
-        dg    = sum of dG over a row and those after it, through the gate        [64]
-        dbeta = (1 - beta) sum_v z v_new for a sigmoid, else sum_v z v + sum_k k part / beta
+        dg    = sum of dG over a row and the rows after it, plus for the whole chunk
+                sum k r_1 (v_new dS^T) + gamma sum S dS; then through the gate   [64]
+        dbeta = (1 - beta) sum_v z v_new for the logit of a sigmoid,
+                else sum_v z v + sum_k k part / beta                             [64]
         dv    = beta z, if TILED                                                 [64, V]
 
-    The last chunk of a sequence, where not all rows are tokens, takes its dq, dk and dv from
-    `tails`. Tokens of no sequence get zeros.
+    Names are those of `reverse_walk_gdn`. With NEG_EIGVAL, 1 - beta / 2 replaces 1 - beta. A last
+    chunk with fewer than 64 tokens takes its dq, dk and dv from `tails`. Tokens of no sequence get
+    zeros.
     """
     i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
     at = locate(cu_seqlens, i_t, N, T)
@@ -219,18 +226,19 @@ def reverse_walk(
     need: frozenset[str],
 ) -> Gradients:
     """Return the gradients; see `kda_ops.stages.Backend.reverse_walk`."""
-    assert KERNEL is not None  # as `walks` asks
+    assert KERNEL is not None  # as `walks` has checked
     q, device, tiles = p.q, p.q.device, count_chunks(p) * p.HV
     tiled, given, grouped = reads_z(p), p.beta is not None and not p.sigmoid_beta, p.HV > p.H
     dv = new(q, "dv", shape_of(p.v))
-    if grouped:  # fp32, where heads add up
+    if grouped:  # fp32, because value heads add up
         shape = (p.B, p.T, p.HV, p.K)
         dq, dk = (new(q, f"{name}_heads", shape, torch.float32) for name in ("dq", "dk"))
     else:
         dq, dk = (new(q, name, shape_of(q)) for name in ("dq", "dk"))
-    assert tile.P is not None  # as `prepare` makes it
-    sums = as_floats(tile.P)  # the walk has read P of a chunk when it writes there
-    # dv of a group, whose dq and dk are sums; else dq, dk and dv
+    assert tile.P is not None  # `prepare` always makes it
+    sums = as_floats(tile.P)  # the walk has read the P of a chunk when it writes there
+
+    # rows of dv alone if grouped, because dq and dk are sums then; else of dq, dk and dv
     ends = (p.N * p.HV * (1 if grouped else 3) * LENGTH, p.V)
     tails = new(q, "tails", ends)
     dinitial = None
@@ -320,11 +328,11 @@ def reverse_walk(
     return grads
 
 
-NOWHERE = (0, 0, 0, 0)  # the strides of a state that is not there
+NOWHERE = (0, 0, 0, 0)  # the strides of an absent state
 
 
 def _tokens(p: Problem, x: Tensor):
-    """Describe a [B, T, X, 128] tensor to the copy engine: rows of tokens, a head per block."""
+    """Return the descriptor of a [B, T, X, 128] tensor: rows are tokens, a block is a head."""
     assert KERNEL is not None
     _, token, head, _ = strides_of(x)
     columns = (x.shape[2] - 1) * head + x.shape[3]

@@ -1,11 +1,12 @@
-"""GDN's backward as one walk over the chunks of each head, last chunk first, for Hopper in Gluon.
+"""Walk over the chunks of each head, last chunk first: GDN's backward in Gluon, for Hopper.
 
 The gradient of the state stays in registers from chunk to chunk. Each step makes dq, dk, dv and the
-sums of dG and dbeta of its chunk, so neither that gradient nor z goes through memory.
+sums of dG and dbeta of its chunk. So neither the gradient of the state nor z goes through memory.
 
-One warp copies tiles to shared memory. Eight warps compute. Barriers in shared memory hold the two
-together: `full` and `f_*` say that buffers are filled, `e_*` that they are free. What lives where
-is in docs/kernels/design.md, "The walk of GDN".
+One warp copies tiles to shared memory, and eight warps compute. They synchronise by mbarriers:
+`full` and `f_*` say that buffers are filled, `e_*` that they are free. Buffers are named after
+their tensor, with `_s` in shared memory, `_d` for a descriptor. docs/kernels/design.md, "The walk
+of GDN", lists their sizes.
 """
 
 from collections.abc import Sequence
@@ -27,32 +28,34 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kda_ops.backends.triton.gluon_names import barrier, load_tile, reinterpret, store_tile
 
-# What a chunk leaves for the kernel that finishes dg and dbeta, in fp32, at the start of its tile
-# of P, which has been read: dG [64], the sums for dbeta [64], those of the decay to the end of the
-# chunk in two halves of K [64, 2], and S o dS [V]. A tile of P has so many floats.
+# The fp32 numbers that fit into a tile of P. A chunk leaves its sums for `finish_walk` at the start
+# of its P, which has been read by then:
+#     dG [64];   sums for dbeta [64];   sum_k k r_1 (v_new dS^T) [64, 2], one per half of K;
+#     sum_k S dS [V]
 SUMS = gl.constexpr(64 * 64 // 2)
-# below it a given beta counts as this in N, so that the sum for dbeta can be divided by it
+# A given beta counts as no less than this in N and r_0, so that the sum for dbeta can be divided
+# by it.
 LEAST = gl.constexpr(2.0**-64)
 FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
-COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # of what copies rows
+COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # layout in `clear_rows`
 
 
 @gluon.jit
 def halves(x):
-    """The sums over each half of the columns, [64, 2]: each warpgroup has one half."""
+    """Return the sums over each half of the columns, [64, 2]: each warpgroup holds one half."""
     return gl.sum(gl.reshape(x, (64, 2, x.shape[1] // 2)), 2)
 
 
 @gluon.jit
 def clear_rows(tile, n_rows):
-    """Zero the rows of a tile in shared memory from n_rows on."""
+    """Zero rows n_rows to 63 of a tile in shared memory."""
     row = gl.arange(0, 64, gl.SliceLayout(1, COPIED))[:, None]
     tile.store(gl.where(row < n_rows, tile.load(COPIED), 0.0).to(tile.dtype))
 
 
 @gluon.jit
 def state_at(state, strides, HV, o_k, o_v):
-    """Pointers to S[k, v] of the program's sequence and head, as [V, K]."""
+    """Return pointers to S[k, v] of the program's sequence and head, as [V, K]."""
     i_n, i_h = gl.program_id(0) // HV, gl.program_id(0) % HV
     p_s = state + (i_n.to(gl.int64) * strides[0] + i_h.to(gl.int64) * strides[1])
     return p_s + (o_v * strides[3])[:, None] + (o_k * strides[2])[None, :]
@@ -93,7 +96,10 @@ def produce(
     K: gl.constexpr,
     V: gl.constexpr,
 ):
-    """Copy the tiles of each chunk to shared memory, in the order of their use."""
+    """Copy the tiles of each chunk to shared memory, in the order of their use.
+
+    Names are those of `reverse_walk_gdn`: `x_d` describes tensor x, `x_s` are its buffers.
+    """
     for n in range(chunks):
         c = chunks - 1 - n
         s, one, zero = n & 1, n & 1, n >> 30
@@ -167,8 +173,10 @@ def consume(
     GROUPED: gl.constexpr,
     L2NORM: gl.constexpr,
 ):
-    """Compute. dS is held as [V, K]: its rows are halved between two warpgroups. Of tiles with
-    tokens as rows, the columns are.
+    """Compute the equations of `reverse_walk_gdn` for each chunk, last chunk first.
+
+    dS is held as [V, K], each of the two warpgroups with half of its rows. Of tiles with tokens as
+    rows, each has half of the columns.
     """
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, K, 16])
     N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
@@ -190,7 +198,7 @@ def consume(
         dS = gl.load(state_at(dfinal, dfinal_s, HV, o_k, o_v)).to(gl.float32)
     here = length - (chunks - 1) * 64  # rows that are tokens: 64 in all chunks but the last
     if (here < 64) & (chunks > 0):
-        # what follows a sequence is not its own, and may be anything
+        # the rows after the last token belong to another sequence, and may be NaN
         mbarrier.wait(full.index(0), 0)
         mbarrier.wait(f_do, 0)
         clear_rows(q_s.index(0), here)
@@ -201,8 +209,8 @@ def consume(
     g = gl.load(gamma + tile + (chunks - 1) * HV, mask=chunks > 0, other=1.0)
     for n in range(chunks):
         c = chunks - 1 - n
-        # `zero` is 0, but not to the compiler, which else holds the addresses of all buffers in
-        # registers, and spills: a view is taken anew in each turn, of buffers of one stage too
+        # `zero` is a 0 that the compiler does not know. Buffers of one stage are indexed by it too.
+        # With a constant, the compiler keeps the addresses of all buffers in registers, and spills.
         s, one, zero = n & 1, n & 1, n >> 30
         i = tile + c * HV
         row = gl.arange(0, 64, QR)[:, None] + zero
@@ -210,8 +218,8 @@ def consume(
         o_r, o_v = gl.arange(0, 64, RR) + zero, gl.arange(0, V, gl.SliceLayout(1, W)) + zero
         p_sum = sums + i.to(gl.int64) * SUMS
         k, q, r = k_s.index(s), q_s.index(s), s * 7
-        # a tile goes to `tails` if some of its rows are no tokens; what is far out of range is not
-        # written, and costs less than a branch
+        # A tile with rows that are no tokens goes to `tails`, others to their place. The other
+        # store is out of range and writes nothing: that costs less than a branch.
         place = gl.where(here < 64, FAR, token + c * 64)
         tail = gl.where(here < 64, gl.program_id(0) * (64 if GROUPED else 192), FAR)
         do_b, z_b, vn_b = do_s.index(zero), z_s.index(zero), vn_s.index(zero)
@@ -228,7 +236,7 @@ def consume(
         y = warpgroup_mma(gl.convert_layout(b_do, NA), P_b, none_n, use_acc=False, is_async=True)
         D_b.store(b_ds)
         mbarrier.wait(f_S, one)
-        # waits for nothing: it tells the assembler that dS is not what is in flight
+        # waits for nothing: it tells ptxas that no product in flight writes dS
         dS = warpgroup_mma_wait(2, deps=(dS,))
         both = gl.sum(S_b.permute((1, 0)).load(W).to(gl.float32) * dS, 1)
         gl.store(p_sum + (256 + o_v), both)
@@ -237,7 +245,7 @@ def consume(
         r3 = r_s.index(r + 3).load(NC)
         y = y + x * r1[None, :]
         b_y = y.to(TYPE)
-        # A is one on its diagonal, where z takes y as it was before it was rounded
+        # On A's diagonal, which is one, z takes y unrounded
         z = warpgroup_mma(gl.convert_layout(b_y, NA), A_b, y - b_y.to(gl.float32), is_async=True)
         dS = dS * g
         g = gl.load(gamma + tile + gl.maximum(c - 1, 0) * HV)
@@ -249,11 +257,11 @@ def consume(
             r0 = r0 * r2
         else:
             z = z * r2[None, :]
-        tma.store_wait(0)  # dv, dq and dk of the step before have left
-        barrier()  # and A and P have been read by all warps
-        # In 3.6 an arrival is one thread's, and a wait for products each warp's own: so arrivals
-        # follow a barrier. Right behind it, for the compiler puts another one before them
-        # otherwise. It frees A, P, and the q, k and rows of the step before.
+        tma.store_wait(0)  # dv, dq and dk of the step before are stored
+        barrier()  # all warps have read A and P
+        # This frees A, P, and the q, k and rows of the step before. In Triton 3.6 one thread
+        # arrives, and each warp waits for its own products: so arrivals follow a barrier. They
+        # follow it at once, because the compiler adds another one otherwise.
         mbarrier.arrive(e_ap, count=1)
         z_b.permute((1, 0)).store(z.to(TYPE))
         b_less = gl.convert_layout((z * -r0[None, :]).to(TYPE), WA)
@@ -289,7 +297,7 @@ def consume(
         if TILED:
             f0 = f0 * strength(r_s.index(r + 2).load(RR), GIVEN)
         dq_b, dk_b, late = warpgroup_mma_wait(0, deps=(dq_b, dk_b, late))
-        barrier()  # M and N are there, and do, v_new and S have been read by all warps
+        barrier()  # all warps have written M and N, and read do, v_new and S
         mbarrier.arrive(e_do, count=1)
         dq_b = dq_b * f3[:, None]
         dq_b = warpgroup_mma(M_b, k, dq_b, is_async=True)
@@ -310,7 +318,7 @@ def consume(
         reinterpret(s0, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_q * dq_b))
         reinterpret(s1, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_k * dk_b))
         reinterpret(s2, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_k * late))
-        barrier()  # the sums are there, and q and k have been read by all warps
+        barrier()  # all warps have written the sums, and read q and k
         dk_b += late
         along_q = s0.index(0).load(RR) + s0.index(1).load(RR)
         along_k = s1.index(0).load(RR) + s1.index(1).load(RR)
@@ -348,7 +356,7 @@ def consume(
 
 @gluon.jit
 def strength(r2, GIVEN: gl.constexpr):
-    """beta of each row; a given one that is 0 counts as LEAST."""
+    """Return beta of each row; a given one below LEAST counts as LEAST."""
     if GIVEN:
         r2 = gl.where(gl.abs(r2) < LEAST, LEAST, r2)
     return r2
@@ -391,8 +399,10 @@ def reverse_walk_gdn(
     GROUPED: gl.constexpr,
     L2NORM: gl.constexpr,
 ):
-    """One head of one sequence, last chunk first, with dS [K, V] fp32 in registers; r are the rows
-    of `prepare_gdn`, n_q and n_k norms, E_ij the decay from row j to row i::
+    """Form the gradients of one sequence and head, last chunk first, with dS [K, V] in registers.
+
+    dS is fp32. r_0 to r_6 are the rows of GDN (`operands`), n_q and n_k inverse norms. E_ij is the
+    decay from row j to row i, and o multiplies entry by entry::
 
         dv_new = P^T do + r_1 (k dS);   z = A^T dv_new;   dv = beta z    [64, V]
         dS <- gamma dS + q^T (r_3 do) - k^T (r_0 dv)                     [K, V]
@@ -402,12 +412,12 @@ def reverse_walk_gdn(
         dG = sum_k q dq + k part - k rest                                [64]
         dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + sum_k k part / beta
 
-    dq and dk leave through the norm. What pairs of rows add to dG cancels in a sum over a chunk:
-    both sides use the same rounded M and N. q dq and k dk are sums that the norm needs anyway.
+    With L2NORM, dq and dk are then taken through the norm, which needs q dq and k dk anyway. What
+    pairs of rows add to dG cancels in a sum over a chunk: both sides use the same rounded M and N.
 
     If TILED, z takes the place of dv, in the output too, and beta is a factor of rows. If GROUPED,
-    several value heads share q and k, and dq and dk are fp32 per value head. The sums lie
-    as `SUMS` says; `finish_walk` makes dg and dbeta of them.
+    several value heads share q and k, and dq and dk are fp32 per value head. `finish_walk` makes dg
+    and dbeta of the sums, whose places `SUMS` lists.
     """
     TYPE: gl.constexpr = q_d.dtype
     pid = gl.program_id(0)
@@ -554,9 +564,9 @@ def reverse_walk_gdn(
 def copied(
     x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
 ) -> TensorDescriptor:
-    """Describe a tensor to the copy engine, seen with this shape, in blocks as products read them.
+    """Return the TMA descriptor of a tensor, seen with this shape, in blocks for products.
 
-    Blocks of one dimension are fp32, of two 16 bits wide.
+    Blocks of one dimension are fp32; entries of blocks of two dimensions have 16 bits.
     """
     return TensorDescriptor(x, [*shape], [*strides], [*block], _layout(tuple(block), x.dtype))
 

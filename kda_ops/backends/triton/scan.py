@@ -49,25 +49,25 @@ class Ends(NamedTuple):
     """What a scan reads and writes besides its tiles; each may be absent."""
 
     o: Strided  # [B, T, HV, V], the output
-    initial: Strided  # [N, HV, K, V], or a pool: the states that sequences start from
-    final: Strided  # likewise, the states that they end with
+    initial: Strided  # the states that sequences start from, [N, HV, K, V], or a pool of slots
+    final: Strided  # the states that sequences end with, likewise
     slots: Pointer  # [N], the slot of each sequence in a pool
     into: Strided  # [N, columns], the slots of snapshots
     states: Pointer  # [NT, HV, K, V], the state before each chunk, kept for backward
     v_new: Pointer  # [NT, HV, 64, V], kept for backward
-    maps: Strided  # [runs, HV, K, V + K] fp32; with it the scan looks for maps (`runs`)
+    maps: Strided  # [runs, HV, K, V + K] fp32; given in the pass that computes maps (`runs`)
 
 
 class Progress(NamedTuple):
-    """How a scan follows a `prepare` that is still at work (`tile.Begun`)."""
+    """How a scan follows a `prepare` that still runs (`tile.Begun`)."""
 
-    ready: Pointer  # [groups, heads] int32, the tiles that `prepare` has written
-    missed: Pointer  # [programs] int32, whether a program of the scan has run out of patience
+    ready: Pointer  # [groups, heads] int32, how many tiles of a group `prepare` has written
+    missed: Pointer  # [programs] int32, 1 once a program of the scan has used up its `patience`
 
 
 @triton.jit
 def fill_zero(o, strides, i_b, i_h, bos, length, start, stop, o_v, V: tl.constexpr):
-    """Zero the output of chunks start to stop."""
+    """Zero the output of chunks start to stop - 1 of one head, columns o_v."""
     o_r = tl.arange(0, CHUNK)
     b_zero = tl.zeros((CHUNK, o_v.shape[0]), o.dtype.element_ty)
     for c in range(start, stop):
@@ -77,7 +77,11 @@ def fill_zero(o, strides, i_b, i_h, bos, length, start, stop, o_v, V: tl.constex
 
 @triton.jit
 def snapshot(ends, at, chunk, b_S, every, columns, K: tl.constexpr, V: tl.constexpr):
-    """Write the state after `chunk` whole chunks to the slot that is due for it, if one is."""
+    """Write the state b_S after `chunk` chunks to its snapshot's slot.
+
+    It is due after `every`, 2 `every`, ... whole chunks, `columns` times at most. A negative slot
+    is skipped.
+    """
     if ends.into.pointer is not None:
         pool, table = ends.final, ends.into
         due = (chunk % every == 0) & (at.length >= chunk * CHUNK) & (chunk // every <= columns)
@@ -103,10 +107,10 @@ def snapshot(ends, at, chunk, b_S, every, columns, K: tl.constexpr, V: tl.conste
 
 @triton.jit
 def load_decays(gamma, o_k, K: tl.constexpr, BV: tl.constexpr):
-    """The decay of each key channel over a chunk.
+    """Load the decay of each key channel over a chunk, [BK] fp32.
 
-    The compiler lets every thread load what it needs where there are fewer addresses than threads:
-    16 copies by each of 8 warps. So two of each then.
+    With fewer addresses than threads, Triton duplicates the load: 16 copies by each of 8 warps. So
+    wide programs load two copies and split them (docs/kernels/hazards.md, "Duplicated loads").
     """
     if BV > 64:
         b_gamma, _ = tl.split(
@@ -123,9 +127,9 @@ def load_decays(gamma, o_k, K: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def load_factor(rows, i_tile, ROW: tl.constexpr, COUNT: tl.constexpr):
-    """Return row ROW of the COUNT vectors of a tile as factors of columns, [1, 64].
+    """Return row ROW of the COUNT vectors of a tile as factors of columns, [1, 64] fp32.
 
-    It loads four copies of the vector, for the reason of `load_decays`.
+    It loads four copies of the vector, for the reason that `load_decays` gives.
     """
     b_row = tl.load(rows + i_tile * (COUNT * CHUNK) + (ROW * CHUNK + (tl.arange(0, 256) & 63)))
     b_row, _ = tl.split(tl.permute(tl.reshape(b_row, (2, 2, CHUNK)), (2, 0, 1)))
@@ -135,11 +139,10 @@ def load_factor(rows, i_tile, ROW: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def load_factors(gamma, rows, i_tile, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Return the decay of each key channel over a chunk, [1, BK], and beta of its rows, [1, 64], as
-    factors of columns; `prepare_kda` left them.
+    """Return gamma [1, BK] and beta [1, 64] of a tile of KDA as factors of columns, fp32.
 
-    Where there are threads for both, one load brings one copy of both. Two copies would take 1 KB
-    of shared memory more than there is.
+    A wide program of 128 keys loads one copy of both at once. Two copies would exceed shared memory
+    by 1 KB.
     """
     if BV > 64 and BK == 128:
         o = tl.arange(0, 256)
@@ -163,14 +166,15 @@ def load_factors(gamma, rows, i_tile, K: tl.constexpr, BK: tl.constexpr, BV: tl.
 
 @triton.jit
 def follow(progress, until, patience, c, stop, i_h, H):
-    """Return c as soon as the tile of chunk c < stop is there. When patience ends, note that in
-    `missed` and return: all that is loaded after that is garbage.
+    """Return c as soon as the tile of chunk c < stop is written.
 
-    The protocol is drawn in docs/kernels/design.md, "Chunks prepared during the scan". This is
-    assembly that does not tell the compiler that it reads memory. Addresses made from its result
-    cannot be used earlier, and the loop around it is pipelined as it is. Each thread looks for
-    itself, at the first chunk of those that are counted together, two chunks ahead of the one that
-    it computes.
+    After `patience` looks, set `missed` and return: all that is loaded afterwards is garbage. The
+    protocol is drawn in docs/kernels/design.md, "Chunks prepared during the scan".
+
+    Each thread looks for itself, at the first chunk of each group of FOLLOWED chunks. It looks two
+    chunks ahead of the chunk that it computes. The loop of assembly does not tell the compiler that
+    it reads memory, so the scan's loop is still pipelined. Addresses depend on its result, so no
+    load of the tile moves before it.
     """
     if progress.ready is not None:
         behind = c - until
@@ -203,8 +207,9 @@ def follow(progress, until, patience, c, stop, i_h, H):
 
 @triton.jit
 def takes_part(live, progress):
-    """Return whether this program scans: after a scan that has followed `prepare`, only if that one
-    missed a tile.
+    """Return whether this program scans.
+
+    In the second scan after a `prepare` that overlapped, only programs that missed a tile do.
     """
     if progress.ready is None and progress.missed is not None:
         live = live & (tl.load(progress.missed + tl.program_id(0)) != 0)
@@ -213,7 +218,7 @@ def takes_part(live, progress):
 
 @triton.jit
 def has_followed(live, progress):
-    """Return whether what this program has carried is right."""
+    """Return whether the program's state is right: it is live and has missed no tile."""
     if progress.ready is not None:
         tl.debug_barrier()
         live = live & (tl.load(progress.missed + tl.program_id(0), volatile=True) == 0)
@@ -233,7 +238,7 @@ def begin_scan(
     BV: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Return where this program is, and whether it scans."""
+    """Return where this program is (`runs.Place`), and whether it scans."""
     wait_for_previous()
     at = place(cu_seqlens, ends.slots, ends.maps, N, T, HV, K, V, BV, RUN, False)
     return at, takes_part(at.live, progress)
@@ -243,8 +248,9 @@ def begin_scan(
 def open_scan(
     ends, progress, at, live, o_k, o_v, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr
 ):
-    """Return what this program starts from, S [BV, BK] fp32 turned. Zero its output if it does not
-    scan.
+    """Return the state that this program starts from, S^T [BV, BK] fp32 (`fragment.turn`).
+
+    Zero its output if it does not scan.
     """
     o = ends.o
     if o.pointer is not None and progress.missed is None:
@@ -255,14 +261,14 @@ def open_scan(
 
 @triton.jit
 def close_scan(ends, progress, at, live, b_S, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
-    """Write what this program ends with, if all that it has scanned was there."""
+    """Write the state that this program ends with, unless it has missed a tile."""
     live = has_followed(live, progress)
     close_run(ends.final, ends.slots, ends.maps, at, live, turn_back(b_S), o_k, o_v, K, V, False)
 
 
 @triton.jit
 def store_output(o, at, c, b_o, V: tl.constexpr):
-    """Write o of chunk c, [BV, 64] turned."""
+    """Write o of chunk c from o^T [BV, 64] (`fragment.turn`)."""
     store_turned(
         head_at(o.pointer, o.strides, at.i_b, at.i_h, at.bos + c * CHUNK) + at.i_v * o.strides[3],
         o.strides[1],
@@ -275,7 +281,7 @@ def store_output(o, at, c, b_o, V: tl.constexpr):
 
 @triton.jit
 def keep_trace(ends, at, i_tile, b_s, b_v, K: tl.constexpr, V: tl.constexpr):
-    """Keep the state before a chunk and its v_new for backward, if that is asked for."""
+    """Write the state before a chunk and its v_new for backward, if `states` is given."""
     if ends.states is not None:
         store_turned(ends.states + i_tile * (K * V) + at.i_v, V, 1, b_s, K, V - at.i_v)
         store_turned(ends.v_new + i_tile * (CHUNK * V) + at.i_v, V, 1, b_v, CHUNK, V - at.i_v)
@@ -303,20 +309,21 @@ def scan_kda(
     PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Carry the state of one head of one sequence through its chunks, BV columns of it, from
-    prepared tiles (`TileKDA`)::
+    """Carry BV columns of the state S of one sequence and head through the chunks.
+
+    From prepared tiles (`TileKDA`), for each chunk::
 
         v_new = A (beta v) - w S   [64, V]        o = qg S + P v_new   [64, V]
         S <- gamma S + kg^T v_new  [K, V] fp32
 
     o is written at once, so v_new and the states leave the registers only if backward keeps them.
     S is rounded to the operands' dtype once per chunk, as an operand. It has V as its rows
-    (`fragment.turn`): then S and v_new are operands where they are, and the only barriers of a step
-    are those of the copies from memory.
+    (`fragment.turn`). So S and v_new are operands from the registers they are in, and a step has no
+    barriers but those of the copies from memory.
 
     beta v is rounded as an operand of A. On A's diagonal, which is one, v_new takes it unrounded.
 
-    With `progress` it follows a `prepare` that is still at work (`tile.Begun`).
+    With `progress` the scan follows a `prepare` that still runs (`tile.Begun`).
     """
     at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
@@ -337,7 +344,7 @@ def scan_kda(
         )
         b_s = b_S.to(TYPE)
         b_gamma, b_beta = load_factors(tile.gamma, tile.rows, i_tile, K, BK, BV)
-        b_S = b_S * b_gamma  # now, for they are two registers per column
+        b_S = b_S * b_gamma  # early: b_gamma takes two registers per column until here
         b_v = b_v.to(tl.float32) * b_beta
         b_own = b_v.to(TYPE)
         b_v = tl.dot(b_own, tl.trans(b_A), b_v - widen(b_own), input_precision=PREC)
@@ -378,7 +385,7 @@ def scan_gdn(
     PREC: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Carry the state as `scan_kda` does, for one decay per head, from q, k, v and `TileGDN`::
+    """Carry the state as `scan_kda` does, for one decay per head; from q, k, v and `TileGDN`::
 
         v_new = A (beta (v - from_start_k (k S)))   o = from_start_q (q S) + P v_new   [64, V]
         S <- gamma S + k^T (to_end_k v_new)         [K, V] fp32
@@ -422,11 +429,11 @@ def scan_gdn(
     close_scan(ends, progress, at, live, b_S, o_k, o_v, K, V)
 
 
-_ALONE = Progress(None, None)  # all tiles are there
+_ALONE = Progress(None, None)  # all tiles are written before the scan begins
 
 
 def _states(p: Problem, final_state: Tensor | None):
-    """(initial, final, slots, snapshot slots) as the kernels take them, states seen as S[k, v]."""
+    """Return (initial, final, slots, snapshot slots) for the kernels, with states as S[k, v]."""
     final = None if final_state is None or final_state.numel() == 0 else as_kv(p, final_state)
     initial = None if p.state is None else as_kv(p, p.state)
     return initial, final, p.state_indices, p.snapshot_indices

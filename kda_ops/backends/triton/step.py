@@ -1,5 +1,6 @@
-"""The token recurrence on a state or a pool of states: decode and short sequences, one launch for
-any number of tokens (docs/maths.md).
+"""Run the recurrence token by token, on a state or a pool of states (docs/maths.md).
+
+It serves decode and short sequences, with one launch for any number of tokens.
 """
 
 import functools
@@ -22,8 +23,8 @@ _ANY = 2**32 + 1  # a stride of which nothing is assumed; one less: a multiple o
 class Strides(NamedTuple):
     """The strides of the tensors that `recur` takes, in elements, one tuple for each.
 
-    They are apart from the pointers: Triton would specialise a pointer inside a tuple on its
-    alignment, and decode would compile once for every placement of a cache.
+    The pointers are separate arguments. Inside a tuple Triton would specialise each on its
+    alignment, and decode would compile again for other addresses of a cache.
     """
 
     q: tuple[Any, ...]
@@ -38,8 +39,9 @@ class Strides(NamedTuple):
 
 @triton.jit
 def find_slot(slots, strides, i_n, column, mask):
-    """Return entry [i_n, column] of the slot table as int64, without a table i_n itself; negative
-    where `mask` is false.
+    """Return entry [i_n, column] of the slot table as int64; without a table, i_n itself.
+
+    It is negative where `mask` is false.
     """
     if slots is None:
         return tl.where(mask, i_n.to(tl.int64), -1)
@@ -51,8 +53,9 @@ def find_slot(slots, strides, i_n, column, mask):
 
 @triton.jit
 def load_vector(x, strides, i_b, i_t, i_h, o_d, D: tl.constexpr, here):
-    """Read entries o_d of row (i_b, i_t, i_h) of a [B, T, heads, D] tensor in their own dtype; zero
-    past D and where `here` is false.
+    """Read entries o_d of row (i_b, i_t, i_h) of a [B, T, heads, D] tensor, in its dtype.
+
+    They are zero past D, and where `here` is false.
     """
     p_x = x + (i_b * strides[0] + i_t * strides[1] + i_h.to(tl.int64) * strides[2])
     return tl.load(p_x + o_d.to(tl.int64) * strides[3], mask=(o_d < D) & here, other=0.0)
@@ -77,12 +80,13 @@ def state_entries(
     KI: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Return pointers to columns first.. of one slot and head, and which exist: [KO * BV, KI]. The
-    caller's layout is in the strides.
+    """Return pointers to BV columns, from `first` on, of one slot and head, and a mask.
 
-    A state goes to and from memory in two dimensions, so that the threads of a warp lie along the
-    contiguous axis and then along columns, and is computed on as [KO, BV, KI], the same registers,
-    where a sum over the outer keys stays within a thread.
+    Both are [KO * BV, KI]; key k is KI i + j for i < KO. Strides hold the caller's layout.
+
+    Loads have two dimensions, so that the threads of a warp lie along the contiguous axis and then
+    along columns. The same registers are computed on as [KO, BV, KI]. There a sum over the outer
+    keys stays within a thread.
     """
     o_r = tl.arange(0, KO * BV)
     o_k = ((o_r // BV) * KI)[:, None] + tl.arange(0, KI)[None, :]
@@ -106,8 +110,9 @@ def load_state(
     KI: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Read columns first.. of one slot and head as [KO, BV, KI] in their own dtype; zero without
-    a state.
+    """Read BV columns, from `first` on, of one slot and head: [KO, BV, KI] in the state's dtype.
+
+    Without a state they are zero.
     """
     b_S = tl.zeros((KO, BV, KI), tl.float32)
     if x is not None:
@@ -118,7 +123,7 @@ def load_state(
 
 @triton.jit
 def load_bias(dt_bias, i_h, o_d, D: tl.constexpr):
-    """Read the bias of one head's logits, fp32; zero without one."""
+    """Read dt_bias of one head, at o_d, in fp32; zero without one."""
     b_bias = tl.zeros(o_d.shape, tl.float32)
     if dt_bias is not None:
         b_bias = tl.load(dt_bias + i_h * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
@@ -139,7 +144,7 @@ def store_state(
     KI: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Write columns first.. of one slot and head, if there is a slot and a tensor."""
+    """Write BV columns, from `first` on, of one slot and head, if slot and tensor are given."""
     if x is not None:
         p_x, m_x = state_entries(x, strides, i_slot, i_h, first, K, V, KO, KI, BV)
         tl.store(
@@ -149,7 +154,7 @@ def store_state(
 
 @triton.jit
 def sum_over_keys(x, y):
-    """Sum two [KO, BV, KI] over their keys, in one pass through shared memory: [BV] each."""
+    """Return the sums of two [KO, BV, KI] over their keys, [BV] each, by one reduction."""
     return tl.split(tl.sum(tl.sum(tl.join(x, y), 0), 1))
 
 
@@ -157,8 +162,8 @@ def sum_over_keys(x, y):
 def widen_again(x):
     """Return x as float32, a second time.
 
-    bfloat16 takes other instructions than ``to``. Else the compiler would keep one result for both
-    uses, and that copy takes half of all registers.
+    bfloat16 takes other instructions than ``to``. With the same ones, the compiler would keep one
+    result for both uses, and that result takes half of all registers.
     """
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -168,7 +173,7 @@ def widen_again(x):
 
 @triton.jit
 def products(q, k):
-    """Return q·q, k·k and k·q of two [KO, KI], summed in one pass."""
+    """Return q·q, k·k and k·q of two vectors [KO, KI], by one reduction."""
     squares, mixed = tl.split(
         tl.sum(tl.sum(tl.join(tl.join(q * q, k * k), tl.join(k * q, k * q)), 0), 0)
     )
@@ -179,8 +184,9 @@ def products(q, k):
 
 @triton.jit
 def norms(b_q, b_k, scale, L2NORM: tl.constexpr):
-    """Return what q and k are multiplied by, scale / |q| and 1 / |k| with L2NORM, and k·q before
-    that.
+    """Return the factors of q and k, and k·q without these factors.
+
+    The factors are scale / |q| and 1 / |k| with L2NORM, else scale and 1.
     """
     b_qq, b_kk, b_kq = products(b_q, b_k)
     b_qn, b_kn = 1.0 * scale, 1.0
@@ -192,10 +198,10 @@ def norms(b_q, b_k, scale, L2NORM: tl.constexpr):
 
 @triton.jit
 def settle(x):
-    """Return x [KO, KI] by way of a sum that the compiler does not see through.
+    """Return x [KO, KI] by way of a sum, which the compiler cannot move x across.
 
-    Without it, the compiler would move x to the threads of the state while x is narrow. Then it
-    would compute what makes x once per column instead of once.
+    Without it, the compiler would change to the layout of the state before it computes x. Then x
+    would be computed once per column instead of once.
     """
     return tl.sum(x[:, :, None], 2)
 
@@ -215,8 +221,9 @@ def clear_output(p_o, n_tokens, o_v, HV: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def first_slot(slots, strides, accepted, i_n, N, width):
-    """Return the slot that holds the state before the first token, negative if there is none: that
-    of the last accepted token, or of column 0.
+    """Return the slot of the state before the first token, negative if there is none.
+
+    It is in the column of the last accepted token, or in column 0 without `accepted`.
     """
     column = 0
     here = i_n < N
@@ -284,13 +291,14 @@ def recur(
         u  = beta (v - S^T (k exp g)),   o = scale (S^T (q exp g) + (k·q) u)    [BV]
         S <- diag(exp g) S + k u^T                            g [D], D = K or 1
 
-    S stays in registers from token to token. o is ``scale S^T q`` after the write, in terms of the
-    state before it: so one pass takes both sums over K. With ONE token on a bfloat16 state, the
-    state is held as loaded and widened twice, and more programs share a multiprocessor.
+    S stays in registers from token to token. This o equals ``scale S^T q`` after the update, but
+    is formed from the state before it. So one reduction takes both sums over K. With ONE token on a
+    bfloat16 state, the state is held as loaded and widened twice. That takes fewer registers, and
+    more programs share a multiprocessor.
 
     The state comes from `state` (row i_n, or a slot). It goes to `final` after the last token, or
-    after each with PER_TOKEN. Sequences without a slot get zeros, and so do tokens past the last
-    sequence: they are sequence N.
+    after each with PER_TOKEN. Sequences without a slot get zeros. So do tokens past the last
+    sequence, which count as sequence N.
 
     A launch may begin while the last programs of the previous one run. It waits for all of their
     work, and lets the next launch begin likewise.
@@ -333,7 +341,7 @@ def recur(
             b_g = load_vector(g, strides.g, i_b, t, i_h, o_d, D, here).to(tl.float32)
         if beta is not None:
             b_beta = load_number(beta, strides.beta, i_b, t, i_h).to(tl.float32)
-        tl.debug_barrier()  # or the compiler waits for these before it asks for the state
+        tl.debug_barrier()  # without it, the compiler waits for these before it loads the state
         if g is not None:
             b_decay = settle(tl.exp2(log2_decay(b_g, b_bias, rate, b_bound, ACTIVATE, BOUNDED)))
         b_qn, b_kn, b_kq = norms(b_q, b_k, scale, L2NORM)
@@ -364,7 +372,7 @@ def recur(
 
 
 class Cut(NamedTuple):
-    """How a program holds its part of a state: [KO, BV, KI], and its launch options."""
+    """How a program holds its part of a state, [KO, BV, KI], and its launch options."""
 
     KO: int
     KI: int
@@ -374,12 +382,12 @@ class Cut(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def cut(K: int, V: int, itemsize: int, keys_contiguous: bool, one: bool) -> Cut:
-    """Return how states are cut: 256 bytes per thread.
+    """Return how states are cut among programs, so that each thread holds 256 bytes.
 
     Where keys are contiguous, 16 threads hold 256 bytes of one column. A sum over keys then stays
-    within a warp, and a program of one warp never waits for another. Otherwise a program reads rows
-    of 64 columns, because memory serves long rows best. Registers are capped where one more program
-    per multiprocessor is worth it. One cut serves all N, so bits do not depend on N.
+    within a warp, and a program of one warp has no barriers. Otherwise a program reads rows of 64
+    columns, because long rows use the memory's bandwidth best. Registers are capped where one more
+    program per multiprocessor is worth it. One cut serves all N, so bits do not depend on N.
     """
     BK, columns, wide = 1 << (K - 1).bit_length(), 1 << (V - 1).bit_length(), itemsize == 4
     KI = min(256 // itemsize, BK) if keys_contiguous else 1
@@ -393,12 +401,11 @@ def cut(K: int, V: int, itemsize: int, keys_contiguous: bool, one: bool) -> Cut:
 
 
 def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
-    """Run the token recurrence of the contract (`kda_ops.stages.Backend.step`) in one launch,
-    whatever the number of tokens.
+    """Run the recurrence for any number of tokens in one launch; see `stages.Backend.step`.
 
-    A kernel is compiled for what it may assume: dtypes, sizes and flags of the model, one token or
-    any number, how states lie in memory. It is shown odd 64-bit numbers for other strides, so that
-    one kernel holds for all values.
+    The kernel is compiled for dtypes, sizes, flags, the layout of states, and one token or any
+    number. For all other strides it is shown odd 64-bit numbers, so that one kernel serves all
+    values.
     """
     final = None if final_state is None or final_state.dim() != 4 else final_state
     strides, width, per_token = _strides(p, final)
@@ -482,7 +489,7 @@ def _strides(p: Problem, final: Tensor | None) -> tuple[Strides, int, bool]:
 
 
 def _strides_kv(state: Tensor | None, transposed: bool) -> tuple[int, ...]:
-    """The strides of a state or pool seen as [slots, HV, K, V]."""
+    """Return the strides of a state or pool seen as [slots, HV, K, V]."""
     if state is None:
         return _NOWHERE
     *outer, a, b = strides_of(state)
@@ -490,8 +497,10 @@ def _strides_kv(state: Tensor | None, transposed: bool) -> tuple[int, ...]:
 
 
 def _show(strides: tuple[int, ...], K: int, V: int) -> tuple:
-    """What a kernel may assume of a state's strides: the inner two where a head is dense, else
-    which is 1; of the others whether 16 divides them.
+    """Return the strides of a state that a kernel is compiled for.
+
+    The inner two are exact where a head is dense, else only a stride of 1 is. Of the others the
+    kernel knows whether 16 divides them.
     """
     dense_head = any(strides[2:] == inner for inner in ((V, 1), (1, K)))
     some = [_ANY if s % 16 else _ANY - 1 for s in strides]

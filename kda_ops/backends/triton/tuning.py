@@ -1,5 +1,6 @@
-"""Block sizes, warps and stages per kernel, architecture and width: a table, never a measurement at
-run time.
+"""Choose block sizes, warps and stages per kernel, architecture and width, from a table.
+
+Nothing is measured at run time.
 
 ``python -m kda_ops tune`` measures alternatives and writes the better ones to a JSON file
 (`cache_file`), which is read at the first call. Its entries count only for the device, the triton
@@ -33,10 +34,10 @@ ASSUMED = HOPPER
 FORCED_RUN: int | None = None
 # the chunks that tests have prepared before the scan, in place of the rule's
 FORCED_AHEAD: int | None = None
-# whether tests and offline compilation have GDN's backward walk (reverse_walk.py), in place of the
-# rule's answer
+# whether tests and offline compilation use the walk for GDN's backward (reverse_walk.py), in place
+# of the rule
 FORCED_WALK: bool | None = None
-# how often a scan that follows `prepare` looks for its next chunk, 1 us or so each time
+# how often a scan that follows `prepare` looks for its next chunk; a look takes about 1 us
 PATIENCE = 1 if triton.knobs.runtime.interpret else 1000
 
 
@@ -55,46 +56,49 @@ class Options:
 
     @property
     def launch(self) -> dict[str, Any]:
-        """The options that are not arguments of a kernel."""
+        """Return the options that are not arguments of a kernel."""
         return {"num_warps": self.warps} | registers(self)
 
 
 def width(columns: int, dtype: torch.dtype) -> int:
-    """The columns of a tile that holds `columns`: a power of two, and rows of 128 bytes at least.
+    """Return the width of a tile that holds `columns`: a power of two, of at least 128 bytes.
 
-    Narrower rows take a narrower swizzle in shared memory, and for that ptxas (as of triton 3.6)
-    forms wrong wgmma descriptors inside loops.
+    For narrower rows ptxas forms wrong wgmma descriptors in loops, as of Triton 3.6
+    (docs/kernels/hazards.md, "Narrow shared rows").
     """
     return max(128 // dtype.itemsize, 1 << (columns - 1).bit_length())
 
 
 def power(columns: int) -> int:
-    """The least power of two that holds `columns`, and no less than a tensor core takes."""
+    """Return the least power of two that holds `columns`, at least 16 as for tensor cores."""
     return max(16, 1 << (columns - 1).bit_length())
 
 
 def registers(options: Options) -> dict[str, int]:
-    """The launch option that caps registers, if there is a cap."""
+    """Return the launch option that caps registers, or nothing without a cap."""
     return {} if options.registers is None else {"maxnreg": options.registers}
 
 
 def centred(p: Problem) -> bool:
-    """Whether halves of a chunk can share an anchor: the flags promise a bound, and the operands
-    have the range of fp32.
+    """Return whether the rows of half a chunk can share an anchor.
+
+    They can if the flags promise a bound, and the operands have the range of fp32.
     """
     return p.q.dtype is torch.bfloat16 and p.gate_bound is not None and p.gate_bound >= SAFE_BOUND
 
 
 def anchored(p: Problem) -> bool:
-    """Whether the gradient may take factors as far as 2^58 from one where the decays of a chunk
-    allow it: its operands have the range of fp32, and round by more than such a factor does.
+    """Return whether `gradient_keys` may use factors from 2^-58 to 2^58, where decays allow it.
+
+    It may if its operands have the range of fp32, and round more coarsely than such factors do.
     """
     return p.q.dtype is torch.bfloat16
 
 
 def anchored_rows(p: Problem) -> int:
-    """How many rows of a chunk share an anchor in `prepare_kda`: halves under a bound, eight where
-    decays can be cut at FLOOR, else one.
+    """Return how many rows of a chunk share an anchor in `prepare_kda`.
+
+    That is 32 under a bound, 8 where decays can be clamped at FLOOR, else 1.
     """
     return 32 if centred(p) else 8 if p.q.dtype is torch.bfloat16 else 1
 
@@ -105,7 +109,7 @@ def architecture(device: torch.device) -> int:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Return whether kernels that know no other architecture run on a device."""
+    """Return whether a device has compute capability 9.0, for kernels that need it."""
     if device.type != "cuda":
         return device.type == "meta" and ASSUMED == HOPPER  # offline compilation
     return _capability(device) == (9, 0)
@@ -118,15 +122,17 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def begins_early(device: torch.device) -> dict[str, Any]:
-    """The launch option for a kernel that waits for the one before it itself
-    (`tile.wait_for_previous`), where the architecture knows it.
+    """Return the launch option by which a kernel may begin before the previous one ends.
+
+    It is for kernels that call `tile.wait_for_previous`, from Hopper on.
     """
     return {"launch_pdl": True} if device.type != "cpu" and architecture(device) >= HOPPER else {}
 
 
 def row(kernel: str, p: Problem) -> str:
-    """The name of the table's row for a call: nothing in it depends on B, T, N, H or the values.
-    (Scans have two cuts of the same bits.)
+    """Return the name of a call's row in the tuned file.
+
+    Nothing in it depends on B, T, N, H or values.
     """
     mode = f".rows{anchored_rows(p)}" if kernel == "prepare_kda" else ""
     return (
@@ -136,7 +142,7 @@ def row(kernel: str, p: Problem) -> str:
 
 
 def choose(kernel: str, p: Problem) -> Options:
-    """The options for a call: from the tuned file if it has the row, else from the table."""
+    """Return the options for a call: from the tuned file if it has the row, else from TABLE."""
     found = tuned(p.q.device).get(row(kernel, p))
     return table(kernel, p) if found is None else found
 
@@ -148,7 +154,7 @@ class Row(NamedTuple):
     sm: str  # "early": before sm_90; "hopper"; "any"
     K: int
     options: Options
-    fixed: bool = False  # blocks are these even where a width is less
+    fixed: bool = False  # blocks keep their size even where a tensor is narrower
 
 
 ALL = 256  # the widest key; as a block: all columns
@@ -161,13 +167,13 @@ _EXACT = (  # with 32 columns of V, ptxas gives up registers (hazards.md, "Lost 
 # what fits their shared memory.
 TABLE: dict[str, tuple[Row, ...]] = {
     "prepare_kda": (Row(32, "any", ALL, Options(32)), Row(16, "any", ALL, Options(128))),
-    # a group keeps its scores while each head is inverted
+    # with value heads that share a key head, scores stay in registers during each inverse
     "prepare_gdn": (Row(16, "any", 128, Options(registers=128)), Row(0, "any", ALL, Options())),
     "prepare_gdn_grouped": (
         Row(16, "any", 128, Options(registers=168)),
         Row(0, "any", ALL, Options()),
     ),
-    # of a layer, K = V = 128: the bits of the row below, in half as many programs
+    # for layers, K = V = 128: the same bits as "scan", in half as many programs
     "scan_wide": (Row(16, "hopper", 128, Options(128, 128, warps=8, stages=3)),),
     # before Hopper, ptxas gives up registers for 64 columns of a scan that keeps its states
     "scan": (
@@ -251,8 +257,10 @@ def names(kernel: str, p: Problem) -> Iterator[str]:
 
 
 def leaves_room(p: Problem) -> bool:
-    """Whether the scan and the reverse scan, which need nothing of each other, fit on the device at
-    once, and are long enough to repay a second stream.
+    """Return whether the scan and the reverse scan should run at once, on two streams.
+
+    They are independent. Both must fit on the device, and be long enough to repay the second
+    stream.
     """
     programs = (
         p.N * p.HV * triton.cdiv(p.V, choose("scan_kda" if p.rank else "scan_gdn", p).block_v)
@@ -274,11 +282,10 @@ SLOWER = 3.0  # during KDA's scan a tile takes 1 + SLOWER (heads / multiprocesso
 
 
 def ahead(p: Problem) -> int | None:
-    """Return how many chunks of the one sequence of a call `prepare` makes before its scan begins;
-    None for all of them. The bits are the same.
+    """Return how many chunks of a call's one sequence `prepare` makes before the scan begins.
 
-    The others are made during the scan, on multiprocessors that it leaves idle. They are ready when
-    the scan needs the last of them.
+    None means all of them. The others are made during the scan, on multiprocessors that it leaves
+    idle. The number is such that the last one is ready when the scan needs it. It changes no bits.
     """
     if (
         p.N != 1
@@ -310,11 +317,10 @@ def ahead(p: Problem) -> int | None:
 
 
 def run_length(p: Problem) -> int:
-    """Chunks per run of the scans (runs.py), or 0 where sequences stay whole: measured on an H200
-    (docs/kernels/journal.md, "Runs").
+    """Return the chunks per run of the scans (runs.py), or 0 where sequences stay whole.
 
-    It depends on HV too, and on how many multiprocessors there are for the heads of one sequence;
-    never on B, N, T or the values.
+    It depends on the widths, HV and the number of multiprocessors, never on B, N, T or values. The
+    rule was measured on an H200 (docs/kernels/journal.md, "Runs").
     """
     if width(p.K, p.q.dtype) > 128 or p.V == 0:  # `join_runs` holds a map at once
         return 0
@@ -326,7 +332,7 @@ def run_length(p: Problem) -> int:
 
 @lru_cache(None)
 def processors(device: torch.device) -> int:
-    """The multiprocessors of a device; none where kernels run on no GPU."""
+    """Return the number of multiprocessors of a device, 0 if it is no GPU."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -335,7 +341,7 @@ def processors(device: torch.device) -> int:
 
 
 def cache_file() -> Path:
-    """Where tuned options are kept: KDA_OPS_TUNING, or the user's cache directory."""
+    """Return where tuned options are kept: KDA_OPS_TUNING, or a file in the user's cache."""
     given = os.environ.get("KDA_OPS_TUNING")
     return (
         Path(given)
@@ -348,8 +354,9 @@ def cache_file() -> Path:
 
 @lru_cache(None)
 def fingerprint(device: torch.device | None = None) -> str:
-    """What tuned options are valid for: this GPU (of tensors that are on none, the current one),
-    this triton and these kernels.
+    """Return what tuned options are valid for: the GPU, the version of Triton and these kernels.
+
+    For tensors on no GPU it names the current one.
     """
     sources = hashlib.sha256(
         b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.glob("*.py")))
@@ -364,8 +371,9 @@ def fingerprint(device: torch.device | None = None) -> str:
 
 
 def tuned(device: torch.device | None = None) -> dict[str, Options]:
-    """The tuned rows; none if there is no file, or none of its entries is for this machine. Unknown
-    keys are ignored, and rows with values of a wrong type.
+    """Return the tuned rows by name: none without a file, or without an entry for this machine.
+
+    Unknown keys, and rows with values of a wrong type, are ignored.
     """
     return _tuned(fingerprint(device))
 
@@ -384,7 +392,7 @@ def _tuned(machine: str) -> dict[str, Options]:
 
 
 def _entries(path: Path) -> dict:
-    """What the cache file holds, if it is one."""
+    """Return what the cache file holds, or nothing if it cannot be read."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
