@@ -28,10 +28,11 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Run `op`, one of `kda_ops.chunk_kda`, `chunk_gdn`, `recurrent_kda` and `recurrent_gdn`.
 
-    Models pass all their keywords on: those without meaning here are ignored.
+    Shapes are those of `op`. Models pass on all of their keywords; those that `op` does not need
+    are ignored.
     """
     if cu_seqlens is None:
-        cu_seqlens = cu_seq_lens_q  # some models pass their keywords on unchanged
+        cu_seqlens = cu_seq_lens_q  # some models pass on their own keyword
     if cu_seqlens is None and seq_idx is not None:
         raise ValueError(
             "cu_seq_lens_q must be given with seq_idx, got None: seq_idx alone does not "

@@ -1,4 +1,4 @@
-"""Run FLA's own functions on these operators: register them as a backend of FLA.
+"""Run FLA's own functions on the operators of kda_ops: register them as a backend of FLA.
 
 ::
 
@@ -7,16 +7,16 @@
     kda_ops.compat.fla_backend.enable()
 
 FLA 0.6.0 hands calls of ``chunk_kda``, ``chunk_gated_delta_rule`` and ``fused_recurrent_kda_fwd``
-(which ``fused_recurrent_kda`` calls) to the first registered backend that accepts them. Programs
-that import these functions from FLA, its layers among them, then run here without another change.
+(which ``fused_recurrent_kda`` calls) to the first registered backend that accepts them. So programs
+that call these functions of FLA, and FLA's layers, use kda_ops without another change.
 
 - A call that these operators refuse runs on FLA's kernels. FLA logs the reason at level INFO, from
-  the logger ``fla.backends``. What is refused: `kda_ops.compat.fla`.
+  the logger ``fla.backends``. `kda_ops.compat.fla` lists what is refused.
 - Results have FLA's dtypes: autocast does not cast q, k and v.
-- Set ``FLA_KDA_OPS=0`` to pass this backend over; FLA reads it at every call.
-  ``FLA_DISABLE_BACKEND_DISPATCH=1``, set before the process starts, bypasses all backends.
-- FLA disables ``torch.compile`` over its dispatched functions, so a compiled caller has a graph
-  break at each. The functions of `kda_ops.compat.fla` have none: import them instead.
+- ``FLA_KDA_OPS=0`` turns this backend off; FLA reads it at every call.
+  ``FLA_DISABLE_BACKEND_DISPATCH=1`` turns all backends off, if set before the process starts.
+- FLA disables ``torch.compile`` for its dispatched functions, so a compiled caller has a graph
+  break at each call. The functions of `kda_ops.compat.fla` have none: import them instead.
 - ``fused_recurrent_gated_delta_rule`` has no backends in FLA.
 """
 
@@ -33,7 +33,7 @@ from kda_ops.compat import fla
 
 __all__ = ["enable", "verdict"]
 
-# function of FLA -> where FLA looks for backends: the function's own registry, or an operation's
+# function of FLA -> the operation whose registry FLA searches; None: the function has its own
 _REGISTRIES = {
     "chunk_kda": None,
     "fused_recurrent_kda_fwd": "kda",
@@ -42,7 +42,7 @@ _REGISTRIES = {
 
 
 def verdict(name: str, *args: Any, **given: Any) -> tuple[bool, str | None]:
-    """Return whether these operators take a call of FLA's function `name`, or why they do not."""
+    """Return whether these operators accept a call of FLA's function `name`, and if not, why."""
     try:
         call = getattr(fla, name).mapping(*args, **given)
         q = args[0] if args else given["q"]
@@ -56,7 +56,7 @@ def verdict(name: str, *args: Any, **given: Any) -> tuple[bool, str | None]:
 
 
 def _methods(name: str) -> dict[str, Callable]:
-    """Return a backend's methods for one function of FLA."""
+    """Return the two methods that FLA expects of a backend for function `name`: run and verify."""
     function = getattr(fla, name)
 
     def run(self, *args: Any, **given: Any):

@@ -1,17 +1,18 @@
 """Convert FLA's context of a sharded call to the arguments of `kda_ops.distributed`.
 
 FLA cuts the packed token axis into shards of T tokens, one per rank. Its `FLACPContext` holds the
-offsets of a rank's own tokens, and over how many ranks before and after them the rank's first and
-last sequence extend (``pre_num_ranks``, ``post_num_ranks``). `kda_ops.distributed` takes offsets
-over the tokens of all ranks. On rank r::
+offsets of a rank's own tokens. ``pre_num_ranks`` counts the ranks before it that hold tokens of its
+first sequence, ``post_num_ranks`` those after it that hold tokens of its last sequence.
+`kda_ops.distributed` takes offsets over the tokens of all ranks. On rank r::
 
-    global[i] = (r - pre_num_ranks) T         where local[i] = 0, the first sequence's begin
-              = (r + 1 + post_num_ranks) T    where local[i] = T, the last sequence's end
+    global[i] = (r - pre_num_ranks) T         where local[i] = 0, the begin of the first sequence
+              = (r + 1 + post_num_ranks) T    where local[i] = T, the end of the last sequence
               = r T + local[i]                elsewhere
 
-and a zero in front, for the tokens before. Begin and end are exact to one shard, since FLA names
-ranks, not tokens. That suffices: a rank reads from the offsets which ranks its first and last
-sequence cross, and takes the states of these ranks. The offsets therefore differ between ranks.
+A zero comes first, as the begin of the tokens before them. This begin and end are exact to one
+shard only, because FLA counts ranks, not tokens. That suffices: a rank needs to know which ranks
+its first and last sequence cross, and takes the states of these ranks. So offsets differ between
+ranks.
 
 The conversion stays on the device and exchanges nothing. It reads ``pre_num_ranks_dev`` and
 ``post_num_ranks_dev`` where they exist, so a captured CUDA graph follows them.
@@ -28,7 +29,7 @@ from kda_ops.distributed.plan import ContextPlan, equal_shards
 
 
 def check_context(cp_context: Any, tokens: int) -> None:
-    """Refuse what is not FLA's context of contiguous shards of so many tokens."""
+    """Refuse a cp_context that is no FLACPContext of contiguous shards of so many tokens."""
     for name in ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks"):
         if not hasattr(cp_context, name):
             raise TypeError(
@@ -56,7 +57,7 @@ def check_context(cp_context: Any, tokens: int) -> None:
 
 
 def shard_of(cp_context: Any, q: Tensor) -> tuple[ContextPlan, Tensor]:
-    """Return the plan of equal shards and this rank's global offsets."""
+    """Return the plan of equal shards, and the global offsets on this rank [sequences + 2]."""
     T, local = q.shape[1], cp_context.cu_seqlens
     plan = equal_shards(T, cp_context.group, q.device)
     before = _ranks(cp_context, "pre_num_ranks")
@@ -68,7 +69,10 @@ def shard_of(cp_context: Any, q: Tensor) -> tuple[ContextPlan, Tensor]:
 
 
 def _ranks(cp_context: Any, name: str) -> int | Tensor:
-    """Return a count of ranks: the device's where there is one, which a CUDA graph refreshes."""
+    """Return a count of ranks, on the device if the context has it there.
+
+    A captured CUDA graph reads the count on the device anew at each replay.
+    """
     on_device = getattr(cp_context, name + "_dev", None)
     count = getattr(cp_context, name) if on_device is None else on_device
     if count is None:

@@ -1,4 +1,4 @@
-"""Layers of the hub kernel: transformers' delta rules on these operators.
+"""Layers of the hub kernel: transformers' delta rules on the operators of kda_ops.
 
 The `kernels` package puts the `forward` of these layers into models. Their names and signatures
 are those of transformers' functions. They compile with ``fullgraph=True`` and have a backward, the

@@ -1,15 +1,15 @@
-"""Limit what a layer's kernels take on sm_90: stack, instructions and registers.
+"""Limit stack, instructions and registers of the kernels that a layer uses, on sm_90.
 
-``python -m kda_ops compile`` compares each kernel of a layer's configurations with its limits. A
-kernel is named by `offline.Row.name` and the gate; the limits hold for the largest of its variants.
+``python -m kda_ops compile`` compares each kernel of a layer's configurations with its budget. A
+budget belongs to a kernel (`offline.Row.name`) and a gate, and holds for all of its variants.
 """
 
-# the versions of Triton that have limits of their own
+# the versions of Triton that have budgets of their own
 TRITONS: tuple[tuple[int, ...], ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
-# A kernel may take so many times the instructions of the best of these versions.
+# A kernel may have at most MARGIN times the instructions that the best of these versions needs.
 MARGIN = 1.1
-# Bytes of stack per thread with each version, and the fewest instructions of any or None.
-# Four equal numbers are the largest of the four versions.
+# (kernel, gate) -> bytes of stack per thread for each version, and the fewest instructions of all
+# versions, or None. Four equal numbers are the largest of the four versions.
 BUDGETS: dict[tuple[str, str], tuple[tuple[int, ...], int | None]] = {
     ("prepare_kda", "bound"): ((96, 96, 96, 96), 4376),
     ("prepare_kda", "softplus"): ((80, 248, 96, 216), 5760),
@@ -47,7 +47,7 @@ BUDGETS: dict[tuple[str, str], tuple[tuple[int, ...], int | None]] = {
     ("scan_gdn.few", "bound"): ((8, 8, 8, 8), None),
     ("reverse_scan_kda.few", "bound"): ((0, 0, 0, 0), None),
     ("reverse_scan_gdn.few", "bound"): ((32, 32, 32, 32), None),
-    # beside 226 KB of shared memory 100 B are more than the L1 holds: half as slow again
+    # With 226 KB of shared memory, L1 cannot hold 100 B of stack per thread: 1.5 times as slow.
     ("scan_kda.ahead", "bound"): ((0, 0, 0, 0), None),
     ("scan_gdn.ahead", "bound"): ((0, 0, 0, 0), None),
     ("gate_forward", "bound"): ((0, 0, 0, 0), None),
@@ -56,7 +56,7 @@ BUDGETS: dict[tuple[str, str], tuple[tuple[int, ...], int | None]] = {
     ("gate_gradient", "softplus"): ((0, 0, 0, 0), None),
     ("gradient_gdn.single", "bound"): ((240, 240, 336, 488), 4440),
 }
-# And the most registers per thread, where fewer than all there are let more programs run at once.
+# The most registers per thread, if not 255, so that more programs run at once.
 REGISTERS = {
     "prepare_gdn": 168,
     "gradient_pairs": 168,
@@ -73,9 +73,9 @@ REGISTERS = {
 def faults(
     name: str, gate: str, registers: int, stack: int, instructions: int, triton: tuple[int, ...]
 ) -> list[str]:
-    """List what of a kernel is beyond its limits with this version of Triton.
+    """List what of a kernel exceeds its budget with this version of Triton.
 
-    A version without limits of its own has the largest of the others.
+    A version without a budget of its own has the largest of the four.
     """
     found = []
     stacks, fewest = BUDGETS.get((name, gate), (None, None))

@@ -1,12 +1,12 @@
 """Write the package as a kernel of the Hugging Face hub: ``python -m kda_ops hub --out FOLDER``.
 
-The result is ``FOLDER/build/torch-cuda/``, which `kernels.get_kernel` loads: ``metadata.json`` and
-``kda_ops/``, the modules that the layers of `kda_ops.compat.hub_layers` need. The format asks for
-two changes:
+The result is ``FOLDER/build/torch-cuda/``, which `kernels.get_kernel` loads. It holds
+``metadata.json``, and in ``kda_ops/`` the modules that the layers of `kda_ops.compat.hub_layers`
+need. The format requires two changes:
 
 - Imports are relative, because the package gets another name, and several versions may be loaded.
 - Operators get namespaces of their own, ``<id>_kda`` and ``<id>_gdn`` instead of ``kda`` and
-  ``gdn``. The id contains a digest of the sources, so another version never collides.
+  ``gdn``. The id contains a digest of the sources, so versions do not collide.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def add_op_namespace_prefix(op_name: str) -> str:
 
 
 def _file(module: str) -> Path | None:
-    """Return the source of a module of the package, which a checkout keeps in two folders."""
+    """Return the source file of a module of the package, or None.
+
+    A checkout keeps the package in two folders, an installation in one.
+    """
     parts = module.split(".")[1:]
     base = Path(kda_ops.__file__).parent
     if parts[:1] == ["registrations"]:
@@ -74,7 +77,7 @@ def _is_typing_only(node: ast.AST) -> bool:
 
 
 def _imports(tree: ast.AST) -> set[str]:
-    """Return the modules of the package that a module imports when it runs."""
+    """Return the modules of the package that a module imports, but not those for typing alone."""
     found: set[str] = set()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:

@@ -1,4 +1,8 @@
-"""Form the gradients of GDN: one chunk and all value heads of a key head per program."""
+"""Form the gradients of GDN: one chunk and all value heads of a key head per program.
+
+E_ij is the decay from row j to row i, and o multiplies entry by entry. n_q and n_k are inverse
+norms, and r_0 to r_6 the rows of GDN (`operands`).
+"""
 
 from typing import Any, NamedTuple
 
@@ -205,10 +209,7 @@ def gradient_gdn(
     EXACT: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Form dq, dk, dg and dbeta of one chunk and the GROUP value heads of one key head.
-
-    E_ij is the decay from row j to row i, n_q and n_k are inverse norms, and r_0 to r_6 the rows of
-    GDN (`operands`). With o a product entry by entry, and . a sum over K::
+    """Form dq, dk, dg and dbeta of one chunk and the GROUP value heads of one key head::
 
         M    = scale tril(n_q n_k do v_new^T o E)                             [64, 64]
         N    = -beta strict_tril(n_k n_k z v_new^T o E)                       [64, 64]
@@ -221,19 +222,18 @@ def gradient_gdn(
                sum k . r_1 (v_new dS^T) + gamma sum S dS; then through the gate    [64]
         dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + (k . part) / beta
 
-    `kept.z` is z if TILED; else it is dv = beta z, and beta is one except in dbeta. A given beta
-    may be zero. So it is split into digits times a power of two. N and part take the digits. The
-    power, which causes no rounding, multiplies the sum over K.
+    The module's docstring defines the letters; . is a sum over K. `kept.z` is z if TILED, else dv =
+    beta z, and then beta is one except in dbeta. A given beta may be zero. So it is digits times a
+    power of two: N and part take the digits, the sums over K the power.
 
     Norms, decays and beta are factors of rows and of the [64, 64] tiles. So q and k go from memory
     to the tensor cores as they are. With L2NORM, dq and dk are taken through the norm, which needs
-    q . dq and k . dk anyway. What pairs of rows add to dG cancels in a sum over a chunk: q . M k
-    and k . M^T q are sums of the same rounded M, and N likewise.
+    q . dq and k . dk anyway. What pairs of rows add to dG cancels over a chunk: q . M k and
+    k . M^T q use the same rounded M, and N likewise.
 
-    The phases are M^T and N^T, then M and N, then dk, then dq: each keeps few tiles in registers.
-    Two programs of four warps share a multiprocessor. Its shared memory holds five tiles of rows
-    and one state for each, so S is loaded twice. Slices of K and value heads add up in dq_sum and
-    dk_sum.
+    The phases M^T and N^T, M and N, dk, dq keep few tiles in registers. Two programs of four warps
+    share a multiprocessor. Its shared memory holds five tiles of rows and one state for each, so S
+    is loaded twice. Slices of K and value heads add up in dq_sum and dk_sum.
     """
     i_g, i_t = tl.program_id(0) % H, tl.program_id(0) // H
     at = locate(cu_seqlens, i_t, N, T)

@@ -126,6 +126,14 @@ def test_a_plan_of_the_walk_is_used_for_calls_that_compile_to_it(data, launches)
     with mock.patch.object(tuning, "FORCED_WALK", True):
         used = [check(BACKEND, model, n, launches) for n in data.draw(pretended_calls.sequences())]
     assert not used[0]
+
+
+def test_a_call_of_48_heads_has_a_plan_of_the_walk(launches):
+    BACKEND.forget()
+    fields = pretended_calls.MODEL | dict(H=48, K=128, V=128)
+    model = pretended_calls.Model(kind=chunk.Backward, rank=0, kept=False, **fields)
+    used = [check(BACKEND, model, pretended_calls.usual(T), launches) for T in (64, 130)]
+    assert used == [False, True]
     assert any("reverse_walk_gdn" in str(plan) for some in BACKEND.plans.values() for plan in some)
 
 
