@@ -3,9 +3,9 @@
 ``python -m benchmarks.fla_models [--variant kda gdn] [--tokens 4096] [--out JSON]``
 
 Needs FLA 0.6.0 with einops and transformers. Both sides run in one process on the same weights and
-tokens, in turns: FLA reads ``FLA_KDA_OPS`` at every call. The model is 8 layers of FLA's
-configuration with heads of 128, in bf16, eager, with AdamW. FLA's GDN backward refuses some
-Tritons; such a side is reported with its reason.
+tokens, in turns: FLA reads ``FLA_KDA_OPS`` at every call. The model has 8 layers of FLA's
+configuration with heads of 128. It trains in bf16 with AdamW, not compiled. FLA's GDN backward
+refuses some versions of Triton. Then the reason is reported in place of times.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def model(variant: str, layers: int, heads: int, head_dim: int, **words: Any) ->
 
 
 def chosen() -> bool:
-    """Return whether FLA handed any call to our backend since the last question."""
+    """Return whether FLA passed any call to our backend after the last call of this function."""
     from fla.backends import _function_registries, _operation_registries
 
     found = False

@@ -155,7 +155,7 @@ class Backward:
         if do is not None and b.walks(p, do, dfinal_state, need):
             if trace is None:
                 trace = b.scan(p, tile, None, None, keep=True)
-            assert trace is not None  # as keep asks
+            assert trace is not None  # keep=True returns one
             walked = b.reverse_walk(p, tile, trace, do, dfinal_state, need)
             return tuple(getattr(walked, n) for n in GRADIENTS)
         if trace is None:
@@ -163,7 +163,7 @@ class Backward:
                 with elsewhere:
                     trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
                 reverse = b.reverse_scan(p, tile, do, dfinal_state, need)
-            assert trace is not None  # as keep asks
+            assert trace is not None  # keep=True returns one
         else:
             reverse = b.reverse_scan(p, tile, do, dfinal_state, need)
         # most of the scratch so far gives its place to that of `gradient`

@@ -112,14 +112,14 @@ HAZARDS = (
 )
 
 
-# The versions of Triton that GPU times were taken with (docs/kernels/journal.md), and those whose
-# machine code ``python -m kda_ops compile`` keeps within budgets.
+# The versions of Triton with which kernels were timed on a GPU (docs/kernels/journal.md), and those
+# whose machine code ``python -m kda_ops compile`` keeps within budgets.
 TIMED = ((3, 6, 0), (3, 8, 0))
 COMPILED = ((3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 9, 0))
 
 
 def measured(triton: str) -> str:
-    """Say whether the kernels have run for times, or only been compiled, with this Triton."""
+    """Say whether the kernels were timed, compiled or not tried with this version of Triton."""
     here = parse_version(triton)
     how = "timed" if here in TIMED else "compiled, not timed" if here in COMPILED else "not tried"
     timed, compiled = (", ".join(".".join(map(str, v)) for v in x) for x in (TIMED, COMPILED))

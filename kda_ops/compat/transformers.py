@@ -1,8 +1,8 @@
 """Run the delta rule of transformers models on these operators.
 
 Covers the models in `MODELS`: Kimi-Linear, GLM-5.3-Flash and Ling-3.0-Flash with KDA; Qwen3-Next,
-Qwen3.5, Qwen4-Exp, OLMo-hybrid and LaraMini with GDN. ``enable()`` replaces the delta
-rule in the installed transformers; ``disable()`` restores it::
+Qwen3.5, Qwen4-Exp, OLMo-hybrid and LaraMini with GDN. ``enable()`` replaces the delta rule in the
+installed transformers; ``disable()`` restores it::
 
     import kda_ops.compat.transformers
 

@@ -1,4 +1,4 @@
-"""The hub kernel on a GPU: the bits of the package, compiled, beside the package itself."""
+"""The hub kernel on a GPU: the same bits as the package, in one process with it, compiled too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""GDN's backward as one walk, on Hopper: against float64, and next to the kernels it replaces."""
+"""GDN's backward as one walk, on Hopper: against float64, and against the kernels it replaces."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def walk(monkeypatch):
 
 
 def has_walked() -> bool:
-    """Whether the plan that was made last walks."""
+    """Return whether the plan that was made last walks."""
     plans = [plan for some in TRITON.plans.values() for plan in some]
     return "reverse_walk_gdn" in str(plans[-1])
 

@@ -43,7 +43,7 @@ def asks(
     dfinal=None,
     packed=0,
 ) -> bool:
-    """Whether a call walks, on tensors that only have shapes."""
+    """Return whether a call walks, on tensors that only have shapes."""
     g = empty(B, T, HV, *([K] if rank else []), dtype=FP32)
     p = Problem.parse(
         rank,

@@ -29,7 +29,7 @@ def test_the_wheel_holds_the_package_and_nothing_else():
 
 # Not yet within the limits; a name leaves the list with its function.
 LARGER = {
-    "prepare_half"  # split further, prepare_kda compiles to other code
+    "prepare_half"  # split further, it compiles to other machine code
 }
 
 

@@ -246,7 +246,7 @@ IN_TRANSFORMERS = """
 import sys, torch
 from pathlib import Path
 import transformers.utils.import_utils as utils
-# transformers 5.24 wants kernels 0.18.2: lift that, for the older release that there is
+# transformers 5.24 requires kernels 0.18.2: lift that, so that an older release will do
 check = getattr(utils.is_kernels_available, "__wrapped__", utils.is_kernels_available)
 check.__defaults__ = ("0.17.0", "99")
 import kernels

@@ -53,8 +53,8 @@ class _Recorded(Problem):
 class Triton(Backend):
     """The stages as kernels, and the plans that replay them.
 
-    `plans` lists those of each key. `decodes` has the plan, with its numbers, of the sizes that
-    decode met before.
+    `plans` lists the plans of each key. `decodes` has a plan with its values for each exact size
+    that decode has met (`look.exact`).
     """
 
     prepare, scan = staticmethod(prepare), staticmethod(scan)

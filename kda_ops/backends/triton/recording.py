@@ -52,9 +52,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A tensor descriptor of Triton or Gluon: memory, shape, strides, and one `like` it without a
-    tensor.
-    """
+    """A tensor descriptor of Triton or Gluon; `like` is a copy of it without its tensor."""
 
     memory: Memory
     shape: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Where a program is, and how tiles of the caller's tensors come into registers.
 
-Tensors of the caller are read through their strides, which travel with the pointer in a tuple. The
-offset of a chunk is int64 before the first product; inside a chunk 32 bits do (`fit` sees to it),
-which saves a register per row. Tile operands are this package's own scratch, contiguous
+Tensors of the caller are read through their strides (`operands.Strided`). The offset of a chunk is
+int64 before the first product. Inside a chunk offsets have 32 bits, which saves a register per row;
+`fit` copies tensors that need more. Tiles are scratch of this package, contiguous
 ``[NT, HV, 64, width]``.
 """
 
@@ -29,14 +29,13 @@ FOLLOWED = tl.constexpr(8)
 
 @dataclass
 class Begun(Tile):
-    """A tile, of the one sequence of a call, of which the chunks from `until` on are not there yet:
-    `rest` launches what makes them.
+    """A tile of a call's one sequence, whose chunks from `until` on are not written yet.
 
-    Meanwhile a scan may follow, on multiprocessors of its own: `prepare` counts in `ready`
-    [FOLLOWED of these chunks, heads] what is there. The scan waits for it, but not for ever: where
-    the two do not run at once (a tool that runs kernels one by one, a busy device), its programs
-    note in `missed` [programs] that they have scanned what was not there, and write no state. A
-    second scan, behind all of `prepare`, is theirs. Either way the same bits.
+    `rest` launches `prepare` for them, and a scan may run at the same time. `prepare` counts the
+    tiles that it has written in `ready` [groups of FOLLOWED chunks, heads]. A program of the scan
+    polls it, a limited number of times. Then it sets its entry of `missed` [programs], and writes
+    no state. That happens on a busy device, and under tools that run kernels one by one. A second
+    scan, after `prepare`, redoes these programs. The bits are the same either way.
     """
 
     until: int = 0
@@ -46,7 +45,7 @@ class Begun(Tile):
 
 
 def spans(x: Tensor) -> bool:
-    """Whether 32 bits address the 64 rows of a chunk of one head."""
+    """Return whether offsets of 32 bits reach the 64 rows of a chunk of one head."""
     if x.dim() != 4:
         return 63 * x.stride(1) < 2**31 if x.dim() == 3 else True
     return 63 * x.stride(1) + (x.shape[3] - 1) * x.stride(3) < 2**31
@@ -57,19 +56,20 @@ def fit(x: Tensor) -> Tensor: ...
 @overload
 def fit(x: None) -> None: ...
 def fit(x: Tensor | None) -> Tensor | None:
-    """x, or a copy whose chunks 32 bits address."""
+    """Return x, or a contiguous copy if offsets inside a chunk exceed 32 bits."""
     return x if x is None or spans(x) else x.contiguous()
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """A gate parameter as kernels read it: contiguous, so that [HV, K] and flat are the same."""
+    """Return x, a gate parameter or offsets, contiguous, so that [HV, K] and flat are the same."""
     return None if x is None else x.contiguous()
 
 
 @triton.jit
 def wait_for_previous():
-    """Wait for all work of the kernel before this one, beside whose last programs a launch with
-    `tuning.begins_early` may begin.
+    """Wait for all work of the previous kernel.
+
+    A launch with `tuning.begins_early` may begin while its last programs still run.
     """
     if not INTERPRETED and cuda_capability_geq(9):
         gdc_wait()
@@ -77,15 +77,16 @@ def wait_for_previous():
 
 @triton.jit
 def let_next_begin():
-    """Let the next kernel begin so, once all programs of this one have come here."""
+    """Let the next kernel begin early, once all programs of this one have called this."""
     if not INTERPRETED and cuda_capability_geq(9):
         gdc_launch_dependents()
 
 
 @triton.jit
 def mark_ready(ready, i_t, begin, i_h, H):
-    """Tell a scan that follows (`Begun`) that what all threads of this program have written is
-    there; of the chunks before it began, it need not be told.
+    """Count this program's tile as written, for a scan that runs at the same time (`Begun`).
+
+    Chunks before the scan began, those of a launch with `begin` 0, need no count.
     """
     if ready is not None:
         if begin > 0:
@@ -97,8 +98,10 @@ def mark_ready(ready, i_t, begin, i_h, H):
 
 @triton.jit
 def find_sequence(cu_seqlens, i_t, N, TOKENS: tl.constexpr = CHUNK):
-    """The sequence whose chunks hold number i_t: the greatest n < N with cu_seqlens[n] // 64 + n <=
-    i_t (sequences.py); runs likewise by their tokens.
+    """Return the sequence that chunk number i_t belongs to.
+
+    That is the greatest n < N with cu_seqlens[n] // TOKENS + n <= i_t (sequences.py). For runs,
+    TOKENS is the length of a run.
     """
     lo = i_t * 0
     hi = lo + N - 1
@@ -112,8 +115,9 @@ def find_sequence(cu_seqlens, i_t, N, TOKENS: tl.constexpr = CHUNK):
 
 @triton.jit
 def locate_chunk(cu_seqlens, i_t, N, T):
-    """Chunk number i_t as (batch row, first token, rows that are tokens); no rows (zero or less)
-    for a number that no chunk has.
+    """Return chunk number i_t as (row of the batch, first token, how many rows are tokens).
+
+    The last is at most 0 for a number that no chunk has.
     """
     if cu_seqlens is not None:
         i_n = find_sequence(cu_seqlens, i_t, N)
@@ -131,9 +135,9 @@ def locate_chunk(cu_seqlens, i_t, N, T):
 
 @triton.jit
 def prefetch(p_x):
-    """Ask for the lines of memory at some addresses to come to the L2 cache. Nothing waits for
-    them: it is for what a program loads later, where the compiler cannot hold it in registers from
-    the start and would wait for memory again and again.
+    """Prefetch the cache lines at some addresses into L2, without waiting for them.
+
+    It is for late loads of a program, which the compiler cannot start early for want of registers.
     """
     if not INTERPRETED:
         tl.inline_asm_elementwise(
@@ -150,9 +154,10 @@ def prefetch(p_x):
 def prefetch_rows(
     x, strides, i_b, i_h, first, n_rows, D: tl.constexpr, WHOLE: tl.constexpr = False
 ):
-    """Prefetch the rows of one head of a tensor of the caller, of which there is at least one; if
-    WHOLE, and the architecture can, one thread asks for all of a row, which begins at a multiple of
-    16 bytes and has no gaps.
+    """Prefetch the rows, at least one, of one head of a tensor of the caller.
+
+    With WHOLE, from Hopper on, one thread asks for a whole row. Rows must then begin at multiples
+    of 16 bytes and have no gaps.
     """
     if x is not None and D > 0:
         LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
@@ -179,8 +184,9 @@ def prefetch_rows(
 
 @triton.jit
 def prefetch_tile(x, i_tile, SIZE: tl.constexpr, WHOLE: tl.constexpr = True):
-    """Prefetch tile i_tile of a scratch tensor of SIZE elements each; if WHOLE, and the
-    architecture can, one thread asks for all of it.
+    """Prefetch tile i_tile of a scratch tensor with tiles of SIZE elements.
+
+    With WHOLE, from Hopper on, one thread asks for all of it.
     """
     if x is not None and SIZE > 0:
         LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
@@ -208,10 +214,10 @@ def prefetch_tile(x, i_tile, SIZE: tl.constexpr, WHOLE: tl.constexpr = True):
 
 @triton.jit
 def locate_sequence(cu_seqlens, i_n, N, T, TOKENS: tl.constexpr = CHUNK):
-    """Sequence i_n as (batch row, first token, tokens, number of its first chunk). Packed, sequence
-    N is the tail past cu_seqlens[-1].
+    """Return sequence i_n as (row of the batch, first token, tokens, number of its first chunk).
 
-    With other TOKENS than those of a chunk: the number of its first run of so many.
+    Packed, sequence N is the tail past cu_seqlens[-1]. If TOKENS is the length of a run, the last
+    is the number of its first run.
     """
     if cu_seqlens is not None:
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
@@ -293,15 +299,16 @@ def store_rows(x, i_tile, b_x, o_d, D: tl.constexpr, R: tl.constexpr, ROW: tl.co
 
 @triton.jit
 def load_column(x, strides, i_b, i_h, first, n_rows, o_r):
-    """One number per row of a [B, T, HV] tensor as [64] fp32, zero past n_rows."""
+    """Load one number per row of a [B, T, HV] tensor as [64] fp32, zero from row n_rows on."""
     p_x = x + (i_b * strides[0] + first * strides[1] + i_h.to(tl.int64) * strides[2])
     return tl.load(p_x + o_r * strides[1], mask=o_r < n_rows, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def widen(b_x):
-    """A tile in fp32; two entries of bf16 by their bits in as many instructions, where the
-    compiler's conversion takes three.
+    """Return a tile in fp32.
+
+    Two entries of bf16 take two instructions on their bits; the compiler's conversion takes three.
     """
     if b_x.dtype == tl.bfloat16 and not INTERPRETED:
         return tl.inline_asm_elementwise(
@@ -313,8 +320,9 @@ def widen(b_x):
 
 @triton.jit
 def narrow(b_x, TYPE: tl.constexpr):
-    """An fp32 tile as an operand; bf16 two at once: what is read again is otherwise rounded one by
-    one, at a sixteenth of the rate of other instructions.
+    """Return an fp32 tile rounded to TYPE, bf16 two entries at once.
+
+    The compiler rounds some tiles one by one, at a sixteenth of the rate of other instructions.
     """
     if TYPE == tl.bfloat16 and not INTERPRETED:
         return tl.inline_asm_elementwise(
@@ -326,20 +334,20 @@ def narrow(b_x, TYPE: tl.constexpr):
 
 @triton.jit
 def add_two(a, b, x, y):
-    """Two sums in one reduction."""
+    """Add two pairs, for two sums in one reduction."""
     return a + x, b + y
 
 
 @triton.jit
 def on_diagonal(b_x):
-    """The diagonal of a square, [rows]."""
+    """Return the diagonal of a square tile, [rows]."""
     o_r = tl.arange(0, b_x.shape[0])
     return tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_x, 0.0), 1)
 
 
 @triton.jit
 def inverse_norm(b_x, L2NORM: tl.constexpr):
-    """1 / sqrt(sum of squares + 1e-6) of each row of [64, width], or ones; [64] fp32."""
+    """Return 1 / sqrt(sum of squares + 1e-6) of each row of [rows, width], or ones; [rows] fp32."""
     if L2NORM:
         b_x = b_x.to(tl.float32)
         return tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-6)
@@ -349,22 +357,23 @@ def inverse_norm(b_x, L2NORM: tl.constexpr):
 
 @triton.jit
 def store_tile(x, i_tile, b_x, o_r, o_d, D: tl.constexpr):
-    """The same for a tile that comes from a dot product."""
+    """Write rows o_r and columns o_d of tile i_tile of a [tiles, 64, D] scratch tensor."""
     p_x = x + i_tile * (CHUNK * D) + o_r[:, None] * D + o_d[None, :]
     tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_d < D)[None, :])
 
 
 @triton.jit
 def load_tile(x, i_tile, o_r, o_d, D: tl.constexpr):
-    """Columns o_d of tile i_tile of a [tiles, 64, D] scratch tensor as [64, width], zero past D."""
+    """Load rows o_r and columns o_d of tile i_tile of a [tiles, 64, D] tensor, zero past D."""
     p_x = x + i_tile * (CHUNK * D) + o_r[:, None] * D + o_d[None, :]
     return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
 
 
 @triton.jit
 def load_lower(x, i_tile):
-    """Tile i_tile of a [tiles, 64, 64] scratch tensor of lower triangles as [64, 64]; what lies
-    above the blocks of 16 rows on the diagonal is not read.
+    """Load tile i_tile of a [tiles, 64, 64] scratch tensor of lower triangles.
+
+    Nothing is read above the blocks of 16 rows on the diagonal, which is zero in the result.
     """
     o_r = tl.arange(0, CHUNK)
     p_x = x + i_tile * (CHUNK * CHUNK) + o_r[:, None] * CHUNK + o_r[None, :]

@@ -83,7 +83,7 @@ def check(backend, model, n, launches):
     if sum(map(len, backend.plans.values())) > before:
         return False
     launches.clear()
-    backend.run(*call)  # decode knows these sizes now
+    backend.run(*call)  # the second call with these sizes, which decode has met
     assert [*map(described, launches)] == [*map(described, planned)]
     saved = backend.plans, backend.decodes
     backend.plans, backend.decodes = {}, {}
