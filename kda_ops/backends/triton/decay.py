@@ -1,14 +1,14 @@
 """Decay between the rows of a chunk (docs/maths.md, numerics 1 and 2), in logs, base 2.
 
-A *group* is R consecutive rows, those that one thread holds. ``pre`` is the decay from the start of
-a block to a row, with the row's own; ``suf`` the decay of the rows after it up to the end of its
+A *group* is R consecutive rows, which one thread holds. ``pre`` is the decay from the start of a
+block to a row, with the row's own. ``suf`` is the decay of the rows after it, up to the end of its
 block.
 
-Two ways. `level_scores`, for fp32 and fp16, only ever adds: it restarts the sums at every level, so
-they are exact for a decay of zero (g = -inf). For bf16, which holds 8 bits and has the range of
-fp32, one prefix sum serves (`half_prefix`, `block_scores`): no decay is below `tuning.FLOOR` per
-row, so nothing is infinite, its differences are exact to 10^-4, and some rows can share an anchor.
-In neither does a later row touch the rounding of an earlier one.
+There are two ways. `level_scores`, for fp32 and fp16, only adds decays. It restarts the sums at
+every level, so they are exact for a decay of zero (g = -inf). bf16 holds 8 bits and has the range
+of fp32, so one prefix sum serves (`half_prefix`, `block_scores`). There no decay is below
+`tuning.FLOOR` per row. So nothing is infinite, differences are exact to 10^-4, and some rows can
+share an anchor. In both ways, later rows do not change the rounding of earlier ones.
 """
 
 import math
@@ -52,14 +52,15 @@ check_anchor(FLOOR, ANCHOR_SHARE.value)
 
 @triton.jit
 def pick(x, i: tl.constexpr, n: tl.constexpr):
-    """x[:, i, :] of a [blocks, n, width] tensor."""
+    """Return x[:, i, :] of a [blocks, n, width] tensor."""
     return tl.sum(tl.where((tl.arange(0, n) == i)[None, :, None], x, 0.0), 1)
 
 
 @triton.jit
 def within(x, n: tl.constexpr):
-    """(pre, suf [rows, width], total [rows/n, width]) of blocks of n rows, for the few rows of one
-    thread.
+    """Return pre and suf [rows, width] and total [rows / n, width] of blocks of n rows.
+
+    One thread holds a block.
     """
     ROWS: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
@@ -111,7 +112,7 @@ def by_group(x, y):
 
 @triton.jit
 def scores(b_rows, b_columns, PREC: tl.constexpr):
-    """Products of rows and columns, both [., width]."""
+    """Return the products of rows and columns, both [., width]."""
     return tl.dot(b_rows, tl.trans(b_columns), input_precision=PREC)
 
 
@@ -119,13 +120,16 @@ def scores(b_rows, b_columns, PREC: tl.constexpr):
 def level_scores(
     b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr
 ):
-    """Scores of one half and slice of K, for any decay b_x [rows, width]: (q k^T o E, k k^T o E, on
-    and below the diagonal [rows, rows] fp32; the decay from the start of the half to a row, from a
-    row to its end [rows, width], the whole half [width]). Without SCORES the first two are zero.
+    """Return scores and decays of one half and slice of K, for any decay b_x [rows, width]::
 
-    A pair of rows belongs to the level at which their blocks first part; there the later row has
-    the decay since the middle and the earlier row the decay up to the middle, so one factor per row
-    serves both sides, and both are at most one.
+        q k^T o E, k k^T o E, on and below the diagonal     [rows, rows] fp32; zero unless SCORES
+        decay from the start of the half to a row           [rows, width]
+        decay from a row to the end of the half             [rows, width]
+        decay of the whole half                             [width]
+
+    A pair of rows has the level at which the two first lie in different halves of a block. There
+    the later row has the decay from the middle on, and the earlier row the decay up to the middle.
+    So one factor per row serves both sides, and no factor exceeds one.
     """
     ROWS: tl.constexpr = b_x.shape[0]
     W: tl.constexpr = b_x.shape[1]
@@ -168,12 +172,14 @@ def level_scores(
 
 @triton.jit
 def half_prefix(b_x, centre, R: tl.constexpr):
-    """The sum since the start of a half minus centre [32, width], and up to the end of each group,
-    not centred, for `upto` [groups, width].
+    """Return two prefix sums of decays from the start of a half.
 
-    Centred on a constant, never on a row, the decay and its inverse stay within 2^|centre| of one,
-    which bf16 operands can hold. The sum before a group is that up to the end of the one before it,
-    picked out: less its own total, it would be rounded with the group's later rows.
+    The first is that of each row minus `centre`, [32, width]. The second is that at the end of each
+    group, not centred, [groups, width], for `upto`.
+
+    Centred on a constant, the decay and its inverse lie between 2^-|centre| and 2^|centre|, which
+    bf16 operands can hold. The sum before a group is picked from the sums at the end of groups. As
+    a sum minus the group's total, it would be rounded with the group's later rows.
     """
     pre, _, own = within(b_x, R)
     b_C = tl.cumsum(own, 0)
@@ -186,9 +192,9 @@ def half_prefix(b_x, centre, R: tl.constexpr):
 
 @triton.jit
 def upto(b_C, n: tl.constexpr, R: tl.constexpr):
-    """The sum over the first n rows [width], from prefix sums over groups [groups, width], whose
-    layout has all groups of a column in one thread: a sum over rows would go through shared memory
-    again.
+    """Return the sum over the first n rows [width], from prefix sums over groups [groups, width].
+
+    All groups of a column are in one thread. A sum over rows would go through shared memory again.
     """
     return tl.sum(tl.where((R * tl.arange(0, b_C.shape[0]) == n - R)[:, None], b_C, 0.0), 0)
 
@@ -205,9 +211,9 @@ def block_scores(
     PREC: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """The scores that `level_scores` returns, for bf16, from one prefix sum G [32, width] and
-    `half_prefix`'s other: as no decay is below `floor`, blocks of 8 rows share an anchor. In those
-    blocks there is anything above the diagonal.
+    """Return the scores of `level_scores` for bf16, from the sums of `half_prefix`.
+
+    No decay is below `floor`, so blocks of 8 rows share an anchor. Above their diagonal is garbage.
 
     The anchor is 2^up of the start of a block. From there the same rows meet the columns of their
     own block and, in the second and the last, those of the block before, which decay to its end:
@@ -258,8 +264,10 @@ def block_scores(
 
 @triton.jit
 def row_decay(b_x, EXACT: tl.constexpr):
-    """Factors of one decay per row [64]: (from the start of the chunk, to the end of it [64], the
-    whole chunk), and what `pair_decay` takes.
+    """Return the factors of one log decay per row, b_x [64] in base 2, for GDN.
+
+    They are the decay from the chunk's start to each row [64], from each row to the chunk's end
+    [64], and of the whole chunk. The last result is what `pair_decay` takes [64].
     """
     o_r = tl.arange(0, CHUNK)
     b_total = tl.sum(b_x, 0)
@@ -273,12 +281,12 @@ def row_decay(b_x, EXACT: tl.constexpr):
 
 @triton.jit
 def pair_decay(b_x, EXACT: tl.constexpr):
-    """E_ij [64, 64], the factor from row j to row i, zero for i < j, of one decay per row, at least
-    -160; from the prefix sums [64].
+    """Return E_ij [64, 64], the decay from row j to row i, zero for i < j, for one decay per row.
 
-    16 bit operands take the difference of prefix sums, whose rounding (up to 10^-3 of a factor,
-    when all rows forget everything) they do not see; EXACT takes the decays themselves and restarts
-    the sum at every column.
+    Log decays are at least -160 in base 2. Without EXACT, b_x are their prefix sums [64], and E is
+    formed of differences. These are wrong by at most 10^-3 of a factor, if all rows forget
+    everything, which 16 bit operands do not see. With EXACT, b_x are the log decays themselves, and
+    the sum restarts at every column.
     """
     o_r = tl.arange(0, CHUNK)
     if EXACT:
@@ -290,8 +298,10 @@ def pair_decay(b_x, EXACT: tl.constexpr):
 
 @triton.jit
 def pair_decay_transposed(b_x, EXACT: tl.constexpr):
-    """E_ij at [j, i], the transpose of `pair_decay`, formed as such: a product that is transposed
-    afterwards may be miscompiled (docs/kernels/hazards.md, "Transposed results").
+    """Return the transpose of `pair_decay`, E_ij at [j, i].
+
+    It serves transposed products, because a product must not be transposed itself
+    (docs/kernels/hazards.md, "Transposed results").
     """
     o_r = tl.arange(0, CHUNK)
     if EXACT:

@@ -1,19 +1,18 @@
-"""Tiles in the registers that hold the result of a tensor core product, so that arithmetic between
-products moves nothing.
+"""Hold tiles in the register layout of tensor core results, so that no data moves between products.
 
 Four warps hold entry (16 w + 8 b + a, 8 n + 2 t + e) of a product of 64 rows in lane 4 a + t of
-warp w. A list of vectors in the order (.., w, a, t) is spread over the threads exactly so: to lanes
-first, then to warps, the rest to registers. Whatever the compiler does, the values are right; where
-its layout is another one, it exchanges them.
+warp w (docs/kernels/design.md draws it). Triton spreads a list of vectors in the order (.., w, a,
+t) just like that: over lanes first, then warps, then registers. If the compiler chooses another
+layout, it exchanges entries between threads: slower, but right.
 
-The columns of a product may stand for channels in any order, if all tiles take the same one.
-`channel` is the one in which the entries of a thread are neighbours in memory, eight by eight.
+The columns of a product may be channels in any order, if all tiles have the same order. In that of
+`channel`, the entries of a thread are neighbours in memory, eight by eight.
 
-So may its rows. A product takes the result of another one as its left operand from the registers it
-is in, if every warp has rows of its own. That is how the scans carry their states, with the
-channels of V as rows: row 16 w + 8 b + a is channel 16 w + 2 a + b (`turn`), so that the two rows
-of a thread are neighbours in memory. A tile from memory leaves its buffer by pairs, and
-`store_turned` writes pairs, eight lanes a whole sector of 16 bit entries.
+Rows may be permuted too. A product can take another's result as its left operand from registers, if
+every warp has rows of its own. So the scans hold their states with the channels of V as rows
+(`turn`). Row 16 w + 8 b + a is channel 16 w + 2 a + b, so that the two rows of a thread are
+neighbours in memory. A tile is read from shared memory by pairs. `store_turned` writes pairs too,
+eight lanes a whole sector of 16 bit entries.
 """
 
 import triton
@@ -25,15 +24,13 @@ from kda_ops.backends.triton.tile import CHUNK, INTERPRETED
 
 @triton.jit
 def channel(m):
-    """The channel, of 32 in a row, that column m of a product stands for: bits (t, n, e) of (n, t,
-    e).
-    """
+    """Return the channel at column m of a product: its bits (n, t, e) in the order (t, n, e)."""
     return (m & ~31) + ((m & 6) << 2) + ((m & 24) >> 2) + (m & 1)
 
 
 @triton.jit
 def fragment(W: tl.constexpr, J: tl.constexpr):
-    """(row [X, 1], channel [X, J]) of the entries of a [64, W] tile as X vectors of J channels."""
+    """Return row [X, 1] and channel [X, J] of a [64, W] tile as X vectors of J channels."""
     i = tl.arange(0, 64 * W // J)
     row, slow, j = (
         16 * ((i >> 5) & 3) + 8 * ((i >> 7) & 1) + ((i >> 2) & 7),
@@ -47,7 +44,7 @@ def fragment(W: tl.constexpr, J: tl.constexpr):
 
 @triton.jit
 def as_tile(b_x):
-    """[X, J] in the order of `fragment` as [64, W], columns in the order of a product."""
+    """Return [X, J] in the order of `fragment` as a tile [64, W], columns as in a product."""
     J: tl.constexpr = b_x.shape[1]
     W: tl.constexpr = b_x.shape[0] * J // 64
     b_x = tl.reshape(b_x, (W // 32, 8 // J, 2, 4, 8, 4, J // 2, 2))
@@ -56,7 +53,7 @@ def as_tile(b_x):
 
 @triton.jit
 def as_entries(b_x, J: tl.constexpr):
-    """The inverse of `as_tile`."""
+    """Undo `as_tile`."""
     W: tl.constexpr = b_x.shape[1]
     b_x = tl.reshape(b_x, (4, 2, 8, W // 32, 8 // J, J // 2, 4, 2))
     return tl.reshape(tl.permute(b_x, (3, 4, 1, 0, 2, 6, 5, 7)), (64 * W // J, J))
@@ -64,7 +61,7 @@ def as_entries(b_x, J: tl.constexpr):
 
 @triton.jit
 def turn(b_x):
-    """[X, W], columns in memory's order, as the [W, X] tile whose rows a product takes for them."""
+    """Return the transpose [W, X] of [X, W], with rows permuted as the module's docstring says."""
     X: tl.constexpr = b_x.shape[0]
     W: tl.constexpr = b_x.shape[1]
     b_x = tl.permute(tl.reshape(b_x, (X, W // 16, 8, 2)), (1, 3, 2, 0))
@@ -73,7 +70,7 @@ def turn(b_x):
 
 @triton.jit
 def turn_back(b_x):
-    """The inverse of `turn`."""
+    """Undo `turn`."""
     W: tl.constexpr = b_x.shape[0]
     X: tl.constexpr = b_x.shape[1]
     b_x = tl.permute(tl.reshape(b_x, (W // 16, 2, 8, X)), (3, 0, 2, 1))
@@ -102,14 +99,15 @@ def store_turned(p_x, stride, stride_v, b_x, rows, columns):
 
 @triton.jit
 def over_keys(b_s, b_x, PREC: tl.constexpr):
-    """The product of a turned state [W, K] and rows [64, K], [W, 64] fp32: where operands are fp32
-    and K is wide, half of the keys after the other, for a thread holds a row of keys whole, and
-    twice, in two parts.
+    """Return the product [W, 64] fp32 of a turned state [W, K] and the transpose of rows [64, K].
+
+    For fp32 and K over 128 it is the sum of two products of half of the keys. A thread holds whole
+    rows of an fp32 operand, in two parts each, and would run out of registers.
     """
     W: tl.constexpr = b_s.shape[0]
     K: tl.constexpr = b_s.shape[1]
     if b_s.dtype == tl.float32 and K > 128:
-        # a wall: what one product takes apart the compiler would keep for the next
+        # else the compiler keeps the parts of one product for the next (hazards, "Lost registers")
         if not INTERPRETED:
             b_s = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_s], tl.float32, False, 1)
         b_s1, b_s2 = tl.split(tl.permute(tl.reshape(b_s, (W, 2, K // 2)), (0, 2, 1)))
@@ -131,7 +129,7 @@ def pack(b_x):
 
 @triton.jit
 def unpack(b_x):
-    """The inverse of `pack`."""
+    """Undo `pack`."""
     b_x = tl.reshape(b_x, (2, 2, 4, 8, 4, 4, 2))
     return tl.reshape(tl.permute(b_x, (2, 1, 3, 0, 5, 4, 6)), (64, 64))
 
@@ -146,7 +144,7 @@ def spread(b_x):
     R: tl.constexpr = b_x.shape[0]
     W: tl.constexpr = b_x.shape[1]
     b_x = tl.reshape(tl.permute(tl.reshape(b_x, (R, 4, 4, W // 32, 2)), (0, 3, 1, 2, 4)), (R, W))
-    # a wall: the compiler would carry the operand's layout back to the load, by exchanges
+    # else the compiler carries the operand's layout back to the load, and exchanges entries
     if not INTERPRETED and b_x.dtype.primitive_bitwidth == 16:
         b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], b_x.dtype, False, 2)
     return b_x
@@ -166,12 +164,12 @@ def store_spread(x, i_tile, b_x, ROW: tl.constexpr, column, D: tl.constexpr):
 
 
 def packed(x: Tensor) -> Tensor:
-    """`pack` of [.., 64, 64] on the host."""
+    """Return `pack` of [.., 64, 64], on the host."""
     return x.reshape(-1, 4, 2, 8, 2, 4, 4, 2).permute(0, 4, 2, 1, 3, 6, 5, 7).reshape(x.shape)
 
 
 @triton.jit
 def diagonal_at(r):
-    """Where `pack` has entry (r, r)."""
+    """Return the place of entry (r, r) in the result of `pack`."""
     vector = ((((r >> 5) * 2 + ((r >> 3) & 1)) * 4 + (r >> 4)) * 8 + (r & 7)) * 4 + ((r >> 1) & 3)
     return vector * 8 + ((r >> 3) & 3) * 2 + (r & 1)

@@ -1,5 +1,6 @@
-"""Gates: from raw logits to the log decay, alone (`kda::gate`, `gdn::gate`) and as device functions
-of the other kernels.
+"""Compute gates, from raw logits to the log decay.
+
+They are operators of their own (`kda::gate`, `gdn::gate`), and device functions of other kernels.
 """
 
 from typing import Any, NamedTuple
@@ -194,8 +195,12 @@ def gate_forward(
     ROWS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """y = -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)); ROWS
-    tokens of one head, natural log, fp32.
+    """Write the log decay y [B T, HV, K] fp32, natural log, of ROWS tokens of one head::
+
+        softplus: y = -exp(A_log) softplus(g + dt_bias)
+        bounded:  y = lower_bound sigmoid(exp(A_log) (g + dt_bias))
+
+    A program takes ROWS of the `rows` = B T tokens.
     """
     i_h = tl.program_id(0) % HV
     o_r = (tl.program_id(0) // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -224,14 +229,15 @@ def gate_gradient(
     STEPS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """dg in g's dtype, and this program's share [programs, HV] of dA_log and [programs, HV, K] of d
-    dt_bias, in fp32 before any cast::
+    """Write dg = dx in g's dtype, and this program's shares of dA_log and d dt_bias::
 
-        softplus: dx = -A sigmoid(x) dy,  dA_log = sum dy y;
-        bounded: dx = lower_bound A s (1 - s) dy,  dA_log = sum dx x
+        softplus: dx = -A sigmoid(x) dy                dA_log = sum dy y
+        bounded:  dx = lower_bound A s (1 - s) dy      dA_log = sum dx x
+        d dt_bias = sum dx
 
-    The shares are added by a second kernel in a fixed order. Where s (1 - s) is zero, so is dx,
-    whatever A may be.
+    A = exp(A_log), x = g + dt_bias, s = sigmoid(A x). Shares are [programs, HV] and [programs, HV,
+    K], fp32, and are added afterwards in a fixed order. Where s (1 - s) is zero, so is dx, for
+    any A.
     """
     i_h, i_p = tl.program_id(0) % HV, (tl.program_id(0) // HV).to(tl.int64)
     o_k = tl.arange(0, BK)
@@ -302,7 +308,7 @@ def _strides(x: Tensor, rank: int) -> tuple[int, ...]:
 def gate(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
 ) -> Tensor:
-    """The log decay from raw logits, in float32; see `kda_ops.stages.Stages.gate`."""
+    """Return the log decay from raw logits, in float32; see `kda_ops.stages.Backend.gate`."""
     y = new(g, "y", shape_of(g), torch.float32)
     B, T, HV, K = _sizes(g, rank)
     block = max(1, triton.next_power_of_2(K))
@@ -335,7 +341,7 @@ def gate_backward(
     lower_bound: float | None,
     rank: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of g, A_log and dt_bias; see `kda_ops.stages.Stages.gate_backward`."""
+    """Return the gradients of g, A_log, dt_bias; see `kda_ops.stages.Backend.gate_backward`."""
     dx = new(g, "dg", shape_of(g))
     B, T, HV, K = _sizes(g, rank)
     block = max(1, triton.next_power_of_2(K))

@@ -99,15 +99,14 @@ def invert_blocks(negative_L, PREC: tl.constexpr):
 
 @triton.jit
 def inverse(negative_L, PREC: tl.constexpr):
-    """(I + L)^-1 fp32 from -L [64, 64], of which only what lies below the diagonal counts, by
-    merging diagonal blocks::
+    """Return (I + L)^-1 [64, 64] fp32 from -L, by merging diagonal blocks::
 
         R <- R + M_b o (R -L R),   b = 1, 2, 4 ..
 
-    M_b picks the pairs whose rows part at bit b, the lower left block of every pair of blocks; what
-    R is made of are blocks on the diagonal, so no other pair enters there, and one tile of L serves
-    all products. fp16 is for unit keys with beta <= 1, where no entry of R exceeds one; the choice
-    is made from flags, never from values.
+    Only entries of -L below the diagonal are used. M_b picks the lower left block of every pair of
+    neighbouring blocks of b rows. R has blocks on the diagonal alone. So no other entry enters,
+    and one tile of L serves all products. PREC fp16 is for keys of norm 1 with beta <= 1, where no
+    entry of R exceeds 1. It is chosen from flags, never from values.
     """
     # here, for it takes half the registers while the blocks are made
     b_L = negative_L.to(tl.float16) if PREC == "fp16" else negative_L

@@ -1,17 +1,18 @@
-"""Runs of chunks: a sequence is cut where its heads alone cannot fill the device, so that its parts
-are scanned at once.
+"""Cut sequences into runs of chunks that are scanned at once, where heads cannot fill the device.
 
-A run maps the state that enters it affinely to the state that leaves it, S -> M S + b, and the scan
-itself finds the map: over the columns ``[u | 0]``, started from ``[0 | I]``, it ends with
-``[b | M]``. Three launches: the maps of all runs but those at the ends of a sequence, `join_runs`,
-and the ordinary scan with one program per run. Backward is the same from the other end, with
-``[do | 0]`` and the transposed maps.
+A run maps the state that enters it to the state that leaves it, S -> M S + b. The scan itself finds
+this map: over the columns ``[u | 0]``, started from ``[0 | I]``, it ends with ``[b | M]``. So there
+are three launches. The first finds the maps of all runs but those at the ends of a sequence.
+`join_runs` turns maps into states. The last is the ordinary scan, with one program per run.
+Backward is the same from the other end, with ``[do | 0]`` and the transposed maps.
 
-Cuts are multiples of `tuning.run_length` from the start of each sequence, so that results depend
-neither on its neighbours nor on what follows. One tensor travels, ``[runs, HV, K, V + K]`` fp32: at
-run r, ``[b | M]`` of the run before it (behind it, backward), and after the join the state that it
-starts from in the first V columns. At the run where a sequence begins that is the state given,
-copied: its memory may be where the final state goes.
+Cuts are multiples of `tuning.run_length` from the start of each sequence. So results depend neither
+on its neighbours nor on later tokens.
+
+The launches share one tensor `maps`, ``[runs, HV, K, V + K]`` fp32. At run r it holds ``[b | M]``
+of the run before r (after r in backward). After the join, its first V columns hold the state that r
+starts from. At a sequence's first run that is a copy of the given state, whose memory may receive
+the final state.
 """
 
 from typing import Any, NamedTuple
@@ -154,12 +155,12 @@ def join_runs(
     BACK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Put the state that each run starts from where the b that leads to it was; one head of one
-    sequence and BV columns::
+    """Replace b in `maps` by the state that each run starts from, for one head and BV columns::
 
         S <- M S + b [K, V] fp32
 
-    The first two are there already: the given state, and the state that the run after it reaches.
+    The states of the first two runs are there already: the given state, and the state that the
+    first run ends with.
     """
     slices: tl.constexpr = (V + BV - 1) // BV
     i_nh = tl.program_id(0) // slices
@@ -182,8 +183,9 @@ def join_runs(
 
 
 class Runs:
-    """How the sequences of a call are cut: `length` chunks per run, 0 where they stay whole; `maps`
-    as the module has it.
+    """How the sequences of a call are cut: into runs of `length` chunks, 0 where they stay whole.
+
+    The module's docstring describes `maps`.
     """
 
     def __init__(self, p: Problem):
@@ -200,12 +202,12 @@ class Runs:
             self.maps = new(p.q, "maps", shape, torch.float32)
 
     def programs(self, columns: int, block_v: int) -> int:
-        """How many programs a launch over so many columns of the state has."""
+        """Return how many programs a launch over so many columns of the state has."""
         return self.pieces * self.p.HV * triton.cdiv(columns, block_v)
 
     def join(self, back: bool) -> Tensor:
-        """From maps to states: [runs, HV, K, V], the state that each run starts from."""
-        assert self.maps is not None  # only what is cut is joined
+        """Turn maps into states: return [runs, HV, K, V], the state that each run starts from."""
+        assert self.maps is not None  # sequences are cut
         p, options = self.p, tuning.choose("join_runs", self.p)
         slices = (p.V + options.block_v - 1) // options.block_v
         launch(
