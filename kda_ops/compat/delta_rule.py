@@ -28,8 +28,8 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Run `op`, one of `kda_ops.chunk_kda`, `chunk_gdn`, `recurrent_kda` and `recurrent_gdn`.
 
-    Shapes are those of `op`. Models pass on all of their keywords; those that `op` does not need
-    are ignored.
+    Shapes are those of `op`. Models pass on all of their keywords. Keywords that `op` does not
+    need are ignored.
     """
     if cu_seqlens is None:
         cu_seqlens = cu_seq_lens_q  # some models pass on their own keyword

@@ -17,14 +17,14 @@ recompile once. The rest of a model is unchanged: projections, convolution, norm
 Results match the PyTorch path of transformers up to rounding. This includes
 ``torch.compile(fullgraph=True)``, padding, caches and ``generate``.
 
-**Packed sequences**: pass ``cu_seq_lens_q`` ``[N + 1]`` (int32 or int64), as
-``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes it, ``position_ids`` that start
-again with each sequence, no ``attention_mask``, and ``use_cache=False`` (a cache is refused).
-transformers reports no other mistake. With ``position_ids`` alone the linear layers mix the
-sequences. Without them, or with a mask of ones, the full-attention layers do. The convolution in
-front of the delta rule keeps packed sequences apart too: while enabled it is a sum of shifted
-products that stop at the first token of a sequence. transformers itself refuses packed rows, or
-mixes their sequences there, unless other packages are installed.
+**Packed sequences**: pass ``cu_seq_lens_q`` ``[N + 1]`` (int32 or int64), and ``position_ids`` that
+start again with each sequence. ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes
+both. Pass no ``attention_mask``, and ``use_cache=False``: a cache is refused. Nothing reports other
+mistakes. With ``position_ids`` alone the linear layers mix the sequences. Without them, or with a
+mask of ones, the full-attention layers do. The convolution in front of the delta rule keeps packed
+sequences apart too. While enabled, it is a sum of shifted products that stop at the first token of
+a sequence. Unless other packages are installed, the convolution of transformers refuses packed
+rows, or mixes their sequences.
 
 Needs transformers 5.16 or later (Kimi-Linear: 5.17); earlier versions bind the functions when a
 model is built.

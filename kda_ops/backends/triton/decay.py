@@ -5,8 +5,8 @@ block to a row, with the row's own. ``suf`` is the decay of the rows after it, u
 block.
 
 There are two ways. `level_scores`, for fp32 and fp16, only adds decays. It restarts the sums at
-every level, so they are exact for a decay of zero (g = -inf). bf16 holds 8 bits and has the range
-of fp32, so one prefix sum serves (`half_prefix`, `block_scores`). There no decay is below
+every level, so they are exact for a decay of zero (g = -inf). For bf16, which holds 8 bits and has
+the range of fp32, one prefix sum serves (`half_prefix`, `block_scores`). There no decay is below
 `tuning.FLOOR` per row. So nothing is infinite, differences are exact to 10^-4, and some rows can
 share an anchor. In both ways, later rows do not change the rounding of earlier ones.
 """

@@ -136,10 +136,10 @@ def unpack(b_x):
 
 @triton.jit
 def spread(b_x):
-    """[rows, W] with its columns (w, t, n, e) in the order (n, w, t, e): as an operand, it has a
-    product of 32 rows leave neighbours in one thread.
+    """Return [rows, W] with its columns (w, t, n, e) in the order (n, w, t, e).
 
-    There four warps hold entry (8 b + a, 32 n + 8 w + 2 t + e) in lane 4 a + t of warp w.
+    With this right operand, a product of 32 rows leaves neighbouring columns in one thread. Its
+    four warps hold entry (8 b + a, 32 n + 8 w + 2 t + e) in lane 4 a + t of warp w.
     """
     R: tl.constexpr = b_x.shape[0]
     W: tl.constexpr = b_x.shape[1]
@@ -152,8 +152,9 @@ def spread(b_x):
 
 @triton.jit
 def store_spread(x, i_tile, b_x, ROW: tl.constexpr, column, D: tl.constexpr):
-    """Write a product of 32 rows whose columns are spread, from the registers it is in, to rows
-    from ROW and columns from `column` on of a tile [64, D].
+    """Write a product of 32 rows with spread columns to a tile [64, D], without a layout change.
+
+    It goes to rows from ROW on, and to columns from `column` on.
     """
     W: tl.constexpr = b_x.shape[1]
     i, j = tl.arange(0, 512), tl.arange(0, W // 16)

@@ -111,8 +111,8 @@ def split_power(b_x):
 def form_here(b_x):
     """Return x, an operand of later products, and make the compiler form it here.
 
-    Else it forms x at its product, and keeps two or three fp32 tiles in registers until then, in
-    place of one tile of 16 bits (docs/kernels/hazards.md, "Operands formed late").
+    Else it forms x at its product, and keeps two or three fp32 tiles in registers until then. One
+    tile of 16 bits suffices (docs/kernels/hazards.md, "Operands formed late").
     """
     if INTERPRETED:
         return b_x

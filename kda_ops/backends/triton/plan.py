@@ -296,7 +296,7 @@ def _descriptor(x: Descriptor, base, shape: tuple, strides: tuple):
 
 
 class _Pointer(NamedTuple):
-    """Stands in for the tensor of a descriptor, which asks for its address and dtype."""
+    """Replace the tensor of a descriptor, which reads its address and dtype alone."""
 
     address: int
     dtype: torch.dtype

@@ -51,8 +51,8 @@ WIDTH = 128  # of K and V
 LENGTH = problem.CHUNK
 ROWS = 7 * LENGTH  # numbers of a chunk's `rows` (`operands`)
 MOST_GROUPED = 2  # value heads of a key head: more would take more memory than the other kernels
-# From so many programs (N HV) on, the walk is faster than the kernels that it replaces. A step of
-# the walk takes 6.5 us, and few programs do not hide that (docs/kernels/journal.md).
+# The least number of programs (N HV) for which the walk is faster than the kernels that it
+# replaces. A step takes 6.5 us, and few programs do not hide that (docs/kernels/journal.md).
 LEAST_PROGRAMS = 48
 
 

@@ -221,7 +221,7 @@ def clear_output(p_o, n_tokens, o_v, HV: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def first_slot(slots, strides, accepted, i_n, N, width):
-    """Return the slot of the state before the first token, negative if there is none.
+    """Return the slot of the state before the first token, negative without one.
 
     It is in the column of the last accepted token, or in column 0 without `accepted`.
     """
