@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import kda_ops
 from kda_ops.compat import fla, fla_backend
-from kda_ops.compat.fla_context import shard_of
+from kda_ops.compat.fla_context import check_context, shard_of
 from kda_ops.problem import CHUNK
 from tests.compat.test_fla import outputs_and_gradients
 from tests.support.cases import Case, replace
@@ -248,4 +248,5 @@ def test_a_context_of_another_shard_is_refused(change, message):
         setattr(context, name, value)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=message):
         patch.setattr("kda_ops.distributed.plan.process_group", lambda group: group)
+        check_context(context, CHUNK)
         shard_of(context, torch.zeros(1, CHUNK, 1, 4))
