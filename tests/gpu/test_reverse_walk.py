@@ -8,6 +8,7 @@ if not torch.cuda.is_available():
 
 from kda_ops import dispatch
 from kda_ops.backends.triton import reverse_walk, tuning
+from tests.support import closeness
 from tests.support.calls import run
 from tests.support.cases import Case, replace
 from tests.support.closeness import (
@@ -18,6 +19,7 @@ from tests.support.closeness import (
     twin,
 )
 from tests.support.plans import forget_plans
+from tests.support.target import Target
 
 CUDA = torch.device("cuda")
 if reverse_walk.KERNEL is None or not tuning.is_hopper(CUDA):
@@ -66,9 +68,13 @@ CASES = {
 def walk(monkeypatch):
     """Walk for any number of heads, and fill what torch.empty gives with NaN."""
     monkeypatch.setattr(tuning, "FORCED_WALK", True)
+    # twins round as the kernels do, wherever the other tests run
+    monkeypatch.setattr(closeness, "TARGET", Target(CUDA, (BF16, FP16), slow=False))
+    closeness._twin.cache_clear()
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+    closeness._twin.cache_clear()
 
 
 def has_walked() -> bool:

@@ -24,7 +24,8 @@ if dispatch.backend_name(TARGET.device) != "native":
     pytest.skip("the stages of the kernels have their own twins' tests", allow_module_level=True)
 
 native = dispatch.load("native")
-KNOWN = ("keeps", "run", "packs", "beside", "walks", "reverse_walk")  # what a backend need not write itself
+# what a backend need not write itself
+KNOWN = ("keeps", "run", "packs", "beside", "walks", "reverse_walk")
 # the same formulas in float64 leave no doubt which stage is wrong
 WIDE = {"dtype": torch.float64, "narrow": False}
 
