@@ -34,7 +34,6 @@ SUMMARY = {
     "with backward": "kda fwdbwd B1T65536H32 strong_safe fp32 kv cuDNN frontend 1.32 (strong)",
     "with backward, weak": "kda fwdbwd B1T65536H32 weak_safe fp32 kv cuDNN frontend 1.32 (weak)",
     "GDN forward": "gdn fwd B8T4096H32 softplus fp32 kv fla",
-    "GDN forward and backward": "gdn fwdbwd B8T4096H32 softplus fp32 kv FlashQLA 0.1.3 (given)",
     "KDA decode, one token": "kda decode B128T1H32 bound fp32 kv fla",
 }
 SHOWN = {"fla": "FLA 0.6.0 (Triton)"}

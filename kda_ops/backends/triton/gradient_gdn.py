@@ -111,16 +111,6 @@ def clear_columns(grads, at, i_h, HV, i_tile):
 
 
 @triton.jit
-def add_up(x_sum, at, i_g, H, i_head, b_dx, o_k, K: tl.constexpr):
-    """Return b_dx plus the sum over earlier value heads; store it. Without x_sum, return b_dx."""
-    if x_sum is not None:
-        if i_head > 0:
-            b_dx += read_back(x_sum, at, i_g, H, o_k, K)
-        write_rows(x_sum, at, i_g, H, b_dx, o_k, K)
-    return b_dx
-
-
-@triton.jit
 def write_sums(
     grads,
     q,
@@ -141,11 +131,11 @@ def write_sums(
         b_q, b_k = read_rows(q, at, i_g, o_k, K), read_rows(k, at, i_g, o_k, K)
         b_dq = read_back(grads.dq_sum, at, i_g, H, o_k, K)
         b_dk = read_back(grads.dk_sum, at, i_g, H, o_k, K)
-        b_r = tl.load(p_row + NORM_Q * CHUNK)
-        b_dq = without_radial(b_dq, b_q.to(tl.float32), b_r, b_along_q, K, L2NORM)
+        b_q, b_r = b_q.to(tl.float32), tl.load(p_row + NORM_Q * CHUNK)
+        b_dq = without_radial(b_dq, b_q, b_r, b_along_q, K, L2NORM)
         write_rows(grads.dq, at, i_g, H, b_dq, o_k, K)
-        b_r = tl.load(p_row + NORM_K * CHUNK)
-        b_dk = without_radial(b_dk, b_k.to(tl.float32), b_r, b_along_k, K, L2NORM)
+        b_k, b_r = b_k.to(tl.float32), tl.load(p_row + NORM_K * CHUNK)
+        b_dk = without_radial(b_dk, b_k, b_r, b_along_k, K, L2NORM)
         write_rows(grads.dk, at, i_g, H, b_dk, o_k, K)
 
 
@@ -331,7 +321,9 @@ def gradient_gdn(
                     b_dk = without_radial(b_dk, b_x, b_k_norm, b_along_k, K, flags.L2NORM)
                     write_rows(grads.dk, at, i_g, H, b_dk, o_k, K)
                 else:
-                    add_up(grads.dk_sum, at, i_g, H, i_head, b_dk, o_k, K)
+                    if i_head > 0:
+                        b_dk += read_back(grads.dk_sum, at, i_g, H, o_k, K)
+                    write_rows(grads.dk_sum, at, i_g, H, b_dk, o_k, K)
             b_x = tl.dot(b_eye, b_q, input_precision=PREC)
             if do.pointer is not None:
                 for j in tl.range(values, num_stages=1):
@@ -348,7 +340,9 @@ def gradient_gdn(
                     b_dq = without_radial(b_dq, b_x, b_q_norm, b_along_q, K, flags.L2NORM)
                     write_rows(grads.dq, at, i_g, H, b_dq, o_k, K)
                 else:
-                    add_up(grads.dq_sum, at, i_g, H, i_head, b_dq, o_k, K)
+                    if i_head > 0:
+                        b_dq += read_back(grads.dq_sum, at, i_g, H, o_k, K)
+                    write_rows(grads.dq_sum, at, i_g, H, b_dq, o_k, K)
         b_in_q = b_in_q * b_read + b_row_q
         b_in_k, b_in_late = b_row_k - b_in_k * b_start, b_in_late * b_end
         if not HELD:
