@@ -11,6 +11,7 @@ import argparse
 import ast
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
@@ -61,6 +62,7 @@ def kernels_of(name: str) -> str:
     from kda_ops.tools.offline import offline
 
     case = Case.named(name, "meta")
+    os.environ.pop("TRITON_PTXAS_PATH", None)  # digests are of the ptxas that Triton ships
     with offline(90, ["", ""]) as rows:
         launch(case)
     return " ".join(f"{row.kernel}:{row.code}" for row in rows)
