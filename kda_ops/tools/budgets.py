@@ -38,7 +38,7 @@ BUDGETS: dict[tuple[str, str], tuple[tuple[int, ...], int | None]] = {
     ("gather_heads", "bound"): ((0, 0, 0, 0), None),
     ("gather_heads", "softplus"): ((0, 0, 0, 0), None),
     ("prepare_gdn", "bound"): ((152, 152, 152, 152), None),
-    ("prepare_gdn", "softplus"): ((128, 128, 128, 128), None),
+    ("prepare_gdn", "softplus"): ((128, 128, 128, 144), None),
     ("scan_gdn", "bound"): ((8, 8, 8, 8), None),
     ("scan_gdn", "softplus"): ((0, 0, 0, 0), None),
     ("recur", "bound"): ((0, 0, 0, 0), None),
@@ -54,7 +54,7 @@ BUDGETS: dict[tuple[str, str], tuple[tuple[int, ...], int | None]] = {
     ("gate_forward", "softplus"): ((0, 0, 0, 0), None),
     ("gate_gradient", "bound"): ((0, 0, 0, 0), None),
     ("gate_gradient", "softplus"): ((0, 0, 0, 0), None),
-    ("gradient_gdn.single", "bound"): ((256, 424, 576, 528), None),
+    ("gradient_gdn.single", "bound"): ((288, 424, 576, 528), None),
 }
 # The most registers per thread, if not 255, so that more programs run at once.
 REGISTERS = {
