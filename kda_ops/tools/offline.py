@@ -65,11 +65,11 @@ class Row:
         That is a scan for few heads, one that follows `prepare`, and a `gradient_gdn` whose key
         heads have one value head each.
         """
-        words = self.label.split()
+        marks = self.label.split()
         if self.kernel == "gradient_gdn":
-            return self.kernel + ".single" * ("few" in words)
+            return self.kernel + ".single" * ("few" in marks)
         return self.kernel + "".join(
-            f".{mark}" for mark in ("few", "ahead") if "scan" in self.kernel and mark in words
+            f".{mark}" for mark in ("few", "ahead") if "scan" in self.kernel and mark in marks
         )
 
     def faults(self, strict: bool) -> list[str]:
