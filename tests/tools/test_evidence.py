@@ -21,39 +21,7 @@ from tests.support.suite import longest_first, rotated
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "results" / "evidence.json"
 # The GPU tests that failed in the run on file, and why it was kept; empty after a clean run.
-_WALK = "tests/gpu/test_reverse_walk.py::test_every_gradient_meets_its_budget"
-_COMPAT = "tests/gpu/test_compat.py::"
-KNOWN: dict[str, str] = {
-    **{
-        f"{_WALK}[{case}]": "its twin rounded as on a CPU; mended, not run again"
-        for case in (
-            "one token",
-            "no gate, no beta",
-            "given",
-            "bounded",
-            "given, packed",
-            "grouped, given",
-            "grouped",
-            "fp16",
-            "negative eigenvalues",
-            "tails",
-            "everything kept",
-            "grouped, fp16, packed",
-            "forget",
-            "no tails",
-        )
-    },
-    **{
-        _COMPAT + name: "gradient_gdn lost digits in fp32; its form from before is back"
-        for name in (
-            "test_logits_loss_and_gradients_are_the_same[qwen3_next-eager]",
-            "test_logits_loss_and_gradients_are_the_same[qwen3_5-eager]",
-            "test_logits_loss_and_gradients_are_the_same[qwen4_exp-eager]",
-            "test_packed_sequences_equal_the_sequences_alone[qwen3_next]",
-            "test_logits_loss_and_gradients_are_the_same[qwen3_next-compiled]",
-        )
-    },
-}
+KNOWN: dict[str, str] = {}
 COLUMNS = {
     "op",
     "pass",
