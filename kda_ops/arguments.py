@@ -10,6 +10,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 F = TypeVar("F", bound=Callable)
 
@@ -21,13 +22,23 @@ def types_of(function: Callable) -> Callable[[Iterable[tuple[str, object]]], Non
     parameters = inspect.signature(function).parameters
     kinds = {p.name: str(p.annotation) for p in parameters.values()}
     ours = "scale" in parameters and parameters["scale"].kind is inspect.Parameter.KEYWORD_ONLY
+    plain = {name: _plain(name, kind) for name, kind in kinds.items()}
 
     def check(arguments: Iterable[tuple[str, object]]) -> None:
         for name, x in arguments:
-            if not isinstance(x, Tensor) or name in _CONSTANTS:
+            if type(x) not in plain.get(name, ()):
                 _check(name, kinds.get(name, ""), x, ours)
 
     return check
+
+
+def _plain(name: str, kind: str) -> tuple[type, ...]:
+    """Return the types of which every value is a right one, for an argument of this kind."""
+    if name in _CONSTANTS:
+        return int, float, type(None)
+    if kind == "bool":
+        return (bool,)
+    return (Tensor, Parameter, type(None)) if kind.startswith("Tensor") else ()
 
 
 def in_words(function: F) -> F:
