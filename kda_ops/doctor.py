@@ -78,15 +78,6 @@ HAZARDS = (
         ),
         "our configurations are checked numerically before they enter the table",
     ),
-    Hazard(
-        (3, 6),
-        (3, 7, 1),
-        10,
-        "the compiler pass that lays out tensor memory fails",
-        "gradient_gdn, a kernel of GDN's backward, does not compile; use triton 3.8",
-        ("gradient_gdn",),
-        "PassManager",
-    ),
     Hazard((3, 9), None, None, "block pointers (tl.make_block_ptr) are removed", "we use none"),
     Hazard(
         (3, 10),

@@ -27,8 +27,8 @@ BUDGETS: dict[tuple[str, str], tuple[tuple[int, ...], int | None]] = {
     ("sum_gradients", "softplus"): ((0, 0, 0, 0), None),
     ("reverse_scan_gdn", "bound"): ((8, 8, 8, 8), None),
     ("reverse_scan_gdn", "softplus"): ((8, 8, 8, 8), None),
-    ("gradient_gdn", "bound"): ((2376, 2376, 2376, 2376), None),
-    ("gradient_gdn", "softplus"): ((2384, 2384, 2384, 2384), None),
+    ("gradient_gdn", "bound"): ((1392, 1320, 1248, 1464), 6496),
+    ("gradient_gdn", "softplus"): ((1392, 1320, 1256, 1472), 6416),
     ("reverse_walk_gdn", "bound"): ((56, 32, 32, 160), None),
     ("reverse_walk_gdn", "softplus"): ((56, 32, 32, 184), None),
     ("reverse_walk_gdn", "plain"): ((56, 32, 32, 160), None),
@@ -54,7 +54,7 @@ BUDGETS: dict[tuple[str, str], tuple[tuple[int, ...], int | None]] = {
     ("gate_forward", "softplus"): ((0, 0, 0, 0), None),
     ("gate_gradient", "bound"): ((0, 0, 0, 0), None),
     ("gate_gradient", "softplus"): ((0, 0, 0, 0), None),
-    ("gradient_gdn.single", "bound"): ((288, 424, 576, 528), None),
+    ("gradient_gdn.single", "bound"): ((240, 240, 336, 488), 4440),
 }
 # The most registers per thread, if not 255, so that more programs run at once.
 REGISTERS = {

@@ -31,9 +31,9 @@ from kda_ops.backends.triton.launch import (
     shape_of,
     strides_of,
 )
-from kda_ops.backends.triton.operands import BETA, COUNT_GDN, GateWeights, strided
+from kda_ops.backends.triton.operands import BETA, COUNT_GDN, GateWeights, Strided, strided
 from kda_ops.backends.triton.reverse_scan import reads_z
-from kda_ops.backends.triton.tile import CHUNK, dense, find_sequence, fit, load_column
+from kda_ops.backends.triton.tile import CHUNK, dense, find_sequence, fit
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Tile, Trace
@@ -213,10 +213,8 @@ def finish_walk(
             b_total = tl.sum(tl.load(p_sum + 2 * CHUNK + o_s), 0)
             b_total += tl.load(gamma + i_tile) * tl.sum(tl.load(p_sum + 4 * CHUNK + o_s), 0)
             b_dg = tl.cumsum(tl.load(p_sum + o_r), 0, reverse=True) + b_total
-            b_x = b_zv
-            if flags.ACTIVATE:
-                b_x = load_column(g, (g_b, g_t, g_h), at.i_b, i_h, at.first, n_rows, o_r)
-            write_logits(grads, b_x, gate, lower_bound, at, i_h, HV, i_tile, b_dg, flags)
+            logits = Strided(g, (g_b, g_t, g_h))
+            write_logits(grads, logits, gate, lower_bound, at, i_h, HV, i_tile, b_dg, flags)
 
 
 def reverse_walk(

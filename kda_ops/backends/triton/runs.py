@@ -27,7 +27,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.launch import first_columns, launch, new
 from kda_ops.backends.triton.operands import strided
 from kda_ops.backends.triton.state import close_state, open_state, state_at
-from kda_ops.backends.triton.tile import CHUNK, dense, find_sequence, locate_sequence
+from kda_ops.backends.triton.tile import CHUNK, INTERPRETED, dense, find_sequence, locate_sequence
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 
@@ -140,6 +140,37 @@ def close_run(
         close_state(final, slots, at.i_n, at.i_h, b_S, o_k, o_v, live & ends, K, V)
 
 
+# One rounding of fp32 to tf32, in three spellings: the compiler takes them for different functions.
+ROUND = tl.constexpr("cvt.rna.tf32.f32 $0, $1;")
+ROUND_2 = tl.constexpr("cvt.rna.tf32.f32  $0, $1;")
+ROUND_3 = tl.constexpr("cvt.rna.tf32.f32   $0, $1;")
+
+
+@triton.jit
+def to_tf32(x, ROUND: tl.constexpr):
+    """Round fp32 numbers to tf32, by one of the three spellings."""
+    return tl.inline_asm_elementwise(ROUND, "=r,r", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def map_state(b_M, b_S, b_b):
+    """Return M S + b [K, BV] with the accuracy of fp32, as three products of tf32.
+
+    This is ``tl.dot`` with "tf32x3", written out: each product rounds M for itself. Triton 3.8
+    sends a rounded M that has two uses through shared memory (docs/kernels/hazards.md, "Shared
+    operands").
+    """
+    if INTERPRETED:
+        return tl.dot(b_M, b_S, b_b, input_precision="tf32x3")
+    else:
+        b_high = to_tf32(b_S, ROUND)
+        b_low = b_S - b_high
+        b_x = tl.dot(b_M - to_tf32(b_M, ROUND), b_high, input_precision="tf32")
+        b_x = tl.dot(to_tf32(b_M, ROUND_2), b_low, b_x, input_precision="tf32")
+        b_x = tl.where(b_x == b_x, b_x, 0.0)  # inf - inf: the last product alone decides
+        return tl.dot(to_tf32(b_M, ROUND_3), b_high, b_x, input_precision="tf32") + b_b
+
+
 @triton.jit(do_not_specialize=["N", "T", "HV"])
 def join_runs(
     maps,
@@ -178,7 +209,7 @@ def join_runs(
         slot = first + (count - 1 - i if BACK else i)
         b_M = tl.load(state_at(maps, slot, i_h, o_k, o_k + V), mask=m_M, other=0.0)
         p_b = state_at(maps, slot, i_h, o_k, o_v)
-        b_S = tl.dot(b_M, b_S, tl.load(p_b, mask=m_S, other=0.0), input_precision="tf32x3")
+        b_S = map_state(b_M, b_S, tl.load(p_b, mask=m_S, other=0.0))
         tl.store(p_b, b_S, mask=m_S)
 
 

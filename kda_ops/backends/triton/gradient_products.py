@@ -1,0 +1,347 @@
+"""Form the products of GDN's gradient for one chunk and value head: scores, keys, queries.
+
+`gradient_gdn.gradient_gdn` has the equations: M, N, part, rest, dq and dk are defined there.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kda_ops.backends.triton.decay import pair_decay, pair_decay_transposed
+from kda_ops.backends.triton.gradient_chunk import load_state, read_rows, read_values
+from kda_ops.backends.triton.operands import (
+    BETA,
+    FROM_START_K,
+    FROM_START_Q,
+    LOG_DECAY,
+    NORM_K,
+    NORM_Q,
+    TO_END_K,
+)
+from kda_ops.backends.triton.tile import CHUNK, INTERPRETED, add_two, load_tile, on_diagonal
+
+FULL = tl.constexpr("tf32x3")  # the precision of products in fp32
+# The fields of an fp32 number: sign and mantissa, exponent, and the exponent of one.
+MANTISSA, EXPONENT, ONE = (tl.constexpr(x) for x in (0x807FFFFF, 0x7F800000, 0x3F800000))
+
+
+class Head(NamedTuple):
+    """One value head of a chunk, and what the scans left."""
+
+    at: Any  # the chunk
+    i_h: Any
+    HV: Any
+    i_tile: Any  # number of the tile, int64
+    do: Any  # Strided
+    kept: Any  # Kept
+
+
+class QueryKey(NamedTuple):
+    """A slice of the rows of q and k, [64, BK] each."""
+
+    q: Any
+    k: Any
+
+
+class ValueRows(NamedTuple):
+    """What the scans left of one chunk and value head, [64, BV] each."""
+
+    v_new: Any
+    z: Any
+    do: Any  # garbage where do is absent
+
+
+class RowFactors(NamedTuple):
+    """Numbers per row of one chunk and value head, [64] fp32."""
+
+    strength: Any  # beta
+    beta: Any  # beta, or one if z is dv = beta z
+    digits: Any  # beta = digits power
+    power: Any
+    q_norm: Any
+    k_norm: Any
+    decay: Any  # as `pair_decay` takes it
+
+
+class Decays(NamedTuple):
+    """Factors of rows that hold the decay, [64] fp32 each (`operands`, "Rows of GDN")."""
+
+    from_start_k: Any
+    to_end_k: Any
+    from_start_q: Any
+
+
+class ScoreGradients(NamedTuple):
+    """M and N of `gradient_gdn` and their transposes, [64, 64] operands, and what comes with them.
+
+    A product is never transposed (docs/kernels/hazards.md, "Transposed results").
+    """
+
+    M: Any
+    MT: Any
+    N: Any
+    NT: Any
+    one: Any  # the identity: `one @ k` is k in the layout of a result
+    zv: Any  # sum_v z v, [64] fp32
+    zv_new: Any  # sum_v z v_new, [64] fp32
+
+
+class SumsOverK(NamedTuple):
+    """Dot products over K of q and k with their gradients, for one chunk and value head.
+
+    They are [64] fp32, except S_dS.
+    """
+
+    q_dq: Any
+    k_part: Any
+    k_rest: Any
+    k_late: Any  # k . r_1 (v_new dS^T)
+    S_dS: Any  # the sum of S dS over K and V, one number
+
+
+@triton.jit
+def split_power(b_x):
+    """Return m and p of x = m p, exactly: |m| is in [1, 2), p a power of two. For 0: 1 and 0."""
+    b_bits = b_x.to(tl.uint32, bitcast=True)
+    b_power = (b_bits & EXPONENT).to(tl.float32, bitcast=True)
+    return ((b_bits & MANTISSA) | ONE).to(tl.float32, bitcast=True), b_power
+
+
+@triton.jit
+def form_here(b_x):
+    """Return x, an operand of later products, and make the compiler form it here.
+
+    Else it forms x at its product, and keeps two or three fp32 tiles in registers until then. One
+    tile of 16 bits suffices (docs/kernels/hazards.md, "Operands formed late").
+    """
+    if INTERPRETED:
+        return b_x
+    else:
+        PACK: tl.constexpr = 32 // b_x.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], b_x.dtype, False, PACK)
+
+
+@triton.jit
+def load_factors(p_row, TILED: tl.constexpr):
+    """Load the `RowFactors` of a tile, for the scores; `p_row` points at its `rows`."""
+    b_strength = tl.load(p_row + BETA * CHUNK)
+    b_k_norm = tl.load(p_row + NORM_K * CHUNK)
+    b_q_norm = tl.load(p_row + NORM_Q * CHUNK)
+    b_decay = tl.load(p_row + LOG_DECAY * CHUNK)
+    b_beta = b_strength if TILED else tl.full((CHUNK,), 1.0, tl.float32)
+    b_digits, b_power = split_power(b_beta)
+    return RowFactors(b_strength, b_beta, b_digits, b_power, b_q_norm, b_k_norm, b_decay)
+
+
+@triton.jit
+def load_decays(p_row):
+    """Load the `Decays` of a tile, for products with states; `p_row` points at its `rows`."""
+    b_start = tl.load(p_row + FROM_START_K * CHUNK)
+    return Decays(b_start, tl.load(p_row + TO_END_K * CHUNK), tl.load(p_row + FROM_START_Q * CHUNK))
+
+
+@triton.jit
+def read_value_rows(head, o_v, V: tl.constexpr, TILED: tl.constexpr):
+    """Load columns o_v of v_new, z and do (0 without a do), as `ValueRows`."""
+    b_do = 0.0
+    if head.do.pointer is not None:
+        b_do = read_rows(head.do, head.at, head.i_h, o_v, V)
+    b_vn = load_tile(head.kept.v_new, head.i_tile, tl.arange(0, CHUNK), o_v, V)
+    return ValueRows(b_vn, read_z(head, o_v, V, TILED), b_do)
+
+
+@triton.jit
+def read_z(head, o_v, V: tl.constexpr, TILED: tl.constexpr):
+    """Load columns o_v of z if TILED, else of dv = beta z; [64, BV]."""
+    return read_values(head.kept.z, head.at, head.i_tile, head.i_h, head.HV, o_v, V, TILED)
+
+
+@triton.jit
+def divide_square(o_r):
+    """Return masks [64, 64]: below the diagonal, on it, above it."""
+    return (o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :], o_r[:, None] < o_r[None, :])
+
+
+@triton.jit
+def score_gradients(
+    v,
+    sources,
+    factors,
+    triangles,
+    head,
+    scale,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    TILED: tl.constexpr,
+    SUMS: tl.constexpr,
+    EXACT: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Return the `ScoreGradients`; `zv` is 0 unless SUMS.
+
+    M^T and N^T come first, so that registers hold at most two fp32 tiles of [64, 64].
+    """
+    TYPE: tl.constexpr = head.kept.states.dtype.element_ty
+    values: tl.constexpr = (V + BV - 1) // BV
+    lower, diagonal, upper = triangles
+    b_zv = tl.zeros((CHUNK,), tl.float32)
+    b_M = tl.zeros((CHUNK, CHUNK), tl.float32)
+    b_MT, b_N, b_NT = b_M, b_M, b_M
+    for j in tl.range(values, num_stages=1):
+        if values > 1:
+            sources = read_value_rows(head, j * BV + tl.arange(0, BV), V, TILED)
+        if head.do.pointer is not None:
+            b_MT = tl.dot(sources.v_new, tl.trans(sources.do), b_MT, input_precision=PREC)
+        b_NT = tl.dot(sources.v_new, tl.trans(sources.z), b_NT, input_precision=PREC)
+    b_q_norm, b_k_norm = factors.q_norm, factors.k_norm
+    b_E = pair_decay_transposed(factors.decay, EXACT) * b_k_norm[:, None]
+    b_MT = form_here((b_MT * b_E * (b_q_norm * scale)[None, :]).to(TYPE))
+    b_NT = b_NT * b_E * -(b_k_norm * factors.beta)[None, :]
+    b_NT = form_here(tl.where(upper, b_NT, 0.0).to(TYPE))
+    for j in tl.range(values, num_stages=1):
+        o_v = j * BV + tl.arange(0, BV)
+        if values > 1:
+            sources = read_value_rows(head, o_v, V, TILED)
+        if SUMS:
+            b_v = read_rows(v, head.at, head.i_h, o_v, V).to(tl.float32)
+            b_zv += tl.sum(b_v * sources.z.to(tl.float32), 1)
+        if head.do.pointer is not None:
+            b_M = tl.dot(sources.do, tl.trans(sources.v_new), b_M, input_precision=PREC)
+        b_N = tl.dot(sources.z, tl.trans(sources.v_new), b_N, input_precision=PREC)
+    b_E = pair_decay(factors.decay, EXACT) * b_k_norm[None, :]
+    b_zvn = on_diagonal(b_N)
+    # The identity depends on a product, so that the compiler keeps it in registers. Then `one @ k`
+    # brings k from shared memory into registers.
+    b_one = tl.where(diagonal | (b_N < -float("inf")), 1.0, 0.0).to(TYPE)
+    b_N = b_N * b_E * -(b_k_norm * factors.digits)[:, None]
+    b_N = form_here(tl.where(lower, b_N, 0.0).to(TYPE))
+    b_M = form_here((b_M * b_E * (b_q_norm * scale)[:, None]).to(TYPE))
+    return ScoreGradients(b_M, b_MT, b_N, b_NT, b_one, b_zv, b_zvn)
+
+
+@triton.jit
+def pair_sums(
+    x, q, k, head, scores, factors, i_g, K: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr
+):
+    """Return what pairs of rows add to the sums over K, as rows and columns of one fp32 matrix.
+
+    In fp32, q . M k and k . M^T q are products that drop different digits, which would not cancel
+    in dG. So the sums start with these, and the products are left out of them.
+    """
+    b_zero = tl.zeros((CHUNK,), tl.float32)
+    b_qk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    b_kk = b_qk
+    b_q, b_k = x.q, x.k
+    for i in tl.range((K + BK - 1) // BK, num_stages=1):
+        if K > BK:
+            o_k = i * BK + tl.arange(0, BK)
+            b_q, b_k = read_rows(q, head.at, i_g, o_k, K), read_rows(k, head.at, i_g, o_k, K)
+        b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PREC)
+        b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
+    b_qk, b_kk = b_qk * scores.M, b_kk * scores.N
+    b_row_q, b_row_k = tl.reduce((b_qk, b_kk), 1, add_two)
+    b_column = tl.sum(b_qk + b_kk * factors.power[:, None], 0)
+    return SumsOverK(b_row_q, b_row_k, b_column, b_zero, 0.0)
+
+
+@triton.jit
+def key_gradient(
+    x,
+    head,
+    sources,
+    scores,
+    sums,
+    factors,
+    decays,
+    o_k,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    TILED: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Return k, rest and part [64, BK] fp32, the last S [BK, BV] that was loaded, and the sums.
+
+    The sums are `sums` plus k_part, k_rest, k_late and S_dS of these channels. In fp32 they leave
+    out the products of pairs, which `pair_sums` has.
+    """
+    values: tl.constexpr = (V + BV - 1) // BV
+    o_r, o_v = tl.arange(0, CHUNK), tl.arange(0, BV)
+    b_rest = tl.zeros((CHUNK, o_k.shape[0]), tl.float32)
+    b_part = b_rest
+    b_vn, b_z, S_dS = sources.v_new, sources.z, sums.S_dS
+    for j in tl.range(values, num_stages=1):
+        if values > 1:
+            o_v = j * BV + tl.arange(0, BV)
+            b_vn = load_tile(head.kept.v_new, head.i_tile, o_r, o_v, V)
+        b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+        b_dS = load_state(head.kept.dstates, head.i_tile, o_k, o_v, K, V)
+        S_dS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
+        b_rest = tl.dot(b_vn, tl.trans(b_dS), b_rest, input_precision=PREC)
+    # S is loaded again: held, it would take registers while dS is used
+    tl.debug_barrier()
+    b_x = tl.dot(scores.one, x.k, input_precision=PREC)
+    b_rest *= decays.to_end_k[:, None]
+    b_along = tl.sum(b_x * b_rest, 1)
+    b_k_late = sums.k_late + b_along
+    b_rest = tl.dot(scores.NT, x.k, b_rest, input_precision=PREC)
+    if head.do.pointer is not None:
+        b_rest = tl.dot(scores.MT, x.q, b_rest, input_precision=PREC)
+    if PREC != FULL:
+        b_along = tl.sum(b_x * b_rest, 1)
+    b_k_rest = sums.k_rest + b_along
+    b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+    for j in tl.range(values, num_stages=1):
+        if values > 1:
+            o_v = j * BV + tl.arange(0, BV)
+            b_z = read_z(head, o_v, V, TILED)
+            b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+        b_part = tl.dot(b_z, tl.trans(b_S), b_part, input_precision=PREC)
+    b_part *= -(decays.from_start_k * factors.digits)[:, None]
+    b_k_part = sums.k_part
+    if PREC == FULL:
+        b_k_part += tl.sum(b_x * b_part, 1)
+    b_part = tl.dot(scores.N, x.k, b_part, input_precision=PREC)
+    if PREC != FULL:
+        b_k_part += tl.sum(b_x * b_part, 1)
+    return b_x, b_rest, b_part, b_S, SumsOverK(sums.q_dq, b_k_part, b_k_rest, b_k_late, S_dS)
+
+
+@triton.jit
+def query_gradient(
+    x,
+    b_S,
+    head,
+    sources,
+    scores,
+    sums,
+    decays,
+    o_k,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Return q and dq, [64, BK] fp32 each, and the sums plus q_dq of these channels.
+
+    In fp32 q_dq leaves out the product of pairs, which `pair_sums` has.
+    """
+    values: tl.constexpr = (V + BV - 1) // BV
+    b_dq, b_q_dq = tl.zeros((CHUNK, o_k.shape[0]), tl.float32), sums.q_dq
+    b_do = sources.do
+    b_x = tl.dot(scores.one, x.q, input_precision=PREC)
+    if head.do.pointer is not None:
+        for j in tl.range(values, num_stages=1):
+            if values > 1:
+                o_v = j * BV + tl.arange(0, BV)
+                b_do = read_rows(head.do, head.at, head.i_h, o_v, V)
+                b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+            b_dq = tl.dot(b_do, tl.trans(b_S), b_dq, input_precision=PREC)
+        b_dq *= decays.from_start_q[:, None]
+        if PREC == FULL:
+            b_q_dq += tl.sum(b_x * b_dq, 1)
+        b_dq = tl.dot(scores.M, x.k, b_dq, input_precision=PREC)
+        if PREC != FULL:
+            b_q_dq += tl.sum(b_x * b_dq, 1)
+    return b_x, b_dq, SumsOverK(b_q_dq, sums.k_part, sums.k_rest, sums.k_late, sums.S_dS)
