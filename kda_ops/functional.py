@@ -42,6 +42,8 @@ def chunk_kda(
     use_gate_in_kernel: bool = False,
     lower_bound: float | None = None,
     safe_gate: bool = False,
+    safe_beta: bool = False,
+    safe_keys: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
@@ -87,6 +89,10 @@ def chunk_kda(
             ``safe_gate`` promises.
         safe_gate: promise that g stays in [-5, 0], or above ``lower_bound``. Kernels may then use
             faster formulas; the result changes by rounding only.
+        safe_beta: promise that a given beta stays in [0, 1]. With a norm inside or ``safe_keys``,
+            forward is faster; the result changes by rounding only.
+        safe_keys: promise that given keys have at most unit length, apart from rounding. It serves
+            as ``safe_beta`` does, and needs it, or the sigmoid inside, to have an effect.
         use_beta_sigmoid_in_kernel: use ``sigmoid(beta)``.
         allow_neg_eigval: use ``2 * sigmoid(beta)``; needs ``use_beta_sigmoid_in_kernel``.
         transpose_state_layout: states are ``[N, HV, V, K]``, in and out.
@@ -110,7 +116,7 @@ def chunk_kda(
     ones lose bits and larger ones give NaN; scale the loss.
 
     Offsets, slots and counts of tokens are always checked on a CPU. Set the environment variable
-    KDA_OPS_CHECK=1 to check them on a GPU too, and to check decays and beta.
+    KDA_OPS_CHECK=1 to check them on a GPU too, and to check decays, beta and the promises.
 
     Example:
         >>> import torch, kda_ops
@@ -139,6 +145,8 @@ def chunk_kda(
         use_gate_in_kernel=use_gate_in_kernel,
         lower_bound=lower_bound,
         safe_gate=safe_gate,
+        safe_beta=safe_beta,
+        safe_keys=safe_keys,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=transpose_state_layout,
@@ -171,8 +179,8 @@ def recurrent_kda(
     """Run Kimi Delta Attention token by token, for calls of a few tokens; differentiable.
 
     Equation, arguments, result and errors are those of `chunk_kda`. Backward uses the chunk
-    formulas. ``safe_gate`` and ``disable_recompute`` do not exist here, and ``lower_bound`` needs
-    ``use_gate_in_kernel``.
+    formulas. The promises ``safe_...`` and ``disable_recompute`` do not exist here, and
+    ``lower_bound`` needs ``use_gate_in_kernel``.
 
     Args:
         q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU).
@@ -327,6 +335,8 @@ def chunk_kda_(
     use_gate_in_kernel: bool = False,
     lower_bound: float | None = None,
     safe_gate: bool = False,
+    safe_beta: bool = False,
+    safe_keys: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
@@ -388,6 +398,8 @@ def chunk_kda_(
         use_gate_in_kernel=use_gate_in_kernel,
         lower_bound=lower_bound,
         safe_gate=safe_gate,
+        safe_beta=safe_beta,
+        safe_keys=safe_keys,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=transpose_state_layout,
@@ -449,6 +461,8 @@ def chunk_gdn(
     use_gate_in_kernel: bool = False,
     lower_bound: float | None = None,
     safe_gate: bool = False,
+    safe_beta: bool = False,
+    safe_keys: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
@@ -511,6 +525,8 @@ def chunk_gdn(
         use_gate_in_kernel=use_gate_in_kernel,
         lower_bound=lower_bound,
         safe_gate=safe_gate,
+        safe_beta=safe_beta,
+        safe_keys=safe_keys,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=transpose_state_layout,
@@ -680,6 +696,8 @@ def chunk_gdn_(
     use_gate_in_kernel: bool = False,
     lower_bound: float | None = None,
     safe_gate: bool = False,
+    safe_beta: bool = False,
+    safe_keys: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
@@ -731,6 +749,8 @@ def chunk_gdn_(
         use_gate_in_kernel=use_gate_in_kernel,
         lower_bound=lower_bound,
         safe_gate=safe_gate,
+        safe_beta=safe_beta,
+        safe_keys=safe_keys,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=transpose_state_layout,

@@ -19,6 +19,8 @@ from kda_ops.arguments import check_dense
 CHUNK = 64  # tokens per chunk, C in docs/maths.md
 MAX_K = 256
 SAFE_BOUND = -5.0  # what `safe_gate` promises when no lower_bound names another bound
+# The length that `safe_keys` allows: 1, and what normalising and rounding in 16 bits may add.
+SAFE_LENGTH = 1.0 + 2.0**-6
 # whether to check values too, which costs a synchronisation on a GPU
 CHECK_VALUES = os.environ.get("KDA_OPS_CHECK", "0") not in ("", "0")
 
@@ -169,6 +171,8 @@ class Problem:
         "activate_gate",
         "lower_bound",
         "safe_gate",
+        "safe_beta",
+        "safe_keys",
         "sigmoid_beta",
         "neg_eigval",
         "transposed",
@@ -195,6 +199,8 @@ class Problem:
         use_gate_in_kernel: bool = False,
         lower_bound: float | None = None,
         safe_gate: bool = False,
+        safe_beta: bool = False,
+        safe_keys: bool = False,
         use_beta_sigmoid_in_kernel: bool = False,
         allow_neg_eigval: bool = False,
         transpose_state_layout: bool = False,
@@ -318,6 +324,7 @@ class Problem:
             allow_neg_eigval,
             transpose_state_layout,
         )
+        self.safe_beta, self.safe_keys = safe_beta, safe_keys
         self.output_final_state, self.disable_recompute = output_final_state, disable_recompute
         self.state: Tensor | None = None
         self.state_indices: Tensor | None = None
@@ -555,10 +562,11 @@ class Problem:
         return state.transpose(-1, -2) if self.transposed else state
 
     def _check_gates(self) -> None:
-        """Refuse gates outside their range, if KDA_OPS_CHECK=1.
+        """Refuse gates and keys outside their range, if KDA_OPS_CHECK=1.
 
-        A decay must not exceed 0 nor fall below the bound that `safe_gate` promises; beta must lie
-        in [0, 2]. Tokens of sequences without a slot are not checked.
+        A decay must not exceed 0 nor fall below the bound that `safe_gate` promises. A given beta
+        must lie in [0, 2], or in [0, 1] with `safe_beta`. With `safe_keys`, no key may be longer
+        than 1. Tokens of sequences without a slot are not checked.
         """
         if not CHECK_VALUES:
             return
@@ -567,7 +575,9 @@ class Problem:
                 self._live(self.g), (self.lower_bound or SAFE_BOUND) if self.safe_gate else None
             )
         if self.beta is not None and not self.sigmoid_beta and not _is_symbolic(self.beta):
-            _check_strength(self._live(self.beta))
+            _check_strength(self._live(self.beta), self.safe_beta)
+        if self.safe_keys and not self.l2norm and not _is_symbolic(self.k):
+            _check_lengths(self._live(self.k))
 
     def _live(self, x: Tensor) -> Tensor:
         """Select from x [B, T, ...] the tokens of sequences that have a slot."""
@@ -595,6 +605,19 @@ class Problem:
             return self.lower_bound
         # the softplus gate has no lower bound, whatever the caller promises
         return SAFE_BOUND if self.safe_gate and not self.activate_gate else None
+
+    @property
+    def bounded_inverse(self) -> bool:
+        """Whether the flags promise keys of at most unit length and beta in [0, 1].
+
+        Then no entry of a chunk's inverse exceeds 1, and kernels may form it in fp16. That changes
+        the result by rounding only.
+        """
+        if self.beta is None:
+            strength = True  # beta is 1
+        else:
+            strength = not self.neg_eigval if self.sigmoid_beta else self.safe_beta
+        return strength and (self.l2norm or self.safe_keys)
 
 
 def _any_size(N: torch.SymInt) -> torch.SymInt:
@@ -716,12 +739,27 @@ def _check_decay(g: Tensor, bound: float | None) -> None:
         )
 
 
-def _check_strength(beta: Tensor) -> None:
-    if beta.numel() and not bool(((beta >= 0) & (beta <= 2)).all()):
-        low, high = beta.min().item(), beta.max().item()
+def _check_strength(beta: Tensor, safe: bool) -> None:
+    if not beta.numel() or bool(((beta >= 0) & (beta <= (1 if safe else 2))).all()):
+        return
+    low, high = beta.min().item(), beta.max().item()
+    if safe:
         raise ValueError(
-            f"beta must lie in [0, 2], got {low} to {high}: pass raw logits with "
-            "use_beta_sigmoid_in_kernel=True."
+            f"beta must lie in [0, 1] as safe_beta=True promises, got {low} to {high}: drop the "
+            "flag, or pass raw logits with use_beta_sigmoid_in_kernel=True."
+        )
+    raise ValueError(
+        f"beta must lie in [0, 2], got {low} to {high}: pass raw logits with "
+        "use_beta_sigmoid_in_kernel=True."
+    )
+
+
+def _check_lengths(k: Tensor) -> None:
+    lengths = k.to(torch.promote_types(k.dtype, torch.float32)).norm(dim=-1)
+    if lengths.numel() and not bool((lengths <= SAFE_LENGTH).all()):
+        raise ValueError(
+            "k must have keys of at most unit length as safe_keys=True promises, got a length of "
+            f"{lengths.max().item()}: drop the flag, or set use_qk_l2norm_in_kernel=True."
         )
 
 

@@ -32,7 +32,7 @@ _ASK = "bool output_final_state=False"
 _L2NORM_AND_GATE = (
     "bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, float? lower_bound=None"
 )
-_SAFE = "bool safe_gate=False"
+_SAFE = "bool safe_gate=False, bool safe_beta=False, bool safe_keys=False"
 _REST = (
     "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, bool "
     "transpose_state_layout=False"

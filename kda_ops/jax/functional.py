@@ -108,7 +108,7 @@ def chunk_kda(inputs, flags):
     reverse mode.
 
     Equation, arguments, result and errors are those of `kda_ops.chunk_kda`, on arrays of JAX.
-    ``safe_gate`` and ``disable_recompute`` are accepted and change nothing. K and V are padded to
+    The promises and ``disable_recompute`` are accepted and change nothing. K and V are padded to
     multiples of 128, so K = 64 costs what K = 128 does. fp16 runs as fp32. fp64 needs
     ``jax_enable_x64`` and runs in interpret mode only.
 

@@ -13,6 +13,7 @@ MARGIN = 1.1
 BUDGETS: dict[tuple[str, str], tuple[tuple[int, ...], int | None]] = {
     ("prepare_kda", "bound"): ((96, 96, 96, 96), 4376),
     ("prepare_kda", "softplus"): ((80, 248, 96, 216), 5760),
+    ("prepare_kda", "promised"): ((64, 64, 64, 64), 3440),
     ("scan_kda", "bound"): ((104, 104, 104, 104), None),
     ("scan_kda", "softplus"): ((80, 80, 80, 80), None),
     ("reverse_scan_kda", "bound"): ((0, 0, 0, 0), None),
@@ -39,6 +40,7 @@ BUDGETS: dict[tuple[str, str], tuple[tuple[int, ...], int | None]] = {
     ("gather_heads", "softplus"): ((0, 0, 0, 0), None),
     ("prepare_gdn", "bound"): ((152, 152, 152, 152), None),
     ("prepare_gdn", "softplus"): ((128, 128, 128, 144), None),
+    ("prepare_gdn", "promised"): ((144, 144, 144, 144), None),
     ("scan_gdn", "bound"): ((8, 8, 8, 8), None),
     ("scan_gdn", "softplus"): ((0, 0, 0, 0), None),
     ("recur", "bound"): ((0, 0, 0, 0), None),

@@ -422,7 +422,9 @@ class Call:
             None,
             torch.empty(9, dtype=torch.int32, device="meta") if self.packed else None,
             lower_bound=bound,
-            safe_gate=self.gate == "safe",
+            safe_gate=self.gate in ("safe", "promised"),
+            safe_beta=self.gate == "promised",
+            safe_keys=self.gate == "promised",
             **flags,
         )
 
@@ -476,6 +478,7 @@ LAYER = tuple(
     for pool in (torch.float32, torch.bfloat16)
     for transposed in (False, True)
 )
+LAYER += tuple(Call(rank, gate="promised", group=2 - rank) for rank in (1, 0))
 LAYER += tuple(Call(rank, ahead=32, group=1) for rank in (1, 0))
 LAYER += tuple(
     Call(rank, keep=keep, group=1, few=True) for rank in (1, 0) for keep in (False, True)

@@ -13,7 +13,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.problem import Problem
 from tests.support import closeness
 from tests.support.calls import overload
-from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, replace
+from tests.support.cases import AXES, EDGES, GATES, KEYS, PACKED, STRIDES, Case, replace
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle
 from tests.support.plans import forget_plans
 
@@ -79,6 +79,15 @@ def test_every_gate(variant, gate, dtype):
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_every_inverse_survives_repeated_keys(variant, beta, keys):
     assert_forward(replace(LAYER, variant=variant, beta=beta, keys=keys, gate="weak"))
+
+
+@pytest.mark.parametrize("keys", (AXES, "repeated"))
+@pytest.mark.parametrize(
+    "variant, gate, safe", (("kda", "strong", True), ("kda", "zero", False), ("gdn", "zero", False))
+)
+def test_the_edges_of_promises(variant, gate, safe, keys):
+    given = replace(LAYER, beta=EDGES, l2norm=False, safe_beta=True, safe_keys=True)
+    assert_forward(replace(given, variant=variant, gate=gate, safe_gate=safe, keys=keys))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ from kda_ops import dispatch
 from kda_ops.backends.triton import reverse_walk, tuning
 from tests.support import closeness
 from tests.support.calls import run
-from tests.support.cases import Case, replace
+from tests.support.cases import EDGES, Case, replace
 from tests.support.closeness import (
     assert_all_close,
     assert_all_identical,
@@ -53,6 +53,7 @@ CASES = {
     "given, packed": replace(
         GIVEN, gate="strong", lengths=(63, 65, 0, 130), tail=5, H=1, HV=1, final=False
     ),
+    "promised": replace(GIVEN, beta=EDGES, keys="repeated", safe_beta=True, safe_keys=True),
     "no gate, no beta": replace(LAYER, gate="none", beta="none"),
     "negative eigenvalues": replace(LAYER, beta="neg_eigval", transposed=True),
     "fp16": replace(LAYER, dtype=FP16),

@@ -42,6 +42,7 @@ def asks(
     do=True,
     dfinal=None,
     packed=0,
+    **promises,
 ) -> bool:
     """Return whether a call walks, on tensors that only have shapes."""
     g = empty(B, T, HV, *([K] if rank else []), dtype=FP32)
@@ -57,6 +58,7 @@ def asks(
         None,
         empty(packed + 1, dtype=torch.int32) if packed else None,
         use_beta_sigmoid_in_kernel=sigmoid,
+        **promises,
     )
     return reverse_walk.walks(p, p.new_output() if do else None, dfinal, frozenset(need))
 
@@ -74,6 +76,7 @@ def test_gluon_is_known_here():
         dict(H=16),
         dict(dtype=FP16),
         dict(sigmoid=False),
+        dict(sigmoid=False, safe_beta=True, safe_keys=True),
         dict(need=("q", "k", "v")),
         dict(q=empty(2, 256, 3 * 32 * 128)[..., : 32 * 128].unflatten(-1, (32, 128))),
         dict(dfinal=empty(2, 32, 128, 128, dtype=FP32).mT),

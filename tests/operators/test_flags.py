@@ -2,11 +2,15 @@
 computed.
 """
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given
 
+from kda_ops import functional
+from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
 from tests.support.cases import BOUND, PACKED, Case, cases, replace
@@ -74,6 +78,39 @@ def test_safe_gate_changes_no_more_than_rounding(gate, case):
         assert_meets_budget(replace(case, gate=gate, safe_gate=safe))
 
 
+@pytest.mark.parametrize("beta", ("given", "none", "sigmoid"))
+@given(case=cases(strides="contiguous", lengths=None, T=129))
+def test_promises_of_beta_and_keys_change_no_more_than_rounding(beta, case):
+    for safe in (False, True):
+        assert_meets_budget(replace(case, beta=beta, safe_beta=safe, safe_keys=safe))
+
+
+@pytest.mark.parametrize(
+    "beta, flags, bounded",
+    [
+        ("given", "", False),
+        ("given", "safe_beta", False),
+        ("given", "safe_keys", False),
+        ("given", "l2norm", False),
+        ("given", "safe_beta safe_keys", True),
+        ("given", "safe_beta l2norm", True),
+        ("none", "", False),
+        ("none", "safe_beta", False),
+        ("none", "safe_keys", True),
+        ("none", "l2norm", True),
+        ("sigmoid", "", False),
+        ("sigmoid", "safe_keys", True),
+        ("sigmoid", "l2norm", True),
+        ("neg_eigval", "l2norm", False),
+        ("neg_eigval", "safe_beta safe_keys l2norm", False),
+    ],
+)
+def test_which_flags_bound_the_inverse(beta, flags, bounded):
+    case = Case(beta=beta, **{flag: True for flag in flags.split()})
+    p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
+    assert p.bounded_inverse is bounded
+
+
 @pytest.mark.quick
 @given(case=cases(disable_recompute=False))
 def test_disable_recompute_changes_no_bit(case):
@@ -128,3 +165,47 @@ def test_dt_bias_may_be_flat():
     a, b = run(case, inputs=inputs), run(case, inputs=flat)
     assert b["ddt_bias"].shape == (case.HV * case.K,)
     assert_all_identical(a | {"ddt_bias": a["ddt_bias"].flatten()}, b)
+
+
+def flags_passed(module, name, monkeypatch) -> tuple[dict, dict]:
+    """Call `module.name` with every flag away from its default; return them, and what is passed."""
+    seen: dict[str, object] = {}
+
+    def operator(*args, **flags):
+        seen.update(flags)
+        return (None, None) if name.endswith(("kda", "gdn")) else None
+
+    function = getattr(module, name)
+    keywords = {
+        n: p.default
+        for n, p in inspect.signature(function).parameters.items()
+        if p.kind is p.KEYWORD_ONLY and n != "group"
+    }
+    flags = {n: not x if isinstance(x, bool) else 0.5 for n, x in keywords.items()}
+    flags |= {"snapshot_every": 3} if "snapshot_every" in flags else {}
+    if module is functional:
+        op, _, variant = name.rstrip("_").partition("_")
+        end = "_" if name.endswith("_") else ""
+        monkeypatch.setattr(functional, f"_{variant}_{op}{end}".upper(), operator)
+        function(*[None] * 5, *[None] * (end == "_"), **flags)
+    else:
+        monkeypatch.setattr(module.chunk, "run", lambda *args: operator(**args[-1]))
+        function(*[None] * 5, group=None, **flags)
+    return flags, seen
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "name",
+    [f"{op}_{variant}{end}" for op in OPS for variant in ("kda", "gdn") for end in ("", "_")],
+)
+def test_every_flag_reaches_the_operator(name, monkeypatch):
+    given, seen = flags_passed(functional, name, monkeypatch)
+    assert given == seen
+
+
+@pytest.mark.parametrize("name", ("chunk_kda", "chunk_gdn"))
+def test_every_flag_reaches_the_ranks(name, monkeypatch):
+    module = pytest.importorskip("kda_ops.distributed.functional")
+    given, seen = flags_passed(module, name, monkeypatch)
+    assert given == seen

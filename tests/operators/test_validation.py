@@ -754,7 +754,7 @@ def test_an_unknown_keyword_of_an_operator_is_an_error(variant, op):
         call(variant, op, {"head_first": True}, False)
 
 
-@pytest.mark.parametrize("flag", ("safe_gate", "disable_recompute"))
+@pytest.mark.parametrize("flag", ("safe_gate", "safe_beta", "safe_keys", "disable_recompute"))
 def test_a_flag_that_means_nothing_for_recurrent_is_unknown_there(flag):
     with pytest.raises(TypeError, match="unexpected keyword"):
         kda_ops.recurrent_kda(*arguments("kda", "recurrent").values(), **{flag: True})
@@ -797,6 +797,38 @@ CHECKED = [
     ),
     ("beta below 0", "run(beta=-0.1)", r"beta must lie in \[0, 2\]"),
     ("beta not a number", "run(beta=math.nan)", r"beta must lie in \[0, 2\]"),
+    (
+        "beta above the promise",
+        "run(beta=1.5, safe_beta=True)",
+        (
+            r"beta must lie in \[0, 1\] as safe_beta=True promises, got 1.5 to 1.5: drop the flag, "
+            r"or pass raw logits with use_beta_sigmoid_in_kernel=True"
+        ),
+    ),
+    ("beta below the promise", "run(beta=-0.1, safe_beta=True)", r"beta must lie in \[0, 1\] as"),
+    (
+        "no number as promised",
+        "run(beta=math.nan, safe_beta=True)",
+        r"beta must lie in \[0, 1\] as",
+    ),
+    (
+        "keys above the promise",
+        "run(length=1.02, safe_keys=True)",
+        (
+            r"k must have keys of at most unit length as safe_keys=True promises, got a length of "
+            r"1.0\d*: drop the flag, or set use_qk_l2norm_in_kernel=True"
+        ),
+    ),
+    (
+        "keys not a number",
+        "run(length=math.nan, safe_keys=True)",
+        "k must have keys of at most unit",
+    ),
+    (
+        "a key of a pool above the promise",
+        "prefill([[1, 2]], length=2.0, safe_keys=True)",
+        "k must have keys of at most unit length",
+    ),
     ("a slot too far", "pool([0, 3])", "state_indices must be below the number of slots, 3, got 3"),
     ("a slot twice", "pool([1, 1])", "state_indices must name distinct slots, got one slot twice"),
     ("a decay of a row with a slot", "pool([-1, 2], g=[-1.0, math.nan])", "g must be at most 0"),
@@ -838,6 +870,14 @@ LEGAL = [
     "run(g=-math.inf)",
     "run(g=-5.0, safe_gate=True)",
     "run(beta=2.0)",
+    "run(beta=0.0, safe_beta=True)",
+    "run(beta=1.0, safe_beta=True)",
+    "run(beta=5.0, safe_beta=True, use_beta_sigmoid_in_kernel=True)",  # logits
+    "run(length=1.0, safe_keys=True)",
+    "run(length=1.0, narrow=True, safe_keys=True)",  # rounded to 16 bits
+    "run(length=0.0, safe_keys=True)",
+    "run(length=9.0, safe_keys=True, use_qk_l2norm_in_kernel=True)",
+    "prefill([[1, 2]], length=9.0, slot=-1, safe_keys=True, use_qk_l2norm_in_kernel=False)",
     "run(beta=0.0)",
     "run(beta=5.0, use_beta_sigmoid_in_kernel=True)",
     "pool([2, 0])",
@@ -862,8 +902,11 @@ def test_values_are_checked_when_the_environment_asks(tmp_path):
     """Run all lines of `CHECKED` in one fresh process with KDA_OPS_CHECK=1; each must raise."""
     script = textwrap.dedent("""
         import math, sys, torch, kda_ops
-        def run(cu=None, g=None, beta=None, **flags):
+        def of_length(x, length):
+            return x if length is None else torch.nn.functional.normalize(x, dim=-1) * length
+        def run(cu=None, g=None, beta=None, length=None, narrow=False, **flags):
             q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
+            q, k, v = (x.bfloat16() if narrow else x for x in (q, of_length(k, length), v))
             beta = None if beta is None else torch.full((1, 5, 2), beta)
             g = None if g is None else torch.tensor(g).reshape(1, -1, 1, 1).expand(1, 5, 2, 4)
             cu = None if cu is None else torch.tensor(cu)
@@ -879,11 +922,13 @@ def test_values_are_checked_when_the_environment_asks(tmp_path):
             g = None if g is None else torch.tensor(g).reshape(1, 5, 1, 1).expand(1, 5, 2, 4)
             pool, slots, cu = torch.zeros(3, 2, 4, 4), torch.tensor(slots), torch.tensor(cu)
             return kda_ops.recurrent_kda_(q, k, v, g, None, pool, slots, cu_seqlens=cu)
-        def prefill(snapshots, slot=0, every=1):
+        def prefill(snapshots, slot=0, every=1, length=None, **flags):
             q, k, v = (torch.randn(1, 130, 2, 4) for _ in range(3))
+            k = of_length(k, length)
             pool = torch.zeros(3, 2, 4, 4)
             indices = torch.tensor([slot]), torch.tensor(snapshots)
-            flags = dict(snapshot_every=every, use_qk_l2norm_in_kernel=True)
+            flags = dict(use_qk_l2norm_in_kernel=length is None) | flags
+            flags["snapshot_every"] = every
             return kda_ops.chunk_kda_(q, k, v, None, None, pool, *indices, **flags)
         for line in sys.argv[1:]:
             try:

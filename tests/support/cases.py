@@ -20,8 +20,10 @@ LENGTHS = (0, 1, 63, 64, 65, 37)  # nothing, one token, a chunk and its neighbou
 PACKED = (0, 65, 1, 0, 64, 37, 63, 0)
 GATES = ("weak", "strong", "zero", "reset", "forget", "blocks", "softplus", "bounded", "none")
 KEYS = ("random", "correlated", "repeated")
+AXES = "axes"  # keys on the axes, of a length of exactly 1; only fixed cases name them
 STRIDES = ("contiguous", "heads_first", "fused", "expanded", "every_second")
 BETAS = ("given", "none", "sigmoid", "neg_eigval")
+EDGES = "edges"  # a given beta that is 0 or 1; only fixed cases name it
 RANK = {"kda": 1, "gdn": 0}
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
 BOUND = -5.0
@@ -57,6 +59,8 @@ class Case:
     final: bool = True
     transposed: bool = False
     safe_gate: bool = False
+    safe_beta: bool = False
+    safe_keys: bool = False
     disable_recompute: bool = False
     narrow: bool = False  # g, beta, A_log and dt_bias in `dtype` instead of at least float32
     seed: int = 0
@@ -116,6 +120,7 @@ class Case:
             flags["output_final_state"] = self.final
         if op in ("chunk", "chunk_"):
             flags["safe_gate"] = self.safe_gate
+            flags |= {n: True for n in ("safe_beta", "safe_keys") if getattr(self, n)}
         if op == "chunk":
             flags["disable_recompute"] = self.disable_recompute
         return flags
@@ -146,8 +151,10 @@ class Case:
             return torch.rand(shape, generator=gen, dtype=torch.float64)
 
         q, k, v = randn(B, T, H, K), randn(B, T, H, K), randn(B, T, HV, V)
-        if self.keys != "random":
-            common = 0.0 if self.keys == "random" else 0.9 if self.keys == "correlated" else 1.0
+        if self.keys == AXES:
+            k = k.sign() * torch.nn.functional.one_hot(k.abs().argmax(-1), K)
+        elif self.keys != "random":
+            common = 0.9 if self.keys == "correlated" else 1.0
             k = common * randn(B, 1, H, K) + (1 - common**2) ** 0.5 * k
         if not self.l2norm:  # longer keys make the recurrence unstable
             k = k / k.norm(dim=-1, keepdim=True).clamp(min=1e-3)
@@ -175,6 +182,8 @@ class Case:
             if self.gate == "bounded" and self.seed % 3 == 0:
                 A_log = None
         beta = {"none": None, "given": uniform(B, T, HV)}.get(self.beta, randn(B, T, HV))
+        if self.beta == EDGES:
+            beta = (beta > -1.0).double()
         q, k, v = self._stride(*(x.to(self.dtype) for x in (q, k, v)))
         g, beta = self._stride(*(None if x is None else x.to(wide) for x in (g, beta)))
         out: Tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}

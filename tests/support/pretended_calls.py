@@ -84,6 +84,7 @@ MODEL = dict(
     **dict(gate="bounded", beta="given", state=True, do=True, need=255),
     flags=tuple({"use_qk_l2norm_in_kernel": True, "output_final_state": True}.items())
     + (("transpose_state_layout", False), ("safe_gate", False))
+    + (("safe_beta", False), ("safe_keys", False))
     + (("use_beta_sigmoid_in_kernel", True),),
 )
 
@@ -118,6 +119,8 @@ models = st.builds(
                 "transpose_state_layout",
                 "output_final_state",
                 "safe_gate",
+                "safe_beta",
+                "safe_keys",
             )
         )
     ),
@@ -188,7 +191,8 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
     activated = model.gate in ("softplus", "bounded")
     names = ["use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "transpose_state_layout"]
     names += [] if in_place else ["output_final_state"]
-    names += [] if kind in (recurrent.Recur, recurrent.Decode) else ["safe_gate"]
+    if kind not in (recurrent.Recur, recurrent.Decode):
+        names += ["safe_gate", "safe_beta", "safe_keys"]
     flags: dict[str, Any] = {x: y for x, y in model.flags if x in names}
     flags |= {"use_gate_in_kernel": activated, "scale": 0.125}
     if model.gate == "bounded":

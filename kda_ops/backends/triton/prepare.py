@@ -15,19 +15,6 @@ from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile
 
 
-def _inverse_precision(p: Problem) -> str:
-    """Return the precision of the products that form the inverse.
-
-    fp16 holds the inverse where keys have norm 1 and beta is at most 1: no entry exceeds 1 then.
-    The choice depends on flags and the dtype, never on values.
-    """
-    if p.q.dtype is torch.float32:
-        return "tf32x3"
-    if p.l2norm and p.sigmoid_beta and not p.neg_eigval:
-        return "fp16"
-    return "bf16x3"
-
-
 def prepare(
     p: Problem,
     A: Tensor | None = None,
@@ -83,7 +70,7 @@ def prepare(
         flags=flags_of(p),
         K=p.K,
         PREC="tf32x3" if exact else "tf32",
-        INVERSE=_inverse_precision(p),
+        INVERSE=tuning.inverse_precision(p),
         **options.launch,
     )
     if p.rank:

@@ -103,6 +103,20 @@ def anchored_rows(p: Problem) -> int:
     return 32 if centred(p) else 8 if p.q.dtype is torch.bfloat16 else 1
 
 
+def inverse_precision(p: Problem) -> str:
+    """Return the precision of the products that form the inverse of a chunk.
+
+    fp16 holds an inverse whose entries do not exceed 1. With inputs in fp16 its error is twice a
+    rounding, which is too much at correlated keys with a beta of 0 and 1. Such a beta may be given;
+    a sigmoid inside reaches it for large logits only. The choice depends on flags and the dtype,
+    never on values.
+    """
+    if p.q.dtype is torch.float32:
+        return "tf32x3"
+    coarse = p.q.dtype is torch.bfloat16 or (p.l2norm and p.sigmoid_beta)
+    return "fp16" if p.bounded_inverse and coarse else "bf16x3"
+
+
 def architecture(device: torch.device) -> int:
     """Return the major compute capability, which the table is keyed by."""
     return _capability(device)[0] if device.type == "cuda" else ASSUMED
@@ -308,7 +322,8 @@ def ahead(p: Problem) -> int | None:
         return None
     kind = "gdn"
     if p.rank:
-        kind = "kda, gate inside" if p.activate_gate else "kda, decay given"
+        single = p.activate_gate or inverse_precision(p) == "fp16"
+        kind = "kda, gate inside" if single else "kda, decay given"
         kind = "kda, bounded" if anchored_rows(p) > 8 else kind
     slower = 1 + SLOWER * (p.HV / there) ** 4 if p.rank else 1.0
     # chunks that `prepare` makes while the scan takes 1024 of them

@@ -1,0 +1,84 @@
+"""The promises `safe_beta` and `safe_keys` under the interpreter: they choose the inverse in fp16,
+and results stay within their budget up to the edges of what is promised.
+"""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
+    )
+
+from kda_ops import dispatch
+from kda_ops.backends.triton import tuning
+from kda_ops.problem import Problem
+from tests.support.cases import AXES, EDGES, PACKED, Case, replace
+from tests.support.closeness import assert_meets_budget
+
+TRITON, REFERENCE = dispatch.load("triton"), dispatch.load("reference")
+BF16, HALF = torch.bfloat16, torch.float16
+SAFE = dict(safe_beta=True, safe_keys=True)
+SMALL = Case(dtype=BF16, H=1, HV=1, K=16, V=16, T=70, beta=EDGES, state=False, **SAFE)
+
+
+@pytest.mark.parametrize("beta", (EDGES, "none", "given"))
+@pytest.mark.parametrize("keys", (AXES, "repeated", "correlated"))
+@pytest.mark.parametrize("dtype", (BF16, HALF))
+@pytest.mark.parametrize("variant, gate", (("kda", "zero"), ("kda", "strong"), ("gdn", "zero")))
+def test_errors_at_the_edges_of_the_promises(variant, gate, dtype, keys, beta):
+    case = replace(SMALL, variant=variant, gate=gate, dtype=dtype, keys=keys, beta=beta)
+    assert_meets_budget(replace(case, safe_gate=gate == "strong"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        replace(SMALL, gate="weak", keys="repeated", lengths=PACKED, tail=3, K=24, V=40),
+        replace(SMALL, gate="blocks", keys="repeated", HV=2, state=True, transposed=True),
+        replace(SMALL, gate="softplus", keys="repeated", safe_keys=False, l2norm=True),
+        replace(SMALL, gate="weak", keys="repeated", disable_recompute=True, K=70, V=33),
+        replace(SMALL, variant="gdn", gate="softplus", keys="repeated", H=1, HV=2, state=True),
+        replace(SMALL, variant="gdn", gate="weak", keys=AXES, lengths=PACKED, tail=3, K=24),
+    ),
+    ids=str,
+)
+def test_promises_keep_the_budget_on_every_path(case):
+    assert_meets_budget(case)
+
+
+@pytest.mark.parametrize("keys", (AXES, "repeated", "correlated", "random"))
+@pytest.mark.parametrize("beta", (EDGES, "none", "given"))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_the_inverse_of_promised_inputs_is_made_in_fp16(variant, beta, keys):
+    """Operands of fp16 err by 9.3e-4 at most (docs/maths.md), before A is rounded to bf16."""
+    case = replace(SMALL, variant=variant, beta=beta, keys=keys, gate="weak")
+    inputs = case.inputs()
+    wide = {n: None if x is None else x.double() for n, x in inputs.items()}
+    exact = Problem.parse(case.rank, *wide.values(), **case.flags())
+    ref = REFERENCE.prepare(exact).A
+    single, threefold = (
+        TRITON.prepare(Problem.parse(case.rank, *inputs.values(), **x.flags())).A
+        for x in (case, replace(case, safe_beta=False, safe_keys=False))
+    )
+    # no entry exceeds 1; scores are products of keys that KDA rounds with their decay
+    rounding = 2.0**-9 + (2.0**-8 if variant == "kda" else 0.0)
+    assert (single.double() - ref).abs().max().item() <= 9.3e-4 + rounding
+    if keys in ("repeated", "correlated"):
+        assert not torch.equal(single, threefold), "the promises have no effect"
+
+
+def test_half_precision_takes_one_product_for_what_is_inside_alone():
+    """With beta of 0 and 1 the state would be off by 1.08 times its budget."""
+    given = replace(SMALL, dtype=HALF, l2norm=True)
+    for case, precision in (
+        (given, "bf16x3"),
+        (replace(given, beta="none"), "bf16x3"),
+        (replace(given, beta="sigmoid"), "fp16"),
+        (replace(given, dtype=BF16), "fp16"),
+        (replace(given, dtype=torch.float32), "tf32x3"),
+    ):
+        p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
+        assert tuning.inverse_precision(p) == precision
