@@ -18,6 +18,10 @@ both variants, written with Python operators, methods or torch functions::
     sigmoid         sigmoid(beta)                                   use_beta_sigmoid_in_kernel
     double_sigmoid  2 * sigmoid(beta)                               the same, allow_neg_eigval
 
+Where nothing folds, the pass sets the promises of `chunk` and `chunk_` that the graph proves: after
+a sigmoid ``safe_beta``, after a norm of k ``safe_keys``, and after c * sigmoid(x) with c in [-5, 0]
+``safe_gate``. Casts and shape changes may lie between. Precision and grad mode do not matter.
+
 A fold changes a result only by rounding: the operator computes in float32, or in float64 for
 float64 inputs. These are not folded, because rounding or range would differ by more:
 
@@ -26,7 +30,7 @@ float64 inputs. These are not folded, because rounding or range would differ by 
 - squares in float16, which overflow, whether written so or made by autocast;
 - an expression in a wider dtype than the operator computes in.
 
-`F.normalize` is not folded: it divides by ``max(norm, eps)``.
+`F.normalize` is not folded, because it divides by ``max(norm, eps)``. It proves ``safe_keys``.
 
 Dynamo graphs are not functional. So nothing is folded across a change of grad mode or autocast, nor
 where a tensor that the fold reads or replaces is written in place. NOTE [Written in place]: a
@@ -49,7 +53,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 
-from kda_ops import patterns
+from kda_ops import patterns, proofs
 from kda_ops.patterns import (
     Gate,
     Match,
@@ -60,6 +64,7 @@ from kda_ops.patterns import (
     match_through,
     same_shape,
 )
+from kda_ops.proofs import prove_decay, prove_lengths, prove_strength
 from kda_ops.registrations import schemas
 
 _TARGETS = {
@@ -203,13 +208,20 @@ class _Surroundings:
                 raise Refused("autocast")
             if grad != self.mode[call][0] or (grad and _cuts_gradient(node)):
                 raise Refused("grad mode")
-        first = min(self.place[n] for n in match.nodes)
-        storages = {_storage(n) for n in (*match.nodes, *match.leaves.values())}
-        # See NOTE [Written in place].
-        if any(
-            i > first and (s is None or s in storages or None in storages) for i, s in self.writes
-        ):
+        if self.is_written(match.nodes, match.leaves.values()):
             raise Refused("in-place")
+
+    def is_written(self, nodes: Iterable[Node], leaves: Iterable[Node] = ()) -> bool:
+        """Return whether nodes or leaves are written after the first node.
+
+        See NOTE [Written in place].
+        """
+        nodes = [*nodes]
+        first = min(self.place[n] for n in nodes)
+        storages = {_storage(n) for n in (*nodes, *leaves)}
+        return any(
+            i > first and (s is None or s in storages or None in storages) for i, s in self.writes
+        )
 
     def autocasts(self, call: Node, device: str) -> torch.dtype | None:
         """Return the dtype that autocast gives the tensors of this call; None if it is off."""
@@ -232,8 +244,10 @@ class FoldPreprocessing(CustomGraphPass):
         refused: a `collections.Counter` of recognised patterns that were not folded, by reason:
             ``precision``, ``grad mode``, ``autocast``, ``in-place``, ``flags`` (the call sets
             another bound).
+        promised: a `collections.Counter` of promises set, by flag: ``safe_beta``, ``safe_keys`` and
+            ``safe_gate``.
 
-    Both count graphs compiled in this process. A graph from Inductor's cache does not count: it was
+    They count graphs compiled in this process. A graph from Inductor's cache does not count: it was
     folded before it was cached.
 
     Example:
@@ -251,6 +265,7 @@ class FoldPreprocessing(CustomGraphPass):
     def __init__(self) -> None:
         self.folded: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
+        self.promised: Counter[str] = Counter()
 
     def __call__(self, graph: Graph) -> None:
         """Fold every recognised pattern of the graph, in place."""
@@ -258,11 +273,21 @@ class FoldPreprocessing(CustomGraphPass):
         if calls:
             around = _Surroundings(graph)
             for call in calls:
-                _Call(call, around, self).fold()
+                ours = _Call(call, around, self)
+                ours.fold()
+                ours.promise()
 
     def uuid(self) -> bytes:
         """Return the key for Inductor's caches: a hash of the pass's source."""
-        return get_hash_for_files((__file__, patterns.__file__))
+        return get_hash_for_files((__file__, patterns.__file__, proofs.__file__))
+
+
+# flag, the argument it is about, the flag that makes it needless, and its proof
+_PROOFS = (
+    ("safe_beta", "beta", "use_beta_sigmoid_in_kernel", prove_strength),
+    ("safe_keys", "k", "use_qk_l2norm_in_kernel", prove_lengths),
+    ("safe_gate", "g", "use_gate_in_kernel", prove_decay),
+)
 
 
 class _Call:
@@ -295,6 +320,21 @@ class _Call:
                 lambda: [match_through(match_beta, beta)],
                 not args["use_beta_sigmoid_in_kernel"],
             )
+
+    def promise(self) -> None:
+        """Set the promises that the graph proves, where no fold has made them needless."""
+        args = self.args
+        for flag, name, inside, proof in _PROOFS:
+            if args.get(flag) is not False or args[inside] or example(args.get(name)) is None:
+                continue  # recurrent operators have no promises
+            try:
+                nodes = proof(args[name])
+            except Refused:
+                continue
+            if nodes is not None and not self.around.is_written(nodes):
+                args[flag] = True
+                self.node.kwargs = {**self.node.kwargs, flag: True}
+                self.counts.promised[flag] += 1
 
     def _l2norm(self) -> list[Match | None]:
         both = [match_l2norm(n, self.args[n]) for n in "qk"]

@@ -105,7 +105,7 @@ def name_of(node: Any) -> str | None:
     return _ALIASES.get(name, name)
 
 
-def _operands(node: Node, *names: str) -> list:
+def operands(node: Node, *names: str) -> list:
     """Return the arguments ``input`` and `names`, positional or by keyword; None where absent."""
     args = list(node.args)
     return [
@@ -258,13 +258,13 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
     elif name == "neg" and single:
         out = Product(-1.0, []).times(expand(source(node), exponent, whole))
     elif name in ("mul", "div") and single and not set(node.kwargs) - {"other", "input"}:
-        a, b = _operands(node, "other")
+        a, b = operands(node, "other")
         out = expand(a, exponent, whole).times(
             expand(b, exponent if name == "mul" else -exponent, whole)
         )
-    elif name in _POWERS or (name == "pow" and _is_number(_operands(node, "exponent")[1])):
+    elif name in _POWERS or (name == "pow" and _is_number(operands(node, "exponent")[1])):
         base, power = (
-            (_operands(node)[0], _POWERS[name]) if name in _POWERS else _operands(node, "exponent")
+            (operands(node)[0], _POWERS[name]) if name in _POWERS else operands(node, "exponent")
         )
         # sqrt(x ** 2) is |x|, not a power of x
         if not isinstance(base, Node) or (power % 2 == 0 and exponent % 1 != 0):
@@ -294,7 +294,7 @@ class Match:
     layout: list[Node] = field(default_factory=list)
 
 
-def _is_layout(node: Node, rows: bool) -> bool:
+def is_layout(node: Node, rows: bool) -> bool:
     """Return whether a node only moves elements.
 
     With `rows` it must move whole rows of the last dimension, and may repeat them.
@@ -305,7 +305,7 @@ def _is_layout(node: Node, rows: bool) -> bool:
     last, name = x.dim() - 1, name_of(node)
     if name == "transpose":
         return not rows or last not in {
-            d % x.dim() for d in _operands(node, "dim0", "dim1")[1:] if isinstance(d, int)
+            d % x.dim() for d in operands(node, "dim0", "dim1")[1:] if isinstance(d, int)
         }
     if name == "permute":
         dims = (
@@ -317,7 +317,7 @@ def _is_layout(node: Node, rows: bool) -> bool:
             len(dims) == x.dim() and isinstance(dims[-1], int) and dims[-1] % x.dim() == last
         )
     if name == "repeat_interleave":
-        dim = _operands(node, "repeats", "dim")[2]
+        dim = operands(node, "repeats", "dim")[2]
         return rows and isinstance(dim, int) and dim % x.dim() != last
     if _is_reshape(node) or (rows and name == "expand"):
         return not rows or same_shape(x.shape[-1:], y.shape[-1:])
@@ -326,7 +326,7 @@ def _is_layout(node: Node, rows: bool) -> bool:
 
 def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
     """Return x if `node` is sum(x^2) + eps over the last dimension, with the operator's eps."""
-    a, b = _operands(node, "other")
+    a, b = operands(node, "other")
     if _is_number(a):
         a, b = b, a
     if node.kwargs.get("alpha", 1) != 1 or not _is_number(b) or abs(b - EPS) > 1e-3 * EPS:
@@ -334,7 +334,7 @@ def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
     total = strip(a, nodes, reshapes=True)
     if name_of(total) != "sum":
         return None
-    squares, dim = _operands(total, "dim")
+    squares, dim = operands(total, "dim")
     dim = total.kwargs.get("axis", dim)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     if (
@@ -347,26 +347,33 @@ def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
     square = strip(squares, nodes, reshapes=False)
     nodes.append(square)
     if name_of(square) == "mul":
-        x, y = (strip(f, nodes, reshapes=False) for f in _operands(square, "other"))
+        x, y = (strip(f, nodes, reshapes=False) for f in operands(square, "other"))
         return x if x is y else None
     if name_of(square) == "square" or (
-        name_of(square) == "pow" and _operands(square, "exponent")[1] == 2
+        name_of(square) == "pow" and operands(square, "exponent")[1] == 2
     ):
-        x = _operands(square)[0]
+        x = operands(square)[0]
         return strip(x, nodes, reshapes=False) if isinstance(x, Node) else None
     return None
 
 
-def match_l2norm(name: str, value: Node) -> Match | None:
-    """Match x / sqrt(sum(x^2) + eps), with or without a cast back to the dtype of x.
+@dataclass
+class Norm:
+    """x / sqrt(sum(x^2) + eps): its nodes, the casts and the shape changes after it."""
 
-    Only that cast may round.
-    """
+    x: Node
+    nodes: list[Node]
+    casts: list[Node]
+    layout: list[Node]
+
+
+def find_l2norm(value: Node) -> Norm | None:
+    """Find x / sqrt(sum(x^2) + eps), with casts of the result. Refuse float16, which overflows."""
     nodes: list[Node] = []
     layout: list[Node] = []
-    core, dtype = value, example(value).dtype
+    core = value
     casts: list[Node] = []
-    while is_cast(core) or _is_layout(core, rows=True):
+    while is_cast(core) or is_layout(core, rows=True):
         nodes.append(core)
         (casts if is_cast(core) else layout).append(core)
         core = source(core)
@@ -386,16 +393,28 @@ def match_l2norm(name: str, value: Node) -> Match | None:
         return None
     if any(example(n).dtype is torch.float16 for n in nodes if not is_cast(n)):
         raise Refused("precision")
-    back = example(x).dtype is dtype and all(_is_wider(example(n).dtype, dtype) for n in casts)
+    return Norm(x, nodes, casts, layout)
+
+
+def match_l2norm(name: str, value: Node) -> Match | None:
+    """Match x / sqrt(sum(x^2) + eps), with or without a cast back to the dtype of x.
+
+    Only that cast may round.
+    """
+    norm, dtype = find_l2norm(value), example(value).dtype
+    if norm is None:
+        return None
+    casts = norm.casts
+    back = example(norm.x).dtype is dtype and all(_is_wider(example(n).dtype, dtype) for n in casts)
     if not back and not all(_is_transparent(n) for n in casts):
         raise Refused("precision")
-    return Match("l2norm", nodes, {name: x}, {}, layout)
+    return Match("l2norm", norm.nodes, {name: norm.x}, {}, norm.layout)
 
 
 def match_beta(value: Node) -> Match | None:
     """Match c * sigmoid(beta), c = 1 or 2."""
     layout: list[Node] = []
-    while _is_layout(value, rows=False) or _is_transparent(value):
+    while is_layout(value, rows=False) or _is_transparent(value):
         layout.append(value)
         value = source(value)
     product = expand(value)
@@ -403,7 +422,7 @@ def match_beta(value: Node) -> Match | None:
     if found is None or len(product.factors) != 1 or product.coefficient not in (1.0, 2.0):
         return None
     nodes = [*layout, *product.nodes, found.base]
-    raw = peel(_operands(found.base)[0], example(value).dtype, nodes)
+    raw = peel(operands(found.base)[0], example(value).dtype, nodes)
     double = product.coefficient == 2.0
     flags: dict[str, Any] = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": double}
     return Match(
@@ -438,7 +457,7 @@ class Gate:
         core = strip(self.value, passed, reshapes=False)
         self.computed = example(core).dtype
         if _GATES.get(core.target) == self.rank and core.args:
-            g, A_log, dt_bias = _operands(core, "A_log", "dt_bias")
+            g, A_log, dt_bias = operands(core, "A_log", "dt_bias")
             return self._found(g, A_log, dt_bias, [*passed, core], core.kwargs.get("lower_bound"))
         product = expand(self.value)
         if product.coefficient == -1.0 and len(product.factors) == 2:
@@ -455,14 +474,14 @@ class Gate:
             return (
                 None
                 if A_log is None
-                else self._linear(_operands(softplus.base)[0], A_log, nodes, None)
+                else self._linear(operands(softplus.base)[0], A_log, nodes, None)
             )
         sigmoid = product.take("sigmoid")
         bounded = -float("inf") < product.coefficient < 0.0 and len(product.factors) == 1
         if sigmoid is None or not bounded or not self._is_full(sigmoid.base):
             return None
         nodes, bound = [*product.nodes, sigmoid.base], product.coefficient
-        inner = expand(_operands(sigmoid.base)[0])
+        inner = expand(operands(sigmoid.base)[0])
         exp = inner.take("exp")
         rest = [f for f in inner.factors if f is not exp]
         if (
@@ -476,7 +495,7 @@ class Gate:
             A_log = self._A_log(exp, more)
             if A_log is not None:
                 return self._linear(rest[0].base, A_log, more, bound)
-        return self._linear(_operands(sigmoid.base)[0], None, nodes, bound)
+        return self._linear(operands(sigmoid.base)[0], None, nodes, bound)
 
     def _is_full(self, node: Node) -> bool:
         return same_shape(example(node).shape, self.shape)
@@ -493,7 +512,7 @@ class Gate:
         if not self._is_per_head(exp.shape, (*self.heads[:1], *(1 for _ in self.heads[1:]))):
             return None
         nodes.append(exp.base)
-        return strip(_operands(exp.base)[0], nodes, reshapes=True)
+        return strip(operands(exp.base)[0], nodes, reshapes=True)
 
     def _linear(
         self, x: Node, A_log: Node | None, nodes: list[Node], bound: float | None
@@ -508,7 +527,7 @@ class Gate:
             heads = (heads[0] * heads[1],)
         if name_of(add) == "add" and add.kwargs.get("alpha", 1) == 1:
             full = (*self.shape[:2], *heads)
-            a, b = _operands(add, "other")
+            a, b = operands(add, "other")
             for g, bias in ((a, b), (b, a)):
                 one, other = example(g), example(bias)
                 if (
@@ -549,7 +568,7 @@ class Gate:
 
 
 def _is_plain_softplus(node: Node) -> bool:
-    _, beta, threshold = _operands(node, "beta", "threshold")
+    _, beta, threshold = operands(node, "beta", "threshold")
     return beta in (None, 1) and threshold in (None, 20)
 
 

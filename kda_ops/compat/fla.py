@@ -21,6 +21,8 @@ Names, order, defaults and results match FLA 0.6.0. Intended differences:
   value channel.
 - Autocast casts q, k and v, and o has the autocast dtype, as in torch's attention; FLA keeps fp32.
 - ``safe_gate`` allows a ``lower_bound`` below -5.
+- The chunk functions take our promises ``safe_beta`` and ``safe_keys``. FLA drops these keywords,
+  so a program may pass them to either.
 - FLA's PyTorch references (``naive_recurrent_kda`` and others) are absent: run these operators in
   float64 on a CPU instead.
 
@@ -112,6 +114,8 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     chunk_size: int = CHUNK,
     transpose_state_layout: bool | None = None,
+    safe_beta: bool = False,
+    safe_keys: bool = False,
     **unknown: object,
 ) -> Call[tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]]:
     """Run Kimi Delta Attention over whole sequences, by FLA's signature; differentiable.
@@ -154,6 +158,8 @@ def chunk_kda(
         use_gate_in_kernel=use_gate_in_kernel,
         lower_bound=lower_bound,
         safe_gate=safe_gate,
+        safe_beta=safe_beta,
+        safe_keys=safe_keys,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=v_first(state_v_first, transpose_state_layout),
@@ -341,6 +347,8 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     chunk_size: int = CHUNK,
     transpose_state_layout: bool | None = None,
+    safe_beta: bool = False,
+    safe_keys: bool = False,
     **unknown: object,
 ) -> Call[tuple[Tensor, Tensor | None]]:
     """Run Gated DeltaNet over whole sequences, by FLA's signature; differentiable.
@@ -353,6 +361,8 @@ def chunk_gated_delta_rule(
     flags: dict[str, Any] = dict(
         scale=scale,
         output_final_state=output_final_state,
+        safe_beta=safe_beta,
+        safe_keys=safe_keys,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,

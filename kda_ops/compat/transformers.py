@@ -86,18 +86,33 @@ _MIXING = {
     "glm5_next": "its indexed attention reads no position_ids",
     "qwen4_exp": "its per-layer embeddings know no sequences",
 }
+# models whose beta is a sigmoid; that of olmo_hybrid may be twice as large
+_SIGMOIDS = frozenset(
+    {
+        "kimi_linear",
+        "glm5_next",
+        "bailing_hybrid",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen4_exp",
+    }
+)
 # marks a replacement and holds the original function
 _OURS = "__kda_ops_original__"
 
 
-def _delta_rule(op: Callable[..., Any]) -> Callable[[Callable], Callable]:
+def _delta_rule(op: Callable[..., Any], promises: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that replaces a delta rule of transformers by `op`.
 
-    One definition serves chunk and recurrent, KDA and GDN.
+    One definition serves chunk and recurrent, KDA and GDN. `promises` says that `op` takes
+    ``safe_beta``.
     """
 
     def replacement(original: Callable) -> Callable:
         model = original.__module__.rpartition(".")[2].removeprefix("modeling_")
+        proven = promises and model in _SIGMOIDS
+        run = functools.partial(op, safe_beta=True) if proven else op
 
         @functools.wraps(original, updated=())
         def ours(
@@ -119,7 +134,7 @@ def _delta_rule(op: Callable[..., Any]) -> Callable[[Callable], Callable]:
                     f"sequences ({_MIXING[model]}): pad the sequences instead."
                 )
             return delta_rule(
-                op,
+                run,
                 query,
                 key,
                 value,
@@ -168,9 +183,9 @@ def _convolution(original: Callable) -> Callable:
 
 
 _REPLACEMENTS: dict[str, Callable[[Callable], Callable]] = {
-    "chunk_kimi_delta_attention": _delta_rule(functional.chunk_kda),
+    "chunk_kimi_delta_attention": _delta_rule(functional.chunk_kda, promises=True),
     "recurrent_kimi_delta_attention": _delta_rule(functional.recurrent_kda),
-    "torch_chunk_gated_delta_rule": _delta_rule(functional.chunk_gdn),
+    "torch_chunk_gated_delta_rule": _delta_rule(functional.chunk_gdn, promises=True),
     "torch_recurrent_gated_delta_rule": _delta_rule(functional.recurrent_gdn),
     "causal_conv1d_fn": _convolution,
 }

@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kda_ops
-from kda_ops.compat import fla
+from kda_ops import functional
+from kda_ops.compat import fla, fla_calls
 from tests.support.calls import forward
 from tests.support.cases import PACKED, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.pools import Pool
 from tests.support.target import TARGET
 
-# Signatures of FLA 0.6.0, in order; after the bar, what FLA takes from **kwargs.
+# Signatures of FLA 0.6.0, in order; after the bar, what FLA takes from **kwargs, or drops.
 _HEAD = "q k v g beta"
 SIGNATURES = {
     "chunk_kda": (
@@ -27,7 +28,7 @@ SIGNATURES = {
         "allow_neg_eigval=False safe_gate=False lower_bound=None disable_recompute=False "
         "return_intermediate_states=False state_v_first=False cu_seqlens=None cu_seqlens_cpu=None "
         "cp_context=None use_graph=False max_num_seqs=None | A_log dt_bias chunk_size "
-        "transpose_state_layout"
+        "transpose_state_layout safe_beta safe_keys"
     ),
     "fused_recurrent_kda": (
         f"{_HEAD} A_log=None dt_bias=None scale=None initial_state=None output_final_state=False "
@@ -45,7 +46,8 @@ SIGNATURES = {
         f"{_HEAD} scale=None initial_state=None output_final_state=False "
         "use_qk_l2norm_in_kernel=False use_beta_sigmoid_in_kernel=False allow_neg_eigval=False "
         "state_v_first=False cu_seqlens=None cu_seqlens_cpu=None chunk_indices=None "
-        "cp_context=None | use_gate_in_kernel A_log dt_bias chunk_size transpose_state_layout"
+        "cp_context=None | use_gate_in_kernel A_log dt_bias chunk_size transpose_state_layout "
+        "safe_beta safe_keys"
     ),
     "fused_recurrent_gated_delta_rule": (
         "q k v g=None gk=None gv=None beta=None scale=None initial_state=None "
@@ -153,6 +155,22 @@ def test_calls_equal_our_operators_bitwise_forward_and_backward(form, case):
     assert_all_identical(
         outputs_and_gradients(case, lambda inputs: fla_call(case, name, inputs)), want
     )
+
+
+@pytest.mark.parametrize("name", ("chunk_kda", "chunk_gated_delta_rule"))
+def test_promises_reach_the_operator(name, monkeypatch):
+    seen, case = {}, Case("kda" if name == "chunk_kda" else "gdn", T=3)
+    ours = functional.chunk_kda if name == "chunk_kda" else functional.chunk_gdn
+
+    def watched(*args, **flags):
+        seen.update(flags)
+        return ours(*args, **flags)
+
+    monkeypatch.setattr(functional, ours.__name__, watched)
+    monkeypatch.setitem(fla_calls._RANKS, watched, case.rank)
+    for safe in (True, False):
+        getattr(fla, name)(**case.inputs("cpu"), safe_beta=safe, safe_keys=not safe)
+        assert (seen["safe_beta"], seen["safe_keys"]) == (safe, not safe)
 
 
 @given(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import sys
 from collections import Counter
 
@@ -126,6 +129,62 @@ def test_our_operators_run_only_while_enabled(name):
         net.generate(ids, max_new_tokens=4, do_sample=False)
         net(ids, use_cache=False)
     assert calls.counts == {f"{variant}.chunk": 2 * 2, f"{variant}.recurrent": 2 * 3}
+
+
+class Betas(TorchDispatchMode):
+    """Keeps whether each chunk call promises a beta in [0, 1], and the largest beta."""
+
+    def __init__(self):
+        super().__init__()
+        self.promised, self.largest = set(), 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.kda.chunk.default, torch.ops.gdn.chunk.default):
+            self.promised.add((kwargs or {}).get("safe_beta", False))
+            self.largest = max(self.largest, args[4].max().item())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_beta_is_promised_where_the_model_computes_a_sigmoid(name):
+    changed = dict(linear_allow_neg_eigval=True) if name == "olmo_hybrid" else {}
+    net = models.model(name, **changed)
+    with torch.no_grad(), compat.enable(), Betas() as betas:
+        net(input_ids=models.tokens(2, 70), use_cache=False)
+    assert betas.promised == {name in compat._SIGMOIDS}
+    assert betas.largest <= 1.0 or name == "olmo_hybrid"
+    if name == "olmo_hybrid":
+        assert betas.largest > 1.0
+
+
+@pytest.mark.parametrize("name", sorted(compat._SIGMOIDS & CONFIGS.keys()))
+def test_the_source_of_a_model_gives_beta_by_a_sigmoid_alone(name):
+    source = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    forwards = [
+        f
+        for f in ast.walk(ast.parse(inspect.getsource(source)))
+        if isinstance(f, ast.FunctionDef)
+        and f.name == "forward"
+        and any(isinstance(x, ast.keyword) and x.arg == "beta" for x in ast.walk(f))
+    ]
+    assert forwards
+    for forward in forwards:
+        made = [
+            x.value
+            for x in ast.walk(forward)
+            if isinstance(x, (ast.Assign, ast.AugAssign))
+            and any(
+                isinstance(t, ast.Name) and t.id == "beta" and isinstance(t.ctx, ast.Store)
+                for t in ast.walk(x)
+            )
+        ]
+        assert made
+        for value in made:
+            assert isinstance(value, ast.Call) and value.func.attr == "sigmoid", ast.dump(value)
+        passed = [
+            x.value for x in ast.walk(forward) if isinstance(x, ast.keyword) and x.arg == "beta"
+        ]
+        assert all(isinstance(x, ast.Name) and x.id == "beta" for x in passed)
 
 
 def test_an_old_transformers_is_refused(monkeypatch):

@@ -1,0 +1,65 @@
+"""Prove in a Dynamo graph the promises of a call: see `kda_ops.inductor`.
+
+A proof is the list of nodes that it rests on, from the last activation to the argument; None means
+that there is none. Rounding, also to a narrower dtype, keeps every limit that is proved here. The
+caller checks in-place writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from kda_ops.patterns import (
+    example,
+    expand,
+    find_l2norm,
+    is_cast,
+    is_layout,
+    name_of,
+    operands,
+    source,
+)
+from kda_ops.problem import SAFE_BOUND
+
+
+def _behind(value: Any, rows: bool) -> list[Any]:
+    """Follow a value back through casts and shape changes; the last entry is neither.
+
+    With `rows` shape changes must move whole rows of the last dimension.
+    """
+    nodes = [value]
+    while isinstance(nodes[-1], Node) and (is_cast(nodes[-1]) or is_layout(nodes[-1], rows)):
+        nodes.append(source(nodes[-1]))
+    return nodes
+
+
+def prove_strength(value: Node) -> list[Node] | None:
+    """Prove beta in [0, 1] by a sigmoid."""
+    nodes = _behind(value, rows=False)
+    return nodes if name_of(nodes[-1]) == "sigmoid" else None
+
+
+def prove_lengths(value: Node) -> list[Node] | None:
+    """Prove rows of at most unit length by a norm: F.normalize, or that of the operator."""
+    nodes = _behind(value, rows=True)
+    last = nodes[-1]
+    if name_of(last) == "normalize":
+        x, p, dim, _, out = operands(last, "p", "dim", "eps", "out")
+        # float16 rounds small squares to zero
+        plain = p in (None, 2) and out is None and example(last).dtype is not torch.float16
+        return nodes if plain and dim in (-1, example(x).dim() - 1) else None
+    norm = find_l2norm(value)
+    return None if norm is None else norm.nodes
+
+
+def prove_decay(value: Node) -> list[Node] | None:
+    """Prove g in [SAFE_BOUND, 0] by c sigmoid(x) with a c in that range."""
+    nodes = _behind(value, rows=False)
+    product = expand(nodes[-1])
+    found = product.take("sigmoid")
+    if found is None or len(product.factors) != 1 or not SAFE_BOUND <= product.coefficient <= 0.0:
+        return None
+    return [*nodes, *product.nodes, found.base]
