@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kda_ops
-from kda_ops.tools.cases import INPUTS, Case, flags
+from kda_ops.tools.cases import INPUTS, OURS, Case, flags
 
 Inputs = dict[str, Tensor]
 Forward = Callable[[Inputs], Tensor]
@@ -63,7 +63,7 @@ def activated(case: Case, x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 
 def fla_flags(case: Case, x: Inputs) -> dict:
     """Return FLA's keyword arguments."""
-    words = {n: flag for n, flag in flags(case).items() if flag is not None}
+    words = {n: flag for n, flag in flags(case).items() if flag is not None and n not in OURS}
     if case.inside:
         words |= dict(A_log=x["A_log"], dt_bias=x["dt_bias"].flatten())
     return words | ({} if case.lower_bound is None else {"safe_gate": True})

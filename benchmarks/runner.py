@@ -27,7 +27,16 @@ from benchmarks import tables
 from benchmarks.peers import PEERS, Peer
 from benchmarks.worker import work_of
 from kda_ops.tools import machine
-from kda_ops.tools.cases import GATES, KDA_GATES, PASSES, PROMISED, Case, case_of, parse_setting
+from kda_ops.tools.cases import (
+    GATES,
+    KDA_GATES,
+    PASSES,
+    PROMISED,
+    SAFE,
+    Case,
+    case_of,
+    parse_setting,
+)
 
 COMMANDS = """other commands:
   python -m benchmarks evidence   run the GPU tests, measure the rows that are stale or missing
@@ -134,7 +143,7 @@ def _settings(text: str) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose what is measured."""
     ops, known = ["kda", "gdn"], dict.fromkeys(p.name for p in PEERS)
-    gates, passes = [g for g in GATES if g not in PROMISED], list(PASSES[:-1])
+    gates, passes = [g for g in GATES if g not in (*SAFE, *PROMISED)], list(PASSES[:-1])
     add = parser.add_argument
     add("--ops", type=machine.names(ops), default=ops, help="comma-separated")
     add("--passes", type=machine.names(PASSES), default=passes, help=f"of {','.join(PASSES)}")

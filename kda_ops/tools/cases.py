@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PASSES = ("fwd", "fwdbwd", "decode", "first_call_s", "model")
-PROMISED = ("strong_safe", "weak_safe")
-GATES = ("bound", "softplus", "strong", "weak", *PROMISED)
-KDA_GATES = ("bound", *PROMISED)  # of which GDN has none
+SAFE = ("strong_safe", "weak_safe")
+PROMISED = ("strong_promised", "weak_promised")
+GATES = ("bound", "softplus", "strong", "weak", *SAFE, *PROMISED)
+KDA_GATES = ("bound", *SAFE)  # of which GDN has none
 WIDTH = 128  # K = V
 LOWER_BOUND = -5.0
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+OURS = ("safe_beta", "safe_keys")  # promises that no peer takes
 KEY = ("op", "pass", "setting", "gate", "state", "layout", "peer")  # what names a row
 
 
@@ -47,6 +49,7 @@ class Case:
     The gates "bound" and "softplus" run norm, gate and sigmoid inside the operator. "strong" and
     "weak" give unit keys, beta in (0, 1) and a log decay uniform in [-5, 0] or [-0.1, 0].
     "strong_safe" and "weak_safe" promise either side that it stays in [-5, 0] (`safe_gate`).
+    "strong_promised" and "weak_promised" promise us more: `safe_beta` and `safe_keys`.
     """
 
     op: str  # "kda" or "gdn"
@@ -68,8 +71,13 @@ class Case:
         return self.gate in ("bound", "softplus")
 
     @property
+    def safe(self) -> bool:
+        """Whether the caller promises that a given decay of KDA stays within bounds."""
+        return self.op == "kda" and self.gate in (*SAFE, *PROMISED)
+
+    @property
     def promised(self) -> bool:
-        """Whether the caller promises that a given decay stays within bounds."""
+        """Whether the caller promises a given beta in [0, 1] and unit keys, too."""
         return self.gate in PROMISED
 
     @property
@@ -138,7 +146,8 @@ def make_inputs(case: Case) -> dict[str, Tensor]:
 def flags(case: Case) -> dict[str, Any]:
     """Return our keyword arguments."""
     if not case.inside:
-        return {"safe_gate": True} if case.promised else {}
+        promises = {"safe_gate": case.safe} | dict.fromkeys(OURS, case.promised)
+        return {n: True for n, given in promises.items() if given}
     return dict(
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,

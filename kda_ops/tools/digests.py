@@ -73,7 +73,7 @@ def kernels_of_all(names: Iterable[str], jobs: int) -> dict[str, str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name in sorted(set(names)):
         op, _, _, gate, *_ = name.split()
-        groups.setdefault((op, gate.removesuffix("_safe")), []).append(name)
+        groups.setdefault((op, gate.partition("_")[0]), []).append(name)
     found: dict[str, str] = {}
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for some in pool.map(_kernels_of_some, sorted(groups.values(), key=len, reverse=True)):

@@ -19,7 +19,7 @@ from benchmarks import peers, runner, tables, worker
 from benchmarks.peers import Peer, Unsupported, activated, our_forward
 from kda_ops.tools import oracle as oracles
 from kda_ops.tools import timer
-from kda_ops.tools.cases import GATES, KDA_GATES, PASSES, Case, flags, make_inputs
+from kda_ops.tools.cases import GATES, KDA_GATES, OURS, PASSES, Case, flags, make_inputs
 from kda_ops.tools.oracle import Oracle
 from tests.support.benchmark import case, row
 
@@ -50,7 +50,8 @@ def test_plain_torch_activations_are_those_inside_the_operator(op, gate):
     g, flag_words = activated(c, x)[3], flags(c)
     assert (
         flag_words.get("use_gate_in_kernel", False) == (gate in ("bound", "softplus"))
-        and flag_words.get("safe_gate", False) == c.promised
+        and flag_words.get("safe_gate", False) == c.safe
+        and all(flag_words.get(n, False) == c.promised for n in OURS)
     )
     assert (g <= 0).all() and (gate == "softplus" or (g >= -5).all())
     chunk = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}[op]

@@ -53,7 +53,8 @@ WHOLE = [
     for op, peer in (("kda", "fla"), ("kda", "cudnn"), ("gdn", "fla"), ("gdn", "flashqla"))
     for gate in GATES[op]
 ]
-WHOLE += [("kda", "fla", "strong_safe")]
+WHOLE += [("kda", "fla", "strong_safe"), ("kda", "fla", "weak_promised")]
+WHOLE += [("kda", "cudnn", "strong_promised"), ("gdn", "fla", "strong_promised")]
 DECODE = [
     (op, state, gate)
     for op, state in (("kda", "fp32"), ("kda", "bf16"), ("gdn", "fp32"))
@@ -71,13 +72,12 @@ def test_a_peer_is_asked_for_what_we_compute(installed, op, peer, gate):
 
 
 def test_what_is_promised_to_us_is_promised_to_the_peer():
-    for gate in ("strong", "strong_safe", "weak_safe"):
+    for gate in ("strong", "strong_safe", "weak_safe", "strong_promised"):
         there = case("kda", gate=gate)
-        assert (
-            peers.fla_flags(there, {}).get("safe_gate", False)
-            == flags(there).get("safe_gate", False)
-            == (gate != "strong")
-        )
+        theirs = peers.fla_flags(there, {})
+        assert theirs == ({} if gate == "strong" else {"safe_gate": True})
+        assert flags(there).get("safe_gate", False) == (gate != "strong")
+        assert peers.fla_flags(case("gdn", gate="weak_promised"), {}) == {}
 
 
 @pytest.mark.parametrize("layout", ["kv", "vk"])
