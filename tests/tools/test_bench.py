@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kda_ops
-from benchmarks import peers, runner, tables, worker
+from benchmarks import cuts, peers, runner, tables, worker
 from benchmarks.peers import Peer, Unsupported, activated, our_forward
 from kda_ops.tools import oracle as oracles
 from kda_ops.tools import timer
@@ -452,3 +452,13 @@ def test_help_names_the_commands(command, capsys):
         runner.main([*command.split(), "--help"])
     said = capsys.readouterr().out
     assert stop.value.code == 0 and (command or "python -m benchmarks evidence") in said
+
+
+@pytest.mark.parametrize("layout", ["kv", "vk"])
+def test_the_first_cut_of_decode_is_the_one_in_use(layout):
+    step = pytest.importorskip("kda_ops.backends.triton.step")
+    (KI, BV, warps), *others = cuts.CUTS[layout]
+    used = step.cut(cuts.WIDTH, cuts.WIDTH, 4, layout == "vk", True)
+    assert used == step.Cut(cuts.WIDTH // KI, KI, BV, {"num_warps": warps})
+    for KI, BV, warps in others:  # whole registers of every thread
+        assert cuts.WIDTH * BV % (32 * warps) == 0 == cuts.WIDTH % KI
