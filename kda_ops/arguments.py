@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from kda_ops.private import is_zero_tensor
+
 F = TypeVar("F", bound=Callable)
 
 _CONSTANTS = {"scale": "multiply o by it", "lower_bound": "pass a constant"}
@@ -144,7 +146,7 @@ def check_dense(name: str, x: object) -> None:
 
 def is_lazy(x: object) -> bool:
     """Whether x, if it is a tensor, is not what lies in its memory."""
-    return isinstance(x, Tensor) and (x.is_neg() or x.is_conj() or x._is_zerotensor())
+    return isinstance(x, Tensor) and (x.is_neg() or x.is_conj() or is_zero_tensor(x))
 
 
 def check_memory(name: str, x: Tensor) -> None:

@@ -50,7 +50,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 
 from kda_ops import patterns, proofs
@@ -64,11 +63,26 @@ from kda_ops.patterns import (
     match_through,
     same_shape,
 )
+from kda_ops.private import (
+    ENTERS,
+    EXITS,
+    CustomGraphPass,
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    enter_autocast,
+    get_hash_for_files,
+    is_functorch_wrapped_tensor,
+    schema_of,
+    set_grad_enabled,
+    storage_of,
+    takes_several_passes,
+)
 from kda_ops.proofs import prove_decay, prove_lengths, prove_strength
 from kda_ops.registrations import schemas
 
 _TARGETS = {
-    target: (rank, op.overload(namespace)._schema)
+    target: (rank, schema_of(op.overload(namespace)))
     for namespace, rank in schemas.VARIANTS.items()
     for op in (schemas.CHUNK, schemas.RECURRENT, schemas.CHUNK_, schemas.RECURRENT_)
     for target in (op.overload(namespace), op.overload(namespace).overloadpacket)
@@ -81,11 +95,7 @@ _TARGETS = {
 def _storage(node: Node) -> int | None:
     """Return the address of a tensor's storage; None if it is unknown, as in vmap."""
     x = example(node)
-    return (
-        None
-        if x is None or torch._C._functorch.is_functorch_wrapped_tensor(x)
-        else x.untyped_storage()._cdata
-    )
+    return None if x is None or is_functorch_wrapped_tensor(x) else storage_of(x)
 
 
 def _written(node: Node) -> Iterable[Node]:
@@ -100,7 +110,7 @@ def _written(node: Node) -> Iterable[Node]:
         return node.all_input_nodes
     if node.op != "call_function":
         return []
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         bodies = [
             getattr(node.graph.owning_module, str(x.target))
             for x in node.all_input_nodes
@@ -111,18 +121,18 @@ def _written(node: Node) -> Iterable[Node]:
             True for m in bodies for n in m.graph.nodes for _ in _written(n)
         )
         return [] if pure else node.all_input_nodes
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         target = (
             target.default
             if "default" in target.overloads()
             else getattr(target, target.overloads()[0])
         )
-    if isinstance(target, torch._ops.OpOverload):
-        names = [a.name for a in target._schema.arguments]
+    if isinstance(target, OpOverload):
+        names = [a.name for a in schema_of(target).arguments]
         given = dict(zip(names, node.args)) | node.kwargs
         return [
             n
-            for a in target._schema.arguments
+            for a in schema_of(target).arguments
             if a.alias_info is not None and a.alias_info.is_write
             for n in _nodes_in(given.get(a.name))
         ]
@@ -185,17 +195,16 @@ class _Surroundings:
         self.place: dict[Node, int] = {}
         self.mode: dict[Node, tuple[object, tuple[Node, ...]]] = {}
         self.writes: list[tuple[int, int | None]] = []
-        switches = [n for n in graph.nodes if n.target is torch._C._set_grad_enabled]
+        switches = [n for n in graph.nodes if n.target is set_grad_enabled]
         # A block restores the mode that it found, so the last switch gives the initial mode.
         grad: object = switches[-1].args[0] if switches else None
         entered: tuple[Node, ...] = ()
         for i, node in enumerate(graph.nodes):
-            name = getattr(node.target, "__name__", "")
-            if node.target is torch._C._set_grad_enabled:
+            if node.target is set_grad_enabled:
                 grad = node.args[0]
-            elif name in ("_enter_autocast", "_enter_inference_mode"):
+            elif node.target in ENTERS:
                 entered = (*entered, node)
-            elif name in ("_exit_autocast", "_exit_inference_mode"):
+            elif node.target in EXITS:
                 entered = tuple(n for n in entered if n is not node.args[0])
             self.place[node], self.mode[node] = i, (grad, entered)
             self.writes += [(i, _storage(x)) for x in _written(node)]
@@ -227,7 +236,7 @@ class _Surroundings:
         """Return the dtype that autocast gives the tensors of this call; None if it is off."""
         for node in reversed(self.mode[call][1]):
             entered: Any = node.args
-            if node.target is torch.amp.autocast_mode._enter_autocast and entered[0] == device:
+            if node.target is enter_autocast and entered[0] == device:
                 return (entered[1] or torch.get_autocast_dtype(device)) if entered[2] else None
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -297,7 +306,9 @@ class _Call:
         self.node, self.around, self.counts = node, around, counts
         self.rank, schema = _TARGETS[node.target]
         self.positional = [a.name for a in schema.arguments if not a.kwarg_only]
-        self.args = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        self.args: dict[str, Any] = {
+            a.name: a.default_value for a in schema.arguments if a.has_default_value()
+        }
         self.args |= dict(zip((a.name for a in schema.arguments), node.args)) | node.kwargs
 
     def fold(self) -> None:
@@ -448,11 +459,10 @@ def kda_inductor(
         ...     kda_ops.chunk_kda, backend="kda_inductor", fullgraph=True)
         <function chunk_kda at ...>
     """
-    from torch._inductor import config, custom_graph_pass, list_mode_options
-    from torch._inductor.compile_fx import compile_fx
+    from kda_ops.private import compile_fx, inductor_config, list_mode_options
 
     patches = (list_mode_options(mode) if mode else {}) | (options or {})
-    before = patches.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
+    before = patches.get("pre_grad_custom_pass", inductor_config.pre_grad_custom_pass)
     passes = [
         *(before if isinstance(before, (list, tuple)) else [] if before is None else [before]),
         fold_preprocessing,
@@ -462,8 +472,7 @@ def kda_inductor(
         for each in passes:
             each(graph)
 
-    # torch 2.12 and older accept only one pass
-    several = passes if hasattr(custom_graph_pass, "get_custom_graph_passes") else in_turn
+    several = passes if takes_several_passes() else in_turn
     patches["pre_grad_custom_pass"] = several if len(passes) > 1 else fold_preprocessing
     return compile_fx(gm, example_inputs, config_patches=patches)
 
@@ -472,8 +481,10 @@ def _register() -> None:
     """Register the backend's name unless an entry point does; a name registered twice fails."""
     from importlib.metadata import entry_points
 
+    from kda_ops.private import register_backend
+
     if not any(e.name == "kda_inductor" for e in entry_points(group="torch_dynamo_backends")):
-        torch._dynamo.register_backend(kda_inductor)
+        register_backend(kda_inductor)
 
 
 _register()

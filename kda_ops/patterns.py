@@ -19,6 +19,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kda_ops.backends.activations import EPS
+from kda_ops.private import OpOverload, OpOverloadPacket
 from kda_ops.registrations import schemas
 
 _GATES = {
@@ -91,7 +92,7 @@ def name_of(node: Any) -> str | None:
         name = str(node.target)
     elif node.op == "call_function":
         target: Any = node.target
-        if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if isinstance(target, (OpOverload, OpOverloadPacket)):
             packet = getattr(target, "overloadpacket", target)
             if not str(packet).startswith("aten."):
                 return None

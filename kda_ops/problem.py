@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kda_ops.arguments import check_dense
+from kda_ops.private import is_functional_tensor, is_functorch_wrapped_tensor
 
 CHUNK = 64  # tokens per chunk, C in docs/maths.md
 MAX_K = 256
@@ -702,14 +703,13 @@ def _overlaps(x: Tensor) -> bool:
 def _is_symbolic(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.is_meta:
         return True
-    if type(x) is not Tensor:  # saves two imports at most calls
-        from torch._subclasses.fake_tensor import FakeTensor
-        from torch._subclasses.functional_tensor import FunctionalTensor
+    if type(x) is not Tensor:  # saves the import at most calls
+        from kda_ops.private import FakeTensor, FunctionalTensor
 
         if isinstance(x, (FakeTensor, FunctionalTensor)):
             return True
     # layers see functorch's wrappers, operators see functional tensors
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x)
+    return is_functorch_wrapped_tensor(x) or is_functional_tensor(x)
 
 
 def _can_read(x: Tensor) -> bool:

@@ -9,12 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kda_ops.private import AUTOCAST, ExcludeKeys
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
-
-_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
 
 
 def _cast(operator: schemas.Operator, namespace: str, device_type: str):
@@ -29,7 +26,7 @@ def _cast(operator: schemas.Operator, namespace: str, device_type: str):
             else x
             for x in (q, k, v)
         )
-        with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+        with ExcludeKeys(AUTOCAST):
             return op(q, k, v, *args, **flags)
 
     return kernel
@@ -40,7 +37,7 @@ def _as_it_is(operator: schemas.Operator, namespace: str, device_type: str):
 
     @opaque
     def kernel(*args, **flags):
-        with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+        with ExcludeKeys(AUTOCAST):
             return op(*args, **flags)
 
     return kernel

@@ -15,11 +15,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
 from kda_ops import dispatch
+from kda_ops.private import (
+    AFTER_AUTOGRAD,
+    BelowAutograd,
+    OpOverload,
+    SingleLevelFunction,
+    any_requires_grad,
+    enable_single_level_autograd_function,
+    is_fwd_grad_enabled,
+    schema_of,
+    set_fwd_grad_enabled,
+    transforms_are_active,
+)
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
 from kda_ops.stages import GRADIENTS, KEPT
@@ -28,7 +38,7 @@ _INPUTS = len(GRADIENTS) + 1  # the differentiable inputs, then cu_seqlens
 
 
 def _wants_grad(args: tuple, kwargs: dict) -> bool:
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
+    return torch.is_grad_enabled() and any_requires_grad(*args, **kwargs)
 
 
 def _refuse_tangents(name: str, args: tuple, kwargs: dict) -> None:
@@ -53,17 +63,7 @@ class _Call(NamedTuple):
     tangents: bool = False  # whether forward mode is on
 
 
-class _Formula(_SingleLevelFunction):
-    """A function of one level of transforms, the one that the dispatcher has come to:
-    `torch.autograd.Function` would begin with all of them again.
-    """
-
-    @staticmethod
-    def _compiled_autograd_key(ctx) -> tuple:
-        return (ctx._autograd_function_id,)
-
-
-def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callable) -> Callable:
+def _differentiable(op: OpOverload, setup: Callable, backward: Callable) -> Callable:
     """Give `op` a formula: ``setup(ctx, inputs, flags, output)``, both with the defaults that the
     dispatcher strips, and ``backward(ctx, *gradients)``. Return its Autograd kernel.
 
@@ -71,19 +71,19 @@ def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callab
     every call, which takes as long as the rest of a forward's Python, and that `torch.func.grad`
     refuses it.
     """
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     positional = tuple(a.default_value for a in arguments if not a.kwarg_only)
     keywords = {a.name: a.default_value for a in arguments if a.kwarg_only}
 
     def below(call: _Call, args: tuple):
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(call.keyset & torch._C._after_autograd_keyset, *args, **call.flags)
+        with BelowAutograd():
+            return op.redispatch(call.keyset & AFTER_AUTOGRAD, *args, **call.flags)
 
     def forward(ctx, call: _Call, *args):
-        if torch._C._are_functorch_transforms_active():
+        if transforms_are_active():
             # Of transforms inside each other the outer ones are below; a function's forward is
             # without gradients and tangents, and they may want theirs.
-            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(call.tangents):
+            with torch.enable_grad(), set_fwd_grad_enabled(call.tangents):
                 output = below(call, args)
         else:
             output = below(call, args)
@@ -95,24 +95,24 @@ def _differentiable(op: torch._ops.OpOverload, setup: Callable, backward: Callab
         return None, *backward(ctx, *gradients)[: len(ctx.needs_input_grad) - 1]
 
     formula = type(
-        f"{op._namespace}_{op._opname}",
-        (_Formula,),
+        op.name().replace("::", "_"),
+        (SingleLevelFunction,),
         {"forward": staticmethod(forward), "backward": staticmethod(reverse)},
     )
 
     @opaque
     def kernel(keyset: torch.DispatchKeySet, *args, **flags):
         if forward_ad._current_level >= 0:
-            _refuse_tangents(f"{op._namespace}::{op._opname}", args, flags)
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            _refuse_tangents(op.name(), args, flags)
+        if not (torch.is_grad_enabled() and any_requires_grad(*args)):
             return below(_Call(keyset, flags), args)
-        call = _Call(keyset, flags, torch._C._is_fwd_grad_enabled())
-        if not torch._C._are_functorch_transforms_active():
+        call = _Call(keyset, flags, is_fwd_grad_enabled())
+        if not transforms_are_active():
             return formula.apply(call, *args)
         with enable_single_level_autograd_function():
             return formula.apply(call, *args)
 
-    schemas.LIBRARIES[op._namespace].impl(op._opname, kernel, "Autograd", with_keyset=True)
+    schemas.LIBRARIES[op.namespace].impl(op, kernel, "Autograd", with_keyset=True)
     return kernel
 
 
@@ -126,7 +126,7 @@ def _chunk(namespace: str, chunk_fwd: Callable):
             _refuse_tangents(f"{namespace}::chunk", args, flags)
         if _wants_grad(args, flags):
             return chunk_fwd(keyset, *args, **flags)[:2]
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             return op(*args, **flags)
 
     return chunk
@@ -180,11 +180,11 @@ def _backward(namespace: str):
         kept = [next(saved) if there else none for there in (kept or [False] * len(KEPT))]
         need = schemas.mask_of(wanted)
         recorded = torch.is_grad_enabled() or forward_ad._current_level >= 0
-        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        traced = torch.compiler.is_compiling() or transforms_are_active()
         with (
             nullcontext()
             if recorded or traced
-            else torch._C._AutoDispatchBelowAutograd()  # its Autograd kernel has nothing to do
+            else BelowAutograd()  # its Autograd kernel has nothing to do
         ):
             grads = op_bwd(do, dfinal_state, *kept, *inputs, o, need=need, **flags)
         return (*(d if n else None for d, n in zip(grads, wanted)), None)
@@ -236,7 +236,7 @@ def _refuse_in_place(operator: schemas.Operator, namespace: str):
                 "call it under torch.no_grad() or torch.inference_mode(), "
                 f"or use {instead}, which is differentiable."
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             return op(*args, **flags)
 
     return guard

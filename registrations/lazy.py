@@ -9,6 +9,8 @@ import importlib.util
 import sys
 from collections.abc import Callable
 
+from kda_ops.private import LATER
+
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Runs `callback` once, right after the module `name` has been executed; asking whether the
@@ -72,6 +74,6 @@ def _torchax() -> None:
 
 
 when_imported("torch.utils.flop_counter", _flops)
-when_imported("torch.nested._internal.nested_tensor", _nested)
+when_imported(LATER["NestedTensor"], _nested)
 when_imported("torch.distributed.tensor", _sharding)
 when_imported("torchax", _torchax)

@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from kda_ops.private import SKIP, set_code_exec_strategy
 
 F = TypeVar("F", bound=Callable)
-
-# the function, and all that it calls
-_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def opaque(function: F) -> F:
     """Keep Dynamo out of a function and of what it calls, as `torch.library.custom_op` does, at no
     cost per call and without importing Dynamo.
     """
-    set_code_exec_strategy(function.__code__, _SKIP)
+    set_code_exec_strategy(function.__code__, SKIP)
     return function

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kda_ops.arguments import check_memory, is_lazy, refuse_layout
+from kda_ops.private import BelowAutograd, schema_of
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
 
@@ -21,7 +22,7 @@ _LAZY = ("Negative", "Conjugate", "ZeroTensor")
 
 
 def _refuse(operator: schemas.Operator, namespace: str):
-    names = [a.name for a in operator.overload(namespace)._schema.arguments]
+    names = [a.name for a in schema_of(operator.overload(namespace)).arguments]
 
     @opaque
     def kernel(*args, **flags):
@@ -32,10 +33,10 @@ def _refuse(operator: schemas.Operator, namespace: str):
 
 def refuse_nested() -> None:
     """Refuse nested tensors with layout jagged too: a subclass without dispatch keys."""
-    from torch.nested._internal.nested_tensor import NestedTensor
+    from kda_ops.private import NestedTensor
 
     def rule(cls, func, types, args=(), kwargs=None):
-        refuse_layout([a.name for a in func._schema.arguments], args)
+        refuse_layout([a.name for a in schema_of(func).arguments], args)
 
     for namespace, library in schemas.LIBRARIES.items():
         for operator in schemas.OPERATORS:
@@ -49,13 +50,13 @@ def _resolve(operator: schemas.Operator, namespace: str):
     It resolves lazy inputs to new memory. It refuses a lazy state, because a copy would be written.
     """
     op = operator.overload(namespace)
-    place = [a.name for a in op._schema.arguments].index("state")
+    place = [a.name for a in schema_of(op).arguments].index("state")
 
     @opaque
     def kernel(*args, **flags):
         check_memory("state", args[place])
         resolved = [x.clone().resolve_neg().resolve_conj() if is_lazy(x) else x for x in args]
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             return op(*resolved, **flags)
 
     return kernel

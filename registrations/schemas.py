@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kda_ops.private import OpOverload
 from kda_ops.stages import GRADIENTS, KEPT
 
 KDA, GDN = "kda", "gdn"  # the namespaces, which `kda_ops.tools.hub` makes unique
@@ -51,7 +52,7 @@ class Operator:
     schema: str
     mutates: bool = False
 
-    def overload(self, namespace: str) -> torch._ops.OpOverload:
+    def overload(self, namespace: str) -> OpOverload:
         """Return the registered operator of one variant."""
         return getattr(getattr(torch.ops, namespace), self.name).default
 

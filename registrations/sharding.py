@@ -21,12 +21,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 from kda_ops import dispatch
+from kda_ops.private import OpSchema, OpStrategy, RuntimeSchemaInfo, schema_of, sharding_propagator
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS, KEPT, axes_of
 
@@ -50,7 +50,7 @@ def _is_empty(x) -> bool:
 
 
 def _arguments(operator: schemas.Operator, namespace: str) -> list[str]:
-    return [a.name for a in operator.overload(namespace)._schema.arguments if not a.kwarg_only]
+    return [a.name for a in schema_of(operator.overload(namespace)).arguments if not a.kwarg_only]
 
 
 def _outputs(
@@ -143,11 +143,11 @@ def _evenly(rules, names: list[str]):
 def _register(operator: schemas.Operator, namespace: str) -> None:
     op, names = operator.overload(namespace), _arguments(operator, namespace)
     register_sharding(op)(_rules(operator, namespace))
-    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator = sharding_propagator()
     propagator.op_strategy_funcs[op] = _evenly(propagator.op_strategy_funcs[op], names)
     # A decision is cached by what it depends on. Besides tensors `register_sharding` only looks at
     # integers, but here absent tensors and flags decide too.
-    flags = [a.name for a in op._schema.arguments if a.kwarg_only]
+    flags = [a.name for a in schema_of(op).arguments if a.kwarg_only]
     propagator.op_to_schema_info[op] = RuntimeSchemaInfo(
         static_argnum=0, static_kwargkey=flags, needs_pytree=True
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kda_ops.private import schema_of
 from kda_ops.registrations import schemas
 from kda_ops.stages import axes_of
 
@@ -40,9 +41,9 @@ def _fold(name: str, x: Tensor | None, mapped: int | None, size: int, axis: int)
 
 def _rule(operator: schemas.Operator, namespace: str):
     op = operator.overload(namespace)
-    given = [a for a in op._schema.arguments if not a.kwarg_only]
+    given = [a for a in schema_of(op).arguments if not a.kwarg_only]
     names, in_axes = [a.name for a in given], [_head_axis(a.name) for a in given]
-    out_axes = [_head_axis(r.name or "") for r in op._schema.returns]
+    out_axes = [_head_axis(r.name or "") for r in schema_of(op).returns]
 
     def rule(info, in_dims, *args, **flags):
         folded = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_OPS = torch.ops._c10d_functional
+from kda_ops.private import COLLECTIVES
 
 
 def start_all_gather(x: Tensor, size: int, name: str) -> Tensor:
@@ -18,17 +18,17 @@ def start_all_gather(x: Tensor, size: int, name: str) -> Tensor:
 
     Call `wait` before reading the result.
     """
-    return _OPS.all_gather_into_tensor(x.contiguous(), size, name)
+    return COLLECTIVES.all_gather_into_tensor(x.contiguous(), size, name)
 
 
 def start_all_reduce(x: Tensor, name: str) -> Tensor:
     """Start to sum x over the group; call `wait` before reading the result."""
-    return _OPS.all_reduce(x.contiguous(), "sum", name)
+    return COLLECTIVES.all_reduce(x.contiguous(), "sum", name)
 
 
 def wait(x: Tensor) -> Tensor:
     """Wait for the collective that makes x; on CUDA only the stream waits, not the host."""
-    return _OPS.wait_tensor(x)
+    return COLLECTIVES.wait_tensor(x)
 
 
 def gather_lengths(T, device: torch.device, size: int, name: str) -> Tensor:
@@ -50,7 +50,7 @@ class GatherTokens(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
         """Reduce ``[size * n, ...]`` to ``[n, ...]``."""
         return (
-            wait(_OPS.reduce_scatter_tensor(dy.contiguous(), "sum", ctx.size, ctx.group)),
+            wait(COLLECTIVES.reduce_scatter_tensor(dy.contiguous(), "sum", ctx.size, ctx.group)),
             None,
             None,
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from kda_ops.distributed import collectives
+from kda_ops.private import backend_of
 from kda_ops.problem import CHECK_VALUES
 
 Contract = dict[str, object]
@@ -209,7 +210,7 @@ def check_device(device: torch.device, pg: dist.ProcessGroup, caller: str) -> No
 def _serves(pg: dist.ProcessGroup, kind: str) -> bool:
     """Return whether the group gathers tensors of this device type."""
     try:
-        backend = pg._get_backend(torch.device(kind)).name()
+        backend = backend_of(pg, kind)
     except RuntimeError:
         return False
     return kind == "cpu" or backend != "gloo"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from kda_ops import jax as faces
+from kda_ops.private import OpOverload, schema_of
 from kda_ops.stages import GRADIENTS
 
 
@@ -31,10 +32,10 @@ def _jitted(name: str, flags: tuple[tuple[str, object], ...]):
     return jax.jit(operator)
 
 
-def _implementation(operator: torch._ops.OpOverload, name: str):
+def _implementation(operator: OpOverload, name: str):
     from torchax import interop
 
-    names = [a.name for a in operator._schema.arguments if not a.kwarg_only]
+    names = [a.name for a in schema_of(operator).arguments if not a.kwarg_only]
 
     def implementation(*inputs, **flags):
         inputs = (*inputs, *(flags.pop(n, None) for n in names[len(inputs) :]))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_ops.nn.checks import check_buffer, check_size, check_writable
+from kda_ops.private import constant_in_graphs
 
 
 class Cache(nn.Module):
@@ -193,11 +194,10 @@ class Cache(nn.Module):
         if self._is_of_inference_mode():  # a graph of other caches needs no check
             check_writable("cache", *self.buffers())
 
+    # Dynamo calls it on the cache itself, and guards whether its buffers are of inference mode.
+    @constant_in_graphs
     def _is_of_inference_mode(self) -> bool:
         return any(buffer.is_inference() for buffer in self.buffers())
-
-    # Dynamo calls it on the cache itself, and guards whether its buffers are of inference mode.
-    _is_of_inference_mode._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _replace(self, buffers: list[Tensor]) -> None:
         names = [name for name, _ in self.named_buffers()]

@@ -17,6 +17,7 @@ from kda_ops.arguments import (
     check_writable,
 )
 from kda_ops.nn.local import LocalLinear
+from kda_ops.private import pre_hooks
 from kda_ops.problem import check_float, check_no_overlap
 
 __all__ = [
@@ -76,7 +77,7 @@ def check_x(x: Tensor, name: str, projection: nn.Module) -> None:
     weight = getattr(projection, "weight", None)
     if (
         type(projection) not in (nn.Linear, LocalLinear)
-        or projection._forward_pre_hooks
+        or pre_hooks(projection)
         or "forward" in vars(projection)
         or weight is None
         or not (type(weight) in (nn.Parameter, Tensor) or hasattr(type(weight), "to_local"))

@@ -26,6 +26,7 @@ from kda_ops.nn.gated_norm import GatedRMSNorm
 from kda_ops.nn.local import local
 from kda_ops.nn.packing import Packing, Tokens, arrange
 from kda_ops.nn.short_convolution import ShortConvolution
+from kda_ops.private import pre_hooks
 from kda_ops.problem import MAX_K, check_offsets
 
 if TYPE_CHECKING:
@@ -465,7 +466,7 @@ class DeltaAttention(nn.Module):
         for n, tail in zip("qkv", buffers[1:]):
             if tail is not None:
                 # FSDP2's hook may convert the tail to a copy; the layer would write the copy.
-                hooked = getattr(self, f"{n}_conv1d")._forward_pre_hooks
+                hooked = pre_hooks(getattr(self, f"{n}_conv1d"))
                 self._check_cached("convolution tails", tail, (q.dtype,) if hooked else DTYPES, q)
         cache._check_writable()
         if torch.is_grad_enabled() and (

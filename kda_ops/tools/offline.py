@@ -117,7 +117,7 @@ class Row:
 
 def _driver(arch: int):
     """Return a driver that knows an architecture and no device."""
-    from triton.backends.compiler import GPUTarget
+    from kda_ops.backends.triton.private import GPUTarget
 
     class Offline:
         def get_current_target(self):
@@ -151,10 +151,10 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
 
     For a process of its own: Triton keeps the driver.
     """
-    import triton
-    from triton.runtime.jit import JITFunction
+    from triton import JITFunction
 
     from kda_ops.backends.triton import tuning
+    from kda_ops.backends.triton.private import driver
 
     rows: list[Row] = []
     # by compiled kernel: Triton returns the same one for the same arguments
@@ -178,7 +178,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
         rows.append(replace(made[kernel], label=label[0], gate=label[1]))
         return kernel
 
-    triton.runtime.driver.set_active(_driver(arch))
+    driver.set_active(_driver(arch))
     JITFunction.run, tuning.ASSUMED = compile_only, arch // 10
     try:
         yield rows

@@ -141,11 +141,7 @@ def measure(kernel: str, call: dict, chosen: dict, skip: list[int]) -> None:
         try:
             if check.passes():
                 ms = median_ms(lambda: _forward(big), call["device"])
-        except (
-            triton.CompilationError,
-            triton.runtime.errors.OutOfResources,
-            RuntimeError,
-        ) as error:
+        except (triton.CompilationError, triton.OutOfResources, RuntimeError) as error:
             if isinstance(error, torch.AcceleratorError):
                 raise
             why = type(error).__name__

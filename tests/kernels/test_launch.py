@@ -3,7 +3,6 @@ meanwhile.
 """
 
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -158,39 +156,3 @@ def test_torch_is_asked_for_the_architecture_once_per_device(monkeypatch):
     tuning._capability.cache_clear()
     assert [tuning.architecture(device) for _ in range(3)] == [9] * 3 and asked == [device]
     tuning._capability.cache_clear()
-
-
-@pytest.mark.parametrize("scratch", (0, 64))
-def test_a_plan_starts_a_kernel_as_the_launcher_of_triton_does(scratch, monkeypatch):
-    driver = pytest.importorskip("triton.backends.nvidia.driver")
-    from triton.runtime import _allocation
-
-    from kda_ops.backends.triton.launch import starter
-
-    launcher, calls = object.__new__(driver.CudaLauncher), []
-    vars(launcher).update(
-        launch=lambda *args: calls.append(args),
-        num_ctas=1,
-        global_scratch_size=scratch,
-        global_scratch_align=1,
-        profile_scratch_size=0,
-        profile_scratch_align=1,
-        launch_cooperative_grid=False,
-        launch_pdl=True,
-        gsan_enabled=False,
-    )
-    if "kernel_signature" in inspect.getsource(driver.CudaLauncher.__init__):
-        launcher.arg_annotations, launcher.kernel_signature = "annotations", "signature"
-    allocator = mock.Mock(get=lambda: lambda size, alignment, stream: size)
-    compiled = SimpleNamespace(run=launcher, function="function", packed_metadata="packed")
-    runtime = mock.Mock()  # Triton 3.9 asks it for the active driver
-    with (
-        mock.patch.object(_allocation, "_allocator", allocator),
-        mock.patch.object(driver.triton.runtime, "driver", runtime, create=True),
-    ):
-        launcher(7, 1, 1, "stream", "function", "packed", None, None, None, 1, (2, 3))
-        if not scratch:  # what it avoids
-            monkeypatch.setattr(driver.CudaLauncher, "__call__", None)
-        starter(compiled)(7, "stream", (1, (2, 3)))
-    assert calls[0] == calls[1] and len(calls) == 2
-    assert (64 * 7 in calls[1]) == bool(scratch)

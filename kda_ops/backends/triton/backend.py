@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 from kda_ops import problem, recurrent
 from kda_ops.backends.triton import launch, tuning
@@ -22,6 +21,7 @@ from kda_ops.backends.triton.keeps import KEEPS
 from kda_ops.backends.triton.look import Look, exact, look, named
 from kda_ops.backends.triton.plan import Bound, Plan
 from kda_ops.backends.triton.prepare import prepare
+from kda_ops.backends.triton.private import INTERPRET
 from kda_ops.backends.triton.recording import Recording
 from kda_ops.backends.triton.reverse_scan import reverse_scan
 from kda_ops.backends.triton.reverse_walk import reverse_walk, walks
@@ -31,7 +31,6 @@ from kda_ops.gate import Gate
 from kda_ops.problem import Problem
 from kda_ops.stages import AXES, Backend, Pass
 
-INTERPRETED: bool = knobs.runtime.interpret
 MOST_PLANS = 1024  # of a process; after that all are dropped
 
 
@@ -88,7 +87,7 @@ class Triton(Backend):
 
     def run(self, kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Any:
         """Run one pass by a plan that fits the call, or by the stages, which make that plan."""
-        if problem.CHECK_VALUES or INTERPRETED:
+        if problem.CHECK_VALUES or INTERPRET:
             kind(rank, args, flags)  # checks values; under the interpreter they are on the host
         same: tuple | None = None
         if kind is recurrent.Decode:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -300,41 +300,6 @@ def _launch(kernel, programs: int, device: torch.device, args: tuple, shown, opt
             made[(programs, 1, 1)](*args)
     warn_if_lost(made)
     return made
-
-
-def starter(compiled) -> Callable[[int, int, tuple], None]:
-    """Return a function of (programs, stream, arguments) that launches a compiled kernel.
-
-    Triton's launcher checks at each call whether the kernel wants scratch memory. For a kernel that
-    wants none, the function calls what the launcher calls, with half of the Python. That is for
-    Triton 3.6 to 3.9; for others it calls `run`, the public method.
-    """
-    made = compiled
-    launcher: Any = getattr(compiled, "run", None)
-    sizes = (getattr(launcher, f"{kind}_scratch_size", 1) for kind in ("global", "profile"))
-    if type(launcher).__name__ != "CudaLauncher" or any(sizes) or not _known(launcher):
-        nothing = (None, None, None)
-        return lambda programs, stream, args: made.run(
-            programs, 1, 1, stream, made.function, made.packed_metadata, *nothing, *args
-        )
-    start, about = launcher.launch, made.packed_metadata
-    how = made.function, launcher.launch_cooperative_grid, launcher.launch_pdl
-    if hasattr(launcher, "kernel_signature"):  # Triton 3.7 and later
-        last = launcher.arg_annotations, launcher.kernel_signature
-        return lambda programs, stream, args: start(
-            programs, 1, 1, stream, *how, about, None, None, None, None, None, *last, args
-        )
-    return lambda programs, stream, args: start(
-        programs, 1, 1, stream, *how, None, None, about, None, None, None, *args
-    )
-
-
-def _known(launcher) -> bool:
-    """Return whether the launcher is one that `starter` knows."""
-    if getattr(launcher, "gsan_enabled", False):  # then it appends arguments
-        return False
-    major, minor, *_ = triton.__version__.split(".")
-    return (3, 6) <= (int(major), int(minor)) <= (3, 9)
 
 
 def values(x):

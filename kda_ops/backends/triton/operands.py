@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, overload
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton.launch import strides_of
+from kda_ops.backends.triton.private import INTERPRET
 
 # On the host a field is a tensor or an integer; in a kernel, a pointer or a number of Triton.
 Pointer = Any
@@ -70,7 +70,7 @@ def constant(x: int) -> tl.constexpr:
     Under the interpreter it stays a plain number, because a constexpr plus a tensor would give a
     constexpr there.
     """
-    return x if triton.knobs.runtime.interpret else tl.constexpr(x)  # type: ignore[return-value]
+    return x if INTERPRET else tl.constexpr(x)  # type: ignore[return-value]
 
 
 # The vectors of a tile's `rows`: 64 numbers each in fp32, one per row (token) of the chunk. G is

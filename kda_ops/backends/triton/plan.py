@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
 
-from kda_ops.backends.triton.launch import side_stream, starter
+from kda_ops.backends.triton.launch import side_stream
+from kda_ops.backends.triton.private import RUNTIME, driver, starter
 from kda_ops.backends.triton.recording import (
     Buffer,
     Descriptor,
@@ -237,7 +236,7 @@ class Plan:
             if self.rows:
                 row += [row[bases + i] + offset for (i, _), offset in zip(self.rows, bound.offsets)]
             stream = driver.active.get_current_stream(device.index)
-            hook = knobs.runtime.launch_enter_hook
+            hook = RUNTIME.launch_enter_hook
             seen = hook is not None and getattr(hook, "calls", True)
         else:
             stream, seen, row = None, True, self._host_row(bound, [*tensors, *own], block)

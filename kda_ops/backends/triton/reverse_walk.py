@@ -32,6 +32,7 @@ from kda_ops.backends.triton.launch import (
     strides_of,
 )
 from kda_ops.backends.triton.operands import BETA, COUNT_GDN, GateWeights, Strided, strided
+from kda_ops.backends.triton.private import INTERPRET
 from kda_ops.backends.triton.reverse_scan import reads_z
 from kda_ops.backends.triton.tile import CHUNK, dense, find_sequence, fit
 from kda_ops.problem import Problem
@@ -46,7 +47,7 @@ def _import() -> ModuleType | None:
         return None
 
 
-KERNEL = None if triton.knobs.runtime.interpret else _import()
+KERNEL = None if INTERPRET else _import()
 WIDTH = 128  # of K and V
 LENGTH = problem.CHUNK
 ROWS = 7 * LENGTH  # numbers of a chunk's `rows` (`operands`)

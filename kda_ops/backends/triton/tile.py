@@ -18,9 +18,10 @@ from triton.language.target_info import cuda_capability_geq
 
 from kda_ops import problem
 from kda_ops.backends.triton.operands import constant
+from kda_ops.backends.triton.private import INTERPRET
 from kda_ops.stages import Tile
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no assembly
+INTERPRETED = tl.constexpr(INTERPRET)  # the interpreter knows no assembly
 CHUNK = constant(problem.CHUNK)  # tokens of a chunk, and rows of a tile
 HALF = constant(problem.CHUNK // 2)
 # chunks of a head that `prepare` marks together for a scan that follows it

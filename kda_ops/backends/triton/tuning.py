@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from kda_ops.backends.triton.private import INTERPRET
 from kda_ops.problem import CHUNK, SAFE_BOUND, Problem
 
 HOPPER = 9
@@ -38,7 +39,7 @@ FORCED_AHEAD: int | None = None
 # of the rule
 FORCED_WALK: bool | None = None
 # how often a scan that follows `prepare` looks for its next chunk; a look takes about 1 us
-PATIENCE = 1 if triton.knobs.runtime.interpret else 1000
+PATIENCE = 1 if INTERPRET else 1000
 
 
 @dataclass(frozen=True)
