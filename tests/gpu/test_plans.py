@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kda_ops.backends.triton import BACKEND, backend
+from kda_ops.backends.triton import BACKEND, backend, private
 from tests.support import copying
 from tests.support.calls import run
 from tests.support.cases import Case
@@ -55,3 +55,11 @@ def test_a_plan_takes_no_more_memory_than_the_stages(variant, plans, monkeypatch
     monkeypatch.setattr(backend, "look", lambda *call: None)
     stages = peak()
     assert planned <= 1.01 * stages, (planned, stages)
+
+
+def test_the_driver_gives_the_current_stream_of_torch():
+    get, device = private.driver.active.get_current_stream, torch.cuda.current_device()
+    side = torch.cuda.Stream()
+    assert get(device) == torch.cuda.current_stream().cuda_stream
+    with torch.cuda.stream(side):
+        assert get(device) == side.cuda_stream
