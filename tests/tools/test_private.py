@@ -210,10 +210,10 @@ def test_modes_are_nodes_of_dynamo_graphs():
 @pytest.mark.quick
 def test_views_share_the_number_of_their_storage():
     with FakeTensorMode():
-        fake = torch.empty(4)
-    for x in (torch.ones(4), fake):
+        fakes = torch.empty(4), torch.empty(4)
+    for x, other in ((torch.ones(4), torch.ones(4)), fakes):
         assert private.storage_of(x) == private.storage_of(x[1:])
-        assert private.storage_of(x) != private.storage_of(torch.ones(4))
+        assert private.storage_of(x) != private.storage_of(other)
 
 
 # --- what a tensor is -----------------------------------------------------------------------------
