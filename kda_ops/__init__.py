@@ -18,6 +18,7 @@ from kda_ops.functional import (
     recurrent_kda,
     recurrent_kda_,
 )
+from kda_ops.layer_functional import gated_rms_norm, short_conv, short_conv_
 
 __version__ = "0.1.0"  # the only place: pyproject.toml reads it
 __all__ = [
@@ -26,10 +27,13 @@ __all__ = [
     "chunk_gdn_",
     "chunk_kda",
     "chunk_kda_",
+    "gated_rms_norm",
     "gdn_gate",
     "kda_gate",
     "recurrent_gdn",
     "recurrent_gdn_",
     "recurrent_kda",
     "recurrent_kda_",
+    "short_conv",
+    "short_conv_",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
-from kda_ops.stages import GRADIENTS, KEPT, SUMS, Backend, Gradients, Keeps, Tile, Trace
+from kda_ops.stages import AXES, GRADIENTS, KEPT, SUMS, Backend, Gradients, Keeps, Tile, Trace
 
 INPUTS = (*GRADIENTS, "cu_seqlens")
 
@@ -52,6 +52,7 @@ class Whole:
     """A pass over whole sequences."""
 
     names = INPUTS
+    axes = AXES
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         self.p = Problem.parse(rank, *args, **flags)
@@ -76,6 +77,7 @@ class Prefill:
         *("q", "k", "v", "g", "beta", "state", "state_indices", "snapshot_indices"),
         *("A_log", "dt_bias", "cu_seqlens"),
     )
+    axes = AXES
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         self.p = Problem.parse_prefill(rank, *args, **flags)
@@ -115,6 +117,7 @@ class Backward:
     """
 
     names = ("do", "dfinal_state", *KEPT, *INPUTS, "o")
+    axes = AXES
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         self.given = dict(zip(self.names, args))

@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from kda_ops.problem import gate_problem
-from kda_ops.stages import Backend
+from kda_ops.stages import AXES, Backend
 
 
 class Gate:
     """The log decay from raw logits."""
 
     names: tuple[str, ...] = ("g", "A_log", "dt_bias")
+    axes = AXES
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         given = dict(zip(self.names, args))

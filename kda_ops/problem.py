@@ -29,7 +29,8 @@ _INPUT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.f
 _INDEX_DTYPES = frozenset({torch.int32, torch.int64})
 
 
-def _shape_error(name: str, letters: str, want: tuple, got: Tensor, hint: str = "") -> NoReturn:
+def shape_error(name: str, letters: str, want: tuple, got: Tensor, hint: str = "") -> NoReturn:
+    """Raise an error about a tensor's shape."""
     raise ValueError(
         f"{name} must have shape {letters} = {list(want)}, got {list(got.shape)}{hint}."
     )
@@ -81,7 +82,7 @@ def check_offsets(
             f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape "
             f"{of} and every other tensor with tokens to [1, B * T, ...]."
         )
-    if T is not None and _can_read(cu_seqlens):
+    if T is not None and can_read(cu_seqlens):
         _check_cu_seqlens(cu_seqlens, T)
 
 
@@ -117,12 +118,12 @@ def check_gate_parameters(
             )
     else:
         if A_log.shape != (HV,):
-            _shape_error("A_log", "[HV]", (HV,), A_log)
+            shape_error("A_log", "[HV]", (HV,), A_log)
         check_float("A_log", A_log, device, of)
     if dt_bias is not None:
         if rank:
             if dt_bias.shape != (HV, K) and dt_bias.shape != (HV * K,):
-                _shape_error(
+                shape_error(
                     "dt_bias",
                     "[HV, K]",
                     (HV, K),
@@ -130,7 +131,7 @@ def check_gate_parameters(
                     f" (flat [HV * K] = [{HV * K}] is accepted too)",
                 )
         elif dt_bias.shape != (HV,):
-            _shape_error("dt_bias", "[HV]", (HV,), dt_bias)
+            shape_error("dt_bias", "[HV]", (HV,), dt_bias)
         check_float("dt_bias", dt_bias, device, of)
 
 
@@ -216,7 +217,7 @@ class Problem:
         if len(shape) != 4:
             raise ValueError(f"q must have 4 dimensions [B, T, H, K], got shape {list(shape)}.")
         if k.shape != shape:
-            _shape_error("k", "[B, T, H, K]", tuple(shape), k, " (as q has)")
+            shape_error("k", "[B, T, H, K]", tuple(shape), k, " (as q has)")
         B, T, H, K = shape
         if len(v_shape) != 4 or v_shape[0] != B or v_shape[1] != T:
             raise ValueError(
@@ -262,11 +263,11 @@ class Problem:
                     hint = ": a decay per key channel is KDA's, call the kda operator"
                 elif rank and g.shape == (B, T, HV):
                     hint = ": one decay per head is GDN's, call the gdn operator"
-                _shape_error("g", "[B, T, HV, K]" if rank else "[B, T, HV]", want, g, hint)
+                shape_error("g", "[B, T, HV, K]" if rank else "[B, T, HV]", want, g, hint)
             check_float("g", g, device)
         if beta is not None:
             if beta.shape != (B, T, HV):
-                _shape_error("beta", "[B, T, HV]", (B, T, HV), beta)
+                shape_error("beta", "[B, T, HV]", (B, T, HV), beta)
             check_float("beta", beta, device)
         elif use_beta_sigmoid_in_kernel:
             raise ValueError(
@@ -384,9 +385,9 @@ class Problem:
                     f"needs state_indices of shape [N, S], got {got}."
                 )
             if num_accepted_tokens.shape != (p.N,):
-                _shape_error("num_accepted_tokens", "[N]", (p.N,), num_accepted_tokens)
+                shape_error("num_accepted_tokens", "[N]", (p.N,), num_accepted_tokens)
             check_index("num_accepted_tokens", num_accepted_tokens, q.device)
-            if _can_read(num_accepted_tokens):
+            if can_read(num_accepted_tokens):
                 _check_accepted(num_accepted_tokens, state_indices)
             p.num_accepted_tokens = num_accepted_tokens.contiguous()
         if (
@@ -403,11 +404,11 @@ class Problem:
             state_indices is not None
             and state_indices.dim() == 2
             and cu_seqlens is not None
-            and _can_read(cu_seqlens)
+            and can_read(cu_seqlens)
         ):
             _check_columns(cu_seqlens, state_indices)
-        if state_indices is not None and _can_read(state_indices):
-            _check_slots(state_indices, state.shape[0], "state_indices")
+        if state_indices is not None and can_read(state_indices):
+            check_slots(state_indices, state.shape[0], "state_indices")
         return p
 
     @classmethod
@@ -432,7 +433,7 @@ class Problem:
         """Parse a call of `chunk_`: prefill on a state pool."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
         if state_indices is not None and state_indices.dim() != 1:
-            _shape_error("state_indices", "[N]", (p.N,), state_indices)
+            shape_error("state_indices", "[N]", (p.N,), state_indices)
         p._take_pool(state, state_indices)
         if snapshot_indices is not None:
             if snapshot_indices.dim() != 2 or snapshot_indices.shape[0] != p.N:
@@ -441,7 +442,7 @@ class Problem:
                     f"{list(snapshot_indices.shape)}."
                 )
             check_index("snapshot_indices", snapshot_indices, q.device)
-            if snapshot_every >= 1 and _can_read(snapshot_indices):
+            if snapshot_every >= 1 and can_read(snapshot_indices):
                 own = (
                     torch.arange(p.N, device=q.device)
                     if state_indices is None
@@ -451,7 +452,7 @@ class Problem:
                 column = torch.arange(1, snapshot_indices.shape[1] + 1, device=q.device)
                 written = column <= (lengths // CHUNK // snapshot_every)[:, None]
                 into = snapshot_indices.long().where(written & (own >= 0)[:, None], -1)
-                _check_slots(
+                check_slots(
                     torch.cat([own, into.flatten()]),
                     state.shape[0],
                     "state_indices and snapshot_indices",
@@ -468,8 +469,8 @@ class Problem:
                 f"{snapshot_every}."
             )
         p.snapshot_every = snapshot_every
-        if snapshot_indices is None and state_indices is not None and _can_read(state_indices):
-            _check_slots(state_indices, state.shape[0], "state_indices")
+        if snapshot_indices is None and state_indices is not None and can_read(state_indices):
+            check_slots(state_indices, state.shape[0], "state_indices")
         return p
 
     def _take_state(self, name: str, letter: str, count, state: Tensor, pool: bool) -> None:
@@ -712,7 +713,7 @@ def _is_symbolic(x: Tensor) -> bool:
     return is_functorch_wrapped_tensor(x) or is_functional_tensor(x)
 
 
-def _can_read(x: Tensor) -> bool:
+def can_read(x: Tensor) -> bool:
     """Return whether to check offsets, slots or counts: on a CPU always, unless symbolic."""
     return (CHECK_VALUES or x.device.type == "cpu") and not _is_symbolic(x)
 
@@ -763,7 +764,8 @@ def _check_lengths(k: Tensor) -> None:
         )
 
 
-def _check_slots(indices: Tensor, slots: int, name: str) -> None:
+def check_slots(indices: Tensor, slots: int, name: str) -> None:
+    """Refuse slots that a pool does not have, and a slot named twice."""
     live = [slot for slot in indices.flatten().tolist() if slot >= 0]
     if live and max(live) >= slots:
         raise ValueError(f"{name} must be below the number of slots, {slots}, got {max(live)}.")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kda_ops.chunk import Whole
 from kda_ops.problem import Problem
-from kda_ops.stages import Backend
+from kda_ops.stages import AXES, Backend
 
 
 class Recur(Whole):
@@ -33,6 +33,7 @@ class Decode:
         *("q", "k", "v", "g", "beta", "state", "state_indices", "num_accepted_tokens"),
         *("A_log", "dt_bias", "cu_seqlens"),
     )
+    axes = AXES
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         self.p = Problem.parse_step(rank, *args, **flags)

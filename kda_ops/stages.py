@@ -1,8 +1,8 @@
 """The contracts of backends: what each stage reads and returns, and what training may keep.
 
-The passes of `kda_ops.chunk`, `recurrent` and `gate` call the stages of a `Backend` in order and
-know no mathematics. The stages know the mathematics (docs/maths.md) and nothing of autograd or
-dispatch. Sizes and letters: docs/maths.md.
+The passes of `kda_ops.chunk`, `recurrent`, `gate`, `convolution` and `norm` call the stages of a
+`Backend` in order and know no mathematics. The stages know the mathematics (docs/maths.md) and
+nothing of autograd or dispatch. Sizes and letters: docs/maths.md.
 
 Chunks lie on one axis of length NT, sequence after sequence (`sequences.Chunks` numbers them). Rows
 past the end of a sequence count as tokens with q = k = v = beta = 0 and g = 0. The decay axis ``D``
@@ -11,14 +11,18 @@ is K for KDA and 1 for GDN.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from kda_ops.problem import Problem
+
+if TYPE_CHECKING:
+    from kda_ops.convolution import Convolution
 
 
 @dataclass
@@ -131,18 +135,38 @@ AXES |= KEPT
 SUMS = frozenset(("gamma", "rows"))  # kept in the dtype of sums; the others are operands
 
 
-def axes_of(name: str) -> str:
+# The axes of the tensors of `short_conv`: X channels, W taps, P = W - 1 inputs before a sequence.
+CONVOLUTION = {
+    "x": "BTX",
+    "weight": "XW",
+    "bias": "X",
+    "initial_tail": "NPX",
+    "tail": ".PX",
+    "tail_indices": "N",
+    "cu_seqlens": ".",
+    "y": "BTX",
+    "final_tail": "NPX",
+}
+CONVOLVED = ("x", "weight", "bias", "initial_tail")  # its differentiable inputs
+# The axes of the tensors of `gated_rms_norm`; G rows of weight serve h heads.
+NORM = {"x": "BThV", "weight": "GV", "gate": "BThV", "y": "BThV"}
+NORMALISED = ("x", "weight", "gate")  # its inputs, all differentiable
+
+
+def axes_of(name: str, axes: Mapping[str, str] = AXES) -> str:
     """Return the axes of a tensor by name; the gradient ``dx`` has those of x."""
-    return AXES[name if name in AXES else name.removeprefix("d")]
+    return axes[name if name in axes else name.removeprefix("d")]
 
 
 class Pass(Protocol):
     """One pass over a call: what an operator asks of a backend.
 
-    Making one checks the call: `args` are tensors in the order of `names`, `flags` the rest.
+    Making one checks the call: `args` are tensors in the order of `names`, `flags` the rest. `axes`
+    tells the axes of the tensors.
     """
 
     names: tuple[str, ...]
+    axes: Mapping[str, str]
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]) -> None: ...
 
@@ -310,5 +334,53 @@ class Backend:
         """Return the gradients of g, A_log and dt_bias.
 
         Sums for parameters are at least float32, and are cast once, at the end.
+        """
+        raise NotImplementedError
+
+    def short_conv(self, p: Convolution) -> tuple[Tensor, Tensor | None]:
+        """Return y [B, T, D], and the final tail or None::
+
+            z_t = bias + sum_i weight[:, i] x_{t - W + 1 + i};   y = silu(z) or z
+
+        Inputs before the first of a sequence are those of `p.tail`, or zero. Tokens past the last
+        sequence have y = 0. The final tail has the last W - 1 inputs, those of `p.tail` included.
+        Sums are in `p.sum_dtype`.
+        """
+        raise NotImplementedError
+
+    def short_conv_backward(
+        self, p: Convolution, dy: Tensor | None, dfinal_tail: Tensor | None, need: frozenset[str]
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs in `CONVOLVED`, None where `need` has no name.
+
+        Sums for parameters are at least float32, and are cast once, at the end.
+        """
+        raise NotImplementedError
+
+    def short_conv_in_place(self, p: Convolution) -> Tensor:
+        """Return y as `short_conv` does, and write the final tails to the pool `p.tail`.
+
+        Sequence n uses slot ``p.tail_indices[n]``, or slot n. A negative slot is neither read nor
+        written and its sequence's output is zero.
+        """
+        raise NotImplementedError
+
+    def gated_norm(
+        self, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: bool
+    ) -> Tensor:
+        """Return y [B, T, H, V] in x's dtype, computed in at least float32::
+
+            y = x / sqrt(mean(x^2) + eps) weight a(gate);   a = silu or sigmoid, 1 without a gate
+
+        Head h reads row ``h // (H // G)`` of weight [G, V].
+        """
+        raise NotImplementedError
+
+    def gated_norm_backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and gate, None of an absent gate.
+
+        The sum for weight is at least float32, and is cast once, at the end.
         """
         raise NotImplementedError

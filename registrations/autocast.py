@@ -46,7 +46,7 @@ def _as_it_is(operator: schemas.Operator, namespace: str, device_type: str):
 _CAST = (schemas.CHUNK, schemas.RECURRENT, schemas.RECURRENT_, schemas.CHUNK_)
 
 for _namespace, _library in schemas.LIBRARIES.items():
-    for _operator in schemas.OPERATORS:
+    for _operator in schemas.operators(_namespace):
         for _device in ("cpu", "cuda"):
             _library.impl(
                 _operator.name,

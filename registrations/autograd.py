@@ -32,7 +32,7 @@ from kda_ops.private import (
 )
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
-from kda_ops.stages import GRADIENTS, KEPT
+from kda_ops.stages import CONVOLVED, GRADIENTS, KEPT
 
 _INPUTS = len(GRADIENTS) + 1  # the differentiable inputs, then cu_seqlens
 
@@ -208,6 +208,33 @@ def _gate_backward(namespace: str):
     return backward
 
 
+def _short_conv_setup(ctx, inputs, flags, output) -> None:
+    ctx.save_for_backward(*inputs)
+    if not flags["output_final_tail"]:
+        ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.flags = flags
+
+
+def _short_conv_backward(ctx, dy, dfinal_tail):
+    inputs, flags = ctx.saved_tensors, ctx.flags
+    if not flags["output_final_tail"]:
+        dfinal_tail = None  # compiled code passes zeros of the empty tensor's shape
+    if dy is None and dfinal_tail is None:
+        return (None,) * len(inputs)
+    # the dispatcher strips trailing arguments that equal their defaults
+    wanted = [*ctx.needs_input_grad[1:], *(False for _ in CONVOLVED)][: len(CONVOLVED)]
+    op_bwd = schemas.SHORT_CONV_BWD.overload(schemas.KDA)
+    grads = op_bwd(dy, dfinal_tail, *inputs, need=schemas.mask_of(wanted), **flags)
+    return (*(d if n else None for d, n in zip(grads, wanted)), None)
+
+
+def _norm_backward(ctx, dy):
+    inputs = ctx.saved_tensors
+    grads = schemas.GATED_RMS_NORM_BWD.overload(schemas.KDA)(dy, *inputs, **ctx.flags)
+    return tuple(d if x is not None else None for d, x in zip(grads, inputs))
+
+
 def _no_setup(ctx, inputs, flags, output) -> None:
     pass
 
@@ -232,7 +259,8 @@ def _refuse_in_place(operator: schemas.Operator, namespace: str):
             _refuse_tangents(f"{namespace}::{operator.name}", args, flags)
         if _wants_grad(args, flags):
             raise RuntimeError(
-                f"{namespace}::{operator.name} writes its state in place and has no gradient: "
+                f"{namespace}::{operator.name} writes its {operator.mutates} in place and has no "
+                "gradient: "
                 "call it under torch.no_grad() or torch.inference_mode(), "
                 f"or use {instead}, which is differentiable."
             )
@@ -250,15 +278,24 @@ for _namespace, _library in schemas.LIBRARIES.items():
     _chunk_kernel = _chunk(_namespace, _formula_of_chunk)
     _library.impl("chunk", _chunk_kernel, "Autograd", with_keyset=True)
     _differentiable(schemas.GATE.overload(_namespace), _gate_setup, _gate_backward(_namespace))
-    for _operator, _public in (
-        (schemas.CHUNK_BWD, "chunk and recurrent"),
-        (schemas.GATE_BWD, "gate"),
-    ):
-        _differentiable(
-            _operator.overload(_namespace),
-            _no_setup,
-            _refuse_double_backward(f"{_namespace}::{_public}"),
-        )
-    for _operator in schemas.OPERATORS:
+    if _namespace == schemas.KDA:
+        for _operator, _setting, _formula in (
+            (schemas.SHORT_CONV, _short_conv_setup, _short_conv_backward),
+            (schemas.GATED_RMS_NORM, _gate_setup, _norm_backward),
+        ):
+            _differentiable(_operator.overload(_namespace), _setting, _formula)
+    for _operator, _public in {
+        schemas.CHUNK_BWD: "chunk and recurrent",
+        schemas.GATE_BWD: "gate",
+        schemas.SHORT_CONV_BWD: "short_conv",
+        schemas.GATED_RMS_NORM_BWD: "gated_rms_norm",
+    }.items():
+        if _operator in schemas.operators(_namespace):
+            _differentiable(
+                _operator.overload(_namespace),
+                _no_setup,
+                _refuse_double_backward(f"{_namespace}::{_public}"),
+            )
+    for _operator in schemas.operators(_namespace):
         if _operator.mutates:
             _library.impl(_operator.name, _refuse_in_place(_operator, _namespace), "Autograd")

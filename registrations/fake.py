@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from kda_ops import chunk, dispatch
+from kda_ops.convolution import Convolution, ConvolveBackward
+from kda_ops.norm import Norm, NormBackward
 from kda_ops.problem import Problem, gate_problem
 from kda_ops.registrations import schemas
 
@@ -54,8 +56,40 @@ def _fakes(rank: int) -> dict[schemas.Operator, object]:
     }
 
 
+def _short_conv(*args, **flags):
+    p = Convolution(*args, **flags)
+    return p.new_output(), p.new_final_tail()
+
+
+def _short_conv_bwd(*args, need, **flags):
+    p = ConvolveBackward(0, args, flags | {"need": need}).p
+    return tuple(_like(x, need >> i & 1, p.x) for i, x in enumerate(p.differentiable()))
+
+
+def _short_conv_in_place(*args, **flags):
+    return Convolution.on_pool(*args, **flags).new_output()
+
+
+def _gated_rms_norm(*args, **flags):
+    x = Norm(0, args, flags).x
+    return x.new_empty(x.shape)
+
+
+def _gated_rms_norm_bwd(*args, **flags):
+    norm = NormBackward(0, args, flags)
+    return tuple(_like(x, True, norm.x) for x in (norm.x, norm.weight, norm.gate))
+
+
+_LAYER: dict[schemas.Operator, object] = {
+    schemas.SHORT_CONV: _short_conv,
+    schemas.SHORT_CONV_BWD: _short_conv_bwd,
+    schemas.SHORT_CONV_: _short_conv_in_place,
+    schemas.GATED_RMS_NORM: _gated_rms_norm,
+    schemas.GATED_RMS_NORM_BWD: _gated_rms_norm_bwd,
+}
+
 for _namespace, _rank in schemas.VARIANTS.items():
-    for _operator, _fake in _fakes(_rank).items():
+    for _operator, _fake in (_fakes(_rank) | (_LAYER if _namespace == schemas.KDA else {})).items():
         torch.library.register_fake(
             f"{_namespace}::{_operator.name}", _fake, lib=schemas.LIBRARIES[_namespace]
         )

@@ -116,6 +116,22 @@ def _recurrent(q, k, v, *args, out_shape=None, **flags):
     return B * T * HV * token(q[3], V)
 
 
+def _convolution(x, weight):
+    """Operations of one pass over the products of a convolution, one per tap, token and channel."""
+    B, T, _ = x
+    D, W = weight
+    return product(B * T, W, D)
+
+
+def _short_conv(x, weight, *args, out_shape=None, **flags):
+    return _convolution(x, weight)
+
+
+def _short_conv_bwd(dy, dfinal_tail, x, weight, *args, need, out_shape=None, **flags):
+    """Count the products for x and for weight, not those that are computed again."""
+    return (bool(need & 1) + bool(need & 2)) * _convolution(x, weight)
+
+
 _FORMULAS = {
     schemas.CHUNK: _chunk,
     schemas.CHUNK_FWD: _chunk,
@@ -123,8 +139,13 @@ _FORMULAS = {
     schemas.CHUNK_BWD: _chunk_bwd,
     schemas.RECURRENT: _recurrent,
     schemas.RECURRENT_: _recurrent,
+    schemas.SHORT_CONV: _short_conv,
+    schemas.SHORT_CONV_: _short_conv,
+    schemas.SHORT_CONV_BWD: _short_conv_bwd,
 }
 
 for _namespace in schemas.VARIANTS:
-    for _operator, _formula in _FORMULAS.items():
+    for _operator in schemas.operators(_namespace):
+        if (_formula := _FORMULAS.get(_operator)) is None:
+            continue
         register_flop_formula(_operator.overload(_namespace).overloadpacket)(_formula)

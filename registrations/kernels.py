@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kda_ops import chunk, dispatch, gate, recurrent
+from kda_ops import chunk, convolution, dispatch, gate, norm, recurrent
 from kda_ops.arguments import check_writable
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
@@ -34,9 +34,9 @@ def _kernels(rank: int, device: torch.device) -> dict[schemas.Operator, Callable
             backend = dispatch.backend(device)
         return backend.run(kind, rank, args, flags)
 
-    def on_pool(kind: type[Pass], args: tuple, flags: dict) -> Tensor:
-        pool = _named(kind, "state", args)
-        check_writable("state", pool)
+    def on_pool(kind: type[Pass], args: tuple, flags: dict, name: str = "state") -> Tensor:
+        pool = _named(kind, name, args)
+        check_writable(name, pool)
         (o,) = run(kind, args, flags)
         _BUMP(pool)
         return o  # type: ignore[return-value]
@@ -68,6 +68,26 @@ def _kernels(rank: int, device: torch.device) -> dict[schemas.Operator, Callable
         grads = run(gate.GateBackward, args, flags)
         return _present(grads, _named(gate.GateBackward, "g", args))
 
+    def short_conv(*args, **flags) -> tuple[Tensor, ...]:
+        return _present(
+            run(convolution.Convolve, args, flags), _named(convolution.Convolve, "x", args)
+        )
+
+    def short_conv_bwd(*args, **flags) -> tuple[Tensor, ...]:
+        kind = convolution.ConvolveBackward
+        return _present(run(kind, args, flags), _named(kind, "x", args))
+
+    def short_conv_in_place(*args, **flags) -> Tensor:
+        return on_pool(convolution.ConvolveInPlace, args, flags, "tail")
+
+    def gated_rms_norm(*args, **flags) -> Tensor:
+        (y,) = _present(run(norm.Norm, args, flags), _named(norm.Norm, "x", args))
+        return y
+
+    def gated_rms_norm_bwd(*args, **flags) -> tuple[Tensor, ...]:
+        grads = run(norm.NormBackward, args, flags)
+        return _present(grads, _named(norm.NormBackward, "x", args))
+
     return {
         schemas.CHUNK: chunk_forward,
         schemas.CHUNK_FWD: chunk_fwd,
@@ -77,10 +97,16 @@ def _kernels(rank: int, device: torch.device) -> dict[schemas.Operator, Callable
         schemas.CHUNK_: chunk_in_place,
         schemas.GATE: gate_forward,
         schemas.GATE_BWD: gate_bwd,
+        schemas.SHORT_CONV: short_conv,
+        schemas.SHORT_CONV_BWD: short_conv_bwd,
+        schemas.SHORT_CONV_: short_conv_in_place,
+        schemas.GATED_RMS_NORM: gated_rms_norm,
+        schemas.GATED_RMS_NORM_BWD: gated_rms_norm_bwd,
     }
 
 
 for _namespace, _rank in schemas.VARIANTS.items():
     for _key in ("CPU", "CUDA"):
-        for _operator, _kernel in _kernels(_rank, torch.device(_key.lower())).items():
-            schemas.LIBRARIES[_namespace].impl(_operator.name, opaque(_kernel), _key)
+        _kernel = _kernels(_rank, torch.device(_key.lower()))
+        for _operator in schemas.operators(_namespace):
+            schemas.LIBRARIES[_namespace].impl(_operator.name, opaque(_kernel[_operator]), _key)

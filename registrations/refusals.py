@@ -39,7 +39,7 @@ def refuse_nested() -> None:
         refuse_layout([a.name for a in schema_of(func).arguments], args)
 
     for namespace, library in schemas.LIBRARIES.items():
-        for operator in schemas.OPERATORS:
+        for operator in schemas.operators(namespace):
             name = f"{namespace}::{operator.name}"
             torch.library.register_torch_dispatch(name, NestedTensor, rule, lib=library)
 
@@ -49,12 +49,12 @@ def _resolve(operator: schemas.Operator, namespace: str):
 
     It resolves lazy inputs to new memory. It refuses a lazy state, because a copy would be written.
     """
-    op = operator.overload(namespace)
-    place = [a.name for a in schema_of(op).arguments].index("state")
+    op, written = operator.overload(namespace), operator.mutates
+    place = [a.name for a in schema_of(op).arguments].index(written)
 
     @opaque
     def kernel(*args, **flags):
-        check_memory("state", args[place])
+        check_memory(written, args[place])
         resolved = [x.clone().resolve_neg().resolve_conj() if is_lazy(x) else x for x in args]
         with BelowAutograd():
             return op(*resolved, **flags)
@@ -63,7 +63,7 @@ def _resolve(operator: schemas.Operator, namespace: str):
 
 
 for _namespace, _library in schemas.LIBRARIES.items():
-    for _operator in schemas.OPERATORS:
+    for _operator in schemas.operators(_namespace):
         for _key in _WITHOUT_STRIDES:
             _library.impl(_operator.name, _refuse(_operator, _namespace), _key)
         for _key in _LAZY if _operator.mutates else ():

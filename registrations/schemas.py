@@ -6,13 +6,13 @@ and sharding treat alike. A formula returns gradients in the order of the group'
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from kda_ops.private import OpOverload
-from kda_ops.stages import GRADIENTS, KEPT
+from kda_ops.stages import AXES, CONVOLUTION, CONVOLVED, GRADIENTS, KEPT, NORM, NORMALISED, axes_of
 
 KDA, GDN = "kda", "gdn"  # the namespaces, which `kda_ops.tools.hub` makes unique
 VARIANTS = {KDA: 1, GDN: 0}  # namespace -> rank of the decay per token and value head
@@ -44,13 +44,19 @@ _CHUNK_FLAGS = f"{_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_KEEP}
 
 @dataclass(frozen=True)
 class Operator:
-    """A name within a namespace and its schema; `mutates` says that it writes its argument
-    `state`.
+    """A name within a namespace and its schema.
+
+    `mutates` names the argument that it writes, if any; `axes` tells the axes of its tensors.
     """
 
     name: str
     schema: str
-    mutates: bool = False
+    mutates: str = ""
+    axes: Mapping[str, str] = field(default_factory=lambda: AXES, compare=False)
+
+    def axes_of(self, name: str) -> str:
+        """Return the axes of an argument or result by name."""
+        return axes_of(name, self.axes)
 
     def overload(self, namespace: str) -> OpOverload:
         """Return the registered operator of one variant."""
@@ -72,7 +78,7 @@ CHUNK_BWD = Operator(
 
 
 def mask_of(wanted: Iterable[bool]) -> int:
-    """Return `need` of `chunk_bwd`: bit i asks for the gradient of input i of GRADIENTS."""
+    """Return `need` of a backward: bit i asks for the gradient of differentiable input i."""
     return sum(bool(x) << i for i, x in enumerate(wanted))
 
 
@@ -84,7 +90,7 @@ RECURRENT = Operator(
     ),
 )
 RECURRENT_ = Operator(
-    "recurrent_", f"({_STEP}, *, {_SCALE}, {_L2NORM_AND_GATE}, {_REST}) -> Tensor", mutates=True
+    "recurrent_", f"({_STEP}, *, {_SCALE}, {_L2NORM_AND_GATE}, {_REST}) -> Tensor", mutates="state"
 )
 CHUNK_ = Operator(
     "chunk_",
@@ -92,7 +98,7 @@ CHUNK_ = Operator(
         f"({_PREFILL}, *, int snapshot_every=1, {_SCALE}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}) "
         "-> Tensor"
     ),
-    mutates=True,
+    mutates="state",
 )
 GATE = Operator(
     "gate", "(Tensor g, Tensor? A_log, Tensor? dt_bias=None, *, float? lower_bound=None) -> Tensor"
@@ -104,7 +110,46 @@ GATE_BWD = Operator(
         "(Tensor dg, Tensor dA_log, Tensor ddt_bias)"
     ),
 )
+_CONVOLUTION = (
+    "Tensor x, Tensor weight, Tensor? bias=None, Tensor? initial_tail=None, Tensor? cu_seqlens=None"
+)
+_CONVOLUTION_FLAGS = "str? activation=None, bool output_final_tail=False"
+SHORT_CONV = Operator(
+    "short_conv",
+    f"({_CONVOLUTION}, *, {_CONVOLUTION_FLAGS}) -> (Tensor y, Tensor final_tail)",
+    axes=CONVOLUTION,
+)
+SHORT_CONV_BWD = Operator(
+    "short_conv_bwd",
+    f"(Tensor? dy, Tensor? dfinal_tail, {_CONVOLUTION}, *, {_CONVOLUTION_FLAGS}, int need) -> "
+    f"({', '.join(f'Tensor d{n}' for n in CONVOLVED)})",
+    axes=CONVOLUTION,
+)
+SHORT_CONV_ = Operator(
+    "short_conv_",
+    (
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) tail, Tensor? tail_indices=None, "
+        "Tensor? cu_seqlens=None, *, str? activation=None) -> Tensor y"
+    ),
+    mutates="tail",
+    axes=CONVOLUTION,
+)
+_NORM = "Tensor x, Tensor weight, Tensor? gate=None"
+_NORM_FLAGS = 'float eps=1e-05, str activation="sigmoid"'
+GATED_RMS_NORM = Operator("gated_rms_norm", f"({_NORM}, *, {_NORM_FLAGS}) -> Tensor y", axes=NORM)
+GATED_RMS_NORM_BWD = Operator(
+    "gated_rms_norm_bwd",
+    f"(Tensor dy, {_NORM}, *, {_NORM_FLAGS}) -> ({', '.join(f'Tensor d{n}' for n in NORMALISED)})",
+    axes=NORM,
+)
 OPERATORS = (CHUNK, CHUNK_FWD, CHUNK_BWD, RECURRENT, RECURRENT_, CHUNK_, GATE, GATE_BWD)
+# what a layer has besides the delta rule; of the first namespace alone
+LAYER = (SHORT_CONV, SHORT_CONV_BWD, SHORT_CONV_, GATED_RMS_NORM, GATED_RMS_NORM_BWD)
+
+
+def operators(namespace: str) -> tuple[Operator, ...]:
+    """Return the operators of a namespace."""
+    return (*OPERATORS, *LAYER) if namespace == KDA else OPERATORS
 
 
 def _define(namespace: str) -> torch.library.Library:
@@ -114,7 +159,7 @@ def _define(namespace: str) -> torch.library.Library:
             "path, or another package took the name."
         )
     library = torch.library.Library(namespace, "FRAGMENT")  # noqa: TOR901  (held below for the life of the process)
-    for operator in OPERATORS:
+    for operator in operators(namespace):
         library.define(operator.name + operator.schema, tags=(torch.Tag.pt2_compliant_tag,))
     return library
 

@@ -11,6 +11,9 @@ be spread over a mesh with no communication::
     V       any; every rank computes the scores again         q, k, g, beta are whole, their
                                                               gradients are partial sums
 
+The convolution and the gated norm are spread likewise: over the batch, channels or heads, and the
+norm, which couples no tokens, over tokens too.
+
 A tensor is described by one letter per axis; a split of letters says which placement it has:
 sharded on the axis it has of them; otherwise whole, or a partial sum if it is the gradient of
 something whole. Other inputs (sharded over tokens or K) are first redistributed by DTensor.
@@ -28,17 +31,19 @@ from torch.distributed.tensor.placement_types import Placement
 from kda_ops import dispatch
 from kda_ops.private import OpSchema, OpStrategy, RuntimeSchemaInfo, schema_of, sharding_propagator
 from kda_ops.registrations import schemas
-from kda_ops.stages import GRADIENTS, KEPT, axes_of
+from kda_ops.stages import CONVOLUTION, CONVOLVED, GRADIENTS, KEPT, NORM, NORMALISED
 
 _STATES = frozenset(("initial_state", "final_state", "dfinal_state"))  # in the caller's layout
 _BATCH, _HEADS, _V = "BNc", "Hh", "V"
 
 
-def _placement(name: str, split: str, transposed: bool, else_: Placement) -> Placement:
+def _placement(
+    operator: schemas.Operator, name: str, split: str, transposed: bool, else_: Placement
+) -> Placement:
     """Where tensor `name` is under a split: sharded on the axis that the split names, or
     `else_`.
     """
-    axes = axes_of(name)
+    axes = operator.axes_of(name)
     if transposed and name in _STATES:
         axes = axes[:-2] + axes[-1] + axes[-2]
     return next((Shard(i) for i, letter in enumerate(axes) if letter in split), else_)
@@ -62,6 +67,17 @@ def _outputs(
         return [
             (n, True, not need >> i & 1 or given.get(n) is None) for i, n in enumerate(GRADIENTS)
         ]
+    if operator is schemas.SHORT_CONV:
+        return [("y", False, False), ("final_tail", False, not flags.get("output_final_tail"))]
+    if operator is schemas.SHORT_CONV_BWD:
+        need = flags["need"]
+        return [
+            (n, True, not need >> i & 1 or given.get(n) is None) for i, n in enumerate(CONVOLVED)
+        ]
+    if operator is schemas.GATED_RMS_NORM:
+        return [("y", False, False)]
+    if operator is schemas.GATED_RMS_NORM_BWD:
+        return [(n, True, given.get(n) is None) for n in NORMALISED]
     out = [("o", False, False), ("final_state", False, not flags.get("output_final_state", False))]
     if operator is schemas.CHUNK_FWD:
         q = given["q"]
@@ -75,6 +91,16 @@ def _outputs(
     return out
 
 
+def _splits(operator: schemas.Operator, given: dict) -> list[str]:
+    """Return the sets of axes over which a call may be spread, by their letters."""
+    if operator.axes is NORM:
+        # one row of weight serves all heads, or each rank has those of its heads
+        heads = "h" if given["weight"].shape[0] == 1 else "hG"
+        return ["", heads, "B", "T"]
+    batch = [_BATCH] if given.get("cu_seqlens") is None else []
+    return ["", "X", *batch] if operator.axes is CONVOLUTION else ["", _HEADS, _V, *batch]
+
+
 def _rules(operator: schemas.Operator, namespace: str):
     """Return the rule that lists (outputs, inputs) placements along one axis of a mesh."""
     names, rank = _arguments(operator, namespace), schemas.VARIANTS[namespace]
@@ -83,22 +109,21 @@ def _rules(operator: schemas.Operator, namespace: str):
         given = dict(zip(names, args))
         transposed = flags.get("transpose_state_layout", False)
         outputs = _outputs(operator, rank, given, flags)
-        splits = ["", _HEADS, _V] + ([_BATCH] if given.get("cu_seqlens") is None else [])
         acceptable = []
-        for split in splits:
+        for split in _splits(operator, given):
             ins = [
                 None
                 if x is None
                 else Replicate()
                 if _is_empty(x)
-                else _placement(n, split, transposed, Replicate())
+                else _placement(operator, n, split, transposed, Replicate())
                 for n, x in given.items()
             ]
             outs = [
                 Replicate()
                 if empty
                 else _placement(
-                    n, split, transposed, Partial() if gradient and split else Replicate()
+                    operator, n, split, transposed, Partial() if gradient and split else Replicate()
                 )
                 for n, gradient, empty in outputs
             ]
@@ -115,24 +140,29 @@ def _parts(spec, axis: int) -> int:
     )
 
 
-def _evenly(rules, names: list[str]):
+def _evenly(rules, operator: schemas.Operator, names: list[str]):
     """Of the strategies that `rules` make for a whole mesh, those that cut B, H and HV into equal
     parts.
 
-    Then a value head lies beside its key head, and the chunks of a row beside the row.
+    Then a value head lies beside its key head, and the chunks of a row beside the row; a head lies
+    beside its row of a norm's weight.
     """
+    if operator.axes is CONVOLUTION:
+        return rules  # its tensors are cut alike
+    first, other = ("x", 1) if operator.axes is NORM else ("q", 2)
+    other_axes = (0,) if operator.axes is NORM else (0, 2)
 
     def strategies(op_schema: OpSchema) -> OpStrategy:
-        # where q, k, v are among the tensors given
-        i = sum(x is not None for x in op_schema.args_schema[: names.index("q")])
+        # where q, k, v, or x and weight, are among the tensors given
+        i = sum(x is not None for x in op_schema.args_schema[: names.index(first)])
         every = rules(op_schema).strategies
         even = [
             s
             for s in every
             if all(
                 x.shape[axis] % _parts(x, axis) == 0
-                for x in (s.input_specs[i], s.input_specs[i + 2])
-                for axis in (0, 2)
+                for x, axes in ((s.input_specs[i], (0, 2)), (s.input_specs[i + other], other_axes))
+                for axis in axes
             )
         ]
         return OpStrategy(even)
@@ -144,7 +174,7 @@ def _register(operator: schemas.Operator, namespace: str) -> None:
     op, names = operator.overload(namespace), _arguments(operator, namespace)
     register_sharding(op)(_rules(operator, namespace))
     propagator = sharding_propagator()
-    propagator.op_strategy_funcs[op] = _evenly(propagator.op_strategy_funcs[op], names)
+    propagator.op_strategy_funcs[op] = _evenly(propagator.op_strategy_funcs[op], operator, names)
     # A decision is cached by what it depends on. Besides tensors `register_sharding` only looks at
     # integers, but here absent tensors and flags decide too.
     flags = [a.name for a in schema_of(op).arguments if a.kwarg_only]
@@ -156,3 +186,6 @@ def _register(operator: schemas.Operator, namespace: str) -> None:
 for _namespace in schemas.VARIANTS:
     for _operator in (schemas.CHUNK, schemas.CHUNK_FWD, schemas.CHUNK_BWD, schemas.RECURRENT):
         _register(_operator, _namespace)
+for _operator in schemas.LAYER:
+    if not _operator.mutates:
+        _register(_operator, schemas.KDA)

@@ -1,5 +1,5 @@
-"""vmap: the mapped dimension folds into the head axes, which is exact, and works for packed
-sequences, mapped parameters and gradients per sample too.
+"""vmap: the mapped dimension folds into the axes of heads (of a convolution: channels), which is
+exact, and works for packed sequences, mapped parameters and gradients per sample too.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from torch import Tensor
 
 from kda_ops.private import schema_of
 from kda_ops.registrations import schemas
-from kda_ops.stages import axes_of
+
+_FOLDED = "HhGX"  # axes along which nothing is coupled: heads, rows of a norm's weight, channels
 
 
-def _head_axis(name: str) -> int | None:
-    """Return the head axis of what the schemas name; an output without a name is that of `gate`."""
-    return next((i for i, letter in enumerate(axes_of(name or "y")) if letter in "Hh"), None)
+def _head_axis(operator: schemas.Operator, name: str) -> int | None:
+    """Return the axis of an argument or result that is folded; one without a name is `y`."""
+    axes = operator.axes_of(name or "y")
+    return next((i for i, letter in enumerate(axes) if letter in _FOLDED), None)
 
 
 def _absent(x: Tensor, mapped: int | None = None) -> bool:
@@ -42,8 +44,8 @@ def _fold(name: str, x: Tensor | None, mapped: int | None, size: int, axis: int)
 def _rule(operator: schemas.Operator, namespace: str):
     op = operator.overload(namespace)
     given = [a for a in schema_of(op).arguments if not a.kwarg_only]
-    names, in_axes = [a.name for a in given], [_head_axis(a.name) for a in given]
-    out_axes = [_head_axis(r.name or "") for r in schema_of(op).returns]
+    names, in_axes = [a.name for a in given], [_head_axis(operator, a.name) for a in given]
+    out_axes = [_head_axis(operator, r.name or "") for r in schema_of(op).returns]
 
     def rule(info, in_dims, *args, **flags):
         folded = []
@@ -72,10 +74,10 @@ def _rule(operator: schemas.Operator, namespace: str):
     return rule
 
 
-def _refuse(name: str):
+def _refuse(name: str, written: str):
     def rule(info, in_dims, *args, **flags):
         raise ValueError(
-            f"{name} writes its state in place and cannot be mapped by vmap: fold the mapped "
+            f"{name} writes its {written} in place and cannot be mapped by vmap: fold the mapped "
             "dimension into the heads or the pool yourself."
         )
 
@@ -83,9 +85,9 @@ def _refuse(name: str):
 
 
 for _namespace, _library in schemas.LIBRARIES.items():
-    for _operator in schemas.OPERATORS:
+    for _operator in schemas.operators(_namespace):
         _mapped = (
-            _refuse(f"{_namespace}::{_operator.name}")
+            _refuse(f"{_namespace}::{_operator.name}", _operator.mutates)
             if _operator.mutates
             else _rule(_operator, _namespace)
         )

@@ -27,6 +27,17 @@ def _softplus(x: Tensor) -> Tensor:
     return -F.logsigmoid(-x)
 
 
+def activate(x: Tensor, silu: bool) -> Tensor:
+    """Return silu(x) or sigmoid(x)."""
+    return x * _sigmoid(x) if silu else _sigmoid(x)
+
+
+def slope(x: Tensor, silu: bool) -> Tensor:
+    """Return the derivative of `activate`."""
+    s = _sigmoid(x)
+    return s * (1.0 + x * (1.0 - s)) if silu else s * (1.0 - s)
+
+
 def strength(logits: Tensor, neg_eigval: bool) -> Tensor:
     """Return beta: sigmoid(logits), or 2 sigmoid(logits) with `neg_eigval`."""
     return _sigmoid(logits) * (2.0 if neg_eigval else 1.0)

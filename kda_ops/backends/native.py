@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kda_ops.backends import convolution, norm
 from kda_ops.backends.activations import Activated, gate, gate_backward
 from kda_ops.backends.parts import Part, gather, join, parts, scatter
 from kda_ops.backends.slab import SMALLEST, Slab, add_product, product, scores, scores_backward
@@ -475,6 +476,11 @@ class Native(Backend):
     reverse_scan = staticmethod(reverse_scan)
     gradient, step = staticmethod(gradient), staticmethod(step)
     gate, gate_backward = staticmethod(gate), staticmethod(gate_backward)
+    short_conv = staticmethod(convolution.short_conv)
+    short_conv_backward = staticmethod(convolution.short_conv_backward)
+    short_conv_in_place = staticmethod(convolution.short_conv_in_place)
+    gated_norm = staticmethod(norm.gated_norm)
+    gated_norm_backward = staticmethod(norm.gated_norm_backward)
 
 
 BACKEND = Native()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kda_ops.backends import activations
+from kda_ops.backends import activations, convolution, norm
 from kda_ops.backends.activations import Activated
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
@@ -78,6 +78,11 @@ class Reference(Backend):
         self.dtype, self.operand = dtype, operand
 
     gate, gate_backward = staticmethod(activations.gate), staticmethod(activations.gate_backward)
+    short_conv = staticmethod(convolution.short_conv)
+    short_conv_backward = staticmethod(convolution.short_conv_backward)
+    short_conv_in_place = staticmethod(convolution.short_conv_in_place)
+    gated_norm = staticmethod(norm.gated_norm)
+    gated_norm_backward = staticmethod(norm.gated_norm_backward)
 
     def _round(self, x: Tensor) -> Tensor:
         return x if self.operand is None else x.to(self.operand).to(x.dtype)

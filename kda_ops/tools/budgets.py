@@ -57,6 +57,14 @@ BUDGETS: dict[tuple[str, str], tuple[tuple[int, ...], int | None]] = {
     ("gate_gradient", "bound"): ((0, 0, 0, 0), None),
     ("gate_gradient", "softplus"): ((0, 0, 0, 0), None),
     ("gradient_gdn.single", "bound"): ((240, 240, 336, 488), 4440),
+    ("convolve", "silu"): ((0, 0, 0, 0), None),
+    ("convolve_gradient", "silu"): ((80, 80, 80, 80), None),
+    ("write_tails", "silu"): ((0, 0, 0, 0), None),
+    ("tail_gradient", "silu"): ((0, 0, 0, 0), None),
+    ("normalise", "sigmoid"): ((0, 0, 0, 0), None),
+    ("normalise", "silu"): ((0, 0, 0, 0), None),
+    ("normalise_gradient", "sigmoid"): ((0, 0, 0, 0), None),
+    ("normalise_gradient", "silu"): ((8, 8, 8, 8), None),
 }
 # The most registers per thread, if not 255, so that more programs run at once.
 REGISTERS = {
@@ -69,6 +77,11 @@ REGISTERS = {
     "gather_heads": 64,
     "gate_forward": 128,
     "gate_gradient": 168,
+    "convolve": 128,
+    "convolve_gradient": 128,
+    "write_tails": 64,
+    "tail_gradient": 128,
+    "normalise": 128,
 }
 
 

@@ -33,6 +33,7 @@ from kda_ops import doctor
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from kda_ops.tools import budgets
+from kda_ops.tools.layer_calls import LAYER_CALLS, LayerCall
 from kda_ops.tools.machine import Help
 
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
@@ -468,7 +469,7 @@ class Call:
             kernels.gradient(p, tile, trace, do, reverse, need)
 
 
-LAYER = tuple(
+LAYER: tuple[Call | LayerCall, ...] = tuple(
     Call(rank, gate=gate, keep=keep, group=2 - rank)
     for rank in (1, 0)
     for gate in ("bound", "softplus")
@@ -494,6 +495,7 @@ LAYER += tuple(
     Call(0, gate=gate, keep=True, packed=packed, walk=True, group=group)
     for gate, packed, group in (("bound", False, 1), ("softplus", True, 2), ("plain", True, 1))
 )
+LAYER += LAYER_CALLS
 OTHERS: tuple[Call, ...] = (
     Call(1, torch.float32, gate="softplus", group=1),
     Call(0, torch.float32, gate="softplus"),
@@ -511,7 +513,7 @@ OTHERS += tuple(
 )
 
 # One row of each kernel, for the architectures that they have never run on.
-ELSEWHERE = tuple(
+ELSEWHERE: tuple[Call | LayerCall, ...] = tuple(
     Call(rank, keep=keep, group=2 - rank) for rank in (1, 0) for keep in (False, True)
 )
 ELSEWHERE += (
@@ -519,6 +521,7 @@ ELSEWHERE += (
     Call(pool=torch.float32),
     Call(1, packed=True, run=32),
     Call(0, gate="softplus", gates=True),
+    *LAYER_CALLS[:4],
 )
 
 
@@ -535,7 +538,7 @@ def everything() -> Iterator[Call]:
             yield Call(rank, dtype, K, V, gate, keep, packed, group=2 if packed else 2 - rank)
 
 
-def compile_calls(calls: Iterable[Call], arch: int) -> list[Row]:
+def compile_calls(calls: Iterable[Call | LayerCall], arch: int) -> list[Row]:
     """Compile some calls for one architecture and return their rows."""
     label = ["", ""]
     with offline(arch, label) as rows:

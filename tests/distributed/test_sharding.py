@@ -255,3 +255,37 @@ def test_what_is_kept_of_columns_is_spread_as_they_are(mesh, namespace):
     )
     for name, t in zip(KEPT, kept):
         assert t.placements == (R, Shard(3) if name in ("u", "states", "v_new") else R), name
+
+
+class TestLayerOperators:
+    def test_a_convolution_spreads_over_batch_and_channels(self, mesh):
+        both, per_channel = [Shard(0), Shard(2)], [R, Shard(0)]
+        shapes = {"x": (4, 6, 8), "weight": (8, 4), "initial_tail": (4, 3, 8)}
+        placements = dict(x=both, weight=per_channel, initial_tail=both)
+        x = spread({n: torch.randn(s) for n, s in shapes.items()}, mesh, placements)
+        y, tail = kda_ops.short_conv(**x, activation="silu", output_final_tail=True)
+        assert y.placements == tail.placements == tuple(both)
+        assert y.to_local().shape == (2, 6, 4)
+        (y.sum() + tail.sum()).backward()
+        assert x["x"].grad.placements == x["initial_tail"].grad.placements == tuple(both)
+        assert x["weight"].grad.placements == (Partial(), Shard(0))
+
+    def test_a_packed_convolution_spreads_over_channels_only(self, mesh):
+        x = spread(
+            {"x": torch.randn(1, 6, 8), "weight": torch.randn(8, 4)}, mesh, {"x": [Shard(2)] * 2}
+        )
+        offsets = distribute_tensor(torch.tensor([0, 2, 6]), mesh, [R, R])
+        y, _ = kda_ops.short_conv(**x, cu_seqlens=offsets)
+        assert y.placements == (Shard(2),) * 2
+
+    @pytest.mark.parametrize("rows", (1, 4))
+    def test_a_norm_spreads_over_tokens_and_heads(self, mesh, rows):
+        both = [Shard(1), Shard(2)]
+        shapes = {"x": (2, 6, 8, 5), "weight": (rows, 5), "gate": (2, 6, 8, 5)}
+        placements = dict(x=both, gate=both, weight=[R, R if rows == 1 else Shard(0)])
+        x = spread({n: torch.randn(s) for n, s in shapes.items()}, mesh, placements)
+        y = kda_ops.gated_rms_norm(**x)
+        assert y.placements == tuple(both) and y.to_local().shape == (2, 3, 4, 5)
+        y.sum().backward()
+        assert x["x"].grad.placements == x["gate"].grad.placements == tuple(both)
+        assert x["weight"].grad.placements == (Partial(), Partial() if rows == 1 else Shard(0))

@@ -32,9 +32,11 @@ def test_every_kernel_is_within_its_budget(arch):
         "reverse_scan_kda gradient_pairs sum_decays gradient_keys sum_gradients "
         "reverse_scan_gdn gradient_gdn gather_heads"
     )
+    layer = "convolve write_tails convolve_gradient tail_gradient normalise normalise_gradient"
     assert {line.split(" sm_")[0].split()[-1] for line in run.stdout.splitlines()} == {
         *forward.split(),
         *training.split(),
+        *layer.split(),
         *(("reverse_walk_gdn", "finish_walk") if arch == "90" else ()),
     }
     reported = {

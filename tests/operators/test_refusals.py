@@ -12,6 +12,7 @@ import torch
 import kda_ops
 import kda_ops.distributed
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
+from tests.operators.test_layer_operators import LEGAL, LEGAL_NORM
 from tests.operators.test_validation import ARGUMENTS, arguments
 from tests.support.calls import overload
 from tests.support.target import TARGET
@@ -38,9 +39,19 @@ def group_of(function):
     return {"group": PLAN} if "group" in inspect.signature(function).parameters else {}
 
 
+_TAIL = {"tail": torch.zeros(2, 3, 6), "tail_indices": torch.tensor([1, 0])}
+LAYER = {
+    "short_conv": {n: t for n, t in LEGAL.items() if t is not None},
+    "short_conv_": {n: LEGAL[n] for n in ("x", "weight", "bias")} | _TAIL,
+    "gated_rms_norm": LEGAL_NORM,
+}
+
+
 def legal(function):
     """Return a legal call of a public function by name; a call across ranks lacks its group."""
     name = function.__name__
+    if name in LAYER:
+        return dict(LAYER[name])
     variant = "kda" if "kda" in name else "gdn"
     op = name.replace(f"_{variant}", "").replace(f"{variant}_", "")
     return arguments(variant, op)
@@ -54,8 +65,8 @@ def named(function):
     return f"{function.__module__}.{function.__name__}"
 
 
-def test_FUNCTIONS_lists_all_twelve_public_functions():
-    assert len(FUNCTIONS) == 12
+def test_FUNCTIONS_lists_all_fifteen_public_functions():
+    assert len(FUNCTIONS) == 15
 
 
 @pytest.mark.parametrize("name,hint", (("scale", "multiply o by it"), ("lower_bound", "constant")))

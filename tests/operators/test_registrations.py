@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import kda_ops
-from kda_ops import chunk, dispatch, recurrent
+from kda_ops import chunk, convolution, dispatch, norm, recurrent
 from kda_ops.gate import Gate, GateBackward
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
@@ -29,6 +29,11 @@ PASSES = {
     "recurrent_": recurrent.Decode,
     "gate": Gate,
     "gate_bwd": GateBackward,
+    "short_conv": convolution.Convolve,
+    "short_conv_bwd": convolution.ConvolveBackward,
+    "short_conv_": convolution.ConvolveInPlace,
+    "gated_rms_norm": norm.Norm,
+    "gated_rms_norm_bwd": norm.NormBackward,
 }
 QUICK = ("test_schema", "test_faketensor", "test_autograd_registration")
 COMPILED = (*QUICK, "test_aot_dispatch_dynamic")

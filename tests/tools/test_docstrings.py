@@ -47,11 +47,11 @@ def test_every_public_function_has_an_example_and_a_source(name):
 @pytest.mark.parametrize("name", [n for n in kda_ops.__all__ if callable(getattr(kda_ops, n))])
 def test_a_function_has_the_words_of_its_operator(name):
     base = name.rstrip("_")
-    variant, op = (
-        (base.split("_")[0], "gate")
-        if base.endswith("_gate")
-        else (base.split("_")[1], base.split("_")[0])
-    )
+    variant, op = base.split("_")[-1], base.split("_")[0]
+    if base.endswith("_gate"):
+        variant, op = op, "gate"
+    if hasattr(torch.ops.kda, base):  # of a layer's own operators
+        variant, op = "kda", base
     schema = getattr(
         getattr(torch.ops, variant), op + ("_" if name.endswith("_") else "")
     ).default._schema

@@ -5,6 +5,7 @@ Without such a plan the stages run, and what they allocate and launch becomes th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextvars import Context
 from copy import copy
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_ops import problem, recurrent
+from kda_ops import convolution, problem, recurrent
 from kda_ops.backends.triton import launch, tuning
 from kda_ops.backends.triton.gate import gate, gate_backward
+from kda_ops.backends.triton.gated_norm import gated_norm, gated_norm_backward
 from kda_ops.backends.triton.gradient import gradient
 from kda_ops.backends.triton.keeps import KEEPS
 from kda_ops.backends.triton.look import Look, exact, look, named
@@ -26,12 +28,14 @@ from kda_ops.backends.triton.recording import Recording
 from kda_ops.backends.triton.reverse_scan import reverse_scan
 from kda_ops.backends.triton.reverse_walk import reverse_walk, walks
 from kda_ops.backends.triton.scan import scan
+from kda_ops.backends.triton.short_conv import short_conv, short_conv_backward, short_conv_in_place
 from kda_ops.backends.triton.step import step
-from kda_ops.gate import Gate
 from kda_ops.problem import Problem
-from kda_ops.stages import AXES, Backend, Pass
+from kda_ops.stages import Backend, Pass
 
 MOST_PLANS = 1024  # of a process; after that all are dropped
+# passes that meet the same few sizes thousands of times
+_DECODES = frozenset((recurrent.Decode, convolution.ConvolveInPlace))
 
 
 class _Recorded(Problem):
@@ -61,6 +65,9 @@ class Triton(Backend):
     gradient, step = staticmethod(gradient), staticmethod(step)
     walks, reverse_walk = staticmethod(walks), staticmethod(reverse_walk)
     gate, gate_backward = staticmethod(gate), staticmethod(gate_backward)
+    short_conv, short_conv_backward = staticmethod(short_conv), staticmethod(short_conv_backward)
+    short_conv_in_place = staticmethod(short_conv_in_place)
+    gated_norm, gated_norm_backward = staticmethod(gated_norm), staticmethod(gated_norm_backward)
 
     keeps = KEEPS
 
@@ -90,8 +97,8 @@ class Triton(Backend):
         if problem.CHECK_VALUES or INTERPRET:
             kind(rank, args, flags)  # checks values; under the interpreter they are on the host
         same: tuple | None = None
-        if kind is recurrent.Decode:
-            same, args, pointers = exact(kind.names, rank, args, flags)
+        if kind in _DECODES:
+            same, args, pointers = exact(kind, rank, args, flags)
             if (known := self.decodes.get(same)) is not None:
                 return known[0].run(args, pointers, known[1])
         seen = look(kind, rank, args, flags)
@@ -121,16 +128,13 @@ class Triton(Backend):
             # reset it if a kernel fails to compile.
             Context().run(_compile, work, self)
         for name, x in zip(kind.names, args):
-            kept.take(name, x, *_shape(name, x, kept))
-        if isinstance(work, Gate):
-            with launch.recorded(kept):
-                results = work.run(self)
-        else:
+            kept.take(name, x, *_shape(kind.axes, name, x, kept))
+        if hasattr(work, "p"):  # others read sizes from their tensors
             p = work.p = copy(work.p)
-            p.__class__ = _Recorded
+            p.__class__ = _Recorded if isinstance(p, Problem) else type(p)
             p.B, p.T, p.N = (kept.sizes[n] for n in ("B", "T", "N"))
-            with launch.recorded(kept):
-                results = work.run(self)
+        with launch.recorded(kept):
+            results = work.run(self)
         plan = Plan(kept, results, device)
         if sum(map(len, self.plans.values())) >= MOST_PLANS:
             self.forget()
@@ -147,11 +151,13 @@ def _compile(work, b: Triton) -> None:
 _TABLES = {"state_indices": "NS", "snapshot_indices": "NS", "num_accepted_tokens": "N"}
 
 
-def _shape(name: str, x: Tensor | None, kept: Recording) -> tuple[tuple, tuple | None]:
+def _shape(
+    axes: Mapping[str, str], name: str, x: Tensor | None, kept: Recording
+) -> tuple[tuple, tuple | None]:
     """Return the shape of an input as sizes, and its strides as sizes, or None if contiguous."""
     if x is None:
         return (), None
-    letters = _TABLES.get(name) or AXES.get(name) or AXES.get(name.removeprefix("d"), "")
+    letters = _TABLES.get(name) or axes.get(name) or axes.get(name.removeprefix("d"), "")
     shape = tuple(
         kept.sizes.get(letter, n) for letter, n in zip(letters.ljust(x.dim(), "."), x.shape)
     )

@@ -13,15 +13,21 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kda_ops import chunk, problem, recurrent
+from kda_ops import chunk, convolution, norm, problem, recurrent
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.tile import spans
 from kda_ops.gate import Gate, GateBackward
 from kda_ops.stages import KEPT, Pass
 
 # kernels read these with stride 1, so others are copied
-DENSE = frozenset(("A_log", "dt_bias", "cu_seqlens", "state_indices", "num_accepted_tokens"))
-POOLS = frozenset((chunk.Prefill, recurrent.Decode))  # these passes write their argument `state`
+DENSE = frozenset(
+    (
+        *("A_log", "dt_bias", "cu_seqlens", "state_indices", "num_accepted_tokens"),
+        *("bias", "tail_indices"),
+    )
+)
+# passes that write an argument
+POOLS = {chunk.Prefill: "state", recurrent.Decode: "state", convolution.ConvolveInPlace: "tail"}
 
 
 class Look(NamedTuple):
@@ -53,9 +59,9 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
             pointers.append(0)
             continue
         if not x.is_contiguous():
-            pool = names[i] == "state" and kind in POOLS
+            pool = POOLS.get(kind) == names[i]
             if pool:  # it is written in place: writes to a copy would be lost
-                problem.check_no_overlap("state", x)
+                problem.check_no_overlap(names[i], x)
             if names[i] in DENSE or not (pool or spans(x)):
                 x = x.contiguous()
                 args = (*args[:i], x, *args[i + 1 :])
@@ -68,14 +74,14 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
     return Look(tuple(key), args, pointers, numbers)
 
 
-def exact(names: tuple[str, ...], rank: int, args: tuple, flags: dict) -> tuple[tuple, tuple, list]:
+def exact(kind: type[Pass], rank: int, args: tuple, flags: dict) -> tuple[tuple, tuple, list]:
     """Return a key of all that `look` reads, the tensors in order, and their pointers.
 
     The key contains B, T and N, so it serves one size. It costs less Python than a look, for
     decode, which meets the same few sizes thousands of times.
     """
-    args += (None,) * (len(names) - len(args))
-    key: list[Any] = [rank, *flags.items()]
+    args += (None,) * (len(kind.names) - len(args))
+    key: list[Any] = [kind, rank, *flags.items()]
     pointers = []
     for x in args:
         if x is None:
@@ -180,14 +186,57 @@ def _decode(rank: int, q, k, v, g, beta, state, slots, accepted, A_log, dt_bias,
 def _gate(rank: int, g, A_log, dt_bias):
     if g is None or g.dim() != 3 + rank or not g.numel():
         return None
-    shapes = (None if x is None else x.shape for x in (A_log, dt_bias))
-    return (g.shape[0], g.shape[1], 1, 1), (*g.shape[2:], *shapes)
+    return (g.shape[0], g.shape[1], 1, 1), (*g.shape[2:], *_shapes(A_log, dt_bias))
 
 
 def _gate_backward(rank: int, dy, g, A_log, dt_bias):
     return (
         None if g is None or dy is None or dy.shape != g.shape else _gate(rank, g, A_log, dt_bias)
     )
+
+
+def _shapes(*tensors: Tensor | None) -> tuple:
+    return tuple(None if x is None else x.shape for x in tensors)
+
+
+def _convolve(rank: int, x, weight, bias, tail, cu_seqlens, slots=None):
+    """Return the sizes of a convolution; `tail` is a pool if there are `slots`."""
+    if x is None or weight is None or x.dim() != 3 or not x.numel():
+        return None
+    B, T, D = x.shape
+    N = B
+    if cu_seqlens is not None:
+        N = cu_seqlens.shape[0] - 1 if cu_seqlens.dim() == B == 1 else 0
+    rows = tail if slots is None else slots
+    if N < 1 or weight.dim() != 2 or (rows is not None and rows.shape[:1] != (N,)):
+        return None
+    inner = None if tail is None else tail.shape[1:]
+    return (B, T, N, 1), (D, *_shapes(weight, bias), inner, slots if slots is None else slots.dim())
+
+
+def _convolve_backward(rank: int, dy, dfinal_tail, x, *args):
+    found = _convolve(rank, x, *args)
+    if found is None or dy is not None and dy.shape != x.shape:
+        return None
+    numbers, static = found
+    if dfinal_tail is None or dfinal_tail.dim() == 1:
+        return numbers, (*static, None)
+    rows, *shape = dfinal_tail.shape
+    return (numbers, (*static, *shape)) if rows == numbers[2] else None
+
+
+def _convolve_in_place(rank: int, x, weight, bias, tail, slots, cu_seqlens):
+    return None if tail is None else _convolve(rank, x, weight, bias, tail, cu_seqlens, slots)
+
+
+def _norm(rank: int, x, weight, gate):
+    if x is None or x.dim() != 4 or not x.numel() or gate is not None and gate.shape != x.shape:
+        return None
+    return (x.shape[0], x.shape[1], 1, 1), (*x.shape[2:], *_shapes(weight))
+
+
+def _norm_backward(rank: int, dy, x, *args):
+    return None if dy is None or x is None or dy.shape != x.shape else _norm(rank, x, *args)
 
 
 _SIZES: dict[type, Callable[..., tuple[tuple[int, ...], tuple] | None]] = {
@@ -199,4 +248,9 @@ _SIZES: dict[type, Callable[..., tuple[tuple[int, ...], tuple] | None]] = {
     recurrent.Decode: _decode,
     Gate: _gate,
     GateBackward: _gate_backward,
+    convolution.Convolve: _convolve,
+    convolution.ConvolveBackward: _convolve_backward,
+    convolution.ConvolveInPlace: _convolve_in_place,
+    norm.Norm: _norm,
+    norm.NormBackward: _norm_backward,
 }

@@ -1,0 +1,150 @@
+"""Compute the short convolution and its gradients in plain torch, for the CPU backends.
+
+The inputs of all sequences lie in one tensor, each sequence behind its tail of W - 1 rows. So the
+inputs that a tap multiplies are one slice of it, without masks. The equations are those of
+`kda_ops.stages.Backend.short_conv`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kda_ops.backends.activations import activate, slope
+from kda_ops.convolution import Convolution
+
+
+class _Rows:
+    """The rows of tails and tokens on one axis, and where each lies: [B, rows, D].
+
+    `token` and `tail` are the rows of tokens and tails, and `end` those of final tails, as indices
+    into axis 1 of one packed row; None for dense rows, where they are slices.
+    """
+
+    def __init__(self, p: Convolution, tail: Tensor | None):
+        self.p, self.past = p, p.W - 1
+        self.token: Tensor | None = None
+        if p.cu_seqlens is not None:
+            offsets, past = p.cu_seqlens.long(), torch.arange(self.past)
+            length = offsets.diff()
+            self.count = int(offsets[-1])  # tokens of sequences
+            begin = offsets[:-1] + torch.arange(p.N) * self.past  # of each tail
+            self.token = torch.arange(self.count) + self.past * (
+                1 + torch.repeat_interleave(torch.arange(p.N), length)
+            )
+            self.tail = (begin[:, None] + past).flatten()
+            self.end = ((begin + length)[:, None] + past).flatten()
+        self.x = self.join(p.x.to(p.sum_dtype), None if tail is None else tail.to(p.sum_dtype))
+
+    def join(self, x: Tensor, tail: Tensor | None) -> Tensor:
+        """Return x [B, T, D] and tails [N, W - 1, D], zero if None, on one axis."""
+        p = self.p
+        if self.token is None:
+            before = x.new_zeros(p.B, self.past, p.D) if tail is None else tail
+            return torch.cat([before, x], 1)
+        rows = x.new_zeros(1, self.count + p.N * self.past, p.D)
+        rows[:, self.token] = x[:, : self.count]
+        if tail is not None:
+            rows[:, self.tail] = tail.flatten(0, 1)
+        return rows
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """Return the rows of tokens [B, T, D]; those past the last sequence are zero."""
+        if self.token is None:
+            return rows[:, self.past :]
+        x = rows.new_zeros(1, self.p.T, self.p.D)
+        x[:, : self.count] = rows[:, self.token]
+        return x
+
+    def tails(self, rows: Tensor, end: bool) -> Tensor:
+        """Return the rows of the tails, or with `end` of the final tails, [N, W - 1, D]."""
+        if self.token is None:
+            return rows[:, self.p.T :] if end else rows[:, : self.past]
+        place = self.end if end else self.tail
+        return rows[0, place].reshape(self.p.N, self.past, self.p.D)
+
+    def add_end(self, rows: Tensor, dfinal: Tensor) -> None:
+        """Add gradients of the final tails [N, W - 1, D] to their rows."""
+        if self.token is None:
+            rows[:, self.p.T :] += dfinal
+        else:  # the final tails of two sequences share no row
+            rows[0, self.end] += dfinal.flatten(0, 1)
+
+
+def _sums(p: Convolution, rows: Tensor) -> Tensor:
+    """Return z, one row per row of `rows` that has W - 1 before it."""
+    weight, count = p.weight.to(p.sum_dtype), max(rows.shape[1] - p.W + 1, 0)
+    z = rows[:, :count] * weight[:, 0]
+    for i in range(1, p.W):
+        z = z + rows[:, i : i + count] * weight[:, i]
+    return z if p.bias is None else z + p.bias.to(p.sum_dtype)
+
+
+def short_conv(p: Convolution) -> tuple[Tensor, Tensor | None]:
+    """Return y and the final tail; see `kda_ops.stages.Backend.short_conv`."""
+    rows = _Rows(p, p.tail)
+    return _output(p, rows), _final_tail(p, rows) if p.output_final_tail else None
+
+
+def _output(p: Convolution, rows: _Rows) -> Tensor:
+    z = _sums(p, rows.x)
+    y = activate(z, True) if p.silu else z
+    # a row of z belongs to the row W - 1 later, as the rows of tokens are counted
+    shifted = torch.cat([y.new_zeros(y.shape[0], p.W - 1, p.D), y], 1)
+    return rows.tokens(shifted).to(p.x.dtype).contiguous()
+
+
+def _final_tail(p: Convolution, rows: _Rows) -> Tensor:
+    return rows.tails(rows.x, end=True).to(p.x.dtype).contiguous()
+
+
+def short_conv_in_place(p: Convolution) -> Tensor:
+    """Return y and write the pool; see `kda_ops.stages.Backend.short_conv_in_place`."""
+    pool, slots = p.tail, p.tail_indices
+    assert pool is not None  # as the pass has checked
+    if slots is None:
+        rows = _Rows(p, pool)
+        y = _output(p, rows)
+        pool.copy_(rows.tails(rows.x, end=True))
+        return y
+    live = slots >= 0
+    before = pool[slots.long().clamp(min=0)] if len(pool) else pool.new_zeros(p.N, p.W - 1, p.D)
+    rows = _Rows(p, torch.where(live[:, None, None], before, 0.0))
+    y = _output(p, rows)
+    pool[slots[live].long()] = rows.tails(rows.x, end=True)[live].to(pool.dtype)
+    if p.cu_seqlens is None:
+        return torch.where(live[:, None, None], y, 0.0)
+    each = torch.repeat_interleave(live, p.cu_seqlens.diff())
+    y[0, : len(each)].masked_fill_(~each[:, None], 0.0)
+    return y
+
+
+def short_conv_backward(
+    p: Convolution, dy: Tensor | None, dfinal_tail: Tensor | None, need: frozenset[str]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients; see `kda_ops.stages.Backend.short_conv_backward`."""
+    rows = _Rows(p, p.tail)
+    drows, weight, dweight, dbias = torch.zeros_like(rows.x), p.weight.to(p.sum_dtype), None, None
+    if dy is not None:
+        dz = rows.join(dy.to(p.sum_dtype), None)[:, p.W - 1 :]
+        if p.silu:
+            dz = dz * slope(_sums(p, rows.x), True)
+        count = dz.shape[1]
+        for i in range(p.W):
+            drows[:, i : i + count] += dz * weight[:, i]
+        if "weight" in need:
+            taps = [(dz * rows.x[:, i : i + count]).sum((0, 1)) for i in range(p.W)]
+            dweight = torch.stack(taps, -1).to(p.weight.dtype)
+        if "bias" in need and p.bias is not None:
+            dbias = dz.sum((0, 1)).to(p.bias.dtype)
+    elif "weight" in need:
+        dweight = torch.zeros_like(p.weight)
+    if dy is None and "bias" in need and p.bias is not None:
+        dbias = torch.zeros_like(p.bias)
+    if dfinal_tail is not None:
+        rows.add_end(drows, dfinal_tail.to(p.sum_dtype))
+    dx = rows.tokens(drows).to(p.x.dtype) if "x" in need else None
+    dtail = None
+    if "initial_tail" in need and p.tail is not None:
+        dtail = rows.tails(drows, end=False).to(p.tail.dtype)
+    return dx, dweight, dbias, dtail

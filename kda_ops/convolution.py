@@ -1,0 +1,201 @@
+"""The passes of the short causal convolution, and the validation of its calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_ops.problem import (
+    can_read,
+    check_float,
+    check_index,
+    check_no_overlap,
+    check_offsets,
+    check_slots,
+    shape_error,
+)
+from kda_ops.stages import CONVOLUTION, CONVOLVED, Backend
+
+ACTIVATIONS = (None, "silu", "swish")  # "swish" is another name of "silu"
+
+
+class Convolution:
+    """The sizes, tensors and flags of one call: B, T, N as in `Problem`, D channels, W taps.
+
+    `tail` ``[N, W - 1, D]`` is what comes before each sequence, oldest first, or None for zeros; in
+    place it is a pool ``[slots, W - 1, D]``. `sum_dtype` is the dtype of sums.
+    """
+
+    __slots__ = (
+        *("x", "weight", "bias", "tail", "tail_indices", "cu_seqlens"),
+        *("B", "T", "N", "D", "W", "silu", "output_final_tail", "sum_dtype"),
+    )
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        initial_tail: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        activation: str | None = None,
+        output_final_tail: bool = False,
+    ):
+        if x is None or weight is None:
+            raise TypeError(f"{'x' if x is None else 'weight'} must be a tensor, got None.")
+        if x.dim() != 3:
+            raise ValueError(f"x must have shape [B, T, D], got {list(x.shape)}.")
+        B, T, D = x.shape
+        device = x.device
+        check_float("x", x, device, "x")
+        if x.dtype is torch.float64 and device.type == "cuda":
+            raise TypeError(
+                "x must be float16, bfloat16 or float32 on CUDA, got torch.float64: float64 runs "
+                "on CPU only."
+            )
+        if weight.dim() != 2 or weight.shape[0] != D or weight.shape[1] == 0:
+            hint = ""
+            if weight.shape[:1] == (D,) and weight.dim() == 3:
+                hint = ": pass weight[:, 0] of a torch.nn.Conv1d"
+            raise ValueError(
+                f"weight must have shape [D, W] = [{D}, W] with at least one tap, got "
+                f"{list(weight.shape)}{hint}."
+            )
+        check_float("weight", weight, device, "x")
+        if bias is not None:
+            if bias.shape != (D,):
+                shape_error("bias", "[D]", (D,), bias)
+            check_float("bias", bias, device, "x")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}.")
+        self.N = B
+        if cu_seqlens is not None:
+            check_offsets(cu_seqlens, B, T, device, "x")
+            cu_seqlens = cu_seqlens.contiguous()  # kernels read it with stride 1
+            self.N = cu_seqlens.shape[0] - 1
+        self.x, self.weight, self.bias, self.cu_seqlens = x, weight, bias, cu_seqlens
+        self.B, self.T, self.D, self.W = B, T, D, weight.shape[1]
+        self.silu, self.output_final_tail = activation is not None, output_final_tail
+        self.sum_dtype = torch.promote_types(x.dtype, torch.float32)
+        self.tail: Tensor | None = None
+        self.tail_indices: Tensor | None = None
+        if initial_tail is not None:
+            self._take_tail("initial_tail", "N", self.N, initial_tail)
+
+    @classmethod
+    def on_pool(
+        cls,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tail: Tensor,
+        tail_indices: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        activation: str | None = None,
+    ) -> Convolution:
+        """Validate a call that reads and writes tails in the slots of a pool."""
+        c = cls(x, weight, bias, None, cu_seqlens, activation=activation)
+        if tail is None:
+            raise TypeError(
+                "tail must be a tensor, the pool of tails that is read and written in place, got "
+                "None."
+            )
+        if tail.dim() != 3:
+            raise ValueError(f"tail must have shape [slots, W - 1, D], got {list(tail.shape)}.")
+        check_no_overlap("tail", tail)
+        if tail_indices is None:
+            c._take_tail("tail", "N", c.N, tail)
+            return c
+        c._take_tail("tail", "slots", tail.shape[0], tail)
+        if tail_indices.dim() != 1 or tail_indices.shape[0] != c.N:
+            shape_error("tail_indices", "[N]", (c.N,), tail_indices)
+        check_index("tail_indices", tail_indices, x.device, "x")
+        if can_read(tail_indices):
+            check_slots(tail_indices, tail.shape[0], "tail_indices")
+        c.tail_indices = tail_indices
+        return c
+
+    def _take_tail(self, name: str, letter: str, count: int, tail: Tensor) -> None:
+        want = (count, self.W - 1, self.D)
+        if tail.shape != want:
+            hint = ""
+            if tail.shape == (count, self.D, self.W - 1):
+                hint = ": pass its transpose, tail.mT; any strides are accepted"
+            shape_error(name, f"[{letter}, W - 1, D]", want, tail, hint)
+        check_float(name, tail, self.x.device, "x")
+        self.tail = tail
+
+    def new_output(self) -> Tensor:
+        """Allocate y [B, T, D] in x's dtype, contiguous."""
+        return torch.empty_like(self.x, memory_format=torch.contiguous_format)
+
+    def new_final_tail(self) -> Tensor:
+        """Allocate the final tail [N, W - 1, D] in x's dtype; empty if it is not asked for."""
+        shape = (self.N, self.W - 1, self.D) if self.output_final_tail else (0,)
+        return self.x.new_empty(shape)
+
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """Return the inputs that have gradients, in the order of `stages.CONVOLVED`."""
+        return self.x, self.weight, self.bias, self.tail
+
+
+class Convolve:
+    """The convolution of whole sequences: y and the final tail."""
+
+    names: tuple[str, ...] = (*CONVOLVED, "cu_seqlens")
+    axes = CONVOLUTION
+
+    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
+        self.p = Convolution(*args, **flags)
+
+    def run(self, b: Backend) -> tuple[Tensor | None, ...]:
+        """Return y and the final tail, None if it is not asked for."""
+        return b.short_conv(self.p)
+
+
+class ConvolveBackward:
+    """Gradients of the inputs, from those of y and of the final tail (None: zero).
+
+    Bit i of the flag `need` asks for the gradient of ``stages.CONVOLVED[i]``.
+    """
+
+    names: tuple[str, ...] = ("dy", "dfinal_tail", *CONVOLVED, "cu_seqlens")
+    axes = CONVOLUTION
+
+    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
+        flags = dict(flags)
+        need = flags.pop("need")
+        self.need = frozenset(n for i, n in enumerate(CONVOLVED) if need >> i & 1)
+        self.dy, dfinal_tail, *inputs = args
+        p = self.p = Convolution(*inputs, **flags)
+        # an absent one may be an empty tensor of one dimension
+        absent = dfinal_tail is None or dfinal_tail.dim() == 1
+        self.dfinal_tail = None if absent else dfinal_tail
+        for name, letters, x, want in (
+            ("dy", "[B, T, D]", self.dy, (p.B, p.T, p.D)),
+            ("dfinal_tail", "[N, W - 1, D]", self.dfinal_tail, (p.N, p.W - 1, p.D)),
+        ):
+            if x is not None and x.shape != want:
+                shape_error(name, letters, want, x)
+
+    def run(self, b: Backend) -> tuple[Tensor | None, ...]:
+        """Return the gradients, None where not asked for."""
+        return b.short_conv_backward(self.p, self.dy, self.dfinal_tail, self.need)
+
+
+class ConvolveInPlace:
+    """The convolution on a pool: tails are read from its slots and written there."""
+
+    names: tuple[str, ...] = ("x", "weight", "bias", "tail", "tail_indices", "cu_seqlens")
+    axes = CONVOLUTION
+
+    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
+        self.p = Convolution.on_pool(*args, **flags)
+
+    def run(self, b: Backend) -> tuple[Tensor]:
+        """Return y."""
+        return (b.short_conv_in_place(self.p),)

@@ -1,0 +1,53 @@
+"""The kernels of the short convolution and the gated norm obey the laws of the operators."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
+    )
+
+from kda_ops import dispatch
+from tests.operators.test_layer_operators import (  # noqa: F401  (they run here too)
+    test_a_call_on_a_pool_touches_the_slots_it_names_and_nothing_else,
+    test_a_gradient_of_the_final_tail_alone_is_enough,
+    test_a_sequence_has_the_same_bits_alone_and_packed,
+    test_any_subset_of_gradients_is_the_same,
+    test_decode_token_by_token_gives_the_bits_of_the_whole,
+    test_gradients_per_sample_are_those_of_each_sample,
+    test_no_tokens_no_channels_and_no_sequences_are_calls,
+    test_results_and_gradients_meet_the_error_budget,
+    test_splitting_a_sequence_does_not_change_it,
+    test_tokens_of_no_sequence_reach_no_gradient,
+    test_two_runs_give_the_same_bits,
+)
+from tests.support.closeness import assert_all_identical
+from tests.support.layer_operators import Conv, NormCase, replace, run
+from tests.support.target import TARGET
+
+TRITON = dispatch.load("triton")
+SIZES = {
+    "dense": [Conv(B=B, T=T, D=8) for B, T in ((2, 9), (1, 70), (3, 70), (2, 130), (5, 9))],
+    "packed": [Conv(lengths=n, behind=2, D=8) for n in ((3, 0, 70), (5, 6, 64), (1, 2, 3, 4))],
+    "norm": [NormCase(B=B, T=T, G=2, silu=True) for B, T in ((2, 3), (1, 40), (3, 40))],
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_call_by_a_plan_of_other_sizes_gives_the_bits_of_the_stages(sizes):
+    for strides in ("", "fused"):
+        TRITON.forget()
+        cases = [replace(case, strides=strides) for case in SIZES[sizes]]
+        for case in (*cases, *cases):
+            torch.use_deterministic_algorithms(True)  # fresh memory holds NaN
+            try:
+                got = run(case, TARGET.device)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            saved, TRITON.plans = TRITON.plans, {}
+            assert_all_identical(run(case, TARGET.device), got)
+            TRITON.plans = saved
+        assert sum(map(len, TRITON.plans.values())) < 2 * len(cases)  # some serve several sizes
