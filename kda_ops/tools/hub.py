@@ -24,6 +24,7 @@ from kda_ops import registrations
 PACKAGE = "kda_ops"
 _ROOTS = (
     f"{PACKAGE}.functional",
+    f"{PACKAGE}.layer_functional",
     f"{PACKAGE}.compat.hub_layers",
     f"{PACKAGE}.backends.native",
     f"{PACKAGE}.backends.triton",
@@ -37,7 +38,7 @@ _INIT = '''"""Kimi Delta Attention (KDA) and Gated DeltaNet (GDN) as a kernel of
 
 from . import registrations
 from .compat import hub_layers as layers
-from .functional import {functions}
+{functions}
 
 __version__ = "{version}"
 __all__ = ["layers", {names}]
@@ -171,7 +172,11 @@ def write(folder: Path) -> Path:
         place.write_text(rewrite(module, text, is_package, namespace))
     functions = [n for n in kda_ops.__all__ if n != "SAVE_OPS"]
     names = ", ".join(f'"{n}"' for n in functions)
-    init = _INIT.format(version=kda_ops.__version__, functions=", ".join(functions), names=names)
+    imports = "\n".join(
+        f"from .{getattr(kda_ops, n).__module__.removeprefix(f'{PACKAGE}.')} import {n}"
+        for n in functions
+    )
+    init = _INIT.format(version=kda_ops.__version__, functions=imports, names=names)
     (root / "__init__.py").write_text(init)
     (root / "_ops.py").write_text(_OPS.format(namespace=namespace))
     metadata = {
