@@ -33,7 +33,7 @@ CUTS = {
 
 
 def layers(step: Callable[[Tensor], Any], pools: list[Tensor]) -> Callable[[], None]:
-    """Return one decode call on each pool."""
+    """Return a function that makes one decode call on each pool."""
 
     def call() -> None:
         with torch.inference_mode():
@@ -44,7 +44,7 @@ def layers(step: Callable[[Tensor], Any], pools: list[Tensor]) -> Callable[[], N
 
 
 def measure(op: str, batch: int, layout: str, rounds: int) -> list[list[str]]:
-    """Time every cut of a layout, and FLA, in turns; return the lines of the table."""
+    """Time every cut of a layout, and FLA, by turns; return the lines of the table."""
     # imported here, so that --help needs no Triton
     step: Any = import_module("kda_ops.backends.triton.step")
     backend: Any = import_module("kda_ops.backends.triton.backend")

@@ -35,7 +35,7 @@ def types_of(function: Callable) -> Callable[[Iterable[tuple[str, object]]], Non
 
 
 def _plain(name: str, kind: str) -> tuple[type, ...]:
-    """Return the types of which every value is a right one, for an argument of this kind."""
+    """Return the types whose values are all valid for an argument with this annotation."""
     if name in _CONSTANTS:
         return int, float, type(None)
     if kind == "bool":

@@ -18,9 +18,10 @@ both variants, written with Python operators, methods or torch functions::
     sigmoid         sigmoid(beta)                                   use_beta_sigmoid_in_kernel
     double_sigmoid  2 * sigmoid(beta)                               the same, allow_neg_eigval
 
-Where nothing folds, the pass sets the promises of `chunk` and `chunk_` that the graph proves: after
-a sigmoid ``safe_beta``, after a norm of k ``safe_keys``, and after c * sigmoid(x) with c in [-5, 0]
-``safe_gate``. Casts and shape changes may lie between. Precision and grad mode do not matter.
+For an argument that does not fold, the pass sets the promise of `chunk` or `chunk_` that the graph
+proves. A sigmoid proves ``safe_beta``, a norm of k ``safe_keys``, and c * sigmoid(x) with c in
+[-5, 0] ``safe_gate``. Casts, shape changes and changes of grad mode may come between. An in-place
+write prevents the proof, and so does a norm in float16.
 
 A fold changes a result only by rounding: the operator computes in float32, or in float64 for
 float64 inputs. These are not folded, because rounding or range would differ by more:
@@ -221,7 +222,7 @@ class _Surroundings:
             raise Refused("in-place")
 
     def is_written(self, nodes: Iterable[Node], leaves: Iterable[Node] = ()) -> bool:
-        """Return whether nodes or leaves are written after the first node.
+        """Return whether nodes or leaves are written in place after the first node.
 
         See NOTE [Written in place].
         """
@@ -291,7 +292,7 @@ class FoldPreprocessing(CustomGraphPass):
         return get_hash_for_files((__file__, patterns.__file__, proofs.__file__))
 
 
-# flag, the argument it is about, the flag that makes it needless, and its proof
+# flag, the argument that it describes, the flag that makes it needless, and its proof
 _PROOFS = (
     ("safe_beta", "beta", "use_beta_sigmoid_in_kernel", prove_strength),
     ("safe_keys", "k", "use_qk_l2norm_in_kernel", prove_lengths),

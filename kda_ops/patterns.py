@@ -360,7 +360,7 @@ def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
 
 @dataclass
 class Norm:
-    """x / sqrt(sum(x^2) + eps): its nodes, the casts and the shape changes after it."""
+    """The norm x / sqrt(sum(x^2) + eps): its nodes, and the casts and shape changes after it."""
 
     x: Node
     nodes: list[Node]
@@ -369,7 +369,7 @@ class Norm:
 
 
 def find_l2norm(value: Node) -> Norm | None:
-    """Find x / sqrt(sum(x^2) + eps), with casts of the result. Refuse float16, which overflows."""
+    """Find x / sqrt(sum(x^2) + eps) behind casts and shape changes; refuse float16 (overflow)."""
     nodes: list[Node] = []
     layout: list[Node] = []
     core = value

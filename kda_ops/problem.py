@@ -20,7 +20,7 @@ from kda_ops.private import is_functional_tensor, is_functorch_wrapped_tensor
 CHUNK = 64  # tokens per chunk, C in docs/maths.md
 MAX_K = 256
 SAFE_BOUND = -5.0  # what `safe_gate` promises when no lower_bound names another bound
-# The length that `safe_keys` allows: 1, and what normalising and rounding in 16 bits may add.
+# The length that `safe_keys` allows: 1, plus what normalising and rounding in 16 bits may add.
 SAFE_LENGTH = 1.0 + 2.0**-6
 # whether to check values too, which costs a synchronisation on a GPU
 CHECK_VALUES = os.environ.get("KDA_OPS_CHECK", "0") not in ("", "0")
@@ -568,7 +568,7 @@ class Problem:
 
         A decay must not exceed 0 nor fall below the bound that `safe_gate` promises. A given beta
         must lie in [0, 2], or in [0, 1] with `safe_beta`. With `safe_keys`, no key may be longer
-        than 1. Tokens of sequences without a slot are not checked.
+        than SAFE_LENGTH. Tokens of sequences without a slot are not checked.
         """
         if not CHECK_VALUES:
             return

@@ -1,8 +1,8 @@
-"""Prove in a Dynamo graph the promises of a call: see `kda_ops.inductor`.
+"""Prove the promises of a call from its Dynamo graph, for `kda_ops.inductor`.
 
-A proof is the list of nodes that it rests on, from the last activation to the argument; None means
-that there is none. Rounding, also to a narrower dtype, keeps every limit that is proved here. The
-caller checks in-place writes.
+A proof is the list of nodes that it rests on, from the argument back to its activation. None means
+that nothing is proved. Rounding, even to a narrower dtype, keeps every limit that is proved here.
+The caller checks for in-place writes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kda_ops.problem import SAFE_BOUND
 
 
 def _behind(value: Any, rows: bool) -> list[Any]:
-    """Follow a value back through casts and shape changes; the last entry is neither.
+    """Return a value and its sources, back through casts and shape changes; the last is neither.
 
-    With `rows` shape changes must move whole rows of the last dimension.
+    With `rows`, shape changes must move whole rows of the last dimension.
     """
     nodes = [value]
     while isinstance(nodes[-1], Node) and (is_cast(nodes[-1]) or is_layout(nodes[-1], rows)):
@@ -37,18 +37,18 @@ def _behind(value: Any, rows: bool) -> list[Any]:
 
 
 def prove_strength(value: Node) -> list[Node] | None:
-    """Prove beta in [0, 1] by a sigmoid."""
+    """Prove that beta is in [0, 1], because it is a sigmoid."""
     nodes = _behind(value, rows=False)
     return nodes if name_of(nodes[-1]) == "sigmoid" else None
 
 
 def prove_lengths(value: Node) -> list[Node] | None:
-    """Prove rows of at most unit length by a norm: F.normalize, or that of the operator."""
+    """Prove that rows have at most unit length, by F.normalize or the norm that folds."""
     nodes = _behind(value, rows=True)
     last = nodes[-1]
     if name_of(last) == "normalize":
         x, p, dim, _, out = operands(last, "p", "dim", "eps", "out")
-        # float16 rounds small squares to zero
+        # float16 rounds small squares to zero, so lengths may exceed 1
         plain = p in (None, 2) and out is None and example(last).dtype is not torch.float16
         return nodes if plain and dim in (-1, example(x).dim() - 1) else None
     norm = find_l2norm(value)
@@ -56,7 +56,7 @@ def prove_lengths(value: Node) -> list[Node] | None:
 
 
 def prove_decay(value: Node) -> list[Node] | None:
-    """Prove g in [SAFE_BOUND, 0] by c sigmoid(x) with a c in that range."""
+    """Prove that g is in [SAFE_BOUND, 0], because it is c * sigmoid(x) with c in that range."""
     nodes = _behind(value, rows=False)
     product = expand(nodes[-1])
     found = product.take("sigmoid")

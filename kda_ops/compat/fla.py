@@ -21,7 +21,7 @@ Names, order, defaults and results match FLA 0.6.0. Intended differences:
   value channel.
 - Autocast casts q, k and v, and o has the autocast dtype, as in torch's attention; FLA keeps fp32.
 - ``safe_gate`` allows a ``lower_bound`` below -5.
-- The chunk functions take our promises ``safe_beta`` and ``safe_keys``. FLA drops these keywords,
+- The chunk functions take our promises ``safe_beta`` and ``safe_keys``. FLA ignores these keywords,
   so a program may pass them to either.
 - FLA's PyTorch references (``naive_recurrent_kda`` and others) are absent: run these operators in
   float64 on a CPU instead.

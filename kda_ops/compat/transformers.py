@@ -86,7 +86,7 @@ _MIXING = {
     "glm5_next": "its indexed attention reads no position_ids",
     "qwen4_exp": "its per-layer embeddings know no sequences",
 }
-# models whose beta is a sigmoid; that of olmo_hybrid may be twice as large
+# models whose beta is a sigmoid; olmo_hybrid may double it, lara_mini is not checked
 _SIGMOIDS = frozenset(
     {
         "kimi_linear",

@@ -18,7 +18,7 @@ PASSES = ("fwd", "fwdbwd", "decode", "first_call_s", "model")
 SAFE = ("strong_safe", "weak_safe")
 PROMISED = ("strong_promised", "weak_promised")
 GATES = ("bound", "softplus", "strong", "weak", *SAFE, *PROMISED)
-KDA_GATES = ("bound", *SAFE)  # of which GDN has none
+KDA_GATES = ("bound", *SAFE)  # gates that only KDA has
 WIDTH = 128  # K = V
 LOWER_BOUND = -5.0
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
@@ -48,8 +48,8 @@ class Case:
     `setting` is B, T, H and, where they differ, HV and D: ``B1T65536H16HV32``, ``B1T256H2D64``.
     The gates "bound" and "softplus" run norm, gate and sigmoid inside the operator. "strong" and
     "weak" give unit keys, beta in (0, 1) and a log decay uniform in [-5, 0] or [-0.1, 0].
-    "strong_safe" and "weak_safe" promise either side that it stays in [-5, 0] (`safe_gate`).
-    "strong_promised" and "weak_promised" promise us more: `safe_beta` and `safe_keys`.
+    "strong_safe" and "weak_safe" promise both sides that it stays in [-5, 0] (`safe_gate`).
+    "strong_promised" and "weak_promised" also promise our side `safe_beta` and `safe_keys`.
     """
 
     op: str  # "kda" or "gdn"
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def promised(self) -> bool:
-        """Whether the caller promises a given beta in [0, 1] and unit keys, too."""
+        """Whether the caller also promises a given beta in [0, 1] and unit keys."""
         return self.gate in PROMISED
 
     @property

@@ -132,7 +132,7 @@ def test_our_operators_run_only_while_enabled(name):
 
 
 class Betas(TorchDispatchMode):
-    """Keeps whether each chunk call promises a beta in [0, 1], and the largest beta."""
+    """Record whether each chunk call promises a beta in [0, 1], and the largest beta."""
 
     def __init__(self):
         super().__init__()

@@ -807,7 +807,7 @@ CHECKED = [
     ),
     ("beta below the promise", "run(beta=-0.1, safe_beta=True)", r"beta must lie in \[0, 1\] as"),
     (
-        "no number as promised",
+        "promised beta not a number",
         "run(beta=math.nan, safe_beta=True)",
         r"beta must lie in \[0, 1\] as",
     ),

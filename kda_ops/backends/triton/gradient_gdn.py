@@ -1,7 +1,7 @@
 """Form the gradients of GDN: one chunk and all value heads of a key head per program.
 
-E_ij is the decay from row j to row i, and o multiplies entry by entry. n_q and n_k are inverse
-norms, and r_0 to r_6 the rows of GDN (`operands`).
+E_ij is the decay from row j to row i, and o multiplies entry by entry. The inverse norms of q and k
+are n_q and n_k. The rows of GDN are r_0 to r_6 (`operands`).
 """
 
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ def write_strength(
 def write_decay(grads, g, gate, lower_bound, gamma, head, sums, b_power, flags):
     """Write dg [64]: the sum of dG from a row on, plus what all rows share, through the gate.
 
-    All rows share sum k . r_1 (v_new dS^T) + gamma sum S dS, sums over the chunk.
+    All rows share the sum over rows of k . r_1 (v_new dS^T), and gamma times the sum of S dS.
     """
     b_gamma = tl.load(gamma + head.i_tile)
     b_dG = sums.q_dq + sums.k_part * b_power - sums.k_rest
@@ -231,9 +231,9 @@ def gradient_gdn(
     Norms, decays and beta are factors of rows and of the [64, 64] tiles. So q and k go from memory
     to the tensor cores as they are. With L2NORM, dq and dk are taken through the norm, which needs
     q . dq and k . dk anyway. What pairs of rows add to dG cancels over a chunk: q . M k and
-    k . M^T q use the same rounded M, and N likewise. In fp32, `pair_sums` has these sums.
+    k . M^T q use the same rounded M, and N likewise. In fp32, `pair_sums` takes these sums.
 
-    The phases M^T and N^T, M and N, dk, dq keep few tiles in registers. Two programs of four warps
+    Four phases (M^T and N^T; M and N; dk; dq) keep few tiles in registers. Two programs of 4 warps
     share a multiprocessor. Its shared memory holds five tiles of rows and one state for each, so S
     is loaded twice. Slices of K and value heads add up in dq_sum and dk_sum.
     """
@@ -265,7 +265,7 @@ def gradient_gdn(
         )
         if PREC == FULL:
             sums = pair_sums(x, q, k, head, scores, factors, i_g, K, BK, PREC)
-        if T > 0:  # always true: in a block of its own, no load moves before the block
+        if T > 0:  # always true: its own basic block keeps loads from moving up
             decays = load_decays(p_row)
             for i in tl.range(slices, num_stages=1):
                 if slices > 1:

@@ -53,11 +53,11 @@ class ValueRows(NamedTuple):
 
 
 class RowFactors(NamedTuple):
-    """Numbers per row of one chunk and value head, [64] fp32."""
+    """Factors per row of one chunk and value head, [64] fp32."""
 
     strength: Any  # beta
     beta: Any  # beta, or one if z is dv = beta z
-    digits: Any  # beta = digits power
+    digits: Any  # beta = digits * power
     power: Any
     q_norm: Any
     k_norm: Any
@@ -102,7 +102,7 @@ class SumsOverK(NamedTuple):
 
 @triton.jit
 def split_power(b_x):
-    """Return m and p of x = m p, exactly: |m| is in [1, 2), p a power of two. For 0: 1 and 0."""
+    """Return m and p of x = m p: |m| is in [1, 2), p a power of two; 0 if x is 0 or subnormal."""
     b_bits = b_x.to(tl.uint32, bitcast=True)
     b_power = (b_bits & EXPONENT).to(tl.float32, bitcast=True)
     return ((b_bits & MANTISSA) | ONE).to(tl.float32, bitcast=True), b_power
@@ -112,8 +112,8 @@ def split_power(b_x):
 def form_here(b_x):
     """Return x, an operand of later products, and make the compiler form it here.
 
-    Else it forms x at its product, and keeps two or three fp32 tiles in registers until then. One
-    tile of 16 bits suffices (docs/kernels/hazards.md, "Operands formed late").
+    Otherwise it forms x at its product and keeps two or three fp32 tiles in registers until then,
+    instead of one 16-bit tile (docs/kernels/hazards.md, "Operands formed late").
     """
     if INTERPRETED:
         return b_x
@@ -226,8 +226,8 @@ def pair_sums(
 ):
     """Return what pairs of rows add to the sums over K, as rows and columns of one fp32 matrix.
 
-    In fp32, q . M k and k . M^T q are products that drop different digits, which would not cancel
-    in dG. So the sums start with these, and the products are left out of them.
+    In fp32, q . M k and k . M^T q drop different digits of tf32x3, so they would not cancel in dG.
+    So the sums start from these values, and later steps leave the products of pairs out.
     """
     b_zero = tl.zeros((CHUNK,), tl.float32)
     b_qk = tl.zeros((CHUNK, CHUNK), tl.float32)

@@ -140,7 +140,7 @@ def close_run(
         close_state(final, slots, at.i_n, at.i_h, b_S, o_k, o_v, live & ends, K, V)
 
 
-# One rounding of fp32 to tf32, in three spellings: the compiler takes them for different functions.
+# One rounding of fp32 to tf32 in three spellings, so that the compiler does not merge the calls.
 ROUND = tl.constexpr("cvt.rna.tf32.f32 $0, $1;")
 ROUND_2 = tl.constexpr("cvt.rna.tf32.f32  $0, $1;")
 ROUND_3 = tl.constexpr("cvt.rna.tf32.f32   $0, $1;")
@@ -167,7 +167,7 @@ def map_state(b_M, b_S, b_b):
         b_low = b_S - b_high
         b_x = tl.dot(b_M - to_tf32(b_M, ROUND), b_high, input_precision="tf32")
         b_x = tl.dot(to_tf32(b_M, ROUND_2), b_low, b_x, input_precision="tf32")
-        b_x = tl.where(b_x == b_x, b_x, 0.0)  # inf - inf: the last product alone decides
+        b_x = tl.where(b_x == b_x, b_x, 0.0)  # inf - inf is NaN; the last product alone decides
         return tl.dot(to_tf32(b_M, ROUND_3), b_high, b_x, input_precision="tf32") + b_b
 
 

@@ -107,10 +107,10 @@ def anchored_rows(p: Problem) -> int:
 def inverse_precision(p: Problem) -> str:
     """Return the precision of the products that form the inverse of a chunk.
 
-    fp16 holds an inverse whose entries do not exceed 1. With inputs in fp16 its error is twice a
-    rounding, which is too much at correlated keys with a beta of 0 and 1. Such a beta may be given;
-    a sigmoid inside reaches it for large logits only. The choice depends on flags and the dtype,
-    never on values.
+    fp16 holds an inverse whose entries do not exceed 1. For fp16 inputs its error is twice their
+    rounding: too much with correlated keys and a beta of exactly 0 or 1. A given beta may be so; a
+    sigmoid inside is so for large logits only. The choice depends on flags and the dtype, never on
+    values.
     """
     if p.q.dtype is torch.float32:
         return "tf32x3"
