@@ -126,7 +126,9 @@ def of_pass(evidence: dict, pass_: str) -> str:
     rows = [r for r in evidence["rows"] if r["pass"] == pass_]
     valid, suite = valid_rows(evidence | {"rows": rows}), evidence["suite"]
     counts = [f"{suite[w]} {w}" for w in ("passed", "failed", "skipped") if suite[w]]
-    caption = f"tests/gpu {', '.join(counts)}" + (f", {suite['cut']}" if suite["cut"] else "")
+    card = f" on {suite['gpu']}:" if suite.get("gpu") else ""
+    caption = f"tests/gpu{card} {', '.join(counts)}"
+    caption += f", {suite['cut']}" if suite["cut"] else ""
     if older := len(rows) - len(valid):
         caption += f"; {older} rows of earlier kernels are left out"
     if rows and not valid:

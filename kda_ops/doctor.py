@@ -105,7 +105,7 @@ HAZARDS = (
 
 # The versions of Triton with which kernels were timed on a GPU (docs/kernels/journal.md), and those
 # whose machine code ``python -m kda_ops compile`` keeps within budgets.
-TIMED = ((3, 6, 0),)
+TIMED = ((3, 6, 0), (3, 7, 1), (3, 8, 0))
 COMPILED = ((3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 9, 0))
 
 
