@@ -31,6 +31,24 @@ def written_view(x):
     return y.bfloat16()
 
 
+def source_written(k):
+    x = k.clone()
+    r = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    x.mul_(100.0)
+    return x * r
+
+
+def written_by_numpy(k):
+    y = F.normalize(k.detach(), dim=-1)
+    y.numpy().__imul__(3.0)
+    return y
+
+
+def rows_swapped(k):
+    y = F.normalize(k.transpose(2, 3).contiguous(), dim=-1)
+    return y.swapaxes(axis0=2, axis1=3)
+
+
 PROVEN = {
     "rounded": ("safe_beta", lambda b: b.sigmoid().to(BF16)),
     "rounded before": ("safe_beta", lambda b: b.to(BF16).sigmoid().half()),
@@ -55,6 +73,15 @@ OTHERS = {
     "rows cut": ("safe_keys", lambda k: F.normalize(k.unflatten(-1, (2, -1)), dim=-1).flatten(-2)),
     "other power": ("safe_keys", lambda k: F.normalize(k, p=3.0, dim=-1)),
     "16 bits": ("safe_keys", lambda k: F.normalize(k.half(), dim=-1).float()),
+    "its source written": ("safe_keys", source_written),
+    "written by NumPy": ("safe_keys", written_by_numpy),
+    "rows swapped": ("safe_keys", rows_swapped),
+    "no floor": ("safe_keys", lambda k: F.normalize(1e-30 * k, dim=-1, eps=0.0)),
+    "8 bits": (
+        "safe_keys",
+        lambda k: F.normalize(k, dim=-1).to(torch.float8_e4m3fn).to(k.dtype),
+    ),
+    "other bits": ("safe_beta", lambda b: b.sigmoid().to(BF16).view(dtype=torch.float16)),
     "below the bound": ("safe_gate", lambda g: (-5.5 * g.sigmoid()).to(BF16)),
     "a softplus": ("safe_gate", lambda g: -F.softplus(g).to(BF16)),
     "a product": ("safe_gate", lambda g: -5.0 * g.sigmoid() * g.exp()),
