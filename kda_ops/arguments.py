@@ -16,7 +16,11 @@ from kda_ops.private import is_zero_tensor
 
 F = TypeVar("F", bound=Callable)
 
-_CONSTANTS = {"scale": "multiply o by it", "lower_bound": "pass a constant"}
+_CONSTANTS = {
+    "scale": "multiply o by it",
+    "lower_bound": "pass a constant",
+    "eps": "pass a constant",
+}
 
 
 def types_of(function: Callable) -> Callable[[Iterable[tuple[str, object]]], None]:
@@ -37,7 +41,7 @@ def types_of(function: Callable) -> Callable[[Iterable[tuple[str, object]]], Non
 def _plain(name: str, kind: str) -> tuple[type, ...]:
     """Return the types whose values are all valid for an argument with this annotation."""
     if name in _CONSTANTS:
-        return int, float, type(None)
+        return (int, float, type(None)) if "None" in kind else (int, float)
     if kind == "bool":
         return (bool,)
     return (Tensor, Parameter, type(None)) if kind.startswith("Tensor") else ()
@@ -75,12 +79,14 @@ def _check(name: str, kind: str, x: object, ours: bool) -> None:
                 f"{name} must be a number, got a tensor that requires a gradient, which would be "
                 f"lost: {_CONSTANTS[name]}, or pass {name}.item()."
             )
-        if isinstance(x, (int, float)) or x is None:
+        if isinstance(x, (int, float)) or (x is None and "None" in kind):
             return
         if not hasattr(x, "__float__") or getattr(x, "shape", ()) != ():
             raise TypeError(f"{name} must be a number, got {x!r}.")
     elif kind == "int":
         check_whole(name, x)
+    elif kind == "str" and not isinstance(x, str):
+        raise TypeError(f"{name} must be text, got {x!r}.")
 
 
 def check_flag(name: str, x: object) -> None:

@@ -74,6 +74,7 @@ from kda_ops.private import (
     enter_autocast,
     get_hash_for_files,
     is_functorch_wrapped_tensor,
+    is_wrapper,
     schema_of,
     set_grad_enabled,
     storage_of,
@@ -96,7 +97,9 @@ _TARGETS = {
 def _storage(node: Node) -> int | None:
     """Return the address of a tensor's storage; None if it is unknown, as in vmap."""
     x = example(node)
-    return None if x is None or is_functorch_wrapped_tensor(x) else storage_of(x)
+    # a wrapper, such as a DTensor, may share the memory of its parts
+    known = x is not None and not is_functorch_wrapped_tensor(x) and not is_wrapper(x)
+    return storage_of(x) if known else None
 
 
 def _written(node: Node) -> Iterable[Node]:
@@ -139,6 +142,8 @@ def _written(node: Node) -> Iterable[Node]:
         ]
     if target in _IN_PLACE:
         return node.all_input_nodes[:1]
+    if type(target).__name__.startswith("numpy_"):  # Dynamo's wrapper of a NumPy function
+        return node.all_input_nodes
     name, given = getattr(target, "__name__", ""), _by_name(node)
     counts = name.endswith(("batch_norm", "instance_norm"))  # running statistics
     return (

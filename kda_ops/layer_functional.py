@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from kda_ops.arguments import in_words
+from kda_ops.arguments import check_dense, in_words
 from kda_ops.problem import shape_error
 
 _SHORT_CONV, _SHORT_CONV_ = torch.ops.kda.short_conv.default, torch.ops.kda.short_conv_.default
@@ -156,13 +158,18 @@ def gated_rms_norm(
 
     Source: Kimi Linear technical report, arXiv:2510.26692 (output gate).
     """
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor is None:
+            raise TypeError(f"{name} must be a tensor, got None.")
+        check_dense(name, tensor)
     shape = x.shape
     if gate is not None and gate.shape != shape:
         shape_error("gate", "[..., V]", tuple(shape), gate, " (as x has)")
     if weight.dim() == 1:
         weight = weight[None]
     if x.dim() not in (0, 4):
-        rows = (1, -1, *shape[-2:]) if x.dim() > 1 else (1, 1, 1, -1)
+        outer = shape[:-2] if x.dim() > 1 else ()
+        rows = (1, math.prod(outer), *shape[-2:]) if x.dim() > 1 else (1, 1, 1, *shape)
         x, gate = x.reshape(rows), None if gate is None else gate.reshape(rows)
     y = _GATED_RMS_NORM(x, weight, gate, eps=eps, activation=activation)
     return y if y.shape == shape else y.view(shape)

@@ -177,7 +177,7 @@ def _is_transparent(node: Node) -> bool:
 def _is_reshape(node: Node) -> bool:
     """Return whether a node only changes sizes, not the order of elements."""
     x, y = example(source(node)), example(node)
-    if x is None or y is None or any(isinstance(i, torch.dtype) for i in node.args):
+    if x is None or y is None or x.dtype is not y.dtype:  # a view as another dtype
         return False
     if name_of(node) == "getitem":
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -305,9 +305,9 @@ def is_layout(node: Node, rows: bool) -> bool:
         return False
     last, name = x.dim() - 1, name_of(node)
     if name == "transpose":
-        return not rows or last not in {
-            d % x.dim() for d in operands(node, "dim0", "dim1")[1:] if isinstance(d, int)
-        }
+        swapped = {d % x.dim() for d in operands(node, "dim0", "dim1")[1:] if isinstance(d, int)}
+        # empty if the dimensions were given by other names
+        return not rows or (len(swapped) > 0 and last not in swapped)
     if name == "permute":
         dims = (
             node.args[1]

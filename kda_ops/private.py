@@ -28,6 +28,7 @@ from torch._functorch.utils import (
 )
 from torch.autograd import forward_ad, grad_mode
 from torch.autograd.function import _SingleLevelFunction
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch._dynamo import register_backend as register_backend
@@ -88,6 +89,8 @@ def storage_of(x: torch.Tensor) -> int:
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 # Whether a tensor is one that AOTAutograd traces, as operators see it. Public: none.
 is_functional_tensor = torch._is_functional_tensor
+# Whether a tensor wraps others, as a DTensor does. Its memory may be theirs. Public: none.
+is_wrapper = is_traceable_wrapper_subclass
 # Whether a tensor is a zero without memory, as autograd makes them. Public: none.
 is_zero_tensor = torch._is_zerotensor
 # Whether any tensor of the arguments, also in lists, requires a gradient. Public: `requires_grad`

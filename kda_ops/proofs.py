@@ -1,7 +1,7 @@
 """Prove the promises of a call from its Dynamo graph, for `kda_ops.inductor`.
 
 A proof is the list of nodes that it rests on, from the argument back to its activation. None means
-that nothing is proved. Rounding, even to a narrower dtype, keeps every limit that is proved here.
+that nothing is proved. Rounding to 16 bits or more keeps every limit that is proved here.
 The caller checks for in-place writes.
 """
 
@@ -24,6 +24,8 @@ from kda_ops.patterns import (
 )
 from kda_ops.problem import SAFE_BOUND
 
+LEAST_EPS = 1e-12  # of F.normalize, its default: shorter rows have squares that fp32 does not hold
+
 
 def _behind(value: Any, rows: bool) -> list[Any]:
     """Return a value and its sources, back through casts and shape changes; the last is neither.
@@ -45,14 +47,17 @@ def prove_strength(value: Node) -> list[Node] | None:
 def prove_lengths(value: Node) -> list[Node] | None:
     """Prove that rows have at most unit length, by F.normalize or the norm that folds."""
     nodes = _behind(value, rows=True)
+    if any(is_cast(n) and example(n).dtype.itemsize < 2 for n in nodes):
+        return None
     last = nodes[-1]
     if name_of(last) == "normalize":
-        x, p, dim, _, out = operands(last, "p", "dim", "eps", "out")
-        # float16 rounds small squares to zero, so lengths may exceed 1
+        x, p, dim, eps, out = operands(last, "p", "dim", "eps", "out")
+        # float16 rounds small squares to zero, so lengths may exceed 1; fp32 does below LEAST_EPS
         plain = p in (None, 2) and out is None and example(last).dtype is not torch.float16
+        plain = plain and (eps is None or isinstance(eps, float) and eps >= LEAST_EPS)
         return nodes if plain and dim in (-1, example(x).dim() - 1) else None
     norm = find_l2norm(value)
-    return None if norm is None else norm.nodes
+    return None if norm is None else [*norm.nodes, norm.x]
 
 
 def prove_decay(value: Node) -> list[Node] | None:

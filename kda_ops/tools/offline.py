@@ -518,6 +518,7 @@ ELSEWHERE: tuple[Call | LayerCall, ...] = tuple(
 )
 ELSEWHERE += (
     Call(1, keep=True),
+    Call(0, torch.float32, gate="plain", keep=True),
     Call(pool=torch.float32),
     Call(1, packed=True, run=32),
     Call(0, gate="softplus", gates=True),

@@ -77,10 +77,7 @@ OTHERS = {
     "written by NumPy": ("safe_keys", written_by_numpy),
     "rows swapped": ("safe_keys", rows_swapped),
     "no floor": ("safe_keys", lambda k: F.normalize(1e-30 * k, dim=-1, eps=0.0)),
-    "8 bits": (
-        "safe_keys",
-        lambda k: F.normalize(k, dim=-1).to(torch.float8_e4m3fn).to(k.dtype),
-    ),
+    "8 bits": ("safe_keys", lambda k: F.normalize(k, dim=-1).to(torch.float8_e4m3fn).to(k.dtype)),
     "other bits": ("safe_beta", lambda b: b.sigmoid().to(BF16).view(dtype=torch.float16)),
     "below the bound": ("safe_gate", lambda g: (-5.5 * g.sigmoid()).to(BF16)),
     "a softplus": ("safe_gate", lambda g: -F.softplus(g).to(BF16)),

@@ -385,3 +385,25 @@ def test_the_tables_name_every_tensor():
         for argument in (*schema.arguments, *schema.returns):
             if "Tensor" in str(argument.type):
                 assert op.axes_of(argument.name or "y")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    (
+        ({"x": None}, "x must be a tensor, got None"),
+        ({"weight": None}, "weight must be a tensor, got None"),
+        ({"x": torch.randn(2, 3, 4).to_sparse()}, "x must be a dense tensor"),
+        ({"eps": None}, "eps must be a number, got None"),
+        ({"eps": torch.tensor(1e-5, requires_grad=True)}, "eps must be a number"),
+        ({"activation": None}, "activation must be text, got None"),
+    ),
+)
+def test_the_function_of_the_norm_refuses_in_words(change, words):
+    call = {"x": torch.randn(2, 3, 4), "weight": torch.ones(4)} | change
+    with pytest.raises(TypeError, match=words):
+        kda_ops.gated_rms_norm(**call)
+
+
+@pytest.mark.parametrize("shape", ((5, 0, 4), (0, 3, 4), (2, 5, 0, 4), (1, 0, 5, 3, 4)))
+def test_the_function_of_the_norm_takes_no_rows(shape):
+    assert kda_ops.gated_rms_norm(torch.randn(shape), torch.ones(4)).shape == shape

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from kda_ops import private
 from kda_ops.registrations.opaque import opaque
@@ -232,6 +233,15 @@ def test_wrapped_functional_and_zero_tensors_are_told():
     assert seen == [(True, False), (True, False), (True, True), (False, False)]
     zero = torch._efficientzerotensor(3)
     assert private.is_zero_tensor(zero) and not private.is_zero_tensor(torch.zeros(3))
+
+
+@pytest.mark.quick
+def test_a_wrapper_of_other_tensors_is_told():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert private.is_wrapper(nested)
+    assert not private.is_wrapper(torch.ones(2)) and not private.is_wrapper(
+        Parameter(torch.ones(2))
+    )
 
 
 @pytest.mark.quick

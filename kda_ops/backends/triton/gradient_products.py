@@ -22,8 +22,8 @@ from kda_ops.backends.triton.operands import (
 from kda_ops.backends.triton.tile import CHUNK, INTERPRETED, add_two, load_tile, on_diagonal
 
 FULL = tl.constexpr("tf32x3")  # the precision of products in fp32
-# The fields of an fp32 number: sign and mantissa, exponent, and the exponent of one.
-MANTISSA, EXPONENT, ONE = (tl.constexpr(x) for x in (0x807FFFFF, 0x7F800000, 0x3F800000))
+# The fields of an fp32 number: sign and mantissa, exponent, and the exponent of 0.5.
+MANTISSA, EXPONENT, HALF = (tl.constexpr(x) for x in (0x807FFFFF, 0x7F800000, 0x3F000000))
 
 
 class Head(NamedTuple):
@@ -102,10 +102,13 @@ class SumsOverK(NamedTuple):
 
 @triton.jit
 def split_power(b_x):
-    """Return m and p of x = m p: |m| is in [1, 2), p a power of two; 0 if x is 0 or subnormal."""
+    """Return m and p of x = m p: |m| is in [0.5, 1), p a power of two; 0 if x is 0 or subnormal.
+
+    So m is less than 1, as beta mostly is: in fp16 a larger factor overflows at a smaller loss.
+    """
     b_bits = b_x.to(tl.uint32, bitcast=True)
     b_power = (b_bits & EXPONENT).to(tl.float32, bitcast=True)
-    return ((b_bits & MANTISSA) | ONE).to(tl.float32, bitcast=True), b_power
+    return ((b_bits & MANTISSA) | HALF).to(tl.float32, bitcast=True), 2.0 * b_power
 
 
 @triton.jit
@@ -129,8 +132,11 @@ def load_factors(p_row, TILED: tl.constexpr):
     b_k_norm = tl.load(p_row + NORM_K * CHUNK)
     b_q_norm = tl.load(p_row + NORM_Q * CHUNK)
     b_decay = tl.load(p_row + LOG_DECAY * CHUNK)
-    b_beta = b_strength if TILED else tl.full((CHUNK,), 1.0, tl.float32)
-    b_digits, b_power = split_power(b_beta)
+    b_beta = tl.full((CHUNK,), 1.0, tl.float32)
+    b_digits, b_power = b_beta, b_beta
+    if TILED:
+        b_beta = b_strength
+        b_digits, b_power = split_power(b_beta)
     return RowFactors(b_strength, b_beta, b_digits, b_power, b_q_norm, b_k_norm, b_decay)
 
 

@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+import kda_ops
+
 if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
     pytest.skip(
         "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
@@ -48,3 +50,18 @@ def test_beyond_its_range_float16_loses_bits_and_then_numbers():
     small = scaled(case, "chunk", LEAST * 2**-14)["dinitial_state"]
     assert (small - want).norm() > 0.1 * want.norm()
     assert not scaled(case, "chunk", MOST * 2**10)["dinitial_state"].isfinite().all()
+
+
+@pytest.mark.parametrize("strength", (0.0, 1e-3, 0.5))
+def test_a_given_beta_costs_float16_no_range(strength):
+    """The scores hold beta times a power of two that makes it less than one."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 64, 1, 16) for _ in range(3))
+    beta = torch.rand(1, 64, 1)
+    beta[:, 40:] = strength
+    leaves = [x.half() for x in (q, torch.nn.functional.normalize(k, dim=-1), v)]
+    leaves += [-0.01 * torch.rand(1, 64, 1), beta]
+    leaves = [x.requires_grad_() for x in leaves]
+    o, _ = kda_ops.chunk_gdn(*leaves)
+    for x in torch.autograd.grad(o, leaves, 4000.0 * torch.randn_like(o)):
+        assert x.isfinite().all()
