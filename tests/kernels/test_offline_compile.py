@@ -33,7 +33,9 @@ def test_every_kernel_is_within_its_budget(arch):
         "reverse_scan_gdn gradient_gdn gather_heads"
     )
     layer = "convolve write_tails convolve_gradient tail_gradient normalise normalise_gradient"
-    assert {line.split(" sm_")[0].split()[-1] for line in run.stdout.splitlines()} == {
+    # Triton prints the source of a kernel that ptxas refuses
+    rows = [line for line in run.stdout.splitlines() if " B shared " in line]
+    assert {line.split(" sm_")[0].split()[-1] for line in rows} == {
         *forward.split(),
         *training.split(),
         *layer.split(),

@@ -242,7 +242,7 @@ def test_splitting_into_chunks_and_joining_is_the_identity(case):
 @pytest.mark.quick
 def test_a_backend_is_the_stages_of_its_contract():
     stages = [n for n in vars(Backend) if not n.startswith("_") and n not in KNOWN]
-    assert len(stages) == 7
+    assert len(stages) == 12
     for name in ("native", "reference"):
         backend = type(dispatch.load(name))
         assert not [n for n in stages if getattr(backend, n) is getattr(Backend, n)]
