@@ -236,6 +236,7 @@ def test_wrapped_functional_and_zero_tensors_are_told():
 
 
 @pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_a_wrapper_of_other_tensors_is_told():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert private.is_wrapper(nested)
@@ -321,6 +322,7 @@ def test_below_autograd_nothing_is_recorded():
 
 
 @pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_kernel_of_one_level_differentiates_with_and_without_transforms(square):
     x = torch.tensor([1.0, 3.0], requires_grad=True)
     square(x).sum().backward()
