@@ -144,8 +144,8 @@ def _evenly(rules, operator: schemas.Operator, names: list[str]):
     """Of the strategies that `rules` make for a whole mesh, those that cut B, H and HV into equal
     parts.
 
-    Then a value head lies beside its key head, and the chunks of a row beside the row; a head lies
-    beside its row of a norm's weight.
+    Then value heads stay with their key head, chunks with their row of the batch, and heads with
+    their row of a norm's weight.
     """
     if operator.axes is CONVOLUTION:
         return rules  # its tensors are cut alike

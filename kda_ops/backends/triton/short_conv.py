@@ -245,12 +245,31 @@ def weigh_back(gradients, taps, W: tl.constexpr):
 
 
 @triton.jit
-def load_gradient(dy, p_dy, r, m_x, b_zero):
-    """Return dy of row r after p_dy in fp32, zero without it."""
-    b_dy = b_zero
+def take_row(
+    x,
+    p_x,
+    dy,
+    p_dy,
+    r,
+    o_t,
+    n_read,
+    o_d,
+    window,
+    taps,
+    b_bias,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Move the window to row r after p_x, and return it with dz of that row."""
+    m_x = (o_t + r < n_read) & (o_d < D)
+    b_x = tl.load(p_x + r * x.strides[1], mask=m_x, other=0.0).to(tl.float32)
+    b_dy = tl.zeros(b_x.shape, tl.float32)
     if dy.pointer is not None:
         b_dy = tl.load(p_dy + r * dy.strides[1], mask=m_x, other=0.0).to(tl.float32)
-    return b_dy
+    window = window[1:] + (b_x,)
+    return window, gradient_of_sum(b_dy, window, taps, b_bias, W, SILU, FAST)
 
 
 @triton.jit
@@ -319,11 +338,9 @@ def convolve_gradient(
         p_dy = at(dy.pointer, dy.strides, i_b, bos + o_t, o_d)
     for step in range(ROWS // UNROLL):
         for r in tl.static_range(UNROLL):
-            m_x = (o_t + r < n_read) & (o_d < D)
-            b_x = tl.load(p_x + r * x.strides[1], mask=m_x, other=0.0).to(tl.float32)
-            b_dz = load_gradient(dy, p_dy, r, m_x, b_zero)
-            window = window[1:] + (b_x,)
-            b_dz = gradient_of_sum(b_dz, window, taps, b_bias, W, SILU, FAST)
+            window, b_dz = take_row(
+                x, p_x, dy, p_dy, r, o_t, n_read, o_d, window, taps, b_bias, D, W, SILU, FAST
+            )
             sums, b_bias_sum = add_products(sums, b_dz, window, W), b_bias_sum + b_dz
             gradients = gradients[1:] + (b_dz,)
             m_dx = (step * UNROLL + r >= PAST) & (o_t + (r - PAST) < n_tokens) & (o_d < D)
@@ -336,11 +353,9 @@ def convolve_gradient(
         if dy.pointer is not None:
             p_dy += UNROLL * dy.strides[1]
     for r in tl.static_range(PAST):  # of the next run, for the last rows of this one
-        m_x = (o_t + r < n_read) & (o_d < D)
-        b_x = tl.load(p_x + r * x.strides[1], mask=m_x, other=0.0).to(tl.float32)
-        b_dz = load_gradient(dy, p_dy, r, m_x, b_zero)
-        window = window[1:] + (b_x,)
-        b_dz = gradient_of_sum(b_dz, window, taps, b_bias, W, SILU, FAST)
+        window, b_dz = take_row(
+            x, p_x, dy, p_dy, r, o_t, n_read, o_d, window, taps, b_bias, D, W, SILU, FAST
+        )
         gradients = gradients[1:] + (b_dz,)
         m_dx = (o_t + (r - PAST) < n_tokens) & (o_d < D)
         b_dx = weigh_back(gradients, taps, W)
@@ -392,15 +407,13 @@ def tail_gradient(
     gradients = (b_zero,)
     for _ in tl.static_range(W - 1):
         gradients = gradients + (b_zero,)  # type: ignore[assignment]
+    p_dy = dy.pointer
+    if dy.pointer is not None:
+        p_dy = at(dy.pointer, dy.strides, i_b, bos + o_t, o_d)
     for j in tl.static_range(PAST):
-        m_x = (o_t + j < n_tokens) & (o_d < D)
-        b_x = tl.load(p_x + j * x.strides[1], mask=m_x, other=0.0).to(tl.float32)
-        b_dz = b_zero
-        if dy.pointer is not None:
-            p_dy = at(dy.pointer, dy.strides, i_b, bos + o_t + j, o_d)
-            b_dz = tl.load(p_dy, mask=m_x, other=0.0).to(tl.float32)
-        window = window[1:] + (b_x,)
-        b_dz = gradient_of_sum(b_dz, window, taps, b_bias, W, SILU, FAST)
+        window, b_dz = take_row(
+            x, p_x, dy, p_dy, j, o_t, n_tokens, o_d, window, taps, b_bias, D, W, SILU, FAST
+        )
         # the newest first: gradients[i] is dz_{j - i}
         gradients = (b_dz,) + gradients[:PAST]
         b_dtail = gradients[0] * taps[0]
