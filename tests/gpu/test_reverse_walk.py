@@ -102,17 +102,23 @@ def test_runs_give_the_same_bits(name):
         assert_all_identical(want, run(case, inputs=inputs, cotangents=cotangents))
 
 
-def test_a_strength_of_zero_has_a_gradient(monkeypatch):
-    """The walk divides a sum by beta: a beta of 0 counts as a small one there."""
+def test_a_small_strength_has_a_gradient(monkeypatch):
+    """The walk divides sums by beta: a beta of 0 counts as a small one there."""
+    SMALL = reverse_walk.SMALL.value
+    values = (0.0, 1e-12, SMALL / 2, SMALL)
     inputs, cotangents = GIVEN.inputs(CUDA), GIVEN.cotangents(CUDA)
     beta = inputs["beta"] = inputs["beta"].clone()
-    beta[:, ::3] = 0.0
-    beta[:, 1::7] = 1e-12
-    got = run(GIVEN, inputs=inputs, cotangents=cotangents)["dbeta"]
+    for i, value in enumerate(values):
+        beta[:, i::7] = value
+    forget_plans()
+    found = run(GIVEN, inputs=inputs, cotangents=cotangents)
+    assert has_walked() and not found["dv"][beta == 0.0].any()
+    got = found["dbeta"]
     monkeypatch.setattr(tuning, "FORCED_WALK", False)
     want = run(GIVEN, inputs=inputs, cotangents=cotangents)["dbeta"]
-    for rows in (beta == 0.0, beta == 1e-12):
-        assert (got - want)[rows].abs().max() < 1e-2 * want[rows].abs().max()
+    for value in values:
+        rows = beta == torch.tensor(value, dtype=beta.dtype)
+        assert rows.any() and (got - want)[rows].abs().max() < 1e-2 * want[rows].abs().max()
 
 
 def test_what_follows_the_sequences_changes_no_bit_and_gets_zeros():

@@ -19,7 +19,7 @@ from kda_ops import problem
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.gate import flags_of, reciprocal
 from kda_ops.backends.triton.gradient import GATES, _count, _gather, _gradients, _like, _per_chunk
-from kda_ops.backends.triton.gradient_chunk import locate, read_rows, write_column, write_rows
+from kda_ops.backends.triton.gradient_chunk import locate, write_column, write_rows
 from kda_ops.backends.triton.gradient_gdn import HeadGradients, clear_columns, write_logits
 from kda_ops.backends.triton.gradient_pairs import strength_gradient
 from kda_ops.backends.triton.launch import (
@@ -34,7 +34,7 @@ from kda_ops.backends.triton.launch import (
 from kda_ops.backends.triton.operands import BETA, COUNT_GDN, GateWeights, Strided, strided
 from kda_ops.backends.triton.private import INTERPRET
 from kda_ops.backends.triton.reverse_scan import reads_z
-from kda_ops.backends.triton.tile import CHUNK, dense, find_sequence, fit
+from kda_ops.backends.triton.tile import CHUNK, dense, find_sequence, fit, rows_at
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Tile, Trace
@@ -55,6 +55,9 @@ MOST_GROUPED = 2  # value heads of a key head: more would take more memory than 
 # The least number of programs (N HV) for which the walk is faster than the kernels that it
 # replaces. A step takes 6.5 us, and few programs do not hide that (docs/kernels/journal.md).
 LEAST_PROGRAMS = 48
+# From here on, v_new / beta tells to a rounding what a token missed. For a smaller given beta, the
+# products of the inverse in fp16 lose digits of A's row: at 2^-18 dbeta is off by 2.7e-2.
+SMALL = tl.constexpr(2.0**-10)
 
 
 def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> bool:
@@ -129,6 +132,38 @@ def copy_rows(x, row, stride, tail, n_rows, D: tl.constexpr):
         tl.store(x + (row + o_r * stride)[:, None] * D + o_d[None, :], b_x, mask=m_x)
 
 
+@triton.jit
+def finish_small(
+    p_beta, p_more, p_z, z_s, v, dv, dbeta, at, i_h, HV, D: tl.constexpr, LEAST: tl.constexpr
+):
+    """Write dbeta of the rows with a given beta below SMALL, and dv of those below LEAST.
+
+    The walk wrote max(beta, LEAST) z, to rows of stride z_s from p_z on. All of it has been copied
+    to `dv`, where p_z is elsewhere. Rows are loaded where they are needed, 16 at a time, as in
+    `copy_rows`.
+    """
+    o_d = tl.arange(0, D)
+    tl.debug_barrier()  # other threads have copied dv
+    for i in tl.range(0, at.n_rows, 16, num_stages=1):
+        o_r = i + tl.arange(0, 16)
+        b_beta = tl.load(p_beta + o_r)
+        size = tl.abs(b_beta)
+        m_small = (o_r < at.n_rows) & (size < SMALL)
+        m_x = m_small[:, None]
+        b_z = tl.load(p_z + o_r[:, None] * z_s + o_d[None, :], mask=m_x, other=0.0)
+        b_z = b_z.to(tl.float32)
+        if dbeta is not None:
+            p_v = rows_at(v.pointer, v.strides, at.i_b, i_h, at.first, o_r, o_d)
+            b_v = tl.load(p_v, mask=m_x, other=0.0).to(tl.float32)
+            b_dbeta = tl.sum(b_z * b_v, 1) + tl.load(p_more + o_r)
+            b_dbeta /= tl.where(size < LEAST, LEAST, b_beta)
+            p_dbeta = dbeta + (at.token + o_r) * HV + i_h
+            tl.store(p_dbeta, b_dbeta.to(dbeta.dtype.element_ty), mask=m_small)
+        p_dv = dv + (at.token * HV + i_h) * D + o_r[:, None] * (HV * D) + o_d[None, :]
+        b_dv = b_z * (b_beta * (1.0 / LEAST))[:, None]
+        tl.store(p_dv, b_dv.to(dv.dtype.element_ty), mask=m_x & (size < LEAST)[:, None])
+
+
 @triton.jit(do_not_specialize=["N", "T", "HV", "lower_bound", "g_b", "g_t", "g_h"])
 def finish_walk(
     sums,
@@ -160,13 +195,13 @@ def finish_walk(
 
         dg    = sum of dG over a row and the rows after it, plus for the whole chunk
                 sum k r_1 (v_new dS^T) + gamma sum S dS; then through the gate   [64]
-        dbeta = (1 - beta) sum_v z v_new for the logit of a sigmoid,
-                else sum_v z v + sum_k k part / beta                             [64]
-        dv    = beta z, if TILED                                                 [64, V]
+        dbeta = (1 - beta) sum_v z v_new for the logit of a sigmoid, if GIVEN
+                sum_v z v_new / beta, below SMALL sum_v z v + sum_k k part / beta   [64]
+        dv    = beta z, if TILED, and if GIVEN below LEAST                          [64, V]
 
-    Names are those of `reverse_walk_gdn`. With NEG_EIGVAL, 1 - beta / 2 replaces 1 - beta. A last
-    chunk with fewer than 64 tokens takes its dq, dk and dv from `tails`. Tokens of no sequence get
-    zeros.
+    Names are those of `reverse_walk_gdn`. With NEG_EIGVAL, 1 - beta / 2 replaces 1 - beta. Of a
+    GIVEN beta, rows of dv and v are loaded below SMALL alone. A last chunk with fewer than 64
+    tokens takes its dq, dk and dv from `tails`. Tokens of no sequence get zeros.
     """
     i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
     at = locate(cu_seqlens, i_t, N, T)
@@ -180,7 +215,6 @@ def finish_walk(
     else:
         p_sum = sums + i_tile * SUMS
         b_beta = tl.load(rows + (i_tile * COUNT_GDN + BETA) * CHUNK + o_r)
-        b_zv = tl.zeros((CHUNK,), tl.float32)
         p_z, z_s = dv + row * D, HV * D
         if n_rows < CHUNK:
             i_n = at.i_b
@@ -196,19 +230,22 @@ def finish_walk(
         if TILED:
             m_z = (o_r < n_rows)[:, None]
             b_z = tl.load(p_z + o_r[:, None] * z_s + o_d[None, :], mask=m_z, other=0.0)
-            b_z = b_z.to(tl.float32)
-            if GIVEN and grads.dbeta is not None:
-                b_zv = tl.sum(b_z * read_rows(v, at, i_h, o_d, D).to(tl.float32), 1)
-            write_rows(dv, at, i_h, HV, b_z * b_beta[:, None], o_d, D)
+            write_rows(dv, at, i_h, HV, b_z.to(tl.float32) * b_beta[:, None], o_d, D)
+        if GIVEN:
+            p_beta, p_more = rows + (i_tile * COUNT_GDN + BETA) * CHUNK, p_sum + 6 * CHUNK
+            finish_small(p_beta, p_more, p_z, z_s, v, dv, grads.dbeta, at, i_h, HV, D, LEAST)
         if grads.dbeta is not None:
             b_sum = tl.load(p_sum + CHUNK + o_r)
             if GIVEN:
-                b_dbeta = b_zv + b_sum / tl.where(tl.abs(b_beta) < LEAST, LEAST, b_beta)
+                p_dbeta = grads.dbeta + (at.token + o_r) * HV + i_h
+                m_r = (o_r < n_rows) & (tl.abs(b_beta) >= SMALL)
+                b_dbeta = b_sum / (b_beta * b_beta)
+                tl.store(p_dbeta, b_dbeta.to(grads.dbeta.dtype.element_ty), mask=m_r)
             else:
                 if not TILED:
                     b_sum *= reciprocal(b_beta)
                 b_dbeta = strength_gradient(b_sum, b_beta, flags.NEG_EIGVAL)
-            write_column(grads.dbeta, at, i_h, HV, b_dbeta)
+                write_column(grads.dbeta, at, i_h, HV, b_dbeta)
         if grads.dg is not None:
             o_s = tl.arange(0, 2 * CHUNK)
             b_total = tl.sum(tl.load(p_sum + 2 * CHUNK + o_s), 0)
@@ -229,7 +266,8 @@ def reverse_walk(
     """Return the gradients; see `kda_ops.stages.Backend.reverse_walk`."""
     assert KERNEL is not None  # as `walks` has checked
     q, device, tiles = p.q, p.q.device, count_chunks(p) * p.HV
-    tiled, given, grouped = reads_z(p), p.beta is not None and not p.sigmoid_beta, p.HV > p.H
+    given, grouped = p.beta is not None and not p.sigmoid_beta, p.HV > p.H
+    tiled = reads_z(p) and not given  # for small values of a given beta: `finish_small`
     dv = new(q, "dv", shape_of(p.v))
     if grouped:  # fp32, because value heads add up
         shape = (p.B, p.T, p.HV, p.K)

@@ -30,11 +30,10 @@ from kda_ops.backends.triton.gluon_names import barrier, load_tile, reinterpret,
 
 # The fp32 numbers that fit into a tile of P. A chunk leaves its sums for `finish_walk` at the start
 # of its P, which has been read by then:
-#     dG [64];   sums for dbeta [64];   sum_k k r_1 (v_new dS^T) [64, 2], one per half of K;
-#     sum_k S dS [V]
+#     dG [64];   sum_v dv v_new [64];   sum_k k r_1 (v_new dS^T) [64, 2], one per half of K;
+#     sum_k S dS [V];   sum_k k part [64], if beta is given
 SUMS = gl.constexpr(64 * 64 // 2)
-# A given beta counts as no less than this in N and r_0, so that the sum for dbeta can be divided
-# by it.
+# A given beta counts as no less than this in dv, so that sums over dv can be divided by it.
 LEAST = gl.constexpr(2.0**-64)
 FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # layout in `clear_rows`
@@ -256,7 +255,7 @@ def consume(
         if TILED:
             r0 = r0 * r2
         else:
-            z = z * r2[None, :]
+            z = z * strength(r2, GIVEN)[None, :]
         tma.store_wait(0)  # dv, dq and dk of the step before are stored
         barrier()  # all warps have read A and P
         # This frees A, P, and the q, k and rows of the step before. In Triton 3.6 one thread
@@ -284,18 +283,17 @@ def consume(
         )
         less = -nk_r
         if TILED:
-            less = less * strength(r_s.index(r + 2).load(QR), GIVEN)
+            less = less * r_s.index(r + 2).load(QR)
         E = gl.where(row >= col, gl.exp2(G_r[:, None] - G_c[None, :]), 0.0) * nk_c[None, :]
         p, l, dS = warpgroup_mma_wait(2, deps=(p, l, dS))
-        if not GIVEN:
-            gl.store(p_sum + (64 + row) + 0 * col, l, mask=row == col)
+        gl.store(p_sum + (64 + row) + 0 * col, l, mask=row == col)
         M_b.store((p * E * (nq_r * scale)[:, None]).to(TYPE))
         N_b.store(gl.where(row > col, l * E * less[:, None], 0.0).to(TYPE))
         fence_async_shared()
         late = warpgroup_mma(vn_b, D_b, none_r, use_acc=False, is_async=True)
         f0, f1, f3 = (r_s.index(r).load(RR), r_s.index(r + 1).load(RR), r_s.index(r + 3).load(RR))
         if TILED:
-            f0 = f0 * strength(r_s.index(r + 2).load(RR), GIVEN)
+            f0 = f0 * r_s.index(r + 2).load(RR)
         dq_b, dk_b, late = warpgroup_mma_wait(0, deps=(dq_b, dk_b, late))
         barrier()  # all warps have written M and N, and read do, v_new and S
         mbarrier.arrive(e_do, count=1)
@@ -325,7 +323,7 @@ def consume(
         along_late = s2.index(0).load(RR) + s2.index(1).load(RR)
         gl.store(p_sum + o_r, along_q + along_k - along_late)
         if GIVEN:
-            gl.store(p_sum + (64 + o_r), along_k)
+            gl.store(p_sum + (384 + o_r), along_k)
         if L2NORM:
             along_k += along_late
             dq_b = dq_b - b_q * (n_q * n_q * along_q)[:, None]
@@ -410,12 +408,13 @@ def reverse_walk_gdn(
         dq   = r_3 (do S^T) + M k                                        [64, K]
         part = N k - r_0 (dv S^T);   rest = r_1 (v_new dS^T) + N^T k + M^T q;   dk = part + rest
         dG = sum_k q dq + k part - k rest                                [64]
-        dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + sum_k k part / beta
+        dbeta = sum_v dv v_new / beta^2 = sum_v z v + sum_k k part / beta
 
     With L2NORM, dq and dk are then taken through the norm, which needs q dq and k dk anyway. What
     pairs of rows add to dG cancels in a sum over a chunk: both sides use the same rounded M and N.
 
-    If TILED, z takes the place of dv, in the output too, and beta is a factor of rows. If GROUPED,
+    If TILED, z takes the place of dv, in the output too, and beta is a factor of rows. If GIVEN,
+    dv is LEAST z where beta is smaller. If GROUPED,
     several value heads share q and k, and dq and dk are fp32 per value head. `finish_walk` makes dg
     and dbeta of the sums, whose places `SUMS` lists.
     """

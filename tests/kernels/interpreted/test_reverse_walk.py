@@ -15,14 +15,14 @@ from kda_ops.backends.triton.gate import Flags
 from kda_ops.backends.triton.gradient_gdn import HeadGradients
 from kda_ops.backends.triton.launch import launch
 from kda_ops.backends.triton.operands import GateWeights, strided
-from kda_ops.backends.triton.reverse_walk import finish_walk
+from kda_ops.backends.triton.reverse_walk import SMALL, finish_walk
 
 D, HV, FLOATS, LEAST = 128, 2, 2048, 2.0**-64
 LENGTHS = (70, 0, 64, 5)
 TAIL = 9  # tokens of no sequence
 
 
-@pytest.mark.parametrize("tiled, given", ((False, False), (True, False), (True, True)))
+@pytest.mark.parametrize("tiled, given", ((False, False), (True, False), (False, True)))
 def test_sums_and_last_rows_become_gradients(tiled, given):
     T, N = sum(LENGTHS) + TAIL, len(LENGTHS)
     ends = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -35,7 +35,9 @@ def test_sums_and_last_rows_become_gradients(tiled, given):
     sums, rows, gamma = randn(visited, HV, FLOATS), randn(visited, HV, 7, 64), randn(visited, HV, 1)
     rows[:, :, 2] = torch.rand(visited, HV, 64, generator=gen)
     if given:
-        rows[:, 0, 2, ::3] = 0.0
+        # one value of each kind: zero, less than LEAST, small, just small, and SMALL itself
+        for i, small in enumerate((0.0, 2.0**-70, 2.0**-30, 2.0**-10 - 2.0**-20, 2.0**-10)):
+            rows[:, 0, 2, i::7] = small
     tails, v = randn(N, HV, 3, 64, D), randn(1, T, HV, D)
     walked = [randn(1, T, HV, D) for _ in range(3)]
     dq, dk, dv = (x.clone() for x in walked)
@@ -65,13 +67,17 @@ def test_sums_and_last_rows_become_gradients(tiled, given):
                 beta, x = rows[i, h, 2, :count], sums[i, h]
                 torch.testing.assert_close(dq[0, here, h], dq_x, rtol=0, atol=0)
                 torch.testing.assert_close(dk[0, here, h], dk_x, rtol=0, atol=0)
-                want = z * beta[:, None] if tiled else z
-                torch.testing.assert_close(dv[0, here, h], want)
+                want, least = z * beta[:, None] if tiled else z, beta.clamp(min=LEAST)
+                if given:  # the walk wrote max(beta, LEAST) z
+                    want = z * (beta / least)[:, None]
+                torch.testing.assert_close(dv[0, here, h], want, atol=0, rtol=1e-6)
                 if given:
-                    want = (z * v[0, here, h]).sum(1) + x[64 : 64 + count] / beta.clamp(min=LEAST)
+                    small = (z * v[0, here, h]).sum(1) + x[384 : 384 + count]
+                    far = x[64 : 64 + count] / beta**2
+                    want = torch.where(beta < SMALL.value, small / least, far)
                 else:
                     want = x[64 : 64 + count] * (1 - beta) / (1.0 if tiled else beta)
-                torch.testing.assert_close(dbeta[0, here, h], want)
+                torch.testing.assert_close(dbeta[0, here, h], want, rtol=1e-5, atol=1e-5)
                 want = x[:64].flip(0).cumsum(0).flip(0)[:count]
                 want = want + x[128:256].sum() + gamma[i, h] * x[256:384].sum()
                 torch.testing.assert_close(dg[0, here, h], want, rtol=1e-5, atol=1e-4)
