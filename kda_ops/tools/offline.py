@@ -480,6 +480,7 @@ LAYER: tuple[Call | LayerCall, ...] = tuple(
     for transposed in (False, True)
 )
 LAYER += tuple(Call(rank, gate="promised", group=2 - rank) for rank in (1, 0))
+LAYER += (Call(1, gate="promised", keep=True, group=1),)
 LAYER += tuple(Call(rank, ahead=32, group=1) for rank in (1, 0))
 LAYER += tuple(
     Call(rank, keep=keep, group=1, few=True) for rank in (1, 0) for keep in (False, True)

@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.gradient_small import SMALL
 from kda_ops.problem import Problem
 from tests.support.calls import run
 from tests.support.cases import Case, replace
@@ -286,3 +287,25 @@ def test_the_scratch_of_a_training_step_is_bounded():
     torch.cuda.reset_peak_memory_stats()
     step()
     assert torch.cuda.max_memory_allocated() - before <= 300_000 * (T // 64) * B * H
+
+
+@pytest.mark.parametrize("gate", ("strong", "weak"))
+def test_gradients_of_a_promised_beta_are_those_of_one_that_is_not(gate):
+    """`gradient_small` takes the tokens by whose beta nothing can be divided."""
+    case = Case(dtype=BF16, K=128, V=128, H=2, HV=4, T=330, gate=gate, safe_gate=True, l2norm=True)
+    inputs, cotangents = case.inputs(CUDA), case.cotangents(CUDA)
+    values = (0.0, 1e-12, SMALL.value / 2, SMALL.value)
+    for i, value in enumerate(values):
+        inputs["beta"][:, i::7] = value
+    got, again, want = (
+        run(case, inputs=inputs, cotangents=cotangents, safe_beta=safe)
+        for safe in (True, True, False)
+    )
+    assert_all_identical(got, again)
+    for name, x in want.items():
+        error = (got[name].double() - x.double()).norm() / x.double().norm()
+        assert error < 1e-2, name
+    for value in values:
+        rows = inputs["beta"] == torch.tensor(value, dtype=torch.float32)
+        off = (got["dbeta"] - want["dbeta"])[rows].abs().max()
+        assert off < 1e-2 * want["dbeta"][rows].abs().max()

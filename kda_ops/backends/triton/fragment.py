@@ -78,9 +78,9 @@ def turn_back(b_x):
 
 
 @triton.jit
-def store_turned(p_x, stride, stride_v, b_x, rows, columns):
+def store_turned(p_x, stride, stride_v, b_x, rows, columns, only=None):
     """Write a turned tile [W, X] to its first `rows` rows and `columns` columns in memory, from the
-    registers it is in.
+    registers it is in. With `only` [1, X], write the rows in memory for which it is true.
     """
     W: tl.constexpr = b_x.shape[0]
     X: tl.constexpr = b_x.shape[1]
@@ -90,11 +90,11 @@ def store_turned(p_x, stride, stride_v, b_x, rows, columns):
     b_x = tl.permute(tl.reshape(b_x, (W // 16, 2, 8, X // 8, 4, 2)), (3, 5, 0, 2, 4, 1))
     # rounded here, so that what is packed is neighbours
     b_x = tl.reshape(b_x, (X * W // 2, 2)).to(p_x.dtype.element_ty)
-    tl.store(
-        p_x + ((row * stride)[:, None] + column * stride_v),
-        b_x,
-        mask=(row < rows)[:, None] & (column < columns),
-    )
+    m_x = (row < rows)[:, None] & (column < columns)
+    if only is not None:
+        b_only = tl.reshape(tl.broadcast_to(only, (W, X)), (W // 16, 2, 8, X // 8, 4, 2))
+        m_x = m_x & tl.reshape(tl.permute(b_only, (3, 5, 0, 2, 4, 1)), (X * W // 2, 2))
+    tl.store(p_x + ((row * stride)[:, None] + column * stride_v), b_x, mask=m_x)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from kda_ops.backends.triton.gradient_gdn import HeadGradients, gradient_gdn
 from kda_ops.backends.triton.gradient_keys import KeyGradients, gradient_keys
 from kda_ops.backends.triton.gradient_loads import pair_masks
 from kda_ops.backends.triton.gradient_pairs import Dots, Scores, gradient_pairs
+from kda_ops.backends.triton.gradient_small import gradient_small
 from kda_ops.backends.triton.launch import (
     as_kv,
     columns_of,
@@ -35,7 +36,7 @@ from kda_ops.backends.triton.launch import (
     total,
 )
 from kda_ops.backends.triton.operands import GateWeights, Strided, strided
-from kda_ops.backends.triton.reverse_scan import reads_z
+from kda_ops.backends.triton.reverse_scan import reads_few, reads_z
 from kda_ops.backends.triton.tile import dense, fit
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
@@ -139,7 +140,7 @@ def _gradient_kda(
     dg = _like(p, "g", need | {"g"}) if need & GATES else None
     dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", p.K, need)
     if p.beta is not None and "beta" in need:
-        if p.sigmoid_beta:
+        if p.sigmoid_beta or reads_few(p):
             dbeta = _like(p, "beta", need)
         else:  # one part per slice of K, the last from V
             parts = new(q, "dbeta_parts", (slices + 1, p.B, p.T, p.HV), torch.float32)
@@ -156,10 +157,15 @@ def _gradient_kda(
     given, kept = strided(fit(do)), _kept(p, trace, reverse)
     own = dbeta if parts is None else row_of(parts, slices)
     _launch_pairs(p, tile, trace, given, kept, dscores, own, dots)
-    if dq is not None or dg is not None or parts is not None:
+    few = None if p.sigmoid_beta or parts is not None else dbeta
+    if dq is not None or dg is not None or parts is not None or few is not None:
         exact = q.dtype is torch.float32
         G = new(q, "G", (NT, p.HV, CHUNK, p.K), torch.float64 if exact else torch.float32)
-        _launch_keys(p, tile, given, kept, dscores, dots, G, KeyGradients(dq, dk, parts))
+        _sum_decays(p, G, anchored := _anchored(p))
+        if few is not None:
+            _launch_small(p, tile, kept, reverse.z, G, few)
+        grads = KeyGradients(dq, dk, parts)
+        _launch_keys(p, tile, given, kept, dscores, dots, G, anchored, grads)
         if dg is not None:
             shares: dict[str, Any] = dict(dG=G, dg=dg, dA_log=dA_log, ddt_bias=ddt_bias)
             launch(sum_gradients, _programs(p), q.device, **shares, **_gate(p))
@@ -212,13 +218,11 @@ def _launch_keys(
     dscores: Scores,
     dots: Dots,
     G: Tensor,
+    anchored: Tensor | None,
     grads: KeyGradients,
 ) -> None:
-    """Launch `sum_decays`, then `gradient_keys`: the gradients of q, k and the sums G."""
+    """Launch `gradient_keys`: the gradients of q, k and the sums G."""
     options, exact = tuning.choose("gradient_keys", p), p.q.dtype is torch.float32
-    size = (_count(p), p.HV)
-    anchored = new(p.q, "anchored", size, torch.int32) if tuning.anchored(p) else None
-    launch(sum_decays, _programs(p), p.q.device, G=G, anchored=anchored, **_gate(p))
     launch(
         gradient_keys,
         _programs(p) * triton.cdiv(p.K, options.block_k),
@@ -240,6 +244,41 @@ def _launch_keys(
         TILED=reads_z(p),
         L2NORM=p.l2norm,
         **_blocks(options, exact),
+    )
+
+
+def _anchored(p: Problem) -> Tensor | None:
+    """Allocate how many rows of each chunk may share an anchor, where factors allow any."""
+    size = (_count(p), p.HV)
+    return new(p.q, "anchored", size, torch.int32) if tuning.anchored(p) else None
+
+
+def _sum_decays(p: Problem, G: Tensor, anchored: Tensor | None) -> None:
+    """Launch `sum_decays`."""
+    launch(sum_decays, _programs(p), p.q.device, G=G, anchored=anchored, **_gate(p))
+
+
+def _launch_small(
+    p: Problem, tile: Tile, kept: Kept, z: Tensor | None, G: Tensor, dbeta: Tensor
+) -> None:
+    """Launch `gradient_small`: dbeta where beta is small."""
+    launch(
+        gradient_small,
+        _programs(p),
+        p.q.device,
+        k=strided(fit(p.k)),
+        v=strided(fit(p.v)),
+        rows=tile.rows,
+        kept=kept,
+        z=z,
+        G=G,
+        cu_seqlens=dense(p.cu_seqlens),
+        dbeta=dbeta,
+        **_numbers(p, "N", "T", "H", "HV", "K", "V"),
+        BK=16,
+        BV=16,
+        L2NORM=p.l2norm,
+        num_warps=1,  # so that many programs, most of which end at once, run together
     )
 
 

@@ -125,9 +125,10 @@ def gradient_pairs(
         dscores.P = tril(scale do v_new^T)   dscores.L = -strict_tril(z v_new^T)   [64, 64]
             each with its transpose above the diagonal, in the order of `fragment.pack`
         dots.q = sum_v do o              dots.k = sum_v z (2 v_new - beta v)  [64] fp32
-        dbeta = sum_v z v_new / beta for a sigmoid, else its part sum_v z v   [64]
+        dbeta = sum_v z v_new / beta for a sigmoid, else if TILED its part sum_v z v   [64]
 
-    dbeta of a sigmoid goes through the sigmoid, to the logit (`strength_gradient`). dots are the
+    dbeta of a sigmoid goes through the sigmoid, to the logit (`strength_gradient`). Where a beta
+    that is given without TILED is small, `gradient_small` overwrites dbeta. dots are the
     dot products of unit q and k with their gradients, which are sums over V too (docs/maths.md).
     `z` is z if TILED, else dv = beta z. In the latter case dscores.L is beta dL, as the gradients
     of q and k need it.
@@ -143,7 +144,7 @@ def gradient_pairs(
             write_column(dbeta, at, i_h, HV, tl.zeros((CHUNK,), tl.float32))
         return
     o_r = tl.arange(0, CHUNK)
-    SUMS: tl.constexpr = dbeta is not None and not SIGMOID or dots.k is not None
+    SUMS: tl.constexpr = dbeta is not None and not SIGMOID and TILED or dots.k is not None
     b_beta = load_row(rows, i_tile, BETA_KDA)
     b_P, b_L, b_zv, b_doo = pair_gradients(
         v, do, o, v_new, z, at, i_tile, i_h, HV, scale, V, BV, TILED, SUMS, PREC
@@ -156,7 +157,10 @@ def gradient_pairs(
     if dots.k is not None:
         tl.store(dots.k + i_tile * CHUNK + o_r, 2.0 * b_zvn - (b_zv * b_beta if TILED else b_zv))
     if dbeta is not None:
-        b_dbeta = strength_gradient(b_zvn, b_beta, NEG_EIGVAL) if SIGMOID else b_zv
+        if SIGMOID:
+            b_dbeta = strength_gradient(b_zvn, b_beta, NEG_EIGVAL)
+        else:
+            b_dbeta = b_zv if TILED else b_zvn * reciprocal(b_beta)
         write_column(dbeta, at, i_h, HV, b_dbeta)
     o_pair = i_tile * SQUARE + tl.arange(0, SQUARE // VECTOR)[:, None] * VECTOR
     o_pair += tl.arange(0, VECTOR)[None, :]

@@ -12,6 +12,7 @@ from torch import Tensor
 from kda_ops import problem
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import over_keys, store_turned, turn, turn_back
+from kda_ops.backends.triton.gradient_small import SMALL
 from kda_ops.backends.triton.launch import as_kv, launch, new, shape_of
 from kda_ops.backends.triton.operands import (
     BETA,
@@ -83,10 +84,14 @@ def load_do(do, at, c, o_r, o_v, V: tl.constexpr):
 
 
 @triton.jit
-def write_values(ends, at, i_tile, c, b_z, b_beta, V: tl.constexpr):
-    """Write z and dv = beta z of chunk c from z^T [BV, 64], each if its tensor is given."""
+def write_values(ends, at, i_tile, c, b_z, b_beta, V: tl.constexpr, FEW: tl.constexpr = False):
+    """Write z and dv = beta z of chunk c from z^T [BV, 64], each if its tensor is given.
+
+    With FEW, write z where beta is below SMALL alone.
+    """
     if ends.z is not None:
-        store_turned(ends.z + i_tile * (CHUNK * V) + at.i_v, V, 1, b_z, CHUNK, V - at.i_v)
+        only = b_beta < SMALL if FEW else None
+        store_turned(ends.z + i_tile * (CHUNK * V) + at.i_v, V, 1, b_z, CHUNK, V - at.i_v, only)
     if ends.dv.pointer is not None:
         dv, n_rows = ends.dv, at.length - c * CHUNK
         p_dv = head_at(dv.pointer, dv.strides, at.i_b, at.i_h, at.bos + c * CHUNK) + at.i_v
@@ -114,6 +119,7 @@ def reverse_scan_kda(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
     RUN: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """Carry BV columns of dS, the gradient of the state of one sequence and head, back.
 
@@ -123,7 +129,8 @@ def reverse_scan_kda(
         dS <- gamma dS + qg^T do - w^T dv_new [K, V] fp32
 
     `gradient` needs dS, the gradient of the state that leaves the chunk. It also needs z, the
-    gradient of beta (v - k exp(G) S), or dv = beta z. With them it reads `rows` of the tile alone.
+    gradient of beta (v - k exp(G) S), or dv = beta z, or dv and FEW rows of z (`reads_few`). With
+    them it reads `rows` of the tile alone.
 
     dS has V as its rows (`fragment.turn`), as S has in `scan_kda`. Every transpose is of a tile
     from memory, never of a product. The operand dv_new is rounded. On A's diagonal, which is one, z
@@ -154,7 +161,7 @@ def reverse_scan_kda(
         if ends.dv.pointer is not None or ends.z is not None:
             b_A = load_lower(tile.A, i_tile)
             b_z = -tl.dot(b_less, b_A, b_dv - widen(b_less), input_precision=PREC)
-            write_values(ends, at, i_tile, c, b_z, b_beta, V)
+            write_values(ends, at, i_tile, c, b_z, b_beta, V, FEW)
     close_reverse(ends, at, b_dS, o_k, o_v, K, V)
 
 
@@ -220,13 +227,23 @@ def reverse_scan_gdn(
     close_reverse(ends, at, b_dS, o_k, o_v, K, V)
 
 
+def reads_few(p: Problem) -> bool:
+    """Return whether `gradient` takes dv = beta z, and z where beta is small (`gradient_small`).
+
+    It does for KDA in bf16, if a beta of at most 1 is promised. Without the promise it reads z.
+    """
+    given = p.beta is not None and not p.sigmoid_beta
+    return bool(p.rank and given and p.safe_beta and p.q.dtype is torch.bfloat16)
+
+
 def reads_z(p: Problem) -> bool:
     """Return whether `gradient` takes z itself, not dv = beta z.
 
     It does if beta is given, because the gradient of beta is a sum over z, and beta may be zero. It
     does for float16, where beta z underflows for a small beta.
     """
-    return p.beta is not None and (not p.sigmoid_beta or p.q.dtype is torch.float16)
+    given = p.beta is not None and not p.sigmoid_beta
+    return p.beta is not None and (given or p.q.dtype is torch.float16) and not reads_few(p)
 
 
 def _new_dinitial(p: Problem) -> Tensor:
@@ -241,7 +258,8 @@ def reverse_scan(
     """Carry the gradient of the state back; see `kda_ops.stages.Backend.reverse_scan`."""
     q, NT, tiled = p.q, count_chunks(p), reads_z(p)
     dstates = new(q, "dstates", (NT, p.HV, p.K, p.V))
-    z = new(q, "z", (NT, p.HV, problem.CHUNK, p.V)) if tiled else None
+    few = reads_few(p) and "beta" in need
+    z = new(q, "z", (NT, p.HV, problem.CHUNK, p.V)) if tiled or few else None
     dv = None if tiled and "v" not in need else new(q, "dv", shape_of(p.v))
     dinitial = _new_dinitial(p) if "initial_state" in need else None
     dfinal = None if dfinal_state is None or dfinal_state.numel() == 0 else as_kv(p, dfinal_state)
@@ -249,7 +267,7 @@ def reverse_scan(
     runs = Runs(p)
     if p.rank:
         parts: dict[str, Any] = dict(
-            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma)
+            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma), FEW=few
         )
     else:
         parts = dict(

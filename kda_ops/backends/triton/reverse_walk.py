@@ -22,6 +22,7 @@ from kda_ops.backends.triton.gradient import GATES, _count, _gather, _gradients,
 from kda_ops.backends.triton.gradient_chunk import locate, write_column, write_rows
 from kda_ops.backends.triton.gradient_gdn import HeadGradients, clear_columns, write_logits
 from kda_ops.backends.triton.gradient_pairs import strength_gradient
+from kda_ops.backends.triton.gradient_small import SMALL
 from kda_ops.backends.triton.launch import (
     as_floats,
     as_kv,
@@ -55,9 +56,6 @@ MOST_GROUPED = 2  # value heads of a key head: more would take more memory than 
 # The least number of programs (N HV) for which the walk is faster than the kernels that it
 # replaces. A step takes 6.5 us, and few programs do not hide that (docs/kernels/journal.md).
 LEAST_PROGRAMS = 48
-# From here on, v_new / beta tells to a rounding what a token missed. For a smaller given beta, the
-# products of the inverse in fp16 lose digits of A's row: at 2^-18 dbeta is off by 2.7e-2.
-SMALL = tl.constexpr(2.0**-10)
 
 
 def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> bool:

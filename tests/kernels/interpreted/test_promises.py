@@ -14,14 +14,18 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.gradient_small import SMALL
+from kda_ops.backends.triton.reverse_scan import reads_few, reads_z
 from kda_ops.problem import Problem
+from kda_ops.stages import GRADIENTS
+from tests.support.calls import run
 from tests.support.cases import AXES, EDGES, PACKED, Case, replace
 from tests.support.closeness import assert_meets_budget
 
 TRITON, REFERENCE = dispatch.load("triton"), dispatch.load("reference")
 BF16, HALF = torch.bfloat16, torch.float16
 SAFE = dict(safe_beta=True, safe_keys=True)
-SMALL = Case(dtype=BF16, H=1, HV=1, K=16, V=16, T=70, beta=EDGES, state=False, **SAFE)
+SMALL_CASE = Case(dtype=BF16, H=1, HV=1, K=16, V=16, T=70, beta=EDGES, state=False, **SAFE)
 
 
 @pytest.mark.parametrize("beta", (EDGES, "none", "given"))
@@ -29,19 +33,19 @@ SMALL = Case(dtype=BF16, H=1, HV=1, K=16, V=16, T=70, beta=EDGES, state=False, *
 @pytest.mark.parametrize("dtype", (BF16, HALF))
 @pytest.mark.parametrize("variant, gate", (("kda", "zero"), ("kda", "strong"), ("gdn", "zero")))
 def test_errors_at_the_edges_of_the_promises(variant, gate, dtype, keys, beta):
-    case = replace(SMALL, variant=variant, gate=gate, dtype=dtype, keys=keys, beta=beta)
+    case = replace(SMALL_CASE, variant=variant, gate=gate, dtype=dtype, keys=keys, beta=beta)
     assert_meets_budget(replace(case, safe_gate=gate == "strong"))
 
 
 @pytest.mark.parametrize(
     "case",
     (
-        replace(SMALL, gate="weak", keys="repeated", lengths=PACKED, tail=3, K=24, V=40),
-        replace(SMALL, gate="blocks", keys="repeated", HV=2, state=True, transposed=True),
-        replace(SMALL, gate="softplus", keys="repeated", safe_keys=False, l2norm=True),
-        replace(SMALL, gate="weak", keys="repeated", disable_recompute=True, K=70, V=33),
-        replace(SMALL, variant="gdn", gate="softplus", keys="repeated", H=1, HV=2, state=True),
-        replace(SMALL, variant="gdn", gate="weak", keys=AXES, lengths=PACKED, tail=3, K=24),
+        replace(SMALL_CASE, gate="weak", keys="repeated", lengths=PACKED, tail=3, K=24, V=40),
+        replace(SMALL_CASE, gate="blocks", keys="repeated", HV=2, state=True, transposed=True),
+        replace(SMALL_CASE, gate="softplus", keys="repeated", safe_keys=False, l2norm=True),
+        replace(SMALL_CASE, gate="weak", keys="repeated", disable_recompute=True, K=70, V=33),
+        replace(SMALL_CASE, variant="gdn", gate="softplus", keys="repeated", H=1, HV=2, state=True),
+        replace(SMALL_CASE, variant="gdn", gate="weak", keys=AXES, lengths=PACKED, tail=3, K=24),
     ),
     ids=str,
 )
@@ -82,3 +86,37 @@ def test_fp16_inputs_take_one_product_only_with_norm_and_sigmoid_inside():
     ):
         p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
         assert tuning.inverse_precision(p) == precision
+
+
+@pytest.mark.parametrize("l2norm", (False, True))
+@pytest.mark.parametrize("need", (("beta",), GRADIENTS))
+def test_a_small_strength_has_a_gradient(need, l2norm):
+    """`gradient_small` takes the tokens by which `gradient_pairs` cannot divide."""
+    values = (0.0, 1e-12, SMALL.value / 2, SMALL.value)
+    case = replace(SMALL_CASE, l2norm=l2norm, lengths=(0, 65, 1, 37), tail=3, beta="given")
+    inputs = case.inputs()
+    for i, value in enumerate(values):
+        inputs["beta"][:, i::7] = value
+    got, want = (run(replace(case, safe_beta=x), inputs=inputs, need=need) for x in (True, False))
+    beta, end = inputs["beta"], sum(case.lengths)
+    for value in values:
+        rows = beta == torch.tensor(value, dtype=beta.dtype)
+        rows[:, end:] = False
+        off = (got["dbeta"] - want["dbeta"])[rows].abs().max()
+        assert off < 1e-2 * want["dbeta"][rows].abs().max()
+    assert not got["dbeta"][:, end:].any()
+    if "v" in need:
+        assert not got["dv"][beta == 0.0].any()
+
+
+def test_dv_is_read_in_place_of_z_where_beta_is_promised():
+    for case, few in (
+        (SMALL_CASE, True),
+        (replace(SMALL_CASE, safe_beta=False), False),
+        (replace(SMALL_CASE, beta="sigmoid"), False),
+        (replace(SMALL_CASE, beta="none"), False),
+        (replace(SMALL_CASE, dtype=HALF), False),
+        (replace(SMALL_CASE, variant="gdn"), False),
+    ):
+        p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
+        assert reads_few(p) is few and not (few and reads_z(p))
