@@ -1,8 +1,8 @@
-"""Run the delta rule of transformers models on these operators.
+"""Run the linear attention of transformers models on these operators.
 
 Covers the models in `MODELS`: Kimi-Linear, GLM-5.3-Flash and Ling-3.0-Flash with KDA; Qwen3-Next,
-Qwen3.5, Qwen4-Exp, OLMo-hybrid and LaraMini with GDN. ``enable()`` replaces the delta rule in the
-installed transformers; ``disable()`` restores it::
+Qwen3.5, Qwen4-Exp, OLMo-hybrid and LaraMini with GDN. ``enable()`` replaces the delta rule, the
+convolution in front of it and the gated norm behind it; ``disable()`` restores them::
 
     import kda_ops.compat.transformers
 
@@ -13,7 +13,8 @@ installed transformers; ``disable()`` restores it::
         model.generate(...)
 
 Models look these functions up at every call, so existing models follow and compiled models
-recompile once. The rest of a model is unchanged: projections, convolution, norms, caches, masks.
+recompile once. The rest of a model is unchanged: projections, other norms, caches, masks. On a
+cache, the convolution of transformers itself runs where a gradient is wanted.
 Results match the PyTorch path of transformers up to rounding. This includes
 ``torch.compile(fullgraph=True)``, padding, caches and ``generate``.
 
@@ -22,9 +23,8 @@ start again with each sequence. ``DataCollatorWithFlattening(return_flash_attn_k
 both. Pass no ``attention_mask``, and ``use_cache=False``: a cache is refused. Nothing reports other
 mistakes. With ``position_ids`` alone the linear layers mix the sequences. Without them, or with a
 mask of ones, the full-attention layers do. The convolution in front of the delta rule keeps packed
-sequences apart too. While enabled, it is a sum of shifted products that stop at the first token of
-a sequence. Unless other packages are installed, the convolution of transformers refuses packed
-rows, or mixes their sequences.
+sequences apart too. Unless other packages are installed, the convolution of transformers refuses
+packed rows, or mixes their sequences.
 
 Needs transformers 5.16 or later (Kimi-Linear: 5.17); earlier versions bind the functions when a
 model is built.
@@ -57,12 +57,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kda_ops import functional
+from kda_ops import functional, norm
 from kda_ops.compat.delta_rule import delta_rule
-from kda_ops.nn.packing import Packing
+from kda_ops.convolution import ACTIVATIONS
+from kda_ops.layer_functional import gated_rms_norm, short_conv, short_conv_
 
 __all__ = ["MODELS", "Enabled", "disable", "enable"]
 __doctest_requires__ = ("transformers",)
@@ -164,22 +164,58 @@ def _convolution(original: Callable) -> Callable:
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: object,
     ) -> Tensor:
-        if cu_seq_lens_q is None:
-            return original(hidden_states, weight, bias, activation, *args, **kwargs)
-        from transformers.activations import ACT2FN
+        inside = activation if activation in ACTIVATIONS else None
+        y, _ = short_conv(
+            hidden_states.mT, weight, bias, cu_seqlens=cu_seq_lens_q, activation=inside
+        )
+        if inside != activation:
+            from transformers.activations import ACT2FN
 
-        x, T = hidden_states, hidden_states.shape[-1]
-        position = Packing(cu_seq_lens_q, T).position
-        wide = torch.promote_types(x.dtype, torch.float32)  # a convolution accumulates in fp32
-        taps = weight.to(wide).unbind(-1)
-        y = x * taps[-1][:, None]
-        for back, tap in enumerate(reversed(taps[:-1]), 1):
-            y = y + torch.where(position >= back, F.pad(x, (back, 0))[..., :T], 0.0) * tap[:, None]
-        if bias is not None:
-            y = y + bias[:, None]
-        return (y if activation is None else ACT2FN[activation](y)).to(x.dtype)
+            y = ACT2FN[activation](y)
+        return y.mT
 
     return causal_conv1d_fn
+
+
+def _update(original: Callable) -> Callable:
+    """Return transformers' convolution on a cache; where a gradient is wanted, its own one."""
+
+    @functools.wraps(original, updated=())
+    def causal_conv1d_update(
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        tensors = (hidden_states, conv_state, weight, bias)
+        recorded = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in tensors
+        )
+        before = conv_state.shape[-1] - (weight.shape[-1] - 1)  # columns that no tap reaches
+        if recorded or activation not in ACTIVATIONS or before < 0:
+            return original(hidden_states, conv_state, weight, bias, activation)
+        T = hidden_states.shape[-1]
+        if before:
+            joined = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], -1)
+            conv_state[..., :before].copy_(joined[..., T : T + before])
+        tail = conv_state.mT[:, before:]
+        return short_conv_(hidden_states.mT, weight, bias, tail, activation=activation).mT
+
+    return causal_conv1d_update
+
+
+def _gated_norm(original: Callable) -> Callable:
+    """Return the forward of transformers' gated norm, for the activations of ours."""
+
+    @functools.wraps(original, updated=())
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None or self.activation not in norm.ACTIVATIONS:
+            return original(self, hidden_states, gate)
+        eps, activation = self.variance_epsilon, self.activation
+        return gated_rms_norm(hidden_states, self.weight, gate, eps=eps, activation=activation)
+
+    return forward
 
 
 _REPLACEMENTS: dict[str, Callable[[Callable], Callable]] = {
@@ -188,7 +224,15 @@ _REPLACEMENTS: dict[str, Callable[[Callable], Callable]] = {
     "torch_chunk_gated_delta_rule": _delta_rule(functional.chunk_gdn, promises=True),
     "torch_recurrent_gated_delta_rule": _delta_rule(functional.recurrent_gdn),
     "causal_conv1d_fn": _convolution,
+    "causal_conv1d_update": _update,
 }
+
+
+def _places(module: Any) -> list[tuple[Any, str, Callable[[Callable], Callable]]]:
+    """List what is replaced in a module: the owner, the name, and what makes the replacement."""
+    found = [(module, name, make) for name, make in _REPLACEMENTS.items() if hasattr(module, name)]
+    norms = [x for n, x in vars(module).items() if n.endswith("RMSNormGated")]
+    return [*found, *((norm_class, "forward", _gated_norm) for norm_class in norms)]
 
 
 def _modules() -> list[Any]:
@@ -244,13 +288,13 @@ def enable() -> Enabled:
     """
     put = []
     for module in _modules():
-        for name, replacement in _REPLACEMENTS.items():
-            original = getattr(module, name, None)
-            if original is not None and not hasattr(original, _OURS):
+        for owner, name, replacement in _places(module):
+            original = getattr(owner, name)
+            if not hasattr(original, _OURS):
                 ours = replacement(original)
                 setattr(ours, _OURS, original)
-                setattr(module, name, ours)
-                put.append((module, name, ours))
+                setattr(owner, name, ours)
+                put.append((owner, name, ours))
     return Enabled(put)
 
 
@@ -258,9 +302,8 @@ def disable() -> None:
     """Restore every function that `enable` replaced."""
     loaded = [sys.modules[name] for name in _NAMES if name in sys.modules]
     there = [
-        (module, name, getattr(module, name))
+        (owner, name, getattr(owner, name))
         for module in loaded
-        for name in _REPLACEMENTS
-        if hasattr(module, name)
+        for owner, name, _ in _places(module)
     ]
     _take_out([place for place in there if hasattr(place[-1], _OURS)])

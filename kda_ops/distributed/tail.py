@@ -28,7 +28,7 @@ def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None)
         cu_seqlens: ``[N + 1]`` global offsets; None for dense rows.
 
     Returns:
-        ``[B, size - 1, D]``, oldest first, the ``tail`` of `ShortConvolution`; with cu_seqlens
+        ``[B, size - 1, D]``, oldest first, the ``initial_tail`` of `short_conv`; with cu_seqlens
         ``[N, size - 1, D]``, zero except for the sequence that enters the shard.
 
     Raises:

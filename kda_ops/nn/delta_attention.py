@@ -24,7 +24,7 @@ from kda_ops.nn.checks import (
 )
 from kda_ops.nn.gated_norm import GatedRMSNorm
 from kda_ops.nn.local import local
-from kda_ops.nn.packing import Packing, Tokens, arrange
+from kda_ops.nn.packing import Tokens, arrange
 from kda_ops.nn.short_convolution import ShortConvolution
 from kda_ops.private import pre_hooks
 from kda_ops.problem import MAX_K, check_offsets
@@ -327,8 +327,7 @@ class DeltaAttention(nn.Module):
         )
         before = exchange_tail(x, self.conv_size, plan, cu_seqlens) if convolves else None
         offsets = None if cu_seqlens is None else plan.local(cu_seqlens)
-        packing = None if offsets is None else Packing(offsets, x.shape[1])
-        return Tokens(cu_seqlens, packing, plan=plan, before=before)
+        return Tokens(cu_seqlens, offsets, plan=plan, before=before)
 
     def _convolve(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, tokens: Tokens
@@ -336,14 +335,18 @@ class DeltaAttention(nn.Module):
         """Convolve and activate the projections: q, k [B, T, H, K] and v [B, T, HV, V]."""
         if self.use_short_conv:
             tails: tuple[Tensor | None, ...] = (None, None, None)
+            befores: tuple[Tensor | None, ...] = (None, None, None)
             if tokens.before is not None:
                 before = tokens.before
-                tails = self.q_proj(before), self.k_proj(before), self.v_proj(before)
+                befores = self.q_proj(before), self.k_proj(before), self.v_proj(before)
             elif cache is not None:
                 tails = cache.q_conv, cache.k_conv, cache.v_conv
-            q = self.q_conv1d(q, tails[0], tokens.packing, checked=True)
-            k = self.k_conv1d(k, tails[1], tokens.packing, checked=True)
-            v = self.v_conv1d(v, tails[2], tokens.packing, checked=True)
+            q, k, v = (
+                conv(y, tail, tokens.offsets, initial_tail=first, checked=True)
+                for conv, y, tail, first in zip(
+                    (self.q_conv1d, self.k_conv1d, self.v_conv1d), (q, k, v), tails, befores
+                )
+            )
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         # Infer the number of heads: a rank of a tensor-parallel layer has only some of them.

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kda_ops.layer_functional import gated_rms_norm
 from kda_ops.nn.checks import check_dtype, check_eps, check_float, check_size
 from kda_ops.nn.local import local
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": torch.sigmoid,
-    "swish": F.silu,
-    "silu": F.silu,
-}
+from kda_ops.norm import ACTIVATIONS
 
 
 class GatedRMSNorm(nn.Module):
     """Normalise the last axis to a root mean square of 1, scale it, and gate it.
 
     ``y = x / sqrt(mean(x^2) + eps) * weight * activation(gate)``, computed in fp32 (fp64 for fp64).
+    The operator is `kda_ops.gated_rms_norm`.
 
     Args:
         width: length V of the last axis.
@@ -50,10 +44,8 @@ class GatedRMSNorm(nn.Module):
     ):
         super().__init__()
         check_size("width", width)
-        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}."
-            )
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}.")
         check_eps("eps", eps)
         check_dtype("dtype", dtype)
         self.eps, self.activation = eps, activation
@@ -92,9 +84,5 @@ class GatedRMSNorm(nn.Module):
         check_float("x", x, self.weight.device, "weight")
         if gate is not None:
             check_float("gate", gate, x.device, "x")
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = x.to(wide)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * local(self.weight)
-        if gate is not None:
-            y = y * _ACTIVATIONS[self.activation](gate.to(wide))
-        return y.to(x.dtype)
+        weight = local(self.weight)
+        return gated_rms_norm(x, weight, gate, eps=self.eps, activation=self.activation)

@@ -1,4 +1,4 @@
-"""Locate the tokens of sequences packed into one row, and pack padded rows."""
+"""Pack padded rows into one row, and say where a call's tokens lie."""
 
 from __future__ import annotations
 
@@ -9,21 +9,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from kda_ops.distributed.plan import ContextPlan
-
-
-class Packing:
-    """The sequence and the position of each of T packed tokens; nothing is read on the host.
-
-    `sequence` ``[T]`` is the number of the sequence, `position` ``[T]`` counts from 0 in it. Tokens
-    past the last offset continue the last sequence; their results are never used.
-    """
-
-    def __init__(self, cu_seqlens: Tensor, T: int):
-        token = torch.arange(T, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-        self.offsets = cu_seqlens
-        after = torch.searchsorted(cu_seqlens, token, right=True)  # offsets at or before each token
-        self.sequence = (after - 1).clamp(max=cu_seqlens.shape[0] - 2)
-        self.position = token - cu_seqlens[self.sequence]
 
 
 class Unpadding:
@@ -59,7 +44,7 @@ class Tokens(NamedTuple):
     """The place of a call's tokens: in which sequences, padded rows and ranks they lie."""
 
     cu_seqlens: Tensor | None  # as passed to the operator; global across ranks
-    packing: Packing | None  # of this rank's own tokens
+    offsets: Tensor | None  # of this rank's own tokens
     decode: bool = False  # one token for each sequence
     padding: Unpadding | None = None  # the permutation of padded rows
     plan: ContextPlan | None = None  # the shards of all ranks
@@ -75,5 +60,4 @@ def arrange(
     if attention_mask is not None:
         padding = Unpadding(attention_mask[:, attention_mask.shape[1] - T :])
         x, cu_seqlens = padding.pack(x), padding.cu_seqlens
-    packing = None if cu_seqlens is None else Packing(cu_seqlens, x.shape[1])
-    return x, Tokens(cu_seqlens, packing, decode, padding)
+    return x, Tokens(cu_seqlens, cu_seqlens, decode, padding)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kda_ops.layer_functional import short_conv, short_conv_
 from kda_ops.nn.checks import (
     check_buffer,
     check_dense,
@@ -18,16 +16,13 @@ from kda_ops.nn.checks import (
     check_writable,
 )
 from kda_ops.nn.local import local
-from kda_ops.nn.packing import Packing
-from kda_ops.registrations.opaque import opaque
 
 
 class ShortConvolution(nn.Module):
     """Apply a short causal convolution to each channel, then SiLU.
 
     ``y_t = silu(bias + sum_i weight[:, 0, i] * x_{t - size + 1 + i})``. Inputs before the first are
-    those of `tail`, or zero. The sum is written as shifted products, which Inductor fuses into one
-    kernel.
+    those of `tail`, or zero. The operator is `kda_ops.short_conv`.
 
     Args:
         channels: D.
@@ -82,26 +77,30 @@ class ShortConvolution(nn.Module):
         self,
         x: Tensor,
         tail: Tensor | None = None,
-        packing: Packing | None = None,
+        cu_seqlens: Tensor | None = None,
         *,
+        initial_tail: Tensor | None = None,
         checked: bool = False,
     ) -> Tensor:
         """Convolve x along time.
 
         Args:
-            x: ``[B, T, D]``, or ``[1, T, D]`` with `packing`; fp16 to fp64, on the device of the
+            x: ``[B, T, D]``, or ``[1, T, D]`` with `cu_seqlens`; fp16 to fp64, on the device of the
                 weight.
-            tail: ``[N, size - 1, D]``, the inputs before x, oldest first; updated in place.
-            packing: the places of packed tokens.
+            tail: ``[N, size - 1, D]``, the inputs before x, oldest first; updated in place, so for
+                inference only.
+            cu_seqlens: ``[N + 1]``, int32 or int64: offsets of packed sequences.
+            initial_tail: as `tail`, but only read, and differentiable.
             checked: the caller has checked that the tail may be written.
 
         Returns:
             ``[B, T, D]`` in x's dtype.
 
         Raises:
-            ValueError: x has another number of channels, or the tail another shape.
+            ValueError: x has another number of channels, or a tail another shape.
             TypeError: x or the tail is not a float or on another device than the weight.
-            RuntimeError: the tail was made under ``torch.inference_mode()`` and is used outside.
+            RuntimeError: a tail is given and a gradient is wanted, or the tail was made under
+                ``torch.inference_mode()`` and is used outside.
         """
         weight, bias = local(self.weight), local(self.bias)
         check_dense("x", x)
@@ -110,144 +109,20 @@ class ShortConvolution(nn.Module):
                 f"x must have shape [B, T, D] = [B, T, {weight.shape[0]}], got {list(x.shape)}."
             )
         check_float("x", x, weight.device, "weight")
-        N = x.shape[0] if packing is None else packing.offsets.shape[0] - 1
-        if tail is not None and tail.shape != (N, self.size - 1, x.shape[-1]):
+        weight = weight.squeeze(1)
+        if tail is None:
+            y, _ = short_conv(x, weight, bias, initial_tail, cu_seqlens, activation="silu")
+            return y
+        if initial_tail is not None:
+            raise ValueError("tail and initial_tail both define the inputs before x: pass one.")
+        N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if tail.shape != (N, self.size - 1, x.shape[-1]):
             raise ValueError(
                 f"tail must have shape [N, size - 1, D] = {[N, self.size - 1, x.shape[-1]]}, got "
                 f"{list(tail.shape)}."
             )
-        if tail is not None:
-            check_float("tail", tail, x.device, "x")
-            if not checked:
-                check_buffer("tail", tail)
-                check_writable("tail", tail)
-        position = None if packing is None else packing.position
-        if tail is None and torch.is_grad_enabled():
-            return _Convolve.apply(x, weight, bias, position).to(x.dtype)
-        if tail is None:
-            taps = _taps(x, self.size, position)
-        else:
-            taps = (
-                self._taps_after(x, tail)
-                if packing is None
-                else self._packed_taps(x, tail, packing)
-            )
-        return F.silu(_sum(taps, weight[:, 0].unbind(-1), bias)).to(x.dtype)
-
-    def _taps_after(self, x: Tensor, tail: Tensor) -> list[Tensor]:
-        T = x.shape[1]
-        rows = torch.cat([tail.to(x.dtype), x], 1)  # [B, size - 1 + T, D]
-        tail.copy_(rows[:, T:])
-        return [rows[:, i : i + T] for i in range(self.size)]
-
-    def _packed_taps(self, x: Tensor, tail: Tensor, packing: Packing) -> list[Tensor]:
-        T, past, n, t = x.shape[1], self.size - 1, packing.sequence, packing.position
-        taps = []
-        for back in range(past, 0, -1):
-            earlier = F.pad(x, (0, 0, back, 0))[:, :T]
-            before = tail[n, (past + t - back).clamp(max=past - 1)].to(x.dtype)
-            taps.append(torch.where((t >= back)[:, None], earlier, before))
-        if past:
-            # Row j of a new tail is token `length - past + j` of its sequence. Tokens below 0 come
-            # from the old tail.
-            N, start, length = tail.shape[0], packing.offsets[:-1], packing.offsets.diff()
-            row = torch.arange(past, device=x.device)
-            token = length[:, None] - past + row  # [N, past]
-            old = torch.arange(N, device=x.device)[:, None] * past + past + token
-            rows = torch.cat([tail.flatten(0, 1).to(x.dtype), x[0]])
-            new = (start[:, None] + token).clamp(max=T - 1)  # the operator refuses offsets past T
-            tail.copy_(rows[torch.where(token < 0, old, N * past + new)])
-        return [*taps, x]
-
-
-class _Convolve(torch.autograd.Function):
-    """The convolution of whole sequences in training, with its own backward.
-
-    Autograd's backward would compute the gradient of SiLU once per tap and keep SiLU's input in
-    fp32.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None) -> Tensor:
-        """Convolve x ``[B, T, D]`` with weight ``[D, 1, size]``, in the dtype of their product.
-
-        `position` ``[T]`` is that within a packed sequence. Do not end with a cast that does
-        nothing: Dynamo of torch 2.11 then drops all gradients.
-        """
-        return F.silu(_sum(_taps(x, weight.shape[-1], position), _rows(weight), bias))
-
-    @staticmethod
-    def setup_context(ctx, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
-        """Save only the inputs."""
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    @opaque
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Return dx, dweight and dbias."""
-        x, weight, bias, position = ctx.saved_tensors
-        rows, taps = _rows(weight), _taps(x, weight.shape[-1], position)
-        y = _sum(taps, rows, bias)
-        wide = y.to(torch.promote_types(y.dtype, torch.float32))
-        sigmoid = wide.sigmoid()
-        dy = _in_memory((dy * (sigmoid * (1 + wide * (1 - sigmoid)))).to(y.dtype))
-        dx = _sum([_later(dy, back, position) for back in range(len(rows))], rows[::-1], None).to(
-            x.dtype
-        )
-        dweight = torch.stack([(dy * tap).sum((0, 1)) for tap in taps], -1)[:, None].to(
-            weight.dtype
-        )
-        dbias = None if bias is None else dy.sum((0, 1)).to(bias.dtype)
-        return dx, dweight, dbias, None
-
-
-def _sum(taps: Sequence[Tensor], weight: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    y = taps[0] * weight[0]
-    for tap, w in zip(taps[1:], weight[1:]):
-        y = y + tap * w
-    return y if bias is None else y + bias
-
-
-def _taps(x: Tensor, size: int, position: Tensor | None) -> list[Tensor]:
-    """Return the inputs that each tap multiplies, oldest first: `size` tensors [B, T, D].
-
-    Inputs before the first token of a sequence are zero. Slice every tap from one padded x, the
-    newest too: Inductor saves the padded tensor, so backward keeps one copy instead of two.
-    """
-    T, padded = x.shape[1], F.pad(x, (0, 0, size - 1, 0))
-    taps = [padded[:, i : i + T] for i in range(size)]
-    if position is None:
-        return taps
-    return [
-        torch.where((position >= back)[:, None], tap, 0.0)
-        for back, tap in zip(range(size - 1, 0, -1), taps)
-    ] + taps[-1:]
-
-
-def _later(dy: Tensor, back: int, position: Tensor | None) -> Tensor:
-    """Return for each token what the token `back` later has in dy [B, T, D]: the adjoint of a tap.
-
-    Tokens of other sequences count as zero.
-    """
-    if position is not None:
-        dy = torch.where((position >= back)[:, None], dy, 0.0)
-    return F.pad(dy, (0, 0, 0, back))[:, back:]
-
-
-def _rows(weight: Tensor) -> tuple[Tensor, ...]:
-    """Return the weights [D] of each tap, contiguous.
-
-    Kernels can then read them in vectors as wide as those of x.
-    """
-    return _in_memory(weight[:, 0].t()).unbind(0)
-
-
-def _in_memory(x: Tensor) -> Tensor:
-    """Return x, contiguous and materialised.
-
-    The explicit strides make Inductor write x to memory instead of recomputing it for each reader.
-    """
-    x = x.contiguous()
-    return x.as_strided(x.shape, x.stride())
+        check_float("tail", tail, x.device, "x")
+        if not checked:
+            check_buffer("tail", tail)
+            check_writable("tail", tail)
+        return short_conv_(x, weight, bias, tail, None, cu_seqlens, activation="silu")

@@ -87,8 +87,8 @@ def test_disable_restores_every_binding():
     changed = {place for place in before if during[place] is not before[place]}
     assert (
         before.keys() == during.keys()
-        and {n for _, n in changed} == {*compat._REPLACEMENTS}
-        and len(changed) == 3 * len(CONFIGS)
+        and {n for _, n in changed} == {*compat._REPLACEMENTS, "forward"}
+        and len(changed) == 5 * len(CONFIGS)
     )
     compat.disable()
     assert all(x is before[place] for place, x in models.bindings().items())
@@ -128,7 +128,13 @@ def test_our_operators_run_only_while_enabled(name):
     with compat.enable(), Calls() as calls, torch.no_grad():
         net.generate(ids, max_new_tokens=4, do_sample=False)
         net(ids, use_cache=False)
-    assert calls.counts == {f"{variant}.chunk": 2 * 2, f"{variant}.recurrent": 2 * 3}
+    assert calls.counts == {
+        f"{variant}.chunk": 2 * 2,
+        f"{variant}.recurrent": 2 * 3,
+        "kda.short_conv": 2 * 2,
+        "kda.short_conv_": 2 * 3,
+        "kda.gated_rms_norm": 2 * 5,
+    }
 
 
 class Betas(TorchDispatchMode):
@@ -430,3 +436,38 @@ def test_packed_rows_with_a_cache_are_refused(name):
         pytest.raises(ValueError, match="use_cache must be False for packed rows"),
     ):
         net(**(x | {"use_cache": True}))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("columns", (3, 4, 6))  # of a cache; W taps read W - 1 of them
+@pytest.mark.parametrize("tokens", (1, 2, 9))
+def test_the_convolution_on_a_cache_writes_all_its_columns(tokens, columns):
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    gen = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 8, tokens, generator=gen), torch.randn(8, 4, generator=gen)
+    state, bias = torch.randn(2, 8, columns, generator=gen), torch.randn(8, generator=gen)
+    theirs, ours, recorded = (state.clone() for _ in range(3))
+    call = x, weight, bias, "silu"
+    with torch_path():
+        want = module.causal_conv1d_update(call[0], theirs, *call[1:])
+    with compat.enable(), Calls() as calls:
+        got = module.causal_conv1d_update(call[0], ours, *call[1:])
+        leaf = weight.clone().requires_grad_()
+        y = module.causal_conv1d_update(x, recorded, leaf, bias, "silu")
+    assert calls.counts == {"kda.short_conv_": 1} and y.requires_grad
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(y.detach(), want)
+    assert torch.equal(ours, theirs) and torch.equal(recorded, theirs)
+
+
+def test_a_gate_that_is_not_ours_keeps_the_norm_of_transformers():
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    layer, x = Qwen3NextRMSNormGated(8), torch.randn(3, 8)
+    layer.activation = "relu"
+    with torch_path():
+        want = layer(x, x)
+    with compat.enable(), Calls() as calls:
+        assert torch.equal(layer(x, x), want)
+    assert not calls.counts

@@ -7,7 +7,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kda_ops.distributed as cp
-from kda_ops.nn.packing import Packing
 from kda_ops.nn.short_convolution import ShortConvolution
 from tests.support.context import cuts_of
 
@@ -88,11 +87,7 @@ def convolution(groups, size, lengths, cuts):
 
     def run(x, tail, offsets):
         x, weight = x.clone().requires_grad_(), layer.weight
-        y = layer(
-            x,
-            None if tail is None else tail(x),
-            None if offsets is None else Packing(offsets, x.shape[1]),
-        )
+        y = layer(x, None, offsets, initial_tail=None if tail is None else tail(x))
         dx, dweight = torch.autograd.grad(y.square().sum(), [x, weight])
         return y.detach(), dx, dweight
 

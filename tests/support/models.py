@@ -197,8 +197,10 @@ def modules() -> list:
 
 
 def bindings() -> dict[tuple[str, str], object]:
-    """Return the object of every name in every modelling module."""
-    return {(m.__name__, n): x for m in modules() for n, x in vars(m).items()}
+    """Return the object of every name in every modelling module, and the forward of its norms."""
+    found = {(m.__name__, n): x for m in modules() for n, x in vars(m).items()}
+    norms = {place: x for place, x in found.items() if place[1].endswith("RMSNormGated")}
+    return found | {(f"{m}.{n}", "forward"): x.forward for (m, n), x in norms.items()}
 
 
 @contextmanager
