@@ -61,6 +61,10 @@ def _sharding() -> None:
     from kda_ops.registrations import sharding  # noqa: F401
 
 
+def _decompositions() -> None:
+    from kda_ops.registrations import decompositions  # noqa: F401
+
+
 def _nested() -> None:
     from kda_ops.registrations import refusals
 
@@ -76,4 +80,5 @@ def _torchax() -> None:
 when_imported("torch.utils.flop_counter", _flops)
 when_imported(LATER["NestedTensor"], _nested)
 when_imported("torch.distributed.tensor", _sharding)
+when_imported("torch._inductor.decomposition", _decompositions)
 when_imported("torchax", _torchax)

@@ -15,12 +15,12 @@ from kda_ops.problem import Problem
 EPS = 1e-6  # inside the square root of the l2 norm
 
 
-# torch's softplus and sigmoid round strided elements and the last ones of a tensor differently: a
-# token's bits would depend on its place.
+# On a CPU, torch's softplus and sigmoid round strided elements and the last ones of a tensor
+# differently: a token's bits would depend on its place.
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    return F.logsigmoid(x).exp()
+    return F.logsigmoid(x).exp() if x.is_cpu else x.sigmoid()
 
 
 def _softplus(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ inputs that a tap multiplies are one slice of it, without masks. The equations a
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kda_ops.backends.activations import activate, slope
@@ -18,43 +19,41 @@ class _Rows:
     """The rows of tails and tokens on one axis, and where each lies: [B, rows, D].
 
     `token` and `tail` are the rows of tokens and tails, and `end` those of final tails, as indices
-    into axis 1 of one packed row; None for dense rows, where they are slices.
+    into axis 1 of one packed row; None for dense rows, where they are slices. `live` tells tokens
+    of sequences from those past the last, which lie at the end as zeros, behind a tail of their
+    own. Nothing is read on the host.
     """
 
     def __init__(self, p: Convolution, tail: Tensor | None):
         self.p, self.past = p, p.W - 1
         self.token: Tensor | None = None
         if p.cu_seqlens is not None:
-            offsets, past = p.cu_seqlens.long(), torch.arange(self.past)
-            length = offsets.diff()
-            self.count = int(offsets[-1])  # tokens of sequences
-            begin = offsets[:-1] + torch.arange(p.N) * self.past  # of each tail
-            self.token = torch.arange(self.count) + self.past * (
-                1 + torch.repeat_interleave(torch.arange(p.N), length)
-            )
+            offsets, device = p.cu_seqlens.long(), p.x.device
+            past, token = torch.arange(self.past, device=device), torch.arange(p.T, device=device)
+            sequence = torch.searchsorted(offsets, token, right=True) - 1
+            begin = offsets[:-1] + torch.arange(p.N, device=device) * self.past  # of each tail
+            self.live = (token < offsets[-1])[:, None]
+            self.token = token + self.past * (1 + sequence)
             self.tail = (begin[:, None] + past).flatten()
-            self.end = ((begin + length)[:, None] + past).flatten()
+            self.end = ((begin + offsets.diff())[:, None] + past).flatten()
         self.x = self.join(p.x.to(p.sum_dtype), None if tail is None else tail.to(p.sum_dtype))
 
     def join(self, x: Tensor, tail: Tensor | None) -> Tensor:
         """Return x [B, T, D] and tails [N, W - 1, D], zero if None, on one axis."""
         p = self.p
         if self.token is None:
-            before = x.new_zeros(p.B, self.past, p.D) if tail is None else tail
-            return torch.cat([before, x], 1)
-        rows = x.new_zeros(1, self.count + p.N * self.past, p.D)
-        rows[:, self.token] = x[:, : self.count]
-        if tail is not None:
-            rows[:, self.tail] = tail.flatten(0, 1)
-        return rows
+            if tail is None:  # a pad needs no memory in compiled code
+                return F.pad(x, (0, 0, self.past, 0))
+            return torch.cat([tail, x], 1)
+        rows = x.new_zeros(1, p.T + (p.N + 1) * self.past, p.D)
+        rows = rows.index_copy(1, self.token, torch.where(self.live, x, 0.0))
+        return rows if tail is None else rows.index_copy(1, self.tail, tail.flatten(0, 1)[None])
 
     def tokens(self, rows: Tensor) -> Tensor:
         """Return the rows of tokens [B, T, D]; those past the last sequence are zero."""
         if self.token is None:
             return rows[:, self.past :]
-        x = rows.new_zeros(1, self.p.T, self.p.D)
-        x[:, : self.count] = rows[:, self.token]
-        return x
+        return torch.where(self.live, rows.index_select(1, self.token), 0.0)
 
     def tails(self, rows: Tensor, end: bool) -> Tensor:
         """Return the rows of the tails, or with `end` of the final tails, [N, W - 1, D]."""
@@ -63,21 +62,31 @@ class _Rows:
         place = self.end if end else self.tail
         return rows[0, place].reshape(self.p.N, self.past, self.p.D)
 
-    def add_end(self, rows: Tensor, dfinal: Tensor) -> None:
-        """Add gradients of the final tails [N, W - 1, D] to their rows."""
+    def add_end(self, rows: Tensor, dfinal: Tensor) -> Tensor:
+        """Return the rows with gradients of the final tails [N, W - 1, D] added to theirs."""
         if self.token is None:
-            rows[:, self.p.T :] += dfinal
-        else:  # the final tails of two sequences share no row
-            rows[0, self.end] += dfinal.flatten(0, 1)
+            return rows + F.pad(dfinal, (0, 0, self.p.T, 0))
+        # the final tails of two sequences share no row
+        return rows.index_add(1, self.end, dfinal.flatten(0, 1)[None])
 
 
 def _sums(p: Convolution, rows: Tensor) -> Tensor:
     """Return z, one row per row of `rows` that has W - 1 before it."""
-    weight, count = p.weight.to(p.sum_dtype), max(rows.shape[1] - p.W + 1, 0)
+    weight, count = p.weight.to(p.sum_dtype), rows.shape[1] - p.W + 1
     z = rows[:, :count] * weight[:, 0]
     for i in range(1, p.W):
         z = z + rows[:, i : i + count] * weight[:, i]
     return z if p.bias is None else z + p.bias.to(p.sum_dtype)
+
+
+def _back(p: Convolution, dz: Tensor) -> Tensor:
+    """Return the gradient of the rows, W - 1 more than those of dz."""
+    weight, past = p.weight.to(p.sum_dtype), p.W - 1
+    padded, count = F.pad(dz, (0, 0, past, past)), dz.shape[1] + past
+    drows = padded[:, past : past + count] * weight[:, 0]
+    for i in range(1, p.W):
+        drows = drows + padded[:, past - i : past - i + count] * weight[:, i]
+    return drows
 
 
 def short_conv(p: Convolution) -> tuple[Tensor, Tensor | None]:
@@ -89,9 +98,9 @@ def short_conv(p: Convolution) -> tuple[Tensor, Tensor | None]:
 def _output(p: Convolution, rows: _Rows) -> Tensor:
     z = _sums(p, rows.x)
     y = activate(z, True) if p.silu else z
-    # a row of z belongs to the row W - 1 later, as the rows of tokens are counted
-    shifted = torch.cat([y.new_zeros(y.shape[0], p.W - 1, p.D), y], 1)
-    return rows.tokens(shifted).to(p.x.dtype).contiguous()
+    if rows.token is not None:  # a row of z belongs to the row W - 1 later
+        y = torch.where(rows.live, y.index_select(1, rows.token - rows.past), 0.0)
+    return y.to(p.x.dtype).contiguous()
 
 
 def _final_tail(p: Convolution, rows: _Rows) -> Tensor:
@@ -124,14 +133,15 @@ def short_conv_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients; see `kda_ops.stages.Backend.short_conv_backward`."""
     rows = _Rows(p, p.tail)
-    drows, weight, dweight, dbias = torch.zeros_like(rows.x), p.weight.to(p.sum_dtype), None, None
+    drows, dweight, dbias = torch.zeros_like(rows.x), None, None
     if dy is not None:
         dz = rows.join(dy.to(p.sum_dtype), None)[:, p.W - 1 :]
         if p.silu:
             dz = dz * slope(_sums(p, rows.x), True)
         count = dz.shape[1]
-        for i in range(p.W):
-            drows[:, i : i + count] += dz * weight[:, i]
+        # explicit strides make Inductor write dz to memory instead of computing it for each tap
+        dz = dz.contiguous().as_strided(dz.shape, (count * p.D, p.D, 1))
+        drows = _back(p, dz)
         if "weight" in need:
             taps = [(dz * rows.x[:, i : i + count]).sum((0, 1)) for i in range(p.W)]
             dweight = torch.stack(taps, -1).to(p.weight.dtype)
@@ -142,7 +152,7 @@ def short_conv_backward(
     if dy is None and "bias" in need and p.bias is not None:
         dbias = torch.zeros_like(p.bias)
     if dfinal_tail is not None:
-        rows.add_end(drows, dfinal_tail.to(p.sum_dtype))
+        drows = rows.add_end(drows, dfinal_tail.to(p.sum_dtype))
     dx = rows.tokens(drows).to(p.x.dtype) if "x" in need else None
     dtail = None
     if "initial_tail" in need and p.tail is not None:

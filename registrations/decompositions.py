@@ -1,0 +1,75 @@
+"""Decompositions for Inductor: plain torch in place of an operator, where that is faster.
+
+Registered when Inductor's table is imported. A graph then has the plain form, which Inductor fuses;
+what `PLAIN` does not name stays an operator. The numbers are those of the operator up to one
+rounding, because the plain forms are those of the CPU backends, with sums in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+from torch._inductor.decomposition import decompositions, fast_random_decomps
+
+from kda_ops.backends import convolution, norm
+from kda_ops.convolution import Convolution, ConvolveBackward
+from kda_ops.norm import Norm, NormBackward
+from kda_ops.registrations import schemas
+
+# The operators that compiled graphs leave to Inductor, by name; a backward is a name of its own.
+# `benchmarks.layer` measures both forms. docs/kernels/journal.md says why each is here or not.
+PLAIN: frozenset[str] = frozenset()
+
+
+def _present(like: Tensor, results: tuple) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty((0,)) if x is None else x for x in results)
+
+
+def _short_conv(*args, **flags):
+    p = Convolution(*args, **flags)
+    return _present(p.x, convolution.short_conv(p))
+
+
+def _short_conv_bwd(*args, **flags):
+    work = ConvolveBackward(0, args, flags)
+    found = convolution.short_conv_backward(work.p, work.dy, work.dfinal_tail, work.need)
+    return _present(work.p.x, found)
+
+
+def _gated_rms_norm(*args, **flags):
+    n = Norm(0, args, flags)
+    return norm.gated_norm(n.x, n.weight, n.gate, n.eps, n.silu)
+
+
+def _gated_rms_norm_bwd(*args, **flags):
+    n = NormBackward(0, args, flags)
+    found = norm.gated_norm_backward(n.dy, n.x, n.weight, n.gate, n.eps, n.silu)
+    return _present(n.x, found)
+
+
+_FORMS: dict[schemas.Operator, Callable] = {
+    schemas.SHORT_CONV: _short_conv,
+    schemas.SHORT_CONV_BWD: _short_conv_bwd,
+    schemas.GATED_RMS_NORM: _gated_rms_norm,
+    schemas.GATED_RMS_NORM_BWD: _gated_rms_norm_bwd,
+}
+
+
+def choose(names: Iterable[str] = PLAIN) -> None:
+    """Let later compilations use the plain forms of these operators, and no others.
+
+    Inductor's caches do not know of the choice: turn them off to compile both forms.
+    """
+    for operator, form in _FORMS.items():
+        op = operator.overload(schemas.KDA)
+        if operator.name in names:
+            decompositions[op] = form
+        else:
+            decompositions.pop(op, None)
+    clear = getattr(fast_random_decomps, "cache_clear", None)
+    if clear is not None:  # it keeps a copy of the table
+        clear()
+
+
+choose()

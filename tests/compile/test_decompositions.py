@@ -1,0 +1,70 @@
+"""Which operators of a layer compiled graphs keep, and that their plain forms compute the same."""
+
+import pytest
+import torch
+import torch._inductor.decomposition as inductor  # registers ours
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kda_ops.registrations import decompositions
+from tests.support.layer_operators import Conv, NormCase, cotangents, operator, outputs, run
+
+CASES = {
+    "convolution": Conv(),
+    "convolution without anything": Conv(bias=False, tail=False, final=False, silu=False),
+    "one tap": Conv(W=1),
+    "packed": Conv(lengths=(2, 0, 5), behind=2),
+    "norm": NormCase(silu=True),
+    "two rows of weight": NormCase(G=2),
+    "no gate": NormCase(gate=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def chosen_again():
+    yield
+    decompositions.choose()
+
+
+def traced(case, chosen, call):
+    """Return the graph of a call on the case's inputs, as Inductor would get it."""
+    decompositions.choose(chosen)
+    table = inductor.select_decomp_table()
+    return make_fx(call, decomposition_table=table)(*case.inputs().values())
+
+
+def trained(case):
+    """Return a function of the inputs that returns the case's results and gradients."""
+    found = outputs(case, operator(case)(*case.inputs().values(), **case.flags()))
+    dys = cotangents(case, found)  # drawn here: a graph would draw others
+
+    def step(*inputs):
+        x = dict(zip(case.inputs(), inputs))
+        leaves = {n: t for n, t in x.items() if t is not None and n != "cu_seqlens"}
+        leaves = {n: t.detach().requires_grad_() for n, t in leaves.items()}
+        outs = outputs(case, operator(case)(*(x | leaves).values(), **case.flags()))
+        return (*outs, *torch.autograd.grad(outs, [*leaves.values()], dys))
+
+    return step
+
+
+def kept(graph):
+    return [str(n.target) for n in graph.graph.nodes if "kda" in str(n.target)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_plain_form_gives_the_results_and_gradients_of_the_operator(case):
+    want = run(case, torch.device("cpu"))
+    graph = traced(case, (case.name, f"{case.name}_bwd"), trained(case))
+    assert not kept(graph)
+    for name, x in zip(want, graph(*case.inputs().values())):
+        torch.testing.assert_close(x, want[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_graph_keeps_the_operators_that_are_not_chosen(case):
+    forward, backward = f"kda.{case.name}.default", f"kda.{case.name}_bwd.default"
+    assert kept(traced(case, (), trained(case))) == [forward, backward]
+    assert kept(traced(case, (case.name,), trained(case))) == [backward]
+    assert kept(traced(case, (f"{case.name}_bwd",), trained(case))) == [forward]
