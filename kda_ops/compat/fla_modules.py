@@ -1,0 +1,159 @@
+"""Call the convolution and the gated norm by the functions of ``fla.modules``.
+
+::
+
+    from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update          # before
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+    from kda_ops.compat.fla_modules import (                                           # after
+        causal_conv1d, causal_conv1d_update, rms_norm_gated)
+
+Names, order and defaults match FLA 0.6.0. Intended differences:
+
+- An unknown keyword is an error; FLA drops it.
+- ``backend``, ``cu_seqlens_cpu`` and ``chunk_indices`` are accepted and ignored.
+- These raise an error: no ``weight`` of a convolution, ``cp_context`` (pass the tail of
+  `kda_ops.distributed.exchange_tail` to `kda_ops.short_conv`), and of the norm ``bias``,
+  ``residual`` and ``prenorm``.
+- A ``residual`` is added to the rounded output of a convolution.
+
+Example:
+    >>> import torch
+    >>> from kda_ops.compat.fla_modules import causal_conv1d, causal_conv1d_update
+    >>> x, weight = torch.randn(2, 100, 8), torch.randn(8, 4)
+    >>> y, state = causal_conv1d(x, weight, activation="silu", output_final_state=True)
+    >>> y, state = causal_conv1d_update(x[:, :1], state, weight=weight, activation="silu")
+    >>> y.shape, state.shape
+    (torch.Size([2, 1, 8]), torch.Size([2, 8, 4]))
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kda_ops.arguments import all_dense, in_words
+from kda_ops.compat.fla_calls import refuse_unknown
+from kda_ops.layer_functional import gated_rms_norm, short_conv, short_conv_
+
+__all__ = ["causal_conv1d", "causal_conv1d_update", "rms_norm_gated"]
+
+
+@in_words
+@all_dense
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    backend: str | None = "triton",
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object = None,
+    **unknown: object,
+) -> tuple[Tensor, Tensor | None]:
+    """Convolve along time, by FLA's signature; differentiable.
+
+    Equation and errors: `kda_ops.short_conv`.
+
+    Args:
+        x: ``[B, T, D]``, or ``[B, T, ...]`` with D channels in the last axes.
+        residual: of x's shape, added to the output.
+        initial_state: ``[N, D, W]``, the last W inputs, of which the first is never read.
+
+    Returns:
+        The output in x's shape, and the final state ``[N, D, W]`` or None.
+    """
+    refuse_unknown("causal_conv1d", unknown)
+    weight = _weight(weight)
+    if cp_context is not None:
+        raise ValueError(
+            "cp_context must be None: pass the tail of kda_ops.distributed.exchange_tail to "
+            "kda_ops.short_conv as initial_tail."
+        )
+    rows = x if x.shape[-1] == weight.shape[0] else x.flatten(2)
+    taps, tail = weight, None
+    if output_final_state:  # a tap of zero, so that the tail has W inputs
+        taps = F.pad(weight, (1, 0))
+    if initial_state is not None:
+        tail = initial_state.mT if output_final_state else initial_state[..., 1:].mT
+    y, final = short_conv(
+        rows,
+        taps,
+        bias,
+        tail,
+        cu_seqlens,
+        activation=activation,
+        output_final_tail=output_final_state,
+    )
+    y = y.view(x.shape) if residual is None else y.view(x.shape) + residual
+    return y, None if final is None else final.mT.contiguous()
+
+
+@in_words
+@all_dense
+def causal_conv1d_update(
+    x: Tensor,
+    cache: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Convolve one token of each sequence on a cache, in place, by FLA's signature; inference only.
+
+    Equation and errors: `kda_ops.short_conv_`.
+
+    Args:
+        x: ``[N, D]``, ``[1, N, D]`` or ``[N, 1, D]``.
+        cache: ``[N, D, W]``, the last W inputs.
+        residual: of x's shape, added to the output.
+
+    Returns:
+        The output in x's shape, and the cache.
+    """
+    weight = _weight(weight)
+    tokens = x.reshape(-1, 1, weight.shape[0])
+    y = short_conv_(tokens, F.pad(weight, (1, 0)), bias, cache.mT, activation=activation)
+    y = y.view(x.shape)
+    return y if residual is None else y + residual, cache
+
+
+@in_words
+@all_dense
+def rms_norm_gated(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Normalise the last axis, scale it and gate it, by FLA's signature; differentiable.
+
+    Equation and errors: `kda_ops.gated_rms_norm`.
+
+    Args:
+        weight: ``[V]``. None: ones.
+    """
+    for name, given in (("bias", bias is not None), ("residual", residual is not None)):
+        if given:
+            raise ValueError(f"{name} must be None: add it outside.")
+    if prenorm:
+        raise ValueError("prenorm must be False: there is no residual to return.")
+    if weight is None:
+        weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
+    return gated_rms_norm(x, weight, g, eps=eps, activation=activation)
+
+
+def _weight(weight: Tensor | None) -> Tensor:
+    if weight is None:
+        raise TypeError("weight must be a tensor [D, W], got None.")
+    return weight
