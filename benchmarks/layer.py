@@ -7,7 +7,7 @@
   decode    one token per sequence on a cache: time of the host, and of the GPU
   kernels   the convolution and the norm alone, next to FLA's functions, and other cuts of tiles
 
-With ``--before``, eager and decode are measured in another checkout too, in a process of its own.
+With ``--before``, the first three are measured in another checkout too, in a process of its own.
 Each side of a row runs in turns with the others, and a time is the median of the GPU alone
 (`kda_ops.tools.timer`). "MB" is the peak memory of a training step above the parameters.
 """
@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,15 +139,19 @@ def compiled(variant: str, device: str) -> Iterator[Row]:
     import torch._inductor.config
     import torch._inductor.decomposition  # registers ours
 
-    from kda_ops.registrations import decompositions
+    choose: Callable[..., object] = tuple  # does nothing
+    forms: dict[str, tuple[str, ...]] = {"ours": ()}  # of a checkout without a choice
+    with suppress(ImportError):
+        from kda_ops.registrations import decompositions
 
+        choose, forms = decompositions.choose, FORMS
     torch._inductor.config.force_disable_caches = True  # they do not know of the choice
-    for side, names in FORMS.items():
+    for side, names in forms.items():
         torch._dynamo.reset()
-        decompositions.choose(names)
+        choose(names)
         layer = torch.compile(ours(variant, device), fullgraph=True)
         yield from rows_of("compiled", variant, side, layer, device)
-    decompositions.choose()
+    choose()
 
 
 def decode(variant: str, device: str) -> Iterator[Row]:
@@ -265,13 +270,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS][:4])
     parser.add_argument("--variant", nargs="+", choices=OURS, default=[*OURS])
-    parser.add_argument("--before", type=Path, help="another checkout, for eager and decode")
+    parser.add_argument("--before", type=Path, help="another checkout")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: list[Row] = []
     if args.before is not None:
-        some = [part for part in args.parts if part in ("eager", "decode")]
+        some = [part for part in args.parts if part in ("eager", "compiled", "decode")]
         found += before(args.before.resolve(), some, args.variant, args.device)
         for row in found:
             print(json.dumps(row), flush=True)
