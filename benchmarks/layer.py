@@ -127,10 +127,10 @@ def rows_of(part: str, variant: str, side: str, layer: Callable, device: str) ->
             yield row | dict(error=(str(error).splitlines() or [type(error).__name__])[0][:200])
 
 
-def eager(variant: str, device: str) -> Iterator[Row]:
+def eager(variant: str, device: str, alone: bool = False) -> Iterator[Row]:
     """Yield the rows of eager layers."""
     yield from rows_of("eager", variant, "ours", ours(variant, device), device)
-    if device == "cuda":
+    if device == "cuda" and not alone:
         yield from rows_of("eager", variant, "fla", theirs(variant, device), device)
 
 
@@ -252,11 +252,12 @@ PARTS = dict(eager=eager, compiled=compiled, decode=decode, kernels=kernels, cut
 
 def before(tree: Path, parts: list[str], variants: list[str], device: str) -> list[Row]:
     """Measure parts in another checkout by this file, in a process of its own."""
-    words = ["--parts", *parts, "--variant", *variants, "--device", device]
+    words = ["--parts", *parts, "--variant", *variants, "--device", device, "--alone"]
+    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
         [sys.executable, __file__, *words],
         cwd=tree,
-        env=os.environ | {"PYTHONPATH": str(tree)},
+        env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -271,6 +272,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS][:4])
     parser.add_argument("--variant", nargs="+", choices=OURS, default=[*OURS])
     parser.add_argument("--before", type=Path, help="another checkout")
+    parser.add_argument("--alone", action="store_true", help="without FLA")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -283,7 +285,8 @@ def main() -> None:
     for part in args.parts:
         both = part in ("kernels", "cuts")  # which have no variants
         for variant in args.variant[:1] if both else args.variant:
-            for row in PARTS[part](variant, args.device):
+            given = {"alone": args.alone} if part == "eager" else {}
+            for row in PARTS[part](variant, args.device, **given):
                 found.append(row)
                 print(json.dumps(row), flush=True)
     if args.out is not None:

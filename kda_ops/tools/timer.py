@@ -107,4 +107,9 @@ def replayed(call: Callable[[], object], device: str) -> Callable[[], object]:
             call()
     except RuntimeError:
         return call
-    return graph.replay
+    return functools.partial(_replay, graph, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, call: Callable[[], object]) -> None:
+    """Replay the graph of a call; holding the call keeps the tensors that it reads."""
+    graph.replay()
