@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers import fla_step, our_step
-from benchmarks.worker import UNCACHED
+from benchmarks.worker import UNCACHED, in_layers
 from kda_ops.tools import machine
 from kda_ops.tools.cases import Case, make_inputs
 from kda_ops.tools.oracle import relative_error
@@ -27,20 +27,9 @@ from kda_ops.tools.timer import copy_rate, median_ms, replayed
 WIDTH = 128
 # KI, BV and warps of cuts of an fp32 state; the first of each layout is the one in use
 CUTS = {
-    "kv": ((1, 64, 4), (1, 32, 2), (1, 16, 1), (1, 32, 4), (1, 64, 8), (1, 16, 2)),
-    "vk": ((64, 16, 1), (64, 8, 1), (32, 16, 2), (32, 8, 1), (64, 32, 2), (32, 16, 1)),
+    "kv": ((1, 64, 4), (1, 32, 2), (1, 16, 1), (1, 32, 4), (2, 32, 2), (1, 64, 8)),
+    "vk": ((64, 16, 1), (64, 8, 1), (32, 16, 2), (16, 16, 4), (16, 8, 2), (32, 32, 4)),
 }
-
-
-def layers(step: Callable[[Tensor], Any], pools: list[Tensor]) -> Callable[[], None]:
-    """Return a function that makes one decode call on each pool."""
-
-    def call() -> None:
-        with torch.inference_mode():
-            for pool in pools:
-                step(pool)
-
-    return call
 
 
 def measure(op: str, batch: int, layout: str, rounds: int) -> list[list[str]]:
@@ -64,7 +53,7 @@ def measure(op: str, batch: int, layout: str, rounds: int) -> list[list[str]]:
         error = max(relative_error(got, want) for got, want in zip(found, exact))
         same = all(map(torch.equal, found, first or found))
         said[name] = ["same" if same else "other", f"{error:.1e}"]
-        sides[name] = replayed(layers(call, pools), "cuda")
+        sides[name] = replayed(in_layers(call, pools), "cuda")
         return found
 
     first = None

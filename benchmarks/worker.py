@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,6 +121,20 @@ def whole(case: Case, peer: Peer | None) -> dict:
     return fill(row, make, case.device, more)
 
 
+def in_layers(step: Callable[[Tensor], Any], pools: list[Tensor]) -> Callable[[], None]:
+    """Return a function that makes one decode call on each pool, like the layers of a model.
+
+    It keeps all results to the end. A peer that returns new states would otherwise write those of
+    every call to the same memory, which stays in the cache.
+    """
+
+    def call() -> None:
+        with torch.inference_mode():
+            list(map(step, pools))
+
+    return call
+
+
 def decode(case: Case, peer: Peer | None) -> dict:
     """Measure a row of "decode": one token per sequence on a pool of states, in place.
 
@@ -150,13 +164,7 @@ def decode(case: Case, peer: Peer | None) -> dict:
         if max(shares) > SHARE[side]:
             return None
         pools = [start.clone() for _ in range(count)]
-
-        def layers() -> None:
-            with torch.inference_mode():
-                for pool in pools:
-                    step(pool)
-
-        return Side(lambda: step(pools[0]), replayed(layers, case.device), count)
+        return Side(lambda: step(pools[0]), replayed(in_layers(step, pools), case.device), count)
 
     least = 2 * start.nbytes / copy_rate(case.device)  # each state read once and written once
 
