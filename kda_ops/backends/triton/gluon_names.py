@@ -8,7 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 VERSIONS = (3, 6), (3, 9)  # the first and the last that the kernels were compiled with
-if not VERSIONS[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= VERSIONS[1]:
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+if not VERSIONS[0] <= VERSION <= VERSIONS[1]:
     raise ImportError(f"Gluon kernels need triton 3.6 to 3.9, got {triton.__version__}.")
 
 # a barrier of the warps of a partition; in 3.6 it has the older name
@@ -21,3 +22,6 @@ else:
 # a view of shared memory with another shape; 3.9 made it public
 _BUFFER = gl.shared_memory_descriptor
 reinterpret = _BUFFER.reinterpret if hasattr(_BUFFER, "reinterpret") else _BUFFER._reinterpret
+
+# whether a descriptor is a 32-bit sum (docs/kernels/hazards.md, "Descriptors of operands")
+SUMS_OF_WORDS = gl.constexpr(VERSION >= (3, 9))

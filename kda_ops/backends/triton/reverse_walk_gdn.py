@@ -26,7 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kda_ops.backends.triton.gluon_names import barrier, load_tile, reinterpret, store_tile
+from kda_ops.backends.triton.gluon_names import (
+    SUMS_OF_WORDS,
+    barrier,
+    load_tile,
+    reinterpret,
+    store_tile,
+)
 
 # The fp32 numbers that fit into a tile of P. A chunk leaves its sums for `finish_walk` at the start
 # of its P, which has been read by then:
@@ -37,6 +43,18 @@ SUMS = gl.constexpr(64 * 64 // 2)
 LEAST = gl.constexpr(2.0**-64)
 FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # layout in `clear_rows`
+
+
+@gluon.jit
+def near(view, buffers, i):
+    """Return view, which is buffer i, with an address that the compiler forms here and no earlier.
+
+    docs/kernels/hazards.md, "Descriptors of operands", says which products need it.
+    """
+    if SUMS_OF_WORDS:
+        i = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], gl.int32, False, 1)
+        view = buffers.index(i)
+    return view
 
 
 @gluon.jit
@@ -226,12 +244,12 @@ def consume(
         A_b, P_b, M_b, N_b = A_s.index(zero), P_s.index(zero), M_s.index(zero), N_s.index(zero)
         b_ds = dS.to(TYPE)
         mbarrier.wait(full.index(s), n // 2 & 1)
-        x = warpgroup_mma(
-            gl.convert_layout(b_ds, NA), k.permute((1, 0)), none_n, use_acc=False, is_async=True
-        )
+        k_t = near(k, k_s, s).permute((1, 0))
+        x = warpgroup_mma(gl.convert_layout(b_ds, NA), k_t, none_n, use_acc=False, is_async=True)
         mbarrier.wait(f_do, one)
         b_do = do_b.permute((1, 0)).load(N)
         mbarrier.wait(f_ap, one)
+        P_b = near(P_b, P_s, zero)
         y = warpgroup_mma(gl.convert_layout(b_do, NA), P_b, none_n, use_acc=False, is_async=True)
         D_b.store(b_ds)
         mbarrier.wait(f_S, one)
@@ -245,11 +263,12 @@ def consume(
         y = y + x * r1[None, :]
         b_y = y.to(TYPE)
         # On A's diagonal, which is one, z takes y unrounded
+        A_b = near(A_b, A_s, zero)
         z = warpgroup_mma(gl.convert_layout(b_y, NA), A_b, y - b_y.to(gl.float32), is_async=True)
         dS = dS * g
         g = gl.load(gamma + tile + gl.maximum(c - 1, 0) * HV)
         b_read = gl.convert_layout((b_do.to(gl.float32) * r3[None, :]).to(TYPE), WA)
-        dS = warpgroup_mma(b_read, q, dS, is_async=True)
+        dS = warpgroup_mma(b_read, near(q, q_s, s), dS, is_async=True)
         r0, r2 = r_s.index(r).load(NC), r_s.index(r + 2).load(NC)
         z = warpgroup_mma_wait(1, deps=(z,))
         if TILED:
@@ -264,17 +283,19 @@ def consume(
         mbarrier.arrive(e_ap, count=1)
         z_b.permute((1, 0)).store(z.to(TYPE))
         b_less = gl.convert_layout((z * -r0[None, :]).to(TYPE), WA)
-        dS = warpgroup_mma(b_less, k, dS, is_async=True)
+        dS = warpgroup_mma(b_less, near(k, k_s, s), dS, is_async=True)
         fence_async_shared()
         barrier()
         store_tile(dv_d, [place, column], z_b)
         store_tile(tails_d, [tail + (0 if GROUPED else 128), 0], z_b)
         mbarrier.wait(f_vn, one)
         vn_t, S_t = vn_b.permute((1, 0)), S_b.permute((1, 0))
-        p = warpgroup_mma(do_b, vn_t, none_q, use_acc=False, is_async=True)
+        do_p, vn_p = near(do_b, do_s, zero), near(vn_b, vn_s, zero).permute((1, 0))
+        p = warpgroup_mma(do_p, vn_p, none_q, use_acc=False, is_async=True)
         l = warpgroup_mma(z_b, vn_t, none_q, use_acc=False, is_async=True)
         dq_b = warpgroup_mma(do_b, S_t, none_r, use_acc=False, is_async=True)
-        dk_b = warpgroup_mma(z_b, S_t, none_r, use_acc=False, is_async=True)
+        z_dk, S_dk = near(z_b, z_s, zero), near(S_b, S_s, zero).permute((1, 0))
+        dk_b = warpgroup_mma(z_dk, S_dk, none_r, use_acc=False, is_async=True)
         G_r, G_c = r_s.index(r + 6).load(QR), r_s.index(r + 6).load(QC)
         nq_r, nk_r, nk_c = (
             r_s.index(r + 5).load(QR),
@@ -290,6 +311,7 @@ def consume(
         M_b.store((p * E * (nq_r * scale)[:, None]).to(TYPE))
         N_b.store(gl.where(row > col, l * E * less[:, None], 0.0).to(TYPE))
         fence_async_shared()
+        vn_b, D_b = near(vn_b, vn_s, zero), near(D_b, D_s, zero)
         late = warpgroup_mma(vn_b, D_b, none_r, use_acc=False, is_async=True)
         f0, f1, f3 = (r_s.index(r).load(RR), r_s.index(r + 1).load(RR), r_s.index(r + 3).load(RR))
         if TILED:
@@ -298,17 +320,19 @@ def consume(
         barrier()  # all warps have written M and N, and read do, v_new and S
         mbarrier.arrive(e_do, count=1)
         dq_b = dq_b * f3[:, None]
-        dq_b = warpgroup_mma(M_b, k, dq_b, is_async=True)
+        dq_b = warpgroup_mma(near(M_b, M_s, zero), near(k, k_s, s), dq_b, is_async=True)
         dk_b = dk_b * -f0[:, None]
-        dk_b = warpgroup_mma(N_b, k, dk_b, is_async=True)
+        dk_b = warpgroup_mma(near(N_b, N_s, zero), near(k, k_s, s), dk_b, is_async=True)
         late = late * f1[:, None]
         b_late = halves(k.load(R).to(gl.float32) * late)
         HALF: gl.constexpr = b_late.type.layout
         o_half = (gl.arange(0, 64, gl.SliceLayout(1, HALF))[:, None] + zero) * 2
         o_half += gl.arange(0, 2, gl.SliceLayout(0, HALF))[None, :]
         gl.store(p_sum + (128 + o_half), b_late)
-        late = warpgroup_mma(N_b.permute((1, 0)), k, late, is_async=True)
-        late = warpgroup_mma(M_b.permute((1, 0)), q, late, is_async=True)
+        N_t, k_b = near(N_b, N_s, zero).permute((1, 0)), near(k, k_s, s)
+        late = warpgroup_mma(N_t, k_b, late, is_async=True)
+        M_t, q_b = near(M_b, M_s, zero).permute((1, 0)), near(q, q_s, s)
+        late = warpgroup_mma(M_t, q_b, late, is_async=True)
         n_k, n_q = r_s.index(r + 4).load(RR), r_s.index(r + 5).load(RR)
         b_q = q.load(R).to(gl.float32)
         dq_b, dk_b, late = warpgroup_mma_wait(0, deps=(dq_b, dk_b, late))
