@@ -5,7 +5,8 @@ Importing this module fails with an ImportError where Triton has no Gluon that t
 
 import triton
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 VERSIONS = (3, 6), (3, 9)  # the first and the last that the kernels were compiled with
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -25,3 +26,16 @@ reinterpret = _BUFFER.reinterpret if hasattr(_BUFFER, "reinterpret") else _BUFFE
 
 # whether a descriptor is a 32-bit sum (docs/kernels/hazards.md, "Descriptors of operands")
 SUMS_OF_WORDS = gl.constexpr(VERSION >= (3, 9))
+
+
+@builtin
+def wait_alone(num_outstanding, deps, _semantic=None):
+    """Wait for products of this warpgroup; see docs/kernels/hazards.md, "Waits for products"."""
+    waited = warpgroup_mma_wait(num_outstanding, deps, _semantic=_semantic)
+    first = waited if len(deps) == 1 else waited[0]
+    first.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
+    return waited
+
+
+# 3.9 puts a barrier of all warps behind a wait for products, unless an attribute forbids it
+wait_products = wait_alone if VERSION >= (3, 9) else warpgroup_mma_wait

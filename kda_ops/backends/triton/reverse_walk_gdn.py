@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -32,6 +31,7 @@ from kda_ops.backends.triton.gluon_names import (
     load_tile,
     reinterpret,
     store_tile,
+    wait_products,
 )
 
 # The fp32 numbers that fit into a tile of P. A chunk leaves its sums for `finish_walk` at the start
@@ -254,11 +254,11 @@ def consume(
         D_b.store(b_ds)
         mbarrier.wait(f_S, one)
         # waits for nothing: it tells ptxas that no product in flight writes dS
-        dS = warpgroup_mma_wait(2, deps=(dS,))
+        dS = wait_products(2, deps=(dS,))
         both = gl.sum(S_b.permute((1, 0)).load(W).to(gl.float32) * dS, 1)
         gl.store(p_sum + (256 + o_v), both)
         r1 = r_s.index(r + 1).load(NC)
-        x, y, dS = warpgroup_mma_wait(0, deps=(x, y, dS))
+        x, y, dS = wait_products(0, deps=(x, y, dS))
         r3 = r_s.index(r + 3).load(NC)
         y = y + x * r1[None, :]
         b_y = y.to(TYPE)
@@ -270,7 +270,7 @@ def consume(
         b_read = gl.convert_layout((b_do.to(gl.float32) * r3[None, :]).to(TYPE), WA)
         dS = warpgroup_mma(b_read, near(q, q_s, s), dS, is_async=True)
         r0, r2 = r_s.index(r).load(NC), r_s.index(r + 2).load(NC)
-        z = warpgroup_mma_wait(1, deps=(z,))
+        z = wait_products(1, deps=(z,))
         if TILED:
             r0 = r0 * r2
         else:
@@ -306,7 +306,7 @@ def consume(
         if TILED:
             less = less * r_s.index(r + 2).load(QR)
         E = gl.where(row >= col, gl.exp2(G_r[:, None] - G_c[None, :]), 0.0) * nk_c[None, :]
-        p, l, dS = warpgroup_mma_wait(2, deps=(p, l, dS))
+        p, l, dS = wait_products(2, deps=(p, l, dS))
         gl.store(p_sum + (64 + row) + 0 * col, l, mask=row == col)
         M_b.store((p * E * (nq_r * scale)[:, None]).to(TYPE))
         N_b.store(gl.where(row > col, l * E * less[:, None], 0.0).to(TYPE))
@@ -316,7 +316,7 @@ def consume(
         f0, f1, f3 = (r_s.index(r).load(RR), r_s.index(r + 1).load(RR), r_s.index(r + 3).load(RR))
         if TILED:
             f0 = f0 * r_s.index(r + 2).load(RR)
-        dq_b, dk_b, late = warpgroup_mma_wait(0, deps=(dq_b, dk_b, late))
+        dq_b, dk_b, late = wait_products(0, deps=(dq_b, dk_b, late))
         barrier()  # all warps have written M and N, and read do, v_new and S
         mbarrier.arrive(e_do, count=1)
         dq_b = dq_b * f3[:, None]
@@ -335,7 +335,7 @@ def consume(
         late = warpgroup_mma(M_t, q_b, late, is_async=True)
         n_k, n_q = r_s.index(r + 4).load(RR), r_s.index(r + 5).load(RR)
         b_q = q.load(R).to(gl.float32)
-        dq_b, dk_b, late = warpgroup_mma_wait(0, deps=(dq_b, dk_b, late))
+        dq_b, dk_b, late = wait_products(0, deps=(dq_b, dk_b, late))
         b_k = k.load(R).to(gl.float32)
         reinterpret(s0, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_q * dq_b))
         reinterpret(s1, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_k * dk_b))
