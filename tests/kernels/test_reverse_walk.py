@@ -18,6 +18,7 @@ from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.cases import Case
+from tests.support.fresh import python
 
 pytestmark = pytest.mark.quick
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -118,6 +119,36 @@ def test_other_architectures_do_not_walk(name, value, monkeypatch):
 def test_without_gluon_nothing_walks(monkeypatch):
     monkeypatch.setattr(reverse_walk, "KERNEL", None)
     assert not asks()
+
+
+COMPILED = r"""
+import re
+from triton.runtime.jit import JITFunction
+from kda_ops.tools.offline import Call, offline
+
+ptx = {}
+with offline(90, ["", ""]):
+    run = JITFunction.run
+    def keep(self, *args, **options):
+        made = run(self, *args, **options)
+        ptx[self.fn.__name__] = made.asm["ptx"]
+        return made
+    JITFunction.run = keep
+    Call(0, gate="softplus", keep=True, walk=True, group=1).compile()
+blocks = re.split(r"(?m)^\$L__BB", ptx["reverse_walk_gdn"])
+step, = (block for block in blocks if "wgmma.mma_async" in block)
+swizzled = f" {str(1 << 62)[:6]}"  # what descriptors of operands begin with
+formed = [part.count(swizzled) for part in step.split("wgmma.mma_async")]
+print(step.count("bar.sync"), max(formed), sum(formed))
+"""
+
+
+def test_a_step_has_no_extra_barrier_and_forms_descriptors_late(tmp_path):
+    """Hazards "Waits for products" and "Descriptors of operands"."""
+    shown = python(COMPILED, TRITON_CACHE_DIR=str(tmp_path))
+    barriers, most, descriptors = map(int, shown.stdout.split())
+    assert barriers == 7
+    assert descriptors > 60 and most <= 16  # those of one product
 
 
 class Walks(Reference):
