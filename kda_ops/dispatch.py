@@ -13,6 +13,7 @@ import os
 
 import torch
 
+from kda_ops.backends.triton.keeps import KEEPS
 from kda_ops.stages import Backend, Keeps
 
 _CPU = os.environ.get("KDA_OPS_CPU", "native")
@@ -47,10 +48,8 @@ def backend(device: torch.device) -> Backend:
 
 
 def keeps(device: torch.device) -> Keeps:
-    """Return what training keeps for tensors on `device`; imports no kernels."""
-    if backend_name(device) != "triton":
-        return Backend.keeps
-    return importlib.import_module("kda_ops.backends.triton").KEEPS
+    """Return what training keeps for tensors on `device`; Dynamo can trace it."""
+    return KEEPS if backend_name(device) == "triton" else Backend.keeps
 
 
 def load(name: str) -> Backend:

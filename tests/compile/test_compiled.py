@@ -190,6 +190,17 @@ def test_a_length_that_only_a_tensor_knows_compiles():
     )
 
 
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_a_graph_can_ask_what_a_backend_keeps(device):
+    """As the calls of `kda_ops.distributed` do; no GPU is needed to ask for one."""
+
+    def cast(x):
+        return x.to(dispatch.keeps(torch.device(device)).operand_dtype(x.dtype))
+
+    x = torch.randn(3, dtype=torch.bfloat16)
+    assert_identical(torch.compile(cast, fullgraph=True, backend="eager")(x), cast(x))
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_wrong_call_is_refused_while_compiling(variant):

@@ -1,13 +1,11 @@
 """The Triton backend, for CUDA tensors, and for CPU tensors under the Triton interpreter.
 
-The first use of `BACKEND` imports triton. `KEEPS` does not.
+The first use of `BACKEND` imports triton; the package alone and `keeps` do not.
 """
 
 import importlib
 
-from kda_ops.backends.triton.keeps import KEEPS
-
-__all__ = ["BACKEND", "KEEPS"]
+__all__ = ["BACKEND"]
 
 
 def __getattr__(name: str):
