@@ -100,12 +100,12 @@ class Forward(Whole):
         o, final_state = p.new_output(), p.new_final_state()
         if not p.HV:
             return o, final_state, *new_kept(b.keeps, p)
-        names, packs = kept_names(b.keeps, p), b.packs(p)
-        tile = b.prepare(p, pack=packs, norms=p.disable_recompute, overlap=True)
+        names, keeps_AP = kept_names(b.keeps, p), b.keeps_AP(p)
+        tile = b.prepare(p, with_AP=keeps_AP, norms=p.disable_recompute, overlap=True)
         trace = b.scan(p, tile, o, final_state, keep=p.disable_recompute)
         made = vars(tile) | ({} if trace is None else vars(trace))
-        if packs:
-            made["A"] = tile.pairs
+        if keeps_AP:
+            made["A"] = tile.AP
         return o, final_state, *(made[n] if n in names else _empty(b.keeps, p, n) for n in KEPT)
 
 
@@ -154,7 +154,7 @@ class Backward:
         else:
             # empty after a forward that keeps nothing: the recurrence
             A = have.get("A") if _is_there(have.get("A")) else None
-            tile = b.prepare(p, A, pack=A is not None and b.packs(p), norms=True)
+            tile = b.prepare(p, A, with_AP=A is not None and b.keeps_AP(p), norms=True)
         if do is not None and b.walks(p, do, dfinal_state, need):
             if trace is None:
                 trace = b.scan(p, tile, None, None, keep=True)

@@ -43,7 +43,7 @@ class Tile:
     # R numbers per row, such as beta and norms: [NT, HV, R, C] in the dtype of gamma. Their order
     # is the backend's.
     rows: Tensor | None = None
-    pairs: Tensor | None = None  # [.., C, C]  A and P in one tile, which only `prepare` can read
+    AP: Tensor | None = None  # [.., C, C]  A and P in one tile, which only `prepare` can read
 
 
 class WholeTile(Protocol):
@@ -59,7 +59,7 @@ class WholeTile(Protocol):
 
 
 def whole(tile: Tile) -> WholeTile:
-    """Return the tile, typed as whole: the backend leaves out nothing but rows and pairs."""
+    """Return the tile, typed as whole: the backend leaves out nothing but rows and AP."""
     return cast(WholeTile, tile)
 
 
@@ -120,7 +120,7 @@ AXES = {
 }
 # What training may keep: names and axes; the order is that of `chunk_fwd`'s outputs.
 KEPT = {
-    "A": "chCC",  # or `pairs` in its place, where both are made
+    "A": "chCC",  # or `AP` in its place, where both are made
     "P": "chCC",
     "w": "chCK",
     "u": "chCV",
@@ -203,8 +203,8 @@ class Backend:
         """Run one pass over a call."""
         return kind(rank, args, flags).run(self)
 
-    def packs(self, p: Problem) -> bool:
-        """Return whether the A that is kept shares its tile with P, as `pairs`."""
+    def keeps_AP(self, p: Problem) -> bool:
+        """Return whether the A that is kept shares its tile with P, as `AP`."""
         return False
 
     def beside(self, p: Problem) -> AbstractContextManager[AbstractContextManager]:
@@ -218,14 +218,14 @@ class Backend:
         self,
         p: Problem,
         A: Tensor | None = None,
-        pack: bool = False,
+        with_AP: bool = False,
         norms: bool = False,
         overlap: bool = False,
     ) -> Tile:
         """Return all that the chunks need besides the state.
 
-        A kept A saves the inverse. With `pack` (only if `packs` allows it) `pairs` are made too;
-        passed back as A, with `pack`, they save the scores as well. With `norms`, `rows` contains
+        A kept A saves the inverse. With `with_AP` (only if `keeps_AP` allows it) `AP` is made too.
+        Passed back as A, with `with_AP`, it saves the scores as well. With `norms`, `rows` contains
         the norms that `gradient` reads. With `overlap` some chunks may not be ready on return: call
         `scan` before anything else reads the tile.
         """

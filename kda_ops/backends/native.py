@@ -103,7 +103,7 @@ def _slabs(tensors: tuple[Tensor, ...]) -> Iterator[tuple[slice, Slab]]:
 def prepare(
     p: Problem,
     A: Tensor | None = None,
-    pack: bool = False,
+    with_AP: bool = False,
     norms: bool = False,
     overlap: bool = False,
 ) -> Tile:

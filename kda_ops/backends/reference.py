@@ -142,7 +142,7 @@ class Reference(Backend):
         self,
         p: Problem,
         A: Tensor | None = None,
-        pack: bool = False,
+        with_AP: bool = False,
         norms: bool = False,
         overlap: bool = False,
     ) -> Tile:

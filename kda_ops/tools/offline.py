@@ -447,10 +447,12 @@ class Call:
             parameters = p.A_log, p.dt_bias, p.lower_bound, p.rank
             kernels.gate_backward(kernels.gate(p.g, *parameters), p.g, *parameters)
             return None
-        packs = self.keep and kernels.packs(p)
-        tile = kernels.prepare(p, pack=packs, norms=self.keep and not packs, overlap=self.ahead > 0)
-        if packs:  # as backward calls it
-            tile = kernels.prepare(p, tile.pairs, pack=True, norms=True)
+        with_AP = self.keep and kernels.keeps_AP(p)
+        tile = kernels.prepare(
+            p, with_AP=with_AP, norms=self.keep and not with_AP, overlap=self.ahead > 0
+        )
+        if with_AP:  # as backward calls it
+            tile = kernels.prepare(p, tile.AP, with_AP=True, norms=True)
         o = (
             p.new_output()
             if not self.keep or "o" in kernels.keeps.names(p.rank, p.q.dtype, p.l2norm, True)

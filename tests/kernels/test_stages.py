@@ -25,7 +25,7 @@ if dispatch.backend_name(TARGET.device) != "native":
 
 native = dispatch.load("native")
 # what a backend need not write itself
-KNOWN = ("keeps", "run", "packs", "beside", "walks", "reverse_walk")
+KNOWN = ("keeps", "run", "keeps_AP", "beside", "walks", "reverse_walk")
 # the same formulas in float64 leave no doubt which stage is wrong
 WIDE = {"dtype": torch.float64, "narrow": False}
 

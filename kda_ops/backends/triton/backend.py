@@ -80,7 +80,7 @@ class Triton(Backend):
         self.plans.clear()
         self.decodes.clear()
 
-    def packs(self, p: Problem) -> bool:
+    def keeps_AP(self, p: Problem) -> bool:
         """Return whether A is kept in one tile with P: KDA in 16 bits, where backward recomputes.
 
         No scan reads that tile before `prepare` takes it back, and `prepare` then needs no scores.

@@ -18,7 +18,7 @@ from kda_ops.stages import Tile
 def prepare(
     p: Problem,
     A: Tensor | None = None,
-    pack: bool = False,
+    with_AP: bool = False,
     norms: bool = False,
     overlap: bool = False,
 ) -> Tile:
@@ -26,14 +26,14 @@ def prepare(
 
     GDN gets A, P, gamma and seven numbers per row, and `scan` reads q, k and v as well. KDA gets
     all of `operands.TileKDA`, and `scan` reads v as well. KDA uses an A that forward kept only with
-    `pack`: then that A is a tile of A and P (`prepare_kda.pack_pairs`).
+    `with_AP`: then that A is a tile of A and P (`prepare_kda.join_AP`).
     """
     q, g, beta, device = fit(p.q), fit(p.g), fit(p.beta), p.q.device
     NT, exact = count_chunks(p), p.q.dtype is torch.float32
     kernel = prepare_kda if p.rank else prepare_gdn
-    kept = A if pack or not p.rank else None
+    kept = A if with_AP or not p.rank else None
     P = new(q, "P", (NT, p.HV, CHUNK, CHUNK))
-    pairs = new(q, "pairs", (NT, p.HV, CHUNK, CHUNK)) if pack and kept is None else None
+    AP = new(q, "AP", (NT, p.HV, CHUNK, CHUNK)) if with_AP and kept is None else None
     A = new(q, "A", (NT, p.HV, CHUNK, CHUNK)) if kept is None or p.rank else kept
     w, qg, kg = (
         new(q, name, (NT, p.HV, CHUNK, p.K)) if p.rank else None for name in ("w", "qg", "kg")
@@ -79,7 +79,7 @@ def prepare(
         own = dict(
             g=strided(g),
             kept=kept,
-            out=Prepared(pairs, A, P, w, qg, kg, gamma, rows),
+            out=Prepared(AP, A, P, w, qg, kg, gamma, rows),
             HV=p.HV,
             log2_bound=bound * LOG2E.value,
             BK=options.block_k,
@@ -107,7 +107,7 @@ def prepare(
 
     end = NT if p.N else 0
     form(0, end if ahead is None else ahead)
-    made = dict(A=A, P=P, w=w, qg=qg, kg=kg, gamma=gamma, rows=rows, pairs=pairs)
+    made = dict(A=A, P=P, w=w, qg=qg, kg=kg, gamma=gamma, rows=rows, AP=AP)
     return (
         Tile(**made)
         if ahead is None

@@ -42,9 +42,9 @@ from kda_ops.backends.triton.tile import (
 
 
 class Prepared(NamedTuple):
-    """What `prepare_kda` writes: the tile of the scans, and A and P packed for backward."""
+    """What `prepare_kda` writes: the tile of the scans, and A and P in one for backward."""
 
-    pairs: Pointer  # [NT, HV, 64, 64], `pack_pairs`, or None
+    AP: Pointer  # [NT, HV, 64, 64], `join_AP`, or None
     A: Pointer  # [NT, HV, 64, 64]
     P: Pointer  # [NT, HV, 64, 64]
     w: Pointer  # [NT, HV, 64, K]
@@ -333,8 +333,8 @@ def store_scores(P, i_tile, b_P, root, lower, o_1, o_2, TYPE: tl.constexpr):
 
 
 @triton.jit
-def unpack_pairs(kept, P, i_tile, strict, o_1, o_2, TYPE: tl.constexpr):
-    """Take apart the tile `kept` that `pack_pairs` wrote: write P and return A, as `Lower`."""
+def split_AP(kept, P, i_tile, strict, o_1, o_2, TYPE: tl.constexpr):
+    """Take apart the tile `kept` that `join_AP` wrote: write P and return A, as `Lower`."""
     b_zero = tl.zeros((HALF, HALF), TYPE)
     store_tile(P, i_tile, b_zero, o_1, o_2, CHUNK)
     store_tile(P, i_tile, load_tile(kept, i_tile, o_1, o_2, CHUNK), o_2, o_1, CHUNK)
@@ -348,18 +348,18 @@ def unpack_pairs(kept, P, i_tile, strict, o_1, o_2, TYPE: tl.constexpr):
 
 
 @triton.jit
-def pack_pairs(pairs, P, i_tile, b_A, strict, o_1, o_2):
+def join_AP(AP, P, i_tile, b_A, strict, o_1, o_2):
     """Write A and P to one tile [64, 64].
 
     A, whose diagonal is one, lies below the diagonal. On and above it lies P: its two diagonal
     blocks transposed, and its block below them as it is.
     """
     b_11 = tl.where(strict, b_A.b_11, load_transposed(P, i_tile, o_1, o_1))
-    store_tile(pairs, i_tile, b_11, o_1, o_1, CHUNK)
-    store_tile(pairs, i_tile, load_tile(P, i_tile, o_2, o_1, CHUNK), o_1, o_2, CHUNK)
-    store_tile(pairs, i_tile, b_A.b_21, o_2, o_1, CHUNK)
+    store_tile(AP, i_tile, b_11, o_1, o_1, CHUNK)
+    store_tile(AP, i_tile, load_tile(P, i_tile, o_2, o_1, CHUNK), o_1, o_2, CHUNK)
+    store_tile(AP, i_tile, b_A.b_21, o_2, o_1, CHUNK)
     b_22 = tl.where(strict, b_A.b_22, load_transposed(P, i_tile, o_2, o_2))
-    store_tile(pairs, i_tile, b_22, o_2, o_2, CHUNK)
+    store_tile(AP, i_tile, b_22, o_2, o_2, CHUNK)
 
 
 @triton.jit
@@ -482,7 +482,7 @@ def prepare_kda(
     and the rows of KDA (`operands`), norms only if NORMS. The scan forms u = A (beta v), because it
     reads v as fast as it would read u.
 
-    Forward may keep A and P in one tile (`pack_pairs`). Backward passes it as `kept`, and neither
+    Forward may keep A and P in one tile (`join_AP`). Backward passes it as `kept`, and neither
     scores nor the inverse are computed again.
 
     The kernel works on two halves of 32 rows. Half of the rows with all of K take as many registers
@@ -543,7 +543,7 @@ def prepare_kda(
     if kept is None:
         store_scores(out.P, i_tile, Lower(b_P11, b_P21, b_P22), root, lower, o_1, o_2, TYPE)
     else:
-        b_A = unpack_pairs(kept, out.P, i_tile, strict, o_1, o_2, TYPE)
+        b_A = split_AP(kept, out.P, i_tile, strict, o_1, o_2, TYPE)
     b_beta = strength_column(beta, i_b, i_h, first, n_rows, flags)
     b_beta1, b_beta2 = split_halves(b_beta)
     if not HELD:
@@ -553,8 +553,8 @@ def prepare_kda(
         b_k1, b_k2 = load_tile(out.w, i_tile, o_1, o_k, K), load_tile(out.w, i_tile, o_2, o_k, K)
     if kept is None:
         b_A = invert(Lower(b_L11, b_L21, b_L22), b_beta1, b_beta2, root, strict, TYPE, INVERSE)
-    if out.pairs is not None:
-        pack_pairs(out.pairs, out.P, i_tile, b_A, strict, o_1, o_2)
+    if out.AP is not None:
+        join_AP(out.AP, out.P, i_tile, b_A, strict, o_1, o_2)
     store_inverse(out.A, i_tile, b_A, o_1, o_2, TYPE)
     store_w(out.w, i_tile, b_A, b_k1, b_k2, shift, o_1, o_2, K, BK, PREC)
     mark_ready(ready, i_t, begin, i_h, HV)

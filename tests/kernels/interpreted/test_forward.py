@@ -276,9 +276,9 @@ def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
 )
 def test_what_is_kept_of_the_pairs_gives_the_same_bits(case):
     p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
-    made, pack = TRITON.prepare(p, norms=True), case.rank == 1
-    first = TRITON.prepare(p, pack=pack)
-    again = TRITON.prepare(p, first.pairs if pack else first.A, pack=pack, norms=True)
+    made, with_AP = TRITON.prepare(p, norms=True), case.rank == 1
+    first = TRITON.prepare(p, with_AP=with_AP)
+    again = TRITON.prepare(p, first.AP if with_AP else first.A, with_AP=with_AP, norms=True)
     for name, x in vars(made).items():
         if x is not None:
             written = slice(1) if name == "rows" and case.rank and not case.l2norm else slice(None)
@@ -291,7 +291,7 @@ def test_rows_that_share_an_anchor_are_kept_likewise():
         p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
         assert tuning.anchored_rows(p) == rows
         made = TRITON.prepare(p)
-        again = TRITON.prepare(p, TRITON.prepare(p, pack=True).pairs, pack=True)
+        again = TRITON.prepare(p, TRITON.prepare(p, with_AP=True).AP, with_AP=True)
         for name in ("A", "P", "w", "qg", "kg", "gamma"):
             assert_identical(getattr(again, name), getattr(made, name), name)
 
