@@ -88,7 +88,7 @@ def store_turned(p_x, stride, stride_v, b_x, rows, columns, only=None):
     row = 8 * (i // (4 * W)) + 2 * (i & 3) + i // (2 * W) % 2
     column = (16 * ((i >> 5) % (W // 16)) + 2 * ((i >> 2) & 7))[:, None] + tl.arange(0, 2)[None, :]
     b_x = tl.permute(tl.reshape(b_x, (W // 16, 2, 8, X // 8, 4, 2)), (3, 5, 0, 2, 4, 1))
-    # rounded here, so that what is packed is neighbours
+    # rounded here, so that the two entries of a register are neighbours
     b_x = tl.reshape(b_x, (X * W // 2, 2)).to(p_x.dtype.element_ty)
     m_x = (row < rows)[:, None] & (column < columns)
     if only is not None:
@@ -119,17 +119,18 @@ def over_keys(b_s, b_x, PREC: tl.constexpr):
 
 
 @triton.jit
-def pack(b_x):
-    """A product [64, 64] as the list [512, 8] that four warps write, and read as an operand,
-    without a gap: entries in the order (n, b, w, a, t, n, e).
+def as_vectors(b_x):
+    """Return a product [64, 64] as [512, 8], with entries in the order (n, b, w, a, t, n, e).
+
+    Four warps write that, and read it as an operand, without a gap.
     """
     b_x = tl.reshape(b_x, (4, 2, 8, 2, 4, 4, 2))
     return tl.reshape(tl.permute(b_x, (3, 1, 0, 2, 5, 4, 6)), (512, 8))
 
 
 @triton.jit
-def unpack(b_x):
-    """Undo `pack`."""
+def from_vectors(b_x):
+    """Undo `as_vectors`."""
     b_x = tl.reshape(b_x, (2, 2, 4, 8, 4, 4, 2))
     return tl.reshape(tl.permute(b_x, (2, 1, 3, 0, 5, 4, 6)), (64, 64))
 
@@ -164,13 +165,13 @@ def store_spread(x, i_tile, b_x, ROW: tl.constexpr, column, D: tl.constexpr):
     tl.store(p_x, tl.reshape(b_x, (512, W // 16)).to(x.dtype.element_ty), mask=o_d < D)
 
 
-def packed(x: Tensor) -> Tensor:
-    """Return `pack` of [.., 64, 64], on the host."""
+def as_vectors_on_host(x: Tensor) -> Tensor:
+    """Return `as_vectors` of [.., 64, 64], on the host."""
     return x.reshape(-1, 4, 2, 8, 2, 4, 4, 2).permute(0, 4, 2, 1, 3, 6, 5, 7).reshape(x.shape)
 
 
 @triton.jit
 def diagonal_at(r):
-    """Return the place of entry (r, r) in the result of `pack`."""
+    """Return the place of entry (r, r) in the result of `as_vectors`."""
     vector = ((((r >> 5) * 2 + ((r >> 3) & 1)) * 4 + (r >> 4)) * 8 + (r & 7)) * 4 + ((r >> 1) & 3)
     return vector * 8 + ((r >> 3) & 3) * 2 + (r & 1)

@@ -18,7 +18,7 @@ from kda_ops.backends.triton.tile import (
 )
 
 SQUARE = constant(problem.CHUNK * problem.CHUNK)  # entries of a [64, 64] tile
-VECTOR = constant(8)  # entries in each row of `fragment.pack`
+VECTOR = constant(8)  # entries in each row of `fragment.as_vectors`
 # The largest finite number, about: infinities become it where they would meet a zero.
 HUGE = tl.constexpr(3e38)
 # A decay of 2^-126 or less is 0 in fp32, or subnormal and flushed to 0.

@@ -14,7 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops import problem
-from kda_ops.backends.triton.fragment import as_entries, as_tile, fragment, packed, unpack
+from kda_ops.backends.triton.fragment import (
+    as_entries,
+    as_tile,
+    as_vectors_on_host,
+    fragment,
+    from_vectors,
+)
 from kda_ops.backends.triton.gate import INTERPRETED
 from kda_ops.backends.triton.gradient_chunk import SQUARE, VECTOR
 from kda_ops.backends.triton.tile import narrow, widen
@@ -38,7 +44,8 @@ class Sources(NamedTuple):
 
 @lru_cache(None)
 def pair_masks(device: torch.device) -> Tensor:
-    """Return the masks of `load_pairs`, [14, 64, 64] int16 of zeros or all bits, packed.
+    """Return the masks of `load_pairs`, [14, 64, 64] int16 of zeros or all bits, in the order of
+    `fragment.as_vectors`.
 
     Masks 0 to 7: in blocks of 8, 16, 32 and 64 rows, the pairs below the diagonal, then those above
     it. From PARTED on: the pairs of level 0 to 5, whose rows first fall into different halves of a
@@ -52,7 +59,7 @@ def pair_masks(device: torch.device) -> Tensor:
     pairs = [(parting < m) & side for m in (8, 16, 32, 64) for side in (below, below.T)] + [
         parting >> h == 1 for h in range(LEVELS.value)
     ]
-    masks = packed(-torch.stack(pairs).to(torch.int16))
+    masks = as_vectors_on_host(-torch.stack(pairs).to(torch.int16))
 
     def bring() -> Tensor:
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
@@ -68,19 +75,19 @@ def pair_masks(device: torch.device) -> Tensor:
 
 @triton.jit
 def load_pairs(x, masks, i):
-    """Load a packed tile [64, 64], with zeros where mask i of `pair_masks` does not pick."""
+    """Load a tile [64, 64], written `as_vectors`, with zeros where mask i does not pick."""
     o = tl.arange(0, SQUARE // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     b_x, b_m = tl.load(x + o), tl.load(masks + i * SQUARE + o)
     if b_x.dtype == tl.float32:
-        return unpack(tl.where(b_m != 0, b_x, 0.0))
+        return from_vectors(tl.where(b_m != 0, b_x, 0.0))
     elif not INTERPRETED:  # two entries at once; the compiler would mask them one by one
-        return unpack(
+        return from_vectors(
             tl.inline_asm_elementwise(
                 "and.b32 $0, $1, $2;", "=r,r,r", [b_x, b_m], b_x.dtype, True, 2
             )
         )
     else:
-        return unpack((b_x.to(tl.int16, bitcast=True) & b_m).to(b_x.dtype, bitcast=True))
+        return from_vectors((b_x.to(tl.int16, bitcast=True) & b_m).to(b_x.dtype, bitcast=True))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.fragment import pack
+from kda_ops.backends.triton.fragment import as_vectors
 from kda_ops.backends.triton.gate import reciprocal
 from kda_ops.backends.triton.gradient_chunk import (
     SQUARE,
@@ -123,7 +123,7 @@ def gradient_pairs(
     """Write all that one chunk and value head of KDA's gradient needs from V::
 
         dscores.P = tril(scale do v_new^T)   dscores.L = -strict_tril(z v_new^T)   [64, 64]
-            each with its transpose above the diagonal, in the order of `fragment.pack`
+            each with its transpose above the diagonal, in the order of `fragment.as_vectors`
         dots.q = sum_v do o              dots.k = sum_v z (2 v_new - beta v)  [64] fp32
         dbeta = sum_v z v_new / beta for a sigmoid, else if TILED its part sum_v z v   [64]
 
@@ -164,5 +164,5 @@ def gradient_pairs(
         write_column(dbeta, at, i_h, HV, b_dbeta)
     o_pair = i_tile * SQUARE + tl.arange(0, SQUARE // VECTOR)[:, None] * VECTOR
     o_pair += tl.arange(0, VECTOR)[None, :]
-    tl.store(dscores.P + o_pair, pack(b_P).to(dscores.P.dtype.element_ty))
-    tl.store(dscores.L + o_pair, pack(b_L).to(dscores.L.dtype.element_ty))
+    tl.store(dscores.P + o_pair, as_vectors(b_P).to(dscores.P.dtype.element_ty))
+    tl.store(dscores.L + o_pair, as_vectors(b_L).to(dscores.L.dtype.element_ty))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.fragment import packed
+from kda_ops.backends.triton.fragment import as_vectors_on_host
 from kda_ops.backends.triton.gradient_loads import pair_masks
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
@@ -142,7 +142,7 @@ def test_packed_tiles_lie_as_the_kernels_take_them():
     r, c = torch.arange(64)[:, None], torch.arange(64)[None, :]
     w, b, a, n, t, e = r >> 4, r >> 3 & 1, r & 7, c >> 3, c >> 1 & 3, c & 1
     where = (((((n >> 2) * 2 + b) * 4 + w) * 8 + a) * 4 + t) * 8 + (n & 3) * 2 + e
-    assert torch.equal(packed(x).flatten()[where], x)
+    assert torch.equal(as_vectors_on_host(x).flatten()[where], x)
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
