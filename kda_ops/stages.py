@@ -30,7 +30,7 @@ class Tile:
     """What a chunk needs besides the state entering it, as `prepare` makes it.
 
     Each tensor is ``[NT, HV, C, .]``. A scan may form some of them from q, k, v, g and beta in
-    registers. Its backend leaves those None, and may pass it `rows` instead.
+    registers. Its backend leaves those None, and may pass it `factors` instead.
     """
 
     A: Tensor | None  # [.., C, C]  (I + L)^-1, unit lower triangular
@@ -40,9 +40,9 @@ class Tile:
     qg: Tensor | None = None  # [.., C, K]  scale q exp G
     kg: Tensor | None = None  # [.., C, K]  k exp(sum of g over the later rows)
     gamma: Tensor | None = None  # [NT, HV, D]  exp(sum of g over the chunk).
-    # R numbers per row, such as beta and norms: [NT, HV, R, C] in the dtype of gamma. Their order
-    # is the backend's.
-    rows: Tensor | None = None
+    # R factors of each row, such as beta and norms: [NT, HV, R, C] in the dtype of gamma. Their
+    # order is the backend's.
+    factors: Tensor | None = None
     AP: Tensor | None = None  # [.., C, C]  A and P in one tile, which only `prepare` can read
 
 
@@ -59,7 +59,7 @@ class WholeTile(Protocol):
 
 
 def whole(tile: Tile) -> WholeTile:
-    """Return the tile, typed as whole: the backend leaves out nothing but rows and AP."""
+    """Return the tile, typed as whole: the backend leaves out nothing but factors and AP."""
     return cast(WholeTile, tile)
 
 
@@ -103,7 +103,7 @@ class Gradients:
 GRADIENTS = tuple(f.name for f in fields(Gradients))
 # The axes of every tensor of an operator, one letter each; vmap and sharding read them too.
 # B batch, T tokens, H key heads, h value heads, N sequences, c chunks, C rows of a chunk.
-# K and V widths, D width of the decay, R numbers per row. States are in the layout [K, V].
+# K and V widths, D width of the decay, R factors of each row. States are in the layout [K, V].
 AXES = {
     "q": "BTHK",
     "k": "BTHK",
@@ -127,12 +127,12 @@ KEPT = {
     "qg": "chCK",
     "kg": "chCK",
     "gamma": "chD",
-    "rows": "chRC",
+    "factors": "chRC",
     "states": "chKV",
     "v_new": "chCV",
 }
 AXES |= KEPT
-SUMS = frozenset(("gamma", "rows"))  # kept in the dtype of sums; the others are operands
+SUMS = frozenset(("gamma", "factors"))  # kept in the dtype of sums; the others are operands
 
 
 # The axes of the tensors of `short_conv`: X channels, W taps, P = W - 1 inputs before a sequence.
@@ -188,7 +188,7 @@ class Keeps:
         self, rank: int, dtype: torch.dtype, l2norm: bool, disable_recompute: bool
     ) -> frozenset[str]:
         """Return what is kept besides the inputs: names of `KEPT`, and "o" if backward reads it."""
-        return frozenset(KEPT) - {"rows"} if disable_recompute else frozenset()
+        return frozenset(KEPT) - {"factors"} if disable_recompute else frozenset()
 
 
 class Backend:
@@ -225,9 +225,9 @@ class Backend:
         """Return all that the chunks need besides the state.
 
         A kept A saves the inverse. With `with_AP` (only if `keeps_AP` allows it) `AP` is made too.
-        Passed back as A, with `with_AP`, it saves the scores as well. With `norms`, `rows` contains
-        the norms that `gradient` reads. With `overlap` some chunks may not be ready on return: call
-        `scan` before anything else reads the tile.
+        Passed back as A, with `with_AP`, it saves the scores as well. With `norms`, `factors`
+        contains the norms that `gradient` reads. With `overlap` some chunks may not be ready on
+        return: call `scan` before anything else reads the tile.
         """
         raise NotImplementedError
 

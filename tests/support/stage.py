@@ -151,7 +151,7 @@ class Stages:
         if p.rank == 0:
             tile = b.prepare(p, tile.A)
         else:
-            tile = replace(tile, rows=b.prepare(p, tile.A, norms=True).rows)
+            tile = replace(tile, factors=b.prepare(p, tile.A, norms=True).factors)
         if stage == "reverse_scan":
             out = vars(b.reverse_scan(p, tile, d_o, d_final, self.need))
             if out["dinitial_state"] is not None:

@@ -111,16 +111,16 @@ def load_state(states, i_tile, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def load_row(rows, i_tile, ROW: tl.constexpr):
-    """Load vector ROW of the rows of KDA (`operands`), [64] fp32."""
-    return tl.load(rows + i_tile * (COUNT_KDA * CHUNK) + ROW * CHUNK + tl.arange(0, CHUNK))
+def load_row(factors, i_tile, ROW: tl.constexpr):
+    """Load vector ROW of the factors of KDA (`operands`), [64] fp32."""
+    return tl.load(factors + i_tile * (COUNT_KDA * CHUNK) + ROW * CHUNK + tl.arange(0, CHUNK))
 
 
 @triton.jit
-def load_norm(rows, i_tile, ROW: tl.constexpr, L2NORM: tl.constexpr):
+def load_norm(factors, i_tile, ROW: tl.constexpr, L2NORM: tl.constexpr):
     """Load 1 / |x| of each row, or ones, [64] fp32."""
     if L2NORM:
-        return load_row(rows, i_tile, ROW)
+        return load_row(factors, i_tile, ROW)
     else:
         return tl.full((CHUNK,), 1.0, tl.float32)
 

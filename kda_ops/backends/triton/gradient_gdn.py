@@ -1,7 +1,7 @@
 """Form the gradients of GDN: one chunk and all value heads of a key head per program.
 
 E_ij is the decay from row j to row i, and o multiplies entry by entry. The inverse norms of q and k
-are n_q and n_k. The rows of GDN are r_0 to r_6 (`operands`).
+are n_q and n_k. The factors of GDN are r_0 to r_6 (`operands`).
 """
 
 from typing import Any, NamedTuple
@@ -190,7 +190,7 @@ def gradient_gdn(
     g_t,
     g_h,
     gate,
-    rows,
+    factors,
     gamma,
     do,
     kept,
@@ -254,17 +254,17 @@ def gradient_gdn(
         i_h = i_g * GROUP + i_head
         i_tile = i_t.to(tl.int64) * HV + i_h
         head = Head(at, i_h, HV, i_tile, do, kept)
-        p_row = rows + i_tile * (COUNT_GDN * CHUNK) + o_r
+        p_row = factors + i_tile * (COUNT_GDN * CHUNK) + o_r
         sums = SumsOverK(b_zero, b_zero, b_zero, b_zero, 0.0)
         prefetch_tile(kept.states, i_tile, K * V)
         prefetch_tile(kept.dstates, i_tile, K * V)
         sources = read_value_rows(head, o_v, V, TILED)
-        factors = load_factors(p_row, TILED)
+        by_row = load_factors(p_row, TILED)
         scores = score_gradients(
-            v, sources, factors, triangles, head, scale, V, BV, TILED, SUMS, EXACT, PREC
+            v, sources, by_row, triangles, head, scale, V, BV, TILED, SUMS, EXACT, PREC
         )
         if PREC == FULL:
-            sums = pair_sums(x, q, k, head, scores, factors, i_g, K, BK, PREC)
+            sums = pair_sums(x, q, k, head, scores, by_row, i_g, K, BK, PREC)
         if T > 0:  # always true: its own basic block keeps loads from moving up
             decays = load_decays(p_row)
             for i in tl.range(slices, num_stages=1):
@@ -272,14 +272,14 @@ def gradient_gdn(
                     o_k = i * BK + tl.arange(0, BK)
                     x = QueryKey(read_rows(q, at, i_g, o_k, K), read_rows(k, at, i_g, o_k, K))
                 b_x, b_dk, b_part, b_S, sums = key_gradient(
-                    x, head, sources, scores, sums, factors, decays, o_k, K, V, BV, TILED, PREC
+                    x, head, sources, scores, sums, by_row, decays, o_k, K, V, BV, TILED, PREC
                 )
                 if grads.dq is not None:
-                    b_dk += b_part * factors.power[:, None]
-                    b_along = sums.k_rest + sums.k_part * factors.power
+                    b_dk += b_part * by_row.power[:, None]
+                    b_along = sums.k_rest + sums.k_part * by_row.power
                     b_dk = add_up(grads.dk_sum, at, i_g, H, i_head, b_dk, o_k, K)
                     if grads.dk_sum is None:
-                        b_dk = without_radial(b_dk, b_x, factors.k_norm, b_along, K, flags.L2NORM)
+                        b_dk = without_radial(b_dk, b_x, by_row.k_norm, b_along, K, flags.L2NORM)
                         write_rows(grads.dk, at, i_g, H, b_dk, o_k, K)
                 b_x, b_dq, sums = query_gradient(
                     x, b_S, head, sources, scores, sums, decays, o_k, K, V, BV, PREC
@@ -287,17 +287,17 @@ def gradient_gdn(
                 if grads.dq is not None:
                     b_dq = add_up(grads.dq_sum, at, i_g, H, i_head, b_dq, o_k, K)
                     if grads.dq_sum is None:
-                        b_dq = without_radial(b_dq, b_x, factors.q_norm, sums.q_dq, K, flags.L2NORM)
+                        b_dq = without_radial(b_dq, b_x, by_row.q_norm, sums.q_dq, K, flags.L2NORM)
                         write_rows(grads.dq, at, i_g, H, b_dq, o_k, K)
         if grads.dq_sum is not None:
             b_along_q += sums.q_dq
-            b_along_k += sums.k_rest + sums.k_part * factors.power
+            b_along_k += sums.k_rest + sums.k_part * by_row.power
         if grads.dbeta is not None:
-            write_strength(grads.dbeta, head, scores, factors, sums, TILED, SUMS, flags)
+            write_strength(grads.dbeta, head, scores, by_row, sums, TILED, SUMS, flags)
         if grads.dg is not None:
             logits = Strided(g, (g_b, g_t, g_h))
-            write_decay(grads, logits, gate, lower_bound, gamma, head, sums, factors.power, flags)
+            write_decay(grads, logits, gate, lower_bound, gamma, head, sums, by_row.power, flags)
     if grads.dq_sum is not None:
         tl.debug_barrier()  # written by other threads
-        p_row = rows + (i_t.to(tl.int64) * H + i_g) * (GROUP * COUNT_GDN * CHUNK) + o_r
+        p_row = factors + (i_t.to(tl.int64) * H + i_g) * (GROUP * COUNT_GDN * CHUNK) + o_r
         write_sums(grads, q, k, at, i_g, H, p_row, b_along_q, b_along_k, K, BK, flags.L2NORM)

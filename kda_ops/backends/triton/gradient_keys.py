@@ -354,7 +354,7 @@ def gradient_keys(
     do,
     kept,
     dscores,
-    rows,
+    factors,
     dots,
     G,
     anchored,
@@ -410,10 +410,12 @@ def gradient_keys(
     if i_s == 0:
         prefetch_shared(q, k, do, kept, dscores, chunk, i_tile, i_h, i_g, HV, K, V, TILED, not SUMS)
     b_beta = (
-        load_row(rows, i_tile, BETA_KDA)[:, None] if TILED else tl.full((CHUNK, 1), 1.0, tl.float32)
+        load_row(factors, i_tile, BETA_KDA)[:, None]
+        if TILED
+        else tl.full((CHUNK, 1), 1.0, tl.float32)
     )
-    b_q_norm = load_norm(rows, i_tile, NORM_Q_KDA, L2NORM)[:, None]
-    b_k_norm = load_norm(rows, i_tile, NORM_K_KDA, L2NORM)[:, None]
+    b_q_norm = load_norm(factors, i_tile, NORM_Q_KDA, L2NORM)[:, None]
+    b_k_norm = load_norm(factors, i_tile, NORM_K_KDA, L2NORM)[:, None]
     factors = KeyFactors(b_q_norm, b_k_norm, b_beta)
     last = chunk.n_rows - 1
     at = Sources(

@@ -100,7 +100,7 @@ def pair_gradients(
 @triton.jit(do_not_specialize=["N", "T", "scale"])
 def gradient_pairs(
     v,
-    rows,
+    factors,
     do,
     o,
     v_new,
@@ -145,7 +145,7 @@ def gradient_pairs(
         return
     o_r = tl.arange(0, CHUNK)
     SUMS: tl.constexpr = dbeta is not None and not SIGMOID and TILED or dots.k is not None
-    b_beta = load_row(rows, i_tile, BETA_KDA)
+    b_beta = load_row(factors, i_tile, BETA_KDA)
     b_P, b_L, b_zv, b_doo = pair_gradients(
         v, do, o, v_new, z, at, i_tile, i_h, HV, scale, V, BV, TILED, SUMS, PREC
     )

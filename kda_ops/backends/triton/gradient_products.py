@@ -65,7 +65,7 @@ class RowFactors(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """Factors of rows that hold the decay, [64] fp32 each (`operands`, "Rows of GDN")."""
+    """Factors of rows that hold the decay, [64] fp32 each (`operands`, "Factors of GDN")."""
 
     from_start_k: Any
     to_end_k: Any
@@ -127,7 +127,7 @@ def form_here(b_x):
 
 @triton.jit
 def load_factors(p_row, TILED: tl.constexpr):
-    """Load the `RowFactors` of a tile, for the scores; `p_row` points at its `rows`."""
+    """Load the `RowFactors` of a tile, for the scores; `p_row` points at its `factors`."""
     b_strength = tl.load(p_row + BETA * CHUNK)
     b_k_norm = tl.load(p_row + NORM_K * CHUNK)
     b_q_norm = tl.load(p_row + NORM_Q * CHUNK)
@@ -142,7 +142,7 @@ def load_factors(p_row, TILED: tl.constexpr):
 
 @triton.jit
 def load_decays(p_row):
-    """Load the `Decays` of a tile, for products with states; `p_row` points at its `rows`."""
+    """Load the `Decays` of a tile, for products with states; `p_row` points at its `factors`."""
     b_start = tl.load(p_row + FROM_START_K * CHUNK)
     return Decays(b_start, tl.load(p_row + TO_END_K * CHUNK), tl.load(p_row + FROM_START_Q * CHUNK))
 

@@ -20,8 +20,9 @@ class AsGiven(Keeps):
         """Name what is kept: by default A, if operands have 16 bits.
 
         The scans of GDN read q, k and v themselves, so A is enough to make the rest of the tile
-        again. The scans of KDA apply beta themselves, from `Tile.rows`, so its tile has no u. With
-        a norm, KDA's gradient reads o, because do · o is the product of unit q with its gradient.
+        again. The scans of KDA apply beta themselves, from `Tile.factors`, so its tile has no u.
+        With a norm, KDA's gradient reads o, because do · o is the product of unit q with its
+        gradient.
         """
         if not disable_recompute:
             return frozenset(("A",)) if dtype.itemsize == 2 else frozenset()

@@ -48,7 +48,7 @@ class TileKDA(NamedTuple):
     w: Pointer  # [NT, HV, 64, K]
     qg: Pointer  # [NT, HV, 64, K]
     kg: Pointer  # [NT, HV, 64, K]
-    rows: Pointer  # [NT, HV, 3, 64] fp32
+    factors: Pointer  # [NT, HV, 3, 64] fp32
     gamma: Pointer  # [NT, HV, K] fp32
 
 
@@ -60,7 +60,7 @@ class TileGDN(NamedTuple):
 
     A: Pointer  # [NT, HV, 64, 64]
     P: Pointer  # [NT, HV, 64, 64]
-    rows: Pointer  # [NT, HV, 7, 64] fp32
+    factors: Pointer  # [NT, HV, 7, 64] fp32
     gamma: Pointer  # [NT, HV, 1] fp32
 
 
@@ -73,11 +73,11 @@ def constant(x: int) -> tl.constexpr:
     return x if INTERPRET else tl.constexpr(x)  # type: ignore[return-value]
 
 
-# The vectors of a tile's `rows`: 64 numbers each in fp32, one per row (token) of the chunk. G is
-# the sum of the log decays g from the start of the chunk up to a row, with its own. n_q and n_k are
-# the inverse norms of q and k, 1 without l2norm.
+# The vectors of a tile's `factors`: 64 numbers in fp32, one per row (token) of the chunk. G is the
+# sum of the log decays g from the start of the chunk up to a row, with its own. n_q and n_k are the
+# inverse norms of q and k, 1 without l2norm.
 #
-#     Rows of GDN, r_0 to r_6                       Rows of KDA
+#     Factors of GDN, r_0 to r_6                    Factors of KDA
 #     FROM_START_K   n_k exp G                      BETA_KDA   beta
 #     TO_END_K       n_k exp(sum of g after it)     NORM_Q_KDA   n_q, if backward reads it
 #     BETA           beta                           NORM_K_KDA   n_k, likewise

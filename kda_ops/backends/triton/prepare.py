@@ -40,7 +40,7 @@ def prepare(
     )
     gamma = new(q, "gamma", (NT, p.HV, p.K if p.rank else 1), torch.float32)
     count = int(COUNT_KDA if p.rank else COUNT_GDN)
-    rows = new(q, "rows", (NT, p.HV, count, CHUNK), torch.float32)
+    factors = new(q, "factors", (NT, p.HV, count, CHUNK), torch.float32)
     ahead, ready, missed = tuning.ahead(p) if overlap else None, None, None
     if ahead is not None:
         # one group more, because a scan looks past the end; at most one program per column of V
@@ -79,7 +79,7 @@ def prepare(
         own = dict(
             g=strided(g),
             kept=kept,
-            out=Prepared(AP, A, P, w, qg, kg, gamma, rows),
+            out=Prepared(AP, A, P, w, qg, kg, gamma, factors),
             HV=p.HV,
             log2_bound=bound * LOG2E.value,
             BK=options.block_k,
@@ -95,7 +95,7 @@ def prepare(
             g_t=g_t,
             g_h=g_h,
             kept_A=kept,
-            out=TileGDN(A if kept is None else None, P, rows, gamma),
+            out=TileGDN(A if kept is None else None, P, factors, gamma),
             BK=tuning.width(p.K, q.dtype),
             GROUP=p.HV // p.H if p.H else 1,
             EXACT=exact,
@@ -107,7 +107,7 @@ def prepare(
 
     end = NT if p.N else 0
     form(0, end if ahead is None else ahead)
-    made = dict(A=A, P=P, w=w, qg=qg, kg=kg, gamma=gamma, rows=rows, AP=AP)
+    made = dict(A=A, P=P, w=w, qg=qg, kg=kg, gamma=gamma, factors=factors, AP=AP)
     return (
         Tile(**made)
         if ahead is None

@@ -99,7 +99,7 @@ def prepare_gdn(
         P = scale tril(n_q n_k q k^T o D)                     [64, 64]
         gamma = exp(sum of g)                                 [1] fp32
 
-    and the rows of GDN (`operands`). The scans read the first four rows, the gradients all seven.
+    and the factors of GDN (`operands`). The scans read the first four, the gradients all seven.
 
     Rows from `n_rows` on are no tokens: their q and k are loaded as 0, their log decay is 0. So A
     is the identity there, and P is 0.
@@ -129,7 +129,7 @@ def prepare_gdn(
     for i in tl.range(GROUP, num_stages=1):
         i_h = i_g * GROUP + i
         i_tile = i_t.to(tl.int64) * (H * GROUP) + i_h
-        p_row = out.rows + i_tile * (COUNT_GDN * CHUNK) + o_r
+        p_row = out.factors + i_tile * (COUNT_GDN * CHUNK) + o_r
         tl.store(p_row + NORM_K * CHUNK, b_k_norm)
         tl.store(p_row + NORM_Q * CHUNK, b_q_norm)
         if GROUP > 1:

@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
     qg: Pointer  # [NT, HV, 64, K]
     kg: Pointer  # [NT, HV, 64, K]
     gamma: Pointer  # [NT, HV, K] fp32
-    rows: Pointer  # [NT, HV, 3, 64] fp32, see `operands`
+    factors: Pointer  # [NT, HV, 3, 64] fp32, see `operands`
 
 
 class Inputs(NamedTuple):
@@ -479,8 +479,8 @@ def prepare_kda(
         w = A (beta k exp G)        [64, K]     gamma = exp(sum of g)    [K] fp32
         qg = scale q exp G,  kg = k exp(sum of g over the later rows)    [64, K]
 
-    and the rows of KDA (`operands`), norms only if NORMS. The scan forms u = A (beta v), because it
-    reads v as fast as it would read u.
+    and the factors of KDA (`operands`), norms only if NORMS. The scan forms u = A (beta v), because
+    it reads v as fast as it would read u.
 
     Forward may keep A and P in one tile (`join_AP`). Backward passes it as `kept`, and neither
     scores nor the inverse are computed again.
@@ -506,11 +506,11 @@ def prepare_kda(
 
     beta = Strided(beta, (beta_b, beta_t, beta_h))
     x = Inputs(q, k, g, beta, gate, scale, lower_bound, log2_bound)
-    rows = out.rows + i_tile * (COUNT_KDA * CHUNK)
-    p_beta = rows + BETA_KDA * CHUNK + tl.arange(0, CHUNK)
+    factors = out.factors + i_tile * (COUNT_KDA * CHUNK)
+    p_beta = factors + BETA_KDA * CHUNK + tl.arange(0, CHUNK)
     tl.store(p_beta, strength_column(beta, i_b, i_h, first, n_rows, flags))
-    q_norm = rows + NORM_Q_KDA * CHUNK if NORMS else None
-    k_norm = rows + NORM_K_KDA * CHUNK if NORMS else None
+    q_norm = factors + NORM_Q_KDA * CHUNK if NORMS else None
+    k_norm = factors + NORM_K_KDA * CHUNK if NORMS else None
     shift = tl.exp2(16.0 * log2_bound) if SHARE == HALF else 1.0
     root = tl.exp2(8.0 * log2_bound) if SHARE == HALF else 1.0
     b_q1 = half_norm(q, i_b, i_g, first, n_rows, K, BK, R, flags)

@@ -130,7 +130,7 @@ def reverse_scan_kda(
 
     `gradient` needs dS, the gradient of the state that leaves the chunk. It also needs z, the
     gradient of beta (v - k exp(G) S), or dv = beta z, or dv and FEW rows of z (`reads_few`). With
-    them it reads `rows` of the tile alone.
+    them it reads `factors` of the tile alone.
 
     dS has V as its rows (`fragment.turn`), as S has in `scan_kda`. Every transpose is of a tile
     from memory, never of a product. The operand dv_new is rounded. On A's diagonal, which is one, z
@@ -148,7 +148,7 @@ def reverse_scan_kda(
         b_ds = b_dS.to(TYPE)
         keep_state(ends, at, i_tile, b_ds, K, V)
         b_dv = over_keys(b_ds, b_kg, PREC)
-        b_gamma, b_beta = load_factors(tile.gamma, tile.rows, i_tile, K, BK, BV)
+        b_gamma, b_beta = load_factors(tile.gamma, tile.factors, i_tile, K, BK, BV)
         b_dS = b_dS * b_gamma
         if ends.do.pointer is not None:
             b_do = load_do(ends.do, at, c, o_r, o_v, V)
@@ -189,8 +189,8 @@ def reverse_scan_gdn(
         dv_new = P^T do + to_end_k (k dS)             z = A^T dv_new         [64, V]
         dS <- gamma dS + q^T (from_start_q do) - k^T (from_start_k beta z)   [K, V] fp32
 
-    The factors are rows of the tile (`operands`, "Rows of GDN"). They move past the products. w is
-    not needed, because w^T dv_new = (beta k exp G)^T z.
+    The factors are those of the tile (`operands`, "Factors of GDN"). They move past the products. w
+    is not needed, because w^T dv_new = (beta k exp G)^T z.
     """
     at = place(cu_seqlens, None, ends.maps, N, T, HV, K, V, BV, RUN, True)
     i_g = at.i_h // (HV // H)
@@ -207,7 +207,7 @@ def reverse_scan_gdn(
         b_A = load_lower(tile.A, i_tile)
         b_ds = b_dS.to(TYPE)
         keep_state(ends, at, i_tile, b_ds, K, V)
-        b_dv = over_keys(b_ds, b_k, PREC) * load_factor(tile.rows, i_tile, TO_END_K, COUNT_GDN)
+        b_dv = over_keys(b_ds, b_k, PREC) * load_factor(tile.factors, i_tile, TO_END_K, COUNT_GDN)
         b_dS = b_dS * tl.load(tile.gamma + i_tile)
         if ends.do.pointer is not None:
             b_do = load_do(ends.do, at, c, o_r, o_v, V)
@@ -215,13 +215,13 @@ def reverse_scan_gdn(
             b_q = tl.load(
                 rows_at(q.pointer, q.strides, at.i_b, i_g, t, o_r, o_k), mask=m_x, other=0.0
             )
-            b_do = b_do.to(tl.float32) * load_factor(tile.rows, i_tile, FROM_START_Q, COUNT_GDN)
+            b_do = b_do.to(tl.float32) * load_factor(tile.factors, i_tile, FROM_START_Q, COUNT_GDN)
             b_dS = tl.dot(b_do.to(TYPE), b_q, b_dS, input_precision=PREC)
         b_own = b_dv.to(TYPE)
         b_z = tl.dot(b_own, b_A, b_dv - widen(b_own), input_precision=PREC)
-        b_beta = load_factor(tile.rows, i_tile, BETA, COUNT_GDN)
+        b_beta = load_factor(tile.factors, i_tile, BETA, COUNT_GDN)
         write_values(ends, at, i_tile, c, b_z, b_beta, V)
-        b_start = load_factor(tile.rows, i_tile, FROM_START_K, COUNT_GDN)
+        b_start = load_factor(tile.factors, i_tile, FROM_START_K, COUNT_GDN)
         b_less = (b_z * -(b_start * b_beta)).to(TYPE)
         b_dS = tl.dot(b_less, b_k, b_dS, input_precision=PREC)
     close_reverse(ends, at, b_dS, o_k, o_v, K, V)
@@ -267,13 +267,14 @@ def reverse_scan(
     runs = Runs(p)
     if p.rank:
         parts: dict[str, Any] = dict(
-            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma), FEW=few
+            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.factors, tile.gamma),
+            FEW=few,
         )
     else:
         parts = dict(
             q=strided(fit(q)),
             k=strided(fit(p.k)),
-            tile=TileGDN(tile.A, tile.P, tile.rows, tile.gamma),
+            tile=TileGDN(tile.A, tile.P, tile.factors, tile.gamma),
             H=p.H,
         )
 

@@ -51,7 +51,7 @@ def _import() -> ModuleType | None:
 KERNEL = None if INTERPRET else _import()
 WIDTH = 128  # of K and V
 LENGTH = problem.CHUNK
-ROWS = 7 * LENGTH  # numbers of a chunk's `rows` (`operands`)
+FACTORS = 7 * LENGTH  # numbers of a chunk's `factors` (`operands`)
 MOST_GROUPED = 2  # value heads of a key head: more would take more memory than the other kernels
 # The least number of programs (N HV) for which the walk is faster than the kernels that it
 # replaces. A step takes 6.5 us, and few programs do not hide that (docs/kernels/journal.md).
@@ -75,7 +75,7 @@ def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: froz
         and (dfinal_state is None or dfinal_state.dim() == 1 or _is_near(strides_of(dfinal_state)))
         and (tuning.FORCED_WALK or p.N * p.HV >= LEAST_PROGRAMS)
         # coordinates have 32 bits
-        and count_chunks(p) * (p.HV * ROWS) < 2**31
+        and count_chunks(p) * (p.HV * FACTORS) < 2**31
         and p.B * p.T < 2**30
         and p.N * (p.HV * 3 * LENGTH) < 2**30
     )
@@ -166,7 +166,7 @@ def finish_small(
 def finish_walk(
     sums,
     tails,
-    rows,
+    factors,
     gamma,
     v,
     g,
@@ -212,7 +212,7 @@ def finish_walk(
         clear_columns(grads, at, i_h, HV, i_tile)
     else:
         p_sum = sums + i_tile * SUMS
-        b_beta = tl.load(rows + (i_tile * COUNT_GDN + BETA) * CHUNK + o_r)
+        b_beta = tl.load(factors + (i_tile * COUNT_GDN + BETA) * CHUNK + o_r)
         p_z, z_s = dv + row * D, HV * D
         if n_rows < CHUNK:
             i_n = at.i_b
@@ -230,7 +230,7 @@ def finish_walk(
             b_z = tl.load(p_z + o_r[:, None] * z_s + o_d[None, :], mask=m_z, other=0.0)
             write_rows(dv, at, i_h, HV, b_z.to(tl.float32) * b_beta[:, None], o_d, D)
         if GIVEN:
-            p_beta, p_more = rows + (i_tile * COUNT_GDN + BETA) * CHUNK, p_sum + 6 * CHUNK
+            p_beta, p_more = factors + (i_tile * COUNT_GDN + BETA) * CHUNK, p_sum + 6 * CHUNK
             finish_small(p_beta, p_more, p_z, z_s, v, dv, grads.dbeta, at, i_h, HV, D, LEAST)
         if grads.dbeta is not None:
             b_sum = tl.load(p_sum + CHUNK + o_r)
@@ -295,7 +295,7 @@ def reverse_walk(
         S_d=copied(trace.states, (tiles * p.K, p.V), (p.V, 1), (p.K, p.V)),
         A_d=copied(tile.A, (tiles * LENGTH, LENGTH), (LENGTH, 1), (LENGTH, LENGTH)),
         P_d=copied(tile.P, (tiles * LENGTH, LENGTH), (LENGTH, 1), (LENGTH, LENGTH)),
-        r_d=copied(tile.rows, (tiles * ROWS,), (1,), (LENGTH,)),
+        r_d=copied(tile.factors, (tiles * FACTORS,), (1,), (LENGTH,)),
         gamma=tile.gamma,
         dfinal=dfinal,
         dfinal_s=strides_of(dfinal) or NOWHERE,
@@ -334,7 +334,7 @@ def reverse_walk(
         device,
         sums=sums,
         tails=tails,
-        rows=tile.rows,
+        factors=tile.factors,
         gamma=tile.gamma,
         v=strided(fit(p.v)),
         g=g,

@@ -277,7 +277,7 @@ def consume(
             z = z * strength(r2, GIVEN)[None, :]
         tma.store_wait(0)  # dv, dq and dk of the step before are stored
         barrier()  # all warps have read A and P
-        # This frees A, P, and the q, k and rows of the step before. In Triton 3.6 one thread
+        # This frees A, P, and the q, k and factors of the step before. In Triton 3.6 one thread
         # arrives, and each warp waits for its own products: so arrivals follow a barrier. They
         # follow it at once, because the compiler adds another one otherwise.
         mbarrier.arrive(e_ap, count=1)
@@ -423,8 +423,8 @@ def reverse_walk_gdn(
 ):
     """Form the gradients of one sequence and head, last chunk first, with dS [K, V] in registers.
 
-    dS is fp32. r_0 to r_6 are the rows of GDN (`operands`), n_q and n_k inverse norms. E_ij is the
-    decay from row j to row i, and o multiplies entry by entry::
+    dS is fp32. r_0 to r_6 are the factors of GDN (`operands`), n_q and n_k inverse norms. E_ij is
+    the decay from row j to row i, and o multiplies entry by entry::
 
         dv_new = P^T do + r_1 (k dS);   z = A^T dv_new;   dv = beta z    [64, V]
         dS <- gamma dS + q^T (r_3 do) - k^T (r_0 dv)                     [K, V]

@@ -126,19 +126,19 @@ def load_decays(gamma, o_k, K: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def load_factor(rows, i_tile, ROW: tl.constexpr, COUNT: tl.constexpr):
+def load_factor(factors, i_tile, ROW: tl.constexpr, COUNT: tl.constexpr):
     """Return row ROW of the COUNT vectors of a tile as factors of columns, [1, 64] fp32.
 
     It loads four copies of the vector, for the reason that `load_decays` gives.
     """
-    b_row = tl.load(rows + i_tile * (COUNT * CHUNK) + (ROW * CHUNK + (tl.arange(0, 256) & 63)))
+    b_row = tl.load(factors + i_tile * (COUNT * CHUNK) + (ROW * CHUNK + (tl.arange(0, 256) & 63)))
     b_row, _ = tl.split(tl.permute(tl.reshape(b_row, (2, 2, CHUNK)), (2, 0, 1)))
     b_row, _ = tl.split(b_row)
     return b_row[None, :]
 
 
 @triton.jit
-def load_factors(gamma, rows, i_tile, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+def load_factors(gamma, factors, i_tile, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """Return gamma [1, BK] and beta [1, 64] of a tile of KDA as factors of columns, fp32.
 
     A wide program of 128 keys loads one copy of both at once. Two copies would exceed shared memory
@@ -149,7 +149,7 @@ def load_factors(gamma, rows, i_tile, K: tl.constexpr, BK: tl.constexpr, BV: tl.
         p_x = tl.where(
             o < 128,
             gamma + i_tile * K + o,
-            rows + i_tile * (COUNT_KDA * CHUNK) + (BETA_KDA * CHUNK + (o & 63)),
+            factors + i_tile * (COUNT_KDA * CHUNK) + (BETA_KDA * CHUNK + (o & 63)),
         )
         b_gamma, b_beta = tl.split(
             tl.permute(
@@ -160,7 +160,7 @@ def load_factors(gamma, rows, i_tile, K: tl.constexpr, BK: tl.constexpr, BV: tl.
         return b_gamma[None, :], b_beta[None, :]
     else:
         return load_decays(gamma + i_tile * K, tl.arange(0, BK), K, BV)[None, :], load_factor(
-            rows, i_tile, BETA_KDA, COUNT_KDA
+            factors, i_tile, BETA_KDA, COUNT_KDA
         )
 
 
@@ -343,7 +343,7 @@ def scan_kda(
             )
         )
         b_s = b_S.to(TYPE)
-        b_gamma, b_beta = load_factors(tile.gamma, tile.rows, i_tile, K, BK, BV)
+        b_gamma, b_beta = load_factors(tile.gamma, tile.factors, i_tile, K, BK, BV)
         b_S = b_S * b_gamma  # early: b_gamma takes two registers per column until here
         b_v = b_v.to(tl.float32) * b_beta
         b_own = b_v.to(TYPE)
@@ -390,8 +390,9 @@ def scan_gdn(
         v_new = A (beta (v - from_start_k (k S)))   o = from_start_q (q S) + P v_new   [64, V]
         S <- gamma S + k^T (to_end_k v_new)         [K, V] fp32
 
-    The factors are rows of the tile (`operands`, "Rows of GDN"). A decay per head is a factor per
-    row, which moves past the dot products: q and k go from memory to the tensor cores as they are.
+    The factors are those of the tile (`operands`, "Factors of GDN"). A decay per head is a factor
+    per row, which moves past the dot products: q and k go from memory to the tensor cores as they
+    are.
     """
     at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN)
     i_g = at.i_h // (HV // H)
@@ -410,20 +411,20 @@ def scan_gdn(
         b_A = load_lower(tile.A, i_tile)
         b_s = b_S.to(TYPE)
         b_v = b_v.to(tl.float32)
-        b_start = load_factor(tile.rows, i_tile, FROM_START_K, COUNT_GDN)
+        b_start = load_factor(tile.factors, i_tile, FROM_START_K, COUNT_GDN)
         b_v = b_v - b_start * over_keys(b_s, b_k, PREC)
-        b_beta = load_factor(tile.rows, i_tile, BETA, COUNT_GDN)
+        b_beta = load_factor(tile.factors, i_tile, BETA, COUNT_GDN)
         b_v = tl.dot((b_v * b_beta).to(TYPE), tl.trans(b_A), input_precision=PREC)
         if ends.o.pointer is not None:
             p_q = rows_at(q.pointer, q.strides, at.i_b, i_g, t, o_r, o_k)
             b_q = tl.load(p_q, mask=m_r & m_k, other=0.0)
             b_o = over_keys(b_s, b_q, PREC)
-            b_o = b_o * load_factor(tile.rows, i_tile, FROM_START_Q, COUNT_GDN)
+            b_o = b_o * load_factor(tile.factors, i_tile, FROM_START_Q, COUNT_GDN)
             b_own, b_P = b_v.to(TYPE), load_lower(tile.P, i_tile)
             b_o = tl.dot(b_own, tl.trans(b_P), b_o, input_precision=PREC)
             store_output(ends.o, at, c, b_o, V)
         keep_trace(ends, at, i_tile, b_s, b_v, K, V)
-        b_v = (b_v * load_factor(tile.rows, i_tile, TO_END_K, COUNT_GDN)).to(TYPE)
+        b_v = (b_v * load_factor(tile.factors, i_tile, TO_END_K, COUNT_GDN)).to(TYPE)
         b_S = tl.dot(b_v, b_k, b_S * tl.load(tile.gamma + i_tile), input_precision=PREC)
         snapshot(ends, at, c + 1, b_S, every, columns, K, V)
     close_scan(ends, progress, at, live, b_S, o_k, o_v, K, V)
@@ -458,13 +459,13 @@ def scan(
     runs = Runs(p)
     if p.rank:
         parts: dict[str, Any] = dict(
-            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.rows, tile.gamma)
+            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.factors, tile.gamma)
         )
     else:
         parts = dict(
             q=strided(fit(p.q)),
             k=strided(fit(p.k)),
-            tile=TileGDN(tile.A, tile.P, tile.rows, tile.gamma),
+            tile=TileGDN(tile.A, tile.P, tile.factors, tile.gamma),
             H=p.H,
         )
 

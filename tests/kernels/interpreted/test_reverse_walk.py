@@ -46,7 +46,7 @@ def test_sums_and_last_rows_become_gradients(tiled, given):
         finish_walk,
         visited * HV,
         v.device,
-        **dict(sums=sums, tails=tails, rows=rows, gamma=gamma, v=strided(v), dv=dv),
+        **dict(sums=sums, tails=tails, factors=rows, gamma=gamma, v=strided(v), dv=dv),
         **dict(g=None, g_b=0, g_t=0, g_h=0, gate=GateWeights(None, None), lower_bound=0.0),
         grads=HeadGradients(dq, dk, None, None, dg, dbeta, None, None),
         cu_seqlens=ends,
