@@ -181,14 +181,14 @@ def strength_column(beta, i_b, i_h, first, n_rows, flags, ROWS: tl.constexpr = C
         return strength(b_beta, flags.SIGMOID, flags.NEG_EIGVAL)
 
 
-@triton.jit(do_not_specialize=["T", "rows", "lower_bound"])
+@triton.jit(do_not_specialize=["T", "n_tokens", "lower_bound"])
 def gate_forward(
     g,
     gate,
     y,
     T,
     HV,
-    rows,
+    n_tokens,
     lower_bound,
     K: tl.constexpr,
     BK: tl.constexpr,
@@ -200,18 +200,18 @@ def gate_forward(
         softplus: y = -exp(A_log) softplus(g + dt_bias)
         bounded:  y = lower_bound sigmoid(exp(A_log) (g + dt_bias))
 
-    A program takes ROWS of the `rows` = B T tokens.
+    A program takes ROWS of the `n_tokens` = B T tokens.
     """
     i_h = tl.program_id(0) % HV
     o_r = (tl.program_id(0) // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    b_x, m_x = logits(g, gate.dt_bias, i_h, o_r, T, rows, K, BK)
+    b_x, m_x = logits(g, gate.dt_bias, i_h, o_r, T, n_tokens, K, BK)
     rate = load_rate(gate.A_log, i_h)
     b_y = lower_bound * sigmoid(rate * b_x) if BOUNDED else -rate * softplus(b_x)
     o_k = tl.arange(0, BK)
     tl.store(y + ((o_r * HV + i_h) * K)[:, None] + o_k[None, :], b_y, mask=m_x)
 
 
-@triton.jit(do_not_specialize=["T", "rows", "lower_bound"])
+@triton.jit(do_not_specialize=["T", "n_tokens", "lower_bound"])
 def gate_gradient(
     dy,
     g,
@@ -221,7 +221,7 @@ def gate_gradient(
     ddt_bias,
     T,
     HV,
-    rows,
+    n_tokens,
     lower_bound,
     K: tl.constexpr,
     BK: tl.constexpr,
@@ -245,7 +245,7 @@ def gate_gradient(
     b_rate, b_bias = tl.zeros((BK,), tl.float32), tl.zeros((BK,), tl.float32)
     for step in range(STEPS):
         o_r = (i_p * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        b_x, m_x = logits(g, gate.dt_bias, i_h, o_r, T, rows, K, BK)
+        b_x, m_x = logits(g, gate.dt_bias, i_h, o_r, T, n_tokens, K, BK)
         p_dy = tokens_at(dy, i_h, o_r, T, o_k)
         b_dy = tl.load(p_dy, mask=m_x, other=0.0).to(tl.float32)
         if BOUNDED:
@@ -281,12 +281,12 @@ def tokens_at(x, i_h, o_r, T, o_k):
 
 
 @triton.jit
-def logits(g, dt_bias, i_h, o_r, T, rows, K: tl.constexpr, BK: tl.constexpr):
+def logits(g, dt_bias, i_h, o_r, T, n_tokens, K: tl.constexpr, BK: tl.constexpr):
     """Return g + dt_bias of rows o_r of all B * T tokens of one head, [ROWS, BK] fp32, and which of
     them are entries.
     """
     o_k = tl.arange(0, BK)
-    m_x = (o_r < rows)[:, None] & (o_k < K)[None, :]
+    m_x = (o_r < n_tokens)[:, None] & (o_k < K)[None, :]
     p_x = tokens_at(g, i_h, o_r, T, o_k)
     b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
     if dt_bias is not None:
@@ -323,7 +323,7 @@ def gate(
             y=y,
             T=T,
             HV=HV,
-            rows=B * T,
+            n_tokens=B * T,
             lower_bound=lower_bound or 0.0,
             K=K,
             BK=block,
@@ -362,7 +362,7 @@ def gate_backward(
             ddt_bias=ddt_bias,
             T=T,
             HV=HV,
-            rows=B * T,
+            n_tokens=B * T,
             lower_bound=lower_bound or 0.0,
             K=K,
             BK=block,
