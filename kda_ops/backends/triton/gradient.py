@@ -268,7 +268,7 @@ def _launch_small(
         p.q.device,
         k=strided(fit(p.k)),
         v=strided(fit(p.v)),
-        rows=tile.rows,
+        factors=tile.factors,
         kept=kept,
         z=z,
         G=G,

@@ -18,7 +18,7 @@ SMALL = tl.constexpr(2.0**-10)
 def gradient_small(
     k,
     v,
-    rows,
+    factors,
     kept,
     z,
     G,
@@ -46,7 +46,7 @@ def gradient_small(
     at = locate(cu_seqlens, i_t, N, T)
     if (at.n_rows > 0) & at.live:
         o_r = tl.arange(0, CHUNK)
-        b_small = (load_row(rows, i_tile, BETA_KDA) < SMALL) & (o_r < at.n_rows)
+        b_small = (load_row(factors, i_tile, BETA_KDA) < SMALL) & (o_r < at.n_rows)
         b_left = tl.where(b_small, o_r, CHUNK)
         i = tl.min(b_left, 0)
         p_k = chunk_of(k, at, i_h // (HV // H)).pointer
@@ -65,8 +65,8 @@ def gradient_small(
                 b_c += tl.sum(b_vn * b_z[None, :], 1)
             b_c = tl.where(o_r < i, b_c, 0.0)
             if L2NORM:
-                b_c *= load_norm(rows, i_tile, NORM_K_KDA, L2NORM)
-                norm = tl.load(rows + (i_tile * COUNT_KDA + NORM_K_KDA) * CHUNK + i)
+                b_c *= load_norm(factors, i_tile, NORM_K_KDA, L2NORM)
+                norm = tl.load(factors + (i_tile * COUNT_KDA + NORM_K_KDA) * CHUNK + i)
             else:
                 norm = 1.0
             for i_k in tl.range(0, K, BK, num_stages=1):
