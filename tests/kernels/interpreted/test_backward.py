@@ -137,7 +137,7 @@ def test_blocks_of_every_size_give_the_same(reach, level, monkeypatch):
     assert found == [level]
 
 
-def test_packed_tiles_lie_as_the_kernels_take_them():
+def test_vectors_lie_as_the_kernels_take_them():
     x = torch.arange(4096).view(64, 64)
     r, c = torch.arange(64)[:, None], torch.arange(64)[None, :]
     w, b, a, n, t, e = r >> 4, r >> 3 & 1, r & 7, c >> 3, c >> 1 & 3, c & 1

@@ -274,7 +274,7 @@ def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
     ],
     ids=str,
 )
-def test_what_is_kept_of_the_pairs_gives_the_same_bits(case):
+def test_what_is_kept_as_AP_gives_the_same_bits(case):
     p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
     made, with_AP = TRITON.prepare(p, norms=True), case.rank == 1
     first = TRITON.prepare(p, with_AP=with_AP)
