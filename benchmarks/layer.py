@@ -3,13 +3,14 @@
 ``python -m benchmarks.layer [--parts PART ...] [--variant kda gdn] [--before TREE] [--out JSON]``
 
   eager     the layer in eager mode, ours and FLA's: forward, and forward with backward
-  compiled  the same in one graph, with each choice of plain forms (registrations.decompositions)
+  compiled  our layer in one graph, with each choice of plain forms (registrations.decompositions)
   decode    one token per sequence on a cache: time of the host, and of the GPU
-  kernels   the convolution and the norm alone, next to FLA's functions, and other cuts of tiles
+  kernels   the convolution and the norm alone, next to FLA's functions
+  cuts      the convolution with other tile sizes; only on request
 
 With ``--before``, the first three are measured in another checkout too, in a process of its own.
-Each side of a row runs in turns with the others, and a time is the median of the GPU alone
-(`kda_ops.tools.timer`). "MB" is the peak memory of a training step above the parameters.
+Sides run one after another. A time is the median of the GPU alone (`kda_ops.tools.timer`). "MB" is
+the peak memory of a pass above what was allocated before it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
 from kda_ops.tools.timer import gpu_ms, host_us
 
 Row = dict[str, Any]
-# a call, how many tensors of x's size forward and backward must move, and its cotangent
+# a call, the number of tensors of x's size that forward and backward must move, and the cotangent
 Calls = dict[str, tuple[Callable[[], Tensor], tuple[int, int], Tensor]]
 SIZES = {"cuda": (4, 4096, 16, 128), "cpu": (1, 32, 2, 16)}  # B, T, heads, width
 OURS = {"kda": KimiDeltaAttention, "gdn": GatedDeltaNet}
@@ -71,7 +72,7 @@ def theirs(variant: str, device: str) -> nn.Module:
 
 
 def output(y: Tensor | tuple) -> Tensor:
-    """Return the output of a layer, the first that FLA's returns."""
+    """Return the output of a layer; FLA's returns a tuple that begins with it."""
     return y if isinstance(y, Tensor) else y[0]
 
 
@@ -104,7 +105,7 @@ def passes(layer: Callable, x: Tensor) -> Iterator[tuple[str, Callable[[], objec
 
 
 def peak_mb(call: Callable[[], object], device: str) -> float | None:
-    """Return the peak memory of a call above what is held before it."""
+    """Return the peak memory of a call above what was allocated before it."""
     if device != "cuda":
         return None
     call()
@@ -117,7 +118,7 @@ def peak_mb(call: Callable[[], object], device: str) -> float | None:
 
 
 def rows_of(part: str, variant: str, side: str, layer: Callable, device: str) -> Iterator[Row]:
-    """Yield the rows of one side: a time per pass, or why there is none."""
+    """Yield the rows of one side: per pass a time, or the error that prevents it."""
     for name, call in passes(layer, tokens(device)):
         row: Row = dict(part=part, variant=variant, side=side) | {"pass": name}
         try:
@@ -140,12 +141,12 @@ def compiled(variant: str, device: str) -> Iterator[Row]:
     import torch._inductor.decomposition  # registers ours
 
     choose: Callable[..., object] = tuple  # does nothing
-    forms: dict[str, tuple[str, ...]] = {"ours": ()}  # of a checkout without a choice
+    forms: dict[str, tuple[str, ...]] = {"ours": ()}  # in a checkout without decompositions
     with suppress(ImportError):
         from kda_ops.registrations import decompositions
 
         choose, forms = decompositions.choose, FORMS
-    torch._inductor.config.force_disable_caches = True  # they do not know of the choice
+    torch._inductor.config.force_disable_caches = True  # their keys lack the choice
     for side, names in forms.items():
         torch._dynamo.reset()
         choose(names)
@@ -172,7 +173,7 @@ def decode(variant: str, device: str) -> Iterator[Row]:
 
 
 def kernels(variant: str, device: str) -> Iterator[Row]:
-    """Yield the operators alone: times, and bytes per second of what must be read and written."""
+    """Yield the operators alone: times, and the achieved bandwidth of the unavoidable traffic."""
     import kda_ops
 
     B, T, heads, width = SIZES[device]
@@ -251,7 +252,7 @@ PARTS = dict(eager=eager, compiled=compiled, decode=decode, kernels=kernels, cut
 
 
 def before(tree: Path, parts: list[str], variants: list[str], device: str) -> list[Row]:
-    """Measure parts in another checkout by this file, in a process of its own."""
+    """Measure parts in another checkout with this file, in a process of its own."""
     words = ["--parts", *parts, "--variant", *variants, "--device", device, "--alone"]
     path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(

@@ -124,8 +124,8 @@ def whole(case: Case, peer: Peer | None) -> dict:
 def in_layers(step: Callable[[Tensor], Any], pools: list[Tensor]) -> Callable[[], None]:
     """Return a function that makes one decode call on each pool, like the layers of a model.
 
-    It keeps all results to the end. A peer that returns new states would otherwise write those of
-    every call to the same memory, which stays in the cache.
+    It keeps all results to the end. Otherwise a peer that returns new states would write them to
+    the same memory in every call, and that memory would stay in L2.
     """
 
     def call() -> None:

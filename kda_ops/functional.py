@@ -89,10 +89,10 @@ def chunk_kda(
             ``safe_gate`` promises.
         safe_gate: promise that g stays in [-5, 0], or above ``lower_bound``. Kernels may then use
             faster formulas; the result changes by rounding only.
-        safe_beta: promise that a given beta stays in [0, 1]. Backward is faster, forward too with
-            ``safe_keys`` or the norm inside. The result changes by rounding only.
-        safe_keys: promise that keys have at most unit length, apart from rounding. It has an effect
-            only with ``safe_beta``, the sigmoid inside or no beta.
+        safe_beta: promise that a given beta stays in [0, 1]. It speeds up the backward of KDA, and
+            forward with ``safe_keys`` or the norm inside. The result changes by rounding only.
+        safe_keys: promise that keys have at most unit length, apart from rounding. It speeds up
+            forward with ``safe_beta``, with the sigmoid inside or without beta.
         use_beta_sigmoid_in_kernel: use ``sigmoid(beta)``.
         allow_neg_eigval: use ``2 * sigmoid(beta)``; needs ``use_beta_sigmoid_in_kernel``.
         transpose_state_layout: states are ``[N, HV, V, K]``, in and out.

@@ -1,8 +1,8 @@
-"""Decompositions for Inductor: plain torch in place of an operator, where that is faster.
+"""Replace operators by plain torch for Inductor, where that takes less time or memory.
 
-Registered when Inductor's table is imported. A graph then has the plain form, which Inductor fuses;
-what `PLAIN` does not name stays an operator. The numbers are those of the operator up to one
-rounding, because the plain forms are those of the CPU backends, with sums in float32.
+Registered when Inductor's table is imported. A graph then has the plain form, which Inductor fuses.
+What `PLAIN` does not name stays an operator. Results match the operator's up to one rounding: the
+plain forms are those of the CPU backends, with sums in float32.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kda_ops.convolution import Convolution, ConvolveBackward
 from kda_ops.norm import Norm, NormBackward
 from kda_ops.registrations import schemas
 
-# The operators that compiled graphs leave to Inductor, by name; a backward is a name of its own.
-# `benchmarks.layer` measures both forms. The norm is as fast, and training takes less memory.
+# Names of the operators that Inductor decomposes; forward and backward have separate names.
+# `benchmarks.layer` measures both forms. The plain norm takes less memory in training.
 PLAIN = frozenset(("gated_rms_norm", "gated_rms_norm_bwd"))
 
 
@@ -59,7 +59,7 @@ _FORMS: dict[schemas.Operator, Callable] = {
 def choose(names: Iterable[str] = PLAIN) -> None:
     """Let later compilations use the plain forms of these operators, and no others.
 
-    Inductor's caches do not know of the choice: turn them off to compile both forms.
+    The choice is no part of the key of Inductor's caches: turn them off to compile both forms.
     """
     for operator, form in _FORMS.items():
         op = operator.overload(schemas.KDA)

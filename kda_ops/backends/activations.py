@@ -15,8 +15,8 @@ from kda_ops.problem import Problem
 EPS = 1e-6  # inside the square root of the l2 norm
 
 
-# On a CPU, torch's softplus and sigmoid round strided elements and the last ones of a tensor
-# differently: a token's bits would depend on its place.
+# On a CPU, torch's softplus and sigmoid round strided elements and a tensor's last elements
+# differently. A token's bits would then depend on its place.
 
 
 def _sigmoid(x: Tensor) -> Tensor:

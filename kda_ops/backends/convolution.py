@@ -18,10 +18,10 @@ from kda_ops.convolution import Convolution
 class _Rows:
     """The rows of tails and tokens on one axis, and where each lies: [B, rows, D].
 
-    `token` and `tail` are the rows of tokens and tails, and `end` those of final tails, as indices
-    into axis 1 of one packed row; None for dense rows, where they are slices. `live` tells tokens
-    of sequences from those past the last, which lie at the end as zeros, behind a tail of their
-    own. Nothing is read on the host.
+    `token`, `tail` and `end` are the rows of tokens, tails and final tails: indices into axis 1 of
+    one packed row. In dense rows these are slices, and `token` is None. `live` is true for tokens
+    of sequences. Tokens past the last sequence are zero. They lie at the end, behind a tail of
+    their own. Nothing is read on the host.
     """
 
     def __init__(self, p: Convolution, tail: Tensor | None):
@@ -63,7 +63,7 @@ class _Rows:
         return rows[0, place].reshape(self.p.N, self.past, self.p.D)
 
     def add_end(self, rows: Tensor, dfinal: Tensor) -> Tensor:
-        """Return the rows with gradients of the final tails [N, W - 1, D] added to theirs."""
+        """Return the rows, with the gradients of final tails [N, W - 1, D] added to them."""
         if self.token is None:
             return rows + F.pad(dfinal, (0, 0, self.p.T, 0))
         # the final tails of two sequences share no row
@@ -80,7 +80,7 @@ def _sums(p: Convolution, rows: Tensor) -> Tensor:
 
 
 def _back(p: Convolution, dz: Tensor) -> Tensor:
-    """Return the gradient of the rows, W - 1 more than those of dz."""
+    """Return the gradient of the rows: W - 1 more rows than dz has."""
     weight, past = p.weight.to(p.sum_dtype), p.W - 1
     padded, count = F.pad(dz, (0, 0, past, past)), dz.shape[1] + past
     drows = padded[:, past : past + count] * weight[:, 0]

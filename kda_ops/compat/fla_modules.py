@@ -11,10 +11,10 @@ Names, order and defaults match FLA 0.6.0. Intended differences:
 
 - An unknown keyword is an error; FLA drops it.
 - ``backend``, ``cu_seqlens_cpu`` and ``chunk_indices`` are accepted and ignored.
-- These raise an error: no ``weight`` of a convolution, ``cp_context`` (pass the tail of
-  `kda_ops.distributed.exchange_tail` to `kda_ops.short_conv`), and of the norm ``bias``,
-  ``residual`` and ``prenorm``.
-- A ``residual`` is added to the rounded output of a convolution.
+- A convolution without a ``weight`` or with a ``cp_context`` raises an error. In place of
+  ``cp_context``, pass the tail of `kda_ops.distributed.exchange_tail` to `kda_ops.short_conv`.
+- A norm with ``bias``, ``residual`` or ``prenorm`` raises an error.
+- A convolution rounds its output before it adds the ``residual``.
 
 Example:
     >>> import torch
@@ -63,7 +63,7 @@ def causal_conv1d(
     Args:
         x: ``[B, T, D]``, or ``[B, T, ...]`` with D channels in the last axes.
         residual: of x's shape, added to the output.
-        initial_state: ``[N, D, W]``, the last W inputs, of which the first is never read.
+        initial_state: ``[N, D, W]``, the last W inputs, oldest first; the oldest is never read.
 
     Returns:
         The output in x's shape, and the final state ``[N, D, W]`` or None.
@@ -110,7 +110,7 @@ def causal_conv1d_update(
 
     Args:
         x: ``[N, D]``, ``[1, N, D]`` or ``[N, 1, D]``.
-        cache: ``[N, D, W]``, the last W inputs.
+        cache: ``[N, D, W]``, the last W inputs, oldest first; updated in place.
         residual: of x's shape, added to the output.
 
     Returns:
@@ -145,9 +145,9 @@ def rms_norm_gated(
     """
     for name, given in (("bias", bias is not None), ("residual", residual is not None)):
         if given:
-            raise ValueError(f"{name} must be None: add it outside.")
+            raise ValueError(f"{name} must be None, got a tensor: add it outside.")
     if prenorm:
-        raise ValueError("prenorm must be False: there is no residual to return.")
+        raise ValueError("prenorm must be False: rms_norm_gated takes and returns no residual.")
     if weight is None:
         weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
     return gated_rms_norm(x, weight, g, eps=eps, activation=activation)

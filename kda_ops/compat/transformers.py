@@ -2,7 +2,7 @@
 
 Covers the models in `MODELS`: Kimi-Linear, GLM-5.3-Flash and Ling-3.0-Flash with KDA; Qwen3-Next,
 Qwen3.5, Qwen4-Exp, OLMo-hybrid and LaraMini with GDN. ``enable()`` replaces the delta rule, the
-convolution in front of it and the gated norm behind it; ``disable()`` restores them::
+convolution before it and the gated norm after it; ``disable()`` restores them::
 
     import kda_ops.compat.transformers
 
@@ -13,10 +13,10 @@ convolution in front of it and the gated norm behind it; ``disable()`` restores 
         model.generate(...)
 
 Models look these functions up at every call, so existing models follow and compiled models
-recompile once. The rest of a model is unchanged: projections, other norms, caches, masks. On a
-cache, the convolution of transformers itself runs where a gradient is wanted.
-Results match the PyTorch path of transformers up to rounding. This includes
-``torch.compile(fullgraph=True)``, padding, caches and ``generate``.
+recompile once. The rest of a model is unchanged: projections, other norms, caches, masks. If a
+gradient is wanted on a cache, transformers' own convolution runs there. Results match the PyTorch
+path of transformers up to rounding. This includes ``torch.compile(fullgraph=True)``, padding,
+caches and ``generate``.
 
 **Packed sequences**: pass ``cu_seq_lens_q`` ``[N + 1]`` (int32 or int64), and ``position_ids`` that
 start again with each sequence. ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes
@@ -178,7 +178,10 @@ def _convolution(original: Callable) -> Callable:
 
 
 def _update(original: Callable) -> Callable:
-    """Return transformers' convolution on a cache; where a gradient is wanted, its own one."""
+    """Return the replacement of transformers' convolution on a cache.
+
+    It calls the original where a gradient is wanted, because ours writes the cache in place.
+    """
 
     @functools.wraps(original, updated=())
     def causal_conv1d_update(
@@ -206,7 +209,10 @@ def _update(original: Callable) -> Callable:
 
 
 def _gated_norm(original: Callable) -> Callable:
-    """Return the forward of transformers' gated norm, for the activations of ours."""
+    """Return the replacement of a gated norm's forward.
+
+    It calls the original for activations that `kda_ops.gated_rms_norm` lacks.
+    """
 
     @functools.wraps(original, updated=())
     def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:

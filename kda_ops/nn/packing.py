@@ -1,4 +1,4 @@
-"""Pack padded rows into one row, and say where a call's tokens lie."""
+"""Pack padded rows into one row, and record where a call's tokens lie."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from kda_ops.nn.local import local
 class ShortConvolution(nn.Module):
     """Apply a short causal convolution to each channel, then SiLU.
 
-    ``y_t = silu(bias + sum_i weight[:, 0, i] * x_{t - size + 1 + i})``. Inputs before the first are
-    those of `tail`, or zero. The operator is `kda_ops.short_conv`.
+    ``y_t = silu(bias + sum_i weight[:, 0, i] * x_{t - size + 1 + i})``. The inputs
+    before x are those of `tail` or `initial_tail`, or zero. The operator is `kda_ops.short_conv`.
 
     Args:
         channels: D.
@@ -87,19 +87,20 @@ class ShortConvolution(nn.Module):
         Args:
             x: ``[B, T, D]``, or ``[1, T, D]`` with `cu_seqlens`; fp16 to fp64, on the device of the
                 weight.
-            tail: ``[N, size - 1, D]``, the inputs before x, oldest first; updated in place, so for
-                inference only.
+            tail: ``[N, size - 1, D]``, the inputs before x, oldest first; inference only, because
+                it is updated in place.
             cu_seqlens: ``[N + 1]``, int32 or int64: offsets of packed sequences.
-            initial_tail: as `tail`, but only read, and differentiable.
+            initial_tail: as `tail`, but read only and differentiable.
             checked: the caller has checked that the tail may be written.
 
         Returns:
             ``[B, T, D]`` in x's dtype.
 
         Raises:
-            ValueError: x has another number of channels, or a tail another shape.
-            TypeError: x or the tail is not a float or on another device than the weight.
-            RuntimeError: a tail is given and a gradient is wanted, or the tail was made under
+            ValueError: x has another number of channels, a tail has another shape, or both tails
+                are given.
+            TypeError: x or a tail is not a float, or is on another device than the weight.
+            RuntimeError: `tail` is given and a gradient is wanted, or it was made under
                 ``torch.inference_mode()`` and is used outside.
         """
         weight, bias = local(self.weight), local(self.bias)

@@ -1,4 +1,4 @@
-"""Which operators of a layer compiled graphs keep, and that their plain forms compute the same."""
+"""Compiled graphs keep the operators that are not chosen; plain forms compute the same."""
 
 import pytest
 import torch

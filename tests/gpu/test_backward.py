@@ -291,7 +291,7 @@ def test_the_scratch_of_a_training_step_is_bounded():
 
 @pytest.mark.parametrize("gate", ("strong", "weak"))
 def test_gradients_of_a_promised_beta_are_those_of_one_that_is_not(gate):
-    """`gradient_small` takes the tokens by whose beta nothing can be divided."""
+    """`gradient_small` computes dbeta where beta is too small to divide by."""
     case = Case(dtype=BF16, K=128, V=128, H=2, HV=4, T=330, gate=gate, safe_gate=True, l2norm=True)
     inputs, cotangents = case.inputs(CUDA), case.cotangents(CUDA)
     values = (0.0, 1e-12, SMALL.value / 2, SMALL.value)

@@ -103,7 +103,7 @@ def test_runs_give_the_same_bits(name):
 
 
 def test_a_small_strength_has_a_gradient(monkeypatch):
-    """The walk divides sums by beta: a beta of 0 counts as a small one there."""
+    """The walk divides sums by beta, so a beta of 0 counts as 2^-64 there."""
     SMALL = reverse_walk.SMALL.value
     values = (0.0, 1e-12, SMALL / 2, SMALL)
     inputs, cotangents = GIVEN.inputs(CUDA), GIVEN.cotangents(CUDA)

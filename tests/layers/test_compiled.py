@@ -141,7 +141,7 @@ def test_a_layer_with_offsets_goes_through_transforms(make):
 def test_a_mapped_layer_and_gradients_per_sample_compile_in_grad_mode(make):
     torch._dynamo.reset()
     layer, x = build(make), torch.stack([rows(2, 9), 2 * rows(2, 9), -rows(2, 9)])
-    # Dynamo cannot trace the `repr` of a module, which vmap calls without need
+    # a lambda, because vmap calls `repr` of a module, which Dynamo cannot trace
     mapped = torch.vmap(lambda x: layer(x))
     close(torch.compile(mapped, fullgraph=True, backend="aot_eager")(x), mapped(x))
 

@@ -1,4 +1,4 @@
-"""The benchmark of whole layers runs, and leaves compiled graphs as they were."""
+"""The benchmark of whole layers runs, and restores the choice of plain forms."""
 
 import pytest
 import torch

@@ -80,7 +80,7 @@ def turn_back(b_x):
 @triton.jit
 def store_turned(p_x, stride, stride_v, b_x, rows, columns, only=None):
     """Write a turned tile [W, X] to its first `rows` rows and `columns` columns in memory, from the
-    registers it is in. With `only` [1, X], write the rows in memory for which it is true.
+    registers it is in. With `only` [1, X], write only the rows in memory where it is true.
     """
     W: tl.constexpr = b_x.shape[0]
     X: tl.constexpr = b_x.shape[1]

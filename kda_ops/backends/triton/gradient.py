@@ -221,7 +221,7 @@ def _launch_keys(
     anchored: Tensor | None,
     grads: KeyGradients,
 ) -> None:
-    """Launch `gradient_keys`: the gradients of q, k and the sums G."""
+    """Launch `gradient_keys`, which writes the gradients of q and k, and dG in place of G."""
     options, exact = tuning.choose("gradient_keys", p), p.q.dtype is torch.float32
     launch(
         gradient_keys,
@@ -248,13 +248,13 @@ def _launch_keys(
 
 
 def _anchored(p: Problem) -> Tensor | None:
-    """Allocate how many rows of each chunk may share an anchor, where factors allow any."""
+    """Allocate `anchored` of `sum_decays`; None where no rows may share an anchor."""
     size = (_count(p), p.HV)
     return new(p.q, "anchored", size, torch.int32) if tuning.anchored(p) else None
 
 
 def _sum_decays(p: Problem, G: Tensor, anchored: Tensor | None) -> None:
-    """Launch `sum_decays`."""
+    """Launch `sum_decays`, which writes G and `anchored`."""
     launch(sum_decays, _programs(p), p.q.device, G=G, anchored=anchored, **_gate(p))
 
 

@@ -125,11 +125,11 @@ def gradient_pairs(
         dscores.P = tril(scale do v_new^T)   dscores.L = -strict_tril(z v_new^T)   [64, 64]
             each with its transpose above the diagonal, in the order of `fragment.as_vectors`
         dots.q = sum_v do o              dots.k = sum_v z (2 v_new - beta v)  [64] fp32
-        dbeta = sum_v z v_new / beta for a sigmoid, else if TILED its part sum_v z v   [64]
+        dbeta = sum_v z v_new / beta; its part sum_v z v if TILED without SIGMOID      [64]
 
-    dbeta of a sigmoid goes through the sigmoid, to the logit (`strength_gradient`). Where a beta
-    that is given without TILED is small, `gradient_small` overwrites dbeta. dots are the
-    dot products of unit q and k with their gradients, which are sums over V too (docs/maths.md).
+    With SIGMOID, dbeta goes through the sigmoid, to the logit (`strength_gradient`). With neither
+    SIGMOID nor TILED, `gradient_small` overwrites dbeta where beta is small. dots are the dot
+    products of unit q and k with their gradients, which are sums over V too (docs/maths.md).
     `z` is z if TILED, else dv = beta z. In the latter case dscores.L is beta dL, as the gradients
     of q and k need it.
 

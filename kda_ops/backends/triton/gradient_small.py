@@ -1,5 +1,5 @@
-"""The gradient of small values of a beta that is promised to be at most 1: KDA's part that
-`gradient_pairs` cannot form.
+"""Compute KDA's gradient of a beta with ``safe_beta`` where beta is too small for the formula of
+`gradient_pairs`.
 """
 
 import triton
@@ -9,8 +9,8 @@ from kda_ops.backends.triton.gradient_chunk import chunk_of, load_norm, load_row
 from kda_ops.backends.triton.operands import BETA_KDA, COUNT_KDA, NORM_K_KDA
 from kda_ops.backends.triton.tile import CHUNK, load_tile
 
-# From here on, v_new / beta tells to a rounding what a token missed. For a smaller given beta, the
-# products of the inverse in fp16 lose digits of A's row: at 2^-18 dbeta is off by 2.7e-2.
+# From this beta on, z . v_new / beta is as accurate as a rounding. For a smaller given beta, the
+# products of the inverse in fp16 lose digits of A's row: at 2^-18 dbeta is off by 2.7e-2 (RMS).
 SMALL = tl.constexpr(2.0**-10)
 
 
@@ -38,9 +38,9 @@ def gradient_small(
 
         dbeta_i = z_i . v_i - sum_k k_ik (exp(G_ik) (S z_i)_k + sum_{j<i} E_ijk k_jk z_i . v_new_j)
 
-    . is a sum over V, k unit if L2NORM. The formula of `gradient_pairs`, z . v_new / beta, would
-    divide by zero. Such tokens are rare: their rows are taken one by one, and a chunk without any
-    ends at once. `z` holds their rows alone. G is that of `sum_decays`.
+    The dot sums over V, and k is unit if L2NORM. The formula of `gradient_pairs`, z . v_new / beta,
+    would divide by zero. Such tokens are rare. So a program takes them one at a time, and returns
+    at once if its chunk has none. Only their rows of `z` are written. G is that of `sum_decays`.
     """
     i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
     at = locate(cu_seqlens, i_t, N, T)

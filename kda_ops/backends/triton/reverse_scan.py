@@ -87,7 +87,7 @@ def load_do(do, at, c, o_r, o_v, V: tl.constexpr):
 def write_values(ends, at, i_tile, c, b_z, b_beta, V: tl.constexpr, FEW: tl.constexpr = False):
     """Write z and dv = beta z of chunk c from z^T [BV, 64], each if its tensor is given.
 
-    With FEW, write z where beta is below SMALL alone.
+    With FEW, write z only where beta is below SMALL.
     """
     if ends.z is not None:
         only = b_beta < SMALL if FEW else None
@@ -129,8 +129,8 @@ def reverse_scan_kda(
         dS <- gamma dS + qg^T do - w^T dv_new [K, V] fp32
 
     `gradient` needs dS, the gradient of the state that leaves the chunk. It also needs z, the
-    gradient of beta (v - k exp(G) S), or dv = beta z, or dv and FEW rows of z (`reads_few`). With
-    them it reads `factors` of the tile alone.
+    gradient of beta (v - k exp(G) S), or dv = beta z. With FEW it needs dv, and z where beta is
+    small (`reads_few`). Of the tile it reads `factors` alone.
 
     dS has V as its rows (`fragment.turn`), as S has in `scan_kda`. Every transpose is of a tile
     from memory, never of a product. The operand dv_new is rounded. On A's diagonal, which is one, z
@@ -228,9 +228,9 @@ def reverse_scan_gdn(
 
 
 def reads_few(p: Problem) -> bool:
-    """Return whether `gradient` takes dv = beta z, and z where beta is small (`gradient_small`).
+    """Return whether `gradient` reads dv = beta z, and z where beta is small (`gradient_small`).
 
-    It does for KDA in bf16, if a beta of at most 1 is promised. Without the promise it reads z.
+    It does for KDA in bf16, if beta is given with `safe_beta`. Without the promise it reads z.
     """
     given = p.beta is not None and not p.sigmoid_beta
     return bool(p.rank and given and p.safe_beta and p.q.dtype is torch.bfloat16)

@@ -136,9 +136,9 @@ def finish_small(
 ):
     """Write dbeta of the rows with a given beta below SMALL, and dv of those below LEAST.
 
-    The walk wrote max(beta, LEAST) z, to rows of stride z_s from p_z on. All of it has been copied
-    to `dv`, where p_z is elsewhere. Rows are loaded where they are needed, 16 at a time, as in
-    `copy_rows`.
+    The walk wrote max(beta, LEAST) z, to rows of stride z_s from p_z on. Where p_z is in `tails`,
+    `copy_rows` has copied all rows to `dv`. Rows are loaded only where beta is small, 16 at a time
+    as in `copy_rows`.
     """
     o_d = tl.arange(0, D)
     tl.debug_barrier()  # other threads have copied dv
@@ -193,12 +193,13 @@ def finish_walk(
 
         dg    = sum of dG over a row and the rows after it, plus for the whole chunk
                 sum k r_1 (v_new dS^T) + gamma sum S dS; then through the gate   [64]
-        dbeta = (1 - beta) sum_v z v_new for the logit of a sigmoid, if GIVEN
-                sum_v z v_new / beta, below SMALL sum_v z v + sum_k k part / beta   [64]
-        dv    = beta z, if TILED, and if GIVEN below LEAST                          [64, V]
+        dbeta = (1 - beta) sum_v z v_new, for the logit of a sigmoid;
+                sum_v z v_new / beta, if GIVEN and beta >= SMALL;
+                sum_v z v + sum_k k part / beta, if GIVEN and beta < SMALL       [64]
+        dv    = beta z, if TILED, or if GIVEN and beta < LEAST                   [64, V]
 
-    Names are those of `reverse_walk_gdn`. With NEG_EIGVAL, 1 - beta / 2 replaces 1 - beta. Of a
-    GIVEN beta, rows of dv and v are loaded below SMALL alone. A last chunk with fewer than 64
+    Names are those of `reverse_walk_gdn`. With NEG_EIGVAL, 1 - beta / 2 replaces 1 - beta. If
+    GIVEN, rows of dv and v are loaded only where beta < SMALL. A last chunk with fewer than 64
     tokens takes its dq, dk and dv from `tails`. Tokens of no sequence get zeros.
     """
     i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
@@ -265,7 +266,7 @@ def reverse_walk(
     assert KERNEL is not None  # as `walks` has checked
     q, device, tiles = p.q, p.q.device, count_chunks(p) * p.HV
     given, grouped = p.beta is not None and not p.sigmoid_beta, p.HV > p.H
-    tiled = reads_z(p) and not given  # for small values of a given beta: `finish_small`
+    tiled = reads_z(p) and not given  # given: `finish_small` serves a small beta
     dv = new(q, "dv", shape_of(p.v))
     if grouped:  # fp32, because value heads add up
         shape = (p.B, p.T, p.HV, p.K)

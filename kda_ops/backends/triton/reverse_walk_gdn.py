@@ -438,9 +438,9 @@ def reverse_walk_gdn(
     pairs of rows add to dG cancels in a sum over a chunk: both sides use the same rounded M and N.
 
     If TILED, z takes the place of dv, in the output too, and beta is a factor of rows. If GIVEN,
-    dv is LEAST z where beta is smaller. If GROUPED,
-    several value heads share q and k, and dq and dk are fp32 per value head. `finish_walk` makes dg
-    and dbeta of the sums, whose places `SUMS` lists.
+    dv is LEAST z where beta is below LEAST. If GROUPED, several value heads share q and k, and dq
+    and dk are fp32 per value head. `finish_walk` makes dg and dbeta from the sums. `SUMS` lists
+    where they are.
     """
     TYPE: gl.constexpr = q_d.dtype
     pid = gl.program_id(0)

@@ -91,7 +91,7 @@ def test_fp16_inputs_take_one_product_only_with_norm_and_sigmoid_inside():
 @pytest.mark.parametrize("l2norm", (False, True))
 @pytest.mark.parametrize("need", (("beta",), GRADIENTS))
 def test_a_small_strength_has_a_gradient(need, l2norm):
-    """`gradient_small` takes the tokens by which `gradient_pairs` cannot divide."""
+    """`gradient_small` computes dbeta where beta is too small to divide by."""
     values = (0.0, 1e-12, SMALL.value / 2, SMALL.value)
     case = replace(SMALL_CASE, l2norm=l2norm, lengths=(0, 65, 1, 37), tail=3, beta="given")
     inputs = case.inputs()

@@ -35,7 +35,7 @@ def test_sums_and_last_rows_become_gradients(tiled, given):
     sums, rows, gamma = randn(visited, HV, FLOATS), randn(visited, HV, 7, 64), randn(visited, HV, 1)
     rows[:, :, 2] = torch.rand(visited, HV, 64, generator=gen)
     if given:
-        # one value of each kind: zero, less than LEAST, small, just small, and SMALL itself
+        # zero, below LEAST, below SMALL, just below SMALL, and SMALL itself
         for i, small in enumerate((0.0, 2.0**-70, 2.0**-30, 2.0**-10 - 2.0**-20, 2.0**-10)):
             rows[:, 0, 2, i::7] = small
     tails, v = randn(N, HV, 3, 64, D), randn(1, T, HV, D)
