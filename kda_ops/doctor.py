@@ -78,18 +78,6 @@ HAZARDS = (
         ),
         "our configurations are checked numerically before they enter the table",
     ),
-    Hazard(
-        (3, 6),
-        (3, 7, 1),
-        10,
-        "ptxas runs out of registers for sm_100",
-        (
-            "in fp32, GDN's backward with given inputs and several value heads per key head does "
-            "not compile; use triton 3.8"
-        ),
-        ("gradient_gdn",),
-        "Register allocation",
-    ),
     Hazard((3, 9), None, None, "block pointers (tl.make_block_ptr) are removed", "we use none"),
     Hazard(
         (3, 10),

@@ -166,7 +166,7 @@ class Row(NamedTuple):
     """A row of the table: operands of `bits`, architectures `sm`, keys up to `K` columns."""
 
     bits: int
-    sm: str  # "early": before sm_90; "hopper"; "any"
+    sm: str  # "early": before sm_90; "hopper"; "later": after sm_90; "any"
     K: int
     options: Options
     fixed: bool = False  # blocks keep their size even where a tensor is narrower
@@ -208,8 +208,9 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(16, "hopper", 128, Options(ALL, 64, stages=3)),
         Row(16, "any", ALL, Options(ALL, 64)),
     ),
-    # before Hopper, ptxas gives up registers for wider ones
+    # before Hopper, ptxas gives up registers for wider ones; after it, for 4 warps in fp32
     "gradient_gdn": (
+        Row(32, "later", ALL, Options(32, 32, warps=8)),
         Row(32, "any", ALL, Options(32, 32)),
         Row(16, "early", ALL, Options(32, 32)),
         Row(16, "any", ALL, Options(128, 128)),
