@@ -44,9 +44,6 @@ class Hazard:
     arch: int | None
     what: str
     here: str  # what it means for kda_ops
-    # kernels without a workaround, and the error that ``python -m kda_ops compile`` gets for them
-    kernels: tuple[str, ...] = ()
-    fault: str = ""
 
     def concerns(self, triton: Version, archs: list[int]) -> bool:
         """Return whether it affects this triton on one of `archs`; no archs means all of them."""

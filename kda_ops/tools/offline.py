@@ -4,9 +4,7 @@ names an architecture.
 ``python -m kda_ops compile`` does it for the configuration of a layer, ``--all`` for the product of
 dtypes, widths, gates and modes too. Each line is one compiled kernel with what decides its speed:
 registers, bytes of stack (spills), shared memory, instructions. A kernel beyond its budget
-(`kda_ops.tools.budgets`) is an error, and so is one that does not compile. Hazards that `doctor`
-lists, of training on architectures that the kernels have never run on, are reported and are no
-error.
+(`kda_ops.tools.budgets`) is an error, and so is one that does not compile.
 """
 
 from __future__ import annotations
@@ -557,21 +555,6 @@ def compile_calls(calls: Iterable[Call | LayerCall], arch: int) -> list[Row]:
     return rows
 
 
-def is_known(row: Row, fault: str) -> bool:
-    """Whether `doctor` warns of this fault of a kernel of training, with the triton that is
-    here.
-    """
-    import triton
-
-    here = [
-        h
-        for h in doctor.HAZARDS
-        if row.kernel in h.kernels
-        and h.concerns(doctor.parse_version(triton.__version__), [row.arch // 10])
-    ]
-    return "keep" in row.label.split() and any(h.fault in fault for h in here)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Compile, print, and count what is over budget."""
     parser = argparse.ArgumentParser(
@@ -610,12 +593,7 @@ def main(argv: list[str] | None = None) -> int:
             ):
                 print(row, flush=True)
                 for fault in row.faults(row.label in strict):
-                    known = is_known(row, fault)
-                    faults += not known
-                    print(
-                        f"{'KNOWN' if known else 'OVER BUDGET'}: {row.label} {row.kernel} "
-                        f"sm_{row.arch}: {fault}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    faults += 1
+                    where = f"{row.label} {row.kernel} sm_{row.arch}"
+                    print(f"OVER BUDGET: {where}: {fault}", file=sys.stderr, flush=True)
     return 1 if faults else 0

@@ -6,12 +6,9 @@ import importlib.util
 import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-
-from kda_ops import doctor
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -41,47 +38,6 @@ def test_every_kernel_is_within_its_budget(arch):
         *layer.split(),
         *(("reverse_walk_gdn", "finish_walk", "gradient_small") if arch == "90" else ()),
     }
-    reported = {
-        line.split(" sm_")[0].split()[-1]
-        for line in run.stderr.splitlines()
-        if line.startswith("KNOWN: ")
-    }
-    here = (
-        h
-        for h in doctor.HAZARDS
-        if h.kernels
-        and h.concerns(doctor.parse_version(metadata.version("triton")), [int(arch) // 10])
-    )
-    assert reported == {kernel for h in here for kernel in h.kernels}, (
-        "mended? then no hazard names it any more"
-    )
-
-
-@pytest.mark.parametrize(
-    "arch, kernel, label, fault, known",
-    (
-        (80, "scan_kda", "kda keep", "given registers up", True),
-        (80, "scan_kda", "kda", "given registers up", False),
-        (80, "scan_kda", "kda keep", "a buffer is filled again", False),
-        (90, "scan_kda", "kda keep", "given registers up", False),
-        (80, "gradient_keys", "kda keep", "given registers up", False),
-    ),
-)
-def test_only_what_the_doctor_knows_is_no_error(arch, kernel, label, fault, known, monkeypatch):
-    from kda_ops.tools.offline import Row, is_known
-
-    monkeypatch.setattr(
-        doctor,
-        "HAZARDS",
-        (doctor.Hazard((3, 0), None, 8, "what", "here", ("scan_kda",), "given registers up"),),
-    )
-    assert (
-        is_known(
-            Row(label, "bound", kernel, arch, 4, 32, 8000, 0, 1.0, False),
-            f"32 registers: {fault} (docs/kernels/hazards.md)",
-        )
-        == known
-    )
 
 
 WAIT = "griddepcontrol.wait; // dummy %r2"
