@@ -528,16 +528,18 @@ ELSEWHERE += (
 
 
 def everything() -> Iterator[Call]:
-    """Dtypes, widths, gates and modes."""
-    for rank, dtype, K, gate, keep in product(
-        (1, 0),
-        (torch.bfloat16, torch.float16, torch.float32),
-        (16, 60, 64, 128, 256),
-        ("bound", "softplus", "plain", "safe"),
-        (False, True),
-    ):
-        for V, packed in ((K, False), (128, True)):
-            yield Call(rank, dtype, K, V, gate, keep, packed, group=2 if packed else 2 - rank)
+    """Yield dtypes, widths, gates and modes.
+
+    Neighbours differ in variant, dtype or width. Processes that take them in turn then seldom
+    compile the same kernel at once.
+    """
+    gates = "bound", "softplus", "plain", "safe"
+    for gate, keep, packed in product(gates, (False, True), (False, True)):
+        for rank, dtype, K in product(
+            (1, 0), (torch.bfloat16, torch.float16, torch.float32), (16, 60, 64, 128, 256)
+        ):
+            V, group = (128, 2) if packed else (K, 2 - rank)
+            yield Call(rank, dtype, K, V, gate, keep, packed, group=group)
 
 
 def compile_calls(calls: Iterable[Call | LayerCall], arch: int) -> list[Row]:

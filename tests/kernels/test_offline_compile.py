@@ -40,6 +40,16 @@ def test_every_kernel_is_within_its_budget(arch):
     }
 
 
+@pytest.mark.quick
+def test_processes_that_compile_everything_do_not_compile_the_same_at_once():
+    from kda_ops.tools.offline import everything
+
+    calls = list(everything())
+    assert len({c.label for c in calls}) == len(calls) == 480
+    for i in range(len(calls) - 29):  # as many processes
+        assert len({(c.rank, c.dtype, c.K) for c in calls[i : i + 30]}) == 30
+
+
 WAIT = "griddepcontrol.wait; // dummy %r2"
 
 
