@@ -12,7 +12,6 @@ share an anchor. In both ways, later rows do not change the rounding of earlier 
 """
 
 import math
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -117,21 +116,16 @@ def scores(b_rows, b_columns, PREC: tl.constexpr):
     return tl.dot(b_rows, tl.trans(b_columns), input_precision=PREC)
 
 
-class LevelScores(NamedTuple):
-    """Scores and decays of one half and slice of K; E_ij is the decay from row j to row i."""
-
-    P: Any  # q k^T o E, on and below the diagonal [rows, rows] fp32; zero unless SCORES
-    L: Any  # k k^T o E, likewise
-    start: Any  # the decay from the start of the half to a row [rows, width]
-    end: Any  # the decay from a row to the end of the half [rows, width]
-    total: Any  # the decay of the whole half [width]
-
-
 @triton.jit
 def level_scores(
     b_q, b_k, b_x, R: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr, SCORES: tl.constexpr
 ):
-    """Return `LevelScores` for any log decay b_x [rows, width].
+    """Return scores and decays of one half and slice of K, for any decay b_x [rows, width]::
+
+        q k^T o E, k k^T o E, on and below the diagonal     [rows, rows] fp32; zero unless SCORES
+        decay from the start of the half to a row           [rows, width]
+        decay from a row to the end of the half             [rows, width]
+        decay of the whole half                             [width]
 
     A pair of rows has the level at which the two first lie in different halves of a block. There
     the later row has the decay from the middle on, and the earlier row the decay up to the middle.
@@ -167,9 +161,13 @@ def level_scores(
                 b_P += tl.where(lower_left(h, ROWS), scores((b_q * b_f).to(TYPE), b_Y, PREC), 0.0)
     if SCORES:
         b_P += tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
-    b_start = tl.exp2(by_group(pre, before))
-    b_end = tl.exp2(by_group(suf, after))
-    return LevelScores(b_P, b_L, b_start, b_end, tl.reshape(tl.exp2(total), (W,)))
+    return (
+        b_P,
+        b_L,
+        tl.exp2(by_group(pre, before)),
+        tl.exp2(by_group(suf, after)),
+        tl.reshape(tl.exp2(total), (W,)),
+    )
 
 
 @triton.jit

@@ -93,29 +93,10 @@ class HalfRows(NamedTuple):
     w: Any  # beta k decayed from the start of the chunk, divided by `shift` [32, width]
 
 
-class HalfKeys(NamedTuple):
-    """Keys and decays of 32 rows, for one slice of K; [32, width] fp32 unless said.
-
-    G is the log decay from the start of the half to a row, in base 2, less `centre`. So if all rows
-    share an anchor, 2^G and 2^-G stay in the range of operands. Where no rows share one, the last
-    four are None.
-    """
-
-    k: Any
-    end: Any  # k decayed to the end of the half
-    start: Any  # 2^G
-    total: Any  # the decay of the half [width]
-    column: Any  # k 2^-G if all 32 rows share an anchor, else k
-    G: Any
-    groups: Any  # the second sum of `half_prefix`
-    centre: Any  # 16 log2_bound if all 32 rows share an anchor, else 0
-
-
 class HalfScores(NamedTuple):
     """Scores of 32 rows, [32, 32] fp32 each, for one slice of K; zero unless SCORES.
 
-    E_ij is the decay from row j to row i, and o multiplies entry by entry. Only the second half
-    has scores across.
+    E_ij is the decay from row j to row i, and o multiplies entry by entry.
     """
 
     P: Any  # q k^T o E, on and below the diagonal
@@ -197,52 +178,6 @@ def load_decay(x, at, o_k, K: tl.constexpr, R: tl.constexpr, flags, FAST: tl.con
 
 
 @triton.jit
-def prefix_keys(x, at, o_k, K: tl.constexpr, R: tl.constexpr, flags, SHARE: tl.constexpr):
-    """Return `HalfKeys` of 32 rows for bf16, whose rows share anchors, from one prefix sum."""
-    b_x = load_decay(x, at, o_k, K, R, flags, True)
-    centre = 16.0 * x.log2_bound if SHARE == HALF else 0.0
-    b_x = b_x if SHARE == HALF else tl.maximum(b_x, x.log2_bound)
-    b_G, b_C = half_prefix(b_x, centre, R)
-    log_total = upto(b_C, HALF, R)
-    b_total, b_start = tl.exp2(log_total), tl.exp2(b_G)
-    b_k = load_unit(x.k, at.k_norm, at, at.b_k_norm, 1.0, o_k, K, R, flags)
-    if SHARE == HALF:
-        b_kc = b_k * tl.exp2(-b_G)
-        b_ke = b_kc * tl.exp2(log_total - centre)[None, :]
-    else:
-        b_kc = b_k
-        b_ke = b_k * tl.exp2(log_total[None, :] - b_G)
-    return HalfKeys(b_k, b_ke, b_start, b_total, b_kc, b_G, b_C, centre)
-
-
-@triton.jit
-def store_kg(kg, i_tile, earlier, keys, o_k, K: tl.constexpr, R: tl.constexpr):
-    """Write kg of a chunk: `earlier` are the first half's `HalfRows`, `keys` the second's keys."""
-    store_rows(kg, i_tile, earlier.k_end * keys.total[None, :], o_k, K, R)
-    store_rows(kg, i_tile, keys.end, o_k, K, R, HALF)
-
-
-@triton.jit
-def anchored_scores(
-    b_r, keys, earlier, b_own, SHARE: tl.constexpr, PREC: tl.constexpr, TYPE: tl.constexpr
-):
-    """Return scores [32, 32] of rows b_r, which are k or q times 2^G.
-
-    The first are those with the keys of the same half, or b_own unless all 32 rows share an anchor.
-    The second are those with the first half's keys, or b_own if there is no `earlier`.
-    """
-    b_r = b_r.to(TYPE)
-    b_across = b_own
-    if SHARE == HALF:
-        b_own = scores(b_r, keys.column.to(TYPE), PREC)
-    if earlier is not None:
-        # half of the shift here: with all of it, products above 6,000 would overflow fp32
-        b_Y = earlier.k_end * tl.exp2(0.5 * keys.centre) if SHARE == HALF else earlier.k_end
-        b_across = scores(b_r, b_Y.to(TYPE), PREC)
-    return b_own, b_across
-
-
-@triton.jit
 def prepare_half(
     x,
     out,
@@ -264,40 +199,64 @@ def prepare_half(
     """
     TYPE: tl.constexpr = out.qg.dtype.element_ty
     ROW: tl.constexpr = 0 if earlier is None else HALF
+    b_x = load_decay(x, at, o_k, K, R, flags, PREC != "tf32x3")
+    centre = 16.0 * x.log2_bound if SHARE == HALF else 0.0
+    shift = tl.exp2(centre) if SHARE == HALF else 1.0
     b_P = tl.zeros((HALF, HALF), tl.float32)
     b_L = b_P
+    if SHARE > 1:
+        b_x = b_x if SHARE == HALF else tl.maximum(b_x, x.log2_bound)
+        b_D, b_C = half_prefix(b_x, centre, R)
+        total = upto(b_C, HALF, R)
+        b_total, b_start = tl.exp2(total), tl.exp2(b_D)
+    b_k = load_unit(x.k, at.k_norm, at, at.b_k_norm, 1.0, o_k, K, R, flags)
     if SHARE == 1:
-        b_x = load_decay(x, at, o_k, K, R, flags, PREC != "tf32x3")
-        b_k = load_unit(x.k, at.k_norm, at, at.b_k_norm, 1.0, o_k, K, R, flags)
         b_q = load_unit(x.q, at.q_norm, at, at.b_q_norm, x.scale, o_k, K, R, flags)
-        level = level_scores(b_q, b_k, b_x, R, PREC, TYPE, SCORES)
-        keys = HalfKeys(b_k, b_k * level.end, level.start, level.total, None, None, None, None)
-        b_P, b_L = level.P, level.L
+        b_P, b_L, b_start, b_end, b_total = level_scores(b_q, b_k, b_x, R, PREC, TYPE, SCORES)
+        b_ke = b_k * b_end
+    elif SHARE == 8:
+        b_ke = b_k * tl.exp2(total[None, :] - b_D)
     else:
-        keys = prefix_keys(x, at, o_k, K, R, flags, SHARE)
-    shift = tl.exp2(keys.centre) if SHARE == HALF else 1.0
-    b_kr = keys.k * keys.start
+        b_kc = b_k * tl.exp2(-b_D)
+        b_ke = b_kc * tl.exp2(total - centre)[None, :]
+    b_kr = b_k * b_start
     if earlier is not None:
-        store_kg(out.kg, at.i_tile, earlier, keys, o_k, K, R)
+        store_rows(out.kg, at.i_tile, earlier.k_end * b_total[None, :], o_k, K, R)
+        store_rows(out.kg, at.i_tile, b_ke, o_k, K, R, HALF)
     b_w = b_kr * strength_column(x.beta, at.i_b, at.i_h, at.first, at.n_rows, flags, HALF)[:, None]
     if earlier is not None:
         b_w *= earlier.total[None, :]
     if out.w is not None:
         store_rows(out.w, at.i_tile, b_w, o_k, K, R, ROW)
-    b_P1, b_L1 = b_P, b_L
-    if SCORES:
-        b_L, b_L1 = anchored_scores(b_kr, keys, earlier, b_L, SHARE, PREC, TYPE)
+    b_kr = b_kr.to(TYPE)
+    if SHARE == HALF:
+        b_kc = b_kc.to(TYPE)
+        if SCORES:
+            b_L = scores(b_kr, b_kc, PREC)
+    b_L1 = b_L
+    if earlier is not None:
+        b_Y = earlier.k_end
+        # half of the shift here: with all of it, products above 6,000 would overflow fp32
+        b_Y = (b_Y * tl.exp2(0.5 * centre) if SHARE == HALF else b_Y).to(TYPE)
+        if SCORES:
+            b_L1 = scores(b_kr, b_Y, PREC)
     if SHARE > 1:  # q is loaded after the products of k, to save registers
         b_q = load_unit(x.q, at.q_norm, at, at.b_q_norm, x.scale, o_k, K, R, flags)
-    b_qr = b_q * keys.start
+    b_qr = b_q * b_start
     b_qg = b_qr * shift if earlier is None else b_qr * (earlier.total * shift)[None, :]
     store_rows(out.qg, at.i_tile, b_qg, o_k, K, R, ROW)
+    b_qr = b_qr.to(TYPE)
+    b_P1 = b_P
     if SCORES:
-        b_P, b_P1 = anchored_scores(b_qr, keys, earlier, b_P, SHARE, PREC, TYPE)
-    if SCORES and SHARE == 8:  # last: only q, k and their decay are in registers here
-        OWN: tl.constexpr = not flags.ACTIVATE
-        b_P, b_L = block_scores(b_q, keys.k, keys.G, keys.groups, x.log2_bound, R, OWN, PREC, TYPE)
-    return HalfScores(b_P, b_L, b_P1, b_L1), HalfRows(keys.end, keys.total, b_w.to(TYPE))
+        if SHARE == HALF:
+            b_P = scores(b_qr, b_kc, PREC)
+        b_P1 = b_P
+        if earlier is not None:
+            b_P1 = scores(b_qr, b_Y, PREC)
+        if SHARE == 8:  # last: only q, k and their decay are in registers here
+            OWN: tl.constexpr = not flags.ACTIVATE
+            b_P, b_L = block_scores(b_q, b_k, b_D, b_C, x.log2_bound, R, OWN, PREC, TYPE)
+    return HalfScores(b_P, b_L, b_P1, b_L1), HalfRows(b_ke, b_total, b_w.to(TYPE))
 
 
 class Lower(NamedTuple):
