@@ -23,7 +23,8 @@ PLAIN = frozenset(("gated_rms_norm", "gated_rms_norm_bwd"))
 
 
 def _present(like: Tensor, results: tuple) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty((0,)) if x is None else x for x in results)
+    # contiguous like the operator's: a graph's views rely on the strides
+    return tuple(like.new_empty((0,)) if x is None else x.contiguous() for x in results)
 
 
 def _short_conv(*args, **flags):
@@ -39,7 +40,8 @@ def _short_conv_bwd(*args, **flags):
 
 def _gated_rms_norm(*args, **flags):
     n = Norm(0, args, flags)
-    return norm.gated_norm(n.x, n.weight, n.gate, n.eps, n.silu)
+    (y,) = _present(n.x, (norm.gated_norm(n.x, n.weight, n.gate, n.eps, n.silu),))
+    return y
 
 
 def _gated_rms_norm_bwd(*args, **flags):

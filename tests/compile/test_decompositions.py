@@ -1,10 +1,14 @@
 """Compiled graphs keep the operators that are not chosen; plain forms compute the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch._inductor.decomposition as inductor  # registers ours
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import kda_ops
 from kda_ops.registrations import decompositions
 from tests.support.layer_operators import Conv, NormCase, cotangents, operator, outputs, run
 
@@ -68,3 +72,24 @@ def test_a_graph_keeps_the_operators_that_are_not_chosen(case):
     assert kept(traced(case, (), trained(case))) == [forward, backward]
     assert kept(traced(case, (case.name,), trained(case))) == [backward]
     assert kept(traced(case, (f"{case.name}_bwd",), trained(case))) == [forward]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_plain_form_has_the_strides_of_the_operator(case):
+    case = replace(case, strides="first")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        want = trained(case)(*case.inputs().values())
+    graph = traced(case, (case.name, f"{case.name}_bwd"), trained(case))
+    pairs = [(x, y) for x, y in zip(graph(*case.inputs().values()), want) if x.numel()]
+    assert pairs and all(x.stride() == y.stride() for x, y in pairs)
+
+
+def test_the_norm_of_permuted_rows_can_be_viewed_in_a_graph():
+    x, weight = torch.randn(2, 5, 3, 8).transpose(1, 2), torch.ones(8)
+
+    def normalise(x):
+        return kda_ops.gated_rms_norm(x, weight, x).view(2, 3, 40)
+
+    got = torch.compile(normalise, fullgraph=True, backend="inductor")(x)
+    torch.testing.assert_close(got, normalise(x))
