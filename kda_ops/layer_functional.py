@@ -135,8 +135,8 @@ def gated_rms_norm(
     ``y = x / sqrt(mean(x^2) + eps) * weight * activation(gate)``, computed in fp32 (fp64 for fp64).
 
     Args:
-        x: ``[..., V]``, fp16, bf16 or fp32 (fp64 on CPU), any strides. Fastest with four
-            dimensions ``[B, T, H, V]`` and a contiguous last one.
+        x: ``[..., V]``, fp16, bf16 or fp32 (fp64 on CPU), any strides. Fastest with a contiguous
+            last dimension.
         weight: ``[V]``, fp16 to fp64; or ``[G, V]`` for x ``[..., H, V]``, with H a multiple of G:
             head h reads row ``h // (H // G)``.
         gate: logits of x's shape, fp16 to fp64, any strides. None: no gate.
@@ -165,11 +165,23 @@ def gated_rms_norm(
     shape = x.shape
     if gate is not None and gate.shape != shape:
         shape_error("gate", "[..., V]", tuple(shape), gate, " (as x has)")
+    if x.dim() not in (0, 4):
+        rows = _as_heads(shape, weight.dim() == 1)
+        x, gate = x.reshape(rows), None if gate is None else gate.reshape(rows)
     if weight.dim() == 1:
         weight = weight[None]
-    if x.dim() not in (0, 4):
-        outer = shape[:-2] if x.dim() > 1 else ()
-        rows = (1, math.prod(outer), *shape[-2:]) if x.dim() > 1 else (1, 1, 1, *shape)
-        x, gate = x.reshape(rows), None if gate is None else gate.reshape(rows)
     y = _GATED_RMS_NORM(x, weight, gate, eps=eps, activation=activation)
     return y if y.shape == shape else y.view(shape)
+
+
+def _as_heads(shape: torch.Size, one_row: bool) -> tuple[int, ...]:
+    """Return the shape ``[B, T, H, V]`` of rows ``[..., V]`` with fewer or more axes.
+
+    Up to three axes, rows that share one row of weight are tokens of one head: kernels take many
+    tokens of a head at a time, and graphs need not know how many there are.
+    """
+    *outer, V = shape
+    if not outer or (one_row and len(outer) < 3):
+        outer.append(1)
+    *tokens, H = outer
+    return (*tokens, H, V) if len(tokens) == 2 else (1, math.prod(tokens), H, V)

@@ -93,3 +93,15 @@ def test_the_norm_of_permuted_rows_can_be_viewed_in_a_graph():
 
     got = torch.compile(normalise, fullgraph=True, backend="inductor")(x)
     torch.testing.assert_close(got, normalise(x))
+
+
+def test_the_norm_of_chosen_rows_compiles():
+    """Their number is known only when the graph runs."""
+    x, chosen = torch.randn(9, 8), torch.tensor([True, False, True] * 3)
+
+    def normalise(x, chosen):
+        return kda_ops.gated_rms_norm(x[chosen], torch.ones(8), x[chosen])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = torch.compile(normalise, fullgraph=True)(x, chosen)
+    torch.testing.assert_close(got, normalise(x, chosen))
