@@ -29,12 +29,13 @@ Example:
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kda_ops.arguments import all_dense, in_words
 from kda_ops.compat.fla_calls import refuse_unknown
+from kda_ops.convolution import Convolution
 from kda_ops.layer_functional import gated_rms_norm, short_conv, short_conv_
+from kda_ops.problem import check_float, shape_error
 
 __all__ = ["causal_conv1d", "causal_conv1d_update", "rms_norm_gated"]
 
@@ -70,21 +71,20 @@ def causal_conv1d(
         The output in x's shape, and the final state ``[N, D, W]`` or None.
     """
     refuse_unknown("causal_conv1d", unknown)
-    weight = _weight(weight)
+    x, weight = _given("x", x), _given("weight", weight)
     if cp_context is not None:
         raise ValueError(
             "cp_context must be None: pass the tail of kda_ops.distributed.exchange_tail to "
             "kda_ops.short_conv as initial_tail."
         )
-    rows = x if x.shape[-1] == weight.shape[0] else x.flatten(2)
-    taps, tail = weight, None
-    if output_final_state:  # a tap of zero, so that the tail has W inputs
-        taps = F.pad(weight, (1, 0))
-    if initial_state is not None:
-        tail = initial_state.mT if output_final_state else initial_state[..., 1:].mT
+    rows = x.flatten(2) if x.dim() > 3 else x
+    p = Convolution(rows, weight, bias, None, cu_seqlens, activation=activation)
+    _check_state("initial_state", initial_state, (p.N, p.D, p.W), x)
+    _check_residual(residual, x)
+    tail = None if initial_state is None else initial_state[..., 1:].mT
     y, final = short_conv(
         rows,
-        taps,
+        weight,
         bias,
         tail,
         cu_seqlens,
@@ -92,7 +92,29 @@ def causal_conv1d(
         output_final_tail=output_final_state,
     )
     y = y.view(x.shape) if residual is None else y.view(x.shape) + residual
-    return y, None if final is None else final.mT.contiguous()
+    if final is None:
+        return y, None
+    return y, torch.cat([_oldest(p, initial_state)[..., None], final.mT], -1)
+
+
+def _oldest(p: Convolution, state: Tensor | None) -> Tensor:
+    """Return the first column of the final state [N, D]: the input W tokens before the end.
+
+    No tap reads it, so it cannot come from the operator: a NaN there would reach y.
+    """
+    x, W = p.x, p.W
+    if p.cu_seqlens is None:
+        if p.T >= W:
+            return x[:, p.T - W]
+        return x.new_zeros(p.N, p.D) if state is None else state[..., p.T].to(x.dtype)
+    length, old = p.cu_seqlens.diff().long(), x.new_zeros(p.N, p.D)
+    if state is not None:
+        column = length.clamp(max=W - 1)[:, None, None].expand(-1, p.D, 1)
+        old = state.gather(2, column)[..., 0].to(x.dtype)
+    if p.T == 0:
+        return old
+    new = x[0, (p.cu_seqlens[1:] - W).clamp(min=0)]
+    return torch.where((length >= W)[:, None], new, old)
 
 
 @in_words
@@ -111,17 +133,27 @@ def causal_conv1d_update(
 
     Args:
         x: ``[N, D]``, ``[1, N, D]`` or ``[N, 1, D]``.
-        cache: ``[N, D, W]``, the last W inputs, oldest first; updated in place. The oldest must be
-            finite, because it is multiplied by a weight of 0.
+        cache: ``[N, D, W]``, the last W inputs, of which the first is never read.
         residual: of x's shape, added to the output.
 
     Returns:
         The output in x's shape, and the cache.
     """
-    weight = _weight(weight)
-    tokens = x.reshape(-1, 1, weight.shape[0])
-    y = short_conv_(tokens, F.pad(weight, (1, 0)), bias, cache.mT, activation=activation)
-    y = y.view(x.shape)
+    x, cache, weight = _given("x", x), _given("cache", cache), _given("weight", weight)
+    N, D = (cache.shape[0], weight.shape[0]) if cache.dim() and weight.dim() else (0, 0)
+    if x.shape not in ((N, D), (1, N, D), (N, 1, D)):
+        raise ValueError(
+            "x must hold one token of each sequence, [N, D], [1, N, D] or [N, 1, D] with "
+            f"N = {N} (cache) and D = {D} (weight), got {list(x.shape)}."
+        )
+    tokens = x.reshape(N, 1, D)
+    p = Convolution(tokens, weight, bias, activation=activation)
+    _check_state("cache", cache, (p.N, p.D, p.W), x)
+    _check_residual(residual, x)
+    # no tap reads the first column of the cache
+    oldest = cache[..., 1].clone() if p.W > 1 else tokens[:, 0]
+    y = short_conv_(tokens, weight, bias, cache[..., 1:].mT, activation=activation).view(x.shape)
+    cache[..., 0].copy_(oldest)
     return y if residual is None else y + residual, cache
 
 
@@ -145,6 +177,7 @@ def rms_norm_gated(
     Args:
         weight: ``[V]``. None: ones.
     """
+    x = _given("x", x)
     for name, given in (("bias", bias is not None), ("residual", residual is not None)):
         if given:
             raise ValueError(f"{name} must be None, got a tensor: add it outside.")
@@ -155,7 +188,21 @@ def rms_norm_gated(
     return gated_rms_norm(x, weight, g, eps=eps, activation=activation)
 
 
-def _weight(weight: Tensor | None) -> Tensor:
-    if weight is None:
-        raise TypeError("weight must be a tensor [D, W], got None.")
-    return weight
+def _given(name: str, x: Tensor | None) -> Tensor:
+    if x is None:
+        raise TypeError(f"{name} must be a tensor, got None.")
+    return x
+
+
+def _check_state(name: str, state: Tensor | None, want: tuple[int, ...], x: Tensor) -> None:
+    if state is not None:
+        if state.shape != want:
+            shape_error(name, "[N, D, W]", want, state)
+        check_float(name, state, x.device, "x")
+
+
+def _check_residual(residual: Tensor | None, x: Tensor) -> None:
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"residual must have the shape of x, {list(x.shape)}, got {list(residual.shape)}."
+        )
