@@ -199,11 +199,12 @@ def _update(original: Callable) -> Callable:
         if recorded or activation not in ACTIVATIONS or before < 0:
             return original(hidden_states, conv_state, weight, bias, activation)
         T = hidden_states.shape[-1]
-        if before:
-            joined = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], -1)
-            conv_state[..., :before].copy_(joined[..., T : T + before])
+        joined = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], -1) if before else None
         tail = conv_state.mT[:, before:]
-        return short_conv_(hidden_states.mT, weight, bias, tail, activation=activation).mT
+        y = short_conv_(hidden_states.mT, weight, bias, tail, activation=activation).mT
+        if joined is not None:
+            conv_state[..., :before].copy_(joined[..., T : T + before])
+        return y
 
     return causal_conv1d_update
 

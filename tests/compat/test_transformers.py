@@ -461,6 +461,18 @@ def test_the_convolution_on_a_cache_writes_all_its_columns(tokens, columns):
     assert torch.equal(ours, theirs) and torch.equal(recorded, theirs)
 
 
+@pytest.mark.quick
+def test_a_refused_convolution_leaves_its_cache_as_it_was():
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    x, weight, bias = torch.randn(2, 8, 1), torch.randn(8, 4), torch.randn(7)
+    state = torch.randn(2, 8, 4)
+    before = state.clone()
+    with compat.enable(), pytest.raises(ValueError, match="^bias must have shape"):
+        module.causal_conv1d_update(x, state, weight, bias, "silu")
+    assert torch.equal(state, before)
+
+
 def test_a_gate_that_is_not_ours_keeps_the_norm_of_transformers():
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
