@@ -41,6 +41,7 @@ from kda_ops.backends.triton.gradient_pairs import Scores
 from kda_ops.backends.triton.operands import BETA_KDA, NORM_K_KDA, NORM_Q_KDA, Strided
 from kda_ops.backends.triton.tile import (
     CHUNK,
+    apart,
     load_tile,
     narrow,
     prefetch_rows,
@@ -175,6 +176,17 @@ def start_sums(
     b_dG = b_k * (b_dk - b_late) + tl.where((o_r == CHUNK - 1)[:, None], b_last[None, :], 0.0)
     b_dk += b_late
     return Sums(b_dq, b_dk, b_dbeta, b_dG)
+
+
+@triton.jit
+def entrywise(sums, at):
+    """Return the sums, for bf16 with the entries of each tile apart (`tile.apart`).
+
+    Other dtypes spill less without.
+    """
+    if at.dscores.P.dtype.element_ty == tl.bfloat16:
+        sums = Sums(apart(sums.dq), apart(sums.dk), sums.dbeta, apart(sums.dG))
+    return sums
 
 
 @triton.jit
@@ -433,14 +445,14 @@ def gradient_keys(
     sums = start_sums(b_dqg, b_dkg, b_zS, b_dgamma, at, factors, scale, o_k, K, BK, SUMS)
     # later steps load their tiles again: held in registers, tiles would make the sums spill
     tl.debug_barrier()
-    sums = add_diagonal(sums, at, factors, K, BK)
+    sums = entrywise(add_diagonal(sums, at, factors, K, BK), at)
     level = 0
     if anchored is not None:
         level = tl.load(anchored + i_tile)
     if level > 0:
-        sums = add_anchored(sums, at, factors, level, K, BK, SUMS, PREC)
+        sums = entrywise(add_anchored(sums, at, factors, level, K, BK, SUMS, PREC), at)
     for h in tl.range(level, LEVELS, num_stages=1):
-        sums = add_parted(sums, at, factors, h, K, BK, SUMS, PREC)
+        sums = entrywise(add_parted(sums, at, factors, h, K, BK, SUMS, PREC), at)
     tl.debug_barrier()  # dG overwrites G, which other threads read until here
     store_operand(at.G, i_tile * 0, 0, 1, CHUNK, i_s, sums.dG, K, BK)
     if grads.dq is not None:

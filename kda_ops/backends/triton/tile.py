@@ -26,6 +26,8 @@ CHUNK = constant(problem.CHUNK)  # tokens of a chunk, and rows of a tile
 HALF = constant(problem.CHUNK // 2)
 # chunks of a head that `prepare` marks together for a scan that follows it
 FOLLOWED = tl.constexpr(8)
+# whether LLVM joins the entries of a tile (docs/kernels/hazards.md, "Tiles as vectors")
+JOINED = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
 
 
 @dataclass
@@ -317,6 +319,17 @@ def widen(b_x):
         )
     else:
         return b_x.to(tl.float32)
+
+
+@triton.jit
+def apart(b_x):
+    """Return an fp32 tile whose entries the compiler does not join to vectors.
+
+    docs/kernels/hazards.md, "Tiles as vectors", says where that matters.
+    """
+    if JOINED and not INTERPRETED:
+        b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_x], tl.float32, True, 1)
+    return b_x
 
 
 @triton.jit
