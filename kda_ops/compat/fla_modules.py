@@ -132,7 +132,8 @@ def causal_conv1d_update(
 
     Args:
         x: ``[N, D]``, ``[1, N, D]`` or ``[N, 1, D]``.
-        cache: ``[N, D, W]``, the last W inputs, oldest first; updated in place. The first is never read.
+        cache: ``[N, D, W]``, the last W inputs, oldest first; updated in place. The first is never
+            read.
         residual: of x's shape, added to the output.
 
     Returns:
