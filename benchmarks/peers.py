@@ -150,7 +150,7 @@ def cudnn(case: Case) -> Forward:
 
     def forward(x):
         q, k, v, g, beta = (t.flatten(0, 1) for t in activated(case, x))
-        o = kimi_delta_attention(q, k, v, g.float(), beta, offsets)
+        o = kimi_delta_attention(q, k, v, g.float(), beta.float(), offsets)
         return (o[0] if isinstance(o, tuple) else o).unflatten(0, (B, T))
 
     return forward
