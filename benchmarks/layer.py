@@ -135,17 +135,18 @@ def eager(variant: str, device: str, alone: bool = False) -> Iterator[Row]:
         yield from rows_of("eager", variant, "fla", theirs(variant, device), device)
 
 
-def compiled(variant: str, device: str) -> Iterator[Row]:
+def compiled(variant: str, device: str, alone: bool = False) -> Iterator[Row]:
     """Yield the rows of compiled layers, for each choice of plain forms."""
     import torch._inductor.config
     import torch._inductor.decomposition  # registers ours
 
     choose: Callable[..., object] = tuple  # does nothing
     forms: dict[str, tuple[str, ...]] = {"ours": ()}  # in a checkout without decompositions
-    with suppress(ImportError):
-        from kda_ops.registrations import decompositions
+    if not alone:  # alone: with the choice of the checkout
+        with suppress(ImportError):
+            from kda_ops.registrations import decompositions
 
-        choose, forms = decompositions.choose, FORMS
+            choose, forms = decompositions.choose, FORMS
     torch._inductor.config.force_disable_caches = True  # their keys lack the choice
     for side, names in forms.items():
         torch._dynamo.reset()
@@ -278,15 +279,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: list[Row] = []
-    if args.before is not None:
-        some = [part for part in args.parts if part in ("eager", "compiled", "decode")]
+    some = [part for part in args.parts if part in ("eager", "compiled", "decode")]
+    if args.before is not None and some:
         found += before(args.before.resolve(), some, args.variant, args.device)
         for row in found:
             print(json.dumps(row), flush=True)
     for part in args.parts:
         both = part in ("kernels", "cuts")  # which have no variants
         for variant in args.variant[:1] if both else args.variant:
-            given = {"alone": args.alone} if part == "eager" else {}
+            given = {"alone": args.alone} if part in ("eager", "compiled") else {}
             for row in PARTS[part](variant, args.device, **given):
                 found.append(row)
                 print(json.dumps(row), flush=True)

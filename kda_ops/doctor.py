@@ -102,7 +102,11 @@ HAZARDS = (
 
 # The versions of Triton with which kernels were timed on a GPU (docs/kernels/journal.md), and those
 # whose machine code ``python -m kda_ops compile`` keeps within budgets.
-TIMED = ((3, 6, 0), (3, 7, 1), (3, 8, 0))
+TIMED = ((3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 9, 0))
+SLOWER = {  # by how much, with which assembler, and what helps
+    (3, 9, 0): "up to 17 % slower than with 3.6 on Hopper, much of it from its ptxas 13.4: set "
+    "TRITON_PTXAS_BLACKWELL_PATH to the file triton/backends/nvidia/bin/ptxas"
+}
 COMPILED = ((3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 9, 0))
 
 
@@ -111,7 +115,8 @@ def measured(triton: str) -> str:
     here = parse_version(triton)
     how = "timed" if here in TIMED else "compiled, not timed" if here in COMPILED else "not tried"
     timed, compiled = (", ".join(".".join(map(str, v)) for v in x) for x in (TIMED, COMPILED))
-    return f"{how} (timed: {timed}; compiled within budgets: {compiled})"
+    slower = f"; {SLOWER[here]}" if here in SLOWER else ""
+    return f"{how} (timed: {timed}; compiled within budgets: {compiled}){slower}"
 
 
 def versions() -> Iterator[str]:

@@ -55,9 +55,12 @@ def test_every_choice_of_forms_is_compiled_and_the_usual_one_is_left(monkeypatch
     before = torch._inductor.config.force_disable_caches
     try:
         rows = [*layer.compiled("gdn", "cpu")]
+        alone = [*layer.compiled("gdn", "cpu", alone=True)]
     finally:  # monkeypatch cannot restore an alias
         torch._inductor.config.force_disable_caches = before
-    assert seen == [len(names) for names in layer.FORMS.values()]
+    chosen = len(decompositions.PLAIN)
+    assert seen == [*(len(names) for names in layer.FORMS.values()), chosen]
+    assert {row["side"] for row in alone} == {"ours"}
     assert {row["side"] for row in rows} == {*layer.FORMS}
     left = [op for op in inductor.select_decomp_table() if getattr(op, "namespace", "") == "kda"]
-    assert len(left) == len(decompositions.PLAIN)
+    assert len(left) == chosen
