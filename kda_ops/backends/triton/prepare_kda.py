@@ -178,6 +178,41 @@ def load_decay(x, at, o_k, K: tl.constexpr, R: tl.constexpr, flags, FAST: tl.con
 
 
 @triton.jit
+def anchored_scores(
+    b_r,
+    b_column,
+    earlier,
+    centre,
+    b_own,
+    SHARE: tl.constexpr,
+    PREC: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    """Return scores [32, 32] of rows b_r, k or q times their decay, as `HalfScores` has them.
+
+    The first are those with the keys of the same half, or b_own unless all 32 rows share an anchor.
+    The second are those with the first half's keys, or b_own if there is no `earlier`.
+    """
+    b_r, b_across = b_r.to(TYPE), b_own
+    if SHARE == HALF:
+        b_own = scores(b_r, b_column.to(TYPE), PREC)
+    if earlier is not None:
+        b_Y = earlier.k_end
+        # half of the shift here: with all of it, products above 6,000 would overflow fp32
+        b_Y = (b_Y * tl.exp2(0.5 * centre) if SHARE == HALF else b_Y).to(TYPE)
+        b_across = scores(b_r, b_Y, PREC)
+    return b_own, b_across
+
+
+@triton.jit
+def sum_decay(b_x, log2_bound, centre, R: tl.constexpr, SHARE: tl.constexpr):
+    """Return both sums of `half_prefix` for rows that share anchors, and the whole half's decay."""
+    b_x = b_x if SHARE == HALF else tl.maximum(b_x, log2_bound)
+    b_D, b_C = half_prefix(b_x, centre, R)
+    return b_D, b_C, upto(b_C, HALF, R)
+
+
+@triton.jit
 def prepare_half(
     x,
     out,
@@ -191,11 +226,10 @@ def prepare_half(
     PREC: tl.constexpr,
     SCORES: tl.constexpr,
 ):
-    """Return `HalfScores` and `HalfRows` of 32 rows, for one slice of K.
+    """Return `HalfScores` and `HalfRows` of 32 rows, for one slice of K, and write qg.
 
-    Write qg. Write w and norms if `out` and `at` have places for them. `earlier` is None for the
-    first half of a chunk, and the first half's `HalfRows` for the second, which writes kg of both.
-    The order of the steps keeps few tiles in registers.
+    Write w and norms if `out` and `at` have places for them. `earlier` is None for the first half,
+    and its `HalfRows` for the second, which writes kg of both. The order saves registers.
     """
     TYPE: tl.constexpr = out.qg.dtype.element_ty
     ROW: tl.constexpr = 0 if earlier is None else HALF
@@ -203,11 +237,9 @@ def prepare_half(
     centre = 16.0 * x.log2_bound if SHARE == HALF else 0.0
     shift = tl.exp2(centre) if SHARE == HALF else 1.0
     b_P = tl.zeros((HALF, HALF), tl.float32)
-    b_L = b_P
+    b_L, b_P1, b_L1, b_kc = b_P, b_P, b_P, None
     if SHARE > 1:
-        b_x = b_x if SHARE == HALF else tl.maximum(b_x, x.log2_bound)
-        b_D, b_C = half_prefix(b_x, centre, R)
-        total = upto(b_C, HALF, R)
+        b_D, b_C, total = sum_decay(b_x, x.log2_bound, centre, R, SHARE)
         b_total, b_start = tl.exp2(total), tl.exp2(b_D)
     b_k = load_unit(x.k, at.k_norm, at, at.b_k_norm, 1.0, o_k, K, R, flags)
     if SHARE == 1:
@@ -228,31 +260,15 @@ def prepare_half(
         b_w *= earlier.total[None, :]
     if out.w is not None:
         store_rows(out.w, at.i_tile, b_w, o_k, K, R, ROW)
-    b_kr = b_kr.to(TYPE)
-    if SHARE == HALF:
-        b_kc = b_kc.to(TYPE)
-        if SCORES:
-            b_L = scores(b_kr, b_kc, PREC)
-    b_L1 = b_L
-    if earlier is not None:
-        b_Y = earlier.k_end
-        # half of the shift here: with all of it, products above 6,000 would overflow fp32
-        b_Y = (b_Y * tl.exp2(0.5 * centre) if SHARE == HALF else b_Y).to(TYPE)
-        if SCORES:
-            b_L1 = scores(b_kr, b_Y, PREC)
+    if SCORES:
+        b_L, b_L1 = anchored_scores(b_kr, b_kc, earlier, centre, b_L, SHARE, PREC, TYPE)
     if SHARE > 1:  # q is loaded after the products of k, to save registers
         b_q = load_unit(x.q, at.q_norm, at, at.b_q_norm, x.scale, o_k, K, R, flags)
     b_qr = b_q * b_start
     b_qg = b_qr * shift if earlier is None else b_qr * (earlier.total * shift)[None, :]
     store_rows(out.qg, at.i_tile, b_qg, o_k, K, R, ROW)
-    b_qr = b_qr.to(TYPE)
-    b_P1 = b_P
     if SCORES:
-        if SHARE == HALF:
-            b_P = scores(b_qr, b_kc, PREC)
-        b_P1 = b_P
-        if earlier is not None:
-            b_P1 = scores(b_qr, b_Y, PREC)
+        b_P, b_P1 = anchored_scores(b_qr, b_kc, earlier, centre, b_P, SHARE, PREC, TYPE)
         if SHARE == 8:  # last: only q, k and their decay are in registers here
             OWN: tl.constexpr = not flags.ACTIVATE
             b_P, b_L = block_scores(b_q, b_k, b_D, b_C, x.log2_bound, R, OWN, PREC, TYPE)
