@@ -18,10 +18,10 @@ STEPS = 4  # tiles of a program in backward, which share one partial sum
 
 
 @triton.jit
-def load_tokens(x, i_h, o_r, T, rows, V: tl.constexpr, BV: tl.constexpr):
+def load_tokens(x, i_h, o_r, T, n_tokens, V: tl.constexpr, BV: tl.constexpr):
     """Return rows o_r of all B * T tokens of one head, [ROWS, BV] fp32, zero past the end."""
     o_v = tl.arange(0, BV)
-    m_x = (o_r < rows)[:, None] & (o_v < V)[None, :]
+    m_x = (o_r < n_tokens)[:, None] & (o_v < V)[None, :]
     return tl.load(tokens_at(x, i_h, o_r, T, o_v), mask=m_x, other=0.0).to(tl.float32)
 
 
@@ -35,10 +35,10 @@ def load_weight(weight, i_h, H, G, V: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def store_tokens(y, i_h, o_r, b_y, rows, H, V: tl.constexpr, BV: tl.constexpr):
+def store_tokens(y, i_h, o_r, b_y, n_tokens, H, V: tl.constexpr, BV: tl.constexpr):
     """Write rows o_r of one head of a contiguous [B T, H, V] tensor."""
     o_v = tl.arange(0, BV)
-    m_y = (o_r < rows)[:, None] & (o_v < V)[None, :]
+    m_y = (o_r < n_tokens)[:, None] & (o_v < V)[None, :]
     p_y = y + ((o_r * H + i_h) * V)[:, None] + o_v[None, :]
     tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_y)
 
@@ -49,14 +49,14 @@ def inverse_rms(b_x, eps, V: tl.constexpr):
     return tl.rsqrt(tl.sum(b_x * b_x, 1) / V + eps)[:, None]
 
 
-@triton.jit(do_not_specialize=["T", "rows", "eps"])
+@triton.jit(do_not_specialize=["T", "n_tokens", "eps"])
 def normalise(
     x,
     weight,
     gate,
     y,
     T,
-    rows,
+    n_tokens,
     eps,
     H,
     G,
@@ -72,16 +72,16 @@ def normalise(
     """
     i_h = tl.program_id(0) % H
     o_r = (tl.program_id(0) // H).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    b_x = load_tokens(x, i_h, o_r, T, rows, V, BV)
+    b_x = load_tokens(x, i_h, o_r, T, n_tokens, V, BV)
     b_y = b_x * inverse_rms(b_x, eps, V) * load_weight(weight, i_h, H, G, V, BV)
     if gate.pointer is not None:
-        b_g = load_tokens(gate, i_h, o_r, T, rows, V, BV)
+        b_g = load_tokens(gate, i_h, o_r, T, n_tokens, V, BV)
         b_s = sigmoid(b_g, FAST)
         b_y *= b_g * b_s if SILU else b_s
-    store_tokens(y, i_h, o_r, b_y, rows, H, V, BV)
+    store_tokens(y, i_h, o_r, b_y, n_tokens, H, V, BV)
 
 
-@triton.jit(do_not_specialize=["T", "rows", "eps"])
+@triton.jit(do_not_specialize=["T", "n_tokens", "eps"])
 def normalise_gradient(
     dy,
     x,
@@ -91,7 +91,7 @@ def normalise_gradient(
     dweight,
     dgate,
     T,
-    rows,
+    n_tokens,
     eps,
     H,
     G,
@@ -115,20 +115,20 @@ def normalise_gradient(
     b_sum = tl.zeros((BV,), tl.float32)
     for step in range(STEPS):
         o_r = (i_p * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        b_x = load_tokens(x, i_h, o_r, T, rows, V, BV)
-        b_dy = load_tokens(dy, i_h, o_r, T, rows, V, BV)
+        b_x = load_tokens(x, i_h, o_r, T, n_tokens, V, BV)
+        b_dy = load_tokens(dy, i_h, o_r, T, n_tokens, V, BV)
         rstd = inverse_rms(b_x, eps, V)
         b_u = b_x * rstd
         if gate.pointer is not None:
-            b_g = load_tokens(gate, i_h, o_r, T, rows, V, BV)
+            b_g = load_tokens(gate, i_h, o_r, T, n_tokens, V, BV)
             b_s = sigmoid(b_g, FAST)
             slope = b_s * (1.0 + b_g * (1.0 - b_s)) if SILU else b_s * (1.0 - b_s)
-            store_tokens(dgate, i_h, o_r, b_dy * b_u * b_w * slope, rows, H, V, BV)
+            store_tokens(dgate, i_h, o_r, b_dy * b_u * b_w * slope, n_tokens, H, V, BV)
             b_dy *= b_g * b_s if SILU else b_s
         b_sum += tl.sum(b_dy * b_u, 0)
         b_du = b_dy * b_w
         mean = (tl.sum(b_u * b_du, 1) / V)[:, None]
-        store_tokens(dx, i_h, o_r, rstd * (b_du - b_u * mean), rows, H, V, BV)
+        store_tokens(dx, i_h, o_r, rstd * (b_du - b_u * mean), n_tokens, H, V, BV)
     each = H // G
     share = (i_p * each + i_h % each) * G + i_h // each
     tl.store(dweight + share * V + o_v, b_sum, mask=o_v < V)
@@ -142,7 +142,7 @@ def _given(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: boo
         weight=strided(weight),
         gate=strided(gate),
         T=T,
-        rows=B * T,
+        n_tokens=B * T,
         eps=eps,
         H=H,
         G=shape_of(weight)[0],
@@ -158,8 +158,8 @@ def gated_norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu:
     """Return y; see `kda_ops.stages.Backend.gated_norm`."""
     y = new(x, "y", shape_of(x))
     given = _given(x, weight, gate, eps, silu)
-    if given["rows"] * given["H"] * given["V"]:
-        programs = triton.cdiv(given["rows"], given["ROWS"]) * given["H"]
+    if given["n_tokens"] * given["H"] * given["V"]:
+        programs = triton.cdiv(given["n_tokens"], given["ROWS"]) * given["H"]
         launch(normalise, programs, x.device, **given, y=y)
     return y
 
@@ -173,9 +173,9 @@ def gated_norm_backward(
     dx, dgate = new(x, "dx", shape_of(x)), None
     if gate is not None:
         dgate = new(gate, "dgate", shape_of(gate))
-    programs = triton.cdiv(given["rows"], given["ROWS"] * STEPS)
+    programs = triton.cdiv(given["n_tokens"], given["ROWS"] * STEPS)
     parts = new(x, "dweight_parts", (programs * (H // max(G, 1)), G, V), torch.float32)
-    if given["rows"] * H * V:
+    if given["n_tokens"] * H * V:
         launch(
             normalise_gradient,
             programs * H,
