@@ -30,6 +30,10 @@ ELSEWHERE = {
     ("registrations/autograd.py", "_current_level"),
     # a mark on our parameters, which training scripts read
     ("kda_ops/nn/delta_attention.py", "_no_weight_decay"),
+    # Inductor's table, imported with Inductor alone; tests/compile/test_decompositions.py uses it
+    ("registrations/lazy.py", "torch._inductor.decomposition"),
+    ("registrations/decompositions.py", "torch._inductor.decomposition.decompositions"),
+    ("registrations/decompositions.py", "torch._inductor.decomposition.fast_random_decomps"),
 }
 NAMED_TUPLE = {"_replace", "_asdict", "_fields"}  # the standard library documents them
 INSIDES = "runtime", "backends", "compiler", "knobs"

@@ -58,7 +58,7 @@ def test_promises_keep_the_budget_on_every_path(case):
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_inverse_of_promised_inputs_is_made_in_fp16(variant, beta, keys):
     """With fp16 operands the inverse errs by 9.3e-4 at most, before A is rounded to bf16."""
-    case = replace(SMALL, variant=variant, beta=beta, keys=keys, gate="weak")
+    case = replace(SMALL_CASE, variant=variant, beta=beta, keys=keys, gate="weak")
     inputs = case.inputs()
     wide = {n: None if x is None else x.double() for n, x in inputs.items()}
     exact = Problem.parse(case.rank, *wide.values(), **case.flags())
@@ -76,7 +76,7 @@ def test_the_inverse_of_promised_inputs_is_made_in_fp16(variant, beta, keys):
 
 def test_fp16_inputs_take_one_product_only_with_norm_and_sigmoid_inside():
     """With one product and a beta of 0 and 1, the state's error is 1.08 times its budget."""
-    given = replace(SMALL, dtype=HALF, l2norm=True)
+    given = replace(SMALL_CASE, dtype=HALF, l2norm=True)
     for case, precision in (
         (given, "bf16x3"),
         (replace(given, beta="none"), "bf16x3"),
