@@ -4,6 +4,8 @@ in the kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ def _like(x: Tensor | None, wanted: bool, empty_of: Tensor) -> Tensor:
     return x.new_empty(x.shape) if wanted and x is not None else empty_of.new_empty((0,))
 
 
-def _fakes(rank: int) -> dict[schemas.Operator, object]:
+def _fakes(rank: int) -> dict[schemas.Operator, Callable]:
     def chunk_or_recurrent(*args, **flags):
         p = Problem.parse(rank, *args, **flags)
         return p.new_output(), p.new_final_state()
@@ -80,7 +82,7 @@ def _gated_rms_norm_bwd(*args, **flags):
     return tuple(_like(x, True, norm.x) for x in (norm.x, norm.weight, norm.gate))
 
 
-_LAYER: dict[schemas.Operator, object] = {
+_LAYER: dict[schemas.Operator, Callable] = {
     schemas.SHORT_CONV: _short_conv,
     schemas.SHORT_CONV_BWD: _short_conv_bwd,
     schemas.SHORT_CONV_: _short_conv_in_place,
@@ -88,8 +90,15 @@ _LAYER: dict[schemas.Operator, object] = {
     schemas.GATED_RMS_NORM_BWD: _gated_rms_norm_bwd,
 }
 
+
+def register(namespace: str, name: str, fake: Callable) -> None:
+    """Register the fake of an operator. The one caller of torch's function: torch looks through all
+    modules for each new file that calls it.
+    """
+    library = schemas.LIBRARIES[namespace]
+    torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+
+
 for _namespace, _rank in schemas.VARIANTS.items():
     for _operator, _fake in (_fakes(_rank) | (_LAYER if _namespace == schemas.KDA else {})).items():
-        torch.library.register_fake(
-            f"{_namespace}::{_operator.name}", _fake, lib=schemas.LIBRARIES[_namespace]
-        )
+        register(_namespace, _operator.name, _fake)

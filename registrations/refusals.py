@@ -64,7 +64,8 @@ def _resolve(operator: schemas.Operator, namespace: str):
 
 for _namespace, _library in schemas.LIBRARIES.items():
     for _operator in schemas.operators(_namespace):
+        _refusal = _refuse(_operator, _namespace)
         for _key in _WITHOUT_STRIDES:
-            _library.impl(_operator.name, _refuse(_operator, _namespace), _key)
+            _library.impl(_operator.name, _refusal, _key)
         for _key in _LAZY if _operator.mutates else ():
             _library.impl(_operator.name, _resolve(_operator, _namespace), _key)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kda_ops.arguments import check_writable
-from kda_ops.registrations import schemas
+from kda_ops.registrations import fake, schemas
 from kda_ops.registrations.opaque import opaque
 
 _LIBRARY, _NAME = schemas.LIBRARIES[schemas.KDA], "check_writable"
@@ -25,5 +25,5 @@ def _check(buffers: list[Tensor], name: str) -> None:
 _LIBRARY.define(f"{_NAME}(Tensor[] buffers, str name) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl(_NAME, _check, _key)
-torch.library.register_fake(f"{schemas.KDA}::{_NAME}", lambda buffers, name: None, lib=_LIBRARY)
+fake.register(schemas.KDA, _NAME, lambda buffers, name: None)
 torch.fx.node.has_side_effect(torch.ops.kda.check_writable.default)

@@ -142,7 +142,8 @@ def test_a_checkout_that_is_not_installed_runs_its_own_registrations(tmp_path):
 @pytest.mark.xdist_group("pace")
 def test_import_costs_less_than_50_ms_over_torch():
     """In time of the process, at the pace of a quiet machine; the best of a few fresh ones, because
-    a busy machine only ever adds.
+    a busy machine only ever adds. With bytecode, as an installed package has it: the first run
+    writes it.
     """
     script = """
         import time, torch
@@ -154,7 +155,7 @@ def test_import_costs_less_than_50_ms_over_torch():
     """
     shown = []
     for _ in range(6):
-        cost, pace = map(float, python(script).stdout.split())
+        cost, pace = map(float, python(script, PYTHONDONTWRITEBYTECODE="").stdout.split())
         shown.append(f"{1e3 * cost:.0f} ms at {pace:.2f} times a quiet machine's pace")
         if cost < 0.050 * pace:
             return

@@ -32,26 +32,52 @@ def _compute(p: Problem) -> None:
     dispatch.backend(p.q.device).step(p, p.new_output(), p.state)
 
 
+def _example(variant: str) -> tuple[Callable, Callable, Callable]:
+    """Return a call of one token and one head, its computation alone, and its parsing alone."""
+    op, rank = getattr(torch.ops, variant).recurrent_.default, 1 if variant == "kda" else 0
+    q, k, v = (torch.randn(1, 1, 1, 8) for _ in range(3))
+    g = -torch.rand((1, 1, 1, 8)[: 3 + rank])
+    args = (q, k, v, g, torch.rand(1, 1, 1), torch.zeros(2, 1, 8, 8), torch.tensor([1]))
+    p = Problem.parse_step(rank, *args)
+    return lambda: op(*args), lambda: _compute(p), lambda: Problem.parse_step(rank, *args)
+
+
+def count_calls(call: Callable[[], object]) -> int:
+    """Return how many functions Python calls in `call`, its own and those of C."""
+    calls = 0
+
+    def see(frame, event, arg):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def calls_above(variant: str) -> int:
+    """Return how many functions a call of the operator takes above its computation."""
+    with torch.inference_mode():
+        call, compute, _ = _example(variant)
+        for _ in range(2):  # the first run imports
+            whole, raw = count_calls(call), count_calls(compute)
+    return whole - raw
+
+
 def measure(variant: str = "gdn", rounds: int = 20, count: int = 200) -> tuple[float, float, float]:
     """Microseconds per call of the operator, of its computation alone, and of `Problem.parse_step`
     alone.
     """
-    op, rank = getattr(torch.ops, variant).recurrent_.default, 1 if variant == "kda" else 0
-    q, k, v = (torch.randn(1, 1, 1, 8) for _ in range(3))
-    g, beta, state, slots = (
-        -torch.rand((1, 1, 1, 8)[: 3 + rank]),
-        torch.rand(1, 1, 1),
-        torch.zeros(2, 1, 8, 8),
-        torch.tensor([1]),
-    )
-    args = (q, k, v, g, beta, state, slots)
     with torch.inference_mode():
-        p = Problem.parse_step(rank, *args)
+        call, compute, parsing = _example(variant)
         whole = raw = parse = float("inf")
         for _ in range(rounds):
-            whole = _best(lambda: op(*args), whole, count)
-            raw = _best(lambda: _compute(p), raw, count)
-            parse = _best(lambda: Problem.parse_step(rank, *args), parse, count)
+            whole = _best(call, whole, count)
+            raw = _best(compute, raw, count)
+            parse = _best(parsing, parse, count)
     return 1e6 * whole, 1e6 * raw, 1e6 * parse
 
 
