@@ -87,8 +87,8 @@ class ShortConvolution(nn.Module):
         Args:
             x: ``[B, T, D]``, or ``[1, T, D]`` with `cu_seqlens`; fp16 to fp64, on the device of the
                 weight.
-            tail: ``[N, size - 1, D]``, the inputs before x, oldest first; inference only, because
-                it is updated in place.
+            tail: ``[N, W - 1, D]`` with W = `size`, the inputs before x, oldest first; inference
+                only, because it is updated in place.
             cu_seqlens: ``[N + 1]``, int32 or int64: offsets of packed sequences.
             initial_tail: as `tail`, but read only and differentiable.
             checked: the caller has checked that the tail may be written.
@@ -116,13 +116,6 @@ class ShortConvolution(nn.Module):
             return y
         if initial_tail is not None:
             raise ValueError("tail and initial_tail both define the inputs before x: pass one.")
-        N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if tail.shape != (N, self.size - 1, x.shape[-1]):
-            raise ValueError(
-                f"tail must have shape [N, size - 1, D] = {[N, self.size - 1, x.shape[-1]]}, got "
-                f"{list(tail.shape)}."
-            )
-        check_float("tail", tail, x.device, "x")
         if not checked:
             check_buffer("tail", tail)
             check_writable("tail", tail)

@@ -8,6 +8,13 @@ import torch
 from kda_ops.nn import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention, ShortConvolution
 from tests.support.layers import HIDDEN, LAYERS, build, rows
 
+
+@torch.no_grad()
+def decode(*args):
+    """Convolve on tails that are updated in place."""
+    return ShortConvolution(4)(*args)
+
+
 REFUSALS = [
     (
         lambda: KimiDeltaAttention(64, num_heads=4, num_v_heads=2),
@@ -103,9 +110,14 @@ REFUSALS = [
         "attention_mask must be a tensor of shape [B, T], got list",
     ),
     (
-        lambda: ShortConvolution(4)(torch.ones(2, 5, 4), torch.ones(2, 2, 4)),
+        lambda: decode(torch.ones(2, 5, 4), torch.ones(2, 2, 4)),
         ValueError,
-        "tail must have shape [N, size - 1, D] = [2, 3, 4], got [2, 2, 4]",
+        "tail must have shape [N, W - 1, D] = [2, 3, 4], got [2, 2, 4]",
+    ),
+    (
+        lambda: decode(torch.ones(1, 5, 4), torch.ones(1, 3, 4), [0, 5]),
+        TypeError,
+        "cu_seqlens must be a tensor or None, got list: torch.as_tensor(...) makes one",
     ),
     (
         lambda: build(GatedDeltaNet)(rows(1, 5), cache={}),
@@ -219,7 +231,7 @@ REFUSALS = [
         "x must be on cpu, where weight is, got meta",
     ),
     (
-        lambda: ShortConvolution(4)(torch.ones(2, 5, 4), torch.ones(2, 3, 4, device="meta")),
+        lambda: decode(torch.ones(2, 5, 4), torch.ones(2, 3, 4, device="meta")),
         TypeError,
         "tail must be on cpu, where x is",
     ),
