@@ -4,7 +4,8 @@
 per card and versions. Rows of other kernels are left out. The other marks: ``summary`` holds the
 picture and the rows of `SUMMARY`, and ``pictures`` all pictures. ``cpu`` holds the rows of
 evidence_cpu.json, which ``--device cpu --json`` wrote. ``elsewhere`` holds the peers of
-elsewhere.json, measured in runs of their own, next to our rows.
+elsewhere.json, measured in runs of their own, next to our rows. ``layers`` and ``steps`` hold the
+times of layer.json and the training steps of model.json.
 """
 
 from __future__ import annotations
@@ -148,9 +149,63 @@ def of_cpu(cpu: dict) -> str:
 
 
 def with_ours(peers: list[dict], rows: list[dict]) -> list[dict]:
-    """Return rows of peers from other runs, with our times of the same call on the same card."""
+    """Return rows of peers from other runs, with our times of the same call on the same card.
+
+    A row that has our time of its own run keeps it.
+    """
     ours = {(case_of(r), r["gpu"]): r for r in rows}
     return [ours.get((case_of(p), p["gpu"]), {"ours_ms": None}) | p for p in peers]
+
+
+def of_elsewhere(apart: list[dict]) -> str:
+    """Return a table per card of the peers of other runs."""
+    cards = dict.fromkeys(r["gpu"] for r in apart)
+    return "\n".join(
+        f"{card}.\n\n{table([r for r in apart if r['gpu'] == card], None)}\n" for card in cards
+    )
+
+
+def of_layers(rows: list[dict]) -> str:
+    """Return the times of whole layers, forward / forward and backward."""
+    ms = {
+        (r["variant"], r["part"], r["side"], r["pass"]): r.get("ms")
+        for r in rows
+        if "variant" in r and "pass" in r
+    }
+    columns = {
+        "eager": ("eager", "ours"),
+        "eager before": ("eager", "before"),
+        "FLA": ("eager", "fla"),
+        "compiled": ("compiled", "plain norm"),
+        "compiled before": ("compiled", "before"),
+    }
+    lines = [
+        _line(
+            variant.upper(),
+            *(
+                " / ".join(_number(ms[(variant, *key, p)], ".3g") for p in ("fwd", "fwdbwd"))
+                for key in columns.values()
+            ),
+        )
+        for variant in ("kda", "gdn")
+    ]
+    return "\n".join([_header("layer", *columns), *lines, ""])
+
+
+def of_steps(sides: dict[str, dict]) -> str:
+    """Return what a training step of a model takes with each side's operator."""
+    shown = {
+        "step, ms": ("step_ms", ".3g"),
+        "peak memory, GB": ("peak_gb", ".2g"),
+        "first step, caches empty, s": ("first_step_s", ".0f"),
+        "graphs": ("graphs", "d"),
+        "breaks": ("breaks", "d"),
+    }
+    lines = (
+        _line(words, *(_number(sides[side][name], form) for side in ("ours", "fla")))
+        for words, (name, form) in shown.items()
+    )
+    return "\n".join([_header("", "kda-ops", "FLA"), *lines, ""])
 
 
 def of_summary(rows: list[dict]) -> str:
@@ -181,7 +236,11 @@ def rewrite(text: str, root: Path, up: str = "") -> str:
         if m[2] == "pictures":
             return "\n".join(shown.values())
         if m[2] == "elsewhere":
-            return table(apart, None) + "\n" if apart else ""
+            return of_elsewhere(apart)
+        if m[2] == "layers":
+            return of_layers(read("layer.json", []))
+        if m[2] == "steps":
+            return of_steps(read("model.json", {})["sides"])
         if m[2] == "cpu":
             return of_cpu(cpu) if cpu else ""
         return of_pass(evidence, m[2])

@@ -73,6 +73,33 @@ def test_peers_of_other_runs_stand_next_to_our_valid_rows(tmp_path):
     assert "| – | p | 1 | – |" in page(tmp_path, marked("elsewhere"), *rows, elsewhere=peers)()
 
 
+def test_a_row_of_another_run_keeps_our_time_of_that_run_and_each_card_has_its_table(tmp_path):
+    peers = [row(peer=card, gpu=card, ours_ms=4.0, peer_ms=1.0) for card in ("G", "H")]
+    new = page(tmp_path, marked("elsewhere"), row(ours_ms=2.0), elsewhere=peers)()
+    assert "G.\n\n| op |" in new and "H.\n\n| op |" in new
+    assert "| 4 | G | 1 | 0.25× |" in new and "| 4 | H | 1 | 0.25× |" in new
+
+
+def test_layers_and_steps_come_from_their_files(tmp_path):
+    sides = (("eager", "ours"), ("eager", "before"), ("eager", "fla"), ("compiled", "plain norm"))
+    layer = [
+        {"part": part, "side": side, "variant": variant, "pass": pass_, "ms": ms}
+        for part, side in (*sides, ("compiled", "before"))
+        for variant in ("kda", "gdn")
+        for pass_, ms in (("fwd", 1.5), ("fwdbwd", 3.25))
+        if (side, variant, pass_) != ("fla", "gdn", "fwdbwd")
+    ]
+    layer.append(
+        {"part": "eager", "side": "fla", "variant": "gdn", "pass": "fwdbwd", "error": "no"}
+    )
+    side = {"step_ms": 50.41, "peak_gb": 8.6, "first_step_s": 53.2, "graphs": 1, "breaks": 0}
+    model = {"sides": {"ours": side, "fla": side | {"step_ms": 84.6, "breaks": 5}}}
+    new = page(tmp_path, marked("layers", "steps"), row(), layer=layer, model=model)()
+    assert f"| KDA |{' 1.5 / 3.25 |' * 5}\n" in new
+    assert "| GDN | 1.5 / 3.25 | 1.5 / 3.25 | 1.5 / – | 1.5 / 3.25 | 1.5 / 3.25 |\n" in new
+    assert "| step, ms | 50.4 | 84.6 |" in new and "| breaks | 0 | 5 |" in new
+
+
 def test_a_summary_has_at_most_eight_rows_and_the_picture(tmp_path, monkeypatch):
     assert len(tables.SUMMARY) <= 8
     monkeypatch.setattr(tables, "SUMMARY", {"A": name_of(row()), "B": "kda fwd none"})
