@@ -212,7 +212,7 @@ def own(groups, size, case):
 def ranks():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    ranks = Ranks(2, "nccl")
+    ranks = Ranks(2, "nccl", limit=400.0)  # FLA tunes its kernels for minutes at their first calls
     yield ranks
     ranks.stop()
 

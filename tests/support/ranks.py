@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 SIZE = 4
 # global ranks of the groups, which differ from the group ranks
 MEMBERS = {2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3), 8: tuple(range(8))}
-LIMIT = 60.0  # seconds that one request may take
+LIMIT = 60.0  # seconds
 
 
 class Groups(dict):
@@ -53,7 +53,7 @@ def device() -> torch.device:
     )
 
 
-def _serve(rank: int, processes: int, backend: str, store: str, pipe) -> None:
+def _serve(rank: int, processes: int, backend: str, store: str, limit: float, pipe) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -62,7 +62,7 @@ def _serve(rank: int, processes: int, backend: str, store: str, pipe) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=processes,
-        timeout=timedelta(seconds=LIMIT),
+        timeout=timedelta(seconds=limit),
     )
     groups = Groups(
         {
@@ -95,10 +95,13 @@ class Raised(Exception):
 
 
 class Ranks:
-    """The processes, for a test: started on first use, and again after one hangs."""
+    """The processes, for a test: started on first use, and again after one hangs.
 
-    def __init__(self, size: int = SIZE, backend: str = "gloo"):
-        self.size, self.backend = size, backend
+    `limit` is the seconds that one request may take.
+    """
+
+    def __init__(self, size: int = SIZE, backend: str = "gloo", limit: float = LIMIT):
+        self.size, self.backend, self.limit = size, backend, limit
         self.pipes: list = []
         self.processes: list = []
 
@@ -111,13 +114,15 @@ class Ranks:
         for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, self.backend, store, there), daemon=True
+                target=_serve,
+                args=(rank, self.size, self.backend, store, self.limit, there),
+                daemon=True,
             )
             process.start()
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
-        self._answers(tuple(range(self.size)), 2 * LIMIT)
+        self._answers(tuple(range(self.size)), 2 * self.limit)
 
     def _answers(self, ranks: tuple[int, ...], limit: float) -> dict[int, tuple]:
         """Return the next message of each of these ranks.
@@ -155,7 +160,7 @@ class Ranks:
         ranks = members(size, self.size)
         for rank in ranks:
             self.pipes[rank].send((function.__module__, function.__name__, args))
-        answers = self._answers(ranks, LIMIT)
+        answers = self._answers(ranks, self.limit)
         kinds = (answers[rank] for rank in ranks)
         return [
             torch.load(io.BytesIO(value), map_location="cpu")
