@@ -103,10 +103,7 @@ HAZARDS = (
 # The versions of Triton with which kernels were timed on a GPU (docs/kernels/journal.md), and those
 # whose machine code ``python -m kda_ops compile`` keeps within budgets.
 TIMED = ((3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 9, 0))
-SLOWER = {  # by how much, with which assembler, and what helps
-    (3, 9, 0): "up to 17 % slower than with 3.6 on Hopper, much of it from its ptxas 13.4: set "
-    "TRITON_PTXAS_BLACKWELL_PATH to the file triton/backends/nvidia/bin/ptxas"
-}
+SLOWER = {(3, 9, 0): "up to 17 % slower than with 3.6 on Hopper"}  # by how much
 COMPILED = ((3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 9, 0))
 
 
