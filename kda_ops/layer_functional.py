@@ -182,6 +182,6 @@ def _as_heads(shape: torch.Size, one_row: bool) -> tuple[int, ...]:
     """
     *outer, V = shape
     if not outer or (one_row and len(outer) < 3):
-        outer.append(1)
+        outer = [*outer, 1]  # a graph of torch 2.11 has a tuple, which cannot be appended to
     *tokens, H = outer
     return (*tokens, H, V) if len(tokens) == 2 else (1, math.prod(tokens), H, V)

@@ -40,9 +40,10 @@ def trained(case):
     """Return a function of the inputs that returns the case's results and gradients."""
     found = outputs(case, operator(case)(*case.inputs().values(), **case.flags()))
     dys = cotangents(case, found)  # drawn here: a graph would draw others
+    names = list(case.inputs())  # likewise
 
     def step(*inputs):
-        x = dict(zip(case.inputs(), inputs))
+        x = dict(zip(names, inputs))
         leaves = {n: t for n, t in x.items() if t is not None and n != "cu_seqlens"}
         leaves = {n: t.detach().requires_grad_() for n, t in leaves.items()}
         outs = outputs(case, operator(case)(*(x | leaves).values(), **case.flags()))

@@ -489,7 +489,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     "launcher",
-    [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]],
+    [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]],
     ids=["alone", "torchrun"],
 )
 def test_the_example_matches_one_process(launcher):

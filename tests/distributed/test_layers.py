@@ -531,17 +531,21 @@ def decode_in_bfloat16(groups, size, variant):
     """FSDP2 converts what children sharded with a policy get, a cache's tails too."""
     mesh, (x, _) = mesh_of(groups[size]), batch(2)
     policy, x = MixedPrecisionPolicy(param_dtype=torch.bfloat16), x.bfloat16()
-    torch.manual_seed(0)
-    layer = LAYERS[variant](HIDDEN, **GROUPED)
-    fully_shard(list(layer.children()), mesh=mesh, mp_policy=policy)
-    fully_shard(layer, mesh=mesh)
+
+    def sharded():
+        torch.manual_seed(0)
+        layer = LAYERS[variant](HIDDEN, **GROUPED)
+        fully_shard(list(layer.children()), mesh=mesh, mp_policy=policy)
+        return fully_shard(layer, mesh=mesh)
+
     with torch.no_grad():
+        layer = sharded()
         cache = layer.new_cache(2)
         with pytest.raises(TypeError, match="convolution tails of torch.bfloat16 on cpu") as raised:
             layer(x, cache=cache)
         assert "new_cache(2, dtype=torch.bfloat16" in str(raised.value)
         assert not any(b.any() for b in cache.buffers())
-        layer.reset_iter_state()
+        layer = sharded()  # FSDP2 keeps what it began
         cache = layer.new_cache(2, dtype=torch.bfloat16)
         steps = (layer(x[:, t : t + 1], cache=cache) for t in (9, 10))
         parts = [layer(x[:, :9], cache=cache), *steps]
