@@ -238,9 +238,11 @@ def rewrite(text: str, root: Path, up: str = "") -> str:
         if m[2] == "elsewhere":
             return of_elsewhere(apart)
         if m[2] == "layers":
-            return of_layers(read("layer.json", []))
+            layers = read("layer.json", None)
+            return of_layers(layers) if layers else ""
         if m[2] == "steps":
-            return of_steps(read("model.json", {})["sides"])
+            model = read("model.json", None)
+            return of_steps(model["sides"]) if model else ""
         if m[2] == "cpu":
             return of_cpu(cpu) if cpu else ""
         return of_pass(evidence, m[2])

@@ -92,8 +92,10 @@ _LAYER: dict[schemas.Operator, Callable] = {
 
 
 def register(namespace: str, name: str, fake: Callable) -> None:
-    """Register the fake of an operator. The one caller of torch's function: torch looks through all
-    modules for each new file that calls it.
+    """Register the fake of an operator.
+
+    All of this package come by here: torch looks through all modules for each new file that
+    registers one.
     """
     library = schemas.LIBRARIES[namespace]
     torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)

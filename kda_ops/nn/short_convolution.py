@@ -101,7 +101,8 @@ class ShortConvolution(nn.Module):
                 are given.
             TypeError: x or a tail is not a float, or is on another device than the weight.
             RuntimeError: `tail` is given and a gradient is wanted, or it was made under
-                ``torch.inference_mode()`` and is used outside.
+                ``torch.inference_mode()`` and is used outside. This is said before other faults
+                of a tail.
         """
         weight, bias = local(self.weight), local(self.bias)
         check_dense("x", x)

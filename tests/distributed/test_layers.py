@@ -545,7 +545,7 @@ def decode_in_bfloat16(groups, size, variant):
             layer(x, cache=cache)
         assert "new_cache(2, dtype=torch.bfloat16" in str(raised.value)
         assert not any(b.any() for b in cache.buffers())
-        layer = sharded()  # FSDP2 keeps what it began
+        layer = sharded()  # torch 2.11 cannot reset FSDP2 after a forward that raised
         cache = layer.new_cache(2, dtype=torch.bfloat16)
         steps = (layer(x[:, t : t + 1], cache=cache) for t in (9, 10))
         parts = [layer(x[:, :9], cache=cache), *steps]

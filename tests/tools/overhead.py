@@ -58,12 +58,19 @@ def count_calls(call: Callable[[], object]) -> int:
     return calls
 
 
-def calls_above(variant: str) -> int:
-    """Return how many functions a call of the operator takes above its computation."""
+def count_operators(call: Callable[[], object]) -> int:
+    """Return how many operators of torch run in `call`."""
+    with torch.autograd.profiler.profile() as seen:
+        call()
+    return len(seen.function_events)
+
+
+def above(variant: str, count: Callable[[Callable[[], object]], int]) -> int:
+    """Return how much more `count` finds in a call of the operator than in its computation."""
     with torch.inference_mode():
         call, compute, _ = _example(variant)
         for _ in range(2):  # the first run imports
-            whole, raw = count_calls(call), count_calls(compute)
+            whole, raw = count(call), count(compute)
     return whole - raw
 
 

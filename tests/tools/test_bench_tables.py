@@ -94,6 +94,8 @@ def test_layers_and_steps_come_from_their_files(tmp_path):
     )
     side = {"step_ms": 50.41, "peak_gb": 8.6, "first_step_s": 53.2, "graphs": 1, "breaks": 0}
     model = {"sides": {"ours": side, "fla": side | {"step_ms": 84.6, "breaks": 5}}}
+    none = page(tmp_path, marked("layers", "steps"), row())()
+    assert "<!-- evidence: layers -->\n<!-- end -->" in none and "| step" not in none
     new = page(tmp_path, marked("layers", "steps"), row(), layer=layer, model=model)()
     assert f"| KDA |{' 1.5 / 3.25 |' * 5}\n" in new
     assert "| GDN | 1.5 / 3.25 | 1.5 / 3.25 | 1.5 / – | 1.5 / 3.25 | 1.5 / 3.25 |\n" in new
