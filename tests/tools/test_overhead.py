@@ -3,6 +3,7 @@ target is 20 microseconds.
 """
 
 import pytest
+import torch
 
 from tests.tools import overhead
 
@@ -19,3 +20,8 @@ def test_the_count_sees_functions_of_python_and_of_c():
     empty = overhead.count_calls(lambda: None)
     assert overhead.count_calls(lambda: len([])) == empty + 1
     assert overhead.count_calls(lambda: (lambda: len([]))()) == empty + 2
+
+
+def test_the_count_sees_operators():
+    x = torch.ones(2)
+    assert overhead.count_operators(lambda: x + x + x) == 2
