@@ -435,17 +435,17 @@ MOST: dict[str, Any] = {"maxnreg": 128}  # in backward, so that two programs sha
 def _cut(p: Convolution, one: bool = False, backward: bool = False) -> tuple[Cut, int]:
     """Return how a call is cut, and the warps of a program, one per run.
 
-    A thread has 16 bytes of a row, or fewer where the tiles of W taps would not fit its registers.
+    A thread has four channels, or fewer where the tiles of W taps would not fit its registers.
     With `one`, each sequence has one token.
     """
-    wide, tiles = 16 // p.x.element_size(), (4 if backward else 2) * p.W
+    wide, tiles = 4, (4 if backward else 2) * p.W
     while wide > 1 and wide * tiles > REGISTERS:
         wide //= 2
     channels = min(32 * wide, max(32, triton.next_power_of_2(p.D)))
     if one:
         return Cut(1, 1, 1, channels), 1
-    rows, groups = (32, 8) if backward else (16, 4)
-    return Cut(rows, 4, groups, channels), groups
+    rows, unroll = (64, 4) if backward else (16, 2)
+    return Cut(rows, unroll, 4, channels), 4
 
 
 def _programs(p: Convolution, cut: Cut) -> int:
