@@ -5,7 +5,8 @@ per card and versions. Rows of other kernels are left out. The other marks: ``su
 picture and the rows of `SUMMARY`, and ``pictures`` all pictures. ``cpu`` holds the rows of
 evidence_cpu.json, which ``--device cpu --json`` wrote. ``elsewhere`` holds the peers of
 elsewhere.json, measured in runs of their own, next to our rows. ``layers`` and ``steps`` hold the
-times of layer.json and the training steps of model.json.
+times of layer.json and the training steps of model.json. ``tritons`` compares the versions of
+Triton in tritons.json.
 """
 
 from __future__ import annotations
@@ -166,12 +167,14 @@ def of_elsewhere(apart: list[dict]) -> str:
 
 
 def of_layers(rows: list[dict]) -> str:
-    """Return the times of whole layers, forward / forward and backward."""
-    ms = {
-        (r["variant"], r["part"], r["side"], r["pass"]): r.get("ms")
-        for r in rows
-        if "variant" in r and "pass" in r
-    }
+    """Return the times of whole layers, forward / forward and backward.
+
+    Rows that name a version of Triton have a line of their own.
+    """
+    rows = [r for r in rows if "variant" in r and "pass" in r]
+    key = ("variant", "triton", "part", "side", "pass")
+    ms = {tuple(r.get(n) for n in key): r.get("ms") for r in rows}
+    layers = sorted({k[:2] for k in ms}, key=lambda k: (k[0] != "kda", k[1] or ""))
     columns = {
         "eager": ("eager", "ours"),
         "eager before": ("eager", "before"),
@@ -181,15 +184,36 @@ def of_layers(rows: list[dict]) -> str:
     }
     lines = [
         _line(
-            variant.upper(),
+            variant.upper() + (f", Triton {triton}" if triton else ""),
             *(
-                " / ".join(_number(ms[(variant, *key, p)], ".3g") for p in ("fwd", "fwdbwd"))
-                for key in columns.values()
+                " / ".join(
+                    _number(ms.get((variant, triton, *side, p)), ".3g") for p in ("fwd", "fwdbwd")
+                )
+                for side in columns.values()
             ),
         )
-        for variant in ("kda", "gdn")
+        for variant, triton in layers
     ]
     return "\n".join([_header("layer", *columns), *lines, ""])
+
+
+def of_tritons(found: dict) -> str:
+    """Return the times with each version of Triton, and how many times those with the first."""
+    times: dict[tuple, dict[str, list[float]]] = {}
+    for r in found["rows"]:
+        call = times.setdefault((r["op"], r["gate"], r["setting"], r["pass"]), {})
+        call.setdefault(r["triton"], []).append(r["ms"])
+    versions = {r["triton"] for r in found["rows"]}
+    first, *others = sorted(versions, key=lambda v: tuple(map(int, v.split("."))))
+    lines = []
+    for call, by in times.items():
+        ms = {triton: statistics.mean(some) for triton, some in by.items()}
+        cells = (f"{ms[t]:.3g} ({ms[t] / ms[first]:.2f})" for t in others)
+        lines.append(_line(*call, f"{ms[first]:.3g}", *cells))
+    about = f"{found['gpu']}, torch {found['torch']}; ms."
+    return "\n".join(
+        [about, "", _header("op", "gate", "setting", "pass", first, *others), *lines, ""]
+    )
 
 
 def of_steps(sides: dict[str, dict]) -> str:
@@ -240,6 +264,9 @@ def rewrite(text: str, root: Path, up: str = "") -> str:
         if m[2] == "layers":
             layers = read("layer.json", None)
             return of_layers(layers) if layers else ""
+        if m[2] == "tritons":
+            tritons = read("tritons.json", None)
+            return of_tritons(tritons) if tritons else ""
         if m[2] == "steps":
             model = read("model.json", None)
             return of_steps(model["sides"]) if model else ""

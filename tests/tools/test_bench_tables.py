@@ -102,6 +102,26 @@ def test_layers_and_steps_come_from_their_files(tmp_path):
     assert "| step, ms | 50.4 | 84.6 |" in new and "| breaks | 0 | 5 |" in new
 
 
+def test_a_layer_measured_with_another_triton_has_a_line_of_its_own(tmp_path):
+    kinds = {"part": "eager", "side": "fla", "variant": "gdn", "pass": "fwd"}
+    layer = [kinds | {"ms": 1.0}, kinds | {"ms": 2.0, "triton": "3.8.0"}]
+    new = page(tmp_path, marked("layers"), row(), layer=layer)()
+    empty = " – / – | – / – |"
+    assert f"| GDN |{empty} 1 / – |{empty}\n" in new
+    assert f"| GDN, Triton 3.8.0 |{empty} 2 / – |{empty}\n" in new
+
+
+def test_tritons_are_compared_with_the_mean_of_the_oldest(tmp_path):
+    call = {"op": "kda", "gate": "bound", "setting": "B1T64H1", "pass": "fwd"}
+    some = (("3.6.0", 1.0), ("3.9.0", 3.0), ("3.8.0", 1.8), ("3.6.0", 3.0))
+    rows = [call | {"triton": triton, "ms": ms} for triton, ms in some]
+    found = {"gpu": "G", "torch": "1", "rows": rows}
+    new = page(tmp_path, marked("tritons"), row(), tritons=found)()
+    assert "G, torch 1; ms.\n\n| op | gate | setting | pass | 3.6.0 | 3.8.0 | 3.9.0 |\n" in new
+    assert "| kda | bound | B1T64H1 | fwd | 2 | 1.8 (0.90) | 3 (1.50) |\n<!-- end -->" in new
+    assert "3.8.0" not in page(tmp_path / "none", marked("tritons"), row())()
+
+
 def test_a_summary_has_at_most_eight_rows_and_the_picture(tmp_path, monkeypatch):
     assert len(tables.SUMMARY) <= 8
     monkeypatch.setattr(tables, "SUMMARY", {"A": name_of(row()), "B": "kda fwd none"})
