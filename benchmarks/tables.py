@@ -172,9 +172,11 @@ def of_layers(rows: list[dict]) -> str:
     Rows that name a version of Triton have a line of their own.
     """
     rows = [r for r in rows if "variant" in r and "pass" in r]
-    key = ("variant", "triton", "part", "side", "pass")
-    ms = {tuple(r.get(n) for n in key): r.get("ms") for r in rows}
-    layers = sorted({k[:2] for k in ms}, key=lambda k: (k[0] != "kda", k[1] or ""))
+    ms = {
+        (r["variant"], r.get("triton", ""), r["part"], r["side"], r["pass"]): r.get("ms")
+        for r in rows
+    }
+    layers = sorted({key[:2] for key in ms}, key=lambda layer: (layer[0] != "kda", layer[1]))
     columns = {
         "eager": ("eager", "ours"),
         "eager before": ("eager", "before"),
@@ -206,10 +208,10 @@ def of_tritons(found: dict) -> str:
     versions = {r["triton"] for r in found["rows"]}
     first, *others = sorted(versions, key=lambda v: tuple(map(int, v.split("."))))
     lines = []
-    for call, by in times.items():
+    for names, by in times.items():
         ms = {triton: statistics.mean(some) for triton, some in by.items()}
         cells = (f"{ms[t]:.3g} ({ms[t] / ms[first]:.2f})" for t in others)
-        lines.append(_line(*call, f"{ms[first]:.3g}", *cells))
+        lines.append(_line(*names, f"{ms[first]:.3g}", *cells))
     about = f"{found['gpu']}, torch {found['torch']}; ms."
     return "\n".join(
         [about, "", _header("op", "gate", "setting", "pass", first, *others), *lines, ""]
