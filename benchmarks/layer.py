@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
+from kda_ops.tools.machine import installed
 from kda_ops.tools.timer import gpu_ms, host_us
 
 Row = dict[str, Any]
@@ -289,6 +290,7 @@ def main() -> None:
         for variant in args.variant[:1] if both else args.variant:
             given = {"alone": args.alone} if part in ("eager", "compiled") else {}
             for row in PARTS[part](variant, args.device, **given):
+                row["triton"] = installed("triton") or "none"
                 found.append(row)
                 print(json.dumps(row), flush=True)
     if args.out is not None:

@@ -18,6 +18,7 @@ import re
 import statistics
 from pathlib import Path
 
+from kda_ops.doctor import parse_version
 from kda_ops.tools.cases import GATES, PASSES, case_of, name_of
 from kda_ops.tools.digests import is_valid
 from kda_ops.tools.machine import Help, checkout
@@ -25,7 +26,7 @@ from kda_ops.tools.machine import Help, checkout
 PAGES = ("README.md", "docs/performance.md")
 FOLDER = "benchmarks/results"
 PICTURES = {
-    "evidence.svg": "How many times as fast as each peer: every row that has both times.",
+    "evidence.svg": "How many times as fast as each peer: every GPU row that has both times.",
     "drift.png": "Error of 10,000 decode steps and of the chunk form, from drift.json.",
 }
 # The rows of README and their names in the results. Losses are among them.
@@ -167,16 +168,10 @@ def of_elsewhere(apart: list[dict]) -> str:
 
 
 def of_layers(rows: list[dict]) -> str:
-    """Return the times of whole layers, forward / forward and backward.
-
-    Rows that name a version of Triton have a line of their own.
-    """
+    """Return the times of whole layers, forward / forward and backward, by version of Triton."""
     rows = [r for r in rows if "variant" in r and "pass" in r]
-    ms = {
-        (r["variant"], r.get("triton", ""), r["part"], r["side"], r["pass"]): r.get("ms")
-        for r in rows
-    }
-    layers = sorted({key[:2] for key in ms}, key=lambda layer: (layer[0] != "kda", layer[1]))
+    ms = {(r["variant"], r["triton"], r["part"], r["side"], r["pass"]): r.get("ms") for r in rows}
+    layers = sorted({key[:2] for key in ms}, key=lambda k: (k[0] != "kda", parse_version(k[1])))
     columns = {
         "eager": ("eager", "ours"),
         "eager before": ("eager", "before"),
@@ -186,7 +181,7 @@ def of_layers(rows: list[dict]) -> str:
     }
     lines = [
         _line(
-            variant.upper() + (f", Triton {triton}" if triton else ""),
+            f"{variant.upper()}, Triton {triton}",
             *(
                 " / ".join(
                     _number(ms.get((variant, triton, *side, p)), ".3g") for p in ("fwd", "fwdbwd")
@@ -200,17 +195,16 @@ def of_layers(rows: list[dict]) -> str:
 
 
 def of_tritons(found: dict) -> str:
-    """Return the times with each version of Triton, and how many times those with the first."""
+    """Return the times with each version of Triton, and their ratio to the oldest version's."""
     times: dict[tuple, dict[str, list[float]]] = {}
     for r in found["rows"]:
         call = times.setdefault((r["op"], r["gate"], r["setting"], r["pass"]), {})
         call.setdefault(r["triton"], []).append(r["ms"])
-    versions = {r["triton"] for r in found["rows"]}
-    first, *others = sorted(versions, key=lambda v: tuple(map(int, v.split("."))))
+    first, *others = sorted({r["triton"] for r in found["rows"]}, key=parse_version)
     lines = []
     for names, by in times.items():
         ms = {triton: statistics.mean(some) for triton, some in by.items()}
-        cells = (f"{ms[t]:.3g} ({ms[t] / ms[first]:.2f})" for t in others)
+        cells = (f"{ms[t]:.3g} ({ms[t] / ms[first]:.2f})" if t in ms else "–" for t in others)
         lines.append(_line(*names, f"{ms[first]:.3g}", *cells))
     about = f"{found['gpu']}, torch {found['torch']}; ms."
     return "\n".join(
@@ -324,11 +318,14 @@ def main(argv: list[str]) -> int:
     source = root / FOLDER / "evidence.json"
     if not source.exists():
         raise SystemExit(f"{source} does not exist: run python -m benchmarks evidence on a GPU.")
-    rows = [r for r in valid_rows(json.loads(source.read_text())) if ratio(r) is not None]
+    valid, other = valid_rows(json.loads(source.read_text())), source.with_name("elsewhere.json")
+    apart = with_ours(json.loads(other.read_text()), valid) if other.exists() else []
+    rows = [r for r in valid if ratio(r) is not None]
     picture = source.with_suffix(".svg")
     picture.unlink(missing_ok=True)
     if rows:
-        picture.write_text(draw(rows, "; ".join(machines(rows))))
+        both = [*rows, *(r for r in apart if ratio(r) is not None)]
+        picture.write_text(draw(both, "; ".join(machines(rows))))
     for page in (root / name for name in PAGES if (root / name).exists()):
         page.write_text(rewrite(page.read_text(), root, "" if page.parent == root else "../"))
     return 0

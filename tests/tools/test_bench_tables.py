@@ -83,42 +83,45 @@ def test_a_row_of_another_run_keeps_our_time_of_that_run_and_each_card_has_its_t
 def test_layers_and_steps_come_from_their_files(tmp_path):
     sides = (("eager", "ours"), ("eager", "before"), ("eager", "fla"), ("compiled", "plain norm"))
     layer = [
-        {"part": part, "side": side, "variant": variant, "pass": pass_, "ms": ms}
+        {"part": part, "side": side, "variant": variant, "pass": pass_, "ms": ms, "triton": "3.6.0"}
         for part, side in (*sides, ("compiled", "before"))
         for variant in ("kda", "gdn")
         for pass_, ms in (("fwd", 1.5), ("fwdbwd", 3.25))
         if (side, variant, pass_) != ("fla", "gdn", "fwdbwd")
     ]
     layer.append(
-        {"part": "eager", "side": "fla", "variant": "gdn", "pass": "fwdbwd", "error": "no"}
+        layer[-1] | {"part": "eager", "side": "fla", "variant": "gdn", "ms": None, "error": "no"}
     )
     side = {"step_ms": 50.41, "peak_gb": 8.6, "first_step_s": 53.2, "graphs": 1, "breaks": 0}
     model = {"sides": {"ours": side, "fla": side | {"step_ms": 84.6, "breaks": 5}}}
     none = page(tmp_path, marked("layers", "steps"), row())()
     assert "<!-- evidence: layers -->\n<!-- end -->" in none and "| step" not in none
     new = page(tmp_path, marked("layers", "steps"), row(), layer=layer, model=model)()
-    assert f"| KDA |{' 1.5 / 3.25 |' * 5}\n" in new
-    assert "| GDN | 1.5 / 3.25 | 1.5 / 3.25 | 1.5 / – | 1.5 / 3.25 | 1.5 / 3.25 |\n" in new
+    assert f"| KDA, Triton 3.6.0 |{' 1.5 / 3.25 |' * 5}\n" in new
+    two = " 1.5 / 3.25 |" * 2
+    assert f"| GDN, Triton 3.6.0 |{two} 1.5 / – |{two}\n" in new
     assert "| step, ms | 50.4 | 84.6 |" in new and "| breaks | 0 | 5 |" in new
 
 
 def test_a_layer_measured_with_another_triton_has_a_line_of_its_own(tmp_path):
     kinds = {"part": "eager", "side": "fla", "variant": "gdn", "pass": "fwd"}
-    layer = [kinds | {"ms": 1.0}, kinds | {"ms": 2.0, "triton": "3.8.0"}]
+    layer = [kinds | {"ms": ms, "triton": t} for t, ms in (("3.10.0", 2.0), ("3.6.0", 1.0))]
     new = page(tmp_path, marked("layers"), row(), layer=layer)()
     empty = " – / – | – / – |"
-    assert f"| GDN |{empty} 1 / – |{empty}\n" in new
-    assert f"| GDN, Triton 3.8.0 |{empty} 2 / – |{empty}\n" in new
+    first = f"| GDN, Triton 3.6.0 |{empty} 1 / – |{empty}\n"
+    assert first + f"| GDN, Triton 3.10.0 |{empty} 2 / – |{empty}\n" in new
 
 
 def test_tritons_are_compared_with_the_mean_of_the_oldest(tmp_path):
     call = {"op": "kda", "gate": "bound", "setting": "B1T64H1", "pass": "fwd"}
-    some = (("3.6.0", 1.0), ("3.9.0", 3.0), ("3.8.0", 1.8), ("3.6.0", 3.0))
+    some = (("3.6.0", 1.0), ("3.10.0", 3.0), ("3.8.0", 1.8), ("3.6.0", 3.0))
     rows = [call | {"triton": triton, "ms": ms} for triton, ms in some]
+    rows += [call | {"pass": "fwdbwd", "triton": t, "ms": 4.0} for t in ("3.6.0", "3.8.0")]
     found = {"gpu": "G", "torch": "1", "rows": rows}
     new = page(tmp_path, marked("tritons"), row(), tritons=found)()
-    assert "G, torch 1; ms.\n\n| op | gate | setting | pass | 3.6.0 | 3.8.0 | 3.9.0 |\n" in new
-    assert "| kda | bound | B1T64H1 | fwd | 2 | 1.8 (0.90) | 3 (1.50) |\n<!-- end -->" in new
+    assert "G, torch 1; ms.\n\n| op | gate | setting | pass | 3.6.0 | 3.8.0 | 3.10.0 |\n" in new
+    assert "| kda | bound | B1T64H1 | fwd | 2 | 1.8 (0.90) | 3 (1.50) |\n" in new
+    assert "| kda | bound | B1T64H1 | fwdbwd | 4 | 4 (1.00) | – |\n<!-- end -->" in new
     assert "3.8.0" not in page(tmp_path / "none", marked("tritons"), row())()
 
 

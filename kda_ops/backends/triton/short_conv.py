@@ -357,7 +357,8 @@ def convolve_gradient(
             x, p_x, dy, p_dy, r, o_t, n_read, o_d, window, taps, b_bias, D, W, SILU, FAST
         )
         gradients = gradients[1:] + (b_dz,)
-        m_dx = (o_t + (r - PAST) < n_tokens) & (o_d < D)
+        # with more than ROWS taps before the last, the first of these rows belong to earlier runs
+        m_dx = (ROWS + r >= PAST) & (o_t + (r - PAST) < n_tokens) & (o_d < D)
         b_dx = weigh_back(gradients, taps, W)
         b_dx += load_final(dfinal, i_slot, o_t + r, n_read, o_d, m_dx, b_zero, W)
         tl.store(p_dx + (r - PAST) * D, b_dx.to(dx.dtype.element_ty), mask=m_dx)
@@ -435,8 +436,8 @@ MOST: dict[str, Any] = {"maxnreg": 128}  # in backward, so that two programs sha
 def _cut(p: Convolution, one: bool = False, backward: bool = False) -> tuple[Cut, int]:
     """Return how a call is cut, and the warps of a program, one per run.
 
-    A thread has four channels, or fewer where the tiles of W taps would not fit its registers.
-    With `one`, each sequence has one token.
+    A thread has at most four channels, and fewer where the tiles of W taps would not fit its
+    registers, but one at least. With `one`, each sequence has one token.
     """
     wide, tiles = 4, (4 if backward else 2) * p.W
     while wide > 1 and wide * tiles > REGISTERS:

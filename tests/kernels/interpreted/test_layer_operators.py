@@ -25,7 +25,7 @@ from tests.operators.test_layer_operators import (  # noqa: F401  (they run here
     test_two_runs_give_the_same_bits,
 )
 from tests.support.closeness import assert_all_identical
-from tests.support.layer_operators import Conv, NormCase, replace, run
+from tests.support.layer_operators import Conv, NormCase, assert_meets_budget, replace, run
 from tests.support.target import TARGET
 
 TRITON = dispatch.load("triton")
@@ -51,3 +51,9 @@ def test_a_call_by_a_plan_of_other_sizes_gives_the_bits_of_the_stages(sizes):
             assert_all_identical(run(case, TARGET.device), got)
             TRITON.plans = saved
         assert sum(map(len, TRITON.plans.values())) < 2 * len(cases)  # some serve several sizes
+
+
+def test_more_taps_than_a_run_has_tokens():
+    """A run of backward has 64 tokens, and finishes rows of its own alone."""
+    case = Conv(B=2, T=70, D=3, W=67, dtype=torch.float32)
+    assert_meets_budget(case, TARGET.device)
