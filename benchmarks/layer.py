@@ -280,9 +280,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: list[Row] = []
+    about = {"triton": installed("triton") or "none"}
     some = [part for part in args.parts if part in ("eager", "compiled", "decode")]
     if args.before is not None and some:
-        found += before(args.before.resolve(), some, args.variant, args.device)
+        rows = before(args.before.resolve(), some, args.variant, args.device)
+        found += [row | about for row in rows]
         for row in found:
             print(json.dumps(row), flush=True)
     for part in args.parts:
@@ -290,9 +292,8 @@ def main() -> None:
         for variant in args.variant[:1] if both else args.variant:
             given = {"alone": args.alone} if part in ("eager", "compiled") else {}
             for row in PARTS[part](variant, args.device, **given):
-                row["triton"] = installed("triton") or "none"
-                found.append(row)
-                print(json.dumps(row), flush=True)
+                found.append(row | about)
+                print(json.dumps(found[-1]), flush=True)
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1))
 

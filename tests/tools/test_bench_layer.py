@@ -1,5 +1,7 @@
 """The benchmark of whole layers runs, and restores the choice of plain forms."""
 
+import json
+
 import pytest
 import torch
 
@@ -64,3 +66,16 @@ def test_every_choice_of_forms_is_compiled_and_the_usual_one_is_left(monkeypatch
     assert {row["side"] for row in rows} == {*layer.FORMS}
     left = [op for op in inductor.select_decomp_table() if getattr(op, "namespace", "") == "kda"]
     assert len(left) == chosen
+
+
+def test_each_row_names_the_triton_that_it_was_measured_with(monkeypatch, tmp_path):
+    monkeypatch.setattr(layer, "ms", once)
+    monkeypatch.setattr(layer, "installed", lambda name: "3.99.0")
+    monkeypatch.setattr(layer, "before", lambda *given: [{"side": "before"}])
+    out = tmp_path / "rows.json"
+    words = ["--parts", "eager", "--variant", "gdn", "--alone", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["layer", *words, "--before", ".", "--out", str(out)])
+    layer.main()
+    rows = json.loads(out.read_text())
+    assert {r["side"] for r in rows} == {"before", "ours"}
+    assert {r["triton"] for r in rows} == {"3.99.0"}

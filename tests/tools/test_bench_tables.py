@@ -152,6 +152,17 @@ def test_the_picture_has_a_dot_for_every_row_and_the_losses_in_red():
     assert one
 
 
+def test_the_picture_has_the_peers_of_other_runs(tmp_path):
+    pytest.importorskip("matplotlib")
+    apart = [
+        row(peer="elsewhere", gpu="G", ours_ms=4.0),
+        row(peer="untimed", gpu="H", ours_ms=None),
+    ]
+    page(tmp_path, marked("pictures"), row(), elsewhere=apart)()
+    text = (tmp_path / tables.FOLDER / "evidence.svg").read_text()
+    assert "KDA forward, elsewhere" in text and "untimed" not in text and "2 rows" in text
+
+
 def test_without_a_pair_of_times_there_is_no_picture(tmp_path):
     with pytest.raises(SystemExit, match="does not exist"):
         tables.main([str(tmp_path)])
