@@ -115,10 +115,10 @@ def prepare_gdn(
     g, beta = Strided(g, (g_b, g_t, g_h)), Strided(beta, (beta_b, beta_t, beta_h))
     o_r, o_k = tl.arange(0, CHUNK), tl.arange(0, BK)
     m_x = (o_r < n_rows)[:, None] & (o_k < K)[None, :]
-    b_k = tl.load(rows_at(k.pointer, k.strides, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
-    b_q = tl.load(rows_at(q.pointer, q.strides, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
     b_x = decay_column(g, gate, lower_bound, i_b, i_g * GROUP, first, n_rows, flags)
     b_beta = strength_column(beta, i_b, i_g * GROUP, first, n_rows, flags)
+    b_k = tl.load(rows_at(k.pointer, k.strides, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
+    b_q = tl.load(rows_at(q.pointer, q.strides, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
     b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
     b_kk = tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
     if EXACT:

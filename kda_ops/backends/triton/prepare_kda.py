@@ -82,6 +82,15 @@ class HalfPlace(NamedTuple):
     b_k_norm: Any
 
 
+class HalfInputs(NamedTuple):
+    """What is read of 32 rows and one slice of K; zero for rows that are no tokens."""
+
+    q: Any  # [32, width] in the input's dtype, as k and g
+    k: Any
+    g: Any  # minus infinity for rows that are no tokens, if g are logits; zero without a decay
+    strength: Any  # beta after its activation, [32] fp32
+
+
 class HalfRows(NamedTuple):
     """What the other rows of a chunk need of 32 rows, for one slice of K.
 
@@ -111,7 +120,7 @@ def half_norm(
 ):
     """Return 1 / sqrt(sum of squares + 1e-6) of 32 rows, [32] fp32, summed slice by slice.
 
-    Return ones without L2NORM, and where one slice holds a row: `load_unit` forms the norm then.
+    Return ones without L2NORM, and where one slice holds a row: `unit_rows` forms the norm then.
     """
     b_norm = tl.full((HALF,), 1.0, tl.float32)
     if flags.L2NORM and BLOCK < D:
@@ -126,12 +135,31 @@ def half_norm(
 
 
 @triton.jit
-def load_unit(x, norm, at, b_norm, scale, o_d, D: tl.constexpr, R: tl.constexpr, flags):
+def load_half(x, at, o_k, K: tl.constexpr, R: tl.constexpr, flags):
+    """Load what 32 rows need of one slice of K.
+
+    All loads of a half come before its arithmetic. ptxas moves few of them up, and each one that
+    it leaves behind costs the latency of L2 (docs/kernels/journal.md, "Loads first").
+    """
+    b_k = load_rows(x.k.pointer, x.k.strides, at.i_b, at.i_g, at.first, at.n_rows, o_k, K, R, HALF)
+    b_strength = strength_column(x.beta, at.i_b, at.i_h, at.first, at.n_rows, flags, HALF)
+    b_q = load_rows(x.q.pointer, x.q.strides, at.i_b, at.i_g, at.first, at.n_rows, o_k, K, R, HALF)
+    if x.g.pointer is None:
+        b_g = tl.zeros((HALF, o_k.shape[0]), tl.float32)
+    else:
+        PAST: tl.constexpr = -float("inf") if flags.ACTIVATE else 0.0
+        b_g = load_rows(
+            x.g.pointer, x.g.strides, at.i_b, at.i_h, at.first, at.n_rows, o_k, K, R, HALF, PAST
+        )
+    return HalfInputs(b_q, b_k, b_g, b_strength)
+
+
+@triton.jit
+def unit_rows(b_x, norm, b_norm, scale, o_d, D: tl.constexpr, flags):
     """Return 32 rows of one key head times their inverse norms and the scale, [32, width] fp32.
 
     Write the inverse norms to `norm`, unless it is None.
     """
-    b_x = load_rows(x.pointer, x.strides, at.i_b, at.i_g, at.first, at.n_rows, o_d, D, R, HALF)
     b_x = widen(b_x)
     if o_d.shape[0] >= D:
         b_norm = inverse_norm(b_x, flags.L2NORM)
@@ -141,40 +169,23 @@ def load_unit(x, norm, at, b_norm, scale, o_d, D: tl.constexpr, R: tl.constexpr,
 
 
 @triton.jit
-def load_decay(x, at, o_k, K: tl.constexpr, R: tl.constexpr, flags, FAST: tl.constexpr):
+def half_decay(x, b_g, at, o_k, K: tl.constexpr, flags, FAST: tl.constexpr):
     """Return the log decay of 32 rows in base 2, [32, width] fp32; 0 for rows that are no tokens.
 
-    If g are logits, rows that are no tokens read minus infinity. The gate of that is 0 for any rate
-    but zero and infinity.
+    The gate of minus infinity is 0 for any rate but zero and infinity.
     """
     if x.g.pointer is None:
-        b_g = tl.zeros((HALF, o_k.shape[0]), tl.float32)
+        return b_g
     else:
-        b_g = widen(
-            load_rows(
-                x.g.pointer,
-                x.g.strides,
-                at.i_b,
-                at.i_h,
-                at.first,
-                at.n_rows,
-                o_k,
-                K,
-                R,
-                HALF,
-                -float("inf") if flags.ACTIVATE else 0.0,
-            )
-        )
         b_bias = tl.zeros((o_k.shape[0],), tl.float32)
         if flags.ACTIVATE:
             if x.gate.dt_bias is not None:
                 p_bias = x.gate.dt_bias + at.i_h * K + o_k
                 b_bias = tl.load(p_bias, mask=o_k < K, other=0.0).to(tl.float32)
         rate = tl.minimum(tl.maximum(load_rate(x.gate.A_log, at.i_h), LEAST_RATE), GREATEST_RATE)
-        b_g = log2_decay(
-            b_g, b_bias[None, :], rate, x.lower_bound, flags.ACTIVATE, flags.BOUNDED, FAST
+        return log2_decay(
+            widen(b_g), b_bias[None, :], rate, x.lower_bound, flags.ACTIVATE, flags.BOUNDED, FAST
         )
-    return b_g
 
 
 @triton.jit
@@ -233,7 +244,8 @@ def prepare_half(
     """
     TYPE: tl.constexpr = out.qg.dtype.element_ty
     ROW: tl.constexpr = 0 if earlier is None else HALF
-    b_x = load_decay(x, at, o_k, K, R, flags, PREC != "tf32x3")
+    given = load_half(x, at, o_k, K, R, flags)
+    b_x = half_decay(x, given.g, at, o_k, K, flags, PREC != "tf32x3")
     centre = 16.0 * x.log2_bound if SHARE == HALF else 0.0
     shift = tl.exp2(centre) if SHARE == HALF else 1.0
     b_P = tl.zeros((HALF, HALF), tl.float32)
@@ -241,9 +253,9 @@ def prepare_half(
     if SHARE > 1:
         b_D, b_C, total = sum_decay(b_x, x.log2_bound, centre, R, SHARE)
         b_total, b_start = tl.exp2(total), tl.exp2(b_D)
-    b_k = load_unit(x.k, at.k_norm, at, at.b_k_norm, 1.0, o_k, K, R, flags)
+    b_k = unit_rows(given.k, at.k_norm, at.b_k_norm, 1.0, o_k, K, flags)
     if SHARE == 1:
-        b_q = load_unit(x.q, at.q_norm, at, at.b_q_norm, x.scale, o_k, K, R, flags)
+        b_q = unit_rows(given.q, at.q_norm, at.b_q_norm, x.scale, o_k, K, flags)
         b_P, b_L, b_start, b_end, b_total = level_scores(b_q, b_k, b_x, R, PREC, TYPE, SCORES)
         b_ke = b_k * b_end
     elif SHARE == 8:
@@ -255,15 +267,15 @@ def prepare_half(
     if earlier is not None:
         store_rows(out.kg, at.i_tile, earlier.k_end * b_total[None, :], o_k, K, R)
         store_rows(out.kg, at.i_tile, b_ke, o_k, K, R, HALF)
-    b_w = b_kr * strength_column(x.beta, at.i_b, at.i_h, at.first, at.n_rows, flags, HALF)[:, None]
+    b_w = b_kr * given.strength[:, None]
     if earlier is not None:
         b_w *= earlier.total[None, :]
     if out.w is not None:
         store_rows(out.w, at.i_tile, b_w, o_k, K, R, ROW)
     if SCORES:
         b_L, b_L1 = anchored_scores(b_kr, b_kc, earlier, centre, b_L, SHARE, PREC, TYPE)
-    if SHARE > 1:  # q is loaded after the products of k, to save registers
-        b_q = load_unit(x.q, at.q_norm, at, at.b_q_norm, x.scale, o_k, K, R, flags)
+    if SHARE > 1:  # after the products of k: q takes half the registers until here
+        b_q = unit_rows(given.q, at.q_norm, at.b_q_norm, x.scale, o_k, K, flags)
     b_qr = b_q * b_start
     b_qg = b_qr * shift if earlier is None else b_qr * (earlier.total * shift)[None, :]
     store_rows(out.qg, at.i_tile, b_qg, o_k, K, R, ROW)
