@@ -22,14 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops import problem
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.launch import first_columns, launch, new
 from kda_ops.backends.triton.operands import strided
 from kda_ops.backends.triton.state import close_state, open_state, state_at
 from kda_ops.backends.triton.tile import CHUNK, INTERPRETED, dense, find_sequence, locate_sequence
 from kda_ops.problem import Problem
-from kda_ops.sequences import count_chunks
 
 
 class Place(NamedTuple):
@@ -220,14 +218,9 @@ class Runs:
     """
 
     def __init__(self, p: Problem):
-        self.p, self.maps, length, packed = p, None, tuning.run_length(p), p.cu_seqlens is not None
-        self.length = (
-            length if p.T > length * problem.CHUNK else 0
-        )  # else no sequence has a second run
+        self.p, self.maps, self.length = p, None, tuning.run_length(p)
         # the tail of a packed row is one more sequence
-        self.pieces = int(packed) + (
-            count_chunks(p, self.length * problem.CHUNK) if self.length else p.N
-        )
+        self.pieces = tuning.pieces(p) + int(p.cu_seqlens is not None)
         if self.length:
             shape = (self.pieces, p.HV, p.K, p.V + p.K)
             self.maps = new(p.q, "maps", shape, torch.float32)

@@ -24,6 +24,7 @@ import triton
 
 from kda_ops.backends.triton.private import INTERPRET
 from kda_ops.problem import CHUNK, SAFE_BOUND, Problem
+from kda_ops.sequences import count_chunks
 
 HOPPER = 9
 # Clamp for log decays where 8 rows share an anchor: exp(-19) = 6e-9 is below a rounding of bf16.
@@ -182,12 +183,8 @@ _EXACT = (  # with 32 columns of V, ptxas gives up registers (hazards.md, "Lost 
 # what fits their shared memory.
 TABLE: dict[str, tuple[Row, ...]] = {
     "prepare_kda": (Row(32, "any", ALL, Options(32)), Row(16, "any", ALL, Options(128))),
-    # with value heads that share a key head, scores stay in registers during each inverse
-    "prepare_gdn": (Row(16, "any", 128, Options(registers=128)), Row(0, "any", ALL, Options())),
-    "prepare_gdn_grouped": (
-        Row(16, "any", 128, Options(registers=168)),
-        Row(0, "any", ALL, Options()),
-    ),
+    # three programs of 168 registers per multiprocessor beat four of 128 that spill
+    "prepare_gdn": (Row(16, "any", 128, Options(registers=168)), Row(0, "any", ALL, Options())),
     # for layers, K = V = 128: the same bits as "scan", in half as many programs
     "scan_wide": (Row(16, "hopper", 128, Options(128, 128, warps=8, stages=3)),),
     # before Hopper, ptxas gives up registers for 64 columns of a scan that keeps its states
@@ -257,11 +254,9 @@ def names(kernel: str, p: Problem) -> Iterator[str]:
     The two variants of a scan are cut alike. A layer's scan takes wide programs where narrow ones
     do not all run at once, or where multiprocessors are left to `prepare`.
     """
-    if kernel == "prepare_gdn" and p.HV != p.H:
-        yield "prepare_gdn_grouped"
     if "scan" in kernel:
         stage = "reverse_scan" if kernel.startswith("reverse") else "scan"
-        waves = 2 * p.N * p.HV > processors(p.q.device) and not kernel.endswith("_maps")
+        waves = 2 * pieces(p) * p.HV > processors(p.q.device) and not kernel.endswith("_maps")
         if (waves or kernel.endswith("_beside")) and (
             width(p.K, p.q.dtype) == width(p.V, p.q.dtype) == 128
         ):
@@ -336,15 +331,22 @@ def ahead(p: Problem) -> int | None:
 def run_length(p: Problem) -> int:
     """Return the chunks per run of the scans (runs.py), or 0 where sequences stay whole.
 
-    It depends on the widths, HV and the number of multiprocessors, never on B, N, T or values. The
-    rule was measured on an H200 (docs/kernels/journal.md, "Runs").
+    They stay whole too if none is longer than a run. So results depend on the widths, HV and the
+    number of multiprocessors, never on B, N, T or values. The rule was measured on an H200
+    (docs/kernels/journal.md, "Runs").
     """
     if width(p.K, p.q.dtype) > 128 or p.V == 0:  # `join_runs` holds a map at once
         return 0
-    if FORCED_RUN is not None:
-        return FORCED_RUN
     programs, there = p.HV * triton.cdiv(p.V, 64), processors(p.q.device)
-    return 0 if 3 * programs > there else 32 if 6 * programs > there else 16
+    length = 0 if 3 * programs > there else 32 if 6 * programs > there else 16
+    length = length if FORCED_RUN is None else FORCED_RUN
+    return length if p.T > length * CHUNK else 0
+
+
+def pieces(p: Problem) -> int:
+    """Return how many sequences there are, or runs of sequences."""
+    length = run_length(p)
+    return count_chunks(p, length * CHUNK) if length else p.N
 
 
 @lru_cache(None)
