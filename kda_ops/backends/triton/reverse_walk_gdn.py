@@ -230,8 +230,6 @@ def consume(
         # With a constant, the compiler keeps the addresses of all buffers in registers, and spills.
         s, one, zero = n & 1, n & 1, n >> 30
         i = tile + c * HV
-        row = gl.arange(0, 64, QR)[:, None] + zero
-        col = gl.arange(0, 64, QC)[None, :] + (c >> 30)
         o_r, o_v = gl.arange(0, 64, RR) + zero, gl.arange(0, V, gl.SliceLayout(1, W)) + zero
         p_sum = sums + i.to(gl.int64) * SUMS
         k, q, r = k_s.index(s), q_s.index(s), s * 7
@@ -296,18 +294,19 @@ def consume(
         dq_b = warpgroup_mma(do_b, S_t, none_r, use_acc=False, is_async=True)
         z_dk, S_dk = near(z_b, z_s, zero), near(S_b, S_s, zero).permute((1, 0))
         dk_b = warpgroup_mma(z_dk, S_dk, none_r, use_acc=False, is_async=True)
+        # Here, and nk_c below, for registers: ptxas 13.4 spills five addresses otherwise.
+        row = gl.arange(0, 64, QR)[:, None] + zero
+        col = gl.arange(0, 64, QC)[None, :] + (c >> 30)
         G_r, G_c = r_s.index(r + 6).load(QR), r_s.index(r + 6).load(QC)
-        nq_r, nk_r, nk_c = (
-            r_s.index(r + 5).load(QR),
-            r_s.index(r + 4).load(QR),
-            r_s.index(r + 4).load(QC),
-        )
+        nq_r, nk_r = r_s.index(r + 5).load(QR), r_s.index(r + 4).load(QR)
         less = -nk_r
         if TILED:
             less = less * r_s.index(r + 2).load(QR)
-        E = gl.where(row >= col, gl.exp2(G_r[:, None] - G_c[None, :]), 0.0) * nk_c[None, :]
+        E = gl.where(row >= col, gl.exp2(G_r[:, None] - G_c[None, :]), 0.0)
         p, l, dS = wait_products(2, deps=(p, l, dS))
         gl.store(p_sum + (64 + row) + 0 * col, l, mask=row == col)
+        nk_c = r_s.index(r + 4).load(QC)
+        E = E * nk_c[None, :]
         M_b.store((p * E * (nq_r * scale)[:, None]).to(TYPE))
         N_b.store(gl.where(row > col, l * E * less[:, None], 0.0).to(TYPE))
         fence_async_shared()

@@ -256,7 +256,7 @@ def names(kernel: str, p: Problem) -> Iterator[str]:
     """
     if "scan" in kernel:
         stage = "reverse_scan" if kernel.startswith("reverse") else "scan"
-        waves = 2 * pieces(p) * p.HV > processors(p.q.device) and not kernel.endswith("_maps")
+        waves = 2 * pieces(p) * p.HV > processors(p.q.device)
         if (waves or kernel.endswith("_beside")) and (
             width(p.K, p.q.dtype) == width(p.V, p.q.dtype) == 128
         ):
