@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from kda_ops.backends.triton.decay import pair_decay, pair_decay_transposed
 from kda_ops.backends.triton.gradient_chunk import load_state, read_rows, read_values
@@ -19,7 +20,16 @@ from kda_ops.backends.triton.operands import (
     NORM_Q,
     TO_END_K,
 )
-from kda_ops.backends.triton.tile import CHUNK, INTERPRETED, add_two, load_tile, on_diagonal
+from kda_ops.backends.triton.tile import (
+    CHUNK,
+    INTERPRETED,
+    TREES,
+    add_two,
+    fold_products,
+    load_tile,
+    on_diagonal,
+    widen,
+)
 
 FULL = tl.constexpr("tf32x3")  # the precision of products in fp32
 # The fields of an fp32 number: sign and mantissa, exponent, and the exponent of 0.5.
@@ -123,6 +133,17 @@ def form_here(b_x):
     else:
         PACK: tl.constexpr = 32 // b_x.dtype.primitive_bitwidth
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], b_x.dtype, False, PACK)
+
+
+@triton.constexpr_function
+def chained(PREC):
+    """Return whether to sum products one by one: docs/kernels/hazards.md, "Sums as trees".
+
+    Operands then have 16 bits, and results of products the layout of wgmma with 4 warps.
+    """
+    if INTERPRETED.value or not TREES.value or PREC == FULL.value:
+        return False
+    return bool(cuda_capability_geq(9)) and not cuda_capability_geq(10)
 
 
 @triton.jit
@@ -273,6 +294,7 @@ def key_gradient(
     out the products of pairs, which `pair_sums` has.
     """
     values: tl.constexpr = (V + BV - 1) // BV
+    CHAINED: tl.constexpr = chained(PREC)
     o_r, o_v = tl.arange(0, CHUNK), tl.arange(0, BV)
     b_rest = tl.zeros((CHUNK, o_k.shape[0]), tl.float32)
     b_part = b_rest
@@ -283,19 +305,21 @@ def key_gradient(
             b_vn = load_tile(head.kept.v_new, head.i_tile, o_r, o_v, V)
         b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
         b_dS = load_state(head.kept.dstates, head.i_tile, o_k, o_v, K, V)
-        S_dS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
+        S_dS += tl.sum(
+            widen(b_S) * widen(b_dS) if CHAINED else b_S.to(tl.float32) * b_dS.to(tl.float32)
+        )
         b_rest = tl.dot(b_vn, tl.trans(b_dS), b_rest, input_precision=PREC)
     # S is loaded again: held, it would take registers while dS is used
     tl.debug_barrier()
     b_x = tl.dot(scores.one, x.k, input_precision=PREC)
     b_rest *= decays.to_end_k[:, None]
-    b_along = tl.sum(b_x * b_rest, 1)
+    b_along = tl.sum(fold_products(b_x, b_rest) if CHAINED else b_x * b_rest, 1)
     b_k_late = sums.k_late + b_along
     b_rest = tl.dot(scores.NT, x.k, b_rest, input_precision=PREC)
     if head.do.pointer is not None:
         b_rest = tl.dot(scores.MT, x.q, b_rest, input_precision=PREC)
     if PREC != FULL:
-        b_along = tl.sum(b_x * b_rest, 1)
+        b_along = tl.sum(fold_products(b_x, b_rest) if CHAINED else b_x * b_rest, 1)
     b_k_rest = sums.k_rest + b_along
     b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
     for j in tl.range(values, num_stages=1):
@@ -310,7 +334,7 @@ def key_gradient(
         b_k_part += tl.sum(b_x * b_part, 1)
     b_part = tl.dot(scores.N, x.k, b_part, input_precision=PREC)
     if PREC != FULL:
-        b_k_part += tl.sum(b_x * b_part, 1)
+        b_k_part += tl.sum(fold_products(b_x, b_part) if CHAINED else b_x * b_part, 1)
     return b_x, b_rest, b_part, b_S, SumsOverK(sums.q_dq, b_k_part, b_k_rest, b_k_late, S_dS)
 
 
@@ -334,6 +358,7 @@ def query_gradient(
     In fp32 q_dq leaves out the product of pairs, which `pair_sums` has.
     """
     values: tl.constexpr = (V + BV - 1) // BV
+    CHAINED: tl.constexpr = chained(PREC)
     b_dq, b_q_dq = tl.zeros((CHUNK, o_k.shape[0]), tl.float32), sums.q_dq
     b_do = sources.do
     b_x = tl.dot(scores.one, x.q, input_precision=PREC)
@@ -349,5 +374,5 @@ def query_gradient(
             b_q_dq += tl.sum(b_x * b_dq, 1)
         b_dq = tl.dot(scores.M, x.k, b_dq, input_precision=PREC)
         if PREC != FULL:
-            b_q_dq += tl.sum(b_x * b_dq, 1)
+            b_q_dq += tl.sum(fold_products(b_x, b_dq) if CHAINED else b_x * b_dq, 1)
     return b_x, b_dq, SumsOverK(b_q_dq, sums.k_part, sums.k_rest, sums.k_late, sums.S_dS)

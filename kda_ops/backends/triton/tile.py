@@ -26,8 +26,11 @@ CHUNK = constant(problem.CHUNK)  # tokens of a chunk, and rows of a tile
 HALF = constant(problem.CHUNK // 2)
 # chunks of a head that `prepare` marks together for a scan that follows it
 FOLLOWED = tl.constexpr(8)
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # whether LLVM joins the entries of a tile (docs/kernels/hazards.md, "Tiles as vectors")
-JOINED = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
+JOINED = tl.constexpr(_VERSION >= (3, 9))
+# whether a thread sums its entries as a tree (docs/kernels/hazards.md, "Sums as trees")
+TREES = tl.constexpr(_VERSION >= (3, 8))
 
 
 @dataclass
@@ -330,6 +333,30 @@ def apart(b_x):
     if JOINED and not INTERPRETED:
         b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_x], tl.float32, True, 1)
     return b_x
+
+
+@triton.jit
+def halves(b_x):
+    """Return the left and the right half of a tile, [rows, width / 2] each."""
+    ROWS: tl.constexpr = b_x.shape[0]
+    HALF_WIDTH: tl.constexpr = b_x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(b_x, (ROWS, 2, HALF_WIDTH)), (0, 2, 1)))
+
+
+@triton.jit
+def fold_products(b_x, b_y, b_sum=None):
+    """Return b_sum, None for 0, plus x y with columns 8 apart added up one by one; [rows, 8].
+
+    In results of wgmma by 4 warps, a thread holds both of two columns that are 8 apart.
+    """
+    if b_x.shape[1] > 8:
+        b_left, b_right = halves(b_x)
+        b_y_left, b_y_right = halves(b_y)
+        return fold_products(b_right, b_y_right, fold_products(b_left, b_y_left, b_sum))
+    elif b_sum is None:
+        return b_x * b_y
+    else:
+        return b_sum + b_x * b_y
 
 
 @triton.jit

@@ -1,0 +1,32 @@
+"""Sums of products along rows, folded first: `tile.fold_products`."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
+    )
+
+import triton
+import triton.language as tl
+
+from kda_ops.backends.triton.tile import fold_products
+
+
+@triton.jit
+def fold(x, y, out, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    o = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    b_out = fold_products(tl.load(x + o), tl.load(y + o))
+    tl.store(out + tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :], b_out)
+
+
+@pytest.mark.parametrize("width", (8, 16, 128))
+def test_columns_8_apart_add_up(width):
+    # small integers: exact in any order
+    x, y = (torch.randint(-8, 9, (64, width)).float() for _ in range(2))
+    out = torch.full((64, 8), float("nan"))
+    fold[(1,)](x, y, out, 64, width)
+    assert torch.equal(out, (x * y).reshape(64, -1, 8).sum(1))
