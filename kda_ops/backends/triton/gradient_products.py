@@ -147,6 +147,21 @@ def chained(PREC):
 
 
 @triton.jit
+def dot_rows(b_x, b_y, PREC: tl.constexpr):
+    """Return the sum over columns of x y, [rows] fp32, for results of products."""
+    return tl.sum(fold_products(b_x, b_y) if chained(PREC) else b_x * b_y, 1)
+
+
+@triton.jit
+def dot_tiles(b_x, b_y, PREC: tl.constexpr):
+    """Return the sum over rows and columns of x y, in fp32."""
+    if chained(PREC):
+        return tl.sum(widen(b_x) * widen(b_y))
+    else:
+        return tl.sum(b_x.to(tl.float32) * b_y.to(tl.float32))
+
+
+@triton.jit
 def load_factors(p_row, TILED: tl.constexpr):
     """Load the `RowFactors` of a tile, for the scores; `p_row` points at its `factors`."""
     b_strength = tl.load(p_row + BETA * CHUNK)
@@ -294,7 +309,6 @@ def key_gradient(
     out the products of pairs, which `pair_sums` has.
     """
     values: tl.constexpr = (V + BV - 1) // BV
-    CHAINED: tl.constexpr = chained(PREC)
     o_r, o_v = tl.arange(0, CHUNK), tl.arange(0, BV)
     b_rest = tl.zeros((CHUNK, o_k.shape[0]), tl.float32)
     b_part = b_rest
@@ -305,21 +319,19 @@ def key_gradient(
             b_vn = load_tile(head.kept.v_new, head.i_tile, o_r, o_v, V)
         b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
         b_dS = load_state(head.kept.dstates, head.i_tile, o_k, o_v, K, V)
-        S_dS += tl.sum(
-            widen(b_S) * widen(b_dS) if CHAINED else b_S.to(tl.float32) * b_dS.to(tl.float32)
-        )
+        S_dS += dot_tiles(b_S, b_dS, PREC)
         b_rest = tl.dot(b_vn, tl.trans(b_dS), b_rest, input_precision=PREC)
     # S is loaded again: held, it would take registers while dS is used
     tl.debug_barrier()
     b_x = tl.dot(scores.one, x.k, input_precision=PREC)
     b_rest *= decays.to_end_k[:, None]
-    b_along = tl.sum(fold_products(b_x, b_rest) if CHAINED else b_x * b_rest, 1)
+    b_along = dot_rows(b_x, b_rest, PREC)
     b_k_late = sums.k_late + b_along
     b_rest = tl.dot(scores.NT, x.k, b_rest, input_precision=PREC)
     if head.do.pointer is not None:
         b_rest = tl.dot(scores.MT, x.q, b_rest, input_precision=PREC)
     if PREC != FULL:
-        b_along = tl.sum(fold_products(b_x, b_rest) if CHAINED else b_x * b_rest, 1)
+        b_along = dot_rows(b_x, b_rest, PREC)
     b_k_rest = sums.k_rest + b_along
     b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
     for j in tl.range(values, num_stages=1):
@@ -334,7 +346,7 @@ def key_gradient(
         b_k_part += tl.sum(b_x * b_part, 1)
     b_part = tl.dot(scores.N, x.k, b_part, input_precision=PREC)
     if PREC != FULL:
-        b_k_part += tl.sum(fold_products(b_x, b_part) if CHAINED else b_x * b_part, 1)
+        b_k_part += dot_rows(b_x, b_part, PREC)
     return b_x, b_rest, b_part, b_S, SumsOverK(sums.q_dq, b_k_part, b_k_rest, b_k_late, S_dS)
 
 
@@ -358,7 +370,6 @@ def query_gradient(
     In fp32 q_dq leaves out the product of pairs, which `pair_sums` has.
     """
     values: tl.constexpr = (V + BV - 1) // BV
-    CHAINED: tl.constexpr = chained(PREC)
     b_dq, b_q_dq = tl.zeros((CHUNK, o_k.shape[0]), tl.float32), sums.q_dq
     b_do = sources.do
     b_x = tl.dot(scores.one, x.q, input_precision=PREC)
@@ -374,5 +385,5 @@ def query_gradient(
             b_q_dq += tl.sum(b_x * b_dq, 1)
         b_dq = tl.dot(scores.M, x.k, b_dq, input_precision=PREC)
         if PREC != FULL:
-            b_q_dq += tl.sum(fold_products(b_x, b_dq) if CHAINED else b_x * b_dq, 1)
+            b_q_dq += dot_rows(b_x, b_dq, PREC)
     return b_x, b_dq, SumsOverK(b_q_dq, sums.k_part, sums.k_rest, sums.k_late, sums.S_dS)

@@ -239,8 +239,7 @@ def prepare_half(
 ):
     """Return `HalfScores` and `HalfRows` of 32 rows, for one slice of K, and write qg.
 
-    Write w and norms if `out` and `at` have places for them. `earlier` is None for the first half,
-    and its `HalfRows` for the second, which writes kg of both. The order saves registers.
+    Write w and norms if they have places. With `earlier`, the first half's rows, write kg of both.
     """
     TYPE: tl.constexpr = out.qg.dtype.element_ty
     ROW: tl.constexpr = 0 if earlier is None else HALF
