@@ -59,8 +59,8 @@ def chosen() -> bool:
 
 
 def measure(net: torch.nn.Module, ids: torch.Tensor, steps: int = STEPS) -> dict[str, Any]:
-    """Return each side's median step in ms, its first loss and, where it fails, the reason."""
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    """Return each side's median step in ms, its first losses and, where it fails, the reason."""
+    optimizer: torch.optim.Optimizer
     synchronize = torch.cuda.synchronize if ids.is_cuda else lambda: None
     start = {n: x.detach().clone() for n, x in net.state_dict().items()}
     found: dict[str, Any] = {side: {"ms": []} for side in SIDES}
@@ -78,16 +78,16 @@ def measure(net: torch.nn.Module, ids: torch.Tensor, steps: int = STEPS) -> dict
 
     for side in SIDES:
         net.load_state_dict(start)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
         chosen()
         try:
-            losses = [step(side)[1] for _ in range(WARM)]
+            found[side]["losses"] = [step(side)[1] for _ in range(WARM)]
         except (RuntimeError, AssertionError) as error:
             found[side] = {"refused": str(error).splitlines()[0][:200]}
-            optimizer.zero_grad(set_to_none=True)
+            net.zero_grad(set_to_none=True)
             continue
         if chosen() != (side == "kda_ops"):
             raise RuntimeError(f"the calls of side {side} went to the other kernels")
-        found[side]["losses"] = losses
     for _ in range(steps):  # in turns, so that both see the same clocks
         for side in SIDES:
             if "ms" in found[side]:

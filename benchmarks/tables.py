@@ -6,7 +6,7 @@ picture and the rows of `SUMMARY`, and ``pictures`` all pictures. ``cpu`` holds 
 evidence_cpu.json, which ``--device cpu --json`` wrote. ``elsewhere`` holds the peers of
 elsewhere.json, measured in runs of their own, next to our rows. ``layers`` and ``steps`` hold the
 times of layer.json and the training steps of model.json. ``tritons`` compares the versions of
-Triton in tritons.json.
+Triton in tritons.json. ``fla_models`` holds the training steps of FLA's models in fla_models.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kda_ops.tools.cases import GATES, PASSES, case_of, name_of
 from kda_ops.tools.digests import is_valid
 from kda_ops.tools.machine import Help, checkout
 
-PAGES = ("README.md", "docs/performance.md")
+PAGES = ("README.md", "docs/performance.md", "docs/drop-ins.md")
 FOLDER = "benchmarks/results"
 PICTURES = {
     "evidence.svg": "How many times as fast as each peer: every GPU row that has both times.",
@@ -32,14 +32,15 @@ PICTURES = {
 # The rows of README and their names in the results. Losses are among them.
 SUMMARY = {
     "KDA forward": "kda fwd B8T4096H32 bound fp32 kv fla",
-    "KDA forward and backward": "kda fwdbwd B8T4096H32 bound fp32 kv fla",
-    "KDA forward, strong": "kda fwd B1T65536H32 strong_safe fp32 kv cuDNN frontend 1.32 (strong)",
-    "with backward": "kda fwdbwd B1T65536H32 strong_safe fp32 kv cuDNN frontend 1.32 (strong)",
-    "with backward, weak": "kda fwdbwd B1T65536H32 weak_safe fp32 kv cuDNN frontend 1.32 (weak)",
+    "KDA forward and backward": "kda fwdbwd B1T8192H96 bound fp32 kv fla",
+    "KDA forward, strong": "kda fwd B8T4096H32 strong_safe fp32 kv cudnn",
+    "with backward": "kda fwdbwd B8T4096H32 strong_safe fp32 kv cuDNN frontend 1.32",
+    "with backward, weak": "kda fwdbwd B1T8192H96 weak_safe fp32 kv cuDNN frontend 1.32",
     "GDN forward": "gdn fwd B8T4096H32 softplus fp32 kv fla",
+    "GDN forward, strong": "gdn fwd B8T4096H32 strong fp32 kv flashqla",
     "KDA decode, one token": "kda decode B128T1H32 bound fp32 kv fla",
 }
-SHOWN = {"fla": "FLA 0.6.0 (Triton)"}
+SHOWN = {"fla": "FLA 0.6.0 (Triton)", "flashqla": "FlashQLA 0.1.3", "cudnn": "cuDNN frontend 1.32"}
 TITLES = {
     "fwd": "Forward",
     "fwdbwd": "Forward and backward",
@@ -133,7 +134,7 @@ def of_pass(evidence: dict, pass_: str) -> str:
     caption = f"tests/gpu{card} {', '.join(counts)}"
     caption += f", {suite['cut']}" if suite["cut"] else ""
     if older := len(rows) - len(valid):
-        caption += f"; {older} rows of earlier kernels are left out"
+        caption += f". {older} rows of earlier kernels are left out"
     if rows and not valid:
         return f"{TITLES[pass_]}. {caption}.\n"
     tables = (
@@ -153,10 +154,11 @@ def of_cpu(cpu: dict) -> str:
 def with_ours(peers: list[dict], rows: list[dict]) -> list[dict]:
     """Return rows of peers from other runs, with our times of the same call on the same card.
 
-    A row that has our time of its own run keeps it.
+    A row that has our time of its own run keeps it. Rows without our time are left out.
     """
     ours = {(case_of(r), r["gpu"]): r for r in rows}
-    return [ours.get((case_of(p), p["gpu"]), {"ours_ms": None}) | p for p in peers]
+    both = (ours.get((case_of(p), p["gpu"]), {"ours_ms": None}) | p for p in peers)
+    return [r for r in both if r["ours_ms"] is not None]
 
 
 def of_elsewhere(apart: list[dict]) -> str:
@@ -228,6 +230,17 @@ def of_steps(sides: dict[str, dict]) -> str:
     return "\n".join([_header("", "kda-ops", "FLA"), *lines, ""])
 
 
+def of_fla_models(found: dict) -> str:
+    """Return what a training step of FLA's models takes on each side's kernels."""
+    ms = {(r["variant"], r["side"]): r.get("ms") for r in found["rows"]}
+    lines = (
+        _line(v.upper(), *(_number(ms[v, side], ".1f") for side in ("fla", "kda_ops")))
+        for v in dict.fromkeys(variant for variant, _ in ms)
+    )
+    head = _header("step of FLA's model, ms", "FLA's kernels", "kda-ops, by the backend")
+    return "\n".join([f"{'; '.join(machines([found['environment']]))}.\n", head, *lines, ""])
+
+
 def of_summary(rows: list[dict]) -> str:
     """Return the caption and the table of README: the rows of `SUMMARY` that have both times."""
     named = {name_of(r): r | {"peer": SHOWN.get(r["peer"], r["peer"])} for r in rows if ratio(r)}
@@ -263,6 +276,9 @@ def rewrite(text: str, root: Path, up: str = "") -> str:
         if m[2] == "tritons":
             tritons = read("tritons.json", None)
             return of_tritons(tritons) if tritons else ""
+        if m[2] == "fla_models":
+            models = read("fla_models.json", None)
+            return of_fla_models(models) if models else ""
         if m[2] == "steps":
             model = read("model.json", None)
             return of_steps(model["sides"]) if model else ""

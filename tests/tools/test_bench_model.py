@@ -3,13 +3,15 @@ something else has no time.
 """
 
 import json
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kda_ops
-from benchmarks import model, worker
+from benchmarks import fla_models, model, worker
 from benchmarks.peers import Peer, our_forward
 from tests.support.benchmark import case
 
@@ -87,3 +89,18 @@ def test_a_process_of_its_own_says_what_it_found_or_why_not(monkeypatch):
 def test_a_gpu_is_busy_once_where_kernels_overlap_and_not_in_gaps():
     assert model.covered([(5, 7), (0, 4), (1, 2), (3, 4.5)]) == 6.5
     assert model.covered([]) == 0
+
+
+def test_both_sides_of_a_model_of_fla_start_alike(monkeypatch):
+    class Net(torch.nn.Linear):
+        def forward(self, input_ids, labels):
+            taken.append(os.environ["FLA_KDA_OPS"])
+            return SimpleNamespace(loss=super().forward(input_ids).square().mean())
+
+    taken: list[str] = []
+    monkeypatch.setenv("FLA_KDA_OPS", "0")
+    monkeypatch.setattr(fla_models, "chosen", lambda: taken[-1:] == ["1"])
+    found = fla_models.measure(Net(4, 4), torch.ones(2, 4), steps=2)
+    ours, fla = found["kda_ops"]["losses"], found["fla"]["losses"]
+    assert ours == fla and len(set(ours)) == fla_models.WARM  # the moments of AdamW too
+    assert taken == ["0"] * 3 + ["1"] * 3 + ["0", "1"] * 2 and found["fla"]["ms"] > 0

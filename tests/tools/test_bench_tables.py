@@ -58,7 +58,7 @@ def test_no_row_of_other_kernels_is_published_and_each_card_has_its_table(tmp_pa
     new = page(tmp_path, marked("fwd", "decode", "pictures"), *rows)()
     assert "| stale |" not in new and new.count("| new |") == new.count("| other |") == 1
     assert new.count("G, torch 1, triton 2; ") == new.count("H, torch 1, triton 2; ") == 1
-    assert new.count("; 1 rows of earlier kernels are left out; ") == 2
+    assert new.count(". 1 rows of earlier kernels are left out; ") == 2
     assert "1 rows of earlier kernels are left out.\n<!-- end -->" in new
     assert "![How many" in new and "](benchmarks/results/evidence.svg)" in new
 
@@ -68,9 +68,10 @@ def test_peers_of_other_runs_stand_next_to_our_valid_rows(tmp_path):
     del peers[0]["ours_ms"]
     rows = row(ours_ms=3.0, code="0"), row(ours_ms=2.0)
     assert "| 2 | p | 1 | 0.50× |" in page(tmp_path, marked("elsewhere"), *rows, elsewhere=peers)()
-    assert "| – | p | 1 | – |" in page(tmp_path, marked("elsewhere"), rows[0], elsewhere=peers)()
+    # without a time of ours the row says nothing
+    assert "| p |" not in page(tmp_path, marked("elsewhere"), rows[0], elsewhere=peers)()
     peers[0]["gpu"] = "another card"
-    assert "| – | p | 1 | – |" in page(tmp_path, marked("elsewhere"), *rows, elsewhere=peers)()
+    assert "| p |" not in page(tmp_path, marked("elsewhere"), *rows, elsewhere=peers)()
 
 
 def test_a_row_of_another_run_keeps_our_time_of_that_run_and_each_card_has_its_table(tmp_path):
@@ -101,6 +102,17 @@ def test_layers_and_steps_come_from_their_files(tmp_path):
     two = " 1.5 / 3.25 |" * 2
     assert f"| GDN, Triton 3.6.0 |{two} 1.5 / – |{two}\n" in new
     assert "| step, ms | 50.4 | 84.6 |" in new and "| breaks | 0 | 5 |" in new
+
+
+def test_steps_of_the_models_of_fla_come_from_their_file(tmp_path):
+    ms = {("kda", "fla"): 107.73, ("kda", "kda_ops"): 85.5, ("gdn", "fla"): 3.0}
+    rows = [{"variant": v, "side": s, "ms": x} for (v, s), x in ms.items()]
+    rows.append({"variant": "gdn", "side": "kda_ops", "refused": "no"})
+    found = {"environment": {"gpu": "G", "torch": "1", "triton": "3"}, "rows": rows}
+    assert "| KDA |" not in page(tmp_path, marked("fla_models"), row())()
+    new = page(tmp_path, marked("fla_models"), row(), fla_models=found)()
+    assert "G, torch 1, triton 3.\n" in new
+    assert "| KDA | 107.7 | 85.5 |\n| GDN | 3.0 | – |" in new
 
 
 def test_a_layer_measured_with_another_triton_has_a_line_of_its_own(tmp_path):
