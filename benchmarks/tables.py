@@ -154,11 +154,10 @@ def of_cpu(cpu: dict) -> str:
 def with_ours(peers: list[dict], rows: list[dict]) -> list[dict]:
     """Return rows of peers from other runs, with our times of the same call on the same card.
 
-    A row that has our time of its own run keeps it. Rows without our time are left out.
+    A row that has our time of its own run keeps it.
     """
     ours = {(case_of(r), r["gpu"]): r for r in rows}
-    both = (ours.get((case_of(p), p["gpu"]), {"ours_ms": None}) | p for p in peers)
-    return [r for r in both if r["ours_ms"] is not None]
+    return [ours.get((case_of(p), p["gpu"]), {"ours_ms": None}) | p for p in peers]
 
 
 def of_elsewhere(apart: list[dict]) -> str:

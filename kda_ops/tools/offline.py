@@ -436,7 +436,7 @@ class Call:
 
         p, tuning.FORCED_RUN, tuning.FORCED_AHEAD = self.problem(), self.run, self.ahead or None
         tuning.FORCED_WALK = self.walk
-        there = 2 * p.N * p.HV if self.few else 0
+        there = 2 * tuning.pieces(p) * p.HV if self.few else 0
         tuning.processors = lambda device: there  # type: ignore[assignment]
         if self.pool is not None:
             return kernels.step(p, p.new_output(), p.state)
@@ -490,7 +490,10 @@ LAYER += tuple(
     for rank, gate in ((1, "bound"), (1, "softplus"), (0, "softplus"))
 )
 LAYER += tuple(
-    Call(rank, keep=keep, packed=True, run=32) for rank in (1, 0) for keep in (False, True)
+    Call(rank, keep=keep, packed=True, run=32, group=group, few=group == 1)
+    for rank in (1, 0)
+    for keep in (False, True)
+    for group in (2, 1)
 )
 LAYER += tuple(
     Call(0, gate=gate, keep=True, packed=packed, walk=True, group=group)

@@ -97,10 +97,11 @@ def test_two_runs_give_the_same_bits(variant, gate):
             assert_identical(first[name], second[name], name)
 
 
+@pytest.mark.parametrize("length", (0, 2))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant):
+def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant, length):
     """All columns or half of them per program: the table chooses by the number of heads and
-    sequences, which results may not depend on.
+    sequences, or of runs and their maps, which results may not depend on.
     """
     case = Case(
         variant=variant,
@@ -114,7 +115,7 @@ def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant):
         l2norm=True,
     )
     found, table = [], tuning.table
-    monkeypatch.setattr(tuning, "FORCED_RUN", 0)
+    monkeypatch.setattr(tuning, "FORCED_RUN", length)
     # no room for two programs per head; room for all
     for processors, columns in ((1, 128), (10**6, 64)):
         chosen = {}
@@ -128,7 +129,7 @@ def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant):
         found.append(run(case, inputs=case.inputs(CUDA)))
         assert [options.block_v for kernel, options in chosen.items() if "scan" in kernel] == [
             columns
-        ] * 2
+        ] * (4 if length else 2)
     assert_all_identical(*found)
 
 

@@ -25,6 +25,7 @@ from tests.operators import test_layouts, test_pools, test_sequences
 from tests.support.calls import run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical, assert_meets_budget
+from tests.support.plans import forget_plans
 from tests.support.pools import Pool
 from tests.support.stage import Stages, assert_stage
 
@@ -102,6 +103,22 @@ def test_what_is_kept_is_what_backward_would_compute_again(variant):
         run(replace(LONG, variant=variant)),
         run(replace(LONG, variant=variant, disable_recompute=True)),
     )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_wide_programs_of_runs_and_maps_change_no_bit(variant, monkeypatch):
+    case = replace(LONG, variant=variant, K=128, V=128, lengths=(0, 130, 1), tail=0)
+    found = []
+    for there, columns in ((1, 128), (10**6, 64)):  # multiprocessors
+        forget_plans()
+        monkeypatch.setattr(tuning, "processors", lambda device, n=there: n)
+        p = Problem.parse(case.rank, *case.inputs(TARGET.device).values(), **case.flags())
+        for name in ("scan", "reverse_scan"):
+            for part in ("", "_maps"):
+                assert tuning.choose(f"{name}_{variant}{part}", p).block_v == columns
+        found.append(run(case))
+    forget_plans()
+    assert_all_identical(*found)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

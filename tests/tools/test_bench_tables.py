@@ -68,10 +68,9 @@ def test_peers_of_other_runs_stand_next_to_our_valid_rows(tmp_path):
     del peers[0]["ours_ms"]
     rows = row(ours_ms=3.0, code="0"), row(ours_ms=2.0)
     assert "| 2 | p | 1 | 0.50× |" in page(tmp_path, marked("elsewhere"), *rows, elsewhere=peers)()
-    # without a time of ours the row says nothing
-    assert "| p |" not in page(tmp_path, marked("elsewhere"), rows[0], elsewhere=peers)()
+    assert "| – | p | 1 | – |" in page(tmp_path, marked("elsewhere"), rows[0], elsewhere=peers)()
     peers[0]["gpu"] = "another card"
-    assert "| p |" not in page(tmp_path, marked("elsewhere"), *rows, elsewhere=peers)()
+    assert "| – | p | 1 | – |" in page(tmp_path, marked("elsewhere"), *rows, elsewhere=peers)()
 
 
 def test_a_row_of_another_run_keeps_our_time_of_that_run_and_each_card_has_its_table(tmp_path):

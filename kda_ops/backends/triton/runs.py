@@ -6,8 +6,8 @@ are three launches. The first finds the maps of all runs but those at the ends o
 `join_runs` turns maps into states. The last is the ordinary scan, with one program per run.
 Backward is the same from the other end, with ``[do | 0]`` and the transposed maps.
 
-Cuts are multiples of `tuning.run_length` from the start of each sequence. So results depend neither
-on its neighbours nor on later tokens.
+Cuts are multiples of one length (`tuning.run_length`) from the start of each sequence. So results
+depend neither on its neighbours nor on later tokens.
 
 The launches share one tensor `maps`, ``[runs, HV, K, V + K]`` fp32. At run r it holds ``[b | M]``
 of the run before r (after r in backward). After the join, its first V columns hold the state that r

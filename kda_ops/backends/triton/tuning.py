@@ -251,8 +251,8 @@ def table(kernel: str, p: Problem) -> Options:
 def names(kernel: str, p: Problem) -> Iterator[str]:
     """Yield the names under which TABLE may hold a kernel, the special ones first.
 
-    The two variants of a scan are cut alike. A layer's scan takes wide programs where narrow ones
-    do not all run at once, or where multiprocessors are left to `prepare`.
+    The two variants of a scan are cut alike. A layer's scan takes wide programs where two narrow
+    ones per head and piece do not all run at once, or where multiprocessors are left to `prepare`.
     """
     if "scan" in kernel:
         stage = "reverse_scan" if kernel.startswith("reverse") else "scan"
