@@ -100,7 +100,10 @@ def test_both_sides_of_a_model_of_fla_start_alike(monkeypatch):
     taken: list[str] = []
     monkeypatch.setenv("FLA_KDA_OPS", "0")
     monkeypatch.setattr(fla_models, "chosen", lambda: taken[-1:] == ["1"])
-    found = fla_models.measure(Net(4, 4), torch.ones(2, 4), steps=2)
+    net = Net(4, 4)
+    for x in net.parameters():  # as small as a step of the optimiser, so that gradients change
+        x.data *= 1e-4
+    found = fla_models.measure(net, torch.ones(2, 4), steps=2)
     ours, fla = found["kda_ops"]["losses"], found["fla"]["losses"]
     assert ours == fla and len(set(ours)) == fla_models.WARM  # the moments of AdamW too
     assert taken == ["0"] * 3 + ["1"] * 3 + ["0", "1"] * 2 and found["fla"]["ms"] > 0
