@@ -61,7 +61,7 @@ def test_every_triton_that_is_compiled_has_budgets_and_a_part_of_the_nightly_run
     ]
     assert tuple(v[:2] for v in doctor.COMPILED) == budgets.TRITONS
     each_change = (checkout() / ".ci/run").read_text()
-    assert f"for version in {versions[0]} {versions[-1]}; do" in each_change
+    assert f"for version in {versions[-1]} {versions[0]}; do" in each_change
 
 
 def test_the_doctor_reads_the_version_of_triton_without_importing_it():
