@@ -1,9 +1,10 @@
 """Run the GPU tests and the benchmark, and write what they found.
 
-evidence.json names of every row the card, the versions and the `digests` of its kernels, and of the
-suite the source that it ran on. Only stale and missing rows are measured, of the cases in the file
-or of the cases that the options name. The file is written after the suite and after every row, so
-a run that was cut goes on where it is started again. `missing` says why a row has no figures.
+evidence.json names of every row the card, the versions and the `digests` of its kernels. `suites`
+has the last run of the tests with each Triton, and the source that it ran on. Only stale and
+missing rows are measured, of the cases in the file or of the cases that the options name. The file
+is written after the tests and after every row, so a run that was cut goes on where it is started
+again. `missing` says why a row has no figures.
 """
 
 from __future__ import annotations
@@ -22,23 +23,27 @@ from kda_ops.tools.cases import KEY, Case, case_of, name_of
 from kda_ops.tools.machine import Help, checkout, installed, need_writable, results, write_json
 from tests.support import suite
 
-EMPTY: dict = {"code": {}, "suite": {"source": None, "cut": None}, "rows": [], "missing": {}}
-
 
 class Evidence:
     """The file, and what of it holds for this tree."""
 
     def __init__(self, path: Path):
         start = path if path.exists() else results() / "evidence.json"
-        found = json.loads(start.read_text()) if start.exists() else EMPTY
-        self.path, self.suite, self.missing = path, found["suite"], dict(found["missing"])
+        empty: dict = {"code": {"triton": None, "rows": {}}, "suites": {}, "rows": []}
+        found = json.loads(start.read_text()) if start.exists() else empty | {"missing": {}}
+        self.path, self.found, self.missing = path, found, dict(found["missing"])
         self.rows = {tuple(r[n] for n in KEY): r for r in found["rows"]}
         self.source = digests.source_hash(checkout())
         self.about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        self.about["triton"] = installed("triton") or "none"
+        self.triton = installed("triton") or "none"
         late = (n for n, why in self.missing.items() if why.startswith(runner.UNFINISHED))
         self.late = {name.rsplit(" ", 1)[0] for name in late}
         self.kernels: dict[str, str] = {}
+
+    @property
+    def suite(self) -> dict:
+        """Return the last run of the tests with this Triton; of no source where there is none."""
+        return self.found["suites"].get(self.triton, {"source": None, "cut": None})
 
     def valid(self) -> list[dict]:
         """Return the rows that were measured with the kernels of this tree."""
@@ -56,19 +61,46 @@ class Evidence:
             self.missing[found["name"]] = found["why"]
         else:
             code = digests.code_of(self.kernels[case_of(found)])
-            self.rows[tuple(found[n] for n in KEY)] = found | {"code": code} | self.about
+            about = self.about | {"triton": self.triton}
+            self.rows[tuple(found[n] for n in KEY)] = found | {"code": code} | about
             self.missing.pop(name_of(found), None)
-        self.write()
+        self.write_rows()
 
-    def write(self) -> None:
-        """Write the file; a row without a peer goes once its case has a valid one with a peer."""
-        if digests.source_hash(checkout()) != self.source:
-            raise SystemExit("the source changed while the evidence was taken: take it again.")
+    def run_suite(self, limit: float) -> None:
+        """Run the tests, unless this Triton has a whole run of this source, and write the file."""
+        if self.suite["source"] != self.source or self.suite["cut"]:
+            ran = {"source": self.source, **self.about, **suite.run(checkout(), limit)}
+            self.found["suites"] |= {self.triton: ran}
+            self.write(self.found)
+
+    def write_rows(self) -> None:
+        """Write rows; one without a peer goes once its case has a valid one with a peer."""
         beaten = {case_of(r) for r in self.valid() if r["peer"]}
         rows = [r for r in self.rows.values() if r["peer"] or case_of(r) not in beaten]
         code = {n: self.kernels[n] for n in dict.fromkeys(map(case_of, rows))}
-        found = {"code": {"triton": self.about["triton"], "rows": code}, "suite": self.suite}
-        write_json(self.path, found | {"rows": rows, "missing": self.missing})
+        found = {"code": {"triton": self.triton, "rows": code}, "suites": self.found["suites"]}
+        self.write(found | {"rows": rows, "missing": self.missing})
+
+    def write(self, found: dict) -> None:
+        """Write the file, unless the source has changed since the start."""
+        if digests.source_hash(checkout()) != self.source:
+            raise SystemExit("the source changed while the evidence was taken: take it again.")
+        write_json(self.path, found)
+
+
+def measure(found: Evidence, args: argparse.Namespace, default: dict, until: float) -> list[str]:
+    """Measure the rows that options name; return what is still stale."""
+    known = [*map(case_of, found.rows.values())]
+    names = list(dict.fromkeys([*known, *found.late]))
+    chosen = ("ops", "passes", "gates", "settings")
+    if not names or any(getattr(args, n) != default[n] for n in chosen):
+        names = [c.name for c in runner.list_cases(args, "cuda", torch.bfloat16)]
+    found.kernels = digests.kernels_of_all({*names, *known}, os.cpu_count() or 1)
+    found.write_rows()
+    cases = [Case.named(n, "cuda") for n in found.stale(names, args.peers or [])]
+    runner.run(cases, runner.peers_of("cuda", args.peers), found.keep, until)
+    state = {"code": {"rows": found.kernels}, "suites": {found.triton: found.suite}}
+    return digests.report(state | {"rows": [*found.rows.values()]}, found.kernels, checkout())
 
 
 def main(argv: list[str]) -> int:
@@ -79,29 +111,21 @@ def main(argv: list[str]) -> int:
     runner.add_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="benchmarks/results/evidence.json")
     parser.add_argument("--no-suite", action="store_true", help="do not run the tests")
+    parser.add_argument("--no-rows", action="store_true", help="run the tests alone")
     args = parser.parse_args(argv)
     until = time.time() + args.time_limit
     if not torch.cuda.is_available():
         raise SystemExit("evidence needs a CUDA device.")
     need_writable(parser, args.output)
     found = Evidence(Path(args.output or results() / "evidence.json"))
-    known = [*map(case_of, found.rows.values())]
-    names = list(dict.fromkeys([*known, *found.late]))
-    chosen = ("ops", "passes", "gates", "settings")
-    if not names or any(getattr(args, n) != parser.get_default(n) for n in chosen):
-        names = [c.name for c in runner.list_cases(args, "cuda", torch.bfloat16)]
-    found.kernels = digests.kernels_of_all({*names, *known}, os.cpu_count() or 1)
-    ran = found.suite["source"] == found.source and not found.suite["cut"]
-    if not (ran or args.no_suite):
-        counts = suite.run(checkout(), until - time.time())
-        found.suite = {"source": found.source, **found.about, **counts}
-    found.write()
-    cases = [Case.named(n, "cuda") for n in found.stale(names, args.peers or [])]
-    runner.run(cases, runner.peers_of("cuda", args.peers), found.keep, until)
-    state = {"code": {"rows": found.kernels}, "suite": found.suite, "rows": [*found.rows.values()]}
-    print(*digests.report(state, found.kernels, checkout()), sep="\n")
-    died = (n for n, why in found.missing.items() if why.startswith(runner.UNFINISHED))
-    wrong = any(n.endswith(" alone") for n in died)
-    wrong = wrong or any(r["ours_ms"] is None for r in found.valid())
-    passed = found.suite.get("passed") and not found.suite.get("failed") and not found.suite["cut"]
+    if not args.no_suite:
+        found.run_suite(until - time.time())
+    wrong = False
+    if not args.no_rows:
+        print(*measure(found, args, vars(parser.parse_args([])), until), sep="\n")
+        died = (n for n, why in found.missing.items() if why.startswith(runner.UNFINISHED))
+        wrong = any(n.endswith(" alone") for n in died)
+        wrong = wrong or any(r["ours_ms"] is None for r in found.valid())
+    ran = found.suite
+    passed = ran.get("passed") and not ran.get("failed") and not ran["cut"]
     return int(wrong or not passed or time.time() >= until)

@@ -6,7 +6,8 @@ picture and the rows of `SUMMARY`, and ``pictures`` all pictures. ``cpu`` holds 
 evidence_cpu.json, which ``--device cpu --json`` wrote. ``elsewhere`` holds the peers of
 elsewhere.json, measured in runs of their own, next to our rows. ``layers`` and ``steps`` hold the
 times of layer.json and the training steps of model.json. ``tritons`` compares the versions of
-Triton in tritons.json. ``fla_models`` holds the training steps of FLA's models in fla_models.json.
+Triton in tritons.json, and has the GPU tests with each. ``fla_models`` holds the training steps of
+FLA's models in fla_models.json.
 """
 
 from __future__ import annotations
@@ -125,14 +126,20 @@ def machines(rows: list[dict]) -> dict[str, list[dict]]:
     return {n: [r for r, name in zip(rows, names) if name == n] for n in dict.fromkeys(names)}
 
 
+def of_suite(ran: dict | None) -> str:
+    """Return what became of the GPU tests, and on which card."""
+    if ran is None:
+        return "tests/gpu did not run"
+    counts = [f"{ran[w]} {w}" for w in ("passed", "failed", "skipped") if ran[w]]
+    cut = [ran["cut"]] if ran["cut"] else []
+    return f"tests/gpu on {ran['gpu']}: {', '.join([*counts, *cut])}"
+
+
 def of_pass(evidence: dict, pass_: str) -> str:
     """Return the tables of a pass, with a caption each."""
     rows = [r for r in evidence["rows"] if r["pass"] == pass_]
-    valid, suite = valid_rows(evidence | {"rows": rows}), evidence["suite"]
-    counts = [f"{suite[w]} {w}" for w in ("passed", "failed", "skipped") if suite[w]]
-    card = f" on {suite['gpu']}:" if suite.get("gpu") else ""
-    caption = f"tests/gpu{card} {', '.join(counts)}"
-    caption += f", {suite['cut']}" if suite["cut"] else ""
+    valid = valid_rows(evidence | {"rows": rows})
+    caption = of_suite(evidence["suites"].get(evidence["code"]["triton"]))
     if older := len(rows) - len(valid):
         caption += f". {older} rows of earlier kernels are left out"
     if rows and not valid:
@@ -195,8 +202,11 @@ def of_layers(rows: list[dict]) -> str:
     return "\n".join([_header("layer", *columns), *lines, ""])
 
 
-def of_tritons(found: dict) -> str:
-    """Return the times with each version of Triton, and their ratio to the oldest version's."""
+def of_tritons(found: dict, suites: dict[str, dict]) -> str:
+    """Return the times with each version of Triton, and their ratio to the oldest version's.
+
+    The GPU tests with each version follow.
+    """
     times: dict[tuple, dict[str, list[float]]] = {}
     for r in found["rows"]:
         call = times.setdefault((r["op"], r["gate"], r["setting"], r["pass"]), {})
@@ -208,9 +218,10 @@ def of_tritons(found: dict) -> str:
         cells = (f"{ms[t]:.3g} ({ms[t] / ms[first]:.2f})" if t in ms else "–" for t in others)
         lines.append(_line(*names, f"{ms[first]:.3g}", *cells))
     about = f"{found['gpu']}, torch {found['torch']}; ms."
-    return "\n".join(
-        [about, "", _header("op", "gate", "setting", "pass", first, *others), *lines, ""]
-    )
+    lines = [about, "", _header("op", "gate", "setting", "pass", first, *others), *lines, ""]
+    for triton in sorted(suites, key=parse_version):
+        lines.append(f"- Triton {triton}, {of_suite(suites[triton])}.")
+    return "\n".join([*lines, ""])
 
 
 def of_steps(sides: dict[str, dict]) -> str:
@@ -274,7 +285,7 @@ def rewrite(text: str, root: Path, up: str = "") -> str:
             return of_layers(layers) if layers else ""
         if m[2] == "tritons":
             tritons = read("tritons.json", None)
-            return of_tritons(tritons) if tritons else ""
+            return of_tritons(tritons, evidence["suites"]) if tritons else ""
         if m[2] == "fla_models":
             models = read("fla_models.json", None)
             return of_fla_models(models) if models else ""

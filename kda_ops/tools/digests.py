@@ -147,8 +147,11 @@ def report(found: dict, kernels: dict[str, str], root: Path) -> list[str]:
     lines += [f"stale: {name_of(r)}" for r in stale]
     if stale:
         lines.append(f"{len(stale)} of {len(found['rows'])} rows were measured with other kernels.")
-    if (source := source_hash(root)) != found["suite"]["source"]:
-        lines.append(f"tests/gpu ran on source {found['suite']['source']}, which is {source} here.")
+    source = source_hash(root)
+    for triton, ran in found["suites"].items():
+        if ran["source"] != source:
+            with_triton = f"tests/gpu ran with Triton {triton} on source {ran['source']}"
+            lines.append(f"{with_triton}, which is {source} here.")
     if lines:
         lines.append(
             "On a GPU, python -m benchmarks evidence measures these again, and nothing else."

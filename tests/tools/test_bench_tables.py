@@ -10,14 +10,14 @@ from kda_ops.tools.cases import case_of, name_of
 from kda_ops.tools.digests import code_of
 from tests.support.benchmark import row
 
-SUITE = {"source": "s", "passed": 5, "failed": 1, "skipped": 0, "cut": None}
+SUITE = {"source": "s", "gpu": "G", "passed": 5, "failed": 1, "skipped": 0, "cut": None}
 
 
 def evidence_of(*rows):
     """Build an evidence file of rows that are valid unless they have a `code`."""
     code = {"triton": "2", "rows": {case_of(r): "scan:1" for r in rows}}
     made = [{"gpu": "G", "torch": "1", "triton": "2", "code": code_of("scan:1")} | r for r in rows]
-    return {"code": code, "suite": SUITE, "rows": made, "missing": {}}
+    return {"code": code, "suites": {"2": SUITE}, "rows": made, "missing": {}}
 
 
 def page(folder, text, *rows, **files):
@@ -39,7 +39,11 @@ def test_a_page_gets_every_row_of_a_pass_losses_included(tmp_path):
     write = page(tmp_path, marked("fwd", "decode", "model"), row(ours_ms=4.0), decode)
     new = write()
     fwd, decoded, model = new.split("b\n")[:3]
-    assert "old" not in new and fwd.count("0.50×") == 1 and "5 passed, 1 failed" in fwd
+    assert (
+        "old" not in new
+        and fwd.count("0.50×") == 1
+        and "tests/gpu on G: 5 passed, 1 failed;" in fwd
+    )
     assert "| 91% / – | 27 / – |" in decoded and "0.50×" not in decoded
     assert model == "a\n<!-- evidence: model -->\n<!-- end -->\n" and write() == new
     lines = [line for line in new.splitlines() if line[:1] == "|"]
@@ -132,8 +136,24 @@ def test_tritons_are_compared_with_the_mean_of_the_oldest(tmp_path):
     new = page(tmp_path, marked("tritons"), row(), tritons=found)()
     assert "G, torch 1; ms.\n\n| op | gate | setting | pass | 3.6.0 | 3.8.0 | 3.10.0 |\n" in new
     assert "| kda | bound | B1T64H1 | fwd | 2 | 1.8 (0.90) | 3 (1.50) |\n" in new
-    assert "| kda | bound | B1T64H1 | fwdbwd | 4 | 4 (1.00) | – |\n<!-- end -->" in new
+    assert "| kda | bound | B1T64H1 | fwdbwd | 4 | 4 (1.00) | – |\n\n" in new
+    assert "- Triton 2, tests/gpu on G: 5 passed, 1 failed.\n<!-- end -->" in new
     assert "3.8.0" not in page(tmp_path / "none", marked("tritons"), row())()
+
+
+def test_the_tests_are_those_of_the_triton_of_the_rows(tmp_path):
+    found = evidence_of(row()) | {
+        "suites": {"3.10.0": SUITE | {"passed": 7, "cut": "cut after 1 s"}}
+    }
+    new = page(tmp_path, marked("fwd", "tritons"), evidence=found)()
+    assert "; tests/gpu did not run; " in new
+    found["suites"] |= {"2": SUITE}
+    tritons = {"gpu": "G", "torch": "1", "rows": []}
+    call = {"op": "kda", "gate": "bound", "setting": "B1T64H1", "pass": "fwd", "ms": 1.0}
+    tritons["rows"] = [call | {"triton": t} for t in ("2", "3.10.0")]
+    new = page(tmp_path, marked("fwd", "tritons"), evidence=found, tritons=tritons)()
+    assert "; tests/gpu on G: 5 passed, 1 failed; " in new
+    assert "failed.\n- Triton 3.10.0, tests/gpu on G: 7 passed, 1 failed, cut after 1 s.\n" in new
 
 
 def test_a_summary_has_at_most_eight_rows_and_the_picture(tmp_path, monkeypatch):

@@ -85,7 +85,8 @@ def test_only_an_instruction_makes_rows_stale_and_only_those_of_its_kernels(comp
     )
 
     source = digests.source_hash(tmp_path / "tree")
-    found = {"code": {"rows": kernels["tree"]}, "suite": {"source": source}, "rows": rows}
+    suites = {"3.6.0": {"source": source}, "3.9.0": {"source": source}}
+    found = {"code": {"rows": kernels["tree"]}, "suites": suites, "rows": rows}
     assert digests.report(found, kernels["tree"], tmp_path / "tree") == []
     said = "\n".join(digests.report(found, kernels["instruction"], tmp_path / "instruction"))
     assert (
@@ -95,11 +96,12 @@ def test_only_an_instruction_makes_rows_stale_and_only_those_of_its_kernels(comp
     )
     assert (
         FORWARD not in said
-        and "tests/gpu ran on source" in said
+        and "tests/gpu ran with Triton 3.9.0 on source" in said
         and "python -m benchmarks evidence" in said
     )
-    (said, _) = digests.report(found, kernels["host"], tmp_path / "host")
-    assert said.startswith(f"tests/gpu ran on source {source}")
+    (oldest, newest, _) = digests.report(found, kernels["host"], tmp_path / "host")
+    assert oldest.startswith(f"tests/gpu ran with Triton 3.6.0 on source {source}")
+    assert newest.startswith(f"tests/gpu ran with Triton 3.9.0 on source {source}")
 
 
 def test_a_digest_is_of_what_reaches_the_device():

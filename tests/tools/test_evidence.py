@@ -20,8 +20,8 @@ from tests.support.suite import longest_first, rotated
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "results" / "evidence.json"
-# The GPU tests that failed in the run on file, and why it was kept; empty after a clean run.
-KNOWN: dict[str, str] = {}
+# The GPU tests that failed with a Triton in the runs on file, and why; empty after clean runs.
+KNOWN: dict[str, dict[str, str]] = {}
 COLUMNS = {
     "op",
     "pass",
@@ -41,16 +41,16 @@ COLUMNS = {
 def test_evidence_has_the_columns_it_promises():
     if FILE.exists():  # absent before the first run on a GPU
         found = json.loads(FILE.read_text())
-        ran, machine = found["suite"], {"gpu", "torch", "triton"}
-        assert set(found) == {"code", "suite", "rows", "missing"} and set(found["code"]) == {
-            "triton",
-            "rows",
-        }
-        assert set(ran) == {"source", *machine, *suite.WORDS, "failures", "cut"} and ran["passed"]
-        assert len(ran["failures"]) == ran["failed"] and set(ran["failures"]) == set(KNOWN)
+        assert set(found) == {"code", "suites", "rows", "missing"}
+        assert set(found["code"]) == {"triton", "rows"}
+        assert found["code"]["triton"] in found["suites"]
+        for triton, ran in found["suites"].items():
+            assert set(ran) == {"source", "gpu", "torch", *suite.WORDS, "failures", "cut"}
+            assert ran["passed"] and len(ran["failures"]) == ran["failed"]
+            assert set(ran["failures"]) == set(KNOWN.get(triton, ()))
         assert set(found["code"]["rows"]) == set(map(case_of, found["rows"]))
         for row in found["rows"]:
-            assert set(row) == COLUMNS | {"code", *machine}
+            assert set(row) == COLUMNS | {"code", *MACHINE}
             assert (
                 row["op"] in schemas.VARIANTS
                 and row["pass"] in PASSES
@@ -187,7 +187,8 @@ def test_evidence_needs_a_gpu(monkeypatch):
 KEYS = dict(zip(KEY, ("kda", "fwd", "B1T64H1", "bound", "fp32", "kv", None)))
 ROW = dict.fromkeys(sorted(COLUMNS)) | KEYS | {"ours_ms": 1.0, "also": {}}
 WEAK = ROW | {"gate": "weak"}
-MACHINE = {"gpu": "GPU", "torch": "2", "triton": "1"}
+CARD = {"gpu": "GPU", "torch": "2"}
+MACHINE = CARD | {"triton": "1"}
 
 
 def made(row, kernels="scan:1"):
@@ -232,7 +233,8 @@ def measures(monkeypatch):
 
 def written(path, rows, source="tree", **missing):
     """Build a file that holds these rows."""
-    found = {"code": {"triton": "1", "rows": {}}, "suite": {"source": source, **MACHINE, **CLEAN}}
+    suites = {"1": {"source": source, **CARD, **CLEAN}}
+    found = {"code": {"triton": "1", "rows": {}}, "suites": suites}
     path.write_text(json.dumps(found | {"rows": rows, "missing": missing}))
     return str(path)
 
@@ -289,11 +291,36 @@ def test_the_suite_runs_again_where_the_source_is_another(device, measures, monk
     path = written(tmp_path / "evidence.json", [made(ROW)], source="older")
     measures()
     assert evidence.main(["--output", path, "--no-suite"]) == 0
-    assert json.loads(Path(path).read_text())["suite"]["source"] == "older"
+    assert json.loads(Path(path).read_text())["suites"]["1"]["source"] == "older"
     monkeypatch.setattr(suite, "run", lambda *words: CLEAN | {"passed": 7})
     assert evidence.main(["--output", path]) == 0
-    found = json.loads(Path(path).read_text())["suite"]
-    assert found["source"] == "tree" and found["passed"] == 7 and found.items() >= MACHINE.items()
+    found = json.loads(Path(path).read_text())["suites"]
+    assert found == {"1": {"source": "tree", **CARD, **CLEAN, "passed": 7}}
+
+
+def test_the_tests_run_with_each_triton_and_leave_rows_and_other_runs(
+    device, monkeypatch, tmp_path
+):
+    path = written(tmp_path / "evidence.json", [made(ROW), made(WEAK, "scan:0")])
+    before = json.loads(Path(path).read_text())
+    monkeypatch.setattr(evidence, "installed", lambda name: "2")
+    monkeypatch.setattr(digests, "kernels_of_all", None)  # other kernels, which do not compare
+    for counts, code in ((CLEAN | {"cut": "cut after 1 s"}, 1), (CLEAN | {"passed": 9}, 0)):
+        monkeypatch.setattr(suite, "run", lambda *words, counts=counts: dict(counts))
+        assert evidence.main(["--output", path, "--no-rows"]) == code
+        suites = before["suites"] | {"2": {"source": "tree", **CARD, **counts}}
+        assert json.loads(Path(path).read_text()) == before | {"suites": suites}
+    monkeypatch.setattr(suite, "run", None)  # this Triton has a whole run of this source
+    assert evidence.main(["--output", path, "--no-rows"]) == 0
+
+
+def test_the_first_file_may_hold_the_tests_alone(device, monkeypatch, tmp_path):
+    monkeypatch.setattr(evidence, "results", lambda: tmp_path)
+    for _ in range(2):
+        assert evidence.main(["--no-rows"]) == 0
+        found = json.loads((tmp_path / "evidence.json").read_text())
+        assert set(found["suites"]) == {"1"} and found["rows"] == []
+        (tmp_path / "evidence.json").unlink()
 
 
 def test_a_run_that_is_cut_goes_on_where_it_is_started_again(
@@ -336,7 +363,7 @@ def test_what_went_wrong_fails_the_command(
     measures(said)
     assert evidence.main(["--output", path, *words]) == 1
     found = json.loads(Path(path).read_text())
-    assert found["suite"].items() >= counts.items()
+    assert found["suites"]["1"].items() >= counts.items()
     assert said is DIED or made(said) in found["rows"]
     if "cut" in counts:  # then it runs again
         monkeypatch.setattr(suite, "run", lambda *words: CLEAN | {"passed": 9})
