@@ -4,7 +4,7 @@ evidence.json names of every row the card, the versions and the `digests` of its
 has the last run of the tests with each Triton, and the source that it ran on. Only stale and
 missing rows are measured, of the cases in the file or of the cases that the options name. The file
 is written after the tests and after every row, so a run that was cut goes on where it is started
-again. `missing` says why a row has no figures.
+again. `missing` says why a row has no figures. All rows of a file are of one Triton.
 """
 
 from __future__ import annotations
@@ -27,15 +27,23 @@ from tests.support import suite
 class Evidence:
     """The file, and what of it holds for this tree."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, with_rows: bool):
+        self.triton = installed("triton")
         start = path if path.exists() else results() / "evidence.json"
-        empty: dict = {"code": {"triton": None, "rows": {}}, "suites": {}, "rows": []}
-        found = json.loads(start.read_text()) if start.exists() else empty | {"missing": {}}
+        empty: dict = {"suites": {}, "rows": [], "missing": {}}
+        empty["code"] = {"triton": self.triton, "rows": {}}
+        found = json.loads(start.read_text()) if start.exists() else empty
+        if with_rows and found["rows"] and found["code"]["triton"] != self.triton:
+            if start == path:
+                raise SystemExit(
+                    f"{path} has rows of Triton {found['code']['triton']}, here is {self.triton}: "
+                    "--no-rows runs the tests alone, --output NEW_FILE measures all rows."
+                )
+            found = empty
         self.path, self.found, self.missing = path, found, dict(found["missing"])
         self.rows = {tuple(r[n] for n in KEY): r for r in found["rows"]}
         self.source = digests.source_hash(checkout())
         self.about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        self.triton = installed("triton") or "none"
         late = (n for n, why in self.missing.items() if why.startswith(runner.UNFINISHED))
         self.late = {name.rsplit(" ", 1)[0] for name in late}
         self.kernels: dict[str, str] = {}
@@ -70,8 +78,10 @@ class Evidence:
         """Run the tests, unless this Triton has a whole run of this source, and write the file."""
         if self.suite["source"] != self.source or self.suite["cut"]:
             ran = {"source": self.source, **self.about, **suite.run(checkout(), limit)}
+            if self.path.exists():  # another Triton may have run its tests meanwhile
+                self.found["suites"] = json.loads(self.path.read_text())["suites"]
             self.found["suites"] |= {self.triton: ran}
-            self.write(self.found)
+        self.write(self.found)
 
     def write_rows(self) -> None:
         """Write rows; one without a peer goes once its case has a valid one with a peer."""
@@ -88,19 +98,20 @@ class Evidence:
         write_json(self.path, found)
 
 
-def measure(found: Evidence, args: argparse.Namespace, default: dict, until: float) -> list[str]:
-    """Measure the rows that options name; return what is still stale."""
+def measure(found: Evidence, args: argparse.Namespace, chosen: bool, until: float) -> list[str]:
+    """Measure the rows on file, or those that options have chosen; return what is still stale."""
+    peers = runner.peers_of("cuda", args.peers)
     known = [*map(case_of, found.rows.values())]
     names = list(dict.fromkeys([*known, *found.late]))
-    chosen = ("ops", "passes", "gates", "settings")
-    if not names or any(getattr(args, n) != default[n] for n in chosen):
+    if not names or chosen:
         names = [c.name for c in runner.list_cases(args, "cuda", torch.bfloat16)]
     found.kernels = digests.kernels_of_all({*names, *known}, os.cpu_count() or 1)
     found.write_rows()
     cases = [Case.named(n, "cuda") for n in found.stale(names, args.peers or [])]
-    runner.run(cases, runner.peers_of("cuda", args.peers), found.keep, until)
-    state = {"code": {"rows": found.kernels}, "suites": {found.triton: found.suite}}
-    return digests.report(state | {"rows": [*found.rows.values()]}, found.kernels, checkout())
+    runner.run(cases, peers, found.keep, until)
+    code = {"triton": found.triton, "rows": found.kernels}
+    state = {"code": code, "suites": found.found["suites"], "rows": [*found.rows.values()]}
+    return digests.report(state, found.kernels, checkout())
 
 
 def main(argv: list[str]) -> int:
@@ -110,19 +121,24 @@ def main(argv: list[str]) -> int:
     )
     runner.add_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="benchmarks/results/evidence.json")
-    parser.add_argument("--no-suite", action="store_true", help="do not run the tests")
-    parser.add_argument("--no-rows", action="store_true", help="run the tests alone")
+    less = parser.add_mutually_exclusive_group()
+    less.add_argument("--no-suite", action="store_true", help="do not run the tests")
+    less.add_argument("--no-rows", action="store_true", help="run the tests alone")
     args = parser.parse_args(argv)
     until = time.time() + args.time_limit
-    if not torch.cuda.is_available():
-        raise SystemExit("evidence needs a CUDA device.")
+    options = ("ops", "passes", "gates", "settings")
+    chosen = any(getattr(args, n) != parser.get_default(n) for n in options)
+    if args.no_rows and (chosen or args.peers):
+        parser.error("--no-rows measures no rows: leave out what chooses them.")
+    if not torch.cuda.is_available() or not installed("triton"):
+        raise SystemExit("evidence needs a CUDA device and Triton.")
     need_writable(parser, args.output)
-    found = Evidence(Path(args.output or results() / "evidence.json"))
+    found = Evidence(Path(args.output or results() / "evidence.json"), not args.no_rows)
     if not args.no_suite:
         found.run_suite(until - time.time())
     wrong = False
     if not args.no_rows:
-        print(*measure(found, args, vars(parser.parse_args([])), until), sep="\n")
+        print(*measure(found, args, chosen, until), sep="\n")
         died = (n for n, why in found.missing.items() if why.startswith(runner.UNFINISHED))
         wrong = any(n.endswith(" alone") for n in died)
         wrong = wrong or any(r["ours_ms"] is None for r in found.valid())

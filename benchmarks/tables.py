@@ -35,8 +35,8 @@ SUMMARY = {
     "KDA forward": "kda fwd B8T4096H32 bound fp32 kv fla",
     "KDA forward and backward": "kda fwdbwd B1T8192H96 bound fp32 kv fla",
     "KDA forward, strong": "kda fwd B8T4096H32 strong_safe fp32 kv cudnn",
-    "with backward": "kda fwdbwd B8T4096H32 strong_safe fp32 kv cuDNN frontend 1.32",
-    "with backward, weak": "kda fwdbwd B1T8192H96 weak_safe fp32 kv cuDNN frontend 1.32",
+    "KDA with backward, strong": "kda fwdbwd B8T4096H32 strong_safe fp32 kv cuDNN frontend 1.32",
+    "KDA with backward, weak": "kda fwdbwd B1T8192H96 weak_safe fp32 kv cuDNN frontend 1.32",
     "GDN forward": "gdn fwd B8T4096H32 softplus fp32 kv fla",
     "GDN forward, strong": "gdn fwd B8T4096H32 strong fp32 kv flashqla",
     "KDA decode, one token": "kda decode B128T1H32 bound fp32 kv fla",
@@ -51,6 +51,8 @@ TITLES = {
 }
 # What a pass records of each side next to times and errors: column, name and form.
 MORE = {
+    "fwdbwd": (("peak, GB", "peak_gb", ".2f"),),
+    "first_call_s": (("with backward, s", "fwdbwd_s", ".1f"),),
     "decode": (("of a copy", "share", ".0%"), ("µs per call from Python", "call_us", ".0f")),
     "model": (
         ("first step, s", "first_step_s", ".0f"),
@@ -139,15 +141,15 @@ def of_pass(evidence: dict, pass_: str) -> str:
     """Return the tables of a pass, with a caption each."""
     rows = [r for r in evidence["rows"] if r["pass"] == pass_]
     valid = valid_rows(evidence | {"rows": rows})
-    caption = of_suite(evidence["suites"].get(evidence["code"]["triton"]))
-    if older := len(rows) - len(valid):
-        caption += f". {older} rows of earlier kernels are left out"
+    older = len(rows) - len(valid)
+    left_out = f". {older} rows of earlier kernels are left out" if older else ""
     if rows and not valid:
-        return f"{TITLES[pass_]}. {caption}.\n"
-    tables = (
-        f"{TITLES[pass_]}. {name}; {caption}; {PROTOCOL}\n\n{table(some, pass_)}\n"
-        for name, some in machines(valid).items()
-    )
+        return f"{TITLES[pass_]}{left_out}.\n"
+    tables = []
+    for name, some in machines(valid).items():
+        caption = of_suite(evidence["suites"].get(some[0]["triton"])) + left_out
+        head = f"{TITLES[pass_]}. {name}; {caption}; {PROTOCOL}"
+        tables.append(f"{head}\n\n{table(some, pass_)}\n")
     return "\n".join(tables)
 
 
@@ -215,8 +217,10 @@ def of_tritons(found: dict, suites: dict[str, dict]) -> str:
     lines = []
     for names, by in times.items():
         ms = {triton: statistics.mean(some) for triton, some in by.items()}
-        cells = (f"{ms[t]:.3g} ({ms[t] / ms[first]:.2f})" if t in ms else "–" for t in others)
-        lines.append(_line(*names, f"{ms[first]:.3g}", *cells))
+        cells = [_number(ms.get(t), ".3g") for t in (first, *others)]
+        for i, t in enumerate(others, 1):
+            cells[i] += f" ({ms[t] / ms[first]:.2f})" if {t, first} <= ms.keys() else ""
+        lines.append(_line(*names, *cells))
     about = f"{found['gpu']}, torch {found['torch']}; ms."
     lines = [about, "", _header("op", "gate", "setting", "pass", first, *others), *lines, ""]
     for triton in sorted(suites, key=parse_version):

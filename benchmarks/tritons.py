@@ -1,10 +1,10 @@
-"""Time the operators with several versions of Triton, and write tritons.json.
+"""Time the operators with several versions of Triton, and print the table that compares them.
 
-``python -m benchmarks.tritons FOLDER... [options of python -m benchmarks]``
+``python -m benchmarks.tritons FOLDER... [--output FILE]``
 
 Each folder holds another Triton, as ``pip install --no-deps --target FOLDER triton==3.9.0`` makes
-it. The installed one runs first and last, so that the table shows how far one card drifts. Every
-run is ``python -m benchmarks`` in a process of its own, without peers unless the options name some.
+it. The installed one runs first and last. Every run is ``python -m benchmarks`` without peers, in a
+process of its own. A row without a time is left out, and the exit status says so.
 """
 
 from __future__ import annotations
@@ -15,13 +15,24 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
-from kda_ops.tools.machine import Help, checkout, need_writable, results, write_json
+from benchmarks import tables
+from kda_ops.tools.machine import Help, checkout, installed, need_device, need_writable, write_json
 
-OPTIONS = ["--passes", "fwd,fwdbwd", "--gates", "bound,softplus", "--peers", "none"]
-OPTIONS += ["--settings", "B8T4096H32,B1T8192H96,B1T65536H16"]
 COLUMNS = ("op", "gate", "setting", "pass")
+
+
+def version_in(folder: Path) -> str:
+    """Return the version of the one Triton that a folder holds."""
+    found = [d.version for d in metadata.distributions(name="triton", path=[str(folder)])]
+    if len(found) != 1 or not (folder / "triton" / "__init__.py").exists():
+        raise argparse.ArgumentTypeError(
+            f"{folder} must hold one Triton: "
+            f"rm -r {folder}; pip install --no-deps --target {folder} triton==VERSION"
+        )
+    return found[0]
 
 
 def run(folder: Path | None, options: list[str]) -> tuple[dict, int]:
@@ -32,7 +43,7 @@ def run(folder: Path | None, options: list[str]) -> tuple[dict, int]:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     with tempfile.TemporaryDirectory() as scratch:
         found = Path(scratch) / "rows.json"
-        command = [sys.executable, "-m", "benchmarks", *OPTIONS, *options, "--json", str(found)]
+        command = [sys.executable, "-m", "benchmarks", *options, "--json", str(found)]
         status = subprocess.run(command, cwd=checkout(), env=environment).returncode
         return json.loads(found.read_text()) if found.exists() else {"rows": []}, status
 
@@ -43,26 +54,38 @@ def main(argv: list[str]) -> int:
         prog="python -m benchmarks.tritons", description=__doc__, formatter_class=Help
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="another Triton")
-    parser.add_argument("--output", metavar="FILE", help="benchmarks/results/tritons.json")
-    args, options = parser.parse_known_args(argv)
-    for folder in args.folders:
-        if not (folder / "triton").is_dir():
-            parser.error(
-                f"{folder} holds no Triton: pip install --no-deps --target {folder} triton"
-            )
+    parser.add_argument("--ops", default="kda,gdn")
+    parser.add_argument("--gates", default="bound,softplus")
+    parser.add_argument("--settings", default="B8T4096H32,B1T8192H96,B1T65536H16")
+    parser.add_argument("--output", metavar="FILE", help="write the rows, anew after every run")
+    args = parser.parse_args(argv)
+    need_device(parser, "cuda")
     need_writable(parser, args.output)
+    try:
+        versions = [installed("triton"), *map(version_in, args.folders)]
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    if len(set(versions)) < len(versions):
+        parser.error(f"two of these Tritons have one version: {versions}")
+    options = ["--peers", "none", "--passes", "fwd,fwdbwd", "--ops", args.ops]
+    options += ["--gates", args.gates, "--settings", args.settings]
     about, rows, failed = dict[str, str](), list[dict](), False
-    for folder in (None, *args.folders, None):
+    for folder, version in zip((None, *args.folders, None), (*versions, versions[0])):
         found, status = run(folder, options)
         failed |= status != 0
         for row in found["rows"]:
+            if found["triton"] != version:
+                raise SystemExit(f"{folder} ran Triton {found['triton']} in place of {version}.")
             about = {"gpu": found["device"], "torch": found["torch"]}
             if row["ours_ms"] is not None:
-                names = {n: row[n] for n in COLUMNS}
-                rows.append({"triton": found["triton"], **names, "ms": row["ours_ms"]})
-        if rows:
-            write_json(args.output or results() / "tritons.json", about | {"rows": rows})
-    return int(failed)
+                rows.append(
+                    {"triton": version, **{n: row[n] for n in COLUMNS}, "ms": row["ours_ms"]}
+                )
+        if rows and args.output:
+            write_json(args.output, about | {"rows": rows})
+    if rows:
+        print(tables.of_tritons(about | {"rows": rows}, {}))
+    return int(failed or not rows)
 
 
 if __name__ == "__main__":

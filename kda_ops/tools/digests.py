@@ -147,14 +147,17 @@ def report(found: dict, kernels: dict[str, str], root: Path) -> list[str]:
     lines += [f"stale: {name_of(r)}" for r in stale]
     if stale:
         lines.append(f"{len(stale)} of {len(found['rows'])} rows were measured with other kernels.")
-    source = source_hash(root)
+    source, own = source_hash(root), found["code"]["triton"]
+    if own not in found["suites"]:
+        lines.append(f"tests/gpu did not run with Triton {own}.")
     for triton, ran in found["suites"].items():
         if ran["source"] != source:
             with_triton = f"tests/gpu ran with Triton {triton} on source {ran['source']}"
             lines.append(f"{with_triton}, which is {source} here.")
     if lines:
         lines.append(
-            "On a GPU, python -m benchmarks evidence measures these again, and nothing else."
+            f"On a GPU, python -m benchmarks evidence measures these again, where Triton {own} is "
+            "installed. With another Triton, --no-rows runs its tests."
         )
     return lines
 

@@ -63,7 +63,7 @@ def test_no_row_of_other_kernels_is_published_and_each_card_has_its_table(tmp_pa
     assert "| stale |" not in new and new.count("| new |") == new.count("| other |") == 1
     assert new.count("G, torch 1, triton 2; ") == new.count("H, torch 1, triton 2; ") == 1
     assert new.count(". 1 rows of earlier kernels are left out; ") == 2
-    assert "1 rows of earlier kernels are left out.\n<!-- end -->" in new
+    assert "Decode, one token. 1 rows of earlier kernels are left out.\n<!-- end -->" in new
     assert "![How many" in new and "](benchmarks/results/evidence.svg)" in new
 
 
@@ -132,21 +132,23 @@ def test_tritons_are_compared_with_the_mean_of_the_oldest(tmp_path):
     some = (("3.6.0", 1.0), ("3.10.0", 3.0), ("3.8.0", 1.8), ("3.6.0", 3.0))
     rows = [call | {"triton": triton, "ms": ms} for triton, ms in some]
     rows += [call | {"pass": "fwdbwd", "triton": t, "ms": 4.0} for t in ("3.6.0", "3.8.0")]
+    rows.append(call | {"op": "gdn", "triton": "3.8.0", "ms": 5.0})
     found = {"gpu": "G", "torch": "1", "rows": rows}
     new = page(tmp_path, marked("tritons"), row(), tritons=found)()
     assert "G, torch 1; ms.\n\n| op | gate | setting | pass | 3.6.0 | 3.8.0 | 3.10.0 |\n" in new
     assert "| kda | bound | B1T64H1 | fwd | 2 | 1.8 (0.90) | 3 (1.50) |\n" in new
-    assert "| kda | bound | B1T64H1 | fwdbwd | 4 | 4 (1.00) | – |\n\n" in new
+    assert "| kda | bound | B1T64H1 | fwdbwd | 4 | 4 (1.00) | – |\n" in new
+    assert "| gdn | bound | B1T64H1 | fwd | – | 5 | – |\n\n" in new
     assert "- Triton 2, tests/gpu on G: 5 passed, 1 failed.\n<!-- end -->" in new
     assert "3.8.0" not in page(tmp_path / "none", marked("tritons"), row())()
 
 
 def test_the_tests_are_those_of_the_triton_of_the_rows(tmp_path):
-    found = evidence_of(row()) | {
-        "suites": {"3.10.0": SUITE | {"passed": 7, "cut": "cut after 1 s"}}
-    }
+    found = evidence_of(row(), row(gate="strong", triton="3.10.0"))
+    found["suites"] = {"3.10.0": SUITE | {"passed": 7, "cut": "cut after 1 s"}}
     new = page(tmp_path, marked("fwd", "tritons"), evidence=found)()
-    assert "; tests/gpu did not run; " in new
+    assert "triton 2; tests/gpu did not run; " in new
+    assert "triton 3.10.0; tests/gpu on G: 7 passed, 1 failed, cut after 1 s; " in new
     found["suites"] |= {"2": SUITE}
     tritons = {"gpu": "G", "torch": "1", "rows": []}
     call = {"op": "kda", "gate": "bound", "setting": "B1T64H1", "pass": "fwd", "ms": 1.0}

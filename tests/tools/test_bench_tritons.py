@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from benchmarks import runner, tables, tritons
+from benchmarks import runner, tritons
 from tests.support.benchmark import row
 
 BENCHMARK = """
@@ -27,6 +27,7 @@ sys.exit(version == "3.9")
 def triton(folder, version):
     """Make a folder that holds a Triton, as pip would."""
     (folder / "triton").mkdir(parents=True)
+    (folder / "triton" / "__init__.py").touch()
     about = folder / f"triton-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {version}\n")
@@ -40,15 +41,19 @@ def bench(monkeypatch, tmp_path):
     package.mkdir(parents=True)
     (package / "__main__.py").write_text(BENCHMARK)
     monkeypatch.setattr(tritons, "checkout", lambda: package.parent)
+    monkeypatch.setattr(tritons, "installed", lambda name: "3.6")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("PYTHONPATH", triton(tmp_path / "installed", "3.6"))
     monkeypatch.setenv("ROW", json.dumps(row()))
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_the_installed_triton_runs_first_and_last(bench):
-    folders = [triton(bench / f"new-{v}", v) for v in ("3.10", "3.8")]
+def test_the_installed_triton_runs_first_and_last(bench, capsys):
+    triton(bench / "new-3.8", "3.8")
     output = bench / "tritons.json"
-    assert tritons.main([*folders, "--output", str(output), "--ops", "kda"]) == 0
+    words = [triton(bench / "new-3.10", "3.10"), "new-3.8", "--output", str(output)]
+    assert tritons.main(words) == 0
     found = json.loads(output.read_text())
     assert [(r["triton"], r["ms"]) for r in found["rows"]] == [
         ("3.6", 36.0),
@@ -57,9 +62,8 @@ def test_the_installed_triton_runs_first_and_last(bench):
         ("3.6", 36.0),
     ]
     assert found["rows"][0].keys() == {"triton", *tritons.COLUMNS, "ms"}
-    table = tables.of_tritons(found, {})
-    assert "G, torch 1; ms." in table and " 36 | 38 (1.06) | 31 (0.86) |" in table
-    assert os.environ["PYTHONPATH"] == str(bench / "installed")
+    said = capsys.readouterr().out
+    assert "G, torch 1; ms." in said and " 36 | 38 (1.06) | 31 (0.86) |" in said
 
 
 def test_a_row_without_a_time_is_left_out_and_fails_the_command(bench):
@@ -73,7 +77,7 @@ def test_a_row_without_a_time_is_left_out_and_fails_the_command(bench):
     ]
 
 
-def test_the_options_reach_the_benchmark(bench, monkeypatch):
+def test_the_benchmark_takes_the_options(bench, monkeypatch):
     asked = []
 
     def run(command, **words):
@@ -81,18 +85,44 @@ def test_the_options_reach_the_benchmark(bench, monkeypatch):
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(tritons.subprocess, "run", run)
-    output = str(bench / "tritons.json")
-    tritons.main([triton(bench / "new", "3.8"), "--output", output, "--settings", "B1T64H1"])
+    assert tritons.main([triton(bench / "new", "3.8"), "--settings", "B1T64H1"]) == 1  # no row
     parser = argparse.ArgumentParser()
     runner.add_arguments(parser)
     parser.add_argument("--json")
-    for _, _, _, *options in asked:  # the benchmark takes them, the last of a name
+    for _, _, _, *options in asked:
         args = parser.parse_args(options)
         assert args.settings == ["B1T64H1"] and args.peers == [] and args.gates[0] == "bound"
     assert len(asked) == 3
 
 
-def test_a_folder_without_a_triton_is_refused(tmp_path, capsys):
+def test_a_folder_must_hold_one_triton_of_its_own_version(bench, capsys):
+    two, code_alone, about_alone = (bench / name for name in ("two", "code", "about"))
+    triton(two, "3.8")
+    (two / "triton-3.9.dist-info").mkdir()
+    (two / "triton-3.9.dist-info" / "METADATA").write_text("Name: triton\nVersion: 3.9\n")
+    (code_alone / "triton").mkdir(parents=True)
+    (code_alone / "triton" / "__init__.py").touch()
+    (Path(triton(about_alone, "3.8")) / "triton" / "__init__.py").unlink()
+    for folder in (bench, two, code_alone, about_alone):
+        with pytest.raises(SystemExit):
+            tritons.main([str(folder)])
+        assert "must hold one Triton: rm -r" in capsys.readouterr().err
+    same = triton(bench / "same", "3.6")
+    for folders in ([same], [triton(bench / "a", "3.8"), triton(bench / "b", "3.8")]):
+        with pytest.raises(SystemExit):
+            tritons.main(folders)
+        assert "have one version" in capsys.readouterr().err
+
+
+def test_a_run_with_another_triton_than_its_folder_says_is_refused(bench, monkeypatch):
+    folder = triton(bench / "new", "3.8")
+    monkeypatch.setattr(tritons, "version_in", lambda folder: "3.10")
+    with pytest.raises(SystemExit, match="ran Triton 3.8 in place of 3.10"):
+        tritons.main([folder])
+
+
+def test_tritons_need_a_gpu(bench, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit):
-        tritons.main([str(tmp_path)])
-    assert "holds no Triton: pip install" in capsys.readouterr().err
+        tritons.main([triton(bench / "new", "3.8")])
+    assert "no CUDA device" in capsys.readouterr().err

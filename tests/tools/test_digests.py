@@ -86,7 +86,8 @@ def test_only_an_instruction_makes_rows_stale_and_only_those_of_its_kernels(comp
 
     source = digests.source_hash(tmp_path / "tree")
     suites = {"3.6.0": {"source": source}, "3.9.0": {"source": source}}
-    found = {"code": {"rows": kernels["tree"]}, "suites": suites, "rows": rows}
+    code = {"triton": "3.6.0", "rows": kernels["tree"]}
+    found = {"code": code, "suites": suites, "rows": rows}
     assert digests.report(found, kernels["tree"], tmp_path / "tree") == []
     said = "\n".join(digests.report(found, kernels["instruction"], tmp_path / "instruction"))
     assert (
@@ -102,6 +103,9 @@ def test_only_an_instruction_makes_rows_stale_and_only_those_of_its_kernels(comp
     (oldest, newest, _) = digests.report(found, kernels["host"], tmp_path / "host")
     assert oldest.startswith(f"tests/gpu ran with Triton 3.6.0 on source {source}")
     assert newest.startswith(f"tests/gpu ran with Triton 3.9.0 on source {source}")
+    del suites["3.6.0"]
+    (absent, advice) = digests.report(found, kernels["tree"], tmp_path / "tree")
+    assert absent == "tests/gpu did not run with Triton 3.6.0." and "--no-rows" in advice
 
 
 def test_a_digest_is_of_what_reaches_the_device():

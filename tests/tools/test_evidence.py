@@ -316,11 +316,61 @@ def test_the_tests_run_with_each_triton_and_leave_rows_and_other_runs(
 
 def test_the_first_file_may_hold_the_tests_alone(device, monkeypatch, tmp_path):
     monkeypatch.setattr(evidence, "results", lambda: tmp_path)
-    for _ in range(2):
-        assert evidence.main(["--no-rows"]) == 0
-        found = json.loads((tmp_path / "evidence.json").read_text())
-        assert set(found["suites"]) == {"1"} and found["rows"] == []
-        (tmp_path / "evidence.json").unlink()
+    assert evidence.main(["--no-rows"]) == 0
+    found = json.loads((tmp_path / "evidence.json").read_text())
+    suites = {"1": {"source": "tree", **CARD, **CLEAN}}
+    assert found == {
+        "suites": suites,
+        "rows": [],
+        "missing": {},
+        "code": {"triton": "1", "rows": {}},
+    }
+
+
+def test_a_new_file_takes_over_a_run_of_the_tests_on_file(device, monkeypatch, tmp_path):
+    monkeypatch.setattr(evidence, "results", lambda: tmp_path)
+    written(tmp_path / "evidence.json", [made(ROW)])
+    monkeypatch.setattr(suite, "run", None)  # it ran on this source
+    new = tmp_path / "new.json"
+    assert evidence.main(["--no-rows", "--output", str(new)]) == 0
+    assert json.loads(new.read_text()) == json.loads((tmp_path / "evidence.json").read_text())
+
+
+def test_another_triton_may_run_its_tests_meanwhile(device, monkeypatch, tmp_path):
+    path = tmp_path / "evidence.json"
+    written(path, [made(ROW)], source="older")
+
+    def other_writes(*words):
+        found = json.loads(path.read_text())
+        path.write_text(json.dumps(found | {"suites": {"2": "theirs"}}))
+        return dict(CLEAN)
+
+    monkeypatch.setattr(suite, "run", other_writes)
+    assert evidence.main(["--output", str(path), "--no-rows"]) == 0
+    suites = json.loads(path.read_text())["suites"]
+    assert suites == {"2": "theirs", "1": {"source": "tree", **CARD, **CLEAN}}
+
+
+def test_rows_of_two_tritons_share_no_file(device, measures, monkeypatch, tmp_path):
+    monkeypatch.setattr(evidence, "results", lambda: tmp_path)
+    path = written(tmp_path / "evidence.json", [made(ROW), made(WEAK)])
+    before = json.loads(Path(path).read_text())
+    monkeypatch.setattr(evidence, "installed", lambda name: "2")
+    asked = measures(ROW)
+    with pytest.raises(SystemExit, match="rows of Triton 1, here is 2: --no-rows"):
+        evidence.main([])
+    assert json.loads(Path(path).read_text()) == before and asked == []
+    words = "--ops kda --passes fwd --gates bound --settings B1T64H1".split()
+    assert evidence.main(["--output", str(tmp_path / "new.json"), *words]) == 0
+    found = json.loads((tmp_path / "new.json").read_text())
+    assert found["rows"] == [made(ROW) | {"triton": "2"}] and found["code"]["triton"] == "2"
+    assert set(found["suites"]) == {"2"} and json.loads(Path(path).read_text()) == before
+
+
+def test_options_that_choose_rows_need_rows(device):
+    for words in (["--no-suite"], ["--ops", "kda"], ["--peers", "fla"]):
+        with pytest.raises(SystemExit):
+            evidence.main(["--no-rows", *words])
 
 
 def test_a_run_that_is_cut_goes_on_where_it_is_started_again(
