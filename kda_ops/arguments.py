@@ -151,7 +151,7 @@ def check_dense(name: str, x: object) -> None:
 
 
 def is_lazy(x: object) -> bool:
-    """Whether x, if it is a tensor, is not what lies in its memory."""
+    """Return whether x is a tensor whose memory does not hold its values: a lazy view or zero."""
     return isinstance(x, Tensor) and (x.is_neg() or x.is_conj() or is_zero_tensor(x))
 
 

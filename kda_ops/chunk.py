@@ -4,9 +4,10 @@ By default training keeps its inputs. If a kernel's operands have 16 bits, it al
 128 bytes per token and value head. KDA on Triton puts P into the half of A's tile that is zero.
 
 With `disable_recompute` training keeps the rest of the `Tile` and the `Trace` too, and backward
-starts with the reverse scan. Per token and value head, 2 C + 3 K + 2 V + K V / C elements have the
-operand dtype. Another K / C (GDN: 1 / C) are the floats of gamma. The `Keeps` of a backend say
-where it differs. Kept tensors equal recomputed ones, so both policies give the same bits.
+starts with the reverse scan. Per token and value head, that is 2 C + 3 K + 2 V + K V / C elements
+in the operand dtype. gamma adds K / C floats (GDN: 1 / C). On Triton, KDA keeps three floats per
+row (`factors`) instead of u, and GDN keeps only A, the states and v_new. Kept tensors equal
+recomputed ones, so both policies give the same bits.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class Backward:
             trace = Trace(have.pop("states"), have.pop("v_new"), given.get("o"))
             tile = b.prepare(p, have["A"]) if have.keys() == {"A"} else Tile(**have)
         else:
-            # empty after a forward that keeps nothing: the recurrence
+            # `recurrent` keeps no A, so its backward gets an empty one
             A = have.get("A") if _is_there(have.get("A")) else None
             tile = b.prepare(p, A, with_AP=A is not None and b.keeps_AP(p), norms=True)
         if do is not None and b.walks(p, do, dfinal_state, need):

@@ -87,8 +87,9 @@ def chunk_kda(
             With ``lower_bound``: ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
         lower_bound: a finite number below 0. It selects the bounded gate, or names the bound that
             ``safe_gate`` promises.
-        safe_gate: promise that g stays in [-5, 0], or above ``lower_bound``. Kernels may then use
-            faster formulas; the result changes by rounding only.
+        safe_gate: promise that a given g stays in [-5, 0], or above ``lower_bound``. Kernels may
+            then use faster formulas; the result changes by rounding only. It has no effect with
+            ``use_gate_in_kernel``: there ``lower_bound`` alone bounds the decay.
         safe_beta: promise that a given beta stays in [0, 1]. It speeds up the backward of KDA, and
             forward with ``safe_keys`` or the norm inside. The result changes by rounding only.
         safe_keys: promise that keys have at most unit length, apart from rounding. It speeds up
@@ -96,11 +97,11 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: use ``sigmoid(beta)``.
         allow_neg_eigval: use ``2 * sigmoid(beta)``; needs ``use_beta_sigmoid_in_kernel``.
         transpose_state_layout: states are ``[N, HV, V, K]``, in and out.
-        disable_recompute: keep every intermediate for backward instead of recomputing it; same
-            bits. Each token and value head then keeps about ``128 + 3 K + V + K V / 64`` elements
-            instead of 64. At K = V = 128 in bf16 that is 1.8 KB (exactly: `kda_ops.chunk`). With
-            ``use_qk_l2norm_in_kernel`` on a GPU, o is one of them: modifying o in place before
-            backward raises an error.
+        disable_recompute: keep intermediates for backward instead of recomputing them; same bits.
+            In 16 bits on a GPU, KDA then keeps about ``128 + 3 K + V + K V / 64`` elements per
+            token and value head, instead of 64. At K = V = 128 that is 1.8 KB. GDN keeps about
+            ``64 + V + K V / 64``. With ``use_qk_l2norm_in_kernel`` KDA keeps o too: modifying o in
+            place before backward raises an error. See `kda_ops.chunk`.
 
     Returns:
         o ``[B, T, HV, V]`` in v's dtype, and the final state in the layout and dtype of
@@ -110,6 +111,8 @@ def chunk_kda(
         ValueError: shapes or flags disagree; the message names the argument, what was expected and
             what was given.
         TypeError: dtypes or devices disagree.
+        RuntimeError: in double backward.
+        NotImplementedError: in forward mode (``torch.func.jvp``).
 
     In fp16, backward on CUDA rounds gradients of states and values to fp16. With values and states
     of size 1, typical entries of the incoming gradients must lie between 0.004 and 256. Smaller
@@ -195,7 +198,7 @@ def recurrent_kda(
         o ``[B, T, HV, V]`` in v's dtype, and the final state, or None if not requested.
 
     Raises:
-        ValueError, TypeError: as for `chunk_kda`.
+        ValueError, TypeError, RuntimeError, NotImplementedError: as for `chunk_kda`.
 
     Example:
         >>> import torch, kda_ops
@@ -269,8 +272,8 @@ def recurrent_kda_(
             tokens of a sequence: the state after token t goes to slot ``[n, t]``, so that
             speculative tokens can be rolled back. A negative slot is neither read nor written, and
             its output is zero. Slots of 0 or above must be distinct. None: sequence n has slot n.
-        num_accepted_tokens: ``[N]``, int32 or int64, at least 1; needs ``[N, S]`` indices. Sequence
-            n starts from slot ``[n, num_accepted_tokens[n] - 1]``. None: from column 0.
+        num_accepted_tokens: ``[N]``, int32 or int64, from 1 to S; needs ``[N, S]`` indices.
+            Sequence n starts from slot ``[n, num_accepted_tokens[n] - 1]``. None: from column 0.
         lower_bound: a finite number below 0; selects the bounded gate.
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 
@@ -281,7 +284,8 @@ def recurrent_kda_(
         ValueError: shapes or flags disagree; the message names the argument, what was expected and
             what was given.
         TypeError: dtypes or devices disagree.
-        RuntimeError: grad mode is on and an input requires a gradient.
+        RuntimeError: grad mode is on and an input requires a gradient. Or the pool was made under
+            ``torch.inference_mode()`` and is used outside.
 
     Example:
         >>> import torch, kda_ops
@@ -497,6 +501,8 @@ def chunk_gdn(
         ValueError: shapes or flags disagree; the message names the argument, what was expected and
             what was given.
         TypeError: dtypes or devices disagree.
+        RuntimeError: in double backward.
+        NotImplementedError: in forward mode (``torch.func.jvp``).
 
     Example:
         >>> import torch, kda_ops
@@ -570,7 +576,7 @@ def recurrent_gdn(
         o ``[B, T, HV, V]`` in v's dtype, and the final state, or None if not requested.
 
     Raises:
-        ValueError, TypeError: as for `chunk_gdn`.
+        ValueError, TypeError, RuntimeError, NotImplementedError: as for `chunk_gdn`.
 
     Example:
         >>> import torch, kda_ops

@@ -94,8 +94,7 @@ is_wrapper = is_traceable_wrapper_subclass
 # Whether a tensor is a zero without memory, as autograd makes them. Public: none.
 is_zero_tensor = torch._is_zerotensor
 # Whether any tensor of the arguments, also in lists, requires a gradient. Public: `requires_grad`
-# of
-# each, in a loop that takes about three times as long.
+# of each, in a loop that takes about three times as long.
 any_requires_grad = torch._C._any_requires_grad
 
 # --- dispatch -------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ LATER = {
     # the base class of a graph pass whose hash is part of Inductor's cache key, and that hash
     "CustomGraphPass": "torch._inductor.custom_graph_pass",
     "get_hash_for_files": "torch._inductor.custom_graph_pass",
-    # Inductor as a backend, its settings, and those that a mode stands for. Public: none;
+    # Inductor as a backend, its settings, and the settings of a mode. Public: none;
     # `torch.compile` calls a backend of ours, which must call Inductor.
     "compile_fx": "torch._inductor.compile_fx",
     "inductor_config": "torch._inductor.config",

@@ -625,10 +625,10 @@ class Problem:
 def _any_size(N: torch.SymInt) -> torch.SymInt:
     """Return a new symbol that equals N, for a fake implementation under ``torch.export``.
 
-    torch guards every size against 1. N is one less than the number of offsets, so that guard would
-    refuse a single sequence. Two inequalities state the equality: with one ``==`` torch would
-    replace the symbol by N again. The second is not linear: torch takes an example's number of
-    offsets for at least 2, and from ``size >= N`` it would conclude that there is a sequence.
+    torch guards every size against 1, and N is one less than the number of offsets. That guard
+    would refuse a single sequence. Two inequalities express the equality, because with ``==`` torch
+    would replace the symbol by N again. The second is quadratic on purpose. torch assumes at least
+    2 offsets, so from ``size >= N`` it would deduce size >= 1 and refuse an empty batch.
     """
     size = torch.library.get_ctx().new_dynamic_size()
     torch._check(size <= N)

@@ -24,7 +24,9 @@ from kda_ops.patterns import (
 )
 from kda_ops.problem import SAFE_BOUND
 
-LEAST_EPS = 1e-12  # of F.normalize, its default: shorter rows have squares that fp32 does not hold
+# The default eps of F.normalize. With a much smaller one, squares of short rows underflow in fp32,
+# and lengths may exceed 1.
+LEAST_EPS = 1e-12
 
 
 def _behind(value: Any, rows: bool) -> list[Any]:
@@ -52,7 +54,7 @@ def prove_lengths(value: Node) -> list[Node] | None:
     last = nodes[-1]
     if name_of(last) == "normalize":
         x, p, dim, eps, out = operands(last, "p", "dim", "eps", "out")
-        # float16 rounds small squares to zero, so lengths may exceed 1; fp32 does below LEAST_EPS
+        # in float16 small squares underflow to zero at any eps, so lengths may exceed 1
         plain = p in (None, 2) and out is None and example(last).dtype is not torch.float16
         plain = plain and (eps is None or isinstance(eps, float) and eps >= LEAST_EPS)
         return nodes if plain and dim in (-1, example(x).dim() - 1) else None

@@ -3,8 +3,8 @@
 The chunks of a call lie on one axis, sequence after sequence. Chunk c of sequence n has number
 ``first(n) + c``. For dense rows ``first(n) = n * ceil(T / C)``; for packed sequences
 ``first(n) = cu_seqlens[n] // C + n``. The ranges of two sequences never meet. A kernel needs one
-element of cu_seqlens to find its place: no prefix sum, no host synchronisation. Numbers that no
-chunk has belong to chunks without rows.
+element of cu_seqlens to find its place: no prefix sum, no host synchronisation. Unused numbers
+count as chunks without rows.
 """
 
 from __future__ import annotations

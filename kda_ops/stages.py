@@ -102,6 +102,7 @@ class Gradients:
 
 GRADIENTS = tuple(f.name for f in fields(Gradients))
 # The axes of every tensor of an operator, one letter each; vmap and sharding read them too.
+# A dot is an axis that neither of them touches.
 # B batch, T tokens, H key heads, h value heads, N sequences, c chunks, C rows of a chunk.
 # K and V widths, D width of the decay, R factors of each row. States are in the layout [K, V].
 AXES = {

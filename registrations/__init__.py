@@ -1,14 +1,12 @@
-"""The promises made to PyTorch, one file per kind: importing this package registers every operator
-once.
-"""
+"""Register every operator with PyTorch on import, one file per kind of rule."""
 
 import torch
 
 from kda_ops.registrations import schemas, kernels, fake, autograd, autocast, vmap, refusals, lazy  # noqa: F401  (schemas first)
 from kda_ops.registrations import writable  # noqa: F401
 
-# The operators that a selective-checkpointing policy names to keep what chunked attention computed:
-# `chunk_fwd` stands in training graphs, `chunk` in others.
+# Operators for a selective-checkpointing policy that keeps the results of attention. Training
+# graphs contain `chunk_fwd`, other graphs `chunk`.
 SAVE_OPS = frozenset(
     getattr(getattr(torch.ops, ns), op).default
     for ns in schemas.VARIANTS

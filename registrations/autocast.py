@@ -1,7 +1,7 @@
-"""Autocast: q, k and v go to the autocast dtype; decays, gate parameters and states keep theirs,
-which the kernels sum in float32.
+"""Register autocast: cast q, k and v to the autocast dtype; other tensors keep theirs.
 
-No operator's own arithmetic is autocast, nor a backward that runs inside an autocast region.
+Decays, beta, gate parameters and states are summed in float32. Inside an operator autocast is off,
+also in a backward that runs in an autocast region.
 """
 
 from __future__ import annotations

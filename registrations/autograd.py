@@ -1,9 +1,9 @@
-"""Autograd: which operators training records, their formulas, and what they refuse.
+"""Register autograd: the formulas, what they keep, and what they refuse.
 
-With gradients wanted, `chunk` becomes `chunk_fwd`, whose formula keeps what `kda_ops.chunk` decided
-to keep and calls `chunk_bwd`. `recurrent` keeps its inputs and differentiates through the chunk
-formulas. Double backward and tangents are refused, and so are the in-place operators under
-autograd.
+If a gradient is wanted, `chunk` runs `chunk_fwd`. Its formula keeps what `kda_ops.chunk` names, and
+its backward calls `chunk_bwd`. `recurrent` keeps its inputs and differentiates through the chunk
+formulas. Double backward and forward mode raise an error. So do in-place operators with an input
+that requires a gradient.
 """
 
 from __future__ import annotations
@@ -62,10 +62,12 @@ class _Call(NamedTuple):
 
 
 def _differentiable(op: OpOverload, setup: Callable, backward: Callable) -> Callable:
-    """Give `op` a formula: ``setup(ctx, inputs, flags, output)``, both with the defaults that the
-    dispatcher strips, and ``backward(ctx, *gradients)``. Return its Autograd kernel.
+    """Register an autograd formula for `op`; return its Autograd kernel.
 
-    `torch.library.register_autograd` does not serve: it reads the schema in every call, which
+    The formula is ``setup(ctx, inputs, flags, output)`` and ``backward(ctx, *gradients)``. `inputs`
+    and `flags` include the defaults that the dispatcher strips.
+
+    `torch.library.register_autograd` does not serve. It reads the schema in every call, which
     doubles the Python time of a forward, and `torch.func.grad` refuses its kernel.
     """
     arguments = schema_of(op).arguments
@@ -78,8 +80,8 @@ def _differentiable(op: OpOverload, setup: Callable, backward: Callable) -> Call
 
     def forward(ctx, call: _Call, *args):
         if transforms_are_active():
-            # Of transforms inside each other the outer ones are below; a function's forward is
-            # without gradients and tangents, and they may want theirs.
+            # Outer functorch levels run inside this forward, where gradients and tangents are off.
+            # Re-enable both for them.
             with torch.enable_grad(), set_fwd_grad_enabled(call.tangents):
                 output = below(call, args)
         else:
@@ -144,8 +146,7 @@ def _setup(namespace: str):
         (o, final_state, *kept), (q, *_) = output, inputs
         l2norm, no_recompute = flags["use_qk_l2norm_in_kernel"], flags.get("disable_recompute")
         reads_output = _reads_output(o.device, rank, q.dtype, l2norm, bool(no_recompute))
-        # What is not kept is an empty tensor of one dimension; only the rest is worth a place among
-        # the saved tensors.
+        # A tensor that is not kept is empty, with one dimension: do not save it.
         ctx.kept = [reads_output, *(x.dim() > 1 for x in kept)]
         ctx.save_for_backward(*inputs, *(x for x, there in zip((o, *kept), ctx.kept) if there))
         ctx.mark_non_differentiable(*kept, *(() if flags["output_final_state"] else (final_state,)))

@@ -1,6 +1,4 @@
-"""Fake implementations: the same `Problem` refuses the same calls and allocates the same outputs as
-in the kernels.
-"""
+"""Register fake implementations, which check and allocate with the same classes as the kernels."""
 
 from __future__ import annotations
 
@@ -94,8 +92,8 @@ _LAYER: dict[schemas.Operator, Callable] = {
 def register(namespace: str, name: str, fake: Callable) -> None:
     """Register the fake of an operator.
 
-    All of this package come by here: torch looks through all modules for each new file that
-    registers one.
+    Every operator of this package uses this function. For each new file that registers a fake,
+    torch searches all loaded modules.
     """
     library = schemas.LIBRARIES[namespace]
     torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)

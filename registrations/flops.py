@@ -1,9 +1,9 @@
-"""FLOP formulas, registered with torch.utils.flop_counter when it is imported.
+"""Register FLOP formulas with torch.utils.flop_counter.
 
-What is counted is the arithmetic of the algorithm, by the letters of docs/maths.md, not that of one
-kernel: matrix products at two operations per multiply-add, one dense product per score (a kernel
-with pairwise decays may spend several), no elementwise work, whole chunks of C tokens. A packed
-call counts as one sequence, because its seams lie on the device.
+They count the operations of the algorithm (letters: docs/maths.md), not those of one kernel. A
+multiply-add of a matrix product counts as 2. Scores count as one dense product, even where a kernel
+with pairwise decays takes several. Elementwise work counts as 0, and a partial chunk as C tokens. A
+packed call counts as one sequence, because its offsets are on the device.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ C = CHUNK
 
 
 def product(rows, inner, columns):
-    """Operations of ``[rows, inner] @ [inner, columns]``."""
+    """Count the operations of ``[rows, inner] @ [inner, columns]``."""
     return 2 * rows * inner * columns
 
 
 def inverse():
-    """Operations of ``(I + L)^-1`` by rows: row i is one product ``[1, i] @ [i, i]`` with the rows
-    above it, about 2/3 C^3 in all.
+    """Count the operations of ``(I + L)^-1`` by rows, about 2/3 C^3.
+
+    Row i is one product ``[1, i] @ [i, i]`` with the rows above it.
     """
     return sum(product(1, i, i) for i in range(C))
 
 
 def forward(K, V):
-    """Operations of one chunk and value head, 11.7 million at K = V = 128::
+    """Count the operations of one chunk and value head, 11.7 million at K = V = 128::
 
         P, L         scores q k^T and k k^T      2 [C,K][K,C]
         A            (I + L)^-1                  inverse()
@@ -40,19 +41,19 @@ def forward(K, V):
         o            qg S + P v_new              [C,K][K,V] + [C,C][C,V]
         S            gamma S + kg^T v_new        [K,C][C,V]
 
-    The first three lines are those of `prepare`, unless a backend leaves u to the scan, the others
-    of `scan`.
+    The first three rows are `prepare`, the others `scan`. Some backends form u in `scan`.
     """
     scores, tile = 2 * product(C, K, C), product(C, C, K) + product(C, C, V)
     return scores + inverse() + tile + 3 * product(C, K, V) + product(C, C, V)
 
 
 def backward(K, V, kept: frozenset[str]):
-    """Operations of one chunk and value head; 32.5 million at K = V = 128 with A kept and the rest
-    recomputed.
+    """Count the operations of one chunk and value head.
 
-    Recomputed, each unless it is in `kept`: A, P, w, v_new from u, and the states (the last two by
-    the scan without its output). Always::
+    They are 32.5 million at K = V = 128 with A kept and the rest recomputed.
+
+    Recomputed are A, P, w, v_new (with u) and the states, each unless it is in `kept`. The last two
+    come from the scan without its output. Always computed::
 
         k k^T        for dbeta                             [C,K][K,C]
         dv_new       P^T do + kg dS                        [C,C][C,V] + [C,K][K,V]
@@ -64,8 +65,8 @@ def backward(K, V, kept: frozenset[str]):
         Zv, Zk       A^T dv_new, A^T dw                    [C,C][C,V] + [C,C][C,K]
         dq, dk       rows dP k, dL k; columns dP^T q, dL^T k   4 [C,C][C,K]
 
-    A backend may do with less, by dL = -(A^T dv_new) v_new^T for one; the count stays, so that
-    rates compare.
+    A backend may need fewer operations, for example with dL = -(A^T dv_new) v_new^T. The count
+    ignores that, so that rates are comparable.
     """
     again = {
         "A": inverse(),
@@ -90,12 +91,15 @@ def backward(K, V, kept: frozenset[str]):
 
 
 def token(K, V):
-    """Operations of one token and value head of the recurrence: S^T k, k u^T and S^T q."""
+    """Count the operations of one token and value head of the recurrence.
+
+    They are S^T k, k u^T and S^T q.
+    """
     return 3 * product(1, K, V)
 
 
 def _chunks(q, v):
-    """Chunks times value heads of a call, from the shapes of q [B, T, H, K] and v [B, T, HV, V]."""
+    """Return chunks times value heads, from the shapes of q [B, T, H, K] and v [B, T, HV, V]."""
     B, T, HV, _ = v
     return B * ((T + C - 1) // C) * HV
 
@@ -117,7 +121,7 @@ def _recurrent(q, k, v, *args, out_shape=None, **flags):
 
 
 def _convolution(x, weight):
-    """Operations of one pass over the products of a convolution, one per tap, token and channel."""
+    """Count the operations of a convolution's products, one per tap, token and channel."""
     B, T, _ = x
     D, W = weight
     return product(B * T, W, D)

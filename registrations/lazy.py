@@ -1,5 +1,6 @@
-"""Promises to parts of PyTorch that cost much to import: made when a program imports that part, or
-at once if it already has.
+"""Register rules for FLOPs, sharding, Inductor and others when a program imports those parts.
+
+If a part is imported already, its rules are registered at once.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from kda_ops.private import LATER
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Runs `callback` once, right after the module `name` has been executed; asking whether the
-    module exists changes nothing.
+    """Run `callback` once, right after the module `name` has been executed.
+
+    ``importlib.util.find_spec`` alone does not trigger it.
     """
 
     def __init__(self, name: str, callback: Callable[[], None]):
@@ -46,7 +48,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Call `callback` now if module `name` is imported, else as soon as it is."""
+    """Call `callback` at once if module `name` is imported, else right after its import."""
     if name in sys.modules:
         callback()
     else:

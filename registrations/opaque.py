@@ -1,6 +1,7 @@
-"""Dynamo: what runs below an operator is not for it to compile. In a compiled graph it sees the
-operator alone, but in a frame that it gave up on, operators run as they are, and it would compile
-each Python function of theirs, backends included, as if it were the user's.
+"""Keep Dynamo out of operator implementations.
+
+In a compiled graph, Dynamo sees only the operator. After a graph break, operators run eagerly.
+Dynamo would then compile their Python functions, backends included, as user code.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ F = TypeVar("F", bound=Callable)
 
 
 def opaque(function: F) -> F:
-    """Keep Dynamo out of a function and of what it calls, as `torch.library.custom_op` does, at no
-    cost per call and without importing Dynamo.
+    """Keep Dynamo out of a function and of what it calls, as `torch.library.custom_op` does.
+
+    It costs nothing per call and does not import Dynamo.
     """
     set_code_exec_strategy(function.__code__, SKIP)
     return function

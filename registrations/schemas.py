@@ -143,7 +143,7 @@ GATED_RMS_NORM_BWD = Operator(
     axes=NORM,
 )
 OPERATORS = (CHUNK, CHUNK_FWD, CHUNK_BWD, RECURRENT, RECURRENT_, CHUNK_, GATE, GATE_BWD)
-# what a layer has besides the delta rule; of the first namespace alone
+# the other operators of a layer, registered in the namespace KDA only
 LAYER = (SHORT_CONV, SHORT_CONV_BWD, SHORT_CONV_, GATED_RMS_NORM, GATED_RMS_NORM_BWD)
 
 

@@ -1,22 +1,21 @@
-"""How the operators run on sharded tensors (DTensor); registered when torch.distributed.tensor is
-imported.
+"""Register how the operators run on sharded tensors (DTensor).
 
-Nothing couples the rows of a batch, the heads or, beyond the scores, the columns of V, so each may
-be spread over a mesh with no communication::
+Rows of a batch and heads do not interact. Columns of V share only the scores. So each of these axes
+can be sharded without communication::
 
-    batch   where nothing is packed and the mesh divides B    parameters are whole, their gradients
-                                                              are partial sums
+    batch   where nothing is packed and the mesh divides B    parameters are replicated, their
+                                                              gradients are partial sums
     heads   where the mesh divides H and HV                   everything has heads, nothing is
                                                               summed
-    V       any; every rank computes the scores again         q, k, g, beta are whole, their
+    V       any; every rank computes the scores again         q, k, g, beta are replicated, their
                                                               gradients are partial sums
 
-The convolution and the gated norm are spread likewise: over the batch, channels or heads, and the
-norm, which couples no tokens, over tokens too.
+The convolution can be sharded over the batch or channels, the gated norm over batch, tokens or
+heads.
 
-A tensor is described by one letter per axis; a split of letters says which placement it has:
-sharded on the axis it has of them; otherwise whole, or a partial sum if it is the gradient of
-something whole. Other inputs (sharded over tokens or K) are first redistributed by DTensor.
+`stages` names each axis by a letter, and a split is a set of letters. A tensor that has an axis of
+the split is sharded on it. Other tensors are replicated; their gradients are partial sums. Inputs
+sharded otherwise (over tokens or K) are first redistributed by DTensor.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ _BATCH, _HEADS, _V = "BNc", "Hh", "V"
 def _placement(
     operator: schemas.Operator, name: str, split: str, transposed: bool, else_: Placement
 ) -> Placement:
-    """Where tensor `name` is under a split: sharded on the axis that the split names, or
-    `else_`.
+    """Return the placement of tensor `name` under a split.
+
+    That is `Shard` of the axis that the split names, or `else_` if the tensor lacks it.
     """
     axes = operator.axes_of(name)
     if transposed and name in _STATES:
@@ -50,7 +50,7 @@ def _placement(
 
 
 def _is_empty(x) -> bool:
-    """Whether an input spec is the empty placeholder (0,) of something absent."""
+    """Return whether an input spec is the empty placeholder (0,) of an absent tensor."""
     return tuple(x.shape) == (0,)
 
 
@@ -61,7 +61,7 @@ def _arguments(operator: schemas.Operator, namespace: str) -> list[str]:
 def _outputs(
     operator: schemas.Operator, rank: int, given: dict, flags: dict
 ) -> list[tuple[str, bool, bool]]:
-    """Name, whether it is a gradient, and whether it is an empty placeholder, of each output."""
+    """Return for each output its name, whether it is a gradient, and whether it is empty."""
     if operator is schemas.CHUNK_BWD:
         need = flags["need"]
         return [
@@ -134,15 +134,14 @@ def _rules(operator: schemas.Operator, namespace: str):
 
 
 def _parts(spec, axis: int) -> int:
-    """Into how many parts a spec cuts an axis."""
+    """Return the number of parts into which a spec cuts an axis."""
     return math.prod(
         spec.mesh.size(i) for i, placement in enumerate(spec.placements) if placement == Shard(axis)
     )
 
 
 def _evenly(rules, operator: schemas.Operator, names: list[str]):
-    """Of the strategies that `rules` make for a whole mesh, those that cut B, H and HV into equal
-    parts.
+    """Wrap `rules`: keep only strategies that cut B, H and HV into equal parts.
 
     Then value heads stay with their key head, chunks with their row of the batch, and heads with
     their row of a norm's weight.
@@ -175,8 +174,8 @@ def _register(operator: schemas.Operator, namespace: str) -> None:
     register_sharding(op)(_rules(operator, namespace))
     propagator = sharding_propagator()
     propagator.op_strategy_funcs[op] = _evenly(propagator.op_strategy_funcs[op], operator, names)
-    # A decision is cached by what it depends on. Besides tensors `register_sharding` only looks at
-    # integers, but here absent tensors and flags decide too.
+    # DTensor caches its decisions. By default the key holds only tensors and integers, but here
+    # absent tensors and flags decide too.
     flags = [a.name for a in schema_of(op).arguments if a.kwarg_only]
     propagator.op_to_schema_info[op] = RuntimeSchemaInfo(
         static_argnum=0, static_kwargkey=flags, needs_pytree=True

@@ -1,5 +1,7 @@
-"""vmap: the mapped dimension folds into the axes of heads (of a convolution: channels), which is
-exact, and works for packed sequences, mapped parameters and gradients per sample too.
+"""Register vmap rules: fold the mapped dimension into the heads, or a convolution's channels.
+
+Heads do not interact, so the fold is exact. Packed sequences, mapped parameters and per-sample
+gradients work too.
 """
 
 from __future__ import annotations
@@ -20,12 +22,18 @@ def _head_axis(operator: schemas.Operator, name: str) -> int | None:
 
 
 def _absent(x: Tensor, mapped: int | None = None) -> bool:
-    """Whether x stands for nothing in each call: what was not kept, or not asked for."""
+    """Return whether x is the empty placeholder of a tensor not kept or not requested.
+
+    `mapped` is the dimension that vmap maps, or None.
+    """
     return not x.numel() and x.dim() == (1 if mapped is None else 2)
 
 
 def _fold(name: str, x: Tensor | None, mapped: int | None, size: int, axis: int) -> Tensor | None:
-    """[.., heads, ..] with a mapped dimension somewhere, or none, to [.., size * heads, ..]."""
+    """Return x [.., heads, ..] with its mapped dimension folded in: [.., size * heads, ..].
+
+    `mapped` is the position of that dimension. None: repeat x for each of `size` slices.
+    """
     if x is None or _absent(x, mapped):
         return x if x is None else x.new_empty((0,))
     if x.dim() - (mapped is not None) <= axis:
@@ -55,7 +63,7 @@ def _rule(operator: schemas.Operator, namespace: str):
                     f"{namespace}::{operator.name}: cu_seqlens cannot be mapped by vmap: the "
                     "packing is one for all slices."
                 )
-            if not info.batch_size:  # one slice of zeros, for the shapes of what there is none of
+            if not info.batch_size:  # run one slice of zeros to get the output shapes
                 folded.append(x if mapped is None else x.new_zeros(x.movedim(mapped, 0).shape[1:]))
             else:
                 folded.append(x if axis is None else _fold(name, x, mapped, info.batch_size, axis))

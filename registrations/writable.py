@@ -1,8 +1,8 @@
 """Check in a graph that buffers may be written, before they are.
 
-The operator reads the buffers and has no output. torch keeps it, since it has a side effect. Eager
-and AOT graphs run it in the order of the program, and copy to mutated inputs at the end. Inductor
-writes a buffer only after every kernel that reads its old values.
+The operator reads the buffers and has no output. It is marked as having a side effect, so torch
+keeps it. Eager and AOT graphs run it in the order of the program, and copy to mutated inputs at the
+end. Inductor writes a buffer only after every kernel that reads its old values.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def gate_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of `gate` for g, A_log and dt_bias, each in its input's dtype.
 
-    A_log and dt_bias sum over tokens in at least float32 and round once.
+    The gradients of A_log and dt_bias are summed over tokens in at least float32, rounded once.
     """
     A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
     dy = dy.to(x.dtype)

@@ -183,7 +183,7 @@ def scan(
         o.copy_(join(p, _parts(p), outs))
     if keep:
         return _leave(p, Trace, made, o=o)
-    p.scratch = None  # nothing follows; whoever holds the call does not hold the tile
+    p.scratch = None  # free the tile, which the caller may otherwise keep alive through p
     return None
 
 

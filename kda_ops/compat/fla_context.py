@@ -5,14 +5,14 @@ offsets of a rank's own tokens. ``pre_num_ranks`` counts the ranks before it tha
 first sequence, ``post_num_ranks`` those after it that hold tokens of its last sequence.
 `kda_ops.distributed` takes offsets over the tokens of all ranks. On rank r::
 
-    global[i] = (r - pre_num_ranks) T         where local[i] = 0, the begin of the first sequence
+    global[i] = (r - pre_num_ranks) T         where local[i] = 0, the start of the first sequence
               = (r + 1 + post_num_ranks) T    where local[i] = T, the end of the last sequence
               = r T + local[i]                elsewhere
 
-A zero comes first, as the begin of the tokens before them. This begin and end are exact to one
-shard only, because FLA counts ranks, not tokens. That suffices: a rank needs to know which ranks
-its first and last sequence cross, and takes the states of these ranks. So offsets differ between
-ranks.
+The result begins with an extra zero, so one sequence covers all tokens before global[0]. The start
+of the first and the end of the last sequence are exact only to a shard: FLA counts ranks, not
+tokens. That suffices. A rank needs only the ranks that its first and last sequence cross, and takes
+the states of these ranks. So offsets differ between ranks.
 
 The conversion stays on the device and exchanges nothing. It reads ``pre_num_ranks_dev`` and
 ``post_num_ranks_dev`` where they exist, so a captured CUDA graph follows them.

@@ -64,7 +64,7 @@ def causal_conv1d(
     Args:
         x: ``[B, T, D]``, or ``[B, T, ...]`` with D channels in the last axes.
         residual: of x's shape, added to the output.
-        initial_state: ``[N, D, W]``, the last W inputs, oldest first. The first is never read.
+        initial_state: ``[N, D, W]``, the last W inputs, oldest first. No tap reads the first.
 
     Returns:
         The output in x's shape, and the final state ``[N, D, W]`` or None.
@@ -132,8 +132,8 @@ def causal_conv1d_update(
 
     Args:
         x: ``[N, D]``, ``[1, N, D]`` or ``[N, 1, D]``.
-        cache: ``[N, D, W]``, the last W inputs, oldest first; updated in place. The first is never
-            read.
+        cache: ``[N, D, W]``, the last W inputs, oldest first; updated in place. No tap reads the
+            first.
         residual: of x's shape, added to the output.
 
     Returns:

@@ -284,7 +284,9 @@ def _take_out(places: list[tuple[Any, str, Callable]]) -> None:
 
 
 def enable() -> Enabled:
-    """Replace the delta rule of every installed model in `MODELS`; a second call has no effect.
+    """Replace the delta rule, convolution and gated norm of every installed model in `MODELS`.
+
+    A second call has no effect.
 
     Returns:
         A context manager; on exit it restores the functions that this call replaced.

@@ -80,6 +80,9 @@ def plan_context(
             in the order of their group ranks.
         device: where the tensors of the calls live; by default the group's.
 
+    Returns:
+        A `ContextPlan` for calls on shards of these lengths. Make a new one for each batch.
+
     Raises:
         ValueError, TypeError: length, group or device is not valid.
         RuntimeError: some rank did not take part within the group's timeout.

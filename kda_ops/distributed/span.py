@@ -2,8 +2,9 @@
 
 A sequence *enters* a shard if it has tokens both before the shard and at or after its start. It
 *leaves* the shard if it continues after it, and *ends* in it if its last token lies in it. At most
-one packed sequence enters and one leaves; all dense rows do. *Slots* hold the states that cross a
-boundary: B for dense rows, 1 for packed sequences.
+one packed sequence enters and one leaves. Dense rows enter every shard but the first, and leave
+every shard but the last. *Slots* hold the states that cross a boundary: B for dense rows, 1 for
+packed sequences.
 """
 
 from __future__ import annotations

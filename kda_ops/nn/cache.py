@@ -85,7 +85,9 @@ class Cache(nn.Module):
 
         Raises:
             ValueError: `sequences` are not integers or bools along one axis.
+            TypeError: torch cannot make a tensor of `sequences`.
             IndexError: an index is outside the N sequences. On a GPU torch checks that later.
+            RuntimeError: the cache was made under ``torch.inference_mode()`` and is used outside.
         """
         if isinstance(sequences, int) and not isinstance(sequences, bool):
             sequences = [sequences]
@@ -104,7 +106,9 @@ class Cache(nn.Module):
 
         Raises:
             ValueError: `beam_idx` does not have N integers.
+            TypeError: torch cannot make a tensor of `beam_idx`.
             IndexError: an index is outside the N sequences.
+            RuntimeError: the cache was made under ``torch.inference_mode()`` and is used outside.
         """
         source = self._sequences("beam_idx", beam_idx)
         if source.shape[0] != self.batch_size:
@@ -124,6 +128,7 @@ class Cache(nn.Module):
 
         Raises:
             ValueError: `indices` are not integers or bools along one axis.
+            TypeError: torch cannot make a tensor of `indices`.
             IndexError: an index is outside the N sequences.
         """
         kept = self._sequences("indices", indices)
@@ -138,6 +143,7 @@ class Cache(nn.Module):
 
         Raises:
             ValueError: `repeats` is below 1.
+            TypeError: `repeats` is not a whole number.
         """
         check_size("repeats", repeats)
         self._replace([buffer.repeat_interleave(int(repeats), 0) for buffer in self.buffers()])
@@ -183,7 +189,7 @@ class Cache(nn.Module):
             raise IndexError(f"{name} must name some of the N = {N} sequences: {error}.") from error
 
     def _writable(self) -> list[Tensor]:
-        """All buffers, once each of them may be written."""
+        """Check that every buffer may be written; return all of them."""
         for buffer in self.buffers():
             check_buffer("cache", buffer)
         self._check_writable()

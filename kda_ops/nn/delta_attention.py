@@ -231,7 +231,7 @@ class DeltaAttention(nn.Module):
             x: ``[B, T, hidden_size]``, in the dtype and on the device of the projections; under
                 autocast any float.
             attention_mask: ``[B, T]``, nonzero at real tokens. Padding may lie anywhere; it is
-                skipped and gives zeros. Of a longer mask, as generation loops pass it, the last T
+                skipped and gives zeros. Generation loops may pass a longer mask: only its last T
                 columns count.
             cache: the past of the N sequences, read and updated in place; inference only. One token
                 per sequence, without `cu_seqlens`, runs the token recurrence; other calls run the

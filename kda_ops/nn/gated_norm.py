@@ -26,7 +26,8 @@ class GatedRMSNorm(nn.Module):
     Parameter: `weight` ``[V]``, initially ones.
 
     Raises:
-        ValueError: `activation` is another name, or `eps` is not finite and above 0.
+        ValueError: `width` is below 1, `activation` is another name, or `eps` is not finite and
+            above 0.
         TypeError: `width` is not a whole number, `eps` is not a number, or `dtype` has 8 bits or
             is not a float.
 

@@ -28,8 +28,8 @@ class KimiDeltaAttention(DeltaAttention):
         num_v_heads: HV, a multiple of H; H by default.
         use_short_conv: convolve q, k and v; False: only SiLU.
         allow_neg_eigval: allow write strengths up to 2: ``2 * sigmoid(b_proj(x))``.
-        safe_gate: promise the operators that the decay stays above `lower_bound`, so that they may
-            use faster kernels; needs `lower_bound`.
+        safe_gate: start ``A_log`` at zero; needs `lower_bound`. The operators know the bound from
+            `lower_bound` alone, so speed does not depend on this flag.
         lower_bound: lower bound of the log decay, a finite number below 0. It selects the gate
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`` instead of
             ``-exp(A_log) * softplus(g + dt_bias)``.

@@ -213,14 +213,14 @@ def block_scores(
 ):
     """Return the scores of `level_scores` for bf16, from the sums of `half_prefix`.
 
-    No decay is below `floor`, so blocks of 8 rows share an anchor. Above their diagonal is garbage.
+    No decay is below `floor`, so the rows of a block of 8 share an anchor, its start. The caller
+    masks what is above the diagonal of these blocks: garbage. A row is multiplied by 2^up times its
+    decay from the anchor, a key of the block by the inverse. In the second and the last block, the
+    same rows also meet the keys of the block before, decayed to the end of their block. The factor
+    2^(ANCHOR_SHARE up) of these is divided out. Across row 16, each side has exp2(-|G - G_16|).
 
-    The anchor is 2^up of the start of a block. From there the same rows meet the columns of their
-    own block and, in the second and the last, those of the block before, which decay to its end:
-    2^(ANCHOR_SHARE up) of them, within the limits of `check_anchor`. What parts at row 16 has the
-    factors exp2(-|G - G_16|) on either side. With OWN the diagonal of q k^T is of q and k as they
-    are, not rounded as operands: where decay is strong, o is that and little else. Without it
-    (activated gates) a row whose q . k cancels may be off by half; o keeps its budget.
+    With OWN, the diagonal of q k^T is of unrounded q and k; it is o at strong decays. Without OWN
+    (activated gates), a row whose q . k cancels may be off by half; o keeps its error budget.
     """
     W: tl.constexpr = b_G.shape[1]
     o_r, o_g = tl.arange(0, 32), R * tl.arange(0, 32 // R)[:, None]

@@ -11,8 +11,8 @@ The columns of a product may be channels in any order, if all tiles have the sam
 Rows may be permuted too. A product can take another's result as its left operand from registers, if
 every warp has rows of its own. So the scans hold their states with the channels of V as rows
 (`turn`). Row 16 w + 8 b + a is channel 16 w + 2 a + b, so that the two rows of a thread are
-neighbours in memory. A tile is read from shared memory by pairs. `store_turned` writes pairs too,
-eight lanes a whole sector of 16 bit entries.
+neighbours in memory. A tile is read from shared memory by pairs. `store_turned` writes pairs too.
+Eight lanes fill one 32-byte sector of 16-bit entries.
 """
 
 import triton

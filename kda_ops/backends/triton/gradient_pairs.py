@@ -133,8 +133,8 @@ def gradient_pairs(
     `z` is z if TILED, else dv = beta z. In the latter case dscores.L is beta dL, as the gradients
     of q and k need it.
 
-    This and `gradient_keys` in one kernel would spill. Slices of K share the scores, too. That the
-    scores go through memory costs 16 KB of traffic per chunk and head.
+    One kernel with `gradient_keys` would spill. All slices of K share the scores. In 16 bits, the
+    scores of a chunk and head take 16 KB, written here and read by every slice.
     """
     i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
     at = locate(cu_seqlens, i_t, N, T)

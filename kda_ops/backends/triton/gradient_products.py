@@ -59,7 +59,7 @@ class ValueRows(NamedTuple):
 
     v_new: Any
     z: Any
-    do: Any  # garbage where do is absent
+    do: Any  # 0.0 where do is absent; no product reads it then
 
 
 class RowFactors(NamedTuple):

@@ -1,5 +1,6 @@
-"""The unit-triangular inverse of a chunk, ``(I + L)^-1``, by level recursion on tensor cores
-(docs/maths.md, numerics 3).
+"""Form the unit-triangular inverse ``(I + L)^-1`` of a chunk on tensor cores.
+
+Each level doubles the size of the inverted diagonal blocks (docs/maths.md, numerics 3).
 """
 
 import triton
@@ -10,8 +11,9 @@ from kda_ops.backends.triton.tile import INTERPRETED
 
 @triton.jit
 def product(x, y, acc, PREC: tl.constexpr):
-    """acc + x y of square fp32 tiles: fp16 operands for PREC "fp16", otherwise fp32 operands in the
-    split that PREC names.
+    """Return acc + x y of square fp32 tiles.
+
+    With PREC "fp16", operands are rounded to fp16. Otherwise fp32 operands are split as PREC names.
     """
     if PREC == "fp16":
         return tl.dot(x.to(tl.float16), y.to(tl.float16), acc)
@@ -21,12 +23,11 @@ def product(x, y, acc, PREC: tl.constexpr):
 
 @triton.jit
 def lower_left(level, ROWS: tl.constexpr):
-    """The pairs of rows [ROWS, ROWS] in different halves of one block of 2^(level + 1) rows, the
-    later one first.
+    """Return the mask [ROWS, ROWS] of one level's pairs: later row, earlier column.
 
-    Written as conditions on the row and on the column, most of which are known when the kernel is
-    compiled; a value per element, r ^ c say, would stay in registers from its first use to its
-    last.
+    The two lie in different halves of one block of 2^(level + 1) rows. The mask combines conditions
+    on the row and on the column, which are mostly known at compile time. One value per entry, such
+    as r ^ c, would occupy registers from its first use to its last.
     """
     o_r = tl.arange(0, ROWS)
     block, half = o_r >> (level + 1), (o_r >> level) & 1
@@ -35,7 +36,7 @@ def lower_left(level, ROWS: tl.constexpr):
 
 @triton.jit
 def begin(negative_L):
-    """The blocks of two rows on the diagonal of (I + L)^-1, fp32."""
+    """Return the diagonal blocks of two rows of (I + L)^-1, fp32; zero elsewhere."""
     N: tl.constexpr = negative_L.shape[0]
     o_r = tl.arange(0, N)
     return tl.where(o_r[:, None] == o_r[None, :], 1.0, tl.where(lower_left(0, N), negative_L, 0.0))
@@ -43,11 +44,11 @@ def begin(negative_L):
 
 @triton.jit
 def merge(b_R, negative_L, level, PREC: tl.constexpr):
-    """From blocks of 2^level rows to those of twice as many.
+    """Merge diagonal blocks of 2^level rows of the inverse into blocks of twice as many.
 
-    Of the two products the first is the one whose operands have less to exchange between threads:
-    rows of 64 are held by the warps that need them on the left, columns of 32 by those that need
-    them on the right.
+    The first product is the one whose operands move least between threads. In tiles of 64 rows,
+    warps hold the rows that they need of the left operand. In tiles of 32 rows, they hold the
+    columns that they need of the right operand.
     """
     N: tl.constexpr = b_R.shape[0]
     b_0 = tl.zeros((N, N), tl.float32)
@@ -60,10 +61,10 @@ def merge(b_R, negative_L, level, PREC: tl.constexpr):
 
 @triton.jit
 def invert_blocks(negative_L, PREC: tl.constexpr):
-    """The blocks of 16 rows on the diagonals of (I + L)^-1, fp32, from -L [1, 64, 64] or [2, 32,
-    32]; zero elsewhere.
+    """Return the diagonal blocks of 16 rows of (I + L)^-1, fp32; zero elsewhere.
 
-    Each of four warps has one of them, and its products pass nothing on to other warps.
+    `negative_L` is [1, 64, 64] or [2, 32, 32], and the result has its shape. Each of four warps
+    computes one block, so its products exchange nothing with other warps.
     """
     B: tl.constexpr = negative_L.shape[0]
     S: tl.constexpr = 4 // B
@@ -84,8 +85,8 @@ def invert_blocks(negative_L, PREC: tl.constexpr):
                 product(product(b_R, b_L, b_0, PREC), b_R, b_0, PREC),
                 b_R,
             )
-    # with three products for one, a level is written once: all of them are more than the
-    # instruction cache holds beside the rest
+    # Split precisions take three products for one. Unrolled, the levels and the rest of the
+    # kernel would not fit the instruction cache.
     else:
         for level in tl.range(1, 4, num_stages=1):
             b_R = tl.where(
@@ -108,7 +109,7 @@ def inverse(negative_L, PREC: tl.constexpr):
     and one tile of L serves all products. PREC fp16 is for keys of norm 1 with beta <= 1, where no
     entry of R exceeds 1. It is chosen from flags, never from values.
     """
-    # here, for it takes half the registers while the blocks are made
+    # convert here: fp16 takes half the registers while the blocks are formed
     b_L = negative_L.to(tl.float16) if PREC == "fp16" else negative_L
     b_R = tl.reshape(invert_blocks(tl.reshape(negative_L, (1, 64, 64)), PREC), (64, 64))
     for level in tl.static_range(4, 6):
@@ -118,8 +119,10 @@ def inverse(negative_L, PREC: tl.constexpr):
 
 @triton.jit
 def inverse_of_two(negative_L1, negative_L2, PREC: tl.constexpr):
-    """The same of two tiles [32, 32], which have no blocks for whole warps: to come by them costs
-    more than fp16 products, and less than threefold ones.
+    """Return `inverse` of two tiles [32, 32], fp32 each.
+
+    Giving each warp a diagonal block costs more time than fp16 products take, but less than split
+    products take. So only split precisions call `invert_blocks`.
     """
     if PREC == "fp16":
         b_R1, b_R2 = begin(negative_L1), begin(negative_L2)

@@ -86,7 +86,8 @@ class Plan:
     ):
         self.device, self.facts, self.steps = device, recording.facts, recording.steps
         self.on_gpu = device.type == "cuda"
-        self.elsewhere = self.on_gpu and torch.cuda.device_count() > 1  # perhaps
+        # whether another device may be current at a call
+        self.elsewhere = self.on_gpu and torch.cuda.device_count() > 1
         self.forks = self.on_gpu and any(isinstance(s, Wait) for s in self.steps)
         self.holds = condition(recording.numbers, self.facts)
         self.bound: dict[tuple[int, ...], Bound] = {}

@@ -199,10 +199,10 @@ def anchored_scores(
     PREC: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Return scores [32, 32] of rows b_r, k or q times their decay, as `HalfScores` has them.
+    """Return two blocks of scores [32, 32] of rows b_r, k or q times their decay.
 
-    The first are those with the keys of the same half, or b_own unless all 32 rows share an anchor.
-    The second are those with the first half's keys, or b_own if there is no `earlier`.
+    The first is with the keys of the same half if all 32 rows share an anchor, else b_own. The
+    second is with the keys of the first half, or b_own without `earlier`.
     """
     b_r, b_across = b_r.to(TYPE), b_own
     if SHARE == HALF:

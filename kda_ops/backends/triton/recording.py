@@ -100,7 +100,7 @@ class Recording:
         self.constants: dict[str, Tensor] = {}
         self.buffers: dict[str, Buffer] = {}
         self.steps: list[Launch | Wait | Total] = []
-        self._time, self._forked = 0, False  # until streams join, all that they do is at one time
+        self._time, self._forked = 0, False  # all steps between fork and join have one time
         self._known: dict[int, tuple[Tensor, Memory, tuple[int, ...], tuple[int, ...]]] = {}
 
     def take(self, name: str, x: Tensor | None, shape: tuple, strides: tuple | None) -> None:
@@ -204,7 +204,7 @@ class Recording:
         return x
 
     def name_of(self, x: Tensor) -> str | None:
-        """Return the name of a result, or None for an empty tensor; a result leaves the block."""
+        """Return the name of a result and give it its own memory; None for an empty tensor."""
         if id(x) not in self._known:
             assert not x.numel(), "a result that is nobody's"
             return None

@@ -2,9 +2,9 @@
 
 A run maps the state that enters it to the state that leaves it, S -> M S + b. The scan itself finds
 this map: over the columns ``[u | 0]``, started from ``[0 | I]``, it ends with ``[b | M]``. So there
-are three launches. The first finds the maps of all runs but those at the ends of a sequence.
-`join_runs` turns maps into states. The last is the ordinary scan, with one program per run.
-Backward is the same from the other end, with ``[do | 0]`` and the transposed maps.
+are three launches. The first finds the maps of the inner runs, and the state that the first run
+ends with. `join_runs` turns maps into states. The last is the ordinary scan, with one program per
+run. Backward is the same from the other end, with ``[do | 0]`` and the transposed maps.
 
 Cuts are multiples of one length (`tuning.run_length`) from the start of each sequence. So results
 depend neither on its neighbours nor on later tokens.

@@ -345,9 +345,10 @@ def halves(b_x):
 
 @triton.jit
 def fold_products(b_x, b_y, b_sum=None):
-    """Return b_sum, None for 0, plus x y with columns 8 apart added up one by one; [rows, 8].
+    """Return b_sum + x y [rows, 8], adding columns that are 8 apart one by one.
 
-    In results of wgmma by 4 warps, a thread holds both of two columns that are 8 apart.
+    Without `b_sum` the sum starts at 0. In results of wgmma by 4 warps, a thread holds both of two
+    columns that are 8 apart.
     """
     if b_x.shape[1] > 8:
         b_left, b_right = halves(b_x)
@@ -414,7 +415,7 @@ def load_tile(x, i_tile, o_r, o_d, D: tl.constexpr):
 def load_lower(x, i_tile):
     """Load tile i_tile of a [tiles, 64, 64] scratch tensor of lower triangles.
 
-    Nothing is read above the blocks of 16 rows on the diagonal, which is zero in the result.
+    Blocks of 16 rows above the diagonal are not read; they are zero in the result.
     """
     o_r = tl.arange(0, CHUNK)
     p_x = x + i_tile * (CHUNK * CHUNK) + o_r[:, None] * CHUNK + o_r[None, :]

@@ -252,8 +252,8 @@ def table(kernel: str, p: Problem) -> Options:
 def names(kernel: str, p: Problem) -> Iterator[str]:
     """Yield the names under which TABLE may hold a kernel, the special ones first.
 
-    The two variants of a scan are cut alike. A layer's scan takes wide programs where two narrow
-    ones per head and piece do not all run at once, or where multiprocessors are left to `prepare`.
+    The two variants of a scan are cut alike. With K = V = 128, two cases take wide programs: two
+    narrow ones per head and piece do not all run at once, or `prepare` runs at the same time.
     """
     if "scan" in kernel:
         stage = "reverse_scan" if kernel.startswith("reverse") else "scan"
@@ -283,7 +283,7 @@ def leaves_room(p: Problem) -> bool:
 # The cost model of `ahead`, from an H200 (docs/kernels/journal.md, 2026-11-22, "Chunks prepared
 # during the scan"); bf16, K = V = 128.
 STEP = 2.3  # us: one chunk of a scan
-LEAST_SCAN = 250.0  # us: a shorter scan saves less than two launches and two streams cost Python
+LEAST_SCAN = 250.0  # us: for a shorter scan, overlap saves less than its launches cost in Python
 TILE = {  # us: one chunk and head of `prepare`, on all multiprocessors of the device
     "gdn": 0.0165,
     "kda, bounded": 0.05,
@@ -315,7 +315,7 @@ def ahead(p: Problem) -> int | None:
         return None
     if chunks < math.ceil(LEAST_SCAN / STEP):
         return None
-    # an ordinary scan gains more by running its halves at once
+    # GDN: two narrow programs per head, all running at once, gain more than this overlap
     if not p.rank and 2 * p.HV <= there:
         return None
     kind = "gdn"
