@@ -42,6 +42,7 @@ COMMANDS = """other commands:
   python -m benchmarks evidence   run the GPU tests, measure the rows that are stale or missing
   python -m benchmarks tables     write tables and picture of the documentation from the results
   python -m benchmarks host       what calls cost the host, next to operators that only allocate
+  python -m benchmarks.tritons FOLDER...               several versions of Triton
   torchrun --nproc-per-node 2 -m benchmarks.parallel   one long sequence on several GPUs"""
 SETTINGS = {
     "cuda": {"decode": "B128T1H32,B8T1H32,B1T1H32", "model": "B4T4096H16"},
