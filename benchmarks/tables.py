@@ -7,7 +7,7 @@ evidence_cpu.json, which ``--device cpu --json`` wrote. ``elsewhere`` holds the 
 elsewhere.json, measured in runs of their own, next to our rows. ``layers`` and ``steps`` hold the
 times of layer.json and the training steps of model.json. ``tritons`` compares the versions of
 Triton in tritons.json, and has the GPU tests with each. ``fla_models`` holds the training steps of
-FLA's models in fla_models.json.
+FLA's models in fla_models.json, and ``parallel`` the times on several GPUs in parallel.json.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import io
 import json
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kda_ops.doctor import parse_version
 from kda_ops.tools.cases import GATES, PASSES, case_of, name_of
 from kda_ops.tools.digests import is_valid
 from kda_ops.tools.machine import Help, checkout
 
-PAGES = ("README.md", "docs/performance.md", "docs/drop-ins.md")
+PAGES = ("README.md", "docs/performance.md", "docs/drop-ins.md", "docs/parallel.md")
 FOLDER = "benchmarks/results"
 PICTURES = {
     "evidence.svg": "How many times as fast as each peer: every GPU row that has both times.",
@@ -255,6 +257,23 @@ def of_fla_models(found: dict) -> str:
     return "\n".join([f"{'; '.join(machines([found['environment']]))}.\n", head, *lines, ""])
 
 
+def of_parallel(found: dict) -> str:
+    """Return the times of one sequence on one GPU and spread over several, with the speedup."""
+    ms: dict[tuple, dict[int, dict]] = {}
+    for r in found["rows"]:
+        ms.setdefault((r["op"], r["gate"]), {})[r["gpus"]] = r
+    lines = []
+    for names, by in ms.items():
+        one = by.pop(1)
+        for gpus, several in by.items():
+            both = ((one[n], several[n]) for n in ("fwd_ms", "fwdbwd_ms"))
+            cells = (f"{a:.3g} to {b:.3g}, {a / b:.2f}×" for a, b in both)
+            lines.append(_line(*names, str(gpus), *cells))
+    about = f"{found['device']}, torch {found['torch']}, triton {found['triton']}"
+    head = _header("op", "gate", "GPUs", "forward, ms", "forward and backward, ms")
+    return "\n".join([f"{about}; {found['setting']}.\n", head, *lines, ""])
+
+
 def of_summary(rows: list[dict]) -> str:
     """Return the caption and the table of README: the rows of `SUMMARY` that have both times."""
     named = {name_of(r): r | {"peer": SHOWN.get(r["peer"], r["peer"])} for r in rows if ratio(r)}
@@ -268,37 +287,37 @@ def rewrite(text: str, root: Path, up: str = "") -> str:
     """Return a page with tables between its marks; `up` leads from it to the root."""
     folder = root / FOLDER
 
-    def read(name: str, missing):
+    def read(name: str, missing=None):
         return json.loads((folder / name).read_text()) if (folder / name).exists() else missing
 
-    evidence, cpu = read("evidence.json", None), read("evidence_cpu.json", None)
+    evidence = read("evidence.json")
     rows = valid_rows(evidence)
     apart = with_ours(read("elsewhere.json", []), rows)
     shown = {n: f"![{words}]({up}{FOLDER}/{n})\n" for n, words in PICTURES.items()}
     shown = {n: line for n, line in shown.items() if (folder / n).exists()}
+    made = {
+        "summary": "\n".join(
+            filter(None, [shown.get("evidence.svg"), of_summary([*rows, *apart])])
+        ),
+        "pictures": "\n".join(shown.values()),
+        "elsewhere": of_elsewhere(apart),
+    }
+    files: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "cpu": ("evidence_cpu.json", of_cpu),
+        "layers": ("layer.json", of_layers),
+        "steps": ("model.json", lambda found: of_steps(found["sides"])),
+        "tritons": ("tritons.json", lambda found: of_tritons(found, evidence["suites"])),
+        "fla_models": ("fla_models.json", of_fla_models),
+        "parallel": ("parallel.json", of_parallel),
+    }
 
     def fill(m: re.Match) -> str:
-        if m[2] == "summary":
-            return "\n".join(filter(None, [shown.get("evidence.svg"), of_summary([*rows, *apart])]))
-        if m[2] == "pictures":
-            return "\n".join(shown.values())
-        if m[2] == "elsewhere":
-            return of_elsewhere(apart)
-        if m[2] == "layers":
-            layers = read("layer.json", None)
-            return of_layers(layers) if layers else ""
-        if m[2] == "tritons":
-            tritons = read("tritons.json", None)
-            return of_tritons(tritons, evidence["suites"]) if tritons else ""
-        if m[2] == "fla_models":
-            models = read("fla_models.json", None)
-            return of_fla_models(models) if models else ""
-        if m[2] == "steps":
-            model = read("model.json", None)
-            return of_steps(model["sides"]) if model else ""
-        if m[2] == "cpu":
-            return of_cpu(cpu) if cpu else ""
-        return of_pass(evidence, m[2])
+        if m[2] in made:
+            return made[m[2]]
+        if m[2] not in files:
+            return of_pass(evidence, m[2])
+        name, table_of = files[m[2]]
+        return "" if (found := read(name)) is None else table_of(found)
 
     return _MARKED.sub(lambda m: m[1] + fill(m) + m[3], text)
 

@@ -118,6 +118,20 @@ def test_steps_of_the_models_of_fla_come_from_their_file(tmp_path):
     assert "| KDA | 107.7 | 85.5 |\n| GDN | 3.0 | – |" in new
 
 
+def test_speedups_over_several_gpus_are_computed_from_their_times(tmp_path):
+    call = {"op": "kda", "gate": "weak"}
+    rows = [
+        call | {"gpus": n, "fwd_ms": fwd, "fwdbwd_ms": both}
+        for n, fwd, both in ((1, 8.0, 30.0), (2, 5.0, 15.0), (4, 4.0, 8.0))
+    ]
+    found = {"device": "G", "torch": "1", "triton": "2", "setting": "B1T64H1", "rows": rows}
+    assert "GPUs" not in page(tmp_path, marked("parallel"), row())()
+    new = page(tmp_path, marked("parallel"), row(), parallel=found)()
+    assert "G, torch 1, triton 2; B1T64H1.\n" in new
+    assert "| kda | weak | 2 | 8 to 5, 1.60× | 30 to 15, 2.00× |\n" in new
+    assert "| kda | weak | 4 | 8 to 4, 2.00× | 30 to 8, 3.75× |\n" in new
+
+
 def test_a_layer_measured_with_another_triton_has_a_line_of_its_own(tmp_path):
     kinds = {"part": "eager", "side": "fla", "variant": "gdn", "pass": "fwd"}
     layer = [kinds | {"ms": ms, "triton": t} for t, ms in (("3.10.0", 2.0), ("3.6.0", 1.0))]
