@@ -40,13 +40,22 @@ class Evidence:
                     "--no-rows runs the tests alone, --output NEW_FILE measures all rows."
                 )
             found = empty
-        self.path, self.found, self.missing = path, found, dict(found["missing"])
-        self.rows = {tuple(r[n] for n in KEY): r for r in found["rows"]}
+        self.path = path
+        self.take(found)
         self.source = digests.source_hash(checkout())
         self.about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        self.kernels: dict[str, str] = {}
+
+    def take(self, found: dict) -> None:
+        """Take over what a file holds."""
+        self.found, self.missing = found, dict(found["missing"])
+        self.rows = {tuple(r[n] for n in KEY): r for r in found["rows"]}
         late = (n for n, why in self.missing.items() if why.startswith(runner.UNFINISHED))
         self.late = {name.rsplit(" ", 1)[0] for name in late}
-        self.kernels: dict[str, str] = {}
+
+    def on_file(self) -> dict:
+        """Return what the file holds at present, for another Triton may run its tests meanwhile."""
+        return json.loads(self.path.read_text()) if self.path.exists() else self.found
 
     @property
     def suite(self) -> dict:
@@ -78,8 +87,7 @@ class Evidence:
         """Run the tests, unless this Triton has a whole run of this source, and write the file."""
         if self.suite["source"] != self.source or self.suite["cut"]:
             ran = {"source": self.source, **self.about, **suite.run(checkout(), limit)}
-            if self.path.exists():  # another Triton may have run its tests meanwhile
-                self.found["suites"] = json.loads(self.path.read_text())["suites"]
+            self.take(self.on_file())
             self.found["suites"] |= {self.triton: ran}
         self.write(self.found)
 
@@ -88,18 +96,18 @@ class Evidence:
         beaten = {case_of(r) for r in self.valid() if r["peer"]}
         rows = [r for r in self.rows.values() if r["peer"] or case_of(r) not in beaten]
         code = {n: self.kernels[n] for n in dict.fromkeys(map(case_of, rows))}
-        found = {"code": {"triton": self.triton, "rows": code}, "suites": self.found["suites"]}
+        found = {"code": {"triton": self.triton, "rows": code}, "suites": self.on_file()["suites"]}
         self.write(found | {"rows": rows, "missing": self.missing})
 
     def write(self, found: dict) -> None:
-        """Write the file, unless the source has changed since the start."""
+        """Write the file, unless the source has changed meanwhile."""
         if digests.source_hash(checkout()) != self.source:
             raise SystemExit("the source changed while the evidence was taken: take it again.")
         write_json(self.path, found)
 
 
 def measure(found: Evidence, args: argparse.Namespace, chosen: bool, until: float) -> list[str]:
-    """Measure the rows on file, or those that options have chosen; return what is still stale."""
+    """Measure the rows on file, or the rows that options chose; return what is still stale."""
     peers = runner.peers_of("cuda", args.peers)
     known = [*map(case_of, found.rows.values())]
     names = list(dict.fromkeys([*known, *found.late]))
@@ -110,7 +118,7 @@ def measure(found: Evidence, args: argparse.Namespace, chosen: bool, until: floa
     cases = [Case.named(n, "cuda") for n in found.stale(names, args.peers or [])]
     runner.run(cases, peers, found.keep, until)
     code = {"triton": found.triton, "rows": found.kernels}
-    state = {"code": code, "suites": found.found["suites"], "rows": [*found.rows.values()]}
+    state = {"code": code, "suites": found.on_file()["suites"], "rows": [*found.rows.values()]}
     return digests.report(state, found.kernels, checkout())
 
 

@@ -61,8 +61,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--settings", default="B8T4096H32,B1T8192H96,B1T65536H16")
     parser.add_argument("--output", metavar="FILE", help="write the rows, anew after every run")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here: on a CPU no kernel of Triton runs.")
+    if not torch.cuda.is_available() or not installed("triton"):
+        parser.error("it needs a CUDA device and an installed triton, which runs first and last.")
     need_writable(parser, args.output)
     try:
         versions = [installed("triton"), *map(version_in, args.folders)]

@@ -12,6 +12,7 @@ from tests.support.benchmark import row
 
 BENCHMARK = """
 import json, os, sys
+assert os.environ["PYTHONPATH"].endswith("/installed")  # the caller's stays
 from importlib import metadata
 from pathlib import Path
 version = metadata.version("triton")
@@ -86,13 +87,15 @@ def test_the_benchmark_takes_the_options(bench, monkeypatch):
 
     monkeypatch.setattr(tritons.subprocess, "run", run)
     assert tritons.main([triton(bench / "new", "3.8"), "--settings", "B1T64H1"]) == 1  # no row
+    assert tritons.main([str(bench / "new")]) == 1
     parser = argparse.ArgumentParser()
     runner.add_arguments(parser)
     parser.add_argument("--json")
-    for _, _, _, *options in asked:
-        args = parser.parse_args(options)
-        assert args.settings == ["B1T64H1"] and args.peers == [] and args.gates[0] == "bound"
-    assert len(asked) == 3
+    given, default = (parser.parse_args(asked[i][3:]) for i in (0, 3))
+    assert given.settings == ["B1T64H1"] and len(default.settings) == 3 and len(asked) == 6
+    for args in (given, default):
+        assert args.peers == [] and args.passes == ["fwd", "fwdbwd"]
+        assert args.ops == ["kda", "gdn"] and args.gates == ["bound", "softplus"]
 
 
 def test_a_folder_must_hold_one_triton_of_its_own_version(bench, capsys):
@@ -121,8 +124,17 @@ def test_a_run_with_another_triton_than_its_folder_says_is_refused(bench, monkey
         tritons.main([folder])
 
 
-def test_tritons_need_a_gpu(bench, monkeypatch, capsys):
+def test_what_a_run_lacks_is_said_before_it_starts(bench, monkeypatch, capsys):
+    monkeypatch.setattr(tritons, "run", None)
+    folder = triton(bench / "new", "3.8")
+    with pytest.raises(SystemExit):
+        tritons.main([folder, "--output", str(bench / "none" / "tritons.json")])
+    assert "cannot be written" in capsys.readouterr().err
+    monkeypatch.setattr(tritons, "installed", lambda name: None)
+    with pytest.raises(SystemExit):
+        tritons.main([folder])
+    assert "an installed triton" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit):
-        tritons.main([triton(bench / "new", "3.8")])
-    assert "no CUDA device" in capsys.readouterr().err
+        tritons.main([folder])
+    assert "a CUDA device" in capsys.readouterr().err

@@ -178,9 +178,11 @@ def test_processes_of_the_suite_begin_with_different_gpus():
     assert rotated("gw3", 2, "4,7") == "7,4"
 
 
-def test_evidence_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit, match="CUDA"):
+@pytest.mark.parametrize("gpu, triton", ((False, "1"), (True, None)))
+def test_evidence_needs_a_gpu_and_triton(gpu, triton, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr(evidence, "installed", lambda name: triton)
+    with pytest.raises(SystemExit, match="CUDA device and Triton"):
         evidence.main([])
 
 
@@ -200,8 +202,9 @@ CLEAN = {"passed": 1, "failed": 0, "skipped": 0, "failures": [], "cut": None}
 
 
 @pytest.fixture
-def device(monkeypatch):
+def device(monkeypatch, tmp_path):
     """Pretend that there is a GPU, that the suite passes, and that each case has one kernel."""
+    monkeypatch.setattr(evidence, "results", lambda: tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GPU")
     monkeypatch.setattr("torch.__version__", "2")
@@ -314,8 +317,7 @@ def test_the_tests_run_with_each_triton_and_leave_rows_and_other_runs(
     assert evidence.main(["--output", path, "--no-rows"]) == 0
 
 
-def test_the_first_file_may_hold_the_tests_alone(device, monkeypatch, tmp_path):
-    monkeypatch.setattr(evidence, "results", lambda: tmp_path)
+def test_the_first_file_may_hold_the_tests_alone(device, measures, monkeypatch, tmp_path):
     assert evidence.main(["--no-rows"]) == 0
     found = json.loads((tmp_path / "evidence.json").read_text())
     suites = {"1": {"source": "tree", **CARD, **CLEAN}}
@@ -325,10 +327,15 @@ def test_the_first_file_may_hold_the_tests_alone(device, monkeypatch, tmp_path):
         "missing": {},
         "code": {"triton": "1", "rows": {}},
     }
+    measures(ROW)
+    monkeypatch.setattr(evidence, "installed", lambda name: "2")  # its first rows may be another's
+    words = "--ops kda --passes fwd --gates bound --settings B1T64H1".split()
+    assert evidence.main(words) == 0
+    found = json.loads((tmp_path / "evidence.json").read_text())
+    assert found["rows"] == [made(ROW) | {"triton": "2"}] and set(found["suites"]) == {"1", "2"}
 
 
 def test_a_new_file_takes_over_a_run_of_the_tests_on_file(device, monkeypatch, tmp_path):
-    monkeypatch.setattr(evidence, "results", lambda: tmp_path)
     written(tmp_path / "evidence.json", [made(ROW)])
     monkeypatch.setattr(suite, "run", None)  # it ran on this source
     new = tmp_path / "new.json"
@@ -336,23 +343,37 @@ def test_a_new_file_takes_over_a_run_of_the_tests_on_file(device, monkeypatch, t
     assert json.loads(new.read_text()) == json.loads((tmp_path / "evidence.json").read_text())
 
 
+THEIRS = {"source": "tree"}
+
+
 def test_another_triton_may_run_its_tests_meanwhile(device, monkeypatch, tmp_path):
     path = tmp_path / "evidence.json"
-    written(path, [made(ROW)], source="older")
+    written(path, [made(ROW, "scan:0"), made(WEAK, "scan:0")], source="older")
 
-    def other_writes(*words):
-        found = json.loads(path.read_text())
-        path.write_text(json.dumps(found | {"suites": {"2": "theirs"}}))
+    def other_writes(**change):
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+    def run_suite(*words):
+        other_writes(rows=[made(ROW), made(WEAK, "scan:0")], suites={"2": THEIRS})
         return dict(CLEAN)
 
-    monkeypatch.setattr(suite, "run", other_writes)
-    assert evidence.main(["--output", str(path), "--no-rows"]) == 0
-    suites = json.loads(path.read_text())["suites"]
-    assert suites == {"2": "theirs", "1": {"source": "tree", **CARD, **CLEAN}}
+    def run(cases, peers, keep, until):
+        assert [c.name for c in cases] == [case_of(WEAK)]
+        other_writes(suites={"2": THEIRS, "3": THEIRS})
+        keep(WEAK)
+
+    monkeypatch.setattr(suite, "run", run_suite)
+    monkeypatch.setattr(evidence.runner, "run", run)
+    assert evidence.main(["--no-rows"]) == 0
+    ours = {"source": "tree", **CARD, **CLEAN}
+    assert json.loads(path.read_text())["suites"] == {"2": THEIRS, "1": ours}
+    assert evidence.main([]) == 0
+    found = json.loads(path.read_text())
+    assert found["rows"] == [made(ROW), made(WEAK)]
+    assert found["suites"] == {"2": THEIRS, "3": THEIRS}
 
 
 def test_rows_of_two_tritons_share_no_file(device, measures, monkeypatch, tmp_path):
-    monkeypatch.setattr(evidence, "results", lambda: tmp_path)
     path = written(tmp_path / "evidence.json", [made(ROW), made(WEAK)])
     before = json.loads(Path(path).read_text())
     monkeypatch.setattr(evidence, "installed", lambda name: "2")
