@@ -10,7 +10,7 @@ import torch
 from benchmarks.peers import our_forward, our_step
 from kda_ops.tools import digests
 from kda_ops.tools.cases import Case, make_inputs
-from kda_ops.tools.offline import compiled_code
+from kda_ops.tools.machine_code import compiled_code
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CASES = (

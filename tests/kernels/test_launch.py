@@ -109,7 +109,8 @@ def test_every_launch_asks_for_contraction_to_fma():
 SIDE_BY_SIDE = """
 import triton
 from triton.runtime.jit import JITFunction
-from kda_ops.tools.offline import Call, offline
+from kda_ops.tools.offline import offline
+from kda_ops.tools.operator_calls import Call
 from kda_ops.backends.triton.launch import compiling
 
 compiled, do = [], JITFunction._do_compile

@@ -42,7 +42,7 @@ def test_every_kernel_is_within_its_budget(arch):
 
 @pytest.mark.quick
 def test_processes_that_compile_everything_do_not_compile_the_same_at_once():
-    from kda_ops.tools.offline import everything
+    from kda_ops.tools.operator_calls import everything
 
     calls = list(everything())
     assert len({c.label for c in calls}) == len(calls) == 480
@@ -67,7 +67,8 @@ WAIT = "griddepcontrol.wait; // dummy %r2"
     ),
 )
 def test_a_kernel_that_reads_before_it_waits_is_found(lines, found):
-    from kda_ops.tools.offline import Row, hasty
+    from kda_ops.tools.machine_code import hasty
+    from kda_ops.tools.offline import Row
 
     assert hasty("\n".join(lines)) == found
     assert (
@@ -164,6 +165,6 @@ def test_a_buffer_that_is_filled_while_a_product_reads_it_is_found(stages, pendi
     """The pipeliner of triton 3.6 and 3.7 emits the first of these for a tile that is both an
     operand and a value in registers.
     """
-    from kda_ops.tools.offline import refilled
+    from kda_ops.tools.machine_code import refilled
 
     assert refilled(LOOP.replace("STAGES", str(stages)).replace("PENDING", str(pending))) is hazard

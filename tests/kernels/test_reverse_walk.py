@@ -124,7 +124,8 @@ def test_without_gluon_nothing_walks(monkeypatch):
 COMPILED = r"""
 import re
 from triton.runtime.jit import JITFunction
-from kda_ops.tools.offline import Call, offline
+from kda_ops.tools.offline import offline
+from kda_ops.tools.operator_calls import Call
 
 ptx = {}
 with offline(90, ["", ""]):

@@ -88,7 +88,7 @@ def pretend_gpu() -> Iterator[list[Launched]]:
     from triton.runtime.jit import JITFunction
 
     from kda_ops.backends.triton import tuning
-    from kda_ops.tools.offline import _driver
+    from kda_ops.tools.offline import offline_driver
 
     launches: list[Launched] = []
     addresses: dict[int, int] = {}
@@ -147,7 +147,7 @@ def pretend_gpu() -> Iterator[list[Launched]]:
         # a plan shows its launches to a hook
         knobs.runtime: dict(launch_enter_hook=lambda *args: None),
     }
-    triton.runtime.driver.set_active(_driver(90))
+    triton.runtime.driver.set_active(offline_driver(90))
     with ExitStack() as stack:
         for owner, words in changes.items():
             for name, x in words.items():

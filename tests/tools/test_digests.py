@@ -123,7 +123,7 @@ def test_a_digest_is_of_what_reaches_the_device():
         start = b"\x7fELF".ljust(40, b"\0") + struct.pack("<Q10x3H", 64 + len(body), 64, 5, 4)
         return start.ljust(64, b"\0") + body + headers
 
-    from kda_ops.tools.offline import code_digest
+    from kda_ops.tools.machine_code import code_digest
 
     digest = code_digest(cubin(), "scan", 255)
     assert digest == code_digest(cubin(name="pass_over", line=b"8888"), "pass_over", 255)

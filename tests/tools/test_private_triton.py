@@ -121,8 +121,8 @@ def test_a_driver_can_be_replaced():
     out = python("""
         from triton.runtime import driver
         from kda_ops.backends.triton import private
-        from kda_ops.tools.offline import _driver
-        made = _driver(90)
+        from kda_ops.tools.offline import offline_driver
+        made = offline_driver(90)
         private.driver.set_active(made)
         assert driver.active is private.driver.active is made
         print(private.driver.active.get_current_target() == private.GPUTarget("cuda", 90, 32))

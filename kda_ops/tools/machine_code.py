@@ -1,0 +1,112 @@
+"""Read what a compiled kernel is made of, and find defects in it (docs/kernels/hazards.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def refilled(ttgir: str) -> bool:
+    """Return whether a loop copies into a buffer that an asynchronous product may still read.
+
+    The pipeliner gives a tile that is both an operand and a value in registers one stage, and lets
+    products wait for the next iteration. So the copy of one iteration may overtake its product.
+    """
+    seen: dict[str, str] = {}  # a view of a buffer: the buffer
+    single, reads = set(), False
+    for line in ttgir.splitlines():
+        made = re.match(r"\s*(%[\w#]+)(?::\d+)? = ([\w.]+) ?(.*)", line)
+        if made is None:
+            continue
+        name, op, rest = made.groups()
+        operands = re.findall(r"%[\w#]+", rest.split(" : ")[0])
+        if op == "scf.for":
+            reads = False
+        elif op == "ttg.local_alloc" and "memdesc<1x" in rest and not operands:
+            single.add(name)
+        elif (
+            op in ("ttg.memdesc_index", "ttg.memdesc_trans") and operands[0] in single | seen.keys()
+        ):
+            seen[name] = seen.get(operands[0], operands[0])
+        elif op == "ttng.warp_group_dot" and "isAsync = true" in rest:
+            reads |= any(x in seen for x in operands[:2])
+        elif op == "ttng.warp_group_dot_wait" and "pendings = 0" in rest:
+            reads = False
+        elif (
+            op == "ttg.async_copy_global_to_local"
+            and reads
+            and any(x in single | seen.keys() for x in operands)
+        ):
+            return True
+    return False
+
+
+def hasty(ptx: str) -> bool:
+    """Return whether a kernel touches global memory before it waits for the kernel before it.
+
+    Parameters and shared memory do not count.
+    """
+    begin = ptx.split("griddepcontrol.wait", 1)
+    return (
+        len(begin) == 1
+        or re.search(r"\b(ld|st|atom|red|prefetch|cp)\.(?!param|shared)[\w.:]*global", begin[0])
+        is not None
+    )
+
+
+def _sections(cubin: bytes, name: str) -> Iterator[tuple[str, int, int, bytes]]:
+    """Yield name, flags, size and content of each ELF section, without the kernel's name."""
+    table, size, count, strings = struct.unpack_from("<Q10x3H", cubin, 40)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    for at, kind, flags, _, offset, length in headers:
+        start = headers[strings][4] + at
+        section = cubin[start : cubin.index(b"\0", start)].decode().removesuffix(f".{name}")
+        held = b"" if kind == 8 else cubin[offset : offset + length]  # SHT_NOBITS: a size only
+        yield section, flags, length, held
+
+
+def code_digest(cubin: bytes, name: str, *facts: object) -> str:
+    """Hash what a kernel puts on a device, and `facts` of its launch.
+
+    That is code, constants and the sizes of parameters and shared memory: the ELF sections marked
+    as allocated. Source lines and names are in other sections. `name` is the kernel's.
+    """
+    found = [
+        (section, length, held)
+        for section, flags, length, held in _sections(cubin, name)
+        if flags & 2  # SHF_ALLOC
+    ]
+    return hashlib.sha256(repr((sorted(found), facts)).encode()).hexdigest()[:12]
+
+
+def instructions(cubin: bytes, name: str) -> int:
+    """Count the instructions of a kernel, 16 bytes each, with what fills its last line."""
+    return sum(size for section, _, size, _ in _sections(cubin, name) if section == ".text") // 16
+
+
+def compiled_code(kernel) -> str:
+    """Return the digest of a kernel as Triton returns it from a launch."""
+    cubin, about = kernel.asm["cubin"], kernel.metadata
+    facts = about.num_warps, about.shared, about.launch_pdl
+    return code_digest(cubin, about.name, *resources(cubin), *facts)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Return (registers, bytes of stack) per thread."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        said = subprocess.run(
+            [tool, "--dump-resource-usage", f.name], capture_output=True, text=True, check=True
+        ).stdout
+    (registers,) = re.findall(r"REG:(\d+)", said)
+    (stack,) = re.findall(r"STACK:(\d+)", said)
+    return int(registers), int(stack)

@@ -1,0 +1,247 @@
+"""List the calls of the operators that ``python -m kda_ops compile`` compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from kda_ops.problem import Problem
+from kda_ops.stages import GRADIENTS
+from kda_ops.tools.layer_calls import LAYER_CALLS, LayerCall
+
+
+@dataclass(frozen=True)
+class Call:
+    """Hold a call to compile; the defaults are those of a layer."""
+
+    rank: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    K: int = 128
+    V: int = 128
+    gate: str = "bound"
+    keep: bool = False
+    packed: bool = False
+    pool: torch.dtype | None = None  # one token per sequence on a pool of states
+    transposed: bool = False
+    # chunks prepared before the scan of one sequence; the others overlap it; 0: all of them
+    ahead: int = 0
+    run: int = 0  # chunks per run, where sequences are cut (backends/triton/runs.py)
+    group: int = 2  # value heads per key head
+    gates: bool = False  # the decay by itself, forward and backward
+    walk: bool = False  # GDN's backward as one walk (backends/triton/reverse_walk.py)
+    # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all
+    # of them at once
+    few: bool = False
+
+    @property
+    def label(self) -> str:
+        """Return the label of the call's rows."""
+        name = (
+            f"{'kda' if self.rank else 'gdn'} {str(self.dtype)[6:]} {self.K}x{self.V} {self.gate}"
+        )
+        if self.pool is not None:
+            return f"{name} on {str(self.pool)[6:]} {'vk' if self.transposed else 'kv'}"
+        marks = {
+            "keep": self.keep,
+            "packed": self.packed,
+            "runs": self.run,
+            "ahead": self.ahead,
+            "few": self.few,
+            "gate": self.gates,
+            "walk": self.walk,
+            "grouped": (self.rank > 0 or self.walk) and self.group > 1,
+        }
+        return " ".join([name, *(mark for mark, there in marks.items() if there)])
+
+    def problem(self) -> Problem:
+        """Build the call on meta tensors."""
+        B, T, H, HV = (
+            (128, 1, 32 // self.group, 32)
+            if self.pool is not None
+            else (1 if self.packed or self.ahead else 2, 4096, 32 // self.group, 32)
+        )
+
+        def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        D = (self.K,) if self.rank else ()
+        activated = self.gate in ("bound", "softplus")
+        flags = dict(
+            use_qk_l2norm_in_kernel=activated,
+            use_gate_in_kernel=activated,
+            use_beta_sigmoid_in_kernel=activated,
+            output_final_state=True,
+        )
+        g = empty(B, T, HV, *D) if activated else empty(B, T, HV, *D, dtype=torch.float32)
+        A_log, dt_bias = (
+            (empty(HV, dtype=torch.float32), empty(HV, *D, dtype=torch.float32))
+            if activated
+            else (None, None)
+        )
+        bound = -5.0 if self.gate == "bound" else None
+        if self.pool is not None:
+            state, slots = (
+                empty(
+                    B,
+                    HV,
+                    *((self.V, self.K) if self.transposed else (self.K, self.V)),
+                    dtype=self.pool,
+                ),
+                empty(B, dtype=torch.int32),
+            )
+            del flags["output_final_state"]
+            return Problem.parse_step(
+                self.rank,
+                empty(B, T, H, self.K),
+                empty(B, T, H, self.K),
+                empty(B, T, HV, self.V),
+                g,
+                empty(B, T, HV),
+                state,
+                slots,
+                None,
+                A_log,
+                dt_bias,
+                lower_bound=bound,
+                transpose_state_layout=self.transposed,
+                **flags,
+            )
+        return Problem.parse(
+            self.rank,
+            empty(B, T, H, self.K),
+            empty(B, T, H, self.K),
+            empty(B, T, HV, self.V),
+            g,
+            empty(B, T, HV),
+            A_log,
+            dt_bias,
+            None,
+            torch.empty(9, dtype=torch.int32, device="meta") if self.packed else None,
+            lower_bound=bound,
+            safe_gate=self.gate in ("safe", "promised"),
+            safe_beta=self.gate == "promised",
+            safe_keys=self.gate == "promised",
+            **flags,
+        )
+
+    def compile(self) -> None:
+        """Launch the kernels of the call.
+
+        That is prepare and scan as in inference, or all of training's backward with `keep`, or the
+        step on a pool, or the gate.
+        """
+        from kda_ops.backends.triton import BACKEND as kernels
+        from kda_ops.backends.triton import tuning
+
+        p, tuning.FORCED_RUN, tuning.FORCED_AHEAD = self.problem(), self.run, self.ahead or None
+        tuning.FORCED_WALK = self.walk
+        there = 2 * tuning.pieces(p) * p.HV if self.few else 0
+        tuning.processors = lambda device: there  # type: ignore[assignment]
+        if self.pool is not None:
+            return kernels.step(p, p.new_output(), p.state)
+        if self.gates:
+            assert p.g is not None  # a gate's call has its logits
+            parameters = p.A_log, p.dt_bias, p.lower_bound, p.rank
+            kernels.gate_backward(kernels.gate(p.g, *parameters), p.g, *parameters)
+            return None
+        with_AP = self.keep and kernels.keeps_AP(p)
+        tile = kernels.prepare(
+            p, with_AP=with_AP, norms=self.keep and not with_AP, overlap=self.ahead > 0
+        )
+        if with_AP:  # as backward calls it
+            tile = kernels.prepare(p, tile.AP, with_AP=True, norms=True)
+        o = (
+            p.new_output()
+            if not self.keep or "o" in kernels.keeps.names(p.rank, p.q.dtype, p.l2norm, True)
+            else None
+        )
+        trace = kernels.scan(p, tile, o, None if self.keep else p.new_final_state(), self.keep)
+        if self.keep:
+            do = p.new_output()
+            need = frozenset(n for n, x in zip(GRADIENTS, p.differentiable()) if x is not None)
+            if self.walk:
+                assert trace is not None and kernels.walks(p, do, None, need)
+                kernels.reverse_walk(p, tile, trace, do, None, need)
+                return
+            reverse = kernels.reverse_scan(p, tile, do, None, need)
+            assert trace is not None  # as keep asks
+            kernels.gradient(p, tile, trace, do, reverse, need)
+
+
+LAYER: tuple[Call | LayerCall, ...] = tuple(
+    Call(rank, gate=gate, keep=keep, group=2 - rank)
+    for rank in (1, 0)
+    for gate in ("bound", "softplus")
+    for keep in (False, True)
+) + tuple(
+    Call(pool=pool, transposed=transposed)
+    for pool in (torch.float32, torch.bfloat16)
+    for transposed in (False, True)
+)
+LAYER += tuple(Call(rank, gate="promised", group=2 - rank) for rank in (1, 0))
+LAYER += (Call(1, gate="promised", keep=True, group=1),)
+LAYER += tuple(Call(rank, ahead=32, group=1) for rank in (1, 0))
+LAYER += tuple(
+    Call(rank, keep=keep, group=1, few=True) for rank in (1, 0) for keep in (False, True)
+)
+LAYER += tuple(
+    Call(rank, gate=gate, gates=True)
+    for rank, gate in ((1, "bound"), (1, "softplus"), (0, "softplus"))
+)
+LAYER += tuple(
+    Call(rank, keep=keep, packed=True, run=32, group=group, few=group == 1)
+    for rank in (1, 0)
+    for keep in (False, True)
+    for group in (2, 1)
+)
+LAYER += tuple(
+    Call(0, gate=gate, keep=True, packed=packed, walk=True, group=group)
+    for gate, packed, group in (("bound", False, 1), ("softplus", True, 2), ("plain", True, 1))
+)
+LAYER += LAYER_CALLS
+OTHERS: tuple[Call, ...] = (
+    Call(1, torch.float32, gate="softplus", group=1),
+    Call(0, torch.float32, gate="softplus"),
+)
+OTHERS += (
+    Call(0, torch.float16, gate="softplus", keep=True, walk=True, group=1),
+    Call(1, torch.float16, gate="plain"),
+    Call(0, torch.float16, gate="plain"),
+    Call(1, K=256, V=256),
+)
+OTHERS += tuple(
+    Call(rank, torch.float32, K, K, "plain", keep, group=1)
+    for rank in (1, 0)
+    for K, keep in ((16, False), (16, True), (256, False))
+)
+
+# One row of each kernel, for the architectures that they have never run on.
+ELSEWHERE: tuple[Call | LayerCall, ...] = tuple(
+    Call(rank, keep=keep, group=2 - rank) for rank in (1, 0) for keep in (False, True)
+)
+ELSEWHERE += (
+    Call(1, keep=True),
+    Call(0, torch.float32, gate="plain", keep=True),
+    Call(pool=torch.float32),
+    Call(1, packed=True, run=32),
+    Call(0, gate="softplus", gates=True),
+    *LAYER_CALLS[:4],
+)
+
+
+def everything() -> Iterator[Call]:
+    """Yield dtypes, widths, gates and modes.
+
+    Neighbours differ in variant, dtype or width. Processes that take them in turn then seldom
+    compile the same kernel at once.
+    """
+    gates = "bound", "softplus", "plain", "safe"
+    for gate, keep, packed in product(gates, (False, True), (False, True)):
+        for rank, dtype, K in product(
+            (1, 0), (torch.bfloat16, torch.float16, torch.float32), (16, 60, 64, 128, 256)
+        ):
+            V, group = (128, 2) if packed else (K, 2 - rank)
+            yield Call(rank, dtype, K, V, gate, keep, packed, group=group)
