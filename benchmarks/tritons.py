@@ -30,7 +30,7 @@ def version_in(folder: Path) -> str:
     """Return the version of the one Triton that a folder holds."""
     found = [d.version for d in metadata.distributions(name="triton", path=[str(folder)])]
     if len(found) != 1 or not (folder / "triton" / "__init__.py").exists():
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{folder} must hold one Triton: "
             f"rm -r {folder}; pip install --no-deps --target {folder} triton==VERSION"
         )
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     need_writable(parser, args.output)
     try:
         versions = [installed("triton"), *map(version_in, args.folders)]
-    except argparse.ArgumentTypeError as error:
+    except ValueError as error:
         parser.error(str(error))
     if len(set(versions)) < len(versions):
         parser.error(f"two of these Tritons have one version: {versions}")
