@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_ops.problem import (
+from kda_ops.checks import (
     can_read,
     check_float,
     check_index,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kda_ops.arguments import check_dense, in_words
-from kda_ops.problem import shape_error
+from kda_ops.checks import shape_error
 
 _SHORT_CONV, _SHORT_CONV_ = torch.ops.kda.short_conv.default, torch.ops.kda.short_conv_.default
 _GATED_RMS_NORM = torch.ops.kda.gated_rms_norm.default

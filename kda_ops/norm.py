@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_ops.problem import check_float, shape_error
+from kda_ops.checks import check_float, shape_error
 from kda_ops.stages import NORM, NORMALISED, Backend
 
 ACTIVATIONS = ("sigmoid", "silu", "swish")  # "swish" is another name of "silu"

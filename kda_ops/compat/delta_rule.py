@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_ops.problem import check_float
+from kda_ops.checks import check_float
 
 
 def delta_rule(

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kda_ops import functional
 from kda_ops.arguments import check_writable
-from kda_ops.problem import CHUNK, Problem, check_float, check_no_overlap, check_offsets
+from kda_ops.checks import check_float, check_no_overlap, check_offsets
+from kda_ops.problem import CHUNK, Problem
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)

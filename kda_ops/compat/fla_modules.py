@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from kda_ops.arguments import all_dense, in_words
+from kda_ops.checks import check_float, shape_error
 from kda_ops.compat.fla_calls import refuse_unknown
 from kda_ops.convolution import Convolution
 from kda_ops.layer_functional import gated_rms_norm, short_conv, short_conv_
-from kda_ops.problem import check_float, shape_error
 
 __all__ = ["causal_conv1d", "causal_conv1d_update", "rms_norm_gated"]
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from kda_ops import checks
 from kda_ops.distributed import collectives
 from kda_ops.private import backend_of
-from kda_ops.problem import CHECK_VALUES
 
 Contract = dict[str, object]
 Parsed = TypeVar("Parsed")
@@ -163,7 +163,7 @@ def agree(
         parsed = parse()
         if not torch.compiler.is_compiling():
             _check_plan(group, length, device, caller)
-            if CHECK_VALUES and cu_seqlens is not None:
+            if checks.CHECK_VALUES and cu_seqlens is not None:
                 _check_offsets(cu_seqlens.tolist(), caller)
                 _check_last_offset(cu_seqlens, group.lengths, caller)
         return group, parsed

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kda_ops.checks import check_offsets
 from kda_ops.distributed import collectives
 from kda_ops.distributed.plan import Contract, agree, offsets_of
-from kda_ops.problem import check_offsets
 
 
 def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None) -> Tensor:

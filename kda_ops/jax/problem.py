@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import torch
 
-from kda_ops import problem
+from kda_ops import checks, problem
 from kda_ops.problem import Problem
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
@@ -29,7 +29,7 @@ def _stand_in(name: str, x) -> torch.Tensor | None:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} must have a dtype that torch has too, got {x.dtype}.")
     if not isinstance(x, jax.core.Tracer) and (
-        problem.CHECK_VALUES or (name == "cu_seqlens" and _on_cpu(x))
+        checks.CHECK_VALUES or (name == "cu_seqlens" and _on_cpu(x))
     ):
         wide = x.astype(np.float32) if dtype is torch.bfloat16 else x
         return torch.from_numpy(np.array(wide)).to(dtype)

@@ -16,9 +16,9 @@ from kda_ops.arguments import (
     check_whole,
     check_writable,
 )
+from kda_ops.checks import check_float, check_no_overlap
 from kda_ops.nn.local import LocalLinear
 from kda_ops.private import pre_hooks
-from kda_ops.problem import check_float, check_no_overlap
 
 __all__ = [
     "DTYPES",

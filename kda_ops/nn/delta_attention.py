@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kda_ops.checks import MAX_K, check_offsets
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.checks import (
     DTYPES,
@@ -27,7 +28,6 @@ from kda_ops.nn.local import local
 from kda_ops.nn.packing import Tokens, arrange
 from kda_ops.nn.short_convolution import ShortConvolution
 from kda_ops.private import pre_hooks
-from kda_ops.problem import MAX_K, check_offsets
 
 if TYPE_CHECKING:
     from kda_ops.distributed.functional import Group

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import kda_ops.distributed as cp
-from kda_ops.distributed import plan as plan_module
+from kda_ops import checks
 from tests.support.cases import replace
 from tests.support.context import CHUNK, CUTS, EVERYTHING, leaves_of, step
 
@@ -138,13 +138,13 @@ def wrong_arguments(groups, size):
 
     def checked(cu_seqlens):
         """Call with a plan under KDA_OPS_CHECK=1."""
-        plan_module.CHECK_VALUES = True
+        checks.CHECK_VALUES = True
         try:
             cp.chunk_kda(
                 **packed | {"cu_seqlens": torch.tensor(cu_seqlens)}, **PACKED.flags(), group=fits
             )
         finally:
-            plan_module.CHECK_VALUES = False
+            checks.CHECK_VALUES = False
 
     plan, mesh = (
         cp.plan_context(5, group),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import kda_ops
 import kda_ops.jax
-from kda_ops import problem
+from kda_ops import checks
 from tests.support.arrays import arrays, errors, face, run, to_jax, to_torch
 from tests.support.calls import overload
 from tests.support.cases import Case
@@ -90,7 +90,7 @@ def test_a_torch_tensor_is_refused():
 def test_values_are_checked_where_they_are_known(monkeypatch):
     given = arrays(Case(**BASE))
     given["g"] = given["g"] + 1
-    monkeypatch.setattr(problem, "CHECK_VALUES", True)
+    monkeypatch.setattr(checks, "CHECK_VALUES", True)
     with pytest.raises(ValueError, match="g must be at most 0"):
         kda_ops.jax.recurrent_kda(**given)
     jax.jit(kda_ops.jax.recurrent_kda)(**given)  # there they are not known

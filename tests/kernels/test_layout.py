@@ -56,4 +56,4 @@ def test_the_alignment_of_a_row_is_a_fact():
     row = x[1]
     kept.alias(row, x, kept.sizes["T"] * 4, (1,))
     kept.launch(Kernel(), 1, (x, row), {}, False, True)
-    assert kept.facts == {"T * 4 % 16 == 0": False}
+    assert kept.guards == {"T * 4 % 16 == 0": False}

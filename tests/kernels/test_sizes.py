@@ -12,7 +12,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
 from kda_ops.backends.triton import sizes
-from kda_ops.backends.triton.sizes import Facts, Size
+from kda_ops.backends.triton.sizes import Guards, Size
 
 OPERATIONS = {
     "+": operator.add,
@@ -42,9 +42,9 @@ def formulas(draw, depth: int = 3):
     return lambda *numbers: f(a(*numbers), b(*numbers))
 
 
-def named(numbers) -> tuple[list[Size], Facts]:
-    facts = Facts()
-    return [Size(x, n, 1, facts) for n, x in zip("BTN", numbers)], facts
+def named(numbers) -> tuple[list[Size], Guards]:
+    guards = Guards()
+    return [Size(x, n, 1, guards) for n, x in zip("BTN", numbers)], guards
 
 
 @pytest.mark.quick
@@ -65,7 +65,7 @@ def test_a_formula_gives_what_plain_numbers_give(make, numbers, others):
     if isinstance(size, Size):
         assert want % size.factor == 0
     # a size keeps its formula for other numbers; what decided on these alone, it noted
-    if sizes.condition("BTN", given_[0].facts)(*others):
+    if sizes.condition("BTN", given_[0].guards)(*others):
         assert found(*others) == (there,)
 
 
@@ -81,26 +81,26 @@ def test_a_fact_holds_where_the_comparison_has_the_same_outcome(
 ):
     try:
         want, there = (compare(make(*x), other(*x)) for x in (numbers, others))
-        given_, facts = named(numbers)
+        given_, guards = named(numbers)
         assert bool(compare(make(*given_), other(*given_))) == want
     except (ZeroDivisionError, TypeError):
         reject()
-    holds = sizes.condition("BTN", facts)
+    holds = sizes.condition("BTN", guards)
     assert holds(*numbers)
     if not any(isinstance(f(*given_), Size) for f in (make, other)):
         return
     if holds(*others):
         assert there == want
-    elif len(facts) == 1:
+    elif len(guards) == 1:
         assert there != want
 
 
 @given(size=VALUES, factor=st.integers(1, 40), of=st.sampled_from((2, 16, 64)))
 def test_what_divides_a_size_is_known_or_noted(size, factor, of):
-    facts = Facts()
-    x = Size(size, "T", 1, facts) * factor
+    guards = Guards()
+    x = Size(size, "T", 1, guards) * factor
     assert sizes.is_multiple(x, of) == (int(x) % of == 0)
-    assert bool(facts) == (factor % of != 0)
+    assert bool(guards) == (factor % of != 0)
 
 
 @pytest.mark.quick
@@ -145,4 +145,4 @@ def test_what_divides_a_size_is_known_or_noted(size, factor, of):
 )
 def test_what_has_no_formula_is_refused(wrong):
     with pytest.raises(TypeError):
-        eval(wrong, {"x": Size(70, "T", 1, Facts()), "math": math})
+        eval(wrong, {"x": Size(70, "T", 1, Guards()), "math": math})

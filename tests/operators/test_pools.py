@@ -245,7 +245,7 @@ def test_padding_may_have_any_accepted_count(variant, packed, monkeypatch):
     """
     case = Case(variant, H=1, HV=1, **(dict(lengths=(1, 2, 1, 2)) if packed else dict(B=4, T=2)))
     pool = Pool(case, "recurrent_", True, (False, True, False, True), columns=2)
-    monkeypatch.setattr(problem, "_check_accepted", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr(problem, "check_accepted", lambda *_: None)  # as on a GPU
     indices = pool.indices()[0].to(TARGET.device)
     for wrong in (-3, 0, 3, 9):
         o, after = pool.run(
@@ -270,7 +270,7 @@ def test_a_token_without_a_column_gives_zero_and_writes_nothing(variant, monkeyp
     long = Pool(case, "recurrent_", columns=4)
     indices = long.indices()[0].to(TARGET.device)
     o, _ = long.run()
-    monkeypatch.setattr(problem, "_check_columns", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr(problem, "check_columns", lambda *_: None)  # as on a GPU
     o_cut, after = long.run(state_indices=indices[:, :2])
     assert not o_cut[:, 2:4].any()
     assert_identical(o_cut[:, [0, 1, 4]], o[:, [0, 1, 4]], "o")

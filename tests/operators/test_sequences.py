@@ -29,6 +29,23 @@ def take(inputs, row, tokens):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
+@example(  # equal rows, whose rounding errors do not average out
+    case=Case(
+        B=2,
+        T=129,
+        H=2,
+        HV=4,
+        K=24,
+        V=1,
+        dtype=torch.float16,
+        gate="zero",
+        keys="repeated",
+        beta="none",
+        l2norm=True,
+        seed=10513,
+    ),
+    cuts=[0],
+)
 @given(
     case=cases(B=2, T=129, lengths=None, final=True),
     cuts=st.lists(st.sampled_from((0, 1, 37, 63, 64, 65, 128, 129)), min_size=1, max_size=2),

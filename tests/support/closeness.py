@@ -212,9 +212,13 @@ class _Draw(Reference):
         return torch.where(near == x, near, super()._round(x * self.unit) / self.unit)
 
     def _jitter(self, x: Tensor, size: Tensor) -> Tensor:
-        # move x up or down by half an ulp of its size, then round
+        # Move x up or down by half an ulp of its size, then round. Equal values move alike, as
+        # those of repeated keys do: their errors do not average out.
         half = 0.5 * torch.finfo(x.dtype).eps * size
-        return torch.where(torch.rand(x.shape, generator=self.gen) < 0.5, x - half, x + half)
+        bits = x.contiguous().view(torch.int32 if x.dtype.itemsize == 4 else torch.int64)
+        factor, phase = torch.randint(2**31, (2,), generator=self.gen).tolist()
+        up = ((bits.long() * (2 * factor + 1) + phase) >> 29) & 1
+        return torch.where(up.bool(), x + half, x - half)
 
     def _dot(self, a: Tensor, b: Tensor) -> Tensor:
         # The rounding error of a sum scales with its terms: if they cancel, it exceeds an ulp of

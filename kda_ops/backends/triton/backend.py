@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_ops import convolution, problem, recurrent
+from kda_ops import checks, convolution, recurrent
 from kda_ops.backends.triton import launch, tuning
 from kda_ops.backends.triton.gate import gate, gate_backward
 from kda_ops.backends.triton.gated_norm import gated_norm, gated_norm_backward
@@ -94,7 +94,7 @@ class Triton(Backend):
 
     def run(self, kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Any:
         """Run one pass by a plan that fits the call, or by the stages, which make that plan."""
-        if problem.CHECK_VALUES or INTERPRET:
+        if checks.CHECK_VALUES or INTERPRET:
             kind(rank, args, flags)  # checks values; under the interpreter they are on the host
         same: tuple | None = None
         if kind in _DECODES:

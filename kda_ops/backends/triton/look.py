@@ -3,7 +3,7 @@
 The key holds what decides which kernels run: the pass, its flags, the widths and the heads. Of each
 tensor it holds dtype, device and alignment, and whether it is absent or contiguous. The numbers are
 B, T, N, the columns of a table of slots, and the strides of tensors that are not contiguous. A plan
-is stored under the key. It serves all numbers for which its facts hold (`plan.Plan`).
+is stored under the key. It serves all numbers for which its guards hold (`plan.Plan`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kda_ops import chunk, convolution, norm, problem, recurrent
+from kda_ops import chunk, convolution, norm, recurrent
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.tile import spans
+from kda_ops.checks import check_no_overlap
 from kda_ops.gate import Gate, GateBackward
 from kda_ops.stages import KEPT, Pass
 
@@ -61,7 +62,7 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
         if not x.is_contiguous():
             pool = POOLS.get(kind) == names[i]
             if pool:  # it is written in place: writes to a copy would be lost
-                problem.check_no_overlap(names[i], x)
+                check_no_overlap(names[i], x)
             if names[i] in DENSE or not (pool or spans(x)):
                 x = x.contiguous()
                 args = (*args[:i], x, *args[i + 1 :])

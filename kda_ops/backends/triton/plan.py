@@ -1,9 +1,9 @@
 """Replay a pass from data: allocate its tensors and launch its compiled kernels.
 
 A `Plan` is made of a `Recording`. It serves every call with the same key (`look`) for whose numbers
-B, T, N and strides its facts hold. Facts are how Triton specialised the kernels, and which branches
-the stages took. All else that depends on the numbers is a formula. ``print(plan)`` shows tensors,
-launches and facts.
+B, T, N and strides its guards hold. Guards say how Triton specialised the kernels, and which
+branches the stages took. All else that depends on the numbers is a formula. ``print(plan)`` shows
+tensors, launches and guards.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Bound(NamedTuple):
 
 
 class Plan:
-    """The steps of a pass, for any call for which its facts hold.
+    """The steps of a pass, for any call for which its guards hold.
 
     The arguments of all launches are in one list, the row. It holds values; pointers to inputs, own
     buffers and constants; pointers into the scratch block and to rows of buffers; tuples and
@@ -84,12 +84,12 @@ class Plan:
     def __init__(
         self, recording: Recording, results: Sequence[Tensor | None], device: torch.device
     ):
-        self.device, self.facts, self.steps = device, recording.facts, recording.steps
+        self.device, self.guards, self.steps = device, recording.guards, recording.steps
         self.on_gpu = device.type == "cuda"
         # whether another device may be current at a call
         self.elsewhere = self.on_gpu and torch.cuda.device_count() > 1
         self.forks = self.on_gpu and any(isinstance(s, Wait) for s in self.steps)
-        self.holds = condition(recording.numbers, self.facts)
+        self.holds = condition(recording.numbers, self.guards)
         self.bound: dict[tuple[int, ...], Bound] = {}
         names = [None if x is None else recording.name_of(x) for x in results]
         used = [b for b in recording.buffers.values() if b.own or b.first >= 0]
@@ -191,11 +191,11 @@ class Plan:
             else str(s)
             for s in self.steps
         ]
-        facts = [text if holds else f"not {text}" for text, holds in self.facts.items()]
-        return "\n".join([*buffers, *steps, *facts])
+        guards = [text if holds else f"not {text}" for text, holds in self.guards.items()]
+        return "\n".join([*buffers, *steps, *guards])
 
     def bind(self, numbers: tuple[int, ...]) -> Bound | None:
-        """Return the values of the formulas, or None if the facts do not hold."""
+        """Return the values of the formulas, or None if the guards do not hold."""
         found = self.bound.get(numbers)
         if found is None and self.holds(*numbers):
             block, shapes, ends, values, places, offsets = self.formulas(*numbers)

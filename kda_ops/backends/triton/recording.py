@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kda_ops.backends.triton.sizes import Facts, Size, is_descriptor, is_multiple, text_of
+from kda_ops.backends.triton.sizes import Guards, Size, is_descriptor, is_multiple, text_of
 
 ALIGNMENT = 16  # bytes, of each tensor in the scratch block, which Triton assumes of a pointer
 
@@ -93,8 +93,8 @@ class Recording:
     """The inputs, numbers, buffers and steps of one pass, as `launch` reports them."""
 
     def __init__(self, numbers: dict[str, int]):
-        self.facts, self.numbers = Facts(), tuple(numbers)
-        self.sizes = {n: Size(x, n, 1, self.facts) for n, x in numbers.items()}
+        self.guards, self.numbers = Guards(), tuple(numbers)
+        self.sizes = {n: Size(x, n, 1, self.guards) for n, x in numbers.items()}
         self.inputs: list[str] = []
         self.like: dict[tuple[str, torch.dtype], int] = {}  # contiguous inputs by shape and dtype
         self.constants: dict[str, Tensor] = {}
@@ -160,7 +160,7 @@ class Recording:
     def launch(
         self, kernel, programs: int, args: tuple, options: dict, beside: bool, specialised: bool
     ) -> None:
-        """Add a launch. If `specialised`, what Triton assumes of its arguments becomes facts."""
+        """Add a launch. If `specialised`, what Triton assumes of its arguments becomes guards."""
         fixed = _not_specialised(kernel)
         arguments = {
             # a tuple is specialised whether the name is in the list or not
@@ -196,11 +196,11 @@ class Recording:
             parts = [self._argument(y, specialised) for y in x]
             return tuple(parts) if type(x) is tuple else type(x)(*parts)
         if isinstance(x, Size):  # an integer's type, and what Triton may assume of it
-            self.facts.note(f"{x.text} < {2**31}", int(x) < 2**31)
+            self.guards.note(f"{x.text} < {2**31}", int(x) < 2**31)
             if specialised:
                 is_multiple(x, 16)
                 if x.factor == 1:
-                    self.facts.note(f"{x.text} == 1", int(x) == 1)
+                    self.guards.note(f"{x.text} == 1", int(x) == 1)
         return x
 
     def name_of(self, x: Tensor) -> str | None:

@@ -84,9 +84,9 @@ def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: froz
 def path(device: torch.device) -> str:
     """Describe which kernels make GDN's gradients on a device, and why."""
     if KERNEL is None:
-        return f"reverse scan and gradient, since triton {triton.__version__} has no known Gluon"
+        return f"reverse scan and gradient, because triton {triton.__version__} has no known Gluon"
     if not tuning.is_hopper(device):
-        return "reverse scan and gradient, since the walk needs compute capability 9.0"
+        return "reverse scan and gradient, because the walk needs compute capability 9.0"
     return (
         f"one walk (Gluon) from {LEAST_PROGRAMS} sequences times heads on, in 16 bits at width 128"
     )

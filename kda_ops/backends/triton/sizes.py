@@ -2,7 +2,7 @@
 
 While a pass is recorded (`recording`), B, T and N are a `Size` each. Arithmetic on sizes makes new
 sizes, whose formula is kept as text. A comparison returns its outcome for this call, and text and
-outcome become a fact. The recording holds for every call that has the same facts.
+outcome become a guard. The recording serves every call in which all guards have that outcome.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from math import gcd
 from typing import Any, NoReturn
 
 
-class Facts(dict[str, bool]):
+class Guards(dict[str, bool]):
     """The comparisons that a pass has made, as text, and their outcomes."""
 
     def note(self, text: str, outcome: bool) -> bool:
-        """Add a fact and return its outcome."""
+        """Add a guard and return its outcome."""
         self[text] = outcome
         return outcome
 
@@ -30,12 +30,12 @@ class Size(int):
 
     unit: str
     factor: int
-    facts: Facts
+    guards: Guards
 
-    def __new__(cls, value: int, unit: str, factor: int, facts: Facts):
+    def __new__(cls, value: int, unit: str, factor: int, guards: Guards):
         """Make a size whose value in this call is known."""
         size = super().__new__(cls, value)
-        size.unit, size.factor, size.facts = unit, factor, facts
+        size.unit, size.factor, size.guards = unit, factor, guards
         return size
 
     @property
@@ -44,7 +44,7 @@ class Size(int):
         return self.unit if self.factor == 1 else f"{self.unit} * {self.factor}"
 
     def _made(self, value: int, unit: str, factor: int = 1) -> Size:
-        return Size(value, unit, factor, self.facts)
+        return Size(value, unit, factor, self.guards)
 
     def __mul__(self, other: int) -> int:  # type: ignore[override]
         if isinstance(other, Size):
@@ -90,7 +90,7 @@ class Size(int):
             self._refuse()
         if not isinstance(other, int):
             return outcome  # nothing but a number equals a number
-        return self.facts.note(f"{self.text} {sign} {_atom(other)}", outcome)
+        return self.guards.note(f"{self.text} {sign} {_atom(other)}", outcome)
 
     def __eq__(self, other: object) -> bool:
         return self._compare("==", int.__eq__(self, other), other)
@@ -141,10 +141,10 @@ def _atom(x: int) -> str:
 
 
 def is_multiple(x: Size, of: int) -> bool:
-    """Return whether `of` divides x. If the formula does not show it, the answer is a fact."""
+    """Return whether `of` divides x. If the formula does not show it, the answer is a guard."""
     if x.factor % of == 0:
         return True
-    return x.facts.note(f"{x.text} % {of} == 0", int.__mod__(x, of) == 0)
+    return x.guards.note(f"{x.text} % {of} == 0", int.__mod__(x, of) == 0)
 
 
 def is_descriptor(x: object) -> bool:
@@ -157,7 +157,7 @@ def formula(names: Iterable[str], texts: Iterable[str]) -> Callable[..., tuple]:
     return eval(f"lambda {', '.join(names)}: ({''.join(f'{t}, ' for t in texts)})")
 
 
-def condition(names: Iterable[str], facts: Facts) -> Callable[..., bool]:
-    """Compile facts to one function of the named numbers; it returns whether all of them hold."""
-    held = (text if outcome else f"not {text}" for text, outcome in facts.items())
+def condition(names: Iterable[str], guards: Guards) -> Callable[..., bool]:
+    """Compile guards to one function of the named numbers; it returns whether all of them hold."""
+    held = (text if outcome else f"not {text}" for text, outcome in guards.items())
     return eval(f"lambda {', '.join(names)}: {' and '.join(held) or True}")

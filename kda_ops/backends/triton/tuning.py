@@ -286,6 +286,7 @@ STEP = 2.3  # us: one chunk of a scan
 LEAST_SCAN = 250.0  # us: for a shorter scan, overlap saves less than its launches cost in Python
 TILE = {  # us: one chunk and head of `prepare`, on all multiprocessors of the device
     "gdn": 0.0165,
+    "gdn, inverse in split products": 0.0255,
     "kda, bounded": 0.05,
     "kda, gate inside": 0.068,
     "kda, decay given": 0.084,
@@ -318,11 +319,13 @@ def ahead(p: Problem) -> int | None:
     # GDN: two narrow programs per head, all running at once, gain more than this overlap
     if not p.rank and 2 * p.HV <= there:
         return None
-    kind = "gdn"
-    if p.rank:
-        single = p.activate_gate or inverse_precision(p) == "fp16"
-        kind = "kda, gate inside" if single else "kda, decay given"
-        kind = "kda, bounded" if anchored_rows(p) > 8 else kind
+    single = inverse_precision(p) == "fp16"
+    if not p.rank:
+        kind = "gdn" if single else "gdn, inverse in split products"
+    elif anchored_rows(p) > 8:
+        kind = "kda, bounded"
+    else:
+        kind = "kda, gate inside" if p.activate_gate or single else "kda, decay given"
     slower = 1 + SLOWER * (p.HV / there) ** 4 if p.rank else 1.0
     # chunks that `prepare` makes while the scan takes 1024 of them
     meanwhile = int(1024 * STEP / (p.HV * TILE[kind] * slower * there / idle))

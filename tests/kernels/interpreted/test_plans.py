@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kda_ops import dispatch, problem
+from kda_ops import checks, dispatch
 from tests.support.calls import overload, run
 from tests.support.cases import RANK, Case, replace
 from tests.support.closeness import assert_all_identical
@@ -119,7 +119,7 @@ def test_a_gate_by_a_plan(variant, gate, strides):
 @pytest.mark.quick
 @pytest.mark.parametrize("check", (False, True))
 def test_values_on_a_cpu_are_checked_at_every_call(check, monkeypatch):
-    monkeypatch.setattr(problem, "CHECK_VALUES", check)
+    monkeypatch.setattr(checks, "CHECK_VALUES", check)
     q, pool = torch.randn(1, 5, 2, 8), torch.zeros(3, 2, 8, 8)
 
     def call(slots, offsets=(0, 2, 5)):
