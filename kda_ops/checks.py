@@ -58,80 +58,6 @@ def check_index(name: str, x: Tensor, device: torch.device, of: str = "q") -> No
     check_there(name, x, device, of)
 
 
-def check_offsets(
-    cu_seqlens: Tensor, B: int, T: int | None, device: torch.device, of: str = "q"
-) -> None:
-    """Check the offsets [N + 1] of sequences packed into one row of T tokens.
-
-    With T None the row is spread over several ranks, and the values are not read.
-    """
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(
-            "cu_seqlens must be an int32 or int64 tensor of shape [N + 1], got "
-            f"{type(cu_seqlens).__name__}: torch.tensor(...) makes one."
-        )
-    check_dense("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
-    check_index("cu_seqlens", cu_seqlens, device, of)
-    if B != 1:
-        raise ValueError(
-            f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape "
-            f"{of} and every other tensor with tokens to [1, B * T, ...]."
-        )
-    if T is not None and can_read(cu_seqlens):
-        _check_cu_seqlens(cu_seqlens, T)
-
-
-def check_lower_bound(lower_bound: float | None) -> None:
-    """Refuse a bound that no decay can have."""
-    if lower_bound is not None and not -math.inf < lower_bound < 0.0:
-        raise ValueError(
-            "lower_bound must be a finite number below 0 (natural log; the lower limit of the "
-            f"gate), got {lower_bound}."
-        )
-
-
-def check_gate_parameters(
-    rank: int,
-    HV: int,
-    K: int,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    device: torch.device,
-    of: str = "q",
-) -> None:
-    """Check A_log [HV] and dt_bias of a gate that the operator activates.
-
-    dt_bias is [HV, K] or flat, or [HV] when the decay has rank 0. Both must be on `device`, where
-    the argument named `of` is.
-    """
-    if A_log is None:
-        if lower_bound is None:
-            raise ValueError(
-                "A_log must be given to activate the gate -exp(A_log) * softplus(g + dt_bias); "
-                "only the bounded gate (lower_bound=...) does not need it."
-            )
-    else:
-        if A_log.shape != (HV,):
-            shape_error("A_log", "[HV]", (HV,), A_log)
-        check_float("A_log", A_log, device, of)
-    if dt_bias is not None:
-        if rank:
-            if dt_bias.shape != (HV, K) and dt_bias.shape != (HV * K,):
-                shape_error(
-                    "dt_bias",
-                    "[HV, K]",
-                    (HV, K),
-                    dt_bias,
-                    f" (flat [HV * K] = [{HV * K}] is accepted too)",
-                )
-        elif dt_bias.shape != (HV,):
-            shape_error("dt_bias", "[HV]", (HV,), dt_bias)
-        check_float("dt_bias", dt_bias, device, of)
-
-
 def check_vectors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check q and k [B, T, H, K] and v [B, T, HV, V], which set the sizes of a call."""
     if q is None or k is None or v is None:  # a schema does not refuse None
@@ -252,6 +178,80 @@ def check_gate(
             )
 
 
+def check_gate_parameters(
+    rank: int,
+    HV: int,
+    K: int,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    device: torch.device,
+    of: str = "q",
+) -> None:
+    """Check A_log [HV] and dt_bias of a gate that the operator activates.
+
+    dt_bias is [HV, K] or flat, or [HV] when the decay has rank 0. Both must be on `device`, where
+    the argument named `of` is.
+    """
+    if A_log is None:
+        if lower_bound is None:
+            raise ValueError(
+                "A_log must be given to activate the gate -exp(A_log) * softplus(g + dt_bias); "
+                "only the bounded gate (lower_bound=...) does not need it."
+            )
+    else:
+        if A_log.shape != (HV,):
+            shape_error("A_log", "[HV]", (HV,), A_log)
+        check_float("A_log", A_log, device, of)
+    if dt_bias is not None:
+        if rank:
+            if dt_bias.shape != (HV, K) and dt_bias.shape != (HV * K,):
+                shape_error(
+                    "dt_bias",
+                    "[HV, K]",
+                    (HV, K),
+                    dt_bias,
+                    f" (flat [HV * K] = [{HV * K}] is accepted too)",
+                )
+        elif dt_bias.shape != (HV,):
+            shape_error("dt_bias", "[HV]", (HV,), dt_bias)
+        check_float("dt_bias", dt_bias, device, of)
+
+
+def check_lower_bound(lower_bound: float | None) -> None:
+    """Refuse a bound that no decay can have."""
+    if lower_bound is not None and not -math.inf < lower_bound < 0.0:
+        raise ValueError(
+            "lower_bound must be a finite number below 0 (natural log; the lower limit of the "
+            f"gate), got {lower_bound}."
+        )
+
+
+def check_offsets(
+    cu_seqlens: Tensor, B: int, T: int | None, device: torch.device, of: str = "q"
+) -> None:
+    """Check the offsets [N + 1] of sequences packed into one row of T tokens.
+
+    With T None the row is spread over several ranks, and the values are not read.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(
+            "cu_seqlens must be an int32 or int64 tensor of shape [N + 1], got "
+            f"{type(cu_seqlens).__name__}: torch.tensor(...) makes one."
+        )
+    check_dense("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
+    check_index("cu_seqlens", cu_seqlens, device, of)
+    if B != 1:
+        raise ValueError(
+            f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape "
+            f"{of} and every other tensor with tokens to [1, B * T, ...]."
+        )
+    if T is not None and can_read(cu_seqlens):
+        _check_cu_seqlens(cu_seqlens, T)
+
+
 def check_no_overlap(name: str, x: Tensor) -> None:
     """Refuse a pool or cache of which two elements may share a place."""
     if not x.is_contiguous() and _overlaps(x):
@@ -259,9 +259,6 @@ def check_no_overlap(name: str, x: Tensor) -> None:
             f"{name} must not overlap itself, because it is written in place, got strides "
             f"{list(x.stride())}: clone it."
         )
-
-
-# --- values ---------------------------------------------------------------------------------------
 
 
 def _overlaps(x: Tensor) -> bool:
@@ -283,6 +280,9 @@ def _overlaps(x: Tensor) -> bool:
             return True
         reach += (size - 1) * stride
     return False
+
+
+# --- values ---------------------------------------------------------------------------------------
 
 
 def is_symbolic(x: Tensor) -> bool:
