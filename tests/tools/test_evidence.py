@@ -21,7 +21,20 @@ from tests.support.suite import longest_first, rotated
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "results" / "evidence.json"
 # The GPU tests that failed with a Triton in the runs on file, and why; empty after clean runs.
-KNOWN: dict[str, dict[str, str]] = {}
+DIFFERENTIABLE = "tests/gpu/test_serving.py::test_recurrent_is_differentiable"
+UNEXPLAINED = "dg was wrong in these two processes, right in every process of its own (the journal)"
+KNOWN: dict[str, dict[str, str]] = {
+    "3.8.0": {
+        "tests/gpu/test_forward.py::test_any_width[kda-130-24-dtype1]": "prepare_kda loses its "
+        "registers (docs/kernels/hazards.md)"
+    },
+    "3.9.0": {
+        f"{DIFFERENTIABLE}[{{'B': 2, 'T': 16}}-gdn]": UNEXPLAINED,
+        f"{DIFFERENTIABLE}[{{'lengths': (3, 0, 70, 1), 'tail': 2, 'transposed': True}}-gdn]": (
+            UNEXPLAINED
+        ),
+    },
+}
 COLUMNS = {
     "op",
     "pass",
