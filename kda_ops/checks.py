@@ -1,7 +1,8 @@
 """Refuse tensors that a call cannot take, in words that say what to do instead.
 
-Shapes, dtypes and devices are always checked. Values are read on a CPU, and on a GPU only if
-KDA_OPS_CHECK=1, because reading them synchronises. Symbolic tensors have no values to check.
+Shapes, dtypes and devices are always checked. Offsets, slots and counts are read on a CPU. With
+KDA_OPS_CHECK=1 all values are read, on any device: on a GPU that synchronises. Symbolic tensors
+have no values.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ def is_symbolic(x: Tensor) -> bool:
 
 
 def can_read(x: Tensor) -> bool:
-    """Return whether to check offsets, slots or counts: on a CPU always, unless symbolic."""
+    """Return whether to check offsets, slots or counts: on a CPU, or with KDA_OPS_CHECK=1."""
     return (CHECK_VALUES or x.device.type == "cpu") and not is_symbolic(x)
 
 

@@ -1,8 +1,8 @@
 """Validate one operator call and allocate its outputs, for kernels and fake implementations alike.
 
 A `Problem` names every size of a call and holds its tensors and flags. It refuses calls that mean
-nothing (`checks`). Under ``torch.compile`` sizes may be symbolic, so it compares sizes and never
-branches on them.
+nothing (`checks`). Under ``torch.compile`` sizes may be symbolic: then each comparison of sizes
+becomes a guard of the graph.
 """
 
 from __future__ import annotations
@@ -432,7 +432,8 @@ class Problem:
     def gate_bound(self) -> float | None:
         """The lower bound of the decay that the caller's flags promise, or None.
 
-        Kernels choose their number of anchors by it; it changes the result by rounding only.
+        Kernels choose their number of anchors by it, and with it the range that they can hold
+        (docs/numerics.md).
         """
         if self.g is None:
             return SAFE_BOUND

@@ -138,13 +138,13 @@ def wrong_arguments(groups, size):
 
     def checked(cu_seqlens):
         """Call with a plan under KDA_OPS_CHECK=1."""
-        checks.CHECK_VALUES = True
+        before, checks.CHECK_VALUES = checks.CHECK_VALUES, True
         try:
             cp.chunk_kda(
                 **packed | {"cu_seqlens": torch.tensor(cu_seqlens)}, **PACKED.flags(), group=fits
             )
         finally:
-            checks.CHECK_VALUES = False
+            checks.CHECK_VALUES = before
 
     plan, mesh = (
         cp.plan_context(5, group),

@@ -49,7 +49,7 @@ def test_buffers_of_two_streams_share_no_place_until_the_streams_join():
     assert found["b1"] != found["b2"] and found["b3"] in (found["b1"], found["b2"])
 
 
-def test_the_alignment_of_a_row_is_a_fact():
+def test_the_alignment_of_a_row_is_a_guard():
     kept = Recording({"T": 6})
     x = torch.empty(3, 6)
     kept.allocate("x", x, (3, kept.sizes["T"]), False)

@@ -76,7 +76,7 @@ def test_a_formula_gives_what_plain_numbers_give(make, numbers, others):
     numbers=st.tuples(VALUES, VALUES, VALUES),
     others=st.tuples(*[VALUES] * 3),
 )
-def test_a_fact_holds_where_the_comparison_has_the_same_outcome(
+def test_a_guard_holds_where_the_comparison_has_the_same_outcome(
     make, other, compare, numbers, others
 ):
     try:

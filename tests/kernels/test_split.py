@@ -121,6 +121,31 @@ def test_wide_programs_of_runs_and_maps_change_no_bit(variant, monkeypatch):
     assert_all_identical(*found)
 
 
+@pytest.mark.parametrize(
+    "flags, chunks",
+    (
+        ({}, 98),
+        ({"safe_beta": True, "safe_keys": True}, 81),
+        ({"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}, 81),
+        (
+            {
+                "use_qk_l2norm_in_kernel": True,
+                "use_beta_sigmoid_in_kernel": True,
+                "allow_neg_eigval": True,
+            },
+            98,
+        ),
+    ),
+)
+def test_split_products_leave_fewer_chunks_to_the_time_of_the_scan(monkeypatch, flags, chunks):
+    """The sequence has 128 chunks. The journal has both numbers, "Two costs for GDN's chunks"."""
+    monkeypatch.setattr(tuning, "FORCED_RUN", None)
+    monkeypatch.setattr(tuning, "processors", lambda device: 132)
+    x = torch.empty(1, 8192, 96, 128, dtype=torch.bfloat16, device="meta")
+    p = Problem.parse(0, x, x, x, x[..., 0].float(), x[..., 0], **flags)
+    assert tuning.ahead(p) == chunks
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_bits_of_a_sequence_are_its_own(variant):
     """Other packed sequences, and later tokens, change no bit."""

@@ -215,10 +215,11 @@ class _Draw(Reference):
         # Move x up or down by half an ulp of its size, then round. Equal values move alike, as
         # those of repeated keys do: their errors do not average out.
         half = 0.5 * torch.finfo(x.dtype).eps * size
-        bits = x.contiguous().view(torch.int32 if x.dtype.itemsize == 4 else torch.int64)
+        bits = x.abs().double().contiguous().view(torch.int64)
         factor, phase = torch.randint(2**31, (2,), generator=self.gen).tolist()
-        up = ((bits.long() * (2 * factor + 1) + phase) >> 29) & 1
-        return torch.where(up.bool(), x + half, x - half)
+        mixed = (bits ^ bits >> 32) * (2 * factor + 1) + phase
+        up = ((mixed >> 31) & 1).bool() ^ (x < 0)
+        return torch.where(up, x + half, x - half)
 
     def _dot(self, a: Tensor, b: Tensor) -> Tensor:
         # The rounding error of a sum scales with its terms: if they cancel, it exceeds an ulp of

@@ -20,7 +20,7 @@ from tests.support.suite import longest_first, rotated
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "results" / "evidence.json"
-# The GPU tests that failed with a Triton in the runs on file, and why; empty after clean runs.
+# The GPU tests that failed in the runs on file, by Triton, with the cause if it is known.
 DIFFERENTIABLE = "tests/gpu/test_serving.py::test_recurrent_is_differentiable"
 UNEXPLAINED = "dg was wrong in these two processes, right in every process of its own (the journal)"
 KNOWN: dict[str, dict[str, str]] = {

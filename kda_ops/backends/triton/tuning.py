@@ -184,7 +184,7 @@ _EXACT = (  # with 32 columns of V, ptxas gives up registers (hazards.md, "Lost 
 TABLE: dict[str, tuple[Row, ...]] = {
     "prepare_kda": (Row(32, "any", ALL, Options(32)), Row(16, "any", ALL, Options(128))),
     # three programs of 168 registers per multiprocessor beat four of 128, which spill, or take as
-    # long (journal.md, "Two costs for GDN's chunks")
+    # long at B8 T4096 H32, on an H100 (journal.md, "Two costs for GDN's chunks")
     "prepare_gdn": (Row(16, "any", 128, Options(registers=168)), Row(0, "any", ALL, Options())),
     # for layers, K = V = 128: the same bits as "scan", in half as many programs
     "scan_wide": (Row(16, "hopper", 128, Options(128, 128, warps=8, stages=3)),),
@@ -281,7 +281,7 @@ def leaves_room(p: Problem) -> bool:
 
 
 # The cost model of `ahead`, from an H200 (docs/kernels/journal.md, 2026-11-22, "Chunks prepared
-# during the scan"); bf16, K = V = 128.
+# during the scan"), split products from an H100 (2026-11-26); bf16, K = V = 128.
 STEP = 2.3  # us: one chunk of a scan
 LEAST_SCAN = 250.0  # us: for a shorter scan, overlap saves less than its launches cost in Python
 TILE = {  # us: one chunk and head of `prepare`, on all multiprocessors of the device
