@@ -1,4 +1,4 @@
-"""Refuse tensors that a call cannot take, in words that say what to do instead.
+"""Check the tensors of a call. An error names the argument, what it must be, and what it is.
 
 Shapes, dtypes and devices are always checked. Offsets, slots and counts are read on a CPU. With
 KDA_OPS_CHECK=1 all values are read, on any device: on a GPU that synchronises. Symbolic tensors
@@ -19,7 +19,7 @@ from kda_ops.private import is_functional_tensor, is_functorch_wrapped_tensor
 
 # The length that `safe_keys` allows: 1, plus what normalising and rounding in 16 bits may add.
 SAFE_LENGTH = 1.0 + 2.0**-6
-MAX_K = 256
+MAX_K = 256  # the widest key
 CHECK_VALUES = os.environ.get("KDA_OPS_CHECK", "0") not in ("", "0")
 _INPUT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INDEX_DTYPES = frozenset({torch.int32, torch.int64})
@@ -37,7 +37,7 @@ def dtype_error(name: str, want: str, got: torch.dtype, hint: str = "") -> NoRet
     raise TypeError(f"{name} must be {want}, got {got}{hint}.")
 
 
-def check_there(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
+def check_on_device(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
     """Refuse a tensor that is not on `device`, where the argument named `of` is."""
     if x.device != device:
         raise TypeError(
@@ -49,14 +49,14 @@ def check_float(name: str, x: Tensor, device: torch.device, of: str = "q") -> No
     """Check the dtype and device of a decay, a write strength or a gate parameter."""
     if x.dtype not in _INPUT_DTYPES:
         dtype_error(name, "float16, bfloat16, float32 or float64", x.dtype)
-    check_there(name, x, device, of)
+    check_on_device(name, x, device, of)
 
 
 def check_index(name: str, x: Tensor, device: torch.device, of: str = "q") -> None:
     """Check the dtype and device of offsets or slots."""
     if x.dtype not in _INDEX_DTYPES:
         dtype_error(name, "int32 or int64", x.dtype)
-    check_there(name, x, device, of)
+    check_on_device(name, x, device, of)
 
 
 def check_vectors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -30,8 +30,8 @@ from kda_ops.checks import (
     check_lower_bound,
     check_no_overlap,
     check_offsets,
+    check_on_device,
     check_slots,
-    check_there,
     check_vectors,
     dtype_error,
     is_symbolic,
@@ -294,7 +294,7 @@ class Problem:
                 )
             if state.dtype is not torch.bfloat16:
                 dtype_error(name, "float32 or bfloat16", state.dtype)
-        check_there(name, state, self.q.device)
+        check_on_device(name, state, self.q.device)
         self.state = state
 
     def _take_pool(self, state: Tensor, state_indices: Tensor | None) -> None:

@@ -20,9 +20,9 @@ from tests.support.suite import longest_first, rotated
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "results" / "evidence.json"
-# The GPU tests that failed in the runs on file, by Triton, with the cause if it is known.
 DIFFERENTIABLE = "tests/gpu/test_serving.py::test_recurrent_is_differentiable"
 UNEXPLAINED = "dg was wrong in these two processes, right in every process of its own (the journal)"
+# The GPU tests that failed in the runs on file, by Triton, with the cause if it is known.
 KNOWN: dict[str, dict[str, str]] = {
     "3.8.0": {
         "tests/gpu/test_forward.py::test_any_width[kda-130-24-dtype1]": "prepare_kda loses its "

@@ -183,8 +183,8 @@ _EXACT = (  # with 32 columns of V, ptxas gives up registers (hazards.md, "Lost 
 # what fits their shared memory.
 TABLE: dict[str, tuple[Row, ...]] = {
     "prepare_kda": (Row(32, "any", ALL, Options(32)), Row(16, "any", ALL, Options(128))),
-    # three programs of 168 registers per multiprocessor beat four of 128, which spill, or take as
-    # long at B8 T4096 H32, on an H100 (journal.md, "Two costs for GDN's chunks")
+    # three programs of 168 registers per multiprocessor beat four of 128, which spill; where the
+    # inverse takes split products they are level (journal.md, "Two costs for GDN's chunks")
     "prepare_gdn": (Row(16, "any", 128, Options(registers=168)), Row(0, "any", ALL, Options())),
     # for layers, K = V = 128: the same bits as "scan", in half as many programs
     "scan_wide": (Row(16, "hopper", 128, Options(128, 128, warps=8, stages=3)),),
