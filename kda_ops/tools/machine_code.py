@@ -7,6 +7,7 @@ import re
 import struct
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,66 @@ def hasty(ptx: str) -> bool:
         or re.search(r"\b(ld|st|atom|red|prefetch|cp)\.(?!param|shared)[\w.:]*global", begin[0])
         is not None
     )
+
+
+def merged(ptx: str, cubin: bytes, name: str) -> bool:
+    """Return whether ptxas took two sums over accumulators, before and after a product, for one.
+
+    Then `ptx` forms the same expression of accumulators twice, and the machine code has fewer
+    shuffles than `ptx` uses (docs/kernels/hazards.md, "Merged sums"). `name` is the kernel's.
+    """
+    used = Counter(re.findall(r"%r\d+", ptx))
+    results = re.findall(r"shfl\.sync\.\S+\s+(%r\d+),", ptx)
+    return _shuffles(cubin, name) < sum(used[x] > 1 for x in results) and _repeated(ptx)
+
+
+def _shuffles(cubin: bytes, name: str) -> int:
+    """Count the shuffles of a kernel, by the low 9 bits of each instruction."""
+    (code,) = (held for section, _, _, held in _sections(cubin, name) if section == ".text")
+    return sum(code[i] == 0x89 and code[i + 1] & 1 for i in range(0, len(code), 16))
+
+
+def _repeated(ptx: str) -> bool:
+    """Return whether an expression of accumulators is formed before and after a product.
+
+    Values are numbered twice: `told` ignores what products add, `true` does not. Found is an
+    expression that has one number in `told` and two in `true`. Branches count as if all were taken.
+    """
+    numbers: dict[tuple, int] = {}
+    # a register's value: a number, or a constant as it is written
+    told: dict[str, int | str] = {}
+    true: dict[str, int | str] = {}
+    formed: dict[int | str, int | str] = {}
+
+    def number(*value) -> int:
+        return numbers.setdefault(value, len(numbers))
+
+    for i, line in enumerate(ptx.splitlines()):
+        found = re.match(r"\s*(?:@!?%\w+ )?([a-z][\w.:]*)\s+(.*);", line)
+        if found is None:
+            continue
+        op, rest = found.groups()
+        outputs = re.findall(r"%\w+", rest.split("}" if rest.startswith("{") else ",")[0])
+        if op.startswith("wgmma.mma_async"):
+            adds = re.search(r"%rd\d+, 0, 1, 1", rest) is None  # otherwise it starts from 0
+            for x in outputs:
+                true[x] = number(i, x)
+                if not (adds and isinstance(told.get(x), int)):
+                    told[x] = true[x]
+        elif re.match(r"(add|sub|mul|fma|neg|mov)\b.*[bf]32", op) and len(outputs) == 1:
+            of = re.findall(r"%\w+|[\w.]+", rest)[1:]
+            for seen in (told, true):
+                values: list = [seen.get(x, x) for x in of]
+                if op[:3] in ("add", "mul", "fma"):
+                    values[:2] = sorted(values[:2], key=str)
+                copied = op.startswith("mov") and values
+                seen[outputs[0]] = values[0] if copied else number(op, *values)
+            if formed.setdefault(told[outputs[0]], true[outputs[0]]) != true[outputs[0]]:
+                return True
+        else:
+            for x in outputs:
+                told[x] = true[x] = number(i, x)
+    return False
 
 
 def _sections(cubin: bytes, name: str) -> Iterator[tuple[str, int, int, bytes]]:

@@ -25,7 +25,14 @@ from kda_ops import doctor
 from kda_ops.tools import budgets
 from kda_ops.tools.layer_calls import LayerCall
 from kda_ops.tools.machine import Help
-from kda_ops.tools.machine_code import compiled_code, hasty, instructions, refilled, resources
+from kda_ops.tools.machine_code import (
+    compiled_code,
+    hasty,
+    instructions,
+    merged,
+    refilled,
+    resources,
+)
 from kda_ops.tools.operator_calls import ELSEWHERE, LAYER, OTHERS, Call, everything
 
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
@@ -46,6 +53,7 @@ class Row:
     seconds: float
     refilled: bool
     hasty: bool = False
+    merged: bool = False
     code: str = ""  # `code_digest` of what was compiled
     # of a kernel that does not compile, or of a call that launches none; then `kernel` is its type
     error: str = ""
@@ -69,8 +77,8 @@ class Row:
         """List what is over budget and what would compute wrong results.
 
         Shared memory always has a budget, the rest in a layer's configurations. Results are wrong
-        if Triton refills a buffer too early, if ptxas keeps almost nothing in registers, or if a
-        kernel that overlaps the previous one reads before it waits.
+        if Triton refills a buffer too early, if ptxas merges sums or keeps almost nothing in
+        registers, or if a kernel that overlaps the previous one reads before it waits.
         """
         import triton
 
@@ -88,6 +96,11 @@ class Row:
             found.append(
                 "a buffer is filled again while a product may still read it "
                 "(docs/kernels/hazards.md, 'Refilled buffers')"
+            )
+        if self.merged:
+            found.append(
+                "ptxas took a sum over accumulators before a product for the same sum after it "
+                "(docs/kernels/hazards.md, 'Merged sums')"
             )
         if self.hasty:
             found.append(
@@ -182,11 +195,12 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
 
 
 def _compiled(label: list[str], name: str, arch: int, kernel, start: float) -> Row:
-    about = kernel.metadata
-    registers, stack = resources(kernel.asm["cubin"])
-    wrong = refilled(kernel.asm["ttgir"]), about.launch_pdl and hasty(kernel.asm["ptx"])
+    about, ptx, cubin = kernel.metadata, kernel.asm["ptx"], kernel.asm["cubin"]
+    registers, stack = resources(cubin)
     numbers = about.num_warps, registers, stack, about.shared, time.perf_counter() - start
-    counted = instructions(kernel.asm["cubin"], about.name)
+    early = about.launch_pdl and hasty(ptx)
+    wrong = refilled(kernel.asm["ttgir"]), early, merged(ptx, cubin, about.name)
+    counted = instructions(cubin, about.name)
     return Row(label[0], label[1], name, arch, *numbers, *wrong, compiled_code(kernel), "", counted)
 
 

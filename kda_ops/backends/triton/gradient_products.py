@@ -147,9 +147,16 @@ def chained(PREC):
 
 
 @triton.jit
-def dot_rows(b_x, b_y, PREC: tl.constexpr):
-    """Return the sum over columns of x y, [rows] fp32, for results of products."""
-    return tl.sum(fold_products(b_x, b_y) if chained(PREC) else b_x * b_y, 1)
+def dot_rows(b_x, b_y, PREC: tl.constexpr, RIGHT_FIRST: tl.constexpr = False):
+    """Return the sum over columns of x y, [rows] fp32, for results of products.
+
+    If a product adds to y between two sums, one of them starts from the right
+    (docs/kernels/hazards.md, "Merged sums").
+    """
+    if chained(PREC):
+        return tl.sum(fold_products(b_x, b_y, None, RIGHT_FIRST), 1)
+    else:
+        return tl.sum(b_x * b_y, 1)
 
 
 @triton.jit
@@ -325,7 +332,7 @@ def key_gradient(
     tl.debug_barrier()
     b_x = tl.dot(scores.one, x.k, input_precision=PREC)
     b_rest *= decays.to_end_k[:, None]
-    b_along = dot_rows(b_x, b_rest, PREC)
+    b_along = dot_rows(b_x, b_rest, PREC, RIGHT_FIRST=True)
     b_k_late = sums.k_late + b_along
     b_rest = tl.dot(scores.NT, x.k, b_rest, input_precision=PREC)
     if head.do.pointer is not None:

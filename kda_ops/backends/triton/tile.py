@@ -344,7 +344,7 @@ def halves(b_x):
 
 
 @triton.jit
-def fold_products(b_x, b_y, b_sum=None):
+def fold_products(b_x, b_y, b_sum=None, RIGHT_FIRST: tl.constexpr = False):
     """Return b_sum + x y [rows, 8], adding columns that are 8 apart one by one.
 
     Without `b_sum` the sum starts at 0. In results of wgmma by 4 warps, a thread holds both of two
@@ -353,7 +353,12 @@ def fold_products(b_x, b_y, b_sum=None):
     if b_x.shape[1] > 8:
         b_left, b_right = halves(b_x)
         b_y_left, b_y_right = halves(b_y)
-        return fold_products(b_right, b_y_right, fold_products(b_left, b_y_left, b_sum))
+        if RIGHT_FIRST:
+            b_sum = fold_products(b_right, b_y_right, b_sum, RIGHT_FIRST)
+            return fold_products(b_left, b_y_left, b_sum, RIGHT_FIRST)
+        else:
+            b_sum = fold_products(b_left, b_y_left, b_sum)
+            return fold_products(b_right, b_y_right, b_sum)
     elif b_sum is None:
         return b_x * b_y
     else:
