@@ -76,11 +76,11 @@ HAZARDS = (
         "our configurations are checked numerically before they enter the table",
     ),
     Hazard(
-        (3, 0),
+        (3, 9),
         None,
         9,
-        "ptxas may merge two sums over a result of products, although a product comes between them",
-        "python -m kda_ops compile finds it; our kernels take one of the sums in another order",
+        "ptxas may take two sums of a dot result for one, although another dot comes between them",
+        "our kernels add the columns of one of them from right to left",
     ),
     Hazard((3, 9), None, None, "block pointers (tl.make_block_ptr) are removed", "we use none"),
     Hazard(

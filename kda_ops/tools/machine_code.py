@@ -61,33 +61,34 @@ def hasty(ptx: str) -> bool:
 
 
 def merged(ptx: str, cubin: bytes, name: str) -> bool:
-    """Return whether ptxas took two sums over accumulators, before and after a product, for one.
+    """Return whether ptxas took two sums of a wgmma result, before and after a product, for one.
 
-    Then `ptx` forms the same expression of accumulators twice, and the machine code has fewer
-    shuffles than `ptx` uses (docs/kernels/hazards.md, "Merged sums"). `name` is the kernel's.
+    Then the machine code has fewer shuffles than `ptx` uses, and two of those get one expression
+    (docs/kernels/hazards.md, "Merged sums"). `name` is the kernel's. A sum that a loop carries into
+    its next turn is not found.
     """
     used = Counter(re.findall(r"%r\d+", ptx))
-    results = re.findall(r"shfl\.sync\.\S+\s+(%r\d+),", ptx)
+    results = re.findall(r"shfl\.sync\.\S+\s+(%r\d+)", ptx)
     return _shuffles(cubin, name) < sum(used[x] > 1 for x in results) and _repeated(ptx)
 
 
 def _shuffles(cubin: bytes, name: str) -> int:
     """Count the shuffles of a kernel, by the low 9 bits of each instruction."""
-    (code,) = (held for section, _, _, held in _sections(cubin, name) if section == ".text")
+    code = b"".join(held for section, _, _, held in _sections(cubin, name) if section == ".text")
     return sum(code[i] == 0x89 and code[i + 1] & 1 for i in range(0, len(code), 16))
 
 
 def _repeated(ptx: str) -> bool:
-    """Return whether an expression of accumulators is formed before and after a product.
+    """Return whether two shuffles get one expression of accumulators, before and after a product.
 
-    Values are numbered twice: `told` ignores what products add, `true` does not. Found is an
-    expression that has one number in `told` and two in `true`. Branches count as if all were taken.
+    Values are numbered, equal expressions alike: `exact`, and `blind` to what products add. The two
+    shuffles get values with one number in `blind` and two in `exact`.
     """
     numbers: dict[tuple, int] = {}
-    # a register's value: a number, or a constant as it is written
-    told: dict[str, int | str] = {}
-    true: dict[str, int | str] = {}
-    formed: dict[int | str, int | str] = {}
+    # of each register: a number, or a constant as it is written
+    blind: dict[str, int | str] = {}
+    exact: dict[str, int | str] = {}
+    shuffled: dict[int | str, int | str] = {}
 
     def number(*value) -> int:
         return numbers.setdefault(value, len(numbers))
@@ -98,25 +99,26 @@ def _repeated(ptx: str) -> bool:
             continue
         op, rest = found.groups()
         outputs = re.findall(r"%\w+", rest.split("}" if rest.startswith("{") else ",")[0])
+        of = re.findall(r"%\w+|[\w.]+", rest)[len(outputs) :]
         if op.startswith("wgmma.mma_async"):
             adds = re.search(r"%rd\d+, 0, 1, 1", rest) is None  # otherwise it starts from 0
             for x in outputs:
-                true[x] = number(i, x)
-                if not (adds and isinstance(told.get(x), int)):
-                    told[x] = true[x]
+                exact[x] = number(i, x)
+                if not (adds and isinstance(blind.get(x), int)):
+                    blind[x] = exact[x]
         elif re.match(r"(add|sub|mul|fma|neg|mov)\b.*[bf]32", op) and len(outputs) == 1:
-            of = re.findall(r"%\w+|[\w.]+", rest)[1:]
-            for seen in (told, true):
+            for seen in (blind, exact):
                 values: list = [seen.get(x, x) for x in of]
                 if op[:3] in ("add", "mul", "fma"):
                     values[:2] = sorted(values[:2], key=str)
                 copied = op.startswith("mov") and values
                 seen[outputs[0]] = values[0] if copied else number(op, *values)
-            if formed.setdefault(told[outputs[0]], true[outputs[0]]) != true[outputs[0]]:
-                return True
         else:
+            if op.startswith("shfl") and of[0] in exact:
+                if shuffled.setdefault(blind[of[0]], exact[of[0]]) != exact[of[0]]:
+                    return True
             for x in outputs:
-                told[x] = true[x] = number(i, x)
+                blind[x] = exact[x] = number(i, x)
     return False
 
 

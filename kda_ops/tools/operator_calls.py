@@ -211,7 +211,7 @@ OTHERS += (
     Call(1, torch.float16, gate="plain"),
     Call(0, torch.float16, gate="plain"),
     Call(1, K=256, V=256),
-    Call(1, torch.float16, K=130, V=24, gate="softplus"),
+    Call(1, torch.float16, K=130, V=24, gate="plain"),
     Call(0, K=64, V=64, gate="softplus", keep=True),
 )
 OTHERS += tuple(

@@ -170,40 +170,61 @@ def test_a_buffer_that_is_filled_while_a_product_reads_it_is_found(stages, pendi
     assert refilled(LOOP.replace("STAGES", str(stages)).replace("PENDING", str(pending))) is hazard
 
 
-# two products into %r1 and %r2 from descriptors, and what is formed of them before and after
+# products into %r1 and %r2, from shared memory and from registers, and sums of what they return
 PRODUCT = (
     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1,%r2}, %rd1, %rd2, ADDS, 1, 1, 0, 0;"
 )
-BEFORE = "mul.f32 %r5, %r1, %r3;", "fma.rn.f32 %r6, %r2, %r4, %r5;"
-AFTER = "mul.f32 %r7, %r3, %r1;", "fma.rn.f32 %r8, %r4, %r2, %r7;"
-OTHER_WAY = "mul.f32 %r7, %r4, %r2;", "fma.rn.f32 %r8, %r3, %r1, %r7;"
-USES = (
-    "shfl.sync.bfly.b32 %r9, %r6, 1, 31, -1;",
-    "shfl.sync.bfly.b32 %r10, %r8, 1, 31, -1;",
+HALF = (
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1,%r2}, {%r30,%r31}, %rd2, ADDS, 1, 1;"
+)
+ZERO = "mov.b32 %r1, 0f00000000;", "mov.b32 %r2, 0f00000000;"
+FIRST = "mul.f32 %r5, %r1, %r3;", "fma.rn.f32 %r6, %r2, %r4, %r5;"
+SUMS = *FIRST, "shfl.sync.bfly.b32 %r9, %r6, 1, 31, -1;"
+AGAIN = (
+    "mul.f32 %r7, %r3, %r1;",
+    "fma.rn.f32 %r8, %r4, %r2, %r7;",
+    "shfl.sync.bfly.b32 %r10|%p2, %r8, 1, 31, -1;",
+)
+BACKWARDS = "mul.f32 %r7, %r4, %r2;", "fma.rn.f32 %r8, %r3, %r1, %r7;", AGAIN[2]
+COPIED = "@%p4 mov.b32 %r20, %r3;", AGAIN[0].replace("%r3", "%r20"), *AGAIN[1:]
+LOADED = "ld.shared.v2.b32 {%r3, %r4}, [%r40];", *AGAIN
+CONVERTED = "@%p4 cvt.rn.f32.s32 %r3, %r40;", *AGAIN
+DIFFERENCE = AGAIN[0], AGAIN[1].replace("fma.rn.f32 %r8, %r4", "sub.f32 %r8, %r7"), AGAIN[2]
+ENDS = (
     "shfl.sync.bfly.b32 %r11, %r8, 2, 31, -1;",  # nothing reads it
     "add.f32 %r12, %r9, %r10;",
 )
+SHUFFLE, OTHER = "89790500" + "00" * 12, "89720000" + "00" * 12
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "adds, before, after, shuffles, found",
+    "before, product, adds, after, shuffles, found",
     (
-        ("%p1", BEFORE, AFTER, 1, True),
-        ("%p1", BEFORE, AFTER, 2, False),  # ptxas kept both
-        ("%p1", BEFORE, OTHER_WAY, 1, False),
-        ("0", BEFORE, AFTER, 1, False),  # the second product starts from 0
-        ("%p1", (), AFTER, 1, False),
-        ("%p1", (*BEFORE, "mov.b32 %r20, %r1;"), ("mov.b32 %r3, %r20;", *AFTER), 1, False),
+        (SUMS, PRODUCT, "%p1", AGAIN, 1, True),
+        (SUMS, HALF, "%p1", AGAIN, 1, True),
+        (SUMS, PRODUCT, "%p1", COPIED, 1, True),
+        (SUMS, PRODUCT, "%p1", AGAIN, 2, False),  # ptxas kept both
+        (SUMS, PRODUCT, "%p1", BACKWARDS, 1, False),
+        (SUMS, PRODUCT, "%p1", LOADED, 1, False),
+        (SUMS, PRODUCT, "%p1", CONVERTED, 1, False),
+        (SUMS, PRODUCT, "%p1", DIFFERENCE, 1, False),
+        (SUMS, PRODUCT, "0", AGAIN, 1, False),  # the second product starts from 0
+        (SUMS, HALF, "0", AGAIN, 1, False),
+        ((*SUMS, *ZERO), PRODUCT, "%p1", AGAIN, 1, False),  # so it does here
+        (FIRST, PRODUCT, "%p1", AGAIN, 0, False),  # nothing shuffles the first sum
+        (SUMS, "", "", AGAIN, 1, False),  # one sum, taken twice
     ),
 )
-def test_sums_that_ptxas_merged_are_found(adds, before, after, shuffles, found, monkeypatch):
+def test_sums_that_ptxas_merged_are_found(
+    before, product, adds, after, shuffles, found, monkeypatch
+):
     from kda_ops.tools import machine_code
     from kda_ops.tools.offline import Row
 
-    start, then = PRODUCT.replace("ADDS", "0"), PRODUCT.replace("ADDS", adds)
-    ptx = "\n".join((start, *before, then, *after, *USES))
-    code = bytes.fromhex("89790500" + "00" * 12) * shuffles + bytes.fromhex("24720000" + "00" * 12)
+    start = *ZERO, PRODUCT.replace("ADDS", "%p1")
+    ptx = "\n".join((*start, *before, product.replace("ADDS", adds), *after, *ENDS))
+    code = bytes.fromhex(SHUFFLE * shuffles + OTHER * 3)
     monkeypatch.setattr(machine_code, "_sections", lambda cubin, name: [(".text", 6, 0, code)])
     assert machine_code.merged(ptx, b"", "kernel") is found
     row = Row("layer", "bound", "gradient_gdn", 90, 4, 255, 0, 0, 1.0, False, merged=found)

@@ -345,10 +345,10 @@ def halves(b_x):
 
 @triton.jit
 def fold_products(b_x, b_y, b_sum=None, RIGHT_FIRST: tl.constexpr = False):
-    """Return b_sum + x y [rows, 8], adding columns that are 8 apart one by one.
+    """Return b_sum + x y [rows, 8], adding columns that are 8 apart one by one, from the left.
 
-    Without `b_sum` the sum starts at 0. In results of wgmma by 4 warps, a thread holds both of two
-    columns that are 8 apart.
+    With RIGHT_FIRST it adds them from the right. Without `b_sum` the sum starts at 0. In results of
+    wgmma by 4 warps, a thread holds both of two columns that are 8 apart.
     """
     if b_x.shape[1] > 8:
         b_left, b_right = halves(b_x)

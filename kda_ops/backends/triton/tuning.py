@@ -182,12 +182,10 @@ _EXACT = (  # with 32 columns of V, ptxas gives up registers (hazards.md, "Lost 
 # tensor. Measured on an H200 with triton 3.6 (docs/kernels/journal.md); other architectures take
 # what fits their shared memory.
 TABLE: dict[str, tuple[Row, ...]] = {
-    # with 128 of more columns, ptxas gives up registers (hazards.md, "Lost registers")
-    "prepare_kda": (
-        Row(32, "any", ALL, Options(32)),
-        Row(16, "any", 128, Options(128)),
-        Row(16, "any", ALL, Options(64)),
-    ),
+    "prepare_kda": (Row(32, "any", ALL, Options(32)), Row(16, "any", ALL, Options(128))),
+    # for keys that do not fill 256 columns; with 128, ptxas gives up registers (hazards.md, "Lost
+    # registers")
+    "prepare_ragged": (Row(32, "any", ALL, Options(32)), Row(16, "any", ALL, Options(64))),
     # three programs of 168 registers per multiprocessor beat four of 128, which spill; where the
     # inverse takes split products they are level (journal.md, "Two costs for GDN's chunks")
     "prepare_gdn": (Row(16, "any", 128, Options(registers=168)), Row(0, "any", ALL, Options())),
@@ -260,6 +258,8 @@ def names(kernel: str, p: Problem) -> Iterator[str]:
     The two variants of a scan are cut alike. With K = V = 128, two cases take wide programs: two
     narrow ones per head and piece do not all run at once, or `prepare` runs at the same time.
     """
+    if kernel == "prepare_kda" and 128 < p.K < 256:
+        yield "prepare_ragged"
     if "scan" in kernel:
         stage = "reverse_scan" if kernel.startswith("reverse") else "scan"
         waves = 2 * pieces(p) * p.HV > processors(p.q.device)
