@@ -181,6 +181,7 @@ def dispatched(groups, size: int, case: Case):
     rank, context = dist.get_rank(group), context_of(case, size, group)
     x = leaves_of(case, rank, cuts)
     call = {n: t for n, t in x.items() if n not in ("cu_seqlens", "initial_state")}
+    call["dt_bias"] = x["dt_bias"].flatten()  # FLA's backward returns its gradient so
     function = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}[case.variant]
     o, _ = function(**call, **words_of(case), cp_context=context)
     return gradients(case, rank, size, cuts, x, o, None)
