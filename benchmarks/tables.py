@@ -226,7 +226,8 @@ def of_tritons(found: dict, suites: dict[str, dict]) -> str:
     about = f"{found['gpu']}, torch {found['torch']}; ms."
     lines = [about, "", _header("op", "gate", "setting", "pass", first, *others), *lines, ""]
     for triton in sorted(suites, key=parse_version):
-        lines.append(f"- Triton {triton}, {of_suite(suites[triton])}.")
+        ran = suites[triton]
+        lines.append(f"- Triton {triton}, torch {ran['torch']}, {of_suite(ran)}.")
     return "\n".join([*lines, ""])
 
 

@@ -10,7 +10,8 @@ from kda_ops.tools.cases import case_of, name_of
 from kda_ops.tools.digests import code_of
 from tests.support.benchmark import row
 
-SUITE = {"source": "s", "gpu": "G", "passed": 5, "failed": 1, "skipped": 0, "cut": None}
+COUNTS = {"passed": 5, "failed": 1, "skipped": 0}
+SUITE = {"source": "s", "gpu": "G", "torch": "1", "cut": None} | COUNTS
 
 
 def evidence_of(*rows):
@@ -153,7 +154,7 @@ def test_tritons_are_compared_with_the_mean_of_the_oldest(tmp_path):
     assert "| kda | bound | B1T64H1 | fwd | 2 | 1.8 (0.90) | 3 (1.50) |\n" in new
     assert "| kda | bound | B1T64H1 | fwdbwd | 4 | 4 (1.00) | – |\n" in new
     assert "| gdn | bound | B1T64H1 | fwd | – | 5 | – |\n\n" in new
-    assert "- Triton 2, tests/gpu on G: 5 passed, 1 failed.\n<!-- end -->" in new
+    assert "- Triton 2, torch 1, tests/gpu on G: 5 passed, 1 failed.\n<!-- end -->" in new
     assert "3.8.0" not in page(tmp_path / "none", marked("tritons"), row())()
 
 
@@ -169,7 +170,10 @@ def test_the_tests_are_those_of_the_triton_of_the_rows(tmp_path):
     tritons["rows"] = [call | {"triton": t} for t in ("2", "3.10.0")]
     new = page(tmp_path, marked("fwd", "tritons"), evidence=found, tritons=tritons)()
     assert "; tests/gpu on G: 5 passed, 1 failed; " in new
-    assert "failed.\n- Triton 3.10.0, tests/gpu on G: 7 passed, 1 failed, cut after 1 s.\n" in new
+    assert (
+        "failed.\n- Triton 3.10.0, torch 1, tests/gpu on G: 7 passed, 1 failed, cut after 1 s.\n"
+        in new
+    )
 
 
 def test_a_summary_has_at_most_eight_rows_and_the_picture(tmp_path, monkeypatch):

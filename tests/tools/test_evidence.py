@@ -20,20 +20,13 @@ from tests.support.suite import longest_first, rotated
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "results" / "evidence.json"
-DIFFERENTIABLE = "tests/gpu/test_serving.py::test_recurrent_is_differentiable"
-UNEXPLAINED = "dg was wrong in these two processes, right in every process of its own (the journal)"
-# The GPU tests that failed in the runs on file, by Triton, with the cause if it is known.
+# The GPU tests that failed in the runs on file, by Triton, with the cause. torch 2.14.1 wants cuDNN
+# 9.24 and ran with 9.19, which refuses a call of its attention's backward.
+AS_CLOSE = (
+    "tests/gpu/test_compat.py::test_bfloat16_is_as_close_to_float32_as_the_path_of_transformers"
+)
 KNOWN: dict[str, dict[str, str]] = {
-    "3.8.0": {
-        "tests/gpu/test_forward.py::test_any_width[kda-130-24-dtype1]": "prepare_kda loses its "
-        "registers (docs/kernels/hazards.md)"
-    },
-    "3.9.0": {
-        f"{DIFFERENTIABLE}[{{'B': 2, 'T': 16}}-gdn]": UNEXPLAINED,
-        f"{DIFFERENTIABLE}[{{'lengths': (3, 0, 70, 1), 'tail': 2, 'transposed': True}}-gdn]": (
-            UNEXPLAINED
-        ),
-    },
+    "3.8.0": {f"{AS_CLOSE}[{model}]": "cuDNN 9.19" for model in ("kimi_linear", "qwen3_next")}
 }
 COLUMNS = {
     "op",
