@@ -79,7 +79,7 @@ HAZARDS = (
         (3, 9),
         None,
         9,
-        "ptxas may take two sums of a dot result for one, although another dot comes between them",
+        "ptxas may merge two sums of a dot result, before and after another dot adds to it",
         "our kernels add the columns of one of them from right to left",
     ),
     Hazard((3, 9), None, None, "block pointers (tl.make_block_ptr) are removed", "we use none"),

@@ -61,14 +61,15 @@ def hasty(ptx: str) -> bool:
 
 
 def merged(ptx: str, cubin: bytes, name: str) -> bool:
-    """Return whether ptxas took two sums of a wgmma result, before and after a product, for one.
+    """Return whether ptxas merged two sums of a wgmma result, before and after another wgmma.
 
-    Then the machine code has fewer shuffles than `ptx` uses, and two of those get one expression
-    (docs/kernels/hazards.md, "Merged sums"). `name` is the kernel's. A sum that a loop carries into
-    its next turn is not found.
+    Two signs together say so: `ptx` shuffles one expression of accumulators before and after, and
+    the machine code of the kernel `name` has fewer shuffles than `ptx` has with a result that is
+    read (docs/kernels/hazards.md, "Merged sums"). A sum that a loop carries into its next turn is
+    not found.
     """
-    used = Counter(re.findall(r"%r\d+", ptx))
-    results = re.findall(r"shfl\.sync\.\S+\s+(%r\d+)", ptx)
+    used = Counter(re.findall(r"%\w+", ptx))
+    results = re.findall(r"shfl\.sync\.\S+\s+(%\w+)", ptx)
     return _shuffles(cubin, name) < sum(used[x] > 1 for x in results) and _repeated(ptx)
 
 
@@ -79,10 +80,12 @@ def _shuffles(cubin: bytes, name: str) -> int:
 
 
 def _repeated(ptx: str) -> bool:
-    """Return whether two shuffles get one expression of accumulators, before and after a product.
+    """Return whether two shuffles read one expression of accumulators, before and after a product.
 
-    Values are numbered, equal expressions alike: `exact`, and `blind` to what products add. The two
-    shuffles get values with one number in `blind` and two in `exact`.
+    The values of registers are numbered twice, with one number for equal expressions. In `exact` a
+    product's result has a new number. In `blind` accumulators keep theirs. Found are two shuffles
+    that read one number in `blind` and two in `exact`. Lines are taken in the order of the text, as
+    if no branch left any out.
     """
     numbers: dict[tuple, int] = {}
     # of each register: a number, or a constant as it is written
@@ -104,7 +107,7 @@ def _repeated(ptx: str) -> bool:
             adds = re.search(r"%rd\d+, 0, 1, 1", rest) is None  # otherwise it starts from 0
             for x in outputs:
                 exact[x] = number(i, x)
-                if not (adds and isinstance(blind.get(x), int)):
+                if not (adds and isinstance(blind.get(x), int)):  # new, also after a constant
                     blind[x] = exact[x]
         elif re.match(r"(add|sub|mul|fma|neg|mov)\b.*[bf]32", op) and len(outputs) == 1:
             for seen in (blind, exact):

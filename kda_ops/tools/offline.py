@@ -99,7 +99,7 @@ class Row:
             )
         if self.merged:
             found.append(
-                "ptxas took a sum before a product for the same sum after it "
+                "ptxas merged a sum before a product with the same sum after it "
                 "(docs/kernels/hazards.md, 'Merged sums')"
             )
         if self.hasty:

@@ -4,12 +4,14 @@ spills and shared memory; no GPU needed.
 
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
@@ -18,7 +20,7 @@ def test_every_kernel_is_within_its_budget(arch):
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "kda_ops", "compile", "--arch", arch],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
@@ -211,7 +213,7 @@ SHUFFLE, OTHER = "89790500" + "00" * 12, "89720000" + "00" * 12
         (SUMS, PRODUCT, "%p1", DIFFERENCE, 1, False),
         (SUMS, PRODUCT, "0", AGAIN, 1, False),  # the second product starts from 0
         (SUMS, HALF, "0", AGAIN, 1, False),
-        ((*SUMS, *ZERO), PRODUCT, "%p1", AGAIN, 1, False),  # so it does here
+        ((*SUMS, *ZERO), PRODUCT, "%p1", AGAIN, 1, False),  # the accumulators are zeroed before it
         (FIRST, PRODUCT, "%p1", AGAIN, 0, False),  # nothing shuffles the first sum
         (SUMS, "", "", AGAIN, 1, False),  # one sum, taken twice
     ),
@@ -229,3 +231,20 @@ def test_sums_that_ptxas_merged_are_found(
     assert machine_code.merged(ptx, b"", "kernel") is found
     row = Row("layer", "bound", "gradient_gdn", 90, 4, 255, 0, 0, 1.0, False, merged=found)
     assert len(row.faults(False)) == found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("label", ("", "here:"))
+def test_ptxas_merges_sums_that_have_a_label_in_front(label, tmp_path):
+    """Should a later ptxas keep them apart, hazards.md ("Merged sums") is to say so."""
+    from kda_ops.tools import machine_code
+
+    script = runpy.run_path(str(ROOT / "docs" / "kernels" / "merged_sums.py"))
+    folder = importlib.util.find_spec("triton").submodule_search_locations[0]
+    ptxas = Path(folder) / "backends" / "nvidia" / "bin" / "ptxas"
+    ptx, made = script["PTX"].replace("LABEL", label), tmp_path / "sums.cubin"
+    (tmp_path / "sums.ptx").write_text(ptx)
+    command = [ptxas, "--gpu-name=sm_90a", tmp_path / "sums.ptx", "-o", made]
+    subprocess.run(command, check=True)
+    assert machine_code.merged(ptx, made.read_bytes(), "sums") == bool(label)
+    assert script["shuffles"](ptxas, ptx) == (1 if label else 2)

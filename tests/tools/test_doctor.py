@@ -116,7 +116,7 @@ def test_a_wrong_result_is_a_problem_and_fails_the_command(monkeypatch, capsys):
         ("3.7.1", [8], ["interpreter"]),
         ("3.7.1", [10], ["interpreter"]),
         ("3.8.0", [9], ["interpreter"]),
-        ("3.9.0", [9], ["block pointers", "two sums"]),
+        ("3.9.0", [9], ["block pointers", "merge two sums"]),
         ("3.9.0", [10], ["block pointers"]),
         ("3.10.0", [10], ["block pointers", "fma"]),
     ],

@@ -97,13 +97,13 @@ def tuning(monkeypatch, tmp_path):
     tuning.forget()
 
 
-def call(**flags):
+def call(K=128, **flags):
     q, v, one = (
-        torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16),
+        torch.zeros(1, 64, 2, K, dtype=torch.bfloat16),
         torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16),
         torch.ones(1, 64, 2),
     )
-    return Problem.parse(1, q, q, v, -torch.ones(1, 64, 2, 128), one, **flags)
+    return Problem.parse(1, q, q, v, -torch.ones(1, 64, 2, K), one, **flags)
 
 
 @pytest.mark.quick
@@ -116,6 +116,16 @@ def test_a_row_of_the_file_is_used_and_others_are_kept(tuning):
         16
     )
     assert tuning.choose("scan_kda", p) == tuning.table("scan_kda", p)
+
+
+@pytest.mark.quick
+def test_keys_that_do_not_fill_256_columns_have_rows_of_their_own(tuning):
+    full, some = call(256), (call(129), call(255))
+    assert [tuning.choose("prepare_kda", p).block_k for p in (call(100), call(), full)] == [128] * 3
+    assert [tuning.choose("prepare_kda", p).block_k for p in some] == [64] * 2
+    tuning.save({tuning.row("prepare_kda", full): tuning.Options(128, warps=8)})
+    assert tuning.choose("prepare_kda", full).warps == 8
+    assert all(tuning.choose("prepare_kda", p) == tuning.table("prepare_kda", p) for p in some)
 
 
 def test_a_file_of_another_machine_or_no_file_at_all_is_not_used(tuning):

@@ -150,8 +150,8 @@ def chained(PREC):
 def dot_rows(b_x, b_y, PREC: tl.constexpr, RIGHT_FIRST: tl.constexpr = False):
     """Return the sum over columns of x y, [rows] fp32, for results of products.
 
-    Where a product adds to y between two sums, one of them is RIGHT_FIRST (docs/kernels/hazards.md,
-    "Merged sums"). That counts only where products are summed one by one.
+    If a product adds to y between two sums, one of them must be RIGHT_FIRST
+    (docs/kernels/hazards.md, "Merged sums"). It has no effect unless `chained(PREC)`.
     """
     if chained(PREC):
         return tl.sum(fold_products(b_x, b_y, None, RIGHT_FIRST), 1)

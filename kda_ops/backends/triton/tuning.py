@@ -105,6 +105,11 @@ def anchored_rows(p: Problem) -> int:
     return 32 if centred(p) else 8 if p.q.dtype is torch.bfloat16 else 1
 
 
+def ragged(p: Problem) -> bool:
+    """Return whether keys have more than 128 columns and do not fill 256."""
+    return 128 < p.K < 256
+
+
 def inverse_precision(p: Problem) -> str:
     """Return the precision of the products that form the inverse of a chunk.
 
@@ -150,7 +155,9 @@ def row(kernel: str, p: Problem) -> str:
 
     Nothing in it depends on B, T, N, H or values.
     """
-    mode = f".rows{anchored_rows(p)}" if kernel == "prepare_kda" else ""
+    mode = ""
+    if kernel == "prepare_kda":
+        mode = f".rows{anchored_rows(p)}" + ".ragged" * ragged(p)
     return (
         f"{kernel}{mode}.sm{architecture(p.q.device)}0.{8 * p.q.dtype.itemsize}"
         f".K{width(p.K, p.q.dtype)}.V{min(width(p.V, p.q.dtype), 256)}"
@@ -183,9 +190,8 @@ _EXACT = (  # with 32 columns of V, ptxas gives up registers (hazards.md, "Lost 
 # what fits their shared memory.
 TABLE: dict[str, tuple[Row, ...]] = {
     "prepare_kda": (Row(32, "any", ALL, Options(32)), Row(16, "any", ALL, Options(128))),
-    # for keys that do not fill 256 columns; with 128, ptxas gives up registers (hazards.md, "Lost
-    # registers")
-    "prepare_ragged": (Row(32, "any", ALL, Options(32)), Row(16, "any", ALL, Options(64))),
+    # K from 129 to 255: with 128 columns ptxas gives up registers (hazards.md, "Lost registers")
+    "prepare_ragged": (Row(16, "any", ALL, Options(64)),),
     # three programs of 168 registers per multiprocessor beat four of 128, which spill; where the
     # inverse takes split products they are level (journal.md, "Two costs for GDN's chunks")
     "prepare_gdn": (Row(16, "any", 128, Options(registers=168)), Row(0, "any", ALL, Options())),
@@ -257,8 +263,9 @@ def names(kernel: str, p: Problem) -> Iterator[str]:
 
     The two variants of a scan are cut alike. With K = V = 128, two cases take wide programs: two
     narrow ones per head and piece do not all run at once, or `prepare` runs at the same time.
+    Ragged keys have rows of their own in `prepare_kda`.
     """
-    if kernel == "prepare_kda" and 128 < p.K < 256:
+    if kernel == "prepare_kda" and ragged(p):
         yield "prepare_ragged"
     if "scan" in kernel:
         stage = "reverse_scan" if kernel.startswith("reverse") else "scan"
