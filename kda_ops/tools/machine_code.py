@@ -84,8 +84,8 @@ def _repeated(ptx: str) -> bool:
 
     The values of registers are numbered twice, with one number for equal expressions. In `exact` a
     product's result has a new number. In `blind` accumulators keep theirs. Found are two shuffles
-    that read one number in `blind` and two in `exact`. Lines are taken in the order of the text, as
-    if no branch left any out.
+    that read one number in `blind` and two in `exact`. Statements are taken in the order of the
+    text, as if no branch left any out.
     """
     numbers: dict[tuple, int] = {}
     # of each register: a number, or a constant as it is written
@@ -96,8 +96,8 @@ def _repeated(ptx: str) -> bool:
     def number(*value) -> int:
         return numbers.setdefault(value, len(numbers))
 
-    for i, line in enumerate(ptx.splitlines()):
-        found = re.match(r"\s*(?:@!?%\w+ )?([a-z][\w.:]*)\s+(.*);", line)
+    for i, statement in enumerate(re.split(r"[;\n]", ptx)):
+        found = re.match(r"\s*(?:@!?%\w+ )?([a-z][\w.:]*)\s+(.*)", statement)
         if found is None:
             continue
         op, rest = found.groups()
