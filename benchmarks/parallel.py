@@ -1,8 +1,8 @@
 """Time one long sequence on one device, and spread over several by context parallelism.
 
-``torchrun --nproc-per-node 2 -m benchmarks.parallel`` times forward, and forward with backward, of
-the same tokens on the first rank alone and over all. The slowest rank's median counts. Ranks have a
-GPU each over NCCL, or share a CPU over gloo. Tests check the results, and the bytes that they send.
+``torchrun --nproc-per-node 4 -m benchmarks.parallel`` times forward, and forward with backward, of
+the same tokens on 1, 2 and 4 ranks. The slowest rank's median counts. Ranks have a GPU each over
+NCCL, or share a CPU over gloo. Tests check the results, and the bytes that they send.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from kda_ops.tools.machine import Help, describe, need_writable, write_json
 REPEATS = 9
 
 
-def median_ms(call: Callable[[], object], device: torch.device, alone: bool) -> float:
-    """Return the median time of a call that ranks make as often as each other, on the slowest."""
+def median_ms(
+    call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None
+) -> float:
+    """Return the median time of a call that the ranks of a group make together, on the slowest."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = []
     for _ in range(REPEATS + 2):  # the first two warm up
-        if not alone:
-            dist.barrier()
+        if group is not None:
+            dist.barrier(group)
         synchronize()
         start = time.perf_counter()
         call()
         synchronize()
         times.append(1e3 * (time.perf_counter() - start))
     slowest = torch.tensor(statistics.median(times[2:]), device=device)
-    if not alone:
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    if group is not None:
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return round(slowest.item(), 3)
 
 
-def measure(case: Case, device: torch.device, alone: bool) -> dict:
-    """Return the times of a case, whose setting is a shard of it where ranks share it."""
+def measure(case: Case, device: torch.device, group: dist.ProcessGroup | None) -> dict:
+    """Return the times of a case: whole without a group, otherwise one shard on each rank of it."""
     x, forward = make_inputs(case), our_forward(case)
-    if not alone and dist.group.WORLD is not None:
-        plan = cp.plan_context(case.sizes["T"], dist.group.WORLD, device=device)
+    if group is not None:
+        plan = cp.plan_context(case.sizes["T"], group, device=device)
         chunk: Callable = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}[case.op]
         forward = lambda x: chunk(**x, group=plan)[0]  # noqa: E731
     leaves = {n: t.detach().requires_grad_() for n, t in x.items()}
@@ -56,9 +58,9 @@ def measure(case: Case, device: torch.device, alone: bool) -> dict:
     def train() -> None:
         torch.autograd.grad(forward(leaves), list(leaves.values()), do)
 
-    row = {"op": case.op, "gate": case.gate, "gpus": 1 if alone else dist.get_world_size()}
-    row["fwd_ms"] = median_ms(torch.no_grad()(lambda: forward(x)), device, alone)
-    return row | {"fwdbwd_ms": median_ms(train, device, alone)}
+    row = {"op": case.op, "gate": case.gate, "gpus": 1 if group is None else group.size()}
+    row["fwd_ms"] = median_ms(torch.no_grad()(lambda: forward(x)), device, group)
+    return row | {"fwdbwd_ms": median_ms(train, device, group)}
 
 
 def main() -> None:
@@ -76,12 +78,14 @@ def main() -> None:
         torch.cuda.set_device(rank)
     found = describe(device.type) | {"setting": args.setting}
     tokens, dtype = parse_setting(args.setting)["T"], torch.bfloat16 if cuda else torch.float32
-    for op, gate, count in product(("kda", "gdn"), ("strong", "weak"), (1, size)):
+    counts = [2**n for n in range(size.bit_length())]
+    groups = {n: dist.new_group(range(n)) for n in counts[1:]}
+    for op, gate, count in product(("kda", "gdn"), ("strong", "weak"), counts):
         if rank >= count:
             continue
         setting = args.setting.replace(f"T{tokens}", f"T{tokens // count}")
         case = Case(op, "fwdbwd", setting, gate, str(device), dtype)
-        row = measure(case, device, count == 1)
+        row = measure(case, device, groups.get(count))
         rows.append(row)
         if rank == 0:
             print(json.dumps(row), flush=True)

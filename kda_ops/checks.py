@@ -59,6 +59,15 @@ def check_index(name: str, x: Tensor, device: torch.device, of: str = "q") -> No
     check_on_device(name, x, device, of)
 
 
+def refuse_float64_on_cuda(name: str, x: Tensor) -> None:
+    """Refuse a float64 tensor on CUDA, where no kernel computes in float64."""
+    if x.dtype is torch.float64 and x.device.type == "cuda":
+        raise TypeError(
+            f"{name} must be float16, bfloat16 or float32 on CUDA, got torch.float64: float64 runs "
+            "on CPU only."
+        )
+
+
 def check_vectors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check q and k [B, T, H, K] and v [B, T, HV, V], which set the sizes of a call."""
     if q is None or k is None or v is None:  # a schema does not refuse None
@@ -89,11 +98,7 @@ def check_vectors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q, k and v must be on one device, got {device}, {k.device} and {v.device}: move "
             "them together."
         )
-    if dtype is torch.float64 and device.type == "cuda":
-        raise TypeError(
-            "q must be float16, bfloat16 or float32 on CUDA, got torch.float64: float64 "
-            "runs on CPU only."
-        )
+    refuse_float64_on_cuda("q", q)
     if K < 1 or K > MAX_K:
         raise ValueError(
             f"K, the last dimension of q and k, must be between 1 and {MAX_K}, got {K}."

@@ -14,6 +14,7 @@ from kda_ops.checks import (
     check_no_overlap,
     check_offsets,
     check_slots,
+    refuse_float64_on_cuda,
     shape_error,
 )
 from kda_ops.stages import CONVOLUTION, CONVOLVED, Backend
@@ -51,11 +52,7 @@ class Convolution:
         B, T, D = x.shape
         device = x.device
         check_float("x", x, device, "x")
-        if x.dtype is torch.float64 and device.type == "cuda":
-            raise TypeError(
-                "x must be float16, bfloat16 or float32 on CUDA, got torch.float64: float64 runs "
-                "on CPU only."
-            )
+        refuse_float64_on_cuda("x", x)
         if weight.dim() != 2 or weight.shape[0] != D or weight.shape[1] == 0:
             hint = ""
             if weight.shape[:1] == (D,) and weight.dim() == 3:

@@ -424,14 +424,14 @@ def kda_gate(
     ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
 
     Args:
-        g: ``[B, T, HV, K]`` logits, fp16 to fp64.
+        g: ``[B, T, HV, K]`` logits, fp16, bf16 or fp32 (fp64 on CPU).
         A_log: ``[HV]``, fp16 to fp64: log of the factor. None: a factor of 1; needs
             ``lower_bound``.
         dt_bias: ``[HV, K]`` or flat ``[HV * K]``, fp16 to fp64. None: 0.
         lower_bound: a finite number below 0, or None.
 
     Returns:
-        ``[B, T, HV, K]`` natural-log decay in fp32 (fp64 for fp64 logits).
+        ``[B, T, HV, K]`` natural-log decay in fp32 (fp64 for fp64 logits, on CPU).
 
     Raises:
         ValueError: shapes disagree, or both ``A_log`` and ``lower_bound`` are None.
@@ -776,14 +776,14 @@ def gdn_gate(
     The formulas are those of `kda_gate`.
 
     Args:
-        g: ``[B, T, HV]`` logits, fp16 to fp64.
+        g: ``[B, T, HV]`` logits, fp16, bf16 or fp32 (fp64 on CPU).
         A_log: ``[HV]``, fp16 to fp64: log of the factor. None: a factor of 1; needs
             ``lower_bound``.
         dt_bias: ``[HV]``, fp16 to fp64. None: 0.
         lower_bound: a finite number below 0, or None.
 
     Returns:
-        ``[B, T, HV]`` natural-log decay in fp32 (fp64 for fp64 logits).
+        ``[B, T, HV]`` natural-log decay in fp32 (fp64 for fp64 logits, on CPU).
 
     Raises:
         ValueError, TypeError: as for `kda_gate`.

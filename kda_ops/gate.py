@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kda_ops.checks import shape_error
 from kda_ops.problem import gate_problem
 from kda_ops.stages import AXES, Backend
 
@@ -18,7 +19,7 @@ class Gate:
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         given = dict(zip(self.names, args))
-        self.dy, self.g = given.get("dy"), given["g"]
+        self.g = given["g"]
         self.gate = (given["A_log"], given.get("dt_bias"), flags.get("lower_bound"))
         self.rank = rank
         gate_problem(rank, self.g, *self.gate)
@@ -33,7 +34,13 @@ class GateBackward(Gate):
 
     names = ("dy", "g", "A_log", "dt_bias")
 
+    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
+        super().__init__(rank, args, flags)
+        self.dy = args[0]
+        if self.dy.shape != self.g.shape:
+            letters = "[B, T, HV, K]" if rank else "[B, T, HV]"
+            shape_error("dy", letters, tuple(self.g.shape), self.dy, " (as g has)")
+
     def run(self, b: Backend) -> tuple[Tensor | None, ...]:
         """Return the gradients, None of what is absent."""
-        assert self.dy is not None
         return b.gate_backward(self.dy, self.g, *self.gate, self.rank)

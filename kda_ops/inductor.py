@@ -53,7 +53,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from kda_ops import patterns, proofs
+from kda_ops import patterns, problem, proofs
+from kda_ops.backends import activations
 from kda_ops.patterns import (
     Gate,
     Match,
@@ -293,8 +294,9 @@ class FoldPreprocessing(CustomGraphPass):
                 ours.promise()
 
     def uuid(self) -> bytes:
-        """Return the key for Inductor's caches: a hash of the pass's source."""
-        return get_hash_for_files((__file__, patterns.__file__, proofs.__file__))
+        """Return the key for Inductor's caches: a hash of the sources that decide a fold."""
+        read = activations, patterns, problem, proofs
+        return get_hash_for_files((__file__, *(m.__file__ for m in read)))
 
 
 # flag, the argument that it describes, the flag that makes it needless, and its proof
@@ -320,12 +322,11 @@ class _Call:
     def fold(self) -> None:
         args = self.args
         if all(example(args.get(n)) is not None for n in "qkv"):
-            self._try([args["q"], args["k"]], self._l2norm, not args["use_qk_l2norm_in_kernel"])
+            self._try(self._l2norm, not args["use_qk_l2norm_in_kernel"])
         g, beta = args.get("g"), args.get("beta")
         if g is not None and example(g) is not None:
             self.heads = example(g).shape[2:]
             self._try(
-                [g],
                 self._gate,
                 not args["use_gate_in_kernel"]
                 and args["A_log"] is None
@@ -333,9 +334,7 @@ class _Call:
             )
         if beta is not None and example(beta) is not None:
             self._try(
-                [beta],
-                lambda: [match_through(match_beta, beta)],
-                not args["use_beta_sigmoid_in_kernel"],
+                lambda: [match_through(match_beta, beta)], not args["use_beta_sigmoid_in_kernel"]
             )
 
     def promise(self) -> None:
@@ -376,7 +375,7 @@ class _Call:
             raise Refused("flags")  # the call's lower_bound, for safe_gate, is not the gate's
         return [match]
 
-    def _try(self, values: list[Node], find: Callable[[], list[Match | None]], free: bool) -> None:
+    def _try(self, find: Callable[[], list[Match | None]], free: bool) -> None:
         if not free:
             # the call already activates this input, so the graph only computes its logits
             return

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kda_ops.checks import check_float, shape_error
+from kda_ops.checks import check_float, refuse_float64_on_cuda, shape_error
 from kda_ops.stages import NORM, NORMALISED, Backend
 
 ACTIVATIONS = ("sigmoid", "silu", "swish")  # "swish" is another name of "silu"
@@ -71,11 +70,7 @@ def check_norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, activ
     for name, tensor in (("x", x), ("weight", weight), ("gate", gate)):
         if tensor is not None:
             check_float(name, tensor, x.device, "x")
-    if x.dtype is torch.float64 and x.device.type == "cuda":
-        raise TypeError(
-            "x must be float16, bfloat16 or float32 on CUDA, got torch.float64: float64 runs on "
-            "CPU only."
-        )
+    refuse_float64_on_cuda("x", x)
     if not 0.0 < eps < math.inf:
         raise ValueError(f"eps must be a finite number above 0, got {eps}.")
     if activation not in ACTIVATIONS:

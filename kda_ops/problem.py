@@ -35,6 +35,7 @@ from kda_ops.checks import (
     check_vectors,
     dtype_error,
     is_symbolic,
+    refuse_float64_on_cuda,
     shape_error,
 )
 
@@ -495,6 +496,7 @@ def gate_problem(
             f"g must have shape {'[B, T, HV, K]' if rank else '[B, T, HV]'}, got {list(g.shape)}."
         )
     check_float("g", g, g.device)
+    refuse_float64_on_cuda("g", g)
     check_lower_bound(lower_bound)
     check_gate_parameters(
         rank, g.shape[2], g.shape[3] if rank else 1, A_log, dt_bias, lower_bound, g.device, "g"

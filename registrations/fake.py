@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kda_ops import chunk, dispatch
 from kda_ops.convolution import Convolution, ConvolveBackward
+from kda_ops.gate import GateBackward
 from kda_ops.norm import Norm, NormBackward
 from kda_ops.problem import Problem, gate_problem
 from kda_ops.registrations import schemas
@@ -41,7 +42,9 @@ def _fakes(rank: int) -> dict[schemas.Operator, Callable]:
     def gate(g, A_log, dt_bias=None, *, lower_bound=None):
         return g.new_empty(g.shape, dtype=gate_problem(rank, g, A_log, dt_bias, lower_bound))
 
-    def gate_bwd(dy, g, A_log, dt_bias, *, lower_bound=None):
+    def gate_bwd(*args, **flags):
+        GateBackward(rank, args, flags)
+        _, g, A_log, dt_bias = args
         return _like(g, True, g), _like(A_log, True, g), _like(dt_bias, True, g)
 
     return {

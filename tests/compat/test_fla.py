@@ -853,4 +853,5 @@ def test_intermediate_states_begin_with_a_state_that_fits(state, error):
 
 
 def test_max_num_seqs_has_no_effect_without_use_graph():
-    fla.chunk_kda(**Case(lengths=(3, 70), H=1, HV=1).inputs(), max_num_seqs=7)
+    x = Case(lengths=(3, 70), H=1, HV=1).inputs()
+    assert torch.equal(fla.chunk_kda(**x, max_num_seqs=7)[0], fla.chunk_kda(**x)[0])

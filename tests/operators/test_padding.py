@@ -29,23 +29,35 @@ def inputs(op, T=70):
     return [t.to(TARGET.device) for t in x]
 
 
-def gradients(op, x, **flags):
+def gradients(op, x, gate_outside=False, **flags):
     x = [t.requires_grad_() for t in x]
-    o, _ = op(*x, **flags)
+    if gate_outside:
+        gate = kda_ops.kda_gate if "kda" in op.__name__ else kda_ops.gdn_gate
+        q, k, v, g, beta, A_log, dt_bias = x
+        bound = flags.pop("lower_bound", None)
+        g = gate(g, A_log, dt_bias, lower_bound=bound)
+        o, _ = op(q, k, v, g, beta, **flags | {"use_gate_in_kernel": False})
+    else:
+        o, _ = op(*x, **flags)
     return o, torch.autograd.grad(o.square().sum(), x)
+
+
+outside = pytest.mark.parametrize("gate_outside", (False, True))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("lower_bound", (None, -5.0))
 @pytest.mark.parametrize("garbage", (float("nan"), float("inf"), -float("inf")))
 @pytest.mark.parametrize("op", CHUNK_OPS)
-def test_tokens_of_no_sequence_may_hold_anything(op, garbage, lower_bound):
+@outside
+def test_tokens_of_no_sequence_may_hold_anything(op, garbage, lower_bound, gate_outside):
+    flags = FLAGS | dict(lower_bound=lower_bound, gate_outside=gate_outside)
     offsets = torch.tensor([0, 30, 60], device=TARGET.device)
     clean, dirty = inputs(op), inputs(op)
     for t in dirty[:5]:
         t[:, 60:] = garbage
-    o, want = gradients(op, clean, cu_seqlens=offsets, lower_bound=lower_bound, **FLAGS)
-    p, got = gradients(op, dirty, cu_seqlens=offsets, lower_bound=lower_bound, **FLAGS)
+    o, want = gradients(op, clean, cu_seqlens=offsets, **flags)
+    p, got = gradients(op, dirty, cu_seqlens=offsets, **flags)
     assert torch.equal(o, p) and not p[:, 60:].any()
     for a, b in zip(want, got):
         assert torch.equal(a, b)
@@ -53,10 +65,11 @@ def test_tokens_of_no_sequence_may_hold_anything(op, garbage, lower_bound):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("op", CHUNK_OPS)
-def test_a_logit_of_plus_infinity_forgets_and_has_finite_gradients(op):
+@outside
+def test_a_logit_of_plus_infinity_forgets_and_has_finite_gradients(op, gate_outside):
     x = inputs(op)
     x[3][:, 5] = float("inf")
-    o, grads = gradients(op, x, **FLAGS)
+    o, grads = gradients(op, x, gate_outside, **FLAGS)
     assert o.isfinite().all() and all(d.isfinite().all() for d in grads)
 
 

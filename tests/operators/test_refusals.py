@@ -1,5 +1,6 @@
 """Check errors for what schemas accept silently or the dispatcher refuses unclearly."""
 
+import contextlib
 import inspect
 import os
 import subprocess
@@ -8,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import kda_ops
 import kda_ops.distributed
@@ -345,6 +347,32 @@ def test_the_gate_s_bias_may_be_left_out_of_the_operator_too(variant):
     assert torch.equal(mapped[1], want)
     compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(g, A_log), want)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cotangent_of_the_gate_must_have_its_shape(variant):
+    x = arguments(variant, "gate")
+    for wrap in (contextlib.nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with wrap, pytest.raises(ValueError, match=r"^dy must have shape \[B, T, HV"):
+            overload(variant, "gate_bwd")(x["g"][:, 1:], **x)
+
+
+@pytest.mark.parametrize(
+    "name, tensor",
+    [(f"{op}_{v}", "q") for op in ("chunk", "recurrent") for v in VARIANTS]
+    + [(f"{v}_gate", "g") for v in VARIANTS]
+    + [("short_conv", "x"), ("gated_rms_norm", "x")],
+)
+def test_float64_on_cuda_is_refused(name, tensor):
+    function = getattr(kda_ops, name)
+    with FakeTensorMode():
+        x = {
+            n: t if t is None else torch.empty(t.shape, dtype=torch.float64, device="cuda")
+            for n, t in legal(function).items()
+        }
+        message = f"^{tensor} must be float16.*: float64 runs on CPU only"
+        with pytest.raises(TypeError, match=message):
+            function(**x)
 
 
 def test_the_kernels_on_a_cpu_ask_for_the_interpreter():

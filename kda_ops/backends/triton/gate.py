@@ -237,7 +237,7 @@ def gate_gradient(
 
     A = exp(A_log), x = g + dt_bias, s = sigmoid(A x). Shares are [programs, HV] and [programs, HV,
     K], fp32, and are added afterwards in a fixed order. Where s (1 - s) is zero, so is dx, for
-    any A.
+    any A. Where y is -inf or dy is zero, softplus gives zeros.
     """
     i_h, i_p = tl.program_id(0) % HV, (tl.program_id(0) // HV).to(tl.int64)
     o_k = tl.arange(0, BK)
@@ -254,8 +254,10 @@ def gate_gradient(
             b_dx = tl.where(slope > 0, lower_bound * rate * slope * b_dy, 0.0)
             b_rate += tl.sum(tl.where(slope > 0, b_dx * b_x, 0.0), 0)
         else:
-            b_dx = -rate * sigmoid(b_x) * b_dy
-            b_rate += tl.sum(-rate * softplus(b_x) * b_dy, 0)
+            b_y = -rate * softplus(b_x)
+            counts = (b_y > -float("inf")) & (b_dy != 0)  # elsewhere 0 * inf would be NaN
+            b_dx = tl.where(counts, -rate * sigmoid(b_x) * b_dy, 0.0)
+            b_rate += tl.sum(tl.where(counts, b_y * b_dy, 0.0), 0)
         b_bias += tl.sum(b_dx, 0)
         tl.store(
             dg + ((o_r * HV + i_h) * K)[:, None] + o_k[None, :],
