@@ -85,13 +85,20 @@ def _check(name: str, kind: str, x: object, ours: bool) -> None:
             raise TypeError(f"{name} must be a number, got {x!r}.")
     elif kind == "int":
         check_whole(name, x)
-    elif kind == "str" and not isinstance(x, str):
-        raise TypeError(f"{name} must be text, got {x!r}.")
+    elif kind.startswith("str") and not isinstance(x, str) and not (x is None and "None" in kind):
+        raise TypeError(f"{name} must be text{' or None' if 'None' in kind else ''}, got {x!r}.")
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Refuse what is not a tensor."""
+    if not isinstance(x, Tensor):
+        got = "None" if x is None else f"{type(x).__name__}: torch.as_tensor(...) makes one"
+        raise TypeError(f"{name} must be a tensor, got {got}.")
 
 
 def check_flag(name: str, x: object) -> None:
-    """Refuse a flag that is None, whose meaning is unclear, or text, which is always true."""
-    if x is None or isinstance(x, str):
+    """Refuse a flag that is not true or false: None, text, a list, a tensor with axes."""
+    if not hasattr(x, "__bool__") or x is None or getattr(x, "shape", ()) != ():
         raise TypeError(f"{name} must be True or False, got {x!r}.")
 
 

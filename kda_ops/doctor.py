@@ -73,7 +73,7 @@ HAZARDS = (
             "with 4 warps, a 64 x 64 backward through the triangular inverse is wrong "
             "(fla-org/flash-linear-attention #984, #988)"
         ),
-        "our configurations are checked numerically before they enter the table",
+        "our backward has no such product: it solves with the inverse of forward",
     ),
     Hazard(
         (3, 9),
@@ -95,7 +95,7 @@ HAZARDS = (
         None,
         None,
         "the interpreter (TRITON_INTERPRET=1) multiplies the bits of bf16 dot operands as integers",
-        "test with fp16 or fp32 in the interpreter",
+        "our tests replace this product; test with fp16 or fp32 otherwise",
     ),
     Hazard(
         (3, 6),

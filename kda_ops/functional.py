@@ -67,7 +67,8 @@ def chunk_kda(
         v: ``[B, T, HV, V]``, in q's dtype, any strides; any V. HV is a multiple of H. Value head h
             reads key head ``h // (HV // H)``.
         g: ``[B, T, HV, K]``, fp16 to fp64: natural-log decay, at most 0; ``-inf`` forgets
-            everything. With ``use_gate_in_kernel``: raw logits. None: no decay.
+            everything (in bf16 on CUDA: see below). With ``use_gate_in_kernel``: raw logits. None:
+            no decay.
         beta: ``[B, T, HV]``, fp16 to fp64: write strength in [0, 2]. With
             ``use_beta_sigmoid_in_kernel``: raw logits. None: 1.
         A_log: ``[HV]``, fp16 to fp64: log of the gate's factor. The softplus gate needs it; for the
@@ -88,7 +89,7 @@ def chunk_kda(
         lower_bound: a finite number below 0. It selects the bounded gate, or names the bound that
             ``safe_gate`` promises.
         safe_gate: promise that a given g stays in [-5, 0], or above ``lower_bound``. Kernels may
-            then use faster formulas; the result changes by rounding only. It has no effect with
+            then use faster formulas, of a smaller range (see below). It has no effect with
             ``use_gate_in_kernel``: there ``lower_bound`` alone bounds the decay.
         safe_beta: promise that a given beta stays in [0, 1]. It speeds up the backward of KDA, and
             forward with ``safe_keys`` or the norm inside. The result changes by rounding only.
@@ -114,12 +115,17 @@ def chunk_kda(
         RuntimeError: in double backward.
         NotImplementedError: in forward mode (``torch.func.jvp``).
 
+    In bf16 on CUDA the log decay of a token is clamped to -19. Entries of ``scale * q`` or k above
+    262,000 overflow. If ``lower_bound`` or ``safe_gate`` promises decays of at least -5, nothing is
+    clamped. But then entries above 6,000 overflow, and keys with a norm below 2^-8 lose bits.
+
     In fp16, backward on CUDA rounds gradients of states and values to fp16. With values and states
     of size 1, typical entries of the incoming gradients must lie between 0.004 and 256. Smaller
     ones lose bits and larger ones give NaN; scale the loss.
 
     Offsets, slots and counts of tokens are always checked on a CPU. Set the environment variable
-    KDA_OPS_CHECK=1 to check them on a GPU too, and to check decays, beta and the promises.
+    KDA_OPS_CHECK=1 before the import to check them on a GPU too, and to check decays, beta and the
+    promises. Every call then waits for the GPU.
 
     Example:
         >>> import torch, kda_ops
@@ -273,7 +279,8 @@ def recurrent_kda_(
             speculative tokens can be rolled back. A negative slot is neither read nor written, and
             its output is zero. Slots of 0 or above must be distinct. None: sequence n has slot n.
         num_accepted_tokens: ``[N]``, int32 or int64, from 1 to S; needs ``[N, S]`` indices.
-            Sequence n starts from slot ``[n, num_accepted_tokens[n] - 1]``. None: from column 0.
+            Sequence n starts from slot ``[n, num_accepted_tokens[n] - 1]``. None: from column 0. If
+            that slot is negative, the sequence reads and writes nothing, and its output is zero.
         lower_bound: a finite number below 0; selects the bounded gate.
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 
@@ -358,10 +365,10 @@ def chunk_kda_(
         state: the pool, as for `recurrent_kda_`.
         state_indices: ``[N]``, int32 or int64: the slot of each sequence. A negative slot is
             neither read nor written, and its output is zero. None: sequence n has slot n.
-        snapshot_indices: ``[N, snapshots]``, int32 or int64, for prefix caching. Slot ``[n, j]``
-            takes the state of sequence n after ``(j + 1) * snapshot_every`` whole chunks of 64
-            tokens. Negative slots, and those of chunks that the sequence does not reach, are
-            skipped.
+        snapshot_indices: ``[N, M]``, int32 or int64, for prefix caching. Slot ``[n, j]`` takes the
+            state of sequence n after ``(j + 1) * snapshot_every`` whole chunks of 64 tokens.
+            Negative slots, and those of chunks that the sequence does not reach, are skipped. All
+            other slots must be distinct, those of ``state_indices`` included.
         snapshot_every: whole chunks between two snapshots, at least 1.
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 

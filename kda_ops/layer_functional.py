@@ -163,9 +163,13 @@ def gated_rms_norm(
             raise TypeError(f"{name} must be a tensor, got None.")
         check_dense(name, tensor)
     shape = x.shape
+    if not shape:
+        raise ValueError("x must have shape [..., V], got [].")
+    if weight.dim() == 1 and weight.shape != shape[-1:]:
+        shape_error("weight", "[V]", (shape[-1],), weight)
     if gate is not None and gate.shape != shape:
         shape_error("gate", "[..., V]", tuple(shape), gate, " (as x has)")
-    if x.dim() not in (0, 4):
+    if x.dim() != 4:
         rows = _as_heads(shape, weight.dim() == 1)
         x, gate = x.reshape(rows), None if gate is None else gate.reshape(rows)
     if weight.dim() == 1:

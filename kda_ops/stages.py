@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class Tile:
     """What a chunk needs besides the state entering it, as `prepare` makes it.
 
-    Each tensor is ``[NT, HV, C, .]``. A scan may form some of them from q, k, v, g and beta in
-    registers. Its backend leaves those None, and may pass it `factors` instead.
+    Each tensor is ``[NT, HV, C, .]``, but for gamma and factors. A scan may form some of them from
+    q, k, v, g and beta in registers. Its backend leaves those None, and may pass it `factors`
+    instead.
     """
 
     A: Tensor | None  # [.., C, C]  (I + L)^-1, unit lower triangular
@@ -228,7 +229,8 @@ class Backend:
         A kept A saves the inverse. With `with_AP` (only if `keeps_AP` allows it) `AP` is made too.
         Passed back as A, with `with_AP`, it saves the scores as well. With `norms`, `factors`
         contains the norms that `gradient` reads. With `overlap` some chunks may not be ready on
-        return: call `scan` before anything else reads the tile.
+        return: call `scan` before anything else reads the tile. With `overlap` and without `norms`,
+        only `scan` may read it.
         """
         raise NotImplementedError
 

@@ -26,7 +26,8 @@ from kda_ops.problem import CHUNK, Problem
 from kda_ops.stages import GRADIENTS, Backend, Gradients, Reverse, Tile, Trace
 
 SLAB = 1 << 18  # elements of one operand per iteration: 1 MB in float32
-ROWS = 16  # a product of so many rows gives each row the bits that C rows would give it
+ROWS = 16  # a product of fewer rows takes other code in torch, which rounds otherwise
+NAIVE = 400  # below so many multiplications torch's `bmm` takes other code, too
 _EYE = torch.eye(CHUNK, device="cpu")
 
 
@@ -197,10 +198,16 @@ def _scan(
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return o of one part per chunk, and its trace.
 
-    A single row that meets a state is padded with zero rows. torch multiplies one row alone with
-    other code. Its bits would differ from those of the first row of a longer sequence.
+    Rows that meet a state are padded with zero rows, up to where torch multiplies them with the
+    code that it takes for C rows. Otherwise their bits would differ from those of a longer
+    sequence.
     """
-    pad = part.height == 1 and p.state is not None
+    rows = part.height
+    if p.state is not None:
+        rows = max(rows, ROWS)
+        if rows * p.K * p.V < NAIVE:
+            rows = CHUNK
+    pad = rows - part.height
     slots, into = p.state_indices, p.snapshot_indices
     S_all = _start(p, part, p.state, slots)
     states = x["u"].new_empty((part.NT, p.HV, p.K, p.V)) if keep else None
@@ -212,8 +219,8 @@ def _scan(
     for step, (live, chunk) in enumerate(part.steps):
         u, w, qg, kg, P = (x[n][chunk].flatten(0, 1) for n in ("u", "w", "qg", "kg", "P"))
         if pad:
-            u, w, qg, kg = (F.pad(y, (0, 0, 0, ROWS - 1)) for y in (u, w, qg, kg))
-            P = F.pad(P, (0, ROWS - 1, 0, ROWS - 1))
+            u, w, qg, kg = (F.pad(y, (0, 0, 0, pad)) for y in (u, w, qg, kg))
+            P = F.pad(P, (0, pad, 0, pad))
         S, gamma = S_all[:live].flatten(0, 1), x["gamma"][chunk].flatten(0, 1)
         if states is not None:
             states[chunk] = S_all[:live]

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from kda_ops import functional
-from kda_ops.arguments import all_dense, in_words
+from kda_ops.arguments import all_dense, check_tensor, in_words
 from kda_ops.compat.fla_calls import (
     Call,
     check_beta,
@@ -140,11 +140,11 @@ def chunk_kda(
         use_graph
         and max_num_seqs is not None
         and cu_seqlens is not None
-        and cu_seqlens.shape[0] != max_num_seqs + 1
+        and cu_seqlens.shape != (max_num_seqs + 1,)
     ):
         raise ValueError(
             f"cu_seqlens must have max_num_seqs + 1 = {max_num_seqs + 1} entries with "
-            f"use_graph=True, got {cu_seqlens.shape[0]}: repeat the last offset "
+            f"use_graph=True, got the shape {list(cu_seqlens.shape)}: repeat the last offset "
             "to add empty sequences."
         )
     if safe_gate and use_gate_in_kernel and lower_bound is None:
@@ -465,6 +465,7 @@ def fused_kda_gate(
 
     Equation and errors: `kda_ops.kda_gate`.
     """
+    check_tensor("g", g)
     rows = g.reshape(1, -1, *g.shape[-2:])
     y = functional.kda_gate(
         rows,
@@ -487,8 +488,8 @@ def fused_gdn_gate(
 
     Equation and errors: `kda_ops.gdn_gate`.
     """
-    if A_log is None:
-        raise TypeError("A_log must be a tensor, got None.")
+    check_tensor("g", g)
+    check_tensor("A_log", A_log)
     return (
         functional.gdn_gate(g.reshape(1, -1, *g.shape[-1:]), per_head(A_log), dt_bias)
         .view(g.shape)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kda_ops import functional
-from kda_ops.arguments import check_writable
+from kda_ops.arguments import check_tensor, check_writable
 from kda_ops.checks import check_float, check_no_overlap, check_offsets
 from kda_ops.problem import CHUNK, Problem
 
@@ -103,8 +103,8 @@ def per_head(A_log: Tensor | None) -> Tensor | None:
 
 def state_of(state: Tensor | None, q: Tensor) -> Tensor | None:
     """Cast a state of 16 bits or more to the state dtype, as FLA does outside `chunk_kda`."""
-    if state is None:
-        return None
+    if state is None or q is None:
+        return state
     check_float("initial_state", state, q.device)
     return state.to(torch.promote_types(q.dtype, torch.float32))
 
@@ -127,7 +127,7 @@ def check_sequences(
 
 def check_beta(beta: Tensor | None, v: Tensor) -> None:
     """Refuse a beta per value channel."""
-    if beta is not None and beta.dim() == v.dim():
+    if beta is not None and v is not None and beta.dim() == v.dim():
         raise ValueError(
             f"beta must have shape [B, T, HV], got {list(beta.shape)}: a beta per value channel "
             "is not supported."
@@ -136,6 +136,8 @@ def check_beta(beta: Tensor | None, v: Tensor) -> None:
 
 def check_channel_decay(gk: Tensor, g: Tensor | None, q: Tensor, v: Tensor) -> None:
     """Refuse decays that cannot be added, before broadcasting or promotion hides it."""
+    check_tensor("q", q)
+    check_tensor("v", v)
     shape = (*v.shape[:3], q.shape[-1])
     for name, x, letters, want in (
         ("gk", gk, "[B, T, HV, K]", shape),
@@ -285,6 +287,7 @@ def _states(
     later = max([*chunks, 1])
     snapshots = torch.tensor(
         [[first[n] + j if j < chunks[n] else -1 for j in range(1, later + 1)] for n in range(N)],
+        dtype=torch.int64,
         device=q.device,
     ).view(N, later)
     slots = torch.arange(N, device=q.device)

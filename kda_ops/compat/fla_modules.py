@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from kda_ops.arguments import all_dense, in_words
-from kda_ops.checks import check_float, shape_error
+from kda_ops.checks import check_float, check_no_overlap, check_on_device, shape_error
 from kda_ops.compat.fla_calls import refuse_unknown
 from kda_ops.convolution import Convolution
 from kda_ops.layer_functional import gated_rms_norm, short_conv, short_conv_
@@ -149,6 +149,7 @@ def causal_conv1d_update(
     tokens = x.reshape(N, 1, D)
     p = Convolution(tokens, weight, bias, activation=activation)
     _check_state("cache", cache, (p.N, p.D, p.W), x)
+    check_no_overlap("cache", cache)
     _check_residual(residual, x)
     # no tap reads the first column of the cache
     oldest = cache[..., 1].clone() if p.W > 1 else tokens[:, 0]
@@ -184,7 +185,7 @@ def rms_norm_gated(
     if prenorm:
         raise ValueError("prenorm must be False: rms_norm_gated takes and returns no residual.")
     if weight is None:
-        weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
+        weight = torch.ones(x.shape[-1:], dtype=x.dtype, device=x.device)
     return gated_rms_norm(x, weight, g, eps=eps, activation=activation)
 
 
@@ -206,3 +207,5 @@ def _check_residual(residual: Tensor | None, x: Tensor) -> None:
         raise ValueError(
             f"residual must have the shape of x, {list(x.shape)}, got {list(residual.shape)}."
         )
+    if residual is not None:
+        check_on_device("residual", residual, x.device, "x")

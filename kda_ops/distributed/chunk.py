@@ -47,9 +47,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kda_ops import dispatch, functional
-from kda_ops.arguments import check_dense, is_dense, types_of
+from kda_ops.arguments import check_dense, types_of
 from kda_ops.distributed import collectives
-from kda_ops.distributed.plan import Contract, agree
+from kda_ops.distributed.plan import Contract, agree, place_of
 from kda_ops.distributed.span import Span, only
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
@@ -87,7 +87,6 @@ class Call:
 def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, Tensor | None]:
     """Run `kda_ops.distributed.chunk_kda` or `chunk_gdn`; tensors in the order of the schema."""
     q, cu_seqlens = tensors[0], tensors[-1]
-    _TYPES[namespace]([("q", q)])
 
     def parse() -> tuple[Problem, Tensors]:
         given = (*zip(_INPUTS, tensors), *flags.items())
@@ -99,8 +98,7 @@ def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, 
 
     plan, (p, cast) = agree(
         group,
-        q.shape[1] if is_dense(q) and q.dim() > 1 else 0,
-        q.device,
+        *place_of(q),
         cu_seqlens,
         f"kda_ops.distributed.chunk_{namespace}",
         parse,
@@ -132,6 +130,8 @@ def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, 
 
 def _autocast(tensors: Tensors) -> Tensors:
     """Cast q, k and v to the autocast dtype, as the operator does."""
+    if tensors[0] is None:
+        return tensors  # `_parse` refuses it
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

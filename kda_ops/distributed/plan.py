@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from kda_ops import checks
+from kda_ops.arguments import is_dense
 from kda_ops.distributed import collectives
 from kda_ops.private import backend_of
 
@@ -96,15 +97,19 @@ def plan_context(
 
     Source: the shards of `kda_ops.distributed.chunk`.
     """
-    if not hasattr(length, "__index__") or operator.index(length) < 0:
+    pg = process_group(group)
+    right = hasattr(length, "__index__") and operator.index(length) >= 0
+    device = _group_device(pg) if device is None else torch.device(device)
+    check_device(device, pg, "plan_context")
+    mine = operator.index(length) if right else -1  # the others do not wait for this rank
+    lengths = tuple(row[0] for row in _exchange([mine], device, pg, "plan_context"))
+    if not right:
         raise ValueError(
             "length must be the tokens of this rank's shard, an integer of at least 0, got "
             f"{length}."
         )
-    pg = process_group(group)
-    device = _group_device(pg) if device is None else torch.device(device)
-    check_device(device, pg, "plan_context")
-    lengths = tuple(int(row[0]) for row in _exchange([length], device, pg, "plan_context"))
+    if min(lengths) < 0:
+        raise ValueError(f"plan_context: rank {lengths.index(-1)} of the group refused its length.")
     return _plan(pg, lengths, device)
 
 
@@ -132,10 +137,20 @@ def local_offsets(cu_seqlens: Tensor, lengths: Tensor, rank: int) -> Tensor:
     ).to(cu_seqlens.dtype)
 
 
+def place_of(x: object) -> tuple[int, torch.device | None]:
+    """Return the tokens of a shard [B, T, ...] and its device; 0 and None if it is no tensor.
+
+    `agree` takes both before it checks x, so that a rank whose x is wrong takes part too.
+    """
+    if not isinstance(x, Tensor) or not is_dense(x):
+        return 0, None
+    return x.shape[1] if x.dim() > 1 else 0, x.device
+
+
 def agree(
     group: dist.ProcessGroup | DeviceMesh | ContextPlan,
     length: int,
-    device: torch.device,
+    device: torch.device | None,
     cu_seqlens: Tensor | None,
     caller: str,
     parse: Callable[[], Parsed],
@@ -151,8 +166,7 @@ def agree(
 
     Args:
         group: the public function's argument.
-        length: tokens of this rank's shard.
-        device: of the call's tensors.
+        length, device: of the call's tensors (`place_of`).
         cu_seqlens: global offsets, or None.
         caller: the public function, named in errors.
         parse: raises if the call is wrong on this rank.
@@ -161,6 +175,7 @@ def agree(
     """
     if isinstance(group, ContextPlan):
         parsed = parse()
+        assert device is not None  # otherwise `parse` raises
         if not torch.compiler.is_compiling():
             _check_plan(group, length, device, caller)
             if checks.CHECK_VALUES and cu_seqlens is not None:
@@ -171,6 +186,7 @@ def agree(
     # a graph cannot raise, so it exchanges lengths but compares no contracts
     if torch.compiler.is_compiling():
         parsed, name, rank, size = parse(), pg.group_name, pg.rank(), pg.size()
+        assert device is not None
         return ContextPlan(
             name,
             rank,
@@ -179,6 +195,7 @@ def agree(
             collectives.gather_lengths(length, device, size, name) if lengths_needed else None,
         ), parsed
     refusal, terms = None, Contract()
+    device = device or _group_device(pg)
     try:
         check_device(device, pg, caller)
         parsed = parse()

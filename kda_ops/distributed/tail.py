@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kda_ops.arguments import check_tensor, check_whole
 from kda_ops.checks import check_offsets
 from kda_ops.distributed import collectives
-from kda_ops.distributed.plan import Contract, agree, offsets_of
+from kda_ops.distributed.plan import Contract, agree, offsets_of, place_of
 
 
 def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -49,8 +50,7 @@ def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None)
     """
     plan, _ = agree(
         group,
-        x.shape[1] if x.dim() > 1 else 0,
-        x.device,
+        *place_of(x),
         cu_seqlens,
         "kda_ops.distributed.exchange_tail",
         lambda: _check(x, size, cu_seqlens),
@@ -77,6 +77,8 @@ def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None)
 
 
 def _check(x: Tensor, size: int, cu_seqlens: Tensor | None) -> None:
+    check_tensor("x", x)
+    check_whole("size", size)
     if x.dim() != 3:
         raise ValueError(f"x must have shape [B, T, D], got {list(x.shape)}.")
     if size < 1:

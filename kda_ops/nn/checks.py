@@ -13,6 +13,7 @@ from kda_ops.arguments import (
     check_flag,
     check_memory,
     check_number,
+    check_tensor,
     check_whole,
     check_writable,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "check_float",
     "check_number",
     "check_size",
+    "check_tensor",
     "check_writable",
     "check_x",
     "warn_of_a_rounded_gate",

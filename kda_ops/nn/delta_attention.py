@@ -278,7 +278,7 @@ class DeltaAttention(nn.Module):
         group: Group,
     ) -> Tokens:
         """Agree with the ranks of the group on the call, and locate this rank's tokens."""
-        from kda_ops.distributed.plan import agree
+        from kda_ops.distributed.plan import agree, place_of
         from kda_ops.distributed.tail import exchange_tail
 
         def parse() -> None:
@@ -317,8 +317,7 @@ class DeltaAttention(nn.Module):
         convolves = self.use_short_conv and self.conv_size > 1
         plan, _ = agree(
             group,
-            x.shape[1] if x.dim() > 1 else 0,
-            x.device,
+            *place_of(x),
             cu_seqlens,
             type(self).__name__,
             parse,

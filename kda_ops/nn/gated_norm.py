@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_ops.layer_functional import gated_rms_norm
-from kda_ops.nn.checks import check_dtype, check_eps, check_float, check_size
+from kda_ops.nn.checks import check_dtype, check_eps, check_float, check_size, check_tensor
 from kda_ops.nn.local import local
 from kda_ops.norm import ACTIVATIONS
 
@@ -74,10 +74,13 @@ class GatedRMSNorm(nn.Module):
             ValueError: x has another width than V, or the gate another shape than x.
             TypeError: x or the gate is not a float or on another device than the weight.
         """
+        check_tensor("x", x)
         if x.dim() < 1 or x.shape[-1] != self.weight.shape[0]:
             raise ValueError(
                 f"x must have shape [..., V] = [..., {self.weight.shape[0]}], got {list(x.shape)}."
             )
+        if gate is not None:
+            check_tensor("gate", gate)
         if gate is not None and gate.shape != x.shape:
             raise ValueError(
                 f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}."

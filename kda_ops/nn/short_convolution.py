@@ -13,6 +13,7 @@ from kda_ops.nn.checks import (
     check_flag,
     check_float,
     check_size,
+    check_tensor,
     check_writable,
 )
 from kda_ops.nn.local import local
@@ -105,6 +106,7 @@ class ShortConvolution(nn.Module):
                 of a tail.
         """
         weight, bias = local(self.weight), local(self.bias)
+        check_tensor("x", x)
         check_dense("x", x)
         if x.dim() != 3 or x.shape[-1] != weight.shape[0]:
             raise ValueError(
@@ -118,6 +120,7 @@ class ShortConvolution(nn.Module):
         if initial_tail is not None:
             raise ValueError("tail and initial_tail both define the inputs before x: pass one.")
         if not checked:
+            check_tensor("tail", tail)
             check_buffer("tail", tail)
             check_writable("tail", tail)
         return short_conv_(x, weight, bias, tail, None, cu_seqlens, activation="silu")

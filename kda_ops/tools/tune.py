@@ -106,7 +106,7 @@ def candidates(kernel: str, base) -> Iterator:
         for warps, cap in product((4, 8), (None, 128, 168, 208)):
             yield replace(base, warps=warps, registers=cap)
     else:
-        # why 16, `tuning.table` says
+        # why 16: `tuning._EXACT`
         for block_v, warps, stages in product(
             (32, 64, 128) if base.block_v > 16 else (16,), (4, 8), (1, 2, 3, 4)
         ):

@@ -461,6 +461,12 @@ REFUSALS = [
         ValueError,
         "must have max_num_seqs . 1 = 4 entries",
     ),
+    (
+        "chunk_kda",
+        dict(use_graph=True, max_num_seqs=3, cu_seqlens=torch.tensor(5)),
+        ValueError,
+        "must have max_num_seqs . 1 = 4 entries",
+    ),
     ("chunk_kda", dict(return_intermediate_states=True), RuntimeError, "use torch.inference_mode"),
     (
         "chunk_kda",
@@ -826,6 +832,38 @@ def test_intermediate_states_have_the_dtype_of_k(dtype):
             **case.inputs(), output_final_state=True, return_intermediate_states=True
         )
     assert h.dtype is dtype and state.dtype is case.state_dtype
+
+
+@pytest.mark.parametrize("B, offsets", ((0, None), (1, torch.tensor([0]))))
+def test_intermediate_states_of_no_sequence_are_empty(B, offsets):
+    q, beta = torch.zeros(B, 5, 2, 16), torch.zeros(B, 5, 2)
+    with torch.inference_mode():
+        o, _, h = fla.chunk_kda(
+            q, q, q, q, beta, cu_seqlens=offsets, return_intermediate_states=True
+        )
+    assert o.shape == q.shape and h.shape[:2].numel() == 0
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda q, b: fla.fused_recurrent_kda(q, q, None, q, b), "v must be a tensor"),
+        (
+            lambda q, b: fla.fused_recurrent_gated_delta_rule(None, q, q, g=b, beta=b, gk=q),
+            "q must be a tensor",
+        ),
+        (
+            lambda q, b: fla.chunk_gated_delta_rule(None, q, q, b, b, initial_state=q),
+            "q must be a tensor",
+        ),
+        (lambda q, b: fla.fused_kda_gate(None, b[0, 0]), "g must be a tensor"),
+        (lambda q, b: fla.fused_gdn_gate(None, b[0, 0]), "g must be a tensor"),
+        (lambda q, b: fla.fused_gdn_gate(b, None), "A_log must be a tensor"),
+    ],
+)
+def test_a_missing_tensor_is_named(call, message):
+    with pytest.raises(TypeError, match=f"^{message}, got None"):
+        call(torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 2))
 
 
 @pytest.mark.parametrize(

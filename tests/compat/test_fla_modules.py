@@ -175,6 +175,12 @@ def test_an_update_is_refused_in_the_words_of_fla():
         ((x[:, :1], None, None, weight), TypeError, "^cache must be a tensor, got None"),
         ((None, cache, None, weight), TypeError, "^x must be a tensor, got None"),
         ((x[:, :1], cache, x, weight), ValueError, "^residual must have the shape of x"),
+        ((x[:, :1], cache, x[:, :1].to("meta"), weight), TypeError, "^residual must be on cpu"),
+        (
+            (x[:, :1], torch.ones(100).as_strided((2, 6, 4), (20, 3, 1)), None, weight),
+            ValueError,
+            "^cache must not overlap itself",
+        ),
         ((x[:, :1], cache, None, weight, None, "gelu"), ValueError, "^activation must be one of"),
         ((x[:, :1], cache.long(), None, weight), TypeError, "^cache must be float16"),
     ):

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import kda_ops.distributed as cp
 from kda_ops import checks
+from kda_ops.nn import KimiDeltaAttention
 from tests.support.cases import replace
 from tests.support.context import CHUNK, CUTS, EVERYTHING, leaves_of, step
 
@@ -87,6 +88,8 @@ ODD = {  # what group rank 1 changes, and the message that every rank must raise
         lambda x, flags: x.update(q=x["q"].detach().to_sparse()),
         "q must be a dense tensor, got a tensor of layout",
     ),
+    "no tensor": (EVERYTHING, lambda x, flags: x.update(q=None), "q must be a tensor, got None"),
+    "a list": (EVERYTHING, lambda x, flags: x.update(q=[1.0]), "q must be a tensor, got list"),
     "refused": (
         EVERYTHING,
         lambda x, flags: x.update(beta=x["beta"][:, :-1]),
@@ -127,6 +130,37 @@ def test_kda_on_one_rank_and_gdn_on_another_is_refused(ranks):
         "operator is kda on rank 0, gdn on rank 1" in message
         for message in ranks.run(3, odd_one_out, 3, "variant")
     )
+
+
+def wrong_on_one_rank(groups, size):
+    """Make calls that only rank 1 makes wrongly, and return what each raised."""
+    group, wrong = groups[size], dist.get_rank(groups[size]) == 1
+    x, layer = torch.ones(1, 5, 6), KimiDeltaAttention(6, head_dim=4, num_heads=1)
+    found = []
+    for call in (
+        lambda: cp.exchange_tail([1.0] if wrong else x, 4, group),
+        lambda: cp.exchange_tail(x, "4" if wrong else 4, group),
+        lambda: cp.plan_context(-1 if wrong else 5, group),
+        lambda: cp.plan_context(10.5 if wrong else 5, group),
+        lambda: layer([1.0] if wrong else x, group=group),
+        lambda: layer(None if wrong else x, group=group),
+    ):
+        try:
+            call()
+            found.append(None)
+        except (ValueError, TypeError) as error:
+            found.append(str(error))
+    step(groups, size, EVERYTHING, CUTS[size])
+    return found
+
+
+def test_a_wrong_argument_on_one_rank_is_refused_on_all(ranks):
+    words = ["x must be a tensor", "size must be a whole number", "length", "length"]
+    words += ["x must be a tensor", "x must be a tensor"]
+    for rank, messages in enumerate(ranks.run(3, wrong_on_one_rank, 3)):
+        for message, part in zip(messages, words, strict=True):
+            assert message is not None and part in message, (rank, message)
+            assert ("rank 1 of the group refused" in message) == (rank != 1), (rank, message)
 
 
 def wrong_arguments(groups, size):

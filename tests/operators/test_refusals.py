@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 import kda_ops
 import kda_ops.distributed
-from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
+from kda_ops.nn import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention, ShortConvolution
 from tests.operators.test_layer_operators import LEGAL, LEGAL_NORM
 from tests.operators.test_validation import ARGUMENTS, arguments
 from tests.support.calls import overload
@@ -347,6 +347,46 @@ def test_the_gate_s_bias_may_be_left_out_of_the_operator_too(variant):
     assert torch.equal(mapped[1], want)
     compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(g, A_log), want)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (
+            lambda x: kda_ops.short_conv(x[0], x[0, 0], activation=1),
+            TypeError,
+            "activation must be text or None, got 1",
+        ),
+        (
+            lambda x: kda_ops.chunk_kda(x, x, x, output_final_state=[]),
+            TypeError,
+            r"output_final_state must be True or False, got \[\]",
+        ),
+        (
+            lambda x: kda_ops.chunk_kda(x, x, x, safe_keys=torch.ones(2)),
+            TypeError,
+            "safe_keys must be True or False",
+        ),
+        (
+            lambda x: kda_ops.gated_rms_norm(x, torch.ones(3)),
+            ValueError,
+            r"weight must have shape \[V\] = \[4\], got \[3\]",
+        ),
+        (
+            lambda x: kda_ops.gated_rms_norm(x.sum(), torch.ones(1)),
+            ValueError,
+            r"x must have shape \[..., V\], got \[\]",
+        ),
+        (lambda x: ShortConvolution(4)([1.0]), TypeError, "x must be a tensor, got list"),
+        (lambda x: ShortConvolution(4)(x[0], [1.0]), TypeError, "tail must be a tensor, got list"),
+        (lambda x: GatedRMSNorm(4)(None), TypeError, "x must be a tensor, got None"),
+        (lambda x: GatedRMSNorm(4)(x, [1.0]), TypeError, "gate must be a tensor, got list"),
+    ],
+)
+@torch.no_grad()
+def test_the_message_names_what_the_caller_passed(call, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        call(torch.ones(1, 5, 2, 4))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

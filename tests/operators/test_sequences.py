@@ -217,6 +217,17 @@ def test_later_tokens_change_no_earlier_bit(op, case, seen):
     )
 
 
+@pytest.mark.parametrize("K, V", ((2, 2), (2, 5), (4, 4), (3, 8), (5, 5), (8, 8)))
+@pytest.mark.parametrize("seen", (1, 10, 30))
+def test_later_tokens_change_no_bit_of_narrow_heads(K, V, seen):
+    """torch multiplies small matrices with other code, which rounds otherwise."""
+    case = Case(T=74, H=1, HV=1, K=K, V=V)
+    inputs = case.inputs(TARGET.device)
+    short = {n: x if n not in PER_TOKEN else x[:, :seen] for n, x in inputs.items()}
+    want = forward(case, inputs=inputs)["o"][:, :seen]
+    assert_identical(forward(case, inputs=short)["o"], want, "o")
+
+
 @given(case=cases(lengths=PACKED, tail=3, V=WIDE))
 @example(case=Case(lengths=PACKED, tail=3, H=1, HV=1))
 def test_other_sequences_change_no_bit_of_the_chunk_forward(case):

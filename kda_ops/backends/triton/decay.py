@@ -1,4 +1,6 @@
-"""Decay between the rows of a chunk (docs/maths.md, numerics 1 and 2), in logs, base 2.
+"""Decay between the rows of a chunk, in logs, base 2.
+
+docs/maths.md derives it under "Pairwise decay as dense products".
 
 A *group* is R consecutive rows, which one thread holds. ``pre`` is the decay from the start of a
 block to a row, with the row's own. ``suf`` is the decay of the rows after it, up to the end of its
@@ -26,10 +28,10 @@ ANCHOR_SHARE = tl.constexpr(0.875)  # see `check_anchor`
 def check_anchor(floor: float, share: float) -> None:
     """Check that no factor or product of `block_scores` leaves the normal numbers of fp32.
 
-    With F = -floor / ln 2, a block of 8 rows decays by 2^-8F at most, and its anchor is 2^4F. A
-    factor below 2^-126 would be flushed to zero although the other factor of its product makes up
-    for it; a product above 2^128 would be infinite. The margins leave room for keys and scaled
-    queries.
+    `floor` is the least log decay of a row, natural. With F = -floor / ln 2, a block of 8 rows
+    decays by 2^-8F at most, and its anchor is 2^4F. A factor below 2^-126 would be flushed to zero
+    although the other factor of its product makes up for it; a product above 2^128 would be
+    infinite. The margins leave room for keys and scaled queries.
 
     Raises:
         ValueError: the pair breaks one of the limits; the message names it.
@@ -205,7 +207,7 @@ def block_scores(
     b_k,
     b_G,
     b_C,
-    floor,
+    log2_floor,
     R: tl.constexpr,
     OWN: tl.constexpr,
     PREC: tl.constexpr,
@@ -213,11 +215,12 @@ def block_scores(
 ):
     """Return the scores of `level_scores` for bf16, from the sums of `half_prefix`.
 
-    No decay is below `floor`, so the rows of a block of 8 share an anchor, its start. The caller
-    masks what is above the diagonal of these blocks: garbage. A row is multiplied by 2^up times its
-    decay from the anchor, a key of the block by the inverse. In the second and the last block, the
-    same rows also meet the keys of the block before, decayed to the end of their block. The factor
-    2^(ANCHOR_SHARE up) of these is divided out. Across row 16, each side has exp2(-|G - G_16|).
+    No log decay of a row is below `log2_floor`, base 2, so the rows of a block of 8 share an
+    anchor, its start. The caller masks what is above the diagonal of these blocks: garbage. A row
+    is multiplied by 2^up times its decay from the anchor, a key of the block by the inverse. In the
+    second and the last block, the same rows also meet the keys of the block before, decayed to the
+    end of their block. The factor 2^(ANCHOR_SHARE up) of these is divided out. Across row 16, each
+    side has exp2(-|G - G_16|).
 
     With OWN, the diagonal of q k^T is of unrounded q and k; it is o at strong decays. Without OWN
     (activated gates), a row whose q . k cancels may be off by half; o keeps its error budget.
@@ -234,7 +237,7 @@ def block_scores(
     b_kc = (b_k * b_f).to(TYPE)
     b_P = tl.where(lower_left(4, 32), scores((b_q * b_f).to(TYPE), b_kc, PREC), 0.0)
     b_L = tl.where(lower_left(4, 32), scores(b_kc, b_kc, PREC), 0.0)
-    up = -4.0 * floor
+    up = -4.0 * log2_floor
     shared = up * ANCHOR_SHARE
     b_D = by_group(
         b_G, up - tl.where(o_g < 16, tl.where(o_g < 8, 0.0, s8), tl.where(o_g < 24, s16, s24))
@@ -285,8 +288,8 @@ def pair_decay(b_x, EXACT: tl.constexpr):
 
     Log decays are at least -160 in base 2. Without EXACT, b_x are their prefix sums [64], and E is
     formed of differences. These are wrong by at most 10^-3 of a factor, if all rows forget
-    everything, which 16 bit operands do not see. With EXACT, b_x are the log decays themselves, and
-    the sum restarts at every column.
+    everything: less than one rounding of bf16, about two of fp16. With EXACT, b_x are the log
+    decays themselves, and the sum restarts at every column.
     """
     o_r = tl.arange(0, CHUNK)
     if EXACT:

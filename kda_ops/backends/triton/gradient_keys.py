@@ -1,6 +1,7 @@
 """Form KDA's gradients of q, k and G: BK key channels of one chunk and value head per program.
 
-G is the sum of log decays from the start of the chunk (`gradient_decay`).
+G is the sum of log decays from the start of the chunk. Tensors hold it in base 2
+(`gradient_decay`), so code has ``2^G`` where formulas have ``exp G``.
 """
 
 from typing import Any, NamedTuple

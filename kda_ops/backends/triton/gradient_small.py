@@ -40,7 +40,8 @@ def gradient_small(
 
     The dot sums over V, and k is unit if L2NORM. The formula of `gradient_pairs`, z . v_new / beta,
     would divide by zero. Such tokens are rare. So a program takes them one at a time, and returns
-    at once if its chunk has none. Only their rows of `z` are written. G is that of `sum_decays`.
+    at once if its chunk has none. Only their rows of `z` are written. The tensor G
+    (`sum_decays`) is in base 2.
     """
     i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
     at = locate(cu_seqlens, i_t, N, T)

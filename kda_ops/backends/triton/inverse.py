@@ -1,6 +1,6 @@
 """Form the unit-triangular inverse ``(I + L)^-1`` of a chunk on tensor cores.
 
-Each level doubles the size of the inverted diagonal blocks (docs/maths.md, numerics 3).
+Each level doubles the size of the inverted diagonal blocks (docs/maths.md, "The inverse").
 """
 
 import triton

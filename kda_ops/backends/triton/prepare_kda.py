@@ -459,7 +459,9 @@ def prepare_kda(
 ):
     """Prepare one chunk of one value head; chunks are numbered from `begin` on.
 
-    E_ij is the decay from row j to row i, and o multiplies entry by entry::
+    SHARE rows have one anchor: 32 under a bound of at least -5, 8 with clamped decays, else 1. A
+    thread holds R consecutive rows. No log decay of a row is below `log2_bound`, base 2. E_ij is
+    the decay from row j to row i, and o multiplies entry by entry::
 
         P = tril(scale q k^T o E)   [64, 64]    A = (I + strict_tril(beta k k^T o E))^-1   [64, 64]
         w = A (beta k exp G)        [64, K]     gamma = exp(sum of g)    [K] fp32
