@@ -106,10 +106,9 @@ def candidates(kernel: str, base) -> Iterator:
         for warps, cap in product((4, 8), (None, 128, 168, 208)):
             yield replace(base, warps=warps, registers=cap)
     else:
-        # why 16: `tuning._EXACT`
-        for block_v, warps, stages in product(
-            (32, 64, 128) if base.block_v > 16 else (16,), (4, 8), (1, 2, 3, 4)
-        ):
+        # why 16 alone: `tuning._EXACT`; why 32 only where the table has it: `tuning.width`
+        blocks = sorted({base.block_v, 64, 128}) if base.block_v > 16 else (16,)
+        for block_v, warps, stages in product(blocks, (4, 8), (1, 2, 3, 4)):
             yield replace(base, block_v=block_v, warps=warps, stages=stages)
 
 

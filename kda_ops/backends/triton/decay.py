@@ -1,6 +1,6 @@
 """Decay between the rows of a chunk, in logs, base 2.
 
-docs/maths.md derives it under "Pairwise decay as dense products".
+Section 4 of docs/maths.md derives it.
 
 A *group* is R consecutive rows, which one thread holds. ``pre`` is the decay from the start of a
 block to a row, with the row's own. ``suf`` is the decay of the rows after it, up to the end of its
@@ -215,12 +215,11 @@ def block_scores(
 ):
     """Return the scores of `level_scores` for bf16, from the sums of `half_prefix`.
 
-    No log decay of a row is below `log2_floor`, base 2, so the rows of a block of 8 share an
-    anchor, its start. The caller masks what is above the diagonal of these blocks: garbage. A row
-    is multiplied by 2^up times its decay from the anchor, a key of the block by the inverse. In the
-    second and the last block, the same rows also meet the keys of the block before, decayed to the
-    end of their block. The factor 2^(ANCHOR_SHARE up) of these is divided out. Across row 16, each
-    side has exp2(-|G - G_16|).
+    No decay is below 2^log2_floor, so rows of a block of 8 share an anchor, its start. The caller
+    masks what is above the diagonal of these blocks: garbage. A row is multiplied by 2^up times its
+    decay from the anchor, a key of the block by the inverse. In the second and the last block, the
+    same rows also meet the keys of the block before, decayed to the end of their block. The factor
+    2^(ANCHOR_SHARE up) of these is divided out. Across row 16, each side has exp2(-|G - G_16|).
 
     With OWN, the diagonal of q k^T is of unrounded q and k; it is o at strong decays. Without OWN
     (activated gates), a row whose q . k cancels may be off by half; o keeps its error budget.

@@ -1,6 +1,6 @@
 """Form the unit-triangular inverse ``(I + L)^-1`` of a chunk on tensor cores.
 
-Each level doubles the size of the inverted diagonal blocks (docs/maths.md, "The inverse").
+Each level doubles the size of the inverted diagonal blocks (docs/maths.md, section 4).
 """
 
 import triton
