@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,6 +108,23 @@ def test_a_beta_of_zero_only_decays(op, case):
         rtol=64 * eps,
         atol=8 * eps,
     )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_large_rate_amplifies_no_rounding_of_the_gate(variant):
+    """Decays near one, from a tiny softplus times a large rate, on an fp32 state."""
+    case = Case(variant, T=64, H=1, HV=1, gate="softplus", final=True)
+    inputs = case.inputs(TARGET.device)
+    inputs["g"] = inputs["g"] - 8.0
+    inputs["A_log"] = torch.full_like(inputs["A_log"], 4.0)
+    inputs["beta"] = torch.zeros_like(inputs["beta"])  # the state only decays
+    A, bias = inputs["A_log"].double().exp(), inputs["dt_bias"].double()
+    logits = inputs["g"].double() + bias.view(inputs["g"].shape[2:])
+    left = (-A.item() * F.softplus(logits).sum(1)).exp().view(case.N, 1, -1, 1)
+    got = forward(case, "recurrent", inputs)["final_state"].double()
+    want = left * inputs["initial_state"].double()
+    torch.testing.assert_close(got, want, rtol=4e-6, atol=0.0)
 
 
 @pytest.mark.quick

@@ -112,11 +112,14 @@ def log2_decay(
     ACTIVATE: tl.constexpr,
     BOUNDED: tl.constexpr,
     FAST: tl.constexpr = False,
+    EXACT: tl.constexpr = False,
 ):
     """Return the log decay in base 2, from raw logits if ACTIVATE: -rate softplus(g + bias), or
     lower_bound sigmoid(rate (g + bias)).
 
     FAST is for 16 bit operands, which do not see the last two bits of an approximate instruction.
+    EXACT rounds softplus relatively. Otherwise its rounding is absolute, and a large rate amplifies
+    it: fp32 states, decayed token by token, see that.
     """
     if not ACTIVATE:
         return g * LOG2E
@@ -124,6 +127,8 @@ def log2_decay(
         slope = rate * -LOG2E
         one = 1.0 + tl.exp2(g * slope + bias * slope)
         return (lower_bound * LOG2E) * fast_reciprocal(one) if FAST else (lower_bound * LOG2E) / one
+    elif EXACT:
+        return -rate * (LOG2E * softplus(g + bias))
     elif FAST:
         x = g * LOG2E + bias * LOG2E
         return -rate * (tl.maximum(x, 0.0) + fast_log2(1.0 + tl.exp2(-tl.abs(x))))

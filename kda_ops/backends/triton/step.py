@@ -343,7 +343,8 @@ def recur(
             b_beta = load_number(beta, strides.beta, i_b, t, i_h).to(tl.float32)
         tl.debug_barrier()  # without it, the compiler waits for these before it loads the state
         if g is not None:
-            b_decay = settle(tl.exp2(log2_decay(b_g, b_bias, rate, b_bound, ACTIVATE, BOUNDED)))
+            b_log = log2_decay(b_g, b_bias, rate, b_bound, ACTIVATE, BOUNDED, EXACT=True)
+            b_decay = settle(tl.exp2(b_log))
         b_qn, b_kn, b_kq = norms(b_q, b_k, scale, L2NORM)
         b_q, b_k = settle(b_q * b_qn), settle(b_k * b_kn)
         b_kd, b_qd = b_k, b_q  # the state is read decayed; [K] is cheaper to decay than [K, V]
