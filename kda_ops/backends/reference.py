@@ -90,6 +90,9 @@ class Reference(Backend):
     def _dot(self, a: Tensor, b: Tensor) -> Tensor:
         return self._round(a) @ self._round(b)
 
+    def _decay(self, g: Tensor) -> Tensor:
+        return g
+
     def _chunked(
         self, p: Problem
     ) -> tuple[Activated, Chunks, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -309,7 +312,7 @@ class Reference(Backend):
         q, k = x.q.repeat_interleave(group, 2), x.k.repeat_interleave(group, 2)
         pool, offsets = _Pool(p, final_state), Chunks(p).offsets
         o.zero_()
-        rows = [t.flatten(0, 1) for t in (q, k, x.v, x.g, x.beta, o)]
+        rows = [t.flatten(0, 1) for t in (q, k, x.v, self._decay(x.g), x.beta, o)]
         for n, (a, b) in enumerate(zip(offsets, offsets[1:])):
             S, live = pool.read(n, x.v.dtype)
             if not live:

@@ -35,7 +35,7 @@ LAYER = Case(
 
 def twin(case, draw=0):
     """Forward of the twin, rounded as the kernels on a GPU round: to the dtype of the inputs."""
-    there, back = closeness._channels(case, draw)
+    there, back = closeness.channels(case, draw)
     p = Problem.parse(
         case.rank,
         *(None if x is None else there(n, x) for n, x in case.inputs().items()),

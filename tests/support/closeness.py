@@ -227,6 +227,9 @@ class _Draw(Reference):
         x, terms = super()._dot(a, b), (self._round(a).square() @ self._round(b).square()).sqrt()
         return self._jitter(x, torch.maximum(x.abs(), terms))
 
+    def _decay(self, g: Tensor) -> Tensor:
+        return self._jitter(g, g.abs())
+
     def _chunked(self, p: Problem):
         x, chunks, q, k, v, g, beta = super()._chunked(p)
         return x, chunks, q, k, v, self._jitter(g, g.abs()), beta
@@ -244,7 +247,7 @@ def permuted(
 
     Also return the function that restores the order in its results.
     """
-    there, back = _channels(case, draw)
+    there, back = channels(case, draw)
     inputs = {n: x if x is None else there(n, x) for n, x in case.inputs().items()}
     do, dfinal_state = case.cotangents()
     names = {"o": "v", "final_state": "initial_state"}
@@ -255,7 +258,7 @@ def permuted(
     )
 
 
-def _channels(case: Case, draw: int):
+def channels(case: Case, draw: int):
     """Return functions of (name, tensor) that permute and restore the K and V channels."""
     gen = torch.Generator().manual_seed(draw)
     K, V = (torch.randperm(n, generator=gen) if draw else torch.arange(n) for n in (case.K, case.V))

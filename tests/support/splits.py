@@ -12,9 +12,9 @@ from kda_ops import dispatch
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend
-from tests.support.calls import overload
+from tests.support.calls import Results, overload
 from tests.support.cases import Case
-from tests.support.closeness import assert_close, assert_identical
+from tests.support.closeness import assert_all_close, assert_identical, channels, drawn
 
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 LENGTHS = (1, 2, 5, 16, 37, 63, 64, 65, 128)
@@ -64,14 +64,16 @@ class Split:
         return torch.cat(outs, 1), pool
 
     def stages(
-        self, chunks: Backend, pieces: Pieces, double: bool = False
+        self, backend: Backend, pieces: Pieces, double: bool = False, draw: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the results of `run` by the definition, with the chunk stages of `chunks`.
+        """Return the results of `run` by the definition, with the stages of `backend`.
 
-        Compute in float64 if `double`.
+        Compute in float64 if `double`. Draw `draw` of a twin permutes channels.
         """
-        case, outs, t, pool = self.case, [], 0, self.pool()
-        x = case.inputs()
+        case, outs, t = self.case, list[Tensor](), 0
+        there, back = channels(case, draw)
+        pool = there("initial_state", self.pool()).contiguous()
+        x = {n: y if y is None else there(n, y) for n, y in case.inputs().items()}
         if double:
             pool, x = (
                 pool.double(),
@@ -96,12 +98,12 @@ class Split:
             )
             o = p.new_output()
             if op == "chunk_":
-                chunks.scan(p, chunks.prepare(p), o, pool, keep=False)
+                backend.scan(p, backend.prepare(p), o, pool, keep=False)
             else:
-                Reference().step(p, o, pool)
+                backend.step(p, o, pool)
             outs.append(o)
             t += n
-        return torch.cat(outs, 1), pool
+        return back("v", torch.cat(outs, 1)), back("initial_state", pool)
 
 
 @st.composite
@@ -144,13 +146,16 @@ def assert_split(split: Split, device: torch.device) -> None:
     whole: Pieces = (("recurrent_", split.case.T),)
     ref_o, ref_pool = split.stages(Reference(), whole, double=True)
     operand = split.case.dtype if dispatch.backend_name(device) == "triton" else None
-    twin = Reference(torch.float32, operand)
     live = split.slots[split.slots >= 0].long()
     idle = [i for i in range(split.case.B + 2) if i not in live.tolist()]
     for pieces in (split.pieces, (("chunk_", split.case.T),)):
         o, pool = split.run(device, pieces)
-        twin_o, twin_pool = split.stages(twin, pieces)
-        assert_close("o", o, ref_o, twin_o)
-        assert_close("the states", pool.cpu()[live], ref_pool[live], twin_pool[live])
+
+        def twin(draw: int, pieces: Pieces = pieces) -> Results:
+            found = split.stages(drawn(draw, torch.float32, operand), pieces, draw=draw)
+            return {"o": found[0], "the states": found[1][live]}
+
+        got = {"o": o, "the states": pool.cpu()[live]}
+        assert_all_close(got, {"o": ref_o, "the states": ref_pool[live]}, twin)
         assert_identical(pool.cpu()[idle], split.pool()[idle], "slots that no sequence has")
         assert not o[1].any(), "a sequence without a slot has an output"
