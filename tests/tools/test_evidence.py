@@ -20,14 +20,12 @@ from tests.support.suite import longest_first, rotated
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "results" / "evidence.json"
-# The GPU tests that failed in the runs on file, by Triton, with the cause. torch 2.14.1 wants cuDNN
-# 9.24 and ran with 9.19, which refuses a call of its attention's backward.
-AS_CLOSE = (
-    "tests/gpu/test_compat.py::test_bfloat16_is_as_close_to_float32_as_the_path_of_transformers"
-)
-KNOWN: dict[str, dict[str, str]] = {
-    "3.8.0": {f"{AS_CLOSE}[{model}]": "cuDNN 9.19" for model in ("kimi_linear", "qwen3_next")}
+# The GPU tests that failed in the runs on file, by Triton, with the cause. This one draws calls at
+# random; docs/performance.md, "Tritons compared", has its cause, which no Triton has alone.
+SOFTPLUS = {
+    "tests/gpu/test_serving.py::test_prefill_then_decode_is_one_prefill": "softplus in decode"
 }
+KNOWN: dict[str, dict[str, str]] = {"3.8.0": SOFTPLUS, "3.9.0": SOFTPLUS}
 COLUMNS = {
     "op",
     "pass",
