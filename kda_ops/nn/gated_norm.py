@@ -79,14 +79,13 @@ class GatedRMSNorm(nn.Module):
             raise ValueError(
                 f"x must have shape [..., V] = [..., {self.weight.shape[0]}], got {list(x.shape)}."
             )
-        if gate is not None:
-            check_tensor("gate", gate)
-        if gate is not None and gate.shape != x.shape:
-            raise ValueError(
-                f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}."
-            )
         check_float("x", x, self.weight.device, "weight")
         if gate is not None:
+            check_tensor("gate", gate)
+            if gate.shape != x.shape:
+                raise ValueError(
+                    f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}."
+                )
             check_float("gate", gate, x.device, "x")
         weight = local(self.weight)
         return gated_rms_norm(x, weight, gate, eps=self.eps, activation=self.activation)
