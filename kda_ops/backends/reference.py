@@ -260,23 +260,26 @@ class Reference(Backend):
         S, dS, z = trace.states, reverse.dstates, reverse.z
         assert z is not None  # this backend's reverse scan returns it
         decay, tail = g.cumsum(-2).exp(), suffix(g).exp()
-        dqg, dP = self._dot(b_do, S.mT), self._dot(b_do, trace.v_new.mT).tril()
+        dqg, dP = self._dot(b_do, S.mT), self._dot(b_do, trace.v_new.mT)
         dkg, Zk = self._dot(trace.v_new, dS.mT), -self._dot(z, S.mT)
         # (I + L) v_new = beta (v - k exp(G) S), and z solves the transposed system
         dL = -self._dot(z, trace.v_new.mT).tril(-1)
+        # The pair (i, i) does not decay. Its parts of q dq and k dk are equal and would cancel in
+        # dG, whose other terms may be as small as a decay.
+        own, dP = torch.diagonal(dP, dim1=-2, dim2=-1)[..., None], dP.tril(-1)
+        own = own if p.rank else self._round(own)  # an operand, of the products over all channels
         dq_in, r = self._over_rows(dP, k, g), beta * self._over_rows(dL, k, g)
         col = self._over_columns(dP, q, g) + self._over_columns(dL, beta * k, g)
         dk_w, dk_x = beta * decay * Zk, tail * dkg
-        dq = decay * dqg + dq_in  # for scale * q
-        dk = dk_x + dk_w + r + col
+        dq = decay * dqg + dq_in  # for scale * q, without the pair (i, i)
+        dG = q * dq + k * (dk_w + r - col)
+        dq, dk = dq + own * k, dk_x + dk_w + r + col + own * q
         dbeta = ((z * v).sum(-1) + (Zk * k * decay).sum(-1) + (dL * self._pairs(k, k, g)).sum(-1))[
             ..., None
         ]
-        dG = q * dq + k * (dk_w + r - col - dk_x)
-        dgamma = (S * dS).sum(-1)
-        last = made.gamma * dgamma + (k * dk_x).sum(-2)
-        dG = torch.cat([dG[..., :-1, :], dG[..., -1:, :] + last[..., None, :]], -2)
-        dg = dG.flip(-2).cumsum(-2).flip(-2)
+        # What a row leaves to later chunks decays in the rows after it alone.
+        left = suffix((k * dk_x).flip(-2)).flip(-2)
+        dg = suffix(dG) + dG + left + (made.gamma * (S * dS).sum(-1))[..., None, :]
         if g.shape[-1] == 1:
             dg = dg.sum(-1, keepdim=True)
 

@@ -138,7 +138,7 @@ def inputs_double():
 
 def test_a_wrong_formula_is_noticed(monkeypatch):
     text = DOCUMENT.read_text()
-    wrong = text.replace("early - col - late", "early - col + late")
+    wrong = text.replace("(early - col)", "(early + col)")
     assert wrong != text
     monkeypatch.setattr(Path, "read_text", lambda self, *a: wrong)
     claims, _ = run_document()

@@ -25,6 +25,7 @@ from kda_ops.backends.triton.gradient_products import (
     QueryKey,
     SumsOverK,
     divide_square,
+    dot_rows,
     key_gradient,
     load_decays,
     load_factors,
@@ -67,6 +68,21 @@ def without_radial(b_dy, b_x, b_r, b_along, K: tl.constexpr, L2NORM: tl.constexp
 
 
 @triton.jit
+def add_along_key(sums, b_x, b_dk, PREC: tl.constexpr, L2NORM: tl.constexpr):
+    """Return the sums plus k . dk of these channels, if a norm needs it."""
+    b_k_dk = sums.k_dk
+    if L2NORM:
+        b_k_dk += dot_rows(b_x, b_dk, PREC)
+    return SumsOverK(sums.q_dq, sums.k_part, sums.k_rest, b_k_dk, sums.k_late, sums.S_dS)
+
+
+@triton.jit
+def along_query(sums, b_power):
+    """Return q . dq [64]: the pair of a row with itself adds the same number to it as to k . dk."""
+    return sums.q_dq + (sums.k_dk - (sums.k_rest + sums.k_part * b_power))
+
+
+@triton.jit
 def write_strength(
     dbeta, head, scores, factors, sums, TILED: tl.constexpr, SUMS: tl.constexpr, flags
 ):
@@ -85,12 +101,15 @@ def write_strength(
 def write_decay(grads, g, gate, lower_bound, gamma, head, sums, b_power, flags):
     """Write dg [64]: the sum of dG from a row on, plus what all rows share, through the gate.
 
-    All rows share the sum over rows of k . r_1 (v_new dS^T), and gamma times the sum of S dS.
+    All rows share the sum over rows of k . r_1 (v_new dS^T), and gamma times the sum of S dS. The
+    last token of a chunk decays before no other of its tokens, so its k . rest counts for no row.
     """
-    b_gamma = tl.load(gamma + head.i_tile)
-    b_dG = sums.q_dq + sums.k_part * b_power - sums.k_rest
-    b_dg = tl.cumsum(b_dG, 0, reverse=True) + (tl.sum(sums.k_late, 0) + b_gamma * sums.S_dS)
     at, i_h, HV = head.at, head.i_h, head.HV
+    b_gamma = tl.load(gamma + head.i_tile)
+    m_r = tl.arange(0, CHUNK) < at.n_rows - 1
+    b_dG = sums.q_dq + sums.k_part * b_power - tl.where(m_r, sums.k_rest, 0.0)
+    b_late = tl.sum(tl.where(m_r, sums.k_late, 0.0), 0)
+    b_dg = tl.cumsum(b_dG, 0, reverse=True) + (b_late + b_gamma * sums.S_dS)
     write_logits(grads, g, gate, lower_bound, at, i_h, HV, head.i_tile, b_dg, flags)
 
 
@@ -213,13 +232,14 @@ def gradient_gdn(
 ):
     """Form dq, dk, dg and dbeta of one chunk and the GROUP value heads of one key head::
 
-        M    = scale tril(n_q n_k do v_new^T o E)                             [64, 64]
+        d    = scale n_q n_k sum_v do v_new                                   [64]
+        M    = scale strict_tril(n_q n_k do v_new^T o E)                      [64, 64]
         N    = -beta strict_tril(n_k n_k z v_new^T o E)                       [64, 64]
-        dq   = r_3 (do S^T) + M k                                             [64, K]
+        into = r_3 (do S^T) + M k;           dq = into + d k                  [64, K]
         part = N k - r_0 beta (z S^T)                                         [64, K]
         rest = r_1 (v_new dS^T) + N^T k + M^T q                               [64, K]
-        dk   = part + rest
-        dG   = q . dq + k . part - k . rest                                   [64]
+        dk   = part + rest + d q
+        dG   = q . into + k . part - k . rest                                 [64]
         dg   = sum of dG over a row and the rows after it, plus for the whole chunk
                sum k . r_1 (v_new dS^T) + gamma sum S dS; then through the gate    [64]
         dbeta = sum_v z v_new / beta for a sigmoid, else sum_v z v + (k . part) / beta
@@ -232,6 +252,10 @@ def gradient_gdn(
     to the tensor cores as they are. With L2NORM, dq and dk are taken through the norm, which needs
     q . dq and k . dk anyway. What pairs of rows add to dG cancels over a chunk: q . M k and
     k . M^T q use the same rounded M, and N likewise. In fp32, `pair_sums` takes these sums.
+
+    Two terms do not decay: the pair of a row with itself, d, and r_1 (v_new dS^T) of the last
+    token. In dG they would cancel, and their rounding may exceed all terms that decay. So dG has
+    neither (`write_decay`).
 
     Four phases (M^T and N^T; M and N; dk; dq) keep few tiles in registers. Two programs of 4 warps
     share a multiprocessor. Its shared memory holds five tiles of rows and one state for each, so S
@@ -255,7 +279,7 @@ def gradient_gdn(
         i_tile = i_t.to(tl.int64) * HV + i_h
         head = Head(at, i_h, HV, i_tile, do, kept)
         p_row = factors + i_tile * (COUNT_GDN * CHUNK) + o_r
-        sums = SumsOverK(b_zero, b_zero, b_zero, b_zero, 0.0)
+        sums = SumsOverK(b_zero, b_zero, b_zero, b_zero, b_zero, 0.0)
         prefetch_tile(kept.states, i_tile, K * V)
         prefetch_tile(kept.dstates, i_tile, K * V)
         sources = read_value_rows(head, o_v, V, TILED)
@@ -276,10 +300,11 @@ def gradient_gdn(
                 )
                 if grads.dq is not None:
                     b_dk += b_part * by_row.power[:, None]
-                    b_along = sums.k_rest + sums.k_part * by_row.power
+                    sums = add_along_key(sums, b_x, b_dk, PREC, flags.L2NORM)
                     b_dk = add_up(grads.dk_sum, at, i_g, H, i_head, b_dk, o_k, K)
                     if grads.dk_sum is None:
-                        b_dk = without_radial(b_dk, b_x, by_row.k_norm, b_along, K, flags.L2NORM)
+                        b_r, b_along = by_row.k_norm, sums.k_dk
+                        b_dk = without_radial(b_dk, b_x, b_r, b_along, K, flags.L2NORM)
                         write_rows(grads.dk, at, i_g, H, b_dk, o_k, K)
                 b_x, b_dq, sums = query_gradient(
                     x, b_S, head, sources, scores, sums, decays, o_k, K, V, BV, PREC
@@ -287,11 +312,12 @@ def gradient_gdn(
                 if grads.dq is not None:
                     b_dq = add_up(grads.dq_sum, at, i_g, H, i_head, b_dq, o_k, K)
                     if grads.dq_sum is None:
-                        b_dq = without_radial(b_dq, b_x, by_row.q_norm, sums.q_dq, K, flags.L2NORM)
+                        b_r, b_along = by_row.q_norm, along_query(sums, by_row.power)
+                        b_dq = without_radial(b_dq, b_x, b_r, b_along, K, flags.L2NORM)
                         write_rows(grads.dq, at, i_g, H, b_dq, o_k, K)
         if grads.dq_sum is not None:
-            b_along_q += sums.q_dq
-            b_along_k += sums.k_rest + sums.k_part * by_row.power
+            b_along_q += along_query(sums, by_row.power)
+            b_along_k += sums.k_dk
         if grads.dbeta is not None:
             write_strength(grads.dbeta, head, scores, by_row, sums, TILED, SUMS, flags)
         if grads.dg is not None:

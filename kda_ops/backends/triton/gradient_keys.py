@@ -158,7 +158,8 @@ def start_sums(
     last row of dG += gamma sum_v S dS + sum_i k_i late_i
     dbeta = -sum_k k exp G (z S^T)
 
-    G_n is the G of the last row, and e = exp(G_n - G).
+    G_n is the G of the last row, and e = exp(G_n - G). The late of the last token does not decay,
+    and would cancel in dG. So dG and its sum leave it out.
     """
     o_r = tl.arange(0, CHUNK)
     b_end = tl.load(at.G + (CHUNK - 1) * K + o_k, mask=o_k < K, other=0.0)
@@ -173,8 +174,9 @@ def start_sums(
     if SUMS:
         b_dbeta -= tl.sum(b_k * b_dk, 1)
     b_dk = b_dk * -factors.beta
-    b_last = tl.exp2(b_end.to(tl.float32)) * b_dgamma + tl.sum(b_k * b_late, 0)
-    b_dG = b_k * (b_dk - b_late) + tl.where((o_r == CHUNK - 1)[:, None], b_last[None, :], 0.0)
+    b_left = tl.where((o_r < at.last)[:, None], b_k * b_late, 0.0)
+    b_last = tl.exp2(b_end.to(tl.float32)) * b_dgamma + tl.sum(b_left, 0)
+    b_dG = b_k * b_dk - b_left + tl.where((o_r == CHUNK - 1)[:, None], b_last[None, :], 0.0)
     b_dk += b_late
     return Sums(b_dq, b_dk, b_dbeta, b_dG)
 
@@ -195,6 +197,8 @@ def add_diagonal(sums, at, factors, K: tl.constexpr, BK: tl.constexpr):
     """Return the sums plus each row's pair with itself, and dG plus q dq as dq is before that::
 
     dG += q dq      dq += dP_ii k      dk += dP_ii q      [64, BK]
+
+    This pair does not decay, and would cancel in dG.
     """
     b_diagonal = tl.load(at.dscores.P + diagonal_at(tl.arange(0, CHUNK))).to(tl.float32)[:, None]
     b_q = load_operand(at.q, at, K, BK) * factors.q_norm

@@ -93,6 +93,7 @@ class ScoreGradients(NamedTuple):
     N: Any
     NT: Any
     one: Any  # the identity: `one @ k` is k in the layout of a result
+    own: Any  # d of `gradient_gdn` on the diagonal, and zeros
     zv: Any  # sum_v z v, [64] fp32
     zv_new: Any  # sum_v z v_new, [64] fp32
 
@@ -100,12 +101,14 @@ class ScoreGradients(NamedTuple):
 class SumsOverK(NamedTuple):
     """Dot products over K of q and k with their gradients, for one chunk and value head.
 
-    They are [64] fp32, except S_dS.
+    They are [64] fp32, except S_dS. q_dq and k_rest leave out the pair of a row with itself, and
+    k_dk, which only the norm needs, has it.
     """
 
     q_dq: Any
     k_part: Any
     k_rest: Any
+    k_dk: Any
     k_late: Any  # k . r_1 (v_new dS^T)
     S_dS: Any  # the sum of S dS over K and V, one number
 
@@ -136,12 +139,13 @@ def form_here(b_x):
 
 
 @triton.constexpr_function
-def chained(PREC):
+def chained(PREC, RIGHT_FIRST=False):
     """Return whether to sum products one by one: docs/kernels/hazards.md, "Sums as trees".
 
-    Operands then have 16 bits, and results of products the layout of wgmma with 4 warps.
+    Operands then have 16 bits, and results of products the layout of wgmma with 4 warps. Without
+    trees, the compiler does so from the left.
     """
-    if INTERPRETED.value or not TREES.value or PREC == FULL.value:
+    if INTERPRETED.value or PREC == FULL.value or not (TREES.value or RIGHT_FIRST):
         return False
     return bool(cuda_capability_geq(9)) and not cuda_capability_geq(10)
 
@@ -151,9 +155,9 @@ def dot_rows(b_x, b_y, PREC: tl.constexpr, RIGHT_FIRST: tl.constexpr = False):
     """Return the sum over columns of x y, [rows] fp32, for results of products.
 
     If a product adds to y between two sums, one of them must be RIGHT_FIRST
-    (docs/kernels/hazards.md, "Merged sums"). It has no effect unless `chained(PREC)`.
+    (docs/kernels/hazards.md, "Merged sums"). It has no effect unless `chained(PREC, True)`.
     """
-    if chained(PREC):
+    if chained(PREC, RIGHT_FIRST):
         return tl.sum(fold_products(b_x, b_y, None, RIGHT_FIRST), 1)
     else:
         return tl.sum(b_x * b_y, 1)
@@ -245,7 +249,8 @@ def score_gradients(
         b_NT = tl.dot(sources.v_new, tl.trans(sources.z), b_NT, input_precision=PREC)
     b_q_norm, b_k_norm = factors.q_norm, factors.k_norm
     b_E = pair_decay_transposed(factors.decay, EXACT) * b_k_norm[:, None]
-    b_MT = form_here((b_MT * b_E * (b_q_norm * scale)[None, :]).to(TYPE))
+    b_MT = b_MT * b_E * (b_q_norm * scale)[None, :]
+    b_MT = form_here(tl.where(upper, b_MT, 0.0).to(TYPE))
     b_NT = b_NT * b_E * -(b_k_norm * factors.beta)[None, :]
     b_NT = form_here(tl.where(upper, b_NT, 0.0).to(TYPE))
     for j in tl.range(values, num_stages=1):
@@ -265,8 +270,10 @@ def score_gradients(
     b_one = tl.where(diagonal | (b_N < -float("inf")), 1.0, 0.0).to(TYPE)
     b_N = b_N * b_E * -(b_k_norm * factors.digits)[:, None]
     b_N = form_here(tl.where(lower, b_N, 0.0).to(TYPE))
-    b_M = form_here((b_M * b_E * (b_q_norm * scale)[:, None]).to(TYPE))
-    return ScoreGradients(b_M, b_MT, b_N, b_NT, b_one, b_zv, b_zvn)
+    b_M = b_M * b_E * (b_q_norm * scale)[:, None]
+    b_own = form_here(tl.where(diagonal, b_M, 0.0).to(TYPE))
+    b_M = form_here(tl.where(lower, b_M, 0.0).to(TYPE))
+    return ScoreGradients(b_M, b_MT, b_N, b_NT, b_one, b_own, b_zv, b_zvn)
 
 
 @triton.jit
@@ -291,7 +298,7 @@ def pair_sums(
     b_qk, b_kk = b_qk * scores.M, b_kk * scores.N
     b_row_q, b_row_k = tl.reduce((b_qk, b_kk), 1, add_two)
     b_column = tl.sum(b_qk + b_kk * factors.power[:, None], 0)
-    return SumsOverK(b_row_q, b_row_k, b_column, b_zero, 0.0)
+    return SumsOverK(b_row_q, b_row_k, b_column, b_zero, b_zero, 0.0)
 
 
 @triton.jit
@@ -340,6 +347,8 @@ def key_gradient(
     if PREC != FULL:
         b_along = dot_rows(b_x, b_rest, PREC)
     b_k_rest = sums.k_rest + b_along
+    if head.do.pointer is not None:
+        b_rest = tl.dot(scores.own, x.q, b_rest, input_precision=PREC)
     b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
     for j in tl.range(values, num_stages=1):
         if values > 1:
@@ -354,7 +363,8 @@ def key_gradient(
     b_part = tl.dot(scores.N, x.k, b_part, input_precision=PREC)
     if PREC != FULL:
         b_k_part += dot_rows(b_x, b_part, PREC)
-    return b_x, b_rest, b_part, b_S, SumsOverK(sums.q_dq, b_k_part, b_k_rest, b_k_late, S_dS)
+    sums = SumsOverK(sums.q_dq, b_k_part, b_k_rest, sums.k_dk, b_k_late, S_dS)
+    return b_x, b_rest, b_part, b_S, sums
 
 
 @triton.jit
@@ -393,4 +403,6 @@ def query_gradient(
         b_dq = tl.dot(scores.M, x.k, b_dq, input_precision=PREC)
         if PREC != FULL:
             b_q_dq += dot_rows(b_x, b_dq, PREC)
-    return b_x, b_dq, SumsOverK(b_q_dq, sums.k_part, sums.k_rest, sums.k_late, sums.S_dS)
+        b_dq = tl.dot(scores.own, x.k, b_dq, input_precision=PREC)
+    sums = SumsOverK(b_q_dq, sums.k_part, sums.k_rest, sums.k_dk, sums.k_late, sums.S_dS)
+    return b_x, b_dq, sums

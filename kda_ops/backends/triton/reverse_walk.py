@@ -247,7 +247,9 @@ def finish_walk(
                 write_column(grads.dbeta, at, i_h, HV, b_dbeta)
         if grads.dg is not None:
             o_s = tl.arange(0, 2 * CHUNK)
-            b_total = tl.sum(tl.load(p_sum + 2 * CHUNK + o_s), 0)
+            # but the last token's, which is not in dG either
+            m_s = o_s < 2 * (n_rows - 1)
+            b_total = tl.sum(tl.load(p_sum + 2 * CHUNK + o_s, mask=m_s, other=0.0), 0)
             b_total += tl.load(gamma + i_tile) * tl.sum(tl.load(p_sum + 4 * CHUNK + o_s), 0)
             b_dg = tl.cumsum(tl.load(p_sum + o_r), 0, reverse=True) + b_total
             logits = Strided(g, (g_b, g_t, g_h))

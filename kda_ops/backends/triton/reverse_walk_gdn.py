@@ -37,7 +37,7 @@ from kda_ops.backends.triton.gluon_names import (
 # The fp32 numbers that fit into a tile of P. A chunk leaves its sums for `finish_walk` at the start
 # of its P, which has been read by then:
 #     dG [64];   sum_v dv v_new [64];   sum_k k r_1 (v_new dS^T) [64, 2], one per half of K;
-#     sum_k S dS [V];   sum_k k part [64], if beta is given
+#     sum_k S dS [V];   sum_k k part [64], if beta is given;   sum_v do v_new [64], for the walk
 SUMS = gl.constexpr(64 * 64 // 2)
 # A given beta counts as no less than this in dv, so that sums over dv can be divided by it.
 LEAST = gl.constexpr(2.0**-64)
@@ -163,6 +163,7 @@ def consume(
     s0,
     s1,
     s2,
+    s3,
     full,
     f_ap,
     e_ap,
@@ -302,13 +303,14 @@ def consume(
         less = -nk_r
         if TILED:
             less = less * r_s.index(r + 2).load(QR)
-        E = gl.where(row >= col, gl.exp2(G_r[:, None] - G_c[None, :]), 0.0)
+        E = gl.where(row > col, gl.exp2(G_r[:, None] - G_c[None, :]), 0.0)
         p, l, dS = wait_products(2, deps=(p, l, dS))
         gl.store(p_sum + (64 + row) + 0 * col, l, mask=row == col)
+        gl.store(p_sum + (448 + row) + 0 * col, p, mask=row == col)
         nk_c = r_s.index(r + 4).load(QC)
         E = E * nk_c[None, :]
         M_b.store((p * E * (nq_r * scale)[:, None]).to(TYPE))
-        N_b.store(gl.where(row > col, l * E * less[:, None], 0.0).to(TYPE))
+        N_b.store((l * E * less[:, None]).to(TYPE))
         fence_async_shared()
         vn_b, D_b = near(vn_b, vn_s, zero), near(D_b, D_s, zero)
         late = warpgroup_mma(vn_b, D_b, none_r, use_acc=False, is_async=True)
@@ -316,7 +318,7 @@ def consume(
         if TILED:
             f0 = f0 * r_s.index(r + 2).load(RR)
         dq_b, dk_b, late = wait_products(0, deps=(dq_b, dk_b, late))
-        barrier()  # all warps have written M and N, and read do, v_new and S
+        barrier()  # all warps have written M, N and p's diagonal, and read do, v_new and S
         mbarrier.arrive(e_do, count=1)
         dq_b = dq_b * f3[:, None]
         dq_b = warpgroup_mma(near(M_b, M_s, zero), near(k, k_s, s), dq_b, is_async=True)
@@ -339,16 +341,24 @@ def consume(
         reinterpret(s0, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_q * dq_b))
         reinterpret(s1, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_k * dk_b))
         reinterpret(s2, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_k * late))
+        if L2NORM:
+            reinterpret(s3, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_q * b_k))
+        own = gl.load(p_sum + (448 + o_r)) * (n_q * n_k * scale)
+        dq_b += b_k * own[:, None]
+        dk_b += late + b_q * own[:, None]
         barrier()  # all warps have written the sums, and read q and k
-        dk_b += late
         along_q = s0.index(0).load(RR) + s0.index(1).load(RR)
         along_k = s1.index(0).load(RR) + s1.index(1).load(RR)
         along_late = s2.index(0).load(RR) + s2.index(1).load(RR)
-        gl.store(p_sum + o_r, along_q + along_k - along_late)
+        # The last token decays before no other token of its chunk: its `rest` counts for no row.
+        counted = gl.where(o_r < here - 1, along_late, 0.0)
+        gl.store(p_sum + o_r, along_q + along_k - counted)
         if GIVEN:
             gl.store(p_sum + (384 + o_r), along_k)
         if L2NORM:
-            along_k += along_late
+            own *= s3.index(0).load(RR) + s3.index(1).load(RR)
+            along_q += own
+            along_k += along_late + own
             dq_b = dq_b - b_q * (n_q * n_q * along_q)[:, None]
             dk_b = dk_b - b_k * (n_k * n_k * along_k)[:, None]
         if GROUPED:
@@ -427,14 +437,18 @@ def reverse_walk_gdn(
 
         dv_new = P^T do + r_1 (k dS);   z = A^T dv_new;   dv = beta z    [64, V]
         dS <- gamma dS + q^T (r_3 do) - k^T (r_0 dv)                     [K, V]
-        M = scale tril(n_q n_k do v_new^T o E);   N = -strict_tril(n_k n_k dv v_new^T o E)
-        dq   = r_3 (do S^T) + M k                                        [64, K]
-        part = N k - r_0 (dv S^T);   rest = r_1 (v_new dS^T) + N^T k + M^T q;   dk = part + rest
-        dG = sum_k q dq + k part - k rest                                [64]
+        d = scale n_q n_k sum_v do v_new                                 [64]
+        M = scale strict_tril(n_q n_k do v_new^T o E);   N = -strict_tril(n_k n_k dv v_new^T o E)
+        into = r_3 (do S^T) + M k;   dq = into + d k                     [64, K]
+        part = N k - r_0 (dv S^T);   rest = r_1 (v_new dS^T) + N^T k + M^T q
+        dk = part + rest + d q                                           [64, K]
+        dG = sum_k q into + k part - k rest                              [64]
         dbeta = sum_v dv v_new / beta^2 = sum_v z v + sum_k k part / beta
 
     With L2NORM, dq and dk are then taken through the norm, which needs q dq and k dk anyway. What
     pairs of rows add to dG cancels in a sum over a chunk: both sides use the same rounded M and N.
+    The pair of a row with itself does not decay and would cancel, so dG leaves it out. The rest of
+    the last token would cancel with the sum of k r_1 (v_new dS^T), and both leave it out.
 
     If TILED, z takes the place of dv, in the output too, and beta is a factor of rows. If GIVEN,
     dv is LEAST z where beta is below LEAST. If GROUPED, several value heads share q and k, and dq
@@ -469,6 +483,7 @@ def reverse_walk_gdn(
     s0 = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     s1 = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     s2 = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    s3 = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     f_ap = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     e_ap = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -512,6 +527,7 @@ def reverse_walk_gdn(
                     s0,
                     s1,
                     s2,
+                    s3,
                     full,
                     f_ap,
                     e_ap,

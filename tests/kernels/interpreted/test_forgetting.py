@@ -1,0 +1,30 @@
+"""Heads that forget almost everything, under the interpreter: dg and the gate's gradients."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
+    pytest.skip(
+        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
+    )
+
+from tests.support.calls import run
+from tests.support.forgetting import definition, failures, forgetting
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("inside", (False, True), ids=("given", "inside"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_a_head_that_forgets_has_its_own_gradient(variant, dtype, inside):
+    case, inputs = forgetting(variant, dtype, inside, l2norm=inside)
+    assert not failures(case, inputs, run(case, inputs=inputs), definition(case, inputs))
+
+
+@pytest.mark.parametrize("group", (1, 2))
+def test_slices_of_channels_and_grouped_heads_do_too(group):
+    case, inputs = forgetting("gdn", torch.float32, True, l2norm=True, K=70, V=70, H=8 // group)
+    assert not failures(case, inputs, run(case, inputs=inputs), definition(case, inputs))
