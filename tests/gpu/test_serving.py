@@ -131,6 +131,14 @@ def test_prefill_then_decode_is_one_prefill(split):
     assert_split(split, CUDA)
 
 
+@pytest.mark.parametrize("seed", range(124))
+def test_decode_in_four_calls_keeps_the_budget_of_fp32_states(seed):
+    """A decay that errs with one sign at every token exceeds it in 3 of these 124 draws."""
+    flags = dict(gate="softplus", l2norm=True, beta="sigmoid", state=False, final=False)
+    case = Case("kda", B=3, T=64, H=1, HV=2, K=D, V=D, dtype=torch.bfloat16, seed=seed, **flags)
+    assert_split(Split(case, (("recurrent_", 16),) * 4, torch.float32), CUDA)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_captured_prefill_replays_with_new_prompts_slots_and_snapshots(variant):
     tokens, N = 320, 5

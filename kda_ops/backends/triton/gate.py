@@ -71,6 +71,19 @@ def fast_reciprocal(x):
 
 
 @triton.jit
+def decay_of(b_log):
+    """Return 2^b_log for a log decay, to half a unit in the last place near one.
+
+    The instruction ex2 errs by up to two units, with one sign for alike arguments. A state that
+    forgets little takes that error again at every token, so there the series of exp replaces ex2.
+    """
+    y = b_log * (1.0 / LOG2E)
+    series = 1.0 + y * 0.2 * (1.0 + y * (1.0 / 6.0))
+    series = y * (1.0 + y * 0.5 * (1.0 + y * (1.0 / 3.0) * (1.0 + y * 0.25 * series)))
+    return tl.where(b_log > -0.25, 1.0 + series, tl.exp2(b_log))
+
+
+@triton.jit
 def reciprocal(x):
     """Return 1 / x, or 0 where x is no normal number."""
     return tl.where(tl.abs(x) > LEAST_NORMAL, 1.0 / x, 0.0)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.gate import load_rate, log2_decay, strength
+from kda_ops.backends.triton.gate import decay_of, load_rate, log2_decay, strength
 from kda_ops.backends.triton.launch import launch, shape_of, strides_of
 from kda_ops.backends.triton.tile import dense, let_next_begin, locate_sequence, wait_for_previous
 from kda_ops.problem import Problem
@@ -344,7 +344,7 @@ def recur(
         tl.debug_barrier()  # without it, the compiler waits for these before it loads the state
         if g is not None:
             b_log = log2_decay(b_g, b_bias, rate, b_bound, ACTIVATE, BOUNDED, EXACT=True)
-            b_decay = settle(tl.exp2(b_log))
+            b_decay = settle(decay_of(b_log))
         b_qn, b_kn, b_kq = norms(b_q, b_k, scale, L2NORM)
         b_q, b_k = settle(b_q * b_qn), settle(b_k * b_kn)
         b_kd, b_qd = b_k, b_q  # the state is read decayed; [K] is cheaper to decay than [K, V]
