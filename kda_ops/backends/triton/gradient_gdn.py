@@ -77,9 +77,12 @@ def add_along_key(sums, b_x, b_dk, PREC: tl.constexpr, L2NORM: tl.constexpr):
 
 
 @triton.jit
-def along_query(sums, b_power):
+def along_query(sums, b_power, do):
     """Return q . dq [64]: the pair of a row with itself adds the same number to it as to k . dk."""
-    return sums.q_dq + (sums.k_dk - (sums.k_rest + sums.k_part * b_power))
+    if do.pointer is None:  # there is no such pair
+        return sums.q_dq
+    else:
+        return sums.q_dq + (sums.k_dk - (sums.k_rest + sums.k_part * b_power))
 
 
 @triton.jit
@@ -312,11 +315,11 @@ def gradient_gdn(
                 if grads.dq is not None:
                     b_dq = add_up(grads.dq_sum, at, i_g, H, i_head, b_dq, o_k, K)
                     if grads.dq_sum is None:
-                        b_r, b_along = by_row.q_norm, along_query(sums, by_row.power)
+                        b_r, b_along = by_row.q_norm, along_query(sums, by_row.power, do)
                         b_dq = without_radial(b_dq, b_x, b_r, b_along, K, flags.L2NORM)
                         write_rows(grads.dq, at, i_g, H, b_dq, o_k, K)
         if grads.dq_sum is not None:
-            b_along_q += along_query(sums, by_row.power)
+            b_along_q += along_query(sums, by_row.power, do)
             b_along_k += sums.k_dk
         if grads.dbeta is not None:
             write_strength(grads.dbeta, head, scores, by_row, sums, TILED, SUMS, flags)
