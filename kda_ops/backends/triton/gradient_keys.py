@@ -176,7 +176,8 @@ def start_sums(
     b_dk = b_dk * -factors.beta
     b_left = tl.where((o_r < at.last)[:, None], b_k * b_late, 0.0)
     b_last = tl.exp2(b_end.to(tl.float32)) * b_dgamma + tl.sum(b_left, 0)
-    b_dG = b_k * b_dk - b_left + tl.where((o_r == CHUNK - 1)[:, None], b_last[None, :], 0.0)
+    # nothing is left in the last row
+    b_dG = b_k * b_dk + tl.where((o_r == CHUNK - 1)[:, None], b_last[None, :], -b_left)
     b_dk += b_late
     return Sums(b_dq, b_dk, b_dbeta, b_dG)
 

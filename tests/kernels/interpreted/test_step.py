@@ -4,6 +4,7 @@ float64.
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +13,12 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
         "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
     )
 
+from triton.runtime.interpreter import InterpreterBuilder
+
 from kda_ops import dispatch
+from kda_ops.backends.reference import Reference
 from kda_ops.backends.triton.backend import Triton
+from kda_ops.problem import Problem
 from tests.operators.test_pools import (  # noqa: F401, on the kernels too
     test_a_token_without_a_column_gives_zero_and_writes_nothing,
     test_padding_may_have_any_accepted_count,
@@ -142,3 +147,26 @@ def test_a_token_more_does_not_change_those_before_it():
     o_short = q.new_output()
     TRITON.step(q, o_short, None)
     assert_identical(o[:, :3], o_short)
+
+
+def test_weak_decays_do_not_gather_the_error_of_ex2(monkeypatch):
+    """The instruction errs with one sign at every token; here by one unit in the last place."""
+    exact = InterpreterBuilder.create_exp2
+
+    def above(self, x):
+        found = exact(self, x)
+        if found.data.dtype == np.float32:
+            found.data = np.nextafter(found.data, np.float32(np.inf))
+        return found
+
+    T, H, D, gen = 64, 1, 16, torch.Generator().manual_seed(0)
+    q, k, v = (0.1 * torch.randn(1, T, H, D, generator=gen) for _ in range(3))
+    g, state = torch.full((1, T, H, D), -1e-3), torch.ones(1, H, D, D)
+    args = [q, k, v, g, torch.full((1, T, H), 0.01)]
+    exactly = [x.double() for x in (*args, state)]
+    p = Problem.parse_step(1, *exactly)
+    Reference().step(p, p.new_output(), want := p.state)
+    monkeypatch.setattr(InterpreterBuilder, "create_exp2", above)
+    torch.ops.kda.recurrent_(*args, state)
+    error = (state.double() - want).abs().max() / want.abs().max()
+    assert error < 16 * torch.finfo(torch.float32).eps
