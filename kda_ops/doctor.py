@@ -165,8 +165,9 @@ def backends() -> Iterator[str]:
         yield "CUDA tensors: none, triton is not installed (CUDA builds of torch bring it)"
     elif torch.cuda.is_available():
         yield "CUDA tensors: triton"
-        from kda_ops.backends.triton import reverse_walk, tuning
+        from kda_ops.backends.triton import reverse_walk, tuning, walk
 
+        yield f"KDA's forward, nothing kept: {walk.path(torch.device('cuda'))}"
         yield f"GDN's backward: {reverse_walk.path(torch.device('cuda'))}"
         yield (
             f"tuned options: {len(tuning.tuned())} rows of {tuning.cache_file()} match this "

@@ -250,6 +250,10 @@ class Backend:
         """
         raise NotImplementedError
 
+    def infer(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
+        """Write o and the final state as `scan` does, for a call that keeps nothing."""
+        self.scan(p, self.prepare(p, overlap=True), o, final_state, keep=False)
+
     def reverse_scan(
         self,
         p: Problem,
