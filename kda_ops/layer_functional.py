@@ -94,9 +94,9 @@ def short_conv_(
     Args:
         x, weight, bias, cu_seqlens, activation: as for `short_conv`.
         tail: ``[slots, W - 1, D]``, fp16 to fp64, any strides without overlap: the pool.
-        tail_indices: ``[N]``, int32 or int64: the slot of each sequence; live slots are distinct. A
-            negative slot reads and writes nothing, and its sequence's output is zero. None:
-            sequence n has slot n.
+        tail_indices: ``[N]``, int32 or int64: the slot of each sequence, read and written; slots of
+            0 or above must be distinct. A negative slot reads and writes nothing, and its
+            sequence's output is zero. None: sequence n has slot n.
 
     Returns:
         y ``[B, T, D]`` in x's dtype.

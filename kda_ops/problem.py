@@ -32,6 +32,7 @@ from kda_ops.checks import (
     check_offsets,
     check_on_device,
     check_slots,
+    check_token_slots,
     check_vectors,
     dtype_error,
     is_symbolic,
@@ -204,24 +205,9 @@ class Problem:
         p._take_pool(state, state_indices)
         if num_accepted_tokens is not None:
             p._take_accepted(num_accepted_tokens, state_indices)
-        if (
-            state_indices is not None
-            and state_indices.dim() == 2
-            and cu_seqlens is None
-            and p.T > state_indices.shape[1]
-        ):
-            raise ValueError(
-                "state_indices must name a slot for every token, shape [N, S] with S at least T = "
-                f"{p.T}, got {list(state_indices.shape)}."
-            )
-        if (
-            state_indices is not None
-            and state_indices.dim() == 2
-            and cu_seqlens is not None
-            and can_read(cu_seqlens)
-        ):
-            check_columns(cu_seqlens, state_indices)
-        if state_indices is not None and can_read(state_indices):
+        if state_indices is not None and state_indices.dim() == 2:
+            p._check_columns(state_indices)
+        elif state_indices is not None and can_read(state_indices):
             check_slots(state_indices, state.shape[0], "state_indices")
         return p
 
@@ -342,6 +328,22 @@ class Problem:
         if can_read(num_accepted_tokens):
             check_accepted(num_accepted_tokens, state_indices)
         self.num_accepted_tokens = num_accepted_tokens.contiguous()
+
+    def _check_columns(self, state_indices: Tensor) -> None:
+        """Check the columns of [N, S] slots, one for every token."""
+        assert self.state is not None
+        if self.cu_seqlens is None and self.T > state_indices.shape[1]:
+            raise ValueError(
+                "state_indices must name a slot for every token, shape [N, S] with S at least T = "
+                f"{self.T}, got {list(state_indices.shape)}."
+            )
+        tables = (state_indices, self.num_accepted_tokens, self.cu_seqlens)
+        if all(can_read(x) for x in tables if x is not None):
+            lengths = [self.T] * self.N
+            if self.cu_seqlens is not None:
+                lengths = self.cu_seqlens.diff().tolist()
+                check_columns(lengths, state_indices)
+            check_token_slots(state_indices, self.num_accepted_tokens, lengths, self.state.shape[0])
 
     def _take_snapshots(self, snapshot_indices: Tensor, snapshot_every: int) -> None:
         assert self.state is not None

@@ -314,7 +314,8 @@ class Backend:
         With two-dimensional `p.state_indices` [N, S], the state after token t goes to slot
         ``[n, t]``. Sequence n then starts from slot ``[n, num_accepted_tokens[n] - 1]``, or from
         column 0 without `num_accepted_tokens`. A token whose slot is negative has output zero, and
-        its state is not written.
+        its state is not written. Several sequences may start from one slot that none of them
+        writes.
         """
         raise NotImplementedError
 

@@ -5,6 +5,8 @@ code that copies no state, and the engine.
 import contextlib
 import subprocess
 import sys
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +18,11 @@ if not torch.cuda.is_available():
 
 import kda_ops
 from examples import serve
+from kda_ops import checks
 from tests.support import calls, closeness, drift
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical, assert_meets_budget
+from tests.support.forks import Fork, assert_fork, broken, by_operator, forks
 from tests.support.splits import Split, assert_split, splits
 from tests.support.target import Target
 
@@ -129,6 +133,51 @@ ANSWER = dict(B=3, T=141, K=128, V=128, dtype=torch.bfloat16, state=False, final
 )
 def test_prefill_then_decode_is_one_prefill(split):
     assert_split(split, CUDA)
+
+
+# 64 samples of one prompt, in slot 64
+SAMPLES = Fork(tuple((n, 64) for n in range(64)), (1,) * 64, (2,) * 64, 65)
+# 48 branches of up to four tokens, of six prompts in slots 192 to 197
+BRANCHES = Fork(
+    tuple((*range(4 * n, 4 * n + 4), 192 + n % 6) for n in range(48)),
+    tuple(n % 5 for n in range(48)),
+    (5,) * 48,
+    198,
+    packed=True,
+)
+
+
+@pytest.mark.parametrize("fork", (SAMPLES, BRANCHES), ids=("samples", "branches"))
+@pytest.mark.parametrize("pool", POOLS, ids=str)
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sequences_that_share_a_slot_have_the_bits_of_each_alone(variant, transposed, pool, fork):
+    options = dict(variant=variant, transposed=transposed, pool=pool, dtype=torch.bfloat16)
+    fork = replace(fork, gate="softplus", H=8, HV=16, K=128, V=128, **options)
+    assert fork.legal and fork.forks
+    with torch.inference_mode():
+        o, after = assert_fork(fork, CUDA, bits=True)
+        again = assert_fork(fork, CUDA, bits=True)
+    assert_identical(o, again[0], "o of a second run")
+    assert_identical(after, again[1], "the pool of a second run")
+
+
+@settings(max_examples=25)
+@given(fork=forks(dtype=torch.bfloat16, H=2, HV=4, K=64, V=48))
+def test_any_legal_table_has_the_bits_of_each_sequence_alone(fork):
+    assert_fork(fork, CUDA, bits=True)
+
+
+@settings(max_examples=25)
+@given(fork=forks(dtype=torch.bfloat16), wrong=broken(dtype=torch.bfloat16))
+def test_checked_tables_that_share_a_slot_run_and_wrong_ones_are_refused(fork, wrong):
+    before, flags = wrong.state(CUDA), wrong.case.flags("recurrent_")
+    x = wrong.arguments(before)
+    with patch.object(checks, "CHECK_VALUES", True):
+        assert_fork(fork, CUDA, bits=True)
+        with pytest.raises(ValueError, match="^state_indices must (not let|be below the number)"):
+            by_operator(wrong.variant, list(x.values()), flags)
+    assert_identical(x["state"], before, "the pool")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -3,36 +3,25 @@ and nothing else.
 """
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kda_ops import problem
+from kda_ops import checks, dispatch, problem
 from kda_ops.problem import CHUNK
 from tests.support.calls import overload
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical
-from tests.support.pools import SPARE, Pool, pools
+from tests.support.forks import Fork, assert_fork, broken, by_backend, by_operator, forks
+from tests.support.pools import SPARE, Pool, pools, same
 from tests.support.splits import Split, assert_split, splits
 from tests.support.target import TARGET
 
 VARIANTS = ("kda", "gdn")
 PER_TOKEN = ("q", "k", "v", "g", "beta")
-
-
-def same(got, want, name, dtype):
-    """Assert equality up to a few roundings: got and want take two paths through one operator."""
-    eps = torch.finfo(dtype).eps
-    scale = want.double().abs().max().item() if want.numel() else 0.0
-    torch.testing.assert_close(
-        got.double(),
-        want.double(),
-        rtol=0.0,
-        atol=64 * eps * max(scale, 1e-30),
-        msg=lambda m: f"{name}: {m}",
-    )
 
 
 def tokens(case, inputs, row, a, b):
@@ -277,6 +266,51 @@ def test_a_token_without_a_column_gives_zero_and_writes_nothing(variant, monkeyp
     assert_identical(
         after[indices[0, 2:]], long.state()[indices[0, 2:]], "slots of tokens that are nowhere"
     )
+
+
+SAMPLES = Fork(((2, 0), (3, 0), (4, 0)), (1, 1, 1), (2, 2, 2), 5)  # three, of one prompt
+# two branches of two draft tokens, and a row without tokens, which may name any slots
+TREE = Fork(((2, 3, 0), (4, 5, 0), (0, 6, 1)), (2, 2, 0), (3, 3, 1), 7, packed=True)
+
+
+@pytest.mark.quick
+@given(fork=forks())
+@example(fork=SAMPLES)
+@example(fork=TREE)
+@example(fork=replace(SAMPLES, variant="gdn", transposed=True, wide=True))
+@example(fork=replace(SAMPLES, accepted=None))  # each reads and writes its own column 0
+@example(fork=Fork(((1, 1, 0), (-1, 2, 0)), (2, 2), (3, 3), 3))  # the last token wins
+def test_sequences_that_share_a_slot_compute_what_each_computes_alone(fork):
+    assert fork.legal
+    kernels = dispatch.backend_name(TARGET.device) == "triton"
+    assert_fork(fork, TARGET.device, bits=kernels)
+
+
+@given(fork=forks())
+@example(fork=SAMPLES)
+@example(fork=TREE)
+def test_the_definition_has_forks_too(fork):
+    assert_fork(fork, torch.device("cpu"), False, by_backend(dispatch.load("reference")))
+
+
+@pytest.mark.quick
+@given(fork=broken())
+@example(fork=replace(SAMPLES, table=((2, 0), (3, 0), (2, 0))))  # two write slot 2
+@example(fork=replace(SAMPLES, table=((2, 0), (0, 0), (3, 0))))  # one writes what two read
+@example(fork=replace(SAMPLES, table=((2, 0), (3, 2), (4, 0))))  # one reads what one writes
+@example(fork=replace(SAMPLES, table=((2, 0), (3, 0), (5, 0))))  # the pool has no slot 5
+@example(fork=replace(SAMPLES, accepted=None, table=((2, 0), (2, 0), (4, 0))))
+def test_a_written_slot_belongs_to_one_sequence(fork):
+    """Other tables are refused before anything is written; on a device, if values are checked."""
+    assert not fork.legal
+    before, flags = fork.state(TARGET.device), fork.case.flags("recurrent_")
+    x = fork.arguments(before)
+    with (
+        patch.object(checks, "CHECK_VALUES", True),
+        pytest.raises(ValueError, match="^state_indices must (not let|be below the number of)"),
+    ):
+        by_operator(fork.variant, list(x.values()), flags)
+    assert_identical(x["state"], before, "the pool")
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))

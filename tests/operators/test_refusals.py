@@ -179,6 +179,15 @@ SLOTS = [
     ("chunk_", {"state_indices": torch.tensor([0, 3])}, "below the number of slots, 3, got 3"),
     ("recurrent_", {"state_indices": torch.tensor([[0] + [-1] * 4, [2, 1, 9, -1, -1]])}, "got 9"),
     ("recurrent_", {"state_indices": torch.tensor([1, 1])}, "name distinct slots"),
+    ("recurrent_", {"state_indices": torch.tensor([[0] * 5, [1, 0, 2, 2, 2]])}, "two sequences"),
+    (
+        "recurrent_",
+        {
+            "state_indices": torch.tensor([[0] * 5 + [2], [2] * 5 + [-1]]),
+            "num_accepted_tokens": torch.tensor([6, 1]),
+        },
+        "slot 2, which sequence 1 writes and sequence 0 reads",
+    ),
     ("chunk_", {"state_indices": torch.tensor([1, 1], dtype=torch.int32)}, "name distinct slots"),
     ("chunk_", {"snapshot_indices": torch.tensor([[-1], [5]])}, "below the number of slots, 3"),
     ("chunk_", {"snapshot_indices": torch.tensor([[2], [-1]])}, "name distinct slots"),

@@ -189,4 +189,17 @@ def pools(draw, op: str | None = None, **fixed: object) -> Pool:
     )
 
 
-__all__ = ["Pool", "SPARE", "pools", "replace"]
+def same(got: Tensor, want: Tensor, name: str, dtype: torch.dtype) -> None:
+    """Assert equality up to a few roundings: got and want take two paths through one operator."""
+    eps = torch.finfo(dtype).eps
+    scale = want.double().abs().max().item() if want.numel() else 0.0
+    torch.testing.assert_close(
+        got.double(),
+        want.double(),
+        rtol=0.0,
+        atol=64 * eps * max(scale, 1e-30),
+        msg=lambda m: f"{name}: {m}",
+    )
+
+
+__all__ = ["Pool", "SPARE", "pools", "replace", "same"]

@@ -16,7 +16,9 @@ from kda_ops import dispatch
 from kda_ops.backends.triton.backend import Triton
 from tests.operators.test_pools import (  # noqa: F401, on the kernels too
     test_a_token_without_a_column_gives_zero_and_writes_nothing,
+    test_a_written_slot_belongs_to_one_sequence,
     test_padding_may_have_any_accepted_count,
+    test_sequences_that_share_a_slot_compute_what_each_computes_alone,
 )
 from tests.support.closeness import assert_identical
 from tests.support.steps import (
