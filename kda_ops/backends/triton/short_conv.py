@@ -33,7 +33,7 @@ def find_slot(slots, i_n, N):
     """Return the slot of sequence i_n, at most -1 for what is past the last sequence."""
     i_slot = i_n
     if slots is not None:
-        i_slot = tl.load(slots + i_n, mask=i_n < N, other=-1).to(tl.int32)
+        i_slot = tl.load(slots + i_n, mask=i_n < N, other=-1).to(tl.int64)
     return tl.where(i_n < N, i_slot, -1)
 
 
