@@ -150,13 +150,14 @@ def _kda_levels(g):
 def _gdn_levels(g, K: int):
     """Return the same for one decay per row, g [n, C, 1].
 
-    E is one matrix. Its exponents are the sums down the columns of g_i below the diagonal.
+    E is one matrix. Its exponents are the sums down the columns of g_i below the diagonal. The mask
+    selects products: zero times one that overflows is NaN.
     """
     i, j = _iota((CHUNK, CHUNK), 0), _iota((CHUNK, CHUNK), 1)
-    E = jnp.where(i > j, jnp.exp(_sums(jnp.where(i > j, g, 0.0))), 0.0)
+    E = jnp.exp(_sums(jnp.where(i > j, g, 0.0)))
     g = jnp.broadcast_to(g, (*g.shape[:2], K))
     before, after = _sums(g), _shifted(_sums(g, reverse=True), -1)
-    return [_Level(lambda x: E * x, None)], jnp.exp(before), jnp.exp(after)
+    return [_Level(lambda x: jnp.where(i > j, E * x, 0.0), None)], jnp.exp(before), jnp.exp(after)
 
 
 def _of_heads(ref, n: int, shared: bool, dtype):
