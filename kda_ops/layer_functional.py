@@ -89,7 +89,8 @@ def short_conv_(
     """Convolve each channel along time on a pool of tails, in place; inference only.
 
     The equation is that of `short_conv`. Each sequence begins with the inputs of its slot, and its
-    last W - 1 inputs are written there.
+    last W - 1 inputs are written there, in the pool's dtype. If a call has fewer tokens, the other
+    rows move up unchanged, also in a pool that is wider than x.
 
     Args:
         x, weight, bias, cu_seqlens, activation: as for `short_conv`.
