@@ -225,7 +225,8 @@ def _prepare(x: _Loaded, plan: Plan, dot: _Dot) -> _Chunk:
         scores = dot(_NT, jnp.concatenate([level.scaled(q), kf], 1), kf)
         P, M = P + level.select(scores[:, :CHUNK]), M + level.select(scores[:, CHUNK:])
     i, j = _iota((CHUNK, CHUNK), 0), _iota((CHUNK, CHUNK), 1)
-    A = jnp.broadcast_to(jnp.where(i == j, 1.0, 0.0).astype(dot.sums), P.shape)
+    one, zero = dot.sums.type(1), dot.sums.type(0)  # two plain numbers are float64 with x64 on
+    A = jnp.broadcast_to(jnp.where(i == j, one, zero), P.shape)
     for half in range(LEVELS):
         low = jnp.where(_pair(half), b * M, 0.0)
         A = A - (low if half == 0 else dot.fine(_NN, dot.fine(_NN, A, low), A))
