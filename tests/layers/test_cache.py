@@ -265,6 +265,53 @@ def test_a_copied_cache_is_independent(make, mode):
         close(layer(other[:, 5:], cache=fork), layer(other)[:, 5:])
 
 
+class Fault(Exception):
+    """An error in the middle of a layer."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("T", (1, 2))
+@pytest.mark.parametrize("part", ("b_proj", "decay", "g_proj"))
+@variants
+def test_a_call_that_fails_in_a_projection_can_be_repeated(make, part, T):
+    layer, x = build(make), rows(2, 9)
+    name = {"decay": "f_proj" if make is KimiDeltaAttention else "a_proj"}.get(part, part)
+    cache = layer.new_cache(2)
+    layer(x[:, :5], cache=cache)
+    before = [b.clone() for b in cache.buffers()]
+
+    def fail(*_):
+        raise Fault
+
+    hook = getattr(layer, name).register_forward_hook(fail)
+    with pytest.raises(Fault):
+        layer(x[:, 5 : 5 + T], cache=cache)
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(cache.buffers(), before, strict=True))
+    parts = [layer(x[:, 5 : 5 + T], cache=cache), layer(x[:, 5 + T :], cache=cache)]
+    close(torch.cat(parts, 1), layer(x)[:, 5:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part, words", (("b", "beta"), ("decay", "g"), ("g", "gate")))
+@variants
+def test_a_projection_of_another_width_or_dtype_is_refused_before_the_cache_is_written(
+    make, part, words
+):
+    layer = build(make)
+    kda, cache = make is KimiDeltaAttention, layer.new_cache(2)
+    name = {"decay": "f_proj" if kda else "a_proj"}.get(part, f"{part}_proj")
+    for change, error in (
+        (lambda y: torch.cat([y, y], -1), f"^{words} must have shape"),
+        (lambda y: y.long(), f"^{words} must be float16"),
+    ):
+        hook = getattr(layer, name).register_forward_hook(lambda _, x, y, f=change: f(y))
+        with pytest.raises((ValueError, TypeError), match=error):
+            layer(rows(2, 1), cache=cache)
+        hook.remove()
+        assert not any(b.any() for b in cache.buffers())
+
+
 REFUSED = [
     (
         lambda c: c.reorder_cache(torch.tensor([0, 1])),
