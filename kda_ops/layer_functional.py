@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kda_ops.arguments import check_dense, in_words
+from kda_ops.arguments import check_rows, in_words
 from kda_ops.checks import shape_error
 
 _SHORT_CONV, _SHORT_CONV_ = torch.ops.kda.short_conv.default, torch.ops.kda.short_conv_.default
@@ -162,7 +162,8 @@ def gated_rms_norm(
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor is None:
             raise TypeError(f"{name} must be a tensor, got None.")
-        check_dense(name, tensor)
+        check_rows(name, tensor)
+    check_rows("gate", gate)
     shape = x.shape
     if not shape:
         raise ValueError("x must have shape [..., V], got [].")
