@@ -265,7 +265,8 @@ class DeltaAttention(nn.Module):
         else:
             tokens = self._arrange_across_ranks(x, attention_mask, cache, cu_seqlens, group)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        g, beta, gate = self._decay_logits(x), self.b_proj(x), None
+        g, beta = self._decay_logits(x), self.b_proj(x)
+        gate: Tensor | None = None
         if cache is not None:  # the next line writes it, and what can fail must have been computed
             gate = self._output_gate(x)
             self._check_cache(cache, q, k, v)
