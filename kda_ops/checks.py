@@ -250,9 +250,12 @@ def check_offsets(
         raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
     check_index("cu_seqlens", cu_seqlens, device, of)
     if B != 1:
+        row = f"{of} and every other tensor with tokens"
+        hint = f"reshape {row} to [1, B * T, ...]"
+        if B == 0:  # the offsets of such a row are zeros, too
+            hint = f"pass {row} as [1, 0, ...], and offsets of 0"
         raise ValueError(
-            f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape "
-            f"{of} and every other tensor with tokens to [1, B * T, ...]."
+            f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: {hint}."
         )
     if T is not None and can_read(cu_seqlens):
         _check_cu_seqlens(cu_seqlens, T)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kda_ops.arguments import check_dense, in_words
+from kda_ops.arguments import check_rows, in_words
 from kda_ops.checks import shape_error
 
 _SHORT_CONV, _SHORT_CONV_ = torch.ops.kda.short_conv.default, torch.ops.kda.short_conv_.default
@@ -89,7 +89,8 @@ def short_conv_(
     """Convolve each channel along time on a pool of tails, in place; inference only.
 
     The equation is that of `short_conv`. Each sequence begins with the inputs of its slot, and its
-    last W - 1 inputs are written there.
+    last W - 1 inputs are written there, in the pool's dtype. If a call has fewer tokens, the other
+    rows move up unchanged, also in a pool that is wider than x.
 
     Args:
         x, weight, bias, cu_seqlens, activation: as for `short_conv`.
@@ -161,7 +162,8 @@ def gated_rms_norm(
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor is None:
             raise TypeError(f"{name} must be a tensor, got None.")
-        check_dense(name, tensor)
+        check_rows(name, tensor)
+    check_rows("gate", gate)
     shape = x.shape
     if not shape:
         raise ValueError("x must have shape [..., V], got [].")

@@ -39,6 +39,7 @@ from kda_ops.checks import (
     refuse_float64_on_cuda,
     shape_error,
 )
+from kda_ops.exported import count_results, is_any_size
 
 CHUNK = 64  # tokens per chunk, C in docs/maths.md
 SAFE_BOUND = -5.0  # what `safe_gate` promises when no lower_bound names another bound
@@ -255,7 +256,7 @@ class Problem:
     def _take_state(self, name: str, letter: str, count, state: Tensor, pool: bool) -> None:
         HV, K, V = self.HV, self.K, self.V
         shape = state.shape
-        if _is_any_size(shape[0] if shape else 0):
+        if is_any_size(shape[0] if shape else 0):
             count = shape[0]  # checked when the exported program runs
         want = (count, HV, V, K) if self.transposed else (count, HV, K, V)
         if shape != want:
@@ -385,9 +386,7 @@ class Problem:
         """
         if not self.output_final_state:
             return self.q.new_empty((0,), dtype=torch.float32)
-        N = self.N
-        if self.cu_seqlens is not None and not isinstance(N, int) and torch.compiler.is_exporting():
-            N = _any_size(N) if self.state is None else self.state.shape[0]
+        N = count_results(self.N, self.cu_seqlens, self.state)
         width = (self.V, self.K) if self.transposed else (self.K, self.V)
         return self.q.new_empty((N, self.HV, *width), dtype=self.state_dtype)
 
@@ -457,29 +456,6 @@ class Problem:
         else:
             strength = not self.neg_eigval if self.sigmoid_beta else self.safe_beta
         return strength and (self.l2norm or self.safe_keys)
-
-
-def _any_size(N: torch.SymInt) -> torch.SymInt:
-    """Return a new symbol that equals N, for a fake implementation under ``torch.export``.
-
-    torch guards every size against 1, and N is one less than the number of offsets. That guard
-    would refuse a single sequence. Two inequalities express the equality, because with ``==`` torch
-    would replace the symbol by N again. The second is quadratic on purpose. torch assumes at least
-    2 offsets, so from ``size >= N`` it would deduce size >= 1 and refuse an empty batch.
-    """
-    size = torch.library.get_ctx().new_dynamic_size()
-    torch._check(size <= N)
-    torch._check((N - size) * (N - size) <= 0)
-    return size
-
-
-def _is_any_size(size: int | torch.SymInt) -> bool:
-    """Return whether a size comes from `_any_size` or otherwise depends on data."""
-    if isinstance(size, int) or not torch.compiler.is_exporting():
-        return False
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    return bool(free_unbacked_symbols(size))
 
 
 def new_output(v: Tensor) -> Tensor:

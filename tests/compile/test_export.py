@@ -153,6 +153,36 @@ def test_one_program_serves_any_number_of_packed_sequences(name, count, strict):
         run(q, torch.tensor([0, 71]))
 
 
+class Tails(torch.nn.Module):
+    """The final tails of packed sequences, which a second call goes on from."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x, weight, offsets):
+        tail = None
+        for _ in range(self.calls):
+            x, tail = kda_ops.short_conv(
+                x, weight, None, tail, offsets, activation="silu", output_final_tail=True
+            )
+        return x, tail.transpose(1, 2).contiguous(), (tail * 2).sum()
+
+
+@pytest.mark.parametrize("strict", (False, True))
+@pytest.mark.parametrize("count", (1, 2))
+def test_one_program_serves_any_number_of_packed_tails(count, strict):
+    module, x, weight = Tails(count), torch.randn(1, 70, 8), torch.randn(8, 4)
+    example = x, weight, torch.tensor([0, 30, 70])
+    shapes = (ANY_PACKING[0], None, ANY_PACKING[1])
+    run = through_file(torch.export.export(module, example, dynamic_shapes=shapes, strict=strict))
+    for offsets in map(torch.tensor, PACKINGS):
+        got, want = run(x, weight, offsets), module(x, weight, offsets)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="^cu_seqlens must start at 0"):
+        run(x, weight, torch.tensor([0, 71]))
+
+
 class Continued(torch.nn.Module):
     """Packed sequences that start from given states."""
 

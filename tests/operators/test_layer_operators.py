@@ -1,5 +1,7 @@
 """The short convolution and the gated norm: numbers, and the promises of every operator."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -124,6 +126,24 @@ def test_tokens_of_no_sequence_reach_no_gradient():
     assert not grads[0][:, 8:].any()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("n", range(5))
+def test_a_nan_of_a_sequence_reaches_no_other_sequence(n):
+    case = Conv(lengths=(3, 0, 5, 1, 2), behind=2)
+    want, got = run(case, TARGET.device), run(replace(case, nan=n), TARGET.device)
+    begin, length = sum(case.lengths[:n]), case.lengths[n]
+    token = torch.arange(sum(case.lengths) + case.behind, device=TARGET.device)
+    others = (token < begin) | (token >= begin + length)
+    rest = torch.arange(case.N, device=TARGET.device) != n
+    for name in ("y", "dx"):
+        assert_identical(got[name][:, others], want[name][:, others], name)
+    for name in ("final_tail", "dinitial_tail"):
+        assert_identical(got[name][rest], want[name][rest], name)
+    if not length:  # an empty sequence passes its tail on and multiplies nothing
+        for name in ("dinitial_tail", "dweight", "dbias"):
+            assert_identical(got[name], want[name], name)
+
+
 POOLED = {
     "dense": ((3, 5), None, None),
     "one token": ((3, 1), None, None),
@@ -163,6 +183,49 @@ def test_a_call_on_a_pool_touches_the_slots_it_names_and_nothing_else(pool, dtyp
             assert_identical(tails[slot], final[n], "tail")
     rest = [s for s in range(len(tails)) if s not in own]
     assert_identical(tails[rest], before[rest], "other slots")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("slots", ((-(2**32), 3), (2, -(2**63)), (-(2**32) + 1, -(2**40) + 5)))
+def test_a_negative_slot_of_64_bits_is_nobody(slots):
+    case = Conv(B=2, T=2)
+    x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
+    pool = torch.randn(6, 3, case.D, generator=torch.Generator().manual_seed(5)).to(TARGET.device)
+    got, before = pool.clone(), pool.clone()
+
+    def step(tails, own):
+        own = torch.tensor(own, device=TARGET.device)
+        return operator(case, "_")(x["x"], x["weight"], x["bias"], tails, own)
+
+    assert_identical(step(got, slots), step(pool, [max(s, -1) for s in slots]), "y")
+    assert_identical(got, pool, "the pool")
+    rest = [s for s in range(6) if s not in slots]
+    assert_identical(got[rest], before[rest], "other slots")
+
+
+@pytest.mark.parametrize("length", (0, 1, 2, 3))
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize(
+    "dtype, wide",
+    (
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float64),
+    ),
+    ids=str,
+)
+def test_kept_rows_of_a_pool_keep_its_dtype(dtype, wide, packed, length):
+    """Of a call with fewer tokens than a tail has rows, only the new rows are cast to x's dtype."""
+    case = Conv(B=1, T=length, lengths=(length,) if packed else None, dtype=dtype)
+    x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
+    pool = torch.randn(3, 3, case.D, generator=torch.Generator().manual_seed(5)).to(wide)
+    pool[1, 2] = 1e6 + 1.0 / 3  # beyond float16
+    pool = pool.to(TARGET.device)
+    want = torch.cat([pool[1], x["x"][0].to(wide)])[length:]
+    slots = torch.tensor([1], device=TARGET.device)
+    operator(case, "_")(x["x"], x["weight"], x["bias"], pool, slots, x["cu_seqlens"])
+    assert_identical(pool[1], want, "the tail")
 
 
 def test_decode_token_by_token_gives_the_bits_of_the_whole():

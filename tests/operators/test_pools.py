@@ -236,7 +236,7 @@ def test_padding_may_have_any_accepted_count(variant, packed, monkeypatch):
     pool = Pool(case, "recurrent_", True, (False, True, False, True), columns=2)
     monkeypatch.setattr(problem, "check_accepted", lambda *_: None)  # as on a GPU
     indices = pool.indices()[0].to(TARGET.device)
-    for wrong in (-3, 0, 3, 9):
+    for wrong in (-3, 0, 3, 9, 2**32 + 1, -(2**63)):
         o, after = pool.run(
             num_accepted_tokens=torch.tensor([2, wrong, 1, wrong], device=TARGET.device)
         )

@@ -167,6 +167,20 @@ def test_a_tensor_without_strides_is_named(variant, op, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ("x", "weight", "gate"))
+def test_a_tensor_without_strides_is_named_by_the_gated_norm(name, kind):
+    x = {"x": torch.zeros(2, 3, 4), "weight": torch.ones(2, 4), "gate": torch.zeros(2, 3, 4)}
+    call = x | {name: odd(kind, x[name])}
+    words = f"^{name} must be a dense tensor, got .*: (call|pass its values\\.$)"
+    with pytest.raises(TypeError, match=words):
+        kda_ops.gated_rms_norm(**call)
+    if name != "weight":
+        del call["weight"]
+        with pytest.raises(TypeError, match=words):
+            GatedRMSNorm(4)(**call)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_without_strides_is_named_where_a_gradient_is_wanted(kind):
     x = arguments("kda", "chunk")
     x["v"] = x["v"].requires_grad_()

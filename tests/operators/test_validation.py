@@ -360,6 +360,12 @@ REFUSED = [
         r"^cu_seqlens packs .* needs B == 1, got B = 2: reshape",
     ),
     (
+        "chunk recurrent",
+        {n: x if x is None else x[:0] for n, x in PACKED.items()} | {"cu_seqlens": ints(1)},
+        ValueError,
+        r"^cu_seqlens packs .* got B = 0: pass q and .* as \[1, 0, \.\.\.\], and offsets of 0\.$",
+    ),
+    (
         "chunk",
         PACKED | {"cu_seqlens": ints(1, 2)},
         ValueError,

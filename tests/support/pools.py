@@ -64,11 +64,13 @@ class Pool:
             if self.snapshots
             else None
         )
+        # negative numbers of 64 bits: cut to 32 bits, they would name slots
+        below = -1 if dtype is torch.int32 else -(2**32) + N
         for n in range(N):
             if self.is_dead(n):
-                state[n] = -1 - n
+                state[n] = below - n
         if snapshots is not None and N:
-            snapshots[0, 0] = -1
+            snapshots[0, 0] = below
         accepted = (
             torch.randint(1, width + 1, (N,), generator=gen).to(dtype) if self.accepted else None
         )
