@@ -447,6 +447,7 @@ LOSSY = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_cast_that_loses_precision_is_not_folded(name):
     captured, x = Captured(), inputs(grad=False)

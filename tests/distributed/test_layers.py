@@ -221,6 +221,7 @@ def test_a_cache_belongs_to_one_process():
         dist.destroy_process_group()
 
 
+@pytest.mark.bits
 def test_across_ranks_projections_may_be_modules_without_a_weight():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -19,6 +19,8 @@ if not torch.cuda.is_available():
 import kda_ops
 from examples import serve
 from kda_ops import checks
+from kda_ops.backends.triton import tuning
+from kda_ops.problem import Problem
 from tests.support import calls, closeness, drift
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical, assert_meets_budget
@@ -120,7 +122,8 @@ def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(
     assert_identical(around, expected, "the pool and what lies between its slots")
 
 
-ANSWER = dict(B=3, T=141, K=128, V=128, dtype=torch.bfloat16, state=False, final=False)
+WIDE = dict(K=128, V=128, dtype=torch.bfloat16, state=False, final=False)
+ANSWER = WIDE | dict(B=3, T=141)
 
 
 @settings(max_examples=25)
@@ -178,6 +181,35 @@ def test_checked_tables_that_share_a_slot_run_and_wrong_ones_are_refused(fork, w
         with pytest.raises(ValueError, match="^state_indices must (not let|be below the number)"):
             by_operator(wrong.variant, list(x.values()), flags)
     assert_identical(x["state"], before, "the pool")
+
+
+@pytest.mark.parametrize(
+    "heads, pieces, pool_dtype, whole",
+    (
+        (96, (64, 2048, 388), torch.float32, True),
+        (4, (640, 300), torch.float32, True),  # shorter than a run
+        (4, (64, 4096, 840), torch.float32, False),
+        (96, (64, 2048, 388), torch.bfloat16, True),
+    ),
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prompt_cut_at_chunks_has_the_bits_of_one_call_where_it_stays_whole(
+    variant, heads, pieces, pool_dtype, whole
+):
+    """On an fp32 pool. Where it is cut into runs, and on a bf16 pool, both agree up to rounding."""
+    case = Case(variant, T=sum(pieces), H=heads, HV=heads, gate="weak", l2norm=True, **WIDE)
+    split = Split(case, tuple(("chunk_", n) for n in pieces), pool_dtype)
+    x = case.inputs(CUDA)
+    p = Problem.parse(case.rank, *x.values(), **case.flags())
+    assert (tuning.run_length(p) == 0) == whole
+    o, pool = split.run(CUDA)
+    want, after = split.run(CUDA, (("chunk_", case.T),))
+    if whole and pool_dtype is torch.float32:
+        assert_identical(o, want, "o")
+        assert_identical(pool, after, "the pool")
+    for got, expected in ((o, want), (pool, after)):
+        error = (got.double() - expected.double()).norm() / expected.double().norm()
+        assert error < 0.01
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -166,6 +166,7 @@ class Walks(Reference):
         return self.gradient(p, tile, trace, do, reverse, need)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kept", (False, True))
 def test_backward_asks_for_the_walk_where_a_backend_has_one(kept):
     case = Case(variant="gdn", dtype=torch.float64, T=70, disable_recompute=kept)

@@ -53,6 +53,7 @@ def same_fields(got, want, but=()):
         close(getattr(got, f.name), getattr(want, f.name), f.name)
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @given(case=cases(**WIDE))
 def test_prepare(case):
@@ -154,6 +155,7 @@ def test_gradient(case):
         )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_gradient_gives_what_was_asked_for_and_the_same(variant, name):

@@ -46,6 +46,7 @@ def test_results_and_gradients_meet_the_error_budget(case):
         assert_meets_budget(one, TARGET.device)
 
 
+@pytest.mark.bits
 @each
 def test_two_runs_give_the_same_bits(case):
     assert_all_identical(run(case, TARGET.device), run(case, TARGET.device))
@@ -65,6 +66,7 @@ def test_gradients_are_finite_differences():
         )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("subset", (("x",), ("weight",), ("initial_tail",), ("bias", "x")))
 def test_any_subset_of_gradients_is_the_same(subset):
     case = Conv(lengths=(2, 0, 5), behind=2)
@@ -87,6 +89,7 @@ def test_a_gradient_of_the_final_tail_alone_is_enough():
     assert torch.equal(dtail.sum((0, 2)).cpu(), torch.tensor([0.0, 0.0, 2.0 * case.D]))
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 def test_splitting_a_sequence_does_not_change_it():
     case = Conv(T=41, D=8)
@@ -100,6 +103,7 @@ def test_splitting_a_sequence_does_not_change_it():
     assert_identical(tail, final, "final_tail")
 
 
+@pytest.mark.bits
 def test_a_sequence_has_the_same_bits_alone_and_packed():
     case = Conv(lengths=(3, 0, 70, 1), behind=4, D=8)
     x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
@@ -153,6 +157,7 @@ POOLED = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @pytest.mark.parametrize("pool", POOLED)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
@@ -228,6 +233,7 @@ def test_kept_rows_of_a_pool_keep_its_dtype(dtype, wide, packed, length):
     assert_identical(pool[1], want, "the tail")
 
 
+@pytest.mark.bits
 def test_decode_token_by_token_gives_the_bits_of_the_whole():
     case = Conv(T=7, D=8, tail=False)
     x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
@@ -291,6 +297,7 @@ def test_the_in_place_operator_refuses_autograd_and_vmap_and_counts_as_a_version
             )
 
 
+@pytest.mark.bits
 @both
 def test_autocast_leaves_inputs_as_they_are(case):
     want = run(case, TARGET.device)
@@ -420,6 +427,7 @@ def test_sparse_tensors_are_named():
         torch.ops.kda.gated_rms_norm(*(LEGAL_NORM | {"gate": z(2, 5, 4, 6).to_sparse()}).values())
 
 
+@pytest.mark.bits
 def test_the_functions_take_any_rank_and_a_plain_weight():
     case = NormCase(G=2, silu=True)
     x, weight, gate = case.inputs().values()

@@ -118,6 +118,7 @@ def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
     assert_identical(after[~written], before[~written], "slots that no live token names")
 
 
+@pytest.mark.bits
 @given(pool=pools())
 def test_what_lies_in_a_dead_or_spare_slot_is_never_read(pool):
     state = pool.state()
@@ -129,6 +130,7 @@ def test_what_lies_in_a_dead_or_spare_slot_is_never_read(pool):
     assert_identical(o, want, "o")
 
 
+@pytest.mark.bits
 @given(pool=pools(), seed=st.integers(0, 99))
 def test_where_the_slots_lie_does_not_matter(pool, seed):
     if not pool.indexed:
@@ -207,6 +209,7 @@ def test_a_rolled_back_token_never_happened(variant):
         same(drafted[indices[n, 0]], plain[slot[0]], f"state of sequence {n}", case.state_dtype)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
     case = Case(variant, T=3, state=False, final=False)
@@ -225,6 +228,7 @@ def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
         assert_identical(after_holed[indices[0, column]], after[indices[0, column]], "a named slot")
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_may_have_any_accepted_count(variant, packed, monkeypatch):
@@ -253,6 +257,7 @@ def test_padding_may_have_any_accepted_count(variant, packed, monkeypatch):
         )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_token_without_a_column_gives_zero_and_writes_nothing(variant, monkeypatch):
     case = Case(variant, lengths=(4, 1), H=1, HV=1)
@@ -351,6 +356,20 @@ def test_prefill_then_decode_is_one_prefill(split):
     assert_split(split, TARGET.device)
 
 
+@pytest.mark.bits
+@pytest.mark.parametrize("pieces", ((64, 136), (128, 64, 100), (192, 33)), ids=str)
+@pytest.mark.parametrize("gate", ("weak", "softplus"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prompt_cut_at_chunks_has_the_bits_of_one_call_on_a_float32_pool(variant, gate, pieces):
+    case = Case(variant, B=3, T=sum(pieces), H=2, HV=4, K=32, V=40, gate=gate, l2norm=True)
+    calls = tuple(("chunk_", n) for n in pieces)
+    split = Split(replace(case, state=False, final=False), calls, torch.float32)
+    o, pool = split.run(TARGET.device)
+    want, after = split.run(TARGET.device, (("chunk_", case.T),))
+    assert_identical(o, want, "o")
+    assert_identical(pool, after, "the pool")
+
+
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_call_without_live_slots_changes_nothing(variant, op):
@@ -369,6 +388,7 @@ def test_values_without_channels_give_empty_results(variant, columns):
     assert o.shape[-1] == state.shape[-1] == 0
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pool_may_have_any_strides_and_keeps_what_lies_between(variant, op):

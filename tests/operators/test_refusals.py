@@ -338,6 +338,7 @@ LAZY = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", LAZY)
 @pytest.mark.parametrize("op", IN_PLACE)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -357,6 +358,7 @@ def test_snapshots_may_be_spaced_as_far_as_integers_go(every):
     kda_ops.chunk_kda_(**x, snapshot_every=every)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gate_s_bias_may_be_left_out_of_the_operator_too(variant):
     x = arguments(variant, "gate")

@@ -39,6 +39,7 @@ SIZES = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_call_by_a_plan_of_other_sizes_gives_the_bits_of_the_stages(sizes):
     for strides in ("", "fused"):
