@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.cases import Case, make_inputs
 from benchmarks.peers import fla_step, our_step
+from benchmarks.timer import copy_rate, replayed
 from benchmarks.worker import UNCACHED, in_layers
 from kda_ops.tools import machine
-from kda_ops.tools.cases import Case, make_inputs
-from kda_ops.tools.oracle import relative_error
-from kda_ops.tools.timer import copy_rate, median_ms, replayed
+from kda_ops.tools.timer import median_ms, relative_error
 
 WIDTH = 128
 # KI, BV and warps of cuts of an fp32 state; the first of each layout is the one in use

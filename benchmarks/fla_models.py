@@ -11,7 +11,6 @@ refuses some versions of Triton. Then the reason is reported in place of times.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.records import stamp, write_json
 from kda_ops.compat import fla_backend
 
 SIDES = {"fla": "0", "kda_ops": "1"}  # side -> FLA_KDA_OPS
@@ -108,20 +108,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     fla_backend.enable()
-    import triton
-
-    rows: list[dict[str, Any]] = []
+    about, rows = stamp("cuda"), list[dict[str, Any]]()
     for variant in args.variant:
         ids = torch.randint(3, 32000, (1, args.tokens), device="cuda")
         net = model(variant, args.layers, args.heads, 128).to("cuda", torch.bfloat16).train()
         for side, row in measure(net, ids).items():
-            rows.append({"variant": variant, "side": side, "tokens": args.tokens} | row)
+            rows.append({"variant": variant, "side": side, "tokens": args.tokens} | row | about)
             print(rows[-1], flush=True)
     if args.out:
-        where = dict(
-            gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__
-        )
-        args.out.write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
+        write_json(args.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import bare
+from benchmarks import bare, records
+from benchmarks.cases import INPUTS, Case, make_inputs
 from benchmarks.peers import FLA_ALONE, Forward, Inputs, fla, our_forward, our_step
+from benchmarks.timer import replayed
 from benchmarks.worker import MODEL_LIMIT, apart, first_line, work_of
 from kda_ops.tools import machine
-from kda_ops.tools.cases import INPUTS, Case, make_inputs
-from kda_ops.tools.timer import replayed
 
 LAYERS = 8
 TOKENS = range(200, 321)  # of the part "varying"
@@ -282,13 +282,13 @@ def main(argv: list[str]) -> int:
     add("--output", metavar="FILE", help="written anew after every row")
     args = parser.parse_args(argv)
     machine.need_device(parser, args.device)
-    machine.need_writable(parser, args.output)
-    about, found = machine.describe(args.device), list[dict]()
+    records.need_writable(parser, args.output)
+    about, found = records.stamp(args.device), list[dict]()
     print(json.dumps(about), flush=True)
     for op, part in itertools.product(args.ops, args.parts):
         for row in rows(op, part, args):
             print(line(row), flush=True)
-            found.append(row)
+            found.append(row | about)
             if args.output:
-                machine.write_json(args.output, about | {"rows": found})
+                records.write_json(args.output, {"rows": found})
     return 0

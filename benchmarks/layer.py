@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.records import stamp, write_json
+from benchmarks.timer import host_us
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
-from kda_ops.tools.machine import installed
-from kda_ops.tools.timer import gpu_ms, host_us
+from kda_ops.tools.timer import gpu_ms
 
 Row = dict[str, Any]
 # a call, the number of tensors of x's size that forward and backward must move, and the cotangent
@@ -280,11 +281,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: list[Row] = []
-    about = {"triton": installed("triton") or "none"}
+    about = stamp(args.device)
     some = [part for part in args.parts if part in ("eager", "compiled", "decode")]
     if args.before is not None and some:
-        rows = before(args.before.resolve(), some, args.variant, args.device)
-        found += [row | about for row in rows]
+        found += before(args.before.resolve(), some, args.variant, args.device)
         for row in found:
             print(json.dumps(row), flush=True)
     for part in args.parts:
@@ -295,7 +295,7 @@ def main() -> None:
                 found.append(row | about)
                 print(json.dumps(found[-1]), flush=True)
     if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1))
+        write_json(args.out, {"rows": found})
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import bare
+from benchmarks.cases import Case
 from benchmarks.peers import PEERS
 from benchmarks.worker import report
 from examples.train import LanguageModel, loss_of
-from kda_ops.tools.cases import Case
 
 LAYERS, STEPS = 8, 20
 

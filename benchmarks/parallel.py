@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 import kda_ops.distributed as cp
+from benchmarks.cases import Case, make_inputs
 from benchmarks.peers import our_forward
-from kda_ops.tools.cases import Case, make_inputs, parse_setting
-from kda_ops.tools.machine import Help, describe, need_writable, write_json
+from benchmarks.records import need_writable, stamp, write_json
+from kda_ops.tools.machine import Help, parse_setting
 
 REPEATS = 9
 
@@ -76,7 +77,7 @@ def main() -> None:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(rank)
-    found = describe(device.type) | {"setting": args.setting}
+    about = stamp(device.type)
     tokens, dtype = parse_setting(args.setting)["T"], torch.bfloat16 if cuda else torch.float32
     counts = [2**n for n in range(size.bit_length())]
     groups = {n: dist.new_group(range(n)) for n in counts[1:]}
@@ -86,11 +87,11 @@ def main() -> None:
         setting = args.setting.replace(f"T{tokens}", f"T{tokens // count}")
         case = Case(op, "fwdbwd", setting, gate, str(device), dtype)
         row = measure(case, device, groups.get(count))
-        rows.append(row)
+        rows.append(row | about)
         if rank == 0:
-            print(json.dumps(row), flush=True)
+            print(json.dumps(rows[-1]), flush=True)
         if rank == 0 and args.output:
-            write_json(args.output, found | {"rows": rows})
+            write_json(args.output, {"setting": args.setting, "rows": rows})
     dist.barrier()
     dist.destroy_process_group()
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kda_ops
-from kda_ops.tools.cases import INPUTS, OURS, Case, flags
+from benchmarks.cases import INPUTS, OURS, Case, flags
 
 Inputs = dict[str, Tensor]
 Forward = Callable[[Inputs], Tensor]

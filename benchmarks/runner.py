@@ -9,7 +9,6 @@ side whose error is over its limit has no time.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import signal
@@ -23,27 +22,12 @@ from itertools import product
 
 import torch
 
-from benchmarks import tables
+from benchmarks import records, tables
+from benchmarks.cases import GATES, KDA_GATES, PASSES, PROMISED, SAFE, Case, case_of, parse_setting
 from benchmarks.peers import PEERS, Peer
 from benchmarks.worker import work_of
 from kda_ops.tools import machine
-from kda_ops.tools.cases import (
-    GATES,
-    KDA_GATES,
-    PASSES,
-    PROMISED,
-    SAFE,
-    Case,
-    case_of,
-    parse_setting,
-)
 
-COMMANDS = """other commands:
-  python -m benchmarks evidence   run the GPU tests, measure the rows that are stale or missing
-  python -m benchmarks tables     write tables and picture of the documentation from the results
-  python -m benchmarks host       what calls cost the host, next to operators that only allocate
-  python -m benchmarks.tritons FOLDER...               several versions of Triton
-  torchrun --nproc-per-node 2 -m benchmarks.parallel   one long sequence on several GPUs"""
 SETTINGS = {
     "cuda": {"decode": "B128T1H32,B8T1H32,B1T1H32", "model": "B4T4096H16"},
     "cpu": {"decode": "B8T1H8", "model": "B1T128H2D32"},
@@ -113,14 +97,19 @@ def run(
     keep: Callable[[dict], None],
     until: float = float("inf"),
 ) -> None:
-    """Measure cases next to each peer in turn, then the cases without a row, alone."""
+    """Measure cases next to each peer in turn, then the cases without a row, alone.
+
+    `keep` gets each row with its stamp, or the reason for its absence.
+    """
     # a training pass and its forward follow each other, for they share an oracle
     todo, done = sorted(cases, key=lambda c: (c.op, c.gate, c.setting, c.pass_)), set()
+    stamp = records.stamp(todo[0].device) if todo else {}
 
     def report(found: dict) -> None:
         if "why" in found:
             print(f"skipped: {found['name']}: {found['why']}", flush=True)
         else:
+            found = found | stamp
             done.add(case_of(found))
             says = (f" {n}: {x}" for n, x in found["also"].items() if n.endswith("_says"))
             print(tables.row_line(found), *says, flush=True)
@@ -162,14 +151,12 @@ def peers_of(device: str, chosen: list[str] | None) -> list[Peer]:
     return [p for n, p in here.items() if chosen is None or n in chosen]
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], epilog: str = "") -> int:
     """Run the command line; non-zero if nothing was measured or our side has no time."""
-    if argv[:1] in (["evidence"], ["tables"], ["host"]):
-        return importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
-        epilog=COMMANDS,
+        epilog=epilog,
         formatter_class=machine.Help,
     )
     add_arguments(parser)
@@ -178,15 +165,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     args = parser.parse_args(argv)
     machine.need_device(parser, args.device)
-    machine.need_writable(parser, args.json)
+    records.need_writable(parser, args.json)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     cases = list(list_cases(args, args.device, dtype))
     if not cases:
         parser.error("these options leave nothing to measure: GDN has no bounded gate.")
     peers = peers_of(args.device, args.peers)
     versions = {p.name: machine.installed(p.package) for p in peers}
-    about = machine.describe(args.device) | {"dtype": str(dtype)[6:], "peers": versions}
-    print(json.dumps(about), tables.header(None), sep="\n", flush=True)
+    about = {"dtype": str(dtype)[6:], "peers": versions}
+    print(json.dumps(records.stamp(args.device) | about), tables.header(None), sep="\n", flush=True)
     rows, missing = list[dict](), list[str]()
 
     def keep(found: dict) -> None:
@@ -195,7 +182,7 @@ def main(argv: list[str]) -> int:
             return
         rows.append(found)
         if args.json:
-            machine.write_json(args.json, about | {"rows": rows})
+            records.write_json(args.json, about | {"rows": rows})
 
     run(cases, peers, keep, time.time() + args.time_limit)
     wrong = [case_of(r) for r in rows if r["ours_ms"] is None]

@@ -1,13 +1,14 @@
 """Write the tables and the picture of README.md and docs/performance.md from the results.
 
 ``<!-- evidence: fwd -->`` ... ``<!-- end -->`` holds the rows of one pass, losses included, a table
-per card and versions. Rows of other kernels are left out. The other marks: ``summary`` holds the
-picture and the rows of `SUMMARY`, and ``pictures`` all pictures. ``cpu`` holds the rows of
-evidence_cpu.json, which ``--device cpu --json`` wrote. ``elsewhere`` holds the peers of
-elsewhere.json, measured in runs of their own, next to our rows. ``layers`` and ``steps`` hold the
-times of layer.json and the training steps of model.json. ``tritons`` compares the versions of
-Triton in tritons.json, and has the GPU tests with each. ``fla_models`` holds the training steps of
-FLA's models in fla_models.json, and ``parallel`` the times on several GPUs in parallel.json.
+per card and versions. Each row, or the caption of the table, names the commit that was measured.
+The other marks: ``summary`` holds the picture and the rows of `SUMMARY`, and ``pictures`` all
+pictures. ``cpu`` holds the rows of evidence_cpu.json, which ``--device cpu --json`` wrote.
+``elsewhere`` holds the peers of elsewhere.json, measured in runs of their own, next to our rows.
+``layers`` and ``steps`` hold the times of layer.json and the training steps of model.json.
+``tritons`` compares the versions of Triton in tritons.json, and has the GPU tests with each.
+``fla_models`` holds the training steps of FLA's models in fla_models.json, and ``parallel`` the
+times on several GPUs in parallel.json.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import GATES, PASSES, case_of, name_of
+from benchmarks.records import checkout
 from kda_ops.doctor import parse_version
-from kda_ops.tools.cases import GATES, PASSES, case_of, name_of
-from kda_ops.tools.digests import is_valid
-from kda_ops.tools.machine import Help, checkout
+from kda_ops.tools.machine import Help
 
 PAGES = ("README.md", "docs/performance.md", "docs/drop-ins.md", "docs/parallel.md")
 FOLDER = "benchmarks/results"
@@ -63,6 +64,7 @@ MORE = {
         ("breaks", "breaks", "d"),
     ),
 }
+SHORT = 7  # digits of a commit in a table
 PROTOCOL = "medians, error: relative RMS against float64."
 _MARKED = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -96,7 +98,7 @@ def header(pass_: str | None) -> str:
     names = ["op", *(["pass"] if pass_ is None else []), "setting", "gate", "state"]
     names += [f"ours, {unit}", "peer", f"its {unit}", "ratio", "error", "its error"]
     more = [f"{column}, ours / its" for column, *_ in MORE.get(pass_ or "", ())]
-    return _header(*names, *more)
+    return _header(*names, *more, "commit")
 
 
 def row_line(row: dict, pass_: str | None = None) -> str:
@@ -109,7 +111,7 @@ def row_line(row: dict, pass_: str | None = None) -> str:
     for _, name, form in MORE.get(pass_ or "", ()):
         both = (_number(row["also"].get(f"{side}_{name}"), form) for side in ("ours", "peer"))
         cells.append(" / ".join(both))
-    return _line(*cells)
+    return _line(*cells, row["commit"][:SHORT])
 
 
 def table(rows: list[dict], pass_: str | None) -> str:
@@ -119,63 +121,70 @@ def table(rows: list[dict], pass_: str | None) -> str:
     return "\n".join([header(pass_), *(row_line(r, pass_) for r in rows)])
 
 
-def valid_rows(evidence: dict) -> list[dict]:
-    """Return the rows of an evidence file that may be published."""
-    return [r for r in evidence["rows"] if is_valid(r, evidence["code"]["rows"])]
+def machine(row: dict, names: tuple[str, ...] = ("card", "torch", "triton")) -> str:
+    """Return the card and the versions of a row."""
+    return ", ".join(f"{n} {row[n]}" if n != "card" else row[n] for n in names)
 
 
-def machines(rows: list[dict]) -> dict[str, list[dict]]:
+def about(rows: list[dict], names: tuple[str, ...] = ("card", "torch", "triton")) -> str:
+    """Return the cards, the versions and the commits of some rows."""
+    commits: dict[str, dict[str, None]] = {}
+    for r in rows:
+        commits.setdefault(machine(r, names), {})[r["commit"][:SHORT]] = None
+    return "; ".join(f"{name}, commit {', '.join(some)}" for name, some in commits.items())
+
+
+def by_machine(rows: list[dict]) -> dict[str, list[dict]]:
     """Return rows by card and versions."""
-    names = [f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}" for r in rows]
-    return {n: [r for r, name in zip(rows, names) if name == n] for n in dict.fromkeys(names)}
+    found: dict[str, list[dict]] = {}
+    for r in rows:
+        found.setdefault(machine(r), []).append(r)
+    return found
 
 
-def of_suite(ran: dict | None) -> str:
-    """Return what became of the GPU tests, and on which card."""
-    if ran is None:
-        return "tests/gpu did not run"
+def of_suite(triton: str, ran: dict) -> str:
+    """Return what became of the GPU tests with a Triton, where and of which commit."""
     counts = [f"{ran[w]} {w}" for w in ("passed", "failed", "skipped") if ran[w]]
     cut = [ran["cut"]] if ran["cut"] else []
-    return f"tests/gpu on {ran['gpu']}: {', '.join([*counts, *cut])}"
+    return f"tests/gpu, {about([ran | {'triton': triton}])}: {', '.join([*counts, *cut])}"
 
 
-def of_pass(evidence: dict, pass_: str) -> str:
-    """Return the tables of a pass, with a caption each."""
-    rows = [r for r in evidence["rows"] if r["pass"] == pass_]
-    valid = valid_rows(evidence | {"rows": rows})
-    older = len(rows) - len(valid)
-    left_out = f". {older} rows of earlier kernels are left out" if older else ""
-    if rows and not valid:
-        return f"{TITLES[pass_]}{left_out}.\n"
-    tables = []
-    for name, some in machines(valid).items():
-        caption = of_suite(evidence["suites"].get(some[0]["triton"])) + left_out
-        head = f"{TITLES[pass_]}. {name}; {caption}; {PROTOCOL}"
-        tables.append(f"{head}\n\n{table(some, pass_)}\n")
-    return "\n".join(tables)
+def of_pass(rows: list[dict], pass_: str) -> str:
+    """Return the tables of a pass, one per card and versions, with a caption each."""
+    some = by_machine([r for r in rows if r["pass"] == pass_])
+    return "\n".join(
+        f"{TITLES[pass_]}. {name}; {PROTOCOL}\n\n{table(rows, pass_)}\n"
+        for name, rows in some.items()
+    )
 
 
 def of_cpu(cpu: dict) -> str:
     """Return the table of a file of a CPU."""
     peers = "".join(f", {name} {version}" for name, version in cpu["peers"].items())
-    about = f"{cpu['device']}, torch {cpu['torch']}{peers}; {cpu['dtype']}, {PROTOCOL}"
-    return f"{about}\n\n{table(cpu['rows'], None)}\n"
+    where = "; ".join(by_machine(cpu["rows"]))
+    return f"{where}{peers}; {cpu['dtype']}, {PROTOCOL}\n\n{table(cpu['rows'], None)}\n"
 
 
 def with_ours(peers: list[dict], rows: list[dict]) -> list[dict]:
     """Return rows of peers from other runs, with our times of the same call on the same card.
 
-    A row that has our time of its own run keeps it.
+    A row that has our time of its own run keeps it. The commit is the one of our time.
     """
-    ours = {(case_of(r), r["gpu"]): r for r in rows}
-    return [ours.get((case_of(p), p["gpu"]), {"ours_ms": None}) | p for p in peers]
+    ours = {(case_of(r), r["card"]): r for r in rows}
+
+    def joined(peer: dict) -> dict:
+        if "ours_ms" in peer:
+            return peer
+        there = ours.get((case_of(peer), peer["card"]), {"ours_ms": None})
+        return there | peer | {"commit": there.get("commit", peer["commit"])}
+
+    return [joined(p) for p in peers]
 
 
 def of_elsewhere(apart: list[dict]) -> str:
-    """Return a table per card of the peers of other runs."""
-    cards = dict.fromkeys(r["gpu"] for r in apart)
+    """Return a table per card and versions of the peers of other runs."""
     return "\n".join(
-        f"{card}.\n\n{table([r for r in apart if r['gpu'] == card], None)}\n" for card in cards
+        f"{name}.\n\n{table(rows, None)}\n" for name, rows in by_machine(apart).items()
     )
 
 
@@ -203,7 +212,7 @@ def of_layers(rows: list[dict]) -> str:
         )
         for variant, triton in layers
     ]
-    return "\n".join([_header("layer", *columns), *lines, ""])
+    return "\n".join([f"{about(rows)}.\n", _header("layer", *columns), *lines, ""])
 
 
 def of_tritons(found: dict, suites: dict[str, dict]) -> str:
@@ -223,16 +232,15 @@ def of_tritons(found: dict, suites: dict[str, dict]) -> str:
         for i, t in enumerate(others, 1):
             cells[i] += f" ({ms[t] / ms[first]:.2f})" if {t, first} <= ms.keys() else ""
         lines.append(_line(*names, *cells))
-    about = f"{found['gpu']}, torch {found['torch']}; ms."
-    lines = [about, "", _header("op", "gate", "setting", "pass", first, *others), *lines, ""]
-    for triton in sorted(suites, key=parse_version):
-        ran = suites[triton]
-        lines.append(f"- Triton {triton}, torch {ran['torch']}, {of_suite(ran)}.")
+    head = _header("op", "gate", "setting", "pass", first, *others)
+    lines = [f"{about(found['rows'], ('card', 'torch'))}; ms.\n", head, *lines, ""]
+    lines += [f"- {of_suite(t, suites[t])}." for t in sorted(suites, key=parse_version)]
     return "\n".join([*lines, ""])
 
 
-def of_steps(sides: dict[str, dict]) -> str:
+def of_steps(rows: list[dict]) -> str:
     """Return what a training step of a model takes with each side's operator."""
+    sides = {r["side"]: r for r in reversed(rows)}  # the first run of a side
     shown = {
         "step, ms": ("step_ms", ".3g"),
         "peak memory, GB": ("peak_gb", ".2g"),
@@ -240,11 +248,12 @@ def of_steps(sides: dict[str, dict]) -> str:
         "graphs": ("graphs", "d"),
         "breaks": ("breaks", "d"),
     }
+    both = [sides[side] for side in ("ours", "fla")]
     lines = (
-        _line(words, *(_number(sides[side][name], form) for side in ("ours", "fla")))
+        _line(words, *(_number(side[name], form) for side in both))
         for words, (name, form) in shown.items()
     )
-    return "\n".join([_header("", "kda-ops", "FLA"), *lines, ""])
+    return "\n".join([f"{about(both)}.\n", _header("", "kda-ops", "FLA"), *lines, ""])
 
 
 def of_fla_models(found: dict) -> str:
@@ -255,7 +264,7 @@ def of_fla_models(found: dict) -> str:
         for v in dict.fromkeys(variant for variant, _ in ms)
     )
     head = _header("step of FLA's model, ms", "FLA's kernels", "kda-ops, by the backend")
-    return "\n".join([f"{'; '.join(machines([found['environment']]))}.\n", head, *lines, ""])
+    return "\n".join([f"{about(found['rows'])}.\n", head, *lines, ""])
 
 
 def of_parallel(found: dict) -> str:
@@ -270,18 +279,21 @@ def of_parallel(found: dict) -> str:
             both = ((one[n], several[n]) for n in ("fwd_ms", "fwdbwd_ms"))
             cells = (f"{a:.3g} to {b:.3g}, {a / b:.2f}×" for a, b in both)
             lines.append(_line(*names, str(gpus), *cells))
-    about = f"{found['device']}, torch {found['torch']}, triton {found['triton']}"
     head = _header("op", "gate", "GPUs", "forward, ms", "forward and backward, ms")
-    return "\n".join([f"{about}; {found['setting']}.\n", head, *lines, ""])
+    return "\n".join([f"{about(found['rows'])}; {found['setting']}.\n", head, *lines, ""])
 
 
 def of_summary(rows: list[dict]) -> str:
     """Return the caption and the table of README: the rows of `SUMMARY` that have both times."""
     named = {name_of(r): r | {"peer": SHOWN.get(r["peer"], r["peer"])} for r in rows if ratio(r)}
     some = {title: named[name] for title, name in SUMMARY.items() if name in named}
-    lines = (_line(title, row["setting"], *_times(row)) for title, row in some.items())
-    head = _header("call", "setting", "kda-ops, ms", "peer", "its ms", "ratio")
-    return "\n".join([f"{'; '.join(machines([*some.values()]))}; GPU time.\n", head, *lines, ""])
+    lines = (
+        _line(title, row["setting"], *_times(row), row["commit"][:SHORT])
+        for title, row in some.items()
+    )
+    head = _header("call", "setting", "kda-ops, ms", "peer", "its ms", "ratio", "commit")
+    where = "; ".join(by_machine([*some.values()]))
+    return "\n".join([f"{where}; GPU time.\n", head, *lines, ""])
 
 
 def rewrite(text: str, root: Path, up: str = "") -> str:
@@ -292,8 +304,8 @@ def rewrite(text: str, root: Path, up: str = "") -> str:
         return json.loads((folder / name).read_text()) if (folder / name).exists() else missing
 
     evidence = read("evidence.json")
-    rows = valid_rows(evidence)
-    apart = with_ours(read("elsewhere.json", []), rows)
+    rows = evidence["rows"]
+    apart = with_ours(read("elsewhere.json", {"rows": []})["rows"], rows)
     shown = {n: f"![{words}]({up}{FOLDER}/{n})\n" for n, words in PICTURES.items()}
     shown = {n: line for n, line in shown.items() if (folder / n).exists()}
     made = {
@@ -305,8 +317,8 @@ def rewrite(text: str, root: Path, up: str = "") -> str:
     }
     files: dict[str, tuple[str, Callable[[Any], str]]] = {
         "cpu": ("evidence_cpu.json", of_cpu),
-        "layers": ("layer.json", of_layers),
-        "steps": ("model.json", lambda found: of_steps(found["sides"])),
+        "layers": ("layer.json", lambda found: of_layers(found["rows"])),
+        "steps": ("model.json", lambda found: of_steps(found["rows"])),
         "tritons": ("tritons.json", lambda found: of_tritons(found, evidence["suites"])),
         "fla_models": ("fla_models.json", of_fla_models),
         "parallel": ("parallel.json", of_parallel),
@@ -316,7 +328,7 @@ def rewrite(text: str, root: Path, up: str = "") -> str:
         if m[2] in made:
             return made[m[2]]
         if m[2] not in files:
-            return of_pass(evidence, m[2])
+            return of_pass(rows, m[2])
         name, table_of = files[m[2]]
         return "" if (found := read(name)) is None else table_of(found)
 
@@ -368,14 +380,14 @@ def main(argv: list[str]) -> int:
     source = root / FOLDER / "evidence.json"
     if not source.exists():
         raise SystemExit(f"{source} does not exist: run python -m benchmarks evidence on a GPU.")
-    valid, other = valid_rows(json.loads(source.read_text())), source.with_name("elsewhere.json")
-    apart = with_ours(json.loads(other.read_text()), valid) if other.exists() else []
-    rows = [r for r in valid if ratio(r) is not None]
+    known, other = json.loads(source.read_text())["rows"], source.with_name("elsewhere.json")
+    apart = with_ours(json.loads(other.read_text())["rows"], known) if other.exists() else []
+    rows = [r for r in known if ratio(r) is not None]
     picture = source.with_suffix(".svg")
     picture.unlink(missing_ok=True)
     if rows:
         both = [*rows, *(r for r in apart if ratio(r) is not None)]
-        picture.write_text(draw(both, "; ".join(machines(rows))))
+        picture.write_text(draw(both, "; ".join(by_machine(rows))))
     for page in (root / name for name in PAGES if (root / name).exists()):
         page.write_text(rewrite(page.read_text(), root, "" if page.parent == root else "../"))
     return 0

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import tables
-from kda_ops.tools.machine import Help, checkout, installed, need_writable, write_json
+from benchmarks.records import STAMP, checkout, need_writable, write_json
+from kda_ops.tools.machine import Help, installed
 
 COLUMNS = ("op", "gate", "setting", "pass")
 
@@ -72,22 +73,19 @@ def main(argv: list[str]) -> int:
         parser.error(f"two of these Tritons have one version: {versions}")
     options = ["--peers", "none", "--passes", "fwd,fwdbwd", "--ops", args.ops]
     options += ["--gates", args.gates, "--settings", args.settings]
-    about, rows, failed = dict[str, str](), list[dict](), False
+    rows, failed = list[dict](), False
     for folder, version in zip((None, *args.folders, None), (*versions, versions[0])):
         found, status = run(folder, options)
         failed |= status != 0
         for row in found["rows"]:
-            if found["triton"] != version:
-                raise SystemExit(f"{folder} ran Triton {found['triton']} in place of {version}.")
-            about = {"gpu": found["device"], "torch": found["torch"]}
+            if row["triton"] != version:
+                raise SystemExit(f"{folder} ran Triton {row['triton']} in place of {version}.")
             if row["ours_ms"] is not None:
-                rows.append(
-                    {"triton": version, **{n: row[n] for n in COLUMNS}, "ms": row["ours_ms"]}
-                )
+                rows.append({n: row[n] for n in (*COLUMNS, *STAMP)} | {"ms": row["ours_ms"]})
         if rows and args.output:
-            write_json(args.output, about | {"rows": rows})
+            write_json(args.output, {"rows": rows})
     if rows:
-        print(tables.of_tritons(about | {"rows": rows}, {}))
+        print(tables.of_tritons({"rows": rows}, {}))
     return int(failed or not rows)
 
 

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.cases import KEY, Case, make_inputs
+from benchmarks.oracle import Oracle
 from benchmarks.peers import PEERS, Peer, Unsupported, our_forward, our_step
-from kda_ops.tools.cases import KEY, Case, make_inputs
-from kda_ops.tools.oracle import Oracle, relative_error
-from kda_ops.tools.timer import copy_rate, host_us, median_ms, replayed
+from benchmarks.timer import copy_rate, host_us, replayed
+from kda_ops.tools.timer import median_ms, relative_error
 
 SHARE = {"ours": 1.0, "peer": 10.0}  # of our budget of rounding, that a side's error may take
 FIRST_LIMIT, MODEL_LIMIT = 400.0, 500.0  # seconds

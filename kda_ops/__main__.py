@@ -9,15 +9,6 @@ import sys
 COMMANDS = {
     "doctor": ("kda_ops.doctor", "report versions, devices, backends and known compiler hazards"),
     "tune": ("kda_ops.tools.tune", "measure kernel configurations on this GPU and cache the best"),
-    "compile": (
-        "kda_ops.tools.offline",
-        "compile the kernels without a GPU and report registers, spills and shared memory",
-    ),
-    "digests": (
-        "kda_ops.tools.digests",
-        "compile the kernels of each evidence row and list the stale rows",
-    ),
-    "hub": ("kda_ops.tools.hub", "write the package as a kernel of the Hugging Face hub"),
 }
 
 

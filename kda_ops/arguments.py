@@ -123,13 +123,19 @@ def is_dense(x: object) -> bool:
     return x.layout is torch.strided and not x.is_quantized and not x.is_nested
 
 
-def refuse_layout(names: Iterable[str], args: Iterable[object]) -> NoReturn:
-    """Raise an error that names the first sparse, quantised, nested or opaque argument."""
+_PACK = "pass its values in one row, with cu_seqlens"
+
+
+def refuse_layout(names: Iterable[str], args: Iterable[object], nested: str = _PACK) -> NoReturn:
+    """Raise an error that names the first sparse, quantised, nested or opaque argument.
+
+    `nested` says what to do with a nested tensor.
+    """
     for name, x in zip(names, args):
         if not is_dense(x):
             assert isinstance(x, Tensor)
             if x.is_nested:
-                got, hint = "a nested tensor", "pass its values in one row, with cu_seqlens"
+                got, hint = "a nested tensor", nested
             elif x.is_quantized:
                 got, hint = f"a quantised tensor ({x.dtype})", "call dequantize()"
             else:
@@ -151,10 +157,15 @@ def all_dense(function: F) -> F:
     return checked  # type: ignore[return-value]
 
 
-def check_dense(name: str, x: object) -> None:
+def check_dense(name: str, x: object, nested: str = _PACK) -> None:
     """Refuse a tensor whose elements strides do not address."""
     if not is_dense(x):
-        refuse_layout((name,), (x,))
+        refuse_layout((name,), (x,), nested)
+
+
+def check_rows(name: str, x: object) -> None:
+    """Refuse what is not dense where the rows of a tensor do not form sequences."""
+    check_dense(name, x, "pass its values")
 
 
 def is_lazy(x: object) -> bool:

@@ -250,9 +250,12 @@ def check_offsets(
         raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}.")
     check_index("cu_seqlens", cu_seqlens, device, of)
     if B != 1:
+        row = f"{of} and every other tensor with tokens"
+        hint = f"reshape {row} to [1, B * T, ...]"
+        if B == 0:  # the offsets of such a row are zeros, too
+            hint = f"pass {row} as [1, 0, ...], and offsets of 0"
         raise ValueError(
-            f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: reshape "
-            f"{of} and every other tensor with tokens to [1, B * T, ...]."
+            f"cu_seqlens packs its sequences into one row and needs B == 1, got B = {B}: {hint}."
         )
     if T is not None and can_read(cu_seqlens):
         _check_cu_seqlens(cu_seqlens, T)
@@ -358,13 +361,57 @@ def check_key_lengths(k: Tensor) -> None:
         )
 
 
-def check_slots(indices: Tensor, slots: int, name: str) -> None:
-    """Refuse slots that a pool does not have, and a slot named twice."""
-    live = [slot for slot in indices.flatten().tolist() if slot >= 0]
-    if live and max(live) >= slots:
-        raise ValueError(f"{name} must be below the number of slots, {slots}, got {max(live)}.")
+def check_slots(slots: Tensor, count: int, name: str) -> None:
+    """Refuse slots that a pool of `count` does not have, and a slot named twice.
+
+    The call writes all of these slots.
+    """
+    live = [slot for slot in slots.flatten().tolist() if slot >= 0]
+    _check_range(live, count, name)
     if len(set(live)) != len(live):
-        raise ValueError(f"{name} must name distinct slots, got one slot twice.")
+        twice = next(slot for slot in live if live.count(slot) > 1)
+        raise ValueError(
+            f"{name} must name distinct slots, because the call writes each of them, got slot "
+            f"{twice} twice: copy what sequences share to a slot for each."
+        )
+
+
+def check_token_slots(
+    indices: Tensor, accepted: Tensor | None, lengths: list[int], count: int
+) -> None:
+    """Refuse slots that a pool does not have, and a slot that one sequence writes and another uses.
+
+    Sequence n of `lengths[n]` tokens reads the column of its accepted token and writes the columns
+    of its tokens. It does neither if it has no tokens, or no slot to read.
+    """
+    rows = indices.tolist()
+    _check_range([slot for row in rows for slot in row], count, "state_indices")
+    starts = [1] * len(rows) if accepted is None else accepted.tolist()
+    read: dict[int, int] = {}  # slots by sequence
+    writer: dict[int, int] = {}  # sequences by slot
+    for n, (row, start, length) in enumerate(zip(rows, starts, lengths)):
+        if not length or not 1 <= start <= len(row) or row[start - 1] < 0:
+            continue
+        read[n] = row[start - 1]
+        for slot in row[:length]:
+            if slot >= 0 and writer.setdefault(slot, n) != n:
+                raise ValueError(
+                    "state_indices must not let two sequences write one slot, got slot "
+                    f"{slot}, which sequences {writer[slot]} and {n} write: give each sequence "
+                    "slots of its own."
+                )
+    for n, slot in read.items():
+        if writer.get(slot, n) != n:
+            raise ValueError(
+                "state_indices must not let a sequence write a slot that another one reads, got "
+                f"slot {slot}, which sequence {writer[slot]} writes and sequence {n} reads: let "
+                "both write slots of their own."
+            )
+
+
+def _check_range(slots: list[int], count: int, name: str) -> None:
+    if slots and max(slots) >= count:
+        raise ValueError(f"{name} must be below the number of slots, {count}, got {max(slots)}.")
 
 
 def check_accepted(accepted: Tensor, indices: Tensor) -> None:
@@ -377,10 +424,10 @@ def check_accepted(accepted: Tensor, indices: Tensor) -> None:
         )
 
 
-def check_columns(cu_seqlens: Tensor, indices: Tensor) -> None:
+def check_columns(lengths: list[int], indices: Tensor) -> None:
     """Refuse a sequence with more tokens than it has slots, except one without a slot."""
-    columns, live = indices.shape[1], cu_seqlens.diff()[(indices >= 0).any(1)]
-    longest = max(live.tolist(), default=0)
+    columns, live = indices.shape[1], (indices >= 0).any(1).tolist()
+    longest = max((length for length, some in zip(lengths, live) if some), default=0)
     if longest > columns:
         raise ValueError(
             "state_indices must name a slot for every token, shape [N, S] with S at least "

@@ -67,7 +67,7 @@ class Infer(Whole):
         p = self.p
         o, final_state = p.new_output(), p.new_final_state()
         if p.HV:
-            b.scan(p, b.prepare(p, overlap=True), o, final_state, keep=False)
+            b.infer(p, o, final_state)
         return o, final_state
 
 
@@ -88,7 +88,7 @@ class Prefill:
         p = self.p
         o = p.new_output()
         if p.HV:
-            b.scan(p, b.prepare(p, overlap=True), o, p.state, keep=False)
+            b.infer(p, o, p.state)
         return (o,)
 
 

@@ -17,6 +17,7 @@ from kda_ops.checks import (
     refuse_float64_on_cuda,
     shape_error,
 )
+from kda_ops.exported import count_results, is_any_size
 from kda_ops.stages import CONVOLUTION, CONVOLVED, Backend
 
 ACTIVATIONS = (None, "silu", "swish")  # "swish" is another name of "silu"
@@ -117,6 +118,8 @@ class Convolution:
         return c
 
     def _take_tail(self, name: str, letter: str, count: int, tail: Tensor) -> None:
+        if is_any_size(tail.shape[0] if tail.dim() else 0):
+            count = tail.shape[0]  # checked when the exported program runs
         want = (count, self.W - 1, self.D)
         if tail.shape != want:
             hint = ""
@@ -132,8 +135,10 @@ class Convolution:
 
     def new_final_tail(self) -> Tensor:
         """Allocate the final tail [N, W - 1, D] in x's dtype; empty if it is not asked for."""
-        shape = (self.N, self.W - 1, self.D) if self.output_final_tail else (0,)
-        return self.x.new_empty(shape)
+        if not self.output_final_tail:
+            return self.x.new_empty((0,))
+        N = count_results(self.N, self.cu_seqlens, self.tail)
+        return self.x.new_empty((N, self.W - 1, self.D))
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """Return the inputs that have gradients, in the order of `stages.CONVOLVED`."""

@@ -108,7 +108,7 @@ HAZARDS = (
 
 
 # The versions of Triton with which kernels were timed on a GPU (docs/kernels/journal.md), and those
-# whose machine code ``python -m kda_ops compile`` keeps within budgets.
+# whose machine code ``python -m benchmarks compile`` keeps within budgets.
 TIMED = ((3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 9, 0))
 SLOWER = {(3, 9, 0): "up to 9 % slower than with 3.6 in the calls timed on Hopper"}  # by how much
 COMPILED = ((3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 9, 0))
@@ -165,8 +165,9 @@ def backends() -> Iterator[str]:
         yield "CUDA tensors: none, triton is not installed (CUDA builds of torch bring it)"
     elif torch.cuda.is_available():
         yield "CUDA tensors: triton"
-        from kda_ops.backends.triton import reverse_walk, tuning
+        from kda_ops.backends.triton import reverse_walk, tuning, walk
 
+        yield f"KDA's forward, nothing kept: {walk.path(torch.device('cuda'))}"
         yield f"GDN's backward: {reverse_walk.path(torch.device('cuda'))}"
         yield (
             f"tuned options: {len(tuning.tuned())} rows of {tuning.cache_file()} match this "

@@ -277,7 +277,9 @@ def recurrent_kda_(
             read before its first token and written after its last. ``[N, S]``, S at least the
             tokens of a sequence: the state after token t goes to slot ``[n, t]``, so that
             speculative tokens can be rolled back. A negative slot is neither read nor written, and
-            its output is zero. Slots of 0 or above must be distinct. None: sequence n has slot n.
+            its output is zero. A slot that the call writes belongs to one sequence. With
+            ``[N, S]``, many sequences may read a slot that the call does not write (forks). None:
+            sequence n has slot n.
         num_accepted_tokens: ``[N]``, int32 or int64, from 1 to S; needs ``[N, S]`` indices.
             Sequence n starts from slot ``[n, num_accepted_tokens[n] - 1]``. None: from column 0. If
             that slot is negative, the sequence reads and writes nothing, and its output is zero.
@@ -368,7 +370,7 @@ def chunk_kda_(
         snapshot_indices: ``[N, M]``, int32 or int64, for prefix caching. Slot ``[n, j]`` takes the
             state of sequence n after ``(j + 1) * snapshot_every`` whole chunks of 64 tokens.
             Negative slots, and those of chunks that the sequence does not reach, are skipped. All
-            other slots must be distinct, those of ``state_indices`` included.
+            other slots must be distinct, those of ``state_indices`` included: the call writes them.
         snapshot_every: whole chunks between two snapshots, at least 1.
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 

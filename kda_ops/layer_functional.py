@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kda_ops.arguments import check_dense, in_words
+from kda_ops.arguments import check_rows, in_words
 from kda_ops.checks import shape_error
 
 _SHORT_CONV, _SHORT_CONV_ = torch.ops.kda.short_conv.default, torch.ops.kda.short_conv_.default
@@ -89,14 +89,15 @@ def short_conv_(
     """Convolve each channel along time on a pool of tails, in place; inference only.
 
     The equation is that of `short_conv`. Each sequence begins with the inputs of its slot, and its
-    last W - 1 inputs are written there.
+    last W - 1 inputs are written there, in the pool's dtype. If a call has fewer tokens, the other
+    rows move up unchanged, also in a pool that is wider than x.
 
     Args:
         x, weight, bias, cu_seqlens, activation: as for `short_conv`.
         tail: ``[slots, W - 1, D]``, fp16 to fp64, any strides without overlap: the pool.
-        tail_indices: ``[N]``, int32 or int64: the slot of each sequence; live slots are distinct. A
-            negative slot reads and writes nothing, and its sequence's output is zero. None:
-            sequence n has slot n.
+        tail_indices: ``[N]``, int32 or int64: the slot of each sequence, read and written; slots of
+            0 or above must be distinct. A negative slot reads and writes nothing, and its
+            sequence's output is zero. None: sequence n has slot n.
 
     Returns:
         y ``[B, T, D]`` in x's dtype.
@@ -161,7 +162,8 @@ def gated_rms_norm(
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor is None:
             raise TypeError(f"{name} must be a tensor, got None.")
-        check_dense(name, tensor)
+        check_rows(name, tensor)
+    check_rows("gate", gate)
     shape = x.shape
     if not shape:
         raise ValueError("x must have shape [..., V], got [].")

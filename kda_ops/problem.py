@@ -32,12 +32,14 @@ from kda_ops.checks import (
     check_offsets,
     check_on_device,
     check_slots,
+    check_token_slots,
     check_vectors,
     dtype_error,
     is_symbolic,
     refuse_float64_on_cuda,
     shape_error,
 )
+from kda_ops.exported import count_results, is_any_size
 
 CHUNK = 64  # tokens per chunk, C in docs/maths.md
 SAFE_BOUND = -5.0  # what `safe_gate` promises when no lower_bound names another bound
@@ -204,24 +206,9 @@ class Problem:
         p._take_pool(state, state_indices)
         if num_accepted_tokens is not None:
             p._take_accepted(num_accepted_tokens, state_indices)
-        if (
-            state_indices is not None
-            and state_indices.dim() == 2
-            and cu_seqlens is None
-            and p.T > state_indices.shape[1]
-        ):
-            raise ValueError(
-                "state_indices must name a slot for every token, shape [N, S] with S at least T = "
-                f"{p.T}, got {list(state_indices.shape)}."
-            )
-        if (
-            state_indices is not None
-            and state_indices.dim() == 2
-            and cu_seqlens is not None
-            and can_read(cu_seqlens)
-        ):
-            check_columns(cu_seqlens, state_indices)
-        if state_indices is not None and can_read(state_indices):
+        if state_indices is not None and state_indices.dim() == 2:
+            p._check_columns(state_indices)
+        elif state_indices is not None and can_read(state_indices):
             check_slots(state_indices, state.shape[0], "state_indices")
         return p
 
@@ -269,7 +256,7 @@ class Problem:
     def _take_state(self, name: str, letter: str, count, state: Tensor, pool: bool) -> None:
         HV, K, V = self.HV, self.K, self.V
         shape = state.shape
-        if _is_any_size(shape[0] if shape else 0):
+        if is_any_size(shape[0] if shape else 0):
             count = shape[0]  # checked when the exported program runs
         want = (count, HV, V, K) if self.transposed else (count, HV, K, V)
         if shape != want:
@@ -343,6 +330,22 @@ class Problem:
             check_accepted(num_accepted_tokens, state_indices)
         self.num_accepted_tokens = num_accepted_tokens.contiguous()
 
+    def _check_columns(self, state_indices: Tensor) -> None:
+        """Check the columns of [N, S] slots, one for every token."""
+        assert self.state is not None
+        if self.cu_seqlens is None and self.T > state_indices.shape[1]:
+            raise ValueError(
+                "state_indices must name a slot for every token, shape [N, S] with S at least T = "
+                f"{self.T}, got {list(state_indices.shape)}."
+            )
+        tables = (state_indices, self.num_accepted_tokens, self.cu_seqlens)
+        if all(can_read(x) for x in tables if x is not None):
+            lengths = [self.T] * self.N
+            if self.cu_seqlens is not None:
+                lengths = self.cu_seqlens.diff().tolist()
+                check_columns(lengths, state_indices)
+            check_token_slots(state_indices, self.num_accepted_tokens, lengths, self.state.shape[0])
+
     def _take_snapshots(self, snapshot_indices: Tensor, snapshot_every: int) -> None:
         assert self.state is not None
         if snapshot_indices.dim() != 2 or snapshot_indices.shape[0] != self.N:
@@ -383,9 +386,7 @@ class Problem:
         """
         if not self.output_final_state:
             return self.q.new_empty((0,), dtype=torch.float32)
-        N = self.N
-        if self.cu_seqlens is not None and not isinstance(N, int) and torch.compiler.is_exporting():
-            N = _any_size(N) if self.state is None else self.state.shape[0]
+        N = count_results(self.N, self.cu_seqlens, self.state)
         width = (self.V, self.K) if self.transposed else (self.K, self.V)
         return self.q.new_empty((N, self.HV, *width), dtype=self.state_dtype)
 
@@ -431,13 +432,13 @@ class Problem:
 
     @property
     def gate_bound(self) -> float | None:
-        """The lower bound of the decay that the caller's flags promise, or None.
+        """The lower bound of the decay that follows from the caller's flags, or None.
 
-        Kernels choose their number of anchors by it, and with it the range that they can hold
-        (docs/numerics.md).
+        Kernels choose their number of anchors by it, and scale factors by it. That limits the range
+        of q and k (docs/numerics.md), but not without a decay, where the bound is 0.
         """
         if self.g is None:
-            return SAFE_BOUND
+            return 0.0
         if self.lower_bound is not None:
             return self.lower_bound
         # the softplus gate has no lower bound, whatever the caller promises
@@ -455,29 +456,6 @@ class Problem:
         else:
             strength = not self.neg_eigval if self.sigmoid_beta else self.safe_beta
         return strength and (self.l2norm or self.safe_keys)
-
-
-def _any_size(N: torch.SymInt) -> torch.SymInt:
-    """Return a new symbol that equals N, for a fake implementation under ``torch.export``.
-
-    torch guards every size against 1, and N is one less than the number of offsets. That guard
-    would refuse a single sequence. Two inequalities express the equality, because with ``==`` torch
-    would replace the symbol by N again. The second is quadratic on purpose. torch assumes at least
-    2 offsets, so from ``size >= N`` it would deduce size >= 1 and refuse an empty batch.
-    """
-    size = torch.library.get_ctx().new_dynamic_size()
-    torch._check(size <= N)
-    torch._check((N - size) * (N - size) <= 0)
-    return size
-
-
-def _is_any_size(size: int | torch.SymInt) -> bool:
-    """Return whether a size comes from `_any_size` or otherwise depends on data."""
-    if isinstance(size, int) or not torch.compiler.is_exporting():
-        return False
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    return bool(free_unbacked_symbols(size))
 
 
 def new_output(v: Tensor) -> Tensor:

@@ -250,6 +250,10 @@ class Backend:
         """
         raise NotImplementedError
 
+    def infer(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
+        """Write o and the final state as `scan` does, for a call that keeps nothing."""
+        self.scan(p, self.prepare(p, overlap=True), o, final_state, keep=False)
+
     def reverse_scan(
         self,
         p: Problem,
@@ -310,7 +314,8 @@ class Backend:
         With two-dimensional `p.state_indices` [N, S], the state after token t goes to slot
         ``[n, t]``. Sequence n then starts from slot ``[n, num_accepted_tokens[n] - 1]``, or from
         column 0 without `num_accepted_tokens`. A token whose slot is negative has output zero, and
-        its state is not written.
+        its state is not written. Several sequences may start from one slot that none of them
+        writes.
         """
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ import torch
 from kda_ops.private import OpOverload
 from kda_ops.stages import AXES, CONVOLUTION, CONVOLVED, GRADIENTS, KEPT, NORM, NORMALISED, axes_of
 
-KDA, GDN = "kda", "gdn"  # the namespaces, which `kda_ops.tools.hub` makes unique
+KDA, GDN = "kda", "gdn"  # the namespaces, which `benchmarks/hub.py` makes unique
 VARIANTS = {KDA: 1, GDN: 0}  # namespace -> rank of the decay per token and value head
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta"

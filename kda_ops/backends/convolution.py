@@ -55,6 +55,20 @@ class _Rows:
             return rows[:, self.past :]
         return torch.where(self.live, rows.index_select(1, self.token), 0.0)
 
+    def window(self, i: int) -> Tensor:
+        """Return the row that tap i of each token multiplies, [B, T, D]."""
+        if self.token is None:
+            return self.x[:, i : i + self.p.T]
+        return self.x.index_select(1, self.token - self.past + i)
+
+    def of_tokens(self, z: Tensor) -> Tensor:
+        """Return what `_sums` gives for each token, [B, T, D].
+
+        The other rows of z mix two sequences. They are left out before anything is multiplied with
+        them, because zero times a NaN of one sequence would be a NaN of the other.
+        """
+        return z if self.token is None else z.index_select(1, self.token - self.past)
+
     def tails(self, rows: Tensor, end: bool) -> Tensor:
         """Return the rows of the tails, or with `end` of the final tails, [N, W - 1, D]."""
         if self.token is None:
@@ -92,19 +106,27 @@ def _back(p: Convolution, dz: Tensor) -> Tensor:
 def short_conv(p: Convolution) -> tuple[Tensor, Tensor | None]:
     """Return y and the final tail; see `kda_ops.stages.Backend.short_conv`."""
     rows = _Rows(p, p.tail)
-    return _output(p, rows), _final_tail(p, rows) if p.output_final_tail else None
+    y = _output(p, rows)
+    return y, _final_tail(p, rows, p.tail, p.x.dtype) if p.output_final_tail else None
 
 
 def _output(p: Convolution, rows: _Rows) -> Tensor:
-    z = _sums(p, rows.x)
+    z = rows.of_tokens(_sums(p, rows.x))
     y = activate(z, True) if p.silu else z
-    if rows.token is not None:  # a row of z belongs to the row W - 1 later
-        y = torch.where(rows.live, y.index_select(1, rows.token - rows.past), 0.0)
+    if rows.token is not None:
+        y = torch.where(rows.live, y, 0.0)
     return y.to(p.x.dtype).contiguous()
 
 
-def _final_tail(p: Convolution, rows: _Rows) -> Tensor:
-    return rows.tails(rows.x, end=True).to(p.x.dtype).contiguous()
+def _final_tail(p: Convolution, rows: _Rows, before: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the last W - 1 inputs of each sequence in `dtype`, rounded once.
+
+    `before` is the tail that the sequences begin with, in its own dtype.
+    """
+    x = rows.x
+    if before is not None and before.dtype is torch.float64 and x.dtype is not torch.float64:
+        x = rows.join(p.x.double(), before)  # sums of float32 have rounded it
+    return rows.tails(x, end=True).to(dtype).contiguous()
 
 
 def short_conv_in_place(p: Convolution) -> Tensor:
@@ -114,13 +136,14 @@ def short_conv_in_place(p: Convolution) -> Tensor:
     if slots is None:
         rows = _Rows(p, pool)
         y = _output(p, rows)
-        pool.copy_(rows.tails(rows.x, end=True))
+        pool.copy_(_final_tail(p, rows, pool, pool.dtype))
         return y
     live = slots >= 0
     before = pool[slots.long().clamp(min=0)] if len(pool) else pool.new_zeros(p.N, p.W - 1, p.D)
-    rows = _Rows(p, torch.where(live[:, None, None], before, 0.0))
+    before = torch.where(live[:, None, None], before, 0.0)
+    rows = _Rows(p, before)
     y = _output(p, rows)
-    pool[slots[live].long()] = rows.tails(rows.x, end=True)[live].to(pool.dtype)
+    pool[slots[live].long()] = _final_tail(p, rows, before, pool.dtype)[live]
     if p.cu_seqlens is None:
         return torch.where(live[:, None, None], y, 0.0)
     each = torch.repeat_interleave(live, p.cu_seqlens.diff())
@@ -135,15 +158,16 @@ def short_conv_backward(
     rows = _Rows(p, p.tail)
     drows, dweight, dbias = torch.zeros_like(rows.x), None, None
     if dy is not None:
-        dz = rows.join(dy.to(p.sum_dtype), None)[:, p.W - 1 :]
+        dz = dy.to(p.sum_dtype)
         if p.silu:
-            dz = dz * slope(_sums(p, rows.x), True)
-        count = dz.shape[1]
+            dz = dz * slope(rows.of_tokens(_sums(p, rows.x)), True)
+        if rows.token is not None:
+            dz = torch.where(rows.live, dz, 0.0)
         # explicit strides make Inductor write dz to memory instead of computing it for each tap
-        dz = dz.contiguous().as_strided(dz.shape, (count * p.D, p.D, 1))
-        drows = _back(p, dz)
+        dz = dz.contiguous().as_strided(dz.shape, (p.T * p.D, p.D, 1))
+        drows = _back(p, dz if rows.token is None else rows.join(dz, None)[:, p.W - 1 :])
         if "weight" in need:
-            taps = [(dz * rows.x[:, i : i + count]).sum((0, 1)) for i in range(p.W)]
+            taps = [(dz * rows.window(i)).sum((0, 1)) for i in range(p.W)]
             dweight = torch.stack(taps, -1).to(p.weight.dtype)
         if "bias" in need and p.bias is not None:
             dbias = dz.sum((0, 1)).to(p.bias.dtype)

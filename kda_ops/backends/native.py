@@ -26,8 +26,7 @@ from kda_ops.problem import CHUNK, Problem
 from kda_ops.stages import GRADIENTS, Backend, Gradients, Reverse, Tile, Trace
 
 SLAB = 1 << 18  # elements of one operand per iteration: 1 MB in float32
-ROWS = 16  # a product of fewer rows takes other code in torch, which rounds otherwise
-NAIVE = 400  # below so many multiplications torch's `bmm` takes other code, too
+ROWS = 16  # a product of so many rows with a state is faster than one row elementwise
 _EYE = torch.eye(CHUNK, device="cpu")
 
 
@@ -198,16 +197,9 @@ def _scan(
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return o of one part per chunk, and its trace.
 
-    Rows that meet a state are padded with zero rows, up to where torch multiplies them with the
-    code that it takes for C rows. Otherwise their bits would differ from those of a longer
-    sequence.
+    A single row that meets a state is padded with zero rows.
     """
-    rows = part.height
-    if p.state is not None:
-        rows = max(rows, ROWS)
-        if rows * p.K * p.V < NAIVE:
-            rows = CHUNK
-    pad = rows - part.height
+    pad = 0 if p.state is None else max(ROWS - part.height, 0)
     slots, into = p.state_indices, p.snapshot_indices
     S_all = _start(p, part, p.state, slots)
     states = x["u"].new_empty((part.NT, p.HV, p.K, p.V)) if keep else None

@@ -2,7 +2,8 @@
 
 A sequence of at most h tokens, for the smallest fitting h of `HEIGHTS`, is one chunk of h rows. A
 longer sequence has chunks of C rows. The height depends on the length alone, so other sequences
-change no bit of a result.
+change no bit of a result. But a short sequence may round otherwise than the start of a longer one,
+because the bits of a BLAS product depend on the shapes of its matrices.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ class Reference(Backend):
     def _pairs(self, a: Tensor, k: Tensor, g: Tensor) -> Tensor:
         """Return sum_d a_id k_jd E_ijd."""
         if g.shape[-1] == 1:
-            return pair_decay(g) * self._dot(a, k.mT)
+            # zero times a product with a later key that overflows is NaN
+            return (pair_decay(g) * self._dot(a, k.mT)).tril()
         out = torch.diag_embed((a * k).sum(-1))
         for mask, f in levels(g):
             out = out + torch.where(mask, self._dot(a * f, (k * f).mT), 0.0)

@@ -124,7 +124,7 @@ def scores(c: Slab) -> tuple[Tensor, Tensor]:
     q, k, own = c.q, c.k, (c.q * c.k).sum(-1)  # the bits of this sum do not depend on h
     if not c.rank and k.shape[-2] > 1:
         E = _pair_decay(c)
-        qk = (q @ k.mT).mul_(E)
+        qk = (q @ k.mT).mul_(E).tril_(-1)  # zero times a product that overflows is NaN
         qk.diagonal(dim1=-2, dim2=-1).copy_(own)
         return qk, (k @ k.mT).mul_(E).tril_(-1)
     qk, kk = torch.diag_embed(own), k.new_zeros((*k.shape[:-1], k.shape[-2]))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kda_ops.arguments import check_tensor, check_whole
+from kda_ops.arguments import check_dense, check_tensor, check_whole
 from kda_ops.checks import check_offsets
 from kda_ops.distributed import collectives
 from kda_ops.distributed.plan import Contract, agree, offsets_of, place_of
@@ -78,6 +78,7 @@ def exchange_tail(x: Tensor, size: int, group, cu_seqlens: Tensor | None = None)
 
 def _check(x: Tensor, size: int, cu_seqlens: Tensor | None) -> None:
     check_tensor("x", x)
+    check_dense("x", x)
     check_whole("size", size)
     if x.dim() != 3:
         raise ValueError(f"x must have shape [B, T, D], got {list(x.shape)}.")

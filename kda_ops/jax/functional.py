@@ -40,6 +40,8 @@ def _face(like: Callable, **own: object) -> Callable[[Callable], Callable]:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
+            for name in flags:
+                _refuse_traced(name, given[name])
             return body(
                 tuple(x for n, x in given.items() if n not in flags), {n: given[n] for n in flags}
             )
@@ -48,6 +50,16 @@ def _face(like: Callable, **own: object) -> Callable[[Callable], Callable]:
         return in_words(face)
 
     return wrap
+
+
+def _refuse_traced(name: str, x: object) -> None:
+    """Refuse a flag or number whose value is not known while JAX traces the call."""
+    if isinstance(x, jax.core.Tracer):
+        other = "multiply o by it, or " if name == "scale" else ""
+        raise TypeError(
+            f"{name} must be known when the call is traced, got a traced array: {other}name it in "
+            "static_argnames of jax.jit, or pass a constant."
+        )
 
 
 def _nothing(p: Problem, inputs: tuple):

@@ -150,13 +150,14 @@ def _kda_levels(g):
 def _gdn_levels(g, K: int):
     """Return the same for one decay per row, g [n, C, 1].
 
-    E is one matrix. Its exponents are the sums down the columns of g_i below the diagonal.
+    E is one matrix. Its exponents are the sums down the columns of g_i below the diagonal. The mask
+    selects products: zero times one that overflows is NaN.
     """
     i, j = _iota((CHUNK, CHUNK), 0), _iota((CHUNK, CHUNK), 1)
-    E = jnp.where(i > j, jnp.exp(_sums(jnp.where(i > j, g, 0.0))), 0.0)
+    E = jnp.exp(_sums(jnp.where(i > j, g, 0.0)))
     g = jnp.broadcast_to(g, (*g.shape[:2], K))
     before, after = _sums(g), _shifted(_sums(g, reverse=True), -1)
-    return [_Level(lambda x: E * x, None)], jnp.exp(before), jnp.exp(after)
+    return [_Level(lambda x: jnp.where(i > j, E * x, 0.0), None)], jnp.exp(before), jnp.exp(after)
 
 
 def _of_heads(ref, n: int, shared: bool, dtype):
@@ -224,7 +225,8 @@ def _prepare(x: _Loaded, plan: Plan, dot: _Dot) -> _Chunk:
         scores = dot(_NT, jnp.concatenate([level.scaled(q), kf], 1), kf)
         P, M = P + level.select(scores[:, :CHUNK]), M + level.select(scores[:, CHUNK:])
     i, j = _iota((CHUNK, CHUNK), 0), _iota((CHUNK, CHUNK), 1)
-    A = jnp.broadcast_to(jnp.where(i == j, 1.0, 0.0).astype(dot.sums), P.shape)
+    one, zero = dot.sums.type(1), dot.sums.type(0)  # two plain numbers are float64 with x64 on
+    A = jnp.broadcast_to(jnp.where(i == j, one, zero), P.shape)
     for half in range(LEVELS):
         low = jnp.where(_pair(half), b * M, 0.0)
         A = A - (low if half == 0 else dot.fine(_NN, dot.fine(_NN, A, low), A))

@@ -13,6 +13,16 @@ from kda_ops.jax.plan import FIRST, LAST, NEXT, Plan
 from kda_ops.problem import CHUNK
 
 
+def _flags(first, last):
+    """Return the flags of the chunk table, int32.
+
+    Where both values of `jnp.where` are Python's, they have 64 bits if x64 is on. Kernels take no
+    such table, and XLA for CPUs ends the process on the or of two of them.
+    """
+    zero = jnp.int32(0)
+    return jnp.where(first, jnp.int32(FIRST), zero) | jnp.where(last, jnp.int32(LAST), zero)
+
+
 class Rows:
     """The rows of a plan: which token each holds, the chunk table, and the way there and back."""
 
@@ -20,13 +30,12 @@ class Rows:
         self.plan, self.T = plan, T
         chunk = jnp.arange(plan.NT, dtype=jnp.int32)
         if not plan.packed:
-            last = jnp.where(chunk == plan.NT - 1, LAST, 0)
-            self.table = jnp.where(chunk == 0, FIRST, 0) | last
+            self.table = _flags(chunk == 0, chunk == plan.NT - 1)
             return
         offsets = cu_seqlens.astype(jnp.int32)
         self.lengths = offsets[1:] - offsets[:-1]
         counts = -(-self.lengths // CHUNK)
-        ends = jnp.cumsum(counts)
+        ends = jnp.cumsum(counts, dtype=jnp.int32)
         starts, used = ends - counts, ends[-1]
         # What follows the last chunk repeats its sequence, with rows of zeros that pass the state.
         at = jnp.minimum(chunk, used - 1)
@@ -34,8 +43,7 @@ class Rows:
         sequence = sequence.astype(jnp.int32)
         first = (chunk == starts[sequence]) | (chunk == 0)
         last = chunk >= ends[sequence] - 1
-        flags = jnp.where(first, FIRST, 0) | jnp.where(last, LAST, 0)
-        self.table = (sequence << NEXT) | flags
+        self.table = (sequence << NEXT) | _flags(first, last)
         row = jnp.arange(CHUNK, dtype=jnp.int32)
         token = ((chunk - starts[sequence]) * CHUNK + offsets[sequence])[:, None] + row
         live = (chunk < used)[:, None] & (token < offsets[sequence + 1][:, None])

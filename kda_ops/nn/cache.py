@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from kda_ops.arguments import is_dense
+from kda_ops.checks import is_symbolic
 from kda_ops.nn.checks import check_buffer, check_size, check_writable
 from kda_ops.private import constant_in_graphs
 
@@ -35,7 +37,11 @@ class Cache(nn.Module):
     Args:
         state: ``[N, HV, V, K]``, fp32, bf16 or (for fp64 inputs) fp64: the recurrent state.
         q_conv, k_conv, v_conv: ``[N, conv_size - 1, channels]``, fp16 to fp64: the last inputs of
-            each convolution, oldest first. None in a layer without convolutions.
+            each convolution, oldest first. None in a layer without convolutions. No two buffers may
+            be the same memory.
+
+    Raises:
+        ValueError: one buffer is given twice.
 
     Example:
         >>> import copy, torch, kda_ops.nn
@@ -70,6 +76,7 @@ class Cache(nn.Module):
         self.register_buffer("q_conv", q_conv)
         self.register_buffer("k_conv", k_conv)
         self.register_buffer("v_conv", v_conv)
+        _refuse_twice(self.named_buffers(remove_duplicate=False))
 
     @property
     def batch_size(self) -> int:
@@ -164,9 +171,12 @@ class Cache(nn.Module):
         """Return an index into the sequences that torch takes; its values are not read."""
         try:
             if isinstance(index, slice):
-                step = range(self.batch_size)[index].step  # refuses what is no index
-                return index if step > 0 else torch.tensor(range(self.batch_size)[index]).long()
-            index = torch.as_tensor(index)
+                chosen = range(self.batch_size)[index]  # refuses what is no index
+                if chosen.step > 0:
+                    return index
+                return torch.tensor(chosen, dtype=torch.int64, device="cpu")
+            # torch's default device may be another one: it would move even a tensor
+            index = index if isinstance(index, Tensor) else torch.as_tensor(index, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
                 f"{name} must be integers or bools along one axis, got {index!r}."
@@ -182,7 +192,7 @@ class Cache(nn.Module):
     def _sequences(self, name: str, index: Tensor | slice | Sequence[int]) -> Tensor:
         """Return the numbers of the sequences that an index selects, [M] from 0 to N - 1."""
         chosen, N = self._index(name, index), self.batch_size
-        numbers = torch.arange(N, device=chosen.device if isinstance(chosen, Tensor) else None)
+        numbers = torch.arange(N, device=chosen.device if isinstance(chosen, Tensor) else "cpu")
         try:
             return numbers[chosen]
         except IndexError as error:
@@ -209,3 +219,16 @@ class Cache(nn.Module):
         names = [name for name, _ in self.named_buffers()]
         for name, buffer in zip(names, buffers):
             setattr(self, name, buffer)
+
+
+def _refuse_twice(buffers: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse two buffers that begin at one address: a layer would write one over the other."""
+    names: dict[object, str] = {}
+    for name, x in buffers:
+        has_memory = is_dense(x) and not is_symbolic(x) and x.numel()
+        place = (x.device, x.data_ptr()) if has_memory else id(x)
+        if place in names:
+            raise ValueError(
+                f"{name} must be a buffer of its own, got the memory of {names[place]}: clone it."
+            )
+        names[place] = name

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kda_ops.checks import MAX_K, check_offsets
+from kda_ops.checks import MAX_K, check_beta, check_decay, check_offsets, shape_error
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.checks import (
     DTYPES,
@@ -18,6 +18,7 @@ from kda_ops.nn.checks import (
     check_dtype,
     check_eps,
     check_flag,
+    check_float,
     check_number,
     check_size,
     check_x,
@@ -44,6 +45,7 @@ class DeltaAttention(nn.Module):
     """
 
     head_ranks = 1
+    _decay_rank: int  # 1 for a decay per key channel, 0 for one per head
 
     def __init__(
         self,
@@ -235,7 +237,8 @@ class DeltaAttention(nn.Module):
                 columns count.
             cache: the past of the N sequences, read and updated in place; inference only. One token
                 per sequence, without `cu_seqlens`, runs the token recurrence; other calls run the
-                chunk form.
+                chunk form. An exception in a projection of x leaves it unchanged, so the call may
+                be repeated. After one in ``o_norm`` or ``o_proj`` it holds the call's tokens.
             cu_seqlens: ``[N + 1]``, int32 or int64: offsets of N sequences packed into one row, so
                 ``B == 1``. Without it N is B. Tokens past the last offset give zeros. In training
                 they must be finite: a NaN there reaches the weights' gradients.
@@ -262,11 +265,15 @@ class DeltaAttention(nn.Module):
         else:
             tokens = self._arrange_across_ranks(x, attention_mask, cache, cu_seqlens, group)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if cache is not None:
+        g, beta = self._decay_logits(x), self.b_proj(x)
+        gate: Tensor | None = None
+        if cache is not None:  # the next line writes it, and what can fail must have been computed
+            gate = self._output_gate(x)
             self._check_cache(cache, q, k, v)
+            self._check_gates(v, g, beta, gate)
         q, k, v = self._convolve(q, k, v, cache, tokens)
-        o = self._attend(q, k, v, self._decay_logits(x), self.b_proj(x), cache, tokens)
-        o = self._gate_and_project(o, self._output_gate(x))
+        o = self._attend(q, k, v, g, beta, cache, tokens)
+        o = self._gate_and_project(o, self._output_gate(x) if cache is None else gate)
         return o if tokens.padding is None else tokens.padding.unpack(o)
 
     def _arrange_across_ranks(
@@ -480,6 +487,16 @@ class DeltaAttention(nn.Module):
                 "cache is written in place and has no gradient: call the layer under "
                 "torch.no_grad() or torch.inference_mode()."
             )
+
+    def _check_gates(self, v: Tensor, g: Tensor, beta: Tensor, gate: Tensor | None) -> None:
+        """Refuse what the operator or the norm would refuse after the tails are written."""
+        sizes = (*v.shape[:2], v.shape[-1] // self.head_v_dim, self.head_k_dim)
+        check_decay(self._decay_rank, g, sizes, v.device)
+        check_beta(beta, sizes, True, self.allow_neg_eigval, v.device)
+        if gate is not None:
+            if gate.shape != v.shape:
+                shape_error("gate", "[B, T, HV * V]", tuple(v.shape), gate, " (from g_proj)")
+            check_float("gate", gate, v.device, "x")
 
     def _check_cached(
         self, what: str, x: Tensor, dtypes: tuple[torch.dtype, ...], q: Tensor

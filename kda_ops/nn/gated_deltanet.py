@@ -66,6 +66,8 @@ class GatedDeltaNet(DeltaAttention):
     Source: Gated Delta Networks, arXiv:2412.06464.
     """
 
+    _decay_rank = 0
+
     def __init__(
         self,
         hidden_size: int = 2048,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kda_ops.arguments import check_rows
 from kda_ops.layer_functional import gated_rms_norm
 from kda_ops.nn.checks import check_dtype, check_eps, check_float, check_size, check_tensor
 from kda_ops.nn.local import local
@@ -75,6 +76,7 @@ class GatedRMSNorm(nn.Module):
             TypeError: x or the gate is not a float or on another device than the weight.
         """
         check_tensor("x", x)
+        check_rows("x", x)
         if x.dim() < 1 or x.shape[-1] != self.weight.shape[0]:
             raise ValueError(
                 f"x must have shape [..., V] = [..., {self.weight.shape[0]}], got {list(x.shape)}."
@@ -82,6 +84,7 @@ class GatedRMSNorm(nn.Module):
         check_float("x", x, self.weight.device, "weight")
         if gate is not None:
             check_tensor("gate", gate)
+            check_rows("gate", gate)
             if gate.shape != x.shape:
                 raise ValueError(
                     f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}."

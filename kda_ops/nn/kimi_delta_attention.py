@@ -75,6 +75,8 @@ class KimiDeltaAttention(DeltaAttention):
     Source: Kimi Linear technical report, arXiv:2510.26692.
     """
 
+    _decay_rank = 1
+
     def __init__(
         self,
         hidden_size: int = 2048,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -32,6 +33,9 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from kda_ops.arguments import check_dense
+from kda_ops.checks import is_symbolic
+from kda_ops.distributed.plan import agree, place_of
 from kda_ops.nn.delta_attention import DeltaAttention
 from kda_ops.nn.local import LocalLinear
 
@@ -43,14 +47,23 @@ class HeadParallel(ParallelStyle):
     afterwards: the cache holds this rank's heads.
 
     Args:
-        input_layouts: placement of x ``[B, T, hidden_size]``: ``Replicate()`` (the default), or
-            ``Shard(1)`` in a model with sequence parallelism.
+        input_layouts: placement of a plain x ``[B, T, hidden_size]``: ``Replicate()`` (the
+            default), or ``Shard(1)`` in a model with sequence parallelism. A DTensor has its own.
         output_layouts: placement of the output, likewise.
         use_local_output: return this rank's plain tensor instead of a DTensor.
 
+    A plain x with ``Shard(1)`` must have the same length on every rank, because a rank takes the
+    others' lengths from its own. An eager call compares the ranks' x on the host first. Compiled
+    code and captured CUDA graphs do not. In compiled code the size of the mesh must divide the
+    length of the whole x. In eager code a DTensor may have any length, and
+    ``use_local_output=False`` returns one.
+
     Raises:
         TypeError: when applied, the module is not one of these layers.
-        ValueError: when applied, the mesh does not divide num_heads.
+        ValueError: when applied, the mesh does not divide num_heads. In an eager call with
+            ``Shard(1)``, on every rank: plain x differ between ranks in shape, dtype or whether
+            their gradient is wanted.
+        RuntimeError: in such a call, a rank does not take part within the timeout.
 
     Example:
         >>> import torch, torch.distributed as dist, kda_ops.nn
@@ -114,6 +127,8 @@ class HeadParallel(ParallelStyle):
         """Replace x by a replicated plain tensor, whose gradients are summed over the ranks."""
         x = args[0] if args else kwargs["x"]
         if not isinstance(x, DTensor):
+            if self.input_layouts in (Shard(1), Shard(-2)):
+                _compare(x, mesh)
             x = DTensor.from_local(x, mesh, [self.input_layouts], run_check=False)
         x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"x": x})
@@ -124,6 +139,37 @@ class HeadParallel(ParallelStyle):
             placements=[self.output_layouts]
         )
         return y.to_local() if self.use_local_output else y
+
+
+def _compare(x: Tensor, mesh: DeviceMesh) -> None:
+    """Refuse shards of tokens from which the ranks cannot gather one x.
+
+    `DTensor.from_local` takes the other shards to be as long as this one: with other lengths
+    collectives abort or hang. Neither a compiled nor a captured graph can raise, so both compare
+    nothing.
+    """
+    if isinstance(x, Tensor) and is_symbolic(x):
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+
+    def contract(_) -> dict[str, object]:
+        if not isinstance(x, Tensor):
+            return {"x": type(x).__name__}
+        shape = ", ".join("T" if axis == 1 else str(n) for axis, n in enumerate(x.shape))
+        return {
+            "x": f"{x.dtype} [{shape}]",
+            "a gradient of x wanted": torch.is_grad_enabled() and x.requires_grad,
+        }
+
+    plan, _ = agree(mesh, *place_of(x), None, "HeadParallel", lambda: check_dense("x", x), contract)
+    lengths = plan.lengths or ()
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            "x must have the same length on every rank, because HeadParallel shards a plain x by "
+            f"input_layouts=Shard(1), got T = {', '.join(map(str, lengths))} by rank: pass a "
+            "DTensor, or the whole x with input_layouts=Replicate()."
+        )
 
 
 def _placement(name: str) -> Placement:

@@ -1,1 +1,1 @@
-"""Tools of a developer: the offline compiler, digests of kernels, tuning, and a timer."""
+"""The commands that a user runs besides `doctor`, and what commands share."""

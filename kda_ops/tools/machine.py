@@ -1,15 +1,15 @@
-"""What commands share: their help, checks of their options, versions, and files of results."""
+"""What commands share: their help, checks of their options, and versions."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import re
 from collections.abc import Callable, Iterable
 from importlib import metadata
-from pathlib import Path
 
 import torch
+
+WIDTH = 128  # K = V, unless a setting says otherwise
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -24,32 +24,12 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: %(default)s)" if says else action.help
 
 
-def checkout() -> Path:
-    """Return the root of the checkout that the package runs from."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "benchmarks").is_dir():
-        raise SystemExit("evidence needs a checkout: there is no folder benchmarks here.")
-    return root
-
-
-def results() -> Path:
-    """Return the folder of the checkout that holds what was measured."""
-    return checkout() / "benchmarks" / "results"
-
-
 def installed(package: str) -> str | None:
     """Return the version of an installed package, or None, without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def describe(device: str) -> dict[str, str]:
-    """Return the machine and the versions that the numbers belong to."""
-    cuda = device == "cuda"
-    name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
-    return {"device": name, "torch": torch.__version__, "triton": installed("triton") or "none"}
 
 
 def names(known: Iterable[str], none: bool = False) -> Callable[[str], list[str]]:
@@ -73,17 +53,16 @@ def need_device(parser: argparse.ArgumentParser, device: str) -> None:
         parser.error("--device cuda: torch finds no CUDA device here; pass --device cpu.")
 
 
-def need_writable(parser: argparse.ArgumentParser, path: str | Path | None) -> None:
-    """Refuse a file that cannot be written, before anything is measured for it."""
-    if path is not None and Path(path).is_dir():
-        parser.error(f"{path} cannot be written: it is a folder.")
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        parser.error(f"{path} cannot be written: there is no folder {Path(path).parent}.")
-
-
-def write_json(path: str | Path, found: dict) -> None:
-    """Replace a file as a whole, so that a reader or a run that was cut finds no half of it."""
-    path = Path(path)
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(new, path)
+def parse_setting(text: str) -> dict[str, int]:
+    """Return the sizes of a setting, with those it leaves out."""
+    found = {n: int(x) for n, x in re.findall(r"(HV|B|T|H|D)(\d+)", text)}
+    if (
+        "".join(f"{n}{x}" for n, x in found.items()) != text
+        or not {"B", "T", "H"} <= set(found)
+        or not all(found.values())
+    ):
+        raise ValueError(f"a setting is written like B1T8192H96 (then HV.., D..), got {text!r}.")
+    sizes = {"HV": found["H"], "D": WIDTH} | found
+    if sizes["HV"] % sizes["H"]:
+        raise ValueError(f"a setting has an HV that is a multiple of H, got {text!r}.")
+    return sizes

@@ -21,10 +21,8 @@ from torch import Tensor
 
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
-from kda_ops.tools.cases import parse_setting
-from kda_ops.tools.machine import Help, names
-from kda_ops.tools.oracle import relative_error
-from kda_ops.tools.timer import median_ms
+from kda_ops.tools.machine import Help, names, parse_setting
+from kda_ops.tools.timer import median_ms, relative_error
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative RMS error

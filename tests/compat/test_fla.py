@@ -141,6 +141,7 @@ def outputs_and_gradients(case: Case, call) -> dict:
     )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("form", (0, 1))
 @given(case=cases())
 def test_calls_equal_our_operators_bitwise_forward_and_backward(form, case):
@@ -173,6 +174,7 @@ def test_promises_reach_the_operator(name, monkeypatch):
         assert (seen["safe_beta"], seen["safe_keys"]) == (safe, not safe)
 
 
+@pytest.mark.bits
 @given(
     case=cases(variant="kda", strides="contiguous", gate=st.sampled_from(("softplus", "bounded")))
 )
@@ -187,6 +189,7 @@ def test_the_gate_takes_any_leading_dimensions(case):
     assert_identical(got, want.flatten(0, 1).bfloat16())
 
 
+@pytest.mark.bits
 def test_the_scalar_gate_takes_any_leading_dimensions():
     x = Case("gdn", gate="softplus", B=2).inputs(TARGET.device)
     want = kda_ops.gdn_gate(x["g"], x["A_log"], x["dt_bias"])
@@ -194,6 +197,7 @@ def test_the_scalar_gate_takes_any_leading_dimensions():
     assert_identical(fla.fused_gdn_gate(x["g"], x["A_log"].view(1, 1, -1, 1), x["dt_bias"]), want)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("form", (0, 1))
 @pytest.mark.parametrize("variant", WHOLE)
 def test_A_log_may_have_any_shape(variant, form):
@@ -207,6 +211,7 @@ def test_A_log_may_have_any_shape(variant, form):
     assert_identical(got[0], want[0])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("gate", ("weak", "softplus", "none"))
 def test_gk_adds_a_log_decay_per_key_channel_to_g(gate):
     case = Case("gdn", T=9, gate=gate, B=2, H=1, HV=2)
@@ -233,6 +238,7 @@ def test_gk_adds_a_log_decay_per_key_channel_to_g(gate):
     assert_identical(state, want_state)
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 def test_beta_is_one_by_default_for_every_value_head():
     """FLA 0.6.0 makes ones for q's heads and reads past their end if there are more value heads."""
@@ -247,6 +253,7 @@ def test_beta_is_one_by_default_for_every_value_head():
     )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "name", ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
 )
@@ -328,6 +335,7 @@ def test_intermediate_states_are_the_states_before_each_chunk(case):
         )
 
 
+@pytest.mark.bits
 def test_decoding_writes_the_pool_in_place():
     x = Case(B=3, T=1, state=False, H=2, HV=2).inputs(TARGET.device)
     tokens = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
@@ -352,6 +360,7 @@ def test_decoding_writes_the_pool_in_place():
     assert_identical(initial, pool[:3])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "name",
     (
@@ -391,6 +400,7 @@ def test_an_unknown_keyword_is_an_error(name):
         getattr(fla, name)(**minimal(name), use_qk_l2norm=True)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "name", [n for n in SIGNATURES if "transpose_state_layout" in SIGNATURES[n]]
 )
@@ -650,6 +660,7 @@ def test_the_gate_needs_its_parameter():
         fla.fused_gdn_gate(torch.tensor(1.0), torch.zeros(1))
 
 
+@pytest.mark.bits
 def test_keywords_without_effect_are_accepted():
     x = Case(lengths=(3, 70), H=1, HV=1).inputs(TARGET.device)
     want = fla.chunk_kda(**x)[0]
@@ -744,6 +755,7 @@ SERVED = dict(
 )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "pool",
     [
@@ -774,6 +786,7 @@ def test_decode_on_a_pool_with_every_option(pool):
     assert_identical(state, after)
 
 
+@pytest.mark.bits
 def test_decode_without_a_pool_with_every_option():
     case = Case(lengths=(2, 0, 3), **SERVED | dict(gate="bounded", seed=1, state=True, final=True))
     flags = case.flags("recurrent")
@@ -784,6 +797,7 @@ def test_decode_without_a_pool_with_every_option():
     assert_identical(state, want["final_state"])
 
 
+@pytest.mark.bits
 def test_gk_with_g_and_every_option():
     case = Case(
         "gdn",
@@ -818,6 +832,7 @@ def test_gk_with_g_and_every_option():
     assert_identical(state, want[1])
 
 
+@pytest.mark.bits
 def test_a_gate_has_the_dtype_that_is_asked_for():
     x = Case("gdn", gate="softplus").inputs()
     got = fla.fused_gdn_gate(x["g"], x["A_log"], x["dt_bias"], output_dtype=torch.bfloat16)
@@ -890,6 +905,7 @@ def test_intermediate_states_begin_with_a_state_that_fits(state, error):
         )
 
 
+@pytest.mark.bits
 def test_max_num_seqs_has_no_effect_without_use_graph():
     x = Case(lengths=(3, 70), H=1, HV=1).inputs()
     assert torch.equal(fla.chunk_kda(**x, max_num_seqs=7)[0], fla.chunk_kda(**x)[0])

@@ -153,6 +153,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("case", FLAGS, ids=str)
 def test_every_flag_reaches_our_operators_forward_and_backward(theirs, caplog, case):
     name = "chunk_kda" if case.variant == "kda" else "chunk_gated_delta_rule"
@@ -167,6 +168,7 @@ def test_every_flag_reaches_our_operators_forward_and_backward(theirs, caplog, c
     assert any(m.endswith(f"{name} -> kda_ops") for m in caplog.messages)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("case", FLAGS[:8], ids=str)
 def test_the_recurrent_function_reaches_our_operator(theirs, caplog, case):
     registries()["fused_recurrent_kda_fwd"]._logged.clear()
@@ -182,6 +184,7 @@ def test_the_recurrent_function_reaches_our_operator(theirs, caplog, case):
     assert any(m.endswith("fused_recurrent_kda_fwd -> kda_ops") for m in caplog.messages)
 
 
+@pytest.mark.bits
 def test_decoding_writes_the_pool_in_place(theirs):
     x = Case(B=3, T=1, state=False, H=2, HV=2).inputs(TARGET.device)
     tokens = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
@@ -197,6 +200,7 @@ def test_decoding_writes_the_pool_in_place(theirs):
     assert_identical(pool, want_pool)
 
 
+@pytest.mark.bits
 def test_intermediate_states_come_from_our_operator(theirs):
     x = Case(B=2, T=150).inputs(TARGET.device)
     words = dict(return_intermediate_states=True, output_final_state=True)
@@ -206,6 +210,7 @@ def test_intermediate_states_come_from_our_operator(theirs):
         assert_identical(a, b)
 
 
+@pytest.mark.bits
 def test_keywords_without_effect_are_accepted(theirs):
     case = Case(lengths=(3, 70), H=1, HV=1)
     x = case.inputs(TARGET.device)
@@ -221,6 +226,7 @@ def test_keywords_without_effect_are_accepted(theirs):
     assert_identical(got, ours.chunk_gdn(**x)[0])
 
 
+@pytest.mark.bits
 def test_autocast_keeps_the_dtype_as_in_fla(theirs):
     x = Case(T=5, final=False).inputs(TARGET.device)
     with torch.autocast(TARGET.device.type, torch.bfloat16):
@@ -262,6 +268,7 @@ def test_the_switch_of_the_environment_is_read_at_every_call(theirs, monkeypatch
         call(**words)
 
 
+@pytest.mark.bits
 def test_a_compiled_caller_breaks_its_graph_over_fla_and_not_over_ours(theirs):
     x = short("chunk_kda")
     for function, breaks in ((theirs["chunk_kda"], True), (ours.chunk_kda, False)):

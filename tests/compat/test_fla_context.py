@@ -195,6 +195,7 @@ def test_flas_dispatcher_takes_a_context(ranks, variant):
     assert_equal(whole(ranks.run(2, dispatched, 2, case)), alone(case))
 
 
+@pytest.mark.bits
 def test_a_context_without_a_group_is_a_packed_call():
     case = Case(lengths=(3, 70), **DRAWN)
     x = case.inputs()

@@ -53,6 +53,7 @@ def test_decode_continues_a_convolution_on_its_state(shape):
     assert torch.equal(cache, last)
 
 
+@pytest.mark.bits
 def test_the_channels_may_be_spread_over_the_last_axes():
     weight = draw(12, 4, seed=1)
     for x in (draw(2, 5, 3, 4), draw(2, 5, 1, 12)):
@@ -93,6 +94,7 @@ def test_what_is_not_supported_is_refused_in_words(call, error, words):
         call(draw(2, 5, 6), draw(6, 4))
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("W", (1, 4))

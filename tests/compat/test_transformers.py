@@ -245,6 +245,7 @@ def test_a_model_compiled_before_enable_gives_the_same_in_one_graph(name):
     assert_same(got, want)
 
 
+@pytest.mark.bits
 def test_a_compiled_model_follows_enable_and_disable():
     net, ids = models.model("qwen3_5"), models.tokens(1, 12)
     ran = []

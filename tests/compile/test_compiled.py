@@ -190,6 +190,7 @@ def test_a_length_that_only_a_tensor_knows_compiles():
     )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
 def test_a_graph_can_ask_what_a_backend_keeps(device):
     """As the calls of `kda_ops.distributed` do; no GPU is needed to ask for one."""
@@ -394,6 +395,7 @@ def test_dynamo_compiles_no_function_below_an_operator(op, mode):
     assert counter.frame_count == 0
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("op", (*OPS, "gate"))
 def test_dynamo_leaves_the_formulas_of_a_backward_alone(op):
     """Its guards would read what checkpointing lets be read once."""

@@ -38,6 +38,7 @@ def calls(program):
     ]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("operator", (kda_ops.chunk_kda, kda_ops.recurrent_kda))
 @torch.no_grad()
 def test_one_program_serves_every_batch_and_length(operator):
@@ -50,6 +51,7 @@ def test_one_program_serves_every_batch_and_length(operator):
         torch.testing.assert_close(run(x), mixer(x), rtol=0, atol=0)
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @torch.no_grad()
 def test_one_program_serves_every_packing():
@@ -60,6 +62,7 @@ def test_one_program_serves_every_packing():
         torch.testing.assert_close(run(x, offsets), mixer(x, offsets), rtol=0, atol=0)
 
 
+@pytest.mark.bits
 @torch.no_grad()
 def test_states_are_a_buffer_of_the_program():
     decoder = Decoder()
@@ -76,6 +79,7 @@ def test_states_are_a_buffer_of_the_program():
         torch.testing.assert_close(run.states, decoder.states, rtol=0, atol=0)
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 def test_an_exported_program_trains():
     mixer = Mixer()
@@ -88,6 +92,7 @@ def test_an_exported_program_trains():
         torch.testing.assert_close(got[name].grad, p.grad, rtol=0, atol=0)
 
 
+@pytest.mark.bits
 def test_gdn_exports_with_states_and_numbers_of_sequences():
     class Layer(torch.nn.Module):
         def forward(self, q, k, v, g, beta, state, offsets):
@@ -138,6 +143,7 @@ PACKINGS = ([0], [0, 70], [0, 10, 60], [0, 0, 1, 64, 65, 65])
 ANY_PACKING = ({1: Dim("T", max=4096)}, {0: Dim("offsets", min=1)})
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("strict", (False, True))
 @pytest.mark.parametrize("count", (1, 2))
 @pytest.mark.parametrize("name", ("chunk_kda", "recurrent_kda", "chunk_gdn", "recurrent_gdn"))
@@ -153,6 +159,36 @@ def test_one_program_serves_any_number_of_packed_sequences(name, count, strict):
         run(q, torch.tensor([0, 71]))
 
 
+class Tails(torch.nn.Module):
+    """The final tails of packed sequences, which a second call goes on from."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x, weight, offsets):
+        tail = None
+        for _ in range(self.calls):
+            x, tail = kda_ops.short_conv(
+                x, weight, None, tail, offsets, activation="silu", output_final_tail=True
+            )
+        return x, tail.transpose(1, 2).contiguous(), (tail * 2).sum()
+
+
+@pytest.mark.parametrize("strict", (False, True))
+@pytest.mark.parametrize("count", (1, 2))
+def test_one_program_serves_any_number_of_packed_tails(count, strict):
+    module, x, weight = Tails(count), torch.randn(1, 70, 8), torch.randn(8, 4)
+    example = x, weight, torch.tensor([0, 30, 70])
+    shapes = (ANY_PACKING[0], None, ANY_PACKING[1])
+    run = through_file(torch.export.export(module, example, dynamic_shapes=shapes, strict=strict))
+    for offsets in map(torch.tensor, PACKINGS):
+        got, want = run(x, weight, offsets), module(x, weight, offsets)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="^cu_seqlens must start at 0"):
+        run(x, weight, torch.tensor([0, 71]))
+
+
 class Continued(torch.nn.Module):
     """Packed sequences that start from given states."""
 
@@ -162,6 +198,7 @@ class Continued(torch.nn.Module):
         )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("strict", (False, True))
 @pytest.mark.parametrize("example", ([0, 30, 70], [0, 70]))
 def test_one_program_serves_any_number_of_states(example, strict):
@@ -181,6 +218,7 @@ def test_one_program_serves_any_number_of_states(example, strict):
         )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("layer", (KimiDeltaAttention, GatedDeltaNet))
 @torch.no_grad()
 def test_a_layer_exports_for_any_number_of_packed_sequences(layer):

@@ -110,6 +110,7 @@ def test_16_bit_inputs_meet_their_budget(ranks, variant, dtype):
     assert_meets_cut_budget(case, CUTS[4], whole(ranks.run(4, step, 4, case, CUTS[4])))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("how", ["plan", "mesh"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_plan_or_a_mesh_gives_the_same_as_the_group(ranks, how, packed):
@@ -283,6 +284,7 @@ def planned_in_inference_mode(groups, size, case, cuts):
     return step({size: plan}, size, case, cuts, "planned")
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("lengths", [None, (3, 130, 17)])
 def test_a_plan_made_in_inference_mode_works_for_training(ranks, lengths):
     case = replace(EVERYTHING, lengths=lengths)
@@ -292,6 +294,7 @@ def test_a_plan_made_in_inference_mode_works_for_training(ranks, lengths):
     )
 
 
+@pytest.mark.bits
 def test_inference_gives_the_bits_of_training(ranks):
     got, want = (
         whole(ranks.run(3, inference, 3, EVERYTHING, CUTS[3])),
@@ -304,6 +307,7 @@ def repeated(groups, size, case, cuts):
     return [step(groups, size, case, cuts) for _ in range(2)]
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 def test_two_runs_give_the_same_bits(ranks):
     for first, second in ranks.run(4, repeated, 4, EVERYTHING, CUTS[4]):
@@ -323,6 +327,7 @@ def autocast(groups, size, case, cuts):
     return {"o": o.detach(), "dk": dk}, {"o": o2.detach(), "dk": dk2}
 
 
+@pytest.mark.bits
 def test_autocast_casts_q_k_and_v_and_nothing_else(ranks):
     for under, by_hand in ranks.run(2, autocast, 2, replace(EVERYTHING, final=False), CUTS[2]):
         assert under["o"].dtype is torch.bfloat16
@@ -334,6 +339,7 @@ def wide_autocast(groups, size, case, cuts):
         return step(groups, size, case, cuts)
 
 
+@pytest.mark.bits
 def test_autocast_leaves_float64_alone(ranks):
     case = replace(EVERYTHING, dtype=torch.float64)
     assert_all_identical(
@@ -460,6 +466,7 @@ def compiled(groups, size, case, cuts, planned):
     return found, graphs
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant,packed,planned", [("kda", False, False), ("gdn", True, True)])
 def test_fullgraph_holds_one_all_gather_each_way_for_any_lengths(ranks, variant, packed, planned):
     # lengths that differ from every other size
@@ -512,6 +519,7 @@ def test_the_example_matches_one_process(launcher):
 # --- what a rank computes by itself ---------------------------------------------------------------
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "K, V, offset", [(16, 8, 0), (3, 8, 0), (16, 7, 0), (16, 8, 1), (16, 0, 0)]
@@ -531,6 +539,7 @@ def test_values_are_padded_with_zeros_at_any_width_and_address(dtype, K, V, offs
     )
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @pytest.mark.parametrize("B", [1, 2])
 def test_read_adds_the_entering_state_in_place_for_one_row(B):

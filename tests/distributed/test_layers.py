@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 
 import kda_ops.distributed as cp
@@ -220,6 +221,7 @@ def test_a_cache_belongs_to_one_process():
         dist.destroy_process_group()
 
 
+@pytest.mark.bits
 def test_across_ranks_projections_may_be_modules_without_a_weight():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -234,6 +236,16 @@ def test_across_ranks_projections_may_be_modules_without_a_weight():
 
 # --- heads ----------------------------------------------------------------------------------------
 
+SEQUENCES = dict(input_layouts=Shard(1), output_layouts=Shard(1))
+HOW = (
+    "dense",
+    "packed",
+    "padded",
+    "sequence parallel",
+    "compiled",
+    "compiled and sequence parallel",
+)
+
 
 def over_heads(groups, size, variant, options, how):
     """Run a step of a layer whose heads are sharded over two ranks.
@@ -241,9 +253,7 @@ def over_heads(groups, size, variant, options, how):
     x is whole on both, or sharded with sequence parallelism.
     """
     mesh, rank = mesh_of(groups[size]), dist.get_rank(groups[size])
-    layouts = (
-        dict(input_layouts=Shard(1), output_layouts=Shard(1)) if how == "sequence parallel" else {}
-    )
+    layouts = SEQUENCES if "sequence parallel" in how else {}
     layer = parallelize_module(build(variant, options), mesh, HeadParallel(**layouts))
     frozen = parallelize_module(build(variant, options).requires_grad_(False), mesh, HeadParallel())
     assert all(p.requires_grad for p in layer.parameters()) and not any(
@@ -259,9 +269,9 @@ def over_heads(groups, size, variant, options, how):
     x, weight = batch(B)
     if how == "padded":
         arguments = {"attention_mask": (torch.arange(T) >= torch.tensor([[7], [0]])).double()}
-    if how == "sequence parallel":
+    if "sequence parallel" in how:
         x, weight = x.chunk(size, 1)[rank], weight.chunk(size, 1)[rank]
-    if how == "compiled":
+    if "compiled" in how:
         torch._dynamo.reset()
         layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
     found = step(layer, x, weight, **arguments)
@@ -269,11 +279,11 @@ def over_heads(groups, size, variant, options, how):
 
 
 @variants
-@pytest.mark.parametrize("how", ["dense", "packed", "padded", "sequence parallel", "compiled"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_layer_with_heads_on_two_ranks_matches_one_process(ranks, variant, how):
     options = GROUPED if how != "dense" else PLAIN
     parts = ranks.run(2, over_heads, 2, variant, options, how)
-    if how == "sequence parallel":
+    if "sequence parallel" in how:
         parts = [p | {n: torch.cat([q[n] for q in parts], 1) for n in ("y", "dx")} for p in parts]
     layer, (x, weight) = build(variant, options), batch(1 if how == "packed" else 2)
     mask = (torch.arange(T) >= torch.tensor([[7], [0]])).double() if how == "padded" else None
@@ -286,6 +296,110 @@ def test_a_layer_with_heads_on_two_ranks_matches_one_process(ranks, variant, how
     )
     for part in parts:
         assert_same(part, want)
+
+
+def over_tokens_and_heads(groups, size, tokens, how):
+    """Run a step on x whose tokens `Shard(1)` gives the ranks, the first ones more than the last.
+
+    x is a DTensor, or each rank's plain part.
+    """
+    mesh, rank = mesh_of(groups[size]), dist.get_rank(groups[size])
+    style = HeadParallel(**SEQUENCES, use_local_output=how == "plain")
+    layer, (x, weight) = parallelize_module(build("kda", GROUPED), mesh, style), batch(2, tokens)
+    x, weight = (distribute_tensor(t, mesh, [Shard(1)]) for t in (x, weight))
+    if how == "DTensor":
+        assert x.to_local().shape[1] == (tokens + size - 1 - rank) // size
+        return {n: whole(t) for n, t in step(layer, x, weight).items()}
+    try:
+        step(layer, x.to_local(), weight.to_local())
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("tokens", (7, 1))
+def test_heads_of_a_dtensor_of_any_length_match_one_process(ranks, tokens):
+    want = step(build("kda", GROUPED), *batch(2, tokens))
+    want = {n: d for n, d in want.items() if tokens > 1 or d.any()}  # one token reads no decay
+    for got in ranks.run(2, over_tokens_and_heads, 2, tokens, "DTensor"):
+        assert_same({n: got[n] for n in want}, want)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tokens, lengths", ((71, "36, 35"), (1, "1, 0")))
+def test_every_rank_is_told_that_plain_shards_differ_in_length(ranks, tokens, lengths):
+    want = (
+        "x must have the same length on every rank, because HeadParallel shards a plain x by "
+        f"input_layouts=Shard(1), got T = {lengths} by rank: pass a DTensor, or the whole x"
+    )
+    for told in ranks.run(2, over_tokens_and_heads, 2, tokens, "plain"):
+        assert told is not None and told.startswith(want)
+
+
+def odd_shard(groups, size):
+    """Return each rank's message for each fault of rank 1; a correct call follows each."""
+    mesh, rank, told = mesh_of(groups[size]), dist.get_rank(groups[size]), {}
+    layer = parallelize_module(build("kda", PLAIN), mesh, HeadParallel(**SEQUENCES))
+    x = next(batch(2)).requires_grad_()
+    odd = {
+        "rows": x[:1],
+        "hidden": x[..., 1:],
+        "dtype": x.float(),
+        "gradient": x.detach(),
+        "rank": x[0],
+        "tensor": None,
+        "layout": x.detach().to_sparse(),
+    }
+    for fault, wrong in odd.items():
+        try:
+            layer(wrong if rank == 1 else x)
+        except (ValueError, TypeError) as error:
+            told[fault] = str(error)
+        layer(x).sum().backward()
+    return told
+
+
+def test_every_rank_is_told_how_plain_shards_differ(ranks):
+    want = {
+        "rows": "x is torch.float64 [2, T, 24] on rank 0, torch.float64 [1, T, 24] on rank 1",
+        "hidden": "torch.float64 [2, T, 23] on rank 1",
+        "dtype": "torch.float32 [2, T, 24] on rank 1",
+        "gradient": "a gradient of x wanted is True on rank 0, False on rank 1",
+        "rank": "torch.float64 [30, T] on rank 1",
+        "tensor": "NoneType on rank 1",
+        "layout": "x must be a dense tensor",
+    }
+    for told in ranks.run(2, odd_shard, 2):
+        assert told.keys() == want.keys()
+        for fault, words in want.items():
+            assert words in told[fault], fault
+
+
+def collectives(groups, size):
+    """Count the collectives of a forward call: of layouts, with plain x and with DTensors."""
+    mesh, counts = mesh_of(groups[size]), {}
+    for name, layouts, kind in (
+        ("whole", {}, "plain"),
+        ("whole", {}, "DTensor"),
+        ("sharded", SEQUENCES, "DTensor"),
+        ("sharded", SEQUENCES, "plain"),
+    ):
+        layer = parallelize_module(build("kda", PLAIN), mesh, HeadParallel(**layouts))
+        x = distribute_tensor(next(batch(2)), mesh, [layouts.get("input_layouts", Replicate())])
+        with CommDebugMode() as counted:
+            layer(x.to_local() if kind == "plain" else x)
+        counts[name, kind] = counted.get_total_counts()
+    return counts
+
+
+def test_only_plain_shards_are_compared(ranks):
+    """Gathering x and scattering y are one collective each, summing y is one, comparing another."""
+    for counts in ranks.run(2, collectives, 2):
+        assert counts == {
+            ("whole", "plain"): 1,
+            ("whole", "DTensor"): 1,
+            ("sharded", "DTensor"): 2,
+            ("sharded", "plain"): 3,
+        }
 
 
 def decode(groups, size):

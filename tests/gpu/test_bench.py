@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from kda_ops.tools import timer
+from benchmarks import timer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

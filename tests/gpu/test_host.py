@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import host
-from kda_ops.tools.cases import Case
+from benchmarks.cases import Case
 
 FORWARD, FORWARD_AND_BACKWARD = 6.0, 4.0  # times the bare operator; the aims are 4.5 and 3
 

@@ -7,7 +7,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 import kda_ops
-from kda_ops.tools import hub
+from benchmarks import hub
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical
 from tests.tools.test_hub import LAYERS, load

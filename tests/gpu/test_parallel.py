@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import kda_ops
@@ -263,6 +263,33 @@ def test_a_block_on_several_gpus_matches_one(ranks, reference, size, how):
                 f"{how}: {name} is off by {relative(part[name], exact[name])}, on one GPU "
                 f"{budget / 2}"
             )
+
+
+def sequence_parallel(groups, size):
+    """Return what is said of shards of other lengths, and an output eager and by a CUDA graph."""
+    mesh = DeviceMesh.from_group(groups[size], "cuda", mesh_dim_names=("tp",))
+    rank, style = mesh.get_local_rank(), HeadParallel(input_layouts=Shard(1))
+    layer, (x, _) = parallelize_module(Block().kda.to(device()), mesh, style), batch()
+    x, told = x.chunk(size, 1)[rank].to(device()), "nothing"
+    with torch.no_grad(), torch.autocast("cuda", BF16):
+        try:
+            layer(x[:, rank:])
+        except ValueError as error:
+            told = str(error)
+        layer(x)
+        want = layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = layer(x)
+        graph.replay()
+    return told, want, y
+
+
+def test_shards_of_other_lengths_are_refused_and_equal_ones_can_be_captured(ranks):
+    for told, want, y in ranks.run(2, sequence_parallel, 2):
+        assert told.startswith("x must have the same length on every rank"), told
+        assert_identical(y, want, "the output of a replay")
 
 
 # --- a device that is not the current one ---------------------------------------------------------

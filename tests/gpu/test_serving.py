@@ -5,6 +5,8 @@ code that copies no state, and the engine.
 import contextlib
 import subprocess
 import sys
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +18,13 @@ if not torch.cuda.is_available():
 
 import kda_ops
 from examples import serve
+from kda_ops import checks
+from kda_ops.backends.triton import tuning
+from kda_ops.problem import Problem
 from tests.support import calls, closeness, drift
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical, assert_meets_budget
+from tests.support.forks import Fork, assert_fork, broken, by_operator, forks
 from tests.support.splits import Split, assert_split, splits
 from tests.support.target import Target
 
@@ -116,7 +122,8 @@ def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(
     assert_identical(around, expected, "the pool and what lies between its slots")
 
 
-ANSWER = dict(B=3, T=141, K=128, V=128, dtype=torch.bfloat16, state=False, final=False)
+WIDE = dict(K=128, V=128, dtype=torch.bfloat16, state=False, final=False)
+ANSWER = WIDE | dict(B=3, T=141)
 
 
 @settings(max_examples=25)
@@ -137,6 +144,80 @@ def test_decode_in_four_calls_keeps_the_budget_of_fp32_states(seed):
     flags = dict(gate="softplus", l2norm=True, beta="sigmoid", state=False, final=False)
     case = Case("kda", B=3, T=64, H=1, HV=2, K=D, V=D, dtype=torch.bfloat16, seed=seed, **flags)
     assert_split(Split(case, (("recurrent_", 16),) * 4, torch.float32), CUDA)
+
+
+# 64 samples of one prompt, in slot 64
+SAMPLES = Fork(tuple((n, 64) for n in range(64)), (1,) * 64, (2,) * 64, 65)
+# 48 branches of up to four tokens, of six prompts in slots 192 to 197
+BRANCHES = Fork(
+    tuple((*range(4 * n, 4 * n + 4), 192 + n % 6) for n in range(48)),
+    tuple(n % 5 for n in range(48)),
+    (5,) * 48,
+    198,
+    packed=True,
+)
+
+
+@pytest.mark.parametrize("fork", (SAMPLES, BRANCHES), ids=("samples", "branches"))
+@pytest.mark.parametrize("pool", POOLS, ids=str)
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sequences_that_share_a_slot_have_the_bits_of_each_alone(variant, transposed, pool, fork):
+    options = dict(variant=variant, transposed=transposed, pool=pool, dtype=torch.bfloat16)
+    fork = replace(fork, gate="softplus", H=8, HV=16, K=128, V=128, **options)
+    assert fork.legal and fork.forks
+    with torch.inference_mode():
+        o, after = assert_fork(fork, CUDA, bits=True)
+        again = assert_fork(fork, CUDA, bits=True)
+    assert_identical(o, again[0], "o of a second run")
+    assert_identical(after, again[1], "the pool of a second run")
+
+
+@settings(max_examples=25)
+@given(fork=forks(dtype=torch.bfloat16, H=2, HV=4, K=64, V=48))
+def test_any_legal_table_has_the_bits_of_each_sequence_alone(fork):
+    assert_fork(fork, CUDA, bits=True)
+
+
+@settings(max_examples=25)
+@given(fork=forks(dtype=torch.bfloat16), wrong=broken(dtype=torch.bfloat16))
+def test_checked_tables_that_share_a_slot_run_and_wrong_ones_are_refused(fork, wrong):
+    before, flags = wrong.state(CUDA), wrong.case.flags("recurrent_")
+    x = wrong.arguments(before)
+    with patch.object(checks, "CHECK_VALUES", True):
+        assert_fork(fork, CUDA, bits=True)
+        with pytest.raises(ValueError, match="^state_indices must (not let|be below the number)"):
+            by_operator(wrong.variant, list(x.values()), flags)
+    assert_identical(x["state"], before, "the pool")
+
+
+@pytest.mark.parametrize(
+    "heads, pieces, pool_dtype, whole",
+    (
+        (96, (64, 2048, 388), torch.float32, True),
+        (4, (640, 300), torch.float32, True),  # shorter than a run
+        (4, (64, 4096, 840), torch.float32, False),
+        (96, (64, 2048, 388), torch.bfloat16, True),
+    ),
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prompt_cut_at_chunks_has_the_bits_of_one_call_where_it_stays_whole(
+    variant, heads, pieces, pool_dtype, whole
+):
+    """On an fp32 pool. Where it is cut into runs, and on a bf16 pool, both agree up to rounding."""
+    case = Case(variant, T=sum(pieces), H=heads, HV=heads, gate="weak", l2norm=True, **WIDE)
+    split = Split(case, tuple(("chunk_", n) for n in pieces), pool_dtype)
+    x = case.inputs(CUDA)
+    p = Problem.parse(case.rank, *x.values(), **case.flags())
+    assert (tuning.run_length(p) == 0) == whole
+    o, pool = split.run(CUDA)
+    want, after = split.run(CUDA, (("chunk_", case.T),))
+    if whole and pool_dtype is torch.float32:
+        assert_identical(o, want, "o")
+        assert_identical(pool, after, "the pool")
+    for got, expected in ((o, want), (pool, after)):
+        error = (got.double() - expected.double()).norm() / expected.double().norm()
+        assert error < 0.01
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 
 pytest.importorskip("jax")
 
+import kda_ops.jax
 from tests.support import calls, closeness
-from tests.support.arrays import errors, run
+from tests.support.arrays import arrays, errors, run, to_torch
 from tests.support.cases import BETAS, GATES, KEYS, Case, cases
 from tests.support.closeness import oracle
 from tests.support.target import TARGET
@@ -89,6 +90,15 @@ def test_gradients_of_gate_parameters_do_not_gather_the_errors_of_tokens(variant
     got = run(case)
     off = errors(got, oracle(case, need(got)))
     assert max(off[n] for n in PARAMETERS) <= EXACT, off
+
+
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_a_product_with_a_later_key_that_overflows_reaches_no_earlier_token(variant):
+    x = arrays(Case(variant, T=61, H=1, HV=1, K=16, V=16, gate="weak", dtype=torch.float32))
+    x["q"] = x["q"].at[:, 5].multiply(1e20)
+    large, face = x["k"].at[:, 60].multiply(1e20), getattr(kda_ops.jax, f"chunk_{variant}")
+    want, got = (to_torch(face(**(x | {"k": k}))[0]) for k in (x["k"], large))
+    closeness.assert_identical(got[:, :60], want[:, :60], "o")
 
 
 @pytest.mark.parametrize("values", VALUES)

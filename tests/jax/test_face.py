@@ -82,6 +82,27 @@ def test_an_unknown_keyword_is_refused():
         kda_ops.jax.chunk_kda(**arrays(Case(**BASE)), head_first=True)
 
 
+@pytest.mark.parametrize(
+    "flag, remedy",
+    (
+        ("scale", "multiply o by it, or name it in static_argnames"),
+        ("lower_bound", "name it in static_argnames of jax.jit, or pass a constant"),
+        ("use_qk_l2norm_in_kernel", "name it in static_argnames"),
+    ),
+)
+@pytest.mark.parametrize("op", ("chunk", "recurrent"))
+def test_a_traced_flag_is_refused_by_name(op, flag, remedy):
+    x, call = arrays(Case("kda", **BASE)), getattr(kda_ops.jax, f"{op}_kda")
+    words = f"^{flag} must be known when the call is traced, got a traced array: {remedy}"
+    with pytest.raises(TypeError, match=words):
+        jax.jit(lambda value: call(**x, **{flag: value}))(1.0)
+
+
+def test_a_traced_bound_of_a_gate_is_refused_by_name():
+    with pytest.raises(TypeError, match="^lower_bound must be known when the call is traced"):
+        jax.jit(lambda b: kda_ops.jax.gdn_gate(jnp.zeros((1, 1, 2)), None, lower_bound=b))(-5.0)
+
+
 def test_a_torch_tensor_is_refused():
     with pytest.raises(TypeError, match="q must be an array of JAX or NumPy, got torch.Tensor"):
         kda_ops.jax.chunk_kda(**Case(**BASE).inputs())

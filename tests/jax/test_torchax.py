@@ -19,6 +19,7 @@ CASES = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @pytest.mark.parametrize("name", CASES)
 def test_the_operators_of_torch_run_on_torchax_with_their_gradients(name, op):

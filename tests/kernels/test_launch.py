@@ -109,8 +109,8 @@ def test_every_launch_asks_for_contraction_to_fma():
 SIDE_BY_SIDE = """
 import triton
 from triton.runtime.jit import JITFunction
-from kda_ops.tools.offline import offline
-from kda_ops.tools.operator_calls import Call
+from benchmarks.compile import offline
+from benchmarks.calls import Call
 from kda_ops.backends.triton.launch import compiling
 
 compiled, do = [], JITFunction._do_compile
@@ -119,7 +119,7 @@ def count(self, *args):
     return do(self, *args)
 call = Call(0, gate="plain", K=64, V=64, keep=True)
 run = JITFunction.run
-with offline(90, ["", ""]) as rows:
+with offline(90, [""]) as rows:
     shown, JITFunction.run, JITFunction._do_compile = JITFunction.run, run, count
     with compiling():
         call.compile()

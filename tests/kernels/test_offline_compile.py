@@ -11,45 +11,49 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import budgets, compile, machine_code
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
 @pytest.mark.parametrize("arch", ("90", "80", "100"))
-def test_every_kernel_is_within_its_budget(arch):
+def test_every_kernel_is_within_its_limits(arch):
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "kda_ops", "compile", "--arch", arch],
+        [sys.executable, "-m", "benchmarks", "compile", "--arch", arch],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    forward = "prepare_kda scan_kda prepare_gdn scan_gdn join_runs recur gate_forward gate_gradient"
-    training = (
-        "reverse_scan_kda gradient_pairs sum_decays gradient_keys sum_gradients "
-        "reverse_scan_gdn gradient_gdn gather_heads"
-    )
-    layer = "convolve write_tails convolve_gradient tail_gradient normalise normalise_gradient"
     # Triton prints the source of a kernel that ptxas refuses
     rows = [line for line in run.stdout.splitlines() if " B shared " in line]
-    assert {line.split(" sm_")[0].split()[-1] for line in rows} == {
-        *forward.split(),
-        *training.split(),
-        *layer.split(),
-        *(("reverse_walk_gdn", "finish_walk", "gradient_small") if arch == "90" else ()),
-    }
+    found = {line.split(" sm_")[0].split()[-1] for line in rows}
+    known = {kernel for limits in budgets.TABLE.values() for kernel in limits}
+    hopper = {"reverse_walk_gdn", "finish_walk", "gradient_small"}
+    assert found == (known if arch == "90" else known - hopper)
+
+
+@pytest.mark.quick
+def test_every_call_has_a_label_of_its_own():
+    calls = [*budgets.TABLE, *budgets.OTHERS]
+    assert len({c.label for c in calls}) == len(calls)
+    assert {c.label for c in budgets.ELSEWHERE} & {c.label for c in budgets.TABLE}
 
 
 @pytest.mark.quick
 def test_processes_that_compile_everything_do_not_compile_the_same_at_once():
-    from kda_ops.tools.operator_calls import everything
-
-    calls = list(everything())
+    calls = list(budgets.everything())
     assert len({c.label for c in calls}) == len(calls) == 480
     for i in range(len(calls) - 29):  # as many processes
         assert len({(c.rank, c.dtype, c.K) for c in calls[i : i + 30]}) == 30
+
+
+def kernel(name, registers=255, stack=0, **found):
+    """Build the row of a kernel."""
+    return compile.Row("layer", name, 90, 8, registers, stack, 0, 1.0, False, **found)
 
 
 WAIT = "griddepcontrol.wait; // dummy %r2"
@@ -69,67 +73,37 @@ WAIT = "griddepcontrol.wait; // dummy %r2"
     ),
 )
 def test_a_kernel_that_reads_before_it_waits_is_found(lines, found):
-    from kda_ops.tools.machine_code import hasty
-    from kda_ops.tools.offline import Row
 
-    assert hasty("\n".join(lines)) == found
-    assert (
-        len(
-            Row("layer", "bound", "scan_kda", 90, 8, 255, 0, 0, 1.0, False, hasty=found).faults(
-                False
-            )
-        )
-        == found
-    )
+    assert machine_code.hasty("\n".join(lines)) == found
+    assert len(kernel("scan_kda", hasty=found).faults()) == found
 
 
 @pytest.mark.quick
-def test_registers_stack_and_instructions_have_budgets_per_kernel_and_triton(monkeypatch):
-    from kda_ops.tools import budgets
+def test_registers_stack_and_instructions_have_limits_per_triton():
+    limits = budgets.most(8, 16, 0, 24, instructions=1000, registers=168)
 
-    table = {("scan", "bound"): ((8, 16, 0, 24), 1000), ("scan.few", "bound"): ((0,) * 4, 10)}
-    monkeypatch.setattr(budgets, "BUDGETS", table)
-    monkeypatch.setattr(budgets, "REGISTERS", {"scan": 168})
-
-    def faults(name, registers=168, stack=0, instructions=1100, triton=(3, 6, 0)):
-        found = budgets.faults(name, "bound", registers, stack, instructions, triton)
+    def faults(registers=168, stack=0, instructions=1100, triton=(3, 6, 0)):
+        found = limits.faults(registers, stack, instructions, triton)
         return [fault.split(",")[0] for fault in found]
 
-    assert faults("scan") == [] and faults("other", 255, 1 << 20, 1 << 20) == []
-    assert faults("scan", registers=169) == ["169 registers"]
-    assert faults("scan", instructions=1101) == ["1101 instructions"]
-    assert faults("scan.few", 255) == ["1100 instructions"]
+    assert faults() == [] and faults(registers=169) == ["169 registers"]
+    assert faults(instructions=1101) == ["1101 instructions"]
     for triton, most in (((3, 6, 0), 8), ((3, 7, 1), 16), ((3, 9, 0), 24), ((3, 11), 24)):
-        assert faults("scan", stack=most, triton=triton) == []
-        assert faults("scan", stack=most + 1, triton=triton) == [f"{most + 1} bytes of stack"]
+        assert faults(stack=most, triton=triton) == []
+        assert faults(stack=most + 1, triton=triton) == [f"{most + 1} bytes of stack"]
+    assert budgets.most(8).stack == (8, 8, 8, 8)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "label, kernel, name",
-    (
-        ("gdn keep few", "scan_gdn", "scan_gdn.few"),
-        ("gdn ahead", "scan_gdn", "scan_gdn.ahead"),
-        ("gdn keep", "scan_gdn", "scan_gdn"),
-        ("gdn keep few", "prepare_gdn", "prepare_gdn"),
-        ("gdn keep few", "gradient_gdn", "gradient_gdn.single"),
-        ("gdn keep", "gradient_gdn", "gradient_gdn"),
-    ),
-)
-def test_what_is_cut_otherwise_has_budgets_of_its_own(label, kernel, name):
-    from kda_ops.tools.offline import Row
+def test_a_call_launches_the_kernels_that_the_table_says_within_their_limits():
+    def faults(limits, **kernels):
+        rows = [kernel(name, stack=stack) for name, stack in kernels.items()]
+        return [x.split(",")[0] for x in compile.faults_of(rows, limits)]
 
-    assert Row(label, "bound", kernel, 90, 4, 255, 0, 0, 1.0, False).name == name
-
-
-@pytest.mark.quick
-def test_only_kernels_of_a_layer_have_budgets(monkeypatch):
-    from kda_ops.tools import budgets
-    from kda_ops.tools.offline import Row
-
-    monkeypatch.setattr(budgets, "BUDGETS", {("scan_gdn", "bound"): ((0,) * 4, 100)})
-    row = Row("gdn", "bound", "scan_gdn", 90, 4, 255, 8, 0, 1.0, False, instructions=200)
-    assert len(row.faults(True)) == 2 and row.faults(False) == []
+    limits = {"scan": budgets.most(8), "recur": budgets.most(0)}
+    assert faults(limits, scan=8, recur=0) == [] == faults(None, scan=1 << 9)
+    assert faults(limits, scan=9, recur=0) == ["scan: 9 bytes of stack"]
+    assert [x[:6] for x in faults(limits, scan=0, other=0)] == ["other:", "recur:"]
 
 
 @pytest.mark.parametrize(
@@ -140,11 +114,7 @@ def test_a_kernel_that_has_lost_its_registers_is_found(registers, stack, found):
     """Of fp32 scans with 32 columns of V, K = 16, triton 3.6 made the first of these; a kernel that
     spills otherwise uses what registers there are.
     """
-    from kda_ops.tools.offline import Row
-
-    faults = Row(
-        "fp32 16x16", "plain", "scan_kda", 90, 8, registers, stack, 8192, 1.0, False
-    ).faults(strict=False)
+    faults = kernel("scan_kda", registers=registers, stack=stack).faults()
     assert ["given registers up" in fault for fault in faults] == [True] * found
 
 
@@ -167,9 +137,10 @@ def test_a_buffer_that_is_filled_while_a_product_reads_it_is_found(stages, pendi
     """The pipeliner of triton 3.6 and 3.7 emits the first of these for a tile that is both an
     operand and a value in registers.
     """
-    from kda_ops.tools.machine_code import refilled
-
-    assert refilled(LOOP.replace("STAGES", str(stages)).replace("PENDING", str(pending))) is hazard
+    assert (
+        machine_code.refilled(LOOP.replace("STAGES", str(stages)).replace("PENDING", str(pending)))
+        is hazard
+    )
 
 
 # products into %r1 and %r2, from shared memory and from registers, and sums of what they return
@@ -221,24 +192,19 @@ SHUFFLE, OTHER = "89790500" + "00" * 12, "89720000" + "00" * 12
 def test_sums_that_ptxas_merged_are_found(
     before, product, adds, after, shuffles, found, monkeypatch
 ):
-    from kda_ops.tools import machine_code
-    from kda_ops.tools.offline import Row
 
     start = *ZERO, PRODUCT.replace("ADDS", "%p1")
     ptx = "\n".join((*start, *before, product.replace("ADDS", adds), *after, *ENDS))
     code = bytes.fromhex(SHUFFLE * shuffles + OTHER * 3)
     monkeypatch.setattr(machine_code, "_sections", lambda cubin, name: [(".text", 6, 0, code)])
     assert machine_code.merged(ptx, b"", "kernel") is found
-    row = Row("layer", "bound", "gradient_gdn", 90, 4, 255, 0, 0, 1.0, False, merged=found)
-    assert len(row.faults(False)) == found
+    assert len(kernel("gradient_gdn", merged=found).faults()) == found
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("label", ("", "here:"))
 def test_ptxas_merges_sums_that_have_a_label_in_front(label, tmp_path):
     """Should a later ptxas keep them apart, hazards.md ("Merged sums") is to say so."""
-    from kda_ops.tools import machine_code
-
     script = runpy.run_path(str(ROOT / "docs" / "kernels" / "merged_sums.py"))
     folder = importlib.util.find_spec("triton").submodule_search_locations[0]
     ptxas = Path(folder) / "backends" / "nvidia" / "bin" / "ptxas"

@@ -124,11 +124,11 @@ def test_without_gluon_nothing_walks(monkeypatch):
 COMPILED = r"""
 import re
 from triton.runtime.jit import JITFunction
-from kda_ops.tools.offline import offline
-from kda_ops.tools.operator_calls import Call
+from benchmarks.compile import offline
+from benchmarks.calls import Call
 
 ptx = {}
-with offline(90, ["", ""]):
+with offline(90, [""]):
     run = JITFunction.run
     def keep(self, *args, **options):
         made = run(self, *args, **options)
@@ -166,6 +166,7 @@ class Walks(Reference):
         return self.gradient(p, tile, trace, do, reverse, need)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kept", (False, True))
 def test_backward_asks_for_the_walk_where_a_backend_has_one(kept):
     case = Case(variant="gdn", dtype=torch.float64, T=70, disable_recompute=kept)

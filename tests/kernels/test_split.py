@@ -97,6 +97,7 @@ def test_the_reverse_scan_meets_its_budget(variant, do, dfinal):
     )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_kept_is_what_backward_would_compute_again(variant):
     assert_all_identical(
@@ -105,6 +106,7 @@ def test_what_is_kept_is_what_backward_would_compute_again(variant):
     )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_wide_programs_of_runs_and_maps_change_no_bit(variant, monkeypatch):
     case = replace(LONG, variant=variant, K=128, V=128, lengths=(0, 130, 1), tail=0)
@@ -146,6 +148,7 @@ def test_split_products_leave_fewer_chunks_to_the_time_of_the_scan(monkeypatch, 
     assert tuning.ahead(p) == chunks
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_bits_of_a_sequence_are_its_own(variant):
     """Other packed sequences, and later tokens, change no bit."""
@@ -173,6 +176,7 @@ def test_the_bits_of_a_sequence_are_its_own(variant):
         )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_both_state_layouts_give_the_same_bits(variant):
     same = (

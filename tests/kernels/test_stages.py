@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from kda_ops import dispatch
+from kda_ops import chunk, dispatch
 from kda_ops.backends import native as native_module
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import CHUNK, Problem
@@ -53,6 +53,7 @@ def same_fields(got, want, but=()):
         close(getattr(got, f.name), getattr(want, f.name), f.name)
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @given(case=cases(**WIDE))
 def test_prepare(case):
@@ -79,6 +80,19 @@ def test_scan(case):
     close(state, want_state, "final_state")
     assert native.scan(p, tile, o, state, keep=False) is None
     same_fields(native.scan(p, tile, None, None, keep=True), replace(want, o=None))
+
+
+@pytest.mark.parametrize("backend", ("native", "reference"))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_a_product_with_a_later_key_that_overflows_reaches_no_earlier_token(variant, backend):
+    case = Case(variant, T=61, H=1, HV=1, gate="weak", l2norm=False, dtype=torch.float32)
+    inputs, outs = case.inputs(), []
+    inputs["q"][:, 5] *= 1e20
+    for factor in (1.0, 1e20):
+        inputs["k"][:, 60] *= factor
+        args, b = tuple(inputs.values()), dispatch.load(backend)
+        outs.append(chunk.Infer(case.rank, args, case.flags()).run(b)[0])
+    assert_identical(outs[1][:, :60], outs[0][:, :60], "o")
 
 
 @given(pool=pools(op="chunk_", dtype=torch.float64))
@@ -141,6 +155,7 @@ def test_gradient(case):
         )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_gradient_gives_what_was_asked_for_and_the_same(variant, name):

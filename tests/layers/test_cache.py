@@ -12,6 +12,7 @@ from kda_ops.nn import Cache, GatedDeltaNet, KimiDeltaAttention
 from tests.support.layers import HIDDEN, LAYERS, build, close, rows, variants
 
 SIZES = dict(head_dim=8, num_heads=2, num_v_heads=4, expand_v=1.5)
+NAMES = ("q_conv", "k_conv", "v_conv")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -201,17 +202,21 @@ CACHED = [
     (GatedDeltaNet, dict(conv_bias=True)),
     (GatedDeltaNet, dict(use_short_conv=False)),
 ]
+
+
+def index(values, **options):
+    """Return an index on the CPU, whatever the default device is."""
+    return torch.tensor(values, device="cpu", **options)
+
+
 MOVES = {
-    "reorder": (lambda c: c.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-    "reorder int32": (lambda c: c.reorder_cache(torch.tensor([1, 2, 0]).int()), [1, 2, 0]),
-    "reorder uint8": (lambda c: c.reorder_cache(torch.tensor([1, 1, 1]).byte()), [1, 1, 1]),
-    "reorder int8": (
-        lambda c: c.reorder_cache(torch.tensor([1, 2, 0], dtype=torch.int8)),
-        [1, 2, 0],
-    ),
-    "select": (lambda c: c.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
+    "reorder": (lambda c: c.reorder_cache(index([2, 0, 0])), [2, 0, 0]),
+    "reorder int32": (lambda c: c.reorder_cache(index([1, 2, 0]).int()), [1, 2, 0]),
+    "reorder uint8": (lambda c: c.reorder_cache(index([1, 1, 1]).byte()), [1, 1, 1]),
+    "reorder int8": (lambda c: c.reorder_cache(index([1, 2, 0], dtype=torch.int8)), [1, 2, 0]),
+    "select": (lambda c: c.batch_select_indices(index([2, 1])), [2, 1]),
     "select a list": (lambda c: c.batch_select_indices([0, 0, 2, -1]), [0, 0, 2, 2]),
-    "select by mask": (lambda c: c.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+    "select by mask": (lambda c: c.batch_select_indices(index([True, False, True])), [0, 2]),
     "select a slice": (lambda c: c.batch_select_indices(slice(1, None)), [1, 2]),
     "select backwards": (lambda c: c.batch_select_indices(slice(None, None, -1)), [2, 1, 0]),
     "select none": (lambda c: c.batch_select_indices([]), []),
@@ -263,6 +268,82 @@ def test_a_copied_cache_is_independent(make, mode):
         close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:])
         other = torch.cat([x[:, :5], x[:, :4]], 1)
         close(layer(other[:, 5:], cache=fork), layer(other)[:, 5:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("move", [m for m in MOVES if m != "crop nothing"])
+def test_moves_do_not_depend_on_the_default_device(move):
+    layer, x = build(KimiDeltaAttention), rows(3, 6)
+    cache, (act, order) = layer.new_cache(3), MOVES[move]
+    layer(x, cache=cache)
+    before = [b.clone() for b in cache.buffers()]
+    torch.set_default_device("meta")
+    try:
+        act(cache)
+    finally:
+        torch.set_default_device(None)
+    assert cache.batch_size == len(order)
+    assert all(torch.equal(a, b[order]) for a, b in zip(cache.buffers(), before, strict=True))
+
+
+def test_a_buffer_given_twice_is_refused():
+    state, tail = torch.zeros(2, 4, 8, 8), torch.zeros(2, 3, 16)
+    for second in (tail, tail.view(2, 3, 16), tail[:1]):
+        with pytest.raises(ValueError, match="^k_conv must be a buffer of its own, got the memory"):
+            Cache(state, tail, second, tail.clone())
+    with pytest.raises(ValueError, match="^v_conv must be .* got the memory of q_conv: clone it"):
+        Cache(state.to("meta"), tail := tail.to("meta"), tail.clone(), tail)
+    parts = torch.zeros(2, 3, 48).split(16, -1)  # neighbours in one allocation share nothing
+    assert [name for name, _ in Cache(state, *parts).named_buffers()][1:] == list(NAMES)
+    empty = torch.zeros(2, 0, 16)
+    Cache(state, empty, empty.clone(), empty.clone())
+
+
+class Fault(Exception):
+    """An error in the middle of a layer."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("T", (1, 2))
+@pytest.mark.parametrize("part", ("b_proj", "decay", "g_proj"))
+@variants
+def test_a_call_that_fails_in_a_projection_can_be_repeated(make, part, T):
+    layer, x = build(make), rows(2, 9)
+    name = {"decay": "f_proj" if make is KimiDeltaAttention else "a_proj"}.get(part, part)
+    cache = layer.new_cache(2)
+    layer(x[:, :5], cache=cache)
+    before = [b.clone() for b in cache.buffers()]
+
+    def fail(*_):
+        raise Fault
+
+    hook = getattr(layer, name).register_forward_hook(fail)
+    with pytest.raises(Fault):
+        layer(x[:, 5 : 5 + T], cache=cache)
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(cache.buffers(), before, strict=True))
+    parts = [layer(x[:, 5 : 5 + T], cache=cache), layer(x[:, 5 + T :], cache=cache)]
+    close(torch.cat(parts, 1), layer(x)[:, 5:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part, words", (("b", "beta"), ("decay", "g"), ("g", "gate")))
+@variants
+def test_a_projection_of_another_width_or_dtype_is_refused_before_the_cache_is_written(
+    make, part, words
+):
+    layer = build(make)
+    kda, cache = make is KimiDeltaAttention, layer.new_cache(2)
+    name = {"decay": "f_proj" if kda else "a_proj"}.get(part, f"{part}_proj")
+    for change, error in (
+        (lambda y: torch.cat([y, y], -1), f"^{words} must have shape"),
+        (lambda y: y.long(), f"^{words} must be float16"),
+    ):
+        hook = getattr(layer, name).register_forward_hook(lambda _, x, y, f=change: f(y))
+        with pytest.raises((ValueError, TypeError), match=error):
+            layer(rows(2, 1), cache=cache)
+        hook.remove()
+        assert not any(b.any() for b in cache.buffers())
 
 
 REFUSED = [
@@ -330,6 +411,7 @@ def test_a_wrong_move_is_refused_and_changes_nothing(call, error, words):
     assert all(torch.equal(a, b) for a, b in zip(cache.buffers(), before, strict=True))
 
 
+@pytest.mark.parametrize("default", (None, "meta"))
 @pytest.mark.parametrize(
     "sequences, zeroed",
     (
@@ -342,12 +424,16 @@ def test_a_wrong_move_is_refused_and_changes_nothing(call, error, words):
         (torch.tensor([True, False, True]), [0, 2]),
     ),
 )
-def test_reset_zeroes_the_named_sequences(sequences, zeroed):
+def test_reset_zeroes_the_named_sequences(sequences, zeroed, default):
     with torch.no_grad():
         layer = build(KimiDeltaAttention)
         cache = layer.new_cache(3)
         layer(rows(3, 5), cache=cache)
-    cache.reset(sequences)
+    torch.set_default_device(default)
+    try:
+        cache.reset(sequences)
+    finally:
+        torch.set_default_device(None)
     for buffer in cache.buffers():
         assert [n for n in range(3) if not buffer[n].any()] == zeroed
 

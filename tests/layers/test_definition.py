@@ -70,6 +70,7 @@ def test_a_layer_built_in_bfloat16_keeps_its_gate_and_warns_of_nothing(make):
     assert layer.A_log.dtype is layer.dt_bias.dtype is torch.float32
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("gated", (False, True))
 def test_the_gated_norm_computes_in_float32(gated):
     norm, x = (

@@ -400,6 +400,7 @@ def test_x_of_another_dtype_is_refused_under_autocast_only_where_torch_would(mak
             layer(x)
 
 
+@pytest.mark.bits
 @torch.no_grad()
 @pytest.mark.parametrize("make", LAYERS)
 def test_x_of_another_dtype_is_left_to_projections_that_convert_it(make):

@@ -52,6 +52,7 @@ def test_left_padding_does_not_change_a_sequence_nor_its_decode(make, options):
         close(torch.cat([y[n, T - length :], *(s[n] for s in steps)]), alone)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("hole", (math.nan, math.inf))
 @variants
 def test_padding_may_hold_anything_in_training(make, hole):
@@ -157,6 +158,7 @@ def test_a_reset_cache_starts_new_sequences_in_place():
     assert addresses == [buffer.data_ptr() for buffer in cache.buffers()]
 
 
+@pytest.mark.bits
 @torch.no_grad()
 def test_a_cache_travels_by_state_dict():
     layer, x = build(GatedDeltaNet), rows(2, 6)

@@ -98,6 +98,7 @@ def test_a_convolution_keeps_the_dtype_of_its_input(grad):
         assert ShortConvolution(8, 4)(torch.randn(1, 9, 8).bfloat16()).dtype is torch.bfloat16
 
 
+@pytest.mark.bits
 def test_the_gradient_of_silu_is_computed_in_float32():
     conv = ShortConvolution(64, 1).bfloat16()
     with torch.no_grad():

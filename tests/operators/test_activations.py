@@ -134,6 +134,7 @@ def test_the_norm_of_zero_is_zero_and_has_a_gradient():
     )
 
 
+@pytest.mark.bits
 def test_the_bits_of_a_token_do_not_depend_on_its_place():
     """Vectorised loops of torch may round strided elements or the last ones differently."""
     case = Case(T=129, H=1, HV=1, K=33, gate="softplus", beta="sigmoid", l2norm=True)
@@ -163,6 +164,7 @@ def test_both_cpu_backends_share_the_gate():
     )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("bound", (None, -5.0))
 @pytest.mark.parametrize("rank", (0, 1))
 def test_gradients_of_16_bit_gate_parameters_are_rounded_once(rank, bound):

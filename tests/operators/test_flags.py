@@ -111,6 +111,7 @@ def test_which_flags_bound_the_inverse(beta, flags, bounded):
     assert p.bounded_inverse is bounded
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @given(case=cases(disable_recompute=False))
 def test_disable_recompute_changes_no_bit(case):
@@ -139,6 +140,7 @@ def test_grouped_value_heads_are_expanded_key_heads_with_summed_gradients(op, ca
     )
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
@@ -147,6 +149,7 @@ def test_the_scale_is_one_over_the_square_root_of_the_key_width_by_default(varia
     assert_all_identical(run(case, op), run(case, op, scale=case.K**-0.5))
 
 
+@pytest.mark.bits
 @given(case=cases(gate="bounded"))
 def test_the_bounded_gate_can_do_without_a_log(case):
     inputs = case.inputs(TARGET.device)
@@ -157,6 +160,7 @@ def test_the_bounded_gate_can_do_without_a_log(case):
     )
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 def test_dt_bias_may_be_flat():
     case = Case(gate="softplus", T=65)

@@ -59,6 +59,7 @@ def test_gradients_are_finite_differences(variant, op, T, options):
     assert torch.autograd.gradcheck(call, tuple(leaves.values()), nondet_tol=0.0)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("op", OPS)
 @given(case=cases(final=True), need=st.sets(st.sampled_from(GRADIENTS), min_size=1))
 def test_asking_for_some_gradients_gives_the_same_bits_as_asking_for_all(op, case, need):
@@ -71,6 +72,7 @@ def test_asking_for_some_gradients_gives_the_same_bits_as_asking_for_all(op, cas
     )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("op", OPS)
 @given(case=cases(final=True))
 def test_incoming_gradients_may_have_any_strides(op, case):
@@ -166,6 +168,7 @@ def test_without_gradients_nothing_is_kept(variant):
     assert o.grad_fn is None
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_backward_may_run_twice_on_a_retained_graph(variant, op):

@@ -1,5 +1,7 @@
 """The short convolution and the gated norm: numbers, and the promises of every operator."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -44,6 +46,7 @@ def test_results_and_gradients_meet_the_error_budget(case):
         assert_meets_budget(one, TARGET.device)
 
 
+@pytest.mark.bits
 @each
 def test_two_runs_give_the_same_bits(case):
     assert_all_identical(run(case, TARGET.device), run(case, TARGET.device))
@@ -63,6 +66,7 @@ def test_gradients_are_finite_differences():
         )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("subset", (("x",), ("weight",), ("initial_tail",), ("bias", "x")))
 def test_any_subset_of_gradients_is_the_same(subset):
     case = Conv(lengths=(2, 0, 5), behind=2)
@@ -85,6 +89,7 @@ def test_a_gradient_of_the_final_tail_alone_is_enough():
     assert torch.equal(dtail.sum((0, 2)).cpu(), torch.tensor([0.0, 0.0, 2.0 * case.D]))
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 def test_splitting_a_sequence_does_not_change_it():
     case = Conv(T=41, D=8)
@@ -98,6 +103,7 @@ def test_splitting_a_sequence_does_not_change_it():
     assert_identical(tail, final, "final_tail")
 
 
+@pytest.mark.bits
 def test_a_sequence_has_the_same_bits_alone_and_packed():
     case = Conv(lengths=(3, 0, 70, 1), behind=4, D=8)
     x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
@@ -124,6 +130,24 @@ def test_tokens_of_no_sequence_reach_no_gradient():
     assert not grads[0][:, 8:].any()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("n", range(5))
+def test_a_nan_of_a_sequence_reaches_no_other_sequence(n):
+    case = Conv(lengths=(3, 0, 5, 1, 2), behind=2)
+    want, got = run(case, TARGET.device), run(replace(case, nan=n), TARGET.device)
+    begin, length = sum(case.lengths[:n]), case.lengths[n]
+    token = torch.arange(sum(case.lengths) + case.behind, device=TARGET.device)
+    others = (token < begin) | (token >= begin + length)
+    rest = torch.arange(case.N, device=TARGET.device) != n
+    for name in ("y", "dx"):
+        assert_identical(got[name][:, others], want[name][:, others], name)
+    for name in ("final_tail", "dinitial_tail"):
+        assert_identical(got[name][rest], want[name][rest], name)
+    if not length:  # an empty sequence passes its tail on and multiplies nothing
+        for name in ("dinitial_tail", "dweight", "dbias"):
+            assert_identical(got[name], want[name], name)
+
+
 POOLED = {
     "dense": ((3, 5), None, None),
     "one token": ((3, 1), None, None),
@@ -133,6 +157,7 @@ POOLED = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @pytest.mark.parametrize("pool", POOLED)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
@@ -165,6 +190,50 @@ def test_a_call_on_a_pool_touches_the_slots_it_names_and_nothing_else(pool, dtyp
     assert_identical(tails[rest], before[rest], "other slots")
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("slots", ((-(2**32), 3), (2, -(2**63)), (-(2**32) + 1, -(2**40) + 5)))
+def test_a_negative_slot_of_64_bits_is_nobody(slots):
+    case = Conv(B=2, T=2)
+    x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
+    pool = torch.randn(6, 3, case.D, generator=torch.Generator().manual_seed(5)).to(TARGET.device)
+    got, before = pool.clone(), pool.clone()
+
+    def step(tails, own):
+        own = torch.tensor(own, device=TARGET.device)
+        return operator(case, "_")(x["x"], x["weight"], x["bias"], tails, own)
+
+    assert_identical(step(got, slots), step(pool, [max(s, -1) for s in slots]), "y")
+    assert_identical(got, pool, "the pool")
+    rest = [s for s in range(6) if s not in slots]
+    assert_identical(got[rest], before[rest], "other slots")
+
+
+@pytest.mark.parametrize("length", (0, 1, 2, 3))
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize(
+    "dtype, wide",
+    (
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float64),
+    ),
+    ids=str,
+)
+def test_kept_rows_of_a_pool_keep_its_dtype(dtype, wide, packed, length):
+    """Of a call with fewer tokens than a tail has rows, only the new rows are cast to x's dtype."""
+    case = Conv(B=1, T=length, lengths=(length,) if packed else None, dtype=dtype)
+    x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
+    pool = torch.randn(3, 3, case.D, generator=torch.Generator().manual_seed(5)).to(wide)
+    pool[1, 2] = 1e6 + 1.0 / 3  # beyond float16
+    pool = pool.to(TARGET.device)
+    want = torch.cat([pool[1], x["x"][0].to(wide)])[length:]
+    slots = torch.tensor([1], device=TARGET.device)
+    operator(case, "_")(x["x"], x["weight"], x["bias"], pool, slots, x["cu_seqlens"])
+    assert_identical(pool[1], want, "the tail")
+
+
+@pytest.mark.bits
 def test_decode_token_by_token_gives_the_bits_of_the_whole():
     case = Conv(T=7, D=8, tail=False)
     x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
@@ -228,6 +297,7 @@ def test_the_in_place_operator_refuses_autograd_and_vmap_and_counts_as_a_version
             )
 
 
+@pytest.mark.bits
 @both
 def test_autocast_leaves_inputs_as_they_are(case):
     want = run(case, TARGET.device)
@@ -357,6 +427,7 @@ def test_sparse_tensors_are_named():
         torch.ops.kda.gated_rms_norm(*(LEGAL_NORM | {"gate": z(2, 5, 4, 6).to_sparse()}).values())
 
 
+@pytest.mark.bits
 def test_the_functions_take_any_rank_and_a_plain_weight():
     case = NormCase(G=2, silu=True)
     x, weight, gate = case.inputs().values()

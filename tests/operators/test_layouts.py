@@ -28,6 +28,7 @@ def _swap_back(results):
     }
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @given(case=cases(K=24, V=40))
@@ -57,6 +58,7 @@ def test_both_state_layouts_give_the_same_bits_in_output_state_and_every_gradien
     assert_all_identical(run(case, op), _swap_back(run(other, op, inputs, cotangents=cotangents)))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @given(case=cases(state=True, final=True, strides="contiguous"))
 def test_a_transposed_view_is_the_other_layout(op, case):
@@ -67,6 +69,7 @@ def test_a_transposed_view_is_the_other_layout(op, case):
     assert_all_identical(forward(case, op), forward(case, op, inputs))
 
 
+@pytest.mark.bits
 @given(pool=pools())
 @example(pool=Pool(Case(T=3, B=2, K=16, V=16), op="recurrent_"))
 def test_pools_of_both_layouts_hold_the_same_bits(pool):
@@ -77,6 +80,7 @@ def test_pools_of_both_layouts_hold_the_same_bits(pool):
     assert_identical(state, state_other.transpose(-1, -2), "state")
 
 
+@pytest.mark.bits
 @given(pool=pools())
 def test_a_pool_may_be_a_transposed_view(pool):
     o, state = pool.run()

@@ -63,6 +63,7 @@ def test_no_decay_is_a_decay_of_zero(op, case):
     assert_meets_budget(case, op, got)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("op", OPS)
 @given(case=cases(beta="given"))
 def test_no_beta_is_a_beta_of_one(op, case):
@@ -225,6 +226,7 @@ def test_any_size_of_a_call_on_a_pool_may_be_zero(variant, sizes, op):
         assert_identical(state, pool.state(), "the pool")
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("op", OPS)
 @given(case=cases(lengths=(65, 0, 1), tail=70, final=True))
 def test_tokens_past_the_last_sequence_do_nothing(op, case):

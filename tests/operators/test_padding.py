@@ -45,6 +45,7 @@ def gradients(op, x, gate_outside=False, **flags):
 outside = pytest.mark.parametrize("gate_outside", (False, True))
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @pytest.mark.parametrize("lower_bound", (None, -5.0))
 @pytest.mark.parametrize("garbage", (float("nan"), float("inf"), -float("inf")))
@@ -73,6 +74,7 @@ def test_a_logit_of_plus_infinity_forgets_and_has_finite_gradients(op, gate_outs
     assert o.isfinite().all() and all(d.isfinite().all() for d in grads)
 
 
+@pytest.mark.bits
 @FLOAT64
 def test_float64_calls_compute_everything_in_float64():
     x = [t.double() for t in inputs(kda_ops.chunk_kda)]

@@ -3,36 +3,25 @@ and nothing else.
 """
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kda_ops import problem
+from kda_ops import checks, dispatch, problem
 from kda_ops.problem import CHUNK
 from tests.support.calls import overload
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical
-from tests.support.pools import SPARE, Pool, pools
+from tests.support.forks import Fork, assert_fork, broken, by_backend, by_operator, forks
+from tests.support.pools import SPARE, Pool, pools, same
 from tests.support.splits import Split, assert_split, splits
 from tests.support.target import TARGET
 
 VARIANTS = ("kda", "gdn")
 PER_TOKEN = ("q", "k", "v", "g", "beta")
-
-
-def same(got, want, name, dtype):
-    """Assert equality up to a few roundings: got and want take two paths through one operator."""
-    eps = torch.finfo(dtype).eps
-    scale = want.double().abs().max().item() if want.numel() else 0.0
-    torch.testing.assert_close(
-        got.double(),
-        want.double(),
-        rtol=0.0,
-        atol=64 * eps * max(scale, 1e-30),
-        msg=lambda m: f"{name}: {m}",
-    )
 
 
 def tokens(case, inputs, row, a, b):
@@ -129,6 +118,7 @@ def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
     assert_identical(after[~written], before[~written], "slots that no live token names")
 
 
+@pytest.mark.bits
 @given(pool=pools())
 def test_what_lies_in_a_dead_or_spare_slot_is_never_read(pool):
     state = pool.state()
@@ -140,6 +130,7 @@ def test_what_lies_in_a_dead_or_spare_slot_is_never_read(pool):
     assert_identical(o, want, "o")
 
 
+@pytest.mark.bits
 @given(pool=pools(), seed=st.integers(0, 99))
 def test_where_the_slots_lie_does_not_matter(pool, seed):
     if not pool.indexed:
@@ -218,6 +209,7 @@ def test_a_rolled_back_token_never_happened(variant):
         same(drafted[indices[n, 0]], plain[slot[0]], f"state of sequence {n}", case.state_dtype)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
     case = Case(variant, T=3, state=False, final=False)
@@ -236,6 +228,7 @@ def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
         assert_identical(after_holed[indices[0, column]], after[indices[0, column]], "a named slot")
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_may_have_any_accepted_count(variant, packed, monkeypatch):
@@ -247,7 +240,7 @@ def test_padding_may_have_any_accepted_count(variant, packed, monkeypatch):
     pool = Pool(case, "recurrent_", True, (False, True, False, True), columns=2)
     monkeypatch.setattr(problem, "check_accepted", lambda *_: None)  # as on a GPU
     indices = pool.indices()[0].to(TARGET.device)
-    for wrong in (-3, 0, 3, 9):
+    for wrong in (-3, 0, 3, 9, 2**32 + 1, -(2**63)):
         o, after = pool.run(
             num_accepted_tokens=torch.tensor([2, wrong, 1, wrong], device=TARGET.device)
         )
@@ -264,6 +257,7 @@ def test_padding_may_have_any_accepted_count(variant, packed, monkeypatch):
         )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_token_without_a_column_gives_zero_and_writes_nothing(variant, monkeypatch):
     case = Case(variant, lengths=(4, 1), H=1, HV=1)
@@ -277,6 +271,51 @@ def test_a_token_without_a_column_gives_zero_and_writes_nothing(variant, monkeyp
     assert_identical(
         after[indices[0, 2:]], long.state()[indices[0, 2:]], "slots of tokens that are nowhere"
     )
+
+
+SAMPLES = Fork(((2, 0), (3, 0), (4, 0)), (1, 1, 1), (2, 2, 2), 5)  # three, of one prompt
+# two branches of two draft tokens, and a row without tokens, which may name any slots
+TREE = Fork(((2, 3, 0), (4, 5, 0), (0, 6, 1)), (2, 2, 0), (3, 3, 1), 7, packed=True)
+
+
+@pytest.mark.quick
+@given(fork=forks())
+@example(fork=SAMPLES)
+@example(fork=TREE)
+@example(fork=replace(SAMPLES, variant="gdn", transposed=True, wide=True))
+@example(fork=replace(SAMPLES, accepted=None))  # each reads and writes its own column 0
+@example(fork=Fork(((1, 1, 0), (-1, 2, 0)), (2, 2), (3, 3), 3))  # the last token wins
+def test_sequences_that_share_a_slot_compute_what_each_computes_alone(fork):
+    assert fork.legal
+    kernels = dispatch.backend_name(TARGET.device) == "triton"
+    assert_fork(fork, TARGET.device, bits=kernels)
+
+
+@given(fork=forks())
+@example(fork=SAMPLES)
+@example(fork=TREE)
+def test_the_definition_has_forks_too(fork):
+    assert_fork(fork, torch.device("cpu"), False, by_backend(dispatch.load("reference")))
+
+
+@pytest.mark.quick
+@given(fork=broken())
+@example(fork=replace(SAMPLES, table=((2, 0), (3, 0), (2, 0))))  # two write slot 2
+@example(fork=replace(SAMPLES, table=((2, 0), (0, 0), (3, 0))))  # one writes what two read
+@example(fork=replace(SAMPLES, table=((2, 0), (3, 2), (4, 0))))  # one reads what one writes
+@example(fork=replace(SAMPLES, table=((2, 0), (3, 0), (5, 0))))  # the pool has no slot 5
+@example(fork=replace(SAMPLES, accepted=None, table=((2, 0), (2, 0), (4, 0))))
+def test_a_written_slot_belongs_to_one_sequence(fork):
+    """Other tables are refused before anything is written; on a device, if values are checked."""
+    assert not fork.legal
+    before, flags = fork.state(TARGET.device), fork.case.flags("recurrent_")
+    x = fork.arguments(before)
+    with (
+        patch.object(checks, "CHECK_VALUES", True),
+        pytest.raises(ValueError, match="^state_indices must (not let|be below the number of)"),
+    ):
+        by_operator(fork.variant, list(x.values()), flags)
+    assert_identical(x["state"], before, "the pool")
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
@@ -317,6 +356,20 @@ def test_prefill_then_decode_is_one_prefill(split):
     assert_split(split, TARGET.device)
 
 
+@pytest.mark.bits
+@pytest.mark.parametrize("pieces", ((64, 136), (128, 64, 100), (192, 33)), ids=str)
+@pytest.mark.parametrize("gate", ("weak", "softplus"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prompt_cut_at_chunks_has_the_bits_of_one_call_on_a_float32_pool(variant, gate, pieces):
+    case = Case(variant, B=3, T=sum(pieces), H=2, HV=4, K=32, V=40, gate=gate, l2norm=True)
+    calls = tuple(("chunk_", n) for n in pieces)
+    split = Split(replace(case, state=False, final=False), calls, torch.float32)
+    o, pool = split.run(TARGET.device)
+    want, after = split.run(TARGET.device, (("chunk_", case.T),))
+    assert_identical(o, want, "o")
+    assert_identical(pool, after, "the pool")
+
+
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_call_without_live_slots_changes_nothing(variant, op):
@@ -335,6 +388,7 @@ def test_values_without_channels_give_empty_results(variant, columns):
     assert o.shape[-1] == state.shape[-1] == 0
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pool_may_have_any_strides_and_keeps_what_lies_between(variant, op):

@@ -167,6 +167,20 @@ def test_a_tensor_without_strides_is_named(variant, op, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ("x", "weight", "gate"))
+def test_a_tensor_without_strides_is_named_by_the_gated_norm(name, kind):
+    x = {"x": torch.zeros(2, 3, 4), "weight": torch.ones(2, 4), "gate": torch.zeros(2, 3, 4)}
+    call = x | {name: odd(kind, x[name])}
+    words = f"^{name} must be a dense tensor, got .*: (call|pass its values\\.$)"
+    with pytest.raises(TypeError, match=words):
+        kda_ops.gated_rms_norm(**call)
+    if name != "weight":
+        del call["weight"]
+        with pytest.raises(TypeError, match=words):
+            GatedRMSNorm(4)(**call)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_without_strides_is_named_where_a_gradient_is_wanted(kind):
     x = arguments("kda", "chunk")
     x["v"] = x["v"].requires_grad_()
@@ -179,6 +193,15 @@ SLOTS = [
     ("chunk_", {"state_indices": torch.tensor([0, 3])}, "below the number of slots, 3, got 3"),
     ("recurrent_", {"state_indices": torch.tensor([[0] + [-1] * 4, [2, 1, 9, -1, -1]])}, "got 9"),
     ("recurrent_", {"state_indices": torch.tensor([1, 1])}, "name distinct slots"),
+    ("recurrent_", {"state_indices": torch.tensor([[0] * 5, [1, 0, 2, 2, 2]])}, "two sequences"),
+    (
+        "recurrent_",
+        {
+            "state_indices": torch.tensor([[0] * 5 + [2], [2] * 5 + [-1]]),
+            "num_accepted_tokens": torch.tensor([6, 1]),
+        },
+        "slot 2, which sequence 1 writes and sequence 0 reads",
+    ),
     ("chunk_", {"state_indices": torch.tensor([1, 1], dtype=torch.int32)}, "name distinct slots"),
     ("chunk_", {"snapshot_indices": torch.tensor([[-1], [5]])}, "below the number of slots, 3"),
     ("chunk_", {"snapshot_indices": torch.tensor([[2], [-1]])}, "name distinct slots"),
@@ -315,6 +338,7 @@ LAZY = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", LAZY)
 @pytest.mark.parametrize("op", IN_PLACE)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -334,6 +358,7 @@ def test_snapshots_may_be_spaced_as_far_as_integers_go(every):
     kda_ops.chunk_kda_(**x, snapshot_every=every)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gate_s_bias_may_be_left_out_of_the_operator_too(variant):
     x = arguments(variant, "gate")

@@ -205,6 +205,7 @@ def test_double_backward_is_refused_in_words(variant, op):
         grad.sum().backward()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_in_place_operator_refuses_autograd_and_accepts_parameters_without(variant, op):
@@ -280,6 +281,7 @@ def test_a_checkpoint_policy_can_name_what_chunked_attention_computed():
 # --- autocast
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -314,6 +316,7 @@ def test_autocast_leaves_a_pool_in_its_dtype(variant, op):
     assert not torch.equal(state, pool.state())
 
 
+@pytest.mark.bits
 def test_autocast_leaves_float64_alone():
     if torch.float64 not in TARGET.dtypes:
         pytest.skip("no float64 here")
@@ -323,6 +326,7 @@ def test_autocast_leaves_float64_alone():
         assert forward(case)["o"].dtype is torch.float64
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_autocast_does_not_reach_the_arithmetic_of_the_gate(variant):
     x = Case(variant, T=5, gate="softplus").inputs(TARGET.device)

@@ -150,6 +150,7 @@ each_operator = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.bits
 @pytest.mark.quick
 @each_operator
 def test_functional_transforms_give_the_gradients_of_autograd(variant, op):
@@ -220,6 +221,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.filterwarnings("error::UserWarning")  # torch warns where it goes sample by sample
 @pytest.mark.parametrize(
     ("variant", "op", "name"),
@@ -274,6 +276,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("lengths", (None, (65, 0, 3)), ids=("dense", "packed"))
 @pytest.mark.parametrize("names", MAPPED.values(), ids=MAPPED)
 @pytest.mark.parametrize("op", OPS)

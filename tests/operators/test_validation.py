@@ -360,6 +360,12 @@ REFUSED = [
         r"^cu_seqlens packs .* needs B == 1, got B = 2: reshape",
     ),
     (
+        "chunk recurrent",
+        {n: x if x is None else x[:0] for n, x in PACKED.items()} | {"cu_seqlens": ints(1)},
+        ValueError,
+        r"^cu_seqlens packs .* got B = 0: pass q and .* as \[1, 0, \.\.\.\], and offsets of 0\.$",
+    ),
+    (
         "chunk",
         PACKED | {"cu_seqlens": ints(1, 2)},
         ValueError,
@@ -830,7 +836,35 @@ CHECKED = [
         "k must have keys of at most unit length",
     ),
     ("a slot too far", "pool([0, 3])", "state_indices must be below the number of slots, 3, got 3"),
-    ("a slot twice", "pool([1, 1])", "state_indices must name distinct slots, got one slot twice"),
+    (
+        "a slot twice",
+        "pool([1, 1])",
+        (
+            "state_indices must name distinct slots, because the call writes each of them, got "
+            "slot 1 twice: copy what sequences share"
+        ),
+    ),
+    (
+        "a slot of two writers",
+        "pool([[1, 0], [1, 2]])",
+        (
+            "state_indices must not let two sequences write one slot, got slot 1, which sequences "
+            "0 and 1 write: give each sequence slots of its own"
+        ),
+    ),
+    (
+        "a packed slot of two writers",
+        "packed([[1, 0], [2, 0]], [0, 2, 4])",
+        "state_indices must not let two sequences write one slot, got slot 0",
+    ),
+    (
+        "a slot of a reader and a writer",
+        "pool([[1, 2], [2, 0]], [2, 2])",
+        (
+            "state_indices must not let a sequence write a slot that another one reads, got slot "
+            "2, which sequence 1 writes and sequence 0 reads: let both write slots of their own"
+        ),
+    ),
     ("a decay of a row with a slot", "pool([-1, 2], g=[-1.0, math.nan])", "g must be at most 0"),
     (
         "a decay of a packed sequence with a slot",
@@ -860,7 +894,12 @@ CHECKED = [
     (
         "a snapshot on a live slot",
         "prefill([[1, 0]])",
-        "state_indices and snapshot_indices must name distinct slots",
+        "state_indices and snapshot_indices must name distinct slots, .* got slot 0 twice",
+    ),
+    (
+        "a snapshot on a snapshot",
+        "prefill([[1, 1]])",
+        "state_indices and snapshot_indices must name distinct slots, .* got slot 1 twice",
     ),
 ]
 LEGAL = [
@@ -883,6 +922,10 @@ LEGAL = [
     "pool([2, 0])",
     "pool([-1, -1])",
     "pool([[0, 1], [2, -1]], [1, 2])",
+    "pool([[1, 0], [2, 0]], [2, 2])",  # two samples of one prompt
+    "pool([[1, 2], [-1, 1]], [1, 1])",  # a sequence without a slot to read writes nothing
+    "packed([[1, 0], [1, 2]], [0, 0, 2])",  # nor does a sequence without tokens
+    "packed([[1, 2], [2, 1]], [0, 1, 2])",  # a column past the tokens is not used
     "packed([[0, 1]], [0, 2])",
     "prefill([[1, -1]])",
     "prefill([[0, 0]], slot=-1)",  # a sequence without a slot leaves no snapshots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kda_ops.tools.cases import Case
+from benchmarks.cases import Case
 
 SMALL = "B1T130H2HV4D16"
 
@@ -25,5 +25,10 @@ def row(**changed):
         peer_ms=2.0,
         ours_error=1e-3,
         peer_error=1e-3,
+        card="G",
+        torch="1",
+        triton="2",
+        commit="0123456789",
+        date="2026-11-01",
     )
     return {"op": "kda", "pass": "fwd"} | base | {"also": {}} | changed

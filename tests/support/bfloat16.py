@@ -1,10 +1,11 @@
 """Teach Triton's interpreter bf16, so that the CPU suite runs the bf16 path of the kernels.
 
 The interpreter stores bf16 as uint16. It multiplies and adds those integers, and truncates where a
-GPU rounds to nearest even (triton issue 11584). `teach` replaces what touches bf16:
+GPU rounds to nearest even (triton issue 11584). `teach` replaces what touches bf16, and every
+product:
 
 - an operand is widened to fp32 by its bits, and a result is rounded to nearest even;
-- `tl.dot` of bf16 multiplies exactly and sums in fp32; the order of a sum is numpy's;
+- `tl.dot` of any float multiplies and sums in fp32, in one order on every processor (`product`);
 - `tl.dot` of fp32 with "bf16x3" is three products of bf16 parts;
 - `tl.exp2` flushes denormal results to zero, as ``ex2.approx.ftz.f32`` does.
 
@@ -25,6 +26,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np
 
 TINY = np.float32(2.0**-126)  # the least normal number of fp32 and of bf16
 WIDE = (tl.bfloat16, tl.float32)
+FLOATS = (np.float16, np.float32)
+STEP = 16  # products that one instruction of a tensor core sums
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -39,11 +42,26 @@ def narrow(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), (bits >> 16) | np.uint32(0x40), rounded).astype(np.uint16)
 
 
+def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return x @ y in fp32: sums of `STEP` products, each from first to last, added in order.
+
+    So rows and columns keep their bits in a wider tile and on another processor, which BLAS does
+    not promise. einsum keeps that order for contiguous tiles of several columns.
+    """
+    x, y = (np.ascontiguousarray(z, np.float32) for z in (x, y))
+    total = 0.0
+    for k in range(0, x.shape[-1], STEP):
+        total += np.einsum(
+            "...ik,...kj->...ij", x[..., k : k + STEP], y[..., k : k + STEP, :], optimize=False
+        )
+    return total
+
+
 def threefold(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return x @ y of fp32 as "bf16x3" computes it: all products of bf16 parts but the smallest."""
     x_high, y_high = widen(narrow(x)), widen(narrow(y))
     x_low, y_low = widen(narrow(x - x_high)), widen(narrow(y - y_high))
-    return np.matmul(x_high, y_high) + (np.matmul(x_high, y_low) + np.matmul(x_low, y_high))
+    return product(x_high, y_high) + (product(x_high, y_low) + product(x_low, y_high))
 
 
 def _is_bf16(x: TensorHandle) -> bool:
@@ -90,11 +108,14 @@ def _round(original: Callable) -> Callable:
 
 def _dot(original: Callable) -> Callable:
     def dot(self, a, b, d, precision, imprecise) -> TensorHandle:
+        x, y, multiply = a.data, b.data, product
         if _is_bf16(a):
-            return TensorHandle(np.matmul(widen(a.data), widen(b.data)) + d.data, d.dtype.scalar)
-        if precision == ir.INPUT_PRECISION.BF16x3 and a.data.dtype == np.float32:
-            return TensorHandle(threefold(a.data, b.data) + d.data, d.dtype.scalar)
-        return original(self, a, b, d, precision, imprecise)
+            x, y = widen(x), widen(y)
+        elif x.dtype not in FLOATS:
+            return original(self, a, b, d, precision, imprecise)
+        elif precision == ir.INPUT_PRECISION.BF16x3 and x.dtype == np.float32:
+            multiply = threefold
+        return TensorHandle(multiply(x, y) + d.data, d.dtype.scalar)
 
     return dot
 

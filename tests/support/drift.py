@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import kda_ops
-from kda_ops.tools.cases import WIDTH
-from kda_ops.tools.timer import replayed
+from benchmarks.timer import replayed
+from kda_ops.tools.machine import WIDTH
 
 POOLS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNK: dict[str, Callable] = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}

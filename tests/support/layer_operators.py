@@ -42,6 +42,7 @@ class Conv:
     tail: bool = True
     final: bool = True
     strides: str = ""
+    nan: int | None = None  # the packed sequence whose tokens and tail are NaN
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -70,7 +71,7 @@ class Conv:
         offsets = None
         if self.lengths is not None:
             offsets = torch.tensor([0, *self.lengths]).cumsum(0)
-        return {
+        inputs = {
             "x": draw(B, T, self.D, strides=self.strides),
             "weight": draw(self.D, self.W),
             "bias": draw(self.D) if self.bias else None,
@@ -79,6 +80,10 @@ class Conv:
             else None,
             "cu_seqlens": offsets,
         }
+        if self.nan is not None:
+            inputs["x"][:, offsets[self.nan] : offsets[self.nan + 1]] = torch.nan
+            inputs["initial_tail"][self.nan] = torch.nan
+        return inputs
 
     def define(self, x: dict[str, Tensor | None], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Compute y and the final tail, sequence by sequence."""

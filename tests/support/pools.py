@@ -64,11 +64,13 @@ class Pool:
             if self.snapshots
             else None
         )
+        # negative numbers of 64 bits: cut to 32 bits, they would name slots
+        below = -1 if dtype is torch.int32 else -(2**32) + N
         for n in range(N):
             if self.is_dead(n):
-                state[n] = -1 - n
+                state[n] = below - n
         if snapshots is not None and N:
-            snapshots[0, 0] = -1
+            snapshots[0, 0] = below
         accepted = (
             torch.randint(1, width + 1, (N,), generator=gen).to(dtype) if self.accepted else None
         )
@@ -189,4 +191,17 @@ def pools(draw, op: str | None = None, **fixed: object) -> Pool:
     )
 
 
-__all__ = ["Pool", "SPARE", "pools", "replace"]
+def same(got: Tensor, want: Tensor, name: str, dtype: torch.dtype) -> None:
+    """Assert equality up to a few roundings: got and want take two paths through one operator."""
+    eps = torch.finfo(dtype).eps
+    scale = want.double().abs().max().item() if want.numel() else 0.0
+    torch.testing.assert_close(
+        got.double(),
+        want.double(),
+        rtol=0.0,
+        atol=64 * eps * max(scale, 1e-30),
+        msg=lambda m: f"{name}: {m}",
+    )
+
+
+__all__ = ["Pool", "SPARE", "pools", "replace", "same"]

@@ -87,8 +87,8 @@ def pretend_gpu() -> Iterator[list[Launched]]:
     from triton import knobs
     from triton.runtime.jit import JITFunction
 
+    from benchmarks.compile import offline_driver
     from kda_ops.backends.triton import tuning
-    from kda_ops.tools.offline import offline_driver
 
     launches: list[Launched] = []
     addresses: dict[int, int] = {}

@@ -113,7 +113,9 @@ class Step:
         if self.slots is not None:
             indices = torch.randperm(count, generator=gen)[: N * self.slots].view(N, self.slots)
             for n in self.dead if N else ():
-                indices[n % N, n % self.slots] = -1 - n
+                # cut to 32 bits, the wide one would name a slot
+                wide = self.index is torch.int64
+                indices[n % N, n % self.slots] = n % count - 2**32 if wide else -1 - n
             indices = (indices[:, 0] if self.slots == 1 else indices).to(self.index)
             if self.accepted:
                 accepted = torch.randint(1, self.slots + 1, (N,), generator=gen).to(self.index)

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 
-from kda_ops.tools.machine import describe, need_device
+from benchmarks.records import results, stamp, write_json
+from kda_ops.tools.machine import need_device
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "parity.json"
+FILE = results() / "parity.json"
 SEEDS = (0, 1)
 STEPS = 120
 SIZES = dict(layers=2, hidden=128, head_dim=64, batch=8, length=256, lr=4e-3, steps=STEPS, write=1)
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
     curves: dict = {}
     for (variant, (side, _), seed), curve in zip(runs, losses):
         curves.setdefault(variant, {}).setdefault(side, {})[seed] = curve
-    args.output.write_text(json.dumps(describe(args.device) | {"curves": curves}) + "\n")
+    write_json(args.output, stamp(args.device) | {"curves": curves})
     follows = True
     for variant in args.variants:
         apart, noise = verdict(curves[variant])

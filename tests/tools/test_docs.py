@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kda_ops
+from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from kda_ops.__main__ import COMMANDS
 
 ROOT = next(
@@ -59,11 +60,12 @@ def test_programs_run(name, monkeypatch):
 def test_links_files_and_commands_exist(name):
     text, folder = TEXTS[name], (ROOT / name).parent
     targets = [t for t in re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", text)]
-    named = re.findall(r"`((?:examples|tests|kda_ops|docs)/[\w/]+\.\w+)`", text)
+    named = re.findall(r"`((?:benchmarks|examples|tests|kda_ops|docs)/[\w/]+\.\w+)`", text)
     missing = [t for t in targets if not (folder / t).exists()]
     missing += [n for n in named if not (ROOT / n).exists()]
     assert not missing
     assert set(re.findall(r"python -m kda_ops (\w+)", text)) <= set(COMMANDS)
+    assert set(re.findall(r"python -m benchmarks (\w+)", text)) <= set(BENCHMARKS)
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert set(re.findall(r"`(test_\w+\.py)`", text)) <= tests
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import kda_ops
+from benchmarks import budgets
+from benchmarks.records import checkout, results
 from kda_ops import doctor
 from kda_ops.__main__ import COMMANDS, main
-from kda_ops.tools import budgets
-from kda_ops.tools.machine import checkout, results
 
 
 @pytest.mark.quick
@@ -199,7 +199,6 @@ def test_every_command_has_help(command, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("compile --jobs 0", "--jobs must be at least 1, got 0"),
         (
             "tune --setting 1,8192,96",
             "a call is written like B1T8192H96, its widths are -K and -V, got '1,8192,96'",

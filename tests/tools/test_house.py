@@ -25,6 +25,8 @@ def test_the_wheel_holds_the_package_and_nothing_else():
     assert not [p for p in parts if {"tests", "benchmarks", "examples"} & set(p)]
     assert ["kda_ops", "py.typed"] in parts
     assert ["kda_ops", "registrations", "schemas.py"] in parts
+    tools = {p[2] for p in parts if p[:2] == ["kda_ops", "tools"]}
+    assert tools == {"__init__.py", "machine.py", "timer.py", "tune.py"}  # of `doctor` and `tune`
 
 
 @pytest.mark.quick

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import kda_ops
+from benchmarks import hub
 from kda_ops.compat import hub_layers
-from kda_ops.tools import hub
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical
 

@@ -121,7 +121,7 @@ def test_a_driver_can_be_replaced():
     out = python("""
         from triton.runtime import driver
         from kda_ops.backends.triton import private
-        from kda_ops.tools.offline import offline_driver
+        from benchmarks.compile import offline_driver
         made = offline_driver(90)
         private.driver.set_active(made)
         assert driver.active is private.driver.active is made

@@ -30,6 +30,7 @@ from kda_ops.backends.triton.reverse_walk import reverse_walk, walks
 from kda_ops.backends.triton.scan import scan
 from kda_ops.backends.triton.short_conv import short_conv, short_conv_backward, short_conv_in_place
 from kda_ops.backends.triton.step import step
+from kda_ops.backends.triton.walk import walk, walks_forward
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend, Pass
 
@@ -91,6 +92,13 @@ class Triton(Backend):
         """Overlap two stages on two streams, if the device has room for both."""
         alone = p.q.device.type != "cuda" or not p.V or not tuning.leaves_room(p)
         return super().beside(p) if alone else launch.beside(p.q.device)
+
+    def infer(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
+        """Walk where `walks_forward` says so; else run `prepare` and `scan`."""
+        if walks_forward(p, final_state):
+            walk(p, o, final_state)
+        else:
+            super().infer(p, o, final_state)
 
     def run(self, kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Any:
         """Run one pass by a plan that fits the call, or by the stages, which make that plan."""

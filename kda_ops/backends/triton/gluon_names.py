@@ -7,6 +7,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate  # noqa: F401 (structures of kernels)
 
 VERSIONS = (3, 6), (3, 9)  # the first and the last that the kernels were compiled with
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))

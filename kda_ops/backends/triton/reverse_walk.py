@@ -6,17 +6,21 @@ of the sums that the walk leaves. The walk itself is `reverse_walk_gdn`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
-from types import ModuleType
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops import problem
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.descriptors import (
+    LENGTH,
+    WIDTH,
+    copied,
+    is_copied,
+    is_near,
+    kernels,
+    tokens,
+)
 from kda_ops.backends.triton.gate import flags_of, reciprocal
 from kda_ops.backends.triton.gradient import GATES, _count, _gather, _gradients, _like, _per_chunk
 from kda_ops.backends.triton.gradient_chunk import locate, write_column, write_rows
@@ -33,24 +37,13 @@ from kda_ops.backends.triton.launch import (
     strides_of,
 )
 from kda_ops.backends.triton.operands import BETA, COUNT_GDN, GateWeights, Strided, strided
-from kda_ops.backends.triton.private import INTERPRET
 from kda_ops.backends.triton.reverse_scan import reads_z
 from kda_ops.backends.triton.tile import CHUNK, dense, find_sequence, fit, rows_at
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Tile, Trace
 
-
-def _import() -> ModuleType | None:
-    try:
-        return import_module("kda_ops.backends.triton.reverse_walk_gdn")
-    except ImportError:  # another version of Triton
-        return None
-
-
-KERNEL = None if INTERPRET else _import()
-WIDTH = 128  # of K and V
-LENGTH = problem.CHUNK
+KERNEL = kernels("reverse_walk_gdn")
 FACTORS = 7 * LENGTH  # numbers of a chunk's `factors` (`operands`)
 MOST_GROUPED = 2  # value heads of a key head: more would take more memory than the other kernels
 # The least number of programs (N HV) for which the walk is faster than the kernels that it
@@ -71,8 +64,8 @@ def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: froz
         and p.K == p.V == WIDTH
         and p.HV <= MOST_GROUPED * p.H
         and need >= {"q", "k", "v"}
-        and all(_is_copied(p, x) for x in (p.q, p.k, do))
-        and (dfinal_state is None or dfinal_state.dim() == 1 or _is_near(strides_of(dfinal_state)))
+        and all(is_copied(p, x) for x in (p.q, p.k, do))
+        and (dfinal_state is None or dfinal_state.dim() == 1 or is_near(strides_of(dfinal_state)))
         and (tuning.FORCED_WALK or p.N * p.HV >= LEAST_PROGRAMS)
         # coordinates have 32 bits
         and count_chunks(p) * (p.HV * FACTORS) < 2**31
@@ -90,27 +83,6 @@ def path(device: torch.device) -> str:
     return (
         f"one walk (Gluon) from {LEAST_PROGRAMS} sequences times heads on, in 16 bits at width 128"
     )
-
-
-def _is_copied(p: Problem, x: Tensor) -> bool:
-    """Return whether TMA can copy rows of a [B, T, X, 128] tensor from where they are.
-
-    That needs rows of whole tokens, one after another, at multiples of 16 bytes.
-    """
-    batch, token, head, channel = strides_of(x)
-    return bool(
-        channel == 1
-        and token % 8 == 0
-        and head % 8 == 0
-        and x.data_ptr() % 16 == 0
-        and token >= (x.shape[2] - 1) * head + x.shape[3]
-        and (batch == p.T * token or p.B == 1)
-    )
-
-
-def _is_near(strides: Sequence[int]) -> bool:
-    """Return whether offsets of 32 bits reach the whole state of a head."""
-    return WIDTH * (strides[2] + strides[3]) < 2**31
 
 
 @triton.jit
@@ -286,14 +258,13 @@ def reverse_walk(
         wide = (p.V, p.K) if p.transposed else (p.K, p.V)
         dinitial = as_kv(p, new(q, "dinitial_state", (p.N, p.HV, *wide), torch.float32))
     dfinal = None if dfinal_state is None or dfinal_state.dim() == 1 else as_kv(p, dfinal_state)
-    copied = KERNEL.copied
     launch(
         KERNEL.reverse_walk_gdn,
         p.N * p.HV,
         device,
-        q_d=_tokens(p, q),
-        k_d=_tokens(p, p.k),
-        do_d=_tokens(p, do),
+        q_d=tokens(p, q),
+        k_d=tokens(p, p.k),
+        do_d=tokens(p, do),
         vn_d=copied(trace.v_new, (tiles * LENGTH, p.V), (p.V, 1), (LENGTH, p.V)),
         S_d=copied(trace.states, (tiles * p.K, p.V), (p.V, 1), (p.K, p.V)),
         A_d=copied(tile.A, (tiles * LENGTH, LENGTH), (LENGTH, 1), (LENGTH, LENGTH)),
@@ -303,9 +274,9 @@ def reverse_walk(
         dfinal=dfinal,
         dfinal_s=strides_of(dfinal) or NOWHERE,
         cu_seqlens=dense(p.cu_seqlens),
-        dq_d=None if grouped else _tokens(p, dq),
-        dk_d=None if grouped else _tokens(p, dk),
-        dv_d=_tokens(p, dv),
+        dq_d=None if grouped else tokens(p, dq),
+        dk_d=None if grouped else tokens(p, dk),
+        dv_d=tokens(p, dv),
         tails_d=copied(tails, ends, (p.V, 1), (LENGTH, p.V)),
         dq=dq,
         dk=dk,
@@ -369,11 +340,3 @@ def reverse_walk(
 
 
 NOWHERE = (0, 0, 0, 0)  # the strides of an absent state
-
-
-def _tokens(p: Problem, x: Tensor):
-    """Return the descriptor of a [B, T, X, 128] tensor: rows are tokens, a block is a head."""
-    assert KERNEL is not None
-    _, token, head, _ = strides_of(x)
-    columns = (x.shape[2] - 1) * head + x.shape[3]
-    return KERNEL.copied(x, (p.B * p.T, columns), (token, 1), (LENGTH, x.shape[3]))

@@ -9,12 +9,6 @@ their tensor, with `_s` in shared memory, `_d` for a descriptor. docs/kernels/de
 of GDN", lists their sizes.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kda_ops.backends.triton.gluon_names import (
     SUMS_OF_WORDS,
@@ -597,21 +590,3 @@ def reverse_walk_gdn(
         [1],
         [24],
     )
-
-
-def copied(
-    x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
-) -> TensorDescriptor:
-    """Return the TMA descriptor of a tensor, seen with this shape, in blocks for products.
-
-    Blocks of one dimension are fp32; entries of blocks of two dimensions have 16 bits.
-    """
-    return TensorDescriptor(x, [*shape], [*strides], [*block], _layout(tuple(block), x.dtype))
-
-
-@lru_cache(None)
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    if len(block) == 1:
-        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    element = gl.bfloat16 if dtype is torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([*block], element)

@@ -33,7 +33,7 @@ def find_slot(slots, i_n, N):
     """Return the slot of sequence i_n, at most -1 for what is past the last sequence."""
     i_slot = i_n
     if slots is not None:
-        i_slot = tl.load(slots + i_n, mask=i_n < N, other=-1).to(tl.int32)
+        i_slot = tl.load(slots + i_n, mask=i_n < N, other=-1).to(tl.int64)
     return tl.where(i_n < N, i_slot, -1)
 
 
@@ -84,7 +84,8 @@ def load_past(x, p_x, tail, i_slot, o_t, n_tokens, o_d, D: tl.constexpr, W: tl.c
     """Return the window before rows o_t: W tiles, of which the first is never used.
 
     The others are the inputs of the last W - 1 tokens. Inputs before the first token of a sequence
-    are those of its tail, or zero.
+    are those of its tail, or zero. They are zero before an empty sequence, which multiplies none:
+    in backward, zero times a NaN of its tail would reach the gradient of the weights.
     """
     o_w = tl.zeros(o_t.shape, tl.int32) + 0 * o_d
     window = (tl.zeros(o_w.shape, tl.float32),)
@@ -93,7 +94,7 @@ def load_past(x, p_x, tail, i_slot, o_t, n_tokens, o_d, D: tl.constexpr, W: tl.c
         b_x = tl.load(p_x - back * x.strides[1], mask=m_x, other=0.0).to(tl.float32)
         if tail.pointer is not None:
             row = o_t + (W - 1 - back)
-            m_t = (o_t < back) & (i_slot >= 0) & (o_d < D)
+            m_t = (o_t < back) & (n_tokens > 0) & (i_slot >= 0) & (o_d < D)
             b_x += tl.load(
                 at(tail.pointer, tail.strides, i_slot.to(tl.int64), row.to(tl.int64), o_d),
                 mask=m_t,
@@ -113,21 +114,23 @@ def weigh(window, taps, b_bias, W: tl.constexpr):
 
 
 @triton.jit
-def next_tail(x, i_b, bos, tail, i_slot, n_tokens, o_d, D: tl.constexpr, W: tl.constexpr):
-    """Return the last W - 1 inputs of a sequence as a tuple, oldest first, in x's dtype.
+def next_tail(x, i_b, bos, tail, i_slot, n_tokens, final, o_d, D: tl.constexpr, W: tl.constexpr):
+    """Return the last W - 1 inputs of a sequence as a tuple, oldest first, in the dtype of `final`.
 
-    Of a sequence with fewer tokens, the first ones are the last of its tail.
+    Of a sequence with fewer tokens, the first ones are the last of its tail. They do not pass
+    through x's dtype, which may be narrower than that of a pool.
     """
+    TYPE: tl.constexpr = final.pointer.dtype.element_ty
     rows = ()
     for j in tl.static_range(W - 1):
         t = n_tokens - (W - 1) + j
         m_x = (t >= 0) & (o_d < D)
-        b_x = tl.load(at(x.pointer, x.strides, i_b, bos + t, o_d), mask=m_x, other=0.0)
+        b_x = tl.load(at(x.pointer, x.strides, i_b, bos + t, o_d), mask=m_x, other=0.0).to(TYPE)
         if tail.pointer is not None:
             row = (t + (W - 1)).to(tl.int64)
             m_t = (t < 0) & (i_slot >= 0) & (o_d < D)
             p_t = at(tail.pointer, tail.strides, i_slot.to(tl.int64), row, o_d)
-            b_t = tl.load(p_t, mask=m_t, other=0.0).to(b_x.dtype)
+            b_t = tl.load(p_t, mask=m_t, other=0.0).to(TYPE)
             b_x = tl.where(t < 0, b_t, b_x)
         rows = rows + (b_x,)  # type: ignore[assignment]
     return rows
@@ -139,8 +142,7 @@ def store_tail(final, i_slot, rows, o_d, D: tl.constexpr, W: tl.constexpr):
     tl.debug_barrier()  # another thread may read what this one writes
     for j in tl.static_range(W - 1):
         p_f = at(final.pointer, final.strides, i_slot.to(tl.int64), j, o_d)
-        b_f = rows[j].to(final.pointer.dtype.element_ty)
-        tl.store(p_f, b_f, mask=(i_slot >= 0) & (o_d < D))
+        tl.store(p_f, rows[j], mask=(i_slot >= 0) & (o_d < D))
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -196,7 +198,7 @@ def convolve(
         p_x += UNROLL * x.strides[1]
         p_y += UNROLL * D
     if final.pointer is not None:
-        rows = next_tail(x, i_b, bos, tail, i_slot, n_read, o_c, D, W)
+        rows = next_tail(x, i_b, bos, tail, i_slot, n_read, final, o_c, D, W)
         store_tail(final, i_slot, rows, o_c, D, W)
 
 
@@ -211,7 +213,7 @@ def write_tails(
     i_b, bos, n_tokens, _ = locate_sequence(cu_seqlens, i_n, N, T)
     o_c = tl.program_id(0) % NB * BD + tl.arange(0, BD)
     n_read = tl.where(i_slot >= 0, n_tokens, 0)
-    rows = next_tail(x, i_b, bos, tail, i_slot, n_read, o_c, D, W)
+    rows = next_tail(x, i_b, bos, tail, i_slot, n_read, final, o_c, D, W)
     store_tail(final, i_slot, rows, o_c, D, W)
 
 

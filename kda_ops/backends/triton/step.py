@@ -228,7 +228,7 @@ def first_slot(slots, strides, accepted, i_n, N, width):
     column = 0
     here = i_n < N
     if accepted is not None:
-        column = tl.load(accepted + i_n, mask=here, other=1).to(tl.int32) - 1
+        column = tl.load(accepted + i_n, mask=here, other=1).to(tl.int64) - 1
         here = here & (column >= 0) & (column < width)
     return find_slot(slots, strides, i_n, column, here)
 

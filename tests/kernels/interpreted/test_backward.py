@@ -145,6 +145,7 @@ def test_vectors_lie_as_the_kernels_take_them():
     assert torch.equal(as_vectors_on_host(x).flatten()[where], x)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("need", ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"))
 def test_a_gradient_does_not_depend_on_which_others_are_needed(variant, need):
@@ -174,6 +175,7 @@ def test_a_unit_number_has_the_gradient_that_rounding_would_leave_nothing_of(var
         assert error < 8 * torch.finfo(dtype).eps, (name, error)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("need", (GRADIENTS, ("q",), ("k", "beta"), ("v",)), ids=",".join)
 def test_keeping_the_intermediates_changes_no_bit(variant, need):
@@ -215,6 +217,7 @@ def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
         assert not got["dbeta"][:, -5:].any()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("l2norm", (False, True))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_what_is_kept_travels_with_sharded_tensors(variant, l2norm):
@@ -260,6 +263,7 @@ def test_changing_an_output_that_backward_reads_is_noticed():
             loss.backward()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("keep", (False, True))
 def test_a_compiled_call_keeps_the_output_that_backward_reads(keep):
     case = Case(T=37, gate="bounded", dtype=HALF, l2norm=True, H=2, disable_recompute=keep)
@@ -278,6 +282,7 @@ def test_a_compiled_call_keeps_the_output_that_backward_reads(keep):
         assert_identical(a, b, name)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_gradient_of_any_stride_gives_the_same_bits(variant):
     case = Case(variant=variant, dtype=HALF, T=70)

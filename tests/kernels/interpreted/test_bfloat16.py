@@ -1,6 +1,7 @@
 """The interpreter computes in bf16 as torch does, and nothing else changes."""
 
 import os
+from itertools import product as product_of
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
-from tests.support.bfloat16 import narrow, threefold, widen
+from tests.support.bfloat16 import STEP, narrow, product, threefold, widen
 
 BF16 = torch.bfloat16
 
@@ -89,6 +90,7 @@ def pair(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(32, 32, generator=gen).to(dtype) for _ in range(2)]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "dtype, precision, least, most",
     (
@@ -106,8 +108,26 @@ def test_products(dtype, precision, least, most):
     want = x.double() @ y.double()
     error = ((out - want).norm() / want.norm()).item()
     assert least <= error < most
-    if precision == "bf16x3":
-        assert np.array_equal(out.numpy(), threefold(x.numpy(), y.numpy()))
+    by = threefold if precision == "bf16x3" else product
+    assert np.array_equal(out.numpy(), by(x.float().numpy(), y.float().numpy()))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("K", (1, 16, 33, 128))
+def test_a_product_is_summed_in_one_order_whatever_the_shapes(K):
+    """So its bits depend on no other row or column, nor on the processor."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal((2, 64, 128), np.float32)[..., :K] for _ in range(2))
+    want = np.zeros((2, 64, 64), np.float32)
+    for first in range(0, K, STEP):
+        part = np.zeros_like(want)
+        for k in range(first, min(first + STEP, K)):
+            part += x[..., k : k + 1] * y[:, None, :, k]
+        want += part
+    for batch in (slice(0, 2), slice(0, 1), 0):  # in three dimensions and in two
+        for rows, columns in product_of((64, 16, 1), (64, 32, 16, 2)):
+            found = product(x[batch, ..., :rows, :], y[batch, ..., :columns, :].swapaxes(-1, -2))
+            assert np.array_equal(found, want[batch, ..., :rows, :columns])
 
 
 def test_powers_below_the_normal_numbers_are_zero():

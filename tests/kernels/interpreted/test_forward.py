@@ -90,6 +90,7 @@ def test_rows_that_share_an_anchor_change_nothing_beyond_rounding(K, rows, gate,
         torch.testing.assert_close(x, full[name], rtol=0, atol=limit * largest)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("rows", (1, 8, 32))
 def test_a_row_of_a_chunk_has_the_same_bits_whatever_comes_later(rows, monkeypatch):
     case = replace(
@@ -125,6 +126,7 @@ def test_long_keys_with_a_small_beta_leave_numbers(rows, monkeypatch):
     assert all(x.isfinite().all() for x in (tile.A, tile.P, tile.w))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("rows, dtype", ((1, torch.float16), (8, torch.bfloat16)))
 def test_the_diagonal_of_the_scores_is_not_rounded_as_an_operand(rows, dtype):
     """Where decays are given; under a strong one o is little else."""
@@ -231,6 +233,7 @@ def test_any_width(K, V):
         assert_forward(replace(SMALL, variant=variant, K=K, V=V, l2norm=True, gate="bounded", T=37))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
     case = replace(
@@ -255,6 +258,7 @@ def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
     )
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "case",
     [
@@ -287,6 +291,7 @@ def test_what_is_kept_as_AP_gives_the_same_bits(case):
             assert_identical(getattr(again, name)[:, :, written], x[:, :, written], name)
 
 
+@pytest.mark.bits
 def test_rows_that_share_an_anchor_are_kept_likewise():
     for rows, gate in ((32, "bounded"), (8, "blocks")):
         case = replace(SMALL, gate=gate, dtype=torch.bfloat16, beta="sigmoid", l2norm=True)
@@ -298,6 +303,7 @@ def test_rows_that_share_an_anchor_are_kept_likewise():
             assert_identical(getattr(again, name), getattr(made, name), name)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "case",
     (
@@ -424,6 +430,7 @@ def test_gate_alone(rank, lower_bound, dtype):
         )
 
 
+@pytest.mark.bits
 def test_parameters_of_the_gate_need_not_be_contiguous():
     case = replace(SMALL, H=2, HV=2, gate="softplus", beta="sigmoid")
     inputs = case.inputs()
@@ -453,6 +460,7 @@ def test_rows_too_far_apart_for_32_bits_are_copied():
     assert fit(far).is_contiguous() and fit(near) is near
 
 
+@pytest.mark.bits
 def test_a_promise_without_a_bound_promises_nothing(monkeypatch):
     """bf16 would let the halves of a chunk share an anchor if it trusted the promise, and these
     decays go far below what an anchor holds.

@@ -14,10 +14,13 @@ from kda_ops import dispatch
 from tests.operators.test_layer_operators import (  # noqa: F401  (they run here too)
     test_a_call_on_a_pool_touches_the_slots_it_names_and_nothing_else,
     test_a_gradient_of_the_final_tail_alone_is_enough,
+    test_a_nan_of_a_sequence_reaches_no_other_sequence,
+    test_a_negative_slot_of_64_bits_is_nobody,
     test_a_sequence_has_the_same_bits_alone_and_packed,
     test_any_subset_of_gradients_is_the_same,
     test_decode_token_by_token_gives_the_bits_of_the_whole,
     test_gradients_per_sample_are_those_of_each_sample,
+    test_kept_rows_of_a_pool_keep_its_dtype,
     test_no_tokens_no_channels_and_no_sequences_are_calls,
     test_results_and_gradients_meet_the_error_budget,
     test_splitting_a_sequence_does_not_change_it,
@@ -36,6 +39,7 @@ SIZES = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_call_by_a_plan_of_other_sizes_gives_the_bits_of_the_stages(sizes):
     for strides in ("", "fused"):

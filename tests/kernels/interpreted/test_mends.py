@@ -36,6 +36,7 @@ def reduce_two(x, y, out, x_numel, SHAPE: tl.constexpr, AXIS: tl.constexpr, KEEP
     tl.store(out + x_numel + o, b_y + tl.zeros(SHAPE, b_y.dtype))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("keep", (False, True))
 @pytest.mark.parametrize("shape, axis", (((8, 4), 0), ((8, 4), 1), ((8,), 0)))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))

@@ -21,7 +21,9 @@ from kda_ops.backends.triton.backend import Triton
 from kda_ops.problem import Problem
 from tests.operators.test_pools import (  # noqa: F401, on the kernels too
     test_a_token_without_a_column_gives_zero_and_writes_nothing,
+    test_a_written_slot_belongs_to_one_sequence,
     test_padding_may_have_any_accepted_count,
+    test_sequences_that_share_a_slot_compute_what_each_computes_alone,
 )
 from tests.support.closeness import assert_identical
 from tests.support.steps import (
@@ -76,6 +78,7 @@ def test_calls_that_differ_in_strides_share_nothing():
     assert_strides_count("cpu")
 
 
+@pytest.mark.bits
 def test_a_planned_call_runs_no_stage(monkeypatch):
     q, beta, pool = torch.randn(2, 1, 3, 16), torch.rand(2, 1, 3), torch.zeros(2, 3, 16, 16)
 
@@ -135,6 +138,7 @@ def test_rejected_tokens_leave_no_trace():
     torch.testing.assert_close(o_speculated, o_plain, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.bits
 def test_a_token_more_does_not_change_those_before_it():
     long = Step(N=1, T=5, H=1, HV=2, K=16, V=24, seed=7)
     p = long.problem()

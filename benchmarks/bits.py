@@ -1,14 +1,11 @@
-"""Compare the bits of two trees: ``python tests/gpu/bits.py BASE_TREE TREE``.
+"""The bits of two trees: outputs, states and gradients of the same public calls.
 
-Each tree runs the same calls in a process of its own, on the GPU if there is one. A line per case
-says whether outputs, states and gradients have the same bits, or what differs and by how much.
-The exit status is 1 if a bit differs. On a CPU it is the native backend that runs; with
-``KDA_OPS_CPU=triton TRITON_INTERPRET=1`` it is the kernels, and ``--small`` makes that short.
+Each tree runs them in processes of its own, which import this file and the tree's package. So this
+file imports nothing else of the benchmark.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import subprocess
@@ -31,7 +28,7 @@ INSIDE = ("bound", "softplus")
 def cases(small: bool, only: list[str]) -> list[tuple[str, ...]]:
     """List variant, operator, dtype, gate and further words, which `run` reads."""
     gates = [("kda", g) for g in GATES] + [("gdn", g) for g in ("softplus", "given")]
-    found = [(n, "chunk", "bfloat16", g) for n, g in gates]
+    found: list[tuple[str, ...]] = [(n, "chunk", "bfloat16", g) for n, g in gates]
     found += [(n, "chunk", t, "given") for n, t in product(("kda", "gdn"), ("float16", "float32"))]
     words = ("packed grouped", "vk kept", "narrow", "long", "few")
     some = (
@@ -172,41 +169,24 @@ def compare(old: Result, new: Result) -> str:
     return ", ".join(said)
 
 
-def main() -> int:
-    """Run both trees side by side, and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("trees", nargs=2, metavar="TREE", help="the base and the tree to compare")
-    parser.add_argument("--small", action="store_true", help="few tokens, fp16 for bf16")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="WORD", help="cases with these words"
-    )
-    parser.add_argument("--jobs", type=int, help="processes of each tree, a quarter of the cores")
-    args = parser.parse_args()
-    jobs, listed = args.jobs or max(1, (os.cpu_count() or 1) // 4), cases(args.small, args.only)
+def differences(trees: list[Path], small: bool, only: list[str], jobs: int) -> dict[str, str]:
+    """Run both trees side by side; return by case what differs, nothing where no bit does."""
+    listed = cases(small, only)
     here = f"import runpy; runpy.run_path({str(Path(__file__).resolve())!r})"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results: list[dict[tuple[str, ...], Result]] = [{}, {}]
     with tempfile.TemporaryDirectory() as folder:
         processes = []
-        for i, tree in enumerate(str(Path(x).resolve()) for x in args.trees):
+        for i, tree in enumerate(map(str, trees)):
             path = [tree, os.environ.get("PYTHONPATH", "")]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
             for j in range(jobs):
-                words = (tree, f"{folder}/{i}.{j}", args.small, device, listed[j::jobs])
+                words = (tree, f"{folder}/{i}.{j}", small, device, listed[j::jobs])
                 command = [sys.executable, "-c", f"{here}['write'](*{words!r})"]
                 processes.append(subprocess.Popen(command, cwd=folder, env=environment))
         if any([process.wait() for process in processes]):
-            return 2
+            raise SystemExit("a process of these trees ended with an error.")
         for file in sorted(Path(folder).iterdir()):
             results[int(file.name[0])] |= torch.load(file, weights_only=True)
     old, new = results
-    said = {case: compare(old[case], new[case]) for case in listed}
-    for case, words in said.items():
-        print(f"{' '.join(case):44} {words or 'same'}")
-    differ = sum(map(bool, said.values()))
-    print(f"{device}: {differ} of {len(said)} cases differ")
-    return 1 if differ else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {" ".join(case): compare(old[case], new[case]) for case in listed}

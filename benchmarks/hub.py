@@ -1,4 +1,4 @@
-"""Write the package as a kernel of the Hugging Face hub: ``python -m kda_ops hub --out FOLDER``.
+"""Write the package as a kernel of the Hugging Face hub: ``python -m benchmarks hub --out FOLDER``.
 
 The result is ``FOLDER/build/torch-cuda/``, which `kernels.get_kernel` loads. It holds
 ``metadata.json``, and in ``kda_ops/`` the modules that the layers of `kda_ops.compat.hub_layers`
@@ -193,7 +193,7 @@ def write(folder: Path) -> Path:
 
 def main(argv: list[str]) -> int:
     """Write the kernel and print where."""
-    parser = argparse.ArgumentParser(prog="python -m kda_ops hub", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks hub", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the kernel repository's folder")
     build = write(parser.parse_args(argv).out)
     print(f"{build}: {sum(1 for _ in build.rglob('*.py'))} modules")

@@ -5,7 +5,6 @@ The inputs of a case are random and follow from its name, so both sides of a row
 
 from __future__ import annotations
 
-import re
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,31 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kda_ops.tools.machine import parse_setting
+
 PASSES = ("fwd", "fwdbwd", "decode", "first_call_s", "model")
 SAFE = ("strong_safe", "weak_safe")
 PROMISED = ("strong_promised", "weak_promised")
 GATES = ("bound", "softplus", "strong", "weak", *SAFE, *PROMISED)
 KDA_GATES = ("bound", *SAFE)  # gates that only KDA has
-WIDTH = 128  # K = V
 LOWER_BOUND = -5.0
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 OURS = ("safe_beta", "safe_keys")  # promises that no peer takes
 KEY = ("op", "pass", "setting", "gate", "state", "layout", "peer")  # what names a row
-
-
-def parse_setting(text: str) -> dict[str, int]:
-    """Return the sizes of a setting, with those it leaves out."""
-    found = {n: int(x) for n, x in re.findall(r"(HV|B|T|H|D)(\d+)", text)}
-    if (
-        "".join(f"{n}{x}" for n, x in found.items()) != text
-        or not {"B", "T", "H"} <= set(found)
-        or not all(found.values())
-    ):
-        raise ValueError(f"a setting is written like B1T8192H96 (then HV.., D..), got {text!r}.")
-    sizes = {"HV": found["H"], "D": WIDTH} | found
-    if sizes["HV"] % sizes["H"]:
-        raise ValueError(f"a setting has an HV that is a multiple of H, got {text!r}.")
-    return sizes
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Compile the kernels without a GPU.
 
 The real launchers run on meta tensors, with a driver that only names an architecture.
-``python -m kda_ops compile`` does it for the configurations of a layer, ``--all`` for the product
-of dtypes, widths, gates and modes too. Each line is one compiled kernel with what decides its
-speed: registers, bytes of stack (spills), shared memory, instructions. A kernel beyond its budget
-(`kda_ops.tools.budgets`) is an error, and so is one that does not compile.
+``python -m benchmarks compile`` does it for the configurations of a layer, ``--all`` for the
+product of dtypes, widths, gates and modes too. Each line is one compiled kernel with what decides
+its speed: registers, bytes of stack (spills), shared memory, instructions. A kernel beyond its
+limits (`benchmarks.budgets`) is an error, and so is one that does not compile.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
 from multiprocessing import get_context
 
 import torch
 
-from kda_ops import doctor
-from kda_ops.tools import budgets
-from kda_ops.tools.layer_calls import LayerCall
-from kda_ops.tools.machine import Help
-from kda_ops.tools.machine_code import (
+from benchmarks.budgets import ELSEWHERE, OTHERS, TABLE, Limits, everything
+from benchmarks.calls import Call, LayerCall
+from benchmarks.machine_code import (
     compiled_code,
     hasty,
     instructions,
     merged,
     refilled,
     resources,
+    serialised,
 )
-from kda_ops.tools.operator_calls import ELSEWHERE, LAYER, OTHERS, Call, everything
+from benchmarks.records import need_writable, write_json
+from kda_ops.doctor import parse_version
+from kda_ops.tools.machine import Help
 
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
 
@@ -43,7 +44,6 @@ class Row:
     """One compiled kernel."""
 
     label: str
-    gate: str
     kernel: str
     arch: int
     warps: int
@@ -54,31 +54,18 @@ class Row:
     refilled: bool
     hasty: bool = False
     merged: bool = False
+    serialised: bool = False
     code: str = ""  # `code_digest` of what was compiled
     # of a kernel that does not compile, or of a call that launches none; then `kernel` is its type
     error: str = ""
     instructions: int = 0  # of machine code
 
-    @property
-    def name(self) -> str:
-        """Return the kernel's name, with a mark where it has budgets of its own.
+    def faults(self, limits: Limits | None = None) -> list[str]:
+        """List what is over its limits and what would compute wrong results.
 
-        That is a scan for few heads, one that follows `prepare`, and a `gradient_gdn` whose key
-        heads have one value head each.
-        """
-        marks = self.label.split()
-        if self.kernel == "gradient_gdn":
-            return self.kernel + ".single" * ("few" in marks)
-        return self.kernel + "".join(
-            f".{mark}" for mark in ("few", "ahead") if "scan" in self.kernel and mark in marks
-        )
-
-    def faults(self, strict: bool) -> list[str]:
-        """List what is over budget and what would compute wrong results.
-
-        Shared memory always has a budget, the rest in a layer's configurations. Results are wrong
-        if Triton refills a buffer too early, if ptxas merges sums or keeps almost nothing in
-        registers, or if a kernel that overlaps the previous one reads before it waits.
+        Shared memory always has a limit. Results are wrong if Triton refills a buffer too early,
+        if ptxas merges sums or keeps almost nothing in registers, or if a kernel that overlaps the
+        previous one reads before it waits.
         """
         import triton
 
@@ -97,6 +84,11 @@ class Row:
                 "a buffer is filled again while a product may still read it "
                 "(docs/kernels/hazards.md, 'Refilled buffers')"
             )
+        if self.serialised:
+            found.append(
+                "ptxas makes all its products wait for each other (docs/kernels/hazards.md, "
+                "'Serialised products')"
+            )
         if self.merged:
             found.append(
                 "ptxas merged a sum before a product with the same sum after it "
@@ -107,10 +99,9 @@ class Row:
                 "it overlaps the kernel launched before it, and touches memory before it waits "
                 "for that one (tile.wait_for_previous)"
             )
-        if strict:
-            version = doctor.parse_version(triton.__version__)
-            numbers = self.registers, self.stack, self.instructions
-            found += budgets.faults(self.name, self.gate, *numbers, version)
+        if limits is not None:
+            version = parse_version(triton.__version__)
+            found += limits.faults(self.registers, self.stack, self.instructions, version)
         return found
 
     def __str__(self) -> str:
@@ -154,8 +145,8 @@ def offline_driver(arch: int):
 def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
     """Compile launches for `arch` in this context instead of running them; append a `Row` for each.
 
-    `label` holds the label and the gate of the rows. It needs a process of its own, because Triton
-    keeps the driver.
+    `label` holds the label of the rows. It needs a process of its own, because Triton keeps the
+    driver.
     """
     from triton import JITFunction
 
@@ -177,11 +168,11 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
         try:
             kernel = run(self, *args, grid=grid, warmup=True, **options)
         except Exception as error:
-            rows.append(_broken(label, self.fn.__name__, arch, error))
+            rows.append(_broken(label[0], self.fn.__name__, arch, error))
             raise
         if kernel not in made:
-            made[kernel] = _compiled(label, self.fn.__name__, arch, kernel, start)
-        rows.append(replace(made[kernel], label=label[0], gate=label[1]))
+            made[kernel] = _compiled(label[0], self.fn.__name__, arch, kernel, start)
+        rows.append(replace(made[kernel], label=label[0]))
         return kernel
 
     driver.set_active(offline_driver(arch))
@@ -194,86 +185,87 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
         tuning.processors = processors
 
 
-def _compiled(label: list[str], name: str, arch: int, kernel, start: float) -> Row:
+def _compiled(label: str, name: str, arch: int, kernel, start: float) -> Row:
     about, ptx, cubin = kernel.metadata, kernel.asm["ptx"], kernel.asm["cubin"]
     registers, stack = resources(cubin)
     numbers = about.num_warps, registers, stack, about.shared, time.perf_counter() - start
     early = about.launch_pdl and hasty(ptx)
-    wrong = refilled(kernel.asm["ttgir"]), early, merged(ptx, cubin, about.name)
+    wrong = refilled(kernel.asm["ttgir"]), early, merged(ptx, cubin, about.name), serialised(ptx)
     counted = instructions(cubin, about.name)
-    return Row(label[0], label[1], name, arch, *numbers, *wrong, compiled_code(kernel), "", counted)
+    return Row(label, name, arch, *numbers, *wrong, compiled_code(kernel), "", counted)
 
 
-def _broken(label: list[str], kernel: str, arch: int, error: Exception) -> Row:
-    return Row(
-        label[0],
-        label[1],
-        kernel,
-        arch,
-        0,
-        0,
-        0,
-        0,
-        0.0,
-        False,
-        error=str(error).strip()[-400:] or "no message",
-    )
+def _broken(label: str, kernel: str, arch: int, error: Exception) -> Row:
+    why = str(error).strip()[-400:] or "no message"
+    return Row(label, kernel, arch, 0, 0, 0, 0, 0.0, False, error=why)
 
 
 def compile_calls(calls: Iterable[Call | LayerCall], arch: int) -> list[Row]:
     """Compile some calls for one architecture and return their rows."""
-    label = ["", ""]
+    label = [""]
     with offline(arch, label) as rows:
         for call in calls:
-            label[:] = call.label, call.gate
+            label[:] = [call.label]
             try:
                 call.compile()
             # a kernel that does not compile hides none of the calls after it
             except Exception as error:
                 if not (rows and rows[-1].error and rows[-1].label == label[0]):
-                    rows.append(_broken(label, type(error).__name__, arch, error))
+                    rows.append(_broken(label[0], type(error).__name__, arch, error))
     return rows
 
 
+def faults_of(rows: list[Row], limits: dict[str, Limits] | None) -> list[str]:
+    """List what is wrong with the kernels of a call, by the limits that it has in the table."""
+    found = [f"{r.kernel}: {x}" for r in rows for x in r.faults((limits or {}).get(r.kernel))]
+    if limits is not None:
+        launched = dict.fromkeys(r.kernel for r in rows if not r.error)
+        found += [
+            f"{k}: it has no limits in benchmarks/budgets.py"
+            for k in sorted(launched.keys() - limits.keys())
+        ]
+        found += [
+            f"{k}: benchmarks/budgets.py has it, the call does not"
+            for k in sorted(limits.keys() - launched)
+        ]
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Compile, print, and count what is over budget."""
+    """Compile, print, and count what is over its limits."""
     parser = argparse.ArgumentParser(
-        prog="python -m kda_ops compile", description=__doc__, formatter_class=Help
+        prog="python -m benchmarks compile", description=__doc__, formatter_class=Help
     )
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help="every dtype, width, gate and mode, not only those of a layer",
-    )
-    parser.add_argument(
-        "--arch",
-        type=int,
-        nargs="+",
-        choices=sorted(SHARED),
-        default=[90],
-        help="compute capabilities, times ten",
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    add = parser.add_argument
+    add("--all", action="store_true", help="every dtype, width, gate and mode, not only a layer's")
+    what = "compute capabilities, times ten"
+    add("--arch", type=int, nargs="+", choices=sorted(SHARED), default=[90], help=what)
+    add("--only", action="append", default=[], metavar="WORD", help="calls that have this word")
+    add("--jobs", type=int, default=1, help="processes")
+    add("--json", metavar="FILE", help="write the kernels, with a digest of their machine code")
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}.")
-    faults = 0
+    need_writable(parser, args.json)
+    written, faults = list[dict](), 0
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for arch in args.arch:
-            strict = set(c.label for c in LAYER) if arch == 90 else set()
+            some = (*TABLE, *OTHERS) if args.all or arch == 90 else ELSEWHERE
             calls = [
                 (c,)
-                for c in chain(
-                    LAYER + OTHERS if args.all or arch == 90 else ELSEWHERE,
-                    everything() if args.all else (),
-                )
+                for c in chain(some, everything() if args.all else ())
+                if set(args.only) <= set(c.label.split())
             ]
-            for row in chain.from_iterable(
-                (map if args.jobs == 1 else pool.map)(compile_calls, calls, repeat(arch))
-            ):
-                print(row, flush=True)
-                for fault in row.faults(row.label in strict):
+            made = (map if args.jobs == 1 else pool.map)(compile_calls, calls, repeat(arch))
+            for (call,), rows in zip(calls, made):
+                for row in rows:
+                    print(row, flush=True)
+                written += map(asdict, rows)
+                limits = TABLE.get(call) if arch == 90 else None
+                for fault in faults_of(rows, limits):
                     faults += 1
-                    where = f"{row.label} {row.kernel} sm_{row.arch}"
+                    where = f"{call.label} sm_{arch}"
                     print(f"OVER BUDGET: {where}: {fault}", file=sys.stderr, flush=True)
+    if args.json:
+        write_json(args.json, {"rows": written})
     return 1 if faults else 0

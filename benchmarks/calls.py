@@ -1,16 +1,15 @@
-"""List the calls of the operators that ``python -m kda_ops compile`` compiles."""
+"""Calls of the operators that compile without a GPU, on meta tensors (`benchmarks.budgets`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from typing import Any
 
 import torch
 
+from kda_ops import convolution, norm
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
-from kda_ops.tools.layer_calls import LAYER_CALLS, LayerCall
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,9 @@ class Call:
     run: int = 0  # chunks per run, where sequences are cut (backends/triton/runs.py)
     group: int = 2  # value heads per key head
     gates: bool = False  # the decay by itself, forward and backward
-    walk: bool = False  # GDN's backward as one walk (backends/triton/reverse_walk.py)
+    # KDA's forward, or GDN's backward with `keep`, as one walk (backends/triton/walk.py and
+    # reverse_walk.py)
+    walk: bool = False
     # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all
     # of them at once
     few: bool = False
@@ -134,7 +135,7 @@ class Call:
         step on a pool, or the gate.
         """
         from kda_ops.backends.triton import BACKEND as kernels
-        from kda_ops.backends.triton import tuning
+        from kda_ops.backends.triton import tuning, walk
 
         p, tuning.FORCED_RUN, tuning.FORCED_AHEAD = self.problem(), self.run, self.ahead or None
         tuning.FORCED_WALK = self.walk
@@ -147,6 +148,9 @@ class Call:
             parameters = p.A_log, p.dt_bias, p.lower_bound, p.rank
             kernels.gate_backward(kernels.gate(p.g, *parameters), p.g, *parameters)
             return None
+        if self.walk and not self.keep:
+            assert walk.walks_forward(p, None)
+            return kernels.infer(p, p.new_output(), p.new_final_state())
         with_AP = self.keep and kernels.keeps_AP(p)
         tile = kernels.prepare(
             p, with_AP=with_AP, norms=self.keep and not with_AP, overlap=self.ahead > 0
@@ -171,79 +175,49 @@ class Call:
             kernels.gradient(p, tile, trace, do, reverse, need)
 
 
-LAYER: tuple[Call | LayerCall, ...] = tuple(
-    Call(rank, gate=gate, keep=keep, group=2 - rank)
-    for rank in (1, 0)
-    for gate in ("bound", "softplus")
-    for keep in (False, True)
-) + tuple(
-    Call(pool=pool, transposed=transposed)
-    for pool in (torch.float32, torch.bfloat16)
-    for transposed in (False, True)
-)
-LAYER += tuple(Call(rank, gate="promised", group=2 - rank) for rank in (1, 0))
-LAYER += (Call(1, gate="promised", keep=True, group=1),)
-LAYER += tuple(Call(rank, ahead=32, group=1) for rank in (1, 0))
-LAYER += tuple(
-    Call(rank, keep=keep, group=1, few=True) for rank in (1, 0) for keep in (False, True)
-)
-LAYER += tuple(
-    Call(rank, gate=gate, gates=True)
-    for rank, gate in ((1, "bound"), (1, "softplus"), (0, "softplus"))
-)
-LAYER += tuple(
-    Call(rank, keep=keep, packed=True, run=32, group=group, few=group == 1)
-    for rank in (1, 0)
-    for keep in (False, True)
-    for group in (2, 1)
-)
-LAYER += tuple(
-    Call(0, gate=gate, keep=True, packed=packed, walk=True, group=group)
-    for gate, packed, group in (("bound", False, 1), ("softplus", True, 2), ("plain", True, 1))
-)
-LAYER += LAYER_CALLS
-OTHERS: tuple[Call, ...] = (
-    Call(1, torch.float32, gate="softplus", group=1),
-    Call(0, torch.float32, gate="softplus"),
-)
-OTHERS += (
-    Call(0, torch.float16, gate="softplus", keep=True, walk=True, group=1),
-    Call(1, torch.float16, gate="plain"),
-    Call(0, torch.float16, gate="plain"),
-    Call(1, K=256, V=256),
-    Call(1, torch.float16, K=130, V=24, gate="plain"),
-    Call(0, K=64, V=64, gate="softplus", keep=True),
-)
-OTHERS += tuple(
-    Call(rank, torch.float32, K, K, "plain", keep, group=1)
-    for rank in (1, 0)
-    for K, keep in ((16, False), (16, True), (256, False))
-)
+@dataclass(frozen=True)
+class LayerCall:
+    """A convolution of 16 heads of 128 channels, or the gated norm of such heads."""
 
-# One row of each kernel, for the architectures that they have never run on.
-ELSEWHERE: tuple[Call | LayerCall, ...] = tuple(
-    Call(rank, keep=keep, group=2 - rank) for rank in (1, 0) for keep in (False, True)
-)
-ELSEWHERE += (
-    Call(1, keep=True),
-    Call(0, torch.float32, gate="plain", keep=True),
-    Call(pool=torch.float32),
-    Call(1, packed=True, run=32),
-    Call(0, gate="softplus", gates=True),
-    *LAYER_CALLS[:4],
-)
+    op: str  # "conv" or "norm"
+    gate: str = "silu"  # the activation
+    dtype: torch.dtype = torch.bfloat16
+    packed: bool = False
+    pool: bool = False  # one token per sequence on a pool of tails
 
+    @property
+    def label(self) -> str:
+        """Return the label of the call's rows."""
+        marks = " packed" * self.packed + " on a pool" * self.pool
+        return f"{self.op} {str(self.dtype)[6:]} {self.gate}{marks}"
 
-def everything() -> Iterator[Call]:
-    """Yield dtypes, widths, gates and modes.
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
-    Neighbours differ in variant, dtype or width. Processes that take them in turn then seldom
-    compile the same kernel at once.
-    """
-    gates = "bound", "softplus", "plain", "safe"
-    for gate, keep, packed in product(gates, (False, True), (False, True)):
-        for rank, dtype, K in product(
-            (1, 0), (torch.bfloat16, torch.float16, torch.float32), (16, 60, 64, 128, 256)
-        ):
-            V, group = (128, 2) if packed else (K, 2 - rank)
-            yield Call(rank, dtype, K, V, gate, keep, packed, group=group)
+    def compile(self) -> None:
+        """Launch forward and backward, or decode on a pool."""
+        from kda_ops.backends.triton import BACKEND
+
+        flags: dict[str, Any] = {"activation": self.gate}
+        inputs: tuple[torch.Tensor | None, ...]
+        if self.op == "norm":
+            x = self._empty(2, 4096, 16, 128)
+            inputs = x, self._empty(1, 128), x
+            BACKEND.run(norm.Norm, 0, inputs, flags)
+            BACKEND.run(norm.NormBackward, 0, (x, *inputs), flags)
+            return
+        weight, bias = self._empty(2048, 4), self._empty(2048)
+        if self.pool:
+            pool, slots = self._empty(256, 3, 2048), self._empty(128, dtype=torch.int32)
+            inputs = self._empty(128, 1, 2048), weight, None, pool, slots
+            BACKEND.run(convolution.ConvolveInPlace, 0, inputs, flags)
+            return
+        x, tail, offsets = self._empty(2, 4096, 2048), None, None
+        if self.packed:
+            x, tail = self._empty(1, 4096, 2048), self._empty(8, 3, 2048)
+            offsets = self._empty(9, dtype=torch.int32)
+        inputs = x, weight, bias if self.packed else None, tail, offsets
+        flags |= {"output_final_tail": self.packed}
+        BACKEND.run(convolution.Convolve, 0, inputs, flags)
+        cotangents = x, tail if self.packed else None
+        BACKEND.run(convolution.ConvolveBackward, 0, (*cotangents, *inputs), flags | {"need": 15})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.cases import Case, flags
 from kda_ops import dispatch
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
 from kda_ops.stages import Backend
-from kda_ops.tools.cases import Case, flags
+from kda_ops.tools.timer import relative_error
 
 HEADS = {"cpu": 8, "cuda": 96}  # at most so many key heads are compared
 # Tokens times value heads in one go, which takes about 70 float64 numbers per channel of each.
@@ -86,12 +87,6 @@ class Oracle:
     def worst_share(self, errors: dict[str, float]) -> float:
         """Return the largest share of its budget that an error takes."""
         return max(e / self.limits[n] for n, e in errors.items())
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the RMS of an error relative to the result's; infinite for NaN."""
-    error = (got.to(want.device, torch.float64) - want).norm() / (want.norm() + 1e-30)
-    return error.nan_to_num(torch.inf).item()
 
 
 def _heads_axis(name: str) -> int:

@@ -1,0 +1,325 @@
+"""The calls that are compiled without a GPU, and what each of their kernels may take on sm_90.
+
+A row of `TABLE` is a call, a kernel and its limits. ``python -m benchmarks compile`` holds each
+kernel to its row. A kernel that the rows of its call lack is an error, as is a row whose kernel the
+call does not launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+
+from benchmarks.calls import Call, LayerCall
+
+# the versions of Triton that have limits of their own
+TRITONS: tuple[tuple[int, ...], ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
+# A kernel may have at most MARGIN times the instructions that the best of these versions needs.
+MARGIN = 1.1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a kernel may take: stack and registers per thread, and instructions."""
+
+    stack: tuple[int, ...]  # bytes, with each of `TRITONS`; four equal ones are the largest of four
+    instructions: int | None = None  # the fewest of these versions; None: as many as it likes
+    registers: int = 255  # fewer where more programs are to run at once
+
+    def faults(
+        self, registers: int, stack: int, instructions: int, triton: tuple[int, ...]
+    ) -> list[str]:
+        """List what a kernel exceeds with this version of Triton.
+
+        A version without limits of its own has the largest of the four.
+        """
+        found = []
+        known = triton[:2] in TRITONS
+        budget = self.stack[TRITONS.index(triton[:2])] if known else max(self.stack)
+        if stack > budget:
+            found.append(f"{stack} bytes of stack, the budget is {budget}")
+        fewest = self.instructions
+        if fewest is not None and instructions > MARGIN * fewest:
+            found.append(
+                f"{instructions} instructions, the best version of triton takes {fewest}: the "
+                f"budget is {MARGIN} times as many"
+            )
+        if registers > self.registers:
+            found.append(
+                f"{registers} registers, the budget is {self.registers}: fewer programs run at once"
+            )
+        return found
+
+
+def most(*stack: int, instructions: int | None = None, registers: int = 255) -> Limits:
+    """Return limits with one number of bytes for every Triton, or with four."""
+    return Limits(stack if len(stack) > 1 else stack * len(TRITONS), instructions, registers)
+
+
+kda, gdn, layer = partial(Call, 1), partial(Call, 0), LayerCall
+
+# The configurations of a layer.
+TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
+    kda(group=1): {"prepare_kda": most(32, 56, 64, 112, instructions=4304), "scan_kda": most(104)},
+    kda(keep=True, group=1): {
+        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
+        "scan_kda": most(104),
+        "reverse_scan_kda": most(0),
+        "gradient_pairs": most(120, registers=168),
+        "sum_decays": most(0, registers=64),
+        "gradient_keys": most(280, 320, 272, 256),
+        "sum_gradients": most(0, registers=64),
+    },
+    kda(gate="softplus", group=1): {
+        "prepare_kda": most(40, 208, 72, 264, instructions=5728),
+        "scan_kda": most(80),
+    },
+    kda(gate="softplus", keep=True, group=1): {
+        "prepare_kda": most(40, 208, 72, 264, instructions=5728),
+        "scan_kda": most(80),
+        "reverse_scan_kda": most(0),
+        "gradient_pairs": most(120, registers=168),
+        "sum_decays": most(0, registers=64),
+        "gradient_keys": most(280, 320, 272, 256),
+        "sum_gradients": most(0, registers=64),
+    },
+    gdn(): {"prepare_gdn": most(96, 112, 104, 152, registers=168), "scan_gdn": most(8)},
+    gdn(keep=True): {
+        "prepare_gdn": most(96, 112, 104, 152, registers=168),
+        "scan_gdn": most(8),
+        "reverse_scan_gdn": most(8),
+        "gradient_gdn": most(1392, 1320, 1240, 1464, instructions=6320),
+    },
+    gdn(gate="softplus"): {
+        "prepare_gdn": most(88, 112, 112, 144, registers=168),
+        "scan_gdn": most(0),
+    },
+    gdn(gate="softplus", keep=True): {
+        "prepare_gdn": most(88, 112, 112, 144, registers=168),
+        "scan_gdn": most(0),
+        "reverse_scan_gdn": most(8),
+        "gradient_gdn": most(1392, 1320, 1240, 1464, instructions=6240),
+    },
+    kda(pool=torch.float32): {"recur": most(0, registers=168)},
+    kda(pool=torch.float32, transposed=True): {"recur": most(0, registers=168)},
+    kda(pool=torch.bfloat16): {"recur": most(0, registers=168)},
+    kda(pool=torch.bfloat16, transposed=True): {"recur": most(0, registers=168)},
+    kda(gate="promised", group=1): {
+        "prepare_kda": most(0, 56, 56, 64, instructions=3488),
+        "scan_kda": most(0),
+    },
+    gdn(gate="promised"): {
+        "prepare_gdn": most(96, 80, 80, 144, registers=168),
+        "scan_gdn": most(0),
+    },
+    kda(gate="promised", keep=True, group=1): {
+        "prepare_kda": most(0, 56, 56, 64, instructions=3488),
+        "scan_kda": most(0),
+        "reverse_scan_kda": most(0),
+        "gradient_pairs": most(0, registers=168),
+        "sum_decays": most(0, registers=64),
+        "gradient_small": most(0, registers=168),
+        "gradient_keys": most(352),
+        "sum_gradients": most(0, registers=64),
+    },
+    # With 226 KB of shared memory, L1 cannot hold 100 B of stack per thread in a scan that follows
+    # `prepare`: 1.5 times as slow.
+    kda(ahead=32, group=1): {
+        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
+        "scan_kda": most(0),
+    },
+    gdn(ahead=32, group=1): {
+        "prepare_gdn": most(96, 112, 104, 152, registers=168),
+        "scan_gdn": most(0),
+    },
+    kda(group=1, few=True): {
+        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
+        "scan_kda": most(136, 136, 136, 272),
+    },
+    kda(keep=True, group=1, few=True): {
+        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
+        "scan_kda": most(136, 136, 136, 272),
+        "reverse_scan_kda": most(0, 8, 8, 24),
+        "gradient_pairs": most(120, registers=168),
+        "sum_decays": most(0, registers=64),
+        "gradient_keys": most(280, 320, 272, 256),
+        "sum_gradients": most(0, registers=64),
+    },
+    gdn(group=1, few=True): {
+        "prepare_gdn": most(96, 112, 104, 152, registers=168),
+        "scan_gdn": most(0, 8, 0, 104),
+    },
+    gdn(keep=True, group=1, few=True): {
+        "prepare_gdn": most(96, 112, 104, 152, registers=168),
+        "scan_gdn": most(0, 8, 0, 104),
+        "reverse_scan_gdn": most(32, 24, 16, 112),
+        "gradient_gdn": most(248, 256, 224, 408, instructions=4200),
+    },
+    kda(gates=True): {
+        "gate_forward": most(0, registers=128),
+        "gate_gradient": most(0, registers=168),
+    },
+    kda(gate="softplus", gates=True): {
+        "gate_forward": most(0, registers=128),
+        "gate_gradient": most(8, 0, 0, 0, registers=168),  # 3.6: a register short for its mask
+    },
+    gdn(gate="softplus", gates=True): {
+        "gate_forward": most(0, registers=128),
+        "gate_gradient": most(8, 0, 0, 0, registers=168),
+    },
+    kda(packed=True, run=32): {
+        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
+        "scan_kda": most(104),
+        "join_runs": most(0),
+    },
+    kda(packed=True, run=32, group=1, few=True): {
+        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
+        "scan_kda": most(136, 136, 136, 272),
+        "join_runs": most(0),
+    },
+    kda(keep=True, packed=True, run=32): {
+        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
+        "scan_kda": most(104),
+        "join_runs": most(0),
+        "reverse_scan_kda": most(0),
+        "gradient_pairs": most(120, registers=168),
+        "sum_decays": most(0, registers=64),
+        "gradient_keys": most(280, 320, 272, 256),
+        "sum_gradients": most(0, registers=64),
+        "gather_heads": most(0, registers=64),
+    },
+    kda(keep=True, packed=True, run=32, group=1, few=True): {
+        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
+        "scan_kda": most(136, 136, 136, 272),
+        "join_runs": most(0),
+        "reverse_scan_kda": most(0, 8, 8, 24),
+        "gradient_pairs": most(120, registers=168),
+        "sum_decays": most(0, registers=64),
+        "gradient_keys": most(280, 320, 272, 256),
+        "sum_gradients": most(0, registers=64),
+    },
+    gdn(packed=True, run=32): {
+        "prepare_gdn": most(96, 112, 104, 152, registers=168),
+        "scan_gdn": most(8),
+        "join_runs": most(0),
+    },
+    gdn(packed=True, run=32, group=1, few=True): {
+        "prepare_gdn": most(96, 112, 104, 152, registers=168),
+        "scan_gdn": most(0, 8, 0, 104),
+        "join_runs": most(0),
+    },
+    gdn(keep=True, packed=True, run=32): {
+        "prepare_gdn": most(96, 112, 104, 152, registers=168),
+        "scan_gdn": most(8),
+        "join_runs": most(0),
+        "reverse_scan_gdn": most(8),
+        "gradient_gdn": most(1392, 1320, 1240, 1464, instructions=6320),
+    },
+    gdn(keep=True, packed=True, run=32, group=1, few=True): {
+        "prepare_gdn": most(96, 112, 104, 152, registers=168),
+        "scan_gdn": most(0, 8, 0, 104),
+        "join_runs": most(0),
+        "reverse_scan_gdn": most(32, 24, 16, 112),
+        "gradient_gdn": most(248, 256, 224, 408, instructions=4200),
+    },
+    kda(walk=True): {"walk_kda": most(8, 0, 0, 96)},
+    kda(gate="promised", packed=True, group=1, walk=True): {"walk_kda": most(8, 0, 8, 136)},
+    gdn(keep=True, group=1, walk=True): {
+        "prepare_gdn": most(96, 112, 104, 152, registers=168),
+        "scan_gdn": most(8),
+        "reverse_walk_gdn": most(0, 0, 0, 8, instructions=2984),
+        "finish_walk": most(0, registers=128),
+    },
+    gdn(gate="softplus", keep=True, packed=True, walk=True): {
+        "prepare_gdn": most(88, 112, 112, 144, registers=168),
+        "scan_gdn": most(0),
+        "reverse_walk_gdn": most(0, 8, 8, 8, instructions=3056),
+        "finish_walk": most(0, registers=128),
+        "gather_heads": most(0, registers=64),
+    },
+    gdn(gate="plain", keep=True, packed=True, group=1, walk=True): {
+        "prepare_gdn": most(0, registers=168),
+        "scan_gdn": most(0),
+        "reverse_walk_gdn": most(0, 0, 0, 8, instructions=2960),
+        "finish_walk": most(0, registers=128),
+    },
+    layer("conv", packed=True): {
+        "convolve": most(0, registers=128),
+        "write_tails": most(0, registers=64),
+        "convolve_gradient": most(80, registers=128),
+        "tail_gradient": most(0, registers=128),
+    },
+    layer("conv"): {
+        "convolve": most(0, registers=128),
+        "convolve_gradient": most(80, registers=128),
+    },
+    layer("conv", pool=True): {"convolve": most(0, registers=128)},
+    layer("norm", gate="sigmoid"): {
+        "normalise": most(0, registers=128),
+        "normalise_gradient": most(0),
+    },
+    layer("norm"): {"normalise": most(0, registers=128), "normalise_gradient": most(8)},
+    layer("conv", dtype=torch.float32): {
+        "convolve": most(0, registers=128),
+        "convolve_gradient": most(80, registers=128),
+    },
+    layer("norm", dtype=torch.float32): {
+        "normalise": most(0, registers=128),
+        "normalise_gradient": most(8),
+    },
+    layer("conv", dtype=torch.float32, pool=True): {"convolve": most(0, registers=128)},
+}
+
+# Dtypes and widths of other callers. Their kernels have no limits but shared memory.
+OTHERS: tuple[Call, ...] = (
+    kda(dtype=torch.float32, gate="softplus", group=1),
+    gdn(dtype=torch.float32, gate="softplus"),
+    gdn(dtype=torch.float16, gate="softplus", keep=True, group=1, walk=True),
+    kda(dtype=torch.float16, gate="plain"),
+    gdn(dtype=torch.float16, gate="plain"),
+    kda(K=256, V=256),
+    kda(dtype=torch.float16, K=130, V=24, gate="plain"),
+    gdn(K=64, V=64, gate="softplus", keep=True),
+    kda(dtype=torch.float32, K=16, V=16, gate="plain", group=1),
+    kda(dtype=torch.float32, K=16, V=16, gate="plain", keep=True, group=1),
+    kda(dtype=torch.float32, K=256, V=256, gate="plain", group=1),
+    gdn(dtype=torch.float32, K=16, V=16, gate="plain", group=1),
+    gdn(dtype=torch.float32, K=16, V=16, gate="plain", keep=True, group=1),
+    gdn(dtype=torch.float32, K=256, V=256, gate="plain", group=1),
+)
+
+# One call of each kernel, for the architectures that they have never run on.
+ELSEWHERE: tuple[Call | LayerCall, ...] = (
+    kda(group=1),
+    kda(keep=True, group=1),
+    gdn(),
+    gdn(keep=True),
+    kda(keep=True),
+    gdn(dtype=torch.float32, gate="plain", keep=True),
+    kda(pool=torch.float32),
+    kda(packed=True, run=32),
+    gdn(gate="softplus", gates=True),
+    layer("conv", packed=True),
+    layer("conv"),
+    layer("conv", pool=True),
+    layer("norm", gate="sigmoid"),
+)
+
+
+def everything() -> Iterator[Call]:
+    """Yield dtypes, widths, gates and modes.
+
+    Neighbours differ in variant, dtype or width. Processes that take them in turn then seldom
+    compile the same kernel at once.
+    """
+    gates = "bound", "softplus", "plain", "safe"
+    for gate, keep, packed in product(gates, (False, True), (False, True)):
+        for rank, dtype, K in product(
+            (1, 0), (torch.bfloat16, torch.float16, torch.float32), (16, 60, 64, 128, 256)
+        ):
+            V, group = (128, 2) if packed else (K, 2 - rank)
+            yield Call(rank, dtype, K, V, gate, keep, packed, group=group)
