@@ -278,9 +278,15 @@ class Reference(Backend):
         dbeta = ((z * v).sum(-1) + (Zk * k * decay).sum(-1) + (dL * self._pairs(k, k, g)).sum(-1))[
             ..., None
         ]
-        # What a row leaves to later chunks decays in the rows after it alone.
-        left = suffix((k * dk_x).flip(-2)).flip(-2)
-        dg = suffix(dG) + dG + left + (made.gamma * (S * dS).sum(-1))[..., None, :]
+        # What a row leaves to later chunks decays in the rows after it alone. So what the last token
+        # leaves would cancel in dG.
+        tokens = chunks.split(q.new_ones(p.B, p.T, 1, 1), q.dtype)
+        followed = torch.cat([tokens[..., 1:, :], torch.zeros_like(tokens[..., :1, :])], -2)
+        left = torch.where(followed > 0, k * dk_x, 0.0)
+        last = made.gamma * (S * dS).sum(-1) + left.sum(-2)
+        dG = dG - left
+        dG = torch.cat([dG[..., :-1, :], dG[..., -1:, :] + last[..., None, :]], -2)
+        dg = dG.flip(-2).cumsum(-2).flip(-2)
         if g.shape[-1] == 1:
             dg = dg.sum(-1, keepdim=True)
 

@@ -282,8 +282,10 @@ def row_decay(b_x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def pair_decay(b_x, EXACT: tl.constexpr):
+def pair_decay(b_x, EXACT: tl.constexpr, STRICT: tl.constexpr = False):
     """Return E_ij [64, 64], the decay from row j to row i, zero for i < j, for one decay per row.
+
+    If STRICT, E_ii is zero too; else it is one.
 
     Log decays are at least -160 in base 2. Without EXACT, b_x are their prefix sums [64], and E is
     formed of differences. These are wrong by at most 10^-3 of a factor, if all rows forget
@@ -295,12 +297,15 @@ def pair_decay(b_x, EXACT: tl.constexpr):
         b_E = tl.cumsum(tl.where(o_r[:, None] > o_r[None, :], b_x[:, None], 0.0), 0)
     else:
         b_E = b_x[:, None] - b_x[None, :]
-    return tl.where(o_r[:, None] >= o_r[None, :], tl.exp2(b_E), 0.0)
+    if STRICT:
+        return tl.where(o_r[:, None] > o_r[None, :], tl.exp2(b_E), 0.0)
+    else:
+        return tl.where(o_r[:, None] >= o_r[None, :], tl.exp2(b_E), 0.0)
 
 
 @triton.jit
 def pair_decay_transposed(b_x, EXACT: tl.constexpr):
-    """Return the transpose of `pair_decay`, E_ij at [j, i].
+    """Return the transpose of `pair_decay` with STRICT, E_ij at [j, i].
 
     It serves transposed products, because a product must not be transposed itself
     (docs/kernels/hazards.md, "Transposed results").
@@ -310,4 +315,4 @@ def pair_decay_transposed(b_x, EXACT: tl.constexpr):
         b_E = tl.cumsum(tl.where(o_r[:, None] < o_r[None, :], b_x[None, :], 0.0), 1)
     else:
         b_E = b_x[None, :] - b_x[:, None]
-    return tl.where(o_r[:, None] <= o_r[None, :], tl.exp2(b_E), 0.0)
+    return tl.where(o_r[:, None] < o_r[None, :], tl.exp2(b_E), 0.0)

@@ -24,8 +24,6 @@ from kda_ops.backends.triton.gradient_products import (
     Head,
     QueryKey,
     SumsOverK,
-    divide_square,
-    dot_rows,
     key_gradient,
     load_decays,
     load_factors,
@@ -65,24 +63,6 @@ def without_radial(b_dy, b_x, b_r, b_along, K: tl.constexpr, L2NORM: tl.constexp
     elif L2NORM:
         b_dy -= b_x * (b_r * b_r * b_along)[:, None]
     return b_dy
-
-
-@triton.jit
-def add_along_key(sums, b_x, b_dk, PREC: tl.constexpr, L2NORM: tl.constexpr):
-    """Return the sums plus k . dk of these channels, if a norm needs it."""
-    b_k_dk = sums.k_dk
-    if L2NORM:
-        b_k_dk += dot_rows(b_x, b_dk, PREC)
-    return SumsOverK(sums.q_dq, sums.k_part, sums.k_rest, b_k_dk, sums.k_late, sums.S_dS)
-
-
-@triton.jit
-def along_query(sums, b_power, do):
-    """Return q . dq [64]: the pair of a row with itself adds the same number to it as to k . dk."""
-    if do.pointer is None:  # there is no such pair
-        return sums.q_dq
-    else:
-        return sums.q_dq + (sums.k_dk - (sums.k_rest + sums.k_part * b_power))
 
 
 @triton.jit
@@ -253,8 +233,9 @@ def gradient_gdn(
 
     Norms, decays and beta are factors of rows and of the [64, 64] tiles. So q and k go from memory
     to the tensor cores as they are. With L2NORM, dq and dk are taken through the norm, which needs
-    q . dq and k . dk anyway. What pairs of rows add to dG cancels over a chunk: q . M k and
-    k . M^T q use the same rounded M, and N likewise. In fp32, `pair_sums` takes these sums.
+    q . dq and k . dk anyway. Both have q . d k from d, which is `k_full - k_rest` (`SumsOverK`).
+    What pairs of rows add to dG cancels over a chunk: q . M k and k . M^T q use the same rounded M,
+    and N likewise. In fp32, `pair_sums` takes these sums.
 
     Two terms do not decay: the pair of a row with itself, d, and r_1 (v_new dS^T) of the last
     token. In dG they would cancel, and their rounding may exceed all terms that decay. So dG has
@@ -272,7 +253,6 @@ def gradient_gdn(
         clear(grads, at, i_t, i_g, H, GROUP, K, BK)
         return
     SUMS: tl.constexpr = grads.dbeta is not None and not flags.SIGMOID
-    triangles = divide_square(o_r)
     b_zero = tl.zeros((CHUNK,), tl.float32)
     b_along_q, b_along_k = b_zero, b_zero  # q . dq and k . dk, over all value heads
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
@@ -287,9 +267,7 @@ def gradient_gdn(
         prefetch_tile(kept.dstates, i_tile, K * V)
         sources = read_value_rows(head, o_v, V, TILED)
         by_row = load_factors(p_row, TILED)
-        scores = score_gradients(
-            v, sources, by_row, triangles, head, scale, V, BV, TILED, SUMS, EXACT, PREC
-        )
+        scores = score_gradients(v, sources, by_row, head, scale, V, BV, TILED, SUMS, EXACT, PREC)
         if PREC == FULL:
             sums = pair_sums(x, q, k, head, scores, by_row, i_g, K, BK, PREC)
         if T > 0:  # always true: its own basic block keeps loads from moving up
@@ -303,11 +281,10 @@ def gradient_gdn(
                 )
                 if grads.dq is not None:
                     b_dk += b_part * by_row.power[:, None]
-                    sums = add_along_key(sums, b_x, b_dk, PREC, flags.L2NORM)
+                    b_along = sums.k_full + sums.k_part * by_row.power
                     b_dk = add_up(grads.dk_sum, at, i_g, H, i_head, b_dk, o_k, K)
                     if grads.dk_sum is None:
-                        b_r, b_along = by_row.k_norm, sums.k_dk
-                        b_dk = without_radial(b_dk, b_x, b_r, b_along, K, flags.L2NORM)
+                        b_dk = without_radial(b_dk, b_x, by_row.k_norm, b_along, K, flags.L2NORM)
                         write_rows(grads.dk, at, i_g, H, b_dk, o_k, K)
                 b_x, b_dq, sums = query_gradient(
                     x, b_S, head, sources, scores, sums, decays, o_k, K, V, BV, PREC
@@ -315,12 +292,12 @@ def gradient_gdn(
                 if grads.dq is not None:
                     b_dq = add_up(grads.dq_sum, at, i_g, H, i_head, b_dq, o_k, K)
                     if grads.dq_sum is None:
-                        b_r, b_along = by_row.q_norm, along_query(sums, by_row.power, do)
-                        b_dq = without_radial(b_dq, b_x, b_r, b_along, K, flags.L2NORM)
+                        b_along = sums.q_dq + (sums.k_full - sums.k_rest)
+                        b_dq = without_radial(b_dq, b_x, by_row.q_norm, b_along, K, flags.L2NORM)
                         write_rows(grads.dq, at, i_g, H, b_dq, o_k, K)
         if grads.dq_sum is not None:
-            b_along_q += along_query(sums, by_row.power, do)
-            b_along_k += sums.k_dk
+            b_along_q += sums.q_dq + (sums.k_full - sums.k_rest)
+            b_along_k += sums.k_full + sums.k_part * by_row.power
         if grads.dbeta is not None:
             write_strength(grads.dbeta, head, scores, by_row, sums, TILED, SUMS, flags)
         if grads.dg is not None:

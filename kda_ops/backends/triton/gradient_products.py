@@ -26,6 +26,7 @@ from kda_ops.backends.triton.tile import (
     TREES,
     add_two,
     fold_products,
+    halves,
     load_tile,
     on_diagonal,
     widen,
@@ -101,14 +102,13 @@ class ScoreGradients(NamedTuple):
 class SumsOverK(NamedTuple):
     """Dot products over K of q and k with their gradients, for one chunk and value head.
 
-    They are [64] fp32, except S_dS. q_dq and k_rest leave out the pair of a row with itself, and
-    k_dk, which only the norm needs, has it.
+    They are [64] fp32, except S_dS. q_dq and k_rest leave out the pair of a row with itself.
     """
 
     q_dq: Any
     k_part: Any
     k_rest: Any
-    k_dk: Any
+    k_full: Any  # k_rest with that pair; only the norm needs it
     k_late: Any  # k . r_1 (v_new dS^T)
     S_dS: Any  # the sum of S dS over K and V, one number
 
@@ -139,26 +139,33 @@ def form_here(b_x):
 
 
 @triton.constexpr_function
-def chained(PREC, RIGHT_FIRST=False):
+def chained(PREC, ORDER="left"):
     """Return whether to sum products one by one: docs/kernels/hazards.md, "Sums as trees".
 
     Operands then have 16 bits, and results of products the layout of wgmma with 4 warps. Without
     trees, the compiler does so from the left.
     """
-    if INTERPRETED.value or PREC == FULL.value or not (TREES.value or RIGHT_FIRST):
+    if INTERPRETED.value or PREC == FULL.value or not (TREES.value or ORDER != "left"):
         return False
     return bool(cuda_capability_geq(9)) and not cuda_capability_geq(10)
 
 
 @triton.jit
-def dot_rows(b_x, b_y, PREC: tl.constexpr, RIGHT_FIRST: tl.constexpr = False):
+def dot_rows(b_x, b_y, PREC: tl.constexpr, ORDER: tl.constexpr = "left"):
     """Return the sum over columns of x y, [rows] fp32, for results of products.
 
-    If a product adds to y between two sums, one of them must be RIGHT_FIRST
-    (docs/kernels/hazards.md, "Merged sums"). It has no effect unless `chained(PREC, True)`.
+    If a product adds to y between two sums, they must differ in ORDER: from the "left", from the
+    "right", or first from the "middle" to the right (docs/kernels/hazards.md, "Merged sums"). It
+    has no effect unless `chained(PREC, ORDER)`.
     """
-    if chained(PREC, RIGHT_FIRST):
-        return tl.sum(fold_products(b_x, b_y, None, RIGHT_FIRST), 1)
+    if chained(PREC, ORDER):
+        if ORDER == "middle":
+            b_left, b_right = halves(b_x)
+            b_y_left, b_y_right = halves(b_y)
+            b_sum = fold_products(b_left, b_y_left, fold_products(b_right, b_y_right))
+        else:
+            b_sum = fold_products(b_x, b_y, None, ORDER == "right")
+        return tl.sum(b_sum, 1)
     else:
         return tl.sum(b_x * b_y, 1)
 
@@ -211,17 +218,10 @@ def read_z(head, o_v, V: tl.constexpr, TILED: tl.constexpr):
 
 
 @triton.jit
-def divide_square(o_r):
-    """Return masks [64, 64]: below the diagonal, on it, above it."""
-    return (o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :], o_r[:, None] < o_r[None, :])
-
-
-@triton.jit
 def score_gradients(
     v,
     sources,
     factors,
-    triangles,
     head,
     scale,
     V: tl.constexpr,
@@ -237,7 +237,8 @@ def score_gradients(
     """
     TYPE: tl.constexpr = head.kept.states.dtype.element_ty
     values: tl.constexpr = (V + BV - 1) // BV
-    lower, diagonal, upper = triangles
+    o_r = tl.arange(0, CHUNK)
+    diagonal = o_r[:, None] == o_r[None, :]
     b_zv = tl.zeros((CHUNK,), tl.float32)
     b_M = tl.zeros((CHUNK, CHUNK), tl.float32)
     b_MT, b_N, b_NT = b_M, b_M, b_M
@@ -249,10 +250,8 @@ def score_gradients(
         b_NT = tl.dot(sources.v_new, tl.trans(sources.z), b_NT, input_precision=PREC)
     b_q_norm, b_k_norm = factors.q_norm, factors.k_norm
     b_E = pair_decay_transposed(factors.decay, EXACT) * b_k_norm[:, None]
-    b_MT = b_MT * b_E * (b_q_norm * scale)[None, :]
-    b_MT = form_here(tl.where(upper, b_MT, 0.0).to(TYPE))
-    b_NT = b_NT * b_E * -(b_k_norm * factors.beta)[None, :]
-    b_NT = form_here(tl.where(upper, b_NT, 0.0).to(TYPE))
+    b_MT = form_here((b_MT * b_E * (b_q_norm * scale)[None, :]).to(TYPE))
+    b_NT = form_here((b_NT * b_E * -(b_k_norm * factors.beta)[None, :]).to(TYPE))
     for j in tl.range(values, num_stages=1):
         o_v = j * BV + tl.arange(0, BV)
         if values > 1:
@@ -263,16 +262,15 @@ def score_gradients(
         if head.do.pointer is not None:
             b_M = tl.dot(sources.do, tl.trans(sources.v_new), b_M, input_precision=PREC)
         b_N = tl.dot(sources.z, tl.trans(sources.v_new), b_N, input_precision=PREC)
-    b_E = pair_decay(factors.decay, EXACT) * b_k_norm[None, :]
+    b_E = pair_decay(factors.decay, EXACT, True) * b_k_norm[None, :]
     b_zvn = on_diagonal(b_N)
     # The identity depends on a product, so that the compiler keeps it in registers. Then `one @ k`
     # brings k from shared memory into registers.
     b_one = tl.where(diagonal | (b_N < -float("inf")), 1.0, 0.0).to(TYPE)
-    b_N = b_N * b_E * -(b_k_norm * factors.digits)[:, None]
-    b_N = form_here(tl.where(lower, b_N, 0.0).to(TYPE))
-    b_M = b_M * b_E * (b_q_norm * scale)[:, None]
-    b_own = form_here(tl.where(diagonal, b_M, 0.0).to(TYPE))
-    b_M = form_here(tl.where(lower, b_M, 0.0).to(TYPE))
+    b_N = form_here((b_N * b_E * -(b_k_norm * factors.digits)[:, None]).to(TYPE))
+    b_own = tl.where(diagonal, b_M * (b_q_norm * b_k_norm * scale)[:, None], 0.0)
+    b_own = form_here(b_own.to(TYPE))
+    b_M = form_here((b_M * b_E * (b_q_norm * scale)[:, None]).to(TYPE))
     return ScoreGradients(b_M, b_MT, b_N, b_NT, b_one, b_own, b_zv, b_zvn)
 
 
@@ -339,7 +337,7 @@ def key_gradient(
     tl.debug_barrier()
     b_x = tl.dot(scores.one, x.k, input_precision=PREC)
     b_rest *= decays.to_end_k[:, None]
-    b_along = dot_rows(b_x, b_rest, PREC, RIGHT_FIRST=True)
+    b_along = dot_rows(b_x, b_rest, PREC, "right")
     b_k_late = sums.k_late + b_along
     b_rest = tl.dot(scores.NT, x.k, b_rest, input_precision=PREC)
     if head.do.pointer is not None:
@@ -349,6 +347,7 @@ def key_gradient(
     b_k_rest = sums.k_rest + b_along
     if head.do.pointer is not None:
         b_rest = tl.dot(scores.own, x.q, b_rest, input_precision=PREC)
+    b_k_full = sums.k_full + dot_rows(b_x, b_rest, PREC, "middle")
     b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
     for j in tl.range(values, num_stages=1):
         if values > 1:
@@ -363,7 +362,7 @@ def key_gradient(
     b_part = tl.dot(scores.N, x.k, b_part, input_precision=PREC)
     if PREC != FULL:
         b_k_part += dot_rows(b_x, b_part, PREC)
-    sums = SumsOverK(sums.q_dq, b_k_part, b_k_rest, sums.k_dk, b_k_late, S_dS)
+    sums = SumsOverK(sums.q_dq, b_k_part, b_k_rest, b_k_full, b_k_late, S_dS)
     return b_x, b_rest, b_part, b_S, sums
 
 
@@ -404,5 +403,5 @@ def query_gradient(
         if PREC != FULL:
             b_q_dq += dot_rows(b_x, b_dq, PREC)
         b_dq = tl.dot(scores.own, x.k, b_dq, input_precision=PREC)
-    sums = SumsOverK(b_q_dq, sums.k_part, sums.k_rest, sums.k_dk, sums.k_late, sums.S_dS)
+    sums = SumsOverK(b_q_dq, sums.k_part, sums.k_rest, sums.k_full, sums.k_late, sums.S_dS)
     return b_x, b_dq, sums
