@@ -278,8 +278,8 @@ class Reference(Backend):
         dbeta = ((z * v).sum(-1) + (Zk * k * decay).sum(-1) + (dL * self._pairs(k, k, g)).sum(-1))[
             ..., None
         ]
-        # What a row leaves to later chunks decays in the rows after it alone. So what the last token
-        # leaves would cancel in dG.
+        # What a row leaves to later chunks decays in the rows after it alone. So what the last
+        # token leaves would cancel in dG.
         tokens = chunks.split(q.new_ones(p.B, p.T, 1, 1), q.dtype)
         followed = torch.cat([tokens[..., 1:, :], torch.zeros_like(tokens[..., :1, :])], -2)
         left = torch.where(followed > 0, k * dk_x, 0.0)

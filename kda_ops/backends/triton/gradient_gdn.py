@@ -233,7 +233,7 @@ def gradient_gdn(
 
     Norms, decays and beta are factors of rows and of the [64, 64] tiles. So q and k go from memory
     to the tensor cores as they are. With L2NORM, dq and dk are taken through the norm, which needs
-    q . dq and k . dk anyway. Both have q . d k from d, which is `k_full - k_rest` (`SumsOverK`).
+    q . dq and k . dk anyway. In both, the part of d is q . d k.
     What pairs of rows add to dG cancels over a chunk: q . M k and k . M^T q use the same rounded M,
     and N likewise. In fp32, `pair_sums` takes these sums.
 
@@ -281,7 +281,7 @@ def gradient_gdn(
                 )
                 if grads.dq is not None:
                     b_dk += b_part * by_row.power[:, None]
-                    b_along = sums.k_full + sums.k_part * by_row.power
+                    b_along = sums.k_rest + sums.k_part * by_row.power + sums.own
                     b_dk = add_up(grads.dk_sum, at, i_g, H, i_head, b_dk, o_k, K)
                     if grads.dk_sum is None:
                         b_dk = without_radial(b_dk, b_x, by_row.k_norm, b_along, K, flags.L2NORM)
@@ -292,12 +292,12 @@ def gradient_gdn(
                 if grads.dq is not None:
                     b_dq = add_up(grads.dq_sum, at, i_g, H, i_head, b_dq, o_k, K)
                     if grads.dq_sum is None:
-                        b_along = sums.q_dq + (sums.k_full - sums.k_rest)
+                        b_along = sums.q_dq + sums.own
                         b_dq = without_radial(b_dq, b_x, by_row.q_norm, b_along, K, flags.L2NORM)
                         write_rows(grads.dq, at, i_g, H, b_dq, o_k, K)
         if grads.dq_sum is not None:
-            b_along_q += sums.q_dq + (sums.k_full - sums.k_rest)
-            b_along_k += sums.k_full + sums.k_part * by_row.power
+            b_along_q += sums.q_dq + sums.own
+            b_along_k += sums.k_rest + sums.k_part * by_row.power + sums.own
         if grads.dbeta is not None:
             write_strength(grads.dbeta, head, scores, by_row, sums, TILED, SUMS, flags)
         if grads.dg is not None:

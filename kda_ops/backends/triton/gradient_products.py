@@ -108,7 +108,7 @@ class SumsOverK(NamedTuple):
     q_dq: Any
     k_part: Any
     k_rest: Any
-    k_full: Any  # k_rest with that pair; only the norm needs it
+    own: Any  # that pair's part of both, q . d k; only the norm needs it
     k_late: Any  # k . r_1 (v_new dS^T)
     S_dS: Any  # the sum of S dS over K and V, one number
 
@@ -139,7 +139,7 @@ def form_here(b_x):
 
 
 @triton.constexpr_function
-def chained(PREC, ORDER="left"):
+def chained(PREC, ORDER):
     """Return whether to sum products one by one: docs/kernels/hazards.md, "Sums as trees".
 
     Operands then have 16 bits, and results of products the layout of wgmma with 4 warps. Without
@@ -151,7 +151,7 @@ def chained(PREC, ORDER="left"):
 
 
 @triton.jit
-def dot_rows(b_x, b_y, PREC: tl.constexpr, ORDER: tl.constexpr = "left"):
+def dot_rows(b_x, b_y, PREC: tl.constexpr, ORDER: tl.constexpr):
     """Return the sum over columns of x y, [rows] fp32, for results of products.
 
     If a product adds to y between two sums, they must differ in ORDER: from the "left", from the
@@ -163,8 +163,10 @@ def dot_rows(b_x, b_y, PREC: tl.constexpr, ORDER: tl.constexpr = "left"):
             b_left, b_right = halves(b_x)
             b_y_left, b_y_right = halves(b_y)
             b_sum = fold_products(b_left, b_y_left, fold_products(b_right, b_y_right))
+        elif ORDER == "right":
+            b_sum = fold_products(b_x, b_y, None, True)
         else:
-            b_sum = fold_products(b_x, b_y, None, ORDER == "right")
+            b_sum = fold_products(b_x, b_y)
         return tl.sum(b_sum, 1)
     else:
         return tl.sum(b_x * b_y, 1)
@@ -173,7 +175,7 @@ def dot_rows(b_x, b_y, PREC: tl.constexpr, ORDER: tl.constexpr = "left"):
 @triton.jit
 def dot_tiles(b_x, b_y, PREC: tl.constexpr):
     """Return the sum over rows and columns of x y, in fp32."""
-    if chained(PREC):
+    if chained(PREC, "left"):
         return tl.sum(widen(b_x) * widen(b_y))
     else:
         return tl.sum(b_x.to(tl.float32) * b_y.to(tl.float32))
@@ -293,10 +295,11 @@ def pair_sums(
             b_q, b_k = read_rows(q, head.at, i_g, o_k, K), read_rows(k, head.at, i_g, o_k, K)
         b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PREC)
         b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
+    b_own = tl.sum(b_qk * scores.own, 1)
     b_qk, b_kk = b_qk * scores.M, b_kk * scores.N
     b_row_q, b_row_k = tl.reduce((b_qk, b_kk), 1, add_two)
     b_column = tl.sum(b_qk + b_kk * factors.power[:, None], 0)
-    return SumsOverK(b_row_q, b_row_k, b_column, b_zero, b_zero, 0.0)
+    return SumsOverK(b_row_q, b_row_k, b_column, b_own, b_zero, 0.0)
 
 
 @triton.jit
@@ -343,11 +346,13 @@ def key_gradient(
     if head.do.pointer is not None:
         b_rest = tl.dot(scores.MT, x.q, b_rest, input_precision=PREC)
     if PREC != FULL:
-        b_along = dot_rows(b_x, b_rest, PREC)
+        b_along = dot_rows(b_x, b_rest, PREC, "left")
     b_k_rest = sums.k_rest + b_along
     if head.do.pointer is not None:
         b_rest = tl.dot(scores.own, x.q, b_rest, input_precision=PREC)
-    b_k_full = sums.k_full + dot_rows(b_x, b_rest, PREC, "middle")
+    b_own = sums.own
+    if PREC != FULL:
+        b_own += dot_rows(b_x, b_rest, PREC, "middle") - b_along
     b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
     for j in tl.range(values, num_stages=1):
         if values > 1:
@@ -361,8 +366,8 @@ def key_gradient(
         b_k_part += tl.sum(b_x * b_part, 1)
     b_part = tl.dot(scores.N, x.k, b_part, input_precision=PREC)
     if PREC != FULL:
-        b_k_part += dot_rows(b_x, b_part, PREC)
-    sums = SumsOverK(sums.q_dq, b_k_part, b_k_rest, b_k_full, b_k_late, S_dS)
+        b_k_part += dot_rows(b_x, b_part, PREC, "left")
+    sums = SumsOverK(sums.q_dq, b_k_part, b_k_rest, b_own, b_k_late, S_dS)
     return b_x, b_rest, b_part, b_S, sums
 
 
@@ -401,7 +406,7 @@ def query_gradient(
             b_q_dq += tl.sum(b_x * b_dq, 1)
         b_dq = tl.dot(scores.M, x.k, b_dq, input_precision=PREC)
         if PREC != FULL:
-            b_q_dq += dot_rows(b_x, b_dq, PREC)
+            b_q_dq += dot_rows(b_x, b_dq, PREC, "left")
         b_dq = tl.dot(scores.own, x.k, b_dq, input_precision=PREC)
-    sums = SumsOverK(b_q_dq, sums.k_part, sums.k_rest, sums.k_full, sums.k_late, sums.S_dS)
+    sums = SumsOverK(b_q_dq, sums.k_part, sums.k_rest, sums.own, sums.k_late, sums.S_dS)
     return b_x, b_dq, sums
