@@ -47,7 +47,8 @@ KERNEL = kernels("reverse_walk_gdn")
 FACTORS = 7 * LENGTH  # numbers of a chunk's `factors` (`operands`)
 MOST_GROUPED = 2  # value heads of a key head: more would take more memory than the other kernels
 # The least number of programs (N HV) for which the walk is faster than the kernels that it
-# replaces. A step takes 6.5 us, and few programs do not hide that (docs/kernels/journal.md).
+# replaces. A step takes 6.5 us, and few programs do not hide that
+# (docs/kernels/journal/walk-of-gdn.md).
 LEAST_PROGRAMS = 48
 
 

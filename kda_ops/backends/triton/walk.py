@@ -19,7 +19,8 @@ from kda_ops.problem import Problem
 
 KERNEL = kernels("walk_kda")
 # The least number of value heads for which one sequence is walked faster than the kernels that the
-# walk replaces: a step takes 4.8 us, and few programs do not hide that (docs/kernels/journal.md).
+# walk replaces: a step takes 4.8 us, and few programs do not hide that
+# (docs/kernels/journal/walk-of-kda.md).
 # The number of sequences must not count, because a sequence's bits do not depend on its batch.
 LEAST_HEADS = 64
 
@@ -57,7 +58,7 @@ def registers(p: Problem) -> int:
     """Return how many registers a thread of the scan gets; `prepare` gets what it leaves.
 
     With 144, ptxas serialises all products of the kernel. Norm and gate need more in `prepare`
-    (docs/kernels/journal.md, "The walk of KDA").
+    (docs/kernels/journal/walk-of-kda.md).
     """
     return 152 if p.l2norm or p.activate_gate else 160
 
