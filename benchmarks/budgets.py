@@ -226,6 +226,8 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
         "reverse_scan_gdn": most(32, 24, 16, 112),
         "gradient_gdn": most(248, 256, 224, 408, instructions=4200),
     },
+    kda(walk=True): {"walk_kda": most(8, 0, 0, 96)},
+    kda(gate="promised", packed=True, group=1, walk=True): {"walk_kda": most(8, 0, 8, 136)},
     gdn(keep=True, group=1, walk=True): {
         "prepare_gdn": most(96, 112, 104, 152, registers=168),
         "scan_gdn": most(8),

@@ -30,7 +30,9 @@ class Call:
     run: int = 0  # chunks per run, where sequences are cut (backends/triton/runs.py)
     group: int = 2  # value heads per key head
     gates: bool = False  # the decay by itself, forward and backward
-    walk: bool = False  # GDN's backward as one walk (backends/triton/reverse_walk.py)
+    # KDA's forward, or GDN's backward with `keep`, as one walk (backends/triton/walk.py and
+    # reverse_walk.py)
+    walk: bool = False
     # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all
     # of them at once
     few: bool = False
@@ -133,7 +135,7 @@ class Call:
         step on a pool, or the gate.
         """
         from kda_ops.backends.triton import BACKEND as kernels
-        from kda_ops.backends.triton import tuning
+        from kda_ops.backends.triton import tuning, walk
 
         p, tuning.FORCED_RUN, tuning.FORCED_AHEAD = self.problem(), self.run, self.ahead or None
         tuning.FORCED_WALK = self.walk
@@ -146,6 +148,9 @@ class Call:
             parameters = p.A_log, p.dt_bias, p.lower_bound, p.rank
             kernels.gate_backward(kernels.gate(p.g, *parameters), p.g, *parameters)
             return None
+        if self.walk and not self.keep:
+            assert walk.walks_forward(p, None)
+            return kernels.infer(p, p.new_output(), p.new_final_state())
         with_AP = self.keep and kernels.keeps_AP(p)
         tile = kernels.prepare(
             p, with_AP=with_AP, norms=self.keep and not with_AP, overlap=self.ahead > 0

@@ -23,7 +23,15 @@ import torch
 
 from benchmarks.budgets import ELSEWHERE, OTHERS, TABLE, Limits, everything
 from benchmarks.calls import Call, LayerCall
-from benchmarks.machine_code import compiled_code, hasty, instructions, merged, refilled, resources
+from benchmarks.machine_code import (
+    compiled_code,
+    hasty,
+    instructions,
+    merged,
+    refilled,
+    resources,
+    serialised,
+)
 from benchmarks.records import need_writable, write_json
 from kda_ops.doctor import parse_version
 from kda_ops.tools.machine import Help
@@ -46,6 +54,7 @@ class Row:
     refilled: bool
     hasty: bool = False
     merged: bool = False
+    serialised: bool = False
     code: str = ""  # `code_digest` of what was compiled
     # of a kernel that does not compile, or of a call that launches none; then `kernel` is its type
     error: str = ""
@@ -74,6 +83,11 @@ class Row:
             found.append(
                 "a buffer is filled again while a product may still read it "
                 "(docs/kernels/hazards.md, 'Refilled buffers')"
+            )
+        if self.serialised:
+            found.append(
+                "ptxas makes all its products wait for each other (docs/kernels/hazards.md, "
+                "'Serialised products')"
             )
         if self.merged:
             found.append(
@@ -176,7 +190,7 @@ def _compiled(label: str, name: str, arch: int, kernel, start: float) -> Row:
     registers, stack = resources(cubin)
     numbers = about.num_warps, registers, stack, about.shared, time.perf_counter() - start
     early = about.launch_pdl and hasty(ptx)
-    wrong = refilled(kernel.asm["ttgir"]), early, merged(ptx, cubin, about.name)
+    wrong = refilled(kernel.asm["ttgir"]), early, merged(ptx, cubin, about.name), serialised(ptx)
     counted = instructions(cubin, about.name)
     return Row(label, name, arch, *numbers, *wrong, compiled_code(kernel), "", counted)
 

@@ -60,6 +60,25 @@ def hasty(ptx: str) -> bool:
     )
 
 
+def serialised(ptx: str) -> bool:
+    """Return whether ptxas makes each wgmma of a warp-specialised kernel wait for the one before.
+
+    It does so for all partitions where one lacks registers or breaks a rule of its pipeline, and
+    says so with ``-v`` alone (docs/kernels/hazards.md, "Serialised products").
+    """
+    if "setmaxnreg" not in ptx:
+        return False
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [ptxas, "-v", "-arch=sm_90a", source, "-o", Path(folder, "cubin")]
+        said = subprocess.run(command, capture_output=True, text=True)
+    return re.search(r"C75(12|15|17)\b", said.stdout + said.stderr) is not None
+
+
 def merged(ptx: str, cubin: bytes, name: str) -> bool:
     """Return whether ptxas merged two sums of a wgmma result, before and after another wgmma.
 

@@ -29,13 +29,19 @@ float64 inputs. These are not folded, because rounding or range would differ by 
 - a cast of the decay or of beta to a narrower dtype;
 - a cast of q or k to another dtype than that of the raw input;
 - squares in float16, which overflow, whether written so or made by autocast;
-- an expression in a wider dtype than the operator computes in.
+- an expression in a wider dtype than the operator computes in;
+- constants that float32 or the dtype of the expression does not hold, or only near its limits.
+
+In bf16, KDA's `chunk` holds less of q and k if it knows a bound of the decay (docs/numerics.md).
+So there a bounded gate folds, and ``safe_gate`` is set, only where q and k are normalised: by the
+flag, which may come from the same pass, by the norm above or by `F.normalize`.
 
 `F.normalize` is not folded, because it divides by ``max(norm, eps)``. It proves ``safe_keys``.
 
-Dynamo graphs are not functional. So nothing is folded across a change of grad mode or autocast, nor
-where a tensor that the fold reads or replaces is written in place. NOTE [Written in place]: a
-folded call saves the raw tensor for backward, so a later write also prevents the fold.
+Dynamo graphs are not functional. So nothing is folded across a change of grad mode or autocast,
+nor where a tensor that the fold reads or replaces is written in place (`kda_ops.writes`).
+NOTE [Written in place]: a folded call saves the raw tensor for backward, so a later write also
+prevents the fold.
 
 Exported graphs (``torch.export``, AOTInductor) consist of ATen operators and skip this pass: set
 the flags yourself.
@@ -43,8 +49,6 @@ the flags yourself.
 
 from __future__ import annotations
 
-import inspect
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -53,7 +57,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from kda_ops import patterns, problem, proofs
+from kda_ops import patterns, problem, proofs, writes
 from kda_ops.backends import activations
 from kda_ops.patterns import (
     Gate,
@@ -69,9 +73,6 @@ from kda_ops.private import (
     ENTERS,
     EXITS,
     CustomGraphPass,
-    HigherOrderOperator,
-    OpOverload,
-    OpOverloadPacket,
     enter_autocast,
     get_hash_for_files,
     is_functorch_wrapped_tensor,
@@ -83,6 +84,11 @@ from kda_ops.private import (
 )
 from kda_ops.proofs import prove_decay, prove_lengths, prove_strength
 from kda_ops.registrations import schemas
+from kda_ops.writes import written
+
+# the largest scale of normalised queries that kernels hold under a promised bound, with a margin
+# (docs/numerics.md)
+MOST_SCALE = 5000.0
 
 _TARGETS = {
     target: (rank, schema_of(op.overload(namespace)))
@@ -100,93 +106,7 @@ def _storage(node: Node) -> int | None:
     x = example(node)
     # a wrapper, such as a DTensor, may share the memory of its parts
     known = x is not None and not is_functorch_wrapped_tensor(x) and not is_wrapper(x)
-    return storage_of(x) if known else None
-
-
-def _written(node: Node) -> Iterable[Node]:
-    """Return the tensors that a node writes in place."""
-    target: Any = node.target
-    args: Any = node.args
-    out = node.kwargs.get("out")
-    outs = [x for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, Node)]
-    if node.op == "call_method":
-        return [args[0]] if _says_in_place(target) or target in _IN_PLACE_METHODS else outs
-    if node.op == "call_module":
-        return node.all_input_nodes
-    if node.op != "call_function":
-        return []
-    if isinstance(target, HigherOrderOperator):
-        bodies = [
-            getattr(node.graph.owning_module, str(x.target))
-            for x in node.all_input_nodes
-            if x.op == "get_attr"
-        ]
-        bodies = [m for m in bodies if isinstance(m, GraphModule)]
-        pure = bool(bodies) and not any(
-            True for m in bodies for n in m.graph.nodes for _ in _written(n)
-        )
-        return [] if pure else node.all_input_nodes
-    if isinstance(target, OpOverloadPacket):
-        target = (
-            target.default
-            if "default" in target.overloads()
-            else getattr(target, target.overloads()[0])
-        )
-    if isinstance(target, OpOverload):
-        names = [a.name for a in schema_of(target).arguments]
-        given = dict(zip(names, node.args)) | node.kwargs
-        return [
-            n
-            for a in schema_of(target).arguments
-            if a.alias_info is not None and a.alias_info.is_write
-            for n in _nodes_in(given.get(a.name))
-        ]
-    if target in _IN_PLACE:
-        return node.all_input_nodes[:1]
-    if type(target).__name__.startswith("numpy_"):  # Dynamo's wrapper of a NumPy function
-        return node.all_input_nodes
-    name, given = getattr(target, "__name__", ""), _by_name(node)
-    counts = name.endswith(("batch_norm", "instance_norm"))  # running statistics
-    return (
-        node.all_input_nodes
-        if _says_in_place(name)
-        or counts
-        or given.get("inplace")
-        or given.get("max_norm") is not None
-        else outs
-    )
-
-
-def _says_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _by_name(node: Node) -> dict[str, Any]:
-    """Return a node's arguments by name; for a C function only its keyword arguments."""
-    target: Any = node.target
-    try:
-        return node.kwargs | inspect.signature(target).bind(*node.args, **node.kwargs).arguments
-    except (TypeError, ValueError):
-        return node.kwargs
-
-
-def _nodes_in(x: Any) -> list[Node]:
-    found: list[Node] = []
-
-    def visit(node: Node) -> Node:
-        found.append(node)
-        return node
-
-    torch.fx.node.map_arg(x, visit)
-    return found
-
-
-_WRITES = (
-    "setitem delitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift "
-    "irshift"
-).split()
-_IN_PLACE = frozenset(getattr(operator, n) for n in _WRITES)
-_IN_PLACE_METHODS = frozenset((*(f"__{n}__" for n in _WRITES), "set_data"))
+    return storage_of(x) if known and x.layout is torch.strided else None
 
 
 def _cuts_gradient(node: Node) -> bool:
@@ -214,7 +134,7 @@ class _Surroundings:
             elif node.target in EXITS:
                 entered = tuple(n for n in entered if n is not node.args[0])
             self.place[node], self.mode[node] = i, (grad, entered)
-            self.writes += [(i, _storage(x)) for x in _written(node)]
+            self.writes += [(i, _storage(x)) for x in written(node)]
 
     def refuse(self, call: Node, match: Match) -> None:
         """Raise if the match cannot move into the call."""
@@ -259,7 +179,7 @@ class FoldPreprocessing(CustomGraphPass):
             double_sigmoid``.
         refused: a `collections.Counter` of recognised patterns that were not folded, by reason:
             ``precision``, ``grad mode``, ``autocast``, ``in-place``, ``flags`` (the call sets
-            another bound).
+            another bound), ``range`` (a bound would limit q and k, which are not normalised).
         promised: a `collections.Counter` of promises set, by flag: ``safe_beta``, ``safe_keys`` and
             ``safe_gate``.
 
@@ -295,7 +215,7 @@ class FoldPreprocessing(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the key for Inductor's caches: a hash of the sources that decide a fold."""
-        read = activations, patterns, problem, proofs
+        read = activations, patterns, problem, proofs, writes
         return get_hash_for_files((__file__, *(m.__file__ for m in read)))
 
 
@@ -343,9 +263,8 @@ class _Call:
         for flag, name, inside, proof in _PROOFS:
             if args.get(flag) is not False or args[inside] or example(args.get(name)) is None:
                 continue  # recurrent operators have no promises
-            try:
-                nodes = proof(args[name])
-            except Refused:
+            nodes = proof(args[name])
+            if flag == "safe_gate" and self._loses_range(problem.SAFE_BOUND):
                 continue
             if nodes is not None and not self.around.is_written(nodes):
                 args[flag] = True
@@ -357,14 +276,16 @@ class _Call:
         for match in both:
             if match is not None:
                 x = example(next(iter(match.leaves.values())))
-                if (
-                    x.dtype not in (torch.float16, torch.float64)
-                    and self.around.autocasts(self.node, x.device.type) is torch.float16
-                ):
+                if self._taken(x) is torch.float16 is not x.dtype:
                     # the raw q and k may overflow float16, in which autocast would pass them
                     raise Refused("precision")
                 match.flags = {"use_qk_l2norm_in_kernel": True}
         return both
+
+    def _taken(self, x: Tensor) -> torch.dtype:
+        """Return the dtype of q, k or v in the operator; autocast casts all but float64."""
+        cast = self.around.autocasts(self.node, x.device.type)
+        return x.dtype if cast is None or x.dtype is torch.float64 else cast
 
     def _gate(self) -> list[Match | None]:
         match = match_through(lambda value: Gate(self.rank, value).match(), self.args["g"])
@@ -373,7 +294,31 @@ class _Call:
             match.flags.get("lower_bound"),
         ):
             raise Refused("flags")  # the call's lower_bound, for safe_gate, is not the gate's
+        if match is not None and self._loses_range(match.flags.get("lower_bound")):
+            raise Refused("range")
         return [match]
+
+    def _loses_range(self, bound: Any) -> bool:
+        """Return whether results may leave the range of the call if it learns a bound of its decay.
+
+        In bf16, KDA's `chunk` then holds less of q and k (docs/numerics.md). Normalised ones stay
+        in that range, and a call that already promises a bound has no other.
+        """
+        args = self.args
+        # recurrent operators have no promises, and use no bound
+        if not self.rank or bound is None or args.get("safe_gate", True):
+            return False
+        if self._taken(example(args["q"])) is not torch.bfloat16:
+            return False
+        if isinstance(bound, (int, float)) and bound < problem.SAFE_BOUND:
+            return False  # too low for kernels to use; one that is no constant may have any value
+        scale = args["scale"]
+        if scale is not None and (isinstance(scale, Node) or abs(scale) > MOST_SCALE):
+            return True
+        if args["use_qk_l2norm_in_kernel"]:
+            return False
+        found = [prove_lengths(args[name]) for name in "qk"]
+        return None in found or self.around.is_written(n for nodes in found for n in nodes or ())
 
     def _try(self, find: Callable[[], list[Match | None]], free: bool) -> None:
         if not free:

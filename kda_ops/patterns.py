@@ -9,6 +9,7 @@ autocast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kda_ops.backends.activations import EPS
 from kda_ops.private import OpOverload, OpOverloadPacket
 from kda_ops.registrations import schemas
+from kda_ops.writes import written
 
 _GATES = {
     target: rank
@@ -57,7 +59,19 @@ _ALIASES = {
     "swapaxes": "transpose",
     "swapdims": "transpose",
 }
-_POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "square": 2.0}
+# torch's own names of arguments, by the names that it takes as well
+_KEYWORDS = {
+    "self": "input",
+    "x": "input",
+    "a": "input",
+    "x1": "input",
+    "x2": "other",
+    "axis": "dim",
+    "axis0": "dim0",
+    "axis1": "dim1",
+    "keepdims": "keepdim",
+}
+_POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 _RESHAPES = frozenset(
     {
         "view",
@@ -85,7 +99,15 @@ def example(x: Any) -> Any:
 
 
 def name_of(node: Any) -> str | None:
-    """Return the canonical name of a node's function; None if torch does not define it."""
+    """Return the canonical name of a node's function.
+
+    Return None if torch does not define it, or if it writes a tensor, such as `out`.
+    """
+    name = _name_of(node)
+    return None if name is None or written(node) else name
+
+
+def _name_of(node: Any) -> str | None:
     if not isinstance(node, Node):
         return None
     if node.op == "call_method":
@@ -107,16 +129,35 @@ def name_of(node: Any) -> str | None:
 
 
 def operands(node: Node, *names: str) -> list:
-    """Return the arguments ``input`` and `names`, positional or by keyword; None where absent."""
-    args = list(node.args)
-    return [
-        args[i] if i < len(args) else node.kwargs.get(name)
-        for i, name in enumerate(("input", *names))
-    ]
+    """Return the arguments ``input`` and `names`, positional or by keyword; None where absent.
+
+    If the node has any other argument, all are None: its meaning is not known.
+    """
+    given = dict(zip(("input", *names), node.args))
+    given |= {_KEYWORDS.get(name, name): x for name, x in node.kwargs.items()}
+    known = len(node.args) <= 1 + len(names) and given.keys() <= {"input", *names}
+    return [given.get(name) if known else None for name in ("input", *names)]
+
+
+def _addends(node: Node) -> tuple[Any, Any]:
+    """Return a and b of a + b; None and None of a + alpha b."""
+    a, b, alpha = operands(node, "other", "alpha")
+    # alpha has no position: three are the older add(a, alpha, b)
+    return (a, b) if len(node.args) < 3 and alpha in (None, 1) else (None, None)
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
+    """Return whether x is a constant that every later product of constants can hold."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 1e100
+
+
+def _is_moderate(x: float, dtype: torch.dtype) -> bool:
+    """Return whether a constant takes at most half of the exponents of fp32 and of `dtype`.
+
+    The other half is for the factors next to it, so that neither overflows or underflows.
+    """
+    info = torch.finfo(torch.float32 if dtype.itemsize > 4 else dtype)
+    return x == 0.0 or info.tiny**0.5 <= abs(x) <= info.max**0.5
 
 
 def same_shape(a: Sequence, b: Sequence) -> bool:
@@ -167,16 +208,21 @@ def is_cast(node: Any) -> bool:
     )
 
 
-def _is_transparent(node: Node) -> bool:
+def _is_transparent(node: Any) -> bool:
     """Return whether a node is a lossless cast or a contiguous copy."""
     if is_cast(node):
         return _is_wider(example(node).dtype, example(source(node)).dtype)
-    return name_of(node) == "contiguous"
+    return _is_copy(node)
 
 
-def _is_reshape(node: Node) -> bool:
+def _is_copy(node: Any) -> bool:
+    """Return whether a node is a contiguous copy."""
+    return name_of(node) == "contiguous" and example(source(node)) is not None
+
+
+def _is_reshape(node: Any) -> bool:
     """Return whether a node only changes sizes, not the order of elements."""
-    x, y = example(source(node)), example(node)
+    x, y = (example(source(node)), example(node)) if isinstance(node, Node) else (None, None)
     if x is None or y is None or x.dtype is not y.dtype:  # a view as another dtype
         return False
     if name_of(node) == "getitem":
@@ -234,10 +280,12 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
     """Write a node as a product of powers.
 
     Follow multiplications, divisions, signs, roots and lossless casts; treat the node `whole` as an
-    atom.
+    atom, and constants near the ends of the range of their dtype (`_is_moderate`).
     """
     if _is_number(node):
-        return Product(float(node) ** exponent if node else 0.0, [])
+        # a zero below the line is an infinite coefficient, which no pattern has
+        power = math.inf if node == 0 and exponent < 0.0 else float(node) ** exponent
+        return Product(power, [])
     x = example(node)
     atom = Product(1.0, [Factor(node, exponent, x.shape if x is not None else ())])
     if x is None or not x.dtype.is_floating_point or node is whole:
@@ -257,18 +305,24 @@ def expand(node: Any, exponent: float = 1.0, whole: Node | None = None) -> Produ
             return atom
         factor.shape = x.shape
     elif name == "neg" and single:
-        out = Product(-1.0, []).times(expand(source(node), exponent, whole))
-    elif name in ("mul", "div") and single and not set(node.kwargs) - {"other", "input"}:
+        out = Product(-1.0, []).times(expand(operands(node)[0], exponent, whole))
+    elif name in ("mul", "div") and single:
         a, b = operands(node, "other")
-        out = expand(a, exponent, whole).times(
-            expand(b, exponent if name == "mul" else -exponent, whole)
-        )
-    elif name in _POWERS or (name == "pow" and _is_number(operands(node, "exponent")[1])):
+        if a is None or b is None:
+            return atom
+        parts = [
+            expand(a, exponent, whole),
+            expand(b, exponent if name == "mul" else -exponent, whole),
+        ]
+        out = parts[0].times(parts[1])
+        if not all(_is_moderate(p.coefficient, x.dtype) for p in (*parts, out)):
+            return atom
+    elif name in _POWERS or name == "pow":
         base, power = (
             (operands(node)[0], _POWERS[name]) if name in _POWERS else operands(node, "exponent")
         )
-        # sqrt(x ** 2) is |x|, not a power of x
-        if not isinstance(base, Node) or (power % 2 == 0 and exponent % 1 != 0):
+        # other powers lose the sign of the base, or leave its range
+        if not isinstance(base, Node) or power not in (1, -1, 0.5, -0.5):
             return atom
         out = expand(base, exponent * power, whole)
     else:
@@ -305,9 +359,8 @@ def is_layout(node: Node, rows: bool) -> bool:
         return False
     last, name = x.dim() - 1, name_of(node)
     if name == "transpose":
-        swapped = {d % x.dim() for d in operands(node, "dim0", "dim1")[1:] if isinstance(d, int)}
-        # empty if the dimensions were given by other names
-        return not rows or (len(swapped) > 0 and last not in swapped)
+        swapped = operands(node, "dim0", "dim1")[1:]
+        return not rows or all(isinstance(d, int) and d % x.dim() != last for d in swapped)
     if name == "permute":
         dims = (
             node.args[1]
@@ -318,28 +371,28 @@ def is_layout(node: Node, rows: bool) -> bool:
             len(dims) == x.dim() and isinstance(dims[-1], int) and dims[-1] % x.dim() == last
         )
     if name == "repeat_interleave":
-        dim = operands(node, "repeats", "dim")[2]
+        dim = operands(node, "repeats", "dim", "output_size")[2]
         return rows and isinstance(dim, int) and dim % x.dim() != last
     if _is_reshape(node) or (rows and name == "expand"):
         return not rows or same_shape(x.shape[-1:], y.shape[-1:])
-    return name == "contiguous"
+    return name == "contiguous"  # whose source is a tensor, see above
 
 
 def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
     """Return x if `node` is sum(x^2) + eps over the last dimension, with the operator's eps."""
-    a, b = operands(node, "other")
+    a, b = _addends(node)
     if _is_number(a):
         a, b = b, a
-    if node.kwargs.get("alpha", 1) != 1 or not _is_number(b) or abs(b - EPS) > 1e-3 * EPS:
+    if not _is_number(b) or abs(b - EPS) > 1e-3 * EPS:
         return None
     total = strip(a, nodes, reshapes=True)
     if name_of(total) != "sum":
         return None
-    squares, dim = operands(total, "dim")
-    dim = total.kwargs.get("axis", dim)
+    squares, dim = operands(total, "dim", "keepdim", "dtype")[:2]
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     if (
         not isinstance(dim, int)
+        or example(squares) is None
         or dim not in (-1, example(squares).dim() - 1)
         or not _is_wider(example(total).dtype, example(squares).dtype)
     ):
@@ -349,12 +402,12 @@ def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
     nodes.append(square)
     if name_of(square) == "mul":
         x, y = (strip(f, nodes, reshapes=False) for f in operands(square, "other"))
-        return x if x is y else None
-    if name_of(square) == "square" or (
-        name_of(square) == "pow" and operands(square, "exponent")[1] == 2
+        return x if x is y and isinstance(x, Node) else None
+    x, power = operands(square, "exponent")
+    if isinstance(x, Node) and (
+        name_of(square) == "square" or (name_of(square) == "pow" and power == 2)
     ):
-        x = operands(square)[0]
-        return strip(x, nodes, reshapes=False) if isinstance(x, Node) else None
+        return strip(x, nodes, reshapes=False)
     return None
 
 
@@ -380,7 +433,7 @@ def find_l2norm(value: Node) -> Norm | None:
         core = source(core)
     root = expand(core).take("add", -0.5)
     x = None if root is None else _sum_of_squares(root.base, nodes)
-    if root is None or x is None:
+    if root is None or x is None or not example(x).dtype.is_floating_point:
         return None
     product = expand(core, whole=x)
     if product.coefficient != 1.0 or sorted((f.exponent, f.base is x) for f in product.factors) != [
@@ -422,8 +475,10 @@ def match_beta(value: Node) -> Match | None:
     found = product.take("sigmoid")
     if found is None or len(product.factors) != 1 or product.coefficient not in (1.0, 2.0):
         return None
-    nodes = [*layout, *product.nodes, found.base]
-    raw = peel(operands(found.base)[0], example(value).dtype, nodes)
+    nodes, logits = [*layout, *product.nodes, found.base], operands(found.base)[0]
+    if logits is None:
+        return None
+    raw = peel(logits, example(value).dtype, nodes)
     double = product.coefficient == 2.0
     flags: dict[str, Any] = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": double}
     return Match(
@@ -458,8 +513,8 @@ class Gate:
         core = strip(self.value, passed, reshapes=False)
         self.computed = example(core).dtype
         if _GATES.get(core.target) == self.rank and core.args:
-            g, A_log, dt_bias = operands(core, "A_log", "dt_bias")
-            return self._found(g, A_log, dt_bias, [*passed, core], core.kwargs.get("lower_bound"))
+            g, A_log, dt_bias, bound = operands(core, "A_log", "dt_bias", "lower_bound")
+            return self._found(g, A_log, dt_bias, [*passed, core], bound)
         product = expand(self.value)
         if product.coefficient == -1.0 and len(product.factors) == 2:
             softplus, exp = product.take("softplus"), product.take("exp")
@@ -475,10 +530,12 @@ class Gate:
             return (
                 None
                 if A_log is None
-                else self._linear(operands(softplus.base)[0], A_log, nodes, None)
+                else self._linear(
+                    operands(softplus.base, "beta", "threshold")[0], A_log, nodes, None
+                )
             )
         sigmoid = product.take("sigmoid")
-        bounded = -float("inf") < product.coefficient < 0.0 and len(product.factors) == 1
+        bounded = product.coefficient < 0.0 and len(product.factors) == 1
         if sigmoid is None or not bounded or not self._is_full(sigmoid.base):
             return None
         nodes, bound = [*product.nodes, sigmoid.base], product.coefficient
@@ -516,9 +573,11 @@ class Gate:
         return strip(operands(exp.base)[0], nodes, reshapes=True)
 
     def _linear(
-        self, x: Node, A_log: Node | None, nodes: list[Node], bound: float | None
+        self, x: Node | None, A_log: Node | None, nodes: list[Node], bound: float | None
     ) -> Match | None:
         """Match x = g + dt_bias, or g alone."""
+        if x is None:
+            return None
         under: list[Node] = []
         add, layout, heads = strip(x, under, reshapes=False), [], tuple(self.heads)
         if _is_reshape(add) and self.rank and example(source(add)).dim() == 3:
@@ -526,9 +585,9 @@ class Gate:
             layout, add = [add], source(add)
             under += layout
             heads = (heads[0] * heads[1],)
-        if name_of(add) == "add" and add.kwargs.get("alpha", 1) == 1:
+        if name_of(add) == "add":
             full = (*self.shape[:2], *heads)
-            a, b = operands(add, "other")
+            a, b = _addends(add)
             for g, bias in ((a, b), (b, a)):
                 one, other = example(g), example(bias)
                 if (
@@ -569,14 +628,14 @@ class Gate:
 
 
 def _is_plain_softplus(node: Node) -> bool:
-    _, beta, threshold = operands(node, "beta", "threshold")
-    return beta in (None, 1) and threshold in (None, 20)
+    x, beta, threshold = operands(node, "beta", "threshold")
+    return x is not None and beta in (None, 1) and threshold in (None, 20)
 
 
 def match_through(matcher: Callable[[Node], Match | None], value: Node) -> Match | None:
     """Match under casts; raise `Refused`, with its reason, if a cast loses precision."""
     lossy = False
-    while is_cast(value) or name_of(value) == "contiguous":
+    while is_cast(value) or _is_copy(value):
         if not _is_transparent(value):
             lossy = True
         elif not lossy:

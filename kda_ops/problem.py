@@ -432,13 +432,13 @@ class Problem:
 
     @property
     def gate_bound(self) -> float | None:
-        """The lower bound of the decay that the caller's flags promise, or None.
+        """The lower bound of the decay that follows from the caller's flags, or None.
 
-        Kernels choose their number of anchors by it, and with it the range that they can hold
-        (docs/numerics.md).
+        Kernels choose their number of anchors by it, and scale factors by it. That limits the range
+        of q and k (docs/numerics.md), but not without a decay, where the bound is 0.
         """
         if self.g is None:
-            return SAFE_BOUND
+            return 0.0
         if self.lower_bound is not None:
             return self.lower_bound
         # the softplus gate has no lower bound, whatever the caller promises

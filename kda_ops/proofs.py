@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from kda_ops.backends.activations import EPS
 from kda_ops.patterns import (
+    Refused,
     example,
     expand,
     find_l2norm,
@@ -25,8 +27,8 @@ from kda_ops.patterns import (
 from kda_ops.problem import SAFE_BOUND
 
 # The default eps of F.normalize. With a much smaller one, squares of short rows underflow in fp32,
-# and lengths may exceed 1.
-LEAST_EPS = 1e-12
+# and lengths may exceed 1. Rows shorter than the largest one stay short, as in the operator's norm.
+LEAST_EPS, MOST_EPS = 1e-12, EPS**0.5
 
 
 def _behind(value: Any, rows: bool) -> list[Any]:
@@ -47,7 +49,10 @@ def prove_strength(value: Node) -> list[Node] | None:
 
 
 def prove_lengths(value: Node) -> list[Node] | None:
-    """Prove that rows have at most unit length, by F.normalize or the norm that folds."""
+    """Prove that rows are normalised, by F.normalize or the norm that folds.
+
+    Then their length is at most 1, and shorter only where the raw row is tiny.
+    """
     nodes = _behind(value, rows=True)
     if any(is_cast(n) and example(n).dtype.itemsize < 2 for n in nodes):
         return None
@@ -56,9 +61,12 @@ def prove_lengths(value: Node) -> list[Node] | None:
         x, p, dim, eps, out = operands(last, "p", "dim", "eps", "out")
         # in float16 small squares underflow to zero at any eps, so lengths may exceed 1
         plain = p in (None, 2) and out is None and example(last).dtype is not torch.float16
-        plain = plain and (eps is None or isinstance(eps, float) and eps >= LEAST_EPS)
-        return nodes if plain and dim in (-1, example(x).dim() - 1) else None
-    norm = find_l2norm(value)
+        plain = plain and (eps is None or isinstance(eps, float) and LEAST_EPS <= eps <= MOST_EPS)
+        return nodes if plain and x is not None and dim in (-1, example(x).dim() - 1) else None
+    try:
+        norm = find_l2norm(value)
+    except Refused:
+        return None
     return None if norm is None else [*norm.nodes, norm.x]
 
 

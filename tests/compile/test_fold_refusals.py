@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,6 +95,37 @@ OTHERS = {
     "twice": lambda q, k, v, g, b, A, dt: (q, k, v, -2 * A.exp()[:, None] * F.softplus(g + dt), b),
     "per channel": lambda q, k, v, g, b, A, dt: (q, k, v, -dt[0].exp() * F.softplus(g + dt), b),
     "exp2": lambda q, k, v, g, b, A, dt: (q, k, v, -A.exp2()[:, None] * F.softplus(g + dt), b),
+    "an older sum": lambda q, k, v, g, b, A, dt: (
+        *(
+            x * torch.rsqrt(torch.add(x.square().sum(-1, keepdim=True), 1e-6, x.abs()[..., :1]))
+            for x in (q, k)
+        ),
+        v,
+        None,
+        b,
+    ),
+    "one axis by name": lambda q, k, v, g, b, A, dt: (
+        *(norm(x.transpose(1, 3).contiguous()).swapaxes(1, axis1=3) for x in (q, k)),
+        v,
+        None,
+        b,
+    ),
+    "rounded down": lambda q, k, v, g, b, A, dt: (
+        q,
+        k,
+        v,
+        torch.div(-b.sigmoid()[..., None] * g.sigmoid(), 0.2, rounding_mode="trunc"),
+        b,
+    ),
+    "masked": lambda q, k, v, g, b, A, dt: (
+        *(
+            x * torch.rsqrt(torch.masked.sum(x * x, -1, keepdim=True, mask=x > 0) + 1e-6)
+            for x in (q, k)
+        ),
+        v,
+        None,
+        b,
+    ),
 }
 
 
@@ -101,6 +133,40 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_function_is_not_folded(name):
     assert_refuses(lambda *x: kda_ops.chunk_kda(*OTHERS[name](*x))[0], inputs(), None)
+
+
+CONSTANTS = {
+    "0": lambda s: -s / 0.0,
+    "minus 0": lambda s: s / -0.0,
+    "infinity": lambda s: -math.inf * s,
+    "NaN": lambda s: math.nan * s,
+    "beyond float32": lambda s: -1e39 * s,
+    "beyond float32, in turn": lambda s: -1e30 * (1e30 * s),
+    "beyond float32, between": lambda s: -5e-39 * (1e39 * s),
+    "below float32": lambda s: (-1e-46 * s) * 5e46,
+    "below float32, below the line": lambda s: -s / 1e-46,
+    "an inverse of infinity": lambda s: -(math.inf * s).reciprocal().reciprocal(),
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_constant_that_a_dtype_does_not_hold_is_not_folded(name, dtype):
+    def f(q, k, v, g, beta, *_):
+        return kda_ops.chunk_kda(q, k, v, CONSTANTS[name](g.sigmoid()), None)[0]
+
+    captured, x = Captured(), inputs(dtype=dtype, grad=False)
+    captured.compile(f)(*x.values())
+    assert not captured.fold.folded and not captured.fold.promised
+
+
+def test_a_constant_beyond_float16_is_not_folded_there():
+    for make, bound in ((lambda s: -7e4 * s, 0), (lambda s: -5.0 * s, 1)):
+        captured = Captured()
+        captured.compile(
+            lambda q, k, v, g, *_, make=make: kda_ops.chunk_kda(q, k, v, make(g.sigmoid()), None)[0]
+        )(*inputs(dtype=torch.float16, grad=False).values())
+        assert captured.fold.folded == Counter(bounded_gate=bound) + Counter()
 
 
 def test_an_input_is_not_activated_twice():
@@ -304,7 +370,107 @@ def _write_by_a_function_of_anything(b, y, out):
     _passes_on(b, inplace=True)
 
 
+aten = torch.ops.aten
+LIBRARY = torch.library.Library("folding", "DEF")  # noqa: TOR901
+for _schema, _run, _fake in (
+    # an overload that writes what the first one reads
+    ("scale(Tensor x, Tensor y) -> Tensor", lambda x, y: x * y, torch.mul),
+    (
+        "scale.in_place(Tensor(a!) x, float y) -> Tensor",
+        lambda x, y: x.mul_(y) * 1.0,
+        lambda x, y: x * 1.0,
+    ),
+    # a name that says what the schema keeps quiet
+    ("halve_(Tensor x) -> Tensor", lambda x: x.mul_(0.5) * 1.0, lambda x: x * 1.0),
+):
+    LIBRARY.define(_schema)
+    _name = _schema.partition("(")[0]
+    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"folding::{_name}", _fake, lib=LIBRARY)
+
+
+@torch.library.custom_op("folding::custom", mutates_args="unknown")
+def _custom(x: torch.Tensor) -> None:
+    x.mul_(0.5)
+
+
+def _write_by_any_overload(b, y, out):
+    aten.mul(out, 0.5, out=b)
+
+
+def _write_by_an_overload(b, y, out):
+    aten.mul.out(out, out, out=b)
+
+
+def _write_by_another_overload(b, y, out):
+    torch.ops.folding.scale(b, 0.5)
+
+
+def _write_by_a_quiet_schema(b, y, out):
+    torch.ops.folding.halve_(b)
+
+
+def _write_by_a_custom_operator(b, y, out):
+    _custom(b)
+
+
+def _write_out_by_position(b, y, out):
+    F.normalize(out, 0.5, 1, 1e-12, b)
+
+
+def _write_out_by_position_in_norm(b, y, out):
+    torch.norm(out[None], 2, 0, False, b)
+
+
+def _write_one_of_two_outs(b, y, out):
+    torch.max(out[None], 0, out=(b, torch.empty(b.shape, dtype=torch.long)))
+
+
+def _write_a_list(b, y, out):
+    torch._foreach_mul_([out, b], 0.5)
+
+
+def _write_a_list_of_views(b, y, out):
+    aten._foreach_mul_(b.split(1, -1), 0.5)
+
+
+def _write_a_list_of_outs(b, y, out):
+    torch.unbind_copy(torch.stack((out, out)), out=[torch.empty_like(b), b])
+
+
+def _write_what_aten_counts(b, y, out):
+    rows = out.flatten(0, 1)
+    aten.native_batch_norm(rows, None, None, b[0, 0], b[0, 1], True, 0.1, 1e-5)
+
+
+def _write_by_numpy(b, y, out):
+    np.multiply(b.detach().numpy(), 0.5, out=b.detach().numpy())
+
+
+@torch._dynamo.allow_in_graph
+def _halves(x):
+    return x.mul_(0.5) * 1.0
+
+
+def _write_by_a_function_that_does_not_say_so(b, y, out):
+    _halves(b)
+
+
 WRITES = (
+    _write_by_any_overload,
+    _write_by_an_overload,
+    _write_by_another_overload,
+    _write_by_a_quiet_schema,
+    _write_by_a_custom_operator,
+    _write_out_by_position,
+    _write_out_by_position_in_norm,
+    _write_one_of_two_outs,
+    _write_a_list,
+    _write_a_list_of_views,
+    _write_a_list_of_outs,
+    _write_what_aten_counts,
+    _write_by_numpy,
+    _write_by_a_function_that_does_not_say_so,
     _write_leaf,
     _write_view,
     _write_activation,
@@ -335,6 +501,26 @@ def test_nothing_folds_across_a_write_in_place(write, when):
 
     x = inputs(grad=False)
     assert_refuses(f, x, "in-place")
+
+
+@pytest.mark.parametrize(
+    "activate",
+    (
+        lambda b, out: torch.sigmoid(b, out=out),
+        lambda b, out: aten.sigmoid(b, out=out),
+        lambda b, out: torch.special.expit(b, out=out),
+        lambda b, out: 2 * torch.sigmoid(b, out=out),
+        lambda b, out: torch.mul(b.sigmoid(), 2, out=out),
+    ),
+)
+def test_an_activation_that_writes_its_result_is_not_removed(activate):
+    def f(q, k, v, g, beta, *_):
+        outs = torch.zeros(2, *beta.shape)
+        o = kda_ops.chunk_kda(q, k, v, None, activate(beta, outs[0]))[0]
+        return o + outs.sum()
+
+    captured = assert_folds(f, inputs(grad=False))
+    assert not captured.fold.promised
 
 
 def test_a_write_to_another_tensor_does_not_prevent_a_fold():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -49,6 +50,23 @@ def rows_swapped(k):
     return y.swapaxes(axis0=2, axis1=3)
 
 
+def rows_swapped_in_part(k):
+    y = F.normalize(k.transpose(1, 3).contiguous(), dim=-1)
+    return y.swapaxes(1, axis1=3)
+
+
+def written_by_any_overload(x):
+    y = x.sigmoid()
+    torch.ops.aten.mul(y, 1.9, out=y[:])
+    return y.to(BF16)
+
+
+def normalised_into(k):
+    y = F.normalize(k, dim=-1)
+    F.normalize(k, 0.5, 1, 1e-12, y[:])
+    return y
+
+
 PROVEN = {
     "rounded": ("safe_beta", lambda b: b.sigmoid().to(BF16)),
     "rounded before": ("safe_beta", lambda b: b.to(BF16).sigmoid().half()),
@@ -56,6 +74,11 @@ PROVEN = {
     "without gradient": ("safe_beta", without_gradient),
     "F.normalize": ("safe_keys", lambda k: F.normalize(k, dim=-1)),
     "F.normalize, last": ("safe_keys", lambda k: F.normalize(k.float(), p=2.0, dim=3, eps=1e-6)),
+    "by axes with names": (
+        "safe_keys",
+        lambda k: F.normalize(k.swapaxes(1, axis1=2), dim=-1).swapaxes(1, axis1=2),
+    ),
+    "aten, by name": ("safe_beta", lambda b: torch.ops.aten.sigmoid(self=b).to(BF16)),
     "by heads": ("safe_keys", lambda k: F.normalize(k.transpose(1, 2), dim=-1).transpose(1, 2)),
     "k alone": ("safe_keys", NORMS["rsqrt"]),
     "bounded": ("safe_gate", lambda g: (-5.0 * g.sigmoid()).to(BF16)),
@@ -76,6 +99,13 @@ OTHERS = {
     "its source written": ("safe_keys", source_written),
     "written by NumPy": ("safe_keys", written_by_numpy),
     "rows swapped": ("safe_keys", rows_swapped),
+    "rows swapped, one axis by name": ("safe_keys", rows_swapped_in_part),
+    "written by any overload": ("safe_beta", written_by_any_overload),
+    "written by position": ("safe_keys", normalised_into),
+    "never unit": ("safe_keys", lambda k: F.normalize(k, dim=-1, eps=1.0)),
+    "divided by 0": ("safe_gate", lambda g: (-g.sigmoid() / 0.0).to(BF16)),
+    "divided by infinity, twice": ("safe_gate", lambda g: -g.sigmoid() / math.inf / 0.0),
+    "beyond float32": ("safe_gate", lambda g: ((1e39 * g.sigmoid()) * -5e-39).to(BF16)),
     "no floor": ("safe_keys", lambda k: F.normalize(1e-30 * k, dim=-1, eps=0.0)),
     "8 bits": ("safe_keys", lambda k: F.normalize(k, dim=-1).to(torch.float8_e4m3fn).to(k.dtype)),
     "other bits": ("safe_beta", lambda b: b.sigmoid().to(BF16).view(dtype=torch.float16)),

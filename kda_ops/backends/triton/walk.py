@@ -5,6 +5,8 @@ Here are the condition under which it runs and its launch. The walk itself is `w
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 from torch import Tensor
@@ -18,11 +20,23 @@ from kda_ops.backends.triton.tile import dense
 from kda_ops.problem import Problem
 
 KERNEL = kernels("walk_kda")
+
+
+def _least_heads() -> int:
+    """Return KDA_OPS_WALK_HEADS, or 64."""
+    given = os.environ.get("KDA_OPS_WALK_HEADS", "64")
+    if not given.isdecimal():
+        raise ValueError(
+            f"KDA_OPS_WALK_HEADS must be the least number of value heads to walk, got {given!r}."
+        )
+    return int(given)
+
+
 # The least number of value heads for which one sequence is walked faster than the kernels that the
-# walk replaces: a step takes 4.8 us, and few programs do not hide that
-# (docs/kernels/journal/walk-of-kda.md).
-# The number of sequences must not count, because a sequence's bits do not depend on its batch.
-LEAST_HEADS = 64
+# walk replaces: a step takes 4.3 to 4.9 us, and few programs do not hide that. The number of
+# sequences must not count, because a sequence's bits do not depend on its batch. Who always has
+# several sequences can choose a smaller number.
+LEAST_HEADS = _least_heads()
 
 
 def walks_forward(p: Problem, final_state: Tensor | None) -> bool:
@@ -58,7 +72,7 @@ def registers(p: Problem) -> int:
     """Return how many registers a thread of the scan gets; `prepare` gets what it leaves.
 
     With 144, ptxas serialises all products of the kernel. Norm and gate need more in `prepare`
-    (docs/kernels/journal/walk-of-kda.md).
+    (docs/kernels/hazards.md, "Serialised products").
     """
     return 152 if p.l2norm or p.activate_gate else 160
 

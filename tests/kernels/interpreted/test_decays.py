@@ -11,7 +11,11 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
         "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
     )
 
+import kda_ops
+from tests.support.cases import FAR, Case, replace
+from tests.support.closeness import assert_meets_budget
 from tests.support.decays import Setting, rows
+from tests.support.folding import Captured, inputs
 
 
 @dataclass(frozen=True)
@@ -39,3 +43,25 @@ def test_the_worst_decays_meet_their_budget(point):
     """o, the final state and every gradient."""
     over = [row for row in rows(point, torch.device("cpu")) if not row.budget <= 1.0]
     assert not over, "\n".join(map(str, over))
+
+
+@pytest.mark.parametrize("gate", ("none", "zero"))
+@pytest.mark.parametrize("K", (16, 128))
+@pytest.mark.parametrize("name", FAR)
+def test_a_call_without_a_decay_has_the_range_of_a_decay_of_zero(name, K, gate):
+    case = Case(dtype=torch.bfloat16, HV=1, T=130, K=K, V=16, gate=gate, state=False)
+    assert_meets_budget(replace(case, **FAR[name]))
+
+
+@pytest.mark.parametrize("rounded", (False, True))
+def test_neither_a_fold_nor_a_proof_limits_queries(rounded):
+    """With a bound of -5, queries of this size would overflow."""
+
+    def attend(q, k, v, g, *_):
+        decay = -5.0 * g.float().sigmoid()
+        decay = decay.bfloat16() if rounded else decay
+        return kda_ops.chunk_kda(2e5 * q, k, v, decay, None)[0]
+
+    x = inputs(dtype=torch.bfloat16, grad=False)
+    got, want = Captured().compile(attend)(*x.values()), attend(*x.values())
+    assert want.isfinite().all() and torch.equal(got, want)
