@@ -140,7 +140,7 @@ def test_wide_programs_of_runs_and_maps_change_no_bit(variant, monkeypatch):
     ),
 )
 def test_split_products_leave_fewer_chunks_to_the_time_of_the_scan(monkeypatch, flags, chunks):
-    """docs/kernels/journal/two-costs-for-gdn-chunks.md has both numbers, for 128 chunks."""
+    """The sequence has 128 chunks. The journal has both numbers, "Two costs for GDN's chunks"."""
     monkeypatch.setattr(tuning, "FORCED_RUN", None)
     monkeypatch.setattr(tuning, "processors", lambda device: 132)
     x = torch.empty(1, 8192, 96, 128, dtype=torch.bfloat16, device="meta")
