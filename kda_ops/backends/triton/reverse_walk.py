@@ -246,7 +246,8 @@ def reverse_walk(
         dq, dk = (new(q, f"{name}_heads", shape, torch.float32) for name in ("dq", "dk"))
     else:
         dq, dk = (new(q, name, shape_of(q)) for name in ("dq", "dk"))
-    assert tile.P is not None  # `prepare` always makes it
+    # `prepare` always makes them
+    assert tile.A is not None and tile.P is not None and tile.factors is not None
     sums = as_floats(tile.P)  # the walk has read the P of a chunk when it writes there
 
     # rows of dv alone if grouped, because dq and dk are sums then; else of dq, dk and dv

@@ -79,7 +79,7 @@ def registers(p: Problem) -> int:
 
 def walk(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     """Write o and the final state, as `kda_ops.stages.Backend.scan` does."""
-    assert KERNEL is not None  # as `walks` has checked
+    assert KERNEL is not None and p.g is not None  # as `walks_forward` has checked
     final = None if final_state is None or final_state.numel() == 0 else as_kv(p, final_state)
     initial = None if p.state is None else as_kv(p, p.state)
     into = p.snapshot_indices
