@@ -23,31 +23,11 @@ SEQUENCES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "c
 ARGUMENTS = {
     "chunk": SEQUENCES,
     "recurrent": SEQUENCES,
-    "recurrent_": (
-        "q",
-        "k",
-        "v",
-        "g",
-        "beta",
-        "state",
-        "state_indices",
-        "num_accepted_tokens",
-        "A_log",
-        "dt_bias",
-        "cu_seqlens",
+    "recurrent_": tuple(
+        "q k v g beta state state_indices num_accepted_tokens A_log dt_bias cu_seqlens".split()
     ),
-    "chunk_": (
-        "q",
-        "k",
-        "v",
-        "g",
-        "beta",
-        "state",
-        "state_indices",
-        "snapshot_indices",
-        "A_log",
-        "dt_bias",
-        "cu_seqlens",
+    "chunk_": tuple(
+        "q k v g beta state state_indices snapshot_indices A_log dt_bias cu_seqlens".split()
     ),
     "gate": ("g", "A_log", "dt_bias"),
 }

@@ -25,18 +25,7 @@ from tests.support.closeness import (
 from tests.support.shards import cut_twin
 
 CASE = Case(B=2, T=65, H=1, HV=2, K=16, V=24, gate="softplus", beta="sigmoid", l2norm=True)
-NAMES = (
-    "o",
-    "final_state",
-    "dq",
-    "dk",
-    "dv",
-    "dg",
-    "dbeta",
-    "dA_log",
-    "ddt_bias",
-    "dinitial_state",
-)
+NAMES = tuple("o final_state dq dk dv dg dbeta dA_log ddt_bias dinitial_state".split())
 
 
 def judged(name, change, case=CASE):
