@@ -540,7 +540,6 @@ def _():
     """)
 
 
-@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("names, check", ROWS)
