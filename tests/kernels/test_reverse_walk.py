@@ -92,6 +92,7 @@ def test_many_heads_of_a_layer_walk(call):
     "call",
     (
         dict(B=1, HV=47, H=47),
+        dict(B=1, T=0, H=64, HV=64),
         dict(rank=1),
         dict(dtype=FP32),
         dict(dtype=FP16, sigmoid=False),
