@@ -68,9 +68,9 @@ def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: froz
         and all(is_copied(p, x) for x in (p.q, p.k, do))
         and (dfinal_state is None or dfinal_state.dim() == 1 or is_near(strides_of(dfinal_state)))
         and (tuning.FORCED_WALK or p.N * p.HV >= LEAST_PROGRAMS)
-        # coordinates have 32 bits
+        # a descriptor has at least one row, and coordinates have 32 bits
+        and 0 < p.B * p.T < 2**30
         and count_chunks(p) * (p.HV * FACTORS) < 2**31
-        and p.B * p.T < 2**30
         and p.N * (p.HV * 3 * LENGTH) < 2**30
     )
 
