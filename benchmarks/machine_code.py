@@ -74,7 +74,8 @@ def serialised(ptx: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        command = [ptxas, "-v", "-arch=sm_90a", source, "-o", Path(folder, "cubin")]
+        command: list[str | Path] = [ptxas, "-v", "-arch=sm_90a", source]
+        command += ["-o", Path(folder, "cubin")]
         said = subprocess.run(command, capture_output=True, text=True)
     return re.search(r"C75(12|15|17)\b", said.stdout + said.stderr) is not None
 

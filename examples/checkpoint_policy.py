@@ -5,11 +5,11 @@ Usage::
     python examples/checkpoint_policy.py       # CPU, under a minute
 
 Checkpointing a whole block frees its activations but runs its forward twice, attention included. A
-policy can keep the attention's results: name the operators in `kda_ops.SAVE_OPS`. Do not name only
-``torch.ops.kda.chunk``: training graphs call ``chunk_fwd`` instead, so that policy never matches.
+policy that names the operators in `kda_ops.SAVE_OPS` keeps the results of the attention. A policy
+that names only ``torch.ops.kda.chunk`` never matches, because training graphs call ``chunk_fwd``.
 
-This keeps the operator's output and, for 16-bit inputs on GPUs, the matrix A (128 bytes per token
-and head). Its inputs are recomputed with the rest of the block.
+The policy keeps the operator's output and, for 16-bit inputs on GPUs, the matrix A (128 bytes per
+token and head). Backward recomputes the operator's inputs with the rest of the block.
 
 The script takes one training step with each policy, eager and compiled. It prints how often the
 operator's forward ran, and the peak memory.

@@ -7,10 +7,11 @@ Usage::
     torchrun --nproc-per-node 2 examples/context_parallel.py    # the same under a launcher
     torchrun --nproc-per-node 2 examples/context_parallel.py --device cuda
 
-Each rank runs the model on its shard of the tokens; shards differ in length. Only two parts of the
-model read other tokens. The short convolution reads the three tokens before (`exchange_tail`), and
-the attention reads the state (`chunk_kda`). The loss is the sum of the ranks' losses, so gradients
-are summed over the ranks. Then each rank takes the same step alone and compares loss and gradients.
+Each rank runs the model on its shard of the tokens, and shards differ in length. Only two parts of
+the model need tokens of other ranks. The short convolution reads the three tokens before the shard
+(`exchange_tail`), and the attention reads the state before it (`chunk_kda`). The loss is the sum of
+the ranks' losses, so the ranks sum their gradients. Then each rank takes the same step alone, on
+the whole sequence, and compares loss and gradients.
 """
 
 from __future__ import annotations

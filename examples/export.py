@@ -15,19 +15,19 @@ must ``import kda_ops``. This holds for saved programs (``torch.export.load``) a
 packages (``torch._inductor.aoti_load_package``). Without the import, loading fails with "Could not
 find schema for kda::chunk". Four more rules:
 
-- Export and run decoding under ``torch.no_grad()``: it writes its states in place.
+- Export and run decoding under ``torch.no_grad()``, because decoding writes its states in place.
 - Initialise CUDA before loading a package for CUDA, for example by creating the inputs.
-- Pass contiguous inputs: a package expects the strides of the example inputs. It checks them only
-  with AOTI_RUNTIME_CHECK_INPUTS=1.
-- Set the flags for gate, norm and sigmoid, as here: exported graphs skip the pass of
-  `kda_ops.inductor`.
+- Pass contiguous inputs, because a package expects the strides of the example inputs. A package
+  checks strides only with AOTI_RUNTIME_CHECK_INPUTS=1.
+- Set the flags for gate, norm and sigmoid, as this script does, because exported graphs skip the
+  pass of `kda_ops.inductor`.
 
-Without Python: a package calls each operator through PyTorch's dispatcher, by name and schema. A
-C++ process can run it if a library defines the same schema and implements it for the device. Its
-``TORCH_LIBRARY(kda, m)`` takes the line that ``torch.ops.kda.chunk.default._schema`` prints.
-kda_ops ships no such library: Python launches its kernels. A C++ server can embed an interpreter
-(``pybind11::scoped_interpreter``), import kda_ops once, and load packages in that process. A call
-then holds the GIL while it launches.
+A package calls each operator through PyTorch's dispatcher, by name and schema. So a C++ process
+without Python can run a package if a library defines the same schema and implements it for the
+device. The ``TORCH_LIBRARY(kda, m)`` of that library takes the line that
+``torch.ops.kda.chunk.default._schema`` prints. kda_ops ships no such library, because Python
+launches its kernels. A C++ server can embed an interpreter (``pybind11::scoped_interpreter``),
+import kda_ops once, and load packages in that process. A call then holds the GIL while it launches.
 """
 
 from __future__ import annotations

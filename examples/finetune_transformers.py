@@ -8,18 +8,18 @@ Usage::
     python examples/finetune_transformers.py --compare
 
 The only change to a training loop is `kda_ops.compat.transformers.enable()`; model and checkpoints
-stay the same. It also works for Qwen3-Next and Qwen3.5. This model is random and reads bytes: use
-``KimiLinearForCausalLM.from_pretrained(...)`` and its tokenizer instead.
+stay the same. `enable` also works for Qwen3-Next and Qwen3.5. The model of this script is random
+and reads bytes, so use ``KimiLinearForCausalLM.from_pretrained(...)`` and its tokenizer instead.
 
-Documents (functions of the Python standard library) are packed into rows without padding. Pass four
-things, or transformers mixes the documents of a row without an error:
+The script packs documents (functions of the Python standard library) into rows without padding. Do
+all four of the following, or transformers mixes the documents of a row without an error:
 
-- ``cu_seq_lens_q``, where documents start: without it the linear layers mix them;
-- ``position_ids`` that count from 0 in each document: without them the full attention mixes them;
-- no ``attention_mask``: with one, even of ones, the full attention mixes them too;
-- ``use_cache=False``: packed rows with a cache are refused.
+- pass ``cu_seq_lens_q``, where documents start, which the linear layers read;
+- pass ``position_ids`` that count from 0 in each document, which the full attention reads;
+- pass no ``attention_mask``, because with a mask, even of ones, the full attention mixes documents;
+- pass ``use_cache=False``, because packed rows with a cache raise an error.
 
-A loop of padded batches changes nothing: pass its ``attention_mask``.
+A loop over padded batches needs no change: pass its ``attention_mask``.
 """
 
 from __future__ import annotations

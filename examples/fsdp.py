@@ -19,9 +19,10 @@ layers need nothing special. Before that, `HeadParallel` shards the heads on the
 the mesh. Then the first rank trains alone on the whole batches and compares.
 
 In bfloat16 the gate's A_log and dt_bias must stay in float32, but a `MixedPrecisionPolicy` rounds
-all parameters of a group. So the example shards a mixer twice: its children with the policy, then
-A_log and dt_bias without. The same two calls, without a policy, shard a layer built with
-``dtype=torch.bfloat16``. FSDP2 otherwise refuses it ("uniform original parameter dtype").
+all parameters of a group. So the example shards a mixer twice: first its children with the policy,
+then A_log and dt_bias without a policy. The same two calls, both without a policy, shard a layer
+built with ``dtype=torch.bfloat16``, which FSDP2 otherwise refuses ("uniform original parameter
+dtype").
 """
 
 from __future__ import annotations

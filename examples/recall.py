@@ -5,8 +5,8 @@ Usage::
     python examples/recall.py                 # CPU, under 2 minutes on two cores
 
 A row holds 16 times ``key value``, then 64 noise tokens, then the 16 keys in another order. At each
-of these keys the model predicts its value. Only the state can carry it: at least 64 tokens lie
-between a value and its question, and the convolutions see four.
+of these keys the model predicts the value of the key. Only the state can carry that value, because
+at least 64 tokens lie between a value and its question, and the convolutions see four tokens.
 """
 
 from __future__ import annotations

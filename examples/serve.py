@@ -9,10 +9,11 @@ Usage::
 A request owns one slot of the pool from admission to its last token. Per layer the slot holds
 ``heads * K * V`` numbers, independent of the request's length.
 
-Each step of the engine packs one row of tokens: of each active request either some chunks of its
-prompt, or its last output token. It makes one call per layer: `chunk_kda_` if any request reads its
-prompt, otherwise `recurrent_kda_`. Both update the states in their slots in place, without gather,
-copy or padding. A free slot is zeroed and given to the next request.
+Each step of the engine packs one row of tokens. Each active request contributes either some chunks
+of its prompt, or its last output token. The step makes one call per layer: `chunk_kda_` if any
+request reads its prompt, otherwise `recurrent_kda_`. Both operators update the states in their
+slots in place, without gather, copy or padding. The engine zeroes a free slot and gives it to the
+next request.
 
 The model has random weights, so its output is meaningless. `--check` (the default) compares every
 request's output with the same request served alone.

@@ -107,7 +107,7 @@ HAZARDS = (
 )
 
 
-# The versions of Triton with which kernels were timed on a GPU (docs/kernels/journal.md), and those
+# The versions of Triton with which kernels were timed on a GPU (docs/kernels/journal/), and those
 # whose machine code ``python -m benchmarks compile`` keeps within budgets.
 TIMED = ((3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 9, 0))
 SLOWER = {(3, 9, 0): "up to 9 % slower than with 3.6 in the calls timed on Hopper"}  # by how much

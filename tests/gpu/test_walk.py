@@ -49,14 +49,13 @@ CASES = {
     "packed, transposed": replace(PACKED, transposed=True),
     "given": PROMISED,
     "given, weak": replace(PROMISED, gate="weak"),
-    "given, reset": replace(PROMISED, gate="reset", keys="correlated"),
+    "given, correlated keys": replace(PROMISED, keys="correlated"),
     "given, repeated keys": replace(PROMISED, beta=EDGES, keys="repeated"),
     "given, packed": replace(PROMISED, B=1, lengths=(63, 65, 0, 130), tail=5, final=False),
     "given, norm": replace(PROMISED, l2norm=True, narrow=True),
     "no beta": replace(LAYER, beta="none"),
     "no state": replace(LAYER, state=False, scale=0.3),
     "grouped": replace(LAYER, H=1, HV=3, transposed=True),
-    "fused strides": replace(LAYER, strides="fused"),
     "long queries": replace(PROMISED, q_length=6e4),
 }
 
@@ -92,7 +91,7 @@ def test_outputs_meet_their_budgets_and_runs_give_the_same_bits(name):
         assert_all_identical(forward(case, inputs), got)
 
 
-@pytest.mark.parametrize("strides", ("heads_first", "every_second"))
+@pytest.mark.parametrize("strides", ("fused", "heads_first", "every_second"))
 def test_strides_that_cannot_be_copied_take_the_other_kernels(strides):
     case = replace(LAYER, strides=strides)
     got = forward(case)

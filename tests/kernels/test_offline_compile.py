@@ -46,7 +46,7 @@ def test_every_call_has_a_label_of_its_own():
 @pytest.mark.quick
 def test_processes_that_compile_everything_do_not_compile_the_same_at_once():
     calls = list(budgets.everything())
-    assert len({c.label for c in calls}) == len(calls) == 480
+    assert len({c.label for c in calls}) == len(calls)
     for i in range(len(calls) - 29):  # as many processes
         assert len({(c.rank, c.dtype, c.K) for c in calls[i : i + 30]}) == 30
 

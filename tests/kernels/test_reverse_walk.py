@@ -1,9 +1,9 @@
-"""When GDN's backward is one walk; what it computes is tested on a GPU, for Gluon has no
-interpreter.
-"""
+"""GDN's backward as one walk: when it is taken, and what it computes, on the emulator of Gluon."""
 
 import importlib.util
 import os
+from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -17,10 +17,19 @@ from kda_ops.backends.triton import reverse_walk, tuning
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
+from tests.support import closeness
+from tests.support.calls import Results
 from tests.support.cases import Case
+from tests.support.closeness import assert_all_close, assert_all_identical, oracle, twin
+from tests.support.emulated import source_of, without_each
 from tests.support.fresh import python
+from tests.support.reverse_walk import walked
+from tests.support.target import Target
 
-pytestmark = pytest.mark.quick
+needs_gluon = pytest.mark.skipif(
+    reverse_walk.KERNEL is None, reason="this triton has no known Gluon"
+)
+PER_TOKEN = ("q", "k", "v", "g", "beta")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -64,10 +73,12 @@ def asks(
     return reverse_walk.walks(p, p.new_output() if do else None, dfinal, frozenset(need))
 
 
+@pytest.mark.quick
 def test_gluon_is_known_here():
     assert reverse_walk.KERNEL is not None
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "call",
     (
@@ -88,10 +99,12 @@ def test_many_heads_of_a_layer_walk(call):
     assert asks(**call)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "call",
     (
         dict(B=1, HV=47, H=47),
+        dict(B=1, T=0, H=64, HV=64),
         dict(rank=1),
         dict(dtype=FP32),
         dict(dtype=FP16, sigmoid=False),
@@ -110,12 +123,14 @@ def test_other_calls_do_not_walk(call):
     assert not asks(**call)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name, value", (("ASSUMED", 8), ("ASSUMED", 10), ("FORCED_WALK", False)))
 def test_other_architectures_do_not_walk(name, value, monkeypatch):
     monkeypatch.setattr(tuning, name, value)
     assert not asks()
 
 
+@pytest.mark.quick
 def test_without_gluon_nothing_walks(monkeypatch):
     monkeypatch.setattr(reverse_walk, "KERNEL", None)
     assert not asks()
@@ -144,6 +159,7 @@ print(step.count("bar.sync"), max(formed), sum(formed))
 """
 
 
+@pytest.mark.quick
 def test_a_step_has_no_extra_barrier_and_forms_descriptors_late(tmp_path):
     """Hazards "Waits for products" and "Descriptors of operands"."""
     shown = python(COMPILED, TRITON_CACHE_DIR=str(tmp_path))
@@ -166,6 +182,7 @@ class Walks(Reference):
         return self.gradient(p, tile, trace, do, reverse, need)
 
 
+@pytest.mark.quick
 @pytest.mark.bits
 @pytest.mark.parametrize("kept", (False, True))
 def test_backward_asks_for_the_walk_where_a_backend_has_one(kept):
@@ -180,6 +197,7 @@ def test_backward_asks_for_the_walk_where_a_backend_has_one(kept):
         assert (got is None and want is None) or torch.equal(got, want)
 
 
+@pytest.mark.quick
 def test_the_doctor_is_told_why(monkeypatch):
     meta = torch.device("meta")
     assert "one walk" in reverse_walk.path(meta)
@@ -187,3 +205,115 @@ def test_the_doctor_is_told_why(monkeypatch):
     assert "capability 9.0" in reverse_walk.path(meta)
     monkeypatch.setattr(reverse_walk, "KERNEL", None)
     assert "no known Gluon" in reverse_walk.path(meta)
+
+
+LAYER = Case(
+    "gdn", dtype=BF16, K=128, V=128, T=130, H=1, HV=1, gate="weak", l2norm=True, beta="sigmoid"
+)
+GIVEN = replace(LAYER, gate="strong", beta="given", l2norm=False)
+PACKED = replace(LAYER, lengths=(0, 65, 1, 128, 37), tail=70, seed=1)
+CASES = {
+    "norm and sigmoid inside": LAYER,
+    "given": GIVEN,
+    "packed": PACKED,
+    "packed, given": replace(GIVEN, lengths=(63, 65, 0, 130), tail=5, final=False),
+    "grouped": replace(LAYER, HV=2, B=2, T=70, transposed=True),
+    "grouped, given": replace(GIVEN, HV=2, T=65, gate="reset", keys="correlated"),
+    "no tails": replace(LAYER, T=128, state=False),
+    "no gate, no beta": replace(LAYER, T=31, gate="none", beta="none", final=False),
+    "negative eigenvalues": replace(LAYER, T=63, beta="neg_eigval"),
+    "fp16": replace(LAYER, T=70, dtype=FP16),
+}
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Let twins round as the kernels do, and fill what torch.empty gives with NaN."""
+    monkeypatch.setattr(closeness, "TARGET", Target(torch.device("cuda"), (BF16, FP16), slow=False))
+    closeness._twin.cache_clear()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    closeness._twin.cache_clear()
+
+
+@needs_gluon
+@pytest.mark.parametrize("name", CASES)
+def test_every_gradient_meets_the_error_budget(name, on_a_gpu):
+    case, got = CASES[name], walked(CASES[name])
+    need = tuple(n[1:] for n in got)
+
+    def gradients(found: Results) -> Results:
+        return {n: found[n] for n in got}
+
+    assert_all_close(
+        got, gradients(oracle(case, need)), lambda i: gradients(twin(case, need=need, draw=i))
+    )
+
+
+@needs_gluon
+@pytest.mark.bits
+@pytest.mark.parametrize("name", ("given", "packed", "grouped"))
+def test_no_order_of_the_partitions_changes_a_bit(name, on_a_gpu):
+    want = walked(CASES[name])
+    for seed in range(1, 4):
+        assert_all_identical(walked(CASES[name], seed=seed), want)
+
+
+@needs_gluon
+@pytest.mark.bits
+def test_tokens_of_no_sequence_change_no_bit_and_get_zeros(on_a_gpu):
+    want, inputs, (do, dfinal) = walked(PACKED), PACKED.inputs(), PACKED.cotangents()
+    end = sum(PACKED.lengths)
+    for x in (do, *(inputs[n] for n in PER_TOKEN)):
+        x[:, end:] = torch.nan
+    assert_all_identical(walked(PACKED, inputs, (do, dfinal)), want)
+    assert not any(want["d" + n][:, end:].any() for n in PER_TOKEN)
+
+
+# Calls with several chunks, tails, and tokens of no sequence.
+LONG = {
+    "alone": replace(LAYER, lengths=(300, 5), tail=1),
+    "grouped": replace(LAYER, lengths=(300, 5), tail=1, HV=2),
+}
+# What may be taken out without an effect, and why.
+ALWAYS_NEEDLESS = {
+    "reverse_walk_gdn: barrier()": "`warp_specialize` begins with a barrier of all warps",
+    "consume: wait_products(2, deps=(dS,))": "it waits for nothing, and only tells ptxas so",
+    "consume: barrier() #2": "without it, Triton places its own behind `store_wait`",
+}
+OVERWRITTEN = "q and k are overwritten and stored only where value heads do not share them"
+NEEDLESS = {
+    "alone": ALWAYS_NEEDLESS,
+    "grouped": ALWAYS_NEEDLESS
+    | {
+        "consume: barrier() #5": OVERWRITTEN,
+        "consume: fence_async_shared() #4": OVERWRITTEN,
+        "consume: barrier() #6": OVERWRITTEN,
+    },
+}
+CHANGED = {} if reverse_walk.KERNEL is None else without_each(source_of(reverse_walk))
+
+
+@lru_cache
+def unchanged(case: Case) -> Results:
+    return walked(case)
+
+
+@needs_gluon
+def test_the_changes_below_are_those_of_the_kernel():
+    assert len(CHANGED) > 30 and all(names.keys() <= CHANGED.keys() for names in NEEDLESS.values())
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("form", LONG)
+@pytest.mark.parametrize("change", CHANGED)
+def test_the_kernel_needs_everything_that_orders_it(change, form, on_a_gpu):
+    """Or the table above says why not."""
+    case, source = LONG[form], CHANGED[change]
+    if change in NEEDLESS[form]:
+        for seed in range(2):
+            assert_all_identical(walked(case, seed=seed, source=source), unchanged(case))
+    else:
+        with pytest.raises(AssertionError):
+            assert_all_identical(walked(case, source=source), unchanged(case))

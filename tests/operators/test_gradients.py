@@ -9,7 +9,7 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
-from tests.support.cases import Case, cases, replace
+from tests.support.cases import Case, cases
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.target import TARGET
 
@@ -188,10 +188,6 @@ def test_changing_an_input_before_backward_is_noticed(variant):
     inputs["v"].mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()
-
-
-def test_the_cases_cover_a_chunk_boundary():
-    assert replace(Case(), T=65).rows > 64
 
 
 @pytest.mark.parametrize("logit", (100.0, 1e4, 1e5))

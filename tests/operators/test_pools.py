@@ -16,7 +16,7 @@ from tests.support.calls import overload
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical
 from tests.support.forks import Fork, assert_fork, broken, by_backend, by_operator, forks
-from tests.support.pools import SPARE, Pool, pools, same
+from tests.support.pools import Pool, pools, same
 from tests.support.splits import Split, assert_split, splits
 from tests.support.target import TARGET
 
@@ -400,7 +400,3 @@ def test_a_pool_may_have_any_strides_and_keeps_what_lies_between(variant, op):
     assert_identical(o, o_view, "o")
     assert_identical(after, around[:, :, 1].contiguous(), "the pool")
     assert bool((around[:, :, (0, 2)] == 7.0).all()), "something was written between the states"
-
-
-def test_the_pools_of_these_tests_have_spare_slots():
-    assert Pool(Case(B=2, T=3)).slots == 2 + SPARE

@@ -235,13 +235,3 @@ def test_a_model_that_loses_a_gradient_is_no_side(monkeypatch):
     with pytest.raises(RuntimeError, match="no gradient reached .*mixer.q_proj.weight"):
         model.measure(small, "peer")
     torch._dynamo.reset()
-
-
-def test_every_row_names_card_versions_commit_and_date(monkeypatch):
-    found = {n: x for n, x in row(peer=None).items() if n not in STAMP}
-    monkeypatch.setattr(runner, "measure", lambda cases, peer, keep, until: keep(found))
-    rows: list[dict] = []
-    runner.run([case()], [], rows.append)
-    (made,) = rows
-    assert set(made) == set(row()) and made["commit"] == "c0ffee"
-    assert made["card"].startswith("CPU, ") and made["torch"] == torch.__version__

@@ -118,8 +118,7 @@ def test_tritons_are_compared_with_the_mean_of_the_oldest(tmp_path):
     assert f"- tests/gpu, {ABOUT}: 5 passed, 1 failed.\n<!-- end -->" in new
 
 
-def test_a_summary_has_at_most_eight_rows_and_the_picture(tmp_path, monkeypatch):
-    assert len(tables.SUMMARY) <= 8
+def test_a_summary_has_its_rows_and_the_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "SUMMARY", {"A": name_of(row()), "B": "kda fwd none"})
     new = page(tmp_path, marked("summary"), row(ours_ms=4.0))()
     cells = "| A | B1T130H2HV4D16 | 4 | FLA 0.6.0 (Triton) | 2 | 0.50× | 0123456 |"

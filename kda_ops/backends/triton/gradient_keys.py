@@ -423,7 +423,7 @@ def gradient_keys(
         clear(grads, chunk, i_h, HV, o_k, K)
         return
     SUMS: tl.constexpr = grads.dbeta is not None
-    # with the sums of dbeta, whole pieces are slower (docs/kernels/journal.md)
+    # with the sums of dbeta, whole pieces are slower (docs/kernels/journal/prefetch.md)
     prefetch_slice(kept, G, K, V, BK, not SUMS)
     if i_s == 0:
         prefetch_shared(q, k, do, kept, dscores, chunk, i_tile, i_h, i_g, HV, K, V, TILED, not SUMS)

@@ -245,8 +245,8 @@ def launch(
     """Launch on the device of the tensors, on a grid of one dimension (up to 2^31 - 1 programs).
 
     Arguments are given by name, next to Triton's options; a small kernel may take them in order.
-    For arguments in `shown`, the kernel is compiled for the values there, and runs with the given
-    ones.
+    `shown` overrides values for compilation only: the kernel is specialised on them, then launched
+    with the real arguments.
     """
     if programs == 0:
         return

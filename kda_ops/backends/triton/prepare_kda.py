@@ -139,7 +139,7 @@ def load_half(x, at, o_k, K: tl.constexpr, R: tl.constexpr, flags):
     """Load what 32 rows need of one slice of K.
 
     All loads of a half come before its arithmetic. ptxas moves few of them up, and each one that
-    it leaves behind costs the latency of L2 (docs/kernels/journal.md, "Loads first").
+    it leaves behind costs the latency of L2 (docs/kernels/journal/loads-first.md).
     """
     b_k = load_rows(x.k.pointer, x.k.strides, at.i_b, at.i_g, at.first, at.n_rows, o_k, K, R, HALF)
     b_strength = strength_column(x.beta, at.i_b, at.i_h, at.first, at.n_rows, flags, HALF)

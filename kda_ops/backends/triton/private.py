@@ -1,8 +1,8 @@
 """Every private name of Triton that the package uses, each with its reason.
 
 It is apart from `kda_ops.private`, because the import of kda_ops loads no Triton. The names hold
-for Triton 3.6 to 3.9 (`VERSIONS`); ``tests/tools/test_private_triton.py`` tests what the package
-relies on. "Public:" names what could replace a private name. Names of Gluon that differ between
+for Triton 3.6 to 3.9 (`VERSIONS`); ``tests/tools/test_private.py`` tests what the package relies
+on. "Public:" names what could replace a private name. Names of Gluon that differ between
 versions are in `gluon_names`.
 """
 

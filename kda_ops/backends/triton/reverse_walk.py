@@ -47,7 +47,8 @@ KERNEL = kernels("reverse_walk_gdn")
 FACTORS = 7 * LENGTH  # numbers of a chunk's `factors` (`operands`)
 MOST_GROUPED = 2  # value heads of a key head: more would take more memory than the other kernels
 # The least number of programs (N HV) for which the walk is faster than the kernels that it
-# replaces. A step takes 6.5 us, and few programs do not hide that (docs/kernels/journal.md).
+# replaces. A step takes 6.5 us, and few programs do not hide that
+# (docs/kernels/journal/walk-of-gdn.md).
 LEAST_PROGRAMS = 48
 
 
@@ -67,9 +68,9 @@ def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: froz
         and all(is_copied(p, x) for x in (p.q, p.k, do))
         and (dfinal_state is None or dfinal_state.dim() == 1 or is_near(strides_of(dfinal_state)))
         and (tuning.FORCED_WALK or p.N * p.HV >= LEAST_PROGRAMS)
-        # coordinates have 32 bits
+        # a descriptor has at least one row, and coordinates have 32 bits
+        and 0 < p.B * p.T < 2**30
         and count_chunks(p) * (p.HV * FACTORS) < 2**31
-        and p.B * p.T < 2**30
         and p.N * (p.HV * 3 * LENGTH) < 2**30
     )
 
@@ -247,7 +248,8 @@ def reverse_walk(
         dq, dk = (new(q, f"{name}_heads", shape, torch.float32) for name in ("dq", "dk"))
     else:
         dq, dk = (new(q, name, shape_of(q)) for name in ("dq", "dk"))
-    assert tile.P is not None  # `prepare` always makes it
+    # `prepare` always makes them
+    assert tile.A is not None and tile.P is not None and tile.factors is not None
     sums = as_floats(tile.P)  # the walk has read the P of a chunk when it writes there
 
     # rows of dv alone if grouped, because dq and dk are sums then; else of dq, dk and dv

@@ -186,14 +186,15 @@ _EXACT = (  # with 32 columns of V, ptxas gives up registers (hazards.md, "Lost 
     Row(32, "any", ALL, Options(ALL, 16, warps=8)),
 )
 # How kernels are cut: of a kernel's rows, the first that fits. A block is at most as wide as its
-# tensor. Measured on an H200 with triton 3.6 (docs/kernels/journal.md); other architectures take
-# what fits their shared memory.
+# tensor. Measured on an H200 with triton 3.6 (docs/kernels/journal/); other architectures take what
+# fits their shared memory.
 TABLE: dict[str, tuple[Row, ...]] = {
     "prepare_kda": (Row(32, "any", ALL, Options(32)), Row(16, "any", ALL, Options(128))),
     # K from 129 to 255: with 128 columns ptxas gives up registers (hazards.md, "Lost registers")
     "prepare_ragged": (Row(16, "any", ALL, Options(64)),),
     # three programs of 168 registers per multiprocessor beat four of 128, which spill; where the
-    # inverse takes split products they are level (journal.md, "Two costs for GDN's chunks")
+    # inverse takes split products they are level
+    # (docs/kernels/journal/three-programs-of-prepare-gdn.md)
     "prepare_gdn": (Row(16, "any", 128, Options(registers=168)), Row(0, "any", ALL, Options())),
     # for layers, K = V = 128: the same bits as "scan", in half as many programs
     "scan_wide": (Row(16, "hopper", 128, Options(128, 128, warps=8, stages=3)),),
@@ -292,8 +293,8 @@ def leaves_room(p: Problem) -> bool:
     return p.B * p.T >= 16384 * p.N and 2 * programs <= processors(p.q.device) and not run_length(p)
 
 
-# The cost model of `ahead`, from an H200 (docs/kernels/journal.md, 2026-11-22, "Chunks prepared
-# during the scan"), split products from an H100 (2026-11-26); bf16, K = V = 128.
+# The cost model of `ahead`, from an H200 (docs/kernels/journal/chunks-prepared-during-the-scan.md),
+# split products from an H100 (docs/kernels/journal/two-costs-for-gdn-chunks.md); bf16, K = V = 128.
 STEP = 2.3  # us: one chunk of a scan
 LEAST_SCAN = 250.0  # us: for a shorter scan, overlap saves less than its launches cost in Python
 TILE = {  # us: one chunk and head of `prepare`, on all multiprocessors of the device
@@ -349,7 +350,7 @@ def run_length(p: Problem) -> int:
 
     They stay whole too if none is longer than a run. So results depend on the widths, HV and the
     number of multiprocessors, never on B, N, T or values. The rule was measured on an H200
-    (docs/kernels/journal.md, "Runs").
+    (docs/kernels/journal/runs.md).
     """
     if width(p.K, p.q.dtype) > 128 or p.V == 0:  # `join_runs` holds a map at once
         return 0

@@ -40,7 +40,10 @@ LEAST_HEADS = _least_heads()
 
 
 def walks_forward(p: Problem, final_state: Tensor | None) -> bool:
-    """Return whether the walk serves a call. Nothing here depends on values, B, N or T."""
+    """Return whether the walk serves a call.
+
+    Nothing here depends on values, nor on B, N or T of calls with tokens.
+    """
     if KERNEL is None or not p.rank or tuning.FORCED_WALK is False:
         return False
     return bool(
@@ -54,7 +57,8 @@ def walks_forward(p: Problem, final_state: Tensor | None) -> bool:
         and (tuning.FORCED_WALK or p.HV >= LEAST_HEADS)
         and all(is_copied(p, x) for x in (p.q, p.k, p.v, p.g))
         and all(x is None or x.dim() == 1 or is_near(strides_of(x)) for x in (p.state, final_state))
-        and p.B * p.T < 2**30  # coordinates have 32 bits
+        # a descriptor has at least one row, and coordinates have 32 bits
+        and 0 < p.B * p.T < 2**30
         and p.HV * 128 * 64 < 2**31
     )
 
@@ -72,14 +76,14 @@ def registers(p: Problem) -> int:
     """Return how many registers a thread of the scan gets; `prepare` gets what it leaves.
 
     With 144, ptxas serialises all products of the kernel. Norm and gate need more in `prepare`
-    (docs/kernels/journal.md, "The walk of KDA").
+    (docs/kernels/hazards.md, "Serialised products").
     """
     return 152 if p.l2norm or p.activate_gate else 160
 
 
 def walk(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     """Write o and the final state, as `kda_ops.stages.Backend.scan` does."""
-    assert KERNEL is not None  # as `walks` has checked
+    assert KERNEL is not None and p.g is not None  # as `walks_forward` has checked
     final = None if final_state is None or final_state.numel() == 0 else as_kv(p, final_state)
     initial = None if p.state is None else as_kv(p, p.state)
     into = p.snapshot_indices

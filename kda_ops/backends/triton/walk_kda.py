@@ -673,7 +673,7 @@ def write_rest(x, span, o, HV):
         zeros = gl.zeros([64, 128], gl.bfloat16, ROWS)
         for first in range(0, span.length, 64):
             gl.store(
-                p_o + first.to(gl.int64) * (HV * 128),
+                p_o + first.to(gl.int64) * (HV * 128),  # type: ignore[attr-defined]
                 zeros,
                 mask=(first + row < span.length)[:, None],
             )

@@ -2,7 +2,6 @@
 
 import os
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,8 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
-from triton.runtime.interpreter import ReduceOps, TensorHandle, interpreter_builder
+from triton.runtime.interpreter import ReduceOps
 
 from tests.support.interpreter import by_elements, by_slices
 
@@ -50,48 +48,3 @@ def test_slices_reduce_as_elements_do(monkeypatch, dtype, shape, axis, keep):
         reduce_two[(1,)](x, y, found[-1], x.numel(), shape, axis, keep)
     assert torch.equal(*found)
     assert all(row.unique().numel() == x.numel() // shape[axis] for row in found[0])
-
-
-def test_a_condition_for_all_of_a_tile_is_one():
-    """It is the mask of a load or a store, for which Triton 3.9 takes no numbers."""
-    for value in (True, False):
-        # as a comparison leaves it
-        found = interpreter_builder.create_splat(
-            tl.block_type(tl.int1, [4]), TensorHandle(np.array([value]), tl.int32)
-        )
-        assert (
-            found.dtype == tl.int1
-            and found.data.dtype == np.bool_
-            and found.data.tolist() == [value] * 4
-        )
-    found = interpreter_builder.create_splat(
-        tl.block_type(tl.int32, [4]), TensorHandle(np.array([7], dtype=np.int32), tl.int32)
-    )
-    assert (
-        found.dtype == tl.int32 and found.data.dtype == np.int32 and found.data.tolist() == [7] * 4
-    )
-
-
-@triton.jit
-def twice(x):
-    return tl.sum(x, 0) * 2
-
-
-@triton.jit
-def sum_twice(x, out):
-    b_x = tl.load(x + tl.arange(0, 4))
-    tl.store(out, twice(b_x) + twice(b_x) + twice(b_x))
-
-
-def test_the_language_is_not_replaced_at_every_call_and_is_restored_at_the_end(monkeypatch):
-    """Once for the kernel, once for what Triton's own functions see; not for each of six calls."""
-    patch, seen, original = interpreter._patch_builtin, [], tl.load
-    monkeypatch.setattr(
-        interpreter, "_patch_builtin", lambda pkg, *args: (seen.append(pkg), patch(pkg, *args))
-    )
-    out = torch.zeros(1)
-    for _ in range(2):
-        seen.clear()
-        sum_twice[(2,)](torch.arange(4.0), out)
-        assert 1 <= seen.count(tl) <= 2
-        assert tl.load is original and out.item() == 36

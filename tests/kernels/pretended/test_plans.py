@@ -279,16 +279,3 @@ def test_nor_do_those_of_any_call(model, numbers, gpu):
     call = pretended_calls.run(BACKEND, model, numbers[0])
     recording, plan = recording_of(call)
     assert_apart(recording, plan, [int(x) for x in recording.sizes.values()])
-
-
-def test_side_by_side_calls_are_among_them():
-    beside = set()
-    for model, T in LARGE:
-        call = pretended_calls.run(BACKEND, model, pretended_calls.usual(T))
-        recording, _ = recording_of(call)
-        beside |= {
-            (model.kind, s.kernel.fn.__name__)
-            for s in recording.steps
-            if isinstance(s, Launch) and s.beside
-        }
-    assert {kind for kind, _ in beside} == {chunk.Infer, chunk.Forward, chunk.Backward}, beside
