@@ -203,8 +203,8 @@ class LayerCall:
         if self.op == "norm":
             x = self._empty(2, 4096, 16, 128)
             inputs = x, self._empty(1, 128), x
-            BACKEND.run(norm.Norm, 0, inputs, flags)
-            BACKEND.run(norm.NormBackward, 0, (x, *inputs), flags)
+            BACKEND.run(norm.NormPass, 0, inputs, flags)
+            BACKEND.run(norm.NormBackwardPass, 0, (x, *inputs), flags)
             return
         weight, bias = self._empty(2048, 4), self._empty(2048)
         if self.pool:

@@ -40,7 +40,7 @@ SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes a program may have
 
 
 @dataclass(frozen=True)
-class Row:
+class CompiledKernel:
     """One compiled kernel."""
 
     label: str
@@ -142,8 +142,8 @@ def offline_driver(arch: int):
 
 
 @contextmanager
-def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
-    """Compile launches for `arch` in this context instead of running them; append a `Row` for each.
+def offline(arch: int, label: list[str]) -> Iterator[list[CompiledKernel]]:
+    """Compile launches for `arch` instead of running them; append a `CompiledKernel` for each.
 
     `label` holds the label of the rows. It needs a process of its own, because Triton keeps the
     driver.
@@ -153,9 +153,9 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
     from kda_ops.backends.triton import tuning
     from kda_ops.backends.triton.private import driver
 
-    rows: list[Row] = []
+    rows: list[CompiledKernel] = []
     # by compiled kernel: Triton returns the same one for the same arguments
-    made: dict[object, Row] = {}
+    made: dict[object, CompiledKernel] = {}
     run, assumed, forced, processors = (
         JITFunction.run,
         tuning.ASSUMED,
@@ -185,22 +185,22 @@ def offline(arch: int, label: list[str]) -> Iterator[list[Row]]:
         tuning.processors = processors
 
 
-def _compiled(label: str, name: str, arch: int, kernel, start: float) -> Row:
+def _compiled(label: str, name: str, arch: int, kernel, start: float) -> CompiledKernel:
     about, ptx, cubin = kernel.metadata, kernel.asm["ptx"], kernel.asm["cubin"]
     registers, stack = resources(cubin)
     numbers = about.num_warps, registers, stack, about.shared, time.perf_counter() - start
     early = about.launch_pdl and hasty(ptx)
     wrong = refilled(kernel.asm["ttgir"]), early, merged(ptx, cubin, about.name), serialised(ptx)
     counted = instructions(cubin, about.name)
-    return Row(label, name, arch, *numbers, *wrong, compiled_code(kernel), "", counted)
+    return CompiledKernel(label, name, arch, *numbers, *wrong, compiled_code(kernel), "", counted)
 
 
-def _broken(label: str, kernel: str, arch: int, error: Exception) -> Row:
+def _broken(label: str, kernel: str, arch: int, error: Exception) -> CompiledKernel:
     why = str(error).strip()[-400:] or "no message"
-    return Row(label, kernel, arch, 0, 0, 0, 0, 0.0, False, error=why)
+    return CompiledKernel(label, kernel, arch, 0, 0, 0, 0, 0.0, False, error=why)
 
 
-def compile_calls(calls: Iterable[Call | LayerCall], arch: int) -> list[Row]:
+def compile_calls(calls: Iterable[Call | LayerCall], arch: int) -> list[CompiledKernel]:
     """Compile some calls for one architecture and return their rows."""
     label = [""]
     with offline(arch, label) as rows:
@@ -215,7 +215,7 @@ def compile_calls(calls: Iterable[Call | LayerCall], arch: int) -> list[Row]:
     return rows
 
 
-def faults_of(rows: list[Row], limits: dict[str, Limits] | None) -> list[str]:
+def faults_of(rows: list[CompiledKernel], limits: dict[str, Limits] | None) -> list[str]:
     """List what is wrong with the kernels of a call, by the limits that it has in the table."""
     found = [f"{r.kernel}: {x}" for r in rows for x in r.faults((limits or {}).get(r.kernel))]
     if limits is not None:

@@ -33,7 +33,7 @@ from benchmarks import bare, records
 from benchmarks.cases import INPUTS, Case, make_inputs
 from benchmarks.peers import FLA_ALONE, Forward, Inputs, fla, our_forward, our_step
 from benchmarks.timer import replayed
-from benchmarks.worker import MODEL_LIMIT, apart, first_line, work_of
+from benchmarks.worker import MODEL_LIMIT, first_line, in_new_process, work_of
 from kda_ops.tools import machine
 
 LAYERS = 8
@@ -221,7 +221,9 @@ def model(case: Case) -> dict[str, Figures]:
     found = {}
     for name, side in {"ours": None, "bare": "bare", "reduce-overhead": None}.items():
         mode = name if name == "reduce-overhead" else None
-        got = apart("benchmarks.model", work_of([case], side) | {"mode": mode}, MODEL_LIMIT)
+        got = in_new_process(
+            "benchmarks.model", work_of([case], side) | {"mode": mode}, MODEL_LIMIT
+        )
         if "says" in got:
             print(f"skipped: {case.name} {name}: {got['says']}", flush=True)
         times = {"wall": got.get("ms"), "gpu busy": got.get("busy_ms")}

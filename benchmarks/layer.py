@@ -238,7 +238,7 @@ def cuts(variant: str, device: str) -> Iterator[Row]:
     for rows, unroll, groups, channels, most in itertools.product(
         (16, 32, 64), (2, 4, 8), (4, 8), (128, 256), (None, 128, 168)
     ):
-        cut = short_conv.Cut(rows, unroll, groups, channels)
+        cut = short_conv.ConvolutionCut(rows, unroll, groups, channels)
         short_conv._cut = lambda *args, cut=cut, **given: (cut, cut.GROUPS)
         short_conv.MOST = {} if most is None else {"maxnreg": most}
         BACKEND.forget()

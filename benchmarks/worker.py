@@ -176,7 +176,7 @@ def decode(case: Case, peer: Peer | None) -> dict:
     return fill(row, make, case.device, more)
 
 
-def apart(module: str, work: dict, limit: float | None) -> dict:
+def in_new_process(module: str, work: dict, limit: float | None) -> dict:
     """Run a module in a new process with empty caches; return what it reported last."""
     command, why = [sys.executable, "-m", module, json.dumps(work)], None
     with tempfile.TemporaryDirectory() as caches:
@@ -195,7 +195,7 @@ def apart(module: str, work: dict, limit: float | None) -> dict:
 
 
 def report(**figures: object) -> None:
-    """Print what `apart` reads."""
+    """Print what `in_new_process` reads."""
     print(json.dumps({"figures": figures}), flush=True)
 
 
@@ -207,7 +207,9 @@ def first_call(case: Case, peer: Peer | None) -> dict:
     row = new_row(case, peer)
     for side in ("ours", "peer") if peer else ("ours",):
         name = row["peer"] if side == "peer" else None
-        found = apart("benchmarks.worker", work_of([case], name) | {"first": True}, FIRST_LIMIT)
+        found = in_new_process(
+            "benchmarks.worker", work_of([case], name) | {"first": True}, FIRST_LIMIT
+        )
         row[f"{side}_error"] = found.get("error")
         if found.get("share", math.inf) <= SHARE[side]:
             row[f"{side}_ms"] = found["fwd_s"]
@@ -248,7 +250,7 @@ def model(case: Case, peer: Peer | None) -> dict:
     row, probe = new_row(case, peer), None
     for side in ("ours", "peer") if peer else ("ours",):
         name = row["peer"] if side == "peer" else None
-        found = apart("benchmarks.model", work_of([case], name), MODEL_LIMIT)
+        found = in_new_process("benchmarks.model", work_of([case], name), MODEL_LIMIT)
         figures, step = found.pop("probe", None), found.pop("ms", None)
         row["also"] |= {f"{side}_{n}": x for n, x in found.items()}
         probe = probe or figures

@@ -47,7 +47,7 @@ def _plain(name: str, kind: str) -> tuple[type, ...]:
     return (Tensor, Parameter, type(None)) if kind.startswith("Tensor") else ()
 
 
-def in_words(function: F) -> F:
+def check_types(function: F) -> F:
     """Check the types of a public function's arguments before the operator's schema does."""
     names, check = tuple(inspect.signature(function).parameters), types_of(function)
 

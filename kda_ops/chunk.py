@@ -163,8 +163,8 @@ class Backward:
             walked = b.reverse_walk(p, tile, trace, do, dfinal_state, need)
             return tuple(getattr(walked, n) for n in GRADIENTS)
         if trace is None:
-            with b.beside(p) as elsewhere:
-                with elsewhere:
+            with b.overlap_streams(p) as on_side_stream:
+                with on_side_stream:
                     trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
                 reverse = b.reverse_scan(p, tile, do, dfinal_state, need)
             assert trace is not None  # keep=True returns one

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_ops.arguments import in_words
+from kda_ops.arguments import check_types
 
 _KDA_CHUNK, _KDA_RECURRENT, _KDA_RECURRENT_ = (
     torch.ops.kda.chunk.default,
@@ -24,7 +24,7 @@ _KDA_CHUNK_, _GDN_CHUNK_ = torch.ops.kda.chunk_.default, torch.ops.gdn.chunk_.de
 _KDA_GATE, _GDN_GATE = torch.ops.kda.gate.default, torch.ops.gdn.gate.default
 
 
-@in_words
+@check_types
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -164,7 +164,7 @@ def chunk_kda(
     return o, final_state if output_final_state else None
 
 
-@in_words
+@check_types
 def recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -239,7 +239,7 @@ def recurrent_kda(
     return o, final_state if output_final_state else None
 
 
-@in_words
+@check_types
 def recurrent_kda_(
     q: Tensor,
     k: Tensor,
@@ -328,7 +328,7 @@ def recurrent_kda_(
     )
 
 
-@in_words
+@check_types
 def chunk_kda_(
     q: Tensor,
     k: Tensor,
@@ -419,7 +419,7 @@ def chunk_kda_(
     )
 
 
-@in_words
+@check_types
 def kda_gate(
     g: Tensor,
     A_log: Tensor | None,
@@ -456,7 +456,7 @@ def kda_gate(
     return _KDA_GATE(g, A_log, dt_bias, lower_bound=lower_bound)
 
 
-@in_words
+@check_types
 def chunk_gdn(
     q: Tensor,
     k: Tensor,
@@ -550,7 +550,7 @@ def chunk_gdn(
     return o, final_state if output_final_state else None
 
 
-@in_words
+@check_types
 def recurrent_gdn(
     q: Tensor,
     k: Tensor,
@@ -619,7 +619,7 @@ def recurrent_gdn(
     return o, final_state if output_final_state else None
 
 
-@in_words
+@check_types
 def recurrent_gdn_(
     q: Tensor,
     k: Tensor,
@@ -691,7 +691,7 @@ def recurrent_gdn_(
     )
 
 
-@in_words
+@check_types
 def chunk_gdn_(
     q: Tensor,
     k: Tensor,
@@ -772,7 +772,7 @@ def chunk_gdn_(
     )
 
 
-@in_words
+@check_types
 def gdn_gate(
     g: Tensor,
     A_log: Tensor | None,

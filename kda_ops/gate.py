@@ -11,7 +11,7 @@ from kda_ops.problem import gate_problem
 from kda_ops.stages import AXES, Backend
 
 
-class Gate:
+class GatePass:
     """The log decay from raw logits."""
 
     names: tuple[str, ...] = ("g", "A_log", "dt_bias")
@@ -29,7 +29,7 @@ class Gate:
         return (b.gate(self.g, *self.gate, self.rank),)
 
 
-class GateBackward(Gate):
+class GateBackwardPass(GatePass):
     """Gradients of g, A_log and dt_bias."""
 
     names = ("dy", "g", "A_log", "dt_bias")

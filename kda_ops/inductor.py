@@ -60,7 +60,7 @@ from torch.fx import Graph, GraphModule, Node
 from kda_ops import patterns, problem, proofs, writes
 from kda_ops.backends import activations
 from kda_ops.patterns import (
-    Gate,
+    GatePattern,
     Match,
     Refused,
     example,
@@ -288,7 +288,7 @@ class _Call:
         return x.dtype if cast is None or x.dtype is torch.float64 else cast
 
     def _gate(self) -> list[Match | None]:
-        match = match_through(lambda value: Gate(self.rank, value).match(), self.args["g"])
+        match = match_through(lambda value: GatePattern(self.rank, value).match(), self.args["g"])
         if match is not None and self.args["lower_bound"] not in (
             None,
             match.flags.get("lower_bound"),

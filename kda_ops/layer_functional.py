@@ -7,14 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from kda_ops.arguments import check_rows, in_words
+from kda_ops.arguments import check_rows, check_types
 from kda_ops.checks import shape_error
 
 _SHORT_CONV, _SHORT_CONV_ = torch.ops.kda.short_conv.default, torch.ops.kda.short_conv_.default
 _GATED_RMS_NORM = torch.ops.kda.gated_rms_norm.default
 
 
-@in_words
+@check_types
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -75,7 +75,7 @@ def short_conv(
     return y, final_tail if output_final_tail else None
 
 
-@in_words
+@check_types
 def short_conv_(
     x: Tensor,
     weight: Tensor,
@@ -122,7 +122,7 @@ def short_conv_(
     return _SHORT_CONV_(x, weight, bias, tail, tail_indices, cu_seqlens, activation=activation)
 
 
-@in_words
+@check_types
 def gated_rms_norm(
     x: Tensor,
     weight: Tensor,

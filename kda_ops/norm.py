@@ -13,7 +13,7 @@ from kda_ops.stages import NORM, NORMALISED, Backend
 ACTIVATIONS = ("sigmoid", "silu", "swish")  # "swish" is another name of "silu"
 
 
-class Norm:
+class NormPass:
     """The gated norm: each row over its root mean square, times weight and activated gate."""
 
     names: tuple[str, ...] = NORMALISED
@@ -31,7 +31,7 @@ class Norm:
         return (b.gated_norm(self.x, self.weight, self.gate, self.eps, self.silu),)
 
 
-class NormBackward(Norm):
+class NormBackwardPass(NormPass):
     """Gradients of x, weight and gate."""
 
     names = ("dy", *NORMALISED)

@@ -412,7 +412,7 @@ def _sum_of_squares(node: Node, nodes: list[Node]) -> Node | None:
 
 
 @dataclass
-class Norm:
+class NormPattern:
     """The norm x / sqrt(sum(x^2) + eps): its nodes, and the casts and shape changes after it."""
 
     x: Node
@@ -421,7 +421,7 @@ class Norm:
     layout: list[Node]
 
 
-def find_l2norm(value: Node) -> Norm | None:
+def find_l2norm(value: Node) -> NormPattern | None:
     """Find x / sqrt(sum(x^2) + eps) behind casts and shape changes; refuse float16 (overflow)."""
     nodes: list[Node] = []
     layout: list[Node] = []
@@ -447,7 +447,7 @@ def find_l2norm(value: Node) -> Norm | None:
         return None
     if any(example(n).dtype is torch.float16 for n in nodes if not is_cast(n)):
         raise Refused("precision")
-    return Norm(x, nodes, casts, layout)
+    return NormPattern(x, nodes, casts, layout)
 
 
 def match_l2norm(name: str, value: Node) -> Match | None:
@@ -500,7 +500,7 @@ def peel(node: Node, dtype: torch.dtype, nodes: list[Node]) -> Node:
     return node
 
 
-class Gate:
+class GatePattern:
     """Matches the gate of one call: g [B, T, HV, K], or [B, T, HV] for rank 0."""
 
     def __init__(self, rank: int, value: Node):

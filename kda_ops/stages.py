@@ -209,7 +209,7 @@ class Backend:
         """Return whether the A that is kept shares its tile with P, as `AP`."""
         return False
 
-    def beside(self, p: Problem) -> AbstractContextManager[AbstractContextManager]:
+    def overlap_streams(self, p: Problem) -> AbstractContextManager[AbstractContextManager]:
         """Overlap two stages: the yielded context launches on a second stream, joined on exit.
 
         A backend without streams runs them one after the other.

@@ -14,7 +14,7 @@ from torch._inductor.decomposition import decompositions, fast_random_decomps
 
 from kda_ops.backends import convolution, norm
 from kda_ops.convolution import Convolution, ConvolveBackward
-from kda_ops.norm import Norm, NormBackward
+from kda_ops.norm import NormBackwardPass, NormPass
 from kda_ops.registrations import schemas
 
 # Names of the operators that Inductor decomposes; forward and backward have separate names.
@@ -39,13 +39,13 @@ def _short_conv_bwd(*args, **flags):
 
 
 def _gated_rms_norm(*args, **flags):
-    n = Norm(0, args, flags)
+    n = NormPass(0, args, flags)
     (y,) = _present(n.x, (norm.gated_norm(n.x, n.weight, n.gate, n.eps, n.silu),))
     return y
 
 
 def _gated_rms_norm_bwd(*args, **flags):
-    n = NormBackward(0, args, flags)
+    n = NormBackwardPass(0, args, flags)
     found = norm.gated_norm_backward(n.dy, n.x, n.weight, n.gate, n.eps, n.silu)
     return _present(n.x, found)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kda_ops import chunk, dispatch
 from kda_ops.convolution import Convolution, ConvolveBackward
-from kda_ops.gate import GateBackward
-from kda_ops.norm import Norm, NormBackward
+from kda_ops.gate import GateBackwardPass
+from kda_ops.norm import NormBackwardPass, NormPass
 from kda_ops.problem import Problem, gate_problem
 from kda_ops.registrations import schemas
 
@@ -43,7 +43,7 @@ def _fakes(rank: int) -> dict[schemas.Operator, Callable]:
         return g.new_empty(g.shape, dtype=gate_problem(rank, g, A_log, dt_bias, lower_bound))
 
     def gate_bwd(*args, **flags):
-        GateBackward(rank, args, flags)
+        GateBackwardPass(rank, args, flags)
         _, g, A_log, dt_bias = args
         return _like(g, True, g), _like(A_log, True, g), _like(dt_bias, True, g)
 
@@ -74,12 +74,12 @@ def _short_conv_in_place(*args, **flags):
 
 
 def _gated_rms_norm(*args, **flags):
-    x = Norm(0, args, flags).x
+    x = NormPass(0, args, flags).x
     return x.new_empty(x.shape)
 
 
 def _gated_rms_norm_bwd(*args, **flags):
-    norm = NormBackward(0, args, flags)
+    norm = NormBackwardPass(0, args, flags)
     return tuple(_like(x, True, norm.x) for x in (norm.x, norm.weight, norm.gate))
 
 

@@ -18,7 +18,7 @@ from kda_ops.stages import KEPT
 C = CHUNK
 
 
-def product(rows, inner, columns):
+def product_flops(rows, inner, columns):
     """Count the operations of ``[rows, inner] @ [inner, columns]``."""
     return 2 * rows * inner * columns
 
@@ -28,7 +28,7 @@ def inverse():
 
     Row i is one product ``[1, i] @ [i, i]`` with the rows above it.
     """
-    return sum(product(1, i, i) for i in range(C))
+    return sum(product_flops(1, i, i) for i in range(C))
 
 
 def forward(K, V):
@@ -43,8 +43,8 @@ def forward(K, V):
 
     The first three rows are `prepare`, the others `scan`. Some backends form u in `scan`.
     """
-    scores, tile = 2 * product(C, K, C), product(C, C, K) + product(C, C, V)
-    return scores + inverse() + tile + 3 * product(C, K, V) + product(C, C, V)
+    scores, tile = 2 * product_flops(C, K, C), product_flops(C, C, K) + product_flops(C, C, V)
+    return scores + inverse() + tile + 3 * product_flops(C, K, V) + product_flops(C, C, V)
 
 
 def backward(K, V, kept: frozenset[str]):
@@ -70,23 +70,28 @@ def backward(K, V, kept: frozenset[str]):
     """
     again = {
         "A": inverse(),
-        "P": product(C, K, C),
-        "w": product(C, C, K),
-        "v_new": product(C, C, V) + product(C, K, V),
-        "states": product(K, C, V),
+        "P": product_flops(C, K, C),
+        "w": product_flops(C, C, K),
+        "v_new": product_flops(C, C, V) + product_flops(C, K, V),
+        "states": product_flops(K, C, V),
     }
     recompute = sum(n for name, n in again.items() if name not in kept)
-    reverse_scan = product(C, C, V) + 3 * product(C, K, V)
-    inter = 3 * product(C, V, K) + product(C, V, C)
+    reverse_scan = product_flops(C, C, V) + 3 * product_flops(C, K, V)
+    inter = 3 * product_flops(C, V, K) + product_flops(C, V, C)
     through_inverse = (
-        product(C, V, C)
-        + product(C, K, C)
-        + 2 * product(C, C, C)
-        + product(C, C, V)
-        + product(C, C, K)
+        product_flops(C, V, C)
+        + product_flops(C, K, C)
+        + 2 * product_flops(C, C, C)
+        + product_flops(C, C, V)
+        + product_flops(C, C, K)
     )
     return (
-        recompute + product(C, K, C) + reverse_scan + inter + through_inverse + 4 * product(C, C, K)
+        recompute
+        + product_flops(C, K, C)
+        + reverse_scan
+        + inter
+        + through_inverse
+        + 4 * product_flops(C, C, K)
     )
 
 
@@ -95,7 +100,7 @@ def token(K, V):
 
     They are S^T k, k u^T and S^T q.
     """
-    return 3 * product(1, K, V)
+    return 3 * product_flops(1, K, V)
 
 
 def _chunks(q, v):
@@ -124,7 +129,7 @@ def _convolution(x, weight):
     """Count the operations of a convolution's products, one per tap, token and channel."""
     B, T, _ = x
     D, W = weight
-    return product(B * T, W, D)
+    return product_flops(B * T, W, D)
 
 
 def _short_conv(x, weight, *args, out_shape=None, **flags):

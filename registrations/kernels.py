@@ -61,12 +61,12 @@ def _kernels(rank: int, device: torch.device) -> dict[schemas.Operator, Callable
         return on_pool(chunk.Prefill, args, flags)
 
     def gate_forward(*args, **flags) -> Tensor:
-        (y,) = _present(run(gate.Gate, args, flags), _named(gate.Gate, "g", args))
+        (y,) = _present(run(gate.GatePass, args, flags), _named(gate.GatePass, "g", args))
         return y
 
     def gate_bwd(*args, **flags) -> tuple[Tensor, ...]:
-        grads = run(gate.GateBackward, args, flags)
-        return _present(grads, _named(gate.GateBackward, "g", args))
+        grads = run(gate.GateBackwardPass, args, flags)
+        return _present(grads, _named(gate.GateBackwardPass, "g", args))
 
     def short_conv(*args, **flags) -> tuple[Tensor, ...]:
         return _present(
@@ -81,12 +81,12 @@ def _kernels(rank: int, device: torch.device) -> dict[schemas.Operator, Callable
         return on_pool(convolution.ConvolveInPlace, args, flags, "tail")
 
     def gated_rms_norm(*args, **flags) -> Tensor:
-        (y,) = _present(run(norm.Norm, args, flags), _named(norm.Norm, "x", args))
+        (y,) = _present(run(norm.NormPass, args, flags), _named(norm.NormPass, "x", args))
         return y
 
     def gated_rms_norm_bwd(*args, **flags) -> tuple[Tensor, ...]:
-        grads = run(norm.NormBackward, args, flags)
-        return _present(grads, _named(norm.NormBackward, "x", args))
+        grads = run(norm.NormBackwardPass, args, flags)
+        return _present(grads, _named(norm.NormBackwardPass, "x", args))
 
     return {
         schemas.CHUNK: chunk_forward,

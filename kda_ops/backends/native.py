@@ -21,7 +21,14 @@ from torch import Tensor
 from kda_ops.backends import convolution, norm
 from kda_ops.backends.activations import Activated, gate, gate_backward
 from kda_ops.backends.parts import Part, gather, join, parts, scatter
-from kda_ops.backends.slab import SMALLEST, Slab, add_product, product, scores, scores_backward
+from kda_ops.backends.slab import (
+    SMALLEST,
+    Slab,
+    add_batched_product,
+    batched_product,
+    scores,
+    scores_backward,
+)
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.stages import GRADIENTS, Backend, Gradients, Reverse, Tile, Trace
 
@@ -216,14 +223,14 @@ def _scan(
         S, gamma = S_all[:live].flatten(0, 1), x["gamma"][chunk].flatten(0, 1)
         if states is not None:
             states[chunk] = S_all[:live]
-        v_new = add_product(u.clone(), w, S, alpha=-1)
+        v_new = add_batched_product(u.clone(), w, S, alpha=-1)
         if v_all is not None:
             v_all[chunk] = v_new[:, : part.height].unflatten(0, (-1, p.HV))
         if out is not None:
-            b_o = add_product(product(qg, S), P, v_new)
+            b_o = add_batched_product(batched_product(qg, S), P, v_new)
             out[chunk] = b_o[:, : part.height].unflatten(0, (-1, p.HV))
         if wanted or step + 1 < len(part.steps):
-            add_product(S.mul_(gamma[..., None]), kg.mT, v_new)
+            add_batched_product(S.mul_(gamma[..., None]), kg.mT, v_new)
         if into is not None and part.height == CHUNK:
             assert final_state is not None  # snapshots go to the pool
             _snapshot(p, part, into, live, step + 1, S_all, final_state)
@@ -292,11 +299,11 @@ def _reverse_scan(
         )
         b_do, dS = d_o[chunk].flatten(0, 1), dS_all[:live].flatten(0, 1)
         dstates[chunk] = dS_all[:live]
-        dv_new = add_product(product(P.mT, b_do), kg, dS)
-        z[chunk] = product(A.mT, dv_new).unflatten(0, (-1, p.HV))
+        dv_new = add_batched_product(batched_product(P.mT, b_do), kg, dS)
+        z[chunk] = batched_product(A.mT, dv_new).unflatten(0, (-1, p.HV))
         if wanted or step:
-            add_product(dS.mul_(gamma[..., None]), qg.mT, b_do)
-            add_product(dS, w.mT, dv_new, alpha=-1)
+            add_batched_product(dS.mul_(gamma[..., None]), qg.mT, b_do)
+            add_batched_product(dS, w.mT, dv_new, alpha=-1)
     return dS_all, {"dstates": dstates, "z": z}
 
 
@@ -352,13 +359,13 @@ def _gradient(
     Letters are those of docs/maths.md, section 3.
     """
     q, k, v, beta, decay = c.q, c.k, c.v, c.beta, c.decay
-    dP = product(d_o, v_new.mT)
+    dP = batched_product(d_o, v_new.mT)
     on_diagonal = torch.diagonal(dP, dim1=-2, dim2=-1)[..., None].clone()
     # v_new solves (I + L) v_new = beta (v - k exp(G) S); z solves the transposed system
-    dL = product(z, v_new.mT).neg_().tril_(-1)
-    dkg, Zk = product(v_new, dS.mT).mul_(c.tail), product(z, S.mT).neg_()
+    dL = batched_product(z, v_new.mT).neg_().tril_(-1)
+    dkg, Zk = batched_product(v_new, dS.mT).mul_(c.tail), batched_product(z, S.mT).neg_()
     dq, r, col = scores_backward(c, dP.tril_(-1), dL)
-    dq.add_(product(d_o, S.mT).mul_(decay))
+    dq.add_(batched_product(d_o, S.mT).mul_(decay))
     r.add_(Zk.mul_(decay))
     dbeta = (z * v).sum(-1, keepdim=True).add_((r * k).sum(-1, keepdim=True))
     # z v_new / beta equals that and cancels less, unless beta is so small that v_new underflows.

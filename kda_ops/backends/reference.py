@@ -329,13 +329,13 @@ class Reference(Backend):
                 continue
             for t in range(a, b):
                 b_q, b_k, b_v, b_g, b_beta, b_o = (r[t] for r in rows)
-                S, out = recur(S, b_q, b_k, b_v, b_g, b_beta, p.scale)
+                S, out = step_tokens(S, b_q, b_k, b_v, b_g, b_beta, p.scale)
                 if pool.write_token(n, t - a, S):
                     b_o.copy_(out)
             pool.write(n, S)
 
 
-def recur(
+def step_tokens(
     S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Apply one token of the recurrence; return the next S [.., K, V] and o [.., V].

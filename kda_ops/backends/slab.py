@@ -13,17 +13,17 @@ SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # exp of these is stil
 _ABOVE = torch.full((CHUNK, CHUNK), -torch.inf, device="cpu").triu_(1)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def batched_product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b, elementwise where a has one row or one column."""
     if a.shape[-2] == 1:
         return (a.mT * b).sum(-2, keepdim=True)
     return a * b if a.shape[-1] == 1 else a @ b
 
 
-def add_product(x: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:
+def add_batched_product(x: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:
     """Return x + alpha a @ b, in place of x ``[n, ., .]``."""
     if 1 in a.shape[-2:]:
-        return x.add_(product(a, b), alpha=alpha)
+        return x.add_(batched_product(a, b), alpha=alpha)
     return x.baddbmm_(a, b, alpha=alpha)
 
 

@@ -50,9 +50,9 @@ import torch
 from torch import Tensor
 
 from kda_ops import functional
-from kda_ops.arguments import all_dense, check_tensor, in_words
+from kda_ops.arguments import all_dense, check_tensor, check_types
 from kda_ops.compat.fla_calls import (
-    Call,
+    MappedCall,
     check_beta,
     check_channel_decay,
     check_out,
@@ -84,7 +84,7 @@ __all__ = [
 
 
 @mapped
-@in_words
+@check_types
 @all_dense
 def chunk_kda(
     q: Tensor,
@@ -117,7 +117,7 @@ def chunk_kda(
     safe_beta: bool = False,
     safe_keys: bool = False,
     **unknown: object,
-) -> Call[tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]]:
+) -> MappedCall[tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]]:
     """Run Kimi Delta Attention over whole sequences, by FLA's signature; differentiable.
 
     Equation, shapes and errors: `kda_ops.chunk_kda`.
@@ -193,7 +193,7 @@ def chunk_kda(
 
 
 @mapped
-@in_words
+@check_types
 @all_dense
 def fused_recurrent_kda(
     q: Tensor,
@@ -216,7 +216,7 @@ def fused_recurrent_kda(
     *,
     transpose_state_layout: bool | None = None,
     **unknown: object,
-) -> Call[tuple[Tensor, Tensor | None]]:
+) -> MappedCall[tuple[Tensor, Tensor | None]]:
     """Run Kimi Delta Attention token by token, by FLA's signature; differentiable, unlike FLA's.
 
     Equation, shapes and errors: `kda_ops.recurrent_kda`.
@@ -246,7 +246,7 @@ def fused_recurrent_kda(
 
 
 @mapped
-@in_words
+@check_types
 @all_dense
 def fused_recurrent_kda_fwd(
     q: Tensor,
@@ -271,7 +271,7 @@ def fused_recurrent_kda_fwd(
     lower_bound: float | None = None,
     out: Tensor | None = None,
     **unknown: object,
-) -> Call[tuple[Tensor, Tensor | None]]:
+) -> MappedCall[tuple[Tensor, Tensor | None]]:
     """Decode on a pool of states, by the signature of FLA's serving function; inference only.
 
     ``initial_state`` is the pool, written in place and returned. Slots, speculative tokens and
@@ -322,7 +322,7 @@ def fused_recurrent_kda_fwd(
 
 
 @mapped
-@in_words
+@check_types
 @all_dense
 def chunk_gated_delta_rule(
     q: Tensor,
@@ -350,7 +350,7 @@ def chunk_gated_delta_rule(
     safe_beta: bool = False,
     safe_keys: bool = False,
     **unknown: object,
-) -> Call[tuple[Tensor, Tensor | None]]:
+) -> MappedCall[tuple[Tensor, Tensor | None]]:
     """Run Gated DeltaNet over whole sequences, by FLA's signature; differentiable.
 
     Equation, shapes and errors: `kda_ops.chunk_gdn`.
@@ -375,7 +375,7 @@ def chunk_gated_delta_rule(
 
 
 @mapped
-@in_words
+@check_types
 @all_dense
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
@@ -399,7 +399,7 @@ def fused_recurrent_gated_delta_rule(
     *,
     transpose_state_layout: bool | None = None,
     **unknown: object,
-) -> Call[tuple[Tensor, Tensor | None]]:
+) -> MappedCall[tuple[Tensor, Tensor | None]]:
     """Run Gated DeltaNet token by token, by FLA's signature; differentiable, unlike FLA's.
 
     Equation, shapes and errors: `kda_ops.recurrent_gdn`.
@@ -452,7 +452,7 @@ def fused_recurrent_gated_delta_rule(
     )
 
 
-@in_words
+@check_types
 @all_dense
 def fused_kda_gate(
     g: Tensor,
@@ -476,7 +476,7 @@ def fused_kda_gate(
     return y.view(g.shape).to(output_dtype)
 
 
-@in_words
+@check_types
 @all_dense
 def fused_gdn_gate(
     g: Tensor,

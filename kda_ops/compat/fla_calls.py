@@ -1,6 +1,6 @@
 """Map calls of FLA's signatures to these operators: check the arguments, name the operator.
 
-`kda_ops.compat.fla` holds the signatures. A signature returns a `Call`, which `mapped` makes.
+`kda_ops.compat.fla` holds the signatures. A signature returns a `MappedCall`, which `mapped` makes.
 `kda_ops.compat.fla_backend` only checks it, to decide whether FLA may hand the call to us.
 """
 
@@ -26,15 +26,15 @@ R = TypeVar("R", covariant=True)
 
 
 @dataclass(frozen=True)
-class Call(Generic[R]):
+class MappedCall(Generic[R]):
     """A call of an operator: `check` raises what the operator would refuse, `run` makes it."""
 
     run: Callable[[], R]
     check: Callable[[], object]
 
 
-def mapped(mapping: Callable[P, Call[R]]) -> Callable[P, R]:
-    """Turn a signature that returns a `Call` into the function that makes the call.
+def mapped(mapping: Callable[P, MappedCall[R]]) -> Callable[P, R]:
+    """Turn a signature that returns a `MappedCall` into the function that makes the call.
 
     The signature stays available as the attribute ``mapping``.
     """
@@ -173,9 +173,9 @@ _RANKS: dict[Callable[..., Any], int] = {
 }
 
 
-def whole(function: Callable[..., R], *tensors: Tensor | None, **flags: Any) -> Call[R]:
+def whole(function: Callable[..., R], *tensors: Tensor | None, **flags: Any) -> MappedCall[R]:
     """Return a call of `chunk` or `recurrent`; tensors in the order of the schema."""
-    return Call(
+    return MappedCall(
         partial(function, *tensors, **flags),
         partial(Problem.parse, _RANKS[function], *tensors, **flags),
     )
@@ -183,7 +183,7 @@ def whole(function: Callable[..., R], *tensors: Tensor | None, **flags: Any) -> 
 
 def decode(
     tensors: tuple[Any, ...], out: Tensor | None, flags: dict[str, Any]
-) -> Call[tuple[Tensor, Tensor | None]]:
+) -> MappedCall[tuple[Tensor, Tensor | None]]:
     """Return a call of `recurrent_kda_`, whose results are o and the pool."""
 
     def check() -> None:
@@ -199,19 +199,19 @@ def decode(
         o = functional.recurrent_kda_(*tensors, **flags)
         return o if out is None else out.copy_(o), tensors[5]
 
-    return Call(run, check)
+    return MappedCall(run, check)
 
 
 def copied(
-    call: Call[tuple[Tensor, Tensor | None]], out: Tensor
-) -> Call[tuple[Tensor, Tensor | None]]:
+    call: MappedCall[tuple[Tensor, Tensor | None]], out: Tensor
+) -> MappedCall[tuple[Tensor, Tensor | None]]:
     """Return the call with o written to `out`."""
 
     def run() -> tuple[Tensor, Tensor | None]:
         o, final_state = call.run()
         return out.copy_(o), final_state
 
-    return Call(run, call.check)
+    return MappedCall(run, call.check)
 
 
 def context_parallel(
@@ -219,7 +219,7 @@ def context_parallel(
     cp_context: Any,
     *tensors: Any,
     **flags: Any,
-) -> Call[tuple[Tensor, Tensor | None]]:
+) -> MappedCall[tuple[Tensor, Tensor | None]]:
     """Return a call on the shard that FLA's cp_context describes.
 
     A context without a group is a packed call on one rank.
@@ -246,12 +246,12 @@ def context_parallel(
         plan, cu_seqlens = shard_of(cp_context, rest[0])
         return sharded(*rest, None, cu_seqlens, group=plan, **flags)
 
-    return Call(run, local.check)
+    return MappedCall(run, local.check)
 
 
 def with_intermediate_states(
     output_final_state: bool, *tensors: Tensor | None, **flags: Any
-) -> Call[tuple[Tensor, Tensor | None, Tensor]]:
+) -> MappedCall[tuple[Tensor, Tensor | None, Tensor]]:
     """Return a call of `chunk_kda_` whose slots are the states before each chunk."""
     check = partial(Problem.parse, 1, *tensors, **flags)
 
@@ -259,7 +259,7 @@ def with_intermediate_states(
         check()  # the errors of `chunk_kda`, before sizes are read
         return _states(output_final_state, *tensors, **flags)
 
-    return Call(run, check)
+    return MappedCall(run, check)
 
 
 def _states(

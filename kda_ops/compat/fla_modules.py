@@ -31,7 +31,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_ops.arguments import all_dense, in_words
+from kda_ops.arguments import all_dense, check_types
 from kda_ops.checks import check_float, check_no_overlap, check_on_device, shape_error
 from kda_ops.compat.fla_calls import refuse_unknown
 from kda_ops.convolution import Convolution
@@ -40,7 +40,7 @@ from kda_ops.layer_functional import gated_rms_norm, short_conv, short_conv_
 __all__ = ["causal_conv1d", "causal_conv1d_update", "rms_norm_gated"]
 
 
-@in_words
+@check_types
 @all_dense
 def causal_conv1d(
     x: Tensor,
@@ -116,7 +116,7 @@ def _oldest(p: Convolution, state: Tensor | None) -> Tensor:
     return torch.where((length >= W)[:, None], new, old)
 
 
-@in_words
+@check_types
 @all_dense
 def causal_conv1d_update(
     x: Tensor,
@@ -158,7 +158,7 @@ def causal_conv1d_update(
     return y if residual is None else y + residual, cache
 
 
-@in_words
+@check_types
 @all_dense
 def rms_norm_gated(
     x: Tensor,

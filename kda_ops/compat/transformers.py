@@ -310,9 +310,9 @@ def enable() -> Enabled:
 def disable() -> None:
     """Restore every function that `enable` replaced."""
     loaded = [sys.modules[name] for name in _NAMES if name in sys.modules]
-    there = [
+    places = [
         (owner, name, getattr(owner, name))
         for module in loaded
         for owner, name, _ in _places(module)
     ]
-    _take_out([place for place in there if hasattr(place[-1], _OURS)])
+    _take_out([place for place in places if hasattr(place[-1], _OURS)])

@@ -66,7 +66,7 @@ _TYPES = {n: types_of(getattr(functional, f"chunk_{n}")) for n in schemas.VARIAN
 
 
 @dataclass(frozen=True)
-class Call:
+class ShardedCall:
     """The parts of a call that are not tensors: operator, group and flags."""
 
     namespace: str
@@ -114,7 +114,7 @@ def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, 
         for n, x in flags.items()
         if n not in ("transpose_state_layout", "output_final_state", "disable_recompute")
     }
-    call = Call(
+    call = ShardedCall(
         namespace,
         plan.name,
         plan.rank,
@@ -185,7 +185,7 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        call: Call,
+        call: ShardedCall,
         lengths: Tensor | None,
         q,
         k,
@@ -266,7 +266,7 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dfinal_state=None):
-        call: Call = ctx.call
+        call: ShardedCall = ctx.call
         (
             q,
             k,

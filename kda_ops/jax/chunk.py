@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_ops.jax import activations, kernels
-from kda_ops.jax.plan import Plan
+from kda_ops.jax.plan import BlockPlan
 from kda_ops.jax.rows import Rows
 from kda_ops.problem import Problem
 
@@ -32,10 +32,10 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class JaxCall:
     """The static half of a call: the kernels' plan, the caller's widths, what is activated."""
 
-    plan: Plan
+    plan: BlockPlan
     T: int
     K: int
     V: int
@@ -47,10 +47,10 @@ class Call:
     transposed: bool
 
     @classmethod
-    def of(cls, p: Problem, dtype, sums, interpret) -> Call:
+    def of(cls, p: Problem, dtype, sums, interpret) -> JaxCall:
         """Return the call that `p` describes; dot operands have `dtype`, sums `sums`."""
         return cls(
-            Plan.of(p, dtype, sums, interpret),
+            BlockPlan.of(p, dtype, sums, interpret),
             p.T,
             p.K,
             p.V,
@@ -124,7 +124,7 @@ def _once(function):
     return function
 
 
-def _run(call: Call, x: Inputs, cu_seqlens, keep: bool):
+def _run(call: JaxCall, x: Inputs, cu_seqlens, keep: bool):
     rows = Rows(call.plan, call.T, cu_seqlens)
     g, beta = call.activated(rows, x.g, x.beta, x.A_log, x.dt_bias)
     s0 = call.to_kernel(x.state)
@@ -136,23 +136,23 @@ def _run(call: Call, x: Inputs, cu_seqlens, keep: bool):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def chunk(call: Call, x: Inputs, cu_seqlens):
+def chunk(call: JaxCall, x: Inputs, cu_seqlens):
     """o [B, T, HV, V] and the final states, in the caller's layout."""
     return _run(call, x, cu_seqlens, keep=False)[0]
 
 
 @_once
-def _kept(call: Call, x: Inputs, cu_seqlens):
+def _kept(call: JaxCall, x: Inputs, cu_seqlens):
     return _run(call, x, cu_seqlens, keep=True)
 
 
-def _chunk_forward(call: Call, x: Inputs, cu_seqlens):
+def _chunk_forward(call: JaxCall, x: Inputs, cu_seqlens):
     out, entering = _kept(call, x, cu_seqlens)
     return out, (x, cu_seqlens, entering)
 
 
 @_once
-def _gradients(call: Call, x: Inputs, cu_seqlens, entering, do, dfinal_state) -> Inputs:
+def _gradients(call: JaxCall, x: Inputs, cu_seqlens, entering, do, dfinal_state) -> Inputs:
     plan = call.plan
     rows = Rows(plan, call.T, cu_seqlens)
     (g, beta), activation = jax.vjp(
@@ -184,7 +184,7 @@ def _gradients(call: Call, x: Inputs, cu_seqlens, entering, do, dfinal_state) ->
     )
 
 
-def _chunk_backward(call: Call, kept, cotangents):
+def _chunk_backward(call: JaxCall, kept, cotangents):
     x, cu_seqlens, entering = kept
     return _gradients(call, x, cu_seqlens, entering, *cotangents), None
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import torch
 
 from kda_ops import functional
-from kda_ops.arguments import in_words
+from kda_ops.arguments import check_types
 from kda_ops.jax import activations, problem
-from kda_ops.jax.chunk import Call, Inputs, chunk
+from kda_ops.jax.chunk import Inputs, JaxCall, chunk
 from kda_ops.jax.recurrent import recurrent
 from kda_ops.problem import Problem
 
@@ -24,7 +24,7 @@ from kda_ops.problem import Problem
 def _face(like: Callable, **own: object) -> Callable[[Callable], Callable]:
     """Give a function of (inputs, flags) the signature of `like`, and the keywords `own`."""
     signature = inspect.signature(like)
-    parameters = [  # arrays are checked by `problem.parse`, the rest by `in_words`
+    parameters = [  # arrays are checked by `problem.parse`, the rest by `check_types`
         p.replace(annotation=p.empty) if str(p.annotation).startswith("Tensor") else p
         for p in signature.parameters.values()
     ]
@@ -47,7 +47,7 @@ def _face(like: Callable, **own: object) -> Callable[[Callable], Callable]:
             )
 
         face.__signature__ = signature  # type: ignore[attr-defined]
-        return in_words(face)
+        return check_types(face)
 
     return wrap
 
@@ -97,7 +97,7 @@ def _chunk(rank: int, inputs: tuple, flags: dict):
         *x, cu_seqlens = inputs
         # float16 is not for a TPU: its operands are float32
         dtype = jnp.bfloat16 if p.q.dtype is torch.bfloat16 else sums
-        o, final_state = chunk(Call.of(p, dtype, sums, interpret), Inputs(*x), cu_seqlens)
+        o, final_state = chunk(JaxCall.of(p, dtype, sums, interpret), Inputs(*x), cu_seqlens)
     return o, final_state if p.output_final_state else None
 
 

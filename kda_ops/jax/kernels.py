@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kda_ops.backends.reference import FORGET
 from kda_ops.jax.activations import l2norm, l2norm_backward
-from kda_ops.jax.plan import FIRST, LAST, Plan
+from kda_ops.jax.plan import FIRST, LAST, BlockPlan
 from kda_ops.problem import CHUNK
 
 LEVELS = CHUNK.bit_length() - 1  # pairs of rows part into blocks of 1, 2, 4 .. C / 2 rows
@@ -40,7 +40,7 @@ class _Dot:
     is asked for.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: BlockPlan):
         self.operand, self.sums = jnp.dtype(plan.operand), jnp.dtype(plan.sums)
 
     def __call__(self, contract, a, b):
@@ -184,7 +184,7 @@ class _Loaded(NamedTuple):
     k_rstd: Any
 
 
-def _load(q, k, v, g, beta, plan: Plan) -> _Loaded:
+def _load(q, k, v, g, beta, plan: BlockPlan) -> _Loaded:
     n, sums = plan.heads, jnp.dtype(plan.sums)
     b_q, b_k = _of_heads(q, n, plan.shared, sums), _of_heads(k, n, plan.shared, sums)
     q_rstd = k_rstd = None
@@ -215,7 +215,7 @@ class _Chunk(NamedTuple):
     tail: Any  # exp of the sum over later rows
 
 
-def _prepare(x: _Loaded, plan: Plan, dot: _Dot) -> _Chunk:
+def _prepare(x: _Loaded, plan: BlockPlan, dot: _Dot) -> _Chunk:
     # exp of FORGET is 0: nothing here depends on what a TPU makes of infinities
     q, k, b, g = x.q * plan.scale, x.k, x.b, jnp.maximum(x.g, FORGET)
     levels, decay, tail = _kda_levels(g) if plan.rank else _gdn_levels(g, plan.K)
@@ -233,7 +233,7 @@ def _prepare(x: _Loaded, plan: Plan, dot: _Dot) -> _Chunk:
     return _Chunk(q, k, b, levels, P, jnp.sum(q * k, 2, keepdims=True), M, A, decay, tail)
 
 
-def _forward(table, q, k, v, g, beta, s0, o, sT, *rest, plan: Plan) -> None:
+def _forward(table, q, k, v, g, beta, s0, o, sT, *rest, plan: BlockPlan) -> None:
     """v_new = A (beta (v - k exp(G) S));   o = q exp(G) S + P v_new;   S <- gamma S + kg^T v_new.
 
     `rest` is the array that keeps the entering states, if backward follows, and the scratch.
@@ -275,7 +275,7 @@ def _over_pairs(c: _Chunk, dP, dL, dot: _Dot):
 
 
 def _backward(
-    table, q, k, v, g, beta, do, dsT, entering, dq, dk, dv, dg, dbeta, ds0, dS, *, plan: Plan
+    table, q, k, v, g, beta, do, dsT, entering, dq, dk, dv, dg, dbeta, ds0, dS, *, plan: BlockPlan
 ) -> None:
     """Do the reverse scan and the gradients of a chunk in one pass, the last chunk first."""
     t = pl.num_programs(2) - 1 - pl.program_id(2)
@@ -334,7 +334,7 @@ def _backward(
         ds0[0] = dS[...]
 
 
-def _call(kernel, plan: Plan, name: str, table, inputs: dict, outputs: dict, reverse: bool):
+def _call(kernel, plan: BlockPlan, name: str, table, inputs: dict, outputs: dict, reverse: bool):
     """Launch a kernel. `inputs` and `outputs` map a name to (kind, array) and (kind, dtype)."""
     blocks = plan.blocks()
 
@@ -365,7 +365,7 @@ def _call(kernel, plan: Plan, name: str, table, inputs: dict, outputs: dict, rev
     return dict(zip(outputs, found))
 
 
-def forward(plan: Plan, table, q, k, v, g, beta, s0, keep: bool):
+def forward(plan: BlockPlan, table, q, k, v, g, beta, s0, keep: bool):
     """o and the final states, and the state that enters each chunk if `keep`."""
     decay = "K" if plan.rank else "row"
     inputs = dict(
@@ -378,7 +378,7 @@ def forward(plan: Plan, table, q, k, v, g, beta, s0, keep: bool):
     return _call(_forward, plan, name, table, inputs, outputs, reverse=False)
 
 
-def backward(plan: Plan, table, q, k, v, g, beta, do, dsT, entering):
+def backward(plan: BlockPlan, table, q, k, v, g, beta, do, dsT, entering):
     """Return the gradients of q, k, v, g, beta and of the initial states; those of a key head that
     several programs share are partial sums.
     """

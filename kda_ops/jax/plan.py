@@ -20,7 +20,7 @@ def padded(width: int) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """Sizes and flags of one call of the kernels. K and V are padded; NT counts chunks per row.
 
     `rank` is that of the decay (1: KDA, 0: GDN or none). `operand` names the dtype of dot operands
@@ -44,7 +44,7 @@ class Plan:
     interpret: Any
 
     @classmethod
-    def of(cls, p: Problem, dtype, sums, interpret) -> Plan:
+    def of(cls, p: Problem, dtype, sums, interpret) -> BlockPlan:
         """Return the plan of a parsed call whose dot operands have `dtype`."""
         packed = p.cu_seqlens is not None
         # sequences that end inside a chunk, empty ones included, add at most one chunk each

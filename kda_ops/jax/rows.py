@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from kda_ops.jax.plan import FIRST, LAST, NEXT, Plan
+from kda_ops.jax.plan import FIRST, LAST, NEXT, BlockPlan
 from kda_ops.problem import CHUNK
 
 
@@ -26,7 +26,7 @@ def _flags(first, last):
 class Rows:
     """The rows of a plan: which token each holds, the chunk table, and the way there and back."""
 
-    def __init__(self, plan: Plan, T: int, cu_seqlens):
+    def __init__(self, plan: BlockPlan, T: int, cu_seqlens):
         self.plan, self.T = plan, T
         chunk = jnp.arange(plan.NT, dtype=jnp.int32)
         if not plan.packed:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from kda_ops.jax import chunk_gdn, chunk_kda, kernels
-from kda_ops.jax.plan import Plan
+from kda_ops.jax.plan import BlockPlan
 from tests.support.arrays import QUICK, arrays, errors, to_torch
 from tests.support.cases import Case, replace
 
@@ -157,7 +157,7 @@ def test_backward_keeps_the_inputs_and_a_state_per_chunk(variant, dtype):
 
 
 def test_products_of_the_inverse_keep_16_bits():
-    plan = Plan(1, 1, 1, 1, 1, 128, 128, 1, 1.0, False, "bfloat16", "float32", False, True)
+    plan = BlockPlan(1, 1, 1, 1, 1, 128, 128, 1, 1.0, False, "bfloat16", "float32", False, True)
     a, b = np.random.default_rng(0).standard_normal((2, 2, 64, 64)).astype(np.float32)
     dot, exact = kernels._Dot(plan), a.astype(np.float64) @ b.astype(np.float64)
     once, fine = dot(kernels._NN, a, b), dot.fine(kernels._NN, a, b)
@@ -170,7 +170,7 @@ def test_products_of_the_inverse_keep_16_bits():
 def test_heads_of_a_program_share_a_key_head_or_none(heads, width):
     H, HV = heads
     for operand in ("bfloat16", "float32"):
-        plan = Plan(1, 1, 1, H, HV, 128, width, 1, 1.0, False, operand, "float32", False, True)
+        plan = BlockPlan(1, 1, 1, H, HV, 128, width, 1, 1.0, False, operand, "float32", False, True)
         assert HV % plan.heads == 0
         assert plan.key_heads % H == 0
         if plan.shared:

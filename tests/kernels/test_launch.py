@@ -32,12 +32,12 @@ class Kernel:
 
 @pytest.mark.quick
 def test_a_launch_compiles_and_does_no_more_only_while_it_is_asked_to():
-    from kda_ops.backends.triton.launch import FMA, beside, compiling, launch
+    from kda_ops.backends.triton.launch import FMA, compiling, launch, overlap_streams
 
     kernel, cpu = Kernel(), torch.device("cpu")
     with compiling():
         launch(kernel, 3, cpu, 1, 2, num_warps=4)
-        with beside(cpu) as elsewhere, elsewhere:
+        with overlap_streams(cpu) as on_side_stream, on_side_stream:
             launch(kernel, 4, cpu)
     with pytest.raises(ZeroDivisionError), compiling():
         raise ZeroDivisionError
@@ -55,7 +55,7 @@ def test_a_launch_takes_arguments_by_name_in_any_order():
     kernel.arg_names, kernel.__name__ = ["x", "y", "N"], "add"
     launch(kernel, 3, cpu, num_warps=4, N=7, y=2, x=1)
     with compiling():
-        launch(kernel, 3, cpu, shown=dict(N=16), N=7, y=2, x=1)
+        launch(kernel, 3, cpu, compiled_for=dict(N=16), N=7, y=2, x=1)
     with pytest.raises(TypeError, match="add also takes y, N"):
         launch(kernel, 3, cpu, x=1)
     assert kernel.asked == [

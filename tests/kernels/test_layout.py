@@ -26,13 +26,13 @@ def places(*steps: tuple[int, int] | str) -> dict[str, str]:
     tensors = [torch.empty(64) for _ in range(count)]
     for i, x in enumerate(tensors):
         kept.allocate(f"b{i}", x, (kept.sizes["T"],), False)
-    beside = False
+    on_side_stream = False
     for step in steps:
         if isinstance(step, str):
             kept.wait(joins=step == "join")
-            beside = step == "fork"
+            on_side_stream = step == "fork"
         else:
-            kept.launch(Kernel(), 1, tuple(tensors[i] for i in step), {}, beside, True)
+            kept.launch(Kernel(), 1, tuple(tensors[i] for i in step), {}, on_side_stream, True)
     found, _ = lay_out(list(kept.buffers.values()))
     return {name: text_of(place) for name, place in found.items()}
 

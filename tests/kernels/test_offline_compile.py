@@ -53,7 +53,7 @@ def test_processes_that_compile_everything_do_not_compile_the_same_at_once():
 
 def kernel(name, registers=255, stack=0, **found):
     """Build the row of a kernel."""
-    return compile.Row("layer", name, 90, 8, registers, stack, 0, 1.0, False, **found)
+    return compile.CompiledKernel("layer", name, 90, 8, registers, stack, 0, 1.0, False, **found)
 
 
 WAIT = "griddepcontrol.wait; // dummy %r2"

@@ -36,11 +36,11 @@ def inputs():
 
 def definition(q, k, v, g, beta, S_0, scale):
     """Run the recurrence by the reference backend, not by the document's code, for autograd."""
-    from kda_ops.backends.reference import recur
+    from kda_ops.backends.reference import step_tokens
 
     o, S = [], S_0
     for t in range(len(q)):
-        S, out = recur(S, q[t], k[t], v[t], g[t], beta[t], scale)
+        S, out = step_tokens(S, q[t], k[t], v[t], g[t], beta[t], scale)
         o.append(out)
     return torch.stack(o), S
 

@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 import kda_ops
 from kda_ops import chunk, convolution, dispatch, norm, recurrent
-from kda_ops.gate import Gate, GateBackward
+from kda_ops.gate import GateBackwardPass, GatePass
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import forward, overload, run
@@ -27,13 +27,13 @@ PASSES = {
     "chunk_bwd": chunk.Backward,
     "recurrent": recurrent.Recur,
     "recurrent_": recurrent.Decode,
-    "gate": Gate,
-    "gate_bwd": GateBackward,
+    "gate": GatePass,
+    "gate_bwd": GateBackwardPass,
     "short_conv": convolution.Convolve,
     "short_conv_bwd": convolution.ConvolveBackward,
     "short_conv_": convolution.ConvolveInPlace,
-    "gated_rms_norm": norm.Norm,
-    "gated_rms_norm_bwd": norm.NormBackward,
+    "gated_rms_norm": norm.NormPass,
+    "gated_rms_norm_bwd": norm.NormBackwardPass,
 }
 QUICK = ("test_schema", "test_faketensor", "test_autograd_registration")
 COMPILED = (*QUICK, "test_aot_dispatch_dynamic")

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kda_ops import chunk, recurrent
-from kda_ops.gate import Gate, GateBackward
+from kda_ops.gate import GateBackwardPass, GatePass
 from kda_ops.registrations.schemas import mask_of
 from kda_ops.stages import GRADIENTS
 
 KINDS: tuple[Any, ...] = (chunk.Infer, chunk.Forward, chunk.Backward, chunk.Prefill)
-KINDS += (recurrent.Recur, recurrent.Decode, Gate, GateBackward)
+KINDS += (recurrent.Recur, recurrent.Decode, GatePass, GateBackwardPass)
 LAYOUTS = ("dense", "off", "heads_first", "fused", "second", "far")
 TOKENS: tuple[int, ...] = (
     1,
@@ -182,7 +182,7 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
     """Make the arguments and flags of a call; of a backward its own, without what is kept."""
     kind, HV = model.kind, model.H * model.group
     in_place = kind in (chunk.Prefill, recurrent.Decode)
-    packed = model.packed and kind not in (Gate, GateBackward)
+    packed = model.packed and kind not in (GatePass, GateBackwardPass)
     B, N = (1, n.N) if packed else (n.B, n.B)
     T = n.T
     if kind is recurrent.Decode and model.slots == 2 and not packed:
@@ -236,7 +236,7 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
                 x["num_accepted_tokens"] = make((N,), model.index)
     elif model.state:
         x["initial_state"] = make((N, HV, *width), torch.float32, n.state_layout)
-    if kind in (Gate, GateBackward):
+    if kind in (GatePass, GateBackwardPass):
         flags = {"lower_bound": flags["lower_bound"]} if "lower_bound" in flags else {}
         x["g"] = make((B, T, HV, *D), model.wide, n.layout)
         x.setdefault("A_log", make((HV,), torch.float32))

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kda_ops import checks, convolution, recurrent
 from kda_ops.backends.triton import launch, tuning
+from kda_ops.backends.triton.call_key import CallKey, call_key, exact, named
 from kda_ops.backends.triton.gate import gate, gate_backward
 from kda_ops.backends.triton.gated_norm import gated_norm, gated_norm_backward
 from kda_ops.backends.triton.gradient import gradient
 from kda_ops.backends.triton.keeps import KEEPS
-from kda_ops.backends.triton.look import Look, exact, look, named
 from kda_ops.backends.triton.plan import Bound, Plan
 from kda_ops.backends.triton.prepare import prepare
 from kda_ops.backends.triton.private import INTERPRET
@@ -58,7 +58,7 @@ class Triton(Backend):
     """The stages as kernels, and the plans that replay them.
 
     `plans` lists the plans of each key. `decodes` has a plan with its values for each exact size
-    that decode has met (`look.exact`).
+    that decode has met (`call_key.exact`).
     """
 
     prepare, scan = staticmethod(prepare), staticmethod(scan)
@@ -88,10 +88,10 @@ class Triton(Backend):
         """
         return bool(p.rank) and not p.disable_recompute and p.q.dtype.itemsize == 2
 
-    def beside(self, p: Problem) -> AbstractContextManager[AbstractContextManager]:
+    def overlap_streams(self, p: Problem) -> AbstractContextManager[AbstractContextManager]:
         """Overlap two stages on two streams, if the device has room for both."""
         alone = p.q.device.type != "cuda" or not p.V or not tuning.leaves_room(p)
-        return super().beside(p) if alone else launch.beside(p.q.device)
+        return super().overlap_streams(p) if alone else launch.overlap_streams(p.q.device)
 
     def infer(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         """Walk where `walks_forward` says so; else run `prepare` and `scan`."""
@@ -109,7 +109,7 @@ class Triton(Backend):
             same, args, pointers = exact(kind, rank, args, flags)
             if (known := self.decodes.get(same)) is not None:
                 return known[0].run(args, pointers, known[1])
-        seen = look(kind, rank, args, flags)
+        seen = call_key(kind, rank, args, flags)
         if seen is None:
             return kind(rank, args, flags).run(self)
         for plan in self.plans.get(seen.key, ()):
@@ -122,7 +122,7 @@ class Triton(Backend):
                 return plan.run(seen.tensors, seen.pointers, bound)
         return self._record(kind, rank, seen, flags)
 
-    def _record(self, kind: type[Pass], rank: int, seen: Look, flags: dict[str, Any]) -> Any:
+    def _record(self, kind: type[Pass], rank: int, seen: CallKey, flags: dict[str, Any]) -> Any:
         """Run a pass by the stages, and keep its plan."""
         kept = Recording(named(kind, seen))
         # one tensor may be given twice, and the recording tells inputs apart by object

@@ -28,11 +28,11 @@ from kda_ops.backends.triton.gradient_small import gradient_small
 from kda_ops.backends.triton.launch import (
     as_kv,
     columns_of,
-    lasting,
     launch,
     new,
     row_of,
     shape_of,
+    shared_constant,
     total,
 )
 from kda_ops.backends.triton.operands import GateWeights, Strided, strided
@@ -236,7 +236,7 @@ def _launch_keys(
         dots=dots,
         G=G,
         anchored=anchored,
-        masks=lasting(pair_masks(p.q.device)),
+        masks=shared_constant(pair_masks(p.q.device)),
         cu_seqlens=dense(p.cu_seqlens),
         grads=grads,
         dbeta_slice=p.B * p.T * p.HV,

@@ -104,7 +104,7 @@ def read_values(z, at, i_tile, i_h, HV, o_v, V: tl.constexpr, TILED: tl.constexp
 
 
 @triton.jit
-def load_state(states, i_tile, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
+def load_kept_state(states, i_tile, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
     """Load rows o_k and columns o_v of state i_tile of [tiles, K, V]; zero past K and V."""
     p_s = states + i_tile * (K * V) + (o_k[:, None] * V + o_v[None, :])
     return tl.load(p_s, mask=(o_k < K)[:, None] & (o_v < V)[None, :], other=0.0)

@@ -25,8 +25,8 @@ from kda_ops.backends.triton.gradient_products import (
     QueryKey,
     SumsOverK,
     key_gradient,
-    load_decays,
-    load_factors,
+    load_row_decays,
+    load_row_factors,
     pair_sums,
     query_gradient,
     read_value_rows,
@@ -117,7 +117,7 @@ def write_logits(grads, g, gate, lower_bound, at, i_h, HV, i_tile, b_dg, flags):
 
 
 @triton.jit
-def clear(grads, at, i_t, i_g, H, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+def clear_heads(grads, at, i_t, i_g, H, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """Write zeros to the gradients of a chunk that is no part of a sequence."""
     if grads.dq is not None:
         for i in range((K + BK - 1) // BK):
@@ -250,7 +250,7 @@ def gradient_gdn(
     slices: tl.constexpr = (K + BK - 1) // BK
     o_r, HV = tl.arange(0, CHUNK), H * GROUP
     if (at.n_rows <= 0) | (at.live == 0):
-        clear(grads, at, i_t, i_g, H, GROUP, K, BK)
+        clear_heads(grads, at, i_t, i_g, H, GROUP, K, BK)
         return
     SUMS: tl.constexpr = grads.dbeta is not None and not flags.SIGMOID
     b_zero = tl.zeros((CHUNK,), tl.float32)
@@ -266,12 +266,12 @@ def gradient_gdn(
         prefetch_tile(kept.states, i_tile, K * V)
         prefetch_tile(kept.dstates, i_tile, K * V)
         sources = read_value_rows(head, o_v, V, TILED)
-        by_row = load_factors(p_row, TILED)
+        by_row = load_row_factors(p_row, TILED)
         scores = score_gradients(v, sources, by_row, head, scale, V, BV, TILED, SUMS, EXACT, PREC)
         if PREC == FULL:
             sums = pair_sums(x, q, k, head, scores, by_row, i_g, K, BK, PREC)
         if T > 0:  # always true: its own basic block keeps loads from moving up
-            decays = load_decays(p_row)
+            decays = load_row_decays(p_row)
             for i in tl.range(slices, num_stages=1):
                 if slices > 1:
                     o_k = i * BK + tl.arange(0, BK)

@@ -15,9 +15,9 @@ from kda_ops.backends.triton.gradient_chunk import (
     SQUARE,
     Chunk,
     chunk_of,
+    load_kept_state,
     load_norm,
     load_row,
-    load_state,
     locate_rows,
     read_rows,
     read_values,
@@ -42,9 +42,9 @@ from kda_ops.backends.triton.gradient_pairs import Scores
 from kda_ops.backends.triton.operands import BETA_KDA, NORM_K_KDA, NORM_Q_KDA, Strided
 from kda_ops.backends.triton.tile import (
     CHUNK,
-    apart,
     load_tile,
     narrow,
+    not_vectorised,
     prefetch_rows,
     prefetch_tile,
     widen,
@@ -124,8 +124,8 @@ def state_gradients(
         o_v = i * BV + tl.arange(0, BV)
         # All loads come before any product. Else each product waits for its loads, and later loads
         # start only then.
-        b_S = load_state(kept.states, i_tile, o_k, o_v, K, V)
-        b_dS = load_state(kept.dstates, i_tile, o_k, o_v, K, V)
+        b_S = load_kept_state(kept.states, i_tile, o_k, o_v, K, V)
+        b_dS = load_kept_state(kept.dstates, i_tile, o_k, o_v, K, V)
         b_v = load_tile(kept.v_new, i_tile, o_r, o_v, V)
         b_z = read_values(kept.z, at, i_tile, i_h, HV, o_v, V, TILED)
         if do.pointer is not None:
@@ -184,12 +184,14 @@ def start_sums(
 
 @triton.jit
 def entrywise(sums, at):
-    """Return the sums, for bf16 with the entries of each tile apart (`tile.apart`).
+    """Return the sums, for bf16 with the entries of each tile apart (`tile.not_vectorised`).
 
     Other dtypes spill less without.
     """
     if at.dscores.P.dtype.element_ty == tl.bfloat16:
-        sums = Sums(apart(sums.dq), apart(sums.dk), sums.dbeta, apart(sums.dG))
+        sums = Sums(
+            not_vectorised(sums.dq), not_vectorised(sums.dk), sums.dbeta, not_vectorised(sums.dG)
+        )
     return sums
 
 
@@ -313,7 +315,7 @@ def add_anchored(
 
 
 @triton.jit
-def clear(grads, at, i_h, HV, o_k, K: tl.constexpr):
+def clear_keys(grads, at, i_h, HV, o_k, K: tl.constexpr):
     """Write zeros to the gradients of a chunk that is no part of a sequence."""
     b_zero = tl.zeros((CHUNK, o_k.shape[0]), tl.float32)
     if grads.dq is not None:
@@ -420,7 +422,7 @@ def gradient_keys(
         dbeta += i_s * dbeta_slice  # a slice has so many entries
     grads = KeyGradients(grads.dq, grads.dk, dbeta)
     if (chunk.n_rows <= 0) | (chunk.live == 0):
-        clear(grads, chunk, i_h, HV, o_k, K)
+        clear_keys(grads, chunk, i_h, HV, o_k, K)
         return
     SUMS: tl.constexpr = grads.dbeta is not None
     # with the sums of dbeta, whole pieces are slower (docs/kernels/journal/prefetch.md)

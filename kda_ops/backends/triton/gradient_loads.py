@@ -63,9 +63,9 @@ def pair_masks(device: torch.device) -> Tensor:
 
     def bring() -> Tensor:
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            there = masks.to(device)
+            on_device = masks.to(device)
             torch.cuda.current_stream(device).synchronize()
-            return there
+            return on_device
 
     if device.type != "cuda":
         return masks.to(device)

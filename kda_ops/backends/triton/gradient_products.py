@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from kda_ops.backends.triton.decay import pair_decay, pair_decay_transposed
-from kda_ops.backends.triton.gradient_chunk import load_state, read_rows, read_values
+from kda_ops.backends.triton.gradient_chunk import load_kept_state, read_rows, read_values
 from kda_ops.backends.triton.operands import (
     BETA,
     FROM_START_K,
@@ -182,7 +182,7 @@ def dot_tiles(b_x, b_y, PREC: tl.constexpr):
 
 
 @triton.jit
-def load_factors(p_row, TILED: tl.constexpr):
+def load_row_factors(p_row, TILED: tl.constexpr):
     """Load the `RowFactors` of a tile, for the scores; `p_row` points at its `factors`."""
     b_strength = tl.load(p_row + BETA * CHUNK)
     b_k_norm = tl.load(p_row + NORM_K * CHUNK)
@@ -197,7 +197,7 @@ def load_factors(p_row, TILED: tl.constexpr):
 
 
 @triton.jit
-def load_decays(p_row):
+def load_row_decays(p_row):
     """Load the `Decays` of a tile, for products with states; `p_row` points at its `factors`."""
     b_start = tl.load(p_row + FROM_START_K * CHUNK)
     return Decays(b_start, tl.load(p_row + TO_END_K * CHUNK), tl.load(p_row + FROM_START_Q * CHUNK))
@@ -332,8 +332,8 @@ def key_gradient(
         if values > 1:
             o_v = j * BV + tl.arange(0, BV)
             b_vn = load_tile(head.kept.v_new, head.i_tile, o_r, o_v, V)
-        b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
-        b_dS = load_state(head.kept.dstates, head.i_tile, o_k, o_v, K, V)
+        b_S = load_kept_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+        b_dS = load_kept_state(head.kept.dstates, head.i_tile, o_k, o_v, K, V)
         S_dS += dot_tiles(b_S, b_dS, PREC)
         b_rest = tl.dot(b_vn, tl.trans(b_dS), b_rest, input_precision=PREC)
     # S is loaded again: held, it would take registers while dS is used
@@ -353,12 +353,12 @@ def key_gradient(
     b_own = sums.own
     if PREC != FULL:
         b_own += dot_rows(b_x, b_rest, PREC, "middle") - b_along
-    b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+    b_S = load_kept_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
     for j in tl.range(values, num_stages=1):
         if values > 1:
             o_v = j * BV + tl.arange(0, BV)
             b_z = read_z(head, o_v, V, TILED)
-            b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+            b_S = load_kept_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
         b_part = tl.dot(b_z, tl.trans(b_S), b_part, input_precision=PREC)
     b_part *= -(decays.from_start_k * factors.digits)[:, None]
     b_k_part = sums.k_part
@@ -399,7 +399,7 @@ def query_gradient(
             if values > 1:
                 o_v = j * BV + tl.arange(0, BV)
                 b_do = read_rows(head.do, head.at, head.i_h, o_v, V)
-                b_S = load_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
+                b_S = load_kept_state(head.kept.states, head.i_tile, o_k, o_v, K, V)
             b_dq = tl.dot(b_do, tl.trans(b_S), b_dq, input_precision=PREC)
         b_dq *= decays.from_start_q[:, None]
         if PREC == FULL:

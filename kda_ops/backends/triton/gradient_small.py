@@ -5,7 +5,13 @@
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.gradient_chunk import chunk_of, load_norm, load_row, load_state, locate
+from kda_ops.backends.triton.gradient_chunk import (
+    chunk_of,
+    load_kept_state,
+    load_norm,
+    load_row,
+    locate,
+)
 from kda_ops.backends.triton.operands import BETA_KDA, COUNT_KDA, NORM_K_KDA
 from kda_ops.backends.triton.tile import CHUNK, load_tile
 
@@ -77,7 +83,7 @@ def gradient_small(
                 for i_v in tl.range(0, V, BV, num_stages=1):
                     o_v = i_v + tl.arange(0, BV)
                     b_z = tl.load(p_z + o_v, mask=o_v < V, other=0.0).to(tl.float32)
-                    b_S = load_state(kept.states, i_tile, o_k, o_v, K, V).to(tl.float32)
+                    b_S = load_kept_state(kept.states, i_tile, o_k, o_v, K, V).to(tl.float32)
                     b_e += tl.sum(b_S * b_z[None, :], 1)
                 p_G = G + i_tile * (CHUNK * K) + o_k
                 b_Gi = tl.load(p_G + i * K, mask=m_k, other=0.0)

@@ -10,7 +10,7 @@ from kda_ops.backends.triton.tile import INTERPRETED
 
 
 @triton.jit
-def product(x, y, acc, PREC: tl.constexpr):
+def square_product(x, y, acc, PREC: tl.constexpr):
     """Return acc + x y of square fp32 tiles.
 
     With PREC "fp16", operands are rounded to fp16. Otherwise fp32 operands are split as PREC names.
@@ -53,9 +53,9 @@ def merge(b_R, negative_L, level, PREC: tl.constexpr):
     N: tl.constexpr = b_R.shape[0]
     b_0 = tl.zeros((N, N), tl.float32)
     if N < 64:
-        b_X = product(b_R, product(negative_L, b_R, b_0, PREC), b_0, PREC)
+        b_X = square_product(b_R, square_product(negative_L, b_R, b_0, PREC), b_0, PREC)
     else:
-        b_X = product(product(b_R, negative_L, b_0, PREC), b_R, b_0, PREC)
+        b_X = square_product(square_product(b_R, negative_L, b_0, PREC), b_R, b_0, PREC)
     return tl.where(lower_left(level, N), b_X, b_R)
 
 
@@ -82,7 +82,7 @@ def invert_blocks(negative_L, PREC: tl.constexpr):
         for level in tl.static_range(1, 4):
             b_R = tl.where(
                 lower_left(level, 16)[None, :, :],
-                product(product(b_R, b_L, b_0, PREC), b_R, b_0, PREC),
+                square_product(square_product(b_R, b_L, b_0, PREC), b_R, b_0, PREC),
                 b_R,
             )
     # Split precisions take three products for one. Unrolled, the levels and the rest of the
@@ -91,7 +91,7 @@ def invert_blocks(negative_L, PREC: tl.constexpr):
         for level in tl.range(1, 4, num_stages=1):
             b_R = tl.where(
                 lower_left(level, 16)[None, :, :],
-                product(product(b_R, b_L, b_0, PREC), b_R, b_0, PREC),
+                square_product(square_product(b_R, b_L, b_0, PREC), b_R, b_0, PREC),
                 b_R,
             )
     b_R = tl.where(own, tl.reshape(b_R, (B, S, 1, 16, 16)), 0.0)

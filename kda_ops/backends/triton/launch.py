@@ -133,7 +133,7 @@ def row_of(x: Tensor, i: int) -> Tensor:
     return y
 
 
-def lasting(x: Tensor) -> Tensor:
+def shared_constant(x: Tensor) -> Tensor:
     """Return x, and have plans keep it: every call uses the same one."""
     if _HERE.recorder is not None:
         _HERE.recorder.constant(x)
@@ -179,7 +179,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContextManager]:
+def overlap_streams(device: torch.device, early: bool = False) -> Iterator[AbstractContextManager]:
     """Overlap two streams: launches in the yielded context go to the second, joined on exit.
 
     Each of them waits for what the current stream holds at that moment. If `early`, they wait only
@@ -198,7 +198,7 @@ def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContex
             _HERE.recorder.wait(joins=False)
 
     @contextmanager
-    def elsewhere() -> Iterator[None]:
+    def on_side_stream() -> Iterator[None]:
         _HERE.stream, _HERE.held, _HERE.waits = side, held, not early
         try:
             yield
@@ -206,7 +206,7 @@ def beside(device: torch.device, early: bool = False) -> Iterator[AbstractContex
             _HERE.stream = None
 
     try:
-        yield elsewhere()
+        yield on_side_stream()
     finally:
         if held:
             here.wait_stream(side)
@@ -240,20 +240,25 @@ def warn_if_lost(made) -> None:
 
 
 def launch(
-    kernel, programs: int, device: torch.device, *args, shown: dict[str, Any] | None = None, **given
+    kernel,
+    programs: int,
+    device: torch.device,
+    *args,
+    compiled_for: dict[str, Any] | None = None,
+    **given,
 ) -> None:
     """Launch on the device of the tensors, on a grid of one dimension (up to 2^31 - 1 programs).
 
     Arguments are given by name, next to Triton's options; a small kernel may take them in order.
-    `shown` overrides values for compilation only: the kernel is specialised on them, then launched
-    with the real arguments.
+    `compiled_for` overrides values for compilation only: the kernel is specialised on them, and
+    then launched with the real arguments.
     """
     if programs == 0:
         return
     options = given
     if given and not args:
         args, options = in_order(kernel, given)
-    seen = None if shown is None else in_order(kernel, given | shown)[0]
+    seen = None if compiled_for is None else in_order(kernel, given | compiled_for)[0]
     recorder = _HERE.recorder
     if recorder is not None:
         if _HERE.stream is not None and _HERE.waits:
@@ -281,22 +286,22 @@ def in_order(kernel, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     return tuple(given[name] for name in names), options
 
 
-def _launch(kernel, programs: int, device: torch.device, args: tuple, shown, options: dict):
+def _launch(kernel, programs: int, device: torch.device, args: tuple, compiled_for, options: dict):
     options = FMA | options
     if _HERE.compiles:
-        kernel.warmup(*(shown or args), grid=(programs,), **options)
+        kernel.warmup(*(compiled_for or args), grid=(programs,), **options)
         return None
     if _HERE.stream is not None:
         if _HERE.waits:
             _HERE.stream.wait_stream(torch.cuda.current_stream(device))
         _HERE.held.append(args)
     with nullcontext() if _HERE.stream is None else torch.cuda.stream(_HERE.stream):
-        if shown is None or device.type == "cpu":
+        if compiled_for is None or device.type == "cpu":
             made = kernel[(programs,)](*args, **options)
         elif device.type == "meta":  # offline compilation
-            made = kernel[(programs,)](*shown, **options)
+            made = kernel[(programs,)](*compiled_for, **options)
         else:
-            made = kernel.warmup(*shown, grid=(1,), **options)
+            made = kernel.warmup(*compiled_for, grid=(1,), **options)
             made[(programs, 1, 1)](*args)
     warn_if_lost(made)
     return made

@@ -1,9 +1,9 @@
 """Replay a pass from data: allocate its tensors and launch its compiled kernels.
 
-A `Plan` is made of a `Recording`. It serves every call with the same key (`look`) for whose numbers
-B, T, N and strides its guards hold. Guards say how Triton specialised the kernels, and which
-branches the stages took. All else that depends on the numbers is a formula. ``print(plan)`` shows
-tensors, launches and guards.
+A `Plan` is made of a `Recording`. It serves every call with the same key (`call_key`) for whose
+numbers B, T, N and strides its guards hold. Guards say how Triton specialised the kernels, and
+which branches the stages took. All else that depends on the numbers is a formula. ``print(plan)``
+shows tensors, launches and guards.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def lay_out(buffers: Sequence[Buffer]) -> tuple[dict[str, int], int]:
         for b, factor in sorted(found, key=lambda x: -x[1]):
             begin = 0
             for a, z, other in sorted(placed, key=lambda x: x[0]):
-                apart = other.last < b.first or b.last < other.first
-                if not apart and a < begin + factor and begin < z:
+                not_vectorised = other.last < b.first or b.last < other.first
+                if not not_vectorised and a < begin + factor and begin < z:
                     begin = z
             placed.append((begin, begin + factor, b))
             places[b.name] = total + one * begin if begin else total
@@ -87,7 +87,7 @@ class Plan:
         self.device, self.guards, self.steps = device, recording.guards, recording.steps
         self.on_gpu = device.type == "cuda"
         # whether another device may be current at a call
-        self.elsewhere = self.on_gpu and torch.cuda.device_count() > 1
+        self.may_switch_device = self.on_gpu and torch.cuda.device_count() > 1
         self.forks = self.on_gpu and any(isinstance(s, Wait) for s in self.steps)
         self.holds = condition(recording.numbers, self.guards)
         self.bound: dict[tuple[int, ...], Bound] = {}
@@ -209,7 +209,7 @@ class Plan:
         self, tensors: Sequence[Tensor | None], pointers: Sequence[int], bound: Bound
     ) -> list[Tensor | None]:
         """Run the pass on inputs that have the plan's key."""
-        if self.elsewhere and self.device.index != torch.cuda.current_device():
+        if self.may_switch_device and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self._run(tensors, pointers, bound)
         return self._run(tensors, pointers, bound)
@@ -256,7 +256,7 @@ class Plan:
             elif seen:
                 _show(step, row[programs], pick(row), side)
             else:
-                where = side.cuda_stream if step.beside else stream  # type: ignore[union-attr]
+                where = side.cuda_stream if step.on_side_stream else stream  # type: ignore[union-attr]
                 start(row[programs], where, pick(row))
         return [
             own[x] if isinstance(x, int) else x if x is None else torch.empty_like(x)
@@ -333,7 +333,7 @@ def _has_sizes(x) -> bool:
 
 def _show(step: Launch, programs: int, arguments: tuple, side) -> None:
     """Launch so that a profiler's hook, or the interpreter, sees all of it."""
-    with torch.cuda.stream(side if step.beside else None):
+    with torch.cuda.stream(side if step.on_side_stream else None):
         if step.compiled is None:
             step.kernel[(programs,)](*arguments, **step.options)
         else:

@@ -9,7 +9,7 @@ from kda_ops.backends.triton.launch import columns_of, launch, new
 from kda_ops.backends.triton.operands import COUNT_GDN, COUNT_KDA, GateWeights, TileGDN, strided
 from kda_ops.backends.triton.prepare_gdn import prepare_gdn
 from kda_ops.backends.triton.prepare_kda import Prepared, prepare_kda
-from kda_ops.backends.triton.tile import FOLLOWED, Begun, dense, fit
+from kda_ops.backends.triton.tile import FOLLOWED, UnfinishedTile, dense, fit
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Tile
@@ -111,5 +111,7 @@ def prepare(
     return (
         Tile(**made)
         if ahead is None
-        else Begun(**made, until=ahead, ready=ready, missed=missed, rest=lambda: form(ahead, end))
+        else UnfinishedTile(
+            **made, until=ahead, ready=ready, missed=missed, rest=lambda: form(ahead, end)
+        )
     )

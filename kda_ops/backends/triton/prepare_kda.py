@@ -14,7 +14,7 @@ from kda_ops.backends.triton.gate import (
     log2_decay,
     strength_column,
 )
-from kda_ops.backends.triton.inverse import inverse_of_two, product
+from kda_ops.backends.triton.inverse import inverse_of_two, square_product
 from kda_ops.backends.triton.operands import (
     BETA_KDA,
     COUNT_KDA,
@@ -379,8 +379,8 @@ def invert(b_L, b_beta1, b_beta2, root, strict, TYPE: tl.constexpr, INVERSE: tl.
     b_L11 = tl.where(strict, b_L.b_11 * -b_beta1[:, None], 0.0)
     b_L22 = tl.where(strict, b_L.b_22 * -b_beta2[:, None], 0.0)
     b_A11, b_A22 = inverse_of_two(b_L11, b_L22, INVERSE)
-    b_A21 = product(b_A22, b_L.b_21 * (-root * b_beta2)[:, None], b_zero, INVERSE)
-    b_A21 = product(b_A21, b_A11, b_zero, INVERSE)
+    b_A21 = square_product(b_A22, b_L.b_21 * (-root * b_beta2)[:, None], b_zero, INVERSE)
+    b_A21 = square_product(b_A21, b_A11, b_zero, INVERSE)
     return Lower(b_A11.to(TYPE), b_A21.to(TYPE), b_A22.to(TYPE))
 
 

@@ -68,7 +68,7 @@ class Launch:
     programs: int
     arguments: dict[str, Any]
     options: dict[str, Any]
-    beside: bool
+    on_side_stream: bool
     compiled: Any = None
 
 
@@ -124,8 +124,8 @@ class Recording:
     def alias(self, y: Tensor, x: Tensor, offset: int, strides: tuple[int, ...]) -> None:
         """Add y, a view of x that begins `offset` bytes later; its dtype may differ."""
         memory = self._known[id(x)][1]
-        there = memory.offset + offset if memory.offset else offset
-        self._know(y, memory._replace(offset=there, dtype=y.dtype), (), strides)
+        begin = memory.offset + offset if memory.offset else offset
+        self._know(y, memory._replace(offset=begin, dtype=y.dtype), (), strides)
 
     def constant(self, x: Tensor) -> None:
         """Add a tensor that every call shares."""
@@ -158,7 +158,13 @@ class Recording:
         return memory
 
     def launch(
-        self, kernel, programs: int, args: tuple, options: dict, beside: bool, specialised: bool
+        self,
+        kernel,
+        programs: int,
+        args: tuple,
+        options: dict,
+        on_side_stream: bool,
+        specialised: bool,
     ) -> None:
         """Add a launch. If `specialised`, what Triton assumes of its arguments becomes guards."""
         fixed = _not_specialised(kernel)
@@ -167,7 +173,7 @@ class Recording:
             name: self._argument(x, specialised and (isinstance(x, tuple) or name not in fixed))
             for name, x in zip(kernel.arg_names, args)
         }
-        self.steps.append(Launch(kernel, programs, arguments, options, beside))
+        self.steps.append(Launch(kernel, programs, arguments, options, on_side_stream))
         self._time += not self._forked
 
     def made(self, compiled) -> None:

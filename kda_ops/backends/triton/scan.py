@@ -10,7 +10,7 @@ from torch import Tensor
 from kda_ops import problem
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.fragment import over_keys, store_turned, turn, turn_back
-from kda_ops.backends.triton.launch import as_kv, beside, launch, new, shape_of
+from kda_ops.backends.triton.launch import as_kv, launch, new, overlap_streams, shape_of
 from kda_ops.backends.triton.operands import (
     BETA,
     BETA_KDA,
@@ -30,7 +30,7 @@ from kda_ops.backends.triton.tile import (
     CHUNK,
     FOLLOWED,
     INTERPRETED,
-    Begun,
+    UnfinishedTile,
     dense,
     fit,
     head_at,
@@ -59,7 +59,7 @@ class Ends(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How a scan follows a `prepare` that still runs (`tile.Begun`)."""
+    """How a scan follows a `prepare` that still runs (`tile.UnfinishedTile`)."""
 
     ready: Pointer  # [groups, heads] int32, how many tiles of a group `prepare` has written
     missed: Pointer  # [programs] int32, 1 once a program of the scan has used up its `patience`
@@ -323,7 +323,7 @@ def scan_kda(
 
     beta v is rounded as an operand of A. On A's diagonal, which is one, v_new takes it unrounded.
 
-    With `progress` the scan follows a `prepare` that still runs (`tile.Begun`).
+    With `progress` the scan follows a `prepare` that still runs (`tile.UnfinishedTile`).
     """
     at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
@@ -515,11 +515,11 @@ def scan(
         maps = ends._replace(o=none, final=none, into=none, states=None, v_new=None)
         carry(tuning.choose(name + "_maps", p), maps._replace(maps=strided(runs.maps)))
         ends = ends._replace(initial=strided(runs.join(back=False)))
-    if isinstance(tile, Begun):
-        options = tuning.choose(name + "_beside", p)
-        with beside(device, early=True) as elsewhere:
+    if isinstance(tile, UnfinishedTile):
+        options = tuning.choose(name + "_overlapped", p)
+        with overlap_streams(device, early=True) as on_side_stream:
             carry(options, ends, Progress(tile.ready, tile.missed), tile.until)
-            with elsewhere:
+            with on_side_stream:
                 tile.rest()
         carry(options, ends, Progress(None, tile.missed))
     else:

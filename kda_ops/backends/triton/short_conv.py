@@ -19,7 +19,7 @@ from kda_ops.backends.triton.tile import find_sequence, locate_sequence
 from kda_ops.convolution import Convolution
 
 
-class Cut(NamedTuple):
+class ConvolutionCut(NamedTuple):
     """How tokens and channels are cut among programs."""
 
     ROWS: int  # tokens of a run
@@ -29,7 +29,7 @@ class Cut(NamedTuple):
 
 
 @triton.jit
-def find_slot(slots, i_n, N):
+def find_tail_slot(slots, i_n, N):
     """Return the slot of sequence i_n, at most -1 for what is past the last sequence."""
     i_slot = i_n
     if slots is not None:
@@ -50,7 +50,7 @@ def locate_run(cu_seqlens, slots, i_t, N, T, TOKENS: tl.constexpr):
         i_n = i_t // tl.cdiv(T, TOKENS)
     i_b, bos, n_tokens, first_run = locate_sequence(cu_seqlens, i_n, N, T, TOKENS)
     first = ((i_t - first_run) * TOKENS).to(tl.int32)
-    return find_slot(slots, i_n, N), i_b, bos, first, n_tokens
+    return find_tail_slot(slots, i_n, N), i_b, bos, first, n_tokens
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def load_taps(weight, o_d, D: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def load_bias(bias, o_d, D: tl.constexpr):
+def load_channel_bias(bias, o_d, D: tl.constexpr):
     """Return the bias of channels o_d in fp32, zero without one."""
     b_bias = tl.zeros(o_d.shape, tl.float32)
     if bias is not None:
@@ -180,7 +180,7 @@ def convolve(
     o_c = i_d * BD + tl.arange(0, BD)
     o_d = o_c[None, :]
     o_t = (first + tl.arange(0, GROUPS) * ROWS)[:, None]
-    taps, b_bias = load_taps(weight, o_d, D, W), load_bias(bias, o_d, D)
+    taps, b_bias = load_taps(weight, o_d, D, W), load_channel_bias(bias, o_d, D)
     p_x = at(x.pointer, x.strides, i_b, bos + o_t, o_d)
     p_y = y + (i_b * T + bos + o_t) * D + o_d
     window = load_past(x, p_x, tail, i_slot, o_t, n_read, o_d, D, W)
@@ -209,7 +209,7 @@ def write_tails(
     """Write the last W - 1 inputs of each sequence to `final`, which may be `tail`."""
     NB: tl.constexpr = (D + BD - 1) // BD
     i_n = tl.program_id(0) // NB
-    i_slot = find_slot(slots, i_n, N)
+    i_slot = find_tail_slot(slots, i_n, N)
     i_b, bos, n_tokens, _ = locate_sequence(cu_seqlens, i_n, N, T)
     o_c = tl.program_id(0) % NB * BD + tl.arange(0, BD)
     n_read = tl.where(i_slot >= 0, n_tokens, 0)
@@ -327,7 +327,7 @@ def convolve_gradient(
     o_c = i_d * BD + tl.arange(0, BD)
     o_d = o_c[None, :]
     o_t = (first + tl.arange(0, GROUPS) * ROWS)[:, None]
-    taps, b_bias = load_taps(weight, o_d, D, W), load_bias(bias, o_d, D)
+    taps, b_bias = load_taps(weight, o_d, D, W), load_channel_bias(bias, o_d, D)
     p_x = at(x.pointer, x.strides, i_b, bos + o_t, o_d)
     p_dx = dx + (i_b * T + bos + o_t) * D + o_d
     window = load_past(x, p_x, tail, i_slot, o_t, n_read, o_d, D, W)
@@ -403,7 +403,7 @@ def tail_gradient(
     i_b, bos, n_tokens, _ = locate_sequence(cu_seqlens, i_n, N, T)
     o_d = (tl.program_id(0) % NB * BD + tl.arange(0, BD))[None, :]
     o_t = tl.zeros((1, 1), tl.int32)
-    taps, b_bias = load_taps(weight, o_d, D, W), load_bias(bias, o_d, D)
+    taps, b_bias = load_taps(weight, o_d, D, W), load_channel_bias(bias, o_d, D)
     p_x = at(x.pointer, x.strides, i_b, bos + o_t, o_d)
     window = load_past(x, p_x, tail, i_n, o_t, n_tokens, o_d, D, W)
     b_zero = window[0]
@@ -435,7 +435,7 @@ REGISTERS = 64  # of a thread, for the windows, weights and sums of a program
 MOST: dict[str, Any] = {"maxnreg": 128}  # in backward, so that two programs share a multiprocessor
 
 
-def _cut(p: Convolution, one: bool = False, backward: bool = False) -> tuple[Cut, int]:
+def _cut(p: Convolution, one: bool = False, backward: bool = False) -> tuple[ConvolutionCut, int]:
     """Return how a call is cut, and the warps of a program, one per run.
 
     A thread has at most four channels, and fewer where the tiles of W taps would not fit its
@@ -446,12 +446,12 @@ def _cut(p: Convolution, one: bool = False, backward: bool = False) -> tuple[Cut
         wide //= 2
     channels = min(32 * wide, max(32, triton.next_power_of_2(p.D)))
     if one:
-        return Cut(1, 1, 1, channels), 1
+        return ConvolutionCut(1, 1, 1, channels), 1
     rows, unroll = (64, 4) if backward else (16, 2)
-    return Cut(rows, unroll, 4, channels), 4
+    return ConvolutionCut(rows, unroll, 4, channels), 4
 
 
-def _programs(p: Convolution, cut: Cut) -> int:
+def _programs(p: Convolution, cut: ConvolutionCut) -> int:
     """Return the runs of a call: exact for dense rows, an upper bound for packed ones."""
     tokens = cut.ROWS * cut.GROUPS
     if p.cu_seqlens is None:

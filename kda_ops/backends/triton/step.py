@@ -98,7 +98,7 @@ def state_entries(
 
 
 @triton.jit
-def load_state(
+def load_start(
     x,
     strides,
     i_slot,
@@ -122,7 +122,7 @@ def load_state(
 
 
 @triton.jit
-def load_bias(dt_bias, i_h, o_d, D: tl.constexpr):
+def load_gate_bias(dt_bias, i_h, o_d, D: tl.constexpr):
     """Read dt_bias of one head, at o_d, in fp32; zero without one."""
     b_bias = tl.zeros(o_d.shape, tl.float32)
     if dt_bias is not None:
@@ -197,7 +197,7 @@ def norms(b_q, b_k, scale, L2NORM: tl.constexpr):
 
 
 @triton.jit
-def settle(x):
+def keep_layout(x):
     """Return x [KO, KI] by way of a sum, which the compiler cannot move x across.
 
     Without it, the compiler would change to the layout of the state before it computes x. Then x
@@ -323,13 +323,13 @@ def recur(
     i_slot = first_slot(slots, strides.slots, accepted, i_n, N, width)
     rate = load_rate(A_log, i_h)
     b_bound = tl.full((1, 1), lower_bound, tl.float32)
-    b_bias = load_bias(dt_bias, i_h, o_d, D)
+    b_bias = load_gate_bias(dt_bias, i_h, o_d, D)
     if i_slot < 0:
         clear_output(p_o, n_tokens, o_v, HV, V)
         return
 
     here = n_tokens > 0
-    b_R = load_state(state, strides.state, i_slot, i_h, i_v * BV, K, V, KO, KI, BV)
+    b_R = load_start(state, strides.state, i_slot, i_h, i_v * BV, K, V, KO, KI, BV)
     b_S = b_R.to(tl.float32)
 
     for i_t in range(n_tokens):
@@ -344,9 +344,9 @@ def recur(
         tl.debug_barrier()  # without it, the compiler waits for these before it loads the state
         if g is not None:
             b_log = log2_decay(b_g, b_bias, rate, b_bound, ACTIVATE, BOUNDED, EXACT=True)
-            b_decay = settle(decay_of(b_log))
+            b_decay = keep_layout(decay_of(b_log))
         b_qn, b_kn, b_kq = norms(b_q, b_k, scale, L2NORM)
-        b_q, b_k = settle(b_q * b_qn), settle(b_k * b_kn)
+        b_q, b_k = keep_layout(b_q * b_qn), keep_layout(b_k * b_kn)
         b_kd, b_qd = b_k, b_q  # the state is read decayed; [K] is cheaper to decay than [K, V]
         if g is not None:
             b_kd, b_qd = b_k * b_decay, b_q * b_decay
@@ -419,15 +419,15 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         bool(held_s[2] == 1) and bool(held_s[3] != 1),
         one,
     )
-    shown = Strides(*((_ANY,) * len(s) for s in strides))
-    shown = shown._replace(
+    compiled_for = Strides(*((_ANY,) * len(s) for s in strides))
+    compiled_for = compiled_for._replace(
         state=_show(strides.state, p.K, p.V), final=_show(strides.final, p.K, p.V)
     )
     launch(
         recur,
         (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // BV),
         p.q.device,
-        shown=dict(strides=shown, N=2, T=1 if one else 2),
+        compiled_for=dict(strides=compiled_for, N=2, T=1 if one else 2),
         o=o,
         q=p.q,
         k=p.k,

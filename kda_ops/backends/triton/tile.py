@@ -34,7 +34,7 @@ TREES = tl.constexpr(_VERSION >= (3, 8))
 
 
 @dataclass
-class Begun(Tile):
+class UnfinishedTile(Tile):
     """A tile of a call's one sequence, whose chunks from `until` on are not written yet.
 
     `rest` launches `prepare` for them, and a scan may run at the same time. `prepare` counts the
@@ -90,7 +90,9 @@ def let_next_begin():
 
 @triton.jit
 def mark_ready(ready, i_t, begin, i_h, H):
-    """Count this program's tile as written, for a scan that runs at the same time (`Begun`).
+    """Count this program's tile as written, for a scan that runs at the same time.
+
+    `UnfinishedTile` has the protocol.
 
     Chunks before the scan began, those of a launch with `begin` 0, need no count.
     """
@@ -325,7 +327,7 @@ def widen(b_x):
 
 
 @triton.jit
-def apart(b_x):
+def not_vectorised(b_x):
     """Return an fp32 tile whose entries the compiler does not join to vectors.
 
     docs/kernels/hazards.md, "Tiles as vectors", says where that matters.

@@ -170,7 +170,7 @@ def choose(kernel: str, p: Problem) -> Options:
     return table(kernel, p) if found is None else found
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of the table: operands of `bits`, architectures `sm`, keys up to `K` columns."""
 
     bits: int
@@ -182,62 +182,65 @@ class Row(NamedTuple):
 
 ALL = 256  # the widest key; as a block: all columns
 _EXACT = (  # with 32 columns of V, ptxas gives up registers (hazards.md, "Lost registers")
-    Row(32, "any", 64, Options(ALL, 16, warps=4)),
-    Row(32, "any", ALL, Options(ALL, 16, warps=8)),
+    TableRow(32, "any", 64, Options(ALL, 16, warps=4)),
+    TableRow(32, "any", ALL, Options(ALL, 16, warps=8)),
 )
 # How kernels are cut: of a kernel's rows, the first that fits. A block is at most as wide as its
 # tensor. Measured on an H200 with triton 3.6 (docs/kernels/journal/); other architectures take what
 # fits their shared memory.
-TABLE: dict[str, tuple[Row, ...]] = {
-    "prepare_kda": (Row(32, "any", ALL, Options(32)), Row(16, "any", ALL, Options(128))),
+TABLE: dict[str, tuple[TableRow, ...]] = {
+    "prepare_kda": (TableRow(32, "any", ALL, Options(32)), TableRow(16, "any", ALL, Options(128))),
     # K from 129 to 255: with 128 columns ptxas gives up registers (hazards.md, "Lost registers")
-    "prepare_ragged": (Row(16, "any", ALL, Options(64)),),
+    "prepare_ragged": (TableRow(16, "any", ALL, Options(64)),),
     # three programs of 168 registers per multiprocessor beat four of 128, which spill; where the
     # inverse takes split products they are level
     # (docs/kernels/journal/three-programs-of-prepare-gdn.md)
-    "prepare_gdn": (Row(16, "any", 128, Options(registers=168)), Row(0, "any", ALL, Options())),
+    "prepare_gdn": (
+        TableRow(16, "any", 128, Options(registers=168)),
+        TableRow(0, "any", ALL, Options()),
+    ),
     # for layers, K = V = 128: the same bits as "scan", in half as many programs
-    "scan_wide": (Row(16, "hopper", 128, Options(128, 128, warps=8, stages=3)),),
+    "scan_wide": (TableRow(16, "hopper", 128, Options(128, 128, warps=8, stages=3)),),
     # before Hopper, ptxas gives up registers for 64 columns of a scan that keeps its states
     "scan": (
         *_EXACT,
-        Row(16, "early", ALL, Options(ALL, 32)),
-        Row(16, "hopper", 128, Options(ALL, 64, stages=3)),
-        Row(16, "any", ALL, Options(ALL, 64)),
+        TableRow(16, "early", ALL, Options(ALL, 32)),
+        TableRow(16, "hopper", 128, Options(ALL, 64, stages=3)),
+        TableRow(16, "any", ALL, Options(ALL, 64)),
     ),
     "scan_maps": (
         *_EXACT,
-        Row(16, "early", ALL, Options(ALL, 32)),
-        Row(16, "hopper", 128, Options(ALL, 64, stages=2)),
-        Row(16, "any", ALL, Options(ALL, 64)),
+        TableRow(16, "early", ALL, Options(ALL, 32)),
+        TableRow(16, "hopper", 128, Options(ALL, 64, stages=2)),
+        TableRow(16, "any", ALL, Options(ALL, 64)),
     ),
     "reverse_scan": (
         *_EXACT,
-        Row(16, "hopper", 128, Options(ALL, 64, stages=3)),
-        Row(16, "any", ALL, Options(ALL, 64)),
+        TableRow(16, "hopper", 128, Options(ALL, 64, stages=3)),
+        TableRow(16, "any", ALL, Options(ALL, 64)),
     ),
     # before Hopper, ptxas gives up registers for wider ones; after it, for 4 warps in fp32
     "gradient_gdn": (
-        Row(32, "later", ALL, Options(32, 32, warps=8)),
-        Row(32, "any", ALL, Options(32, 32)),
-        Row(16, "early", ALL, Options(32, 32)),
-        Row(16, "any", ALL, Options(128, 128)),
+        TableRow(32, "later", ALL, Options(32, 32, warps=8)),
+        TableRow(32, "any", ALL, Options(32, 32)),
+        TableRow(16, "early", ALL, Options(32, 32)),
+        TableRow(16, "any", ALL, Options(128, 128)),
     ),
     "gradient_pairs": (
-        Row(32, "any", ALL, Options(32, 32)),
-        Row(16, "hopper", ALL, Options(64, 128, registers=168)),
-        Row(16, "any", ALL, Options(64, 128)),
+        TableRow(32, "any", ALL, Options(32, 32)),
+        TableRow(16, "hopper", ALL, Options(64, 128, registers=168)),
+        TableRow(16, "any", ALL, Options(64, 128)),
     ),
     # where operands of products come from registers, 64 columns spill kilobytes
     "gradient_keys": (
-        Row(32, "early", ALL, Options(32, 32)),
-        Row(32, "any", ALL, Options(64, 32), fixed=True),
-        Row(16, "early", ALL, Options(32, 64)),
-        Row(16, "any", ALL, Options(64, 64)),
+        TableRow(32, "early", ALL, Options(32, 32)),
+        TableRow(32, "any", ALL, Options(64, 32), fixed=True),
+        TableRow(16, "early", ALL, Options(32, 64)),
+        TableRow(16, "any", ALL, Options(64, 64)),
     ),
     "join_runs": (
-        Row(0, "hopper", ALL, Options(ALL, 16, warps=8, stages=3)),
-        Row(0, "any", ALL, Options(ALL, 16, warps=8)),
+        TableRow(0, "hopper", ALL, Options(ALL, 16, warps=8, stages=3)),
+        TableRow(0, "any", ALL, Options(ALL, 16, warps=8)),
     ),
 }
 
@@ -271,7 +274,7 @@ def names(kernel: str, p: Problem) -> Iterator[str]:
     if "scan" in kernel:
         stage = "reverse_scan" if kernel.startswith("reverse") else "scan"
         waves = 2 * pieces(p) * p.HV > processors(p.q.device)
-        if (waves or kernel.endswith("_beside")) and (
+        if (waves or kernel.endswith("_overlapped")) and (
             width(p.K, p.q.dtype) == width(p.V, p.q.dtype) == 128
         ):
             yield "scan_wide"
@@ -321,16 +324,16 @@ def ahead(p: Problem) -> int | None:
         or run_length(p)
     ):
         return None
-    chunks, there = triton.cdiv(p.T, CHUNK), processors(p.q.device)
+    chunks, multiprocessors = triton.cdiv(p.T, CHUNK), processors(p.q.device)
     if FORCED_AHEAD is not None:
         return FORCED_AHEAD if FORCED_AHEAD < chunks else None
-    idle = there - p.HV
-    if 8 * idle < there or p.q.dtype is torch.float32 or not p.K == p.V == 128:
+    idle = multiprocessors - p.HV
+    if 8 * idle < multiprocessors or p.q.dtype is torch.float32 or not p.K == p.V == 128:
         return None
     if chunks < math.ceil(LEAST_SCAN / STEP):
         return None
     # GDN: two narrow programs per head, all running at once, gain more than this overlap
-    if not p.rank and 2 * p.HV <= there:
+    if not p.rank and 2 * p.HV <= multiprocessors:
         return None
     single = inverse_precision(p) == "fp16"
     if not p.rank:
@@ -339,9 +342,9 @@ def ahead(p: Problem) -> int | None:
         kind = "kda, bounded"
     else:
         kind = "kda, gate inside" if p.activate_gate or single else "kda, decay given"
-    slower = 1 + SLOWER * (p.HV / there) ** 4 if p.rank else 1.0
+    slower = 1 + SLOWER * (p.HV / multiprocessors) ** 4 if p.rank else 1.0
     # chunks that `prepare` makes while the scan takes 1024 of them
-    meanwhile = int(1024 * STEP / (p.HV * TILE[kind] * slower * there / idle))
+    meanwhile = int(1024 * STEP / (p.HV * TILE[kind] * slower * multiprocessors / idle))
     return max(1, chunks - (chunks - 8) * meanwhile // 1024)
 
 
@@ -354,8 +357,8 @@ def run_length(p: Problem) -> int:
     """
     if width(p.K, p.q.dtype) > 128 or p.V == 0:  # `join_runs` holds a map at once
         return 0
-    programs, there = p.HV * triton.cdiv(p.V, 64), processors(p.q.device)
-    length = 0 if 3 * programs > there else 32 if 6 * programs > there else 16
+    programs, multiprocessors = p.HV * triton.cdiv(p.V, 64), processors(p.q.device)
+    length = 0 if 3 * programs > multiprocessors else 32 if 6 * programs > multiprocessors else 16
     length = length if FORCED_RUN is None else FORCED_RUN
     return length if p.T > length * CHUNK else 0
 

@@ -19,7 +19,7 @@ from kda_ops import dispatch
 from kda_ops.backends import activations
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.decay import ANCHOR_SHARE, check_anchor
-from kda_ops.backends.triton.tile import Begun
+from kda_ops.backends.triton.tile import UnfinishedTile
 from kda_ops.problem import SAFE_BOUND, Problem
 from tests.operators import test_pools
 from tests.support.calls import forward, run
@@ -347,7 +347,7 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypa
         assert tile.until == ahead and not tile.ready.any()
 
         @dataclass
-        class Prompt(Begun):
+        class Prompt(UnfinishedTile):
             def __post_init__(self):
                 self.rest()
                 self.rest = lambda: None

@@ -238,7 +238,7 @@ def spans(recording):
         if not isinstance(step, Launch):
             continue
         first = last = i
-        if step.beside:  # at any time between what it waits for and what waits for it
+        if step.on_side_stream:  # at any time between what it waits for and what waits for it
             first = max(j for j in range(i) if isinstance(steps[j], Wait) and not steps[j].joins)
             last = min(j for j in range(i, len(steps)) if getattr(steps[j], "joins", False))
         flat = []

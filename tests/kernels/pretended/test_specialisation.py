@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kda_ops import chunk, convolution, norm, recurrent
 from kda_ops.backends.triton import BACKEND, tuning
 from kda_ops.backends.triton.recording import Launch
-from kda_ops.gate import Gate, GateBackward
+from kda_ops.gate import GateBackwardPass, GatePass
 from tests.support import pretended_calls
 from tests.support.pretend import Pointer, pretend_gpu, specialise
 
@@ -63,9 +63,9 @@ def described(launched):
     return made, launched.programs, [*map(plain, launched.args, made.specialisation)]
 
 
-def assert_implied(actual, shown, where):
+def assert_implied(actual, compiled_for, where):
     """Assert that a kernel compiled for what it was shown may be launched with these arguments."""
-    for i, (a, s) in enumerate(zip(actual, shown, strict=True)):
+    for i, (a, s) in enumerate(zip(actual, compiled_for, strict=True)):
         if s[0] == "constexpr":
             continue
         if isinstance(s[0], tuple):
@@ -166,8 +166,8 @@ KERNELS = {
     (chunk.Prefill, 0): ["prepare_gdn", "scan_gdn"],
     (recurrent.Recur, 1): ["recur"],
     (recurrent.Recur, 0): ["recur"],
-    (Gate, 1): ["gate_forward"],
-    (GateBackward, 1): ["gate_gradient"],
+    (GatePass, 1): ["gate_forward"],
+    (GateBackwardPass, 1): ["gate_gradient"],
 }
 
 
@@ -239,7 +239,7 @@ def test_a_plan_of_a_convolution_is_used_for_calls_that_compile_to_it(
     assert not used[0] and used[2] and used[-1]
 
 
-@pytest.mark.parametrize("kind", (norm.Norm, norm.NormBackward))
+@pytest.mark.parametrize("kind", (norm.NormPass, norm.NormBackwardPass))
 @pytest.mark.parametrize("gated", (False, True))
 def test_a_plan_of_a_norm_is_used_for_calls_that_compile_to_it(kind, gated, launches):
     BACKEND.forget()
@@ -247,7 +247,7 @@ def test_a_plan_of_a_norm_is_used_for_calls_that_compile_to_it(kind, gated, laun
     for B, T in ((2, 16), (2, 48), (1, 1), (3, 17), (4, 4096)):
         x = torch.empty(B, T, 4, 128, dtype=torch.bfloat16, device="cuda")
         inputs = x, torch.empty(1, 128, device="cuda"), x[..., :] if gated else None
-        args = (x, *inputs) if kind is norm.NormBackward else inputs
+        args = (x, *inputs) if kind is norm.NormBackwardPass else inputs
         before = sum(map(len, BACKEND.plans.values()))
         used.append(check_call(BACKEND, (kind, 0, args, {"eps": 1e-6}), launches, before))
     assert not used[0] and used[1] and used[-1]

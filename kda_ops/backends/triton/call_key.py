@@ -17,7 +17,7 @@ from kda_ops import chunk, convolution, norm, recurrent
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.tile import spans
 from kda_ops.checks import check_no_overlap
-from kda_ops.gate import Gate, GateBackward
+from kda_ops.gate import GateBackwardPass, GatePass
 from kda_ops.stages import KEPT, Pass
 
 # kernels read these with stride 1, so others are copied
@@ -31,7 +31,7 @@ DENSE = frozenset(
 POOLS = {chunk.Prefill: "state", recurrent.Decode: "state", convolution.ConvolveInPlace: "tail"}
 
 
-class Look(NamedTuple):
+class CallKey(NamedTuple):
     """A call as plans see it: the key of its plans, its tensors in order, and its numbers."""
 
     key: tuple
@@ -40,8 +40,8 @@ class Look(NamedTuple):
     numbers: tuple[int, ...]
 
 
-def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Look | None:
-    """Return the look of a call, or None if it has no tokens or its shapes do not fit."""
+def call_key(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> CallKey | None:
+    """Return a call as key, tensors and numbers; None without tokens, or if shapes do not fit."""
     names = kind.names
     args += (None,) * (len(names) - len(args))
     if kind is chunk.Backward:  # an absent tensor may be an empty one of one dimension
@@ -72,13 +72,13 @@ def look(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Loo
         pointer = x.data_ptr()
         pointers.append(pointer)
         key += x.dtype, x.get_device(), pointer & 15
-    return Look(tuple(key), args, pointers, numbers)
+    return CallKey(tuple(key), args, pointers, numbers)
 
 
 def exact(kind: type[Pass], rank: int, args: tuple, flags: dict) -> tuple[tuple, tuple, list]:
-    """Return a key of all that `look` reads, the tensors in order, and their pointers.
+    """Return a key of all that `call_key` reads, the tensors in order, and their pointers.
 
-    The key contains B, T and N, so it serves one size. It costs less Python than a look, for
+    The key contains B, T and N, so it serves one size. It costs less Python than `call_key`, for
     decode, which meets the same few sizes thousands of times.
     """
     args += (None,) * (len(kind.names) - len(args))
@@ -99,7 +99,7 @@ def exact(kind: type[Pass], rank: int, args: tuple, flags: dict) -> tuple[tuple,
 _GIVEN = slice(1, 2 + len(KEPT))  # among the arguments of `Backward`: dfinal_state, what was kept
 
 
-def named(kind: type[Pass], seen: Look) -> dict[str, int]:
+def named(kind: type[Pass], seen: CallKey) -> dict[str, int]:
     """Return the numbers of a call by name."""
     names = ["B", "T", "N", "S"]  # S: columns of a table of slots
     for name, x in zip(kind.names, seen.tensors):
@@ -247,11 +247,11 @@ _SIZES: dict[type, Callable[..., tuple[tuple[int, ...], tuple] | None]] = {
     chunk.Prefill: _prefill,
     recurrent.Recur: _sizes,
     recurrent.Decode: _decode,
-    Gate: _gate,
-    GateBackward: _gate_backward,
+    GatePass: _gate,
+    GateBackwardPass: _gate_backward,
     convolution.Convolve: _convolve,
     convolution.ConvolveBackward: _convolve_backward,
     convolution.ConvolveInPlace: _convolve_in_place,
-    norm.Norm: _norm,
-    norm.NormBackward: _norm_backward,
+    norm.NormPass: _norm,
+    norm.NormBackwardPass: _norm_backward,
 }
