@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 import kda_ops
 from kda_ops import dispatch
-from kda_ops.backends.reference import recur
+from kda_ops.backends.reference import step_tokens
 from kda_ops.backends.triton.recording import Launch
 from tests.support.closeness import assert_close, assert_identical
 from tests.support.plans import forget_plans
@@ -308,12 +308,12 @@ def test_ten_thousand_steps_do_not_drift(pool):
         kda_ops.recurrent_kda_(*token, torch.zeros_like(state))
         for S in (ref, twin):
             # makes the handles that a capture may not
-            recur(S, *(x[0, 0].to(S.dtype) for x in token), 1.0)
+            step_tokens(S, *(x[0, 0].to(S.dtype) for x in token), 1.0)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             o = kda_ops.recurrent_kda_(*token, state)
-            new64, o64 = recur(ref, *(x[0, 0].double() for x in token), K**-0.5)
-            new32, o32 = recur(twin, *(x[0, 0].float() for x in token), K**-0.5)
+            new64, o64 = step_tokens(ref, *(x[0, 0].double() for x in token), K**-0.5)
+            new32, o32 = step_tokens(twin, *(x[0, 0].float() for x in token), K**-0.5)
             ref.copy_(new64)
             twin.copy_(new32.to(pool))
         for t in range(steps):

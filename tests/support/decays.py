@@ -226,11 +226,11 @@ class Row:
 def rows(setting: Setting, device: torch.device) -> list[Row]:
     """Measure every tensor of every law of a setting."""
     got, want, near = kernel(setting, device), definition(setting, device), twin(setting, device)
-    heads = range(len(setting.laws()))
+    heads, fades = range(len(setting.laws())), setting.dtype is torch.float16
     found = {}
     for name, h in product(got, heads):
         x, ref, t = (_head(r[name], name, h) for r in (got, want, near))
-        found[name, h] = _row(setting.laws()[h], name, x, ref, [t], got[name].dtype)
+        found[name, h] = _row(setting.laws()[h], name, x, ref, [t], got[name].dtype, fades)
     over = [key for key, row in found.items() if not row.budget <= 1.0]
     if over:
         draws = [near] + [twin(setting, device, i) for i in range(1, DRAWS)]
@@ -239,7 +239,7 @@ def rows(setting: Setting, device: torch.device) -> list[Row]:
         for name, h in over:
             x, ref = _head(got[name], name, h), _head(want[name], name, h)
             twins = [_head(d[name], name, h) for d in draws]
-            found[name, h] = _row(setting.laws()[h], name, x, ref, twins, got[name].dtype)
+            found[name, h] = _row(setting.laws()[h], name, x, ref, twins, got[name].dtype, fades)
     return list(found.values())
 
 
@@ -249,11 +249,19 @@ def _head(x: Tensor, name: str, h: int) -> Tensor:
 
 
 def _row(
-    law: str, name: str, x: Tensor, ref: Tensor, twins: list[Tensor], dtype: torch.dtype
+    law: str,
+    name: str,
+    x: Tensor,
+    ref: Tensor,
+    twins: list[Tensor],
+    dtype: torch.dtype,
+    fades: bool,
 ) -> Row:
     """Return one row, `dtype` being that of x.
 
-    It is beyond the budget if anything is not finite, or if rows of a gradient vanish.
+    It is beyond the budget if anything is not finite, or if rows of a gradient vanish. If it
+    `fades`, as in fp16, only rows above the rounding of the largest entry count, because smaller
+    pairs fade to zero (docs/numerics.md).
     """
     eps, size, share = torch.finfo(dtype).eps, NORMS["rms"](ref), 0.0
     for norm in NORMS.values():
@@ -261,7 +269,8 @@ def _row(
         error = norm(x - ref)
         used = 0.0 if error == 0.0 else error / budget if budget else torch.inf
         share = max(share, used if budget < torch.inf and error < torch.inf else torch.inf)
-    if name.startswith("d") and vanished(x.to(dtype), ref, twins[0]):
+    least = torch.finfo(torch.float16).eps * NORMS["maximum"](ref) if fades else 0.0
+    if name.startswith("d") and vanished(x.to(dtype), ref.where(ref.abs() > least, 0.0), twins[0]):
         share = torch.inf
     off = [NORMS["rms"](x - ref), max(NORMS["rms"](t - ref) for t in twins)]
     return Row(law, name, *(e / size if size else e for e in off), share)

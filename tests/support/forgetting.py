@@ -6,6 +6,8 @@ the weak decays of one head would hide that another's gradient is rounding noise
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kda_ops.backends.reference import Reference
@@ -94,12 +96,24 @@ def errors(
 
 
 def failures(case: Case, inputs: Tensors, got: Results, want: Results) -> list[str]:
-    """List the heads beyond the limit; where fp16 holds no gradient, what exceeds it."""
-    return [
-        f"{name} at decays of -{s:g}: {e:.1e}"
-        for (name, s), e in errors(case, inputs, got, want).items()
-        if not e <= (LIMITS[case.dtype] if s <= STRONGEST[case.dtype] else VANISHED)
-    ]
+    """List the heads beyond the limit; where fp16 holds no gradient, what exceeds it.
+
+    Rounding of 16-bit operands alone exceeds the limit in some of many heads. There the limit is
+    twice the error of dg that the twin has at the same strength.
+    """
+
+    def beyond(limit: Callable[[float], float]) -> list[str]:
+        return [
+            f"{name} at decays of -{s:g}: {e:.1e}"
+            for (name, s), e in errors(case, inputs, got, want).items()
+            if not e <= (limit(s) if s <= STRONGEST[case.dtype] else VANISHED)
+        ]
+
+    least = LIMITS[case.dtype]
+    if not beyond(lambda s: least) or case.dtype is torch.float32:
+        return beyond(lambda s: least)
+    near = errors(case, inputs, twin(case, inputs), want)
+    return beyond(lambda s: max(least, 2.0 * near["dg", s]))
 
 
 def on(inputs: Tensors, device: torch.device | str) -> Tensors:

@@ -186,10 +186,12 @@ def test_our_side_that_breaks_has_no_time(monkeypatch, capsys):
 @pytest.mark.parametrize("share, timed", ((0.9, True), (1.1, False), (float("nan"), False)))
 def test_a_first_call_that_is_wrong_gets_no_time(share, timed, monkeypatch):
     found = {"fwd_s": 1.0, "error": 0.3, "share": share, "fwdbwd_s": 2.0}
-    monkeypatch.setattr(worker, "apart", lambda *words: dict(found))
+    monkeypatch.setattr(worker, "in_new_process", lambda *words: dict(found))
     got = worker.first_call(case(pass_="first_call_s"), None)
     assert (got["ours_ms"] == 1.0) == timed == ("ours_fwdbwd_s" in got["also"])
-    monkeypatch.setattr(worker, "apart", lambda *words: {"fwd_s": 1.0, "says": "OutOfMemoryError"})
+    monkeypatch.setattr(
+        worker, "in_new_process", lambda *words: {"fwd_s": 1.0, "says": "OutOfMemoryError"}
+    )
     got = worker.first_call(case(pass_="first_call_s"), None)
     assert got["ours_ms"] is None and got["also"] == {"ours_says": "OutOfMemoryError"}
 
@@ -210,7 +212,7 @@ def test_a_row_of_ours_without_a_time_fails_the_command(monkeypatch, capsys):
 def test_a_model_that_breaks_or_is_no_number_has_no_time(monkeypatch):
     def row_of(*figures):
         found = iter(figures)
-        monkeypatch.setattr(worker, "apart", lambda *words: dict(next(found)))
+        monkeypatch.setattr(worker, "in_new_process", lambda *words: dict(next(found)))
         peer = Peer("peer", "cpu", "", our_forward) if figures[1:] else None
         return worker.model(case(pass_="model", gate="softplus"), peer)
 

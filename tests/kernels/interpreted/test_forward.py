@@ -353,7 +353,7 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypa
                 self.rest = lambda: None
 
         with monkeypatch.context() as patch:
-            patch.setattr(sys.modules["kda_ops.backends.triton.prepare"], "Begun", Prompt)
+            patch.setattr(sys.modules["kda_ops.backends.triton.prepare"], "UnfinishedTile", Prompt)
             forget_plans()
             assert_all_identical(whole, call(case))
         forget_plans()
