@@ -255,7 +255,7 @@ def _row(
     ref: Tensor,
     twins: list[Tensor],
     dtype: torch.dtype,
-    fades: bool,
+    fades: bool = False,
 ) -> Row:
     """Return one row, `dtype` being that of x.
 
