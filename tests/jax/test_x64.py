@@ -9,7 +9,7 @@ from tests.support.fresh import python
 TABLES = """
     import jax, jax.numpy as jnp
     jax.config.update("jax_enable_x64", True)
-    from kda_ops.jax.plan import Plan
+    from kda_ops.jax.plan import BlockPlan
     from kda_ops.jax.rows import Rows
 
     def plan(NT, N, packed):

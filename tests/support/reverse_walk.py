@@ -98,7 +98,7 @@ def finish_walk(
                 dbeta[tokens, h] = dbeta_of(x, zv, beta, count, flags, **forms)
             walked[2][tokens, h] = z * dv_over_z(beta, **forms)[:, None]
             if dg is not None:
-                whole = x[128:256].sum() + gamma[i, h, 0] * x[256:384].sum()
+                whole = x[128 : 126 + 2 * count].sum() + gamma[i, h, 0] * x[256:384].sum()
                 dg[tokens, h] = x[:CHUNK].flip(0).cumsum(0).flip(0)[:count] + whole
     for y in walked:
         y[~live] = 0.0
