@@ -13,7 +13,8 @@ TABLES = """
     from kda_ops.jax.rows import Rows
 
     def plan(NT, N, packed):
-        return BlockPlan(1, NT, N, 1, 1, 128, 128, 1, 1.0, False, "float32", "float32", packed, True)
+        sizes = 1, NT, N, 1, 1, 128, 128, 1
+        return BlockPlan(*sizes, 1.0, False, "float32", "float32", packed, True)
 
     for dtype in (jnp.int32, jnp.int64):  # op by op, which is how XLA meets the constants
         rows = Rows(plan(4, 3, True), 70, jnp.array([0, 65, 65, 66], dtype))
