@@ -81,6 +81,12 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         _note(report.nodeid, "failed")
 
 
+def processes_per_gpu() -> int:
+    """Return how many processes may share a GPU; a test takes up to 7 GiB of its memory."""
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    return max(1, min(14, memory // (7 << 30)))
+
+
 def run(root: Path, limit: float = math.inf) -> dict:
     """Run tests/gpu, on several cores and all GPUs where pytest-xdist is installed.
 
@@ -90,7 +96,7 @@ def run(root: Path, limit: float = math.inf) -> dict:
     spread, cut = [], None
     if importlib.util.find_spec("xdist"):
         most = (os.cpu_count() or 1) - 2
-        count = max(1, min(14 * max(1, torch.cuda.device_count()), most))
+        count = max(1, min(processes_per_gpu() * max(1, torch.cuda.device_count()), most))
         spread = ["-n", str(count), "--dist", "loadgroup"]
     with tempfile.TemporaryDirectory() as folder:
         path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
