@@ -51,7 +51,7 @@ def _rms(x: Tensor) -> float:
 NORMS: dict[str, Callable[[Tensor], float]] = {"maximum": _maximum, "rms": _rms}
 
 
-DRAWS = 16
+DRAWS = 8
 
 
 def excess(x: Tensor, ref: Tensor, *twins: Tensor) -> dict[str, float]:
