@@ -27,10 +27,10 @@ class Call:
     transposed: bool = False
     # chunks prepared before the scan of one sequence; the others overlap it; 0: all of them
     ahead: int = 0
-    run: int = 0  # chunks per run, where sequences are cut (backends/triton/runs.py)
+    run: int = 0  # chunks per run, where sequences are cut (backends/triton/stages/runs.py)
     group: int = 2  # value heads per key head
     gates: bool = False  # the decay by itself, forward and backward
-    # KDA's forward, or GDN's backward with `keep`, as one walk (backends/triton/walk.py and
+    # KDA's forward, or GDN's backward with `keep`, as one walk (backends/triton/stages/walk.py and
     # reverse_walk.py)
     walk: bool = False
     # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all
@@ -135,7 +135,8 @@ class Call:
         step on a pool, or the gate.
         """
         from kda_ops.backends.triton import BACKEND as kernels
-        from kda_ops.backends.triton import tuning, walk
+        from kda_ops.backends.triton import tuning
+        from kda_ops.backends.triton.stages import walk
 
         p, tuning.FORCED_RUN, tuning.FORCED_AHEAD = self.problem(), self.run, self.ahead or None
         tuning.FORCED_WALK = self.walk

@@ -69,7 +69,7 @@ class CompiledKernel:
         """
         import triton
 
-        from kda_ops.backends.triton.launch import lost_registers
+        from kda_ops.backends.triton.plans.launch import lost_registers
 
         found = [self.error] if self.error else []
         if self.shared > SHARED[self.arch]:

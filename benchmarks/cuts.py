@@ -1,6 +1,7 @@
 """Time decode with other cuts of its states: ``python -m benchmarks.cuts``.
 
-A cut says how `recur` divides a state among programs and threads (`kda_ops.backends.triton.step`).
+A cut says how `recur` divides a state among programs and threads
+(`kda_ops.backends.triton.stages.step`).
 Each line is one cut at one batch size, next to the cut that is used and to FLA if it is installed.
 "Bits" says whether o and the states equal those of the cut that is used. The error is relative to
 float64. Nothing is chosen here: a better cut goes into `step.cut`, for every batch size.
@@ -35,7 +36,7 @@ CUTS = {
 def measure(op: str, batch: int, layout: str, rounds: int) -> list[list[str]]:
     """Time every cut of a layout, and FLA, by turns; return the lines of the table."""
     # imported here, so that --help needs no Triton
-    step: Any = import_module("kda_ops.backends.triton.step")
+    step: Any = import_module("kda_ops.backends.triton.stages.step")
     backend: Any = import_module("kda_ops.backends.triton.backend")
     gate = "bound" if op == "kda" else "softplus"
     case = Case(op, "decode", f"B{batch}T1H32", gate, "cuda", torch.bfloat16, "fp32", layout)

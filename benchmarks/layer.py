@@ -230,7 +230,8 @@ def _fla_functions(x: Tensor, weight: Tensor, o: Tensor, scale: Tensor, dy: Tens
 def cuts(variant: str, device: str) -> Iterator[Row]:
     """Yield the convolution's time for other cuts of tokens and channels."""
     import kda_ops
-    from kda_ops.backends.triton import BACKEND, short_conv
+    from kda_ops.backends.triton import BACKEND
+    from kda_ops.backends.triton.stages import short_conv
 
     chosen, cap = short_conv._cut, short_conv.MOST
     x = tokens(device).requires_grad_()

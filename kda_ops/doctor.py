@@ -165,7 +165,8 @@ def backends() -> Iterator[str]:
         yield "CUDA tensors: none, triton is not installed (CUDA builds of torch bring it)"
     elif torch.cuda.is_available():
         yield "CUDA tensors: triton"
-        from kda_ops.backends.triton import reverse_walk, tuning, walk
+        from kda_ops.backends.triton import tuning
+        from kda_ops.backends.triton.stages import reverse_walk, walk
 
         yield f"KDA's forward, nothing kept: {walk.path(torch.device('cuda'))}"
         yield f"GDN's backward: {reverse_walk.path(torch.device('cuda'))}"

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.gradient_small import SMALL
+from kda_ops.backends.triton.stages.gradient_small import SMALL
 from kda_ops.problem import Problem
 from tests.support.calls import run
 from tests.support.cases import Case, replace

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.runs import Runs
+from kda_ops.backends.triton.stages.runs import Runs
 from kda_ops.problem import Problem
 from tests.gpu.test_forward import (
     CUDA,

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 import kda_ops
 from kda_ops import dispatch
 from kda_ops.backends.reference import step_tokens
-from kda_ops.backends.triton.recording import Launch
+from kda_ops.backends.triton.plans.recording import Launch
 from tests.support.closeness import assert_close, assert_identical
 from tests.support.plans import forget_plans
 from tests.support.steps import (

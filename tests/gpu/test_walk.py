@@ -7,7 +7,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from kda_ops import dispatch
-from kda_ops.backends.triton import tuning, walk
+from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.stages import walk
 from tests.gpu.test_forward import forward, twin
 from tests.support import closeness
 from tests.support.calls import overload

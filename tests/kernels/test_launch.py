@@ -32,7 +32,7 @@ class Kernel:
 
 @pytest.mark.quick
 def test_a_launch_compiles_and_does_no_more_only_while_it_is_asked_to():
-    from kda_ops.backends.triton.launch import FMA, compiling, launch, overlap_streams
+    from kda_ops.backends.triton.plans.launch import FMA, compiling, launch, overlap_streams
 
     kernel, cpu = Kernel(), torch.device("cpu")
     with compiling():
@@ -49,7 +49,7 @@ def test_a_launch_compiles_and_does_no_more_only_while_it_is_asked_to():
 
 @pytest.mark.quick
 def test_a_launch_takes_arguments_by_name_in_any_order():
-    from kda_ops.backends.triton.launch import FMA, compiling, launch
+    from kda_ops.backends.triton.plans.launch import FMA, compiling, launch
 
     kernel, cpu = Kernel(), torch.device("cpu")
     kernel.arg_names, kernel.__name__ = ["x", "y", "N"], "add"
@@ -65,7 +65,7 @@ def test_a_launch_takes_arguments_by_name_in_any_order():
 
 
 def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
-    from kda_ops.backends.triton.launch import launch
+    from kda_ops.backends.triton.plans.launch import launch
 
     current = [0]
 
@@ -88,7 +88,7 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
     ((32, 2842, True), (128, 257, True), (255, 594, False), (32, 20, False), (None, None, False)),
 )
 def test_a_launch_warns_of_a_kernel_that_has_lost_its_registers(registers, words, lost):
-    from kda_ops.backends.triton.launch import launch
+    from kda_ops.backends.triton.plans.launch import launch
 
     made = SimpleNamespace(name="scan_kda", n_regs=registers, n_spills=words)
     with warnings.catch_warnings(record=True) as said:
@@ -99,7 +99,7 @@ def test_a_launch_warns_of_a_kernel_that_has_lost_its_registers(registers, words
 
 def test_every_launch_asks_for_contraction_to_fma():
     """Triton 3.9 warns where a launch does not say, and 3.10 turns it off."""
-    from kda_ops.backends.triton.launch import launch
+    from kda_ops.backends.triton.plans.launch import launch
 
     seen = {}
     launch({(3,): lambda *args, **options: seen.update(options)}, 3, torch.device("cpu"), 1)
@@ -111,7 +111,7 @@ import triton
 from triton.runtime.jit import JITFunction
 from benchmarks.compile import offline
 from benchmarks.calls import Call
-from kda_ops.backends.triton.launch import compiling
+from kda_ops.backends.triton.plans.launch import compiling
 
 compiled, do = [], JITFunction._do_compile
 def count(self, *args):

@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kda_ops.backends.triton.plan import lay_out
-from kda_ops.backends.triton.recording import Recording
-from kda_ops.backends.triton.sizes import text_of
+from kda_ops.backends.triton.plans.plan import lay_out
+from kda_ops.backends.triton.plans.recording import Recording
+from kda_ops.backends.triton.plans.sizes import text_of
 
 
 class Kernel:

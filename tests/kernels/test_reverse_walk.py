@@ -13,7 +13,8 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
 
 from kda_ops import chunk
 from kda_ops.backends.reference import Reference
-from kda_ops.backends.triton import reverse_walk, tuning
+from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.stages import reverse_walk
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS

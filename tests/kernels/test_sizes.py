@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
-from kda_ops.backends.triton import sizes
-from kda_ops.backends.triton.sizes import Guards, Size
+from kda_ops.backends.triton.plans import sizes
+from kda_ops.backends.triton.plans.sizes import Guards, Size
 
 OPERATIONS = {
     "+": operator.add,

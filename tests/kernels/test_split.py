@@ -18,7 +18,7 @@ if dispatch.backend_name(TARGET.device) != "triton":
     )
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.runs import Runs
+from kda_ops.backends.triton.stages.runs import Runs
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 from tests.operators import test_layouts, test_pools, test_sequences

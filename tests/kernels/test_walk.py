@@ -13,7 +13,8 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
 
 from kda_ops import chunk
 from kda_ops.backends.reference import Reference
-from kda_ops.backends.triton import tuning, walk
+from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.stages import walk
 from kda_ops.problem import Problem
 from tests.support.calls import Results
 from tests.support.cases import EDGES, FAR, Case, Tensors

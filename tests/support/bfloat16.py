@@ -161,7 +161,7 @@ def teach() -> None:
     """Patch the interpreter of this process, and let `inverse.product` name "bf16x3" to it."""
     from triton.runtime.interpreter import interpreter_builder
 
-    from kda_ops.backends.triton import inverse
+    from kda_ops.backends.triton.device import inverse
 
     for name, change in CHANGES.items():
         setattr(InterpreterBuilder, name, change(ORIGINALS[name]))

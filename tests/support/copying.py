@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda_ops.backends.triton.launch import launch, new, recorded, shape_of, strides_of
-from kda_ops.backends.triton.plan import Plan
-from kda_ops.backends.triton.recording import Recording
+from kda_ops.backends.triton.plans.launch import launch, new, recorded, shape_of, strides_of
+from kda_ops.backends.triton.plans.plan import Plan
+from kda_ops.backends.triton.plans.recording import Recording
 
 ROWS, WIDTH = 16, 32
 

@@ -142,7 +142,9 @@ def pretend_gpu() -> Iterator[list[Launched]]:
             tuned=lambda device=None: {},
         ),
         JITFunction: dict(run=run),
-        importlib.import_module("kda_ops.backends.triton.gradient"): dict(pair_masks=pair_masks),
+        importlib.import_module("kda_ops.backends.triton.stages.gradient"): dict(
+            pair_masks=pair_masks
+        ),
         FakeTensor: dict(data_ptr=data_ptr, __getitem__=item, contiguous=contiguous),
         # a plan shows its launches to a hook
         knobs.runtime: dict(launch_enter_hook=lambda *args: None),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kda_ops.backends.reference import Reference
-from kda_ops.backends.triton import gradient, reverse_walk
+from kda_ops.backends.triton.stages import gradient, reverse_walk
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
 from kda_ops.stages import GRADIENTS, Tile, Trace

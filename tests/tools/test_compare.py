@@ -14,7 +14,7 @@ from benchmarks import compare
 from benchmarks.machine_code import code_digest
 
 ROOT = Path(__file__).parents[2]
-STEP = "kda_ops/backends/triton/step.py"
+STEP = "kda_ops/backends/triton/stages/step.py"
 KERNELS = {"KDA_OPS_CPU": "triton", "TRITON_INTERPRET": "1"}
 WITHOUT = ("KDA_OPS_CPU", "TRITON_INTERPRET", "PYTHONPATH")
 HAS_TRITON = importlib.util.find_spec("triton") is not None

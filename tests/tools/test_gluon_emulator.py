@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, tma, warpgroup_mma
 )
-from kda_ops.backends.triton.gluon_names import barrier, load_tile, store_tile, wait_products
+from kda_ops.backends.triton.device.gluon_names import barrier, load_tile, store_tile, wait_products
 
 
 @gluon.jit

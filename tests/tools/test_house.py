@@ -27,7 +27,7 @@ def functions_of(tree):
 
 @pytest.mark.quick
 def test_functions_of_kernels_are_of_a_size_to_read():
-    files = (ROOT / "kda_ops" / "backends" / "triton").glob("*.py")
+    files = (ROOT / "kda_ops" / "backends" / "triton").rglob("*.py")
     found = sorted(
         (f for file in files for f in functions_of(ast.parse(file.read_text("utf-8")))),
         reverse=True,

@@ -512,7 +512,8 @@ def _(interpret):
     out = python(
         """
         import triton
-        from kda_ops.backends.triton import gate, private
+        from kda_ops.backends.triton import private
+        from kda_ops.backends.triton.device import gate
         print(private.INTERPRET, isinstance(gate.sigmoid, triton.JITFunction))
         """,
         TRITON_INTERPRET=interpret,

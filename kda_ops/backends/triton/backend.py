@@ -15,22 +15,27 @@ import torch
 from torch import Tensor
 
 from kda_ops import checks, convolution, recurrent
-from kda_ops.backends.triton import launch, tuning
-from kda_ops.backends.triton.call_key import CallKey, call_key, exact, named
-from kda_ops.backends.triton.gate import gate, gate_backward
-from kda_ops.backends.triton.gated_norm import gated_norm, gated_norm_backward
-from kda_ops.backends.triton.gradient import gradient
+from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.keeps import KEEPS
-from kda_ops.backends.triton.plan import Bound, Plan
-from kda_ops.backends.triton.prepare import prepare
+from kda_ops.backends.triton.plans import launch
+from kda_ops.backends.triton.plans.call_key import CallKey, call_key, exact, named
+from kda_ops.backends.triton.plans.plan import Bound, Plan
+from kda_ops.backends.triton.plans.recording import Recording
 from kda_ops.backends.triton.private import INTERPRET
-from kda_ops.backends.triton.recording import Recording
-from kda_ops.backends.triton.reverse_scan import reverse_scan
-from kda_ops.backends.triton.reverse_walk import reverse_walk, walks
-from kda_ops.backends.triton.scan import scan
-from kda_ops.backends.triton.short_conv import short_conv, short_conv_backward, short_conv_in_place
-from kda_ops.backends.triton.step import step
-from kda_ops.backends.triton.walk import walk, walks_forward
+from kda_ops.backends.triton.stages.gate import gate, gate_backward
+from kda_ops.backends.triton.stages.gated_norm import gated_norm, gated_norm_backward
+from kda_ops.backends.triton.stages.gradient import gradient
+from kda_ops.backends.triton.stages.prepare import prepare
+from kda_ops.backends.triton.stages.reverse_scan import reverse_scan
+from kda_ops.backends.triton.stages.reverse_walk import reverse_walk, walks
+from kda_ops.backends.triton.stages.scan import scan
+from kda_ops.backends.triton.stages.short_conv import (
+    short_conv,
+    short_conv_backward,
+    short_conv_in_place,
+)
+from kda_ops.backends.triton.stages.step import step
+from kda_ops.backends.triton.stages.walk import walk, walks_forward
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend, Pass
 

@@ -398,7 +398,7 @@ def fingerprint(device: torch.device | None = None) -> str:
     For tensors on no GPU it names the current one.
     """
     sources = hashlib.sha256(
-        b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.glob("*.py")))
+        b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.rglob("*.py")))
     ).hexdigest()[:16]
     on_gpu = device is not None and device.type == "cuda"
     name = (

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.fragment import as_vectors_on_host
-from kda_ops.backends.triton.gradient_loads import pair_masks
+from kda_ops.backends.triton.device.fragment import as_vectors_on_host
+from kda_ops.backends.triton.device.gradient_loads import pair_masks
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
 from tests.support.cases import Case, replace
@@ -119,7 +119,7 @@ def test_blocks_of_every_size_give_the_same(reach, level, monkeypatch):
     """
     stages, module = (
         Stages.build(Case(T=64, H=1, HV=1)),
-        importlib.import_module("kda_ops.backends.triton.gradient"),
+        importlib.import_module("kda_ops.backends.triton.stages.gradient"),
     )
     full, found = stages.run("gradient", TRITON), []
 
@@ -130,7 +130,7 @@ def test_blocks_of_every_size_give_the_same(reach, level, monkeypatch):
 
     module_launch = module.launch
     monkeypatch.setattr(tuning, "anchored", lambda p: True)
-    monkeypatch.setattr("kda_ops.backends.triton.gradient_decay.REACH", tl.constexpr(reach))
+    monkeypatch.setattr("kda_ops.backends.triton.stages.gradient_decay.REACH", tl.constexpr(reach))
     monkeypatch.setattr(module, "launch", launch)
     for name, x in stages.run("gradient", TRITON).items():
         torch.testing.assert_close(x, full[name], rtol=0, atol=1e-5 * full[name].abs().max().item())

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.tile import fold_products
+from kda_ops.backends.triton.device.tile import fold_products
 
 
 @triton.jit

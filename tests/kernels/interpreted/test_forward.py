@@ -18,8 +18,8 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 from kda_ops import dispatch
 from kda_ops.backends import activations
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.decay import ANCHOR_SHARE, check_anchor
-from kda_ops.backends.triton.tile import UnfinishedTile
+from kda_ops.backends.triton.device.decay import ANCHOR_SHARE, check_anchor
+from kda_ops.backends.triton.device.tile import UnfinishedTile
 from kda_ops.problem import SAFE_BOUND, Problem
 from tests.operators import test_pools
 from tests.support.calls import forward, run
@@ -353,7 +353,9 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypa
                 self.rest = lambda: None
 
         with monkeypatch.context() as patch:
-            patch.setattr(sys.modules["kda_ops.backends.triton.prepare"], "UnfinishedTile", Prompt)
+            patch.setattr(
+                sys.modules["kda_ops.backends.triton.stages.prepare"], "UnfinishedTile", Prompt
+            )
             forget_plans()
             assert_all_identical(whole, call(case))
         forget_plans()
@@ -446,7 +448,7 @@ def test_parameters_of_the_gate_need_not_be_contiguous():
 
 
 def test_rows_too_far_apart_for_32_bits_are_copied():
-    from kda_ops.backends.triton.tile import fit
+    from kda_ops.backends.triton.device.tile import fit
 
     far, near = (
         torch.empty_strided((1, 64, 1, 8), (1, step, 8, 1), device="meta")

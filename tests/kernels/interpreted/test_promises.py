@@ -14,8 +14,8 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
 
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.gradient_small import SMALL
-from kda_ops.backends.triton.reverse_scan import reads_few, reads_z
+from kda_ops.backends.triton.stages.gradient_small import SMALL
+from kda_ops.backends.triton.stages.reverse_scan import reads_few, reads_z
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import run

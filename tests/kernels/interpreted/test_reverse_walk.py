@@ -11,11 +11,11 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") !=
         "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
     )
 
-from kda_ops.backends.triton.gate import Flags
-from kda_ops.backends.triton.gradient_gdn import HeadGradients
-from kda_ops.backends.triton.launch import launch
-from kda_ops.backends.triton.operands import GateWeights, strided
-from kda_ops.backends.triton.reverse_walk import SMALL, finish_walk
+from kda_ops.backends.triton.device.gate import Flags
+from kda_ops.backends.triton.device.operands import GateWeights, strided
+from kda_ops.backends.triton.plans.launch import launch
+from kda_ops.backends.triton.stages.gradient_gdn import HeadGradients
+from kda_ops.backends.triton.stages.reverse_walk import SMALL, finish_walk
 
 D, HV, FLOATS, LEAST = 128, 2, 2048, 2.0**-64
 LENGTHS = (70, 0, 64, 5)

@@ -19,8 +19,8 @@ from triton.runtime.jit import JITFunction
 from kda_ops import chunk, recurrent
 from kda_ops.backends.triton import BACKEND
 from kda_ops.backends.triton import backend as triton_backend
-from kda_ops.backends.triton.plan import Launch, Memory, Wait, lay_out
-from kda_ops.backends.triton.sizes import formula, text_of
+from kda_ops.backends.triton.plans.plan import Launch, Memory, Wait, lay_out
+from kda_ops.backends.triton.plans.sizes import formula, text_of
 from tests.support import pretended_calls
 from tests.support.pretend import pretend_gpu
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kda_ops import chunk, convolution, norm, recurrent
 from kda_ops.backends.triton import BACKEND, tuning
-from kda_ops.backends.triton.recording import Launch
+from kda_ops.backends.triton.plans.recording import Launch
 from kda_ops.gate import GateBackwardPass, GatePass
 from tests.support import pretended_calls
 from tests.support.pretend import Pointer, pretend_gpu, specialise

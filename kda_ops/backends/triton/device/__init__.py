@@ -1,0 +1,1 @@
+"""Device functions and structures that kernels of several stages share."""

@@ -1,0 +1,1 @@
+"""Record what a pass launches, and replay it (docs/kernels/design.md, launch plans)."""

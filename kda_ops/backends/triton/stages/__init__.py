@@ -1,0 +1,1 @@
+"""The stages of the chunk forms and the operators of layers, each with its kernels."""

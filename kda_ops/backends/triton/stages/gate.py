@@ -1,0 +1,193 @@
+"""Compute gates as operators of their own (`kda::gate`, `gdn::gate`), forward and backward."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kda_ops.backends.triton.device.gate import load_rate, sigmoid, softplus, tokens_at
+from kda_ops.backends.triton.device.operands import GateWeights, Strided
+from kda_ops.backends.triton.device.tile import dense
+from kda_ops.backends.triton.plans.launch import launch, new, shape_of, strides_of, total
+
+
+@triton.jit(do_not_specialize=["T", "n_tokens", "lower_bound"])
+def gate_forward(
+    g,
+    gate,
+    y,
+    T,
+    HV,
+    n_tokens,
+    lower_bound,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Write the log decay y [B T, HV, K] fp32, natural log, of ROWS tokens of one head::
+
+        softplus: y = -exp(A_log) softplus(g + dt_bias)
+        bounded:  y = lower_bound sigmoid(exp(A_log) (g + dt_bias))
+
+    A program takes ROWS of the `n_tokens` = B T tokens.
+    """
+    i_h = tl.program_id(0) % HV
+    o_r = (tl.program_id(0) // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    b_x, m_x = logits(g, gate.dt_bias, i_h, o_r, T, n_tokens, K, BK)
+    rate = load_rate(gate.A_log, i_h)
+    b_y = lower_bound * sigmoid(rate * b_x) if BOUNDED else -rate * softplus(b_x)
+    o_k = tl.arange(0, BK)
+    tl.store(y + ((o_r * HV + i_h) * K)[:, None] + o_k[None, :], b_y, mask=m_x)
+
+
+@triton.jit(do_not_specialize=["T", "n_tokens", "lower_bound"])
+def gate_gradient(
+    dy,
+    g,
+    gate,
+    dg,
+    dA_log,
+    ddt_bias,
+    T,
+    HV,
+    n_tokens,
+    lower_bound,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Write dg = dx in g's dtype, and this program's shares of dA_log and d dt_bias::
+
+        softplus: dx = -A sigmoid(x) dy                dA_log = sum dy y
+        bounded:  dx = lower_bound A s (1 - s) dy      dA_log = sum dx x
+        d dt_bias = sum dx
+
+    A = exp(A_log), x = g + dt_bias, s = sigmoid(A x). Shares are [programs, HV] and [programs, HV,
+    K], fp32, and are added afterwards in a fixed order. Where s (1 - s) is zero, so is dx, for
+    any A. Where y is -inf or dy is zero, softplus gives zeros.
+    """
+    i_h, i_p = tl.program_id(0) % HV, (tl.program_id(0) // HV).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    rate = load_rate(gate.A_log, i_h)
+    b_rate, b_bias = tl.zeros((BK,), tl.float32), tl.zeros((BK,), tl.float32)
+    for step in range(STEPS):
+        o_r = (i_p * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        b_x, m_x = logits(g, gate.dt_bias, i_h, o_r, T, n_tokens, K, BK)
+        p_dy = tokens_at(dy, i_h, o_r, T, o_k)
+        b_dy = tl.load(p_dy, mask=m_x, other=0.0).to(tl.float32)
+        if BOUNDED:
+            b_s = sigmoid(rate * b_x)
+            slope = b_s * (1.0 - b_s)
+            b_dx = tl.where(slope > 0, lower_bound * rate * slope * b_dy, 0.0)
+            b_rate += tl.sum(tl.where(slope > 0, b_dx * b_x, 0.0), 0)
+        else:
+            b_y = -rate * softplus(b_x)
+            counts = (b_y > -float("inf")) & (b_dy != 0)  # elsewhere 0 * inf would be NaN
+            b_dx = tl.where(counts, -rate * sigmoid(b_x) * b_dy, 0.0)
+            b_rate += tl.sum(tl.where(counts, b_y * b_dy, 0.0), 0)
+        b_bias += tl.sum(b_dx, 0)
+        tl.store(
+            dg + ((o_r * HV + i_h) * K)[:, None] + o_k[None, :],
+            b_dx.to(dg.dtype.element_ty),
+            mask=m_x,
+        )
+    if dA_log is not None:
+        tl.store(dA_log + i_p * HV + i_h, tl.sum(b_rate, 0))
+    if ddt_bias is not None:
+        tl.store(ddt_bias + (i_p * HV + i_h) * K + o_k, b_bias, mask=o_k < K)
+
+
+@triton.jit
+def logits(g, dt_bias, i_h, o_r, T, n_tokens, K: tl.constexpr, BK: tl.constexpr):
+    """Return g + dt_bias of rows o_r of all B * T tokens of one head, [ROWS, BK] fp32, and which of
+    them are entries.
+    """
+    o_k = tl.arange(0, BK)
+    m_x = (o_r < n_tokens)[:, None] & (o_k < K)[None, :]
+    p_x = tokens_at(g, i_h, o_r, T, o_k)
+    b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
+    if dt_bias is not None:
+        b_x += tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
+    return b_x, m_x
+
+
+def _sizes(x: Tensor, rank: int) -> tuple[int, int, int, int]:
+    """Return B, T, HV and K of logits; a scalar per head counts as one column."""
+    B, T, HV, *width = shape_of(x)
+    return B, T, HV, width[0] if rank else 1
+
+
+def _strides(x: Tensor, rank: int) -> tuple[int, ...]:
+    s = strides_of(x)
+    return s if rank else (*s, 1)
+
+
+def gate(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
+) -> Tensor:
+    """Return the log decay from raw logits, in float32; see `kda_ops.stages.Backend.gate`."""
+    y = new(g, "y", shape_of(g), torch.float32)
+    B, T, HV, K = _sizes(g, rank)
+    block = max(1, triton.next_power_of_2(K))
+    rows_per_program = max(1, 2048 // block)
+    if B * T * HV * K:
+        launch(
+            gate_forward,
+            triton.cdiv(B * T, rows_per_program) * HV,
+            g.device,
+            g=Strided(g, _strides(g, rank)),
+            gate=GateWeights(dense(A_log), dense(dt_bias)),
+            y=y,
+            T=T,
+            HV=HV,
+            n_tokens=B * T,
+            lower_bound=lower_bound or 0.0,
+            K=K,
+            BK=block,
+            ROWS=rows_per_program,
+            BOUNDED=lower_bound is not None,
+        )
+    return y
+
+
+def gate_backward(
+    dy: Tensor,
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    rank: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of g, A_log, dt_bias; see `kda_ops.stages.Backend.gate_backward`."""
+    dx = new(g, "dg", shape_of(g))
+    B, T, HV, K = _sizes(g, rank)
+    block = max(1, triton.next_power_of_2(K))
+    rows_per_step, steps = max(1, 2048 // block), 16
+    shares = triton.cdiv(B * T, rows_per_step * steps)
+    dA_log = None if A_log is None else new(g, "dA_log_parts", (shares, HV), torch.float32)
+    ddt_bias = None if dt_bias is None else new(g, "ddt_bias_parts", (shares, HV, K), torch.float32)
+    if B * T * HV * K:
+        launch(
+            gate_gradient,
+            shares * HV,
+            g.device,
+            dy=Strided(dy, _strides(dy, rank)),
+            g=Strided(g, _strides(g, rank)),
+            gate=GateWeights(dense(A_log), dense(dt_bias)),
+            dg=dx,
+            dA_log=dA_log,
+            ddt_bias=ddt_bias,
+            T=T,
+            HV=HV,
+            n_tokens=B * T,
+            lower_bound=lower_bound or 0.0,
+            K=K,
+            BK=block,
+            ROWS=rows_per_step,
+            STEPS=steps,
+            BOUNDED=lower_bound is not None,
+        )
+    return dx, total(dA_log, A_log), total(ddt_bias, dt_bias)

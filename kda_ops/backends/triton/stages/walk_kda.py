@@ -1,0 +1,824 @@
+"""Walk over the chunks of each head: KDA's forward in one Gluon kernel, for Hopper.
+
+A program takes one sequence and head. Its warps are three partitions that work at the same time:
+one warp copies the inputs of the chunks to shared memory, four warps `prepare` chunk n + 1, and
+eight warps `scan` chunk n with the state in registers. The tiles that `prepare` hands to `scan`
+never leave the multiprocessor. docs/kernels/design.md, "The walk of KDA", draws the partitions and
+lists what lies in shared memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+)
+
+from kda_ops.backends.triton.device.gluon_names import (
+    aggregate,
+    barrier,
+    load_tile,
+    reinterpret,
+    store_tile,
+    wait_products,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+# Half of what the decay of 32 rows is at the least, in base 2: 16 * 5 / ln 2, rounded to a whole
+# number, so that a shift by it is exact.
+SHIFT = gl.constexpr(115.0)
+UNSHIFT = gl.constexpr(2.0**-115)
+SMALLER = gl.constexpr(2.0**-4)  # of q that has no norm inside, so that its entries may be larger
+FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
+LEAST_RATE = gl.constexpr(2.0**-126)  # exp(A_log) is clamped to where products with it are finite
+GREATEST_RATE = gl.constexpr(2.0**100)
+# how eight and four warps hold rows of 128 channels outside products
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+ROWS_4 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def ex2(x):
+    """Return 2^x of fp32, in one instruction."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def rcp(x):
+    """Return 1 / x of fp32, in one instruction."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def widen(x):
+    """Return bf16 as fp32, two entries in two instructions; fp32 stays as it is."""
+    if x.dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, True, 2
+        )
+    return x
+
+
+@gluon.jit
+def narrow(x):
+    """Round fp32 to bf16, two entries in one instruction."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, True, 2
+    )
+
+
+@gluon.jit
+def halve(x):
+    """Round fp32 to fp16, two entries in one instruction."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, True, 2
+    )
+
+
+@gluon.jit
+def unshift(x):
+    """Return x 2^-115 of bf16, exactly."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 c; mov.b32 c, 0x06000600; mul.rn.bf16x2 $0, $1, c; }",
+        "=r,r",
+        [x],
+        gl.bfloat16,
+        True,
+        2,
+    )
+
+
+@gluon.jit
+def smaller(x):
+    """Return x SMALLER of bf16, exactly, two entries in one instruction."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 c; mov.b32 c, 0x3d803d80; mul.rn.bf16x2 $0, $1, c; }",
+        "=r,r",
+        [x],
+        gl.bfloat16,
+        True,
+        2,
+    )
+
+
+@gluon.jit
+def plus(a, b):
+    """Add, for scans."""
+    return a + b
+
+
+@gluon.jit
+def left_right(x):
+    """Split the columns of x [64, 2 n] into their left and right halves, [64, n] each."""
+    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@aggregate
+class Signal:
+    """An mbarrier at which partitions meet once per chunk; phases count from 0.
+
+    With one slot, the side that arrives must not be two phases ahead of the side that waits.
+    """
+
+    bars: gl.shared_memory_descriptor
+    slots: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, bars, slots):
+        self.bars = bars
+        self.slots = gl.constexpr(slots)
+
+    @gluon.jit
+    def at(self, n):
+        """Return the barrier of phase n."""
+        return self.bars.index(n & (self.slots - 1))
+
+    @gluon.jit
+    def wait(self, n, pred=True):
+        """Wait until phase n is complete; phase -1 is, from the start."""
+        mbarrier.wait(self.at(n), (n >> (self.slots - 1)) & 1, pred=pred)
+
+    @gluon.jit
+    def arrive(self, n):
+        """Complete phase n. All warps of the partition must have passed a barrier."""
+        mbarrier.arrive(self.at(n), count=1)
+
+    @gluon.jit
+    def expect(self, n, size):
+        """Let copies of `size` bytes complete phase n."""
+        mbarrier.expect(self.at(n), size)
+
+
+@gluon.jit
+def signal(SLOTS: gl.constexpr):
+    """Allocate a signal."""
+    bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(bars.index(i), count=1)
+    return Signal(bars, SLOTS)
+
+
+@aggregate
+class Meetings:
+    """Where the partitions meet, once per chunk each."""
+
+    kg_full: Signal  # k and g are copied
+    kg_free: Signal  # `prepare` has read g, and k for the last time
+    q_full: Signal
+    v_full: Signal
+    rows: Signal  # beta and the norms of a chunk are there
+    tile: Signal  # all that `prepare` makes of a chunk
+    done: Signal  # the scan of a chunk has ended, so that its tiles are free
+
+    @gluon.constexpr_function
+    def __init__(self, kg_full, kg_free, q_full, v_full, rows, tile, done):
+        self.kg_full, self.kg_free, self.q_full, self.v_full = kg_full, kg_free, q_full, v_full
+        self.rows, self.tile, self.done = rows, tile, done
+
+
+@aggregate
+class Buffers:
+    """What lies in shared memory; the first axis counts stages."""
+
+    q: gl.shared_memory_descriptor  # [2, 64, K]  then qr, then qg
+    k: gl.shared_memory_descriptor  # [1, 64, K]
+    v: gl.shared_memory_descriptor  # [1, 64, V]
+    g: gl.shared_memory_descriptor  # [1, 64, K]
+    kr: gl.shared_memory_descriptor  # [2, 64, K]  then w
+    kc: gl.shared_memory_descriptor  # [1, 64, K]
+    kg: gl.shared_memory_descriptor  # [2, 64, K]
+    AP: gl.shared_memory_descriptor  # [2, 64, 64]  A' and P of each half, next to each other
+    R: gl.shared_memory_descriptor  # [4, 16, 16] fp16, inverses of blocks of 16
+    o: gl.shared_memory_descriptor  # [1, 64, V]
+    gamma: gl.shared_memory_descriptor  # [4, K] fp32, of each stage and half
+    beta: gl.shared_memory_descriptor  # [2, 64] fp32
+    norm_q: gl.shared_memory_descriptor  # [2, 64] fp32
+    norm_k: gl.shared_memory_descriptor  # [2, 64] fp32
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, g, kr, kc, kg, AP, R, o, gamma, beta, norm_q, norm_k):
+        self.q, self.k, self.v, self.g, self.kr, self.kc, self.kg = q, k, v, g, kr, kc, kg
+        self.AP, self.R, self.o, self.gamma, self.beta = AP, R, o, gamma, beta
+        self.norm_q, self.norm_k = norm_q, norm_k
+
+
+@aggregate
+class Span:
+    """The sequence and head of a program."""
+
+    i_n: gl.tensor
+    i_h: gl.tensor
+    token: gl.tensor  # its first token
+    length: gl.tensor  # in tokens
+    live: gl.tensor  # whether it has a state: there is such a sequence, and it has a slot
+    chunks: gl.tensor  # how many are walked, 0 if it is not live
+
+    @gluon.constexpr_function
+    def __init__(self, i_n, i_h, token, length, live, chunks):
+        self.i_n, self.i_h, self.token, self.length = i_n, i_h, token, length
+        self.live, self.chunks = live, chunks
+
+
+@gluon.jit
+def find_span(cu_seqlens, slots, N, T, HV):
+    """Return the span of this program. A sequence without a slot has no chunks.
+
+    With cu_seqlens, "sequence" N holds the tokens after the last one, and has no chunks either.
+    """
+    pid = gl.program_id(0)
+    i_n, i_h = pid // HV, pid % HV
+    if cu_seqlens is not None:
+        token = gl.load(cu_seqlens + i_n).to(gl.int32)
+        end = gl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=T).to(gl.int32)
+        length = end - token
+    else:
+        token, length = i_n * T, T
+    live = i_n < N
+    if slots is not None:
+        live = live & (gl.load(slots + i_n, mask=live, other=-1) >= 0)
+    chunks = gl.where(live, (length + 63) // 64, 0)
+    return Span(i_n, i_h, token, length, live, chunks)
+
+
+@gluon.jit
+def quarters(x):
+    """Return the four column blocks of 16 of [64, 64]."""
+    x = gl.permute(gl.reshape(x, (64, 2, 2, 16)), (0, 3, 1, 2))
+    x0, x1 = gl.split(x)  # even and odd blocks
+    x0, x2 = gl.split(x0)
+    x1, x3 = gl.split(x1)
+    return x0, x1, x2, x3
+
+
+@gluon.jit
+def inverse(L, b_r, R, quarter):
+    """Return the inverse of I + strict_tril(b L) for each half of a chunk, [64, 32] fp32.
+
+    L is [64, 64], of which the blocks [32, 32] on the diagonal count, and of those what lies below
+    the diagonal. `quarter` is row >> 4. Each warp inverts its own block [16, 16] by recursion over
+    the levels at which two rows first differ (docs/maths.md), without a barrier. The lower left
+    block of a half is R_1 (-b L_10) R_0. R_0 comes from the other warp, by way of `R`.
+    """
+    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
+    x0, x1, x2, x3 = quarters(L)
+    C: gl.constexpr = x0.type.layout
+    q = gl.expand_dims(gl.convert_layout(quarter, gl.SliceLayout(1, C)), 1)
+    less = -gl.expand_dims(gl.convert_layout(b_r, gl.SliceLayout(1, C)), 1)
+    own = gl.reshape(
+        gl.where(q == 0, x0, gl.where(q == 1, x1, gl.where(q == 2, x2, x3))) * less, (4, 16, 16)
+    )
+    left = gl.reshape(gl.where(q == 1, x0, x2) * less, (4, 16, 16))
+    BLOCKS: gl.constexpr = own.type.layout
+    l, l_10 = gl.convert_layout(own, M), gl.convert_layout(halve(gl.convert_layout(left, M)), B)
+    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, M)))
+    i = gl.expand_dims(gl.expand_dims(i, 0), 2)
+    j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, M)))
+    j = gl.expand_dims(gl.expand_dims(j, 0), 1)
+    low = i ^ j
+    none = gl.zeros([4, 16, 16], gl.float32, M)
+    l = gl.where(i > j, l, 0.0)
+    r = gl.where(low == 0, 1.0, gl.where(low == 1, l, 0.0))
+    l = gl.convert_layout(halve(l), B)
+    for level in gl.static_range(1, 4):
+        b = halve(r)
+        y = mma_v2(gl.convert_layout(b, A), l, none)
+        y = mma_v2(gl.convert_layout(halve(y), A), gl.convert_layout(b, B), none)
+        r = gl.where((low >> level) == 1, y, r)
+    b = halve(r)
+    R.store(b)
+    y = mma_v2(gl.convert_layout(b, A), l_10, none)
+    HALVES: gl.constexpr = gl.reshape(b, (2, 2, 256)).type.layout
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    b = reinterpret(R, gl.float16, [2, 512], ROW).slice(0, 256, dim=1)  # R_0 of each half
+    b = gl.expand_dims(b.load(gl.SliceLayout(1, HALVES)), 1)
+    second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
+    second = gl.expand_dims(gl.expand_dims(second, 0), 2) == 1
+    b = gl.convert_layout(gl.reshape(gl.where(second, b, 0.0), (4, 16, 16)), M)
+    y = mma_v2(gl.convert_layout(halve(y), A), gl.convert_layout(b, B), none)
+    y = gl.reshape(gl.convert_layout(y, BLOCKS), (64, 16))
+    r = gl.reshape(gl.convert_layout(r, BLOCKS), (64, 16))
+    C16: gl.constexpr = y.type.layout
+    second = gl.expand_dims(gl.convert_layout(quarter, gl.SliceLayout(1, C16)) & 1, 1) == 1
+    r = gl.join(gl.where(second, y, r), gl.where(second, r, 0.0))
+    return gl.reshape(gl.permute(r, (0, 2, 1)), (64, 32))
+
+
+@gluon.jit
+def produce(q_d, k_d, v_d, g_d, q_at, k_at, v_at, g_at, x, on, span, G_BYTES: gl.constexpr):
+    """Copy the inputs of each chunk to shared memory, in the order of their use.
+
+    v is copied last: its buffer is free when the scan of the chunk before has ended.
+    """
+    for n in range(span.chunks + 1):
+        zero = n >> 30
+        t = span.token + n * 64
+        if n < span.chunks:
+            on.kg_free.wait(n - 1)
+            on.kg_full.expect(n, 64 * 128 * (2 + G_BYTES))
+            load_tile(g_d, [t, g_at], on.kg_full.at(n), x.g.index(zero))
+            load_tile(k_d, [t, k_at], on.kg_full.at(n), x.k.index(zero))
+        on.done.wait(n - 2, pred=n > 1)
+        if n < span.chunks:
+            on.q_full.expect(n, 64 * 128 * 2)
+            load_tile(q_d, [t, q_at], on.q_full.at(n), x.q.index(n & 1))
+        if n > 0:
+            on.v_full.expect(n - 1, 64 * 128 * 2)
+            load_tile(v_d, [t - 64, v_at], on.v_full.at(n - 1), x.v.index(zero))
+
+
+@gluon.jit
+def load_gate(A_log, dt_bias, i_h, K: gl.constexpr, E: gl.constexpr):
+    """Return the slope of the gate's exponent in base 2, and its bias times that [K]."""
+    rate = 1.0
+    if A_log is not None:
+        rate = gl.exp(gl.load(A_log + i_h).to(gl.float32))
+        rate = gl.minimum(gl.maximum(rate, LEAST_RATE), GREATEST_RATE)
+    bias = gl.zeros([K], gl.float32, gl.SliceLayout(0, E))
+    if dt_bias is not None:
+        bias = gl.load(dt_bias + i_h * K + gl.arange(0, K, gl.SliceLayout(0, E))).to(gl.float32)
+    return rate * -LOG2E, bias * (rate * -LOG2E)
+
+
+@gluon.jit
+def fill_rows(tile, here, value, R: gl.constexpr):
+    """Overwrite the rows from `here` on, which are no tokens.
+
+    Such a row belongs to another sequence and may be NaN. With q = k = v = beta = 0 and no decay it
+    changes nothing.
+    """
+    if here < 64:
+        row = gl.arange(0, 64, gl.SliceLayout(1, R))[:, None]
+        tile.store(gl.where(row < here, tile.load(R), value).to(tile.dtype))
+
+
+@gluon.jit
+def from_start(x, K: gl.constexpr, E: gl.constexpr):
+    """Return the sums of x [64, K] from the start of each half, and over each half [2, K].
+
+    A thread holds all rows of a half, so nothing is exchanged.
+    """
+    D = gl.associative_scan(gl.reshape(x, (2, 32, K)), 1, plus)
+    last = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, D.type.layout)))
+    total = gl.sum(gl.where(last[None, :, None] == 31, D, 0.0), 1)
+    return gl.convert_layout(gl.reshape(D, (64, K)), E), total
+
+
+@gluon.jit
+def factors(x, on, slope, bias, lower, n, here, GATE: gl.constexpr, NORM: gl.constexpr):
+    """Make kr, qr, kc, kg and gamma of chunk n, from k, q and the decay. Return them for products.
+
+    ::
+
+        kr = k 2^(D - c);  qr = q 2^(D - c);  kc = k 2^(c - D);  kg = kc 2^(total - c)   [64, K]
+        gamma = 2^total                                                                  [2, K]
+
+    D sums the decays from the start of a half, c = -SHIFT.
+    """
+    E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
+    PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    K: gl.constexpr = 128
+    s, zero = n & 1, n >> 30
+    q_b, k_b, kr, kc, kg = (
+        x.q.index(s),
+        x.k.index(zero),
+        x.kr.index(s),
+        x.kc.index(zero),
+        x.kg.index(s),
+    )
+    on.kg_full.wait(n)
+    on.rows.wait(n)
+    # A logit of -inf means no decay, because the rate is not zero (`load_gate`).
+    fill_rows(x.g.index(zero), here, -float("inf") if GATE else 0.0, ROWS_4)
+    fill_rows(k_b, here, 0.0, ROWS_4)
+    g = widen(x.g.index(zero).load(E))
+    if GATE:
+        g = lower * rcp(1.0 + ex2(g * slope + bias[None, :]))
+    D, total = from_start(g, K, E)
+    D = ex2(D * LOG2E + SHIFT)
+    k = widen(k_b.load(E))
+    if NORM:
+        k = k * x.norm_k.index(s).load(gl.SliceLayout(1, E))[:, None]
+    on.q_full.wait(n)  # and so the scan of chunk n - 2, which has read kr and kg, is over
+    kr.store(narrow(k * D))
+    k = k * rcp(D)
+    kc.store(narrow(k))
+    rest = gl.expand_dims(ex2(total * LOG2E + SHIFT), 1)
+    k = gl.convert_layout(gl.reshape(gl.reshape(k, (2, 32, K)) * rest, (64, K)), E)
+    kg.store(narrow(k))
+    fill_rows(q_b, here, 0.0, ROWS_4)
+    q = q_b.load(E)
+    if NORM:
+        q = widen(q) * x.norm_q.index(s).load(gl.SliceLayout(1, E))[:, None]
+    else:
+        q = widen(smaller(q))
+    q_b.store(narrow(q * D))
+    reinterpret(x.gamma, gl.float32, [2, 2, K], PAIR).index(s).store(ex2(total * LOG2E))
+    fence_async_shared()
+    barrier()
+    on.kg_free.arrive(n)
+    return q_b, kr, kc
+
+
+@gluon.jit
+def make_w(kr, AP, q_b):
+    """Make w = -2^c A' kr in the place of kr, qg = 2^c qr in that of qr, [64, K], c = -SHIFT."""
+    N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    none = gl.zeros([128, 32], gl.float32, N)
+    kr0, kr1 = kr.slice(0, 32, dim=0).permute((1, 0)), kr.slice(32, 32, dim=0).permute((1, 0))
+    A0 = AP.slice(0, 32, dim=0).slice(0, 32, dim=1)
+    A1 = AP.slice(32, 32, dim=0).slice(0, 32, dim=1)
+    w0 = warpgroup_mma(kr0, A0.permute((1, 0)), none, use_acc=False, is_async=True)
+    w1 = warpgroup_mma(kr1, A1.permute((1, 0)), none, use_acc=False, is_async=True)
+    q_b.store(unshift(q_b.load(ROWS_4)))
+    w0, w1 = wait_products(0, deps=(w0, w1))
+    barrier()  # all warps have read kr
+    kr0.store(narrow(w0 * -UNSHIFT))
+    kr1.store(narrow(w1 * -UNSHIFT))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def prepare(x, on, span, A_log, dt_bias, lower, GATE: gl.constexpr, NORM: gl.constexpr):
+    """Make the tiles of each chunk that the scan needs; halves of 32 rows are chunks of their own::
+
+    L = kr kc^T;   P = tril(qr kc^T);   A' = (I + strict_tril(beta L))^-1 beta     [32, 32]
+    """
+    E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
+    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    H: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    QR: gl.constexpr = gl.SliceLayout(1, Q)
+    HC: gl.constexpr = gl.SliceLayout(0, H)
+    none_q = gl.zeros([64, 64], gl.float32, Q)
+    slope = 0.0
+    bias = gl.zeros([128], gl.float32, gl.SliceLayout(0, E))
+    if GATE:
+        slope, bias = load_gate(A_log, dt_bias, span.i_h, 128, E)
+    for n in range(span.chunks):
+        s, zero = n & 1, n >> 30
+        qr, kr, kc = factors(x, on, slope, bias, lower, n, span.length - n * 64, GATE, NORM)
+        L = warpgroup_mma(kr, kc.permute((1, 0)), none_q, use_acc=False, is_async=True)
+        P = warpgroup_mma(qr, kc.permute((1, 0)), none_q, use_acc=False, is_async=True)
+        AP, b_s = x.AP.index(s), x.beta.index(s)
+        # The unknown zero is on rows alone: with one on columns, masks of blocks cost instructions.
+        quarter = (gl.arange(0, 64, QR) >> 4) + zero
+        row = gl.arange(0, 64, gl.SliceLayout(1, H))[:, None] + zero
+        column = gl.arange(0, 32, HC)[None, :]
+        L = wait_products(1, deps=(L,))
+        R = gl.convert_layout(inverse(L, b_s.load(QR), x.R, quarter), H)
+        b_0, b_1 = b_s.slice(0, 32).load(HC)[None, :], b_s.slice(32, 32).load(HC)[None, :]
+        AP.slice(0, 32, dim=1).store(narrow(R * gl.where(row < 32, b_0, b_1)))
+        P = wait_products(0, deps=(P,))
+        P_0, P_1 = left_right(P)
+        P = gl.where(row < 32, gl.convert_layout(P_0, H), gl.convert_layout(P_1, H))
+        behind, same = (column >> 4) < ((row >> 4) & 1), (column >> 4) == ((row >> 4) & 1)
+        P = gl.where(behind | (same & ((row & 15) >= (column & 15))), P, 0.0)
+        AP.slice(32, 32, dim=1).store(narrow(P))
+        fence_async_shared()
+        barrier()
+        make_w(kr, AP, qr)
+        on.tile.arrive(n)
+
+
+@gluon.jit
+def load_beta(beta, beta_t, span, n, B: gl.constexpr):
+    """Return beta of chunk n as it is given, [64] fp32; 1 without it, 0 past the sequence."""
+    row = n * 64 + gl.arange(0, 64, B)
+    m_b = row < span.length
+    if beta is not None:
+        b = gl.load(beta + row.to(gl.int64) * beta_t, mask=m_b, other=0.0).to(gl.float32)
+    else:
+        b = gl.where(m_b, 1.0, 0.0)
+    return b
+
+
+@gluon.jit
+def inverse_norms(x, n, here):
+    """Write the inverse norms of rows x to n, zeros from row `here` on."""
+    x = widen(x.load(ROWS))
+    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    n.store(gl.where(row < here, gl.rsqrt(gl.sum(x * x, 1) + 1e-6), 0.0))
+
+
+@gluon.jit
+def make_rows(
+    x, on, b, n, span, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, NORM: gl.constexpr
+):
+    """Write beta and the norms of chunk n for `prepare`, zeros of rows that are no tokens."""
+    B: gl.constexpr = b.type.layout
+    s = n & 1
+    if SIGMOID:
+        b = rcp(1.0 + ex2(b * -LOG2E))
+        if NEG_EIGVAL:
+            b = 2.0 * b
+        b = gl.where(n * 64 + gl.arange(0, 64, B) < span.length, b, 0.0)
+    x.beta.index(s).store(b)
+    if NORM:
+        on.kg_full.wait(n, pred=span.chunks > 0)
+        inverse_norms(x.k.index(n >> 30), x.norm_k.index(s), span.length - n * 64)
+        on.q_full.wait(n, pred=span.chunks > 0)
+        inverse_norms(x.q.index(s), x.norm_q.index(s), span.length - n * 64)
+    barrier()
+    on.rows.arrive(n)
+
+
+@gluon.jit
+def state_at(state, strides, i, i_h, W: gl.constexpr):
+    """Return pointers to S[k, v] of row or slot i and a head, as [V, K]."""
+    o_v, o_k = gl.arange(0, 128, gl.SliceLayout(1, W)), gl.arange(0, 128, gl.SliceLayout(0, W))
+    p_s = state + (i.to(gl.int64) * strides[0] + i_h.to(gl.int64) * strides[1])
+    return p_s + (o_v * strides[3])[:, None] + (o_k * strides[2])[None, :]
+
+
+@gluon.jit
+def scan(
+    x,
+    on,
+    span,
+    o_d,
+    o,
+    beta,
+    beta_t,
+    initial,
+    final,
+    slots,
+    into,
+    every,
+    columns,
+    HV,
+    scale,
+    SIGMOID: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr,
+    NORM: gl.constexpr,
+):
+    """Carry S, held as [V, K], through the chunks; each half of a chunk in turn::
+
+        u = A' v + w S;   o = scale (qg S + P u);   S <- gamma S + kg^T u
+
+    In Triton 3.6 `mbarrier.arrive` is one thread's, and each warp waits for its own products: so
+    arrivals follow a barrier that follows the wait.
+    """
+    K: gl.constexpr = 128
+    V: gl.constexpr = 128
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, K, 16])
+    N32: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
+    WA: gl.constexpr = gl.DotOperandLayout(0, W, 2)
+    NA: gl.constexpr = gl.DotOperandLayout(0, N32, 2)
+    NC: gl.constexpr = gl.SliceLayout(0, N32)
+    B: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    S = gl.zeros([V, K], gl.float32, W)
+    slot = span.i_n
+    if slots is not None:
+        slot = gl.load(slots + span.i_n, mask=span.live, other=0)
+    if initial.pointer is not None:
+        if span.live:
+            S = gl.load(state_at(initial.pointer, initial.strides, slot, span.i_h, W)).to(
+                gl.float32
+            )
+    none = gl.zeros([V, 32], gl.float32, N32)
+    if not NORM:
+        scale = scale * (1.0 / SMALLER)
+    b = load_beta(beta, beta_t, span, 0, B)
+    make_rows(x, on, b, 0, span, SIGMOID, NEG_EIGVAL, NORM)
+    b = load_beta(beta, beta_t, span, 1, B)
+    for n in range(span.chunks):
+        s, zero = n & 1, n >> 30
+        if n + 1 < span.chunks:
+            make_rows(x, on, b, n + 1, span, SIGMOID, NEG_EIGVAL, NORM)
+        b = load_beta(beta, beta_t, span, n + 2, B)
+        here = span.length - n * 64
+        q_b, kg, AP, v_b, o_b = (
+            x.q.index(s),
+            x.kg.index(s),
+            x.AP.index(s),
+            x.v.index(zero),
+            x.o.index(zero),
+        )
+        on.v_full.wait(n)
+        fill_rows(v_b, here, 0.0, ROWS)
+        on.tile.wait(n)
+        w_b = x.kr.index(s)
+        for h in gl.static_range(2):
+            b_S = gl.convert_layout(narrow(S), NA)
+            v = v_b.slice(h * 32, 32, dim=0).permute((1, 0)).load(N32)
+            AP_h = AP.slice(h * 32, 32, dim=0)
+            b_h = x.beta.index(s).slice(h * 32, 32).load(NC)
+            # what rounding has lost on the diagonal of A'
+            u = widen(v) * (b_h - b_h.to(gl.bfloat16).to(gl.float32))[None, :]
+            u = warpgroup_mma(
+                gl.convert_layout(v, NA), AP_h.slice(0, 32, dim=1).permute((1, 0)), u, is_async=True
+            )
+            w_t = w_b.slice(h * 32, 32, dim=0).permute((1, 0))
+            u = warpgroup_mma(b_S, w_t, u, is_async=True)
+            # waits for nothing: it tells ptxas that no product in flight writes S
+            S = wait_products(2, deps=(S,))
+            S = S * x.gamma.index(2 * s + h).load(gl.SliceLayout(0, W))[None, :]
+            u = wait_products(0, deps=(u,))
+            b_u = narrow(u)
+            S = warpgroup_mma(
+                gl.convert_layout(b_u, WA), kg.slice(h * 32, 32, dim=0), S, is_async=True
+            )
+            q_t = q_b.slice(h * 32, 32, dim=0).permute((1, 0))
+            b_o = warpgroup_mma(b_S, q_t, none, use_acc=False, is_async=True)
+            P_t = AP_h.slice(32, 32, dim=1).permute((1, 0))
+            b_o = warpgroup_mma(gl.convert_layout(b_u, NA), P_t, b_o, is_async=True)
+            if h == 0:
+                tma.store_wait(0)
+            S, b_o = wait_products(0, deps=(S, b_o))
+            o_b.slice(h * 32, 32, dim=0).permute((1, 0)).store(narrow(b_o * scale))
+        fence_async_shared()
+        barrier()
+        on.done.arrive(n)
+        # a chunk with rows that are no tokens is written below; here it is out of range
+        store_tile(o_d, [gl.where(here < 64, FAR, span.token + n * 64), span.i_h * V], o_b)
+        if into.pointer is not None:
+            snapshot(S, into, final, span, n + 1, every, columns, W)
+    if final.pointer is not None:
+        if span.live:
+            p_s = state_at(final.pointer, final.strides, slot, span.i_h, W)
+            gl.store(p_s, S.to(final.pointer.dtype.element_ty))
+    tma.store_wait(0)
+    write_rest(x, span, o, HV)
+
+
+@gluon.jit
+def snapshot(S, into, pool, span, chunk, every, columns, W: gl.constexpr):
+    """Write the state after `chunk` chunks to its snapshot's slot, if one is due."""
+    due = (chunk % every == 0) & (span.length >= chunk * 64) & (chunk // every <= columns)
+    p_slot = into.pointer + span.i_n.to(gl.int64) * into.strides[0]
+    slot = gl.load(p_slot + (chunk // every - 1).to(gl.int64) * into.strides[1], mask=due, other=-1)
+    if slot >= 0:
+        p_s = state_at(pool.pointer, pool.strides, slot, span.i_h, W)
+        gl.store(p_s, S.to(pool.pointer.dtype.element_ty))
+
+
+@gluon.jit
+def write_rest(x, span, o, HV):
+    """Write o of a last chunk with fewer than 64 tokens, or zeros of tokens that are not walked."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    p_o = o + (span.token.to(gl.int64) * HV + span.i_h) * 128
+    p_o = p_o + (row * (HV * 128))[:, None] + gl.arange(0, 128, gl.SliceLayout(0, ROWS))[None, :]
+    if span.chunks > 0:
+        here = span.length - (span.chunks - 1) * 64
+        if here < 64:
+            b_o = x.o.index(0).load(ROWS)
+            p_o = p_o + ((span.chunks - 1) * 64).to(gl.int64) * (HV * 128)
+            gl.store(p_o, b_o, mask=(row < here)[:, None])
+    else:
+        zeros = gl.zeros([64, 128], gl.bfloat16, ROWS)
+        for first in range(0, span.length, 64):
+            gl.store(
+                p_o + first.to(gl.int64) * (HV * 128),  # type: ignore[attr-defined]
+                zeros,
+                mask=(first + row < span.length)[:, None],
+            )
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "beta_b",
+        "beta_t",
+        "beta_h",
+        "q_h",
+        "k_h",
+        "v_h",
+        "g_h",
+        "N",
+        "T",
+        "H",
+        "HV",
+        "every",
+        "columns",
+        "scale",
+        "lower",
+    ]
+)
+def walk_kda(
+    q_d,
+    k_d,
+    v_d,
+    g_d,
+    o_d,
+    o,
+    beta,
+    gate,
+    initial,
+    final,
+    slots,
+    into,
+    cu_seqlens,
+    beta_b,
+    beta_t,
+    beta_h,
+    q_h,
+    k_h,
+    v_h,
+    g_h,
+    N,
+    T,
+    H,
+    HV,
+    every,
+    columns,
+    scale,
+    lower,
+    flags,
+    REGISTERS: gl.constexpr,
+):
+    """Run KDA over one sequence and head, chunk after chunk, with S [K, V] fp32 in registers.
+
+    A chunk is two halves of 32 rows, each a chunk of its own (docs/maths.md, chunk form)::
+
+        kr = k 2^(D - c);   kc = k 2^(c - D);   qr = q 2^(D - c);   kg = kc 2^(total - c)   [32, K]
+        P = tril(qr kc^T);  A' = (I + strict_tril(beta kr kc^T))^-1 beta                    [32, 32]
+        u = A' v - 2^c A' kr S;   o = scale (2^c qr S + P u);   S <- 2^total S + kg^T u
+
+    D sums the log decays in base 2 from the start of the half, total over all of it. With decays of
+    at least -5, c = -115 keeps all factors in the range of bf16. `Buffers` and `Meetings` say what
+    lies in shared memory, and who waits for whom.
+    """
+    TYPE: gl.constexpr = q_d.dtype
+    span = find_span(cu_seqlens, slots, N, T, HV)
+    i_g = span.i_h // (HV // H)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    x = Buffers(
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(g_d.dtype, [1, 64, 128], g_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE),
+        gl.allocate_shared_memory(
+            gl.float16, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+        ),
+        gl.allocate_shared_memory(TYPE, [1, 64, 128], o_d.layout),
+        gl.allocate_shared_memory(gl.float32, [4, 128], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, 64], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, 64], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, 64], FLAT),
+    )
+    on = Meetings(signal(1), signal(1), signal(2), signal(1), signal(2), signal(2), signal(1))
+    fence_async_shared()
+    barrier()
+    if beta is not None:
+        # offsets begin at the sequence: beta of a batch may have any strides
+        beta += span.i_h.to(gl.int64) * beta_h
+        if cu_seqlens is None:
+            beta += span.i_n.to(gl.int64) * beta_b
+        else:
+            beta += span.token.to(gl.int64) * beta_t
+    gl.warp_specialize(
+        [
+            (prepare, (x, on, span, gate.A_log, gate.dt_bias, lower, flags.ACTIVATE, flags.L2NORM)),
+            (
+                scan,
+                (
+                    x,
+                    on,
+                    span,
+                    o_d,
+                    o,
+                    beta,
+                    beta_t,
+                    initial,
+                    final,
+                    slots,
+                    into,
+                    every,
+                    columns,
+                    HV,
+                    scale,
+                    flags.SIGMOID,
+                    flags.NEG_EIGVAL,
+                    flags.L2NORM,
+                ),
+            ),
+            (
+                produce,
+                (
+                    q_d,
+                    k_d,
+                    v_d,
+                    g_d,
+                    i_g * q_h,
+                    i_g * k_h,
+                    span.i_h * v_h,
+                    span.i_h * g_h,
+                    x,
+                    on,
+                    span,
+                    g_d.dtype.primitive_bitwidth // 8,
+                ),
+            ),
+        ],
+        [8, 1],
+        [REGISTERS, 24],
+    )
