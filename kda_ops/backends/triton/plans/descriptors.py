@@ -28,9 +28,10 @@ def kernels(name: str) -> ModuleType | None:
     if INTERPRET:
         return None
     try:
-        return import_module(f"kda_ops.backends.triton.{name}")
-    except ImportError:  # `gluon_names` knows the versions
+        from kda_ops.backends.triton.device import gluon_names  # noqa: F401 (knows the versions)
+    except ImportError:
         return None
+    return import_module(f"kda_ops.backends.triton.stages.{name}")
 
 
 def is_copied(p: Problem, x: Tensor) -> bool:
