@@ -260,8 +260,8 @@ def _row(
     """Return one row, `dtype` being that of x.
 
     It is beyond the budget if anything is not finite, or if rows of a gradient vanish. If it
-    `fades`, as in fp16, only rows above the rounding of the largest entry count, because smaller
-    pairs fade to zero (docs/numerics.md).
+    `fades`, as in fp16, only rows above the smallest number of fp16 count, because pairs of tokens
+    below it fade to zero (docs/numerics.md).
     """
     eps, size, share = torch.finfo(dtype).eps, NORMS["rms"](ref), 0.0
     for norm in NORMS.values():
@@ -269,7 +269,7 @@ def _row(
         error = norm(x - ref)
         used = 0.0 if error == 0.0 else error / budget if budget else torch.inf
         share = max(share, used if budget < torch.inf and error < torch.inf else torch.inf)
-    least = torch.finfo(torch.float16).eps * NORMS["maximum"](ref) if fades else 0.0
+    least = torch.finfo(torch.float16).smallest_normal * 2.0**-10 if fades else 0.0
     if name.startswith("d") and vanished(x.to(dtype), ref.where(ref.abs() > least, 0.0), twins[0]):
         share = torch.inf
     off = [NORMS["rms"](x - ref), max(NORMS["rms"](t - ref) for t in twins)]
