@@ -165,6 +165,30 @@ def test_the_recurrence_is_differentiable_with_nothing_kept(variant, dtype):
     assert_meets_budget(replace(case, l2norm=True), "recurrent")
 
 
+def test_in_fp32_sums_over_tokens_cancel_without_rounding():
+    # dg of a token is a sum of dG in which later tokens cancel: a rounding there is in the dg of
+    # every earlier token of the chunk, and grows with their number in a parameter's gradient
+    kernel, twin = [], []
+    for seed in range(3):
+        stages = Stages.build(
+            Case(
+                dtype=torch.float32,
+                K=64,
+                V=64,
+                T=130,
+                HV=1,
+                gate="softplus",
+                l2norm=True,
+                keys="correlated",
+                seed=seed,
+            )
+        )
+        got, ref, near = (x["ddt_bias"].double() for x in stages.three("gradient", TRITON))
+        kernel.append((got - ref).norm())
+        twin.append((near - ref).norm())
+    assert sum(kernel) < sum(twin), (kernel, twin)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, HALF, BF16))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_unit_number_has_the_gradient_that_rounding_would_leave_nothing_of(variant, dtype):

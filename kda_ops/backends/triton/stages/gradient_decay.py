@@ -122,7 +122,7 @@ def sum_gradients(
     m_k, b_zero = o_k < K, tl.zeros((WIDE,), tl.float32)
     rate, bound = load_rate(gate.A_log, i_h), tl.full((), lower_bound, tl.float32)
     b_bias = load_bias(gate.dt_bias, i_h, o_k, K)
-    b_sum, b_log, b_ddt = b_zero, b_zero, b_zero
+    b_sum, b_log, b_ddt = b_zero.to(dG.dtype.element_ty), b_zero, b_zero
     p_dG = dG + i_tile * (CHUNK * K) + o_k
     p_g = chunk_of(g, at, i_h).pointer + o_k * g.strides[3]
     p_dg = dg + (at.token * HV + i_h) * K + o_k
@@ -130,12 +130,12 @@ def sum_gradients(
         for j in tl.static_range(QUARTER):
             r = CHUNK - 1 - i * QUARTER - j
             here = r < at.n_rows
-            b_sum += tl.load(p_dG + r * K, mask=m_k & at.live, other=0.0).to(tl.float32)
-            b_dg = b_sum
+            b_sum += tl.load(p_dG + r * K, mask=m_k & at.live, other=0.0)
+            b_dg = b_sum.to(tl.float32)
             if ACTIVATE:
                 b_g = tl.load(p_g + r * g.strides[1], mask=m_k & at.live & here, other=0.0)
                 b_x = b_g.to(tl.float32) + b_bias
-                b_dg, b_share = through_gate(b_sum, b_x, rate, bound, BOUNDED, FAST)
+                b_dg, b_share = through_gate(b_dg, b_x, rate, bound, BOUNDED, FAST)
                 b_log += tl.where(here, b_share, 0.0)
                 b_ddt += tl.where(here, b_dg, 0.0)
             tl.store(p_dg + r * (HV * K), b_dg.to(dg.dtype.element_ty), mask=m_k & here)

@@ -70,7 +70,10 @@ class KeyFactors(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Partial sums of the gradients: of unit q, unit k and G [64, BK], of beta [64], all fp32."""
+    """Partial sums of the gradients: of unit q, unit k and G [64, BK], of beta [64].
+
+    dG has the dtype of G, the others are fp32.
+    """
 
     dq: Any
     dk: Any
@@ -159,7 +162,8 @@ def start_sums(
     dbeta = -sum_k k exp G (z S^T)
 
     G_n is the G of the last row, and e = exp(G_n - G). The late of the last token does not decay,
-    and would cancel in dG. So dG and its sum leave it out.
+    and would cancel in dG. So dG and its sum leave it out. The others nearly cancel in the sums of
+    `sum_gradients`, so dG has the dtype of G: fp64 for fp32 operands.
     """
     o_r = tl.arange(0, CHUNK)
     b_end = tl.load(at.G + (CHUNK - 1) * K + o_k, mask=o_k < K, other=0.0)
@@ -174,7 +178,7 @@ def start_sums(
     if SUMS:
         b_dbeta -= tl.sum(b_k * b_dk, 1)
     b_dk = b_dk * -factors.beta
-    b_left = tl.where((o_r < at.last)[:, None], b_k * b_late, 0.0)
+    b_left = tl.where((o_r < at.last)[:, None], b_k * b_late, 0.0).to(at.G.dtype.element_ty)
     b_last = tl.exp2(b_end.to(tl.float32)) * b_dgamma + tl.sum(b_left, 0)
     # nothing is left in the last row
     b_dG = b_k * b_dk + tl.where((o_r == CHUNK - 1)[:, None], b_last[None, :], -b_left)
