@@ -75,9 +75,9 @@ def fill_rows(tile, here, value, R: gl.constexpr):
     Such a row belongs to another sequence and may be NaN. With q = k = v = beta = 0 and no decay it
     changes nothing.
     """
-    ROWS: gl.constexpr = tile.shape[0]
-    if here < ROWS:
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, R))[:, None]
+    COUNT: gl.constexpr = tile.shape[0]
+    if here < COUNT:
+        row = gl.arange(0, COUNT, gl.SliceLayout(1, R))[:, None]
         tile.store(gl.where(row < here, tile.load(R), value).to(tile.dtype))
 
 

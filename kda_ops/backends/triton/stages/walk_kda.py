@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from kda_ops.backends.triton.device.channels import Signal, find_span, signal
+from kda_ops.backends.triton.device.channels import Signal, find_span, first_tile, signal
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -300,10 +300,24 @@ def make_w(kr, AP, q_b):
 
 
 @gluon.jit
-def prepare(x, on, span, A_log, dt_bias, lower, GATE: gl.constexpr, NORM: gl.constexpr):
+def prepare(
+    x,
+    on,
+    span,
+    A_log,
+    dt_bias,
+    lower,
+    AP_d,
+    row_AP,
+    step_AP,
+    GATE: gl.constexpr,
+    NORM: gl.constexpr,
+):
     """Make the tiles of each chunk that the scan needs; halves of 32 rows are chunks of their own::
 
-    L = kr kc^T;   P = tril(qr kc^T);   A' = (I + strict_tril(beta L))^-1 beta     [32, 32]
+        L = kr kc^T;   P = tril(qr kc^T);   A' = (I + strict_tril(beta L))^-1 beta     [32, 32]
+
+    Training keeps A' and P. Chunk n's lie from row ``row_AP + n step_AP`` of `AP_d` on.
     """
     E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
     Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -328,6 +342,8 @@ def prepare(x, on, span, A_log, dt_bias, lower, GATE: gl.constexpr, NORM: gl.con
         L = wait_products(1, deps=(L,))
         R = gl.convert_layout(inverse(L, b_s.load(QR), x.R, quarter), H)
         b_0, b_1 = b_s.slice(0, 32).load(HC)[None, :], b_s.slice(32, 32).load(HC)[None, :]
+        if AP_d is not None:
+            tma.store_wait(1)  # of chunk n - 2, which has left from the same place
         AP.slice(0, 32, dim=1).store(narrow(R * gl.where(row < 32, b_0, b_1)))
         P = wait_products(0, deps=(P,))
         P_0, P_1 = left_right(P)
@@ -337,8 +353,12 @@ def prepare(x, on, span, A_log, dt_bias, lower, GATE: gl.constexpr, NORM: gl.con
         AP.slice(32, 32, dim=1).store(narrow(P))
         fence_async_shared()
         barrier()
+        if AP_d is not None:
+            store_tile(AP_d, [row_AP + n * step_AP, 0], AP)
         make_w(kr, AP, qr)
         on.tile.arrive(n)
+    if AP_d is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -552,6 +572,7 @@ def walk_kda(
     v_d,
     g_d,
     o_d,
+    AP_d,
     o,
     beta,
     gate,
@@ -588,7 +609,7 @@ def walk_kda(
 
     D sums the log decays in base 2 from the start of the half, total over all of it. With decays of
     at least -5, c = -115 keeps all factors in the range of bf16. `Buffers` and `Meetings` say what
-    lies in shared memory, and who waits for whom.
+    lies in shared memory, and who waits for whom. Training passes AP_d, to which A' and P go.
     """
     TYPE: gl.constexpr = q_d.dtype
     span = find_span(cu_seqlens, slots, N, T, HV)
@@ -623,9 +644,27 @@ def walk_kda(
             beta += span.i_n.to(gl.int64) * beta_b
         else:
             beta += span.token.to(gl.int64) * beta_t
+    row_AP = 0
+    if AP_d is not None:
+        row_AP = (first_tile(span, cu_seqlens, T, 64) * HV + span.i_h) * 64
     gl.warp_specialize(
         [
-            (prepare, (x, on, span, gate.A_log, gate.dt_bias, lower, flags.ACTIVATE, flags.L2NORM)),
+            (
+                prepare,
+                (
+                    x,
+                    on,
+                    span,
+                    gate.A_log,
+                    gate.dt_bias,
+                    lower,
+                    AP_d,
+                    row_AP,
+                    HV * 64,
+                    flags.ACTIVATE,
+                    flags.L2NORM,
+                ),
+            ),
             (
                 scan,
                 (
