@@ -28,6 +28,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ from torch import Tensor
 Clock = dict[int, int]
 GRAIN = 2  # bytes that an access names at once
 OPERANDS = (torch.bfloat16, torch.float16)
+DEVICE = Path(__file__).parents[2] / "kda_ops" / "backends" / "triton" / "device"
 
 
 class Fault(AssertionError):
@@ -679,11 +681,24 @@ class Rewritten(ast.NodeTransformer):
         return ast.copy_location(new, node)
 
 
+@lru_cache(None)
+def device_module(name: str) -> SimpleNamespace:
+    """Load a module of functions that several kernels share."""
+    return module(DEVICE / f"{name}.py")
+
+
+def imported(name: str, *args) -> SimpleNamespace:
+    """Return what a kernel imports from a module."""
+    folder, _, last = name.rpartition(".")
+    shared = folder.endswith(".triton.device") and last != "gluon_names"
+    return device_module(last) if shared else IMPORTED
+
+
 def module(path: str | Path, source: str | None = None) -> SimpleNamespace:
     """Load a module of kernels, or its `source` after a change."""
     tree = Rewritten().visit(ast.parse(Path(path).read_text() if source is None else source))
     code = compile(ast.fix_missing_locations(tree), str(path), "exec")
-    replaced = {"__import__": lambda *args: IMPORTED, "range": numbers}
+    replaced = {"__import__": imported, "range": numbers}
     names = {"__builtins__": vars(builtins) | replaced, "__name__": str(path), "IS_EMULATED": True}
     exec(code, names)
     return SimpleNamespace(**names)

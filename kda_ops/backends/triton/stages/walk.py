@@ -1,11 +1,14 @@
 """Run KDA's prepare and scan as one kernel, the walk over the chunks of each head.
 
-Here are the condition under which it runs and its launch. The walk itself is `walk_kda`.
+Here are the conditions under which it runs and its launch. The walk itself is `walk_kda`. Training
+keeps A' and P of it, from which `states_kda` makes the states again in backward.
 """
 
 from __future__ import annotations
 
 import os
+from math import prod
+from typing import Any
 
 import torch
 import triton
@@ -15,11 +18,30 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.gate import flags_of
 from kda_ops.backends.triton.device.operands import GateWeights, strided
 from kda_ops.backends.triton.device.tile import dense
-from kda_ops.backends.triton.plans.descriptors import WIDTH, is_copied, is_near, kernels, tokens
-from kda_ops.backends.triton.plans.launch import as_kv, columns_of, launch, shape_of, strides_of
-from kda_ops.problem import Problem
+from kda_ops.backends.triton.plans.descriptors import (
+    WIDTH,
+    copied,
+    is_copied,
+    is_near,
+    kernels,
+    tokens,
+)
+from kda_ops.backends.triton.plans.launch import (
+    as_kv,
+    columns_of,
+    launch,
+    new,
+    shape_of,
+    strides_of,
+)
+from kda_ops.backends.triton.stages.prepare import prepare
+from kda_ops.backends.triton.stages.scan import scan
+from kda_ops.problem import CHUNK, Problem
+from kda_ops.sequences import count_chunks
 
 KERNEL = kernels("walk_kda")
+STATES = kernels("states_kda")
+HALF = CHUNK // 2  # rows of a half of a chunk, which the walk treats as a chunk of its own
 
 
 def _least_heads() -> int:
@@ -44,6 +66,18 @@ def walks_forward(p: Problem, final_state: Tensor | None) -> bool:
 
     Nothing here depends on values, nor on B, N or T of calls with tokens.
     """
+    return (
+        _serves(p)
+        and all(x is not None and is_copied(p, x) for x in (p.q, p.k, p.v, p.g))
+        and all(x is None or x.dim() == 1 or is_near(strides_of(x)) for x in (p.state, final_state))
+        # a descriptor has at least one row, and coordinates have 32 bits
+        and 0 < p.B * p.T < 2**30
+        and p.HV * 128 * 64 < 2**31
+    )
+
+
+def _serves(p: Problem) -> bool:
+    """Return whether flags, dtypes, widths, heads and device allow the walk."""
     if KERNEL is None or not p.rank or tuning.FORCED_WALK is False:
         return False
     return bool(
@@ -55,12 +89,16 @@ def walks_forward(p: Problem, final_state: Tensor | None) -> bool:
         and tuning.centred(p)
         and p.bounded_inverse
         and (tuning.FORCED_WALK or p.HV >= LEAST_HEADS)
-        and all(is_copied(p, x) for x in (p.q, p.k, p.v, p.g))
-        and all(x is None or x.dim() == 1 or is_near(strides_of(x)) for x in (p.state, final_state))
-        # a descriptor has at least one row, and coordinates have 32 bits
-        and 0 < p.B * p.T < 2**30
-        and p.HV * 128 * 64 < 2**31
     )
+
+
+def trains(p: Problem) -> bool:
+    """Return whether training walks: forward keeps what `walk_training` does.
+
+    Forward and backward both ask. So nothing here depends on values, B, N, T, strides or addresses,
+    which may differ between the two.
+    """
+    return STATES is not None and _serves(p)
 
 
 def path(device: torch.device) -> str:
@@ -81,8 +119,12 @@ def registers(p: Problem) -> int:
     return 152 if p.l2norm or p.activate_gate else 160
 
 
-def walk(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
-    """Write o and the final state, as `kda_ops.stages.Backend.scan` does."""
+def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = None) -> None:
+    """Write o and the final state, as `kda_ops.stages.Backend.scan` does.
+
+    Training passes AP [NT, HV, 64, 64]. Columns 0 to 31 get A' of the half that a row is in, and
+    columns 32 to 63 get P (`walk_kda`), which `factor_of_P` completes.
+    """
     assert KERNEL is not None and p.g is not None  # as `walks_forward` has checked
     final = None if final_state is None or final_state.numel() == 0 else as_kv(p, final_state)
     initial = None if p.state is None else as_kv(p, p.state)
@@ -97,6 +139,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         v_d=tokens(p, p.v),
         g_d=tokens(p, p.g),
         o_d=tokens(p, o),
+        AP_d=None if AP is None else _tiles(AP, CHUNK, CHUNK),
         o=o,
         beta=p.beta,
         gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
@@ -124,3 +167,69 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         REGISTERS=registers(p),
         num_warps=4,
     )
+
+
+def walk_training(p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor:
+    """Write o and the final state, and return A' and P, as `walk` writes them."""
+    AP = new(p.q, "AP", (count_chunks(p), p.HV, CHUNK, CHUNK))
+    if p.B * p.T > 0:
+        walk(p, o, final_state, AP if p.N > 0 else None)  # without sequences AP may have no chunk
+    else:  # a descriptor has at least one row
+        scan(p, prepare(p), o, final_state, keep=False)
+    return AP
+
+
+def factor_of_P(p: Problem) -> float:
+    """Return what the kept P lacks: the scale, and what keeps long queries in range."""
+    assert KERNEL is not None
+    return p.scale if p.l2norm else p.scale / KERNEL.SMALLER.value
+
+
+def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the transposed state that enters each half of a chunk, and u, from what forward kept.
+
+    They are [count_chunks(p, 32), HV, V, K] and [.., HV, 32, V], in q's dtype. Halves are numbered
+    as chunks of 32 tokens (`kda_ops.sequences`).
+    """
+    assert STATES is not None and p.g is not None  # as `trains` has checked
+    count = count_chunks(p, HALF)
+    S, u = new(p.q, "states", (count, p.HV, p.V, p.K)), new(p.q, "u", (count, p.HV, HALF, p.V))
+    if p.N == 0 or p.B * p.T == 0:
+        return S, u
+    beta_b, beta_t, beta_h = columns_of(p.beta)
+    launch(
+        STATES.states_kda,
+        p.N * p.HV,
+        p.q.device,
+        k_d=tokens(p, p.k, HALF),
+        v_d=tokens(p, p.v, HALF),
+        g_d=tokens(p, p.g, HALF),
+        AP_d=_tiles(AP, HALF, CHUNK),
+        S_d=_tiles(S, p.V // 2, p.K),
+        u_d=_tiles(u, HALF, p.V // 2),
+        beta=p.beta,
+        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        initial=strided(None if p.state is None else as_kv(p, p.state)),
+        cu_seqlens=dense(p.cu_seqlens),
+        beta_b=beta_b,
+        beta_t=beta_t,
+        beta_h=beta_h,
+        k_h=strides_of(p.k)[2],
+        v_h=strides_of(p.v)[2],
+        g_h=strides_of(p.g)[2],
+        N=p.N,
+        T=p.T,
+        H=p.H,
+        HV=p.HV,
+        lower=p.lower_bound or 0.0,
+        flags=flags_of(p),
+        REGISTERS=160,
+        num_warps=4,
+    )
+    return S, u
+
+
+def _tiles(x: Tensor, rows: int, columns: int) -> Any:
+    """Return the descriptor of scratch [.., D], seen as rows, in blocks."""
+    *outer, width = shape_of(x)
+    return copied(x, (prod(outer), width), (width, 1), (rows, columns))

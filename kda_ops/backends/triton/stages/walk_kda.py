@@ -11,12 +11,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     mma_v2,
     tma,
     warpgroup_mma,
 )
 
+from kda_ops.backends.triton.device.channels import Signal, find_span, first_tile, signal
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -25,57 +25,27 @@ from kda_ops.backends.triton.device.gluon_names import (
     store_tile,
     wait_products,
 )
+from kda_ops.backends.triton.device.gluon_tile import (
+    LOG2E,
+    ROWS,
+    ROWS_4,
+    ex2,
+    fill_rows,
+    halve,
+    load_gate,
+    narrow,
+    plus,
+    rcp,
+    state_at,
+    widen,
+)
 
-LOG2E = gl.constexpr(1.4426950408889634)
 # Half of what the decay of 32 rows is at the least, in base 2: 16 * 5 / ln 2, rounded to a whole
 # number, so that a shift by it is exact.
 SHIFT = gl.constexpr(115.0)
 UNSHIFT = gl.constexpr(2.0**-115)
 SMALLER = gl.constexpr(2.0**-4)  # of q that has no norm inside, so that its entries may be larger
 FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
-LEAST_RATE = gl.constexpr(2.0**-126)  # exp(A_log) is clamped to where products with it are finite
-GREATEST_RATE = gl.constexpr(2.0**100)
-# how eight and four warps hold rows of 128 channels outside products
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
-ROWS_4 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-
-
-@gluon.jit
-def ex2(x):
-    """Return 2^x of fp32, in one instruction."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
-
-
-@gluon.jit
-def rcp(x):
-    """Return 1 / x of fp32, in one instruction."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
-
-
-@gluon.jit
-def widen(x):
-    """Return bf16 as fp32, two entries in two instructions; fp32 stays as it is."""
-    if x.dtype == gl.bfloat16:
-        x = gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, True, 2
-        )
-    return x
-
-
-@gluon.jit
-def narrow(x):
-    """Round fp32 to bf16, two entries in one instruction."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, True, 2
-    )
-
-
-@gluon.jit
-def halve(x):
-    """Round fp32 to fp16, two entries in one instruction."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, True, 2
-    )
 
 
 @gluon.jit
@@ -105,60 +75,9 @@ def smaller(x):
 
 
 @gluon.jit
-def plus(a, b):
-    """Add, for scans."""
-    return a + b
-
-
-@gluon.jit
 def left_right(x):
     """Split the columns of x [64, 2 n] into their left and right halves, [64, n] each."""
     return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
-
-
-@aggregate
-class Signal:
-    """An mbarrier at which partitions meet once per chunk; phases count from 0.
-
-    With one slot, the side that arrives must not be two phases ahead of the side that waits.
-    """
-
-    bars: gl.shared_memory_descriptor
-    slots: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, bars, slots):
-        self.bars = bars
-        self.slots = gl.constexpr(slots)
-
-    @gluon.jit
-    def at(self, n):
-        """Return the barrier of phase n."""
-        return self.bars.index(n & (self.slots - 1))
-
-    @gluon.jit
-    def wait(self, n, pred=True):
-        """Wait until phase n is complete; phase -1 is, from the start."""
-        mbarrier.wait(self.at(n), (n >> (self.slots - 1)) & 1, pred=pred)
-
-    @gluon.jit
-    def arrive(self, n):
-        """Complete phase n. All warps of the partition must have passed a barrier."""
-        mbarrier.arrive(self.at(n), count=1)
-
-    @gluon.jit
-    def expect(self, n, size):
-        """Let copies of `size` bytes complete phase n."""
-        mbarrier.expect(self.at(n), size)
-
-
-@gluon.jit
-def signal(SLOTS: gl.constexpr):
-    """Allocate a signal."""
-    bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(bars.index(i), count=1)
-    return Signal(bars, SLOTS)
 
 
 @aggregate
@@ -203,44 +122,6 @@ class Buffers:
         self.q, self.k, self.v, self.g, self.kr, self.kc, self.kg = q, k, v, g, kr, kc, kg
         self.AP, self.R, self.o, self.gamma, self.beta = AP, R, o, gamma, beta
         self.norm_q, self.norm_k = norm_q, norm_k
-
-
-@aggregate
-class Span:
-    """The sequence and head of a program."""
-
-    i_n: gl.tensor
-    i_h: gl.tensor
-    token: gl.tensor  # its first token
-    length: gl.tensor  # in tokens
-    live: gl.tensor  # whether it has a state: there is such a sequence, and it has a slot
-    chunks: gl.tensor  # how many are walked, 0 if it is not live
-
-    @gluon.constexpr_function
-    def __init__(self, i_n, i_h, token, length, live, chunks):
-        self.i_n, self.i_h, self.token, self.length = i_n, i_h, token, length
-        self.live, self.chunks = live, chunks
-
-
-@gluon.jit
-def find_span(cu_seqlens, slots, N, T, HV):
-    """Return the span of this program. A sequence without a slot has no chunks.
-
-    With cu_seqlens, "sequence" N holds the tokens after the last one, and has no chunks either.
-    """
-    pid = gl.program_id(0)
-    i_n, i_h = pid // HV, pid % HV
-    if cu_seqlens is not None:
-        token = gl.load(cu_seqlens + i_n).to(gl.int32)
-        end = gl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=T).to(gl.int32)
-        length = end - token
-    else:
-        token, length = i_n * T, T
-    live = i_n < N
-    if slots is not None:
-        live = live & (gl.load(slots + i_n, mask=live, other=-1) >= 0)
-    chunks = gl.where(live, (length + 63) // 64, 0)
-    return Span(i_n, i_h, token, length, live, chunks)
 
 
 @gluon.jit
@@ -332,31 +213,6 @@ def produce(q_d, k_d, v_d, g_d, q_at, k_at, v_at, g_at, x, on, span, G_BYTES: gl
 
 
 @gluon.jit
-def load_gate(A_log, dt_bias, i_h, K: gl.constexpr, E: gl.constexpr):
-    """Return the slope of the gate's exponent in base 2, and its bias times that [K]."""
-    rate = 1.0
-    if A_log is not None:
-        rate = gl.exp(gl.load(A_log + i_h).to(gl.float32))
-        rate = gl.minimum(gl.maximum(rate, LEAST_RATE), GREATEST_RATE)
-    bias = gl.zeros([K], gl.float32, gl.SliceLayout(0, E))
-    if dt_bias is not None:
-        bias = gl.load(dt_bias + i_h * K + gl.arange(0, K, gl.SliceLayout(0, E))).to(gl.float32)
-    return rate * -LOG2E, bias * (rate * -LOG2E)
-
-
-@gluon.jit
-def fill_rows(tile, here, value, R: gl.constexpr):
-    """Overwrite the rows from `here` on, which are no tokens.
-
-    Such a row belongs to another sequence and may be NaN. With q = k = v = beta = 0 and no decay it
-    changes nothing.
-    """
-    if here < 64:
-        row = gl.arange(0, 64, gl.SliceLayout(1, R))[:, None]
-        tile.store(gl.where(row < here, tile.load(R), value).to(tile.dtype))
-
-
-@gluon.jit
 def from_start(x, K: gl.constexpr, E: gl.constexpr):
     """Return the sums of x [64, K] from the start of each half, and over each half [2, K].
 
@@ -444,10 +300,24 @@ def make_w(kr, AP, q_b):
 
 
 @gluon.jit
-def prepare(x, on, span, A_log, dt_bias, lower, GATE: gl.constexpr, NORM: gl.constexpr):
+def prepare(
+    x,
+    on,
+    span,
+    A_log,
+    dt_bias,
+    lower,
+    AP_d,
+    row_AP,
+    step_AP,
+    GATE: gl.constexpr,
+    NORM: gl.constexpr,
+):
     """Make the tiles of each chunk that the scan needs; halves of 32 rows are chunks of their own::
 
-    L = kr kc^T;   P = tril(qr kc^T);   A' = (I + strict_tril(beta L))^-1 beta     [32, 32]
+        L = kr kc^T;   P = tril(qr kc^T);   A' = (I + strict_tril(beta L))^-1 beta     [32, 32]
+
+    Training keeps A' and P. Chunk n's lie from row ``row_AP + n step_AP`` of `AP_d` on.
     """
     E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
     Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -472,6 +342,8 @@ def prepare(x, on, span, A_log, dt_bias, lower, GATE: gl.constexpr, NORM: gl.con
         L = wait_products(1, deps=(L,))
         R = gl.convert_layout(inverse(L, b_s.load(QR), x.R, quarter), H)
         b_0, b_1 = b_s.slice(0, 32).load(HC)[None, :], b_s.slice(32, 32).load(HC)[None, :]
+        if AP_d is not None:
+            tma.store_wait(1)  # of chunk n - 2, which has left from the same place
         AP.slice(0, 32, dim=1).store(narrow(R * gl.where(row < 32, b_0, b_1)))
         P = wait_products(0, deps=(P,))
         P_0, P_1 = left_right(P)
@@ -481,8 +353,12 @@ def prepare(x, on, span, A_log, dt_bias, lower, GATE: gl.constexpr, NORM: gl.con
         AP.slice(32, 32, dim=1).store(narrow(P))
         fence_async_shared()
         barrier()
+        if AP_d is not None:
+            store_tile(AP_d, [row_AP + n * step_AP, 0], AP)
         make_w(kr, AP, qr)
         on.tile.arrive(n)
+    if AP_d is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -525,14 +401,6 @@ def make_rows(
         inverse_norms(x.q.index(s), x.norm_q.index(s), span.length - n * 64)
     barrier()
     on.rows.arrive(n)
-
-
-@gluon.jit
-def state_at(state, strides, i, i_h, W: gl.constexpr):
-    """Return pointers to S[k, v] of row or slot i and a head, as [V, K]."""
-    o_v, o_k = gl.arange(0, 128, gl.SliceLayout(1, W)), gl.arange(0, 128, gl.SliceLayout(0, W))
-    p_s = state + (i.to(gl.int64) * strides[0] + i_h.to(gl.int64) * strides[1])
-    return p_s + (o_v * strides[3])[:, None] + (o_k * strides[2])[None, :]
 
 
 @gluon.jit
@@ -704,6 +572,7 @@ def walk_kda(
     v_d,
     g_d,
     o_d,
+    AP_d,
     o,
     beta,
     gate,
@@ -740,7 +609,7 @@ def walk_kda(
 
     D sums the log decays in base 2 from the start of the half, total over all of it. With decays of
     at least -5, c = -115 keeps all factors in the range of bf16. `Buffers` and `Meetings` say what
-    lies in shared memory, and who waits for whom.
+    lies in shared memory, and who waits for whom. Training passes AP_d, to which A' and P go.
     """
     TYPE: gl.constexpr = q_d.dtype
     span = find_span(cu_seqlens, slots, N, T, HV)
@@ -775,9 +644,27 @@ def walk_kda(
             beta += span.i_n.to(gl.int64) * beta_b
         else:
             beta += span.token.to(gl.int64) * beta_t
+    row_AP = 0
+    if AP_d is not None:
+        row_AP = (first_tile(span, cu_seqlens, T, 64) * HV + span.i_h) * 64
     gl.warp_specialize(
         [
-            (prepare, (x, on, span, gate.A_log, gate.dt_bias, lower, flags.ACTIVATE, flags.L2NORM)),
+            (
+                prepare,
+                (
+                    x,
+                    on,
+                    span,
+                    gate.A_log,
+                    gate.dt_bias,
+                    lower,
+                    AP_d,
+                    row_AP,
+                    HV * 64,
+                    flags.ACTIVATE,
+                    flags.L2NORM,
+                ),
+            ),
             (
                 scan,
                 (

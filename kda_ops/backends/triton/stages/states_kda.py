@@ -1,0 +1,349 @@
+"""Walk over a sequence once more for KDA's backward, and leave its states, in Gluon for Hopper.
+
+A program takes one sequence and head. One warp copies inputs to shared memory, four warps `prepare`
+the keys of 32 rows, and two partitions of four warps `scan` them, each with half of V: they leave
+the state that enters the rows, and u. The inverse is the one that forward has kept.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+
+from kda_ops.backends.triton.device.channels import Signal, find_span, first_tile, signal
+from kda_ops.backends.triton.device.gluon_names import (
+    aggregate,
+    barrier,
+    load_tile,
+    reinterpret,
+    store_tile,
+    wait_products,
+)
+from kda_ops.backends.triton.device.gluon_tile import (
+    LOG2E,
+    ROWS_4,
+    ex2,
+    fill_rows,
+    load_gate,
+    narrow,
+    plus,
+    rcp,
+    state_at,
+    widen,
+)
+
+
+@aggregate
+class Meetings:
+    """Where the partitions meet, once per 32 rows each."""
+
+    kg_full: Signal  # k and g are copied
+    kg_free: Signal  # `prepare` has read them
+    v_full: Signal  # v, A' and P are copied
+    keys: Signal  # all that `prepare` makes
+    done: Signal  # both scans have ended, so that all tiles but k and g are free
+
+    @gluon.constexpr_function
+    def __init__(self, kg_full, kg_free, v_full, keys, done):
+        self.kg_full, self.kg_free, self.v_full = kg_full, kg_free, v_full
+        self.keys, self.done = keys, done
+
+
+@aggregate
+class Buffers:
+    """What lies in shared memory; the first axis counts stages, and halves of V for S and u."""
+
+    k: gl.shared_memory_descriptor  # [2, 32, K]
+    v: gl.shared_memory_descriptor  # [2, 32, V]
+    g: gl.shared_memory_descriptor  # [2, 32, K]
+    AP: gl.shared_memory_descriptor  # [2, 32, 64]  A' and P next to each other
+    kr: gl.shared_memory_descriptor  # [2, 32, K]
+    kg: gl.shared_memory_descriptor  # [2, 32, K]
+    S: gl.shared_memory_descriptor  # [2, 64, K]
+    u: gl.shared_memory_descriptor  # [2, 32, 64]
+    gamma: gl.shared_memory_descriptor  # [2, 2 K] fp32, of each block of 16 rows
+    norm_k: gl.shared_memory_descriptor  # [32] fp32
+    lost: gl.shared_memory_descriptor  # [2, 32] fp32, of beta by rounding
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, g, AP, kr, kg, S, u, gamma, norm_k, lost):
+        self.k, self.v, self.g, self.AP, self.kr, self.kg = k, v, g, AP, kr, kg
+        self.S, self.u, self.gamma, self.norm_k, self.lost = S, u, gamma, norm_k, lost
+
+
+@gluon.jit
+def produce(k_d, v_d, g_d, AP_d, k_at, v_at, g_at, row_AP, HV, x, on, span, G_BYTES: gl.constexpr):
+    """Copy the inputs of each 32 rows to shared memory, in the order of their use."""
+    for n in range((span.length + 31) // 32):
+        s, t = n & 1, span.token + n * 32
+        on.kg_free.wait(n - 2)
+        on.kg_full.expect(n, 32 * 128 * (2 + G_BYTES))
+        load_tile(g_d, [t, g_at], on.kg_full.at(n), x.g.index(s))
+        load_tile(k_d, [t, k_at], on.kg_full.at(n), x.k.index(s))
+        on.done.wait(n - 2)
+        on.v_full.expect(n, 32 * (128 + 64) * 2)
+        load_tile(v_d, [t, v_at], on.v_full.at(n), x.v.index(s))
+        row = row_AP + (n >> 1) * (HV * 64) + s * 32
+        load_tile(AP_d, [row, 0], on.v_full.at(n), x.AP.index(s))
+
+
+@gluon.jit
+def sums_by_block(x):
+    """Return the sums of x [32, K] from the start of each block of 16 rows, and over each [2, K].
+
+    A thread holds all rows of a block, so nothing is exchanged.
+    """
+    D = gl.associative_scan(gl.reshape(x, (2, 16, x.shape[1])), 1, plus)
+    last = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, D.type.layout)))
+    return D, gl.sum(gl.where(last[None, :, None] == 15, D, 0.0), 1)
+
+
+@gluon.jit
+def inverse_norms(k, norm_k):
+    """Write the inverse norms of the rows k."""
+    k = widen(k.load(ROWS_4))
+    norm_k.store(gl.rsqrt(gl.sum(k * k, 1) + 1e-6))
+
+
+@gluon.jit
+def lost(beta, beta_t, span, n, flags, B: gl.constexpr):
+    """Return what A' has lost of beta by rounding, for block n of 32 rows; 0 past the sequence."""
+    row = n * 32 + gl.arange(0, 32, B)
+    m_b = row < span.length
+    if beta is not None:
+        b = gl.load(beta + row.to(gl.int64) * beta_t, mask=m_b, other=0.0).to(gl.float32)
+        if flags.SIGMOID:
+            b = rcp(1.0 + ex2(b * -LOG2E))
+            if flags.NEG_EIGVAL:
+                b = 2.0 * b
+            b = gl.where(m_b, b, 0.0)
+        b = b - b.to(gl.bfloat16).to(gl.float32)
+    else:
+        b = gl.zeros([32], gl.float32, B)
+    return b
+
+
+@gluon.jit
+def prepare(x, on, span, beta, beta_t, gate, lower, flags):
+    """Make kr = k exp D and kg = k exp(total - D) [32, K], with D as in `states_kda`."""
+    GATE: gl.constexpr = flags.ACTIVATE
+    NORM: gl.constexpr = flags.L2NORM
+    B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    E: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0])
+    EC: gl.constexpr = gl.SliceLayout(0, E)
+    PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    K: gl.constexpr = 128
+    first = (gl.arange(0, 32, gl.SliceLayout(1, E)) < 16)[:, None]
+    slope = 0.0
+    bias = gl.zeros([K], gl.float32, EC)
+    if GATE:
+        slope, bias = load_gate(gate.A_log, gate.dt_bias, span.i_h, K, E)
+    b = lost(beta, beta_t, span, 0, flags, B)
+    for n in range((span.length + 31) // 32):
+        s, here = n & 1, span.length - n * 32
+        k_b, g_b, gamma = x.k.index(s), x.g.index(s), x.gamma.index(s)
+        on.kg_full.wait(n)
+        # A logit of -inf means no decay, because the rate is not zero (`load_gate`).
+        fill_rows(g_b, here, -float("inf") if GATE else 0.0, ROWS_4)
+        fill_rows(k_b, here, 0.0, ROWS_4)
+        g = widen(g_b.load(E))
+        if GATE:
+            g = lower * rcp(1.0 + ex2(g * slope + bias[None, :]))
+        D, total = sums_by_block(g * LOG2E)
+        if NORM:
+            inverse_norms(k_b, x.norm_k)
+        k = widen(k_b.load(E))
+        if NORM:
+            k = k * x.norm_k.load(gl.SliceLayout(1, E))[:, None]
+        on.done.wait(n - 2)
+        reinterpret(gamma, gl.float32, [2, K], PAIR).store(ex2(total))
+        x.lost.index(s).store(b)
+        b = lost(beta, beta_t, span, n + 1, flags, B)
+        rest = gl.convert_layout(gl.reshape(ex2(gl.expand_dims(total, 1) - D), (32, K)), E)
+        late = gl.convert_layout(gl.reshape(ex2(D), (32, K)), E)
+        barrier()
+        on.kg_free.arrive(n)
+        e_0 = gamma.slice(0, K).load(EC)[None, :]
+        e_1 = gamma.slice(K, K).load(EC)[None, :]
+        x.kr.index(s).store(narrow(k * (late * gl.where(first, 1.0, e_0))))
+        x.kg.index(s).store(narrow(k * (rest * gl.where(first, e_1, 1.0))))
+        fence_async_shared()
+        barrier()
+        on.keys.arrive(n)
+
+
+@gluon.jit
+def scan(x, on, span, S_d, u_d, tile, initial, HV, I: gl.constexpr):
+    """Carry the rows of S^T [V, K] from 64 I on, and write them and u of each 32 rows::
+
+        u = A' (v - kr S);   S <- gamma S + kg^T u
+
+    In Triton 3.6 `mbarrier.arrive` is one thread's, and each warp waits for its own products: so
+    arrivals follow a barrier that follows the wait.
+    """
+    K: gl.constexpr = 128
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    WA: gl.constexpr = gl.DotOperandLayout(0, W, 2)
+    NA: gl.constexpr = gl.DotOperandLayout(0, N, 2)
+    WC: gl.constexpr = gl.SliceLayout(0, W)
+    NC: gl.constexpr = gl.SliceLayout(0, N)
+    R: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    none = gl.zeros([64, 32], gl.float32, N)
+    S = gl.zeros([64, K], gl.float32, W)
+    if initial.pointer is not None:
+        p_s = state_at(initial.pointer, initial.strides, span.i_n, span.i_h, W, 64, I)
+        S = gl.load(p_s).to(gl.float32)
+    for n in range((span.length + 31) // 32):
+        s, zero = n & 1, n >> 30
+        S_b, u_b, AP, gamma = (
+            x.S.index(I + zero),
+            x.u.index(I + zero),
+            x.AP.index(s),
+            x.gamma.index(s),
+        )
+        v_b = x.v.index(s).slice(I * 64, 64, dim=1)
+        b_S = narrow(S)
+        tma.store_wait(0)
+        on.keys.wait(n)
+        y = warpgroup_mma(
+            gl.convert_layout(b_S, NA),
+            x.kr.index(s).permute((1, 0)),
+            none,
+            use_acc=False,
+            is_async=True,
+        )
+        S_b.store(b_S)
+        # waits for nothing: it tells ptxas that no product in flight writes S
+        S = wait_products(1, deps=(S,))
+        S = S * (gamma.slice(0, K).load(WC) * gamma.slice(K, K).load(WC))[None, :]
+        on.v_full.wait(n)
+        fill_rows(v_b, span.length - n * 32, 0.0, R)
+        v = widen(v_b.permute((1, 0)).load(N))
+        y = wait_products(0, deps=(y,))
+        r = v - y
+        u = warpgroup_mma(
+            gl.convert_layout(narrow(r), NA),
+            AP.slice(0, 32, dim=1).permute((1, 0)),
+            r * x.lost.index(s).load(NC)[None, :],
+            is_async=True,
+        )
+        u = wait_products(0, deps=(u,))
+        b_u = narrow(u)
+        S = warpgroup_mma(gl.convert_layout(b_u, WA), x.kg.index(s), S, is_async=True)
+        u_b.permute((1, 0)).store(b_u)
+        S = wait_products(0, deps=(S,))
+        fence_async_shared()
+        barrier()
+        on.done.arrive(n)
+        row = tile + n * HV
+        store_tile(S_d, [row * 128 + I * 64, 0], S_b)
+        store_tile(u_d, [row * 32, I * 64], u_b)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "beta_b",
+        "beta_t",
+        "beta_h",
+        "k_h",
+        "v_h",
+        "g_h",
+        "N",
+        "T",
+        "H",
+        "HV",
+        "lower",
+    ]
+)
+def states_kda(
+    k_d,
+    v_d,
+    g_d,
+    AP_d,
+    S_d,
+    u_d,
+    beta,
+    gate,
+    initial,
+    cu_seqlens,
+    beta_b,
+    beta_t,
+    beta_h,
+    k_h,
+    v_h,
+    g_h,
+    N,
+    T,
+    H,
+    HV,
+    lower,
+    flags,
+    REGISTERS: gl.constexpr,
+):
+    """Write the state [V, K] that enters each 32 rows of a sequence and head, and u [32, V]::
+
+        kr = k exp D;  kg = k exp(total - D)    [32, K]
+        u = A' (v - kr S);   S <- exp(total) S + kg^T u
+
+    D sums the log decays from the start of the 32 rows, total over all of them. `AP_d` has A' and P
+    as `walk_kda` leaves them. Rows past the end of a sequence have u = 0. What A' has lost by the
+    rounding of beta is given back on its diagonal.
+    """
+    TYPE: gl.constexpr = k_d.dtype
+    span = find_span(cu_seqlens, None, N, T, HV)
+    i_g = span.i_h // (HV // H)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    x = Buffers(
+        gl.allocate_shared_memory(TYPE, [2, 32, 128], k_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 32, 128], v_d.layout),
+        gl.allocate_shared_memory(g_d.dtype, [2, 32, 128], g_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 32, 64], AP_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 32, 128], k_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 32, 128], k_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], S_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 32, 64], u_d.layout),
+        gl.allocate_shared_memory(gl.float32, [2, 256], FLAT),
+        gl.allocate_shared_memory(gl.float32, [32], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, 32], FLAT),
+    )
+    on = Meetings(signal(2), signal(2), signal(2), signal(2), signal(2, 2))
+    fence_async_shared()
+    barrier()
+    if beta is not None:
+        # offsets begin at the sequence: beta of a batch may have any strides
+        beta += span.i_h.to(gl.int64) * beta_h
+        if cu_seqlens is None:
+            beta += span.i_n.to(gl.int64) * beta_b
+        else:
+            beta += span.token.to(gl.int64) * beta_t
+    row_AP = (first_tile(span, cu_seqlens, T, 64) * HV + span.i_h) * 64
+    tile = first_tile(span, cu_seqlens, T, 32) * HV + span.i_h
+    G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
+    gl.warp_specialize(
+        [
+            (prepare, (x, on, span, beta, beta_t, gate, lower, flags)),
+            (scan, (x, on, span, S_d, u_d, tile, initial, HV, 0)),
+            (scan, (x, on, span, S_d, u_d, tile, initial, HV, 1)),
+            (
+                produce,
+                (
+                    k_d,
+                    v_d,
+                    g_d,
+                    AP_d,
+                    i_g * k_h,
+                    span.i_h * v_h,
+                    span.i_h * g_h,
+                    row_AP,
+                    HV,
+                    x,
+                    on,
+                    span,
+                    G_BYTES,
+                ),
+            ),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )
