@@ -170,6 +170,17 @@ torch.save(o, "o.pt")
 """
 
 
+def test_a_build_has_the_walks_of_its_own(build):
+    # their modules are imported by name, and only where Triton has Gluon
+    pytest.importorskip("triton")
+    module = load(build)
+    for stage in ("walk", "reverse_walk"):
+        there = importlib.import_module(f"{module.__name__}.backends.triton.stages.{stage}")
+        here = importlib.import_module(f"kda_ops.backends.triton.stages.{stage}")
+        assert here.KERNEL is not None
+        assert there.KERNEL.__name__.startswith(f"{module.__name__}.backends.triton.stages.")
+
+
 @pytest.mark.parametrize("kernels", ("native", "triton"))
 def test_it_runs_where_the_package_is_not_installed(build, tmp_path, kernels):
     if kernels == "triton":  # under the interpreter

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,15 +21,15 @@ WIDTH = 128  # of K and V, of every tile
 LENGTH = problem.CHUNK
 
 
-def kernels(name: str) -> ModuleType | None:
-    """Return a module of Gluon kernels; None under the interpreter, or for another Triton."""
+def has_gluon() -> bool:
+    """Return whether Gluon kernels can be compiled: not interpreted, and by a known Triton."""
     if INTERPRET:
-        return None
+        return False
     try:
         from kda_ops.backends.triton.device import gluon_names  # noqa: F401 (knows the versions)
     except ImportError:
-        return None
-    return import_module(f"kda_ops.backends.triton.stages.{name}")
+        return False
+    return True
 
 
 def is_copied(p: Problem, x: Tensor) -> bool:

@@ -6,6 +6,8 @@ of the sums that the walk leaves. The walk itself is `reverse_walk_gdn`.
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 import triton
 import triton.language as tl
@@ -20,9 +22,9 @@ from kda_ops.backends.triton.plans.descriptors import (
     LENGTH,
     WIDTH,
     copied,
+    has_gluon,
     is_copied,
     is_near,
-    kernels,
     tokens,
 )
 from kda_ops.backends.triton.plans.launch import (
@@ -50,7 +52,7 @@ from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Tile, Trace
 
-KERNEL = kernels("reverse_walk_gdn")
+KERNEL = import_module("kda_ops.backends.triton.stages.reverse_walk_gdn") if has_gluon() else None
 FACTORS = 7 * LENGTH  # numbers of a chunk's `factors` (`operands`)
 MOST_GROUPED = 2  # value heads of a key head: more would take more memory than the other kernels
 # The least number of programs (N HV) for which the walk is faster than the kernels that it

@@ -7,6 +7,7 @@ keeps A' and P of it, from which `states_kda` makes the states again in backward
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -21,9 +22,9 @@ from kda_ops.backends.triton.device.tile import dense
 from kda_ops.backends.triton.plans.descriptors import (
     WIDTH,
     copied,
+    has_gluon,
     is_copied,
     is_near,
-    kernels,
     tokens,
 )
 from kda_ops.backends.triton.plans.launch import (
@@ -39,8 +40,8 @@ from kda_ops.backends.triton.stages.scan import scan
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 
-KERNEL = kernels("walk_kda")
-STATES = kernels("states_kda")
+KERNEL = import_module("kda_ops.backends.triton.stages.walk_kda") if has_gluon() else None
+STATES = import_module("kda_ops.backends.triton.stages.states_kda") if has_gluon() else None
 HALF = CHUNK // 2  # rows of a half of a chunk, which the walk treats as a chunk of its own
 
 
