@@ -92,13 +92,16 @@ def _gradient_gdn(
             dq_sum, dk_sum = dq, dk
             if not exact:
                 dq_sum, dk_sum = (new(q, f"d{x}_sum", shape_of(q), torch.float32) for x in "qk")
-    dbeta, dg = _like(p, "beta", need), _like(p, "g", need | {"g"}) if need & GATES else None
-    dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", 1, need)
+    dbeta, dg = (
+        gradient_like(p, "beta", need),
+        gradient_like(p, "g", need | {"g"}) if need & GATES else None,
+    )
+    dA_log, ddt_bias = parts_of(p, "A_log", 1, need), parts_of(p, "dt_bias", 1, need)
     g = fit(p.g)
     g_b, g_t, g_h = columns_of(g)
     launch(
         gradient_gdn,
-        _count(p) * p.H,
+        visited_chunks(p) * p.H,
         q.device,
         q=strided(fit(q)),
         k=strided(fit(p.k)),
@@ -122,7 +125,7 @@ def _gradient_gdn(
         EXACT=exact,
         **_blocks(options, exact),
     )
-    return _gradients(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
+    return gradients_of(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
 
 
 def _gradient_kda(
@@ -131,17 +134,17 @@ def _gradient_kda(
     """Return all gradients of KDA but those of v and the initial state: first what reads V alone,
     then what reads K, then sums over rows and heads.
     """
-    q, NT, gather = p.q, _count(p), p.HV > p.H
+    q, NT, gather = p.q, visited_chunks(p), p.HV > p.H
     slices = triton.cdiv(p.K, tuning.choose("gradient_keys", p).block_k)
     dq = dk = dbeta = parts = None
     if need & {"q", "k"}:
         shape, dtype = (p.B, p.T, p.HV, p.K), torch.float32 if gather else q.dtype
         dq, dk = (new(q, f"d{x}_heads" if gather else f"d{x}", shape, dtype) for x in "qk")
-    dg = _like(p, "g", need | {"g"}) if need & GATES else None
-    dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", p.K, need)
+    dg = gradient_like(p, "g", need | {"g"}) if need & GATES else None
+    dA_log, ddt_bias = (parts_of(p, "A_log", 1, need), parts_of(p, "dt_bias", p.K, need))
     if p.beta is not None and "beta" in need:
         if p.sigmoid_beta or reads_few(p):
-            dbeta = _like(p, "beta", need)
+            dbeta = gradient_like(p, "beta", need)
         else:  # one part per slice of K, the last from V
             parts = new(q, "dbeta_parts", (slices + 1, p.B, p.T, p.HV), torch.float32)
     dscores = Scores(*(new(q, name, (NT, p.HV, CHUNK, CHUNK)) for name in ("dP", "dL")))
@@ -170,10 +173,10 @@ def _gradient_kda(
             shares: dict[str, Any] = dict(dG=G, dg=dg, dA_log=dA_log, ddt_bias=ddt_bias)
             launch(sum_gradients, _programs(p), q.device, **shares, **_gate(p))
     if gather and dq is not None:
-        dq = _gather(p, "q", q, dq) if "q" in need else None
-        dk = _gather(p, "k", p.k, dk) if "k" in need else None
+        dq = gather_gradient(p, "q", q, dq) if "q" in need else None
+        dk = gather_gradient(p, "k", p.k, dk) if "k" in need else None
     dbeta = dbeta if parts is None else total(parts, p.beta)
-    return _gradients(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
+    return gradients_of(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
 
 
 def _launch_pairs(
@@ -249,7 +252,7 @@ def _launch_keys(
 
 def _anchored(p: Problem) -> Tensor | None:
     """Allocate `anchored` of `sum_decays`; None where no rows may share an anchor."""
-    size = (_count(p), p.HV)
+    size = (visited_chunks(p), p.HV)
     return new(p.q, "anchored", size, torch.int32) if tuning.anchored(p) else None
 
 
@@ -282,7 +285,7 @@ def _launch_small(
     )
 
 
-def _gather(p: Problem, name: str, x: Tensor, dy: Tensor | None) -> Tensor:
+def gather_gradient(p: Problem, name: str, x: Tensor, dy: Tensor | None) -> Tensor:
     """Return the gradient of x, which is q or k, summed from those per value head, dy."""
     assert dy is not None  # dq and dk are made together
     dx, tokens, BK = new(x, "d" + name, shape_of(x)), p.B * p.T * p.H, tuning.width(p.K, x.dtype)
@@ -293,14 +296,14 @@ def _gather(p: Problem, name: str, x: Tensor, dy: Tensor | None) -> Tensor:
     return dx
 
 
-def _count(p: Problem) -> int:
+def visited_chunks(p: Problem) -> int:
     """Return how many chunks to visit: the tail of a packed row may need one more."""
     return count_chunks(p) + (p.cu_seqlens is not None)
 
 
 def _programs(p: Problem) -> int:
     """Return how many programs take one chunk and value head each."""
-    return _count(p) * p.HV if p.H else 0
+    return visited_chunks(p) * p.HV if p.H else 0
 
 
 def _numbers(p: Problem, *names: str) -> dict[str, Any]:
@@ -337,20 +340,20 @@ def _kept(p: Problem, trace: Trace, reverse: Reverse) -> Kept:
     return Kept(trace.states, trace.v_new, reverse.dstates, z)
 
 
-def _like(p: Problem, name: str, need: frozenset[str]) -> Tensor | None:
+def gradient_like(p: Problem, name: str, need: frozenset[str]) -> Tensor | None:
     """Allocate the contiguous gradient of an input, if it is needed."""
     x = getattr(p, name)
     return new(p.q, "d" + name, shape_of(x), x.dtype) if x is not None and name in need else None
 
 
-def _per_chunk(p: Problem, name: str, width: int, need: frozenset[str]) -> Tensor | None:
+def parts_of(p: Problem, name: str, width: int, need: frozenset[str]) -> Tensor | None:
     """Allocate the shares of chunks [NT, HV, width] of a gate weight's gradient, if needed."""
     if getattr(p, name) is None or name not in need:
         return None
-    return new(p.q, f"d{name}_parts", (_count(p), p.HV, width), torch.float32)
+    return new(p.q, f"d{name}_parts", (visited_chunks(p), p.HV, width), torch.float32)
 
 
-def _gradients(
+def gradients_of(
     p: Problem,
     need: frozenset[str],
     dq: Tensor | None,

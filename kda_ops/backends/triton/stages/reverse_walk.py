@@ -38,11 +38,11 @@ from kda_ops.backends.triton.plans.launch import (
 )
 from kda_ops.backends.triton.stages.gradient import (
     GATES,
-    _count,
-    _gather,
-    _gradients,
-    _like,
-    _per_chunk,
+    gather_gradient,
+    gradient_like,
+    gradients_of,
+    parts_of,
+    visited_chunks,
 )
 from kda_ops.backends.triton.stages.gradient_gdn import HeadGradients, clear_columns, write_logits
 from kda_ops.backends.triton.stages.gradient_pairs import strength_gradient
@@ -309,13 +309,13 @@ def reverse_walk(
         L2NORM=p.l2norm,
         num_warps=8,
     )
-    g, dbeta = fit(p.g), _like(p, "beta", need)
-    dg = _like(p, "g", need | {"g"}) if need & GATES else None
-    dA_log, ddt_bias = _per_chunk(p, "A_log", 1, need), _per_chunk(p, "dt_bias", 1, need)
+    g, dbeta = fit(p.g), gradient_like(p, "beta", need)
+    dg = gradient_like(p, "g", need | {"g"}) if need & GATES else None
+    dA_log, ddt_bias = parts_of(p, "A_log", 1, need), parts_of(p, "dt_bias", 1, need)
     g_b, g_t, g_h = columns_of(g)
     launch(
         finish_walk,
-        _count(p) * p.HV,
+        visited_chunks(p) * p.HV,
         device,
         sums=sums,
         tails=tails,
@@ -344,8 +344,8 @@ def reverse_walk(
         num_warps=4,
     )
     if grouped:
-        dq, dk = _gather(p, "q", q, dq), _gather(p, "k", p.k, dk)
-    grads = _gradients(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
+        dq, dk = gather_gradient(p, "q", q, dq), gather_gradient(p, "k", p.k, dk)
+    grads = gradients_of(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
     grads.v, grads.initial_state = dv, None if dinitial is None else as_kv(p, dinitial)
     return grads
 
