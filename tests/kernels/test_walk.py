@@ -311,6 +311,8 @@ LONG = {
 }
 # What may be taken out without an effect, and why.
 ALWAYS_NEEDLESS = {
+    "prepare: tma.store_wait(1)": "is in the training form alone (test_walk_training.py)",
+    "prepare: tma.store_wait(0)": "is in the training form alone (test_walk_training.py)",
     "walk_kda: barrier()": "`warp_specialize` begins with a barrier of all warps",
     "scan: wait_products(2, deps=(S,))": "it waits for nothing, and only tells ptxas so",
 }
