@@ -62,63 +62,61 @@ def most(*stack: int, instructions: int | None = None, registers: int = 255) -> 
 
 kda, gdn, layer = partial(Call, 1), partial(Call, 0), LayerCall
 
+# Limits of kernels that calls share.
+PREPARE_KDA = {"prepare_kda": most(32, 56, 64, 112, instructions=4304)}
+SOFTPLUS_KDA = {"prepare_kda": most(40, 208, 72, 264, instructions=5728), "scan_kda": most(80)}
+PROMISED_KDA = {"prepare_kda": most(0, 56, 56, 64, instructions=3488), "scan_kda": most(0)}
+FORWARD_KDA = PREPARE_KDA | {"scan_kda": most(104)}
+FORWARD_FEW_KDA = PREPARE_KDA | {"scan_kda": most(136, 136, 136, 272)}
+GRADIENTS_KDA = {
+    "gradient_pairs": most(120, registers=168),
+    "sum_decays": most(0, registers=64),
+    "gradient_keys": most(288, 328, 280, 256),
+    "sum_gradients": most(0, registers=64),
+}
+BACKWARD_KDA = {"reverse_scan_kda": most(0)} | GRADIENTS_KDA
+BACKWARD_FEW_KDA = {"reverse_scan_kda": most(0, 8, 8, 24)} | GRADIENTS_KDA
+PREPARE_GDN = {"prepare_gdn": most(96, 112, 104, 152, registers=168)}
+FORWARD_GDN = PREPARE_GDN | {"scan_gdn": most(8)}
+FORWARD_FEW_GDN = PREPARE_GDN | {"scan_gdn": most(0, 8, 0, 104)}
+SOFTPLUS_GDN = {"prepare_gdn": most(88, 112, 112, 144, registers=168), "scan_gdn": most(0)}
+BACKWARD_GDN = {
+    "reverse_scan_gdn": most(8),
+    "gradient_gdn": most(1440, 1368, 1280, 1480, instructions=6328),
+}
+RECUR = {"recur": most(0, registers=168)}
+JOIN_RUNS = {"join_runs": most(0)}
+GATHER_HEADS = {"gather_heads": most(0, registers=64)}
+FINISH_WALK = {"finish_walk": most(0, registers=128)}
+CONVOLVE = {"convolve": most(0, registers=128)}
+CONVOLVE_GRADIENT = {"convolve_gradient": most(80, registers=128)}
+NORMALISE = {"normalise": most(0, registers=128), "normalise_gradient": most(8)}
+
 # The configurations of a layer.
 TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
-    kda(group=1): {"prepare_kda": most(32, 56, 64, 112, instructions=4304), "scan_kda": most(104)},
-    kda(keep=True, group=1): {
-        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
-        "scan_kda": most(104),
-        "reverse_scan_kda": most(0),
-        "gradient_pairs": most(120, registers=168),
-        "sum_decays": most(0, registers=64),
-        "gradient_keys": most(288, 328, 280, 256),
-        "sum_gradients": most(0, registers=64),
-    },
-    kda(gate="softplus", group=1): {
-        "prepare_kda": most(40, 208, 72, 264, instructions=5728),
-        "scan_kda": most(80),
-    },
-    kda(gate="softplus", keep=True, group=1): {
-        "prepare_kda": most(40, 208, 72, 264, instructions=5728),
-        "scan_kda": most(80),
-        "reverse_scan_kda": most(0),
-        "gradient_pairs": most(120, registers=168),
-        "sum_decays": most(0, registers=64),
-        "gradient_keys": most(288, 328, 280, 256),
-        "sum_gradients": most(0, registers=64),
-    },
-    gdn(): {"prepare_gdn": most(96, 112, 104, 152, registers=168), "scan_gdn": most(8)},
-    gdn(keep=True): {
-        "prepare_gdn": most(96, 112, 104, 152, registers=168),
-        "scan_gdn": most(8),
-        "reverse_scan_gdn": most(8),
-        "gradient_gdn": most(1440, 1368, 1280, 1480, instructions=6328),
-    },
-    gdn(gate="softplus"): {
-        "prepare_gdn": most(88, 112, 112, 144, registers=168),
-        "scan_gdn": most(0),
-    },
-    gdn(gate="softplus", keep=True): {
-        "prepare_gdn": most(88, 112, 112, 144, registers=168),
-        "scan_gdn": most(0),
+    kda(group=1): FORWARD_KDA,
+    kda(keep=True, group=1): FORWARD_KDA | BACKWARD_KDA,
+    kda(gate="softplus", group=1): SOFTPLUS_KDA,
+    kda(gate="softplus", keep=True, group=1): SOFTPLUS_KDA | BACKWARD_KDA,
+    gdn(): FORWARD_GDN,
+    gdn(keep=True): FORWARD_GDN | BACKWARD_GDN,
+    gdn(gate="softplus"): SOFTPLUS_GDN,
+    gdn(gate="softplus", keep=True): SOFTPLUS_GDN
+    | {
         "reverse_scan_gdn": most(8),
         "gradient_gdn": most(1440, 1368, 1280, 1480, instructions=6352),
     },
-    kda(pool=torch.float32): {"recur": most(0, registers=168)},
-    kda(pool=torch.float32, transposed=True): {"recur": most(0, registers=168)},
-    kda(pool=torch.bfloat16): {"recur": most(0, registers=168)},
-    kda(pool=torch.bfloat16, transposed=True): {"recur": most(0, registers=168)},
-    kda(gate="promised", group=1): {
-        "prepare_kda": most(0, 56, 56, 64, instructions=3488),
-        "scan_kda": most(0),
-    },
+    kda(pool=torch.float32): RECUR,
+    kda(pool=torch.float32, transposed=True): RECUR,
+    kda(pool=torch.bfloat16): RECUR,
+    kda(pool=torch.bfloat16, transposed=True): RECUR,
+    kda(gate="promised", group=1): PROMISED_KDA,
     gdn(gate="promised"): {
         "prepare_gdn": most(96, 80, 80, 144, registers=168),
         "scan_gdn": most(0),
     },
-    kda(gate="promised", keep=True, group=1): {
-        "prepare_kda": most(0, 56, 56, 64, instructions=3488),
-        "scan_kda": most(0),
+    kda(gate="promised", keep=True, group=1): PROMISED_KDA
+    | {
         "reverse_scan_kda": most(0),
         "gradient_pairs": most(0, registers=168),
         "sum_decays": most(0, registers=64),
@@ -128,34 +126,13 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
     },
     # With 226 KB of shared memory, L1 cannot hold 100 B of stack per thread in a scan that follows
     # `prepare`: 1.5 times as slow.
-    kda(ahead=32, group=1): {
-        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
-        "scan_kda": most(0),
-    },
-    gdn(ahead=32, group=1): {
-        "prepare_gdn": most(96, 112, 104, 152, registers=168),
-        "scan_gdn": most(0),
-    },
-    kda(group=1, few=True): {
-        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
-        "scan_kda": most(136, 136, 136, 272),
-    },
-    kda(keep=True, group=1, few=True): {
-        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
-        "scan_kda": most(136, 136, 136, 272),
-        "reverse_scan_kda": most(0, 8, 8, 24),
-        "gradient_pairs": most(120, registers=168),
-        "sum_decays": most(0, registers=64),
-        "gradient_keys": most(288, 328, 280, 256),
-        "sum_gradients": most(0, registers=64),
-    },
-    gdn(group=1, few=True): {
-        "prepare_gdn": most(96, 112, 104, 152, registers=168),
-        "scan_gdn": most(0, 8, 0, 104),
-    },
-    gdn(keep=True, group=1, few=True): {
-        "prepare_gdn": most(96, 112, 104, 152, registers=168),
-        "scan_gdn": most(0, 8, 0, 104),
+    kda(ahead=32, group=1): PREPARE_KDA | {"scan_kda": most(0)},
+    gdn(ahead=32, group=1): PREPARE_GDN | {"scan_gdn": most(0)},
+    kda(group=1, few=True): FORWARD_FEW_KDA,
+    kda(keep=True, group=1, few=True): FORWARD_FEW_KDA | BACKWARD_FEW_KDA,
+    gdn(group=1, few=True): FORWARD_FEW_GDN,
+    gdn(keep=True, group=1, few=True): FORWARD_FEW_GDN
+    | {
         "reverse_scan_gdn": most(32, 24, 16, 112),
         "gradient_gdn": most(368, 344, 312, 472, instructions=4208),
     },
@@ -171,107 +148,52 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
         "gate_forward": most(0, registers=128),
         "gate_gradient": most(8, 0, 0, 0, registers=168),
     },
-    kda(packed=True, run=32): {
-        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
-        "scan_kda": most(104),
-        "join_runs": most(0),
-    },
-    kda(packed=True, run=32, group=1, few=True): {
-        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
-        "scan_kda": most(136, 136, 136, 272),
-        "join_runs": most(0),
-    },
-    kda(keep=True, packed=True, run=32): {
-        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
-        "scan_kda": most(104),
-        "join_runs": most(0),
-        "reverse_scan_kda": most(0),
-        "gradient_pairs": most(120, registers=168),
-        "sum_decays": most(0, registers=64),
-        "gradient_keys": most(288, 328, 280, 256),
-        "sum_gradients": most(0, registers=64),
-        "gather_heads": most(0, registers=64),
-    },
-    kda(keep=True, packed=True, run=32, group=1, few=True): {
-        "prepare_kda": most(32, 56, 64, 112, instructions=4304),
-        "scan_kda": most(136, 136, 136, 272),
-        "join_runs": most(0),
-        "reverse_scan_kda": most(0, 8, 8, 24),
-        "gradient_pairs": most(120, registers=168),
-        "sum_decays": most(0, registers=64),
-        "gradient_keys": most(288, 328, 280, 256),
-        "sum_gradients": most(0, registers=64),
-    },
-    gdn(packed=True, run=32): {
-        "prepare_gdn": most(96, 112, 104, 152, registers=168),
-        "scan_gdn": most(8),
-        "join_runs": most(0),
-    },
-    gdn(packed=True, run=32, group=1, few=True): {
-        "prepare_gdn": most(96, 112, 104, 152, registers=168),
-        "scan_gdn": most(0, 8, 0, 104),
-        "join_runs": most(0),
-    },
-    gdn(keep=True, packed=True, run=32): {
-        "prepare_gdn": most(96, 112, 104, 152, registers=168),
-        "scan_gdn": most(8),
-        "join_runs": most(0),
-        "reverse_scan_gdn": most(8),
-        "gradient_gdn": most(1440, 1368, 1280, 1480, instructions=6328),
-    },
-    gdn(keep=True, packed=True, run=32, group=1, few=True): {
-        "prepare_gdn": most(96, 112, 104, 152, registers=168),
-        "scan_gdn": most(0, 8, 0, 104),
-        "join_runs": most(0),
+    kda(packed=True, run=32): FORWARD_KDA | JOIN_RUNS,
+    kda(packed=True, run=32, group=1, few=True): FORWARD_FEW_KDA | JOIN_RUNS,
+    kda(keep=True, packed=True, run=32): FORWARD_KDA | JOIN_RUNS | BACKWARD_KDA | GATHER_HEADS,
+    kda(keep=True, packed=True, run=32, group=1, few=True): FORWARD_FEW_KDA
+    | JOIN_RUNS
+    | BACKWARD_FEW_KDA,
+    gdn(packed=True, run=32): FORWARD_GDN | JOIN_RUNS,
+    gdn(packed=True, run=32, group=1, few=True): FORWARD_FEW_GDN | JOIN_RUNS,
+    gdn(keep=True, packed=True, run=32): FORWARD_GDN | JOIN_RUNS | BACKWARD_GDN,
+    gdn(keep=True, packed=True, run=32, group=1, few=True): FORWARD_FEW_GDN
+    | JOIN_RUNS
+    | {
         "reverse_scan_gdn": most(32, 24, 16, 112),
         "gradient_gdn": most(368, 344, 312, 472, instructions=4296),
     },
     kda(walk=True): {"walk_kda": most(8, 0, 0, 96)},
     kda(gate="promised", packed=True, group=1, walk=True): {"walk_kda": most(8, 0, 8, 136)},
-    gdn(keep=True, group=1, walk=True): {
-        "prepare_gdn": most(96, 112, 104, 152, registers=168),
-        "scan_gdn": most(8),
-        "reverse_walk_gdn": most(0, 0, 24, 24, instructions=3128),
-        "finish_walk": most(0, registers=128),
-    },
-    gdn(gate="softplus", keep=True, packed=True, walk=True): {
-        "prepare_gdn": most(88, 112, 112, 144, registers=168),
-        "scan_gdn": most(0),
-        "reverse_walk_gdn": most(0, 8, 24, 16, instructions=3208),
-        "finish_walk": most(0, registers=128),
-        "gather_heads": most(0, registers=64),
-    },
+    gdn(keep=True, group=1, walk=True): FORWARD_GDN
+    | {"reverse_walk_gdn": most(0, 0, 24, 24, instructions=3128)}
+    | FINISH_WALK,
+    gdn(gate="softplus", keep=True, packed=True, walk=True): SOFTPLUS_GDN
+    | {"reverse_walk_gdn": most(0, 8, 24, 16, instructions=3208)}
+    | FINISH_WALK
+    | GATHER_HEADS,
     gdn(gate="plain", keep=True, packed=True, group=1, walk=True): {
         "prepare_gdn": most(0, registers=168),
         "scan_gdn": most(0),
         "reverse_walk_gdn": most(0, 0, 8, 8, instructions=3048),
-        "finish_walk": most(0, registers=128),
-    },
+    }
+    | FINISH_WALK,
     layer("conv", packed=True): {
         "convolve": most(0, registers=128),
         "write_tails": most(0, registers=64),
         "convolve_gradient": most(80, registers=128),
         "tail_gradient": most(0, registers=128),
     },
-    layer("conv"): {
-        "convolve": most(0, registers=128),
-        "convolve_gradient": most(80, registers=128),
-    },
-    layer("conv", pool=True): {"convolve": most(0, registers=128)},
+    layer("conv"): CONVOLVE | CONVOLVE_GRADIENT,
+    layer("conv", pool=True): CONVOLVE,
     layer("norm", gate="sigmoid"): {
         "normalise": most(0, registers=128),
         "normalise_gradient": most(0),
     },
-    layer("norm"): {"normalise": most(0, registers=128), "normalise_gradient": most(8)},
-    layer("conv", dtype=torch.float32): {
-        "convolve": most(0, registers=128),
-        "convolve_gradient": most(80, registers=128),
-    },
-    layer("norm", dtype=torch.float32): {
-        "normalise": most(0, registers=128),
-        "normalise_gradient": most(8),
-    },
-    layer("conv", dtype=torch.float32, pool=True): {"convolve": most(0, registers=128)},
+    layer("norm"): NORMALISE,
+    layer("conv", dtype=torch.float32): CONVOLVE | CONVOLVE_GRADIENT,
+    layer("norm", dtype=torch.float32): NORMALISE,
+    layer("conv", dtype=torch.float32, pool=True): CONVOLVE,
 }
 
 # Dtypes and widths of other callers. Their kernels have no limits but shared memory.
