@@ -38,6 +38,17 @@ _GDN = dict(
     linear_key_head_dim=16,
     linear_value_head_dim=24,
 )
+_LATENT = dict(  # attention on latent keys and values, and layers with and without experts
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    mlp_layer_types=["dense", "sparse", "dense"],
+    **_EXPERTS,
+)
+_GROUPS = dict(qk_rope_head_dim=8, num_local_experts=4, n_group=1, topk_group=1)
+_SHARED_EXPERT = dict(
+    head_dim=16, num_experts=4, shared_expert_intermediate_size=16, **_GDN, **_EXPERTS
+)
 _VISION = dict(
     depth=1,
     hidden_size=16,
@@ -53,80 +64,40 @@ _ALL = {  # model -> (its configuration and class in transformers, arguments)
         dict(
             linear_head_dim=16,
             linear_num_heads=2,
-            kv_lora_rank=16,
             q_lora_rank=None,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            v_head_dim=16,
-            num_local_experts=4,
-            n_group=1,
-            topk_group=1,
             n_shared_experts=1,
-            mlp_layer_types=["dense", "sparse", "dense"],
-            **_EXPERTS,
+            **_LATENT,
+            **_GROUPS,
         ),
     ),
     "qwen3_next": (
         "Qwen3Next",
-        dict(
-            head_dim=16,
-            num_experts=4,
-            shared_expert_intermediate_size=16,
-            decoder_sparse_step=2,
-            mlp_only_layers=[0, 2],
-            **_GDN,
-            **_EXPERTS,
-        ),
+        dict(decoder_sparse_step=2, mlp_only_layers=[0, 2], **_SHARED_EXPERT),
     ),
     "qwen3_5": ("Qwen3_5", dict(head_dim=16, **_GDN)),
-    "qwen3_5_moe": (
-        "Qwen3_5Moe",
-        dict(head_dim=16, num_experts=4, shared_expert_intermediate_size=16, **_GDN, **_EXPERTS),
-    ),
+    "qwen3_5_moe": ("Qwen3_5Moe", _SHARED_EXPERT),
     "olmo_hybrid": ("OlmoHybrid", _GDN | dict(linear_num_value_heads=2)),
     "glm5_next": (
         "Glm5Next",
         dict(
             linear_head_dim=16,
             linear_num_heads=2,
-            kv_lora_rank=16,
             q_lora_rank=16,
-            qk_nope_head_dim=16,
-            v_head_dim=16,
             n_routed_experts=4,
             n_shared_experts=1,
-            mlp_layer_types=["dense", "sparse", "dense"],
             index_topk=128,
             index_head_dim=16,
             index_n_heads=2,
             index_kpool=4,
             hc_mult=2,
             hc_sinkhorn_iters=3,
-            **_EXPERTS,
+            **_LATENT,
         ),
     ),
-    "bailing_hybrid": (
-        "BailingHybrid",
-        dict(
-            head_dim=16,
-            kv_lora_rank=16,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            v_head_dim=16,
-            num_local_experts=4,
-            n_group=1,
-            topk_group=1,
-            mlp_layer_types=["dense", "sparse", "dense"],
-            num_mtp_layers=0,
-            **_EXPERTS,
-        ),
-    ),
+    "bailing_hybrid": ("BailingHybrid", dict(head_dim=16, num_mtp_layers=0, **_LATENT, **_GROUPS)),
     "qwen4_exp": (
         "Qwen4Exp",
         dict(
-            head_dim=16,
-            num_experts=4,
-            shared_expert_intermediate_size=16,
             hc_count=2,
             hc_lowrank=8,
             indexer_n_heads=2,
@@ -140,21 +111,10 @@ _ALL = {  # model -> (its configuration and class in transformers, arguments)
             heads_per_ngram=2,
             split_ngram_parts=1,
             eos_token_id=3,
-            **_GDN,
-            **_EXPERTS,
+            **_SHARED_EXPERT,
         ),
     ),
-    "lara_mini": (
-        "LaraMini",
-        dict(
-            head_dim=16,
-            num_experts=4,
-            shared_expert_intermediate_size=16,
-            sliding_window=16,
-            **_GDN,
-            **_EXPERTS,
-        ),
-    ),
+    "lara_mini": ("LaraMini", dict(sliding_window=16, **_SHARED_EXPERT)),
 }
 CONFIGS = {
     name: arguments

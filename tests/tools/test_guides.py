@@ -82,25 +82,25 @@ def test_packed_rows_hold_whole_documents():
     )
 
 
-def test_fsdp_under_torchrun_matches_one_process():
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "examples/fsdp.py",
-        "--steps",
-        "3",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def torchrun(*words):
+    """Run a script with its options on two ranks, and return what it prints."""
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *launcher, *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "rows over 2 ranks, heads over 1: a rank holds 61728 of 123456 parameters" in done.stdout
-    assert "step 2: loss" in done.stdout and "losses differ by at most" in done.stdout
+    return done.stdout
+
+
+def test_fsdp_under_torchrun_matches_one_process():
+    out = torchrun("examples/fsdp.py", "--steps", "3")
+    assert "rows over 2 ranks, heads over 1: a rank holds 61728 of 123456 parameters" in out
+    assert "step 2: loss" in out and "losses differ by at most" in out
 
 
 STILL_BUSY = """
@@ -123,26 +123,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_rank_exits_cleanly_while_gloo_frees_tensors(example, tmp_path):
     """Gloo may free tensors shortly after the last collective; here it does while Python exits."""
     script, *arguments = example.split()
-    (tmp_path / "still_busy.py").write_text(STILL_BUSY)
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(tmp_path / "still_busy.py"),
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, str(ROOT / "examples" / script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "differ" in done.stdout
+    busy = tmp_path / "still_busy.py"
+    busy.write_text(STILL_BUSY)
+    assert "differ" in torchrun(str(busy), str(ROOT / "examples" / script), *arguments)
 
 
 def fsdp_with_heads(groups, precision):

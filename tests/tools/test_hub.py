@@ -20,6 +20,7 @@ from benchmarks import hub
 from kda_ops.compat import hub_layers
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical
+from tests.support.fresh import ROOT, python
 
 LAYERS = {
     "chunk_kimi_delta_attention": ("kda", "chunk"),
@@ -313,11 +314,6 @@ for name, layers in NAMES.items():
 def test_models_of_transformers_take_the_layers(build):
     pytest.importorskip("kernels")
     pytest.importorskip("transformers")
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IN_TRANSFORMERS.format(build=str(build))],
-        env=dict(os.environ, PYTHONPATH=path),
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    script = IN_TRANSFORMERS.format(build=str(build))
+    python(script, PYTHONPATH=path, PYTHONWARNINGS="ignore")
