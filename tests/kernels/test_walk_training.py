@@ -72,7 +72,7 @@ def trained(case: Case, seed: int = 0, forward: str | None = None, again: str | 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_and_made_again_is_near_the_definition(name):
     p, got = trained(CASES[name])
-    assert_kept(p, got["AP"], got["states"], got["u"])
+    assert_kept(p, got["AP"], got["states"], got["u"], rms=1.1)
 
 
 @pytest.mark.bits

@@ -141,7 +141,7 @@ def _gradient_kda(
         shape, dtype = (p.B, p.T, p.HV, p.K), torch.float32 if gather else q.dtype
         dq, dk = (new(q, f"d{x}_heads" if gather else f"d{x}", shape, dtype) for x in "qk")
     dg = gradient_like(p, "g", need | {"g"}) if need & GATES else None
-    dA_log, ddt_bias = (parts_of(p, "A_log", 1, need), parts_of(p, "dt_bias", p.K, need))
+    dA_log, ddt_bias = parts_of(p, "A_log", 1, need), parts_of(p, "dt_bias", p.K, need)
     if p.beta is not None and "beta" in need:
         if p.sigmoid_beta or reads_few(p):
             dbeta = gradient_like(p, "beta", need)
