@@ -40,7 +40,7 @@ UP = gl.constexpr(2.0**58)
 DOWN = gl.constexpr(2.0**-58)
 # From this given beta on, sum_v dv u / beta^2 is as accurate as a rounding.
 SMALL = gl.constexpr(2.0**-10)
-LEAST = gl.constexpr(2.0**-60)  # of a sigmoid, below which its gradient counts as zero
+FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
 MOST = gl.constexpr(60.0)  # of a gate's exponent, beyond which its slope is below 2^-59
 
 
@@ -91,13 +91,14 @@ class Buffers:
     U: gl.shared_memory_descriptor  # [1, 32, 64]  ones that sum later rows, and earlier ones
     gamma: gl.shared_memory_descriptor  # [2 K] fp32, of each block of 16 rows
     own: gl.shared_memory_descriptor  # [2, 32] fp32, pairs of a row with itself
+    small: gl.shared_memory_descriptor  # [1] int32, how many of a given beta are small
     norms: gl.shared_memory_descriptor  # [2, 64] fp32, of q and k
 
     @gluon.constexpr_function
-    def __init__(self, q, k, g, late, X, G, C, kg, R, u, S, D, Z, AP, U, gamma, own, norms):
+    def __init__(self, q, k, g, late, X, G, C, kg, R, u, S, D, Z, AP, U, gamma, own, small, norms):
         self.q, self.k, self.g, self.late, self.X, self.G, self.C = q, k, g, late, X, G, C
         self.kg, self.R, self.u, self.S, self.D, self.Z, self.AP = kg, R, u, S, D, Z, AP
-        self.U, self.gamma, self.own, self.norms = U, gamma, own, norms
+        self.U, self.gamma, self.own, self.small, self.norms = U, gamma, own, small, norms
 
 
 @gluon.jit
@@ -111,17 +112,10 @@ def late_of(x, n):
 
 
 @gluon.jit
-def leave(d, p, t, column, HV, tile, here):
-    """Copy rows of a tile to tokens from t on; the last rows of a sequence by ordinary stores."""
-    WIDTH: gl.constexpr = tile.shape[1]
-    R: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if here < 32:
-        row = gl.arange(0, 32, gl.SliceLayout(1, R))
-        p_x = p + (t.to(gl.int64) * (HV * 128) + column) + (row * (HV * 128))[:, None]
-        p_x = p_x + gl.arange(0, WIDTH, gl.SliceLayout(0, R))[None, :]
-        gl.store(p_x, tile.load(R), mask=(row < here)[:, None])
-    else:
-        store_tile(d, [t, column], tile)
+def leave(d, tails_d, t, column, tail, tile, here):
+    """Copy rows of a tile to tokens from t on; a last block with fewer than 32 to its tail."""
+    store_tile(d, [gl.where(here < 32, FAR, t), column], tile)
+    store_tile(tails_d, [gl.where(here < 32, tail, FAR), column & 127], tile)
 
 
 @gluon.jit
@@ -182,8 +176,22 @@ def finish_gate(g_b, late, slope, bias, lower, here, db, dA, E: gl.constexpr):
 
 
 @gluon.jit
+def count_small(beta, beta_t, span, c):
+    """Return how many of beta of block c are below SMALL, [1] int32."""
+    B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    count = gl.zeros([1], gl.int32, B)
+    if beta is not None:
+        row = c * 32 + gl.arange(0, 32, B)
+        mask = (row >= 0) & (row < span.length)
+        p_beta = beta + (span.token + row).to(gl.int64) * beta_t
+        b = gl.load(p_beta, mask=mask, other=1.0).to(gl.float32)
+        count = count + gl.sum(gl.where(gl.abs(b) < SMALL, 1, 0), 0)
+    return count
+
+
+@gluon.jit
 def prepare(
-    x, on, span, steps, gate, lower, scale, dg_d, dg, dA_log, ddt_bias, HV, flags
+    x, on, span, steps, gate, lower, scale, dg_d, ends_d, dA_log, ddt_bias, beta, beta_t, HV, flags
 ):  # fmt: skip
     """Make of q, k and the decay what `walk` multiplies, [32, K] each::
 
@@ -207,6 +215,8 @@ def prepare(
         slope, bias = load_gate(gate.A_log, gate.dt_bias, span.i_h, K, E)
     db = by_block(gl.zeros([32, K], gl.float32, E))
     dA = db
+    end = (span.i_n * HV + span.i_h) * 32
+    small = count_small(beta, beta_t, span, steps - 1)
     for n in range(steps):
         c, s, zero = steps - 1 - n, n & 1, n >> 30
         here, t = span.length - c * 32, span.token + c * 32
@@ -229,6 +239,9 @@ def prepare(
         late = ex2(gl.convert_layout(gl.reshape(D, (32, K)), E) + SHIFT)
         on.half.wait(n - 1)
         reinterpret(x.gamma, gl.float32, [2, K], PAIR).store(total)
+        if beta is not None:
+            x.small.store(small)
+            small = count_small(beta, beta_t, span, c - 1)
         barrier()
         e_0 = x.gamma.slice(0, K).load(EC)[None, :]
         e_1 = x.gamma.slice(K, K).load(EC)[None, :]
@@ -249,7 +262,7 @@ def prepare(
                 db, dA = finish_gate(g_n, dg_n, slope, bias, lower, here - 32, db, dA, E)
                 fence_async_shared()
                 barrier()
-                leave(dg_d, dg, t + 32, span.i_h * K, HV, g_n, here - 32)
+                leave(dg_d, ends_d, t + 32, span.i_h * K, end, g_n, here - 32)
                 late = parked.index(zero).load(E)
                 barrier()
         X_b.slice(0, 32, dim=0).store(narrow(unit(q_b, n_q, NORM, E) * (late * scale)))
@@ -275,53 +288,20 @@ def prepare(
             db, dA = finish_gate(g_n, late_of(x, n), slope, bias, lower, span.length, db, dA, E)
             fence_async_shared()
             barrier()
-            leave(dg_d, dg, span.token, span.i_h * K, HV, g_n, span.length)
-        if span.live:
-            part = 2 * span.i_n + gl.arange(0, 2, gl.SliceLayout(1, db.type.layout))[:, None]
-            o_k = gl.arange(0, K, gl.SliceLayout(0, db.type.layout))[None, :]
-            if ddt_bias is not None:
-                gl.store(ddt_bias + (part * HV + span.i_h) * K + o_k, db)
-            if dA_log is not None:
-                gl.store(dA_log + (part * K + o_k) * HV + span.i_h, dA * (1.0 / slope))
+            leave(dg_d, ends_d, span.token, span.i_h * K, end, g_n, span.length)
+        part = 2 * span.i_n + gl.arange(0, 2, gl.SliceLayout(1, db.type.layout))[:, None]
+        o_k = gl.arange(0, K, gl.SliceLayout(0, db.type.layout))[None, :]
+        if ddt_bias is not None:
+            gl.store(ddt_bias + (part * HV + span.i_h) * K + o_k, db)
+        if dA_log is not None:
+            gl.store(dA_log + (part * K + o_k) * HV + span.i_h, dA * (1.0 / slope))
         tma.store_wait(0)
 
 
 @gluon.jit
-def load_strength(beta, beta_t, t, mask, flags, B: gl.constexpr):
-    """Return beta of 32 tokens, through its sigmoid, [32] fp32; 1 where the mask is false."""
-    o_t = t.to(gl.int64) + gl.arange(0, 32, B)
-    b = gl.load(beta + o_t * beta_t, mask=mask, other=1.0).to(gl.float32)
-    if flags.SIGMOID:
-        b = rcp(1.0 + ex2(b * -LOG2E))
-        if flags.NEG_EIGVAL:
-            b = 2.0 * b
-    return b
-
-
-@gluon.jit
-def store_dbeta(own, beta, beta_t, dbeta, t, here, HV, flags):
-    """Write the gradients of beta, or of its logits, from `own`, which is sum_v dv u of each row.
-
-    A given beta below SMALL gets zero.
-    """
-    B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    row = gl.arange(0, 32, B)
-    b = load_strength(beta, beta_t, t, row < here, flags, B)
-    d = own.load(B)
-    if flags.SIGMOID:
-        d = d * ((1.0 - b * (0.5 if flags.NEG_EIGVAL else 1.0)) * rcp(gl.maximum(b, LEAST)))
-    else:
-        enough = gl.abs(b) >= SMALL
-        b = gl.where(enough, b, 1.0)
-        d = gl.where(enough, d * rcp(b * b), 0.0)
-    p = dbeta + (t.to(gl.int64) + row) * HV
-    gl.store(p, d.to(dbeta.dtype.element_ty), mask=row < here)
-
-
-@gluon.jit
 def walk(
-    x, on, span, steps, dq_d, dk_d, dg_d, dv_d, dq, dk, dg, dv, beta, beta_t, dbeta, dfinal,
-    dinitial, HV, scale, factor, flags, I: gl.constexpr,
+    x, on, span, steps, dq_d, dk_d, dg_d, dv_d, tails_d, ends_d, y_d, sums, dfinal, dinitial, tile,
+    HV, scale, factor, flags, I: gl.constexpr,
 ):  # fmt: skip
     """Carry the rows of dS^T [V, K] from 64 I on, and make the gradients of channels 64 I on::
 
@@ -350,15 +330,15 @@ def walk(
     NC: gl.constexpr = gl.SliceLayout(0, N)
     WC: gl.constexpr = gl.SliceLayout(0, W)
     R_L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     TYPE: gl.constexpr = x.q.dtype
     none = gl.zeros([64, 32], gl.float32, N)
-    column = span.i_h * K + I * 64
+    column, end = span.i_h * K + I * 64, (span.i_n * HV + span.i_h) * 32
     dS = gl.zeros([64, K], gl.float32, W)
     if dfinal.pointer is not None:
-        if span.live:
-            p_s = state_at(dfinal.pointer, dfinal.strides, span.i_n, span.i_h, W, 64, I)
-            dS = gl.load(p_s).to(gl.float32)
+        p_s = state_at(dfinal.pointer, dfinal.strides, span.i_n, span.i_h, W, 64, I)
+        dS = gl.load(p_s).to(gl.float32)
     for n in range(steps):
         c, s, zero = steps - 1 - n, n & 1, n >> 30
         t, here = span.token + c * 32, span.length - c * 32
@@ -370,6 +350,11 @@ def walk(
         C_t = x.C.index(zero).slice(I * 64, 64, dim=1).permute((1, 0))
         S_b, D, Z, AP = x.S.index(zero), x.D.index(zero), x.Z.index(zero), x.AP.index(zero)
         R_0, R_1, R, u = x.R.index(zero), x.R.index(1 + zero), x.R.index(I + zero), x.u.index(zero)
+        if NORM:
+            along_q = reinterpret(x.D, TYPE, [4, 32, K], x.q.layout).index(zero)
+            along_k = reinterpret(x.D, TYPE, [4, 32, K], x.q.layout).index(1 + zero)
+            parked = reinterpret(x.D, gl.float32, [2, 32, K], x.late.layout).index(1 + zero)
+            parked = parked.slice(I * 64, 64, dim=1).permute((1, 0))
         # the chain from step to step
         on.chain.wait(n)
         b_dS = narrow(dS)
@@ -399,24 +384,32 @@ def walk(
         dS = wait_products(2, deps=(dS,))
         dS = dS * (x.gamma.slice(0, K).load(WC) * x.gamma.slice(K, K).load(WC))[None, :]
         y, y_P = wait_products(0, deps=(y, y_P))
+        y = narrow(y + y_P * factor)
+        b_dv = R.slice(32, 32, dim=0)
+        if y_d is not None:
+            if gl.sum(x.small.load(B), 0) > 0:
+                tma.store_wait(0)
+                barrier()
+                b_dv.permute((1, 0)).store(y)
+                fence_async_shared()
+                barrier()
+                store_tile(y_d, [(tile + c * HV) * 32, I * 64], b_dv)
+                tma.store_wait(0)
+                barrier()
         z = warpgroup_mma(
-            gl.convert_layout(narrow(y + y_P * factor), NA),
-            AP.slice(0, 32, dim=1),
-            none,
-            use_acc=False,
-            is_async=True,
+            gl.convert_layout(y, NA), AP.slice(0, 32, dim=1), none, use_acc=False, is_async=True
         )
         tma.store_wait(0)  # of the step before
         barrier()
         z = wait_products(0, deps=(z,))
-        R.slice(32, 32, dim=0).permute((1, 0)).store(narrow(z))
+        b_dv.permute((1, 0)).store(narrow(z))
         fence_async_shared()
         barrier()
         on.dv.arrive(n)
         if n > 0:
             on.rows_free.arrive(n - 1)
         dS = warpgroup_mma(R.permute((1, 0)), x.G.index(zero), dS, is_async=True)
-        leave(dv_d, dv, t, column, HV, R.slice(32, 32, dim=0), here)
+        leave(dv_d, tails_d, t, column, 3 * end + 64, b_dv, here)
         # gradients of the scores: both partitions form all, and keep pairs inside blocks, or across
         on.S_full.wait(n)
         on.dv.wait(n)
@@ -431,15 +424,15 @@ def walk(
             use_acc=False,
             is_async=True,
         )
-        row = (gl.arange(0, 64, NR)[:, None] + zero) & 31
+        pair = (gl.arange(0, 64, NR)[:, None] + zero) & 31
         sc, dS = wait_products(1, deps=(sc, dS))
         if I == 0:
-            own = gl.sum(gl.reshape(gl.where(row == tok, sc, 0.0), (2, 32, 32)), 1)
+            own = gl.sum(gl.reshape(gl.where(pair == tok, sc, 0.0), (2, 32, 32)), 1)
             reinterpret(x.own, gl.float32, [2, 32], PAIR).store(own)
-            inside = (row > tok) & ((row >> 4) == (tok >> 4))
+            inside = (pair > tok) & ((pair >> 4) == (tok >> 4))
             Z.slice(0, 32, dim=1).store(narrow(gl.where(inside, sc, 0.0)))
         else:
-            Z.slice(32, 32, dim=1).store(narrow(gl.where((row >> 4) > (tok >> 4), sc, 0.0)))
+            Z.slice(32, 32, dim=1).store(narrow(gl.where((pair >> 4) > (tok >> 4), sc, 0.0)))
         fence_async_shared()
         M = wait_products(0, deps=(M,))
         barrier()
@@ -486,9 +479,8 @@ def walk(
             aq = aq * (b_late * scale) + b_k * (n_k.load(NC)[None, :] * dP)
             b_q = b_q * n_q.load(NC)[None, :]
             on.half.wait(n)  # both have read D: q dq, k dk and dq take its place
-            along_q, along_k, parked = places_in(x.D, TYPE, x.q.layout, x.late.layout, zero)
             along_q.slice(I * 64, 64, dim=1).permute((1, 0)).store(narrow(b_q * aq))
-            parked.slice(I * 64, 64, dim=1).permute((1, 0)).store(aq)
+            parked.store(aq)
         else:
             q.permute((1, 0)).store(narrow(aq * (b_late * scale) + b_k * dP))
         dG = dG + widen(X_t.slice(32, 32, dim=1).load(N)) * ak
@@ -523,8 +515,10 @@ def walk(
         low = narrow(kl - widen(high))
         d_g = warpgroup_mma(gl.convert_layout(low, NA), earlier, d_g, is_async=True)
         if I == 0:
-            if dbeta is not None:
-                store_dbeta(x.own.slice(32, 32), beta, beta_t, dbeta, t, here, HV, flags)
+            if sums is not None:
+                row = gl.arange(0, 32, B)
+                p_sum = sums + ((t + row).to(gl.int64) * HV + span.i_h)
+                gl.store(p_sum, x.own.slice(32, 32).load(B), mask=row < here)
         d_g = wait_products(0, deps=(d_g,))
         g_b = x.g.index(s).slice(I * 64, 64, dim=1)
         if GATE:
@@ -534,30 +528,17 @@ def walk(
         if NORM:
             on.dots.wait(n)
             through_norm(k, d_k, along_k, n_k, N)
-            through_norm(
-                q, parked.slice(I * 64, 64, dim=1).permute((1, 0)).load(N), along_q, n_q, N
-            )
+            through_norm(q, parked.load(N), along_q, n_q, N)
         fence_async_shared()
         barrier()
         on.done.arrive(n)
-        leave(dq_d, dq, t, column, HV, q, here)
-        leave(dk_d, dk, t, column, HV, k, here)
+        leave(dq_d, tails_d, t, column, 3 * end, q, here)
+        leave(dk_d, tails_d, t, column, 3 * end + 32, k, here)
         if not GATE:
-            leave(dg_d, dg, t, column, HV, g_b, here)
+            leave(dg_d, ends_d, t, column, end, g_b, here)
     if dinitial.pointer is not None:
-        if span.live:
-            gl.store(state_at(dinitial.pointer, dinitial.strides, span.i_n, span.i_h, W, 64, I), dS)
+        gl.store(state_at(dinitial.pointer, dinitial.strides, span.i_n, span.i_h, W, 64, I), dS)
     tma.store_wait(0)
-
-
-@gluon.jit
-def places_in(D, TYPE: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr, zero):
-    """Return where q dq, k dk [32, K] and dq [32, K] fp32 lie in the place of dS."""
-    halves, wide = (
-        reinterpret(D, TYPE, [4, 32, 128], ROWS),
-        reinterpret(D, gl.float32, [2, 32, 128], WIDE),
-    )
-    return halves.index(zero), halves.index(1 + zero), wide.index(1 + zero)
 
 
 @gluon.jit
@@ -575,19 +556,6 @@ def through_norm(x, dy, along, norm, N: gl.constexpr):
     y = widen(x.permute((1, 0)).load(N)) * n
     dot = wait_products(0, deps=(dot,))
     x.permute((1, 0)).store(narrow((dy - y * dot) * n))
-
-
-@gluon.jit
-def clear(x, first, length, HV, i_h, WIDTH: gl.constexpr):
-    """Write zeros to `length` tokens of one head of a contiguous tensor [tokens, HV, WIDTH]."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    row, column = gl.arange(0, 64, gl.SliceLayout(1, L)), gl.arange(0, 128, gl.SliceLayout(0, L))
-    p_x = x + (first.to(gl.int64) * HV + i_h) * WIDTH
-    p_x = p_x + (row * (HV * WIDTH))[:, None] + column[None, :]
-    zeros = gl.zeros([64, 128], x.dtype.element_ty, L)
-    for begin in range(0, length, 64):
-        mask = (begin + row < length)[:, None] & (column < WIDTH)[None, :]
-        gl.store(p_x + begin.to(gl.int64) * (HV * WIDTH), zeros, mask=mask)  # type: ignore[attr-defined]
 
 
 @gluon.jit(
@@ -620,12 +588,11 @@ def reverse_walk_kda(
     dk_d,
     dg_d,
     dv_d,
-    dq,
-    dk,
-    dg,
-    dv,
+    tails_d,
+    ends_d,
+    y_d,
+    sums,
     beta,
-    dbeta,
     gate,
     dA_log,
     ddt_bias,
@@ -652,12 +619,14 @@ def reverse_walk_kda(
     """Write the gradients of one sequence and head, from what `walk_kda` and `states_kda` left.
 
     `walk` has the formulas. dq and dk are per value head. `factor` completes P. With a gate, dg is
-    the gradient of the logits, and dA_log [2 N K, HV] and ddt_bias [2 N, HV, K] are parts. Tokens
-    of no sequence get zeros.
+    the gradient of the logits, and dA_log [2 N K, HV] and ddt_bias [2 N, HV, K] are parts. The last
+    rows of a sequence, if they are fewer than 32, go to tails [N HV, 3, 32, 128], of dq, dk and dv,
+    and ends [N HV, 32, 128], of dg. `sums` [B T, HV] fp32 gets sum_v dv u. If a given beta of a
+    block is below SMALL, y of the block goes to y [.., 32, 128]. `finish_back` reads all these.
     """
     TYPE: gl.constexpr = q_d.dtype
     span = find_span(cu_seqlens, None, N, T, HV)
-    steps = gl.where(span.live, (span.length + 31) // 32, 0)
+    steps = (span.length + 31) // 32
     i_g = span.i_h // (HV // H)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     LATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], gl.float32)
@@ -683,6 +652,7 @@ def reverse_walk_kda(
         gl.allocate_shared_memory(TYPE, [1, 32, 64], AP_d.layout),
         gl.allocate_shared_memory(gl.float32, [256], FLAT),
         gl.allocate_shared_memory(gl.float32, [64], FLAT),
+        gl.allocate_shared_memory(gl.int32, [1], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, 64], FLAT),
     )
     on = Meetings(
@@ -708,18 +678,8 @@ def reverse_walk_kda(
     if beta is not None:
         # Offsets count tokens of all sequences; beta of a batch may have any strides.
         beta += span.i_h.to(gl.int64) * beta_h
-        if dbeta is not None:
-            dbeta += span.i_h
         if cu_seqlens is None:
             beta += span.i_n.to(gl.int64) * beta_b - span.token.to(gl.int64) * beta_t
-    if cu_seqlens is not None:
-        if not span.live:
-            clear(dq, span.token, span.length, HV, span.i_h, 128)
-            clear(dk, span.token, span.length, HV, span.i_h, 128)
-            clear(dv, span.token, span.length, HV, span.i_h, 128)
-            clear(dg, span.token, span.length, HV, span.i_h, 128)
-            if dbeta is not None:
-                clear(dbeta, span.token, span.length, HV, 0, 1)
     row_AP = (first_tile(span, cu_seqlens, T, 64) * HV + span.i_h) * 64
     tile = first_tile(span, cu_seqlens, T, 32) * HV + span.i_h
     G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
@@ -727,20 +687,23 @@ def reverse_walk_kda(
         [
             (
                 prepare,
-                (x, on, span, steps, gate, lower, scale, dg_d, dg, dA_log, ddt_bias, HV, flags),
-            ),
-            (
-                walk,
                 (
-                    x, on, span, steps, dq_d, dk_d, dg_d, dv_d, dq, dk, dg, dv, beta, beta_t,
-                    dbeta, dfinal, dinitial, HV, scale, factor, flags, 0,
+                    x, on, span, steps, gate, lower, scale, dg_d, ends_d, dA_log, ddt_bias, beta,
+                    beta_t, HV, flags,
                 ),
             ),
             (
                 walk,
                 (
-                    x, on, span, steps, dq_d, dk_d, dg_d, dv_d, dq, dk, dg, dv, beta, beta_t,
-                    dbeta, dfinal, dinitial, HV, scale, factor, flags, 1,
+                    x, on, span, steps, dq_d, dk_d, dg_d, dv_d, tails_d, ends_d, y_d, sums, dfinal,
+                    dinitial, tile, HV, scale, factor, flags, 0,
+                ),
+            ),
+            (
+                walk,
+                (
+                    x, on, span, steps, dq_d, dk_d, dg_d, dv_d, tails_d, ends_d, y_d, sums, dfinal,
+                    dinitial, tile, HV, scale, factor, flags, 1,
                 ),
             ),
             (
