@@ -41,7 +41,6 @@ DOWN = gl.constexpr(2.0**-58)
 # From this given beta on, sum_v dv u / beta^2 is as accurate as a rounding.
 SMALL = gl.constexpr(2.0**-10)
 FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
-MOST = gl.constexpr(60.0)  # of a gate's exponent, beyond which its slope is below 2^-59
 
 
 @aggregate
@@ -114,8 +113,10 @@ def late_of(x, n):
 @gluon.jit
 def leave(d, tails_d, t, column, tail, tile, here):
     """Copy rows of a tile to tokens from t on; a last block with fewer than 32 to its tail."""
-    store_tile(d, [gl.where(here < 32, FAR, t), column], tile)
-    store_tile(tails_d, [gl.where(here < 32, tail, FAR), column & 127], tile)
+    if here < 32:
+        store_tile(tails_d, [tail, column & 127], tile)
+    else:
+        store_tile(d, [t, column], tile)
 
 
 @gluon.jit
@@ -153,29 +154,6 @@ def unit(rows, norms, NORM: gl.constexpr, E: gl.constexpr):
 
 
 @gluon.jit
-def by_block(x):
-    """Return the sums of x [32, K] over each block of 16 rows; a thread holds all of a block."""
-    return gl.sum(gl.reshape(x, (2, 16, x.shape[1])), 1)
-
-
-@gluon.jit
-def finish_gate(g_b, late, slope, bias, lower, here, db, dA, E: gl.constexpr):
-    """Turn dg, which is in `late`, into the gradient of the logits, in the place of those.
-
-    Return the sums for dt_bias, and those for A_log, which lack 1 / slope. Rows past the end add
-    nothing.
-    """
-    y = widen(g_b.load(E)) * slope + bias[None, :]
-    y = gl.minimum(gl.maximum(y, -MOST), MOST)
-    e = ex2(y)
-    d = rcp(1.0 + e)
-    d = late.load(E) * (d * d * (e * (slope * lower * (-1.0 / LOG2E))))
-    d = gl.where((gl.arange(0, 32, gl.SliceLayout(1, E)) < here)[:, None], d, 0.0)
-    g_b.store(narrow(d))
-    return db + by_block(d), dA + by_block(d * y)
-
-
-@gluon.jit
 def count_small(beta, beta_t, span, c):
     """Return how many of beta of block c are below SMALL, [1] int32."""
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -191,7 +169,7 @@ def count_small(beta, beta_t, span, c):
 
 @gluon.jit
 def prepare(
-    x, on, span, steps, gate, lower, scale, dg_d, ends_d, dA_log, ddt_bias, beta, beta_t, HV, flags
+    x, on, span, steps, gate, lower, scale, beta, beta_t, HV, flags
 ):  # fmt: skip
     """Make of q, k and the decay what `walk` multiplies, [32, K] each::
 
@@ -200,7 +178,7 @@ def prepare(
         C = [k / late; k / late e_0 of the first block]
 
     D sums the log decays in base 2 from the start of a block of 16 rows, e_0 and e_1 are the decays
-    of the blocks, and total is that of both. With a gate, dg is finished one step later.
+    of the blocks, and total is that of both.
     """
     GATE: gl.constexpr = flags.ACTIVATE
     NORM: gl.constexpr = flags.L2NORM
@@ -213,13 +191,10 @@ def prepare(
     bias = gl.zeros([K], gl.float32, EC)
     if GATE:
         slope, bias = load_gate(gate.A_log, gate.dt_bias, span.i_h, K, E)
-    db = by_block(gl.zeros([32, K], gl.float32, E))
-    dA = db
-    end = (span.i_n * HV + span.i_h) * 32
     small = count_small(beta, beta_t, span, steps - 1)
     for n in range(steps):
         c, s, zero = steps - 1 - n, n & 1, n >> 30
-        here, t = span.length - c * 32, span.token + c * 32
+        here = span.length - c * 32
         q_b, k_b, g_b = x.q.index(s), x.k.index(s), x.g.index(s)
         X_b, G_b, C_b, kg_b = x.X.index(zero), x.G.index(zero), x.C.index(zero), x.kg.index(zero)
         n_q, n_k = x.norms.index(s).slice(0, 32), x.norms.index(s).slice(32, 32)
@@ -254,17 +229,6 @@ def prepare(
         barrier()
         on.chain.arrive(n)
         on.done.wait(n - 1)
-        if GATE:
-            if n > 0:
-                g_n, dg_n = x.g.index(1 - s), late_of(x, n)
-                parked = reinterpret(x.X, gl.float32, [1, 32, K], x.late.layout)
-                parked.index(zero).store(late)
-                db, dA = finish_gate(g_n, dg_n, slope, bias, lower, here - 32, db, dA, E)
-                fence_async_shared()
-                barrier()
-                leave(dg_d, ends_d, t + 32, span.i_h * K, end, g_n, here - 32)
-                late = parked.index(zero).load(E)
-                barrier()
         X_b.slice(0, 32, dim=0).store(narrow(unit(q_b, n_q, NORM, E) * (late * scale)))
         k = unit(k_b, n_k, NORM, E)
         X_b.slice(32, 32, dim=0).store(narrow(k * -late))
@@ -275,27 +239,6 @@ def prepare(
         fence_async_shared()
         barrier()
         on.pairs.arrive(n)
-        if GATE:
-            tma.store_wait(0)
-            barrier()
-            if n > 0:
-                on.rows_free.arrive(n - 1)
-    if GATE:
-        if steps > 0:
-            n = steps - 1
-            g_n = x.g.index(n & 1)
-            on.done.wait(n)
-            db, dA = finish_gate(g_n, late_of(x, n), slope, bias, lower, span.length, db, dA, E)
-            fence_async_shared()
-            barrier()
-            leave(dg_d, ends_d, span.token, span.i_h * K, end, g_n, span.length)
-        part = 2 * span.i_n + gl.arange(0, 2, gl.SliceLayout(1, db.type.layout))[:, None]
-        o_k = gl.arange(0, K, gl.SliceLayout(0, db.type.layout))[None, :]
-        if ddt_bias is not None:
-            gl.store(ddt_bias + (part * HV + span.i_h) * K + o_k, db)
-        if dA_log is not None:
-            gl.store(dA_log + (part * K + o_k) * HV + span.i_h, dA * (1.0 / slope))
-        tma.store_wait(0)
 
 
 @gluon.jit
@@ -319,7 +262,6 @@ def walk(
     lie with channels as rows. In Triton 3.6 `mbarrier.arrive` is one thread's, and each warp waits
     for its own products: so arrivals follow a barrier that follows the wait.
     """
-    GATE: gl.constexpr = flags.ACTIVATE
     NORM: gl.constexpr = flags.L2NORM
     K: gl.constexpr = 128
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -521,10 +463,7 @@ def walk(
                 gl.store(p_sum, x.own.slice(32, 32).load(B), mask=row < here)
         d_g = wait_products(0, deps=(d_g,))
         g_b = x.g.index(s).slice(I * 64, 64, dim=1)
-        if GATE:
-            late.store(d_g)
-        else:
-            g_b.permute((1, 0)).store(d_g if x.g.dtype == gl.float32 else narrow(d_g))
+        g_b.permute((1, 0)).store(d_g if x.g.dtype == gl.float32 else narrow(d_g))
         if NORM:
             on.dots.wait(n)
             through_norm(k, d_k, along_k, n_k, N)
@@ -534,8 +473,7 @@ def walk(
         on.done.arrive(n)
         leave(dq_d, tails_d, t, column, 3 * end, q, here)
         leave(dk_d, tails_d, t, column, 3 * end + 32, k, here)
-        if not GATE:
-            leave(dg_d, ends_d, t, column, end, g_b, here)
+        leave(dg_d, ends_d, t, column, end, g_b, here)
     if dinitial.pointer is not None:
         gl.store(state_at(dinitial.pointer, dinitial.strides, span.i_n, span.i_h, W, 64, I), dS)
     tma.store_wait(0)
@@ -594,8 +532,6 @@ def reverse_walk_kda(
     sums,
     beta,
     gate,
-    dA_log,
-    ddt_bias,
     dfinal,
     dinitial,
     cu_seqlens,
@@ -618,11 +554,11 @@ def reverse_walk_kda(
 ):
     """Write the gradients of one sequence and head, from what `walk_kda` and `states_kda` left.
 
-    `walk` has the formulas. dq and dk are per value head. `factor` completes P. With a gate, dg is
-    the gradient of the logits, and dA_log [2 N K, HV] and ddt_bias [2 N, HV, K] are parts. The last
-    rows of a sequence, if they are fewer than 32, go to tails [N HV, 3, 32, 128], of dq, dk and dv,
-    and ends [N HV, 32, 128], of dg. `sums` [B T, HV] fp32 gets sum_v dv u. If a given beta of a
-    block is below SMALL, y of the block goes to y [.., 32, 128]. `finish_back` reads all these.
+    `walk` has the formulas. dq and dk are per value head, dg is that of the log decays even where
+    `prepare` makes them of logits. `factor` completes P. The last rows of a sequence, if they are
+    fewer than 32, go to tails [N HV, 3, 32, 128], of dq, dk and dv, and ends [N HV, 32, 128], of
+    dg. `sums` [B T, HV] fp32 gets sum_v dv u. If a given beta of a block is below SMALL, y of the
+    block goes to y [.., 32, 128]. `finish_back` reads all these.
     """
     TYPE: gl.constexpr = q_d.dtype
     span = find_span(cu_seqlens, None, N, T, HV)
@@ -657,7 +593,7 @@ def reverse_walk_kda(
     )
     on = Meetings(
         signal(2),
-        signal(2, 3 if flags.ACTIVATE else 2),
+        signal(2, 2),
         signal(1),
         signal(1),
         signal(1),
@@ -688,7 +624,7 @@ def reverse_walk_kda(
             (
                 prepare,
                 (
-                    x, on, span, steps, gate, lower, scale, dg_d, ends_d, dA_log, ddt_bias, beta,
+                    x, on, span, steps, gate, lower, scale, beta,
                     beta_t, HV, flags,
                 ),
             ),

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton.device.gate import flags_of, load_rate, log2_decay, strength_column
-from kda_ops.backends.triton.device.gradient_chunk import locate, write_column
+from kda_ops.backends.triton.device.gradient_chunk import locate, through_gate, write_column
 from kda_ops.backends.triton.device.operands import GateWeights, strided
 from kda_ops.backends.triton.device.tile import CHUNK, dense, find_sequence, inverse_norm, rows_at
 from kda_ops.backends.triton.plans.descriptors import LENGTH, has_gluon, tokens
@@ -26,9 +26,14 @@ from kda_ops.backends.triton.plans.launch import (
     new,
     shape_of,
     strides_of,
-    total,
 )
-from kda_ops.backends.triton.stages.gradient import gather_gradient, gradient_like, visited_chunks
+from kda_ops.backends.triton.stages.gradient import (
+    gather_gradient,
+    gradient_like,
+    gradients_of,
+    parts_of,
+    visited_chunks,
+)
 from kda_ops.backends.triton.stages.gradient_pairs import strength_gradient
 from kda_ops.backends.triton.stages.gradient_small import SMALL
 from kda_ops.backends.triton.stages.reverse_walk import copy_rows
@@ -91,6 +96,37 @@ def small_gradient(
     return dbeta
 
 
+@triton.jit
+def finish_gate(
+    dg, g, gate, lower_bound, at, i_h, HV, i_tile, dA_log, ddt_bias, flags, D: tl.constexpr
+):
+    """Turn dg of a chunk into the gradient of the logits g, in its place.
+
+    Write the chunk's shares of dA_log [NT, HV] and ddt_bias [NT, HV, D].
+    """
+    o_k = tl.arange(0, D)
+    b_bias = tl.zeros((D,), tl.float32)
+    if gate.dt_bias is not None:
+        b_bias = tl.load(gate.dt_bias + i_h * D + o_k).to(tl.float32)
+    rate = load_rate(gate.A_log, i_h)
+    b_A, b_b = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
+    for i in tl.range(0, at.n_rows, 16, num_stages=1):
+        o_r = i + tl.arange(0, 16)
+        m_x = (o_r < at.n_rows)[:, None]
+        p_g = rows_at(g.pointer, g.strides, at.i_b, i_h, at.first, o_r, o_k)
+        b_x = tl.load(p_g, mask=m_x, other=0.0).to(tl.float32) + b_bias[None, :]
+        p_dg = dg + ((at.token + o_r) * HV + i_h)[:, None] * D + o_k[None, :]
+        b_dg = tl.load(p_dg, mask=m_x, other=0.0).to(tl.float32)
+        b_dx, b_share = through_gate(b_dg, b_x, rate, lower_bound, flags.BOUNDED, True)
+        tl.store(p_dg, b_dx.to(dg.dtype.element_ty), mask=m_x)
+        b_A += tl.sum(b_share, 0)
+        b_b += tl.sum(b_dx, 0)
+    if dA_log is not None:
+        tl.store(dA_log + i_tile, tl.sum(b_A, 0))
+    if ddt_bias is not None:
+        tl.store(ddt_bias + i_tile * D + o_k, b_b)
+
+
 @triton.jit(do_not_specialize=["N", "T", "H", "HV", "lower_bound"])
 def finish_back(
     sums,
@@ -110,6 +146,8 @@ def finish_back(
     dv,
     dg,
     dbeta,
+    dA_log,
+    ddt_bias,
     N,
     T,
     H,
@@ -125,9 +163,14 @@ def finish_back(
     A given beta below SMALL takes the formula of `small_gradient`. Last rows come from `tails` and
     `ends`. Tokens of no sequence get zeros.
     """
-    i_h, i_t = tl.program_id(0) % HV, tl.program_id(0) // HV
+    i_h, i_t, i_tile = tl.program_id(0) % HV, tl.program_id(0) // HV, tl.program_id(0).to(tl.int64)
     at = locate(cu_seqlens, i_t, N, T)
     n_rows, row = at.n_rows, at.token * HV + i_h
+    if (n_rows <= 0) | (at.live == 0):
+        if dA_log is not None:
+            tl.store(dA_log + i_tile, 0.0)
+        if ddt_bias is not None:
+            tl.store(ddt_bias + i_tile * D + tl.arange(0, D), tl.zeros((D,), tl.float32))
     if n_rows > 0:
         o_r = tl.arange(0, CHUNK)
         if at.live:
@@ -145,6 +188,11 @@ def finish_back(
                 copy_rows(dk, last, HV, p_end + BLOCK * D, rest, D)
                 copy_rows(dv, last, HV, p_end + 2 * BLOCK * D, rest, D)
                 copy_rows(dg, last, HV, ends + (i_n * HV + i_h) * (BLOCK * D), rest, D)
+            if flags.ACTIVATE:
+                tl.debug_barrier()  # other threads have copied dg
+                finish_gate(
+                    dg, g, gate, lower_bound, at, i_h, HV, i_tile, dA_log, ddt_bias, flags, D
+                )
             if dbeta is not None:
                 b_beta = strength_column(beta, at.i_b, i_h, at.first, n_rows, flags)
                 b_sum = tl.load(sums + row + o_r * HV, mask=o_r < n_rows, other=0.0)
@@ -218,19 +266,13 @@ def walk_back(
         new(q, "tails", (p.N, p.HV, 3, HALF, p.K)),
         new(q, "ends", (p.N, p.HV, HALF, p.K), dg.dtype),
     )
-    # the sums of each sequence and each half of its steps
-    dA_log = ddt_bias = None
-    if p.A_log is not None and "A_log" in need:
-        dA_log = new(q, "dA_log_parts", (2 * p.N * p.K, p.HV), torch.float32)
-    if p.dt_bias is not None and "dt_bias" in need:
-        ddt_bias = new(q, "ddt_bias_parts", (2 * p.N, p.HV, p.K), torch.float32)
+    dA_log, ddt_bias = parts_of(p, "A_log", 1, need), parts_of(p, "dt_bias", p.K, need)
     dinitial = None
     if p.state is not None and "initial_state" in need:
         wide = (p.V, p.K) if p.transposed else (p.K, p.V)
         dinitial = as_kv(p, new(q, "dinitial_state", (p.N, p.HV, *wide), torch.float32))
     dfinal = None if dfinal_state is None or dfinal_state.dim() == 1 else as_kv(p, dfinal_state)
     beta_b, beta_t, beta_h = columns_of(p.beta)
-    width = 128 if p.activate_gate else 64  # with a gate, one partition writes all channels of dg
     gate = GateWeights(dense(p.A_log), dense(p.dt_bias))
     launch(
         KERNEL.reverse_walk_kda,
@@ -245,16 +287,14 @@ def walk_back(
         AP_d=tiles(AP, HALF, LENGTH),
         dq_d=tokens(p, dq, HALF, 64),
         dk_d=tokens(p, dk, HALF, 64),
-        dg_d=tokens(p, dg, HALF, width),
+        dg_d=tokens(p, dg, HALF, 64),
         dv_d=tokens(p, dv, HALF, 64),
         tails_d=tiles(tails, HALF, 64),
-        ends_d=tiles(ends, HALF, width),
+        ends_d=tiles(ends, HALF, 64),
         y_d=None if y is None else tiles(y, HALF, 64),
         sums=sums,
         beta=None if y is None else p.beta,
         gate=gate,
-        dA_log=dA_log,
-        ddt_bias=ddt_bias,
         dfinal=strided(dfinal),
         dinitial=strided(dinitial),
         cu_seqlens=dense(p.cu_seqlens),
@@ -297,6 +337,8 @@ def walk_back(
         dv=dv,
         dg=dg,
         dbeta=dbeta,
+        dA_log=dA_log,
+        ddt_bias=ddt_bias,
         N=p.N,
         T=p.T,
         H=p.H,
@@ -309,13 +351,7 @@ def walk_back(
     if grouped:
         dq = gather_gradient(p, "q", q, dq) if "q" in need else dq
         dk = gather_gradient(p, "k", p.k, dk) if "k" in need else dk
-    return Gradients(
-        q=dq if "q" in need else None,
-        k=dk if "k" in need else None,
-        v=dv if "v" in need else None,
-        g=dg if "g" in need else None,
-        beta=dbeta,
-        A_log=total(dA_log, p.A_log),
-        dt_bias=total(ddt_bias, p.dt_bias),
-        initial_state=None if dinitial is None else as_kv(p, dinitial),
-    )
+    grads = gradients_of(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
+    grads.v = dv if "v" in need else None
+    grads.initial_state = None if dinitial is None else as_kv(p, dinitial)
+    return grads
