@@ -48,7 +48,6 @@ class Meetings:
     """Where the partitions meet, once per 32 rows each."""
 
     rows_full: Signal  # q, k and g are copied
-    rows_free: Signal  # the gradients that took their place have left
     do_full: Signal  # do, A' and P are copied
     S_full: Signal  # the state and u are copied
     chain: Signal  # kg, G and the decays are made
@@ -60,11 +59,8 @@ class Meetings:
     done: Signal  # all is read for the last time
 
     @gluon.constexpr_function
-    def __init__(
-        self, rows_full, rows_free, do_full, S_full, chain, pairs, dv, scores, dots, half, done
-    ):
-        self.rows_full, self.rows_free = rows_full, rows_free
-        self.do_full, self.S_full = do_full, S_full
+    def __init__(self, rows_full, do_full, S_full, chain, pairs, dv, scores, dots, half, done):
+        self.rows_full, self.do_full, self.S_full = rows_full, do_full, S_full
         self.chain, self.pairs, self.dv, self.scores, self.dots = chain, pairs, dv, scores, dots
         self.half, self.done = half, done
 
@@ -89,7 +85,7 @@ class Buffers:
     AP: gl.shared_memory_descriptor  # [1, 32, 64]  A' and P next to each other
     U: gl.shared_memory_descriptor  # [1, 32, 64]  ones that sum later rows, and earlier ones
     gamma: gl.shared_memory_descriptor  # [2 K] fp32, of each block of 16 rows
-    own: gl.shared_memory_descriptor  # [2, 32] fp32, pairs of a row with itself
+    own: gl.shared_memory_descriptor  # [2, 64] fp32, of each row: dP with itself, and sum_v dv u
     small: gl.shared_memory_descriptor  # [1] int32, how many of a given beta are small
     norms: gl.shared_memory_descriptor  # [2, 64] fp32, of q and k
 
@@ -97,7 +93,8 @@ class Buffers:
     def __init__(self, q, k, g, late, X, G, C, kg, R, u, S, D, Z, AP, U, gamma, own, small, norms):
         self.q, self.k, self.g, self.late, self.X, self.G, self.C = q, k, g, late, X, G, C
         self.kg, self.R, self.u, self.S, self.D, self.Z, self.AP = kg, R, u, S, D, Z, AP
-        self.U, self.gamma, self.own, self.small, self.norms = U, gamma, own, small, norms
+        self.U, self.gamma, self.own = U, gamma, own
+        self.small, self.norms = small, norms
 
 
 @gluon.jit
@@ -120,28 +117,67 @@ def leave(d, tails_d, t, column, tail, tile, here):
 
 
 @gluon.jit
-def produce(
-    q_d, k_d, g_d, do_d, u_d, S_d, AP_d, q_at, k_at, g_at, do_at, row_AP, tile, HV, x, on, token,
-    steps, G_BYTES: gl.constexpr,
+def fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t, n):
+    """Copy q, k and g of step n, from token t on."""
+    s = n & 1
+    on.rows_full.expect(n, 32 * 128 * (4 + g_d.dtype.primitive_bitwidth // 8))
+    load_tile(g_d, [t, g_at], on.rows_full.at(n), x.g.index(s))
+    load_tile(k_d, [t, k_at], on.rows_full.at(n), x.k.index(s))
+    load_tile(q_d, [t, q_at], on.rows_full.at(n), x.q.index(s))
+
+
+@gluon.jit
+def fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tile, HV, x, on, t, c, n):
+    """Copy what else step n needs; its block is the sequence's block c, from token t on."""
+    zero = n >> 30
+    on.do_full.expect(n, 32 * (128 + 64) * 2)
+    row = row_AP + (c >> 1) * (HV * 64) + (c & 1) * 32
+    load_tile(AP_d, [row, 0], on.do_full.at(n), x.AP.index(zero))
+    load_tile(do_d, [t, do_at], on.do_full.at(n), x.R.index(zero).slice(0, 32, dim=0))
+    load_tile(do_d, [t, do_at + 64], on.do_full.at(n), x.R.index(1 + zero).slice(0, 32, dim=0))
+    on.S_full.expect(n, (32 + 128) * 128 * 2)
+    load_tile(u_d, [(tile + c * HV) * 32, 0], on.S_full.at(n), x.u.index(zero))
+    load_tile(S_d, [(tile + c * HV) * 128, 0], on.S_full.at(n), x.S.index(zero))
+
+
+@gluon.jit
+def copy(
+    q_d, k_d, g_d, do_d, u_d, S_d, AP_d, dq_d, dk_d, dg_d, dv_d, tails_d, v_tails_d, ends_d, sums_d,
+    q_at, k_at, g_at, do_at, row_AP, tile, HV, x, on, span, steps,
 ):  # fmt: skip
-    """Copy the inputs of each 32 rows to shared memory, in the order of their use."""
+    """Copy the inputs of each step to shared memory, and its gradients from there.
+
+    A copy to shared memory follows the copy from the same place. So `do_full` of a step also says
+    that dv of the step before has left, and `rows_full` that dq, dk and dg of two steps before
+    have.
+    """
+    column, end = span.i_h * 128, (span.i_n * HV + span.i_h) * 32
+    if steps > 0:
+        t = span.token + (steps - 1) * 32
+        fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t, 0)
+        fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tile, HV, x, on, t, steps - 1, 0)
+    if steps > 1:
+        fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, span.token + (steps - 2) * 32, 1)
     for n in range(steps):
         c, s, zero = steps - 1 - n, n & 1, n >> 30
-        t = token + c * 32
-        on.rows_free.wait(n - 2)
-        on.rows_full.expect(n, 32 * 128 * (4 + G_BYTES))
-        load_tile(g_d, [t, g_at], on.rows_full.at(n), x.g.index(s))
-        load_tile(k_d, [t, k_at], on.rows_full.at(n), x.k.index(s))
-        load_tile(q_d, [t, q_at], on.rows_full.at(n), x.q.index(s))
-        on.half.wait(n - 1)
-        on.do_full.expect(n, 32 * (128 + 64) * 2)
-        row = row_AP + (c >> 1) * (HV * 64) + (c & 1) * 32
-        load_tile(AP_d, [row, 0], on.do_full.at(n), x.AP.index(zero))
-        load_tile(do_d, [t, do_at], on.do_full.at(n), x.R.index(zero).slice(0, 32, dim=0))
-        load_tile(do_d, [t, do_at + 64], on.do_full.at(n), x.R.index(1 + zero).slice(0, 32, dim=0))
-        on.S_full.expect(n, (32 + 128) * 128 * 2)
-        load_tile(u_d, [(tile + c * HV) * 32, 0], on.S_full.at(n), x.u.index(zero))
-        load_tile(S_d, [(tile + c * HV) * 128, 0], on.S_full.at(n), x.S.index(zero))
+        t, here = span.token + c * 32, span.length - c * 32
+        on.dv.wait(n)
+        dv_0, dv_1 = x.R.index(zero).slice(32, 32, dim=0), x.R.index(1 + zero).slice(32, 32, dim=0)
+        leave(dv_d, v_tails_d, t, column, 3 * end + 64, dv_0, here)
+        leave(dv_d, v_tails_d, t, column + 64, 3 * end + 64, dv_1, here)
+        tma.store_wait(0)
+        on.half.wait(n)
+        if c > 0:
+            fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tile, HV, x, on, t - 32, c - 1, n + 1)
+        on.done.wait(n)
+        leave(dq_d, tails_d, t, column, 3 * end, x.q.index(s), here)
+        leave(dk_d, tails_d, t, column, 3 * end + 32, x.k.index(s), here)
+        leave(dg_d, ends_d, t, column, end, x.g.index(s), here)
+        if sums_d is not None:
+            store_tile(sums_d, [(tile + c * HV) * 32], x.own.index(s).slice(32, 32))
+        tma.store_wait(0)
+        if c > 1:
+            fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t - 64, n + 2)
 
 
 @gluon.jit
@@ -169,7 +205,7 @@ def count_small(beta, beta_t, span, c):
 
 @gluon.jit
 def prepare(
-    x, on, span, steps, gate, lower, scale, beta, beta_t, HV, flags
+    x, on, span, steps, gate, lower, scale, beta, beta_t, flags
 ):  # fmt: skip
     """Make of q, k and the decay what `walk` multiplies, [32, K] each::
 
@@ -184,6 +220,7 @@ def prepare(
     NORM: gl.constexpr = flags.L2NORM
     E: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0])
     EC: gl.constexpr = gl.SliceLayout(0, E)
+    R: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     K: gl.constexpr = 128
     first = (gl.arange(0, 32, gl.SliceLayout(1, E)) < 16)[:, None]
@@ -203,6 +240,10 @@ def prepare(
         fill_rows(g_b, here, -float("inf") if GATE else 0.0, ROWS_4)
         fill_rows(k_b, here, 0.0, ROWS_4)
         fill_rows(q_b, here, 0.0, ROWS_4)
+        if here < 32:
+            on.do_full.wait(n)
+            fill_rows(x.R.index(zero).slice(0, 32, dim=0), here, 0.0, R)
+            fill_rows(x.R.index(1 + zero).slice(0, 32, dim=0), here, 0.0, R)
         if NORM:
             inverse_norms(q_b, n_q)
             inverse_norms(k_b, n_k)
@@ -243,8 +284,7 @@ def prepare(
 
 @gluon.jit
 def walk(
-    x, on, span, steps, dq_d, dk_d, dg_d, dv_d, tails_d, ends_d, y_d, sums, dfinal, dinitial, tile,
-    HV, scale, factor, flags, I: gl.constexpr,
+    x, on, span, steps, y_d, dfinal, dinitial, tile, HV, scale, factor, flags, I: gl.constexpr
 ):  # fmt: skip
     """Carry the rows of dS^T [V, K] from 64 I on, and make the gradients of channels 64 I on::
 
@@ -271,19 +311,16 @@ def walk(
     NR: gl.constexpr = gl.SliceLayout(1, N)
     NC: gl.constexpr = gl.SliceLayout(0, N)
     WC: gl.constexpr = gl.SliceLayout(0, W)
-    R_L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     TYPE: gl.constexpr = x.q.dtype
     none = gl.zeros([64, 32], gl.float32, N)
-    column, end = span.i_h * K + I * 64, (span.i_n * HV + span.i_h) * 32
     dS = gl.zeros([64, K], gl.float32, W)
     if dfinal.pointer is not None:
         p_s = state_at(dfinal.pointer, dfinal.strides, span.i_n, span.i_h, W, 64, I)
         dS = gl.load(p_s).to(gl.float32)
     for n in range(steps):
         c, s, zero = steps - 1 - n, n & 1, n >> 30
-        t, here = span.token + c * 32, span.length - c * 32
         tok = gl.arange(0, 32, NC)[None, :] + zero
         q = x.q.index(s).slice(I * 64, 64, dim=1)
         k = x.k.index(s).slice(I * 64, 64, dim=1)
@@ -308,10 +345,6 @@ def walk(
             is_async=True,
         )
         on.do_full.wait(n)
-        if here < 32:
-            fill_rows(R.slice(0, 32, dim=0), here, 0.0, R_L)
-            fence_async_shared()
-            barrier()
         y_P = warpgroup_mma(
             R.slice(0, 32, dim=0).permute((1, 0)),
             AP.slice(32, 32, dim=1),
@@ -330,8 +363,6 @@ def walk(
         b_dv = R.slice(32, 32, dim=0)
         if y_d is not None:
             if gl.sum(x.small.load(B), 0) > 0:
-                tma.store_wait(0)
-                barrier()
                 b_dv.permute((1, 0)).store(y)
                 fence_async_shared()
                 barrier()
@@ -341,17 +372,12 @@ def walk(
         z = warpgroup_mma(
             gl.convert_layout(y, NA), AP.slice(0, 32, dim=1), none, use_acc=False, is_async=True
         )
-        tma.store_wait(0)  # of the step before
-        barrier()
         z = wait_products(0, deps=(z,))
         b_dv.permute((1, 0)).store(narrow(z))
         fence_async_shared()
         barrier()
         on.dv.arrive(n)
-        if n > 0:
-            on.rows_free.arrive(n - 1)
         dS = warpgroup_mma(R.permute((1, 0)), x.G.index(zero), dS, is_async=True)
-        leave(dv_d, tails_d, t, column, 3 * end + 64, b_dv, here)
         # gradients of the scores: both partitions form all, and keep pairs inside blocks, or across
         on.S_full.wait(n)
         on.dv.wait(n)
@@ -370,7 +396,7 @@ def walk(
         sc, dS = wait_products(1, deps=(sc, dS))
         if I == 0:
             own = gl.sum(gl.reshape(gl.where(pair == tok, sc, 0.0), (2, 32, 32)), 1)
-            reinterpret(x.own, gl.float32, [2, 32], PAIR).store(own)
+            reinterpret(x.own.index(s), gl.float32, [2, 32], PAIR).store(own)
             inside = (pair > tok) & ((pair >> 4) == (tok >> 4))
             Z.slice(0, 32, dim=1).store(narrow(gl.where(inside, sc, 0.0)))
         else:
@@ -411,7 +437,7 @@ def walk(
         aq = warpgroup_mma(C_t, Z_q.permute((1, 0)), aq * h, is_async=True)
         ak = warpgroup_mma(C_t, Z_k.permute((1, 0)), ak * h, is_async=True)
         b_late = late.load(N)
-        dP = x.own.slice(0, 32).load(NC)[None, :] * scale
+        dP = x.own.index(s).slice(0, 32).load(NC)[None, :] * scale
         n_q, n_k = x.norms.index(s).slice(0, 32), x.norms.index(s).slice(32, 32)
         aq, ak = wait_products(0, deps=(aq, ak))
         dG = widen(X_t.slice(0, 32, dim=1).load(N)) * aq
@@ -456,11 +482,6 @@ def walk(
         d_g = warpgroup_mma(gl.convert_layout(high, NA), earlier, d_g, is_async=True)
         low = narrow(kl - widen(high))
         d_g = warpgroup_mma(gl.convert_layout(low, NA), earlier, d_g, is_async=True)
-        if I == 0:
-            if sums is not None:
-                row = gl.arange(0, 32, B)
-                p_sum = sums + ((t + row).to(gl.int64) * HV + span.i_h)
-                gl.store(p_sum, x.own.slice(32, 32).load(B), mask=row < here)
         d_g = wait_products(0, deps=(d_g,))
         g_b = x.g.index(s).slice(I * 64, 64, dim=1)
         g_b.permute((1, 0)).store(d_g if x.g.dtype == gl.float32 else narrow(d_g))
@@ -471,12 +492,8 @@ def walk(
         fence_async_shared()
         barrier()
         on.done.arrive(n)
-        leave(dq_d, tails_d, t, column, 3 * end, q, here)
-        leave(dk_d, tails_d, t, column, 3 * end + 32, k, here)
-        leave(dg_d, ends_d, t, column, end, g_b, here)
     if dinitial.pointer is not None:
         gl.store(state_at(dinitial.pointer, dinitial.strides, span.i_n, span.i_h, W, 64, I), dS)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -527,9 +544,10 @@ def reverse_walk_kda(
     dg_d,
     dv_d,
     tails_d,
+    v_tails_d,
     ends_d,
     y_d,
-    sums,
+    sums_d,
     beta,
     gate,
     dfinal,
@@ -557,7 +575,7 @@ def reverse_walk_kda(
     `walk` has the formulas. dq and dk are per value head, dg is that of the log decays even where
     `prepare` makes them of logits. `factor` completes P. The last rows of a sequence, if they are
     fewer than 32, go to tails [N HV, 3, 32, 128], of dq, dk and dv, and ends [N HV, 32, 128], of
-    dg. `sums` [B T, HV] fp32 gets sum_v dv u. If a given beta of a block is below SMALL, y of the
+    dg. sums [.., 32] fp32 gets sum_v dv u. If a given beta of a block is below SMALL, y of the
     block goes to y [.., 32, 128]. `finish_back` reads all these.
     """
     TYPE: gl.constexpr = q_d.dtype
@@ -565,6 +583,7 @@ def reverse_walk_kda(
     steps = (span.length + 31) // 32
     i_g = span.i_h // (HV // H)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    SUM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     LATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], gl.float32)
     g_s = gl.allocate_shared_memory(g_d.dtype, [2, 32, 128], g_d.layout)
     late_s = g_s
@@ -587,13 +606,12 @@ def reverse_walk_kda(
         gl.allocate_shared_memory(TYPE, [1, 32, 64], AP_d.layout),
         gl.allocate_shared_memory(TYPE, [1, 32, 64], AP_d.layout),
         gl.allocate_shared_memory(gl.float32, [256], FLAT),
-        gl.allocate_shared_memory(gl.float32, [64], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, 64], SUM),
         gl.allocate_shared_memory(gl.int32, [1], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, 64], FLAT),
     )
     on = Meetings(
         signal(2),
-        signal(2, 2),
         signal(1),
         signal(1),
         signal(1),
@@ -618,35 +636,23 @@ def reverse_walk_kda(
             beta += span.i_n.to(gl.int64) * beta_b - span.token.to(gl.int64) * beta_t
     row_AP = (first_tile(span, cu_seqlens, T, 64) * HV + span.i_h) * 64
     tile = first_tile(span, cu_seqlens, T, 32) * HV + span.i_h
-    G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
     gl.warp_specialize(
         [
+            (prepare, (x, on, span, steps, gate, lower, scale, beta, beta_t, flags)),
             (
-                prepare,
-                (
-                    x, on, span, steps, gate, lower, scale, beta,
-                    beta_t, HV, flags,
-                ),
+                walk,
+                (x, on, span, steps, y_d, dfinal, dinitial, tile, HV, scale, factor, flags, 0),
             ),
             (
                 walk,
-                (
-                    x, on, span, steps, dq_d, dk_d, dg_d, dv_d, tails_d, ends_d, y_d, sums, dfinal,
-                    dinitial, tile, HV, scale, factor, flags, 0,
-                ),
+                (x, on, span, steps, y_d, dfinal, dinitial, tile, HV, scale, factor, flags, 1),
             ),
             (
-                walk,
+                copy,
                 (
-                    x, on, span, steps, dq_d, dk_d, dg_d, dv_d, tails_d, ends_d, y_d, sums, dfinal,
-                    dinitial, tile, HV, scale, factor, flags, 1,
-                ),
-            ),
-            (
-                produce,
-                (
-                    q_d, k_d, g_d, do_d, u_d, S_d, AP_d, i_g * q_h, i_g * k_h, span.i_h * g_h,
-                    span.i_h * do_h, row_AP, tile, HV, x, on, span.token, steps, G_BYTES,
+                    q_d, k_d, g_d, do_d, u_d, S_d, AP_d, dq_d, dk_d, dg_d, dv_d, tails_d, v_tails_d,
+                    ends_d, sums_d, i_g * q_h, i_g * k_h, span.i_h * g_h, span.i_h * do_h, row_AP,
+                    tile, HV, x, on, span, steps,
                 ),
             ),
         ],

@@ -8,6 +8,7 @@ is `walk.states`.
 from __future__ import annotations
 
 from importlib import import_module
+from math import prod
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from kda_ops.backends.triton.device.gate import flags_of, load_rate, log2_decay,
 from kda_ops.backends.triton.device.gradient_chunk import locate, through_gate, write_column
 from kda_ops.backends.triton.device.operands import GateWeights, strided
 from kda_ops.backends.triton.device.tile import CHUNK, dense, find_sequence, inverse_norm, rows_at
-from kda_ops.backends.triton.plans.descriptors import LENGTH, has_gluon, tokens
+from kda_ops.backends.triton.plans.descriptors import LENGTH, copied, has_gluon, tokens
 from kda_ops.backends.triton.plans.launch import (
     as_kv,
     columns_of,
@@ -110,8 +111,8 @@ def finish_gate(
         b_bias = tl.load(gate.dt_bias + i_h * D + o_k).to(tl.float32)
     rate = load_rate(gate.A_log, i_h)
     b_A, b_b = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
-    for i in tl.range(0, at.n_rows, 16, num_stages=1):
-        o_r = i + tl.arange(0, 16)
+    for i in tl.static_range(0, CHUNK, 32):
+        o_r = i + tl.arange(0, 32)
         m_x = (o_r < at.n_rows)[:, None]
         p_g = rows_at(g.pointer, g.strides, at.i_b, i_h, at.first, o_r, o_k)
         b_x = tl.load(p_g, mask=m_x, other=0.0).to(tl.float32) + b_bias[None, :]
@@ -195,7 +196,9 @@ def finish_back(
                 )
             if dbeta is not None:
                 b_beta = strength_column(beta, at.i_b, i_h, at.first, n_rows, flags)
-                b_sum = tl.load(sums + row + o_r * HV, mask=o_r < n_rows, other=0.0)
+                block = blocks + (at.first - begin + o_r) // BLOCK
+                p_sum = sums + (block * HV + i_h) * BLOCK + o_r % BLOCK
+                b_sum = tl.load(p_sum, mask=o_r < n_rows, other=0.0)
                 if flags.SIGMOID:
                     b_dbeta = b_sum / tl.maximum(b_beta, LEAST)
                     b_dbeta = strength_gradient(b_dbeta, b_beta, flags.NEG_EIGVAL)
@@ -259,7 +262,7 @@ def walk_back(
     dbeta = gradient_like(p, "beta", need)
     sums = y = None
     if dbeta is not None:
-        sums = new(q, "dbeta_sums", (p.B, p.T, p.HV), torch.float32)
+        sums = new(q, "dbeta_sums", shape_of(u)[:3], torch.float32)
         if not p.sigmoid_beta:
             y = new(q, "y", shape_of(u))
     tails, ends = (
@@ -285,14 +288,15 @@ def walk_back(
         u_d=tiles(u, HALF, p.V),
         S_d=tiles(S, p.V, p.K),
         AP_d=tiles(AP, HALF, LENGTH),
-        dq_d=tokens(p, dq, HALF, 64),
-        dk_d=tokens(p, dk, HALF, 64),
-        dg_d=tokens(p, dg, HALF, 64),
+        dq_d=tokens(p, dq, HALF),
+        dk_d=tokens(p, dk, HALF),
+        dg_d=tokens(p, dg, HALF),
         dv_d=tokens(p, dv, HALF, 64),
-        tails_d=tiles(tails, HALF, 64),
-        ends_d=tiles(ends, HALF, 64),
+        tails_d=tiles(tails, HALF, p.K),
+        v_tails_d=tiles(tails, HALF, 64),
+        ends_d=tiles(ends, HALF, p.K),
         y_d=None if y is None else tiles(y, HALF, 64),
-        sums=sums,
+        sums_d=None if sums is None else copied(sums, (prod(shape_of(sums)),), (1,), (HALF,)),
         beta=None if y is None else p.beta,
         gate=gate,
         dfinal=strided(dfinal),
