@@ -9,7 +9,12 @@ walk of KDA", derives the products.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+)
 
 from kda_ops.backends.triton.device.channels import Signal, find_span, first_tile, signal
 from kda_ops.backends.triton.device.gluon_names import (
@@ -86,15 +91,14 @@ class Buffers:
     U: gl.shared_memory_descriptor  # [1, 32, 64]  ones that sum later rows, and earlier ones
     gamma: gl.shared_memory_descriptor  # [2 K] fp32, of each block of 16 rows
     own: gl.shared_memory_descriptor  # [2, 64] fp32, of each row: dP with itself, and sum_v dv u
-    small: gl.shared_memory_descriptor  # [1] int32, how many of a given beta are small
     norms: gl.shared_memory_descriptor  # [2, 64] fp32, of q and k
 
     @gluon.constexpr_function
-    def __init__(self, q, k, g, late, X, G, C, kg, R, u, S, D, Z, AP, U, gamma, own, small, norms):
+    def __init__(self, q, k, g, late, X, G, C, kg, R, u, S, D, Z, AP, U, gamma, own, norms):
         self.q, self.k, self.g, self.late, self.X, self.G, self.C = q, k, g, late, X, G, C
         self.kg, self.R, self.u, self.S, self.D, self.Z, self.AP = kg, R, u, S, D, Z, AP
         self.U, self.gamma, self.own = U, gamma, own
-        self.small, self.norms = small, norms
+        self.norms = norms
 
 
 @gluon.jit
@@ -190,22 +194,41 @@ def unit(rows, norms, NORM: gl.constexpr, E: gl.constexpr):
 
 
 @gluon.jit
-def count_small(beta, beta_t, span, c):
-    """Return how many of beta of block c are below SMALL, [1] int32."""
+def load_beta(beta, beta_t, span, c):
+    """Return a given beta of block c, [32] fp32; 1 where there is no such token, or no beta."""
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    count = gl.zeros([1], gl.int32, B)
+    b = gl.zeros([32], gl.float32, B) + 1.0
     if beta is not None:
         row = c * 32 + gl.arange(0, 32, B)
         mask = (row >= 0) & (row < span.length)
         p_beta = beta + (span.token + row).to(gl.int64) * beta_t
         b = gl.load(p_beta, mask=mask, other=1.0).to(gl.float32)
-        count = count + gl.sum(gl.where(gl.abs(b) < SMALL, 1, 0), 0)
-    return count
+    return b
+
+
+@gluon.jit
+def write_y(x, factor, y, zero):
+    """Write y = kg dS + factor P^T do of a block [32, V], by products of each warp."""
+    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
+    none = gl.zeros([32, 32], gl.float32, M)
+    # the unknown zero keeps addresses out of registers where they are not needed
+    row = gl.arange(0, 32, gl.SliceLayout(1, M)) + zero
+    column = gl.arange(0, 32, gl.SliceLayout(0, M))
+    p_y = y + (row * 128)[:, None] + column[None, :]
+    kg = x.kg.index(zero).load(A)
+    P = x.AP.index(zero).slice(32, 32, dim=1).permute((1, 0)).load(A)
+    for i in gl.static_range(4):
+        D = x.D.index(zero).slice(32 * i, 32, dim=0).permute((1, 0))
+        do = x.R.index(zero + i // 2).slice(0, 32, dim=0).slice(i % 2 * 32, 32, dim=1)
+        b_y = mma_v2(kg, D.load(B), none) + mma_v2(P, do.load(B), none) * factor
+        gl.store(p_y + 32 * i, narrow(b_y))
 
 
 @gluon.jit
 def prepare(
-    x, on, span, steps, gate, lower, scale, beta, beta_t, flags
+    x, on, span, steps, gate, lower, scale, factor, beta, beta_t, y, tile, HV, flags
 ):  # fmt: skip
     """Make of q, k and the decay what `walk` multiplies, [32, K] each::
 
@@ -228,7 +251,7 @@ def prepare(
     bias = gl.zeros([K], gl.float32, EC)
     if GATE:
         slope, bias = load_gate(gate.A_log, gate.dt_bias, span.i_h, K, E)
-    small = count_small(beta, beta_t, span, steps - 1)
+    b = load_beta(beta, beta_t, span, steps - 1)
     for n in range(steps):
         c, s, zero = steps - 1 - n, n & 1, n >> 30
         here = span.length - c * 32
@@ -255,9 +278,6 @@ def prepare(
         late = ex2(gl.convert_layout(gl.reshape(D, (32, K)), E) + SHIFT)
         on.half.wait(n - 1)
         reinterpret(x.gamma, gl.float32, [2, K], PAIR).store(total)
-        if beta is not None:
-            x.small.store(small)
-            small = count_small(beta, beta_t, span, c - 1)
         barrier()
         e_0 = x.gamma.slice(0, K).load(EC)[None, :]
         e_1 = x.gamma.slice(K, K).load(EC)[None, :]
@@ -278,13 +298,26 @@ def prepare(
         C_b.slice(32, 32, dim=0).store(narrow(gl.where(first, k * e_0, 0.0)))
         late_of(x, n).store(late)
         fence_async_shared()
+        if y is not None:
+            small = gl.sum(gl.where(gl.abs(b) < SMALL, 1, 0), 0)
+            b = load_beta(beta, beta_t, span, c - 1)
+            if small > 0:
+                on.dv.wait(n)
+                write_y(x, factor, y + (tile + c * HV).to(gl.int64) * (32 * 128), zero)
         barrier()
         on.pairs.arrive(n)
 
 
 @gluon.jit
+def left_right(x, N: gl.constexpr):
+    """Split the columns of x [64, 64] into their left and right halves, [64, 32] each."""
+    left, right = gl.split(gl.permute(gl.reshape(x, (64, 2, 32)), (0, 2, 1)))
+    return gl.convert_layout(left, N), gl.convert_layout(right, N)
+
+
+@gluon.jit
 def walk(
-    x, on, span, steps, y_d, dfinal, dinitial, tile, HV, scale, factor, flags, I: gl.constexpr
+    x, on, span, steps, dfinal, dinitial, scale, factor, flags, I: gl.constexpr
 ):  # fmt: skip
     """Carry the rows of dS^T [V, K] from 64 I on, and make the gradients of channels 64 I on::
 
@@ -311,16 +344,15 @@ def walk(
     NR: gl.constexpr = gl.SliceLayout(1, N)
     NC: gl.constexpr = gl.SliceLayout(0, N)
     WC: gl.constexpr = gl.SliceLayout(0, W)
-    B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     TYPE: gl.constexpr = x.q.dtype
-    none = gl.zeros([64, 32], gl.float32, N)
+    none, wide = gl.zeros([64, 32], gl.float32, N), gl.zeros([64, 64], gl.float32, Q)
     dS = gl.zeros([64, K], gl.float32, W)
     if dfinal.pointer is not None:
         p_s = state_at(dfinal.pointer, dfinal.strides, span.i_n, span.i_h, W, 64, I)
         dS = gl.load(p_s).to(gl.float32)
     for n in range(steps):
-        c, s, zero = steps - 1 - n, n & 1, n >> 30
+        s, zero = n & 1, n >> 30
         tok = gl.arange(0, 32, NC)[None, :] + zero
         q = x.q.index(s).slice(I * 64, 64, dim=1)
         k = x.k.index(s).slice(I * 64, 64, dim=1)
@@ -361,14 +393,6 @@ def walk(
         y, y_P = wait_products(0, deps=(y, y_P))
         y = narrow(y + y_P * factor)
         b_dv = R.slice(32, 32, dim=0)
-        if y_d is not None:
-            if gl.sum(x.small.load(B), 0) > 0:
-                b_dv.permute((1, 0)).store(y)
-                fence_async_shared()
-                barrier()
-                store_tile(y_d, [(tile + c * HV) * 32, I * 64], b_dv)
-                tma.store_wait(0)
-                barrier()
         z = warpgroup_mma(
             gl.convert_layout(y, NA), AP.slice(0, 32, dim=1), none, use_acc=False, is_async=True
         )
@@ -388,7 +412,7 @@ def walk(
         M = warpgroup_mma(
             S_b.slice(I * 64, 64, dim=1).permute((1, 0)),
             D.slice(I * 64, 64, dim=1),
-            gl.zeros([64, 64], gl.float32, Q),
+            wide,
             use_acc=False,
             is_async=True,
         )
@@ -425,7 +449,8 @@ def walk(
             is_async=True,
         )
         on.pairs.wait(n)
-        e_0 = x.gamma.slice(I * 64, 64).load(NR)
+        e = x.gamma.slice(I * 64, 64).load(gl.SliceLayout(1, Q))
+        e_0 = gl.convert_layout(e, NR)
         e_1 = x.gamma.slice(K + I * 64, 64).load(NR)
         first = tok < 16
         on.scores.wait(n)
@@ -454,9 +479,8 @@ def walk(
         dG = dG + widen(X_t.slice(32, 32, dim=1).load(N)) * ak
         d_k = b_q * dP - ak * b_late
         # as the earlier row: later rows, and what the state gets
-        co = warpgroup_mma(X_t, Z.slice(0, 32, dim=1), none, use_acc=False, is_async=True)
-        cx = warpgroup_mma(X_t, Z.slice(32, 32, dim=1), none, use_acc=False, is_async=True)
-        co, cx = wait_products(0, deps=(co, cx))
+        co = warpgroup_mma(X_t, Z, wide, use_acc=False, is_async=True)
+        co, cx = left_right(wait_products(0, deps=(co,)), N)
         b_c = widen(C_t.slice(0, 32, dim=1).load(N))
         dG = dG - b_c * co - widen(C_t.slice(32, 32, dim=1).load(N)) * cx
         co = co + cx * e_0[:, None]
@@ -546,7 +570,7 @@ def reverse_walk_kda(
     tails_d,
     v_tails_d,
     ends_d,
-    y_d,
+    y,
     sums_d,
     beta,
     gate,
@@ -607,7 +631,6 @@ def reverse_walk_kda(
         gl.allocate_shared_memory(TYPE, [1, 32, 64], AP_d.layout),
         gl.allocate_shared_memory(gl.float32, [256], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, 64], SUM),
-        gl.allocate_shared_memory(gl.int32, [1], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, 64], FLAT),
     )
     on = Meetings(
@@ -620,7 +643,7 @@ def reverse_walk_kda(
         signal(1, 2),
         signal(1, 2),
         signal(1, 2),
-        signal(1, 2),
+        signal(2, 2),
     )
     R: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_j = gl.arange(0, 32, gl.SliceLayout(1, R))[:, None]
@@ -638,14 +661,20 @@ def reverse_walk_kda(
     tile = first_tile(span, cu_seqlens, T, 32) * HV + span.i_h
     gl.warp_specialize(
         [
-            (prepare, (x, on, span, steps, gate, lower, scale, beta, beta_t, flags)),
             (
-                walk,
-                (x, on, span, steps, y_d, dfinal, dinitial, tile, HV, scale, factor, flags, 0),
+                prepare,
+                (
+                    x, on, span, steps, gate, lower, scale, factor, beta, beta_t, y, tile, HV,
+                    flags,
+                ),
             ),
             (
                 walk,
-                (x, on, span, steps, y_d, dfinal, dinitial, tile, HV, scale, factor, flags, 1),
+                (x, on, span, steps, dfinal, dinitial, scale, factor, flags, 0),
+            ),
+            (
+                walk,
+                (x, on, span, steps, dfinal, dinitial, scale, factor, flags, 1),
             ),
             (
                 copy,

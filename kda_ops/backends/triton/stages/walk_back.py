@@ -44,6 +44,7 @@ from kda_ops.stages import Gradients
 
 KERNEL = import_module("kda_ops.backends.triton.stages.reverse_walk_kda") if has_gluon() else None
 BLOCK = tl.constexpr(HALF)
+ROWS = tl.constexpr(32)  # of the gate that are finished at once
 LEAST = tl.constexpr(2.0**-60)  # a sigmoid below has a gradient of zero
 
 
@@ -111,8 +112,8 @@ def finish_gate(
         b_bias = tl.load(gate.dt_bias + i_h * D + o_k).to(tl.float32)
     rate = load_rate(gate.A_log, i_h)
     b_A, b_b = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
-    for i in tl.static_range(0, CHUNK, 32):
-        o_r = i + tl.arange(0, 32)
+    for i in tl.static_range(0, CHUNK, ROWS):
+        o_r = i + tl.arange(0, ROWS)
         m_x = (o_r < at.n_rows)[:, None]
         p_g = rows_at(g.pointer, g.strides, at.i_b, i_h, at.first, o_r, o_k)
         b_x = tl.load(p_g, mask=m_x, other=0.0).to(tl.float32) + b_bias[None, :]
@@ -295,7 +296,7 @@ def walk_back(
         tails_d=tiles(tails, HALF, p.K),
         v_tails_d=tiles(tails, HALF, 64),
         ends_d=tiles(ends, HALF, p.K),
-        y_d=None if y is None else tiles(y, HALF, 64),
+        y=y,
         sums_d=None if sums is None else copied(sums, (prod(shape_of(sums)),), (1,), (HALF,)),
         beta=None if y is None else p.beta,
         gate=gate,
