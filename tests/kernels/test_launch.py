@@ -153,6 +153,7 @@ def test_torch_is_asked_for_the_architecture_once_per_device(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0)
     )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     device = torch.device("cuda", 6)
     tuning._capability.cache_clear()
     assert [tuning.architecture(device) for _ in range(3)] == [9] * 3 and asked == [device]

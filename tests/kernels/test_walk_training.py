@@ -12,6 +12,7 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
     pytest.skip("needs triton, without its interpreter", allow_module_level=True)
 
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.keeps import KEEPS
 from kda_ops.backends.triton.stages import walk
 from kda_ops.problem import Problem
 from tests.support.cases import EDGES, Case
@@ -158,7 +159,7 @@ def test_training_asks_only_for_what_forward_and_backward_both_know(monkeypatch)
         beta = torch.empty(B, T, HV, dtype=BF16, device="meta")
         wide = [beta.new_empty(B, HV, T, 128).transpose(1, 2) for _ in range(4)]
         flags = dict(safe_gate=True, safe_beta=True, safe_keys=True)
-        return walk.trains(Problem.parse(1, *wide, beta, None, None, None, None, **flags))
+        return KEEPS.trains(Problem.parse(1, *wide, beta, None, None, None, None, **flags))
 
     assert asks(1, 256, 64) and asks(3, 0, 64) and not asks(2, 256, 32)
     monkeypatch.setattr(tuning, "ASSUMED", 8)
