@@ -18,11 +18,18 @@ from kda_ops.stages import Backend, Gradients, Keeps
 
 
 class Walks(Keeps):
-    """What is kept where KDA with at least `heads` value heads, and V of `columns`, walks."""
+    """What is kept where KDA with at least `heads` value heads, and V of `columns`, walks.
+
+    Other calls keep A too, as in 16 bits.
+    """
 
     def __init__(self, heads: int = 1, columns: int | None = None):
         self.heads, self.columns = heads, columns
         self.trained = self.walked = 0  # calls
+
+    def names(self, *args, **flags) -> frozenset[str]:
+        """Return what other calls keep."""
+        return super().names(*args, **flags) | {"A"}
 
     def trains(self, p: Problem) -> bool:
         """Return whether a call walks."""
@@ -32,12 +39,15 @@ class Walks(Keeps):
 @contextmanager
 def training_walks(b: Backend, heads: int = 1, columns: int | None = None) -> Iterator[Walks]:
     """Let a backend walk in training; A is NaN, and the walk back takes nothing else."""
-    keeps = Walks(heads, columns)
+    keeps, whole_tile = Walks(heads, columns), b.prepare
+
+    def prepare(p, *args, overlap=False, **options):
+        return whole_tile(p, *args, **options)
 
     def train(p, o, final_state):
         assert keeps.trains(p)
         keeps.trained += 1
-        b.scan(p, b.prepare(p, overlap=True), o, final_state, keep=False)
+        b.scan(p, b.prepare(p), o, final_state, keep=False)
         return p.q.new_full((count_chunks(p), p.HV, *HALVES), torch.nan)
 
     def walk_back(p, A, do, dfinal_state, need) -> Gradients:
@@ -49,6 +59,7 @@ def training_walks(b: Backend, heads: int = 1, columns: int | None = None) -> It
         reverse = b.reverse_scan(p, tile, do, dfinal_state, need)
         return b.gradient(p, tile, trace, do, reverse, need)
 
-    with mock.patch.multiple(b, keeps=keeps, train=train, walk_back=walk_back, create=True):
+    stages = dict(keeps=keeps, prepare=prepare, train=train, walk_back=walk_back)
+    with mock.patch.multiple(b, **stages):
         with mock.patch.object(dispatch, "keeps", lambda device: keeps):
             yield keeps
