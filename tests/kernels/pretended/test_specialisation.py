@@ -10,21 +10,14 @@ if os.environ.get("KDA_OPS_PRETEND") != "1":
 
 
 import torch
-import triton
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kda_ops import chunk, convolution, norm, recurrent
 from kda_ops.backends.triton import BACKEND, tuning
-from kda_ops.backends.triton.plans import launch
-from kda_ops.backends.triton.plans.descriptors import fit_call, fit_state, fit_tokens, is_copied
-from kda_ops.backends.triton.plans.launch import strides_of
 from kda_ops.backends.triton.plans.recording import Launch
-from kda_ops.backends.triton.stages import walk
 from kda_ops.gate import GateBackwardPass, GatePass
-from kda_ops.stages import GRADIENTS, Gradients
-from tests.support import pretended_calls
+from tests.support import pretended_calls, pretended_walk
 from tests.support.pretend import Pointer, pretend_gpu, specialise
 
 DTYPES = {
@@ -138,28 +131,6 @@ def test_a_plan_of_the_walk_is_used_for_calls_that_compile_to_it(data, launches)
     assert not used[0]
 
 
-def walk_back(p, A, do, dfinal_state, need):
-    """Launch what comes before the walk back, and allocate the gradients."""
-    p, do, dfinal_state = fit_call(p), fit_tokens(p, do), fit_state(dfinal_state)
-    assert walk.states(p, A)[0].shape[1:] == (p.HV, 128, 128)
-    assert is_copied(p, do) and all(is_copied(p, x) for x in (p.q, p.k, p.v, p.g))
-    launch.launch(read_rows, p.B, do.device, do=do, do_s=strides_of(do), B=p.B, num_warps=4)
-    return Gradients(
-        **{n: launch.new(x, f"d{n}", launch.shape_of(x)) for n, x in inputs_of(p, need).items()}
-    )
-
-
-@triton.jit
-def read_rows(do, do_s, B):
-    tl.load(do + tl.program_id(0) * do_s[0] + B)
-
-
-def inputs_of(p, need):
-    """Return the differentiable inputs of a call that are there and asked for."""
-    inputs = zip(GRADIENTS, p.differentiable())
-    return {n: x for n, x in inputs if x is not None and n in need}
-
-
 @pytest.mark.parametrize("kind", (chunk.Forward, chunk.Backward))
 @settings(max_examples=max(20, settings().max_examples // 5))
 @given(data=st.data())
@@ -168,10 +139,7 @@ def test_a_plan_of_training_that_walks_is_used_for_calls_that_compile_to_it(kind
     packed, kept = data.draw(st.booleans()), data.draw(st.booleans())
     fields = pretended_calls.MODEL | dict(packed=packed, kept=kept)
     model = pretended_calls.Model(kind=kind, rank=1, **fields)
-    with (
-        mock.patch.object(tuning, "FORCED_WALK", True),
-        mock.patch.object(type(BACKEND), "walk_back", staticmethod(walk_back)),
-    ):
+    with mock.patch.object(tuning, "FORCED_WALK", True), pretended_walk.walks_back():
         used = [check(BACKEND, model, n, launches) for n in data.draw(pretended_calls.sequences())]
     assert not used[0]
     names = {x.made.kernel.fn.__name__ for x in launches}
