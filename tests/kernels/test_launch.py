@@ -10,6 +10,7 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def test_what_threads_compiled_is_what_is_launched(tmp_path):
 
 
 def test_a_plan_copies_the_inputs_of_its_call():
-    from kda_ops.backends.triton.plans.launch import copy_of, recorded
+    from kda_ops.backends.triton.plans.launch import compiling, copy_of, recorded
     from kda_ops.backends.triton.plans.plan import Plan
     from kda_ops.backends.triton.plans.recording import Recording
 
@@ -163,6 +164,8 @@ def test_a_plan_copies_the_inputs_of_its_call():
     recording.take("x", first, (B, T, 2, 4), tuple(strides))
     with recorded(recording):
         results = [copy_of(first), copy_of(first)]
+    with compiling(), mock.patch.object(torch.Tensor, "copy_", None):
+        assert copy_of(first).shape == first.shape  # nothing is copied
     plan = Plan(recording, results, first.device)
     for x in (first, other):
         bound = plan.bind(tuple(numbers_of(x).values()))
