@@ -195,8 +195,7 @@ class Keeps:
     def trains(self, p: Problem) -> bool:
         """Return whether `Backend.train` serves a call, which keeps A alone, whatever `names` says.
 
-        Nothing here depends on values, B, N, T, strides or
-        addresses.
+        Nothing here depends on values, B, N, T, strides or addresses.
         """
         return False
 
