@@ -575,7 +575,8 @@ def allocate(dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared
     """Allocate shared memory."""
     if isinstance(layout, mbarrier.MBarrierLayout):
         return Barrier() if len(shape) == 1 else Barriers(Barrier() for _ in range(shape[0]))
-    return Shared(torch.full(shape, torch.nan, dtype=dtype), layout)
+    unset = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    return Shared(torch.full(shape, unset, dtype=dtype), layout)
 
 
 def numbers(*bounds) -> Iterator[Tensor]:

@@ -56,6 +56,24 @@ def plus(a, b):
 
 
 @gluon.jit
+def sums_by_block(x):
+    """Return the sums of x [32, K] from the start of each block of 16 rows, and over each [2, K].
+
+    A thread holds all rows of a block, so nothing is exchanged.
+    """
+    D = gl.associative_scan(gl.reshape(x, (2, 16, x.shape[1])), 1, plus)
+    last = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, D.type.layout)))
+    return D, gl.sum(gl.where(last[None, :, None] == 15, D, 0.0), 1)
+
+
+@gluon.jit
+def inverse_norms(x, norms):
+    """Write the inverse norms of the rows x [rows, K]; four warps do."""
+    x = widen(x.load(ROWS_4))
+    norms.store(gl.rsqrt(gl.sum(x * x, 1) + 1e-6))
+
+
+@gluon.jit
 def load_gate(A_log, dt_bias, i_h, K: gl.constexpr, E: gl.constexpr):
     """Return the slope of the gate's exponent in base 2, and its bias times that [K]."""
     rate = 1.0

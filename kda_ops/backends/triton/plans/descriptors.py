@@ -83,11 +83,14 @@ def fit_call(p: Problem) -> Problem:
     return p
 
 
-def tokens(p: Problem, x: Tensor, rows: int = LENGTH):
-    """Return the descriptor of a [B, T, X, 128] tensor: rows are tokens, a block has one head."""
+def tokens(p: Problem, x: Tensor, rows: int = LENGTH, width: int = WIDTH):
+    """Return the descriptor of a [B, T, X, 128] tensor: rows are tokens.
+
+    A block has the channels of one head, or `width` of them.
+    """
     _, token, head, _ = strides_of(x)
     columns = (x.shape[2] - 1) * head + x.shape[3]
-    return copied(x, (p.B * p.T, columns), (token, 1), (rows, x.shape[3]))
+    return copied(x, (p.B * p.T, columns), (token, 1), (rows, width))
 
 
 def copied(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]):

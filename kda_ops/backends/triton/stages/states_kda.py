@@ -23,11 +23,12 @@ from kda_ops.backends.triton.device.gluon_tile import (
     ROWS_4,
     ex2,
     fill_rows,
+    inverse_norms,
     load_gate,
     narrow,
-    plus,
     rcp,
     state_at,
+    sums_by_block,
     widen,
 )
 
@@ -84,24 +85,6 @@ def produce(k_d, v_d, g_d, AP_d, k_at, v_at, g_at, row_AP, HV, x, on, span, G_BY
         load_tile(v_d, [t, v_at], on.v_full.at(n), x.v.index(s))
         row = row_AP + (n >> 1) * (HV * 64) + s * 32
         load_tile(AP_d, [row, 0], on.v_full.at(n), x.AP.index(s))
-
-
-@gluon.jit
-def sums_by_block(x):
-    """Return the sums of x [32, K] from the start of each block of 16 rows, and over each [2, K].
-
-    A thread holds all rows of a block, so nothing is exchanged.
-    """
-    D = gl.associative_scan(gl.reshape(x, (2, 16, x.shape[1])), 1, plus)
-    last = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, D.type.layout)))
-    return D, gl.sum(gl.where(last[None, :, None] == 15, D, 0.0), 1)
-
-
-@gluon.jit
-def inverse_norms(k, norm_k):
-    """Write the inverse norms of the rows k."""
-    k = widen(k.load(ROWS_4))
-    norm_k.store(gl.rsqrt(gl.sum(k * k, 1) + 1e-6))
 
 
 @gluon.jit

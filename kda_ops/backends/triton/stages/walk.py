@@ -97,7 +97,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         v_d=tokens(p, p.v),
         g_d=tokens(p, p.g),
         o_d=tokens(p, o),
-        AP_d=None if AP is None else _tiles(AP, CHUNK, CHUNK),
+        AP_d=None if AP is None else tiles(AP, CHUNK, CHUNK),
         o=o,
         beta=p.beta,
         gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
@@ -165,9 +165,9 @@ def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
         k_d=tokens(p, p.k, HALF),
         v_d=tokens(p, p.v, HALF),
         g_d=tokens(p, p.g, HALF),
-        AP_d=_tiles(AP, HALF, CHUNK),
-        S_d=_tiles(S, p.V // 2, p.K),
-        u_d=_tiles(u, HALF, p.V // 2),
+        AP_d=tiles(AP, HALF, CHUNK),
+        S_d=tiles(S, p.V // 2, p.K),
+        u_d=tiles(u, HALF, p.V // 2),
         beta=p.beta,
         gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
         initial=strided(None if p.state is None else as_kv(p, p.state)),
@@ -190,7 +190,7 @@ def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
     return S, u
 
 
-def _tiles(x: Tensor, rows: int, columns: int) -> Any:
+def tiles(x: Tensor, rows: int, columns: int) -> Any:
     """Return the descriptor of scratch [.., D], seen as rows, in blocks."""
     *outer, width = shape_of(x)
     return copied(x, (prod(outer), width), (width, 1), (rows, columns))

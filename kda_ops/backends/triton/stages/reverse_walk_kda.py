@@ -1,0 +1,661 @@
+"""Walk over the chunks of each head, last chunk first: KDA's backward in Gluon, for Hopper.
+
+A program takes one sequence and head, 32 rows at a step. Its warps are four partitions: one warp
+copies inputs to shared memory, four warps `prepare` what q, k and the decay give, and two
+partitions of four warps `walk`, each with half of V in the gradient of the state, which stays in
+registers, and with half of K in the gradients of the rows. docs/kernels/design.md, "The reverse
+walk of KDA", derives the products.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+
+from kda_ops.backends.triton.device.channels import Signal, find_span, first_tile, signal
+from kda_ops.backends.triton.device.gluon_names import (
+    aggregate,
+    barrier,
+    load_tile,
+    reinterpret,
+    store_tile,
+    wait_products,
+)
+from kda_ops.backends.triton.device.gluon_tile import (
+    LOG2E,
+    ROWS_4,
+    ex2,
+    fill_rows,
+    inverse_norms,
+    load_gate,
+    narrow,
+    rcp,
+    state_at,
+    sums_by_block,
+    widen,
+)
+
+# Half of what 16 rows decay by at the most, in base 2, as a whole number: 8 * 5 / ln 2.
+SHIFT = gl.constexpr(58.0)
+UP = gl.constexpr(2.0**58)
+DOWN = gl.constexpr(2.0**-58)
+# From this given beta on, sum_v dv u / beta^2 is as accurate as a rounding.
+SMALL = gl.constexpr(2.0**-10)
+FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
+
+
+@aggregate
+class Meetings:
+    """Where the partitions meet, once per 32 rows each."""
+
+    rows_full: Signal  # q, k and g are copied
+    do_full: Signal  # do, A' and P are copied
+    S_full: Signal  # the state and u are copied
+    chain: Signal  # kg, G and the decays are made
+    pairs: Signal  # X, C and `late` are made
+    dv: Signal  # both halves of dv and D are there
+    scores: Signal  # both parts of Z are there
+    dots: Signal  # q dq and k dk of all channels are there
+    half: Signal  # what was copied but q, k and g is read for the last time; so are kg, G and D
+    done: Signal  # all is read for the last time
+
+    @gluon.constexpr_function
+    def __init__(self, rows_full, do_full, S_full, chain, pairs, dv, scores, dots, half, done):
+        self.rows_full, self.do_full, self.S_full = rows_full, do_full, S_full
+        self.chain, self.pairs, self.dv, self.scores, self.dots = chain, pairs, dv, scores, dots
+        self.half, self.done = half, done
+
+
+@aggregate
+class Buffers:
+    """What lies in shared memory; the first axis counts stages, and halves of V for R."""
+
+    q: gl.shared_memory_descriptor  # [2, 32, K]  then dq
+    k: gl.shared_memory_descriptor  # [2, 32, K]  then dk
+    g: gl.shared_memory_descriptor  # [2, 32, K]  then dg
+    late: gl.shared_memory_descriptor  # [1, 32, K] fp32, then dg; or g itself, if that is fp32
+    X: gl.shared_memory_descriptor  # [1, 64, K]
+    G: gl.shared_memory_descriptor  # [1, 64, K]
+    C: gl.shared_memory_descriptor  # [1, 64, K]
+    kg: gl.shared_memory_descriptor  # [1, 32, K]
+    R: gl.shared_memory_descriptor  # [2, 64, 64]  do, below it dv
+    u: gl.shared_memory_descriptor  # [1, 32, V]
+    S: gl.shared_memory_descriptor  # [1, V, K]
+    D: gl.shared_memory_descriptor  # [1, V, K]  dS; then, with a norm, q dq, k dk and dq
+    Z: gl.shared_memory_descriptor  # [1, 64, 64]
+    AP: gl.shared_memory_descriptor  # [1, 32, 64]  A' and P next to each other
+    U: gl.shared_memory_descriptor  # [1, 32, 64]  ones that sum later rows, and earlier ones
+    gamma: gl.shared_memory_descriptor  # [2 K] fp32, of each block of 16 rows
+    own: gl.shared_memory_descriptor  # [2, 64] fp32, of each row: dP with itself, and sum_v dv u
+    small: gl.shared_memory_descriptor  # [1] int32, how many of a given beta are small
+    norms: gl.shared_memory_descriptor  # [2, 64] fp32, of q and k
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, g, late, X, G, C, kg, R, u, S, D, Z, AP, U, gamma, own, small, norms):
+        self.q, self.k, self.g, self.late, self.X, self.G, self.C = q, k, g, late, X, G, C
+        self.kg, self.R, self.u, self.S, self.D, self.Z, self.AP = kg, R, u, S, D, Z, AP
+        self.U, self.gamma, self.own = U, gamma, own
+        self.small, self.norms = small, norms
+
+
+@gluon.jit
+def late_of(x, n):
+    """Return where `late` of step n is."""
+    if x.g.dtype == gl.float32:
+        late = x.g.index(n & 1)
+    else:
+        late = x.late.index(n >> 30)
+    return late
+
+
+@gluon.jit
+def leave(d, tails_d, t, column, tail, tile, here):
+    """Copy rows of a tile to tokens from t on; a last block with fewer than 32 to its tail."""
+    if here < 32:
+        store_tile(tails_d, [tail, column & 127], tile)
+    else:
+        store_tile(d, [t, column], tile)
+
+
+@gluon.jit
+def fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t, n):
+    """Copy q, k and g of step n, from token t on."""
+    s = n & 1
+    on.rows_full.expect(n, 32 * 128 * (4 + g_d.dtype.primitive_bitwidth // 8))
+    load_tile(g_d, [t, g_at], on.rows_full.at(n), x.g.index(s))
+    load_tile(k_d, [t, k_at], on.rows_full.at(n), x.k.index(s))
+    load_tile(q_d, [t, q_at], on.rows_full.at(n), x.q.index(s))
+
+
+@gluon.jit
+def fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tile, HV, x, on, t, c, n):
+    """Copy what else step n needs; its block is the sequence's block c, from token t on."""
+    zero = n >> 30
+    on.do_full.expect(n, 32 * (128 + 64) * 2)
+    row = row_AP + (c >> 1) * (HV * 64) + (c & 1) * 32
+    load_tile(AP_d, [row, 0], on.do_full.at(n), x.AP.index(zero))
+    load_tile(do_d, [t, do_at], on.do_full.at(n), x.R.index(zero).slice(0, 32, dim=0))
+    load_tile(do_d, [t, do_at + 64], on.do_full.at(n), x.R.index(1 + zero).slice(0, 32, dim=0))
+    on.S_full.expect(n, (32 + 128) * 128 * 2)
+    load_tile(u_d, [(tile + c * HV) * 32, 0], on.S_full.at(n), x.u.index(zero))
+    load_tile(S_d, [(tile + c * HV) * 128, 0], on.S_full.at(n), x.S.index(zero))
+
+
+@gluon.jit
+def copy(
+    q_d, k_d, g_d, do_d, u_d, S_d, AP_d, dq_d, dk_d, dg_d, dv_d, tails_d, v_tails_d, ends_d, sums_d,
+    q_at, k_at, g_at, do_at, row_AP, tile, HV, x, on, span, steps,
+):  # fmt: skip
+    """Copy the inputs of each step to shared memory, and its gradients from there.
+
+    A copy to shared memory follows the copy from the same place. So `do_full` of a step also says
+    that dv of the step before has left, and `rows_full` that dq, dk and dg of two steps before
+    have.
+    """
+    column, end = span.i_h * 128, (span.i_n * HV + span.i_h) * 32
+    if steps > 0:
+        t = span.token + (steps - 1) * 32
+        fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t, 0)
+        fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tile, HV, x, on, t, steps - 1, 0)
+    if steps > 1:
+        fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, span.token + (steps - 2) * 32, 1)
+    for n in range(steps):
+        c, s, zero = steps - 1 - n, n & 1, n >> 30
+        t, here = span.token + c * 32, span.length - c * 32
+        on.dv.wait(n)
+        dv_0, dv_1 = x.R.index(zero).slice(32, 32, dim=0), x.R.index(1 + zero).slice(32, 32, dim=0)
+        leave(dv_d, v_tails_d, t, column, 3 * end + 64, dv_0, here)
+        leave(dv_d, v_tails_d, t, column + 64, 3 * end + 64, dv_1, here)
+        tma.store_wait(0)
+        on.half.wait(n)
+        if c > 0:
+            fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tile, HV, x, on, t - 32, c - 1, n + 1)
+        on.done.wait(n)
+        leave(dq_d, tails_d, t, column, 3 * end, x.q.index(s), here)
+        leave(dk_d, tails_d, t, column, 3 * end + 32, x.k.index(s), here)
+        leave(dg_d, ends_d, t, column, end, x.g.index(s), here)
+        if sums_d is not None:
+            store_tile(sums_d, [(tile + c * HV) * 32], x.own.index(s).slice(32, 32))
+        tma.store_wait(0)
+        if c > 1:
+            fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t - 64, n + 2)
+
+
+@gluon.jit
+def unit(rows, norms, NORM: gl.constexpr, E: gl.constexpr):
+    """Return rows [32, K] of q or k, times their inverse norms if there is a norm."""
+    y = widen(rows.load(E))
+    if NORM:
+        y = y * norms.load(gl.SliceLayout(1, E))[:, None]
+    return y
+
+
+@gluon.jit
+def count_small(beta, beta_t, span, c):
+    """Return how many of beta of block c are below SMALL, [1] int32."""
+    B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    count = gl.zeros([1], gl.int32, B)
+    if beta is not None:
+        row = c * 32 + gl.arange(0, 32, B)
+        mask = (row >= 0) & (row < span.length)
+        p_beta = beta + (span.token + row).to(gl.int64) * beta_t
+        b = gl.load(p_beta, mask=mask, other=1.0).to(gl.float32)
+        count = count + gl.sum(gl.where(gl.abs(b) < SMALL, 1, 0), 0)
+    return count
+
+
+@gluon.jit
+def prepare(
+    x, on, span, steps, gate, lower, scale, beta, beta_t, flags
+):  # fmt: skip
+    """Make of q, k and the decay what `walk` multiplies, [32, K] each::
+
+        late = 2^(D + SHIFT);   h = 2^-SHIFT of the first block, e_0 2^-SHIFT of the second
+        X = [scale q late; -k late];   G = [scale q late h; -k late h];   kg = k exp(total - D)
+        C = [k / late; k / late e_0 of the first block]
+
+    D sums the log decays in base 2 from the start of a block of 16 rows, e_0 and e_1 are the decays
+    of the blocks, and total is that of both.
+    """
+    GATE: gl.constexpr = flags.ACTIVATE
+    NORM: gl.constexpr = flags.L2NORM
+    E: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0])
+    EC: gl.constexpr = gl.SliceLayout(0, E)
+    R: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    K: gl.constexpr = 128
+    first = (gl.arange(0, 32, gl.SliceLayout(1, E)) < 16)[:, None]
+    slope = 0.0
+    bias = gl.zeros([K], gl.float32, EC)
+    if GATE:
+        slope, bias = load_gate(gate.A_log, gate.dt_bias, span.i_h, K, E)
+    small = count_small(beta, beta_t, span, steps - 1)
+    for n in range(steps):
+        c, s, zero = steps - 1 - n, n & 1, n >> 30
+        here = span.length - c * 32
+        q_b, k_b, g_b = x.q.index(s), x.k.index(s), x.g.index(s)
+        X_b, G_b, C_b, kg_b = x.X.index(zero), x.G.index(zero), x.C.index(zero), x.kg.index(zero)
+        n_q, n_k = x.norms.index(s).slice(0, 32), x.norms.index(s).slice(32, 32)
+        on.rows_full.wait(n)
+        # A logit of -inf means no decay, because the rate is not zero (`load_gate`).
+        fill_rows(g_b, here, -float("inf") if GATE else 0.0, ROWS_4)
+        fill_rows(k_b, here, 0.0, ROWS_4)
+        fill_rows(q_b, here, 0.0, ROWS_4)
+        if here < 32:
+            on.do_full.wait(n)
+            fill_rows(x.R.index(zero).slice(0, 32, dim=0), here, 0.0, R)
+            fill_rows(x.R.index(1 + zero).slice(0, 32, dim=0), here, 0.0, R)
+        if NORM:
+            inverse_norms(q_b, n_q)
+            inverse_norms(k_b, n_k)
+        decay = widen(g_b.load(E))
+        if GATE:
+            decay = lower * rcp(1.0 + ex2(decay * slope + bias[None, :]))
+        D, total = sums_by_block(decay * LOG2E)
+        total = ex2(total)
+        late = ex2(gl.convert_layout(gl.reshape(D, (32, K)), E) + SHIFT)
+        on.half.wait(n - 1)
+        reinterpret(x.gamma, gl.float32, [2, K], PAIR).store(total)
+        if beta is not None:
+            x.small.store(small)
+            small = count_small(beta, beta_t, span, c - 1)
+        barrier()
+        e_0 = x.gamma.slice(0, K).load(EC)[None, :]
+        e_1 = x.gamma.slice(K, K).load(EC)[None, :]
+        h = gl.where(first, DOWN, e_0 * DOWN)
+        G_b.slice(0, 32, dim=0).store(narrow(unit(q_b, n_q, NORM, E) * (late * (h * scale))))
+        k = unit(k_b, n_k, NORM, E)
+        G_b.slice(32, 32, dim=0).store(narrow(k * (late * -h)))
+        kg_b.store(narrow(k * (rcp(late) * gl.where(first, e_0 * e_1 * UP, e_1 * UP))))
+        fence_async_shared()
+        barrier()
+        on.chain.arrive(n)
+        on.done.wait(n - 1)
+        X_b.slice(0, 32, dim=0).store(narrow(unit(q_b, n_q, NORM, E) * (late * scale)))
+        k = unit(k_b, n_k, NORM, E)
+        X_b.slice(32, 32, dim=0).store(narrow(k * -late))
+        k = k * rcp(late)
+        C_b.slice(0, 32, dim=0).store(narrow(k))
+        C_b.slice(32, 32, dim=0).store(narrow(gl.where(first, k * e_0, 0.0)))
+        late_of(x, n).store(late)
+        fence_async_shared()
+        barrier()
+        on.pairs.arrive(n)
+
+
+@gluon.jit
+def walk(
+    x, on, span, steps, y_d, dfinal, dinitial, tile, HV, scale, factor, flags, I: gl.constexpr
+):  # fmt: skip
+    """Carry the rows of dS^T [V, K] from 64 I on, and make the gradients of channels 64 I on::
+
+        y = kg dS + factor P^T do;   dv = A'^T y;   dS <- e_0 e_1 dS + G^T [do; dv]
+        [dP; -beta dL] = [do; dv] u^T, of which Z keeps pairs inside blocks, and pairs across
+        aq = h S do^T + C^T Z_q^T;   ak = h S dv^T + C^T Z_k^T;   cs = dS u^T
+        co = X^T Z_own;   cx = X^T Z_cross
+        dq = scale late aq + scale dP_ii k
+        dk = -late ak + (co + e_0 cx + w cs) / late + scale dP_ii q,   w = exp(total) / h
+        dG = X_q aq + X_k ak - C_own co - C_cross cx;   kl = w cs k / late
+        dg_i = sum_{j >= i} dG_j + sum_{j < i} kl_j + e_0 e_1 sum_v S dS
+
+    What pairs add to dG cancels in a sum over rows, because both sides use the same rounded
+    factors. The pair of a row with itself does not decay, so dG leaves it out. Operands of products
+    lie with channels as rows. In Triton 3.6 `mbarrier.arrive` is one thread's, and each warp waits
+    for its own products: so arrivals follow a barrier that follows the wait.
+    """
+    NORM: gl.constexpr = flags.L2NORM
+    K: gl.constexpr = 128
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    NA: gl.constexpr = gl.DotOperandLayout(0, N, 2)
+    NR: gl.constexpr = gl.SliceLayout(1, N)
+    NC: gl.constexpr = gl.SliceLayout(0, N)
+    WC: gl.constexpr = gl.SliceLayout(0, W)
+    B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    TYPE: gl.constexpr = x.q.dtype
+    none = gl.zeros([64, 32], gl.float32, N)
+    dS = gl.zeros([64, K], gl.float32, W)
+    if dfinal.pointer is not None:
+        p_s = state_at(dfinal.pointer, dfinal.strides, span.i_n, span.i_h, W, 64, I)
+        dS = gl.load(p_s).to(gl.float32)
+    for n in range(steps):
+        c, s, zero = steps - 1 - n, n & 1, n >> 30
+        tok = gl.arange(0, 32, NC)[None, :] + zero
+        q = x.q.index(s).slice(I * 64, 64, dim=1)
+        k = x.k.index(s).slice(I * 64, 64, dim=1)
+        late = late_of(x, n).slice(I * 64, 64, dim=1).permute((1, 0))
+        X_t = x.X.index(zero).slice(I * 64, 64, dim=1).permute((1, 0))
+        C_t = x.C.index(zero).slice(I * 64, 64, dim=1).permute((1, 0))
+        S_b, D, Z, AP = x.S.index(zero), x.D.index(zero), x.Z.index(zero), x.AP.index(zero)
+        R_0, R_1, R, u = x.R.index(zero), x.R.index(1 + zero), x.R.index(I + zero), x.u.index(zero)
+        if NORM:
+            along_q = reinterpret(x.D, TYPE, [4, 32, K], x.q.layout).index(zero)
+            along_k = reinterpret(x.D, TYPE, [4, 32, K], x.q.layout).index(1 + zero)
+            parked = reinterpret(x.D, gl.float32, [2, 32, K], x.late.layout).index(1 + zero)
+            parked = parked.slice(I * 64, 64, dim=1).permute((1, 0))
+        # the chain from step to step
+        on.chain.wait(n)
+        b_dS = narrow(dS)
+        y = warpgroup_mma(
+            gl.convert_layout(b_dS, NA),
+            x.kg.index(zero).permute((1, 0)),
+            none,
+            use_acc=False,
+            is_async=True,
+        )
+        on.do_full.wait(n)
+        y_P = warpgroup_mma(
+            R.slice(0, 32, dim=0).permute((1, 0)),
+            AP.slice(32, 32, dim=1),
+            none,
+            use_acc=False,
+            is_async=True,
+        )
+        if NORM:
+            on.done.wait(n - 1)  # both have read what took the place of D
+        D.slice(I * 64, 64, dim=0).store(b_dS)
+        # waits for nothing: it tells ptxas that no product in flight writes dS
+        dS = wait_products(2, deps=(dS,))
+        dS = dS * (x.gamma.slice(0, K).load(WC) * x.gamma.slice(K, K).load(WC))[None, :]
+        y, y_P = wait_products(0, deps=(y, y_P))
+        y = narrow(y + y_P * factor)
+        b_dv = R.slice(32, 32, dim=0)
+        if y_d is not None:
+            if gl.sum(x.small.load(B), 0) > 0:
+                b_dv.permute((1, 0)).store(y)
+                fence_async_shared()
+                barrier()
+                store_tile(y_d, [(tile + c * HV) * 32, I * 64], b_dv)
+                tma.store_wait(0)
+                barrier()
+        z = warpgroup_mma(
+            gl.convert_layout(y, NA), AP.slice(0, 32, dim=1), none, use_acc=False, is_async=True
+        )
+        z = wait_products(0, deps=(z,))
+        b_dv.permute((1, 0)).store(narrow(z))
+        fence_async_shared()
+        barrier()
+        on.dv.arrive(n)
+        dS = warpgroup_mma(R.permute((1, 0)), x.G.index(zero), dS, is_async=True)
+        # gradients of the scores: both partitions form all, and keep pairs inside blocks, or across
+        on.S_full.wait(n)
+        on.dv.wait(n)
+        sc = warpgroup_mma(
+            R_0, u.slice(0, 64, dim=1).permute((1, 0)), none, use_acc=False, is_async=True
+        )
+        sc = warpgroup_mma(R_1, u.slice(64, 64, dim=1).permute((1, 0)), sc, is_async=True)
+        M = warpgroup_mma(
+            S_b.slice(I * 64, 64, dim=1).permute((1, 0)),
+            D.slice(I * 64, 64, dim=1),
+            gl.zeros([64, 64], gl.float32, Q),
+            use_acc=False,
+            is_async=True,
+        )
+        pair = (gl.arange(0, 64, NR)[:, None] + zero) & 31
+        sc, dS = wait_products(1, deps=(sc, dS))
+        if I == 0:
+            own = gl.sum(gl.reshape(gl.where(pair == tok, sc, 0.0), (2, 32, 32)), 1)
+            reinterpret(x.own.index(s), gl.float32, [2, 32], PAIR).store(own)
+            inside = (pair > tok) & ((pair >> 4) == (tok >> 4))
+            Z.slice(0, 32, dim=1).store(narrow(gl.where(inside, sc, 0.0)))
+        else:
+            Z.slice(32, 32, dim=1).store(narrow(gl.where((pair >> 4) > (tok >> 4), sc, 0.0)))
+        fence_async_shared()
+        M = wait_products(0, deps=(M,))
+        barrier()
+        on.scores.arrive(n)
+        o_k = gl.arange(0, 64, gl.SliceLayout(1, Q))[:, None] + zero
+        dgamma = gl.sum(gl.where(o_k == gl.arange(0, 64, gl.SliceLayout(0, Q))[None, :], M, 0.0), 1)
+        dgamma = gl.convert_layout(dgamma, NR)
+        # as the later row of a pair: what the state gives, then earlier rows
+        S_0 = S_b.slice(0, 64, dim=0).slice(I * 64, 64, dim=1).permute((1, 0))
+        S_1 = S_b.slice(64, 64, dim=0).slice(I * 64, 64, dim=1).permute((1, 0))
+        do_0, do_1 = R_0.slice(0, 32, dim=0), R_1.slice(0, 32, dim=0)
+        dv_0, dv_1 = R_0.slice(32, 32, dim=0), R_1.slice(32, 32, dim=0)
+        aq = warpgroup_mma(S_0, do_0.permute((1, 0)), none, use_acc=False, is_async=True)
+        aq = warpgroup_mma(S_1, do_1.permute((1, 0)), aq, is_async=True)
+        ak = warpgroup_mma(S_0, dv_0.permute((1, 0)), none, use_acc=False, is_async=True)
+        ak = warpgroup_mma(S_1, dv_1.permute((1, 0)), ak, is_async=True)
+        cs = warpgroup_mma(
+            D.slice(I * 64, 64, dim=1).permute((1, 0)),
+            u.permute((1, 0)),
+            none,
+            use_acc=False,
+            is_async=True,
+        )
+        on.pairs.wait(n)
+        e_0 = x.gamma.slice(I * 64, 64).load(NR)
+        e_1 = x.gamma.slice(K + I * 64, 64).load(NR)
+        first = tok < 16
+        on.scores.wait(n)
+        aq, ak, cs = wait_products(0, deps=(aq, ak, cs))
+        barrier()
+        on.half.arrive(n)
+        h = gl.where(first, DOWN, (e_0 * DOWN)[:, None])
+        Z_q, Z_k = Z.slice(0, 32, dim=0), Z.slice(32, 32, dim=0)
+        aq = warpgroup_mma(C_t, Z_q.permute((1, 0)), aq * h, is_async=True)
+        ak = warpgroup_mma(C_t, Z_k.permute((1, 0)), ak * h, is_async=True)
+        b_late = late.load(N)
+        dP = x.own.index(s).slice(0, 32).load(NC)[None, :] * scale
+        n_q, n_k = x.norms.index(s).slice(0, 32), x.norms.index(s).slice(32, 32)
+        aq, ak = wait_products(0, deps=(aq, ak))
+        dG = widen(X_t.slice(0, 32, dim=1).load(N)) * aq
+        b_q = widen(q.permute((1, 0)).load(N))
+        b_k = widen(k.permute((1, 0)).load(N))
+        if NORM:
+            aq = aq * (b_late * scale) + b_k * (n_k.load(NC)[None, :] * dP)
+            b_q = b_q * n_q.load(NC)[None, :]
+            on.half.wait(n)  # both have read D: q dq, k dk and dq take its place
+            along_q.slice(I * 64, 64, dim=1).permute((1, 0)).store(narrow(b_q * aq))
+            parked.store(aq)
+        else:
+            q.permute((1, 0)).store(narrow(aq * (b_late * scale) + b_k * dP))
+        dG = dG + widen(X_t.slice(32, 32, dim=1).load(N)) * ak
+        d_k = b_q * dP - ak * b_late
+        # as the earlier row: later rows, and what the state gets
+        co = warpgroup_mma(X_t, Z.slice(0, 32, dim=1), none, use_acc=False, is_async=True)
+        cx = warpgroup_mma(X_t, Z.slice(32, 32, dim=1), none, use_acc=False, is_async=True)
+        co, cx = wait_products(0, deps=(co, cx))
+        b_c = widen(C_t.slice(0, 32, dim=1).load(N))
+        dG = dG - b_c * co - widen(C_t.slice(32, 32, dim=1).load(N)) * cx
+        co = co + cx * e_0[:, None]
+        cs = cs * gl.where(first, (e_0 * e_1 * UP)[:, None], (e_1 * UP)[:, None])
+        kl = b_c * cs
+        d_k = d_k + (co + cs) * rcp(late.load(N))
+        if NORM:
+            b_k = widen(k.permute((1, 0)).load(N)) * n_k.load(NC)[None, :]
+            along_k.slice(I * 64, 64, dim=1).permute((1, 0)).store(narrow(b_k * d_k))
+            fence_async_shared()
+            barrier()
+            on.dots.arrive(n)
+        else:
+            k.permute((1, 0)).store(narrow(d_k))
+        # dg: products with ones add up later rows of dG, and earlier ones of kl
+        later, earlier = x.U.index(zero).slice(0, 32, dim=1), x.U.index(zero).slice(32, 32, dim=1)
+        d_g = gl.zeros([64, 32], gl.float32, N) + (dgamma * (e_0 * e_1))[:, None]
+        high = narrow(dG)
+        d_g = warpgroup_mma(gl.convert_layout(high, NA), later, d_g, is_async=True)
+        low = narrow(dG - widen(high))
+        d_g = warpgroup_mma(gl.convert_layout(low, NA), later, d_g, is_async=True)
+        high = narrow(kl)
+        d_g = warpgroup_mma(gl.convert_layout(high, NA), earlier, d_g, is_async=True)
+        low = narrow(kl - widen(high))
+        d_g = warpgroup_mma(gl.convert_layout(low, NA), earlier, d_g, is_async=True)
+        d_g = wait_products(0, deps=(d_g,))
+        g_b = x.g.index(s).slice(I * 64, 64, dim=1)
+        g_b.permute((1, 0)).store(d_g if x.g.dtype == gl.float32 else narrow(d_g))
+        if NORM:
+            on.dots.wait(n)
+            through_norm(k, d_k, along_k, n_k, N)
+            through_norm(q, parked.load(N), along_q, n_q, N)
+        fence_async_shared()
+        barrier()
+        on.done.arrive(n)
+    if dinitial.pointer is not None:
+        gl.store(state_at(dinitial.pointer, dinitial.strides, span.i_n, span.i_h, W, 64, I), dS)
+
+
+@gluon.jit
+def through_norm(x, dy, along, norm, N: gl.constexpr):
+    """Write dx = n (dy - y sum_k y dy) in the place of x, where y = n x; `along` is y dy [32, K].
+
+    A product with ones adds up all channels.
+    """
+    NC: gl.constexpr = gl.SliceLayout(0, N)
+    NA: gl.constexpr = gl.DotOperandLayout(0, N, 2)
+    ones = (gl.zeros([64, 128], gl.float32, NA) + 1.0).to(x.dtype)
+    none = gl.zeros([64, 32], gl.float32, N)
+    dot = warpgroup_mma(ones, along.permute((1, 0)), none, use_acc=False, is_async=True)
+    n = norm.load(NC)[None, :]
+    y = widen(x.permute((1, 0)).load(N)) * n
+    dot = wait_products(0, deps=(dot,))
+    x.permute((1, 0)).store(narrow((dy - y * dot) * n))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "beta_b",
+        "beta_t",
+        "beta_h",
+        "q_h",
+        "k_h",
+        "g_h",
+        "do_h",
+        "N",
+        "T",
+        "H",
+        "HV",
+        "scale",
+        "factor",
+        "lower",
+    ]
+)
+def reverse_walk_kda(
+    q_d,
+    k_d,
+    g_d,
+    do_d,
+    u_d,
+    S_d,
+    AP_d,
+    dq_d,
+    dk_d,
+    dg_d,
+    dv_d,
+    tails_d,
+    v_tails_d,
+    ends_d,
+    y_d,
+    sums_d,
+    beta,
+    gate,
+    dfinal,
+    dinitial,
+    cu_seqlens,
+    beta_b,
+    beta_t,
+    beta_h,
+    q_h,
+    k_h,
+    g_h,
+    do_h,
+    N,
+    T,
+    H,
+    HV,
+    scale,
+    factor,
+    lower,
+    flags,
+    REGISTERS: gl.constexpr,
+):
+    """Write the gradients of one sequence and head, from what `walk_kda` and `states_kda` left.
+
+    `walk` has the formulas. dq and dk are per value head, dg is that of the log decays even where
+    `prepare` makes them of logits. `factor` completes P. The last rows of a sequence, if they are
+    fewer than 32, go to tails [N HV, 3, 32, 128], of dq, dk and dv, and ends [N HV, 32, 128], of
+    dg. sums [.., 32] fp32 gets sum_v dv u. If a given beta of a block is below SMALL, y of the
+    block goes to y [.., 32, 128]. `finish_back` reads all these.
+    """
+    TYPE: gl.constexpr = q_d.dtype
+    span = find_span(cu_seqlens, None, N, T, HV)
+    steps = (span.length + 31) // 32
+    i_g = span.i_h // (HV // H)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    SUM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    LATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], gl.float32)
+    g_s = gl.allocate_shared_memory(g_d.dtype, [2, 32, 128], g_d.layout)
+    late_s = g_s
+    if g_d.dtype != gl.float32:
+        late_s = gl.allocate_shared_memory(gl.float32, [1, 32, 128], LATE)
+    x = Buffers(
+        gl.allocate_shared_memory(TYPE, [2, 32, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 32, 128], q_d.layout),
+        g_s,
+        late_s,
+        gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 32, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 64, 64], do_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 32, 128], u_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 128, 128], S_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 128, 128], S_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 64, 64], do_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 32, 64], AP_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 32, 64], AP_d.layout),
+        gl.allocate_shared_memory(gl.float32, [256], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, 64], SUM),
+        gl.allocate_shared_memory(gl.int32, [1], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, 64], FLAT),
+    )
+    on = Meetings(
+        signal(2),
+        signal(1),
+        signal(1),
+        signal(1),
+        signal(1),
+        signal(1, 2),
+        signal(1, 2),
+        signal(1, 2),
+        signal(1, 2),
+        signal(1, 2),
+    )
+    R: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_j = gl.arange(0, 32, gl.SliceLayout(1, R))[:, None]
+    o_i = gl.arange(0, 64, gl.SliceLayout(0, R))[None, :]
+    ones = gl.where(gl.where(o_i < 32, o_j >= o_i, o_j < o_i - 32), 1.0, 0.0)
+    x.U.index(0).store(ones.to(TYPE))
+    fence_async_shared()
+    barrier()
+    if beta is not None:
+        # Offsets count tokens of all sequences; beta of a batch may have any strides.
+        beta += span.i_h.to(gl.int64) * beta_h
+        if cu_seqlens is None:
+            beta += span.i_n.to(gl.int64) * beta_b - span.token.to(gl.int64) * beta_t
+    row_AP = (first_tile(span, cu_seqlens, T, 64) * HV + span.i_h) * 64
+    tile = first_tile(span, cu_seqlens, T, 32) * HV + span.i_h
+    gl.warp_specialize(
+        [
+            (prepare, (x, on, span, steps, gate, lower, scale, beta, beta_t, flags)),
+            (
+                walk,
+                (x, on, span, steps, y_d, dfinal, dinitial, tile, HV, scale, factor, flags, 0),
+            ),
+            (
+                walk,
+                (x, on, span, steps, y_d, dfinal, dinitial, tile, HV, scale, factor, flags, 1),
+            ),
+            (
+                copy,
+                (
+                    q_d, k_d, g_d, do_d, u_d, S_d, AP_d, dq_d, dk_d, dg_d, dv_d, tails_d, v_tails_d,
+                    ends_d, sums_d, i_g * q_h, i_g * k_h, span.i_h * g_h, span.i_h * do_h, row_AP,
+                    tile, HV, x, on, span, steps,
+                ),
+            ),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )  # fmt: skip
