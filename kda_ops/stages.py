@@ -274,7 +274,8 @@ class Backend:
     ) -> Gradients:
         """Return the gradients of the inputs named in `need`, from the A of `train`.
 
-        For calls that `keeps.trains` allows. Gradients are given as to `reverse_scan`.
+        For calls with tokens and sequences that `keeps.trains` allows. Gradients are given as to
+        `reverse_scan`.
         """
         raise NotImplementedError
 

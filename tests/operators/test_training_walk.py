@@ -138,8 +138,9 @@ def test_backward_reads_the_a_of_other_stages_as_they_do(monkeypatch):
 
 
 @pytest.mark.bits
-def test_a_call_without_chunks_does_not_walk_back():
-    for case in (replace(CASE, T=0), replace(CASE, lengths=(), tail=5)):
+def test_a_call_without_tokens_or_sequences_does_not_walk_back():
+    packed = [replace(CASE, lengths=x, tail=n) for x, n in (((), 5), ((), 70), ((0, 0), 0))]
+    for case in (replace(CASE, T=0), *packed):
         want = run(case)
         with training_walks(BACKEND) as walks:
             got = run(case)

@@ -19,6 +19,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.keeps import KEEPS
 from kda_ops.backends.triton.plans import launch
 from kda_ops.backends.triton.plans.call_key import CallKey, call_key, exact, named
+from kda_ops.backends.triton.plans.descriptors import fit_call, fit_state, fit_tokens
 from kda_ops.backends.triton.plans.plan import Bound, Plan
 from kda_ops.backends.triton.plans.recording import Recording
 from kda_ops.backends.triton.private import INTERPRET
@@ -36,6 +37,7 @@ from kda_ops.backends.triton.stages.short_conv import (
 )
 from kda_ops.backends.triton.stages.step import step
 from kda_ops.backends.triton.stages.walk import walk, walk_training, walks_forward
+from kda_ops.backends.triton.stages.walk_back import walk_back
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Backend, Gradients, Pass
@@ -111,9 +113,7 @@ class Triton(Backend):
         self, p: Problem, A: Tensor, do: Tensor, dfinal_state: Tensor | None, need: frozenset[str]
     ) -> Gradients:
         """Return the gradients; see `kda_ops.stages.Backend.walk_back`."""
-        from kda_ops.backends.triton.stages.walk_back import walk_back
-
-        return walk_back(p, A, do, dfinal_state, need)
+        return walk_back(fit_call(p), A, fit_tokens(p, do), fit_state(dfinal_state), need)
 
     def run(self, kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Any:
         """Run one pass by a plan that fits the call, or by the stages, which make that plan."""
