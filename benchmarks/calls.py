@@ -30,8 +30,8 @@ class Call:
     run: int = 0  # chunks per run, where sequences are cut (backends/triton/stages/runs.py)
     group: int = 2  # value heads per key head
     gates: bool = False  # the decay by itself, forward and backward
-    # KDA's forward, or GDN's backward with `keep`, as one walk (backends/triton/stages/walk.py and
-    # reverse_walk.py)
+    # as walks: KDA's forward, with `keep` its training, or GDN's backward with `keep`
+    # (backends/triton/stages/walk.py, walk_back.py and reverse_walk.py)
     walk: bool = False
     # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all
     # of them at once
@@ -152,6 +152,12 @@ class Call:
         if self.walk and not self.keep:
             assert walk.walks_forward(p, None)
             return kernels.infer(p, p.new_output(), p.new_final_state())
+        need = frozenset(n for n, x in zip(GRADIENTS, p.differentiable()) if x is not None)
+        if self.walk and self.rank:
+            assert kernels.keeps.trains(p)
+            A = kernels.train(p, p.new_output(), p.new_final_state())
+            kernels.walk_back(p, A, p.new_output(), None, need)
+            return None
         with_AP = self.keep and kernels.keeps_AP(p)
         tile = kernels.prepare(
             p, with_AP=with_AP, norms=self.keep and not with_AP, overlap=self.ahead > 0
@@ -166,7 +172,6 @@ class Call:
         trace = kernels.scan(p, tile, o, None if self.keep else p.new_final_state(), self.keep)
         if self.keep:
             do = p.new_output()
-            need = frozenset(n for n, x in zip(GRADIENTS, p.differentiable()) if x is not None)
             if self.walk:
                 assert trace is not None and kernels.walks(p, do, None, need)
                 kernels.reverse_walk(p, tile, trace, do, None, need)

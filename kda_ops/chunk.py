@@ -8,6 +8,9 @@ starts with the reverse scan. Per token and value head, that is 2 C + 3 K + 2 V 
 in the operand dtype. gamma adds K / C floats (GDN: 1 / C). On Triton, KDA keeps three floats per
 row (`factors`) instead of u, and GDN keeps only A, the states and v_new. Kept tensors equal
 recomputed ones, so both policies give the same bits.
+
+Where training walks (`Keeps.trains`), it keeps A and P of each half of a chunk, in 2 C elements
+too. `disable_recompute` changes nothing there: backward makes the states again in either case.
 """
 
 from __future__ import annotations
@@ -23,10 +26,13 @@ from kda_ops.sequences import count_chunks
 from kda_ops.stages import AXES, GRADIENTS, KEPT, SUMS, Backend, Gradients, Keeps, Tile, Trace
 
 INPUTS = (*GRADIENTS, "cu_seqlens")
+HALVES = (2, CHUNK // 2, CHUNK)  # the last axes of the A that `Backend.train` returns
 
 
 def kept_names(keeps: Keeps, p: Problem) -> frozenset[str]:
     """Return the names of what training keeps besides the inputs."""
+    if keeps.trains(p):
+        return frozenset(("A",))
     return keeps.names(p.rank, p.q.dtype, p.l2norm, p.disable_recompute)
 
 
@@ -34,10 +40,10 @@ def new_kept(keeps: Keeps, p: Problem) -> list[Tensor]:
     """Allocate what `Forward` keeps, one tensor per name in `stages.KEPT`, empty where not kept."""
     size = dict(c=count_chunks(p), h=p.HV, C=CHUNK, K=p.K, V=p.V, D=p.K if p.rank else 1, R=3)
     names = kept_names(keeps, p)
-    return [
-        _empty(keeps, p, n, [size[letter] for letter in axes] if n in names else (0,))
-        for n, axes in KEPT.items()
-    ]
+    shapes = {n: [size[letter] for letter in KEPT[n]] for n in names if n in KEPT}
+    if keeps.trains(p):
+        shapes["A"] = [size["c"], p.HV, *HALVES]
+    return [_empty(keeps, p, n, shapes.get(n, (0,))) for n in KEPT]
 
 
 def _empty(keeps: Keeps, p: Problem, name: str, shape=(0,)) -> Tensor:
@@ -45,8 +51,9 @@ def _empty(keeps: Keeps, p: Problem, name: str, shape=(0,)) -> Tensor:
     return p.q.new_empty(shape, dtype=dtype)
 
 
-def _is_there(x: Tensor | None) -> bool:
-    return x is not None and x.numel() > 0
+def _there(x: Tensor | None) -> Tensor | None:
+    """Return a kept tensor, or None for an empty one."""
+    return x if x is not None and x.numel() > 0 else None
 
 
 class Whole:
@@ -101,12 +108,16 @@ class Forward(Whole):
         o, final_state = p.new_output(), p.new_final_state()
         if not p.HV:
             return o, final_state, *new_kept(b.keeps, p)
-        names, keeps_AP = kept_names(b.keeps, p), b.keeps_AP(p)
-        tile = b.prepare(p, with_AP=keeps_AP, norms=p.disable_recompute, overlap=True)
-        trace = b.scan(p, tile, o, final_state, keep=p.disable_recompute)
-        made = vars(tile) | ({} if trace is None else vars(trace))
-        if keeps_AP:
-            made["A"] = tile.AP
+        names = kept_names(b.keeps, p)
+        if b.keeps.trains(p):
+            made: dict[str, Any] = {"A": b.train(p, o, final_state)}
+        else:
+            keeps_AP = b.keeps_AP(p)
+            tile = b.prepare(p, with_AP=keeps_AP, norms=p.disable_recompute, overlap=True)
+            trace = b.scan(p, tile, o, final_state, keep=p.disable_recompute)
+            made = vars(tile) | ({} if trace is None else vars(trace))
+            if keeps_AP:
+                made["A"] = tile.AP
         return o, final_state, *(made[n] if n in names else _empty(b.keeps, p, n) for n in KEPT)
 
 
@@ -144,17 +155,24 @@ class Backward:
                 torch.zeros_like(x) if n in need and x is not None else None for n, x in inputs
             )
         p.scratch = {}
-        names = kept_names(b.keeps, p)
-        have = {n: given[n] for n in KEPT if n in names}
+        # `recurrent` keeps no A, so its backward gets an empty one
+        A = _there(given["A"])
+        # Its shape tells which stages have kept A. The call does not: under vmap, DTensor and
+        # context parallelism, forward and backward may differ in heads and columns.
+        if A is not None and tuple(A.shape[2:]) == HALVES:
+            if do is not None and p.B * p.T * p.N > 0 and b.keeps.trains(p):
+                walked = b.walk_back(p, A, do, dfinal_state, need)
+                return tuple(getattr(walked, n) for n in GRADIENTS)
+            A = None  # the other stages cannot read it
         reads = "o" in b.keeps.names(p.rank, p.q.dtype, p.l2norm, disable_recompute=True)
         asked = reads and do is not None and "q" in need
         trace = None
-        if p.disable_recompute:
+        if p.disable_recompute and _there(given["states"]) is not None:
+            names = b.keeps.names(p.rank, p.q.dtype, p.l2norm, disable_recompute=True)
+            have = {n: given[n] for n in KEPT if n in names}
             trace = Trace(have.pop("states"), have.pop("v_new"), given.get("o"))
             tile = b.prepare(p, have["A"]) if have.keys() == {"A"} else Tile(**have)
         else:
-            # `recurrent` keeps no A, so its backward gets an empty one
-            A = have.get("A") if _is_there(have.get("A")) else None
             tile = b.prepare(p, A, with_AP=A is not None and b.keeps_AP(p), norms=True)
         if do is not None and b.walks(p, do, dfinal_state, need):
             if trace is None:

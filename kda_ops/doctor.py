@@ -168,7 +168,7 @@ def backends() -> Iterator[str]:
         from kda_ops.backends.triton import tuning
         from kda_ops.backends.triton.stages import reverse_walk, walk
 
-        yield f"KDA's forward, nothing kept: {walk.path(torch.device('cuda'))}"
+        yield f"KDA's forward: {walk.path(torch.device('cuda'))}"
         yield f"GDN's backward: {reverse_walk.path(torch.device('cuda'))}"
         yield (
             f"tuned options: {len(tuning.tuned())} rows of {tuning.cache_file()} match this "

@@ -102,7 +102,8 @@ def chunk_kda(
             In 16 bits on a GPU, KDA then keeps about ``128 + 3 K + V + K V / 64`` elements per
             token and value head, instead of 64. At K = V = 128 that is 1.8 KB. GDN keeps about
             ``64 + V + K V / 64``. With ``use_qk_l2norm_in_kernel`` on a GPU, KDA keeps o too:
-            modifying o in place before backward raises an error. See `kda_ops.chunk`.
+            modifying o in place before backward raises an error. Where KDA's training is a walk
+            (docs/performance.md, "Memory"), this flag changes nothing. See `kda_ops.chunk`.
 
     Returns:
         o ``[B, T, HV, V]`` in v's dtype, and the final state in the layout and dtype of

@@ -178,6 +178,20 @@ def sharding_propagator() -> Any:
     return DTensor._op_dispatcher.sharding_propagator
 
 
+def result_shapes(op: OpOverload, args: tuple, flags: dict) -> list[torch.Size]:
+    """Return the shapes that DTensor gives the results of a call whose tensors are specs.
+
+    Public: none; rules see the arguments alone.
+    """
+    from torch.distributed.tensor._op_schema import OpSchema
+
+    propagator = sharding_propagator()
+    schema = OpSchema(op, args, flags, propagator.op_to_schema_info[op])
+    found = propagator._propagate_tensor_meta(schema)
+    # one result is a named tuple
+    return [x.shape for x in ([found] if hasattr(found, "shape") else found)]
+
+
 # --- what is imported when it is first asked for --------------------------------------------------
 
 LATER = {

@@ -122,7 +122,7 @@ AXES = {
 }
 # What training may keep: names and axes; the order is that of `chunk_fwd`'s outputs.
 KEPT = {
-    "A": "chCC",  # or `AP` in its place, where both are made
+    "A": "chCC",  # or `AP` in its place, where both are made; "ch.CC" where training walks
     "P": "chCC",
     "w": "chCK",
     "u": "chCV",
@@ -192,6 +192,13 @@ class Keeps:
         """Return what is kept besides the inputs: names of `KEPT`, and "o" if backward reads it."""
         return frozenset(KEPT) - {"factors"} if disable_recompute else frozenset()
 
+    def trains(self, p: Problem) -> bool:
+        """Return whether `Backend.train` serves a call, which keeps A alone, whatever `names` says.
+
+        Nothing here depends on values, B, N, T, strides or addresses.
+        """
+        return False
+
 
 class Backend:
     """The stages of one backend, and how it runs a pass.
@@ -253,6 +260,24 @@ class Backend:
     def infer(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         """Write o and the final state as `scan` does, for a call that keeps nothing."""
         self.scan(p, self.prepare(p, overlap=True), o, final_state, keep=False)
+
+    def train(self, p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor:
+        """Write o and the final state as `scan` does, and return the A that `walk_back` reads.
+
+        For calls that `keeps.trains` allows. This A is [NT, HV, 2, C / 2, C]: of each half of a
+        chunk it has A and P, side by side.
+        """
+        raise NotImplementedError
+
+    def walk_back(
+        self, p: Problem, A: Tensor, do: Tensor, dfinal_state: Tensor | None, need: frozenset[str]
+    ) -> Gradients:
+        """Return the gradients of the inputs named in `need`, from the A of `train`.
+
+        For calls with tokens and sequences that `keeps.trains` allows. Gradients are given as to
+        `reverse_scan`.
+        """
+        raise NotImplementedError
 
     def reverse_scan(
         self,

@@ -35,6 +35,7 @@ from kda_ops.registrations.opaque import opaque
 from kda_ops.stages import CONVOLVED, GRADIENTS, KEPT
 
 _INPUTS = len(GRADIENTS) + 1  # the differentiable inputs, then cu_seqlens
+_STATES = list(KEPT).index("states")
 
 
 def _wants_grad(args: tuple, kwargs: dict) -> bool:
@@ -132,11 +133,9 @@ def _chunk(namespace: str, chunk_fwd: Callable):
 
 
 @cache
-def _reads_output(
-    device: torch.device, rank: int, dtype: torch.dtype, l2norm: bool, disable_recompute: bool
-) -> bool:
-    """Return whether backward reads o."""
-    return "o" in dispatch.keeps(device).names(rank, dtype, l2norm, disable_recompute)
+def _reads_output(device: torch.device, rank: int, dtype: torch.dtype, l2norm: bool) -> bool:
+    """Return whether backward reads o where it reads kept states."""
+    return "o" in dispatch.keeps(device).names(rank, dtype, l2norm, disable_recompute=True)
 
 
 def _setup(namespace: str):
@@ -144,10 +143,11 @@ def _setup(namespace: str):
 
     def setup(ctx, inputs, flags, output) -> None:
         (o, final_state, *kept), (q, *_) = output, inputs
-        l2norm, no_recompute = flags["use_qk_l2norm_in_kernel"], flags.get("disable_recompute")
-        reads_output = _reads_output(o.device, rank, q.dtype, l2norm, bool(no_recompute))
         # A tensor that is not kept is empty, with one dimension: do not save it.
-        ctx.kept = [reads_output, *(x.dim() > 1 for x in kept)]
+        there = [x.dim() > 1 for x in kept]
+        has_states = bool(kept) and there[_STATES]
+        l2norm = flags["use_qk_l2norm_in_kernel"]
+        ctx.kept = [has_states and _reads_output(o.device, rank, q.dtype, l2norm), *there]
         ctx.save_for_backward(*inputs, *(x for x, there in zip((o, *kept), ctx.kept) if there))
         ctx.mark_non_differentiable(*kept, *(() if flags["output_final_state"] else (final_state,)))
         ctx.set_materialize_grads(False)

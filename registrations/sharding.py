@@ -22,13 +22,18 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from kda_ops import dispatch
-from kda_ops.private import OpSchema, OpStrategy, RuntimeSchemaInfo, schema_of, sharding_propagator
+from kda_ops.private import (
+    OpSchema,
+    OpStrategy,
+    RuntimeSchemaInfo,
+    result_shapes,
+    schema_of,
+    sharding_propagator,
+)
 from kda_ops.registrations import schemas
 from kda_ops.stages import CONVOLUTION, CONVOLVED, GRADIENTS, KEPT, NORM, NORMALISED
 
@@ -58,37 +63,20 @@ def _arguments(operator: schemas.Operator, namespace: str) -> list[str]:
     return [a.name for a in schema_of(operator.overload(namespace)).arguments if not a.kwarg_only]
 
 
-def _outputs(
-    operator: schemas.Operator, rank: int, given: dict, flags: dict
-) -> list[tuple[str, bool, bool]]:
-    """Return for each output its name, whether it is a gradient, and whether it is empty."""
+def _outputs(operator: schemas.Operator) -> list[tuple[str, bool]]:
+    """Return for each output its name, and whether it is a gradient."""
     if operator is schemas.CHUNK_BWD:
-        need = flags["need"]
-        return [
-            (n, True, not need >> i & 1 or given.get(n) is None) for i, n in enumerate(GRADIENTS)
-        ]
-    if operator is schemas.SHORT_CONV:
-        return [("y", False, False), ("final_tail", False, not flags.get("output_final_tail"))]
+        return [(n, True) for n in GRADIENTS]
     if operator is schemas.SHORT_CONV_BWD:
-        need = flags["need"]
-        return [
-            (n, True, not need >> i & 1 or given.get(n) is None) for i, n in enumerate(CONVOLVED)
-        ]
-    if operator is schemas.GATED_RMS_NORM:
-        return [("y", False, False)]
+        return [(n, True) for n in CONVOLVED]
     if operator is schemas.GATED_RMS_NORM_BWD:
-        return [(n, True, given.get(n) is None) for n in NORMALISED]
-    out = [("o", False, False), ("final_state", False, not flags.get("output_final_state", False))]
-    if operator is schemas.CHUNK_FWD:
-        q = given["q"]
-        names = dispatch.keeps(torch.device(q.mesh.device_type)).names(
-            rank,
-            q.tensor_meta.dtype,
-            flags.get("use_qk_l2norm_in_kernel", False),
-            flags.get("disable_recompute", False),
-        )
-        out += [(n, False, n not in names) for n in KEPT]
-    return out
+        return [(n, True) for n in NORMALISED]
+    if operator is schemas.SHORT_CONV:
+        return [("y", False), ("final_tail", False)]
+    if operator is schemas.GATED_RMS_NORM:
+        return [("y", False)]
+    kept = KEPT if operator is schemas.CHUNK_FWD else ()
+    return [(n, False) for n in ("o", "final_state", *kept)]
 
 
 def _splits(operator: schemas.Operator, given: dict) -> list[str]:
@@ -103,12 +91,14 @@ def _splits(operator: schemas.Operator, given: dict) -> list[str]:
 
 def _rules(operator: schemas.Operator, namespace: str):
     """Return the rule that lists (outputs, inputs) placements along one axis of a mesh."""
-    names, rank = _arguments(operator, namespace), schemas.VARIANTS[namespace]
+    op, names = operator.overload(namespace), _arguments(operator, namespace)
 
     def rules(*args, **flags):
         given = dict(zip(names, args))
         transposed = flags.get("transpose_state_layout", False)
-        outputs = _outputs(operator, rank, given, flags)
+        # DTensor takes the shapes of results from the whole call. The shards may have too few heads
+        # to walk, and then keep more than it does, which is dropped.
+        empty = [tuple(shape) == (0,) for shape in result_shapes(op, args, flags)]
         acceptable = []
         for split in _splits(operator, given):
             ins = [
@@ -121,11 +111,11 @@ def _rules(operator: schemas.Operator, namespace: str):
             ]
             outs = [
                 Replicate()
-                if empty
+                if absent
                 else _placement(
                     operator, n, split, transposed, Partial() if gradient and split else Replicate()
                 )
-                for n, gradient, empty in outputs
+                for (n, gradient), absent in zip(_outputs(operator), empty, strict=True)
             ]
             acceptable.append((outs, ins))
         return acceptable

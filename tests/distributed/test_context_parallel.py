@@ -33,6 +33,7 @@ from tests.support.context import (
     whole,
 )
 from tests.support.shards import SPREAD, cut_twin
+from tests.support.training_walk import training_walks
 
 
 def assert_meets_cut_budget(case, cuts, got):
@@ -119,6 +120,22 @@ def test_a_plan_or_a_mesh_gives_the_same_as_the_group(ranks, how, packed):
         whole(ranks.run(3, step, 3, case, CUTS[3], how)),
         whole(ranks.run(3, step, 3, case, CUTS[3])),
     )
+
+
+def walked(groups, size, case, cuts, columns):
+    """Run the step where calls whose V has so many columns walk in training."""
+    with training_walks(dispatch.backend(torch.device("cpu")), columns=columns) as counts:
+        return step(groups, size, case, cuts), counts.trained, counts.walked
+
+
+@pytest.mark.parametrize("forward", (False, True))
+def test_forward_or_backward_alone_may_have_the_columns_that_walk(ranks, forward):
+    """Forward has K more columns than backward."""
+    case, cuts = replace(EVERYTHING, dtype=torch.float64), CUTS[2]
+    columns = case.V + case.K if forward else case.V
+    found = ranks.run(2, walked, 2, case, cuts, columns)
+    assert [counts for _, *counts in found] == [[int(forward), 0]] * 2
+    assert_equal(whole([parts for parts, *_ in found]), run(case))
 
 
 # --- chains, and losses that only some ranks see --------------------------------------------------

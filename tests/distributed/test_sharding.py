@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import kda_ops
+from kda_ops import dispatch
 from kda_ops.stages import KEPT
 from tests.support.ranks import mesh_of
+from tests.support.training_walk import training_walks
 
 R = Replicate()
 SPREAD = ("q", "k", "v", "g", "beta")
@@ -219,6 +223,50 @@ def errors(groups, compiled):
                     (_whole(got[n]) - w).abs().max() / w.abs().max()
                 ).item()
     return rows
+
+
+# which calls walk in training, and the splits whose shards do
+WALKS = {
+    "all": ({}, ("batch", "heads", "V")),
+    "all heads": ({"heads": 8}, ("batch", "V")),
+    "all columns": ({"columns": 12}, ("batch", "heads")),
+    "half of the columns": ({"columns": 6}, ("V",)),
+}
+
+
+def walked_errors(groups, compiled):
+    """Return the same for a training that walks, by which calls walk, split and policy.
+
+    A row begins with the walks forward and back on this rank.
+    """
+    mesh, rows = mesh_of(groups[2]), {}
+    for T, (walks, (sizes, _)) in enumerate(
+        WALKS.items(), 65
+    ):  # DTensor remembers calls by their sizes
+        inputs = {n: t.double() for n, t in make_inputs("kda", transposed=True, T=T).items()}
+        want = _train(CHUNK["kda"], {n: t.clone().requires_grad_() for n, t in inputs.items()})
+        for split, keep in product(SPLITS, (False, True)):
+            chunk = partial(CHUNK["kda"], disable_recompute=keep)
+            if compiled:
+                torch._dynamo.reset()
+                chunk = torch.compile(chunk, backend="aot_eager", fullgraph=True)
+            x = spread(inputs, mesh, {n: [p] for n, p in SPLITS[split].items()})
+            with training_walks(dispatch.backend(torch.device("cpu")), **sizes) as counts:
+                got = _train(chunk, x)
+            errors = [
+                ((_whole(got[n]) - w).abs().max() / w.abs().max()).item() for n, w in want.items()
+            ]
+            rows[walks, split, keep] = counts.trained, counts.walked, *errors
+    return rows
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_shards_that_walk_in_training_or_not_agree_with_the_whole_call(ranks, compiled):
+    for rows in ranks.run(2, walked_errors, compiled):
+        assert len(rows) == 2 * len(WALKS) * len(SPLITS)
+        for (walks, split, keep), (trained, walked, *errors) in rows.items():
+            assert trained == walked == (split in WALKS[walks][1]), (walks, split, keep)
+            assert not [e for e in errors if not e <= 1e-12], (walks, split, keep)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -6,11 +6,14 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+from kda_ops.backends.triton import BACKEND as TRITON
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages import walk
 from kda_ops.problem import Problem
+from tests.support.calls import run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical
+from tests.support.plans import forget_plans
 from tests.support.walk_training import assert_kept, kept_blocks
 
 CUDA = torch.device("cuda")
@@ -69,3 +72,39 @@ def test_what_is_kept_is_near_the_definition_and_runs_give_the_same_bits(name):
         assert_all_identical({"o": o}, {"o": first["o"]})
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+STEPS = {"raw": LAYER, "raw, packed": PACKED, "given, strong": GIVEN}
+
+
+def step(case: Case, inputs=None) -> dict:
+    """Return the outputs and gradients of a training step."""
+    return run(case, inputs=case.inputs(CUDA) if inputs is None else inputs)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_training_step_has_the_same_bits_for_any_strides_and_either_policy(name, monkeypatch):
+    """Also by a plan, with other tensors and lengths than those that it was made with."""
+    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+    forget_plans()
+    for strides in ("contiguous", "fused", "heads_first", "every_second"):
+        for T in (200, 65, 256):
+            case = replace(STEPS[name], strides=strides, T=T, seed=T)
+            inputs = case.inputs(CUDA)
+            dense = {n: x if x is None else x.contiguous() for n, x in inputs.items()}
+            want = step(case, dense)
+            for keep in (False, True):
+                assert_all_identical(step(replace(case, disable_recompute=keep), inputs), want)
+    plans = [str(plan) for some in TRITON.plans.values() for plan in some]
+    assert all("walk_kda[" in plan or "states_kda[" in plan for plan in plans)
+    assert any("Copy(" in plan for plan in plans)
+    forget_plans()
+
+
+def test_a_gradient_of_o_may_be_expanded(monkeypatch):
+    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+    x = LAYER.inputs(CUDA)
+    do, dfinal = LAYER.cotangents(CUDA)
+    ones = torch.ones((), dtype=do.dtype, device=CUDA).expand(do.shape)
+    got = run(LAYER, inputs=x, cotangents=(ones, dfinal))
+    assert_all_identical(got, run(LAYER, inputs=x, cotangents=(ones.contiguous(), dfinal)))

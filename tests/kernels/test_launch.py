@@ -10,6 +10,7 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -146,6 +147,45 @@ def test_what_threads_compiled_is_what_is_launched(tmp_path):
     assert run.returncode == 0, run.stderr[-4000:]
 
 
+def test_a_plan_copies_the_inputs_of_its_call():
+    from kda_ops.backends.triton.plans.launch import compiling, copy_of, recorded
+    from kda_ops.backends.triton.plans.plan import Plan
+    from kda_ops.backends.triton.plans.recording import Recording
+
+    def strided(B, T):
+        return torch.randn(B, T, 2, 8)[..., ::2]
+
+    def numbers_of(x):
+        return {"B": x.shape[0], "T": x.shape[1]} | {f"x_{i}": n for i, n in enumerate(x.stride())}
+
+    first, other = strided(2, 3), strided(5, 70)
+    recording = Recording(numbers_of(first))
+    B, T, *strides = recording.sizes.values()
+    recording.take("x", first, (B, T, 2, 4), tuple(strides))
+    with recorded(recording):
+        results = [copy_of(first), copy_of(first)]
+    with compiling(), mock.patch.object(torch.Tensor, "copy_", None):
+        assert copy_of(first).shape == first.shape  # nothing is copied
+    plan = Plan(recording, results, first.device)
+    for x in (first, other):
+        bound = plan.bind(tuple(numbers_of(x).values()))
+        again = plan.run([x], [x.data_ptr()], bound)
+        for y in (*results, *again) if x is first else again:
+            assert y.is_contiguous() and y.equal(x)
+        assert again[0].data_ptr() != again[1].data_ptr()
+
+
+def test_a_device_that_is_not_there_has_no_architecture(monkeypatch):
+    from kda_ops.backends.triton import tuning
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    tuning._capability.cache_clear()
+    found = [tuning.is_hopper(torch.device("cuda", i)) for i in (0, 1)]
+    tuning._capability.cache_clear()
+    assert found == [True, False]
+
+
 def test_torch_is_asked_for_the_architecture_once_per_device(monkeypatch):
     from kda_ops.backends.triton import tuning
 
@@ -153,6 +193,7 @@ def test_torch_is_asked_for_the_architecture_once_per_device(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0)
     )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     device = torch.device("cuda", 6)
     tuning._capability.cache_clear()
     assert [tuning.architecture(device) for _ in range(3)] == [9] * 3 and asked == [device]

@@ -475,6 +475,7 @@ def test_few_heads_walk_where_tests_say_so(monkeypatch):
 @pytest.mark.quick
 def test_without_gluon_nothing_walks(monkeypatch):
     monkeypatch.setattr(walk, "KERNEL", None)
+    monkeypatch.setattr(tuning, "has_gluon", lambda: False)
     assert not asks()
     assert "no known Gluon" in walk.path(torch.device("meta"))
 

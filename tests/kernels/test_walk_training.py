@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
     pytest.skip("needs triton, without its interpreter", allow_module_level=True)
 
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.keeps import KEEPS
+from kda_ops.backends.triton.plans.descriptors import fit_state, is_copied
 from kda_ops.backends.triton.stages import walk
 from kda_ops.problem import Problem
 from tests.support.cases import EDGES, Case
@@ -53,9 +56,11 @@ def problem(case: Case) -> Problem:
     return Problem.parse(1, *case.inputs().values(), **case.flags())
 
 
-def trained(case: Case, seed: int = 0, forward: str | None = None, again: str | None = None):
+def trained(
+    case: Case, seed: int = 0, forward: str | None = None, again: str | None = None, change=None
+):
     """Return o, the final state, A' and P, states and u of a call; sources may be changed."""
-    p = problem(case)
+    p = problem(case) if change is None else change(problem(case))
     o, final_state = p.new_output(), p.new_final_state()
     with torch.no_grad():
         with emulated(walk, seed=seed, source=forward):
@@ -90,6 +95,34 @@ def test_outputs_of_training_are_those_of_inference_in_every_order(name):
     for seed in range(1, 4):
         _, got = trained(case, seed)
         assert_all_identical(defined(got, blocks), defined(want, blocks))
+
+
+def dense(p: Problem) -> Problem:
+    """Return the same call on contiguous tensors."""
+    p = copy(p)
+    for name in ("q", "k", "v", "g", "beta", "state"):
+        x = getattr(p, name)
+        setattr(p, name, None if x is None else x.contiguous())
+    return p
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("strides", ("heads_first", "fused", "every_second"))
+@pytest.mark.parametrize("name", ("strong decays", "raw, batch, transposed", "packed"))
+def test_no_strides_change_a_bit(name, strides):
+    case = replace(CASES[name], strides=strides, H=2, HV=4, T=65)
+    assert any(not is_copied(problem(case), x) for x in (problem(case).q, problem(case).g))
+    blocks = kept_blocks(problem(case))
+    got, want = (defined(trained(case, change=f)[1], blocks) for f in (None, dense))
+    assert_all_identical(got, want)
+
+
+@pytest.mark.quick
+def test_a_state_out_of_reach_is_copied():
+    far = torch.empty(1, device="meta").as_strided((1, 64, 128, 128), (0, 0, 2**30, 1))
+    assert fit_state(far).is_contiguous() and fit_state(far).shape == far.shape
+    near, absent = far.contiguous(), far.new_empty(0)
+    assert fit_state(near) is near and fit_state(absent) is absent and fit_state(None) is None
 
 
 def defined(x: dict, blocks) -> dict:
@@ -158,7 +191,7 @@ def test_training_asks_only_for_what_forward_and_backward_both_know(monkeypatch)
         beta = torch.empty(B, T, HV, dtype=BF16, device="meta")
         wide = [beta.new_empty(B, HV, T, 128).transpose(1, 2) for _ in range(4)]
         flags = dict(safe_gate=True, safe_beta=True, safe_keys=True)
-        return walk.trains(Problem.parse(1, *wide, beta, None, None, None, None, **flags))
+        return KEEPS.trains(Problem.parse(1, *wide, beta, None, None, None, None, **flags))
 
     assert asks(1, 256, 64) and asks(3, 0, 64) and not asks(2, 256, 32)
     monkeypatch.setattr(tuning, "ASSUMED", 8)

@@ -35,6 +35,23 @@ def test_import_and_calls_work_where_there_is_no_triton():
     )
 
 
+FAKE = """
+import torch, kda_ops
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    q = torch.empty(1, 70, 64, 128, device="cuda", dtype=torch.bfloat16)
+    flags = dict(use_qk_l2norm_in_kernel=True, safe_gate=True)
+    _, _, A, *_ = torch.ops.kda.chunk_fwd(q, q, q, q, None, **flags)
+assert A.shape[:2] == (2, 64) and "kda_ops.backends.triton.stages.walk" not in sys.modules
+print("right")
+"""
+
+
+@pytest.mark.parametrize("block", (BLOCK, "import sys\n"))
+def test_a_fake_training_call_needs_no_triton_no_gpu_and_no_kernels(block):
+    assert python(block + FAKE).stdout == "right\n"
+
+
 @pytest.mark.parametrize("mode", ("training", "inference"))
 def test_the_first_call_of_a_process_may_be_compiled(mode):
     call = "torch.compile(kda_ops.chunk_kda, fullgraph=True, backend='aot_eager')"

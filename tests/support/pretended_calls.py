@@ -12,7 +12,7 @@ from torch import Tensor
 from kda_ops import chunk, recurrent
 from kda_ops.gate import GateBackwardPass, GatePass
 from kda_ops.registrations.schemas import mask_of
-from kda_ops.stages import GRADIENTS
+from kda_ops.stages import GRADIENTS, KEPT
 
 KINDS: tuple[Any, ...] = (chunk.Infer, chunk.Forward, chunk.Backward, chunk.Prefill)
 KINDS += (recurrent.Recur, recurrent.Decode, GatePass, GateBackwardPass)
@@ -259,6 +259,7 @@ def run(backend, model: Model, n: Numbers):
         reads = "o" in backend.keeps.names(
             model.rank, model.dtype, flags["use_qk_l2norm_in_kernel"], model.kept
         )
+        reads = reads and kept[list(KEPT).index("states")].dim() > 1  # as autograd saves it
         args = (*args[:2], *kept, *inputs, o if reads else None)
         present = [given.get(name) is not None for name in GRADIENTS]
         flags = flags | {"need": model.need & mask_of(present)}

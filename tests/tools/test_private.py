@@ -367,7 +367,8 @@ def _():
 
 
 @rely(
-    "backend_of COLLECTIVES sharding_propagator OpSchema OpStrategy RuntimeSchemaInfo",
+    "backend_of COLLECTIVES sharding_propagator result_shapes "
+    "OpSchema OpStrategy RuntimeSchemaInfo",
     "groups, collectives and sharding rules",
 )
 def _():
@@ -408,6 +409,12 @@ def _():
         info = propagator.op_to_schema_info[chunk]
         assert isinstance(info, private.RuntimeSchemaInfo)
         assert "output_final_state" in info.static_kwargkey and info.needs_pytree
+        specs = (x._spec, x._spec, x._spec, None, None)
+        shapes = private.result_shapes(chunk, specs, {"output_final_state": True})
+        assert shapes == [(1, 3, 2, 4), (1, 2, 4, 4)]
+        weight = DTensor.from_local(torch.rand(1, 4), mesh, [Replicate()])
+        norm, specs = torch.ops.kda.gated_rms_norm.default, (x._spec, weight._spec, None)
+        assert private.result_shapes(norm, specs, {}) == [x.shape]
         dist.destroy_process_group()
     """)
 

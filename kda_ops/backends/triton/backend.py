@@ -19,6 +19,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.keeps import KEEPS
 from kda_ops.backends.triton.plans import launch
 from kda_ops.backends.triton.plans.call_key import CallKey, call_key, exact, named
+from kda_ops.backends.triton.plans.descriptors import fit_call, fit_state, fit_tokens
 from kda_ops.backends.triton.plans.plan import Bound, Plan
 from kda_ops.backends.triton.plans.recording import Recording
 from kda_ops.backends.triton.private import INTERPRET
@@ -35,9 +36,11 @@ from kda_ops.backends.triton.stages.short_conv import (
     short_conv_in_place,
 )
 from kda_ops.backends.triton.stages.step import step
-from kda_ops.backends.triton.stages.walk import walk, walks_forward
+from kda_ops.backends.triton.stages.walk import walk, walk_training, walks_forward
+from kda_ops.backends.triton.stages.walk_back import walk_back
 from kda_ops.problem import Problem
-from kda_ops.stages import Backend, Pass
+from kda_ops.sequences import count_chunks
+from kda_ops.stages import Backend, Gradients, Pass
 
 MOST_PLANS = 1024  # of a process; after that all are dropped
 # passes that meet the same few sizes thousands of times
@@ -69,6 +72,7 @@ class Triton(Backend):
     prepare, scan = staticmethod(prepare), staticmethod(scan)
     reverse_scan = staticmethod(reverse_scan)
     gradient, step = staticmethod(gradient), staticmethod(step)
+    train = staticmethod(walk_training)
     walks, reverse_walk = staticmethod(walks), staticmethod(reverse_walk)
     gate, gate_backward = staticmethod(gate), staticmethod(gate_backward)
     short_conv, short_conv_backward = staticmethod(short_conv), staticmethod(short_conv_backward)
@@ -105,6 +109,12 @@ class Triton(Backend):
         else:
             super().infer(p, o, final_state)
 
+    def walk_back(
+        self, p: Problem, A: Tensor, do: Tensor, dfinal_state: Tensor | None, need: frozenset[str]
+    ) -> Gradients:
+        """Return the gradients; see `kda_ops.stages.Backend.walk_back`."""
+        return walk_back(fit_call(p), A, fit_tokens(p, do), fit_state(dfinal_state), need)
+
     def run(self, kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Any:
         """Run one pass by a plan that fits the call, or by the stages, which make that plan."""
         if checks.CHECK_VALUES or INTERPRET:
@@ -140,12 +150,15 @@ class Triton(Backend):
             # In a context of its own: Triton keeps its mode in a context variable, and does not
             # reset it if a kernel fails to compile.
             Context().run(_compile, work, self)
-        for name, x in zip(kind.names, args):
-            kept.take(name, x, *_shape(kind.axes, name, x, kept))
+        sizes: dict[str, int] = dict(kept.sizes)
         if hasattr(work, "p"):  # others read sizes from their tensors
             p = work.p = copy(work.p)
-            p.__class__ = _Recorded if isinstance(p, Problem) else type(p)
             p.B, p.T, p.N = (kept.sizes[n] for n in ("B", "T", "N"))
+            if isinstance(p, Problem):
+                p.__class__ = _Recorded
+                sizes["c"] = count_chunks(p)
+        for name, x in zip(kind.names, args):
+            kept.take(name, x, *_shape(name, x, kind.axes, sizes))
         with launch.recorded(kept):
             results = work.run(self)
         plan = Plan(kept, results, device)
@@ -165,18 +178,16 @@ _TABLES = {"state_indices": "NS", "snapshot_indices": "NS", "num_accepted_tokens
 
 
 def _shape(
-    axes: Mapping[str, str], name: str, x: Tensor | None, kept: Recording
+    name: str, x: Tensor | None, axes: Mapping[str, str], sizes: Mapping[str, int]
 ) -> tuple[tuple, tuple | None]:
     """Return the shape of an input as sizes, and its strides as sizes, or None if contiguous."""
     if x is None:
         return (), None
     letters = _TABLES.get(name) or axes.get(name) or axes.get(name.removeprefix("d"), "")
-    shape = tuple(
-        kept.sizes.get(letter, n) for letter, n in zip(letters.ljust(x.dim(), "."), x.shape)
-    )
+    shape = tuple(sizes.get(letter, n) for letter, n in zip(letters.ljust(x.dim(), "."), x.shape))
     if x.is_contiguous():
         return shape, None
-    return shape, tuple(kept.sizes[f"{name}_{i}"] for i in range(x.dim()))
+    return shape, tuple(sizes[f"{name}_{i}"] for i in range(x.dim()))
 
 
 BACKEND = Triton()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kda_ops.problem import Problem
 from kda_ops.stages import KEPT, Keeps
 
 
@@ -29,6 +30,16 @@ class AsGiven(Keeps):
         if not rank:
             return frozenset(("A", "states", "v_new"))
         return frozenset((*KEPT, "o") if l2norm else KEPT) - {"u"}
+
+    def trains(self, p: Problem) -> bool:
+        """Return whether KDA's walk serves the call."""
+        if not p.rank or p.q.dtype is not torch.bfloat16:
+            return False
+        try:
+            from kda_ops.backends.triton import tuning
+        except ModuleNotFoundError:  # the call is a fake one, where there is no Triton
+            return False
+        return tuning.walks(p)
 
 
 KEEPS = AsGiven()

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from kda_ops.backends.triton.plans.descriptors import WIDTH, has_gluon
 from kda_ops.backends.triton.private import INTERPRET
 from kda_ops.problem import CHUNK, SAFE_BOUND, Problem
 from kda_ops.sequences import count_chunks
@@ -36,11 +37,28 @@ ASSUMED = HOPPER
 FORCED_RUN: int | None = None
 # the chunks that tests have prepared before the scan, in place of the rule's
 FORCED_AHEAD: int | None = None
-# whether tests and offline compilation use the walk for GDN's backward (reverse_walk.py), in place
-# of the rule
+# whether tests and offline compilation use the walks of KDA (walk.py) and of GDN's backward
+# (reverse_walk.py), in place of the rules
 FORCED_WALK: bool | None = None
 # how often a scan that follows `prepare` looks for its next chunk; a look takes about 1 us
 PATIENCE = 1 if INTERPRET else 1000
+
+
+def _least_heads() -> int:
+    """Return KDA_OPS_WALK_HEADS, or 64."""
+    given = os.environ.get("KDA_OPS_WALK_HEADS", "64")
+    if not given.isdecimal():
+        raise ValueError(
+            f"KDA_OPS_WALK_HEADS must be the least number of value heads to walk, got {given!r}."
+        )
+    return int(given)
+
+
+# The least number of value heads for which one sequence is walked faster than the kernels that the
+# walk replaces: a step takes 4.3 to 4.9 us, and few programs do not hide that. The number of
+# sequences must not count, because a sequence's bits do not depend on its batch. Who always has
+# several sequences can choose a smaller number.
+LEAST_HEADS = _least_heads()
 
 
 @dataclass(frozen=True)
@@ -129,6 +147,27 @@ def architecture(device: torch.device) -> int:
     return _capability(device)[0] if device.type == "cuda" else ASSUMED
 
 
+def walks(p: Problem) -> bool:
+    """Return whether flags, dtypes, widths, heads and device allow KDA's walk.
+
+    Nothing here depends on values, B, N, T, strides or addresses.
+    """
+    return bool(
+        p.rank
+        and FORCED_WALK is not False
+        and p.q.dtype is torch.bfloat16
+        and is_hopper(p.q.device)
+        and has_gluon()
+        and p.K == p.V == WIDTH
+        and p.g is not None
+        and p.g.dtype in (torch.bfloat16, torch.float32)
+        and centred(p)
+        and p.bounded_inverse
+        and (FORCED_WALK or p.HV >= LEAST_HEADS)
+        and p.HV * 128 * 64 < 2**31  # coordinates have 32 bits
+    )
+
+
 def is_hopper(device: torch.device) -> bool:
     """Return whether a device has compute capability 9.0, for kernels that need it."""
     if device.type != "cuda":
@@ -138,7 +177,12 @@ def is_hopper(device: torch.device) -> bool:
 
 @lru_cache(None)
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Ask torch once per device: asking takes 10 us, and a training step asks 26 times."""
+    """Ask torch once per device: asking takes 10 us, and a training step asks 26 times.
+
+    It is (0, 0) for a device that is not there, on which only fake tensors can be.
+    """
+    if (device.index or 0) >= torch.cuda.device_count():
+        return 0, 0
     return torch.cuda.get_device_capability(device)
 
 

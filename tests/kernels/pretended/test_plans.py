@@ -7,6 +7,7 @@ import pytest
 if os.environ.get("KDA_OPS_PRETEND") != "1":
     pytest.skip("needs a process of its own: KDA_OPS_PRETEND=1", allow_module_level=True)
 
+from dataclasses import replace
 from inspect import signature
 from unittest import mock
 
@@ -216,9 +217,19 @@ def recording_of(call):
     return found[0]
 
 
-@pytest.mark.parametrize("model, T", LARGE, ids=str)
-def test_a_plan_takes_no_more_memory_than_its_stages(model, T):
-    call = pretended_calls.run(BACKEND, model, pretended_calls.usual(T))
+WALKS = [
+    (pretended_calls.Model(kind=kind, rank=1, kept=kept, **fields), numbers)
+    for fields in (pretended_calls.MODEL | {"H": 64}, pretended_calls.MODEL | {"H": 32, "group": 2})
+    for kind in (chunk.Forward, chunk.Backward)
+    for kept in (False, True)
+    for numbers in (pretended_calls.usual(4096), replace(pretended_calls.usual(4096), layout="off"))
+]
+EVERY = [(model, pretended_calls.usual(T)) for model, T in LARGE] + WALKS
+
+
+@pytest.mark.parametrize("model, numbers", EVERY, ids=str)
+def test_a_plan_takes_no_more_memory_than_its_stages(model, numbers):
+    call = pretended_calls.run(BACKEND, model, numbers)
     kind, rank, args, flags = call
     with Peak(args) as stages:
         kind(rank, args, flags).run(BACKEND)
@@ -226,7 +237,7 @@ def test_a_plan_takes_no_more_memory_than_its_stages(model, T):
     BACKEND.run(*call)
     with Peak(args) as plan:
         BACKEND.run(*call)
-    room = 512 * -(-T // 64)  # what a buffer has per chunk is a multiple of the alignment
+    room = 512 * -(-numbers.T // 64)  # what a buffer has per chunk is a multiple of the alignment
     assert len(plans()) == 1 and 0 < plan.peak <= stages.peak + room, (plan.peak, stages.peak)
 
 
@@ -245,6 +256,7 @@ def spans(recording):
         for x in step.arguments.values():
             flat += x if isinstance(x, tuple) and not isinstance(x, Memory) else [x]
         for x in flat:
+            x = getattr(x, "memory", x)  # of a descriptor
             if isinstance(x, Memory):
                 a, z = found.setdefault(x.name, [first, last])
                 found[x.name] = [min(a, first), max(z, last)]
@@ -267,9 +279,9 @@ def assert_apart(recording, plan, numbers):
             assert not (same and first <= end and begin <= last), (x, y)
 
 
-@pytest.mark.parametrize("model, T", LARGE, ids=str)
-def test_buffers_that_are_used_at_once_do_not_share_a_place(model, T):
-    call = pretended_calls.run(BACKEND, model, pretended_calls.usual(T))
+@pytest.mark.parametrize("model, numbers", EVERY, ids=str)
+def test_buffers_that_are_used_at_once_do_not_share_a_place(model, numbers):
+    call = pretended_calls.run(BACKEND, model, numbers)
     recording, plan = recording_of(call)
     assert_apart(recording, plan, [int(x) for x in recording.sizes.values()])
 
@@ -279,3 +291,68 @@ def test_nor_do_those_of_any_call(model, numbers, gpu):
     call = pretended_calls.run(BACKEND, model, numbers[0])
     recording, plan = recording_of(call)
     assert_apart(recording, plan, [int(x) for x in recording.sizes.values()])
+
+
+BACK = ["states_kda", "reverse_walk_kda"]
+
+
+def names(gpu):
+    return [launched.made.kernel.fn.__name__ for launched in gpu]
+
+
+def walked(gpu, kind, numbers=None, device="cuda:0", **fields):
+    """Run a call of 64 heads; return its arguments, its results and what it launches."""
+    fields = pretended_calls.MODEL | {"H": 64, "kept": False} | fields
+    model = pretended_calls.Model(kind=kind, rank=1, **fields)
+    call = pretended_calls.run(BACKEND, model, numbers or pretended_calls.usual(70))
+    gpu.clear()
+    return call, BACKEND.run(*call), names(gpu)
+
+
+@pytest.mark.parametrize("kept", (False, True))
+def test_training_of_64_heads_walks_and_keeps_a_alone(gpu, kept):
+    _, (_, _, A, *others), launched = walked(gpu, chunk.Forward, kept=kept)
+    assert launched == ["walk_kda"]
+    assert A.shape == (2, 64, 2, 32, 64) and all(x.shape == (0,) for x in others)
+    assert walked(gpu, chunk.Backward, kept=kept)[2][:2] == BACK
+    assert "walk_kda" not in walked(gpu, chunk.Forward, kept=kept, H=63)[2]
+
+
+def test_a_plan_of_the_walk_does_not_serve_the_a_of_other_stages(gpu):
+    (kind, rank, args, flags), _, launched = walked(gpu, chunk.Backward)
+    assert "states_kda" in launched
+    i = kind.names.index("A")
+    other = args[i].new_empty((*args[i].shape[:2], 64, 64))
+    for A, walks in ((other, False), (args[i], True), (other, False)):
+        gpu.clear()
+        BACKEND.run(kind, rank, (*args[:i], A, *args[i + 1 :]), flags)
+        assert ("states_kda" in names(gpu)) == walks
+    assert len(plans()) == 3  # one of Forward
+
+
+@pytest.mark.parametrize("T, N, packed", ((0, 1, False), (0, 2, True), (70, 0, True)))
+def test_a_call_without_tokens_or_sequences_trains(T, N, packed, gpu):
+    numbers = replace(pretended_calls.usual(T), N=N)
+    _, (_, _, A, *_), launched = walked(gpu, chunk.Forward, numbers, packed=packed)
+    assert A.shape[1:] == (64, 2, 32, 64)
+    assert launched[-1] == ("walk_kda" if T else "scan_kda")
+    assert not {*BACK} & {*walked(gpu, chunk.Backward, numbers, packed=packed)[2]}
+
+
+def test_what_tma_cannot_copy_is_copied_in_plans_too(gpu):
+    for kind, launched in ((chunk.Forward, ["walk_kda"]), (chunk.Backward, BACK)):
+        found = []
+        for T in (70, 130, 1000):
+            far = replace(pretended_calls.usual(T), layout="heads_first", state_layout="far")
+            (_, _, args, _), _, seen = walked(gpu, kind, far)
+            assert seen[:2] == launched
+            inputs = {x.data_ptr() for x in args if x is not None and not x.is_contiguous()}
+            given = [
+                x.base.data_ptr()
+                for launch in gpu
+                for x in launch.args
+                if hasattr(x, "block_shape")
+            ]
+            assert len(given) >= 5 and not inputs & {*given}
+            found.append(len(plans()))
+        assert found[0] == found[-1]

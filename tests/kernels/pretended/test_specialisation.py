@@ -131,6 +131,21 @@ def test_a_plan_of_the_walk_is_used_for_calls_that_compile_to_it(data, launches)
     assert not used[0]
 
 
+@pytest.mark.parametrize("kind", (chunk.Forward, chunk.Backward))
+@settings(max_examples=max(20, settings().max_examples // 5))
+@given(data=st.data())
+def test_a_plan_of_training_that_walks_is_used_for_calls_that_compile_to_it(kind, data, launches):
+    BACKEND.forget()
+    packed, kept = data.draw(st.booleans()), data.draw(st.booleans())
+    fields = pretended_calls.MODEL | dict(packed=packed, kept=kept)
+    model = pretended_calls.Model(kind=kind, rank=1, **fields)
+    with mock.patch.object(tuning, "FORCED_WALK", True):
+        used = [check(BACKEND, model, n, launches) for n in data.draw(pretended_calls.sequences())]
+    assert not used[0]
+    names = {x.made.kernel.fn.__name__ for x in launches}
+    assert names >= ({"walk_kda"} if kind is chunk.Forward else {"states_kda", "reverse_walk_kda"})
+
+
 def test_a_call_of_48_heads_has_a_plan_of_the_walk(launches):
     BACKEND.forget()
     fields = pretended_calls.MODEL | dict(H=48, K=128, V=128)

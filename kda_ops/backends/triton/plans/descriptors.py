@@ -6,14 +6,15 @@ Nothing here needs a Triton that has Gluon, until a descriptor is made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from copy import copy
+from functools import cache, lru_cache
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from kda_ops import problem
-from kda_ops.backends.triton.plans.launch import strides_of
+from kda_ops.backends.triton.plans.launch import copy_of, strides_of
 from kda_ops.backends.triton.private import INTERPRET
 from kda_ops.problem import Problem
 
@@ -21,6 +22,7 @@ WIDTH = 128  # of K and V, of every tile
 LENGTH = problem.CHUNK
 
 
+@cache
 def has_gluon() -> bool:
     """Return whether Gluon kernels can be compiled: not interpreted, and by a known Triton."""
     if INTERPRET:
@@ -52,6 +54,33 @@ def is_copied(p: Problem, x: Tensor) -> bool:
 def is_near(strides: Sequence[int]) -> bool:
     """Return whether offsets of 32 bits reach the whole state of a head."""
     return WIDTH * (strides[2] + strides[3]) < 2**31
+
+
+def fit_tokens(p: Problem, x: Tensor) -> Tensor:
+    """Return a [B, T, X, 128] tensor, or a copy if TMA cannot copy its rows from where they are."""
+    return x if is_copied(p, x) else copy_of(x)
+
+
+@overload
+def fit_state(x: Tensor) -> Tensor: ...
+@overload
+def fit_state(x: None) -> None: ...
+def fit_state(x: Tensor | None) -> Tensor | None:
+    """Return a state, or a copy if offsets inside a head exceed 32 bits; as it is without axes."""
+    return x if x is None or x.dim() == 1 or is_near(strides_of(x)) else copy_of(x)
+
+
+def fit_call(p: Problem) -> Problem:
+    """Return a call with such copies of q, k, v, g and the initial state.
+
+    Training copies rather than choose other kernels, because strides and addresses may differ
+    between forward and backward.
+    """
+    p = copy(p)
+    p.q, p.k, p.v = fit_tokens(p, p.q), fit_tokens(p, p.k), fit_tokens(p, p.v)
+    p.g = None if p.g is None else fit_tokens(p, p.g)
+    p.state = fit_state(p.state)
+    return p
 
 
 def tokens(p: Problem, x: Tensor, rows: int = LENGTH, width: int = WIDTH):

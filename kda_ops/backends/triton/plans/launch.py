@@ -70,6 +70,16 @@ def new(
     return x
 
 
+def copy_of(x: Tensor) -> Tensor:
+    """Return a contiguous copy of an input of a pass."""
+    y = new(x, "copy", shape_of(x))
+    if not _HERE.compiles:
+        y.copy_(x)
+    if _HERE.recorder is not None:
+        _HERE.recorder.copy(x, y)
+    return y
+
+
 def shape_of(x: Tensor) -> tuple[int, ...]:
     """Return the shape of a tensor of a pass; under a recording, as sizes."""
     return tuple(x.shape) if _HERE.recorder is None else _HERE.recorder.shape(x)

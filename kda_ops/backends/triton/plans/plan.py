@@ -19,6 +19,7 @@ from torch import Tensor
 from kda_ops.backends.triton.plans.launch import side_stream
 from kda_ops.backends.triton.plans.recording import (
     Buffer,
+    Copy,
     Descriptor,
     Launch,
     Memory,
@@ -102,6 +103,11 @@ class Plan:
             None if b.zero else recording.like.get((tuple_of(b.shape), b.dtype)) for b in self.own
         ]
         order = {name: i for i, name in enumerate([b.name for b in self.own])}
+        self.copies = {
+            s.result: (recording.inputs.index(s.source), order[s.result])
+            for s in self.steps
+            if isinstance(s, Copy)
+        }
         self.parts = [order[s.parts] for s in self.sums]
         order |= {s.result: len(order) + i for i, s in enumerate(self.sums)}
         # a number among the own buffers and sums, None, or an empty tensor
@@ -246,7 +252,10 @@ class Plan:
         side = side_stream(device) if self.forks else None
         for step, programs, pick, start in self.order:
             if type(step) is not Launch:
-                if type(step) is Total:
+                if type(step) is Copy:
+                    source, result = self.copies[step.result]
+                    own[result].copy_(tensors[source])  # type: ignore[arg-type]
+                elif type(step) is Total:
                     i = len(own) - len(self.own)
                     own.append(own[self.parts[i]].sum(0).view(bound.ends[i]).to(step.dtype))
                 elif side is not None:

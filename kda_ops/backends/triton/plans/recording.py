@@ -89,6 +89,14 @@ class Total:
     dtype: torch.dtype
 
 
+@dataclass
+class Copy:
+    """The copy of an input to a buffer."""
+
+    source: str
+    result: str
+
+
 class Recording:
     """The inputs, numbers, buffers and steps of one pass, as `launch` reports them."""
 
@@ -99,7 +107,7 @@ class Recording:
         self.like: dict[tuple[str, torch.dtype], int] = {}  # contiguous inputs by shape and dtype
         self.constants: dict[str, Tensor] = {}
         self.buffers: dict[str, Buffer] = {}
-        self.steps: list[Launch | Wait | Total] = []
+        self.steps: list[Launch | Wait | Total | Copy] = []
         self._time, self._forked = 0, False  # all steps between fork and join have one time
         self._known: dict[int, tuple[Tensor, Memory, tuple[int, ...], tuple[int, ...]]] = {}
 
@@ -140,6 +148,14 @@ class Recording:
         self._time += not self._forked
         self.steps.append(Total(name, f"{name}_total", self.shape(like), like.dtype))
         self._know(y, Memory(f"{name}_total", 0, like.dtype), (), ())
+
+    def copy(self, x: Tensor, y: Tensor) -> None:
+        """Add the step that copies x, an input, to y."""
+        source, result = self._used(x).name, self._used(y).name
+        assert source in self.inputs
+        self.buffers[result].own = True
+        self._time += not self._forked
+        self.steps.append(Copy(source, result))
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of a tensor that was added, as sizes."""

@@ -6,7 +6,6 @@ keeps A' and P of it, from which `states_kda` makes the states again in backward
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -20,8 +19,8 @@ from kda_ops.backends.triton.device.gate import flags_of
 from kda_ops.backends.triton.device.operands import GateWeights, strided
 from kda_ops.backends.triton.device.tile import dense
 from kda_ops.backends.triton.plans.descriptors import (
-    WIDTH,
     copied,
+    fit_call,
     has_gluon,
     is_copied,
     is_near,
@@ -45,61 +44,18 @@ STATES = import_module("kda_ops.backends.triton.stages.states_kda") if has_gluon
 HALF = CHUNK // 2  # rows of a half of a chunk, which the walk treats as a chunk of its own
 
 
-def _least_heads() -> int:
-    """Return KDA_OPS_WALK_HEADS, or 64."""
-    given = os.environ.get("KDA_OPS_WALK_HEADS", "64")
-    if not given.isdecimal():
-        raise ValueError(
-            f"KDA_OPS_WALK_HEADS must be the least number of value heads to walk, got {given!r}."
-        )
-    return int(given)
-
-
-# The least number of value heads for which one sequence is walked faster than the kernels that the
-# walk replaces: a step takes 4.3 to 4.9 us, and few programs do not hide that. The number of
-# sequences must not count, because a sequence's bits do not depend on its batch. Who always has
-# several sequences can choose a smaller number.
-LEAST_HEADS = _least_heads()
-
-
 def walks_forward(p: Problem, final_state: Tensor | None) -> bool:
     """Return whether the walk serves a call.
 
     Nothing here depends on values, nor on B, N or T of calls with tokens.
     """
     return (
-        _serves(p)
+        tuning.walks(p)
         and all(x is not None and is_copied(p, x) for x in (p.q, p.k, p.v, p.g))
         and all(x is None or x.dim() == 1 or is_near(strides_of(x)) for x in (p.state, final_state))
         # a descriptor has at least one row, and coordinates have 32 bits
         and 0 < p.B * p.T < 2**30
-        and p.HV * 128 * 64 < 2**31
     )
-
-
-def _serves(p: Problem) -> bool:
-    """Return whether flags, dtypes, widths, heads and device allow the walk."""
-    if KERNEL is None or not p.rank or tuning.FORCED_WALK is False:
-        return False
-    return bool(
-        tuning.is_hopper(p.q.device)
-        and p.q.dtype is torch.bfloat16
-        and p.K == p.V == WIDTH
-        and p.g is not None
-        and p.g.dtype in (torch.bfloat16, torch.float32)
-        and tuning.centred(p)
-        and p.bounded_inverse
-        and (tuning.FORCED_WALK or p.HV >= LEAST_HEADS)
-    )
-
-
-def trains(p: Problem) -> bool:
-    """Return whether training walks: forward keeps what `walk_training` does.
-
-    Forward and backward both ask. So nothing here depends on values, B, N, T, strides or addresses,
-    which may differ between the two.
-    """
-    return STATES is not None and _serves(p)
 
 
 def path(device: torch.device) -> str:
@@ -108,7 +64,8 @@ def path(device: torch.device) -> str:
         return f"prepare and scan, because triton {triton.__version__} has no known Gluon"
     if not tuning.is_hopper(device):
         return "prepare and scan, because the walk needs compute capability 9.0"
-    return f"one walk (Gluon) from {LEAST_HEADS} heads on, in bf16 at width 128 with bounded decays"
+    least = tuning.LEAST_HEADS
+    return f"one walk (Gluon) from {least} heads on, in bf16 at width 128 with bounded decays"
 
 
 def registers(p: Problem) -> int:
@@ -123,10 +80,10 @@ def registers(p: Problem) -> int:
 def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = None) -> None:
     """Write o and the final state, as `kda_ops.stages.Backend.scan` does.
 
-    Training passes AP [NT, HV, 64, 64]. Columns 0 to 31 get A' of the half that a row is in, and
-    columns 32 to 63 get P (`walk_kda`), which `factor_of_P` completes.
+    Training passes AP [NT, HV, 2, 32, 64]. Columns 0 to 31 of a half get its A', and columns 32 to
+    63 its P (`walk_kda`), which `factor_of_P` completes.
     """
-    assert KERNEL is not None and p.g is not None  # as `walks_forward` has checked
+    assert KERNEL is not None and p.g is not None  # as `tuning.walks` has checked
     final = None if final_state is None or final_state.numel() == 0 else as_kv(p, final_state)
     initial = None if p.state is None else as_kv(p, p.state)
     into = p.snapshot_indices
@@ -172,9 +129,10 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
 
 def walk_training(p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor:
     """Write o and the final state, and return A' and P, as `walk` writes them."""
-    AP = new(p.q, "AP", (count_chunks(p), p.HV, CHUNK, CHUNK))
+    AP = new(p.q, "AP", (count_chunks(p), p.HV, 2, HALF, CHUNK))
     if p.B * p.T > 0:
-        walk(p, o, final_state, AP if p.N > 0 else None)  # without sequences AP may have no chunk
+        # without sequences AP may have no chunk
+        walk(fit_call(p), o, final_state, AP if p.N > 0 else None)
     else:  # a descriptor has at least one row
         scan(p, prepare(p), o, final_state, keep=False)
     return AP
@@ -192,11 +150,13 @@ def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
     They are [count_chunks(p, 32), HV, V, K] and [.., HV, 32, V], in q's dtype. Halves are numbered
     as chunks of 32 tokens (`kda_ops.sequences`).
     """
-    assert STATES is not None and p.g is not None  # as `trains` has checked
+    assert STATES is not None and p.g is not None  # as `tuning.walks` has checked
     count = count_chunks(p, HALF)
     S, u = new(p.q, "states", (count, p.HV, p.V, p.K)), new(p.q, "u", (count, p.HV, HALF, p.V))
     if p.N == 0 or p.B * p.T == 0:
         return S, u
+    p = fit_call(p)
+    assert p.g is not None  # as before
     beta_b, beta_t, beta_h = columns_of(p.beta)
     launch(
         STATES.states_kda,
