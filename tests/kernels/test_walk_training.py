@@ -19,7 +19,7 @@ from kda_ops.backends.triton.stages import walk
 from kda_ops.problem import Problem
 from tests.support.cases import EDGES, Case
 from tests.support.closeness import assert_all_identical
-from tests.support.emulated import Launcher, emulated, source_of, without_each
+from tests.support.emulated import emulated, source_of, without_each
 from tests.support.walk_training import assert_kept, kept_blocks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -62,15 +62,10 @@ def trained(
     """Return o, the final state, A' and P, states and u of a call; sources may be changed."""
     p = problem(case) if change is None else change(problem(case))
     o, final_state = p.new_output(), p.new_final_state()
-    with torch.no_grad():
-        with emulated(walk, seed=seed, source=forward):
-            AP = walk.walk_training(p, o, final_state)
-        second = SimpleNamespace(KERNEL=walk.STATES)
-        walk_launch, walk.launch = walk.launch, Launcher(second.KERNEL, seed=seed, source=again)
-        try:
-            S, u = walk.states(p, AP)
-        finally:
-            walk.launch = walk_launch
+    changed = {"walk_kda": forward, "states_kda": again}
+    with torch.no_grad(), emulated(walk, seed=seed, changed=changed):
+        AP = walk.walk_training(p, o, final_state)
+        S, u = walk.states(p, AP)
     return p, {"o": o, "final_state": final_state, "AP": AP, "states": S, "u": u}
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -21,22 +23,19 @@ ORDERS = (
 
 
 class Launcher:
-    """What takes the place of `launch` in a module of stages.
+    """What takes the place of `launch` in modules of stages.
 
-    `source` replaces that of the Gluon module `kernels`. `others` computes in torch what kernels
-    outside that module do.
+    `changed` replaces the source of Gluon modules, by name. `others` computes in torch what kernels
+    of Triton do.
     """
 
     def __init__(
         self,
-        kernels: ModuleType,
         seed: int = 0,
-        source: str | None = None,
+        changed: Mapping[str, str | None] | None = None,
         others: Mapping[str, Callable] | None = None,
     ):
-        assert kernels.__file__ is not None
-        self.kernels, self.seed = gluon_emulator.module(kernels.__file__, source), seed
-        self.others = others or {}
+        self.seed, self.changed, self.others = seed, changed or {}, others or {}
 
     def __call__(self, kernel, programs: int, device: torch.device, *, num_warps: int, **args):
         """Run a launch."""
@@ -44,12 +43,22 @@ class Launcher:
         if name in self.others:
             self.others[name](**args)
         else:
-            gluon_emulator.launch(getattr(self.kernels, name), programs, self.seed, **args)
+            path = sys.modules[kernel.__module__].__file__
+            assert path is not None
+            module = gluon_emulator.module(path, self.changed.get(Path(path).stem))
+            gluon_emulator.launch(getattr(module, name), programs, self.seed, **args)
 
 
-def emulated(stages: ModuleType, **options):
-    """Return a context in which a module of stages launches its `KERNEL` on the emulator."""
-    return patch.object(stages, "launch", Launcher(stages.KERNEL, **options))
+@contextmanager
+def emulated(*stages: ModuleType, source: str | None = None, **options) -> Iterator[None]:
+    """Let modules of stages launch on the emulator. `source` is that of the first's `KERNEL`."""
+    if source is not None:
+        options["changed"] = {Path(stages[0].KERNEL.__file__).stem: source}
+    launcher = Launcher(**options)
+    with ExitStack() as patches:
+        for module in stages:
+            patches.enter_context(patch.object(module, "launch", launcher))
+        yield
 
 
 def source_of(stages: ModuleType) -> str:

@@ -7,7 +7,6 @@ kernels of Triton with tests of their own, are written in torch here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from kda_ops.sequences import Chunks
 from kda_ops.stages import GRADIENTS, Tile, Trace
 from tests.support.calls import Results
 from tests.support.cases import Case, Tensors
-from tests.support.emulated import Launcher, emulated
+from tests.support.emulated import emulated
 
 EPSILON = 1e-6  # of the norm
 
@@ -44,8 +43,7 @@ def walked(
     names = {"state" if n == "initial_state" else n: n for n in GRADIENTS}
     need = frozenset(n for field, n in names.items() if getattr(p, field) is not None)
     others = {"finish_walk": finish_walk, "gather_heads": gather_heads}
-    gathers = patch.object(gradient, "launch", Launcher(reverse_walk.KERNEL, others=others))
-    with emulated(reverse_walk, others=others, **options), gathers:
+    with emulated(reverse_walk, gradient, others=others, **options):
         found = reverse_walk.reverse_walk(p, tile, trace, do, dfinal if case.final else None, need)
     return {"d" + n: getattr(found, n) for n in GRADIENTS if n in need}
 

@@ -91,14 +91,15 @@ class Buffers:
     U: gl.shared_memory_descriptor  # [1, 32, 64]  ones that sum later rows, and earlier ones
     gamma: gl.shared_memory_descriptor  # [2 K] fp32, of each block of 16 rows
     own: gl.shared_memory_descriptor  # [2, 64] fp32, of each row: dP with itself, and sum_v dv u
+    lost: gl.shared_memory_descriptor  # [32], of beta by the rounding of A'
     norms: gl.shared_memory_descriptor  # [2, 64] fp32, of q and k
 
     @gluon.constexpr_function
-    def __init__(self, q, k, g, late, X, G, C, kg, R, u, S, D, Z, AP, U, gamma, own, norms):
+    def __init__(self, q, k, g, late, X, G, C, kg, R, u, S, D, Z, AP, U, gamma, own, lost, norms):
         self.q, self.k, self.g, self.late, self.X, self.G, self.C = q, k, g, late, X, G, C
         self.kg, self.R, self.u, self.S, self.D, self.Z, self.AP = kg, R, u, S, D, Z, AP
         self.U, self.gamma, self.own = U, gamma, own
-        self.norms = norms
+        self.lost, self.norms = lost, norms
 
 
 @gluon.jit
@@ -194,8 +195,8 @@ def unit(rows, norms, NORM: gl.constexpr, E: gl.constexpr):
 
 
 @gluon.jit
-def load_beta(beta, beta_t, span, c):
-    """Return a given beta of block c, [32] fp32; 1 where there is no such token, or no beta."""
+def load_beta(beta, beta_t, span, c, flags):
+    """Return beta of block c, through its sigmoid, [32] fp32; 1 where there is no such token."""
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     b = gl.zeros([32], gl.float32, B) + 1.0
     if beta is not None:
@@ -203,6 +204,10 @@ def load_beta(beta, beta_t, span, c):
         mask = (row >= 0) & (row < span.length)
         p_beta = beta + (span.token + row).to(gl.int64) * beta_t
         b = gl.load(p_beta, mask=mask, other=1.0).to(gl.float32)
+        if flags.SIGMOID:
+            b = rcp(1.0 + ex2(b * -LOG2E))
+            if flags.NEG_EIGVAL:
+                b = 2.0 * b
     return b
 
 
@@ -251,7 +256,7 @@ def prepare(
     bias = gl.zeros([K], gl.float32, EC)
     if GATE:
         slope, bias = load_gate(gate.A_log, gate.dt_bias, span.i_h, K, E)
-    b = load_beta(beta, beta_t, span, steps - 1)
+    b = load_beta(beta, beta_t, span, steps - 1, flags)
     for n in range(steps):
         c, s, zero = steps - 1 - n, n & 1, n >> 30
         here = span.length - c * 32
@@ -278,6 +283,7 @@ def prepare(
         late = ex2(gl.convert_layout(gl.reshape(D, (32, K)), E) + SHIFT)
         on.half.wait(n - 1)
         reinterpret(x.gamma, gl.float32, [2, K], PAIR).store(total)
+        x.lost.store(narrow(b - widen(narrow(b))))
         barrier()
         e_0 = x.gamma.slice(0, K).load(EC)[None, :]
         e_1 = x.gamma.slice(K, K).load(EC)[None, :]
@@ -300,10 +306,10 @@ def prepare(
         fence_async_shared()
         if y is not None:
             small = gl.sum(gl.where(gl.abs(b) < SMALL, 1, 0), 0)
-            b = load_beta(beta, beta_t, span, c - 1)
             if small > 0:
                 on.dv.wait(n)
                 write_y(x, factor, y + (tile + c * HV).to(gl.int64) * (32 * 128), zero)
+        b = load_beta(beta, beta_t, span, c - 1, flags)
         barrier()
         on.pairs.arrive(n)
 
@@ -391,10 +397,13 @@ def walk(
         dS = wait_products(2, deps=(dS,))
         dS = dS * (x.gamma.slice(0, K).load(WC) * x.gamma.slice(K, K).load(WC))[None, :]
         y, y_P = wait_products(0, deps=(y, y_P))
-        y = narrow(y + y_P * factor)
+        y = y + y_P * factor
         b_dv = R.slice(32, 32, dim=0)
         z = warpgroup_mma(
-            gl.convert_layout(y, NA), AP.slice(0, 32, dim=1), none, use_acc=False, is_async=True
+            gl.convert_layout(narrow(y), NA),
+            AP.slice(0, 32, dim=1),
+            y * widen(x.lost.load(NC))[None, :],
+            is_async=True,
         )
         z = wait_products(0, deps=(z,))
         b_dv.permute((1, 0)).store(narrow(z))
@@ -631,6 +640,7 @@ def reverse_walk_kda(
         gl.allocate_shared_memory(TYPE, [1, 32, 64], AP_d.layout),
         gl.allocate_shared_memory(gl.float32, [256], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, 64], SUM),
+        gl.allocate_shared_memory(TYPE, [32], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, 64], FLAT),
     )
     on = Meetings(

@@ -244,19 +244,14 @@ def finish_back(
                 write_column(dbeta, at, i_h, HV, tl.zeros((CHUNK,), tl.float32))
 
 
-def registers(p: Problem) -> int:
-    """Return how many registers a thread of `walk` gets; `prepare` gets what it leaves."""
-    return 192
-
-
 def walk_back(
     p: Problem, AP: Tensor, do: Tensor, dfinal_state: Tensor | None, need: frozenset[str]
 ) -> Gradients:
     """Return the gradients named in `need`, from what `walk.walk_training` kept."""
     assert KERNEL is not None and p.g is not None  # as `walk.trains` has checked
-    q, grouped = p.q, p.HV > p.H
+    q, g, grouped = p.q, p.g, p.HV > p.H
     S, u = states(p, AP)
-    dv, dg = new(q, "dv", shape_of(p.v)), gradient_like(p, "g", need | {"g"})
+    dv, dg = new(q, "dv", shape_of(p.v)), new(q, "dg", shape_of(g), g.dtype)
     # Value heads of one key head are summed afterwards.
     heads, name = (p.B, p.T, p.HV, p.K), "_heads" if grouped else ""
     dq, dk = new(q, "dq" + name, heads), new(q, "dk" + name, heads)
@@ -266,10 +261,8 @@ def walk_back(
         sums = new(q, "dbeta_sums", shape_of(u)[:3], torch.float32)
         if not p.sigmoid_beta:
             y = new(q, "y", shape_of(u))
-    tails, ends = (
-        new(q, "tails", (p.N, p.HV, 3, HALF, p.K)),
-        new(q, "ends", (p.N, p.HV, HALF, p.K), dg.dtype),
-    )
+    tails = new(q, "tails", (p.N, p.HV, 3, HALF, p.K))
+    ends = new(q, "ends", (p.N, p.HV, HALF, p.K), g.dtype)
     dA_log, ddt_bias = parts_of(p, "A_log", 1, need), parts_of(p, "dt_bias", p.K, need)
     dinitial = None
     if p.state is not None and "initial_state" in need:
@@ -284,7 +277,7 @@ def walk_back(
         q.device,
         q_d=tokens(p, q, HALF),
         k_d=tokens(p, p.k, HALF),
-        g_d=tokens(p, p.g, HALF),
+        g_d=tokens(p, g, HALF),
         do_d=tokens(p, do, HALF, 64),
         u_d=tiles(u, HALF, p.V),
         S_d=tiles(S, p.V, p.K),
@@ -298,7 +291,7 @@ def walk_back(
         ends_d=tiles(ends, HALF, p.K),
         y=y,
         sums_d=None if sums is None else copied(sums, (prod(shape_of(sums)),), (1,), (HALF,)),
-        beta=None if y is None else p.beta,
+        beta=p.beta,
         gate=gate,
         dfinal=strided(dfinal),
         dinitial=strided(dinitial),
@@ -308,7 +301,7 @@ def walk_back(
         beta_h=beta_h,
         q_h=strides_of(q)[2],
         k_h=strides_of(p.k)[2],
-        g_h=strides_of(p.g)[2],
+        g_h=strides_of(g)[2],
         do_h=strides_of(do)[2],
         N=p.N,
         T=p.T,
@@ -318,7 +311,7 @@ def walk_back(
         factor=factor_of_P(p),
         lower=p.lower_bound or 0.0,
         flags=flags_of(p),
-        REGISTERS=registers(p),
+        REGISTERS=200,
         num_warps=4,
     )
     launch(
@@ -333,7 +326,7 @@ def walk_back(
         S=S,
         k=strided(p.k),
         v=strided(p.v),
-        g=strided(p.g),
+        g=strided(g),
         beta=strided(p.beta),
         gate=gate,
         cu_seqlens=dense(p.cu_seqlens),
