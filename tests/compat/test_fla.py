@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kda_ops
 from kda_ops import functional
 from kda_ops.compat import fla, fla_calls
-from tests.support.calls import forward
+from tests.support.calls import as_leaves, forward, with_gradients
 from tests.support.cases import PACKED, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.pools import Pool
@@ -130,21 +130,10 @@ def fla_call(case: Case, name: str, inputs) -> tuple:
 
 def outputs_and_gradients(case: Case, call) -> dict:
     inputs = case.inputs(TARGET.device)
-    leaves = {
-        n: x.detach().requires_grad_()
-        for n, x in inputs.items()
-        if x is not None and n != "cu_seqlens"
-    }
+    leaves = as_leaves(inputs)
     o, final_state = call(inputs | leaves)
-    outs = [o] if final_state is None else [o, final_state]
-    grads = torch.autograd.grad(
-        outs, list(leaves.values()), case.cotangents(TARGET.device)[: len(outs)]
-    )
-    return (
-        {"o": o.detach()}
-        | ({} if final_state is None else {"final_state": final_state.detach()})
-        | {"d" + n: x for n, x in zip(leaves, grads)}
-    )
+    outs = {"o": o} | ({} if final_state is None else {"final_state": final_state})
+    return with_gradients(outs, leaves, case.cotangents(TARGET.device))
 
 
 @pytest.mark.bits
