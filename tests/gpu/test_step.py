@@ -18,6 +18,7 @@ from kda_ops.backends.triton.plans.recording import Launch
 from tests.support.closeness import assert_close, assert_identical
 from tests.support.plans import forget_plans
 from tests.support.steps import (
+    EDGES,
     Step,
     assert_calls_forget,
     assert_step,
@@ -83,16 +84,7 @@ def test_a_sequence_has_the_same_bits_alone_and_among_many(rank, transposed, poo
 @pytest.mark.parametrize(
     "case",
     [
-        Step(N=0),
-        Step(T=0),
-        Step(HV=0, H=0),
-        Step(V=0),
-        Step(lengths=()),
-        Step(lengths=(), tail=20, slots=1),
-        Step(lengths=(0, 0), state=False),
-        Step(K=1, V=1, H=1, HV=3),
-        Step(K=256, V=8, H=1, HV=1, transposed=True),
-        Step(T=17, H=1, HV=1, N=1),
+        *EDGES,
         Step(lengths=(3, 0, 1), tail=40, slots=3, accepted=True),
         Step(N=2200, H=1, HV=32, K=8, V=4, slots=1),
     ],

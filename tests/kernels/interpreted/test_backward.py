@@ -24,7 +24,7 @@ from kda_ops.backends.triton.device.fragment import as_vectors_on_host
 from kda_ops.backends.triton.device.gradient_loads import pair_masks
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
-from tests.support.cases import Case, replace
+from tests.support.cases import EMPTY, Case, replace
 from tests.support.closeness import (
     assert_all_identical,
     assert_identical,
@@ -292,12 +292,8 @@ def test_tokens_of_no_sequence_have_zero_gradient(variant, H):
         assert (got["d" + name][:, 67:] == 0).all(), name
 
 
-NOTHING = [dict(B=0), dict(T=0), dict(H=0, HV=0), dict(V=0)]
-NOTHING += [dict(lengths=()), dict(lengths=(), tail=5), dict(lengths=(0, 0))]
-
-
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-@pytest.mark.parametrize("sizes", NOTHING, ids=str)
+@pytest.mark.parametrize("sizes", EMPTY, ids=str)
 def test_nothing_to_do_gives_zero_gradients(variant, sizes):
     got = run(Case(variant=variant, gate="softplus", **sizes))
     for name, x in got.items():
