@@ -11,25 +11,17 @@ import torch
 import torch.nn.functional as F
 
 import kda_ops
-from tests.support.folding import NAMES, Captured, assert_folds, assert_refuses, inputs, norm
+from tests.support.folding import (
+    NAMES,
+    Captured,
+    assert_folds,
+    assert_refuses,
+    attend,
+    inputs,
+    norm,
+)
 
 # --- other functions are not folded ---------------------------------------------------------------
-
-
-def attend(pair=None, norm=None, decay=None, beta=None):
-    """Return a call of `chunk_kda` whose q and k (both by `norm`, or as a pair), decay and beta
-    these functions make; without one, q and k are as they are, and decay and beta None.
-    """
-
-    def f(q, k, v, g, b, A, dt):
-        if norm:
-            q, k = norm(q), norm(k)
-        if pair:
-            q, k = pair(q, k)
-        g, b = decay and decay(g, A, dt), beta and beta(b)
-        return kda_ops.chunk_kda(q, k, v.to(q.dtype), g, b)[0]
-
-    return f
 
 
 def total(x):

@@ -167,6 +167,22 @@ class Captured:
         return torch.compile(f, backend=self, fullgraph=True, **options)
 
 
+def attend(pair=None, norm=None, decay=None, beta=None, op=kda_ops.chunk_kda):
+    """Return a call of an operator whose q and k (both by `norm`, or as a pair), decay and beta
+    these functions make; without one, q and k are as they are, and decay and beta None.
+    """
+
+    def f(q, k, v, g, b, A, dt):
+        if norm:
+            q, k = norm(q), norm(k)
+        if pair:
+            q, k = pair(q, k)
+        g, b = decay and decay(g, A, dt), beta and beta(b)
+        return op(q, k, v.to(q.dtype), g, b)[0]
+
+    return f
+
+
 def results(f, x, channels=slice(None)):
     """Return the output and the inputs' gradients; `channels` permutes V."""
     o = f(*x.values())
