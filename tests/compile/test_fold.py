@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -44,6 +42,7 @@ from tests.support.folding import (
     norm,
     results,
 )
+from tests.support.fresh import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -453,10 +452,7 @@ def test_the_cache_key_includes_the_pass(fresh):
 
 
 def run(code: str, *path: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path)))}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
-    ).stdout
+    return python(code, PYTHONPATH=os.pathsep.join(map(str, (ROOT, *path)))).stdout
 
 
 def test_importing_kda_ops_does_not_import_inductor():
