@@ -36,6 +36,7 @@ from tests.support.folding import (
     K,
     V,
     assert_folds,
+    assert_near,
     attend,
     column,
     inputs,
@@ -343,14 +344,7 @@ def test_folding_changes_nothing_in_float64(variant, bounded):
     captured = Captured()
     got, want = results(captured.compile(f), x), results(f, x)
     assert captured.fold.folded.total() == 3
-    for n in want:
-        torch.testing.assert_close(
-            got[n],
-            want[n],
-            rtol=0,
-            atol=1e-10 * float(want[n].abs().max()),
-            msg=lambda m, n=n: f"{n}: {m}",
-        )
+    assert_near(got, want, 1e-10)
 
 
 # --- through Inductor -----------------------------------------------------------------------------
@@ -386,15 +380,7 @@ def test_inductor_trains_at_any_length_with_one_graph(fresh):
     )
     for tokens in (65, 37, 70):
         x = inputs(tokens=tokens)
-        got, want = results(compiled, x), results(f, x)
-        for n in want:
-            torch.testing.assert_close(
-                got[n],
-                want[n],
-                rtol=1e-4,
-                atol=1e-5 * float(want[n].abs().max()),
-                msg=lambda m, n=n: f"{n}: {m}",
-            )
+        assert_near(results(compiled, x), results(f, x), 1e-5, rtol=1e-4)
     assert fold.folded == Counter(ALL) and not fold.refused
     assert counters["stats"]["unique_graphs"] == 1
 
