@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kda_ops
 from kda_ops import functional
 from kda_ops.compat import fla, fla_calls
-from tests.support.calls import forward
+from tests.support.calls import as_leaves, forward, with_gradients
 from tests.support.cases import PACKED, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.pools import Pool
@@ -71,6 +71,8 @@ WHOLE = {
     "kda": ("chunk_kda", "fused_recurrent_kda"),
     "gdn": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
 }
+FOUR = [*WHOLE["kda"], *WHOLE["gdn"]]
+TOKENS = ("q", "k", "v", "g", "beta")
 
 
 def positional(function) -> str:
@@ -110,35 +112,28 @@ def test_short_names_are_the_same_functions():
 # --- what the functions compute -------------------------------------------------------------------
 
 
+def fla_flags(case: Case, op: str = "chunk") -> dict:
+    """Return the flags of a call under FLA's names."""
+    flags = dict(case.flags(op))
+    return flags | {"state_v_first": flags.pop("transpose_state_layout")}
+
+
+def taken(name: str, words: dict) -> dict:
+    """Return those of the words that a function of FLA's signature takes."""
+    return {n: x for n, x in words.items() if n in inspect.signature(getattr(fla, name)).parameters}
+
+
 def fla_call(case: Case, name: str, inputs) -> tuple:
     """Call a function of FLA's signature on a case."""
-    flags = dict(case.flags("chunk"))
-    flags["state_v_first"] = flags.pop("transpose_state_layout")
-    given = {
-        n: x
-        for n, x in (inputs | flags).items()
-        if n in inspect.signature(getattr(fla, name)).parameters
-    }
-    return getattr(fla, name)(**given)
+    return getattr(fla, name)(**taken(name, inputs | fla_flags(case)))
 
 
 def outputs_and_gradients(case: Case, call) -> dict:
     inputs = case.inputs(TARGET.device)
-    leaves = {
-        n: x.detach().requires_grad_()
-        for n, x in inputs.items()
-        if x is not None and n != "cu_seqlens"
-    }
+    leaves = as_leaves(inputs)
     o, final_state = call(inputs | leaves)
-    outs = [o] if final_state is None else [o, final_state]
-    grads = torch.autograd.grad(
-        outs, list(leaves.values()), case.cotangents(TARGET.device)[: len(outs)]
-    )
-    return (
-        {"o": o.detach()}
-        | ({} if final_state is None else {"final_state": final_state.detach()})
-        | {"d" + n: x for n, x in zip(leaves, grads)}
-    )
+    outs = {"o": o} | ({} if final_state is None else {"final_state": final_state})
+    return with_gradients(outs, leaves, case.cotangents(TARGET.device))
 
 
 @pytest.mark.bits
@@ -190,11 +185,13 @@ def test_the_gate_takes_any_leading_dimensions(case):
 
 
 @pytest.mark.bits
-def test_the_scalar_gate_takes_any_leading_dimensions():
+def test_the_scalar_gate_takes_any_leading_dimensions_and_gives_any_dtype():
     x = Case("gdn", gate="softplus", B=2).inputs(TARGET.device)
     want = kda_ops.gdn_gate(x["g"], x["A_log"], x["dt_bias"])
     assert_identical(fla.fused_gdn_gate(x["g"][None], x["A_log"], x["dt_bias"])[0], want)
     assert_identical(fla.fused_gdn_gate(x["g"], x["A_log"].view(1, 1, -1, 1), x["dt_bias"]), want)
+    got = fla.fused_gdn_gate(x["g"], x["A_log"], x["dt_bias"], output_dtype=torch.bfloat16)
+    assert_identical(got, want.bfloat16())
 
 
 @pytest.mark.bits
@@ -211,29 +208,28 @@ def test_A_log_may_have_any_shape(variant, form):
     assert_identical(got[0], want[0])
 
 
+SERVED = dict(beta="neg_eigval", l2norm=True, scale=0.3, transposed=True, K=16, V=16)
+
+
 @pytest.mark.bits
-@pytest.mark.parametrize("gate", ("weak", "softplus", "none"))
-def test_gk_adds_a_log_decay_per_key_channel_to_g(gate):
-    case = Case("gdn", T=9, gate=gate, B=2, H=1, HV=2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case("gdn", T=9, gate=gate, B=2, H=1, HV=2) for gate in ("weak", "softplus", "none")),
+        Case("gdn", lengths=(2, 0, 3), gate="softplus", **SERVED),
+    ],
+    ids=str,
+)
+def test_gk_adds_a_log_decay_per_key_channel_to_g(case):
     x = case.inputs(TARGET.device)
-    gk = -0.3 * torch.rand(2, 9, 2, case.K, device=TARGET.device)
-    got, state = fla.fused_recurrent_gdn(
-        **{n: t for n, t in x.items()},
-        gk=gk,
-        use_gate_in_kernel=gate == "softplus",
-        output_final_state=True,
-    )
-    g = kda_ops.gdn_gate(x["g"], x["A_log"], x["dt_bias"]) if gate == "softplus" else x["g"]
+    gk = -0.3 * torch.rand(*x["v"].shape[:3], case.K, device=TARGET.device)
+    got, state = fla_call(case, "fused_recurrent_gated_delta_rule", x | {"gk": gk})
+    g = x["g"]
+    if case.gate == "softplus":
+        g = kda_ops.gdn_gate(g, x.pop("A_log"), x.pop("dt_bias"))
     decay = gk if g is None else gk + g[..., None]
-    want, want_state = kda_ops.recurrent_kda(
-        x["q"],
-        x["k"],
-        x["v"],
-        decay,
-        x["beta"],
-        initial_state=x["initial_state"],
-        output_final_state=True,
-    )
+    flags = replace(case, gate="weak").flags("recurrent")
+    want, want_state = kda_ops.recurrent_kda(**x | {"g": decay}, **flags)
     assert_identical(got, want)
     assert_identical(state, want_state)
 
@@ -288,33 +284,16 @@ def test_a_narrow_initial_state_is_widened_where_fla_takes_it(name):
 )
 def test_intermediate_states_are_the_states_before_each_chunk(case):
     x = case.inputs(TARGET.device)
-    words = {
-        n: v
-        for n, v in case.flags().items()
-        if n not in ("transpose_state_layout", "disable_recompute", "safe_gate")
-    }
+    words = taken("fused_recurrent_kda", fla_flags(case))
     with torch.inference_mode():
-        o, final_state, h = fla.chunk_kda(
-            **x, **words, state_v_first=case.transposed, return_intermediate_states=True
-        )
+        o, final_state, h = fla.chunk_kda(**x, **words, return_intermediate_states=True)
         want, want_state = kda_ops.chunk_kda(**x, **case.flags())
         before = []
         for n, (b, start, end) in enumerate(case.spans):
             for stop in range(start, end, 64):
-                part = {
-                    m: None
-                    if t is None
-                    else t[b : b + 1, start:stop]
-                    if m in ("q", "k", "v", "g", "beta")
-                    else t
-                    for m, t in x.items()
-                }
-                part |= {
-                    "cu_seqlens": None,
-                    "initial_state": None
-                    if x["initial_state"] is None
-                    else x["initial_state"][n : n + 1],
-                }
+                part = x | {m: x[m][b : b + 1, start:stop] for m in TOKENS} | {"cu_seqlens": None}
+                if case.state:
+                    part["initial_state"] = x["initial_state"][n : n + 1]
                 before.append(
                     kda_ops.chunk_kda(**part, **case.flags() | {"output_final_state": True})[1]
                 )
@@ -335,41 +314,50 @@ def test_intermediate_states_are_the_states_before_each_chunk(case):
         )
 
 
-@pytest.mark.bits
-def test_decoding_writes_the_pool_in_place():
-    x = Case(B=3, T=1, state=False, H=2, HV=2).inputs(TARGET.device)
-    tokens = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
-    pool = torch.randn(5, 2, 16, 24, device=TARGET.device)
-    slots, want_pool = torch.tensor([4, 0, 2], device=TARGET.device), pool.clone()
-    out = torch.full_like(x["v"], torch.nan)
-    o, same = fla.fused_recurrent_kda_fwd(
-        **tokens, initial_state=pool, ssm_state_indices=slots, out=out
-    )
-    assert o is out and same is pool
-    assert_identical(o, kda_ops.recurrent_kda_(*tokens.values(), want_pool, slots))
-    assert_identical(pool, want_pool)
-    initial = pool[:3].clone()
-    o, state = fla.fused_recurrent_kda_fwd(
-        **tokens, initial_state=initial, inplace_final_state=False, output_final_state=True
-    )
-    want, want_state = kda_ops.recurrent_kda(
-        **tokens, initial_state=pool[:3], output_final_state=True
-    )
-    assert_identical(o, want)
-    assert_identical(state, want_state)
-    assert_identical(initial, pool[:3])
+DECODE = SERVED | dict(H=1, HV=2, state=False, final=False)
+PACKED_DECODE = Case(lengths=(2, 0, 1), gate="bounded", seed=1, **DECODE)
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize(
-    "name",
-    (
-        "chunk_kda",
-        "chunk_gated_delta_rule",
-        "fused_recurrent_kda",
-        "fused_recurrent_gated_delta_rule",
-    ),
+    "pool",
+    [
+        Pool(Case(B=3, T=1, state=False, H=2, HV=2, final=False), "recurrent_"),
+        Pool(Case(B=2, T=3, gate="softplus", **DECODE), "recurrent_", columns=3, accepted=True),
+        Pool(PACKED_DECODE, "recurrent_"),
+    ],
+    ids=str,
 )
+def test_decoding_writes_the_pool_and_out_in_place(pool):
+    x, flags = pool.case.inputs(TARGET.device), fla_flags(pool.case, "recurrent_")
+    x.pop("initial_state")
+    indices, accepted, _ = (None if i is None else i.to(TARGET.device) for i in pool.indices())
+    if x["A_log"] is not None:
+        x["A_log"] = x["A_log"].view(1, 1, -1, 1)
+    want, after = pool.run()
+    for out in (None, torch.full_like(x["v"], torch.nan)):
+        state = pool.state()
+        words = dict(ssm_state_indices=indices, num_accepted_tokens=accepted, out=out)
+        o, same = fla.fused_recurrent_kda_fwd(**x, initial_state=state, **words, **flags)
+        assert same is state and (out is None or o is out)
+        assert_identical(o, want)
+        assert_identical(state, after)
+
+
+@pytest.mark.bits
+def test_decoding_without_a_pool_leaves_the_initial_state():
+    case = replace(PACKED_DECODE, lengths=(2, 0, 3), state=True, final=True)
+    x, flags = case.inputs(TARGET.device), fla_flags(case, "recurrent")
+    initial = x["initial_state"].clone()
+    o, state = fla.fused_recurrent_kda_fwd(**x, inplace_final_state=False, **flags)
+    want = forward(case, "recurrent")
+    assert_identical(o, want["o"])
+    assert_identical(state, want["final_state"])
+    assert_identical(x["initial_state"], initial)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", FOUR)
 def test_one_graph(name):
     x = Case("kda" if name.endswith("kda") else "gdn", T=20).inputs(TARGET.device)
     call = getattr(fla, name)
@@ -389,7 +377,7 @@ X = Case(T=3, H=1, HV=1, state=False)
 
 def minimal(name: str) -> dict:
     x = replace(X, variant="gdn" if "gated" in name else "kda").inputs()
-    return {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+    return {n: x[n] for n in TOKENS}
 
 
 @pytest.mark.parametrize("name", [n for n in SIGNATURES if "gate" not in n.split("_")])
@@ -416,187 +404,155 @@ def test_the_old_name_of_the_layout_warns_and_works(name):
         call(**x, state_v_first=True, transpose_state_layout=True)
 
 
+def z(*shape):
+    return torch.zeros(shape)
+
+
+def refusals(name, error, *rows):
+    """Return rows (function, words, message, error), one for each (words, message)."""
+    return [(name, words, message, error) for words, message in rows]
+
+
 CP = "cp_context must be a FLACPContext, got object: call fla.ops.cp.build_cp_context"
+CHUNK_KDA, KDA, CHUNK_GDN, GDN = FOUR
+DECODER = "fused_recurrent_kda_fwd"
+STATE, GK = z(1, 1, 16, 24), z(1, 3, 1, 16)
+FLOATING = "^initial_state must be float16, bfloat16, float32 or float64, got"
 REFUSALS = [
-    (
-        "chunk_kda",
-        dict(safe_gate=True, use_gate_in_kernel=True, A_log=torch.zeros(2)),
-        "lower_bound must be given with safe_gate=True",
+    *refusals(
+        CHUNK_KDA,
+        ValueError,
+        (
+            dict(safe_gate=True, use_gate_in_kernel=True, A_log=z(2)),
+            "lower_bound must be given with safe_gate=True",
+        ),
+        (dict(cu_seqlens_cpu=torch.tensor([0, 3])), "as cu_seqlens"),
+        (dict(chunk_size=16), r"chunk_size must be one of \[32, 64\], got 16"),
+        *(
+            (
+                dict(use_graph=True, max_num_seqs=3, cu_seqlens=torch.tensor(offsets)),
+                "must have max_num_seqs . 1 = 4 entries",
+            )
+            for offsets in ([0, 3], 5)
+        ),
+        (dict(A_log=z(1)), "A_log is a parameter of the gate and needs use_gate_in_kernel=True"),
     ),
-    (
-        "fused_recurrent_kda",
-        dict(safe_gate=True),
-        "takes no safe_gate: it describes the per-channel decay",
+    *refusals(
+        CHUNK_KDA,
         TypeError,
+        (
+            dict(head_first=False),
+            r"takes no head_first: tensors are \[B, T, H, ...\]: call transpose\(1, 2\)",
+        ),
+        (dict(cp_context=object()), CP),
+        (dict(initial_state=STATE.bfloat16()), "initial_state"),
     ),
-    (
-        "chunk_gated_delta_rule",
-        dict(safe_gate=True),
-        "the per-channel decay of chunk_kda: drop it",
+    (CHUNK_KDA, dict(return_intermediate_states=True), "use torch.inference_mode", RuntimeError),
+    *refusals(
+        CHUNK_GDN,
         TypeError,
+        (dict(safe_gate=True), "the per-channel decay of chunk_kda: drop it"),
+        (dict(offsets=None), "takes no offsets: pass it as cu_seqlens"),
+        (dict(cp_context=object()), CP),
+        (dict(q=None, initial_state=STATE), "^q must be a tensor, got None"),
     ),
     (
-        "fused_recurrent_kda",
-        dict(chunk_size=64),
-        "takes no chunk_size: there are no chunks: drop it",
-        TypeError,
-    ),
-    (
-        "chunk_kda",
-        dict(head_first=False),
-        r"takes no head_first: tensors are \[B, T, H, ...\]: call transpose\(1, 2\)",
-        TypeError,
-    ),
-    ("fused_recurrent_gated_delta_rule", dict(head_first=True), "takes no head_first", TypeError),
-    (
-        "chunk_gated_delta_rule",
-        dict(offsets=None),
-        "takes no offsets: pass it as cu_seqlens",
-        TypeError,
-    ),
-    ("chunk_kda", dict(cp_context=object()), CP, TypeError),
-    ("chunk_gated_delta_rule", dict(cp_context=object()), CP, TypeError),
-    ("chunk_kda", dict(cu_seqlens_cpu=torch.tensor([0, 3])), "as cu_seqlens"),
-    ("chunk_kda", dict(chunk_size=16), r"chunk_size must be one of \[32, 64\], got 16"),
-    (
-        "chunk_gated_delta_rule",
+        CHUNK_GDN,
         dict(chunk_size=128),
         r"chunk_size must be one of \[16, 32, 64\], got 128",
+        ValueError,
     ),
-    (
-        "chunk_kda",
-        dict(use_graph=True, max_num_seqs=3, cu_seqlens=torch.tensor([0, 3])),
-        "must have max_num_seqs . 1 = 4 entries",
-    ),
-    (
-        "chunk_kda",
-        dict(use_graph=True, max_num_seqs=3, cu_seqlens=torch.tensor(5)),
-        "must have max_num_seqs . 1 = 4 entries",
-    ),
-    ("chunk_kda", dict(return_intermediate_states=True), "use torch.inference_mode", RuntimeError),
-    (
-        "chunk_kda",
-        dict(A_log=torch.zeros(1)),
-        "A_log is a parameter of the gate and needs use_gate_in_kernel=True",
-    ),
-    (
-        "chunk_kda",
-        dict(initial_state=torch.zeros(1, 1, 16, 24).bfloat16()),
-        "initial_state",
+    *refusals(
+        KDA,
         TypeError,
-    ),
-    *(
+        (dict(safe_gate=True), "takes no safe_gate: it describes the per-channel decay"),
+        (dict(chunk_size=64), "takes no chunk_size: there are no chunks: drop it"),
         (
-            name,
-            dict(initial_state=torch.zeros(1, 1, 16, 24).to(x)),
-            f"^initial_state {w}",
-            TypeError,
-        )
-        for name in (
-            "fused_recurrent_kda",
-            "chunk_gated_delta_rule",
-            "fused_recurrent_gated_delta_rule",
-        )
-        for x, w in (
-            (torch.float8_e4m3fn, "must be float16, bfloat16, float32 or float64, got"),
-            (torch.complex64, "must be float16, bfloat16, float32 or float64, got"),
-            (torch.int32, "must be float16, bfloat16, float32 or float64, got"),
-            ("meta", "must be on cpu, where q is, got meta"),
-        )
-    ),
-    *(
-        (
-            "fused_recurrent_gated_delta_rule",
-            {"gk": torch.zeros(1, 3, 1, 16), "g": torch.zeros(1, 3, 1)} | change,
-            words,
-            error,
-        )
-        for change, error, words in (
-            (
-                {"gk": torch.zeros(1, 3, 1, 16).to(torch.float8_e5m2)},
-                TypeError,
-                "^gk must be float",
-            ),
-            (
-                {"gk": torch.zeros(1, 3, 1, 16).cfloat(), "g": None},
-                TypeError,
-                "^gk must be float16",
-            ),
-            ({"gk": torch.zeros(1, 3, 1, 16).to("meta")}, TypeError, "^gk must be on cpu, where q"),
-            ({"gk": torch.zeros(1, 3, 1, 1)}, ValueError, r"^gk must have shape \[B, T, HV, K\] ="),
-            ({"g": torch.zeros(1, 1, 1)}, ValueError, r"^g must have shape \[B, T, HV\] ="),
-            ({"g": torch.zeros(1, 3, 1).int()}, TypeError, "^g must be float16"),
-        )
+            dict(ssm_state_indices=None),
+            "to decode on a pool of states, call `fused_recurrent_kda_fwd`",
+        ),
+        (dict(initial_state=STATE.numpy()), "^initial_state must be a tensor or None, got ndarray"),
+        (dict(v=None), "^v must be a tensor, got None"),
     ),
     (
-        "fused_recurrent_gated_delta_rule",
-        dict(gv=torch.zeros(1, 3, 1, 24)),
-        "gv must be None: no operator of kda_ops decays value channels",
-    ),
-    (
-        "fused_recurrent_gated_delta_rule",
-        dict(beta=torch.ones(1, 3, 1, 24)),
-        "a beta per value channel is not supported",
-    ),
-    (
-        "fused_recurrent_kda",
-        dict(beta=torch.ones(1, 3, 1, 24)),
+        KDA,
+        dict(beta=z(1, 3, 1, 24)),
         r"beta must have shape \[B, T, HV\], got \[1, 3, 1, 24\]",
+        ValueError,
     ),
-    (
-        "fused_recurrent_kda",
-        dict(ssm_state_indices=None),
-        "to decode on a pool of states, call `fused_recurrent_kda_fwd`",
+    *(
+        row
+        for name in (KDA, CHUNK_GDN, GDN)
+        for row in refusals(
+            name,
+            TypeError,
+            *(
+                (dict(initial_state=STATE.to(dtype)), FLOATING)
+                for dtype in (torch.float8_e4m3fn, torch.complex64, torch.int32)
+            ),
+            (
+                dict(initial_state=STATE.to("meta")),
+                "^initial_state must be on cpu, where q is, got meta",
+            ),
+        )
+    ),
+    *refusals(
+        GDN,
         TypeError,
+        (dict(head_first=True), "takes no head_first"),
+        (dict(gk=GK.to(torch.float8_e5m2)), "^gk must be float"),
+        (dict(gk=GK.cfloat(), g=None), "^gk must be float16"),
+        (dict(gk=GK.to("meta")), "^gk must be on cpu, where q"),
+        (dict(gk=GK.to_sparse()), "^gk must be a dense tensor"),
+        (dict(gk=GK, g=z(1, 3, 1).int()), "^g must be float16"),
+        (dict(gk=GK, q=None), "^q must be a tensor, got None"),
     ),
-    ("fused_recurrent_kda_fwd", dict(), "initial_state must be the pool"),
-    (
-        "fused_recurrent_kda_fwd",
-        dict(initial_state=torch.zeros(1, 1, 16, 24), out=torch.zeros(2, 3, 1, 24)),
-        "out must be floating point and have v",
+    *refusals(
+        GDN,
+        ValueError,
+        (dict(gk=z(1, 3, 1, 1)), r"^gk must have shape \[B, T, HV, K\] ="),
+        (dict(gk=GK, g=z(1, 1, 1)), r"^g must have shape \[B, T, HV\] ="),
+        (dict(gv=z(1, 3, 1, 24)), "gv must be None: no operator of kda_ops decays value channels"),
+        (dict(beta=z(1, 3, 1, 24)), "a beta per value channel is not supported"),
     ),
-    (
-        "fused_recurrent_kda_fwd",
-        dict(initial_state=torch.zeros(1, 1, 16, 24), out=torch.zeros(1, 3, 1, 24).int()),
-        "got torch.int32",
-    ),
-    ("fused_kda_gate", dict(g=0.5), "^g must be a tensor, got float: torch", TypeError),
-    (
-        "fused_recurrent_kda",
-        dict(initial_state=torch.zeros(1, 1, 16, 24).numpy()),
-        "^initial_state must be a tensor or None, got ndarray",
-        TypeError,
-    ),
-    ("fused_gdn_gate", dict(g=torch.eye(3).to_sparse()), "^g must be a dense tensor", TypeError),
-    (
-        "fused_recurrent_gated_delta_rule",
-        dict(gk=torch.zeros(1, 3, 1, 16).to_sparse()),
-        "^gk must be a dense tensor",
-        TypeError,
+    *refusals(
+        DECODER,
+        ValueError,
+        (dict(), "initial_state must be the pool"),
+        (dict(initial_state=STATE, out=z(2, 3, 1, 24)), "out must be floating point and have v"),
+        (dict(initial_state=STATE, out=z(1, 3, 1, 24).int()), "got torch.int32"),
+        (dict(inplace_final_state=False, ssm_state_indices=z(1)), "need inplace_final_state=True"),
     ),
     (
-        "fused_recurrent_kda_fwd",
-        dict(initial_state=torch.zeros(1, 1, 16, 24), output_final_state="no"),
+        DECODER,
+        dict(initial_state=STATE, output_final_state="no"),
         "^output_final_state must be True or False",
         TypeError,
     ),
-    (
-        "fused_recurrent_kda_fwd",
-        dict(inplace_final_state=False, ssm_state_indices=torch.zeros(1)),
-        "need inplace_final_state=True",
+    *refusals(
+        "fused_kda_gate",
+        TypeError,
+        (dict(g=0.5), "^g must be a tensor, got float: torch"),
+        (dict(g=None, A_log=z(2)), "^g must be a tensor, got None"),
     ),
+    *refusals(
+        "fused_gdn_gate",
+        TypeError,
+        (dict(g=torch.eye(3).to_sparse(), A_log=z(3)), "^g must be a dense tensor"),
+        (dict(g=None, A_log=z(2)), "^g must be a tensor, got None"),
+        (dict(A_log=None), "^A_log must be a tensor, got None"),
+    ),
+    ("fused_gdn_gate", dict(g=z(), A_log=z(1)), r"^g must have shape \[B, T, HV\]", ValueError),
 ]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "name, words, message, error",
-    [(*row, ValueError)[:4] for row in REFUSALS],
-    ids=[f"{n}-{[*w]}" for n, w, *_ in REFUSALS],
+    "name, words, message, error", REFUSALS, ids=[f"{n}-{[*w]}" for n, w, *_ in REFUSALS]
 )
 def test_refusals_say_what_to_do(name, words, message, error):
     with pytest.raises(error, match=message):
-        getattr(fla, name)(**minimal(name) | words)
+        getattr(fla, name)(**taken(name, minimal(name)) | words)
 
 
 OUT = {
@@ -633,52 +589,44 @@ def test_an_out_that_cannot_be_written_is_refused_before_the_pool_is(kind):
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    "words, error, message",
     [
-        (dict(chunk_size=32), "chunk_size must be 64"),
-        (dict(disable_recompute=True), "disable_recompute must be False"),
+        (dict(chunk_size=32), ValueError, "chunk_size must be 64"),
+        (dict(disable_recompute=True), ValueError, "disable_recompute must be False"),
+        # without a check, the pool would broadcast the state
+        (dict(initial_state=z(2, 16, 24)), ValueError, "^initial_state must"),
+        (dict(initial_state=z(1, 1, 16, 24)), ValueError, "^initial_state must"),
+        (dict(initial_state=z(1, 2, 16, 24).bfloat16()), TypeError, "^initial_state must"),
     ],
+    ids=str,
 )
-def test_intermediate_states_are_refused_with_options_they_do_not_support(words, message):
-    with torch.inference_mode(), pytest.raises(ValueError, match=message):
-        fla.chunk_kda(**minimal("chunk_kda"), return_intermediate_states=True, **words)
-
-
-def test_the_gate_needs_its_parameter():
-    with pytest.raises(TypeError, match="A_log must be a tensor, got None"):
-        fla.fused_gdn_gate(torch.randn(2, 3, 4), None)
-    with pytest.raises(ValueError, match=r"g must have shape \[B, T, HV\]"):
-        fla.fused_gdn_gate(torch.tensor(1.0), torch.zeros(1))
+def test_intermediate_states_are_refused_with_what_they_do_not_support(words, error, message):
+    x = replace(X, HV=2, T=130).inputs()
+    with torch.inference_mode(), pytest.raises(error, match=message):
+        fla.chunk_kda(**x | words, return_intermediate_states=True)
 
 
 @pytest.mark.bits
 def test_keywords_without_effect_are_accepted():
     x = Case(lengths=(3, 70), H=1, HV=1).inputs(TARGET.device)
-    want = fla.chunk_kda(**x)[0]
-    host = x["cu_seqlens"].cpu()
-    assert_identical(
-        fla.chunk_kda(**x, cu_seqlens_cpu=host, chunk_size=32, use_graph=True, max_num_seqs=2)[0],
-        want,
-    )
     y = Case("gdn", lengths=(3, 70), H=1, HV=1).inputs(TARGET.device)
-    assert_identical(
-        fla.chunk_gdn(**y, cu_seqlens_cpu=host, chunk_size=16, chunk_indices=host)[0],
-        fla.chunk_gdn(**y)[0],
-    )
+    host = x["cu_seqlens"].cpu()
+    for call, inputs, words in (
+        (
+            fla.chunk_kda,
+            x,
+            dict(cu_seqlens_cpu=host, chunk_size=32, use_graph=True, max_num_seqs=2),
+        ),
+        (fla.chunk_kda, x, dict(max_num_seqs=7)),
+        (fla.chunk_gdn, y, dict(cu_seqlens_cpu=host, chunk_size=16, chunk_indices=host)),
+    ):
+        assert_identical(call(**inputs, **words)[0], call(**inputs)[0])
 
 
 # --- an installed FLA -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    (
-        "chunk_kda",
-        "fused_recurrent_kda",
-        "chunk_gated_delta_rule",
-        "fused_recurrent_gated_delta_rule",
-    ),
-)
+@pytest.mark.parametrize("name", FOUR)
 @given(
     case=cases(
         dtype=torch.float32,
@@ -731,105 +679,6 @@ def test_gates_of_fla_compute_the_same(bound):
     torch.testing.assert_close(fla.fused_gdn_gate(*words), gdn.naive_gdn_gate(*words))
 
 
-SERVED = dict(
-    gate="softplus",
-    beta="neg_eigval",
-    l2norm=True,
-    scale=0.3,
-    transposed=True,
-    H=1,
-    HV=2,
-    K=16,
-    V=16,
-    state=False,
-    final=False,
-)
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize(
-    "pool",
-    [
-        Pool(Case(B=2, T=3, **SERVED), "recurrent_", columns=3, accepted=True),
-        Pool(Case(lengths=(2, 0, 1), **SERVED | dict(gate="bounded", seed=1)), "recurrent_"),
-    ],
-    ids=str,
-)
-def test_decode_on_a_pool_with_every_option(pool):
-    x, (indices, accepted, _), flags, state = (
-        pool.case.inputs(),
-        pool.indices(),
-        pool.case.flags("recurrent_"),
-        pool.state(),
-    )
-    flags["state_v_first"] = flags.pop("transpose_state_layout")
-    x.pop("initial_state")
-    A_log = None if x["A_log"] is None else x["A_log"].view(1, 1, -1, 1)
-    o, _ = fla.fused_recurrent_kda_fwd(
-        **x | {"A_log": A_log},
-        initial_state=state,
-        ssm_state_indices=indices,
-        num_accepted_tokens=accepted,
-        **flags,
-    )
-    want, after = pool.run()
-    assert_identical(o, want)
-    assert_identical(state, after)
-
-
-@pytest.mark.bits
-def test_decode_without_a_pool_with_every_option():
-    case = Case(lengths=(2, 0, 3), **SERVED | dict(gate="bounded", seed=1, state=True, final=True))
-    flags = case.flags("recurrent")
-    flags["state_v_first"] = flags.pop("transpose_state_layout")
-    o, state = fla.fused_recurrent_kda_fwd(**case.inputs(), inplace_final_state=False, **flags)
-    want = forward(case, "recurrent")
-    assert_identical(o, want["o"])
-    assert_identical(state, want["final_state"])
-
-
-@pytest.mark.bits
-def test_gk_with_g_and_every_option():
-    case = Case(
-        "gdn",
-        lengths=(2, 0, 3),
-        gate="softplus",
-        beta="neg_eigval",
-        l2norm=True,
-        scale=0.3,
-        transposed=True,
-        K=16,
-        V=16,
-    )
-    x, flags = case.inputs(), case.flags("recurrent")
-    gk = -0.3 * torch.rand(*x["g"].shape, case.K)
-    flags["state_v_first"] = flags.pop("transpose_state_layout")
-    o, state = fla.fused_recurrent_gdn(
-        **x | {"A_log": x["A_log"].view(1, 1, -1, 1)}, gk=gk, **flags
-    )
-    decay = gk + kda_ops.gdn_gate(x["g"], x["A_log"], x["dt_bias"])[..., None]
-    plain = replace(case, gate="weak").flags("recurrent")
-    want = kda_ops.recurrent_kda(
-        x["q"],
-        x["k"],
-        x["v"],
-        decay,
-        x["beta"],
-        initial_state=x["initial_state"],
-        cu_seqlens=x["cu_seqlens"],
-        **plain,
-    )
-    assert_identical(o, want[0])
-    assert_identical(state, want[1])
-
-
-@pytest.mark.bits
-def test_a_gate_has_the_dtype_that_is_asked_for():
-    x = Case("gdn", gate="softplus").inputs()
-    got = fla.fused_gdn_gate(x["g"], x["A_log"], x["dt_bias"], output_dtype=torch.bfloat16)
-    assert_identical(got, kda_ops.gdn_gate(x["g"], x["A_log"], x["dt_bias"]).bfloat16())
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64))
 def test_intermediate_states_have_the_dtype_of_k(dtype):
     case = Case(lengths=(65, 0, 130), dtype=dtype)
@@ -848,55 +697,3 @@ def test_intermediate_states_of_no_sequence_are_empty(B, offsets):
             q, q, q, q, beta, cu_seqlens=offsets, return_intermediate_states=True
         )
     assert o.shape == q.shape and h.shape[:2].numel() == 0
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda q, b: fla.fused_recurrent_kda(q, q, None, q, b), "v must be a tensor"),
-        (
-            lambda q, b: fla.fused_recurrent_gated_delta_rule(None, q, q, g=b, beta=b, gk=q),
-            "q must be a tensor",
-        ),
-        (
-            lambda q, b: fla.chunk_gated_delta_rule(None, q, q, b, b, initial_state=q),
-            "q must be a tensor",
-        ),
-        (lambda q, b: fla.fused_kda_gate(None, b[0, 0]), "g must be a tensor"),
-        (lambda q, b: fla.fused_gdn_gate(None, b[0, 0]), "g must be a tensor"),
-        (lambda q, b: fla.fused_gdn_gate(b, None), "A_log must be a tensor"),
-    ],
-)
-def test_a_missing_tensor_is_named(call, message):
-    with pytest.raises(TypeError, match=f"^{message}, got None"):
-        call(torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 2))
-
-
-@pytest.mark.parametrize(
-    "state, error",
-    [
-        (torch.zeros(2, 16, 16), ValueError),
-        (torch.zeros(1, 1, 16, 16), ValueError),
-        (torch.zeros(1, 2, 16, 16).bfloat16(), TypeError),
-    ],
-    ids=("no N", "one head", "bf16"),
-)
-def test_intermediate_states_begin_with_a_state_that_fits(state, error):
-    """Without a check, the pool would broadcast the state."""
-    q = torch.randn(1, 130, 2, 16)
-    with torch.inference_mode(), pytest.raises(error, match="^initial_state must"):
-        fla.chunk_kda(
-            q,
-            q,
-            q,
-            -torch.rand(q.shape),
-            torch.rand(1, 130, 2),
-            initial_state=state,
-            return_intermediate_states=True,
-        )
-
-
-@pytest.mark.bits
-def test_max_num_seqs_has_no_effect_without_use_graph():
-    x = Case(lengths=(3, 70), H=1, HV=1).inputs()
-    assert torch.equal(fla.chunk_kda(**x, max_num_seqs=7)[0], fla.chunk_kda(**x)[0])

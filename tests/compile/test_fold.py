@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -38,11 +36,14 @@ from tests.support.folding import (
     K,
     V,
     assert_folds,
+    assert_near,
+    attend,
     column,
     inputs,
     norm,
     results,
 )
+from tests.support.fresh import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,10 +54,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.quick
 @pytest.mark.parametrize("name", NORMS)
 def test_l2norm_folds(name):
-    def f(q, k, v, *_):
-        return kda_ops.chunk_kda(NORMS[name](q), NORMS[name](k), v, None, None)[0]
-
-    captured = assert_folds(f, inputs(), l2norm=1)
+    captured = assert_folds(attend(norm=NORMS[name]), inputs(), l2norm=1)
     assert captured.calls[0].kwargs["use_qk_l2norm_in_kernel"] is True
 
 
@@ -64,9 +62,7 @@ def test_l2norm_folds(name):
 def test_l2norm_of_16_bit_inputs_folds_with_the_cast_back(name):
     x = inputs(dtype=torch.bfloat16, grad=False)
     captured = Captured()
-    captured.compile(
-        lambda q, k, v, *_: kda_ops.chunk_kda(NORMS[name](q), NORMS[name](k), v, None, None)[0]
-    )(*x.values())
+    captured.compile(attend(norm=NORMS[name]))(*x.values())
     assert captured.fold.folded == Counter(l2norm=1)
 
 
@@ -74,12 +70,9 @@ def test_l2norm_of_16_bit_inputs_folds_with_the_cast_back(name):
 @pytest.mark.parametrize("variant", RANK)
 @pytest.mark.parametrize("name", GATES)
 def test_gate_folds(name, variant):
-    def f(q, k, v, g, beta, A_log, dt_bias):
-        return getattr(torch.ops, variant).chunk(
-            q, k, v, GATES[name](g, A_log, dt_bias, RANK[variant]), None
-        )[0]
-
-    captured = assert_folds(f, inputs(variant, flat=name == "flat"), gate=1)
+    op = getattr(torch.ops, variant).chunk
+    call = attend(decay=lambda *x: GATES[name](*x, RANK[variant]), op=op)
+    captured = assert_folds(call, inputs(variant, flat=name == "flat"), gate=1)
     flags = captured.calls[-1].kwargs
     assert flags["use_gate_in_kernel"] is True and flags["lower_bound"] is None
 
@@ -87,33 +80,20 @@ def test_gate_folds(name, variant):
 @pytest.mark.parametrize("variant", RANK)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_bounded_gate_folds(name, variant):
-    def f(q, k, v, g, beta, A_log, dt_bias):
-        return getattr(torch.ops, variant).chunk.default(
-            q, k, v, BOUNDED[name](g, A_log, dt_bias, RANK[variant]), None
-        )[0]
-
-    captured = assert_folds(f, inputs(variant), bounded_gate=1)
+    op = getattr(torch.ops, variant).chunk.default
+    call = attend(decay=lambda *x: BOUNDED[name](*x, RANK[variant]), op=op)
+    captured = assert_folds(call, inputs(variant), bounded_gate=1)
     assert captured.calls[-1].kwargs["lower_bound"] == -5.0
 
 
 @pytest.mark.parametrize("name", SIGMOIDS)
 def test_sigmoid_folds(name):
-    assert_folds(
-        lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, SIGMOIDS[name](beta))[0],
-        inputs(),
-        sigmoid=1,
-    )
+    assert_folds(attend(beta=SIGMOIDS[name]), inputs(), sigmoid=1)
 
 
 @pytest.mark.parametrize("name", DOUBLE_SIGMOIDS)
 def test_double_sigmoid_folds(name):
-    captured = assert_folds(
-        lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, DOUBLE_SIGMOIDS[name](beta))[
-            0
-        ],
-        inputs(),
-        double_sigmoid=1,
-    )
+    captured = assert_folds(attend(beta=DOUBLE_SIGMOIDS[name]), inputs(), double_sigmoid=1)
     assert captured.calls[0].kwargs["allow_neg_eigval"] is True
 
 
@@ -193,13 +173,8 @@ BIASES = {
 def test_a_bias_of_any_shape_folds(name):
     x, (stored, used) = inputs(), BIASES[name]
     x["dt_bias"] = stored(x["dt_bias"].detach()).requires_grad_()
-    assert_folds(
-        lambda q, k, v, g, b, A, dt: kda_ops.chunk_kda(
-            q, k, v, -A.exp()[:, None] * F.softplus(g + used(dt)), None
-        )[0],
-        x,
-        gate=1,
-    )
+    call = attend(decay=lambda g, A, dt: -A.exp()[:, None] * F.softplus(g + used(dt)))
+    assert_folds(call, x, gate=1)
 
 
 def test_parameters_stored_in_another_shape_fold():
@@ -207,19 +182,12 @@ def test_parameters_stored_in_another_shape_fold():
     x["A_log"], x["dt_bias"] = (
         x[n].detach().reshape(1, 1, HV, -1).requires_grad_() for n in ("A_log", "dt_bias")
     )
-
-    def f(q, k, v, g, beta, A_log, dt_bias):
-        return kda_ops.chunk_kda(q, k, v, -A_log.exp() * F.softplus(g + dt_bias), None)[0]
-
-    assert_folds(f, x, gate=1)
+    assert_folds(attend(decay=lambda g, A, dt: -A.exp() * F.softplus(g + dt)), x, gate=1)
 
 
 def test_heads_repeated_after_the_norm_fold():
-    def f(q, k, v, *_):
-        q, k = (norm(x).repeat_interleave(HV // H, dim=2) for x in (q, k))
-        return kda_ops.chunk_kda(q, k, v, None, None)[0]
-
-    assert_folds(f, inputs(), l2norm=1)
+    call = attend(norm=lambda x: norm(x).repeat_interleave(HV // H, dim=2))
+    assert_folds(call, inputs(), l2norm=1)
 
 
 def test_an_activation_with_another_reader_stays():
@@ -376,14 +344,7 @@ def test_folding_changes_nothing_in_float64(variant, bounded):
     captured = Captured()
     got, want = results(captured.compile(f), x), results(f, x)
     assert captured.fold.folded.total() == 3
-    for n in want:
-        torch.testing.assert_close(
-            got[n],
-            want[n],
-            rtol=0,
-            atol=1e-10 * float(want[n].abs().max()),
-            msg=lambda m, n=n: f"{n}: {m}",
-        )
+    assert_near(got, want, 1e-10)
 
 
 # --- through Inductor -----------------------------------------------------------------------------
@@ -419,15 +380,7 @@ def test_inductor_trains_at_any_length_with_one_graph(fresh):
     )
     for tokens in (65, 37, 70):
         x = inputs(tokens=tokens)
-        got, want = results(compiled, x), results(f, x)
-        for n in want:
-            torch.testing.assert_close(
-                got[n],
-                want[n],
-                rtol=1e-4,
-                atol=1e-5 * float(want[n].abs().max()),
-                msg=lambda m, n=n: f"{n}: {m}",
-            )
+        assert_near(results(compiled, x), results(f, x), 1e-5, rtol=1e-4)
     assert fold.folded == Counter(ALL) and not fold.refused
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -485,10 +438,7 @@ def test_the_cache_key_includes_the_pass(fresh):
 
 
 def run(code: str, *path: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path)))}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
-    ).stdout
+    return python(code, PYTHONPATH=os.pathsep.join(map(str, (ROOT, *path)))).stdout
 
 
 def test_importing_kda_ops_does_not_import_inductor():

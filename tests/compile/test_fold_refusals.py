@@ -11,128 +11,72 @@ import torch
 import torch.nn.functional as F
 
 import kda_ops
-from tests.support.folding import NAMES, NORMS, Captured, assert_folds, assert_refuses, inputs, norm
+from tests.support.folding import (
+    NAMES,
+    Captured,
+    assert_folds,
+    assert_refuses,
+    attend,
+    inputs,
+    norm,
+)
 
 # --- other functions are not folded ---------------------------------------------------------------
 
+
+def total(x):
+    return x.sum(-1, keepdim=True)
+
+
+def gate(g, A, dt, **options):
+    return -A.exp()[:, None] * F.softplus(g + dt, **options)
+
+
 OTHERS = {
-    "F.normalize": lambda q, k, v, g, b, A, dt: (
-        F.normalize(q, dim=-1),
-        F.normalize(k, dim=-1),
-        v,
-        -F.softplus(g),
-        b,
+    "F.normalize": attend(
+        norm=lambda x: F.normalize(x, dim=-1), decay=lambda g, A, dt: -F.softplus(g)
     ),
-    "another eps": lambda q, k, v, g, b, A, dt: (
-        *(x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-5) for x in (q, k)),
-        v,
-        None,
-        b,
+    "another eps": attend(norm=lambda x: x * torch.rsqrt(total(x.square()) + 1e-5)),
+    "no eps": attend(norm=lambda x: x * torch.rsqrt(total(x.square()))),
+    "absolute value": attend(
+        norm=lambda x: x.square().sqrt() * torch.rsqrt(total(x.square()) + 1e-6)
     ),
-    "no eps": lambda q, k, v, g, b, A, dt: (
-        *(x * torch.rsqrt(x.square().sum(-1, keepdim=True)) for x in (q, k)),
-        v,
-        None,
-        b,
+    "only q": attend(lambda q, k: (norm(q), k)),
+    "mean": attend(norm=lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)),
+    "over tokens": attend(norm=lambda x: x * torch.rsqrt(x.square().sum(1, keepdim=True) + 1e-6)),
+    "of something else": attend(lambda q, k: (q * torch.rsqrt(total(k.square()) + 1e-6), norm(k))),
+    "scaled": attend(lambda q, k: (2 * norm(q), norm(k))),
+    "cube": attend(norm=lambda x: x * torch.rsqrt(total(x * x * x).abs() + 1e-6)),
+    "an older sum": attend(
+        norm=lambda x: x * torch.rsqrt(torch.add(total(x.square()), 1e-6, x.abs()[..., :1]))
     ),
-    "absolute value": lambda q, k, v, g, b, A, dt: (
-        *(x.square().sqrt() * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k)),
-        v,
-        None,
-        b,
+    "one axis by name": attend(
+        norm=lambda x: norm(x.transpose(1, 3).contiguous()).swapaxes(1, axis1=3)
     ),
-    "only q": lambda q, k, v, g, b, A, dt: (NORMS["rsqrt"](q), k, v, None, b),
-    "mean": lambda q, k, v, g, b, A, dt: (
-        *(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k)),
-        v,
-        None,
-        b,
+    "masked": attend(
+        norm=lambda x: x * torch.rsqrt(torch.masked.sum(x * x, -1, keepdim=True, mask=x > 0) + 1e-6)
     ),
-    "over tokens": lambda q, k, v, g, b, A, dt: (
-        *(x * torch.rsqrt(x.square().sum(1, keepdim=True) + 1e-6) for x in (q, k)),
-        v,
-        None,
-        b,
-    ),
-    "of something else": lambda q, k, v, g, b, A, dt: (
-        q * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6),
-        NORMS["rsqrt"](k),
-        v,
-        None,
-        b,
-    ),
-    "scaled": lambda q, k, v, g, b, A, dt: (2 * NORMS["rsqrt"](q), NORMS["rsqrt"](k), v, None, b),
-    "cube": lambda q, k, v, g, b, A, dt: (
-        *(x * torch.rsqrt((x * x * x).sum(-1, keepdim=True).abs() + 1e-6) for x in (q, k)),
-        v,
-        None,
-        b,
-    ),
-    "3 sigmoid": lambda q, k, v, g, b, A, dt: (q, k, v, None, 0.3 * b.sigmoid()),
-    "infinite power": lambda q, k, v, g, b, A, dt: (
-        q,
-        k,
-        v,
-        None,
-        b.sigmoid().detach() ** math.inf,
-    ),
-    "sigmoid squared": lambda q, k, v, g, b, A, dt: (q, k, v, None, b.sigmoid() ** 2),
-    "softplus beta": lambda q, k, v, g, b, A, dt: (
-        q,
-        k,
-        v,
-        -A.exp()[:, None] * F.softplus(g + dt, beta=2.0),
-        b,
-    ),
-    "softplus threshold": lambda q, k, v, g, b, A, dt: (
-        q,
-        k,
-        v,
-        -A.exp()[:, None] * F.softplus(g + dt, threshold=1.0),
-        b,
-    ),
-    "no A_log": lambda q, k, v, g, b, A, dt: (q, k, v, -F.softplus(g + dt), b),
-    "twice": lambda q, k, v, g, b, A, dt: (q, k, v, -2 * A.exp()[:, None] * F.softplus(g + dt), b),
-    "per channel": lambda q, k, v, g, b, A, dt: (q, k, v, -dt[0].exp() * F.softplus(g + dt), b),
-    "exp2": lambda q, k, v, g, b, A, dt: (q, k, v, -A.exp2()[:, None] * F.softplus(g + dt), b),
-    "an older sum": lambda q, k, v, g, b, A, dt: (
-        *(
-            x * torch.rsqrt(torch.add(x.square().sum(-1, keepdim=True), 1e-6, x.abs()[..., :1]))
-            for x in (q, k)
-        ),
-        v,
-        None,
-        b,
-    ),
-    "one axis by name": lambda q, k, v, g, b, A, dt: (
-        *(norm(x.transpose(1, 3).contiguous()).swapaxes(1, axis1=3) for x in (q, k)),
-        v,
-        None,
-        b,
-    ),
-    "rounded down": lambda q, k, v, g, b, A, dt: (
-        q,
-        k,
-        v,
-        torch.div(-b.sigmoid()[..., None] * g.sigmoid(), 0.2, rounding_mode="trunc"),
-        b,
-    ),
-    "masked": lambda q, k, v, g, b, A, dt: (
-        *(
-            x * torch.rsqrt(torch.masked.sum(x * x, -1, keepdim=True, mask=x > 0) + 1e-6)
-            for x in (q, k)
-        ),
-        v,
-        None,
-        b,
+    "3 sigmoid": attend(beta=lambda b: 0.3 * b.sigmoid()),
+    "infinite power": attend(beta=lambda b: b.sigmoid().detach() ** math.inf),
+    "sigmoid squared": attend(beta=lambda b: b.sigmoid() ** 2),
+    "softplus beta": attend(decay=lambda g, A, dt: gate(g, A, dt, beta=2.0)),
+    "softplus threshold": attend(decay=lambda g, A, dt: gate(g, A, dt, threshold=1.0)),
+    "no A_log": attend(decay=lambda g, A, dt: -F.softplus(g + dt)),
+    "twice": attend(decay=lambda g, A, dt: 2 * gate(g, A, dt)),
+    "per channel": attend(decay=lambda g, A, dt: -dt[0].exp() * F.softplus(g + dt)),
+    "exp2": attend(decay=lambda g, A, dt: -A.exp2()[:, None] * F.softplus(g + dt)),
+    "rounded down": attend(
+        decay=lambda g, A, dt: torch.div(
+            -A.sigmoid()[:, None] * g.sigmoid(), 0.2, rounding_mode="trunc"
+        )
     ),
 }
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_function_is_not_folded(name):
-    assert_refuses(lambda *x: kda_ops.chunk_kda(*OTHERS[name](*x))[0], inputs(), None)
+@pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
+def test_another_function_is_not_folded(call):
+    assert_refuses(call, inputs(), None)
 
 
 CONSTANTS = {
@@ -152,20 +96,16 @@ CONSTANTS = {
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_a_constant_that_a_dtype_does_not_hold_is_not_folded(name, dtype):
-    def f(q, k, v, g, beta, *_):
-        return kda_ops.chunk_kda(q, k, v, CONSTANTS[name](g.sigmoid()), None)[0]
-
     captured, x = Captured(), inputs(dtype=dtype, grad=False)
-    captured.compile(f)(*x.values())
+    captured.compile(attend(decay=lambda g, *_: CONSTANTS[name](g.sigmoid())))(*x.values())
     assert not captured.fold.folded and not captured.fold.promised
 
 
 def test_a_constant_beyond_float16_is_not_folded_there():
-    for make, bound in ((lambda s: -7e4 * s, 0), (lambda s: -5.0 * s, 1)):
-        captured = Captured()
-        captured.compile(
-            lambda q, k, v, g, *_, make=make: kda_ops.chunk_kda(q, k, v, make(g.sigmoid()), None)[0]
-        )(*inputs(dtype=torch.float16, grad=False).values())
+    for factor, bound in ((-7e4, 0), (-5.0, 1)):
+        captured, x = Captured(), inputs(dtype=torch.float16, grad=False)
+        call = attend(decay=lambda g, A, dt, factor=factor: factor * g.sigmoid())
+        captured.compile(call)(*x.values())
         assert captured.fold.folded == Counter(bounded_gate=bound) + Counter()
 
 
@@ -178,23 +118,14 @@ def test_an_input_is_not_activated_twice():
 
 
 def test_a_bias_per_head_stays_in_the_logits():
-    def f(q, k, v, g, beta, A_log, dt_bias):
-        return kda_ops.chunk_kda(
-            q, k, v, -A_log.exp()[:, None] * F.softplus(g + dt_bias[:, :1]), None
-        )[0]
-
-    captured = assert_folds(f, inputs(), gate=1)
+    call = attend(decay=lambda g, A, dt: gate(g, A, dt[:, :1]))
+    captured = assert_folds(call, inputs(), gate=1)
     assert captured.calls[0].args[NAMES.index("dt_bias")] is None
 
 
 def test_a_product_of_logits_folds_without_its_factor():
-    assert_folds(
-        lambda q, k, v, g, beta, A_log, dt: kda_ops.chunk_kda(
-            q, k, v, -5 * torch.sigmoid(0.5 * g), None
-        )[0],
-        inputs(),
-        bounded_gate=1,
-    )
+    call = attend(decay=lambda g, A, dt: -5 * torch.sigmoid(0.5 * g))
+    assert_folds(call, inputs(), bounded_gate=1)
 
 
 def test_a_contradicting_bound_is_kept():
@@ -235,13 +166,7 @@ def test_one_factor_under_no_grad_prevents_the_fold():
 
     assert_refuses(f, inputs(), "grad mode")
     # a detached leaf folds like any other
-    assert_folds(
-        lambda q, k, v, g, b, A, dt: kda_ops.chunk_kda(
-            q, k, v, -A.detach().exp()[:, None] * F.softplus(g + dt), None
-        )[0],
-        inputs(),
-        gate=1,
-    )
+    assert_folds(attend(decay=lambda g, A, dt: gate(g, A.detach(), dt)), inputs(), gate=1)
 
 
 @pytest.mark.quick
@@ -317,59 +242,6 @@ def test_a_norm_does_not_fold_if_autocast_would_cast_its_input_to_float16(
     )
 
 
-def _write_leaf(b, y, out):
-    b.mul_(0.5)
-
-
-def _write_view(b, y, out):
-    b[0, 1] = 0.25
-
-
-def _write_activation(b, y, out):
-    y.clamp_(0.2, 0.6)
-
-
-def _write_out(b, y, out):
-    torch.mul(out, 0.5, out=b)
-
-
-def _write_by_operator(b, y, out):
-    b *= 0.5
-
-
-def _write_by_its_method(b, y, out):
-    b.__imul__(0.5)
-
-
-def _write_by_position(b, y, out):
-    F.silu(b, True)
-
-
-def _write_by_module(b, y, out):
-    torch.nn.Dropout(1.0, inplace=True)(b)
-
-
-def _write_where_rows_are_too_long(b, y, out):
-    F.embedding(torch.tensor([0, 1]), b[0], max_norm=0.1)
-
-
-def _write_what_is_counted(b, y, out):
-    F.batch_norm(out.flatten(0, 1), b[0, 0], b[0, 1], training=True)
-
-
-def _write_what_is_counted_in_c(b, y, out):
-    torch.batch_norm(out.flatten(0, 1), None, None, b[0, 0], b[0, 1], True, 0.1, 1e-5, False)
-
-
-@torch._dynamo.allow_in_graph
-def _passes_on(*args, **kwargs):
-    return F.relu(*args, **kwargs)
-
-
-def _write_by_a_function_of_anything(b, y, out):
-    _passes_on(b, inplace=True)
-
-
 aten = torch.ops.aten
 LIBRARY = torch.library.Library("folding", "DEF")  # noqa: TOR901
 for _schema, _run, _fake in (
@@ -394,57 +266,9 @@ def _custom(x: torch.Tensor) -> None:
     x.mul_(0.5)
 
 
-def _write_by_any_overload(b, y, out):
-    aten.mul(out, 0.5, out=b)
-
-
-def _write_by_an_overload(b, y, out):
-    aten.mul.out(out, out, out=b)
-
-
-def _write_by_another_overload(b, y, out):
-    torch.ops.folding.scale(b, 0.5)
-
-
-def _write_by_a_quiet_schema(b, y, out):
-    torch.ops.folding.halve_(b)
-
-
-def _write_by_a_custom_operator(b, y, out):
-    _custom(b)
-
-
-def _write_out_by_position(b, y, out):
-    F.normalize(out, 0.5, 1, 1e-12, b)
-
-
-def _write_out_by_position_in_norm(b, y, out):
-    torch.norm(out[None], 2, 0, False, b)
-
-
-def _write_one_of_two_outs(b, y, out):
-    torch.max(out[None], 0, out=(b, torch.empty(b.shape, dtype=torch.long)))
-
-
-def _write_a_list(b, y, out):
-    torch._foreach_mul_([out, b], 0.5)
-
-
-def _write_a_list_of_views(b, y, out):
-    aten._foreach_mul_(b.split(1, -1), 0.5)
-
-
-def _write_a_list_of_outs(b, y, out):
-    torch.unbind_copy(torch.stack((out, out)), out=[torch.empty_like(b), b])
-
-
-def _write_what_aten_counts(b, y, out):
-    rows = out.flatten(0, 1)
-    aten.native_batch_norm(rows, None, None, b[0, 0], b[0, 1], True, 0.1, 1e-5)
-
-
-def _write_by_numpy(b, y, out):
-    np.multiply(b.detach().numpy(), 0.5, out=b.detach().numpy())
+@torch._dynamo.allow_in_graph
+def _passes_on(*args, **kwargs):
+    return F.relu(*args, **kwargs)
 
 
 @torch._dynamo.allow_in_graph
@@ -452,41 +276,58 @@ def _halves(x):
     return x.mul_(0.5) * 1.0
 
 
-def _write_by_a_function_that_does_not_say_so(b, y, out):
-    _halves(b)
+def _by_item(b, y, out):
+    b[0, 1] = 0.25
 
 
-WRITES = (
-    _write_by_any_overload,
-    _write_by_an_overload,
-    _write_by_another_overload,
-    _write_by_a_quiet_schema,
-    _write_by_a_custom_operator,
-    _write_out_by_position,
-    _write_out_by_position_in_norm,
-    _write_one_of_two_outs,
-    _write_a_list,
-    _write_a_list_of_views,
-    _write_a_list_of_outs,
-    _write_what_aten_counts,
-    _write_by_numpy,
-    _write_by_a_function_that_does_not_say_so,
-    _write_leaf,
-    _write_view,
-    _write_activation,
-    _write_out,
-    _write_by_operator,
-    _write_by_its_method,
-    _write_by_position,
-    _write_by_module,
-    _write_where_rows_are_too_long,
-    _write_what_is_counted,
-    _write_what_is_counted_in_c,
-    _write_by_a_function_of_anything,
-)
+def _by_statement(b, y, out):
+    b *= 0.5
 
 
-@pytest.mark.parametrize("write", WRITES)
+# How a program writes beta (b), its sigmoid (y) or, by an argument, one of them.
+WRITES = {
+    "a leaf": lambda b, y, out: b.mul_(0.5),
+    "a view": _by_item,
+    "an activation": lambda b, y, out: y.clamp_(0.2, 0.6),
+    "out": lambda b, y, out: torch.mul(out, 0.5, out=b),
+    "out of two": lambda b, y, out: torch.max(
+        out[None], 0, out=(b, torch.empty(b.shape, dtype=torch.long))
+    ),
+    "out by position": lambda b, y, out: F.normalize(out, 0.5, 1, 1e-12, b),
+    "out by position in norm": lambda b, y, out: torch.norm(out[None], 2, 0, False, b),
+    "statement": _by_statement,
+    "method of the statement": lambda b, y, out: b.__imul__(0.5),
+    "inplace by position": lambda b, y, out: F.silu(b, True),
+    "module": lambda b, y, out: torch.nn.Dropout(1.0, inplace=True)(b),
+    "rows that are too long": lambda b, y, out: F.embedding(
+        torch.tensor([0, 1]), b[0], max_norm=0.1
+    ),
+    "what is counted": lambda b, y, out: F.batch_norm(
+        out.flatten(0, 1), b[0, 0], b[0, 1], training=True
+    ),
+    "what is counted in C": lambda b, y, out: torch.batch_norm(
+        out.flatten(0, 1), None, None, b[0, 0], b[0, 1], True, 0.1, 1e-5, False
+    ),
+    "what aten counts": lambda b, y, out: aten.native_batch_norm(
+        out.flatten(0, 1), None, None, b[0, 0], b[0, 1], True, 0.1, 1e-5
+    ),
+    "function of anything": lambda b, y, out: _passes_on(b, inplace=True),
+    "function that does not say so": lambda b, y, out: _halves(b),
+    "any overload": lambda b, y, out: aten.mul(out, 0.5, out=b),
+    "an overload": lambda b, y, out: aten.mul.out(out, out, out=b),
+    "another overload": lambda b, y, out: torch.ops.folding.scale(b, 0.5),
+    "quiet schema": lambda b, y, out: torch.ops.folding.halve_(b),
+    "custom operator": lambda b, y, out: _custom(b),
+    "a list": lambda b, y, out: torch._foreach_mul_([out, b], 0.5),
+    "a list of views": lambda b, y, out: aten._foreach_mul_(b.split(1, -1), 0.5),
+    "a list of outs": lambda b, y, out: torch.unbind_copy(
+        torch.stack((out, out)), out=[torch.empty_like(b), b]
+    ),
+    "numpy": lambda b, y, out: np.multiply(b.detach().numpy(), 0.5, out=b.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("when", ("before", "after"))
 def test_nothing_folds_across_a_write_in_place(write, when):
     def f(q, k, v, g, beta, *_):
@@ -499,8 +340,7 @@ def test_nothing_folds_across_a_write_in_place(write, when):
             write(b, y, out)
         return o + b.sum() + y.sum()
 
-    x = inputs(grad=False)
-    assert_refuses(f, x, "in-place")
+    assert_refuses(f, inputs(grad=False), "in-place")
 
 
 @pytest.mark.parametrize(
@@ -574,82 +414,31 @@ def test_a_write_before_the_activation_does_not_prevent_a_fold():
     assert_folds(f, inputs(), sigmoid=1)
 
 
+FP8 = torch.float8_e4m3fn
 LOSSY = {
-    "beta": lambda q, k, v, g, b, A, dt: (q, k, v, None, b.sigmoid().bfloat16()),
-    "decay": lambda q, k, v, g, b, A, dt: (
-        q,
-        k,
-        v,
-        (-A.exp()[:, None] * F.softplus(g + dt)).half(),
-        None,
-    ),
-    "q and k": lambda q, k, v, g, b, A, dt: (norm(q).half(), norm(k).half(), v.half(), None, None),
-    "squares in fp16": lambda q, k, v, g, b, A, dt: (
-        norm(q.half()),
-        norm(k.half()),
-        v.half(),
-        None,
-        None,
-    ),
-    "fp8 beta": lambda q, k, v, g, b, A, dt: (
-        q,
-        k,
-        v,
-        None,
-        b.sigmoid().to(torch.float8_e4m3fn).float(),
-    ),
-    "fp8 decay": lambda q, k, v, g, b, A, dt: (
-        q,
-        k,
-        v,
-        (-A.exp()[:, None] * F.softplus(g + dt)).to(torch.float8_e5m2).float(),
-        None,
-    ),
-    "fp8 q and k": lambda q, k, v, g, b, A, dt: (
-        *(norm(x).to(torch.float8_e4m3fn).to(x.dtype) for x in (q, k)),
-        v,
-        None,
-        None,
-    ),
-    "there and back": lambda q, k, v, g, b, A, dt: (
-        *(norm(x).bfloat16().float() for x in (q, k)),
-        v,
-        None,
-        None,
-    ),
-    "back and there": lambda q, k, v, g, b, A, dt: (
-        *(norm(x.bfloat16().float()).bfloat16().float() for x in (q, k)),
-        v,
-        None,
-        None,
-    ),
-    "wider A_log": lambda q, k, v, g, b, A, dt: (
-        q,
-        k,
-        v,
-        -A.double().exp()[:, None] * F.softplus(g + dt),
-        None,
-    ),
+    "beta": attend(beta=lambda b: b.sigmoid().bfloat16()),
+    "decay": attend(decay=lambda g, A, dt: gate(g, A, dt).half()),
+    "q and k": attend(norm=lambda x: norm(x).half()),
+    "squares in fp16": attend(norm=lambda x: norm(x.half())),
+    "fp8 beta": attend(beta=lambda b: b.sigmoid().to(FP8).float()),
+    "fp8 decay": attend(decay=lambda g, A, dt: gate(g, A, dt).to(torch.float8_e5m2).float()),
+    "fp8 q and k": attend(norm=lambda x: norm(x).to(FP8).to(x.dtype)),
+    "there and back": attend(norm=lambda x: norm(x).bfloat16().float()),
+    "back and there": attend(norm=lambda x: norm(x.bfloat16().float()).bfloat16().float()),
+    "wider A_log": attend(decay=lambda g, A, dt: gate(g, A.double(), dt)),
 }
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", LOSSY)
-def test_a_cast_that_loses_precision_is_not_folded(name):
+@pytest.mark.parametrize("call", LOSSY.values(), ids=LOSSY)
+def test_a_cast_that_loses_precision_is_not_folded(call):
     captured, x = Captured(), inputs(grad=False)
-    f = lambda *x: kda_ops.chunk_kda(*LOSSY[name](*x))[0]  # noqa: E731
-    assert torch.equal(captured.compile(f)(*x.values()), f(*x.values()))
+    assert torch.equal(captured.compile(call)(*x.values()), call(*x.values()))
     assert not captured.fold.folded and captured.fold.refused == Counter(["precision"])
 
 
 def test_logits_rounded_by_the_program_stay_rounded():
     """A narrowing cast of the logits is kept; only the activation after it folds."""
-    x = inputs(grad=False)
-    captured = assert_folds(
-        lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(
-            q, k, v, None, beta.bfloat16().float().sigmoid()
-        )[0],
-        x,
-        sigmoid=1,
-    )
+    call = attend(beta=lambda b: b.bfloat16().float().sigmoid())
+    captured = assert_folds(call, inputs(grad=False), sigmoid=1)
     assert captured.calls[0].args[4].meta["example_value"].dtype is torch.bfloat16

@@ -17,7 +17,7 @@ import kda_ops
 import kda_ops.distributed as cp
 from kda_ops import dispatch
 from kda_ops.distributed.chunk import _beside_zeros, _read
-from tests.support.calls import run
+from tests.support.calls import run, with_gradients
 from tests.support.cases import cases, replace
 from tests.support.closeness import assert_all_close, assert_all_identical, oracle
 from tests.support.context import (
@@ -195,12 +195,8 @@ def holed(case, chunk, a, b, holes, weight=1.0):
     }
     o, final_state = chunk(**x, **case.flags())
     leaves = {n: t for n, t in x.items() if t is not None and t.requires_grad}
-    grads = torch.autograd.grad(
-        [o, final_state], list(leaves.values()), [do, weight * dfinal_state]
-    )
-    return {"o": o.detach(), "final_state": final_state.detach()} | {
-        "d" + n: d for n, d in zip(leaves, grads)
-    }
+    outs = {"o": o, "final_state": final_state}
+    return with_gradients(outs, leaves, (do, weight * dfinal_state))
 
 
 def holed_shard(groups, size, case, cuts, holes):

@@ -123,39 +123,44 @@ def test_a_plan_or_one_compiled_graph_gives_the_same(ranks, variant, lengths, ho
     assert_same(joined(parts, 1), one_process(variant, GROUPED, 1, lengths))
 
 
-def change(fault, layer, x, arguments):
-    """Change rank 1's call by one fault."""
-    if fault == "hidden":
-        return layer, x[..., 1:], arguments
-    if fault == "rows":
-        return layer, x.repeat(2, 1, 1), arguments
-    if fault == "dtype":
-        return layer.float(), x.float(), arguments
-    if fault == "offsets":
-        return layer, x, arguments | {"cu_seqlens": offsets((3, 20))}
-    if fault == "variant":
-        return build("gdn", PLAIN), x, arguments
-    if fault == "heads":
-        return build("kda", PLAIN | dict(num_heads=3)), x, arguments
-    if fault == "frozen input":
-        return layer, x.detach(), arguments
-    if fault == "frozen":
-        return layer.requires_grad_(False), x.detach(), arguments
-    assert fault == "mask"
-    return layer, x, arguments | {"attention_mask": torch.ones(x.shape[:2])}
-
-
-TOLD = {
-    "hidden": "rank 1 of the group refused its call: x must have shape [B, T, hidden_size]",
-    "rows": f"x is torch.float64 [1, T, {HIDDEN}] on rank 0",
-    "dtype": f"torch.float32 [1, T, {HIDDEN}] on rank 1",
-    "offsets": "cu_seqlens is None on rank 0, [0, 3, 23] on rank 1",
-    "variant": "layer is KimiDeltaAttention on rank 0, GatedDeltaNet on rank 1",
-    "heads": "num_heads is 2 on rank 0, 3 on rank 1",
-    "frozen input": "a gradient of x wanted is True on rank 0, False on rank 1",
-    "frozen": "a gradient wanted is True on rank 0, False on rank 1",
+REFUSED = "rank 1 of the group refused its call: "
+# what rank 1 calls instead: (layer, x, arguments) -> the same, changed; and what every rank is told
+FAULTS = {
+    "hidden": (
+        lambda layer, x, more: (layer, x[..., 1:], more),
+        REFUSED + "x must have shape [B, T, hidden_size]",
+    ),
+    "rows": (
+        lambda layer, x, more: (layer, x.repeat(2, 1, 1), more),
+        f"x is torch.float64 [1, T, {HIDDEN}] on rank 0",
+    ),
+    "dtype": (
+        lambda layer, x, more: (layer.float(), x.float(), more),
+        f"torch.float32 [1, T, {HIDDEN}] on rank 1",
+    ),
+    "offsets": (
+        lambda layer, x, more: (layer, x, more | {"cu_seqlens": offsets((3, 20))}),
+        "cu_seqlens is None on rank 0, [0, 3, 23] on rank 1",
+    ),
+    "variant": (
+        lambda layer, x, more: (build("gdn", PLAIN), x, more),
+        "layer is KimiDeltaAttention on rank 0, GatedDeltaNet on rank 1",
+    ),
+    "heads": (
+        lambda layer, x, more: (build("kda", PLAIN | dict(num_heads=3)), x, more),
+        "num_heads is 2 on rank 0, 3 on rank 1",
+    ),
+    "frozen input": (
+        lambda layer, x, more: (layer, x.detach(), more),
+        "a gradient of x wanted is True on rank 0, False on rank 1",
+    ),
+    "frozen": (
+        lambda layer, x, more: (layer.requires_grad_(False), x.detach(), more),
+        "a gradient wanted is True on rank 0, False on rank 1",
+    ),
     "mask": (
-        "rank 1 of the group refused its call: attention_mask: padding is not skipped across ranks"
+        lambda layer, x, more: (layer, x, more | {"attention_mask": torch.ones(x.shape[:2])}),
+        REFUSED + "attention_mask: padding is not skipped across ranks",
     ),
 }
 
@@ -163,28 +168,24 @@ TOLD = {
 def odd_one_out(groups, size):
     """Return each rank's message for each fault of rank 1; a correct call follows each."""
     group, rank, told = groups[size], dist.get_rank(groups[size]), {}
-    for fault in TOLD:
+    for fault, (change, _) in FAULTS.items():
         layer, (x, weight) = build("kda", PLAIN), batch()
         x, arguments = x[:, :10].requires_grad_(), {"group": group}
         if rank == 1:
-            layer, x, arguments = change(fault, layer, x, arguments)
+            layer, x, arguments = change(layer, x, arguments)
         try:
             layer(x, **arguments)
         except (ValueError, TypeError) as error:
             told[fault] = str(error)
-        step(
-            build("kda", PLAIN),
-            x.detach().double()[:1, :, :1].expand(1, 10, HIDDEN),
-            weight[:, :10],
-            group=group,
-        )
+        same = x.detach().double()[:1, :, :1].expand(1, 10, HIDDEN)
+        step(build("kda", PLAIN), same, weight[:, :10], group=group)
     return told
 
 
 def test_every_rank_is_told_what_differs(ranks):
     for rank, told in enumerate(ranks.run(3, odd_one_out, 3)):
-        for fault, want in TOLD.items():
-            mine = want.split(": ", 1)[1] if rank == 1 and "refused" in want else want
+        for fault, (_, want) in FAULTS.items():
+            mine = want.removeprefix(REFUSED) if rank == 1 else want
             assert mine in told.get(fault, "nothing"), fault
 
 
@@ -335,23 +336,29 @@ def test_every_rank_is_told_that_plain_shards_differ_in_length(ranks, tokens, le
         assert told is not None and told.startswith(want)
 
 
+# what rank 1 passes as x, and what every rank is told
+ODD = {
+    "rows": (
+        lambda x: x[:1],
+        "x is torch.float64 [2, T, 24] on rank 0, torch.float64 [1, T, 24] on rank 1",
+    ),
+    "hidden": (lambda x: x[..., 1:], "torch.float64 [2, T, 23] on rank 1"),
+    "dtype": (lambda x: x.float(), "torch.float32 [2, T, 24] on rank 1"),
+    "gradient": (lambda x: x.detach(), "a gradient of x wanted is True on rank 0, False on rank 1"),
+    "rank": (lambda x: x[0], "torch.float64 [30, T] on rank 1"),
+    "tensor": (lambda x: None, "NoneType on rank 1"),
+    "layout": (lambda x: x.detach().to_sparse(), "x must be a dense tensor"),
+}
+
+
 def odd_shard(groups, size):
     """Return each rank's message for each fault of rank 1; a correct call follows each."""
     mesh, rank, told = mesh_of(groups[size]), dist.get_rank(groups[size]), {}
     layer = parallelize_module(build("kda", PLAIN), mesh, HeadParallel(**SEQUENCES))
     x = next(batch(2)).requires_grad_()
-    odd = {
-        "rows": x[:1],
-        "hidden": x[..., 1:],
-        "dtype": x.float(),
-        "gradient": x.detach(),
-        "rank": x[0],
-        "tensor": None,
-        "layout": x.detach().to_sparse(),
-    }
-    for fault, wrong in odd.items():
+    for fault, (change, _) in ODD.items():
         try:
-            layer(wrong if rank == 1 else x)
+            layer(change(x) if rank == 1 else x)
         except (ValueError, TypeError) as error:
             told[fault] = str(error)
         layer(x).sum().backward()
@@ -359,19 +366,9 @@ def odd_shard(groups, size):
 
 
 def test_every_rank_is_told_how_plain_shards_differ(ranks):
-    want = {
-        "rows": "x is torch.float64 [2, T, 24] on rank 0, torch.float64 [1, T, 24] on rank 1",
-        "hidden": "torch.float64 [2, T, 23] on rank 1",
-        "dtype": "torch.float32 [2, T, 24] on rank 1",
-        "gradient": "a gradient of x wanted is True on rank 0, False on rank 1",
-        "rank": "torch.float64 [30, T] on rank 1",
-        "tensor": "NoneType on rank 1",
-        "layout": "x must be a dense tensor",
-    }
     for told in ranks.run(2, odd_shard, 2):
-        assert told.keys() == want.keys()
-        for fault, words in want.items():
-            assert words in told[fault], fault
+        for fault, (_, words) in ODD.items():
+            assert words in told.get(fault, "nothing"), fault
 
 
 def collectives(groups, size):

@@ -1,7 +1,5 @@
 """Sharded tensors: placements on a mesh of pretended ranks, and two real processes against one."""
 
-import subprocess
-import sys
 from functools import partial
 from itertools import product
 
@@ -14,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import kda_ops
 from kda_ops import dispatch
 from kda_ops.stages import KEPT
+from tests.support.fresh import python
 from tests.support.ranks import mesh_of
 from tests.support.training_walk import training_walks
 
@@ -282,10 +281,11 @@ def test_a_sharded_training_step_equals_the_whole_one(ranks, compiled):
     ["import kda_ops, torch.distributed.tensor", "import torch.distributed.tensor, kda_ops"],
 )
 def test_rules_are_registered_in_either_order_of_imports(order):
-    code = f"""{order}
-propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
-assert torch.ops.kda.chunk.default in propagator.op_strategy_funcs"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python(f"""
+        {order}
+        propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+        assert torch.ops.kda.chunk.default in propagator.op_strategy_funcs
+    """)
 
 
 @pytest.mark.parametrize("namespace", ["kda", "gdn"])

@@ -23,6 +23,9 @@ CUDA = torch.device("cuda")
 TRITON = dispatch.load("triton")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
+SIZES = dict(dtype=BF16, K=128, V=128, H=2, HV=4)
+LAYER = Case(gate="bounded", beta="sigmoid", l2norm=True, **SIZES)
+
 
 @pytest.fixture(autouse=True)
 def poisoned_scratch():
@@ -36,19 +39,8 @@ def poisoned_scratch():
 @pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
 @pytest.mark.parametrize("K, V", ((128, 128), (64, 64), (256, 256), (100, 200), (16, 512), (7, 1)))
 def test_every_width_meets_its_budget(variant, dtype, K, V):
-    stages = Stages.build(
-        Case(
-            variant=variant,
-            dtype=dtype,
-            K=K,
-            V=V,
-            T=130,
-            HV=1,
-            gate="softplus",
-            l2norm=True,
-            keys="correlated",
-        )
-    )
+    case = Case(variant, dtype=dtype, K=K, V=V, T=130, HV=1, gate="softplus", l2norm=True)
+    stages = Stages.build(replace(case, keys="correlated"))
     for stage in ("reverse_scan", "gradient"):
         assert_stage(stage, stages, TRITON, CUDA)
 
@@ -57,16 +49,9 @@ def test_every_width_meets_its_budget(variant, dtype, K, V):
 @pytest.mark.parametrize("gate", ("weak", "strong", "zero", "reset", "forget", "bounded", "none"))
 @pytest.mark.parametrize("keys", ("random", "repeated"))
 def test_every_gate_meets_its_budget(variant, gate, keys):
-    sizes = dict(dtype=BF16, K=128, V=128, H=2, HV=4, lengths=(0, 65, 1, 128, 37), tail=70)
-    stages = Stages.build(
-        Case(
-            variant=variant,
-            gate=gate,
-            keys=keys,
-            safe_gate=gate in ("weak", "strong", "zero", "none"),
-            **sizes,
-        )
-    )
+    safe = gate in ("weak", "strong", "zero", "none")
+    case = Case(variant, gate=gate, keys=keys, safe_gate=safe, **SIZES)
+    stages = Stages.build(replace(case, lengths=(0, 65, 1, 128, 37), tail=70))
     for stage in ("reverse_scan", "gradient"):
         assert_stage(stage, stages, TRITON, CUDA)
 
@@ -77,20 +62,7 @@ def test_two_runs_give_the_same_bits(variant, gate):
     """Also what a cast, transposed product as an operand would break: it is wrong in some runs of
     some widths.
     """
-    stages = Stages.build(
-        Case(
-            variant=variant,
-            dtype=BF16,
-            K=128,
-            V=128,
-            T=257,
-            H=2,
-            HV=4,
-            gate=gate,
-            l2norm=True,
-            beta="sigmoid",
-        )
-    )
+    stages = Stages.build(replace(LAYER, variant=variant, T=257, gate=gate))
     for stage in ("reverse_scan", "gradient"):
         first, second = stages.run(stage, TRITON, CUDA), stages.run(stage, TRITON, CUDA)
         for name in first:
@@ -103,17 +75,7 @@ def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant, length):
     """All columns or half of them per program: the table chooses by the number of heads and
     sequences, or of runs and their maps, which results may not depend on.
     """
-    case = Case(
-        variant=variant,
-        dtype=BF16,
-        K=128,
-        V=128,
-        H=2,
-        HV=4,
-        lengths=(0, 65, 1, 300, 37),
-        gate="bounded",
-        l2norm=True,
-    )
+    case = replace(LAYER, variant=variant, lengths=(0, 65, 1, 300, 37), beta="given")
     found, table = [], tuning.table
     monkeypatch.setattr(tuning, "FORCED_RUN", length)
     # no room for two programs per head; room for all
@@ -139,10 +101,8 @@ def test_scans_side_by_side_change_no_bit(monkeypatch, variant, kept):
     """On a second stream or not, eager, again and again over memory that is used anew, and in a
     CUDA graph.
     """
-    flags = dict(gate="bounded", l2norm=True, beta="sigmoid", disable_recompute=kept)
-    case = Case(
-        variant=variant, dtype=BF16, K=128, V=128, H=2, HV=2, lengths=(2100, 65, 3000), **flags
-    )
+    packed = dict(lengths=(2100, 65, 3000), disable_recompute=kept)
+    case = replace(LAYER, variant=variant, HV=2, **packed)
     inputs, cotangents = case.inputs(CUDA), case.cotangents(CUDA)
 
     def gradients():
@@ -190,19 +150,7 @@ def test_lengths_and_batches_do_not_recompile():
         counted.append(self.fn.__name__)
         return compiled(self, *args, **kwargs)
 
-    case = Case(
-        variant="gdn",
-        dtype=BF16,
-        K=128,
-        V=128,
-        B=2,
-        T=96,
-        H=1,
-        HV=2,
-        gate="bounded",
-        l2norm=True,
-        beta="sigmoid",
-    )
+    case = replace(LAYER, variant="gdn", B=2, T=96, H=1, HV=2)
     run(case, inputs=case.inputs(CUDA))
     JITFunction._do_compile = count
     try:
@@ -225,19 +173,7 @@ def test_the_first_call_compiles_all_its_kernels_at_once(variant):
         return compiled(self, key, signature, device, constexprs, options, attrs, warmup)
 
     # no other test's widths
-    case = Case(
-        variant=variant,
-        dtype=BF16,
-        K=40,
-        V=72,
-        B=1,
-        T=150,
-        H=2,
-        HV=2,
-        gate="softplus",
-        l2norm=True,
-        beta="sigmoid",
-    )
+    case = replace(LAYER, variant=variant, K=40, V=72, T=150, HV=2, gate="softplus")
     JITFunction._do_compile = note
     try:
         first = run(case, inputs=case.inputs(CUDA))
@@ -293,7 +229,7 @@ def test_the_scratch_of_a_training_step_is_bounded():
 @pytest.mark.parametrize("gate", ("strong", "weak"))
 def test_gradients_of_a_promised_beta_are_those_of_one_that_is_not(gate):
     """`gradient_small` computes dbeta where beta is too small to divide by."""
-    case = Case(dtype=BF16, K=128, V=128, H=2, HV=4, T=330, gate=gate, safe_gate=True, l2norm=True)
+    case = Case(T=330, gate=gate, safe_gate=True, l2norm=True, **SIZES)
     inputs, cotangents = case.inputs(CUDA), case.cotangents(CUDA)
     values = (0.0, 1e-12, SMALL.value / 2, SMALL.value)
     for i, value in enumerate(values):

@@ -2,6 +2,7 @@
 graphs, compiled code, and long runs.
 """
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -17,6 +18,7 @@ from kda_ops.backends.triton.plans.recording import Launch
 from tests.support.closeness import assert_close, assert_identical
 from tests.support.plans import forget_plans
 from tests.support.steps import (
+    EDGES,
     Step,
     assert_calls_forget,
     assert_step,
@@ -30,6 +32,7 @@ POOLS = (torch.float32, torch.bfloat16)
 TRITON = dispatch.load("triton")
 
 
+LAYER = Step(N=8, H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, gate="softplus", slots=1)
 USUAL = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True)
 
 
@@ -46,42 +49,16 @@ def test_any_call_meets_the_definition(seed):
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("rank", (0, 1))
 def test_the_usual_decode_meets_the_definition(rank, transposed, pool):
-    layout = dict(transposed=transposed, pool=pool, slots=1, dead=(3,))
-    assert_step(
-        Step(
-            rank=rank,
-            N=5,
-            H=4,
-            HV=8,
-            K=128,
-            V=128,
-            dtype=torch.bfloat16,
-            gate="bounded",
-            beta="sigmoid",
-            **layout,
-        ),
-        TRITON,
-        CUDA,
-    )
+    layout = dict(transposed=transposed, pool=pool, dead=(3,))
+    case = replace(LAYER, rank=rank, N=5, gate="bounded", beta="sigmoid", **layout)
+    assert_step(case, TRITON, CUDA)
 
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("rank", (0, 1))
 def test_a_sequence_has_the_same_bits_alone_and_among_many(rank, transposed, pool):
-    case = Step(
-        rank=rank,
-        N=80,
-        H=16,
-        HV=16,
-        K=128,
-        V=128,
-        dtype=torch.bfloat16,
-        gate="softplus",
-        slots=1,
-        transposed=transposed,
-        pool=pool,
-    )
+    case = replace(LAYER, rank=rank, N=80, H=16, HV=16, transposed=transposed, pool=pool)
     p = case.problem(CUDA)
     start, flags = p.state.clone(), dict(transpose_state_layout=transposed, **USUAL)
     step = torch.ops.kda.recurrent_ if rank else torch.ops.gdn.recurrent_
@@ -107,16 +84,7 @@ def test_a_sequence_has_the_same_bits_alone_and_among_many(rank, transposed, poo
 @pytest.mark.parametrize(
     "case",
     [
-        Step(N=0),
-        Step(T=0),
-        Step(HV=0, H=0),
-        Step(V=0),
-        Step(lengths=()),
-        Step(lengths=(), tail=20, slots=1),
-        Step(lengths=(0, 0), state=False),
-        Step(K=1, V=1, H=1, HV=3),
-        Step(K=256, V=8, H=1, HV=1, transposed=True),
-        Step(T=17, H=1, HV=1, N=1),
+        *EDGES,
         Step(lengths=(3, 0, 1), tail=40, slots=3, accepted=True),
         Step(N=2200, H=1, HV=32, K=8, V=4, slots=1),
     ],
@@ -225,20 +193,7 @@ def test_launches_that_overlap_see_the_work_of_those_before_them(rank, transpose
     """Two hundred tokens on a pool, each with the output of the one before it as its values: with a
     wait after each, without, and replayed.
     """
-    case = Step(
-        rank=rank,
-        N=8,
-        H=4,
-        HV=8,
-        K=128,
-        V=128,
-        dtype=torch.bfloat16,
-        gate="softplus",
-        slots=1,
-        transposed=transposed,
-        beta="sigmoid",
-        l2norm=True,
-    )
+    case = replace(LAYER, rank=rank, transposed=transposed, beta="sigmoid")
     p = case.problem(CUDA)
     start, values = p.state.clone(), p.v.clone()
     step = torch.ops.kda.recurrent_ if rank else torch.ops.gdn.recurrent_

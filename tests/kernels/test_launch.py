@@ -3,17 +3,15 @@ meanwhile.
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 import warnings
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+
+from tests.support.fresh import python
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -134,17 +132,7 @@ with offline(90, [""]) as rows:
 
 
 def test_what_threads_compiled_is_what_is_launched(tmp_path):
-    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(tmp_path)
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", SIDE_BY_SIDE],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    python(SIDE_BY_SIDE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
 
 
 def test_a_plan_copies_the_inputs_of_its_call():

@@ -18,7 +18,7 @@ from kda_ops.stages import GRADIENTS, Backend, Gradients, Tile, Trace
 from tests.support.calls import run
 from tests.support.cases import Case, cases, replace
 from tests.support.closeness import assert_identical
-from tests.support.pools import pools
+from tests.support.pools import pool_arguments, pools
 from tests.support.target import TARGET
 
 if dispatch.backend_name(TARGET.device) != "native":
@@ -99,23 +99,8 @@ def test_scan_on_a_pool(pool):
     outs = []
     for backend in (Reference(), native):
         x, state, (indices, _, snapshots) = pool.case.inputs(), pool.state(), pool.indices()
-        extra = {"snapshot_every": pool.every} if snapshots is not None else {}
-        p = Problem.parse_prefill(
-            pool.case.rank,
-            x["q"],
-            x["k"],
-            x["v"],
-            x["g"],
-            x["beta"],
-            state,
-            indices,
-            snapshots,
-            x["A_log"],
-            x["dt_bias"],
-            x["cu_seqlens"],
-            **extra,
-            **pool.case.flags("chunk_"),
-        )
+        args = pool_arguments(x, state, indices, snapshots)
+        p = Problem.parse_prefill(pool.case.rank, *args, **pool.flags())
         o = p.new_output()
         backend.scan(p, Reference().prepare(p), o, p.state, keep=False)
         outs.append((o, state))
@@ -174,12 +159,7 @@ def test_gradient_gives_what_was_asked_for_and_the_same(variant, name):
 @given(case=cases(**WIDE))
 def test_step(case):
     p = parse(case)
-    want_o, want_state, o, state = (
-        p.new_output(),
-        p.new_final_state(),
-        p.new_output(),
-        p.new_final_state(),
-    )
+    (want_o, want_state), (o, state) = ((p.new_output(), p.new_final_state()) for _ in range(2))
     Reference().step(p, want_o, want_state)
     native.step(p, o, state)
     close(o, want_o, "o")
@@ -191,21 +171,8 @@ def test_step_on_a_pool(pool):
     outs = []
     for backend in (Reference(), native):
         x, state, (indices, accepted, _) = pool.case.inputs(), pool.state(), pool.indices()
-        p = Problem.parse_step(
-            pool.case.rank,
-            x["q"],
-            x["k"],
-            x["v"],
-            x["g"],
-            x["beta"],
-            state,
-            indices,
-            accepted,
-            x["A_log"],
-            x["dt_bias"],
-            x["cu_seqlens"],
-            **pool.case.flags("recurrent_"),
-        )
+        args = pool_arguments(x, state, indices, accepted)
+        p = Problem.parse_step(pool.case.rank, *args, **pool.flags())
         o = p.new_output()
         backend.step(p, o, p.state)
         outs.append((o, state))

@@ -6,42 +6,20 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, cases
+from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, cases, replace
 from tests.support.closeness import assert_meets_budget
 from tests.support.target import TARGET
 
 VARIANTS = ("kda", "gdn")
+INSIDE = dict(gate="softplus", beta="neg_eigval", l2norm=True)
+LAYOUT = dict(lengths=PACKED, tail=3, strides="fused", transposed=True)
+EVERY_OPTION = Case(H=2, HV=4, **LAYOUT, **INSIDE)
 
 
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @given(case=cases())
-@example(
-    case=Case(
-        lengths=PACKED,
-        tail=3,
-        H=2,
-        HV=4,
-        gate="softplus",
-        beta="neg_eigval",
-        l2norm=True,
-        strides="fused",
-        transposed=True,
-    )
-)
-@example(
-    case=Case(
-        "gdn",
-        lengths=PACKED,
-        tail=3,
-        H=2,
-        HV=4,
-        gate="softplus",
-        beta="neg_eigval",
-        l2norm=True,
-        strides="fused",
-        transposed=True,
-    )
-)
+@example(case=EVERY_OPTION)
+@example(case=replace(EVERY_OPTION, variant="gdn"))
 def test_operators_match_the_recurrence(op, case):
     assert_meets_budget(case, op)
 

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from kda_ops import functional
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
-from tests.support.calls import overload, run
+from tests.support.calls import as_leaves, overload, run, with_gradients
 from tests.support.cases import BOUND, PACKED, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_meets_budget
 from tests.support.target import TARGET
@@ -53,22 +53,12 @@ def activated_outside(case, inputs):
 )
 def test_norm_gate_and_sigmoid_inside_equal_the_same_outside(op, case):
     inputs = case.inputs(TARGET.device)
-    leaves = {
-        n: x.detach().requires_grad_()
-        for n, x in inputs.items()
-        if x is not None and n in GRADIENTS
-    }
+    leaves = as_leaves(inputs)
     x, flags = activated_outside(case, inputs | leaves)
     o, final_state = overload(case.variant, op)(*x.values(), **flags)
     outs = {"o": o} | ({"final_state": final_state} if case.final else {})
-    grads = torch.autograd.grad(
-        list(outs.values()), list(leaves.values()), case.cotangents(TARGET.device)[: len(outs)]
-    )
-    assert_meets_budget(
-        case,
-        op,
-        {n: x.detach() for n, x in outs.items()} | {"d" + n: d for n, d in zip(leaves, grads)},
-    )
+    got = with_gradients(outs, leaves, case.cotangents(TARGET.device))
+    assert_meets_budget(case, op, got)
 
 
 @pytest.mark.parametrize("gate", ("weak", "strong", "bounded", "none"))
@@ -122,22 +112,12 @@ def test_disable_recompute_changes_no_bit(case):
 @given(case=cases(dtype=torch.float32, H=2, HV=6))
 def test_grouped_value_heads_are_expanded_key_heads_with_summed_gradients(op, case):
     inputs = case.inputs(TARGET.device)
-    leaves = {
-        n: x.detach().requires_grad_()
-        for n, x in inputs.items()
-        if x is not None and n in GRADIENTS
-    }
+    leaves = as_leaves(inputs)
     x = inputs | leaves | {n: leaves[n].repeat_interleave(3, 2) for n in ("q", "k")}
     o, final_state = overload(case.variant, op)(*x.values(), **case.flags(op))
     outs = {"o": o} | ({"final_state": final_state} if case.final else {})
-    grads = torch.autograd.grad(
-        list(outs.values()), list(leaves.values()), case.cotangents(TARGET.device)[: len(outs)]
-    )
-    assert_meets_budget(
-        case,
-        op,
-        {n: x.detach() for n, x in outs.items()} | {"d" + n: d for n, d in zip(leaves, grads)},
-    )
+    got = with_gradients(outs, leaves, case.cotangents(TARGET.device))
+    assert_meets_budget(case, op, got)
 
 
 @pytest.mark.bits

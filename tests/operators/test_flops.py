@@ -2,9 +2,6 @@
 hook that registers them.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,6 +11,7 @@ import kda_ops
 from kda_ops.registrations import flops
 from kda_ops.registrations.schemas import mask_of
 from kda_ops.stages import GRADIENTS
+from tests.support.fresh import python
 
 # Per chunk of 64 tokens and value head at K = V = 128, in products of 2 * 64 * 64 * 128 operations:
 # forward 2 scores, w, u, wS (2), qg S (2), P v_new, kg^T v_new (2); backward as in
@@ -143,21 +141,20 @@ class TestTokens:
     ["import kda_ops, torch.utils.flop_counter", "import torch.utils.flop_counter, kda_ops"],
 )
 def test_formulas_are_registered_in_either_order_of_imports(order):
-    code = f"{order}\nassert torch.ops.kda.chunk in torch.utils.flop_counter.flop_registry"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python(f"{order}\nassert torch.ops.kda.chunk in torch.utils.flop_counter.flop_registry")
 
 
 def test_importing_the_operators_does_not_import_the_counter():
-    code = (
-        "import sys, kda_ops\nassert 'torch.utils.flop_counter' not in sys.modules and 'triton' "
-        "not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python("""
+        import sys, kda_ops
+        assert not {"torch.utils.flop_counter", "triton"} & {*sys.modules}
+    """)
 
 
 def test_asking_whether_the_counter_exists_does_not_use_up_the_hook():
-    code = """import importlib.util, kda_ops
-assert importlib.util.find_spec("torch.utils.flop_counter")
-import torch.utils.flop_counter
-assert torch.ops.kda.chunk in torch.utils.flop_counter.flop_registry"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python("""
+        import importlib.util, kda_ops
+        assert importlib.util.find_spec("torch.utils.flop_counter")
+        import torch.utils.flop_counter
+        assert torch.ops.kda.chunk in torch.utils.flop_counter.flop_registry
+    """)

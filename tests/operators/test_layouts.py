@@ -10,6 +10,9 @@ from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.pools import Pool, pools
 from tests.support.target import TARGET
 
+INSIDE = dict(gate="softplus", beta="sigmoid", l2norm=True)
+ACTIVATED = Case(lengths=PACKED, tail=3, H=1, HV=2, K=16, V=40, **INSIDE)
+
 
 def _swapped(case):
     """Return the same call in the other layout: states and their gradients transposed."""
@@ -32,25 +35,8 @@ def _swap_back(results):
 @pytest.mark.quick
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 @given(case=cases(K=24, V=40))
-@example(
-    case=Case(
-        lengths=PACKED, tail=3, H=1, HV=2, K=16, V=40, gate="softplus", beta="sigmoid", l2norm=True
-    )
-)
-@example(
-    case=Case(
-        "gdn",
-        lengths=PACKED,
-        tail=3,
-        H=1,
-        HV=2,
-        K=16,
-        V=40,
-        gate="softplus",
-        beta="sigmoid",
-        l2norm=True,
-    )
-)
+@example(case=ACTIVATED)
+@example(case=replace(ACTIVATED, variant="gdn"))
 # K == V: no shape gives a mistake away
 @example(case=Case(B=2, T=65, K=16, V=16, strides="heads_first"))
 def test_both_state_layouts_give_the_same_bits_in_output_state_and_every_gradient(op, case):

@@ -16,7 +16,7 @@ from tests.support.calls import overload
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical
 from tests.support.forks import Fork, assert_fork, broken, by_backend, by_operator, forks
-from tests.support.pools import Pool, pools, same
+from tests.support.pools import Pool, pool_arguments, pools, same
 from tests.support.splits import Split, assert_split, splits
 from tests.support.target import TARGET
 
@@ -138,43 +138,18 @@ def test_where_the_slots_lie_does_not_matter(pool, seed):
     order = torch.randperm(pool.slots, generator=torch.Generator().manual_seed(seed))
     where = order.argsort()
     o, after = pool.run()
-    indices, accepted, snapshots = pool.indices()
+    indices, _, snapshots = pool.indices()
 
     def move(slots):
-        return (
-            None
-            if slots is None
-            else torch.where(
-                slots >= 0, where[slots.long().clamp(min=0)].to(slots.dtype), slots
-            ).to(TARGET.device)
-        )
+        if slots is None:
+            return None
+        moved = where[slots.long().clamp(min=0)].to(slots.dtype)
+        return torch.where(slots >= 0, moved, slots).to(TARGET.device)
 
-    case, x, state = (
-        pool.case,
-        pool.case.inputs(TARGET.device),
+    moved, state = pool.run(
         pool.state()[order.to(TARGET.device)],
-    )
-    flags = case.flags(pool.op) | ({"snapshot_every": pool.every} if snapshots is not None else {})
-    extra = (
-        move(snapshots)
-        if pool.op == "chunk_"
-        else None
-        if accepted is None
-        else accepted.to(TARGET.device)
-    )
-    moved = overload(case.variant, pool.op)(
-        x["q"],
-        x["k"],
-        x["v"],
-        x["g"],
-        x["beta"],
-        state,
-        move(indices),
-        extra,
-        x["A_log"],
-        x["dt_bias"],
-        x["cu_seqlens"],
-        **flags,
+        state_indices=move(indices),
+        snapshot_indices=move(snapshots),
     )
     assert_identical(o, moved, "o")
     assert_identical(after, state[where.to(TARGET.device)], "the pool")
@@ -322,16 +297,9 @@ def test_a_written_slot_belongs_to_one_sequence(fork):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pool_of_size_zero_accepts_only_padding(variant, op):
     case = Case(variant, B=2, T=2, H=1, HV=1)
-    x = case.inputs(TARGET.device)
     pool = torch.zeros(0, 1, case.K, case.V, device=TARGET.device)
-    o = overload(variant, op)(
-        *[x[n] for n in PER_TOKEN],
-        pool,
-        torch.tensor([-1, -2], device=TARGET.device),
-        None,
-        x["A_log"],
-        x["dt_bias"],
-    )
+    slots = torch.tensor([-1, -2], device=TARGET.device)
+    o = overload(variant, op)(*pool_arguments(case.inputs(TARGET.device), pool, slots, None))
     assert not o.any()
 
 

@@ -2,9 +2,6 @@
 
 import contextlib
 import inspect
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -17,6 +14,7 @@ from kda_ops.nn import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention, ShortCon
 from tests.operators.test_layer_operators import LEGAL, LEGAL_NORM
 from tests.operators.test_validation import ARGUMENTS, arguments
 from tests.support.calls import overload
+from tests.support.fresh import python
 from tests.support.target import TARGET
 
 VARIANTS = ("kda", "gdn")
@@ -255,11 +253,6 @@ def test_wrong_counts_of_tokens_are_refused_before_the_pool_is_written(variant, 
         assert torch.equal(x["state"], before)
 
 
-def in_process(script, **env):
-    run = [sys.executable, "-c", script]
-    return subprocess.run(run, env=os.environ | env, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.parametrize("backend", ("reference", "triton"))
 def test_every_backend_on_a_cpu_refuses_wrong_slots_at_every_call(backend):
     pytest.importorskip("triton")
@@ -285,7 +278,7 @@ except ValueError as error:
     print(error)
 assert torch.equal(pool, before)
 """
-    out = in_process(script, KDA_OPS_CPU=backend, TRITON_INTERPRET="1")
+    out = python(script, KDA_OPS_CPU=backend, TRITON_INTERPRET="1")
     assert out.stdout.count("must be below the number of slots, 3, got 3") == 2, out.stderr
     assert out.stdout.count("num_accepted_tokens must lie between 1 and S = 2") == 1, out.stderr
 
@@ -440,5 +433,5 @@ def test_the_kernels_on_a_cpu_ask_for_the_interpreter():
     pytest.importorskip("triton")
     script = "import torch, kda_ops\nq = torch.zeros(1, 1, 1, 16)\n"
     script += "kda_ops.chunk_kda(q, q, q, None, None)"
-    out = in_process(script, KDA_OPS_CPU="triton", TRITON_INTERPRET="0")
+    out = python(script, check=False, KDA_OPS_CPU="triton", TRITON_INTERPRET="0")
     assert "RuntimeError: KDA_OPS_CPU=triton runs the kernels under Triton's interp" in out.stderr

@@ -15,7 +15,7 @@ from kda_ops.stages import GRADIENTS
 from tests.support.calls import forward, overload, run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
-from tests.support.pools import Pool
+from tests.support.pools import Pool, pool_arguments
 from tests.support.target import TARGET
 
 VARIANTS = ("kda", "gdn")
@@ -143,27 +143,11 @@ def test_opcheck_of_in_place_operators(variant, op, pool):
     if TARGET.slow and pool.dtype is torch.bfloat16:
         pytest.skip("the interpreter has no bfloat16")
     pool = replace(pool, op=op, case=replace(pool.case, variant=variant, state=False, final=False))
-    x = pool.case.inputs(TARGET.device)
     indices = pool.indices()[0]
-    args = (
-        x["q"],
-        x["k"],
-        x["v"],
-        x["g"],
-        x["beta"],
-        pool.state(),
-        None if indices is None else indices.to(TARGET.device),
-        None,
-        x["A_log"],
-        x["dt_bias"],
-        None,
-    )
-    opcheck(
-        overload(variant, op),
-        args,
-        pool.case.flags(op),
-        test_utils=COMPILED if pool.indexed and pool.dtype is None else QUICK,
-    )
+    slots = None if indices is None else indices.to(TARGET.device)
+    args = pool_arguments(pool.case.inputs(TARGET.device), pool.state(), slots, None)
+    utils = COMPILED if pool.indexed and pool.dtype is None else QUICK
+    opcheck(overload(variant, op), tuple(args), pool.flags(), test_utils=utils)
 
 
 @pytest.mark.quick
@@ -213,18 +197,9 @@ def test_an_in_place_operator_refuses_autograd_and_accepts_parameters_without(va
     want, _ = pool.run()
     parameter = torch.nn.Parameter(pool.case.inputs(TARGET.device)["A_log"])
     assert_identical(pool.run(A_log=parameter)[0], want, "o")  # Pool.run is under no_grad
-    x, state = pool.case.inputs(TARGET.device), pool.state()
+    x, state = pool.case.inputs(TARGET.device) | {"A_log": parameter}, pool.state()
     before = state.clone()
-    args = (
-        x["q"],
-        x["k"],
-        x["v"],
-        x["g"],
-        x["beta"],
-        state,
-        pool.indices()[0].to(TARGET.device),
-        None,
-    )
+    args = pool_arguments(x, state, pool.indices()[0].to(TARGET.device), None)
     with pytest.raises(
         RuntimeError,
         match=(
@@ -232,10 +207,11 @@ def test_an_in_place_operator_refuses_autograd_and_accepts_parameters_without(va
             rf".*{variant}::{op[:-1]}, which is differentiable"
         ),
     ):
-        overload(variant, op)(*args, parameter, x["dt_bias"], None, **pool.case.flags(op))
+        overload(variant, op)(*args, **pool.flags())
     assert_identical(state, before, "the pool")
     # grad mode on, nothing requires it
-    o = overload(variant, op)(*args, parameter.detach(), x["dt_bias"], None, **pool.case.flags(op))
+    plain = [x.detach() if x is parameter else x for x in args]
+    o = overload(variant, op)(*plain, **pool.flags())
     assert not o.requires_grad and not state.requires_grad
     with torch.inference_mode():
         assert_identical(pool.run(A_log=parameter)[0], want, "o")

@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kda_ops import dispatch
-from kda_ops.stages import GRADIENTS
-from tests.support.calls import forward, overload, run
+from tests.support.calls import as_leaves, forward, overload, run, with_gradients
 from tests.support.cases import PACKED, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget
 from tests.support.target import TARGET
@@ -58,11 +57,7 @@ def needs_products_of_one_shape():
 )
 def test_splitting_a_sequence_and_carrying_the_state_does_not_change_it(op, case, cuts):
     inputs = case.inputs(TARGET.device)
-    leaves = {
-        n: x.detach().requires_grad_()
-        for n, x in inputs.items()
-        if x is not None and n in GRADIENTS
-    }
+    leaves = as_leaves(inputs)
     inputs, edges, state, parts = inputs | leaves, [0, *sorted(cuts), case.T], None, []
     state = inputs["initial_state"]
     for a, b in zip(edges, edges[1:]):
@@ -71,11 +66,8 @@ def test_splitting_a_sequence_and_carrying_the_state_does_not_change_it(op, case
         } | {"initial_state": state}
         o, state = overload(case.variant, op)(*part.values(), **case.flags(op))
         parts.append(o)
-    outs = (torch.cat(parts, 1), state)
-    grads = torch.autograd.grad(outs, list(leaves.values()), case.cotangents(TARGET.device))
-    got = {"o": outs[0].detach(), "final_state": state.detach()} | {
-        "d" + n: d for n, d in zip(leaves, grads)
-    }
+    outs = {"o": torch.cat(parts, 1), "final_state": state}
+    got = with_gradients(outs, leaves, case.cotangents(TARGET.device))
     # the parts' gradients of parameters are rounded before they are summed
     if case.dtype.itemsize == 2 or case.narrow:
         got = {n: x for n, x in got.items() if n not in ("dA_log", "ddt_bias")}

@@ -30,6 +30,22 @@ def forward(
     return {"o": o, "final_state": final_state} if final_state.dim() > 1 else {"o": o}
 
 
+def as_leaves(inputs: Tensors, need: Iterable[str] = GRADIENTS) -> Tensors:
+    """Return the given inputs in `need` as leaves that record gradients."""
+    need = frozenset(need)
+    return {
+        n: x.detach().requires_grad_() for n, x in inputs.items() if x is not None and n in need
+    }
+
+
+def with_gradients(outs: Results, leaves: Tensors, cotangents: Iterable[Tensor]) -> Results:
+    """Return the outputs and ``d`` + name of every leaf; one cotangent for each output."""
+    grads = torch.autograd.grad(
+        list(outs.values()), list(leaves.values()), list(cotangents)[: len(outs)]
+    )
+    return {n: x.detach() for n, x in outs.items()} | {"d" + n: d for n, d in zip(leaves, grads)}
+
+
 def run(
     case: Case,
     op: str = "chunk",
@@ -40,24 +56,13 @@ def run(
 ) -> Results:
     """Return o, final_state if the case has one, and ``d`` + name of each given input in `need`."""
     inputs = case.inputs(TARGET.device) if inputs is None else inputs
-    leaves = {
-        n: x.detach().requires_grad_()
-        for n, x in inputs.items()
-        if x is not None and n in frozenset(need)
-    }
+    leaves = as_leaves(inputs, need)
     o, final_state = overload(case.variant, op)(
         *(inputs | leaves).values(), **(case.flags(op) | flags)
     )
-    do, dfinal_state = case.cotangents(o.device) if cotangents is None else cotangents
-    outs = {"o": (o, do)} | (
-        {"final_state": (final_state, dfinal_state)} if final_state.dim() > 1 else {}
-    )
-    grads = torch.autograd.grad(
-        [x for x, _ in outs.values()], list(leaves.values()), [d for _, d in outs.values()]
-    )
-    return {n: x.detach() for n, (x, _) in outs.items()} | {
-        "d" + n: d for n, d in zip(leaves, grads)
-    }
+    outs = {"o": o} | ({"final_state": final_state} if final_state.dim() > 1 else {})
+    cotangents = case.cotangents(o.device) if cotangents is None else cotangents
+    return with_gradients(outs, leaves, cotangents)
 
 
 def run_stages(

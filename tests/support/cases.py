@@ -18,6 +18,11 @@ from tests.support.target import TARGET
 
 LENGTHS = (0, 1, 63, 64, 65, 37)  # nothing, one token, a chunk and its neighbours, a prime
 PACKED = (0, 65, 1, 0, 64, 37, 63, 0)
+# sizes of a call that computes nothing
+EMPTY = [
+    *(dict(T=0), dict(B=0), dict(H=0, HV=0), dict(V=0)),
+    *(dict(lengths=()), dict(lengths=(), tail=5), dict(lengths=(0, 0))),
+]
 GATES = ("weak", "strong", "zero", "reset", "forget", "blocks", "softplus", "bounded", "none")
 KEYS = ("random", "correlated", "repeated")
 AXES = "axes"  # keys on the axes, of a length of exactly 1; only fixed cases name them
@@ -317,6 +322,7 @@ __all__ = [
     "BETAS",
     "BOUND",
     "Case",
+    "EMPTY",
     "FAR",
     "GATES",
     "INPUTS",

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import kda_ops.distributed as cp
+from tests.support.calls import with_gradients
 from tests.support.cases import Case
 from tests.support.closeness import assert_all_identical
 from tests.support.ranks import device, mesh_of
@@ -41,13 +42,10 @@ def leaves_of(case, rank, cuts):
 
 def gradients(case, rank, size, cuts, x, o, final_state):
     do, dfinal_state = case.cotangents(o.device)
-    outs = [(o, do[:, cuts[rank] : cuts[rank + 1]])] + (
-        [(final_state, WEIGHTS[size][rank] * dfinal_state)] if case.final else []
-    )
+    outs = {"o": o} | ({"final_state": final_state} if case.final else {})
+    cotangents = do[:, cuts[rank] : cuts[rank + 1]], WEIGHTS[size][rank] * dfinal_state
     wanted = {n: t for n, t in x.items() if t is not None and t.requires_grad}
-    grads = torch.autograd.grad([y for y, _ in outs], list(wanted.values()), [d for _, d in outs])
-    found = {"o": o.detach()} | ({"final_state": final_state.detach()} if case.final else {})
-    return found | {"d" + n: d for n, d in zip(wanted, grads)}
+    return with_gradients(outs, wanted, cotangents)
 
 
 def step(groups, size, case, cuts, how="group"):

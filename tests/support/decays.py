@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
-from tests.support.calls import Results, overload, run_stages
+from tests.support.calls import Results, as_leaves, overload, run_stages, with_gradients
 from tests.support.closeness import DRAWS, NORMS, drawn, vanished
 
 K = V = 128
@@ -133,13 +133,10 @@ class Setting:
 def kernel(setting: Setting, device: torch.device) -> Results:
     """Run the operator, forward and backward."""
     inputs = {n: None if x is None else x.to(device) for n, x in setting.inputs().items()}
-    leaves = {n: inputs[n].requires_grad_() for n in GRADIENTS}
-    o, final = overload("kda", "chunk")(*inputs.values(), **setting.flags())
-    do, dfinal = (x.to(device) for x in setting.cotangents())
-    grads = torch.autograd.grad((o, final), list(leaves.values()), (do, dfinal))
-    return {"o": o.detach(), "final_state": final.detach()} | {
-        f"d{n}": d for n, d in zip(leaves, grads)
-    }
+    leaves = as_leaves(inputs, GRADIENTS)
+    o, final = overload("kda", "chunk")(*(inputs | leaves).values(), **setting.flags())
+    outs = {"o": o, "final_state": final}
+    return with_gradients(outs, leaves, (x.to(device) for x in setting.cotangents()))
 
 
 def _on(p: Problem, device: torch.device) -> Problem:
@@ -153,15 +150,12 @@ def _on(p: Problem, device: torch.device) -> Problem:
 def definition(setting: Setting, device: torch.device) -> Results:
     """Run the token recurrence in float64, and autograd through it."""
     inputs = {n: None if x is None else x.double() for n, x in setting.inputs().items()}
-    leaves = {n: inputs[n].requires_grad_() for n in GRADIENTS}
-    p = _on(Problem.parse(1, *inputs.values(), **setting.flags()), device)
-    o, final = p.new_output(), p.new_final_state()
-    Reference().step(p, o, final)
+    leaves = as_leaves(inputs, GRADIENTS)
+    p = _on(Problem.parse(1, *(inputs | leaves).values(), **setting.flags()), device)
+    outs = {"o": p.new_output(), "final_state": p.new_final_state()}
+    Reference().step(p, *outs.values())
     cotangents = [x.double().to(device) for x in setting.cotangents()]
-    grads = torch.autograd.grad((o, final), list(leaves.values()), cotangents)
-    return {"o": o.detach(), "final_state": final.detach()} | {
-        f"d{n}": d for n, d in zip(leaves, grads)
-    }
+    return with_gradients(outs, leaves, cotangents)
 
 
 class Clamped(Reference):

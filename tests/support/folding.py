@@ -167,6 +167,22 @@ class Captured:
         return torch.compile(f, backend=self, fullgraph=True, **options)
 
 
+def attend(pair=None, norm=None, decay=None, beta=None, op=kda_ops.chunk_kda):
+    """Return a call of an operator whose q and k (both by `norm`, or as a pair), decay and beta
+    these functions make; without one, q and k are as they are, and decay and beta None.
+    """
+
+    def f(q, k, v, g, b, A, dt):
+        if norm:
+            q, k = norm(q), norm(k)
+        if pair:
+            q, k = pair(q, k)
+        g, b = decay and decay(g, A, dt), beta and beta(b)
+        return op(q, k, v.to(q.dtype), g, b)[0]
+
+    return f
+
+
 def results(f, x, channels=slice(None)):
     """Return the output and the inputs' gradients; `channels` permutes V."""
     o = f(*x.values())
@@ -183,17 +199,22 @@ def results(f, x, channels=slice(None)):
     return {"o": o.detach()} | {"d" + n: d for n, d in zip(leaves, grads) if d is not None}
 
 
+def assert_near(got, want, share, rtol=0.0):
+    """Fail unless all results differ by at most a share of their largest entry, and `rtol`."""
+    assert got.keys() == want.keys()
+    for n in got:
+        atol = share * float(want[n].abs().max())
+        torch.testing.assert_close(
+            got[n], want[n], rtol=rtol, atol=atol, msg=lambda m, n=n: f"{n}: {m}"
+        )
+
+
 def assert_folds(f, x, tolerance=1e-5, **kinds):
     """Fail unless f folds into exactly these kinds and its results stay the same."""
     captured = Captured()
     got, want = results(captured.compile(f), x), results(f, x)
     assert captured.fold.folded == Counter(kinds), captured.fold
-    assert got.keys() == want.keys()
-    for n in got:
-        atol = tolerance * float(want[n].abs().max())
-        torch.testing.assert_close(
-            got[n], want[n], rtol=10 * tolerance, atol=atol, msg=lambda m, n=n: f"{n}: {m}"
-        )
+    assert_near(got, want, tolerance, rtol=10 * tolerance)
     return captured
 
 

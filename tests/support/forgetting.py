@@ -12,7 +12,7 @@ import torch
 
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
-from tests.support.calls import Results, run_stages
+from tests.support.calls import Results, as_leaves, run_stages, with_gradients
 from tests.support.cases import Case, Tensors
 
 STRENGTHS = (0.3, 1.0, 3.0, 6.0, 12.0, 18.0, 24.0, 30.0)  # of the log decay, one per head
@@ -47,15 +47,14 @@ def forgetting(
 def definition(case: Case, inputs: Tensors) -> Results:
     """Return the gradients of the token recurrence in float64, by autograd."""
     double = {n: x if x is None else x.detach().cpu().double() for n, x in inputs.items()}
-    leaves = {n: x.requires_grad_() for n, x in double.items() if x is not None}
-    p = Problem.parse(case.rank, *double.values(), **case.flags())
-    o, final = p.new_output(), p.new_final_state()
-    Reference().step(p, o, final)
-    outs, cotangents = [o], [case.cotangents()[0].double()]
-    if case.final:
-        outs, cotangents = [o, final], [x.double() for x in case.cotangents()]
-    grads = torch.autograd.grad(outs, list(leaves.values()), cotangents)
-    return {"d" + n: d for n, d in zip(leaves, grads)}
+    leaves = as_leaves(double)
+    p = Problem.parse(case.rank, *(double | leaves).values(), **case.flags())
+    outs = {"o": p.new_output(), "final_state": p.new_final_state()}
+    Reference().step(p, *outs.values())
+    if not case.final:
+        del outs["final_state"]
+    found = with_gradients(outs, leaves, (x.double() for x in case.cotangents()))
+    return {"d" + n: found["d" + n] for n in leaves}
 
 
 def twin(case: Case, inputs: Tensors) -> Results:

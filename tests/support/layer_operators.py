@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.calls import Results, as_leaves, with_gradients
 from tests.support.closeness import assert_close
 
-Results = dict[str, Tensor]
+OUTPUTS = ("y", "final_tail")
 
 
 def _strided(x: Tensor, strides: str) -> Tensor:
@@ -202,29 +203,20 @@ def cotangents(case: LayerCase, outs: tuple[Tensor, ...]) -> list[Tensor]:
 def run(case: LayerCase, device: torch.device, compute=None) -> Results:
     """Run a case on a device, forward and backward, by `compute` or the operator."""
     inputs = {n: None if t is None else t.to(device) for n, t in case.inputs().items()}
-    leaves = {
-        n: t.requires_grad_() for n, t in inputs.items() if t is not None and n != "cu_seqlens"
-    }
+    leaves = as_leaves(inputs, inputs.keys() - {"cu_seqlens"})
     call = operator(case) if compute is None else compute
-    outs = outputs(case, call(*inputs.values(), **case.flags()))
-    grads = torch.autograd.grad(outs, [*leaves.values()], cotangents(case, outs))
-    found = dict(zip(("y", "final_tail"), (y.detach() for y in outs)))
-    return found | {f"d{n}": d for n, d in zip(leaves, grads)}
+    outs = outputs(case, call(*(inputs | leaves).values(), **case.flags()))
+    return with_gradients(dict(zip(OUTPUTS, outs)), leaves, cotangents(case, outs))
 
 
 def defined(case: LayerCase, dtype: torch.dtype) -> Results:
     """Compute a case by its definition in a dtype, gradients by autograd."""
     inputs = case.inputs()
-    leaves = {
-        n: t.to(dtype).requires_grad_()
-        for n, t in inputs.items()
-        if t is not None and n != "cu_seqlens"
-    }
+    wide = {n: t.to(dtype) for n, t in inputs.items() if t is not None and n != "cu_seqlens"}
+    leaves = as_leaves(wide, wide)
     outs = case.define(inputs | leaves, dtype)[: 1 + case.final]
     dys = [d.to(dtype) for d in cotangents(case, outs)]
-    grads = torch.autograd.grad(outs, [*leaves.values()], dys)
-    found = dict(zip(("y", "final_tail"), (y.detach() for y in outs)))
-    return found | {f"d{n}": d for n, d in zip(leaves, grads)}
+    return with_gradients(dict(zip(OUTPUTS, outs)), leaves, dys)
 
 
 def assert_meets_budget(case: LayerCase, device: torch.device) -> None:

@@ -9,10 +9,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.calls import overload
-from tests.support.cases import Case, cases
+from tests.support.cases import Case, Tensors, cases
 from tests.support.target import TARGET
 
 SPARE = 3  # slots of a pool that no sequence uses
+
+
+def pool_arguments(
+    x: Tensors, state: Tensor, slots: Tensor | None, extra: Tensor | None
+) -> list[Tensor | None]:
+    """Return the tensors of a call on a pool, in the order of the schema.
+
+    `extra` is num_accepted_tokens of `recurrent_`, or snapshot_indices of `chunk_`.
+    """
+    tokens = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    return [*tokens, state, slots, extra, x["A_log"], x["dt_bias"], x["cu_seqlens"]]
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,11 @@ class Pool:
         state = state if self.columns else state[:, 0]
         return state.to(dtype), accepted, None if snapshots is None else snapshots.to(dtype)
 
+    def flags(self) -> dict[str, object]:
+        """Return the keyword arguments of the operator."""
+        flags = self.case.flags(self.op)
+        return flags | {"snapshot_every": self.every} if self.indexed and self.snapshots else flags
+
     def start(self) -> Tensor:
         """Return the slot that each sequence starts from, negative for none."""
         state, accepted, _ = self.indices()
@@ -91,50 +107,23 @@ class Pool:
 
     def state(self) -> Tensor:
         """Return the pool before the call, in the layout of the case."""
-        shape = (self.slots, *self.case.state_shape[1:])
-        gen = self._gen()
-        if self.case.transposed:  # the same states in both layouts
-            return (
-                torch.randn((*shape[:2], shape[3], shape[2]), generator=gen)
-                .to(self.dtype or self.case.state_dtype)
-                .transpose(-1, -2)
-                .contiguous()
-                .to(TARGET.device)
-            )
-        return (
-            torch.randn(shape, generator=gen)
-            .to(self.dtype or self.case.state_dtype)
-            .to(TARGET.device)
-        )
+        case = self.case
+        states = torch.randn((self.slots, case.HV, case.K, case.V), generator=self._gen())
+        if case.transposed:  # the same states in both layouts
+            states = states.mT.contiguous()
+        return states.to(self.dtype or case.state_dtype).to(TARGET.device)
 
     def run(self, state: Tensor | None = None, **changed: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return o and the pool after the call; `state` replaces the pool, `changed` inputs."""
         state = self.state() if state is None else state
         x = self.case.inputs(TARGET.device) | changed
-        indices, accepted, snapshots = (
-            None if i is None else i.to(TARGET.device) for i in self.indices()
-        )
-        indices = changed.get("state_indices", indices)
-        flags = self.case.flags(self.op) | (
-            {"snapshot_every": self.every} if snapshots is not None else {}
-        )
-        extra = (
-            changed.get("num_accepted_tokens", accepted) if self.op == "recurrent_" else snapshots
-        )
+        names = ("state_indices", "num_accepted_tokens", "snapshot_indices")
+        given = (None if i is None else i.to(TARGET.device) for i in self.indices())
+        x = dict(zip(names, given)) | x
+        extra = x["num_accepted_tokens" if self.op == "recurrent_" else "snapshot_indices"]
         with torch.no_grad():
             o = overload(self.case.variant, self.op)(
-                x["q"],
-                x["k"],
-                x["v"],
-                x["g"],
-                x["beta"],
-                state,
-                indices,
-                extra,
-                x["A_log"],
-                x["dt_bias"],
-                x["cu_seqlens"],
-                **flags,
+                *pool_arguments(x, state, x["state_indices"], extra), **self.flags()
             )
         return o, state
 
@@ -204,4 +193,4 @@ def same(got: Tensor, want: Tensor, name: str, dtype: torch.dtype) -> None:
     )
 
 
-__all__ = ["Pool", "SPARE", "pools", "replace", "same"]
+__all__ = ["Pool", "SPARE", "pool_arguments", "pools", "replace", "same"]

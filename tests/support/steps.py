@@ -192,6 +192,21 @@ def _copy(x: Tensor, device: torch.device | str) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
+# Calls without sequences, tokens, heads or values, the narrowest and the widest, and a long one.
+EDGES = [
+    Step(N=0),
+    Step(T=0),
+    Step(HV=0, H=0),
+    Step(V=0),
+    Step(lengths=()),
+    Step(lengths=(), tail=20, slots=1),
+    Step(lengths=(0, 0), state=False),
+    Step(K=1, V=1, H=1, HV=3),
+    Step(K=256, V=8, H=1, HV=1, transposed=True),
+    Step(T=17, H=1, HV=1, N=1),
+]
+
+
 def random_step(
     seed: int,
     dtypes: tuple[torch.dtype, ...],

@@ -13,6 +13,7 @@ from benchmarks import budgets
 from benchmarks.records import checkout, results
 from kda_ops import doctor
 from kda_ops.__main__ import COMMANDS, main
+from tests.support.fresh import python
 
 
 @pytest.mark.quick
@@ -65,11 +66,12 @@ def test_every_triton_that_is_compiled_has_budgets_and_a_part_of_the_nightly_run
 
 
 def test_the_doctor_reads_the_version_of_triton_without_importing_it():
-    code = (
-        "import sys; from kda_ops import doctor; doctor.report(); assert 'triton' not in "
-        "sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python("""
+        import sys
+        from kda_ops import doctor
+        doctor.report()
+        assert "triton" not in sys.modules
+    """)
 
 
 def test_the_report_says_who_chose_the_backend():

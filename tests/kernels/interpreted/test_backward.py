@@ -24,7 +24,7 @@ from kda_ops.backends.triton.device.fragment import as_vectors_on_host
 from kda_ops.backends.triton.device.gradient_loads import pair_masks
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
-from tests.support.cases import Case, replace
+from tests.support.cases import EMPTY, Case, replace
 from tests.support.closeness import (
     assert_all_identical,
     assert_identical,
@@ -37,46 +37,27 @@ from tests.support.stage import Stages, assert_stage
 TRITON = dispatch.load("triton")
 HALF, BF16 = torch.float16, torch.bfloat16
 
+RAGGED = dict(lengths=(0, 65, 1, 37), tail=3)
+HEAD = dict(H=1, HV=1)
+HEADS = dict(H=2, HV=2)  # none shared
+CORRELATED = dict(keys="correlated", l2norm=True)
+REPEATED = dict(keys="repeated", l2norm=True)
+FUSED = dict(strides="fused", **HEADS, **REPEATED)
 CASES = [
     Case(T=64, state=False),
-    Case(
-        gate="reset", lengths=(0, 65, 1, 37), tail=3, dtype=HALF, K=24, V=40, H=1, HV=2, l2norm=True
-    ),
-    Case(
-        gate="softplus",
-        B=2,
-        T=70,
-        K=33,
-        V=7,
-        strides="fused",
-        transposed=True,
-        H=2,
-        HV=2,
-        keys="repeated",
-        beta="none",
-        l2norm=True,
-    ),
-    Case(
-        gate="bounded",
-        dtype=HALF,
-        strides="expanded",
-        l2norm=True,
-        keys="correlated",
-        seed=1,
-        narrow=True,
-    ),
-    Case(gate="forget", K=70, V=1, H=1, HV=1),
-    Case(gate="softplus", T=70, K=200, V=20, H=1, HV=1, l2norm=True),
+    Case(gate="reset", dtype=HALF, K=24, V=40, H=1, HV=2, l2norm=True, **RAGGED),
+    Case(gate="softplus", B=2, T=70, K=33, V=7, beta="none", transposed=True, **FUSED),
+    Case(gate="bounded", dtype=HALF, strides="expanded", seed=1, narrow=True, **CORRELATED),
+    Case(gate="forget", K=70, V=1, **HEAD),
+    Case(gate="softplus", T=70, K=200, V=20, l2norm=True, **HEAD),
     Case(gate="none", final=False),
-    Case(gate="strong", K=96, V=70, l2norm=True, HV=1, keys="correlated", dtype=HALF),
+    Case(gate="strong", K=96, V=70, HV=1, dtype=HALF, **CORRELATED),
     Case(gate="zero", T=1, scale=0.3),
-    Case(gate="blocks", T=70, K=24, V=40, H=1, HV=1, l2norm=True, keys="correlated", dtype=BF16),
-    Case(gate="bounded", H=1, HV=1, l2norm=True, beta="none", dtype=BF16, seed=1),
-    Case(gate="softplus", lengths=(0, 65, 1), tail=3, H=1, HV=1, transposed=True, dtype=BF16),
+    Case(gate="blocks", T=70, K=24, V=40, dtype=BF16, **HEAD, **CORRELATED),
+    Case(gate="bounded", l2norm=True, beta="none", dtype=BF16, seed=1, **HEAD),
+    Case(gate="softplus", lengths=(0, 65, 1), tail=3, transposed=True, dtype=BF16, **HEAD),
 ]
-CASES += [
-    Case(**{f: getattr(c, f) for f in c.__dataclass_fields__} | {"variant": "gdn"}) for c in CASES
-]
+CASES += [replace(case, variant="gdn") for case in CASES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -170,19 +151,8 @@ def test_in_fp32_sums_over_tokens_cancel_without_rounding():
     # every earlier token of the chunk, and grows with their number in a parameter's gradient
     kernel, twin = [], []
     for seed in range(3):
-        stages = Stages.build(
-            Case(
-                dtype=torch.float32,
-                K=64,
-                V=64,
-                T=130,
-                HV=1,
-                gate="softplus",
-                l2norm=True,
-                keys="correlated",
-                seed=seed,
-            )
-        )
+        case = Case(K=64, V=64, T=130, HV=1, gate="softplus", seed=seed, **CORRELATED)
+        stages = Stages.build(replace(case, dtype=torch.float32))
         got, ref, near = (x["ddt_bias"].double() for x in stages.three("gradient", TRITON))
         kernel.append((got - ref).norm())
         twin.append((near - ref).norm())
@@ -203,16 +173,8 @@ def test_a_unit_number_has_the_gradient_that_rounding_would_leave_nothing_of(var
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("need", (GRADIENTS, ("q",), ("k", "beta"), ("v",)), ids=",".join)
 def test_keeping_the_intermediates_changes_no_bit(variant, need):
-    case = Case(
-        variant=variant,
-        lengths=(0, 65, 1),
-        tail=3,
-        gate="softplus",
-        dtype=HALF,
-        l2norm=True,
-        H=1,
-        HV=1,
-    )
+    packed = dict(lengths=(0, 65, 1), tail=3)
+    case = Case(variant, gate="softplus", dtype=HALF, l2norm=True, **packed, **HEAD)
     assert_all_identical(run(case, need=need), run(case, need=need, disable_recompute=True))
 
 
@@ -324,112 +286,40 @@ def test_a_gradient_of_any_stride_gives_the_same_bits(variant):
 @pytest.mark.parametrize("H", (1, 2))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_tokens_of_no_sequence_have_zero_gradient(variant, H):
-    case = Case(
-        variant=variant,
-        lengths=(3, 0, 64),
-        tail=70,
-        gate="bounded",
-        beta="sigmoid",
-        l2norm=True,
-        H=H,
-    )
-    got = run(case)
+    packed = dict(lengths=(3, 0, 64), tail=70)
+    got = run(Case(variant, gate="bounded", beta="sigmoid", l2norm=True, H=H, **packed))
     for name in ("q", "k", "v", "g", "beta"):
         assert (got["d" + name][:, 67:] == 0).all(), name
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-@pytest.mark.parametrize(
-    "sizes",
-    (
-        dict(B=0),
-        dict(T=0),
-        dict(H=0, HV=0),
-        dict(V=0),
-        dict(lengths=()),
-        dict(lengths=(), tail=5),
-        dict(lengths=(0, 0)),
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", EMPTY, ids=str)
 def test_nothing_to_do_gives_zero_gradients(variant, sizes):
     got = run(Case(variant=variant, gate="softplus", **sizes))
     for name, x in got.items():
         assert name in ("o", "final_state", "dinitial_state") or (x == 0).all(), name
 
 
+WIDE = dict(K=70, V=40, **HEADS)
+BOUNDED = Case(gate="bounded", dtype=HALF, beta="sigmoid", H=1, HV=2, **RAGGED, **CORRELATED)
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        Case(
-            gate="bounded",
-            dtype=HALF,
-            l2norm=True,
-            beta="sigmoid",
-            keys="correlated",
-            lengths=(0, 65, 1, 37),
-            tail=3,
-            H=1,
-            HV=2,
-            transposed=True,
-        ),
-        Case(
-            gate="softplus",
-            l2norm=True,
-            beta="neg_eigval",
-            keys="repeated",
-            H=2,
-            HV=2,
-            strides="fused",
-            disable_recompute=True,
-        ),
-        Case(
-            gate="softplus",
-            dtype=HALF,
-            l2norm=True,
-            beta="neg_eigval",
-            H=2,
-            HV=2,
-            K=70,
-            V=40,
-            B=2,
-            T=70,
-        ),
-        Case(
-            gate="reset",
-            dtype=HALF,
-            l2norm=True,
-            H=2,
-            HV=2,
-            lengths=(0, 65, 1, 37),
-            tail=3,
-            keys="repeated",
-            seed=3,
-        ),
-        Case(
-            variant="gdn",
-            gate="bounded",
-            dtype=HALF,
-            l2norm=True,
-            beta="sigmoid",
-            keys="correlated",
-            lengths=(0, 65, 1, 37),
-            tail=3,
-            H=1,
-            HV=2,
-        ),
-        Case(variant="gdn", gate="reset", beta="none", K=24, V=40, strides="expanded"),
-        Case(gate="blocks", dtype=BF16, H=1, HV=1, beta="sigmoid", disable_recompute=True),
-        Case(gate="blocks", dtype=BF16, H=1, HV=1, keys="repeated", beta="neg_eigval", l2norm=True),
-        Case(gate="bounded", dtype=BF16, H=1, HV=1, keys="correlated", beta="sigmoid", l2norm=True),
-        Case(
-            gate="strong", dtype=BF16, H=1, HV=1, safe_gate=True, K=70, V=33, T=70, transposed=True
-        ),
-        Case(gate="softplus", dtype=BF16, H=1, HV=2, lengths=(0, 65, 1, 37), tail=3),
-        Case(
-            variant="gdn", gate="blocks", dtype=BF16, H=1, HV=1, beta="neg_eigval", keys="repeated"
-        ),
-        Case(variant="gdn", gate="softplus", dtype=BF16, H=1, HV=2, lengths=(0, 65, 1), tail=3),
+        replace(BOUNDED, transposed=True),
+        Case(gate="softplus", beta="neg_eigval", disable_recompute=True, **FUSED),
+        Case(gate="softplus", beta="neg_eigval", dtype=HALF, l2norm=True, B=2, T=70, **WIDE),
+        Case(gate="reset", dtype=HALF, seed=3, **HEADS, **RAGGED, **REPEATED),
+        replace(BOUNDED, variant="gdn"),
+        Case("gdn", gate="reset", beta="none", K=24, V=40, strides="expanded"),
+        Case(gate="blocks", dtype=BF16, beta="sigmoid", disable_recompute=True, **HEAD),
+        Case(gate="blocks", dtype=BF16, beta="neg_eigval", **HEAD, **REPEATED),
+        Case(gate="bounded", dtype=BF16, beta="sigmoid", **HEAD, **CORRELATED),
+        Case(gate="strong", dtype=BF16, safe_gate=True, K=70, V=33, T=70, transposed=True, **HEAD),
+        Case(gate="softplus", dtype=BF16, H=1, HV=2, **RAGGED),
+        Case("gdn", gate="blocks", dtype=BF16, beta="neg_eigval", keys="repeated", **HEAD),
+        Case("gdn", gate="softplus", dtype=BF16, H=1, HV=2, lengths=(0, 65, 1), tail=3),
     ],
     ids=str,
 )

@@ -23,7 +23,7 @@ from kda_ops.backends.triton.device.tile import UnfinishedTile
 from kda_ops.problem import SAFE_BOUND, Problem
 from tests.operators import test_pools
 from tests.support.calls import forward, run
-from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, cases, replace
+from tests.support.cases import EMPTY, GATES, KEYS, PACKED, STRIDES, Case, cases, replace
 from tests.support.closeness import (
     assert_all_close,
     assert_all_identical,
@@ -38,6 +38,7 @@ from tests.support.target import TARGET
 
 TRITON = dispatch.load("triton")
 SMALL = Case(H=1, HV=1, K=16, V=16, T=65)
+HALF = replace(SMALL, dtype=torch.float16, beta="sigmoid", l2norm=True)
 
 
 def assert_forward(case):
@@ -179,17 +180,7 @@ def test_a_beta_that_is_no_normal_number_is_as_good_as_zero(beta, never, hardly)
 @pytest.mark.parametrize("beta", ("none", "neg_eigval"))
 def test_every_inverse_survives_repeated_keys(beta, keys):
     assert_forward(replace(SMALL, gate="zero", keys=keys, beta=beta, l2norm=True))
-    assert_forward(
-        replace(
-            SMALL,
-            variant="gdn",
-            dtype=torch.float16,
-            gate="weak",
-            keys=keys,
-            beta="sigmoid",
-            l2norm=True,
-        )
-    )
+    assert_forward(replace(HALF, variant="gdn", keys=keys))
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
@@ -207,19 +198,7 @@ def test_any_strides(strides):
     )
 
 
-@pytest.mark.parametrize(
-    "empty",
-    (
-        dict(T=0),
-        dict(B=0),
-        dict(H=0, HV=0),
-        dict(V=0),
-        dict(lengths=()),
-        dict(lengths=(), tail=5),
-        dict(lengths=(0, 0)),
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("empty", EMPTY, ids=str)
 def test_empty_calls(empty):
     for variant in ("kda", "gdn"):
         got = forward(replace(SMALL, variant=variant, **empty))
@@ -236,16 +215,7 @@ def test_any_width(K, V):
 @pytest.mark.bits
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
-    case = replace(
-        SMALL,
-        variant=variant,
-        gate="softplus",
-        dtype=torch.float16,
-        beta="sigmoid",
-        l2norm=True,
-        lengths=(100, 30),
-        final=False,
-    )
+    case = replace(HALF, variant=variant, gate="softplus", lengths=(100, 30), final=False)
     inputs = case.inputs()
     other = {
         n: x if x is None or n in ("A_log", "dt_bias", "initial_state", "cu_seqlens") else x.clone()
@@ -262,19 +232,10 @@ def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
 @pytest.mark.parametrize(
     "case",
     [
-        replace(SMALL, dtype=torch.float16, beta="sigmoid", l2norm=True),
-        replace(
-            SMALL,
-            dtype=torch.float16,
-            gate="softplus",
-            lengths=(100, 0, 30),
-            K=160,
-            V=24,
-            H=1,
-            HV=2,
-        ),
+        HALF,
+        Case(dtype=torch.float16, gate="softplus", lengths=(100, 0, 30), K=160),
         replace(SMALL, dtype=torch.float16, gate="strong", beta="none"),
-        replace(SMALL, variant="gdn", dtype=torch.float16, beta="sigmoid", l2norm=True),
+        replace(HALF, variant="gdn"),
     ],
     ids=str,
 )
@@ -309,15 +270,7 @@ def test_rows_that_share_an_anchor_are_kept_likewise():
     (
         Case(T=200, state=False),
         Case(T=130, dtype=torch.float16, l2norm=True, state=False, H=1, HV=1),
-        Case(
-            T=193,
-            dtype=torch.float16,
-            l2norm=True,
-            disable_recompute=True,
-            transposed=True,
-            H=1,
-            HV=1,
-        ),
+        replace(HALF, T=193, K=16, V=24, disable_recompute=True, transposed=True),
     ),
     ids=str,
 )

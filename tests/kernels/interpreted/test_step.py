@@ -27,6 +27,7 @@ from tests.operators.test_pools import (  # noqa: F401, on the kernels too
 )
 from tests.support.closeness import assert_identical
 from tests.support.steps import (
+    EDGES,
     Step,
     assert_calls_forget,
     assert_step,
@@ -46,18 +47,9 @@ def test_any_call_meets_the_definition(seed):
 @pytest.mark.parametrize(
     "case",
     [
-        Step(N=0),
-        Step(T=0),
-        Step(HV=0, H=0),
-        Step(V=0),
-        Step(lengths=()),
-        Step(lengths=(), tail=20, slots=1),
-        Step(lengths=(0, 0), state=False),
-        Step(K=1, V=1, H=1, HV=3),
-        Step(K=256, V=8, H=1, HV=1, transposed=True),
+        *EDGES,
         Step(K=130, V=70, H=1, HV=1),
         Step(rank=0, K=1, V=5, transposed=True),
-        Step(T=17, H=1, HV=1, N=1),
         Step(lengths=(3, 0, 1), tail=40, slots=3, accepted=True, H=1, HV=1),
         Step(lengths=(5, 1), slots=3, H=1, HV=1),
         Step(slots=1, dead=(0, 1), N=2),
