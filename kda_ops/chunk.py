@@ -26,7 +26,7 @@ from kda_ops.sequences import count_chunks
 from kda_ops.stages import AXES, GRADIENTS, KEPT, SUMS, Backend, Gradients, Keeps, Tile, Trace
 
 INPUTS = (*GRADIENTS, "cu_seqlens")
-HALVES = (2, CHUNK // 2, CHUNK)  # the last axes of the A that `Backend.train` returns
+WALKED = (CHUNK // 2, 2 * CHUNK)  # the last axes of the A that `Backend.train` returns
 
 
 def kept_names(keeps: Keeps, p: Problem) -> frozenset[str]:
@@ -42,7 +42,7 @@ def new_kept(keeps: Keeps, p: Problem) -> list[Tensor]:
     names = kept_names(keeps, p)
     shapes = {n: [size[letter] for letter in KEPT[n]] for n in names if n in KEPT}
     if keeps.trains(p):
-        shapes["A"] = [size["c"], p.HV, *HALVES]
+        shapes["A"] = [size["c"], p.HV, *WALKED]
     return [_empty(keeps, p, n, shapes.get(n, (0,))) for n in KEPT]
 
 
@@ -159,7 +159,7 @@ class Backward:
         A = _there(given["A"])
         # Its shape tells which stages have kept A. The call does not: under vmap, DTensor and
         # context parallelism, forward and backward may differ in heads and columns.
-        if A is not None and tuple(A.shape[2:]) == HALVES:
+        if A is not None and tuple(A.shape[2:]) == WALKED:
             if do is not None and p.B * p.T * p.N > 0 and b.keeps.trains(p):
                 walked = b.walk_back(p, A, do, dfinal_state, need)
                 return tuple(getattr(walked, n) for n in GRADIENTS)

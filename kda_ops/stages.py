@@ -264,7 +264,7 @@ class Backend:
     def train(self, p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor:
         """Write o and the final state as `scan` does, and return the A that `walk_back` reads.
 
-        For calls that `keeps.trains` allows. This A is [NT, HV, 2, C / 2, C]: of each half of a
+        For calls that `keeps.trains` allows. This A is [NT, HV, C / 2, 2 C]: of each half of a
         chunk it has A and P, side by side.
         """
         raise NotImplementedError

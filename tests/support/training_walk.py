@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from kda_ops import dispatch
-from kda_ops.chunk import HALVES
+from kda_ops.chunk import WALKED
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Backend, Gradients, Keeps
@@ -48,10 +48,10 @@ def training_walks(b: Backend, heads: int = 1, columns: int | None = None) -> It
         assert keeps.trains(p)
         keeps.trained += 1
         b.scan(p, b.prepare(p), o, final_state, keep=False)
-        return p.q.new_full((count_chunks(p), p.HV, *HALVES), torch.nan)
+        return p.q.new_full((count_chunks(p), p.HV, *WALKED), torch.nan)
 
     def walk_back(p, A, do, dfinal_state, need) -> Gradients:
-        assert keeps.trains(p) and A.shape == (count_chunks(p), p.HV, *HALVES) and A.isnan().all()
+        assert keeps.trains(p) and A.shape == (count_chunks(p), p.HV, *WALKED) and A.isnan().all()
         keeps.walked += 1
         tile = b.prepare(p, norms=True)
         trace = b.scan(p, tile, p.new_output(), None, keep=True)

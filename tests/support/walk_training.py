@@ -90,7 +90,8 @@ def assert_kept(p: Problem, AP: Tensor, S: Tensor, u: Tensor, rms: float = 2.0) 
     The emulator rounds what the twin rounds, so there the root mean square needs no factor of two.
     """
     blocks = kept_blocks(p)
-    assert AP.shape == (count_chunks(p), p.HV, 2, ROWS, 64)
+    assert AP.shape == (count_chunks(p), p.HV, ROWS, 128)
+    AP = AP.view(*AP.shape[:2], 2, ROWS, 64)
     assert S.shape == (count_chunks(p, ROWS), p.HV, p.V, p.K)
     assert u.shape == (count_chunks(p, ROWS), p.HV, ROWS, p.V)
     if not blocks:

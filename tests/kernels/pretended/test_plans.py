@@ -313,7 +313,7 @@ def walked(gpu, kind, numbers=None, device="cuda:0", **fields):
 def test_training_of_64_heads_walks_and_keeps_a_alone(gpu, kept):
     _, (_, _, A, *others), launched = walked(gpu, chunk.Forward, kept=kept)
     assert launched == ["walk_kda"]
-    assert A.shape == (2, 64, 2, 32, 64) and all(x.shape == (0,) for x in others)
+    assert A.shape == (2, 64, 32, 128) and all(x.shape == (0,) for x in others)
     assert walked(gpu, chunk.Backward, kept=kept)[2][:2] == BACK
     assert "walk_kda" not in walked(gpu, chunk.Forward, kept=kept, H=63)[2]
 
@@ -334,7 +334,7 @@ def test_a_plan_of_the_walk_does_not_serve_the_a_of_other_stages(gpu):
 def test_a_call_without_tokens_or_sequences_trains(T, N, packed, gpu):
     numbers = replace(pretended_calls.usual(T), N=N)
     _, (_, _, A, *_), launched = walked(gpu, chunk.Forward, numbers, packed=packed)
-    assert A.shape[1:] == (64, 2, 32, 64)
+    assert A.shape[1:] == (64, 32, 128)
     assert launched[-1] == ("walk_kda" if T else "scan_kda")
     assert not {*BACK} & {*walked(gpu, chunk.Backward, numbers, packed=packed)[2]}
 

@@ -159,7 +159,7 @@ def _backward(rank: int, do, dfinal_state, *args):
     if found is None or do is not None and do.shape != v.shape:
         return None
     numbers, static = found
-    static = (*static, args[0] is not None and args[0].dim())  # which stages have kept A
+    static = (*static, args[0] is not None and args[0].shape[2:])  # which stages have kept A
     if dfinal_state is None:
         return numbers, (*static, None)
     _, _, N, _ = numbers

@@ -80,8 +80,8 @@ def registers(p: Problem) -> int:
 def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = None) -> None:
     """Write o and the final state, as `kda_ops.stages.Backend.scan` does.
 
-    Training passes AP [NT, HV, 2, 32, 64]. Columns 0 to 31 of a half get its A', and columns 32 to
-    63 its P (`walk_kda`), which `factor_of_P` completes.
+    Training passes AP [NT, HV, 32, 128], seen as [NT, HV, 2, 32, 64]. Columns 0 to 31 of a half get
+    its A', and columns 32 to 63 its P (`walk_kda`), which `factor_of_P` completes.
     """
     assert KERNEL is not None and p.g is not None  # as `tuning.walks` has checked
     final = None if final_state is None or final_state.numel() == 0 else as_kv(p, final_state)
@@ -97,7 +97,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         v_d=tokens(p, p.v),
         g_d=tokens(p, p.g),
         o_d=tokens(p, o),
-        AP_d=None if AP is None else tiles(AP, CHUNK, CHUNK),
+        AP_d=None if AP is None else kept(p, AP, CHUNK),
         o=o,
         beta=p.beta,
         gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
@@ -129,7 +129,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
 
 def walk_training(p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor:
     """Write o and the final state, and return A' and P, as `walk` writes them."""
-    AP = new(p.q, "AP", (count_chunks(p), p.HV, 2, HALF, CHUNK))
+    AP = new(p.q, "AP", (count_chunks(p), p.HV, HALF, 2 * CHUNK))
     if p.B * p.T > 0:
         # without sequences AP may have no chunk
         walk(fit_call(p), o, final_state, AP if p.N > 0 else None)
@@ -165,7 +165,7 @@ def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
         k_d=tokens(p, p.k, HALF),
         v_d=tokens(p, p.v, HALF),
         g_d=tokens(p, p.g, HALF),
-        AP_d=tiles(AP, HALF, CHUNK),
+        AP_d=kept(p, AP, HALF),
         S_d=tiles(S, p.V // 2, p.K),
         u_d=tiles(u, HALF, p.V // 2),
         beta=p.beta,
@@ -188,6 +188,11 @@ def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
         num_warps=4,
     )
     return S, u
+
+
+def kept(p: Problem, AP: Tensor, rows: int) -> Any:
+    """Return the descriptor of what `walk_training` keeps, in blocks of rows of A' and P."""
+    return copied(AP, (count_chunks(p) * p.HV * CHUNK, CHUNK), (CHUNK, 1), (rows, CHUNK))
 
 
 def tiles(x: Tensor, rows: int, columns: int) -> Any:

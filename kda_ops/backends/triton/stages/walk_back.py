@@ -19,7 +19,7 @@ from kda_ops.backends.triton.device.gate import flags_of, load_rate, log2_decay,
 from kda_ops.backends.triton.device.gradient_chunk import locate, through_gate, write_column
 from kda_ops.backends.triton.device.operands import GateWeights, strided
 from kda_ops.backends.triton.device.tile import CHUNK, dense, find_sequence, inverse_norm, rows_at
-from kda_ops.backends.triton.plans.descriptors import LENGTH, copied, has_gluon, tokens
+from kda_ops.backends.triton.plans.descriptors import copied, has_gluon, tokens
 from kda_ops.backends.triton.plans.launch import (
     as_kv,
     columns_of,
@@ -38,7 +38,7 @@ from kda_ops.backends.triton.stages.gradient import (
 from kda_ops.backends.triton.stages.gradient_pairs import strength_gradient
 from kda_ops.backends.triton.stages.gradient_small import SMALL
 from kda_ops.backends.triton.stages.reverse_walk import copy_rows
-from kda_ops.backends.triton.stages.walk import HALF, factor_of_P, states, tiles
+from kda_ops.backends.triton.stages.walk import HALF, factor_of_P, kept, states, tiles
 from kda_ops.problem import Problem
 from kda_ops.stages import Gradients
 
@@ -281,7 +281,7 @@ def walk_back(
         do_d=tokens(p, do, HALF, 64),
         u_d=tiles(u, HALF, p.V),
         S_d=tiles(S, p.V, p.K),
-        AP_d=tiles(AP, HALF, LENGTH),
+        AP_d=kept(p, AP, HALF),
         dq_d=tokens(p, dq, HALF),
         dk_d=tokens(p, dk, HALF),
         dg_d=tokens(p, dg, HALF),
