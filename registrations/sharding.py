@@ -13,9 +13,9 @@ can be sharded without communication::
 The convolution can be sharded over the batch or channels, the gated norm over batch, tokens or
 heads.
 
-`stages` names each axis by a letter, and a split is a set of letters. A tensor that has an axis of
-the split is sharded on it. Other tensors are replicated; their gradients are partial sums. Inputs
-sharded otherwise (over tokens or K) are first redistributed by DTensor.
+The record of an operator names each axis by a letter, and a split is a set of letters. A tensor
+that has an axis of the split is sharded on it. Other tensors are replicated; their gradients are
+partial sums. Inputs sharded otherwise (over tokens or K) are first redistributed by DTensor.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 from kda_ops import dispatch
+from kda_ops.operators import Operator
 from kda_ops.private import OpSchema, OpStrategy, RuntimeSchemaInfo, schema_of, sharding_propagator
 from kda_ops.registrations import schemas
-from kda_ops.stages import CONVOLUTION, CONVOLVED, GRADIENTS, KEPT, NORM, NORMALISED
+from kda_ops.stages import KEPT
 
-_STATES = frozenset(("initial_state", "final_state", "dfinal_state"))  # in the caller's layout
-_BATCH, _HEADS, _V = "BNc", "Hh", "V"
+_STATES = frozenset(("initial_state", "final_state"))  # in the caller's layout
 
 
 def _placement(
-    operator: schemas.Operator, name: str, split: str, transposed: bool, else_: Placement
+    operator: Operator, name: str, split: str, transposed: bool, else_: Placement
 ) -> Placement:
     """Return the placement of tensor `name` under a split.
 
     That is `Shard` of the axis that the split names, or `else_` if the tensor lacks it.
     """
     axes = operator.axes_of(name)
-    if transposed and name in _STATES:
+    if transposed and name.removeprefix("d") in _STATES:
         axes = axes[:-2] + axes[-1] + axes[-2]
     return next((Shard(i) for i, letter in enumerate(axes) if letter in split), else_)
 
@@ -54,59 +54,48 @@ def _is_empty(x) -> bool:
     return tuple(x.shape) == (0,)
 
 
-def _arguments(operator: schemas.Operator, namespace: str) -> list[str]:
-    return [a.name for a in schema_of(operator.overload(namespace)).arguments if not a.kwarg_only]
-
-
 def _outputs(
-    operator: schemas.Operator, rank: int, given: dict, flags: dict
+    operator: Operator, rank: int, given: dict, flags: dict
 ) -> list[tuple[str, bool, bool]]:
     """Return for each output its name, whether it is a gradient, and whether it is empty."""
-    if operator is schemas.CHUNK_BWD:
-        need = flags["need"]
-        return [
-            (n, True, not need >> i & 1 or given.get(n) is None) for i, n in enumerate(GRADIENTS)
-        ]
-    if operator is schemas.SHORT_CONV:
-        return [("y", False, False), ("final_tail", False, not flags.get("output_final_tail"))]
-    if operator is schemas.SHORT_CONV_BWD:
-        need = flags["need"]
-        return [
-            (n, True, not need >> i & 1 or given.get(n) is None) for i, n in enumerate(CONVOLVED)
-        ]
-    if operator is schemas.GATED_RMS_NORM:
-        return [("y", False, False)]
-    if operator is schemas.GATED_RMS_NORM_BWD:
-        return [(n, True, given.get(n) is None) for n in NORMALISED]
-    out = [("o", False, False), ("final_state", False, not flags.get("output_final_state", False))]
-    if operator is schemas.CHUNK_FWD:
-        q = given["q"]
-        names = dispatch.keeps(torch.device(q.mesh.device_type)).names(
+    q, kept = given.get("q"), frozenset[str]()
+    if q is not None and {*KEPT} <= {*operator.results}:
+        kept = dispatch.keeps(torch.device(q.mesh.device_type)).names(
             rank,
             q.tensor_meta.dtype,
             flags.get("use_qk_l2norm_in_kernel", False),
             flags.get("disable_recompute", False),
         )
-        out += [(n, False, n not in names) for n in KEPT]
-    return out
+    found = []
+    for i, name in enumerate(operator.results):
+        source = name.removeprefix("d")
+        gradient = name != source and source in operator.names
+        if gradient:
+            empty = given.get(source) is None or not flags.get("need", -1) >> i & 1
+        else:
+            empty = name in KEPT and name not in kept
+            empty |= not flags.get(f"output_{name}", not name.startswith("final_"))
+        found.append((name, gradient, empty))
+    return found
 
 
-def _splits(operator: schemas.Operator, given: dict) -> list[str]:
+def _splits(operator: Operator, given: dict) -> list[str]:
     """Return the sets of axes over which a call may be spread, by their letters."""
-    if operator.axes is NORM:
-        # one row of weight serves all heads, or each rank has those of its heads
-        heads = "h" if given["weight"].shape[0] == 1 else "hG"
-        return ["", heads, "B", "T"]
-    batch = [_BATCH] if given.get("cu_seqlens") is None else []
-    return ["", "X", *batch] if operator.axes is CONVOLUTION else ["", _HEADS, _V, *batch]
+    splits = ["", *operator.splits]
+    if given.get("cu_seqlens") is not None:
+        splits = [split for split in splits if "B" not in split]
+    if operator.axes_of("weight")[:1] == "G" and given["weight"].shape[0] == 1:
+        # one row serves all heads; of several, each rank has those of its heads
+        splits = [split.replace("G", "") for split in splits]
+    return splits
 
 
-def _rules(operator: schemas.Operator, namespace: str):
+def _rules(operator: Operator, namespace: str):
     """Return the rule that lists (outputs, inputs) placements along one axis of a mesh."""
-    names, rank = _arguments(operator, namespace), schemas.VARIANTS[namespace]
+    rank = schemas.VARIANTS[namespace]
 
     def rules(*args, **flags):
-        given = dict(zip(names, args))
+        given = dict(zip(operator.names, args))
         transposed = flags.get("transpose_state_layout", False)
         outputs = _outputs(operator, rank, given, flags)
         acceptable = []
@@ -140,20 +129,20 @@ def _parts(spec, axis: int) -> int:
     )
 
 
-def _evenly(rules, operator: schemas.Operator, names: list[str]):
+def _evenly(rules, operator: Operator):
     """Wrap `rules`: keep only strategies that cut B, H and HV into equal parts.
 
     Then value heads stay with their key head, chunks with their row of the batch, and heads with
     their row of a norm's weight.
     """
-    if operator.axes is CONVOLUTION:
-        return rules  # its tensors are cut alike
-    first, other = ("x", 1) if operator.axes is NORM else ("q", 2)
-    other_axes = (0,) if operator.axes is NORM else (0, 2)
+    if "X" in operator.folds:
+        return rules  # a convolution's tensors are cut alike
+    norm = "G" in operator.folds
+    first, other, other_axes = ("x", 1, (0,)) if norm else ("q", 2, (0, 2))
 
     def strategies(op_schema: OpSchema) -> OpStrategy:
         # where q, k, v, or x and weight, are among the tensors given
-        i = sum(x is not None for x in op_schema.args_schema[: names.index(first)])
+        i = sum(x is not None for x in op_schema.args_schema[: operator.names.index(first)])
         every = rules(op_schema).strategies
         even = [
             s
@@ -169,11 +158,11 @@ def _evenly(rules, operator: schemas.Operator, names: list[str]):
     return strategies
 
 
-def _register(operator: schemas.Operator, namespace: str) -> None:
-    op, names = operator.overload(namespace), _arguments(operator, namespace)
+def _register(operator: Operator, namespace: str) -> None:
+    op = operator.overload(namespace)
     register_sharding(op)(_rules(operator, namespace))
     propagator = sharding_propagator()
-    propagator.op_strategy_funcs[op] = _evenly(propagator.op_strategy_funcs[op], operator, names)
+    propagator.op_strategy_funcs[op] = _evenly(propagator.op_strategy_funcs[op], operator)
     # DTensor caches its decisions. By default the key holds only tensors and integers, but here
     # absent tensors and flags decide too.
     flags = [a.name for a in schema_of(op).arguments if a.kwarg_only]
@@ -183,8 +172,6 @@ def _register(operator: schemas.Operator, namespace: str) -> None:
 
 
 for _namespace in schemas.VARIANTS:
-    for _operator in (schemas.CHUNK, schemas.CHUNK_FWD, schemas.CHUNK_BWD, schemas.RECURRENT):
-        _register(_operator, _namespace)
-for _operator in schemas.LAYER:
-    if not _operator.mutates:
-        _register(_operator, schemas.KDA)
+    for _operator in schemas.operators(_namespace):
+        if _operator.splits:
+            _register(_operator, _namespace)

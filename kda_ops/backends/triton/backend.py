@@ -5,7 +5,6 @@ Without such a plan the stages run, and what they allocate and launch becomes th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextvars import Context
 from copy import copy
@@ -36,6 +35,7 @@ from kda_ops.backends.triton.stages.short_conv import (
 )
 from kda_ops.backends.triton.stages.step import step
 from kda_ops.backends.triton.stages.walk import walk, walks_forward
+from kda_ops.operators import Operator
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend, Pass
 
@@ -116,7 +116,7 @@ class Triton(Backend):
                 return known[0].run(args, pointers, known[1])
         seen = call_key(kind, rank, args, flags)
         if seen is None:
-            return kind(rank, args, flags).run(self)
+            return super().run(kind, rank, args, flags)
         for plan in self.plans.get(seen.key, ()):
             bound = plan.bind(seen.numbers)
             if bound is not None:
@@ -140,8 +140,8 @@ class Triton(Backend):
             # In a context of its own: Triton keeps its mode in a context variable, and does not
             # reset it if a kernel fails to compile.
             Context().run(_compile, work, self)
-        for name, x in zip(kind.names, args):
-            kept.take(name, x, *_shape(kind.axes, name, x, kept))
+        for name, x in zip(kind.operator.names, args):
+            kept.take(name, x, *_shape(kind.operator, name, x, kept))
         if hasattr(work, "p"):  # others read sizes from their tensors
             p = work.p = copy(work.p)
             p.__class__ = _Recorded if isinstance(p, Problem) else type(p)
@@ -161,19 +161,13 @@ def _compile(work, b: Triton) -> None:
         work.run(b)
 
 
-_TABLES = {"state_indices": "NS", "snapshot_indices": "NS", "num_accepted_tokens": "N"}
-
-
 def _shape(
-    axes: Mapping[str, str], name: str, x: Tensor | None, kept: Recording
+    operator: Operator, name: str, x: Tensor | None, kept: Recording
 ) -> tuple[tuple, tuple | None]:
     """Return the shape of an input as sizes, and its strides as sizes, or None if contiguous."""
     if x is None:
         return (), None
-    letters = _TABLES.get(name) or axes.get(name) or axes.get(name.removeprefix("d"), "")
-    shape = tuple(
-        kept.sizes.get(letter, n) for letter, n in zip(letters.ljust(x.dim(), "."), x.shape)
-    )
+    shape = tuple(kept.sizes.get(letter, n) for letter, n in zip(operator.axes_of(name), x.shape))
     if x.is_contiguous():
         return shape, None
     return shape, tuple(kept.sizes[f"{name}_{i}"] for i in range(x.dim()))

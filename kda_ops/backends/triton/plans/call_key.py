@@ -42,7 +42,7 @@ class CallKey(NamedTuple):
 
 def call_key(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> CallKey | None:
     """Return a call as key, tensors and numbers; None without tokens, or if shapes do not fit."""
-    names = kind.names
+    names = kind.operator.names
     args += (None,) * (len(names) - len(args))
     if kind is chunk.Backward:  # an absent tensor may be an empty one of one dimension
         given = (None if x is None or x.dim() == 1 else x for x in args[_GIVEN])
@@ -81,7 +81,7 @@ def exact(kind: type[Pass], rank: int, args: tuple, flags: dict) -> tuple[tuple,
     The key contains B, T and N, so it serves one size. It costs less Python than `call_key`, for
     decode, which meets the same few sizes thousands of times.
     """
-    args += (None,) * (len(kind.names) - len(args))
+    args += (None,) * (len(kind.operator.names) - len(args))
     key: list[Any] = [kind, rank, *flags.items()]
     pointers = []
     for x in args:
@@ -102,7 +102,7 @@ _GIVEN = slice(1, 2 + len(KEPT))  # among the arguments of `Backward`: dfinal_st
 def named(kind: type[Pass], seen: CallKey) -> dict[str, int]:
     """Return the numbers of a call by name."""
     names = ["B", "T", "N", "S"]  # S: columns of a table of slots
-    for name, x in zip(kind.names, seen.tensors):
+    for name, x in zip(kind.operator.names, seen.tensors):
         if x is not None and not x.is_contiguous():
             names += (f"{name}_{i}" for i in range(x.dim()))
     return dict(zip(names, seen.numbers))
