@@ -79,6 +79,8 @@ class Operator:
                 self._refuse(f"axis {letter!r} of {name} is unknown: add it to VARYING or FIXED")
             if not re.fullmatch(f"[{''.join(VARYING)}]*[{''.join(FIXED)}]*(\\(.\\))?", axes):
                 self._refuse(f"the axes {axes!r} of {name} must begin with those of VARYING")
+        if not self._written_axes(self.lead).startswith("BT"):
+            self._refuse(f"the axes of {self.lead} must begin with B and T")
         if self.mutates and self.mutates not in self.names:
             self._refuse(f"it must write one tensor, got {self.mutates}")
         if unknown := {*self.placeholders} - {*self.names}:
@@ -173,7 +175,7 @@ _AXES = {
     "state": "LhKV",
     "state_indices": "N(S)",
     "num_accepted_tokens": "N",
-    "snapshot_indices": "NS",
+    "snapshot_indices": "NJ",
     "o": "BThV",
     "final_state": "NhKV",
     "y": "BTh(D)",
