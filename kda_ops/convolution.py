@@ -170,7 +170,7 @@ class ConvolveBackward(Pass):
         flags = dict(flags)
         need = flags.pop("need")
         self.need = frozenset(n for i, n in enumerate(CONVOLVED) if need >> i & 1)
-        given: dict[str, Any] = self.named(args)
+        given = self.named(args)
         self.dy, dfinal_tail = given.pop("dy"), given.pop("dfinal_tail")
         p = self.p = Convolution(**given, **flags)
         # an absent one may be an empty tensor of one dimension

@@ -15,7 +15,7 @@ class GatePass(Pass):
     """The log decay from raw logits."""
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        self.given: dict[str, Any] = self.named(args)
+        self.given = self.named(args)
         self.g = self.given["g"]
         self.gate = (self.given["A_log"], self.given.get("dt_bias"), flags.get("lower_bound"))
         self.rank = rank

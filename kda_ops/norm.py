@@ -17,8 +17,7 @@ class NormPass(Pass):
     """The gated norm: each row over its root mean square, times weight and activated gate."""
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        given: dict[str, Any] = self.named(args)
-        self.dy = given.get("dy")  # a backward's
+        given = self.given = self.named(args)
         self.x, self.weight, self.gate = given["x"], given["weight"], given.get("gate")
         self.eps, activation = flags.get("eps", 1e-5), flags.get("activation", "sigmoid")
         self.silu = activation != "sigmoid"
@@ -38,6 +37,7 @@ class NormBackwardPass(NormPass):
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         super().__init__(rank, args, flags)
+        self.dy = self.given["dy"]
         if self.dy.shape != self.x.shape:
             shape_error("dy", "[B, T, H, V]", tuple(self.x.shape), self.dy, " (as x has)")
 

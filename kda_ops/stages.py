@@ -133,7 +133,7 @@ class Pass:
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         raise NotImplementedError
 
-    def named(self, args: tuple) -> dict[str, Tensor | None]:
+    def named(self, args: tuple) -> dict[str, Any]:
         """Return the tensors of a call by name; those that the dispatcher strips are left out."""
         return dict(zip(self.operator.names, args))
 

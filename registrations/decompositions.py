@@ -14,7 +14,7 @@ from torch._inductor.decomposition import decompositions, fast_random_decomps
 
 from kda_ops import operators
 from kda_ops.backends import convolution, norm
-from kda_ops.convolution import Convolution, ConvolveBackward
+from kda_ops.convolution import Convolve, ConvolveBackward
 from kda_ops.norm import NormBackwardPass, NormPass
 from kda_ops.registrations import schemas
 
@@ -29,7 +29,7 @@ def _present(like: Tensor, results: tuple) -> tuple[Tensor, ...]:
 
 
 def _short_conv(*args, **flags):
-    p = Convolution(*args, **flags)
+    p = Convolve(0, args, flags).p
     return _present(p.x, convolution.short_conv(p))
 
 
