@@ -151,13 +151,14 @@ class Convolve(Pass):
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         self.p = Convolution(**self.named(args), **flags)
 
-    def outputs(self) -> tuple[Tensor | None, ...]:
+    def outputs(self) -> tuple[Tensor, Tensor]:
         """Allocate y and the final tail."""
         return self.p.new_output(), self.p.new_final_tail()
 
-    def run(self, b: Backend) -> tuple[Tensor | None, ...]:
-        """Return y and the final tail, None if it is not asked for."""
-        return b.short_conv(self.p)
+    def run(self, b: Backend) -> tuple[Tensor, Tensor]:
+        """Return y and the final tail, which is empty if it is not asked for."""
+        y, final_tail = b.short_conv(self.p)
+        return y, self.p.new_final_tail() if final_tail is None else final_tail
 
 
 class ConvolveBackward(Pass):

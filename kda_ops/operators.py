@@ -59,7 +59,8 @@ class Operator:
     kind: type[Pass]
     axes: Mapping[str, str]
     folds: str  # axes along which nothing is coupled: vmap folds the mapped dimension into one
-    # sets of axes over which sharding may spread a call, those with B only if nothing is packed
+    # Sets of axes over which sharding may spread a call, those with B only if nothing is packed.
+    # Without any, DTensor gets no rule.
     splits: tuple[str, ...] = ()
     # FLOPs from shapes and flags by name; None: elementwise work alone, which counts as 0
     flops: Callable[..., int] | None = None
@@ -85,6 +86,10 @@ class Operator:
             self._refuse(f"it must write one tensor, got {self.mutates}")
         if unknown := {*self.placeholders} - {*self.names}:
             self._refuse(f"the schema has no argument {', '.join(sorted(unknown))}")
+        if self.gradients and self.results != tuple(
+            f"d{name}" for name in self.names if f"d{name}" in self.results
+        ):
+            self._refuse("its results must be gradients in the order of their arguments")
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(f"Operator {self.name}: {what}.")
@@ -120,10 +125,17 @@ class Operator:
         return " and ".join(name for name, kind in self._arguments.items() if "!" in kind)
 
     @cached_property
+    def gradients(self) -> bool:
+        """Whether the results are gradients of arguments; no other result may be absent."""
+        return any(f"d{name}" in self.results for name in self.names)
+
+    @cached_property
     def lead(self) -> str:
-        """The argument of which an absent result has the device and dtype."""
-        source = self.results[0].removeprefix("d")  # of a backward's first gradient
-        return source if source in self.names else self.names[0]
+        """The first argument, or in a backward the first that has a gradient.
+
+        An absent gradient has its device and dtype.
+        """
+        return self.results[0][1:] if self.gradients else self.names[0]
 
     def _written_axes(self, name: str) -> str:
         return self.axes.get(name) or self.axes.get(name.removeprefix("d"), "")

@@ -138,11 +138,11 @@ class Pass:
         return dict(zip(self.operator.names, args))
 
     def outputs(self) -> tuple[Tensor | None, ...]:
-        """Allocate the results, None where one is absent or not asked for."""
+        """Allocate the results; a gradient that is absent or not asked for is None."""
         raise NotImplementedError
 
     def run(self, b: Backend) -> Sequence[Tensor | None]:
-        """Call the stages of a backend, and return the results."""
+        """Call the stages of a backend, and return the results as `outputs` does."""
         raise NotImplementedError
 
 

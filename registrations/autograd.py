@@ -34,7 +34,7 @@ from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
 from kda_ops.stages import CONVOLVED, GRADIENTS, KEPT
 
-_INPUTS = len(GRADIENTS) + 1  # the differentiable inputs, then cu_seqlens
+_INPUTS = len(operators.CHUNK.names)
 
 
 def _wants_grad(args: tuple, kwargs: dict) -> bool:

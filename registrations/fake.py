@@ -9,15 +9,15 @@ from torch import Tensor
 
 from kda_ops.operators import Operator
 from kda_ops.registrations import schemas
+from kda_ops.registrations.kernels import present
 
 
 def _fake(operator: Operator, rank: int) -> Callable:
     lead, one = operator.names.index(operator.lead), len(operator.results) == 1
 
     def fake(*args, **flags) -> Tensor | tuple[Tensor, ...]:
-        results = operator.kind(rank, args, flags).outputs()
-        found = tuple(args[lead].new_empty((0,)) if x is None else x for x in results)
-        return found[0] if one else found
+        results = present(operator.kind(rank, args, flags).outputs(), args[lead])
+        return results[0] if one else tuple(results)
 
     return fake
 

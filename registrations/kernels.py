@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ _BUMP = torch.autograd.graph.increment_version
 
 def _kernel(operator: Operator, rank: int, device: torch.device) -> Callable:
     kind, written, one = operator.kind, operator.mutates, len(operator.results) == 1
+    gradients = operator.gradients
     lead = operator.names.index(operator.lead)
     place = operator.names.index(written) if written else 0
     backend: Backend | None = None
@@ -35,10 +36,14 @@ def _kernel(operator: Operator, rank: int, device: torch.device) -> Callable:
             _BUMP(args[place])
         if one:
             return results[0]  # type: ignore[return-value]
-        # an operator returns tensors: an empty one takes the place of None
-        return tuple([args[lead].new_empty((0,)) if x is None else x for x in results])
+        return tuple(present(results, args[lead]) if gradients else results)
 
     return kernel
+
+
+def present(results: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
+    """Put an empty tensor in the place of None, because an operator returns tensors."""
+    return [like.new_empty((0,)) if x is None else x for x in results]
 
 
 for _namespace, _rank in schemas.VARIANTS.items():

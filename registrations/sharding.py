@@ -54,10 +54,8 @@ def _is_empty(x) -> bool:
     return tuple(x.shape) == (0,)
 
 
-def _outputs(
-    operator: Operator, rank: int, given: dict, flags: dict
-) -> list[tuple[str, bool, bool]]:
-    """Return for each output its name, whether it is a gradient, and whether it is empty."""
+def _outputs(operator: Operator, rank: int, given: dict, flags: dict) -> list[tuple[str, bool]]:
+    """Return for each output its name, and whether it is empty."""
     q, kept = given.get("q"), frozenset[str]()
     if q is not None and {*KEPT} <= {*operator.results}:
         kept = dispatch.keeps(torch.device(q.mesh.device_type)).names(
@@ -68,14 +66,12 @@ def _outputs(
         )
     found = []
     for i, name in enumerate(operator.results):
-        source = name.removeprefix("d")
-        gradient = name != source and source in operator.names
-        if gradient:
-            empty = given.get(source) is None or not flags.get("need", -1) >> i & 1
+        if operator.gradients:
+            empty = given.get(name[1:]) is None or not flags.get("need", -1) >> i & 1
         else:
             empty = name in KEPT and name not in kept
             empty |= not flags.get(f"output_{name}", not name.startswith("final_"))
-        found.append((name, gradient, empty))
+        found.append((name, empty))
     return found
 
 
@@ -98,6 +94,7 @@ def _rules(operator: Operator, namespace: str):
         given = dict(zip(operator.names, args))
         transposed = flags.get("transpose_state_layout", False)
         outputs = _outputs(operator, rank, given, flags)
+        summed = Partial() if operator.gradients else Replicate()
         acceptable = []
         for split in _splits(operator, given):
             ins = [
@@ -111,10 +108,8 @@ def _rules(operator: Operator, namespace: str):
             outs = [
                 Replicate()
                 if empty
-                else _placement(
-                    operator, n, split, transposed, Partial() if gradient and split else Replicate()
-                )
-                for n, gradient, empty in outputs
+                else _placement(operator, n, split, transposed, summed if split else Replicate())
+                for n, empty in outputs
             ]
             acceptable.append((outs, ins))
         return acceptable

@@ -56,6 +56,10 @@ INCOMPLETE = {
         dict(schema="(Tensor q, *, Tensor? out=None) -> Tensor o"),
         "chunk: tensors must come before the flags",
     ),
+    "gradients in another order": (
+        dict(schema="(Tensor q, Tensor v) -> (Tensor dv, Tensor dq)"),
+        "chunk: its results must be gradients in the order of their arguments",
+    ),
     "a placeholder that is no argument": (
         dict(placeholders=("dfinal_state",)),
         "chunk: the schema has no argument dfinal_state",
