@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from kda_ops import operators
 from kda_ops.registrations import autocast, autograd, schemas
 from kda_ops.registrations.opaque import opaque
 
-OPERATORS = (schemas.CHUNK, schemas.CHUNK_FWD, schemas.CHUNK_BWD, schemas.RECURRENT_)
+OPERATORS = (operators.CHUNK, operators.CHUNK_FWD, operators.CHUNK_BWD, operators.RECURRENT_)
 
 
 def operator(op: str, name: str) -> torch._ops.OpOverload:
@@ -68,14 +69,14 @@ def _register(op: str, namespace: str, library: torch.library.Library) -> None:
             cast = autocast._cast if entry in autocast._CAST else autocast._as_it_is
             library.impl(entry.name, cast(entry, namespace, key.lower()), f"Autocast{key}")
         torch.library.register_fake(f"{namespace}::{entry.name}", real, lib=library)
-    refuse = autograd._refuse_in_place(schemas.RECURRENT_, namespace)
+    refuse = autograd._refuse_in_place(operators.RECURRENT_, namespace)
     library.impl("recurrent_", refuse, "Autograd")
     formula = autograd._setup(namespace), autograd._backward(namespace)
-    chunk_fwd = autograd._differentiable(schemas.CHUNK_FWD.overload(namespace), *formula)
+    chunk_fwd = autograd._differentiable(operators.CHUNK_FWD.overload(namespace), *formula)
     chunk = autograd._chunk(namespace, chunk_fwd)
     library.impl("chunk", chunk, "Autograd", with_keyset=True)
     again = autograd._no_setup, autograd._refuse_double_backward(f"{namespace}::chunk")
-    autograd._differentiable(schemas.CHUNK_BWD.overload(namespace), *again)
+    autograd._differentiable(operators.CHUNK_BWD.overload(namespace), *again)
 
 
 _NAMESPACES = {op: f"bare_{op}" for op in schemas.VARIANTS}

@@ -21,9 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_ops import dispatch
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
-from kda_ops.stages import AXES, GRADIENTS, KEPT, SUMS, Backend, Gradients, Keeps, Tile, Trace
+from kda_ops.stages import (
+    GRADIENTS,
+    KEPT,
+    SUMS,
+    Backend,
+    Gradients,
+    Keeps,
+    Pass,
+    Tile,
+    Trace,
+    new_like,
+)
 
 INPUTS = (*GRADIENTS, "cu_seqlens")
 WALKED = (CHUNK // 2, 2 * CHUNK)  # the last axes of the A that `Backend.train` returns
@@ -56,14 +68,15 @@ def _there(x: Tensor | None) -> Tensor | None:
     return x if x is not None and x.numel() > 0 else None
 
 
-class Whole:
+class Whole(Pass):
     """A pass over whole sequences."""
 
-    names = INPUTS
-    axes = AXES
-
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        self.p = Problem.parse(rank, *args, **flags)
+        self.p = Problem.parse(rank, **self.named(args), **flags)
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Allocate o and the final state."""
+        return self.p.new_output(), self.p.new_final_state()
 
 
 class Infer(Whole):
@@ -71,41 +84,41 @@ class Infer(Whole):
 
     def run(self, b: Backend) -> tuple[Tensor, Tensor]:
         """Return o and the final state."""
-        p = self.p
-        o, final_state = p.new_output(), p.new_final_state()
-        if p.HV:
-            b.infer(p, o, final_state)
+        o, final_state = self.outputs()
+        if self.p.HV:
+            b.infer(self.p, o, final_state)
         return o, final_state
 
 
-class Prefill:
+class Prefill(Pass):
     """Forward on a state pool: states are read from its slots and written there."""
 
-    names = (
-        *("q", "k", "v", "g", "beta", "state", "state_indices", "snapshot_indices"),
-        *("A_log", "dt_bias", "cu_seqlens"),
-    )
-    axes = AXES
-
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        self.p = Problem.parse_prefill(rank, *args, **flags)
+        self.p = Problem.parse_prefill(rank, **self.named(args), **flags)
+
+    def outputs(self) -> tuple[Tensor]:
+        """Allocate o."""
+        return (self.p.new_output(),)
 
     def run(self, b: Backend) -> tuple[Tensor]:
         """Return o."""
-        p = self.p
-        o = p.new_output()
-        if p.HV:
-            b.infer(p, o, p.state)
+        (o,) = self.outputs()
+        if self.p.HV:
+            b.infer(self.p, o, self.p.state)
         return (o,)
 
 
 class Forward(Whole):
     """Forward for training: o, the final state, and what is kept for `Backward`."""
 
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Allocate o, the final state and what is kept."""
+        return *super().outputs(), *new_kept(dispatch.keeps(self.p.q.device), self.p)
+
     def run(self, b: Backend) -> tuple[Tensor, ...]:
         """Return o, the final state, and one tensor per name in `stages.KEPT`."""
         p = self.p
-        o, final_state = p.new_output(), p.new_final_state()
+        o, final_state = super().outputs()
         if not p.HV:
             return o, final_state, *new_kept(b.keeps, p)
         names = kept_names(b.keeps, p)
@@ -121,22 +134,19 @@ class Forward(Whole):
         return o, final_state, *(made[n] if n in names else _empty(b.keeps, p, n) for n in KEPT)
 
 
-class Backward:
+class Backward(Pass):
     """Gradients of the inputs, from those of o and of the final state (None: zero).
 
     Bit i of the flag `need` asks for the gradient of ``stages.GRADIENTS[i]``. The last argument is
     o, if the forward kept it.
     """
 
-    names = ("do", "dfinal_state", *KEPT, *INPUTS, "o")
-    axes = AXES
-
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        self.given = dict(zip(self.names, args))
+        self.given = self.named(args)
         flags = dict(flags)
         need = flags.pop("need")
         self.need = frozenset(n for i, n in enumerate(GRADIENTS) if need >> i & 1)
-        p = self.p = Problem.parse(rank, *(self.given.get(n) for n in INPUTS), **flags)
+        p = self.p = Problem.parse(rank, **{n: self.given.get(n) for n in INPUTS}, **flags)
         state = (p.N, p.HV, p.V, p.K) if p.transposed else (p.N, p.HV, p.K, p.V)
         for name, want in (("do", tuple(p.v.shape)), ("dfinal_state", state)):
             x = self.given[name]
@@ -144,6 +154,11 @@ class Backward:
                 continue  # zero
             if tuple(x.shape) != want:
                 raise ValueError(f"{name} must have shape {list(want)}, got {list(x.shape)}.")
+
+    def outputs(self) -> tuple[Tensor | None, ...]:
+        """Allocate the gradients, None where not asked for."""
+        inputs = zip(GRADIENTS, self.p.differentiable())
+        return tuple(new_like(x) if n in self.need else None for n, x in inputs)
 
     def run(self, b: Backend) -> tuple[Tensor | None, ...]:
         """Return the gradients, None where not asked for."""

@@ -18,7 +18,7 @@ from kda_ops.checks import (
     shape_error,
 )
 from kda_ops.exported import count_results, is_any_size
-from kda_ops.stages import CONVOLUTION, CONVOLVED, Backend
+from kda_ops.stages import CONVOLVED, Backend, Pass, new_like
 
 ACTIVATIONS = (None, "silu", "swish")  # "swish" is another name of "silu"
 
@@ -145,35 +145,35 @@ class Convolution:
         return self.x, self.weight, self.bias, self.tail
 
 
-class Convolve:
+class Convolve(Pass):
     """The convolution of whole sequences: y and the final tail."""
 
-    names: tuple[str, ...] = (*CONVOLVED, "cu_seqlens")
-    axes = CONVOLUTION
-
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        self.p = Convolution(*args, **flags)
+        self.p = Convolution(**self.named(args), **flags)
 
-    def run(self, b: Backend) -> tuple[Tensor | None, ...]:
-        """Return y and the final tail, None if it is not asked for."""
-        return b.short_conv(self.p)
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        """Allocate y and the final tail."""
+        return self.p.new_output(), self.p.new_final_tail()
+
+    def run(self, b: Backend) -> tuple[Tensor, Tensor]:
+        """Return y and the final tail, which is empty if it is not asked for."""
+        y, final_tail = b.short_conv(self.p)
+        return y, self.p.new_final_tail() if final_tail is None else final_tail
 
 
-class ConvolveBackward:
+class ConvolveBackward(Pass):
     """Gradients of the inputs, from those of y and of the final tail (None: zero).
 
     Bit i of the flag `need` asks for the gradient of ``stages.CONVOLVED[i]``.
     """
 
-    names: tuple[str, ...] = ("dy", "dfinal_tail", *CONVOLVED, "cu_seqlens")
-    axes = CONVOLUTION
-
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         flags = dict(flags)
         need = flags.pop("need")
         self.need = frozenset(n for i, n in enumerate(CONVOLVED) if need >> i & 1)
-        self.dy, dfinal_tail, *inputs = args
-        p = self.p = Convolution(*inputs, **flags)
+        given = self.named(args)
+        self.dy, dfinal_tail = given.pop("dy"), given.pop("dfinal_tail")
+        p = self.p = Convolution(**given, **flags)
         # an absent one may be an empty tensor of one dimension
         absent = dfinal_tail is None or dfinal_tail.dim() == 1
         self.dfinal_tail = None if absent else dfinal_tail
@@ -184,19 +184,25 @@ class ConvolveBackward:
             if x is not None and x.shape != want:
                 shape_error(name, letters, want, x)
 
+    def outputs(self) -> tuple[Tensor | None, ...]:
+        """Allocate the gradients, None where not asked for."""
+        inputs = zip(CONVOLVED, self.p.differentiable())
+        return tuple(new_like(x) if n in self.need else None for n, x in inputs)
+
     def run(self, b: Backend) -> tuple[Tensor | None, ...]:
         """Return the gradients, None where not asked for."""
         return b.short_conv_backward(self.p, self.dy, self.dfinal_tail, self.need)
 
 
-class ConvolveInPlace:
+class ConvolveInPlace(Pass):
     """The convolution on a pool: tails are read from its slots and written there."""
 
-    names: tuple[str, ...] = ("x", "weight", "bias", "tail", "tail_indices", "cu_seqlens")
-    axes = CONVOLUTION
-
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        self.p = Convolution.on_pool(*args, **flags)
+        self.p = Convolution.on_pool(**self.named(args), **flags)
+
+    def outputs(self) -> tuple[Tensor]:
+        """Allocate y."""
+        return (self.p.new_output(),)
 
     def run(self, b: Backend) -> tuple[Tensor]:
         """Return y."""

@@ -8,21 +8,22 @@ from torch import Tensor
 
 from kda_ops.checks import shape_error
 from kda_ops.problem import gate_problem
-from kda_ops.stages import AXES, Backend
+from kda_ops.stages import Backend, Pass, new_like
 
 
-class GatePass:
+class GatePass(Pass):
     """The log decay from raw logits."""
 
-    names: tuple[str, ...] = ("g", "A_log", "dt_bias")
-    axes = AXES
-
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        given = dict(zip(self.names, args))
-        self.g = given["g"]
-        self.gate = (given["A_log"], given.get("dt_bias"), flags.get("lower_bound"))
+        self.given = self.named(args)
+        self.g = self.given["g"]
+        self.gate = (self.given["A_log"], self.given.get("dt_bias"), flags.get("lower_bound"))
         self.rank = rank
-        gate_problem(rank, self.g, *self.gate)
+        self.dtype = gate_problem(rank, self.g, *self.gate)
+
+    def outputs(self) -> tuple[Tensor | None, ...]:
+        """Allocate the log decay."""
+        return (new_like(self.g, self.dtype),)
 
     def run(self, b: Backend) -> tuple[Tensor | None, ...]:
         """Return the log decay."""
@@ -32,14 +33,16 @@ class GatePass:
 class GateBackwardPass(GatePass):
     """Gradients of g, A_log and dt_bias."""
 
-    names = ("dy", "g", "A_log", "dt_bias")
-
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         super().__init__(rank, args, flags)
-        self.dy = args[0]
+        self.dy = self.given["dy"]
         if self.dy.shape != self.g.shape:
             letters = "[B, T, HV, K]" if rank else "[B, T, HV]"
             shape_error("dy", letters, tuple(self.g.shape), self.dy, " (as g has)")
+
+    def outputs(self) -> tuple[Tensor | None, ...]:
+        """Allocate the gradients, None of what is absent."""
+        return tuple(map(new_like, (self.g, *self.gate[:2])))
 
     def run(self, b: Backend) -> tuple[Tensor | None, ...]:
         """Return the gradients, None of what is absent."""

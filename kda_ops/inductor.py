@@ -57,7 +57,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from kda_ops import patterns, problem, proofs, writes
+from kda_ops import operators, patterns, problem, proofs, writes
 from kda_ops.backends import activations
 from kda_ops.patterns import (
     GatePattern,
@@ -93,7 +93,7 @@ MOST_SCALE = 5000.0
 _TARGETS = {
     target: (rank, schema_of(op.overload(namespace)))
     for namespace, rank in schemas.VARIANTS.items()
-    for op in (schemas.CHUNK, schemas.RECURRENT, schemas.CHUNK_, schemas.RECURRENT_)
+    for op in (operators.CHUNK, operators.RECURRENT, operators.CHUNK_, operators.RECURRENT_)
     for target in (op.overload(namespace), op.overload(namespace).overloadpacket)
 }
 

@@ -8,23 +8,24 @@ from typing import Any
 from torch import Tensor
 
 from kda_ops.checks import check_float, refuse_float64_on_cuda, shape_error
-from kda_ops.stages import NORM, NORMALISED, Backend
+from kda_ops.stages import Backend, Pass, new_like
 
 ACTIVATIONS = ("sigmoid", "silu", "swish")  # "swish" is another name of "silu"
 
 
-class NormPass:
+class NormPass(Pass):
     """The gated norm: each row over its root mean square, times weight and activated gate."""
 
-    names: tuple[str, ...] = NORMALISED
-    axes = NORM
-
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        given = dict(zip(self.names, args))
+        given = self.given = self.named(args)
         self.x, self.weight, self.gate = given["x"], given["weight"], given.get("gate")
         self.eps, activation = flags.get("eps", 1e-5), flags.get("activation", "sigmoid")
         self.silu = activation != "sigmoid"
         check_norm(self.x, self.weight, self.gate, self.eps, activation)
+
+    def outputs(self) -> tuple[Tensor | None, ...]:
+        """Allocate y."""
+        return (new_like(self.x),)
 
     def run(self, b: Backend) -> tuple[Tensor | None, ...]:
         """Return y."""
@@ -34,13 +35,15 @@ class NormPass:
 class NormBackwardPass(NormPass):
     """Gradients of x, weight and gate."""
 
-    names = ("dy", *NORMALISED)
-
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         super().__init__(rank, args, flags)
-        self.dy = args[0]
+        self.dy = self.given["dy"]
         if self.dy.shape != self.x.shape:
             shape_error("dy", "[B, T, H, V]", tuple(self.x.shape), self.dy, " (as x has)")
+
+    def outputs(self) -> tuple[Tensor | None, ...]:
+        """Allocate the gradients, None of an absent gate."""
+        return tuple(map(new_like, (self.x, self.weight, self.gate)))
 
     def run(self, b: Backend) -> tuple[Tensor | None, ...]:
         """Return the gradients, None of an absent gate."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kda_ops import operators
 from kda_ops.backends.activations import EPS
 from kda_ops.private import OpOverload, OpOverloadPacket
 from kda_ops.registrations import schemas
@@ -28,8 +29,8 @@ _GATES = {
     target: rank
     for namespace, rank in schemas.VARIANTS.items()
     for target in (
-        schemas.GATE.overload(namespace),
-        schemas.GATE.overload(namespace).overloadpacket,
+        operators.GATE.overload(namespace),
+        operators.GATE.overload(namespace).overloadpacket,
     )
 }
 

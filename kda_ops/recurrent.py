@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kda_ops.chunk import Whole
+from kda_ops.chunk import Prefill, Whole
 from kda_ops.problem import Problem
-from kda_ops.stages import AXES, Backend
+from kda_ops.stages import Backend
 
 
 class Recur(Whole):
@@ -19,29 +19,21 @@ class Recur(Whole):
 
     def run(self, b: Backend) -> tuple[Tensor, Tensor]:
         """Return o and the final state."""
-        p = self.p
-        o, final_state = p.new_output(), p.new_final_state()
-        if p.HV:
-            b.step(p, o, final_state)
+        o, final_state = self.outputs()
+        if self.p.HV:
+            b.step(self.p, o, final_state)
         return o, final_state
 
 
-class Decode:
+class Decode(Prefill):
     """Decode on a state pool: states are read from its slots and written there."""
 
-    names = (
-        *("q", "k", "v", "g", "beta", "state", "state_indices", "num_accepted_tokens"),
-        *("A_log", "dt_bias", "cu_seqlens"),
-    )
-    axes = AXES
-
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
-        self.p = Problem.parse_step(rank, *args, **flags)
+        self.p = Problem.parse_step(rank, **self.named(args), **flags)
 
     def run(self, b: Backend) -> tuple[Tensor]:
         """Return o."""
-        p = self.p
-        o = p.new_output()
-        if p.HV:
-            b.step(p, o, p.state)
+        (o,) = self.outputs()
+        if self.p.HV:
+            b.step(self.p, o, self.p.state)
         return (o,)

@@ -11,10 +11,10 @@ is K for KDA and 1 for GDN.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from kda_ops.problem import Problem
 
 if TYPE_CHECKING:
     from kda_ops.convolution import Convolution
+    from kda_ops.operators import Operator
 
 
 @dataclass
@@ -102,24 +103,6 @@ class Gradients:
 
 
 GRADIENTS = tuple(f.name for f in fields(Gradients))
-# The axes of every tensor of an operator, one letter each; vmap and sharding read them too.
-# A dot is an axis that neither of them touches.
-# B batch, T tokens, H key heads, h value heads, N sequences, c chunks, C rows of a chunk.
-# K and V widths, D width of the decay, R factors of each row. States are in the layout [K, V].
-AXES = {
-    "q": "BTHK",
-    "k": "BTHK",
-    "v": "BThV",
-    "g": "BThD",
-    "beta": "BTh",
-    "A_log": "h",
-    "dt_bias": "hK",
-    "initial_state": "NhKV",
-    "o": "BThV",
-    "final_state": "NhKV",
-    "y": "BThD",
-    "cu_seqlens": ".",
-}
 # What training may keep: names and axes; the order is that of `chunk_fwd`'s outputs.
 KEPT = {
     "A": "chCC",  # or `AP` in its place, where both are made; "ch.CC" where training walks
@@ -133,47 +116,39 @@ KEPT = {
     "states": "chKV",
     "v_new": "chCV",
 }
-AXES |= KEPT
 SUMS = frozenset(("gamma", "factors"))  # kept in the dtype of sums; the others are operands
+CONVOLVED = ("x", "weight", "bias", "initial_tail")  # the differentiable inputs of `short_conv`
+NORMALISED = ("x", "weight", "gate")  # the inputs of `gated_rms_norm`, all differentiable
 
 
-# The axes of the tensors of `short_conv`: X channels, W taps, P = W - 1 inputs before a sequence.
-CONVOLUTION = {
-    "x": "BTX",
-    "weight": "XW",
-    "bias": "X",
-    "initial_tail": "NPX",
-    "tail": ".PX",
-    "tail_indices": "N",
-    "cu_seqlens": ".",
-    "y": "BTX",
-    "final_tail": "NPX",
-}
-CONVOLVED = ("x", "weight", "bias", "initial_tail")  # its differentiable inputs
-# The axes of the tensors of `gated_rms_norm`; G rows of weight serve h heads.
-NORM = {"x": "BThV", "weight": "GV", "gate": "BThV", "y": "BThV"}
-NORMALISED = ("x", "weight", "gate")  # its inputs, all differentiable
-
-
-def axes_of(name: str, axes: Mapping[str, str] = AXES) -> str:
-    """Return the axes of a tensor by name; the gradient ``dx`` has those of x."""
-    return axes[name if name in axes else name.removeprefix("d")]
-
-
-class Pass(Protocol):
+class Pass:
     """One pass over a call: what an operator asks of a backend.
 
-    Making one checks the call: `args` are tensors in the order of `names`, `flags` the rest. `axes`
-    tells the axes of the tensors.
+    Making one checks the call: `args` are tensors in the order of the operator's schema, and
+    `flags` the rest.
     """
 
-    names: tuple[str, ...]
-    axes: Mapping[str, str]
+    operator: ClassVar[Operator]  # `kda_ops.operators` sets it
 
-    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]) -> None: ...
+    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
+        raise NotImplementedError
 
-    def run(self, b: Backend) -> Any:
-        """Call the stages of a backend."""
+    def named(self, args: tuple) -> dict[str, Any]:
+        """Return the tensors of a call by name; those that the dispatcher strips are left out."""
+        return dict(zip(self.operator.names, args))
+
+    def outputs(self) -> tuple[Tensor | None, ...]:
+        """Allocate the results; a gradient that is absent or not asked for is None."""
+        raise NotImplementedError
+
+    def run(self, b: Backend) -> Sequence[Tensor | None]:
+        """Call the stages of a backend, and return the results as `outputs` does."""
+        raise NotImplementedError
+
+
+def new_like(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Allocate a contiguous tensor like x; None for None."""
+    return None if x is None else x.new_empty(x.shape, dtype=dtype or x.dtype)
 
 
 class Keeps:
@@ -209,8 +184,9 @@ class Backend:
     keeps = Keeps()
 
     def run(self, kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Any:
-        """Run one pass over a call."""
-        return kind(rank, args, flags).run(self)
+        """Run one pass over a call; each result is contiguous, or None if it is absent."""
+        results = kind(rank, args, flags).run(self)
+        return [None if x is None else x.contiguous() for x in results]
 
     def keeps_AP(self, p: Problem) -> bool:
         """Return whether the A that is kept shares its tile with P, as `AP`."""

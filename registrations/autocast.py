@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kda_ops.operators import CHUNK, CHUNK_, RECURRENT, RECURRENT_, Operator
 from kda_ops.private import AUTOCAST, ExcludeKeys
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
 
 
-def _cast(operator: schemas.Operator, namespace: str, device_type: str):
+def _cast(operator: Operator, namespace: str, device_type: str):
     op = operator.overload(namespace)
 
     @opaque
@@ -32,7 +33,7 @@ def _cast(operator: schemas.Operator, namespace: str, device_type: str):
     return kernel
 
 
-def _as_it_is(operator: schemas.Operator, namespace: str, device_type: str):
+def _as_it_is(operator: Operator, namespace: str, device_type: str):
     op = operator.overload(namespace)
 
     @opaque
@@ -43,7 +44,7 @@ def _as_it_is(operator: schemas.Operator, namespace: str, device_type: str):
     return kernel
 
 
-_CAST = (schemas.CHUNK, schemas.RECURRENT, schemas.RECURRENT_, schemas.CHUNK_)
+_CAST = (CHUNK, RECURRENT, RECURRENT_, CHUNK_)
 
 for _namespace, _library in schemas.LIBRARIES.items():
     for _operator in schemas.operators(_namespace):

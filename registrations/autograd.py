@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_ops import dispatch
+from kda_ops import dispatch, operators
 from kda_ops.private import (
     AFTER_AUTOGRAD,
     BelowAutograd,
@@ -34,7 +34,7 @@ from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
 from kda_ops.stages import CONVOLVED, GRADIENTS, KEPT
 
-_INPUTS = len(GRADIENTS) + 1  # the differentiable inputs, then cu_seqlens
+_INPUTS = len(operators.CHUNK.names)
 _STATES = list(KEPT).index("states")
 
 
@@ -118,7 +118,7 @@ def _differentiable(op: OpOverload, setup: Callable, backward: Callable) -> Call
 
 def _chunk(namespace: str, chunk_fwd: Callable):
     """Run the Autograd kernel of `chunk_fwd` in place of `chunk` where a gradient is wanted."""
-    op = schemas.CHUNK.overload(namespace)
+    op = operators.CHUNK.overload(namespace)
 
     @opaque
     def chunk(keyset: torch.DispatchKeySet, *args, **flags) -> tuple[Tensor, Tensor]:
@@ -157,7 +157,7 @@ def _setup(namespace: str):
 
 
 def _backward(namespace: str):
-    op_bwd = schemas.CHUNK_BWD.overload(namespace)
+    op_bwd = operators.CHUNK_BWD.overload(namespace)
 
     def backward(ctx, do, dfinal_state, *_):
         # read once: activation checkpointing refuses to unpack a tensor twice
@@ -196,7 +196,7 @@ def _gate_setup(ctx, inputs, flags, output) -> None:
 
 
 def _gate_backward(namespace: str):
-    op_bwd = schemas.GATE_BWD.overload(namespace)
+    op_bwd = operators.GATE_BWD.overload(namespace)
 
     def backward(ctx, dy):
         inputs = ctx.saved_tensors
@@ -222,14 +222,14 @@ def _short_conv_backward(ctx, dy, dfinal_tail):
         return (None,) * len(inputs)
     # the dispatcher strips trailing arguments that equal their defaults
     wanted = [*ctx.needs_input_grad[1:], *(False for _ in CONVOLVED)][: len(CONVOLVED)]
-    op_bwd = schemas.SHORT_CONV_BWD.overload(schemas.KDA)
+    op_bwd = operators.SHORT_CONV_BWD.overload(schemas.KDA)
     grads = op_bwd(dy, dfinal_tail, *inputs, need=schemas.mask_of(wanted), **flags)
     return (*(d if n else None for d, n in zip(grads, wanted)), None)
 
 
 def _norm_backward(ctx, dy):
     inputs = ctx.saved_tensors
-    grads = schemas.GATED_RMS_NORM_BWD.overload(schemas.KDA)(dy, *inputs, **ctx.flags)
+    grads = operators.GATED_RMS_NORM_BWD.overload(schemas.KDA)(dy, *inputs, **ctx.flags)
     return tuple(d if x is not None else None for d, x in zip(grads, inputs))
 
 
@@ -248,7 +248,7 @@ def _refuse_double_backward(name: str):
     return backward
 
 
-def _refuse_in_place(operator: schemas.Operator, namespace: str):
+def _refuse_in_place(operator: operators.Operator, namespace: str):
     """Refuse gradients of an in-place operator, whose next call overwrites the state."""
     op, instead = operator.overload(namespace), f"{namespace}::{operator.name.rstrip('_')}"
 
@@ -271,22 +271,22 @@ def _refuse_in_place(operator: schemas.Operator, namespace: str):
 for _namespace, _library in schemas.LIBRARIES.items():
     _formula_of_chunk, _ = (
         _differentiable(_operator.overload(_namespace), _setup(_namespace), _backward(_namespace))
-        for _operator in (schemas.CHUNK_FWD, schemas.RECURRENT)
+        for _operator in (operators.CHUNK_FWD, operators.RECURRENT)
     )
     _chunk_kernel = _chunk(_namespace, _formula_of_chunk)
     _library.impl("chunk", _chunk_kernel, "Autograd", with_keyset=True)
-    _differentiable(schemas.GATE.overload(_namespace), _gate_setup, _gate_backward(_namespace))
+    _differentiable(operators.GATE.overload(_namespace), _gate_setup, _gate_backward(_namespace))
     if _namespace == schemas.KDA:
         for _operator, _setting, _formula in (
-            (schemas.SHORT_CONV, _short_conv_setup, _short_conv_backward),
-            (schemas.GATED_RMS_NORM, _gate_setup, _norm_backward),
+            (operators.SHORT_CONV, _short_conv_setup, _short_conv_backward),
+            (operators.GATED_RMS_NORM, _gate_setup, _norm_backward),
         ):
             _differentiable(_operator.overload(_namespace), _setting, _formula)
     for _operator, _public in {
-        schemas.CHUNK_BWD: "chunk and recurrent",
-        schemas.GATE_BWD: "gate",
-        schemas.SHORT_CONV_BWD: "short_conv",
-        schemas.GATED_RMS_NORM_BWD: "gated_rms_norm",
+        operators.CHUNK_BWD: "chunk and recurrent",
+        operators.GATE_BWD: "gate",
+        operators.SHORT_CONV_BWD: "short_conv",
+        operators.GATED_RMS_NORM_BWD: "gated_rms_norm",
     }.items():
         if _operator in schemas.operators(_namespace):
             _differentiable(

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 from torch._inductor.decomposition import decompositions, fast_random_decomps
 
+from kda_ops import operators
 from kda_ops.backends import convolution, norm
-from kda_ops.convolution import Convolution, ConvolveBackward
+from kda_ops.convolution import Convolve, ConvolveBackward
 from kda_ops.norm import NormBackwardPass, NormPass
 from kda_ops.registrations import schemas
 
@@ -28,7 +29,7 @@ def _present(like: Tensor, results: tuple) -> tuple[Tensor, ...]:
 
 
 def _short_conv(*args, **flags):
-    p = Convolution(*args, **flags)
+    p = Convolve(0, args, flags).p
     return _present(p.x, convolution.short_conv(p))
 
 
@@ -50,11 +51,11 @@ def _gated_rms_norm_bwd(*args, **flags):
     return _present(n.x, found)
 
 
-_FORMS: dict[schemas.Operator, Callable] = {
-    schemas.SHORT_CONV: _short_conv,
-    schemas.SHORT_CONV_BWD: _short_conv_bwd,
-    schemas.GATED_RMS_NORM: _gated_rms_norm,
-    schemas.GATED_RMS_NORM_BWD: _gated_rms_norm_bwd,
+_FORMS: dict[operators.Operator, Callable] = {
+    operators.SHORT_CONV: _short_conv,
+    operators.SHORT_CONV_BWD: _short_conv_bwd,
+    operators.GATED_RMS_NORM: _gated_rms_norm,
+    operators.GATED_RMS_NORM_BWD: _gated_rms_norm_bwd,
 }
 
 

@@ -10,7 +10,9 @@ import importlib.util
 import sys
 from collections.abc import Callable
 
+from kda_ops.operators import Operator
 from kda_ops.private import LATER
+from kda_ops.registrations import schemas
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -56,7 +58,20 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 
 
 def _flops() -> None:
-    from kda_ops.registrations import flops  # noqa: F401
+    from torch.utils.flop_counter import register_flop_formula
+
+    def of_shapes(operator: Operator) -> Callable:
+        def count(*args, out_shape=None, **flags):
+            return operator.flops(**dict(zip(operator.names, args)), **flags)
+
+        return count
+
+    for namespace in schemas.VARIANTS:
+        for operator in schemas.operators(namespace):
+            if operator.flops is not None:
+                register_flop_formula(operator.overload(namespace).overloadpacket)(
+                    of_shapes(operator)
+                )
 
 
 def _sharding() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kda_ops.arguments import check_memory, is_lazy, refuse_layout
+from kda_ops.operators import Operator
 from kda_ops.private import BelowAutograd, schema_of
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
@@ -21,7 +22,7 @@ _WITHOUT_STRIDES = [
 _LAZY = ("Negative", "Conjugate", "ZeroTensor")
 
 
-def _refuse(operator: schemas.Operator, namespace: str):
+def _refuse(operator: Operator, namespace: str):
     names = [a.name for a in schema_of(operator.overload(namespace)).arguments]
 
     @opaque
@@ -44,7 +45,7 @@ def refuse_nested() -> None:
             torch.library.register_torch_dispatch(name, NestedTensor, rule, lib=library)
 
 
-def _resolve(operator: schemas.Operator, namespace: str):
+def _resolve(operator: Operator, namespace: str):
     """Make a kernel for lazy views as arguments of an in-place operator.
 
     It resolves lazy inputs to new memory. It refuses a lazy state, because a copy would be written.

@@ -13,9 +13,9 @@ can be sharded without communication::
 The convolution can be sharded over the batch or channels, the gated norm over batch, tokens or
 heads.
 
-`stages` names each axis by a letter, and a split is a set of letters. A tensor that has an axis of
-the split is sharded on it. Other tensors are replicated; their gradients are partial sums. Inputs
-sharded otherwise (over tokens or K) are first redistributed by DTensor.
+The record of an operator names each axis by a letter, and a split is a set of letters. A tensor
+that has an axis of the split is sharded on it. Other tensors are replicated; their gradients are
+partial sums. Inputs sharded otherwise (over tokens or K) are first redistributed by DTensor.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
+from kda_ops.operators import Operator
 from kda_ops.private import (
     OpSchema,
     OpStrategy,
@@ -35,21 +36,19 @@ from kda_ops.private import (
     sharding_propagator,
 )
 from kda_ops.registrations import schemas
-from kda_ops.stages import CONVOLUTION, CONVOLVED, GRADIENTS, KEPT, NORM, NORMALISED
 
-_STATES = frozenset(("initial_state", "final_state", "dfinal_state"))  # in the caller's layout
-_BATCH, _HEADS, _V = "BNc", "Hh", "V"
+_STATES = frozenset(("initial_state", "final_state"))  # in the caller's layout
 
 
 def _placement(
-    operator: schemas.Operator, name: str, split: str, transposed: bool, else_: Placement
+    operator: Operator, name: str, split: str, transposed: bool, else_: Placement
 ) -> Placement:
     """Return the placement of tensor `name` under a split.
 
     That is `Shard` of the axis that the split names, or `else_` if the tensor lacks it.
     """
     axes = operator.axes_of(name)
-    if transposed and name in _STATES:
+    if transposed and name.removeprefix("d") in _STATES:
         axes = axes[:-2] + axes[-1] + axes[-2]
     return next((Shard(i) for i, letter in enumerate(axes) if letter in split), else_)
 
@@ -59,42 +58,24 @@ def _is_empty(x) -> bool:
     return tuple(x.shape) == (0,)
 
 
-def _arguments(operator: schemas.Operator, namespace: str) -> list[str]:
-    return [a.name for a in schema_of(operator.overload(namespace)).arguments if not a.kwarg_only]
-
-
-def _outputs(operator: schemas.Operator) -> list[tuple[str, bool]]:
-    """Return for each output its name, and whether it is a gradient."""
-    if operator is schemas.CHUNK_BWD:
-        return [(n, True) for n in GRADIENTS]
-    if operator is schemas.SHORT_CONV_BWD:
-        return [(n, True) for n in CONVOLVED]
-    if operator is schemas.GATED_RMS_NORM_BWD:
-        return [(n, True) for n in NORMALISED]
-    if operator is schemas.SHORT_CONV:
-        return [("y", False), ("final_tail", False)]
-    if operator is schemas.GATED_RMS_NORM:
-        return [("y", False)]
-    kept = KEPT if operator is schemas.CHUNK_FWD else ()
-    return [(n, False) for n in ("o", "final_state", *kept)]
-
-
-def _splits(operator: schemas.Operator, given: dict) -> list[str]:
+def _splits(operator: Operator, given: dict) -> list[str]:
     """Return the sets of axes over which a call may be spread, by their letters."""
-    if operator.axes is NORM:
-        # one row of weight serves all heads, or each rank has those of its heads
-        heads = "h" if given["weight"].shape[0] == 1 else "hG"
-        return ["", heads, "B", "T"]
-    batch = [_BATCH] if given.get("cu_seqlens") is None else []
-    return ["", "X", *batch] if operator.axes is CONVOLUTION else ["", _HEADS, _V, *batch]
+    splits = ["", *operator.splits]
+    if given.get("cu_seqlens") is not None:
+        splits = [split for split in splits if "B" not in split]
+    if operator.axes_of("weight")[:1] == "G" and given["weight"].shape[0] == 1:
+        # one row serves all heads; of several, each rank has those of its heads
+        splits = [split.replace("G", "") for split in splits]
+    return splits
 
 
-def _rules(operator: schemas.Operator, namespace: str):
+def _rules(operator: Operator, namespace: str):
     """Return the rule that lists (outputs, inputs) placements along one axis of a mesh."""
-    op, names = operator.overload(namespace), _arguments(operator, namespace)
+    op = operator.overload(namespace)
+    summed = Partial() if operator.gradients else Replicate()
 
     def rules(*args, **flags):
-        given = dict(zip(names, args))
+        given = dict(zip(operator.names, args))
         transposed = flags.get("transpose_state_layout", False)
         # DTensor takes the shapes of results from the whole call. The shards may have too few heads
         # to walk, and then keep more than it does, which is dropped.
@@ -112,10 +93,8 @@ def _rules(operator: schemas.Operator, namespace: str):
             outs = [
                 Replicate()
                 if absent
-                else _placement(
-                    operator, n, split, transposed, Partial() if gradient and split else Replicate()
-                )
-                for (n, gradient), absent in zip(_outputs(operator), empty, strict=True)
+                else _placement(operator, n, split, transposed, summed if split else Replicate())
+                for n, absent in zip(operator.results, empty, strict=True)
             ]
             acceptable.append((outs, ins))
         return acceptable
@@ -130,20 +109,20 @@ def _parts(spec, axis: int) -> int:
     )
 
 
-def _evenly(rules, operator: schemas.Operator, names: list[str]):
+def _evenly(rules, operator: Operator):
     """Wrap `rules`: keep only strategies that cut B, H and HV into equal parts.
 
     Then value heads stay with their key head, chunks with their row of the batch, and heads with
     their row of a norm's weight.
     """
-    if operator.axes is CONVOLUTION:
-        return rules  # its tensors are cut alike
-    first, other = ("x", 1) if operator.axes is NORM else ("q", 2)
-    other_axes = (0,) if operator.axes is NORM else (0, 2)
+    if "X" in operator.folds:
+        return rules  # a convolution's tensors are cut alike
+    norm = "G" in operator.folds
+    first, other, other_axes = ("x", 1, (0,)) if norm else ("q", 2, (0, 2))
 
     def strategies(op_schema: OpSchema) -> OpStrategy:
         # where q, k, v, or x and weight, are among the tensors given
-        i = sum(x is not None for x in op_schema.args_schema[: names.index(first)])
+        i = sum(x is not None for x in op_schema.args_schema[: operator.names.index(first)])
         every = rules(op_schema).strategies
         even = [
             s
@@ -159,11 +138,11 @@ def _evenly(rules, operator: schemas.Operator, names: list[str]):
     return strategies
 
 
-def _register(operator: schemas.Operator, namespace: str) -> None:
-    op, names = operator.overload(namespace), _arguments(operator, namespace)
+def _register(operator: Operator, namespace: str) -> None:
+    op = operator.overload(namespace)
     register_sharding(op)(_rules(operator, namespace))
     propagator = sharding_propagator()
-    propagator.op_strategy_funcs[op] = _evenly(propagator.op_strategy_funcs[op], operator, names)
+    propagator.op_strategy_funcs[op] = _evenly(propagator.op_strategy_funcs[op], operator)
     # DTensor caches its decisions. By default the key holds only tensors and integers, but here
     # absent tensors and flags decide too.
     flags = [a.name for a in schema_of(op).arguments if a.kwarg_only]
@@ -173,8 +152,6 @@ def _register(operator: schemas.Operator, namespace: str) -> None:
 
 
 for _namespace in schemas.VARIANTS:
-    for _operator in (schemas.CHUNK, schemas.CHUNK_FWD, schemas.CHUNK_BWD, schemas.RECURRENT):
-        _register(_operator, _namespace)
-for _operator in schemas.LAYER:
-    if not _operator.mutates:
-        _register(_operator, schemas.KDA)
+    for _operator in schemas.operators(_namespace):
+        if _operator.splits:
+            _register(_operator, _namespace)

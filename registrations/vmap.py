@@ -9,16 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_ops.private import schema_of
+from kda_ops.operators import Operator
 from kda_ops.registrations import schemas
 
-_FOLDED = "HhGX"  # axes along which nothing is coupled: heads, rows of a norm's weight, channels
 
-
-def _head_axis(operator: schemas.Operator, name: str) -> int | None:
-    """Return the axis of an argument or result that is folded; one without a name is `y`."""
-    axes = operator.axes_of(name or "y")
-    return next((i for i, letter in enumerate(axes) if letter in _FOLDED), None)
+def _folded(operator: Operator, name: str) -> int | None:
+    """Return the axis of an argument or result into which the mapped dimension is folded."""
+    axes = operator.axes_of(name)
+    return next((i for i, letter in enumerate(axes) if letter in operator.folds), None)
 
 
 def _absent(x: Tensor, mapped: int | None = None) -> bool:
@@ -49,15 +47,15 @@ def _fold(name: str, x: Tensor | None, mapped: int | None, size: int, axis: int)
     return x.flatten(axis, axis + 1)
 
 
-def _rule(operator: schemas.Operator, namespace: str):
+def _rule(operator: Operator, namespace: str):
     op = operator.overload(namespace)
-    given = [a for a in schema_of(op).arguments if not a.kwarg_only]
-    names, in_axes = [a.name for a in given], [_head_axis(operator, a.name) for a in given]
-    out_axes = [_head_axis(operator, r.name or "") for r in schema_of(op).returns]
+    in_axes, out_axes = (
+        [_folded(operator, n) for n in names] for names in (operator.names, operator.results)
+    )
 
     def rule(info, in_dims, *args, **flags):
         folded = []
-        for name, axis, x, mapped in zip(names, in_axes, args, in_dims):
+        for name, axis, x, mapped in zip(operator.names, in_axes, args, in_dims):
             if name == "cu_seqlens" and mapped is not None:
                 raise ValueError(
                     f"{namespace}::{operator.name}: cu_seqlens cannot be mapped by vmap: the "

@@ -51,9 +51,10 @@ from kda_ops.arguments import check_dense, types_of
 from kda_ops.distributed import collectives
 from kda_ops.distributed.plan import Contract, agree, place_of
 from kda_ops.distributed.span import Span, only
+from kda_ops.operators import CHUNK
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
-from kda_ops.stages import GRADIENTS, KEPT
+from kda_ops.stages import KEPT
 
 Flags = dict[str, Any]
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
     # in the order of the schema: q, k, v, then the optional tensors
     Tensors = tuple[Tensor, Tensor, Tensor, Unpack[tuple[Tensor | None, ...]]]
-_INPUTS = (*GRADIENTS, "cu_seqlens")
+_INPUTS = CHUNK.names
 _TYPES = {n: types_of(getattr(functional, f"chunk_{n}")) for n in schemas.VARIANTS}
 
 

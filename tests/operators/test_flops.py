@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import kda_ops
-from kda_ops.registrations import flops
+from kda_ops import flops
 from kda_ops.registrations.schemas import mask_of
 from kda_ops.stages import GRADIENTS
 from tests.support.fresh import python

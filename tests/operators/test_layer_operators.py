@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import kda_ops
-from kda_ops.registrations import schemas
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.layer_operators import (
     CASES,
@@ -449,14 +448,6 @@ def test_no_tokens_no_channels_and_no_sequences_are_calls():
         assert not got["dweight"].any() and not got["dbias"].any()
     for case in (NormCase(T=0), NormCase(H=0)):
         assert not run(case, TARGET.device)["dweight"].any()
-
-
-def test_the_tables_name_every_tensor():
-    for op in schemas.LAYER:
-        schema = op.overload("kda")._schema
-        for argument in (*schema.arguments, *schema.returns):
-            if "Tensor" in str(argument.type):
-                assert op.axes_of(argument.name or "y")
 
 
 @pytest.mark.parametrize(

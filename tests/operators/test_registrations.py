@@ -8,8 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import kda_ops
-from kda_ops import chunk, convolution, dispatch, norm, recurrent
-from kda_ops.gate import GateBackwardPass, GatePass
+from kda_ops import dispatch
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import forward, overload, run
@@ -20,21 +19,6 @@ from tests.support.target import TARGET
 
 VARIANTS = ("kda", "gdn")
 OPS = ("chunk", "recurrent")
-PASSES = {
-    "chunk": chunk.Infer,
-    "chunk_": chunk.Prefill,
-    "chunk_fwd": chunk.Forward,
-    "chunk_bwd": chunk.Backward,
-    "recurrent": recurrent.Recur,
-    "recurrent_": recurrent.Decode,
-    "gate": GatePass,
-    "gate_bwd": GateBackwardPass,
-    "short_conv": convolution.Convolve,
-    "short_conv_bwd": convolution.ConvolveBackward,
-    "short_conv_": convolution.ConvolveInPlace,
-    "gated_rms_norm": norm.NormPass,
-    "gated_rms_norm_bwd": norm.NormBackwardPass,
-}
 QUICK = ("test_schema", "test_faketensor", "test_autograd_registration")
 COMPILED = (*QUICK, "test_aot_dispatch_dynamic")
 OPTIONS = {
@@ -119,12 +103,6 @@ def test_opcheck_of_the_operators_of_training_graphs(variant, keep):
                 case.flags() | {"need": schemas.mask_of(need)},
                 test_utils=QUICK[:2],
             )
-
-
-def test_a_pass_finds_each_argument_where_the_schema_has_it():
-    for name, kind in PASSES.items():
-        given = [x.name for x in overload("kda", name)._schema.arguments if not x.kwarg_only]
-        assert tuple(given) == kind.names, name
 
 
 POOLS = {

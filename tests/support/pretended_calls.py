@@ -246,14 +246,14 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
         x["do"] = make(o, model.dtype, n.layout) if model.do else None
         if flags["output_final_state"] and (model.state or not model.do):
             x["dfinal_state"] = make((N, HV, *width), torch.float32, n.state_layout)
-    return tuple(x.get(name) for name in kind.names), flags
+    return tuple(x.get(name) for name in kind.operator.names), flags
 
 
 def run(backend, model: Model, n: Numbers):
     """Return how to run a call: the pass, the rank, the arguments and the flags."""
     args, flags = arguments(model, n)
     if model.kind is chunk.Backward:
-        given = dict(zip(chunk.Backward.names, args))
+        given = dict(zip(chunk.Backward.operator.names, args))
         inputs = tuple(given[name] for name in chunk.INPUTS)
         o, _, *kept = backend.run(chunk.Forward, model.rank, inputs, flags)
         reads = "o" in backend.keeps.names(

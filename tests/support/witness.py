@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kda_ops import operators
 from kda_ops.chunk import INPUTS, Backward
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload
 
-_OPERATORS = {schemas.CHUNK_BWD.overload(variant): variant for variant in schemas.VARIANTS}
+_OPERATORS = {operators.CHUNK_BWD.overload(variant): variant for variant in schemas.VARIANTS}
 
 
 class _Backwards(TorchDispatchMode):
@@ -57,7 +58,7 @@ def backward_errors() -> Iterator[list[dict[str, float]]]:
     with _Backwards() as seen:
         yield errors
     for variant, args, flags, got in seen.calls:
-        given = dict(zip(Backward.names, args))
+        given = dict(zip(Backward.operator.names, args))
         do, dfinal_state = given["do"], given["dfinal_state"]
         leaves = [
             x if x is None else x.requires_grad_(x.is_floating_point())

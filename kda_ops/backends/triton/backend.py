@@ -5,7 +5,6 @@ Without such a plan the stages run, and what they allocate and launch becomes th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextvars import Context
 from copy import copy
@@ -38,8 +37,8 @@ from kda_ops.backends.triton.stages.short_conv import (
 from kda_ops.backends.triton.stages.step import step
 from kda_ops.backends.triton.stages.walk import walk, walk_training, walks_forward
 from kda_ops.backends.triton.stages.walk_back import walk_back
+from kda_ops.operators import Operator
 from kda_ops.problem import Problem
-from kda_ops.sequences import count_chunks
 from kda_ops.stages import Backend, Gradients, Pass
 
 MOST_PLANS = 1024  # of a process; after that all are dropped
@@ -126,7 +125,7 @@ class Triton(Backend):
                 return known[0].run(args, pointers, known[1])
         seen = call_key(kind, rank, args, flags)
         if seen is None:
-            return kind(rank, args, flags).run(self)
+            return super().run(kind, rank, args, flags)
         for plan in self.plans.get(seen.key, ()):
             bound = plan.bind(seen.numbers)
             if bound is not None:
@@ -135,6 +134,8 @@ class Triton(Backend):
                         self.decodes.clear()
                     self.decodes[same] = plan, bound
                 return plan.run(seen.tensors, seen.pointers, bound)
+        if any(x is not None and not x.numel() for x in seen.tensors):  # may launch nothing
+            return super().run(kind, rank, args, flags)
         return self._record(kind, rank, seen, flags)
 
     def _record(self, kind: type[Pass], rank: int, seen: CallKey, flags: dict[str, Any]) -> Any:
@@ -150,15 +151,12 @@ class Triton(Backend):
             # In a context of its own: Triton keeps its mode in a context variable, and does not
             # reset it if a kernel fails to compile.
             Context().run(_compile, work, self)
-        sizes: dict[str, int] = dict(kept.sizes)
+        for name, x in zip(kind.operator.names, args):
+            kept.take(name, x, *_shape(kind.operator, name, x, kept))
         if hasattr(work, "p"):  # others read sizes from their tensors
             p = work.p = copy(work.p)
             p.B, p.T, p.N = (kept.sizes[n] for n in ("B", "T", "N"))
-            if isinstance(p, Problem):
-                p.__class__ = _Recorded
-                sizes["c"] = count_chunks(p)
-        for name, x in zip(kind.names, args):
-            kept.take(name, x, *_shape(name, x, kind.axes, sizes))
+            p.__class__ = _Recorded if isinstance(p, Problem) else type(p)
         with launch.recorded(kept):
             results = work.run(self)
         plan = Plan(kept, results, device)
@@ -174,20 +172,16 @@ def _compile(work, b: Triton) -> None:
         work.run(b)
 
 
-_TABLES = {"state_indices": "NS", "snapshot_indices": "NS", "num_accepted_tokens": "N"}
-
-
 def _shape(
-    name: str, x: Tensor | None, axes: Mapping[str, str], sizes: Mapping[str, int]
+    operator: Operator, name: str, x: Tensor | None, kept: Recording
 ) -> tuple[tuple, tuple | None]:
     """Return the shape of an input as sizes, and its strides as sizes, or None if contiguous."""
     if x is None:
         return (), None
-    letters = _TABLES.get(name) or axes.get(name) or axes.get(name.removeprefix("d"), "")
-    shape = tuple(sizes.get(letter, n) for letter, n in zip(letters.ljust(x.dim(), "."), x.shape))
+    shape = tuple(kept.sizes.get(letter, n) for letter, n in zip(operator.axes_of(name), x.shape))
     if x.is_contiguous():
         return shape, None
-    return shape, tuple(sizes[f"{name}_{i}"] for i in range(x.dim()))
+    return shape, tuple(kept.sizes[f"{name}_{i}"] for i in range(x.dim()))
 
 
 BACKEND = Triton()

@@ -49,7 +49,7 @@ def decode(q, v=None, pool=None, device="cuda:0", **given):
     H, K, V = *q.shape[2:], v.shape[3]
     pool = torch.empty(2, H, K, V, device=device) if pool is None else pool
     x = dict(q=q, k=q, v=v, state=pool) | given
-    args = tuple(x.get(n) for n in recurrent.Decode.names)
+    args = tuple(x.get(n) for n in recurrent.Decode.operator.names)
     return BACKEND.run(recurrent.Decode, 1, args, {})[0]
 
 

@@ -1,34 +1,25 @@
 """Reduce a call to what plans need of it: a key, its tensors, and its numbers.
 
-The key holds what decides which kernels run: the pass, its flags, the widths and the heads. Of each
-tensor it holds dtype, device and alignment, and whether it is absent or contiguous. The numbers are
-B, T, N, the columns of a table of slots, and the strides of tensors that are not contiguous. A plan
-is stored under the key. It serves all numbers for which its guards hold (`plan.Plan`).
+The numbers are the lengths of axes that vary from call to call (`operators.VARYING`), and the
+strides of tensors that are not contiguous. The key holds all else that decides which kernels run:
+the pass and its flags, and of each tensor the lengths of its other axes, dtype, device and
+alignment, and whether it is absent or contiguous. A plan is stored under the key. It serves all
+numbers for which its guards hold (`plan.Plan`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kda_ops import chunk, convolution, norm, recurrent
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.tile import spans
 from kda_ops.checks import check_no_overlap
-from kda_ops.gate import GateBackwardPass, GatePass
-from kda_ops.stages import KEPT, Pass
-
-# kernels read these with stride 1, so others are copied
-DENSE = frozenset(
-    (
-        *("A_log", "dt_bias", "cu_seqlens", "state_indices", "num_accepted_tokens"),
-        *("bias", "tail_indices"),
-    )
-)
-# passes that write an argument
-POOLS = {chunk.Prefill: "state", recurrent.Decode: "state", convolution.ConvolveInPlace: "tail"}
+from kda_ops.operators import VARYING, Operator
+from kda_ops.stages import Pass
 
 
 class CallKey(NamedTuple):
@@ -42,15 +33,12 @@ class CallKey(NamedTuple):
 
 def call_key(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> CallKey | None:
     """Return a call as key, tensors and numbers; None without tokens, or if shapes do not fit."""
-    names = kind.names
-    args += (None,) * (len(names) - len(args))
-    if kind is chunk.Backward:  # an absent tensor may be an empty one of one dimension
-        given = (None if x is None or x.dim() == 1 else x for x in args[_GIVEN])
-        args = (*args[: _GIVEN.start], *given, *args[_GIVEN.stop :])
-    sizes = _SIZES[kind](rank, *args)
-    if sizes is None:
+    operator = kind.operator
+    lengths, dense = reader(operator)
+    found = lengths(*args)
+    if found is None:
         return None
-    numbers, static = sizes
+    numbers, static, args = found
     forced = tuning.FORCED_RUN, tuning.FORCED_AHEAD, tuning.FORCED_WALK
     key: list[Any] = [kind, rank, static, *flags.items(), *forced]
     pointers = []
@@ -60,10 +48,11 @@ def call_key(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) ->
             pointers.append(0)
             continue
         if not x.is_contiguous():
-            pool = POOLS.get(kind) == names[i]
+            name = operator.names[i]
+            pool = name == operator.mutates
             if pool:  # it is written in place: writes to a copy would be lost
-                check_no_overlap(names[i], x)
-            if names[i] in DENSE or not (pool or spans(x)):
+                check_no_overlap(name, x)
+            if name in dense or not (pool or spans(x)):
                 x = x.contiguous()
                 args = (*args[:i], x, *args[i + 1 :])
             else:
@@ -81,7 +70,7 @@ def exact(kind: type[Pass], rank: int, args: tuple, flags: dict) -> tuple[tuple,
     The key contains B, T and N, so it serves one size. It costs less Python than `call_key`, for
     decode, which meets the same few sizes thousands of times.
     """
-    args += (None,) * (len(kind.names) - len(args))
+    args += (None,) * (len(kind.operator.names) - len(args))
     key: list[Any] = [kind, rank, *flags.items()]
     pointers = []
     for x in args:
@@ -96,163 +85,113 @@ def exact(kind: type[Pass], rank: int, args: tuple, flags: dict) -> tuple[tuple,
     return tuple(key), args, pointers
 
 
-_GIVEN = slice(1, 2 + len(KEPT))  # among the arguments of `Backward`: dfinal_state, what was kept
+def varying(operator: Operator) -> list[str]:
+    """Return the letters of axes that vary, of those that the arguments have."""
+    used = "".join(operator.axes_of(name) for name in operator.names)
+    return [letter for letter in VARYING if letter in used]
 
 
 def named(kind: type[Pass], seen: CallKey) -> dict[str, int]:
     """Return the numbers of a call by name."""
-    names = ["B", "T", "N", "S"]  # S: columns of a table of slots
-    for name, x in zip(kind.names, seen.tensors):
+    names = varying(kind.operator)
+    for name, x in zip(kind.operator.names, seen.tensors):
         if x is not None and not x.is_contiguous():
             names += (f"{name}_{i}" for i in range(x.dim()))
     return dict(zip(names, seen.numbers))
 
 
-def _sizes(
-    rank: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    slots: Tensor | None = None,
-    columns: int = 1,
-) -> tuple[tuple[int, ...], tuple] | None:
-    """Return the numbers of a call and its other sizes, or None if shapes do not fit q and v."""
-    if q is None or k is None or v is None or q.dim() != 4 or v.dim() != 4:
-        return None
-    shape, v_shape = q.shape, v.shape
-    B, T, H, K = shape
-    HV, V = v_shape[2], v_shape[3]
-    each = (B, T, HV)
-    N = B
-    if cu_seqlens is not None:
-        N = cu_seqlens.shape[0] - 1 if cu_seqlens.dim() == B == 1 else 0
-    if (
-        k.shape != shape
-        or v_shape[0] != B
-        or v_shape[1] != T
-        or (g is not None and g.shape != ((*each, K) if rank else each))
-        or (beta is not None and beta.shape != each)
-        or (state is not None and slots is None and state.shape[:1] != (N,))
-        or (slots is not None and slots.shape[:1] != (N,))
-        or not (B and T and N > 0 and HV and V and columns)
-    ):
-        return None
-    static = (
-        *(H, HV, K, V),
-        A_log if A_log is None else A_log.shape,
-        dt_bias if dt_bias is None else dt_bias.shape,
-        state if state is None else state.shape[1:],
-        slots if slots is None else slots.dim(),
-    )
-    return (B, T, N, columns), static
+class Reader(NamedTuple):
+    """What `call_key` asks of an operator's record.
+
+    `lengths` returns the lengths that vary, by letter, then the others, then the tensors without
+    placeholders. It returns None if there is nothing to compute, if a letter has two lengths, or if
+    a tensor has other axes than its record says. Kernels read `dense` tensors with stride 1.
+    """
+
+    lengths: Callable[..., tuple[tuple, tuple, tuple] | None]
+    dense: frozenset[str]
 
 
-def _backward(rank: int, do, dfinal_state, *args):
-    inputs = args[len(KEPT) : -1]
-    found, v = _sizes(rank, *inputs), inputs[chunk.INPUTS.index("v")]
-    if found is None or do is not None and do.shape != v.shape:
-        return None
-    numbers, static = found
-    static = (*static, args[0] is not None and args[0].shape[2:])  # which stages have kept A
-    if dfinal_state is None:
-        return numbers, (*static, None)
-    _, _, N, _ = numbers
-    rows, *shape = dfinal_state.shape
-    return (numbers, (*static, *shape)) if rows == N else None
+@cache
+def reader(operator: Operator) -> Reader:
+    """Read a record: compile `source`, and find what may have a single axis, which is dense."""
+    made: dict[str, Any] = {}
+    exec(source(operator), made)
+    sure = {n: len(operator.axes_of(n)) - operator.may_lack_last(n) for n in operator.names}
+    return Reader(made["lengths"], frozenset(n for n, axes in sure.items() if axes == 1))
 
 
-def _prefill(rank: int, q, k, v, g, beta, state, slots, into, A_log, dt_bias, cu_seqlens):
-    columns = 1 if into is None else into.shape[1] if into.dim() == 2 else 0
-    if state is None:
-        return None
-    if into is not None and into.shape[:1] != (state if slots is None else slots).shape[:1]:
-        return None
-    return _sizes(rank, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, slots, columns)
-
-
-def _decode(rank: int, q, k, v, g, beta, state, slots, accepted, A_log, dt_bias, cu_seqlens):
-    columns = 1 if slots is None or slots.dim() < 2 else slots.shape[1]
-    if accepted is not None and (slots is None or accepted.shape != slots.shape[:1]):
-        return None
-    if slots is not None and slots.dim() == 2 and cu_seqlens is None and v.shape[1:2] > (columns,):
-        return None
-    return _sizes(rank, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, slots, columns)
-
-
-def _gate(rank: int, g, A_log, dt_bias):
-    if g is None or g.dim() != 3 + rank or not g.numel():
-        return None
-    return (g.shape[0], g.shape[1], 1, 1), (*g.shape[2:], *_shapes(A_log, dt_bias))
-
-
-def _gate_backward(rank: int, dy, g, A_log, dt_bias):
-    return (
-        None if g is None or dy is None or dy.shape != g.shape else _gate(rank, g, A_log, dt_bias)
+def source(operator: Operator) -> str:
+    """Write the code of `Reader.lengths`, because a loop over tensors and axes takes longer."""
+    lead, letters = operator.lead, varying(operator)
+    rest = [n for n in operator.names if n not in (lead, "cu_seqlens")]
+    code = [f"if {lead} is None:", "    return None", *_read(operator, lead), "N = B"]
+    code += [f"{letter} = 0" for letter in letters if letter not in "BTN"]
+    packed = "cu_seqlens" in operator.names
+    if packed:
+        code += ["if cu_seqlens is not None:", "    M, = cu_seqlens.shape", "    N = M - 1"]
+        code += ["    if B != 1:", "        return None"]
+    for name in rest:
+        if name in operator.placeholders:
+            code += [f"if {name} is not None and {name}.dim() == 1:", f"    {name} = None"]
+        code += [f"if {name} is not None:", *_indent(_read(operator, name))]
+        if keyed := _keyed(operator, name):
+            code += ["else:", f"    {' = '.join(keyed)} = None"]
+    wrong = ["not B", "not T", "N < 1"]
+    if "L" in letters:  # without a table, sequence n has slot n
+        table = f"{operator.mutates}_indices"
+        wrong += [f"{table} is None and L != N" if table in rest else "L != N"]
+    if "S" in letters:  # one slot for each token, but the lengths of packed ones are on the device
+        wrong += ["S and T > S" + " and cu_seqlens is None" * packed]
+    code += [f"if {' or '.join(wrong)}:", "    return None"]
+    static = [x for name in (lead, *rest) for x in _keyed(operator, name)]
+    parts = (f"({', '.join(part)},)" for part in (letters, static, operator.names))
+    code += [f"return {', '.join(parts)}"]
+    return "\n".join(
+        [
+            *(f"def lengths({', '.join(f'{x}=None' for x in operator.names)}):", "    try:"),
+            *_indent(_indent(code)),
+            *("    except ValueError:  # more or fewer axes", "        return None"),
+        ]
     )
 
 
-def _shapes(*tensors: Tensor | None) -> tuple:
-    return tuple(None if x is None else x.shape for x in tensors)
+def _keyed(operator: Operator, name: str) -> list[str]:
+    """Return the variables of a tensor that are part of the key: all lengths but the numbers."""
+    axes = operator.axes_of(name)
+    lengths = [f"{name}_{i}" for i, letter in enumerate(axes) if letter not in VARYING]
+    return lengths + [f"{name}_axes"] * operator.may_lack_last(name)
 
 
-def _convolve(rank: int, x, weight, bias, tail, cu_seqlens, slots=None):
-    """Return the sizes of a convolution; `tail` is a pool if there are `slots`."""
-    if x is None or weight is None or x.dim() != 3 or not x.numel():
-        return None
-    B, T, D = x.shape
-    N = B
-    if cu_seqlens is not None:
-        N = cu_seqlens.shape[0] - 1 if cu_seqlens.dim() == B == 1 else 0
-    rows = tail if slots is None else slots
-    if N < 1 or weight.dim() != 2 or (rows is not None and rows.shape[:1] != (N,)):
-        return None
-    inner = None if tail is None else tail.shape[1:]
-    return (B, T, N, 1), (D, *_shapes(weight, bias), inner, slots if slots is None else slots.dim())
+def _read(operator: Operator, name: str) -> list[str]:
+    """Write code that reads the lengths of a tensor, and compares the numbers with those known."""
+    axes = operator.axes_of(name)
+    whole = _compare(operator, name, axes)
+    if not operator.may_lack_last(name):
+        return whole
+    less = [*_compare(operator, name, axes[:-1]), f"{name}_{len(axes) - 1} = None"]
+    return [
+        *(f"{name}_axes = {name}.dim()", f"if {name}_axes == {len(axes)}:", *_indent(whole)),
+        *("else:", *_indent(less)),
+    ]
 
 
-def _convolve_backward(rank: int, dy, dfinal_tail, x, *args):
-    found = _convolve(rank, x, *args)
-    if found is None or dy is not None and dy.shape != x.shape:
-        return None
-    numbers, static = found
-    if dfinal_tail is None or dfinal_tail.dim() == 1:
-        return numbers, (*static, None)
-    rows, *shape = dfinal_tail.shape
-    return (numbers, (*static, *shape)) if rows == numbers[2] else None
+def _indent(code: list[str]) -> list[str]:
+    return ["    " + line for line in code]
 
 
-def _convolve_in_place(rank: int, x, weight, bias, tail, slots, cu_seqlens):
-    return None if tail is None else _convolve(rank, x, weight, bias, tail, cu_seqlens, slots)
-
-
-def _norm(rank: int, x, weight, gate):
-    if x is None or x.dim() != 4 or not x.numel() or gate is not None and gate.shape != x.shape:
-        return None
-    return (x.shape[0], x.shape[1], 1, 1), (*x.shape[2:], *_shapes(weight))
-
-
-def _norm_backward(rank: int, dy, x, *args):
-    return None if dy is None or x is None or dy.shape != x.shape else _norm(rank, x, *args)
-
-
-_SIZES: dict[type, Callable[..., tuple[tuple[int, ...], tuple] | None]] = {
-    chunk.Infer: _sizes,
-    chunk.Forward: _sizes,
-    chunk.Backward: _backward,
-    chunk.Prefill: _prefill,
-    recurrent.Recur: _sizes,
-    recurrent.Decode: _decode,
-    GatePass: _gate,
-    GateBackwardPass: _gate_backward,
-    convolution.Convolve: _convolve,
-    convolution.ConvolveBackward: _convolve_backward,
-    convolution.ConvolveInPlace: _convolve_in_place,
-    norm.NormPass: _norm,
-    norm.NormBackwardPass: _norm_backward,
-}
+def _compare(operator: Operator, name: str, axes: str) -> list[str]:
+    found, wrong, code = [], [], []
+    for i, letter in enumerate(axes):
+        length = f"{name}_{i}"
+        if name == operator.lead and letter in VARYING:
+            length = letter
+        elif letter in "BTN":
+            wrong += [f"{length} != {letter}"]
+        elif letter in VARYING:  # the first tensor that has it decides
+            wrong += [f"not {length}", f"{letter} and {letter} != {length}"]
+            code += [f"{letter} = {length}"]
+        found.append(length)
+    if wrong:
+        code = [f"if {' or '.join(wrong)}:", "    return None", *code]
+    return [f"{', '.join(found)}, = {name}.shape", *code]

@@ -1,4 +1,4 @@
-"""Register FLOP formulas with torch.utils.flop_counter.
+"""The FLOP formulas of the operators, for `torch.utils.flop_counter`.
 
 They count the operations of the algorithm (letters: docs/maths.md), not those of one kernel. A
 multiply-add of a matrix product counts as 2. Scores count as one dense product, even where a kernel
@@ -8,11 +8,7 @@ packed call counts as one sequence, because its offsets are on the device.
 
 from __future__ import annotations
 
-from torch.utils.flop_counter import register_flop_formula
-
-from kda_ops.chunk import Backward
 from kda_ops.problem import CHUNK
-from kda_ops.registrations import schemas
 from kda_ops.stages import KEPT
 
 C = CHUNK
@@ -103,58 +99,36 @@ def token(K, V):
     return 3 * product_flops(1, K, V)
 
 
-def _chunks(q, v):
-    """Return chunks times value heads, from the shapes of q [B, T, H, K] and v [B, T, HV, V]."""
+def chunk(*, q, v, **call):
+    """Count the operations of all chunks and value heads."""
+    return _chunks(v) * forward(q[3], v[3])
+
+
+def chunk_bwd(*, q, v, **call):
+    """Count the operations of a backward; what is not kept is an empty tensor of one dimension."""
+    kept = frozenset(n for n in KEPT if len(call[n]) > 1)
+    return _chunks(v) * backward(q[3], v[3], kept)
+
+
+def _chunks(v):
+    """Return chunks times value heads, from the shape of v [B, T, HV, V]."""
     B, T, HV, _ = v
     return B * ((T + C - 1) // C) * HV
 
 
-def _chunk(q, k, v, *args, out_shape=None, **flags):
-    return _chunks(q, v) * forward(q[3], v[3])
-
-
-def _chunk_bwd(*args, out_shape=None, **flags):
-    shapes = dict(zip(Backward.names, args))
-    # What is not kept is an empty tensor of one dimension.
-    kept = frozenset(n for n in KEPT if len(shapes[n]) > 1)
-    return _chunks(shapes["q"], shapes["v"]) * backward(shapes["q"][3], shapes["v"][3], kept)
-
-
-def _recurrent(q, k, v, *args, out_shape=None, **flags):
+def recurrent(*, q, v, **call):
+    """Count the operations of all tokens and value heads."""
     B, T, HV, V = v
     return B * T * HV * token(q[3], V)
 
 
-def _convolution(x, weight):
+def short_conv(*, x, weight, **call):
     """Count the operations of a convolution's products, one per tap, token and channel."""
     B, T, _ = x
     D, W = weight
     return product_flops(B * T, W, D)
 
 
-def _short_conv(x, weight, *args, out_shape=None, **flags):
-    return _convolution(x, weight)
-
-
-def _short_conv_bwd(dy, dfinal_tail, x, weight, *args, need, out_shape=None, **flags):
+def short_conv_bwd(*, need, **call):
     """Count the products for x and for weight, not those that are computed again."""
-    return (bool(need & 1) + bool(need & 2)) * _convolution(x, weight)
-
-
-_FORMULAS = {
-    schemas.CHUNK: _chunk,
-    schemas.CHUNK_FWD: _chunk,
-    schemas.CHUNK_: _chunk,
-    schemas.CHUNK_BWD: _chunk_bwd,
-    schemas.RECURRENT: _recurrent,
-    schemas.RECURRENT_: _recurrent,
-    schemas.SHORT_CONV: _short_conv,
-    schemas.SHORT_CONV_: _short_conv,
-    schemas.SHORT_CONV_BWD: _short_conv_bwd,
-}
-
-for _namespace in schemas.VARIANTS:
-    for _operator in schemas.operators(_namespace):
-        if (_formula := _FORMULAS.get(_operator)) is None:
-            continue
-        register_flop_formula(_operator.overload(_namespace).overloadpacket)(_formula)
+    return (bool(need & 1) + bool(need & 2)) * short_conv(**call)
