@@ -321,7 +321,7 @@ def test_training_of_64_heads_walks_and_keeps_a_alone(gpu, kept):
 def test_a_plan_of_the_walk_does_not_serve_the_a_of_other_stages(gpu):
     (kind, rank, args, flags), _, launched = walked(gpu, chunk.Backward)
     assert "states_kda" in launched
-    i = kind.names.index("A")
+    i = kind.operator.names.index("A")
     other = args[i].new_empty((*args[i].shape[:2], 64, 64))
     for A, walks in ((other, False), (args[i], True), (other, False)):
         gpu.clear()
