@@ -309,9 +309,9 @@ def prepare(
             if small > 0:
                 on.dv.wait(n)
                 write_y(x, factor, y + (tile + c * HV).to(gl.int64) * (32 * 128), zero)
-        b = load_beta(beta, beta_t, span, c - 1, flags)
         barrier()
         on.pairs.arrive(n)
+        b = load_beta(beta, beta_t, span, c - 1, flags)
 
 
 @gluon.jit
