@@ -45,7 +45,6 @@ UP = gl.constexpr(2.0**58)
 DOWN = gl.constexpr(2.0**-58)
 # From this given beta on, sum_v dv u / beta^2 is as accurate as a rounding.
 SMALL = gl.constexpr(2.0**-10)
-FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
 
 
 @aggregate
