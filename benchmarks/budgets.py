@@ -168,14 +168,14 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
     kda(keep=True, walk=True): {
         "walk_kda": most(8, 0, 0, 136),
         "states_kda": most(8, 0, 0, 16),
-        "reverse_walk_kda": most(224, 224, 216, 352),
+        "reverse_walk_kda": most(216, 208, 192, 376),
         "finish_back": most(0),
     }
     | GATHER_HEADS,
     kda(gate="promised", keep=True, packed=True, group=1, walk=True): {
         "walk_kda": most(16, 0, 8, 144),
         "states_kda": most(8, 0, 0, 8),
-        "reverse_walk_kda": most(200, 200, 200, 304),
+        "reverse_walk_kda": most(200, 216, 200, 280),
         "finish_back": most(0, 0, 0, 8),
     },
     gdn(keep=True, group=1, walk=True): FORWARD_GDN
