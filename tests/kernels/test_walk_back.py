@@ -18,6 +18,7 @@ from tests.support.calls import Results
 from tests.support.cases import EDGES, Case
 from tests.support.closeness import assert_all_close, assert_all_identical, oracle, twin
 from tests.support.emulated import source_of, without_each
+from tests.support.forgetting import LIMITS, definition
 from tests.support.target import Target
 from tests.support.walk_back import trained_back
 
@@ -126,3 +127,15 @@ def test_the_walk_needs_everything_that_orders_it(change, form):
 
 def test_the_changes_above_are_those_of_the_kernel():
     assert len(CHANGED) > 40 and all(x.keys() <= CHANGED.keys() for x in NEEDLESS.values())
+
+
+def test_dg_of_each_head_is_near_the_definition_at_every_decay_that_walks():
+    """Each head is judged by its own largest dg, as `tests.support.forgetting` does."""
+    strengths = torch.tensor((0.3, 1.0, 3.0, 4.5))
+    case = replace(GIVEN, T=70, H=4, HV=4)
+    inputs, spread = case.inputs(), torch.Generator().manual_seed(5)
+    g = 0.9 + 0.2 * torch.rand(inputs["g"].shape, generator=spread)
+    inputs["g"] = -g * strengths[:, None]
+    got, want = trained_back(case, inputs)["dg"].double(), definition(case, inputs)["dg"]
+    size = want.abs().amax((0, 1, 3))
+    assert ((got - want).abs().amax((0, 1, 3)) <= LIMITS[BF16] * size).all()

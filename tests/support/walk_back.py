@@ -64,7 +64,7 @@ def finish_back(
 ) -> None:
     """Finish the gradients as the kernel does, but for a given beta that is small, which gets NaN.
 
-    Of those, check that y is there.
+    The walk must have written y of their blocks.
     """
     B = len(dq)
     p = type("P", (), dict(cu_seqlens=cu_seqlens, T=T, B=B))
