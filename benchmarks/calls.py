@@ -33,6 +33,7 @@ class Call:
     # as walks: KDA's forward, with `keep` its training, or GDN's backward with `keep`
     # (backends/triton/stages/walk.py, walk_back.py and reverse_walk.py)
     walk: bool = False
+    shares: int = 0  # programs that prepare for each one that scans, in a kernel of their own
     # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all
     # of them at once
     few: bool = False
@@ -53,6 +54,7 @@ class Call:
             "few": self.few,
             "gate": self.gates,
             "walk": self.walk,
+            "apart": self.shares,
             "grouped": (self.rank > 0 or self.walk) and self.group > 1,
         }
         return " ".join([name, *(mark for mark, there in marks.items() if there)])
@@ -139,7 +141,7 @@ class Call:
         from kda_ops.backends.triton.stages import walk
 
         p, tuning.FORCED_RUN, tuning.FORCED_AHEAD = self.problem(), self.run, self.ahead or None
-        tuning.FORCED_WALK = self.walk
+        tuning.FORCED_WALK, tuning.FORCED_SHARES = self.walk, self.shares
         there = 2 * tuning.pieces(p) * p.HV if self.few else 0
         tuning.processors = lambda device: there  # type: ignore[assignment]
         if self.pool is not None:

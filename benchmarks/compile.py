@@ -159,7 +159,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[CompiledKernel]]:
     run, assumed, forced, processors = (
         JITFunction.run,
         tuning.ASSUMED,
-        (tuning.FORCED_RUN, tuning.FORCED_AHEAD, tuning.FORCED_WALK),
+        (tuning.FORCED_RUN, tuning.FORCED_AHEAD, tuning.FORCED_WALK, tuning.FORCED_SHARES),
         tuning.processors,
     )
 
@@ -181,7 +181,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[CompiledKernel]]:
         yield rows
     finally:
         JITFunction.run, tuning.ASSUMED = run, assumed
-        tuning.FORCED_RUN, tuning.FORCED_AHEAD, tuning.FORCED_WALK = forced
+        tuning.FORCED_RUN, tuning.FORCED_AHEAD, tuning.FORCED_WALK, tuning.FORCED_SHARES = forced
         tuning.processors = processors
 
 

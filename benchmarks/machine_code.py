@@ -50,12 +50,14 @@ def refilled(ttgir: str) -> bool:
 def hasty(ptx: str) -> bool:
     """Return whether a kernel touches global memory before it waits for the kernel before it.
 
-    Parameters and shared memory do not count.
+    Parameters and shared memory do not count. A kernel may wait for single tiles of the other
+    instead, if that one has waited for all that is older (`walk_kda_apart`).
     """
     begin = ptx.split("griddepcontrol.wait", 1)
+    if len(begin) == 1:
+        return "ld.acquire.gpu" not in ptx
     return (
-        len(begin) == 1
-        or re.search(r"\b(ld|st|atom|red|prefetch|cp)\.(?!param|shared)[\w.:]*global", begin[0])
+        re.search(r"\b(ld|st|atom|red|prefetch|cp)\.(?!param|shared)[\w.:]*global", begin[0])
         is not None
     )
 

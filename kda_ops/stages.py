@@ -245,12 +245,16 @@ class Backend:
         """
         raise NotImplementedError
 
+    def walks_back(self, p: Problem) -> bool:
+        """Return whether `walk_back` serves the backward of a call that `train` has served."""
+        return False
+
     def walk_back(
         self, p: Problem, A: Tensor, do: Tensor, dfinal_state: Tensor | None, need: frozenset[str]
     ) -> Gradients:
         """Return the gradients of the inputs named in `need`, from the A of `train`.
 
-        For calls with tokens and sequences that `keeps.trains` allows. Gradients are given as to
+        For calls with tokens and sequences that `walks_back` allows. Gradients are given as to
         `reverse_scan`.
         """
         raise NotImplementedError

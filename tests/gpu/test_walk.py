@@ -75,10 +75,14 @@ def walks(monkeypatch):
     forget_plans()
 
 
+def last_plan() -> str:
+    """Return the plan that was made last, as text."""
+    return str([plan for some in TRITON.plans.values() for plan in some][-1])
+
+
 def has_walked() -> bool:
     """Return whether the plan that was made last walks."""
-    plans = [plan for some in TRITON.plans.values() for plan in some]
-    return "walk_kda[" in str(plans[-1])
+    return any(f"{name}[" in last_plan() for name in ("walk_kda", "scan_walk"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -177,9 +181,50 @@ def test_a_graph_replays_the_walk():
 
 
 @pytest.mark.parametrize("B", (1, 3))
-def test_the_rule_walks_from_64_heads_on_for_any_batch(B, monkeypatch):
+def test_the_rule_walks_where_sequences_stay_whole_for_any_batch(B, monkeypatch):
     monkeypatch.setattr(tuning, "FORCED_WALK", None)
-    for heads, walked in ((32, False), (64, True)):
+    least = tuning.processors(CUDA) // 6 + 1
+    for heads, walked in ((least - 1, False), (least, True)):
         forget_plans()
         forward(replace(LAYER, B=B, H=heads, HV=heads, T=70))
         assert has_walked() == walked
+
+
+@pytest.mark.parametrize("shares", (2, 3))
+@pytest.mark.parametrize("name", CASES)
+def test_two_kernels_give_the_bits_of_one(name, shares, monkeypatch):
+    case = CASES[name]
+    inputs = case.inputs(CUDA)
+    want = forward(case, inputs)
+    assert "walk_kda[" in last_plan()
+    monkeypatch.setattr(tuning, "FORCED_SHARES", shares)
+    for _ in range(5):
+        assert_all_identical(forward(case, inputs), want)
+    assert "prepare_walk[" in last_plan() and "scan_walk[" in last_plan()
+
+
+@pytest.mark.parametrize("case", (LAYER, PROMISED), ids=("raw", "given"))
+def test_scans_wait_for_every_tile_on_a_busy_device(case, monkeypatch):
+    """Another stream takes multiprocessors away, so that `prepare_walk` begins late."""
+    monkeypatch.setattr(tuning, "FORCED_WALK", None)
+    case = replace(case, B=1, T=3000, H=32, HV=32)
+    inputs = case.inputs(CUDA)
+    got = forward(case, inputs)
+    assert "scan_walk[" in last_plan()
+    monkeypatch.setattr(tuning, "FORCED_SHARES", 0)
+    want = forward(case, inputs)
+    assert "walk_kda[" in last_plan()
+    assert_all_identical(got, want)
+    monkeypatch.setattr(tuning, "FORCED_SHARES", None)
+    busy, other = torch.randn(8192, 8192, device=CUDA, dtype=BF16), torch.cuda.Stream()
+    for _ in range(20):
+        with torch.cuda.stream(other):
+            busy @ busy
+        assert_all_identical(forward(case, inputs), want)
+    torch.cuda.synchronize()
+
+
+def test_a_graph_replays_both_kernels(monkeypatch):
+    monkeypatch.setattr(tuning, "FORCED_SHARES", 2)
+    test_a_graph_replays_the_walk()
+    assert "scan_walk[" in last_plan()

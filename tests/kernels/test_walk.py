@@ -4,6 +4,8 @@ import importlib.util
 import os
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -163,6 +165,30 @@ def test_no_order_of_the_partitions_changes_a_bit(name):
         assert_all_identical(walked(CASES[name], seed=seed), want)
 
 
+# The two kernels for few sequences and heads: `prepare_walk`, several programs per head, and
+# `scan_walk`.
+APART = {
+    name: 2 + i % 2
+    for i, name in enumerate(
+        (
+            *("strong decays", "raw", "raw in bf16", "no beta, raw gate", "batch", "batch, raw"),
+            *("packed", "packed, raw", "packed, no tail", "grouped", "no initial state"),
+            *("a state with heads first", "no sequences", "empty sequences"),
+        )
+    )
+}
+
+
+@needs_gluon
+@pytest.mark.bits
+@pytest.mark.parametrize("name", APART)
+def test_two_kernels_give_the_bits_of_one(name, monkeypatch):
+    want = walked(CASES[name])
+    monkeypatch.setattr(tuning, "FORCED_SHARES", APART[name])
+    for seed in range(2):
+        assert_all_identical(walked(CASES[name], seed=seed), want)
+
+
 @needs_gluon
 @pytest.mark.bits
 def test_views_of_one_projection_give_the_bits_of_copies():
@@ -241,6 +267,16 @@ def test_tokens_of_no_sequence_change_no_bit_and_get_zeros(name):
     assert not want["o"][:, end:].any()
 
 
+@needs_gluon
+@pytest.mark.bits
+@pytest.mark.parametrize("name", ("raw, dead first", "snapshots", "bf16"))
+def test_two_kernels_write_the_bits_of_one_to_a_pool(name, monkeypatch):
+    want = prefilled(POOLS[name])
+    monkeypatch.setattr(tuning, "FORCED_SHARES", 2)
+    for got, expected in zip(prefilled(POOLS[name]), want):
+        assert_identical(got, expected, "o and the pool")
+
+
 def prefilled(pool: Pool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o and the pool after a prefill that walks."""
     x, state = pool.case.inputs(), pool.state()
@@ -310,9 +346,21 @@ LONG = {
     for form, case in (("given", GIVEN), ("raw", RAW))
 }
 # What may be taken out without an effect, and why.
-ALWAYS_NEEDLESS = {
+OF_TRAINING = {
     "prepare: tma.store_wait(1)": "is in the training form alone (test_walk_training.py)",
     "prepare: tma.store_wait(0)": "is in the training form alone (test_walk_training.py)",
+}
+OF_TWO_KERNELS = {
+    f"{call}": "is in the form of two kernels alone"
+    for call in (
+        *("leave: wait_written(4)", "leave: barrier()", "leave: on.done.arrive(n - 1)"),
+        *("leave: tell(left.ready + (i_tile - step))", "prepare: wait_written(0)"),
+        *("prepare: barrier() #2", "prepare: tell(left.ready + (tile + (span.chunks - 1) * step))"),
+    )
+}
+ALWAYS_NEEDLESS = {
+    **OF_TRAINING,
+    **OF_TWO_KERNELS,
     "walk_kda: barrier()": "`warp_specialize` begins with a barrier of all warps",
     "scan: wait_products(2, deps=(S,))": "it waits for nothing, and only tells ptxas so",
 }
@@ -328,7 +376,23 @@ NEEDLESS = {
         "factors: on.q_full.wait(n)": "`rows` is signalled after the scan has waited for q",
     },
 }
+
+
+def _changes_apart() -> dict[str, str]:
+    if walk.APART is None:
+        return {}
+    return without_each(Path(walk.APART.__file__).read_text(encoding="utf-8"))
+
+
 CHANGED = {} if walk.KERNEL is None else without_each(source_of(walk))
+OF_APART = {
+    **{
+        change: ("walk_kda", source)
+        for change, source in CHANGED.items()
+        if change in OF_TWO_KERNELS
+    },
+    **{change: ("walk_kda_apart", source) for change, source in _changes_apart().items()},
+}
 
 
 @lru_cache
@@ -353,6 +417,21 @@ def test_the_kernel_needs_everything_that_orders_it(change, form):
     else:
         with pytest.raises(AssertionError):
             assert_all_identical(walked(case, source=source), unchanged(case))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("form", LONG)
+@pytest.mark.parametrize("change", OF_APART)
+def test_two_kernels_need_everything_that_orders_them(change, form, monkeypatch):
+    """Or it is a barrier of the start. That `feed` waits for tiles, only a GPU can show."""
+    monkeypatch.setattr(tuning, "FORCED_SHARES", 2)
+    module, source = OF_APART[change]
+    if change in ("prepare_walk: barrier()", "scan_walk: barrier()"):
+        assert_all_identical(walked(LONG[form], changed={module: source}), unchanged(LONG[form]))
+    else:
+        with pytest.raises(AssertionError):
+            got = walked(LONG[form], changed={module: source})
+            assert_all_identical(got, unchanged(LONG[form]))
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -394,7 +473,8 @@ def asks(
         None,
         **flags | changed,
     )
-    return walk.walks_forward(p, final)
+    with patch.object(tuning, "processors", lambda device: 132):
+        return walk.walks_forward(p, final)
 
 
 GIVEN_FLAGS = dict(
@@ -412,6 +492,7 @@ FAR_STATE = torch.empty(1, device="meta").as_strided((1, 64, 128, 128), (0, 0, 2
         dict(B=8, T=1),
         dict(H=16),
         dict(HV=96, H=96),
+        dict(HV=23, H=23),
         dict(g=BF16),
         dict(bound=None, safe_gate=True),
         dict(bound=-2.0),
@@ -432,8 +513,8 @@ def test_bounded_decays_of_many_heads_walk(call):
 @pytest.mark.parametrize(
     "call",
     (
-        dict(HV=63, H=63),
-        dict(B=8, HV=32, H=32),  # the batch must not count
+        dict(HV=22, H=22),
+        dict(B=8, HV=16, H=16),  # the batch must not count
         dict(T=0),
         dict(rank=0),
         dict(dtype=FP16),
@@ -484,6 +565,21 @@ def test_without_gluon_nothing_walks(monkeypatch):
 @needs_gluon
 def test_the_doctor_is_told_why(monkeypatch):
     meta = torch.device("meta")
-    assert "one walk" in walk.path(meta)
+    assert "walks from" in walk.path(meta)
     monkeypatch.setattr(tuning, "ASSUMED", 10)
     assert "capability 9.0" in walk.path(meta)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "B, T, HV, shares",
+    (
+        *((1, 8192, 33, 3), (1, 8192, 34, 2), (1, 8192, 44, 2), (1, 8192, 45, 0)),
+        *((1, 512, 32, 3), (1, 511, 32, 0), (2, 8192, 32, 0), (0, 8192, 32, 0)),
+    ),
+)
+def test_scans_have_as_many_preparing_programs_as_find_room(B, T, HV, shares, monkeypatch):
+    monkeypatch.setattr(tuning, "processors", lambda device: 132)
+    x, g = empty(B, T, HV, 128), empty(B, T, HV, 128, dtype=FP32)
+    p = Problem.parse(1, x, x, x, g, None, None, None, None, None, safe_gate=True)
+    assert tuning.shares(p) == shares

@@ -18,7 +18,7 @@ from tests.support import gluon_emulator
 # what orders the accesses of partitions, copies and products
 ORDERS = (
     *("wait", "arrive", "expect", "barrier", "fence_async_shared"),
-    *("store_wait", "wait_products"),
+    *("store_wait", "wait_products", "wait_written", "tell"),
 )
 
 
@@ -45,7 +45,7 @@ class Launcher:
         else:
             path = sys.modules[kernel.__module__].__file__
             assert path is not None
-            module = gluon_emulator.module(path, self.changed.get(Path(path).stem))
+            module = gluon_emulator.module(path, self.changed)
             gluon_emulator.launch(getattr(module, name), programs, self.seed, **args)
 
 

@@ -26,7 +26,7 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +39,7 @@ from torch import Tensor
 Clock = dict[int, int]
 GRAIN = 2  # bytes that an access names at once
 OPERANDS = (torch.bfloat16, torch.float16)
-DEVICE = Path(__file__).parents[2] / "kda_ops" / "backends" / "triton" / "device"
+TRITON = Path(__file__).parents[2] / "kda_ops" / "backends" / "triton"
 
 
 class Fault(AssertionError):
@@ -132,6 +132,7 @@ class Program:
         self.partitions: list[Partition] = []
         self.copies: list[Copy] = []
         self.loads: dict[int, str] = {}  # each copy to shared memory, and its line
+        self.sent: list[tuple[int, int, str]] = []  # each copy from there, its tile and its line
         self.new_barriers: list[Barrier] = []  # initialised, and not fenced
         self.past: dict[int, list[Access]] = {}
         self.failure: BaseException | None = None
@@ -484,6 +485,7 @@ def store_tile(target: Descriptor, at: Sequence, source: Shared) -> None:
     _program.access(source.tile, False, by)
     inside, part = target.meets(at, source.tile)
     copy = Copy(lambda: inside.copy_(part), by[1])
+    _program.sent.append((by[0], int(at[0]) // target.block[0], where_from()))
     _program.copies.append(copy)
     _program.current.stores.append(copy)
     _program.pause()
@@ -557,8 +559,35 @@ ASSEMBLY: dict[str, Callable[[Tensor, str], Tensor]] = {
 }
 
 
+def wait_written(outstanding: int) -> None:
+    """Wait until stores have written global memory; each warp waits for its own."""
+    me = _program.current
+    while len(me.stores) > outstanding:
+        copy = me.stores.pop(0)
+        _program.pause(lambda copy=copy: copy.is_over)
+        join(me.waited, copy.clock)
+
+
+def exchange(p: Pointer, x: int, sem: str, scope: str) -> None:
+    """Tell other kernels that tile `p.at` is written; refuse where its stores are not known."""
+    known = _program.current.known()
+    for agent, tile, line in _program.sent:
+        if tile == int(p.at) and agent not in known:
+            raise Fault(f"{where_from()} tells of a tile that {line} may not have written")
+    p.memory[int(p.at)] = x
+
+
 def assemble(assembly: str, constraints, args, dtype: torch.dtype, is_pure, pack) -> Tensor:
     """Do what the assembly of these kernels does to the entries of a tile."""
+    if written := re.match(r"cp.async.bulk.wait_group (\d)", assembly):
+        wait_written(int(written[1]))
+        return torch.tensor(0, dtype=dtype)
+    if "griddepcontrol" in assembly:
+        return torch.tensor(0, dtype=dtype)
+    if "ld.acquire" in assembly:
+        if not int(args[0].memory[int(args[0].at)]):
+            raise Fault(f"{where_from()} waits for a tile that nobody has written")
+        return torch.tensor(0, dtype=dtype)
     (x,) = map(read, args)
     (does,) = (f for words, f in ASSEMBLY.items() if words in assembly)
     y = does(x, assembly)
@@ -624,6 +653,7 @@ gl = SimpleNamespace(
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     load=load,
     store=store,
+    atomic_xchg=exchange,
     inline_asm_elementwise=assemble,
     associative_scan=accumulate,
     convert_layout=lambda x, layout: read(x),
@@ -646,7 +676,7 @@ IMPORTED = SimpleNamespace(  # what kernels import, from whichever module
     language=gl,
     aggregate=jit,
     mbarrier=mbarrier,
-    tma=SimpleNamespace(store_wait=store_wait),
+    tma=SimpleNamespace(store_wait=store_wait, tensor_descriptor=Descriptor),
     barrier=barrier,
     fence_async_shared=fence_async_shared,
     load_tile=load_tile,
@@ -683,23 +713,31 @@ class Rewritten(ast.NodeTransformer):
 
 
 @lru_cache(None)
-def device_module(name: str) -> SimpleNamespace:
+def unchanged(path: Path) -> SimpleNamespace:
     """Load a module of functions that several kernels share."""
-    return module(DEVICE / f"{name}.py")
+    return module(path)
 
 
-def imported(name: str, *args) -> SimpleNamespace:
-    """Return what a kernel imports from a module."""
-    folder, _, last = name.rpartition(".")
-    shared = folder.endswith(".triton.device") and last != "gluon_names"
-    return device_module(last) if shared else IMPORTED
+def importer(changed: Mapping[str, str | None]) -> Callable:
+    """Return what takes the place of `__import__` in modules of kernels."""
+
+    def imported(name: str, *args) -> SimpleNamespace:
+        folder, _, last = name.rpartition(".")
+        path = TRITON / folder.rpartition(".")[2] / f"{last}.py"
+        if ".triton." not in name or last == "gluon_names":
+            return IMPORTED
+        return module(path, changed) if changed.get(last) else unchanged(path)
+
+    return imported
 
 
-def module(path: str | Path, source: str | None = None) -> SimpleNamespace:
-    """Load a module of kernels, or its `source` after a change."""
-    tree = Rewritten().visit(ast.parse(Path(path).read_text() if source is None else source))
+def module(path: str | Path, changed: Mapping[str, str | None] | None = None) -> SimpleNamespace:
+    """Load a module of kernels. `changed` has other sources, by the names of modules."""
+    changed, path = changed or {}, Path(path)
+    source = changed.get(path.stem) or path.read_text(encoding="utf-8")
+    tree = Rewritten().visit(ast.parse(source))
     code = compile(ast.fix_missing_locations(tree), str(path), "exec")
-    replaced = {"__import__": imported, "range": numbers}
+    replaced = {"__import__": importer(changed), "range": numbers}
     names = {"__builtins__": vars(builtins) | replaced, "__name__": str(path), "IS_EMULATED": True}
     exec(code, names)
     return SimpleNamespace(**names)

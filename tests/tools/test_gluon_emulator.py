@@ -83,7 +83,7 @@ def descriptor(x: torch.Tensor) -> SimpleNamespace:
 def squares(source: str = SQUARES, seed: int = 0) -> torch.Tensor:
     x = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(0)).to(BF16)
     y = torch.full((ROWS, 16), torch.nan, dtype=BF16)
-    kernels = emulator.module("squares.py", source)
+    kernels = emulator.module("squares.py", {"squares": source})
     tiles = -(-ROWS // 16)
     emulator.launch(kernels.squares, 1, seed, x_d=descriptor(x), y_d=descriptor(y), tiles=tiles)
     return y

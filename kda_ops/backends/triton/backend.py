@@ -72,6 +72,7 @@ class Triton(Backend):
     reverse_scan = staticmethod(reverse_scan)
     gradient, step = staticmethod(gradient), staticmethod(step)
     train = staticmethod(walk_training)
+    walks_back = staticmethod(tuning.walks_back)
     walks, reverse_walk = staticmethod(walks), staticmethod(reverse_walk)
     gate, gate_backward = staticmethod(gate), staticmethod(gate_backward)
     short_conv, short_conv_backward = staticmethod(short_conv), staticmethod(short_conv_backward)

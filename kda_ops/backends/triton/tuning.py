@@ -40,25 +40,10 @@ FORCED_AHEAD: int | None = None
 # whether tests and offline compilation use the walks of KDA (walk.py) and of GDN's backward
 # (reverse_walk.py), in place of the rules
 FORCED_WALK: bool | None = None
+# how many programs prepare for one that scans, in place of the rule's (`shares`)
+FORCED_SHARES: int | None = None
 # how often a scan that follows `prepare` looks for its next chunk; a look takes about 1 us
 PATIENCE = 1 if INTERPRET else 1000
-
-
-def _least_heads() -> int:
-    """Return KDA_OPS_WALK_HEADS, or 64."""
-    given = os.environ.get("KDA_OPS_WALK_HEADS", "64")
-    if not given.isdecimal():
-        raise ValueError(
-            f"KDA_OPS_WALK_HEADS must be the least number of value heads to walk, got {given!r}."
-        )
-    return int(given)
-
-
-# The least number of value heads for which one sequence is walked faster than the kernels that the
-# walk replaces: a step takes 4.3 to 4.9 us, and few programs do not hide that. The number of
-# sequences must not count, because a sequence's bits do not depend on its batch. Who always has
-# several sequences can choose a smaller number.
-LEAST_HEADS = _least_heads()
 
 
 @dataclass(frozen=True)
@@ -163,9 +148,36 @@ def walks(p: Problem) -> bool:
         and p.g.dtype in (torch.bfloat16, torch.float32)
         and centred(p)
         and p.bounded_inverse
-        and (FORCED_WALK or p.HV >= LEAST_HEADS)
+        and (FORCED_WALK or not has_runs(p))
         and p.HV * 128 * 64 < 2**31  # coordinates have 32 bits
     )
+
+
+def shares(p: Problem) -> int:
+    """Return how many programs prepare the chunks of each sequence and head, for one that scans.
+
+    0 means that one program does both, at a step as long as its `prepare`. A scan's step is half as
+    long, so two or three programs keep up with it where all find a multiprocessor. It changes no
+    bits.
+    """
+    if p.N == 0:
+        return 0
+    if FORCED_SHARES is not None:
+        return FORCED_SHARES
+    if p.B * p.T < 8 * CHUNK * p.N:  # two launches cost more
+        return 0
+    programs, multiprocessors = p.N * p.HV, processors(p.q.device)
+    return 3 if 4 * programs <= multiprocessors else 2 if 3 * programs <= multiprocessors else 0
+
+
+def walks_back(p: Problem) -> bool:
+    """Return whether KDA's backward walks, after a forward that has walked.
+
+    A walk takes the same time for one head as for as many as there are multiprocessors, so the
+    kernels before are faster for few sequences and heads. Bits of gradients depend on that choice.
+    """
+    few = 5 * p.N * p.HV < 2 * processors(p.q.device)
+    return walks(p) and (FORCED_WALK or not few)
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -392,6 +404,11 @@ def ahead(p: Problem) -> int | None:
     return max(1, chunks - (chunks - 8) * meanwhile // 1024)
 
 
+def has_runs(p: Problem) -> bool:
+    """Return whether value heads are so few that long sequences are cut into runs."""
+    return 3 * p.HV * triton.cdiv(p.V, 64) <= processors(p.q.device)
+
+
 def run_length(p: Problem) -> int:
     """Return the chunks per run of the scans (runs.py), or 0 where sequences stay whole.
 
@@ -402,7 +419,7 @@ def run_length(p: Problem) -> int:
     if width(p.K, p.q.dtype) > 128 or p.V == 0:  # `join_runs` holds a map at once
         return 0
     programs, multiprocessors = p.HV * triton.cdiv(p.V, 64), processors(p.q.device)
-    length = 0 if 3 * programs > multiprocessors else 32 if 6 * programs > multiprocessors else 16
+    length = 0 if not has_runs(p) else 32 if 6 * programs > multiprocessors else 16
     length = length if FORCED_RUN is None else FORCED_RUN
     return length if p.T > length * CHUNK else 0
 

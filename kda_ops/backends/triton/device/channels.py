@@ -54,28 +54,31 @@ def signal(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr = 1):
 
 @aggregate
 class Span:
-    """The sequence and head of a program."""
+    """The sequence and head of a program, and which chunks are its own."""
 
     i_n: gl.tensor
     i_h: gl.tensor
-    token: gl.tensor  # its first token
-    length: gl.tensor  # in tokens
+    token: gl.tensor  # the first token of its chunks
+    length: gl.tensor  # how many tokens there are from that one on
     live: gl.tensor  # whether it has a state: there is such a sequence, and it has a slot
-    chunks: gl.tensor  # how many are walked, 0 if it is not live
+    chunks: gl.tensor  # how many are its own, 0 if it is not live
+    step: gl.constexpr  # from the first token of a chunk to that of its next one
 
     @gluon.constexpr_function
-    def __init__(self, i_n, i_h, token, length, live, chunks):
+    def __init__(self, i_n, i_h, token, length, live, chunks, step):
         self.i_n, self.i_h, self.token, self.length = i_n, i_h, token, length
         self.live, self.chunks = live, chunks
+        self.step = gl.constexpr(step)
 
 
 @gluon.jit
-def find_span(cu_seqlens, slots, N, T, HV):
+def find_span(cu_seqlens, slots, N, T, HV, SHARES: gl.constexpr = 1):
     """Return the span of this program. A sequence without a slot has no chunks.
 
     With cu_seqlens, "sequence" N holds the tokens after the last one, and has no chunks either.
+    SHARES programs one after another take every SHARES-th chunk of a head, each from its own on.
     """
-    pid = gl.program_id(0)
+    pid = gl.program_id(0) // SHARES
     i_n, i_h = pid // HV, pid % HV
     if cu_seqlens is not None:
         token = gl.load(cu_seqlens + i_n).to(gl.int32)
@@ -86,15 +89,33 @@ def find_span(cu_seqlens, slots, N, T, HV):
     live = i_n < N
     if slots is not None:
         live = live & (gl.load(slots + i_n, mask=live, other=-1) >= 0)
-    chunks = gl.where(live, (length + 63) // 64, 0)
-    return Span(i_n, i_h, token, length, live, chunks)
+    if SHARES > 1:
+        skipped = gl.minimum(gl.program_id(0) % SHARES * 64, length)
+        token, length = token + skipped, length - skipped
+    chunks = gl.where(live, (length + (64 * SHARES - 1)) // (64 * SHARES), 0)
+    return Span(i_n, i_h, token, length, live, chunks, 64 * SHARES)
 
 
 @gluon.jit
 def first_tile(span, cu_seqlens, T, ROWS: gl.constexpr):
-    """Return the number of the sequence's first tile of ROWS rows (`kda_ops.sequences`)."""
+    """Return the number of the span's first tile of ROWS rows (`kda_ops.sequences`)."""
     if cu_seqlens is not None:
         first = span.token // ROWS + span.i_n
     else:
         first = span.i_n * ((T + (ROWS - 1)) // ROWS)
+        if span.step > 64:
+            first += (span.token - span.i_n * T) // ROWS
     return first
+
+
+@gluon.jit
+def beta_at(beta, strides, span, cu_seqlens, T):
+    """Return the pointer to beta of the span's first token; beta of a batch may have any strides."""
+    beta += span.i_h.to(gl.int64) * strides[2]
+    if cu_seqlens is None:
+        beta += span.i_n.to(gl.int64) * strides[0]
+        if span.step > 64:
+            beta += (span.token - span.i_n * T).to(gl.int64) * strides[1]
+    else:
+        beta += span.token.to(gl.int64) * strides[1]
+    return beta

@@ -39,7 +39,10 @@ def call_key(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) ->
     if found is None:
         return None
     numbers, static, args = found
-    forced = tuning.FORCED_RUN, tuning.FORCED_AHEAD, tuning.FORCED_WALK
+    forced = (
+        *(tuning.FORCED_RUN, tuning.FORCED_AHEAD),
+        *(tuning.FORCED_WALK, tuning.FORCED_SHARES),
+    )
     key: list[Any] = [kind, rank, static, *flags.items(), *forced]
     pointers = []
     for i, x in enumerate(args):

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
-from kda_ops.backends.triton.device.channels import Signal, find_span, first_tile, signal
+from kda_ops.backends.triton.device.channels import Signal, beta_at, find_span, first_tile, signal
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -294,12 +294,7 @@ def states_kda(
     fence_async_shared()
     barrier()
     if beta is not None:
-        # offsets begin at the sequence: beta of a batch may have any strides
-        beta += span.i_h.to(gl.int64) * beta_h
-        if cu_seqlens is None:
-            beta += span.i_n.to(gl.int64) * beta_b
-        else:
-            beta += span.token.to(gl.int64) * beta_t
+        beta = beta_at(beta, (beta_b, beta_t, beta_h), span, cu_seqlens, T)
     row_AP = (first_tile(span, cu_seqlens, T, 64) * HV + span.i_h) * 64
     tile = first_tile(span, cu_seqlens, T, 32) * HV + span.i_h
     G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8

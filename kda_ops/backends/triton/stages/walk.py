@@ -40,6 +40,7 @@ from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 
 KERNEL = import_module("kda_ops.backends.triton.stages.walk_kda") if has_gluon() else None
+APART = import_module("kda_ops.backends.triton.stages.walk_kda_apart") if has_gluon() else None
 STATES = import_module("kda_ops.backends.triton.stages.states_kda") if has_gluon() else None
 HALF = CHUNK // 2  # rows of a half of a chunk, which the walk treats as a chunk of its own
 
@@ -64,8 +65,8 @@ def path(device: torch.device) -> str:
         return f"prepare and scan, because triton {triton.__version__} has no known Gluon"
     if not tuning.is_hopper(device):
         return "prepare and scan, because the walk needs compute capability 9.0"
-    least = tuning.LEAST_HEADS
-    return f"one walk (Gluon) from {least} heads on, in bf16 at width 128 with bounded decays"
+    least = tuning.processors(device) // 6 + 1
+    return f"Gluon walks from {least} value heads on, in bf16 at width 128 with bounded decays"
 
 
 def registers(p: Problem) -> int:
@@ -82,49 +83,79 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
 
     Training passes AP [NT, HV, 32, 128], seen as [NT, HV, 2, 32, 64]. Columns 0 to 31 of a half get
     its A', and columns 32 to 63 its P (`walk_kda`), which `factor_of_P` completes.
+
+    With few sequences and heads, one kernel prepares and another scans; the bits are the same.
     """
     assert KERNEL is not None and p.g is not None  # as `tuning.walks` has checked
     final = None if final_state is None or final_state.numel() == 0 else as_kv(p, final_state)
     initial = None if p.state is None else as_kv(p, p.state)
     into = p.snapshot_indices
     beta_b, beta_t, beta_h = columns_of(p.beta)
-    launch(
-        KERNEL.walk_kda,
-        (p.N + (p.cu_seqlens is not None)) * p.HV,
-        p.q.device,
-        q_d=tokens(p, p.q),
-        k_d=tokens(p, p.k),
-        v_d=tokens(p, p.v),
-        g_d=tokens(p, p.g),
-        o_d=tokens(p, o),
-        AP_d=None if AP is None else kept(p, AP, CHUNK),
-        o=o,
+    common = dict(
+        device=p.q.device,
         beta=p.beta,
-        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
-        initial=strided(initial),
-        final=strided(final),
         slots=dense(p.state_indices),
-        into=strided(into),
         cu_seqlens=dense(p.cu_seqlens),
         beta_b=beta_b,
         beta_t=beta_t,
         beta_h=beta_h,
-        q_h=strides_of(p.q)[2],
-        k_h=strides_of(p.k)[2],
-        v_h=strides_of(p.v)[2],
-        g_h=strides_of(p.g)[2],
         N=p.N,
         T=p.T,
-        H=p.H,
         HV=p.HV,
-        every=1 if into is None else p.snapshot_every,
-        columns=0 if into is None else shape_of(into)[1],
-        scale=p.scale,
-        lower=p.lower_bound or 0.0,
         flags=flags_of(p),
-        REGISTERS=registers(p),
         num_warps=4,
     )
+    prepares = dict(
+        q_d=tokens(p, p.q),
+        k_d=tokens(p, p.k),
+        g_d=tokens(p, p.g),
+        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        q_h=strides_of(p.q)[2],
+        k_h=strides_of(p.k)[2],
+        g_h=strides_of(p.g)[2],
+        H=p.H,
+        lower=p.lower_bound or 0.0,
+    )
+    scans = dict(
+        programs=(p.N + (p.cu_seqlens is not None)) * p.HV,
+        v_d=tokens(p, p.v),
+        o_d=tokens(p, o),
+        o=o,
+        initial=strided(initial),
+        final=strided(final),
+        into=strided(into),
+        v_h=strides_of(p.v)[2],
+        every=1 if into is None else p.snapshot_every,
+        columns=0 if into is None else shape_of(into)[1],
+        scale=factor_of_P(p),
+    )
+    shares = tuning.shares(p)
+    if not shares:
+        AP_d = None if AP is None else kept(p, AP, CHUNK)
+        launch(KERNEL.walk_kda, AP_d=AP_d, REGISTERS=registers(p), **common, **prepares, **scans)
+        return
+    assert APART is not None  # it comes with KERNEL
+    count = count_chunks(p)
+    if AP is None:
+        AP = new(p.q, "AP", (count, p.HV, HALF, 2 * CHUNK))
+    w, qg, kg = (new(p.q, name, (count, p.HV, CHUNK, p.K)) for name in ("w", "qg", "kg"))
+    left = dict(
+        AP_d=kept(p, AP, CHUNK),
+        w_d=tiles(w, CHUNK, p.K),
+        qg_d=tiles(qg, CHUNK, p.K),
+        kg_d=tiles(kg, CHUNK, p.K),
+        gamma=new(p.q, "gamma", (count, p.HV, 2, p.K), torch.float32),
+        ready=new(p.q, "ready", (count, p.HV), torch.int32, zero=True),
+    )
+    launch(
+        APART.prepare_walk,
+        programs=p.N * p.HV * shares,
+        SHARES=shares,
+        **common,
+        **prepares,
+        **left,
+    )
+    launch(APART.scan_walk, **common, **scans, **left, **tuning.begins_early(p.q.device))
 
 
 def walk_training(p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from kda_ops.backends.triton.device.channels import Signal, find_span, first_tile, signal
+from kda_ops.backends.triton.device.channels import Signal, beta_at, find_span, first_tile, signal
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -193,11 +193,12 @@ def inverse(L, b_r, R, quarter):
 def produce(q_d, k_d, v_d, g_d, q_at, k_at, v_at, g_at, x, on, span, G_BYTES: gl.constexpr):
     """Copy the inputs of each chunk to shared memory, in the order of their use.
 
-    v is copied last: its buffer is free when the scan of the chunk before has ended.
+    v, which may be absent, is copied last: its buffer is free when the scan of the chunk before has
+    ended.
     """
     for n in range(span.chunks + 1):
         zero = n >> 30
-        t = span.token + n * 64
+        t = span.token + n * span.step
         if n < span.chunks:
             on.kg_free.wait(n - 1)
             on.kg_full.expect(n, 64 * 128 * (2 + G_BYTES))
@@ -207,9 +208,10 @@ def produce(q_d, k_d, v_d, g_d, q_at, k_at, v_at, g_at, x, on, span, G_BYTES: gl
         if n < span.chunks:
             on.q_full.expect(n, 64 * 128 * 2)
             load_tile(q_d, [t, q_at], on.q_full.at(n), x.q.index(n & 1))
-        if n > 0:
-            on.v_full.expect(n - 1, 64 * 128 * 2)
-            load_tile(v_d, [t - 64, v_at], on.v_full.at(n - 1), x.v.index(zero))
+        if v_d is not None:
+            if n > 0:
+                on.v_full.expect(n - 1, 64 * 128 * 2)
+                load_tile(v_d, [t - 64, v_at], on.v_full.at(n - 1), x.v.index(zero))
 
 
 @gluon.jit
@@ -225,15 +227,15 @@ def from_start(x, K: gl.constexpr, E: gl.constexpr):
 
 
 @gluon.jit
-def factors(x, on, slope, bias, lower, n, here, GATE: gl.constexpr, NORM: gl.constexpr):
-    """Make kr, qr, kc, kg and gamma of chunk n, from k, q and the decay. Return them for products.
+def factors(x, on, slope, bias, lower, n, here, p_gamma, GATE: gl.constexpr, NORM: gl.constexpr):
+    """Make kr, qr, kc, kg and gamma of chunk n, from k, q and the decay. Return three for products.
 
     ::
 
         kr = k 2^(D - c);  qr = q 2^(D - c);  kc = k 2^(c - D);  kg = kc 2^(total - c)   [64, K]
         gamma = 2^total                                                                  [2, K]
 
-    D sums the decays from the start of a half, c = -SHIFT.
+    D sums the decays from the start of a half, c = -SHIFT. gamma goes to `p_gamma`, if it is given.
     """
     E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
     PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
@@ -273,7 +275,13 @@ def factors(x, on, slope, bias, lower, n, here, GATE: gl.constexpr, NORM: gl.con
     else:
         q = widen(smaller(q))
     q_b.store(narrow(q * D))
-    reinterpret(x.gamma, gl.float32, [2, 2, K], PAIR).index(s).store(ex2(total * LOG2E))
+    gamma = ex2(total * LOG2E)
+    if p_gamma is None:
+        reinterpret(x.gamma, gl.float32, [2, 2, K], PAIR).index(s).store(gamma)
+    else:
+        G: gl.constexpr = gamma.type.layout
+        half = gl.arange(0, 2, gl.SliceLayout(1, G))[:, None]
+        gl.store(p_gamma + (half * K + gl.arange(0, K, gl.SliceLayout(0, G))[None, :]), gamma)
     fence_async_shared()
     barrier()
     on.kg_free.arrive(n)
@@ -299,6 +307,51 @@ def make_w(kr, AP, q_b):
     barrier()
 
 
+@aggregate
+class Left:
+    """Where the tiles of all chunks lie between the kernel that prepares and the one that scans."""
+
+    w: tma.tensor_descriptor  # [tiles * 64, K]
+    qg: tma.tensor_descriptor
+    kg: tma.tensor_descriptor
+    gamma: gl.tensor  # [tiles, 2, K] fp32
+    ready: gl.tensor  # [tiles] int32, 1 once the tile is there
+
+    @gluon.constexpr_function
+    def __init__(self, w, qg, kg, gamma, ready):
+        self.w, self.qg, self.kg, self.gamma, self.ready = w, qg, kg, gamma, ready
+
+
+@gluon.jit
+def wait_written(OUTSTANDING: gl.constexpr):
+    """Wait until other kernels may read what stores have written, but the last OUTSTANDING."""
+    if OUTSTANDING == 0:
+        WAIT: gl.constexpr = "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;"
+    else:
+        WAIT: gl.constexpr = "cp.async.bulk.wait_group 4; fence.proxy.async; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def tell(ready):
+    """Say that a tile is written. All warps of the partition must have passed a barrier."""
+    gl.atomic_xchg(ready, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def leave(x, on, left, n, i_tile, step):
+    """Copy the tiles of chunk n to global memory, and tell that those of chunk n - 1 are there."""
+    s, row = n & 1, i_tile * 64
+    store_tile(left.w, [row, 0], x.kr.index(s))
+    store_tile(left.qg, [row, 0], x.q.index(s))
+    store_tile(left.kg, [row, 0], x.kg.index(s))
+    wait_written(4)  # all but these three, and A' and P
+    barrier()
+    if n > 0:
+        tell(left.ready + (i_tile - step))
+        on.done.arrive(n - 1)
+
+
 @gluon.jit
 def prepare(
     x,
@@ -308,8 +361,9 @@ def prepare(
     dt_bias,
     lower,
     AP_d,
-    row_AP,
-    step_AP,
+    left,
+    tile,
+    step,
     GATE: gl.constexpr,
     NORM: gl.constexpr,
 ):
@@ -317,7 +371,8 @@ def prepare(
 
         L = kr kc^T;   P = tril(qr kc^T);   A' = (I + strict_tril(beta L))^-1 beta     [32, 32]
 
-    Training keeps A' and P. Chunk n's lie from row ``row_AP + n step_AP`` of `AP_d` on.
+    Training keeps A' and P, those of chunk n as tile ``tile + n step`` of `AP_d`. `left` is given if
+    another kernel scans: then all tiles go to global memory (`Left`).
     """
     E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
     Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -331,7 +386,11 @@ def prepare(
         slope, bias = load_gate(A_log, dt_bias, span.i_h, 128, E)
     for n in range(span.chunks):
         s, zero = n & 1, n >> 30
-        qr, kr, kc = factors(x, on, slope, bias, lower, n, span.length - n * 64, GATE, NORM)
+        i_tile = tile + n * step
+        here, p_gamma = span.length - n * span.step, None
+        if left is not None:
+            p_gamma = left.gamma + i_tile.to(gl.int64) * 256
+        qr, kr, kc = factors(x, on, slope, bias, lower, n, here, p_gamma, GATE, NORM)
         L = warpgroup_mma(kr, kc.permute((1, 0)), none_q, use_acc=False, is_async=True)
         P = warpgroup_mma(qr, kc.permute((1, 0)), none_q, use_acc=False, is_async=True)
         AP, b_s = x.AP.index(s), x.beta.index(s)
@@ -342,7 +401,7 @@ def prepare(
         L = wait_products(1, deps=(L,))
         R = gl.convert_layout(inverse(L, b_s.load(QR), x.R, quarter), H)
         b_0, b_1 = b_s.slice(0, 32).load(HC)[None, :], b_s.slice(32, 32).load(HC)[None, :]
-        if AP_d is not None:
+        if AP_d is not None and left is None:
             tma.store_wait(1)  # of chunk n - 2, which has left from the same place
         AP.slice(0, 32, dim=1).store(narrow(R * gl.where(row < 32, b_0, b_1)))
         P = wait_products(0, deps=(P,))
@@ -354,17 +413,24 @@ def prepare(
         fence_async_shared()
         barrier()
         if AP_d is not None:
-            store_tile(AP_d, [row_AP + n * step_AP, 0], AP)
+            store_tile(AP_d, [i_tile * 64, 0], AP)
         make_w(kr, AP, qr)
+        if left is not None:
+            leave(x, on, left, n, i_tile, step)
         on.tile.arrive(n)
-    if AP_d is not None:
+    if left is not None:
+        if span.chunks > 0:
+            wait_written(0)
+            barrier()
+            tell(left.ready + (tile + (span.chunks - 1) * step))
+    if AP_d is not None and left is None:
         tma.store_wait(0)
 
 
 @gluon.jit
 def load_beta(beta, beta_t, span, n, B: gl.constexpr):
     """Return beta of chunk n as it is given, [64] fp32; 1 without it, 0 past the sequence."""
-    row = n * 64 + gl.arange(0, 64, B)
+    row = n * span.step + gl.arange(0, 64, B)
     m_b = row < span.length
     if beta is not None:
         b = gl.load(beta + row.to(gl.int64) * beta_t, mask=m_b, other=0.0).to(gl.float32)
@@ -392,13 +458,13 @@ def make_rows(
         b = rcp(1.0 + ex2(b * -LOG2E))
         if NEG_EIGVAL:
             b = 2.0 * b
-        b = gl.where(n * 64 + gl.arange(0, 64, B) < span.length, b, 0.0)
+        b = gl.where(n * span.step + gl.arange(0, 64, B) < span.length, b, 0.0)
     x.beta.index(s).store(b)
     if NORM:
         on.kg_full.wait(n, pred=span.chunks > 0)
-        inverse_norms(x.k.index(n >> 30), x.norm_k.index(s), span.length - n * 64)
+        inverse_norms(x.k.index(n >> 30), x.norm_k.index(s), span.length - n * span.step)
         on.q_full.wait(n, pred=span.chunks > 0)
-        inverse_norms(x.q.index(s), x.norm_q.index(s), span.length - n * 64)
+        inverse_norms(x.q.index(s), x.norm_q.index(s), span.length - n * span.step)
     barrier()
     on.rows.arrive(n)
 
@@ -449,8 +515,6 @@ def scan(
                 gl.float32
             )
     none = gl.zeros([V, 32], gl.float32, N32)
-    if not NORM:
-        scale = scale * (1.0 / SMALLER)
     b = load_beta(beta, beta_t, span, 0, B)
     make_rows(x, on, b, 0, span, SIGMOID, NEG_EIGVAL, NORM)
     b = load_beta(beta, beta_t, span, 1, B)
@@ -464,7 +528,7 @@ def scan(
             x.q.index(s),
             x.kg.index(s),
             x.AP.index(s),
-            x.v.index(zero),
+            x.v.index((n & (on.v_full.slots - 1)) + zero),
             x.o.index(zero),
         )
         on.v_full.wait(n)
@@ -638,15 +702,10 @@ def walk_kda(
     fence_async_shared()
     barrier()
     if beta is not None:
-        # offsets begin at the sequence: beta of a batch may have any strides
-        beta += span.i_h.to(gl.int64) * beta_h
-        if cu_seqlens is None:
-            beta += span.i_n.to(gl.int64) * beta_b
-        else:
-            beta += span.token.to(gl.int64) * beta_t
-    row_AP = 0
+        beta = beta_at(beta, (beta_b, beta_t, beta_h), span, cu_seqlens, T)
+    tile = 0
     if AP_d is not None:
-        row_AP = (first_tile(span, cu_seqlens, T, 64) * HV + span.i_h) * 64
+        tile = first_tile(span, cu_seqlens, T, 64) * HV + span.i_h
     gl.warp_specialize(
         [
             (
@@ -659,8 +718,9 @@ def walk_kda(
                     gate.dt_bias,
                     lower,
                     AP_d,
-                    row_AP,
-                    HV * 64,
+                    None,
+                    tile,
+                    HV,
                     flags.ACTIVATE,
                     flags.L2NORM,
                 ),

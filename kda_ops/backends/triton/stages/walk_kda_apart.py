@@ -1,0 +1,305 @@
+"""Walk KDA's forward in two kernels, for few sequences and heads, in Gluon for Hopper.
+
+A program of `scan_walk` takes one sequence and head. The chunks of each are prepared by SHARES
+programs of `prepare_walk`, at the same time, on multiprocessors that no scan occupies. Both kernels
+consist of the partitions of `walk_kda`. So the bits are those of the walk: what is in two places
+is only how a tile gets from `prepare` to `scan`, rounded as there, by way of global memory.
+
+`scan_walk` begins once all programs of `prepare_walk` have begun, and waits for one tile after
+another (`Left.ready`). `prepare_walk` waits for nothing, so the two cannot hang.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from kda_ops.backends.triton.device.channels import beta_at, find_span, first_tile, signal
+from kda_ops.backends.triton.device.gluon_names import barrier, load_tile, reinterpret
+from kda_ops.backends.triton.stages.walk_kda import (
+    Buffers,
+    Left,
+    Meetings,
+    load_beta,
+    make_rows,
+    prepare,
+    produce,
+    scan,
+)
+
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+SQUARE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
+BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
+
+
+@gluon.jit
+def let_next_begin():
+    """Let the next kernel begin, once all programs of this one have called this."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def wait_ready(ready):
+    """Wait until a tile is there, and let copies see it. Return 0, for what reads it to add."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; WAIT: ld.acquire.gpu.global.b32 $0, [$1]; setp.eq.s32 p, $0, 0; "
+        "@p bra WAIT; fence.proxy.async; sub.s32 $0, $0, 1; }",
+        "=r,l",
+        [ready],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def rows(x, on, span, beta, beta_t, flags):
+    """Write beta and the norms of each chunk, which `scan` does in the walk."""
+    B: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    b = load_beta(beta, beta_t, span, 0, B)
+    for n in range(span.chunks):
+        on.tile.wait(n - 2)  # `prepare` has read what lies in the same place
+        make_rows(x, on, b, n, span, flags.SIGMOID, flags.NEG_EIGVAL, flags.L2NORM)
+        b = load_beta(beta, beta_t, span, n + 1, B)
+
+
+@gluon.jit
+def feed(x, on, span, v_d, v_at, AP_d, left, tile, step):
+    """Copy the tiles of each chunk to shared memory, and v, once they are there."""
+    C: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    for n in range(span.chunks):
+        s, i_tile = n & 1, tile + n * step
+        i_tile += wait_ready(left.ready + i_tile)
+        gamma = gl.load(left.gamma + i_tile.to(gl.int64) * 256 + gl.arange(0, 256, C))
+        on.done.wait(n - 2)
+        on.tile.expect(n, 64 * (3 * 128 + 64) * 2)
+        load_tile(left.w, [i_tile * 64, 0], on.tile.at(n), x.kr.index(s))
+        load_tile(AP_d, [i_tile * 64, 0], on.tile.at(n), x.AP.index(s))
+        load_tile(left.kg, [i_tile * 64, 0], on.tile.at(n), x.kg.index(s))
+        load_tile(left.qg, [i_tile * 64, 0], on.tile.at(n), x.q.index(s))
+        on.v_full.expect(n, 64 * 128 * 2)
+        load_tile(v_d, [span.token + n * 64, v_at], on.v_full.at(n), x.v.index(s))
+        reinterpret(x.gamma, gl.float32, [2, 256], FLAT).index(s).store(gamma)
+        barrier()
+        on.v_full.arrive(n)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "beta_b",
+        "beta_t",
+        "beta_h",
+        "q_h",
+        "k_h",
+        "g_h",
+        "N",
+        "T",
+        "H",
+        "HV",
+        "lower",
+    ]
+)
+def prepare_walk(
+    q_d,
+    k_d,
+    g_d,
+    AP_d,
+    w_d,
+    qg_d,
+    kg_d,
+    gamma,
+    ready,
+    beta,
+    gate,
+    slots,
+    cu_seqlens,
+    beta_b,
+    beta_t,
+    beta_h,
+    q_h,
+    k_h,
+    g_h,
+    N,
+    T,
+    H,
+    HV,
+    lower,
+    flags,
+    SHARES: gl.constexpr,
+):
+    """Prepare every SHARES-th chunk of one sequence and head; `prepare` says what that makes."""
+    let_next_begin()
+    TYPE: gl.constexpr = q_d.dtype
+    span = find_span(cu_seqlens, slots, N, T, HV, SHARES)
+    i_g = span.i_h // (HV // H)
+    q = gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout)
+    ones = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    x = Buffers(
+        q,
+        gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
+        q,  # v: not used here, as o and gamma
+        gl.allocate_shared_memory(g_d.dtype, [1, 64, 128], g_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE),
+        gl.allocate_shared_memory(gl.float16, [4, 16, 16], BLOCKS),
+        q,
+        ones,
+        ones,
+        gl.allocate_shared_memory(gl.float32, [2, 64], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, 64], FLAT),
+    )
+    on = Meetings(signal(1), signal(1), signal(2), signal(1), signal(2), signal(2), signal(1))
+    fence_async_shared()
+    barrier()
+    if beta is not None:
+        beta = beta_at(beta, (beta_b, beta_t, beta_h), span, cu_seqlens, T)
+    tile = first_tile(span, cu_seqlens, T, 64) * HV + span.i_h
+    left = Left(w_d, qg_d, kg_d, gamma, ready)
+    G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
+    gl.warp_specialize(
+        [
+            (
+                prepare,
+                (
+                    x,
+                    on,
+                    span,
+                    gate.A_log,
+                    gate.dt_bias,
+                    lower,
+                    AP_d,
+                    left,
+                    tile,
+                    HV * SHARES,
+                    flags.ACTIVATE,
+                    flags.L2NORM,
+                ),
+            ),
+            (rows, (x, on, span, beta, beta_t, flags)),
+            (
+                produce,
+                (
+                    q_d,
+                    k_d,
+                    None,
+                    g_d,
+                    i_g * q_h,
+                    i_g * k_h,
+                    0,
+                    span.i_h * g_h,
+                    x,
+                    on,
+                    span,
+                    G_BYTES,
+                ),
+            ),
+        ],
+        [8, 1],
+        [64, 24],
+    )
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "beta_b",
+        "beta_t",
+        "beta_h",
+        "v_h",
+        "N",
+        "T",
+        "HV",
+        "every",
+        "columns",
+        "scale",
+    ]
+)
+def scan_walk(
+    v_d,
+    o_d,
+    AP_d,
+    w_d,
+    qg_d,
+    kg_d,
+    gamma,
+    ready,
+    o,
+    beta,
+    initial,
+    final,
+    slots,
+    into,
+    cu_seqlens,
+    beta_b,
+    beta_t,
+    beta_h,
+    v_h,
+    N,
+    T,
+    HV,
+    every,
+    columns,
+    scale,
+    flags,
+):
+    """Scan the chunks of one sequence and head that `prepare_walk` prepares; `scan` says how."""
+    TYPE: gl.constexpr = v_d.dtype
+    span = find_span(cu_seqlens, slots, N, T, HV)
+    AP = gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE)
+    ones = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    x = Buffers(
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], qg_d.layout),
+        AP,  # k: not used here, as g, kc, R and the norms
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], v_d.layout),
+        AP,
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], w_d.layout),
+        AP,
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], kg_d.layout),
+        AP,
+        AP,
+        gl.allocate_shared_memory(TYPE, [1, 64, 128], o_d.layout),
+        gl.allocate_shared_memory(gl.float32, [4, 128], FLAT),
+        ones,
+        ones,
+        ones,
+    )
+    # `v_full` also signals gamma. The scan of chunk n may end before `feed` waits for that of n - 1.
+    on = Meetings(signal(1), signal(1), signal(2), signal(2, 2), signal(2), signal(2), signal(2))
+    fence_async_shared()
+    barrier()
+    if beta is not None:
+        beta = beta_at(beta, (beta_b, beta_t, beta_h), span, cu_seqlens, T)
+    tile = first_tile(span, cu_seqlens, T, 64) * HV + span.i_h
+    left = Left(w_d, qg_d, kg_d, gamma, ready)
+    gl.warp_specialize(
+        [
+            (feed, (x, on, span, v_d, span.i_h * v_h, AP_d, left, tile, HV)),
+            (
+                scan,
+                (
+                    x,
+                    on,
+                    span,
+                    o_d,
+                    o,
+                    beta,
+                    beta_t,
+                    initial,
+                    final,
+                    slots,
+                    into,
+                    every,
+                    columns,
+                    HV,
+                    scale,
+                    flags.SIGMOID,
+                    flags.NEG_EIGVAL,
+                    False,
+                ),
+            ),
+        ],
+        [8],
+        [192],
+    )
