@@ -55,6 +55,8 @@ CASES = {
     "given, packed": replace(PROMISED, B=1, lengths=(63, 65, 0, 130), tail=5, final=False),
     "given, norm": replace(PROMISED, l2norm=True, narrow=True),
     "no beta": replace(LAYER, beta="none"),
+    "no promise": replace(PROMISED, safe_beta=False, safe_keys=False, k_length=1.4),
+    "negative eigenvalues": replace(LAYER, beta="neg_eigval"),
     "no state": replace(LAYER, state=False, scale=0.3),
     "grouped": replace(LAYER, H=1, HV=3, transposed=True),
     "long queries": replace(PROMISED, q_length=6e4),

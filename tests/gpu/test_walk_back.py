@@ -30,6 +30,7 @@ CASES = TRAINED | {
     "beta 0 or 1, repeated keys": replace(GIVEN, beta=EDGES, keys="repeated", gate="weak"),
     "beta 0 or 1, packed": replace(GIVEN, B=1, beta=EDGES, lengths=(33, 65, 0, 130), tail=5),
     "beta 0 or 1, gate inside": replace(GIVEN, beta=EDGES, gate="bounded", safe_gate=False),
+    "no promise": replace(GIVEN, safe_beta=False, safe_keys=False, k_length=1.4),
     "negative eigenvalues": replace(LAYER, beta="neg_eigval", transposed=True),
     "no final state": replace(LAYER, final=False, T=129),
     "grouped, given": replace(GIVEN, H=2, HV=4, T=70),

@@ -147,7 +147,6 @@ def walks(p: Problem) -> bool:
         and p.g is not None
         and p.g.dtype in (torch.bfloat16, torch.float32)
         and centred(p)
-        and p.bounded_inverse
         and (FORCED_WALK or not has_runs(p))
         and p.HV * 128 * 64 < 2**31  # coordinates have 32 bits
     )

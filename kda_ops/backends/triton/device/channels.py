@@ -110,7 +110,7 @@ def first_tile(span, cu_seqlens, T, ROWS: gl.constexpr):
 
 @gluon.jit
 def beta_at(beta, strides, span, cu_seqlens, T):
-    """Return the pointer to beta of the span's first token; beta of a batch may have any strides."""
+    """Return the pointer to beta of the span's first token. A batch may have any strides."""
     beta += span.i_h.to(gl.int64) * strides[2]
     if cu_seqlens is None:
         beta += span.i_n.to(gl.int64) * strides[0]

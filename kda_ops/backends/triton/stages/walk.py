@@ -91,7 +91,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
     initial = None if p.state is None else as_kv(p, p.state)
     into = p.snapshot_indices
     beta_b, beta_t, beta_h = columns_of(p.beta)
-    common = dict(
+    common: dict[str, Any] = dict(
         device=p.q.device,
         beta=p.beta,
         slots=dense(p.state_indices),
@@ -105,7 +105,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         flags=flags_of(p),
         num_warps=4,
     )
-    prepares = dict(
+    prepares: dict[str, Any] = dict(
         q_d=tokens(p, p.q),
         k_d=tokens(p, p.k),
         g_d=tokens(p, p.g),
@@ -115,8 +115,9 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         g_h=strides_of(p.g)[2],
         H=p.H,
         lower=p.lower_bound or 0.0,
+        INVERSE=tuning.inverse_precision(p),
     )
-    scans = dict(
+    scans: dict[str, Any] = dict(
         programs=(p.N + (p.cu_seqlens is not None)) * p.HV,
         v_d=tokens(p, p.v),
         o_d=tokens(p, o),
@@ -139,7 +140,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
     if AP is None:
         AP = new(p.q, "AP", (count, p.HV, HALF, 2 * CHUNK))
     w, qg, kg = (new(p.q, name, (count, p.HV, CHUNK, p.K)) for name in ("w", "qg", "kg"))
-    left = dict(
+    left: dict[str, Any] = dict(
         AP_d=kept(p, AP, CHUNK),
         w_d=tiles(w, CHUNK, p.K),
         qg_d=tiles(qg, CHUNK, p.K),

@@ -110,7 +110,7 @@ class Buffers:
     kc: gl.shared_memory_descriptor  # [1, 64, K]
     kg: gl.shared_memory_descriptor  # [2, 64, K]
     AP: gl.shared_memory_descriptor  # [2, 64, 64]  A' and P of each half, next to each other
-    R: gl.shared_memory_descriptor  # [4, 16, 16] fp16, inverses of blocks of 16
+    R: gl.shared_memory_descriptor  # [4, 16, 16] fp16 or fp32, inverses of blocks of 16
     o: gl.shared_memory_descriptor  # [1, 64, V]
     gamma: gl.shared_memory_descriptor  # [4, K] fp32, of each stage and half
     beta: gl.shared_memory_descriptor  # [2, 64] fp32
@@ -135,17 +135,35 @@ def quarters(x):
 
 
 @gluon.jit
+def times(x, y, EXACT: gl.constexpr):
+    """Multiply blocks [4, 16, 16] fp32 of each warp, as fp16, or EXACT: each as two bf16."""
+    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
+    xy = gl.zeros([4, 16, 16], gl.float32, M)
+    if EXACT:
+        x_0, y_0 = narrow(x), narrow(y)
+        x_1 = gl.convert_layout(narrow(x - widen(x_0)), A)
+        y_1 = gl.convert_layout(narrow(y - widen(y_0)), B)
+        x_0, y_0 = gl.convert_layout(x_0, A), gl.convert_layout(y_0, B)
+        xy = mma_v2(x_0, y_0, mma_v2(x_0, y_1, mma_v2(x_1, y_0, xy)))
+    else:
+        xy = mma_v2(gl.convert_layout(halve(x), A), gl.convert_layout(halve(y), B), xy)
+    return xy
+
+
+@gluon.jit
 def inverse(L, b_r, R, quarter):
     """Return the inverse of I + strict_tril(b L) for each half of a chunk, [64, 32] fp32.
 
     L is [64, 64], of which the blocks [32, 32] on the diagonal count, and of those what lies below
     the diagonal. `quarter` is row >> 4. Each warp inverts its own block [16, 16] by recursion over
     the levels at which two rows first differ (docs/maths.md), without a barrier. The lower left
-    block of a half is R_1 (-b L_10) R_0. R_0 comes from the other warp, by way of `R`.
+    block of a half is R_1 (-b L_10) R_0, with R_0 from the other warp, by way of `R`. With `R` in
+    fp16 products take fp16.
     """
+    EXACT: gl.constexpr = R.dtype == gl.float32
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
     x0, x1, x2, x3 = quarters(L)
     C: gl.constexpr = x0.type.layout
     q = gl.expand_dims(gl.convert_layout(quarter, gl.SliceLayout(1, C)), 1)
@@ -155,32 +173,29 @@ def inverse(L, b_r, R, quarter):
     )
     left = gl.reshape(gl.where(q == 1, x0, x2) * less, (4, 16, 16))
     BLOCKS: gl.constexpr = own.type.layout
-    l, l_10 = gl.convert_layout(own, M), gl.convert_layout(halve(gl.convert_layout(left, M)), B)
+    l, l_10 = gl.convert_layout(own, M), gl.convert_layout(left, M)
     i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, M)))
     i = gl.expand_dims(gl.expand_dims(i, 0), 2)
     j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, M)))
     j = gl.expand_dims(gl.expand_dims(j, 0), 1)
     low = i ^ j
-    none = gl.zeros([4, 16, 16], gl.float32, M)
     l = gl.where(i > j, l, 0.0)
     r = gl.where(low == 0, 1.0, gl.where(low == 1, l, 0.0))
-    l = gl.convert_layout(halve(l), B)
     for level in gl.static_range(1, 4):
-        b = halve(r)
-        y = mma_v2(gl.convert_layout(b, A), l, none)
-        y = mma_v2(gl.convert_layout(halve(y), A), gl.convert_layout(b, B), none)
-        r = gl.where((low >> level) == 1, y, r)
-    b = halve(r)
-    R.store(b)
-    y = mma_v2(gl.convert_layout(b, A), l_10, none)
-    HALVES: gl.constexpr = gl.reshape(b, (2, 2, 256)).type.layout
+        r = gl.where((low >> level) == 1, times(times(r, l, EXACT), r, EXACT), r)
+    if EXACT:
+        R.store(r)
+    else:
+        R.store(halve(r))
+    y = times(r, l_10, EXACT)
+    HALVES: gl.constexpr = gl.reshape(r, (2, 2, 256)).type.layout
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    b = reinterpret(R, gl.float16, [2, 512], ROW).slice(0, 256, dim=1)  # R_0 of each half
-    b = gl.expand_dims(b.load(gl.SliceLayout(1, HALVES)), 1)
+    b = reinterpret(R, R.dtype, [2, 512], ROW).slice(0, 256, dim=1)  # R_0 of each half
+    b = gl.expand_dims(b.load(gl.SliceLayout(1, HALVES)).to(gl.float32), 1)
     second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
     second = gl.expand_dims(gl.expand_dims(second, 0), 2) == 1
     b = gl.convert_layout(gl.reshape(gl.where(second, b, 0.0), (4, 16, 16)), M)
-    y = mma_v2(gl.convert_layout(halve(y), A), gl.convert_layout(b, B), none)
+    y = times(y, b, EXACT)
     y = gl.reshape(gl.convert_layout(y, BLOCKS), (64, 16))
     r = gl.reshape(gl.convert_layout(r, BLOCKS), (64, 16))
     C16: gl.constexpr = y.type.layout
@@ -325,10 +340,9 @@ class Left:
 @gluon.jit
 def wait_written(OUTSTANDING: gl.constexpr):
     """Wait until other kernels may read what stores have written, but the last OUTSTANDING."""
-    if OUTSTANDING == 0:
-        WAIT: gl.constexpr = "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;"
-    else:
-        WAIT: gl.constexpr = "cp.async.bulk.wait_group 4; fence.proxy.async; mov.b32 $0, 0;"
+    NONE: gl.constexpr = "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;"
+    FOUR: gl.constexpr = "cp.async.bulk.wait_group 4; fence.proxy.async; mov.b32 $0, 0;"
+    WAIT: gl.constexpr = FOUR if OUTSTANDING == 4 else NONE
     gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
 
 
@@ -371,8 +385,8 @@ def prepare(
 
         L = kr kc^T;   P = tril(qr kc^T);   A' = (I + strict_tril(beta L))^-1 beta     [32, 32]
 
-    Training keeps A' and P, those of chunk n as tile ``tile + n step`` of `AP_d`. `left` is given if
-    another kernel scans: then all tiles go to global memory (`Left`).
+    Training keeps A' and P, those of chunk n as tile ``tile + n step`` of `AP_d`. If another kernel
+    scans, all tiles go to global memory (`left`).
     """
     E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
     Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -661,6 +675,7 @@ def walk_kda(
     scale,
     lower,
     flags,
+    INVERSE: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Run KDA over one sequence and head, chunk after chunk, with S [K, V] fp32 in registers.
@@ -690,7 +705,9 @@ def walk_kda(
         gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE),
         gl.allocate_shared_memory(
-            gl.float16, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+            gl.float16 if INVERSE == "fp16" else gl.float32,
+            [4, 16, 16],
+            gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]),
         ),
         gl.allocate_shared_memory(TYPE, [1, 64, 128], o_d.layout),
         gl.allocate_shared_memory(gl.float32, [4, 128], FLAT),

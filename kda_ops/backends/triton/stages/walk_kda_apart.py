@@ -126,6 +126,7 @@ def prepare_walk(
     HV,
     lower,
     flags,
+    INVERSE: gl.constexpr,
     SHARES: gl.constexpr,
 ):
     """Prepare every SHARES-th chunk of one sequence and head; `prepare` says what that makes."""
@@ -144,7 +145,9 @@ def prepare_walk(
         gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE),
-        gl.allocate_shared_memory(gl.float16, [4, 16, 16], BLOCKS),
+        gl.allocate_shared_memory(
+            gl.float16 if INVERSE == "fp16" else gl.float32, [4, 16, 16], BLOCKS
+        ),
         q,
         ones,
         ones,
@@ -265,7 +268,7 @@ def scan_walk(
         ones,
         ones,
     )
-    # `v_full` also signals gamma. The scan of chunk n may end before `feed` waits for that of n - 1.
+    # `v_full` also signals gamma; the scan of chunk n may end before `feed` waits for chunk n - 1
     on = Meetings(signal(1), signal(1), signal(2), signal(2, 2), signal(2), signal(2), signal(2))
     fence_async_shared()
     barrier()
