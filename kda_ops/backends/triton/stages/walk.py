@@ -65,8 +65,11 @@ def path(device: torch.device) -> str:
         return f"prepare and scan, because triton {triton.__version__} has no known Gluon"
     if not tuning.is_hopper(device):
         return "prepare and scan, because the walk needs compute capability 9.0"
-    least = tuning.processors(device) // 6 + 1
-    return f"Gluon walks from {least} value heads on, in bf16 at width 128 with bounded decays"
+    multiprocessors = tuning.processors(device)
+    return (
+        f"Gluon walks from {multiprocessors // 6 + 1} value heads on, in bf16 at width 128 with bounded "
+        f"decays; so does backward, from {-(-2 * multiprocessors // 5)} sequences times value heads on"
+    )
 
 
 def registers(p: Problem) -> int:
