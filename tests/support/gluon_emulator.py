@@ -22,6 +22,7 @@ from __future__ import annotations
 import ast
 import builtins
 import itertools
+import math
 import random
 import re
 import sys
@@ -446,6 +447,8 @@ class Descriptor:
     def __init__(self, base: Tensor, shape: Sequence[int], strides: Sequence[int], block):
         self.tensor = base.as_strided([*shape], [*strides], base.storage_offset())
         self.block, self.dtype, self.layout = tuple(block), base.dtype, None
+        # as in scratch [chunks, heads, rows, columns], of which `exchange` tells
+        self.tiles = math.prod(base.shape[:2])
 
     def meets(self, at: Sequence, tile: Tensor) -> tuple[Tensor, Tensor]:
         """Return the parts of tensor and tile that a copy at these coordinates concerns."""
@@ -485,7 +488,8 @@ def store_tile(target: Descriptor, at: Sequence, source: Shared) -> None:
     _program.access(source.tile, False, by)
     inside, part = target.meets(at, source.tile)
     copy = Copy(lambda: inside.copy_(part), by[1])
-    _program.sent.append((by[0], int(at[0]) // target.block[0], where_from()))
+    tile = int(at[0]) * target.tiles // target.tensor.shape[0]
+    _program.sent.append((by[0], tile, where_from()))
     _program.copies.append(copy)
     _program.current.stores.append(copy)
     _program.pause()

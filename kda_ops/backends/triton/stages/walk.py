@@ -65,10 +65,10 @@ def path(device: torch.device) -> str:
         return f"prepare and scan, because triton {triton.__version__} has no known Gluon"
     if not tuning.is_hopper(device):
         return "prepare and scan, because the walk needs compute capability 9.0"
-    multiprocessors = tuning.processors(device)
+    count = tuning.processors(device)
     return (
-        f"Gluon walks from {multiprocessors // 6 + 1} value heads on, in bf16 at width 128 with bounded "
-        f"decays; so does backward, from {-(-2 * multiprocessors // 5)} sequences times value heads on"
+        f"Gluon walks from {count // 6 + 1} value heads on, in bf16 at width 128 with bounded "
+        f"decays; back from {-(-2 * count // 5)} sequences times value heads on"
     )
 
 
@@ -142,12 +142,10 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
     count = count_chunks(p)
     if AP is None:
         AP = new(p.q, "AP", (count, p.HV, HALF, 2 * CHUNK))
-    w, qg, kg = (new(p.q, name, (count, p.HV, CHUNK, p.K)) for name in ("w", "qg", "kg"))
+    wqk = new(p.q, "wqk", (count, p.HV, 3 * CHUNK, p.K))
     left: dict[str, Any] = dict(
         AP_d=kept(p, AP, CHUNK),
-        w_d=tiles(w, CHUNK, p.K),
-        qg_d=tiles(qg, CHUNK, p.K),
-        kg_d=tiles(kg, CHUNK, p.K),
+        wqk_d=tiles(wqk, CHUNK, p.K),
         gamma=new(p.q, "gamma", (count, p.HV, 2, p.K), torch.float32),
         ready=new(p.q, "ready", (count, p.HV), torch.int32, zero=True),
     )

@@ -326,15 +326,13 @@ def make_w(kr, AP, q_b):
 class Left:
     """Where the tiles of all chunks lie between the kernel that prepares and the one that scans."""
 
-    w: tma.tensor_descriptor  # [tiles * 64, K]
-    qg: tma.tensor_descriptor
-    kg: tma.tensor_descriptor
+    wqk: tma.tensor_descriptor  # [tiles * 192, K]: 64 rows of each of w, qg and kg
     gamma: gl.tensor  # [tiles, 2, K] fp32
     ready: gl.tensor  # [tiles] int32, 1 once the tile is there
 
     @gluon.constexpr_function
-    def __init__(self, w, qg, kg, gamma, ready):
-        self.w, self.qg, self.kg, self.gamma, self.ready = w, qg, kg, gamma, ready
+    def __init__(self, wqk, gamma, ready):
+        self.wqk, self.gamma, self.ready = wqk, gamma, ready
 
 
 @gluon.jit
@@ -355,10 +353,10 @@ def tell(ready):
 @gluon.jit
 def leave(x, on, left, n, i_tile, step):
     """Copy the tiles of chunk n to global memory, and tell that those of chunk n - 1 are there."""
-    s, row = n & 1, i_tile * 64
-    store_tile(left.w, [row, 0], x.kr.index(s))
-    store_tile(left.qg, [row, 0], x.q.index(s))
-    store_tile(left.kg, [row, 0], x.kg.index(s))
+    s, row = n & 1, i_tile * 192
+    store_tile(left.wqk, [row, 0], x.kr.index(s))
+    store_tile(left.wqk, [row + 64, 0], x.q.index(s))
+    store_tile(left.wqk, [row + 128, 0], x.kg.index(s))
     wait_written(4)  # all but these three, and A' and P
     barrier()
     if n > 0:

@@ -74,10 +74,10 @@ def feed(x, on, span, v_d, v_at, AP_d, left, tile, step):
         gamma = gl.load(left.gamma + i_tile.to(gl.int64) * 256 + gl.arange(0, 256, C))
         on.done.wait(n - 2)
         on.tile.expect(n, 64 * (3 * 128 + 64) * 2)
-        load_tile(left.w, [i_tile * 64, 0], on.tile.at(n), x.kr.index(s))
+        load_tile(left.wqk, [i_tile * 192, 0], on.tile.at(n), x.kr.index(s))
         load_tile(AP_d, [i_tile * 64, 0], on.tile.at(n), x.AP.index(s))
-        load_tile(left.kg, [i_tile * 64, 0], on.tile.at(n), x.kg.index(s))
-        load_tile(left.qg, [i_tile * 64, 0], on.tile.at(n), x.q.index(s))
+        load_tile(left.wqk, [i_tile * 192 + 128, 0], on.tile.at(n), x.kg.index(s))
+        load_tile(left.wqk, [i_tile * 192 + 64, 0], on.tile.at(n), x.q.index(s))
         on.v_full.expect(n, 64 * 128 * 2)
         load_tile(v_d, [span.token + n * 64, v_at], on.v_full.at(n), x.v.index(s))
         reinterpret(x.gamma, gl.float32, [2, 256], FLAT).index(s).store(gamma)
@@ -105,9 +105,7 @@ def prepare_walk(
     k_d,
     g_d,
     AP_d,
-    w_d,
-    qg_d,
-    kg_d,
+    wqk_d,
     gamma,
     ready,
     beta,
@@ -160,7 +158,7 @@ def prepare_walk(
     if beta is not None:
         beta = beta_at(beta, (beta_b, beta_t, beta_h), span, cu_seqlens, T)
     tile = first_tile(span, cu_seqlens, T, 64) * HV + span.i_h
-    left = Left(w_d, qg_d, kg_d, gamma, ready)
+    left = Left(wqk_d, gamma, ready)
     G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
     gl.warp_specialize(
         [
@@ -223,9 +221,7 @@ def scan_walk(
     v_d,
     o_d,
     AP_d,
-    w_d,
-    qg_d,
-    kg_d,
+    wqk_d,
     gamma,
     ready,
     o,
@@ -253,13 +249,13 @@ def scan_walk(
     AP = gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE)
     ones = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     x = Buffers(
-        gl.allocate_shared_memory(TYPE, [2, 64, 128], qg_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], wqk_d.layout),
         AP,  # k: not used here, as g, kc, R and the norms
         gl.allocate_shared_memory(TYPE, [2, 64, 128], v_d.layout),
         AP,
-        gl.allocate_shared_memory(TYPE, [2, 64, 128], w_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], wqk_d.layout),
         AP,
-        gl.allocate_shared_memory(TYPE, [2, 64, 128], kg_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, 64, 128], wqk_d.layout),
         AP,
         AP,
         gl.allocate_shared_memory(TYPE, [1, 64, 128], o_d.layout),
@@ -275,7 +271,7 @@ def scan_walk(
     if beta is not None:
         beta = beta_at(beta, (beta_b, beta_t, beta_h), span, cu_seqlens, T)
     tile = first_tile(span, cu_seqlens, T, 64) * HV + span.i_h
-    left = Left(w_d, qg_d, kg_d, gamma, ready)
+    left = Left(wqk_d, gamma, ready)
     gl.warp_specialize(
         [
             (feed, (x, on, span, v_d, span.i_h * v_h, AP_d, left, tile, HV)),
