@@ -474,6 +474,39 @@ def _(scratch):
     assert (64 * 7 in calls[1]) == bool(scratch)
 
 
+@rely("triton.starter", "a descriptor is encoded once, as Triton's launcher does")
+def _():
+    ours = of_triton()
+    from triton.backends.nvidia import driver
+
+    calls, fill = [], mock.Mock(return_value="map")
+    utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+    active = SimpleNamespace(driver=SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    about = dict(swizzle=3, elem_size=2, elem_type=9, block_size=[8, 64], fp4_padded=False)
+    signature = {0: "i32", 1: "tensordesc<bf16[8, 64]>", 2: "tensordesc<bf16[8, 64]>", 3: "i32"}
+    launch = driver.wrap_handle_tensordesc(lambda *args: calls.append(args), signature, [about] * 2)
+    start, expand = ours._encoded_once(launch)
+
+    def descriptor(address):
+        base = SimpleNamespace(data_ptr=lambda: address)
+        options = dict(padding="zero", round_f32_to_tf32=False, block_shape=[8, 64])
+        return SimpleNamespace(base=base, shape=[16, 64], strides=[64, 1], **options)
+
+    args = 3, descriptor(16), descriptor(32), 5
+    one_by_one = ours.triton.__version__ < "3.7"  # later versions pass the kernel's as one
+    before = ("stream",) * getattr(driver, "_BASE_ARGS_FORMAT_LEN", 15)
+    with mock.patch.object(driver.triton, "runtime", active):
+        launch(*before, *(args if one_by_one else (args,)))
+        assert fill.call_count == 2
+        for _ in range(3):
+            expanded = expand(args)
+            start(*before, *(expanded if one_by_one else (expanded,)))
+    assert fill.call_count == 4 and len(calls) == 4
+    assert all([*map(repr, x)] == [*map(repr, calls[1])] for x in calls[2:])
+    last = [x if one_by_one else [*x[:-1], *x[-1]] for x in calls[:2]]
+    assert [*last[0]] == [*last[1]]
+
+
 @rely("triton.starter", "another launcher", ("version",), ("gsan",), ("name",))
 def _(change):
     ours, calls = of_triton(), []

@@ -9,6 +9,7 @@ versions are in `gluon_names`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import getclosurevars, isfunction
 from typing import Any
 
 import triton
@@ -46,16 +47,45 @@ def starter(compiled) -> Callable[[int, int, tuple], None]:
         return lambda programs, stream, args: made.run(
             programs, 1, 1, stream, made.function, made.packed_metadata, *nothing, *args
         )
-    start, about = launcher.launch, made.packed_metadata
+    start, expand = _encoded_once(launcher.launch)
+    about = made.packed_metadata
     how = made.function, launcher.launch_cooperative_grid, launcher.launch_pdl
     if hasattr(launcher, "kernel_signature"):  # Triton 3.7 and later
         last = launcher.arg_annotations, launcher.kernel_signature
         return lambda programs, stream, args: start(
-            programs, 1, 1, stream, *how, about, None, None, None, None, None, *last, args
+            programs, 1, 1, stream, *how, about, None, None, None, None, None, *last, expand(args)
         )
     return lambda programs, stream, args: start(
-        programs, 1, 1, stream, *how, None, None, about, None, None, None, *args
+        programs, 1, 1, stream, *how, None, None, about, None, None, None, *expand(args)
     )
+
+
+def _encoded_once(launch: Callable) -> tuple[Callable, Callable[[tuple], tuple]]:
+    """Return what launches encoded descriptors, and what puts them in the place of descriptors.
+
+    Triton encodes each descriptor at each call, in 5 us. Here a descriptor keeps its encoding, so
+    one object must be an argument of one kernel, always in the same place. Public: none.
+    """
+    inside = getclosurevars(launch).nonlocals if isfunction(launch) else {}
+    if not {"launcher", "tensordesc_meta"} <= inside.keys():  # it takes no descriptors
+        return launch, lambda args: args
+    encode = inside.get("make_tensordesc_arg") or launch.__globals__["make_tensordesc_arg"]
+    more = (None,) * (encode.__code__.co_argcount - 2)  # Triton 3.8 and later pass the grid
+    metas: list[tuple[int, Any]] = []  # with the place of each descriptor, the last one first
+
+    def expand(args: tuple) -> tuple:
+        if not metas:
+            places = [i for i, x in enumerate(args) if hasattr(x, "block_shape")]
+            metas.extend(zip(reversed(places), reversed(inside["tensordesc_meta"])))
+        expanded = [*args]
+        for i, meta in metas:
+            known = vars(args[i])
+            if "encoded" not in known:
+                known["encoded"] = encode(args[i], meta, *more)
+            expanded[i : i + 1] = known["encoded"]
+        return tuple(expanded)
+
+    return inside["launcher"], expand
 
 
 def _known(launcher) -> bool:

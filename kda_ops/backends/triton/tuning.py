@@ -163,10 +163,10 @@ def shares(p: Problem) -> int:
         return 0
     if FORCED_SHARES is not None:
         return FORCED_SHARES
-    if p.B * p.T < 8 * CHUNK * p.N:  # two launches cost more
-        return 0
     programs, multiprocessors = p.N * p.HV, processors(p.q.device)
-    return 3 if 4 * programs <= multiprocessors else 2 if 3 * programs <= multiprocessors else 0
+    if 3 * programs > multiprocessors or p.B * p.T < 8 * CHUNK * p.N:  # two launches cost more
+        return 0
+    return 3 if 4 * programs <= multiprocessors else 2
 
 
 def walks_back(p: Problem) -> bool:

@@ -315,7 +315,17 @@ def test_training_of_64_heads_walks_and_keeps_a_alone(gpu, kept):
     assert launched == ["walk_kda"]
     assert A.shape == (2, 64, 32, 128) and all(x.shape == (0,) for x in others)
     assert walked(gpu, chunk.Backward, kept=kept)[2][:2] == BACK
-    assert "walk_kda" not in walked(gpu, chunk.Forward, kept=kept, H=63)[2]
+    assert "walk_kda" not in walked(gpu, chunk.Forward, kept=kept, H=22)[2]
+
+
+def test_few_programs_walk_forward_in_two_kernels_and_do_not_walk_back(gpu):
+    few = pretended_calls.usual(1000)
+    for kind in (chunk.Infer, chunk.Forward):
+        _, (_, _, *kept), launched = walked(gpu, kind, few, H=32)
+        assert launched == ["prepare_walk", "scan_walk"]
+    assert kept[0].shape == (16, 32, 32, 128)
+    assert "prepare_kda" in walked(gpu, chunk.Backward, few, H=32)[2]
+    assert walked(gpu, chunk.Backward, few, H=53)[2][:2] == BACK
 
 
 def test_a_plan_of_the_walk_does_not_serve_the_a_of_other_stages(gpu):

@@ -32,6 +32,7 @@ from kda_ops.backends.triton.plans.sizes import Size, condition, formula, text_o
 from kda_ops.backends.triton.private import RUNTIME, driver, starter
 
 MOST_BOUND = 64  # sets of numbers whose values a plan remembers
+MOST_DESCRIPTORS = 64  # addresses and sizes whose descriptors an argument of a launch remembers
 
 
 def lay_out(buffers: Sequence[Buffer]) -> tuple[dict[str, int], int]:
@@ -288,7 +289,7 @@ class Plan:
 def _maker(x: Descriptor | tuple, places: list[int], on_gpu: bool) -> Callable[[list], Any]:
     """Return a function that makes a descriptor or a tuple from the row of a call."""
     if isinstance(x, Descriptor):
-        return lambda row: _descriptor(x, *(row[i] for i in places))
+        return _Descriptors(x, places)
     if not on_gpu and type(x) is not tuple:  # the interpreter reads fields by name
         return lambda row: type(x)(*(row[i] for i in places))
     if len(places) == 1:  # of which `itemgetter` would return the item
@@ -296,12 +297,30 @@ def _maker(x: Descriptor | tuple, places: list[int], on_gpu: bool) -> Callable[[
     return itemgetter(*places)  # type: ignore[return-value]
 
 
-def _descriptor(x: Descriptor, base, shape: tuple, strides: tuple):
-    """Make a descriptor for the memory of this call."""
-    made = copy(x.like)
-    made.base = base if isinstance(base, Tensor) else _Pointer(base, x.memory.dtype)
-    made.shape, made.strides = [*shape], [*strides]
-    return made
+class _Descriptors:
+    """The descriptors of one argument of a launch, for the memory that calls have given it."""
+
+    def __init__(self, x: Descriptor, places: list[int]):
+        self.x, self.pick = x, itemgetter(*places)
+        self.known: dict[tuple, Any] = {}
+
+    def __call__(self, row: list) -> Any:
+        """Return the descriptor of a call; `starter` keeps in it what Triton makes of it."""
+        base, shape, strides = key = self.pick(row)
+        if isinstance(base, Tensor):
+            return self._made(base, shape, strides)
+        made = self.known.get(key)
+        if made is None:
+            if len(self.known) >= MOST_DESCRIPTORS:
+                self.known.clear()
+            base = _Pointer(base, self.x.memory.dtype)
+            made = self.known[key] = self._made(base, shape, strides)
+        return made
+
+    def _made(self, base, shape: tuple, strides: tuple) -> Any:
+        made = copy(self.x.like)
+        made.base, made.shape, made.strides = base, [*shape], [*strides]
+        return made
 
 
 class _Pointer(NamedTuple):
