@@ -1,8 +1,13 @@
 """What is said of tests that fail on a GPU, and what no kernel may do there."""
 
 import pytest
+import torch
 
+from tests.support.needs import skip_files
 from tests.support.suite import Reasons
+
+if not torch.cuda.is_available():
+    pytest_pycollect_makemodule = skip_files("needs a GPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:

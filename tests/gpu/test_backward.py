@@ -5,9 +5,6 @@ float64; and twice the same bits.
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages.gradient_small import SMALL

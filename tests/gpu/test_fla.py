@@ -10,8 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("fla.backends")
 
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule

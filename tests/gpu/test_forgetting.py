@@ -6,9 +6,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
 from kda_ops.backends.triton import tuning
 from tests.support import calls
 from tests.support.forgetting import definition, failures, forgetting, on

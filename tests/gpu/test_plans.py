@@ -5,9 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
 from kda_ops.backends.triton import BACKEND, backend, private
 from tests.support import copying
 from tests.support.calls import run

@@ -1,12 +1,9 @@
 """The short convolution and the gated norm on a GPU: numbers, bits, pools, CUDA graphs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-from dataclasses import replace
 
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.layer_operators import CASES, Conv, NormCase, assert_meets_budget, operator, run

@@ -5,9 +5,6 @@ calls without a decay.
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
 from tests.support import calls, closeness
 from tests.support.cases import FAR, Case, replace
 from tests.support.decays import rows, settings

@@ -2,18 +2,12 @@
 float64, and the laws that hold bit by bit.
 """
 
-import os
 import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
 
 from kda_ops import dispatch
 from kda_ops.backends import activations

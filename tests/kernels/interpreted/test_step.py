@@ -2,17 +2,9 @@
 float64.
 """
 
-import os
-
 import numpy as np
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
-
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kda_ops import dispatch
