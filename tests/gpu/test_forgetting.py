@@ -8,7 +8,8 @@ import torch
 
 from kda_ops.backends.triton import tuning
 from tests.support import calls
-from tests.support.forgetting import definition, failures, forgetting, on
+from tests.support.cases import on
+from tests.support.forgetting import definition, failures, forgetting
 from tests.support.target import Target
 
 CUDA = torch.device("cuda")

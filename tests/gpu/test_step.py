@@ -1,5 +1,5 @@
 """The decode kernel on a GPU: any legal call against the definition, pools in both dtypes, CUDA
-graphs, compiled code, and long runs.
+graphs and compiled code.
 """
 
 from dataclasses import replace
@@ -10,26 +10,22 @@ import torch
 
 import kda_ops
 from kda_ops import dispatch
-from kda_ops.backends.reference import step_tokens
 from kda_ops.backends.triton.plans.recording import Launch
-from tests.support.closeness import assert_close, assert_identical
+from tests.support import pools, steps
+from tests.support.calls import overload
+from tests.support.closeness import assert_identical
 from tests.support.plans import forget_plans
-from tests.support.steps import (
-    EDGES,
-    Step,
-    assert_calls_forget,
-    assert_step,
-    assert_strides_count,
-    random_step,
-)
+from tests.support.steps import EDGES, Step, assert_step, random_step
+from tests.support.target import Target
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POOLS = (torch.float32, torch.bfloat16)
+VARIANTS = ("kda", "gdn")
 TRITON = dispatch.load("triton")
 
 
-LAYER = Step(N=8, H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, gate="softplus", slots=1)
+LAYER = Step(B=8, H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, gate="softplus", slots=1)
 USUAL = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True)
 
 
@@ -44,21 +40,21 @@ def test_any_call_meets_the_definition(seed):
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("rank", (0, 1))
-def test_the_usual_decode_meets_the_definition(rank, transposed, pool):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_usual_decode_meets_the_definition(variant, transposed, pool):
     layout = dict(transposed=transposed, pool=pool, dead=(3,))
-    case = replace(LAYER, rank=rank, N=5, gate="bounded", beta="sigmoid", **layout)
+    case = replace(LAYER, variant=variant, B=5, gate="bounded", beta="sigmoid", **layout)
     assert_step(case, TRITON, CUDA)
 
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("rank", (0, 1))
-def test_a_sequence_has_the_same_bits_alone_and_among_many(rank, transposed, pool):
-    case = replace(LAYER, rank=rank, N=80, H=16, HV=16, transposed=transposed, pool=pool)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_sequence_has_the_same_bits_alone_and_among_many(variant, transposed, pool):
+    case = replace(LAYER, variant=variant, B=80, H=16, HV=16, transposed=transposed, pool=pool)
     p = case.problem(CUDA)
     start, flags = p.state.clone(), dict(transpose_state_layout=transposed, **USUAL)
-    step = torch.ops.kda.recurrent_ if rank else torch.ops.gdn.recurrent_
+    step = overload(variant, "recurrent_")
     with torch.inference_mode():
         rows = [p.q, p.k, p.v, p.g, p.beta]
         o = step(*rows, p.state, p.state_indices, None, p.A_log, p.dt_bias, **flags)
@@ -83,7 +79,7 @@ def test_a_sequence_has_the_same_bits_alone_and_among_many(rank, transposed, poo
     [
         *EDGES,
         Step(lengths=(3, 0, 1), tail=40, slots=3, accepted=True),
-        Step(N=2200, H=1, HV=32, K=8, V=4, slots=1),
+        Step(B=2200, H=1, HV=32, K=8, V=4, slots=1),
     ],
     ids=str,
 )
@@ -91,10 +87,11 @@ def test_edges_meet_the_definition(case):
     assert_step(case, TRITON, CUDA)
 
 
-def test_calls_that_look_alike_share_nothing_else():
-    with torch.inference_mode():
-        assert_calls_forget(CUDA)
-        assert_strides_count(CUDA)
+def test_calls_that_look_alike_share_nothing_else(monkeypatch):
+    for module in (pools, steps):
+        monkeypatch.setattr(module, "TARGET", Target(CUDA, DTYPES, slow=False))
+    steps.assert_calls_forget()
+    steps.assert_strides_count()
 
 
 def _call(B: int, H: int = 4, K: int = 64, V: int = 64, T: int = 1, seed: int = 0):
@@ -185,15 +182,15 @@ class _Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("rank", (0, 1))
-def test_launches_that_overlap_see_the_work_of_those_before_them(rank, transposed):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_launches_that_overlap_see_the_work_of_those_before_them(variant, transposed):
     """Two hundred tokens on a pool, each with the output of the one before it as its values: with a
     wait after each, without, and replayed.
     """
-    case = replace(LAYER, rank=rank, transposed=transposed, beta="sigmoid")
+    case = replace(LAYER, variant=variant, transposed=transposed, beta="sigmoid")
     p = case.problem(CUDA)
     start, values = p.state.clone(), p.v.clone()
-    step = torch.ops.kda.recurrent_ if rank else torch.ops.gdn.recurrent_
+    step = overload(variant, "recurrent_")
     flags = dict(transpose_state_layout=transposed, use_beta_sigmoid_in_kernel=True, **USUAL)
 
     def run(pool, wait):
@@ -232,49 +229,3 @@ def test_compiled_to_a_graph_with_the_state_as_a_buffer():
             o, expected = compiled(inputs, flags, indices), eager(inputs, flags, indices)
             assert_identical(o, expected, f"o of step {seed}")
         assert_identical(layer.state, eager.state, "the state")
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_ten_thousand_steps_do_not_drift(pool):
-    """Against the definition in float64; the twin is the definition in float32 with its state
-    rounded to the pool's dtype after every token.
-    """
-    steps, H, K, V = 10_000, 2, 64, 64
-    gen = torch.Generator(CUDA).manual_seed(1)
-    q, k, v, g = (torch.randn(1, steps, H, d, device=CUDA, generator=gen) for d in (K, K, V, K))
-    q, k, g = (
-        (q / q.norm(dim=-1, keepdim=True)).bfloat16(),
-        (k / k.norm(dim=-1, keepdim=True)).bfloat16(),
-        -0.02 * g.abs(),
-    )
-    v, beta = v.bfloat16(), torch.rand(1, steps, H, device=CUDA, generator=gen)
-    state = torch.zeros(1, H, K, V, device=CUDA, dtype=pool)
-    ref, twin = (
-        torch.zeros(H, K, V, device=CUDA, dtype=torch.float64),
-        torch.zeros(H, K, V, device=CUDA),
-    )
-    outs, refs, twins = [], [], []
-    graph, rows = torch.cuda.CUDAGraph(), (q, k, v, g, beta)
-    token = [x[:, :1].clone() for x in rows]
-    with torch.inference_mode():
-        kda_ops.recurrent_kda_(*token, torch.zeros_like(state))
-        for S in (ref, twin):
-            # makes the handles that a capture may not
-            step_tokens(S, *(x[0, 0].to(S.dtype) for x in token), 1.0)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            o = kda_ops.recurrent_kda_(*token, state)
-            new64, o64 = step_tokens(ref, *(x[0, 0].double() for x in token), K**-0.5)
-            new32, o32 = step_tokens(twin, *(x[0, 0].float() for x in token), K**-0.5)
-            ref.copy_(new64)
-            twin.copy_(new32.to(pool))
-        for t in range(steps):
-            for x, row in zip(token, rows):
-                x.copy_(row[:, t : t + 1])
-            graph.replay()
-            if t % 500 == 499:
-                outs.append(o[0, 0].clone())
-                refs.append(o64.clone())
-                twins.append(o32.to(o.dtype))
-    assert_close("o", torch.stack(outs), torch.stack(refs), torch.stack(twins))
-    assert_close("state", state[0], ref, twin.to(pool))

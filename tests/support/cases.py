@@ -23,6 +23,7 @@ EMPTY = [
     *(dict(T=0), dict(B=0), dict(H=0, HV=0), dict(V=0)),
     *(dict(lengths=()), dict(lengths=(), tail=5), dict(lengths=(0, 0))),
 ]
+BARE = "bare"  # the bounded gate without A_log and dt_bias; only fixed cases name it
 GATES = ("weak", "strong", "zero", "reset", "forget", "blocks", "softplus", "bounded", "none")
 KEYS = ("random", "correlated", "repeated")
 AXES = "axes"  # keys on the axes, of a length of exactly 1; only fixed cases name them
@@ -121,12 +122,12 @@ class Case:
             "use_qk_l2norm_in_kernel": self.l2norm,
             "scale": self.scale,
         }
-        flags["use_gate_in_kernel"] = self.gate in ("softplus", "bounded")
+        flags["use_gate_in_kernel"] = self.gate in ("softplus", "bounded", BARE)
         flags["use_beta_sigmoid_in_kernel"], flags["allow_neg_eigval"] = (
             self.beta in ("sigmoid", "neg_eigval"),
             self.beta == "neg_eigval",
         )
-        if self.gate == "bounded":
+        if self.gate in ("bounded", BARE):
             flags["lower_bound"] = BOUND
         if op in ("chunk", "recurrent"):
             flags["output_final_state"] = self.final
@@ -139,10 +140,7 @@ class Case:
 
     def inputs(self, device: torch.device | str = "cpu") -> Tensors:
         """Build the tensors by name, in the order of the schemas."""
-        return {
-            n: None if x is None else x.to(device) if x.is_contiguous() else _to_strided(x, device)
-            for n, x in self._build().items()
-        }
+        return on(self._build(), device)
 
     def _build(self) -> Tensors:
         gen = torch.Generator().manual_seed(self.seed)
@@ -193,6 +191,8 @@ class Case:
                 dt_bias = dt_bias.flatten()
             if self.gate == "bounded" and self.seed % 3 == 0:
                 A_log = None
+        elif self.gate == BARE:
+            g = randn(*g_shape)
         beta = {"none": None, "given": uniform(B, T, HV)}.get(self.beta, randn(B, T, HV))
         if self.beta == EDGES:
             beta = (beta > -1.0).double()
@@ -261,12 +261,23 @@ class Case:
         ).to(device)
 
 
+def on(inputs: Tensors, device: torch.device | str) -> Tensors:
+    """Copy the inputs of a call to another device; their strides stay."""
+    return {n: None if x is None else _to_strided(x, device) for n, x in inputs.items()}
+
+
 def _to_strided(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy x to `device` and keep its strides."""
-    if torch.device(device).type == x.device.type:
-        return x
+    if torch.device(device).type == x.device.type or x.is_contiguous():
+        return x.to(device)
     out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     return out.copy_(x) if 0 not in x.stride() else x[:, :, :1].to(device).expand(x.shape)
+
+
+def double(inputs: Tensors) -> Tensors:
+    """Return the inputs of a call in float64, but for offsets and slots."""
+    return {
+        n: x.double() if x is not None and x.is_floating_point() else x for n, x in inputs.items()
+    }
 
 
 def is_safe(gate: str) -> bool:
@@ -319,6 +330,7 @@ def cases(draw, **fixed: object) -> Case:
 
 
 __all__ = [
+    "BARE",
     "BETAS",
     "BOUND",
     "Case",
@@ -333,6 +345,8 @@ __all__ = [
     "STRIDES",
     "Tensors",
     "cases",
+    "double",
     "is_safe",
+    "on",
     "replace",
 ]

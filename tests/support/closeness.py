@@ -36,7 +36,7 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import Results, run, run_stages
-from tests.support.cases import Case, Tensors
+from tests.support.cases import Case, Tensors, double
 from tests.support.target import TARGET
 
 
@@ -149,10 +149,7 @@ def oracle(case: Case, need: tuple[str, ...] = GRADIENTS) -> Results:
 
 @lru_cache(maxsize=128)
 def _oracle(case: Case, need: tuple[str, ...]) -> Results:
-    inputs = {
-        n: x if x is None or not x.is_floating_point() else x.double()
-        for n, x in case.inputs().items()
-    }
+    inputs = double(case.inputs())
     leaves = {n: x.requires_grad_() for n, x in inputs.items() if x is not None and n in need}
     p = Problem.parse(case.rank, *inputs.values(), **case.flags())
     o, final_state = p.new_output(), p.new_final_state()
