@@ -138,7 +138,8 @@ def test_one_long_sequence_of_few_heads_leaves_room(monkeypatch):
     assert asks(16384, 32) and not asks(8192, 32) and not asks(16384, 96) and not asks(16384, 8)
 
 
-def test_lengths_and_batches_do_not_recompile():
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_lengths_and_batches_do_not_recompile(variant):
     from triton.runtime.jit import JITFunction
 
     counted, compiled = [], JITFunction._do_compile
@@ -147,7 +148,7 @@ def test_lengths_and_batches_do_not_recompile():
         counted.append(self.fn.__name__)
         return compiled(self, *args, **kwargs)
 
-    case = replace(LAYER, variant="gdn", B=2, T=96, H=1, HV=2)
+    case = replace(LAYER, variant=variant, B=2, T=96, H=1, HV=2)
     run(case, inputs=case.inputs(CUDA))
     JITFunction._do_compile = count
     try:

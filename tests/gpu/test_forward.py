@@ -178,26 +178,6 @@ def test_more_heads_than_a_grid_axis_holds(variant):
     assert_identical(o[690:], forward(replace(case, B=10), few)["o"])
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_sizes_do_not_recompile(variant):
-    from triton.runtime.jit import JITFunction
-
-    counted, run = [], JITFunction._do_compile
-
-    def count(self, *args, **kwargs):
-        counted.append(self.fn.__name__)
-        return run(self, *args, **kwargs)
-
-    forward(replace(LAYER, variant=variant, B=2, T=96))
-    JITFunction._do_compile = count
-    try:
-        for B, T, scale in ((2, 96, 0.1), (3, 200, 0.2), (5, 131, 0.3)):
-            forward(replace(LAYER, variant=variant, B=B, T=T, scale=scale))
-    finally:
-        JITFunction._do_compile = run
-    assert not counted
-
-
 @pytest.mark.parametrize("gate, heads", (("bounded", 48), ("softplus", 96)))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_chunks_prepared_beside_their_scan_change_no_bit(monkeypatch, variant, gate, heads):
@@ -275,13 +255,3 @@ def test_long_sequences_of_few_heads_are_prepared_beside_their_scan(monkeypatch)
     assert (
         asks(32768, 32, cu_seqlens=torch.tensor([0, 32768], dtype=torch.int32, device=CUDA)) is None
     )
-
-
-def test_the_table_is_what_runs_without_a_tuned_file(monkeypatch, tmp_path):
-    monkeypatch.setenv("KDA_OPS_TUNING", str(tmp_path / "none.json"))
-    tuning.forget()
-    p = Problem.parse(1, *LAYER.inputs(CUDA).values(), **LAYER.flags())
-    assert tuning.choose("prepare_kda", p) == tuning.table("prepare_kda", p)
-    tuning.save({tuning.row("prepare_kda", p): tuning.Options(warps=8)})
-    assert tuning.choose("prepare_kda", p) == tuning.Options(warps=8)
-    tuning.forget()

@@ -296,17 +296,6 @@ def test_autocast_does_not_reach_the_arithmetic_of_the_gate(variant):
     )
 
 
-@pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_an_initial_state_is_never_written(variant, op, transposed):
-    case = Case(variant, lengths=(0, 2, 1), V=8, transposed=transposed)
-    x = case.inputs(TARGET.device)
-    before = x["initial_state"].clone()
-    forward(case, op, x)
-    assert_identical(x["initial_state"], before)
-
-
 @pytest.mark.parametrize("strides", ("heads_first", "fused", "expanded"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fake_gradients_are_contiguous_whatever_the_strides(variant, strides):
