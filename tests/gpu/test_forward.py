@@ -10,7 +10,19 @@ from kda_ops.backends.triton import tuning
 from kda_ops.problem import Problem
 from tests.support import closeness
 from tests.support.calls import overload
-from tests.support.cases import AXES, EDGES, GATES, KEYS, PACKED, STRIDES, Case, replace
+from tests.support.cases import (
+    AXES,
+    EDGES,
+    GATES,
+    KEYS,
+    PACKED,
+    STRIDES,
+    TOKENS,
+    Case,
+    alone,
+    replace,
+    take,
+)
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle
 from tests.support.plans import forget_plans
 
@@ -109,19 +121,10 @@ def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
     for gate in ("bounded", "softplus"):
         case = replace(LAYER, variant=variant, gate=gate, lengths=(200, 70, 130), final=False)
         inputs = case.inputs(CUDA)
-        alone = {
-            n: x[:1]
-            if n == "initial_state"
-            else x[:, :150]
-            if n in ("q", "k", "v", "g", "beta")
-            else x
-            for n, x in inputs.items()
-            if x is not None
-        }
-        alone = {n: alone.get(n) for n in inputs} | {"cu_seqlens": None}
+        some = take(alone(case, inputs, 0), 0, 150)
         assert_identical(
             forward(case, inputs)["o"][:, :150],
-            forward(replace(case, lengths=None, T=150), alone)["o"],
+            forward(replace(case, lengths=None, T=150), some)["o"],
             gate,
         )
 
@@ -174,7 +177,7 @@ def test_more_heads_than_a_grid_axis_holds(variant):
     )
     inputs = case.inputs(CUDA)
     o = forward(case, inputs)["o"]
-    few = {n: x[690:] if n in ("q", "k", "v", "g", "beta") else x for n, x in inputs.items()}
+    few = {n: x[690:] if n in TOKENS else x for n, x in inputs.items()}
     assert_identical(o[690:], forward(replace(case, B=10), few)["o"])
 
 

@@ -9,7 +9,7 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import forward, run
-from tests.support.cases import Case, cases, replace
+from tests.support.cases import Case, cases, followed, replace
 from tests.support.closeness import (
     assert_all_identical,
     assert_close,
@@ -126,14 +126,8 @@ def test_forgetting_everything_starts_anew(variant, op):
     inputs["g"] = inputs["g"].clone()
     inputs["g"][:, 70] = -torch.inf
     other = replace(case, seed=9).inputs(TARGET.device)
-    changed = {
-        n: x
-        if x is None or n in ("A_log", "dt_bias", "cu_seqlens", "g")
-        else other[n]
-        if n == "initial_state"
-        else torch.cat([other[n][:, :70], x[:, 70:]], 1)
-        for n, x in inputs.items()
-    }
+    changed = followed(other, 70, inputs)
+    changed |= {n: inputs[n] for n in ("g", "A_log", "dt_bias")}
     a, b = forward(case, op, inputs), forward(case, op, changed)
     torch.testing.assert_close(a["o"][:, 70:], b["o"][:, 70:])
     torch.testing.assert_close(a["final_state"], b["final_state"])

@@ -31,7 +31,8 @@ STRIDES = ("contiguous", "heads_first", "fused", "expanded", "every_second")
 BETAS = ("given", "none", "sigmoid", "neg_eigval")
 EDGES = "edges"  # a given beta that is 0 or 1; only fixed cases name it
 RANK = {"kda": 1, "gdn": 0}
-INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+TOKENS = ("q", "k", "v", "g", "beta")  # what has a row for each token
+INPUTS = (*TOKENS, "A_log", "dt_bias", "initial_state", "cu_seqlens")
 BOUND = -5.0
 STEEP = -30.0  # of "steep", a gate that only fixed cases name
 # queries and keys that a promised bound of -5 does not hold (docs/numerics.md), by a name
@@ -273,6 +274,28 @@ def _to_strided(x: Tensor, device: torch.device | str) -> Tensor:
     return out.copy_(x) if 0 not in x.stride() else x[:, :, :1].to(device).expand(x.shape)
 
 
+def take(inputs: Tensors, a: int | None, b: int | None) -> Tensors:
+    """Return the inputs with tokens a to b alone."""
+    return {n: x[:, a:b] if x is not None and n in TOKENS else x for n, x in inputs.items()}
+
+
+def alone(case: Case, inputs: Tensors, n: int) -> Tensors:
+    """Return the inputs of sequence n as a call of its own."""
+    row, a, b = case.spans[n]
+    rows = {m: x[row : row + 1] for m, x in inputs.items() if x is not None and m in TOKENS}
+    state = inputs["initial_state"]
+    rest = {"initial_state": None if state is None else state[n : n + 1], "cu_seqlens": None}
+    return inputs | take(rows, a, b) | rest
+
+
+def followed(inputs: Tensors, seen: int, other: Tensors) -> Tensors:
+    """Return the inputs with the tokens of another call in place of those from `seen` on."""
+    return {
+        n: torch.cat([x[:, :seen], other[n][:, seen:]], 1) if x is not None and n in TOKENS else x
+        for n, x in inputs.items()
+    }
+
+
 def double(inputs: Tensors) -> Tensors:
     """Return the inputs of a call in float64, but for offsets and slots."""
     return {
@@ -343,10 +366,14 @@ __all__ = [
     "PACKED",
     "RANK",
     "STRIDES",
+    "TOKENS",
     "Tensors",
+    "alone",
     "cases",
     "double",
+    "followed",
     "is_safe",
     "on",
+    "take",
     "replace",
 ]

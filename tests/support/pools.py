@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.calls import overload
-from tests.support.cases import Case, Tensors, cases, on
+from tests.support.cases import TOKENS, Case, Tensors, cases, on
 from tests.support.target import TARGET
 
 SPARE = 3  # slots of a pool that no sequence uses
@@ -22,7 +22,7 @@ def pool_arguments(
 
     `extra` is num_accepted_tokens of `recurrent_`, or snapshot_indices of `chunk_`.
     """
-    tokens = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    tokens = [x[n] for n in TOKENS]
     return [*tokens, state, slots, extra, x["A_log"], x["dt_bias"], x["cu_seqlens"]]
 
 

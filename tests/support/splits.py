@@ -13,10 +13,9 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend
 from tests.support.calls import Results, overload
-from tests.support.cases import Case, double
+from tests.support.cases import TOKENS, Case, double
 from tests.support.closeness import assert_all_close, assert_identical, channels, drawn
 
-PER_TOKEN = ("q", "k", "v", "g", "beta")
 LENGTHS = (1, 2, 5, 16, 37, 63, 64, 65, 128)
 MOST = 16  # tokens per call of `recurrent_`
 
@@ -53,7 +52,7 @@ class Split:
         case, outs, t = self.case, [], 0
         x, slots, pool = case.inputs(device), self.slots.to(device), self.pool().to(device)
         for op, n in self.pieces if pieces is None else pieces:
-            args = [None if x[name] is None else x[name][:, t : t + n] for name in PER_TOKEN]
+            args = [None if x[name] is None else x[name][:, t : t + n] for name in TOKENS]
             with torch.inference_mode():
                 outs.append(
                     overload(case.variant, op)(
@@ -77,7 +76,7 @@ class Split:
         if exact:
             pool, x = pool.double(), double(x)
         for op, n in pieces:
-            args = [None if x[name] is None else x[name][:, t : t + n] for name in PER_TOKEN]
+            args = [None if x[name] is None else x[name][:, t : t + n] for name in TOKENS]
             parse = Problem.parse_prefill if op == "chunk_" else Problem.parse_step
             p = parse(
                 case.rank,
