@@ -8,7 +8,7 @@ import torch
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
 from kda_ops.problem import Problem
-from tests.support import closeness
+from tests.support import calls, closeness
 from tests.support.calls import overload
 from tests.support.cases import (
     AXES,
@@ -43,29 +43,13 @@ LAYER = Case(
 
 
 def twin(case, draw=0):
-    """Forward of the twin, rounded as the kernels on a GPU round: to the dtype of the inputs."""
-    there, back = closeness.channels(case, draw)
-    p = Problem.parse(
-        case.rank,
-        *(None if x is None else there(n, x) for n, x in case.inputs().items()),
-        **case.flags(),
-    )
-    reference = closeness.drawn(draw, p.state_dtype, p.q.dtype)
-    o, final_state = p.new_output(), p.new_final_state()
-    reference.scan(p, reference.prepare(p), o, final_state, keep=False)
-    return (
-        {"o": back("v", o), "final_state": back("initial_state", final_state)}
-        if case.final
-        else {"o": back("v", o)}
-    )
+    """Return the forward of the twin."""
+    return closeness.twin(case, "chunk", (), draw)
 
 
 def forward(case, inputs=None):
-    with torch.no_grad():
-        o, final_state = overload(case.variant, "chunk")(
-            *(case.inputs(CUDA) if inputs is None else inputs).values(), **case.flags()
-        )
-    return {"o": o, "final_state": final_state} if final_state.dim() > 1 else {"o": o}
+    """Run the forward of a case."""
+    return calls.forward(case, inputs=inputs)
 
 
 def assert_forward(case):

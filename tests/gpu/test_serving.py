@@ -18,12 +18,11 @@ from examples import serve
 from kda_ops import checks
 from kda_ops.backends.triton import tuning
 from kda_ops.problem import Problem
-from tests.support import calls, closeness, drift
+from tests.support import drift
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical, assert_meets_budget
 from tests.support.forks import Fork, assert_fork, broken, by_operator, forks
 from tests.support.splits import Split, assert_split, splits
-from tests.support.target import Target
 
 CUDA = torch.device("cuda")
 POOLS = (torch.float32, torch.bfloat16)
@@ -317,10 +316,7 @@ def test_compiled_to_a_graph_no_copy_of_the_state_is_made(variant):
 @pytest.mark.parametrize(
     "options", (dict(B=2, T=16), dict(lengths=(3, 0, 70, 1), tail=2, transposed=True)), ids=str
 )
-def test_recurrent_is_differentiable(variant, options, monkeypatch):
-    there = Target(CUDA, (torch.bfloat16,), slow=False)
-    monkeypatch.setattr(calls, "TARGET", there)
-    monkeypatch.setattr(closeness, "TARGET", there)
+def test_recurrent_is_differentiable(variant, options):
     case = Case(
         variant,
         dtype=torch.bfloat16,

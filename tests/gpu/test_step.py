@@ -11,12 +11,17 @@ import torch
 import kda_ops
 from kda_ops import dispatch
 from kda_ops.backends.triton.plans.recording import Launch
-from tests.support import pools, steps
 from tests.support.calls import overload
 from tests.support.closeness import assert_identical
 from tests.support.plans import forget_plans
-from tests.support.steps import EDGES, Step, assert_step, random_step
-from tests.support.target import Target
+from tests.support.steps import (
+    EDGES,
+    Step,
+    assert_calls_forget,
+    assert_step,
+    assert_strides_count,
+    random_step,
+)
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -87,11 +92,9 @@ def test_edges_meet_the_definition(case):
     assert_step(case, TRITON, CUDA)
 
 
-def test_calls_that_look_alike_share_nothing_else(monkeypatch):
-    for module in (pools, steps):
-        monkeypatch.setattr(module, "TARGET", Target(CUDA, DTYPES, slow=False))
-    steps.assert_calls_forget()
-    steps.assert_strides_count()
+def test_calls_that_look_alike_share_nothing_else():
+    assert_calls_forget()
+    assert_strides_count()
 
 
 def _call(B: int, H: int = 4, K: int = 64, V: int = 64, T: int = 1, seed: int = 0):

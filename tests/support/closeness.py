@@ -37,7 +37,7 @@ from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import Results, run, run_stages
 from tests.support.cases import Case, Tensors, double
-from tests.support.target import TARGET
+from tests.support.target import TARGET, Target
 
 
 def _maximum(x: Tensor) -> float:
@@ -183,14 +183,14 @@ def twin(
 
     For the forward of `recurrent` run the recurrence instead.
     """
-    return dict(_twin(_same_result(case), op, need, draw))
+    return dict(_twin(_same_result(case), op, need, draw, TARGET))
 
 
 @lru_cache(maxsize=256)
-def _twin(case: Case, op: str, need: tuple[str, ...], draw: int) -> Results:
+def _twin(case: Case, op: str, need: tuple[str, ...], draw: int, target: Target) -> Results:
     inputs, cotangents, back = permuted(case, draw)
     p = Problem.parse(case.rank, *inputs.values(), **case.flags())
-    operand = TARGET.operand(p)
+    operand = target.operand(p)
     reference = drawn(draw, p.state_dtype, None if operand is p.state_dtype else operand)
     return back(run_stages(reference, p, cotangents, need, step=op == "recurrent"))
 
