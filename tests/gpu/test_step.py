@@ -8,12 +8,13 @@ from itertools import chain
 import pytest
 import torch
 
-import kda_ops
 from kda_ops import dispatch
 from kda_ops.backends.triton.plans.recording import Launch
 from tests.support.calls import overload
+from tests.support.cases import TOKENS
 from tests.support.closeness import assert_identical
 from tests.support.plans import forget_plans
+from tests.support.pools import pool_arguments
 from tests.support.steps import (
     EDGES,
     Step,
@@ -97,25 +98,6 @@ def test_calls_that_look_alike_share_nothing_else():
     assert_strides_count()
 
 
-def _call(B: int, H: int = 4, K: int = 64, V: int = 64, T: int = 1, seed: int = 0):
-    gen = torch.Generator(CUDA).manual_seed(seed)
-    q, k, v, g, beta = (
-        torch.randn(s, device=CUDA, generator=gen).bfloat16()
-        for s in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H, K), (B, T, H))
-    )
-    A_log, dt_bias = (
-        torch.randn(H, device=CUDA, generator=gen),
-        torch.randn(H, K, device=CUDA, generator=gen),
-    )
-    return (q, k, v, g, beta), dict(
-        A_log=A_log,
-        dt_bias=dt_bias,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-    )
-
-
 def decoders() -> set[int]:
     """Which compiled kernels the plans launch."""
     plans = chain.from_iterable(TRITON.plans.values())
@@ -125,11 +107,13 @@ def decoders() -> set[int]:
 @pytest.mark.parametrize("one", (False, True))
 def test_scale_strides_and_sizes_do_not_recompile(one):
     def decode(B, T, scale, wide=False):
-        inputs, flags = _call(B, K=48, V=40, T=T)
-        if wide:
-            inputs = tuple(x.repeat_interleave(3, 1)[:, ::3] for x in inputs)
+        case = replace(LAYER, B=B, T=T, HV=4, K=48, V=40, beta="sigmoid", scale=scale, slots=None)
+        x = case.inputs(CUDA)
         pool = torch.randn(B * (3 if wide else 1), 4, 48, 40, device=CUDA)[:: 3 if wide else 1]
-        kda_ops.recurrent_kda_(*inputs, pool, scale=scale, **flags)
+        if wide:
+            x |= {n: x[n].repeat_interleave(3, 1)[:, ::3] for n in TOKENS}
+        args = pool_arguments(x, pool, None, None)
+        overload("kda", "recurrent_")(*args, **case.flags("recurrent_"))
 
     forget_plans()
     decode(3, 1 if one else 2, 0.5)
@@ -137,51 +121,6 @@ def test_scale_strides_and_sizes_do_not_recompile(one):
     for B, T, scale, wide in ((7, 3, 0.25, False), (8, 16, 1.0, True), (3, 5, 0.1, True)):
         decode(B, 1 if one else T, scale, wide)
     assert decoders() == kernels
-
-
-def test_a_captured_graph_replays_with_new_tokens_indices_and_offsets():
-    (q, k, v, g, beta), flags = _call(12)
-    packed = [x.transpose(0, 1).contiguous() for x in (q, k, v, g, beta)]  # one row of 12 tokens
-    pool = torch.randn(20, 4, 64, 64, device=CUDA)
-    indices, cu_seqlens = (
-        torch.full((6,), -1, dtype=torch.int32, device=CUDA),
-        torch.zeros(7, dtype=torch.int32, device=CUDA),
-    )
-
-    def decode(tensors, state):
-        return kda_ops.recurrent_kda_(*tensors, state, indices, cu_seqlens=cu_seqlens, **flags)
-
-    with torch.inference_mode():
-        decode(packed, pool)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            o = decode(packed, pool)
-        batches = (
-            ((1,) * 6, (3, 0, 7, 19, 2, 5)),
-            ((4, 0, 3, 1, 0, 0), (0, 1, 2, 3, -1, -1)),
-            ((0,) * 6, (-1,) * 6),
-        )
-        for seed, (lengths, slots) in enumerate(batches):
-            for x, new in zip(packed, _call(12, seed=seed + 1)[0]):
-                x.copy_(new.transpose(0, 1))
-            indices.copy_(torch.tensor(slots))
-            cu_seqlens.copy_(torch.tensor([0, *lengths]).cumsum(0))
-            expected_pool = pool.clone()
-            expected = decode(packed, expected_pool)
-            o.fill_(torch.nan)
-            graph.replay()
-            assert_identical(o, expected, "o")
-            assert_identical(pool, expected_pool, "the pool")
-
-
-class _Layer(torch.nn.Module):
-    def __init__(self, slots: int):
-        super().__init__()
-        self.register_buffer("state", torch.zeros(slots, 4, 64, 64))
-
-    def forward(self, inputs, flags, indices):
-        return kda_ops.recurrent_kda_(*inputs, self.state, indices, **flags)
 
 
 @pytest.mark.parametrize("transposed", (False, True))
@@ -219,16 +158,3 @@ def test_launches_that_overlap_see_the_work_of_those_before_them(variant, transp
         graph.replay()
         assert_identical(replayed, want, "o of a replay")
         assert_identical(three, one, "the states of a replay")
-
-
-def test_compiled_to_a_graph_with_the_state_as_a_buffer():
-    layer, eager = _Layer(9).to(CUDA), _Layer(9).to(CUDA)
-    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
-    indices = torch.tensor([4, 0, -1], device=CUDA)
-    with torch.inference_mode():
-        for seed in range(6):
-            inputs, flags = _call(3, seed=seed)
-            torch.compiler.cudagraph_mark_step_begin()
-            o, expected = compiled(inputs, flags, indices), eager(inputs, flags, indices)
-            assert_identical(o, expected, f"o of step {seed}")
-        assert_identical(layer.state, eager.state, "the state")
