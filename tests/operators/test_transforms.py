@@ -282,17 +282,7 @@ MAPPED = {
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_vmap_is_a_loop(variant, op, names, lengths):
-    case = Case(
-        variant,
-        B=1 if lengths else 2,
-        T=37,
-        lengths=lengths,
-        H=1,
-        HV=2,
-        gate="softplus",
-        beta="sigmoid",
-        l2norm=True,
-    )
+    case = Case(variant, B=1 if lengths else 2, lengths=lengths, **INSIDE)
     calls, x = stacked(case, names)
     fn = torch.func.vmap(
         lambda *args: overload(variant, op)(*args, **case.flags(op)),
