@@ -6,7 +6,6 @@
   compiled  our layer in one graph, with each choice of plain forms (registrations.decompositions)
   decode    one token per sequence on a cache: time of the host, and of the GPU
   kernels   the convolution and the norm alone, next to FLA's functions
-  cuts      the convolution with other tile sizes; only on request
 
 With ``--before``, the first three are measured in another checkout too, in a process of its own.
 Sides run one after another. A time is the median of the GPU alone (`kda_ops.tools.timer`). "MB" is
@@ -16,7 +15,6 @@ the peak memory of a pass above what was allocated before it.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import subprocess
@@ -227,32 +225,7 @@ def _fla_functions(x: Tensor, weight: Tensor, o: Tensor, scale: Tensor, dy: Tens
     }
 
 
-def cuts(variant: str, device: str) -> Iterator[Row]:
-    """Yield the convolution's time for other cuts of tokens and channels."""
-    import kda_ops
-    from kda_ops.backends.triton import BACKEND
-    from kda_ops.backends.triton.stages import short_conv
-
-    chosen, cap = short_conv._cut, short_conv.MOST
-    x = tokens(device).requires_grad_()
-    weight = torch.randn(x.shape[-1], 4, device=device, dtype=x.dtype).requires_grad_()
-    for rows, unroll, groups, channels, most in itertools.product(
-        (16, 32, 64), (2, 4, 8), (4, 8), (128, 256), (None, 128, 168)
-    ):
-        cut = short_conv.ConvolutionCut(rows, unroll, groups, channels)
-        short_conv._cut = lambda *args, cut=cut, **given: (cut, cut.GROUPS)
-        short_conv.MOST = {} if most is None else {"maxnreg": most}
-        BACKEND.forget()
-        y, _ = kda_ops.short_conv(x, weight, activation="silu")
-        with torch.no_grad():
-            forward = ms(lambda: kda_ops.short_conv(x, weight, activation="silu"), device)
-        back = ms(partial(y.backward, x.detach(), retain_graph=True), device)
-        yield dict(part="cuts", cut=list(cut), registers=most, fwd=forward, bwd=back)
-    short_conv._cut, short_conv.MOST = chosen, cap
-    BACKEND.forget()
-
-
-PARTS = dict(eager=eager, compiled=compiled, decode=decode, kernels=kernels, cuts=cuts)
+PARTS = dict(eager=eager, compiled=compiled, decode=decode, kernels=kernels)
 
 
 def before(tree: Path, parts: list[str], variants: list[str], device: str) -> list[Row]:
@@ -274,7 +247,7 @@ def before(tree: Path, parts: list[str], variants: list[str], device: str) -> li
 def main() -> None:
     """Print the rows, one JSON object a line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS][:4])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--variant", nargs="+", choices=OURS, default=[*OURS])
     parser.add_argument("--before", type=Path, help="another checkout")
     parser.add_argument("--alone", action="store_true", help="without FLA")
@@ -289,8 +262,7 @@ def main() -> None:
         for row in found:
             print(json.dumps(row), flush=True)
     for part in args.parts:
-        both = part in ("kernels", "cuts")  # which have no variants
-        for variant in args.variant[:1] if both else args.variant:
+        for variant in args.variant[:1] if part == "kernels" else args.variant:
             given = {"alone": args.alone} if part in ("eager", "compiled") else {}
             for row in PARTS[part](variant, args.device, **given):
                 found.append(row | about)

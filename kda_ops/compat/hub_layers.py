@@ -10,6 +10,8 @@ is another kernel, which keeps sequences apart by ``seq_idx`` alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from kda_ops import functional
@@ -34,11 +36,8 @@ def _rule(op, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
     return delta_rule(op, *args, **kwargs)
 
 
-class chunk_kimi_delta_attention(nn.Module):
-    """Kimi Delta Attention over whole sequences: `kda_ops.chunk_kda`."""
-
-    has_backward = True
-    can_torch_compile = True
+def _over_sequences(op) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return a `forward` with the signature of transformers' chunk functions."""
 
     def forward(
         self,
@@ -55,7 +54,39 @@ class chunk_kimi_delta_attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output and the final state or None."""
         flags = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
-        return _rule(functional.chunk_kda, query, key, value, g, beta, *flags, **kwargs)
+        return _rule(op, query, key, value, g, beta, *flags, **kwargs)
+
+    return forward
+
+
+def _by_tokens(op) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return a `forward` with the signature of transformers' recurrent functions."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output and the final state or None."""
+        flags = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
+        return _rule(op, query, key, value, g, beta, *flags, **kwargs)
+
+    return forward
+
+
+class chunk_kimi_delta_attention(nn.Module):
+    """Kimi Delta Attention over whole sequences: `kda_ops.chunk_kda`."""
+
+    has_backward = True
+    can_torch_compile = True
+    forward = _over_sequences(functional.chunk_kda)
 
 
 class recurrent_kimi_delta_attention(nn.Module):
@@ -63,22 +94,7 @@ class recurrent_kimi_delta_attention(nn.Module):
 
     has_backward = True
     can_torch_compile = True
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the final state or None."""
-        flags = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
-        return _rule(functional.recurrent_kda, query, key, value, g, beta, *flags, **kwargs)
+    forward = _by_tokens(functional.recurrent_kda)
 
 
 class chunk_gated_delta_rule(nn.Module):
@@ -86,23 +102,7 @@ class chunk_gated_delta_rule(nn.Module):
 
     has_backward = True
     can_torch_compile = True
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        chunk_size: int = 64,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the final state or None."""
-        flags = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
-        return _rule(functional.chunk_gdn, query, key, value, g, beta, *flags, **kwargs)
+    forward = _over_sequences(functional.chunk_gdn)
 
 
 class recurrent_gated_delta_rule(nn.Module):
@@ -110,19 +110,4 @@ class recurrent_gated_delta_rule(nn.Module):
 
     has_backward = True
     can_torch_compile = True
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the final state or None."""
-        flags = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
-        return _rule(functional.recurrent_gdn, query, key, value, g, beta, *flags, **kwargs)
+    forward = _by_tokens(functional.recurrent_gdn)

@@ -14,7 +14,7 @@ import kda_ops
 from kda_ops import functional
 from kda_ops.compat import fla, fla_calls
 from tests.support.calls import as_leaves, forward, with_gradients
-from tests.support.cases import PACKED, Case, cases, replace
+from tests.support.cases import PACKED, TOKENS, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.pools import Pool
 from tests.support.target import TARGET
@@ -72,7 +72,6 @@ WHOLE = {
     "gdn": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
 }
 FOUR = [*WHOLE["kda"], *WHOLE["gdn"]]
-TOKENS = ("q", "k", "v", "g", "beta")
 
 
 def positional(function) -> str:
@@ -128,12 +127,12 @@ def fla_call(case: Case, name: str, inputs) -> tuple:
     return getattr(fla, name)(**taken(name, inputs | fla_flags(case)))
 
 
-def outputs_and_gradients(case: Case, call) -> dict:
-    inputs = case.inputs(TARGET.device)
+def outputs_and_gradients(case: Case, call, device: torch.device = TARGET.device) -> dict:
+    inputs = case.inputs(device)
     leaves = as_leaves(inputs)
     o, final_state = call(inputs | leaves)
     outs = {"o": o} | ({} if final_state is None else {"final_state": final_state})
-    return with_gradients(outs, leaves, case.cotangents(TARGET.device))
+    return with_gradients(outs, leaves, case.cotangents(device))
 
 
 @pytest.mark.bits

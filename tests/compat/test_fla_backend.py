@@ -17,8 +17,8 @@ import torch
 import kda_ops
 from kda_ops.compat import fla as ours
 from kda_ops.compat import fla_backend
-from tests.compat.test_fla import outputs_and_gradients
-from tests.support.cases import PACKED, Case, replace
+from tests.compat.test_fla import fla_flags, outputs_and_gradients
+from tests.support.cases import PACKED, TOKENS, Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.target import TARGET
 
@@ -29,7 +29,7 @@ def short(name: str, **changed) -> dict:
     """Return the required arguments of a function."""
     case = Case("gdn" if "gated" in name else "kda", T=3, H=1, HV=1, state=False, **changed)
     x = case.inputs(TARGET.device)
-    return {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+    return {n: x[n] for n in TOKENS}
 
 
 # --- without FLA ----------------------------------------------------------------------------------
@@ -111,13 +111,6 @@ def theirs(caplog):
     }
 
 
-def fla_words(case: Case, op: str) -> dict:
-    """Return a case's flags by FLA's names."""
-    words = case.flags(op)
-    words["state_v_first"] = words.pop("transpose_state_layout")
-    return words
-
-
 def registries() -> dict:
     from fla.backends import _function_registries, _operation_registries
     from fla.ops.kda import chunk_kda
@@ -162,7 +155,7 @@ def test_every_flag_reaches_our_operators_forward_and_backward(theirs, caplog, c
     flags = case.flags("chunk" if case.variant == "kda" else "recurrent")
     operator = getattr(kda_ops, f"chunk_{case.variant}")
     want = outputs_and_gradients(case, lambda x: operator(**x, **flags))
-    words = fla_words(case, "chunk" if case.variant == "kda" else "recurrent")
+    words = fla_flags(case, "chunk" if case.variant == "kda" else "recurrent")
     got = outputs_and_gradients(case, lambda x: theirs[name](**x, **words))
     assert_all_identical(got, want)
     assert any(m.endswith(f"{name} -> kda_ops") for m in caplog.messages)
@@ -174,7 +167,7 @@ def test_the_recurrent_function_reaches_our_operator(theirs, caplog, case):
     registries()["fused_recurrent_kda_fwd"]._logged.clear()
     # FLA copies to contiguous tensors before it dispatches
     x = {n: None if t is None else t.contiguous() for n, t in case.inputs(TARGET.device).items()}
-    words = fla_words(case, "recurrent")
+    words = fla_flags(case, "recurrent")
     with torch.no_grad():
         o, state = theirs["fused_recurrent_kda"](**x, **words)
         want, want_state = ours.fused_recurrent_kda(**x, **words)
@@ -187,7 +180,7 @@ def test_the_recurrent_function_reaches_our_operator(theirs, caplog, case):
 @pytest.mark.bits
 def test_decoding_writes_the_pool_in_place(theirs):
     x = Case(B=3, T=1, state=False, H=2, HV=2).inputs(TARGET.device)
-    tokens = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+    tokens = {n: x[n] for n in TOKENS}
     pool = torch.randn(5, 2, 16, 24, device=TARGET.device)
     slots, want_pool = torch.tensor([4, 0, 2], device=TARGET.device), pool.clone()
     out = torch.full_like(x["v"], torch.nan)

@@ -16,8 +16,8 @@ import kda_ops
 from kda_ops.compat import fla, fla_backend
 from kda_ops.compat.fla_context import check_context, shard_of
 from kda_ops.problem import CHUNK
-from tests.compat.test_fla import outputs_and_gradients
-from tests.support.cases import Case, replace
+from tests.compat.test_fla import fla_flags, outputs_and_gradients
+from tests.support.cases import TOKENS, Case, replace
 from tests.support.context import assert_equal, gradients, leaves_of, whole
 from tests.support.ranks import device
 
@@ -66,9 +66,7 @@ def cut(case: Case, size: int) -> tuple[int, ...]:
 
 def words_of(case: Case) -> dict:
     """Return a case's flags by FLA's names."""
-    words = case.flags("chunk" if case.variant == "kda" else "recurrent")
-    words["state_v_first"] = words.pop("transpose_state_layout")
-    return words
+    return fla_flags(case, "chunk" if case.variant == "kda" else "recurrent")
 
 
 def sharded(groups, size: int, case: Case, padded: bool = False):
@@ -227,7 +225,7 @@ def test_a_context_without_a_group_is_a_packed_call():
 )
 def test_refusals_say_what_to_do(change, call, error, message):
     case = replace(Case(T=CHUNK, H=1, HV=1), state=False)
-    x = {n: t for n, t in case.inputs().items() if n in ("q", "k", "v", "g", "beta")}
+    x = {n: t for n, t in case.inputs().items() if n in TOKENS}
     context = by_the_rules([0, CHUNK], 0, 1)
     for name, value in change.items():
         setattr(context, name, value)

@@ -1,6 +1,4 @@
-"""Under torch.compile, torch.export and activation checkpointing an operator is one node, whatever
-the sizes.
-"""
+"""Under torch.compile and activation checkpointing an operator is one node, whatever the sizes."""
 
 import functools
 import os
@@ -253,66 +251,6 @@ def test_inductor_writes_a_pool_in_place_without_copying_it(variant, op):
         and "clone" not in code
         and "copy_(" not in code
     ), "a state was copied"
-
-
-# --- export
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_an_exported_program_survives_saving_with_any_length(variant, tmp_path):
-    case = Case(variant, B=2, T=70, **FULL)
-
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            x = case.inputs(TARGET.device)
-            self.A_log, self.dt_bias = (
-                torch.nn.Parameter(x["A_log"]),
-                torch.nn.Parameter(x["dt_bias"]),
-            )
-
-        def forward(self, q, k, v, g, beta, state):
-            return functional(variant)(
-                q, k, v, g, beta, self.A_log, self.dt_bias, state, **case.flags()
-            )
-
-    names, T = ("q", "k", "v", "g", "beta", "initial_state"), torch.export.Dim("T", min=2, max=4096)
-    layer = Layer()
-    args = tuple(case.inputs(TARGET.device)[n] for n in names)
-    shapes = {n: {1: T} for n in names[:5]} | {"state": None}
-    program = torch.export.export(layer, args, dynamic_shapes=shapes)
-    ops = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert overload(variant, "chunk") in ops, "the exported graph does not show the operator"
-    torch.export.save(program, tmp_path / "layer.pt2")
-    loaded = torch.export.load(tmp_path / "layer.pt2").module()
-    for length in (2, 64, 131):
-        other = replace(case, T=length)
-        args = tuple(other.inputs(TARGET.device)[n] for n in names)
-        with torch.no_grad():
-            for got, want in zip(loaded(*args), layer(*args)):
-                torch.testing.assert_close(got, want)
-
-
-def test_a_decode_step_can_be_exported(tmp_path):
-    class Step(torch.nn.Module):
-        def forward(self, q, k, v, g, beta, state, indices):
-            return kda_ops.recurrent_gdn_(q, k, v, g, beta, state, indices)
-
-    pool = Pool(Case("gdn", B=2, T=1, H=2, state=False, final=False), "recurrent_")
-    x = pool.case.inputs(TARGET.device)
-    args = (
-        *(x[n] for n in ("q", "k", "v", "g", "beta")),
-        pool.state(),
-        pool.indices()[0].to(TARGET.device),
-    )
-    torch.export.save(torch.export.export(Step(), args), tmp_path / "step.pt2")
-    loaded, want, state = (
-        torch.export.load(tmp_path / "step.pt2").module(),
-        pool.run(),
-        pool.state(),
-    )
-    torch.testing.assert_close(loaded(*args[:5], state, args[6]), want[0])
-    torch.testing.assert_close(state, want[1])
 
 
 # --- checkpointing

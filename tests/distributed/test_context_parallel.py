@@ -17,8 +17,8 @@ import kda_ops
 import kda_ops.distributed as cp
 from kda_ops import dispatch
 from kda_ops.distributed.chunk import _beside_zeros, _read
-from tests.support.calls import run, with_gradients
-from tests.support.cases import cases, replace
+from tests.support.calls import as_leaves, run, with_gradients
+from tests.support.cases import TOKENS, cases, replace, take
 from tests.support.closeness import assert_all_close, assert_all_identical, oracle
 from tests.support.context import (
     CHUNK,
@@ -32,7 +32,7 @@ from tests.support.context import (
     step,
     whole,
 )
-from tests.support.shards import SPREAD, cut_twin
+from tests.support.shards import cut_twin
 from tests.support.training_walk import training_walks
 
 
@@ -148,11 +148,8 @@ def two_calls(groups, size, case, cuts, halves):
     chunk, flags = CHUNK[case.variant], case.flags() | {"output_final_state": True}
     half = halves[rank]
 
-    def part(s):
-        return {n: t if t is None or n not in SPREAD else t[:, s] for n, t in x.items()}
-
-    o1, state = chunk(**part(slice(0, half)), **flags, group=group)
-    o2, state = chunk(**part(slice(half, None)) | {"initial_state": state}, **flags, group=group)
+    o1, state = chunk(**take(x, 0, half), **flags, group=group)
+    o2, state = chunk(**take(x, half, None) | {"initial_state": state}, **flags, group=group)
     return gradients(case, rank, size, cuts, x, torch.cat([o1, o2], 1), state)
 
 
@@ -170,18 +167,18 @@ def test_states_chain_and_their_gradients_too(ranks):
     ]
     back = torch.tensor(order).argsort()
     inputs = {
-        n: x if n not in SPREAD or x is None else x[:, order] for n, x in case.inputs().items()
+        n: x if n not in TOKENS or x is None else x[:, order] for n, x in case.inputs().items()
     }
     do, dfinal_state = case.cotangents()
     want = run(case, inputs=inputs, cotangents=(do[:, order], dfinal_state))
-    want = {n: x[:, back] if n == "o" or n[1:] in SPREAD else x for n, x in want.items()}
+    want = {n: x[:, back] if n == "o" or n[1:] in TOKENS else x for n, x in want.items()}
     assert_equal(whole(ranks.run(3, two_calls, 3, case, cuts, halves)), want)
 
 
 def holed(case, chunk, a, b, holes, weight=1.0):
     """Run the step of tokens a to b, with NaN in k and v of one token and in do of another."""
     x = {
-        n: t if t is None else t.clone()[:, a:b] if n in SPREAD else t.clone()
+        n: t if t is None else t.clone()[:, a:b] if n in TOKENS else t.clone()
         for n, t in case.inputs().items()
     }
     do, dfinal_state = case.cotangents("cpu")
@@ -189,12 +186,8 @@ def holed(case, chunk, a, b, holes, weight=1.0):
     for t, hole in zip((x["k"], x["v"], do), (holes[0], *holes)):
         if hole is not None and a <= hole < b:
             t[:, hole - a] = torch.nan
-    x = {
-        n: t.requires_grad_() if t is not None and t.is_floating_point() else t
-        for n, t in x.items()
-    }
-    o, final_state = chunk(**x, **case.flags())
-    leaves = {n: t for n, t in x.items() if t is not None and t.requires_grad}
+    leaves = as_leaves(x)
+    o, final_state = chunk(**(x | leaves), **case.flags())
     outs = {"o": o, "final_state": final_state}
     return with_gradients(outs, leaves, (do, weight * dfinal_state))
 
@@ -276,7 +269,7 @@ def test_early_tokens_learn_from_a_loss_on_late_ones(ranks):
     o, _ = getattr(torch.ops, case.variant).chunk(**x, **case.flags())
     o[:, cuts[3] :].sum().backward()
     got = {
-        n: torch.cat([p[n] for p in parts], 1) if n in SPREAD else sum(p[n] for p in parts)
+        n: torch.cat([p[n] for p in parts], 1) if n in TOKENS else sum(p[n] for p in parts)
         for n in parts[0]
     }
     assert_equal(got, {n: x[n].grad for n in got})
@@ -469,7 +462,7 @@ def compiled(groups, size, case, cuts, planned):
     found = gradients(case, rank, size, cuts, x, o, state)
     # other lengths and another plan use the same graphs
     x = {
-        n: t if n not in SPREAD or t is None else t[:, 3:].detach().requires_grad_()
+        n: t if n not in TOKENS or t is None else t[:, 3:].detach().requires_grad_()
         for n, t in x.items()
     }
     o, _ = function(

@@ -189,24 +189,6 @@ def test_every_rank_is_told_what_differs(ranks):
             assert mine in told.get(fault, "nothing"), fault
 
 
-def two_groups(groups, size):
-    """Call with a group of two on ranks 0 and 1, of four (timeout 2 s) on ranks 2 and 3."""
-    layer, (x, _) = build("kda", PLAIN), batch()
-    try:
-        layer(x, group=groups["lower half" if dist.get_rank() < 2 else "impatient"])
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_a_rank_with_another_group_is_not_waited_for_forever(ranks):
-    first, second, third, fourth = ranks.run(4, two_groups, 4)
-    assert first is None and second is None
-    assert (
-        "KimiDeltaAttention: rank 2 timed out waiting for the other 3 ranks" in third
-        and "rank 3 timed out waiting" in fourth
-    )
-
-
 def test_a_cache_belongs_to_one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import kda_ops
 from kda_ops import dispatch
 from kda_ops.stages import KEPT
+from tests.support.cases import TOKENS
 from tests.support.fresh import python
 from tests.support.ranks import mesh_of
 from tests.support.training_walk import training_walks
 
 R = Replicate()
-SPREAD = ("q", "k", "v", "g", "beta")
 CHUNK = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}
 RECURRENT = {"kda": kda_ops.recurrent_kda, "gdn": kda_ops.recurrent_gdn}
 
@@ -73,7 +73,7 @@ class TestPlacements:
     @pytest.mark.quick
     def test_batch_and_heads_spread_over_two_axes(self, mesh, namespace):
         both, per_head = [Shard(0), Shard(2)], [R, Shard(0)]
-        placements = dict.fromkeys(SPREAD, both) | dict(
+        placements = dict.fromkeys(TOKENS, both) | dict(
             A_log=per_head, dt_bias=per_head, initial_state=[Shard(0), Shard(1)]
         )
         x = spread(make_inputs(namespace), mesh, placements)
@@ -81,7 +81,7 @@ class TestPlacements:
         assert o.placements == tuple(both) and o.to_local().shape == (1, 70, 4, 12)
         assert state.placements == (Shard(0), Shard(1)) and state.to_local().shape == (1, 4, 16, 12)
         (o.sum() + state.sum()).backward()
-        for n in (*SPREAD, "initial_state"):
+        for n in (*TOKENS, "initial_state"):
             assert x[n].grad.placements == x[n].placements
         for n in ("A_log", "dt_bias"):  # each rank has seen its rows only
             assert x[n].grad.placements == (Partial(), Shard(0))
@@ -119,8 +119,8 @@ class TestPlacements:
 
     def test_an_absent_tensor_is_no_cached_decision(self, mesh, namespace):
         # here g and beta have one shape
-        x = spread(make_inputs("gdn"), mesh, dict.fromkeys(SPREAD, [Shard(0), Shard(2)]))
-        shown = {n: x[n] for n in SPREAD}
+        x = spread(make_inputs("gdn"), mesh, dict.fromkeys(TOKENS, [Shard(0), Shard(2)]))
+        shown = {n: x[n] for n in TOKENS}
         for absent in ("g", "beta", "g"):
             o, _ = kda_ops.chunk_gdn(**shown | {absent: None})
             o.sum().backward()
@@ -131,14 +131,14 @@ class TestPlacements:
 
     def test_packed_sequences_spread_over_heads_but_not_over_the_batch(self, mesh, namespace):
         x = {
-            n: t[:1].contiguous() if n in SPREAD else t
+            n: t[:1].contiguous() if n in TOKENS else t
             for n, t in make_inputs(namespace).items()
             if n != "initial_state"
         }
         x = spread(
             x,
             mesh,
-            dict.fromkeys(SPREAD, [R, Shard(2)]) | dict(A_log=[R, Shard(0)], dt_bias=[R, Shard(0)]),
+            dict.fromkeys(TOKENS, [R, Shard(2)]) | dict(A_log=[R, Shard(0)], dt_bias=[R, Shard(0)]),
         )
         cu_seqlens = distribute_tensor(torch.tensor([0, 30, 70]), mesh, [R, R])
         o, state = CHUNK[namespace](**x, cu_seqlens=cu_seqlens, **FLAGS)
@@ -149,21 +149,21 @@ class TestPlacements:
         )
 
     def test_heads_that_do_not_divide_are_gathered(self, mesh, namespace):
-        x = {n: t for n, t in make_inputs(namespace, H=3, HV=6).items() if n in SPREAD}
-        o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(SPREAD, [R, Shard(2)])))
+        x = {n: t for n, t in make_inputs(namespace, H=3, HV=6).items() if n in TOKENS}
+        o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(TOKENS, [R, Shard(2)])))
         assert Shard(2) not in o.placements and o.to_local().shape[2] == 6
 
     @pytest.mark.quick
     def test_tokens_are_never_left_spread(self, mesh, namespace):
-        x = {n: t for n, t in make_inputs(namespace).items() if n in SPREAD}
-        o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(SPREAD, [R, Shard(1)])))
+        x = {n: t for n, t in make_inputs(namespace).items() if n in TOKENS}
+        o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(TOKENS, [R, Shard(1)])))
         assert Shard(1) not in o.placements
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("keep", [False, True])
     def test_what_is_kept_for_backward_is_spread_like_the_rest(self, mesh, namespace, dtype, keep):
-        x = {n: t.to(dtype) for n, t in make_inputs(namespace).items() if n in SPREAD}
-        x = spread(x, mesh, dict.fromkeys(SPREAD, [Shard(0), Shard(2)]))
+        x = {n: t.to(dtype) for n, t in make_inputs(namespace).items() if n in TOKENS}
+        x = spread(x, mesh, dict.fromkeys(TOKENS, [Shard(0), Shard(2)]))
         out = getattr(torch.ops, namespace).chunk_fwd(
             **x, use_qk_l2norm_in_kernel=True, disable_recompute=keep
         )
@@ -176,7 +176,7 @@ class TestPlacements:
         x = spread(
             make_inputs(namespace),
             mesh,
-            dict.fromkeys(SPREAD, [Shard(0), Shard(2)]) | dict(initial_state=[Shard(0), Shard(1)]),
+            dict.fromkeys(TOKENS, [Shard(0), Shard(2)]) | dict(initial_state=[Shard(0), Shard(1)]),
         )
         o, state = RECURRENT[namespace](**x, **FLAGS)
         assert o.placements == (Shard(0), Shard(2)) and state.placements == (Shard(0), Shard(1))
@@ -187,8 +187,8 @@ class TestPlacements:
 # --- two processes --------------------------------------------------------------------------------
 
 SPLITS = {
-    "batch": dict.fromkeys((*SPREAD, "initial_state"), Shard(0)),
-    "heads": dict.fromkeys(SPREAD, Shard(2))
+    "batch": dict.fromkeys((*TOKENS, "initial_state"), Shard(0)),
+    "heads": dict.fromkeys(TOKENS, Shard(2))
     | dict(A_log=Shard(0), dt_bias=Shard(0), initial_state=Shard(1)),
     "V": dict(v=Shard(3), initial_state=Shard(2)),
 }
@@ -290,14 +290,14 @@ def test_rules_are_registered_in_either_order_of_imports(order):
 
 @pytest.mark.parametrize("namespace", ["kda", "gdn"])
 def test_rows_that_do_not_divide_are_gathered(mesh, namespace):
-    x = {n: t for n, t in make_inputs(namespace, B=3).items() if n in SPREAD}
-    o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(SPREAD, [Shard(0), R])))
+    x = {n: t for n, t in make_inputs(namespace, B=3).items() if n in TOKENS}
+    o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(TOKENS, [Shard(0), R])))
     assert Shard(0) not in o.placements and o.to_local().shape[0] == 3
 
 
 @pytest.mark.parametrize("namespace", ["kda", "gdn"])
 def test_what_is_kept_of_columns_is_spread_as_they_are(mesh, namespace):
-    x = {n: t for n, t in make_inputs(namespace).items() if n in SPREAD}
+    x = {n: t for n, t in make_inputs(namespace).items() if n in TOKENS}
     _, _, *kept = getattr(torch.ops, namespace).chunk_fwd(
         **spread(x, mesh, dict(v=[R, Shard(3)])), disable_recompute=True
     )

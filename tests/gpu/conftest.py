@@ -1,11 +1,41 @@
-"""What is said of tests that fail on a GPU, and what no kernel may do there."""
+"""What is said of tests that fail on a GPU, what no kernel may do there, and where calls run."""
+
+from unittest import mock
 
 import pytest
+import torch
 
+from tests.support import calls, closeness, pools, steps
+from tests.support.needs import skip_files
 from tests.support.suite import Reasons
+from tests.support.target import Target
+
+GPU = Target(torch.device("cuda"), (torch.bfloat16, torch.float16, torch.float32), slow=False)
+
+if not torch.cuda.is_available():
+    pytest_pycollect_makemodule = skip_files("needs a GPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Print failures at once, and turn kernels that lose registers into errors."""
     config.pluginmanager.register(Reasons(config))
     config.addinivalue_line("filterwarnings", "error:.* has lost its registers:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu():
+    """Run cases on the GPU, and let twins round as its kernels do."""
+    patches = [mock.patch.object(x, "TARGET", GPU) for x in (calls, closeness, pools, steps)]
+    for patch in patches:
+        patch.start()
+    yield
+    for patch in patches:
+        patch.stop()
+
+
+@pytest.fixture
+def poisoned_scratch():
+    """Fill what torch.empty gives with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -5,9 +5,6 @@ float64; and twice the same bits.
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages.gradient_small import SMALL
@@ -27,12 +24,7 @@ SIZES = dict(dtype=BF16, K=128, V=128, H=2, HV=4)
 LAYER = Case(gate="bounded", beta="sigmoid", l2norm=True, **SIZES)
 
 
-@pytest.fixture(autouse=True)
-def poisoned_scratch():
-    """Fill what torch.empty gives with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_scratch")
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
@@ -88,7 +80,7 @@ def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant, length):
             "table",
             lambda kernel, p, chosen=chosen: chosen.setdefault(kernel, table(kernel, p)),
         )
-        found.append(run(case, inputs=case.inputs(CUDA)))
+        found.append(run(case))
         assert [options.block_v for kernel, options in chosen.items() if "scan" in kernel] == [
             columns
         ] * (4 if length else 2)
@@ -141,7 +133,8 @@ def test_one_long_sequence_of_few_heads_leaves_room(monkeypatch):
     assert asks(16384, 32) and not asks(8192, 32) and not asks(16384, 96) and not asks(16384, 8)
 
 
-def test_lengths_and_batches_do_not_recompile():
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_lengths_and_batches_do_not_recompile(variant):
     from triton.runtime.jit import JITFunction
 
     counted, compiled = [], JITFunction._do_compile
@@ -150,13 +143,13 @@ def test_lengths_and_batches_do_not_recompile():
         counted.append(self.fn.__name__)
         return compiled(self, *args, **kwargs)
 
-    case = replace(LAYER, variant="gdn", B=2, T=96, H=1, HV=2)
-    run(case, inputs=case.inputs(CUDA))
+    case = replace(LAYER, variant=variant, B=2, T=96, H=1, HV=2)
+    run(case)
     JITFunction._do_compile = count
     try:
         for B, T, scale in ((2, 96, 0.1), (3, 200, 0.2), (5, 131, 0.3)):
             case = replace(case, B=B, T=T, scale=scale)
-            run(case, inputs=case.inputs(CUDA))
+            run(case)
     finally:
         JITFunction._do_compile = compiled
     assert not counted
@@ -176,9 +169,9 @@ def test_the_first_call_compiles_all_its_kernels_at_once(variant):
     case = replace(LAYER, variant=variant, K=40, V=72, T=150, HV=2, gate="softplus")
     JITFunction._do_compile = note
     try:
-        first = run(case, inputs=case.inputs(CUDA))
+        first = run(case)
         count = len(asked)
-        assert_all_identical(first, run(case, inputs=case.inputs(CUDA)))
+        assert_all_identical(first, run(case))
     finally:
         JITFunction._do_compile = compiled
     assert count >= 4 and len(asked) == count and all(warmup for _, warmup in asked), asked

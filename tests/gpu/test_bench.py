@@ -3,12 +3,9 @@
 import time
 import weakref
 
-import pytest
 import torch
 
 from benchmarks import timer
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def test_a_time_is_that_of_the_gpu_however_long_the_host_takes():

@@ -2,16 +2,11 @@
 and calls off the usual stream and beyond 2^31 elements.
 """
 
+from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-from collections import Counter
-
 import torch._inductor.config
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -10,8 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("fla.backends")
 
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -20,8 +18,10 @@ from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 from triton.runtime.autotuner import Autotuner
 
 import kda_ops
+from benchmarks import fla_models
 from kda_ops.compat import fla_backend
-from tests.compat.test_fla_backend import fla_words, registries
+from tests.compat.test_fla import fla_flags, outputs_and_gradients
+from tests.compat.test_fla_backend import registries
 from tests.compat.test_fla_context import cut, dispatched
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_close, assert_identical, excess, oracle
@@ -68,18 +68,9 @@ def forget() -> None:
 
 def results(case: Case) -> dict:
     """Call FLA's function on a case, forward and backward."""
-    inputs = case.inputs("cuda")
-    leaves = {
-        n: x if x is None or not x.is_floating_point() else x.detach().requires_grad_()
-        for n, x in inputs.items()
-    }
-    words = fla_words(case, "chunk" if case.variant == "kda" else "recurrent")
-    o, state = CHUNK[case.variant](**leaves, **words)
-    outs = [o] if state is None else [o, state]
-    wanted = {n: x for n, x in leaves.items() if x is not None and x.requires_grad}
-    grads = torch.autograd.grad(outs, list(wanted.values()), case.cotangents("cuda")[: len(outs)])
-    found = {"o": o.detach()} | ({} if state is None else {"final_state": state.detach()})
-    return found | {"d" + n: x for n, x in zip(wanted, grads)}
+    words = fla_flags(case, "chunk" if case.variant == "kda" else "recurrent")
+    call = CHUNK[case.variant]
+    return outputs_and_gradients(case, lambda x: call(**x, **words), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -113,7 +104,7 @@ def test_our_kernels_meet_the_budget_through_flas_call(case, monkeypatch, record
 def test_decoding_gives_the_same_pool_as_flas_kernel(monkeypatch, transposed):
     case = Case(gate="softplus", beta="sigmoid", l2norm=True, transposed=transposed, seed=1, B=3)
     case = replace(case, T=1, K=128, V=128, dtype=BF16, state=False, final=False, H=2, HV=4)
-    x, words = case.inputs("cuda"), fla_words(case, "recurrent_")
+    x, words = case.inputs("cuda"), fla_flags(case, "recurrent_")
     del x["initial_state"]
     before = torch.randn(6, 4, 128, 128, device="cuda")
     found = []
@@ -138,27 +129,17 @@ def test_the_recurrent_function_reaches_our_kernel():
     x = case.inputs("cuda")
     forget()
     with torch.no_grad():
-        o, state = fused_recurrent_kda(**x, **fla_words(case, "recurrent"))
+        o, state = fused_recurrent_kda(**x, **fla_flags(case, "recurrent"))
         want, want_state = kda_ops.recurrent_kda(**x, **case.flags("recurrent"))
     assert "fused_recurrent_kda_fwd" in chosen()
     assert_identical(o, want)
     assert_identical(state, want_state)
 
 
-def model(variant: str, dtype: torch.dtype):
+def small(variant: str, dtype: torch.dtype):
     """Build a small model of FLA with reproducible weights."""
-    words = dict(vocab_size=199, hidden_size=256, num_hidden_layers=2, fuse_cross_entropy=False)
-    if variant == "kda":
-        from fla.models.kda import KDAConfig, KDAForCausalLM
-
-        made = KDAForCausalLM, KDAConfig(head_dim=64, num_heads=4, **words)
-    else:
-        from fla.models.gated_deltanet import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
-
-        config = GatedDeltaNetConfig(head_dim=64, num_heads=4, expand_v=1.0, **words)
-        made = GatedDeltaNetForCausalLM, config
-    torch.manual_seed(0)
-    return made[0](made[1]).to("cuda", dtype).train()
+    net = fla_models.model(variant, 2, 4, 64, vocab_size=199, fuse_cross_entropy=False)
+    return net.to("cuda", dtype).train()
 
 
 def step(net, ids) -> dict:
@@ -181,8 +162,8 @@ def error(got: dict, want: dict, part: str) -> float:
 def test_a_training_step_of_flas_model_is_as_exact_as_on_its_own_kernels(monkeypatch, variant):
     pytest.importorskip("transformers")
     ids = torch.randint(3, 199, (2, 200), generator=torch.Generator().manual_seed(0)).cuda()
-    want = step(model(variant, torch.float32), ids)
-    net = model(variant, BF16)
+    want = step(small(variant, torch.float32), ids)
+    net = small(variant, BF16)
     forget()
     got = step(net, ids)
     assert CHUNK[variant].__name__ in chosen()

@@ -6,21 +6,17 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
 from kda_ops.backends.triton import tuning
 from tests.support import calls
-from tests.support.forgetting import definition, failures, forgetting, on
-from tests.support.target import Target
+from tests.support.cases import on
+from tests.support.forgetting import definition, failures, forgetting
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDE = dict(K=128, V=128)
 
 
-def check(variant, dtype, inside, monkeypatch, **sizes):
-    monkeypatch.setattr(calls, "TARGET", Target(CUDA, DTYPES, slow=False))
+def check(variant, dtype, inside, **sizes):
     case, inputs = forgetting(variant, dtype, inside, l2norm=inside, **sizes)
     got = calls.run(case, inputs=on(inputs, CUDA))
     assert got["dg"].is_cuda
@@ -31,8 +27,8 @@ def check(variant, dtype, inside, monkeypatch, **sizes):
 @pytest.mark.parametrize("inside", (False, True), ids=("given", "inside"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_head_that_forgets_has_its_own_gradient(variant, dtype, inside, monkeypatch):
-    check(variant, dtype, inside, monkeypatch, T=200, **WIDE)
+def test_a_head_that_forgets_has_its_own_gradient(variant, dtype, inside):
+    check(variant, dtype, inside, T=200, **WIDE)
 
 
 @pytest.mark.parametrize("inside", (False, True), ids=("given", "inside"))
@@ -43,9 +39,9 @@ def test_both_backwards_of_gdn_hold_it(walk, group, beta, inside, monkeypatch):
     """The walk with 48 heads, and the kernels that it replaces; the last chunk is not full."""
     monkeypatch.setattr(tuning, "FORCED_WALK", walk)
     sizes = dict(T=200, H=48 // group, HV=48, beta=beta)
-    check("gdn", torch.bfloat16, inside, monkeypatch, **sizes, **WIDE)
+    check("gdn", torch.bfloat16, inside, **sizes, **WIDE)
 
 
 @pytest.mark.parametrize("beta", ("none", "sigmoid"))
-def test_the_walk_in_float16_fades_to_zero(beta, monkeypatch):
-    check("gdn", torch.float16, True, monkeypatch, T=200, H=48, HV=48, beta=beta, **WIDE)
+def test_the_walk_in_float16_fades_to_zero(beta):
+    check("gdn", torch.float16, True, T=200, H=48, HV=48, beta=beta, **WIDE)

@@ -5,15 +5,24 @@ be touched, and CUDA graphs.
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
 from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
 from kda_ops.problem import Problem
-from tests.support import closeness
+from tests.support import calls, closeness
 from tests.support.calls import overload
-from tests.support.cases import AXES, EDGES, GATES, KEYS, PACKED, STRIDES, Case, replace
+from tests.support.cases import (
+    AXES,
+    EDGES,
+    GATES,
+    KEYS,
+    PACKED,
+    STRIDES,
+    TOKENS,
+    Case,
+    alone,
+    replace,
+    take,
+)
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle
 from tests.support.plans import forget_plans
 
@@ -34,29 +43,13 @@ LAYER = Case(
 
 
 def twin(case, draw=0):
-    """Forward of the twin, rounded as the kernels on a GPU round: to the dtype of the inputs."""
-    there, back = closeness.channels(case, draw)
-    p = Problem.parse(
-        case.rank,
-        *(None if x is None else there(n, x) for n, x in case.inputs().items()),
-        **case.flags(),
-    )
-    reference = closeness.drawn(draw, p.state_dtype, p.q.dtype)
-    o, final_state = p.new_output(), p.new_final_state()
-    reference.scan(p, reference.prepare(p), o, final_state, keep=False)
-    return (
-        {"o": back("v", o), "final_state": back("initial_state", final_state)}
-        if case.final
-        else {"o": back("v", o)}
-    )
+    """Return the forward of the twin."""
+    return closeness.twin(case, "chunk", (), draw)
 
 
 def forward(case, inputs=None):
-    with torch.no_grad():
-        o, final_state = overload(case.variant, "chunk")(
-            *(case.inputs(CUDA) if inputs is None else inputs).values(), **case.flags()
-        )
-    return {"o": o, "final_state": final_state} if final_state.dim() > 1 else {"o": o}
+    """Run the forward of a case."""
+    return calls.forward(case, inputs=inputs)
 
 
 def assert_forward(case):
@@ -112,19 +105,10 @@ def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
     for gate in ("bounded", "softplus"):
         case = replace(LAYER, variant=variant, gate=gate, lengths=(200, 70, 130), final=False)
         inputs = case.inputs(CUDA)
-        alone = {
-            n: x[:1]
-            if n == "initial_state"
-            else x[:, :150]
-            if n in ("q", "k", "v", "g", "beta")
-            else x
-            for n, x in inputs.items()
-            if x is not None
-        }
-        alone = {n: alone.get(n) for n in inputs} | {"cu_seqlens": None}
+        some = take(alone(case, inputs, 0), 0, 150)
         assert_identical(
             forward(case, inputs)["o"][:, :150],
-            forward(replace(case, lengths=None, T=150), alone)["o"],
+            forward(replace(case, lengths=None, T=150), some)["o"],
             gate,
         )
 
@@ -177,28 +161,8 @@ def test_more_heads_than_a_grid_axis_holds(variant):
     )
     inputs = case.inputs(CUDA)
     o = forward(case, inputs)["o"]
-    few = {n: x[690:] if n in ("q", "k", "v", "g", "beta") else x for n, x in inputs.items()}
+    few = {n: x[690:] if n in TOKENS else x for n, x in inputs.items()}
     assert_identical(o[690:], forward(replace(case, B=10), few)["o"])
-
-
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_sizes_do_not_recompile(variant):
-    from triton.runtime.jit import JITFunction
-
-    counted, run = [], JITFunction._do_compile
-
-    def count(self, *args, **kwargs):
-        counted.append(self.fn.__name__)
-        return run(self, *args, **kwargs)
-
-    forward(replace(LAYER, variant=variant, B=2, T=96))
-    JITFunction._do_compile = count
-    try:
-        for B, T, scale in ((2, 96, 0.1), (3, 200, 0.2), (5, 131, 0.3)):
-            forward(replace(LAYER, variant=variant, B=B, T=T, scale=scale))
-    finally:
-        JITFunction._do_compile = run
-    assert not counted
 
 
 @pytest.mark.parametrize("gate, heads", (("bounded", 48), ("softplus", 96)))
@@ -278,13 +242,3 @@ def test_long_sequences_of_few_heads_are_prepared_beside_their_scan(monkeypatch)
     assert (
         asks(32768, 32, cu_seqlens=torch.tensor([0, 32768], dtype=torch.int32, device=CUDA)) is None
     )
-
-
-def test_the_table_is_what_runs_without_a_tuned_file(monkeypatch, tmp_path):
-    monkeypatch.setenv("KDA_OPS_TUNING", str(tmp_path / "none.json"))
-    tuning.forget()
-    p = Problem.parse(1, *LAYER.inputs(CUDA).values(), **LAYER.flags())
-    assert tuning.choose("prepare_kda", p) == tuning.table("prepare_kda", p)
-    tuning.save({tuning.row("prepare_kda", p): tuning.Options(warps=8)})
-    assert tuning.choose("prepare_kda", p) == tuning.Options(warps=8)
-    tuning.forget()

@@ -8,8 +8,6 @@ from benchmarks.cases import Case
 
 FORWARD, FORWARD_AND_BACKWARD = 6.0, 4.0  # times the bare operator; the aims are 4.5 and 3
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.mark.parametrize("op", ("kda", "gdn"))
 def test_a_call_costs_the_host_a_few_times_what_allocating_its_results_does(op):

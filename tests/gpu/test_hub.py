@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
 import kda_ops
 from benchmarks import hub
 from tests.support.cases import Case

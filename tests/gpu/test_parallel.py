@@ -24,7 +24,8 @@ from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
 from kda_ops.nn.tensor_parallel import HeadParallel
 from tests.distributed.test_context_faults import ODD, odd_one_out
 from tests.distributed.test_context_parallel import compiled
-from tests.support.cases import Case, replace
+from tests.support.calls import as_leaves
+from tests.support.cases import Case, replace, take
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle
 from tests.support.context import step, whole
 from tests.support.ranks import Ranks, device
@@ -109,21 +110,14 @@ def test_every_rank_is_told_what_differs_and_the_group_still_works(ranks, fault)
 def graph_step(groups, size, case, cuts):
     """Run a step compiled by Inductor, and the eager one."""
     group, rank = groups[size], dist.get_rank(groups[size])
-    x = {
-        n: t
-        if t is None or n not in ("q", "k", "v", "g", "beta")
-        else t[:, cuts[rank] : cuts[rank + 1]]
-        for n, t in case.inputs(device()).items()
-    }
+    x = take(case.inputs(device()), cuts[rank], cuts[rank + 1])
     chunk, found = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}[case.variant], []
     for function in (chunk, torch.compile(chunk, fullgraph=True)):
-        leaves = {
-            n: t if t is None or not t.is_floating_point() else t.detach().requires_grad_()
-            for n, t in x.items()
-        }
-        o, _ = function(**leaves, **(case.flags() | {"output_final_state": False}), group=group)
-        wanted = [t for t in leaves.values() if t is not None and t.requires_grad]
-        found.append([o.detach(), *torch.autograd.grad(o.float().square().sum(), wanted)])
+        leaves = as_leaves(x)
+        flags = case.flags() | {"output_final_state": False}
+        o, _ = function(**(x | leaves), **flags, group=group)
+        grads = torch.autograd.grad(o.float().square().sum(), list(leaves.values()))
+        found.append([o.detach(), *grads])
     return max((relative(a, b) for a, b in zip(*found)), default=0.0)
 
 
@@ -314,11 +308,8 @@ def test_the_device_is_that_of_the_tensors(variant):
             o.float().sum() + state.sum(), [t for t in leaves.values() if t is not None]
         )
         with torch.no_grad():
-            token = {
-                n: t[:, :1] if n in ("q", "k", "v", "g", "beta") else t
-                for n, t in x.items()
-                if n not in ("initial_state", "cu_seqlens")
-            }
+            token = take(x, 0, 1)
+            del token["initial_state"], token["cu_seqlens"]
             flags = {n: f for n, f in case.flags("recurrent_").items()}
             pool = x["initial_state"].detach().clone()
             decoded = step_(**token, state=pool, **flags)

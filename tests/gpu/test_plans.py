@@ -5,9 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
 from kda_ops.backends.triton import BACKEND, backend, private
 from tests.support import copying
 from tests.support.calls import run
@@ -34,7 +31,7 @@ def test_named_tuples_and_descriptors_are_made_for_the_tensors_of_the_call():
 def test_lengths_share_plans_that_give_the_bits_of_the_stages(variant, plans, monkeypatch):
     cases = [replace(LAYER, variant=variant, T=T, seed=T) for T in (200, 333, 65, 200)]
     planned = [run(case) for case in cases]
-    assert [len(found) for found in plans.values()] == [1] * len(plans)
+    assert plans and all(len(found) == 1 for found in plans.values())
     monkeypatch.setattr(backend, "call_key", lambda *call: None)
     for case, got in zip(cases, planned):
         assert_all_identical(got, run(case))

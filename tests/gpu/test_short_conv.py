@@ -1,13 +1,11 @@
 """The short convolution and the gated norm on a GPU: numbers, bits, pools, CUDA graphs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-from dataclasses import replace
-
+from tests.support.cases import on
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.layer_operators import CASES, Conv, NormCase, assert_meets_budget, operator, run
 
@@ -40,7 +38,7 @@ def test_two_runs_give_the_same_bits(case):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_and_tokens_give_the_bits_of_the_whole(dtype):
     case = Conv(B=3, T=150, D=256, dtype=dtype)
-    x = {n: None if t is None else t.to(CUDA) for n, t in case.inputs().items()}
+    x = on(case.inputs(), CUDA)
     want, final = operator(case)(*x.values(), **case.flags())
     pool = torch.zeros(5, 3, 256, dtype=dtype, device=CUDA)
     slots = torch.tensor([4, 0, 2], device=CUDA)
@@ -56,7 +54,7 @@ def test_parts_and_tokens_give_the_bits_of_the_whole(dtype):
 
 def test_a_packed_pool_gives_the_bits_of_the_functional_operator():
     case = Conv(lengths=(1, 0, 200, 5), D=256, dtype=torch.bfloat16)
-    x = {n: None if t is None else t.to(CUDA) for n, t in case.inputs().items()}
+    x = on(case.inputs(), CUDA)
     want, final = operator(case)(*x.values(), **case.flags())
     pool = x["initial_tail"].clone()
     y = operator(case, "_")(
@@ -68,7 +66,7 @@ def test_a_packed_pool_gives_the_bits_of_the_functional_operator():
 
 def test_a_captured_step_follows_its_inputs():
     case = Conv(B=4, T=1, D=256, dtype=torch.bfloat16)
-    x = {n: None if t is None else t.to(CUDA) for n, t in case.inputs().items()}
+    x = on(case.inputs(), CUDA)
     pool, slots = torch.zeros(4, 3, 256, dtype=case.dtype, device=CUDA), torch.arange(4).to(CUDA)
 
     def step():

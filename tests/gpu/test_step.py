@@ -1,5 +1,5 @@
 """The decode kernel on a GPU: any legal call against the definition, pools in both dtypes, CUDA
-graphs, compiled code, and long runs.
+graphs and compiled code.
 """
 
 from dataclasses import replace
@@ -8,15 +8,13 @@ from itertools import chain
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-import kda_ops
 from kda_ops import dispatch
-from kda_ops.backends.reference import step_tokens
 from kda_ops.backends.triton.plans.recording import Launch
-from tests.support.closeness import assert_close, assert_identical
+from tests.support.calls import overload
+from tests.support.cases import TOKENS
+from tests.support.closeness import assert_identical
 from tests.support.plans import forget_plans
+from tests.support.pools import pool_arguments
 from tests.support.steps import (
     EDGES,
     Step,
@@ -29,10 +27,11 @@ from tests.support.steps import (
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POOLS = (torch.float32, torch.bfloat16)
+VARIANTS = ("kda", "gdn")
 TRITON = dispatch.load("triton")
 
 
-LAYER = Step(N=8, H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, gate="softplus", slots=1)
+LAYER = Step(B=8, H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, gate="softplus", slots=1)
 USUAL = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True)
 
 
@@ -47,21 +46,21 @@ def test_any_call_meets_the_definition(seed):
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("rank", (0, 1))
-def test_the_usual_decode_meets_the_definition(rank, transposed, pool):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_usual_decode_meets_the_definition(variant, transposed, pool):
     layout = dict(transposed=transposed, pool=pool, dead=(3,))
-    case = replace(LAYER, rank=rank, N=5, gate="bounded", beta="sigmoid", **layout)
+    case = replace(LAYER, variant=variant, B=5, gate="bounded", beta="sigmoid", **layout)
     assert_step(case, TRITON, CUDA)
 
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("rank", (0, 1))
-def test_a_sequence_has_the_same_bits_alone_and_among_many(rank, transposed, pool):
-    case = replace(LAYER, rank=rank, N=80, H=16, HV=16, transposed=transposed, pool=pool)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_sequence_has_the_same_bits_alone_and_among_many(variant, transposed, pool):
+    case = replace(LAYER, variant=variant, B=80, H=16, HV=16, transposed=transposed, pool=pool)
     p = case.problem(CUDA)
     start, flags = p.state.clone(), dict(transpose_state_layout=transposed, **USUAL)
-    step = torch.ops.kda.recurrent_ if rank else torch.ops.gdn.recurrent_
+    step = overload(variant, "recurrent_")
     with torch.inference_mode():
         rows = [p.q, p.k, p.v, p.g, p.beta]
         o = step(*rows, p.state, p.state_indices, None, p.A_log, p.dt_bias, **flags)
@@ -86,7 +85,7 @@ def test_a_sequence_has_the_same_bits_alone_and_among_many(rank, transposed, poo
     [
         *EDGES,
         Step(lengths=(3, 0, 1), tail=40, slots=3, accepted=True),
-        Step(N=2200, H=1, HV=32, K=8, V=4, slots=1),
+        Step(B=2200, H=1, HV=32, K=8, V=4, slots=1),
     ],
     ids=str,
 )
@@ -95,28 +94,8 @@ def test_edges_meet_the_definition(case):
 
 
 def test_calls_that_look_alike_share_nothing_else():
-    with torch.inference_mode():
-        assert_calls_forget(CUDA)
-        assert_strides_count(CUDA)
-
-
-def _call(B: int, H: int = 4, K: int = 64, V: int = 64, T: int = 1, seed: int = 0):
-    gen = torch.Generator(CUDA).manual_seed(seed)
-    q, k, v, g, beta = (
-        torch.randn(s, device=CUDA, generator=gen).bfloat16()
-        for s in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H, K), (B, T, H))
-    )
-    A_log, dt_bias = (
-        torch.randn(H, device=CUDA, generator=gen),
-        torch.randn(H, K, device=CUDA, generator=gen),
-    )
-    return (q, k, v, g, beta), dict(
-        A_log=A_log,
-        dt_bias=dt_bias,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-    )
+    assert_calls_forget()
+    assert_strides_count()
 
 
 def decoders() -> set[int]:
@@ -128,11 +107,13 @@ def decoders() -> set[int]:
 @pytest.mark.parametrize("one", (False, True))
 def test_scale_strides_and_sizes_do_not_recompile(one):
     def decode(B, T, scale, wide=False):
-        inputs, flags = _call(B, K=48, V=40, T=T)
-        if wide:
-            inputs = tuple(x.repeat_interleave(3, 1)[:, ::3] for x in inputs)
+        case = replace(LAYER, B=B, T=T, HV=4, K=48, V=40, beta="sigmoid", scale=scale, slots=None)
+        x = case.inputs(CUDA)
         pool = torch.randn(B * (3 if wide else 1), 4, 48, 40, device=CUDA)[:: 3 if wide else 1]
-        kda_ops.recurrent_kda_(*inputs, pool, scale=scale, **flags)
+        if wide:
+            x |= {n: x[n].repeat_interleave(3, 1)[:, ::3] for n in TOKENS}
+        args = pool_arguments(x, pool, None, None)
+        overload("kda", "recurrent_")(*args, **case.flags("recurrent_"))
 
     forget_plans()
     decode(3, 1 if one else 2, 0.5)
@@ -142,61 +123,16 @@ def test_scale_strides_and_sizes_do_not_recompile(one):
     assert decoders() == kernels
 
 
-def test_a_captured_graph_replays_with_new_tokens_indices_and_offsets():
-    (q, k, v, g, beta), flags = _call(12)
-    packed = [x.transpose(0, 1).contiguous() for x in (q, k, v, g, beta)]  # one row of 12 tokens
-    pool = torch.randn(20, 4, 64, 64, device=CUDA)
-    indices, cu_seqlens = (
-        torch.full((6,), -1, dtype=torch.int32, device=CUDA),
-        torch.zeros(7, dtype=torch.int32, device=CUDA),
-    )
-
-    def decode(tensors, state):
-        return kda_ops.recurrent_kda_(*tensors, state, indices, cu_seqlens=cu_seqlens, **flags)
-
-    with torch.inference_mode():
-        decode(packed, pool)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            o = decode(packed, pool)
-        batches = (
-            ((1,) * 6, (3, 0, 7, 19, 2, 5)),
-            ((4, 0, 3, 1, 0, 0), (0, 1, 2, 3, -1, -1)),
-            ((0,) * 6, (-1,) * 6),
-        )
-        for seed, (lengths, slots) in enumerate(batches):
-            for x, new in zip(packed, _call(12, seed=seed + 1)[0]):
-                x.copy_(new.transpose(0, 1))
-            indices.copy_(torch.tensor(slots))
-            cu_seqlens.copy_(torch.tensor([0, *lengths]).cumsum(0))
-            expected_pool = pool.clone()
-            expected = decode(packed, expected_pool)
-            o.fill_(torch.nan)
-            graph.replay()
-            assert_identical(o, expected, "o")
-            assert_identical(pool, expected_pool, "the pool")
-
-
-class _Layer(torch.nn.Module):
-    def __init__(self, slots: int):
-        super().__init__()
-        self.register_buffer("state", torch.zeros(slots, 4, 64, 64))
-
-    def forward(self, inputs, flags, indices):
-        return kda_ops.recurrent_kda_(*inputs, self.state, indices, **flags)
-
-
 @pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("rank", (0, 1))
-def test_launches_that_overlap_see_the_work_of_those_before_them(rank, transposed):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_launches_that_overlap_see_the_work_of_those_before_them(variant, transposed):
     """Two hundred tokens on a pool, each with the output of the one before it as its values: with a
     wait after each, without, and replayed.
     """
-    case = replace(LAYER, rank=rank, transposed=transposed, beta="sigmoid")
+    case = replace(LAYER, variant=variant, transposed=transposed, beta="sigmoid")
     p = case.problem(CUDA)
     start, values = p.state.clone(), p.v.clone()
-    step = torch.ops.kda.recurrent_ if rank else torch.ops.gdn.recurrent_
+    step = overload(variant, "recurrent_")
     flags = dict(transpose_state_layout=transposed, use_beta_sigmoid_in_kernel=True, **USUAL)
 
     def run(pool, wait):
@@ -222,62 +158,3 @@ def test_launches_that_overlap_see_the_work_of_those_before_them(rank, transpose
         graph.replay()
         assert_identical(replayed, want, "o of a replay")
         assert_identical(three, one, "the states of a replay")
-
-
-def test_compiled_to_a_graph_with_the_state_as_a_buffer():
-    layer, eager = _Layer(9).to(CUDA), _Layer(9).to(CUDA)
-    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
-    indices = torch.tensor([4, 0, -1], device=CUDA)
-    with torch.inference_mode():
-        for seed in range(6):
-            inputs, flags = _call(3, seed=seed)
-            torch.compiler.cudagraph_mark_step_begin()
-            o, expected = compiled(inputs, flags, indices), eager(inputs, flags, indices)
-            assert_identical(o, expected, f"o of step {seed}")
-        assert_identical(layer.state, eager.state, "the state")
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_ten_thousand_steps_do_not_drift(pool):
-    """Against the definition in float64; the twin is the definition in float32 with its state
-    rounded to the pool's dtype after every token.
-    """
-    steps, H, K, V = 10_000, 2, 64, 64
-    gen = torch.Generator(CUDA).manual_seed(1)
-    q, k, v, g = (torch.randn(1, steps, H, d, device=CUDA, generator=gen) for d in (K, K, V, K))
-    q, k, g = (
-        (q / q.norm(dim=-1, keepdim=True)).bfloat16(),
-        (k / k.norm(dim=-1, keepdim=True)).bfloat16(),
-        -0.02 * g.abs(),
-    )
-    v, beta = v.bfloat16(), torch.rand(1, steps, H, device=CUDA, generator=gen)
-    state = torch.zeros(1, H, K, V, device=CUDA, dtype=pool)
-    ref, twin = (
-        torch.zeros(H, K, V, device=CUDA, dtype=torch.float64),
-        torch.zeros(H, K, V, device=CUDA),
-    )
-    outs, refs, twins = [], [], []
-    graph, rows = torch.cuda.CUDAGraph(), (q, k, v, g, beta)
-    token = [x[:, :1].clone() for x in rows]
-    with torch.inference_mode():
-        kda_ops.recurrent_kda_(*token, torch.zeros_like(state))
-        for S in (ref, twin):
-            # makes the handles that a capture may not
-            step_tokens(S, *(x[0, 0].to(S.dtype) for x in token), 1.0)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            o = kda_ops.recurrent_kda_(*token, state)
-            new64, o64 = step_tokens(ref, *(x[0, 0].double() for x in token), K**-0.5)
-            new32, o32 = step_tokens(twin, *(x[0, 0].float() for x in token), K**-0.5)
-            ref.copy_(new64)
-            twin.copy_(new32.to(pool))
-        for t in range(steps):
-            for x, row in zip(token, rows):
-                x.copy_(row[:, t : t + 1])
-            graph.replay()
-            if t % 500 == 499:
-                outs.append(o[0, 0].clone())
-                refs.append(o64.clone())
-                twins.append(o32.to(o.dtype))
-    assert_close("o", torch.stack(outs), torch.stack(refs), torch.stack(twins))
-    assert_close("state", state[0], ref, twin.to(pool))

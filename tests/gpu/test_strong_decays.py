@@ -5,13 +5,9 @@ calls without a decay.
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-from tests.support import calls, closeness
 from tests.support.cases import FAR, Case, replace
+from tests.support.closeness import assert_meets_budget
 from tests.support.decays import rows, settings
-from tests.support.target import Target
 
 
 @pytest.mark.parametrize("setting", list(settings()), ids=str)
@@ -23,13 +19,8 @@ def test_strong_decays_meet_their_budget(setting):
 @pytest.mark.parametrize("safe_gate", (False, True))
 @pytest.mark.parametrize("gate", ("none", "zero"))
 @pytest.mark.parametrize("name", FAR)
-def test_a_call_without_a_decay_has_the_range_of_a_decay_of_zero(
-    name, gate, safe_gate, monkeypatch
-):
+def test_a_call_without_a_decay_has_the_range_of_a_decay_of_zero(name, gate, safe_gate):
     if safe_gate and gate == "zero":
         pytest.skip("the promised bound of -5 limits the range")
-    there = Target(torch.device("cuda"), (torch.bfloat16,), slow=False)
-    monkeypatch.setattr(calls, "TARGET", there)
-    monkeypatch.setattr(closeness, "TARGET", there)
     case = Case(dtype=torch.bfloat16, HV=8, T=130, K=128, V=128, gate=gate, state=False)
-    closeness.assert_meets_budget(replace(case, safe_gate=safe_gate, **FAR[name]))
+    assert_meets_budget(replace(case, safe_gate=safe_gate, **FAR[name]))

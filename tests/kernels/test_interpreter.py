@@ -4,13 +4,12 @@ is first imported.
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.fresh import ROOT, run_tests
+
 KERNELS = Path(__file__).parent
 FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_split.py")
 
@@ -30,17 +29,4 @@ FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_s
     ],
 )
 def test_the_kernels_pass_under_the_interpreter(tests):
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", tests],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ
-        | {
-            "TRITON_INTERPRET": "1",
-            "KDA_OPS_CPU": "triton",
-            "HYPOTHESIS_PROFILE": "interp",
-            "OMP_NUM_THREADS": "1",
-        },
-    )
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    run_tests(tests, TRITON_INTERPRET="1", KDA_OPS_CPU="triton", HYPOTHESIS_PROFILE="interp")

@@ -8,7 +8,7 @@ from kda_ops import dispatch
 from kda_ops.backends.parts import HEIGHTS, parts
 from kda_ops.problem import CHUNK, Problem
 from tests.support.calls import forward, run, run_stages
-from tests.support.cases import Case, replace
+from tests.support.cases import TOKENS, Case, alone, followed, replace, take
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.target import TARGET
 
@@ -17,7 +17,6 @@ if dispatch.backend_name(TARGET.device) != "native":
 
 native = dispatch.load("native")
 VARIANTS = ("kda", "gdn")
-PER_TOKEN = ("q", "k", "v", "g", "beta")
 WIDTHS = ((16, 24), (8, 33), (33, 8), (64, 64), (128, 128))
 EACH = (1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 130)  # lengths around every height
 
@@ -34,17 +33,6 @@ class Count(TorchDispatchMode):
 
 def problem(case):
     return Problem.parse(case.rank, *case.inputs().values(), **case.flags())
-
-
-def one(case, inputs, n):
-    """Sequence n as a call of its own."""
-    row, a, b = case.spans[n]
-    alone = {m: x[row : row + 1, a:b] if m in PER_TOKEN else x for m, x in inputs.items()}
-    state = inputs["initial_state"]
-    return alone | {
-        "initial_state": None if state is None else state[n : n + 1],
-        "cu_seqlens": None,
-    }
 
 
 @pytest.mark.parametrize("lengths,rows", (((1,) * 50, 50), ((1, 2, 16, 17, 32, 33, 64, 0), 225)))
@@ -78,9 +66,7 @@ def test_the_number_of_sequences_changes_no_bit(variant, K, V, state):
     few = Case(variant, lengths=EACH, H=1, HV=1, K=K, V=V, state=True, final=True, l2norm=True)
     many = replace(few, lengths=EACH + (1, 2, 16, 17, 33, 65, 0) * 7)
     inputs, more, end = few.inputs(), replace(many, seed=9).inputs(), sum(EACH)
-    for name, x in more.items():
-        if name in PER_TOKEN:
-            more[name] = torch.cat([inputs[name][:, :end], x[:, end:]], 1)
+    more = followed(more | {n: inputs[n] for n in TOKENS}, end, more)
     more["initial_state"] = torch.cat([inputs["initial_state"], more["initial_state"][len(EACH) :]])
     if not state:
         inputs["initial_state"] = more["initial_state"] = None
@@ -88,7 +74,7 @@ def test_the_number_of_sequences_changes_no_bit(variant, K, V, state):
     assert_identical(got["o"][:, :end], among["o"][:, :end], "o")
     assert_identical(got["final_state"], among["final_state"][: len(EACH)], "final_state")
     for n, (_, a, b) in enumerate(few.spans):
-        want = forward(few, inputs=one(few, inputs, n))
+        want = forward(few, inputs=alone(few, inputs, n))
         assert_identical(got["o"][:, a:b], want["o"], f"o of {b - a} tokens")
         assert_identical(got["final_state"][n : n + 1], want["final_state"], f"state of {b - a}")
 
@@ -104,8 +90,7 @@ def test_tokens_that_follow_change_nothing(variant, K, V, H, state):
     inputs = case.inputs()
     want = forward(case, inputs=inputs)["o"]
     for n in (1, 2, 5, 16, 17, 32, 33, 63, 64):
-        first = {m: x[:, :n] if m in PER_TOKEN else x for m, x in inputs.items()}
-        got = forward(case, inputs=first)["o"]
+        got = forward(case, inputs=take(inputs, 0, n))["o"]
         if n > max(HEIGHTS):
             assert_identical(got, want[:, :n], f"o of {n} tokens")
         else:

@@ -3,14 +3,12 @@ driver that says so, and must not be its interpreter.
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.fresh import ROOT, run_tests
+
 FILES = sorted((Path(__file__).parent / "pretended").glob("test_*.py"))
 
 
@@ -18,12 +16,4 @@ FILES = sorted((Path(__file__).parent / "pretended").glob("test_*.py"))
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize("tests", [f.relative_to(ROOT).as_posix() for f in FILES])
 def test_plans_keep_their_laws_on_a_gpu_that_is_not_there(tests):
-    environment = {n: x for n, x in os.environ.items() if n not in ("TRITON_INTERPRET", "CI")}
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", tests],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=environment | {"KDA_OPS_PRETEND": "1", "KDA_OPS_CPU": "native", "OMP_NUM_THREADS": "1"},
-    )
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    run_tests(tests, KDA_OPS_PRETEND="1", KDA_OPS_CPU="native")

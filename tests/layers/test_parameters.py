@@ -9,39 +9,27 @@ import torch.nn.functional as F
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
 from tests.support.layers import HIDDEN
 
-KDA_NAMES = {
+NAMES = {
     "q_proj.weight": (16, 32),
     "k_proj.weight": (16, 32),
     "v_proj.weight": (64, 32),
     "q_conv1d.weight": (16, 1, 4),
     "k_conv1d.weight": (16, 1, 4),
     "v_conv1d.weight": (64, 1, 4),
-    "f_proj.0.weight": (16, 32),
-    "f_proj.1.weight": (32, 16),
     "b_proj.weight": (4, 32),
     "A_log": (4,),
+    "o_norm.weight": (16,),
+    "o_proj.weight": (32, 64),
+}
+KDA_NAMES = NAMES | {
+    "f_proj.0.weight": (16, 32),
+    "f_proj.1.weight": (32, 16),
     "dt_bias": (32,),
     "g_proj.0.weight": (16, 32),
     "g_proj.1.weight": (64, 16),
     "g_proj.1.bias": (64,),
-    "o_norm.weight": (16,),
-    "o_proj.weight": (32, 64),
 }
-GDN_NAMES = {
-    "q_proj.weight": (16, 32),
-    "k_proj.weight": (16, 32),
-    "v_proj.weight": (64, 32),
-    "q_conv1d.weight": (16, 1, 4),
-    "k_conv1d.weight": (16, 1, 4),
-    "v_conv1d.weight": (64, 1, 4),
-    "a_proj.weight": (4, 32),
-    "b_proj.weight": (4, 32),
-    "A_log": (4,),
-    "dt_bias": (4,),
-    "g_proj.weight": (64, 32),
-    "o_norm.weight": (16,),
-    "o_proj.weight": (32, 64),
-}
+GDN_NAMES = NAMES | {"a_proj.weight": (4, 32), "dt_bias": (4,), "g_proj.weight": (64, 32)}
 
 
 @pytest.mark.quick

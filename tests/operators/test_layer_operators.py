@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import kda_ops
+from tests.support.cases import on
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.layer_operators import (
     CASES,
@@ -70,7 +71,7 @@ def test_gradients_are_finite_differences():
 def test_any_subset_of_gradients_is_the_same(subset):
     case = Conv(lengths=(2, 0, 5), behind=2)
     want = run(case, TARGET.device)
-    inputs = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
+    inputs = on(case.inputs(), TARGET.device)
     wanted = [inputs[n].requires_grad_() for n in subset]
     outs = outputs(case, operator(case)(*inputs.values(), **case.flags()))
     known = [(y, d) for y, d in zip(outs, cotangents(case, outs)) if y.requires_grad]
@@ -92,7 +93,7 @@ def test_a_gradient_of_the_final_tail_alone_is_enough():
 @pytest.mark.quick
 def test_splitting_a_sequence_does_not_change_it():
     case = Conv(T=41, D=8)
-    x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
+    x = on(case.inputs(), TARGET.device)
     y, final = operator(case)(*x.values(), **case.flags())
     tail, parts = x["initial_tail"], []
     for part in x["x"].split((2, 0, 33, 6), 1):
@@ -105,7 +106,7 @@ def test_splitting_a_sequence_does_not_change_it():
 @pytest.mark.bits
 def test_a_sequence_has_the_same_bits_alone_and_packed():
     case = Conv(lengths=(3, 0, 70, 1), behind=4, D=8)
-    x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
+    x = on(case.inputs(), TARGET.device)
     y, final = operator(case)(*x.values(), **case.flags())
     begin = 0
     for n, length in enumerate(case.lengths):
@@ -164,7 +165,7 @@ def test_a_call_on_a_pool_touches_the_slots_it_names_and_nothing_else(pool, dtyp
     shape, lengths, slots = POOLED[pool]
     B, T = shape or (1, 0)
     case = Conv(B=B, T=T, lengths=lengths, behind=2 if lengths else 0, dtype=dtype)
-    x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
+    x = on(case.inputs(), TARGET.device)
     gen = torch.Generator().manual_seed(5)
     tails = torch.randn(6 if slots else B, 3, case.D, generator=gen).to(dtype).to(TARGET.device)
     own = list(slots or range(B))
@@ -193,7 +194,7 @@ def test_a_call_on_a_pool_touches_the_slots_it_names_and_nothing_else(pool, dtyp
 @pytest.mark.parametrize("slots", ((-(2**32), 3), (2, -(2**63)), (-(2**32) + 1, -(2**40) + 5)))
 def test_a_negative_slot_of_64_bits_is_nobody(slots):
     case = Conv(B=2, T=2)
-    x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
+    x = on(case.inputs(), TARGET.device)
     pool = torch.randn(6, 3, case.D, generator=torch.Generator().manual_seed(5)).to(TARGET.device)
     got, before = pool.clone(), pool.clone()
 
@@ -222,7 +223,7 @@ def test_a_negative_slot_of_64_bits_is_nobody(slots):
 def test_kept_rows_of_a_pool_keep_its_dtype(dtype, wide, packed, length):
     """Of a call with fewer tokens than a tail has rows, only the new rows are cast to x's dtype."""
     case = Conv(B=1, T=length, lengths=(length,) if packed else None, dtype=dtype)
-    x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
+    x = on(case.inputs(), TARGET.device)
     pool = torch.randn(3, 3, case.D, generator=torch.Generator().manual_seed(5)).to(wide)
     pool[1, 2] = 1e6 + 1.0 / 3  # beyond float16
     pool = pool.to(TARGET.device)
@@ -235,7 +236,7 @@ def test_kept_rows_of_a_pool_keep_its_dtype(dtype, wide, packed, length):
 @pytest.mark.bits
 def test_decode_token_by_token_gives_the_bits_of_the_whole():
     case = Conv(T=7, D=8, tail=False)
-    x = {n: None if t is None else t.to(TARGET.device) for n, t in case.inputs().items()}
+    x = on(case.inputs(), TARGET.device)
     want, _ = operator(case)(*x.values(), **case.flags())
     tails = torch.zeros(2, 3, 8, device=TARGET.device)
     steps = [

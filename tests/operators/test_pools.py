@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kda_ops import checks, dispatch, problem
 from kda_ops.problem import CHUNK
 from tests.support.calls import overload
-from tests.support.cases import Case
+from tests.support.cases import TOKENS, Case, alone, take
 from tests.support.closeness import assert_identical
 from tests.support.forks import Fork, assert_fork, broken, by_backend, by_operator, forks
 from tests.support.pools import Pool, pool_arguments, pools, same
@@ -21,15 +21,6 @@ from tests.support.splits import Split, assert_split, splits
 from tests.support.target import TARGET
 
 VARIANTS = ("kda", "gdn")
-PER_TOKEN = ("q", "k", "v", "g", "beta")
-
-
-def tokens(case, inputs, row, a, b):
-    """Tokens a..b of a batch row as one dense sequence."""
-    return {
-        n: x if x is None or n not in PER_TOKEN else x[row : row + 1, a:b]
-        for n, x in inputs.items()
-    } | {"cu_seqlens": None}
 
 
 def states_along(pool, n):
@@ -37,18 +28,18 @@ def states_along(pool, n):
     functional operator of the same kind.
     """
     case, inputs = pool.case, pool.case.inputs(TARGET.device)
-    row, a, b = case.spans[n]
+    mine, (_, a, b) = alone(case, inputs, n), case.spans[n]
     start = pool.start()[n : n + 1].to(TARGET.device)
     initial = pool.state()[start].to(case.state_dtype)
     op = "chunk" if pool.op == "chunk_" else "recurrent"
     flags = replace(case, final=True).flags(op)
 
     def run(end):
-        x = tokens(case, inputs, row, a, end) | {"initial_state": initial}
+        x = take(mine, 0, end) | {"initial_state": initial}
         with torch.no_grad():
             return overload(case.variant, op)(*x.values(), **flags)
 
-    return run(b)[0], lambda t: run(a + t)[1][0]
+    return run(b - a)[0], lambda t: run(t)[1][0]
 
 
 @pytest.mark.quick
@@ -168,7 +159,7 @@ def test_a_rolled_back_token_never_happened(variant):
     step = overload(variant, "recurrent_")
 
     def args(x, a, b):
-        return [None if x[n] is None else x[n][:, a:b] for n in PER_TOKEN]
+        return [None if x[n] is None else x[n][:, a:b] for n in TOKENS]
 
     drafted, accepted = pool.state(), torch.tensor([1, 2], device=TARGET.device)
     step(*args(x, 0, 3), drafted, indices, None, x["A_log"], x["dt_bias"], None, **flags)

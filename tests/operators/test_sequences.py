@@ -9,21 +9,11 @@ from hypothesis import strategies as st
 
 from kda_ops import dispatch
 from tests.support.calls import as_leaves, forward, overload, run, with_gradients
-from tests.support.cases import PACKED, Case, cases, replace
+from tests.support.cases import PACKED, TOKENS, Case, alone, cases, followed, replace, take
 from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget
 from tests.support.target import TARGET
 
-PER_TOKEN = ("q", "k", "v", "g", "beta")
 WIDE = st.sampled_from((8, 24, 33, 40))  # widths of one have a test of their own
-
-
-def take(inputs, row, tokens):
-    """Return the inputs of some tokens of one batch row, as a separate call."""
-    rest = {"cu_seqlens": None}
-    return {
-        n: x if x is None or n not in PER_TOKEN else x[row : row + 1, tokens]
-        for n, x in inputs.items()
-    } | rest
 
 
 def needs_products_of_one_shape():
@@ -61,10 +51,8 @@ def test_splitting_a_sequence_and_carrying_the_state_does_not_change_it(op, case
     inputs, edges, state, parts = inputs | leaves, [0, *sorted(cuts), case.T], None, []
     state = inputs["initial_state"]
     for a, b in zip(edges, edges[1:]):
-        part = {
-            n: x if x is None or n not in PER_TOKEN else x[:, a:b] for n, x in inputs.items()
-        } | {"initial_state": state}
-        o, state = overload(case.variant, op)(*part.values(), **case.flags(op))
+        x = take(inputs, a, b) | {"initial_state": state}
+        o, state = overload(case.variant, op)(*x.values(), **case.flags(op))
         parts.append(o)
     outs = {"o": torch.cat(parts, 1), "final_state": state}
     got = with_gradients(outs, leaves, case.cotangents(TARGET.device))
@@ -83,11 +71,8 @@ def test_packed_sequences_are_separate_sequences(op, case):
         "tokens past the last sequence have an output"
     )
     for n, (_, a, b) in enumerate(case.spans):
-        alone = take(inputs, 0, slice(a, b))
-        alone["initial_state"] = (
-            None if inputs["initial_state"] is None else inputs["initial_state"][n : n + 1]
-        )
-        o, final_state = overload(case.variant, op)(*alone.values(), **case.flags(op))
+        x = alone(case, inputs, n)
+        o, final_state = overload(case.variant, op)(*x.values(), **case.flags(op))
         if op == "chunk":
             assert_identical(packed["o"][:, a:b], o, f"o of sequence {n}")
             assert_identical(
@@ -100,8 +85,8 @@ def test_packed_sequences_are_separate_sequences(op, case):
             assert_identical(
                 final_state,
                 torch.zeros_like(final_state)
-                if alone["initial_state"] is None
-                else alone["initial_state"].contiguous(),
+                if x["initial_state"] is None
+                else x["initial_state"].contiguous(),
                 "passed through",
             )
 
@@ -111,11 +96,10 @@ def test_packed_sequences_have_the_gradients_of_separate_ones(case):
     inputs, (do, dfinal_state) = case.inputs(TARGET.device), case.cotangents(TARGET.device)
     parts = []
     for n, (_, a, b) in enumerate(case.spans):
-        part = take(inputs, 0, slice(a, b)) | {"initial_state": inputs["initial_state"][n : n + 1]}
         parts.append(
             run(
                 replace(case, lengths=None, T=b - a),
-                inputs=part,
+                inputs=alone(case, inputs, n),
                 cotangents=(do[:, a:b], dfinal_state[n : n + 1]),
             )
         )
@@ -125,14 +109,14 @@ def test_packed_sequences_have_the_gradients_of_separate_ones(case):
         "final_state": torch.cat([x["final_state"] for x in parts]),
     }
     for name in parts[0]:
-        if name[1:] in PER_TOKEN:
+        if name[1:] in TOKENS:
             joined[name] = torch.cat(
                 [x[name] for x in parts] + [torch.zeros_like(inputs[name[1:]][:, end:])], 1
             )
     joined["dinitial_state"] = torch.cat([x["dinitial_state"] for x in parts])
     assert_meets_budget(case, got=joined)
     packed = assert_meets_budget(case)
-    assert all(not packed[n][:, end:].any() for n in joined if n[1:] in PER_TOKEN), (
+    assert all(not packed[n][:, end:].any() for n in joined if n[1:] in TOKENS), (
         "tokens past the last sequence have a gradient"
     )
 
@@ -207,13 +191,7 @@ def test_later_tokens_change_no_earlier_bit(op, case, seen):
         case.inputs(TARGET.device),
         replace(case, seed=case.seed + 1).inputs(TARGET.device),
     )
-    changed = {
-        n: x if x is None or n not in PER_TOKEN else torch.cat([x[:, :seen], other[n][:, seen:]], 1)
-        for n, x in inputs.items()
-    }
-    shared = {
-        n: None if x is None else x.contiguous() if n in PER_TOKEN else x for n, x in inputs.items()
-    }
+    changed, shared = followed(inputs, seen, other), followed(inputs, seen, inputs)
     assert_identical(
         forward(case, op, shared)["o"][:, :seen], forward(case, op, changed)["o"][:, :seen], "o"
     )
@@ -228,9 +206,8 @@ def test_later_tokens_change_no_bit_of_narrow_heads(K, V, seen):
         needs_products_of_one_shape()
     case = Case(T=74, H=1, HV=1, K=K, V=V)
     inputs = case.inputs(TARGET.device)
-    short = {n: x if n not in PER_TOKEN else x[:, :seen] for n, x in inputs.items()}
     want = forward(case, inputs=inputs)["o"][:, :seen]
-    assert_identical(forward(case, inputs=short)["o"], want, "o")
+    assert_identical(forward(case, inputs=take(inputs, 0, seen))["o"], want, "o")
 
 
 @pytest.mark.bits
@@ -264,11 +241,7 @@ def test_other_sequences_change_no_bit_of_the_chunk_forward(case):
 def test_the_batch_around_a_sequence_changes_no_bit_of_the_chunk_forward(case):
     got, inputs = forward(case), case.inputs(TARGET.device)
     for row in range(3):
-        alone = {
-            n: x if x is None or n in ("A_log", "dt_bias") else x[row : row + 1]
-            for n, x in inputs.items()
-        }
-        again = forward(case, inputs=alone)
+        again = forward(case, inputs=alone(case, inputs, row))
         assert_identical(got["o"][row : row + 1], again["o"], f"o of row {row}")
         if case.final:
             assert_identical(
@@ -284,13 +257,8 @@ def test_the_batch_changes_no_bit_where_a_width_is_one(variant, K, V):
     case = Case(variant, B=3, T=129, K=K, V=V, H=1, HV=1)
     got, inputs = forward(case), case.inputs(TARGET.device)
     for row in range(3):
-        alone = {
-            n: x if x is None or n in ("A_log", "dt_bias") else x[row : row + 1]
-            for n, x in inputs.items()
-        }
-        assert_identical(
-            got["o"][row : row + 1], forward(case, inputs=alone)["o"], f"o of row {row}"
-        )
+        again = forward(case, inputs=alone(case, inputs, row))
+        assert_identical(got["o"][row : row + 1], again["o"], f"o of row {row}")
 
 
 @pytest.mark.bits

@@ -448,11 +448,6 @@ def rows():
 @pytest.mark.parametrize("fake", (False, True), ids=("real", "fake"))
 @pytest.mark.parametrize("variant,op,change,exception,words", [*rows()])
 def test_a_wrong_call_is_refused_with_a_clear_error(variant, op, change, exception, words, fake):
-    if fake and any(isinstance(x, torch.Tensor) and x.is_meta for x in change.values()):
-        change = {
-            n: x if not isinstance(x, torch.Tensor) or not x.is_meta else x
-            for n, x in change.items()
-        }
     state = {"before": None}
     if op.endswith("_") and not fake:
         pool = change.get("state", arguments(variant, op)["state"])
@@ -482,25 +477,6 @@ def test_another_gpu_is_another_device():
         q, k, v = (torch.empty(1, 5, 2, 8, device="cuda:0") for _ in range(3))
         with pytest.raises(TypeError, match="^g must be on cuda:0, where q is, got cuda:1"):
             kda_ops.chunk_kda(q, k, v, torch.empty(1, 5, 2, 8, device="cuda:1"), None)
-
-
-def test_the_widest_key_is_legal():
-    x = Case(T=2, K=256, V=2, H=1, HV=1, state=False, final=False).inputs()
-    assert kda_ops.chunk_kda(*x.values())[0].shape == (1, 2, 1, 2)
-
-
-def test_float64_is_refused_on_cuda():
-    with FakeTensorMode():
-        x = {
-            n: torch.empty(s, dtype=torch.float64, device="cuda")
-            for n, s in (("q", (B, T, H, K)), ("k", (B, T, H, K)), ("v", (B, T, HV, V)))
-        }
-        for variant in ("kda", "gdn"):
-            with pytest.raises(
-                TypeError,
-                match="^q must be float16, bfloat16 or float32 on CUDA, got torch.float64",
-            ):
-                overload(variant, "chunk")(*x.values(), None, None)
 
 
 def test_a_device_without_kernels_is_named():
@@ -561,13 +537,6 @@ def test_None_for_a_tensor_is_refused_under_autocast_and_vmap_too(variant):
 def test_an_unknown_keyword_is_an_error(function):
     with pytest.raises(TypeError, match="unexpected keyword argument 'head_first'"):
         getattr(kda_ops, function)(head_first=True)
-
-
-@pytest.mark.parametrize("op", ARGUMENTS)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_an_unknown_keyword_of_an_operator_is_an_error(variant, op):
-    with pytest.raises(RuntimeError, match="[Uu]nknown keyword argument 'head_first'"):
-        call(variant, op, {"head_first": True}, False)
 
 
 @pytest.mark.parametrize("flag", ("safe_gate", "safe_beta", "safe_keys", "disable_recompute"))

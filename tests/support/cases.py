@@ -23,6 +23,7 @@ EMPTY = [
     *(dict(T=0), dict(B=0), dict(H=0, HV=0), dict(V=0)),
     *(dict(lengths=()), dict(lengths=(), tail=5), dict(lengths=(0, 0))),
 ]
+BARE = "bare"  # the bounded gate without A_log and dt_bias; only fixed cases name it
 GATES = ("weak", "strong", "zero", "reset", "forget", "blocks", "softplus", "bounded", "none")
 KEYS = ("random", "correlated", "repeated")
 AXES = "axes"  # keys on the axes, of a length of exactly 1; only fixed cases name them
@@ -30,7 +31,8 @@ STRIDES = ("contiguous", "heads_first", "fused", "expanded", "every_second")
 BETAS = ("given", "none", "sigmoid", "neg_eigval")
 EDGES = "edges"  # a given beta that is 0 or 1; only fixed cases name it
 RANK = {"kda": 1, "gdn": 0}
-INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+TOKENS = ("q", "k", "v", "g", "beta")  # what has a row for each token
+INPUTS = (*TOKENS, "A_log", "dt_bias", "initial_state", "cu_seqlens")
 BOUND = -5.0
 STEEP = -30.0  # of "steep", a gate that only fixed cases name
 # queries and keys that a promised bound of -5 does not hold (docs/numerics.md), by a name
@@ -121,12 +123,12 @@ class Case:
             "use_qk_l2norm_in_kernel": self.l2norm,
             "scale": self.scale,
         }
-        flags["use_gate_in_kernel"] = self.gate in ("softplus", "bounded")
+        flags["use_gate_in_kernel"] = self.gate in ("softplus", "bounded", BARE)
         flags["use_beta_sigmoid_in_kernel"], flags["allow_neg_eigval"] = (
             self.beta in ("sigmoid", "neg_eigval"),
             self.beta == "neg_eigval",
         )
-        if self.gate == "bounded":
+        if self.gate in ("bounded", BARE):
             flags["lower_bound"] = BOUND
         if op in ("chunk", "recurrent"):
             flags["output_final_state"] = self.final
@@ -139,10 +141,7 @@ class Case:
 
     def inputs(self, device: torch.device | str = "cpu") -> Tensors:
         """Build the tensors by name, in the order of the schemas."""
-        return {
-            n: None if x is None else x.to(device) if x.is_contiguous() else _to_strided(x, device)
-            for n, x in self._build().items()
-        }
+        return on(self._build(), device)
 
     def _build(self) -> Tensors:
         gen = torch.Generator().manual_seed(self.seed)
@@ -193,6 +192,8 @@ class Case:
                 dt_bias = dt_bias.flatten()
             if self.gate == "bounded" and self.seed % 3 == 0:
                 A_log = None
+        elif self.gate == BARE:
+            g = randn(*g_shape)
         beta = {"none": None, "given": uniform(B, T, HV)}.get(self.beta, randn(B, T, HV))
         if self.beta == EDGES:
             beta = (beta > -1.0).double()
@@ -261,12 +262,45 @@ class Case:
         ).to(device)
 
 
+def on(inputs: Tensors, device: torch.device | str) -> Tensors:
+    """Copy the inputs of a call to another device; their strides stay."""
+    return {n: None if x is None else _to_strided(x, device) for n, x in inputs.items()}
+
+
 def _to_strided(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy x to `device` and keep its strides."""
-    if torch.device(device).type == x.device.type:
-        return x
+    if torch.device(device).type == x.device.type or x.is_contiguous():
+        return x.to(device)
     out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     return out.copy_(x) if 0 not in x.stride() else x[:, :, :1].to(device).expand(x.shape)
+
+
+def take(inputs: Tensors, a: int | None, b: int | None) -> Tensors:
+    """Return the inputs with tokens a to b alone."""
+    return {n: x[:, a:b] if x is not None and n in TOKENS else x for n, x in inputs.items()}
+
+
+def alone(case: Case, inputs: Tensors, n: int) -> Tensors:
+    """Return the inputs of sequence n as a call of its own."""
+    row, a, b = case.spans[n]
+    rows = {m: x[row : row + 1] for m, x in inputs.items() if x is not None and m in TOKENS}
+    state = inputs["initial_state"]
+    rest = {"initial_state": None if state is None else state[n : n + 1], "cu_seqlens": None}
+    return inputs | take(rows, a, b) | rest
+
+
+def followed(inputs: Tensors, seen: int, other: Tensors) -> Tensors:
+    """Return the inputs with the tokens of another call in place of those from `seen` on."""
+    return {
+        n: torch.cat([x[:, :seen], other[n][:, seen:]], 1) if x is not None and n in TOKENS else x
+        for n, x in inputs.items()
+    }
+
+
+def double(inputs: Tensors) -> Tensors:
+    """Return the inputs of a call in float64, but for offsets and slots."""
+    return {
+        n: x.double() if x is not None and x.is_floating_point() else x for n, x in inputs.items()
+    }
 
 
 def is_safe(gate: str) -> bool:
@@ -319,6 +353,7 @@ def cases(draw, **fixed: object) -> Case:
 
 
 __all__ = [
+    "BARE",
     "BETAS",
     "BOUND",
     "Case",
@@ -331,8 +366,14 @@ __all__ = [
     "PACKED",
     "RANK",
     "STRIDES",
+    "TOKENS",
     "Tensors",
+    "alone",
     "cases",
+    "double",
+    "followed",
     "is_safe",
+    "on",
+    "take",
     "replace",
 ]

@@ -25,7 +25,7 @@ sums along a sequence) one draw may be small by luck. So the budget takes the la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -35,9 +35,9 @@ from torch import Tensor
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
-from tests.support.calls import Results, run, run_stages
-from tests.support.cases import Case, Tensors
-from tests.support.target import TARGET
+from tests.support.calls import Results, as_leaves, run, run_stages
+from tests.support.cases import Case, Tensors, double, on
+from tests.support.target import TARGET, Target
 
 
 def _maximum(x: Tensor) -> float:
@@ -149,34 +149,28 @@ def oracle(case: Case, need: tuple[str, ...] = GRADIENTS) -> Results:
 
 @lru_cache(maxsize=128)
 def _oracle(case: Case, need: tuple[str, ...]) -> Results:
-    inputs = {
-        n: x if x is None or not x.is_floating_point() else x.double()
-        for n, x in case.inputs().items()
-    }
-    leaves = {n: x.requires_grad_() for n, x in inputs.items() if x is not None and n in need}
-    p = Problem.parse(case.rank, *inputs.values(), **case.flags())
-    o, final_state = p.new_output(), p.new_final_state()
-    Reference().step(p, o, final_state)
-    do, dfinal_state = (d.double() for d in case.cotangents())
-    outs = {"o": (o, do)} | ({"final_state": (final_state, dfinal_state)} if case.final else {})
-    found: Results = {n: x.detach() for n, (x, _) in outs.items()}
-    if leaves:
-        wanted = {n: (x, d) for n, (x, d) in outs.items() if x.requires_grad}
-        grads = (
-            torch.autograd.grad(
-                [x for x, _ in wanted.values()],
-                list(leaves.values()),
-                [d for _, d in wanted.values()],
-                allow_unused=True,
-            )
-            if wanted
-            else [None] * len(leaves)
+    return definition(case, case.inputs(), need)
+
+
+def definition(case: Case, inputs: Tensors, need: Iterable[str] = GRADIENTS) -> Results:
+    """Run the token recurrence in float64 on other inputs of a case, and autograd through it."""
+    exact = double(on(inputs, "cpu"))
+    leaves = as_leaves(exact, need)
+    p = Problem.parse(case.rank, *(exact | leaves).values(), **case.flags())
+    outs = {"o": p.new_output(), "final_state": p.new_final_state()}
+    Reference().step(p, *outs.values())
+    if not case.final:
+        del outs["final_state"]
+    read = [(x, d.double()) for x, d in zip(outs.values(), case.cotangents()) if x.requires_grad]
+    grads = (torch.zeros_like(x) for x in leaves.values())
+    if read and leaves:
+        grads = torch.autograd.grad(
+            [x for x, _ in read],
+            list(leaves.values()),
+            [d for _, d in read],
+            materialize_grads=True,
         )
-        found |= {
-            "d" + n: torch.zeros_like(x) if d is None else d
-            for (n, x), d in zip(leaves.items(), grads)
-        }
-    return found
+    return {n: x.detach() for n, x in outs.items()} | {"d" + n: d for n, d in zip(leaves, grads)}
 
 
 def twin(
@@ -186,14 +180,14 @@ def twin(
 
     For the forward of `recurrent` run the recurrence instead.
     """
-    return dict(_twin(_same_result(case), op, need, draw))
+    return dict(_twin(_same_result(case), op, need, draw, TARGET))
 
 
 @lru_cache(maxsize=256)
-def _twin(case: Case, op: str, need: tuple[str, ...], draw: int) -> Results:
+def _twin(case: Case, op: str, need: tuple[str, ...], draw: int, target: Target) -> Results:
     inputs, cotangents, back = permuted(case, draw)
     p = Problem.parse(case.rank, *inputs.values(), **case.flags())
-    operand = TARGET.operand(p)
+    operand = target.operand(p)
     reference = drawn(draw, p.state_dtype, None if operand is p.state_dtype else operand)
     return back(run_stages(reference, p, cotangents, need, step=op == "recurrent"))
 

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 
 import kda_ops.distributed as cp
-from tests.support.calls import with_gradients
-from tests.support.cases import Case
+from tests.support.calls import as_leaves, with_gradients
+from tests.support.cases import Case, take
 from tests.support.closeness import assert_all_identical
 from tests.support.ranks import device, mesh_of
-from tests.support.shards import SPREAD
 
 CHUNK = {"kda": cp.chunk_kda, "gdn": cp.chunk_gdn}
 # each rank's part of the loss on the final state: exact in any dtype
@@ -30,14 +29,8 @@ CUTS = {2: cuts_of(70, 80), 3: cuts_of(64, 23, 63), 4: cuts_of(1, 85, 0, 64)}
 def leaves_of(case, rank, cuts):
     """Return this rank's inputs; those with gradients are leaves."""
     a, b = cuts[rank : rank + 2]
-    inputs = {
-        n: x if x is None or n not in SPREAD else x[:, a:b]
-        for n, x in case.inputs(device()).items()
-    }
-    return {
-        n: x if x is None or not x.is_floating_point() else x.detach().requires_grad_()
-        for n, x in inputs.items()
-    }
+    inputs = take(case.inputs(device()), a, b)
+    return inputs | as_leaves(inputs)
 
 
 def gradients(case, rank, size, cuts, x, o, final_state):

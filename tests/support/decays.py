@@ -20,6 +20,7 @@ from torch import Tensor
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from tests.support.calls import Results, as_leaves, overload, run_stages, with_gradients
+from tests.support.cases import double, on
 from tests.support.closeness import DRAWS, NORMS, drawn, vanished
 
 K = V = 128
@@ -132,7 +133,7 @@ class Setting:
 
 def kernel(setting: Setting, device: torch.device) -> Results:
     """Run the operator, forward and backward."""
-    inputs = {n: None if x is None else x.to(device) for n, x in setting.inputs().items()}
+    inputs = on(setting.inputs(), device)
     leaves = as_leaves(inputs, GRADIENTS)
     o, final = overload("kda", "chunk")(*(inputs | leaves).values(), **setting.flags())
     outs = {"o": o, "final_state": final}
@@ -149,7 +150,7 @@ def _on(p: Problem, device: torch.device) -> Problem:
 
 def definition(setting: Setting, device: torch.device) -> Results:
     """Run the token recurrence in float64, and autograd through it."""
-    inputs = {n: None if x is None else x.double() for n, x in setting.inputs().items()}
+    inputs = double(setting.inputs())
     leaves = as_leaves(inputs, GRADIENTS)
     p = _on(Problem.parse(1, *(inputs | leaves).values(), **setting.flags()), device)
     outs = {"o": p.new_output(), "final_state": p.new_final_state()}

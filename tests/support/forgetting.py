@@ -12,8 +12,9 @@ import torch
 
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
-from tests.support.calls import Results, as_leaves, run_stages, with_gradients
+from tests.support.calls import Results, run_stages
 from tests.support.cases import Case, Tensors
+from tests.support.closeness import definition  # noqa: F401  (for the tests of these calls)
 
 STRENGTHS = (0.3, 1.0, 3.0, 6.0, 12.0, 18.0, 24.0, 30.0)  # of the log decay, one per head
 LIMITS = {torch.float32: 3e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -42,19 +43,6 @@ def forgetting(
         spread = 0.9 + 0.2 * torch.rand(inputs["g"].shape, generator=gen)
         inputs["g"] = -spread * (strength[:, None] if case.rank else strength)
     return case, inputs
-
-
-def definition(case: Case, inputs: Tensors) -> Results:
-    """Return the gradients of the token recurrence in float64, by autograd."""
-    double = {n: x if x is None else x.detach().cpu().double() for n, x in inputs.items()}
-    leaves = as_leaves(double)
-    p = Problem.parse(case.rank, *(double | leaves).values(), **case.flags())
-    outs = {"o": p.new_output(), "final_state": p.new_final_state()}
-    Reference().step(p, *outs.values())
-    if not case.final:
-        del outs["final_state"]
-    found = with_gradients(outs, leaves, (x.double() for x in case.cotangents()))
-    return {"d" + n: found["d" + n] for n in leaves}
 
 
 def twin(case: Case, inputs: Tensors) -> Results:
@@ -113,8 +101,3 @@ def failures(case: Case, inputs: Tensors, got: Results, want: Results) -> list[s
         return beyond(lambda s: least)
     near = errors(case, inputs, twin(case, inputs), want)
     return beyond(lambda s: max(least, 2.0 * near["dg", s]))
-
-
-def on(inputs: Tensors, device: torch.device | str) -> Tensors:
-    """Move the inputs of a call."""
-    return {n: x if x is None else x.to(device) for n, x in inputs.items()}

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.calls import overload
-from tests.support.cases import RANK, Case
+from tests.support.cases import RANK, TOKENS, Case
 from tests.support.closeness import assert_identical
 from tests.support.pools import same
 from tests.support.target import TARGET
 
-PER_TOKEN = ("q", "k", "v", "g", "beta")
 SHARED = (0, 1)  # slots that any number of sequences may read, and none writes
 # runs a call by (variant, tensors in the order of the schema, flags)
 Run = Callable[[str, list, dict], Tensor]
@@ -101,7 +100,7 @@ class Fork:
         x, index = self.case.inputs(state.device), torch.int64 if self.wide else torch.int32
         tables = {"state_indices": self.table, "num_accepted_tokens": self.accepted}
         return (
-            {n: x[n] for n in PER_TOKEN}
+            {n: x[n] for n in TOKENS}
             | {"state": state.clone()}
             | {
                 n: None if t is None else torch.tensor(t).to(state.device, index)
@@ -114,10 +113,10 @@ class Fork:
         """Return the arguments of sequence n without the other sequences."""
         begin = sum(self.lengths[:n])
         tokens = (slice(None), slice(begin, begin + self.lengths[n]))
-        mine = {name: x[name] for name in (*PER_TOKEN, "state_indices", "num_accepted_tokens")}
+        mine = {name: x[name] for name in (*TOKENS, "state_indices", "num_accepted_tokens")}
         for name, t in mine.items():
             if t is not None:
-                packed = self.packed and name in PER_TOKEN
+                packed = self.packed and name in TOKENS
                 mine[name] = t[tokens] if packed else t[n : n + 1]
         if self.packed:
             mine["cu_seqlens"] = x["cu_seqlens"].new_tensor([0, self.lengths[n]])

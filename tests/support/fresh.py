@@ -1,4 +1,4 @@
-"""Run code in fresh processes, to test imports and first calls."""
+"""Run code, and files of tests, in fresh processes."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def python(
     )
     assert not check or out.returncode == 0, out.stdout + out.stderr
     return out
+
+
+def run_tests(file: str, **env: str) -> None:
+    """Run a file of tests in a process of its own, in which Triton meets another environment."""
+    outer = {n: x for n, x in os.environ.items() if n not in ("TRITON_INTERPRET", "CI")}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", file],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=outer | {"OMP_NUM_THREADS": "1"} | env,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

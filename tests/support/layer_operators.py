@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.calls import Results, as_leaves, with_gradients
+from tests.support.cases import on
 from tests.support.closeness import assert_close
 
 OUTPUTS = ("y", "final_tail")
@@ -202,7 +203,7 @@ def cotangents(case: LayerCase, outs: tuple[Tensor, ...]) -> list[Tensor]:
 
 def run(case: LayerCase, device: torch.device, compute=None) -> Results:
     """Run a case on a device, forward and backward, by `compute` or the operator."""
-    inputs = {n: None if t is None else t.to(device) for n, t in case.inputs().items()}
+    inputs = on(case.inputs(), device)
     leaves = as_leaves(inputs, inputs.keys() - {"cu_seqlens"})
     call = operator(case) if compute is None else compute
     outs = outputs(case, call(*(inputs | leaves).values(), **case.flags()))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.calls import overload
-from tests.support.cases import Case, Tensors, cases
+from tests.support.cases import TOKENS, Case, Tensors, cases, on
 from tests.support.target import TARGET
 
 SPARE = 3  # slots of a pool that no sequence uses
@@ -22,7 +22,7 @@ def pool_arguments(
 
     `extra` is num_accepted_tokens of `recurrent_`, or snapshot_indices of `chunk_`.
     """
-    tokens = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    tokens = [x[n] for n in TOKENS]
     return [*tokens, state, slots, extra, x["A_log"], x["dt_bias"], x["cu_seqlens"]]
 
 
@@ -113,17 +113,20 @@ class Pool:
             states = states.mT.contiguous()
         return states.to(self.dtype or case.state_dtype).to(TARGET.device)
 
+    def arguments(self, state: Tensor, **changed: Tensor | None) -> list[Tensor | None]:
+        """Return the tensors of the call, in the order of the schema."""
+        x = self.case.inputs(TARGET.device) | changed
+        names = ("state_indices", "num_accepted_tokens", "snapshot_indices")
+        x = on(dict(zip(names, self.indices())), TARGET.device) | x
+        extra = x["num_accepted_tokens" if self.op == "recurrent_" else "snapshot_indices"]
+        return pool_arguments(x, state, x["state_indices"], extra)
+
     def run(self, state: Tensor | None = None, **changed: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return o and the pool after the call; `state` replaces the pool, `changed` inputs."""
         state = self.state() if state is None else state
-        x = self.case.inputs(TARGET.device) | changed
-        names = ("state_indices", "num_accepted_tokens", "snapshot_indices")
-        given = (None if i is None else i.to(TARGET.device) for i in self.indices())
-        x = dict(zip(names, given)) | x
-        extra = x["num_accepted_tokens" if self.op == "recurrent_" else "snapshot_indices"]
         with torch.no_grad():
             o = overload(self.case.variant, self.op)(
-                *pool_arguments(x, state, x["state_indices"], extra), **self.flags()
+                *self.arguments(state, **changed), **self.flags()
             )
         return o, state
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import Results, run_stages
-from tests.support.cases import Case, Tensors
+from tests.support.cases import TOKENS, Case, Tensors, take
 from tests.support.closeness import drawn, permuted
 
-SPREAD = ("q", "k", "v", "g", "beta")
 PARAMETERS = ("dA_log", "ddt_bias")
 
 
@@ -25,9 +24,7 @@ def _shard(
 
     A sequence without tokens there passes its state through.
     """
-    x = {n: t[:, a:b] if t is not None and n in SPREAD else t for n, t in inputs.items()} | {
-        "initial_state": state
-    }
+    x = take(inputs, a, b) | {"initial_state": state}
     if x["cu_seqlens"] is not None:
         x["cu_seqlens"] = x["cu_seqlens"].clamp(a, b) - a
     p = Problem.parse(case.rank, *x.values(), **(case.flags() | {"output_final_state": True}))
@@ -47,7 +44,7 @@ def cut_twin(case: Case, cuts: tuple[int, ...], operand: torch.dtype, draw: int 
         parts.insert(0, _shard(case, reference, inputs, a, b, state, do, dstate))
         dstate = parts[0]["dinitial_state"]
     found = {
-        n: torch.cat([p[n] for p in parts], 1) for n in parts[0] if n == "o" or n[1:] in SPREAD
+        n: torch.cat([p[n] for p in parts], 1) for n in parts[0] if n == "o" or n[1:] in TOKENS
     }
     found |= {n: sum(p[n] for p in parts) for n in PARAMETERS if n in parts[0]}
     if case.final:

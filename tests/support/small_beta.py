@@ -8,7 +8,7 @@ from torch import Tensor
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from tests.support.calls import Results, run_stages
-from tests.support.cases import Case, Tensors
+from tests.support.cases import Case, Tensors, double
 
 LIMIT = 4 * 2**-11  # 4 roundings of float16; a subnormal product costs 22 to 80
 
@@ -31,17 +31,9 @@ def small_beta(
     inputs, cotangents = case.inputs(), [None if x is None else 1e-2 * x for x in case.cotangents()]
     inputs["beta"] -= 10.0
     inputs["beta"][:, inputs["beta"].shape[1] - case.tail :] = torch.nan
-    p = Problem.parse(
-        case.rank,
-        *(x if x is None or not x.is_floating_point() else x.double() for x in inputs.values()),
-        **case.flags(),
-    )
-    return (
-        case,
-        inputs,
-        cotangents,
-        run_stages(Reference(), p, [None if x is None else x.double() for x in cotangents]),
-    )
+    p = Problem.parse(case.rank, *double(inputs).values(), **case.flags())
+    exact = run_stages(Reference(), p, [None if x is None else x.double() for x in cotangents])
+    return case, inputs, cotangents, exact
 
 
 def error(got: Results, want: Results, name: str) -> float:

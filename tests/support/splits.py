@@ -13,10 +13,9 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend
 from tests.support.calls import Results, overload
-from tests.support.cases import Case
+from tests.support.cases import TOKENS, Case, double
 from tests.support.closeness import assert_all_close, assert_identical, channels, drawn
 
-PER_TOKEN = ("q", "k", "v", "g", "beta")
 LENGTHS = (1, 2, 5, 16, 37, 63, 64, 65, 128)
 MOST = 16  # tokens per call of `recurrent_`
 
@@ -53,7 +52,7 @@ class Split:
         case, outs, t = self.case, [], 0
         x, slots, pool = case.inputs(device), self.slots.to(device), self.pool().to(device)
         for op, n in self.pieces if pieces is None else pieces:
-            args = [None if x[name] is None else x[name][:, t : t + n] for name in PER_TOKEN]
+            args = [None if x[name] is None else x[name][:, t : t + n] for name in TOKENS]
             with torch.inference_mode():
                 outs.append(
                     overload(case.variant, op)(
@@ -64,26 +63,20 @@ class Split:
         return torch.cat(outs, 1), pool
 
     def stages(
-        self, backend: Backend, pieces: Pieces, double: bool = False, draw: int = 0
+        self, backend: Backend, pieces: Pieces, exact: bool = False, draw: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Return the results of `run` by the definition, with the stages of `backend`.
 
-        Compute in float64 if `double`. Draw `draw` of a twin permutes channels.
+        Compute in float64 if `exact`. Draw `draw` of a twin permutes channels.
         """
         case, outs, t = self.case, list[Tensor](), 0
         there, back = channels(case, draw)
         pool = there("initial_state", self.pool()).contiguous()
         x = {n: y if y is None else there(n, y) for n, y in case.inputs().items()}
-        if double:
-            pool, x = (
-                pool.double(),
-                {
-                    n: y.double() if y is not None and y.is_floating_point() else y
-                    for n, y in x.items()
-                },
-            )
+        if exact:
+            pool, x = pool.double(), double(x)
         for op, n in pieces:
-            args = [None if x[name] is None else x[name][:, t : t + n] for name in PER_TOKEN]
+            args = [None if x[name] is None else x[name][:, t : t + n] for name in TOKENS]
             parse = Problem.parse_prefill if op == "chunk_" else Problem.parse_step
             p = parse(
                 case.rank,
@@ -144,7 +137,7 @@ def assert_split(split: Split, device: torch.device) -> None:
     The rest of the pool must stay untouched.
     """
     whole: Pieces = (("recurrent_", split.case.T),)
-    ref_o, ref_pool = split.stages(Reference(), whole, double=True)
+    ref_o, ref_pool = split.stages(Reference(), whole, exact=True)
     operand = split.case.dtype if dispatch.backend_name(device) == "triton" else None
     live = split.slots[split.slots >= 0].long()
     idle = [i for i in range(split.case.B + 2) if i not in live.tolist()]

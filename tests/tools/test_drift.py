@@ -88,25 +88,3 @@ def test_a_decode_that_is_one_percent_off_is_over_the_limit(monkeypatch):
     monkeypatch.setattr(drift, "decode", off)
     rows = drift.measure("cpu", 200, ["kda"], ["fp32"], torch.bfloat16, 16)
     assert all(r["error"] > 2 * r["limit"] for r in rows)
-
-
-def test_calls_before_the_capture_of_a_window_leave_no_trace_and_threads_are_as_before(monkeypatch):
-    seen, before = [], torch.get_num_threads()
-
-    def warmed(call, device):  # as on CUDA
-        seen.append(torch.get_num_threads())
-        for _ in range(3):
-            call()
-        return call
-
-    plain = drift.measure("cpu", 110, ["kda"], ["bf16"], torch.float32, 16)
-    monkeypatch.setattr(drift, "replayed", warmed)
-    torch.set_num_threads(2)
-    try:
-        assert (
-            drift.measure("cpu", 110, ["kda"], ["bf16"], torch.float32, 16) == plain
-            and plain[-1]["step"] == 100
-        )
-        assert seen == [1, 1] and torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -149,28 +148,6 @@ def test_a_row_replaces_the_one_of_its_name_and_no_other(command):
     assert status == 0 and asked == [case_of(other)]
 
 
-def test_a_row_without_a_peer_goes_once_its_case_has_one(command):
-    gone = {"name": f"{case_of(ALONE)} fla", "why": "out of time"}
-    _, _, found = command(ALONE, gone, on_file=[])
-    assert found["rows"] == [ALONE] and found["missing"] == {gone["name"]: gone["why"]}
-    _, asked, found = command(row())
-    assert asked == [case_of(ALONE)] and found["rows"] == [row()] and found["missing"] == {}
-
-
-def test_what_a_tree_with_changes_gave_is_measured_again(command, monkeypatch):
-    dirty = HERE | {"commit": "0123456789+"}
-    monkeypatch.setattr(evidence, "stamp", lambda device: dict(dirty))
-    assert command(on_file=[row(**dirty)])[1] == [case_of(row())]
-
-
-def test_the_tests_alone_leave_the_rows(command):
-    status, asked, found = command(words=["--no-rows"], on_file=[row(**OLD)])
-    assert status == 0 and asked == [] and found["rows"] == [row(**OLD)] and found["suites"]
-    for words in (["--no-rows", "--no-suite"], ["--no-rows", "--ops", "kda"]):
-        with pytest.raises(SystemExit):
-            command(words=words)
-
-
 DIED = {"name": f"{case_of(ALONE)} alone", "why": "the process ended with -11"}
 FAULTS = {
     "a test failed": ({"failed": 1}, row(), []),
@@ -187,11 +164,3 @@ def test_what_went_wrong_fails_the_command_and_is_on_file(command, counts, said,
     status, _, found = command(said, words=[*CHOSEN, *words], ran=CLEAN | counts)
     assert status == 1 and found["suites"]["2"].items() >= counts.items()
     assert said is DIED or found["rows"] == [said]
-
-
-def test_a_file_has_a_line_for_each_row(tmp_path):
-    whole = {"rows": [row(), row(gate="strong")], "missing": {}, "suites": {"2": CLEAN}}
-    records.write_json(tmp_path / "a.json", whole)
-    text = (tmp_path / "a.json").read_text()
-    assert json.loads(text) == whole and len(text.splitlines()) == 10
-    assert [f.name for f in Path(tmp_path).iterdir()] == ["a.json"]

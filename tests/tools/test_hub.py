@@ -112,37 +112,25 @@ def test_layers_have_what_the_format_allows(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_of_the_build_equals_the_operator_forward_and_backward(build, name):
+def test_a_layer_of_the_build_and_its_one_graph_equal_the_operator(build, name):
     variant, form = LAYERS[name]
     layer = getattr(load(build).layers, name)()
     assert type(layer).__module__.startswith("_kda_ops_cuda_")
-    results = []
-    for call in (
-        lambda **x: layer(**x, output_final_state=True, use_qk_l2norm_in_kernel=True),
-        lambda query, key, value, **x: getattr(kda_ops, f"{form}_{variant}")(
-            query, key, value, **x, output_final_state=True, use_qk_l2norm_in_kernel=True
-        ),
-    ):
-        leaves = {n: x.detach().requires_grad_() for n, x in given(variant).items()}
-        o, state = call(**leaves)
-        grads = torch.autograd.grad(o.sum() + state.sum(), [*leaves.values()])
-        results.append((o, state, *grads))
-    for a, b in zip(*results, strict=True):
-        assert_identical(a, b)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_of_the_build_is_one_graph_with_its_backward(build, name):
-    layer, x = getattr(load(build).layers, name)(), given(LAYERS[name][0])
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    found = []
-    for call in (layer, compiled):
-        query = x["query"].clone().requires_grad_()
-        o, _ = call(**x | {"query": query})
-        found.append((o.detach(), *torch.autograd.grad(o.sum(), query)))
-    for a, b in zip(*found, strict=True):
-        assert_identical(a, b)
+
+    def operator(query, key, value, **x):
+        return getattr(kda_ops, f"{form}_{variant}")(query, key, value, **x)
+
+    results = []
+    for call in (operator, layer, compiled):
+        leaves = {n: x.detach().requires_grad_() for n, x in given(variant).items()}
+        o, state = call(**leaves, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        grads = torch.autograd.grad(o.sum() + state.sum(), [*leaves.values()])
+        results.append((o, state, *grads))
+    for want, eager, graph in zip(*results, strict=True):
+        assert_identical(eager, want)
+        assert_identical(graph, want)
 
 
 def test_packed_rows_need_what_the_convolution_reads(build):

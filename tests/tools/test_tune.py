@@ -174,11 +174,3 @@ def test_what_is_tuned_holds_for_a_device_a_compiler_and_these_kernels(tuning, m
         and "GPU" in names[2]
         and "0.1" in names[2]
     )
-
-
-def test_flags_that_promise_a_bound_take_fewer_anchors(tuning):
-    assert tuning.anchored_rows(call()) == 8 and tuning.anchored_rows(call(safe_gate=True)) == 32
-    p = call(safe_gate=True)
-    for dtype in (torch.float16, torch.float32):
-        p.q = p.q.to(dtype)
-        assert tuning.anchored_rows(p) == 1

@@ -3,16 +3,9 @@ in float64, and the whole backward by the operator.
 """
 
 import importlib
-import os
 
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
-
 import torch.distributed as dist
 import triton.language as tl
 from torch.distributed.device_mesh import init_device_mesh

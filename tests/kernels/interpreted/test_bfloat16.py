@@ -1,17 +1,10 @@
 """The interpreter computes in bf16 as torch does, and nothing else changes."""
 
-import os
 from itertools import product as product_of
 
 import numpy as np
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
-
 import triton
 import triton.language as tl
 from triton._C.libtriton import ir

@@ -1,17 +1,9 @@
 """The size that incoming gradients may have: any in bf16 and fp32, a range of it in fp16."""
 
-import os
-
 import pytest
 import torch
 
 import kda_ops
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
-
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import Results, run
 from tests.support.cases import Case

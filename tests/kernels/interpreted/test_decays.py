@@ -1,15 +1,9 @@
 """The worst points of the map of strong decays in bf16 (`tests.support.decays`), as CPU tests."""
 
-import os
 from dataclasses import dataclass
 
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
 
 import kda_ops
 from tests.support.cases import FAR, Case, replace

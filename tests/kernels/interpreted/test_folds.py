@@ -1,15 +1,7 @@
 """Sums of products along rows, folded first: `tile.fold_products`."""
 
-import os
-
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
-
 import triton
 import triton.language as tl
 

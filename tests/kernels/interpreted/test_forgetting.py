@@ -1,14 +1,7 @@
 """Heads that forget almost everything, under the interpreter: dg and the gate's gradients."""
 
-import os
-
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
 
 from tests.support.calls import run
 from tests.support.forgetting import definition, failures, forgetting

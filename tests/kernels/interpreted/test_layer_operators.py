@@ -1,14 +1,7 @@
 """The kernels of the short convolution and the gated norm obey the laws of the operators."""
 
-import os
-
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
 
 from kda_ops import dispatch
 from tests.operators.test_layer_operators import (  # noqa: F401  (they run here too)

@@ -1,15 +1,7 @@
 """What mends the interpreter for these tests changes no bit of what it computes."""
 
-import os
-
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
-
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import ReduceOps

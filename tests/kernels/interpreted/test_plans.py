@@ -1,16 +1,9 @@
 """A call by its plan gives bit for bit what the stages give, whatever lies in fresh memory."""
 
-import os
 from contextlib import contextmanager
 
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -2,29 +2,25 @@
 float64.
 """
 
-import os
-
 import numpy as np
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
-
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kda_ops import dispatch
 from kda_ops.backends.reference import Reference
 from kda_ops.backends.triton.backend import Triton
 from kda_ops.problem import Problem
+from tests.operators.test_layouts import test_pools_of_both_layouts_hold_the_same_bits  # noqa: F401, on the kernels too
 from tests.operators.test_pools import (  # noqa: F401, on the kernels too
+    test_a_negative_column_silences_one_token_and_keeps_the_rest,
+    test_a_rolled_back_token_never_happened,
     test_a_token_without_a_column_gives_zero_and_writes_nothing,
     test_a_written_slot_belongs_to_one_sequence,
     test_padding_may_have_any_accepted_count,
     test_sequences_that_share_a_slot_compute_what_each_computes_alone,
 )
+from tests.operators.test_sequences import test_later_tokens_change_no_earlier_bit  # noqa: F401, on the kernels too
 from tests.support.closeness import assert_identical
 from tests.support.steps import (
     EDGES,
@@ -49,12 +45,12 @@ def test_any_call_meets_the_definition(seed):
     [
         *EDGES,
         Step(K=130, V=70, H=1, HV=1),
-        Step(rank=0, K=1, V=5, transposed=True),
+        Step("gdn", K=1, V=5, transposed=True),
         Step(lengths=(3, 0, 1), tail=40, slots=3, accepted=True, H=1, HV=1),
         Step(lengths=(5, 1), slots=3, H=1, HV=1),
-        Step(slots=1, dead=(0, 1), N=2),
-        Step(slots=3, T=3, dead=(1,), N=1, transposed=True),
-        Step(slots=4, T=2, accepted=True, N=3, gap=True),
+        Step(slots=1, dead=(0, 1)),
+        Step(slots=3, T=3, dead=(1,), B=1, transposed=True),
+        Step(slots=4, T=2, accepted=True, B=3, gap=True),
     ],
     ids=str,
 )
@@ -63,11 +59,11 @@ def test_edges_meet_the_definition(case):
 
 
 def test_calls_that_look_alike_share_nothing_else():
-    assert_calls_forget("cpu")
+    assert_calls_forget()
 
 
 def test_calls_that_differ_in_strides_share_nothing():
-    assert_strides_count("cpu")
+    assert_strides_count()
 
 
 @pytest.mark.bits
@@ -92,47 +88,9 @@ def test_a_planned_call_runs_no_stage(monkeypatch):
         torch.ops.kda.recurrent_(q, q, q, None, beta, pool, use_qk_l2norm_in_kernel=True, scale=0.5)
 
 
-def test_both_layouts_give_the_same_numbers():
-    outs = []
-    for transposed in (False, True):
-        p = Step(K=24, V=40, state=False, transposed=transposed, seed=3).problem()
-        o, final = p.new_output(), p.new_final_state()
-        TRITON.step(p, o, final)
-        outs.append((o, p.as_kv(final)))
-    torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-6)
-
-
-def test_rejected_tokens_leave_no_trace():
-    """Four tokens with a slot each, two of them accepted: going on from there is decoding the two
-    alone.
-    """
-    case = Step(N=2, T=4, slots=4, K=16, V=16, H=1, HV=2, seed=5)
-    speculated, plain = case.problem(), case.problem()
-    TRITON.step(speculated, speculated.new_output(), speculated.state)
-    first, rows = plain.state_indices[:, 0].clone(), ("q", "k", "v", "g", "beta")
-    plain.state_indices, plain.T = first, 2
-    for name in rows:
-        setattr(plain, name, getattr(plain, name)[:, :2])
-    TRITON.step(plain, plain.new_output(), plain.state)
-    after = speculated.state_indices[:, 1].long()
-    torch.testing.assert_close(
-        speculated.state[after], plain.state[first.long()], rtol=1e-6, atol=1e-6
-    )
-
-    speculated.num_accepted_tokens, speculated.T = torch.tensor([2, 2]), 1
-    for p in (speculated, plain):
-        p.T = 1
-        for name in rows:
-            setattr(p, name, getattr(p, name)[:, :1])
-    o_speculated, o_plain = speculated.new_output(), plain.new_output()
-    TRITON.step(speculated, o_speculated, speculated.state)
-    TRITON.step(plain, o_plain, plain.state)
-    torch.testing.assert_close(o_speculated, o_plain, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.bits
 def test_a_token_more_does_not_change_those_before_it():
-    long = Step(N=1, T=5, H=1, HV=2, K=16, V=24, seed=7)
+    long = Step(B=1, T=5, H=1, HV=2, K=16, V=24, seed=7)
     p = long.problem()
     o, final = p.new_output(), p.new_final_state()
     TRITON.step(p, o, final)

@@ -3,16 +3,10 @@ twice.
 """
 
 import json
-import os
 from dataclasses import asdict, replace
 
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("KDA_OPS_CPU") != "triton":
-    pytest.skip(
-        "needs a process of its own: TRITON_INTERPRET=1 KDA_OPS_CPU=triton", allow_module_level=True
-    )
 
 from kda_ops.backends.triton import BACKEND, tuning
 from kda_ops.tools import tune

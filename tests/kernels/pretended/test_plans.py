@@ -1,16 +1,10 @@
 """Which calls share a plan on a GPU, and where a plan keeps its scratch."""
 
-import os
-
-import pytest
-
-if os.environ.get("KDA_OPS_PRETEND") != "1":
-    pytest.skip("needs a process of its own: KDA_OPS_PRETEND=1", allow_module_level=True)
-
 from dataclasses import replace
 from inspect import signature
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given
 from torch.multiprocessing.reductions import StorageWeakRef

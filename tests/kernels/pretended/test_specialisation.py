@@ -1,14 +1,8 @@
 """Whenever a call finds a plan, Triton itself would launch the kernels that the plan launches."""
 
-import os
 from unittest import mock
 
 import pytest
-
-if os.environ.get("KDA_OPS_PRETEND") != "1":
-    pytest.skip("needs a process of its own: KDA_OPS_PRETEND=1", allow_module_level=True)
-
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
