@@ -39,6 +39,7 @@ from kda_ops.backends.triton.stages.walk import walk, walk_training, walks_forwa
 from kda_ops.backends.triton.stages.walk_back import walk_back
 from kda_ops.operators import Operator
 from kda_ops.problem import Problem
+from kda_ops.sequences import count_chunks
 from kda_ops.stages import Backend, Gradients, Pass
 
 MOST_PLANS = 1024  # of a process; after that all are dropped
@@ -157,6 +158,8 @@ class Triton(Backend):
             p = work.p = copy(work.p)
             p.B, p.T, p.N = (kept.sizes[n] for n in ("B", "T", "N"))
             p.__class__ = _Recorded if isinstance(p, Problem) else type(p)
+            if "c" in kept.sizes:  # a guard, because a plan does not check what was kept
+                assert kept.sizes["c"] in (0, count_chunks(p))
         with launch.recorded(kept):
             results = work.run(self)
         plan = Plan(kept, results, device)

@@ -22,6 +22,7 @@ from kda_ops.backends.triton import BACKEND
 from kda_ops.backends.triton import backend as triton_backend
 from kda_ops.backends.triton.plans.plan import Launch, Memory, Wait, lay_out
 from kda_ops.backends.triton.plans.sizes import formula, text_of
+from kda_ops.stages import KEPT
 from tests.support import pretended_calls
 from tests.support.pretend import pretend_gpu
 
@@ -356,3 +357,27 @@ def test_what_tma_cannot_copy_is_copied_in_plans_too(gpu):
             assert len(given) >= 5 and not inputs & {*given}
             found.append(len(plans()))
         assert found[0] == found[-1]
+
+
+@pytest.mark.parametrize("kept", (False, True))
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_plan_serves_no_kept_tensor_of_another_length(rank, packed, kept, gpu):
+    fields = pretended_calls.MODEL | {"H": 4, "kept": kept, "packed": packed}
+    model = pretended_calls.Model(kind=chunk.Backward, rank=rank, **fields)
+    # the number of chunks of each call, and of another one, which must not share its plan
+    for T, other in ((70, 200), (200, 70), (200, 1000)):
+        calls = [pretended_calls.run(BACKEND, model, pretended_calls.usual(n)) for n in (T, other)]
+        (kind, rank, args, flags), (_, _, others, _) = calls
+        for planned in (False, True):
+            BACKEND.forget()
+            if planned:
+                BACKEND.run(kind, rank, args, flags)
+            gpu.clear()
+            swapped = tuple(
+                b if n in KEPT and a is not None else a
+                for n, a, b in zip(kind.operator.names, args, others)
+            )
+            with pytest.raises(ValueError, match="must have shape .* chunks of this call"):
+                BACKEND.run(kind, rank, swapped, flags)
+            assert not gpu
