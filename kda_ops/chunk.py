@@ -183,6 +183,7 @@ class Backward(Pass):
 
     def run(self, b: Backend) -> tuple[Tensor | None, ...]:
         """Return the gradients, None where not asked for."""
+        self._check_kept()  # again, because the numbers of chunks become guards of a plan
         p, need, given = self.p, self.need, self.given
         do, dfinal_state = given["do"], given["dfinal_state"]
         if not p.HV:

@@ -284,14 +284,14 @@ def assert_apart(recording, plan, numbers):
 def test_buffers_that_are_used_at_once_do_not_share_a_place(model, numbers):
     call = pretended_calls.run(BACKEND, model, numbers)
     recording, plan = recording_of(call)
-    assert_apart(recording, plan, [int(x) for x in recording.sizes.values()])
+    assert_apart(recording, plan, [x.value for x in recording.sizes.values()])
 
 
 @given(model=pretended_calls.models, numbers=pretended_calls.sequences())
 def test_nor_do_those_of_any_call(model, numbers, gpu):
     call = pretended_calls.run(BACKEND, model, numbers[0])
     recording, plan = recording_of(call)
-    assert_apart(recording, plan, [int(x) for x in recording.sizes.values()])
+    assert_apart(recording, plan, [x.value for x in recording.sizes.values()])
 
 
 BACK = ["states_kda", "reverse_walk_kda"]
@@ -381,3 +381,23 @@ def test_a_plan_serves_no_kept_tensor_of_another_length(rank, packed, kept, gpu)
             with pytest.raises(ValueError, match="must have shape .* chunks of this call"):
                 BACKEND.run(kind, rank, swapped, flags)
             assert not gpu
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    (
+        (lambda p: p.q.zero_(), "zero_ of the tensor 'q'"),
+        (lambda p: p.state + 1, "__add__ of the tensor 'state'"),
+        (lambda p: torch.zeros_like(p.v), "torch.zeros_like of the tensor 'v'"),
+        (lambda p: range(p.q.shape[1]), "T has no plain value"),
+        (lambda p: int(p.N), "N has no plain value"),
+    ),
+)
+def test_a_stage_that_does_what_no_plan_replays_has_no_plan(wrong, words, gpu):
+    q = torch.empty(2, 1, 2, 8, device="cuda:0")
+    with (
+        mock.patch.object(type(BACKEND), "step", staticmethod(lambda p, o, final: wrong(p))),
+        pytest.raises(TypeError, match=words),
+    ):
+        decode(q)
+    assert not plans() and not BACKEND.decodes
