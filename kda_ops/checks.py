@@ -25,11 +25,12 @@ _INPUT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.f
 _INDEX_DTYPES = frozenset({torch.int32, torch.int64})
 
 
-def shape_error(name: str, letters: str, want: tuple, got: Tensor, hint: str = "") -> NoReturn:
-    """Raise an error about a tensor's shape."""
-    raise ValueError(
-        f"{name} must have shape {letters} = {list(want)}, got {list(got.shape)}{hint}."
-    )
+def shape_error(
+    name: str, letters: str, want: tuple, got: Tensor | None, hint: str = ""
+) -> NoReturn:
+    """Raise an error about a tensor's shape, or about None, which a schema does not refuse."""
+    shape = None if got is None else list(got.shape)
+    raise ValueError(f"{name} must have shape {letters} = {list(want)}, got {shape}{hint}.")
 
 
 def dtype_error(name: str, want: str, got: torch.dtype, hint: str = "") -> NoReturn:

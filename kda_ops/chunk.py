@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kda_ops import dispatch
+from kda_ops.checks import check_on_device
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import (
@@ -50,12 +51,16 @@ def kept_names(keeps: Keeps, p: Problem) -> frozenset[str]:
 
 def new_kept(keeps: Keeps, p: Problem) -> list[Tensor]:
     """Allocate what `Forward` keeps, one tensor per name in `stages.KEPT`, empty where not kept."""
-    size = dict(c=count_chunks(p), h=p.HV, C=CHUNK, K=p.K, V=p.V, D=p.K if p.rank else 1, R=3)
-    names = kept_names(keeps, p)
-    shapes = {n: [size[letter] for letter in KEPT[n]] for n in names if n in KEPT}
+    names, shapes = kept_names(keeps, p), kept_shapes(p)
     if keeps.trains(p):
-        shapes["A"] = [size["c"], p.HV, *WALKED]
-    return [_empty(keeps, p, n, shapes.get(n, (0,))) for n in KEPT]
+        shapes["A"] = (*shapes["A"][:2], *WALKED)
+    return [_empty(keeps, p, n, shapes[n] if n in names else (0,)) for n in KEPT]
+
+
+def kept_shapes(p: Problem) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of kept tensors by name; that of A where training does not walk."""
+    size = dict(c=count_chunks(p), h=p.HV, C=CHUNK, K=p.K, V=p.V, D=p.K if p.rank else 1, R=3)
+    return {name: tuple(size[letter] for letter in axes) for name, axes in KEPT.items()}
 
 
 def _empty(keeps: Keeps, p: Problem, name: str, shape=(0,)) -> Tensor:
@@ -154,6 +159,22 @@ class Backward(Pass):
                 continue  # zero
             if tuple(x.shape) != want:
                 raise ValueError(f"{name} must have shape {list(want)}, got {list(x.shape)}.")
+        self._check_kept()
+
+    def _check_kept(self) -> None:
+        """Refuse kept tensors of another call, because kernels would read past their ends."""
+        p = self.p
+        for name, want in kept_shapes(p).items():
+            x = self.given[name]
+            if x is None or x.dim() == 1:
+                continue  # not kept
+            shape = tuple(x.shape)
+            if shape != want and not (name == "A" and shape == (*want[:2], *WALKED)):
+                raise ValueError(
+                    f"{name} must have shape {list(want)}, with the {want[0]} chunks of this call, "
+                    f"got {list(shape)}: pass what the forward of the same inputs kept."
+                )
+            check_on_device(name, x, p.q.device)
 
     def outputs(self) -> tuple[Tensor | None, ...]:
         """Allocate the gradients, None where not asked for."""
@@ -162,6 +183,7 @@ class Backward(Pass):
 
     def run(self, b: Backend) -> tuple[Tensor | None, ...]:
         """Return the gradients, None where not asked for."""
+        self._check_kept()  # again, because the numbers of chunks become guards of a plan
         p, need, given = self.p, self.need, self.given
         do, dfinal_state = given["do"], given["dfinal_state"]
         if not p.HV:

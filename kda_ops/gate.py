@@ -36,7 +36,7 @@ class GateBackwardPass(GatePass):
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         super().__init__(rank, args, flags)
         self.dy = self.given["dy"]
-        if self.dy.shape != self.g.shape:
+        if self.dy is None or self.dy.shape != self.g.shape:
             letters = "[B, T, HV, K]" if rank else "[B, T, HV]"
             shape_error("dy", letters, tuple(self.g.shape), self.dy, " (as g has)")
 

@@ -38,7 +38,7 @@ class NormBackwardPass(NormPass):
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         super().__init__(rank, args, flags)
         self.dy = self.given["dy"]
-        if self.dy.shape != self.x.shape:
+        if self.dy is None or self.dy.shape != self.x.shape:
             shape_error("dy", "[B, T, H, V]", tuple(self.x.shape), self.dy, " (as x has)")
 
     def outputs(self) -> tuple[Tensor | None, ...]:

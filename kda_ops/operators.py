@@ -2,7 +2,7 @@
 
 A record has the schema of an operator, its pass, the axes of its tensors, and what vmap, sharding
 and the FLOP counter do with it. The schema alone has the order of the tensors, and names the one
-that is written. An incomplete record is an error at import.
+that is written. An incomplete record, and one that no table lists, are errors at import.
 """
 
 from __future__ import annotations
@@ -322,5 +322,9 @@ GATED_RMS_NORM_BWD = Operator(
 # registered in the namespace `schemas.KDA` only
 LAYER = (SHORT_CONV, SHORT_CONV_BWD, SHORT_CONV_, GATED_RMS_NORM, GATED_RMS_NORM_BWD)
 
-for _operator in (*ATTENTION, *LAYER):
+_TABLES = (*ATTENTION, *LAYER)
+for _record in [x for x in globals().values() if isinstance(x, Operator)]:
+    if _record not in _TABLES:
+        _record._refuse("it is in no table, add it to ATTENTION or LAYER")
+for _operator in _TABLES:
     _operator.kind.operator = _operator

@@ -11,7 +11,7 @@ from kda_ops import operators
 from kda_ops.backends.triton.backend import _shape
 from kda_ops.backends.triton.plans.call_key import call_key, named, reader
 from kda_ops.backends.triton.plans.recording import Recording
-from kda_ops.backends.triton.plans.sizes import Size
+from kda_ops.backends.triton.plans.sizes import Size, value_of
 
 RECORDS = (*operators.ATTENTION, *operators.LAYER)
 # a length of its own for each letter, but for B and N, which agree unless a call is packed
@@ -78,7 +78,7 @@ def test_a_recording_sees_each_length_that_varies_as_a_size(record, sizes):
         shape, _ = _shape(record, name, x, kept)
         for letter, length in zip(record.axes_of(name), shape):
             varies = letter in operators.VARYING
-            assert isinstance(length, Size) == varies and int(length) == sizes[letter]
+            assert isinstance(length, Size) == varies and value_of(length) == sizes[letter]
             assert not varies or length.text == letter
 
 

@@ -136,7 +136,7 @@ def test_what_threads_compiled_is_what_is_launched(tmp_path):
 
 
 def test_a_plan_copies_the_inputs_of_its_call():
-    from kda_ops.backends.triton.plans.launch import compiling, copy_of, recorded
+    from kda_ops.backends.triton.plans.launch import compiling, copy_of, recorded, values
     from kda_ops.backends.triton.plans.plan import Plan
     from kda_ops.backends.triton.plans.recording import Recording
 
@@ -149,16 +149,16 @@ def test_a_plan_copies_the_inputs_of_its_call():
     first, other = strided(2, 3), strided(5, 70)
     recording = Recording(numbers_of(first))
     B, T, *strides = recording.sizes.values()
-    recording.take("x", first, (B, T, 2, 4), tuple(strides))
+    ref = recording.take("x", first, (B, T, 2, 4), tuple(strides))
     with recorded(recording):
-        results = [copy_of(first), copy_of(first)]
+        results = [copy_of(ref), copy_of(ref)]
     with compiling(), mock.patch.object(torch.Tensor, "copy_", None):
         assert copy_of(first).shape == first.shape  # nothing is copied
     plan = Plan(recording, results, first.device)
     for x in (first, other):
         bound = plan.bind(tuple(numbers_of(x).values()))
         again = plan.run([x], [x.data_ptr()], bound)
-        for y in (*results, *again) if x is first else again:
+        for y in (*values(tuple(results)), *again) if x is first else again:
             assert y.is_contiguous() and y.equal(x)
         assert again[0].data_ptr() != again[1].data_ptr()
 

@@ -10,10 +10,18 @@ import pytest
 from tests.support.fresh import ROOT, run_tests
 
 FILES = sorted((Path(__file__).parent / "pretended").glob("test_*.py"))
+LONG = {"test_mutations.py"}
 
 
-@pytest.mark.quick
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("tests", [f.relative_to(ROOT).as_posix() for f in FILES])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        pytest.param(
+            f.relative_to(ROOT).as_posix(), marks=() if f.name in LONG else pytest.mark.quick
+        )
+        for f in FILES
+    ],
+)
 def test_plans_keep_their_laws_on_a_gpu_that_is_not_there(tests):
     run_tests(tests, KDA_OPS_PRETEND="1", KDA_OPS_CPU="native")

@@ -1,6 +1,8 @@
 """Each operator has one record, and a record that lacks something is an error that names it."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +74,19 @@ INCOMPLETE = {
 def test_an_incomplete_record_is_an_error_that_names_operator_and_tensor(change, words):
     with pytest.raises(ValueError, match=words):
         replace(operators.CHUNK, **change)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_a_record_in_no_table_is_an_error_at_import(record):
+    """Without a table nothing would register the operator."""
+    source = Path(operators.__file__).read_text()
+    code = re.sub(
+        rf"^((?:ATTENTION|LAYER) = .*)\b{record.name.upper()}\b,? ?", r"\1", source, flags=re.M
+    )
+    assert code != source
+    with pytest.raises(ValueError, match=f"^Operator {record.name}: it is in no table"):
+        exec(compile(code, operators.__file__, "exec"), {"__name__": operators.__name__})
 
 
 @pytest.mark.quick

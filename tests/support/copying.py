@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda_ops.backends.triton.plans.launch import launch, new, recorded, shape_of, strides_of
+from kda_ops.backends.triton.plans.launch import launch, new, recorded, strides_of, values
 from kda_ops.backends.triton.plans.plan import Plan
 from kda_ops.backends.triton.plans.recording import Recording
 
@@ -41,11 +41,11 @@ def add_one(x, y, rows, W: tl.constexpr, R: tl.constexpr):
 
 def run(x: Tensor) -> Tensor:
     """Return 2 x + 1, by way of a scratch tensor."""
-    rows = shape_of(x)[0]
+    rows = x.shape[0]
     t, y = (new(x, name, (rows, WIDTH)) for name in ("t", "y"))
     programs, sizes = triton.cdiv(rows, ROWS), (WIDTH, ROWS)
     launch(double, programs, x.device, Rows(x, strides_of(x)), (t, strides_of(t)), rows, *sizes)
-    there = TensorDescriptor(t, [*shape_of(t)], [*strides_of(t)], [ROWS, WIDTH])
+    there = TensorDescriptor(t, [*t.shape], [*strides_of(t)], [ROWS, WIDTH])
     launch(add_one, programs, x.device, there, y, rows, *sizes)
     return y
 
@@ -54,10 +54,9 @@ def record(x: Tensor) -> Plan:
     """Run on rows whose strides are numbers of the call, and keep the plan."""
     kept = Recording({"T": x.shape[0], "x_0": x.stride(0), "x_1": x.stride(1)})
     strides = kept.sizes["x_0"], kept.sizes["x_1"]
-    kept.take("x", x, (kept.sizes["T"], WIDTH), strides)
     with recorded(kept):
-        y = run(x)
-    assert torch.equal(y, 2 * x + 1)
+        y = run(kept.take("x", x, (kept.sizes["T"], WIDTH), strides))
+    assert torch.equal(values(y), 2 * x + 1)
     return Plan(kept, [y], x.device)
 
 

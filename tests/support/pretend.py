@@ -7,11 +7,12 @@ For a process of its own: Triton keeps the driver, and kernels' constants are ke
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -74,6 +75,25 @@ def specialise(kernel, args: tuple, options: dict) -> tuple:
     *_, binder = kernel.device_caches[driver.active.get_current_device()]
     _, specialisation, options = binder(*args, **options)
     return tuple(specialisation), str(sorted(options.items()))
+
+
+def plain(x, taken, inputs: Mapping[int, str] = MappingProxyType({})):
+    """Return numbers and constants of an argument; of an address, the input there or "pointer"."""
+    if isinstance(taken, tuple) and isinstance(taken[0], tuple):
+        return tuple(plain(*both, inputs) for both in zip(x, zip(*taken)))
+    if hasattr(x, "block_shape"):  # a tensor descriptor has an address
+        place = inputs.get(x.base.data_ptr(), "pointer")
+        return tuple(x.shape), tuple(x.strides), tuple(x.block_shape), place
+    if isinstance(taken[0], str) and taken[0].startswith("*"):
+        return inputs.get(x if isinstance(x, int) else x.data_ptr(), "pointer")
+    return x
+
+
+def described(launched: Launched, inputs: Mapping[int, str] = MappingProxyType({})):
+    """Return what a launch says, with names in place of the addresses of inputs."""
+    made = launched.made
+    args = [plain(*both, inputs) for both in zip(launched.args, made.specialisation)]
+    return made, launched.programs, args
 
 
 def _like_masks(device: torch.device) -> torch.Tensor:

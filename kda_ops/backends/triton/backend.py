@@ -52,7 +52,7 @@ class _Recorded(Problem):
     __slots__ = ()
 
     def new_output(self) -> Tensor:
-        return launch.new(self.v, "o", launch.shape_of(self.v))
+        return launch.new(self.v, "o", self.v.shape)
 
     def new_final_state(self) -> Tensor:
         if not self.output_final_state:
@@ -152,25 +152,42 @@ class Triton(Backend):
             # In a context of its own: Triton keeps its mode in a context variable, and does not
             # reset it if a kernel fails to compile.
             Context().run(_compile, work, self)
-        for name, x in zip(kind.operator.names, args):
-            kept.take(name, x, *_shape(kind.operator, name, x, kept))
-        if hasattr(work, "p"):  # others read sizes from their tensors
-            p = work.p = copy(work.p)
-            p.B, p.T, p.N = (kept.sizes[n] for n in ("B", "T", "N"))
-            p.__class__ = _Recorded if isinstance(p, Problem) else type(p)
+        refs = {
+            id(x): kept.take(name, x, *_shape(kind.operator, name, x, kept))
+            for name, x in zip(kind.operator.names, args)
+        }
+        vars(work).update({name: _recorded(x, refs, kept) for name, x in vars(work).items()})
         with launch.recorded(kept):
             results = work.run(self)
         plan = Plan(kept, results, device)
         if sum(map(len, self.plans.values())) >= MOST_PLANS:
             self.forget()
         self.plans.setdefault(seen.key, []).append(plan)
-        return results
+        return launch.values(tuple(results))
 
 
 def _compile(work, b: Triton) -> None:
     """Compile the kernels of a pass in parallel; nothing is launched."""
     with launch.compiling():
         work.run(b)
+
+
+def _recorded(x: Any, refs: dict[int, Any], kept: Recording) -> Any:
+    """Return what a pass has, with refs in the place of its tensors, and sizes of B, T and N."""
+    if isinstance(x, Tensor):
+        return refs[id(x)]
+    if isinstance(x, dict):
+        return {name: _recorded(y, refs, kept) for name, y in x.items()}
+    if isinstance(x, tuple):
+        return tuple(_recorded(y, refs, kept) for y in x)
+    if isinstance(x, (Problem, convolution.Convolution)):
+        p: Any = copy(x)
+        for name in (slot for each in type(x).__mro__ for slot in getattr(each, "__slots__", ())):
+            setattr(p, name, _recorded(getattr(p, name), refs, kept))
+        p.B, p.T, p.N = (kept.sizes[letter] for letter in "BTN")
+        p.__class__ = _Recorded if isinstance(p, Problem) else type(p)
+        return p
+    return x
 
 
 def _shape(

@@ -12,7 +12,7 @@ from kda_ops.backends.triton import BACKEND, tuning
 from kda_ops.backends.triton.plans.recording import Launch
 from kda_ops.gate import GateBackwardPass, GatePass
 from tests.support import pretended_calls
-from tests.support.pretend import Pointer, pretend_gpu, specialise
+from tests.support.pretend import Pointer, described, plain, pretend_gpu, specialise
 
 DTYPES = {
     "*fp64": torch.float64,
@@ -40,21 +40,6 @@ def as_taken(x, taken):
     if isinstance(taken[0], str) and taken[0].startswith("*"):
         return Pointer(DTYPES[taken[0]], x)
     return x
-
-
-def plain(x, taken):
-    """Return numbers and constants of an argument; "pointer" in place of addresses."""
-    if isinstance(taken, tuple) and isinstance(taken[0], tuple):
-        return tuple(plain(*both) for both in zip(x, zip(*taken)))
-    if hasattr(x, "block_shape"):  # a tensor descriptor has an address
-        return tuple(x.shape), tuple(x.strides), tuple(x.block_shape)
-    return "pointer" if isinstance(taken[0], str) and taken[0].startswith("*") else x
-
-
-def described(launched):
-    """Return what a launch says besides addresses."""
-    made = launched.made
-    return made, launched.programs, [*map(plain, launched.args, made.specialisation)]
 
 
 def assert_implied(actual, compiled_for, where):

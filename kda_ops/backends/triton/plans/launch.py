@@ -1,4 +1,4 @@
-"""Allocate, view and launch: the only calls of torch and Triton that a stage may make.
+"""Allocate, launch, sum and copy: the only calls of torch and Triton that a stage may make.
 
 A launch goes to the device of its tensors, on the current stream or on a second one. Inside
 `recorded`, each function also reports what it does to a `Recording`. A plan replays only that.
@@ -19,7 +19,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kda_ops.backends.triton.plans.sizes import Size, is_descriptor
+from kda_ops.backends.triton.plans.refs import Ref
+from kda_ops.backends.triton.plans.sizes import is_descriptor, value_of
 from kda_ops.problem import Problem
 
 if TYPE_CHECKING:
@@ -64,25 +65,18 @@ def new(
 ) -> Tensor:
     """Allocate a contiguous tensor of a pass on the device of `like`."""
     make = torch.zeros if zero else torch.empty
-    x = make([int(n) for n in shape], dtype=dtype or like.dtype, device=like.device)
-    if _HERE.recorder is not None:
-        _HERE.recorder.allocate(name, x, shape, zero)
-    return x
+    x = make([*map(value_of, shape)], dtype=dtype or like.dtype, device=like.device)
+    return x if _HERE.recorder is None else _HERE.recorder.allocate(name, x, shape, zero)
 
 
 def copy_of(x: Tensor) -> Tensor:
     """Return a contiguous copy of an input of a pass."""
-    y = new(x, "copy", shape_of(x))
+    y = new(x, "copy", x.shape)
     if not _HERE.compiles:
-        y.copy_(x)
+        values(y).copy_(values(x))
     if _HERE.recorder is not None:
         _HERE.recorder.copy(x, y)
     return y
-
-
-def shape_of(x: Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor of a pass; under a recording, as sizes."""
-    return tuple(x.shape) if _HERE.recorder is None else _HERE.recorder.shape(x)
 
 
 @overload
@@ -90,10 +84,8 @@ def strides_of(x: Tensor) -> tuple[int, ...]: ...
 @overload
 def strides_of(x: None) -> None: ...
 def strides_of(x: Tensor | None) -> tuple[int, ...] | None:
-    """Return the strides of a tensor of a pass; under a recording, as sizes."""
-    if x is None:
-        return None
-    return x.stride() if _HERE.recorder is None else _HERE.recorder.strides(x)
+    """Return the strides of a tensor; None for None."""
+    return None if x is None else x.stride()
 
 
 def columns_of(x: Tensor | None) -> tuple[int, ...]:
@@ -104,50 +96,14 @@ def columns_of(x: Tensor | None) -> tuple[int, ...]:
     return strides_of(x) or (0, 0, 0)
 
 
-def turned(x: Tensor) -> Tensor:
-    """Return a view of x with its last two axes swapped."""
-    y = x.transpose(-1, -2)
-    if _HERE.recorder is not None:
-        *outer, a, b = _HERE.recorder.strides(x)
-        _HERE.recorder.alias(y, x, 0, (*outer, b, a))
-    return y
-
-
-def first_columns(x: Tensor, columns: int) -> Tensor:
-    """Return a view of the first columns of a tensor of a pass."""
-    y = x[..., :columns]
-    if _HERE.recorder is not None:
-        _HERE.recorder.alias(y, x, 0, _HERE.recorder.strides(x))
-    return y
-
-
-def as_floats(x: Tensor) -> Tensor:
-    """Return a view of contiguous scratch in fp32."""
-    y = x.view(torch.float32)
-    if _HERE.recorder is not None:
-        _HERE.recorder.alias(y, x, 0, ())
-    return y
-
-
 def as_kv(p: Problem, state: Tensor) -> Tensor:
     """Return a view S[k, v] of a state in the caller's layout, or the reverse."""
-    return turned(state) if p.transposed else state
-
-
-def row_of(x: Tensor, i: int) -> Tensor:
-    """Return a view of row i of a contiguous tensor of a pass."""
-    y = x[i]
-    if _HERE.recorder is not None:
-        size, *strides = _HERE.recorder.strides(x)
-        _HERE.recorder.alias(y, x, i * size * x.element_size(), tuple(strides))
-    return y
+    return state.mT if p.transposed else state
 
 
 def shared_constant(x: Tensor) -> Tensor:
     """Return x, and have plans keep it: every call uses the same one."""
-    if _HERE.recorder is not None:
-        _HERE.recorder.constant(x)
-    return x
+    return x if _HERE.recorder is None else _HERE.recorder.constant(x)
 
 
 @overload
@@ -158,10 +114,8 @@ def total(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
     """Sum the parts over their first axis, in their dtype until the one cast at the end."""
     if parts is None or like is None:
         return None
-    y = parts.sum(0).reshape(like.shape).to(like.dtype)
-    if _HERE.recorder is not None:
-        _HERE.recorder.total(parts, y, like)
-    return y
+    y = values(parts).sum(0).reshape(values(like).shape).to(like.dtype)
+    return y if _HERE.recorder is None else _HERE.recorder.total(parts, y, like)
 
 
 @contextmanager
@@ -276,7 +230,7 @@ def launch(
         recorder.launch(
             kernel, programs, args, options, _HERE.stream is not None, specialised=seen is None
         )
-        programs, args = int(programs), values(args)
+        programs, args = value_of(programs), values(args)
         seen = seen and values(seen)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -318,9 +272,12 @@ def _launch(kernel, programs: int, device: torch.device, args: tuple, compiled_f
 
 
 def values(x):
-    """Replace sizes by plain numbers, also in tuples and descriptors."""
+    """Replace sizes and refs by numbers and tensors, also in tuples and descriptors."""
+    if isinstance(x, Ref):
+        return x.data
     if is_descriptor(x):
-        return replace(x, shape=[*map(values, x.shape)], strides=[*map(values, x.strides)])
+        shape, strides = ([*map(value_of, some)] for some in (x.shape, x.strides))
+        return replace(x, base=values(x.base), shape=shape, strides=strides)
     if isinstance(x, tuple):
         return tuple(map(values, x)) if type(x) is tuple else type(x)(*map(values, x))
-    return int(x) if isinstance(x, Size) else x
+    return value_of(x)

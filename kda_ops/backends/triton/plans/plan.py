@@ -22,12 +22,12 @@ from kda_ops.backends.triton.plans.recording import (
     Copy,
     Descriptor,
     Launch,
-    Memory,
     Recording,
     Total,
     Wait,
     tuple_of,
 )
+from kda_ops.backends.triton.plans.refs import Memory, Ref
 from kda_ops.backends.triton.plans.sizes import Size, condition, formula, text_of
 from kda_ops.backends.triton.private import RUNTIME, driver, starter
 
@@ -35,13 +35,13 @@ MOST_BOUND = 64  # sets of numbers whose values a plan remembers
 MOST_DESCRIPTORS = 64  # addresses and sizes whose descriptors an argument of a launch remembers
 
 
-def lay_out(buffers: Sequence[Buffer]) -> tuple[dict[str, int], int]:
+def lay_out(buffers: Sequence[Buffer]) -> tuple[dict[str, Any], Any]:
     """Return the place of each buffer in one block, and the size of the block, in bytes.
 
     Buffers whose sizes are multiples of one formula share places if their steps do not overlap.
     """
-    places: dict[str, int] = {}
-    total: int = 0
+    places: dict[str, Any] = {}
+    total: Any = 0
     units: dict[str, list[tuple[Buffer, int]]] = {}
     for b in buffers:
         size = b.bytes
@@ -49,7 +49,7 @@ def lay_out(buffers: Sequence[Buffer]) -> tuple[dict[str, int], int]:
         units.setdefault(unit, []).append((b, factor))
     for found in units.values():
         size = found[0][0].bytes
-        one = size._made(0, size.unit, 1) if isinstance(size, Size) else 1
+        one = size.made(0, size.unit) if isinstance(size, Size) else 1
         placed: list[tuple[int, int, Buffer]] = []  # begin and end, in units
         for b, factor in sorted(found, key=lambda x: -x[1]):
             begin = 0
@@ -84,7 +84,7 @@ class Plan:
     """
 
     def __init__(
-        self, recording: Recording, results: Sequence[Tensor | None], device: torch.device
+        self, recording: Recording, results: Sequence[Ref | Tensor | None], device: torch.device
     ):
         self.device, self.guards, self.steps = device, recording.guards, recording.steps
         self.on_gpu = device.type == "cuda"
@@ -93,7 +93,7 @@ class Plan:
         self.forks = self.on_gpu and any(isinstance(s, Wait) for s in self.steps)
         self.holds = condition(recording.numbers, self.guards)
         self.bound: dict[tuple[int, ...], Bound] = {}
-        names = [None if x is None else recording.name_of(x) for x in results]
+        names = [recording.name_of(x) if isinstance(x, Ref) else None for x in results]
         used = [b for b in recording.buffers.values() if b.own or b.first >= 0]
         self.own = [b for b in used if b.own]
         self.scratch = [b for b in used if not b.own]
@@ -113,7 +113,7 @@ class Plan:
         order |= {s.result: len(order) + i for i, s in enumerate(self.sums)}
         # a number among the own buffers and sums, None, or an empty tensor
         self.results = [
-            order[n] if n is not None else x if x is None else torch.empty_like(x)
+            order[n] if n is not None else x if x is None else torch.empty_like(x)  # type: ignore[arg-type]
             for n, x in zip(names, results)
         ]
         self._bind(recording)
@@ -344,7 +344,8 @@ def _shown(x) -> str:
 def _is_numbers(x) -> bool:
     """Whether a tuple has whole numbers and None alone, also inside."""
     return all(
-        _is_numbers(y) if isinstance(y, tuple) else y is None or isinstance(y, int) for y in x
+        _is_numbers(y) if isinstance(y, tuple) else y is None or isinstance(y, (int, Size))
+        for y in x
     )
 
 

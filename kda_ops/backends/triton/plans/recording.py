@@ -1,7 +1,7 @@
 """Write down what a pass allocates and launches while it runs, so that a `Plan` can replay it.
 
-The functions of `launch` report each step to a `Recording`. It names every tensor by the memory
-that it points to, so that each argument of a launch is memory, a formula or a constant.
+The functions of `launch` report each step to a `Recording`. It gives stages a `Ref` in the place of
+each tensor, so that each argument of a launch is memory, a formula or a constant.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kda_ops.backends.triton.plans.refs import Memory, Ref, contiguous
 from kda_ops.backends.triton.plans.sizes import Guards, Size, is_descriptor, is_multiple, text_of
 
 ALIGNMENT = 16  # bytes, of each tensor in the scratch block, which Triton assumes of a pointer
@@ -32,22 +33,14 @@ class Buffer:
     own: bool = False  # allocated by itself, not in the scratch block
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> Any:
         """Return its size, rounded up to the alignment; of a formula, the factor is rounded up."""
-        size: int = self.dtype.itemsize
+        size: Any = self.dtype.itemsize
         for n in self.shape:
             size = n * size
         if isinstance(size, Size):
-            return size._made(0, size.unit, -(-size.factor // ALIGNMENT) * ALIGNMENT)
+            return size.made(0, size.unit, -(-size.factor // ALIGNMENT) * ALIGNMENT)
         return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-class Memory(NamedTuple):
-    """Where a pointer points: an input, buffer or constant, and an offset in bytes."""
-
-    name: str
-    offset: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class Launch:
     """A kernel, its grid, and its arguments by name: memory, formulas or constants."""
 
     kernel: Any
-    programs: int
+    programs: Any
     arguments: dict[str, Any]
     options: dict[str, Any]
     on_side_stream: bool
@@ -109,47 +102,39 @@ class Recording:
         self.buffers: dict[str, Buffer] = {}
         self.steps: list[Launch | Wait | Total | Copy] = []
         self._time, self._forked = 0, False  # all steps between fork and join have one time
-        self._known: dict[int, tuple[Tensor, Memory, tuple[int, ...], tuple[int, ...]]] = {}
 
-    def take(self, name: str, x: Tensor | None, shape: tuple, strides: tuple | None) -> None:
-        """Name an input; strides are None for a contiguous one."""
+    def take(self, name: str, x: Tensor | None, shape: tuple, strides: tuple | None) -> Any:
+        """Return an input as a `Ref`; strides are None for a contiguous one."""
         self.inputs.append(name if x is not None else "")
-        if x is not None:
-            self._know(x, Memory(name, 0, x.dtype), shape, strides or contiguous(shape))
-            if strides is None:
-                self.like.setdefault((tuple_of(shape), x.dtype), len(self.inputs) - 1)
+        if x is None:
+            return None
+        if strides is None:
+            self.like.setdefault((tuple_of(shape), x.dtype), len(self.inputs) - 1)
+        return Ref(x, Memory(name, 0, x.dtype), shape, strides or contiguous(shape))
 
-    def _know(self, x: Tensor, memory: Memory, shape: tuple, strides: tuple) -> None:
-        self._known[id(x)] = x, memory, shape, strides  # x is kept: ids of dead objects are reused
-
-    def allocate(self, name: str, x: Tensor, shape: Sequence[int], zero: bool) -> None:
-        """Add a buffer; a name that is taken gets an underscore."""
+    def allocate(self, name: str, x: Tensor, shape: Sequence, zero: bool) -> Any:
+        """Add a buffer, and return it as a `Ref`; a name that is taken gets an underscore."""
         while name in self.buffers or name in self.inputs:
             name += "_"
         self.buffers[name] = Buffer(name, tuple(shape), x.dtype, zero, own=zero)
-        self._know(x, Memory(name, 0, x.dtype), tuple(shape), contiguous(tuple(shape)))
+        return Ref(x, Memory(name, 0, x.dtype), shape, contiguous(tuple(shape)))
 
-    def alias(self, y: Tensor, x: Tensor, offset: int, strides: tuple[int, ...]) -> None:
-        """Add y, a view of x that begins `offset` bytes later; its dtype may differ."""
-        memory = self._known[id(x)][1]
-        begin = memory.offset + offset if memory.offset else offset
-        self._know(y, memory._replace(offset=begin, dtype=y.dtype), (), strides)
-
-    def constant(self, x: Tensor) -> None:
-        """Add a tensor that every call shares."""
+    def constant(self, x: Tensor) -> Any:
+        """Return a tensor that every call shares as a `Ref`."""
         name = f"constant_{len(self.constants)}"
         self.constants[name] = x
-        self._know(x, Memory(name, 0, x.dtype), tuple(x.shape), x.stride())
+        return Ref(x, Memory(name, 0, x.dtype), tuple(x.shape), x.stride())
 
-    def total(self, parts: Tensor, y: Tensor, like: Tensor) -> None:
+    def total(self, parts: Any, y: Tensor, like: Any) -> Any:
         """Add the step that sums parts to y, which has the shape of `like`."""
         name = self._used(parts).name
         self.buffers[name].own = True
         self._time += not self._forked
-        self.steps.append(Total(name, f"{name}_total", self.shape(like), like.dtype))
-        self._know(y, Memory(f"{name}_total", 0, like.dtype), (), ())
+        self.steps.append(Total(name, f"{name}_total", like.shape, like.dtype))
+        memory = Memory(f"{name}_total", 0, like.dtype)
+        return Ref(y, memory, like.shape, contiguous(like.shape))
 
-    def copy(self, x: Tensor, y: Tensor) -> None:
+    def copy(self, x: Any, y: Any) -> None:
         """Add the step that copies x, an input, to y."""
         source, result = self._used(x).name, self._used(y).name
         assert source in self.inputs
@@ -157,16 +142,13 @@ class Recording:
         self._time += not self._forked
         self.steps.append(Copy(source, result))
 
-    def shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of a tensor that was added, as sizes."""
-        return self._known[id(x)][2]
-
-    def strides(self, x: Tensor) -> tuple[int, ...]:
-        """Return the strides of a tensor that was added, as sizes."""
-        return self._known[id(x)][3]
-
-    def _used(self, x: Tensor) -> Memory:
-        memory = self._known[id(x)][1]
+    def _used(self, x: Any) -> Memory:
+        if type(x) is not Ref:
+            raise TypeError(
+                f"A stage passes a tensor of shape {list(x.shape)} that the plan does not know: "
+                "make it by new, copy_of or total, or give a constant to shared_constant."
+            )
+        memory = x.memory
         buffer = self.buffers.get(memory.name)
         if buffer is not None:
             buffer.first = self._time if buffer.first < 0 else buffer.first
@@ -176,7 +158,7 @@ class Recording:
     def launch(
         self,
         kernel,
-        programs: int,
+        programs: Any,
         args: tuple,
         options: dict,
         on_side_stream: bool,
@@ -205,7 +187,7 @@ class Recording:
         self._time += joins
 
     def _argument(self, x, specialised: bool):
-        if isinstance(x, Tensor):
+        if isinstance(x, (Ref, Tensor)):
             memory = self._used(x)
             if isinstance(memory.offset, Size):  # what Triton may assume of a pointer
                 is_multiple(memory.offset, ALIGNMENT)
@@ -218,35 +200,27 @@ class Recording:
             parts = [self._argument(y, specialised) for y in x]
             return tuple(parts) if type(x) is tuple else type(x)(*parts)
         if isinstance(x, Size):  # an integer's type, and what Triton may assume of it
-            self.guards.note(f"{x.text} < {2**31}", int(x) < 2**31)
+            self.guards.note(f"{x.text} < {2**31}", x.value < 2**31)
             if specialised:
                 is_multiple(x, 16)
                 if x.factor == 1:
-                    self.guards.note(f"{x.text} == 1", int(x) == 1)
+                    self.guards.note(f"{x.text} == 1", x.value == 1)
         return x
 
-    def name_of(self, x: Tensor) -> str | None:
-        """Return the name of a result and give it its own memory; None for an empty tensor."""
-        if id(x) not in self._known:
-            assert not x.numel(), "a result that is nobody's"
-            return None
-        memory = self._known[id(x)][1]
-        if memory.name in self.buffers:
-            self.buffers[memory.name].own = True
+    def name_of(self, x: Ref) -> str:
+        """Return the name of a result and give it its own memory."""
+        memory = x.memory
+        buffer = self.buffers.get(memory.name)
+        if buffer is not None:
+            buffer.own = True
+            assert memory == (buffer.name, 0, buffer.dtype), "a result must be a whole buffer"
+            assert [*map(text_of, x.shape)] == [*map(text_of, buffer.shape)], "likewise"
         return memory.name
 
 
 def _not_specialised(kernel) -> Sequence[str]:
     given = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)  # interpreted, or not
     return given.get("do_not_specialize") or ()
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.insert(0, n * strides[0])
-    return tuple(strides) if shape else ()
 
 
 def tuple_of(x: tuple) -> str:

@@ -7,6 +7,7 @@ outcome become a guard. The recording serves every call in which all guards have
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from math import gcd
 from typing import Any, NoReturn
@@ -21,122 +22,151 @@ class Guards(dict[str, bool]):
         return outcome
 
 
-class Size(int):
-    """An integer with its formula ``unit * factor``: `unit` is text, `factor` a plain number.
+class Size:
+    """A whole number with its formula ``unit * factor``: `unit` is text, `factor` a plain number.
 
-    So `factor` divides every value of the formula. To torch a size is the integer that it is in
-    this call. An operation that formulas do not have raises a TypeError.
+    So `factor` divides every value of the formula. `value` is that of the call that is recorded. A
+    size is no int, because a plan would keep the plain number for all its calls. An operation that
+    formulas do not have raises a TypeError.
     """
 
-    unit: str
-    factor: int
-    guards: Guards
+    __slots__ = ("factor", "guards", "unit", "value")
 
-    def __new__(cls, value: int, unit: str, factor: int, guards: Guards):
-        """Make a size whose value in this call is known."""
-        size = super().__new__(cls, value)
-        size.unit, size.factor, size.guards = unit, factor, guards
-        return size
+    def __init__(self, value: int, unit: str, factor: int, guards: Guards):
+        self.value, self.unit, self.factor, self.guards = value, unit, factor, guards
 
     @property
     def text(self) -> str:
         """Write the formula."""
         return self.unit if self.factor == 1 else f"{self.unit} * {self.factor}"
 
-    def _made(self, value: int, unit: str, factor: int = 1) -> Size:
+    def __repr__(self) -> str:
+        return self.text
+
+    def made(self, value: int, unit: str, factor: int = 1) -> Size:
+        """Return another size of the same recording."""
         return Size(value, unit, factor, self.guards)
 
-    def __mul__(self, other: int) -> int:  # type: ignore[override]
+    def _whole(self, other: Any) -> int:
+        """Return the value of a size or whole number."""
         if isinstance(other, Size):
-            value = int.__mul__(self, other)
-            return self._made(value, f"{self.unit} * {other.unit}", self.factor * other.factor)
-        return self._made(int.__mul__(self, other), self.unit, self.factor * other) if other else 0
+            return other.value
+        return other if isinstance(other, int) else self._refuse()
 
-    __rmul__ = __mul__  # type: ignore[assignment]
+    def __mul__(self, other: Any) -> Any:
+        value = self.value * self._whole(other)
+        if isinstance(other, Size):
+            return self.made(value, f"{self.unit} * {other.unit}", self.factor * other.factor)
+        return self.made(value, self.unit, self.factor * other) if other else 0
 
-    def _sum(self, value: int, a: int, sign: str, b: int) -> int:
-        common = gcd(*(x.factor if isinstance(x, Size) else int(x) for x in (a, b)))
-        return self._made(value, f"({_share(a, common)} {sign} {_share(b, common)})", common)
+    __rmul__ = __mul__
 
-    def __add__(self, other: int) -> int:  # type: ignore[override]
-        if not isinstance(other, Size) and not other:
-            return self
-        return self._sum(int.__add__(self, other), self, "+", other)
+    def _sum(self, value: int, a: Any, sign: str, b: Any) -> Size:
+        common = gcd(*(x.factor if isinstance(x, Size) else x for x in (a, b)))
+        return self.made(value, f"({_share(a, common)} {sign} {_share(b, common)})", common)
 
-    __radd__ = __add__  # type: ignore[assignment]
+    def __add__(self, other: Any) -> Any:
+        value = self.value + self._whole(other)
+        return (
+            self
+            if not isinstance(other, Size) and not other
+            else self._sum(value, self, "+", other)
+        )
 
-    def __sub__(self, other: int) -> int:  # type: ignore[override]
-        if not isinstance(other, Size) and not other:
-            return self
-        return self._sum(int.__sub__(self, other), self, "-", other)
+    __radd__ = __add__
 
-    def __rsub__(self, other: int) -> int:  # type: ignore[override]
-        return self._sum(int.__rsub__(self, other), other, "-", self)
+    def __sub__(self, other: Any) -> Any:
+        value = self.value - self._whole(other)
+        return (
+            self
+            if not isinstance(other, Size) and not other
+            else self._sum(value, self, "-", other)
+        )
 
-    def __neg__(self) -> int:  # type: ignore[override]
-        return self._made(int.__neg__(self), self.unit, -self.factor)
+    def __rsub__(self, other: Any) -> Any:
+        return self._sum(self._whole(other) - self.value, other, "-", self)
 
-    def __floordiv__(self, other: int) -> int:  # type: ignore[override]
-        value = int.__floordiv__(self, other)
+    def __neg__(self) -> Size:
+        return self.made(-self.value, self.unit, -self.factor)
+
+    def __floordiv__(self, other: Any) -> Any:
+        value = self.value // self._whole(other)
         if not isinstance(other, Size) and self.factor % other == 0:
-            return self._made(value, self.unit, self.factor // other)
-        return self._made(value, f"({self.text} // {_atom(other)})")
+            return self.made(value, self.unit, self.factor // other)
+        return self.made(value, f"({self.text} // {_atom(other)})")
 
-    def __mod__(self, other: int) -> int:  # type: ignore[override]
-        return self._made(int.__mod__(self, other), f"({self.text} % {_atom(other)})")
+    def __mod__(self, other: Any) -> Any:
+        return self.made(self.value % self._whole(other), f"({self.text} % {_atom(other)})")
 
-    def _compare(self, sign: str, outcome: bool, other: object) -> bool:
-        if isinstance(other, float):
-            self._refuse()
-        if not isinstance(other, int):
-            return outcome  # nothing but a number equals a number
+    def _compare(self, sign: str, of: Callable[[Any, Any], bool], other: object) -> bool:
+        outcome = of(self.value, self._whole(other))
         return self.guards.note(f"{self.text} {sign} {_atom(other)}", outcome)
 
     def __eq__(self, other: object) -> bool:
-        return self._compare("==", int.__eq__(self, other), other)
+        if not isinstance(other, (int, float, Size)):
+            return False  # nothing but a number equals a number
+        return self._compare("==", operator.eq, other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __lt__(self, other: int) -> bool:
-        return self._compare("<", int.__lt__(self, other), other)
+    def __lt__(self, other: Any) -> bool:
+        return self._compare("<", operator.lt, other)
 
-    def __le__(self, other: int) -> bool:
-        return self._compare("<=", int.__le__(self, other), other)
+    def __le__(self, other: Any) -> bool:
+        return self._compare("<=", operator.le, other)
 
-    def __gt__(self, other: int) -> bool:
-        return self._compare(">", int.__gt__(self, other), other)
+    def __gt__(self, other: Any) -> bool:
+        return self._compare(">", operator.gt, other)
 
-    def __ge__(self, other: int) -> bool:
-        return self._compare(">=", int.__ge__(self, other), other)
+    def __ge__(self, other: Any) -> bool:
+        return self._compare(">=", operator.ge, other)
 
     def __bool__(self) -> bool:
         return self != 0
 
-    __hash__ = int.__hash__
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            f"{self.text} has no formula here: use +, -, *, //, % and comparisons, with whole "
+            "numbers. (n + d - 1) // d rounds up."
+        )
 
-    def _refuse(self, *others: Any) -> NoReturn:
-        raise TypeError(f"{self.text} has no formula here: use +, -, *, //, % and comparisons.")
+    def _refuse_plain(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            f"{self.text} has no plain value, because a plan serves calls with other values: pass "
+            "the size itself to launch or new, decide by comparisons, and loop in a kernel."
+        )
 
-    # ``2.5 * size`` cannot be refused: a float multiplies any int without asking it
+    def _refuse_hash(self) -> NoReturn:
+        raise TypeError(
+            f"{self.text} cannot be a key of a cache or dictionary, because a plan serves calls "
+            "with other values: decide by comparisons."
+        )
+
     __truediv__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __pow__ = __rpow__ = _refuse
     __divmod__ = __rdivmod__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refuse
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refuse
-    __float__ = __abs__ = __pos__ = __round__ = __trunc__ = __ceil__ = __floor__ = _refuse
-    bit_length = _refuse
+    __abs__ = __pos__ = __round__ = __trunc__ = __ceil__ = __floor__ = _refuse
+    __int__ = __index__ = __float__ = __complex__ = bit_length = _refuse_plain
+    __hash__ = _refuse_hash  # type: ignore[assignment]
 
 
-def _share(x: int, of: int) -> str:
+def value_of(x: Any) -> Any:
+    """Return the value of a size in the call that is recorded; all else as it is."""
+    return x.value if isinstance(x, Size) else x
+
+
+def _share(x: Any, of: int) -> str:
     """Return the formula of ``x / of``, where `of` divides x."""
-    return x._made(0, x.unit, x.factor // of).text if isinstance(x, Size) else str(int(x) // of)
+    return x.made(0, x.unit, x.factor // of).text if isinstance(x, Size) else str(int(x) // of)
 
 
-def text_of(x: int) -> str:
+def text_of(x: Any) -> str:
     """Return the formula of a size, or a plain number as text."""
     return x.text if isinstance(x, Size) else str(int(x))
 
 
-def _atom(x: int) -> str:
+def _atom(x: Any) -> str:
     return f"({x.text})" if isinstance(x, Size) else str(int(x))
 
 
@@ -144,7 +174,7 @@ def is_multiple(x: Size, of: int) -> bool:
     """Return whether `of` divides x. If the formula does not show it, the answer is a guard."""
     if x.factor % of == 0:
         return True
-    return x.guards.note(f"{x.text} % {of} == 0", int.__mod__(x, of) == 0)
+    return x.guards.note(f"{x.text} % {of} == 0", x.value % of == 0)
 
 
 def is_descriptor(x: object) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from kda_ops.backends.triton.device.gate import load_rate, sigmoid, softplus, tokens_at
 from kda_ops.backends.triton.device.operands import GateWeights, Strided
 from kda_ops.backends.triton.device.tile import dense
-from kda_ops.backends.triton.plans.launch import launch, new, shape_of, strides_of, total
+from kda_ops.backends.triton.plans.launch import launch, new, strides_of, total
 
 
 @triton.jit(do_not_specialize=["T", "n_tokens", "lower_bound"])
@@ -116,7 +116,7 @@ def logits(g, dt_bias, i_h, o_r, T, n_tokens, K: tl.constexpr, BK: tl.constexpr)
 
 def _sizes(x: Tensor, rank: int) -> tuple[int, int, int, int]:
     """Return B, T, HV and K of logits; a scalar per head counts as one column."""
-    B, T, HV, *width = shape_of(x)
+    B, T, HV, *width = x.shape
     return B, T, HV, width[0] if rank else 1
 
 
@@ -129,7 +129,7 @@ def gate(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
 ) -> Tensor:
     """Return the log decay from raw logits, in float32; see `kda_ops.stages.Backend.gate`."""
-    y = new(g, "y", shape_of(g), torch.float32)
+    y = new(g, "y", g.shape, torch.float32)
     B, T, HV, K = _sizes(g, rank)
     block = max(1, triton.next_power_of_2(K))
     rows_per_program = max(1, 2048 // block)
@@ -162,7 +162,7 @@ def gate_backward(
     rank: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of g, A_log, dt_bias; see `kda_ops.stages.Backend.gate_backward`."""
-    dx = new(g, "dg", shape_of(g))
+    dx = new(g, "dg", g.shape)
     B, T, HV, K = _sizes(g, rank)
     block = max(1, triton.next_power_of_2(K))
     rows_per_step, steps = max(1, 2048 // block), 16

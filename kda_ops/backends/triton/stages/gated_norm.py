@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kda_ops.backends.triton.device.gate import sigmoid, tokens_at
 from kda_ops.backends.triton.device.operands import strided
-from kda_ops.backends.triton.plans.launch import launch, new, shape_of, total
+from kda_ops.backends.triton.plans.launch import launch, new, total
 
 ENTRIES = 4096  # of a tile, so that the tiles of backward stay in registers
 STEPS = 4  # tiles of a program in backward, which share one partial sum
@@ -135,8 +135,8 @@ def normalise_gradient(
 
 
 def _given(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: bool) -> dict:
-    B, T, H, V = shape_of(x)
-    block = triton.next_power_of_2(max(int(V), 1))
+    B, T, H, V = x.shape
+    block = triton.next_power_of_2(max(V, 1))
     return dict(
         x=strided(x),
         weight=strided(weight),
@@ -145,7 +145,7 @@ def _given(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: boo
         n_tokens=B * T,
         eps=eps,
         H=H,
-        G=shape_of(weight)[0],
+        G=weight.shape[0],
         V=V,
         BV=block,
         ROWS=max(1, ENTRIES // block),
@@ -156,7 +156,7 @@ def _given(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: boo
 
 def gated_norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: bool) -> Tensor:
     """Return y; see `kda_ops.stages.Backend.gated_norm`."""
-    y = new(x, "y", shape_of(x))
+    y = new(x, "y", x.shape)
     given = _given(x, weight, gate, eps, silu)
     if given["n_tokens"] * given["H"] * given["V"]:
         programs = triton.cdiv(given["n_tokens"], given["ROWS"]) * given["H"]
@@ -170,9 +170,9 @@ def gated_norm_backward(
     """Return the gradients; see `kda_ops.stages.Backend.gated_norm_backward`."""
     given = _given(x, weight, gate, eps, silu)
     H, G, V = given["H"], given["G"], given["V"]
-    dx, dgate = new(x, "dx", shape_of(x)), None
+    dx, dgate = new(x, "dx", x.shape), None
     if gate is not None:
-        dgate = new(gate, "dgate", shape_of(gate))
+        dgate = new(gate, "dgate", gate.shape)
     programs = triton.cdiv(given["n_tokens"], given["ROWS"] * STEPS)
     parts = new(x, "dweight_parts", (programs * (H // max(G, 1)), G, V), torch.float32)
     if given["n_tokens"] * H * V:

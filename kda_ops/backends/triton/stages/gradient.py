@@ -27,8 +27,6 @@ from kda_ops.backends.triton.plans.launch import (
     columns_of,
     launch,
     new,
-    row_of,
-    shape_of,
     shared_constant,
     total,
 )
@@ -86,12 +84,12 @@ def _gradient_gdn(
     q, options, exact = p.q, tuning.choose("gradient_gdn", p), p.q.dtype is torch.float32
     group, dq, dk, dq_sum, dk_sum = p.HV // p.H if p.H else 1, None, None, None, None
     if need & {"q", "k"}:
-        dq, dk = (new(q, name, shape_of(q)) for name in ("dq", "dk"))
+        dq, dk = (new(q, name, q.shape) for name in ("dq", "dk"))
         # fp32, because value heads or slices of K add up
         if group > 1 or p.K > options.block_k:
             dq_sum, dk_sum = dq, dk
             if not exact:
-                dq_sum, dk_sum = (new(q, f"d{x}_sum", shape_of(q), torch.float32) for x in "qk")
+                dq_sum, dk_sum = (new(q, f"d{x}_sum", q.shape, torch.float32) for x in "qk")
     dbeta, dg = (
         gradient_like(p, "beta", need),
         gradient_like(p, "g", need | {"g"}) if need & GATES else None,
@@ -158,7 +156,7 @@ def _gradient_kda(
         )
     )
     given, kept = strided(fit(do)), _kept(p, trace, reverse)
-    own = dbeta if parts is None else row_of(parts, slices)
+    own = dbeta if parts is None else parts[slices]
     _launch_pairs(p, tile, trace, given, kept, dscores, own, dots)
     few = None if p.sigmoid_beta or parts is not None else dbeta
     if dq is not None or dg is not None or parts is not None or few is not None:
@@ -288,7 +286,7 @@ def _launch_small(
 def gather_gradient(p: Problem, name: str, x: Tensor, dy: Tensor | None) -> Tensor:
     """Return the gradient of x, which is q or k, summed from those per value head, dy."""
     assert dy is not None  # dq and dk are made together
-    dx, tokens, BK = new(x, "d" + name, shape_of(x)), p.B * p.T * p.H, tuning.width(p.K, x.dtype)
+    dx, tokens, BK = new(x, "d" + name, x.shape), p.B * p.T * p.H, tuning.width(p.K, x.dtype)
     ROWS = max(1, GATHERED // BK)
     sizes: dict[str, Any] = dict(H=p.H, HV=p.HV, tokens=tokens, K=p.K, BK=BK, ROWS=ROWS)
     programs = (tokens + ROWS - 1) // ROWS
@@ -343,7 +341,7 @@ def _kept(p: Problem, trace: Trace, reverse: Reverse) -> Kept:
 def gradient_like(p: Problem, name: str, need: frozenset[str]) -> Tensor | None:
     """Allocate the contiguous gradient of an input, if it is needed."""
     x = getattr(p, name)
-    return new(p.q, "d" + name, shape_of(x), x.dtype) if x is not None and name in need else None
+    return new(p.q, "d" + name, x.shape, x.dtype) if x is not None and name in need else None
 
 
 def parts_of(p: Problem, name: str, width: int, need: frozenset[str]) -> Tensor | None:

@@ -34,7 +34,7 @@ from kda_ops.backends.triton.device.tile import (
     rows_at,
     widen,
 )
-from kda_ops.backends.triton.plans.launch import as_kv, launch, new, shape_of
+from kda_ops.backends.triton.plans.launch import as_kv, launch, new
 from kda_ops.backends.triton.stages.gradient_small import SMALL
 from kda_ops.backends.triton.stages.runs import Runs, close_run, open_run, place
 from kda_ops.backends.triton.stages.scan import fill_zero, load_factor, load_factors
@@ -260,7 +260,7 @@ def reverse_scan(
     dstates = new(q, "dstates", (NT, p.HV, p.K, p.V))
     few = reads_few(p) and "beta" in need
     z = new(q, "z", (NT, p.HV, problem.CHUNK, p.V)) if tiled or few else None
-    dv = None if tiled and "v" not in need else new(q, "dv", shape_of(p.v))
+    dv = None if tiled and "v" not in need else new(q, "dv", p.v.shape)
     dinitial = _new_dinitial(p) if "initial_state" in need else None
     dfinal = None if dfinal_state is None or dfinal_state.numel() == 0 else as_kv(p, dfinal_state)
     name = "reverse_scan_kda" if p.rank else "reverse_scan_gdn"

@@ -27,15 +27,7 @@ from kda_ops.backends.triton.plans.descriptors import (
     is_near,
     tokens,
 )
-from kda_ops.backends.triton.plans.launch import (
-    as_floats,
-    as_kv,
-    columns_of,
-    launch,
-    new,
-    shape_of,
-    strides_of,
-)
+from kda_ops.backends.triton.plans.launch import as_kv, columns_of, launch, new, strides_of
 from kda_ops.backends.triton.stages.gradient import (
     GATES,
     gather_gradient,
@@ -251,15 +243,15 @@ def reverse_walk(
     q, device, tiles = p.q, p.q.device, count_chunks(p) * p.HV
     given, grouped = p.beta is not None and not p.sigmoid_beta, p.HV > p.H
     tiled = reads_z(p) and not given  # given: `finish_small` serves a small beta
-    dv = new(q, "dv", shape_of(p.v))
+    dv = new(q, "dv", p.v.shape)
     if grouped:  # fp32, because value heads add up
         shape = (p.B, p.T, p.HV, p.K)
         dq, dk = (new(q, f"{name}_heads", shape, torch.float32) for name in ("dq", "dk"))
     else:
-        dq, dk = (new(q, name, shape_of(q)) for name in ("dq", "dk"))
+        dq, dk = (new(q, name, q.shape) for name in ("dq", "dk"))
     # `prepare` always makes them
     assert tile.A is not None and tile.P is not None and tile.factors is not None
-    sums = as_floats(tile.P)  # the walk has read the P of a chunk when it writes there
+    sums = tile.P.view(torch.float32)  # the walk has read the P of a chunk when it writes there
 
     # rows of dv alone if grouped, because dq and dk are sums then; else of dq, dk and dv
     ends = (p.N * p.HV * (1 if grouped else 3) * LENGTH, p.V)

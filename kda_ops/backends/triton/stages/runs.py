@@ -32,7 +32,7 @@ from kda_ops.backends.triton.device.tile import (
     find_sequence,
     locate_sequence,
 )
-from kda_ops.backends.triton.plans.launch import first_columns, launch, new
+from kda_ops.backends.triton.plans.launch import launch, new
 from kda_ops.problem import Problem
 
 
@@ -258,4 +258,4 @@ class Runs:
             STAGES=options.stages,
             **options.launch,
         )
-        return first_columns(self.maps, p.V)
+        return self.maps[..., : p.V]

@@ -38,7 +38,7 @@ from kda_ops.backends.triton.device.tile import (
     wait_for_previous,
     widen,
 )
-from kda_ops.backends.triton.plans.launch import as_kv, launch, new, overlap_streams, shape_of
+from kda_ops.backends.triton.plans.launch import as_kv, launch, new, overlap_streams
 from kda_ops.backends.triton.stages.runs import Runs, close_run, open_run, place
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
@@ -488,7 +488,7 @@ def scan(
             patience=tuning.PATIENCE,
             HV=p.HV,
             every=1 if ends.into.pointer is None else p.snapshot_every,
-            columns=0 if ends.into.pointer is None else shape_of(ends.into.pointer)[1],
+            columns=0 if ends.into.pointer is None else ends.into.pointer.shape[1],
             K=p.K,
             V=p.V,
             BK=tuning.width(p.K, p.q.dtype),

@@ -15,7 +15,7 @@ from torch import Tensor
 from kda_ops.backends.triton.device.gate import sigmoid
 from kda_ops.backends.triton.device.operands import strided
 from kda_ops.backends.triton.device.tile import find_sequence, locate_sequence
-from kda_ops.backends.triton.plans.launch import launch, new, shape_of, total
+from kda_ops.backends.triton.plans.launch import launch, new, total
 from kda_ops.convolution import Convolution
 
 
@@ -480,7 +480,7 @@ def _parameters(p: Convolution) -> dict:
 
 def _run(p: Convolution, final: Tensor | None) -> Tensor:
     """Launch the forward; `final` [N or slots, W - 1, D] gets the tails."""
-    y = new(p.x, "y", shape_of(p.x))
+    y = new(p.x, "y", p.x.shape)
     final = final if p.W > 1 else None
     if not p.D:
         return y
@@ -534,10 +534,10 @@ def short_conv_backward(
     """Return the gradients; see `kda_ops.stages.Backend.short_conv_backward`."""
     cut, warps = _cut(p, backward=True)
     programs, blocks = _programs(p, cut), triton.cdiv(p.D, cut.BD)
-    dx = new(p.x, "dx", shape_of(p.x))
+    dx = new(p.x, "dx", p.x.shape)
     dweight, dbias = p.weight if "weight" in need else None, p.bias if "bias" in need else None
     weight_parts, bias_parts = (
-        None if x is None else new(p.x, name, (programs, *shape_of(x)), p.sum_dtype)
+        None if x is None else new(p.x, name, (programs, *x.shape), p.sum_dtype)
         for name, x in (("dweight_parts", dweight), ("dbias_parts", dbias))
     )
     given = _given(p) | _parameters(p)

@@ -18,7 +18,7 @@ from kda_ops.backends.triton.device.tile import (
     locate_sequence,
     wait_for_previous,
 )
-from kda_ops.backends.triton.plans.launch import launch, shape_of, strides_of
+from kda_ops.backends.triton.plans.launch import launch, strides_of
 from kda_ops.problem import Problem
 
 _NOWHERE = (0, 0, 0, 0)
@@ -479,7 +479,7 @@ def _strides(p: Problem, final: Tensor | None) -> tuple[Strides, int, bool]:
         found = strides_of(p.state_indices)
         per_token = len(found) == 2
         slots_s = (found[0], found[1] if per_token else 0)
-        width = shape_of(p.state_indices)[1] if per_token else 1
+        width = p.state_indices.shape[1] if per_token else 1
     state = _strides_kv(p.state, p.transposed)
     strides = Strides(
         q=strides_of(p.q),
@@ -508,12 +508,8 @@ def _show(strides: tuple[int, ...], K: int, V: int) -> tuple:
     The inner two are exact where a head is dense, else only a stride of 1 is. Of the others the
     kernel knows whether 16 divides them.
     """
-    dense_head = any(strides[2:] == inner for inner in ((V, 1), (1, K)))
-    some = [_ANY if s % 16 else _ANY - 1 for s in strides]
-    return (
-        *some[:2],
-        *(
-            1 if s == 1 else tl.constexpr(int(s)) if dense_head else x
-            for s, x in zip(strides[2:], some[2:])
-        ),
-    )
+    some = tuple(_ANY if s % 16 else _ANY - 1 for s in strides)
+    for inner in ((V, 1), (1, K)):  # as plain numbers, which the comparison fixes
+        if strides[2:] == inner:
+            return (*some[:2], *(1 if s == 1 else tl.constexpr(s) for s in inner))
+    return (*some[:2], *(1 if s == 1 else x for s, x in zip(strides[2:], some[2:])))

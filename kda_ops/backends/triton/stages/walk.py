@@ -26,14 +26,7 @@ from kda_ops.backends.triton.plans.descriptors import (
     is_near,
     tokens,
 )
-from kda_ops.backends.triton.plans.launch import (
-    as_kv,
-    columns_of,
-    launch,
-    new,
-    shape_of,
-    strides_of,
-)
+from kda_ops.backends.triton.plans.launch import as_kv, columns_of, launch, new, strides_of
 from kda_ops.backends.triton.stages.prepare import prepare
 from kda_ops.backends.triton.stages.scan import scan
 from kda_ops.problem import CHUNK, Problem
@@ -130,7 +123,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         into=strided(into),
         v_h=strides_of(p.v)[2],
         every=1 if into is None else p.snapshot_every,
-        columns=0 if into is None else shape_of(into)[1],
+        columns=0 if into is None else into.shape[1],
         scale=factor_of_P(p),
     )
     shares = tuning.shares(p)
@@ -230,5 +223,5 @@ def kept(p: Problem, AP: Tensor, rows: int) -> Any:
 
 def tiles(x: Tensor, rows: int, columns: int) -> Any:
     """Return the descriptor of scratch [.., D], seen as rows, in blocks."""
-    *outer, width = shape_of(x)
+    *outer, width = x.shape
     return copied(x, (prod(outer), width), (width, 1), (rows, columns))

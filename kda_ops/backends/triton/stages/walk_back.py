@@ -20,14 +20,7 @@ from kda_ops.backends.triton.device.gradient_chunk import locate, through_gate, 
 from kda_ops.backends.triton.device.operands import GateWeights, strided
 from kda_ops.backends.triton.device.tile import CHUNK, dense, find_sequence, inverse_norm, rows_at
 from kda_ops.backends.triton.plans.descriptors import copied, has_gluon, tokens
-from kda_ops.backends.triton.plans.launch import (
-    as_kv,
-    columns_of,
-    launch,
-    new,
-    shape_of,
-    strides_of,
-)
+from kda_ops.backends.triton.plans.launch import as_kv, columns_of, launch, new, strides_of
 from kda_ops.backends.triton.stages.gradient import (
     gather_gradient,
     gradient_like,
@@ -251,16 +244,16 @@ def walk_back(
     assert KERNEL is not None and p.g is not None  # as `walk.trains` has checked
     q, g, grouped = p.q, p.g, p.HV > p.H
     S, u = states(p, AP)
-    dv, dg = new(q, "dv", shape_of(p.v)), new(q, "dg", shape_of(g), g.dtype)
+    dv, dg = new(q, "dv", p.v.shape), new(q, "dg", g.shape, g.dtype)
     # Value heads of one key head are summed afterwards.
     heads, name = (p.B, p.T, p.HV, p.K), "_heads" if grouped else ""
     dq, dk = new(q, "dq" + name, heads), new(q, "dk" + name, heads)
     dbeta = gradient_like(p, "beta", need)
     sums = y = None
     if dbeta is not None:
-        sums = new(q, "dbeta_sums", shape_of(u)[:3], torch.float32)
+        sums = new(q, "dbeta_sums", u.shape[:3], torch.float32)
         if not p.sigmoid_beta:
-            y = new(q, "y", shape_of(u))
+            y = new(q, "y", u.shape)
     tails = new(q, "tails", (p.N, p.HV, 3, HALF, p.K))
     ends = new(q, "ends", (p.N, p.HV, HALF, p.K), g.dtype)
     dA_log, ddt_bias = parts_of(p, "A_log", 1, need), parts_of(p, "dt_bias", p.K, need)
@@ -290,7 +283,7 @@ def walk_back(
         v_tails_d=tiles(tails, HALF, 64),
         ends_d=tiles(ends, HALF, p.K),
         y=y,
-        sums_d=None if sums is None else copied(sums, (prod(shape_of(sums)),), (1,), (HALF,)),
+        sums_d=None if sums is None else copied(sums, (prod(sums.shape),), (1,), (HALF,)),
         beta=p.beta,
         gate=gate,
         dfinal=strided(dfinal),
