@@ -647,6 +647,7 @@ IMPORTED = SimpleNamespace(  # what kernels import, from whichever module
     aggregate=jit,
     mbarrier=mbarrier,
     tma=SimpleNamespace(store_wait=store_wait),
+    tensor_descriptor=Descriptor,
     barrier=barrier,
     fence_async_shared=fence_async_shared,
     load_tile=load_tile,
@@ -690,9 +691,13 @@ def device_module(name: str) -> SimpleNamespace:
 
 def imported(name: str, *args) -> SimpleNamespace:
     """Return what a kernel imports from a module."""
-    folder, _, last = name.rpartition(".")
-    shared = folder.endswith(".triton.device") and last != "gluon_names"
-    return device_module(last) if shared else IMPORTED
+    last = name.rpartition(".")[2]
+    if name.startswith("triton") or last == "gluon_names":
+        return IMPORTED
+    found = __import__(name, *args)
+    if hasattr(found, "gluon"):
+        return device_module(last)
+    return SimpleNamespace(**{n: given(x) for n, x in vars(found).items()})
 
 
 def module(path: str | Path, source: str | None = None) -> SimpleNamespace:
@@ -713,7 +718,7 @@ def given(x: Any) -> Any:
         return type(x)(*map(given, x)) if hasattr(x, "_fields") else tuple(map(given, x))
     if hasattr(x, "block_shape"):
         return Descriptor(x.base, x.shape, x.strides, x.block_shape)
-    return getattr(x, "value", x)  # of a constexpr
+    return x.value if type(x).__name__ == "constexpr" else x
 
 
 def launch(kernel: Callable, programs: int, seed: int = 0, **args: Any) -> None:

@@ -73,21 +73,41 @@ class Span:
 def find_span(cu_seqlens, slots, N, T, HV):
     """Return the span of this program. A sequence without a slot has no chunks.
 
-    With cu_seqlens, "sequence" N holds the tokens after the last one, and has no chunks either.
+    With cu_seqlens, "sequence" N holds the tokens after the last one, and has no chunks either. N
+    is None if every program has a sequence. Then the compiler sees that `chunks` is the same for
+    all threads, and keeps what a loop counts in uniform registers.
     """
     pid = gl.program_id(0)
     i_n, i_h = pid // HV, pid % HV
+    live = i_n >= 0
+    if N is not None:
+        live = i_n < N
     if cu_seqlens is not None:
         token = gl.load(cu_seqlens + i_n).to(gl.int32)
-        end = gl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=T).to(gl.int32)
+        if N is None:
+            end = gl.load(cu_seqlens + i_n + 1).to(gl.int32)
+        else:
+            end = gl.load(cu_seqlens + i_n + 1, mask=live, other=T).to(gl.int32)
         length = end - token
     else:
         token, length = i_n * T, T
-    live = i_n < N
     if slots is not None:
         live = live & (gl.load(slots + i_n, mask=live, other=-1) >= 0)
-    chunks = gl.where(live, (length + 63) // 64, 0)
+    chunks = (length + 63) // 64
+    if N is not None:
+        chunks = gl.where(live, chunks, 0)
     return Span(i_n, i_h, token, length, live, chunks)
+
+
+@gluon.jit
+def from_span(x, span, cu_seqlens, x_b, x_t, x_h):
+    """Return the pointer to a span's first number of x [B, T, HV], of a batch with any strides."""
+    x += span.i_h.to(gl.int64) * x_h
+    if cu_seqlens is None:
+        x += span.i_n.to(gl.int64) * x_b
+    else:
+        x += span.token.to(gl.int64) * x_t
+    return x
 
 
 @gluon.jit
@@ -98,3 +118,26 @@ def first_tile(span, cu_seqlens, T, ROWS: gl.constexpr):
     else:
         first = span.i_n * ((T + (ROWS - 1)) // ROWS)
     return first
+
+
+@aggregate
+class Tiles:
+    """Where what is kept of a program's chunks lies, in tensors [NT, HV, ..]."""
+
+    first: gl.tensor  # of the first chunk
+    step: gl.tensor  # from chunk to chunk
+
+    @gluon.constexpr_function
+    def __init__(self, first, step):
+        self.first, self.step = first, step
+
+    @gluon.jit
+    def at(self, c):
+        """Return the number of chunk c's tile."""
+        return self.first + c * self.step
+
+
+@gluon.jit
+def find_tiles(span, cu_seqlens, T, HV, ROWS: gl.constexpr):
+    """Return where chunks of ROWS rows are kept."""
+    return Tiles(first_tile(span, cu_seqlens, T, ROWS) * HV + span.i_h, HV)

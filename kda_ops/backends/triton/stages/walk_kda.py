@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from kda_ops.backends.triton.device.channels import Signal, find_span, first_tile, signal
+from kda_ops.backends.triton.device.channels import Signal, find_span, first_tile, from_span, signal
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -26,15 +26,20 @@ from kda_ops.backends.triton.device.gluon_names import (
     wait_products,
 )
 from kda_ops.backends.triton.device.gluon_tile import (
+    FAR,
+    FLAT,
     LOG2E,
+    PAIR,
     ROWS,
     ROWS_4,
     ex2,
     fill_rows,
     halve,
+    left_right,
     load_gate,
     narrow,
     plus,
+    product,
     rcp,
     state_at,
     widen,
@@ -45,7 +50,6 @@ from kda_ops.backends.triton.device.gluon_tile import (
 SHIFT = gl.constexpr(115.0)
 UNSHIFT = gl.constexpr(2.0**-115)
 SMALLER = gl.constexpr(2.0**-4)  # of q that has no norm inside, so that its entries may be larger
-FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
 
 
 @gluon.jit
@@ -72,12 +76,6 @@ def smaller(x):
         True,
         2,
     )
-
-
-@gluon.jit
-def left_right(x):
-    """Split the columns of x [64, 2 n] into their left and right halves, [64, n] each."""
-    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @aggregate
@@ -174,8 +172,7 @@ def inverse(L, b_r, R, quarter):
     R.store(b)
     y = mma_v2(gl.convert_layout(b, A), l_10, none)
     HALVES: gl.constexpr = gl.reshape(b, (2, 2, 256)).type.layout
-    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    b = reinterpret(R, gl.float16, [2, 512], ROW).slice(0, 256, dim=1)  # R_0 of each half
+    b = reinterpret(R, gl.float16, [2, 512], PAIR).slice(0, 256, dim=1)  # R_0 of each half
     b = gl.expand_dims(b.load(gl.SliceLayout(1, HALVES)), 1)
     second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
     second = gl.expand_dims(gl.expand_dims(second, 0), 2) == 1
@@ -236,7 +233,6 @@ def factors(x, on, slope, bias, lower, n, here, GATE: gl.constexpr, NORM: gl.con
     D sums the decays from the start of a half, c = -SHIFT.
     """
     E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
-    PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     K: gl.constexpr = 128
     s, zero = n & 1, n >> 30
     q_b, k_b, kr, kc, kg = (
@@ -288,8 +284,8 @@ def make_w(kr, AP, q_b):
     kr0, kr1 = kr.slice(0, 32, dim=0).permute((1, 0)), kr.slice(32, 32, dim=0).permute((1, 0))
     A0 = AP.slice(0, 32, dim=0).slice(0, 32, dim=1)
     A1 = AP.slice(32, 32, dim=0).slice(0, 32, dim=1)
-    w0 = warpgroup_mma(kr0, A0.permute((1, 0)), none, use_acc=False, is_async=True)
-    w1 = warpgroup_mma(kr1, A1.permute((1, 0)), none, use_acc=False, is_async=True)
+    w0 = product(kr0, A0.permute((1, 0)), none)
+    w1 = product(kr1, A1.permute((1, 0)), none)
     q_b.store(unshift(q_b.load(ROWS_4)))
     w0, w1 = wait_products(0, deps=(w0, w1))
     barrier()  # all warps have read kr
@@ -332,8 +328,8 @@ def prepare(
     for n in range(span.chunks):
         s, zero = n & 1, n >> 30
         qr, kr, kc = factors(x, on, slope, bias, lower, n, span.length - n * 64, GATE, NORM)
-        L = warpgroup_mma(kr, kc.permute((1, 0)), none_q, use_acc=False, is_async=True)
-        P = warpgroup_mma(qr, kc.permute((1, 0)), none_q, use_acc=False, is_async=True)
+        L = product(kr, kc.permute((1, 0)), none_q)
+        P = product(qr, kc.permute((1, 0)), none_q)
         AP, b_s = x.AP.index(s), x.beta.index(s)
         # The unknown zero is on rows alone: with one on columns, masks of blocks cost instructions.
         quarter = (gl.arange(0, 64, QR) >> 4) + zero
@@ -492,7 +488,7 @@ def scan(
                 gl.convert_layout(b_u, WA), kg.slice(h * 32, 32, dim=0), S, is_async=True
             )
             q_t = q_b.slice(h * 32, 32, dim=0).permute((1, 0))
-            b_o = warpgroup_mma(b_S, q_t, none, use_acc=False, is_async=True)
+            b_o = product(b_S, q_t, none)
             P_t = AP_h.slice(32, 32, dim=1).permute((1, 0))
             b_o = warpgroup_mma(gl.convert_layout(b_u, NA), P_t, b_o, is_async=True)
             if h == 0:
@@ -614,7 +610,6 @@ def walk_kda(
     TYPE: gl.constexpr = q_d.dtype
     span = find_span(cu_seqlens, slots, N, T, HV)
     i_g = span.i_h // (HV // H)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
     x = Buffers(
         gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
@@ -638,12 +633,7 @@ def walk_kda(
     fence_async_shared()
     barrier()
     if beta is not None:
-        # offsets begin at the sequence: beta of a batch may have any strides
-        beta += span.i_h.to(gl.int64) * beta_h
-        if cu_seqlens is None:
-            beta += span.i_n.to(gl.int64) * beta_b
-        else:
-            beta += span.token.to(gl.int64) * beta_t
+        beta = from_span(beta, span, cu_seqlens, beta_b, beta_t, beta_h)
     row_AP = 0
     if AP_d is not None:
         row_AP = (first_tile(span, cu_seqlens, T, 64) * HV + span.i_h) * 64
