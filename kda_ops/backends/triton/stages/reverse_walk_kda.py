@@ -49,6 +49,13 @@ UP = gl.constexpr(2.0**58)
 DOWN = gl.constexpr(2.0**-58)
 # From this given beta on, sum_v dv u / beta^2 is as accurate as a rounding.
 SMALL = gl.constexpr(2.0**-10)
+# How the four warps of `walk` hold what products make: W a state [64, K], N a tile [64, 32], and Q
+# a tile [64, 64]; left operands in registers, and vectors along the first or second axis.
+W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+N = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+Q = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+NA, WC = gl.constexpr(gl.DotOperandLayout(0, N, 2)), gl.constexpr(gl.SliceLayout(0, W))
+NR, NC = gl.constexpr(gl.SliceLayout(1, N)), gl.constexpr(gl.SliceLayout(0, N))
 
 
 @aggregate
@@ -317,6 +324,59 @@ def prepare(
 
 
 @gluon.jit
+def carry(x, on, n, R, D, AP, dS, factor, NORM: gl.constexpr, I: gl.constexpr):
+    """Write dv, and return dS of the rows before, of which the last product is in flight."""
+    K: gl.constexpr = 128
+    zero = n >> 30
+    none = gl.zeros([64, 32], gl.float32, N)
+    on.chain.wait(n)
+    b_dS = narrow(dS)
+    y = product(gl.convert_layout(b_dS, NA), x.kg.index(zero).permute((1, 0)), none)
+    on.do_full.wait(n)
+    y_P = product(R.slice(0, 32, dim=0).permute((1, 0)), AP.slice(32, 32, dim=1), none)
+    if NORM:
+        on.done.wait(n - 1)  # both have read what took the place of D
+    D.slice(I * 64, 64, dim=0).store(b_dS)
+    # waits for nothing: it tells ptxas that no product in flight writes dS
+    dS = wait_products(2, deps=(dS,))
+    dS = dS * (x.gamma.slice(0, K).load(WC) * x.gamma.slice(K, K).load(WC))[None, :]
+    y, y_P = wait_products(0, deps=(y, y_P))
+    y = y + y_P * factor
+    b_dv = R.slice(32, 32, dim=0)
+    z = warpgroup_mma(
+        gl.convert_layout(narrow(y), NA),
+        AP.slice(0, 32, dim=1),
+        y * widen(x.lost.load(NC))[None, :],
+        is_async=True,
+    )
+    z = wait_products(0, deps=(z,))
+    b_dv.permute((1, 0)).store(narrow(z))
+    fence_async_shared()
+    barrier()
+    on.dv.arrive(n)
+    dS = warpgroup_mma(R.permute((1, 0)), x.G.index(zero), dS, is_async=True)
+    return dS
+
+
+@gluon.jit
+def add_rows(x, zero, later_of, earlier_of, d_g):
+    """Return d_g [64, 32], plus the sums of later rows of one tile, and of earlier rows of another.
+
+    Products with ones add them up. Channels are rows here.
+    """
+    later, earlier = x.U.index(zero).slice(0, 32, dim=1), x.U.index(zero).slice(32, 32, dim=1)
+    high = narrow(later_of)
+    d_g = warpgroup_mma(gl.convert_layout(high, NA), later, d_g, is_async=True)
+    low = narrow(later_of - widen(high))
+    d_g = warpgroup_mma(gl.convert_layout(low, NA), later, d_g, is_async=True)
+    high = narrow(earlier_of)
+    d_g = warpgroup_mma(gl.convert_layout(high, NA), earlier, d_g, is_async=True)
+    low = narrow(earlier_of - widen(high))
+    d_g = warpgroup_mma(gl.convert_layout(low, NA), earlier, d_g, is_async=True)
+    return wait_products(0, deps=(d_g,))
+
+
+@gluon.jit
 def walk(
     x, on, span, steps, dfinal, dinitial, scale, factor, flags, I: gl.constexpr
 ):  # fmt: skip
@@ -338,13 +398,6 @@ def walk(
     """
     NORM: gl.constexpr = flags.L2NORM
     K: gl.constexpr = 128
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    NA: gl.constexpr = gl.DotOperandLayout(0, N, 2)
-    NR: gl.constexpr = gl.SliceLayout(1, N)
-    NC: gl.constexpr = gl.SliceLayout(0, N)
-    WC: gl.constexpr = gl.SliceLayout(0, W)
     TYPE: gl.constexpr = x.q.dtype
     none, wide = gl.zeros([64, 32], gl.float32, N), gl.zeros([64, 64], gl.float32, Q)
     dS = gl.zeros([64, K], gl.float32, W)
@@ -366,33 +419,7 @@ def walk(
             along_k = reinterpret(x.D, TYPE, [4, 32, K], x.q.layout).index(1 + zero)
             parked = reinterpret(x.D, gl.float32, [2, 32, K], x.late.layout).index(1 + zero)
             parked = parked.slice(I * 64, 64, dim=1).permute((1, 0))
-        # the chain from step to step
-        on.chain.wait(n)
-        b_dS = narrow(dS)
-        y = product(gl.convert_layout(b_dS, NA), x.kg.index(zero).permute((1, 0)), none)
-        on.do_full.wait(n)
-        y_P = product(R.slice(0, 32, dim=0).permute((1, 0)), AP.slice(32, 32, dim=1), none)
-        if NORM:
-            on.done.wait(n - 1)  # both have read what took the place of D
-        D.slice(I * 64, 64, dim=0).store(b_dS)
-        # waits for nothing: it tells ptxas that no product in flight writes dS
-        dS = wait_products(2, deps=(dS,))
-        dS = dS * (x.gamma.slice(0, K).load(WC) * x.gamma.slice(K, K).load(WC))[None, :]
-        y, y_P = wait_products(0, deps=(y, y_P))
-        y = y + y_P * factor
-        b_dv = R.slice(32, 32, dim=0)
-        z = warpgroup_mma(
-            gl.convert_layout(narrow(y), NA),
-            AP.slice(0, 32, dim=1),
-            y * widen(x.lost.load(NC))[None, :],
-            is_async=True,
-        )
-        z = wait_products(0, deps=(z,))
-        b_dv.permute((1, 0)).store(narrow(z))
-        fence_async_shared()
-        barrier()
-        on.dv.arrive(n)
-        dS = warpgroup_mma(R.permute((1, 0)), x.G.index(zero), dS, is_async=True)
+        dS = carry(x, on, n, R, D, AP, dS, factor, NORM, I)
         # gradients of the scores: both partitions form all, and keep pairs inside blocks, or across
         on.S_full.wait(n)
         on.dv.wait(n)
@@ -473,24 +500,14 @@ def walk(
             on.dots.arrive(n)
         else:
             k.permute((1, 0)).store(narrow(d_k))
-        # dg: products with ones add up later rows of dG, and earlier ones of kl
-        later, earlier = x.U.index(zero).slice(0, 32, dim=1), x.U.index(zero).slice(32, 32, dim=1)
         d_g = gl.zeros([64, 32], gl.float32, N) + (dgamma * (e_0 * e_1))[:, None]
-        high = narrow(dG)
-        d_g = warpgroup_mma(gl.convert_layout(high, NA), later, d_g, is_async=True)
-        low = narrow(dG - widen(high))
-        d_g = warpgroup_mma(gl.convert_layout(low, NA), later, d_g, is_async=True)
-        high = narrow(kl)
-        d_g = warpgroup_mma(gl.convert_layout(high, NA), earlier, d_g, is_async=True)
-        low = narrow(kl - widen(high))
-        d_g = warpgroup_mma(gl.convert_layout(low, NA), earlier, d_g, is_async=True)
-        d_g = wait_products(0, deps=(d_g,))
+        d_g = add_rows(x, zero, dG, kl, d_g)
         g_b = x.g.index(s).slice(I * 64, 64, dim=1)
         g_b.permute((1, 0)).store(d_g if x.g.dtype == gl.float32 else narrow(d_g))
         if NORM:
             on.dots.wait(n)
-            through_norm(k, d_k, along_k, n_k, N)
-            through_norm(q, parked.load(N), along_q, n_q, N)
+            through_norm(k, d_k, along_k, n_k)
+            through_norm(q, parked.load(N), along_q, n_q)
         fence_async_shared()
         barrier()
         on.done.arrive(n)
@@ -499,13 +516,11 @@ def walk(
 
 
 @gluon.jit
-def through_norm(x, dy, along, norm, N: gl.constexpr):
+def through_norm(x, dy, along, norm):
     """Write dx = n (dy - y sum_k y dy) in the place of x, where y = n x; `along` is y dy [32, K].
 
     A product with ones adds up all channels.
     """
-    NC: gl.constexpr = gl.SliceLayout(0, N)
-    NA: gl.constexpr = gl.DotOperandLayout(0, N, 2)
     ones = (gl.zeros([64, 128], gl.float32, NA) + 1.0).to(x.dtype)
     none = gl.zeros([64, 32], gl.float32, N)
     dot = product(ones, along.permute((1, 0)), none)
