@@ -185,16 +185,16 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
         "finish_back": most(0, 0, 0, 8),
     },
     gdn(keep=True, group=1, walk=True): FORWARD_GDN
-    | {"reverse_walk_gdn": most(0, 0, 24, 24, instructions=3128)}
+    | {"reverse_walk_gdn": most(0, 0, 24, 24, instructions=3120)}
     | FINISH_WALK,
     gdn(gate="softplus", keep=True, packed=True, walk=True): SOFTPLUS_GDN
-    | {"reverse_walk_gdn": most(0, 8, 24, 16, instructions=3208)}
+    | {"reverse_walk_gdn": most(0, 0, 24, 16, instructions=3200)}
     | FINISH_WALK
     | GATHER_HEADS,
     gdn(gate="plain", keep=True, packed=True, group=1, walk=True): {
         "prepare_gdn": most(0, registers=168),
         "scan_gdn": most(0),
-        "reverse_walk_gdn": most(0, 0, 8, 8, instructions=3048),
+        "reverse_walk_gdn": most(0, 0, 0, 8, instructions=3032),
     }
     | FINISH_WALK,
     layer("conv", packed=True): {

@@ -280,17 +280,17 @@ LONG = {
 # What may be taken out without an effect, and why.
 ALWAYS_NEEDLESS = {
     "reverse_walk_gdn: barrier()": "`warp_specialize` begins with a barrier of all warps",
-    "consume: wait_products(2, deps=(dS,))": "it waits for nothing, and only tells ptxas so",
-    "consume: barrier() #2": "without it, Triton places its own behind `store_wait`",
+    "enter: wait_products(2, deps=(dS,))": "it waits for nothing, and only tells ptxas so",
+    "carry: barrier()": "without it, Triton places its own behind `store_wait`",
 }
 OVERWRITTEN = "q and k are overwritten and stored only where value heads do not share them"
 NEEDLESS = {
     "alone": ALWAYS_NEEDLESS,
     "grouped": ALWAYS_NEEDLESS
     | {
-        "consume: barrier() #5": OVERWRITTEN,
-        "consume: fence_async_shared() #4": OVERWRITTEN,
-        "consume: barrier() #6": OVERWRITTEN,
+        "finish: barrier()": OVERWRITTEN,
+        "finish: fence_async_shared()": OVERWRITTEN,
+        "finish: barrier() #2": OVERWRITTEN,
     },
 }
 CHANGED = {} if reverse_walk.KERNEL is None else without_each(source_of(reverse_walk))

@@ -359,8 +359,8 @@ OF_TWO_KERNELS = {
     f"{call}": "is in the form of two kernels alone"
     for call in (
         *("leave: wait_written(4)", "leave: barrier()", "leave: on.done.arrive(n - 1)"),
-        *("leave: tell(left.ready + (i_tile - step))", "prepare: wait_written(0)"),
-        *("prepare: barrier() #2", "prepare: tell(left.ready + (tile + (span.chunks - 1) * step))"),
+        *("leave: tell(left.ready + tiles.at(n - 1))", "prepare: wait_written(0)"),
+        *("prepare: barrier() #2", "prepare: tell(left.ready + tiles.at(span.chunks - 1))"),
     )
 }
 ALWAYS_NEEDLESS = {

@@ -87,16 +87,16 @@ LONG = {
 ALWAYS_NEEDLESS = {
     "reverse_walk_kda: barrier()": "`warp_specialize` begins with a barrier of all warps",
     "prepare: barrier()": "without it, Triton places its own between a store and a load",
-    "walk: wait_products(2, deps=(dS,))": "it waits for nothing, and only tells ptxas so",
+    "carry: wait_products(2, deps=(dS,))": "it waits for nothing, and only tells ptxas so",
 }
 NORM = "only a norm has it"
 NEEDLESS = {
     "given": ALWAYS_NEEDLESS
     | {
-        "walk: on.done.wait(n - 1)": NORM,
+        "carry: on.done.wait(n - 1)": NORM,
         "walk: on.half.wait(n)": NORM,
-        "walk: fence_async_shared() #3": NORM,
-        "walk: barrier() #4": NORM,
+        "walk: fence_async_shared() #2": NORM,
+        "walk: barrier() #3": NORM,
         "walk: on.dots.arrive(n)": NORM,
         "walk: on.dots.wait(n)": NORM,
         "through_norm: wait_products(0, deps=(dot,))": NORM,

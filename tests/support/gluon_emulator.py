@@ -681,6 +681,7 @@ IMPORTED = SimpleNamespace(  # what kernels import, from whichever module
     aggregate=jit,
     mbarrier=mbarrier,
     tma=SimpleNamespace(store_wait=store_wait, tensor_descriptor=Descriptor),
+    tensor_descriptor=Descriptor,
     barrier=barrier,
     fence_async_shared=fence_async_shared,
     load_tile=load_tile,
@@ -727,9 +728,12 @@ def importer(changed: Mapping[str, str | None]) -> Callable:
 
     def imported(name: str, *args) -> SimpleNamespace:
         folder, _, last = name.rpartition(".")
-        path = TRITON / folder.rpartition(".")[2] / f"{last}.py"
-        if ".triton." not in name or last == "gluon_names":
+        if name.startswith("triton") or last == "gluon_names":
             return IMPORTED
+        found = __import__(name, *args)
+        if not hasattr(found, "gluon"):
+            return SimpleNamespace(**{n: given(x) for n, x in vars(found).items()})
+        path = TRITON / folder.rpartition(".")[2] / f"{last}.py"
         return module(path, changed) if changed.get(last) else unchanged(path)
 
     return imported
@@ -755,7 +759,7 @@ def given(x: Any) -> Any:
         return type(x)(*map(given, x)) if hasattr(x, "_fields") else tuple(map(given, x))
     if hasattr(x, "block_shape"):
         return Descriptor(x.base, x.shape, x.strides, x.block_shape)
-    return getattr(x, "value", x)  # of a constexpr
+    return x.value if type(x).__name__ == "constexpr" else x
 
 
 def launch(kernel: Callable, programs: int, seed: int = 0, **args: Any) -> None:

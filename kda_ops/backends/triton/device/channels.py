@@ -75,25 +75,48 @@ class Span:
 def find_span(cu_seqlens, slots, N, T, HV, SHARES: gl.constexpr = 1):
     """Return the span of this program. A sequence without a slot has no chunks.
 
-    With cu_seqlens, "sequence" N holds the tokens after the last one, and has no chunks either.
+    With cu_seqlens, "sequence" N holds the tokens after the last one, and has no chunks either. N
+    is None if every program has a sequence. Then the compiler sees that `chunks` is the same for
+    all threads, and keeps what a loop counts in uniform registers.
+
     SHARES programs one after another take every SHARES-th chunk of a head, each from its own on.
     """
     pid = gl.program_id(0) // SHARES
     i_n, i_h = pid // HV, pid % HV
+    live = i_n >= 0
+    if N is not None:
+        live = i_n < N
     if cu_seqlens is not None:
         token = gl.load(cu_seqlens + i_n).to(gl.int32)
-        end = gl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=T).to(gl.int32)
+        if N is None:
+            end = gl.load(cu_seqlens + i_n + 1).to(gl.int32)
+        else:
+            end = gl.load(cu_seqlens + i_n + 1, mask=live, other=T).to(gl.int32)
         length = end - token
     else:
         token, length = i_n * T, T
-    live = i_n < N
     if slots is not None:
         live = live & (gl.load(slots + i_n, mask=live, other=-1) >= 0)
     if SHARES > 1:
         skipped = gl.minimum(gl.program_id(0) % SHARES * 64, length)
         token, length = token + skipped, length - skipped
-    chunks = gl.where(live, (length + (64 * SHARES - 1)) // (64 * SHARES), 0)
+    chunks = (length + (64 * SHARES - 1)) // (64 * SHARES)
+    if N is not None:
+        chunks = gl.where(live, chunks, 0)
     return Span(i_n, i_h, token, length, live, chunks, 64 * SHARES)
+
+
+@gluon.jit
+def from_span(x, span, cu_seqlens, T, x_b, x_t, x_h):
+    """Return the pointer to a span's first number of x [B, T, HV], of a batch with any strides."""
+    x += span.i_h.to(gl.int64) * x_h
+    if cu_seqlens is None:
+        x += span.i_n.to(gl.int64) * x_b
+        if span.step > 64:
+            x += (span.token - span.i_n * T).to(gl.int64) * x_t
+    else:
+        x += span.token.to(gl.int64) * x_t
+    return x
 
 
 @gluon.jit
@@ -108,14 +131,27 @@ def first_tile(span, cu_seqlens, T, ROWS: gl.constexpr):
     return first
 
 
+@aggregate
+class Tiles:
+    """Where what is kept of a program's chunks lies, in tensors [NT, HV, ..]."""
+
+    first: gl.tensor  # of the first chunk
+    step: gl.tensor  # from chunk to chunk
+
+    @gluon.constexpr_function
+    def __init__(self, first, step):
+        self.first, self.step = first, step
+
+    @gluon.jit
+    def at(self, c):
+        """Return the number of chunk c's tile."""
+        return self.first + c * self.step
+
+
 @gluon.jit
-def beta_at(beta, strides, span, cu_seqlens, T):
-    """Return the pointer to beta of the span's first token. A batch may have any strides."""
-    beta += span.i_h.to(gl.int64) * strides[2]
-    if cu_seqlens is None:
-        beta += span.i_n.to(gl.int64) * strides[0]
-        if span.step > 64:
-            beta += (span.token - span.i_n * T).to(gl.int64) * strides[1]
-    else:
-        beta += span.token.to(gl.int64) * strides[1]
-    return beta
+def find_tiles(span, cu_seqlens, T, HV, ROWS: gl.constexpr):
+    """Return where chunks of ROWS rows are kept."""
+    step = HV
+    if span.step > 64:
+        step = HV * (span.step // 64)
+    return Tiles(first_tile(span, cu_seqlens, T, ROWS) * HV + span.i_h, step)

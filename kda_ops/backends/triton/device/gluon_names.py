@@ -21,6 +21,7 @@ if hasattr(tma, "async_load"):
     load_tile, store_tile = tma.async_load, tma.async_store
 else:
     load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+tensor_descriptor = tma.tensor_descriptor
 # a view of shared memory with another shape; 3.9 made it public
 _BUFFER = gl.shared_memory_descriptor
 reinterpret = _BUFFER.reinterpret if hasattr(_BUFFER, "reinterpret") else _BUFFER._reinterpret

@@ -2,13 +2,28 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from kda_ops import problem
+
+CHUNK = gl.constexpr(problem.CHUNK)
+WIDTH = gl.constexpr(128)  # of keys and values
+FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
 LOG2E = gl.constexpr(1.4426950408889634)
 LEAST_RATE = gl.constexpr(2.0**-126)  # exp(A_log) is clamped to where products with it are finite
 GREATEST_RATE = gl.constexpr(2.0**100)
 # how eight and four warps hold rows of 128 channels outside products
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 ROWS_4 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+# how vectors lie in shared memory, one alone or several
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+PAIR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
+
+
+@gluon.jit
+def product(a, b, none):
+    """Issue the product of a and b; `none` is a tile of zeros with the layout of the result."""
+    return warpgroup_mma(a, b, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -71,6 +86,12 @@ def inverse_norms(x, norms):
     """Write the inverse norms of the rows x [rows, K]; four warps do."""
     x = widen(x.load(ROWS_4))
     norms.store(gl.rsqrt(gl.sum(x * x, 1) + 1e-6))
+
+
+@gluon.jit
+def left_right(x):
+    """Split the columns of x [64, 2 n] into their left and right halves, [64, n] each."""
+    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @gluon.jit

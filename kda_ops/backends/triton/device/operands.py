@@ -98,6 +98,16 @@ NORM_Q_KDA = constant(1)
 NORM_K_KDA = constant(2)
 COUNT_KDA = constant(3)
 
+# What GDN's reverse walk leaves of a chunk at the start of the chunk's P, which has been read by
+# then, for `finish_walk` and for itself: numbers in fp32, one per row unless said.
+SUM_DG = constant(0)  # dG
+SUM_STRENGTH = constant(64)  # sum_v dv v_new
+SUM_LATE = constant(128)  # sum_k k r_1 (v_new dS^T), over each half of K: [64, 2]
+SUM_STATE = constant(256)  # sum_k S dS: [V]
+SUM_PART = constant(384)  # sum_k k part, if beta is given
+SUM_OWN = constant(448)  # sum_v do v_new, for the walk
+SUMS = constant(64 * 64 // 2)  # from one chunk to the next
+
 
 @overload
 def strided(x: Tensor) -> Strided: ...

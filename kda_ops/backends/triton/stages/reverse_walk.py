@@ -7,6 +7,7 @@ of the sums that the walk leaves. The walk itself is `reverse_walk_gdn`.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +17,19 @@ from torch import Tensor
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.gate import flags_of, reciprocal
 from kda_ops.backends.triton.device.gradient_chunk import locate, write_column, write_rows
-from kda_ops.backends.triton.device.operands import BETA, COUNT_GDN, GateWeights, Strided, strided
+from kda_ops.backends.triton.device.operands import (
+    BETA,
+    COUNT_GDN,
+    SUM_DG,
+    SUM_LATE,
+    SUM_PART,
+    SUM_STATE,
+    SUM_STRENGTH,
+    SUMS,
+    GateWeights,
+    Strided,
+    strided,
+)
 from kda_ops.backends.triton.device.tile import CHUNK, dense, find_sequence, fit, rows_at
 from kda_ops.backends.triton.plans.descriptors import (
     LENGTH,
@@ -51,6 +64,15 @@ MOST_GROUPED = 2  # value heads of a key head: more would take more memory than 
 # replaces. A step takes 6.5 us, and few programs do not hide that
 # (docs/kernels/journal/walk-of-gdn.md).
 LEAST_PROGRAMS = 48
+
+
+class Form(NamedTuple):
+    """What the walk computes, as constants of a kernel; see `reverse_walk_gdn`."""
+
+    TILED: Any
+    GIVEN: Any
+    GROUPED: Any
+    L2NORM: Any
 
 
 def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> bool:
@@ -160,7 +182,6 @@ def finish_walk(
     TILED: tl.constexpr,
     GIVEN: tl.constexpr,
     GROUPED: tl.constexpr,
-    SUMS: tl.constexpr,
     LEAST: tl.constexpr,
 ):
     """Finish dg, dbeta and dv of one chunk and value head, from what `reverse_walk_gdn` left::
@@ -205,10 +226,10 @@ def finish_walk(
             b_z = tl.load(p_z + o_r[:, None] * z_s + o_d[None, :], mask=m_z, other=0.0)
             write_rows(dv, at, i_h, HV, b_z.to(tl.float32) * b_beta[:, None], o_d, D)
         if GIVEN:
-            p_beta, p_more = factors + (i_tile * COUNT_GDN + BETA) * CHUNK, p_sum + 6 * CHUNK
+            p_beta, p_more = factors + (i_tile * COUNT_GDN + BETA) * CHUNK, p_sum + SUM_PART
             finish_small(p_beta, p_more, p_z, z_s, v, dv, grads.dbeta, at, i_h, HV, D, LEAST)
         if grads.dbeta is not None:
-            b_sum = tl.load(p_sum + CHUNK + o_r)
+            b_sum = tl.load(p_sum + SUM_STRENGTH + o_r)
             if GIVEN:
                 p_dbeta = grads.dbeta + (at.token + o_r) * HV + i_h
                 m_r = (o_r < n_rows) & (tl.abs(b_beta) >= SMALL)
@@ -223,9 +244,9 @@ def finish_walk(
             o_s = tl.arange(0, 2 * CHUNK)
             # but the last token's, which is not in dG either
             m_s = o_s < 2 * (n_rows - 1)
-            b_total = tl.sum(tl.load(p_sum + 2 * CHUNK + o_s, mask=m_s, other=0.0), 0)
-            b_total += tl.load(gamma + i_tile) * tl.sum(tl.load(p_sum + 4 * CHUNK + o_s), 0)
-            b_dg = tl.cumsum(tl.load(p_sum + o_r), 0, reverse=True) + b_total
+            b_total = tl.sum(tl.load(p_sum + SUM_LATE + o_s, mask=m_s, other=0.0), 0)
+            b_total += tl.load(gamma + i_tile) * tl.sum(tl.load(p_sum + SUM_STATE + o_s), 0)
+            b_dg = tl.cumsum(tl.load(p_sum + SUM_DG + o_r), 0, reverse=True) + b_total
             logits = Strided(g, (g_b, g_t, g_h))
             write_logits(grads, logits, gate, lower_bound, at, i_h, HV, i_tile, b_dg, flags)
 
@@ -243,6 +264,7 @@ def reverse_walk(
     q, device, tiles = p.q, p.q.device, count_chunks(p) * p.HV
     given, grouped = p.beta is not None and not p.sigmoid_beta, p.HV > p.H
     tiled = reads_z(p) and not given  # given: `finish_small` serves a small beta
+    form = Form(*map(tl.constexpr, (tiled, given, grouped, p.l2norm)))
     dv = new(q, "dv", p.v.shape)
     if grouped:  # fp32, because value heads add up
         shape = (p.B, p.T, p.HV, p.K)
@@ -274,18 +296,14 @@ def reverse_walk(
         P_d=copied(tile.P, (tiles * LENGTH, LENGTH), (LENGTH, 1), (LENGTH, LENGTH)),
         r_d=copied(tile.factors, (tiles * FACTORS,), (1,), (LENGTH,)),
         gamma=tile.gamma,
-        dfinal=dfinal,
-        dfinal_s=strides_of(dfinal) or NOWHERE,
+        dfinal=strided(dfinal),
         cu_seqlens=dense(p.cu_seqlens),
-        dq_d=None if grouped else tokens(p, dq),
-        dk_d=None if grouped else tokens(p, dk),
+        dq=dq if grouped else tokens(p, dq),
+        dk=dk if grouped else tokens(p, dk),
         dv_d=tokens(p, dv),
         tails_d=copied(tails, ends, (p.V, 1), (LENGTH, p.V)),
-        dq=dq,
-        dk=dk,
         sums=sums,
-        dinitial=dinitial,
-        dinitial_s=strides_of(dinitial) or NOWHERE,
+        dinitial=strided(dinitial),
         T=p.T,
         H=p.H,
         HV=p.HV,
@@ -293,12 +311,7 @@ def reverse_walk(
         k_h=strides_of(p.k)[2],
         do_h=strides_of(do)[2],
         scale=p.scale,
-        K=p.K,
-        V=p.V,
-        TILED=tiled,
-        GIVEN=given,
-        GROUPED=grouped,
-        L2NORM=p.l2norm,
+        form=form,
         num_warps=8,
     )
     g, dbeta = fit(p.g), gradient_like(p, "beta", need)
@@ -331,7 +344,6 @@ def reverse_walk(
         TILED=tiled,
         GIVEN=given,
         GROUPED=grouped,
-        SUMS=KERNEL.SUMS.value,
         LEAST=KERNEL.LEAST.value,
         num_warps=4,
     )
@@ -340,6 +352,3 @@ def reverse_walk(
     grads = gradients_of(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
     grads.v, grads.initial_state = dv, None if dinitial is None else as_kv(p, dinitial)
     return grads
-
-
-NOWHERE = (0, 0, 0, 0)  # the strides of an absent state

@@ -1,389 +1,491 @@
 """Walk over the chunks of each head, last chunk first: GDN's backward in Gluon, for Hopper.
 
-The gradient of the state stays in registers from chunk to chunk. Each step makes dq, dk, dv and the
-sums of dG and dbeta of its chunk. So neither the gradient of the state nor z goes through memory.
-
-One warp copies tiles to shared memory, and eight warps compute. They synchronise by mbarriers:
-`full` and `f_*` say that buffers are filled, `e_*` that they are free. Buffers are named after
-their tensor, with `_s` in shared memory, `_d` for a descriptor. docs/kernels/design.md, "The walk
-of GDN", lists their sizes.
+A program takes one sequence and head, 64 rows at a step. One warp copies tiles to shared memory,
+and eight warps `walk` with the gradient of the state in registers. Each step makes dq, dk, dv and
+the sums of dG and dbeta of its chunk. So neither the gradient of the state nor z goes through
+memory. docs/kernels/design.md, "The walk of GDN", lists what lies in shared memory.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
+from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, signal
 from kda_ops.backends.triton.device.gluon_names import (
     SUMS_OF_WORDS,
+    aggregate,
     barrier,
     load_tile,
     reinterpret,
     store_tile,
+    tensor_descriptor,
     wait_products,
 )
+from kda_ops.backends.triton.device.gluon_tile import (
+    CHUNK,
+    FAR,
+    FLAT,
+    PAIR,
+    ROWS,
+    WIDTH,
+    fill_rows,
+    product,
+    state_at,
+)
+from kda_ops.backends.triton.device.operands import (
+    BETA,
+    COUNT_GDN,
+    FROM_START_K,
+    FROM_START_Q,
+    LOG_DECAY,
+    NORM_K,
+    NORM_Q,
+    SUM_DG,
+    SUM_LATE,
+    SUM_OWN,
+    SUM_PART,
+    SUM_STATE,
+    SUM_STRENGTH,
+    SUMS,
+    TO_END_K,
+)
 
-# The fp32 numbers that fit into a tile of P. A chunk leaves its sums for `finish_walk` at the start
-# of its P, which has been read by then:
-#     dG [64];   sum_v dv v_new [64];   sum_k k r_1 (v_new dS^T) [64, 2], one per half of K;
-#     sum_k S dS [V];   sum_k k part [64], if beta is given;   sum_v do v_new [64], for the walk
-SUMS = gl.constexpr(64 * 64 // 2)
 # A given beta counts as no less than this in dv, so that sums over dv can be divided by it.
 LEAST = gl.constexpr(2.0**-64)
-FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
-COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # layout in `clear_rows`
+# How eight warps hold what products make: W a state [V, K], N a tile [V, 64], R a tile [64, K], and
+# Q the pairs of rows [64, 64]. Each of the two warpgroups has half of the rows of W and N, and half
+# of the columns of R and Q.
+W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
+N = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))
+R = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
+Q = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
+# of left operands in registers, and of vectors along the first or second axis
+WA, NA = gl.constexpr(gl.DotOperandLayout(0, W, 2)), gl.constexpr(gl.DotOperandLayout(0, N, 2))
+WV, NC = gl.constexpr(gl.SliceLayout(1, W)), gl.constexpr(gl.SliceLayout(0, N))
+RR, RC = gl.constexpr(gl.SliceLayout(1, R)), gl.constexpr(gl.SliceLayout(0, R))
+QR, QC = gl.constexpr(gl.SliceLayout(1, Q)), gl.constexpr(gl.SliceLayout(0, Q))
+
+
+@aggregate
+class Meetings:
+    """Where the partitions meet, once per chunk each."""
+
+    rows_full: Signal  # k, the factors and q are copied
+    AP_full: Signal
+    do_full: Signal
+    S_full: Signal
+    vn_full: Signal
+    AP_free: Signal  # A and P are read; what has two stages is free of the chunk before
+    do_free: Signal  # do, v_new and S are read
+
+    @gluon.constexpr_function
+    def __init__(self, rows_full, AP_full, do_full, S_full, vn_full, AP_free, do_free):
+        self.rows_full, self.AP_full, self.do_full = rows_full, AP_full, do_full
+        self.S_full, self.vn_full, self.AP_free, self.do_free = S_full, vn_full, AP_free, do_free
+
+
+@aggregate
+class Buffers:
+    """What lies in shared memory; the first axis counts stages, and halves of K for row sums."""
+
+    q: gl.shared_memory_descriptor  # [2, 64, K]  then dq
+    k: gl.shared_memory_descriptor  # [2, 64, K]  then dk
+    factors: gl.shared_memory_descriptor  # [14, 64] fp32, seven of each stage
+    do: gl.shared_memory_descriptor  # [1, 64, V]
+    z: gl.shared_memory_descriptor  # [1, 64, V]  dv, or z if TILED
+    vn: gl.shared_memory_descriptor  # [1, 64, V]  v_new
+    S: gl.shared_memory_descriptor  # [1, K, V]
+    D: gl.shared_memory_descriptor  # [1, V, K]  dS
+    A: gl.shared_memory_descriptor  # [1, 64, 64]
+    P: gl.shared_memory_descriptor  # [1, 64, 64]
+    M: gl.shared_memory_descriptor  # [1, 64, 64]
+    N: gl.shared_memory_descriptor  # [1, 64, 64]
+    along_q: gl.shared_memory_descriptor  # [2, 64] fp32  sums of q dq
+    along_k: gl.shared_memory_descriptor  # [2, 64] fp32  of k part
+    along_late: gl.shared_memory_descriptor  # [2, 64] fp32  of k rest
+    along_qk: gl.shared_memory_descriptor  # [2, 64] fp32  of q k, for the norm
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, k, factors, do, z, vn, S, D, A, P, M, N, along_q, along_k, along_late, along_qk
+    ):
+        self.q, self.k, self.factors, self.do, self.z, self.vn = q, k, factors, do, z, vn
+        self.S, self.D, self.A, self.P, self.M, self.N = S, D, A, P, M, N
+        self.along_q, self.along_k = along_q, along_k
+        self.along_late, self.along_qk = along_late, along_qk
+
+
+@aggregate
+class Inputs:
+    """What is copied to shared memory, and at which columns the head lies in it."""
+
+    q: tensor_descriptor
+    k: tensor_descriptor
+    do: tensor_descriptor
+    vn: tensor_descriptor
+    S: tensor_descriptor
+    A: tensor_descriptor
+    P: tensor_descriptor
+    factors: tensor_descriptor
+    q_at: gl.tensor
+    k_at: gl.tensor
+    do_at: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, do, vn, S, A, P, factors, q_at, k_at, do_at):
+        self.q, self.k, self.do, self.vn, self.S, self.A, self.P = q, k, do, vn, S, A, P
+        self.factors, self.q_at, self.k_at, self.do_at = factors, q_at, k_at, do_at
+
+
+@aggregate
+class Outputs:
+    """What is written, and the column of the head in it."""
+
+    dq: tensor_descriptor | gl.tensor  # a pointer if GROUPED
+    dk: tensor_descriptor | gl.tensor  # likewise
+    dv: tensor_descriptor
+    tails: tensor_descriptor
+    sums: gl.tensor
+    at: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, dq, dk, dv, tails, sums, at):
+        self.dq, self.dk, self.dv, self.tails, self.sums, self.at = dq, dk, dv, tails, sums, at
+
+
+@aggregate
+class Step:
+    """Step n of a walk, which takes chunk c: views of its buffers, and its places in memory."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    z: gl.shared_memory_descriptor
+    vn: gl.shared_memory_descriptor
+    S: gl.shared_memory_descriptor
+    D: gl.shared_memory_descriptor
+    M: gl.shared_memory_descriptor
+    N: gl.shared_memory_descriptor
+    n: gl.tensor
+    c: gl.tensor
+    s: gl.tensor  # the stage of what has two
+    # A 0 that the compiler does not know. Buffers of one stage are indexed by it. With a constant,
+    # the compiler keeps the addresses of all buffers in registers, and spills.
+    zero: gl.tensor
+    here: gl.tensor  # rows that are tokens: 64 in all chunks but the last
+    token: gl.tensor  # the first token
+    place: gl.tensor  # `token`, or out of range if some rows are no tokens
+    tail: gl.tensor  # the first row of `tails`, or out of range if all rows are tokens
+    sums: gl.tensor  # of the chunk
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, numbers, sums):
+        self.q, self.k, self.do, self.z, self.vn, self.S, self.D, self.M, self.N = tiles
+        self.n, self.c, self.s, self.zero = numbers[0:4]
+        self.here, self.token, self.place, self.tail = numbers[4:8]
+        self.sums = sums
 
 
 @gluon.jit
-def near(view, buffers, i):
-    """Return view, which is buffer i, with an address that the compiler forms here and no earlier.
+def find_step(x, span, tiles, to, n, here, form):
+    """Return step n, whose chunk has `here` tokens.
+
+    The addresses of its tiles are formed here: formed where they are used, more of them spill.
+    """
+    c, s, zero = span.chunks - 1 - n, n & 1, n >> 30
+    token = span.token + c * CHUNK
+    place = gl.where(here < CHUNK, FAR, token)
+    tail = gl.where(here < CHUNK, gl.program_id(0) * ((1 if form.GROUPED else 3) * CHUNK), FAR)
+    sums = to.sums + tiles.at(c).to(gl.int64) * SUMS
+    return Step(
+        (
+            x.q.index(s),
+            x.k.index(s),
+            x.do.index(zero),
+            x.z.index(zero),
+            x.vn.index(zero),
+            x.S.index(zero),
+            x.D.index(zero),
+            x.M.index(zero),
+            x.N.index(zero),
+        ),
+        (n, c, s, zero, here, token, place, tail),
+        sums,
+    )
+
+
+@gluon.jit
+def near(buffers, i):
+    """Return buffer i, with an address that the compiler forms here and no earlier.
 
     docs/kernels/hazards.md, "Descriptors of operands", says which products need it.
     """
     if SUMS_OF_WORDS:
         i = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], gl.int32, False, 1)
-        view = buffers.index(i)
-    return view
+    return buffers.index(i)
+
+
+@gluon.jit
+def factor(x, at, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a factor of each row [64]."""
+    return x.factors.index(at.s * COUNT_GDN + WHICH).load(LAYOUT)
+
+
+@gluon.jit
+def strength(x, at, form):
+    """Return beta of each row [64]; a given one below LEAST counts as LEAST."""
+    beta = factor(x, at, BETA, NC)
+    if form.GIVEN:
+        beta = gl.where(gl.abs(beta) < LEAST, LEAST, beta)
+    return beta
 
 
 @gluon.jit
 def halves(x):
     """Return the sums over each half of the columns, [64, 2]: each warpgroup holds one half."""
-    return gl.sum(gl.reshape(x, (64, 2, x.shape[1] // 2)), 2)
+    return gl.sum(gl.reshape(x, (CHUNK, 2, x.shape[1] // 2)), 2)
 
 
 @gluon.jit
-def clear_rows(tile, n_rows):
-    """Zero rows n_rows to 63 of a tile in shared memory."""
-    row = gl.arange(0, 64, gl.SliceLayout(1, COPIED))[:, None]
-    tile.store(gl.where(row < n_rows, tile.load(COPIED), 0.0).to(tile.dtype))
+def leave_halves(sums, x):
+    """Write the sums over each half of the columns of x [64, K] to shared memory [2, 64]."""
+    reinterpret(sums, gl.float32, [2, CHUNK], PAIR).permute((1, 0)).store(halves(x))
 
 
 @gluon.jit
-def state_at(state, strides, HV, o_k, o_v):
-    """Return pointers to S[k, v] of the program's sequence and head, as [V, K]."""
-    i_n, i_h = gl.program_id(0) // HV, gl.program_id(0) % HV
-    p_s = state + (i_n.to(gl.int64) * strides[0] + i_h.to(gl.int64) * strides[1])
-    return p_s + (o_v * strides[3])[:, None] + (o_k * strides[2])[None, :]
+def join_halves(sums):
+    """Return the sums over all columns [64]."""
+    return sums.index(0).load(RR) + sums.index(1).load(RR)
 
 
 @gluon.jit
-def produce(
-    q_d,
-    k_d,
-    do_d,
-    vn_d,
-    S_d,
-    A_d,
-    P_d,
-    r_d,
-    q_s,
-    k_s,
-    do_s,
-    vn_s,
-    S_s,
-    A_s,
-    P_s,
-    r_s,
-    full,
-    f_ap,
-    e_ap,
-    f_do,
-    e_do,
-    f_S,
-    f_vn,
-    token,
-    tile,
-    HV,
-    q_column,
-    k_column,
-    column,
-    chunks,
-    K: gl.constexpr,
-    V: gl.constexpr,
-):
-    """Copy the tiles of each chunk to shared memory, in the order of their use.
+def leave(target, column, tails, at, tile, PART: gl.constexpr):
+    """Copy a tile to its tokens, or to part PART of `tails` if some of its rows are no tokens.
 
-    Names are those of `reverse_walk_gdn`: `x_d` describes tensor x, `x_s` are its buffers.
+    The other copy is out of range and writes nothing: that costs less than a branch.
     """
-    for n in range(chunks):
-        c = chunks - 1 - n
-        s, one, zero = n & 1, n & 1, n >> 30
-        t, i = token + c * 64, tile + c * HV
-        mbarrier.wait(e_ap, one ^ 1)
-        bar = full.index(s)
-        mbarrier.expect(bar, 4 * 64 * K + 7 * 256)
-        load_tile(k_d, [t, k_column], bar, k_s.index(s))
-        for j in gl.static_range(7):
-            load_tile(r_d, [i * 448 + j * 64], bar, r_s.index(s * 7 + j))
-        load_tile(q_d, [t, q_column], bar, q_s.index(s))
-        mbarrier.expect(f_ap, 4 * 64 * 64)
-        load_tile(P_d, [i * 64, 0], f_ap, P_s.index(zero))
-        load_tile(A_d, [i * 64, 0], f_ap, A_s.index(zero))
-        mbarrier.wait(e_do, one ^ 1)
-        mbarrier.expect(f_do, 2 * 64 * V)
-        load_tile(do_d, [t, column], f_do, do_s.index(zero))
-        mbarrier.expect(f_S, 2 * K * V)
-        load_tile(S_d, [i * K, 0], f_S, S_s.index(zero))
-        mbarrier.expect(f_vn, 2 * 64 * V)
-        load_tile(vn_d, [i * 64, 0], f_vn, vn_s.index(zero))
+    store_tile(target, [at.place, column], tile)
+    store_tile(tails, [at.tail + PART * CHUNK, 0], tile)
 
 
 @gluon.jit
-def consume(
-    dq_d,
-    dk_d,
-    dv_d,
-    tails_d,
-    dq,
-    dk,
-    q_s,
-    k_s,
-    do_s,
-    vn_s,
-    S_s,
-    A_s,
-    P_s,
-    r_s,
-    z_s,
-    D_s,
-    M_s,
-    N_s,
-    s0,
-    s1,
-    s2,
-    s3,
-    full,
-    f_ap,
-    e_ap,
-    f_do,
-    e_do,
-    f_S,
-    f_vn,
-    gamma,
-    sums,
-    dfinal,
-    dfinal_s,
-    dinitial,
-    dinitial_s,
-    token,
-    tile,
-    HV,
-    column,
-    chunks,
-    length,
-    scale,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    TILED: gl.constexpr,
-    GIVEN: gl.constexpr,
-    GROUPED: gl.constexpr,
-    L2NORM: gl.constexpr,
-):
+def copy(of, x, on, span, tiles):
+    """Copy the tiles of each chunk to shared memory, in the order of their use."""
+    for n in range(span.chunks):
+        c = span.chunks - 1 - n
+        s, zero = n & 1, n >> 30
+        t, i = span.token + c * CHUNK, tiles.at(c)
+        on.AP_free.wait(n - 1)
+        rows = on.rows_full.at(n)
+        on.rows_full.expect(n, 2 * CHUNK * WIDTH * 2 + COUNT_GDN * CHUNK * 4)
+        load_tile(of.k, [t, of.k_at], rows, x.k.index(s))
+        for j in gl.static_range(COUNT_GDN):
+            row = (i * COUNT_GDN + j) * CHUNK
+            load_tile(of.factors, [row], rows, x.factors.index(s * COUNT_GDN + j))
+        load_tile(of.q, [t, of.q_at], rows, x.q.index(s))
+        on.AP_full.expect(n, 2 * CHUNK * CHUNK * 2)
+        load_tile(of.P, [i * CHUNK, 0], on.AP_full.at(n), x.P.index(zero))
+        load_tile(of.A, [i * CHUNK, 0], on.AP_full.at(n), x.A.index(zero))
+        on.do_free.wait(n - 1)
+        on.do_full.expect(n, CHUNK * WIDTH * 2)
+        load_tile(of.do, [t, of.do_at], on.do_full.at(n), x.do.index(zero))
+        on.S_full.expect(n, WIDTH * WIDTH * 2)
+        load_tile(of.S, [i * WIDTH, 0], on.S_full.at(n), x.S.index(zero))
+        on.vn_full.expect(n, CHUNK * WIDTH * 2)
+        load_tile(of.vn, [i * CHUNK, 0], on.vn_full.at(n), x.vn.index(zero))
+
+
+@gluon.jit
+def enter(x, on, at, dS):
+    """Return dv_new [V, 64], dS and do [V, 64]; leave dS in 16 bits, and sum_k S dS."""
+    none = gl.zeros([WIDTH, CHUNK], gl.float32, N)
+    b_dS = dS.to(x.q.dtype)
+    on.rows_full.wait(at.n)
+    y = product(gl.convert_layout(b_dS, NA), near(x.k, at.s).permute((1, 0)), none)
+    on.do_full.wait(at.n)
+    do = at.do.permute((1, 0)).load(N)
+    on.AP_full.wait(at.n)
+    y_P = product(gl.convert_layout(do, NA), near(x.P, at.zero), none)
+    at.D.store(b_dS)
+    on.S_full.wait(at.n)
+    # waits for nothing: it tells ptxas that no product in flight writes dS
+    dS = wait_products(2, deps=(dS,))
+    both = gl.sum(at.S.permute((1, 0)).load(W).to(gl.float32) * dS, 1)
+    gl.store(at.sums + (SUM_STATE + (gl.arange(0, WIDTH, WV) + at.zero)), both)
+    to_end = factor(x, at, TO_END_K, NC)
+    y, y_P, dS = wait_products(0, deps=(y, y_P, dS))
+    return y_P + y * to_end[None, :], dS, do
+
+
+@gluon.jit
+def carry(x, on, to, at, y, do, dS, gamma, form):
+    """Write dv, and return dS of the chunk before, of which the last product is in flight."""
+    from_start_q = factor(x, at, FROM_START_Q, NC)
+    b_y = y.to(x.q.dtype)
+    # On A's diagonal, which is one, z takes y unrounded
+    rest = y - b_y.to(gl.float32)
+    z = warpgroup_mma(gl.convert_layout(b_y, NA), near(x.A, at.zero), rest, is_async=True)
+    dS = dS * gamma
+    read = gl.convert_layout((do.to(gl.float32) * from_start_q[None, :]).to(x.q.dtype), WA)
+    dS = warpgroup_mma(read, near(x.q, at.s), dS, is_async=True)
+    from_start_k, beta = factor(x, at, FROM_START_K, NC), strength(x, at, form)
+    z = wait_products(1, deps=(z,))
+    if form.TILED:
+        from_start_k = from_start_k * beta
+    else:
+        z = z * beta[None, :]
+    tma.store_wait(0)  # dv, dq and dk of the step before are stored
+    barrier()  # all warps have read A and P
+    # In Triton 3.6 one thread arrives, and each warp waits for its own products: so arrivals follow
+    # a barrier. They follow it at once, because the compiler adds another one otherwise.
+    on.AP_free.arrive(at.n)
+    z_b = at.z
+    z_b.permute((1, 0)).store(z.to(x.q.dtype))
+    less = gl.convert_layout((z * -from_start_k[None, :]).to(x.q.dtype), WA)
+    dS = warpgroup_mma(less, near(x.k, at.s), dS, is_async=True)
+    fence_async_shared()
+    barrier()
+    leave(to.dv, to.at, to.tails, at, z_b, 0 if form.GROUPED else 2)
+    return dS
+
+
+@gluon.jit
+def score(x, on, at, dS, scale, form):
+    """Write M, N and the sums of do v_new and dv v_new. Return dS; do S^T and dv S^T, in flight."""
+    none, none_r = gl.zeros([CHUNK, CHUNK], gl.float32, Q), gl.zeros([CHUNK, WIDTH], gl.float32, R)
+    on.vn_full.wait(at.n)
+    z_b, S_t = at.z, at.S.permute((1, 0))
+    p = product(near(x.do, at.zero), near(x.vn, at.zero).permute((1, 0)), none)
+    l = product(z_b, at.vn.permute((1, 0)), none)
+    dq = product(at.do, S_t, none_r)
+    dk = product(near(x.z, at.zero), near(x.S, at.zero).permute((1, 0)), none_r)
+    # Here, and norm_k below, for registers: ptxas 13.4 spills five addresses otherwise.
+    row = gl.arange(0, CHUNK, QR)[:, None] + at.zero
+    col = gl.arange(0, CHUNK, QC)[None, :] + (at.c >> 30)
+    G_r, G_c = factor(x, at, LOG_DECAY, QR), factor(x, at, LOG_DECAY, QC)
+    norm_q, less = factor(x, at, NORM_Q, QR), -factor(x, at, NORM_K, QR)
+    if form.TILED:
+        less = less * factor(x, at, BETA, QR)
+    E = gl.where(row > col, gl.exp2(G_r[:, None] - G_c[None, :]), 0.0)
+    p, l, dS = wait_products(2, deps=(p, l, dS))
+    gl.store(at.sums + (SUM_STRENGTH + row) + 0 * col, l, mask=row == col)
+    gl.store(at.sums + (SUM_OWN + row) + 0 * col, p, mask=row == col)
+    norm_k = factor(x, at, NORM_K, QC)
+    E = E * norm_k[None, :]
+    at.M.store((p * E * (norm_q * scale)[:, None]).to(x.q.dtype))
+    at.N.store((l * E * less[:, None]).to(x.q.dtype))
+    fence_async_shared()
+    return dS, dq, dk
+
+
+@gluon.jit
+def add_rows(x, on, at, dq, dk, form):
+    """Return `into`, `part` and `rest` [64, K], in flight; leave sum_k k r_1 (v_new dS^T)."""
+    none = gl.zeros([CHUNK, WIDTH], gl.float32, R)
+    rest = product(near(x.vn, at.zero), near(x.D, at.zero), none)
+    from_start_k, to_end = factor(x, at, FROM_START_K, RR), factor(x, at, TO_END_K, RR)
+    from_start_q = factor(x, at, FROM_START_Q, RR)
+    if form.TILED:
+        from_start_k = from_start_k * factor(x, at, BETA, RR)
+    dq, dk, rest = wait_products(0, deps=(dq, dk, rest))
+    barrier()  # all warps have written M, N and p's diagonal, and read do, v_new and S
+    on.do_free.arrive(at.n)
+    dq = dq * from_start_q[:, None]
+    dq = warpgroup_mma(near(x.M, at.zero), near(x.k, at.s), dq, is_async=True)
+    dk = dk * -from_start_k[:, None]
+    dk = warpgroup_mma(near(x.N, at.zero), near(x.k, at.s), dk, is_async=True)
+    rest = rest * to_end[:, None]
+    late = halves(at.k.load(R).to(gl.float32) * rest)
+    HALF: gl.constexpr = late.type.layout
+    o_half = (gl.arange(0, CHUNK, gl.SliceLayout(1, HALF))[:, None] + at.zero) * 2
+    o_half += gl.arange(0, 2, gl.SliceLayout(0, HALF))[None, :]
+    gl.store(at.sums + (SUM_LATE + o_half), late)
+    rest = warpgroup_mma(near(x.N, at.zero).permute((1, 0)), near(x.k, at.s), rest, is_async=True)
+    rest = warpgroup_mma(near(x.M, at.zero).permute((1, 0)), near(x.q, at.s), rest, is_async=True)
+    return dq, dk, rest
+
+
+@gluon.jit
+def finish(x, to, at, dq, part, rest, scale, tiles, form):
+    """Write dq, dk and the sums of dG and of k part, from the products of `add_rows`."""
+    q_b, k_b = at.q, at.k
+    o_r = gl.arange(0, CHUNK, RR) + at.zero
+    norm_k, norm_q = factor(x, at, NORM_K, RR), factor(x, at, NORM_Q, RR)
+    q = q_b.load(R).to(gl.float32)
+    dq, part, rest = wait_products(0, deps=(dq, part, rest))
+    k = k_b.load(R).to(gl.float32)
+    leave_halves(x.along_q, q * dq)
+    leave_halves(x.along_k, k * part)
+    leave_halves(x.along_late, k * rest)
+    if form.L2NORM:
+        leave_halves(x.along_qk, q * k)
+    own = gl.load(at.sums + (SUM_OWN + o_r)) * (norm_q * norm_k * scale)
+    dq += k * own[:, None]
+    dk = part + (rest + q * own[:, None])
+    barrier()  # all warps have written the sums, and read q and k
+    along_q, along_k = join_halves(x.along_q), join_halves(x.along_k)
+    along_late = join_halves(x.along_late)
+    # The last token decays before no other token of its chunk: its `rest` counts for no row.
+    counted = gl.where(o_r < at.here - 1, along_late, 0.0)
+    gl.store(at.sums + (SUM_DG + o_r), along_q + along_k - counted)
+    if form.GIVEN:
+        gl.store(at.sums + (SUM_PART + o_r), along_k)
+    if form.L2NORM:
+        own *= join_halves(x.along_qk)
+        along_q += own
+        along_k += along_late + own
+        dq = dq - q * (norm_q * norm_q * along_q)[:, None]
+        dk = dk - k * (norm_k * norm_k * along_k)[:, None]
+    if form.GROUPED:
+        row = tiles.step * WIDTH
+        first = at.token.to(gl.int64) * row + to.at
+        o_x = (o_r * row)[:, None] + (gl.arange(0, WIDTH, RC) + at.zero)[None, :]
+        m_x = (o_r < at.here)[:, None]
+        gl.store(to.dq + first + o_x, dq, mask=m_x)
+        gl.store(to.dk + first + o_x, dk, mask=m_x)
+    else:
+        q_b.store(dq.to(x.q.dtype))
+        k_b.store(dk.to(x.q.dtype))
+        fence_async_shared()
+        barrier()
+        leave(to.dq, to.at, to.tails, at, q_b, 0)
+        leave(to.dk, to.at, to.tails, at, k_b, 1)
+
+
+@gluon.jit
+def walk(x, on, span, tiles, to, gamma, dfinal, dinitial, scale, form):
     """Compute the equations of `reverse_walk_gdn` for each chunk, last chunk first.
 
-    dS is held as [V, K], each of the two warpgroups with half of its rows. Of tiles with tokens as
-    rows, each has half of the columns.
+    dS is held as [V, K].
     """
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, K, 16])
-    N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
-    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])
-    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
-    WA: gl.constexpr = gl.DotOperandLayout(0, W, 2)
-    NA: gl.constexpr = gl.DotOperandLayout(0, N, 2)
-    NC: gl.constexpr = gl.SliceLayout(0, N)
-    RR: gl.constexpr = gl.SliceLayout(1, R)
-    QR: gl.constexpr = gl.SliceLayout(1, Q)
-    QC: gl.constexpr = gl.SliceLayout(0, Q)
-    PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    TYPE: gl.constexpr = q_s.dtype
-    none_n, none_q = gl.zeros([V, 64], gl.float32, N), gl.zeros([64, 64], gl.float32, Q)
-    none_r = gl.zeros([64, K], gl.float32, R)
-    dS = gl.zeros([V, K], gl.float32, W)
-    o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, W)), gl.arange(0, K, gl.SliceLayout(0, W))
-    if dfinal is not None:
-        dS = gl.load(state_at(dfinal, dfinal_s, HV, o_k, o_v)).to(gl.float32)
-    here = length - (chunks - 1) * 64  # rows that are tokens: 64 in all chunks but the last
-    if (here < 64) & (chunks > 0):
+    dS = gl.zeros([WIDTH, WIDTH], gl.float32, W)
+    if dfinal.pointer is not None:
+        dS = gl.load(state_at(dfinal.pointer, dfinal.strides, span.i_n, span.i_h, W))
+        dS = dS.to(gl.float32)
+    here = span.length - (span.chunks - 1) * CHUNK
+    if (here < CHUNK) & (span.chunks > 0):
         # the rows after the last token belong to another sequence, and may be NaN
-        mbarrier.wait(full.index(0), 0)
-        mbarrier.wait(f_do, 0)
-        clear_rows(q_s.index(0), here)
-        clear_rows(k_s.index(0), here)
-        clear_rows(do_s.index(0), here)
+        on.rows_full.wait(0)
+        on.do_full.wait(0)
+        fill_rows(x.q.index(0), here, 0.0, ROWS)
+        fill_rows(x.k.index(0), here, 0.0, ROWS)
+        fill_rows(x.do.index(0), here, 0.0, ROWS)
         fence_async_shared()
         barrier()
-    g = gl.load(gamma + tile + (chunks - 1) * HV, mask=chunks > 0, other=1.0)
-    for n in range(chunks):
-        c = chunks - 1 - n
-        # `zero` is a 0 that the compiler does not know. Buffers of one stage are indexed by it too.
-        # With a constant, the compiler keeps the addresses of all buffers in registers, and spills.
-        s, one, zero = n & 1, n & 1, n >> 30
-        i = tile + c * HV
-        o_r, o_v = gl.arange(0, 64, RR) + zero, gl.arange(0, V, gl.SliceLayout(1, W)) + zero
-        p_sum = sums + i.to(gl.int64) * SUMS
-        k, q, r = k_s.index(s), q_s.index(s), s * 7
-        # A tile with rows that are no tokens goes to `tails`, others to their place. The other
-        # store is out of range and writes nothing: that costs less than a branch.
-        place = gl.where(here < 64, FAR, token + c * 64)
-        tail = gl.where(here < 64, gl.program_id(0) * (64 if GROUPED else 192), FAR)
-        do_b, z_b, vn_b = do_s.index(zero), z_s.index(zero), vn_s.index(zero)
-        S_b, D_b = S_s.index(zero), D_s.index(zero)
-        A_b, P_b, M_b, N_b = A_s.index(zero), P_s.index(zero), M_s.index(zero), N_s.index(zero)
-        b_ds = dS.to(TYPE)
-        mbarrier.wait(full.index(s), n // 2 & 1)
-        k_t = near(k, k_s, s).permute((1, 0))
-        x = warpgroup_mma(gl.convert_layout(b_ds, NA), k_t, none_n, use_acc=False, is_async=True)
-        mbarrier.wait(f_do, one)
-        b_do = do_b.permute((1, 0)).load(N)
-        mbarrier.wait(f_ap, one)
-        P_b = near(P_b, P_s, zero)
-        y = warpgroup_mma(gl.convert_layout(b_do, NA), P_b, none_n, use_acc=False, is_async=True)
-        D_b.store(b_ds)
-        mbarrier.wait(f_S, one)
-        # waits for nothing: it tells ptxas that no product in flight writes dS
-        dS = wait_products(2, deps=(dS,))
-        both = gl.sum(S_b.permute((1, 0)).load(W).to(gl.float32) * dS, 1)
-        gl.store(p_sum + (256 + o_v), both)
-        r1 = r_s.index(r + 1).load(NC)
-        x, y, dS = wait_products(0, deps=(x, y, dS))
-        r3 = r_s.index(r + 3).load(NC)
-        y = y + x * r1[None, :]
-        b_y = y.to(TYPE)
-        # On A's diagonal, which is one, z takes y unrounded
-        A_b = near(A_b, A_s, zero)
-        z = warpgroup_mma(gl.convert_layout(b_y, NA), A_b, y - b_y.to(gl.float32), is_async=True)
-        dS = dS * g
-        g = gl.load(gamma + tile + gl.maximum(c - 1, 0) * HV)
-        b_read = gl.convert_layout((b_do.to(gl.float32) * r3[None, :]).to(TYPE), WA)
-        dS = warpgroup_mma(b_read, near(q, q_s, s), dS, is_async=True)
-        r0, r2 = r_s.index(r).load(NC), r_s.index(r + 2).load(NC)
-        z = wait_products(1, deps=(z,))
-        if TILED:
-            r0 = r0 * r2
-        else:
-            z = z * strength(r2, GIVEN)[None, :]
-        tma.store_wait(0)  # dv, dq and dk of the step before are stored
-        barrier()  # all warps have read A and P
-        # This frees A, P, and the q, k and factors of the step before. In Triton 3.6 one thread
-        # arrives, and each warp waits for its own products: so arrivals follow a barrier. They
-        # follow it at once, because the compiler adds another one otherwise.
-        mbarrier.arrive(e_ap, count=1)
-        z_b.permute((1, 0)).store(z.to(TYPE))
-        b_less = gl.convert_layout((z * -r0[None, :]).to(TYPE), WA)
-        dS = warpgroup_mma(b_less, near(k, k_s, s), dS, is_async=True)
-        fence_async_shared()
-        barrier()
-        store_tile(dv_d, [place, column], z_b)
-        store_tile(tails_d, [tail + (0 if GROUPED else 128), 0], z_b)
-        mbarrier.wait(f_vn, one)
-        vn_t, S_t = vn_b.permute((1, 0)), S_b.permute((1, 0))
-        do_p, vn_p = near(do_b, do_s, zero), near(vn_b, vn_s, zero).permute((1, 0))
-        p = warpgroup_mma(do_p, vn_p, none_q, use_acc=False, is_async=True)
-        l = warpgroup_mma(z_b, vn_t, none_q, use_acc=False, is_async=True)
-        dq_b = warpgroup_mma(do_b, S_t, none_r, use_acc=False, is_async=True)
-        z_dk, S_dk = near(z_b, z_s, zero), near(S_b, S_s, zero).permute((1, 0))
-        dk_b = warpgroup_mma(z_dk, S_dk, none_r, use_acc=False, is_async=True)
-        # Here, and nk_c below, for registers: ptxas 13.4 spills five addresses otherwise.
-        row = gl.arange(0, 64, QR)[:, None] + zero
-        col = gl.arange(0, 64, QC)[None, :] + (c >> 30)
-        G_r, G_c = r_s.index(r + 6).load(QR), r_s.index(r + 6).load(QC)
-        nq_r, nk_r = r_s.index(r + 5).load(QR), r_s.index(r + 4).load(QR)
-        less = -nk_r
-        if TILED:
-            less = less * r_s.index(r + 2).load(QR)
-        E = gl.where(row > col, gl.exp2(G_r[:, None] - G_c[None, :]), 0.0)
-        p, l, dS = wait_products(2, deps=(p, l, dS))
-        gl.store(p_sum + (64 + row) + 0 * col, l, mask=row == col)
-        gl.store(p_sum + (448 + row) + 0 * col, p, mask=row == col)
-        nk_c = r_s.index(r + 4).load(QC)
-        E = E * nk_c[None, :]
-        M_b.store((p * E * (nq_r * scale)[:, None]).to(TYPE))
-        N_b.store((l * E * less[:, None]).to(TYPE))
-        fence_async_shared()
-        vn_b, D_b = near(vn_b, vn_s, zero), near(D_b, D_s, zero)
-        late = warpgroup_mma(vn_b, D_b, none_r, use_acc=False, is_async=True)
-        f0, f1, f3 = (r_s.index(r).load(RR), r_s.index(r + 1).load(RR), r_s.index(r + 3).load(RR))
-        if TILED:
-            f0 = f0 * r_s.index(r + 2).load(RR)
-        dq_b, dk_b, late = wait_products(0, deps=(dq_b, dk_b, late))
-        barrier()  # all warps have written M, N and p's diagonal, and read do, v_new and S
-        mbarrier.arrive(e_do, count=1)
-        dq_b = dq_b * f3[:, None]
-        dq_b = warpgroup_mma(near(M_b, M_s, zero), near(k, k_s, s), dq_b, is_async=True)
-        dk_b = dk_b * -f0[:, None]
-        dk_b = warpgroup_mma(near(N_b, N_s, zero), near(k, k_s, s), dk_b, is_async=True)
-        late = late * f1[:, None]
-        b_late = halves(k.load(R).to(gl.float32) * late)
-        HALF: gl.constexpr = b_late.type.layout
-        o_half = (gl.arange(0, 64, gl.SliceLayout(1, HALF))[:, None] + zero) * 2
-        o_half += gl.arange(0, 2, gl.SliceLayout(0, HALF))[None, :]
-        gl.store(p_sum + (128 + o_half), b_late)
-        N_t, k_b = near(N_b, N_s, zero).permute((1, 0)), near(k, k_s, s)
-        late = warpgroup_mma(N_t, k_b, late, is_async=True)
-        M_t, q_b = near(M_b, M_s, zero).permute((1, 0)), near(q, q_s, s)
-        late = warpgroup_mma(M_t, q_b, late, is_async=True)
-        n_k, n_q = r_s.index(r + 4).load(RR), r_s.index(r + 5).load(RR)
-        b_q = q.load(R).to(gl.float32)
-        dq_b, dk_b, late = wait_products(0, deps=(dq_b, dk_b, late))
-        b_k = k.load(R).to(gl.float32)
-        reinterpret(s0, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_q * dq_b))
-        reinterpret(s1, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_k * dk_b))
-        reinterpret(s2, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_k * late))
-        if L2NORM:
-            reinterpret(s3, gl.float32, [2, 64], PAIR).permute((1, 0)).store(halves(b_q * b_k))
-        own = gl.load(p_sum + (448 + o_r)) * (n_q * n_k * scale)
-        dq_b += b_k * own[:, None]
-        dk_b += late + b_q * own[:, None]
-        barrier()  # all warps have written the sums, and read q and k
-        along_q = s0.index(0).load(RR) + s0.index(1).load(RR)
-        along_k = s1.index(0).load(RR) + s1.index(1).load(RR)
-        along_late = s2.index(0).load(RR) + s2.index(1).load(RR)
-        # The last token decays before no other token of its chunk: its `rest` counts for no row.
-        counted = gl.where(o_r < here - 1, along_late, 0.0)
-        gl.store(p_sum + o_r, along_q + along_k - counted)
-        if GIVEN:
-            gl.store(p_sum + (384 + o_r), along_k)
-        if L2NORM:
-            own *= s3.index(0).load(RR) + s3.index(1).load(RR)
-            along_q += own
-            along_k += along_late + own
-            dq_b = dq_b - b_q * (n_q * n_q * along_q)[:, None]
-            dk_b = dk_b - b_k * (n_k * n_k * along_k)[:, None]
-        if GROUPED:
-            first = (token + c * 64).to(gl.int64) * (HV * K) + column
-            o_x = (o_r * (HV * K))[:, None] + (gl.arange(0, K, gl.SliceLayout(0, R)) + zero)[
-                None, :
-            ]
-            m_x = (o_r < here)[:, None]
-            gl.store(dq + first + o_x, dq_b, mask=m_x)
-            gl.store(dk + first + o_x, dk_b, mask=m_x)
-        else:
-            q.store(dq_b.to(TYPE))
-            k.store(dk_b.to(TYPE))
-            fence_async_shared()
-            barrier()
-            store_tile(dq_d, [place, column], q)
-            store_tile(dk_d, [place, column], k)
-            store_tile(tails_d, [tail, 0], q)
-            store_tile(tails_d, [tail + 64, 0], k)
-        here = 64
-    if dinitial is not None:
-        o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, W)), gl.arange(0, K, gl.SliceLayout(0, W))
-        gl.store(state_at(dinitial, dinitial_s, HV, o_k, o_v), dS)
+    g = gl.load(gamma + tiles.at(span.chunks - 1), mask=span.chunks > 0, other=1.0)
+    for n in range(span.chunks):
+        at = find_step(x, span, tiles, to, n, here, form)
+        y, dS, do = enter(x, on, at, dS)
+        ahead = gl.load(gamma + tiles.at(gl.maximum(at.c - 1, 0)))
+        dS = carry(x, on, to, at, y, do, dS, g, form)
+        g = ahead
+        dS, dq, dk = score(x, on, at, dS, scale, form)
+        dq, part, rest = add_rows(x, on, at, dq, dk, form)
+        finish(x, to, at, dq, part, rest, scale, tiles, form)
+        here = CHUNK
+    if dinitial.pointer is not None:
+        gl.store(state_at(dinitial.pointer, dinitial.strides, span.i_n, span.i_h, W), dS)
     tma.store_wait(0)
-
-
-@gluon.jit
-def strength(r2, GIVEN: gl.constexpr):
-    """Return beta of each row; a given one below LEAST counts as LEAST."""
-    if GIVEN:
-        r2 = gl.where(gl.abs(r2) < LEAST, LEAST, r2)
-    return r2
 
 
 @gluon.jit(do_not_specialize=["T", "H", "HV", "q_h", "k_h", "do_h", "scale"])
@@ -398,17 +500,13 @@ def reverse_walk_gdn(
     r_d,
     gamma,
     dfinal,
-    dfinal_s,
     cu_seqlens,
-    dq_d,
-    dk_d,
-    dv_d,
-    tails_d,
     dq,
     dk,
+    dv_d,
+    tails_d,
     sums,
     dinitial,
-    dinitial_s,
     T,
     H,
     HV,
@@ -416,12 +514,7 @@ def reverse_walk_gdn(
     k_h,
     do_h,
     scale,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    TILED: gl.constexpr,
-    GIVEN: gl.constexpr,
-    GROUPED: gl.constexpr,
-    L2NORM: gl.constexpr,
+    form,
 ):
     """Form the gradients of one sequence and head, last chunk first, with dS [K, V] in registers.
 
@@ -445,147 +538,41 @@ def reverse_walk_gdn(
 
     If TILED, z takes the place of dv, in the output too, and beta is a factor of rows. If GIVEN,
     dv is LEAST z where beta is below LEAST. If GROUPED, several value heads share q and k, and dq
-    and dk are fp32 per value head. `finish_walk` makes dg and dbeta from the sums. `SUMS` lists
-    where they are.
+    and dk are fp32 per value head. `finish_walk` makes dg and dbeta from the sums, whose places
+    `operands` lists.
     """
     TYPE: gl.constexpr = q_d.dtype
-    pid = gl.program_id(0)
-    i_n, i_h = pid // HV, pid % HV
-    if cu_seqlens is not None:
-        bos = gl.load(cu_seqlens + i_n).to(gl.int32)
-        length = gl.load(cu_seqlens + i_n + 1).to(gl.int32) - bos
-        tile = (bos // 64 + i_n) * HV + i_h
-    else:
-        bos, length = i_n * T, T
-        tile = i_n * ((T + 63) // 64) * HV + i_h
-    chunks = (length + 63) // 64
-    i_g = i_h // (HV // H)
-    q_s = gl.allocate_shared_memory(TYPE, [2, 64, K], q_d.layout)
-    k_s = gl.allocate_shared_memory(TYPE, [2, 64, K], q_d.layout)
-    r_s = gl.allocate_shared_memory(gl.float32, [14, 64], r_d.layout)
-    do_s = gl.allocate_shared_memory(TYPE, [1, 64, V], do_d.layout)
-    z_s = gl.allocate_shared_memory(TYPE, [1, 64, V], do_d.layout)
-    vn_s = gl.allocate_shared_memory(TYPE, [1, 64, V], do_d.layout)
-    S_s = gl.allocate_shared_memory(TYPE, [1, K, V], S_d.layout)
-    D_s = gl.allocate_shared_memory(TYPE, [1, V, K], S_d.layout)
-    A_s = gl.allocate_shared_memory(TYPE, [1, 64, 64], A_d.layout)
-    P_s = gl.allocate_shared_memory(TYPE, [1, 64, 64], A_d.layout)
-    M_s = gl.allocate_shared_memory(TYPE, [1, 64, 64], A_d.layout)
-    N_s = gl.allocate_shared_memory(TYPE, [1, 64, 64], A_d.layout)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    s0 = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    s1 = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    s2 = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    s3 = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    f_ap = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    e_ap = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    f_do = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    e_do = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    f_S = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    f_vn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-    mbarrier.init(f_ap, count=1)
-    mbarrier.init(e_ap, count=1)
-    mbarrier.init(f_do, count=1)
-    mbarrier.init(e_do, count=1)
-    mbarrier.init(f_S, count=1)
-    mbarrier.init(f_vn, count=1)
+    span = find_span(cu_seqlens, None, None, T, HV)
+    tiles = find_tiles(span, cu_seqlens, T, HV, CHUNK)
+    i_g = span.i_h // (HV // H)
+    x = Buffers(
+        gl.allocate_shared_memory(TYPE, [2, CHUNK, WIDTH], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [2, CHUNK, WIDTH], q_d.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * COUNT_GDN, CHUNK], r_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, CHUNK, WIDTH], do_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, CHUNK, WIDTH], do_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, CHUNK, WIDTH], do_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, WIDTH, WIDTH], S_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, WIDTH, WIDTH], S_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, CHUNK, CHUNK], A_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, CHUNK, CHUNK], A_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, CHUNK, CHUNK], A_d.layout),
+        gl.allocate_shared_memory(TYPE, [1, CHUNK, CHUNK], A_d.layout),
+        # one by one: with one buffer for all four, the compiler places barriers between its parts
+        gl.allocate_shared_memory(gl.float32, [2, CHUNK], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, CHUNK], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, CHUNK], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, CHUNK], FLAT),
+    )
+    on = Meetings(signal(2), signal(1), signal(1), signal(1), signal(1), signal(1), signal(1))
     fence_async_shared()
     barrier()
+    of = Inputs(q_d, k_d, do_d, vn_d, S_d, A_d, P_d, r_d, i_g * q_h, i_g * k_h, span.i_h * do_h)
+    to = Outputs(dq, dk, dv_d, tails_d, sums, span.i_h * WIDTH)
     gl.warp_specialize(
         [
-            (
-                consume,
-                (
-                    dq_d,
-                    dk_d,
-                    dv_d,
-                    tails_d,
-                    dq,
-                    dk,
-                    q_s,
-                    k_s,
-                    do_s,
-                    vn_s,
-                    S_s,
-                    A_s,
-                    P_s,
-                    r_s,
-                    z_s,
-                    D_s,
-                    M_s,
-                    N_s,
-                    s0,
-                    s1,
-                    s2,
-                    s3,
-                    full,
-                    f_ap,
-                    e_ap,
-                    f_do,
-                    e_do,
-                    f_S,
-                    f_vn,
-                    gamma,
-                    sums,
-                    dfinal,
-                    dfinal_s,
-                    dinitial,
-                    dinitial_s,
-                    bos,
-                    tile,
-                    HV,
-                    i_h * V,
-                    chunks,
-                    length,
-                    scale,
-                    K,
-                    V,
-                    TILED,
-                    GIVEN,
-                    GROUPED,
-                    L2NORM,
-                ),
-            ),
-            (
-                produce,
-                (
-                    q_d,
-                    k_d,
-                    do_d,
-                    vn_d,
-                    S_d,
-                    A_d,
-                    P_d,
-                    r_d,
-                    q_s,
-                    k_s,
-                    do_s,
-                    vn_s,
-                    S_s,
-                    A_s,
-                    P_s,
-                    r_s,
-                    full,
-                    f_ap,
-                    e_ap,
-                    f_do,
-                    e_do,
-                    f_S,
-                    f_vn,
-                    bos,
-                    tile,
-                    HV,
-                    i_g * q_h,
-                    i_g * k_h,
-                    i_h * do_h,
-                    chunks,
-                    K,
-                    V,
-                ),
-            ),
+            (walk, (x, on, span, tiles, to, gamma, dfinal, dinitial, scale, form)),
+            (copy, (of, x, on, span, tiles)),
         ],
         [1],
         [24],

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from kda_ops.backends.triton.device.channels import Signal, find_span, first_tile, signal
+from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, signal
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -26,13 +26,17 @@ from kda_ops.backends.triton.device.gluon_names import (
     wait_products,
 )
 from kda_ops.backends.triton.device.gluon_tile import (
+    FLAT,
     LOG2E,
+    PAIR,
     ROWS_4,
     ex2,
     fill_rows,
     inverse_norms,
+    left_right,
     load_gate,
     narrow,
+    product,
     rcp,
     state_at,
     sums_by_block,
@@ -45,6 +49,13 @@ UP = gl.constexpr(2.0**58)
 DOWN = gl.constexpr(2.0**-58)
 # From this given beta on, sum_v dv u / beta^2 is as accurate as a rounding.
 SMALL = gl.constexpr(2.0**-10)
+# How the four warps of `walk` hold what products make: W a state [64, K], N a tile [64, 32], and Q
+# a tile [64, 64]; left operands in registers, and vectors along the first or second axis.
+W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+N = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+Q = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+NA, WC = gl.constexpr(gl.DotOperandLayout(0, N, 2)), gl.constexpr(gl.SliceLayout(0, W))
+NR, NC = gl.constexpr(gl.SliceLayout(1, N)), gl.constexpr(gl.SliceLayout(0, N))
 
 
 @aggregate
@@ -131,23 +142,23 @@ def fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t, n):
 
 
 @gluon.jit
-def fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tile, HV, x, on, t, c, n):
+def fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tiles, x, on, t, c, n):
     """Copy what else step n needs; its block is the sequence's block c, from token t on."""
     zero = n >> 30
     on.do_full.expect(n, 32 * (128 + 64) * 2)
-    row = row_AP + (c >> 1) * (HV * 64) + (c & 1) * 32
+    row = row_AP + (c >> 1) * (tiles.step * 64) + (c & 1) * 32
     load_tile(AP_d, [row, 0], on.do_full.at(n), x.AP.index(zero))
     load_tile(do_d, [t, do_at], on.do_full.at(n), x.R.index(zero).slice(0, 32, dim=0))
     load_tile(do_d, [t, do_at + 64], on.do_full.at(n), x.R.index(1 + zero).slice(0, 32, dim=0))
     on.S_full.expect(n, (32 + 128) * 128 * 2)
-    load_tile(u_d, [(tile + c * HV) * 32, 0], on.S_full.at(n), x.u.index(zero))
-    load_tile(S_d, [(tile + c * HV) * 128, 0], on.S_full.at(n), x.S.index(zero))
+    load_tile(u_d, [tiles.at(c) * 32, 0], on.S_full.at(n), x.u.index(zero))
+    load_tile(S_d, [tiles.at(c) * 128, 0], on.S_full.at(n), x.S.index(zero))
 
 
 @gluon.jit
 def copy(
     q_d, k_d, g_d, do_d, u_d, S_d, AP_d, dq_d, dk_d, dg_d, dv_d, tails_d, v_tails_d, ends_d, sums_d,
-    q_at, k_at, g_at, do_at, row_AP, tile, HV, x, on, span, steps,
+    q_at, k_at, g_at, do_at, row_AP, tiles, x, on, span, steps,
 ):  # fmt: skip
     """Copy the inputs of each step to shared memory, and its gradients from there.
 
@@ -155,11 +166,11 @@ def copy(
     that dv of the step before has left, and `rows_full` that dq, dk and dg of two steps before
     have.
     """
-    column, end = span.i_h * 128, (span.i_n * HV + span.i_h) * 32
+    column, end = span.i_h * 128, (span.i_n * tiles.step + span.i_h) * 32
     if steps > 0:
         t = span.token + (steps - 1) * 32
         fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t, 0)
-        fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tile, HV, x, on, t, steps - 1, 0)
+        fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tiles, x, on, t, steps - 1, 0)
     if steps > 1:
         fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, span.token + (steps - 2) * 32, 1)
     for n in range(steps):
@@ -172,13 +183,13 @@ def copy(
         tma.store_wait(0)
         on.half.wait(n)
         if c > 0:
-            fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tile, HV, x, on, t - 32, c - 1, n + 1)
+            fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tiles, x, on, t - 32, c - 1, n + 1)
         on.done.wait(n)
         leave(dq_d, tails_d, t, column, 3 * end, x.q.index(s), here)
         leave(dk_d, tails_d, t, column, 3 * end + 32, x.k.index(s), here)
         leave(dg_d, ends_d, t, column, end, x.g.index(s), here)
         if sums_d is not None:
-            store_tile(sums_d, [(tile + c * HV) * 32], x.own.index(s).slice(32, 32))
+            store_tile(sums_d, [tiles.at(c) * 32], x.own.index(s).slice(32, 32))
         tma.store_wait(0)
         if c > 1:
             fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t - 64, n + 2)
@@ -232,7 +243,7 @@ def write_y(x, factor, y, zero):
 
 @gluon.jit
 def prepare(
-    x, on, span, steps, gate, lower, scale, factor, beta, beta_t, y, tile, HV, flags
+    x, on, span, steps, gate, lower, scale, factor, beta, beta_t, y, tiles, flags
 ):  # fmt: skip
     """Make of q, k and the decay what `walk` multiplies, [32, K] each::
 
@@ -248,7 +259,6 @@ def prepare(
     E: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0])
     EC: gl.constexpr = gl.SliceLayout(0, E)
     R: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     K: gl.constexpr = 128
     first = (gl.arange(0, 32, gl.SliceLayout(1, E)) < 16)[:, None]
     slope = 0.0
@@ -307,17 +317,63 @@ def prepare(
             small = gl.sum(gl.where(gl.abs(b) < SMALL, 1, 0), 0)
             if small > 0:
                 on.dv.wait(n)
-                write_y(x, factor, y + (tile + c * HV).to(gl.int64) * (32 * 128), zero)
+                write_y(x, factor, y + tiles.at(c).to(gl.int64) * (32 * 128), zero)
         barrier()
         on.pairs.arrive(n)
         b = load_beta(beta, beta_t, span, c - 1, flags)
 
 
 @gluon.jit
-def left_right(x, N: gl.constexpr):
-    """Split the columns of x [64, 64] into their left and right halves, [64, 32] each."""
-    left, right = gl.split(gl.permute(gl.reshape(x, (64, 2, 32)), (0, 2, 1)))
-    return gl.convert_layout(left, N), gl.convert_layout(right, N)
+def carry(x, on, n, R, D, AP, dS, factor, NORM: gl.constexpr, I: gl.constexpr):
+    """Write dv, and return dS of the rows before, of which the last product is in flight."""
+    K: gl.constexpr = 128
+    zero = n >> 30
+    none = gl.zeros([64, 32], gl.float32, N)
+    on.chain.wait(n)
+    b_dS = narrow(dS)
+    y = product(gl.convert_layout(b_dS, NA), x.kg.index(zero).permute((1, 0)), none)
+    on.do_full.wait(n)
+    y_P = product(R.slice(0, 32, dim=0).permute((1, 0)), AP.slice(32, 32, dim=1), none)
+    if NORM:
+        on.done.wait(n - 1)  # both have read what took the place of D
+    D.slice(I * 64, 64, dim=0).store(b_dS)
+    # waits for nothing: it tells ptxas that no product in flight writes dS
+    dS = wait_products(2, deps=(dS,))
+    dS = dS * (x.gamma.slice(0, K).load(WC) * x.gamma.slice(K, K).load(WC))[None, :]
+    y, y_P = wait_products(0, deps=(y, y_P))
+    y = y + y_P * factor
+    b_dv = R.slice(32, 32, dim=0)
+    z = warpgroup_mma(
+        gl.convert_layout(narrow(y), NA),
+        AP.slice(0, 32, dim=1),
+        y * widen(x.lost.load(NC))[None, :],
+        is_async=True,
+    )
+    z = wait_products(0, deps=(z,))
+    b_dv.permute((1, 0)).store(narrow(z))
+    fence_async_shared()
+    barrier()
+    on.dv.arrive(n)
+    dS = warpgroup_mma(R.permute((1, 0)), x.G.index(zero), dS, is_async=True)
+    return dS
+
+
+@gluon.jit
+def add_rows(x, zero, later_of, earlier_of, d_g):
+    """Return d_g [64, 32], plus the sums of later rows of one tile, and of earlier rows of another.
+
+    Products with ones add them up. Channels are rows here.
+    """
+    later, earlier = x.U.index(zero).slice(0, 32, dim=1), x.U.index(zero).slice(32, 32, dim=1)
+    high = narrow(later_of)
+    d_g = warpgroup_mma(gl.convert_layout(high, NA), later, d_g, is_async=True)
+    low = narrow(later_of - widen(high))
+    d_g = warpgroup_mma(gl.convert_layout(low, NA), later, d_g, is_async=True)
+    high = narrow(earlier_of)
+    d_g = warpgroup_mma(gl.convert_layout(high, NA), earlier, d_g, is_async=True)
+    low = narrow(earlier_of - widen(high))
+    d_g = warpgroup_mma(gl.convert_layout(low, NA), earlier, d_g, is_async=True)
+    return wait_products(0, deps=(d_g,))
 
 
 @gluon.jit
@@ -342,14 +398,6 @@ def walk(
     """
     NORM: gl.constexpr = flags.L2NORM
     K: gl.constexpr = 128
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    NA: gl.constexpr = gl.DotOperandLayout(0, N, 2)
-    NR: gl.constexpr = gl.SliceLayout(1, N)
-    NC: gl.constexpr = gl.SliceLayout(0, N)
-    WC: gl.constexpr = gl.SliceLayout(0, W)
-    PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     TYPE: gl.constexpr = x.q.dtype
     none, wide = gl.zeros([64, 32], gl.float32, N), gl.zeros([64, 64], gl.float32, Q)
     dS = gl.zeros([64, K], gl.float32, W)
@@ -371,59 +419,13 @@ def walk(
             along_k = reinterpret(x.D, TYPE, [4, 32, K], x.q.layout).index(1 + zero)
             parked = reinterpret(x.D, gl.float32, [2, 32, K], x.late.layout).index(1 + zero)
             parked = parked.slice(I * 64, 64, dim=1).permute((1, 0))
-        # the chain from step to step
-        on.chain.wait(n)
-        b_dS = narrow(dS)
-        y = warpgroup_mma(
-            gl.convert_layout(b_dS, NA),
-            x.kg.index(zero).permute((1, 0)),
-            none,
-            use_acc=False,
-            is_async=True,
-        )
-        on.do_full.wait(n)
-        y_P = warpgroup_mma(
-            R.slice(0, 32, dim=0).permute((1, 0)),
-            AP.slice(32, 32, dim=1),
-            none,
-            use_acc=False,
-            is_async=True,
-        )
-        if NORM:
-            on.done.wait(n - 1)  # both have read what took the place of D
-        D.slice(I * 64, 64, dim=0).store(b_dS)
-        # waits for nothing: it tells ptxas that no product in flight writes dS
-        dS = wait_products(2, deps=(dS,))
-        dS = dS * (x.gamma.slice(0, K).load(WC) * x.gamma.slice(K, K).load(WC))[None, :]
-        y, y_P = wait_products(0, deps=(y, y_P))
-        y = y + y_P * factor
-        b_dv = R.slice(32, 32, dim=0)
-        z = warpgroup_mma(
-            gl.convert_layout(narrow(y), NA),
-            AP.slice(0, 32, dim=1),
-            y * widen(x.lost.load(NC))[None, :],
-            is_async=True,
-        )
-        z = wait_products(0, deps=(z,))
-        b_dv.permute((1, 0)).store(narrow(z))
-        fence_async_shared()
-        barrier()
-        on.dv.arrive(n)
-        dS = warpgroup_mma(R.permute((1, 0)), x.G.index(zero), dS, is_async=True)
+        dS = carry(x, on, n, R, D, AP, dS, factor, NORM, I)
         # gradients of the scores: both partitions form all, and keep pairs inside blocks, or across
         on.S_full.wait(n)
         on.dv.wait(n)
-        sc = warpgroup_mma(
-            R_0, u.slice(0, 64, dim=1).permute((1, 0)), none, use_acc=False, is_async=True
-        )
+        sc = product(R_0, u.slice(0, 64, dim=1).permute((1, 0)), none)
         sc = warpgroup_mma(R_1, u.slice(64, 64, dim=1).permute((1, 0)), sc, is_async=True)
-        M = warpgroup_mma(
-            S_b.slice(I * 64, 64, dim=1).permute((1, 0)),
-            D.slice(I * 64, 64, dim=1),
-            wide,
-            use_acc=False,
-            is_async=True,
-        )
+        M = product(S_b.slice(I * 64, 64, dim=1).permute((1, 0)), D.slice(I * 64, 64, dim=1), wide)
         pair = (gl.arange(0, 64, NR)[:, None] + zero) & 31
         sc, dS = wait_products(1, deps=(sc, dS))
         if I == 0:
@@ -445,17 +447,11 @@ def walk(
         S_1 = S_b.slice(64, 64, dim=0).slice(I * 64, 64, dim=1).permute((1, 0))
         do_0, do_1 = R_0.slice(0, 32, dim=0), R_1.slice(0, 32, dim=0)
         dv_0, dv_1 = R_0.slice(32, 32, dim=0), R_1.slice(32, 32, dim=0)
-        aq = warpgroup_mma(S_0, do_0.permute((1, 0)), none, use_acc=False, is_async=True)
+        aq = product(S_0, do_0.permute((1, 0)), none)
         aq = warpgroup_mma(S_1, do_1.permute((1, 0)), aq, is_async=True)
-        ak = warpgroup_mma(S_0, dv_0.permute((1, 0)), none, use_acc=False, is_async=True)
+        ak = product(S_0, dv_0.permute((1, 0)), none)
         ak = warpgroup_mma(S_1, dv_1.permute((1, 0)), ak, is_async=True)
-        cs = warpgroup_mma(
-            D.slice(I * 64, 64, dim=1).permute((1, 0)),
-            u.permute((1, 0)),
-            none,
-            use_acc=False,
-            is_async=True,
-        )
+        cs = product(D.slice(I * 64, 64, dim=1).permute((1, 0)), u.permute((1, 0)), none)
         on.pairs.wait(n)
         e = x.gamma.slice(I * 64, 64).load(gl.SliceLayout(1, Q))
         e_0 = gl.convert_layout(e, NR)
@@ -487,8 +483,9 @@ def walk(
         dG = dG + widen(X_t.slice(32, 32, dim=1).load(N)) * ak
         d_k = b_q * dP - ak * b_late
         # as the earlier row: later rows, and what the state gets
-        co = warpgroup_mma(X_t, Z, wide, use_acc=False, is_async=True)
-        co, cx = left_right(wait_products(0, deps=(co,)), N)
+        co = product(X_t, Z, wide)
+        co, cx = left_right(wait_products(0, deps=(co,)))
+        co, cx = gl.convert_layout(co, N), gl.convert_layout(cx, N)
         b_c = widen(C_t.slice(0, 32, dim=1).load(N))
         dG = dG - b_c * co - widen(C_t.slice(32, 32, dim=1).load(N)) * cx
         co = co + cx * e_0[:, None]
@@ -503,24 +500,14 @@ def walk(
             on.dots.arrive(n)
         else:
             k.permute((1, 0)).store(narrow(d_k))
-        # dg: products with ones add up later rows of dG, and earlier ones of kl
-        later, earlier = x.U.index(zero).slice(0, 32, dim=1), x.U.index(zero).slice(32, 32, dim=1)
         d_g = gl.zeros([64, 32], gl.float32, N) + (dgamma * (e_0 * e_1))[:, None]
-        high = narrow(dG)
-        d_g = warpgroup_mma(gl.convert_layout(high, NA), later, d_g, is_async=True)
-        low = narrow(dG - widen(high))
-        d_g = warpgroup_mma(gl.convert_layout(low, NA), later, d_g, is_async=True)
-        high = narrow(kl)
-        d_g = warpgroup_mma(gl.convert_layout(high, NA), earlier, d_g, is_async=True)
-        low = narrow(kl - widen(high))
-        d_g = warpgroup_mma(gl.convert_layout(low, NA), earlier, d_g, is_async=True)
-        d_g = wait_products(0, deps=(d_g,))
+        d_g = add_rows(x, zero, dG, kl, d_g)
         g_b = x.g.index(s).slice(I * 64, 64, dim=1)
         g_b.permute((1, 0)).store(d_g if x.g.dtype == gl.float32 else narrow(d_g))
         if NORM:
             on.dots.wait(n)
-            through_norm(k, d_k, along_k, n_k, N)
-            through_norm(q, parked.load(N), along_q, n_q, N)
+            through_norm(k, d_k, along_k, n_k)
+            through_norm(q, parked.load(N), along_q, n_q)
         fence_async_shared()
         barrier()
         on.done.arrive(n)
@@ -529,16 +516,14 @@ def walk(
 
 
 @gluon.jit
-def through_norm(x, dy, along, norm, N: gl.constexpr):
+def through_norm(x, dy, along, norm):
     """Write dx = n (dy - y sum_k y dy) in the place of x, where y = n x; `along` is y dy [32, K].
 
     A product with ones adds up all channels.
     """
-    NC: gl.constexpr = gl.SliceLayout(0, N)
-    NA: gl.constexpr = gl.DotOperandLayout(0, N, 2)
     ones = (gl.zeros([64, 128], gl.float32, NA) + 1.0).to(x.dtype)
     none = gl.zeros([64, 32], gl.float32, N)
-    dot = warpgroup_mma(ones, along.permute((1, 0)), none, use_acc=False, is_async=True)
+    dot = product(ones, along.permute((1, 0)), none)
     n = norm.load(NC)[None, :]
     y = widen(x.permute((1, 0)).load(N)) * n
     dot = wait_products(0, deps=(dot,))
@@ -614,7 +599,6 @@ def reverse_walk_kda(
     span = find_span(cu_seqlens, None, N, T, HV)
     steps = (span.length + 31) // 32
     i_g = span.i_h // (HV // H)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     SUM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     LATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], gl.float32)
     g_s = gl.allocate_shared_memory(g_d.dtype, [2, 32, 128], g_d.layout)
@@ -666,15 +650,14 @@ def reverse_walk_kda(
         beta += span.i_h.to(gl.int64) * beta_h
         if cu_seqlens is None:
             beta += span.i_n.to(gl.int64) * beta_b - span.token.to(gl.int64) * beta_t
-    row_AP = (first_tile(span, cu_seqlens, T, 64) * HV + span.i_h) * 64
-    tile = first_tile(span, cu_seqlens, T, 32) * HV + span.i_h
+    row_AP = find_tiles(span, cu_seqlens, T, HV, 64).first * 64
+    tiles = find_tiles(span, cu_seqlens, T, HV, 32)
     gl.warp_specialize(
         [
             (
                 prepare,
                 (
-                    x, on, span, steps, gate, lower, scale, factor, beta, beta_t, y, tile, HV,
-                    flags,
+                    x, on, span, steps, gate, lower, scale, factor, beta, beta_t, y, tiles, flags,
                 ),
             ),
             (
@@ -690,7 +673,7 @@ def reverse_walk_kda(
                 (
                     q_d, k_d, g_d, do_d, u_d, S_d, AP_d, dq_d, dk_d, dg_d, dv_d, tails_d, v_tails_d,
                     ends_d, sums_d, i_g * q_h, i_g * k_h, span.i_h * g_h, span.i_h * do_h, row_AP,
-                    tile, HV, x, on, span, steps,
+                    tiles, x, on, span, steps,
                 ),
             ),
         ],

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
-from kda_ops.backends.triton.device.channels import Signal, beta_at, find_span, first_tile, signal
+from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, from_span, signal
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -19,13 +19,16 @@ from kda_ops.backends.triton.device.gluon_names import (
     wait_products,
 )
 from kda_ops.backends.triton.device.gluon_tile import (
+    FLAT,
     LOG2E,
+    PAIR,
     ROWS_4,
     ex2,
     fill_rows,
     inverse_norms,
     load_gate,
     narrow,
+    product,
     rcp,
     state_at,
     sums_by_block,
@@ -72,7 +75,9 @@ class Buffers:
 
 
 @gluon.jit
-def produce(k_d, v_d, g_d, AP_d, k_at, v_at, g_at, row_AP, HV, x, on, span, G_BYTES: gl.constexpr):
+def produce(
+    k_d, v_d, g_d, AP_d, k_at, v_at, g_at, row_AP, tiles, x, on, span, G_BYTES: gl.constexpr
+):
     """Copy the inputs of each 32 rows to shared memory, in the order of their use."""
     for n in range((span.length + 31) // 32):
         s, t = n & 1, span.token + n * 32
@@ -83,7 +88,7 @@ def produce(k_d, v_d, g_d, AP_d, k_at, v_at, g_at, row_AP, HV, x, on, span, G_BY
         on.done.wait(n - 2)
         on.v_full.expect(n, 32 * (128 + 64) * 2)
         load_tile(v_d, [t, v_at], on.v_full.at(n), x.v.index(s))
-        row = row_AP + (n >> 1) * (HV * 64) + s * 32
+        row = row_AP + (n >> 1) * (tiles.step * 64) + s * 32
         load_tile(AP_d, [row, 0], on.v_full.at(n), x.AP.index(s))
 
 
@@ -113,7 +118,6 @@ def prepare(x, on, span, beta, beta_t, gate, lower, flags):
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     E: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0])
     EC: gl.constexpr = gl.SliceLayout(0, E)
-    PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     K: gl.constexpr = 128
     first = (gl.arange(0, 32, gl.SliceLayout(1, E)) < 16)[:, None]
     slope = 0.0
@@ -155,7 +159,7 @@ def prepare(x, on, span, beta, beta_t, gate, lower, flags):
 
 
 @gluon.jit
-def scan(x, on, span, S_d, u_d, tile, initial, HV, I: gl.constexpr):
+def scan(x, on, span, S_d, u_d, tiles, initial, I: gl.constexpr):
     """Carry the rows of S^T [V, K] from 64 I on, and write them and u of each 32 rows::
 
         u = A' (v - kr S);   S <- gamma S + kg^T u
@@ -188,13 +192,7 @@ def scan(x, on, span, S_d, u_d, tile, initial, HV, I: gl.constexpr):
         b_S = narrow(S)
         tma.store_wait(0)
         on.keys.wait(n)
-        y = warpgroup_mma(
-            gl.convert_layout(b_S, NA),
-            x.kr.index(s).permute((1, 0)),
-            none,
-            use_acc=False,
-            is_async=True,
-        )
+        y = product(gl.convert_layout(b_S, NA), x.kr.index(s).permute((1, 0)), none)
         S_b.store(b_S)
         # waits for nothing: it tells ptxas that no product in flight writes S
         S = wait_products(1, deps=(S,))
@@ -218,7 +216,7 @@ def scan(x, on, span, S_d, u_d, tile, initial, HV, I: gl.constexpr):
         fence_async_shared()
         barrier()
         on.done.arrive(n)
-        row = tile + n * HV
+        row = tiles.at(n)
         store_tile(S_d, [row * 128 + I * 64, 0], S_b)
         store_tile(u_d, [row * 32, I * 64], u_b)
     tma.store_wait(0)
@@ -276,7 +274,6 @@ def states_kda(
     TYPE: gl.constexpr = k_d.dtype
     span = find_span(cu_seqlens, None, N, T, HV)
     i_g = span.i_h // (HV // H)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     x = Buffers(
         gl.allocate_shared_memory(TYPE, [2, 32, 128], k_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 32, 128], v_d.layout),
@@ -294,15 +291,15 @@ def states_kda(
     fence_async_shared()
     barrier()
     if beta is not None:
-        beta = beta_at(beta, (beta_b, beta_t, beta_h), span, cu_seqlens, T)
-    row_AP = (first_tile(span, cu_seqlens, T, 64) * HV + span.i_h) * 64
-    tile = first_tile(span, cu_seqlens, T, 32) * HV + span.i_h
+        beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
+    row_AP = find_tiles(span, cu_seqlens, T, HV, 64).first * 64
+    tiles = find_tiles(span, cu_seqlens, T, HV, 32)
     G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
     gl.warp_specialize(
         [
             (prepare, (x, on, span, beta, beta_t, gate, lower, flags)),
-            (scan, (x, on, span, S_d, u_d, tile, initial, HV, 0)),
-            (scan, (x, on, span, S_d, u_d, tile, initial, HV, 1)),
+            (scan, (x, on, span, S_d, u_d, tiles, initial, 0)),
+            (scan, (x, on, span, S_d, u_d, tiles, initial, 1)),
             (
                 produce,
                 (
@@ -314,7 +311,7 @@ def states_kda(
                     span.i_h * v_h,
                     span.i_h * g_h,
                     row_AP,
-                    HV,
+                    tiles,
                     x,
                     on,
                     span,

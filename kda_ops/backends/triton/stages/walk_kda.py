@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from kda_ops.backends.triton.device.channels import Signal, beta_at, find_span, first_tile, signal
+from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, from_span, signal
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -26,15 +26,20 @@ from kda_ops.backends.triton.device.gluon_names import (
     wait_products,
 )
 from kda_ops.backends.triton.device.gluon_tile import (
+    FAR,
+    FLAT,
     LOG2E,
+    PAIR,
     ROWS,
     ROWS_4,
     ex2,
     fill_rows,
     halve,
+    left_right,
     load_gate,
     narrow,
     plus,
+    product,
     rcp,
     state_at,
     widen,
@@ -45,7 +50,8 @@ from kda_ops.backends.triton.device.gluon_tile import (
 SHIFT = gl.constexpr(115.0)
 UNSHIFT = gl.constexpr(2.0**-115)
 SMALLER = gl.constexpr(2.0**-4)  # of q that has no norm inside, so that its entries may be larger
-FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
+SQUARE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
+BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
 
 
 @gluon.jit
@@ -72,12 +78,6 @@ def smaller(x):
         True,
         2,
     )
-
-
-@gluon.jit
-def left_right(x):
-    """Split the columns of x [64, 2 n] into their left and right halves, [64, n] each."""
-    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @aggregate
@@ -189,8 +189,7 @@ def inverse(L, b_r, R, quarter):
         R.store(halve(r))
     y = times(r, l_10, EXACT)
     HALVES: gl.constexpr = gl.reshape(r, (2, 2, 256)).type.layout
-    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    b = reinterpret(R, R.dtype, [2, 512], ROW).slice(0, 256, dim=1)  # R_0 of each half
+    b = reinterpret(R, R.dtype, [2, 512], PAIR).slice(0, 256, dim=1)  # R_0 of each half
     b = gl.expand_dims(b.load(gl.SliceLayout(1, HALVES)).to(gl.float32), 1)
     second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
     second = gl.expand_dims(gl.expand_dims(second, 0), 2) == 1
@@ -253,7 +252,6 @@ def factors(x, on, slope, bias, lower, n, here, p_gamma, GATE: gl.constexpr, NOR
     D sums the decays from the start of a half, c = -SHIFT. gamma goes to `p_gamma`, if it is given.
     """
     E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
-    PAIR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     K: gl.constexpr = 128
     s, zero = n & 1, n >> 30
     q_b, k_b, kr, kc, kg = (
@@ -311,8 +309,8 @@ def make_w(kr, AP, q_b):
     kr0, kr1 = kr.slice(0, 32, dim=0).permute((1, 0)), kr.slice(32, 32, dim=0).permute((1, 0))
     A0 = AP.slice(0, 32, dim=0).slice(0, 32, dim=1)
     A1 = AP.slice(32, 32, dim=0).slice(0, 32, dim=1)
-    w0 = warpgroup_mma(kr0, A0.permute((1, 0)), none, use_acc=False, is_async=True)
-    w1 = warpgroup_mma(kr1, A1.permute((1, 0)), none, use_acc=False, is_async=True)
+    w0 = product(kr0, A0.permute((1, 0)), none)
+    w1 = product(kr1, A1.permute((1, 0)), none)
     q_b.store(unshift(q_b.load(ROWS_4)))
     w0, w1 = wait_products(0, deps=(w0, w1))
     barrier()  # all warps have read kr
@@ -351,40 +349,28 @@ def tell(ready):
 
 
 @gluon.jit
-def leave(x, on, left, n, i_tile, step):
+def leave(x, on, left, n, tiles):
     """Copy the tiles of chunk n to global memory, and tell that those of chunk n - 1 are there."""
-    s, row = n & 1, i_tile * 192
+    s, row = n & 1, tiles.at(n) * 192
     store_tile(left.wqk, [row, 0], x.kr.index(s))
     store_tile(left.wqk, [row + 64, 0], x.q.index(s))
     store_tile(left.wqk, [row + 128, 0], x.kg.index(s))
     wait_written(4)  # all but these three, and A' and P
     barrier()
     if n > 0:
-        tell(left.ready + (i_tile - step))
+        tell(left.ready + tiles.at(n - 1))
         on.done.arrive(n - 1)
 
 
 @gluon.jit
 def prepare(
-    x,
-    on,
-    span,
-    A_log,
-    dt_bias,
-    lower,
-    AP_d,
-    left,
-    tile,
-    step,
-    GATE: gl.constexpr,
-    NORM: gl.constexpr,
+    x, on, span, A_log, dt_bias, lower, AP_d, left, tiles, GATE: gl.constexpr, NORM: gl.constexpr
 ):
     """Make the tiles of each chunk that the scan needs; halves of 32 rows are chunks of their own::
 
         L = kr kc^T;   P = tril(qr kc^T);   A' = (I + strict_tril(beta L))^-1 beta     [32, 32]
 
-    Training keeps A' and P, those of chunk n as tile ``tile + n step`` of `AP_d`. If another kernel
-    scans, all tiles go to global memory (`left`).
+    Training keeps A' and P in `AP_d`. If another kernel scans, `left` is where all tiles go.
     """
     E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
     Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -398,13 +384,13 @@ def prepare(
         slope, bias = load_gate(A_log, dt_bias, span.i_h, 128, E)
     for n in range(span.chunks):
         s, zero = n & 1, n >> 30
-        i_tile = tile + n * step
+        i_tile = tiles.at(n)
         here, p_gamma = span.length - n * span.step, None
         if left is not None:
             p_gamma = left.gamma + i_tile.to(gl.int64) * 256
         qr, kr, kc = factors(x, on, slope, bias, lower, n, here, p_gamma, GATE, NORM)
-        L = warpgroup_mma(kr, kc.permute((1, 0)), none_q, use_acc=False, is_async=True)
-        P = warpgroup_mma(qr, kc.permute((1, 0)), none_q, use_acc=False, is_async=True)
+        L = product(kr, kc.permute((1, 0)), none_q)
+        P = product(qr, kc.permute((1, 0)), none_q)
         AP, b_s = x.AP.index(s), x.beta.index(s)
         # The unknown zero is on rows alone: with one on columns, masks of blocks cost instructions.
         quarter = (gl.arange(0, 64, QR) >> 4) + zero
@@ -428,13 +414,13 @@ def prepare(
             store_tile(AP_d, [i_tile * 64, 0], AP)
         make_w(kr, AP, qr)
         if left is not None:
-            leave(x, on, left, n, i_tile, step)
+            leave(x, on, left, n, tiles)
         on.tile.arrive(n)
     if left is not None:
         if span.chunks > 0:
             wait_written(0)
             barrier()
-            tell(left.ready + (tile + (span.chunks - 1) * step))
+            tell(left.ready + tiles.at(span.chunks - 1))
     if AP_d is not None and left is None:
         tma.store_wait(0)
 
@@ -568,7 +554,7 @@ def scan(
                 gl.convert_layout(b_u, WA), kg.slice(h * 32, 32, dim=0), S, is_async=True
             )
             q_t = q_b.slice(h * 32, 32, dim=0).permute((1, 0))
-            b_o = warpgroup_mma(b_S, q_t, none, use_acc=False, is_async=True)
+            b_o = product(b_S, q_t, none)
             P_t = AP_h.slice(32, 32, dim=1).permute((1, 0))
             b_o = warpgroup_mma(gl.convert_layout(b_u, NA), P_t, b_o, is_async=True)
             if h == 0:
@@ -691,8 +677,7 @@ def walk_kda(
     TYPE: gl.constexpr = q_d.dtype
     span = find_span(cu_seqlens, slots, N, T, HV)
     i_g = span.i_h // (HV // H)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    R_TYPE: gl.constexpr = gl.float16 if INVERSE == "fp16" else gl.float32
     x = Buffers(
         gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
@@ -702,11 +687,7 @@ def walk_kda(
         gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE),
-        gl.allocate_shared_memory(
-            gl.float16 if INVERSE == "fp16" else gl.float32,
-            [4, 16, 16],
-            gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]),
-        ),
+        gl.allocate_shared_memory(R_TYPE, [4, 16, 16], BLOCKS),
         gl.allocate_shared_memory(TYPE, [1, 64, 128], o_d.layout),
         gl.allocate_shared_memory(gl.float32, [4, 128], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, 64], FLAT),
@@ -717,10 +698,8 @@ def walk_kda(
     fence_async_shared()
     barrier()
     if beta is not None:
-        beta = beta_at(beta, (beta_b, beta_t, beta_h), span, cu_seqlens, T)
-    tile = 0
-    if AP_d is not None:
-        tile = first_tile(span, cu_seqlens, T, 64) * HV + span.i_h
+        beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
+    tiles = find_tiles(span, cu_seqlens, T, HV, 64)
     gl.warp_specialize(
         [
             (
@@ -734,8 +713,7 @@ def walk_kda(
                     lower,
                     AP_d,
                     None,
-                    tile,
-                    HV,
+                    tiles,
                     flags.ACTIVATE,
                     flags.L2NORM,
                 ),

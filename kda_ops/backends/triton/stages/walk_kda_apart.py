@@ -13,9 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kda_ops.backends.triton.device.channels import beta_at, find_span, first_tile, signal
+from kda_ops.backends.triton.device.channels import find_span, find_tiles, from_span, signal
 from kda_ops.backends.triton.device.gluon_names import barrier, load_tile, reinterpret
+from kda_ops.backends.triton.device.gluon_tile import FLAT
 from kda_ops.backends.triton.stages.walk_kda import (
+    BLOCKS,
+    SQUARE,
     Buffers,
     Left,
     Meetings,
@@ -25,10 +28,6 @@ from kda_ops.backends.triton.stages.walk_kda import (
     produce,
     scan,
 )
-
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-SQUARE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
-BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
 
 
 @gluon.jit
@@ -65,11 +64,11 @@ def rows(x, on, span, beta, beta_t, flags):
 
 
 @gluon.jit
-def feed(x, on, span, v_d, v_at, AP_d, left, tile, step):
+def feed(x, on, span, v_d, v_at, AP_d, left, tiles):
     """Copy the tiles of each chunk to shared memory, and v, once they are there."""
     C: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     for n in range(span.chunks):
-        s, i_tile = n & 1, tile + n * step
+        s, i_tile = n & 1, tiles.at(n)
         i_tile += wait_ready(left.ready + i_tile)
         gamma = gl.load(left.gamma + i_tile.to(gl.int64) * 256 + gl.arange(0, 256, C))
         on.done.wait(n - 2)
@@ -132,6 +131,7 @@ def prepare_walk(
     TYPE: gl.constexpr = q_d.dtype
     span = find_span(cu_seqlens, slots, N, T, HV, SHARES)
     i_g = span.i_h // (HV // H)
+    R_TYPE: gl.constexpr = gl.float16 if INVERSE == "fp16" else gl.float32
     q = gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout)
     ones = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     x = Buffers(
@@ -143,9 +143,7 @@ def prepare_walk(
         gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE),
-        gl.allocate_shared_memory(
-            gl.float16 if INVERSE == "fp16" else gl.float32, [4, 16, 16], BLOCKS
-        ),
+        gl.allocate_shared_memory(R_TYPE, [4, 16, 16], BLOCKS),
         q,
         ones,
         ones,
@@ -156,8 +154,8 @@ def prepare_walk(
     fence_async_shared()
     barrier()
     if beta is not None:
-        beta = beta_at(beta, (beta_b, beta_t, beta_h), span, cu_seqlens, T)
-    tile = first_tile(span, cu_seqlens, T, 64) * HV + span.i_h
+        beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
+    tiles = find_tiles(span, cu_seqlens, T, HV, 64)
     left = Left(wqk_d, gamma, ready)
     G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
     gl.warp_specialize(
@@ -173,8 +171,7 @@ def prepare_walk(
                     lower,
                     AP_d,
                     left,
-                    tile,
-                    HV * SHARES,
+                    tiles,
                     flags.ACTIVATE,
                     flags.L2NORM,
                 ),
@@ -269,12 +266,12 @@ def scan_walk(
     fence_async_shared()
     barrier()
     if beta is not None:
-        beta = beta_at(beta, (beta_b, beta_t, beta_h), span, cu_seqlens, T)
-    tile = first_tile(span, cu_seqlens, T, 64) * HV + span.i_h
+        beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
+    tiles = find_tiles(span, cu_seqlens, T, HV, 64)
     left = Left(wqk_d, gamma, ready)
     gl.warp_specialize(
         [
-            (feed, (x, on, span, v_d, span.i_h * v_h, AP_d, left, tile, HV)),
+            (feed, (x, on, span, v_d, span.i_h * v_h, AP_d, left, tiles)),
             (
                 scan,
                 (
