@@ -5,18 +5,20 @@ The message names the argument.
 
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kda_ops
-from kda_ops import dispatch
+from kda_ops import dispatch, stages
 from tests.support.calls import overload
 from tests.support.cases import Case
 from tests.support.fresh import python
 
 B, T, H, HV, K, V = 2, 5, 2, 4, 8, 6
+KEPT = {"A": (64, 64), "w": (64, K), "v_new": (64, V), "states": (K, V), "factors": (3, 64)}
 SEQUENCES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
 ARGUMENTS = {
     "chunk": SEQUENCES,
@@ -700,3 +702,29 @@ def test_values_are_checked_when_the_environment_asks():
     # which the CPU backend reads anyway
     assert all("cu_seqlens must start at 0" in said for said in unchecked[:3])
     assert unchecked[3:] == ["passed"] * 4, "values were read on the host without being asked to"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("fake", (False, True))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+@pytest.mark.parametrize("name", KEPT)
+def test_what_another_call_kept_is_refused(name, variant, fake, packed):
+    """A kernel would read past its end."""
+    q, v = torch.randn(1, 70, H, K), torch.randn(1, 70, HV, V)
+    offsets = torch.tensor([0, 3, 70]) if packed else None
+    chunks, empty = 3 if packed else 2, torch.empty(0)
+
+    def backward(shape, device="cpu"):
+        kept = {n: empty for n in stages.KEPT} | {name: torch.zeros(shape, device=device)}
+        inputs = q, q, v, None, None, None, None, None, offsets
+        overload(variant, "chunk_bwd")(v, None, *kept.values(), *inputs, need=7)
+
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+        if fake:
+            backward((chunks, HV, *KEPT[name]))
+        for wrong in ((chunks - 1, HV), (chunks + 1, HV), (chunks, H)):
+            with pytest.raises(ValueError, match=rf"^{name} must have shape \[{chunks}, {HV}, "):
+                backward((*wrong, *KEPT[name]))
+        with pytest.raises(TypeError, match=f"^{name} must be on cpu, where q is, got meta"):
+            backward((chunks, HV, *KEPT[name]), "meta")
