@@ -246,8 +246,8 @@ class Backend:
         raise NotImplementedError
 
     def walks_back(self, p: Problem) -> bool:
-        """Return whether `walk_back` serves the backward of a call that `train` has served."""
-        return False
+        """Return whether `walk_back` serves the backward of a call that `train` may have served."""
+        return self.keeps.trains(p)
 
     def walk_back(
         self, p: Problem, A: Tensor, do: Tensor, dfinal_state: Tensor | None, need: frozenset[str]
