@@ -76,7 +76,8 @@ def _encoded_once(launch: Callable) -> tuple[Callable, Callable[[tuple], tuple]]
     def expand(args: tuple) -> tuple:
         if not metas:
             places = [i for i, x in enumerate(args) if hasattr(x, "block_shape")]
-            metas.extend(zip(reversed(places), reversed(inside["tensordesc_meta"])))
+            # another thread may do the same at this moment
+            metas[:] = zip(reversed(places), reversed(inside["tensordesc_meta"]))
         expanded = [*args]
         for i, meta in metas:
             known = vars(args[i])

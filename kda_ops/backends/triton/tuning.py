@@ -200,7 +200,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def begins_early(device: torch.device) -> dict[str, Any]:
     """Return the launch option by which a kernel may begin before the previous one ends.
 
-    It is for kernels that call `tile.wait_for_previous`, from Hopper on.
+    It is for kernels that call `tile.wait_for_previous`, from Hopper on, and for `scan_walk`, which
+    waits for single tiles.
     """
     return {"launch_pdl": True} if device.type != "cpu" and architecture(device) >= HOPPER else {}
 

@@ -136,6 +136,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
     if AP is None:
         AP = new(p.q, "AP", (count, p.HV, HALF, 2 * CHUNK))
     wqk = new(p.q, "wqk", (count, p.HV, 3 * CHUNK, p.K))
+    # both launches name all of it, so that a plan gives no place to two of these while both run
     left: dict[str, Any] = dict(
         AP_d=kept(p, AP, CHUNK),
         wqk_d=tiles(wqk, CHUNK, p.K),
