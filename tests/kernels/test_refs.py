@@ -83,7 +83,7 @@ WRONG = {
     "x.mT.contiguous()": "copy_of",
     "x.new_empty((3,))": r"new\(x, name, shape\)",
     "x == x": "__eq__ of the tensor",
-    "1 if x else 0": "the truth of the tensor",
+    "1 if x else 0": "a branch on the values of the tensor",
     "[*x]": "__iter__ of the tensor",
     "x.is_contiguous()": "is_contiguous of the tensor",
     "x.item()": "item of the tensor",

@@ -155,9 +155,9 @@ def walks(p: Problem) -> bool:
 def shares(p: Problem) -> int:
     """Return how many programs prepare the chunks of each sequence and head, for one that scans.
 
-    0 means that one program does both, at a step as long as its `prepare`. A scan's step is half as
-    long, so two or three programs keep up with it where all find a multiprocessor. It changes no
-    bits.
+    0 means that one program prepares and scans. To prepare a chunk takes about twice as long as to
+    scan it, so two or three programs that prepare keep one scan busy, if all run at once. Their
+    number changes no bits.
     """
     if p.N == 0:
         return 0
@@ -173,7 +173,8 @@ def walks_back(p: Problem) -> bool:
     """Return whether KDA's backward walks, after a forward that has walked.
 
     A walk takes the same time for one head as for as many as there are multiprocessors, so the
-    kernels before are faster for few sequences and heads. Bits of gradients depend on that choice.
+    separate kernels are faster for few sequences and heads. Bits of gradients depend on that
+    choice.
     """
     few = 5 * p.N * p.HV < 2 * processors(p.q.device)
     return walks(p) and (FORCED_WALK or not few)

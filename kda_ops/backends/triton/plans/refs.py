@@ -143,7 +143,7 @@ class Ref:
         next(x for x in nested if isinstance(x, Ref))._refuse(f"torch.{function.__name__}")
 
     def __bool__(self) -> NoReturn:
-        self._refuse("the truth", "only `x is None` decides in a plan, and shapes and flags")
+        self._refuse("a branch on the values", "branch on `x is None`, shapes or flags")
 
     def __repr__(self) -> str:
         return f"Ref({self.name}, {self.dtype}, {self.shape})"

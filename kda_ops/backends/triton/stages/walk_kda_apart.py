@@ -2,11 +2,12 @@
 
 A program of `scan_walk` takes one sequence and head. The chunks of each are prepared by SHARES
 programs of `prepare_walk`, at the same time, on multiprocessors that no scan occupies. Both kernels
-consist of the partitions of `walk_kda`. So the bits are those of the walk: what is in two places
-is only how a tile gets from `prepare` to `scan`, rounded as there, by way of global memory.
+consist of the partitions of `walk_kda`. Only the way of a tile from `prepare` to `scan` differs: it
+goes through global memory instead of shared memory, rounded to the same type. So the bits are those
+of `walk_kda`.
 
 `scan_walk` begins once all programs of `prepare_walk` have begun, and waits for one tile after
-another (`Left.ready`). `prepare_walk` waits for nothing, so the two cannot hang.
+another (`Left.ready`). `prepare_walk` never waits for `scan_walk`, so the two cannot hang.
 """
 
 from triton.experimental import gluon
@@ -40,7 +41,10 @@ def let_next_begin():
 
 @gluon.jit
 def wait_ready(ready):
-    """Wait until a tile is there, and let copies see it. Return 0, for what reads it to add."""
+    """Wait until a tile is written, and order later copies after that.
+
+    Return 0. A caller adds it to the index of the tile, so that no read moves before the wait.
+    """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; WAIT: ld.acquire.gpu.global.b32 $0, [$1]; setp.eq.s32 p, $0, 0; "
         "@p bra WAIT; fence.proxy.async; sub.s32 $0, $0, 1; }",
@@ -65,7 +69,7 @@ def rows(x, on, span, beta, beta_t, flags):
 
 @gluon.jit
 def feed(x, on, span, v_d, v_at, AP_d, left, tiles):
-    """Copy the tiles of each chunk to shared memory, and v, once they are there."""
+    """Copy v and the tiles of each chunk to shared memory, once `prepare_walk` has written them."""
     C: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     for n in range(span.chunks):
         s, i_tile = n & 1, tiles.at(n)
@@ -137,7 +141,7 @@ def prepare_walk(
     x = Buffers(
         q,
         gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
-        q,  # v: not used here, as o and gamma
+        q,  # in the places of v, o and gamma, which are not used here
         gl.allocate_shared_memory(g_d.dtype, [1, 64, 128], g_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
@@ -247,7 +251,7 @@ def scan_walk(
     ones = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     x = Buffers(
         gl.allocate_shared_memory(TYPE, [2, 64, 128], wqk_d.layout),
-        AP,  # k: not used here, as g, kc, R and the norms
+        AP,  # in the places of k, g, kc, R and the norms, which are not used here
         gl.allocate_shared_memory(TYPE, [2, 64, 128], v_d.layout),
         AP,
         gl.allocate_shared_memory(TYPE, [2, 64, 128], wqk_d.layout),
@@ -261,7 +265,8 @@ def scan_walk(
         ones,
         ones,
     )
-    # `v_full` also signals gamma; the scan of chunk n may end before `feed` waits for chunk n - 1
+    # `v_full` also signals gamma. `done` has two slots, because the scan of chunk n may end before
+    # `feed` waits for that of chunk n - 1.
     on = Meetings(signal(1), signal(1), signal(2), signal(2, 2), signal(2), signal(2), signal(2))
     fence_async_shared()
     barrier()
