@@ -356,7 +356,7 @@ OF_TRAINING = {
     "prepare: tma.store_wait(0)": "is in the training form alone (test_walk_training.py)",
 }
 OF_TWO_KERNELS = {
-    f"{call}": "is in the form of two kernels alone"
+    call: "is in the form of two kernels alone"
     for call in (
         *("leave: wait_written(4)", "leave: barrier()", "leave: on.done.arrive(n - 1)"),
         *("leave: tell(left.ready + tiles.at(n - 1))", "prepare: wait_written(0)"),

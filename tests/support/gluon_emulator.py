@@ -497,12 +497,8 @@ def store_tile(target: Descriptor, at: Sequence, source: Shared) -> None:
 
 def store_wait(outstanding: int) -> None:
     """Wait until stores have read shared memory; Triton lets the warps meet behind this wait."""
-    me = _program.current
-    while len(me.stores) > outstanding:
-        copy = me.stores.pop(0)
-        _program.pause(lambda copy=copy: copy.is_over)
-        join(me.clock, copy.clock)
-    me.meet()
+    wait_written(outstanding)
+    _program.current.meet()
 
 
 class Pointer:
