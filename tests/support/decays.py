@@ -265,7 +265,7 @@ def _row(
         used = 0.0 if error == 0.0 else error / budget if budget else torch.inf
         share = max(share, used if budget < torch.inf and error < torch.inf else torch.inf)
     least = torch.finfo(torch.float16).smallest_normal * 2.0**-10 if fades else 0.0
-    if name.startswith("d") and vanished(x.to(dtype), ref.where(ref.abs() > least, 0.0), twins[0]):
+    if name.startswith("d") and vanished(x.to(dtype), ref.where(ref.abs() > least, 0.0), *twins):
         share = torch.inf
     off = [NORMS["rms"](x - ref), max(NORMS["rms"](t - ref) for t in twins)]
     return Row(law, name, *(e / size if size else e for e in off), share)
