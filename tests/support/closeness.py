@@ -213,7 +213,8 @@ class _Draw(Reference):
         factor, phase = torch.randint(2**31, (2,), generator=self.gen).tolist()
         mixed = (bits ^ bits >> 32) * (2 * factor + 1) + phase
         up = ((mixed >> 31) & 1).bool() ^ (x < 0)
-        return torch.where(up, x + half, x - half)
+        # a decay of -inf, which forgets everything, stays
+        return torch.where(x.isfinite(), torch.where(up, x + half, x - half), x)
 
     def _dot(self, a: Tensor, b: Tensor) -> Tensor:
         # The rounding error of a sum scales with its terms: if they cancel, it exceeds an ulp of
