@@ -148,7 +148,7 @@ class Call:
             return kernels.step(p, p.new_output(), p.state)
         if self.gates:
             assert p.g is not None  # a gate's call has its logits
-            parameters = p.A_log, p.dt_bias, p.lower_bound, p.rank
+            parameters = p.A_log, p.dt_bias, p.gate, p.rank
             kernels.gate_backward(kernels.gate(p.g, *parameters), p.g, *parameters)
             return None
         if self.walk and not self.keep:

@@ -24,7 +24,8 @@ import triton
 
 from kda_ops.backends.triton.plans.descriptors import WIDTH, has_gluon
 from kda_ops.backends.triton.private import INTERPRET
-from kda_ops.problem import CHUNK, SAFE_BOUND, Problem
+from kda_ops.gates import SAFE_BOUND
+from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 
 HOPPER = 9
@@ -89,7 +90,8 @@ def centred(p: Problem) -> bool:
 
     They can if the flags promise a bound, and the operands have the range of fp32.
     """
-    return p.q.dtype is torch.bfloat16 and p.gate_bound is not None and p.gate_bound >= SAFE_BOUND
+    bound = p.gate.bound
+    return p.q.dtype is torch.bfloat16 and bound is not None and bound >= SAFE_BOUND
 
 
 def anchored(p: Problem) -> bool:
@@ -398,7 +400,7 @@ def ahead(p: Problem) -> int | None:
     elif anchored_rows(p) > 8:
         kind = "kda, bounded"
     else:
-        kind = "kda, gate inside" if p.activate_gate or single else "kda, decay given"
+        kind = "kda, gate inside" if p.gate.inside or single else "kda, decay given"
     slower = 1 + SLOWER * (p.HV / multiprocessors) ** 4 if p.rank else 1.0
     # chunks that `prepare` makes while the scan takes 1024 of them
     meanwhile = int(1024 * STEP / (p.HV * TILE[kind] * slower * multiprocessors / idle))

@@ -14,7 +14,8 @@ from kda_ops.backends import activations
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.decay import ANCHOR_SHARE, check_anchor
 from kda_ops.backends.triton.device.tile import UnfinishedTile
-from kda_ops.problem import SAFE_BOUND, Problem
+from kda_ops.gates import SAFE_BOUND, gate_of
+from kda_ops.problem import Problem
 from tests.operators import test_pools
 from tests.support.calls import forward, run
 from tests.support.cases import EMPTY, GATES, KEYS, PACKED, STRIDES, Case, cases, followed, replace
@@ -338,7 +339,7 @@ def test_gate_alone(rank, lower_bound, dtype):
     """Of so many tokens that several programs share the sums of the parameters' gradients, which
     are rounded once.
     """
-    gen = torch.Generator().manual_seed(rank)
+    gen, which = torch.Generator().manual_seed(rank), gate_of(True, lower_bound)
     shape = (2, 700, 2, 20) if rank else (2, 17000, 2)
     g, A_log, dt_bias = (
         x.to(dtype)
@@ -355,14 +356,14 @@ def test_gate_alone(rank, lower_bound, dtype):
     dt_bias = dt_bias.mT.contiguous().mT if rank else dt_bias
     wide = [x.double() for x in (g, A_log, dt_bias)]
     torch.testing.assert_close(
-        TRITON.gate(g, A_log, dt_bias, lower_bound, rank).double(),
-        activations.gate(*wide, lower_bound, rank),
+        TRITON.gate(g, A_log, dt_bias, which, rank).double(),
+        activations.gate(*wide, which, rank),
         rtol=1e-5,
         atol=1e-5,
     )
     got, want = (
-        TRITON.gate_backward(dy, g, A_log, dt_bias, lower_bound, rank),
-        activations.gate_backward(dy.double(), *wide, lower_bound, rank),
+        TRITON.gate_backward(dy, g, A_log, dt_bias, which, rank),
+        activations.gate_backward(dy.double(), *wide, which, rank),
     )
     for x, y in zip(got, want):
         assert x.dtype is dtype
@@ -410,7 +411,7 @@ def test_a_promise_without_a_bound_promises_nothing(monkeypatch):
     decays go far below what an anchor holds.
     """
     monkeypatch.setattr(
-        tuning, "centred", lambda p: p.gate_bound is not None and p.gate_bound >= SAFE_BOUND
+        tuning, "centred", lambda p: p.gate.bound is not None and p.gate.bound >= SAFE_BOUND
     )
     case = replace(SMALL, gate="softplus", beta="sigmoid", l2norm=True)
     inputs = case.inputs()

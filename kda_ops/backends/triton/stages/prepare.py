@@ -81,7 +81,7 @@ def prepare(
     )
     if p.rank:
         share = tuning.anchored_rows(p)
-        bound = p.gate_bound if share == 32 else tuning.FLOOR
+        bound = p.gate.bound if share == 32 else tuning.FLOOR
         own = dict(
             g=strided(g),
             kept=kept,
