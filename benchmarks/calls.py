@@ -136,19 +136,23 @@ class Call:
         That is prepare and scan as in inference, or all of training's backward with `keep`, or the
         step on a pool, or the gate.
         """
-        from kda_ops.backends.triton import BACKEND as kernels
         from kda_ops.backends.triton import tuning
+
+        rules = dict(run=self.run, ahead=self.ahead or None, walk=self.walk, shares=self.shares)
+        with tuning.force(**rules):
+            p = self.problem()
+            with tuning.force(processors=2 * tuning.pieces(p) * p.HV if self.few else 0):
+                self._launch(p)
+
+    def _launch(self, p: Problem) -> None:
+        from kda_ops.backends.triton import BACKEND as kernels
         from kda_ops.backends.triton.stages import walk
 
-        p, tuning.FORCED_RUN, tuning.FORCED_AHEAD = self.problem(), self.run, self.ahead or None
-        tuning.FORCED_WALK, tuning.FORCED_SHARES = self.walk, self.shares
-        there = 2 * tuning.pieces(p) * p.HV if self.few else 0
-        tuning.processors = lambda device: there  # type: ignore[assignment]
         if self.pool is not None:
             return kernels.step(p, p.new_output(), p.state)
         if self.gates:
             assert p.g is not None  # a gate's call has its logits
-            parameters = p.A_log, p.dt_bias, p.lower_bound, p.rank
+            parameters = p.A_log, p.dt_bias, p.gate, p.rank
             kernels.gate_backward(kernels.gate(p.g, *parameters), p.g, *parameters)
             return None
         if self.walk and not self.keep:

@@ -156,12 +156,7 @@ def offline(arch: int, label: list[str]) -> Iterator[list[CompiledKernel]]:
     rows: list[CompiledKernel] = []
     # by compiled kernel: Triton returns the same one for the same arguments
     made: dict[object, CompiledKernel] = {}
-    run, assumed, forced, processors = (
-        JITFunction.run,
-        tuning.ASSUMED,
-        (tuning.FORCED_RUN, tuning.FORCED_AHEAD, tuning.FORCED_WALK, tuning.FORCED_SHARES),
-        tuning.processors,
-    )
+    run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
         start = time.perf_counter()
@@ -176,13 +171,12 @@ def offline(arch: int, label: list[str]) -> Iterator[list[CompiledKernel]]:
         return kernel
 
     driver.set_active(offline_driver(arch))
-    JITFunction.run, tuning.ASSUMED = compile_only, arch // 10
+    JITFunction.run = compile_only
     try:
-        yield rows
+        with tuning.force(architecture=arch // 10):
+            yield rows
     finally:
-        JITFunction.run, tuning.ASSUMED = run, assumed
-        tuning.FORCED_RUN, tuning.FORCED_AHEAD, tuning.FORCED_WALK, tuning.FORCED_SHARES = forced
-        tuning.processors = processors
+        JITFunction.run = run
 
 
 def _compiled(label: str, name: str, arch: int, kernel, start: float) -> CompiledKernel:

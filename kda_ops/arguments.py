@@ -53,10 +53,36 @@ def check_types(function: F) -> F:
 
     @wraps(function)
     def checked(*args, **given):
-        check((*zip(names, args), *given.items()))
+        check(zip(names, args))
+        check(given.items())
         return function(*args, **given)
 
     return checked  # type: ignore[return-value]
+
+
+def calls(operator: Callable, asked: str = "") -> Callable[[F], F]:
+    """Make a public function call an operator, whose names, order and defaults its signature has.
+
+    The function has no body. If `asked` names a flag, the second result is None without that flag.
+    """
+
+    def decorate(function: F) -> F:
+        names, check = tuple(inspect.signature(function).parameters), types_of(function)
+
+        def call(*args, **given):
+            check(zip(names, args))
+            check(given.items())
+            function(*args, **given)  # Python refuses what the signature does not have
+            if not asked:
+                return operator(*args, **given)
+            result, last = operator(*args, **given)
+            return result, last if given.get(asked) else None
+
+        # the name in tracebacks and profiles; a code of its own has its own graphs in Dynamo
+        call.__code__ = call.__code__.replace(co_name=function.__name__)
+        return wraps(function)(call)  # type: ignore[return-value]
+
+    return decorate
 
 
 def _check(name: str, kind: str, x: object, ours: bool) -> None:

@@ -7,7 +7,6 @@ have no values.
 
 from __future__ import annotations
 
-import math
 import os
 from typing import NoReturn
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kda_ops.arguments import check_dense
+from kda_ops.gates import Gate
 from kda_ops.private import is_functional_tensor, is_functorch_wrapped_tensor
 
 # The length that `safe_keys` allows: 1, plus what normalising and rounding in 16 bits may add.
@@ -153,36 +153,25 @@ def check_gate(
     g: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    lower_bound: float | None,
-    activate: bool,
-    safe: bool,
+    gate: Gate,
     sizes: tuple,
     device: torch.device,
 ) -> None:
-    """Check the gate's parameters, and that the flags need them; sizes are B, T, HV, K."""
+    """Check the gate's parameters, and that the gate needs them; sizes are B, T, HV, K."""
     HV, K = sizes[2:]
-    if lower_bound is not None:
-        check_lower_bound(lower_bound)
-    if activate:
+    if gate.inside:
         if g is None:
             raise ValueError(
                 "g must be given with use_gate_in_kernel=True, got None: pass raw logits, or "
                 "drop the flag."
             )
-        check_gate_parameters(rank, HV, K, A_log, dt_bias, lower_bound, device)
-    else:
-        if A_log is not None or dt_bias is not None:
-            name = "A_log" if A_log is not None else "dt_bias"
-            raise ValueError(
-                f"{name} is a parameter of the gate and needs use_gate_in_kernel=True: set "
-                "it and pass raw logits as g, or drop the parameter."
-            )
-        if lower_bound is not None and not safe:
-            raise ValueError(
-                "lower_bound must be None without use_gate_in_kernel=True (or safe_gate=True "
-                f"of chunk, which promises that bound), got {lower_bound}: "
-                "pass raw logits with use_gate_in_kernel=True, or drop it."
-            )
+        check_gate_parameters(rank, HV, K, A_log, dt_bias, gate, device)
+    elif A_log is not None or dt_bias is not None:
+        name = "A_log" if A_log is not None else "dt_bias"
+        raise ValueError(
+            f"{name} is a parameter of the gate and needs use_gate_in_kernel=True: set "
+            "it and pass raw logits as g, or drop the parameter."
+        )
 
 
 def check_gate_parameters(
@@ -191,7 +180,7 @@ def check_gate_parameters(
     K: int,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    lower_bound: float | None,
+    gate: Gate,
     device: torch.device,
     of: str = "q",
 ) -> None:
@@ -201,7 +190,7 @@ def check_gate_parameters(
     the argument named `of` is.
     """
     if A_log is None:
-        if lower_bound is None:
+        if gate.needs_log:
             raise ValueError(
                 "A_log must be given to activate the gate -exp(A_log) * softplus(g + dt_bias); "
                 "only the bounded gate (lower_bound=...) does not need it."
@@ -223,15 +212,6 @@ def check_gate_parameters(
         elif dt_bias.shape != (HV,):
             shape_error("dt_bias", "[HV]", (HV,), dt_bias)
         check_float("dt_bias", dt_bias, device, of)
-
-
-def check_lower_bound(lower_bound: float | None) -> None:
-    """Refuse a bound that no decay can have."""
-    if lower_bound is not None and not -math.inf < lower_bound < 0.0:
-        raise ValueError(
-            "lower_bound must be a finite number below 0 (natural log; the lower limit of the "
-            f"gate), got {lower_bound}."
-        )
 
 
 def check_offsets(

@@ -8,23 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_ops.arguments import check_types
-
-_KDA_CHUNK, _KDA_RECURRENT, _KDA_RECURRENT_ = (
-    torch.ops.kda.chunk.default,
-    torch.ops.kda.recurrent.default,
-    torch.ops.kda.recurrent_.default,
-)
-_GDN_CHUNK, _GDN_RECURRENT, _GDN_RECURRENT_ = (
-    torch.ops.gdn.chunk.default,
-    torch.ops.gdn.recurrent.default,
-    torch.ops.gdn.recurrent_.default,
-)
-_KDA_CHUNK_, _GDN_CHUNK_ = torch.ops.kda.chunk_.default, torch.ops.gdn.chunk_.default
-_KDA_GATE, _GDN_GATE = torch.ops.kda.gate.default, torch.ops.gdn.gate.default
+from kda_ops.arguments import calls
 
 
-@check_types
+@calls(torch.ops.kda.chunk.default, asked="output_final_state")
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -139,33 +126,9 @@ def chunk_kda(
 
     Source: Kimi Linear technical report, arXiv:2510.26692 (chunkwise form).
     """
-    o, final_state = _KDA_CHUNK(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        initial_state,
-        cu_seqlens,
-        scale=scale,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        safe_gate=safe_gate,
-        safe_beta=safe_beta,
-        safe_keys=safe_keys,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        transpose_state_layout=transpose_state_layout,
-        disable_recompute=disable_recompute,
-    )
-    return o, final_state if output_final_state else None
 
 
-@check_types
+@calls(torch.ops.kda.recurrent.default, asked="output_final_state")
 def recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -218,29 +181,9 @@ def recurrent_kda(
 
     Source: Kimi Linear technical report, arXiv:2510.26692 (recurrent form).
     """
-    o, final_state = _KDA_RECURRENT(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        initial_state,
-        cu_seqlens,
-        scale=scale,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        transpose_state_layout=transpose_state_layout,
-    )
-    return o, final_state if output_final_state else None
 
 
-@check_types
+@calls(torch.ops.kda.recurrent_.default)
 def recurrent_kda_(
     q: Tensor,
     k: Tensor,
@@ -307,29 +250,9 @@ def recurrent_kda_(
 
     Source: Kimi Linear technical report, arXiv:2510.26692 (recurrent form).
     """
-    return _KDA_RECURRENT_(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        state,
-        state_indices,
-        num_accepted_tokens,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        transpose_state_layout=transpose_state_layout,
-    )
 
 
-@check_types
+@calls(torch.ops.kda.chunk_.default)
 def chunk_kda_(
     q: Tensor,
     k: Tensor,
@@ -394,33 +317,9 @@ def chunk_kda_(
 
     Source: Kimi Linear technical report, arXiv:2510.26692 (chunkwise form).
     """
-    return _KDA_CHUNK_(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        state,
-        state_indices,
-        snapshot_indices,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        snapshot_every=snapshot_every,
-        scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        safe_gate=safe_gate,
-        safe_beta=safe_beta,
-        safe_keys=safe_keys,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        transpose_state_layout=transpose_state_layout,
-    )
 
 
-@check_types
+@calls(torch.ops.kda.gate.default)
 def kda_gate(
     g: Tensor,
     A_log: Tensor | None,
@@ -454,10 +353,9 @@ def kda_gate(
 
     Source: Kimi Linear technical report, arXiv:2510.26692 (gate).
     """
-    return _KDA_GATE(g, A_log, dt_bias, lower_bound=lower_bound)
 
 
-@check_types
+@calls(torch.ops.gdn.chunk.default, asked="output_final_state")
 def chunk_gdn(
     q: Tensor,
     k: Tensor,
@@ -525,33 +423,9 @@ def chunk_gdn(
 
     Source: Gated Delta Networks, arXiv:2412.06464.
     """
-    o, final_state = _GDN_CHUNK(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        initial_state,
-        cu_seqlens,
-        scale=scale,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        safe_gate=safe_gate,
-        safe_beta=safe_beta,
-        safe_keys=safe_keys,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        transpose_state_layout=transpose_state_layout,
-        disable_recompute=disable_recompute,
-    )
-    return o, final_state if output_final_state else None
 
 
-@check_types
+@calls(torch.ops.gdn.recurrent.default, asked="output_final_state")
 def recurrent_gdn(
     q: Tensor,
     k: Tensor,
@@ -598,29 +472,9 @@ def recurrent_gdn(
 
     Source: Gated Delta Networks, arXiv:2412.06464.
     """
-    o, final_state = _GDN_RECURRENT(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        initial_state,
-        cu_seqlens,
-        scale=scale,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        transpose_state_layout=transpose_state_layout,
-    )
-    return o, final_state if output_final_state else None
 
 
-@check_types
+@calls(torch.ops.gdn.recurrent_.default)
 def recurrent_gdn_(
     q: Tensor,
     k: Tensor,
@@ -670,29 +524,9 @@ def recurrent_gdn_(
 
     Source: Gated Delta Networks, arXiv:2412.06464.
     """
-    return _GDN_RECURRENT_(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        state,
-        state_indices,
-        num_accepted_tokens,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        transpose_state_layout=transpose_state_layout,
-    )
 
 
-@check_types
+@calls(torch.ops.gdn.chunk_.default)
 def chunk_gdn_(
     q: Tensor,
     k: Tensor,
@@ -747,33 +581,9 @@ def chunk_gdn_(
 
     Source: Gated Delta Networks, arXiv:2412.06464.
     """
-    return _GDN_CHUNK_(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        state,
-        state_indices,
-        snapshot_indices,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        snapshot_every=snapshot_every,
-        scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        safe_gate=safe_gate,
-        safe_beta=safe_beta,
-        safe_keys=safe_keys,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        transpose_state_layout=transpose_state_layout,
-    )
 
 
-@check_types
+@calls(torch.ops.gdn.gate.default)
 def gdn_gate(
     g: Tensor,
     A_log: Tensor | None,
@@ -805,4 +615,3 @@ def gdn_gate(
 
     Source: Gated Delta Networks, arXiv:2412.06464 (gate).
     """
-    return _GDN_GATE(g, A_log, dt_bias, lower_bound=lower_bound)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kda_ops.checks import shape_error
+from kda_ops.gates import gate_of
 from kda_ops.problem import gate_problem
 from kda_ops.stages import Backend, Pass, new_like
 
@@ -17,7 +18,11 @@ class GatePass(Pass):
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         self.given = self.named(args)
         self.g = self.given["g"]
-        self.gate = (self.given["A_log"], self.given.get("dt_bias"), flags.get("lower_bound"))
+        self.gate = (
+            self.given["A_log"],
+            self.given.get("dt_bias"),
+            gate_of(True, flags.get("lower_bound")),
+        )
         self.rank = rank
         self.dtype = gate_problem(rank, self.g, *self.gate)
 

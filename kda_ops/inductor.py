@@ -57,7 +57,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from kda_ops import operators, patterns, problem, proofs, writes
+from kda_ops import gates, operators, patterns, proofs, writes
 from kda_ops.backends import activations
 from kda_ops.patterns import (
     GatePattern,
@@ -215,7 +215,7 @@ class FoldPreprocessing(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the key for Inductor's caches: a hash of the sources that decide a fold."""
-        read = activations, patterns, problem, proofs, writes
+        read = activations, gates, patterns, proofs, writes
         return get_hash_for_files((__file__, *(m.__file__ for m in read)))
 
 
@@ -264,7 +264,7 @@ class _Call:
             if args.get(flag) is not False or args[inside] or example(args.get(name)) is None:
                 continue  # recurrent operators have no promises
             nodes = proof(args[name])
-            if flag == "safe_gate" and self._loses_range(problem.SAFE_BOUND):
+            if flag == "safe_gate" and self._loses_range(gates.SAFE_BOUND):
                 continue
             if nodes is not None and not self.around.is_written(nodes):
                 args[flag] = True
@@ -310,7 +310,7 @@ class _Call:
             return False
         if self._taken(example(args["q"])) is not torch.bfloat16:
             return False
-        if isinstance(bound, (int, float)) and bound < problem.SAFE_BOUND:
+        if isinstance(bound, (int, float)) and bound < gates.SAFE_BOUND:
             return False  # too low for kernels to use; one that is no constant may have any value
         scale = args["scale"]
         if scale is not None and (isinstance(scale, Node) or abs(scale) > MOST_SCALE):

@@ -7,14 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from kda_ops.arguments import check_rows, check_types
+from kda_ops.arguments import calls, check_rows, check_types
 from kda_ops.checks import shape_error
 
-_SHORT_CONV, _SHORT_CONV_ = torch.ops.kda.short_conv.default, torch.ops.kda.short_conv_.default
 _GATED_RMS_NORM = torch.ops.kda.gated_rms_norm.default
 
 
-@check_types
+@calls(torch.ops.kda.short_conv.default, asked="output_final_tail")
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -63,19 +62,9 @@ def short_conv(
 
     Source: Gated Delta Networks, arXiv:2412.06464 (short convolutions on q, k and v).
     """
-    y, final_tail = _SHORT_CONV(
-        x,
-        weight,
-        bias,
-        initial_tail,
-        cu_seqlens,
-        activation=activation,
-        output_final_tail=output_final_tail,
-    )
-    return y, final_tail if output_final_tail else None
 
 
-@check_types
+@calls(torch.ops.kda.short_conv_.default)
 def short_conv_(
     x: Tensor,
     weight: Tensor,
@@ -119,7 +108,6 @@ def short_conv_(
 
     Source: Gated Delta Networks, arXiv:2412.06464 (short convolutions on q, k and v).
     """
-    return _SHORT_CONV_(x, weight, bias, tail, tail_indices, cu_seqlens, activation=activation)
 
 
 @check_types

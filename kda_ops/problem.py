@@ -27,7 +27,6 @@ from kda_ops.checks import (
     check_gate_parameters,
     check_index,
     check_key_lengths,
-    check_lower_bound,
     check_no_overlap,
     check_offsets,
     check_on_device,
@@ -40,9 +39,9 @@ from kda_ops.checks import (
     shape_error,
 )
 from kda_ops.exported import count_results, is_any_size
+from kda_ops.gates import BOUNDED, Gate, gate_of
 
 CHUNK = 64  # tokens per chunk, C in docs/maths.md
-SAFE_BOUND = -5.0  # what `safe_gate` promises when no lower_bound names another bound
 
 
 class Problem:
@@ -80,9 +79,7 @@ class Problem:
         "V",
         "scale",
         "l2norm",
-        "activate_gate",
-        "lower_bound",
-        "safe_gate",
+        "gate",
         "safe_beta",
         "safe_keys",
         "sigmoid_beta",
@@ -125,9 +122,8 @@ class Problem:
         sizes, device = (B, T, HV, K), q.device
         check_decay(rank, g, sizes, device)
         check_beta(beta, sizes, use_beta_sigmoid_in_kernel, allow_neg_eigval, device)
-        check_gate(
-            rank, g, A_log, dt_bias, lower_bound, use_gate_in_kernel, safe_gate, sizes, device
-        )
+        self.gate = gate_of(use_gate_in_kernel, lower_bound, safe_gate, g is not None)
+        check_gate(rank, g, A_log, dt_bias, self.gate, sizes, device)
         if cu_seqlens is None:
             self.N = B
         else:
@@ -142,17 +138,8 @@ class Problem:
         if scale is not None and not -math.inf < scale < math.inf:
             raise ValueError(f"scale must be a finite number, got {scale}.")
         self.scale = K**-0.5 if scale is None else scale
-        self.l2norm, self.activate_gate, self.lower_bound, self.safe_gate = (
-            use_qk_l2norm_in_kernel,
-            use_gate_in_kernel,
-            lower_bound,
-            safe_gate,
-        )
-        self.sigmoid_beta, self.neg_eigval, self.transposed = (
-            use_beta_sigmoid_in_kernel,
-            allow_neg_eigval,
-            transpose_state_layout,
-        )
+        self.l2norm, self.sigmoid_beta = use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel
+        self.neg_eigval, self.transposed = allow_neg_eigval, transpose_state_layout
         self.safe_beta, self.safe_keys = safe_beta, safe_keys
         self.output_final_state, self.disable_recompute = output_final_state, disable_recompute
         self.state: Tensor | None = None
@@ -407,10 +394,8 @@ class Problem:
         """
         if not checks.CHECK_VALUES:
             return
-        if self.g is not None and not self.activate_gate and not is_symbolic(self.g):
-            check_decay_values(
-                self._live(self.g), (self.lower_bound or SAFE_BOUND) if self.safe_gate else None
-            )
+        if self.g is not None and not self.gate.inside and not is_symbolic(self.g):
+            check_decay_values(self._live(self.g), self.gate.bound)
         if self.beta is not None and not self.sigmoid_beta and not is_symbolic(self.beta):
             check_beta_values(self._live(self.beta), self.safe_beta)
         if self.safe_keys and not self.l2norm and not is_symbolic(self.k):
@@ -431,18 +416,14 @@ class Problem:
         )
 
     @property
-    def gate_bound(self) -> float | None:
-        """The lower bound of the decay that follows from the caller's flags, or None.
+    def activate_gate(self) -> bool:
+        """Whether g are logits."""
+        return self.gate.inside
 
-        Kernels choose their number of anchors by it, and scale factors by it. That limits the range
-        of q and k (docs/numerics.md), but not without a decay, where the bound is 0.
-        """
-        if self.g is None:
-            return 0.0
-        if self.lower_bound is not None:
-            return self.lower_bound
-        # the softplus gate has no lower bound, whatever the caller promises
-        return SAFE_BOUND if self.safe_gate and not self.activate_gate else None
+    @property
+    def lower_bound(self) -> float | None:
+        """The bound of a bounded gate."""
+        return self.gate.bound if self.gate.kind == BOUNDED else None
 
     @property
     def bounded_inverse(self) -> bool:
@@ -464,7 +445,7 @@ def new_output(v: Tensor) -> Tensor:
 
 
 def gate_problem(
-    rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+    rank: int, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, gate: Gate
 ) -> torch.dtype:
     """Validate a call to `kda::gate` or `gdn::gate`; return the dtype of its result."""
     if g is None:
@@ -475,8 +456,6 @@ def gate_problem(
         )
     check_float("g", g, g.device)
     refuse_float64_on_cuda("g", g)
-    check_lower_bound(lower_bound)
-    check_gate_parameters(
-        rank, g.shape[2], g.shape[3] if rank else 1, A_log, dt_bias, lower_bound, g.device, "g"
-    )
+    K = g.shape[3] if rank else 1
+    check_gate_parameters(rank, g.shape[2], K, A_log, dt_bias, gate, g.device, "g")
     return torch.float64 if g.dtype is torch.float64 else torch.float32

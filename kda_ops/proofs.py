@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from kda_ops.backends.activations import EPS
+from kda_ops.gates import SAFE_BOUND
 from kda_ops.patterns import (
     Refused,
     example,
@@ -24,7 +25,6 @@ from kda_ops.patterns import (
     operands,
     source,
 )
-from kda_ops.problem import SAFE_BOUND
 
 # The default eps of F.normalize. With a much smaller one, squares of short rows underflow in fp32,
 # and lengths may exceed 1. Rows shorter than the largest one stay short, as in the operator's norm.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
+from kda_ops.gates import Gate
 from kda_ops.problem import Problem
 
 if TYPE_CHECKING:
@@ -325,12 +326,7 @@ class Backend:
         raise NotImplementedError
 
     def gate(
-        self,
-        g: Tensor,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        lower_bound: float | None,
-        rank: int,
+        self, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, rank: int
     ) -> Tensor:
         """Return the log decay from raw logits, in float32 (float64 for float64)."""
         raise NotImplementedError
@@ -341,7 +337,7 @@ class Backend:
         g: Tensor,
         A_log: Tensor | None,
         dt_bias: Tensor | None,
-        lower_bound: float | None,
+        which: Gate,
         rank: int,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the gradients of g, A_log and dt_bias.

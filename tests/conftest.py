@@ -4,6 +4,7 @@ many. Pick by HYPOTHESIS_PROFILE.
 
 import importlib.util
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -78,12 +79,21 @@ def pytest_collection_modifyitems(items: list) -> None:
 @pytest.fixture(autouse=True)
 def fresh_plans(request: pytest.FixtureRequest):
     """Leave no plan to a test that patches what plans follow from, nor from it."""
-    patches = "monkeypatch" in request.fixturenames
+    patches = not {"monkeypatch", "force"}.isdisjoint(request.fixturenames)
     if patches:
         forget_plans()
     yield
     if patches:
         forget_plans()
+
+
+@pytest.fixture
+def force():
+    """Return a function that puts values in the place of tuning's rules until the test ends."""
+    from kda_ops.backends.triton import tuning
+
+    with ExitStack() as stack:
+        yield lambda **rules: stack.enter_context(tuning.force(**rules))
 
 
 @pytest.fixture(scope="session")

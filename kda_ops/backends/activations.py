@@ -6,10 +6,13 @@ Shapes are per token: ``[B, T, heads, width]``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kda_ops.gates import BOUNDED, SOFTPLUS, Gate
 from kda_ops.problem import Problem
 
 EPS = 1e-6  # inside the square root of the l2 norm
@@ -71,27 +74,45 @@ def _gate_argument(
     return (A.unsqueeze(-1) if rank else A), x
 
 
-def gate(
-    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
-) -> Tensor:
-    """Return the log decay of logits g.
+def _softplus_decay(A: Tensor, x: Tensor, bound: float | None) -> Tensor:
+    return -A * _softplus(x)
 
-    It is float32, or float64 for float64 logits::
 
-        -exp(A_log) softplus(g + dt_bias)                      # lower_bound is None
-        lower_bound sigmoid(exp(A_log) (g + dt_bias))          # otherwise
-    """
+def _softplus_gradients(
+    A: Tensor, x: Tensor, bound: float | None, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = -A * _softplus(x)
+    return -A * _sigmoid(x) * dy, y * dy, y > -torch.inf  # a decay of -inf has gradient 0
+
+
+def _bounded_decay(A: Tensor, x: Tensor, bound: float) -> Tensor:
+    return bound * _sigmoid(A * x)
+
+
+def _bounded_gradients(
+    A: Tensor, x: Tensor, bound: float, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    s = _sigmoid(A * x)
+    dx = bound * s * (1 - s) * A * dy
+    return dx, dx * x, s * (1 - s) > 0  # a saturated sigmoid has slope 0, even if A overflows
+
+
+# By kind, of A = exp(A_log) and x = g + dt_bias: the log decay, and the gradients of x and of A_log
+# per token, with the entries where they are not 0.
+FORMULAS: dict[str, tuple[Callable, Callable]] = {
+    SOFTPLUS: (_softplus_decay, _softplus_gradients),
+    BOUNDED: (_bounded_decay, _bounded_gradients),
+}
+
+
+def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, rank: int) -> Tensor:
+    """Return the log decay of logits g, float32, or float64 for float64 logits."""
     A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
-    return -A * _softplus(x) if lower_bound is None else lower_bound * _sigmoid(A * x)
+    return FORMULAS[which.kind][0](A, x, which.bound)
 
 
 def gate_backward(
-    dy: Tensor,
-    g: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    rank: int,
+    dy: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, rank: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of `gate` for g, A_log and dt_bias, each in its input's dtype.
 
@@ -99,15 +120,8 @@ def gate_backward(
     """
     A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
     dy = dy.to(x.dtype)
-    if lower_bound is None:
-        y = -A * _softplus(x)
-        dx, per_log, counts = -A * _sigmoid(x) * dy, y * dy, y > -torch.inf
-    else:
-        s = _sigmoid(A * x)
-        dx = lower_bound * s * (1 - s) * A * dy
-        per_log, counts = dx * x, s * (1 - s) > 0
-    # Mask out what 0 * inf would make NaN. A saturated sigmoid has slope 0 even if exp(A_log)
-    # overflows; a decay of -inf has gradient 0; padding, where dy is 0, may hold anything.
+    dx, per_log, counts = FORMULAS[which.kind][1](A, x, which.bound, dy)
+    # Mask out what 0 * inf would make NaN. Padding, where dy is 0, may hold anything.
     counts &= dy != 0
     dx, per_log = torch.where(counts, dx, 0.0), torch.where(counts, per_log, 0.0)
     tokens = (0, 1)
@@ -138,8 +152,8 @@ class Activated:
         else:
             self.logits = p.g.to(torch.promote_types(p.g.dtype, dtype))
             g = (
-                gate(self.logits, p.A_log, p.dt_bias, p.lower_bound, p.rank).to(dtype)
-                if p.activate_gate
+                gate(self.logits, p.A_log, p.dt_bias, p.gate, p.rank).to(dtype)
+                if p.gate.inside
                 else p.g.to(dtype)
             )
         self.g = g if p.rank and p.g is not None else g.unsqueeze(-1)
@@ -168,9 +182,9 @@ class Activated:
         dA_log = ddt_bias = None
         if dg is not None:
             dg = dg if p.rank else dg.squeeze(-1)
-            if p.activate_gate:
+            if p.gate.inside:
                 dg, dA_log, ddt_bias = gate_backward(
-                    dg, self.logits, p.A_log, p.dt_bias, p.lower_bound, p.rank
+                    dg, self.logits, p.A_log, p.dt_bias, p.gate, p.rank
                 )
         if dbeta is not None and p.sigmoid_beta:
             dbeta = strength_backward(dbeta, self.beta, p.neg_eigval)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_ops.backends.activations import EPS
+from kda_ops.gates import BOUNDED, SOFTPLUS, Gate
 
 
 def l2norm(x):
@@ -39,33 +40,46 @@ def _argument(g, A_log, dt_bias, rank):
     return (A[:, None] if rank else A), x
 
 
+def _softplus_decay(A, x, bound):
+    return -A * jax.nn.softplus(x)
+
+
+def _softplus_gradients(A, x, bound, dy):
+    y = -A * jax.nn.softplus(x)
+    return -A * jax.nn.sigmoid(x) * dy, y * dy, y > -jnp.inf
+
+
+def _bounded_decay(A, x, bound):
+    return bound * jax.nn.sigmoid(A * x)
+
+
+def _bounded_gradients(A, x, bound, dy):
+    slope = jax.nn.sigmoid(A * x) * jax.nn.sigmoid(-A * x)
+    dx = bound * slope * A * dy
+    return dx, dx * x, slope > 0
+
+
+FORMULAS = {  # as in `kda_ops.backends.activations`
+    SOFTPLUS: (_softplus_decay, _softplus_gradients),
+    BOUNDED: (_bounded_decay, _bounded_gradients),
+}
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gate(lower_bound: float | None, rank: int, g, A_log, dt_bias):
-    """Return the log decay: -exp(A_log) softplus(g + dt_bias), or, with a bound, lower_bound
-    sigmoid(exp(A_log) (g + dt_bias)).
-
-    float32, or float64 for float64 logits.
-    """
+def gate(which: Gate, rank: int, g, A_log, dt_bias):
+    """Return the log decay of logits g, float32, or float64 for float64 logits."""
     A, x = _argument(g, A_log, dt_bias, rank)
-    if lower_bound is None:
-        return -A * jax.nn.softplus(x)
-    return lower_bound * jax.nn.sigmoid(A * x)
+    return FORMULAS[which.kind][0](A, x, which.bound)
 
 
-def _gate_forward(lower_bound, rank, g, A_log, dt_bias):
-    return gate(lower_bound, rank, g, A_log, dt_bias), (g, A_log, dt_bias)
+def _gate_forward(which, rank, g, A_log, dt_bias):
+    return gate(which, rank, g, A_log, dt_bias), (g, A_log, dt_bias)
 
 
-def _gate_backward(lower_bound, rank, kept, dy):
+def _gate_backward(which, rank, kept, dy):
     g, A_log, dt_bias = kept
     A, x = _argument(g, A_log, dt_bias, rank)
-    if lower_bound is None:
-        y = -A * jax.nn.softplus(x)
-        dx, per_log, counts = -A * jax.nn.sigmoid(x) * dy, y * dy, y > -jnp.inf
-    else:
-        slope = jax.nn.sigmoid(A * x) * jax.nn.sigmoid(-A * x)
-        dx = lower_bound * slope * A * dy
-        per_log, counts = dx * x, slope > 0
+    dx, per_log, counts = FORMULAS[which.kind][1](A, x, which.bound, dy)
     # Select, for 0 * inf is NaN: a saturated sigmoid, a decay of -inf, a token of no sequence.
     counts &= dy != 0
     dx, per_log = jnp.where(counts, dx, 0.0), jnp.where(counts, per_log, 0.0)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kda_ops.gates import Gate
 from kda_ops.jax import activations, kernels
 from kda_ops.jax.plan import BlockPlan
 from kda_ops.jax.rows import Rows
@@ -40,8 +41,7 @@ class JaxCall:
     K: int
     V: int
     rank: int
-    activate_gate: bool
-    lower_bound: float | None
+    gate: Gate
     sigmoid_beta: bool
     neg_eigval: bool
     transposed: bool
@@ -55,8 +55,7 @@ class JaxCall:
             p.K,
             p.V,
             p.rank,
-            p.activate_gate,
-            p.lower_bound,
+            p.gate,
             p.sigmoid_beta,
             p.neg_eigval,
             p.transposed,
@@ -73,8 +72,8 @@ class JaxCall:
                 beta = jnp.where(live, beta, 0)
         if g is None:
             g = jnp.zeros(shape, sums)
-        elif self.activate_gate:
-            g = activations.gate(self.lower_bound, self.rank, g, A_log, dt_bias)
+        elif self.gate.inside:
+            g = activations.gate(self.gate, self.rank, g, A_log, dt_bias)
         if beta is None:
             beta = jnp.ones(shape, sums)
         elif self.sigmoid_beta:

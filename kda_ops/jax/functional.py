@@ -15,6 +15,7 @@ import torch
 
 from kda_ops import functional
 from kda_ops.arguments import check_types
+from kda_ops.gates import gate_of
 from kda_ops.jax import activations, problem
 from kda_ops.jax.chunk import Inputs, JaxCall, chunk
 from kda_ops.jax.recurrent import recurrent
@@ -202,9 +203,10 @@ def recurrent_gdn(inputs, flags):
 
 
 def _gate(rank: int, inputs: tuple, flags: dict):
-    problem.parse_gate(rank, *inputs, **flags)
+    which = gate_of(True, **flags)
+    problem.parse_gate(rank, which, *inputs)
     g, A_log, dt_bias = (None if x is None else jnp.asarray(x) for x in inputs)
-    return activations.gate(flags["lower_bound"], rank, g, A_log, dt_bias)
+    return activations.gate(which, rank, g, A_log, dt_bias)
 
 
 @_face(functional.kda_gate)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kda_ops import checks, problem
+from kda_ops.gates import Gate
 from kda_ops.problem import Problem
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
@@ -45,7 +46,7 @@ def parse(rank: int, inputs: tuple, **flags) -> Problem:
     return Problem.parse(rank, *map(_stand_in, NAMES, inputs), **flags)
 
 
-def parse_gate(rank: int, g, A_log, dt_bias, lower_bound: float | None) -> None:
+def parse_gate(rank: int, gate: Gate, g, A_log, dt_bias) -> None:
     """Validate a call of `kda_gate` or `gdn_gate`."""
     logits, log, bias = map(_stand_in, ("g", "A_log", "dt_bias"), (g, A_log, dt_bias))
-    problem.gate_problem(rank, logits, log, bias, lower_bound)  # type: ignore[arg-type]
+    problem.gate_problem(rank, logits, log, bias, gate)  # type: ignore[arg-type]

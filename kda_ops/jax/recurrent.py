@@ -18,8 +18,8 @@ def _activated(p: Problem, inputs: tuple, dtype):
     q, k = (jnp.repeat(x, p.HV // p.H, axis=2) for x in (q * p.scale, k))
     if g is None:
         g = jnp.zeros((p.B, p.T, p.HV), dtype)
-    elif p.activate_gate:
-        g = activations.gate(p.lower_bound, p.rank, g, A_log, dt_bias)
+    elif p.gate.inside:
+        g = activations.gate(p.gate, p.rank, g, A_log, dt_bias)
     g = g.astype(dtype)
     if beta is None:
         beta = jnp.ones((p.B, p.T, p.HV), dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kda_ops.checks import check_lower_bound
 from kda_ops.functional import chunk_kda, chunk_kda_, recurrent_kda_
+from kda_ops.gates import check_lower_bound
 from kda_ops.nn.checks import check_flag, check_number
 from kda_ops.nn.delta_attention import DeltaAttention
 from kda_ops.nn.local import across

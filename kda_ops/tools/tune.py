@@ -2,8 +2,10 @@
 
 A candidate is timed only if its results meet the definition in float64 and two runs give the same
 bits. The fastest goes to the cache file that `kda_ops.backends.triton.tuning` reads. Calls never
-measure anything. The candidates of a kernel run in a process of their own: some that compile read
-where they must not, which ends the process, and the others are measured in the next one.
+measure anything. Kernels that only some forms of calls launch keep the options of the table
+(`UNTUNED`), and the walks have no options. The candidates of a kernel run in a process of their
+own: some that compile read where they must not, which ends the process, and the others are measured
+in the next one.
 """
 
 from __future__ import annotations
@@ -15,17 +17,31 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
+from kda_ops.stages import GRADIENTS, Backend
 from kda_ops.tools.machine import Help, names, parse_setting
 from kda_ops.tools.timer import median_ms, relative_error
 
+if TYPE_CHECKING:
+    from kda_ops.backends.triton.tuning import Launch
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative RMS error
+# by the rank of the decay: forward first, whose options backward runs with
+TUNED = {
+    1: ("prepare_kda", "scan_kda", "reverse_scan_kda", "gradient_pairs", "gradient_keys"),
+    0: ("prepare_gdn", "scan_gdn", "reverse_scan_gdn", "gradient_gdn"),
+}
+UNTUNED = (  # sequences cut into runs; chunks prepared during the scan
+    *("scan_kda_maps", "scan_gdn_maps", "reverse_scan_kda_maps", "reverse_scan_gdn_maps"),
+    *("join_runs", "scan_kda_overlapped", "scan_gdn_overlapped"),
+)
 
 
 def inputs(
@@ -61,83 +77,122 @@ def inputs(
     )
 
 
-def _forward(p: Problem) -> tuple[Tensor, Tensor]:
+def _forward(p: Problem) -> list[Tensor]:
     from kda_ops.backends.triton import BACKEND as kernels
 
     o, final_state = p.new_output(), p.new_final_state()
     o.fill_(float("nan"))
     kernels.scan(p, kernels.prepare(p), o, final_state, False)
-    return o, final_state
+    return [o, final_state]
+
+
+def _backward(p: Problem, backend: Backend | None = None) -> list[Tensor]:
+    """Return the gradients of the inputs per token, for a fixed gradient of o."""
+    from kda_ops.backends.triton import BACKEND
+
+    kernels: Backend = backend or BACKEND
+    o, do = p.new_output(), torch.ones_like(p.v)
+    do[:, ::2] = -0.5
+    tile = kernels.prepare(p, norms=True)
+    trace = kernels.scan(p, tile, o, None, True)
+    assert trace is not None  # as asked
+    need = frozenset(n for n, x in zip(GRADIENTS, p.differentiable()) if x is not None)
+    found = kernels.gradient(
+        p, tile, trace, do, kernels.reverse_scan(p, tile, do, None, need), need
+    )
+    return [x for n in GRADIENTS[:5] if (x := getattr(found, n)) is not None]
+
+
+def _run_of(kernel: str) -> Callable[[Problem], list[Tensor]]:
+    """Return what to time: the stages of forward or of backward."""
+    return _backward if kernel.startswith(("reverse", "gradient")) else _forward
 
 
 class Check:
-    """A small call and its answer."""
+    """A small call, its answer, and how far from it a candidate may be.
+
+    Gradients may be twice as far as those of the table, because some are sums that cancel.
+    """
 
     def __init__(
-        self, rank: int, K: int, V: int, dtype: torch.dtype, gate: str, device: torch.device | str
+        self,
+        kernel: str,
+        rank: int,
+        K: int,
+        V: int,
+        dtype: torch.dtype,
+        gate: str,
+        device: torch.device | str,
     ):
         given = inputs(rank, 2, 197, 2, K, V, dtype, gate, device)
         wide = {n: x.double().cpu() if isinstance(x, Tensor) else x for n, x in given.items()}
         p = Problem.parse(rank, **wide)
-        self.p, self.limit, self.want = (
-            Problem.parse(rank, **given),
-            LIMITS[dtype],
-            (p.new_output(), p.new_final_state()),
-        )
-        Reference().step(p, *self.want)
+        self.p, self.run = Problem.parse(rank, **given), _run_of(kernel)
+        if self.run is _forward:
+            self.want = [p.new_output(), p.new_final_state()]
+            Reference().step(p, *self.want)
+            self.limits = [LIMITS[dtype]] * 2
+        else:
+            self.want = _backward(p, Reference())
+            pairs = zip(_backward(self.p), self.want)
+            self.limits = [max(LIMITS[dtype], 2 * relative_error(x, w)) for x, w in pairs]
 
     def passes(self) -> bool:
         """Return whether the chosen kernels are right and give the same bits twice."""
-        first, second = _forward(self.p), _forward(self.p)
-        return all(
-            torch.equal(a, b) and relative_error(a, w) < self.limit
-            for a, b, w in zip(first, second, self.want)
-        )
+        found = zip(self.run(self.p), self.run(self.p), self.want, self.limits)
+        return all(torch.equal(a, b) and relative_error(a, w) < limit for a, b, w, limit in found)
 
 
-def candidates(kernel: str, base) -> Iterator:
-    """Options around those of the table."""
-    if kernel == "prepare_kda":
-        for group, warps, cap in product((2, 4), (4, 8), (None, 168, 208)):
-            yield replace(base, group=group, warps=warps, registers=cap)
-    elif kernel == "prepare_gdn":
-        for warps, cap in product((4, 8), (None, 128, 168, 208)):
-            yield replace(base, warps=warps, registers=cap)
-    else:
+def candidates(base: Launch) -> Iterator[Launch]:
+    """Yield options around those of the table: of each option that the kernel has, some values."""
+    from kda_ops.backends.triton import tuning
+
+    values: dict[str, tuple] = {"warps": (4, 8)}
+    if isinstance(base, tuning.Columns):
+        values["stages"] = (1, 2, 3, 4)
         # why 16 alone: `tuning._EXACT`; why 32 only where the table has it: `tuning.width`
-        blocks = sorted({base.block_v, 64, 128}) if base.block_v > 16 else (16,)
-        for block_v, warps, stages in product(blocks, (4, 8), (1, 2, 3, 4)):
-            yield replace(base, block_v=block_v, warps=warps, stages=stages)
+        if base.block_v > 16:
+            values["block_v"] = tuple(sorted({base.block_v, 64, 128}))
+    else:
+        values["registers"] = (None, 128, 168, 208)
+    if isinstance(base, tuning.Rows):
+        values["group"] = (2, 4)
+    if isinstance(base, tuning.Blocks):  # its slices of K are fixed, and so is its pipeline
+        values |= {"stages": (base.stages,), "registers": (None, 168)}
+    for chosen in product(*values.values()):
+        yield replace(base, **dict(zip(values, chosen)))
 
 
-def _options(kernel: str, p: Problem) -> list:
+def _options(kernel: str, p: Problem) -> list[Launch]:
     from kda_ops.backends.triton import tuning
 
     base = tuning.table(kernel, p)
-    return list(dict.fromkeys((base, *candidates(kernel, base))))
+    return list(dict.fromkeys((base, *candidates(base))))
 
 
 def measure(kernel: str, call: dict, chosen: dict, skip: list[int]) -> None:
     """Print, for each candidate of a kernel by its place, that it is tried, and then its time or
-    why it has none.
+    why it has none. `chosen` are the options of other kernels.
     """
     import triton
 
     from kda_ops.backends.triton import tuning
 
     call = call | {"dtype": DTYPES[call["dtype"]]}
-    check = Check(**{n: call[n] for n in ("rank", "K", "V", "dtype", "gate", "device")})
+    others = {n: tuning.KERNELS[n](**words) for n, words in chosen.items()}
+    with tuning.force(options=others):
+        check = Check(kernel, **{n: call[n] for n in ("rank", "K", "V", "dtype", "gate", "device")})
     big = Problem.parse(call["rank"], **inputs(**call))
     name = tuning.row(kernel, big)
-    tuning.tuned().update({n: tuning.Options(**words) for n, words in chosen.items()})
     for place, options in enumerate(_options(kernel, big)):
         if place in skip:
             continue
         print(json.dumps({"place": place, "name": name, "options": asdict(options)}), flush=True)
-        tuning.tuned()[name], ms, why = options, None, "wrong results"
+        ms, why = None, "wrong results"
         try:
-            if check.passes():
-                ms = median_ms(lambda: _forward(big), call["device"])
+            with tuning.force(options=others | {kernel: options}):
+                if check.passes():
+                    ms = median_ms(lambda: check.run(big), call["device"])
         except (triton.CompilationError, triton.OutOfResources, RuntimeError) as error:
             if isinstance(error, torch.AcceleratorError):
                 raise
@@ -202,13 +257,14 @@ def tune(
     rank = int(op == "kda")
     call = dict(rank=rank, K=K, V=V, dtype=dtype, gate=gate, B=B, T=T, H=H, device="cuda")
     best: dict[str, dict] = {}
-    for kernel in ("prepare_kda", "scan_kda") if rank else ("prepare_gdn", "scan_gdn"):
+    rows: dict[str, dict] = {}
+    for kernel in TUNED[rank]:
         name, tried, times = sweep(kernel, call, best, echo)
         winner = min(times, key=times.__getitem__, default=0)
         # the table's is in place 0
         if winner and times[winner] < 0.98 * times.get(0, float("inf")):
-            best[name] = tried[winner]
-    return best
+            best[kernel] = rows[name] = tried[winner]
+    return rows
 
 
 def _setting(text: str) -> dict[str, int]:
@@ -266,7 +322,9 @@ def main(argv: list[str] | None = None) -> int:
                 H,
                 echo=lambda line: print(line, flush=True),
             )
-            better = {name: tuning.Options(**words) for name, words in found.items()}
+            better = {
+                name: tuning.KERNELS[name.split(".")[0]](**words) for name, words in found.items()
+            }
             print(
                 f"{op} {gate}: "
                 + (
@@ -276,6 +334,7 @@ def main(argv: list[str] | None = None) -> int:
                 ),
                 flush=True,
             )
+    print(f"kept from the table, because only some forms of calls run them: {', '.join(UNTUNED)}")
     return 0
 
 

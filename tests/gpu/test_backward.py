@@ -63,19 +63,18 @@ def test_two_runs_give_the_same_bits(variant, gate):
 
 @pytest.mark.parametrize("length", (0, 2))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant, length):
+def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant, length, force):
     """All columns or half of them per program: the table chooses by the number of heads and
     sequences, or of runs and their maps, which results may not depend on.
     """
     case = replace(LAYER, variant=variant, lengths=(0, 65, 1, 300, 37), beta="given")
     found, table = [], tuning.table
-    monkeypatch.setattr(tuning, "FORCED_RUN", length)
-    monkeypatch.setattr(tuning, "FORCED_WALK", False)
+    force(run=length, walk=False)
     # no room for two programs per head; room for all
     for processors, columns in ((1, 128), (10**6, 64)):
         chosen = {}
         forget_plans()
-        monkeypatch.setattr(tuning, "processors", lambda device, n=processors: n)
+        force(processors=processors)
         monkeypatch.setattr(
             tuning,
             "table",
@@ -90,7 +89,7 @@ def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant, length):
 
 @pytest.mark.parametrize("kept", (False, True))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_scans_side_by_side_change_no_bit(monkeypatch, variant, kept):
+def test_scans_side_by_side_change_no_bit(force, variant, kept):
     """On a second stream or not, eager, again and again over memory that is used anew, and in a
     CUDA graph.
     """
@@ -101,9 +100,9 @@ def test_scans_side_by_side_change_no_bit(monkeypatch, variant, kept):
     def gradients():
         return run(case, inputs=inputs, cotangents=cotangents)
 
-    monkeypatch.setattr(tuning, "leaves_room", lambda p: False)
+    force(leaves_room=False)
     want = gradients()
-    monkeypatch.setattr(tuning, "leaves_room", lambda p: True)
+    force(leaves_room=True)
     forget_plans()
     for _ in range(5):
         assert_all_identical(want, gradients())
@@ -120,8 +119,8 @@ def test_scans_side_by_side_change_no_bit(monkeypatch, variant, kept):
     assert_all_identical(want, captured)
 
 
-def test_one_long_sequence_of_few_heads_leaves_room(monkeypatch):
-    monkeypatch.setattr(tuning, "processors", lambda device: 132)
+def test_one_long_sequence_of_few_heads_leaves_room(force):
+    force(processors=132)
 
     def asks(T, H):
         x, beta = (

@@ -6,7 +6,6 @@
 import pytest
 import torch
 
-from kda_ops.backends.triton import tuning
 from tests.support import calls
 from tests.support.cases import on
 from tests.support.forgetting import definition, failures, forgetting
@@ -35,9 +34,9 @@ def test_a_head_that_forgets_has_its_own_gradient(variant, dtype, inside):
 @pytest.mark.parametrize("beta", ("given", "sigmoid"))
 @pytest.mark.parametrize("group", (1, 2))
 @pytest.mark.parametrize("walk", (False, True), ids=("kernels", "walk"))
-def test_both_backwards_of_gdn_hold_it(walk, group, beta, inside, monkeypatch):
+def test_both_backwards_of_gdn_hold_it(walk, group, beta, inside, force):
     """The walk with 48 heads, and the kernels that it replaces; the last chunk is not full."""
-    monkeypatch.setattr(tuning, "FORCED_WALK", walk)
+    force(walk=walk)
     sizes = dict(T=200, H=48 // group, HV=48, beta=beta)
     check("gdn", torch.bfloat16, inside, **sizes, **WIDE)
 

@@ -24,7 +24,6 @@ from tests.support.cases import (
     take,
 )
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle
-from tests.support.plans import forget_plans
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -167,24 +166,20 @@ def test_more_heads_than_a_grid_axis_holds(variant):
 
 @pytest.mark.parametrize("gate, heads", (("bounded", 48), ("softplus", 96)))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_chunks_prepared_beside_their_scan_change_no_bit(monkeypatch, variant, gate, heads):
+def test_chunks_prepared_beside_their_scan_change_no_bit(variant, gate, heads, force):
     """Check eager calls over reused memory, a CUDA graph, and training, which keeps the tile.
 
     Where the scan does not wait, its result is garbage and a second scan makes it again.
     """
     case = replace(LAYER, variant=variant, gate=gate, B=1, T=8000, H=heads, HV=heads, state=False)
     inputs = case.inputs(CUDA)
-    monkeypatch.setattr(tuning, "ahead", lambda p: None)
+    force(ahead=10**6)
     want, graph = forward(case, inputs), torch.cuda.CUDAGraph()
     for ahead, patience in ((100, tuning.PATIENCE), (1, tuning.PATIENCE), (60, 1), (1, 0)):
-        forget_plans()
-        monkeypatch.setattr(tuning, "ahead", lambda p, ahead=ahead: ahead)
-        monkeypatch.setattr(tuning, "PATIENCE", patience)
+        force(ahead=ahead, patience=patience)
         for _ in range(3):
             assert_all_identical(want, forward(case, inputs))
-    monkeypatch.undo()
-    forget_plans()
-    monkeypatch.setattr(tuning, "ahead", lambda p: 70)
+    force(ahead=70, patience=None)
     other = torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
@@ -199,11 +194,11 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(monkeypatch, variant, g
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_scan_does_not_wait_for_ever(monkeypatch, variant):
+def test_a_scan_does_not_wait_for_ever(force, variant):
     """For chunks that nobody prepares: each program says that it has missed them."""
     case = replace(LAYER, variant=variant, B=1, T=8000, H=48, HV=48, state=False)
     p = Problem.parse(case.rank, *case.inputs(CUDA).values(), **case.flags())
-    monkeypatch.setattr(tuning, "ahead", lambda p: 60)
+    force(ahead=60)
     tile = TRITON.prepare(p, overlap=True)
     tile.rest = lambda: None
     TRITON.scan(p, tile, p.new_output(), p.new_final_state(), keep=False)
@@ -212,8 +207,8 @@ def test_a_scan_does_not_wait_for_ever(monkeypatch, variant):
     )
 
 
-def test_long_sequences_of_few_heads_are_prepared_beside_their_scan(monkeypatch):
-    monkeypatch.setattr(tuning, "processors", lambda device: 132)
+def test_long_sequences_of_few_heads_are_prepared_beside_their_scan(force):
+    force(processors=132)
 
     def asks(T, H, B=1, rank=1, **given):
         x, beta = (

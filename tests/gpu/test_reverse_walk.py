@@ -62,9 +62,9 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def walk(monkeypatch, poisoned_scratch):
+def walk(force, poisoned_scratch):
     """Walk for any number of heads."""
-    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+    force(walk=True)
 
 
 def has_walked() -> bool:
@@ -90,7 +90,7 @@ def test_runs_give_the_same_bits(name):
         assert_all_identical(want, run(case))
 
 
-def test_a_small_strength_has_a_gradient(monkeypatch):
+def test_a_small_strength_has_a_gradient(force):
     """The walk divides sums by beta, so a beta of 0 counts as 2^-64 there."""
     SMALL = reverse_walk.SMALL.value
     values = (0.0, 1e-12, SMALL / 2, SMALL)
@@ -102,7 +102,7 @@ def test_a_small_strength_has_a_gradient(monkeypatch):
     found = run(GIVEN, inputs=inputs, cotangents=cotangents)
     assert has_walked() and not found["dv"][beta == 0.0].any()
     got = found["dbeta"]
-    monkeypatch.setattr(tuning, "FORCED_WALK", False)
+    force(walk=False)
     want = run(GIVEN, inputs=inputs, cotangents=cotangents)["dbeta"]
     for value in values:
         rows = beta == torch.tensor(value, dtype=beta.dtype)
@@ -161,8 +161,8 @@ def test_a_graph_replays_the_walk():
     assert_all_identical(want, got)
 
 
-def test_the_rule_walks_from_48_programs_on(monkeypatch):
-    monkeypatch.setattr(tuning, "FORCED_WALK", None)
+def test_the_rule_walks_from_48_programs_on(force):
+    force(walk=None)
     for heads, walked in ((16, False), (32, True)):
         case = replace(LAYER, H=heads, HV=heads, T=70)
         forget_plans()

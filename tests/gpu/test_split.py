@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kda_ops import dispatch
-from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages.runs import Runs
 from kda_ops.problem import Problem
 from tests.gpu.test_forward import (
@@ -29,9 +28,9 @@ BF16, VARIANTS = torch.bfloat16, ("kda", "gdn")
 
 
 @pytest.fixture
-def two_chunks_per_run(monkeypatch, poisoned_scratch):
+def two_chunks_per_run(force, poisoned_scratch):
     """Cut sequences into runs of two chunks."""
-    monkeypatch.setattr(tuning, "FORCED_RUN", 2)
+    force(run=2)
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def walks(monkeypatch):
+def walks(monkeypatch, force):
     """Walk for any number of heads, and fill what torch.empty gives with NaN."""
-    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+    force(walk=True)
     monkeypatch.setattr(closeness, "TARGET", Target(CUDA, (BF16,), slow=False))
     closeness._twin.cache_clear()
     torch.use_deterministic_algorithms(True)
@@ -138,10 +138,8 @@ def test_a_pool_gets_states_and_snapshots(dtype, transposed):
     into = torch.tensor([[1, 2, 4], [5, 6, 7], [2, -1, -1], [-1, 6, 7]], device=CUDA)
 
     def prefill(walked):
-        tuning.FORCED_WALK = walked
-        forget_plans()
         got = pool.clone()
-        with torch.inference_mode():
+        with torch.inference_mode(), tuning.force(walk=walked):
             o = overload("kda", "chunk_")(
                 *(x[n] for n in PER_TOKEN),
                 *(got, slots, into, x["A_log"], x["dt_bias"], x["cu_seqlens"]),
@@ -183,8 +181,8 @@ def test_a_graph_replays_the_walk():
 
 
 @pytest.mark.parametrize("B", (1, 3))
-def test_the_rule_walks_where_sequences_stay_whole_for_any_batch(B, monkeypatch):
-    monkeypatch.setattr(tuning, "FORCED_WALK", None)
+def test_the_rule_walks_where_sequences_stay_whole_for_any_batch(B, force):
+    force(walk=None)
     least = tuning.processors(CUDA) // 6 + 1
     for heads, walked in ((least - 1, False), (least, True)):
         forget_plans()
@@ -194,30 +192,30 @@ def test_the_rule_walks_where_sequences_stay_whole_for_any_batch(B, monkeypatch)
 
 @pytest.mark.parametrize("shares", (2, 3))
 @pytest.mark.parametrize("name", CASES)
-def test_two_kernels_give_the_bits_of_one(name, shares, monkeypatch):
+def test_two_kernels_give_the_bits_of_one(name, shares, force):
     case = CASES[name]
     inputs = case.inputs(CUDA)
     want = forward(case, inputs)
     assert "walk_kda[" in last_plan()
-    monkeypatch.setattr(tuning, "FORCED_SHARES", shares)
+    force(shares=shares)
     for _ in range(5):
         assert_all_identical(forward(case, inputs), want)
     assert "prepare_walk[" in last_plan() and "scan_walk[" in last_plan()
 
 
 @pytest.mark.parametrize("case", (LAYER, PROMISED), ids=("raw", "given"))
-def test_scans_wait_for_every_tile_on_a_busy_device(case, monkeypatch):
+def test_scans_wait_for_every_tile_on_a_busy_device(case, force):
     """Another stream takes multiprocessors away, so that `prepare_walk` begins late."""
-    monkeypatch.setattr(tuning, "FORCED_WALK", None)
+    force(walk=None)
     case = replace(case, B=1, T=3000, H=32, HV=32)
     inputs = case.inputs(CUDA)
     got = forward(case, inputs)
     assert "scan_walk[" in last_plan()
-    monkeypatch.setattr(tuning, "FORCED_SHARES", 0)
+    force(shares=0)
     want = forward(case, inputs)
     assert "walk_kda[" in last_plan()
     assert_all_identical(got, want)
-    monkeypatch.setattr(tuning, "FORCED_SHARES", None)
+    force(shares=None)
     busy, other = torch.randn(8192, 8192, device=CUDA, dtype=BF16), torch.cuda.Stream()
     for _ in range(20):
         with torch.cuda.stream(other):
@@ -226,7 +224,7 @@ def test_scans_wait_for_every_tile_on_a_busy_device(case, monkeypatch):
     torch.cuda.synchronize()
 
 
-def test_a_graph_replays_both_kernels(monkeypatch):
-    monkeypatch.setattr(tuning, "FORCED_SHARES", 2)
+def test_a_graph_replays_both_kernels(force):
+    force(shares=2)
     test_a_graph_replays_the_walk()
     assert "scan_walk[" in last_plan()

@@ -39,9 +39,9 @@ CASES = TRAINED | {
 
 
 @pytest.fixture(autouse=True)
-def walks(monkeypatch):
+def walks(monkeypatch, force):
     """Walk with few heads too; twins round as the kernels do; torch.empty gives NaN."""
-    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+    force(walk=True)
     monkeypatch.setattr(closeness, "TARGET", Target(CUDA, (BF16,), slow=False))
     closeness._twin.cache_clear()
     forget_plans()

@@ -83,9 +83,9 @@ def step(case: Case, inputs=None) -> dict:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_training_step_has_the_same_bits_for_any_strides_and_either_policy(name, monkeypatch):
+def test_a_training_step_has_the_same_bits_for_any_strides_and_either_policy(name, force):
     """Also by a plan, with other tensors and lengths than those that it was made with."""
-    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+    force(walk=True)
     forget_plans()
     for strides in ("contiguous", "fused", "heads_first", "every_second"):
         for T in (200, 65, 256):
@@ -101,8 +101,8 @@ def test_a_training_step_has_the_same_bits_for_any_strides_and_either_policy(nam
     forget_plans()
 
 
-def test_a_gradient_of_o_may_be_expanded(monkeypatch):
-    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+def test_a_gradient_of_o_may_be_expanded(force):
+    force(walk=True)
     x = LAYER.inputs(CUDA)
     do, dfinal = LAYER.cotangents(CUDA)
     ones = torch.ones((), dtype=do.dtype, device=CUDA).expand(do.shape)

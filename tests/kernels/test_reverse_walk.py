@@ -13,7 +13,6 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
 
 from kda_ops import chunk
 from kda_ops.backends.reference import Reference
-from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages import reverse_walk
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
@@ -125,9 +124,11 @@ def test_other_calls_do_not_walk(call):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name, value", (("ASSUMED", 8), ("ASSUMED", 10), ("FORCED_WALK", False)))
-def test_other_architectures_do_not_walk(name, value, monkeypatch):
-    monkeypatch.setattr(tuning, name, value)
+@pytest.mark.parametrize(
+    "name, value", (("architecture", 8), ("architecture", 10), ("walk", False))
+)
+def test_other_architectures_do_not_walk(name, value, force):
+    force(**{name: value})
     assert not asks()
 
 
@@ -199,10 +200,10 @@ def test_backward_asks_for_the_walk_where_a_backend_has_one(kept):
 
 
 @pytest.mark.quick
-def test_the_doctor_is_told_why(monkeypatch):
+def test_the_doctor_is_told_why(monkeypatch, force):
     meta = torch.device("meta")
     assert "one walk" in reverse_walk.path(meta)
-    monkeypatch.setattr(tuning, "ASSUMED", 10)
+    force(architecture=10)
     assert "capability 9.0" in reverse_walk.path(meta)
     monkeypatch.setattr(reverse_walk, "KERNEL", None)
     assert "no known Gluon" in reverse_walk.path(meta)

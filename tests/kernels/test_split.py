@@ -48,8 +48,8 @@ VARIANTS = ("kda", "gdn")
 
 
 @pytest.fixture(autouse=True)
-def one_chunk_per_run(monkeypatch):
-    monkeypatch.setattr(tuning, "FORCED_RUN", 1)
+def one_chunk_per_run(force):
+    force(run=1)
 
 
 def law(test, **given):
@@ -81,8 +81,8 @@ def test_forward_and_backward_meet_their_budget(variant, case):
 
 
 @pytest.mark.parametrize("chunks", (2, 3))
-def test_any_run_length_meets_the_budget(chunks, monkeypatch):
-    monkeypatch.setattr(tuning, "FORCED_RUN", chunks)
+def test_any_run_length_meets_the_budget(chunks, force):
+    force(run=chunks)
     assert_meets_budget(replace(LONG, variant=VARIANTS[chunks % 2], lengths=(0, 400, 1, 128)))
 
 
@@ -108,25 +108,24 @@ def test_what_is_kept_is_what_backward_would_compute_again(variant):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_wide_programs_of_runs_and_maps_change_no_bit(variant, monkeypatch):
+def test_wide_programs_of_runs_and_maps_change_no_bit(variant, force):
     case = replace(LONG, variant=variant, K=128, V=128, lengths=(0, 130, 1), tail=0)
     found, columns = [], []
     for there in (1, 10**6):  # multiprocessors
         forget_plans()
-        monkeypatch.setattr(tuning, "processors", lambda device, n=there: n)
+        force(processors=there)
         p = Problem.parse(case.rank, *case.inputs(TARGET.device).values(), **case.flags())
         names = [f"{n}_{variant}{part}" for n in ("scan", "reverse_scan") for part in ("", "_maps")]
-        columns.append([tuning.choose(name, p).block_v for name in names])
+        columns.append([tuning.choose(name, p, tuning.Columns).block_v for name in names])
         found.append(run(case))
     forget_plans()
     assert all(wide > narrow for wide, narrow in zip(*columns))
     assert_all_identical(*found)
 
 
-def test_split_products_leave_fewer_chunks_to_the_time_of_the_scan(monkeypatch):
+def test_split_products_leave_fewer_chunks_to_the_time_of_the_scan(force):
     """The journal has the numbers, "Two costs for GDN's chunks"."""
-    monkeypatch.setattr(tuning, "FORCED_RUN", None)
-    monkeypatch.setattr(tuning, "processors", lambda device: 132)
+    force(run=None, processors=132)
     x = torch.empty(1, 8192, 96, 128, dtype=torch.bfloat16, device="meta")
 
     def ahead(**flags):
@@ -194,8 +193,8 @@ def test_a_pool_is_read_before_it_is_written(variant, indexed):
 
 @pytest.mark.parametrize("lengths", (None, (), (0, 300, 0), (63, 1)), ids=str)
 @pytest.mark.parametrize("chunks", (0, 1, 2))
-def test_only_what_can_have_a_second_run_is_cut(lengths, chunks, monkeypatch):
-    monkeypatch.setattr(tuning, "FORCED_RUN", chunks)
+def test_only_what_can_have_a_second_run_is_cut(lengths, chunks, force):
+    force(run=chunks)
     case, tokens = replace(LONG, lengths=lengths, T=129, tail=0, state=False), 64 * chunks
     p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
     runs = Runs(p)

@@ -5,7 +5,6 @@ import os
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -187,9 +186,9 @@ APART = {
 @needs_gluon
 @pytest.mark.bits
 @pytest.mark.parametrize("name", APART)
-def test_two_kernels_give_the_bits_of_one(name, monkeypatch):
+def test_two_kernels_give_the_bits_of_one(name, force):
     want = walked(CASES[name])
-    monkeypatch.setattr(tuning, "FORCED_SHARES", APART[name])
+    force(shares=APART[name])
     for seed in range(2):
         assert_all_identical(walked(CASES[name], seed=seed), want)
 
@@ -275,9 +274,9 @@ def test_tokens_of_no_sequence_change_no_bit_and_get_zeros(name):
 @needs_gluon
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ("raw, dead first", "snapshots", "bf16"))
-def test_two_kernels_write_the_bits_of_one_to_a_pool(name, monkeypatch):
+def test_two_kernels_write_the_bits_of_one_to_a_pool(name, force):
     want = prefilled(POOLS[name])
-    monkeypatch.setattr(tuning, "FORCED_SHARES", 2)
+    force(shares=2)
     for got, expected in zip(prefilled(POOLS[name]), want):
         assert_identical(got, expected, "o and the pool")
 
@@ -427,9 +426,9 @@ def test_the_kernel_needs_everything_that_orders_it(change, form):
 @pytest.mark.bits
 @pytest.mark.parametrize("form", LONG)
 @pytest.mark.parametrize("change", OF_APART)
-def test_two_kernels_need_everything_that_orders_them(change, form, monkeypatch):
+def test_two_kernels_need_everything_that_orders_them(change, form, force):
     """Or it is a barrier of the start. That `feed` waits for tiles, only a GPU can show."""
-    monkeypatch.setattr(tuning, "FORCED_SHARES", 2)
+    force(shares=2)
     module, source = OF_APART[change]
     if change in ("prepare_walk: barrier()", "scan_walk: barrier()"):
         assert_all_identical(walked(LONG[form], changed={module: source}), unchanged(LONG[form]))
@@ -478,7 +477,7 @@ def asks(
         None,
         **flags | changed,
     )
-    with patch.object(tuning, "processors", lambda device: 132):
+    with tuning.force(processors=132):
         return walk.walks_forward(p, final)
 
 
@@ -545,16 +544,18 @@ def test_other_calls_do_not_walk(call):
 
 @pytest.mark.quick
 @needs_gluon
-@pytest.mark.parametrize("name, value", (("ASSUMED", 8), ("ASSUMED", 10), ("FORCED_WALK", False)))
-def test_other_architectures_do_not_walk(name, value, monkeypatch):
-    monkeypatch.setattr(tuning, name, value)
+@pytest.mark.parametrize(
+    "name, value", (("architecture", 8), ("architecture", 10), ("walk", False))
+)
+def test_other_architectures_do_not_walk(name, value, force):
+    force(**{name: value})
     assert not asks()
 
 
 @pytest.mark.quick
 @needs_gluon
-def test_few_heads_walk_where_tests_say_so(monkeypatch):
-    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+def test_few_heads_walk_where_tests_say_so(force):
+    force(walk=True)
     assert asks(H=1, HV=1) and not asks(dtype=FP16)
 
 
@@ -568,10 +569,10 @@ def test_without_gluon_nothing_walks(monkeypatch):
 
 @pytest.mark.quick
 @needs_gluon
-def test_the_doctor_is_told_why(monkeypatch):
+def test_the_doctor_is_told_why(force):
     meta = torch.device("meta")
     assert "Gluon walks" in walk.path(meta)
-    monkeypatch.setattr(tuning, "ASSUMED", 10)
+    force(architecture=10)
     assert "capability 9.0" in walk.path(meta)
 
 
@@ -583,8 +584,8 @@ def test_the_doctor_is_told_why(monkeypatch):
         *((1, 512, 32, 3), (1, 511, 32, 0), (2, 8192, 32, 0), (0, 8192, 32, 0)),
     ),
 )
-def test_scans_have_as_many_preparing_programs_as_find_room(B, T, HV, shares, monkeypatch):
-    monkeypatch.setattr(tuning, "processors", lambda device: 132)
+def test_scans_have_as_many_preparing_programs_as_find_room(B, T, HV, shares, force):
+    force(processors=132)
     x, g = empty(B, T, HV, 128), empty(B, T, HV, 128, dtype=FP32)
     p = Problem.parse(1, x, x, x, g, None, None, None, None, None, safe_gate=True)
     assert tuning.shares(p) == shares

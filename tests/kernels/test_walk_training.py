@@ -77,7 +77,7 @@ def test_what_is_kept_and_made_again_is_near_the_definition(name):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ("strong decays", "raw", "packed, raw"))
-def test_outputs_of_training_are_those_of_inference_in_every_order(name, monkeypatch):
+def test_outputs_of_training_are_those_of_inference_in_every_order(name, force):
     case = CASES[name]
     p, want = trained(case)
     o, final_state = p.new_output(), p.new_final_state()
@@ -90,7 +90,7 @@ def test_outputs_of_training_are_those_of_inference_in_every_order(name, monkeyp
     for seed in range(1, 4):
         _, got = trained(case, seed)
         assert_all_identical(defined(got, blocks), defined(want, blocks))
-    monkeypatch.setattr(tuning, "FORCED_SHARES", 2)  # one kernel prepares, another scans
+    force(shares=2)  # one kernel prepares, another scans
     _, got = trained(case)
     assert_all_identical(defined(got, blocks), defined(want, blocks))
 
@@ -184,8 +184,8 @@ def test_the_changes_above_are_those_of_the_kernels():
 
 
 @pytest.mark.quick
-def test_training_asks_only_for_what_forward_and_backward_both_know(monkeypatch):
-    monkeypatch.setattr(tuning, "processors", lambda device: 132)
+def test_training_asks_only_for_what_forward_and_backward_both_know(force):
+    force(processors=132)
 
     def asks(B, T, HV):
         beta = torch.empty(B, T, HV, dtype=BF16, device="meta")
@@ -194,7 +194,7 @@ def test_training_asks_only_for_what_forward_and_backward_both_know(monkeypatch)
         return KEEPS.trains(Problem.parse(1, *wide, beta, None, None, None, None, **flags))
 
     assert asks(1, 256, 23) and asks(3, 0, 23) and not asks(2, 256, 22)
-    monkeypatch.setattr(tuning, "ASSUMED", 8)
+    force(architecture=8)
     assert not asks(1, 256, 64)
 
 
@@ -202,8 +202,8 @@ def test_training_asks_only_for_what_forward_and_backward_both_know(monkeypatch)
 @pytest.mark.parametrize(
     "B, HV, walks", ((1, 52, False), (1, 53, True), (2, 26, False), (3, 22, False))
 )
-def test_backward_walks_with_enough_sequences_and_heads(B, HV, walks, monkeypatch):
-    monkeypatch.setattr(tuning, "processors", lambda device: 132)
+def test_backward_walks_with_enough_sequences_and_heads(B, HV, walks, force):
+    force(processors=132)
     x = torch.empty(B, 256, HV, 128, dtype=BF16, device="meta")
     flags = dict(safe_gate=True, safe_beta=True, safe_keys=True)
     p = Problem.parse(1, x, x, x, x, None, None, None, None, None, **flags)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import kda_ops
 from kda_ops.backends import activations, native
 from kda_ops.backends.reference import Reference
+from kda_ops.gates import gate_of
 from kda_ops.problem import Problem
 from tests.support.cases import Case, take
 from tests.support.target import TARGET
@@ -45,8 +46,9 @@ def test_the_gate_matches_its_formula_and_autograd(rank, bound, log, bias):
     dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     want_grads = torch.autograd.grad(want, leaves, dy)
     detached = [None if x is None else x.detach() for x in inputs]
-    torch.testing.assert_close(activations.gate(*detached, bound, rank), want.detach())
-    got = activations.gate_backward(dy, *detached, bound, rank)
+    which = gate_of(True, bound)
+    torch.testing.assert_close(activations.gate(*detached, which, rank), want.detach())
+    got = activations.gate_backward(dy, *detached, which, rank)
     for d, w in zip((d for d in got if d is not None), want_grads):
         torch.testing.assert_close(d, w)
     assert [d is None for d in got] == [x is None for x in inputs]
@@ -88,10 +90,10 @@ def test_the_gate_is_float32_for_narrow_logits_and_its_gradients_are_rounded_onc
 @pytest.mark.parametrize("rank", (0, 1))
 def test_a_bounded_gate_with_an_overflowing_slope_has_finite_gradients(rank):
     g, _, dt_bias = gate_inputs(rank, True, True, torch.float32, scale=5.0)
-    A_log = torch.tensor([100.0, 5.0, -100.0])
-    y = activations.gate(g, A_log, dt_bias, -5.0, rank)
+    A_log, which = torch.tensor([100.0, 5.0, -100.0]), gate_of(True, -5.0)
+    y = activations.gate(g, A_log, dt_bias, which, rank)
     assert y.isfinite().all() and (y <= 0).all() and (y >= -5).all()
-    for d in activations.gate_backward(torch.ones_like(y), g, A_log, dt_bias, -5.0, rank):
+    for d in activations.gate_backward(torch.ones_like(y), g, A_log, dt_bias, which, rank):
         assert d.isfinite().all()
 
 
@@ -99,9 +101,9 @@ def test_a_bounded_gate_with_an_overflowing_slope_has_finite_gradients(rank):
 def test_extreme_logits_give_the_limits_of_the_gate(rank):
     shape = (1, 2, 1, 1) if rank else (1, 2, 1)
     g = torch.tensor([-1e4, 1e4]).reshape(shape)
-    y = activations.gate(g, torch.zeros(1), None, None, rank).flatten()
+    y = activations.gate(g, torch.zeros(1), None, gate_of(True, None), rank).flatten()
     torch.testing.assert_close(y, torch.tensor([0.0, -1e4]))
-    y = activations.gate(g, torch.zeros(1), None, -5.0, rank).flatten()
+    y = activations.gate(g, torch.zeros(1), None, gate_of(True, -5.0), rank).flatten()
     torch.testing.assert_close(y, torch.tensor([0.0, -5.0]))
 
 
@@ -165,7 +167,8 @@ def test_gradients_of_16_bit_gate_parameters_are_rounded_once(rank, bound):
     g, A_log, dt_bias = gate_inputs(rank, True, True, torch.float32)
     dy = torch.randn(g.shape, generator=torch.Generator().manual_seed(5))
     A_log, dt_bias = A_log.bfloat16(), dt_bias.bfloat16()
-    narrow = activations.gate_backward(dy, g, A_log, dt_bias, bound, rank)
-    wide = activations.gate_backward(dy, g, A_log.float(), dt_bias.float(), bound, rank)
+    which = gate_of(True, bound)
+    narrow = activations.gate_backward(dy, g, A_log, dt_bias, which, rank)
+    wide = activations.gate_backward(dy, g, A_log.float(), dt_bias.float(), which, rank)
     for a, b in zip(narrow[1:], wide[1:]):
         assert a.dtype is torch.bfloat16 and torch.equal(a, b.bfloat16())

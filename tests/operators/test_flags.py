@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kda_ops import functional
+import kda_ops
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
-from tests.support.calls import as_leaves, overload, run, with_gradients
+from tests.support.calls import as_leaves, operator_of, overload, run, with_gradients
 from tests.support.cases import BOUND, PACKED, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_meets_budget
 from tests.support.target import TARGET
@@ -151,15 +152,8 @@ def test_dt_bias_may_be_flat():
     assert_all_identical(a | {"ddt_bias": a["ddt_bias"].flatten()}, b)
 
 
-def flags_passed(module, name, monkeypatch) -> tuple[dict, dict]:
-    """Call `module.name` with every flag away from its default; return them, and what is passed."""
-    seen: dict[str, object] = {}
-
-    def operator(*args, **flags):
-        seen.update(flags)
-        return (None, None) if name.endswith(("kda", "gdn")) else None
-
-    function = getattr(module, name)
+def every_flag_changed(function) -> dict:
+    """Return every flag of a public function, away from its default."""
     keywords = {
         n: p.default
         for n, p in inspect.signature(function).parameters.items()
@@ -167,29 +161,81 @@ def flags_passed(module, name, monkeypatch) -> tuple[dict, dict]:
     }
     flags = {n: not x if isinstance(x, bool) else 0.5 for n, x in keywords.items()}
     flags |= {"snapshot_every": 3} if "snapshot_every" in flags else {}
-    if module is functional:
-        op, _, variant = name.rstrip("_").partition("_")
-        end = "_" if name.endswith("_") else ""
-        monkeypatch.setattr(functional, f"_{variant}_{op}{end}".upper(), operator)
-        function(*[None] * 5, *[None] * (end == "_"), **flags)
-    else:
-        monkeypatch.setattr(module.chunk, "run", lambda *args: operator(**args[-1]))
-        function(*[None] * 5, group=None, **flags)
-    return flags, seen
+    return flags | ({"activation": "silu"} if "activation" in flags else {})
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators of ours that are called, with their arguments by name, and runs none."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        names = [a.name for a in func._schema.arguments]
+        self.calls.append((func, dict(zip(names, args)) | (kwargs or {})))
+        results = tuple(torch.zeros(1) for _ in func._schema.returns)
+        return results if len(results) > 1 else results[0]
+
+
+# the functions without a body of their own
+FORWARDED = [n for n in kda_ops.__all__ if n not in ("SAVE_OPS", "gated_rms_norm")]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "name",
-    [f"{op}_{variant}{end}" for op in OPS for variant in ("kda", "gdn") for end in ("", "_")],
-)
-def test_every_flag_reaches_the_operator(name, monkeypatch):
-    given, seen = flags_passed(functional, name, monkeypatch)
-    assert given == seen
+@pytest.mark.parametrize("by_name", (False, True))
+@pytest.mark.parametrize("name", FORWARDED)
+def test_every_argument_reaches_the_operator_of_its_name(name, by_name):
+    function = getattr(kda_ops, name)
+    flags = every_flag_changed(function)
+    tensors = {n: torch.full((1,), i) for i, n in enumerate(inspect.signature(function).parameters)}
+    tensors = {n: x for n, x in tensors.items() if n not in flags}
+    with torch.inference_mode(), Seen() as seen:
+        result = function(**tensors, **flags) if by_name else function(*tensors.values(), **flags)
+    [(operator, given)] = seen.calls
+    assert operator is operator_of(name)
+    assert given.keys() == {*tensors, *flags}
+    assert all(given[n] is x for n, x in tensors.items())
+    assert {n: given[n] for n in flags} == flags
+    assert isinstance(result, tuple) == any(n.startswith("output_final") for n in flags)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FORWARDED)
+def test_a_second_result_is_none_unless_it_is_asked_for(name):
+    function = getattr(kda_ops, name)
+    parameters = inspect.signature(function).parameters.values()
+    asked = [p.name for p in parameters if p.name.startswith("output_final")]
+    tensors = [torch.zeros(1) for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    with torch.inference_mode(), Seen():
+        for flag in asked:
+            assert function(*tensors)[1] is function(*tensors, **{flag: False})[1] is None
+            assert isinstance(function(*tensors, **{flag: True})[1], torch.Tensor)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FORWARDED)
+def test_a_call_is_bound_by_python_and_named_in_its_traceback(name):
+    function = getattr(kda_ops, name)
+    parameters = inspect.signature(function).parameters.values()
+    tensors = [None for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    first_flag = next(p.default for p in parameters if p.kind is p.KEYWORD_ONLY)
+    for args, words, said in (
+        ((), {}, "missing [0-9] required positional arguments?"),
+        (tensors, {"no_such_flag": True}, "unexpected keyword argument 'no_such_flag'"),
+        ((*tensors, first_flag), {}, "takes .* positional arguments"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{name}\(\) .*{said}") as raised:
+            function(*args, **words)
+        assert name in [entry.name for entry in raised.traceback]
 
 
 @pytest.mark.parametrize("name", ("chunk_kda", "chunk_gdn"))
 def test_every_flag_reaches_the_ranks(name, monkeypatch):
     module = pytest.importorskip("kda_ops.distributed.functional")
-    given, seen = flags_passed(module, name, monkeypatch)
-    assert given == seen
+    seen: list[dict] = []
+    monkeypatch.setattr(module.chunk, "run", lambda *args: seen.append(args[-1]))
+    function = getattr(module, name)
+    given = every_flag_changed(function)
+    function(*[None] * 5, group=None, **given)
+    assert seen == [given]

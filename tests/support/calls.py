@@ -20,6 +20,16 @@ def overload(variant: str, name: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops, variant), name).default
 
 
+def operator_of(name: str) -> torch._ops.OpOverload:
+    """Return the operator of a public function, such as "chunk_kda_" or "short_conv"."""
+    base, end = name.rstrip("_"), "_" * name.endswith("_")
+    if hasattr(torch.ops.kda, base):  # of a layer
+        return overload("kda", base + end)
+    first, second = base.split("_")
+    variant, op = (first, second) if second == "gate" else (second, first)
+    return overload(variant, op + end)
+
+
 def forward(
     case: Case, op: str = "chunk", inputs: Tensors | None = None, **flags: object
 ) -> Results:

@@ -45,10 +45,10 @@ def define(p: Problem, narrow: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tens
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     if p.sigmoid_beta:
         beta = beta.sigmoid() * (2.0 if p.neg_eigval else 1.0)
-    if p.activate_gate:
+    if p.gate.inside:
         bias = 0.0 if p.dt_bias is None else p.dt_bias.double().cpu().view(p.HV, -1)
         rate = 1.0 if p.A_log is None else p.A_log.double().cpu().view(-1, 1).exp()
-        g = p.lower_bound * (rate * (g + bias)).sigmoid()
+        g = p.gate.bound * (rate * (g + bias)).sigmoid()
     q, k = (x.repeat_interleave(p.HV // p.H, 2) for x in (q, k))
     APs, states, us = [], [], []
     for n, (row, a, b, _, _) in enumerate(spans(p)):

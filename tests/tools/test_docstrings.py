@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kda_ops
+from tests.support.calls import operator_of
 
 PUBLIC = [
     name
@@ -46,19 +47,13 @@ def test_every_public_function_has_an_example_and_a_source(name):
 
 @pytest.mark.parametrize("name", [n for n in kda_ops.__all__ if callable(getattr(kda_ops, n))])
 def test_a_function_has_the_words_of_its_operator(name):
-    base = name.rstrip("_")
-    variant, op = base.split("_")[-1], base.split("_")[0]
-    if base.endswith("_gate"):
-        variant, op = op, "gate"
-    if hasattr(torch.ops.kda, base):  # of a layer's own operators
-        variant, op = "kda", base
-    schema = getattr(
-        getattr(torch.ops, variant), op + ("_" if name.endswith("_") else "")
-    ).default._schema
+    schema = operator_of(name)._schema
     face = inspect.signature(getattr(kda_ops, name))
     assert list(face.parameters) == [a.name for a in schema.arguments]
     for a in schema.arguments:
         parameter = face.parameters[a.name]
         assert (parameter.kind is parameter.KEYWORD_ONLY) == a.kwarg_only, a.name
+        # a default that is not given is the operator's
+        assert (parameter.default is not parameter.empty) == a.has_default_value(), a.name
         if a.has_default_value():
             assert parameter.default == a.default_value, a.name

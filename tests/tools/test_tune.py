@@ -55,13 +55,11 @@ def test_a_candidate_that_ends_its_process_costs_itself_alone(candidates):
     candidates("[2.0, 'end', None, 'end', 1.0]")
     lines = []
     assert tune.tune(**CALL, echo=lines.append) == {
-        "prepare_gdn": {"warps": 4},
-        "scan_gdn": {"warps": 4},
+        kernel: {"warps": 4} for kernel in tune.TUNED[0]
     }
-    assert (
-        sum("illegal memory access" in line for line in lines) == 4
-        and sum("wrong results" in line for line in lines) == 2
-    )
+    count = len(tune.TUNED[0])
+    assert sum("illegal memory access" in line for line in lines) == 2 * count
+    assert sum("wrong results" in line for line in lines) == count
 
 
 def test_the_table_stays_unless_it_is_wrong_or_clearly_slower(candidates):
@@ -73,7 +71,7 @@ def test_the_table_stays_unless_it_is_wrong_or_clearly_slower(candidates):
     ):
         candidates(times)
         assert tune.tune(**CALL, echo=lambda line: None) == (
-            {"prepare_gdn": found, "scan_gdn": found} if found else {}
+            dict.fromkeys(tune.TUNED[0], found) if found else {}
         )
 
 
@@ -97,6 +95,12 @@ def tuning(monkeypatch, tmp_path):
     tuning.forget()
 
 
+def choose(kernel, p):
+    from kda_ops.backends.triton import tuning
+
+    return tuning.choose(kernel, p, tuning.KERNELS[kernel])
+
+
 def call(K=128, **flags):
     q, v, one = (
         torch.zeros(1, 64, 2, K, dtype=torch.bfloat16),
@@ -108,50 +112,86 @@ def call(K=128, **flags):
 
 @pytest.mark.quick
 def test_a_row_of_the_file_is_used_and_others_are_kept(tuning):
-    p, found = call(), tuning.Options(32, 32, warps=8)
-    assert tuning.choose("prepare_kda", p) == tuning.table("prepare_kda", p) != found
-    tuning.save({"other": tuning.Options(16)})
+    p, found, other = call(), tuning.Rows(block_k=32, warps=8), tuning.Columns(block_v=16)
+    assert choose("prepare_kda", p) == tuning.table("prepare_kda", p) != found
+    tuning.save({"join_runs.any": other})
     assert tuning.save({tuning.row("prepare_kda", p): found}) == tuning.cache_file()
-    assert tuning.choose("prepare_kda", p) == found and tuning.tuned()["other"] == tuning.Options(
-        16
-    )
-    assert tuning.choose("scan_kda", p) == tuning.table("scan_kda", p)
+    assert choose("prepare_kda", p) == found and tuning.tuned()["join_runs.any"] == other
+    assert choose("scan_kda", p) == tuning.table("scan_kda", p)
+
+
+def test_a_row_counts_for_the_source_of_its_own_kernel(tuning, monkeypatch):
+    rows = {
+        "prepare_gdn.any": tuning.Launch(warps=8),
+        "scan_kda.any": tuning.Columns(block_v=16),
+        "scan_kda_maps.any": tuning.Columns(block_v=16),
+    }
+    tuning.save(rows)
+    assert tuning.tuned() == rows
+    names = {n: tuning.source_of(n.split(".")[0]) for n in rows}
+    assert len({*names.values()}) == 2 and names["scan_kda.any"] == names["scan_kda_maps.any"]
+    changed = {"prepare_gdn": "another source"}
+    source_of = tuning.source_of
+    monkeypatch.setattr(tuning, "source_of", lambda name: changed.get(name) or source_of(name))
+    tuning.forget()
+    assert tuning.tuned().keys() == {"scan_kda.any", "scan_kda_maps.any"}
+
+
+@pytest.mark.quick
+def test_every_kernel_that_has_options_is_found(tuning):
+    for name in tuning.KERNELS:
+        kernel = tuning.kernel_of(name)
+        assert name.startswith(kernel.fn.__name__), name
 
 
 @pytest.mark.quick
 def test_keys_that_do_not_fill_256_columns_have_rows_of_their_own(tuning):
     full, some = call(256), (call(129), call(255))
     (ragged,), even = tuning.TABLE["prepare_ragged"], tuning.TABLE["prepare_kda"][-1]
-    blocks = [tuning.choose("prepare_kda", p).block_k for p in (call(100), call(), full, *some)]
+    blocks = [choose("prepare_kda", p).block_k for p in (call(100), call(), full, *some)]
     assert blocks == [even.options.block_k] * 3 + [ragged.options.block_k] * 2
-    tuning.save({tuning.row("prepare_kda", full): tuning.Options(128, warps=8)})
-    assert tuning.choose("prepare_kda", full).warps == 8
-    assert all(tuning.choose("prepare_kda", p) == tuning.table("prepare_kda", p) for p in some)
+    tuning.save({tuning.row("prepare_kda", full): tuning.Rows(block_k=128, warps=8)})
+    assert choose("prepare_kda", full).warps == 8
+    assert all(choose("prepare_kda", p) == tuning.table("prepare_kda", p) for p in some)
 
 
 def test_a_file_of_another_machine_or_no_file_at_all_is_not_used(tuning):
-    row, mine = {"prepare": {"warps": 8, "of_a_later_version": 1}}, tuning.fingerprint()
+    source, mine = {"source": tuning.source_of("prepare_gdn")}, tuning.fingerprint()
+    row = {"prepare_gdn.a": {"warps": 8, "of_a_later_version": 1} | source}
+    read = {"prepare_gdn.a": tuning.Launch(warps=8)}
     tuning.cache_file().parent.mkdir()
     for text, found in (
-        (json.dumps({mine: row}), {"prepare": tuning.Options(warps=8)}),
+        (json.dumps({mine: row}), read),
         (json.dumps({mine + "0": row}), {}),
         ("{", {}),
         ("null", {}),
         ("[]", {}),
         (json.dumps({mine: [1]}), {}),
         (
-            json.dumps({mine: {"a": 1, "b": {"warps": "8"}, "c": {"block_k": True}} | row}),
-            {"prepare": tuning.Options(warps=8)},
+            json.dumps(
+                {
+                    mine: {
+                        "prepare_gdn.b": 1,
+                        "prepare_gdn.c": {"warps": "8"} | source,
+                        "prepare_gdn.d": {"registers": True} | source,
+                        "prepare_gdn.e": {"warps": 8},  # of no known source
+                        "scan_kda.f": {"source": tuning.source_of("scan_kda")},  # without a size
+                        "no_kernel": {"warps": 8} | source,
+                    }
+                    | row
+                }
+            ),
+            read,
         ),
     ):
         tuning.cache_file().write_text(text)
         tuning.forget()
         assert tuning.tuned() == found, text
-        tuning.save({"new": tuning.Options(16)})
-        assert tuning.tuned() == found | {"new": tuning.Options(16)}, text
+        tuning.save({"prepare_gdn.new": tuning.Launch(warps=16)})
+        assert tuning.tuned() == found | {"prepare_gdn.new": tuning.Launch(warps=16)}, text
 
 
-def test_what_is_tuned_holds_for_a_device_a_compiler_and_these_kernels(tuning, monkeypatch):
+def test_what_is_tuned_holds_for_a_device_and_a_compiler(tuning, monkeypatch):
     names = [tuning.fingerprint()]
     monkeypatch.setattr(tuning.triton, "__version__", "0.1")
     tuning.forget()
@@ -168,9 +208,4 @@ def test_what_is_tuned_holds_for_a_device_a_compiler_and_these_kernels(tuning, m
     assert tuning.fingerprint(torch.device("cuda", 1)).startswith("GPU 1|")
     monkeypatch.undo()
     tuning.forget()
-    assert (
-        len(set(names)) == 3
-        and names[0].split("|")[2] == names[2].split("|")[2]
-        and "GPU" in names[2]
-        and "0.1" in names[2]
-    )
+    assert len(set(names)) == 3 and "GPU" in names[2] and "0.1" in names[2]

@@ -1,68 +1,124 @@
 """Choose block sizes, warps and stages per kernel, architecture and width, from a table.
 
-Nothing is measured at run time.
+Nothing is measured at run time. Each kernel has a record of the options that act on it: `KERNELS`.
+Kernels whose cut follows from a call's widths alone are cut in their own files: `step.cut`, the
+convolution, the gate, the norm, `gradient_small` and sums. The warps of the walks in Gluon have
+roles, which their files fix.
 
 ``python -m kda_ops tune`` measures alternatives and writes the better ones to a JSON file
 (`cache_file`), which is read at the first call. Its entries count only for the device, the triton
-version and the kernel sources they were measured with.
+version and the source of the kernel they were measured with.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import inspect
 import json
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 
 from kda_ops.backends.triton.plans.descriptors import WIDTH, has_gluon
 from kda_ops.backends.triton.private import INTERPRET
-from kda_ops.problem import CHUNK, SAFE_BOUND, Problem
+from kda_ops.gates import SAFE_BOUND
+from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 
 HOPPER = 9
+Options = TypeVar("Options", bound="Launch")
 # Clamp for log decays where 8 rows share an anchor: exp(-19) = 6e-9 is below a rounding of bf16.
 # `decay.check_anchor` states its limits.
 FLOOR = -19.0
-# the architecture for tensors that are on no GPU: interpreter and offline compilation
-ASSUMED = HOPPER
-# the run length of tests and offline compilation, in place of the rule's
-FORCED_RUN: int | None = None
-# the chunks that tests have prepared before the scan, in place of the rule's
-FORCED_AHEAD: int | None = None
-# whether tests and offline compilation use the walks of KDA (walk.py) and of GDN's backward
-# (reverse_walk.py), in place of the rules
-FORCED_WALK: bool | None = None
-# how many programs prepare for one that scans, in place of the rule's (`shares`)
-FORCED_SHARES: int | None = None
 # how often a scan that follows `prepare` looks for its next chunk; a look takes about 1 us
 PATIENCE = 1 if INTERPRET else 1000
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a kernel is cut: columns of K and of V per step, rows per thread (`tile.load_rows`),
-    warps, pipeline stages, most registers per thread.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Warps, and the most registers per thread: the options of a kernel without others."""
 
-    block_k: int = 64
-    block_v: int = 64
-    group: int = 4
     warps: int = 4
-    stages: int = 1
     registers: int | None = None
 
     @property
     def launch(self) -> dict[str, Any]:
         """Return the options that are not arguments of a kernel."""
-        return {"num_warps": self.warps} | registers(self)
+        cap = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps} | cap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(Launch):
+    """Columns of K per step, and rows per thread (`tile.load_rows`)."""
+
+    block_k: int
+    group: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns(Launch):
+    """Columns of V per program or step, and pipeline stages."""
+
+    block_v: int
+    stages: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks(Columns):
+    """Columns of K per step too."""
+
+    block_k: int
+
+
+@dataclass(frozen=True, eq=False)
+class Forced:
+    """What `force` puts in the place of rules; None: the rule decides.
+
+    A plan belongs to the record under which it was made, so a record has no equal.
+    """
+
+    run: int | None = None  # chunks per run (`run_length`)
+    ahead: int | None = None  # chunks that are prepared before the scan (`ahead`)
+    walk: bool | None = None  # whether KDA walks, and GDN's backward (walk.py, reverse_walk.py)
+    shares: int | None = None  # programs that prepare for one that scans (`shares`)
+    patience: int | None = None  # PATIENCE
+    anchored_rows: int | None = None
+    anchored: bool | None = None
+    leaves_room: bool | None = None
+    processors: int | None = None  # multiprocessors of any device
+    # the architecture for tensors that are on no GPU: interpreter and offline compilation
+    architecture: int = HOPPER
+    options: Mapping[str, Launch] = field(default_factory=dict)  # by kernel
+
+
+FORCED = Forced()
+
+
+@contextmanager
+def force(**rules: Any) -> Iterator[None]:
+    """Put values in the place of rules, for tests, tuning and offline compilation."""
+    global FORCED
+    before = FORCED
+    FORCED = replace(before, **rules)
+    try:
+        yield
+    finally:
+        FORCED = before
+
+
+def patience() -> int:
+    """Return how often a scan that follows `prepare` looks for its next chunk."""
+    return PATIENCE if FORCED.patience is None else FORCED.patience
 
 
 def width(columns: int, dtype: torch.dtype) -> int:
@@ -79,17 +135,13 @@ def power(columns: int) -> int:
     return max(16, 1 << (columns - 1).bit_length())
 
 
-def registers(options: Options) -> dict[str, int]:
-    """Return the launch option that caps registers, or nothing without a cap."""
-    return {} if options.registers is None else {"maxnreg": options.registers}
-
-
 def centred(p: Problem) -> bool:
     """Return whether the rows of half a chunk can share an anchor.
 
     They can if the flags promise a bound, and the operands have the range of fp32.
     """
-    return p.q.dtype is torch.bfloat16 and p.gate_bound is not None and p.gate_bound >= SAFE_BOUND
+    bound = p.gate.bound
+    return p.q.dtype is torch.bfloat16 and bound is not None and bound >= SAFE_BOUND
 
 
 def anchored(p: Problem) -> bool:
@@ -97,7 +149,7 @@ def anchored(p: Problem) -> bool:
 
     It may if its operands have the range of fp32, and round more coarsely than such factors do.
     """
-    return p.q.dtype is torch.bfloat16
+    return p.q.dtype is torch.bfloat16 if FORCED.anchored is None else FORCED.anchored
 
 
 def anchored_rows(p: Problem) -> int:
@@ -105,6 +157,8 @@ def anchored_rows(p: Problem) -> int:
 
     That is 32 under a bound, 8 where decays can be clamped at FLOOR, else 1.
     """
+    if FORCED.anchored_rows is not None:
+        return FORCED.anchored_rows
     return 32 if centred(p) else 8 if p.q.dtype is torch.bfloat16 else 1
 
 
@@ -129,7 +183,7 @@ def inverse_precision(p: Problem) -> str:
 
 def architecture(device: torch.device) -> int:
     """Return the major compute capability, which the table is keyed by."""
-    return _capability(device)[0] if device.type == "cuda" else ASSUMED
+    return _capability(device)[0] if device.type == "cuda" else FORCED.architecture
 
 
 def walks(p: Problem) -> bool:
@@ -139,7 +193,7 @@ def walks(p: Problem) -> bool:
     """
     return bool(
         p.rank
-        and FORCED_WALK is not False
+        and FORCED.walk is not False
         and p.q.dtype is torch.bfloat16
         and is_hopper(p.q.device)
         and has_gluon()
@@ -147,7 +201,7 @@ def walks(p: Problem) -> bool:
         and p.g is not None
         and p.g.dtype in (torch.bfloat16, torch.float32)
         and centred(p)
-        and (FORCED_WALK or not has_runs(p))
+        and (FORCED.walk or not has_runs(p))
         and p.HV * 128 * 64 < 2**31  # coordinates have 32 bits
     )
 
@@ -161,8 +215,8 @@ def shares(p: Problem) -> int:
     """
     if p.N == 0:
         return 0
-    if FORCED_SHARES is not None:
-        return FORCED_SHARES
+    if FORCED.shares is not None:
+        return FORCED.shares
     programs, multiprocessors = p.N * p.HV, processors(p.q.device)
     if 3 * programs > multiprocessors or p.B * p.T < 8 * CHUNK * p.N:  # two launches cost more
         return 0
@@ -177,13 +231,13 @@ def walks_back(p: Problem) -> bool:
     choice.
     """
     few = 5 * p.N * p.HV < 2 * processors(p.q.device)
-    return walks(p) and (FORCED_WALK or not few)
+    return walks(p) and (FORCED.walk or not few)
 
 
 def is_hopper(device: torch.device) -> bool:
     """Return whether a device has compute capability 9.0, for kernels that need it."""
     if device.type != "cuda":
-        return device.type == "meta" and ASSUMED == HOPPER  # offline compilation
+        return device.type == "meta" and FORCED.architecture == HOPPER  # offline compilation
     return _capability(device) == (9, 0)
 
 
@@ -221,10 +275,13 @@ def row(kernel: str, p: Problem) -> str:
     )
 
 
-def choose(kernel: str, p: Problem) -> Options:
-    """Return the options for a call: from the tuned file if it has the row, else from TABLE."""
-    found = tuned(p.q.device).get(row(kernel, p))
-    return table(kernel, p) if found is None else found
+def choose(kernel: str, p: Problem, kind: type[Options]) -> Options:
+    """Return the options for a call, of the kernel's record: from the tuned file if it has the row,
+    else from TABLE.
+    """
+    found = FORCED.options.get(kernel) or tuned(p.q.device).get(row(kernel, p)) or table(kernel, p)
+    assert isinstance(found, kind)  # `KERNELS` says which
+    return found
 
 
 class TableRow(NamedTuple):
@@ -233,90 +290,124 @@ class TableRow(NamedTuple):
     bits: int
     sm: str  # "early": before sm_90; "hopper"; "later": after sm_90; "any"
     K: int
-    options: Options
+    options: Launch
     fixed: bool = False  # blocks keep their size even where a tensor is narrower
 
 
 ALL = 256  # the widest key; as a block: all columns
 _EXACT = (  # with 32 columns of V, ptxas gives up registers (hazards.md, "Lost registers")
-    TableRow(32, "any", 64, Options(ALL, 16, warps=4)),
-    TableRow(32, "any", ALL, Options(ALL, 16, warps=8)),
+    TableRow(32, "any", 64, Columns(block_v=16)),
+    TableRow(32, "any", ALL, Columns(block_v=16, warps=8)),
 )
 # How kernels are cut: of a kernel's rows, the first that fits. A block is at most as wide as its
 # tensor. Measured on an H200 with triton 3.6 (docs/kernels/journal/); other architectures take what
 # fits their shared memory.
 TABLE: dict[str, tuple[TableRow, ...]] = {
-    "prepare_kda": (TableRow(32, "any", ALL, Options(32)), TableRow(16, "any", ALL, Options(128))),
+    "prepare_kda": (
+        TableRow(32, "any", ALL, Rows(block_k=32)),
+        TableRow(16, "any", ALL, Rows(block_k=128)),
+    ),
     # K from 129 to 255: with 128 columns ptxas gives up registers (hazards.md, "Lost registers")
-    "prepare_ragged": (TableRow(16, "any", ALL, Options(64)),),
+    "prepare_ragged": (TableRow(16, "any", ALL, Rows(block_k=64)),),
     # three programs of 168 registers per multiprocessor beat four of 128, which spill; where the
     # inverse takes split products they are level
     # (docs/kernels/journal/three-programs-of-prepare-gdn.md)
     "prepare_gdn": (
-        TableRow(16, "any", 128, Options(registers=168)),
-        TableRow(0, "any", ALL, Options()),
+        TableRow(16, "any", 128, Launch(registers=168)),
+        TableRow(0, "any", ALL, Launch()),
     ),
     # for layers, K = V = 128: the same bits as "scan", in half as many programs
-    "scan_wide": (TableRow(16, "hopper", 128, Options(128, 128, warps=8, stages=3)),),
+    "scan_wide": (TableRow(16, "hopper", 128, Columns(block_v=128, warps=8, stages=3)),),
     # before Hopper, ptxas gives up registers for 64 columns of a scan that keeps its states
     "scan": (
         *_EXACT,
-        TableRow(16, "early", ALL, Options(ALL, 32)),
-        TableRow(16, "hopper", 128, Options(ALL, 64, stages=3)),
-        TableRow(16, "any", ALL, Options(ALL, 64)),
+        TableRow(16, "early", ALL, Columns(block_v=32)),
+        TableRow(16, "hopper", 128, Columns(block_v=64, stages=3)),
+        TableRow(16, "any", ALL, Columns(block_v=64)),
     ),
     "scan_maps": (
         *_EXACT,
-        TableRow(16, "early", ALL, Options(ALL, 32)),
-        TableRow(16, "hopper", 128, Options(ALL, 64, stages=2)),
-        TableRow(16, "any", ALL, Options(ALL, 64)),
+        TableRow(16, "early", ALL, Columns(block_v=32)),
+        TableRow(16, "hopper", 128, Columns(block_v=64, stages=2)),
+        TableRow(16, "any", ALL, Columns(block_v=64)),
     ),
     "reverse_scan": (
         *_EXACT,
-        TableRow(16, "hopper", 128, Options(ALL, 64, stages=3)),
-        TableRow(16, "any", ALL, Options(ALL, 64)),
+        TableRow(16, "hopper", 128, Columns(block_v=64, stages=3)),
+        TableRow(16, "any", ALL, Columns(block_v=64)),
     ),
     # before Hopper, ptxas gives up registers for wider ones; after it, for 4 warps in fp32
     "gradient_gdn": (
-        TableRow(32, "later", ALL, Options(32, 32, warps=8)),
-        TableRow(32, "any", ALL, Options(32, 32)),
-        TableRow(16, "early", ALL, Options(32, 32)),
-        TableRow(16, "any", ALL, Options(128, 128)),
+        TableRow(32, "later", ALL, Blocks(block_k=32, block_v=32, warps=8)),
+        TableRow(32, "any", ALL, Blocks(block_k=32, block_v=32)),
+        TableRow(16, "early", ALL, Blocks(block_k=32, block_v=32)),
+        TableRow(16, "any", ALL, Blocks(block_k=128, block_v=128)),
     ),
     "gradient_pairs": (
-        TableRow(32, "any", ALL, Options(32, 32)),
-        TableRow(16, "hopper", ALL, Options(64, 128, registers=168)),
-        TableRow(16, "any", ALL, Options(64, 128)),
+        TableRow(32, "any", ALL, Columns(block_v=32)),
+        TableRow(16, "hopper", ALL, Columns(block_v=128, registers=168)),
+        TableRow(16, "any", ALL, Columns(block_v=128)),
     ),
     # where operands of products come from registers, 64 columns spill kilobytes
     "gradient_keys": (
-        TableRow(32, "early", ALL, Options(32, 32)),
-        TableRow(32, "any", ALL, Options(64, 32), fixed=True),
-        TableRow(16, "early", ALL, Options(32, 64)),
-        TableRow(16, "any", ALL, Options(64, 64)),
+        TableRow(32, "early", ALL, Blocks(block_k=32, block_v=32)),
+        TableRow(32, "any", ALL, Blocks(block_k=64, block_v=32), fixed=True),
+        TableRow(16, "early", ALL, Blocks(block_k=32, block_v=64)),
+        TableRow(16, "any", ALL, Blocks(block_k=64, block_v=64)),
     ),
     "join_runs": (
-        TableRow(0, "hopper", ALL, Options(ALL, 16, warps=8, stages=3)),
-        TableRow(0, "any", ALL, Options(ALL, 16, warps=8)),
+        TableRow(0, "hopper", ALL, Columns(block_v=16, warps=8, stages=3)),
+        TableRow(0, "any", ALL, Columns(block_v=16, warps=8)),
     ),
 }
 
 
-def table(kernel: str, p: Problem) -> Options:
+# Every kernel that `choose` knows, and the record of the options that act on it.
+KERNELS: dict[str, type[Launch]] = {
+    "prepare_kda": Rows,
+    "prepare_gdn": Launch,
+    **{
+        f"{scan}_{variant}{part}": Columns
+        for variant in ("kda", "gdn")
+        for scan, parts in (("scan", ("", "_maps", "_overlapped")), ("reverse_scan", ("", "_maps")))
+        for part in parts
+    },
+    "gradient_gdn": Blocks,
+    "gradient_pairs": Columns,
+    "gradient_keys": Blocks,
+    "join_runs": Columns,
+}
+
+
+def table(kernel: str, p: Problem) -> Launch:
     """Return the options of the first row of TABLE that fits a call."""
     bits, sm = 8 * p.q.dtype.itemsize, architecture(p.q.device)
     wide = power if kernel == "join_runs" else partial(width, dtype=p.q.dtype)
-    K, V = wide(p.K), wide(p.V)
+    widths = {"block_k": wide(p.K), "block_v": wide(p.V)}
     for name in names(kernel, p):
         for row in TABLE.get(name, ()):
             era = "early" if sm < HOPPER else "hopper" if sm == HOPPER else "later"
-            if row.bits in (0, bits) and row.sm in ("any", era) and K <= row.K:
+            if row.bits in (0, bits) and row.sm in ("any", era) and widths["block_k"] <= row.K:
                 o = row.options
-                least = (o.block_k, o.block_v) if row.fixed else (K, V)
-                return replace(
-                    o, block_k=min(o.block_k, least[0]), block_v=min(o.block_v, least[1])
-                )
+                given = {n: getattr(o, n) for n in widths if hasattr(o, n) and not row.fixed}
+                return replace(o, **{n: min(x, widths[n]) for n, x in given.items()})
     raise KeyError(kernel)
+
+
+def kernel_of(name: str) -> Any:
+    """Return the kernel that takes options of this name; importing it imports its stage."""
+    base = name.removesuffix("_maps").removesuffix("_overlapped")
+    # both variants of a scan share a file
+    file = "runs" if base == "join_runs" else base[:-4] if "scan" in base else base
+    return getattr(importlib.import_module(f"kda_ops.backends.triton.stages.{file}"), base)
+
+
+@lru_cache(None)
+def source_of(name: str) -> str:
+    """Return a hash of a kernel's source, and of that of the functions which it calls."""
+    kernel = kernel_of(name)
+    key = getattr(kernel, "cache_key", None)  # a kernel that is interpreted has none
+    return (key or hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest())[:16]
 
 
 def names(kernel: str, p: Problem) -> Iterator[str]:
@@ -347,9 +438,10 @@ def leaves_room(p: Problem) -> bool:
     They are independent. Both must fit on the device, and be long enough to repay the second
     stream.
     """
-    programs = (
-        p.N * p.HV * triton.cdiv(p.V, choose("scan_kda" if p.rank else "scan_gdn", p).block_v)
-    )
+    if FORCED.leaves_room is not None:
+        return FORCED.leaves_room
+    block_v = choose("scan_kda" if p.rank else "scan_gdn", p, Columns).block_v
+    programs = p.N * p.HV * triton.cdiv(p.V, block_v)
     return p.B * p.T >= 16384 * p.N and 2 * programs <= processors(p.q.device) and not run_length(p)
 
 
@@ -382,8 +474,8 @@ def ahead(p: Problem) -> int | None:
     ):
         return None
     chunks, multiprocessors = triton.cdiv(p.T, CHUNK), processors(p.q.device)
-    if FORCED_AHEAD is not None:
-        return FORCED_AHEAD if FORCED_AHEAD < chunks else None
+    if FORCED.ahead is not None:
+        return FORCED.ahead if FORCED.ahead < chunks else None
     idle = multiprocessors - p.HV
     if 8 * idle < multiprocessors or p.q.dtype is torch.float32 or not p.K == p.V == 128:
         return None
@@ -398,7 +490,7 @@ def ahead(p: Problem) -> int | None:
     elif anchored_rows(p) > 8:
         kind = "kda, bounded"
     else:
-        kind = "kda, gate inside" if p.activate_gate or single else "kda, decay given"
+        kind = "kda, gate inside" if p.gate.inside or single else "kda, decay given"
     slower = 1 + SLOWER * (p.HV / multiprocessors) ** 4 if p.rank else 1.0
     # chunks that `prepare` makes while the scan takes 1024 of them
     meanwhile = int(1024 * STEP / (p.HV * TILE[kind] * slower * multiprocessors / idle))
@@ -421,7 +513,7 @@ def run_length(p: Problem) -> int:
         return 0
     programs, multiprocessors = p.HV * triton.cdiv(p.V, 64), processors(p.q.device)
     length = 0 if not has_runs(p) else 32 if 6 * programs > multiprocessors else 16
-    length = length if FORCED_RUN is None else FORCED_RUN
+    length = length if FORCED.run is None else FORCED.run
     return length if p.T > length * CHUNK else 0
 
 
@@ -431,9 +523,13 @@ def pieces(p: Problem) -> int:
     return count_chunks(p, length * CHUNK) if length else p.N
 
 
-@lru_cache(None)
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device, 0 if it is no GPU."""
+    return _processors(device) if FORCED.processors is None else FORCED.processors
+
+
+@lru_cache(None)
+def _processors(device: torch.device) -> int:
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -455,40 +551,41 @@ def cache_file() -> Path:
 
 @lru_cache(None)
 def fingerprint(device: torch.device | None = None) -> str:
-    """Return what tuned options are valid for: the GPU, the version of Triton and these kernels.
+    """Return what all tuned options are valid for: the GPU, and the version of Triton.
 
     For tensors on no GPU it names the current one.
     """
-    sources = hashlib.sha256(
-        b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.rglob("*.py")))
-    ).hexdigest()[:16]
     on_gpu = device is not None and device.type == "cuda"
     name = (
         torch.cuda.get_device_name(device if on_gpu else None)
         if torch.cuda.is_available()
         else "none"
     )
-    return f"{name}|triton {triton.__version__}|{sources}"
+    return f"{name}|triton {triton.__version__}"
 
 
-def tuned(device: torch.device | None = None) -> dict[str, Options]:
+def tuned(device: torch.device | None = None) -> dict[str, Launch]:
     """Return the tuned rows by name: none without a file, or without an entry for this machine.
 
-    Unknown keys, and rows with values of a wrong type, are ignored.
+    A row counts only for the source of the kernel that it was measured with. Rows of unknown
+    kernels, unknown keys, and rows with values of a wrong type, are ignored.
     """
     return _tuned(fingerprint(device))
 
 
 @lru_cache(None)
-def _tuned(machine: str) -> dict[str, Options]:
+def _tuned(machine: str) -> dict[str, Launch]:
     rows = _entries(cache_file()).get(machine, {})
-    known, found = {f.name for f in fields(Options)}, {}
+    found: dict[str, Launch] = {}
     for name, given in rows.items() if isinstance(rows, dict) else ():
-        words = {k: v for k, v in given.items() if k in known} if isinstance(given, dict) else None
-        if words is not None and all(
-            type(v) is int or (k == "registers" and v is None) for k, v in words.items()
-        ):
-            found[name] = Options(**words)
+        kind = KERNELS.get(kernel := name.split(".")[0])
+        if kind is None or not isinstance(given, dict) or given.get("source") != source_of(kernel):
+            continue
+        words = {f.name: given[f.name] for f in fields(kind) if f.name in given}
+        if not all(type(v) is int or (k == "registers" and v is None) for k, v in words.items()):
+            continue
+        with suppress(TypeError):  # a size is missing
+            found[name] = kind(**words)
     return found
 
 
@@ -501,14 +598,15 @@ def _entries(path: Path) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def save(rows: dict[str, Options]) -> Path:
-    """Add rows to the cache file under this machine's fingerprint."""
+def save(rows: Mapping[str, Launch]) -> Path:
+    """Add rows to the cache file under this machine's fingerprint, with their kernels' sources."""
     path, machine = cache_file(), fingerprint()
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = _entries(path)
     mine = kept.get(machine)
     kept[machine] = (mine if isinstance(mine, dict) else {}) | {
-        name: asdict(options) for name, options in rows.items()
+        name: asdict(options) | {"source": source_of(name.split(".")[0])}
+        for name, options in rows.items()
     }
     path.write_text(json.dumps(kept, indent=1, sort_keys=True))
     forget()

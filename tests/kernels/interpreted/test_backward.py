@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from kda_ops import dispatch
-from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.fragment import as_vectors_on_host
 from kda_ops.backends.triton.device.gradient_loads import pair_masks
 from kda_ops.stages import GRADIENTS
@@ -79,15 +78,15 @@ def test_a_gradient_that_is_absent_is_zero(variant, do, dfinal, l2norm):
     ],
     ids=str,
 )
-def test_anchoring_where_the_decays_allow_it_changes_nothing_beyond_rounding(case, monkeypatch):
+def test_anchoring_where_the_decays_allow_it_changes_nothing_beyond_rounding(case, force):
     full = Stages.build(case).run("gradient", TRITON)
-    monkeypatch.setattr(tuning, "anchored", lambda p: True)
+    force(anchored=True)
     for name, x in Stages.build(case).run("gradient", TRITON).items():
         torch.testing.assert_close(x, full[name], rtol=0, atol=1e-5 * full[name].abs().max().item())
 
 
 @pytest.mark.parametrize("reach, level", ((1e3, 6), (3.0, 5), (1.9, 4), (1.2, 3), (0.5, 0)))
-def test_blocks_of_every_size_give_the_same(reach, level, monkeypatch):
+def test_blocks_of_every_size_give_the_same(reach, level, monkeypatch, force):
     """Rows of a chunk decay by 2^4.6, halves by 2^2.3, quarters by 2^1.2 or so: what may be
     anchored decides how the pairs are taken apart.
     """
@@ -103,7 +102,7 @@ def test_blocks_of_every_size_give_the_same(reach, level, monkeypatch):
             found.append(options["anchored"].item())
 
     module_launch = module.launch
-    monkeypatch.setattr(tuning, "anchored", lambda p: True)
+    force(anchored=True)
     monkeypatch.setattr("kda_ops.backends.triton.stages.gradient_decay.REACH", tl.constexpr(reach))
     monkeypatch.setattr(module, "launch", launch)
     for name, x in stages.run("gradient", TRITON).items():

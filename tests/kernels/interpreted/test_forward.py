@@ -14,7 +14,8 @@ from kda_ops.backends import activations
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.decay import ANCHOR_SHARE, check_anchor
 from kda_ops.backends.triton.device.tile import UnfinishedTile
-from kda_ops.problem import SAFE_BOUND, Problem
+from kda_ops.gates import SAFE_BOUND, gate_of
+from kda_ops.problem import Problem
 from tests.operators import test_pools
 from tests.support.calls import forward, run
 from tests.support.cases import EMPTY, GATES, KEYS, PACKED, STRIDES, Case, cases, followed, replace
@@ -70,13 +71,13 @@ def test_every_gate(variant, gate, dtype):
     ),
 )
 @pytest.mark.parametrize("K", (40, 130))
-def test_rows_that_share_an_anchor_change_nothing_beyond_rounding(K, rows, gate, monkeypatch):
+def test_rows_that_share_an_anchor_change_nothing_beyond_rounding(K, rows, gate, force):
     """Take the path of bf16 with operands in fp32, where rounding does not hide a lost pair."""
     case = replace(
         SMALL, gate=gate, safe_gate=gate == "strong", beta="sigmoid", l2norm=True, K=K, T=100
     )
     full = forward(case)
-    monkeypatch.setattr(tuning, "anchored_rows", lambda p: rows)
+    force(anchored_rows=rows)
     forget_plans()
     # Half of the 32 rows of a prefix sum lie at FLOOR: each of its decays is rounded by that much.
     limit = 16 * -tuning.FLOOR * 2**-24 if gate == "blocks" else 1e-5
@@ -87,11 +88,11 @@ def test_rows_that_share_an_anchor_change_nothing_beyond_rounding(K, rows, gate,
 
 @pytest.mark.bits
 @pytest.mark.parametrize("rows", (1, 8, 32))
-def test_a_row_of_a_chunk_has_the_same_bits_whatever_comes_later(rows, monkeypatch):
+def test_a_row_of_a_chunk_has_the_same_bits_whatever_comes_later(rows, force):
     case = replace(
         SMALL, gate="bounded" if rows == 32 else "weak", beta="sigmoid", l2norm=True, T=64
     )
-    monkeypatch.setattr(tuning, "anchored_rows", lambda p: rows)
+    force(anchored_rows=rows)
     tiles = []
     for later in (0, 5, 6, 7, 47):
         given = case.inputs()
@@ -110,10 +111,10 @@ def test_a_row_of_a_chunk_has_the_same_bits_whatever_comes_later(rows, monkeypat
 
 
 @pytest.mark.parametrize("rows", (1, 8, 32))
-def test_long_keys_with_a_small_beta_leave_numbers(rows, monkeypatch):
+def test_long_keys_with_a_small_beta_leave_numbers(rows, force):
     """Whatever has no norm inside: |k| is 200 here, and beta what the delta rule is stable with."""
     case = replace(SMALL, gate="bounded" if rows == 32 else "zero", keys="repeated", beta="given")
-    monkeypatch.setattr(tuning, "anchored_rows", lambda p: rows)
+    force(anchored_rows=rows)
     given = case.inputs()
     given["k"] *= 200 / given["k"].norm(dim=-1, keepdim=True)
     given["beta"] *= 200**-2
@@ -264,7 +265,7 @@ def test_rows_that_share_an_anchor_are_kept_likewise():
     ids=str,
 )
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypatch):
+def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypatch, force):
     """Whether a scan finds them in time or another one goes on where it stopped; and only where one
     sequence starts from a state of its own, and is long enough.
     """
@@ -273,7 +274,7 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypa
     call = forward if case.dtype is torch.float32 else run
     whole = call(case)
     for ahead in (1, (case.T - 1) // 64):
-        monkeypatch.setattr(tuning, "FORCED_AHEAD", ahead)
+        force(ahead=ahead)
         assert_all_identical(whole, call(case))
         for other in (
             case,
@@ -304,11 +305,11 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypa
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_pool_keeps_the_state_that_a_scan_has_to_start_from_again(variant, monkeypatch):
+def test_a_pool_keeps_the_state_that_a_scan_has_to_start_from_again(variant, force):
     """Where a scan that follows `prepare` has missed a tile, nothing is written to the slot that it
     also began with.
     """
-    monkeypatch.setattr(tuning, "FORCED_AHEAD", 1)
+    force(ahead=1)
     case = Case(variant=variant, B=1, T=150, state=False, final=False, dtype=torch.float32)
     test_pools.test_a_call_on_a_pool_is_the_functional_call_on_its_slots.hypothesis.inner_test(
         pool=Pool(case, "chunk_", False, ())
@@ -316,13 +317,13 @@ def test_a_pool_keeps_the_state_that_a_scan_has_to_start_from_again(variant, mon
 
 
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_the_cuts_for_gpus_before_hopper_are_right(variant, monkeypatch):
+def test_the_cuts_for_gpus_before_hopper_are_right(variant, force):
     case = replace(SMALL, variant=variant, dtype=torch.float16, K=64, V=70, T=130, HV=2)
     options = {
         n: tuning.table(n, Problem.parse(case.rank, *case.inputs().values(), **case.flags()))
         for n in ("scan_kda", "gradient_gdn")
     }
-    monkeypatch.setattr(tuning, "ASSUMED", 8)
+    force(architecture=8)
     now = {
         n: tuning.table(n, Problem.parse(case.rank, *case.inputs().values(), **case.flags()))
         for n in options
@@ -338,7 +339,7 @@ def test_gate_alone(rank, lower_bound, dtype):
     """Of so many tokens that several programs share the sums of the parameters' gradients, which
     are rounded once.
     """
-    gen = torch.Generator().manual_seed(rank)
+    gen, which = torch.Generator().manual_seed(rank), gate_of(True, lower_bound)
     shape = (2, 700, 2, 20) if rank else (2, 17000, 2)
     g, A_log, dt_bias = (
         x.to(dtype)
@@ -355,14 +356,14 @@ def test_gate_alone(rank, lower_bound, dtype):
     dt_bias = dt_bias.mT.contiguous().mT if rank else dt_bias
     wide = [x.double() for x in (g, A_log, dt_bias)]
     torch.testing.assert_close(
-        TRITON.gate(g, A_log, dt_bias, lower_bound, rank).double(),
-        activations.gate(*wide, lower_bound, rank),
+        TRITON.gate(g, A_log, dt_bias, which, rank).double(),
+        activations.gate(*wide, which, rank),
         rtol=1e-5,
         atol=1e-5,
     )
     got, want = (
-        TRITON.gate_backward(dy, g, A_log, dt_bias, lower_bound, rank),
-        activations.gate_backward(dy.double(), *wide, lower_bound, rank),
+        TRITON.gate_backward(dy, g, A_log, dt_bias, which, rank),
+        activations.gate_backward(dy.double(), *wide, which, rank),
     )
     for x, y in zip(got, want):
         assert x.dtype is dtype
@@ -410,7 +411,7 @@ def test_a_promise_without_a_bound_promises_nothing(monkeypatch):
     decays go far below what an anchor holds.
     """
     monkeypatch.setattr(
-        tuning, "centred", lambda p: p.gate_bound is not None and p.gate_bound >= SAFE_BOUND
+        tuning, "centred", lambda p: p.gate.bound is not None and p.gate.bound >= SAFE_BOUND
     )
     case = replace(SMALL, gate="softplus", beta="sigmoid", l2norm=True)
     inputs = case.inputs()

@@ -3,12 +3,13 @@ twice.
 """
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kda_ops.backends.triton import BACKEND, tuning
+from kda_ops.problem import Problem
 from kda_ops.tools import tune
 
 CALL = dict(K=16, V=16, dtype="fp32", gate="softplus", B=1, T=64, H=1, device="cpu")
@@ -27,7 +28,8 @@ def test_what_is_wrong_fails_or_varies_gets_no_time(rank, kernel, monkeypatch, c
     right_scan = BACKEND.scan
 
     def scan(p, tile, o, final_state, keep):
-        warps = tuning.choose(kernel, p).warps
+        assert tuning.choose(other, p, tuning.Launch).warps == (8 if tuning.FORCED.options else 4)
+        warps = tuning.choose(kernel, p, tuning.Launch).warps
         if warps == 32:
             raise RuntimeError
         trace = right_scan(p, tile, o, final_state, keep)
@@ -47,7 +49,8 @@ def test_what_is_wrong_fails_or_varies_gets_no_time(rank, kernel, monkeypatch, c
     monkeypatch.setattr(
         tune, "median_ms", lambda call, device: timed.append(device) or call() and 3.0
     )
-    chosen = {"a row of another kernel": asdict(tuning.Options(16))}
+    other = {1: "scan_kda", 0: "prepare_gdn"}[rank]
+    chosen = {other: {"warps": 8} | ({"block_v": 16} if rank else {})}
     tune.measure(kernel, CALL | {"rank": rank}, chosen, [4])
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     tried, found = said[::2], said[1::2]
@@ -64,11 +67,33 @@ def test_what_is_wrong_fails_or_varies_gets_no_time(rank, kernel, monkeypatch, c
         "RuntimeError",
         None,
     ]
-    assert tuning.tuned()["a row of another kernel"] == tuning.Options(16)
+    assert not tuning.FORCED.options
 
 
-def test_the_table_stands_first_among_the_options():
-    for rank, kernel in ((1, "prepare_kda"), (1, "scan_kda"), (0, "prepare_gdn"), (0, "scan_gdn")):
-        p = tune.Check(rank, 16, 16, torch.float32, "bound", "cpu").p
-        found = tune._options(kernel, p)
-        assert found[0] == tuning.table(kernel, p) and len(set(found)) == len(found) > 4
+@pytest.mark.parametrize("rank, kernel", [(r, k) for r in tune.TUNED for k in tune.TUNED[r]])
+def test_the_table_stands_first_among_options_that_differ(rank, kernel):
+    p = Problem.parse(rank, **tune.inputs(rank, 1, 64, 1, 16, 16, torch.float32, "bound", "cpu"))
+    found = tune._options(kernel, p)
+    assert found[0] == tuning.table(kernel, p) and len(set(found)) == len(found) > 3
+    assert all(type(x) is tuning.KERNELS[kernel] for x in found)
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_gradients_of_the_table_pass_and_wrong_ones_do_not(rank, monkeypatch):
+    check = tune.Check(tune.TUNED[rank][-1], rank, 16, 16, torch.float32, "bound", "cpu")
+    assert len(check.want) == 5 and check.passes()
+    right = BACKEND.gradient
+
+    def wrong(*args):
+        found = right(*args)
+        found.beta.mul_(1.01)
+        return found
+
+    monkeypatch.setattr(BACKEND, "gradient", wrong)
+    assert not check.passes()
+
+
+@pytest.mark.quick
+def test_every_kernel_of_the_table_is_tuned_or_named():
+    tuned = [k for kernels in tune.TUNED.values() for k in kernels]
+    assert sorted((*tuned, *tune.UNTUNED)) == sorted(tuning.KERNELS)

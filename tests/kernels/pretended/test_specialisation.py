@@ -1,7 +1,5 @@
 """Whenever a call finds a plan, Triton itself would launch the kernels that the plan launches."""
 
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -105,7 +103,7 @@ def test_a_plan_of_the_walk_is_used_for_calls_that_compile_to_it(data, launches)
     BACKEND.forget()
     fields = pretended_calls.MODEL | dict(K=128, V=128)
     model = pretended_calls.Model(kind=chunk.Backward, rank=0, kept=False, **fields)
-    with mock.patch.object(tuning, "FORCED_WALK", True):
+    with tuning.force(walk=True):
         used = [check(BACKEND, model, n, launches) for n in data.draw(pretended_calls.sequences())]
     assert not used[0]
 
@@ -118,7 +116,7 @@ def test_a_plan_of_training_that_walks_is_used_for_calls_that_compile_to_it(kind
     packed, kept = data.draw(st.booleans()), data.draw(st.booleans())
     fields = pretended_calls.MODEL | dict(packed=packed, kept=kept)
     model = pretended_calls.Model(kind=kind, rank=1, **fields)
-    with mock.patch.object(tuning, "FORCED_WALK", True):
+    with tuning.force(walk=True):
         used = [check(BACKEND, model, n, launches) for n in data.draw(pretended_calls.sequences())]
     assert not used[0]
     names = {x.made.kernel.fn.__name__ for x in launches}

@@ -39,11 +39,7 @@ def call_key(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) ->
     if found is None:
         return None
     numbers, static, args = found
-    forced = (
-        *(tuning.FORCED_RUN, tuning.FORCED_AHEAD),
-        *(tuning.FORCED_WALK, tuning.FORCED_SHARES),
-    )
-    key: list[Any] = [kind, rank, static, *flags.items(), *forced]
+    key: list[Any] = [kind, rank, static, *flags.items(), tuning.FORCED]
     pointers = []
     for i, x in enumerate(args):
         if x is None:

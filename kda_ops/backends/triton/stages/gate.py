@@ -9,6 +9,7 @@ from kda_ops.backends.triton.device.gate import load_rate, sigmoid, softplus, to
 from kda_ops.backends.triton.device.operands import GateWeights, Strided
 from kda_ops.backends.triton.device.tile import dense
 from kda_ops.backends.triton.plans.launch import launch, new, strides_of, total
+from kda_ops.gates import Gate
 
 
 @triton.jit(do_not_specialize=["T", "n_tokens", "lower_bound"])
@@ -125,10 +126,9 @@ def _strides(x: Tensor, rank: int) -> tuple[int, ...]:
     return s if rank else (*s, 1)
 
 
-def gate(
-    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, rank: int
-) -> Tensor:
+def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, rank: int) -> Tensor:
     """Return the log decay from raw logits, in float32; see `kda_ops.stages.Backend.gate`."""
+    lower_bound = which.bound
     y = new(g, "y", g.shape, torch.float32)
     B, T, HV, K = _sizes(g, rank)
     block = max(1, triton.next_power_of_2(K))
@@ -154,14 +154,10 @@ def gate(
 
 
 def gate_backward(
-    dy: Tensor,
-    g: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    rank: int,
+    dy: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, rank: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of g, A_log, dt_bias; see `kda_ops.stages.Backend.gate_backward`."""
+    lower_bound = which.bound
     dx = new(g, "dg", g.shape)
     B, T, HV, K = _sizes(g, rank)
     block = max(1, triton.next_power_of_2(K))

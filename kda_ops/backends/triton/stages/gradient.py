@@ -81,7 +81,11 @@ def _gradient_gdn(
     p: Problem, tile: Tile, trace: Trace, do: Tensor | None, reverse: Reverse, need: frozenset[str]
 ) -> Gradients:
     """Return all gradients of GDN but those of v and the initial state, from one kernel."""
-    q, options, exact = p.q, tuning.choose("gradient_gdn", p), p.q.dtype is torch.float32
+    q, options, exact = (
+        p.q,
+        tuning.choose("gradient_gdn", p, tuning.Blocks),
+        p.q.dtype is torch.float32,
+    )
     group, dq, dk, dq_sum, dk_sum = p.HV // p.H if p.H else 1, None, None, None, None
     if need & {"q", "k"}:
         dq, dk = (new(q, name, q.shape) for name in ("dq", "dk"))
@@ -133,7 +137,7 @@ def _gradient_kda(
     then what reads K, then sums over rows and heads.
     """
     q, NT, gather = p.q, visited_chunks(p), p.HV > p.H
-    slices = triton.cdiv(p.K, tuning.choose("gradient_keys", p).block_k)
+    slices = triton.cdiv(p.K, tuning.choose("gradient_keys", p, tuning.Blocks).block_k)
     dq = dk = dbeta = parts = None
     if need & {"q", "k"}:
         shape, dtype = (p.B, p.T, p.HV, p.K), torch.float32 if gather else q.dtype
@@ -188,7 +192,7 @@ def _launch_pairs(
     dots: Dots,
 ) -> None:
     """Launch `gradient_pairs`: all that needs no K, but v, do, o, v_new and z."""
-    options, exact = tuning.choose("gradient_pairs", p), p.q.dtype is torch.float32
+    options, exact = tuning.choose("gradient_pairs", p, tuning.Columns), p.q.dtype is torch.float32
     launch(
         gradient_pairs,
         _programs(p),
@@ -207,7 +211,7 @@ def _launch_pairs(
         TILED=reads_z(p),
         SIGMOID=p.sigmoid_beta,
         NEG_EIGVAL=p.neg_eigval,
-        **_blocks(options, exact, keys=False),
+        **_blocks(options, exact),
     )
 
 
@@ -223,7 +227,7 @@ def _launch_keys(
     grads: KeyGradients,
 ) -> None:
     """Launch `gradient_keys`, which writes the gradients of q and k, and dG in place of G."""
-    options, exact = tuning.choose("gradient_keys", p), p.q.dtype is torch.float32
+    options, exact = tuning.choose("gradient_keys", p, tuning.Blocks), p.q.dtype is torch.float32
     launch(
         gradient_keys,
         _programs(p) * triton.cdiv(p.K, options.block_k),
@@ -309,9 +313,9 @@ def _numbers(p: Problem, *names: str) -> dict[str, Any]:
     return {name: getattr(p, name) for name in names}
 
 
-def _blocks(options: tuning.Options, exact: bool, keys: bool = True) -> dict[str, Any]:
+def _blocks(options: tuning.Columns, exact: bool) -> dict[str, Any]:
     """Return how a kernel is cut, and the precision of its products."""
-    cut = {"BK": options.block_k} if keys else {}
+    cut = {"BK": options.block_k} if isinstance(options, tuning.Blocks) else {}
     cut |= {"BV": options.block_v, "num_stages": options.stages}
     return cut | {"PREC": "tf32x3" if exact else "tf32"} | options.launch
 

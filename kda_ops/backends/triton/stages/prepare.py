@@ -57,7 +57,7 @@ def prepare(
     # Strides of beta and g depend on T. Inside a tuple Triton would specialise them, and compile
     # again for some T (docs/kernels/hazards.md, "Specialised tuples").
     beta_b, beta_t, beta_h = columns_of(beta)
-    options = tuning.choose(kernel.__name__, p)
+    options = tuning.choose(kernel.__name__, p, tuning.Rows if p.rank else tuning.Launch)
     common = dict(
         q=strided(q),
         k=strided(fit(p.k)),
@@ -80,8 +80,9 @@ def prepare(
         **options.launch,
     )
     if p.rank:
+        assert isinstance(options, tuning.Rows)
         share = tuning.anchored_rows(p)
-        bound = p.gate_bound if share == 32 else tuning.FLOOR
+        bound = p.gate.bound if share == 32 else tuning.FLOOR
         own = dict(
             g=strided(g),
             kept=kept,

@@ -278,7 +278,7 @@ def reverse_scan(
             H=p.H,
         )
 
-    def carry(options: tuning.Options, ends: ReverseEnds) -> None:
+    def carry(options: tuning.Columns, ends: ReverseEnds) -> None:
         mapped = ends.maps.pointer is not None
         launch(
             reverse_scan_kda if p.rank else reverse_scan_gdn,
@@ -312,7 +312,9 @@ def reverse_scan(
     if runs.length:
         none = strided(None)
         maps = ends._replace(dstates=None, z=None, dv=none, dinitial=none)
-        carry(tuning.choose(name + "_maps", p), maps._replace(maps=strided(runs.maps)))
+        carry(
+            tuning.choose(name + "_maps", p, tuning.Columns), maps._replace(maps=strided(runs.maps))
+        )
         ends = ends._replace(dfinal=strided(runs.join(back=True)))
-    carry(tuning.choose(name, p), ends)
+    carry(tuning.choose(name, p, tuning.Columns), ends)
     return Reverse(dstates, z, dv, dinitial)

@@ -238,7 +238,7 @@ class Runs:
     def join(self, back: bool) -> Tensor:
         """Turn maps into states: return [runs, HV, K, V], the state that each run starts from."""
         assert self.maps is not None  # sequences are cut
-        p, options = self.p, tuning.choose("join_runs", self.p)
+        p, options = self.p, tuning.choose("join_runs", self.p, tuning.Columns)
         slices = (p.V + options.block_v - 1) // options.block_v
         launch(
             join_runs,
@@ -251,7 +251,7 @@ class Runs:
             HV=p.HV,
             K=p.K,
             V=p.V,
-            BK=options.block_k,
+            BK=tuning.power(p.K),
             BV=options.block_v,
             RUN=self.length,
             BACK=back,

@@ -470,7 +470,7 @@ def scan(
         )
 
     def carry(
-        options: tuning.Options, ends: Ends, progress: Progress = _ALONE, until: int = 0
+        options: tuning.Columns, ends: Ends, progress: Progress = _ALONE, until: int = 0
     ) -> None:
         mapped = ends.maps.pointer is not None
         launch(
@@ -485,7 +485,7 @@ def scan(
             T=p.T,
             progress=progress,
             until=until,
-            patience=tuning.PATIENCE,
+            patience=tuning.patience(),
             HV=p.HV,
             every=1 if ends.into.pointer is None else p.snapshot_every,
             columns=0 if ends.into.pointer is None else ends.into.pointer.shape[1],
@@ -513,15 +513,17 @@ def scan(
     if runs.length:
         none = strided(None)
         maps = ends._replace(o=none, final=none, into=none, states=None, v_new=None)
-        carry(tuning.choose(name + "_maps", p), maps._replace(maps=strided(runs.maps)))
+        carry(
+            tuning.choose(name + "_maps", p, tuning.Columns), maps._replace(maps=strided(runs.maps))
+        )
         ends = ends._replace(initial=strided(runs.join(back=False)))
     if isinstance(tile, UnfinishedTile):
-        options = tuning.choose(name + "_overlapped", p)
+        options = tuning.choose(name + "_overlapped", p, tuning.Columns)
         with overlap_streams(device, early=True) as on_side_stream:
             carry(options, ends, Progress(tile.ready, tile.missed), tile.until)
             with on_side_stream:
                 tile.rest()
         carry(options, ends, Progress(None, tile.missed))
     else:
-        carry(tuning.choose(name, p), ends)
+        carry(tuning.choose(name, p, tuning.Columns), ends)
     return trace

@@ -71,7 +71,7 @@ def registers(p: Problem) -> int:
     With 144, ptxas serialises all products of the kernel. Norm and gate need more in `prepare`
     (docs/kernels/hazards.md, "Serialised products").
     """
-    return 152 if p.l2norm or p.activate_gate else 160
+    return 152 if p.l2norm or p.gate.inside else 160
 
 
 def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = None) -> None:

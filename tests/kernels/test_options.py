@@ -1,0 +1,90 @@
+"""Every option of the table changes how its kernel is launched, and no other kernel."""
+
+import importlib
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.calls import Call
+from kda_ops.backends.triton import tuning
+
+SCANS = ("prepare", "scan", "reverse_scan", "runs", "gradient")
+CALLS = {
+    "prepare_kda": Call(),
+    "prepare_gdn": Call(rank=0),
+    "scan_kda": Call(),
+    "scan_gdn": Call(rank=0),
+    "scan_kda_overlapped": Call(ahead=1),
+    "scan_gdn_overlapped": Call(rank=0, ahead=1),
+    "reverse_scan_kda": Call(keep=True),
+    "reverse_scan_gdn": Call(rank=0, keep=True),
+    "scan_kda_maps": Call(run=16),
+    "scan_gdn_maps": Call(rank=0, run=16),
+    "reverse_scan_kda_maps": Call(keep=True, run=16),
+    "reverse_scan_gdn_maps": Call(rank=0, keep=True, run=16),
+    "gradient_gdn": Call(rank=0, keep=True),
+    "gradient_pairs": Call(keep=True),
+    "gradient_keys": Call(keep=True),
+    "join_runs": Call(run=16),
+}
+
+
+def launches(kernel, options, monkeypatch):
+    """Return the launches of a call by kernel: programs, numbers, flags and Triton's options."""
+    found: dict[str, list] = {}
+
+    def note(kernel, programs, device, *args, **given):
+        plain = {n: x for n, x in given.items() if isinstance(x, (int, float, str, type(None)))}
+        found.setdefault(kernel.fn.__name__, []).append((programs, plain))
+
+    for stage in SCANS:
+        module = importlib.import_module(f"kda_ops.backends.triton.stages.{stage}")
+        monkeypatch.setattr(module, "launch", note)
+    with tuning.force(options=options):
+        CALLS[kernel].compile()
+    return found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kernel, option", [
+    (kernel, f.name) for kernel, kind in tuning.KERNELS.items() for f in fields(kind)
+])  # fmt: skip
+def test_every_option_acts(kernel, option, monkeypatch):
+    with tuning.force(run=CALLS[kernel].run, processors=0):
+        base = tuning.table(kernel, CALLS[kernel].problem())
+    before = launches(kernel, {kernel: base}, monkeypatch)
+    other = replace(base, **{option: 2 * (getattr(base, option) or 64)})
+    after = launches(kernel, {kernel: other}, monkeypatch)
+    name = tuning.kernel_of(kernel).fn.__name__
+    assert before.keys() == after.keys() and before[name] != after[name]
+    assert not {n for n in before if before[n] != after[n]} - {name}
+
+
+@pytest.mark.quick
+def test_a_kernel_has_calls_and_rows_and_no_option_of_another():
+    assert CALLS.keys() == tuning.KERNELS.keys()
+    for kernel, kind in tuning.KERNELS.items():
+        with tuning.force(run=CALLS[kernel].run, processors=0):
+            for dtype in (torch.float32, torch.bfloat16):
+                p = replace(CALLS[kernel], dtype=dtype).problem()
+                assert type(tuning.table(kernel, p)) is kind, kernel
+
+
+@pytest.mark.quick
+def test_rules_return_after_force_even_if_it_raises():
+    before = tuning.FORCED
+    with pytest.raises(RuntimeError), tuning.force(processors=5):
+        with tuning.force(run=3):
+            assert tuning.processors(torch.device("meta")) == 5 and tuning.FORCED.run == 3
+        assert tuning.FORCED.run is None
+        raise RuntimeError
+    assert tuning.FORCED is before
+
+
+@pytest.mark.quick
+def test_an_unknown_rule_is_an_error():
+    with pytest.raises(TypeError, match="no_such_rule"), tuning.force(no_such_rule=1):
+        pass
