@@ -152,10 +152,8 @@ def test_reduce_overhead_replays_a_training_step(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_max_autotune_trains(variant):
     torch.manual_seed(0)
-    x, weight = (
-        torch.randn(2, 130, 64, device=DEVICE),
-        torch.randn(64, 4 * 64, device=DEVICE, requires_grad=True),
-    )
+    x = torch.randn(2, 130, 64, device=DEVICE)
+    weight = torch.randn(64, 4 * 64, device=DEVICE, requires_grad=True)
 
     def loss(x, weight):
         q, k, v, g = (x @ weight).unflatten(-1, (4, 2, 32)).unbind(2)
@@ -207,11 +205,9 @@ def test_a_checkpoint_policy_spares_the_second_forward_of_attention(compiled):
 def test_plain_pytorch_folds_into_the_flags():
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(2, 130, 2, 64, device=DEVICE) for _ in range(4))
-    beta, A_log, dt_bias = (
-        torch.randn(2, 130, 2, device=DEVICE),
-        torch.randn(2, device=DEVICE),
-        torch.randn(2, 64, device=DEVICE),
-    )
+    beta = torch.randn(2, 130, 2, device=DEVICE)
+    A_log = torch.randn(2, device=DEVICE)
+    dt_bias = torch.randn(2, 64, device=DEVICE)
     x = {
         n: t.requires_grad_()
         for n, t in dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias).items()

@@ -67,12 +67,10 @@ def test_prepare(case):
 def test_scan(case):
     p, reference = parse(case), Reference()
     tile = reference.prepare(p)
-    want_o, want_state, o, state = (
-        p.new_output(),
-        p.new_final_state(),
-        p.new_output(),
-        p.new_final_state(),
-    )
+    want_o = p.new_output()
+    want_state = p.new_final_state()
+    o = p.new_output()
+    state = p.new_final_state()
     want = reference.scan(p, tile, want_o, want_state, keep=True)
     same_fields(native.scan(p, tile, o, state, keep=True), want)
     close(o, want_o, "o")

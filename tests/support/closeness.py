@@ -59,10 +59,8 @@ def excess(x: Tensor, ref: Tensor, *twins: Tensor) -> dict[str, float]:
     band = torch.finfo(x.dtype).eps * _maximum(ref)
     out = {}
     for name, norm in NORMS.items():
-        error, budget = (
-            norm(x.double() - ref),
-            2.0 * (max(norm(twin.double() - ref) for twin in twins) + band),
-        )
+        error = norm(x.double() - ref)
+        budget = 2.0 * (max(norm(twin.double() - ref) for twin in twins) + band)
         out[name] = 0.0 if error == 0.0 else error / budget if budget else float("inf")
     return out
 

@@ -22,10 +22,8 @@ def test_an_engine_without_slots_or_budget_is_refused(nothing):
 @pytest.mark.quick
 def test_slots_are_reused_and_given_back():
     torch.manual_seed(0)
-    engine, requests = (
-        Engine(Model(hidden=32).requires_grad_(False), 2),
-        make_requests(5, 256, seed=1),
-    )
+    engine = Engine(Model(hidden=32).requires_grad_(False), 2)
+    requests = make_requests(5, 256, seed=1)
     engine.run(requests)
     assert sorted(engine.free) == [0, 1] and not engine.active
     assert all(request.finished and 0 <= request.slot < 2 for request in requests)

@@ -91,10 +91,8 @@ def test_blocks_of_every_size_give_the_same(reach, level, monkeypatch):
     """Rows of a chunk decay by 2^4.6, halves by 2^2.3, quarters by 2^1.2 or so: what may be
     anchored decides how the pairs are taken apart.
     """
-    stages, module = (
-        Stages.build(Case(T=64, H=1, HV=1)),
-        importlib.import_module("kda_ops.backends.triton.stages.gradient"),
-    )
+    stages = Stages.build(Case(T=64, H=1, HV=1))
+    module = importlib.import_module("kda_ops.backends.triton.stages.gradient")
     full, found = stages.run("gradient", TRITON), []
 
     def launch(kernel, programs, device, *args, **options):
@@ -124,10 +122,8 @@ def test_vectors_lie_as_the_kernels_take_them():
 @pytest.mark.parametrize("need", ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"))
 def test_a_gradient_does_not_depend_on_which_others_are_needed(variant, need):
     stages = Stages.build(Case(variant=variant, T=37, gate="softplus", dtype=HALF, l2norm=True))
-    alone, full = (
-        stages.run("gradient", TRITON, need=frozenset((need,))),
-        stages.run("gradient", TRITON),
-    )
+    alone = stages.run("gradient", TRITON, need=frozenset((need,)))
+    full = stages.run("gradient", TRITON)
     assert alone.keys() == {"d" + need}
     assert_identical(alone["d" + need], full["d" + need], need)
 
@@ -268,10 +264,8 @@ def test_a_gradient_of_any_stride_gives_the_same_bits(variant):
     inputs = case.inputs()
     do = torch.full((), 0.5, dtype=HALF).expand(1, 70, case.HV, case.V)
     dfinal = case.cotangents()[1]
-    a, b = (
-        run(case, inputs=inputs, cotangents=(do, dfinal)),
-        run(case, inputs=inputs, cotangents=(do.contiguous(), dfinal.mT.contiguous().mT)),
-    )
+    a = run(case, inputs=inputs, cotangents=(do, dfinal))
+    b = run(case, inputs=inputs, cotangents=(do.contiguous(), dfinal.mT.contiguous().mT))
     for name in a:
         assert_identical(a[name], b[name], name)
 

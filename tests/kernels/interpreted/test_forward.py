@@ -348,10 +348,8 @@ def test_gate_alone(rank, lower_bound, dtype):
             torch.randn(shape[2:], generator=gen),
         )
     )
-    g, dy = (
-        g.transpose(1, 2).contiguous().transpose(1, 2),
-        torch.randn((*shape, 2), generator=gen)[..., 0],
-    )
+    g = g.transpose(1, 2).contiguous().transpose(1, 2)
+    dy = torch.randn((*shape, 2), generator=gen)[..., 0]
     dt_bias = dt_bias.mT.contiguous().mT if rank else dt_bias
     wide = [x.double() for x in (g, A_log, dt_bias)]
     torch.testing.assert_close(
@@ -360,10 +358,8 @@ def test_gate_alone(rank, lower_bound, dtype):
         rtol=1e-5,
         atol=1e-5,
     )
-    got, want = (
-        TRITON.gate_backward(dy, g, A_log, dt_bias, lower_bound, rank),
-        activations.gate_backward(dy.double(), *wide, lower_bound, rank),
-    )
+    got = TRITON.gate_backward(dy, g, A_log, dt_bias, lower_bound, rank)
+    want = activations.gate_backward(dy.double(), *wide, lower_bound, rank)
     for x, y in zip(got, want):
         assert x.dtype is dtype
         torch.testing.assert_close(
