@@ -8,9 +8,7 @@ import torch
 from tests.support import calls, closeness, pools, steps
 from tests.support.needs import skip_files
 from tests.support.suite import Reasons
-from tests.support.target import Target
-
-GPU = Target(torch.device("cuda"), (torch.bfloat16, torch.float16, torch.float32), slow=False)
+from tests.support.target import GPU
 
 if not torch.cuda.is_available():
     pytest_pycollect_makemodule = skip_files("needs a GPU")
@@ -31,11 +29,3 @@ def on_the_gpu():
     yield
     for patch in patches:
         patch.stop()
-
-
-@pytest.fixture
-def poisoned_scratch():
-    """Fill what torch.empty gives with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
