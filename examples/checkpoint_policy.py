@@ -48,19 +48,13 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.qkvg_proj, self.b_proj = (
-            nn.Linear(hidden, 4 * hidden, bias=False),
-            nn.Linear(hidden, heads, bias=False),
-        )
+        self.qkvg_proj = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.b_proj = nn.Linear(hidden, heads, bias=False)
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
-        self.up_proj, self.down_proj = (
-            nn.Linear(hidden, 4 * hidden, bias=False),
-            nn.Linear(4 * hidden, hidden, bias=False),
-        )
-        self.A_log, self.dt_bias = (
-            nn.Parameter(torch.zeros(heads)),
-            nn.Parameter(torch.zeros(hidden)),
-        )
+        self.up_proj = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down_proj = nn.Linear(4 * hidden, hidden, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(heads))
+        self.dt_bias = nn.Parameter(torch.zeros(hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x ``[B, T, hidden]`` to the same shape."""

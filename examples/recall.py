@@ -85,10 +85,8 @@ def main(argv: list[str] | None = None) -> float:
         )
     begin = time.perf_counter()
     torch.manual_seed(args.seed)
-    training, testing = (
-        torch.Generator().manual_seed(args.seed),
-        torch.Generator().manual_seed(args.seed + 1),
-    )
+    training = torch.Generator().manual_seed(args.seed)
+    testing = torch.Generator().manual_seed(args.seed + 1)
     model = RecallModel(args.hidden).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(

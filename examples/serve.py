@@ -75,10 +75,8 @@ class Layer(nn.Module):
         self.qkvg_proj = nn.Linear(hidden, 4 * heads * width, bias=False)
         self.b_proj = nn.Linear(hidden, heads, bias=False)
         self.o_proj = nn.Linear(heads * width, hidden, bias=False)
-        self.up_proj, self.down_proj = (
-            nn.Linear(hidden, 4 * hidden, bias=False),
-            nn.Linear(2 * hidden, hidden, bias=False),
-        )
+        self.up_proj = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.A_log = nn.Parameter(torch.linspace(-3, 0, heads))
         self.dt_bias = nn.Parameter(torch.zeros(heads, width))
 
@@ -232,10 +230,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     requests = make_requests(args.requests, 256, args.seed)
     engine, start = Engine(model, args.slots, args.budget), time.perf_counter()
     engine.run(requests)
-    seconds, produced = (
-        time.perf_counter() - start,
-        sum(len(request.output) for request in requests),
-    )
+    seconds = time.perf_counter() - start
+    produced = sum(len(request.output) for request in requests)
     print(
         f"{len(requests)} requests on {args.slots} slots: {engine.steps} steps, {engine.mixed} "
         "mixed prefill and decode"

@@ -97,9 +97,9 @@ class Block(nn.Module):
     def __init__(self, mixer: nn.Module, hidden: int):
         super().__init__()
         self.mixer_norm, self.mixer = nn.RMSNorm(hidden), mixer
-        self.mlp_norm, self.mlp = (
-            nn.RMSNorm(hidden),
-            nn.Sequential(nn.Linear(hidden, 3 * hidden), nn.GELU(), nn.Linear(3 * hidden, hidden)),
+        self.mlp_norm = nn.RMSNorm(hidden)
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden, 3 * hidden), nn.GELU(), nn.Linear(3 * hidden, hidden)
         )
 
     def forward(self, x: Tensor, cache=None) -> Tensor:

@@ -96,6 +96,14 @@ def force():
         yield lambda **rules: stack.enter_context(tuning.force(**rules))
 
 
+@pytest.fixture
+def poisoned_scratch():
+    """Fill what torch.empty gives with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Yield the processes of a gloo group; the first request starts them."""

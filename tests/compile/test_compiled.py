@@ -218,11 +218,9 @@ def test_a_wrong_call_is_refused_while_compiling(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_inductor_writes_a_pool_in_place_without_copying_it(variant, op):
     pool = Pool(Case(variant, B=2, T=3, K=13, V=17, state=False, final=False), op)
-    x, indices, state = (
-        pool.case.inputs(TARGET.device),
-        pool.indices()[0].to(TARGET.device),
-        pool.state(),
-    )
+    x = pool.case.inputs(TARGET.device)
+    indices = pool.indices()[0].to(TARGET.device)
+    state = pool.state()
 
     def two_steps(q, k, v, g, beta, state, indices):
         o = functional(variant, op)(q * 1.5, k, v, g, beta, state, indices)

@@ -400,10 +400,10 @@ class Another(FoldPreprocessing):
 
 def test_the_cache_key_includes_the_pass(fresh):
     """A second compilation hits the cache; one with another pass, or none, misses."""
-    f, x = (
-        lambda q, k, v, g, beta, *_: kda_ops.chunk_kda(q, k, v, None, torch.sigmoid(beta))[0],
-        inputs(grad=False),
-    )
+    x = inputs(grad=False)
+
+    def f(q, k, v, g, beta, *_):
+        return kda_ops.chunk_kda(q, k, v, None, torch.sigmoid(beta))[0]
 
     def compile_again(**options):
         torch._dynamo.reset()

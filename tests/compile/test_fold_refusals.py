@@ -202,12 +202,10 @@ def _within(*modes):
     return f
 
 
-HALF, NO_NAME, OFF, BFLOAT = (
-    dict(dtype=torch.float16),
-    {},
-    dict(dtype=torch.float16, enabled=False),
-    dict(dtype=torch.bfloat16),
-)
+HALF = dict(dtype=torch.float16)
+NO_NAME = {}
+OFF = dict(dtype=torch.float16, enabled=False)
+BFLOAT = dict(dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -174,10 +174,8 @@ def wrong_arguments(groups, size):
         finally:
             checks.CHECK_VALUES = before
 
-    plan, mesh = (
-        cp.plan_context(5, group),
-        DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False),
-    )
+    plan = cp.plan_context(5, group)
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False)
     calls = {
         "mesh": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=mesh),
         "none": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=None),

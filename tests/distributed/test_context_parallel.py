@@ -156,11 +156,9 @@ def two_calls(groups, size, case, cuts, halves):
 @pytest.mark.quick
 def test_states_chain_and_their_gradients_too(ranks):
     # The first call reads the first half of every shard, the second the second half.
-    case, cuts, halves = (
-        replace(EVERYTHING, dtype=torch.float64, T=120),
-        cuts_of(50, 30, 40),
-        (20, 30, 1),
-    )
+    case = replace(EVERYTHING, dtype=torch.float64, T=120)
+    cuts = cuts_of(50, 30, 40)
+    halves = (20, 30, 1)
     middles = [a + h for a, h in zip(cuts, halves)]
     order = [t for a, m in zip(cuts, middles) for t in range(a, m)] + [
         t for m, b in zip(middles, cuts[1:]) for t in range(m, b)
@@ -211,14 +209,10 @@ def holed_shard(groups, size, case, cuts, holes):
 @pytest.mark.parametrize("cuts", [cuts_of(64, 16, 80), cuts_of(20, 140), cuts_of(90, 20, 0, 50)])
 def test_NaN_does_not_spread_to_other_sequences_across_ranks(ranks, cuts, holes):
     """As on one rank, NaN affects only its own sequence, and NaN in padding affects nothing."""
-    case, size = (
-        replace(EVERYTHING, dtype=torch.float64, lengths=(3, 97, 20, 30), tail=10),
-        len(cuts) - 1,
-    )
-    got, want = (
-        whole(ranks.run(size, holed_shard, size, case, cuts, holes)),
-        holed(case, getattr(torch.ops, case.variant).chunk, 0, cuts[-1], holes),
-    )
+    case = replace(EVERYTHING, dtype=torch.float64, lengths=(3, 97, 20, 30), tail=10)
+    size = len(cuts) - 1
+    got = whole(ranks.run(size, holed_shard, size, case, cuts, holes))
+    want = holed(case, getattr(torch.ops, case.variant).chunk, 0, cuts[-1], holes)
     seams = cuts_of(*case.lengths)
     hurt = [
         n
@@ -260,10 +254,8 @@ def last_rank_loss(groups, size, case, cuts):
 
 
 def test_early_tokens_learn_from_a_loss_on_late_ones(ranks):
-    case, cuts = (
-        replace(EVERYTHING, dtype=torch.float64, gate="weak", final=False),
-        cuts_of(40, 40, 0, 70),
-    )
+    case = replace(EVERYTHING, dtype=torch.float64, gate="weak", final=False)
+    cuts = cuts_of(40, 40, 0, 70)
     parts = ranks.run(4, last_rank_loss, 4, case, cuts)
     x = {n: t if t is None else t.requires_grad_() for n, t in case.inputs().items()}
     o, _ = getattr(torch.ops, case.variant).chunk(**x, **case.flags())
@@ -302,10 +294,8 @@ def test_a_plan_made_in_inference_mode_works_for_training(ranks, lengths):
 
 @pytest.mark.bits
 def test_inference_gives_the_bits_of_training(ranks):
-    got, want = (
-        whole(ranks.run(3, inference, 3, EVERYTHING, CUTS[3])),
-        whole(ranks.run(3, step, 3, EVERYTHING, CUTS[3])),
-    )
+    got = whole(ranks.run(3, inference, 3, EVERYTHING, CUTS[3]))
+    want = whole(ranks.run(3, step, 3, EVERYTHING, CUTS[3]))
     assert_all_identical(got, {n: want[n] for n in got})
 
 
@@ -476,12 +466,10 @@ def compiled(groups, size, case, cuts, planned):
 @pytest.mark.parametrize("variant,packed,planned", [("kda", False, False), ("gdn", True, True)])
 def test_fullgraph_holds_one_all_gather_each_way_for_any_lengths(ranks, variant, packed, planned):
     # lengths that differ from every other size
-    case, cuts = (
-        replace(
-            EVERYTHING, variant=variant, lengths=(3, 130, 17) if packed else None, final=packed
-        ),
-        cuts_of(61, 89),
+    case = replace(
+        EVERYTHING, variant=variant, lengths=(3, 130, 17) if packed else None, final=packed
     )
+    cuts = cuts_of(61, 89)
     answers = ranks.run(2, compiled, 2, case, cuts, planned)
     assert_all_identical(
         whole([found for found, _ in answers]), whole(ranks.run(2, step, 2, case, cuts))
@@ -550,10 +538,8 @@ def test_values_are_padded_with_zeros_at_any_width_and_address(dtype, K, V, offs
 @pytest.mark.parametrize("B", [1, 2])
 def test_read_adds_the_entering_state_in_place_for_one_row(B):
     gen = torch.Generator().manual_seed(0)
-    out, S = (
-        torch.randn(B, 5, 3, 7 + 4, generator=gen, dtype=torch.float64),
-        torch.randn(B, 3, 4, 7, generator=gen, dtype=torch.float64),
-    )
+    out = torch.randn(B, 5, 3, 7 + 4, generator=gen, dtype=torch.float64)
+    S = torch.randn(B, 3, 4, 7, generator=gen, dtype=torch.float64)
     o_b, o_M = out[..., :7], out[..., 7:]
     want, o_M_before = o_b + torch.einsum("bthk,bhkv->bthv", o_M, S), o_M.clone()
     got = _read(o_b, o_M, S)

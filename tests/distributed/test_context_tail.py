@@ -79,10 +79,8 @@ def convolution(groups, size, lengths, cuts):
     group, rank = groups[size], dist.get_rank(groups[size])
     torch.manual_seed(0)
     layer = ShortConvolution(6, 4, bias=True).double()
-    x, plan = (
-        torch.randn(2 if lengths is None else 1, cuts[-1], 6, dtype=torch.float64),
-        cp.plan_context(cuts[rank + 1] - cuts[rank], group),
-    )
+    x = torch.randn(2 if lengths is None else 1, cuts[-1], 6, dtype=torch.float64)
+    plan = cp.plan_context(cuts[rank + 1] - cuts[rank], group)
     cu_seqlens = None if lengths is None else torch.tensor(cuts_of(*lengths))
 
     def run(x, tail, offsets):

@@ -545,10 +545,8 @@ def over_rows(groups, size, how, compiled):
         for layer in (model.kda, model.gdn):
             layer.compile(backend="aot_eager", fullgraph=True)
     if how == "ddp":
-        model, weight = (
-            nn.parallel.DistributedDataParallel(model, process_group=groups[size]),
-            size * weight,
-        )
+        model = nn.parallel.DistributedDataParallel(model, process_group=groups[size])
+        weight = size * weight
     found = trained(model, x[rank : rank + 1], weight[rank : rank + 1])
     return {n.removeprefix("module."): p for n, p in found.items()}
 

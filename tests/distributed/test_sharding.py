@@ -13,7 +13,6 @@ import kda_ops
 from kda_ops import dispatch
 from kda_ops.stages import KEPT
 from tests.support.cases import TOKENS
-from tests.support.fresh import python
 from tests.support.ranks import mesh_of
 from tests.support.training_walk import training_walks
 
@@ -274,18 +273,6 @@ def test_a_sharded_training_step_equals_the_whole_one(ranks, compiled):
         assert len(rows) == 2 * len(SPLITS) * 10
         # float64, the same sums in another order
         assert not {name: e for name, e in rows.items() if not e <= 1e-12}
-
-
-@pytest.mark.parametrize(
-    "order",
-    ["import kda_ops, torch.distributed.tensor", "import torch.distributed.tensor, kda_ops"],
-)
-def test_rules_are_registered_in_either_order_of_imports(order):
-    python(f"""
-        {order}
-        propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
-        assert torch.ops.kda.chunk.default in propagator.op_strategy_funcs
-    """)
 
 
 @pytest.mark.parametrize("namespace", ["kda", "gdn"])

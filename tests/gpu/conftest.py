@@ -5,12 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support import calls, closeness, pools, steps
+from tests.support import calls, closeness, pools
 from tests.support.needs import skip_files
 from tests.support.suite import Reasons
-from tests.support.target import Target
-
-GPU = Target(torch.device("cuda"), (torch.bfloat16, torch.float16, torch.float32), slow=False)
+from tests.support.target import GPU
 
 if not torch.cuda.is_available():
     pytest_pycollect_makemodule = skip_files("needs a GPU")
@@ -25,17 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def on_the_gpu():
     """Run cases on the GPU, and let twins round as its kernels do."""
-    patches = [mock.patch.object(x, "TARGET", GPU) for x in (calls, closeness, pools, steps)]
+    patches = [mock.patch.object(x, "TARGET", GPU) for x in (calls, closeness, pools)]
     for patch in patches:
         patch.start()
     yield
     for patch in patches:
         patch.stop()
-
-
-@pytest.fixture
-def poisoned_scratch():
-    """Fill what torch.empty gives with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)

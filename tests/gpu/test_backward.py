@@ -123,10 +123,8 @@ def test_one_long_sequence_of_few_heads_leaves_room(force):
     force(processors=132)
 
     def asks(T, H):
-        x, beta = (
-            torch.empty(1, T, H, 128, dtype=BF16, device=CUDA),
-            torch.empty(1, T, H, dtype=BF16, device=CUDA),
-        )
+        x = torch.empty(1, T, H, 128, dtype=BF16, device=CUDA)
+        beta = torch.empty(1, T, H, dtype=BF16, device=CUDA)
         return tuning.leaves_room(Problem.parse(1, x, x, x, x.float(), beta))
 
     # too short, too many heads, cut into runs
@@ -186,10 +184,8 @@ def test_the_first_call_compiles_all_its_kernels_at_once(variant):
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
     case, inputs, cotangents, want = small_beta(variant, neg_eigval, T=150, K=64, V=64)
-    inputs, cotangents = (
-        {n: None if x is None else x.to(CUDA) for n, x in inputs.items()},
-        [None if x is None else x.to(CUDA) for x in cotangents],
-    )
+    inputs = {n: None if x is None else x.to(CUDA) for n, x in inputs.items()}
+    cotangents = [None if x is None else x.to(CUDA) for x in cotangents]
     got = run(case, inputs=inputs, cotangents=cotangents)
     assert error(got, want, "dbeta") < LIMIT and error(got, want, "dg") < LIMIT
 

@@ -18,7 +18,6 @@ from examples.train import LanguageModel, loss_of
 from kda_ops.backends.triton import BACKEND
 from kda_ops.chunk import Forward
 from kda_ops.inductor import fold_preprocessing
-from tests.support import counters as model_counters
 from tests.support.closeness import assert_identical
 
 DEVICE = "cuda"
@@ -152,10 +151,8 @@ def test_reduce_overhead_replays_a_training_step(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_max_autotune_trains(variant):
     torch.manual_seed(0)
-    x, weight = (
-        torch.randn(2, 130, 64, device=DEVICE),
-        torch.randn(64, 4 * 64, device=DEVICE, requires_grad=True),
-    )
+    x = torch.randn(2, 130, 64, device=DEVICE)
+    weight = torch.randn(64, 4 * 64, device=DEVICE, requires_grad=True)
 
     def loss(x, weight):
         q, k, v, g = (x @ weight).unflatten(-1, (4, 2, 32)).unbind(2)
@@ -173,15 +170,6 @@ def test_max_autotune_trains(variant):
         (got,) = torch.autograd.grad(compiled(x, weight), weight)
         assert distance({"w": got}, {"w": want}) < CLOSE
     assert_one_graph()
-
-
-@pytest.mark.parametrize("pass_", model_counters.PASSES)
-@pytest.mark.parametrize("side", model_counters.SIDES)
-def test_a_model_of_four_layers_is_one_graph_and_folds_every_site(side, pass_):
-    found = model_counters.count(side, pass_, DEVICE, "aot_eager")
-    print(found)
-    want = {"graphs": 1, "breaks": 0, "recompiles": 2, "folded": 12 if side == "plain" else 0}
-    assert found == want
 
 
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
@@ -207,11 +195,9 @@ def test_a_checkpoint_policy_spares_the_second_forward_of_attention(compiled):
 def test_plain_pytorch_folds_into_the_flags():
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(2, 130, 2, 64, device=DEVICE) for _ in range(4))
-    beta, A_log, dt_bias = (
-        torch.randn(2, 130, 2, device=DEVICE),
-        torch.randn(2, device=DEVICE),
-        torch.randn(2, 64, device=DEVICE),
-    )
+    beta = torch.randn(2, 130, 2, device=DEVICE)
+    A_log = torch.randn(2, device=DEVICE)
+    dt_bias = torch.randn(2, 64, device=DEVICE)
     x = {
         n: t.requires_grad_()
         for n, t in dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias).items()

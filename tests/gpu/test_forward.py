@@ -211,10 +211,8 @@ def test_long_sequences_of_few_heads_are_prepared_beside_their_scan(force):
     force(processors=132)
 
     def asks(T, H, B=1, rank=1, **given):
-        x, beta = (
-            torch.empty(B, T, H, 128, dtype=torch.bfloat16, device=CUDA),
-            torch.empty(B, T, H, dtype=torch.bfloat16, device=CUDA),
-        )
+        x = torch.empty(B, T, H, 128, dtype=torch.bfloat16, device=CUDA)
+        beta = torch.empty(B, T, H, dtype=torch.bfloat16, device=CUDA)
         return tuning.ahead(
             Problem.parse(rank, x, x, x, x.float() if rank else beta.float(), beta, **given)
         )

@@ -59,16 +59,14 @@ def ranks():
 def test_every_output_and_gradient_of_a_cut_call_meets_the_budget(
     ranks, variant, size, gate, packed
 ):
-    case, cuts = (
-        replace(
-            CALL,
-            variant=variant,
-            gate=gate,
-            lengths=LENGTHS if packed else None,
-            tail=24 if packed else 0,
-        ),
-        CUTS[size],
+    case = replace(
+        CALL,
+        variant=variant,
+        gate=gate,
+        lengths=LENGTHS if packed else None,
+        tail=24 if packed else 0,
     )
+    cuts = CUTS[size]
     assert case.rows == cuts[-1]
     got = whole(ranks.run(size, step, size, case, cuts))
     assert_all_close(got, oracle(case), lambda draw: cut_twin(case, cuts, BF16, draw))
@@ -291,10 +289,8 @@ def test_shards_of_other_lengths_are_refused_and_equal_ones_can_be_captured(rank
 
 @variants
 def test_the_device_is_that_of_the_tensors(variant):
-    case, found = (
-        replace(CALL, variant=variant, gate="softplus", beta="sigmoid", l2norm=True, T=130),
-        [],
-    )
+    case = replace(CALL, variant=variant, gate="softplus", beta="sigmoid", l2norm=True, T=130)
+    found = []
     chunk, recurrent, step_ = (
         getattr(kda_ops, f"{n}_{variant}{end}")
         for n, end in (("chunk", ""), ("recurrent", ""), ("recurrent", "_"))

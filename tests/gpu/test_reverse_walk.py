@@ -3,41 +3,22 @@
 import pytest
 import torch
 
-from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages import reverse_walk
 from tests.support.calls import run
 from tests.support.cases import EDGES, Case, replace
-from tests.support.closeness import (
-    assert_all_close,
-    assert_all_identical,
-    assert_identical,
-    oracle,
-    twin,
-)
-from tests.support.plans import forget_plans
+from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget
+from tests.support.plans import forget_plans, last_plan
 
 CUDA = torch.device("cuda")
 if reverse_walk.KERNEL is None or not tuning.is_hopper(CUDA):
     pytest.skip("needs Hopper, and a Triton whose Gluon is known", allow_module_level=True)
 
-TRITON = dispatch.load("triton")
 BF16, FP16 = torch.bfloat16, torch.float16
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 # a chunk and 8 rows of the last one
-LAYER = Case(
-    variant="gdn",
-    dtype=BF16,
-    K=128,
-    V=128,
-    B=2,
-    T=200,
-    H=2,
-    HV=2,
-    gate="softplus",
-    l2norm=True,
-    beta="sigmoid",
-)
+SIZES = dict(dtype=BF16, K=128, V=128, B=2, T=200, H=2, HV=2)
+LAYER = Case("gdn", gate="softplus", beta="sigmoid", l2norm=True, **SIZES)
 PACKED = replace(LAYER, lengths=(0, 65, 1, 128, 37, 0), tail=70, H=1, HV=1)
 GIVEN = replace(LAYER, gate="weak", beta="given", l2norm=False)
 CASES = {
@@ -69,8 +50,7 @@ def walk(force, poisoned_scratch):
 
 def has_walked() -> bool:
     """Return whether the plan that was made last walks."""
-    plans = [plan for some in TRITON.plans.values() for plan in some]
-    return "reverse_walk_gdn" in str(plans[-1])
+    return "reverse_walk_gdn" in last_plan()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,7 +59,7 @@ def test_every_gradient_meets_its_budget(name):
     forget_plans()
     got = run(case)
     assert has_walked()
-    assert_all_close(got, oracle(case), lambda i: twin(case, draw=i))
+    assert_meets_budget(case, got=got)
 
 
 @pytest.mark.parametrize("name", ("tails", "bounded", "given", "grouped"))

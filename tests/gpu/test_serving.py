@@ -282,10 +282,8 @@ def test_compiled_to_a_graph_no_copy_of_the_state_is_made(variant):
     torch._dynamo.reset()
     counters.clear()
     layer, eager = (_Layer(variant, 2**28 // (4 * H * D * D)).to(CUDA) for _ in range(2))
-    compiled, slots = (
-        torch.compile(layer, mode="reduce-overhead", fullgraph=True),
-        torch.tensor([4, 0, -1], device=CUDA),
-    )
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    slots = torch.tensor([4, 0, -1], device=CUDA)
     state, size = layer.state.data_ptr(), layer.state.nbytes
     assert size == 2**28
     with torch.inference_mode():

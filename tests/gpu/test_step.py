@@ -15,14 +15,7 @@ from tests.support.cases import TOKENS
 from tests.support.closeness import assert_identical
 from tests.support.plans import forget_plans
 from tests.support.pools import pool_arguments
-from tests.support.steps import (
-    EDGES,
-    Step,
-    assert_calls_forget,
-    assert_step,
-    assert_strides_count,
-    random_step,
-)
+from tests.support.steps import EDGES, Step, assert_step, random_step
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -91,11 +84,6 @@ def test_a_sequence_has_the_same_bits_alone_and_among_many(variant, transposed, 
 )
 def test_edges_meet_the_definition(case):
     assert_step(case, TRITON, CUDA)
-
-
-def test_calls_that_look_alike_share_nothing_else():
-    assert_calls_forget()
-    assert_strides_count()
 
 
 def decoders() -> set[int]:

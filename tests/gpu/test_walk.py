@@ -3,42 +3,24 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-from kda_ops import dispatch
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages import walk
 from tests.gpu.test_forward import forward, twin
-from tests.support import closeness
 from tests.support.calls import overload
 from tests.support.cases import EDGES, Case, replace
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, oracle
-from tests.support.plans import forget_plans
-from tests.support.target import Target
+from tests.support.plans import forget_plans, last_plan
 
 CUDA = torch.device("cuda")
 if walk.KERNEL is None or not tuning.is_hopper(CUDA):
     pytest.skip("needs Hopper, and a Triton whose Gluon is known", allow_module_level=True)
 
-TRITON = dispatch.load("triton")
 BF16 = torch.bfloat16
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 # three chunks and 8 rows of the last one
-LAYER = Case(
-    variant="kda",
-    dtype=BF16,
-    K=128,
-    V=128,
-    B=2,
-    T=200,
-    H=2,
-    HV=2,
-    gate="bounded",
-    l2norm=True,
-    beta="sigmoid",
-)
-PACKED = replace(LAYER, B=1, lengths=(0, 65, 1, 128, 37, 0, 63, 64), tail=70, H=1, HV=1)
+SIZES = dict(dtype=BF16, K=128, V=128, B=2, T=200, H=2, HV=2)
+LAYER = Case(gate="bounded", beta="sigmoid", l2norm=True, **SIZES)
+PACKED = replace(LAYER, B=1, lengths=(0, 65, 1, 128, 37, 0, 31, 63, 64), tail=70, H=1, HV=1)
 PROMISED = replace(
     LAYER, gate="strong", beta="given", l2norm=False, safe_gate=True, safe_beta=True, safe_keys=True
 )
@@ -64,22 +46,9 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def walks(monkeypatch, force):
-    """Walk for any number of heads, and fill what torch.empty gives with NaN."""
+def walks(force, poisoned_scratch):
+    """Walk for any number of heads."""
     force(walk=True)
-    monkeypatch.setattr(closeness, "TARGET", Target(CUDA, (BF16,), slow=False))
-    closeness._twin.cache_clear()
-    torch.use_deterministic_algorithms(True)
-    forget_plans()
-    yield
-    torch.use_deterministic_algorithms(False)
-    closeness._twin.cache_clear()
-    forget_plans()
-
-
-def last_plan() -> str:
-    """Return the plan that was made last, as text."""
-    return str([plan for some in TRITON.plans.values() for plan in some][-1])
 
 
 def has_walked() -> bool:

@@ -12,8 +12,8 @@ import kda_ops.jax
 from tests.support import calls, closeness
 from tests.support.arrays import arrays, errors, run, to_torch
 from tests.support.cases import BETAS, GATES, KEYS, Case, cases
-from tests.support.closeness import oracle
-from tests.support.target import TARGET
+from tests.support.closeness import assert_meets_budget, oracle
+from tests.support.target import GPU, TARGET
 
 EXACT, SAME = 2e-6, 4e-6  # of the largest entry of a tensor, in fp32
 PARAMETERS = ("dA_log", "ddt_bias")
@@ -112,25 +112,9 @@ def test_the_torch_operator_gives_the_same(variant, values):
 
 
 def in_budget(case, got=None, names=None):
-    """Hold a run, or its tensors in `names`, against the budget of a twin.
-
-    The twin's operands are rounded to the kernel's dtype.
-    """
+    """Hold a run, or its tensors in `names`, against the budget: the kernels round operands."""
     got = run(case) if got is None else got
-    names = got if names is None else names
-    operand = torch.bfloat16 if case.dtype is torch.bfloat16 else None
-
-    def only(found):
-        assert found.keys() == got.keys()
-        return {n: found[n] for n in names}
-
-    def twin(draw):
-        inputs, cotangents, back = closeness.permuted(case, draw)
-        p = closeness.Problem.parse(case.rank, *inputs.values(), **case.flags())
-        reference = closeness.drawn(draw, p.state_dtype, operand)
-        return only(back(calls.run_stages(reference, p, cotangents, need(got))))
-
-    closeness.assert_all_close(only(got), only(oracle(case, need(got))), twin)
+    assert_meets_budget(case, got=got, only=names, target=GPU)
 
 
 @pytest.mark.parametrize("values", VALUES)

@@ -1,4 +1,4 @@
-"""Runs tests of plans on a GPU that is not there, in processes of their own: Triton keeps the
+"""Runs tests of plans on a simulated GPU, in processes of their own, because Triton keeps the
 driver that says so, and must not be its interpreter.
 """
 

@@ -1,15 +1,9 @@
 """GDN's backward as one walk: when it is taken, and what it computes, on the emulator of Gluon."""
 
-import importlib.util
-import os
 from dataclasses import replace
-from functools import lru_cache
 
 import pytest
 import torch
-
-if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("needs triton, without its interpreter", allow_module_level=True)
 
 from kda_ops import chunk
 from kda_ops.backends.reference import Reference
@@ -17,20 +11,15 @@ from kda_ops.backends.triton.stages import reverse_walk
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
-from tests.support import closeness
-from tests.support.calls import Results
 from tests.support.cases import Case
-from tests.support.closeness import assert_all_close, assert_all_identical, oracle, twin
-from tests.support.emulated import source_of, without_each
+from tests.support.closeness import assert_all_identical, assert_meets_budget
 from tests.support.fresh import python
 from tests.support.reverse_walk import walked
-from tests.support.target import Target
+from tests.support.target import GPU
 
-needs_gluon = pytest.mark.skipif(
-    reverse_walk.KERNEL is None, reason="this triton has no known Gluon"
-)
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+pytestmark = pytest.mark.usefixtures("poisoned_scratch")
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -228,94 +217,25 @@ CASES = {
 }
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    """Let twins round as the kernels do, and fill what torch.empty gives with NaN."""
-    monkeypatch.setattr(closeness, "TARGET", Target(torch.device("cuda"), (BF16, FP16), slow=False))
-    closeness._twin.cache_clear()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    closeness._twin.cache_clear()
-
-
-@needs_gluon
 @pytest.mark.parametrize("name", CASES)
-def test_every_gradient_meets_the_error_budget(name, on_a_gpu):
-    case, got = CASES[name], walked(CASES[name])
-    need = tuple(n[1:] for n in got)
-
-    def gradients(found: Results) -> Results:
-        return {n: found[n] for n in got}
-
-    assert_all_close(
-        got, gradients(oracle(case, need)), lambda i: gradients(twin(case, need=need, draw=i))
-    )
+def test_every_gradient_meets_the_error_budget(name):
+    got = walked(CASES[name])
+    assert_meets_budget(CASES[name], got=got, only=got, target=GPU)
 
 
-@needs_gluon
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ("given", "packed", "grouped"))
-def test_no_order_of_the_partitions_changes_a_bit(name, on_a_gpu):
+def test_no_order_of_the_partitions_changes_a_bit(name):
     want = walked(CASES[name])
     for seed in range(1, 4):
         assert_all_identical(walked(CASES[name], seed=seed), want)
 
 
-@needs_gluon
 @pytest.mark.bits
-def test_tokens_of_no_sequence_change_no_bit_and_get_zeros(on_a_gpu):
+def test_tokens_of_no_sequence_change_no_bit_and_get_zeros():
     want, inputs, (do, dfinal) = walked(PACKED), PACKED.inputs(), PACKED.cotangents()
     end = sum(PACKED.lengths)
     for x in (do, *(inputs[n] for n in PER_TOKEN)):
         x[:, end:] = torch.nan
     assert_all_identical(walked(PACKED, inputs, (do, dfinal)), want)
     assert not any(want["d" + n][:, end:].any() for n in PER_TOKEN)
-
-
-# Calls with several chunks, tails, and tokens of no sequence.
-LONG = {
-    "alone": replace(LAYER, lengths=(300, 5), tail=1),
-    "grouped": replace(LAYER, lengths=(300, 5), tail=1, HV=2),
-}
-# What may be taken out without an effect, and why.
-ALWAYS_NEEDLESS = {
-    "reverse_walk_gdn: barrier()": "`warp_specialize` begins with a barrier of all warps",
-    "enter: wait_products(2, deps=(dS,))": "it waits for nothing, and only tells ptxas so",
-    "carry: barrier()": "without it, Triton places its own behind `store_wait`",
-}
-OVERWRITTEN = "q and k are overwritten and stored only where value heads do not share them"
-NEEDLESS = {
-    "alone": ALWAYS_NEEDLESS,
-    "grouped": ALWAYS_NEEDLESS
-    | {
-        "finish: barrier()": OVERWRITTEN,
-        "finish: fence_async_shared()": OVERWRITTEN,
-        "finish: barrier() #2": OVERWRITTEN,
-    },
-}
-CHANGED = {} if reverse_walk.KERNEL is None else without_each(source_of(reverse_walk))
-
-
-@lru_cache
-def unchanged(case: Case) -> Results:
-    return walked(case)
-
-
-@needs_gluon
-def test_the_changes_below_are_those_of_the_kernel():
-    assert len(CHANGED) > 30 and all(names.keys() <= CHANGED.keys() for names in NEEDLESS.values())
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("form", LONG)
-@pytest.mark.parametrize("change", CHANGED)
-def test_the_kernel_needs_everything_that_orders_it(change, form, on_a_gpu):
-    """Or the table above says why not."""
-    case, source = LONG[form], CHANGED[change]
-    if change in NEEDLESS[form]:
-        for seed in range(2):
-            assert_all_identical(walked(case, seed=seed, source=source), unchanged(case))
-    else:
-        with pytest.raises(AssertionError):
-            assert_all_identical(walked(case, source=source), unchanged(case))

@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from kda_ops import chunk, dispatch
 from kda_ops.backends import native as native_module
@@ -67,12 +68,10 @@ def test_prepare(case):
 def test_scan(case):
     p, reference = parse(case), Reference()
     tile = reference.prepare(p)
-    want_o, want_state, o, state = (
-        p.new_output(),
-        p.new_final_state(),
-        p.new_output(),
-        p.new_final_state(),
-    )
+    want_o = p.new_output()
+    want_state = p.new_final_state()
+    o = p.new_output()
+    state = p.new_final_state()
     want = reference.scan(p, tile, want_o, want_state, keep=True)
     same_fields(native.scan(p, tile, o, state, keep=True), want)
     close(o, want_o, "o")
@@ -94,15 +93,20 @@ def test_a_product_with_a_later_key_that_overflows_reaches_no_earlier_token(vari
     assert_identical(outs[1][:, :60], outs[0][:, :60], "o")
 
 
-@given(pool=pools(op="chunk_", dtype=torch.float64))
-def test_scan_on_a_pool(pool):
-    outs = []
+@pytest.mark.parametrize("op", ("chunk_", "recurrent_"))
+@given(data=st.data())
+def test_a_stage_on_a_pool(op, data):
+    pool, outs = data.draw(pools(op=op, dtype=torch.float64)), []
     for backend in (Reference(), native):
-        x, state, (indices, _, snapshots) = pool.case.inputs(), pool.state(), pool.indices()
-        args = pool_arguments(x, state, indices, snapshots)
-        p = Problem.parse_prefill(pool.case.rank, *args, **pool.flags())
+        x, state, (indices, *extra) = pool.case.inputs(), pool.state(), pool.indices()
+        args = pool_arguments(x, state, indices, extra[op == "chunk_"])
+        parse = Problem.parse_prefill if op == "chunk_" else Problem.parse_step
+        p = parse(pool.case.rank, *args, **pool.flags())
         o = p.new_output()
-        backend.scan(p, Reference().prepare(p), o, p.state, keep=False)
+        if op == "chunk_":
+            backend.scan(p, Reference().prepare(p), o, p.state, keep=False)
+        else:
+            backend.step(p, o, p.state)
         outs.append((o, state))
     close(outs[1][0], outs[0][0], "o")
     close(outs[1][1], outs[0][1], "state")
@@ -164,20 +168,6 @@ def test_step(case):
     native.step(p, o, state)
     close(o, want_o, "o")
     close(state, want_state, "final_state")
-
-
-@given(pool=pools(op="recurrent_", dtype=torch.float64))
-def test_step_on_a_pool(pool):
-    outs = []
-    for backend in (Reference(), native):
-        x, state, (indices, accepted, _) = pool.case.inputs(), pool.state(), pool.indices()
-        args = pool_arguments(x, state, indices, accepted)
-        p = Problem.parse_step(pool.case.rank, *args, **pool.flags())
-        o = p.new_output()
-        backend.step(p, o, p.state)
-        outs.append((o, state))
-    close(outs[1][0], outs[0][0], "o")
-    close(outs[1][1], outs[0][1], "state")
 
 
 @given(case=cases(**WIDE))

@@ -1,16 +1,9 @@
 """KDA's forward as one walk: when it is taken, and what it computes, on the emulator of Gluon."""
 
-import importlib.util
-import os
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
-
-if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("needs triton, without its interpreter", allow_module_level=True)
 
 from kda_ops import chunk
 from kda_ops.backends.reference import Reference
@@ -20,12 +13,12 @@ from kda_ops.problem import Problem
 from tests.support.calls import Results
 from tests.support.cases import EDGES, FAR, Case, Tensors
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, drawn
-from tests.support.emulated import emulated, source_of, without_each
+from tests.support.emulated import emulated
 from tests.support.pools import Pool
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PER_TOKEN = ("q", "k", "v", "g", "beta")
-needs_gluon = pytest.mark.skipif(walk.KERNEL is None, reason="this triton has no known Gluon")
+pytestmark = pytest.mark.usefixtures("poisoned_scratch")
 
 
 class Walking(Reference):
@@ -33,13 +26,6 @@ class Walking(Reference):
 
     def infer(self, p, o, final_state):
         walk.walk(p, o, final_state)
-
-
-@pytest.fixture(autouse=True)
-def nan_in_new_tensors():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def walked(case: Case, inputs: Tensors | None = None, **options) -> Results:
@@ -117,7 +103,6 @@ CASES = {
 }
 
 
-@needs_gluon
 @pytest.mark.parametrize("name", CASES)
 def test_the_walk_meets_the_error_budget(name):
     case = CASES[name]
@@ -125,13 +110,11 @@ def test_the_walk_meets_the_error_budget(name):
 
 
 @pytest.mark.quick
-@needs_gluon
 def test_decays_of_exactly_the_bound_meet_the_error_budget():
     inputs = GIVEN.inputs() | {"g": torch.full((1, GIVEN.T, GIVEN.HV, GIVEN.K), -5.0)}
     assert_right(walked(GIVEN, inputs), inputs, GIVEN.flags())
 
 
-@needs_gluon
 @pytest.mark.parametrize("A_log", (-200.0, 0.0, 3.0, 200.0))
 def test_infinite_logits_and_extreme_rates_meet_the_error_budget(A_log):
     inputs = RAW.inputs()
@@ -141,7 +124,6 @@ def test_infinite_logits_and_extreme_rates_meet_the_error_budget(A_log):
     assert_right(walked(RAW, inputs), inputs, RAW.flags())
 
 
-@needs_gluon
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 37, 63, 64, 65, 127, 128))
 def test_every_length_meets_the_error_budget(T):
     case = replace(RAW, T=T, HV=1)
@@ -160,7 +142,6 @@ def alone(inputs: Tensors, first: int, end: int, initial: torch.Tensor | None) -
     return cut(inputs, first, end) | {"initial_state": initial, "cu_seqlens": None}
 
 
-@needs_gluon
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ("strong decays", "raw", "packed, raw", "grouped"))
 def test_no_order_of_the_partitions_changes_a_bit(name):
@@ -183,7 +164,6 @@ APART = {
 }
 
 
-@needs_gluon
 @pytest.mark.bits
 @pytest.mark.parametrize("name", APART)
 def test_two_kernels_give_the_bits_of_one(name, force):
@@ -193,7 +173,6 @@ def test_two_kernels_give_the_bits_of_one(name, force):
         assert_all_identical(walked(CASES[name], seed=seed), want)
 
 
-@needs_gluon
 @pytest.mark.bits
 def test_views_of_one_projection_give_the_bits_of_copies():
     case = replace(GIVEN, H=2)
@@ -203,7 +182,6 @@ def test_views_of_one_projection_give_the_bits_of_copies():
     assert_all_identical(walked(case, inputs | dict(zip("qkv", views))), walked(case, inputs))
 
 
-@needs_gluon
 @pytest.mark.bits
 def test_shared_keys_give_the_bits_of_repeated_ones():
     case = CASES["grouped"]
@@ -212,7 +190,6 @@ def test_shared_keys_give_the_bits_of_repeated_ones():
     assert_all_identical(walked(replace(case, H=4), inputs | repeated), walked(case))
 
 
-@needs_gluon
 @pytest.mark.bits
 def test_both_layouts_of_a_state_give_the_same_bits():
     case = replace(RAW, transposed=True)
@@ -222,7 +199,6 @@ def test_both_layouts_of_a_state_give_the_same_bits():
     assert_all_identical(walked(case, inputs), want | {"final_state": want["final_state"].mT})
 
 
-@needs_gluon
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ("packed", "packed, raw"))
 def test_a_packed_sequence_gives_the_bits_of_the_sequence_alone(name):
@@ -236,7 +212,6 @@ def test_a_packed_sequence_gives_the_bits_of_the_sequence_alone(name):
         assert_all_identical(walked(case, one), want)
 
 
-@needs_gluon
 @pytest.mark.bits
 @pytest.mark.parametrize("seen", (1, 31, 32, 33, 37, 63, 64, 65, 96))
 @pytest.mark.parametrize("case", (GIVEN, RAW), ids=("given", "raw"))
@@ -245,7 +220,6 @@ def test_later_tokens_change_no_earlier_bit(case, seen):
     assert_identical(prefix, walked(case)["o"][:, :seen], "o")
 
 
-@needs_gluon
 @pytest.mark.bits
 @pytest.mark.parametrize("name", PER_TOKEN)
 @pytest.mark.parametrize("case", (GIVEN, RAW), ids=("given", "raw"))
@@ -259,7 +233,6 @@ def test_a_token_of_nan_reaches_no_half_of_a_chunk_before_its_own(case, name, to
     assert got[:, token].isnan().all()
 
 
-@needs_gluon
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ("packed", "packed, raw"))
 def test_tokens_of_no_sequence_change_no_bit_and_get_zeros(name):
@@ -271,7 +244,6 @@ def test_tokens_of_no_sequence_change_no_bit_and_get_zeros(name):
     assert not want["o"][:, end:].any()
 
 
-@needs_gluon
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ("raw, dead first", "snapshots", "bf16"))
 def test_two_kernels_write_the_bits_of_one_to_a_pool(name, force):
@@ -320,7 +292,6 @@ POOLS = {
 }
 
 
-@needs_gluon
 @pytest.mark.parametrize("name", POOLS)
 def test_a_prefill_writes_the_slots_it_names_and_nothing_else(name):
     pool = POOLS[name]
@@ -341,101 +312,6 @@ def test_a_prefill_writes_the_slots_it_names_and_nothing_else(name):
             untouched.remove(slot)
     rest = sorted(untouched)
     assert_identical(after[rest], before[rest], "slots that no sequence names")
-
-
-# Calls with several chunks, tails, and tokens of no sequence. What notices a change, notices it in
-# every order.
-LONG = {
-    form: replace(case, lengths=(300, 5), tail=1, HV=1)
-    for form, case in (("given", GIVEN), ("raw", RAW))
-}
-# What may be taken out without an effect, and why.
-OF_TRAINING = {
-    "prepare: tma.store_wait(1)": "is in the training form alone (test_walk_training.py)",
-    "prepare: tma.store_wait(0)": "is in the training form alone (test_walk_training.py)",
-}
-OF_TWO_KERNELS = {
-    call: "is in the form of two kernels alone"
-    for call in (
-        *("leave: wait_written(4)", "leave: barrier()", "leave: on.done.arrive(n - 1)"),
-        *("leave: tell(left.ready + tiles.at(n - 1))", "prepare: wait_written(0)"),
-        *("prepare: barrier() #2", "prepare: tell(left.ready + tiles.at(span.chunks - 1))"),
-    )
-}
-ALWAYS_NEEDLESS = {
-    **OF_TRAINING,
-    **OF_TWO_KERNELS,
-    "walk_kda: barrier()": "`warp_specialize` begins with a barrier of all warps",
-    "scan: wait_products(2, deps=(S,))": "it waits for nothing, and only tells ptxas so",
-}
-NEEDLESS = {
-    "given": ALWAYS_NEEDLESS
-    | {
-        "make_rows: on.kg_full.wait(n, pred=span.chunks > 0)": "is in the raw form alone",
-        "make_rows: on.q_full.wait(n, pred=span.chunks > 0)": "is in the raw form alone",
-    },
-    "raw": ALWAYS_NEEDLESS
-    | {
-        "factors: on.kg_full.wait(n)": "`rows` is signalled after the scan has waited for k and g",
-        "factors: on.q_full.wait(n)": "`rows` is signalled after the scan has waited for q",
-    },
-}
-
-
-def _changes_apart() -> dict[str, str]:
-    if walk.APART is None:
-        return {}
-    return without_each(Path(walk.APART.__file__).read_text(encoding="utf-8"))
-
-
-CHANGED = {} if walk.KERNEL is None else without_each(source_of(walk))
-OF_APART = {
-    **{
-        change: ("walk_kda", source)
-        for change, source in CHANGED.items()
-        if change in OF_TWO_KERNELS
-    },
-    **{change: ("walk_kda_apart", source) for change, source in _changes_apart().items()},
-}
-
-
-@lru_cache
-def unchanged(case: Case) -> Results:
-    return walked(case)
-
-
-@needs_gluon
-def test_the_changes_below_are_those_of_the_kernel():
-    assert len(CHANGED) > 30 and all(names.keys() <= CHANGED.keys() for names in NEEDLESS.values())
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("form", LONG)
-@pytest.mark.parametrize("change", CHANGED)
-def test_the_kernel_needs_everything_that_orders_it(change, form):
-    """Or the table above says why not."""
-    case, source = LONG[form], CHANGED[change]
-    if change in NEEDLESS[form]:
-        for seed in range(3):
-            assert_all_identical(walked(case, seed=seed, source=source), unchanged(case))
-    else:
-        with pytest.raises(AssertionError):
-            assert_all_identical(walked(case, source=source), unchanged(case))
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("form", LONG)
-@pytest.mark.parametrize("change", OF_APART)
-def test_two_kernels_need_everything_that_orders_them(change, form, force):
-    """Or it is a barrier of the start. That `feed` waits for tiles, only a GPU can show."""
-    force(shares=2)
-    module, source = OF_APART[change]
-    if change in ("prepare_walk: barrier()", "scan_walk: barrier()"):
-        assert_all_identical(walked(LONG[form], changed={module: source}), unchanged(LONG[form]))
-    else:
-        with pytest.raises(AssertionError):
-            got = walked(LONG[form], changed={module: source})
-            assert_all_identical(got, unchanged(LONG[form]))
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -488,7 +364,6 @@ FAR_STATE = torch.empty(1, device="meta").as_strided((1, 64, 128, 128), (0, 0, 2
 
 
 @pytest.mark.quick
-@needs_gluon
 @pytest.mark.parametrize(
     "call",
     (
@@ -516,7 +391,6 @@ def test_bounded_decays_of_many_heads_walk(call):
 
 
 @pytest.mark.quick
-@needs_gluon
 @pytest.mark.parametrize(
     "call",
     (
@@ -543,7 +417,6 @@ def test_other_calls_do_not_walk(call):
 
 
 @pytest.mark.quick
-@needs_gluon
 @pytest.mark.parametrize(
     "name, value", (("architecture", 8), ("architecture", 10), ("walk", False))
 )
@@ -553,7 +426,6 @@ def test_other_architectures_do_not_walk(name, value, force):
 
 
 @pytest.mark.quick
-@needs_gluon
 def test_few_heads_walk_where_tests_say_so(force):
     force(walk=True)
     assert asks(H=1, HV=1) and not asks(dtype=FP16)
@@ -568,7 +440,6 @@ def test_without_gluon_nothing_walks(monkeypatch):
 
 
 @pytest.mark.quick
-@needs_gluon
 def test_the_doctor_is_told_why(force):
     meta = torch.device("meta")
     assert "Gluon walks" in walk.path(meta)

@@ -73,10 +73,8 @@ def test_a_layer_built_in_bfloat16_keeps_its_gate_and_warns_of_nothing(make):
 @pytest.mark.bits
 @pytest.mark.parametrize("gated", (False, True))
 def test_the_gated_norm_computes_in_float32(gated):
-    norm, x = (
-        GatedRMSNorm(64).bfloat16(),
-        torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16(),
-    )
+    norm = GatedRMSNorm(64).bfloat16()
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     gate = x.flip(0) if gated else None
     want = norm.float()(x.float(), None if gate is None else gate.float()).bfloat16()
     assert torch.equal(norm.bfloat16()(x, gate), want)

@@ -37,23 +37,6 @@ def gate_by_hand(rank, g, A_log, dt_bias, bound):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("bound,log,bias", GATES)
-@pytest.mark.parametrize("rank", (0, 1))
-def test_the_gate_matches_its_formula_and_autograd(rank, bound, log, bias):
-    inputs = gate_inputs(rank, log, bias)
-    leaves = [x.requires_grad_() for x in inputs if x is not None]
-    want = gate_by_hand(rank, *inputs, bound)
-    dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    want_grads = torch.autograd.grad(want, leaves, dy)
-    detached = [None if x is None else x.detach() for x in inputs]
-    which = gate_of(True, bound)
-    torch.testing.assert_close(activations.gate(*detached, which, rank), want.detach())
-    got = activations.gate_backward(dy, *detached, which, rank)
-    for d, w in zip((d for d in got if d is not None), want_grads):
-        torch.testing.assert_close(d, w)
-    assert [d is None for d in got] == [x is None for x in inputs]
-
-
 @pytest.mark.skipif(torch.float64 not in TARGET.dtypes, reason="float64 is for CPUs")
 @pytest.mark.parametrize("variant,rank", (("kda", 1), ("gdn", 0)))
 @pytest.mark.parametrize("bound,log,bias", GATES)
@@ -105,26 +88,6 @@ def test_extreme_logits_give_the_limits_of_the_gate(rank):
     torch.testing.assert_close(y, torch.tensor([0.0, -1e4]))
     y = activations.gate(g, torch.zeros(1), None, gate_of(True, -5.0), rank).flatten()
     torch.testing.assert_close(y, torch.tensor([0.0, -5.0]))
-
-
-@pytest.mark.quick
-def test_the_norm_matches_its_formula_and_autograd():
-    x = torch.randn(
-        2,
-        3,
-        4,
-        5,
-        generator=torch.Generator().manual_seed(0),
-        dtype=torch.float64,
-        requires_grad=True,
-    )
-    want = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    y, rstd = activations.l2norm(x.detach())
-    torch.testing.assert_close(y, want.detach())
-    torch.testing.assert_close(
-        activations.l2norm_backward(dy, y, rstd), torch.autograd.grad(want, x, dy)[0]
-    )
 
 
 def test_the_norm_of_zero_is_zero_and_has_a_gradient():

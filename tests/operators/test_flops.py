@@ -125,11 +125,9 @@ class TestTokens:
         }
 
     def test_in_place_operators_count_like_the_others(self, namespace):
-        ops, args, pool = (
-            getattr(torch.ops, namespace),
-            inputs(namespace, 1, 64, 1, 1, 128, 128),
-            torch.zeros(1, 1, 128, 128),
-        )
+        ops = getattr(torch.ops, namespace)
+        args = inputs(namespace, 1, 64, 1, 1, 128, 128)
+        pool = torch.zeros(1, 1, 128, 128)
         assert counted(lambda: ops.recurrent_(*args, pool)) == {
             f"{namespace}.recurrent_": 64 * TOKEN
         }

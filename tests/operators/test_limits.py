@@ -9,7 +9,7 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import forward, run
-from tests.support.cases import Case, cases, followed, replace
+from tests.support.cases import EMPTY, Case, cases, followed, replace
 from tests.support.closeness import (
     assert_all_identical,
     assert_close,
@@ -144,21 +144,7 @@ def test_forgetting_everything_starts_anew(variant, op):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    "sizes",
-    (
-        {"B": 0},
-        {"T": 0},
-        {"H": 0, "HV": 0},
-        {"HV": 0},
-        {"V": 0},
-        {"B": 0, "T": 0},
-        {"lengths": ()},
-        {"lengths": (), "tail": 5},
-        {"lengths": (0, 0)},
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", (*EMPTY, dict(HV=0), dict(B=0, T=0)), ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_size_may_be_zero(variant, sizes, op):
     for gate in ("weak", "softplus"):
@@ -183,11 +169,7 @@ def test_any_size_may_be_zero(variant, sizes, op):
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
-@pytest.mark.parametrize(
-    "sizes",
-    ({"B": 0}, {"T": 0}, {"H": 0, "HV": 0}, {"V": 0}, {"lengths": ()}, {"lengths": (0, 0)}),
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", EMPTY, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_size_of_a_call_on_a_pool_may_be_zero(variant, sizes, op):
     for indexed in (False, True):

@@ -87,10 +87,8 @@ def test_float64_calls_compute_everything_in_float64():
 @FLOAT64
 def test_a_float64_state_outlives_decays_that_float32_cannot_hold():
     q, k, v = (torch.randn(1, 64, 1, 8, dtype=torch.float64) for _ in range(3))
-    g, state = (
-        torch.full((1, 64, 1, 8), -2.0, dtype=torch.float64),
-        torch.full((1, 1, 8, 8), 1e60, dtype=torch.float64),
-    )
+    g = torch.full((1, 64, 1, 8), -2.0, dtype=torch.float64)
+    state = torch.full((1, 1, 8, 8), 1e60, dtype=torch.float64)
     flags = dict(initial_state=state, use_qk_l2norm_in_kernel=True, output_final_state=True)
     torch.testing.assert_close(
         kda_ops.chunk_kda(q, k, v, g, None, **flags)[1],

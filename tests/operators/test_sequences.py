@@ -187,10 +187,8 @@ def test_permuting_batch_rows_permutes_every_result(op, case):
 @example(case=Case(B=2, T=129, gate="reset", K=16), seen=37)
 @example(case=Case("gdn", B=2, T=129, gate="forget", K=16), seen=37)
 def test_later_tokens_change_no_earlier_bit(op, case, seen):
-    inputs, other = (
-        case.inputs(TARGET.device),
-        replace(case, seed=case.seed + 1).inputs(TARGET.device),
-    )
+    inputs = case.inputs(TARGET.device)
+    other = replace(case, seed=case.seed + 1).inputs(TARGET.device)
     changed, shared = followed(inputs, seen, other), followed(inputs, seen, inputs)
     assert_identical(
         forward(case, op, shared)["o"][:, :seen], forward(case, op, changed)["o"][:, :seen], "o"
@@ -214,10 +212,8 @@ def test_later_tokens_change_no_bit_of_narrow_heads(K, V, seen):
 @given(case=cases(lengths=PACKED, tail=3, V=WIDE))
 @example(case=Case(lengths=PACKED, tail=3, H=1, HV=1))
 def test_other_sequences_change_no_bit_of_the_chunk_forward(case):
-    inputs, other = (
-        case.inputs(TARGET.device),
-        replace(case, seed=case.seed + 1).inputs(TARGET.device),
-    )
+    inputs = case.inputs(TARGET.device)
+    other = replace(case, seed=case.seed + 1).inputs(TARGET.device)
     got = forward(case)
     for n, (_, a, b) in enumerate(case.spans):
         mixed = {}

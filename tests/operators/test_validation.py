@@ -42,10 +42,8 @@ def arguments(variant, op):
     if op in ("recurrent_", "chunk_"):
         x["state_indices"] = torch.tensor([2, 0])
     if op == "gate":
-        x["A_log"], x["dt_bias"] = (
-            torch.randn(HV),
-            torch.randn(HV, K) if variant == "kda" else torch.randn(HV),
-        )
+        x["A_log"] = torch.randn(HV)
+        x["dt_bias"] = torch.randn(HV, K) if variant == "kda" else torch.randn(HV)
     return {n: x[n] for n in ARGUMENTS[op]}
 
 

@@ -124,10 +124,8 @@ class Case:
             "scale": self.scale,
         }
         flags["use_gate_in_kernel"] = self.gate in ("softplus", "bounded", BARE)
-        flags["use_beta_sigmoid_in_kernel"], flags["allow_neg_eigval"] = (
-            self.beta in ("sigmoid", "neg_eigval"),
-            self.beta == "neg_eigval",
-        )
+        flags["use_beta_sigmoid_in_kernel"] = self.beta in ("sigmoid", "neg_eigval")
+        flags["allow_neg_eigval"] = self.beta == "neg_eigval"
         if self.gate in ("bounded", BARE):
             flags["lower_bound"] = BOUND
         if op in ("chunk", "recurrent"):
@@ -145,14 +143,12 @@ class Case:
 
     def _build(self) -> Tensors:
         gen = torch.Generator().manual_seed(self.seed)
-        B, T, H, HV, K, V = (
-            self.B if self.lengths is None else 1,
-            self.rows,
-            self.H,
-            self.HV,
-            self.K,
-            self.V,
-        )
+        B = self.B if self.lengths is None else 1
+        T = self.rows
+        H = self.H
+        HV = self.HV
+        K = self.K
+        V = self.V
         wide = self.dtype if self.narrow else torch.promote_types(self.dtype, torch.float32)
 
         def randn(*shape: int) -> Tensor:

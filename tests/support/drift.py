@@ -48,10 +48,8 @@ def decode(op: str, inputs: list[Tensor], pool: torch.dtype) -> Tensor:
     length = inputs[0].shape[1] // WINDOWS
     held = [x[:, :length].clone() for x in inputs]
     q, v = held[0], held[2]
-    o, state = (
-        torch.empty_like(v),
-        torch.zeros((1, HEADS, q.shape[-1], v.shape[-1]), dtype=pool, device=q.device),
-    )
+    o = torch.empty_like(v)
+    state = torch.zeros((1, HEADS, q.shape[-1], v.shape[-1]), dtype=pool, device=q.device)
 
     def window() -> None:
         with torch.inference_mode():

@@ -50,10 +50,8 @@ class Launcher:
 
 
 @contextmanager
-def emulated(*stages: ModuleType, source: str | None = None, **options) -> Iterator[None]:
-    """Let modules of stages launch on the emulator. `source` is that of the first's `KERNEL`."""
-    if source is not None:
-        options["changed"] = {Path(stages[0].KERNEL.__file__).stem: source}
+def emulated(*stages: ModuleType, **options) -> Iterator[None]:
+    """Let modules of stages launch on the emulator."""
     launcher = Launcher(**options)
     with ExitStack() as patches:
         for module in stages:
@@ -61,9 +59,10 @@ def emulated(*stages: ModuleType, source: str | None = None, **options) -> Itera
         yield
 
 
-def source_of(stages: ModuleType) -> str:
-    """Return the source of the Gluon module of a module of stages."""
-    return Path(stages.KERNEL.__file__).read_text(encoding="utf-8")
+def source_of(module: ModuleType) -> str:
+    """Return the source of a Gluon module."""
+    assert module.__file__ is not None
+    return Path(module.__file__).read_text(encoding="utf-8")
 
 
 def without_each(source: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A GPU that is not there: fake tensors with addresses, and launches that note what they would be
+"""A simulated GPU: fake tensors with addresses, and launches that note what they would be
 compiled for and compute nothing.
 
 For a process of its own: Triton keeps the driver, and kernels' constants are kept per device.

@@ -129,11 +129,9 @@ class Ranks:
 
         If one does not arrive in time, stop the processes and report the others' exceptions.
         """
-        waiting, answers, deadline = (
-            {self.pipes[rank]: rank for rank in ranks},
-            {},
-            time.monotonic() + limit,
-        )
+        waiting = {self.pipes[rank]: rank for rank in ranks}
+        answers = {}
+        deadline = time.monotonic() + limit
         while waiting:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:

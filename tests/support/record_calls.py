@@ -24,6 +24,9 @@ LENGTHS |= dict(X=48, W=4, P=3, G=2)
 DTYPES = (torch.bfloat16, torch.float32, torch.int32)
 OTHER_DTYPES = (*DTYPES, torch.float16, torch.float64, torch.int64, torch.bool)
 DEVICES = ("cuda:1", "cpu", "meta")
+OTHER_FLAGS = dict(
+    scale=0.3, lower_bound=-4.0, snapshot_every=3, need=1, activation="silu", eps=1e-3
+)
 FORMS = ("whole", "short", "turned")  # all axes; all but the last; the last two swapped
 
 
@@ -166,6 +169,14 @@ def resized(call: Call) -> Iterator[tuple[str, Call]]:
         length = call.length(letter)
         for other in {1, length + 1, 16 * length} - {length}:
             yield f"{letter} = {other}", replace(call, lengths=call.lengths | {letter: other})
+
+
+def reflagged(call: Call) -> Iterator[tuple[str, Call]]:
+    """Return calls with another value of one flag."""
+    for name, value in call.flags.items():
+        other = not value if isinstance(value, bool) else OTHER_FLAGS.get(name, value)
+        if other != value:
+            yield f"{name} = {other}", replace(call, flags=call.flags | {name: other})
 
 
 def laid_out(call: Call, name: str) -> list[tuple[str, Tensor]]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from itertools import product
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -15,10 +13,9 @@ from kda_ops import problem
 from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend
-from tests.support.cases import BARE, STRIDES, Case, Tensors, double, on, replace
+from tests.support.cases import BARE, STRIDES, Case, Tensors, double, on
 from tests.support.closeness import assert_close, assert_identical
-from tests.support.pools import Pool, pool_arguments
-from tests.support.target import TARGET
+from tests.support.pools import pool_arguments
 
 POISON = float("nan")
 
@@ -162,76 +159,3 @@ def _definition(case: Step, exact: bool) -> tuple[Tensor, Tensor]:
     o, final = case.outputs(p)
     Reference().step(p, o, final)
     return o, final
-
-
-def _assert_defined(pool: Pool, state: Tensor, **changed: Tensor) -> None:
-    """Check a call of `recurrent_`, its pool in `state`, against the definition."""
-    args = [None if x is None else x.cpu().clone() for x in pool.arguments(state)]
-    p = Problem.parse_step(pool.case.rank, *args, **pool.flags())
-    Reference().step(p, want := p.new_output(), p.state)
-    o, after = pool.run(state, **changed)
-    torch.testing.assert_close(o.cpu(), want, rtol=1e-4, atol=1e-5, msg=lambda m: f"{pool}: {m}")
-    torch.testing.assert_close(
-        after.cpu(), p.state, rtol=1e-4, atol=1e-5, msg=lambda m: f"{pool}: {m}"
-    )
-
-
-ALIKE = Pool(Case(B=3, T=1, H=2, HV=2, l2norm=True, state=False, final=False), "recurrent_")
-
-
-def assert_calls_forget() -> None:
-    """Check that similar calls share no tensors through a cache of launches.
-
-    Each must compute on its own tensors at any address, and illegal calls must be refused.
-    """
-    kept = []  # alive, so that no address repeats
-    for seed, (offset, scale) in enumerate(
-        ((0, None), (0, None), (1, None), (0, 0.5), (0, None), (3, None), (0, 0.25))
-    ):
-        pool = replace(ALIKE, case=replace(ALIKE.case, seed=seed, scale=scale))
-        state = pool.state()
-        if offset:  # the same strides at an address that is not a multiple of 16
-            flat = torch.empty(state.numel() + offset, device=state.device)
-            state = flat[offset:].view_as(state).copy_(state)
-        _assert_defined(pool, state)
-        kept.append(state)
-    x, state = ALIKE.case.inputs(TARGET.device), ALIKE.state()
-    slots = ALIKE.indices()[0].to(TARGET.device)
-    for wrong in (
-        dict(k=x["k"].bfloat16()),
-        dict(v=x["v"][:, :, :1]),
-        dict(state=state.mT),
-        dict(state_indices=slots.float()),
-    ):
-        with pytest.raises((TypeError, ValueError)):
-            ALIKE.run(**wrong)
-
-
-def _behind(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return x with its axes in this order in memory."""
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return x.permute(order).contiguous().permute(back)
-
-
-def _spread(x: Tensor) -> Tensor:
-    """Return x as every second column of a table that holds other data between."""
-    return torch.stack([x, x.flip(0) + 1], -1)[..., 0]
-
-
-def assert_strides_count() -> None:
-    """Check that operators with cached launches still read the strides of states and indices.
-
-    The calls differ only in strides and values, their seeds are even for one dtype of indices.
-    """
-    orders = ((0, 1, 2, 3), (1, 0, 2, 3), (0, 1, 3, 2), (0, 3, 1, 2), (2, 0, 1, 3))
-    for seed, (order, transposed, placed, lengths, _) in enumerate(
-        product(orders, (False, True), (Tensor.clone, _spread), (None, (1, 0, 2)), range(2))
-    ):
-        case = replace(ALIKE.case, T=2, K=16, V=16, lengths=lengths, gate="none", seed=2 * seed)
-        case = replace(case, transposed=transposed)
-        pool = replace(ALIKE, case=case, columns=2, accepted=True)
-        tables = dict(zip(("state_indices", "num_accepted_tokens"), pool.indices()))
-        if lengths:
-            tables["cu_seqlens"] = case.inputs()["cu_seqlens"]
-        tables = {n: placed(x) for n, x in on(tables, TARGET.device).items()}
-        _assert_defined(pool, _behind(pool.state(), order), **tables)

@@ -7,7 +7,7 @@ interpreter; the default is the native backend.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,10 +28,13 @@ class Target:
         return p.q.dtype if dispatch.backend_name(self.device) == "triton" else p.state_dtype
 
 
+GPU = Target(torch.device("cuda"), (torch.bfloat16, torch.float16, torch.float32), slow=False)
+
+
 def _target() -> Target:
     device = torch.device(os.environ.get("KDA_OPS_TEST_DEVICE", "cpu"))
     if device.type == "cuda":
-        return Target(device, (torch.bfloat16, torch.float16, torch.float32), slow=False)
+        return replace(GPU, device=device)
     if dispatch.backend_name(device) == "triton":
         return Target(device, (torch.float32, torch.bfloat16, torch.float16), slow=True)
     return Target(device, (torch.float32, torch.bfloat16, torch.float16, torch.float64), slow=False)

@@ -8,7 +8,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kda_ops.problem import Problem
-from tests.support import decays
 from tests.support.calls import run, run_stages
 from tests.support.cases import Case, cases
 from tests.support.closeness import (
@@ -223,31 +222,3 @@ def test_a_twin_that_is_cut_at_chunks_is_the_twin(lengths):
     for name, x in whole.items():
         torch.testing.assert_close(cut[name], x, rtol=1e-5, atol=1e-5)
     assert_all_close(cut, oracle(case), lambda draw: twin(case, draw=draw))
-
-
-def test_a_point_of_the_map_of_decays_has_the_budget_of_its_dtype():
-    one = torch.ones(4, dtype=torch.float64)
-    bf16, fp16 = torch.bfloat16, torch.float16
-    used = [decays._row("", "o", one + 0.004, one, [one], d).budget for d in (bf16, fp16)]
-    assert used == pytest.approx([0.004 * 2**6, 0.004 * 2**9])
-
-
-def test_no_point_of_the_map_of_decays_passes_with_a_vanished_row():
-    ref = torch.ones(4, 8, dtype=torch.float64)
-    ref[1] = 1e-6  # far below the budget of the whole tensor
-    x = ref.clone()
-    x[1] = 0
-    used = {n: decays._row("", n, x, ref, [ref], torch.bfloat16).budget for n in ("dq", "o")}
-    assert used["dq"] == torch.inf and used["o"] <= 1.0
-    unresolved = ref.clone()
-    unresolved[1] = 1e-7  # the twin does not hold that row either
-    assert decays._row("", "dq", x, ref, [unresolved], torch.bfloat16).budget <= 1.0
-
-
-@pytest.mark.parametrize("odd", (torch.nan, torch.inf))
-@pytest.mark.parametrize("place", range(3))
-def test_no_point_of_the_map_of_decays_passes_for_want_of_a_number(odd, place):
-    x = [torch.ones(4, dtype=torch.float64) for _ in range(3)]
-    x[place][1] = odd
-    kernel, ref, twin = x
-    assert not decays._row("", "o", kernel, ref, [twin], torch.bfloat16).budget <= 1.0

@@ -1,5 +1,5 @@
-"""The pages of docs/ are right: their programs run, their links and names exist, and their
-schemas are the registered ones.
+"""README, the pages of docs/ and the guides for contributors are right: their programs run, their
+links and names exist, their tables are those of the results, and schemas are the registered ones.
 """
 
 import re
@@ -9,21 +9,17 @@ import pytest
 import torch
 
 import kda_ops
+from benchmarks import tables
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from kda_ops.__main__ import COMMANDS
 
-ROOT = next(
-    d for d in Path(__file__).parents if (d / "README.md").exists() and (d / "docs").exists()
-)
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
-TEXTS = {
-    str(page.relative_to(ROOT)): page.read_text() for page in PAGES if "_build" not in page.parts
-}
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md")]
+PAGES += (p for p in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in p.parts)
+TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 _PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# docs/maths.md has a test of its own
-PROGRAMS = {n: _PROGRAM.findall(t) for n, t in TEXTS.items() if n != "docs/maths.md"}
-
-
+# docs/maths.md has a test of its own; the program of CONTRIBUTING.md needs the interpreter
+PROGRAMS = {n: _PROGRAM.findall(TEXTS[n]) for n in {*TEXTS} - {"docs/maths.md", "CONTRIBUTING.md"}}
 COMPILE = torch.compile
 
 
@@ -42,7 +38,7 @@ def compile_soon(f, backend="aot_eager", **words):
     return COMPILE(f, backend=fold if backend == "kda_inductor" else backend, **words)
 
 
-@pytest.mark.parametrize("name", [n for n, programs in PROGRAMS.items() if programs])
+@pytest.mark.parametrize("name", sorted(n for n, programs in PROGRAMS.items() if programs))
 def test_programs_run(name, monkeypatch):
     if "transformers" in "".join(PROGRAMS[name]):
         pytest.importorskip("transformers")
@@ -66,8 +62,29 @@ def test_links_files_and_commands_exist(name):
     assert not missing
     assert set(re.findall(r"python -m kda_ops (\w+)", text)) <= set(COMMANDS)
     assert set(re.findall(r"python -m benchmarks (\w+)", text)) <= set(BENCHMARKS)
-    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    assert set(re.findall(r"`(test_\w+\.py)`", text)) <= tests
+    tests = {
+        path.relative_to(ROOT / "tests").as_posix() for path in ROOT.rglob("tests/**/test_*.py")
+    }
+    named = re.findall(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)`", text)
+    assert not [n for n in named if not any(x == n or x.endswith("/" + n) for x in tests)]
+
+
+@pytest.mark.quick
+def test_the_tables_are_those_of_their_files():
+    """Fails where a figure was typed, or ``python -m benchmarks tables`` forgotten."""
+    for name, text in TEXTS.items():
+        assert ("<!-- evidence: " in text) == (name in tables.PAGES)
+    for name in tables.PAGES:
+        text = TEXTS[name]
+        assert tables.rewrite(text, ROOT, "../" if "/" in name else "") == text
+        assert text.count("<!-- evidence: ") == text.count("<!-- end -->") > 0
+
+
+def test_the_summary_shows_losses():
+    text = TEXTS["README.md"]
+    table = text[text.index("<!-- evidence: summary") : text.index("<!-- end -->")]
+    ratios = [float(r) for r in re.findall(r"\| (\d+\.\d+)× \|", table)]
+    assert len(ratios) == len(tables.SUMMARY) and min(ratios) < 1 < max(ratios)
 
 
 def test_the_schemas_of_the_page_are_the_registered_ones():

@@ -75,19 +75,15 @@ def test_the_doctor_reads_the_version_of_triton_without_importing_it():
 
 
 def test_the_report_says_who_chose_the_backend():
-    command, environment = (
-        [sys.executable, "-m", "kda_ops", "doctor"],
-        os.environ | {"KDA_OPS_CPU": "reference"},
-    )
+    command = [sys.executable, "-m", "kda_ops", "doctor"]
+    environment = os.environ | {"KDA_OPS_CPU": "reference"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "CPU tensors: reference (chosen by KDA_OPS_CPU)" in done.stdout
 
 
 def test_a_failing_section_becomes_a_problem_line():
-    command, environment = (
-        [sys.executable, "-m", "kda_ops", "doctor"],
-        os.environ | {"KDA_OPS_CPU": "triton", "TRITON_INTERPRET": "0"},
-    )
+    command = [sys.executable, "-m", "kda_ops", "doctor"]
+    environment = os.environ | {"KDA_OPS_CPU": "triton", "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (
         done.returncode == 1

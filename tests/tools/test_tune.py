@@ -102,11 +102,9 @@ def choose(kernel, p):
 
 
 def call(K=128, **flags):
-    q, v, one = (
-        torch.zeros(1, 64, 2, K, dtype=torch.bfloat16),
-        torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16),
-        torch.ones(1, 64, 2),
-    )
+    q = torch.zeros(1, 64, 2, K, dtype=torch.bfloat16)
+    v = torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16)
+    one = torch.ones(1, 64, 2)
     return Problem.parse(1, q, q, v, -torch.ones(1, 64, 2, K), one, **flags)
 
 

@@ -22,14 +22,7 @@ from tests.operators.test_pools import (  # noqa: F401, on the kernels too
 )
 from tests.operators.test_sequences import test_later_tokens_change_no_earlier_bit  # noqa: F401, on the kernels too
 from tests.support.closeness import assert_identical
-from tests.support.steps import (
-    EDGES,
-    Step,
-    assert_calls_forget,
-    assert_step,
-    assert_strides_count,
-    random_step,
-)
+from tests.support.steps import EDGES, Step, assert_step, random_step
 
 TRITON = dispatch.load("triton")
 DTYPES = (torch.float32, torch.float16)
@@ -56,14 +49,6 @@ def test_any_call_meets_the_definition(seed):
 )
 def test_edges_meet_the_definition(case):
     assert_step(case, TRITON)
-
-
-def test_calls_that_look_alike_share_nothing_else():
-    assert_calls_forget()
-
-
-def test_calls_that_differ_in_strides_share_nothing():
-    assert_strides_count()
 
 
 @pytest.mark.bits

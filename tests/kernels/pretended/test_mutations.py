@@ -108,7 +108,7 @@ def test_a_plan_serves_what_the_pass_accepts_as_a_new_recording_would(record, ra
             changed |= {name} - ({name} if x is None else set())
             for what, other in record_calls.changed(call, name):
                 assert_lawful(call, tensors | {name: other}, gpu, (name, what, call))
-        for what, other in record_calls.resized(call):
+        for what, other in (*record_calls.resized(call), *record_calls.reflagged(call)):
             assert_lawful(other, other.tensors(), gpu, (what, call))
     assert changed == {*record.names}
 

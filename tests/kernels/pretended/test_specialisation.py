@@ -1,15 +1,17 @@
 """Whenever a call finds a plan, Triton itself would launch the kernels that the plan launches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kda_ops import chunk, convolution, norm, recurrent
+from kda_ops import chunk, operators, recurrent
 from kda_ops.backends.triton import BACKEND, tuning
 from kda_ops.backends.triton.plans.recording import Launch
 from kda_ops.gate import GateBackwardPass, GatePass
-from tests.support import pretended_calls
+from tests.support import pretended_calls, record_calls
 from tests.support.pretend import Pointer, described, plain, pretend_gpu, specialise
 
 DTYPES = {
@@ -194,55 +196,27 @@ def test_one_compilation_serves_all_lengths_where_16_divides_a_token(kind, rank,
     assert not {key: n for key, n in odd.items() if n > MOST.get(key[1], 2)}
 
 
-def convolution_call(kind, B, T, packed, strides, bias):
-    """Return a call of a layer's convolution, as `Backend.run` takes it."""
-    D, N = 96, 3 if packed else B
-
-    def draw(*shape, dtype=torch.bfloat16):
-        x = torch.empty(shape, dtype=dtype, device="cuda")
-        if len(shape) == 3 and strides == "fused":
-            return torch.empty(*shape[:2], 3 * shape[2], dtype=dtype, device="cuda")[..., :D]
-        return x.mT.contiguous().mT if len(shape) == 3 and strides == "first" else x
-
-    x, weight = draw(B, T, D), draw(D, 4)
-    offsets = draw(N + 1, dtype=torch.int32) if packed else None
-    inputs = x, weight, draw(D) if bias else None, draw(N, 3, D), offsets
-    flags = {"activation": "silu"}
-    if kind is convolution.ConvolveInPlace:
-        slots = draw(N, dtype=torch.int64)
-        return kind, 0, (*inputs[:3], draw(7, 3, D), slots, offsets), flags
-    flags |= {"output_final_tail": True}
-    if kind is convolution.Convolve:
-        return kind, 0, inputs, flags
-    return kind, 0, (draw(B, T, D), draw(N, 3, D), *inputs), flags | {"need": 15}
+SIZES = ((2, 16), (2, 48), (4, 48), (2, 1), (3, 17), (2, 70), (2, 4096), (8, 4096))  # B, T
 
 
-@pytest.mark.parametrize("strides", ("", "fused", "first"))
+@pytest.mark.parametrize("layout", ("dense", "fused", "heads_first"))
 @pytest.mark.parametrize("packed", (False, True))
-@pytest.mark.parametrize(
-    "kind", (convolution.Convolve, convolution.ConvolveBackward, convolution.ConvolveInPlace)
-)
-def test_a_plan_of_a_convolution_is_used_for_calls_that_compile_to_it(
-    kind, packed, strides, launches
+@pytest.mark.parametrize("record", operators.LAYER, ids=lambda record: record.name)
+def test_a_plan_of_a_layer_s_operator_is_used_for_calls_that_compile_to_it(
+    record, packed, layout, launches
 ):
-    BACKEND.forget()
-    used, sizes = [], ((2, 16), (2, 48), (4, 48), (2, 1), (3, 17), (2, 70), (2, 4096), (8, 4096))
-    for B, T in sizes:
-        call = convolution_call(kind, 1 if packed else B, T, packed, strides, bias=T != 48)
-        before = sum(map(len, BACKEND.plans.values()))
-        used.append(check_call(BACKEND, call, launches, before))
-    assert not used[0] and used[2] and used[-1]
-
-
-@pytest.mark.parametrize("kind", (norm.NormPass, norm.NormBackwardPass))
-@pytest.mark.parametrize("gated", (False, True))
-def test_a_plan_of_a_norm_is_used_for_calls_that_compile_to_it(kind, gated, launches):
+    call = record_calls.find(record, 1, packed, flagged=True, style="full")
+    if call is None:
+        pytest.skip("has no packed calls")
     BACKEND.forget()
     used = []
-    for B, T in ((2, 16), (2, 48), (1, 1), (3, 17), (4, 4096)):
-        x = torch.empty(B, T, 4, 128, dtype=torch.bfloat16, device="cuda")
-        inputs = x, torch.empty(1, 128, device="cuda"), x[..., :] if gated else None
-        args = (x, *inputs) if kind is norm.NormBackwardPass else inputs
+    for B, T in SIZES:
+        sizes = {"T": T} if packed else {"T": T, "B": B, "N": B}
+        tensors = replace(call, lengths=call.lengths | sizes).tensors().values()
+        args = tuple(
+            x if x is None or x.dim() < 3 else pretended_calls.make(x.shape, x.dtype, layout)
+            for x in tensors
+        )
         before = sum(map(len, BACKEND.plans.values()))
-        used.append(check_call(BACKEND, (kind, 0, args, {"eps": 1e-6}), launches, before))
-    assert not used[0] and used[1] and used[-1]
+        used.append(check_call(BACKEND, (record.kind, 1, args, call.flags), launches, before))
+    assert not used[0] and used[2] and used[-1]
