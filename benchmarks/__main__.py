@@ -16,6 +16,7 @@ EPILOG = "\n".join(
         "other commands:",
         *(f"  python -m benchmarks {name:10}{what}" for name, what in COMMANDS.items()),
         "  python -m benchmarks.layer               whole layers",
+        "  python -m benchmarks.invariant           what invariant=True costs",
         "  python -m benchmarks.tritons FOLDER...   several versions of Triton",
         "  torchrun --nproc-per-node 2 -m benchmarks.parallel   one long sequence on several GPUs",
     )

@@ -87,6 +87,7 @@ BACKWARD_GDN = {
 RECUR = {"recur": most(0, registers=168)}
 JOIN_RUNS = {"join_runs": most(0)}
 GATHER_HEADS = {"gather_heads": most(0, registers=64)}
+ADD_PARTS = {"add_parts": most(0, registers=64)}
 FINISH_WALK = {"finish_walk": most(0, registers=128)}
 CONVOLVE = {"convolve": most(0, registers=128)}
 CONVOLVE_GRADIENT = {"convolve_gradient": most(80, registers=128)}
@@ -148,6 +149,10 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
         "gate_forward": most(0, registers=128),
         "gate_gradient": most(8, 0, 0, 0, registers=168),
     },
+    kda(gate="softplus", keep=True, group=1, invariant=True): SOFTPLUS_KDA
+    | BACKWARD_KDA
+    | ADD_PARTS,
+    gdn(keep=True, invariant=True): FORWARD_GDN | BACKWARD_GDN | ADD_PARTS,
     kda(packed=True, run=32): FORWARD_KDA | JOIN_RUNS,
     kda(packed=True, run=32, group=1, few=True): FORWARD_FEW_KDA | JOIN_RUNS,
     kda(keep=True, packed=True, run=32): FORWARD_KDA | JOIN_RUNS | BACKWARD_KDA | GATHER_HEADS,

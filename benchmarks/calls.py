@@ -37,6 +37,7 @@ class Call:
     # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all
     # of them at once
     few: bool = False
+    invariant: bool = False  # kernels in their one form for all calls
 
     @property
     def label(self) -> str:
@@ -55,6 +56,7 @@ class Call:
             "gate": self.gates,
             "walk": self.walk,
             "apart": self.shares,
+            "invariant": self.invariant,
             "grouped": (self.rank > 0 or self.walk) and self.group > 1,
         }
         return " ".join([name, *(mark for mark, there in marks.items() if there)])
@@ -127,6 +129,7 @@ class Call:
             safe_gate=self.gate in ("safe", "promised"),
             safe_beta=self.gate == "promised",
             safe_keys=self.gate == "promised",
+            invariant=self.invariant,
             **flags,
         )
 
@@ -137,9 +140,10 @@ class Call:
         step on a pool, or the gate.
         """
         from kda_ops.backends.triton import tuning
+        from kda_ops.backends.triton.plans import launch
 
         rules = dict(run=self.run, ahead=self.ahead or None, walk=self.walk, shares=self.shares)
-        with tuning.force(**rules):
+        with tuning.force(**rules), launch.uniform(self.invariant):
             p = self.problem()
             with tuning.force(processors=2 * tuning.pieces(p) * p.HV if self.few else 0):
                 self._launch(p)

@@ -25,6 +25,7 @@ PACKAGE = "kda_ops"
 _ROOTS = (
     f"{PACKAGE}.functional",
     f"{PACKAGE}.layer_functional",
+    f"{PACKAGE}.cuts",
     f"{PACKAGE}.compat.hub_layers",
     f"{PACKAGE}.backends.native",
     f"{PACKAGE}.backends.triton",

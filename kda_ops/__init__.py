@@ -19,6 +19,7 @@ from kda_ops.functional import (
     recurrent_kda_,
 )
 from kda_ops.layer_functional import gated_rms_norm, short_conv, short_conv_
+from kda_ops.cuts import cut_length
 
 __version__ = "0.1.0"  # the only place: pyproject.toml reads it
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "chunk_gdn_",
     "chunk_kda",
     "chunk_kda_",
+    "cut_length",
     "gated_rms_norm",
     "gdn_gate",
     "kda_gate",

@@ -73,6 +73,11 @@ def _there(x: Tensor | None) -> Tensor | None:
     return x if x is not None and x.numel() > 0 else None
 
 
+def uniform(b: Backend, p: Problem) -> Problem:
+    """Return a call as its backend reads it: with `invariant`, in the one form of all calls."""
+    return b.uniform(p) if p.invariant else p
+
+
 class Whole(Pass):
     """A pass over whole sequences."""
 
@@ -91,7 +96,7 @@ class Infer(Whole):
         """Return o and the final state."""
         o, final_state = self.outputs()
         if self.p.HV:
-            b.infer(self.p, o, final_state)
+            b.infer(uniform(b, self.p), o, final_state)
         return o, final_state
 
 
@@ -109,7 +114,7 @@ class Prefill(Pass):
         """Return o."""
         (o,) = self.outputs()
         if self.p.HV:
-            b.infer(self.p, o, self.p.state)
+            b.infer(uniform(b, self.p), o, self.p.state)
         return (o,)
 
 
@@ -126,6 +131,7 @@ class Forward(Whole):
         o, final_state = super().outputs()
         if not p.HV:
             return o, final_state, *new_kept(b.keeps, p)
+        p = uniform(b, p)
         names = kept_names(b.keeps, p)
         if b.keeps.trains(p):
             made: dict[str, Any] = {"A": b.train(p, o, final_state)}
@@ -184,13 +190,30 @@ class Backward(Pass):
     def run(self, b: Backend) -> tuple[Tensor | None, ...]:
         """Return the gradients, None where not asked for."""
         self._check_kept()  # again, because the numbers of chunks become guards of a plan
-        p, need, given = self.p, self.need, self.given
-        do, dfinal_state = given["do"], given["dfinal_state"]
+        p, need = self.p, self.need
+        do, dfinal_state = self.given["do"], self.given["dfinal_state"]
+        inputs = [*zip(GRADIENTS, p.differentiable())]
         if not p.HV:
-            inputs = zip(GRADIENTS, p.differentiable())
             return tuple(
                 torch.zeros_like(x) if n in need and x is not None else None for n, x in inputs
             )
+        if p.invariant:  # which gradients are asked for decides nothing
+            need = frozenset(n for n, x in inputs if x is not None)
+            p = b.uniform(p)
+            do, dfinal_state = b.uniform_gradients(p, do, dfinal_state)
+        found = self._gradients(b, p, do, dfinal_state, need)
+        return tuple(getattr(found, n) if n in self.need else None for n in GRADIENTS)
+
+    def _gradients(
+        self,
+        b: Backend,
+        p: Problem,
+        do: Tensor | None,
+        dfinal_state: Tensor | None,
+        need: frozenset[str],
+    ) -> Gradients:
+        """Call the stages."""
+        given = self.given
         p.scratch = {}
         # `recurrent` keeps no A, so its backward gets an empty one
         A = _there(given["A"])
@@ -198,8 +221,7 @@ class Backward(Pass):
         # context parallelism, forward and backward may differ in heads and columns.
         if A is not None and tuple(A.shape[2:]) == WALKED:
             if do is not None and p.B * p.T * p.N > 0 and b.walks_back(p):
-                walked = b.walk_back(p, A, do, dfinal_state, need)
-                return tuple(getattr(walked, n) for n in GRADIENTS)
+                return b.walk_back(p, A, do, dfinal_state, need)
             A = None  # the other stages cannot read it
         reads = "o" in b.keeps.names(p.rank, p.q.dtype, p.l2norm, disable_recompute=True)
         asked = reads and do is not None and "q" in need
@@ -215,8 +237,7 @@ class Backward(Pass):
             if trace is None:
                 trace = b.scan(p, tile, None, None, keep=True)
             assert trace is not None  # keep=True returns one
-            walked = b.reverse_walk(p, tile, trace, do, dfinal_state, need)
-            return tuple(getattr(walked, n) for n in GRADIENTS)
+            return b.reverse_walk(p, tile, trace, do, dfinal_state, need)
         if trace is None:
             with b.overlap_streams(p) as on_side_stream:
                 with on_side_stream:
@@ -227,5 +248,4 @@ class Backward(Pass):
             reverse = b.reverse_scan(p, tile, do, dfinal_state, need)
         # most of the scratch so far gives its place to that of `gradient`
         tile = replace(tile, P=None, w=None, u=None, qg=None, kg=None)
-        grads: Gradients = b.gradient(p, tile, trace, do, reverse, need)
-        return tuple(getattr(grads, n) for n in GRADIENTS)
+        return b.gradient(p, tile, trace, do, reverse, need)

@@ -35,6 +35,7 @@ def chunk_kda(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
     disable_recompute: bool = False,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Run Kimi Delta Attention over whole sequences; differentiable.
 
@@ -91,6 +92,11 @@ def chunk_kda(
             ``64 + V + K V / 64``. With ``use_qk_l2norm_in_kernel`` on a GPU, KDA keeps o too:
             modifying o in place before backward raises an error. Where KDA's training is a walk
             (docs/performance.md, "Memory"), this flag changes nothing. See `kda_ops.chunk`.
+        invariant: let the bits of o, of states and of gradients of q, k, v, g, beta and the initial
+            state depend on the sequence and the head alone: not on B, T, N, HV, the GPU's number of
+            multiprocessors, strides, or the piece that a call begins with, if sequences are cut at
+            multiples of 64 tokens. It may take longer for few heads (docs/numerics.md, "Invariant
+            calls").
 
     Returns:
         o ``[B, T, HV, V]`` in v's dtype, and the final state in the layout and dtype of
@@ -277,6 +283,7 @@ def chunk_kda_(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
     """Run a prefill of Kimi Delta Attention on a pool of states, in place; inference only.
 
@@ -296,6 +303,7 @@ def chunk_kda_(
             Negative slots, and those of chunks that the sequence does not reach, are skipped. All
             other slots must be distinct, those of ``state_indices`` included: the call writes them.
         snapshot_every: whole chunks between two snapshots, at least 1.
+        invariant: as for `chunk_kda`; needs a pool in fp32 (fp64 for fp64 inputs).
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 
     Returns:
@@ -379,6 +387,7 @@ def chunk_gdn(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
     disable_recompute: bool = False,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Run Gated DeltaNet over whole sequences; differentiable.
 
@@ -551,6 +560,7 @@ def chunk_gdn_(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
     """Run a prefill of Gated DeltaNet on a pool of states, in place; inference only.
 

@@ -24,7 +24,8 @@ proves. A sigmoid proves ``safe_beta``, a norm of k ``safe_keys``, and c * sigmo
 write prevents the proof, and so does a norm in float16.
 
 A fold changes a result only by rounding: the operator computes in float32, or in float64 for
-float64 inputs. These are not folded, because rounding or range would differ by more:
+float64 inputs. So the pass leaves calls with ``invariant=True`` alone, whose bits must be those of
+eager code. These are not folded, because rounding or range would differ by more:
 
 - a cast of the decay or of beta to a narrower dtype;
 - a cast of q or k to another dtype than that of the raw input;
@@ -205,7 +206,11 @@ class FoldPreprocessing(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Fold every recognised pattern of the graph, in place."""
-        calls = [n for n in graph.nodes if n.op == "call_function" and n.target in _TARGETS]
+        calls = [
+            n
+            for n in graph.nodes
+            if n.op == "call_function" and n.target in _TARGETS and not n.kwargs.get("invariant")
+        ]
         if calls:
             around = _Surroundings(graph)
             for call in calls:

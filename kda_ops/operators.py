@@ -171,7 +171,8 @@ _REST = (
     "transpose_state_layout=False"
 )
 _KEEP = "bool disable_recompute=False"
-_CHUNK_FLAGS = f"{_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_KEEP}"
+_INVARIANT = "bool invariant=False"
+_CHUNK_FLAGS = f"{_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_KEEP}, {_INVARIANT}"
 _KEPT = ", ".join(f"Tensor {n}" for n in KEPT)
 
 _AXES = {
@@ -221,7 +222,7 @@ CHUNK_BWD = Operator(
 CHUNK_ = Operator(
     "chunk_",
     f"({_POOL}, Tensor? snapshot_indices=None, {_END}, *, int snapshot_every=1, {_SCALE}, "
-    f"{_L2NORM_AND_GATE}, {_SAFE}, {_REST}) -> Tensor",
+    f"{_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_INVARIANT}) -> Tensor",
     chunk.Prefill,
     **_ATTENTION,
     flops=flops.chunk,

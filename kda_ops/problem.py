@@ -90,6 +90,7 @@ class Problem:
         "snapshot_every",
         "state_dtype",
         "scratch",
+        "invariant",
     )
 
     def __init__(
@@ -115,6 +116,7 @@ class Problem:
         transpose_state_layout: bool = False,
         output_final_state: bool = False,
         disable_recompute: bool = False,
+        invariant: bool = False,
     ):
         check_vectors(q, k, v)
         B, T, H, K = q.shape
@@ -148,6 +150,7 @@ class Problem:
         self.snapshot_indices: Tensor | None = None
         self.snapshot_every = 1
         self.scratch: dict[str, Any] | None = None
+        self.invariant = invariant
 
     @classmethod
     def parse(
@@ -269,6 +272,13 @@ class Problem:
                 )
             if state.dtype is not torch.bfloat16:
                 dtype_error(name, "float32 or bfloat16", state.dtype)
+            if self.invariant:
+                dtype_error(
+                    name,
+                    "float32 with invariant=True",
+                    state.dtype,
+                    ": it would round the state at the end of each piece of a sequence",
+                )
         check_on_device(name, state, self.q.device)
         self.state = state
 

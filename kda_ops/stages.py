@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kda_ops.gates import Gate
-from kda_ops.problem import Problem
+from kda_ops.problem import CHUNK, Problem
 
 if TYPE_CHECKING:
     from kda_ops.convolution import Convolution
@@ -188,6 +188,25 @@ class Backend:
         """Run one pass over a call; each result is contiguous, or None if it is absent."""
         results = kind(rank, args, flags).run(self)
         return [None if x is None else x.contiguous() for x in results]
+
+    def cut_length(
+        self, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device
+    ) -> int | None:
+        """Return at which multiples of tokens a sequence may be cut without a change of bits.
+
+        None means at none. The states between the pieces have the dtype of sums.
+        """
+        return CHUNK
+
+    def uniform(self, p: Problem) -> Problem:
+        """Return a call with `invariant`, in the one form in which its kernels read every call."""
+        return p
+
+    def uniform_gradients(
+        self, p: Problem, do: Tensor | None, dfinal_state: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of o and of the final state likewise."""
+        return do, dfinal_state
 
     def keeps_AP(self, p: Problem) -> bool:
         """Return whether the A that is kept shares its tile with P, as `AP`."""

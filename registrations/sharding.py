@@ -7,8 +7,8 @@ can be sharded without communication::
                                                               gradients are partial sums
     heads   where the mesh divides H and HV                   everything has heads, nothing is
                                                               summed
-    V       any; every rank computes the scores again         q, k, g, beta are replicated, their
-                                                              gradients are partial sums
+    V       any, but not with `invariant`; every rank         q, k, g, beta are replicated, their
+            computes the scores again                         gradients are partial sums
 
 The convolution can be sharded over the batch or channels, the gated norm over batch, tokens or
 heads.
@@ -58,11 +58,13 @@ def _is_empty(x) -> bool:
     return tuple(x.shape) == (0,)
 
 
-def _splits(operator: Operator, given: dict) -> list[str]:
+def _splits(operator: Operator, given: dict, flags: dict) -> list[str]:
     """Return the sets of axes over which a call may be spread, by their letters."""
     splits = ["", *operator.splits]
     if given.get("cu_seqlens") is not None:
         splits = [split for split in splits if "B" not in split]
+    if flags.get("invariant"):  # a head's bits are those of the whole head
+        splits = [split for split in splits if split != "V"]
     if operator.axes_of("weight")[:1] == "G" and given["weight"].shape[0] == 1:
         # one row serves all heads; of several, each rank has those of its heads
         splits = [split.replace("G", "") for split in splits]
@@ -81,7 +83,7 @@ def _rules(operator: Operator, namespace: str):
         # to walk, and then keep more than it does, which is dropped.
         empty = [tuple(shape) == (0,) for shape in result_shapes(op, args, flags)]
         acceptable = []
-        for split in _splits(operator, given):
+        for split in _splits(operator, given, flags):
             ins = [
                 None
                 if x is None

@@ -7,6 +7,7 @@ Shapes are per token: ``[B, T, heads, width]``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from kda_ops.gates import BOUNDED, SOFTPLUS, Gate
 from kda_ops.problem import Problem
 
 EPS = 1e-6  # inside the square root of the l2 norm
+CACHE_LINE = 64  # bytes, at a multiple of which torch allocates on a CPU
 
 
 # On a CPU, torch's softplus and sigmoid round strided elements and a tensor's last elements
@@ -112,11 +114,18 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, r
 
 
 def gate_backward(
-    dy: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, rank: int
+    dy: Tensor,
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    which: Gate,
+    rank: int,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of `gate` for g, A_log and dt_bias, each in its input's dtype.
 
-    The gradients of A_log and dt_bias are summed over tokens in at least float32, rounded once.
+    The gradients of A_log and dt_bias are summed over tokens in at least float32, rounded once. The
+    order of the sum over tokens may depend on the shape of g, but not with `invariant`.
     """
     A, x = _gate_argument(g, A_log, dt_bias, rank, torch.promote_types(g.dtype, torch.float32))
     dy = dy.to(x.dtype)
@@ -124,12 +133,53 @@ def gate_backward(
     # Mask out what 0 * inf would make NaN. Padding, where dy is 0, may hold anything.
     counts &= dy != 0
     dx, per_log = torch.where(counts, dx, 0.0), torch.where(counts, per_log, 0.0)
-    tokens = (0, 1)
-    dA_log = (
-        None if A_log is None else per_log.sum(tokens + (3,) if rank else tokens).to(A_log.dtype)
-    )
-    ddt_bias = None if dt_bias is None else dx.sum(tokens).reshape(dt_bias.shape).to(dt_bias.dtype)
+    dA_log = ddt_bias = None
+    if A_log is not None and invariant:
+        dA_log = _sum_in_pairs(per_log.sum(-1) if rank else per_log).to(A_log.dtype)
+    elif A_log is not None:
+        dA_log = per_log.sum((0, 1, 3) if rank else (0, 1)).to(A_log.dtype)
+    if dt_bias is not None:
+        total = _sum_in_pairs(dx) if invariant else dx.sum((0, 1))
+        ddt_bias = total.reshape(dt_bias.shape).to(dt_bias.dtype)
     return dx.to(g.dtype), dA_log, ddt_bias
+
+
+def _sum_in_pairs(x: Tensor) -> Tensor:
+    """Sum x [B, T, ...] over its tokens, each entry in an order that follows from B T alone."""
+    x = x.flatten(0, 1)
+    while len(x) > 1:
+        half = (len(x) + 1) // 2
+        first, rest = x[:half].clone(), x[half:]
+        first[: len(rest)] += rest
+        x = first
+    return x.sum(0)
+
+
+def contiguous_call(p: Problem) -> Problem:
+    """Return a call whose inputs are contiguous and begin on cache lines.
+
+    The bits of a sum, and of a BLAS product, may depend on strides and addresses. Stages copy
+    states before they compute with them.
+    """
+    p = copy(p)
+    p.q, p.k, p.v = (_contiguous(x) for x in (p.q, p.k, p.v))
+    p.g, p.beta, p.A_log, p.dt_bias = (
+        None if x is None else _contiguous(x) for x in (p.g, p.beta, p.A_log, p.dt_bias)
+    )
+    return p
+
+
+def contiguous_gradients(
+    p: Problem, do: Tensor | None, dfinal_state: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of o and of the final state likewise."""
+    return None if do is None else _contiguous(do), dfinal_state
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    if x.is_contiguous() and x.data_ptr() % CACHE_LINE == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class Activated:
@@ -184,7 +234,7 @@ class Activated:
             dg = dg if p.rank else dg.squeeze(-1)
             if p.gate.inside:
                 dg, dA_log, ddt_bias = gate_backward(
-                    dg, self.logits, p.A_log, p.dt_bias, p.gate, p.rank
+                    dg, self.logits, p.A_log, p.dt_bias, p.gate, p.rank, p.invariant
                 )
         if dbeta is not None and p.sigmoid_beta:
             dbeta = strength_backward(dbeta, self.beta, p.neg_eigval)

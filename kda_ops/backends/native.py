@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kda_ops.backends import convolution, norm
-from kda_ops.backends.activations import Activated, gate, gate_backward
+from kda_ops.backends.activations import (
+    Activated,
+    contiguous_call,
+    contiguous_gradients,
+    gate,
+    gate_backward,
+)
 from kda_ops.backends.parts import Part, gather, join, parts, scatter
 from kda_ops.backends.slab import (
     SMALLEST,
@@ -478,6 +484,8 @@ def _start_step(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tens
 class Native(Backend):
     """The stages above."""
 
+    uniform = staticmethod(contiguous_call)
+    uniform_gradients = staticmethod(contiguous_gradients)
     prepare, scan = staticmethod(prepare), staticmethod(scan)
     reverse_scan = staticmethod(reverse_scan)
     gradient, step = staticmethod(gradient), staticmethod(step)

@@ -3,7 +3,8 @@
 A sequence of at most h tokens, for the smallest fitting h of `HEIGHTS`, is one chunk of h rows. A
 longer sequence has chunks of C rows. The height depends on the length alone, so other sequences
 change no bit of a result. But a short sequence may round otherwise than the start of a longer one,
-because the bits of a BLAS product depend on the shapes of its matrices.
+because the bits of a BLAS product depend on the shapes of its matrices. With `invariant` every
+chunk has C rows.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def parts(p: Problem) -> list[Part]:
     else:
         begin, length = p.cu_seqlens[:-1].long(), p.cu_seqlens.diff().long()
     height = torch.full_like(length, CHUNK)
-    for h in reversed(HEIGHTS):
+    for h in () if p.invariant else reversed(HEIGHTS):
         height.masked_fill_((length > 0) & (length <= h), h)
     found = [(h, torch.nonzero(height == h).flatten()) for h in (*HEIGHTS, CHUNK)]
     found = [(h, sequences) for h, sequences in found if len(sequences)] or found[-1:]

@@ -77,6 +77,8 @@ class Reference(Backend):
     def __init__(self, dtype: torch.dtype | None = None, operand: torch.dtype | None = None):
         self.dtype, self.operand = dtype, operand
 
+    uniform = staticmethod(activations.contiguous_call)
+    uniform_gradients = staticmethod(activations.contiguous_gradients)
     gate, gate_backward = staticmethod(activations.gate), staticmethod(activations.gate_backward)
     short_conv = staticmethod(convolution.short_conv)
     short_conv_backward = staticmethod(convolution.short_conv_backward)

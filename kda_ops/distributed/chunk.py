@@ -49,7 +49,7 @@ from torch.autograd.function import once_differentiable
 from kda_ops import dispatch, functional
 from kda_ops.arguments import check_dense, types_of
 from kda_ops.distributed import collectives
-from kda_ops.distributed.plan import Contract, agree, place_of
+from kda_ops.distributed.plan import ContextPlan, Contract, agree, place_of
 from kda_ops.distributed.span import Span, only
 from kda_ops.operators import CHUNK
 from kda_ops.problem import Problem
@@ -106,6 +106,7 @@ def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, 
         lambda parsed: _contract(namespace, parsed[1], flags),
         lengths_needed=cu_seqlens is not None,
     )
+    refuse_invariant(flags["invariant"], plan)
     asked = flags["output_final_state"]
     if plan.size == 1:
         o, final_state = getattr(torch.ops, namespace).chunk.default(*cast, **flags)
@@ -113,7 +114,8 @@ def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, 
     rest = {
         n: x
         for n, x in flags.items()
-        if n not in ("transpose_state_layout", "output_final_state", "disable_recompute")
+        if n
+        not in ("transpose_state_layout", "output_final_state", "disable_recompute", "invariant")
     }
     call = ShardedCall(
         namespace,
@@ -127,6 +129,16 @@ def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, 
     )
     out = _Shard.apply(call, plan.device_lengths, *cast)
     return out if asked else (out, None)
+
+
+def refuse_invariant(invariant: bool, plan: ContextPlan) -> None:
+    """Refuse the flag where sequences lie across ranks; all ranks of a plan have the same flag."""
+    if invariant and plan.size > 1:
+        raise ValueError(
+            f"invariant must be False on a group of {plan.size} ranks, got True: the state that "
+            "enters a shard is a product of maps, whose bits depend on the shards. Split the batch "
+            "or the heads over the ranks instead."
+        )
 
 
 def _autocast(tensors: Tensors) -> Tensors:

@@ -36,6 +36,7 @@ def chunk_kda(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
     disable_recompute: bool = False,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Run Kimi Delta Attention over sequences sharded across ranks; differentiable, collective.
 
@@ -66,6 +67,8 @@ def chunk_kda(
             from `plan_context`, made once per batch, avoids that. Compiled code exchanges lengths
             within the graph and compares nothing.
         disable_recompute: accepted without effect.
+        invariant: as for `kda_ops.chunk_kda` on a group of one rank. More ranks refuse it: the
+            state that enters a shard is a product of maps, with other bits than in one call.
         The other flags: as for `kda_ops.chunk_kda`.
 
     Returns:
@@ -111,6 +114,7 @@ def chunk_kda(
             allow_neg_eigval=allow_neg_eigval,
             transpose_state_layout=transpose_state_layout,
             disable_recompute=disable_recompute,
+            invariant=invariant,
         ),
     )
 
@@ -139,6 +143,7 @@ def chunk_gdn(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
     disable_recompute: bool = False,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Run Gated DeltaNet over sequences sharded across ranks; differentiable, collective.
 
@@ -188,5 +193,6 @@ def chunk_gdn(
             allow_neg_eigval=allow_neg_eigval,
             transpose_state_layout=transpose_state_layout,
             disable_recompute=disable_recompute,
+            invariant=invariant,
         ),
     )

@@ -83,6 +83,11 @@ def _is_empty(p: Problem) -> bool:
 
 def _chunk(rank: int, inputs: tuple, flags: dict):
     interpret = flags.pop("interpret")
+    if flags.pop("invariant"):
+        raise ValueError(
+            "invariant must be False in JAX, got True: these kernels promise no bits. Call the "
+            "torch function."
+        )
     p, inputs, sums = _prepared(rank, inputs, flags)
     on_tpu = jax.default_backend() == "tpu"
     if interpret is None:
@@ -121,9 +126,9 @@ def chunk_kda(inputs, flags):
     reverse mode.
 
     Equation, arguments, result and errors are those of `kda_ops.chunk_kda`, on arrays of JAX.
-    The promises and ``disable_recompute`` are accepted and change nothing. K and V are padded to
-    multiples of 128, so K = 64 costs what K = 128 does. fp16 runs as fp32. fp64 needs
-    ``jax_enable_x64`` and runs in interpret mode only.
+    The promises and ``disable_recompute`` are accepted and change nothing; ``invariant=True`` is
+    refused. K and V are padded to multiples of 128, so K = 64 costs what K = 128 does. fp16 runs as
+    fp32. fp64 needs ``jax_enable_x64`` and runs in interpret mode only.
 
     Args:
         cu_seqlens: values are read by the kernels only; inside ``jax.jit`` they may change from

@@ -64,6 +64,7 @@ class DeltaAttention(nn.Module):
         *,
         norm_activation: str,
         dt_bias_width: int,
+        invariant: bool,
     ):
         super().__init__()
         for name, size, most in (
@@ -78,6 +79,7 @@ class DeltaAttention(nn.Module):
             ("use_short_conv", use_short_conv),
             ("allow_neg_eigval", allow_neg_eigval),
             ("conv_bias", conv_bias),
+            ("invariant", invariant),
         ):
             check_flag(name, flag)
         check_eps("norm_eps", norm_eps)
@@ -106,6 +108,7 @@ class DeltaAttention(nn.Module):
             allow_neg_eigval,
             conv_size,
         )
+        self.invariant = invariant
         factory = dict(device=device, dtype=dtype)
         key_dim, value_dim = num_heads * head_dim, self.num_v_heads * self.head_v_dim
         self.q_proj = nn.Linear(hidden_size, key_dim, bias=False, **factory)
@@ -285,6 +288,7 @@ class DeltaAttention(nn.Module):
         group: Group,
     ) -> Tokens:
         """Agree with the ranks of the group on the call, and locate this rank's tokens."""
+        from kda_ops.distributed.chunk import refuse_invariant
         from kda_ops.distributed.plan import agree, place_of
         from kda_ops.distributed.tail import exchange_tail
 
@@ -331,6 +335,7 @@ class DeltaAttention(nn.Module):
             contract,
             lengths_needed=convolves or cu_seqlens is not None,
         )
+        refuse_invariant(self.invariant, plan)
         before = exchange_tail(x, self.conv_size, plan, cu_seqlens) if convolves else None
         offsets = None if cu_seqlens is None else plan.local(cu_seqlens)
         return Tokens(cu_seqlens, offsets, plan=plan, before=before)
@@ -380,10 +385,12 @@ class DeltaAttention(nn.Module):
             allow_neg_eigval=self.allow_neg_eigval,
             transpose_state_layout=True,
         )
+        if cache is not None and tokens.decode:
+            return self._recurrent_(q, k, v, g, beta, cache.state, **flags)
+        flags["invariant"] = self.invariant
         if cache is None:
             return self._chunk(q, k, v, g, beta, group=tokens.plan, **flags)[0]
-        run = self._recurrent_ if tokens.decode else self._chunk_
-        return run(q, k, v, g, beta, cache.state, **flags)
+        return self._chunk_(q, k, v, g, beta, cache.state, **flags)
 
     def _gate_and_project(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """Apply the gated norm per head, then the output projection: [B, T, hidden_size]."""
@@ -471,7 +478,8 @@ class DeltaAttention(nn.Module):
                 f"{want}, got {got}: {make}."
             )
         wide = (torch.float64,) if q.dtype is torch.float64 else (torch.float32, torch.bfloat16)
-        self._check_cached("states", cache.state, wide, q)
+        # a state in bf16 would be rounded at the end of each call
+        self._check_cached("states", cache.state, wide[:1] if self.invariant else wide, q)
         for n, tail in zip("qkv", buffers[1:]):
             if tail is not None:
                 # FSDP2's hook may convert the tail to a copy; the layer would write the copy.

@@ -34,6 +34,9 @@ class GatedDeltaNet(DeltaAttention):
         device, dtype: of the parameters, 16 bits or more. `A_log` and `dt_bias` are fp32 for any
             `dtype`. ``.to(torch.bfloat16)`` rounds them, and forward then warns: pass `dtype`
             instead.
+        invariant: pass ``invariant=True`` to the chunk form (`kda_ops.chunk_gdn`). The bits of the
+            projections, and of the token recurrence that decodes single tokens from a cache, are
+            not part of that promise (docs/numerics.md, "Invariant calls").
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d``
     ``[channels, 1, conv_size]``, ``a_proj`` (decay), ``b_proj``, ``A_log`` and ``dt_bias``
@@ -85,6 +88,7 @@ class GatedDeltaNet(DeltaAttention):
         norm_eps: float = 1e-5,
         device=None,
         dtype=None,
+        invariant: bool = False,
     ):
         check_flag("use_gate", use_gate)
         super().__init__(
@@ -102,6 +106,7 @@ class GatedDeltaNet(DeltaAttention):
             dtype,
             norm_activation=output_gate_activation,
             dt_bias_width=1,
+            invariant=invariant,
         )
         value_heads = self.num_v_heads
         self.a_proj = nn.Linear(hidden_size, value_heads, bias=False, device=device, dtype=dtype)

@@ -38,6 +38,9 @@ class KimiDeltaAttention(DeltaAttention):
         device, dtype: of the parameters, 16 bits or more. `A_log` and `dt_bias` are fp32 for any
             `dtype`. ``.to(torch.bfloat16)`` rounds them, and forward then warns: pass `dtype`
             instead.
+        invariant: pass ``invariant=True`` to the chunk form (`kda_ops.chunk_kda`). The bits of the
+            projections, and of the token recurrence that decodes single tokens from a cache, are
+            not part of that promise (docs/numerics.md, "Invariant calls").
 
     Parameters: ``q_proj k_proj v_proj``, ``q_conv1d k_conv1d v_conv1d``
     ``[channels, 1, conv_size]``, ``f_proj.0 f_proj.1`` (decay), ``b_proj``, ``A_log`` ``[HV]``,
@@ -94,6 +97,7 @@ class KimiDeltaAttention(DeltaAttention):
         norm_eps: float = 1e-5,
         device=None,
         dtype=None,
+        invariant: bool = False,
     ):
         check_flag("safe_gate", safe_gate)
         if safe_gate and lower_bound is None:
@@ -119,6 +123,7 @@ class KimiDeltaAttention(DeltaAttention):
             dtype,
             norm_activation="sigmoid",
             dt_bias_width=head_dim,
+            invariant=invariant,
         )
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         factory = dict(device=device, dtype=dtype)

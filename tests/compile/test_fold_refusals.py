@@ -21,6 +21,12 @@ from tests.support.folding import (
     norm,
 )
 
+
+def invariant(*args):
+    """Call the operator with a flag whose bits a fold would change."""
+    return kda_ops.chunk_kda(*args, invariant=True)
+
+
 # --- other functions are not folded ---------------------------------------------------------------
 
 
@@ -36,6 +42,7 @@ OTHERS = {
     "F.normalize": attend(
         norm=lambda x: F.normalize(x, dim=-1), decay=lambda g, A, dt: -F.softplus(g)
     ),
+    "invariant": attend(norm=norm, beta=lambda b: b.sigmoid(), op=invariant),
     "another eps": attend(norm=lambda x: x * torch.rsqrt(total(x.square()) + 1e-5)),
     "no eps": attend(norm=lambda x: x * torch.rsqrt(total(x.square()))),
     "absolute value": attend(

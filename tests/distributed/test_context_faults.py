@@ -176,7 +176,12 @@ def wrong_arguments(groups, size):
 
     plan = cp.plan_context(5, group)
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False)
+    layer = KimiDeltaAttention(6, head_dim=4, num_heads=1, invariant=True)
     calls = {
+        "invariant": lambda: cp.chunk_kda(
+            **x, **EVERYTHING.flags() | {"invariant": True}, group=group
+        ),
+        "invariant layer": lambda: layer(torch.ones(1, 5, 6), group=group),
         "mesh": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=mesh),
         "none": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=None),
         "outside": lambda: cp.chunk_kda(
@@ -217,6 +222,8 @@ def wrong_arguments(groups, size):
 
 def test_wrong_arguments_are_named(ranks):
     want = {
+        "invariant": "invariant must be False on a group of 3 ranks, got True",
+        "invariant layer": "invariant must be False on a group of 3 ranks, got True",
         "mesh": (
             "group must be one dimension of a DeviceMesh, got a mesh of 2 dimensions: name one, "
             "for example mesh['cp']"

@@ -105,6 +105,18 @@ class TestPlacements:
         for n in ("q", "k", "g", "beta", "A_log", "dt_bias"):
             assert x[n].grad.placements == (R, Partial()), n
 
+    def test_an_invariant_call_is_not_spread_over_columns_of_v(self, mesh, namespace):
+        for invariant in (False, True, False):  # nor is the flag a cached decision
+            x = spread(make_inputs(namespace), mesh, dict(v=[R, Shard(3)]))
+            o, _ = CHUNK[namespace](**x, **FLAGS, invariant=invariant)
+            assert o.placements == ((R, R) if invariant else (R, Shard(3)))
+        placements = dict.fromkeys(TOKENS, [R, Shard(2)]) | dict.fromkeys(
+            ("A_log", "dt_bias"), [R, Shard(0)]
+        )
+        x = spread(make_inputs(namespace), mesh, placements | dict(initial_state=[R, Shard(1)]))
+        o, _ = CHUNK[namespace](**x, **FLAGS, invariant=True)
+        assert o.placements == (R, Shard(2))
+
     def test_layout_is_no_cached_decision(self, mesh, namespace):
         # K = V: nothing but the flag tells the layouts apart
         for transposed in (False, True, False):

@@ -103,6 +103,14 @@ def test_a_traced_bound_of_a_gate_is_refused_by_name():
         jax.jit(lambda b: kda_ops.jax.gdn_gate(jnp.zeros((1, 1, 2)), None, lower_bound=b))(-5.0)
 
 
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_invariant_bits_are_refused(variant):
+    call, x = getattr(kda_ops.jax, f"chunk_{variant}"), arrays(Case(variant, **BASE))
+    with pytest.raises(ValueError, match="^invariant must be False in JAX, got True"):
+        call(**x, invariant=True)
+    call(**x, invariant=False)
+
+
 def test_a_torch_tensor_is_refused():
     with pytest.raises(TypeError, match="q must be an array of JAX or NumPy, got torch.Tensor"):
         kda_ops.jax.chunk_kda(**Case(**BASE).inputs())

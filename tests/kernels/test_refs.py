@@ -85,7 +85,6 @@ WRONG = {
     "x == x": "__eq__ of the tensor",
     "1 if x else 0": "a branch on the values of the tensor",
     "[*x]": "__iter__ of the tensor",
-    "x.is_contiguous()": "is_contiguous of the tensor",
     "x.item()": "item of the tensor",
 }
 

@@ -49,6 +49,32 @@ def test_gradients_match_those_of_the_definition(make, options):
         assert ours.any()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("invariant", (False, True))
+@variants
+def test_the_chunk_form_of_a_layer_is_invariant_if_the_layer_is(make, invariant, monkeypatch):
+    layer, x, seen = build(make, invariant=invariant), rows(2, 70), []
+    for name in ("_chunk", "_chunk_", "_recurrent_"):
+        run = getattr(layer, name)
+        monkeypatch.setattr(
+            layer,
+            name,
+            lambda *args, name=name, run=run, **flags: (
+                seen.append((name, flags.get("invariant"))),
+                run(*args, **flags),
+            )[1],
+        )
+    want = by_definition(layer, x[0])
+    close(layer(x)[0], want)
+    cache = layer.new_cache(2)
+    with torch.no_grad():
+        parts = [layer(x[:, :64], cache=cache), layer(x[:, 64:69], cache=cache)]
+        parts.append(layer(x[:, 69:], cache=cache))
+    close(torch.cat(parts, 1)[0], want)
+    prefill = ("_chunk_", invariant)
+    assert seen == [("_chunk", invariant), prefill, prefill, ("_recurrent_", None)]
+
+
 @variants
 def test_bfloat16_and_autocast_stay_near_float32(make):
     layer, x = build(make).float(), rows(2, 40).float()

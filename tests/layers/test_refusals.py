@@ -15,6 +15,14 @@ def decode(*args):
     return ShortConvolution(4)(*args)
 
 
+@torch.no_grad()
+def short_of_bits(layer, tokens):
+    """Call a layer with a cache whose states are bf16."""
+    cache = layer.float().new_cache(1)
+    cache.state = cache.state.bfloat16()
+    return layer(rows(1, tokens).float(), cache=cache)
+
+
 REFUSALS = [
     (
         lambda: KimiDeltaAttention(64, num_heads=4, num_v_heads=2),
@@ -39,6 +47,18 @@ REFUSALS = [
         "head_dim must be at least 1 and at most 256, got 300",
     ),
     (lambda: KimiDeltaAttention(64, safe_gate=True), "pass lower_bound"),
+    *(
+        (lambda m=make: m(64, head_dim=8, invariant="no"), "invariant must be True or", TypeError)
+        for make in LAYERS
+    ),
+    *(
+        (
+            lambda n=tokens: short_of_bits(build(GatedDeltaNet, invariant=True), n),
+            "cache must hold states of torch.float32 on cpu, got torch.bfloat16",
+            TypeError,
+        )
+        for tokens in (1, 5)
+    ),
     (lambda: GatedDeltaNet(64, head_dim=8, conv_size=0), "conv_size must be at least 1, got 0"),
     (
         lambda: GatedDeltaNet(64, head_dim=8).new_cache(-1),

@@ -83,7 +83,7 @@ def test_opcheck_of_functional_operators(variant, op, options):
 @pytest.mark.parametrize("keep", (False, True))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck_of_the_operators_of_training_graphs(variant, keep):
-    promises = dict(safe_beta=keep, safe_keys=keep)
+    promises = dict(safe_beta=keep, safe_keys=keep, invariant=keep)
     case = Case(variant, T=5, K=8, V=6, l2norm=True, disable_recompute=keep, **promises)
     inputs = [*case.inputs(TARGET.device).values()]
     opcheck(overload(variant, "chunk_fwd"), differentiable(case), case.flags(), test_utils=QUICK)

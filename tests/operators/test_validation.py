@@ -539,7 +539,9 @@ def test_an_unknown_keyword_is_an_error(function):
         getattr(kda_ops, function)(head_first=True)
 
 
-@pytest.mark.parametrize("flag", ("safe_gate", "safe_beta", "safe_keys", "disable_recompute"))
+@pytest.mark.parametrize(
+    "flag", ("safe_gate", "safe_beta", "safe_keys", "disable_recompute", "invariant")
+)
 def test_a_flag_that_means_nothing_for_recurrent_is_unknown_there(flag):
     with pytest.raises(TypeError, match="unexpected keyword"):
         kda_ops.recurrent_kda(*arguments("kda", "recurrent").values(), **{flag: True})

@@ -78,6 +78,7 @@ class Case:
     disable_recompute: bool = False
     narrow: bool = False  # g, beta, A_log and dt_bias in `dtype` instead of at least float32
     seed: int = 0
+    invariant: bool = False
 
     @property
     def rank(self) -> int:
@@ -132,7 +133,8 @@ class Case:
             flags["output_final_state"] = self.final
         if op in ("chunk", "chunk_"):
             flags["safe_gate"] = self.safe_gate
-            flags |= {n: True for n in ("safe_beta", "safe_keys") if getattr(self, n)}
+            given = (n for n in ("safe_beta", "safe_keys", "invariant") if getattr(self, n))
+            flags |= dict.fromkeys(given, True)
         if op == "chunk":
             flags["disable_recompute"] = self.disable_recompute
         return flags

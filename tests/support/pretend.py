@@ -161,7 +161,7 @@ def pretend_gpu() -> Iterator[list[Launched]]:
             Stream=Stream,
         ),
         tuning: dict(
-            processors=lambda device: PROCESSORS,
+            _processors=lambda device: PROCESSORS,
             _capability=lambda device: (9, 0),
             tuned=lambda device=None: {},
         ),

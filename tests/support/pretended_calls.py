@@ -121,6 +121,7 @@ models = st.builds(
                 "safe_gate",
                 "safe_beta",
                 "safe_keys",
+                "invariant",
             )
         )
     ),
@@ -192,7 +193,7 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
     names = ["use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "transpose_state_layout"]
     names += [] if in_place else ["output_final_state"]
     if kind not in (recurrent.Recur, recurrent.Decode):
-        names += ["safe_gate", "safe_beta", "safe_keys"]
+        names += ["safe_gate", "safe_beta", "safe_keys", "invariant"]
     flags: dict[str, Any] = {x: y for x, y in model.flags if x in names}
     flags |= {"use_gate_in_kernel": activated, "scale": 0.125}
     if model.gate == "bounded":
@@ -249,9 +250,10 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
     return tuple(x.get(name) for name in kind.operator.names), flags
 
 
-def run(backend, model: Model, n: Numbers):
-    """Return how to run a call: the pass, the rank, the arguments and the flags."""
+def run(backend, model: Model, n: Numbers, **more: Any):
+    """Return how to run a call: the pass, the rank, the arguments and the flags, with `more`."""
     args, flags = arguments(model, n)
+    flags |= more
     if model.kind is chunk.Backward:
         given = dict(zip(chunk.Backward.operator.names, args))
         inputs = tuple(given[name] for name in chunk.INPUTS)

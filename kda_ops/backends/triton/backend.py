@@ -18,7 +18,13 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.keeps import KEEPS
 from kda_ops.backends.triton.plans import launch
 from kda_ops.backends.triton.plans.call_key import CallKey, call_key, exact, named
-from kda_ops.backends.triton.plans.descriptors import fit_call, fit_state, fit_tokens
+from kda_ops.backends.triton.plans.descriptors import (
+    fit_call,
+    fit_state,
+    fit_tokens,
+    uniform_call,
+    uniform_gradients,
+)
 from kda_ops.backends.triton.plans.plan import Bound, Plan
 from kda_ops.backends.triton.plans.recording import Recording
 from kda_ops.backends.triton.private import INTERPRET
@@ -78,6 +84,9 @@ class Triton(Backend):
     short_conv, short_conv_backward = staticmethod(short_conv), staticmethod(short_conv_backward)
     short_conv_in_place = staticmethod(short_conv_in_place)
     gated_norm, gated_norm_backward = staticmethod(gated_norm), staticmethod(gated_norm_backward)
+    cut_length = staticmethod(tuning.cut_length)
+    uniform = staticmethod(uniform_call)
+    uniform_gradients = staticmethod(uniform_gradients)
 
     keeps = KEEPS
 
@@ -146,18 +155,21 @@ class Triton(Backend):
         args = tuple(None if x is None else x.detach() for x in seen.tensors)
         work: Any = kind(rank, args, flags)
         device = next(x.device for x in args if x is not None)
+        uniform = flags.get("invariant", False)
         if device.type == "meta":  # offline compilation
-            return work.run(self)
+            with launch.uniform(uniform):
+                return work.run(self)
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             # In a context of its own: Triton keeps its mode in a context variable, and does not
             # reset it if a kernel fails to compile.
-            Context().run(_compile, work, self)
+            with launch.uniform(uniform):
+                Context().run(_compile, work, self)
         refs = {
             id(x): kept.take(name, x, *_shape(kind.operator, name, x, kept))
             for name, x in zip(kind.operator.names, args)
         }
         vars(work).update({name: _recorded(x, refs, kept) for name, x in vars(work).items()})
-        with launch.recorded(kept):
+        with launch.recorded(kept), launch.uniform(uniform):
             results = work.run(self)
         plan = Plan(kept, results, device)
         if sum(map(len, self.plans.values())) >= MOST_PLANS:

@@ -201,7 +201,7 @@ def walks(p: Problem) -> bool:
         and p.g is not None
         and p.g.dtype in (torch.bfloat16, torch.float32)
         and centred(p)
-        and (FORCED.walk or not has_runs(p))
+        and (FORCED.walk or p.invariant or not has_runs(p.HV, p.V, p.q.device))
         and p.HV * 128 * 64 < 2**31  # coordinates have 32 bits
     )
 
@@ -228,10 +228,10 @@ def walks_back(p: Problem) -> bool:
 
     A walk takes the same time for one head as for as many as there are multiprocessors, so the
     separate kernels are faster for few sequences and heads. Bits of gradients depend on that
-    choice.
+    choice. With `invariant` it always walks.
     """
     few = 5 * p.N * p.HV < 2 * processors(p.q.device)
-    return walks(p) and (FORCED.walk or not few)
+    return walks(p) and (FORCED.walk or p.invariant or not few)
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -278,8 +278,11 @@ def row(kernel: str, p: Problem) -> str:
 def choose(kernel: str, p: Problem, kind: type[Options]) -> Options:
     """Return the options for a call, of the kernel's record: from the tuned file if it has the row,
     else from TABLE.
+
+    Options decide in which order kernels sum, so calls with `invariant` ignore the file.
     """
-    found = FORCED.options.get(kernel) or tuned(p.q.device).get(row(kernel, p)) or table(kernel, p)
+    given = None if p.invariant else tuned(p.q.device).get(row(kernel, p))
+    found = FORCED.options.get(kernel) or given or table(kernel, p)
     assert isinstance(found, kind)  # `KERNELS` says which
     return found
 
@@ -497,24 +500,43 @@ def ahead(p: Problem) -> int | None:
     return max(1, chunks - (chunks - 8) * meanwhile // 1024)
 
 
-def has_runs(p: Problem) -> bool:
+def has_runs(HV: int, V: int, device: torch.device) -> bool:
     """Return whether value heads are so few that long sequences are cut into runs."""
-    return 3 * p.HV * triton.cdiv(p.V, 64) <= processors(p.q.device)
+    return 3 * HV * triton.cdiv(V, 64) <= processors(device)
+
+
+def longest_run(HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the most chunks that are scanned one after another, or 0 for any number.
+
+    Longer sequences are cut into runs of so many (runs.py). The rule was measured on an H200
+    (docs/kernels/journal/runs.md).
+    """
+    if width(K, dtype) > 128 or V == 0:  # `join_runs` holds a map at once
+        return 0
+    if FORCED.run is not None:
+        return FORCED.run
+    if not has_runs(HV, V, device):
+        return 0
+    return 32 if 6 * HV * triton.cdiv(V, 64) > processors(device) else 16
 
 
 def run_length(p: Problem) -> int:
     """Return the chunks per run of the scans (runs.py), or 0 where sequences stay whole.
 
     They stay whole too if none is longer than a run. So results depend on the widths, HV and the
-    number of multiprocessors, never on B, N, T or values. The rule was measured on an H200
-    (docs/kernels/journal/runs.md).
+    number of multiprocessors, never on B, N, T or values, and with `invariant` on widths alone.
     """
-    if width(p.K, p.q.dtype) > 128 or p.V == 0:  # `join_runs` holds a map at once
-        return 0
-    programs, multiprocessors = p.HV * triton.cdiv(p.V, 64), processors(p.q.device)
-    length = 0 if not has_runs(p) else 32 if 6 * programs > multiprocessors else 16
-    length = length if FORCED.run is None else FORCED.run
+    length = 0 if p.invariant else longest_run(p.HV, p.K, p.V, p.q.dtype, p.q.device)
     return length if p.T > length * CHUNK else 0
+
+
+def cut_length(HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> int | None:
+    """Return at which multiples of tokens a sequence may be cut; None where there are runs.
+
+    The state that leaves a run comes from the scan of that run, and the next run starts from a
+    product of maps. So a cut changes bits, even between two runs.
+    """
+    return None if longest_run(HV, K, V, dtype, device) else CHUNK
 
 
 def pieces(p: Problem) -> int:

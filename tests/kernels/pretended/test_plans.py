@@ -247,15 +247,20 @@ def spans(recording):
         if step.on_side_stream:  # at any time between what it waits for and what waits for it
             first = max(j for j in range(i) if isinstance(steps[j], Wait) and not steps[j].joins)
             last = min(j for j in range(i, len(steps)) if getattr(steps[j], "joins", False))
-        flat = []
-        for x in step.arguments.values():
-            flat += x if isinstance(x, tuple) and not isinstance(x, Memory) else [x]
-        for x in flat:
-            x = getattr(x, "memory", x)  # of a descriptor
-            if isinstance(x, Memory):
-                a, z = found.setdefault(x.name, [first, last])
-                found[x.name] = [min(a, first), max(z, last)]
+        for x in memories(tuple(step.arguments.values())):
+            a, z = found.setdefault(x.name, [first, last])
+            found[x.name] = [min(a, first), max(z, last)]
     return found
+
+
+def memories(x):
+    """Yield the buffers and inputs that an argument names."""
+    x = getattr(x, "memory", x)  # of a descriptor
+    if isinstance(x, Memory):
+        yield x
+    elif isinstance(x, tuple):
+        for y in x:
+            yield from memories(y)
 
 
 def assert_apart(recording, plan, numbers):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kda_ops import problem
-from kda_ops.backends.triton.plans.launch import copy_of, strides_of
+from kda_ops.backends.triton.plans.launch import copy_of, new, strides_of
 from kda_ops.backends.triton.private import INTERPRET
 from kda_ops.problem import Problem
 
@@ -68,6 +68,43 @@ def fit_state(x: None) -> None: ...
 def fit_state(x: Tensor | None) -> Tensor | None:
     """Return a state, or a copy if offsets inside a head exceed 32 bits; as it is without axes."""
     return x if x is None or x.dim() == 1 or is_near(strides_of(x)) else copy_of(x)
+
+
+def uniform(p: Problem, x: Tensor) -> Tensor:
+    """Return an input, or a copy unless kernels are compiled for it as for any other of its width.
+
+    So it is contiguous, or a row begins at a multiple of 16 elements, and TMA can copy it. Its
+    address is a multiple of 16 bytes.
+    """
+    if x.data_ptr() % 16 == 0:
+        if x.is_contiguous():
+            return x
+        if x.dim() == 4 and x.shape[3] % 16 == 0 and is_copied(p, x):
+            if all(stride % 16 == 0 for stride in strides_of(x)[:3]):
+                return x
+    return copy_of(x)
+
+
+def uniform_call(p: Problem) -> Problem:
+    """Return a call with such copies of its inputs.
+
+    Triton chooses layouts, and so the order of sums, by what divides addresses and strides
+    (`launch.uniform`). States are operands of products alone, whose layouts do not depend on that.
+    """
+    p = copy(p)
+    p.q, p.k, p.v = uniform(p, p.q), uniform(p, p.k), uniform(p, p.v)
+    p.g, p.beta, p.A_log, p.dt_bias = (
+        None if x is None else uniform(p, x) for x in (p.g, p.beta, p.A_log, p.dt_bias)
+    )
+    return p
+
+
+def uniform_gradients(
+    p: Problem, do: Tensor | None, dfinal_state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of o and of the final state likewise; an absent one of o is zeros."""
+    do = new(p.v, "do_zero", p.v.shape, zero=True) if do is None else uniform(p, do)
+    return do, fit_state(dfinal_state)
 
 
 def fit_call(p: Problem) -> Problem:

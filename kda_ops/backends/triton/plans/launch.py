@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from kda_ops.backends.triton.plans.refs import Ref
-from kda_ops.backends.triton.plans.sizes import is_descriptor, value_of
+from kda_ops.backends.triton.plans.sizes import Size, is_descriptor, is_multiple, value_of
 from kda_ops.problem import Problem
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class _Here(threading.local):
     held: list[tuple]  # arguments of launches on `stream`, kept alive until the join
     waits: bool  # each launch on `stream` waits for the current stream
     recorder: Recording | None = None
+    uniform: bool = False  # one form of each kernel for all calls
 
     def __init__(self):
         # one per device: torch's pool of streams is shared with other libraries
@@ -54,6 +55,20 @@ def recorded(recorder: Recording) -> Iterator[None]:
         yield
     finally:
         _HERE.recorder = None
+
+
+@contextmanager
+def uniform(on: bool) -> Iterator[None]:
+    """Compile each kernel in one form for all calls of one width, if `on`, and sum in one order.
+
+    Triton compiles a kernel anew where a number is 1 or a multiple of 16, and may then lay out
+    tiles, and so order sums, in another way. So it is shown the same numbers in every call.
+    """
+    before, _HERE.uniform = _HERE.uniform, on
+    try:
+        yield
+    finally:
+        _HERE.uniform = before
 
 
 def new(
@@ -223,6 +238,10 @@ def launch(
     if given and not args:
         args, options = in_order(kernel, given)
     seen = None if compiled_for is None else in_order(kernel, given | compiled_for)[0]
+    # The interpreter compiles nothing. Kernels of Gluon take descriptors, and name their layouts.
+    uniform = _HERE.uniform and device.type != "cpu" and not any(map(is_descriptor, args))
+    if uniform and seen is None:
+        seen = shown(args, kernel.constexprs)
     recorder = _HERE.recorder
     if recorder is not None:
         if _HERE.stream is not None and _HERE.waits:
@@ -248,6 +267,49 @@ def in_order(kernel, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         raise TypeError(f"{kernel.__name__} also takes {', '.join(lacking)}.")
     options = {name: x for name, x in given.items() if name not in names}
     return tuple(given[name] for name in names), options
+
+
+ODD, WHOLE, FAR = 3, 16, 2**32  # stand for any number, for a multiple of 16, and for 64 bits
+
+
+def shown(args: tuple, constants: Sequence[int]) -> tuple:
+    """Return arguments with the numbers that Triton is shown in every call (`uniform`).
+
+    What decides on sizes becomes guards of a plan.
+    """
+    return tuple(x if i in constants else _shown(x) for i, x in enumerate(args))
+
+
+def _shown(x):
+    if type(x) in (int, Size):
+        return _stand_in(x)
+    if type(x) is tuple:
+        return _strides(x)
+    return type(x)(*map(_shown, x)) if isinstance(x, tuple) else x
+
+
+def _strides(x: tuple) -> tuple:
+    """Return strides: those of the last two of four axes as they are, stand-ins for the others.
+
+    If 16 divides the length of a row of a contiguous tensor, it divides the strides before.
+    """
+    *outer, last = x
+    if len(x) != 4:
+        return (*map(_stand_in, outer), last if last == 1 else _stand_in(last))
+    # as Triton specialises them: whether they are 1, and whether 16 divides them
+    ones, whole = [y == 1 for y in x[2:]], [_is_whole(y) for y in x[2:]]
+    if whole[1] if ones[0] else whole[0]:
+        return (*(_stand_in(y, WHOLE if _is_whole(y) else ODD) for y in x[:2]), *x[2:])
+    return (*map(_stand_in, x[:2]), *x[2:])
+
+
+def _is_whole(x) -> bool:
+    return is_multiple(x, 16) if isinstance(x, Size) else x % 16 == 0
+
+
+def _stand_in(x, small: int = ODD) -> int:
+    """Return a number in the place of x, of the same integer type."""
+    return small if -(2**31) <= value_of(x) < 2**31 else small + FAR
 
 
 def _launch(kernel, programs: int, device: torch.device, args: tuple, compiled_for, options: dict):

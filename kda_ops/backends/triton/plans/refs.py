@@ -77,6 +77,10 @@ class Ref:
         """Return the address modulo 16, which is all that a plan knows of it."""
         return self.data.data_ptr() % 16
 
+    def is_contiguous(self) -> bool:
+        """Return whether it is contiguous, which the key of a plan says of each input."""
+        return self.data.is_contiguous()
+
     def contiguous(self) -> Ref:
         """Return a contiguous tensor as it is."""
         if not self.data.is_contiguous():

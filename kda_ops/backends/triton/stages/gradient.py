@@ -9,6 +9,7 @@ docs/maths.md::
     d(beta k exp G) = -z S^T        dqg = do S^T          dkg = v_new dS^T      [64, K]
 """
 
+import math
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from kda_ops.stages import Gradients, Reverse, Tile, Trace
 GATES = frozenset(("g", "A_log", "dt_bias"))  # the gradients that come through the decay
 # Entries that a program of `gather_heads` adds up, of each value head.
 GATHERED = 4096
+ADDED, COLUMNS = 64, 128  # rows that a program of `add_parts` adds up, and their entries
 
 
 @triton.jit
@@ -61,6 +63,21 @@ def gather_heads(dy, dx, H, HV, tokens, K: tl.constexpr, BK: tl.constexpr, ROWS:
     for i in range(group):
         b_sum += tl.load(p_y + i * K, mask=m_x, other=0.0)
     tl.store(dx + o_i[:, None] * K + o_k[None, :], b_sum.to(dx.dtype.element_ty), mask=m_x)
+
+
+@triton.jit(do_not_specialize=["count", "columns"])
+def add_parts(parts, out, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add up ROWS rows of parts [count, columns] fp32, one after another, to a row of out."""
+    blocks = tl.cdiv(columns, COLUMNS)
+    i_r = tl.program_id(0) // blocks
+    o_c = (tl.program_id(0) % blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    b_sum = tl.zeros((COLUMNS,), tl.float32)
+    p_row = parts + (i_r * ROWS).to(tl.int64) * columns + o_c
+    for _ in range(tl.minimum(count - i_r * ROWS, ROWS)):
+        b_sum += tl.load(p_row, mask=o_c < columns, other=0.0)
+        p_row += columns
+    p_out = out + i_r.to(tl.int64) * columns + o_c
+    tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=o_c < columns)
 
 
 def gradient(
@@ -177,7 +194,7 @@ def _gradient_kda(
     if gather and dq is not None:
         dq = gather_gradient(p, "q", q, dq) if "q" in need else None
         dk = gather_gradient(p, "k", p.k, dk) if "k" in need else None
-    dbeta = dbeta if parts is None else total(parts, p.beta)
+    dbeta = dbeta if parts is None else sum_parts(p, "beta", parts, p.beta)
     return gradients_of(p, need, dq, dk, dg, dbeta, dA_log, ddt_bias)
 
 
@@ -371,6 +388,32 @@ def gradients_of(
         k=dk if "k" in need else None,
         g=dg if "g" in need else None,
         beta=dbeta,
-        A_log=total(dA_log, p.A_log),
-        dt_bias=total(ddt_bias, p.dt_bias),
+        A_log=sum_parts(p, "A_log", dA_log, p.A_log),
+        dt_bias=sum_parts(p, "dt_bias", ddt_bias, p.dt_bias),
     )
+
+
+def sum_parts(p: Problem, name: str, parts: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """Return the gradient of x, the sum of parts over their first axis.
+
+    torch chooses the order of the sum by the shape of parts. With `invariant` the order follows
+    from the number of parts alone.
+    """
+    if parts is None or x is None:
+        return None
+    if not p.invariant:
+        return total(parts, x)
+    count, *rest = parts.shape
+    columns, last = math.prod(rest), False
+    while not last:
+        rows = (count + ADDED - 1) // ADDED
+        last = rows <= 1
+        if last:  # without parts the sum is zero
+            rows, out = 1, new(x, "d" + name, x.shape)
+        else:
+            out = new(parts, f"d{name}_sums", (rows, columns))
+        programs = rows * ((columns + COLUMNS - 1) // COLUMNS)
+        sizes: dict[str, Any] = dict(count=count, columns=columns, ROWS=ADDED, COLUMNS=COLUMNS)
+        launch(add_parts, programs, p.q.device, parts=parts, out=out, **sizes, num_warps=4)
+        parts, count = out, rows
+    return parts

@@ -90,7 +90,7 @@ def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: froz
         and need >= {"q", "k", "v"}
         and all(is_copied(p, x) for x in (p.q, p.k, do))
         and (dfinal_state is None or dfinal_state.dim() == 1 or is_near(strides_of(dfinal_state)))
-        and (tuning.FORCED.walk or p.N * p.HV >= LEAST_PROGRAMS)
+        and (tuning.FORCED.walk or p.invariant or p.N * p.HV >= LEAST_PROGRAMS)
         # a descriptor has at least one row, and coordinates have 32 bits
         and 0 < p.B * p.T < 2**30
         and count_chunks(p) * (p.HV * FACTORS) < 2**31

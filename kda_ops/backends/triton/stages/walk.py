@@ -43,10 +43,17 @@ def walks_forward(p: Problem, final_state: Tensor | None) -> bool:
 
     Nothing here depends on values, nor on B, N or T of calls with tokens.
     """
+    near = all(x is None or x.dim() == 1 or is_near(strides_of(x)) for x in (p.state, final_state))
+    if p.invariant and not near and tuning.walks(p):
+        raise ValueError(
+            "state must reach the entries of a head by offsets below 2^31 elements with "
+            "invariant=True on a Hopper GPU, got strides beyond: pass states whose last two "
+            "dimensions are contiguous."
+        )
     return (
         tuning.walks(p)
         and all(x is not None and is_copied(p, x) for x in (p.q, p.k, p.v, p.g))
-        and all(x is None or x.dim() == 1 or is_near(strides_of(x)) for x in (p.state, final_state))
+        and near
         # a descriptor has at least one row, and coordinates have 32 bits
         and 0 < p.B * p.T < 2**30
     )

@@ -1,0 +1,165 @@
+"""Bits of pieces and of invariant calls on a GPU, over 10,000 tokens (docs/numerics.md)."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import kda_ops
+from kda_ops.backends.triton import tuning
+from kda_ops.stages import GRADIENTS
+from tests.gpu.test_forward import CUDA, DTYPES
+from tests.support.calls import run
+from tests.support.cases import Case, replace
+from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget
+from tests.support.pieces import SHARED, head_alone, of_heads, prefill, results_of, run_in_pieces
+
+pytestmark = pytest.mark.bits
+BF16, VARIANTS = torch.bfloat16, ("kda", "gdn")
+# weak decays, so that the first token reaches the last one; walks serve KDA in bf16
+LONG = Case(
+    T=10_000, K=128, V=128, dtype=BF16, gate="weak", beta="sigmoid", l2norm=True, safe_gate=True
+)
+SMALL = replace(LONG, T=700, H=4, HV=4)
+WHERE = [[1, 40, 130]]  # in chunks
+COUNTS = (1, 66, 132, 10**6)  # multiprocessors
+
+
+def few_bits(x):
+    return {n: t for n, t in x.items() if n[1:] not in SHARED}
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("H", (4, 16, 96))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prompts_in_pieces_have_the_bits_of_one_call(variant, dtype, H, transposed):
+    case = replace(LONG, variant=variant, dtype=dtype, H=H, HV=H, transposed=transposed)
+    case = replace(case, state=False, final=False)
+    whole, got = (prefill(case, x, invariant=True) for x in (None, WHERE))
+    assert_identical(got.o, whole.o, "o")
+    assert_identical(got.pool, whole.pool, "states and snapshots")
+    L = kda_ops.cut_length(f"chunk_{variant}_", H, 128, 128, dtype, CUDA)
+    if L is not None:
+        whole, got = (prefill(case, x) for x in (None, WHERE))
+        assert_identical(got.o, whole.o, "o, without the flag")
+        assert_identical(got.pool, whole.pool, "states and snapshots, without the flag")
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("H", (4, 16, 96))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_in_pieces_has_the_bits_of_one_call(variant, dtype, H, transposed):
+    case = replace(LONG, variant=variant, dtype=dtype, H=H, HV=H, transposed=transposed)
+    whole = few_bits(run(case, invariant=True))
+    assert_all_identical(run_in_pieces(case, WHERE, invariant=True), whole)
+
+
+@pytest.mark.parametrize("words", ({}, dict(gate="softplus", safe_gate=False), dict(K=64, V=60)))
+@pytest.mark.parametrize("group", (1, 2))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_head_of_a_sequence_has_its_bits_in_any_call(variant, dtype, group, words):
+    """Among many heads or alone, packed or not, strided or not, on any number of processors."""
+    case = replace(LONG, variant=variant, dtype=dtype, lengths=(70, 3001, 0, 64, 1000), T=0)
+    case = replace(case, H=48, HV=48 * group, strides="fused", **words)
+    with tuning.force(processors=1):
+        found = run(case, invariant=True)
+    for n, head in ((1, 17), (3, 0)):
+        whole = results_of(case, found, n, head)
+        own, inputs, cotangents = head_alone(case, n, head)
+        for count in COUNTS:
+            with tuning.force(processors=count):
+                got = few_bits(run(own, inputs=inputs, cotangents=cotangents, invariant=True))
+            assert_all_identical(got, whole)
+        for need in (("q",), ("v", "beta"), ("g",)):
+            got = run(own, inputs=inputs, cotangents=cotangents, need=need, invariant=True)
+            assert_all_identical(got, {m: x for m, x in whole.items() if m in got})
+
+
+@pytest.mark.parametrize("H", (1, 3, 4, 16, 44, 96))
+@pytest.mark.parametrize("K, V", ((128, 128), (64, 128), (20, 40)))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_number_of_heads_changes_no_bit(variant, dtype, K, V, H):
+    case = replace(SMALL, variant=variant, dtype=dtype, K=K, V=V, H=H, HV=H, gate="softplus")
+    case = replace(case, safe_gate=False)
+    whole = results_of(case, run(case, invariant=True), 0, H - 1)
+    own, inputs, cotangents = head_alone(case, 0, H - 1)
+    got = run(own, inputs=inputs, cotangents=cotangents, invariant=True)
+    assert_all_identical(few_bits(got), whole)
+
+
+@pytest.mark.parametrize("strides", ("heads_first", "fused", "expanded", "every_second", "off"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_strides_and_addresses_change_no_bit(variant, dtype, strides):
+    case = replace(SMALL, variant=variant, dtype=dtype, B=2)
+    given = case if strides == "off" else replace(case, strides=strides)
+    inputs = given.inputs(CUDA)
+    dense = {n: None if x is None else x.clone(memory_format=torch.contiguous_format)
+             for n, x in inputs.items()}  # fmt: skip
+    if strides == "off":
+        inputs = {n: None if x is None else off(x) for n, x in inputs.items()}
+    got, want = (run(given, inputs=x, invariant=True) for x in (inputs, dense))
+    assert_all_identical(got, want)
+
+
+def off(x):
+    """Copy a tensor to an address that is no multiple of 16 bytes."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_heads_change_no_bit_of_the_sums_over_the_batch(variant, dtype):
+    case = replace(SMALL, variant=variant, dtype=dtype, B=3, T=5000, H=8, HV=8, gate="bounded")
+    case, half = replace(case, safe_gate=False), slice(4, 8)
+    inputs, (do, dfinal) = case.inputs(CUDA), case.cotangents(CUDA)
+    own = {n: inputs[n][:, :, half] for n in ("q", "k", "v", "g", "beta")}
+    own |= {n: of_heads(inputs[n], 8, half) for n in SHARED if inputs[n] is not None}
+    own |= {"initial_state": inputs["initial_state"][:, half]}
+    given = do[:, :, half], dfinal[:, half]
+    whole = run(case, invariant=True)
+    got = run(replace(case, H=4, HV=4), inputs=inputs | own, cotangents=given, invariant=True)
+    for name in ("dA_log", "ddt_bias"):
+        if name in whole:
+            want = of_heads(whole[name], 8, half)
+            assert_identical(got[name].flatten(), want.flatten(), name)
+
+
+@pytest.mark.parametrize("run_length, count", ((1, 132), (None, 1), (None, 10**6)))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_a_gpu_chooses_by_changes_no_bit(variant, dtype, run_length, count):
+    case = replace(LONG, variant=variant, dtype=dtype, H=16, HV=16)
+    want = run(case, invariant=True)
+    with tuning.force(processors=count, run=run_length):
+        assert_all_identical(run(case, invariant=True), want)
+
+
+@pytest.mark.parametrize("variant, dtype", product(VARIANTS, DTYPES))
+def test_training_and_inference_have_the_same_bits(variant, dtype):
+    case = replace(LONG, variant=variant, dtype=dtype, H=4, HV=4)
+    kept = replace(case, disable_recompute=True)
+    want = run(case, invariant=True)
+    assert_all_identical(run(kept, invariant=True), want)
+    got = run_in_pieces(case, [[]], need=None, invariant=True)
+    assert_all_identical(got, {n: want[n] for n in ("o", "final_state")})
+
+
+@pytest.mark.parametrize("gate", ("weak", "bounded", "softplus"))
+@pytest.mark.parametrize("variant, dtype", product(VARIANTS, DTYPES))
+def test_invariant_calls_meet_the_budget(variant, dtype, gate, poisoned_scratch):
+    case = replace(SMALL, variant=variant, dtype=dtype, T=300, H=1, HV=2, gate=gate)
+    case = replace(case, safe_gate=gate == "weak")
+    assert_meets_budget(case, got=run(case, invariant=True))
+
+
+def test_the_device_s_own_rule_cuts_few_heads():
+    """So the tests above can fail."""
+    assert tuning.longest_run(4, 128, 128, BF16, torch.device("cuda", 0))
+    case = replace(LONG, variant="gdn", H=4, HV=4)
+    got, want = run_in_pieces(case, WHERE, need=None), run(case, need=GRADIENTS)
+    assert not torch.equal(got["o"], want["o"])
