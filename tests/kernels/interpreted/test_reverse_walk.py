@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from kda_ops.backends.triton.device.gate import Flags
+from kda_ops.backends.triton.device.activations import Flags
 from kda_ops.backends.triton.device.operands import GateWeights, strided
 from kda_ops.backends.triton.plans.launch import launch
 from kda_ops.backends.triton.stages.gradient_gdn import HeadGradients

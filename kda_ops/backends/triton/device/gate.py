@@ -1,42 +1,17 @@
 """Compute gates, from raw logits to the log decay: device functions of all kernels with a gate."""
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.device.tile import CHUNK, INTERPRETED, load_column
-from kda_ops.problem import Problem
+from kda_ops.backends.triton.device.tile import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Least log decay of a token in base 2, where decays are summed: 2^-160 is zero as a factor in fp32,
-# and sums over a chunk stay finite.
-LEAST_DECAY = tl.constexpr(-160.0)
 # Limits of exp(A_log): a rate of zero or infinity would give NaN for a logit of minus infinity.
 LEAST_RATE, GREATEST_RATE = tl.constexpr(1e-30), tl.constexpr(1e30)
-# Least normal number of fp32, rounded up: below it 1 / x may be infinite.
-LEAST_NORMAL = tl.constexpr(1.2e-38)
-
-
-class Flags(NamedTuple):
-    """The flags of a call, as constants of a kernel: `flags_of` makes them.
-
-    A kernel passes them on as they are. Assigned to a variable, they would become values that are
-    known only when the kernel runs.
-    """
-
-    L2NORM: Any
-    ACTIVATE: Any  # of the gate: g are logits
-    BOUNDED: Any  # the gate has a lower bound
-    SIGMOID: Any  # of beta
-    NEG_EIGVAL: Any  # beta goes up to 2
-
-
-def flags_of(p: Problem) -> Flags:
-    """Return the flags of a call."""
-    bounded = p.lower_bound is not None
-    flags = (p.l2norm, p.activate_gate, bounded, p.sigmoid_beta, p.neg_eigval)
-    return Flags(*map(tl.constexpr, flags))
+# The largest finite number, about: infinities become it where they would meet a zero.
+HUGE = tl.constexpr(3e38)
+# A decay of 2^-126 or less is 0 in fp32, or subnormal and flushed to 0.
+UNDERFLOW = tl.constexpr(126.0)
 
 
 @triton.jit
@@ -61,25 +36,6 @@ def fast_reciprocal(x):
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
         )
-
-
-@triton.jit
-def decay_of(b_log):
-    """Return 2^b_log for a log decay, to half a unit in the last place near one.
-
-    The instruction ex2 errs by up to two units, with one sign for alike arguments. A state that
-    forgets little takes that error again at every token, so there the series of exp replaces ex2.
-    """
-    y = b_log * (1.0 / LOG2E)
-    series = 1.0 + y * 0.2 * (1.0 + y * (1.0 / 6.0))
-    series = y * (1.0 + y * 0.5 * (1.0 + y * (1.0 / 3.0) * (1.0 + y * 0.25 * series)))
-    return tl.where(b_log > -0.25, 1.0 + series, tl.exp2(b_log))
-
-
-@triton.jit
-def reciprocal(x):
-    """Return 1 / x, or 0 where x is no normal number."""
-    return tl.where(tl.abs(x) > LEAST_NORMAL, 1.0 / x, 0.0)
 
 
 @triton.jit
@@ -152,53 +108,33 @@ def load_rate(A_log, i_h):
 
 
 @triton.jit
-def strength(beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
-    """Return beta, or sigmoid(beta), or 2 sigmoid(beta)."""
-    if SIGMOID:
-        beta = sigmoid(beta)
-        if NEG_EIGVAL:
-            beta = 2.0 * beta
-    return beta
+def load_bias(dt_bias, i_h, o_d, D: tl.constexpr):
+    """Return dt_bias [HV, D] of one head at o_d, in fp32; zeros without it."""
+    b_bias = tl.zeros(o_d.shape, tl.float32)
+    if dt_bias is not None:
+        b_bias = tl.load(dt_bias + i_h * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    return b_bias
 
 
 @triton.jit
-def decay_column(g, gate, lower_bound, i_b, i_h, first, n_rows, flags):
-    """Return the log decay of 64 tokens of one head in base 2, [64] fp32, at least LEAST_DECAY; 0
-    for rows that are no tokens.
+def through_gate(b_dg, b_x, rate, lower_bound, BOUNDED: tl.constexpr, FAST: tl.constexpr = False):
+    """Return (the gradient of the logits, its share of dA_log) from dg and x = g + dt_bias::
+
+        bounded   dx = dg rate lower_bound s (1 - s),  s = sigmoid(rate x);   dA_log = dx x
+        softplus  dx = -dg rate sigmoid(x);            dA_log = -dg rate softplus(x)
+
+    The caller sums the share over tokens and channels. FAST as in `log2_decay`.
     """
-    o_r = tl.arange(0, CHUNK)
-    if g.pointer is None:
-        return tl.zeros((CHUNK,), tl.float32)
+    if BOUNDED:
+        # A saturated sigmoid has slope 0, and 0 times infinity would be NaN. exp(A_log) may have
+        # overflowed, and a logit may be infinite.
+        rate, b_x = tl.minimum(rate, HUGE), tl.minimum(tl.maximum(b_x, -HUGE), HUGE)
+        b_s = sigmoid(rate * b_x, FAST)
+        b_dx = b_dg * (b_s * (1.0 - b_s) * rate * lower_bound)
+        return b_dx, b_dx * b_x
     else:
-        bias = 0.0
-        if gate.dt_bias is not None:
-            bias = tl.load(gate.dt_bias + i_h).to(tl.float32)
-        b_g = load_column(g.pointer, g.strides, i_b, i_h, first, n_rows, o_r)
-        rate = load_rate(gate.A_log, i_h)
-        b_g = log2_decay(b_g, bias, rate, lower_bound, flags.ACTIVATE, flags.BOUNDED)
-        return tl.where(o_r < n_rows, tl.maximum(b_g, LEAST_DECAY), 0.0)
-
-
-@triton.jit
-def strength_column(beta, i_b, i_h, first, n_rows, flags, ROWS: tl.constexpr = CHUNK):
-    """Return beta of the tokens of one head, [ROWS] fp32. Rows that are no tokens have zero keys
-    and values, whatever this says.
-    """
-    if beta.pointer is None:
-        return tl.full((ROWS,), 1.0, tl.float32)
-    else:
-        o_r = tl.arange(0, ROWS)
-        b_beta = load_column(beta.pointer, beta.strides, i_b, i_h, first, n_rows, o_r)
-        return strength(b_beta, flags.SIGMOID, flags.NEG_EIGVAL)
-
-
-@triton.jit
-def tokens_at(x, i_h, o_r, T, o_k):
-    """Return pointers to rows o_r of all B * T tokens of one head of a [B, T, HV, K] tensor."""
-    p_x = (
-        x.pointer
-        + ((o_r // T) * x.strides[0] + (o_r % T) * x.strides[1] + i_h.to(tl.int64) * x.strides[2])[
-            :, None
-        ]
-    )
-    return p_x + (o_k.to(tl.int64) * x.strides[3])[None, :]
+        b_log = log2_softplus(b_x, FAST)
+        # Where the decay is 0, dg is only the rounding of its sums, and dA_log would multiply that
+        # by a large log.
+        b_dg = tl.where(rate * b_log < UNDERFLOW, b_dg * -rate, 0.0)
+        return b_dg * sigmoid(b_x, FAST), b_dg * (tl.minimum(b_log, HUGE) * (1.0 / LOG2E))

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.device.gate import load_rate, sigmoid, softplus, tokens_at
+from kda_ops.backends.triton.device.activations import tokens_at
+from kda_ops.backends.triton.device.gate import load_bias, load_rate, sigmoid, softplus
 from kda_ops.backends.triton.device.operands import GateWeights, Strided
 from kda_ops.backends.triton.device.tile import dense
 from kda_ops.backends.triton.plans.launch import launch, new, strides_of, total
@@ -110,7 +111,7 @@ def logits(g, dt_bias, i_h, o_r, T, n_tokens, K: tl.constexpr, BK: tl.constexpr)
     p_x = tokens_at(g, i_h, o_r, T, o_k)
     b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
     if dt_bias is not None:
-        b_x += tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
+        b_x += load_bias(dt_bias, i_h, o_k, K)[None, :]
     return b_x, m_x
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.device.gate import flags_of
+from kda_ops.backends.triton.device.activations import flags_of
 from kda_ops.backends.triton.device.gradient_chunk import Kept
 from kda_ops.backends.triton.device.gradient_loads import pair_masks
 from kda_ops.backends.triton.device.operands import GateWeights, Strided, strided

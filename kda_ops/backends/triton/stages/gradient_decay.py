@@ -6,8 +6,9 @@
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.device.gate import LEAST_DECAY, load_rate, log2_decay
-from kda_ops.backends.triton.device.gradient_chunk import chunk_of, locate, through_gate
+from kda_ops.backends.triton.device.activations import LEAST_DECAY
+from kda_ops.backends.triton.device.gate import load_bias, load_rate, log2_decay, through_gate
+from kda_ops.backends.triton.device.gradient_chunk import chunk_of, locate
 from kda_ops.backends.triton.device.tile import CHUNK
 
 # The rows of a block may share an anchor if no channel decays by more than 2^REACH in it. Centred,
@@ -16,15 +17,6 @@ from kda_ops.backends.triton.device.tile import CHUNK
 REACH = tl.constexpr(116.0)
 # Rows whose loop is unrolled, so that the next loads overlap the sums: the quarters of a chunk.
 QUARTER = tl.constexpr(16)
-
-
-@triton.jit
-def load_bias(dt_bias, i_h, o_k, K: tl.constexpr):
-    """Load dt_bias of one head, [width] fp32, zero where it is absent and past K."""
-    b_bias = tl.zeros((o_k.shape[0],), tl.float32)
-    if dt_bias is not None:
-        b_bias = tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-    return b_bias
 
 
 @triton.jit(do_not_specialize=["N", "T", "lower_bound"])

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.device.gate import load_rate, reciprocal
+from kda_ops.backends.triton.device.activations import reciprocal
+from kda_ops.backends.triton.device.gate import load_rate, through_gate
 from kda_ops.backends.triton.device.gradient_chunk import (
     locate,
     read_back,
     read_rows,
-    through_gate,
     write_column,
     write_rows,
 )

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.device.gate import LOG2E, flags_of
+from kda_ops.backends.triton.device.activations import flags_of
+from kda_ops.backends.triton.device.gate import LOG2E
 from kda_ops.backends.triton.device.operands import (
     COUNT_GDN,
     COUNT_KDA,

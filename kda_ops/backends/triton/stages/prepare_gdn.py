@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from kda_ops.backends.triton.device.activations import decay_column, strength_column
 from kda_ops.backends.triton.device.decay import pair_decay, row_decay
-from kda_ops.backends.triton.device.gate import decay_column, strength_column
 from kda_ops.backends.triton.device.inverse import inverse
 from kda_ops.backends.triton.device.operands import (
     BETA,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kda_ops.backends.triton.device.activations import strength_column
 from kda_ops.backends.triton.device.decay import (
     block_scores,
     half_prefix,
@@ -16,9 +17,9 @@ from kda_ops.backends.triton.device.fragment import spread, store_spread
 from kda_ops.backends.triton.device.gate import (
     GREATEST_RATE,
     LEAST_RATE,
+    load_bias,
     load_rate,
     log2_decay,
-    strength_column,
 )
 from kda_ops.backends.triton.device.inverse import inverse_of_two, square_product
 from kda_ops.backends.triton.device.operands import (
@@ -183,11 +184,7 @@ def half_decay(x, b_g, at, o_k, K: tl.constexpr, flags, FAST: tl.constexpr):
     if x.g.pointer is None:
         return b_g
     else:
-        b_bias = tl.zeros((o_k.shape[0],), tl.float32)
-        if flags.ACTIVATE:
-            if x.gate.dt_bias is not None:
-                p_bias = x.gate.dt_bias + at.i_h * K + o_k
-                b_bias = tl.load(p_bias, mask=o_k < K, other=0.0).to(tl.float32)
+        b_bias = load_bias(x.gate.dt_bias, at.i_h, o_k, K)
         rate = tl.minimum(tl.maximum(load_rate(x.gate.A_log, at.i_h), LEAST_RATE), GREATEST_RATE)
         return log2_decay(
             widen(b_g), b_bias[None, :], rate, x.lower_bound, flags.ACTIVATE, flags.BOUNDED, FAST

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.device.gate import flags_of, reciprocal
+from kda_ops.backends.triton.device.activations import flags_of, reciprocal
 from kda_ops.backends.triton.device.gradient_chunk import locate, write_column, write_rows
 from kda_ops.backends.triton.device.operands import (
     BETA,

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.device.gate import decay_of, load_rate, log2_decay, strength
+from kda_ops.backends.triton.device.activations import decay_of, strength
+from kda_ops.backends.triton.device.gate import load_bias, load_rate, log2_decay
 from kda_ops.backends.triton.device.tile import (
     dense,
     let_next_begin,
@@ -124,15 +125,6 @@ def load_start(
         p_x, m_x = state_entries(x, strides, i_slot, i_h, first, K, V, KO, KI, BV)
         b_S = tl.reshape(tl.load(p_x, mask=m_x, other=0.0), (KO, BV, KI))
     return b_S
-
-
-@triton.jit
-def load_gate_bias(dt_bias, i_h, o_d, D: tl.constexpr):
-    """Read dt_bias of one head, at o_d, in fp32; zero without one."""
-    b_bias = tl.zeros(o_d.shape, tl.float32)
-    if dt_bias is not None:
-        b_bias = tl.load(dt_bias + i_h * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-    return b_bias
 
 
 @triton.jit
@@ -328,7 +320,7 @@ def recur(
     i_slot = first_slot(slots, strides.slots, accepted, i_n, N, width)
     rate = load_rate(A_log, i_h)
     b_bound = tl.full((1, 1), lower_bound, tl.float32)
-    b_bias = load_gate_bias(dt_bias, i_h, o_d, D)
+    b_bias = load_bias(dt_bias, i_h, o_d, D)
     if i_slot < 0:
         clear_output(p_o, n_tokens, o_v, HV, V)
         return

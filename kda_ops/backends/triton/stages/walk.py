@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.device.gate import flags_of
+from kda_ops.backends.triton.device.activations import flags_of
 from kda_ops.backends.triton.device.operands import GateWeights, strided
 from kda_ops.backends.triton.device.tile import dense
 from kda_ops.backends.triton.plans.descriptors import (

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.device.gate import flags_of, load_rate, log2_decay, strength_column
-from kda_ops.backends.triton.device.gradient_chunk import locate, through_gate, write_column
+from kda_ops.backends.triton.device.activations import flags_of, strength_column
+from kda_ops.backends.triton.device.gate import load_bias, load_rate, log2_decay, through_gate
+from kda_ops.backends.triton.device.gradient_chunk import locate, write_column
 from kda_ops.backends.triton.device.operands import GateWeights, strided
 from kda_ops.backends.triton.device.tile import CHUNK, dense, find_sequence, inverse_norm, rows_at
 from kda_ops.backends.triton.plans.descriptors import copied, has_gluon, tokens
@@ -61,9 +62,7 @@ def small_gradient(
     later = o_r > i_r
     p_g = rows_at(g.pointer, g.strides, at.i_b, i_h, at.first + first, o_r, o_k)
     b_g = tl.load(p_g, mask=m_r[:, None], other=0.0).to(tl.float32)
-    bias = 0.0
-    if gate.dt_bias is not None:
-        bias = tl.load(gate.dt_bias + i_h * D + o_k).to(tl.float32)[None, :]
+    bias = load_bias(gate.dt_bias, i_h, o_k, D)[None, :]
     rate = load_rate(gate.A_log, i_h)
     b_g = log2_decay(b_g, bias, rate, lower_bound, flags.ACTIVATE, flags.BOUNDED)
     b_G = tl.cumsum(tl.where(m_r[:, None], b_g, 0.0), 0)
@@ -100,9 +99,7 @@ def finish_gate(
     Write the chunk's shares of dA_log [NT, HV] and ddt_bias [NT, HV, D].
     """
     o_k = tl.arange(0, D)
-    b_bias = tl.zeros((D,), tl.float32)
-    if gate.dt_bias is not None:
-        b_bias = tl.load(gate.dt_bias + i_h * D + o_k).to(tl.float32)
+    b_bias = load_bias(gate.dt_bias, i_h, o_k, D)
     rate = load_rate(gate.A_log, i_h)
     b_A, b_b = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
     for i in tl.static_range(0, CHUNK, ROWS):
