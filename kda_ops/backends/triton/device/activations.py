@@ -1,12 +1,23 @@
-"""Activate what a call gives per token: its flags, beta, and decays of whole columns."""
+"""Activate what a call gives per token: its flags, its gate, beta, and decays of whole columns."""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kda_ops.backends.triton.device.gate import LOG2E, load_rate, log2_decay, sigmoid
-from kda_ops.backends.triton.device.tile import CHUNK, load_column
+from kda_ops.backends.triton.device.gate import (
+    BOUNDED,
+    GIVEN,
+    LOG2E,
+    SOFTPLUS,
+    load_bias,
+    load_rate,
+    log_decay,
+    sigmoid,
+)
+from kda_ops.backends.triton.device.operands import Gate
+from kda_ops.backends.triton.device.tile import CHUNK, dense, load_column
 from kda_ops.problem import Problem
 
 # Least log decay of a token in base 2, where decays are summed: 2^-160 is zero as a factor in fp32,
@@ -24,17 +35,25 @@ class Flags(NamedTuple):
     """
 
     L2NORM: Any
-    ACTIVATE: Any  # of the gate: g are logits
-    BOUNDED: Any  # the gate has a lower bound
     SIGMOID: Any  # of beta
     NEG_EIGVAL: Any  # beta goes up to 2
 
 
 def flags_of(p: Problem) -> Flags:
     """Return the flags of a call."""
-    bounded = p.lower_bound is not None
-    flags = (p.l2norm, p.activate_gate, bounded, p.sigmoid_beta, p.neg_eigval)
-    return Flags(*map(tl.constexpr, flags))
+    return Flags(*map(tl.constexpr, (p.l2norm, p.sigmoid_beta, p.neg_eigval)))
+
+
+def make_gate(A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Gate:
+    """Return a gate of logits."""
+    kind = SOFTPLUS if lower_bound is None else BOUNDED
+    return Gate(dense(A_log), dense(dt_bias), lower_bound or 0.0, kind)
+
+
+def gate_of(p: Problem) -> Gate:
+    """Return the gate of a call."""
+    gate = make_gate(p.A_log, p.dt_bias, p.lower_bound)
+    return gate if p.activate_gate else gate._replace(kind=GIVEN)
 
 
 @triton.jit
@@ -67,7 +86,7 @@ def strength(beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
 
 
 @triton.jit
-def decay_column(g, gate, lower_bound, i_b, i_h, first, n_rows, flags):
+def decay_column(g, gate, i_b, i_h, first, n_rows):
     """Return the log decay of 64 tokens of one head in base 2, [64] fp32, at least LEAST_DECAY; 0
     for rows that are no tokens.
     """
@@ -75,13 +94,10 @@ def decay_column(g, gate, lower_bound, i_b, i_h, first, n_rows, flags):
     if g.pointer is None:
         return tl.zeros((CHUNK,), tl.float32)
     else:
-        bias = 0.0
-        if gate.dt_bias is not None:
-            bias = tl.load(gate.dt_bias + i_h).to(tl.float32)
         b_g = load_column(g.pointer, g.strides, i_b, i_h, first, n_rows, o_r)
-        rate = load_rate(gate.A_log, i_h)
-        b_g = log2_decay(b_g, bias, rate, lower_bound, flags.ACTIVATE, flags.BOUNDED)
-        return tl.where(o_r < n_rows, tl.maximum(b_g, LEAST_DECAY), 0.0)
+        bias, rate = load_bias(gate, i_h), load_rate(gate, i_h)
+        b_g = tl.maximum(log_decay(b_g, bias, rate, gate, None), LEAST_DECAY)
+        return tl.where(o_r < n_rows, b_g, 0.0)
 
 
 @triton.jit
