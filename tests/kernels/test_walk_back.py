@@ -19,6 +19,7 @@ from tests.support.cases import EDGES, Case
 from tests.support.closeness import assert_all_close, assert_all_identical, oracle, twin
 from tests.support.emulated import source_of, without_each
 from tests.support.forgetting import LIMITS, definition
+from tests.support.gates import assert_defined, gated, hidden
 from tests.support.target import Target
 from tests.support.walk_back import trained_back
 
@@ -57,6 +58,12 @@ def test_every_gradient_meets_the_error_budget(name):
         return {n: found[n] for n in got}
 
     assert_all_close(got, gradients(want), lambda i: gradients(twin(case, need=need, draw=i)))
+
+
+@pytest.mark.parametrize("T", (1, 20, 70))
+def test_rows_past_the_end_do_not_decay(T):
+    case = gated("kda", "bounded", BF16, T=T, HV=1, K=128, V=128)
+    assert_defined(case, hidden(case), got=trained_back(case, hidden(case)))
 
 
 @pytest.mark.bits
