@@ -14,6 +14,7 @@ from tests.support.calls import Results
 from tests.support.cases import EDGES, FAR, Case, Tensors
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, drawn
 from tests.support.emulated import emulated
+from tests.support.gates import gated, hidden
 from tests.support.pools import Pool
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -122,6 +123,21 @@ def test_infinite_logits_and_extreme_rates_meet_the_error_budget(A_log):
     if abs(A_log) < 100.0:  # a rate of zero or infinity would make them NaN
         inputs["g"][:, 3:9], inputs["g"][:, 40:50] = -torch.inf, torch.inf
     assert_right(walked(RAW, inputs), inputs, RAW.flags())
+
+
+def test_a_rate_that_is_nan_makes_its_head_nan():
+    case = replace(RAW, T=5, HV=2)
+    inputs, want = case.inputs(), walked(case)
+    inputs["A_log"][0] = torch.nan
+    got = walked(case, inputs)
+    assert got["o"][:, :, 0].isnan().all()
+    assert_identical(got["o"][:, :, 1], want["o"][:, :, 1])
+
+
+@pytest.mark.parametrize("T", (1, 33, 70))
+def test_rows_past_the_end_do_not_decay(T):
+    case = gated("kda", "bounded", BF16, T=T, HV=1, K=128, V=128)
+    assert_right(walked(case, hidden(case)), hidden(case), case.flags())
 
 
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 37, 63, 64, 65, 127, 128))

@@ -19,6 +19,7 @@ from tests.support.cases import Case
 from tests.support.closeness import assert_all_identical, assert_meets_budget, oracle
 from tests.support.emulated import emulated
 from tests.support.forgetting import LIMITS, definition
+from tests.support.gates import assert_defined, gated, hidden
 from tests.support.target import GPU
 from tests.support.walk_back import trained_back
 from tests.support.walk_training import assert_kept, kept_blocks
@@ -127,6 +128,12 @@ def test_every_gradient_meets_the_error_budget(name):
         want = oracle(case, ("beta",))["dbeta"]
         got["dbeta"] = got["dbeta"].where(~got["dbeta"].isnan(), want.to(got["dbeta"].dtype))
     assert_meets_budget(case, got=got, only=got, target=GPU)
+
+
+@pytest.mark.parametrize("T", (1, 20, 70))
+def test_rows_past_the_end_do_not_decay(T):
+    case = gated("kda", "bounded", BF16, T=T, HV=1, K=128, V=128)
+    assert_defined(case, hidden(case), got=trained_back(case, hidden(case)))
 
 
 @pytest.mark.bits

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import JITFunction
 
 Clock = dict[int, int]
 GRAIN = 2  # bytes that an access names at once
@@ -614,9 +615,20 @@ def numbers(*bounds) -> Iterator[Tensor]:
         yield torch.tensor(i, dtype=torch.int32)
 
 
-def likewise(function: Callable) -> Callable:
-    """Let a function of two tensors take a number in place of the second."""
-    return lambda a, b: function(a := torch.as_tensor(a), torch.as_tensor(b, dtype=a.dtype))
+class PropagateNan:
+    """Whether NaN is in the result where it is in one argument."""
+
+    NONE, ALL = False, True
+
+
+def likewise(function: Callable, propagating: Callable) -> Callable:
+    """Let a function of two tensors take a number in place of either."""
+
+    def of_two(a, b, propagate_nan: bool = PropagateNan.NONE) -> Tensor:
+        a = torch.as_tensor(a)
+        return (propagating if propagate_nan else function)(a, torch.as_tensor(b, dtype=a.dtype))
+
+    return of_two
 
 
 class Layout:
@@ -664,8 +676,9 @@ gl = SimpleNamespace(
     split=lambda x: read(x).unbind(-1),
     sum=lambda x, axis: read(x).sum(axis),
     where=lambda c, a, b: torch.where(torch.as_tensor(c), read(a), read(b)),
-    maximum=likewise(torch.fmax),
-    minimum=likewise(torch.fmin),
+    maximum=likewise(torch.fmax, torch.maximum),
+    minimum=likewise(torch.fmin, torch.minimum),
+    PropagateNan=PropagateNan,
     abs=torch.abs,
     exp=torch.exp,
     exp2=torch.exp2,
@@ -673,6 +686,7 @@ gl = SimpleNamespace(
 )
 IMPORTED = SimpleNamespace(  # what kernels import, from whichever module
     gluon=SimpleNamespace(jit=jit, constexpr_function=jit),
+    jit=jit,  # of Triton, whose functions kernels of Gluon may call
     language=gl,
     aggregate=jit,
     mbarrier=mbarrier,
@@ -727,7 +741,8 @@ def importer(changed: Mapping[str, str | None]) -> Callable:
         if name.startswith("triton") or last == "gluon_names":
             return IMPORTED
         found = __import__(name, *args)
-        if not hasattr(found, "gluon"):
+        taken = (getattr(found, n, None) for n in args[2] or ())
+        if not any(isinstance(x, JITFunction) for x in taken):
             return SimpleNamespace(**{n: given(x) for n, x in vars(found).items()})
         path = TRITON / folder.rpartition(".")[2] / f"{last}.py"
         return module(path, changed) if changed.get(last) else unchanged(path)

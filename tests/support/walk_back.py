@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kda_ops.backends.triton.device.gate import GIVEN
 from kda_ops.backends.triton.plans.descriptors import fit_call, fit_state, fit_tokens
 from kda_ops.backends.triton.stages import gradient, walk, walk_back
 from kda_ops.problem import Problem
@@ -57,7 +58,6 @@ def finish_back(
     ddt_bias,
     T,
     HV,
-    lower_bound,
     flags,
     D,
     **others,
@@ -89,12 +89,12 @@ def finish_back(
     for x in flat:
         x[~live] = 0.0
     live = live.view(B, T, 1)
-    if flags.ACTIVATE.value:
+    if gate.kind != GIVEN:
         rate = 1.0 if gate.A_log is None else gate.A_log.double().exp().view(HV, 1)
         bias = 0.0 if gate.dt_bias is None else gate.dt_bias.double().view(HV, D)
         x = torch.where(live[..., None], g.pointer.double(), 0.0) + bias
         s = (rate * x).sigmoid()
-        dx = torch.where(live[..., None], dg.double() * (s * (1.0 - s) * rate * lower_bound), 0.0)
+        dx = torch.where(live[..., None], dg.double() * (s * (1.0 - s) * rate * gate.bound), 0.0)
         for parts, whole in ((dA_log, (dx * x).sum((0, 1, 3))), (ddt_bias, dx.sum((0, 1)))):
             if parts is not None:
                 parts.zero_()

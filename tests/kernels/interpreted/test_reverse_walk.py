@@ -4,8 +4,9 @@ import pytest
 import torch
 import triton.language as tl
 
-from kda_ops.backends.triton.device.gate import Flags
-from kda_ops.backends.triton.device.operands import GateWeights, strided
+from kda_ops.backends.triton.device.activations import Flags
+from kda_ops.backends.triton.device.gate import GIVEN
+from kda_ops.backends.triton.device.operands import Gate, strided
 from kda_ops.backends.triton.plans.launch import launch
 from kda_ops.backends.triton.stages.gradient_gdn import HeadGradients
 from kda_ops.backends.triton.stages.reverse_walk import SMALL, finish_walk
@@ -40,10 +41,10 @@ def test_sums_and_last_rows_become_gradients(tiled, given):
         visited * HV,
         v.device,
         **dict(sums=sums, tails=tails, factors=rows, gamma=gamma, v=strided(v), dv=dv),
-        **dict(g=None, g_b=0, g_t=0, g_h=0, gate=GateWeights(None, None), lower_bound=0.0),
+        **dict(g=None, g_b=0, g_t=0, g_h=0, gate=Gate(None, None, 0.0, GIVEN)),
         grads=HeadGradients(dq, dk, None, None, dg, dbeta, None, None),
         cu_seqlens=ends,
-        flags=Flags(*[tl.constexpr(False)] * 5),
+        flags=Flags(*[tl.constexpr(False)] * 3),
         **dict(N=N, T=T, HV=HV, D=D, TILED=tiled, GIVEN=given, GROUPED=False),
         LEAST=LEAST,
     )

@@ -1,42 +1,26 @@
-"""Compute gates, from raw logits to the log decay: device functions of all kernels with a gate."""
+"""Compute gates: `log_decay` makes log decays of logits, `through_gate` is its derivative, and
+`load_rate` and `load_bias` load the parameters.
 
-from typing import Any, NamedTuple
+They serve all kernels with a gate, those in Gluon too, and nothing else asks which kind of gate a
+call has. A new kind needs its formula in `log_decay` and its derivative in `through_gate`.
+"""
 
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.device.tile import CHUNK, INTERPRETED, load_column
-from kda_ops.problem import Problem
+from kda_ops.backends.triton.device.tile import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Least log decay of a token in base 2, where decays are summed: 2^-160 is zero as a factor in fp32,
-# and sums over a chunk stay finite.
-LEAST_DECAY = tl.constexpr(-160.0)
-# Limits of exp(A_log): a rate of zero or infinity would give NaN for a logit of minus infinity.
-LEAST_RATE, GREATEST_RATE = tl.constexpr(1e-30), tl.constexpr(1e30)
-# Least normal number of fp32, rounded up: below it 1 / x may be infinite.
-LEAST_NORMAL = tl.constexpr(1.2e-38)
-
-
-class Flags(NamedTuple):
-    """The flags of a call, as constants of a kernel: `flags_of` makes them.
-
-    A kernel passes them on as they are. Assigned to a variable, they would become values that are
-    known only when the kernel runs.
-    """
-
-    L2NORM: Any
-    ACTIVATE: Any  # of the gate: g are logits
-    BOUNDED: Any  # the gate has a lower bound
-    SIGMOID: Any  # of beta
-    NEG_EIGVAL: Any  # beta goes up to 2
-
-
-def flags_of(p: Problem) -> Flags:
-    """Return the flags of a call."""
-    bounded = p.lower_bound is not None
-    flags = (p.l2norm, p.activate_gate, bounded, p.sigmoid_beta, p.neg_eigval)
-    return Flags(*map(tl.constexpr, flags))
+GIVEN = tl.constexpr("given")  # g are log decays themselves
+SOFTPLUS = tl.constexpr("softplus")  # -exp(A_log) softplus(g + dt_bias)
+BOUNDED = tl.constexpr("bounded")  # bound sigmoid(exp(A_log) (g + dt_bias))
+# exp(A_log) is clamped: at most, so that products with logits up to 2^27 are finite, and at least
+# (`log_decay`), so that products with infinite logits are not NaN
+LEAST_RATE, GREATEST_RATE = tl.constexpr(2.0**-126), tl.constexpr(2.0**100)
+# The largest finite number, about: infinities become it where they would meet a zero.
+HUGE = tl.constexpr(3e38)
+# A decay of 2^-126 or less is 0 in fp32, or subnormal and flushed to 0.
+UNDERFLOW = tl.constexpr(126.0)
 
 
 @triton.jit
@@ -64,25 +48,6 @@ def fast_reciprocal(x):
 
 
 @triton.jit
-def decay_of(b_log):
-    """Return 2^b_log for a log decay, to half a unit in the last place near one.
-
-    The instruction ex2 errs by up to two units, with one sign for alike arguments. A state that
-    forgets little takes that error again at every token, so there the series of exp replaces ex2.
-    """
-    y = b_log * (1.0 / LOG2E)
-    series = 1.0 + y * 0.2 * (1.0 + y * (1.0 / 6.0))
-    series = y * (1.0 + y * 0.5 * (1.0 + y * (1.0 / 3.0) * (1.0 + y * 0.25 * series)))
-    return tl.where(b_log > -0.25, 1.0 + series, tl.exp2(b_log))
-
-
-@triton.jit
-def reciprocal(x):
-    """Return 1 / x, or 0 where x is no normal number."""
-    return tl.where(tl.abs(x) > LEAST_NORMAL, 1.0 / x, 0.0)
-
-
-@triton.jit
 def softplus(x):
     """Return log(1 + exp x) to a relative rounding: log1p(e) = log(1 + e) e / ((1 + e) - 1)."""
     e = tl.exp(-tl.abs(x))
@@ -95,7 +60,7 @@ def softplus(x):
 @triton.jit
 def log2_softplus(x, FAST: tl.constexpr = False):
     """Return log2(1 + exp x) to an absolute rounding, which is all that a decay needs. FAST as in
-    `log2_decay`.
+    `log_decay`.
     """
     x = x * LOG2E
     one = 1.0 + tl.exp2(-tl.abs(x))
@@ -104,101 +69,128 @@ def log2_softplus(x, FAST: tl.constexpr = False):
 
 @triton.jit
 def sigmoid(x, FAST: tl.constexpr = False):
-    """Return 1 / (1 + exp -x). FAST as in `log2_decay`."""
+    """Return 1 / (1 + exp -x). FAST as in `log_decay`."""
     one = 1.0 + tl.exp2(x * -LOG2E)
     return fast_reciprocal(one) if FAST else 1.0 / one
 
 
 @triton.jit
-def log2_decay(
+def load_rate(gate, i_h):
+    """Return exp(A_log) of one head, at most GREATEST_RATE; 1 without it."""
+    rate = 1.0
+    if gate.A_log is not None:
+        rate = tl.exp(tl.load(gate.A_log + i_h).to(tl.float32))
+        rate = tl.minimum(rate, GREATEST_RATE, tl.PropagateNan.ALL)
+    return rate
+
+
+@triton.jit
+def load_bias(gate, i_h, o_d=None, D: tl.constexpr = 1):
+    """Return dt_bias [HV, D] of one head at o_d, in fp32; zeros without it. If o_d is None, dt_bias
+    is [HV], and the result a number.
+    """
+    if o_d is None:
+        b_bias = 0.0
+        if gate.dt_bias is not None:
+            b_bias = tl.load(gate.dt_bias + i_h).to(tl.float32)
+        return b_bias
+    else:
+        b_bias = (o_d * 0).to(tl.float32)  # in Gluon too, where `zeros` needs a layout
+        if gate.dt_bias is not None:
+            b_bias = tl.load(gate.dt_bias + i_h * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+        return b_bias
+
+
+@triton.jit
+def where_tokens(x, here, some):
+    """Return x where `here`, else 0. With `here` None, return x.
+
+    `some` says whether there is anything to mask; None: that is not known. A kernel that knows it
+    pays for a branch instead of a mask.
+    """
+    if here is not None:
+        if some is None:
+            x = tl.where(here, x, 0.0)
+        else:
+            if some:
+                x = tl.where(here, x, 0.0)
+    return x
+
+
+@triton.jit
+def log_decay(
     g,
     bias,
     rate,
-    lower_bound,
-    ACTIVATE: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    gate,
+    here,
+    some=None,
+    UNIT: tl.constexpr = LOG2E,
     FAST: tl.constexpr = False,
     EXACT: tl.constexpr = False,
 ):
-    """Return the log decay in base 2, from raw logits if ACTIVATE: -rate softplus(g + bias), or
-    lower_bound sigmoid(rate (g + bias)).
+    """Return the log decay, times UNIT: in base 2, or natural for a UNIT of 1.
+
+    `here` says which entries are tokens, and `some` whether any is not (`where_tokens`). Where no
+    token is, g must be 0, and the log decay is 0.
 
     FAST is for 16 bit operands, which do not see the last two bits of an approximate instruction.
     EXACT rounds softplus relatively. Otherwise its rounding is absolute, and a large rate amplifies
     it: fp32 states, decayed token by token, see that.
     """
-    if not ACTIVATE:
-        return g * LOG2E
-    elif BOUNDED:
-        slope = rate * -LOG2E
+    rate = tl.maximum(rate, LEAST_RATE, tl.PropagateNan.ALL)
+    if gate.kind == GIVEN:
+        return g * UNIT
+    elif gate.kind == BOUNDED:
+        slope, bound = rate * -LOG2E, gate.bound * UNIT
         one = 1.0 + tl.exp2(g * slope + bias * slope)
-        return (lower_bound * LOG2E) * fast_reciprocal(one) if FAST else (lower_bound * LOG2E) / one
-    elif EXACT:
-        return -rate * (LOG2E * softplus(g + bias))
-    elif FAST:
-        x = g * LOG2E + bias * LOG2E
-        return -rate * (tl.maximum(x, 0.0) + fast_log2(1.0 + tl.exp2(-tl.abs(x))))
+        if some is None:  # a bound per row is masked, instead of each entry
+            bound = where_tokens(bound, here, None)
+            return bound * fast_reciprocal(one) if FAST else bound / one
+        else:
+            y = fast_reciprocal(one) if FAST else 1.0 / one
+            return bound * where_tokens(y, here, some)
     else:
-        return -rate * log2_softplus(g + bias)
+        tl.static_assert(gate.kind == SOFTPLUS)
+        if EXACT:
+            y = -rate * (UNIT * softplus(g + bias))
+        elif FAST:
+            x = g * LOG2E + bias * LOG2E
+            y = tl.maximum(x, 0.0) + fast_log2(1.0 + tl.exp2(-tl.abs(x)))
+            y = (rate * -(UNIT / LOG2E)) * y
+        else:
+            y = (rate * -(UNIT / LOG2E)) * log2_softplus(g + bias)
+        return where_tokens(y, here, some)
 
 
 @triton.jit
-def load_rate(A_log, i_h):
-    """Return exp(A_log) of one head; 1 without it."""
-    rate = 1.0
-    if A_log is not None:
-        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    return rate
+def through_gate(b_dg, b_x, rate, gate, FAST: tl.constexpr = False, EXACT: tl.constexpr = False):
+    """Return (the gradient of the logits, its share of dA_log) from dg and x = g + dt_bias::
 
+        bounded   dx = dg rate bound s (1 - s),  s = sigmoid(rate x);   dA_log = dx x
+        softplus  dx = -dg rate sigmoid(x);      dA_log = -dg rate softplus(x)
 
-@triton.jit
-def strength(beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
-    """Return beta, or sigmoid(beta), or 2 sigmoid(beta)."""
-    if SIGMOID:
-        beta = sigmoid(beta)
-        if NEG_EIGVAL:
-            beta = 2.0 * beta
-    return beta
-
-
-@triton.jit
-def decay_column(g, gate, lower_bound, i_b, i_h, first, n_rows, flags):
-    """Return the log decay of 64 tokens of one head in base 2, [64] fp32, at least LEAST_DECAY; 0
-    for rows that are no tokens.
+    The caller sums the share over tokens and channels. FAST as in `log_decay`. EXACT is for a dg
+    that is no sum over a chunk: softplus is rounded relatively, and a decay of 0 has a gradient.
+    Both results are 0 for a logit of minus infinity or NaN. So they are for one of infinity, unless
+    a rate near 0 keeps the bounded gate from its bound.
     """
-    o_r = tl.arange(0, CHUNK)
-    if g.pointer is None:
-        return tl.zeros((CHUNK,), tl.float32)
+    if INTERPRETED:  # whose maximum of NaN is NaN
+        b_x = tl.where(b_x == b_x, b_x, -HUGE)
+    b_x = tl.maximum(b_x, -HUGE)
+    if gate.kind == BOUNDED:
+        # A saturated sigmoid has slope 0, and 0 times infinity would be NaN.
+        b_x = tl.minimum(b_x, HUGE)
+        b_s = sigmoid(rate * b_x, FAST)
+        b_dx = b_dg * (b_s * (1.0 - b_s) * rate * gate.bound)
+        return b_dx, b_dx * b_x
     else:
-        bias = 0.0
-        if gate.dt_bias is not None:
-            bias = tl.load(gate.dt_bias + i_h).to(tl.float32)
-        b_g = load_column(g.pointer, g.strides, i_b, i_h, first, n_rows, o_r)
-        rate = load_rate(gate.A_log, i_h)
-        b_g = log2_decay(b_g, bias, rate, lower_bound, flags.ACTIVATE, flags.BOUNDED)
-        return tl.where(o_r < n_rows, tl.maximum(b_g, LEAST_DECAY), 0.0)
-
-
-@triton.jit
-def strength_column(beta, i_b, i_h, first, n_rows, flags, ROWS: tl.constexpr = CHUNK):
-    """Return beta of the tokens of one head, [ROWS] fp32. Rows that are no tokens have zero keys
-    and values, whatever this says.
-    """
-    if beta.pointer is None:
-        return tl.full((ROWS,), 1.0, tl.float32)
-    else:
-        o_r = tl.arange(0, ROWS)
-        b_beta = load_column(beta.pointer, beta.strides, i_b, i_h, first, n_rows, o_r)
-        return strength(b_beta, flags.SIGMOID, flags.NEG_EIGVAL)
-
-
-@triton.jit
-def tokens_at(x, i_h, o_r, T, o_k):
-    """Return pointers to rows o_r of all B * T tokens of one head of a [B, T, HV, K] tensor."""
-    p_x = (
-        x.pointer
-        + ((o_r // T) * x.strides[0] + (o_r % T) * x.strides[1] + i_h.to(tl.int64) * x.strides[2])[
-            :, None
-        ]
-    )
-    return p_x + (o_k.to(tl.int64) * x.strides[3])[None, :]
+        tl.static_assert(gate.kind == SOFTPLUS)
+        if EXACT:
+            b_log, UNIT, LIMIT = softplus(b_x), 1.0, float("inf")
+        else:
+            # Where the decay is 0, dg is only the rounding of its sums, and dA_log would multiply
+            # that by a large log.
+            b_log, UNIT, LIMIT = log2_softplus(b_x, FAST), 1.0 / LOG2E, UNDERFLOW
+        b_dg = tl.where(rate * b_log < LIMIT, b_dg * -rate, 0.0)
+        return b_dg * sigmoid(b_x, FAST), b_dg * (tl.minimum(b_log, HUGE) * UNIT)

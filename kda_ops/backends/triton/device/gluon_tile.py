@@ -5,13 +5,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from kda_ops import problem
+from kda_ops.backends.triton.device.gate import log_decay
 
 CHUNK = gl.constexpr(problem.CHUNK)
 WIDTH = gl.constexpr(128)  # of keys and values
 FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
 LOG2E = gl.constexpr(1.4426950408889634)
-LEAST_RATE = gl.constexpr(2.0**-126)  # exp(A_log) is clamped to where products with it are finite
-GREATEST_RATE = gl.constexpr(2.0**100)
 # how eight and four warps hold rows of 128 channels outside products
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 ROWS_4 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
@@ -71,14 +70,28 @@ def plus(a, b):
 
 
 @gluon.jit
-def sums_by_block(x):
-    """Return the sums of x [32, K] from the start of each block of 16 rows, and over each [2, K].
+def decay_rows(tile, here, bias, rate, gate, E: gl.constexpr):
+    """Return the natural log decay of the rows g in `tile`, as fp32 in layout E.
+
+    From the row `here` on g is 0, and so is the decay. Few chunks have such rows.
+    """
+    m_r = (gl.arange(0, tile.shape[0], gl.SliceLayout(1, E)) < here)[:, None]
+    some = here < tile.shape[0]
+    return log_decay(widen(tile.load(E)), bias, rate, gate, m_r, some, UNIT=1.0, FAST=True)
+
+
+@gluon.jit
+def sums_by_block(x, BLOCKS: gl.constexpr):
+    """Return the sums of x [rows, K] from the start of each block, and over each [BLOCKS, K].
 
     A thread holds all rows of a block, so nothing is exchanged.
     """
-    D = gl.associative_scan(gl.reshape(x, (2, 16, x.shape[1])), 1, plus)
-    last = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, D.type.layout)))
-    return D, gl.sum(gl.where(last[None, :, None] == 15, D, 0.0), 1)
+    ROWS: gl.constexpr = x.shape[0] // BLOCKS
+    D = gl.associative_scan(gl.reshape(x, (BLOCKS, ROWS, x.shape[1])), 1, plus)
+    L: gl.constexpr = gl.SliceLayout(2, D.type.layout)
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, L))[None, :, None]
+    total = gl.sum(gl.where(row == ROWS - 1, D, 0.0), 1)
+    return D, total
 
 
 @gluon.jit
@@ -95,24 +108,11 @@ def left_right(x):
 
 
 @gluon.jit
-def load_gate(A_log, dt_bias, i_h, K: gl.constexpr, E: gl.constexpr):
-    """Return the slope of the gate's exponent in base 2, and its bias times that [K]."""
-    rate = 1.0
-    if A_log is not None:
-        rate = gl.exp(gl.load(A_log + i_h).to(gl.float32))
-        rate = gl.minimum(gl.maximum(rate, LEAST_RATE), GREATEST_RATE)
-    bias = gl.zeros([K], gl.float32, gl.SliceLayout(0, E))
-    if dt_bias is not None:
-        bias = gl.load(dt_bias + i_h * K + gl.arange(0, K, gl.SliceLayout(0, E))).to(gl.float32)
-    return rate * -LOG2E, bias * (rate * -LOG2E)
-
-
-@gluon.jit
 def fill_rows(tile, here, value, R: gl.constexpr):
     """Overwrite the rows from `here` on, which are no tokens.
 
-    Such a row belongs to another sequence and may be NaN. With q = k = v = beta = 0 and no decay it
-    changes nothing.
+    Such a row belongs to another sequence and may be NaN. With q = k = v = beta = 0 and no decay
+    (`decay_rows`) it changes nothing.
     """
     COUNT: gl.constexpr = tile.shape[0]
     if here < COUNT:

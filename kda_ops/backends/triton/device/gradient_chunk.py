@@ -1,4 +1,4 @@
-"""Locate a chunk, read and write its rows, and go back through the gate, in gradient kernels."""
+"""Locate a chunk, and read and write its rows, in gradient kernels."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from kda_ops import problem
-from kda_ops.backends.triton.device.gate import LOG2E, log2_softplus, sigmoid
 from kda_ops.backends.triton.device.operands import COUNT_KDA, Strided, constant
 from kda_ops.backends.triton.device.tile import (
     CHUNK,
@@ -19,10 +18,6 @@ from kda_ops.backends.triton.device.tile import (
 
 SQUARE = constant(problem.CHUNK * problem.CHUNK)  # entries of a [64, 64] tile
 VECTOR = constant(8)  # entries in each row of `fragment.as_vectors`
-# The largest finite number, about: infinities become it where they would meet a zero.
-HUGE = tl.constexpr(3e38)
-# A decay of 2^-126 or less is 0 in fp32, or subnormal and flushed to 0.
-UNDERFLOW = tl.constexpr(126.0)
 
 
 class Chunk(NamedTuple):
@@ -139,27 +134,3 @@ def write_column(x, at, i_h, HEADS, b_x):
     """Write one number per row, [64], to a contiguous [B T, HEADS] tensor."""
     o_r = tl.arange(0, CHUNK)
     tl.store(x + (at.token + o_r) * HEADS + i_h, b_x.to(x.dtype.element_ty), mask=o_r < at.n_rows)
-
-
-@triton.jit
-def through_gate(b_dg, b_x, rate, lower_bound, BOUNDED: tl.constexpr, FAST: tl.constexpr = False):
-    """Return (the gradient of the logits, its share of dA_log) from dg and x = g + dt_bias::
-
-        bounded   dx = dg rate lower_bound s (1 - s),  s = sigmoid(rate x);   dA_log = dx x
-        softplus  dx = -dg rate sigmoid(x);            dA_log = -dg rate softplus(x)
-
-    The caller sums the share over tokens and channels. FAST as in `log2_decay`.
-    """
-    if BOUNDED:
-        # A saturated sigmoid has slope 0, and 0 times infinity would be NaN. exp(A_log) may have
-        # overflowed, and a logit may be infinite.
-        rate, b_x = tl.minimum(rate, HUGE), tl.minimum(tl.maximum(b_x, -HUGE), HUGE)
-        b_s = sigmoid(rate * b_x, FAST)
-        b_dx = b_dg * (b_s * (1.0 - b_s) * rate * lower_bound)
-        return b_dx, b_dx * b_x
-    else:
-        b_log = log2_softplus(b_x, FAST)
-        # Where the decay is 0, dg is only the rounding of its sums, and dA_log would multiply that
-        # by a large log.
-        b_dg = tl.where(rate * b_log < UNDERFLOW, b_dg * -rate, 0.0)
-        return b_dg * sigmoid(b_x, FAST), b_dg * (tl.minimum(b_log, HUGE) * (1.0 / LOG2E))

@@ -21,9 +21,8 @@ from kda_ops.backends.triton.device.fragment import (
     fragment,
     from_vectors,
 )
-from kda_ops.backends.triton.device.gate import INTERPRETED
 from kda_ops.backends.triton.device.gradient_chunk import SQUARE, VECTOR
-from kda_ops.backends.triton.device.tile import narrow, widen
+from kda_ops.backends.triton.device.tile import INTERPRETED, narrow, widen
 
 LEVELS = tl.constexpr(6)  # log2 of the rows of a chunk
 PARTED = tl.constexpr(8)  # the first mask of `pair_masks` that picks a level

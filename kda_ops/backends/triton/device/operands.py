@@ -1,12 +1,12 @@
-"""Group the arguments of kernels: a tensor with its strides, the gate's weights, parts of a tile.
+"""Group the arguments of kernels: a tensor with its strides, the gate, parts of a tile.
 
 A tile is what `prepare` computes of one chunk and value head (`kda_ops.stages.Tile`). A kernel
 takes each structure as one argument and passes it on whole. Triton hands over the fields one by
 one, in the order below, so a structure costs nothing. An absent tensor is None, and a test with
 `is not None` is decided at compile time.
 
-Triton compiles a kernel again where a number inside a tuple is 1 or a multiple of 16. So numbers
-that depend on B, T, N or a user's scalar are arguments of their own, named in `do_not_specialize`.
+Triton compiles a kernel again where an integer inside a tuple is 1 or a multiple of 16. So integers
+that depend on B, T or N are arguments of their own, named in `do_not_specialize`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ class Strided(NamedTuple):
     strides: tuple[int, ...]
 
 
-class GateWeights(NamedTuple):
-    """What turns logits into log decays: A_log [HV], and dt_bias [HV, K], or [HV] for GDN."""
+class Gate(NamedTuple):
+    """What turns logits into log decays, by the formulas of `device/gate.py`.
 
-    A_log: Pointer
-    dt_bias: Pointer
+    A kernel passes it on as it is, because `kind` would not stay a constant in a variable.
+    """
+
+    A_log: Pointer  # [HV]
+    dt_bias: Pointer  # [HV, K], or [HV] for GDN
+    bound: Any  # the least log decay, if the gate has one
+    kind: Any  # GIVEN, SOFTPLUS or BOUNDED of `device/gate.py`, a constant of the kernel
 
 
 class TileKDA(NamedTuple):

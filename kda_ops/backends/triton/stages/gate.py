@@ -5,44 +5,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.device.gate import load_rate, sigmoid, softplus, tokens_at
-from kda_ops.backends.triton.device.operands import GateWeights, Strided
-from kda_ops.backends.triton.device.tile import dense
+from kda_ops.backends.triton.device.activations import make_gate, tokens_at
+from kda_ops.backends.triton.device.gate import load_bias, load_rate, log_decay, through_gate
+from kda_ops.backends.triton.device.operands import Strided
 from kda_ops.backends.triton.plans.launch import launch, new, strides_of, total
 from kda_ops.gates import Gate
 
 
-@triton.jit(do_not_specialize=["T", "n_tokens", "lower_bound"])
+@triton.jit(do_not_specialize=["T", "n_tokens"])
 def gate_forward(
-    g,
-    gate,
-    y,
-    T,
-    HV,
-    n_tokens,
-    lower_bound,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    g, gate, y, T, HV, n_tokens, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write the log decay y [B T, HV, K] fp32, natural log, of ROWS tokens of one head::
-
-        softplus: y = -exp(A_log) softplus(g + dt_bias)
-        bounded:  y = lower_bound sigmoid(exp(A_log) (g + dt_bias))
+    """Write the natural log decay y [B T, HV, K] fp32 of ROWS tokens of one head (`log_decay`).
 
     A program takes ROWS of the `n_tokens` = B T tokens.
     """
     i_h = tl.program_id(0) % HV
     o_r = (tl.program_id(0) // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    b_x, m_x = logits(g, gate.dt_bias, i_h, o_r, T, n_tokens, K, BK)
-    rate = load_rate(gate.A_log, i_h)
-    b_y = lower_bound * sigmoid(rate * b_x) if BOUNDED else -rate * softplus(b_x)
+    b_x, m_x = logits(g, gate, i_h, o_r, T, n_tokens, K, BK)
+    rate = load_rate(gate, i_h)
+    b_y = log_decay(b_x, 0.0, rate, gate, None, UNIT=1.0, EXACT=True)
     o_k = tl.arange(0, BK)
     tl.store(y + ((o_r * HV + i_h) * K)[:, None] + o_k[None, :], b_y, mask=m_x)
 
 
-@triton.jit(do_not_specialize=["T", "n_tokens", "lower_bound"])
+@triton.jit(do_not_specialize=["T", "n_tokens"])
 def gate_gradient(
     dy,
     g,
@@ -53,42 +40,27 @@ def gate_gradient(
     T,
     HV,
     n_tokens,
-    lower_bound,
     K: tl.constexpr,
     BK: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
-    BOUNDED: tl.constexpr,
 ):
-    """Write dg = dx in g's dtype, and this program's shares of dA_log and d dt_bias::
+    """Write dg in g's dtype, and this program's shares of dA_log and d dt_bias (`through_gate`).
 
-        softplus: dx = -A sigmoid(x) dy                dA_log = sum dy y
-        bounded:  dx = lower_bound A s (1 - s) dy      dA_log = sum dx x
-        d dt_bias = sum dx
-
-    A = exp(A_log), x = g + dt_bias, s = sigmoid(A x). Shares are [programs, HV] and [programs, HV,
-    K], fp32, and are added afterwards in a fixed order. Where s (1 - s) is zero, so is dx, for
-    any A. Where y is -inf or dy is zero, softplus gives zeros.
+    Shares are [programs, HV] and [programs, HV, K], fp32, and are added afterwards in a fixed
+    order.
     """
     i_h, i_p = tl.program_id(0) % HV, (tl.program_id(0) // HV).to(tl.int64)
     o_k = tl.arange(0, BK)
-    rate = load_rate(gate.A_log, i_h)
+    rate = load_rate(gate, i_h)
     b_rate, b_bias = tl.zeros((BK,), tl.float32), tl.zeros((BK,), tl.float32)
     for step in range(STEPS):
         o_r = (i_p * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        b_x, m_x = logits(g, gate.dt_bias, i_h, o_r, T, n_tokens, K, BK)
+        b_x, m_x = logits(g, gate, i_h, o_r, T, n_tokens, K, BK)
         p_dy = tokens_at(dy, i_h, o_r, T, o_k)
         b_dy = tl.load(p_dy, mask=m_x, other=0.0).to(tl.float32)
-        if BOUNDED:
-            b_s = sigmoid(rate * b_x)
-            slope = b_s * (1.0 - b_s)
-            b_dx = tl.where(slope > 0, lower_bound * rate * slope * b_dy, 0.0)
-            b_rate += tl.sum(tl.where(slope > 0, b_dx * b_x, 0.0), 0)
-        else:
-            b_y = -rate * softplus(b_x)
-            counts = (b_y > -float("inf")) & (b_dy != 0)  # elsewhere 0 * inf would be NaN
-            b_dx = tl.where(counts, -rate * sigmoid(b_x) * b_dy, 0.0)
-            b_rate += tl.sum(tl.where(counts, b_y * b_dy, 0.0), 0)
+        b_dx, b_share = through_gate(b_dy, b_x, rate, gate, EXACT=True)
+        b_rate += tl.sum(b_share, 0)
         b_bias += tl.sum(b_dx, 0)
         tl.store(
             dg + ((o_r * HV + i_h) * K)[:, None] + o_k[None, :],
@@ -102,7 +74,7 @@ def gate_gradient(
 
 
 @triton.jit
-def logits(g, dt_bias, i_h, o_r, T, n_tokens, K: tl.constexpr, BK: tl.constexpr):
+def logits(g, gate, i_h, o_r, T, n_tokens, K: tl.constexpr, BK: tl.constexpr):
     """Return g + dt_bias of rows o_r of all B * T tokens of one head, [ROWS, BK] fp32, and which of
     them are entries.
     """
@@ -110,9 +82,7 @@ def logits(g, dt_bias, i_h, o_r, T, n_tokens, K: tl.constexpr, BK: tl.constexpr)
     m_x = (o_r < n_tokens)[:, None] & (o_k < K)[None, :]
     p_x = tokens_at(g, i_h, o_r, T, o_k)
     b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-    if dt_bias is not None:
-        b_x += tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
-    return b_x, m_x
+    return b_x + load_bias(gate, i_h, o_k, K)[None, :], m_x
 
 
 def _sizes(x: Tensor, rank: int) -> tuple[int, int, int, int]:
@@ -139,16 +109,14 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, r
             triton.cdiv(B * T, rows_per_program) * HV,
             g.device,
             g=Strided(g, _strides(g, rank)),
-            gate=GateWeights(dense(A_log), dense(dt_bias)),
+            gate=make_gate(A_log, dt_bias, lower_bound),
             y=y,
             T=T,
             HV=HV,
             n_tokens=B * T,
-            lower_bound=lower_bound or 0.0,
             K=K,
             BK=block,
             ROWS=rows_per_program,
-            BOUNDED=lower_bound is not None,
         )
     return y
 
@@ -172,18 +140,16 @@ def gate_backward(
             g.device,
             dy=Strided(dy, _strides(dy, rank)),
             g=Strided(g, _strides(g, rank)),
-            gate=GateWeights(dense(A_log), dense(dt_bias)),
+            gate=make_gate(A_log, dt_bias, lower_bound),
             dg=dx,
             dA_log=dA_log,
             ddt_bias=ddt_bias,
             T=T,
             HV=HV,
             n_tokens=B * T,
-            lower_bound=lower_bound or 0.0,
             K=K,
             BK=block,
             ROWS=rows_per_step,
             STEPS=steps,
-            BOUNDED=lower_bound is not None,
         )
     return dx, total(dA_log, A_log), total(ddt_bias, dt_bias)

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.device.gate import sigmoid, tokens_at
+from kda_ops.backends.triton.device.activations import tokens_at
+from kda_ops.backends.triton.device.gate import sigmoid
 from kda_ops.backends.triton.device.operands import strided
 from kda_ops.backends.triton.plans.launch import launch, new, total
 

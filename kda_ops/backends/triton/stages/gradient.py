@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.device.gate import flags_of
+from kda_ops.backends.triton.device.activations import flags_of, gate_of
 from kda_ops.backends.triton.device.gradient_chunk import Kept
 from kda_ops.backends.triton.device.gradient_loads import pair_masks
-from kda_ops.backends.triton.device.operands import GateWeights, Strided, strided
+from kda_ops.backends.triton.device.operands import Strided, strided
 from kda_ops.backends.triton.device.tile import dense, fit
 from kda_ops.backends.triton.plans.launch import (
     as_kv,
@@ -129,7 +129,7 @@ def _gradient_gdn(
         g_b=g_b,
         g_t=g_t,
         g_h=g_h,
-        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        gate=gate_of(p),
         factors=tile.factors,
         gamma=tile.gamma,
         do=strided(fit(do)),
@@ -138,7 +138,6 @@ def _gradient_gdn(
         grads=HeadGradients(dq, dk, dq_sum, dk_sum, dg, dbeta, dA_log, ddt_bias),
         flags=flags_of(p),
         **_numbers(p, "N", "T", "H", "scale", "K", "V"),
-        lower_bound=p.lower_bound or 0.0,
         GROUP=group,
         TILED=reads_z(p),
         EXACT=exact,
@@ -341,13 +340,10 @@ def _gate(p: Problem) -> dict[str, Any]:
     """Return the arguments that `sum_decays` and `sum_gradients` share; both run on one warp."""
     return dict(
         g=strided(fit(p.g)),
-        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        gate=gate_of(p),
         cu_seqlens=dense(p.cu_seqlens),
         **_numbers(p, "N", "T", "HV", "K"),
-        lower_bound=p.lower_bound or 0.0,
         WIDE=tuning.width(p.K, p.q.dtype),
-        ACTIVATE=p.activate_gate,
-        BOUNDED=p.lower_bound is not None,
         FAST=p.q.dtype is not torch.float32,
         num_warps=1,
     )

@@ -6,8 +6,9 @@
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.device.gate import LEAST_DECAY, load_rate, log2_decay
-from kda_ops.backends.triton.device.gradient_chunk import chunk_of, locate, through_gate
+from kda_ops.backends.triton.device.activations import LEAST_DECAY
+from kda_ops.backends.triton.device.gate import GIVEN, load_bias, load_rate, log_decay, through_gate
+from kda_ops.backends.triton.device.gradient_chunk import chunk_of, locate
 from kda_ops.backends.triton.device.tile import CHUNK
 
 # The rows of a block may share an anchor if no channel decays by more than 2^REACH in it. Centred,
@@ -18,16 +19,7 @@ REACH = tl.constexpr(116.0)
 QUARTER = tl.constexpr(16)
 
 
-@triton.jit
-def load_bias(dt_bias, i_h, o_k, K: tl.constexpr):
-    """Load dt_bias of one head, [width] fp32, zero where it is absent and past K."""
-    b_bias = tl.zeros((o_k.shape[0],), tl.float32)
-    if dt_bias is not None:
-        b_bias = tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-    return b_bias
-
-
-@triton.jit(do_not_specialize=["N", "T", "lower_bound"])
+@triton.jit(do_not_specialize=["N", "T"])
 def sum_decays(
     g,
     gate,
@@ -37,11 +29,8 @@ def sum_decays(
     N,
     T,
     HV,
-    lower_bound,
     K: tl.constexpr,
     WIDE: tl.constexpr,
-    ACTIVATE: tl.constexpr,
-    BOUNDED: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """Sum the decays of one chunk and value head, in base 2, from its start::
@@ -59,8 +48,8 @@ def sum_decays(
     if (at.n_rows > 0) & at.live:
         o_k = tl.arange(0, WIDE)
         m_k = o_k < K
-        rate, bound = load_rate(gate.A_log, i_h), tl.full((), lower_bound, tl.float32)
-        b_bias = load_bias(gate.dt_bias, i_h, o_k, K)
+        rate = load_rate(gate, i_h)
+        b_bias = load_bias(gate, i_h, o_k, K)
         b_G = tl.zeros((WIDE,), G.dtype.element_ty)
         # the largest decay in blocks of 8, 16 and 32 rows, and the sum at the start of the half
         b_8, b_16, b_32, b_half = b_G, b_G, b_G, b_G
@@ -74,8 +63,8 @@ def sum_decays(
                 if g.pointer is not None:
                     m_g = m_k & (r < at.n_rows)
                     b_x = tl.load(p_g + r * g.strides[1], mask=m_g, other=0.0).to(tl.float32)
-                    b_x = log2_decay(b_x, b_bias, rate, bound, ACTIVATE, BOUNDED, FAST)
-                    b_G += tl.where(m_g, tl.maximum(b_x, LEAST_DECAY), 0.0)
+                    b_x = log_decay(b_x, b_bias, rate, gate, m_g, FAST=FAST)
+                    b_G += tl.maximum(b_x, LEAST_DECAY)
                 tl.store(p_G + r * K, b_G, mask=m_k)
                 if j % 8 == 7:
                     b_8 = tl.maximum(b_8, b_eight - b_G)
@@ -90,7 +79,7 @@ def sum_decays(
             tl.store(anchored + i_tile, tl.min(b_level, 0))
 
 
-@triton.jit(do_not_specialize=["N", "T", "lower_bound"])
+@triton.jit(do_not_specialize=["N", "T"])
 def sum_gradients(
     dG,
     g,
@@ -102,16 +91,13 @@ def sum_gradients(
     N,
     T,
     HV,
-    lower_bound,
     K: tl.constexpr,
     WIDE: tl.constexpr,
-    ACTIVATE: tl.constexpr,
-    BOUNDED: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """Turn the gradient of G, [64, K] of one chunk and value head, into those of g and the gate::
 
-        dg_i = sum of dG_j over j >= i, through the gate if ACTIVATE    [64, K]
+        dg_i = sum of dG_j over j >= i, through the gate if g are logits    [64, K]
         dA_log, ddt_bias: the chunk's shares, see `through_gate`        [], [K] fp32
 
     Tokens of no sequence get zeros.
@@ -120,8 +106,8 @@ def sum_gradients(
     at = locate(cu_seqlens, i_t, N, T)
     o_k = tl.arange(0, WIDE)
     m_k, b_zero = o_k < K, tl.zeros((WIDE,), tl.float32)
-    rate, bound = load_rate(gate.A_log, i_h), tl.full((), lower_bound, tl.float32)
-    b_bias = load_bias(gate.dt_bias, i_h, o_k, K)
+    rate = load_rate(gate, i_h)
+    b_bias = load_bias(gate, i_h, o_k, K)
     b_sum, b_log, b_ddt = b_zero.to(dG.dtype.element_ty), b_zero, b_zero
     p_dG = dG + i_tile * (CHUNK * K) + o_k
     p_g = chunk_of(g, at, i_h).pointer + o_k * g.strides[3]
@@ -132,10 +118,10 @@ def sum_gradients(
             here = r < at.n_rows
             b_sum += tl.load(p_dG + r * K, mask=m_k & at.live, other=0.0)
             b_dg = b_sum.to(tl.float32)
-            if ACTIVATE:
+            if gate.kind != GIVEN:
                 b_g = tl.load(p_g + r * g.strides[1], mask=m_k & at.live & here, other=0.0)
                 b_x = b_g.to(tl.float32) + b_bias
-                b_dg, b_share = through_gate(b_dg, b_x, rate, bound, BOUNDED, FAST)
+                b_dg, b_share = through_gate(b_dg, b_x, rate, gate, FAST)
                 b_log += tl.where(here, b_share, 0.0)
                 b_ddt += tl.where(here, b_dg, 0.0)
             tl.store(p_dg + r * (HV * K), b_dg.to(dg.dtype.element_ty), mask=m_k & here)

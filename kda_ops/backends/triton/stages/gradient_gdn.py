@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kda_ops.backends.triton.device.gate import load_rate, reciprocal
+from kda_ops.backends.triton.device.activations import reciprocal
+from kda_ops.backends.triton.device.gate import GIVEN, load_bias, load_rate, through_gate
 from kda_ops.backends.triton.device.gradient_chunk import (
     locate,
     read_back,
     read_rows,
-    through_gate,
     write_column,
     write_rows,
 )
@@ -81,7 +81,7 @@ def write_strength(
 
 
 @triton.jit
-def write_decay(grads, g, gate, lower_bound, gamma, head, sums, b_power, flags):
+def write_decay(grads, g, gate, gamma, head, sums, b_power):
     """Write dg [64]: the sum of dG from a row on, plus what all rows share, through the gate.
 
     All rows share the sum over rows of k . r_1 (v_new dS^T), and gamma times the sum of S dS. The
@@ -93,20 +93,17 @@ def write_decay(grads, g, gate, lower_bound, gamma, head, sums, b_power, flags):
     b_dG = sums.q_dq + sums.k_part * b_power - tl.where(m_r, sums.k_rest, 0.0)
     b_late = tl.sum(tl.where(m_r, sums.k_late, 0.0), 0)
     b_dg = tl.cumsum(b_dG, 0, reverse=True) + (b_late + b_gamma * sums.S_dS)
-    write_logits(grads, g, gate, lower_bound, at, i_h, HV, head.i_tile, b_dg, flags)
+    write_logits(grads, g, gate, at, i_h, HV, head.i_tile, b_dg)
 
 
 @triton.jit
-def write_logits(grads, g, gate, lower_bound, at, i_h, HV, i_tile, b_dg, flags):
+def write_logits(grads, g, gate, at, i_h, HV, i_tile, b_dg):
     """Write dg [64], through the gate if g are logits, and shares of dA_log and ddt_bias."""
     o_r = tl.arange(0, CHUNK)
-    if flags.ACTIVATE:
+    if gate.kind != GIVEN:
         b_x = load_column(g.pointer, g.strides, at.i_b, i_h, at.first, at.n_rows, o_r)
-        bias = 0.0
-        if gate.dt_bias is not None:
-            bias = tl.load(gate.dt_bias + i_h).to(tl.float32)
-        rate, bound = load_rate(gate.A_log, i_h), tl.full((), lower_bound, tl.float32)
-        b_dg, b_log = through_gate(b_dg, b_x + bias, rate, bound, flags.BOUNDED)
+        bias, rate = load_bias(gate, i_h), load_rate(gate, i_h)
+        b_dg, b_log = through_gate(b_dg, b_x + bias, rate, gate)
         m_r = o_r < at.n_rows
         b_log, b_bias = tl.reduce((tl.where(m_r, b_log, 0.0), tl.where(m_r, b_dg, 0.0)), 0, add_two)
         if grads.dA_log is not None:
@@ -182,7 +179,7 @@ def write_sums(
         write_rows(grads.dk, at, i_g, H, b_dk, o_k, K)
 
 
-@triton.jit(do_not_specialize=["N", "T", "scale", "lower_bound", "g_b", "g_t", "g_h"])
+@triton.jit(do_not_specialize=["N", "T", "scale", "g_b", "g_t", "g_h"])
 def gradient_gdn(
     q,
     k,
@@ -202,7 +199,6 @@ def gradient_gdn(
     T,
     H,
     scale,
-    lower_bound,
     flags,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -302,7 +298,7 @@ def gradient_gdn(
             write_strength(grads.dbeta, head, scores, by_row, sums, TILED, SUMS, flags)
         if grads.dg is not None:
             logits = Strided(g, (g_b, g_t, g_h))
-            write_decay(grads, logits, gate, lower_bound, gamma, head, sums, by_row.power, flags)
+            write_decay(grads, logits, gate, gamma, head, sums, by_row.power)
     if grads.dq_sum is not None:
         tl.debug_barrier()  # written by other threads
         p_row = factors + (i_t.to(tl.int64) * H + i_g) * (GROUP * COUNT_GDN * CHUNK) + o_r

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kda_ops.backends.triton.device.activations import reciprocal
 from kda_ops.backends.triton.device.fragment import as_vectors
-from kda_ops.backends.triton.device.gate import reciprocal
 from kda_ops.backends.triton.device.gradient_chunk import (
     SQUARE,
     VECTOR,

@@ -4,14 +4,9 @@ import torch
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.device.gate import LOG2E, flags_of
-from kda_ops.backends.triton.device.operands import (
-    COUNT_GDN,
-    COUNT_KDA,
-    GateWeights,
-    TileGDN,
-    strided,
-)
+from kda_ops.backends.triton.device.activations import flags_of, gate_of
+from kda_ops.backends.triton.device.gate import LOG2E
+from kda_ops.backends.triton.device.operands import COUNT_GDN, COUNT_KDA, TileGDN, strided
 from kda_ops.backends.triton.device.tile import FOLLOWED, UnfinishedTile, dense, fit
 from kda_ops.backends.triton.plans.launch import columns_of, launch, new
 from kda_ops.backends.triton.stages.prepare_gdn import prepare_gdn
@@ -65,14 +60,13 @@ def prepare(
         beta_b=beta_b,
         beta_t=beta_t,
         beta_h=beta_h,
-        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        gate=gate_of(p),
         cu_seqlens=dense(p.cu_seqlens),
         ready=ready,
         N=p.N,
         T=p.T,
         H=p.H,
         scale=p.scale,
-        lower_bound=p.lower_bound or 0.0,
         flags=flags_of(p),
         K=p.K,
         PREC="tf32x3" if exact else "tf32",

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from kda_ops.backends.triton.device.activations import decay_column, strength_column
 from kda_ops.backends.triton.device.decay import pair_decay, row_decay
-from kda_ops.backends.triton.device.gate import decay_column, strength_column
 from kda_ops.backends.triton.device.inverse import inverse
 from kda_ops.backends.triton.device.operands import (
     BETA,
@@ -51,7 +51,6 @@ def square_norms(b_qq, b_kk, L2NORM: tl.constexpr):
         "T",
         "begin",
         "scale",
-        "lower_bound",
         "g_b",
         "g_t",
         "g_h",
@@ -81,7 +80,6 @@ def prepare_gdn(
     begin,
     H,
     scale,
-    lower_bound,
     flags,
     K: tl.constexpr,
     BK: tl.constexpr,
@@ -115,7 +113,7 @@ def prepare_gdn(
     g, beta = Strided(g, (g_b, g_t, g_h)), Strided(beta, (beta_b, beta_t, beta_h))
     o_r, o_k = tl.arange(0, CHUNK), tl.arange(0, BK)
     m_x = (o_r < n_rows)[:, None] & (o_k < K)[None, :]
-    b_x = decay_column(g, gate, lower_bound, i_b, i_g * GROUP, first, n_rows, flags)
+    b_x = decay_column(g, gate, i_b, i_g * GROUP, first, n_rows)
     b_beta = strength_column(beta, i_b, i_g * GROUP, first, n_rows, flags)
     b_k = tl.load(rows_at(k.pointer, k.strides, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
     b_q = tl.load(rows_at(q.pointer, q.strides, i_b, i_g, first, o_r, o_k), mask=m_x, other=0.0)
@@ -133,7 +131,7 @@ def prepare_gdn(
         tl.store(p_row + NORM_K * CHUNK, b_k_norm)
         tl.store(p_row + NORM_Q * CHUNK, b_q_norm)
         if GROUP > 1:
-            b_x = decay_column(g, gate, lower_bound, i_b, i_h, first, n_rows, flags)
+            b_x = decay_column(g, gate, i_b, i_h, first, n_rows)
             b_beta = strength_column(beta, i_b, i_h, first, n_rows, flags)
         b_start, b_end, b_gamma, b_x = row_decay(b_x, EXACT)
         tl.store(p_row + BETA * CHUNK, b_beta)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kda_ops.backends.triton.device.activations import strength_column
 from kda_ops.backends.triton.device.decay import (
     block_scores,
     half_prefix,
@@ -13,20 +14,13 @@ from kda_ops.backends.triton.device.decay import (
     upto,
 )
 from kda_ops.backends.triton.device.fragment import spread, store_spread
-from kda_ops.backends.triton.device.gate import (
-    GREATEST_RATE,
-    LEAST_RATE,
-    load_rate,
-    log2_decay,
-    strength_column,
-)
+from kda_ops.backends.triton.device.gate import GIVEN, load_bias, load_rate, log_decay
 from kda_ops.backends.triton.device.inverse import inverse_of_two, square_product
 from kda_ops.backends.triton.device.operands import (
     BETA_KDA,
     COUNT_KDA,
     NORM_K_KDA,
     NORM_Q_KDA,
-    GateWeights,
     Pointer,
     Strided,
 )
@@ -67,9 +61,7 @@ class Inputs(NamedTuple):
     k: Strided
     g: Strided
     beta: Strided
-    gate: GateWeights
     scale: Any
-    lower_bound: Any  # of the gate, if it is bounded
     log2_bound: Any  # the least log decay per row where rows share an anchor, in base 2
 
 
@@ -93,7 +85,7 @@ class HalfInputs(NamedTuple):
 
     q: Any  # [32, width] in the input's dtype, as k and g
     k: Any
-    g: Any  # minus infinity for rows that are no tokens, if g are logits; zero without a decay
+    g: Any  # zero without a decay
     strength: Any  # beta after its activation, [32] fp32
 
 
@@ -153,9 +145,8 @@ def load_half(x, at, o_k, K: tl.constexpr, R: tl.constexpr, flags):
     if x.g.pointer is None:
         b_g = tl.zeros((HALF, o_k.shape[0]), tl.float32)
     else:
-        PAST: tl.constexpr = -float("inf") if flags.ACTIVATE else 0.0
         b_g = load_rows(
-            x.g.pointer, x.g.strides, at.i_b, at.i_h, at.first, at.n_rows, o_k, K, R, HALF, PAST
+            x.g.pointer, x.g.strides, at.i_b, at.i_h, at.first, at.n_rows, o_k, K, R, HALF
         )
     return HalfInputs(b_q, b_k, b_g, b_strength)
 
@@ -175,23 +166,14 @@ def unit_rows(b_x, norm, b_norm, scale, o_d, D: tl.constexpr, flags):
 
 
 @triton.jit
-def half_decay(x, b_g, at, o_k, K: tl.constexpr, flags, FAST: tl.constexpr):
-    """Return the log decay of 32 rows in base 2, [32, width] fp32; 0 for rows that are no tokens.
-
-    The gate of minus infinity is 0 for any rate but zero and infinity.
-    """
+def half_decay(x, gate, b_g, at, o_k, K: tl.constexpr, FAST: tl.constexpr):
+    """Return the log decay of 32 rows in base 2, [32, width] fp32; 0 where there are no tokens."""
     if x.g.pointer is None:
         return b_g
     else:
-        b_bias = tl.zeros((o_k.shape[0],), tl.float32)
-        if flags.ACTIVATE:
-            if x.gate.dt_bias is not None:
-                p_bias = x.gate.dt_bias + at.i_h * K + o_k
-                b_bias = tl.load(p_bias, mask=o_k < K, other=0.0).to(tl.float32)
-        rate = tl.minimum(tl.maximum(load_rate(x.gate.A_log, at.i_h), LEAST_RATE), GREATEST_RATE)
-        return log2_decay(
-            widen(b_g), b_bias[None, :], rate, x.lower_bound, flags.ACTIVATE, flags.BOUNDED, FAST
-        )
+        b_bias, rate = load_bias(gate, at.i_h, o_k, K)[None, :], load_rate(gate, at.i_h)
+        here = (tl.arange(0, HALF) < at.n_rows)[:, None]
+        return log_decay(widen(b_g), b_bias, rate, gate, here, FAST=FAST)
 
 
 @triton.jit
@@ -232,6 +214,7 @@ def sum_decay(b_x, log2_bound, centre, R: tl.constexpr, SHARE: tl.constexpr):
 @triton.jit
 def prepare_half(
     x,
+    gate,
     out,
     at,
     earlier,
@@ -250,7 +233,7 @@ def prepare_half(
     TYPE: tl.constexpr = out.qg.dtype.element_ty
     ROW: tl.constexpr = 0 if earlier is None else HALF
     given = load_half(x, at, o_k, K, R, flags)
-    b_x = half_decay(x, given.g, at, o_k, K, flags, PREC != "tf32x3")
+    b_x = half_decay(x, gate, given.g, at, o_k, K, PREC != "tf32x3")
     centre = 16.0 * x.log2_bound if SHARE == HALF else 0.0
     shift = tl.exp2(centre) if SHARE == HALF else 1.0
     b_P = tl.zeros((HALF, HALF), tl.float32)
@@ -287,7 +270,7 @@ def prepare_half(
     if SCORES:
         b_P, b_P1 = anchored_scores(b_qr, b_kc, earlier, centre, b_P, SHARE, PREC, TYPE)
         if SHARE == 8:  # last: only q, k and their decay are in registers here
-            OWN: tl.constexpr = not flags.ACTIVATE
+            OWN: tl.constexpr = gate.kind == GIVEN
             b_P, b_L = block_scores(b_q, b_k, b_D, b_C, x.log2_bound, R, OWN, PREC, TYPE)
     return HalfScores(b_P, b_L, b_P1, b_L1), HalfRows(b_ke, b_total, b_w.to(TYPE))
 
@@ -421,17 +404,7 @@ def store_w(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "N",
-        "T",
-        "begin",
-        "scale",
-        "lower_bound",
-        "log2_bound",
-        "beta_b",
-        "beta_t",
-        "beta_h",
-    ]
+    do_not_specialize=["N", "T", "begin", "scale", "log2_bound", "beta_b", "beta_t", "beta_h"]
 )
 def prepare_kda(
     q,
@@ -452,7 +425,6 @@ def prepare_kda(
     H,
     HV,
     scale,
-    lower_bound,
     log2_bound,
     flags,
     K: tl.constexpr,
@@ -499,7 +471,7 @@ def prepare_kda(
     second, n_second = first + HALF, n_rows - HALF
 
     beta = Strided(beta, (beta_b, beta_t, beta_h))
-    x = Inputs(q, k, g, beta, gate, scale, lower_bound, log2_bound)
+    x = Inputs(q, k, g, beta, scale, log2_bound)
     factors = out.factors + i_tile * (COUNT_KDA * CHUNK)
     p_beta = factors + BETA_KDA * CHUNK + tl.arange(0, CHUNK)
     tl.store(p_beta, strength_column(beta, i_b, i_h, first, n_rows, flags))
@@ -525,9 +497,9 @@ def prepare_kda(
     b_k2 = b_k1
     for i in tl.range((K + BK - 1) // BK, num_stages=1):
         o_k = i * BK + tl.arange(0, BK)
-        s_1, r_1 = prepare_half(x, written, at_1, None, o_k, K, R, flags, SHARE, PREC, SCORES)
+        s_1, r_1 = prepare_half(x, gate, written, at_1, None, o_k, K, R, flags, SHARE, PREC, SCORES)
         b_P11, b_L11 = b_P11 + s_1.P, b_L11 + s_1.L
-        s_2, r_2 = prepare_half(x, written, at_2, r_1, o_k, K, R, flags, SHARE, PREC, SCORES)
+        s_2, r_2 = prepare_half(x, gate, written, at_2, r_1, o_k, K, R, flags, SHARE, PREC, SCORES)
         b_P21, b_L21 = b_P21 + s_2.P_across, b_L21 + s_2.L_across
         b_P22, b_L22 = b_P22 + s_2.P, b_L22 + s_2.L
         b_k1, b_k2 = r_1.w, r_2.w

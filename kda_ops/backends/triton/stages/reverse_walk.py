@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.device.gate import flags_of, reciprocal
+from kda_ops.backends.triton.device.activations import flags_of, gate_of, reciprocal
 from kda_ops.backends.triton.device.gradient_chunk import locate, write_column, write_rows
 from kda_ops.backends.triton.device.operands import (
     BETA,
@@ -26,7 +26,6 @@ from kda_ops.backends.triton.device.operands import (
     SUM_STATE,
     SUM_STRENGTH,
     SUMS,
-    GateWeights,
     Strided,
     strided,
 )
@@ -158,7 +157,7 @@ def finish_small(
         tl.store(p_dv, b_dv.to(dv.dtype.element_ty), mask=m_x & (size < LEAST)[:, None])
 
 
-@triton.jit(do_not_specialize=["N", "T", "HV", "lower_bound", "g_b", "g_t", "g_h"])
+@triton.jit(do_not_specialize=["N", "T", "HV", "g_b", "g_t", "g_h"])
 def finish_walk(
     sums,
     tails,
@@ -176,7 +175,6 @@ def finish_walk(
     N,
     T,
     HV,
-    lower_bound,
     flags,
     D: tl.constexpr,
     TILED: tl.constexpr,
@@ -248,7 +246,7 @@ def finish_walk(
             b_total += tl.load(gamma + i_tile) * tl.sum(tl.load(p_sum + SUM_STATE + o_s), 0)
             b_dg = tl.cumsum(tl.load(p_sum + SUM_DG + o_r), 0, reverse=True) + b_total
             logits = Strided(g, (g_b, g_t, g_h))
-            write_logits(grads, logits, gate, lower_bound, at, i_h, HV, i_tile, b_dg, flags)
+            write_logits(grads, logits, gate, at, i_h, HV, i_tile, b_dg)
 
 
 def reverse_walk(
@@ -331,14 +329,13 @@ def reverse_walk(
         g_b=g_b,
         g_t=g_t,
         g_h=g_h,
-        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        gate=gate_of(p),
         cu_seqlens=dense(p.cu_seqlens),
         grads=HeadGradients(dq, dk, None, None, dg, dbeta, dA_log, ddt_bias),
         dv=dv,
         N=p.N,
         T=p.T,
         HV=p.HV,
-        lower_bound=p.lower_bound or 0.0,
         flags=flags_of(p),
         D=p.V,
         TILED=tiled,

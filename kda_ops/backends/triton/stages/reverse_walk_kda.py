@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, signal
+from kda_ops.backends.triton.device.gate import load_bias, load_rate
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -30,11 +31,11 @@ from kda_ops.backends.triton.device.gluon_tile import (
     LOG2E,
     PAIR,
     ROWS_4,
+    decay_rows,
     ex2,
     fill_rows,
     inverse_norms,
     left_right,
-    load_gate,
     narrow,
     product,
     rcp,
@@ -243,7 +244,7 @@ def write_y(x, factor, y, zero):
 
 @gluon.jit
 def prepare(
-    x, on, span, steps, gate, lower, scale, factor, beta, beta_t, y, tiles, flags
+    x, on, span, steps, gate, scale, factor, beta, beta_t, y, tiles, flags
 ):  # fmt: skip
     """Make of q, k and the decay what `walk` multiplies, [32, K] each::
 
@@ -254,17 +255,14 @@ def prepare(
     D sums the log decays in base 2 from the start of a block of 16 rows, e_0 and e_1 are the decays
     of the blocks, and total is that of both.
     """
-    GATE: gl.constexpr = flags.ACTIVATE
     NORM: gl.constexpr = flags.L2NORM
     E: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0])
     EC: gl.constexpr = gl.SliceLayout(0, E)
     R: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     K: gl.constexpr = 128
     first = (gl.arange(0, 32, gl.SliceLayout(1, E)) < 16)[:, None]
-    slope = 0.0
-    bias = gl.zeros([K], gl.float32, EC)
-    if GATE:
-        slope, bias = load_gate(gate.A_log, gate.dt_bias, span.i_h, K, E)
+    rate = load_rate(gate, span.i_h)
+    bias = load_bias(gate, span.i_h, gl.arange(0, K, EC), K)[None, :]
     b = load_beta(beta, beta_t, span, steps - 1, flags)
     for n in range(steps):
         c, s, zero = steps - 1 - n, n & 1, n >> 30
@@ -273,8 +271,7 @@ def prepare(
         X_b, G_b, C_b, kg_b = x.X.index(zero), x.G.index(zero), x.C.index(zero), x.kg.index(zero)
         n_q, n_k = x.norms.index(s).slice(0, 32), x.norms.index(s).slice(32, 32)
         on.rows_full.wait(n)
-        # A logit of -inf means no decay, because the rate is not zero (`load_gate`).
-        fill_rows(g_b, here, -float("inf") if GATE else 0.0, ROWS_4)
+        fill_rows(g_b, here, 0.0, ROWS_4)
         fill_rows(k_b, here, 0.0, ROWS_4)
         fill_rows(q_b, here, 0.0, ROWS_4)
         if here < 32:
@@ -284,10 +281,8 @@ def prepare(
         if NORM:
             inverse_norms(q_b, n_q)
             inverse_norms(k_b, n_k)
-        decay = widen(g_b.load(E))
-        if GATE:
-            decay = lower * rcp(1.0 + ex2(decay * slope + bias[None, :]))
-        D, total = sums_by_block(decay * LOG2E)
+        g = decay_rows(g_b, here, bias, rate, gate, E) * LOG2E
+        D, total = sums_by_block(g, 2)
         total = ex2(total)
         late = ex2(gl.convert_layout(gl.reshape(D, (32, K)), E) + SHIFT)
         on.half.wait(n - 1)
@@ -545,7 +540,6 @@ def through_norm(x, dy, along, norm):
         "HV",
         "scale",
         "factor",
-        "lower",
     ]
 )
 def reverse_walk_kda(
@@ -583,7 +577,6 @@ def reverse_walk_kda(
     HV,
     scale,
     factor,
-    lower,
     flags,
     REGISTERS: gl.constexpr,
 ):
@@ -657,7 +650,7 @@ def reverse_walk_kda(
             (
                 prepare,
                 (
-                    x, on, span, steps, gate, lower, scale, factor, beta, beta_t, y, tiles, flags,
+                    x, on, span, steps, gate, scale, factor, beta, beta_t, y, tiles, flags,
                 ),
             ),
             (

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
 from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, from_span, signal
+from kda_ops.backends.triton.device.gate import load_bias, load_rate
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -23,10 +24,10 @@ from kda_ops.backends.triton.device.gluon_tile import (
     LOG2E,
     PAIR,
     ROWS_4,
+    decay_rows,
     ex2,
     fill_rows,
     inverse_norms,
-    load_gate,
     narrow,
     product,
     rcp,
@@ -111,31 +112,25 @@ def lost(beta, beta_t, span, n, flags, B: gl.constexpr):
 
 
 @gluon.jit
-def prepare(x, on, span, beta, beta_t, gate, lower, flags):
+def prepare(x, on, span, beta, beta_t, gate, flags):
     """Make kr = k exp D and kg = k exp(total - D) [32, K], with D as in `states_kda`."""
-    GATE: gl.constexpr = flags.ACTIVATE
     NORM: gl.constexpr = flags.L2NORM
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     E: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0])
     EC: gl.constexpr = gl.SliceLayout(0, E)
     K: gl.constexpr = 128
     first = (gl.arange(0, 32, gl.SliceLayout(1, E)) < 16)[:, None]
-    slope = 0.0
-    bias = gl.zeros([K], gl.float32, EC)
-    if GATE:
-        slope, bias = load_gate(gate.A_log, gate.dt_bias, span.i_h, K, E)
+    rate = load_rate(gate, span.i_h)
+    bias = load_bias(gate, span.i_h, gl.arange(0, K, EC), K)[None, :]
     b = lost(beta, beta_t, span, 0, flags, B)
     for n in range((span.length + 31) // 32):
         s, here = n & 1, span.length - n * 32
         k_b, g_b, gamma = x.k.index(s), x.g.index(s), x.gamma.index(s)
         on.kg_full.wait(n)
-        # A logit of -inf means no decay, because the rate is not zero (`load_gate`).
-        fill_rows(g_b, here, -float("inf") if GATE else 0.0, ROWS_4)
+        fill_rows(g_b, here, 0.0, ROWS_4)
         fill_rows(k_b, here, 0.0, ROWS_4)
-        g = widen(g_b.load(E))
-        if GATE:
-            g = lower * rcp(1.0 + ex2(g * slope + bias[None, :]))
-        D, total = sums_by_block(g * LOG2E)
+        g = decay_rows(g_b, here, bias, rate, gate, E) * LOG2E
+        D, total = sums_by_block(g, 2)
         if NORM:
             inverse_norms(k_b, x.norm_k)
         k = widen(k_b.load(E))
@@ -223,19 +218,7 @@ def scan(x, on, span, S_d, u_d, tiles, initial, I: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "beta_b",
-        "beta_t",
-        "beta_h",
-        "k_h",
-        "v_h",
-        "g_h",
-        "N",
-        "T",
-        "H",
-        "HV",
-        "lower",
-    ]
+    do_not_specialize=["beta_b", "beta_t", "beta_h", "k_h", "v_h", "g_h", "N", "T", "H", "HV"]
 )
 def states_kda(
     k_d,
@@ -258,7 +241,6 @@ def states_kda(
     T,
     H,
     HV,
-    lower,
     flags,
     REGISTERS: gl.constexpr,
 ):
@@ -297,7 +279,7 @@ def states_kda(
     G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
     gl.warp_specialize(
         [
-            (prepare, (x, on, span, beta, beta_t, gate, lower, flags)),
+            (prepare, (x, on, span, beta, beta_t, gate, flags)),
             (scan, (x, on, span, S_d, u_d, tiles, initial, 0)),
             (scan, (x, on, span, S_d, u_d, tiles, initial, 1)),
             (

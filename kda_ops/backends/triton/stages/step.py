@@ -11,13 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.device.gate import decay_of, load_rate, log2_decay, strength
-from kda_ops.backends.triton.device.tile import (
-    dense,
-    let_next_begin,
-    locate_sequence,
-    wait_for_previous,
-)
+from kda_ops.backends.triton.device.activations import decay_of, gate_of, strength
+from kda_ops.backends.triton.device.gate import load_bias, load_rate, log_decay
+from kda_ops.backends.triton.device.operands import Gate
+from kda_ops.backends.triton.device.tile import let_next_begin, locate_sequence, wait_for_previous
 from kda_ops.backends.triton.plans.launch import launch, strides_of
 from kda_ops.problem import Problem
 
@@ -127,15 +124,6 @@ def load_start(
 
 
 @triton.jit
-def load_gate_bias(dt_bias, i_h, o_d, D: tl.constexpr):
-    """Read dt_bias of one head, at o_d, in fp32; zero without one."""
-    b_bias = tl.zeros(o_d.shape, tl.float32)
-    if dt_bias is not None:
-        b_bias = tl.load(dt_bias + i_h * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-    return b_bias
-
-
-@triton.jit
 def store_state(
     x,
     strides,
@@ -239,7 +227,7 @@ def first_slot(slots, strides, accepted, i_n, N, width):
 
 
 @triton.jit(
-    do_not_specialize=["N", "width", "scale", "lower_bound"],
+    do_not_specialize=["N", "width", "scale", "bound"],
     do_not_specialize_on_alignment=[
         "o",
         "q",
@@ -274,7 +262,7 @@ def recur(
     T,
     width,
     scale,
-    lower_bound,
+    bound,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -284,8 +272,7 @@ def recur(
     KI: tl.constexpr,
     BV: tl.constexpr,
     L2NORM: tl.constexpr,
-    ACTIVATE: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    KIND: tl.constexpr,
     SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
     PER_TOKEN: tl.constexpr,
@@ -326,9 +313,9 @@ def recur(
     p_o = o + ((i_b * T + bos) * HV + i_h) * V + o_v
 
     i_slot = first_slot(slots, strides.slots, accepted, i_n, N, width)
-    rate = load_rate(A_log, i_h)
-    b_bound = tl.full((1, 1), lower_bound, tl.float32)
-    b_bias = load_gate_bias(dt_bias, i_h, o_d, D)
+    # made anew for each use, because KIND would not stay a constant in a variable
+    rate = load_rate(Gate(A_log, dt_bias, bound, KIND), i_h)
+    b_bias = load_bias(Gate(A_log, dt_bias, bound, KIND), i_h, o_d, D)
     if i_slot < 0:
         clear_output(p_o, n_tokens, o_v, HV, V)
         return
@@ -348,7 +335,9 @@ def recur(
             b_beta = load_number(beta, strides.beta, i_b, t, i_h).to(tl.float32)
         tl.debug_barrier()  # without it, the compiler waits for these before it loads the state
         if g is not None:
-            b_log = log2_decay(b_g, b_bias, rate, b_bound, ACTIVATE, BOUNDED, EXACT=True)
+            b_log = log_decay(
+                b_g, b_bias, rate, Gate(A_log, dt_bias, bound, KIND), None, EXACT=True
+            )
             b_decay = keep_layout(decay_of(b_log))
         b_qn, b_kn, b_kq = norms(b_q, b_k, scale, L2NORM)
         b_q, b_k = keep_layout(b_q * b_qn), keep_layout(b_k * b_kn)
@@ -428,6 +417,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     compiled_for = compiled_for._replace(
         state=_show(strides.state, p.K, p.V), final=_show(strides.final, p.K, p.V)
     )
+    gate = gate_of(p)
     launch(
         recur,
         (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // BV),
@@ -442,8 +432,8 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         state=p.state,
         slots=p.state_indices,
         accepted=p.num_accepted_tokens,
-        A_log=dense(p.A_log),
-        dt_bias=dense(p.dt_bias),
+        A_log=gate.A_log,
+        dt_bias=gate.dt_bias,
         cu_seqlens=p.cu_seqlens,
         final=final,
         strides=strides,
@@ -451,7 +441,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         T=p.T,
         width=width,
         scale=p.scale,
-        lower_bound=p.lower_bound or 0.0,
+        bound=gate.bound,
         H=p.H,
         HV=p.HV,
         K=p.K,
@@ -461,8 +451,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         KI=KI,
         BV=BV,
         L2NORM=p.l2norm,
-        ACTIVATE=p.activate_gate,
-        BOUNDED=p.lower_bound is not None,
+        KIND=gate.kind.value,
         SIGMOID=p.sigmoid_beta,
         NEG_EIGVAL=p.neg_eigval,
         PER_TOKEN=per_token,

@@ -15,8 +15,8 @@ import triton
 from torch import Tensor
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.device.gate import flags_of
-from kda_ops.backends.triton.device.operands import GateWeights, strided
+from kda_ops.backends.triton.device.activations import flags_of, gate_of
+from kda_ops.backends.triton.device.operands import strided
 from kda_ops.backends.triton.device.tile import dense
 from kda_ops.backends.triton.plans.descriptors import (
     copied,
@@ -112,12 +112,11 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         q_d=tokens(p, p.q),
         k_d=tokens(p, p.k),
         g_d=tokens(p, p.g),
-        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        gate=gate_of(p),
         q_h=strides_of(p.q)[2],
         k_h=strides_of(p.k)[2],
         g_h=strides_of(p.g)[2],
         H=p.H,
-        lower=p.lower_bound or 0.0,
         INVERSE=tuning.inverse_precision(p),
     )
     scans: dict[str, Any] = dict(
@@ -203,7 +202,7 @@ def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
         S_d=tiles(S, p.V // 2, p.K),
         u_d=tiles(u, HALF, p.V // 2),
         beta=p.beta,
-        gate=GateWeights(dense(p.A_log), dense(p.dt_bias)),
+        gate=gate_of(p),
         initial=strided(None if p.state is None else as_kv(p, p.state)),
         cu_seqlens=dense(p.cu_seqlens),
         beta_b=beta_b,
@@ -216,7 +215,6 @@ def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
         T=p.T,
         H=p.H,
         HV=p.HV,
-        lower=p.lower_bound or 0.0,
         flags=flags_of(p),
         REGISTERS=160,
         num_warps=4,

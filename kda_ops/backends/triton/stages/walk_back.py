@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.device.gate import flags_of, load_rate, log2_decay, strength_column
-from kda_ops.backends.triton.device.gradient_chunk import locate, through_gate, write_column
-from kda_ops.backends.triton.device.operands import GateWeights, strided
+from kda_ops.backends.triton.device.activations import flags_of, gate_of, strength_column
+from kda_ops.backends.triton.device.gate import GIVEN, load_bias, load_rate, log_decay, through_gate
+from kda_ops.backends.triton.device.gradient_chunk import locate, write_column
+from kda_ops.backends.triton.device.operands import strided
 from kda_ops.backends.triton.device.tile import CHUNK, dense, find_sequence, inverse_norm, rows_at
 from kda_ops.backends.triton.plans.descriptors import copied, has_gluon, tokens
 from kda_ops.backends.triton.plans.launch import as_kv, columns_of, launch, new, strides_of
@@ -42,9 +43,7 @@ LEAST = tl.constexpr(2.0**-60)  # a sigmoid below has a gradient of zero
 
 
 @triton.jit
-def small_gradient(
-    i, at, i_h, p_y, p_u, p_S, k, v, dv, g, gate, lower_bound, H, HV, flags, D: tl.constexpr
-):
+def small_gradient(i, at, i_h, p_y, p_u, p_S, k, v, dv, g, gate, H, HV, flags, D: tl.constexpr):
     """Return dbeta of row i of a chunk, whose beta is small, from its block of 32 rows::
 
         z = y_i - sum_{j > i} (sum_k k_jk k_ik E_jik) dv_j
@@ -61,12 +60,9 @@ def small_gradient(
     later = o_r > i_r
     p_g = rows_at(g.pointer, g.strides, at.i_b, i_h, at.first + first, o_r, o_k)
     b_g = tl.load(p_g, mask=m_r[:, None], other=0.0).to(tl.float32)
-    bias = 0.0
-    if gate.dt_bias is not None:
-        bias = tl.load(gate.dt_bias + i_h * D + o_k).to(tl.float32)[None, :]
-    rate = load_rate(gate.A_log, i_h)
-    b_g = log2_decay(b_g, bias, rate, lower_bound, flags.ACTIVATE, flags.BOUNDED)
-    b_G = tl.cumsum(tl.where(m_r[:, None], b_g, 0.0), 0)
+    bias = load_bias(gate, i_h, o_k, D)[None, :]
+    rate = load_rate(gate, i_h)
+    b_G = tl.cumsum(log_decay(b_g, bias, rate, gate, m_r[:, None]), 0)
     p_k = rows_at(k.pointer, k.strides, at.i_b, i_h // (HV // H), at.first + first, o_r, o_k)
     b_k = tl.load(p_k, mask=m_r[:, None], other=0.0).to(tl.float32)
     b_k *= inverse_norm(b_k, flags.L2NORM)[:, None]
@@ -92,18 +88,14 @@ def small_gradient(
 
 
 @triton.jit
-def finish_gate(
-    dg, g, gate, lower_bound, at, i_h, HV, i_tile, dA_log, ddt_bias, flags, D: tl.constexpr
-):
+def finish_gate(dg, g, gate, at, i_h, HV, i_tile, dA_log, ddt_bias, D: tl.constexpr):
     """Turn dg of a chunk into the gradient of the logits g, in its place.
 
     Write the chunk's shares of dA_log [NT, HV] and ddt_bias [NT, HV, D].
     """
     o_k = tl.arange(0, D)
-    b_bias = tl.zeros((D,), tl.float32)
-    if gate.dt_bias is not None:
-        b_bias = tl.load(gate.dt_bias + i_h * D + o_k).to(tl.float32)
-    rate = load_rate(gate.A_log, i_h)
+    b_bias = load_bias(gate, i_h, o_k, D)
+    rate = load_rate(gate, i_h)
     b_A, b_b = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
     for i in tl.static_range(0, CHUNK, ROWS):
         o_r = i + tl.arange(0, ROWS)
@@ -112,7 +104,7 @@ def finish_gate(
         b_x = tl.load(p_g, mask=m_x, other=0.0).to(tl.float32) + b_bias[None, :]
         p_dg = dg + ((at.token + o_r) * HV + i_h)[:, None] * D + o_k[None, :]
         b_dg = tl.load(p_dg, mask=m_x, other=0.0).to(tl.float32)
-        b_dx, b_share = through_gate(b_dg, b_x, rate, lower_bound, flags.BOUNDED, True)
+        b_dx, b_share = through_gate(b_dg, b_x, rate, gate, True)
         tl.store(p_dg, b_dx.to(dg.dtype.element_ty), mask=m_x)
         b_A += tl.sum(b_share, 0)
         b_b += tl.sum(b_dx, 0)
@@ -122,7 +114,7 @@ def finish_gate(
         tl.store(ddt_bias + i_tile * D + o_k, b_b)
 
 
-@triton.jit(do_not_specialize=["N", "T", "H", "HV", "lower_bound"])
+@triton.jit(do_not_specialize=["N", "T", "H", "HV"])
 def finish_back(
     sums,
     tails,
@@ -147,7 +139,6 @@ def finish_back(
     T,
     H,
     HV,
-    lower_bound,
     flags,
     D: tl.constexpr,
 ):
@@ -183,11 +174,9 @@ def finish_back(
                 copy_rows(dk, last, HV, p_end + BLOCK * D, rest, D)
                 copy_rows(dv, last, HV, p_end + 2 * BLOCK * D, rest, D)
                 copy_rows(dg, last, HV, ends + (i_n * HV + i_h) * (BLOCK * D), rest, D)
-            if flags.ACTIVATE:
+            if gate.kind != GIVEN:
                 tl.debug_barrier()  # other threads have copied dg
-                finish_gate(
-                    dg, g, gate, lower_bound, at, i_h, HV, i_tile, dA_log, ddt_bias, flags, D
-                )
+                finish_gate(dg, g, gate, at, i_h, HV, i_tile, dA_log, ddt_bias, D)
             if dbeta is not None:
                 b_beta = strength_column(beta, at.i_b, i_h, at.first, n_rows, flags)
                 block = blocks + (at.first - begin + o_r) // BLOCK
@@ -218,7 +207,6 @@ def finish_back(
                                 dv,
                                 g,
                                 gate,
-                                lower_bound,
                                 H,
                                 HV,
                                 flags,
@@ -263,7 +251,7 @@ def walk_back(
         dinitial = as_kv(p, new(q, "dinitial_state", (p.N, p.HV, *wide), torch.float32))
     dfinal = None if dfinal_state is None or dfinal_state.dim() == 1 else as_kv(p, dfinal_state)
     beta_b, beta_t, beta_h = columns_of(p.beta)
-    gate = GateWeights(dense(p.A_log), dense(p.dt_bias))
+    gate = gate_of(p)
     launch(
         KERNEL.reverse_walk_kda,
         p.N * p.HV,
@@ -302,7 +290,6 @@ def walk_back(
         HV=p.HV,
         scale=p.scale,
         factor=factor_of_P(p),
-        lower=p.lower_bound or 0.0,
         flags=flags_of(p),
         REGISTERS=200,
         num_warps=4,
@@ -334,7 +321,6 @@ def walk_back(
         T=p.T,
         H=p.H,
         HV=p.HV,
-        lower_bound=p.lower_bound or 0.0,
         flags=flags_of(p),
         D=p.K,
         num_warps=4,

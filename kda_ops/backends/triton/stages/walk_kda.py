@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, from_span, signal
+from kda_ops.backends.triton.device.gate import load_bias, load_rate
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -32,16 +33,16 @@ from kda_ops.backends.triton.device.gluon_tile import (
     PAIR,
     ROWS,
     ROWS_4,
+    decay_rows,
     ex2,
     fill_rows,
     halve,
     left_right,
-    load_gate,
     narrow,
-    plus,
     product,
     rcp,
     state_at,
+    sums_by_block,
     widen,
 )
 
@@ -229,19 +230,7 @@ def produce(q_d, k_d, v_d, g_d, q_at, k_at, v_at, g_at, x, on, span, G_BYTES: gl
 
 
 @gluon.jit
-def from_start(x, K: gl.constexpr, E: gl.constexpr):
-    """Return the sums of x [64, K] from the start of each half, and over each half [2, K].
-
-    A thread holds all rows of a half, so nothing is exchanged.
-    """
-    D = gl.associative_scan(gl.reshape(x, (2, 32, K)), 1, plus)
-    last = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, D.type.layout)))
-    total = gl.sum(gl.where(last[None, :, None] == 31, D, 0.0), 1)
-    return gl.convert_layout(gl.reshape(D, (64, K)), E), total
-
-
-@gluon.jit
-def factors(x, on, slope, bias, lower, n, here, p_gamma, GATE: gl.constexpr, NORM: gl.constexpr):
+def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
     """Make kr, qr, kc, kg and gamma of chunk n, from k, q and the decay. Return three for products.
 
     ::
@@ -263,14 +252,11 @@ def factors(x, on, slope, bias, lower, n, here, p_gamma, GATE: gl.constexpr, NOR
     )
     on.kg_full.wait(n)
     on.rows.wait(n)
-    # A logit of -inf means no decay, because the rate is not zero (`load_gate`).
-    fill_rows(x.g.index(zero), here, -float("inf") if GATE else 0.0, ROWS_4)
+    fill_rows(x.g.index(zero), here, 0.0, ROWS_4)
     fill_rows(k_b, here, 0.0, ROWS_4)
-    g = widen(x.g.index(zero).load(E))
-    if GATE:
-        g = lower * rcp(1.0 + ex2(g * slope + bias[None, :]))
-    D, total = from_start(g, K, E)
-    D = ex2(D * LOG2E + SHIFT)
+    g = decay_rows(x.g.index(zero), here, bias, rate, gate, E)
+    D, total = sums_by_block(g, 2)
+    D = ex2(gl.convert_layout(gl.reshape(D, (64, K)), E) * LOG2E + SHIFT)
     k = widen(k_b.load(E))
     if NORM:
         k = k * x.norm_k.index(s).load(gl.SliceLayout(1, E))[:, None]
@@ -363,9 +349,7 @@ def leave(x, on, left, n, tiles):
 
 
 @gluon.jit
-def prepare(
-    x, on, span, A_log, dt_bias, lower, AP_d, left, tiles, GATE: gl.constexpr, NORM: gl.constexpr
-):
+def prepare(x, on, span, gate, AP_d, left, tiles, NORM: gl.constexpr):
     """Make the tiles of each chunk that the scan needs; halves of 32 rows are chunks of their own::
 
         L = kr kc^T;   P = tril(qr kc^T);   A' = (I + strict_tril(beta L))^-1 beta     [32, 32]
@@ -378,17 +362,15 @@ def prepare(
     QR: gl.constexpr = gl.SliceLayout(1, Q)
     HC: gl.constexpr = gl.SliceLayout(0, H)
     none_q = gl.zeros([64, 64], gl.float32, Q)
-    slope = 0.0
-    bias = gl.zeros([128], gl.float32, gl.SliceLayout(0, E))
-    if GATE:
-        slope, bias = load_gate(A_log, dt_bias, span.i_h, 128, E)
+    rate = load_rate(gate, span.i_h)
+    bias = load_bias(gate, span.i_h, gl.arange(0, 128, gl.SliceLayout(0, E)), 128)[None, :]
     for n in range(span.chunks):
         s, zero = n & 1, n >> 30
         i_tile = tiles.at(n)
         here, p_gamma = span.length - n * span.step, None
         if left is not None:
             p_gamma = left.gamma + i_tile.to(gl.int64) * 256
-        qr, kr, kc = factors(x, on, slope, bias, lower, n, here, p_gamma, GATE, NORM)
+        qr, kr, kc = factors(x, on, gate, rate, bias, n, here, p_gamma, NORM)
         L = product(kr, kc.permute((1, 0)), none_q)
         P = product(qr, kc.permute((1, 0)), none_q)
         AP, b_s = x.AP.index(s), x.beta.index(s)
@@ -625,7 +607,6 @@ def write_rest(x, span, o, HV):
         "every",
         "columns",
         "scale",
-        "lower",
     ]
 )
 def walk_kda(
@@ -657,7 +638,6 @@ def walk_kda(
     every,
     columns,
     scale,
-    lower,
     flags,
     INVERSE: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -702,22 +682,7 @@ def walk_kda(
     tiles = find_tiles(span, cu_seqlens, T, HV, 64)
     gl.warp_specialize(
         [
-            (
-                prepare,
-                (
-                    x,
-                    on,
-                    span,
-                    gate.A_log,
-                    gate.dt_bias,
-                    lower,
-                    AP_d,
-                    None,
-                    tiles,
-                    flags.ACTIVATE,
-                    flags.L2NORM,
-                ),
-            ),
+            (prepare, (x, on, span, gate, AP_d, None, tiles, flags.L2NORM)),
             (
                 scan,
                 (

@@ -89,19 +89,7 @@ def feed(x, on, span, v_d, v_at, AP_d, left, tiles):
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "beta_b",
-        "beta_t",
-        "beta_h",
-        "q_h",
-        "k_h",
-        "g_h",
-        "N",
-        "T",
-        "H",
-        "HV",
-        "lower",
-    ]
+    do_not_specialize=["beta_b", "beta_t", "beta_h", "q_h", "k_h", "g_h", "N", "T", "H", "HV"]
 )
 def prepare_walk(
     q_d,
@@ -125,7 +113,6 @@ def prepare_walk(
     T,
     H,
     HV,
-    lower,
     flags,
     INVERSE: gl.constexpr,
     SHARES: gl.constexpr,
@@ -164,22 +151,7 @@ def prepare_walk(
     G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
     gl.warp_specialize(
         [
-            (
-                prepare,
-                (
-                    x,
-                    on,
-                    span,
-                    gate.A_log,
-                    gate.dt_bias,
-                    lower,
-                    AP_d,
-                    left,
-                    tiles,
-                    flags.ACTIVATE,
-                    flags.L2NORM,
-                ),
-            ),
+            (prepare, (x, on, span, gate, AP_d, left, tiles, flags.L2NORM)),
             (rows, (x, on, span, beta, beta_t, flags)),
             (
                 produce,
