@@ -39,7 +39,7 @@ from kda_ops.checks import (
     shape_error,
 )
 from kda_ops.exported import count_results, is_any_size
-from kda_ops.gates import BOUNDED, Gate, gate_of
+from kda_ops.gates import Gate, gate_of
 
 CHUNK = 64  # tokens per chunk, C in docs/maths.md
 
@@ -424,16 +424,6 @@ class Problem:
             if self.cu_seqlens is None
             else x[:, live.repeat_interleave(self.cu_seqlens.diff())]
         )
-
-    @property
-    def activate_gate(self) -> bool:
-        """Whether g are logits."""
-        return self.gate.inside
-
-    @property
-    def lower_bound(self) -> float | None:
-        """The bound of a bounded gate."""
-        return self.gate.bound if self.gate.kind == BOUNDED else None
 
     @property
     def bounded_inverse(self) -> bool:

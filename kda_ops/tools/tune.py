@@ -38,9 +38,9 @@ TUNED = {
     1: ("prepare_kda", "scan_kda", "reverse_scan_kda", "gradient_pairs", "gradient_keys"),
     0: ("prepare_gdn", "scan_gdn", "reverse_scan_gdn", "gradient_gdn"),
 }
-UNTUNED = (  # sequences cut into runs; chunks prepared during the scan
+UNTUNED = (  # sequences cut into runs; chunks prepared during the scan; beta given; grouped heads
     *("scan_kda_maps", "scan_gdn_maps", "reverse_scan_kda_maps", "reverse_scan_gdn_maps"),
-    *("join_runs", "scan_kda_overlapped", "scan_gdn_overlapped"),
+    *("join_runs", "scan_kda_overlapped", "scan_gdn_overlapped", "gradient_small", "gather_heads"),
 )
 
 

@@ -28,6 +28,8 @@ CALLS = {
     "gradient_gdn": Call(rank=0, keep=True),
     "gradient_pairs": Call(keep=True),
     "gradient_keys": Call(keep=True),
+    "gradient_small": Call(gate="promised", keep=True),
+    "gather_heads": Call(keep=True),
     "join_runs": Call(run=16),
 }
 

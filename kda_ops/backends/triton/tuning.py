@@ -2,8 +2,8 @@
 
 Nothing is measured at run time. Each kernel has a record of the options that act on it: `KERNELS`.
 Kernels whose cut follows from a call's widths alone are cut in their own files: `step.cut`, the
-convolution, the gate, the norm, `gradient_small` and sums. The warps of the walks in Gluon have
-roles, which their files fix.
+convolution, the gate and the norm. `sum_decays` and `sum_gradients` have one warp. The warps of the
+walks in Gluon have roles, which their files fix.
 
 ``python -m kda_ops tune`` measures alternatives and writes the better ones to a JSON file
 (`cache_file`), which is read at the first call. Its entries count only for the device, the triton
@@ -78,6 +78,21 @@ class Blocks(Columns):
     """Columns of K per step too."""
 
     block_k: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile(Launch):
+    """Columns of K and of V per step, without a pipeline."""
+
+    block_k: int
+    block_v: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entries(Launch):
+    """Entries of a program's tile, whose rows are whole."""
+
+    entries: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,6 +373,9 @@ TABLE: dict[str, tuple[TableRow, ...]] = {
         TableRow(16, "early", ALL, Blocks(block_k=32, block_v=64)),
         TableRow(16, "any", ALL, Blocks(block_k=64, block_v=64)),
     ),
+    # one warp, so that many programs, most of which end at once, run together
+    "gradient_small": (TableRow(0, "any", ALL, Tile(block_k=16, block_v=16, warps=1)),),
+    "gather_heads": (TableRow(0, "any", ALL, Entries(entries=4096)),),
     "join_runs": (
         TableRow(0, "hopper", ALL, Columns(block_v=16, warps=8, stages=3)),
         TableRow(0, "any", ALL, Columns(block_v=16, warps=8)),
@@ -378,6 +396,8 @@ KERNELS: dict[str, type[Launch]] = {
     "gradient_gdn": Blocks,
     "gradient_pairs": Columns,
     "gradient_keys": Blocks,
+    "gradient_small": Tile,
+    "gather_heads": Entries,
     "join_runs": Columns,
 }
 
@@ -401,7 +421,8 @@ def kernel_of(name: str) -> Any:
     """Return the kernel that takes options of this name; importing it imports its stage."""
     base = name.removesuffix("_maps").removesuffix("_overlapped")
     # both variants of a scan share a file
-    file = "runs" if base == "join_runs" else base[:-4] if "scan" in base else base
+    file = {"join_runs": "runs", "gather_heads": "gradient"}.get(base, base)
+    file = file[:-4] if "scan" in file else file
     return getattr(importlib.import_module(f"kda_ops.backends.triton.stages.{file}"), base)
 
 

@@ -6,16 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda_ops.backends.triton.device.gate import (
-    BOUNDED,
-    GIVEN,
-    LOG2E,
-    SOFTPLUS,
-    load_bias,
-    load_rate,
-    log_decay,
-    sigmoid,
-)
+from kda_ops import gates
+from kda_ops.backends.triton.device.gate import LOG2E, load_bias, load_rate, log_decay, sigmoid
 from kda_ops.backends.triton.device.operands import Gate
 from kda_ops.backends.triton.device.tile import CHUNK, dense, load_column
 from kda_ops.problem import Problem
@@ -44,16 +36,15 @@ def flags_of(p: Problem) -> Flags:
     return Flags(*map(tl.constexpr, (p.l2norm, p.sigmoid_beta, p.neg_eigval)))
 
 
-def make_gate(A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Gate:
-    """Return a gate of logits."""
-    kind = SOFTPLUS if lower_bound is None else BOUNDED
-    return Gate(dense(A_log), dense(dt_bias), lower_bound or 0.0, kind)
+def make_gate(A_log: Tensor | None, dt_bias: Tensor | None, which: gates.Gate) -> Gate:
+    """Return a gate for kernels. A promised bound of given decays is none of its numbers."""
+    bound = which.bound if which.kind == gates.BOUNDED else None
+    return Gate(dense(A_log), dense(dt_bias), bound or 0.0, tl.constexpr(which.kind))
 
 
 def gate_of(p: Problem) -> Gate:
     """Return the gate of a call."""
-    gate = make_gate(p.A_log, p.dt_bias, p.lower_bound)
-    return gate if p.activate_gate else gate._replace(kind=GIVEN)
+    return make_gate(p.A_log, p.dt_bias, p.gate)
 
 
 @triton.jit

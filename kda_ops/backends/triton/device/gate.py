@@ -8,12 +8,12 @@ call has. A new kind needs its formula in `log_decay` and its derivative in `thr
 import triton
 import triton.language as tl
 
+from kda_ops import gates
 from kda_ops.backends.triton.device.tile import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
-GIVEN = tl.constexpr("given")  # g are log decays themselves
-SOFTPLUS = tl.constexpr("softplus")  # -exp(A_log) softplus(g + dt_bias)
-BOUNDED = tl.constexpr("bounded")  # bound sigmoid(exp(A_log) (g + dt_bias))
+GIVEN, SOFTPLUS = tl.constexpr(gates.GIVEN), tl.constexpr(gates.SOFTPLUS)
+BOUNDED = tl.constexpr(gates.BOUNDED)
 # exp(A_log) is clamped: at most, so that products with logits up to 2^27 are finite, and at least
 # (`log_decay`), so that products with infinite logits are not NaN
 LEAST_RATE, GREATEST_RATE = tl.constexpr(2.0**-126), tl.constexpr(2.0**100)

@@ -98,7 +98,6 @@ def _strides(x: Tensor, rank: int) -> tuple[int, ...]:
 
 def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, rank: int) -> Tensor:
     """Return the log decay from raw logits, in float32; see `kda_ops.stages.Backend.gate`."""
-    lower_bound = which.bound
     y = new(g, "y", g.shape, torch.float32)
     B, T, HV, K = _sizes(g, rank)
     block = max(1, triton.next_power_of_2(K))
@@ -109,7 +108,7 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, r
             triton.cdiv(B * T, rows_per_program) * HV,
             g.device,
             g=Strided(g, _strides(g, rank)),
-            gate=make_gate(A_log, dt_bias, lower_bound),
+            gate=make_gate(A_log, dt_bias, which),
             y=y,
             T=T,
             HV=HV,
@@ -125,7 +124,6 @@ def gate_backward(
     dy: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, rank: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of g, A_log, dt_bias; see `kda_ops.stages.Backend.gate_backward`."""
-    lower_bound = which.bound
     dx = new(g, "dg", g.shape)
     B, T, HV, K = _sizes(g, rank)
     block = max(1, triton.next_power_of_2(K))
@@ -140,7 +138,7 @@ def gate_backward(
             g.device,
             dy=Strided(dy, _strides(dy, rank)),
             g=Strided(g, _strides(g, rank)),
-            gate=make_gate(A_log, dt_bias, lower_bound),
+            gate=make_gate(A_log, dt_bias, which),
             dg=dx,
             dA_log=dA_log,
             ddt_bias=ddt_bias,

@@ -42,8 +42,6 @@ from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Reverse, Tile, Trace
 
 GATES = frozenset(("g", "A_log", "dt_bias"))  # the gradients that come through the decay
-# Entries that a program of `gather_heads` adds up, of each value head.
-GATHERED = 4096
 ADDED, COLUMNS = 64, 128  # rows that a program of `add_parts` adds up, and their entries
 
 
@@ -283,6 +281,7 @@ def _launch_small(
     p: Problem, tile: Tile, kept: Kept, z: Tensor | None, G: Tensor, dbeta: Tensor
 ) -> None:
     """Launch `gradient_small`: dbeta where beta is small."""
+    options = tuning.choose("gradient_small", p, tuning.Tile)
     launch(
         gradient_small,
         _programs(p),
@@ -296,10 +295,10 @@ def _launch_small(
         cu_seqlens=dense(p.cu_seqlens),
         dbeta=dbeta,
         **_numbers(p, "N", "T", "H", "HV", "K", "V"),
-        BK=16,
-        BV=16,
+        BK=options.block_k,
+        BV=options.block_v,
         L2NORM=p.l2norm,
-        num_warps=1,  # so that many programs, most of which end at once, run together
+        **options.launch,
     )
 
 
@@ -307,10 +306,11 @@ def gather_gradient(p: Problem, name: str, x: Tensor, dy: Tensor | None) -> Tens
     """Return the gradient of x, which is q or k, summed from those per value head, dy."""
     assert dy is not None  # dq and dk are made together
     dx, tokens, BK = new(x, "d" + name, x.shape), p.B * p.T * p.H, tuning.width(p.K, x.dtype)
-    ROWS = max(1, GATHERED // BK)
+    options = tuning.choose("gather_heads", p, tuning.Entries)
+    ROWS = max(1, options.entries // BK)
     sizes: dict[str, Any] = dict(H=p.H, HV=p.HV, tokens=tokens, K=p.K, BK=BK, ROWS=ROWS)
     programs = (tokens + ROWS - 1) // ROWS
-    launch(gather_heads, programs, x.device, dy=dy, dx=dx, **sizes, num_warps=4)
+    launch(gather_heads, programs, x.device, dy=dy, dx=dx, **sizes, **options.launch)
     return dx
 
 
