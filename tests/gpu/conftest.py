@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support import calls, closeness, pieces, pools, steps
+from tests.support import calls, closeness, pieces, pools
 from tests.support.needs import skip_files
 from tests.support.suite import Reasons
 from tests.support.target import GPU
@@ -23,8 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def on_the_gpu():
     """Run cases on the GPU, and let twins round as its kernels do."""
-    every = (calls, closeness, pieces, pools, steps)
-    patches = [mock.patch.object(x, "TARGET", GPU) for x in every]
+    patches = [mock.patch.object(x, "TARGET", GPU) for x in (calls, closeness, pieces, pools)]
     for patch in patches:
         patch.start()
     yield
