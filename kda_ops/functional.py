@@ -261,6 +261,7 @@ def recurrent_kda_(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
+    null_slot: int = -1,
 ) -> Tensor:
     """Decode with Kimi Delta Attention on a pool of states, in place; inference only.
 
@@ -285,6 +286,8 @@ def recurrent_kda_(
             Sequence n starts from slot ``[n, num_accepted_tokens[n] - 1]``. None: from column 0. If
             that slot is negative, the sequence reads and writes nothing, and its output is zero.
         lower_bound: a finite number below 0; selects the bounded gate.
+        null_slot: slots up to this one count as negative slots, from 0 on for a pool whose first
+            slots are nobody's (0 for vLLM); needs ``state_indices``. -1: none.
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 
     Returns:
@@ -326,6 +329,7 @@ def recurrent_kda_(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=transpose_state_layout,
+        null_slot=null_slot,
     )
 
 
@@ -354,6 +358,7 @@ def chunk_kda_(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
+    null_slot: int = -1,
 ) -> Tensor:
     """Run a prefill of Kimi Delta Attention on a pool of states, in place; inference only.
 
@@ -373,6 +378,7 @@ def chunk_kda_(
             Negative slots, and those of chunks that the sequence does not reach, are skipped. All
             other slots must be distinct, those of ``state_indices`` included: the call writes them.
         snapshot_every: whole chunks between two snapshots, at least 1.
+        null_slot: as for `recurrent_kda_`; it holds for ``snapshot_indices`` too.
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 
     Returns:
@@ -417,6 +423,7 @@ def chunk_kda_(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=transpose_state_layout,
+        null_slot=null_slot,
     )
 
 
@@ -641,6 +648,7 @@ def recurrent_gdn_(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
+    null_slot: int = -1,
 ) -> Tensor:
     """Decode with Gated DeltaNet on a pool of states, in place; inference only.
 
@@ -649,7 +657,7 @@ def recurrent_gdn_(
     Args:
         q, k, v, beta: as for `recurrent_kda_`.
         g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
-        state, state_indices, num_accepted_tokens: as for `recurrent_kda_`.
+        state, state_indices, num_accepted_tokens, null_slot: as for `recurrent_kda_`.
         A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
         cu_seqlens and the flags: as for `recurrent_kda_`.
 
@@ -689,6 +697,7 @@ def recurrent_gdn_(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=transpose_state_layout,
+        null_slot=null_slot,
     )
 
 
@@ -717,6 +726,7 @@ def chunk_gdn_(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
+    null_slot: int = -1,
 ) -> Tensor:
     """Run a prefill of Gated DeltaNet on a pool of states, in place; inference only.
 
@@ -725,7 +735,7 @@ def chunk_gdn_(
     Args:
         q, k, v, beta: as for `chunk_kda_`.
         g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
-        state, state_indices, snapshot_indices, snapshot_every: as for `chunk_kda_`.
+        state, state_indices, snapshot_indices, snapshot_every, null_slot: as for `chunk_kda_`.
         A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
         cu_seqlens and the flags: as for `chunk_kda_`.
 
@@ -770,6 +780,7 @@ def chunk_gdn_(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         transpose_state_layout=transpose_state_layout,
+        null_slot=null_slot,
     )
 
 

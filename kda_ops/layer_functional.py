@@ -85,6 +85,7 @@ def short_conv_(
     cu_seqlens: Tensor | None = None,
     *,
     activation: str | None = None,
+    null_slot: int = -1,
 ) -> Tensor:
     """Convolve each channel along time on a pool of tails, in place; inference only.
 
@@ -98,6 +99,7 @@ def short_conv_(
         tail_indices: ``[N]``, int32 or int64: the slot of each sequence, read and written; slots of
             0 or above must be distinct. A negative slot reads and writes nothing, and its
             sequence's output is zero. None: sequence n has slot n.
+        null_slot: slots up to this one count as negative slots; needs ``tail_indices``. -1: none.
 
     Returns:
         y ``[B, T, D]`` in x's dtype.
@@ -119,7 +121,9 @@ def short_conv_(
 
     Source: Gated Delta Networks, arXiv:2412.06464 (short convolutions on q, k and v).
     """
-    return _SHORT_CONV_(x, weight, bias, tail, tail_indices, cu_seqlens, activation=activation)
+    return _SHORT_CONV_(
+        x, weight, bias, tail, tail_indices, cu_seqlens, activation=activation, null_slot=null_slot
+    )
 
 
 @check_types

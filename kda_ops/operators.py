@@ -171,6 +171,7 @@ _REST = (
     "transpose_state_layout=False"
 )
 _KEEP = "bool disable_recompute=False"
+_NULL = "int null_slot=-1"
 _CHUNK_FLAGS = f"{_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_KEEP}"
 _KEPT = ", ".join(f"Tensor {n}" for n in KEPT)
 
@@ -221,7 +222,7 @@ CHUNK_BWD = Operator(
 CHUNK_ = Operator(
     "chunk_",
     f"({_POOL}, Tensor? snapshot_indices=None, {_END}, *, int snapshot_every=1, {_SCALE}, "
-    f"{_L2NORM_AND_GATE}, {_SAFE}, {_REST}) -> Tensor",
+    f"{_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_NULL}) -> Tensor",
     chunk.Prefill,
     **_ATTENTION,
     flops=flops.chunk,
@@ -237,7 +238,7 @@ RECURRENT = Operator(
 RECURRENT_ = Operator(
     "recurrent_",
     f"({_POOL}, Tensor? num_accepted_tokens=None, {_END}, *, {_SCALE}, {_L2NORM_AND_GATE}, "
-    f"{_REST}) -> Tensor",
+    f"{_REST}, {_NULL}) -> Tensor",
     recurrent.Decode,
     **_ATTENTION,
     flops=flops.recurrent,
@@ -297,7 +298,7 @@ SHORT_CONV_BWD = Operator(
 SHORT_CONV_ = Operator(
     "short_conv_",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) tail, Tensor? tail_indices=None, "
-    "Tensor? cu_seqlens=None, *, str? activation=None) -> Tensor y",
+    f"Tensor? cu_seqlens=None, *, str? activation=None, {_NULL}) -> Tensor y",
     convolution.ConvolveInPlace,
     **_CHANNELS,
     flops=flops.short_conv,

@@ -29,6 +29,7 @@ from kda_ops.checks import (
     check_key_lengths,
     check_lower_bound,
     check_no_overlap,
+    check_null_slot,
     check_offsets,
     check_on_device,
     check_slots,
@@ -38,6 +39,7 @@ from kda_ops.checks import (
     is_symbolic,
     refuse_float64_on_cuda,
     shape_error,
+    without_null,
 )
 from kda_ops.exported import count_results, is_any_size
 
@@ -91,6 +93,7 @@ class Problem:
         "disable_recompute",
         "output_final_state",
         "snapshot_every",
+        "null_slot",
         "state_dtype",
         "scratch",
     )
@@ -160,6 +163,7 @@ class Problem:
         self.num_accepted_tokens: Tensor | None = None
         self.snapshot_indices: Tensor | None = None
         self.snapshot_every = 1
+        self.null_slot = -1
         self.scratch: dict[str, Any] | None = None
 
     @classmethod
@@ -199,17 +203,19 @@ class Problem:
         A_log=None,
         dt_bias=None,
         cu_seqlens=None,
+        *,
+        null_slot=-1,
         **flags,
     ) -> Problem:
         """Parse a call of `recurrent_`: decode on a state pool."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
-        p._take_pool(state, state_indices)
+        p._take_pool(state, state_indices, null_slot)
         if num_accepted_tokens is not None:
             p._take_accepted(num_accepted_tokens, state_indices)
         if state_indices is not None and state_indices.dim() == 2:
             p._check_columns(state_indices)
         elif state_indices is not None and can_read(state_indices):
-            check_slots(state_indices, state.shape[0], "state_indices")
+            check_slots(p.slots(state_indices), state.shape[0], "state_indices")
         return p
 
     @classmethod
@@ -229,13 +235,14 @@ class Problem:
         cu_seqlens=None,
         *,
         snapshot_every=1,
+        null_slot=-1,
         **flags,
     ) -> Problem:
         """Parse a call of `chunk_`: prefill on a state pool."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
         if state_indices is not None and state_indices.dim() != 1:
             shape_error("state_indices", "[N]", (p.N,), state_indices)
-        p._take_pool(state, state_indices)
+        p._take_pool(state, state_indices, null_slot)
         if snapshot_indices is not None:
             p._take_snapshots(snapshot_indices, snapshot_every)
         elif snapshot_every != 1:
@@ -250,7 +257,7 @@ class Problem:
             )
         p.snapshot_every = snapshot_every
         if snapshot_indices is None and state_indices is not None and can_read(state_indices):
-            check_slots(state_indices, state.shape[0], "state_indices")
+            check_slots(p.slots(state_indices), state.shape[0], "state_indices")
         return p
 
     def _take_state(self, name: str, letter: str, count, state: Tensor, pool: bool) -> None:
@@ -285,7 +292,7 @@ class Problem:
         check_on_device(name, state, self.q.device)
         self.state = state
 
-    def _take_pool(self, state: Tensor, state_indices: Tensor | None) -> None:
+    def _take_pool(self, state: Tensor, state_indices: Tensor | None, null_slot: int) -> None:
         if state is None:
             raise TypeError(
                 "state must be a tensor, the pool of states that is read and written in place, "
@@ -313,7 +320,8 @@ class Problem:
                     f"{list(state_indices.shape)}{hint}."
                 )
             check_index("state_indices", state_indices, self.q.device)
-        self.state_indices = state_indices
+        check_null_slot(null_slot, state_indices, "state_indices")
+        self.state_indices, self.null_slot = state_indices, null_slot
         self._check_values()
 
     def _take_accepted(self, num_accepted_tokens: Tensor, state_indices: Tensor | None) -> None:
@@ -327,7 +335,7 @@ class Problem:
             shape_error("num_accepted_tokens", "[N]", (self.N,), num_accepted_tokens)
         check_index("num_accepted_tokens", num_accepted_tokens, self.q.device)
         if can_read(num_accepted_tokens):
-            check_accepted(num_accepted_tokens, state_indices)
+            check_accepted(num_accepted_tokens, self.slots(state_indices))
         self.num_accepted_tokens = num_accepted_tokens.contiguous()
 
     def _check_columns(self, state_indices: Tensor) -> None:
@@ -340,6 +348,7 @@ class Problem:
             )
         tables = (state_indices, self.num_accepted_tokens, self.cu_seqlens)
         if all(can_read(x) for x in tables if x is not None):
+            state_indices = self.slots(state_indices)
             lengths = [self.T] * self.N
             if self.cu_seqlens is not None:
                 lengths = self.cu_seqlens.diff().tolist()
@@ -358,14 +367,14 @@ class Problem:
             own = (
                 torch.arange(self.N, device=self.q.device)
                 if self.state_indices is None
-                else self.state_indices.long()
+                else self.slots(self.state_indices).long()
             )
             lengths = (
                 torch.full_like(own, self.T) if self.cu_seqlens is None else self.cu_seqlens.diff()
             )
             column = torch.arange(1, snapshot_indices.shape[1] + 1, device=self.q.device)
             written = column <= (lengths // CHUNK // snapshot_every)[:, None]
-            into = snapshot_indices.long().where(written & (own >= 0)[:, None], -1)
+            into = self.slots(snapshot_indices).long().where(written & (own >= 0)[:, None], -1)
             check_slots(
                 torch.cat([own, into.flatten()]),
                 self.state.shape[0],
@@ -393,6 +402,10 @@ class Problem:
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """Return the inputs that have gradients, in the order of `stages.GRADIENTS`."""
         return self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.state
+
+    def slots(self, table: Tensor) -> Tensor:
+        """Return a table of slots with -1 for every slot that is nobody's."""
+        return without_null(table, self.null_slot)
 
     def as_kv(self, state: Tensor) -> Tensor:
         """View a state in the caller's layout as S[k, v], by swapping two strides if needed."""
@@ -423,6 +436,7 @@ class Problem:
             x = x[:, : int(self.cu_seqlens[-1])]
         if slots is None:
             return x
+        slots = self.slots(slots)
         live = (slots if slots.dim() == 1 else slots.amax(1)) >= 0
         return (
             x[live]

@@ -227,9 +227,10 @@ class Backend:
         Starts from `p.state` (row n, or slot ``p.state_indices[n]``; zero without it). Writes o [B,
         T, HV, V] with zeros past the last sequence, and the last state into `final_state`, [N, HV,
         K, V] or the pool itself, in the caller's layout. A negative slot is neither read nor
-        written and its sequence's output is zero. With `p.snapshot_indices`, slot ``[n, j]`` takes
-        the state after chunk ``(j + 1) * p.snapshot_every`` of sequence n. Returns a `Trace` if
-        `keep`; then o may be None.
+        written and its sequence's output is zero. Slots up to `p.null_slot` count as negative ones,
+        and `p.slots` makes them negative. With `p.snapshot_indices`, slot ``[n, j]`` takes the
+        state after chunk ``(j + 1) * p.snapshot_every`` of sequence n. Returns a `Trace` if `keep`;
+        then o may be None.
         """
         raise NotImplementedError
 

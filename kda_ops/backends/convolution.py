@@ -131,13 +131,14 @@ def _final_tail(p: Convolution, rows: _Rows, before: Tensor | None, dtype: torch
 
 def short_conv_in_place(p: Convolution) -> Tensor:
     """Return y and write the pool; see `kda_ops.stages.Backend.short_conv_in_place`."""
-    pool, slots = p.tail, p.tail_indices
+    pool = p.tail
     assert pool is not None  # as the pass has checked
-    if slots is None:
+    if p.tail_indices is None:
         rows = _Rows(p, pool)
         y = _output(p, rows)
         pool.copy_(_final_tail(p, rows, pool, pool.dtype))
         return y
+    slots = p.slots(p.tail_indices)
     live = slots >= 0
     before = pool[slots.long().clamp(min=0)] if len(pool) else pool.new_zeros(p.N, p.W - 1, p.D)
     before = torch.where(live[:, None, None], before, 0.0)

@@ -351,11 +351,14 @@ def step_tokens(
 class _Pool:
     """Reads and writes the state of sequence n: row n, or its slots in `p.state_indices`.
 
-    A negative slot is neither read nor written.
+    A slot up to `p.null_slot` is neither read nor written.
     """
 
     def __init__(self, p: Problem, final_state: Tensor | None):
-        self.p, self.slots, self.accepted = p, p.state_indices, p.num_accepted_tokens
+        self.p, self.accepted = p, p.num_accepted_tokens
+        self.slots, self.into = (
+            None if x is None else p.slots(x) for x in (p.state_indices, p.snapshot_indices)
+        )
         self.initial = None if p.state is None else p.as_kv(p.state)
         # a call without a final state passes an empty tensor, shape [0]
         self.final = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)
@@ -395,7 +398,7 @@ class _Pool:
 
     def snapshot(self, n: int, chunk: int, length: int, S: Tensor) -> None:
         """Store the state after `chunk` whole chunks of sequence n if a snapshot is due."""
-        every, into = self.p.snapshot_every, self.p.snapshot_indices
+        every, into = self.p.snapshot_every, self.into
         if (
             into is None
             or chunk % every

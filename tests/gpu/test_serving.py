@@ -21,7 +21,7 @@ from kda_ops.problem import Problem
 from tests.support import drift
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical, assert_meets_budget
-from tests.support.forks import Fork, assert_fork, broken, by_operator, forks
+from tests.support.forks import Fork, assert_fork, assert_null_slots, broken, by_operator, forks
 from tests.support.splits import Split, assert_split, splits
 
 CUDA = torch.device("cuda")
@@ -68,10 +68,12 @@ CHUNK = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}
     dead=st.integers(0, 6),
     wide=st.booleans(),
     seed=st.integers(0, 999),
+    null=st.sampled_from((-1, 0, 2)),
 )
-@example(lengths=[200, 0, 64, 128], every=1, dead=6, wide=True, seed=0)
+@example(lengths=[200, 0, 64, 128], every=1, dead=6, wide=True, seed=0, null=-1)
+@example(lengths=[200, 0, 64, 128], every=1, dead=2, wide=True, seed=1, null=1)
 def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(
-    variant, transposed, pool_dtype, lengths, every, dead, wide, seed
+    variant, transposed, pool_dtype, lengths, every, dead, wide, seed, null
 ):
     """o, every state, every snapshot, and every slot that is not named; on slots that lie apart if
     `wide`, and without the host waiting for anything.
@@ -81,29 +83,39 @@ def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(
     gen = torch.Generator().manual_seed(seed)
     around = torch.randn((SLOTS, 2 if wide else 1, H, D, D), generator=gen).to(CUDA, pool_dtype)
     pool = around[:, 0]
-    before, order = around.clone(), torch.randperm(SLOTS, generator=gen)
+    around[: null + 1] = torch.nan
+    before = around.clone()
+    order = torch.randperm(SLOTS - null - 1, generator=gen) + null + 1
     slots, into = order[:N].clone(), order[N : N * (1 + shots)].view(N, shots).clone()
     if dead < N:
-        slots[dead] = -1
-    into[0, 1] = -3
+        slots[dead] = null
+    into[0, 1] = null if null >= 0 else -3
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     index = torch.int32 if seed % 2 else torch.int64
     there = [t.to(CUDA, index) for t in (slots, into, cu_seqlens)]
     flags = FLAGS | gate | {"transpose_state_layout": transposed}
+    null_slot = {"null_slot": null} if null >= 0 else {}
     with no_synchronisation(), torch.inference_mode():
         o = PREFILL[variant](
-            *x, pool, there[0], there[1], cu_seqlens=there[2], snapshot_every=every, **flags
+            *x,
+            pool,
+            there[0],
+            there[1],
+            cu_seqlens=there[2],
+            snapshot_every=every,
+            **flags,
+            **null_slot,
         )
     expected, expected_o = before.clone(), torch.zeros_like(o)
     ends = cu_seqlens.tolist()
     for n, (a, b) in enumerate(zip(ends, ends[1:])):
-        if slots[n] < 0:
+        if slots[n] <= null:
             continue
         initial = before[slots[n] : slots[n] + 1, 0].float()
         chunks = [
             (j, (j + 1) * every * 64)
             for j in range(shots)
-            if into[n, j] >= 0 and (j + 1) * every * 64 <= b - a
+            if into[n, j] > null and (j + 1) * every * 64 <= b - a
         ]
         for slot, length in [*((into[n, j], end) for j, end in chunks), (slots[n], b - a)]:
             part = [t[:, a : a + length] for t in x]
@@ -173,6 +185,12 @@ def test_sequences_that_share_a_slot_have_the_bits_of_each_alone(variant, transp
 @given(fork=forks(dtype=torch.bfloat16, H=2, HV=4, K=64, V=48))
 def test_any_legal_table_has_the_bits_of_each_sequence_alone(fork):
     assert_fork(fork, CUDA, bits=True)
+
+
+@settings(max_examples=25)
+@given(fork=forks(dtype=torch.bfloat16, H=2, HV=4, K=64, V=48), null=st.sampled_from((0, 3)))
+def test_every_slot_up_to_null_slot_counts_as_a_negative_one(fork, null):
+    assert_null_slots(fork, null, CUDA)
 
 
 @settings(max_examples=25)

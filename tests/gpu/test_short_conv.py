@@ -64,6 +64,23 @@ def test_a_packed_pool_gives_the_bits_of_the_functional_operator():
     assert_identical(pool, final, "tail")
 
 
+@pytest.mark.parametrize("T", (1, 150))
+def test_slots_up_to_null_slot_are_nobodys(T):
+    case = Conv(B=4, T=T, D=256, dtype=torch.bfloat16)
+    x = on(case.inputs(), CUDA)
+    pool = torch.randn(6, 3, 256, device=CUDA).to(case.dtype)
+    pool[:2] = torch.nan
+    got, want = pool.clone(), pool.clone()
+
+    def step(tails, slots, **flags):
+        args = x["x"], x["weight"], x["bias"], tails, torch.tensor(slots, device=CUDA)
+        return operator(case, "_")(*args, **flags)
+
+    assert_identical(step(got, [5, 1, 2, 0], null_slot=1), step(want, [5, -1, 2, -1]), "y")
+    assert_identical(got[2:], want[2:], "tails")
+    assert got[:2].isnan().all()
+
+
 def test_a_captured_step_follows_its_inputs():
     case = Conv(B=4, T=1, D=256, dtype=torch.bfloat16)
     x = on(case.inputs(), CUDA)

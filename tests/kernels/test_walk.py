@@ -274,7 +274,7 @@ def test_tokens_of_no_sequence_change_no_bit_and_get_zeros(name):
 
 @needs_gluon
 @pytest.mark.bits
-@pytest.mark.parametrize("name", ("raw, dead first", "snapshots", "bf16"))
+@pytest.mark.parametrize("name", ("raw, dead first", "snapshots", "bf16", "null slots"))
 def test_two_kernels_write_the_bits_of_one_to_a_pool(name, monkeypatch):
     want = prefilled(POOLS[name])
     monkeypatch.setattr(tuning, "FORCED_SHARES", 2)
@@ -286,13 +286,10 @@ def prefilled(pool: Pool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o and the pool after a prefill that walks."""
     x, state = pool.case.inputs(), pool.state()
     slots, _, snapshots = pool.indices()
-    flags = pool.case.flags("chunk_")
-    if snapshots is not None:
-        flags["snapshot_every"] = pool.every
     per_token = (x[n] for n in PER_TOKEN)
     args = (*per_token, state, slots, snapshots, x["A_log"], x["dt_bias"], x["cu_seqlens"])
     with torch.no_grad(), emulated(walk):
-        (o,) = chunk.Prefill(1, args, flags).run(Walking())
+        (o,) = chunk.Prefill(1, args, pool.flags()).run(Walking())
     return o, state
 
 
@@ -303,7 +300,7 @@ def slots_after(pool: Pool, n: int) -> dict[int, int]:
     written = {int(pool.start()[n]): end - first}
     for j, slot in enumerate([] if snapshots is None else snapshots[n].tolist()):
         length = 64 * pool.every * (j + 1)
-        if slot >= 0 and length <= end - first:
+        if slot > pool.null and length <= end - first:
             written[slot] = length
     return written
 
@@ -318,6 +315,9 @@ POOLS = {
     "bf16": Pool(replace(RAW, lengths=(65, 64)), snapshots=1, dtype=BF16),
     "turned, not packed": Pool(replace(GIVEN, B=2, transposed=True), snapshots=1),
     "without slots": Pool(replace(GIVEN, B=2, T=33), indexed=False),
+    "null slots": Pool(
+        replace(GIVEN, lengths=(131, 70, 64), HV=1), dead=(False, False, True), snapshots=2, null=1
+    ),
 }
 
 

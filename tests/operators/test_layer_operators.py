@@ -208,6 +208,30 @@ def test_a_negative_slot_of_64_bits_is_nobody(slots):
     assert_identical(got[rest], before[rest], "other slots")
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("null", (0, 2))
+@pytest.mark.parametrize("pool", ("slots", "many tokens", "packed"))
+def test_every_slot_up_to_null_slot_counts_as_a_negative_one(pool, null):
+    shape, lengths, slots = POOLED[pool]
+    B, T = shape or (1, 0)
+    case = Conv(B=B, T=T, lengths=lengths, behind=2 if lengths else 0)
+    x = on(case.inputs(), TARGET.device)
+    pool = torch.randn(6, 3, case.D, generator=torch.Generator().manual_seed(5)).to(TARGET.device)
+    moved = torch.cat([torch.full_like(pool[: null + 1], torch.nan), pool])
+
+    def step(tails, own, **flags):
+        own = torch.tensor(own, device=TARGET.device)
+        given = x["x"], x["weight"], x["bias"], tails, own, x["cu_seqlens"]
+        return operator(case, "_")(*given, **flags)
+
+    for nobody in range(-1, null + 1):
+        got, before = moved.clone(), pool.clone()
+        own = [nobody if s < 0 else s + null + 1 for s in slots]
+        assert_identical(step(got, own, null_slot=null), step(before, slots), "y")
+        assert_identical(got[null + 1 :], before, "the pool")
+        assert got[: null + 1].isnan().all(), "a slot that is nobody's was written"
+
+
 @pytest.mark.parametrize("length", (0, 1, 2, 3))
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize(
@@ -407,6 +431,9 @@ WRONG_POOL = (
     ({"tail_indices": torch.tensor([1, 4])}, "^tail_indices must be below the number of slots"),
     ({"tail_indices": torch.tensor([1, 1])}, "^tail_indices must name distinct slots"),
     ({"tail_indices": None}, "^tail must have shape"),
+    ({"null_slot": -2}, "^null_slot must lie between -1 and"),
+    ({"null_slot": 1, "tail_indices": torch.tensor([2, 2])}, "^tail_indices must name distinct"),
+    ({"null_slot": 0, "tail_indices": None}, "^null_slot must be -1 without tail_indices"),
 )
 
 

@@ -15,7 +15,15 @@ from kda_ops.problem import CHUNK
 from tests.support.calls import overload
 from tests.support.cases import TOKENS, Case, alone, take
 from tests.support.closeness import assert_identical
-from tests.support.forks import Fork, assert_fork, broken, by_backend, by_operator, forks
+from tests.support.forks import (
+    Fork,
+    assert_fork,
+    assert_null_slots,
+    broken,
+    by_backend,
+    by_operator,
+    forks,
+)
 from tests.support.pools import Pool, pool_arguments, pools, same
 from tests.support.splits import Split, assert_split, splits
 from tests.support.target import TARGET
@@ -66,6 +74,10 @@ def states_along(pool, n):
 @example(
     pool=Pool(Case("kda", lengths=(130, 70), H=1, HV=1), "chunk_", True, (True, False), snapshots=2)
 )
+@example(
+    pool=Pool(Case("kda", lengths=(130, 70), H=1, HV=1), dead=(True, False), snapshots=2, null=0)
+)
+@example(pool=Pool(Case("gdn", B=3, T=2), "recurrent_", dead=(False, True), columns=2, null=3))
 def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
     before = pool.state()
     o, after = pool.run()
@@ -96,7 +108,7 @@ def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
         if snapshots is not None:
             for j, slot in enumerate(snapshots[n].tolist()):
                 length = (j + 1) * pool.every * CHUNK
-                if slot >= 0 and length <= b - a:
+                if slot > pool.null and length <= b - a:
                     written[slot] = True
                     same(
                         after[slot],
@@ -113,7 +125,7 @@ def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
 @given(pool=pools())
 def test_what_lies_in_a_dead_or_spare_slot_is_never_read(pool):
     state = pool.state()
-    read = {int(s) for n, s in enumerate(pool.start()) if not pool.is_dead(n) and s >= 0}
+    read = {int(s) for n, s in enumerate(pool.start()) if not pool.is_dead(n) and s > pool.null}
     for slot in set(range(pool.slots)) - read:
         state[slot] = torch.nan
     o, _ = pool.run(state=state)
@@ -126,7 +138,9 @@ def test_what_lies_in_a_dead_or_spare_slot_is_never_read(pool):
 def test_where_the_slots_lie_does_not_matter(pool, seed):
     if not pool.indexed:
         return
-    order = torch.randperm(pool.slots, generator=torch.Generator().manual_seed(seed))
+    null = torch.arange(pool.null + 1)
+    order = torch.randperm(pool.slots - len(null), generator=torch.Generator().manual_seed(seed))
+    order = torch.cat([null, order + len(null)])
     where = order.argsort()
     o, after = pool.run()
     indices, _, snapshots = pool.indices()
@@ -135,7 +149,7 @@ def test_where_the_slots_lie_does_not_matter(pool, seed):
         if slots is None:
             return None
         moved = where[slots.long().clamp(min=0)].to(slots.dtype)
-        return torch.where(slots >= 0, moved, slots).to(TARGET.device)
+        return torch.where(slots > pool.null, moved, slots).to(TARGET.device)
 
     moved, state = pool.run(
         pool.state()[order.to(TARGET.device)],
@@ -255,6 +269,15 @@ def test_sequences_that_share_a_slot_compute_what_each_computes_alone(fork):
     assert fork.legal
     kernels = dispatch.backend_name(TARGET.device) == "triton"
     assert_fork(fork, TARGET.device, bits=kernels)
+
+
+@pytest.mark.bits
+@pytest.mark.quick
+@given(fork=forks(), null=st.sampled_from((0, 3)))
+@example(fork=SAMPLES, null=0)
+@example(fork=Fork(((2, -1, 3), (-1, -2, 0), (4, -1, 5)), (3, 1, 3), None, 6), null=0)
+def test_every_slot_up_to_null_slot_counts_as_a_negative_one(fork, null):
+    assert_null_slots(fork, null, TARGET.device)
 
 
 @given(fork=forks())

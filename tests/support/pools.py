@@ -33,7 +33,8 @@ class Pool:
     Sequence n has a random slot, or a negative one if `dead`. `columns` > 0 gives each of that many
     tokens its own slot (`recurrent_`); `accepted` starts each sequence from one of them.
     `snapshots` > 0 gives each sequence that many snapshot slots (`chunk_`), every `every` chunks.
-    `indexed` False: sequence n has slot n.
+    `indexed` False: sequence n has slot n. Slots up to `null` are nobody's, and dead sequences name
+    some of them.
     """
 
     case: Case
@@ -45,12 +46,13 @@ class Pool:
     snapshots: int = 0
     every: int = 1
     dtype: torch.dtype | None = None  # of the pool; None: the state dtype of the case
+    null: int = -1
 
     @property
     def slots(self) -> int:
         """Return the size of the pool."""
         return (
-            self.case.N * (max(self.columns, 1) + self.snapshots) + SPARE
+            self.null + 1 + self.case.N * (max(self.columns, 1) + self.snapshots) + SPARE
             if self.indexed
             else self.case.N
         )
@@ -67,7 +69,8 @@ class Pool:
         if not self.indexed:
             return None, None, None
         N, dtype, gen = self.case.N, torch.int32 if self.case.seed % 2 else torch.int64, self._gen()
-        order = torch.randperm(self.slots, generator=gen)
+        first = self.null + 1
+        order = torch.randperm(self.slots - first, generator=gen) + first
         width = max(self.columns, 1)
         state = order[: N * width].reshape(N, width).clone()
         snapshots = (
@@ -79,9 +82,12 @@ class Pool:
         below = -1 if dtype is torch.int32 else -(2**32) + N
         for n in range(N):
             if self.is_dead(n):
-                state[n] = below - n
+                state[n] = below - n if n % 2 or self.null < 0 else self.null - n % first
         if snapshots is not None and N:
             snapshots[0, 0] = below
+            if self.null >= 0:  # where a snapshot is most likely to be due
+                lengths = self.case.lengths or (self.case.T,)
+                snapshots[lengths.index(max(lengths)), 0] = self.null
         accepted = (
             torch.randint(1, width + 1, (N,), generator=gen).to(dtype) if self.accepted else None
         )
@@ -91,10 +97,12 @@ class Pool:
     def flags(self) -> dict[str, object]:
         """Return the keyword arguments of the operator."""
         flags = self.case.flags(self.op)
+        if self.null >= 0:
+            flags |= {"null_slot": self.null}
         return flags | {"snapshot_every": self.every} if self.indexed and self.snapshots else flags
 
     def start(self) -> Tensor:
-        """Return the slot that each sequence starts from, negative for none."""
+        """Return the slot that each sequence starts from, at most `null` for none."""
         state, accepted, _ = self.indices()
         if state is None:
             return torch.arange(self.case.N)
@@ -180,6 +188,7 @@ def pools(draw, op: str | None = None, **fixed: object) -> Pool:
         snapshots,
         draw(st.sampled_from((1, 2))) if snapshots else 1,
         dtype,
+        draw(st.sampled_from((-1, 0, 2))) if indexed else -1,
     )
 
 

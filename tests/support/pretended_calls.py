@@ -63,6 +63,7 @@ class Model:
     kept: bool
     need: int
     flags: tuple[tuple[str, Any], ...]
+    null: int = -1  # up to which slots are nobody's
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ models = st.builds(
     do=bools,
     kept=bools,
     need=st.integers(1, 255),
+    null=st.sampled_from((-1, -1, 0)),
     flags=st.tuples(
         *(
             st.tuples(st.just(name), bools)
@@ -222,6 +224,8 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
     if in_place:
         rows = N if not model.slots else 5 * N
         x["state"] = make((rows, HV, *width), model.pool, n.state_layout)
+        if model.slots:
+            flags["null_slot"] = model.null
         if kind is chunk.Prefill:
             flags["snapshot_every"] = 1
             x["state"] = make((rows, HV, *width), torch.float32, n.state_layout)

@@ -12,6 +12,7 @@ from tests.operators.test_layer_operators import (  # noqa: F401  (they run here
     test_a_sequence_has_the_same_bits_alone_and_packed,
     test_any_subset_of_gradients_is_the_same,
     test_decode_token_by_token_gives_the_bits_of_the_whole,
+    test_every_slot_up_to_null_slot_counts_as_a_negative_one,
     test_gradients_per_sample_are_those_of_each_sample,
     test_kept_rows_of_a_pool_keep_its_dtype,
     test_no_tokens_no_channels_and_no_sequences_are_calls,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.operands import strided
-from kda_ops.backends.triton.device.state import close_state, open_state, state_at
+from kda_ops.backends.triton.device.state import close_state, drop_null, open_state, state_at
 from kda_ops.backends.triton.device.tile import (
     CHUNK,
     INTERPRETED,
@@ -65,6 +65,7 @@ def place(
     BV: tl.constexpr,
     RUN: tl.constexpr,
     BACK: tl.constexpr,
+    NULL: tl.constexpr = -1,
 ):
     """Return this program's `Place`.
 
@@ -83,7 +84,7 @@ def place(
             i_n = i_r // tl.cdiv(T, RUN * CHUNK)
     live = i_n < N
     if slots is not None:
-        live = live & (tl.load(slots + i_n, mask=live, other=-1) >= 0)
+        live = live & (drop_null(tl.load(slots + i_n, mask=live, other=-1), NULL) >= 0)
     i_b, bos, length, first = locate_sequence(cu_seqlens, i_n, N, T)
     start, stop, begins, ends = i_r * 0, tl.cdiv(length, CHUNK), live, live
     if RUN:

@@ -24,6 +24,7 @@ from kda_ops.backends.triton.device.operands import (
     TileKDA,
     strided,
 )
+from kda_ops.backends.triton.device.state import drop_null
 from kda_ops.backends.triton.device.tile import (
     CHUNK,
     FOLLOWED,
@@ -76,11 +77,13 @@ def fill_zero(o, strides, i_b, i_h, bos, length, start, stop, o_v, V: tl.constex
 
 
 @triton.jit
-def snapshot(ends, at, chunk, b_S, every, columns, K: tl.constexpr, V: tl.constexpr):
+def snapshot(
+    ends, at, chunk, b_S, every, columns, K: tl.constexpr, V: tl.constexpr, NULL: tl.constexpr
+):
     """Write the state b_S after `chunk` chunks to its snapshot's slot.
 
-    It is due after `every`, 2 `every`, ... whole chunks, `columns` times at most. A negative slot
-    is skipped.
+    It is due after `every`, 2 `every`, ... whole chunks, `columns` times at most. A slot up
+    to NULL is skipped.
     """
     if ends.into.pointer is not None:
         pool, table = ends.final, ends.into
@@ -92,6 +95,7 @@ def snapshot(ends, at, chunk, b_S, every, columns, K: tl.constexpr, V: tl.conste
             mask=due,
             other=-1,
         )
+        slot = drop_null(slot, NULL)
         if slot >= 0:
             p_s = pool.pointer + (
                 slot.to(tl.int64) * pool.strides[0]
@@ -237,10 +241,11 @@ def begin_scan(
     V: tl.constexpr,
     BV: tl.constexpr,
     RUN: tl.constexpr,
+    NULL: tl.constexpr,
 ):
     """Return where this program is (`runs.Place`), and whether it scans."""
     wait_for_previous()
-    at = place(cu_seqlens, ends.slots, ends.maps, N, T, HV, K, V, BV, RUN, False)
+    at = place(cu_seqlens, ends.slots, ends.maps, N, T, HV, K, V, BV, RUN, False, NULL)
     return at, takes_part(at.live, progress)
 
 
@@ -308,6 +313,7 @@ def scan_kda(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
     RUN: tl.constexpr,
+    NULL: tl.constexpr,
 ):
     """Carry BV columns of the state S of one sequence and head through the chunks.
 
@@ -325,7 +331,7 @@ def scan_kda(
 
     With `progress` the scan follows a `prepare` that still runs (`tile.UnfinishedTile`).
     """
-    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN)
+    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN, NULL)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = tile.w.dtype.element_ty
     b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN)
@@ -356,7 +362,7 @@ def scan_kda(
             store_output(ends.o, at, c, b_o, V)
         keep_trace(ends, at, i_tile, b_s, b_v, K, V)
         b_S = tl.dot(b_v, b_kg, b_S, input_precision=PREC)
-        snapshot(ends, at, c + 1, b_S, every, columns, K, V)
+        snapshot(ends, at, c + 1, b_S, every, columns, K, V, NULL)
     close_scan(ends, progress, at, live, b_S, o_k, o_v, K, V)
 
 
@@ -384,6 +390,7 @@ def scan_gdn(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
     RUN: tl.constexpr,
+    NULL: tl.constexpr,
 ):
     """Carry the state as `scan_kda` does, for one decay per head; from q, k, v and `TileGDN`::
 
@@ -394,7 +401,7 @@ def scan_gdn(
     per row, which moves past the dot products: q and k go from memory to the tensor cores as they
     are.
     """
-    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN)
+    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN, NULL)
     i_g = at.i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = tile.A.dtype.element_ty
@@ -426,7 +433,7 @@ def scan_gdn(
         keep_trace(ends, at, i_tile, b_s, b_v, K, V)
         b_v = (b_v * load_factor(tile.factors, i_tile, TO_END_K, COUNT_GDN)).to(TYPE)
         b_S = tl.dot(b_v, b_k, b_S * tl.load(tile.gamma + i_tile), input_precision=PREC)
-        snapshot(ends, at, c + 1, b_S, every, columns, K, V)
+        snapshot(ends, at, c + 1, b_S, every, columns, K, V, NULL)
     close_scan(ends, progress, at, live, b_S, o_k, o_v, K, V)
 
 
@@ -496,6 +503,7 @@ def scan(
             STAGES=options.stages,
             PREC="tf32x3" if p.q.dtype is torch.float32 else "tf32",
             RUN=runs.length,
+            NULL=p.null_slot,
             **options.launch,
             **tuning.begins_early(device),
         )

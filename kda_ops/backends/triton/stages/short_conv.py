@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kda_ops.backends.triton.device.gate import sigmoid
 from kda_ops.backends.triton.device.operands import strided
+from kda_ops.backends.triton.device.state import drop_null
 from kda_ops.backends.triton.device.tile import find_sequence, locate_sequence
 from kda_ops.backends.triton.plans.launch import launch, new, total
 from kda_ops.convolution import Convolution
@@ -29,16 +30,20 @@ class ConvolutionCut(NamedTuple):
 
 
 @triton.jit
-def find_tail_slot(slots, i_n, N):
-    """Return the slot of sequence i_n, at most -1 for what is past the last sequence."""
+def find_tail_slot(slots, i_n, N, NULL: tl.constexpr):
+    """Return the slot of sequence i_n, at most -1 for what is past the last sequence.
+
+    Slots up to NULL become negative too.
+    """
     i_slot = i_n
     if slots is not None:
         i_slot = tl.load(slots + i_n, mask=i_n < N, other=-1).to(tl.int64)
+        i_slot = drop_null(i_slot, NULL)
     return tl.where(i_n < N, i_slot, -1)
 
 
 @triton.jit
-def locate_run(cu_seqlens, slots, i_t, N, T, TOKENS: tl.constexpr):
+def locate_run(cu_seqlens, slots, i_t, N, T, TOKENS: tl.constexpr, NULL: tl.constexpr = -1):
     """Return where program i_t is, as (slot, row of the batch, token before which nothing is, first
     token counted from there, tokens of the sequence).
 
@@ -50,7 +55,7 @@ def locate_run(cu_seqlens, slots, i_t, N, T, TOKENS: tl.constexpr):
         i_n = i_t // tl.cdiv(T, TOKENS)
     i_b, bos, n_tokens, first_run = locate_sequence(cu_seqlens, i_n, N, T, TOKENS)
     first = ((i_t - first_run) * TOKENS).to(tl.int32)
-    return find_tail_slot(slots, i_n, N), i_b, bos, first, n_tokens
+    return find_tail_slot(slots, i_n, N, NULL), i_b, bos, first, n_tokens
 
 
 @triton.jit
@@ -165,6 +170,7 @@ def convolve(
     UNROLL: tl.constexpr,
     GROUPS: tl.constexpr,
     BD: tl.constexpr,
+    NULL: tl.constexpr,
 ):
     """Write y [B, T, D], and `final` if it is given, for whole sequences of one program::
 
@@ -175,7 +181,7 @@ def convolve(
     NB: tl.constexpr = (D + BD - 1) // BD
     TOKENS: tl.constexpr = ROWS * GROUPS
     i_d, i_t = tl.program_id(0) % NB, tl.program_id(0) // NB
-    i_slot, i_b, bos, first, n_tokens = locate_run(cu_seqlens, slots, i_t, N, T, TOKENS)
+    i_slot, i_b, bos, first, n_tokens = locate_run(cu_seqlens, slots, i_t, N, T, TOKENS, NULL)
     n_read = tl.where(i_slot >= 0, n_tokens, 0)
     o_c = i_d * BD + tl.arange(0, BD)
     o_d = o_c[None, :]
@@ -204,12 +210,22 @@ def convolve(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def write_tails(
-    x, tail, slots, cu_seqlens, final, T, N, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr
+    x,
+    tail,
+    slots,
+    cu_seqlens,
+    final,
+    T,
+    N,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BD: tl.constexpr,
+    NULL: tl.constexpr,
 ):
     """Write the last W - 1 inputs of each sequence to `final`, which may be `tail`."""
     NB: tl.constexpr = (D + BD - 1) // BD
     i_n = tl.program_id(0) // NB
-    i_slot = find_tail_slot(slots, i_n, N)
+    i_slot = find_tail_slot(slots, i_n, N, NULL)
     i_b, bos, n_tokens, _ = locate_sequence(cu_seqlens, i_n, N, T)
     o_c = tl.program_id(0) % NB * BD + tl.arange(0, BD)
     n_read = tl.where(i_slot >= 0, n_tokens, 0)
@@ -499,6 +515,7 @@ def _run(p: Convolution, final: Tensor | None) -> Tensor:
         y=y,
         final=strided(final if whole else None),
         **cut._asdict(),
+        NULL=p.null_slot,
         num_warps=warps,
     )
     if final is not None and not whole:
@@ -510,6 +527,7 @@ def _run(p: Convolution, final: Tensor | None) -> Tensor:
             slots=p.tail_indices,
             final=strided(final),
             BD=cut.BD,
+            NULL=p.null_slot,
             num_warps=1,
         )
     return y

@@ -99,6 +99,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         T=p.T,
         HV=p.HV,
         flags=flags_of(p),
+        NULL=p.null_slot,
         num_warps=4,
     )
     prepares: dict[str, Any] = dict(
