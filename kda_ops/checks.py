@@ -381,6 +381,15 @@ def without_null(slots: Tensor, null_slot: int) -> Tensor:
     return slots if null_slot < 0 else slots.where(slots > null_slot, -1)
 
 
+def check_resumed(resumed: Tensor, N: int, device: torch.device, of: str = "q") -> None:
+    """Check has_initial_state [N], which tells whether sequences start from their slots."""
+    if resumed.shape != (N,):
+        shape_error("has_initial_state", "[N]", (N,), resumed)
+    if resumed.dtype is not torch.bool:
+        dtype_error("has_initial_state", "bool", resumed.dtype, ": compare, such as lengths > 0")
+    check_on_device("has_initial_state", resumed, device, of)
+
+
 def check_slots(slots: Tensor, count: int, name: str) -> None:
     """Refuse slots that a pool of `count` does not have, and a slot named twice.
 

@@ -14,6 +14,7 @@ from kda_ops.checks import (
     check_no_overlap,
     check_null_slot,
     check_offsets,
+    check_resumed,
     check_slots,
     refuse_float64_on_cuda,
     shape_error,
@@ -35,6 +36,7 @@ class Convolution:
     __slots__ = (
         *("x", "weight", "bias", "tail", "tail_indices", "cu_seqlens"),
         *("B", "T", "N", "D", "W", "silu", "output_final_tail", "sum_dtype", "null_slot"),
+        "has_initial_state",
     )
 
     def __init__(
@@ -83,6 +85,7 @@ class Convolution:
         self.tail: Tensor | None = None
         self.tail_indices: Tensor | None = None
         self.null_slot = -1
+        self.has_initial_state: Tensor | None = None
         if initial_tail is not None:
             self._take_tail("initial_tail", "N", self.N, initial_tail)
 
@@ -95,6 +98,7 @@ class Convolution:
         tail: Tensor,
         tail_indices: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        has_initial_state: Tensor | None = None,
         *,
         activation: str | None = None,
         null_slot: int = -1,
@@ -111,6 +115,9 @@ class Convolution:
         check_no_overlap("tail", tail)
         check_null_slot(null_slot, tail_indices, "tail_indices")
         c.null_slot = null_slot
+        if has_initial_state is not None:
+            check_resumed(has_initial_state, c.N, x.device, "x")
+            c.has_initial_state = has_initial_state.contiguous()
         if tail_indices is None:
             c._take_tail("tail", "N", c.N, tail)
             return c

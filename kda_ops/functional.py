@@ -346,6 +346,7 @@ def chunk_kda_(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     *,
     snapshot_every: int = 1,
     scale: float | None = None,
@@ -362,8 +363,8 @@ def chunk_kda_(
 ) -> Tensor:
     """Run a prefill of Kimi Delta Attention on a pool of states, in place; inference only.
 
-    The equation is that of `chunk_kda`. Each sequence starts from its slot and leaves its final
-    state there; zero the slot for a new request.
+    The equation is that of `chunk_kda`. Each sequence starts from its slot, or from zero if it
+    begins anew, and leaves its final state in its slot.
 
     Args:
         q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU).
@@ -377,6 +378,8 @@ def chunk_kda_(
             state of sequence n after ``(j + 1) * snapshot_every`` whole chunks of 64 tokens.
             Negative slots, and those of chunks that the sequence does not reach, are skipped. All
             other slots must be distinct, those of ``state_indices`` included: the call writes them.
+        has_initial_state: ``[N]``, bool. Where it is false, a sequence starts from zero, whatever
+            its slot holds, NaN included. None: every sequence starts from its slot.
         snapshot_every: whole chunks between two snapshots, at least 1.
         null_slot: as for `recurrent_kda_`; it holds for ``snapshot_indices`` too.
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
@@ -412,6 +415,7 @@ def chunk_kda_(
         A_log,
         dt_bias,
         cu_seqlens,
+        has_initial_state,
         snapshot_every=snapshot_every,
         scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -714,6 +718,7 @@ def chunk_gdn_(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     *,
     snapshot_every: int = 1,
     scale: float | None = None,
@@ -735,7 +740,8 @@ def chunk_gdn_(
     Args:
         q, k, v, beta: as for `chunk_kda_`.
         g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
-        state, state_indices, snapshot_indices, snapshot_every, null_slot: as for `chunk_kda_`.
+        state, state_indices, snapshot_indices, snapshot_every: as for `chunk_kda_`.
+        has_initial_state, null_slot: as for `chunk_kda_`.
         A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
         cu_seqlens and the flags: as for `chunk_kda_`.
 
@@ -769,6 +775,7 @@ def chunk_gdn_(
         A_log,
         dt_bias,
         cu_seqlens,
+        has_initial_state,
         snapshot_every=snapshot_every,
         scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,

@@ -172,6 +172,7 @@ _REST = (
 )
 _KEEP = "bool disable_recompute=False"
 _NULL = "int null_slot=-1"
+_RESUMED = "Tensor? has_initial_state=None"
 _CHUNK_FLAGS = f"{_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_KEEP}"
 _KEPT = ", ".join(f"Tensor {n}" for n in KEPT)
 
@@ -189,6 +190,7 @@ _AXES = {
     "state_indices": "N(S)",
     "num_accepted_tokens": "N",
     "snapshot_indices": "NJ",
+    "has_initial_state": "N",
     "o": "BThV",
     "final_state": "NhKV",
     "y": "BTh(D)",
@@ -221,8 +223,8 @@ CHUNK_BWD = Operator(
 )
 CHUNK_ = Operator(
     "chunk_",
-    f"({_POOL}, Tensor? snapshot_indices=None, {_END}, *, int snapshot_every=1, {_SCALE}, "
-    f"{_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_NULL}) -> Tensor",
+    f"({_POOL}, Tensor? snapshot_indices=None, {_END}, {_RESUMED}, *, int snapshot_every=1, "
+    f"{_SCALE}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_NULL}) -> Tensor",
     chunk.Prefill,
     **_ATTENTION,
     flops=flops.chunk,
@@ -272,6 +274,7 @@ _CONVOLUTION_AXES = {
     "initial_tail": "NPX",
     "tail": "LPX",
     "tail_indices": "N",
+    "has_initial_state": "N",
     "cu_seqlens": "M",
     "y": "BTX",
     "final_tail": "NPX",
@@ -298,7 +301,7 @@ SHORT_CONV_BWD = Operator(
 SHORT_CONV_ = Operator(
     "short_conv_",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) tail, Tensor? tail_indices=None, "
-    f"Tensor? cu_seqlens=None, *, str? activation=None, {_NULL}) -> Tensor y",
+    f"Tensor? cu_seqlens=None, {_RESUMED}, *, str? activation=None, {_NULL}) -> Tensor y",
     convolution.ConvolveInPlace,
     **_CHANNELS,
     flops=flops.short_conv,

@@ -32,6 +32,7 @@ from kda_ops.checks import (
     check_null_slot,
     check_offsets,
     check_on_device,
+    check_resumed,
     check_slots,
     check_token_slots,
     check_vectors,
@@ -94,6 +95,7 @@ class Problem:
         "output_final_state",
         "snapshot_every",
         "null_slot",
+        "has_initial_state",
         "state_dtype",
         "scratch",
     )
@@ -164,6 +166,7 @@ class Problem:
         self.snapshot_indices: Tensor | None = None
         self.snapshot_every = 1
         self.null_slot = -1
+        self.has_initial_state: Tensor | None = None
         self.scratch: dict[str, Any] | None = None
 
     @classmethod
@@ -233,6 +236,7 @@ class Problem:
         A_log=None,
         dt_bias=None,
         cu_seqlens=None,
+        has_initial_state=None,
         *,
         snapshot_every=1,
         null_slot=-1,
@@ -256,6 +260,9 @@ class Problem:
                 f"{snapshot_every}."
             )
         p.snapshot_every = snapshot_every
+        if has_initial_state is not None:
+            check_resumed(has_initial_state, p.N, p.q.device)
+            p.has_initial_state = has_initial_state.contiguous()
         if snapshot_indices is None and state_indices is not None and can_read(state_indices):
             check_slots(p.slots(state_indices), state.shape[0], "state_indices")
         return p

@@ -229,8 +229,9 @@ class Backend:
         K, V] or the pool itself, in the caller's layout. A negative slot is neither read nor
         written and its sequence's output is zero. Slots up to `p.null_slot` count as negative ones,
         and `p.slots` makes them negative. With `p.snapshot_indices`, slot ``[n, j]`` takes the
-        state after chunk ``(j + 1) * p.snapshot_every`` of sequence n. Returns a `Trace` if `keep`;
-        then o may be None.
+        state after chunk ``(j + 1) * p.snapshot_every`` of sequence n. Where `p.has_initial_state`
+        [N] is false, a sequence starts from zero, whatever its slot holds. Returns a `Trace` if
+        `keep`; then o may be None.
         """
         raise NotImplementedError
 
@@ -375,7 +376,8 @@ class Backend:
         """Return y as `short_conv` does, and write the final tails to the pool `p.tail`.
 
         Sequence n uses slot ``p.tail_indices[n]``, or slot n. A negative slot is neither read nor
-        written and its sequence's output is zero.
+        written and its sequence's output is zero. `p.null_slot` and `p.has_initial_state` are those
+        of `scan`.
         """
         raise NotImplementedError
 

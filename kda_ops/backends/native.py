@@ -172,6 +172,8 @@ def _start(p: Problem, part: Part, initial: Tensor | None, slots: Tensor | None)
         S.copy_(p.as_kv(initial).index_select(0, n if slots is None else slots[n].clamp(min=0)))
         if slots is not None:
             S[slots[n] < 0] = 0.0
+        if p.has_initial_state is not None:
+            S[~p.has_initial_state[n]] = 0.0
     return S
 
 

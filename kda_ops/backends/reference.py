@@ -370,11 +370,17 @@ class _Pool:
             return int(self.slots[n])
         return int(self.slots[n, column]) if 0 <= column < self.slots.shape[1] else -1
 
+    def _zero(self, dtype: torch.dtype) -> Tensor:
+        return self.p.v.new_zeros((self.p.HV, self.p.K, self.p.V), dtype=dtype)
+
     def read(self, n: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Return sequence n's initial state, and whether its slot is not negative."""
         slot = self._slot(n, 0 if self.accepted is None else int(self.accepted[n]) - 1)
         if self.initial is None or slot < 0:
-            return self.p.v.new_zeros((self.p.HV, self.p.K, self.p.V), dtype=dtype), slot >= 0
+            return self._zero(dtype), slot >= 0
+        resumed = self.p.has_initial_state
+        if resumed is not None and not resumed[n]:
+            return self._zero(dtype), True
         return self.initial[slot].to(dtype), True
 
     def write(self, n: int, S: Tensor) -> None:

@@ -69,11 +69,12 @@ CHUNK = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}
     wide=st.booleans(),
     seed=st.integers(0, 999),
     null=st.sampled_from((-1, 0, 2)),
+    fresh=st.sets(st.integers(0, 5)),
 )
-@example(lengths=[200, 0, 64, 128], every=1, dead=6, wide=True, seed=0, null=-1)
-@example(lengths=[200, 0, 64, 128], every=1, dead=2, wide=True, seed=1, null=1)
+@example(lengths=[200, 0, 64, 128], every=1, dead=6, wide=True, seed=0, null=-1, fresh=set())
+@example(lengths=[200, 0, 64, 128], every=1, dead=2, wide=True, seed=1, null=1, fresh={0, 1, 2})
 def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(
-    variant, transposed, pool_dtype, lengths, every, dead, wide, seed, null
+    variant, transposed, pool_dtype, lengths, every, dead, wide, seed, null, fresh
 ):
     """o, every state, every snapshot, and every slot that is not named; on slots that lie apart if
     `wide`, and without the host waiting for anything.
@@ -84,12 +85,15 @@ def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(
     around = torch.randn((SLOTS, 2 if wide else 1, H, D, D), generator=gen).to(CUDA, pool_dtype)
     pool = around[:, 0]
     around[: null + 1] = torch.nan
-    before = around.clone()
     order = torch.randperm(SLOTS - null - 1, generator=gen) + null + 1
     slots, into = order[:N].clone(), order[N : N * (1 + shots)].view(N, shots).clone()
     if dead < N:
         slots[dead] = null
     into[0, 1] = null if null >= 0 else -3
+    begins = [n in fresh for n in range(N)]
+    around[[int(s) for s, anew in zip(slots, begins) if anew and s > null], 0] = torch.nan
+    before = around.clone()
+    resumed = None if not fresh else ~torch.tensor(begins, device=CUDA)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     index = torch.int32 if seed % 2 else torch.int64
     there = [t.to(CUDA, index) for t in (slots, into, cu_seqlens)]
@@ -102,6 +106,7 @@ def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(
             there[0],
             there[1],
             cu_seqlens=there[2],
+            has_initial_state=resumed,
             snapshot_every=every,
             **flags,
             **null_slot,
@@ -112,6 +117,8 @@ def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(
         if slots[n] <= null:
             continue
         initial = before[slots[n] : slots[n] + 1, 0].float()
+        if begins[n]:
+            initial = torch.zeros_like(initial)
         chunks = [
             (j, (j + 1) * every * 64)
             for j in range(shots)
@@ -254,10 +261,13 @@ def test_a_captured_call_replays_with_new_tokens_slots_and_offsets(variant, op, 
     into = torch.full((N, 2), -1, device=CUDA)
     cu_seqlens = torch.zeros(N + 1, dtype=torch.int32, device=CUDA)
     snapshots = (into,) if op == "chunk" else ()
+    resumed = torch.ones(N, dtype=torch.bool, device=CUDA)
+    more = dict(has_initial_state=resumed) if op == "chunk" else {}
     function = getattr(kda_ops, f"{op}_{variant}_")
 
     def call(state):
-        return function(*x, state, slots, *snapshots, cu_seqlens=cu_seqlens, **FLAGS, **gate)
+        given = *x, state, slots, *snapshots
+        return function(*given, cu_seqlens=cu_seqlens, **more, **FLAGS, **gate)
 
     with torch.inference_mode():
         call(pool)
@@ -271,6 +281,7 @@ def test_a_captured_call_replays_with_new_tokens_slots_and_offsets(variant, op, 
             slots.copy_(torch.tensor(named))
             into.copy_(torch.tensor([[20, 21], [-1, -1], [22, 23], [-1, -1], [18, -1]]))
             cu_seqlens.copy_(torch.tensor([0, *lengths]).cumsum(0))
+            resumed.copy_(torch.arange(N) % 2 == seed % 2)
             expected_pool = pool.clone()
             expected = call(expected_pool)
             o.fill_(torch.nan)

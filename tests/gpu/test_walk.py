@@ -138,6 +138,9 @@ def test_a_pool_gets_states_and_snapshots(dtype, transposed, shares, null, monke
     x = case.inputs(CUDA)
     pool = torch.randn(10 + null, 4, 128, 128, device=CUDA).to(dtype)
     slots = torch.tensor([3, -1, 0, 8], device=CUDA) + null + 1  # -1 becomes `null`
+    resumed = None if null < 0 else torch.tensor([False, False, True, False], device=CUDA)
+    if resumed is not None:
+        pool[slots[[0, 3]]] = torch.nan
     into = torch.tensor([[1, 2, 4], [5, 6, 7], [2, -1, -1], [-1, 6, 7]], device=CUDA) + null + 1
     flags = case.flags("chunk_") | ({"null_slot": null} if null >= 0 else {})
 
@@ -148,7 +151,7 @@ def test_a_pool_gets_states_and_snapshots(dtype, transposed, shares, null, monke
         with torch.inference_mode():
             o = overload("kda", "chunk_")(
                 *(x[n] for n in PER_TOKEN),
-                *(got, slots, into, x["A_log"], x["dt_bias"], x["cu_seqlens"]),
+                *(got, slots, into, x["A_log"], x["dt_bias"], x["cu_seqlens"], resumed),
                 **flags,
             )
         assert has_walked() == walked

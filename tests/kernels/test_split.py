@@ -186,9 +186,10 @@ def test_a_pool_is_read_before_it_is_written(variant, indexed, null):
     """
     case = replace(LONG, variant=variant, state=False, final=False, dtype=torch.float32)
     dead = (False, False, True, False) if indexed else ()
+    fresh = (True, null >= 0, True, null < 0)
     law(
         test_pools.test_a_call_on_a_pool_is_the_functional_call_on_its_slots,
-        pool=Pool(case, "chunk_", indexed, dead, snapshots=3 * indexed, null=null),
+        pool=Pool(case, "chunk_", indexed, dead, snapshots=3 * indexed, null=null, fresh=fresh),
     )
 
 

@@ -99,7 +99,7 @@ def test_scan_on_a_pool(pool):
     outs = []
     for backend in (Reference(), native):
         x, state, (indices, _, snapshots) = pool.case.inputs(), pool.state(), pool.indices()
-        args = pool_arguments(x, state, indices, snapshots)
+        args = pool_arguments(x, state, indices, snapshots, pool.resumed())
         p = Problem.parse_prefill(pool.case.rank, *args, **pool.flags())
         o = p.new_output()
         backend.scan(p, Reference().prepare(p), o, p.state, keep=False)

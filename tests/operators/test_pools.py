@@ -37,8 +37,7 @@ def states_along(pool, n):
     """
     case, inputs = pool.case, pool.case.inputs(TARGET.device)
     mine, (_, a, b) = alone(case, inputs, n), case.spans[n]
-    start = pool.start()[n : n + 1].to(TARGET.device)
-    initial = pool.state()[start].to(case.state_dtype)
+    initial = pool.initial(n).to(case.state_dtype)
     op = "chunk" if pool.op == "chunk_" else "recurrent"
     flags = replace(case, final=True).flags(op)
 
@@ -78,6 +77,15 @@ def states_along(pool, n):
     pool=Pool(Case("kda", lengths=(130, 70), H=1, HV=1), dead=(True, False), snapshots=2, null=0)
 )
 @example(pool=Pool(Case("gdn", B=3, T=2), "recurrent_", dead=(False, True), columns=2, null=3))
+@example(
+    pool=Pool(
+        Case("gdn", lengths=(0, 70, 130, 9, 64), tail=2, H=1, HV=1),
+        dead=(False, False, False, True),
+        snapshots=2,
+        fresh=(True, False, True, True),
+    )
+)
+@example(pool=Pool(Case("kda", B=2, T=65, H=1, HV=1), indexed=False, fresh=(False, True)))
 def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
     before = pool.state()
     o, after = pool.run()
@@ -125,12 +133,31 @@ def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
 @given(pool=pools())
 def test_what_lies_in_a_dead_or_spare_slot_is_never_read(pool):
     state = pool.state()
-    read = {int(s) for n, s in enumerate(pool.start()) if not pool.is_dead(n) and s > pool.null}
+    read = {
+        int(s)
+        for n, s in enumerate(pool.start())
+        if not (pool.is_dead(n) or pool.is_fresh(n)) and s > pool.null
+    }
     for slot in set(range(pool.slots)) - read:
         state[slot] = torch.nan
     o, _ = pool.run(state=state)
     want, _ = pool.run()
     assert_identical(o, want, "o")
+
+
+@pytest.mark.bits
+@pytest.mark.quick
+@given(pool=pools(op="chunk_"))
+@example(pool=Pool(Case(lengths=(70, 0, 3), H=1, HV=1), fresh=(True, True), snapshots=1, null=0))
+def test_a_sequence_that_begins_anew_has_the_bits_of_a_zeroed_slot(pool):
+    o, after = pool.run()
+    zeroed = pool.state()
+    for n, slot in enumerate(pool.start()):
+        if pool.is_fresh(n) and not pool.is_dead(n):
+            zeroed[slot] = 0
+    want, state = replace(pool, fresh=()).run(state=zeroed)
+    assert_identical(o, want, "o")
+    assert_identical(after, state, "the pool")
 
 
 @pytest.mark.bits

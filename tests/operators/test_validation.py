@@ -27,7 +27,8 @@ ARGUMENTS = {
         "q k v g beta state state_indices num_accepted_tokens A_log dt_bias cu_seqlens".split()
     ),
     "chunk_": tuple(
-        "q k v g beta state state_indices snapshot_indices A_log dt_bias cu_seqlens".split()
+        "q k v g beta state state_indices snapshot_indices A_log dt_bias cu_seqlens "
+        "has_initial_state".split()
     ),
     "gate": ("g", "A_log", "dt_bias"),
 }
@@ -36,7 +37,8 @@ ARGUMENTS = {
 def arguments(variant, op):
     """Return the tensors of a legal call by name."""
     x = Case(variant, B=B, T=T, H=H, HV=HV, K=K, V=V).inputs() | {
-        n: None for n in ("state_indices", "num_accepted_tokens", "snapshot_indices")
+        n: None
+        for n in ("state_indices", "num_accepted_tokens", "snapshot_indices", "has_initial_state")
     }
     x["state"] = torch.randn(3, HV, K, V)
     if op in ("recurrent_", "chunk_"):
@@ -98,6 +100,7 @@ GIVEN = {
     "state_indices": (POOLS, ints(2), {}),
     "num_accepted_tokens": ("recurrent_", ints(2), {"state_indices": ints(2, 5)}),
     "snapshot_indices": ("chunk_", ints(2, 1), {}),
+    "has_initial_state": ("chunk_", z(2, dtype=torch.bool), {}),
 }
 
 
@@ -400,6 +403,17 @@ REFUSED = [
         r"^snapshot_indices must have shape \[N, snapshots\] = \[2, \.\.\.\], got \[2\]",
     ),
     ("chunk_", {"snapshot_indices": ints(3, 1)}, r"^snapshot_indices must have shape"),
+    (
+        "chunk_",
+        {"has_initial_state": z(3, dtype=torch.bool)},
+        r"^has_initial_state must have shape \[N\] = \[2\], got \[3\]",
+    ),
+    (
+        "chunk_",
+        {"has_initial_state": ints(2)},
+        r"^has_initial_state must be bool, got torch.int64: compare",
+        TypeError,
+    ),
     (
         "chunk_",
         {"snapshot_every": 2},

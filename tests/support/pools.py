@@ -16,14 +16,20 @@ SPARE = 3  # slots of a pool that no sequence uses
 
 
 def pool_arguments(
-    x: Tensors, state: Tensor, slots: Tensor | None, extra: Tensor | None
+    x: Tensors,
+    state: Tensor,
+    slots: Tensor | None,
+    extra: Tensor | None,
+    resumed: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Return the tensors of a call on a pool, in the order of the schema.
 
-    `extra` is num_accepted_tokens of `recurrent_`, or snapshot_indices of `chunk_`.
+    `extra` is num_accepted_tokens of `recurrent_`, or snapshot_indices of `chunk_`; `resumed` is
+    has_initial_state of `chunk_`.
     """
-    tokens = [x[n] for n in TOKENS]
-    return [*tokens, state, slots, extra, x["A_log"], x["dt_bias"], x["cu_seqlens"]]
+    args = [*(x[n] for n in TOKENS), state, slots, extra]
+    args += [x["A_log"], x["dt_bias"], x["cu_seqlens"]]
+    return args if resumed is None else [*args, resumed]
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Pool:
     tokens its own slot (`recurrent_`); `accepted` starts each sequence from one of them.
     `snapshots` > 0 gives each sequence that many snapshot slots (`chunk_`), every `every` chunks.
     `indexed` False: sequence n has slot n. Slots up to `null` are nobody's, and dead sequences name
-    some of them.
+    some of them. A sequence that is `fresh` begins anew, from a slot of NaN (`chunk_`).
     """
 
     case: Case
@@ -47,6 +53,7 @@ class Pool:
     every: int = 1
     dtype: torch.dtype | None = None  # of the pool; None: the state dtype of the case
     null: int = -1
+    fresh: tuple[bool, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -63,6 +70,22 @@ class Pool:
     def is_dead(self, n: int) -> bool:
         """Return whether sequence n has no slot."""
         return self.indexed and n < len(self.dead) and self.dead[n]
+
+    def is_fresh(self, n: int) -> bool:
+        """Return whether sequence n begins anew."""
+        return n < len(self.fresh) and self.fresh[n]
+
+    def resumed(self) -> Tensor | None:
+        """Return has_initial_state on the CPU, None if no sequence begins anew."""
+        if not any(self.fresh):
+            return None
+        return torch.tensor([not self.is_fresh(n) for n in range(self.case.N)])
+
+    def initial(self, n: int) -> Tensor:
+        """Return the state that sequence n starts from, [1, ...], zero if it begins anew."""
+        start = int(self.start()[n])
+        initial = self.state()[start : start + 1]
+        return torch.zeros_like(initial) if self.is_fresh(n) else initial
 
     def indices(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return state_indices, num_accepted_tokens and snapshot_indices, on the CPU."""
@@ -119,6 +142,10 @@ class Pool:
         states = torch.randn((self.slots, case.HV, case.K, case.V), generator=self._gen())
         if case.transposed:  # the same states in both layouts
             states = states.mT.contiguous()
+        start = self.start()
+        for n in range(case.N):
+            if self.is_fresh(n) and not self.is_dead(n):
+                states[start[n]] = torch.nan
         return states.to(self.dtype or case.state_dtype).to(TARGET.device)
 
     def arguments(self, state: Tensor, **changed: Tensor | None) -> list[Tensor | None]:
@@ -126,8 +153,10 @@ class Pool:
         x = self.case.inputs(TARGET.device) | changed
         names = ("state_indices", "num_accepted_tokens", "snapshot_indices")
         x = on(dict(zip(names, self.indices())), TARGET.device) | x
+        resumed = self.resumed()
         extra = x["num_accepted_tokens" if self.op == "recurrent_" else "snapshot_indices"]
-        return pool_arguments(x, state, x["state_indices"], extra)
+        resumed = None if resumed is None else resumed.to(TARGET.device)
+        return pool_arguments(x, state, x["state_indices"], extra, resumed)
 
     def run(self, state: Tensor | None = None, **changed: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return o and the pool after the call; `state` replaces the pool, `changed` inputs."""
@@ -189,6 +218,7 @@ def pools(draw, op: str | None = None, **fixed: object) -> Pool:
         draw(st.sampled_from((1, 2))) if snapshots else 1,
         dtype,
         draw(st.sampled_from((-1, 0, 2))) if indexed else -1,
+        tuple(draw(st.lists(st.booleans(), max_size=case.N))) if op == "chunk_" else (),
     )
 
 

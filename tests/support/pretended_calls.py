@@ -64,6 +64,7 @@ class Model:
     need: int
     flags: tuple[tuple[str, Any], ...]
     null: int = -1  # up to which slots are nobody's
+    resumed: bool = False  # whether a prefill is told which sequences begin anew
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ models = st.builds(
     kept=bools,
     need=st.integers(1, 255),
     null=st.sampled_from((-1, -1, 0)),
+    resumed=bools,
     flags=st.tuples(
         *(
             st.tuples(st.just(name), bools)
@@ -228,6 +230,8 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
             flags["null_slot"] = model.null
         if kind is chunk.Prefill:
             flags["snapshot_every"] = 1
+            if model.resumed:
+                x["has_initial_state"] = make((N,), torch.bool, n.state_layout)
             x["state"] = make((rows, HV, *width), torch.float32, n.state_layout)
             if model.slots:
                 x["state_indices"] = make((N,), model.index)

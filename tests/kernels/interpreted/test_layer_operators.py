@@ -10,6 +10,7 @@ from tests.operators.test_layer_operators import (  # noqa: F401  (they run here
     test_a_nan_of_a_sequence_reaches_no_other_sequence,
     test_a_negative_slot_of_64_bits_is_nobody,
     test_a_sequence_has_the_same_bits_alone_and_packed,
+    test_a_sequence_that_begins_anew_has_the_bits_of_a_zeroed_tail,
     test_any_subset_of_gradients_is_the_same,
     test_decode_token_by_token_gives_the_bits_of_the_whole,
     test_every_slot_up_to_null_slot_counts_as_a_negative_one,

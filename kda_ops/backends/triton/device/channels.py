@@ -80,6 +80,14 @@ def drop_null(slot, NULL: gl.constexpr):
 
 
 @gluon.jit
+def is_resumed(resumed, i_n, live):
+    """Return whether a live sequence starts from its slot, and not from zero."""
+    if resumed is not None:
+        live = live & gl.load(resumed + i_n, mask=live, other=0)
+    return live
+
+
+@gluon.jit
 def find_span(cu_seqlens, slots, N, T, HV, SHARES: gl.constexpr = 1, NULL: gl.constexpr = -1):
     """Return the span of this program. A sequence without a slot has no chunks.
 

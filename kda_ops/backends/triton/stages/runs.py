@@ -24,7 +24,13 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.operands import strided
-from kda_ops.backends.triton.device.state import close_state, drop_null, open_state, state_at
+from kda_ops.backends.triton.device.state import (
+    close_state,
+    drop_null,
+    is_resumed,
+    open_state,
+    state_at,
+)
 from kda_ops.backends.triton.device.tile import (
     CHUNK,
     INTERPRETED,
@@ -103,20 +109,32 @@ def place(
 
 @triton.jit
 def open_run(
-    state, slots, maps, at, live, o_k, o_v, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr
+    state,
+    slots,
+    maps,
+    at,
+    live,
+    o_k,
+    o_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    RUN: tl.constexpr,
+    resumed=None,
 ):
     """Return what a program's scan starts from, [BK, BV] fp32: the state of its sequence, that of
     its run, or [0 | I] to find the map.
     """
     i_r, begins, _ = at.run
     if maps.pointer is not None:
-        b_S = open_state(state, slots, at.i_n, at.i_h, o_k, o_v, live & begins, K, V)
+        there = is_resumed(resumed, at.i_n, live & begins)
+        b_S = open_state(state, slots, at.i_n, at.i_h, o_k, o_v, there, K, V)
         close_state(maps, None, i_r, at.i_h, b_S, o_k, o_v, live & begins, K, V)
         b_S = tl.where(((o_k + V)[:, None] == o_v[None, :]) & (not begins), 1.0, b_S)
+    elif RUN:
+        b_S = open_state(state, None, i_r, at.i_h, o_k, o_v, live, K, V)
     else:
-        b_S = open_state(
-            state, None if RUN else slots, i_r if RUN else at.i_n, at.i_h, o_k, o_v, live, K, V
-        )
+        there = is_resumed(resumed, at.i_n, live)
+        b_S = open_state(state, slots, at.i_n, at.i_h, o_k, o_v, there, K, V)
     return b_S
 
 

@@ -251,7 +251,7 @@ def begin_scan(
 
 @triton.jit
 def open_scan(
-    ends, progress, at, live, o_k, o_v, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr
+    ends, progress, at, live, o_k, o_v, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr, resumed
 ):
     """Return the state that this program starts from, S^T [BV, BK] fp32 (`fragment.turn`).
 
@@ -261,7 +261,8 @@ def open_scan(
     if o.pointer is not None and progress.missed is None:
         idle = tl.where(live, at.stop, at.start)
         fill_zero(o.pointer, o.strides, at.i_b, at.i_h, at.bos, at.length, idle, at.stop, o_v, V)
-    return turn(open_run(ends.initial, ends.slots, ends.maps, at, live, o_k, o_v, K, V, RUN))
+    b_S = open_run(ends.initial, ends.slots, ends.maps, at, live, o_k, o_v, K, V, RUN, resumed)
+    return turn(b_S)
 
 
 @triton.jit
@@ -292,7 +293,10 @@ def keep_trace(ends, at, i_tile, b_s, b_v, K: tl.constexpr, V: tl.constexpr):
         store_turned(ends.v_new + i_tile * (CHUNK * V) + at.i_v, V, 1, b_v, CHUNK, V - at.i_v)
 
 
-@triton.jit(do_not_specialize=["N", "T", "HV", "every", "columns", "until", "patience"])
+@triton.jit(
+    do_not_specialize=["N", "T", "HV", "every", "columns", "until", "patience"],
+    do_not_specialize_on_alignment=["resumed"],
+)
 def scan_kda(
     v,
     tile,
@@ -306,6 +310,7 @@ def scan_kda(
     HV,
     every,
     columns,
+    resumed,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -334,7 +339,7 @@ def scan_kda(
     at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN, NULL)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = tile.w.dtype.element_ty
-    b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN)
+    b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN, resumed)
     for c in tl.range(at.start, tl.where(live, at.stop, at.start), num_stages=STAGES):
         c_there = follow(progress, until, patience, c, at.stop, at.i_h, HV)
         i_tile = (at.first + c_there) * HV + at.i_h
@@ -366,7 +371,10 @@ def scan_kda(
     close_scan(ends, progress, at, live, b_S, o_k, o_v, K, V)
 
 
-@triton.jit(do_not_specialize=["N", "T", "until", "patience", "every", "columns"])
+@triton.jit(
+    do_not_specialize=["N", "T", "until", "patience", "every", "columns"],
+    do_not_specialize_on_alignment=["resumed"],
+)
 def scan_gdn(
     q,
     k,
@@ -383,6 +391,7 @@ def scan_gdn(
     HV,
     every,
     columns,
+    resumed,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -406,7 +415,7 @@ def scan_gdn(
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = tile.A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
-    b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN)
+    b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN, resumed)
     for c in tl.range(at.start, tl.where(live, at.stop, at.start), num_stages=STAGES):
         c_there = follow(progress, until, patience, c, at.stop, i_g, H)
         i_tile, t = (at.first + c_there) * HV + at.i_h, at.bos + c * CHUNK
@@ -496,6 +505,7 @@ def scan(
             HV=p.HV,
             every=1 if ends.into.pointer is None else p.snapshot_every,
             columns=0 if ends.into.pointer is None else ends.into.pointer.shape[1],
+            resumed=p.has_initial_state,
             K=p.K,
             V=p.V,
             BK=tuning.width(p.K, p.q.dtype),

@@ -22,6 +22,7 @@ from kda_ops.backends.triton.device.channels import (
     find_span,
     find_tiles,
     from_span,
+    is_resumed,
     signal,
 )
 from kda_ops.backends.triton.device.gluon_names import (
@@ -495,6 +496,7 @@ def scan(
     NEG_EIGVAL: gl.constexpr,
     NORM: gl.constexpr,
     NULL: gl.constexpr,
+    resumed,
 ):
     """Carry S, held as [V, K], through the chunks; each half of a chunk in turn::
 
@@ -516,7 +518,7 @@ def scan(
     if slots is not None:
         slot = gl.load(slots + span.i_n, mask=span.live, other=0)
     if initial.pointer is not None:
-        if span.live:
+        if is_resumed(resumed, span.i_n, span.live):
             S = gl.load(state_at(initial.pointer, initial.strides, slot, span.i_h, W)).to(
                 gl.float32
             )
@@ -635,7 +637,8 @@ def write_rest(x, span, o, HV):
         "columns",
         "scale",
         "lower",
-    ]
+    ],
+    do_not_specialize_on_alignment=["resumed"],
 )
 def walk_kda(
     q_d,
@@ -668,6 +671,7 @@ def walk_kda(
     scale,
     lower,
     flags,
+    resumed,
     INVERSE: gl.constexpr,
     REGISTERS: gl.constexpr,
     NULL: gl.constexpr,
@@ -709,7 +713,6 @@ def walk_kda(
     barrier()
     if beta is not None:
         beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
-    tiles = find_tiles(span, cu_seqlens, T, HV, 64)
     gl.warp_specialize(
         [
             (
@@ -723,7 +726,7 @@ def walk_kda(
                     lower,
                     AP_d,
                     None,
-                    tiles,
+                    find_tiles(span, cu_seqlens, T, HV, 64),
                     flags.ACTIVATE,
                     flags.L2NORM,
                 ),
@@ -750,6 +753,7 @@ def walk_kda(
                     flags.NEG_EIGVAL,
                     flags.L2NORM,
                     NULL,
+                    resumed,
                 ),
             ),
             (

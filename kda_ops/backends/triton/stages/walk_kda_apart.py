@@ -217,7 +217,8 @@ def prepare_walk(
         "every",
         "columns",
         "scale",
-    ]
+    ],
+    do_not_specialize_on_alignment=["resumed"],
 )
 def scan_walk(
     v_d,
@@ -244,6 +245,7 @@ def scan_walk(
     columns,
     scale,
     flags,
+    resumed,
     NULL: gl.constexpr,
 ):
     """Scan the chunks of one sequence and head that `prepare_walk` prepares; `scan` says how."""
@@ -301,6 +303,7 @@ def scan_walk(
                     flags.NEG_EIGVAL,
                     False,
                     NULL,
+                    resumed,
                 ),
             ),
         ],
