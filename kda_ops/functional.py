@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_ops.arguments import check_types
+from kda_ops.arguments import check_types, writes_out
 
 _KDA_CHUNK, _KDA_RECURRENT, _KDA_RECURRENT_ = (
     torch.ops.kda.chunk.default,
@@ -241,6 +241,7 @@ def recurrent_kda(
 
 
 @check_types
+@writes_out(torch.ops.kda.recurrent_.out)
 def recurrent_kda_(
     q: Tensor,
     k: Tensor,
@@ -262,6 +263,7 @@ def recurrent_kda_(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
     null_slot: int = -1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode with Kimi Delta Attention on a pool of states, in place; inference only.
 
@@ -288,10 +290,12 @@ def recurrent_kda_(
         lower_bound: a finite number below 0; selects the bounded gate.
         null_slot: slots up to this one count as negative slots, from 0 on for a pool whose first
             slots are nobody's (0 for vLLM); needs ``state_indices``. -1: none.
+        out: ``[B, T, HV, V]`` in v's dtype: where o is written, any strides that do not overlap.
+            No other tensor of the call may share its memory. None: a new tensor.
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 
     Returns:
-        o ``[B, T, HV, V]`` in v's dtype.
+        o ``[B, T, HV, V]`` in v's dtype; ``out`` itself if it is given.
 
     Raises:
         ValueError: shapes or flags disagree; the message names the argument, what was expected and
@@ -334,6 +338,7 @@ def recurrent_kda_(
 
 
 @check_types
+@writes_out(torch.ops.kda.chunk_.out)
 def chunk_kda_(
     q: Tensor,
     k: Tensor,
@@ -360,6 +365,7 @@ def chunk_kda_(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
     null_slot: int = -1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Run a prefill of Kimi Delta Attention on a pool of states, in place; inference only.
 
@@ -382,10 +388,11 @@ def chunk_kda_(
             its slot holds, NaN included. None: every sequence starts from its slot.
         snapshot_every: whole chunks between two snapshots, at least 1.
         null_slot: as for `recurrent_kda_`; it holds for ``snapshot_indices`` too.
+        out: as for `recurrent_kda_`.
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 
     Returns:
-        o ``[B, T, HV, V]`` in v's dtype.
+        o ``[B, T, HV, V]`` in v's dtype; ``out`` itself if it is given.
 
     Raises:
         ValueError, TypeError, RuntimeError: as for `recurrent_kda_`.
@@ -632,6 +639,7 @@ def recurrent_gdn(
 
 
 @check_types
+@writes_out(torch.ops.gdn.recurrent_.out)
 def recurrent_gdn_(
     q: Tensor,
     k: Tensor,
@@ -653,6 +661,7 @@ def recurrent_gdn_(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
     null_slot: int = -1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode with Gated DeltaNet on a pool of states, in place; inference only.
 
@@ -661,12 +670,12 @@ def recurrent_gdn_(
     Args:
         q, k, v, beta: as for `recurrent_kda_`.
         g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
-        state, state_indices, num_accepted_tokens, null_slot: as for `recurrent_kda_`.
+        state, state_indices, num_accepted_tokens, null_slot, out: as for `recurrent_kda_`.
         A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
         cu_seqlens and the flags: as for `recurrent_kda_`.
 
     Returns:
-        o ``[B, T, HV, V]`` in v's dtype.
+        o ``[B, T, HV, V]`` in v's dtype; ``out`` itself if it is given.
 
     Raises:
         ValueError, TypeError, RuntimeError: as for `recurrent_kda_`.
@@ -706,6 +715,7 @@ def recurrent_gdn_(
 
 
 @check_types
+@writes_out(torch.ops.gdn.chunk_.out)
 def chunk_gdn_(
     q: Tensor,
     k: Tensor,
@@ -732,6 +742,7 @@ def chunk_gdn_(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
     null_slot: int = -1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Run a prefill of Gated DeltaNet on a pool of states, in place; inference only.
 
@@ -741,12 +752,12 @@ def chunk_gdn_(
         q, k, v, beta: as for `chunk_kda_`.
         g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
         state, state_indices, snapshot_indices, snapshot_every: as for `chunk_kda_`.
-        has_initial_state, null_slot: as for `chunk_kda_`.
+        has_initial_state, null_slot, out: as for `chunk_kda_`.
         A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
         cu_seqlens and the flags: as for `chunk_kda_`.
 
     Returns:
-        o ``[B, T, HV, V]`` in v's dtype.
+        o ``[B, T, HV, V]`` in v's dtype; ``out`` itself if it is given.
 
     Raises:
         ValueError, TypeError, RuntimeError: as for `recurrent_kda_`.

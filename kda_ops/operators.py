@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -98,6 +98,7 @@ class Operator:
     def _arguments(self) -> dict[str, str]:
         """The types of the arguments before the flags, by name."""
         positional, _, flags = self.schema.split(" -> ")[0][1:-1].partition("*, ")
+        flags, out, _ = flags.partition(f", {_OUT}")
         found = {}
         for argument in positional.removesuffix(", ").split(", "):
             kind, _, name = argument.partition("=")[0].partition(" ")
@@ -106,23 +107,35 @@ class Operator:
             found[name] = kind
         if "Tensor" in flags:
             self._refuse("tensors must come before the flags in its schema")
-        return found
+        return found | ({"out": _OUT.split()[0]} if out else {})
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The arguments that are tensors, in the order of the schema."""
+        """The arguments that are tensors, in the order of the schema; `out` is the last."""
         return tuple(self._arguments)
 
     @cached_property
     def results(self) -> tuple[str, ...]:
         """The results in the order of the schema."""
-        results = self.schema.split(" -> ")[1].strip("()").split(", ")
-        return tuple(x.removeprefix("Tensor").strip() or self.result for x in results)
+        results = self.schema.split(" -> ")[1].strip("()")
+        if not results:
+            return ()
+        return tuple(x.removeprefix("Tensor").strip() or self.result for x in results.split(", "))
+
+    @cached_property
+    def writes(self) -> tuple[str, ...]:
+        """The arguments that are written."""
+        return tuple(name for name, kind in self._arguments.items() if "!" in kind)
 
     @cached_property
     def mutates(self) -> str:
-        """The argument that is written, or nothing."""
-        return " and ".join(name for name, kind in self._arguments.items() if "!" in kind)
+        """The argument that is read and written, or nothing."""
+        return " and ".join(name for name in self.writes if name != "out")
+
+    @cached_property
+    def takes_out(self) -> bool:
+        """Whether the operator writes its result to the caller's `out`, and returns nothing."""
+        return "out" in self.writes
 
     @cached_property
     def gradients(self) -> bool:
@@ -150,8 +163,17 @@ class Operator:
 
     def overload(self, namespace: str) -> OpOverload:
         """Return the registered operator of one variant."""
-        return getattr(getattr(torch.ops, namespace), self.name).default
+        name, _, kind = self.name.partition(".")
+        return getattr(getattr(getattr(torch.ops, namespace), name), kind or "default")
 
+    def joined(self, args: tuple, flags: dict[str, Any]) -> tuple:
+        """Return the tensors of a call by position, to which `out` moves from the keywords."""
+        if not self.takes_out:
+            return args
+        return (*args, *(None,) * (len(self.names) - 1 - len(args)), flags.pop("out"))
+
+
+_OUT = "Tensor(b!) out"
 
 # --- attention ------------------------------------------------------------------------------------
 
@@ -259,7 +281,26 @@ GATE_BWD = Operator(
     gate.GateBackwardPass,
     **_ATTENTION,
 )
-ATTENTION = (CHUNK, CHUNK_FWD, CHUNK_BWD, RECURRENT, RECURRENT_, CHUNK_, GATE, GATE_BWD)
+
+
+def _into(operator: Operator, kind: type[Pass]) -> Operator:
+    """Return the overload of an operator on a pool that writes its result to the caller's `out`."""
+    return replace(
+        operator,
+        name=f"{operator.name}.out",
+        schema=operator.schema.replace(") -> Tensor", f", {_OUT}) -> ()"),
+        kind=kind,
+        axes={**operator.axes, "out": operator.axes["o"]},
+    )
+
+
+CHUNK__OUT = _into(CHUNK_, chunk.PrefillInto)
+RECURRENT__OUT = _into(RECURRENT_, recurrent.DecodeInto)
+ATTENTION = (
+    *(CHUNK, CHUNK_FWD, CHUNK_BWD, RECURRENT, RECURRENT_, CHUNK_, GATE, GATE_BWD),
+    CHUNK__OUT,
+    RECURRENT__OUT,
+)
 
 # --- the rest of a layer --------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kda_ops import checks
+from kda_ops.arguments import check_out
 from kda_ops.checks import (
     can_read,
     check_accepted,
@@ -96,6 +97,7 @@ class Problem:
         "snapshot_every",
         "null_slot",
         "has_initial_state",
+        "out",
         "state_dtype",
         "scratch",
     )
@@ -167,6 +169,7 @@ class Problem:
         self.snapshot_every = 1
         self.null_slot = -1
         self.has_initial_state: Tensor | None = None
+        self.out: Tensor | None = None
         self.scratch: dict[str, Any] | None = None
 
     @classmethod
@@ -207,11 +210,14 @@ class Problem:
         dt_bias=None,
         cu_seqlens=None,
         *,
+        out=None,
         null_slot=-1,
         **flags,
     ) -> Problem:
         """Parse a call of `recurrent_`: decode on a state pool."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
+        if out is not None:
+            p._take_out(out)
         p._take_pool(state, state_indices, null_slot)
         if num_accepted_tokens is not None:
             p._take_accepted(num_accepted_tokens, state_indices)
@@ -238,12 +244,15 @@ class Problem:
         cu_seqlens=None,
         has_initial_state=None,
         *,
+        out=None,
         snapshot_every=1,
         null_slot=-1,
         **flags,
     ) -> Problem:
         """Parse a call of `chunk_`: prefill on a state pool."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
+        if out is not None:
+            p._take_out(out)
         if state_indices is not None and state_indices.dim() != 1:
             shape_error("state_indices", "[N]", (p.N,), state_indices)
         p._take_pool(state, state_indices, null_slot)
@@ -266,6 +275,12 @@ class Problem:
         if snapshot_indices is None and state_indices is not None and can_read(state_indices):
             check_slots(p.slots(state_indices), state.shape[0], "state_indices")
         return p
+
+    def _take_out(self, out: Tensor) -> None:
+        """Check the caller's tensor for o; `arguments.check_apart` compares it with the others."""
+        check_out(out, self.v)
+        check_no_overlap("out", out)
+        self.out = out
 
     def _take_state(self, name: str, letter: str, count, state: Tensor, pool: bool) -> None:
         HV, K, V = self.HV, self.K, self.V

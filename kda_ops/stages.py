@@ -188,6 +188,14 @@ class Backend:
         results = kind(rank, args, flags).run(self)
         return [None if x is None else x.contiguous() for x in results]
 
+    def writes_to(self, out: Tensor) -> bool:
+        """Return whether stages can write o to a caller's tensor, which may have any strides."""
+        return True
+
+    def copy_to(self, out: Tensor, o: Tensor) -> None:
+        """Copy o to a caller's tensor to which stages cannot write."""
+        out.copy_(o)
+
     def keeps_AP(self, p: Problem) -> bool:
         """Return whether the A that is kept shares its tile with P, as `AP`."""
         return False

@@ -22,6 +22,7 @@ from tests.support import drift
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical, assert_meets_budget
 from tests.support.forks import Fork, assert_fork, assert_null_slots, broken, by_operator, forks
+from tests.support.pools import OUTS, Pool, assert_out, pools
 from tests.support.splits import Split, assert_split, splits
 
 CUDA = torch.device("cuda")
@@ -198,6 +199,50 @@ def test_any_legal_table_has_the_bits_of_each_sequence_alone(fork):
 @given(fork=forks(dtype=torch.bfloat16, H=2, HV=4, K=64, V=48), null=st.sampled_from((0, 3)))
 def test_every_slot_up_to_null_slot_counts_as_a_negative_one(fork, null):
     assert_null_slots(fork, null, CUDA)
+
+
+@settings(max_examples=40)
+@given(pool=pools(), layout=st.sampled_from(OUTS))
+def test_out_takes_what_the_call_would_return(pool, layout):
+    assert_out(pool, layout)
+
+
+@pytest.mark.parametrize("layout", OUTS)
+def test_a_prefill_that_walks_writes_out(layout, monkeypatch):
+    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+    gates = dict(gate="bounded", beta="sigmoid", l2norm=True)
+    case = Case(lengths=(130, 0, 64, 7), tail=9, H=2, HV=4, **WIDE, **gates)
+    assert_out(Pool(case, "chunk_", dead=(False, False, True), fresh=(True,)), layout)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decode_to_out_allocates_nothing_and_is_captured(variant):
+    x, gate = inputs(variant, 1, 0, B=4)
+    pool, out = torch.randn(SLOTS, H, D, D, device=CUDA), torch.empty_like(x[2])
+    slots = torch.tensor([3, 0, 0, 5], device=CUDA)
+    function = getattr(kda_ops, f"recurrent_{variant}_")
+
+    def call(state, out):
+        return function(*x, state, slots, null_slot=0, out=out, **FLAGS, **gate)
+
+    with torch.inference_mode():
+        other = pool.clone()
+        call(other, out)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with no_synchronisation():
+            assert call(other, out) is out
+        assert torch.cuda.max_memory_allocated() == before
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(pool, out)
+        want = pool.clone()
+        expected = function(*x, want, slots, null_slot=0, **FLAGS, **gate)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_identical(out, expected, "out")
+        assert_identical(pool, want, "the pool")
 
 
 @settings(max_examples=25)

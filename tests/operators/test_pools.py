@@ -24,7 +24,7 @@ from tests.support.forks import (
     by_operator,
     forks,
 )
-from tests.support.pools import Pool, pool_arguments, pools, same
+from tests.support.pools import OUTS, Pool, assert_out, pool_arguments, pools, same
 from tests.support.splits import Split, assert_split, splits
 from tests.support.target import TARGET
 
@@ -158,6 +158,15 @@ def test_a_sequence_that_begins_anew_has_the_bits_of_a_zeroed_slot(pool):
     want, state = replace(pool, fresh=()).run(state=zeroed)
     assert_identical(o, want, "o")
     assert_identical(after, state, "the pool")
+
+
+@pytest.mark.bits
+@pytest.mark.quick
+@given(pool=pools(), layout=st.sampled_from(OUTS))
+@example(pool=Pool(Case(lengths=(65, 0, 2), tail=3), dead=(False, False, True)), layout="columns")
+@example(pool=Pool(Case("gdn", B=2, T=3), "recurrent_", indexed=False), layout="heads first")
+def test_out_takes_what_the_call_would_return(pool, layout):
+    assert_out(pool, layout)
 
 
 @pytest.mark.bits

@@ -124,6 +124,9 @@ def test_opcheck_of_in_place_operators(variant, op, pool):
     args = pool.arguments(pool.state().nan_to_num())  # opcheck compares pools
     utils = COMPILED if pool.indexed and pool.dtype is None else QUICK
     opcheck(overload(variant, op), tuple(args), pool.flags(), test_utils=utils)
+    out = torch.empty_like(args[2], memory_format=torch.contiguous_format)
+    given = pool.flags() | {"out": out}
+    opcheck(overload(variant, f"{op}.out"), tuple(args), given, test_utils=utils)
 
 
 @pytest.mark.quick

@@ -8,8 +8,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+import kda_ops
 from tests.support.calls import overload
 from tests.support.cases import TOKENS, Case, Tensors, cases, on
+from tests.support.closeness import assert_identical
 from tests.support.target import TARGET
 
 SPARE = 3  # slots of a pool that no sequence uses
@@ -222,6 +224,44 @@ def pools(draw, op: str | None = None, **fixed: object) -> Pool:
     )
 
 
+OUTS = ("contiguous", "columns", "heads first", "every second", "row of a buffer")
+
+
+def out_like(o: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Return a tensor of NaN for o, and all memory of which it is a part."""
+    B, T, H, V = o.shape
+    shape, view = {
+        "contiguous": ((B, T, H, V), lambda x: x),
+        "columns": ((B, T, H, V + 8), lambda x: x[..., 3 : V + 3]),
+        "heads first": ((B, H, T, V), lambda x: x.transpose(1, 2)),
+        "every second": ((B, T, H, V, 2), lambda x: x[..., 1]),
+        "row of a buffer": ((3, B, T, H, V), lambda x: x[1]),
+    }[layout]
+    around = torch.full(shape, torch.nan, dtype=o.dtype, device=o.device)
+    return view(around), around
+
+
+def assert_out(pool: Pool, layout: str) -> None:
+    """Check that a call with `out` writes there what the call returns without it, to the bit."""
+    want, after = pool.run()
+    state = pool.state()
+    args, flags = pool.arguments(state), pool.flags()
+    out, around = out_like(want, layout)
+    before = state._version, out._version
+    with torch.no_grad():
+        assert overload(pool.case.variant, f"{pool.op}.out")(*args, **flags, out=out) is None
+    assert state._version > before[0] and out._version > before[1]
+    assert_identical(out.contiguous(), want, "out")
+    assert_identical(state, after, "the pool")
+    assert int(around.isnan().sum()) == around.numel() - want.numel(), "more than out was written"
+    function = getattr(kda_ops, f"{pool.op}{pool.case.variant}_")
+    names = [a.name for a in overload(pool.case.variant, pool.op)._schema.arguments]
+    with torch.no_grad():
+        args = pool.arguments(pool.state())
+        assert function(**dict(zip(names, args)), **flags, out=out) is out
+    assert_identical(out.contiguous(), want, "out of the function")
+
+
 def same(got: Tensor, want: Tensor, name: str, dtype: torch.dtype) -> None:
     """Assert equality up to a few roundings: got and want take two paths through one operator."""
     eps = torch.finfo(dtype).eps
@@ -235,4 +275,14 @@ def same(got: Tensor, want: Tensor, name: str, dtype: torch.dtype) -> None:
     )
 
 
-__all__ = ["Pool", "SPARE", "pool_arguments", "pools", "replace", "same"]
+__all__ = [
+    "OUTS",
+    "Pool",
+    "SPARE",
+    "assert_out",
+    "out_like",
+    "pool_arguments",
+    "pools",
+    "replace",
+    "same",
+]

@@ -16,6 +16,9 @@ from kda_ops.stages import GRADIENTS, KEPT
 
 KINDS: tuple[Any, ...] = (chunk.Infer, chunk.Forward, chunk.Backward, chunk.Prefill)
 KINDS += (recurrent.Recur, recurrent.Decode, GatePass, GateBackwardPass)
+INTO = (chunk.PrefillInto, recurrent.DecodeInto)
+PREFILLS, DECODES = (chunk.Prefill, INTO[0]), (recurrent.Decode, INTO[1])
+KINDS += INTO
 LAYOUTS = ("dense", "off", "heads_first", "fused", "second", "far")
 TOKENS: tuple[int, ...] = (
     1,
@@ -185,17 +188,17 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "dense") -> T
 def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """Make the arguments and flags of a call; of a backward its own, without what is kept."""
     kind, HV = model.kind, model.H * model.group
-    in_place = kind in (chunk.Prefill, recurrent.Decode)
+    in_place = kind in (*PREFILLS, *DECODES)
     packed = model.packed and kind not in (GatePass, GateBackwardPass)
     B, N = (1, n.N) if packed else (n.B, n.B)
     T = n.T
-    if kind is recurrent.Decode and model.slots == 2 and not packed:
+    if kind in DECODES and model.slots == 2 and not packed:
         T = min(T, n.columns)
     D = (model.K,) if model.rank else ()
     activated = model.gate in ("softplus", "bounded")
     names = ["use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "transpose_state_layout"]
     names += [] if in_place else ["output_final_state"]
-    if kind not in (recurrent.Recur, recurrent.Decode):
+    if kind not in (recurrent.Recur, *DECODES):
         names += ["safe_gate", "safe_beta", "safe_keys"]
     flags: dict[str, Any] = {x: y for x, y in model.flags if x in names}
     flags |= {"use_gate_in_kernel": activated, "scale": 0.125}
@@ -228,7 +231,9 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
         x["state"] = make((rows, HV, *width), model.pool, n.state_layout)
         if model.slots:
             flags["null_slot"] = model.null
-        if kind is chunk.Prefill:
+        if kind in INTO:
+            x["out"] = make((B, T, HV, model.V), model.dtype, n.layout)
+        if kind in PREFILLS:
             flags["snapshot_every"] = 1
             if model.resumed:
                 x["has_initial_state"] = make((N,), torch.bool, n.state_layout)

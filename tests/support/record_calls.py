@@ -104,7 +104,7 @@ def find(record: Operator, rank: int, packed: bool, flagged: bool, style: str) -
     flags: dict[str, Any] = {
         x.name: flagged if isinstance(x.default_value, bool) else x.default_value
         for x in record.overload(namespace)._schema.arguments
-        if x.kwarg_only
+        if x.kwarg_only and x.name not in record.names
     }
     lengths = LENGTHS | ({"B": 1} if packed else {})
     call = Call(record, rank, lengths, {}, flags, packed)

@@ -52,9 +52,9 @@ def test_a_function_has_the_words_of_its_operator(name):
         variant, op = op, "gate"
     if hasattr(torch.ops.kda, base):  # of a layer's own operators
         variant, op = "kda", base
-    schema = getattr(
-        getattr(torch.ops, variant), op + ("_" if name.endswith("_") else "")
-    ).default._schema
+    packet = getattr(getattr(torch.ops, variant), op + ("_" if name.endswith("_") else ""))
+    schema = getattr(packet, packet.overloads()[-1])._schema  # with `out`, where there is one
+    assert len(packet.overloads()) == 1 + ("out" in packet.overloads())
     face = inspect.signature(getattr(kda_ops, name))
     assert list(face.parameters) == [a.name for a in schema.arguments]
     for a in schema.arguments:

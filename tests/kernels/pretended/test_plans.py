@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 from kda_ops import chunk, recurrent
 from kda_ops.backends.triton import BACKEND
 from kda_ops.backends.triton import backend as triton_backend
-from kda_ops.backends.triton.plans.plan import Launch, Memory, Wait, lay_out
+from kda_ops.backends.triton.plans.plan import CopyBack, Launch, Memory, Wait, lay_out
 from kda_ops.backends.triton.plans.sizes import formula, text_of
 from kda_ops.stages import KEPT
 from tests.support import pretended_calls
@@ -58,6 +58,21 @@ def test_a_planned_call_writes_a_contiguous_output():
     q, v = torch.empty(2, 1, 2, 8, device="cuda:0"), torch.empty(2, 1, 8, 2, device="cuda:0").mT
     outs = [decode(q, v) for _ in range(2)]
     assert len(plans()) == 1 and all(o.is_contiguous() and o.shape == v.shape for o in outs)
+
+
+@pytest.mark.parametrize("kind", pretended_calls.INTO)
+def test_a_contiguous_out_costs_no_memory_and_a_strided_one_a_copy(kind):
+    model = pretended_calls.Model(
+        kind=kind, rank=0, kept=False, **pretended_calls.MODEL | dict(V=64, slots=1)
+    )
+    for layout, copies in (("dense", 0), ("fused", 1)):
+        BACKEND.forget()
+        numbers = replace(pretended_calls.usual(1, B=2), layout=layout)
+        for _ in range(2):
+            assert not BACKEND.run(*pretended_calls.run(BACKEND, model, numbers))
+        (plan,) = plans()
+        assert [type(step) for step in plan.steps].count(CopyBack) == copies
+        assert [b.name for b in plan.own] == ["o"] * copies
 
 
 def test_decode_remembers_sizes_and_only_for_calls_that_look_alike():

@@ -54,6 +54,10 @@ class Ref:
         """The device."""
         return self.data.device
 
+    def is_contiguous(self) -> bool:
+        """Return whether the tensor is contiguous, which the key of a plan knows of an input."""
+        return self.data.is_contiguous()
+
     def stride(self, axis: int | None = None) -> Any:
         """Return the strides as sizes, or that of one axis."""
         return self._strides if axis is None else self._strides[axis]
