@@ -245,6 +245,55 @@ def test_decode_to_out_allocates_nothing_and_is_captured(variant):
         assert_identical(pool, want, "the pool")
 
 
+@pytest.mark.parametrize("op, T", (("chunk", 700), ("recurrent", 3)))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_views_of_a_packed_projection_have_the_bits_of_copies_and_cost_none(variant, op, T):
+    """With raw gates of Qwen3-Next in bf16 and parameters in fp32; also through the convolution."""
+    heads, groups, d = 32, 16, 128
+    mixed = torch.randn(1, T, (2 * groups + heads) * d + 512, device=CUDA).bfloat16()[..., :-512]
+    g = torch.randn(1, T, heads, *((d,) if variant == "kda" else ()), device=CUDA).bfloat16()
+    beta, A_log = torch.randn(1, T, heads, device=CUDA).bfloat16(), torch.randn(heads, device=CUDA)
+    dt_bias, weight = torch.randn_like(g[0, 0].float()), torch.randn(mixed.shape[-1], 4).to(CUDA)
+    slots = torch.tensor([5, 2, 0], device=CUDA)
+    offsets = torch.tensor([0, T // 3, T // 3 * 2, T], device=CUDA)
+    tails = torch.zeros(9, 3, mixed.shape[-1], device=CUDA, dtype=torch.bfloat16)
+    pool = torch.randn(9, heads, d, d, device=CUDA)
+    function = getattr(kda_ops, f"{op}_{variant}_")
+
+    def convolve():
+        return kda_ops.short_conv_(mixed, weight, None, tails, slots, offsets, null_slot=0)
+
+    def attend(x, state):
+        parts = x.split((groups * d, groups * d, heads * d), -1)
+        views = [y.unflatten(-1, (-1, d)) for y in parts]
+        return call(views, state)
+
+    def call(qkv, state):
+        given = dict(A_log=A_log, dt_bias=dt_bias, cu_seqlens=offsets, null_slot=0)
+        return function(*qkv, g, beta, state, slots, **given, **FLAGS)
+
+    def peak(f):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = f()
+        return result, torch.cuda.max_memory_allocated() - before
+
+    with torch.inference_mode():
+        convolve()
+        y, cost = peak(convolve)
+        assert cost < 1.1 * y.nbytes  # the output, rounded up by the allocator
+        parts = y.split((groups * d, groups * d, heads * d), -1)
+        copies = [x.unflatten(-1, (-1, d)).contiguous() for x in parts]
+        other, own = pool.clone(), pool.clone()
+        attend(y, pool.clone()), call(copies, pool.clone())  # compiles both
+        want, cost_of_copies = peak(lambda: call(copies, other))
+        o, cost = peak(lambda: attend(y, own))
+    assert_identical(o, want, "o")
+    assert_identical(own, other, "the pool")
+    assert cost <= cost_of_copies
+
+
 @settings(max_examples=25)
 @given(fork=forks(dtype=torch.bfloat16), wrong=broken(dtype=torch.bfloat16))
 def test_checked_tables_that_share_a_slot_run_and_wrong_ones_are_refused(fork, wrong):
