@@ -176,6 +176,17 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
         "prepare_walk": most(0),
         "scan_walk": most(0, 0, 0, 16),
     },
+    # A state that is also stored as a snapshot costs stack, with and without the other options.
+    kda(packed=True, group=1, prefill=True): PREPARE_KDA | {"scan_kda": most(216, 216, 152, 192)},
+    gdn(packed=True, prefill=True): PREPARE_GDN | {"scan_gdn": most(216, 216, 216, 296)},
+    gdn(packed=True, run=32, prefill=True): PREPARE_GDN
+    | {"scan_gdn": most(288, 192, 248, 288)}
+    | JOIN_RUNS,
+    kda(packed=True, walk=True, prefill=True): {"walk_kda": most(144, 112, 120, 424)},
+    kda(packed=True, walk=True, shares=3, prefill=True): {
+        "prepare_walk": most(0),
+        "scan_walk": most(24, 8, 8, 136),
+    },
     kda(keep=True, walk=True): {
         "walk_kda": most(8, 0, 0, 136),
         "states_kda": most(8, 0, 0, 16),

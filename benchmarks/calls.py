@@ -38,6 +38,8 @@ class Call:
     # of them at once
     few: bool = False
     invariant: bool = False  # kernels in their one form for all calls
+    # on a pool of states, with snapshots, null slots and sequences that begin anew
+    prefill: bool = False
 
     @property
     def label(self) -> str:
@@ -57,6 +59,7 @@ class Call:
             "walk": self.walk,
             "apart": self.shares,
             "invariant": self.invariant,
+            "prefill": self.prefill,
             "grouped": (self.rank > 0 or self.walk) and self.group > 1,
         }
         return " ".join([name, *(mark for mark, there in marks.items() if there)])
@@ -114,6 +117,27 @@ class Call:
                 transpose_state_layout=self.transposed,
                 **flags,
             )
+        if self.prefill:
+            del flags["output_final_state"]
+            N, index = 8 if self.packed else B, torch.int32
+            return Problem.parse_prefill(
+                self.rank,
+                empty(B, T, H, self.K),
+                empty(B, T, H, self.K),
+                empty(B, T, HV, self.V),
+                g,
+                empty(B, T, HV),
+                empty(64, HV, self.K, self.V, dtype=torch.float32),
+                empty(N, dtype=index),
+                empty(N, 4, dtype=index),
+                A_log,
+                dt_bias,
+                empty(N + 1, dtype=index) if self.packed else None,
+                empty(N, dtype=torch.bool),
+                null_slot=0,
+                lower_bound=bound,
+                **flags,
+            )
         return Problem.parse(
             self.rank,
             empty(B, T, H, self.K),
@@ -159,6 +183,9 @@ class Call:
             parameters = p.A_log, p.dt_bias, p.gate, p.rank
             kernels.gate_backward(kernels.gate(p.g, *parameters), p.g, *parameters)
             return None
+        if self.prefill:
+            assert walk.walks_forward(p, p.state) == self.walk
+            return kernels.infer(p, p.new_output(), p.state)
         if self.walk and not self.keep:
             assert walk.walks_forward(p, None)
             return kernels.infer(p, p.new_output(), p.new_final_state())

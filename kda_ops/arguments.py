@@ -60,10 +60,11 @@ def check_types(function: F) -> F:
     return checked  # type: ignore[return-value]
 
 
-def calls(operator: Callable, asked: str = "") -> Callable[[F], F]:
+def calls(operator: Callable, asked: str = "", into: Callable | None = None) -> Callable[[F], F]:
     """Make a public function call an operator, whose names, order and defaults its signature has.
 
     The function has no body. If `asked` names a flag, the second result is None without that flag.
+    A function with the argument `out` calls the overload `into` for it, and returns `out`.
     """
 
     def decorate(function: F) -> F:
@@ -73,6 +74,8 @@ def calls(operator: Callable, asked: str = "") -> Callable[[F], F]:
             check(zip(names, args))
             check(given.items())
             function(*args, **given)  # Python refuses what the signature does not have
+            if into is not None and (out := given.pop("out", None)) is not None:
+                return _write(into, operator, names.index("v"), out, args, given)
             if not asked:
                 return operator(*args, **given)
             result, last = operator(*args, **given)
@@ -83,6 +86,16 @@ def calls(operator: Callable, asked: str = "") -> Callable[[F], F]:
         return wraps(function)(call)  # type: ignore[return-value]
 
     return decorate
+
+
+def _write(into: Callable, operator: Callable, place: int, out: Tensor, args, given) -> Tensor:
+    """Let an operator write to `out`, and return it; `place` is that of v among `args`."""
+    if torch.compiler.is_dynamo_compiling() and not out.is_contiguous():
+        # Dynamo refuses an `out` that is not contiguous
+        check_out(out, given["v"] if "v" in given else args[place])
+        return out.copy_(operator(*args, **given))
+    into(*args, out=out, **given)
+    return out
 
 
 def _check(name: str, kind: str, x: object, ours: bool) -> None:
@@ -206,6 +219,59 @@ def check_memory(name: str, x: Tensor) -> None:
             f"{name} must be memory that can be written, got a view that torch negates, "
             "conjugates or takes for zero when it is read: clone it."
         )
+
+
+def check_out(out: Tensor, v: Tensor) -> None:
+    """Refuse a tensor for o that has not the shape, dtype and device of v."""
+    if out.shape != v.shape:
+        raise ValueError(
+            f"out must have shape [B, T, HV, V] = {list(v.shape)} (as v has), got "
+            f"{list(out.shape)}."
+        )
+    for what in ("dtype", "device"):
+        want, got = getattr(v, what), getattr(out, what)
+        if got != want:
+            raise TypeError(
+                f"out must have the {what} of v, {want}, got {got}: empty_like makes one."
+            )
+
+
+def check_apart(name: str, x: Tensor, others: Iterable[tuple[str, object]]) -> None:
+    """Refuse a tensor to write whose memory another tensor of the call may share."""
+    for other, y in others:
+        if isinstance(y, Tensor) and y is not x and _may_share(x, y) or y is x:
+            raise ValueError(
+                f"{name} must not share memory with {other}, because the call writes it, got two "
+                f"tensors that may overlap: pass a tensor of its own as {name}."
+            )
+
+
+def _may_share(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors may have an address in common.
+
+    They have none if one ends before the other begins. Neither do columns of one buffer: tensors
+    that repeat after the same number of bytes, and lie apart within that period.
+    """
+    if not x.numel() or not y.numel():
+        return False
+    begin, other = x.data_ptr(), y.data_ptr()
+    reach, other_reach = _reach(x), _reach(y)
+    if begin + reach <= other or other + other_reach <= begin:
+        return False
+    for period in {stride * x.itemsize for n, stride in zip(x.shape, x.stride()) if n > 1} - {0}:
+        apart = (other - begin) % period
+        if _reach(x, period) <= apart and apart + _reach(y, period) <= period:
+            return False
+    return True
+
+
+def _reach(x: Tensor, period: int = 0) -> int:
+    """Return the bytes from the first element to the end of the last.
+
+    With a period, leave out the axes along which the tensor moves by multiples of it.
+    """
+    steps = ((n - 1, stride * x.itemsize) for n, stride in zip(x.shape, x.stride()))
+    return x.itemsize + sum(n * step for n, step in steps if not period or step % period)
 
 
 def check_writable(name: str, *written: Tensor | None) -> None:

@@ -342,6 +342,34 @@ def check_key_lengths(k: Tensor) -> None:
         )
 
 
+def check_null_slot(null_slot: int, slots: Tensor | None, name: str) -> None:
+    """Check the number up to which slots are nobody's; `name` is the table of slots."""
+    if not -1 <= null_slot < 2**31:
+        raise ValueError(
+            f"null_slot must lie between -1 and 2**31 - 1, got {null_slot}: negative slots are "
+            "nobody's in any case."
+        )
+    if slots is None and null_slot != -1:
+        raise ValueError(
+            f"null_slot must be -1 without {name}, because then sequence n has slot n, got "
+            f"{null_slot}: pass {name}, or drop null_slot."
+        )
+
+
+def without_null(slots: Tensor, null_slot: int) -> Tensor:
+    """Return a table of slots with -1 in the place of slots up to `null_slot`."""
+    return slots if null_slot < 0 else slots.where(slots > null_slot, -1)
+
+
+def check_resumed(resumed: Tensor, N: int, device: torch.device, of: str = "q") -> None:
+    """Check has_initial_state [N], which tells whether sequences start from their slots."""
+    if resumed.shape != (N,):
+        shape_error("has_initial_state", "[N]", (N,), resumed)
+    if resumed.dtype is not torch.bool:
+        dtype_error("has_initial_state", "bool", resumed.dtype, ": compare, such as lengths > 0")
+    check_on_device("has_initial_state", resumed, device, of)
+
+
 def check_slots(slots: Tensor, count: int, name: str) -> None:
     """Refuse slots that a pool of `count` does not have, and a slot named twice.
 

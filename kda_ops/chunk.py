@@ -106,16 +106,55 @@ class Prefill(Pass):
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         self.p = Problem.parse_prefill(rank, **self.named(args), **flags)
 
-    def outputs(self) -> tuple[Tensor]:
+    def outputs(self) -> tuple[Tensor, ...]:
         """Allocate o."""
         return (self.p.new_output(),)
 
-    def run(self, b: Backend) -> tuple[Tensor]:
+    def run(self, b: Backend) -> tuple[Tensor, ...]:
         """Return o."""
-        (o,) = self.outputs()
+        o = self.p.new_output()
+        self.write(b, o)
+        return (o,)
+
+    def write(self, b: Backend, o: Tensor) -> None:
+        """Write o and the pool."""
         if self.p.HV:
             b.infer(uniform(b, self.p), o, self.p.state)
-        return (o,)
+
+
+class Into(Pass):
+    """A pass on a state pool that writes o to the caller's `out`, and returns nothing."""
+
+    p: Problem
+
+    def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
+        super().__init__(rank, args, flags)
+        if self.p.out is None:
+            raise TypeError("out must be a tensor, to which o is written, got None.")
+
+    def outputs(self) -> tuple[()]:
+        """Return nothing."""
+        return ()
+
+    def run(self, b: Backend) -> tuple[()]:
+        """Write `out`, by way of a tensor of our own if the backend asks for that."""
+        out = self.p.out
+        assert out is not None  # as checked above
+        o = out if b.writes_to(out) else self.p.new_output()
+        self.write(b, o)
+        if o is not out:
+            b.copy_to(out, o)
+        return ()
+
+    def write(self, b: Backend, o: Tensor) -> None:
+        """Write o and the pool."""
+        raise NotImplementedError
+
+
+class PrefillInto(Into, Prefill):
+    """`Prefill` to the caller's `out`."""
+
+    write = Prefill.write
 
 
 class Forward(Whole):

@@ -12,10 +12,13 @@ from kda_ops.checks import (
     check_float,
     check_index,
     check_no_overlap,
+    check_null_slot,
     check_offsets,
+    check_resumed,
     check_slots,
     refuse_float64_on_cuda,
     shape_error,
+    without_null,
 )
 from kda_ops.exported import count_results, is_any_size
 from kda_ops.stages import CONVOLVED, Backend, Pass, new_like
@@ -32,7 +35,8 @@ class Convolution:
 
     __slots__ = (
         *("x", "weight", "bias", "tail", "tail_indices", "cu_seqlens"),
-        *("B", "T", "N", "D", "W", "silu", "output_final_tail", "sum_dtype"),
+        *("B", "T", "N", "D", "W", "silu", "output_final_tail", "sum_dtype", "null_slot"),
+        "has_initial_state",
     )
 
     def __init__(
@@ -80,6 +84,8 @@ class Convolution:
         self.sum_dtype = torch.promote_types(x.dtype, torch.float32)
         self.tail: Tensor | None = None
         self.tail_indices: Tensor | None = None
+        self.null_slot = -1
+        self.has_initial_state: Tensor | None = None
         if initial_tail is not None:
             self._take_tail("initial_tail", "N", self.N, initial_tail)
 
@@ -92,8 +98,10 @@ class Convolution:
         tail: Tensor,
         tail_indices: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        has_initial_state: Tensor | None = None,
         *,
         activation: str | None = None,
+        null_slot: int = -1,
     ) -> Convolution:
         """Validate a call that reads and writes tails in the slots of a pool."""
         c = cls(x, weight, bias, None, cu_seqlens, activation=activation)
@@ -105,6 +113,11 @@ class Convolution:
         if tail.dim() != 3:
             raise ValueError(f"tail must have shape [slots, W - 1, D], got {list(tail.shape)}.")
         check_no_overlap("tail", tail)
+        check_null_slot(null_slot, tail_indices, "tail_indices")
+        c.null_slot = null_slot
+        if has_initial_state is not None:
+            check_resumed(has_initial_state, c.N, x.device, "x")
+            c.has_initial_state = has_initial_state.contiguous()
         if tail_indices is None:
             c._take_tail("tail", "N", c.N, tail)
             return c
@@ -113,7 +126,7 @@ class Convolution:
             shape_error("tail_indices", "[N]", (c.N,), tail_indices)
         check_index("tail_indices", tail_indices, x.device, "x")
         if can_read(tail_indices):
-            check_slots(tail_indices, tail.shape[0], "tail_indices")
+            check_slots(c.slots(tail_indices), tail.shape[0], "tail_indices")
         c.tail_indices = tail_indices
         return c
 
@@ -128,6 +141,10 @@ class Convolution:
             shape_error(name, f"[{letter}, W - 1, D]", want, tail, hint)
         check_float(name, tail, self.x.device, "x")
         self.tail = tail
+
+    def slots(self, table: Tensor) -> Tensor:
+        """Return a table of slots with -1 for every slot that is nobody's."""
+        return without_null(table, self.null_slot)
 
     def new_output(self) -> Tensor:
         """Allocate y [B, T, D] in x's dtype, contiguous."""

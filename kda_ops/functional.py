@@ -189,7 +189,7 @@ def recurrent_kda(
     """
 
 
-@calls(torch.ops.kda.recurrent_.default)
+@calls(torch.ops.kda.recurrent_.default, into=torch.ops.kda.recurrent_.out)
 def recurrent_kda_(
     q: Tensor,
     k: Tensor,
@@ -210,6 +210,8 @@ def recurrent_kda_(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
+    null_slot: int = -1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode with Kimi Delta Attention on a pool of states, in place; inference only.
 
@@ -234,10 +236,14 @@ def recurrent_kda_(
             Sequence n starts from slot ``[n, num_accepted_tokens[n] - 1]``. None: from column 0. If
             that slot is negative, the sequence reads and writes nothing, and its output is zero.
         lower_bound: a finite number below 0; selects the bounded gate.
+        null_slot: slots up to this one count as negative slots, from 0 on for a pool whose first
+            slots are nobody's (0 for vLLM); needs ``state_indices``. -1: none.
+        out: ``[B, T, HV, V]`` in v's dtype: where o is written, any strides that do not overlap.
+            No other tensor of the call may share its memory. None: a new tensor.
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 
     Returns:
-        o ``[B, T, HV, V]`` in v's dtype.
+        o ``[B, T, HV, V]`` in v's dtype; ``out`` itself if it is given.
 
     Raises:
         ValueError: shapes or flags disagree; the message names the argument, what was expected and
@@ -258,7 +264,7 @@ def recurrent_kda_(
     """
 
 
-@calls(torch.ops.kda.chunk_.default)
+@calls(torch.ops.kda.chunk_.default, into=torch.ops.kda.chunk_.out)
 def chunk_kda_(
     q: Tensor,
     k: Tensor,
@@ -271,6 +277,7 @@ def chunk_kda_(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     *,
     snapshot_every: int = 1,
     scale: float | None = None,
@@ -284,11 +291,13 @@ def chunk_kda_(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
     invariant: bool = False,
+    null_slot: int = -1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Run a prefill of Kimi Delta Attention on a pool of states, in place; inference only.
 
-    The equation is that of `chunk_kda`. Each sequence starts from its slot and leaves its final
-    state there; zero the slot for a new request.
+    The equation is that of `chunk_kda`. Each sequence starts from its slot, or from zero if it
+    begins anew, and leaves its final state in its slot.
 
     Args:
         q, k: ``[B, T, H, K]``, fp16, bf16 or fp32 (fp64 on CPU).
@@ -302,12 +311,16 @@ def chunk_kda_(
             state of sequence n after ``(j + 1) * snapshot_every`` whole chunks of 64 tokens.
             Negative slots, and those of chunks that the sequence does not reach, are skipped. All
             other slots must be distinct, those of ``state_indices`` included: the call writes them.
+        has_initial_state: ``[N]``, bool. Where it is false, a sequence starts from zero, whatever
+            its slot holds, NaN included. None: every sequence starts from its slot.
         snapshot_every: whole chunks between two snapshots, at least 1.
         invariant: as for `chunk_kda`; needs a pool in fp32 (fp64 for fp64 inputs).
+        null_slot: as for `recurrent_kda_`; it holds for ``snapshot_indices`` too.
+        out: as for `recurrent_kda_`.
         A_log, dt_bias, cu_seqlens and the flags: as for `chunk_kda`.
 
     Returns:
-        o ``[B, T, HV, V]`` in v's dtype.
+        o ``[B, T, HV, V]`` in v's dtype; ``out`` itself if it is given.
 
     Raises:
         ValueError, TypeError, RuntimeError: as for `recurrent_kda_`.
@@ -483,7 +496,7 @@ def recurrent_gdn(
     """
 
 
-@calls(torch.ops.gdn.recurrent_.default)
+@calls(torch.ops.gdn.recurrent_.default, into=torch.ops.gdn.recurrent_.out)
 def recurrent_gdn_(
     q: Tensor,
     k: Tensor,
@@ -504,6 +517,8 @@ def recurrent_gdn_(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
+    null_slot: int = -1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode with Gated DeltaNet on a pool of states, in place; inference only.
 
@@ -512,12 +527,12 @@ def recurrent_gdn_(
     Args:
         q, k, v, beta: as for `recurrent_kda_`.
         g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
-        state, state_indices, num_accepted_tokens: as for `recurrent_kda_`.
+        state, state_indices, num_accepted_tokens, null_slot, out: as for `recurrent_kda_`.
         A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
         cu_seqlens and the flags: as for `recurrent_kda_`.
 
     Returns:
-        o ``[B, T, HV, V]`` in v's dtype.
+        o ``[B, T, HV, V]`` in v's dtype; ``out`` itself if it is given.
 
     Raises:
         ValueError, TypeError, RuntimeError: as for `recurrent_kda_`.
@@ -535,7 +550,7 @@ def recurrent_gdn_(
     """
 
 
-@calls(torch.ops.gdn.chunk_.default)
+@calls(torch.ops.gdn.chunk_.default, into=torch.ops.gdn.chunk_.out)
 def chunk_gdn_(
     q: Tensor,
     k: Tensor,
@@ -548,6 +563,7 @@ def chunk_gdn_(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     *,
     snapshot_every: int = 1,
     scale: float | None = None,
@@ -561,6 +577,8 @@ def chunk_gdn_(
     allow_neg_eigval: bool = False,
     transpose_state_layout: bool = False,
     invariant: bool = False,
+    null_slot: int = -1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Run a prefill of Gated DeltaNet on a pool of states, in place; inference only.
 
@@ -570,11 +588,12 @@ def chunk_gdn_(
         q, k, v, beta: as for `chunk_kda_`.
         g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
         state, state_indices, snapshot_indices, snapshot_every: as for `chunk_kda_`.
+        has_initial_state, null_slot, out: as for `chunk_kda_`.
         A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
         cu_seqlens and the flags: as for `chunk_kda_`.
 
     Returns:
-        o ``[B, T, HV, V]`` in v's dtype.
+        o ``[B, T, HV, V]`` in v's dtype; ``out`` itself if it is given.
 
     Raises:
         ValueError, TypeError, RuntimeError: as for `recurrent_kda_`.

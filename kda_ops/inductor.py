@@ -96,6 +96,10 @@ _TARGETS = {
     for namespace, rank in schemas.VARIANTS.items()
     for op in (operators.CHUNK, operators.RECURRENT, operators.CHUNK_, operators.RECURRENT_)
     for target in (op.overload(namespace), op.overload(namespace).overloadpacket)
+} | {
+    op.overload(namespace): (rank, schema_of(op.overload(namespace)))
+    for namespace, rank in schemas.VARIANTS.items()
+    for op in (operators.CHUNK__OUT, operators.RECURRENT__OUT)
 }
 
 

@@ -72,8 +72,10 @@ def short_conv_(
     tail: Tensor,
     tail_indices: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     *,
     activation: str | None = None,
+    null_slot: int = -1,
 ) -> Tensor:
     """Convolve each channel along time on a pool of tails, in place; inference only.
 
@@ -87,6 +89,9 @@ def short_conv_(
         tail_indices: ``[N]``, int32 or int64: the slot of each sequence, read and written; slots of
             0 or above must be distinct. A negative slot reads and writes nothing, and its
             sequence's output is zero. None: sequence n has slot n.
+        has_initial_state: ``[N]``, bool. Where it is false, inputs before the sequence are zero,
+            whatever its slot holds. None: every sequence begins with the inputs of its slot.
+        null_slot: slots up to this one count as negative slots; needs ``tail_indices``. -1: none.
 
     Returns:
         y ``[B, T, D]`` in x's dtype.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -98,6 +98,7 @@ class Operator:
     def _arguments(self) -> dict[str, str]:
         """The types of the arguments before the flags, by name."""
         positional, _, flags = self.schema.split(" -> ")[0][1:-1].partition("*, ")
+        flags, out, _ = flags.partition(f", {_OUT}")
         found = {}
         for argument in positional.removesuffix(", ").split(", "):
             kind, _, name = argument.partition("=")[0].partition(" ")
@@ -106,23 +107,35 @@ class Operator:
             found[name] = kind
         if "Tensor" in flags:
             self._refuse("tensors must come before the flags in its schema")
-        return found
+        return found | ({"out": _OUT.split()[0]} if out else {})
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The arguments that are tensors, in the order of the schema."""
+        """The arguments that are tensors, in the order of the schema; `out` is the last."""
         return tuple(self._arguments)
 
     @cached_property
     def results(self) -> tuple[str, ...]:
         """The results in the order of the schema."""
-        results = self.schema.split(" -> ")[1].strip("()").split(", ")
-        return tuple(x.removeprefix("Tensor").strip() or self.result for x in results)
+        results = self.schema.split(" -> ")[1].strip("()")
+        if not results:
+            return ()
+        return tuple(x.removeprefix("Tensor").strip() or self.result for x in results.split(", "))
+
+    @cached_property
+    def writes(self) -> tuple[str, ...]:
+        """The arguments that are written."""
+        return tuple(name for name, kind in self._arguments.items() if "!" in kind)
 
     @cached_property
     def mutates(self) -> str:
-        """The argument that is written, or nothing."""
-        return " and ".join(name for name, kind in self._arguments.items() if "!" in kind)
+        """The argument that is read and written, or nothing."""
+        return " and ".join(name for name in self.writes if name != "out")
+
+    @cached_property
+    def takes_out(self) -> bool:
+        """Whether the operator writes its result to the caller's `out`, and returns nothing."""
+        return "out" in self.writes
 
     @cached_property
     def gradients(self) -> bool:
@@ -150,8 +163,17 @@ class Operator:
 
     def overload(self, namespace: str) -> OpOverload:
         """Return the registered operator of one variant."""
-        return getattr(getattr(torch.ops, namespace), self.name).default
+        name, _, kind = self.name.partition(".")
+        return getattr(getattr(getattr(torch.ops, namespace), name), kind or "default")
 
+    def joined(self, args: tuple, flags: dict[str, Any]) -> tuple:
+        """Return the tensors of a call by position, to which `out` moves from the keywords."""
+        if not self.takes_out:
+            return args
+        return (*args, *(None,) * (len(self.names) - 1 - len(args)), flags.pop("out"))
+
+
+_OUT = "Tensor(b!) out"
 
 # --- attention ------------------------------------------------------------------------------------
 
@@ -172,6 +194,8 @@ _REST = (
 )
 _KEEP = "bool disable_recompute=False"
 _INVARIANT = "bool invariant=False"
+_NULL = "int null_slot=-1"
+_RESUMED = "Tensor? has_initial_state=None"
 _CHUNK_FLAGS = f"{_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_KEEP}, {_INVARIANT}"
 _KEPT = ", ".join(f"Tensor {n}" for n in KEPT)
 
@@ -189,6 +213,7 @@ _AXES = {
     "state_indices": "N(S)",
     "num_accepted_tokens": "N",
     "snapshot_indices": "NJ",
+    "has_initial_state": "N",
     "o": "BThV",
     "final_state": "NhKV",
     "y": "BTh(D)",
@@ -221,8 +246,8 @@ CHUNK_BWD = Operator(
 )
 CHUNK_ = Operator(
     "chunk_",
-    f"({_POOL}, Tensor? snapshot_indices=None, {_END}, *, int snapshot_every=1, {_SCALE}, "
-    f"{_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_INVARIANT}) -> Tensor",
+    f"({_POOL}, Tensor? snapshot_indices=None, {_END}, {_RESUMED}, *, int snapshot_every=1, "
+    f"{_SCALE}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_INVARIANT}, {_NULL}) -> Tensor",
     chunk.Prefill,
     **_ATTENTION,
     flops=flops.chunk,
@@ -238,7 +263,7 @@ RECURRENT = Operator(
 RECURRENT_ = Operator(
     "recurrent_",
     f"({_POOL}, Tensor? num_accepted_tokens=None, {_END}, *, {_SCALE}, {_L2NORM_AND_GATE}, "
-    f"{_REST}) -> Tensor",
+    f"{_REST}, {_NULL}) -> Tensor",
     recurrent.Decode,
     **_ATTENTION,
     flops=flops.recurrent,
@@ -257,7 +282,26 @@ GATE_BWD = Operator(
     gate.GateBackwardPass,
     **_ATTENTION,
 )
-ATTENTION = (CHUNK, CHUNK_FWD, CHUNK_BWD, RECURRENT, RECURRENT_, CHUNK_, GATE, GATE_BWD)
+
+
+def _into(operator: Operator, kind: type[Pass]) -> Operator:
+    """Return the overload of an operator on a pool that writes its result to the caller's `out`."""
+    return replace(
+        operator,
+        name=f"{operator.name}.out",
+        schema=operator.schema.replace(") -> Tensor", f", {_OUT}) -> ()"),
+        kind=kind,
+        axes={**operator.axes, "out": operator.axes["o"]},
+    )
+
+
+CHUNK__OUT = _into(CHUNK_, chunk.PrefillInto)
+RECURRENT__OUT = _into(RECURRENT_, recurrent.DecodeInto)
+ATTENTION = (
+    *(CHUNK, CHUNK_FWD, CHUNK_BWD, RECURRENT, RECURRENT_, CHUNK_, GATE, GATE_BWD),
+    CHUNK__OUT,
+    RECURRENT__OUT,
+)
 
 # --- the rest of a layer --------------------------------------------------------------------------
 
@@ -272,6 +316,7 @@ _CONVOLUTION_AXES = {
     "initial_tail": "NPX",
     "tail": "LPX",
     "tail_indices": "N",
+    "has_initial_state": "N",
     "cu_seqlens": "M",
     "y": "BTX",
     "final_tail": "NPX",
@@ -298,7 +343,7 @@ SHORT_CONV_BWD = Operator(
 SHORT_CONV_ = Operator(
     "short_conv_",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) tail, Tensor? tail_indices=None, "
-    "Tensor? cu_seqlens=None, *, str? activation=None) -> Tensor y",
+    f"Tensor? cu_seqlens=None, {_RESUMED}, *, str? activation=None, {_NULL}) -> Tensor y",
     convolution.ConvolveInPlace,
     **_CHANNELS,
     flops=flops.short_conv,

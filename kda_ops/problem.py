@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kda_ops import checks
+from kda_ops.arguments import check_out
 from kda_ops.checks import (
     can_read,
     check_accepted,
@@ -28,8 +29,10 @@ from kda_ops.checks import (
     check_index,
     check_key_lengths,
     check_no_overlap,
+    check_null_slot,
     check_offsets,
     check_on_device,
+    check_resumed,
     check_slots,
     check_token_slots,
     check_vectors,
@@ -37,6 +40,7 @@ from kda_ops.checks import (
     is_symbolic,
     refuse_float64_on_cuda,
     shape_error,
+    without_null,
 )
 from kda_ops.exported import count_results, is_any_size
 from kda_ops.gates import Gate, gate_of
@@ -88,6 +92,9 @@ class Problem:
         "disable_recompute",
         "output_final_state",
         "snapshot_every",
+        "null_slot",
+        "has_initial_state",
+        "out",
         "state_dtype",
         "scratch",
         "invariant",
@@ -149,6 +156,9 @@ class Problem:
         self.num_accepted_tokens: Tensor | None = None
         self.snapshot_indices: Tensor | None = None
         self.snapshot_every = 1
+        self.null_slot = -1
+        self.has_initial_state: Tensor | None = None
+        self.out: Tensor | None = None
         self.scratch: dict[str, Any] | None = None
         self.invariant = invariant
 
@@ -189,17 +199,22 @@ class Problem:
         A_log=None,
         dt_bias=None,
         cu_seqlens=None,
+        *,
+        out=None,
+        null_slot=-1,
         **flags,
     ) -> Problem:
         """Parse a call of `recurrent_`: decode on a state pool."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
-        p._take_pool(state, state_indices)
+        if out is not None:
+            p._take_out(out)
+        p._take_pool(state, state_indices, null_slot)
         if num_accepted_tokens is not None:
             p._take_accepted(num_accepted_tokens, state_indices)
         if state_indices is not None and state_indices.dim() == 2:
             p._check_columns(state_indices)
         elif state_indices is not None and can_read(state_indices):
-            check_slots(state_indices, state.shape[0], "state_indices")
+            check_slots(p.slots(state_indices), state.shape[0], "state_indices")
         return p
 
     @classmethod
@@ -217,15 +232,20 @@ class Problem:
         A_log=None,
         dt_bias=None,
         cu_seqlens=None,
+        has_initial_state=None,
         *,
+        out=None,
         snapshot_every=1,
+        null_slot=-1,
         **flags,
     ) -> Problem:
         """Parse a call of `chunk_`: prefill on a state pool."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
+        if out is not None:
+            p._take_out(out)
         if state_indices is not None and state_indices.dim() != 1:
             shape_error("state_indices", "[N]", (p.N,), state_indices)
-        p._take_pool(state, state_indices)
+        p._take_pool(state, state_indices, null_slot)
         if snapshot_indices is not None:
             p._take_snapshots(snapshot_indices, snapshot_every)
         elif snapshot_every != 1:
@@ -239,9 +259,18 @@ class Problem:
                 f"{snapshot_every}."
             )
         p.snapshot_every = snapshot_every
+        if has_initial_state is not None:
+            check_resumed(has_initial_state, p.N, p.q.device)
+            p.has_initial_state = has_initial_state.contiguous()
         if snapshot_indices is None and state_indices is not None and can_read(state_indices):
-            check_slots(state_indices, state.shape[0], "state_indices")
+            check_slots(p.slots(state_indices), state.shape[0], "state_indices")
         return p
+
+    def _take_out(self, out: Tensor) -> None:
+        """Check the caller's tensor for o; `arguments.check_apart` compares it with the others."""
+        check_out(out, self.v)
+        check_no_overlap("out", out)
+        self.out = out
 
     def _take_state(self, name: str, letter: str, count, state: Tensor, pool: bool) -> None:
         HV, K, V = self.HV, self.K, self.V
@@ -282,7 +311,7 @@ class Problem:
         check_on_device(name, state, self.q.device)
         self.state = state
 
-    def _take_pool(self, state: Tensor, state_indices: Tensor | None) -> None:
+    def _take_pool(self, state: Tensor, state_indices: Tensor | None, null_slot: int) -> None:
         if state is None:
             raise TypeError(
                 "state must be a tensor, the pool of states that is read and written in place, "
@@ -310,7 +339,8 @@ class Problem:
                     f"{list(state_indices.shape)}{hint}."
                 )
             check_index("state_indices", state_indices, self.q.device)
-        self.state_indices = state_indices
+        check_null_slot(null_slot, state_indices, "state_indices")
+        self.state_indices, self.null_slot = state_indices, null_slot
         self._check_values()
 
     def _take_accepted(self, num_accepted_tokens: Tensor, state_indices: Tensor | None) -> None:
@@ -324,7 +354,7 @@ class Problem:
             shape_error("num_accepted_tokens", "[N]", (self.N,), num_accepted_tokens)
         check_index("num_accepted_tokens", num_accepted_tokens, self.q.device)
         if can_read(num_accepted_tokens):
-            check_accepted(num_accepted_tokens, state_indices)
+            check_accepted(num_accepted_tokens, self.slots(state_indices))
         self.num_accepted_tokens = num_accepted_tokens.contiguous()
 
     def _check_columns(self, state_indices: Tensor) -> None:
@@ -337,6 +367,7 @@ class Problem:
             )
         tables = (state_indices, self.num_accepted_tokens, self.cu_seqlens)
         if all(can_read(x) for x in tables if x is not None):
+            state_indices = self.slots(state_indices)
             lengths = [self.T] * self.N
             if self.cu_seqlens is not None:
                 lengths = self.cu_seqlens.diff().tolist()
@@ -355,14 +386,14 @@ class Problem:
             own = (
                 torch.arange(self.N, device=self.q.device)
                 if self.state_indices is None
-                else self.state_indices.long()
+                else self.slots(self.state_indices).long()
             )
             lengths = (
                 torch.full_like(own, self.T) if self.cu_seqlens is None else self.cu_seqlens.diff()
             )
             column = torch.arange(1, snapshot_indices.shape[1] + 1, device=self.q.device)
             written = column <= (lengths // CHUNK // snapshot_every)[:, None]
-            into = snapshot_indices.long().where(written & (own >= 0)[:, None], -1)
+            into = self.slots(snapshot_indices).long().where(written & (own >= 0)[:, None], -1)
             check_slots(
                 torch.cat([own, into.flatten()]),
                 self.state.shape[0],
@@ -391,6 +422,10 @@ class Problem:
         """Return the inputs that have gradients, in the order of `stages.GRADIENTS`."""
         return self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.state
 
+    def slots(self, table: Tensor) -> Tensor:
+        """Return a table of slots with -1 for every slot that is nobody's."""
+        return without_null(table, self.null_slot)
+
     def as_kv(self, state: Tensor) -> Tensor:
         """View a state in the caller's layout as S[k, v], by swapping two strides if needed."""
         return state.transpose(-1, -2) if self.transposed else state
@@ -418,6 +453,7 @@ class Problem:
             x = x[:, : int(self.cu_seqlens[-1])]
         if slots is None:
             return x
+        slots = self.slots(slots)
         live = (slots if slots.dim() == 1 else slots.amax(1)) >= 0
         return (
             x[live]

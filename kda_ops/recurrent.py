@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kda_ops.chunk import Prefill, Whole
+from kda_ops.chunk import Into, Prefill, Whole
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend
 
@@ -31,9 +31,13 @@ class Decode(Prefill):
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         self.p = Problem.parse_step(rank, **self.named(args), **flags)
 
-    def run(self, b: Backend) -> tuple[Tensor]:
-        """Return o."""
-        (o,) = self.outputs()
+    def write(self, b: Backend, o: Tensor) -> None:
+        """Write o and the pool."""
         if self.p.HV:
             b.step(self.p, o, self.p.state)
-        return (o,)
+
+
+class DecodeInto(Into, Decode):
+    """`Decode` to the caller's `out`."""
+
+    write = Decode.write

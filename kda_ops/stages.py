@@ -208,6 +208,14 @@ class Backend:
         """Return the gradients of o and of the final state likewise."""
         return do, dfinal_state
 
+    def writes_to(self, out: Tensor) -> bool:
+        """Return whether stages can write o to a caller's tensor, which may have any strides."""
+        return True
+
+    def copy_to(self, out: Tensor, o: Tensor) -> None:
+        """Copy o to a caller's tensor to which stages cannot write."""
+        out.copy_(o)
+
     def keeps_AP(self, p: Problem) -> bool:
         """Return whether the A that is kept shares its tile with P, as `AP`."""
         return False
@@ -247,8 +255,10 @@ class Backend:
         Starts from `p.state` (row n, or slot ``p.state_indices[n]``; zero without it). Writes o [B,
         T, HV, V] with zeros past the last sequence, and the last state into `final_state`, [N, HV,
         K, V] or the pool itself, in the caller's layout. A negative slot is neither read nor
-        written and its sequence's output is zero. With `p.snapshot_indices`, slot ``[n, j]`` takes
-        the state after chunk ``(j + 1) * p.snapshot_every`` of sequence n. Returns a `Trace` if
+        written and its sequence's output is zero. Slots up to `p.null_slot` count as negative ones,
+        and `p.slots` makes them negative. With `p.snapshot_indices`, slot ``[n, j]`` takes the
+        state after chunk ``(j + 1) * p.snapshot_every`` of sequence n. Where `p.has_initial_state`
+        [N] is false, a sequence starts from zero, whatever its slot holds. Returns a `Trace` if
         `keep`; then o may be None.
         """
         raise NotImplementedError
@@ -389,7 +399,8 @@ class Backend:
         """Return y as `short_conv` does, and write the final tails to the pool `p.tail`.
 
         Sequence n uses slot ``p.tail_indices[n]``, or slot n. A negative slot is neither read nor
-        written and its sequence's output is zero.
+        written and its sequence's output is zero. `p.null_slot` and `p.has_initial_state` are those
+        of `scan`.
         """
         raise NotImplementedError
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_ops.operators import CHUNK, CHUNK_, RECURRENT, RECURRENT_, Operator
+from kda_ops.operators import (
+    CHUNK,
+    CHUNK_,
+    CHUNK__OUT,
+    RECURRENT,
+    RECURRENT_,
+    RECURRENT__OUT,
+    Operator,
+)
 from kda_ops.private import AUTOCAST, ExcludeKeys
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
@@ -44,7 +52,7 @@ def _as_it_is(operator: Operator, namespace: str, device_type: str):
     return kernel
 
 
-_CAST = (CHUNK, RECURRENT, RECURRENT_, CHUNK_)
+_CAST = (CHUNK, RECURRENT, RECURRENT_, CHUNK_, CHUNK__OUT, RECURRENT__OUT)
 
 for _namespace, _library in schemas.LIBRARIES.items():
     for _operator in schemas.operators(_namespace):

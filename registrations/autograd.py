@@ -250,14 +250,15 @@ def _refuse_double_backward(name: str):
 
 def _refuse_in_place(operator: operators.Operator, namespace: str):
     """Refuse gradients of an in-place operator, whose next call overwrites the state."""
-    op, instead = operator.overload(namespace), f"{namespace}::{operator.name.rstrip('_')}"
+    op, name = operator.overload(namespace), operator.name.partition(".")[0]
+    instead = f"{namespace}::{name.rstrip('_')}"
 
-    def guard(*args, **flags) -> Tensor:
+    def guard(*args, **flags) -> Tensor | None:
         if forward_ad._current_level >= 0:
             _refuse_tangents(f"{namespace}::{operator.name}", args, flags)
         if _wants_grad(args, flags):
             raise RuntimeError(
-                f"{namespace}::{operator.name} writes its {operator.mutates} in place and has no "
+                f"{namespace}::{name} writes its {operator.mutates} in place and has no "
                 "gradient: "
                 "call it under torch.no_grad() or torch.inference_mode(), "
                 f"or use {instead}, which is differentiable."

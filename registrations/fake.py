@@ -13,11 +13,14 @@ from kda_ops.registrations.kernels import present
 
 
 def _fake(operator: Operator, rank: int) -> Callable:
-    lead, one = operator.names.index(operator.lead), len(operator.results) == 1
+    lead, count = operator.names.index(operator.lead), len(operator.results)
 
-    def fake(*args, **flags) -> Tensor | tuple[Tensor, ...]:
+    def fake(*args, **flags) -> Tensor | tuple[Tensor, ...] | None:
+        args = operator.joined(args, flags)
         results = present(operator.kind(rank, args, flags).outputs(), args[lead])
-        return results[0] if one else tuple(results)
+        if not count:
+            return None
+        return results[0] if count == 1 else tuple(results)
 
     return fake
 

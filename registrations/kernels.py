@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kda_ops import dispatch
-from kda_ops.arguments import check_writable
+from kda_ops.arguments import check_apart, check_writable
 from kda_ops.operators import Operator
 from kda_ops.registrations import schemas
 from kda_ops.registrations.opaque import opaque
@@ -18,24 +18,29 @@ _BUMP = torch.autograd.graph.increment_version
 
 
 def _kernel(operator: Operator, rank: int, device: torch.device) -> Callable:
-    kind, written, one = operator.kind, operator.mutates, len(operator.results) == 1
+    kind, count, takes_out = operator.kind, len(operator.results), operator.takes_out
     gradients = operator.gradients
     lead = operator.names.index(operator.lead)
-    place = operator.names.index(written) if written else 0
+    written = [(name, operator.names.index(name)) for name in operator.writes]
     backend: Backend | None = None
 
     @opaque
-    def kernel(*args, **flags) -> Tensor | tuple[Tensor, ...]:
+    def kernel(*args, **flags) -> Tensor | tuple[Tensor, ...] | None:
         nonlocal backend
         if backend is None:  # loaded at the first call
             backend = dispatch.backend(device)
-        if written:
-            check_writable(written, args[place])
+        if takes_out:
+            args = operator.joined(args, flags)
+            check_apart("out", args[-1], zip(operator.names, args[:-1]))
+        for name, place in written:
+            check_writable(name, args[place])
         results = backend.run(kind, rank, args, flags)
-        if written:
+        for _, place in written:
             _BUMP(args[place])
-        if one:
-            return results[0]  # type: ignore[return-value]
+        if count == 1:
+            return results[0]
+        if not count:
+            return None
         return tuple(present(results, args[lead]) if gradients else results)
 
     return kernel

@@ -68,7 +68,8 @@ def _flops() -> None:
 
     for namespace in schemas.VARIANTS:
         for operator in schemas.operators(namespace):
-            if operator.flops is not None:
+            # a formula serves all overloads
+            if operator.flops is not None and not operator.takes_out:
                 register_flop_formula(operator.overload(namespace).overloadpacket)(
                     of_shapes(operator)
                 )

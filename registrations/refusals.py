@@ -27,7 +27,7 @@ def _refuse(operator: Operator, namespace: str):
 
     @opaque
     def kernel(*args, **flags):
-        refuse_layout(names, args)
+        refuse_layout([*names[: len(args)], *flags], [*args, *flags.values()])
 
     return kernel
 
@@ -37,7 +37,8 @@ def refuse_nested() -> None:
     from kda_ops.private import NestedTensor
 
     def rule(cls, func, types, args=(), kwargs=None):
-        refuse_layout([a.name for a in schema_of(func).arguments], args)
+        names = [a.name for a in schema_of(func).arguments]
+        refuse_layout([*names[: len(args)], *(kwargs or {})], [*args, *(kwargs or {}).values()])
 
     for namespace, library in schemas.LIBRARIES.items():
         for operator in schemas.operators(namespace):
@@ -56,6 +57,8 @@ def _resolve(operator: Operator, namespace: str):
     @opaque
     def kernel(*args, **flags):
         check_memory(written, args[place])
+        if operator.takes_out:
+            check_memory("out", flags["out"])
         resolved = [x.clone().resolve_neg().resolve_conj() if is_lazy(x) else x for x in args]
         with BelowAutograd():
             return op(*resolved, **flags)

@@ -81,7 +81,7 @@ def _rule(operator: Operator, namespace: str):
 
 
 def _refuse(name: str, written: str):
-    def rule(info, in_dims, *args, **flags):
+    def rule(*args, **flags):
         raise ValueError(
             f"{name} writes its {written} in place and cannot be mapped by vmap: fold the mapped "
             "dimension into the heads or the pool yourself."
@@ -97,4 +97,7 @@ for _namespace, _library in schemas.LIBRARIES.items():
             if _operator.mutates
             else _rule(_operator, _namespace)
         )
+        if _operator.takes_out:  # torch takes no rule with a tensor among the keywords
+            _library.impl(_operator.name, _mapped, "FuncTorchBatched")
+            continue
         torch.library.register_vmap(f"{_namespace}::{_operator.name}", _mapped, lib=_library)

@@ -129,18 +129,26 @@ def _final_tail(p: Convolution, rows: _Rows, before: Tensor | None, dtype: torch
     return rows.tails(x, end=True).to(dtype).contiguous()
 
 
+def _resumed(p: Convolution, tails: Tensor) -> Tensor:
+    """Return the tails, zero for sequences that begin anew."""
+    resumed = p.has_initial_state
+    return tails if resumed is None else torch.where(resumed[:, None, None], tails, 0.0)
+
+
 def short_conv_in_place(p: Convolution) -> Tensor:
     """Return y and write the pool; see `kda_ops.stages.Backend.short_conv_in_place`."""
-    pool, slots = p.tail, p.tail_indices
+    pool = p.tail
     assert pool is not None  # as the pass has checked
-    if slots is None:
-        rows = _Rows(p, pool)
+    if p.tail_indices is None:
+        before = _resumed(p, pool)
+        rows = _Rows(p, before)
         y = _output(p, rows)
-        pool.copy_(_final_tail(p, rows, pool, pool.dtype))
+        pool.copy_(_final_tail(p, rows, before, pool.dtype))
         return y
+    slots = p.slots(p.tail_indices)
     live = slots >= 0
     before = pool[slots.long().clamp(min=0)] if len(pool) else pool.new_zeros(p.N, p.W - 1, p.D)
-    before = torch.where(live[:, None, None], before, 0.0)
+    before = _resumed(p, torch.where(live[:, None, None], before, 0.0))
     rows = _Rows(p, before)
     y = _output(p, rows)
     pool[slots[live].long()] = _final_tail(p, rows, before, pool.dtype)[live]

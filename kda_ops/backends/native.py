@@ -161,6 +161,11 @@ def _prepare(p: Problem, tensors: tuple[Tensor, ...], A: Tensor | None) -> dict[
     return tile
 
 
+def _slots(p: Problem) -> Tensor | None:
+    """Return the table of slots, with -1 for every slot that is nobody's."""
+    return None if p.state_indices is None else p.slots(p.state_indices)
+
+
 def _start(p: Problem, part: Part, initial: Tensor | None, slots: Tensor | None) -> Tensor:
     """Return the initial states of a part's sequences, [n, HV, K, V].
 
@@ -173,6 +178,8 @@ def _start(p: Problem, part: Part, initial: Tensor | None, slots: Tensor | None)
         S.copy_(p.as_kv(initial).index_select(0, n if slots is None else slots[n].clamp(min=0)))
         if slots is not None:
             S[slots[n] < 0] = 0.0
+        if p.has_initial_state is not None:
+            S[~p.has_initial_state[n]] = 0.0
     return S
 
 
@@ -213,7 +220,7 @@ def _scan(
     A single row that meets a state is padded with zero rows.
     """
     pad = 0 if p.state is None else max(ROWS - part.height, 0)
-    slots, into = p.state_indices, p.snapshot_indices
+    slots, into = _slots(p), p.snapshot_indices
     S_all = _start(p, part, p.state, slots)
     states = x["u"].new_empty((part.NT, p.HV, p.K, p.V)) if keep else None
     v_all, out = (
@@ -258,11 +265,11 @@ def _snapshot(
     column = chunk // p.snapshot_every - 1
     if chunk % p.snapshot_every or column >= into.shape[1]:
         return
-    n = part.sequences[:live]
+    n, slots = part.sequences[:live], _slots(p)
     due = part.length[:live] >= chunk * CHUNK
-    if p.state_indices is not None:
-        due &= p.state_indices[n] >= 0
-    _write(p.as_kv(pool), into[n, column].where(due, -1), S[:live])
+    if slots is not None:
+        due &= slots[n] >= 0
+    _write(p.as_kv(pool), p.slots(into[n, column]).where(due, -1), S[:live])
 
 
 def reverse_scan(
@@ -403,7 +410,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
 
     Contract: `stages.Backend.step`.
     """
-    x, slots = Activated(p, p.state_dtype), p.state_indices
+    x, slots = Activated(p, p.state_dtype), _slots(p)
     offsets = p.cu_seqlens
     per_token = slots is not None and slots.dim() == 2
     S, live = _start_step(p, slots, per_token)

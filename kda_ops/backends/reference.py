@@ -353,11 +353,14 @@ def step_tokens(
 class _Pool:
     """Reads and writes the state of sequence n: row n, or its slots in `p.state_indices`.
 
-    A negative slot is neither read nor written.
+    A slot up to `p.null_slot` is neither read nor written.
     """
 
     def __init__(self, p: Problem, final_state: Tensor | None):
-        self.p, self.slots, self.accepted = p, p.state_indices, p.num_accepted_tokens
+        self.p, self.accepted = p, p.num_accepted_tokens
+        self.slots, self.into = (
+            None if x is None else p.slots(x) for x in (p.state_indices, p.snapshot_indices)
+        )
         self.initial = None if p.state is None else p.as_kv(p.state)
         # a call without a final state passes an empty tensor, shape [0]
         self.final = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)
@@ -369,11 +372,17 @@ class _Pool:
             return int(self.slots[n])
         return int(self.slots[n, column]) if 0 <= column < self.slots.shape[1] else -1
 
+    def _zero(self, dtype: torch.dtype) -> Tensor:
+        return self.p.v.new_zeros((self.p.HV, self.p.K, self.p.V), dtype=dtype)
+
     def read(self, n: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Return sequence n's initial state, and whether its slot is not negative."""
         slot = self._slot(n, 0 if self.accepted is None else int(self.accepted[n]) - 1)
         if self.initial is None or slot < 0:
-            return self.p.v.new_zeros((self.p.HV, self.p.K, self.p.V), dtype=dtype), slot >= 0
+            return self._zero(dtype), slot >= 0
+        resumed = self.p.has_initial_state
+        if resumed is not None and not resumed[n]:
+            return self._zero(dtype), True
         return self.initial[slot].to(dtype), True
 
     def write(self, n: int, S: Tensor) -> None:
@@ -397,7 +406,7 @@ class _Pool:
 
     def snapshot(self, n: int, chunk: int, length: int, S: Tensor) -> None:
         """Store the state after `chunk` whole chunks of sequence n if a snapshot is due."""
-        every, into = self.p.snapshot_every, self.p.snapshot_indices
+        every, into = self.p.snapshot_every, self.into
         if (
             into is None
             or chunk % every

@@ -23,7 +23,7 @@ from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_close, assert_identical, oracle, twin
-from tests.support.pools import Pool
+from tests.support.pools import Pool, out_like
 from tests.support.target import TARGET
 
 VARIANTS = ("kda", "gdn")
@@ -386,3 +386,41 @@ def test_backward_compiles_under_compiled_autograd(variant, forward):
         loss.backward()
     for leaf, dx in zip(leaves, want):
         torch.testing.assert_close(leaf.grad, dx)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("layout", ("contiguous", "columns"))
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_options_of_engines_compile_to_one_graph(variant, op, layout):
+    fresh = (True,) if op == "chunk_" else ()
+    case = Case(variant, B=3, T=3, state=False, final=False)
+    pool = Pool(case, op, dead=(False, True), null=0, fresh=fresh)
+    want, after = pool.run()
+    names = [a.name for a in overload(variant, op)._schema.arguments]
+    x, function = dict(zip(names, pool.arguments(pool.state()))), functional(variant, op)
+    out, around = out_like(want, layout)
+
+    @torch.compile(fullgraph=True, backend=(counter := CompileCounterWithBackend("inductor")))
+    def step(x, out):
+        given = function(**x, **pool.flags(), out=out)
+        return given.sum(), given
+
+    with torch.no_grad():
+        total, given = step(x, out)
+    assert counter.frame_count == 1 and given.data_ptr() == out.data_ptr()
+    assert_identical(out.contiguous(), want, "out")
+    assert_identical(x["state"], after, "the pool")
+    assert int(around.isnan().sum()) == around.numel() - want.numel()
+    torch.testing.assert_close(total, want.sum())
+
+
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+def test_a_strided_out_is_refused_in_a_graph_too(op):
+    pool = Pool(Case(B=2, T=3, state=False, final=False), op)
+    names = [a.name for a in overload("kda", op)._schema.arguments]
+    x = dict(zip(names, pool.arguments(pool.state())))
+    step = torch.compile(lambda out: functional("kda", op)(**x, out=out), backend="eager")
+    with pytest.raises(ValueError, match="^out must have shape"), torch.no_grad():
+        step(torch.empty(1, *x["v"].shape[1:])[..., ::2])
+    assert_identical(x["state"], pool.state(), "the pool")

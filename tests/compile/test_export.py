@@ -245,3 +245,42 @@ def test_a_package_runs_in_a_process_that_imports_kda_ops(tmp_path):
     torch.testing.assert_close(
         run_elsewhere(path, x, slots), decoder(x, slots), rtol=1e-5, atol=1e-6
     )
+
+
+class Engine(torch.nn.Module):
+    """A prefill as an engine calls it."""
+
+    def forward(self, q, k, v, state, slots, offsets, resumed, out):
+        """Return o, which lies in `out`."""
+        return kda_ops.chunk_kda_(
+            *(q, k, v, None, None, state, slots),
+            cu_seqlens=offsets,
+            has_initial_state=resumed,
+            null_slot=0,
+            out=out,
+        )
+
+
+@pytest.mark.bits
+@torch.no_grad()
+def test_a_program_takes_the_options_of_engines():
+    def call(offsets, slots, resumed):
+        q, k, v = (torch.randn(1, offsets[-1] + 2, 2, 16) for _ in range(3))
+        x = q, k, v, torch.randn(5, 2, 16, 16), torch.tensor(slots), torch.tensor(offsets)
+        return *x, torch.tensor(resumed), torch.empty_like(v)
+
+    tokens, N = Dim("tokens"), Dim("sequences", min=2)
+    shapes = {n: {1: tokens} for n in ("q", "k", "v", "out")}
+    shapes |= {"state": None, "slots": {0: N}, "offsets": {0: N + 1}, "resumed": {0: N}}
+    example = call([0, 3, 70], [3, 0], [True, False])
+    program = torch.export.export(Engine(), example, dynamic_shapes=shapes)
+    assert calls(program) == ["kda.chunk_.out"]
+    run = through_file(program)
+    for given in (([0, 3, 70], [3, 0], [True, False]), ([0, 9, 9, 10], [4, 1, 0], [False] * 3)):
+        x = call(*given)
+        y = [t.clone() for t in x]
+        o, want = run(*x), Engine()(*y)
+        torch.testing.assert_close(o, want, rtol=0, atol=0)
+        for a, b in zip(x, y):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        assert not o[0, given[0][-1] :].any()

@@ -131,12 +131,14 @@ def test_every_way_to_call_an_operator_folds(variant, name, form):
     assert_folds(everything(op, variant), inputs(variant), **ALL)
 
 
+@pytest.mark.parametrize("into", (False, True))
 @pytest.mark.parametrize("name", ("chunk_kda_", "recurrent_kda_"))
-def test_operators_on_a_state_pool_fold(name):
+def test_operators_on_a_state_pool_fold(name, into):
     op, x = getattr(kda_ops, name), inputs(grad=False)
     pools = [torch.zeros(B, HV, K, V) for _ in range(2)]
+    outs = [torch.full_like(x["v"], torch.nan) if into else None for _ in range(2)]
 
-    def f(q, k, v, g, beta, A_log, dt_bias, pool):
+    def f(q, k, v, g, beta, A_log, dt_bias, pool, out):
         return op(
             NORMS["rsqrt"](q),
             NORMS["rsqrt"](k),
@@ -144,11 +146,13 @@ def test_operators_on_a_state_pool_fold(name):
             GATES["float"](g, A_log, dt_bias, 1),
             beta.sigmoid(),
             pool,
+            out=out,
         )
 
     captured = Captured()
-    got = captured.compile(f)(*x.values(), pools[0])
-    torch.testing.assert_close(got, f(*x.values(), pools[1]), rtol=1e-4, atol=1e-5)
+    got = captured.compile(f)(*x.values(), pools[0], outs[0])
+    torch.testing.assert_close(got, f(*x.values(), pools[1], outs[1]), rtol=1e-4, atol=1e-5)
+    assert not into or torch.equal(got, outs[0])
     torch.testing.assert_close(*pools, rtol=1e-4, atol=1e-5)
     assert captured.fold.folded == Counter(ALL)
 

@@ -21,7 +21,8 @@ from kda_ops.problem import Problem
 from tests.support import drift
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical, assert_meets_budget
-from tests.support.forks import Fork, assert_fork, broken, by_operator, forks
+from tests.support.forks import Fork, assert_fork, assert_null_slots, broken, by_operator, forks
+from tests.support.pools import OUTS, Pool, assert_out, pools
 from tests.support.splits import Split, assert_split, splits
 
 CUDA = torch.device("cuda")
@@ -68,10 +69,13 @@ CHUNK = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}
     dead=st.integers(0, 6),
     wide=st.booleans(),
     seed=st.integers(0, 999),
+    null=st.sampled_from((-1, 0, 2)),
+    fresh=st.sets(st.integers(0, 5)),
 )
-@example(lengths=[200, 0, 64, 128], every=1, dead=6, wide=True, seed=0)
+@example(lengths=[200, 0, 64, 128], every=1, dead=6, wide=True, seed=0, null=-1, fresh=set())
+@example(lengths=[200, 0, 64, 128], every=1, dead=2, wide=True, seed=1, null=1, fresh={0, 1, 2})
 def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(
-    variant, transposed, pool_dtype, lengths, every, dead, wide, seed
+    variant, transposed, pool_dtype, lengths, every, dead, wide, seed, null, fresh
 ):
     """o, every state, every snapshot, and every slot that is not named; on slots that lie apart if
     `wide`, and without the host waiting for anything.
@@ -81,29 +85,45 @@ def test_prefill_is_the_functional_call_on_its_slots_to_the_bit(
     gen = torch.Generator().manual_seed(seed)
     around = torch.randn((SLOTS, 2 if wide else 1, H, D, D), generator=gen).to(CUDA, pool_dtype)
     pool = around[:, 0]
-    before, order = around.clone(), torch.randperm(SLOTS, generator=gen)
+    around[: null + 1] = torch.nan
+    order = torch.randperm(SLOTS - null - 1, generator=gen) + null + 1
     slots, into = order[:N].clone(), order[N : N * (1 + shots)].view(N, shots).clone()
     if dead < N:
-        slots[dead] = -1
-    into[0, 1] = -3
+        slots[dead] = null
+    into[0, 1] = null if null >= 0 else -3
+    begins = [n in fresh for n in range(N)]
+    around[[int(s) for s, anew in zip(slots, begins) if anew and s > null], 0] = torch.nan
+    before = around.clone()
+    resumed = None if not fresh else ~torch.tensor(begins, device=CUDA)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     index = torch.int32 if seed % 2 else torch.int64
     there = [t.to(CUDA, index) for t in (slots, into, cu_seqlens)]
     flags = FLAGS | gate | {"transpose_state_layout": transposed}
+    null_slot = {"null_slot": null} if null >= 0 else {}
     with no_synchronisation(), torch.inference_mode():
         o = PREFILL[variant](
-            *x, pool, there[0], there[1], cu_seqlens=there[2], snapshot_every=every, **flags
+            *x,
+            pool,
+            there[0],
+            there[1],
+            cu_seqlens=there[2],
+            has_initial_state=resumed,
+            snapshot_every=every,
+            **flags,
+            **null_slot,
         )
     expected, expected_o = before.clone(), torch.zeros_like(o)
     ends = cu_seqlens.tolist()
     for n, (a, b) in enumerate(zip(ends, ends[1:])):
-        if slots[n] < 0:
+        if slots[n] <= null:
             continue
         initial = before[slots[n] : slots[n] + 1, 0].float()
+        if begins[n]:
+            initial = torch.zeros_like(initial)
         chunks = [
             (j, (j + 1) * every * 64)
             for j in range(shots)
-            if into[n, j] >= 0 and (j + 1) * every * 64 <= b - a
+            if into[n, j] > null and (j + 1) * every * 64 <= b - a
         ]
         for slot, length in [*((into[n, j], end) for j, end in chunks), (slots[n], b - a)]:
             part = [t[:, a : a + length] for t in x]
@@ -176,6 +196,105 @@ def test_any_legal_table_has_the_bits_of_each_sequence_alone(fork):
 
 
 @settings(max_examples=25)
+@given(fork=forks(dtype=torch.bfloat16, H=2, HV=4, K=64, V=48), null=st.sampled_from((0, 3)))
+def test_every_slot_up_to_null_slot_counts_as_a_negative_one(fork, null):
+    assert_null_slots(fork, null, CUDA)
+
+
+@settings(max_examples=40)
+@given(pool=pools(), layout=st.sampled_from(OUTS))
+def test_out_takes_what_the_call_would_return(pool, layout):
+    assert_out(pool, layout)
+
+
+@pytest.mark.parametrize("layout", OUTS)
+def test_a_prefill_that_walks_writes_out(layout, monkeypatch):
+    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+    gates = dict(gate="bounded", beta="sigmoid", l2norm=True)
+    case = Case(lengths=(130, 0, 64, 7), tail=9, H=2, HV=4, **WIDE, **gates)
+    assert_out(Pool(case, "chunk_", dead=(False, False, True), fresh=(True,)), layout)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decode_to_out_allocates_nothing_and_is_captured(variant):
+    x, gate = inputs(variant, 1, 0, B=4)
+    pool, out = torch.randn(SLOTS, H, D, D, device=CUDA), torch.empty_like(x[2])
+    slots = torch.tensor([3, 0, 0, 5], device=CUDA)
+    function = getattr(kda_ops, f"recurrent_{variant}_")
+
+    def call(state, out):
+        return function(*x, state, slots, null_slot=0, out=out, **FLAGS, **gate)
+
+    with torch.inference_mode():
+        other = pool.clone()
+        call(other, out)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with no_synchronisation():
+            assert call(other, out) is out
+        assert torch.cuda.max_memory_allocated() == before
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(pool, out)
+        want = pool.clone()
+        expected = function(*x, want, slots, null_slot=0, **FLAGS, **gate)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_identical(out, expected, "out")
+        assert_identical(pool, want, "the pool")
+
+
+@pytest.mark.parametrize("op, T", (("chunk", 700), ("recurrent", 3)))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_views_of_a_packed_projection_have_the_bits_of_copies_and_cost_none(variant, op, T):
+    """With raw gates of Qwen3-Next in bf16 and parameters in fp32; also through the convolution."""
+    heads, groups, d = 32, 16, 128
+    mixed = torch.randn(1, T, (2 * groups + heads) * d + 512, device=CUDA).bfloat16()[..., :-512]
+    g = torch.randn(1, T, heads, *((d,) if variant == "kda" else ()), device=CUDA).bfloat16()
+    beta, A_log = torch.randn(1, T, heads, device=CUDA).bfloat16(), torch.randn(heads, device=CUDA)
+    dt_bias, weight = torch.randn_like(g[0, 0].float()), torch.randn(mixed.shape[-1], 4).to(CUDA)
+    slots = torch.tensor([5, 2, 0], device=CUDA)
+    offsets = torch.tensor([0, T // 3, T // 3 * 2, T], device=CUDA)
+    tails = torch.zeros(9, 3, mixed.shape[-1], device=CUDA, dtype=torch.bfloat16)
+    pool = torch.randn(9, heads, d, d, device=CUDA)
+    function = getattr(kda_ops, f"{op}_{variant}_")
+
+    def convolve():
+        return kda_ops.short_conv_(mixed, weight, None, tails, slots, offsets, null_slot=0)
+
+    def attend(x, state):
+        parts = x.split((groups * d, groups * d, heads * d), -1)
+        views = [y.unflatten(-1, (-1, d)) for y in parts]
+        return call(views, state)
+
+    def call(qkv, state):
+        given = dict(A_log=A_log, dt_bias=dt_bias, cu_seqlens=offsets, null_slot=0)
+        return function(*qkv, g, beta, state, slots, **given, **FLAGS)
+
+    def peak(f):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = f()
+        return result, torch.cuda.max_memory_allocated() - before
+
+    with torch.inference_mode():
+        convolve()
+        y, cost = peak(convolve)
+        assert cost < 1.1 * y.nbytes  # the output, rounded up by the allocator
+        parts = y.split((groups * d, groups * d, heads * d), -1)
+        copies = [x.unflatten(-1, (-1, d)).contiguous() for x in parts]
+        other, own = pool.clone(), pool.clone()
+        attend(y, pool.clone()), call(copies, pool.clone())  # compiles both
+        want, cost_of_copies = peak(lambda: call(copies, other))
+        o, cost = peak(lambda: attend(y, own))
+    assert_identical(o, want, "o")
+    assert_identical(own, other, "the pool")
+    assert cost <= cost_of_copies
+
+
+@settings(max_examples=25)
 @given(fork=forks(dtype=torch.bfloat16), wrong=broken(dtype=torch.bfloat16))
 def test_checked_tables_that_share_a_slot_run_and_wrong_ones_are_refused(fork, wrong):
     before, flags = wrong.state(CUDA), wrong.case.flags("recurrent_")
@@ -236,10 +355,13 @@ def test_a_captured_call_replays_with_new_tokens_slots_and_offsets(variant, op, 
     into = torch.full((N, 2), -1, device=CUDA)
     cu_seqlens = torch.zeros(N + 1, dtype=torch.int32, device=CUDA)
     snapshots = (into,) if op == "chunk" else ()
+    resumed = torch.ones(N, dtype=torch.bool, device=CUDA)
+    more = dict(has_initial_state=resumed) if op == "chunk" else {}
     function = getattr(kda_ops, f"{op}_{variant}_")
 
     def call(state):
-        return function(*x, state, slots, *snapshots, cu_seqlens=cu_seqlens, **FLAGS, **gate)
+        given = *x, state, slots, *snapshots
+        return function(*given, cu_seqlens=cu_seqlens, **more, **FLAGS, **gate)
 
     with torch.inference_mode():
         call(pool)
@@ -253,6 +375,7 @@ def test_a_captured_call_replays_with_new_tokens_slots_and_offsets(variant, op, 
             slots.copy_(torch.tensor(named))
             into.copy_(torch.tensor([[20, 21], [-1, -1], [22, 23], [-1, -1], [18, -1]]))
             cu_seqlens.copy_(torch.tensor([0, *lengths]).cumsum(0))
+            resumed.copy_(torch.arange(N) % 2 == seed % 2)
             expected_pool = pool.clone()
             expected = call(expected_pool)
             o.fill_(torch.nan)

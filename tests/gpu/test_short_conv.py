@@ -64,6 +64,43 @@ def test_a_packed_pool_gives_the_bits_of_the_functional_operator():
     assert_identical(pool, final, "tail")
 
 
+@pytest.mark.parametrize("T", (1, 150))
+def test_slots_up_to_null_slot_are_nobodys(T):
+    case = Conv(B=4, T=T, D=256, dtype=torch.bfloat16)
+    x = on(case.inputs(), CUDA)
+    pool = torch.randn(6, 3, 256, device=CUDA).to(case.dtype)
+    pool[:2] = torch.nan
+    got, want = pool.clone(), pool.clone()
+
+    def step(tails, slots, **flags):
+        args = x["x"], x["weight"], x["bias"], tails, torch.tensor(slots, device=CUDA)
+        return operator(case, "_")(*args, **flags)
+
+    assert_identical(step(got, [5, 1, 2, 0], null_slot=1), step(want, [5, -1, 2, -1]), "y")
+    assert_identical(got[2:], want[2:], "tails")
+    assert got[:2].isnan().all()
+
+
+@pytest.mark.parametrize("T", (1, 2, 150))
+@pytest.mark.parametrize("packed", (False, True))
+def test_a_sequence_that_begins_anew_has_the_bits_of_a_zeroed_tail(T, packed):
+    lengths = (T, 0, 1, 64) if packed else None
+    case = Conv(B=4, T=T, lengths=lengths, D=256, dtype=torch.bfloat16)
+    x = on(case.inputs(), CUDA)
+    nan = torch.randn(6, 3, 256, device=CUDA).to(case.dtype)
+    slots = torch.tensor([5, 1, -1, 0], device=CUDA)
+    resumed = torch.tensor([False, False, False, True], device=CUDA)
+    zero = nan.clone()
+    nan[slots[:2]], zero[slots[:2]] = torch.nan, 0
+
+    def step(tails, *more):
+        args = x["x"], x["weight"], x["bias"], tails, slots, x["cu_seqlens"], *more
+        return operator(case, "_")(*args)
+
+    assert_identical(step(nan, resumed), step(zero), "y")
+    assert_identical(nan, zero, "tails")
+
+
 def test_a_captured_step_follows_its_inputs():
     case = Conv(B=4, T=1, D=256, dtype=torch.bfloat16)
     x = on(case.inputs(), CUDA)

@@ -99,27 +99,34 @@ def test_a_sequence_depends_on_nothing_around_it(case):
 
 @pytest.mark.parametrize("dtype", (torch.float32, BF16), ids=str)
 @pytest.mark.parametrize("transposed", (False, True))
-def test_a_pool_gets_states_and_snapshots(dtype, transposed):
+@pytest.mark.parametrize("shares", (0, 2))
+@pytest.mark.parametrize("null", (-1, 1))
+def test_a_pool_gets_states_and_snapshots(dtype, transposed, shares, null, monkeypatch):
+    monkeypatch.setattr(tuning, "FORCED_SHARES", shares)
     case = replace(LAYER, B=1, lengths=(70, 200, 64, 130), tail=3, H=2, HV=4, transposed=transposed)
     x = case.inputs(CUDA)
-    pool = torch.randn(9, 4, 128, 128, device=CUDA).to(dtype)
-    slots = torch.tensor([3, -1, 0, 8], device=CUDA)
-    into = torch.tensor([[1, 2, 4], [5, 6, 7], [2, -1, -1], [-1, 6, 7]], device=CUDA)
+    pool = torch.randn(10 + null, 4, 128, 128, device=CUDA).to(dtype)
+    slots = torch.tensor([3, -1, 0, 8], device=CUDA) + null + 1  # -1 becomes `null`
+    resumed = None if null < 0 else torch.tensor([False, False, True, False], device=CUDA)
+    if resumed is not None:
+        pool[slots[[0, 3]]] = torch.nan
+    into = torch.tensor([[1, 2, 4], [5, 6, 7], [2, -1, -1], [-1, 6, 7]], device=CUDA) + null + 1
+    flags = case.flags("chunk_") | ({"null_slot": null} if null >= 0 else {})
 
     def prefill(walked):
         got = pool.clone()
         with torch.inference_mode(), tuning.force(walk=walked):
             o = overload("kda", "chunk_")(
                 *(x[n] for n in PER_TOKEN),
-                *(got, slots, into, x["A_log"], x["dt_bias"], x["cu_seqlens"]),
-                **case.flags("chunk_"),
+                *(got, slots, into, x["A_log"], x["dt_bias"], x["cu_seqlens"], resumed),
+                **flags,
             )
         assert has_walked() == walked
         return o, got
 
     (o, got), (want_o, want) = prefill(True), prefill(False)
     assert not o[:, 70:270].any() and not o[:, 464:].any()
-    for slot in (4, 5, 7):
+    for slot in (*range(null + 1), *(null + 1 + s for s in (4, 5, 7))):
         assert_identical(got[slot], pool[slot], f"slot {slot}")
     for a, b in ((o, want_o), (got, want)):
         assert (a.double() - b.double()).norm() < 1e-2 * b.double().norm()

@@ -178,16 +178,17 @@ def test_both_state_layouts_give_the_same_bits(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("indexed", (False, True))
-def test_a_pool_is_read_before_it_is_written(variant, indexed):
+@pytest.mark.parametrize("indexed, null", ((False, -1), (True, -1), (True, 1)))
+def test_a_pool_is_read_before_it_is_written(variant, indexed, null):
     """The slot that a sequence starts from is the one where it ends, and snapshots lie in any
     run.
     """
     case = replace(LONG, variant=variant, state=False, final=False, dtype=torch.float32)
     dead = (False, False, True, False) if indexed else ()
+    fresh = (True, null >= 0, True, null < 0)
     law(
         test_pools.test_a_call_on_a_pool_is_the_functional_call_on_its_slots,
-        pool=Pool(case, "chunk_", indexed, dead, snapshots=3 * indexed),
+        pool=Pool(case, "chunk_", indexed, dead, snapshots=3 * indexed, null=null, fresh=fresh),
     )
 
 

@@ -99,7 +99,7 @@ def test_a_stage_on_a_pool(op, data):
     pool, outs = data.draw(pools(op=op, dtype=torch.float64)), []
     for backend in (Reference(), native):
         x, state, (indices, *extra) = pool.case.inputs(), pool.state(), pool.indices()
-        args = pool_arguments(x, state, indices, extra[op == "chunk_"])
+        args = pool_arguments(x, state, indices, extra[op == "chunk_"], pool.resumed())
         parse = Problem.parse_prefill if op == "chunk_" else Problem.parse_step
         p = parse(pool.case.rank, *args, **pool.flags())
         o = p.new_output()

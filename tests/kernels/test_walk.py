@@ -261,7 +261,9 @@ def test_tokens_of_no_sequence_change_no_bit_and_get_zeros(name):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", ("raw, dead first", "snapshots", "bf16"))
+@pytest.mark.parametrize(
+    "name", ("raw, dead first", "snapshots", "bf16", "null slots", "new requests")
+)
 def test_two_kernels_write_the_bits_of_one_to_a_pool(name, force):
     want = prefilled(POOLS[name])
     force(shares=2)
@@ -273,13 +275,11 @@ def prefilled(pool: Pool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o and the pool after a prefill that walks."""
     x, state = pool.case.inputs(), pool.state()
     slots, _, snapshots = pool.indices()
-    flags = pool.case.flags("chunk_")
-    if snapshots is not None:
-        flags["snapshot_every"] = pool.every
     per_token = (x[n] for n in PER_TOKEN)
     args = (*per_token, state, slots, snapshots, x["A_log"], x["dt_bias"], x["cu_seqlens"])
+    args += (pool.resumed(),)
     with torch.no_grad(), emulated(walk):
-        (o,) = chunk.Prefill(1, args, flags).run(Walking())
+        (o,) = chunk.Prefill(1, args, pool.flags()).run(Walking())
     return o, state
 
 
@@ -290,7 +290,7 @@ def slots_after(pool: Pool, n: int) -> dict[int, int]:
     written = {int(pool.start()[n]): end - first}
     for j, slot in enumerate([] if snapshots is None else snapshots[n].tolist()):
         length = 64 * pool.every * (j + 1)
-        if slot >= 0 and length <= end - first:
+        if slot > pool.null and length <= end - first:
             written[slot] = length
     return written
 
@@ -305,6 +305,18 @@ POOLS = {
     "bf16": Pool(replace(RAW, lengths=(65, 64)), snapshots=1, dtype=BF16),
     "turned, not packed": Pool(replace(GIVEN, B=2, transposed=True), snapshots=1),
     "without slots": Pool(replace(GIVEN, B=2, T=33), indexed=False),
+    "new requests": Pool(
+        replace(GIVEN, lengths=(70, 0, 131, 5), HV=1),
+        dead=(False, False, False, True),
+        snapshots=1,
+        fresh=(True, True, False, True),
+    ),
+    "new requests, not packed": Pool(
+        replace(RAW, B=2, T=33), indexed=False, dtype=BF16, fresh=(False, True)
+    ),
+    "null slots": Pool(
+        replace(GIVEN, lengths=(131, 70, 64), HV=1), dead=(False, False, True), snapshots=2, null=1
+    ),
 }
 
 
@@ -319,10 +331,9 @@ def test_a_prefill_writes_the_slots_it_names_and_nothing_else(name):
         if pool.is_dead(n):
             assert not o[row, first:end].any(), "a sequence without a slot has an output"
             continue
-        start = int(pool.start()[n])
         here = {m: x[row:] if m in PER_TOKEN and x is not None else x for m, x in inputs.items()}
         for slot, length in slots_after(pool, n).items():
-            x = alone(here, first, first + length, before[start : start + 1].float())
+            x = alone(here, first, first + length, pool.initial(n).float())
             got = {"o": o[row : row + 1, first : first + length], "final_state": after[slot][None]}
             assert_right(got, x, flags)
             untouched.remove(slot)

@@ -157,11 +157,10 @@ def every_flag_changed(function) -> dict:
     keywords = {
         n: p.default
         for n, p in inspect.signature(function).parameters.items()
-        if p.kind is p.KEYWORD_ONLY and n != "group"
+        if p.kind is p.KEYWORD_ONLY and n not in ("group", "out")
     }
-    flags = {n: not x if isinstance(x, bool) else 0.5 for n, x in keywords.items()}
-    flags |= {"snapshot_every": 3} if "snapshot_every" in flags else {}
-    return flags | ({"activation": "silu"} if "activation" in flags else {})
+    others = {"snapshot_every": 3, "null_slot": 0, "activation": "silu"}
+    return {n: not x if isinstance(x, bool) else others.get(n, 0.5) for n, x in keywords.items()}
 
 
 class Seen(TorchDispatchMode):
@@ -175,7 +174,7 @@ class Seen(TorchDispatchMode):
         names = [a.name for a in func._schema.arguments]
         self.calls.append((func, dict(zip(names, args)) | (kwargs or {})))
         results = tuple(torch.zeros(1) for _ in func._schema.returns)
-        return results if len(results) > 1 else results[0]
+        return results if len(results) > 1 else next(iter(results), None)
 
 
 # the functions without a body of their own
@@ -189,7 +188,7 @@ def test_every_argument_reaches_the_operator_of_its_name(name, by_name):
     function = getattr(kda_ops, name)
     flags = every_flag_changed(function)
     tensors = {n: torch.full((1,), i) for i, n in enumerate(inspect.signature(function).parameters)}
-    tensors = {n: x for n, x in tensors.items() if n not in flags}
+    tensors = {n: x for n, x in tensors.items() if n not in (*flags, "out")}
     with torch.inference_mode(), Seen() as seen:
         result = function(**tensors, **flags) if by_name else function(*tensors.values(), **flags)
     [(operator, given)] = seen.calls
@@ -198,6 +197,19 @@ def test_every_argument_reaches_the_operator_of_its_name(name, by_name):
     assert all(given[n] is x for n, x in tensors.items())
     assert {n: given[n] for n in flags} == flags
     assert isinstance(result, tuple) == any(n.startswith("output_final") for n in flags)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ("chunk_kda_", "recurrent_kda_", "chunk_gdn_", "recurrent_gdn_"))
+def test_out_reaches_the_overload_that_writes_it(name):
+    function, out = getattr(kda_ops, name), torch.zeros(1)
+    flags = every_flag_changed(function)
+    names = [n for n in inspect.signature(function).parameters if n not in (*flags, "out")]
+    with torch.inference_mode(), Seen() as seen:
+        assert function(**{n: torch.zeros(1) for n in names}, **flags, out=out) is out
+    [(operator, given)] = seen.calls
+    assert operator is operator_of(name).overloadpacket.out
+    assert given["out"] is out and {n: given[n] for n in flags} == flags
 
 
 @pytest.mark.quick

@@ -1,6 +1,7 @@
 """The short convolution and the gated norm: numbers, and the promises of every operator."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -208,6 +209,54 @@ def test_a_negative_slot_of_64_bits_is_nobody(slots):
     assert_identical(got[rest], before[rest], "other slots")
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("null", (0, 2))
+@pytest.mark.parametrize("pool", ("slots", "many tokens", "packed"))
+def test_every_slot_up_to_null_slot_counts_as_a_negative_one(pool, null):
+    shape, lengths, slots = POOLED[pool]
+    B, T = shape or (1, 0)
+    case = Conv(B=B, T=T, lengths=lengths, behind=2 if lengths else 0)
+    x = on(case.inputs(), TARGET.device)
+    pool = torch.randn(6, 3, case.D, generator=torch.Generator().manual_seed(5)).to(TARGET.device)
+    moved = torch.cat([torch.full_like(pool[: null + 1], torch.nan), pool])
+
+    def step(tails, own, **flags):
+        own = torch.tensor(own, device=TARGET.device)
+        given = x["x"], x["weight"], x["bias"], tails, own, x["cu_seqlens"]
+        return operator(case, "_")(*given, **flags)
+
+    for nobody in range(-1, null + 1):
+        got, before = moved.clone(), pool.clone()
+        own = [nobody if s < 0 else s + null + 1 for s in slots]
+        assert_identical(step(got, own, null_slot=null), step(before, slots), "y")
+        assert_identical(got[null + 1 :], before, "the pool")
+        assert got[: null + 1].isnan().all(), "a slot that is nobody's was written"
+
+
+@pytest.mark.bits
+@pytest.mark.quick
+@pytest.mark.parametrize("pool", POOLED)
+@pytest.mark.parametrize("wide", (None, torch.float64))
+def test_a_sequence_that_begins_anew_has_the_bits_of_a_zeroed_tail(pool, wide):
+    shape, lengths, slots = POOLED[pool]
+    B, T = shape or (1, 0)
+    case = Conv(B=B, T=T, lengths=lengths, behind=2 if lengths else 0)
+    x = on(case.inputs(), TARGET.device)
+    gen = torch.Generator().manual_seed(5)
+    tails = torch.randn(6 if slots else B, 3, case.D, generator=gen).to(TARGET.device, wide)
+    own = None if slots is None else torch.tensor(slots, device=TARGET.device)
+    for resumed in product((False, True), repeat=case.N):
+        nan, zero = tails.clone(), tails.clone()
+        for n, slot in enumerate(slots or range(B)):
+            if not resumed[n] and slot >= 0:
+                nan[slot], zero[slot] = torch.nan, 0
+        given = x["x"], x["weight"], x["bias"]
+        has = torch.tensor(resumed, device=TARGET.device)
+        y = operator(case, "_")(*given, nan, own, x["cu_seqlens"], has)
+        assert_identical(y, operator(case, "_")(*given, zero, own, x["cu_seqlens"]), "y")
+        assert_identical(nan, zero, "the pool")
+
+
 @pytest.mark.parametrize("length", (0, 1, 2, 3))
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize(
@@ -407,6 +456,10 @@ WRONG_POOL = (
     ({"tail_indices": torch.tensor([1, 4])}, "^tail_indices must be below the number of slots"),
     ({"tail_indices": torch.tensor([1, 1])}, "^tail_indices must name distinct slots"),
     ({"tail_indices": None}, "^tail must have shape"),
+    ({"null_slot": -2}, "^null_slot must lie between -1 and"),
+    ({"has_initial_state": torch.ones(3, dtype=torch.bool)}, "^has_initial_state must have shape"),
+    ({"null_slot": 1, "tail_indices": torch.tensor([2, 2])}, "^tail_indices must name distinct"),
+    ({"null_slot": 0, "tail_indices": None}, "^null_slot must be -1 without tail_indices"),
 )
 
 
@@ -418,6 +471,14 @@ def test_a_wrong_pool_is_refused_before_it_is_written(change, words):
     with pytest.raises(ValueError, match=words):
         torch.ops.kda.short_conv_(torch.ones(2, 1, 6), z(6, 4), None, **x)
     assert torch.equal(x["tail"], before)
+
+
+def test_numbers_in_the_place_of_has_initial_state_are_refused():
+    tail = torch.ones(2, 3, 6)
+    given = torch.ones(2, 1, 6), z(6, 4), None, tail, None, None
+    with pytest.raises(TypeError, match="^has_initial_state must be bool, got torch.int32"):
+        torch.ops.kda.short_conv_(*given, torch.ones(2, dtype=torch.int32))
+    assert tail.eq(1).all()
 
 
 def test_sparse_tensors_are_named():

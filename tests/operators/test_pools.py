@@ -15,8 +15,16 @@ from kda_ops.problem import CHUNK
 from tests.support.calls import overload
 from tests.support.cases import TOKENS, Case, alone, take
 from tests.support.closeness import assert_identical
-from tests.support.forks import Fork, assert_fork, broken, by_backend, by_operator, forks
-from tests.support.pools import Pool, pool_arguments, pools, same
+from tests.support.forks import (
+    Fork,
+    assert_fork,
+    assert_null_slots,
+    broken,
+    by_backend,
+    by_operator,
+    forks,
+)
+from tests.support.pools import OUTS, Pool, assert_out, pool_arguments, pools, same
 from tests.support.splits import Split, assert_split, splits
 from tests.support.target import TARGET
 
@@ -29,8 +37,7 @@ def states_along(pool, n):
     """
     case, inputs = pool.case, pool.case.inputs(TARGET.device)
     mine, (_, a, b) = alone(case, inputs, n), case.spans[n]
-    start = pool.start()[n : n + 1].to(TARGET.device)
-    initial = pool.state()[start].to(case.state_dtype)
+    initial = pool.initial(n).to(case.state_dtype)
     op = "chunk" if pool.op == "chunk_" else "recurrent"
     flags = replace(case, final=True).flags(op)
 
@@ -66,6 +73,19 @@ def states_along(pool, n):
 @example(
     pool=Pool(Case("kda", lengths=(130, 70), H=1, HV=1), "chunk_", True, (True, False), snapshots=2)
 )
+@example(
+    pool=Pool(Case("kda", lengths=(130, 70), H=1, HV=1), dead=(True, False), snapshots=2, null=0)
+)
+@example(pool=Pool(Case("gdn", B=3, T=2), "recurrent_", dead=(False, True), columns=2, null=3))
+@example(
+    pool=Pool(
+        Case("gdn", lengths=(0, 70, 130, 9, 64), tail=2, H=1, HV=1),
+        dead=(False, False, False, True),
+        snapshots=2,
+        fresh=(True, False, True, True),
+    )
+)
+@example(pool=Pool(Case("kda", B=2, T=65, H=1, HV=1), indexed=False, fresh=(False, True)))
 def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
     before = pool.state()
     o, after = pool.run()
@@ -96,7 +116,7 @@ def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
         if snapshots is not None:
             for j, slot in enumerate(snapshots[n].tolist()):
                 length = (j + 1) * pool.every * CHUNK
-                if slot >= 0 and length <= b - a:
+                if slot > pool.null and length <= b - a:
                     written[slot] = True
                     same(
                         after[slot],
@@ -113,7 +133,11 @@ def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
 @given(pool=pools())
 def test_what_lies_in_a_dead_or_spare_slot_is_never_read(pool):
     state = pool.state()
-    read = {int(s) for n, s in enumerate(pool.start()) if not pool.is_dead(n) and s >= 0}
+    read = {
+        int(s)
+        for n, s in enumerate(pool.start())
+        if not (pool.is_dead(n) or pool.is_fresh(n)) and s > pool.null
+    }
     for slot in set(range(pool.slots)) - read:
         state[slot] = torch.nan
     o, _ = pool.run(state=state)
@@ -122,11 +146,37 @@ def test_what_lies_in_a_dead_or_spare_slot_is_never_read(pool):
 
 
 @pytest.mark.bits
+@pytest.mark.quick
+@given(pool=pools(op="chunk_"))
+@example(pool=Pool(Case(lengths=(70, 0, 3), H=1, HV=1), fresh=(True, True), snapshots=1, null=0))
+def test_a_sequence_that_begins_anew_has_the_bits_of_a_zeroed_slot(pool):
+    o, after = pool.run()
+    zeroed = pool.state()
+    for n, slot in enumerate(pool.start()):
+        if pool.is_fresh(n) and not pool.is_dead(n):
+            zeroed[slot] = 0
+    want, state = replace(pool, fresh=()).run(state=zeroed)
+    assert_identical(o, want, "o")
+    assert_identical(after, state, "the pool")
+
+
+@pytest.mark.bits
+@pytest.mark.quick
+@given(pool=pools(), layout=st.sampled_from(OUTS))
+@example(pool=Pool(Case(lengths=(65, 0, 2), tail=3), dead=(False, False, True)), layout="columns")
+@example(pool=Pool(Case("gdn", B=2, T=3), "recurrent_", indexed=False), layout="heads first")
+def test_out_takes_what_the_call_would_return(pool, layout):
+    assert_out(pool, layout)
+
+
+@pytest.mark.bits
 @given(pool=pools(), seed=st.integers(0, 99))
 def test_where_the_slots_lie_does_not_matter(pool, seed):
     if not pool.indexed:
         return
-    order = torch.randperm(pool.slots, generator=torch.Generator().manual_seed(seed))
+    null = torch.arange(pool.null + 1)
+    order = torch.randperm(pool.slots - len(null), generator=torch.Generator().manual_seed(seed))
+    order = torch.cat([null, order + len(null)])
     where = order.argsort()
     o, after = pool.run()
     indices, _, snapshots = pool.indices()
@@ -135,7 +185,7 @@ def test_where_the_slots_lie_does_not_matter(pool, seed):
         if slots is None:
             return None
         moved = where[slots.long().clamp(min=0)].to(slots.dtype)
-        return torch.where(slots >= 0, moved, slots).to(TARGET.device)
+        return torch.where(slots > pool.null, moved, slots).to(TARGET.device)
 
     moved, state = pool.run(
         pool.state()[order.to(TARGET.device)],
@@ -255,6 +305,15 @@ def test_sequences_that_share_a_slot_compute_what_each_computes_alone(fork):
     assert fork.legal
     kernels = dispatch.backend_name(TARGET.device) == "triton"
     assert_fork(fork, TARGET.device, bits=kernels)
+
+
+@pytest.mark.bits
+@pytest.mark.quick
+@given(fork=forks(), null=st.sampled_from((0, 3)))
+@example(fork=SAMPLES, null=0)
+@example(fork=Fork(((2, -1, 3), (-1, -2, 0), (4, -1, 5)), (3, 1, 3), None, 6), null=0)
+def test_every_slot_up_to_null_slot_counts_as_a_negative_one(fork, null):
+    assert_null_slots(fork, null, TARGET.device)
 
 
 @given(fork=forks())

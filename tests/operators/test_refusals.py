@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from torch._subclasses import FakeTensorMode
 
 import kda_ops
 import kda_ops.distributed
+from kda_ops import checks
 from kda_ops.nn import GatedRMSNorm, ShortConvolution
 from tests.operators.test_layer_operators import LEGAL, LEGAL_NORM
 from tests.operators.test_validation import ARGUMENTS, arguments
 from tests.support.calls import overload
+from tests.support.cases import on
 from tests.support.fresh import python
 from tests.support.target import TARGET
 
@@ -205,6 +208,49 @@ SLOTS = [
         "below the number of slots, 3, got 7",
     ),
 ]
+
+
+NULL = [
+    ("recurrent_", {"null_slot": -2}, {}, "null_slot must lie between -1 and"),
+    ("chunk_", {"null_slot": 2**31}, {}, "null_slot must lie between -1 and"),
+    ("recurrent_", {"null_slot": 0}, {"state_indices": None}, "null_slot must be -1 without state"),
+    ("chunk_", {"null_slot": 0}, {"state_indices": None}, "null_slot must be -1 without state"),
+    (
+        "chunk_",
+        {"null_slot": 0},
+        {"state_indices": torch.tensor([1, 1])},
+        "state_indices must name",
+    ),
+    (
+        "recurrent_",
+        {"null_slot": 0},
+        {"state_indices": torch.tensor([[0] * 5, [1, 0, 2, 9, 2]])},
+        "state_indices must be below the number of slots, 3, got 9",
+    ),
+]
+
+
+@pytest.mark.parametrize("op, flags, change, words", NULL)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_wrong_null_slots_and_tables_with_one_are_refused(variant, op, flags, change, words):
+    x = on(arguments(variant, op) | change, TARGET.device)
+    if "state_indices" in change and change["state_indices"] is None:
+        x["state"] = x["state"][:2]
+    before = x["state"].clone()
+    with patch.object(checks, "CHECK_VALUES", True), pytest.raises(ValueError, match=f"^{words}"):
+        overload(variant, op)(*x.values(), **flags)
+    assert torch.equal(x["state"], before)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tables_may_name_a_null_slot_many_times_and_count_anything_for_it(variant):
+    x = arguments(variant, "recurrent_")
+    x["state_indices"] = torch.zeros(2, 5, dtype=torch.int32)
+    x["num_accepted_tokens"] = torch.tensor([0, 99])
+    x, before = on(x, TARGET.device), x["state"].clone()
+    with patch.object(checks, "CHECK_VALUES", True):
+        o = overload(variant, "recurrent_")(*x.values(), null_slot=0)
+    assert not o.any() and torch.equal(x["state"].cpu(), before)
 
 
 @pytest.mark.skipif(TARGET.device.type != "cpu", reason="the values live on the device")

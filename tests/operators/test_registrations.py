@@ -108,6 +108,7 @@ POOLS = {
         Case(B=3, T=3, gate="softplus", l2norm=True), "", True, (False, True)
     ),
     "bfloat16, transposed": Pool(Case(B=2, T=3, transposed=True), "", dtype=torch.bfloat16),
+    "one anew, a null slot": Pool(Case(B=3, T=3), "", dead=(False, True), null=0, fresh=(True,)),
 }
 
 
@@ -118,11 +119,14 @@ def test_opcheck_of_in_place_operators(variant, op, pool):
     if TARGET.slow and pool.dtype is torch.bfloat16:
         pytest.skip("the interpreter has no bfloat16")
     pool = replace(pool, op=op, case=replace(pool.case, variant=variant, state=False, final=False))
-    indices = pool.indices()[0]
-    slots = None if indices is None else indices.to(TARGET.device)
-    args = pool_arguments(pool.case.inputs(TARGET.device), pool.state(), slots, None)
+    if op == "recurrent_":
+        pool = replace(pool, fresh=())
+    args = pool.arguments(pool.state().nan_to_num())  # opcheck compares pools
     utils = COMPILED if pool.indexed and pool.dtype is None else QUICK
     opcheck(overload(variant, op), tuple(args), pool.flags(), test_utils=utils)
+    out = torch.empty_like(args[2], memory_format=torch.contiguous_format)
+    given = pool.flags() | {"out": out}
+    opcheck(overload(variant, f"{op}.out"), tuple(args), given, test_utils=utils)
 
 
 @pytest.mark.quick

@@ -27,7 +27,8 @@ ARGUMENTS = {
         "q k v g beta state state_indices num_accepted_tokens A_log dt_bias cu_seqlens".split()
     ),
     "chunk_": tuple(
-        "q k v g beta state state_indices snapshot_indices A_log dt_bias cu_seqlens".split()
+        "q k v g beta state state_indices snapshot_indices A_log dt_bias cu_seqlens "
+        "has_initial_state".split()
     ),
     "gate": ("g", "A_log", "dt_bias"),
 }
@@ -36,7 +37,8 @@ ARGUMENTS = {
 def arguments(variant, op):
     """Return the tensors of a legal call by name."""
     x = Case(variant, B=B, T=T, H=H, HV=HV, K=K, V=V).inputs() | {
-        n: None for n in ("state_indices", "num_accepted_tokens", "snapshot_indices")
+        n: None
+        for n in ("state_indices", "num_accepted_tokens", "snapshot_indices", "has_initial_state")
     }
     x["state"] = torch.randn(3, HV, K, V)
     if op in ("recurrent_", "chunk_"):
@@ -49,11 +51,12 @@ def arguments(variant, op):
 
 def call(variant, op, change, fake):
     x = arguments(variant, op) | change
+    kind = f"{op}.out" if "out" in x else op
     if fake:
         with FakeTensorMode(allow_non_fake_inputs=False) as mode:
             x = {n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in x.items()}
-            return overload(variant, op)(*[x.pop(n) for n in ARGUMENTS[op]], **x)
-    return overload(variant, op)(*[x.pop(n) for n in ARGUMENTS[op]], **x)
+            return overload(variant, kind)(*[x.pop(n) for n in ARGUMENTS[op]], **x)
+    return overload(variant, kind)(*[x.pop(n) for n in ARGUMENTS[op]], **x)
 
 
 def z(*shape, dtype=torch.float32, device="cpu"):
@@ -96,6 +99,7 @@ GIVEN = {
     "state_indices": (POOLS, ints(2), {}),
     "num_accepted_tokens": ("recurrent_", ints(2), {"state_indices": ints(2, 5)}),
     "snapshot_indices": ("chunk_", ints(2, 1), {}),
+    "has_initial_state": ("chunk_", z(2, dtype=torch.bool), {}),
 }
 
 
@@ -400,6 +404,17 @@ REFUSED = [
     ("chunk_", {"snapshot_indices": ints(3, 1)}, r"^snapshot_indices must have shape"),
     (
         "chunk_",
+        {"has_initial_state": z(3, dtype=torch.bool)},
+        r"^has_initial_state must have shape \[N\] = \[2\], got \[3\]",
+    ),
+    (
+        "chunk_",
+        {"has_initial_state": ints(2)},
+        r"^has_initial_state must be bool, got torch.int64: compare",
+        TypeError,
+    ),
+    (
+        "chunk_",
         {"snapshot_every": 2},
         r"^snapshot_every spaces the snapshots and needs snapshot_indices",
     ),
@@ -459,6 +474,100 @@ def test_a_wrong_call_is_refused_with_a_clear_error(variant, op, change, excepti
         assert torch.equal(change["state"], state["before"]), (
             "the pool was written before the call was refused"
         )
+
+
+OUT = {
+    "shape": (
+        z(B, T, HV, V + 1),
+        ValueError,
+        r"^out must have shape \[B, T, HV, V\] = \[2, 5, 4, 6",
+    ),
+    "dtype": (
+        z(B, T, HV, V, dtype=torch.bfloat16),
+        TypeError,
+        "^out must have the dtype of v, torch.float32, got torch.bfloat16",
+    ),
+    "device": (
+        z(B, T, HV, V, device="meta"),
+        TypeError,
+        "^out must have the device of v, cpu, got",
+    ),
+    "itself": (z(B, 1, HV, V).expand(B, T, HV, V), ValueError, "^out must not overlap itself"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fake", (False, True), ids=("real", "fake"))
+@pytest.mark.parametrize("out, error, words", OUT.values(), ids=OUT)
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_a_wrong_out_is_refused_before_anything_is_written(variant, op, out, error, words, fake):
+    pool = arguments(variant, op)["state"]
+    before = pool.clone()
+    with pytest.raises(error, match=words):
+        call(variant, op, {"out": out, "state": pool}, fake)
+    assert torch.equal(pool, before) and (out.is_meta or not out.any())
+
+
+def takes_memory(x):
+    """Return a tensor for o in the memory of another tensor, and one that takes its place."""
+    count = B * T * HV * V
+    bytes = torch.zeros(max(4 * count, x.nbytes) + 8, dtype=torch.uint8)
+    bytes = bytes[-bytes.data_ptr() % 8 :]
+    other = bytes[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+    return bytes[: 4 * count].view(torch.float32).view(B, T, HV, V), other
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+@pytest.mark.parametrize("variant", ("kda", "gdn"))
+def test_an_out_that_shares_memory_with_another_tensor_is_refused(variant, op):
+    gates = {"use_gate_in_kernel": True, "lower_bound": -1.0, "A_log": torch.zeros(HV)}
+    gates["dt_bias"] = torch.zeros((HV, K) if variant == "kda" else HV)
+    tables = {"state_indices": torch.zeros(2, 5, dtype=torch.int64) + torch.tensor([[2], [0]])}
+    tables["num_accepted_tokens"] = torch.ones(2, dtype=torch.int64)
+    if op == "chunk_":
+        tables = {"snapshot_indices": -torch.ones(2, 1, dtype=torch.int64)}
+        tables["has_initial_state"] = torch.tensor([True, False])
+    given = arguments(variant, op) | gates | tables
+    tested = [n for n in ARGUMENTS[op] if given[n] is not None]
+    assert {*ARGUMENTS[op]} - {*tested} == {"cu_seqlens"}
+    call(variant, op, given | {"out": z(B, T, HV, V)}, False)
+    for name in tested:
+        out, shared = takes_memory(given[name])
+        state = shared if name == "state" else given["state"]
+        before, kept = state.clone(), out.view(torch.int32).clone()
+        with pytest.raises(ValueError, match=f"^out must not share memory with {name}, because"):
+            call(variant, op, given | {name: shared, "state": state, "out": out}, False)
+        assert torch.equal(state, before) and torch.equal(out.view(torch.int32), kept)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
+def test_out_may_lie_between_the_rows_of_an_input(op):
+    """As columns of one buffer, in front of those of v or behind them, or as rows of it."""
+    x = arguments("kda", op)
+    want = call("kda", op, x | {"state": x["state"].clone()}, False)
+    v = x["v"]
+    for columns in (slice(0, V), slice(V, 2 * V)):
+        buffer = torch.zeros(B, T, HV, 2 * V)
+        out = buffer[..., columns]
+        own = buffer[..., V:] if columns.start == 0 else buffer[..., :V]
+        call("kda", op, x | {"v": own.copy_(v), "state": x["state"].clone(), "out": out}, False)
+        assert torch.equal(out, want) and torch.equal(own, v)
+    buffer = torch.zeros(B, 2, T, HV, V)
+    own, out = buffer.unbind(1)
+    call("kda", op, x | {"v": own.copy_(v), "state": x["state"].clone(), "out": out}, False)
+    assert torch.equal(out, want) and torch.equal(own, v)
+    wide = torch.zeros(2 * B * T * HV * V + V)
+    strides = (T * HV * 2 * V, HV * 2 * V, 2 * V, 1)
+    out, own = (wide.as_strided((B, T, HV, V), strides, first) for first in (0, V + 1))
+    with pytest.raises(ValueError, match="^out must not share memory with v"):  # of the next row
+        call("kda", op, x | {"v": own, "out": out}, False)
+    with pytest.raises(ValueError, match="^out must not share memory with v"):  # by one element
+        rest = torch.zeros(2 * B * T * HV * V).as_strided((B, T, HV, V), (T * HV * V, HV * V, V, 1))
+        own = torch.as_strided(rest, rest.shape, rest.stride(), rest.numel() - 1)
+        call("kda", op, x | {"v": own, "out": rest}, False)
 
 
 @pytest.mark.parametrize("op", ARGUMENTS)

@@ -17,7 +17,8 @@ Results = dict[str, Tensor]
 
 def overload(variant: str, name: str) -> torch._ops.OpOverload:
     """Return the registered operator."""
-    return getattr(getattr(torch.ops, variant), name).default
+    name, _, kind = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, variant), name), kind or "default")
 
 
 def operator_of(name: str) -> torch._ops.OpOverload:

@@ -189,6 +189,25 @@ def assert_fork(
     return o, after
 
 
+def assert_null_slots(fork: Fork, null: int, device: torch.device) -> None:
+    """Check that slots up to `null` count as negative ones in a legal table.
+
+    Its other slots move up, to make room for slots that nobody may read or write.
+    """
+    flags, before = fork.case.flags("recurrent_"), fork.state(device)
+    x = fork.arguments(before)
+    want = by_operator(fork.variant, list(x.values()), flags)
+    table = x["state_indices"]
+    room = torch.full_like(before[:1], torch.nan).expand(null + 1, *before.shape[1:])
+    nobody = torch.arange(table.numel(), device=device).view(table.shape) % (null + 2) - 1
+    moved = fork.arguments(torch.cat([room, before]))
+    moved["state_indices"] = torch.where(table < 0, nobody.to(table.dtype), table + null + 1)
+    got = by_operator(fork.variant, list(moved.values()), flags | {"null_slot": null})
+    assert_identical(got, want, "o")
+    assert_identical(moved["state"][null + 1 :], x["state"], "the pool")
+    assert moved["state"][: null + 1].isnan().all(), "a slot that is nobody's was written"
+
+
 @st.composite
 def forks(draw, **fixed: object) -> Fork:
     """Draw a legal call: sequences read shared slots, or slots of their own, and write their own.

@@ -141,7 +141,8 @@ def pretend_gpu() -> Iterator[list[Launched]]:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
     def copy(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        assert x.shape == y.shape and x.is_contiguous()
+        # into a buffer of a plan, or from there into a caller's tensor
+        assert x.shape == y.shape and (x.is_contiguous() or y.is_contiguous())
         return x
 
     def run(self, *args, grid, warmup, **options):

@@ -16,6 +16,9 @@ from kda_ops.stages import GRADIENTS, KEPT
 
 KINDS: tuple[Any, ...] = (chunk.Infer, chunk.Forward, chunk.Backward, chunk.Prefill)
 KINDS += (recurrent.Recur, recurrent.Decode, GatePass, GateBackwardPass)
+INTO = (chunk.PrefillInto, recurrent.DecodeInto)
+PREFILLS, DECODES = (chunk.Prefill, INTO[0]), (recurrent.Decode, INTO[1])
+KINDS += INTO
 LAYOUTS = ("dense", "off", "heads_first", "fused", "second", "far")
 TOKENS: tuple[int, ...] = (
     1,
@@ -63,6 +66,8 @@ class Model:
     kept: bool
     need: int
     flags: tuple[tuple[str, Any], ...]
+    null: int = -1  # up to which slots are nobody's
+    resumed: bool = False  # whether a prefill is told which sequences begin anew
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,8 @@ models = st.builds(
     do=bools,
     kept=bools,
     need=st.integers(1, 255),
+    null=st.sampled_from((-1, -1, 0)),
+    resumed=bools,
     flags=st.tuples(
         *(
             st.tuples(st.just(name), bools)
@@ -182,17 +189,17 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "dense") -> T
 def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """Make the arguments and flags of a call; of a backward its own, without what is kept."""
     kind, HV = model.kind, model.H * model.group
-    in_place = kind in (chunk.Prefill, recurrent.Decode)
+    in_place = kind in (*PREFILLS, *DECODES)
     packed = model.packed and kind not in (GatePass, GateBackwardPass)
     B, N = (1, n.N) if packed else (n.B, n.B)
     T = n.T
-    if kind is recurrent.Decode and model.slots == 2 and not packed:
+    if kind in DECODES and model.slots == 2 and not packed:
         T = min(T, n.columns)
     D = (model.K,) if model.rank else ()
     activated = model.gate in ("softplus", "bounded")
     names = ["use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "transpose_state_layout"]
     names += [] if in_place else ["output_final_state"]
-    if kind not in (recurrent.Recur, recurrent.Decode):
+    if kind not in (recurrent.Recur, *DECODES):
         names += ["safe_gate", "safe_beta", "safe_keys", "invariant"]
     flags: dict[str, Any] = {x: y for x, y in model.flags if x in names}
     flags |= {"use_gate_in_kernel": activated, "scale": 0.125}
@@ -223,8 +230,14 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
     if in_place:
         rows = N if not model.slots else 5 * N
         x["state"] = make((rows, HV, *width), model.pool, n.state_layout)
-        if kind is chunk.Prefill:
+        if model.slots:
+            flags["null_slot"] = model.null
+        if kind in INTO:
+            x["out"] = make((B, T, HV, model.V), model.dtype, n.layout)
+        if kind in PREFILLS:
             flags["snapshot_every"] = 1
+            if model.resumed:
+                x["has_initial_state"] = make((N,), torch.bool, n.state_layout)
             x["state"] = make((rows, HV, *width), torch.float32, n.state_layout)
             if model.slots:
                 x["state_indices"] = make((N,), model.index)

@@ -21,8 +21,8 @@ from tests.support.pretended_calls import LAYOUTS, make
 CHUNK = 64
 LENGTHS = dict(B=2, T=70, N=2, S=72, J=1, L=5, H=2, h=4, K=16, V=32, C=CHUNK, R=3)
 LENGTHS |= dict(X=48, W=4, P=3, G=2)
-DTYPES = (torch.bfloat16, torch.float32, torch.int32)
-OTHER_DTYPES = (*DTYPES, torch.float16, torch.float64, torch.int64, torch.bool)
+DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.bool)
+OTHER_DTYPES = (*DTYPES, torch.float16, torch.float64, torch.int64)
 DEVICES = ("cuda:1", "cpu", "meta")
 OTHER_FLAGS = dict(
     scale=0.3, lower_bound=-4.0, snapshot_every=3, need=1, activation="silu", eps=1e-3
@@ -107,7 +107,7 @@ def find(record: Operator, rank: int, packed: bool, flagged: bool, style: str) -
     flags: dict[str, Any] = {
         x.name: flagged if isinstance(x.default_value, bool) else x.default_value
         for x in record.overload(namespace)._schema.arguments
-        if x.kwarg_only
+        if x.kwarg_only and x.name not in record.names
     }
     lengths = LENGTHS | ({"B": 1} if packed else {})
     call = Call(record, rank, lengths, {}, flags, packed)

@@ -49,7 +49,7 @@ from kda_ops.stages import Backend, Gradients, Pass
 
 MOST_PLANS = 1024  # of a process; after that all are dropped
 # passes that meet the same few sizes thousands of times
-_DECODES = frozenset((recurrent.Decode, convolution.ConvolveInPlace))
+_DECODES = frozenset((recurrent.Decode, recurrent.DecodeInto, convolution.ConvolveInPlace))
 
 
 class _Recorded(Problem):
@@ -105,6 +105,14 @@ class Triton(Backend):
         No scan reads that tile before `prepare` takes it back, and `prepare` then needs no scores.
         """
         return bool(p.rank) and not p.disable_recompute and p.q.dtype.itemsize == 2
+
+    def writes_to(self, out: Tensor) -> bool:
+        """Return whether kernels write to a caller's tensor: a contiguous one."""
+        return out.is_contiguous()
+
+    def copy_to(self, out: Tensor, o: Tensor) -> None:
+        """Copy o to a caller's tensor."""
+        launch.copy_to(out, o)
 
     def overlap_streams(self, p: Problem) -> AbstractContextManager[AbstractContextManager]:
         """Overlap two stages on two streams, if the device has room for both."""

@@ -297,15 +297,16 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypa
         forget_plans()
 
 
+@pytest.mark.parametrize("fresh", ((), (True,)))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_pool_keeps_the_state_that_a_scan_has_to_start_from_again(variant, force):
+def test_a_pool_keeps_the_state_that_a_scan_has_to_start_from_again(variant, fresh, force):
     """Where a scan that follows `prepare` has missed a tile, nothing is written to the slot that it
     also began with.
     """
     force(ahead=1)
     case = Case(variant=variant, B=1, T=150, state=False, final=False, dtype=torch.float32)
     test_pools.test_a_call_on_a_pool_is_the_functional_call_on_its_slots.hypothesis.inner_test(
-        pool=Pool(case, "chunk_", False, ())
+        pool=Pool(case, "chunk_", False, (), fresh=fresh)
     )
 
 

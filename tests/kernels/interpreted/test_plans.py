@@ -11,7 +11,7 @@ from kda_ops import checks, dispatch
 from tests.support.calls import overload, run
 from tests.support.cases import RANK, Case, replace
 from tests.support.closeness import assert_all_identical
-from tests.support.pools import Pool
+from tests.support.pools import OUTS, Pool, assert_out
 
 TRITON = dispatch.load("triton")
 
@@ -91,6 +91,24 @@ def test_a_pool_by_a_plan(op, pool):
     pool = replace(pool, op=op, case=replace(pool.case, state=False, final=False))
 
     assert_a_plan_changes_no_bit(lambda: dict(zip(("o", "state"), pool.run())))
+
+
+@pytest.mark.parametrize("layout", OUTS)
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+@pytest.mark.parametrize("op", ("chunk_", "recurrent_"))
+def test_out_by_a_plan(op, pool, layout):
+    pool = replace(pool, op=op, case=replace(pool.case, state=False, final=False))
+    for _ in range(2):  # the second call has a plan
+        assert_out(pool, layout)
+
+
+@pytest.mark.parametrize("op", ("chunk_", "recurrent_"))
+def test_a_call_without_tokens_or_sequences_fills_out(op):
+    """No plan serves it, and yet kernels may write zeros."""
+    for lengths in ((), (0, 0)):
+        pool = Pool(Case(lengths=lengths, tail=5, **SMALL), op)
+        for layout in ("contiguous", "columns"):
+            assert_out(pool, layout)
 
 
 @pytest.mark.parametrize("strides", ("contiguous", "heads_first", "fused"))

@@ -17,6 +17,7 @@ from tests.operators.test_pools import (  # noqa: F401, on the kernels too
     test_a_rolled_back_token_never_happened,
     test_a_token_without_a_column_gives_zero_and_writes_nothing,
     test_a_written_slot_belongs_to_one_sequence,
+    test_every_slot_up_to_null_slot_counts_as_a_negative_one,
     test_padding_may_have_any_accepted_count,
     test_sequences_that_share_a_slot_compute_what_each_computes_alone,
 )

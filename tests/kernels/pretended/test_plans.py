@@ -11,10 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from kda_ops import chunk, recurrent
-from kda_ops.backends.triton import BACKEND
+from kda_ops import chunk, convolution, recurrent
+from kda_ops.backends.triton import BACKEND, tuning
 from kda_ops.backends.triton import backend as triton_backend
-from kda_ops.backends.triton.plans.plan import Launch, Memory, Wait, lay_out
+from kda_ops.backends.triton.plans.plan import Copy, CopyBack, Launch, Memory, Wait, lay_out
 from kda_ops.backends.triton.plans.sizes import formula, text_of
 from kda_ops.stages import KEPT
 from tests.support import pretended_calls
@@ -58,6 +58,79 @@ def test_a_planned_call_writes_a_contiguous_output():
     q, v = torch.empty(2, 1, 2, 8, device="cuda:0"), torch.empty(2, 1, 8, 2, device="cuda:0").mT
     outs = [decode(q, v) for _ in range(2)]
     assert len(plans()) == 1 and all(o.is_contiguous() and o.shape == v.shape for o in outs)
+
+
+@pytest.mark.parametrize("kind", pretended_calls.INTO)
+def test_a_contiguous_out_costs_no_memory_and_a_strided_one_a_copy(kind):
+    model = pretended_calls.Model(
+        kind=kind, rank=0, kept=False, **pretended_calls.MODEL | dict(V=64, slots=1)
+    )
+    for layout, copies in (("dense", 0), ("fused", 1)):
+        BACKEND.forget()
+        numbers = replace(pretended_calls.usual(1, B=2), layout=layout)
+        for _ in range(2):
+            assert not BACKEND.run(*pretended_calls.run(BACKEND, model, numbers))
+        (plan,) = plans()
+        assert [type(step) for step in plan.steps].count(CopyBack) == copies
+        assert [b.name for b in plan.own] == ["o"] * copies
+
+
+def projection(rank, T):
+    """Return a layer's inputs as engines have them: q, k and v as columns of one row, raw gates.
+
+    The gates of Qwen3-Next are in bf16, and A_log is in fp32.
+    """
+    H, HV, D = 2, 4, 128
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+    mixed = empty(1, T, (2 * H + HV) * D)
+    columns = mixed.split((H * D, H * D, HV * D), -1)
+    x = {n: y.unflatten(-1, (-1, D)) for n, y in zip("qkv", columns)}
+    gate = (HV, D) if rank else (HV,)
+    x |= {"g": empty(1, T, *gate), "beta": empty(1, T, HV)}
+    x |= {"A_log": empty(HV, dtype=torch.float32), "dt_bias": empty(*gate, dtype=torch.float32)}
+    x |= {"state": empty(9, HV, D, D, dtype=torch.float32)}
+    flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True)
+    return x, flags | dict(use_beta_sigmoid_in_kernel=True, transpose_state_layout=True)
+
+
+@pytest.mark.parametrize("walked", (False, True))
+@pytest.mark.parametrize("kind, T", ((chunk.Prefill, 170), (recurrent.Decode, 3)))
+@pytest.mark.parametrize("rank", (0, 1))
+def test_views_of_a_packed_projection_cost_no_copy(rank, kind, T, walked, monkeypatch):
+    x, flags = projection(rank, T)
+    monkeypatch.setattr(tuning, "FORCED_WALK", walked)
+    if walked:
+        flags["lower_bound"] = -5.0
+    N = 3
+    x["state_indices"] = torch.empty(N, dtype=torch.int32, device="cuda:0")
+    x["cu_seqlens"] = torch.empty(N + 1, dtype=torch.int32, device="cuda:0")
+    args = tuple(x.get(n) for n in kind.operator.names)
+    for _ in range(2):
+        BACKEND.run(kind, rank, args, flags | {"null_slot": 0})
+    (plan,) = plans()
+    assert not any(isinstance(step, Copy) for step in plan.steps)
+    assert [b.name for b in plan.own if not b.zero] == ["o"]
+    launched = [step.kernel.__name__ for step in plan.steps if isinstance(step, Launch)]
+    walks = walked and rank == 1 and kind is chunk.Prefill
+    assert any("walk" in name for name in launched) == walks
+
+
+def test_the_convolution_of_columns_of_a_projection_costs_no_copy():
+    """As an engine calls it: q, k, v and the output gate come from one product."""
+    wide = torch.empty(1, 170, 1024 + 512, dtype=torch.bfloat16, device="cuda:0")
+    x = {"x": wide[..., :1024], "weight": torch.empty(1024, 4, device="cuda:0")}
+    tails = torch.empty(9, 1024, 3, dtype=torch.bfloat16, device="cuda:0")
+    x |= {"tail": tails.mT, "tail_indices": torch.empty(3, dtype=torch.int32, device="cuda:0")}
+    x |= {"cu_seqlens": torch.empty(4, dtype=torch.int32, device="cuda:0")}
+    kind = convolution.ConvolveInPlace
+    args = tuple(x.get(n) for n in kind.operator.names)
+    (y,) = BACKEND.run(kind, 1, args, {"activation": "silu"})
+    (plan,) = plans()
+    assert not any(isinstance(step, Copy) for step in plan.steps)
+    assert [b.name for b in plan.own] == ["y"] and y.is_contiguous()
 
 
 def test_decode_remembers_sizes_and_only_for_calls_that_look_alike():

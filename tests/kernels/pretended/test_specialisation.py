@@ -24,6 +24,8 @@ DTYPES = {
     "*i16": torch.int16,
     "*u8": torch.uint8,
     "*i8": torch.int8,
+    "*i1": torch.bool,
+    "*u1": torch.bool,
 }
 
 

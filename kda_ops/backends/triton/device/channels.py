@@ -72,7 +72,23 @@ class Span:
 
 
 @gluon.jit
-def find_span(cu_seqlens, slots, N, T, HV, SHARES: gl.constexpr = 1):
+def drop_null(slot, NULL: gl.constexpr):
+    """Return a slot, or -1 if it is at most NULL and so nobody's."""
+    if NULL >= 0:
+        slot = gl.where(slot > NULL, slot, -1)
+    return slot
+
+
+@gluon.jit
+def is_resumed(resumed, i_n, live):
+    """Return whether a live sequence starts from its slot, and not from zero."""
+    if resumed is not None:
+        live = live & gl.load(resumed + i_n, mask=live, other=0)
+    return live
+
+
+@gluon.jit
+def find_span(cu_seqlens, slots, N, T, HV, SHARES: gl.constexpr = 1, NULL: gl.constexpr = -1):
     """Return the span of this program. A sequence without a slot has no chunks.
 
     With cu_seqlens, "sequence" N holds the tokens after the last one, and has no chunks either. N
@@ -96,7 +112,7 @@ def find_span(cu_seqlens, slots, N, T, HV, SHARES: gl.constexpr = 1):
     else:
         token, length = i_n * T, T
     if slots is not None:
-        live = live & (gl.load(slots + i_n, mask=live, other=-1) >= 0)
+        live = live & (drop_null(gl.load(slots + i_n, mask=live, other=-1), NULL) >= 0)
     if SHARES > 1:
         skipped = gl.minimum(gl.program_id(0) % SHARES * 64, length)
         token, length = token + skipped, length - skipped

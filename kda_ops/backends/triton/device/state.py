@@ -5,6 +5,22 @@ import triton.language as tl
 
 
 @triton.jit
+def drop_null(slot, NULL: tl.constexpr):
+    """Return a slot, or -1 if it is at most NULL and so nobody's."""
+    if NULL >= 0:
+        slot = tl.where(slot > NULL, slot, -1)
+    return slot
+
+
+@triton.jit
+def is_resumed(resumed, i_n, live):
+    """Return whether a live sequence starts from its slot, and not from zero."""
+    if resumed is not None:
+        live = live & tl.load(resumed + i_n, mask=live, other=0)
+    return live
+
+
+@triton.jit
 def state_at(state, slot, i_h, o_k, o_v):
     """Return pointers to S[k, v] of one slot and head, [BK, BV]; strides hold the layout."""
     p_s = state.pointer + (

@@ -48,10 +48,10 @@ def call_key(kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) ->
             continue
         if not x.is_contiguous():
             name = operator.names[i]
-            pool = name == operator.mutates
-            if pool:  # it is written in place: writes to a copy would be lost
+            written = name in operator.writes
+            if written:  # it is written in place: writes to a copy would be lost
                 check_no_overlap(name, x)
-            if name in dense or not (pool or spans(x)):
+            if name in dense or not (written or spans(x)):
                 x = x.contiguous()
                 args = (*args[:i], x, *args[i + 1 :])
             else:

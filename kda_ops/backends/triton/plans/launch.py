@@ -94,6 +94,14 @@ def copy_of(x: Tensor) -> Tensor:
     return y
 
 
+def copy_to(x: Tensor, y: Tensor) -> None:
+    """Copy y, which the pass has allocated, to x, an input that it writes."""
+    if not _HERE.compiles:
+        values(x).copy_(values(y))
+    if _HERE.recorder is not None:
+        _HERE.recorder.copy_back(x, y)
+
+
 @overload
 def strides_of(x: Tensor) -> tuple[int, ...]: ...
 @overload

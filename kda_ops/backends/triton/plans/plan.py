@@ -20,6 +20,7 @@ from kda_ops.backends.triton.plans.launch import side_stream
 from kda_ops.backends.triton.plans.recording import (
     Buffer,
     Copy,
+    CopyBack,
     Descriptor,
     Launch,
     Recording,
@@ -108,6 +109,11 @@ class Plan:
             s.result: (recording.inputs.index(s.source), order[s.result])
             for s in self.steps
             if isinstance(s, Copy)
+        }
+        self.copies_back = {
+            s.result: (recording.inputs.index(s.result), order[s.source])
+            for s in self.steps
+            if isinstance(s, CopyBack)
         }
         self.parts = [order[s.parts] for s in self.sums]
         order |= {s.result: len(order) + i for i, s in enumerate(self.sums)}
@@ -256,6 +262,9 @@ class Plan:
                 if type(step) is Copy:
                     source, result = self.copies[step.result]
                     own[result].copy_(tensors[source])  # type: ignore[arg-type]
+                elif type(step) is CopyBack:
+                    result, source = self.copies_back[step.result]
+                    tensors[result].copy_(own[source])  # type: ignore[union-attr]
                 elif type(step) is Total:
                     i = len(own) - len(self.own)
                     own.append(own[self.parts[i]].sum(0).view(bound.ends[i]).to(step.dtype))

@@ -90,6 +90,14 @@ class Copy:
     result: str
 
 
+@dataclass
+class CopyBack:
+    """The copy of a buffer to an input that the pass writes."""
+
+    source: str
+    result: str
+
+
 class Recording:
     """The inputs, numbers, buffers and steps of one pass, as `launch` reports them."""
 
@@ -100,7 +108,7 @@ class Recording:
         self.like: dict[tuple[str, torch.dtype], int] = {}  # contiguous inputs by shape and dtype
         self.constants: dict[str, Tensor] = {}
         self.buffers: dict[str, Buffer] = {}
-        self.steps: list[Launch | Wait | Total | Copy] = []
+        self.steps: list[Launch | Wait | Total | Copy | CopyBack] = []
         self._time, self._forked = 0, False  # all steps between fork and join have one time
 
     def take(self, name: str, x: Tensor | None, shape: tuple, strides: tuple | None) -> Any:
@@ -141,6 +149,14 @@ class Recording:
         self.buffers[result].own = True
         self._time += not self._forked
         self.steps.append(Copy(source, result))
+
+    def copy_back(self, x: Any, y: Any) -> None:
+        """Add the step that copies y to x, an input."""
+        result, source = self._used(x).name, self._used(y).name
+        assert result in self.inputs
+        self.buffers[source].own = True
+        self._time += not self._forked
+        self.steps.append(CopyBack(source, result))
 
     def _used(self, x: Any) -> Memory:
         if type(x) is not Ref:

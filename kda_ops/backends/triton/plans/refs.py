@@ -54,6 +54,10 @@ class Ref:
         """The device."""
         return self.data.device
 
+    def is_contiguous(self) -> bool:
+        """Return whether the tensor is contiguous, which the key of a plan knows of an input."""
+        return self.data.is_contiguous()
+
     def stride(self, axis: int | None = None) -> Any:
         """Return the strides as sizes, or that of one axis."""
         return self._strides if axis is None else self._strides[axis]
@@ -76,10 +80,6 @@ class Ref:
     def data_ptr(self) -> int:
         """Return the address modulo 16, which is all that a plan knows of it."""
         return self.data.data_ptr() % 16
-
-    def is_contiguous(self) -> bool:
-        """Return whether it is contiguous, which the key of a plan says of each input."""
-        return self.data.is_contiguous()
 
     def contiguous(self) -> Ref:
         """Return a contiguous tensor as it is."""

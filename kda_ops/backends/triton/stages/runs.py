@@ -24,7 +24,13 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.operands import strided
-from kda_ops.backends.triton.device.state import close_state, open_state, state_at
+from kda_ops.backends.triton.device.state import (
+    close_state,
+    drop_null,
+    is_resumed,
+    open_state,
+    state_at,
+)
 from kda_ops.backends.triton.device.tile import (
     CHUNK,
     INTERPRETED,
@@ -65,6 +71,7 @@ def place(
     BV: tl.constexpr,
     RUN: tl.constexpr,
     BACK: tl.constexpr,
+    NULL: tl.constexpr = -1,
 ):
     """Return this program's `Place`.
 
@@ -83,7 +90,7 @@ def place(
             i_n = i_r // tl.cdiv(T, RUN * CHUNK)
     live = i_n < N
     if slots is not None:
-        live = live & (tl.load(slots + i_n, mask=live, other=-1) >= 0)
+        live = live & (drop_null(tl.load(slots + i_n, mask=live, other=-1), NULL) >= 0)
     i_b, bos, length, first = locate_sequence(cu_seqlens, i_n, N, T)
     start, stop, begins, ends = i_r * 0, tl.cdiv(length, CHUNK), live, live
     if RUN:
@@ -102,20 +109,32 @@ def place(
 
 @triton.jit
 def open_run(
-    state, slots, maps, at, live, o_k, o_v, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr
+    state,
+    slots,
+    maps,
+    at,
+    live,
+    o_k,
+    o_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    RUN: tl.constexpr,
+    resumed=None,
 ):
     """Return what a program's scan starts from, [BK, BV] fp32: the state of its sequence, that of
     its run, or [0 | I] to find the map.
     """
     i_r, begins, _ = at.run
     if maps.pointer is not None:
-        b_S = open_state(state, slots, at.i_n, at.i_h, o_k, o_v, live & begins, K, V)
+        there = is_resumed(resumed, at.i_n, live & begins)
+        b_S = open_state(state, slots, at.i_n, at.i_h, o_k, o_v, there, K, V)
         close_state(maps, None, i_r, at.i_h, b_S, o_k, o_v, live & begins, K, V)
         b_S = tl.where(((o_k + V)[:, None] == o_v[None, :]) & (not begins), 1.0, b_S)
+    elif RUN:
+        b_S = open_state(state, None, i_r, at.i_h, o_k, o_v, live, K, V)
     else:
-        b_S = open_state(
-            state, None if RUN else slots, i_r if RUN else at.i_n, at.i_h, o_k, o_v, live, K, V
-        )
+        there = is_resumed(resumed, at.i_n, live)
+        b_S = open_state(state, slots, at.i_n, at.i_h, o_k, o_v, there, K, V)
     return b_S
 
 

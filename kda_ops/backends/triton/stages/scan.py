@@ -24,6 +24,7 @@ from kda_ops.backends.triton.device.operands import (
     TileKDA,
     strided,
 )
+from kda_ops.backends.triton.device.state import drop_null
 from kda_ops.backends.triton.device.tile import (
     CHUNK,
     FOLLOWED,
@@ -76,11 +77,13 @@ def fill_zero(o, strides, i_b, i_h, bos, length, start, stop, o_v, V: tl.constex
 
 
 @triton.jit
-def snapshot(ends, at, chunk, b_S, every, columns, K: tl.constexpr, V: tl.constexpr):
+def snapshot(
+    ends, at, chunk, b_S, every, columns, K: tl.constexpr, V: tl.constexpr, NULL: tl.constexpr
+):
     """Write the state b_S after `chunk` chunks to its snapshot's slot.
 
-    It is due after `every`, 2 `every`, ... whole chunks, `columns` times at most. A negative slot
-    is skipped.
+    It is due after `every`, 2 `every`, ... whole chunks, `columns` times at most. A slot up
+    to NULL is skipped.
     """
     if ends.into.pointer is not None:
         pool, table = ends.final, ends.into
@@ -92,6 +95,7 @@ def snapshot(ends, at, chunk, b_S, every, columns, K: tl.constexpr, V: tl.conste
             mask=due,
             other=-1,
         )
+        slot = drop_null(slot, NULL)
         if slot >= 0:
             p_s = pool.pointer + (
                 slot.to(tl.int64) * pool.strides[0]
@@ -237,16 +241,17 @@ def begin_scan(
     V: tl.constexpr,
     BV: tl.constexpr,
     RUN: tl.constexpr,
+    NULL: tl.constexpr,
 ):
     """Return where this program is (`runs.Place`), and whether it scans."""
     wait_for_previous()
-    at = place(cu_seqlens, ends.slots, ends.maps, N, T, HV, K, V, BV, RUN, False)
+    at = place(cu_seqlens, ends.slots, ends.maps, N, T, HV, K, V, BV, RUN, False, NULL)
     return at, takes_part(at.live, progress)
 
 
 @triton.jit
 def open_scan(
-    ends, progress, at, live, o_k, o_v, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr
+    ends, progress, at, live, o_k, o_v, K: tl.constexpr, V: tl.constexpr, RUN: tl.constexpr, resumed
 ):
     """Return the state that this program starts from, S^T [BV, BK] fp32 (`fragment.turn`).
 
@@ -256,7 +261,8 @@ def open_scan(
     if o.pointer is not None and progress.missed is None:
         idle = tl.where(live, at.stop, at.start)
         fill_zero(o.pointer, o.strides, at.i_b, at.i_h, at.bos, at.length, idle, at.stop, o_v, V)
-    return turn(open_run(ends.initial, ends.slots, ends.maps, at, live, o_k, o_v, K, V, RUN))
+    b_S = open_run(ends.initial, ends.slots, ends.maps, at, live, o_k, o_v, K, V, RUN, resumed)
+    return turn(b_S)
 
 
 @triton.jit
@@ -287,7 +293,10 @@ def keep_trace(ends, at, i_tile, b_s, b_v, K: tl.constexpr, V: tl.constexpr):
         store_turned(ends.v_new + i_tile * (CHUNK * V) + at.i_v, V, 1, b_v, CHUNK, V - at.i_v)
 
 
-@triton.jit(do_not_specialize=["N", "T", "HV", "every", "columns", "until", "patience"])
+@triton.jit(
+    do_not_specialize=["N", "T", "HV", "every", "columns", "until", "patience"],
+    do_not_specialize_on_alignment=["resumed"],
+)
 def scan_kda(
     v,
     tile,
@@ -301,6 +310,7 @@ def scan_kda(
     HV,
     every,
     columns,
+    resumed,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -308,6 +318,7 @@ def scan_kda(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
     RUN: tl.constexpr,
+    NULL: tl.constexpr,
 ):
     """Carry BV columns of the state S of one sequence and head through the chunks.
 
@@ -325,10 +336,10 @@ def scan_kda(
 
     With `progress` the scan follows a `prepare` that still runs (`tile.UnfinishedTile`).
     """
-    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN)
+    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN, NULL)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = tile.w.dtype.element_ty
-    b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN)
+    b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN, resumed)
     for c in tl.range(at.start, tl.where(live, at.stop, at.start), num_stages=STAGES):
         c_there = follow(progress, until, patience, c, at.stop, at.i_h, HV)
         i_tile = (at.first + c_there) * HV + at.i_h
@@ -356,11 +367,14 @@ def scan_kda(
             store_output(ends.o, at, c, b_o, V)
         keep_trace(ends, at, i_tile, b_s, b_v, K, V)
         b_S = tl.dot(b_v, b_kg, b_S, input_precision=PREC)
-        snapshot(ends, at, c + 1, b_S, every, columns, K, V)
+        snapshot(ends, at, c + 1, b_S, every, columns, K, V, NULL)
     close_scan(ends, progress, at, live, b_S, o_k, o_v, K, V)
 
 
-@triton.jit(do_not_specialize=["N", "T", "until", "patience", "every", "columns"])
+@triton.jit(
+    do_not_specialize=["N", "T", "until", "patience", "every", "columns"],
+    do_not_specialize_on_alignment=["resumed"],
+)
 def scan_gdn(
     q,
     k,
@@ -377,6 +391,7 @@ def scan_gdn(
     HV,
     every,
     columns,
+    resumed,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -384,6 +399,7 @@ def scan_gdn(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
     RUN: tl.constexpr,
+    NULL: tl.constexpr,
 ):
     """Carry the state as `scan_kda` does, for one decay per head; from q, k, v and `TileGDN`::
 
@@ -394,12 +410,12 @@ def scan_gdn(
     per row, which moves past the dot products: q and k go from memory to the tensor cores as they
     are.
     """
-    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN)
+    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN, NULL)
     i_g = at.i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = tile.A.dtype.element_ty
     m_k, m_v = (o_k < K)[None, :], (o_v < V)[None, :]
-    b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN)
+    b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN, resumed)
     for c in tl.range(at.start, tl.where(live, at.stop, at.start), num_stages=STAGES):
         c_there = follow(progress, until, patience, c, at.stop, i_g, H)
         i_tile, t = (at.first + c_there) * HV + at.i_h, at.bos + c * CHUNK
@@ -426,7 +442,7 @@ def scan_gdn(
         keep_trace(ends, at, i_tile, b_s, b_v, K, V)
         b_v = (b_v * load_factor(tile.factors, i_tile, TO_END_K, COUNT_GDN)).to(TYPE)
         b_S = tl.dot(b_v, b_k, b_S * tl.load(tile.gamma + i_tile), input_precision=PREC)
-        snapshot(ends, at, c + 1, b_S, every, columns, K, V)
+        snapshot(ends, at, c + 1, b_S, every, columns, K, V, NULL)
     close_scan(ends, progress, at, live, b_S, o_k, o_v, K, V)
 
 
@@ -489,6 +505,7 @@ def scan(
             HV=p.HV,
             every=1 if ends.into.pointer is None else p.snapshot_every,
             columns=0 if ends.into.pointer is None else ends.into.pointer.shape[1],
+            resumed=p.has_initial_state,
             K=p.K,
             V=p.V,
             BK=tuning.width(p.K, p.q.dtype),
@@ -496,6 +513,7 @@ def scan(
             STAGES=options.stages,
             PREC="tf32x3" if p.q.dtype is torch.float32 else "tf32",
             RUN=runs.length,
+            NULL=p.null_slot,
             **options.launch,
             **tuning.begins_early(device),
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kda_ops.backends.triton.device.gate import sigmoid
 from kda_ops.backends.triton.device.operands import strided
+from kda_ops.backends.triton.device.state import drop_null, is_resumed
 from kda_ops.backends.triton.device.tile import find_sequence, locate_sequence
 from kda_ops.backends.triton.plans.launch import launch, new, total
 from kda_ops.convolution import Convolution
@@ -29,18 +30,30 @@ class ConvolutionCut(NamedTuple):
 
 
 @triton.jit
-def find_tail_slot(slots, i_n, N):
-    """Return the slot of sequence i_n, at most -1 for what is past the last sequence."""
+def find_tail_slot(slots, i_n, N, NULL: tl.constexpr):
+    """Return the slot of sequence i_n, at most -1 for what is past the last sequence.
+
+    Slots up to NULL become negative too.
+    """
     i_slot = i_n
     if slots is not None:
         i_slot = tl.load(slots + i_n, mask=i_n < N, other=-1).to(tl.int64)
+        i_slot = drop_null(i_slot, NULL)
     return tl.where(i_n < N, i_slot, -1)
 
 
 @triton.jit
-def locate_run(cu_seqlens, slots, i_t, N, T, TOKENS: tl.constexpr):
+def slot_to_read(resumed, i_n, i_slot):
+    """Return the slot of the tail before sequence i_n, negative if the sequence begins anew."""
+    if resumed is not None:
+        i_slot = tl.where(is_resumed(resumed, i_n, i_slot >= 0), i_slot, -1)
+    return i_slot
+
+
+@triton.jit
+def locate_run(cu_seqlens, slots, i_t, N, T, TOKENS: tl.constexpr, NULL: tl.constexpr = -1):
     """Return where program i_t is, as (slot, row of the batch, token before which nothing is, first
-    token counted from there, tokens of the sequence).
+    token counted from there, tokens of the sequence, the sequence).
 
     Packed, what is past the last sequence counts as sequence N.
     """
@@ -50,7 +63,7 @@ def locate_run(cu_seqlens, slots, i_t, N, T, TOKENS: tl.constexpr):
         i_n = i_t // tl.cdiv(T, TOKENS)
     i_b, bos, n_tokens, first_run = locate_sequence(cu_seqlens, i_n, N, T, TOKENS)
     first = ((i_t - first_run) * TOKENS).to(tl.int32)
-    return find_tail_slot(slots, i_n, N), i_b, bos, first, n_tokens
+    return find_tail_slot(slots, i_n, N, NULL), i_b, bos, first, n_tokens, i_n
 
 
 @triton.jit
@@ -145,7 +158,7 @@ def store_tail(final, i_slot, rows, o_d, D: tl.constexpr, W: tl.constexpr):
         tl.store(p_f, rows[j], mask=(i_slot >= 0) & (o_d < D))
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N"], do_not_specialize_on_alignment=["resumed"])
 def convolve(
     x,
     weight,
@@ -157,6 +170,7 @@ def convolve(
     final,
     T,
     N,
+    resumed,
     D: tl.constexpr,
     W: tl.constexpr,
     SILU: tl.constexpr,
@@ -165,6 +179,7 @@ def convolve(
     UNROLL: tl.constexpr,
     GROUPS: tl.constexpr,
     BD: tl.constexpr,
+    NULL: tl.constexpr,
 ):
     """Write y [B, T, D], and `final` if it is given, for whole sequences of one program::
 
@@ -175,7 +190,8 @@ def convolve(
     NB: tl.constexpr = (D + BD - 1) // BD
     TOKENS: tl.constexpr = ROWS * GROUPS
     i_d, i_t = tl.program_id(0) % NB, tl.program_id(0) // NB
-    i_slot, i_b, bos, first, n_tokens = locate_run(cu_seqlens, slots, i_t, N, T, TOKENS)
+    i_slot, i_b, bos, first, n_tokens, i_n = locate_run(cu_seqlens, slots, i_t, N, T, TOKENS, NULL)
+    i_from = slot_to_read(resumed, i_n, i_slot)
     n_read = tl.where(i_slot >= 0, n_tokens, 0)
     o_c = i_d * BD + tl.arange(0, BD)
     o_d = o_c[None, :]
@@ -183,7 +199,7 @@ def convolve(
     taps, b_bias = load_taps(weight, o_d, D, W), load_channel_bias(bias, o_d, D)
     p_x = at(x.pointer, x.strides, i_b, bos + o_t, o_d)
     p_y = y + (i_b * T + bos + o_t) * D + o_d
-    window = load_past(x, p_x, tail, i_slot, o_t, n_read, o_d, D, W)
+    window = load_past(x, p_x, tail, i_from, o_t, n_read, o_d, D, W)
     for _ in range(ROWS // UNROLL):
         for r in tl.static_range(UNROLL):
             m_x = (o_t + r < n_read) & (o_d < D)
@@ -198,22 +214,34 @@ def convolve(
         p_x += UNROLL * x.strides[1]
         p_y += UNROLL * D
     if final.pointer is not None:
-        rows = next_tail(x, i_b, bos, tail, i_slot, n_read, final, o_c, D, W)
+        rows = next_tail(x, i_b, bos, tail, i_from, n_read, final, o_c, D, W)
         store_tail(final, i_slot, rows, o_c, D, W)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N"], do_not_specialize_on_alignment=["resumed"])
 def write_tails(
-    x, tail, slots, cu_seqlens, final, T, N, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr
+    x,
+    tail,
+    slots,
+    cu_seqlens,
+    final,
+    T,
+    N,
+    resumed,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BD: tl.constexpr,
+    NULL: tl.constexpr,
 ):
     """Write the last W - 1 inputs of each sequence to `final`, which may be `tail`."""
     NB: tl.constexpr = (D + BD - 1) // BD
     i_n = tl.program_id(0) // NB
-    i_slot = find_tail_slot(slots, i_n, N)
+    i_slot = find_tail_slot(slots, i_n, N, NULL)
     i_b, bos, n_tokens, _ = locate_sequence(cu_seqlens, i_n, N, T)
     o_c = tl.program_id(0) % NB * BD + tl.arange(0, BD)
     n_read = tl.where(i_slot >= 0, n_tokens, 0)
-    rows = next_tail(x, i_b, bos, tail, i_slot, n_read, final, o_c, D, W)
+    i_from = slot_to_read(resumed, i_n, i_slot)
+    rows = next_tail(x, i_b, bos, tail, i_from, n_read, final, o_c, D, W)
     store_tail(final, i_slot, rows, o_c, D, W)
 
 
@@ -322,7 +350,7 @@ def convolve_gradient(
     TOKENS: tl.constexpr = ROWS * GROUPS
     PAST: tl.constexpr = W - 1
     i_d, i_t = tl.program_id(0) % NB, tl.program_id(0) // NB
-    i_slot, i_b, bos, first, n_tokens = locate_run(cu_seqlens, None, i_t, N, T, TOKENS)
+    i_slot, i_b, bos, first, n_tokens, _ = locate_run(cu_seqlens, None, i_t, N, T, TOKENS)
     n_read = tl.where(i_slot >= 0, n_tokens, 0)
     o_c = i_d * BD + tl.arange(0, BD)
     o_d = o_c[None, :]
@@ -496,9 +524,11 @@ def _run(p: Convolution, final: Tensor | None) -> Tensor:
         **_given(p),
         **_parameters(p),
         slots=p.tail_indices,
+        resumed=p.has_initial_state,
         y=y,
         final=strided(final if whole else None),
         **cut._asdict(),
+        NULL=p.null_slot,
         num_warps=warps,
     )
     if final is not None and not whole:
@@ -508,8 +538,10 @@ def _run(p: Convolution, final: Tensor | None) -> Tensor:
             p.x.device,
             **_given(p),
             slots=p.tail_indices,
+            resumed=p.has_initial_state,
             final=strided(final),
             BD=cut.BD,
+            NULL=p.null_slot,
             num_warps=1,
         )
     return y

@@ -14,6 +14,7 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.activations import decay_of, gate_of, strength
 from kda_ops.backends.triton.device.gate import load_bias, load_rate, log_decay
 from kda_ops.backends.triton.device.operands import Gate
+from kda_ops.backends.triton.device.state import drop_null
 from kda_ops.backends.triton.device.tile import let_next_begin, locate_sequence, wait_for_previous
 from kda_ops.backends.triton.plans.launch import launch, strides_of
 from kda_ops.problem import Problem
@@ -40,17 +41,18 @@ class Strides(NamedTuple):
 
 
 @triton.jit
-def find_slot(slots, strides, i_n, column, mask):
+def find_slot(slots, strides, i_n, column, mask, NULL: tl.constexpr):
     """Return entry [i_n, column] of the slot table as int64; without a table, i_n itself.
 
-    It is negative where `mask` is false.
+    It is negative where `mask` is false, and in the place of slots up to NULL.
     """
     if slots is None:
         return tl.where(mask, i_n.to(tl.int64), -1)
     else:
-        return tl.load(
+        slot = tl.load(
             slots + i_n.to(tl.int64) * strides[0] + column * strides[1], mask=mask, other=-1
-        ).to(tl.int64)
+        )
+        return drop_null(slot.to(tl.int64), NULL)
 
 
 @triton.jit
@@ -213,7 +215,7 @@ def clear_output(p_o, n_tokens, o_v, HV: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def first_slot(slots, strides, accepted, i_n, N, width):
+def first_slot(slots, strides, accepted, i_n, N, width, NULL: tl.constexpr):
     """Return the slot of the state before the first token, negative without one.
 
     It is in the column of the last accepted token, or in column 0 without `accepted`.
@@ -223,7 +225,7 @@ def first_slot(slots, strides, accepted, i_n, N, width):
     if accepted is not None:
         column = tl.load(accepted + i_n, mask=here, other=1).to(tl.int64) - 1
         here = here & (column >= 0) & (column < width)
-    return find_slot(slots, strides, i_n, column, here)
+    return find_slot(slots, strides, i_n, column, here, NULL)
 
 
 @triton.jit(
@@ -277,6 +279,7 @@ def recur(
     NEG_EIGVAL: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     ONE: tl.constexpr,
+    NULL: tl.constexpr,
 ):
     """Run the recurrence for one sequence and head, over BV columns of its state S [K, BV] fp32::
 
@@ -312,7 +315,7 @@ def recur(
     o_v = i_v * BV + tl.arange(0, BV)
     p_o = o + ((i_b * T + bos) * HV + i_h) * V + o_v
 
-    i_slot = first_slot(slots, strides.slots, accepted, i_n, N, width)
+    i_slot = first_slot(slots, strides.slots, accepted, i_n, N, width, NULL)
     # made anew for each use, because KIND would not stay a constant in a variable
     rate = load_rate(Gate(A_log, dt_bias, bound, KIND), i_h)
     b_bias = load_bias(Gate(A_log, dt_bias, bound, KIND), i_h, o_d, D)
@@ -355,7 +358,7 @@ def recur(
             b_S *= b_decay[:, None, :]
         b_S += b_k[:, None, :] * b_u[None, :, None]
         if PER_TOKEN:
-            i_slot = find_slot(slots, strides.slots, i_n, i_t, i_t < width)
+            i_slot = find_slot(slots, strides.slots, i_n, i_t, i_t < width, NULL)
             b_o = tl.where(i_slot >= 0, b_o, 0.0)
         if PER_TOKEN or ONE:
             store_state(final, strides.final, i_slot, i_h, i_v * BV, b_S, K, V, KO, KI, BV)
@@ -456,6 +459,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         NEG_EIGVAL=p.neg_eigval,
         PER_TOKEN=per_token,
         ONE=one,
+        NULL=p.null_slot,
         **options,
         **tuning.begins_early(p.q.device),
     )

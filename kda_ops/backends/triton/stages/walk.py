@@ -106,6 +106,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         T=p.T,
         HV=p.HV,
         flags=flags_of(p),
+        NULL=p.null_slot,
         num_warps=4,
     )
     prepares: dict[str, Any] = dict(
@@ -127,6 +128,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         initial=strided(initial),
         final=strided(final),
         into=strided(into),
+        resumed=p.has_initial_state,
         v_h=strides_of(p.v)[2],
         every=1 if into is None else p.snapshot_every,
         columns=0 if into is None else into.shape[1],

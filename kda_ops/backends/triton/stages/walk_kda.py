@@ -16,7 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, from_span, signal
+from kda_ops.backends.triton.device.channels import (
+    Signal,
+    drop_null,
+    find_span,
+    find_tiles,
+    from_span,
+    is_resumed,
+    signal,
+)
 from kda_ops.backends.triton.device.gate import load_bias, load_rate
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
@@ -469,6 +477,8 @@ def scan(
     SIGMOID: gl.constexpr,
     NEG_EIGVAL: gl.constexpr,
     NORM: gl.constexpr,
+    NULL: gl.constexpr,
+    resumed,
 ):
     """Carry S, held as [V, K], through the chunks; each half of a chunk in turn::
 
@@ -490,7 +500,7 @@ def scan(
     if slots is not None:
         slot = gl.load(slots + span.i_n, mask=span.live, other=0)
     if initial.pointer is not None:
-        if span.live:
+        if is_resumed(resumed, span.i_n, span.live):
             S = gl.load(state_at(initial.pointer, initial.strides, slot, span.i_h, W)).to(
                 gl.float32
             )
@@ -549,7 +559,7 @@ def scan(
         # a chunk with rows that are no tokens is written below; here it is out of range
         store_tile(o_d, [gl.where(here < 64, FAR, span.token + n * 64), span.i_h * V], o_b)
         if into.pointer is not None:
-            snapshot(S, into, final, span, n + 1, every, columns, W)
+            snapshot(S, into, final, span, n + 1, every, columns, W, NULL)
     if final.pointer is not None:
         if span.live:
             p_s = state_at(final.pointer, final.strides, slot, span.i_h, W)
@@ -559,11 +569,12 @@ def scan(
 
 
 @gluon.jit
-def snapshot(S, into, pool, span, chunk, every, columns, W: gl.constexpr):
+def snapshot(S, into, pool, span, chunk, every, columns, W: gl.constexpr, NULL: gl.constexpr):
     """Write the state after `chunk` chunks to its snapshot's slot, if one is due."""
     due = (chunk % every == 0) & (span.length >= chunk * 64) & (chunk // every <= columns)
     p_slot = into.pointer + span.i_n.to(gl.int64) * into.strides[0]
     slot = gl.load(p_slot + (chunk // every - 1).to(gl.int64) * into.strides[1], mask=due, other=-1)
+    slot = drop_null(slot, NULL)
     if slot >= 0:
         p_s = state_at(pool.pointer, pool.strides, slot, span.i_h, W)
         gl.store(p_s, S.to(pool.pointer.dtype.element_ty))
@@ -607,7 +618,8 @@ def write_rest(x, span, o, HV):
         "every",
         "columns",
         "scale",
-    ]
+    ],
+    do_not_specialize_on_alignment=["resumed"],
 )
 def walk_kda(
     q_d,
@@ -639,8 +651,10 @@ def walk_kda(
     columns,
     scale,
     flags,
+    resumed,
     INVERSE: gl.constexpr,
     REGISTERS: gl.constexpr,
+    NULL: gl.constexpr,
 ):
     """Run KDA over one sequence and head, chunk after chunk, with S [K, V] fp32 in registers.
 
@@ -655,7 +669,7 @@ def walk_kda(
     lies in shared memory, and who waits for whom. Training passes AP_d, to which A' and P go.
     """
     TYPE: gl.constexpr = q_d.dtype
-    span = find_span(cu_seqlens, slots, N, T, HV)
+    span = find_span(cu_seqlens, slots, N, T, HV, 1, NULL)
     i_g = span.i_h // (HV // H)
     R_TYPE: gl.constexpr = gl.float16 if INVERSE == "fp16" else gl.float32
     x = Buffers(
@@ -704,6 +718,8 @@ def walk_kda(
                     flags.SIGMOID,
                     flags.NEG_EIGVAL,
                     flags.L2NORM,
+                    NULL,
+                    resumed,
                 ),
             ),
             (

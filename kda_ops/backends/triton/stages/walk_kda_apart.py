@@ -116,11 +116,12 @@ def prepare_walk(
     flags,
     INVERSE: gl.constexpr,
     SHARES: gl.constexpr,
+    NULL: gl.constexpr,
 ):
     """Prepare every SHARES-th chunk of one sequence and head; `prepare` says what that makes."""
     let_next_begin()
     TYPE: gl.constexpr = q_d.dtype
-    span = find_span(cu_seqlens, slots, N, T, HV, SHARES)
+    span = find_span(cu_seqlens, slots, N, T, HV, SHARES, NULL)
     i_g = span.i_h // (HV // H)
     R_TYPE: gl.constexpr = gl.float16 if INVERSE == "fp16" else gl.float32
     q = gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout)
@@ -188,7 +189,8 @@ def prepare_walk(
         "every",
         "columns",
         "scale",
-    ]
+    ],
+    do_not_specialize_on_alignment=["resumed"],
 )
 def scan_walk(
     v_d,
@@ -215,10 +217,12 @@ def scan_walk(
     columns,
     scale,
     flags,
+    resumed,
+    NULL: gl.constexpr,
 ):
     """Scan the chunks of one sequence and head that `prepare_walk` prepares; `scan` says how."""
     TYPE: gl.constexpr = v_d.dtype
-    span = find_span(cu_seqlens, slots, N, T, HV)
+    span = find_span(cu_seqlens, slots, N, T, HV, 1, NULL)
     AP = gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE)
     ones = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     x = Buffers(
@@ -270,6 +274,8 @@ def scan_walk(
                     flags.SIGMOID,
                     flags.NEG_EIGVAL,
                     False,
+                    NULL,
+                    resumed,
                 ),
             ),
         ],
