@@ -17,6 +17,9 @@ BOUNDED = tl.constexpr(gates.BOUNDED)
 # exp(A_log) is clamped: at most, so that products with logits up to 2^27 are finite, and at least
 # (`log_decay`), so that products with infinite logits are not NaN
 LEAST_RATE, GREATEST_RATE = tl.constexpr(2.0**-126), tl.constexpr(2.0**100)
+# A logit without a decay, for every kind of gate. The walks write it where no token is, because a
+# mask of the decay takes registers that they lack (184 B of stack with Triton 3.9).
+NO_TOKEN = tl.constexpr(-float("inf"))
 # The largest finite number, about: infinities become it where they would meet a zero.
 HUGE = tl.constexpr(3e38)
 # A decay of 2^-126 or less is 0 in fp32, or subnormal and flushed to 0.
@@ -102,37 +105,20 @@ def load_bias(gate, i_h, o_d=None, D: tl.constexpr = 1):
 
 
 @triton.jit
-def where_tokens(x, here, some):
-    """Return x where `here`, else 0. With `here` None, return x.
-
-    `some` says whether there is anything to mask; None: that is not known. A kernel that knows it
-    pays for a branch instead of a mask.
-    """
-    if here is not None:
-        if some is None:
-            x = tl.where(here, x, 0.0)
-        else:
-            if some:
-                x = tl.where(here, x, 0.0)
-    return x
-
-
-@triton.jit
 def log_decay(
     g,
     bias,
     rate,
     gate,
     here,
-    some=None,
     UNIT: tl.constexpr = LOG2E,
     FAST: tl.constexpr = False,
     EXACT: tl.constexpr = False,
 ):
     """Return the log decay, times UNIT: in base 2, or natural for a UNIT of 1.
 
-    `here` says which entries are tokens, and `some` whether any is not (`where_tokens`). Where no
-    token is, g must be 0, and the log decay is 0.
+    `here` says which entries are tokens; None: all. Where no token is, g must be 0, and the log
+    decay is 0. It is also exactly 0 for a logit of NO_TOKEN.
 
     FAST is for 16 bit operands, which do not see the last two bits of an approximate instruction.
     EXACT rounds softplus relatively. Otherwise its rounding is absolute, and a large rate amplifies
@@ -144,12 +130,9 @@ def log_decay(
     elif gate.kind == BOUNDED:
         slope, bound = rate * -LOG2E, gate.bound * UNIT
         one = 1.0 + tl.exp2(g * slope + bias * slope)
-        if some is None:  # a bound per row is masked, instead of each entry
-            bound = where_tokens(bound, here, None)
-            return bound * fast_reciprocal(one) if FAST else bound / one
-        else:
-            y = fast_reciprocal(one) if FAST else 1.0 / one
-            return bound * where_tokens(y, here, some)
+        if here is not None:  # a bound per row is masked, instead of each entry
+            bound = tl.where(here, bound, 0.0)
+        return bound * fast_reciprocal(one) if FAST else bound / one
     else:
         tl.static_assert(gate.kind == SOFTPLUS)
         if EXACT:
@@ -160,7 +143,7 @@ def log_decay(
             y = (rate * -(UNIT / LOG2E)) * y
         else:
             y = (rate * -(UNIT / LOG2E)) * log2_softplus(g + bias)
-        return where_tokens(y, here, some)
+        return y if here is None else tl.where(here, y, 0.0)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from kda_ops import problem
-from kda_ops.backends.triton.device.gate import log_decay
+from kda_ops.backends.triton.device.gate import GIVEN, NO_TOKEN, log_decay
 
 CHUNK = gl.constexpr(problem.CHUNK)
 WIDTH = gl.constexpr(128)  # of keys and values
@@ -70,14 +70,9 @@ def plus(a, b):
 
 
 @gluon.jit
-def decay_rows(tile, here, bias, rate, gate, E: gl.constexpr):
-    """Return the natural log decay of the rows g in `tile`, as fp32 in layout E.
-
-    From the row `here` on g is 0, and so is the decay. Few chunks have such rows.
-    """
-    m_r = (gl.arange(0, tile.shape[0], gl.SliceLayout(1, E)) < here)[:, None]
-    some = here < tile.shape[0]
-    return log_decay(widen(tile.load(E)), bias, rate, gate, m_r, some, UNIT=1.0, FAST=True)
+def decay_rows(tile, bias, rate, gate, E: gl.constexpr):
+    """Return the natural log decay of the rows g in `tile`, as fp32 in layout E."""
+    return log_decay(widen(tile.load(E)), bias, rate, gate, None, UNIT=1.0, FAST=True)
 
 
 @gluon.jit
@@ -112,12 +107,21 @@ def fill_rows(tile, here, value, R: gl.constexpr):
     """Overwrite the rows from `here` on, which are no tokens.
 
     Such a row belongs to another sequence and may be NaN. With q = k = v = beta = 0 and no decay
-    (`decay_rows`) it changes nothing.
+    (`fill_decays`) it changes nothing.
     """
     COUNT: gl.constexpr = tile.shape[0]
     if here < COUNT:
         row = gl.arange(0, COUNT, gl.SliceLayout(1, R))[:, None]
         tile.store(gl.where(row < here, tile.load(R), value).to(tile.dtype))
+
+
+@gluon.jit
+def fill_decays(tile, here, gate):
+    """Overwrite the rows of g from `here` on, so that they do not decay."""
+    if gate.kind == GIVEN:
+        fill_rows(tile, here, 0.0, ROWS_4)
+    else:
+        fill_rows(tile, here, NO_TOKEN, ROWS_4)
 
 
 @gluon.jit

@@ -33,6 +33,7 @@ from kda_ops.backends.triton.device.gluon_tile import (
     ROWS_4,
     decay_rows,
     ex2,
+    fill_decays,
     fill_rows,
     inverse_norms,
     left_right,
@@ -271,7 +272,7 @@ def prepare(
         X_b, G_b, C_b, kg_b = x.X.index(zero), x.G.index(zero), x.C.index(zero), x.kg.index(zero)
         n_q, n_k = x.norms.index(s).slice(0, 32), x.norms.index(s).slice(32, 32)
         on.rows_full.wait(n)
-        fill_rows(g_b, here, 0.0, ROWS_4)
+        fill_decays(g_b, here, gate)
         fill_rows(k_b, here, 0.0, ROWS_4)
         fill_rows(q_b, here, 0.0, ROWS_4)
         if here < 32:
@@ -281,7 +282,7 @@ def prepare(
         if NORM:
             inverse_norms(q_b, n_q)
             inverse_norms(k_b, n_k)
-        g = decay_rows(g_b, here, bias, rate, gate, E) * LOG2E
+        g = decay_rows(g_b, bias, rate, gate, E) * LOG2E
         D, total = sums_by_block(g, 2)
         total = ex2(total)
         late = ex2(gl.convert_layout(gl.reshape(D, (32, K)), E) + SHIFT)

@@ -26,6 +26,7 @@ from kda_ops.backends.triton.device.gluon_tile import (
     ROWS_4,
     decay_rows,
     ex2,
+    fill_decays,
     fill_rows,
     inverse_norms,
     narrow,
@@ -127,9 +128,9 @@ def prepare(x, on, span, beta, beta_t, gate, flags):
         s, here = n & 1, span.length - n * 32
         k_b, g_b, gamma = x.k.index(s), x.g.index(s), x.gamma.index(s)
         on.kg_full.wait(n)
-        fill_rows(g_b, here, 0.0, ROWS_4)
+        fill_decays(g_b, here, gate)
         fill_rows(k_b, here, 0.0, ROWS_4)
-        g = decay_rows(g_b, here, bias, rate, gate, E) * LOG2E
+        g = decay_rows(g_b, bias, rate, gate, E) * LOG2E
         D, total = sums_by_block(g, 2)
         if NORM:
             inverse_norms(k_b, x.norm_k)

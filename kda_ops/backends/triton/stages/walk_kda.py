@@ -43,6 +43,7 @@ from kda_ops.backends.triton.device.gluon_tile import (
     ROWS_4,
     decay_rows,
     ex2,
+    fill_decays,
     fill_rows,
     halve,
     left_right,
@@ -260,9 +261,9 @@ def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
     )
     on.kg_full.wait(n)
     on.rows.wait(n)
-    fill_rows(x.g.index(zero), here, 0.0, ROWS_4)
+    fill_decays(x.g.index(zero), here, gate)
     fill_rows(k_b, here, 0.0, ROWS_4)
-    g = decay_rows(x.g.index(zero), here, bias, rate, gate, E)
+    g = decay_rows(x.g.index(zero), bias, rate, gate, E)
     D, total = sums_by_block(g, 2)
     D = ex2(gl.convert_layout(gl.reshape(D, (64, K)), E) * LOG2E + SHIFT)
     k = widen(k_b.load(E))
