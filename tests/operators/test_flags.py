@@ -205,8 +205,9 @@ def test_out_reaches_the_overload_that_writes_it(name):
     function, out = getattr(kda_ops, name), torch.zeros(1)
     flags = every_flag_changed(function)
     names = [n for n in inspect.signature(function).parameters if n not in (*flags, "out")]
+    tensors = {n: torch.zeros(1) for n in names}
     with torch.inference_mode(), Seen() as seen:
-        assert function(**{n: torch.zeros(1) for n in names}, **flags, out=out) is out
+        assert function(**tensors, **flags, out=out) is out
     [(operator, given)] = seen.calls
     assert operator is operator_of(name).overloadpacket.out
     assert given["out"] is out and {n: given[n] for n in flags} == flags
