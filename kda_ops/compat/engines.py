@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,17 @@ def check_platform() -> None:
         raise TypeError("q must be on a CPU or an NVIDIA GPU, got an AMD GPU.")
 
 
+def shaped(name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Reshape what an engine passes with other axes, per token and head."""
+    check_tensor(name, x)
+    if x.numel() != math.prod(shape):
+        raise ValueError(
+            f"{name} must have the {math.prod(shape)} numbers of {list(shape)}, got "
+            f"{list(x.shape)}."
+        )
+    return x.reshape(shape)
+
+
 def split_mixed(mixed_qkv: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k ``[B, 1, H, K]`` and v ``[B, 1, HV, V]``, views of ``[B, 2 H K + HV V]``.
 
@@ -112,7 +124,10 @@ def decode(
     q, k, v = vectors
     g, beta, A_log, dt_bias = gates
     check_tensor("q", q)
+    check_tensor("v", v)
     check_tensor("the table of slots", slots)
+    if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens)
     N = (q if cu_seqlens is None else cu_seqlens[1:]).shape[0]
     if out is not None:
         check_out(out, v)

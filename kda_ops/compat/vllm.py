@@ -163,12 +163,18 @@ def fused_recurrent_kda_packed_decode(
 
     ``raw_g`` is ``[1, B, HV, K]``, ``raw_beta`` ``[1, B, HV]``, o and ``out`` ``[1, B, HV, V]``.
     """
-    check_tensor("raw_g", raw_g)
-    check_tensor("raw_beta", raw_beta)
+    q, k, v = engines.split_mixed(mixed_qkv, initial_state)
+    g = engines.shaped("raw_g", raw_g, (*v.shape[:3], q.shape[-1]))
+    beta = engines.shaped("raw_beta", raw_beta, v.shape[:3])
+    if out is not None and out.shape != v.transpose(0, 1).shape:
+        raise ValueError(
+            f"out must have shape [1, B, HV, V] = {list(v.transpose(0, 1).shape)}, got "
+            f"{list(out.shape)}."
+        )
     o = engines.decode(
         functional.recurrent_kda_,
-        engines.split_mixed(mixed_qkv, initial_state),
-        (raw_g.transpose(0, 1), raw_beta.transpose(0, 1), A_log, dt_bias),
+        (q, k, v),
+        (g, beta, A_log, dt_bias),
         initial_state,
         state_indices,
         out=None if out is None else out.transpose(0, 1),
@@ -240,12 +246,12 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     ``a`` and ``b`` ``[B, HV]`` are the logits of the decay and of beta; ``out`` is
     ``[B, 1, HV, V]``.
     """
-    check_tensor("a", a)
-    check_tensor("b", b)
+    q, k, v = engines.split_mixed(mixed_qkv, initial_state)
+    g, beta = (engines.shaped(name, x, v.shape[:3]) for name, x in (("a", a), ("b", b)))
     o = engines.decode(
         functional.recurrent_gdn_,
-        engines.split_mixed(mixed_qkv, initial_state),
-        (a.unsqueeze(1), b.unsqueeze(1), A_log, dt_bias),
+        (q, k, v),
+        (g, beta, A_log, dt_bias),
         initial_state,
         ssm_state_indices,
         out=out,
@@ -288,14 +294,15 @@ def fused_sigmoid_gating_delta_rule_update(
     ):
         if got != served:
             raise ValueError(f"{name} must be {served} to run on kda_ops, got {got}.")
-    for name, x in dict(a=a, b=b, v=v, initial_state=initial_state).items():
-        check_tensor(name, x)
+    check_tensor("v", v)
+    check_tensor("initial_state", initial_state)
     check_tensor("ssm_state_indices", ssm_state_indices)
     assert initial_state is not None and ssm_state_indices is not None
+    g, logits = (engines.shaped(name, x, v.shape[:3]) for name, x in (("a", a), ("b", b)))
     o = engines.decode(
         functional.recurrent_gdn_,
         (q, k, v),
-        (_per_token(a, v), _per_token(b, v), A_log, dt_bias),
+        (g, logits, A_log, dt_bias),
         initial_state,
         ssm_state_indices,
         num_accepted_tokens,
@@ -305,11 +312,6 @@ def fused_sigmoid_gating_delta_rule_update(
         null_slot=NULL_SLOT,
     )
     return o, initial_state
-
-
-def _per_token(x: Tensor, v: Tensor) -> Tensor:
-    """View ``[tokens, HV]`` as ``[B, T, HV]``."""
-    return x.unflatten(0, v.shape[:2]) if x.dim() == 2 else x
 
 
 def _prefill(
@@ -391,6 +393,6 @@ class _Finder(importlib.abc.MetaPathFinder):
                     execute(module)
                     _replace(module)
 
-                spec.loader.exec_module = exec_module
+                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
                 return spec
         return None

@@ -15,17 +15,25 @@ import pytest
 import torch
 
 from kda_ops.compat import engines, vllm
-from tests.support.engines import SLOTS, Batch, H, K, V, assert_near, install, pool, stub
+from tests.support.engines import (
+    HEADS,
+    POOLS,
+    SLOTS,
+    Batch,
+    H,
+    K,
+    V,
+    assert_decoded,
+    assert_near,
+    i32,
+    install,
+    pool,
+    stub,
+)
 
 KDA = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 GDN = "vllm.third_party.flash_linear_attention.ops"
 QWEN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
-HEADS = {"kda": H, "gdn": 2 * H}  # value heads: of Kimi-Linear and of Qwen3-Next
-POOLS = (torch.float32, torch.bfloat16)
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def decode(batch, state, slots, accepted=None, **changed):
@@ -59,28 +67,6 @@ def packed(batch, state, slots, **changed):
     )
     assert o is out
     return o[:, 0], after
-
-
-def assert_decoded(batch, before, after, o, table, started, what):
-    """Check a call: sequence n starts from slot `started[n]` and writes the slots of `table[n]`.
-
-    Slots up to 0 are nobody's. Slots that the call does not write keep their bits.
-    """
-    want = before.double()
-    for n, start in enumerate(started):
-        span = batch.span(n)
-        if start <= 0:
-            assert not o[span].any(), f"{what}: o of sequence {n}, which has no slot"
-            continue
-        values, states = batch.along(n, before[start])
-        assert_near(o[span], values, f"{what}: o of sequence {n}")
-        for slot, state in zip(table[n], states if len(table[n]) > 1 else states[-1:]):
-            if slot > 0:
-                want[slot] = state
-                assert_near(after[slot], state, f"{what}: slot {slot}")
-    written = {slot for n, row in enumerate(table) if started[n] > 0 for slot in row}
-    for slot in set(range(SLOTS)) - written | {0}:
-        assert after[slot].equal(before[slot]), f"{what}: slot {slot} belongs to nobody"
 
 
 # --- the functions --------------------------------------------------------------------------------
@@ -218,6 +204,9 @@ WRONG_DECODE = [
     ("kda", dict(cu_seqlens=torch.tensor([0.0, 2.0])), "int32 or int64"),
     ("kda", dict(out=torch.zeros(1, 2, H, V + 1)), "out must be floating point and have v's shape"),
     ("kda", dict(num_accepted_tokens=i32(1, 1)), r"\[N, S\]"),
+    ("kda", dict(v=None), "v must be a tensor, got None"),
+    ("kda", dict(cu_seqlens=[0, 1, 2]), "cu_seqlens must be a tensor, got list"),
+    ("gdn", dict(a=torch.zeros(3, 4)), r"a must have the 8 numbers of \[1, 2, 4\], got \[3, 4\]"),
     ("gdn", dict(beta=0.5), "beta must be 1.0 to run on kda_ops"),
     ("gdn", dict(threshold=10.0), "threshold must be 20.0"),
     ("gdn", dict(inplace_final_state=False), "inplace_final_state must be True"),
@@ -232,6 +221,26 @@ WRONG_DECODE = [
 )
 def test_a_wrong_decode_is_refused_before_it_writes(variant, changed, reason):
     refused(variant, changed, reason)
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        (dict(raw_g=torch.zeros(2, K)), r"raw_g must have the 64 numbers of \[2, 1, 2, 16\]"),
+        (dict(raw_beta=None), "raw_beta must be a tensor, got None"),
+        (
+            dict(out=torch.zeros(2, 1, H, V)),
+            r"out must have shape \[1, B, HV, V\] = \[1, 2, 2, 8\]",
+        ),
+    ],
+)
+def test_a_wrong_packed_decode_is_refused(changed, reason):
+    batch = Batch("kda", (1, 1), H)
+    call = dict(mixed_qkv=batch.mixed_qkv, raw_g=batch.a[None], raw_beta=batch.b[None])
+    call |= dict(A_log=batch.A_log, dt_bias=batch.dt_bias, lower_bound=None)
+    call |= dict(initial_state=pool(H, torch.float32), state_indices=i32(1, 2))
+    with pytest.raises((TypeError, ValueError), match=reason):
+        vllm.fused_recurrent_kda_packed_decode(**(call | changed))
 
 
 @pytest.mark.parametrize("variant", ["kda", "gdn"])

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SLOTS, H, K, V = 9, 2, 16, 8  # H: of a whole model
+SLOTS, H, K, V = 9, 2, 16, 8  # H: query heads of a whole model
+HEADS = {"kda": H, "gdn": 2 * H}  # value heads, as in Kimi-Linear and Qwen3-Next
+POOLS = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,41 @@ def assert_near(got: Tensor, want: Tensor, name: str) -> None:
     torch.testing.assert_close(
         got.double(), want, rtol=0.0, atol=atol, msg=lambda said: f"{name}: {said}"
     )
+
+
+def assert_decoded(
+    batch: Batch,
+    before: Tensor,
+    after: Tensor,
+    o: Tensor,
+    table: list[list[int]],
+    started: list[int],
+    what: str,
+    null: int = 0,
+) -> None:
+    """Check a call: sequence n starts from slot `started[n]` and writes the slots of `table[n]`.
+
+    Slots up to `null` are nobody's. Slots that the call does not write keep their bits.
+    """
+    written = set()
+    for n, start in enumerate(started):
+        span = batch.span(n)
+        if start <= null:
+            assert not o[span].any(), f"{what}: o of sequence {n}, which has no slot"
+            continue
+        values, states = batch.along(n, before[start])
+        assert_near(o[span], values, f"{what}: o of sequence {n}")
+        for slot, state in zip(table[n], states if len(table[n]) > 1 else states[-1:]):
+            if slot > null:
+                written.add(slot)
+                assert_near(after[slot], state, f"{what}: slot {slot}")
+    for slot in set(range(SLOTS)) - written:
+        assert after[slot].equal(before[slot]), f"{what}: slot {slot} was written"
+
+
+def i32(*values) -> Tensor:
+    """Return an int32 tensor, the dtype of engines' tables."""
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def install(
