@@ -140,6 +140,33 @@ def test_packed_decode_gives_vllms_results(their_vllm, variant, bound, dtype):
 
 
 @needs_triton
+@pytest.mark.parametrize("variant, bound", VARIANTS)
+def test_prefill_is_as_close_to_the_recurrence_as_vllms(their_vllm, variant, bound):
+    batch = Batch(variant, (70, 1, 5), HEADS[variant], torch.float16, bound=bound)
+    states = pool(batch.HV, torch.float32)[:3].contiguous()
+    states[0] = 0
+    call = dict(zip("qkv", batch.qkv), initial_state=states, output_final_state=True)
+    call |= dict(cu_seqlens=batch.starts, use_qk_l2norm_in_kernel=True)
+    if variant == "kda":
+        name = "chunk_kda_with_fused_gate"
+        call |= dict(raw_g=batch.a[None], raw_beta=batch.b[None], A_log=batch.A_log)
+        call |= dict(g_bias=batch.dt_bias, lower_bound=bound)
+    else:
+        name = "chunk_gated_delta_rule"
+        g, beta = batch.gates()
+        call |= dict(g=g.float()[None, ..., 0].contiguous(), beta=beta.float()[None])
+    ours, theirs = (f(**on_device(call)) for f in (getattr(vllm, name), their_vllm(name)))
+    exact = [batch.along(n, states[n]) for n in range(3)]
+    want = torch.cat([o for o, _ in exact])[None], torch.stack([s[-1] for _, s in exact])
+    for what, x, y, ref in zip(("o", "final state"), ours, theirs, want):
+        assert x.dtype == y.dtype and x.shape == y.shape == ref.shape
+        error, allowed = ((t.cpu().double() - ref).abs().max() for t in (x, y))
+        # one rounding of theirs and of ours
+        assert error <= 2 * (allowed + torch.finfo(torch.float16).eps * ref.abs().max()), what
+        assert allowed < 0.02 * ref.abs().max(), f"{what}: their error is {allowed}"
+
+
+@needs_triton
 @pytest.mark.parametrize("dtype", POOLS, ids=str)
 @pytest.mark.parametrize("name", ["decode", "packed_decode"])
 @pytest.mark.parametrize("variant, bound", VARIANTS)

@@ -16,8 +16,26 @@ import pytest
 _UTILS = "def input_guard(function):\n    return function\n"
 # the interpreter patches tl in the module of a kernel, and misses names bound to its functions
 _OP = "import triton\nimport triton.language as tl\n\n\n" + "".join(
-    f"@triton.jit\ndef {n}(x):\n    return tl.{n}(x)\n\n\n" for n in ("exp", "log")
+    f"@triton.jit\ndef {n}(x):\n    return tl.{n}(x)\n\n\n" for n in ("exp", "exp2", "log")
 )
+_OP += """@triton.jit
+def gather(x, index, axis: tl.constexpr):
+    return tl.gather(x, index, axis)
+
+
+make_tensor_descriptor = tl.make_tensor_descriptor
+"""
+# one configuration: a choice among several needs a GPU
+_TRITON = """
+from types import SimpleNamespace
+
+import triton as whole
+import triton.language as tl
+
+tldevice = None
+triton = SimpleNamespace(**vars(whole))
+triton.autotune = lambda configs, key, **options: whole.autotune(configs[:1], key)
+"""
 
 
 def _constants(**values: object) -> str:
@@ -27,14 +45,25 @@ def _constants(**values: object) -> str:
 _NO_GPU = dict(is_cpu=False, is_cuda=False, is_hip=False, is_npu=False, is_xpu=False)
 _NO_GPU |= dict(is_gfx95_supported=False, is_sm90_supported=False, get_device_sm=0)
 _VLLM_FLA = "vllm.third_party.flash_linear_attention.ops"
+_VLLM_KDA = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 _SGLANG_OPS = "sglang.kernels.ops.attention"
 _SGLANG_KERNELS = "sglang.srt.layers.attention.linear.kernels"
 
 FILES = {  # modules that come from the wheel
     "vllm": (
+        *(
+            f"{_VLLM_FLA}.{name}"
+            for name in (
+                *("chunk", "chunk_delta_h", "chunk_o", "chunk_scaled_dot_kkt", "cumsum", "index"),
+                *("l2norm", "solve_tril", "utils", "wy_fast"),
+            )
+        ),
         f"{_VLLM_FLA}.fused_recurrent",
         f"{_VLLM_FLA}.fused_sigmoid_gating",
-        "vllm.models.kimi_k3.nvidia.ops.third_party.kda.fused_recurrent",
+        f"{_VLLM_KDA}.chunk",
+        f"{_VLLM_KDA}.chunk_intra",
+        f"{_VLLM_KDA}.chunk_intra_token_parallel",
+        f"{_VLLM_KDA}.fused_recurrent",
     ),
     "sglang": (
         f"{_SGLANG_OPS}.fla.fused_recurrent",
@@ -50,11 +79,17 @@ STUBS = {
         f"{_VLLM_FLA}.op": _OP,
         "vllm.platforms": (
             "class current_platform:\n"
-            "    is_arch_support_pdl = is_cuda = staticmethod(lambda *args: False)\n"
+            "    is_arch_support_pdl = is_cuda = is_rocm = staticmethod(lambda *args: False)\n"
+            "    is_cuda_alike = staticmethod(lambda: True)\n"
         ),
-        "vllm.triton_utils": "import triton\nimport triton.language as tl\n\ntldevice = None\n",
+        "vllm.triton_utils": _TRITON,
         "vllm.utils.math_utils": (
             "from triton import cdiv as cdiv, next_power_of_2 as next_power_of_2\n"
+            "RCP_LN2 = 1.4426950408889634\n"
+        ),
+        "vllm.utils.gpu_sync_debug": "from contextlib import nullcontext as gpu_sync_allowed\n",
+        "vllm.utils.torch_utils": (
+            "def async_tensor_h2d(data, device, dtype):\n    return data.to(device, dtype)\n"
         ),
     },
     "sglang": {
@@ -85,8 +120,12 @@ def wheel(package: str, version: str) -> zipfile.ZipFile:
 
 
 def text(archive: zipfile.ZipFile, module: str) -> str:
-    """Return the source of a module of a wheel."""
-    return archive.read(f"{module.replace('.', '/')}.py").decode()
+    """Return the source of a module of a wheel.
+
+    Offsets of a chunk stay in 32 bits, because a loop counter of the interpreter is no tensor.
+    """
+    source = archive.read(f"{module.replace('.', '/')}.py").decode()
+    return source.replace("i_t.to(tl.int64)", "i_t")
 
 
 def package(name: str, version: str) -> dict[str, str]:
