@@ -19,7 +19,9 @@ from torch import Tensor
 from kda_ops.arguments import check_tensor
 from kda_ops.compat.fla_calls import check_out, per_head
 
-_WARNED: set[str] = set()  # the functions whose first call on the engine's kernels was logged
+REASONS = 8  # warnings per function: reasons name shapes, which may differ in every call
+
+_WARNED: dict[str, set[str]] = {}  # function -> the reasons that were logged as warnings
 
 
 def check_engine(package: str, title: str, versions: tuple[str, ...]) -> None:
@@ -47,18 +49,22 @@ def serve(
 ) -> Any:
     """Call `ours`; if it refuses, log the reason and call the engine's `own` function.
 
-    Without an engine the refusal is raised. `name` is the function in the log, which gives the
-    first reason of each function at level WARNING and all others at level DEBUG.
+    Without an engine the refusal is raised. `name` is the function in the log.
     """
     try:
         return ours(*args, **given)
     except (TypeError, ValueError) as error:
         if own is None:
             raise
-        level = logging.DEBUG if name in _WARNED else logging.WARNING
-        _WARNED.add(name)
+        reasons, reason = _WARNED.setdefault(name, set()), str(error)
+        new = reason not in reasons and len(reasons) < REASONS
+        if new:
+            reasons.add(reason)
         logging.getLogger(name.rpartition(".")[0]).log(
-            level, "%s runs on the engine's kernels: %s", name, error
+            logging.WARNING if new else logging.DEBUG,
+            "%s runs on the engine's kernels: %s",
+            name,
+            reason,
         )
     return own(*args, **given)  # outside of the handler: its errors are the engine's alone
 

@@ -6,10 +6,10 @@ Order and results match SGLang 0.5.23. The first argument is the operator in pla
 object. Differences:
 
 - A call that the operators refuse, or that an option below excludes, runs on SGLang's own method.
-  The logger ``kda_ops.compat.sglang`` gives the reason: the first one of each method at level
-  WARNING, all others at level DEBUG. Tensors on a CPU or an AMD GPU always stay on SGLang's
-  method.
-- If a slot is negative, every output of its sequence is zero; SGLang computes it from a zero state.
+  The logger ``kda_ops.compat.sglang`` gives the reason, at level WARNING when it is new. Tensors
+  on a CPU or an AMD GPU always stay on SGLang's method.
+- If a slot is negative, every output of its sequence is zero. SGLang's ``decode`` computes it from
+  a zero state.
 - `packed_decode` does not run here with ReplaySSM, nor `extend` if it must return states inside of
   a prompt (``return_intermediate_states``, ``track_state``).
 - Two methods stay on SGLang's kernels: ``target_verify``, which writes the states of drafts to a

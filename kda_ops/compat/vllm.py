@@ -4,8 +4,8 @@ Install kda_ops next to vLLM and set ``KDA_OPS_VLLM=1``: vLLM loads the plugin, 
 in every process. Names, order and results of the functions match vLLM 0.33.0. Differences:
 
 - A call that the operators refuse, or that an option below excludes, runs on vLLM's own function.
-  The logger ``kda_ops.compat.vllm`` gives the reason: the first one of each function at level
-  WARNING, all others at level DEBUG.
+  The logger ``kda_ops.compat.vllm`` gives the reason, at level WARNING when it is new. vLLM warms
+  up `fused_sigmoid_gating_delta_rule_update` with a flat pool, which is one such call.
 - Slots up to 0 are nobody's, as in vLLM, and every output of such a sequence is zero; vLLM leaves
   some of these outputs as they are.
 - ``fuse_gate``, ``chunk_indices`` and ``chunk_offsets`` change nothing.

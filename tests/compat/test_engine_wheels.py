@@ -90,7 +90,7 @@ def their_sglang(monkeypatch, tmp_path):
     install(monkeypatch, tmp_path, "sglang", engine_wheels.package("sglang", SGLANG))
     monkeypatch.setattr(sglang, "_HOOKED", set())
     monkeypatch.setattr(sglang, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(engines, "_WARNED", set())
+    monkeypatch.setattr(engines, "_WARNED", {})
     sglang.enable()
 
     def kernel(variant):

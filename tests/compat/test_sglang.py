@@ -198,7 +198,7 @@ def stubs(monkeypatch, tmp_path):
     install(monkeypatch, tmp_path, "sglang", FILES)
     monkeypatch.setattr(sglang, "_HOOKED", set())
     monkeypatch.setattr(sglang, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(engines, "_WARNED", set())
+    monkeypatch.setattr(engines, "_WARNED", {})
 
 
 def kernels():

@@ -309,7 +309,7 @@ def stubs(monkeypatch, tmp_path):
     """Install stubs of vLLM; the adapter has replaced nothing."""
     install(monkeypatch, tmp_path, "vllm", FILES)
     monkeypatch.setattr(vllm, "_THEIRS", {})
-    monkeypatch.setattr(engines, "_WARNED", set())
+    monkeypatch.setattr(engines, "_WARNED", {})
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["imported-later", "imported-before"])
@@ -347,6 +347,19 @@ def test_a_call_that_we_refuse_runs_on_vllms_function_and_the_log_says_why(stubs
     assert "inplace_final_state must be True" in caplog.text
     o, _ = decode(batch, state, rows)
     assert o.shape == (1, 2, batch.HV, V)
+
+    for n in range(2 * engines.REASONS):
+        decode(batch, state, rows, threshold=n)
+    levels = [record.levelname for record in caplog.records]
+    assert levels.count("WARNING") == engines.REASONS and levels[-1] == "DEBUG"
+
+
+def test_vllms_warm_up_with_a_flat_pool_stays_on_vllms_function(stubs):
+    vllm.enable()
+    importlib.import_module(GDN)
+    batch = Batch("gdn", (1,), HEADS["gdn"])
+    flat = torch.empty(1, batch.HV * V * K)
+    assert decode(batch, flat, i32([0]))[0] == "fused_sigmoid_gating_delta_rule_update"
 
 
 @pytest.mark.parametrize("name", NAMES)
