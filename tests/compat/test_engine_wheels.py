@@ -16,7 +16,7 @@ import torch
 
 from kda_ops.compat import engines, sglang, vllm
 from tests.support import engine_wheels
-from tests.support.engines import HEADS, POOLS, Batch, K, V, assert_near, i32, install, pool
+from tests.support.engines import HEADS, POOLS, Batch, H, K, V, assert_near, i32, install, pool
 from tests.support.target import TARGET
 
 pytestmark = pytest.mark.nightly
@@ -76,6 +76,7 @@ def assert_alike(ours, theirs, call, batch, name, dtype):
 
 @pytest.fixture
 def their_vllm(monkeypatch, tmp_path):
+    engine_wheels.one_configuration(monkeypatch)
     install(monkeypatch, tmp_path, "vllm", engine_wheels.package("vllm", VLLM))
 
     def function(name):
@@ -87,6 +88,7 @@ def their_vllm(monkeypatch, tmp_path):
 
 @pytest.fixture
 def their_sglang(monkeypatch, tmp_path):
+    engine_wheels.one_configuration(monkeypatch)
     install(monkeypatch, tmp_path, "sglang", engine_wheels.package("sglang", SGLANG))
     monkeypatch.setattr(sglang, "_HOOKED", set())
     monkeypatch.setattr(sglang, "DEVICES", ("cuda", "cpu"))
@@ -156,9 +158,14 @@ def test_prefill_is_as_close_to_the_recurrence_as_vllms(their_vllm, variant, bou
         g, beta = batch.gates()
         call |= dict(g=g.float()[None, ..., 0].contiguous(), beta=beta.float()[None])
     ours, theirs = (f(**on_device(call)) for f in (getattr(vllm, name), their_vllm(name)))
-    exact = [batch.along(n, states[n]) for n in range(3)]
+    assert_as_close(batch, states, ours, theirs)
+
+
+def assert_as_close(batch, states, ours, theirs):
+    """Check o and the last states of both sides, whose sequences start from `states`."""
+    exact = [batch.along(n, state) for n, state in enumerate(states)]
     want = torch.cat([o for o, _ in exact])[None], torch.stack([s[-1] for _, s in exact])
-    for what, x, y, ref in zip(("o", "final state"), ours, theirs, want):
+    for what, x, y, ref in zip(("o", "states"), ours, theirs, want):
         assert x.dtype == y.dtype and x.shape == y.shape == ref.shape
         error, allowed = ((t.cpu().double() - ref).abs().max() for t in (x, y))
         # one rounding of theirs and of ours
@@ -186,3 +193,27 @@ def test_hooked_methods_give_sglangs_results(their_sglang, caplog, variant, boun
     own = partial(getattr(type(kernel), name).__wrapped__, kernel)
     assert_alike(ours, own, call, batch, "ssm_states", dtype)
     assert not caplog.records  # ours was ours
+
+
+@needs_triton
+@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_extend_is_as_close_to_the_recurrence_as_sglangs(their_sglang, caplog, bound, raw):
+    batch = Batch("kda", (70, 1, 5), H, torch.float16, bound=bound)
+    slots, before = [4, 0, 7], pool(H, torch.float32)
+    call = dict(zip("qkv", batch.qkv), cache_indices=i32(*slots), query_start_loc=batch.starts)
+    call |= dict(beta_is_raw=raw, lower_bound=bound)
+    if raw:
+        call |= dict(g=batch.a[None], beta=batch.b[None].contiguous(), A_log=batch.A_log)
+        call |= dict(dt_bias=batch.dt_bias.flatten())
+    else:
+        g, beta = batch.gates()
+        call |= dict(g=g[None].float(), beta=beta[None].float())
+    kernel = their_sglang("kda")
+    results = []
+    for run in (kernel.extend, partial(type(kernel).extend.__wrapped__, kernel)):
+        mine = on_device(call | dict(ssm_states=pool(H, torch.float32).contiguous()))
+        o = run(**{n: x.clone() if n == "v" else x for n, x in mine.items()})  # SGLang overwrites v
+        results.append((o, mine["ssm_states"][slots]))
+    assert not caplog.records  # ours was ours
+    assert_as_close(batch, before[slots], *results)

@@ -1,19 +1,20 @@
 """Take an engine's own Triton functions from its wheel, with stubs for the rest of the package.
 
 ``KDA_OPS_ENGINES`` names a folder with the wheels (``pip download --no-deps vllm==0.33.0``). Only
-the files below are unpacked, to a folder of the test.
+the files below are unpacked, to a folder of the test. For a machine without network,
+``python -m tests.support.engine_wheels WHEEL... FOLDER`` writes wheels with these files alone.
 """
 
 from __future__ import annotations
 
 import ast
 import os
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-_UTILS = "def input_guard(function):\n    return function\n"
 # the interpreter patches tl in the module of a kernel, and misses names bound to its functions
 _OP = "import triton\nimport triton.language as tl\n\n\n" + "".join(
     f"@triton.jit\ndef {n}(x):\n    return tl.{n}(x)\n\n\n" for n in ("exp", "exp2", "log")
@@ -23,18 +24,12 @@ def gather(x, index, axis: tl.constexpr):
     return tl.gather(x, index, axis)
 
 
+@triton.jit
+def safe_exp(x):
+    return tl.where(x > 0, 0.0, tl.exp(tl.minimum(x, 0.0)))
+
+
 make_tensor_descriptor = tl.make_tensor_descriptor
-"""
-# one configuration: a choice among several needs a GPU
-_TRITON = """
-from types import SimpleNamespace
-
-import triton as whole
-import triton.language as tl
-
-tldevice = None
-triton = SimpleNamespace(**vars(whole))
-triton.autotune = lambda configs, key, **options: whole.autotune(configs[:1], key)
 """
 
 
@@ -66,7 +61,13 @@ FILES = {  # modules that come from the wheel
         f"{_VLLM_KDA}.fused_recurrent",
     ),
     "sglang": (
-        f"{_SGLANG_OPS}.fla.fused_recurrent",
+        *(
+            f"{_SGLANG_OPS}.fla.{name}"
+            for name in (
+                *("chunk_delta_h", "chunk_intra", "chunk_intra_token_parallel", "cumsum"),
+                *("fused_recurrent", "index", "kda", "l2norm"),
+            )
+        ),
         f"{_SGLANG_OPS}.linear.fused_sigmoid_gating_recurrent",
         f"{_SGLANG_KERNELS}.kernel_backend",
         f"{_SGLANG_KERNELS}.kda_triton",
@@ -82,7 +83,7 @@ STUBS = {
             "    is_arch_support_pdl = is_cuda = is_rocm = staticmethod(lambda *args: False)\n"
             "    is_cuda_alike = staticmethod(lambda: True)\n"
         ),
-        "vllm.triton_utils": _TRITON,
+        "vllm.triton_utils": "import triton\nimport triton.language as tl\n\ntldevice = None\n",
         "vllm.utils.math_utils": (
             "from triton import cdiv as cdiv, next_power_of_2 as next_power_of_2\n"
             "RCP_LN2 = 1.4426950408889634\n"
@@ -94,8 +95,15 @@ STUBS = {
     },
     "sglang": {
         f"{_SGLANG_OPS}.fla.op": _OP,
-        f"{_SGLANG_OPS}.fla.utils": _UTILS,
-        f"{_SGLANG_OPS}.fla.kda": _constants(chunk_kda=None),
+        f"{_SGLANG_OPS}.fla.utils": (
+            "autotune_cache_kwargs = {}\n"
+            "is_gather_supported, is_nvidia = True, True\n"
+            "is_intel = is_nvidia_hopper = is_tf32_supported = False\n\n\n"
+            "def input_guard(function):\n    return function\n\n\n"
+            "tensor_cache = input_guard\n\n\n"
+        )
+        + _constants(check_shared_mem=False),
+        f"{_SGLANG_OPS}.fla.fused_norm_gate": _constants(layer_norm_gated_fwd=None),
         f"{_SGLANG_OPS}.fla.chunk": _constants(chunk_gated_delta_rule=None),
         f"{_SGLANG_OPS}.kda_packed_decode": _constants(covered=False),
         f"{_SGLANG_OPS}.linear.fused_recurrent_linear_replayssm": _constants(
@@ -122,10 +130,20 @@ def wheel(package: str, version: str) -> zipfile.ZipFile:
 def text(archive: zipfile.ZipFile, module: str) -> str:
     """Return the source of a module of a wheel.
 
-    Offsets of a chunk stay in 32 bits, because a loop counter of the interpreter is no tensor.
+    The interpreter's loop counters are no tensors, so offsets of chunks stay in 32 bits. It has no
+    libdevice.
     """
     source = archive.read(f"{module.replace('.', '/')}.py").decode()
-    return source.replace("i_t.to(tl.int64)", "i_t")
+    return source.replace("i_t.to(tl.int64)", "i_t").replace("libdevice.exp(", "tl.exp(")
+
+
+def one_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton take the first configuration: the choice among several needs a GPU."""
+    triton = pytest.importorskip("triton")
+    autotune = triton.autotune
+    monkeypatch.setattr(
+        triton, "autotune", lambda configs, key, **options: autotune(configs[:1], key)
+    )
 
 
 def package(name: str, version: str) -> dict[str, str]:
@@ -157,3 +175,17 @@ def parameters(source: str, function: str, of: str | None = None) -> list[tuple[
         ),
         *([("**", None)] if node.args.kwarg else []),
     ]
+
+
+def shrink(path: Path, folder: Path) -> None:
+    """Write a wheel with the files of `FILES` alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(folder / path.name, "w") as small:
+        for module in FILES[path.name.split("-")[0]]:
+            name = f"{module.replace('.', '/')}.py"
+            small.writestr(name, whole.read(name))
+
+
+if __name__ == "__main__":
+    for given in sys.argv[1:-1]:
+        shrink(Path(given), Path(sys.argv[-1]))
