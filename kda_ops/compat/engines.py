@@ -99,7 +99,7 @@ def split_mixed(mixed_qkv: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tenso
         )
     HV, V, K = state.shape[1:]
     keys = (mixed_qkv.shape[-1] - HV * V) // 2 if mixed_qkv.dim() == 2 else 0
-    if keys <= 0 or keys % K or 2 * keys + HV * V != mixed_qkv.shape[-1]:
+    if K == 0 or keys <= 0 or keys % K or 2 * keys + HV * V != mixed_qkv.shape[-1]:
         raise ValueError(
             f"mixed_qkv must have shape [B, 2 H K + HV V] with K = {K} and HV V = {HV * V}, as in "
             f"initial_state, got {list(mixed_qkv.shape)}."

@@ -367,8 +367,8 @@ def _replace(module: ModuleType) -> None:
         if own is ours:
             continue
         _THEIRS[name] = own
-        importers = [m for n, m in sys.modules.items() if n.split(".")[0] == "vllm"]
-        for holder in (module, *importers):
+        loaded = [m for n, m in list(sys.modules.items()) if n.split(".")[0] == "vllm"]
+        for holder in (module, *filter(None, loaded)):
             for key, value in list(vars(holder).items()):
                 if value is own:
                     setattr(holder, key, ours)

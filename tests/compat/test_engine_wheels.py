@@ -16,7 +16,7 @@ import torch
 
 from kda_ops.compat import engines, sglang, vllm
 from tests.support import engine_wheels
-from tests.support.engines import HEADS, POOLS, Batch, H, K, V, assert_near, i32, install, pool
+from tests.support.engines import HEADS, POOLS, Batch, H, K, V, assert_near, i32, installed, pool
 from tests.support.target import TARGET
 
 pytestmark = pytest.mark.nightly
@@ -77,29 +77,29 @@ def assert_alike(ours, theirs, call, batch, name, dtype):
 @pytest.fixture
 def their_vllm(monkeypatch, tmp_path):
     engine_wheels.one_configuration(monkeypatch)
-    install(monkeypatch, tmp_path, "vllm", engine_wheels.package("vllm", VLLM))
 
     def function(name):
         module = next(m for m, functions in vllm._OURS.items() if name in functions)
         return getattr(importlib.import_module(module), name)
 
-    return function
+    with installed(monkeypatch, tmp_path, "vllm", engine_wheels.package("vllm", VLLM)):
+        yield function
 
 
 @pytest.fixture
 def their_sglang(monkeypatch, tmp_path):
     engine_wheels.one_configuration(monkeypatch)
-    install(monkeypatch, tmp_path, "sglang", engine_wheels.package("sglang", SGLANG))
     monkeypatch.setattr(sglang, "_HOOKED", set())
     monkeypatch.setattr(sglang, "DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(engines, "_WARNED", {})
-    sglang.enable()
 
     def kernel(variant):
         kind = {"kda": "TritonKDAKernel", "gdn": "TritonGDNKernel"}[variant]
         return getattr(importlib.import_module(f"{sglang._KERNELS}.{variant}_triton"), kind)()
 
-    return kernel
+    with installed(monkeypatch, tmp_path, "sglang", engine_wheels.package("sglang", SGLANG)):
+        sglang.enable()
+        yield kernel
 
 
 VARIANTS = [("kda", None), ("kda", -5.0), ("gdn", None)]

@@ -27,7 +27,7 @@ from tests.support.engines import (
     assert_decoded,
     assert_near,
     i32,
-    install,
+    installed,
     pool,
 )
 
@@ -195,10 +195,11 @@ class HookRegistry:
 @pytest.fixture
 def stubs(monkeypatch, tmp_path):
     """Install stubs of SGLang, which run our functions on a CPU; nothing is hooked."""
-    install(monkeypatch, tmp_path, "sglang", FILES)
     monkeypatch.setattr(sglang, "_HOOKED", set())
     monkeypatch.setattr(sglang, "DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(engines, "_WARNED", {})
+    with installed(monkeypatch, tmp_path, "sglang", FILES):
+        yield
 
 
 def kernels():

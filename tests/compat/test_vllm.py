@@ -26,7 +26,7 @@ from tests.support.engines import (
     assert_decoded,
     assert_near,
     i32,
-    install,
+    installed,
     pool,
     stub,
 )
@@ -256,6 +256,7 @@ def test_a_slot_outside_of_the_pool_is_refused_on_a_cpu(variant):
         ((1, 2, 2 * H * K + H * V), (3, H, V, K), "mixed_qkv must have shape"),
         ((2, 2 * H * K + H * V + 1), (3, H, V, K), "mixed_qkv must have shape"),
         ((2, 2 * H * K + H * V), (3, H, V * K), "initial_state must have shape"),
+        ((2, 2 * H * K + H * V), (3, H, V, 0), "mixed_qkv must have shape"),
     ],
 )
 def test_a_projection_that_does_not_fit_the_pool_is_refused(shape, state, reason):
@@ -307,15 +308,17 @@ NAMES = [name for name in vllm.__all__ if name != "enable"]
 @pytest.fixture
 def stubs(monkeypatch, tmp_path):
     """Install stubs of vLLM; the adapter has replaced nothing."""
-    install(monkeypatch, tmp_path, "vllm", FILES)
     monkeypatch.setattr(vllm, "_THEIRS", {})
     monkeypatch.setattr(engines, "_WARNED", {})
+    with installed(monkeypatch, tmp_path, "vllm", FILES):
+        yield
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["imported-later", "imported-before"])
 def test_enable_replaces_the_functions_wherever_vllm_imports_them(stubs, early):
     if early:
         importlib.import_module(QWEN), importlib.import_module(KDA)
+        sys.modules["vllm.absent"] = None  # an import that is forbidden
     vllm.enable()
     vllm.enable()
     qwen, kda, gdn = (importlib.import_module(name) for name in (QWEN, KDA, GDN))

@@ -147,7 +147,7 @@ def one_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def package(name: str, version: str) -> dict[str, str]:
-    """Return the files of an engine for `tests.support.engines.install`."""
+    """Return the files of an engine for `tests.support.engines.installed`."""
     archive = wheel(name, version)
     files = {name: f"__version__ = {version!r}\n"} | STUBS[name]
     return files | {module: text(archive, module) for module in FILES[name]}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -150,9 +153,10 @@ def i32(*values) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def install(
+@contextmanager
+def installed(
     monkeypatch: pytest.MonkeyPatch, folder: Path, package: str, files: dict[str, str]
-) -> None:
+) -> Iterator[None]:
     """Put a package of stubs in front of the path; `files` maps dotted modules to their text."""
     for module, text in files.items():
         is_package = any(other.startswith(f"{module}.") for other in files)
@@ -164,16 +168,18 @@ def install(
                 (folder / parent).mkdir(exist_ok=True, parents=True)
                 (folder / parent / "__init__.py").touch()
         path.write_text(text)
-    forget(monkeypatch, package)
+    before = _forget(package)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield
+    _forget(package)
+    sys.modules.update(before)
 
 
-def forget(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """Take a package out of ``sys.modules`` until the test ends."""
-    before = {n: m for n, m in sys.modules.items() if n.split(".")[0] == package}
-    for name in before:
-        monkeypatch.delitem(sys.modules, name)
+def _forget(package: str) -> dict[str, ModuleType]:
+    """Take a package out of ``sys.modules``, and return its modules."""
+    names = [name for name in sys.modules if name.split(".")[0] == package]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def stub(*names: str) -> str:
