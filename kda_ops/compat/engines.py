@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kda_ops.arguments import check_tensor
-from kda_ops.compat.fla_calls import check_out, per_head
+from kda_ops.compat.fla_calls import per_head
 
 REASONS = 8  # warnings per function: reasons name shapes, which may differ in every call
 
@@ -135,9 +135,7 @@ def decode(
     if cu_seqlens is not None:
         check_tensor("cu_seqlens", cu_seqlens)
     N = (q if cu_seqlens is None else cu_seqlens[1:]).shape[0]
-    if out is not None:
-        check_out(out, v)
-    o = operator(
+    return operator(
         q,
         k,
         v,
@@ -152,6 +150,6 @@ def decode(
         use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
         transpose_state_layout=True,
+        out=out,
         **flags,
     )
-    return o if out is None else out.copy_(o)

@@ -87,7 +87,8 @@ def decay_column(g, gate, i_b, i_h, first, n_rows):
     else:
         b_g = load_column(g.pointer, g.strides, i_b, i_h, first, n_rows, o_r)
         bias, rate = load_bias(gate, i_h), load_rate(gate, i_h)
-        b_g = tl.maximum(log_decay(b_g, bias, rate, gate, None), LEAST_DECAY)
+        b_g = log_decay(b_g, bias, rate, gate, None)
+        b_g = tl.maximum(b_g, LEAST_DECAY, tl.PropagateNan.ALL)
         return tl.where(o_r < n_rows, b_g, 0.0)
 
 

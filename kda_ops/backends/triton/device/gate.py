@@ -129,6 +129,8 @@ def log_decay(
         return g * UNIT
     elif gate.kind == BOUNDED:
         slope, bound = rate * -LOG2E, gate.bound * UNIT
+        if INTERPRETED:  # where a number of a structure is no tensor
+            bound = tl.full((), bound, tl.float32)
         one = 1.0 + tl.exp2(g * slope + bias * slope)
         if here is not None:  # a bound per row is masked, instead of each entry
             bound = tl.where(here, bound, 0.0)

@@ -64,7 +64,7 @@ def sum_decays(
                     m_g = m_k & (r < at.n_rows)
                     b_x = tl.load(p_g + r * g.strides[1], mask=m_g, other=0.0).to(tl.float32)
                     b_x = log_decay(b_x, b_bias, rate, gate, m_g, FAST=FAST)
-                    b_G += tl.maximum(b_x, LEAST_DECAY)
+                    b_G += tl.maximum(b_x, LEAST_DECAY, tl.PropagateNan.ALL)
                 tl.store(p_G + r * K, b_G, mask=m_k)
                 if j % 8 == 7:
                     b_8 = tl.maximum(b_8, b_eight - b_G)

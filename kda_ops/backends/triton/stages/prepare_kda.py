@@ -206,7 +206,7 @@ def anchored_scores(
 @triton.jit
 def sum_decay(b_x, log2_bound, centre, R: tl.constexpr, SHARE: tl.constexpr):
     """Return both sums of `half_prefix` for rows that share anchors, and the whole half's decay."""
-    b_x = b_x if SHARE == HALF else tl.maximum(b_x, log2_bound)
+    b_x = b_x if SHARE == HALF else tl.maximum(b_x, log2_bound, tl.PropagateNan.ALL)
     b_D, b_C = half_prefix(b_x, centre, R)
     return b_D, b_C, upto(b_C, HALF, R)
 
