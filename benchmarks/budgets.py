@@ -64,7 +64,7 @@ kda, gdn, layer = partial(Call, 1), partial(Call, 0), LayerCall
 
 # Limits of kernels that calls share.
 PREPARE_KDA = {"prepare_kda": most(32, 56, 64, 112, instructions=4304)}
-SOFTPLUS_KDA = {"prepare_kda": most(40, 208, 72, 264, instructions=5728), "scan_kda": most(80)}
+SOFTPLUS_KDA = {"prepare_kda": most(48, 208, 72, 264, instructions=5728), "scan_kda": most(80)}
 PROMISED_KDA = {"prepare_kda": most(0, 56, 56, 64, instructions=3488), "scan_kda": most(0)}
 FORWARD_KDA = PREPARE_KDA | {"scan_kda": most(104)}
 FORWARD_FEW_KDA = PREPARE_KDA | {"scan_kda": most(136, 136, 136, 272)}
@@ -79,7 +79,7 @@ BACKWARD_FEW_KDA = {"reverse_scan_kda": most(0, 8, 8, 24)} | GRADIENTS_KDA
 PREPARE_GDN = {"prepare_gdn": most(96, 112, 104, 152, registers=168)}
 FORWARD_GDN = PREPARE_GDN | {"scan_gdn": most(8)}
 FORWARD_FEW_GDN = PREPARE_GDN | {"scan_gdn": most(0, 8, 0, 104)}
-SOFTPLUS_GDN = {"prepare_gdn": most(88, 112, 112, 144, registers=168), "scan_gdn": most(0)}
+SOFTPLUS_GDN = {"prepare_gdn": most(88, 120, 112, 144, registers=168), "scan_gdn": most(0)}
 BACKWARD_GDN = {
     "reverse_scan_gdn": most(8),
     "gradient_gdn": most(1440, 1368, 1280, 1480, instructions=6328),
@@ -113,7 +113,7 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
     kda(pool=torch.bfloat16, transposed=True): RECUR,
     kda(gate="promised", group=1): PROMISED_KDA,
     gdn(gate="promised"): {
-        "prepare_gdn": most(96, 80, 80, 144, registers=168),
+        "prepare_gdn": most(96, 88, 80, 144, registers=168),
         "scan_gdn": most(0),
     },
     kda(gate="promised", keep=True, group=1): PROMISED_KDA

@@ -208,8 +208,8 @@ def test_out_takes_what_the_call_would_return(pool, layout):
 
 
 @pytest.mark.parametrize("layout", OUTS)
-def test_a_prefill_that_walks_writes_out(layout, monkeypatch):
-    monkeypatch.setattr(tuning, "FORCED_WALK", True)
+def test_a_prefill_that_walks_writes_out(layout, force):
+    force(walk=True)
     gates = dict(gate="bounded", beta="sigmoid", l2norm=True)
     case = Case(lengths=(130, 0, 64, 7), tail=9, H=2, HV=4, **WIDE, **gates)
     assert_out(Pool(case, "chunk_", dead=(False, False, True), fresh=(True,)), layout)

@@ -101,8 +101,8 @@ def test_a_sequence_depends_on_nothing_around_it(case):
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("shares", (0, 2))
 @pytest.mark.parametrize("null", (-1, 1))
-def test_a_pool_gets_states_and_snapshots(dtype, transposed, shares, null, monkeypatch):
-    monkeypatch.setattr(tuning, "FORCED_SHARES", shares)
+def test_a_pool_gets_states_and_snapshots(dtype, transposed, shares, null, force):
+    force(shares=shares)
     case = replace(LAYER, B=1, lengths=(70, 200, 64, 130), tail=3, H=2, HV=4, transposed=transposed)
     x = case.inputs(CUDA)
     pool = torch.randn(10 + null, 4, 128, 128, device=CUDA).to(dtype)

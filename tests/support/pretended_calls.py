@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -181,7 +182,8 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "dense") -> T
         )
     if layout == "far":  # 64-bit strides of the first axis
         rest = torch.empty(shape[1:], device=device).stride() if len(shape) > 1 else ()
-        far = 2**31 + 16 * (shape[0] % 2) + 8
+        # beyond a row of the axis, because `out` must not overlap itself
+        far = max(2**31, 16 * (prod(shape[1:]) // 16 + 1)) + 16 * (shape[0] % 2) + 8
         return torch.empty_strided(shape, (far, *rest), dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device)
 

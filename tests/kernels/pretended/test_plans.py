@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from kda_ops import chunk, convolution, recurrent
-from kda_ops.backends.triton import BACKEND, tuning
+from kda_ops.backends.triton import BACKEND
 from kda_ops.backends.triton import backend as triton_backend
 from kda_ops.backends.triton.plans.plan import Copy, CopyBack, Launch, Memory, Wait, lay_out
 from kda_ops.backends.triton.plans.sizes import formula, text_of
@@ -99,9 +99,9 @@ def projection(rank, T):
 @pytest.mark.parametrize("walked", (False, True))
 @pytest.mark.parametrize("kind, T", ((chunk.Prefill, 170), (recurrent.Decode, 3)))
 @pytest.mark.parametrize("rank", (0, 1))
-def test_views_of_a_packed_projection_cost_no_copy(rank, kind, T, walked, monkeypatch):
+def test_views_of_a_packed_projection_cost_no_copy(rank, kind, T, walked, force):
     x, flags = projection(rank, T)
-    monkeypatch.setattr(tuning, "FORCED_WALK", walked)
+    force(walk=walked)
     if walked:
         flags["lower_bound"] = -5.0
     N = 3
