@@ -625,7 +625,9 @@ def _tuned(machine: str) -> dict[str, Launch]:
         if kind is None or not isinstance(given, dict) or given.get("source") != source_of(kernel):
             continue
         words = {f.name: given[f.name] for f in fields(kind) if f.name in given}
-        if not all(type(v) is int or (k == "registers" and v is None) for k, v in words.items()):
+        if words.get("registers", 0) is None:  # the compiler decides
+            del words["registers"]
+        if not all(type(x) is int for x in words.values()):
             continue
         with suppress(TypeError):  # a size is missing
             found[name] = kind(**words)

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kda_ops.backends.triton.device.gluon_names import aggregate
+from kda_ops.backends.triton.device.state import drop_null
 
 
 @aggregate
@@ -69,22 +70,6 @@ class Span:
         self.i_n, self.i_h, self.token, self.length = i_n, i_h, token, length
         self.live, self.chunks = live, chunks
         self.step = gl.constexpr(step)
-
-
-@gluon.jit
-def drop_null(slot, NULL: gl.constexpr):
-    """Return a slot, or -1 if it is at most NULL and so nobody's."""
-    if NULL >= 0:
-        slot = gl.where(slot > NULL, slot, -1)
-    return slot
-
-
-@gluon.jit
-def is_resumed(resumed, i_n, live):
-    """Return whether a live sequence starts from its slot, and not from zero."""
-    if resumed is not None:
-        live = live & gl.load(resumed + i_n, mask=live, other=0)
-    return live
 
 
 @gluon.jit

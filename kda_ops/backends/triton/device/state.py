@@ -1,4 +1,7 @@
-"""States in memory: S[k, v] of a slot and a head, whatever the caller's layout."""
+"""States in memory: S[k, v] of a slot and a head, whatever the caller's layout.
+
+Kernels of Gluon call `drop_null` and `is_resumed` too.
+"""
 
 import triton
 import triton.language as tl

@@ -16,15 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from kda_ops.backends.triton.device.channels import (
-    Signal,
-    drop_null,
-    find_span,
-    find_tiles,
-    from_span,
-    is_resumed,
-    signal,
-)
+from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, from_span, signal
 from kda_ops.backends.triton.device.gate import load_bias, load_rate
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
@@ -54,6 +46,7 @@ from kda_ops.backends.triton.device.gluon_tile import (
     sums_by_block,
     widen,
 )
+from kda_ops.backends.triton.device.state import drop_null, is_resumed
 
 # Half of what the decay of 32 rows is at the least, in base 2: 16 * 5 / ln 2, rounded to a whole
 # number, so that a shift by it is exact.
