@@ -29,37 +29,39 @@ def few_bits(x):
     return {n: t for n, t in x.items() if n[1:] not in SHARED}
 
 
-@pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("H", (4, 16, 96))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_prompts_in_pieces_have_the_bits_of_one_call(variant, dtype, H, transposed):
-    case = replace(LONG, variant=variant, dtype=dtype, H=H, HV=H, transposed=transposed)
-    case = replace(case, state=False, final=False)
-    whole, got = (prefill(case, x, invariant=True) for x in (None, WHERE))
-    assert_identical(got.o, whole.o, "o")
-    assert_identical(got.pool, whole.pool, "states and snapshots")
-    L = kda_ops.cut_length(f"chunk_{variant}_", H, 128, 128, dtype, CUDA)
-    if L is not None:
-        whole, got = (prefill(case, x) for x in (None, WHERE))
-        assert_identical(got.o, whole.o, "o, without the flag")
-        assert_identical(got.pool, whole.pool, "states and snapshots, without the flag")
+# Tests loop over what takes the same kernels, because each process compiles for itself.
+EACH = pytest.mark.parametrize("variant, dtype", list(product(VARIANTS, DTYPES)))
 
 
-@pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("H", (4, 16, 96))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_training_in_pieces_has_the_bits_of_one_call(variant, dtype, H, transposed):
-    case = replace(LONG, variant=variant, dtype=dtype, H=H, HV=H, transposed=transposed)
-    whole = few_bits(run(case, invariant=True))
-    assert_all_identical(run_in_pieces(case, WHERE, invariant=True), whole)
+def long_cases(variant, dtype):
+    for H, transposed in product((4, 16, 96), (False, True)):
+        yield replace(LONG, variant=variant, dtype=dtype, H=H, HV=H, transposed=transposed)
 
 
-@pytest.mark.parametrize("words", ({}, dict(gate="softplus", safe_gate=False), dict(K=64, V=60)))
-@pytest.mark.parametrize("group", (1, 2))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
+def test_prompts_in_pieces_have_the_bits_of_one_call(variant, dtype):
+    for case in long_cases(variant, dtype):
+        case = replace(case, state=False, final=False)
+        L = kda_ops.cut_length(f"chunk_{variant}_", case.H, 128, 128, dtype, CUDA)
+        for flags in [{"invariant": True}, *([{}] if L is not None else [])]:
+            whole, got = (prefill(case, x, **flags) for x in (None, WHERE))
+            where = f"H {case.H}, transposed {case.transposed}, {flags}"
+            assert_identical(got.o, whole.o, f"o, {where}")
+            assert_identical(got.pool, whole.pool, f"states and snapshots, {where}")
+
+
+@EACH
+def test_training_in_pieces_has_the_bits_of_one_call(variant, dtype):
+    for case in long_cases(variant, dtype):
+        whole = few_bits(run(case, invariant=True))
+        assert_all_identical(run_in_pieces(case, WHERE, invariant=True), whole)
+
+
+@pytest.mark.parametrize(
+    "group, words",
+    ((1, {}), (2, {}), (1, dict(gate="softplus", safe_gate=False)), (2, dict(K=64, V=60))),
+)
+@EACH
 def test_a_head_of_a_sequence_has_its_bits_in_any_call(variant, dtype, group, words):
     """Among many heads or alone, packed or not, strided or not, on any number of processors."""
     case = replace(LONG, variant=variant, dtype=dtype, lengths=(70, 3001, 0, 64, 1000), T=0)
@@ -78,32 +80,30 @@ def test_a_head_of_a_sequence_has_its_bits_in_any_call(variant, dtype, group, wo
             assert_all_identical(got, {m: x for m, x in whole.items() if m in got})
 
 
-@pytest.mark.parametrize("H", (1, 3, 4, 16, 44, 96))
 @pytest.mark.parametrize("K, V", ((128, 128), (64, 128), (20, 40)))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_number_of_heads_changes_no_bit(variant, dtype, K, V, H):
-    case = replace(SMALL, variant=variant, dtype=dtype, K=K, V=V, H=H, HV=H, gate="softplus")
-    case = replace(case, safe_gate=False)
-    whole = results_of(case, run(case, invariant=True), 0, H - 1)
-    own, inputs, cotangents = head_alone(case, 0, H - 1)
-    got = run(own, inputs=inputs, cotangents=cotangents, invariant=True)
-    assert_all_identical(few_bits(got), whole)
+@EACH
+def test_the_number_of_heads_changes_no_bit(variant, dtype, K, V):
+    case = replace(SMALL, variant=variant, dtype=dtype, K=K, V=V, gate="softplus", safe_gate=False)
+    for H in (1, 3, 4, 16, 44, 96):
+        case = replace(case, H=H, HV=H)
+        whole = results_of(case, run(case, invariant=True), 0, H - 1)
+        own, inputs, cotangents = head_alone(case, 0, H - 1)
+        got = run(own, inputs=inputs, cotangents=cotangents, invariant=True)
+        assert_all_identical(few_bits(got), whole)
 
 
-@pytest.mark.parametrize("strides", ("heads_first", "fused", "expanded", "every_second", "off"))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_strides_and_addresses_change_no_bit(variant, dtype, strides):
+@EACH
+def test_strides_and_addresses_change_no_bit(variant, dtype):
     case = replace(SMALL, variant=variant, dtype=dtype, B=2)
-    given = case if strides == "off" else replace(case, strides=strides)
-    inputs = given.inputs(CUDA)
-    dense = {n: None if x is None else x.clone(memory_format=torch.contiguous_format)
-             for n, x in inputs.items()}  # fmt: skip
-    if strides == "off":
-        inputs = {n: None if x is None else off(x) for n, x in inputs.items()}
-    got, want = (run(given, inputs=x, invariant=True) for x in (inputs, dense))
-    assert_all_identical(got, want)
+    for strides in ("heads_first", "fused", "expanded", "every_second", "off"):
+        given = case if strides == "off" else replace(case, strides=strides)
+        inputs = given.inputs(CUDA)
+        dense = {n: None if x is None else x.clone(memory_format=torch.contiguous_format)
+                 for n, x in inputs.items()}  # fmt: skip
+        if strides == "off":
+            inputs = {n: None if x is None else off(x) for n, x in inputs.items()}
+        got, want = (run(given, inputs=x, invariant=True) for x in (inputs, dense))
+        assert_all_identical(got, want)
 
 
 def off(x):
@@ -111,8 +111,7 @@ def off(x):
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_heads_change_no_bit_of_the_sums_over_the_batch(variant, dtype):
     case = replace(SMALL, variant=variant, dtype=dtype, B=3, T=5000, H=8, HV=8, gate="bounded")
     case, half = replace(case, safe_gate=False), slice(4, 8)
@@ -129,17 +128,16 @@ def test_heads_change_no_bit_of_the_sums_over_the_batch(variant, dtype):
             assert_identical(got[name].flatten(), want.flatten(), name)
 
 
-@pytest.mark.parametrize("run_length, count", ((1, 132), (None, 1), (None, 10**6)))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_what_a_gpu_chooses_by_changes_no_bit(variant, dtype, run_length, count):
+@EACH
+def test_what_a_gpu_chooses_by_changes_no_bit(variant, dtype):
     case = replace(LONG, variant=variant, dtype=dtype, H=16, HV=16)
     want = run(case, invariant=True)
-    with tuning.force(processors=count, run=run_length):
-        assert_all_identical(run(case, invariant=True), want)
+    for run_length, count in ((1, 132), (None, 1), (None, 10**6)):
+        with tuning.force(processors=count, run=run_length):
+            assert_all_identical(run(case, invariant=True), want)
 
 
-@pytest.mark.parametrize("variant, dtype", product(VARIANTS, DTYPES))
+@EACH
 def test_training_and_inference_have_the_same_bits(variant, dtype):
     case = replace(LONG, variant=variant, dtype=dtype, H=4, HV=4)
     kept = replace(case, disable_recompute=True)
@@ -150,7 +148,7 @@ def test_training_and_inference_have_the_same_bits(variant, dtype):
 
 
 @pytest.mark.parametrize("gate", ("weak", "bounded", "softplus"))
-@pytest.mark.parametrize("variant, dtype", product(VARIANTS, DTYPES))
+@EACH
 def test_invariant_calls_meet_the_budget(variant, dtype, gate, poisoned_scratch):
     case = replace(SMALL, variant=variant, dtype=dtype, T=300, H=1, HV=2, gate=gate)
     case = replace(case, safe_gate=gate == "weak")
