@@ -154,7 +154,8 @@ def test_a_unit_number_has_the_gradient_that_rounding_would_leave_nothing_of(var
     got, want = run(case), oracle(case)
     for name in ("dq", "dk"):
         error = (got[name].double() - want[name]).norm() / want[name].norm()
-        assert error < 8 * torch.finfo(dtype).eps, (name, error)
+        # 0.1 to 21 of eps over seeds; without the formula 53 and more for this seed (GDN: in fp32)
+        assert error < 32 * torch.finfo(dtype).eps, (name, error)
 
 
 @pytest.mark.bits
