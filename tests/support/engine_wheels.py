@@ -37,6 +37,14 @@ def _constants(**values: object) -> str:
     return "".join(f"def {n}(*args, **given):\n    return {x!r}\n\n\n" for n, x in values.items())
 
 
+# by which the engines choose how their kernels run
+_SM = """import torch
+
+SM = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+
+
+"""
+_PDL = _SM + "def is_arch_support_pdl(*args):\n    return SM >= 9\n\n\n"
 _NO_GPU = dict(is_cpu=False, is_cuda=False, is_hip=False, is_npu=False, is_xpu=False)
 _NO_GPU |= dict(is_gfx95_supported=False, is_sm90_supported=False, get_device_sm=0)
 _VLLM_FLA = "vllm.third_party.flash_linear_attention.ops"
@@ -79,8 +87,9 @@ STUBS = {
     "vllm": {
         f"{_VLLM_FLA}.op": _OP,
         "vllm.platforms": (
-            "class current_platform:\n"
-            "    is_arch_support_pdl = is_cuda = is_rocm = staticmethod(lambda *args: False)\n"
+            f"{_PDL}class current_platform:\n"
+            "    is_arch_support_pdl = staticmethod(is_arch_support_pdl)\n"
+            "    is_cuda = is_rocm = staticmethod(lambda *args: False)\n"
             "    is_cuda_alike = staticmethod(lambda: True)\n"
         ),
         "vllm.triton_utils": "import triton\nimport triton.language as tl\n\ntldevice = None\n",
@@ -96,20 +105,20 @@ STUBS = {
     "sglang": {
         f"{_SGLANG_OPS}.fla.op": _OP,
         f"{_SGLANG_OPS}.fla.utils": (
-            "autotune_cache_kwargs = {}\n"
-            "is_gather_supported, is_nvidia = True, True\n"
-            "is_intel = is_nvidia_hopper = is_tf32_supported = False\n\n\n"
+            f"{_SM}autotune_cache_kwargs = {{}}\n"
+            "is_gather_supported, is_nvidia, is_intel = True, True, False\n"
+            "is_nvidia_hopper, is_tf32_supported = SM == 9, SM >= 8\n\n\n"
             "def input_guard(function):\n    return function\n\n\n"
             "tensor_cache = input_guard\n\n\n"
-        )
-        + _constants(check_shared_mem=False),
+            "def check_shared_mem(*args):\n    return SM == 9\n"
+        ),
         f"{_SGLANG_OPS}.fla.fused_norm_gate": _constants(layer_norm_gated_fwd=None),
         f"{_SGLANG_OPS}.fla.chunk": _constants(chunk_gated_delta_rule=None),
         f"{_SGLANG_OPS}.kda_packed_decode": _constants(covered=False),
         f"{_SGLANG_OPS}.linear.fused_recurrent_linear_replayssm": _constants(
             fused_recurrent_linear_replayssm_decode=None, fused_recurrent_gdn_replayssm_decode=None
         ),
-        "sglang.kernels.jit.utils": _constants(is_arch_support_pdl=False),
+        "sglang.kernels.jit.utils": _PDL,
         "sglang.srt.utils": _constants(**_NO_GPU),
     },
 }
