@@ -45,6 +45,7 @@ BATCHES = (1, 8, 128) if GPU else (1, 3)
 DRAFTS = 4
 CHECKED = 2  # value heads of which the error is taken
 Call = Callable[..., Any]
+Words = dict[str, Any]
 
 
 @dataclass
@@ -118,12 +119,12 @@ def draw(variant: str, lengths: tuple[int, ...], dtype: torch.dtype, columns: in
     return Tokens(variant, lengths, pool, qkv, a, b, *gate, table.view(-1, columns))
 
 
-def vllm_calls(x: Tokens, kind: str) -> tuple[str, dict[str, Any]]:
+def vllm_calls(x: Tokens, kind: str) -> tuple[str, Words]:
     """Return the name of vLLM's function for a kind of call, and its arguments but the pool."""
-    gate = dict(A_log=x.A_log, dt_bias=x.dt_bias)
-    raw = dict(raw_g=x.a[None], raw_beta=x.b[None])
+    gate: Words = dict(A_log=x.A_log, dt_bias=x.dt_bias)
+    raw: Words = dict(raw_g=x.a[None], raw_beta=x.b[None])
     if kind == "prefill":
-        common = dict(initial_state=x.pool[x.slots.long()], cu_seqlens=x.starts)
+        common: Words = dict(initial_state=x.pool[x.slots.long()], cu_seqlens=x.starts)
         common |= dict(output_final_state=True, use_qk_l2norm_in_kernel=True)
         if x.variant == "kda":
             more = raw | dict(A_log=x.A_log, g_bias=x.dt_bias)
@@ -131,7 +132,7 @@ def vllm_calls(x: Tokens, kind: str) -> tuple[str, dict[str, Any]]:
         g, beta = x.gates()
         return "chunk_gated_delta_rule", x.split | common | dict(g=g, beta=beta)
     if kind == "verify":
-        call = dict(x.split, **gate, cu_seqlens=x.starts, ssm_state_indices=x.table)
+        call: Words = dict(x.split, **gate, cu_seqlens=x.starts, ssm_state_indices=x.table)
         call |= dict(num_accepted_tokens=torch.ones_like(x.slots))
         if x.variant == "kda":
             return "fused_recurrent_kda", call | raw | dict(lower_bound=None)
@@ -146,9 +147,9 @@ def vllm_calls(x: Tokens, kind: str) -> tuple[str, dict[str, Any]]:
     return "fused_recurrent_gated_delta_rule_packed_decode", call | dict(out=out)
 
 
-def sglang_calls(x: Tokens, kind: str) -> tuple[str, dict[str, Any]]:
+def sglang_calls(x: Tokens, kind: str) -> tuple[str, Words]:
     """Return the name of SGLang's method for a kind of call, and its arguments but the pool."""
-    call: dict[str, Any] = dict(A_log=x.A_log, dt_bias=x.dt_bias, cache_indices=x.slots)
+    call: Words = dict(A_log=x.A_log, dt_bias=x.dt_bias, cache_indices=x.slots)
     if kind == "decode":
         call |= dict(mixed_qkv=x.qkv, a=x.a.flatten(1), b=x.b.float(), scale=D**-0.5)
         return "packed_decode", call | dict(num_v_heads=HEADS[x.variant][1], head_v_dim=D)
