@@ -32,6 +32,7 @@ from kda_ops.checks import (
     check_null_slot,
     check_offsets,
     check_on_device,
+    check_range,
     check_resumed,
     check_slots,
     check_token_slots,
@@ -73,6 +74,8 @@ class Problem:
         "cu_seqlens",
         "state_indices",
         "num_accepted_tokens",
+        "source",
+        "source_indices",
         "snapshot_indices",
         "B",
         "T",
@@ -154,6 +157,8 @@ class Problem:
         self.state: Tensor | None = None
         self.state_indices: Tensor | None = None
         self.num_accepted_tokens: Tensor | None = None
+        self.source: Tensor | None = None
+        self.source_indices: Tensor | None = None
         self.snapshot_indices: Tensor | None = None
         self.snapshot_every = 1
         self.null_slot = -1
@@ -199,6 +204,8 @@ class Problem:
         A_log=None,
         dt_bias=None,
         cu_seqlens=None,
+        source=None,
+        source_indices=None,
         *,
         out=None,
         null_slot=-1,
@@ -208,7 +215,11 @@ class Problem:
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
         if out is not None:
             p._take_out(out)
+        if source is not None or source_indices is not None:
+            p._take_source_indices(source, source_indices, num_accepted_tokens)
         p._take_pool(state, state_indices, null_slot)
+        if source is not None:
+            p._take_source(source)
         if num_accepted_tokens is not None:
             p._take_accepted(num_accepted_tokens, state_indices)
         if state_indices is not None and state_indices.dim() == 2:
@@ -357,6 +368,38 @@ class Problem:
             check_accepted(num_accepted_tokens, self.slots(state_indices))
         self.num_accepted_tokens = num_accepted_tokens.contiguous()
 
+    def _take_source_indices(self, source, source_indices, num_accepted_tokens) -> None:
+        if source is None or source_indices is None:
+            lacks = "source" if source is None else "source_indices"
+            raise ValueError(
+                "source and source_indices name the states that sequences start from, and need "
+                f"each other, got None for {lacks}."
+            )
+        if num_accepted_tokens is not None:
+            raise ValueError(
+                "num_accepted_tokens must be None with source, because sequences start from "
+                "source_indices, got a tensor: name the accepted state there."
+            )
+        if source_indices.shape != (self.N,):
+            shape_error("source_indices", "[N]", (self.N,), source_indices)
+        check_index("source_indices", source_indices, self.q.device)
+        self.source_indices = source_indices.contiguous()
+
+    def _take_source(self, source: Tensor) -> None:
+        assert self.state is not None and self.source_indices is not None
+        state = self.state
+        if source.dim() != 4 or source.shape[1:] != state.shape[1:]:
+            raise ValueError(
+                f"source must have states of the shape of state, [slots, {list(state.shape[1:])}], "
+                f"got {list(source.shape)}."
+            )
+        if source.dtype is not state.dtype:
+            dtype_error("source", f"{state.dtype}, the dtype of state", source.dtype)
+        check_on_device("source", source, self.q.device)
+        if can_read(self.source_indices):
+            check_range(self.slots(self.source_indices), source.shape[0], "source_indices")
+        self.source = source
+
     def _check_columns(self, state_indices: Tensor) -> None:
         """Check the columns of [N, S] slots, one for every token."""
         assert self.state is not None
@@ -365,14 +408,16 @@ class Problem:
                 "state_indices must name a slot for every token, shape [N, S] with S at least T = "
                 f"{self.T}, got {list(state_indices.shape)}."
             )
-        tables = (state_indices, self.num_accepted_tokens, self.cu_seqlens)
+        tables = (state_indices, self.num_accepted_tokens, self.cu_seqlens, self.source_indices)
         if all(can_read(x) for x in tables if x is not None):
             state_indices = self.slots(state_indices)
             lengths = [self.T] * self.N
             if self.cu_seqlens is not None:
                 lengths = self.cu_seqlens.diff().tolist()
                 check_columns(lengths, state_indices)
-            check_token_slots(state_indices, self.num_accepted_tokens, lengths, self.state.shape[0])
+            source = None if self.source is None else self.slots(self.source_indices)
+            starts, count = self.num_accepted_tokens, self.state.shape[0]
+            check_token_slots(state_indices, starts, source, lengths, count)
 
     def _take_snapshots(self, snapshot_indices: Tensor, snapshot_every: int) -> None:
         assert self.state is not None
@@ -448,7 +493,7 @@ class Problem:
 
     def _live(self, x: Tensor) -> Tensor:
         """Select from x [B, T, ...] the tokens of sequences that have a slot."""
-        slots = self.state_indices
+        slots = self.state_indices if self.source_indices is None else self.source_indices
         if self.cu_seqlens is not None:
             x = x[:, : int(self.cu_seqlens[-1])]
         if slots is None:
