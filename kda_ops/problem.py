@@ -215,13 +215,12 @@ class Problem:
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
         if out is not None:
             p._take_out(out)
-        if source is not None or source_indices is not None:
-            p._take_source_indices(source, source_indices, num_accepted_tokens)
         p._take_pool(state, state_indices, null_slot)
-        if source is not None:
-            p._take_source(source)
         if num_accepted_tokens is not None:
             p._take_accepted(num_accepted_tokens, state_indices)
+        if source is not None or source_indices is not None:
+            p._take_source(source, source_indices)
+        p._check_values()
         if state_indices is not None and state_indices.dim() == 2:
             p._check_columns(state_indices)
         elif state_indices is not None and can_read(state_indices):
@@ -257,6 +256,7 @@ class Problem:
         if state_indices is not None and state_indices.dim() != 1:
             shape_error("state_indices", "[N]", (p.N,), state_indices)
         p._take_pool(state, state_indices, null_slot)
+        p._check_values()
         if snapshot_indices is not None:
             p._take_snapshots(snapshot_indices, snapshot_every)
         elif snapshot_every != 1:
@@ -352,7 +352,6 @@ class Problem:
             check_index("state_indices", state_indices, self.q.device)
         check_null_slot(null_slot, state_indices, "state_indices")
         self.state_indices, self.null_slot = state_indices, null_slot
-        self._check_values()
 
     def _take_accepted(self, num_accepted_tokens: Tensor, state_indices: Tensor | None) -> None:
         if state_indices is None or state_indices.dim() != 2:
@@ -368,37 +367,35 @@ class Problem:
             check_accepted(num_accepted_tokens, self.slots(state_indices))
         self.num_accepted_tokens = num_accepted_tokens.contiguous()
 
-    def _take_source_indices(self, source, source_indices, num_accepted_tokens) -> None:
-        if source is None or source_indices is None:
-            lacks = "source" if source is None else "source_indices"
+    def _take_source(self, source: Tensor | None, source_indices: Tensor | None) -> None:
+        """Check a second pool of the states that sequences start from."""
+        assert self.state is not None
+        if source is None:
+            raise ValueError("source_indices must be None without source, got a tensor.")
+        if self.num_accepted_tokens is not None:
             raise ValueError(
-                "source and source_indices name the states that sequences start from, and need "
-                f"each other, got None for {lacks}."
+                "source must be None with num_accepted_tokens, because a sequence starts from one "
+                "state, got a tensor: name the accepted state in source_indices."
             )
-        if num_accepted_tokens is not None:
+        if source_indices is None:
             raise ValueError(
-                "num_accepted_tokens must be None with source, because sequences start from "
-                "source_indices, got a tensor: name the accepted state there."
+                "source_indices must name the slot of source that each sequence starts from, shape "
+                "[N], got None."
             )
         if source_indices.shape != (self.N,):
             shape_error("source_indices", "[N]", (self.N,), source_indices)
         check_index("source_indices", source_indices, self.q.device)
-        self.source_indices = source_indices.contiguous()
-
-    def _take_source(self, source: Tensor) -> None:
-        assert self.state is not None and self.source_indices is not None
-        state = self.state
-        if source.dim() != 4 or source.shape[1:] != state.shape[1:]:
+        if source.dim() != 4 or source.shape[1:] != self.state.shape[1:]:
             raise ValueError(
-                f"source must have states of the shape of state, [slots, {list(state.shape[1:])}], "
-                f"got {list(source.shape)}."
+                "source must have shape [slots, ...] with states as in state, "
+                f"{list(self.state.shape[1:])}, got {list(source.shape)}."
             )
-        if source.dtype is not state.dtype:
-            dtype_error("source", f"{state.dtype}, the dtype of state", source.dtype)
+        if source.dtype is not self.state.dtype:
+            dtype_error("source", f"{self.state.dtype}, the dtype of state", source.dtype)
         check_on_device("source", source, self.q.device)
-        if can_read(self.source_indices):
-            check_range(self.slots(self.source_indices), source.shape[0], "source_indices")
-        self.source = source
+        if can_read(source_indices):
+            check_range(self.slots(source_indices), source.shape[0], "source_indices")
+        self.source, self.source_indices = source, source_indices.contiguous()
 
     def _check_columns(self, state_indices: Tensor) -> None:
         """Check the columns of [N, S] slots, one for every token."""
@@ -415,7 +412,8 @@ class Problem:
             if self.cu_seqlens is not None:
                 lengths = self.cu_seqlens.diff().tolist()
                 check_columns(lengths, state_indices)
-            source = None if self.source is None else self.slots(self.source_indices)
+            source = self.source_indices
+            source = None if source is None else self.slots(source)
             starts, count = self.num_accepted_tokens, self.state.shape[0]
             check_token_slots(state_indices, starts, source, lengths, count)
 

@@ -232,13 +232,17 @@ NULL = [
 
 SLOT = torch.zeros(2, dtype=torch.int32)
 SOURCES = [
-    ({"source_indices": None}, ValueError, "source and source_indices .* got None for source_ind"),
-    ({"source": None}, ValueError, "source and source_indices .* got None for source\\."),
-    ({"num_accepted_tokens": SLOT + 1}, ValueError, "num_accepted_tokens must be None with source"),
+    ({"source_indices": None}, ValueError, "source_indices must name the slot of source"),
+    ({"source": None}, ValueError, "source_indices must be None without source"),
+    (
+        {"state_indices": SLOT[:, None].expand(2, 5), "num_accepted_tokens": SLOT + 1},
+        ValueError,
+        "source must be None with num_accepted_tokens",
+    ),
     ({"source_indices": SLOT[:1]}, ValueError, r"source_indices must have shape \[N\]"),
     ({"source_indices": SLOT.float()}, TypeError, "source_indices must be int32 or int64"),
     ({"source_indices": SLOT + 3}, ValueError, "source_indices must be below .* slots, 3, got 3"),
-    ({"source": torch.zeros(3, 1, 1, 1)}, ValueError, "source must have states of the shape"),
+    ({"source": torch.zeros(3, 1, 1, 1)}, ValueError, "source must have shape"),
     ({"source": lambda state: state[1:]}, ValueError, "state must not share memory with source"),
     ({"source": torch.Tensor.bfloat16}, TypeError, "source must be torch.float32, the dtype of"),
 ]
