@@ -376,7 +376,7 @@ def check_slots(slots: Tensor, count: int, name: str) -> None:
     The call writes all of these slots.
     """
     live = [slot for slot in slots.flatten().tolist() if slot >= 0]
-    _check_range(live, count, name)
+    check_range(slots, count, name)
     if len(set(live)) != len(live):
         twice = next(slot for slot in live if live.count(slot) > 1)
         raise ValueError(
@@ -386,22 +386,27 @@ def check_slots(slots: Tensor, count: int, name: str) -> None:
 
 
 def check_token_slots(
-    indices: Tensor, accepted: Tensor | None, lengths: list[int], count: int
+    indices: Tensor, accepted: Tensor | None, source: Tensor | None, lengths: list[int], count: int
 ) -> None:
     """Refuse slots that a pool does not have, and a slot that one sequence writes and another uses.
 
-    Sequence n of `lengths[n]` tokens reads the column of its accepted token and writes the columns
-    of its tokens. It does neither if it has no tokens, or no slot to read.
+    Sequence n of `lengths[n]` tokens reads the column of its accepted token, or a slot of another
+    pool (`source`), and writes the columns of its tokens. It does neither if it has no tokens, or
+    no slot to read.
     """
     rows = indices.tolist()
-    _check_range([slot for row in rows for slot in row], count, "state_indices")
+    check_range(indices, count, "state_indices")
     starts = [1] * len(rows) if accepted is None else accepted.tolist()
+    elsewhere = None if source is None else source.tolist()
     read: dict[int, int] = {}  # slots by sequence
     writer: dict[int, int] = {}  # sequences by slot
     for n, (row, start, length) in enumerate(zip(rows, starts, lengths)):
-        if not length or not 1 <= start <= len(row) or row[start - 1] < 0:
+        if elsewhere is None:
+            if not length or not 1 <= start <= len(row) or row[start - 1] < 0:
+                continue
+            read[n] = row[start - 1]
+        elif not length or elsewhere[n] < 0:
             continue
-        read[n] = row[start - 1]
         for slot in row[:length]:
             if slot >= 0 and writer.setdefault(slot, n) != n:
                 raise ValueError(
@@ -418,9 +423,10 @@ def check_token_slots(
             )
 
 
-def _check_range(slots: list[int], count: int, name: str) -> None:
-    if slots and max(slots) >= count:
-        raise ValueError(f"{name} must be below the number of slots, {count}, got {max(slots)}.")
+def check_range(slots: Tensor, count: int, name: str) -> None:
+    """Refuse slots that a pool of `count` does not have."""
+    if slots.numel() and (most := int(slots.max())) >= count:
+        raise ValueError(f"{name} must be below the number of slots, {count}, got {most}.")
 
 
 def check_accepted(accepted: Tensor, indices: Tensor) -> None:

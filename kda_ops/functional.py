@@ -202,6 +202,8 @@ def recurrent_kda_(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    source: Tensor | None = None,
+    source_indices: Tensor | None = None,
     *,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
@@ -235,6 +237,11 @@ def recurrent_kda_(
         num_accepted_tokens: ``[N]``, int32 or int64, from 1 to S; needs ``[N, S]`` indices.
             Sequence n starts from slot ``[n, num_accepted_tokens[n] - 1]``. None: from column 0. If
             that slot is negative, the sequence reads and writes nothing, and its output is zero.
+        source, source_indices: a second pool like ``state``, ``[slots, HV, K, V]``, which the call
+            only reads, and ``[N]``, int32 or int64: sequence n starts from its slot
+            ``source_indices[n]``, and writes ``state`` as before. Any number of sequences may
+            start from one slot. If the slot is negative, the sequence writes nothing, and its
+            output is zero. Not with ``num_accepted_tokens``. None: sequences start from ``state``.
         lower_bound: a finite number below 0; selects the bounded gate.
         null_slot: slots up to this one count as negative slots, from 0 on for a pool whose first
             slots are nobody's (0 for vLLM); needs ``state_indices``. -1: none.
@@ -509,6 +516,8 @@ def recurrent_gdn_(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    source: Tensor | None = None,
+    source_indices: Tensor | None = None,
     *,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
@@ -527,7 +536,8 @@ def recurrent_gdn_(
     Args:
         q, k, v, beta: as for `recurrent_kda_`.
         g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
-        state, state_indices, num_accepted_tokens, null_slot, out: as for `recurrent_kda_`.
+        state, state_indices, num_accepted_tokens, source, source_indices, null_slot, out: as for
+            `recurrent_kda_`.
         A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
         cu_seqlens and the flags: as for `recurrent_kda_`.
 

@@ -28,6 +28,7 @@ VARYING = {
     "S": "slots of a sequence, one for each token",
     "J": "snapshots of a sequence",
     "L": "slots of a pool; N without a table of slots",
+    "I": "slots of a pool that is only read",
     "c": "chunks",
 }
 FIXED = {
@@ -196,6 +197,7 @@ _KEEP = "bool disable_recompute=False"
 _INVARIANT = "bool invariant=False"
 _NULL = "int null_slot=-1"
 _RESUMED = "Tensor? has_initial_state=None"
+_SOURCE = "Tensor? source=None, Tensor? source_indices=None"
 _CHUNK_FLAGS = f"{_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_KEEP}, {_INVARIANT}"
 _KEPT = ", ".join(f"Tensor {n}" for n in KEPT)
 
@@ -212,6 +214,8 @@ _AXES = {
     "state": "LhKV",
     "state_indices": "N(S)",
     "num_accepted_tokens": "N",
+    "source": "IhKV",
+    "source_indices": "N",
     "snapshot_indices": "NJ",
     "has_initial_state": "N",
     "o": "BThV",
@@ -262,8 +266,8 @@ RECURRENT = Operator(
 )
 RECURRENT_ = Operator(
     "recurrent_",
-    f"({_POOL}, Tensor? num_accepted_tokens=None, {_END}, *, {_SCALE}, {_L2NORM_AND_GATE}, "
-    f"{_REST}, {_NULL}) -> Tensor",
+    f"({_POOL}, Tensor? num_accepted_tokens=None, {_END}, {_SOURCE}, *, {_SCALE}, "
+    f"{_L2NORM_AND_GATE}, {_REST}, {_NULL}) -> Tensor",
     recurrent.Decode,
     **_ATTENTION,
     flops=flops.recurrent,

@@ -32,6 +32,7 @@ from kda_ops.checks import (
     check_null_slot,
     check_offsets,
     check_on_device,
+    check_range,
     check_resumed,
     check_slots,
     check_token_slots,
@@ -73,6 +74,8 @@ class Problem:
         "cu_seqlens",
         "state_indices",
         "num_accepted_tokens",
+        "source",
+        "source_indices",
         "snapshot_indices",
         "B",
         "T",
@@ -154,6 +157,8 @@ class Problem:
         self.state: Tensor | None = None
         self.state_indices: Tensor | None = None
         self.num_accepted_tokens: Tensor | None = None
+        self.source: Tensor | None = None
+        self.source_indices: Tensor | None = None
         self.snapshot_indices: Tensor | None = None
         self.snapshot_every = 1
         self.null_slot = -1
@@ -199,6 +204,8 @@ class Problem:
         A_log=None,
         dt_bias=None,
         cu_seqlens=None,
+        source=None,
+        source_indices=None,
         *,
         out=None,
         null_slot=-1,
@@ -211,6 +218,9 @@ class Problem:
         p._take_pool(state, state_indices, null_slot)
         if num_accepted_tokens is not None:
             p._take_accepted(num_accepted_tokens, state_indices)
+        if source is not None or source_indices is not None:
+            p._take_source(source, source_indices)
+        p._check_values()
         if state_indices is not None and state_indices.dim() == 2:
             p._check_columns(state_indices)
         elif state_indices is not None and can_read(state_indices):
@@ -246,6 +256,7 @@ class Problem:
         if state_indices is not None and state_indices.dim() != 1:
             shape_error("state_indices", "[N]", (p.N,), state_indices)
         p._take_pool(state, state_indices, null_slot)
+        p._check_values()
         if snapshot_indices is not None:
             p._take_snapshots(snapshot_indices, snapshot_every)
         elif snapshot_every != 1:
@@ -341,7 +352,6 @@ class Problem:
             check_index("state_indices", state_indices, self.q.device)
         check_null_slot(null_slot, state_indices, "state_indices")
         self.state_indices, self.null_slot = state_indices, null_slot
-        self._check_values()
 
     def _take_accepted(self, num_accepted_tokens: Tensor, state_indices: Tensor | None) -> None:
         if state_indices is None or state_indices.dim() != 2:
@@ -357,6 +367,36 @@ class Problem:
             check_accepted(num_accepted_tokens, self.slots(state_indices))
         self.num_accepted_tokens = num_accepted_tokens.contiguous()
 
+    def _take_source(self, source: Tensor | None, source_indices: Tensor | None) -> None:
+        """Check a second pool of the states that sequences start from."""
+        assert self.state is not None
+        if source is None:
+            raise ValueError("source_indices must be None without source, got a tensor.")
+        if self.num_accepted_tokens is not None:
+            raise ValueError(
+                "source must be None with num_accepted_tokens, because a sequence starts from one "
+                "state, got a tensor: name the accepted state in source_indices."
+            )
+        if source_indices is None:
+            raise ValueError(
+                "source_indices must name the slot of source that each sequence starts from, shape "
+                "[N], got None."
+            )
+        if source_indices.shape != (self.N,):
+            shape_error("source_indices", "[N]", (self.N,), source_indices)
+        check_index("source_indices", source_indices, self.q.device)
+        if source.dim() != 4 or source.shape[1:] != self.state.shape[1:]:
+            raise ValueError(
+                "source must have shape [slots, ...] with states as in state, "
+                f"{list(self.state.shape[1:])}, got {list(source.shape)}."
+            )
+        if source.dtype is not self.state.dtype:
+            dtype_error("source", f"{self.state.dtype}, the dtype of state", source.dtype)
+        check_on_device("source", source, self.q.device)
+        if can_read(source_indices):
+            check_range(self.slots(source_indices), source.shape[0], "source_indices")
+        self.source, self.source_indices = source, source_indices.contiguous()
+
     def _check_columns(self, state_indices: Tensor) -> None:
         """Check the columns of [N, S] slots, one for every token."""
         assert self.state is not None
@@ -365,14 +405,17 @@ class Problem:
                 "state_indices must name a slot for every token, shape [N, S] with S at least T = "
                 f"{self.T}, got {list(state_indices.shape)}."
             )
-        tables = (state_indices, self.num_accepted_tokens, self.cu_seqlens)
+        tables = (state_indices, self.num_accepted_tokens, self.cu_seqlens, self.source_indices)
         if all(can_read(x) for x in tables if x is not None):
             state_indices = self.slots(state_indices)
             lengths = [self.T] * self.N
             if self.cu_seqlens is not None:
                 lengths = self.cu_seqlens.diff().tolist()
                 check_columns(lengths, state_indices)
-            check_token_slots(state_indices, self.num_accepted_tokens, lengths, self.state.shape[0])
+            source = self.source_indices
+            source = None if source is None else self.slots(source)
+            starts, count = self.num_accepted_tokens, self.state.shape[0]
+            check_token_slots(state_indices, starts, source, lengths, count)
 
     def _take_snapshots(self, snapshot_indices: Tensor, snapshot_every: int) -> None:
         assert self.state is not None
@@ -448,7 +491,7 @@ class Problem:
 
     def _live(self, x: Tensor) -> Tensor:
         """Select from x [B, T, ...] the tokens of sequences that have a slot."""
-        slots = self.state_indices
+        slots = self.state_indices if self.source_indices is None else self.source_indices
         if self.cu_seqlens is not None:
             x = x[:, : int(self.cu_seqlens[-1])]
         if slots is None:

@@ -22,6 +22,7 @@ def _kernel(operator: Operator, rank: int, device: torch.device) -> Callable:
     gradients = operator.gradients
     lead = operator.names.index(operator.lead)
     written = [(name, operator.names.index(name)) for name in operator.writes]
+    source = operator.names.index("source") if "source" in operator.names else None
     backend: Backend | None = None
 
     @opaque
@@ -32,6 +33,8 @@ def _kernel(operator: Operator, rank: int, device: torch.device) -> Callable:
         if takes_out:
             args = operator.joined(args, flags)
             check_apart("out", args[-1], zip(operator.names, args[:-1]))
+        if source is not None and len(args) > source:
+            check_apart("state", args[written[0][1]], [("source", args[source])])
         for name, place in written:
             check_writable(name, args[place])
         results = backend.run(kind, rank, args, flags)

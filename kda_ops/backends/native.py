@@ -472,10 +472,12 @@ def _start_step(p: Problem, slots: Tensor | None, per_token: bool) -> tuple[Tens
     """
     if p.state is None:
         return torch.zeros((p.N, p.HV, p.K, p.V), dtype=p.state_dtype), None
-    kv = p.as_kv(p.state)
-    if slots is None:
+    kv = p.as_kv(p.state if p.source is None else p.source)
+    if p.source_indices is not None:
+        slots = p.slots(p.source_indices)
+    elif slots is None:
         return kv.to(p.state_dtype).contiguous(), None
-    if per_token and p.num_accepted_tokens is None:
+    elif per_token and p.num_accepted_tokens is None:
         slots = slots[:, 0]
     elif per_token and p.num_accepted_tokens is not None:
         column = p.num_accepted_tokens.long() - 1

@@ -361,7 +361,9 @@ class _Pool:
         self.slots, self.into = (
             None if x is None else p.slots(x) for x in (p.state_indices, p.snapshot_indices)
         )
-        self.initial = None if p.state is None else p.as_kv(p.state)
+        initial = p.state if p.source is None else p.source
+        self.initial = None if initial is None else p.as_kv(initial)
+        self.sources = None if p.source_indices is None else p.slots(p.source_indices)
         # a call without a final state passes an empty tensor, shape [0]
         self.final = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)
 
@@ -377,7 +379,10 @@ class _Pool:
 
     def read(self, n: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Return sequence n's initial state, and whether its slot is not negative."""
-        slot = self._slot(n, 0 if self.accepted is None else int(self.accepted[n]) - 1)
+        if self.sources is not None:
+            slot = int(self.sources[n])
+        else:
+            slot = self._slot(n, 0 if self.accepted is None else int(self.accepted[n]) - 1)
         if self.initial is None or slot < 0:
             return self._zero(dtype), slot >= 0
         resumed = self.p.has_initial_state

@@ -10,10 +10,12 @@ object. Differences:
   on a CPU or an AMD GPU always stay on SGLang's method.
 - If a slot is negative, every output of its sequence is zero. SGLang's ``decode`` computes it from
   a zero state.
-- `packed_decode` does not run here with ReplaySSM, nor `extend` if it must return states inside of
-  a prompt (``return_intermediate_states``, ``track_state``).
-- Two methods stay on SGLang's kernels: ``target_verify``, which writes the states of drafts to a
-  second pool, and GDN's ``extend``, which returns the states before all chunks.
+- `packed_decode` and `target_verify` do not run here with ReplaySSM, nor `target_verify` on a tree
+  of drafts, nor `extend` if it must return states inside of a prompt
+  (``return_intermediate_states``, ``track_state``).
+- `target_verify` keeps the state in fp32 from draft to draft. On a bf16 pool SGLang rounds it after
+  each.
+- GDN's ``extend``, which returns the states before all chunks, stays on SGLang's kernels.
 
 States are ``[slots, HV, V, K]``, fp32 or bf16.
 """
@@ -26,6 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kda_ops import functional
@@ -33,7 +36,7 @@ from kda_ops.arguments import check_tensor
 from kda_ops.compat import engines
 from kda_ops.compat.fla_calls import per_head
 
-__all__ = ["decode", "enable", "extend", "packed_decode"]
+__all__ = ["decode", "enable", "extend", "packed_decode", "target_verify"]
 
 VERSIONS = ("0.5.23",)
 DEVICES = ("cuda",)  # on a CPU, SGLang has kernels of its own
@@ -118,6 +121,63 @@ def packed_decode(
     return o.transpose(0, 1)
 
 
+def target_verify(
+    operator: Callable[..., Tensor],
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    ssm_states: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    intermediate_states_buffer: Tensor,
+    intermediate_state_indices: Tensor,
+    cache_steps: int,
+    retrieve_parent_token: Tensor | None,
+    lower_bound: float | None = None,
+    cache_ring: bool = False,
+    replayssm_rawv: Tensor | None = None,
+    replayssm_rawk: Tensor | None = None,
+    replayssm_g: Tensor | None = None,
+    replayssm_beta: Tensor | None = None,
+    **unused: object,
+) -> Tensor:
+    """Run a chain of drafts of each sequence from its slot of ``ssm_states``, which stays.
+
+    The state after draft t of sequence n goes to row ``intermediate_state_indices[n]`` and step t
+    of ``intermediate_states_buffer`` ``[rows, steps, HV, V, K]``.
+    """
+    if retrieve_parent_token is not None or cache_ring:
+        name = "cache_ring" if cache_ring else "retrieve_parent_token"
+        raise ValueError(f"{name} must not be set to run on kda_ops.")
+    check_tensor("v", v)
+    check_tensor("query_start_loc", query_start_loc)
+    buffer, N = intermediate_states_buffer, query_start_loc.shape[0] - 1
+    if buffer.dim() != 5 or not buffer.is_contiguous():
+        raise ValueError(
+            "intermediate_states_buffer must be contiguous, [rows, steps, HV, V, K], to run on "
+            "kda_ops."
+        )
+    steps = torch.arange(buffer.shape[1], device=buffer.device)
+    rows = intermediate_state_indices[:N].long()[:, None] * buffer.shape[1] + steps
+    return engines.decode(
+        operator,
+        (q, k, v),
+        _gates(operator, q, v, a, b, A_log, dt_bias),
+        buffer.flatten(0, 1),
+        rows,
+        cu_seqlens=query_start_loc,
+        source=ssm_states,
+        source_indices=cache_indices[:N],
+        use_qk_l2norm_in_kernel=True,
+        lower_bound=lower_bound,
+    )
+
+
 def extend(
     operator: Callable[..., Tensor],
     q: Tensor,
@@ -191,6 +251,8 @@ _METHODS: dict[str, Callable[..., Tensor]] = {
         ("kda_triton.TritonKDAKernel", extend, functional.chunk_kda_),
         ("gdn_triton.TritonGDNKernel", decode, functional.recurrent_gdn_),
         ("gdn_triton.TritonGDNKernel", packed_decode, functional.recurrent_gdn_),
+        ("kda_triton.TritonKDAKernel", target_verify, functional.recurrent_kda_),
+        ("gdn_triton.TritonGDNKernel", target_verify, functional.recurrent_gdn_),
     )
 }
 

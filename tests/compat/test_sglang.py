@@ -58,10 +58,37 @@ def extend_arguments(batch, state, slots, raw=True):
     return call | dict(g=g[None].float(), beta=beta[None].float(), lower_bound=batch.bound)
 
 
+ROWS, STEPS = 5, 4  # of the pool for drafts
+
+
+def verify_arguments(batch, state, slots):
+    drafts = torch.full((ROWS, STEPS, *state.shape[1:]), torch.nan, dtype=state.dtype)
+    call = decode_arguments(batch, state, slots) | dict(intermediate_states_buffer=drafts)
+    call |= dict(intermediate_state_indices=torch.arange(len(slots)).flip(0).int())
+    return call | dict(cache_steps=STEPS, retrieve_parent_token=None)
+
+
+def assert_verified(batch, call, before, o, slots):
+    """Check that drafts start from the pool, which stays, and that their states go to the rows."""
+    assert call["ssm_states"].equal(before)
+    drafts = call["intermediate_states_buffer"]
+    left = drafts.isnan().flatten(2).all(2)
+    for n, (slot, row) in enumerate(zip(slots, call["intermediate_state_indices"].tolist())):
+        span = batch.span(n)
+        if slot < 0:
+            assert not o[span].any() and left[row].all()
+            continue
+        values, states = batch.along(n, before[slot])
+        assert_near(o[span], values, f"o of sequence {n}")
+        assert_near(drafts[row, : len(span)], torch.stack(states), f"drafts of sequence {n}")
+        assert left[row, len(span) :].all()
+
+
 ARGUMENTS = {
     "decode": decode_arguments,
     "packed_decode": packed_arguments,
     "extend": extend_arguments,
+    "target_verify": verify_arguments,
 }
 
 
@@ -79,6 +106,16 @@ def test_decode_reads_and_writes_the_slots_of_its_sequences(variant, bound, name
     o = getattr(sglang, name)(OPERATORS[variant], **call)
     assert o.shape == (1, 3, batch.HV, V) and o.dtype == batch.dtype
     assert_decoded(batch, before, state, o[0], [[0], [-1], [7]], [0, -1, 7], name, null=-1)
+
+
+@pytest.mark.parametrize("dtype", POOLS, ids=str)
+@pytest.mark.parametrize("variant, bound", [("kda", None), ("kda", -5.0), ("gdn", None)])
+def test_chains_of_drafts_go_to_a_pool_of_their_own(variant, bound, dtype):
+    batch, slots = Batch(variant, (4, 1, 3), HEADS[variant], bound=bound), [6, -1, 6]
+    before = pool(batch.HV, dtype)
+    call = verify_arguments(batch, before.clone(), i32(*slots))
+    o = sglang.target_verify(OPERATORS[variant], **call)
+    assert_verified(batch, call, before, o[0], slots)
 
 
 @pytest.mark.parametrize("dtype", POOLS, ids=str)
@@ -127,6 +164,17 @@ WRONG = [
     ("packed_decode", dict(num_v_heads=1), "ssm_states must have 1 heads of 8 values"),
     ("packed_decode", dict(replayssm_d=torch.zeros(1)), "replayssm_d must be None to run on kda"),
     ("packed_decode", dict(mixed_qkv=torch.zeros(2, 81)), "mixed_qkv must have shape"),
+    (
+        "target_verify",
+        dict(retrieve_parent_token=i32([-1], [-1])),
+        "retrieve_parent_token must not",
+    ),
+    ("target_verify", dict(cache_ring=True), "cache_ring must not be set to run on kda_ops"),
+    (
+        "target_verify",
+        dict(intermediate_states_buffer=torch.zeros(2, H, 3, V, K).transpose(1, 2)),
+        "intermediate_states_buffer must be contiguous",
+    ),
     ("extend", dict(return_intermediate_states=True), "return_intermediate_states must be False"),
     ("extend", dict(track_state=torch.zeros(2, H, V, K)), "track_state None to run on kda_ops"),
     ("extend", dict(cache_indices=torch.zeros(2)), "int32 or int64"),
@@ -208,8 +256,8 @@ def kernels():
 
 
 HOOKED = [
-    *(("kda", name) for name in ("decode", "packed_decode", "extend")),
-    *(("gdn", name) for name in ("decode", "packed_decode")),
+    *(("kda", name) for name in ("decode", "packed_decode", "extend", "target_verify")),
+    *(("gdn", name) for name in ("decode", "packed_decode", "target_verify")),
 ]
 
 
@@ -220,8 +268,12 @@ def test_enable_runs_each_method_on_its_operator(stubs, variant, name):
     batch = Batch(variant, (1, 1), HEADS[variant])
     state = pool(batch.HV, torch.float32)
     before = state.clone()
-    o = getattr(kernels()[variant], name)(**ARGUMENTS[name](batch, state, i32(1, 2)))
-    assert_decoded(batch, before, state, o[0], [[1], [2]], [1, 2], name, null=-1)
+    call = ARGUMENTS[name](batch, state, i32(1, 2))
+    o = getattr(kernels()[variant], name)(**call)
+    if name == "target_verify":
+        assert_verified(batch, call, before, o[0], [1, 2])
+    else:
+        assert_decoded(batch, before, state, o[0], [[1], [2]], [1, 2], name, null=-1)
 
 
 @pytest.mark.parametrize("variant, name", HOOKED)
@@ -243,8 +295,7 @@ def test_a_call_that_we_refuse_runs_on_sglangs_method_and_the_log_says_why(
 
 def test_methods_that_we_lack_stay_as_they_are(stubs):
     sglang.enable()
-    for variant, name in (("kda", "target_verify"), ("gdn", "target_verify"), ("gdn", "extend")):
-        assert getattr(kernels()[variant], name)(1, x=2) == (name, (1,), {"x": 2})
+    assert kernels()["gdn"].extend(1, x=2) == ("extend", (1,), {"x": 2})
 
 
 def test_a_cpu_stays_on_sglangs_kernels(stubs, monkeypatch, caplog):

@@ -22,7 +22,7 @@ from tests.support import drift
 from tests.support.cases import Case
 from tests.support.closeness import assert_identical, assert_meets_budget
 from tests.support.forks import Fork, assert_fork, assert_null_slots, broken, by_operator, forks
-from tests.support.pools import OUTS, Pool, assert_out, pools
+from tests.support.pools import OUTS, Pool, assert_out, assert_source, pools
 from tests.support.splits import Split, assert_split, splits
 
 CUDA = torch.device("cuda")
@@ -205,6 +205,12 @@ def test_every_slot_up_to_null_slot_counts_as_a_negative_one(fork, null):
 @given(pool=pools(), layout=st.sampled_from(OUTS))
 def test_out_takes_what_the_call_would_return(pool, layout):
     assert_out(pool, layout)
+
+
+@settings(max_examples=40)
+@given(pool=pools(op="recurrent_"))
+def test_a_second_pool_to_start_from_is_only_read(pool):
+    assert_source(pool)
 
 
 @pytest.mark.parametrize("layout", OUTS)

@@ -24,7 +24,7 @@ from tests.support.forks import (
     by_operator,
     forks,
 )
-from tests.support.pools import OUTS, Pool, assert_out, pool_arguments, pools, same
+from tests.support.pools import OUTS, Pool, assert_out, assert_source, pool_arguments, pools, same
 from tests.support.splits import Split, assert_split, splits
 from tests.support.target import TARGET
 
@@ -167,6 +167,30 @@ def test_a_sequence_that_begins_anew_has_the_bits_of_a_zeroed_slot(pool):
 @example(pool=Pool(Case("gdn", B=2, T=3), "recurrent_", indexed=False), layout="heads first")
 def test_out_takes_what_the_call_would_return(pool, layout):
     assert_out(pool, layout)
+
+
+@pytest.mark.bits
+@pytest.mark.quick
+@given(pool=pools(op="recurrent_"))
+@example(pool=Pool(Case(lengths=(2, 0, 3), tail=1), "recurrent_", dead=(True, False), columns=3))
+@example(pool=Pool(Case("gdn", B=3, T=1), "recurrent_", dead=(False, True), null=1))
+@example(pool=Pool(Case(B=2, T=1, transposed=True), "recurrent_", indexed=False))
+def test_a_second_pool_to_start_from_is_only_read(pool):
+    assert_source(pool)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafts_of_many_sequences_start_from_one_slot(variant):
+    pool = Pool(Case(variant, B=3, T=2), "recurrent_", columns=2)
+    state, source = pool.state(), torch.randn_like(pool.state())
+    args = pool.arguments(state)
+    with torch.no_grad():
+        o = overload(variant, "recurrent_")(*args, source, torch.tensor([4, 4, 4]), **pool.flags())
+        for n in range(3):
+            lone = pool.arguments(pool.state())
+            mine = [x if x is None or x.shape[0] != 3 else x[n : n + 1] for x in lone[:5]]
+            mine += [lone[5], lone[6][n : n + 1], *lone[7:], source, torch.tensor([4])]
+            same(overload(variant, "recurrent_")(*mine, **pool.flags()), o[n : n + 1], "o", o.dtype)
 
 
 @pytest.mark.bits

@@ -230,6 +230,38 @@ NULL = [
 ]
 
 
+SLOT = torch.zeros(2, dtype=torch.int32)
+SOURCES = [
+    ({"source_indices": None}, ValueError, "source_indices must name the slot of source"),
+    ({"source": None}, ValueError, "source_indices must be None without source"),
+    (
+        {"state_indices": SLOT[:, None].expand(2, 5), "num_accepted_tokens": SLOT + 1},
+        ValueError,
+        "source must be None with num_accepted_tokens",
+    ),
+    ({"source_indices": SLOT[:1]}, ValueError, r"source_indices must have shape \[N\]"),
+    ({"source_indices": SLOT.float()}, TypeError, "source_indices must be int32 or int64"),
+    ({"source_indices": SLOT + 3}, ValueError, "source_indices must be below .* slots, 3, got 3"),
+    ({"source": torch.zeros(3, 1, 1, 1)}, ValueError, "source must have shape"),
+    ({"source": lambda state: state[1:]}, ValueError, "state must not share memory with source"),
+    ({"source": torch.Tensor.bfloat16}, TypeError, "source must be torch.float32, the dtype of"),
+]
+
+
+@pytest.mark.parametrize("change, kind, words", SOURCES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_wrong_second_pools_are_refused(variant, change, kind, words):
+    x = on(arguments(variant, "recurrent_"), TARGET.device) | {"num_accepted_tokens": None}
+    before = x["state"].clone()
+    x |= {"source": before.clone(), "source_indices": SLOT} | change
+    if callable(x["source"]):
+        x["source"] = x["source"](x["state"])
+    x = on(x, TARGET.device)
+    with patch.object(checks, "CHECK_VALUES", True), pytest.raises(kind, match=f"^{words}"):
+        overload(variant, "recurrent_")(*x.values())
+    assert torch.equal(x["state"], before)
+
+
 @pytest.mark.parametrize("op, flags, change, words", NULL)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_wrong_null_slots_and_tables_with_one_are_refused(variant, op, flags, change, words):

@@ -262,6 +262,25 @@ def assert_out(pool: Pool, layout: str) -> None:
     assert_identical(out.contiguous(), want, "out of the function")
 
 
+def assert_source(pool: Pool) -> None:
+    """Check that a decode from a second pool writes what one from the same states writes.
+
+    It leaves the second pool, and the slots of the first that it does not write.
+    """
+    before = pool.state()
+    want, after = pool.run(state=before.clone())
+    source, state = before.clone(), torch.full_like(before, torch.nan)
+    x = dict(source=source, source_indices=pool.start().to(before.device))
+    args = pool.arguments(state, num_accepted_tokens=None)
+    with torch.no_grad():
+        o = overload(pool.case.variant, "recurrent_")(*args, *x.values(), **pool.flags())
+    assert_identical(o, want, "o")
+    assert_identical(source, before, "the second pool")
+    written = ~state.isnan().flatten(1).all(1)
+    assert_identical(state[written], after[written], "what is written")
+    assert_identical(after[~written], before[~written], "slots that only the first call writes")
+
+
 def same(got: Tensor, want: Tensor, name: str, dtype: torch.dtype) -> None:
     """Assert equality up to a few roundings: got and want take two paths through one operator."""
     eps = torch.finfo(dtype).eps
@@ -280,6 +299,7 @@ __all__ = [
     "Pool",
     "SPARE",
     "assert_out",
+    "assert_source",
     "out_like",
     "pool_arguments",
     "pools",

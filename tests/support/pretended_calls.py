@@ -60,6 +60,7 @@ class Model:
     packed: bool
     slots: int  # 0: no table; 2: a table of columns
     accepted: bool
+    sourced: bool
     gate: str
     beta: str
     state: bool
@@ -86,7 +87,9 @@ class Numbers:
 # a usual one, for fixed calls
 MODEL = dict(
     **dict(H=2, group=1, K=128, V=128, dtype=torch.bfloat16, wide=torch.float32),
-    **dict(pool=torch.float32, index=torch.int32, packed=False, slots=0, accepted=False),
+    **dict(
+        pool=torch.float32, index=torch.int32, packed=False, slots=0, accepted=False, sourced=False
+    ),
     **dict(gate="bounded", beta="given", state=True, do=True, need=255),
     flags=tuple({"use_qk_l2norm_in_kernel": True, "output_final_state": True}.items())
     + (("transpose_state_layout", False), ("safe_gate", False))
@@ -110,6 +113,7 @@ models = st.builds(
     packed=bools,
     slots=st.sampled_from((0, 1, 2)),
     accepted=bools,
+    sourced=bools,
     gate=st.sampled_from(("given", "none", "softplus", "bounded")),
     beta=st.sampled_from(("given", "none")),
     state=bools,
@@ -250,6 +254,9 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
             x["state_indices"] = make(shape, model.index, "dense")
             if model.accepted and model.slots == 2:
                 x["num_accepted_tokens"] = make((N,), model.index)
+        if kind in DECODES and model.sourced and "num_accepted_tokens" not in x:
+            x["source"] = make((3 * N, HV, *width), model.pool, n.state_layout)
+            x["source_indices"] = make((N,), model.index)
     elif model.state:
         x["initial_state"] = make((N, HV, *width), torch.float32, n.state_layout)
     if kind in (GatePass, GateBackwardPass):

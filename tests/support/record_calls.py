@@ -19,7 +19,7 @@ from kda_ops.registrations import schemas
 from tests.support.pretended_calls import LAYOUTS, make
 
 CHUNK = 64
-LENGTHS = dict(B=2, T=70, N=2, S=72, J=1, L=5, H=2, h=4, K=16, V=32, C=CHUNK, R=3)
+LENGTHS = dict(B=2, T=70, N=2, S=72, J=1, L=5, I=3, H=2, h=4, K=16, V=32, C=CHUNK, R=3)
 LENGTHS |= dict(X=48, W=4, P=3, G=2)
 DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.bool)
 OTHER_DTYPES = (*DTYPES, torch.float16, torch.float64, torch.int64)

@@ -215,17 +215,21 @@ def clear_output(p_o, n_tokens, o_v, HV: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def first_slot(slots, strides, accepted, i_n, N, width, NULL: tl.constexpr):
+def first_slot(slots, strides, accepted, sources, i_n, N, width, NULL: tl.constexpr):
     """Return the slot of the state before the first token, negative without one.
 
-    It is in the column of the last accepted token, or in column 0 without `accepted`.
+    It is in the column of the last accepted token, or in column 0 without `accepted`. With
+    `sources` [N] it is there, and a slot of another pool.
     """
-    column = 0
     here = i_n < N
-    if accepted is not None:
-        column = tl.load(accepted + i_n, mask=here, other=1).to(tl.int64) - 1
-        here = here & (column >= 0) & (column < width)
-    return find_slot(slots, strides, i_n, column, here, NULL)
+    if sources is not None:
+        return find_slot(sources, (1, 0), i_n, 0, here, NULL)
+    else:
+        column = 0
+        if accepted is not None:
+            column = tl.load(accepted + i_n, mask=here, other=1).to(tl.int64) - 1
+            here = here & (column >= 0) & (column < width)
+        return find_slot(slots, strides, i_n, column, here, NULL)
 
 
 @triton.jit(
@@ -242,6 +246,7 @@ def first_slot(slots, strides, accepted, i_n, N, width, NULL: tl.constexpr):
         "cu_seqlens",
         "slots",
         "accepted",
+        "sources",
         "T",
     ],
 )
@@ -255,6 +260,7 @@ def recur(
     state,
     slots,
     accepted,
+    sources,
     A_log,
     dt_bias,
     cu_seqlens,
@@ -291,9 +297,9 @@ def recur(
     bfloat16 state, the state is held as loaded and widened twice. That takes fewer registers, and
     more programs share a multiprocessor.
 
-    The state comes from `state` (row i_n, or a slot). It goes to `final` after the last token, or
-    after each with PER_TOKEN. Sequences without a slot get zeros. So do tokens past the last
-    sequence, which count as sequence N.
+    The state comes from `state` (row i_n, or a slot; with `sources`, a slot of that table). It goes
+    to `final` after the last token, or after each with PER_TOKEN. Sequences without a slot to read
+    get zeros. So do tokens past the last sequence, which count as sequence N.
 
     A launch may begin while the last programs of the previous one run. It waits for all of their
     work, and lets the next launch begin likewise.
@@ -315,7 +321,7 @@ def recur(
     o_v = i_v * BV + tl.arange(0, BV)
     p_o = o + ((i_b * T + bos) * HV + i_h) * V + o_v
 
-    i_slot = first_slot(slots, strides.slots, accepted, i_n, N, width, NULL)
+    i_slot = first_slot(slots, strides.slots, accepted, sources, i_n, N, width, NULL)
     # made anew for each use, because KIND would not stay a constant in a variable
     rate = load_rate(Gate(A_log, dt_bias, bound, KIND), i_h)
     b_bias = load_bias(Gate(A_log, dt_bias, bound, KIND), i_h, o_d, D)
@@ -326,6 +332,8 @@ def recur(
     here = n_tokens > 0
     b_R = load_start(state, strides.state, i_slot, i_h, i_v * BV, K, V, KO, KI, BV)
     b_S = b_R.to(tl.float32)
+    if sources is not None and not PER_TOKEN:
+        i_slot = find_slot(slots, strides.slots, i_n, 0, i_n < N, NULL)
 
     for i_t in range(n_tokens):
         t = bos + i_t
@@ -406,8 +414,9 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     values.
     """
     final = None if final_state is None or final_state.dim() != 4 else final_state
-    strides, width, per_token = _strides(p, final)
-    held, held_s = (final, strides.final) if p.state is None else (p.state, strides.state)
+    initial = p.state if p.source is None else p.source
+    strides, width, per_token = _strides(p, initial, final)
+    held, held_s = (final, strides.final) if initial is None else (initial, strides.state)
     one = p.cu_seqlens is None and bool(p.T == 1)
     KO, KI, BV, options = cut(
         p.K,
@@ -432,9 +441,10 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         v=p.v,
         g=p.g,
         beta=p.beta,
-        state=p.state,
+        state=initial,
         slots=p.state_indices,
         accepted=p.num_accepted_tokens,
+        sources=p.source_indices,
         A_log=gate.A_log,
         dt_bias=gate.dt_bias,
         cu_seqlens=p.cu_seqlens,
@@ -465,7 +475,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     )
 
 
-def _strides(p: Problem, final: Tensor | None) -> tuple[Strides, int, bool]:
+def _strides(p: Problem, initial: Tensor | None, final: Tensor | None) -> tuple[Strides, int, bool]:
     """Return all strides, the columns of the slot table, and whether each token has a column."""
     slots_s, width, per_token = (0, 0), 1, False
     if p.state_indices is not None:
@@ -473,7 +483,7 @@ def _strides(p: Problem, final: Tensor | None) -> tuple[Strides, int, bool]:
         per_token = len(found) == 2
         slots_s = (found[0], found[1] if per_token else 0)
         width = p.state_indices.shape[1] if per_token else 1
-    state = _strides_kv(p.state, p.transposed)
+    state = _strides_kv(initial, p.transposed)
     strides = Strides(
         q=strides_of(p.q),
         k=strides_of(p.k),
@@ -482,7 +492,7 @@ def _strides(p: Problem, final: Tensor | None) -> tuple[Strides, int, bool]:
         beta=_NOWHERE[:3] if p.beta is None else strides_of(p.beta),
         slots=slots_s,
         state=state,
-        final=state if final is p.state else _strides_kv(final, p.transposed),
+        final=state if final is initial else _strides_kv(final, p.transposed),
     )
     return strides, width, per_token
 
