@@ -481,13 +481,6 @@ def test_numbers_in_the_place_of_has_initial_state_are_refused():
     assert tail.eq(1).all()
 
 
-def test_sparse_tensors_are_named():
-    with pytest.raises(TypeError, match="^weight must be a dense tensor"):
-        torch.ops.kda.short_conv(LEGAL["x"], LEGAL["weight"].to_sparse())
-    with pytest.raises(TypeError, match="^gate must be a dense tensor"):
-        torch.ops.kda.gated_rms_norm(*(LEGAL_NORM | {"gate": z(2, 5, 4, 6).to_sparse()}).values())
-
-
 @pytest.mark.bits
 def test_the_functions_take_any_rank_and_a_plain_weight():
     case = NormCase(G=2, silu=True)
