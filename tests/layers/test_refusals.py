@@ -119,7 +119,10 @@ TYPES = [
     (lambda: ShortConvolution(4)([1.0]), "x must be a tensor, got list"),
     (lambda: decode(ONES, ONES[:, :3].to("meta")), "tail must be on cpu, where x is"),
     (lambda: decode(ONES, [1.0]), "tail must be a tensor, got list"),
-    (lambda: kda_ops.short_conv(ONES, ONES[0, :4], activation=1), "activation must be text or None"),
+    (
+        lambda: kda_ops.short_conv(ONES, ONES[0, :4], activation=1),
+        "activation must be text or None",
+    ),
     *(
         (lambda m=make, x=x, o=options: build(m)(x, **o), words)
         for make in LAYERS
