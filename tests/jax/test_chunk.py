@@ -9,13 +9,13 @@ from hypothesis import example, given, settings
 pytest.importorskip("jax")
 
 import kda_ops.jax
-from tests.support import calls, closeness
+from tests.support import closeness
 from tests.support.arrays import arrays, errors, run, to_torch
 from tests.support.cases import BETAS, GATES, KEYS, Case, cases
 from tests.support.closeness import assert_meets_budget, oracle
-from tests.support.target import GPU, TARGET
+from tests.support.target import GPU
 
-EXACT, SAME = 2e-6, 4e-6  # of the largest entry of a tensor, in fp32
+EXACT = 2e-6  # of the largest entry of a tensor, in fp32
 PARAMETERS = ("dA_log", "ddt_bias")
 NIGHTLY = os.environ.get("KDA_OPS_NIGHTLY") == "1"
 
@@ -99,16 +99,6 @@ def test_a_product_with_a_later_key_that_overflows_reaches_no_earlier_token(vari
     large, face = x["k"].at[:, 60].multiply(1e20), getattr(kda_ops.jax, f"chunk_{variant}")
     want, got = (to_torch(face(**(x | {"k": k}))[0]) for k in (x["k"], large))
     closeness.assert_identical(got[:, :60], want[:, :60], "o")
-
-
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_the_torch_operator_gives_the_same(variant, values):
-    if TARGET.device.type != "cpu":
-        pytest.skip("compares with the operator on a CPU")
-    case = Case(variant, **PLAIN, **VALUES[values])
-    off = {n: e for n, e in errors(run(case), calls.run(case)).items() if not e <= SAME}
-    assert not off, f"{off} of the largest entry"
 
 
 def in_budget(case, got=None, names=None):

@@ -171,26 +171,6 @@ def test_step(case):
 
 
 @given(case=cases(**WIDE))
-def test_the_scan_carries_exactly_what_it_wrote(case):
-    """The trace's first states are the initial ones, and the last chunk leads to the final one."""
-    p = parse(replace(case, final=True))
-    tile, state = native.prepare(p), p.new_final_state()
-    trace = native.scan(p, tile, None, state, keep=True)
-    chunks = Chunks(p)
-    for n, (first, count) in enumerate(zip(chunks.first, chunks.count)):
-        if not count:
-            continue
-        initial = torch.zeros_like(trace.states[first]) if p.state is None else p.as_kv(p.state)[n]
-        close(trace.states[first], initial, "states")
-        last = first + count - 1
-        close(
-            p.as_kv(state)[n],
-            tile.gamma[last][..., None] * trace.states[last] + tile.kg[last].mT @ trace.v_new[last],
-            "final_state",
-        )
-
-
-@given(case=cases(**WIDE))
 def test_a_chunk_s_inverse_is_unit_lower_triangular(case):
     A = native.prepare(parse(case)).A
     assert torch.equal(A, A.tril()) and bool((torch.diagonal(A, dim1=-2, dim2=-1) == 1).all())

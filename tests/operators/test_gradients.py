@@ -128,13 +128,17 @@ def test_an_output_that_is_not_used_has_a_gradient_of_zero(variant, op):
                 torch.testing.assert_close(d, want["d" + name])
 
 
+@pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_state_that_was_not_asked_for_and_what_is_kept_have_no_gradient(variant):
-    case = Case(variant, final=False)
+def test_a_state_that_was_not_asked_for_is_empty_and_like_what_is_kept_has_no_gradient(
+    variant, transposed
+):
+    case = Case(variant, final=False, transposed=transposed)
     inputs = case.inputs(TARGET.device)
     inputs["v"].requires_grad_()
     o, final_state = overload(variant, "chunk")(*inputs.values(), **case.flags())
     assert o.requires_grad and not final_state.requires_grad and final_state.shape == (0,)
+    assert final_state.dtype is case.state_dtype
     for keep in (False, True):
         _, final_state, *kept = overload(variant, "chunk_fwd")(
             *inputs.values(), **(case.flags() | {"disable_recompute": keep})

@@ -12,7 +12,7 @@ from kda_ops import dispatch
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import as_leaves, forward, overload, run
-from tests.support.cases import Case, replace
+from tests.support.cases import STRIDES, Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.pools import Pool, pool_arguments
 from tests.support.target import TARGET
@@ -80,11 +80,13 @@ def test_opcheck_of_functional_operators(variant, op, options):
     )
 
 
+@pytest.mark.parametrize("strides", ("contiguous", "heads_first", "fused", "expanded"))
 @pytest.mark.parametrize("keep", (False, True))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_opcheck_of_the_operators_of_training_graphs(variant, keep):
+def test_opcheck_of_the_operators_of_training_graphs(variant, keep, strides):
     promises = dict(safe_beta=keep, safe_keys=keep, invariant=keep)
-    case = Case(variant, T=5, K=8, V=6, l2norm=True, disable_recompute=keep, **promises)
+    sizes = dict(B=2, T=5, H=2, HV=2, K=8, V=6, strides=strides)
+    case = Case(variant, **sizes, l2norm=True, disable_recompute=keep, **promises)
     inputs = [*case.inputs(TARGET.device).values()]
     opcheck(overload(variant, "chunk_fwd"), differentiable(case), case.flags(), test_utils=QUICK)
     o, _, *kept = overload(variant, "chunk_fwd")(*inputs, **case.flags())
@@ -133,14 +135,14 @@ def test_opcheck_of_in_place_operators(variant, op, pool):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck_of_the_gate(variant):
     for gate in ("softplus", "bounded"):
-        x = Case(variant, T=3, gate=gate, seed=1).inputs(TARGET.device)
-        args = [t.detach().requires_grad_() for t in (x["g"], x["A_log"], x["dt_bias"])]
-        opcheck(
-            overload(variant, "gate"),
-            args,
-            {"lower_bound": -5.0 if gate == "bounded" else None},
-            test_utils=COMPILED,
-        )
+        flags = {"lower_bound": -5.0 if gate == "bounded" else None}
+        for strides in STRIDES:
+            x = Case(variant, T=3, gate=gate, seed=1, strides=strides).inputs(TARGET.device)
+            args = [x[n].detach().requires_grad_() for n in ("g", "A_log", "dt_bias")]
+            utils = COMPILED if strides == "contiguous" else QUICK
+            opcheck(overload(variant, "gate"), args, flags, test_utils=utils)
+            args = [t.detach() for t in (torch.ones_like(args[0]), *args)]
+            opcheck(overload(variant, "gate_bwd"), args, flags, test_utils=QUICK[:2])
 
 
 # --- autograd
@@ -291,27 +293,6 @@ def test_autocast_does_not_reach_the_arithmetic_of_the_gate(variant):
     assert_all_identical(
         {"y": inside.detach()} | dict(zip("gAd", got)),
         {"y": plain.detach()} | dict(zip("gAd", want)),
-    )
-
-
-@pytest.mark.parametrize("strides", ("heads_first", "fused", "expanded"))
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_fake_gradients_are_contiguous_whatever_the_strides(variant, strides):
-    case = Case(variant, B=2, T=5, H=2, HV=2, K=8, V=6, strides=strides, gate="softplus")
-    x, cotangents = case.inputs(TARGET.device), case.cotangents(TARGET.device)
-    _, _, *kept = overload(variant, "chunk_fwd")(*x.values(), **case.flags())
-    opcheck(
-        overload(variant, "chunk_bwd"),
-        (*cotangents, *kept, *x.values()),
-        case.flags() | {"need": schemas.mask_of([True] * 8)},
-        test_utils="test_faketensor",
-    )
-    gate = x["g"], x["A_log"], x["dt_bias"]
-    opcheck(overload(variant, "gate"), gate, test_utils="test_faketensor")
-    opcheck(
-        overload(variant, "gate_bwd"),
-        (torch.ones(x["g"].shape, device=TARGET.device), *gate),
-        test_utils="test_faketensor",
     )
 
 
