@@ -124,42 +124,42 @@ def test_a_plan_or_one_compiled_graph_gives_the_same(ranks, variant, lengths, ho
 
 
 REFUSED = "rank 1 of the group refused its call: "
-# what rank 1 calls instead: (layer, x, arguments) -> the same, changed; and what every rank is told
+# what rank 1 changes in (layer, x, arguments), and what every rank is told
 FAULTS = {
     "hidden": (
-        lambda layer, x, more: (layer, x[..., 1:], more),
+        lambda layer, x: dict(x=x[..., 1:]),
         REFUSED + "x must have shape [B, T, hidden_size]",
     ),
     "rows": (
-        lambda layer, x, more: (layer, x.repeat(2, 1, 1), more),
+        lambda layer, x: dict(x=x.repeat(2, 1, 1)),
         f"x is torch.float64 [1, T, {HIDDEN}] on rank 0",
     ),
     "dtype": (
-        lambda layer, x, more: (layer.float(), x.float(), more),
+        lambda layer, x: dict(layer=layer.float(), x=x.float()),
         f"torch.float32 [1, T, {HIDDEN}] on rank 1",
     ),
     "offsets": (
-        lambda layer, x, more: (layer, x, more | {"cu_seqlens": offsets((3, 20))}),
+        lambda layer, x: dict(cu_seqlens=offsets((3, 20))),
         "cu_seqlens is None on rank 0, [0, 3, 23] on rank 1",
     ),
     "variant": (
-        lambda layer, x, more: (build("gdn", PLAIN), x, more),
+        lambda layer, x: dict(layer=build("gdn", PLAIN)),
         "layer is KimiDeltaAttention on rank 0, GatedDeltaNet on rank 1",
     ),
     "heads": (
-        lambda layer, x, more: (build("kda", PLAIN | dict(num_heads=3)), x, more),
+        lambda layer, x: dict(layer=build("kda", PLAIN | dict(num_heads=3))),
         "num_heads is 2 on rank 0, 3 on rank 1",
     ),
     "frozen input": (
-        lambda layer, x, more: (layer, x.detach(), more),
+        lambda layer, x: dict(x=x.detach()),
         "a gradient of x wanted is True on rank 0, False on rank 1",
     ),
     "frozen": (
-        lambda layer, x, more: (layer.requires_grad_(False), x.detach(), more),
+        lambda layer, x: dict(layer=layer.requires_grad_(False), x=x.detach()),
         "a gradient wanted is True on rank 0, False on rank 1",
     ),
     "mask": (
-        lambda layer, x, more: (layer, x, more | {"attention_mask": torch.ones(x.shape[:2])}),
+        lambda layer, x: dict(attention_mask=torch.ones(x.shape[:2])),
         REFUSED + "attention_mask: padding is not skipped across ranks",
     ),
 }
@@ -170,14 +170,13 @@ def odd_one_out(groups, size):
     group, rank, told = groups[size], dist.get_rank(groups[size]), {}
     for fault, (change, _) in FAULTS.items():
         layer, (x, weight) = build("kda", PLAIN), batch()
-        x, arguments = x[:, :10].requires_grad_(), {"group": group}
-        if rank == 1:
-            layer, x, arguments = change(layer, x, arguments)
+        x = x[:, :10].requires_grad_()
+        given = dict(layer=layer, x=x, group=group) | (change(layer, x) if rank == 1 else {})
         try:
-            layer(x, **arguments)
+            given.pop("layer")(**given)
         except (ValueError, TypeError) as error:
             told[fault] = str(error)
-        same = x.detach().double()[:1, :, :1].expand(1, 10, HIDDEN)
+        same = x.detach()[:, :, :1].expand(1, 10, HIDDEN)
         step(build("kda", PLAIN), same, weight[:, :10], group=group)
     return told
 
