@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import kda_ops
+from tests.support.calls import Recorded
 from tests.support.cases import on
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.layer_operators import (
@@ -527,26 +527,13 @@ def test_the_function_of_the_norm_takes_no_rows(shape):
     assert kda_ops.gated_rms_norm(torch.randn(shape), torch.ones(4)).shape == shape
 
 
-class Shapes(TorchDispatchMode):
-    """Record the shape of x of every norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.kda.gated_rms_norm.default:
-            self.seen.append(tuple(args[0].shape))
-        return func(*args, **(kwargs or {}))
-
-
 def test_rows_with_one_weight_are_tokens_of_one_head():
     """Kernels put tokens of a head into one program, and share one sum of its weight's gradient."""
-    with Shapes() as shapes:
+    with Recorded() as seen:
         for shape in ((4,), (7, 4), (7, 5, 4), (7, 5, 3, 4), (2, 7, 5, 3, 4)):
             x = torch.randn(shape)
             assert kda_ops.gated_rms_norm(x, torch.ones(4), x).shape == shape
         kda_ops.gated_rms_norm(torch.randn(6, 4), torch.ones(3, 4))
-    assert shapes.seen == [
+    assert [tuple(given["x"].shape) for _, given in seen.calls] == [
         *((1, 1, 1, 4), (1, 7, 1, 4), (7, 5, 1, 4), (7, 5, 3, 4), (1, 70, 3, 4), (1, 1, 6, 4))
     ]

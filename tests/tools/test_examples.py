@@ -279,25 +279,16 @@ def test_fsdp_with_sharded_heads_matches_one_process(ranks, precision):
         (fsdp, "--steps 1", "--steps must be at least 2"),
         (context_parallel, "--processes 0", "--processes must be at least 1"),
         (context_parallel, "--length 1", "got 1 tokens for 2 ranks"),
-        (
-            train,
-            "--hidden 32 --head-dim 48",
-            "--hidden must be a multiple of --head-dim, got 32 and 48",
+        (train, "--hidden 32 --head-dim 48", "must be a multiple of --head-dim, got 32 and 48"),
+        *(
+            (example, "--device cuda", "--device cuda: torch finds no CUDA device here")
+            for example in (train, export, recall, serve, finetune_transformers)
         ),
-        (train, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-        (export, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-        (recall, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-        (serve, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-        (finetune_transformers, "--device cuda", "--device cuda: torch finds no CUDA device here"),
         (recall, "--steps 0", "--steps must be at least 1"),
         (serve, "--heads 0", "--heads must be at least 1"),
         (checkpoint_policy, "--layers 0", "--layers must be at least 1"),
         (finetune_transformers, "--tokens 1", "--tokens must be at least 2"),
-        (
-            finetune_transformers,
-            "--compare --compile",
-            "--compare times eager code: drop --compile",
-        ),
+        (finetune_transformers, "--compare --compile", "times eager code: drop --compile"),
         (train, "--stop 0", "--stop must be at least 1, got 0"),
     ],
 )
