@@ -209,9 +209,11 @@ def test_packed_rows_hold_whole_documents():
     )
 
 
-def torchrun(*words):
+TORCHRUN = tuple("-m torch.distributed.run --standalone --nproc-per-node 2".split())
+
+
+def torchrun(*words, launcher=TORCHRUN):
     """Run a script with its options on two ranks, and return what it prints."""
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     done = subprocess.run(
         [sys.executable, *launcher, *words],
         cwd=ROOT,
@@ -228,6 +230,12 @@ def test_fsdp_under_torchrun_matches_one_process():
     out = torchrun("examples/fsdp.py", "--steps", "3")
     assert "rows over 2 ranks, heads over 1: a rank holds 61728 of 123456 parameters" in out
     assert "step 2: loss" in out and "losses differ by at most" in out
+
+
+@pytest.mark.parametrize("launcher, words", [((), ()), (TORCHRUN, ("--gdn",))])
+def test_a_sequence_over_two_ranks_matches_one_process(launcher, words):
+    out = torchrun("examples/context_parallel.py", "--length", "300", *words, launcher=launcher)
+    assert "300 tokens on 2 ranks (100, 200)" in out and "dt_bias" in out
 
 
 STILL_BUSY = """
