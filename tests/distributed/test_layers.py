@@ -381,12 +381,15 @@ def test_only_plain_shards_are_compared(ranks):
 
 
 def decode_sharded(groups, size, variant, heads):
-    """Make a cache of a layer sharded by FSDP2, before any forward; with `tp`, heads too."""
+    """Make a cache before any forward of a layer sharded by heads, by FSDP2, or by both."""
     layer, mesh, (x, _) = build(variant, GROUPED), mesh_of(groups[size]), batch(2)
-    if heads > 1:
+    if heads == size:
+        layer = parallelize_module(layer, mesh, HeadParallel())
+    elif heads > 1:
         grid = init_device_mesh("cpu", (size // heads, heads), mesh_dim_names=("dp", "tp"))
         layer, mesh = parallelize_module(layer, grid["tp"], HeadParallel()), grid["dp"]
-    layer = fully_shard(layer, mesh=mesh)
+    if heads < size:
+        layer = fully_shard(layer, mesh=mesh)
     with torch.no_grad():
         cache = layer.new_cache(2)
         assert cache.state.shape[1] == 4 // heads
