@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -20,8 +19,10 @@ from kda_ops.compat import fla_backend
 from tests.compat.test_fla import REFUSALS, fla_flags, outputs_and_gradients
 from tests.support.cases import PACKED, TOKENS, Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
+from tests.support.fresh import python
 from tests.support.target import TARGET
 
+ENV = dict(PYTHONPATH=os.pathsep.join(sys.path), PYTHONWARNINGS="ignore")
 FUNCTIONS = ("chunk_kda", "chunk_gated_delta_rule", "fused_recurrent_kda_fwd")
 
 
@@ -274,11 +275,7 @@ else:
 
 def test_disabled_dispatch_takes_the_backend_out():
     pytest.importorskip("fla.backends")
-    env = dict(os.environ, FLA_DISABLE_BACKEND_DISPATCH="1", PYTHONPATH=os.pathsep.join(sys.path))
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BYPASSED], env=env, capture_output=True, text=True
-    )
-    assert run.returncode == 0 and "FLA's own" in run.stdout, run.stdout + run.stderr
+    assert "FLA's own" in python(BYPASSED, FLA_DISABLE_BACKEND_DISPATCH="1", **ENV).stdout
 
 
 @pytest.mark.parametrize("name, mixes", [("kimi_linear", True), ("qwen3_next", False)])
@@ -351,8 +348,5 @@ def test_a_training_step_of_flas_models_runs_on_our_operators():
     pytest.importorskip("fla.backends")
     pytest.importorskip("triton")
     pytest.importorskip("transformers")
-    env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(sys.path))
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", STEP], env=env, capture_output=True, text=True
-    )
-    assert run.stdout.split() == ["kda", "stepped", "gdn", "stepped"], run.stderr[-3000:]
+    out = python(STEP, TRITON_INTERPRET="1", **ENV).stdout
+    assert out.split() == ["kda", "stepped", "gdn", "stepped"]
