@@ -132,7 +132,6 @@ class FakeGroup:
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("variant", NAMES)
 @pytest.mark.parametrize(
     "size, lengths", [(size, each) for size in LENGTHS for each in LENGTHS[size]], ids=str
 )
@@ -142,7 +141,6 @@ def test_a_sharded_call_equals_the_whole_one(ranks, variant, size, lengths):
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("variant", NAMES)
 def test_counts_on_the_device_and_padded_offsets_are_used(ranks, variant):
     case = Case(variant, lengths=(3, 62, 65), **DRAWN)
     assert_equal(whole(ranks.run(2, sharded, 2, case, True)), alone(case))
@@ -185,7 +183,6 @@ def dispatched(groups, size: int, case: Case):
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("variant", NAMES)
 def test_flas_dispatcher_takes_a_context(ranks, variant):
     pytest.importorskip("fla.backends")
     case = Case(variant, lengths=(3, 62, 65), gate="softplus", beta="sigmoid", l2norm=True, **DRAWN)

@@ -67,7 +67,6 @@ def test_l2norm_of_16_bit_inputs_folds_with_the_cast_back(name):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", RANK)
 @pytest.mark.parametrize("bounded, name", [*((0, n) for n in GATES), *((1, n) for n in BOUNDED)])
 def test_gate_folds(bounded, name, variant):
     op, gate = getattr(torch.ops, variant).chunk, (BOUNDED if bounded else GATES)[name]
@@ -112,7 +111,6 @@ ALL = dict(l2norm=1, gate=1, sigmoid=1)
 
 @pytest.mark.parametrize("form", ("functional", "packet", "overload"))
 @pytest.mark.parametrize("name", ("chunk", "recurrent"))
-@pytest.mark.parametrize("variant", RANK)
 def test_every_way_to_call_an_operator_folds(variant, name, form):
     packet = getattr(getattr(torch.ops, variant), name)
     op = {
@@ -213,7 +211,6 @@ def test_two_layers_fold():
     assert_folds(lambda q, k, v, *x: f(q, k, f(q, k, v, *x), *x), inputs(), **{n: 2 for n in ALL})
 
 
-@pytest.mark.parametrize("variant", RANK)
 def test_one_token_of_one_row_folds(variant):
     """Here the bias has the same shape as the logits of the token."""
     x = {
@@ -312,7 +309,6 @@ def test_folding_changes_nothing_beyond_rounding(
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", RANK)
 @pytest.mark.parametrize("bounded", (False, True))
 def test_folding_changes_nothing_in_float64(variant, bounded):
     """In float64 the plain and the folded program agree up to rounding."""

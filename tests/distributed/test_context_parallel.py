@@ -86,7 +86,6 @@ def test_the_budget_holds_wherever_it_is_cut(ranks, drawn):
     )
 
 
-@pytest.mark.parametrize("variant", ["kda", "gdn"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_inputs_meet_their_budget(ranks, variant, dtype):
     case = replace(EVERYTHING, variant=variant, dtype=dtype)
@@ -385,7 +384,6 @@ def test_double_backward_is_refused(ranks):
         assert len(messages) == 2 and all("differentiate twice" in message for message in messages)
 
 
-@pytest.mark.parametrize("variant", ["kda", "gdn"])
 def test_the_signature_is_that_of_the_operator_plus_group(variant):
     face, operator = (
         inspect.signature(f).parameters

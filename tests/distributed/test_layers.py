@@ -26,7 +26,6 @@ HIDDEN, T = 24, 30
 LAYERS = {"kda": KimiDeltaAttention, "gdn": GatedDeltaNet}
 PLAIN = dict(num_heads=2, head_dim=8, expand_v=1.5)
 GROUPED = PLAIN | dict(num_v_heads=4, conv_bias=True)
-variants = pytest.mark.parametrize("variant", LAYERS)
 
 
 def build(variant, options):
@@ -97,7 +96,6 @@ def over_tokens(groups, size, variant, options, cuts, B, lengths, how):
     return {n.removeprefix("_orig_mod."): d for n, d in found.items()}
 
 
-@variants
 @pytest.mark.parametrize(
     "size,cuts,lengths,options",
     [
@@ -260,7 +258,6 @@ def over_heads(groups, size, variant, options, how):
     return {n.removeprefix("_orig_mod."): d for n, d in found.items()}
 
 
-@variants
 @pytest.mark.parametrize("how", HOW)
 def test_a_layer_with_heads_on_two_ranks_matches_one_process(ranks, variant, how):
     options = GROUPED if how != "dense" else PLAIN
@@ -397,7 +394,6 @@ def decode_sharded(groups, size, variant, heads):
         return torch.cat([layer(x[:, :25], cache=cache), *steps], 1)
 
 
-@variants
 @pytest.mark.parametrize("size, heads", [(2, 1), (2, 2), (4, 2)])
 def test_a_cache_has_the_heads_of_its_rank_before_the_first_forward(ranks, variant, size, heads):
     x, _ = batch(2)
@@ -573,7 +569,6 @@ def in_two_precisions(groups, size, variant, how):
     return found
 
 
-@variants
 @pytest.mark.parametrize("how", ["dtype", "policy"])
 def test_fsdp_in_bfloat16_keeps_the_gate_in_float32(ranks, variant, how):
     torch.manual_seed(0)
@@ -588,7 +583,6 @@ def test_fsdp_in_bfloat16_keeps_the_gate_in_float32(ranks, variant, how):
             assert error < 0.1, f"{name} is off by {error}"
 
 
-@variants
 def test_a_policy_that_rounds_the_gate_warns_and_says_what_to_do(ranks, variant):
     for found in ranks.run(2, in_two_precisions, 2, variant, "whole"):
         assert found["gate"] == {torch.bfloat16}
@@ -622,7 +616,6 @@ def decode_in_bfloat16(groups, size, variant):
         return torch.cat(parts, 1).float(), layer(x[:, :11]).float()
 
 
-@variants
 def test_a_cache_of_another_dtype_is_refused_where_fsdp_would_convert_it(ranks, variant):
     for steps, at_once in ranks.run(2, decode_in_bfloat16, 2, variant):
         torch.testing.assert_close(steps, at_once, rtol=0, atol=0.02 * at_once.abs().max().item())

@@ -65,7 +65,6 @@ def assert_exact(case, got=None):
 
 
 @pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_outputs_and_gradients_are_those_of_the_definition(variant, values):
     assert_exact(Case(variant, **PLAIN, **VALUES[values]))
 
@@ -83,7 +82,6 @@ def test_every_form_of_a_call_gives_what_the_definition_gives(variant, form):
     in_budget(case)
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_gradients_of_gate_parameters_do_not_gather_the_errors_of_tokens(variant):
     # they would, to 1e-5, were what a row adds to the state in the suffix sum
     case = Case(variant, **FORMS["packed"])
@@ -92,7 +90,6 @@ def test_gradients_of_gate_parameters_do_not_gather_the_errors_of_tokens(variant
     assert max(off[n] for n in PARAMETERS) <= EXACT, off
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_product_with_a_later_key_that_overflows_reaches_no_earlier_token(variant):
     x = arrays(Case(variant, T=61, H=1, HV=1, K=16, V=16, gate="weak", dtype=torch.float32))
     x["q"] = x["q"].at[:, 5].multiply(1e20)
@@ -108,7 +105,6 @@ def in_budget(case, got=None, names=None):
 
 
 @pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_bf16_stays_within_the_budget(variant, values):
     in_budget(Case(variant, dtype=torch.bfloat16, **PLAIN, **VALUES[values]))
 
@@ -131,14 +127,12 @@ def test_any_call_in_bf16_stays_within_the_budget(case):
 @pytest.mark.nightly
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("keys", KEYS)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_every_gate_and_kind_of_keys_gives_what_the_definition_gives(variant, keys, gate):
     beta = BETAS[(GATES.index(gate) + KEYS.index(keys)) % len(BETAS)]
     assert_exact(Case(variant, gate=gate, keys=keys, beta=beta, l2norm=True, **PLAIN))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_interpreter_of_a_tpus_memory_agrees(variant):
     from jax.experimental.pallas import tpu as pltpu
 

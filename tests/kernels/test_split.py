@@ -75,7 +75,6 @@ def law(test, **given):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_and_backward_meet_their_budget(variant, case):
     assert_meets_budget(replace(case, variant=variant))
 
@@ -87,7 +86,6 @@ def test_any_run_length_meets_the_budget(chunks, force):
 
 
 @pytest.mark.parametrize("do, dfinal", ((True, False), (False, True)))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_reverse_scan_meets_its_budget(variant, do, dfinal):
     assert_stage(
         "reverse_scan",
@@ -98,7 +96,6 @@ def test_the_reverse_scan_meets_its_budget(variant, do, dfinal):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_kept_is_what_backward_would_compute_again(variant):
     assert_all_identical(
         run(replace(LONG, variant=variant)),
@@ -107,7 +104,6 @@ def test_what_is_kept_is_what_backward_would_compute_again(variant):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_wide_programs_of_runs_and_maps_change_no_bit(variant, force):
     case = replace(LONG, variant=variant, K=128, V=128, lengths=(0, 130, 1), tail=0)
     found, columns = [], []
@@ -139,7 +135,6 @@ def test_split_products_leave_fewer_chunks_to_the_time_of_the_scan(force):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_bits_of_a_sequence_are_its_own(variant):
     """Other packed sequences, and later tokens, change no bit."""
     law(
@@ -169,7 +164,6 @@ def test_the_bits_of_a_sequence_are_its_own(variant):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_both_state_layouts_give_the_same_bits(variant):
     same = (
         test_layouts.test_both_state_layouts_give_the_same_bits_in_output_state_and_every_gradient
@@ -177,7 +171,6 @@ def test_both_state_layouts_give_the_same_bits(variant):
     law(same, op="chunk", case=replace(LONG, variant=variant, lengths=(0, 150)))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("indexed, null", ((False, -1), (True, -1), (True, 1)))
 def test_a_pool_is_read_before_it_is_written(variant, indexed, null):
     """The slot that a sequence starts from is the one where it ends, and snapshots lie in any

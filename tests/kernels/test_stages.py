@@ -81,7 +81,6 @@ def test_scan(case):
 
 
 @pytest.mark.parametrize("backend", ("native", "reference"))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_product_with_a_later_key_that_overflows_reaches_no_earlier_token(variant, backend):
     case = Case(variant, T=61, H=1, HV=1, gate="weak", l2norm=False, dtype=torch.float32)
     inputs, outs = case.inputs(), []
@@ -145,7 +144,6 @@ def test_gradient(case):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("name", GRADIENTS)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_gradient_gives_what_was_asked_for_and_the_same(variant, name):
     case = Case(variant, gate="softplus", dtype=torch.float64)
     p = parse(case)
@@ -203,7 +201,6 @@ def test_a_backend_is_the_stages_of_its_contract():
     assert not {f.name for f in fields(Tile)} & {f.name for f in fields(Trace)}
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_call_of_several_slabs_matches_a_call_of_one(variant, monkeypatch):
     case = Case(variant, B=2, T=200, H=1, HV=2, gate="softplus", beta="sigmoid", l2norm=True)
     want = run(case)

@@ -123,7 +123,6 @@ def test_grouped_value_heads_are_expanded_key_heads_with_summed_gradients(op, ca
 @pytest.mark.bits
 @pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_scale_is_one_over_the_square_root_of_the_key_width_by_default(variant, op):
     case = Case(variant, T=65)
     assert_all_identical(run(case, op), run(case, op, scale=case.K**-0.5))

@@ -102,7 +102,6 @@ def test_incoming_gradients_may_have_any_strides(op, case):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_an_output_that_is_not_used_has_a_gradient_of_zero(variant, op):
     case = Case(variant, T=65, dtype=TARGET.dtypes[0])
     do, dfinal_state = case.cotangents(TARGET.device)
@@ -129,7 +128,6 @@ def test_an_output_that_is_not_used_has_a_gradient_of_zero(variant, op):
 
 
 @pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_state_that_was_not_asked_for_is_empty_and_like_what_is_kept_has_no_gradient(
     variant, transposed
 ):
@@ -146,7 +144,6 @@ def test_a_state_that_was_not_asked_for_is_empty_and_like_what_is_kept_has_no_gr
         assert not any(x.requires_grad for x in (final_state, *kept))
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_without_gradients_nothing_is_kept(variant):
     inputs = Case(variant).inputs(TARGET.device)
     inputs["v"].requires_grad_()
@@ -157,7 +154,6 @@ def test_without_gradients_nothing_is_kept(variant):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_backward_may_run_twice_on_a_retained_graph(variant, op):
     case = Case(variant, T=65)
     inputs = case.inputs(TARGET.device)
@@ -167,7 +163,6 @@ def test_backward_may_run_twice_on_a_retained_graph(variant, op):
     assert_identical(first, torch.autograd.grad(o.sum(), v)[0], "dv")
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_changing_an_input_before_backward_is_noticed(variant):
     inputs = Case(variant).inputs(TARGET.device)
     inputs["q"].requires_grad_()
@@ -178,7 +173,6 @@ def test_changing_an_input_before_backward_is_noticed(variant):
 
 
 @pytest.mark.parametrize("logit", (100.0, 1e4, 1e5))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_reset_adds_no_rounding_to_the_gradient_of_A_log(variant, logit):
     """Check a decay of exactly 0, where dg must be 0.
 
@@ -215,7 +209,6 @@ def test_a_reset_adds_no_rounding_to_the_gradient_of_A_log(variant, logit):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_gates_may_be_wider_than_q(variant, op):
     case = Case(variant, lengths=(5, 0, 2), gate="softplus", beta="sigmoid", l2norm=True)
     x = case.inputs(TARGET.device)

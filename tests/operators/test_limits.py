@@ -20,7 +20,6 @@ from tests.support.closeness import (
 from tests.support.pools import Pool
 from tests.support.target import TARGET
 
-VARIANTS = ("kda", "gdn")
 OPS = ("chunk", "recurrent")
 
 
@@ -99,7 +98,6 @@ def test_a_beta_of_zero_only_decays(op, case):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_large_rate_amplifies_no_rounding_of_the_gate(variant):
     """Decays near one, from a tiny softplus times a large rate, on an fp32 state."""
     case = Case(variant, T=64, H=1, HV=1, gate="softplus", final=True)
@@ -118,7 +116,6 @@ def test_a_large_rate_amplifies_no_rounding_of_the_gate(variant):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_forgetting_everything_starts_anew(variant, op):
     """g = -inf at a token makes what came before irrelevant, exactly."""
     case = Case(variant, T=129, final=True, dtype=TARGET.dtypes[0])
@@ -145,7 +142,6 @@ def test_forgetting_everything_starts_anew(variant, op):
 @pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("sizes", (*EMPTY, dict(HV=0), dict(B=0, T=0)), ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_any_size_may_be_zero(variant, sizes, op):
     for gate in ("weak", "softplus"):
         case = Case(
@@ -170,7 +166,6 @@ def test_any_size_may_be_zero(variant, sizes, op):
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 @pytest.mark.parametrize("sizes", EMPTY, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_any_size_of_a_call_on_a_pool_may_be_zero(variant, sizes, op):
     for indexed in (False, True):
         pool = Pool(

@@ -105,7 +105,6 @@ def test_mapping_over_nothing_gives_nothing():
     ).shape == (0, 1, 70, 2, 8)
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_gradients_of_no_samples_have_the_shapes_of_samples(variant):
     case = Case(variant, T=5, HV=4, gate="softplus", beta="sigmoid")
     x = {n: t for n, t in case.inputs(TARGET.device).items() if t is not None}

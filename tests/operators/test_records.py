@@ -60,7 +60,6 @@ def test_a_record_in_no_table_is_an_error_at_import(record):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", schemas.VARIANTS)
 def test_a_record_reads_its_schema_as_pytorch_does(variant):
     for record in schemas.operators(variant):
         schema = overload(variant, record.name)._schema

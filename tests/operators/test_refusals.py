@@ -141,7 +141,6 @@ KINDS = ("sparse", "csr", "quantised", "mkldnn", "nested", "jagged")
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", ARGUMENTS)
-@pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_a_tensor_without_strides_is_named(variant, op, kind):
     """Each argument of each operator; `torch.ops` and the functions alike, for one calls the
@@ -257,7 +256,6 @@ NULL = [
 
 
 @pytest.mark.parametrize("op, flags, change, words", NULL)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_wrong_null_slots_and_tables_with_one_are_refused(variant, op, flags, change, words):
     x = on(arguments(variant, op) | change, TARGET.device)
     if "state_indices" in change and change["state_indices"] is None:
@@ -268,7 +266,6 @@ def test_wrong_null_slots_and_tables_with_one_are_refused(variant, op, flags, ch
     assert torch.equal(x["state"], before)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_tables_may_name_a_null_slot_many_times_and_count_anything_for_it(variant):
     x = arguments(variant, "recurrent_")
     x["state_indices"] = torch.zeros(2, 5, dtype=torch.int32)
@@ -281,7 +278,6 @@ def test_tables_may_name_a_null_slot_many_times_and_count_anything_for_it(varian
 
 @pytest.mark.skipif(TARGET.device.type != "cpu", reason="the values live on the device")
 @pytest.mark.parametrize("op,change,words", SLOTS)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_wrong_slots_and_counts_are_refused_before_the_pool_is_written(variant, op, change, words):
     x = arguments(variant, op)
     if op == "chunk_":  # long enough for a snapshot
@@ -326,7 +322,6 @@ assert torch.equal(pool, before)
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pool_of_inference_mode_is_refused_outside_before_it_is_written(variant, op):
     x = arguments(variant, op)
     with torch.inference_mode():
@@ -353,7 +348,6 @@ LAZY = {
 @pytest.mark.bits
 @pytest.mark.parametrize("kind", LAZY)
 @pytest.mark.parametrize("op", IN_PLACE)
-@pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_a_state_that_is_a_lazy_view_is_refused_and_other_inputs_may_be(variant, op, kind):
     x = arguments(variant, op)
@@ -371,7 +365,6 @@ def test_snapshots_may_be_spaced_as_far_as_integers_go(every):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gate_s_bias_may_be_left_out_of_the_operator_too(variant):
     x = arguments(variant, "gate")
     g, A_log = x["g"].requires_grad_(), x["A_log"].requires_grad_()
@@ -386,7 +379,6 @@ def test_the_gate_s_bias_may_be_left_out_of_the_operator_too(variant):
     assert torch.equal(compiled(g, A_log), want)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_cotangent_of_the_gate_must_have_its_shape(variant):
     x = arguments(variant, "gate")
     for wrap in (contextlib.nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):

@@ -55,7 +55,6 @@ def differentiable(case):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck_of_functional_operators(variant, op, options):
     case = Case(
         variant, **({"B": 1 if "lengths" in options else 2, "T": 5, "K": 8, "V": 6} | options)
@@ -82,7 +81,6 @@ def test_opcheck_of_functional_operators(variant, op, options):
 
 @pytest.mark.parametrize("strides", ("contiguous", "heads_first", "fused", "expanded"))
 @pytest.mark.parametrize("keep", (False, True))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck_of_the_operators_of_training_graphs(variant, keep, strides):
     promises = dict(safe_beta=keep, safe_keys=keep, invariant=keep)
     sizes = dict(B=2, T=5, H=2, HV=2, K=8, V=6, strides=strides)
@@ -116,7 +114,6 @@ POOLS = {
 
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck_of_in_place_operators(variant, op, pool):
     if TARGET.slow and pool.dtype is torch.bfloat16:
         pytest.skip("the interpreter has no bfloat16")
@@ -132,7 +129,6 @@ def test_opcheck_of_in_place_operators(variant, op, pool):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck_of_the_gate(variant):
     for gate in ("softplus", "bounded"):
         flags = {"lower_bound": -5.0 if gate == "bounded" else None}
@@ -150,7 +146,6 @@ def test_opcheck_of_the_gate(variant):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("op", (*OPS, "gate"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_double_backward_is_refused_in_words(variant, op):
     case = Case(variant, T=3, gate="softplus")
     x = case.inputs(TARGET.device)
@@ -169,7 +164,6 @@ def test_double_backward_is_refused_in_words(variant, op):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_an_in_place_operator_refuses_autograd_and_accepts_parameters_without(variant, op):
     pool = Pool(Case(variant, B=2, T=3, gate="softplus", state=False, final=False), op)
     want, _ = pool.run()
@@ -197,7 +191,6 @@ def test_an_in_place_operator_refuses_autograd_and_accepts_parameters_without(va
 
 @pytest.mark.quick
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_writing_a_pool_counts_as_a_version(variant, op):
     pool = Pool(Case(variant, B=2, T=3, state=False, final=False), op)
     state = pool.state()
@@ -238,7 +231,6 @@ def test_a_checkpoint_policy_can_name_what_chunked_attention_computed():
 @pytest.mark.bits
 @pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_autocast_casts_q_k_and_v_only(variant, op):
     low = torch.bfloat16 if not TARGET.slow else torch.float16
     case = Case(variant, T=65, gate="softplus", beta="sigmoid")
@@ -259,7 +251,6 @@ def test_autocast_casts_q_k_and_v_only(variant, op):
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_autocast_leaves_a_pool_in_its_dtype(variant, op):
     if TARGET.slow:
         pytest.skip("the interpreter has no bfloat16")
@@ -281,7 +272,6 @@ def test_autocast_leaves_float64_alone():
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_autocast_does_not_reach_the_arithmetic_of_the_gate(variant):
     x = Case(variant, T=5, gate="softplus").inputs(TARGET.device)
     leaves = [x[n].detach().requires_grad_() for n in ("g", "A_log", "dt_bias")]

@@ -247,7 +247,6 @@ def test_the_batch_around_a_sequence_changes_no_bit_of_the_chunk_forward(case):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("K, V", ((16, 1), (1, 8)))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_batch_changes_no_bit_where_a_width_is_one(variant, K, V):
     needs_products_of_one_shape()
     case = Case(variant, B=3, T=129, K=K, V=V, H=1, HV=1)

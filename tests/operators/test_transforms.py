@@ -31,7 +31,6 @@ def _dual(call, x):
     ),
 )
 @pytest.mark.parametrize("op", (*OPS, "gate", "recurrent_", "chunk_"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_tangents_are_refused_in_words(variant, op, mode):
     """torch gives zeros for an operator without a forward-mode formula, unless a gradient is wanted
     too.
@@ -87,7 +86,6 @@ FORWARD_OVER_REVERSE = {
 
 @pytest.mark.parametrize("mode", FORWARD_OVER_REVERSE)
 @pytest.mark.parametrize("op", (*OPS, "gate"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_over_reverse_is_refused_in_words(variant, op, mode):
     """A formula's forward runs without gradients and tangents: what lies below would find none, and
     give zeros.
@@ -280,7 +278,6 @@ MAPPED = {
 @pytest.mark.parametrize("lengths", (None, (65, 0, 3)), ids=("dense", "packed"))
 @pytest.mark.parametrize("names", MAPPED.values(), ids=MAPPED)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_vmap_is_a_loop(variant, op, names, lengths):
     case = Case(variant, B=1 if lengths else 2, lengths=lengths, **INSIDE)
     calls, x = stacked(case, names)
@@ -299,7 +296,6 @@ def test_vmap_is_a_loop(variant, op, names, lengths):
             torch.testing.assert_close(final_state[s], want["final_state"])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_vmap_over_any_dimension_and_twice_and_through_backward(variant):
     case = Case(variant, B=2, T=5)
     calls, x = stacked(case, MAPPED["all"][:5])
@@ -333,7 +329,6 @@ def test_vmap_over_any_dimension_and_twice_and_through_backward(variant):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_vmap_of_the_gate_and_of_a_call_without_a_final_state(variant):
     case = Case(variant, T=5, gate="softplus", final=False)
     calls, x = stacked(case, ("g", "A_log", "q"))
@@ -353,7 +348,6 @@ def test_vmap_of_the_gate_and_of_a_call_without_a_final_state(variant):
     )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_what_cannot_be_mapped_is_refused(variant):
     case = Case(variant, lengths=(3, 2))
     x = case.inputs(TARGET.device)

@@ -316,7 +316,6 @@ def takes_memory(x):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_an_out_that_shares_memory_with_another_tensor_is_refused(variant, op):
     gates = {"use_gate_in_kernel": True, "lower_bound": -1.0, "A_log": torch.zeros(HV)}
     gates["dt_bias"] = torch.zeros((HV, K) if variant == "kda" else HV)
@@ -367,7 +366,6 @@ def test_out_may_lie_between_the_rows_of_an_input(op):
 
 
 @pytest.mark.parametrize("op", ARGUMENTS)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_call_that_the_table_changes_is_legal(variant, op):
     real, fake = call(variant, op, {}, False), call(variant, op, {}, True)
     for a, b in zip(
@@ -408,7 +406,6 @@ def test_a_pool_of_any_strides_without_overlap_is_accepted():
         assert state[0].any()
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_None_for_a_tensor_is_refused_under_autocast_and_vmap_too(variant):
     x = arguments(variant, "chunk")
     with (
@@ -574,7 +571,6 @@ def test_values_are_checked_when_the_environment_asks():
 @pytest.mark.quick
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("fake", (False, True))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("name", KEPT)
 def test_what_another_call_kept_is_refused(name, variant, fake, packed):
     """A kernel would read past its end."""

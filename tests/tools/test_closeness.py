@@ -171,7 +171,6 @@ def test_every_draw_of_the_twin_is_the_same_function(op, case, draw):
         torch.testing.assert_close(second[name], x, rtol=0.0, atol=1e-10 * top)
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_16_bit_draws_are_as_exact_as_the_first_and_have_errors_of_their_own(variant):
     """All draws share what the rounding of the inputs leaves them; were they one draw, a lucky twin
     would stay the only one.
