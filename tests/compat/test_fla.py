@@ -101,10 +101,8 @@ def test_recorded_signatures_are_those_of_an_installed_fla(name):
 
 
 def test_short_names_are_the_same_functions():
-    assert (
-        fla.chunk_gdn is fla.chunk_gated_delta_rule
-        and fla.fused_recurrent_gdn is fla.fused_recurrent_gated_delta_rule
-    )
+    assert fla.chunk_gdn is fla.chunk_gated_delta_rule
+    assert fla.fused_recurrent_gdn is fla.fused_recurrent_gated_delta_rule
     assert {*fla.__all__} == {*SIGNATURES, "chunk_gdn", "fused_recurrent_gdn"}
 
 
@@ -296,12 +294,8 @@ def test_intermediate_states_are_the_states_before_each_chunk(case):
     if case.final:
         torch.testing.assert_close(final_state, want_state, rtol=0, atol=1e-5)
     shape = (case.V, case.K) if case.transposed else (case.K, case.V)
-    assert h.dtype is x["k"].dtype and h.shape == (
-        x["q"].shape[0],
-        len(before) // x["q"].shape[0],
-        case.HV,
-        *shape,
-    )
+    assert h.dtype is x["k"].dtype
+    assert h.shape == (x["q"].shape[0], len(before) // x["q"].shape[0], case.HV, *shape)
     if before:
         torch.testing.assert_close(
             h.flatten(0, 1), torch.cat(before).to(h.dtype), rtol=0, atol=1e-5

@@ -71,11 +71,9 @@ def test_disable_restores_every_binding():
     compat.enable()
     during = models.bindings()
     changed = {place for place in before if during[place] is not before[place]}
-    assert (
-        before.keys() == during.keys()
-        and {n for _, n in changed} == {*compat._REPLACEMENTS, "forward"}
-        and len(changed) == 5 * len(CONFIGS)
-    )
+    assert before.keys() == during.keys()
+    assert {n for _, n in changed} == {*compat._REPLACEMENTS, "forward"}
+    assert len(changed) == 5 * len(CONFIGS)
     compat.disable()
     assert all(x is before[place] for place, x in models.bindings().items())
     compat.disable()
@@ -210,10 +208,8 @@ def test_a_model_compiled_before_enable_gives_the_same_in_one_graph(name):
     with compat.enable():
         torch._dynamo.utils.counters.clear()
         got = step(net, x, x["attention_mask"], compiled)
-        assert (
-            torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-            and not torch._dynamo.utils.counters["graph_break"]
-        )
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert not torch._dynamo.utils.counters["graph_break"]
     assert_same(got, want)
 
 

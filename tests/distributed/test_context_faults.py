@@ -241,7 +241,5 @@ def test_a_rank_with_another_group_is_not_waited_for_forever(ranks):
     (first, _), (second, _), (third, _), (fourth, _) = ranks.run(4, two_groups, 4)
     assert first is None and second is None  # the group of two is complete
     for rank, message in ((2, third), (3, fourth)):
-        assert (
-            message is not None
-            and f"rank {rank} timed out waiting for the other 3 ranks of group" in message
-        )
+        assert message is not None
+        assert f"rank {rank} timed out waiting for the other 3 ranks of group" in message

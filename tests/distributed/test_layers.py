@@ -239,10 +239,8 @@ def over_heads(groups, size, variant, options, how):
     assert all(p.requires_grad for p in layer.parameters()) and not any(
         p.requires_grad for p in frozen.parameters()
     )
-    assert (
-        layer.A_log._no_weight_decay
-        and layer.A_log.to_local().shape[0] == layer.num_v_heads // size
-    )
+    assert layer.A_log._no_weight_decay
+    assert layer.A_log.to_local().shape[0] == layer.num_v_heads // size
     B, arguments = 2, {}
     if how == "packed":
         B, arguments = 1, {"cu_seqlens": offsets((3, 20, 0, 5))}

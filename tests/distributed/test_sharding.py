@@ -99,10 +99,8 @@ class TestPlacements:
         o, state = CHUNK[namespace](**x, **FLAGS, transpose_state_layout=transposed)
         assert o.placements == (R, Shard(3)) and state.placements == (R, Shard(axis))
         (o.sum() + state.sum()).backward()
-        assert x["v"].grad.placements == (R, Shard(3)) and x["initial_state"].grad.placements == (
-            R,
-            Shard(axis),
-        )
+        assert x["v"].grad.placements == (R, Shard(3))
+        assert x["initial_state"].grad.placements == (R, Shard(axis))
         for n in ("q", "k", "g", "beta", "A_log", "dt_bias"):
             assert x[n].grad.placements == (R, Partial()), n
 
@@ -136,10 +134,8 @@ class TestPlacements:
         for absent in ("g", "beta", "g"):
             o, _ = kda_ops.chunk_gdn(**shown | {absent: None})
             o.sum().backward()
-            assert o.placements == (Shard(0), Shard(2)) and shown["v"].grad.placements == (
-                Shard(0),
-                Shard(2),
-            )
+            assert o.placements == (Shard(0), Shard(2))
+            assert shown["v"].grad.placements == (Shard(0), Shard(2))
 
     def test_packed_sequences_spread_over_heads_but_not_over_the_batch(self, mesh, namespace):
         x = {
@@ -154,11 +150,9 @@ class TestPlacements:
         )
         cu_seqlens = distribute_tensor(torch.tensor([0, 30, 70]), mesh, [R, R])
         o, state = CHUNK[namespace](**x, cu_seqlens=cu_seqlens, **FLAGS)
-        assert (
-            o.placements == (R, Shard(2))
-            and state.placements == (R, Shard(1))
-            and state.shape[0] == 2
-        )
+        assert o.placements == (R, Shard(2))
+        assert state.placements == (R, Shard(1))
+        assert state.shape[0] == 2
 
     @pytest.mark.quick
     @pytest.mark.parametrize("axis, sizes", ((0, {"B": 3}), (1, {}), (2, {"H": 3, "HV": 6})))

@@ -203,7 +203,6 @@ def test_a_wrong_call_is_refused_with_a_clear_error(call, words, error):
 @pytest.mark.parametrize(
     "offsets", ([0, 4, 2, 5], [1, 2, 4, 5], [0, 1, 2, 12], [0.0, 1.0, 2.0, 5.0]), ids=str
 )
-@pytest.mark.parametrize("make", LAYERS)
 @torch.no_grad()
 def test_a_call_refused_for_its_offsets_or_dtype_leaves_the_cache_as_it_was(make, offsets):
     layer = build(make)
@@ -251,7 +250,6 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", LAYERS)
 def test_x_of_another_dtype_is_refused_under_autocast_only_where_torch_would(make):
     layer, x = make(HIDDEN, head_dim=8, num_heads=2), rows(2, 5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -263,7 +261,6 @@ def test_x_of_another_dtype_is_refused_under_autocast_only_where_torch_would(mak
 
 @pytest.mark.bits
 @torch.no_grad()
-@pytest.mark.parametrize("make", LAYERS)
 def test_x_of_another_dtype_is_left_to_projections_that_convert_it(make):
     """A hook, or a forward of its own, may convert x, as offloading and sharding do."""
     layer, x = build(make), rows(2, 5)

@@ -16,16 +16,10 @@ from tests.support.target import TARGET
 OPS = ("chunk", "recurrent")
 CHECKED = {
     "plain": {},
-    "both layouts, packed": {"lengths": (2, 0, 1), "tail": 1, "transposed": True},
-    "everything inside": {
-        "gate": "softplus",
-        "beta": "neg_eigval",
-        "l2norm": True,
-        "H": 1,
-        "HV": 2,
-    },
-    "bounded gate": {"gate": "bounded", "beta": "sigmoid", "l2norm": True, "seed": 1},
-    "nothing optional": {"gate": "none", "beta": "none", "state": False, "final": False},
+    "both layouts, packed": dict(lengths=(2, 0, 1), tail=1, transposed=True),
+    "everything inside": dict(gate="softplus", beta="neg_eigval", l2norm=True, H=1, HV=2),
+    "bounded gate": dict(gate="bounded", beta="sigmoid", l2norm=True, seed=1),
+    "nothing optional": dict(gate="none", beta="none", state=False, final=False),
 }
 
 

@@ -131,11 +131,9 @@ def test_forgetting_everything_starts_anew(variant, op):
     do, dfinal_state = case.cotangents(TARGET.device)
     do[:, :70] = 0.0
     grads = run(case, op, inputs, cotangents=(do, dfinal_state))
-    assert (
-        not grads["dinitial_state"].any()
-        and not grads["dv"][:, :70].any()
-        and not grads["dk"][:, :70].any()
-    )
+    assert not grads["dinitial_state"].any()
+    assert not grads["dv"][:, :70].any()
+    assert not grads["dk"][:, :70].any()
     assert all(x.isfinite().all() for x in grads.values())
 
 

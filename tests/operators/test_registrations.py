@@ -21,30 +21,19 @@ VARIANTS = ("kda", "gdn")
 OPS = ("chunk", "recurrent")
 QUICK = ("test_schema", "test_faketensor", "test_autograd_registration")
 COMPILED = (*QUICK, "test_aot_dispatch_dynamic")
+NOTHING = dict(gate="none", beta="none", state=False, final=False)
+INSIDE = dict(gate="softplus", beta="neg_eigval", l2norm=True, H=1, HV=2)
 OPTIONS = {
     "plain": {},
-    "nothing optional": {"gate": "none", "beta": "none", "state": False, "final": False},
-    "packed": {"lengths": (65, 0, 3), "tail": 2},
-    "everything inside": {
-        "gate": "softplus",
-        "beta": "neg_eigval",
-        "l2norm": True,
-        "H": 1,
-        "HV": 2,
-        "strides": "fused",
-    },
-    "bounded, transposed": {"gate": "bounded", "beta": "sigmoid", "transposed": True, "seed": 3},
-    "nothing optional, all kept": {
-        "gate": "none",
-        "beta": "none",
-        "state": False,
-        "final": False,
-        "disable_recompute": True,
-    },
-    "all kept": {"disable_recompute": True, "strides": "heads_first"},
-    "16 bit": {"dtype": torch.float16, "narrow": True},
-    "expanded heads": {"strides": "expanded", "H": 2, "HV": 2},
-    "no rows": {"T": 0},
+    "nothing optional": NOTHING,
+    "packed": dict(lengths=(65, 0, 3), tail=2),
+    "everything inside": INSIDE | dict(strides="fused"),
+    "bounded, transposed": dict(gate="bounded", beta="sigmoid", transposed=True, seed=3),
+    "nothing optional, all kept": NOTHING | dict(disable_recompute=True),
+    "all kept": dict(disable_recompute=True, strides="heads_first"),
+    "16 bit": dict(dtype=torch.float16, narrow=True),
+    "expanded heads": dict(strides="expanded", H=2, HV=2),
+    "no rows": dict(T=0),
 }
 
 

@@ -197,11 +197,9 @@ def test_another_grid_keeps_what_16_bits_hold_and_rounds_once():
     rounded = draw._round(x)
     assert_identical(draw._round(x.half().float()), x.half().float())
     torch.testing.assert_close(draw._round(rounded), rounded, rtol=3e-7, atol=0.0)
-    assert (
-        0 < (rounded - x).abs().max()
-        and ((rounded - x).abs() <= 2.0**-11 * x.abs() + 1e-7).all()
-        and not torch.equal(rounded, x.half().float())
-    )
+    assert 0 < (rounded - x).abs().max()
+    assert ((rounded - x).abs() <= 2.0**-11 * x.abs() + 1e-7).all()
+    assert not torch.equal(rounded, x.half().float())
 
 
 def test_a_right_kernel_passes_and_a_wrong_one_fails_end_to_end():

@@ -48,11 +48,9 @@ def test_training_lowers_the_loss_and_writes_its_files(without_compiler, tmp_pat
     losses = [bits for _, bits in result["curve"]["train"]]
     assert len(losses) == 30 and losses[0] > 7.5 and result["held_out"] < losses[0] - 1
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (
-        result["text"]
-        and (tmp_path / "text.txt").exists()
-        and (tmp_path / "checkpoint.pt").exists()
-    )
+    assert result["text"]
+    assert (tmp_path / "text.txt").exists()
+    assert (tmp_path / "checkpoint.pt").exists()
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(without_compiler, tmp_path):
@@ -181,10 +179,8 @@ def test_a_policy_avoids_recomputing_the_attention():
         assert (keep.forwards, recompute.forwards, select.forwards) == (layers, 2 * layers, layers)
         assert recompute.peak < keep.peak and select.peak < keep.peak
         for step in (recompute, select):
-            assert (
-                abs(step.loss - keep.loss) <= 1e-5 * keep.loss
-                and abs(step.gradient - keep.gradient) <= 1e-4 * keep.gradient
-            )
+            assert abs(step.loss - keep.loss) <= 1e-5 * keep.loss
+            assert abs(step.gradient - keep.gradient) <= 1e-4 * keep.gradient
 
 
 def test_a_model_of_transformers_learns_from_packed_documents(capsys):
