@@ -28,17 +28,8 @@ from tests.support.closeness import assert_all_close, assert_all_identical, asse
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON = dispatch.load("triton")
-LAYER = Case(
-    H=1,
-    HV=2,
-    K=128,
-    V=128,
-    T=200,
-    dtype=torch.bfloat16,
-    gate="bounded",
-    beta="sigmoid",
-    l2norm=True,
-)
+SIZES = dict(H=1, HV=2, K=128, V=128, T=200)
+LAYER = Case(**SIZES, dtype=torch.bfloat16, gate="bounded", beta="sigmoid", l2norm=True)
 
 
 def twin(case, draw=0):

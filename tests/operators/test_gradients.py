@@ -172,18 +172,8 @@ def test_a_reset_adds_no_rounding_to_the_gradient_of_A_log(variant, logit):
 
     dA_log sums g dg, and g may be arbitrarily large, so any rounding left in dg would show.
     """
-    case = Case(
-        variant,
-        T=128,
-        K=32,
-        V=32,
-        H=2,
-        HV=2,
-        gate="softplus",
-        l2norm=True,
-        state=False,
-        final=False,
-    )
+    sizes = dict(T=128, K=32, V=32, H=2, HV=2, state=False, final=False)
+    case = Case(variant, gate="softplus", l2norm=True, **sizes)
     x, (do, _) = case.inputs(), case.cotangents()
     x["g"][:, ::16] = logit
     x["A_log"].zero_()

@@ -21,6 +21,7 @@ from tests.support.pools import Pool
 from tests.support.target import TARGET
 
 OPS = ("chunk", "recurrent")
+ONE_STATE = dict(H=1, HV=1, state=True, final=True)
 
 
 def delta_rule(case, inputs):
@@ -60,19 +61,7 @@ def test_no_beta_is_a_beta_of_one(op, case):
 
 
 @pytest.mark.parametrize("op", OPS)
-@given(
-    case=cases(
-        B=2,
-        lengths=None,
-        beta="given",
-        state=True,
-        final=True,
-        gate="weak",
-        l2norm=False,
-        H=1,
-        HV=1,
-    )
-)
+@given(case=cases(B=2, lengths=None, beta="given", gate="weak", l2norm=False, **ONE_STATE))
 def test_a_beta_of_zero_only_decays(op, case):
     inputs = case.inputs(TARGET.device)
     got = forward(case, op, inputs | {"beta": torch.zeros_like(inputs["beta"])})
