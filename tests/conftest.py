@@ -87,6 +87,12 @@ def fresh_plans(request: pytest.FixtureRequest):
         forget_plans()
 
 
+@pytest.fixture(params=("kda", "gdn"))
+def variant(request: pytest.FixtureRequest) -> str:
+    """Run a test that takes a variant for both; hypothesis wants a parameter instead."""
+    return request.param
+
+
 @pytest.fixture
 def force():
     """Return a function that puts values in the place of tuning's rules until the test ends."""

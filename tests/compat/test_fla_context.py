@@ -5,7 +5,7 @@ Contexts come from FLA where it is installed, otherwise from its rules written o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from itertools import accumulate
 
 import pytest
@@ -17,14 +17,14 @@ from kda_ops.compat import fla, fla_backend
 from kda_ops.compat.fla_context import check_context, shard_of
 from kda_ops.problem import CHUNK
 from tests.compat.test_fla import fla_flags, outputs_and_gradients
-from tests.support.cases import TOKENS, Case, replace
+from tests.support.cases import TOKENS, Case
 from tests.support.context import assert_equal, gradients, leaves_of, whole
 from tests.support.ranks import device
 
 NAMES = {"kda": "chunk_kda", "gdn": "chunk_gated_delta_rule"}
 
 
-@dataclass
+@dataclasses.dataclass
 class Context:
     """The fields of FLA's FLACPContext that a call reads."""
 
@@ -111,10 +111,9 @@ LENGTHS = {
     ],
 )
 def test_local_offsets_become_global_ones(offsets, rank, size, local, counts, want):
-    context = by_the_rules(offsets, rank, size)
+    context = by_the_rules(offsets, rank, size, FakeGroup(rank, size))
     assert context.cu_seqlens.tolist() == local
     assert (context.pre_num_ranks, context.post_num_ranks) == counts
-    context.group = FakeGroup(rank, size)
     q = torch.zeros(1, offsets[-1] // size, 1, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kda_ops.distributed.plan.process_group", lambda group: group)
@@ -133,7 +132,6 @@ class FakeGroup:
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("variant", NAMES)
 @pytest.mark.parametrize(
     "size, lengths", [(size, each) for size in LENGTHS for each in LENGTHS[size]], ids=str
 )
@@ -143,7 +141,6 @@ def test_a_sharded_call_equals_the_whole_one(ranks, variant, size, lengths):
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("variant", NAMES)
 def test_counts_on_the_device_and_padded_offsets_are_used(ranks, variant):
     case = Case(variant, lengths=(3, 62, 65), **DRAWN)
     assert_equal(whole(ranks.run(2, sharded, 2, case, True)), alone(case))
@@ -186,7 +183,6 @@ def dispatched(groups, size: int, case: Case):
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("variant", NAMES)
 def test_flas_dispatcher_takes_a_context(ranks, variant):
     pytest.importorskip("fla.backends")
     case = Case(variant, lengths=(3, 62, 65), gate="softplus", beta="sigmoid", l2norm=True, **DRAWN)
@@ -203,33 +199,24 @@ def test_a_context_without_a_group_is_a_packed_call():
 
 
 @pytest.mark.parametrize(
-    "change, call, error, message",
+    "change, call, message",
     [
-        (dict(layout="zigzag"), {}, ValueError, "must have the layout 'contiguous', got 'zigzag'"),
-        (dict(cu_seqlens=None), {}, ValueError, "cp_context must have cu_seqlens"),
-        (
-            {},
-            dict(initial_state=torch.zeros(1, 1, 16, 24)),
-            ValueError,
-            "must not be given with cp_context, as in FLA",
-        ),
-        ({}, dict(output_final_state=True), ValueError, "must not be given with cp_context"),
+        (dict(layout="zigzag"), {}, "must have the layout 'contiguous', got 'zigzag'"),
+        (dict(cu_seqlens=None), {}, "cp_context must have cu_seqlens"),
+        ({}, dict(initial_state=torch.zeros(1, 1, 16, 24)), "not be given with cp_context, as in"),
+        ({}, dict(output_final_state=True), "must not be given with cp_context"),
         (
             {},
             dict(return_intermediate_states=True),
-            ValueError,
-            "return_intermediate_states must be False with cp_context",
+            "return_intermediate_states must be False with",
         ),
     ],
     ids=str,
 )
-def test_refusals_say_what_to_do(change, call, error, message):
-    case = replace(Case(T=CHUNK, H=1, HV=1), state=False)
-    x = {n: t for n, t in case.inputs().items() if n in TOKENS}
-    context = by_the_rules([0, CHUNK], 0, 1)
-    for name, value in change.items():
-        setattr(context, name, value)
-    with torch.inference_mode(), pytest.raises(error, match=message):
+def test_refusals_say_what_to_do(change, call, message):
+    x = {n: t for n, t in Case(T=CHUNK, H=1, HV=1).inputs().items() if n in TOKENS}
+    context = dataclasses.replace(by_the_rules([0, CHUNK], 0, 1), **change)
+    with torch.inference_mode(), pytest.raises(ValueError, match=message):
         fla.chunk_kda(**x, **call, cp_context=context)
 
 
@@ -242,10 +229,8 @@ def test_refusals_say_what_to_do(change, call, error, message):
     ids=str,
 )
 def test_a_context_of_another_shard_is_refused(change, message):
-    context = by_the_rules([0, 2 * CHUNK], 1, 2)
-    context.group = FakeGroup(1, 2)
-    for name, value in change.items():
-        setattr(context, name, value)
+    context = by_the_rules([0, 2 * CHUNK], 1, 2, FakeGroup(1, 2))
+    context = dataclasses.replace(context, **change)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=message):
         patch.setattr("kda_ops.distributed.plan.process_group", lambda group: group)
         check_context(context, CHUNK)

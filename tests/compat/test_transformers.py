@@ -6,16 +6,15 @@ import ast
 import importlib
 import inspect
 import sys
-from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
 from kda_ops.compat import transformers as compat
 from tests.support import models
+from tests.support.calls import Recorded
 from tests.support.closeness import assert_identical
 from tests.support.models import (
     CONFIGS,
@@ -39,19 +38,6 @@ COMPILED = [
     if n not in ("qwen3_5", "qwen4_exp")
 ]
 LENGTHS = (5, 1, 70, 64, 37)
-
-
-class Calls(TorchDispatchMode):
-    """Counts the eager calls of each operator."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("kda", "gdn"):
-            self.counts[str(func).removesuffix(".default")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +71,9 @@ def test_disable_restores_every_binding():
     compat.enable()
     during = models.bindings()
     changed = {place for place in before if during[place] is not before[place]}
-    assert (
-        before.keys() == during.keys()
-        and {n for _, n in changed} == {*compat._REPLACEMENTS, "forward"}
-        and len(changed) == 5 * len(CONFIGS)
-    )
+    assert before.keys() == during.keys()
+    assert {n for _, n in changed} == {*compat._REPLACEMENTS, "forward"}
+    assert len(changed) == 5 * len(CONFIGS)
     compat.disable()
     assert all(x is before[place] for place, x in models.bindings().items())
     compat.disable()
@@ -122,10 +106,10 @@ def test_leaving_a_context_keeps_what_a_later_call_replaced():
 def test_our_operators_run_only_while_enabled(name):
     net, ids = models.model(name), models.tokens(1, 8)  # built before `enable`
     variant = "kda" if name in models.KDA else "gdn"
-    with torch_path(), Calls() as calls:
+    with torch_path(), Recorded() as calls:
         net.generate(ids, max_new_tokens=4, do_sample=False)
     assert not calls.counts
-    with compat.enable(), Calls() as calls, torch.no_grad():
+    with compat.enable(), Recorded() as calls, torch.no_grad():
         net.generate(ids, max_new_tokens=4, do_sample=False)
         net(ids, use_cache=False)
     assert calls.counts == {
@@ -137,30 +121,16 @@ def test_our_operators_run_only_while_enabled(name):
     }
 
 
-class Betas(TorchDispatchMode):
-    """Record whether each chunk call promises a beta in [0, 1], and the largest beta."""
-
-    def __init__(self):
-        super().__init__()
-        self.promised, self.largest = set(), 0.0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.kda.chunk.default, torch.ops.gdn.chunk.default):
-            self.promised.add((kwargs or {}).get("safe_beta", False))
-            self.largest = max(self.largest, args[4].max().item())
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_beta_is_promised_where_the_model_computes_a_sigmoid(name):
     changed = dict(linear_allow_neg_eigval=True) if name == "olmo_hybrid" else {}
     net = models.model(name, **changed)
-    with torch.no_grad(), compat.enable(), Betas() as betas:
+    with torch.no_grad(), compat.enable(), Recorded() as calls:
         net(input_ids=models.tokens(2, 70), use_cache=False)
-    assert betas.promised == {name in compat._SIGMOIDS}
-    assert betas.largest <= 1.0 or name == "olmo_hybrid"
-    if name == "olmo_hybrid":
-        assert betas.largest > 1.0
+    chunks = [given for name, given in calls.calls if name.endswith(".chunk")]
+    assert {given.get("safe_beta", False) for given in chunks} == {name in compat._SIGMOIDS}
+    largest = max(given["beta"].max().item() for given in chunks)
+    assert (largest > 1.0) == (name == "olmo_hybrid")
 
 
 @pytest.mark.parametrize("name", sorted(compat._SIGMOIDS & CONFIGS.keys()))
@@ -238,10 +208,8 @@ def test_a_model_compiled_before_enable_gives_the_same_in_one_graph(name):
     with compat.enable():
         torch._dynamo.utils.counters.clear()
         got = step(net, x, x["attention_mask"], compiled)
-        assert (
-            torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-            and not torch._dynamo.utils.counters["graph_break"]
-        )
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert not torch._dynamo.utils.counters["graph_break"]
     assert_same(got, want)
 
 
@@ -452,7 +420,7 @@ def test_the_convolution_on_a_cache_writes_all_its_columns(tokens, columns):
     call = x, weight, bias, "silu"
     with torch_path():
         want = module.causal_conv1d_update(call[0], theirs, *call[1:])
-    with compat.enable(), Calls() as calls:
+    with compat.enable(), Recorded() as calls:
         got = module.causal_conv1d_update(call[0], ours, *call[1:])
         leaf = weight.clone().requires_grad_()
         y = module.causal_conv1d_update(x, recorded, leaf, bias, "silu")
@@ -481,6 +449,6 @@ def test_a_gate_that_is_not_ours_keeps_the_norm_of_transformers():
     layer.activation = "relu"
     with torch_path():
         want = layer(x, x)
-    with compat.enable(), Calls() as calls:
+    with compat.enable(), Recorded() as calls:
         assert torch.equal(layer(x, x), want)
     assert not calls.counts

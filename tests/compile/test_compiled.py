@@ -26,7 +26,6 @@ from tests.support.closeness import assert_all_close, assert_identical, oracle, 
 from tests.support.pools import Pool, out_like
 from tests.support.target import TARGET
 
-VARIANTS = ("kda", "gdn")
 OPS = ("chunk", "recurrent")
 FULL = {"gate": "softplus", "beta": "sigmoid", "l2norm": True, "H": 1, "HV": 2}
 
@@ -43,7 +42,6 @@ def functional(variant, op="chunk"):
 
 
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_fullgraph_training_and_inference_with_inductor_equal_eager(variant, op):
     case = Case(variant, B=2, T=65, **FULL)
     x = case.inputs(TARGET.device)
@@ -69,7 +67,6 @@ def test_fullgraph_training_and_inference_with_inductor_equal_eager(variant, op)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_only_one_gradient_wanted_and_no_state_under_compile(variant):
     case = Case(variant, T=65, final=False)
     x = case.inputs(TARGET.device)
@@ -101,7 +98,6 @@ SIZES = (1, 63, 64, 65, 200, 1000)
 
 @pytest.mark.parametrize("training", (False, True), ids=("no_grad", "training"))
 @pytest.mark.parametrize("op", ("chunk", "recurrent_"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_six_lengths_compile_at_most_twice(variant, op, training):
     if op == "recurrent_" and training:
         pytest.skip("inference only")
@@ -143,7 +139,6 @@ def test_six_lengths_compile_at_most_twice(variant, op, training):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("what", ("batch", "packed tokens and sequences"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_other_batch_sizes_and_packings_do_not_recompile(variant, what):
     packings = ((3, 0, 65), (64, 1, 2, 5), (7, 9), (2, 2, 2, 130, 1))
     cases = (
@@ -201,7 +196,6 @@ def test_a_graph_can_ask_what_a_backend_keeps(device):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_wrong_call_is_refused_while_compiling(variant):
     x = Case(variant).inputs(TARGET.device)
     with pytest.raises(Exception, match="beta must have shape") as caught:
@@ -215,7 +209,6 @@ def test_a_wrong_call_is_refused_while_compiling(variant):
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_inductor_writes_a_pool_in_place_without_copying_it(variant, op):
     pool = Pool(Case(variant, B=2, T=3, K=13, V=17, state=False, final=False), op)
     x = pool.case.inputs(TARGET.device)
@@ -370,7 +363,6 @@ def test_dynamo_leaves_the_formulas_of_a_layer_alone(make):
 
 
 @pytest.mark.parametrize("forward", ("eager", "compiled"))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_backward_compiles_under_compiled_autograd(variant, forward):
     run = kda_ops.chunk_kda if variant == "kda" else kda_ops.chunk_gdn
     width = (8,) if variant == "kda" else ()
@@ -391,7 +383,6 @@ def test_backward_compiles_under_compiled_autograd(variant, forward):
 @pytest.mark.bits
 @pytest.mark.parametrize("layout", ("contiguous", "columns"))
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_options_of_engines_compile_to_one_graph(variant, op, layout):
     fresh = (True,) if op == "chunk_" else ()
     case = Case(variant, B=3, T=3, state=False, final=False)

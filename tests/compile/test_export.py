@@ -92,37 +92,6 @@ def test_an_exported_program_trains():
         torch.testing.assert_close(got[name].grad, p.grad, rtol=0, atol=0)
 
 
-@pytest.mark.bits
-def test_gdn_exports_with_states_and_numbers_of_sequences():
-    class Layer(torch.nn.Module):
-        def forward(self, q, k, v, g, beta, state, offsets):
-            return kda_ops.chunk_gdn(
-                q, k, v, g, beta, initial_state=state, cu_seqlens=offsets, output_final_state=True
-            )
-
-    def inputs(T, *lengths):
-        q, k, v = torch.randn(3, 1, T, 2, 8) * 0.3
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
-        return (
-            q,
-            k,
-            v,
-            -torch.rand(1, T, 2),
-            torch.rand(1, T, 2),
-            torch.randn(len(lengths), 2, 8, 8),
-            offsets,
-        )
-
-    T, N = Dim("T", max=4096), Dim("sequences", max=64)
-    program = torch.export.export(
-        Layer(), inputs(70, 30, 0, 40), dynamic_shapes=(*({1: T},) * 5, {0: N}, {0: N + 1})
-    )
-    run = through_file(program)
-    for lengths in ((5,), (64, 0, 1, 65), (0, 0)):
-        x = inputs(sum(lengths) + 3, *lengths)
-        torch.testing.assert_close(run(*x), Layer()(*x), rtol=0, atol=0)
-
-
 class States(torch.nn.Module):
     """The final states of packed sequences, which a second call goes on from."""
 
@@ -192,30 +161,34 @@ def test_one_program_serves_any_number_of_packed_tails(count, strict):
 class Continued(torch.nn.Module):
     """Packed sequences that start from given states."""
 
+    def __init__(self, variant):
+        super().__init__()
+        self.operator, self.width = getattr(kda_ops, f"chunk_{variant}"), variant == "kda"
+
     def forward(self, q, state, offsets):
-        return kda_ops.chunk_kda(
-            q, q, q, None, None, None, None, state, offsets, output_final_state=True
-        )
+        g, beta = -q.abs() if self.width else -q[..., 0].abs(), q[..., 0].sigmoid()
+        x = q, q, q, g, beta, None, None, state, offsets
+        return self.operator(*x, output_final_state=True)
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize("strict", (False, True))
 @pytest.mark.parametrize("example", ([0, 30, 70], [0, 70]))
-def test_one_program_serves_any_number_of_states(example, strict):
+def test_one_program_serves_any_number_of_states(variant, example, strict):
+    module = Continued(variant)
     q, N = torch.randn(1, 70, 2, 8) / 8, Dim("sequences", min=0, max=64)
     shapes = (ANY_PACKING[0], {0: N}, {0: N + 1})
     # as docs/compile.md says: torch makes a constant of an example's size of 1
     with torch.fx.experimental._config.patch(backed_size_oblivious=len(example) == 2):
         state = torch.randn(len(example) - 1, 2, 8, 8)
         program = torch.export.export(
-            Continued(), (q, state, torch.tensor(example)), dynamic_shapes=shapes, strict=strict
+            module, (q, state, torch.tensor(example)), dynamic_shapes=shapes, strict=strict
         )
     run = through_file(program)
     for offsets in map(torch.tensor, PACKINGS):
         state = torch.randn(len(offsets) - 1, 2, 8, 8)
-        torch.testing.assert_close(
-            run(q, state, offsets), Continued()(q, state, offsets), rtol=0, atol=0
-        )
+        got, want = run(q, state, offsets), module(q, state, offsets)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.bits

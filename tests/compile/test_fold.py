@@ -67,34 +67,25 @@ def test_l2norm_of_16_bit_inputs_folds_with_the_cast_back(name):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", RANK)
-@pytest.mark.parametrize("name", GATES)
-def test_gate_folds(name, variant):
-    op = getattr(torch.ops, variant).chunk
-    call = attend(decay=lambda *x: GATES[name](*x, RANK[variant]), op=op)
-    captured = assert_folds(call, inputs(variant, flat=name == "flat"), gate=1)
+@pytest.mark.parametrize("bounded, name", [*((0, n) for n in GATES), *((1, n) for n in BOUNDED)])
+def test_gate_folds(bounded, name, variant):
+    op, gate = getattr(torch.ops, variant).chunk, (BOUNDED if bounded else GATES)[name]
+    call = attend(decay=lambda *x: gate(*x, RANK[variant]), op=op.default if bounded else op)
+    x = inputs(variant, flat=name == "flat" and not bounded)
+    captured = assert_folds(call, x, **{"bounded_gate" if bounded else "gate": 1})
     flags = captured.calls[-1].kwargs
-    assert flags["use_gate_in_kernel"] is True and flags["lower_bound"] is None
+    assert flags["use_gate_in_kernel"] is True
+    assert flags["lower_bound"] == (-5.0 if bounded else None)
 
 
-@pytest.mark.parametrize("variant", RANK)
-@pytest.mark.parametrize("name", BOUNDED)
-def test_bounded_gate_folds(name, variant):
-    op = getattr(torch.ops, variant).chunk.default
-    call = attend(decay=lambda *x: BOUNDED[name](*x, RANK[variant]), op=op)
-    captured = assert_folds(call, inputs(variant), bounded_gate=1)
-    assert captured.calls[-1].kwargs["lower_bound"] == -5.0
-
-
-@pytest.mark.parametrize("name", SIGMOIDS)
-def test_sigmoid_folds(name):
-    assert_folds(attend(beta=SIGMOIDS[name]), inputs(), sigmoid=1)
-
-
-@pytest.mark.parametrize("name", DOUBLE_SIGMOIDS)
-def test_double_sigmoid_folds(name):
-    captured = assert_folds(attend(beta=DOUBLE_SIGMOIDS[name]), inputs(), double_sigmoid=1)
-    assert captured.calls[0].kwargs["allow_neg_eigval"] is True
+@pytest.mark.parametrize(
+    "double, name", [*((0, n) for n in SIGMOIDS), *((1, n) for n in DOUBLE_SIGMOIDS)]
+)
+def test_sigmoid_folds(double, name):
+    beta = (DOUBLE_SIGMOIDS if double else SIGMOIDS)[name]
+    folded = {"double_sigmoid" if double else "sigmoid": 1}
+    captured = assert_folds(attend(beta=beta), inputs(), **folded)
+    assert captured.calls[0].kwargs.get("allow_neg_eigval", False) is bool(double)
 
 
 def everything(
@@ -120,7 +111,6 @@ ALL = dict(l2norm=1, gate=1, sigmoid=1)
 
 @pytest.mark.parametrize("form", ("functional", "packet", "overload"))
 @pytest.mark.parametrize("name", ("chunk", "recurrent"))
-@pytest.mark.parametrize("variant", RANK)
 def test_every_way_to_call_an_operator_folds(variant, name, form):
     packet = getattr(getattr(torch.ops, variant), name)
     op = {
@@ -221,7 +211,6 @@ def test_two_layers_fold():
     assert_folds(lambda q, k, v, *x: f(q, k, f(q, k, v, *x), *x), inputs(), **{n: 2 for n in ALL})
 
 
-@pytest.mark.parametrize("variant", RANK)
 def test_one_token_of_one_row_folds(variant):
     """Here the bias has the same shape as the logits of the token."""
     x = {
@@ -320,7 +309,6 @@ def test_folding_changes_nothing_beyond_rounding(
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", RANK)
 @pytest.mark.parametrize("bounded", (False, True))
 def test_folding_changes_nothing_in_float64(variant, bounded):
     """In float64 the plain and the folded program agree up to rounding."""

@@ -39,12 +39,6 @@ def source_written(k):
     return x * r
 
 
-def written_by_numpy(k):
-    y = F.normalize(k.detach(), dim=-1)
-    y.numpy().__imul__(3.0)
-    return y
-
-
 def rows_swapped(k):
     y = F.normalize(k.transpose(2, 3).contiguous(), dim=-1)
     return y.swapaxes(axis0=2, axis1=3)
@@ -53,18 +47,6 @@ def rows_swapped(k):
 def rows_swapped_in_part(k):
     y = F.normalize(k.transpose(1, 3).contiguous(), dim=-1)
     return y.swapaxes(1, axis1=3)
-
-
-def written_by_any_overload(x):
-    y = x.sigmoid()
-    torch.ops.aten.mul(y, 1.9, out=y[:])
-    return y.to(BF16)
-
-
-def normalised_into(k):
-    y = F.normalize(k, dim=-1)
-    F.normalize(k, 0.5, 1, 1e-12, y[:])
-    return y
 
 
 PROVEN = {
@@ -89,7 +71,6 @@ OTHERS = {
     "more": ("safe_beta", lambda b: b.sigmoid() + 0.5),
     "written": ("safe_beta", written),
     "a view written": ("safe_beta", written_view),
-    "written by its method": ("safe_beta", lambda b: b.clone().sigmoid_().mul_(2.0)),
     "over tokens": ("safe_keys", lambda k: F.normalize(k, dim=1)),
     "by default": ("safe_keys", F.normalize),
     "scaled": ("safe_keys", lambda k: 0.5 * F.normalize(k, dim=-1)),
@@ -97,11 +78,8 @@ OTHERS = {
     "other power": ("safe_keys", lambda k: F.normalize(k, p=3.0, dim=-1)),
     "16 bits": ("safe_keys", lambda k: F.normalize(k.half(), dim=-1).float()),
     "its source written": ("safe_keys", source_written),
-    "written by NumPy": ("safe_keys", written_by_numpy),
     "rows swapped": ("safe_keys", rows_swapped),
     "rows swapped, one axis by name": ("safe_keys", rows_swapped_in_part),
-    "written by any overload": ("safe_beta", written_by_any_overload),
-    "written by position": ("safe_keys", normalised_into),
     "never unit": ("safe_keys", lambda k: F.normalize(k, dim=-1, eps=1.0)),
     "divided by 0": ("safe_gate", lambda g: (-g.sigmoid() / 0.0).to(BF16)),
     "divided by infinity, twice": ("safe_gate", lambda g: -g.sigmoid() / math.inf / 0.0),

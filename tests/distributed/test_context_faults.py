@@ -1,6 +1,7 @@
 """Ranks that disagree, or make a wrong call: an error on every rank, never a hang."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -14,99 +15,70 @@ from tests.support.cases import replace
 from tests.support.context import CHUNK, CUTS, EVERYTHING, leaves_of, step
 
 PACKED = replace(EVERYTHING, lengths=(3, 130, 17))
+REFUSED = "rank 1 of the group refused its call: "
 ODD = {  # what group rank 1 changes, and the message that every rank must raise
-    "scale": (
-        EVERYTHING,
-        lambda x, flags: flags.update(scale=0.3),
-        "scale is None on rank 0, 0.3 on rank 1",
-    ),
-    "bound": (
-        EVERYTHING,
-        lambda x, flags: flags.update(lower_bound=-4.0),
-        "lower_bound is None on rank 0, -4.0 on rank 1",
-    ),
+    "scale": (lambda x: dict(scale=0.3), "scale is None on rank 0, 0.3 on rank 1"),
+    "bound": (lambda x: dict(lower_bound=-4.0), "lower_bound is None on rank 0, -4.0 on rank 1"),
     "V": (
-        EVERYTHING,
-        lambda x, flags: x.update(v=x["v"][..., :5], initial_state=x["initial_state"][..., :5]),
+        lambda x: dict(v=x["v"][..., :5], initial_state=x["initial_state"][..., :5]),
         "v is float32 [1, T, 4, 24] on rank 0",
     ),
     "absent": (
-        EVERYTHING,
-        lambda x, flags: x.update(initial_state=None),
+        lambda x: dict(initial_state=None),
         "initial_state is float32 [1, 4, 16, 24] on rank 0, None on rank 1",
     ),
     "dtype": (
-        EVERYTHING,
-        lambda x, flags: x.update({n: x[n].bfloat16() for n in "qkv"}),
+        lambda x: {n: x[n].bfloat16() for n in "qkv"},
         "q is float32 [1, T, 2, 16] on rank 0, bfloat16",
     ),
     "gradient": (
-        EVERYTHING,
-        lambda x, flags: x.update({n: t.detach() for n, t in x.items() if t is not None}),
+        lambda x: {n: t.detach() for n, t in x.items() if t is not None},
         "a gradient wanted is True on rank 0, False",
     ),
     "variant": (
-        EVERYTHING,
-        lambda x, flags: (
-            flags.update(variant="gdn"),
-            x.update(g=x["g"][..., 0], dt_bias=x["dt_bias"].view(4, 16)[:, 0]),
-        ),
+        lambda x: dict(variant="gdn", g=x["g"][..., 0], dt_bias=x["dt_bias"].view(4, 16)[:, 0]),
         "operator is kda on rank 0, gdn on rank 1",
     ),
     "local offsets": (
-        PACKED,
-        lambda x, flags: x.update(cu_seqlens=torch.tensor([0, 0, 23, 23])),
+        lambda x: dict(cu_seqlens=torch.tensor([0, 0, 23, 23])),
         "cu_seqlens is [0, 3, 133, 150] on rank 0, [0, 0, 23, 23]",
     ),
     "backwards": (
-        PACKED,
-        lambda x, flags: x.update(cu_seqlens=torch.tensor([0, 133, 3, 150])),
+        lambda x: dict(cu_seqlens=torch.tensor([0, 133, 3, 150])),
         "cu_seqlens must be offsets over the tokens of all ranks, start",
     ),
     "late": (
-        PACKED,
-        lambda x, flags: x.update(cu_seqlens=torch.tensor([5, 9, 133, 150])),
+        lambda x: dict(cu_seqlens=torch.tensor([5, 9, 133, 150])),
         "start at 0 and never decrease, got [5, 9, 133, 150]",
     ),
     "as good as": (
-        EVERYTHING,
-        lambda x, flags: flags.update(use_qk_l2norm_in_kernel=1),
+        lambda x: dict(use_qk_l2norm_in_kernel=1),
         "use_qk_l2norm_in_kernel is True on rank 0, 1 on rank 1",
     ),
-    "a flag of None": (
-        EVERYTHING,
-        lambda x, flags: flags.update(safe_gate=None),
-        "safe_gate must be True or False, got None",
-    ),
+    "a flag of None": (lambda x: dict(safe_gate=None), "safe_gate must be True or False, got None"),
     "a number with a gradient": (
-        EVERYTHING,
-        lambda x, flags: flags.update(scale=torch.tensor(0.5, requires_grad=True)),
+        lambda x: dict(scale=torch.tensor(0.5, requires_grad=True)),
         "scale must be a number, got a tensor that requires a gradient",
     ),
     "sparse": (
-        EVERYTHING,
-        lambda x, flags: x.update(q=x["q"].detach().to_sparse()),
+        lambda x: dict(q=x["q"].detach().to_sparse()),
         "q must be a dense tensor, got a tensor of layout",
     ),
-    "no tensor": (EVERYTHING, lambda x, flags: x.update(q=None), "q must be a tensor, got None"),
-    "a list": (EVERYTHING, lambda x, flags: x.update(q=[1.0]), "q must be a tensor, got list"),
-    "refused": (
-        EVERYTHING,
-        lambda x, flags: x.update(beta=x["beta"][:, :-1]),
-        "rank 1 of the group refused its call: beta must have shape",
-    ),
+    "no tensor": (lambda x: dict(q=None), "q must be a tensor, got None"),
+    "a list": (lambda x: dict(q=[1.0]), "q must be a tensor, got list"),
+    "refused": (lambda x: dict(beta=x["beta"][:, :-1]), REFUSED + "beta must have shape"),
 }
 
 
 def odd_one_out(groups, size, fault):
     """Let rank 1 pass something else; then make a correct call, so that the group still works."""
     group, rank = groups[size], dist.get_rank(groups[size])
-    case, change, _ = ODD[fault]
-    x, flags = leaves_of(case, rank, CUTS[size]), case.flags()
-    if rank == 1:
-        change(x, flags)
+    change, words = ODD[fault]
+    case = PACKED if fault in ("local offsets", "backwards", "late") else EVERYTHING
+    x = leaves_of(case, rank, CUTS[size])
+    given = x | case.flags() | (change(x) if rank == 1 else {})
     try:
-        CHUNK[flags.pop("variant", case.variant)](**x, **flags, group=group)
+        CHUNK[given.pop("variant", case.variant)](**given, group=group)
         raised = None
     except (ValueError, TypeError) as error:
         raised = str(error)
@@ -118,12 +90,11 @@ def odd_one_out(groups, size, fault):
     "fault", [pytest.param(f, marks=[pytest.mark.quick] if f == "variant" else []) for f in ODD]
 )
 def test_every_rank_is_told_what_differs(ranks, fault):
-    answers = ranks.run(3, odd_one_out, 3, fault)
-    for rank, message in enumerate(answers):
-        want = ODD[fault][2]
-        assert message is not None and (
-            want in message or (fault == "refused" and rank == 1 and want.split(": ")[1] in message)
-        ), message
+    want = ODD[fault][1]
+    for rank, message in enumerate(ranks.run(3, odd_one_out, 3, fault)):
+        assert (
+            message is not None and (want.removeprefix(REFUSED) if rank == 1 else want) in message
+        )
 
 
 def wrong_on_one_rank(groups, size):
@@ -164,52 +135,46 @@ def wrong_arguments(groups, size):
     fits, offsets = cp.plan_context(x["q"].shape[1], group), torch.tensor([0, 3, 133, 150])
     elsewhere = dataclasses.replace(fits, device_lengths=fits.device_lengths.to("meta"))
 
-    def checked(cu_seqlens):
+    def on(group, **changed):
+        return cp.chunk_kda(**x | EVERYTHING.flags() | changed, group=group)
+
+    def cut(offsets, group):
+        given = packed | {"cu_seqlens": torch.tensor(offsets)}
+        return cp.chunk_kda(**given, **PACKED.flags(), group=group)
+
+    def checked(offsets):
         """Call with a plan under KDA_OPS_CHECK=1."""
-        before, checks.CHECK_VALUES = checks.CHECK_VALUES, True
-        try:
-            cp.chunk_kda(
-                **packed | {"cu_seqlens": torch.tensor(cu_seqlens)}, **PACKED.flags(), group=fits
-            )
-        finally:
-            checks.CHECK_VALUES = before
+        with mock.patch.object(checks, "CHECK_VALUES", True):
+            cut(offsets, fits)
+
+    def tail(offsets):
+        return cp.exchange_tail(packed["beta"], 2, group, offsets)
 
     plan = cp.plan_context(5, group)
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False)
     layer = KimiDeltaAttention(6, head_dim=4, num_heads=1, invariant=True)
+    meta = {n: t if t is None or rank else t.to("meta") for n, t in x.items()}
     calls = {
-        "invariant": lambda: cp.chunk_kda(
-            **x, **EVERYTHING.flags() | {"invariant": True}, group=group
-        ),
+        "invariant": lambda: on(group, invariant=True),
         "invariant layer": lambda: layer(torch.ones(1, 5, 6), group=group),
-        "mesh": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=mesh),
-        "none": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=None),
-        "outside": lambda: cp.chunk_kda(
-            **x, **EVERYTHING.flags(), group=dist.GroupMember.NON_GROUP_MEMBER
-        ),
-        "plan": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=plan),
-        "too long": lambda: cp.chunk_kda(
-            **packed | {"cu_seqlens": torch.tensor([0, 3, 133, 151])}, **PACKED.flags(), group=group
-        ),
+        "mesh": lambda: on(mesh),
+        "none": lambda: on(None),
+        "outside": lambda: on(dist.GroupMember.NON_GROUP_MEMBER),
+        "plan": lambda: on(plan),
+        "too long": lambda: cut([0, 3, 133, 151], group),
         "tail": lambda: cp.exchange_tail(x["beta"], 0, group),
         "planned": lambda: checked([0, 3, 133, 151]),
         "planned backwards": lambda: checked([0, 133, 3, 150]),
-        "elsewhere": lambda: cp.chunk_kda(**x, **EVERYTHING.flags(), group=elsewhere),
-        "tail offsets": lambda: cp.exchange_tail(
-            packed["beta"], 2, group, offsets - offsets.new_tensor([0, 0, rank, 0])
-        ),
-        "square offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, offsets[None]),
-        "offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, torch.tensor([0.0, 150.0])),
-        "no offsets": lambda: cp.exchange_tail(packed["beta"], 2, group, offsets[:0]),
+        "elsewhere": lambda: on(elsewhere),
+        "tail offsets": lambda: tail(offsets - offsets.new_tensor([0, 0, rank, 0])),
+        "square offsets": lambda: tail(offsets[None]),
+        "offsets": lambda: tail(torch.tensor([0.0, 150.0])),
+        "no offsets": lambda: tail(offsets[:0]),
         "half": lambda: cp.plan_context(5.5, group),
         "tails": lambda: cp.exchange_tail(x["beta"].detach(), 2 + rank, group),
         "length": lambda: cp.plan_context(-1, group),
         "device": lambda: cp.plan_context(5, group, device="cuda"),
-        "devices": lambda: cp.chunk_kda(
-            **{n: t if t is None or rank else t.to("meta") for n, t in x.items()},
-            **EVERYTHING.flags(),
-            group=group,
-        ),
+        "devices": lambda: on(group, **meta),
     }
     messages = {}
     for name, call in calls.items():
@@ -224,41 +189,23 @@ def test_wrong_arguments_are_named(ranks):
     want = {
         "invariant": "invariant must be False on a group of 3 ranks, got True",
         "invariant layer": "invariant must be False on a group of 3 ranks, got True",
-        "mesh": (
-            "group must be one dimension of a DeviceMesh, got a mesh of 2 dimensions: name one, "
-            "for example mesh['cp']"
-        ),
-        "none": (
-            "group must be a ProcessGroup, a DeviceMesh of one dimension or a ContextPlan, got "
-            "NoneType"
-        ),
+        "mesh": "a mesh of 2 dimensions: name one, for example mesh['cp']",
+        "none": "a DeviceMesh of one dimension or a ContextPlan, got NoneType",
         "outside": "group must contain the calling rank",
         "plan": "the shard must have the 5 tokens of this rank's plan, got T = ",
-        "too long": (
-            "cu_seqlens must end at or before 150, the tokens of all ranks (64 + 23 + 63), got 151"
-        ),
+        "too long": "cu_seqlens must end at or before 150, the tokens of all ranks (64 + 23 + 63)",
         "tail": "size must be the convolution's taps, at least 1, got 0",
         "planned": "must end at or before 150, the tokens of all ranks (64 + 23 + 63), got 151",
         "planned backwards": "start at 0 and never decrease, got [0, 133, 3, 150]",
-        "elsewhere": (
-            "tensors must be on the plan's device meta, got cpu: pass plan_context(..., device=...)"
-        ),
-        "tail offsets": (
-            "cu_seqlens is [0, 3, 133, 150] on rank 0, [0, 3, 132, 150] on rank 1, [0, 3, 131, "
-            "150] on rank 2"
-        ),
+        "elsewhere": "must be on the plan's device meta, got cpu: pass plan_context(..., device=",
+        "tail offsets": "cu_seqlens is [0, 3, 133, 150] on rank 0, [0, 3, 132, 150] on rank 1, [0,",
         "square offsets": "cu_seqlens must have shape [N + 1], got [1, 4]",
         "offsets": "cu_seqlens must be int32 or int64, got torch.float32",
         "no offsets": "cu_seqlens must have shape [N + 1], got [0]",
         "half": "length must be the tokens of this rank's shard, an integer of at least 0, got 5.5",
         "tails": "size is 2 on rank 0, 3 on rank 1, 4 on rank 2",
-        "length": (
-            "length must be the tokens of this rank's shard, an integer of at least 0, got -1"
-        ),
-        "device": (
-            "plan_context: group must have a backend for cuda tensors, got cpu:gloo,cuda:gloo: "
-            "create one with such a backend, for example nccl for cuda"
-        ),
+        "length": "the tokens of this rank's shard, an integer of at least 0, got -1",
+        "device": "group must have a backend for cuda tensors, got cpu:gloo,cuda:gloo: create one",
         # only rank 0 has meta tensors, but every rank raises
         "devices": "group must have a backend for meta tensors",
     }
@@ -294,7 +241,5 @@ def test_a_rank_with_another_group_is_not_waited_for_forever(ranks):
     (first, _), (second, _), (third, _), (fourth, _) = ranks.run(4, two_groups, 4)
     assert first is None and second is None  # the group of two is complete
     for rank, message in ((2, third), (3, fourth)):
-        assert (
-            message is not None
-            and f"rank {rank} timed out waiting for the other 3 ranks of group" in message
-        )
+        assert message is not None
+        assert f"rank {rank} timed out waiting for the other 3 ranks of group" in message

@@ -70,13 +70,14 @@ def mesh():
 @pytest.mark.parametrize("namespace", ["kda", "gdn"])
 class TestPlacements:
     @pytest.mark.quick
-    def test_batch_and_heads_spread_over_two_axes(self, mesh, namespace):
+    @pytest.mark.parametrize("operators", (CHUNK, RECURRENT), ids=("chunk", "recurrent"))
+    def test_batch_and_heads_spread_over_two_axes(self, mesh, namespace, operators):
         both, per_head = [Shard(0), Shard(2)], [R, Shard(0)]
         placements = dict.fromkeys(TOKENS, both) | dict(
             A_log=per_head, dt_bias=per_head, initial_state=[Shard(0), Shard(1)]
         )
         x = spread(make_inputs(namespace), mesh, placements)
-        o, state = CHUNK[namespace](**x, **FLAGS)
+        o, state = operators[namespace](**x, **FLAGS)
         assert o.placements == tuple(both) and o.to_local().shape == (1, 70, 4, 12)
         assert state.placements == (Shard(0), Shard(1)) and state.to_local().shape == (1, 4, 16, 12)
         (o.sum() + state.sum()).backward()
@@ -98,10 +99,8 @@ class TestPlacements:
         o, state = CHUNK[namespace](**x, **FLAGS, transpose_state_layout=transposed)
         assert o.placements == (R, Shard(3)) and state.placements == (R, Shard(axis))
         (o.sum() + state.sum()).backward()
-        assert x["v"].grad.placements == (R, Shard(3)) and x["initial_state"].grad.placements == (
-            R,
-            Shard(axis),
-        )
+        assert x["v"].grad.placements == (R, Shard(3))
+        assert x["initial_state"].grad.placements == (R, Shard(axis))
         for n in ("q", "k", "g", "beta", "A_log", "dt_bias"):
             assert x[n].grad.placements == (R, Partial()), n
 
@@ -135,10 +134,8 @@ class TestPlacements:
         for absent in ("g", "beta", "g"):
             o, _ = kda_ops.chunk_gdn(**shown | {absent: None})
             o.sum().backward()
-            assert o.placements == (Shard(0), Shard(2)) and shown["v"].grad.placements == (
-                Shard(0),
-                Shard(2),
-            )
+            assert o.placements == (Shard(0), Shard(2))
+            assert shown["v"].grad.placements == (Shard(0), Shard(2))
 
     def test_packed_sequences_spread_over_heads_but_not_over_the_batch(self, mesh, namespace):
         x = {
@@ -153,22 +150,16 @@ class TestPlacements:
         )
         cu_seqlens = distribute_tensor(torch.tensor([0, 30, 70]), mesh, [R, R])
         o, state = CHUNK[namespace](**x, cu_seqlens=cu_seqlens, **FLAGS)
-        assert (
-            o.placements == (R, Shard(2))
-            and state.placements == (R, Shard(1))
-            and state.shape[0] == 2
-        )
-
-    def test_heads_that_do_not_divide_are_gathered(self, mesh, namespace):
-        x = {n: t for n, t in make_inputs(namespace, H=3, HV=6).items() if n in TOKENS}
-        o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(TOKENS, [R, Shard(2)])))
-        assert Shard(2) not in o.placements and o.to_local().shape[2] == 6
+        assert o.placements == (R, Shard(2))
+        assert state.placements == (R, Shard(1))
+        assert state.shape[0] == 2
 
     @pytest.mark.quick
-    def test_tokens_are_never_left_spread(self, mesh, namespace):
-        x = {n: t for n, t in make_inputs(namespace).items() if n in TOKENS}
-        o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(TOKENS, [R, Shard(1)])))
-        assert Shard(1) not in o.placements
+    @pytest.mark.parametrize("axis, sizes", ((0, {"B": 3}), (1, {}), (2, {"H": 3, "HV": 6})))
+    def test_tokens_and_what_does_not_divide_are_gathered(self, mesh, namespace, axis, sizes):
+        x = {n: t for n, t in make_inputs(namespace, **sizes).items() if n in TOKENS}
+        o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(TOKENS, [R, Shard(axis)])))
+        assert Shard(axis) not in o.placements and o.to_local().shape == o.shape
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("keep", [False, True])
@@ -182,17 +173,6 @@ class TestPlacements:
             assert kept.placements == ((R, R) if kept.shape == (0,) else (Shard(0), Shard(1)))
             # 2 chunks of one row, 4 of 8 heads
             assert kept.shape == (0,) or kept.to_local().shape[:2] == (2, 4)
-
-    def test_recurrent_spreads_alike(self, mesh, namespace):
-        x = spread(
-            make_inputs(namespace),
-            mesh,
-            dict.fromkeys(TOKENS, [Shard(0), Shard(2)]) | dict(initial_state=[Shard(0), Shard(1)]),
-        )
-        o, state = RECURRENT[namespace](**x, **FLAGS)
-        assert o.placements == (Shard(0), Shard(2)) and state.placements == (Shard(0), Shard(1))
-        o.sum().backward()
-        assert x["A_log"].grad.placements == (Partial(), Shard(0))
 
 
 # --- two processes --------------------------------------------------------------------------------
@@ -285,13 +265,6 @@ def test_a_sharded_training_step_equals_the_whole_one(ranks, compiled):
         assert len(rows) == 2 * len(SPLITS) * 10
         # float64, the same sums in another order
         assert not {name: e for name, e in rows.items() if not e <= 1e-12}
-
-
-@pytest.mark.parametrize("namespace", ["kda", "gdn"])
-def test_rows_that_do_not_divide_are_gathered(mesh, namespace):
-    x = {n: t for n, t in make_inputs(namespace, B=3).items() if n in TOKENS}
-    o, _ = CHUNK[namespace](**spread(x, mesh, dict.fromkeys(TOKENS, [Shard(0), R])))
-    assert Shard(0) not in o.placements and o.to_local().shape[0] == 3
 
 
 @pytest.mark.parametrize("namespace", ["kda", "gdn"])

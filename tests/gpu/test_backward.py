@@ -27,7 +27,6 @@ LAYER = Case(gate="bounded", beta="sigmoid", l2norm=True, **SIZES)
 pytestmark = pytest.mark.usefixtures("poisoned_scratch")
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
 @pytest.mark.parametrize("K, V", ((128, 128), (64, 64), (256, 256), (100, 200), (16, 512), (7, 1)))
 def test_every_width_meets_its_budget(variant, dtype, K, V):
@@ -37,7 +36,6 @@ def test_every_width_meets_its_budget(variant, dtype, K, V):
         assert_stage(stage, stages, TRITON, CUDA)
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("gate", ("weak", "strong", "zero", "reset", "forget", "bounded", "none"))
 @pytest.mark.parametrize("keys", ("random", "repeated"))
 def test_every_gate_meets_its_budget(variant, gate, keys):
@@ -48,7 +46,6 @@ def test_every_gate_meets_its_budget(variant, gate, keys):
         assert_stage(stage, stages, TRITON, CUDA)
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("gate", ("bounded", "softplus"))
 def test_two_runs_give_the_same_bits(variant, gate):
     """Also what a cast, transposed product as an operand would break: it is wrong in some runs of
@@ -62,7 +59,6 @@ def test_two_runs_give_the_same_bits(variant, gate):
 
 
 @pytest.mark.parametrize("length", (0, 2))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant, length, force):
     """All columns or half of them per program: the table chooses by the number of heads and
     sequences, or of runs and their maps, which results may not depend on.
@@ -88,7 +84,6 @@ def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant, length, force
 
 
 @pytest.mark.parametrize("kept", (False, True))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_scans_side_by_side_change_no_bit(force, variant, kept):
     """On a second stream or not, eager, again and again over memory that is used anew, and in a
     CUDA graph.
@@ -131,7 +126,6 @@ def test_one_long_sequence_of_few_heads_leaves_room(force):
     assert asks(16384, 32) and not asks(8192, 32) and not asks(16384, 96) and not asks(16384, 8)
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_lengths_and_batches_do_not_recompile(variant):
     """KDA's backward has two versions, for B T that 16 divides or not (docs/compile.md)."""
     from triton.runtime.jit import JITFunction
@@ -158,7 +152,6 @@ def test_lengths_and_batches_do_not_recompile(variant):
     assert not counted
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_first_call_compiles_all_its_kernels_at_once(variant):
     from triton.runtime.jit import JITFunction
 
@@ -181,7 +174,6 @@ def test_the_first_call_compiles_all_its_kernels_at_once(variant):
 
 
 @pytest.mark.parametrize("neg_eigval", (False, True))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
     case, inputs, cotangents, want = small_beta(variant, neg_eigval, T=150, K=64, V=64)
     inputs = {n: None if x is None else x.to(CUDA) for n, x in inputs.items()}

@@ -21,7 +21,6 @@ from kda_ops.inductor import fold_preprocessing
 from tests.support.closeness import assert_identical
 
 DEVICE = "cuda"
-VARIANTS = ("kda", "gdn")
 LAYERS = 2
 # of gradients whose float32 arithmetic is compiled, relative RMS; one that lacks a part is off by a
 # hundred times as much
@@ -83,7 +82,6 @@ def assert_one_graph():
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_is_one_graph_and_accumulates_the_gradients_of_eager(variant):
     model, windows = new_model(variant), [new_tokens(seed=s) for s in range(2)]
     want = gradients(model, loss_of, windows)
@@ -96,7 +94,6 @@ def test_a_model_is_one_graph_and_accumulates_the_gradients_of_eager(variant):
     ), "the second backward added nothing"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_inference_is_one_graph(variant):
     model, tokens = new_model(variant), new_tokens()
     with torch.inference_mode():
@@ -105,7 +102,6 @@ def test_inference_is_one_graph(variant):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_autocast_compiled_is_as_close_to_float32_as_eager(variant):
     model, windows = new_model(variant), [new_tokens()]
     exact, eager = gradients(model, loss_of, windows), gradients(model, autocast, windows)
@@ -117,7 +113,6 @@ def test_bfloat16_autocast_compiled_is_as_close_to_float32_as_eager(variant):
 # A timing decides whether Inductor pads the two columns of a projection, one per head, to four. If
 # it does, torch 2.11 assumes the stride of one length for all, and the backward of another fails.
 @torch._inductor.config.patch(shape_padding=False)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_any_length_trains_with_two_compilations(variant):
     model, counter = new_model(variant), CompileCounterWithBackend("inductor")
     compiled = torch.compile(loss_of, fullgraph=True, backend=counter)
@@ -130,7 +125,6 @@ def test_any_length_trains_with_two_compilations(variant):
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_reduce_overhead_replays_a_training_step(variant):
     model = new_model(variant)
     compiled = torch.compile(loss_of, fullgraph=True, mode="reduce-overhead")
@@ -148,7 +142,6 @@ def test_reduce_overhead_replays_a_training_step(variant):
     assert not counters["inductor"]["cudagraph_skips"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_max_autotune_trains(variant):
     torch.manual_seed(0)
     x = torch.randn(2, 130, 64, device=DEVICE)
@@ -233,7 +226,6 @@ def test_plain_pytorch_folds_into_the_flags():
 
 
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_work_goes_to_the_stream_of_the_call(variant, compiled):
     """On another stream, behind a wait: inputs arrive late, and a launch elsewhere would read what
     was there before.
@@ -282,7 +274,6 @@ def room():
 
 @pytest.mark.xdist_group("memory")  # one at a time
 @pytest.mark.usefixtures("room")
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_strides_beyond_two_billion_elements(variant):
     T, D = 130, 64
     far = -(-(2**31) // (T - 1)) // 64 * 64 + 64  # from token to token
@@ -309,7 +300,6 @@ def test_strides_beyond_two_billion_elements(variant):
 
 @pytest.mark.xdist_group("memory")
 @pytest.mark.usefixtures("room")
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_more_than_two_billion_elements(variant):
     D, last = 128, 130
     T = 2**31 // D + 200

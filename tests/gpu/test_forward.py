@@ -28,17 +28,8 @@ from tests.support.closeness import assert_all_close, assert_all_identical, asse
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON = dispatch.load("triton")
-LAYER = Case(
-    H=1,
-    HV=2,
-    K=128,
-    V=128,
-    T=200,
-    dtype=torch.bfloat16,
-    gate="bounded",
-    beta="sigmoid",
-    l2norm=True,
-)
+SIZES = dict(H=1, HV=2, K=128, V=128, T=200)
+LAYER = Case(**SIZES, dtype=torch.bfloat16, gate="bounded", beta="sigmoid", l2norm=True)
 
 
 def twin(case, draw=0):
@@ -61,14 +52,12 @@ def assert_forward(case):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_every_gate(variant, gate, dtype):
     assert_forward(replace(LAYER, variant=variant, gate=gate, dtype=dtype))
 
 
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("beta", ("none", "sigmoid", "neg_eigval"))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_every_inverse_survives_repeated_keys(variant, beta, keys):
     assert_forward(replace(LAYER, variant=variant, beta=beta, keys=keys, gate="weak"))
 
@@ -84,7 +73,6 @@ def test_the_edges_of_promises(variant, gate, safe, keys):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("K, V", ((1, 1), (16, 32), (60, 100), (64, 64), (130, 24), (256, 256)))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_any_width(variant, K, V, dtype):
     assert_forward(
         replace(LAYER, variant=variant, K=K, V=V, dtype=dtype, gate="softplus", transposed=True)
@@ -92,14 +80,12 @@ def test_any_width(variant, K, V, dtype):
 
 
 @pytest.mark.parametrize("strides", STRIDES)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_packed_sequences_in_any_strides(variant, strides):
     assert_forward(
         replace(LAYER, variant=variant, strides=strides, lengths=PACKED, tail=70, HV=4, H=2)
     )
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
     for gate in ("bounded", "softplus"):
         case = replace(LAYER, variant=variant, gate=gate, lengths=(200, 70, 130), final=False)
@@ -112,7 +98,6 @@ def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
         )
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_nothing_outside_the_outputs_is_written_and_all_of_them_is(variant):
     case = replace(LAYER, variant=variant, K=60, V=100, T=130)
     p = Problem.parse(case.rank, *case.inputs(CUDA).values(), **case.flags())
@@ -147,13 +132,11 @@ def assert_a_graph_replays(case, *others):
             assert_identical(got[name], want[name], name)
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_graph_replays_with_other_inputs_and_other_sequences(variant):
     case = replace(LAYER, variant=variant, lengths=(64, 100, 36), tail=10, seed=2)
     assert_a_graph_replays(case, replace(case, lengths=(1, 150, 49), seed=10))
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_more_heads_than_a_grid_axis_holds(variant):
     case = replace(
         LAYER, variant=variant, B=700, T=3, H=100, HV=100, K=16, V=8, state=False, final=False
@@ -165,7 +148,6 @@ def test_more_heads_than_a_grid_axis_holds(variant):
 
 
 @pytest.mark.parametrize("gate, heads", (("bounded", 48), ("softplus", 96)))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_chunks_prepared_beside_their_scan_change_no_bit(variant, gate, heads, force):
     """Check eager calls over reused memory, a CUDA graph, and training, which keeps the tile.
 
@@ -193,7 +175,6 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(variant, gate, heads, f
     assert_all_identical(want, dict(zip(want, trained)))
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_scan_does_not_wait_for_ever(force, variant):
     """For chunks that nobody prepares: each program says that it has missed them."""
     case = replace(LAYER, variant=variant, B=1, T=8000, H=48, HV=48, state=False)

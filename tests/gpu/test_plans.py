@@ -27,7 +27,6 @@ def test_named_tuples_and_descriptors_are_made_for_the_tensors_of_the_call():
     copying.check("cuda")
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_lengths_share_plans_that_give_the_bits_of_the_stages(variant, plans, monkeypatch):
     cases = [replace(LAYER, variant=variant, T=T, seed=T) for T in (200, 333, 65, 200)]
     planned = [run(case) for case in cases]
@@ -37,7 +36,6 @@ def test_lengths_share_plans_that_give_the_bits_of_the_stages(variant, plans, mo
         assert_all_identical(got, run(case))
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_plan_takes_at_most_a_result_more_memory_than_the_stages(variant, plans, monkeypatch):
     """It allocates all results before its scratch, and stages allocate some of them late."""
     case = replace(LAYER, variant=variant, T=4096)

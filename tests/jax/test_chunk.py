@@ -9,13 +9,13 @@ from hypothesis import example, given, settings
 pytest.importorskip("jax")
 
 import kda_ops.jax
-from tests.support import calls, closeness
+from tests.support import closeness
 from tests.support.arrays import arrays, errors, run, to_torch
 from tests.support.cases import BETAS, GATES, KEYS, Case, cases
 from tests.support.closeness import assert_meets_budget, oracle
-from tests.support.target import GPU, TARGET
+from tests.support.target import GPU
 
-EXACT, SAME = 2e-6, 4e-6  # of the largest entry of a tensor, in fp32
+EXACT = 2e-6  # of the largest entry of a tensor, in fp32
 PARAMETERS = ("dA_log", "ddt_bias")
 NIGHTLY = os.environ.get("KDA_OPS_NIGHTLY") == "1"
 
@@ -65,7 +65,6 @@ def assert_exact(case, got=None):
 
 
 @pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_outputs_and_gradients_are_those_of_the_definition(variant, values):
     assert_exact(Case(variant, **PLAIN, **VALUES[values]))
 
@@ -83,7 +82,6 @@ def test_every_form_of_a_call_gives_what_the_definition_gives(variant, form):
     in_budget(case)
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_gradients_of_gate_parameters_do_not_gather_the_errors_of_tokens(variant):
     # they would, to 1e-5, were what a row adds to the state in the suffix sum
     case = Case(variant, **FORMS["packed"])
@@ -92,23 +90,12 @@ def test_gradients_of_gate_parameters_do_not_gather_the_errors_of_tokens(variant
     assert max(off[n] for n in PARAMETERS) <= EXACT, off
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_product_with_a_later_key_that_overflows_reaches_no_earlier_token(variant):
     x = arrays(Case(variant, T=61, H=1, HV=1, K=16, V=16, gate="weak", dtype=torch.float32))
     x["q"] = x["q"].at[:, 5].multiply(1e20)
     large, face = x["k"].at[:, 60].multiply(1e20), getattr(kda_ops.jax, f"chunk_{variant}")
     want, got = (to_torch(face(**(x | {"k": k}))[0]) for k in (x["k"], large))
     closeness.assert_identical(got[:, :60], want[:, :60], "o")
-
-
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_the_torch_operator_gives_the_same(variant, values):
-    if TARGET.device.type != "cpu":
-        pytest.skip("compares with the operator on a CPU")
-    case = Case(variant, **PLAIN, **VALUES[values])
-    off = {n: e for n, e in errors(run(case), calls.run(case)).items() if not e <= SAME}
-    assert not off, f"{off} of the largest entry"
 
 
 def in_budget(case, got=None, names=None):
@@ -118,7 +105,6 @@ def in_budget(case, got=None, names=None):
 
 
 @pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_bf16_stays_within_the_budget(variant, values):
     in_budget(Case(variant, dtype=torch.bfloat16, **PLAIN, **VALUES[values]))
 
@@ -141,14 +127,12 @@ def test_any_call_in_bf16_stays_within_the_budget(case):
 @pytest.mark.nightly
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("keys", KEYS)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_every_gate_and_kind_of_keys_gives_what_the_definition_gives(variant, keys, gate):
     beta = BETAS[(GATES.index(gate) + KEYS.index(keys)) % len(BETAS)]
     assert_exact(Case(variant, gate=gate, keys=keys, beta=beta, l2norm=True, **PLAIN))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_interpreter_of_a_tpus_memory_agrees(variant):
     from jax.experimental.pallas import tpu as pltpu
 

@@ -58,7 +58,6 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_wrong_call_is_refused_in_the_same_words(variant, op, wrong):
     case, change = Case(variant, **BASE), dict(WRONG[wrong])
     if change.get("g") == "other":
@@ -103,7 +102,6 @@ def test_a_traced_bound_of_a_gate_is_refused_by_name():
         jax.jit(lambda b: kda_ops.jax.gdn_gate(jnp.zeros((1, 1, 2)), None, lower_bound=b))(-5.0)
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_invariant_bits_are_refused(variant):
     call, x = getattr(kda_ops.jax, f"chunk_{variant}"), arrays(Case(variant, **BASE))
     with pytest.raises(ValueError, match="^invariant must be False in JAX, got True"):
@@ -147,7 +145,6 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize("form", RECURRENT)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_recurrence_is_the_definition(variant, form):
     case = Case(variant, l2norm=True, **RECURRENT[form])
     assert_meets_budget(case, "recurrent", run(case, "recurrent"))
@@ -167,7 +164,6 @@ def test_the_recurrence_has_second_derivatives():
 
 
 @pytest.mark.parametrize("lower_bound", (None, -5.0))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_gate_and_its_gradients_are_those_of_torch(variant, lower_bound):
     case = Case(variant, gate="softplus", seed=1)
     inputs = [case.inputs()[n] for n in ("g", "A_log", "dt_bias")]

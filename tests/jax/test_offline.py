@@ -35,7 +35,6 @@ def compiled(topology, variant, dtype, **shape):
 
 @pytest.mark.parametrize("topology", offline.TOPOLOGIES)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_long_sequence_of_32_heads_fits(variant, dtype, topology):
     (vmem, _, temporaries), (*both, _, all_temporaries) = compiled(topology, variant, dtype)
     assert len(both) == 2 and max(vmem, *both) < 16 * MIB
@@ -48,7 +47,6 @@ def test_a_long_sequence_of_32_heads_fits(variant, dtype, topology):
 
 @pytest.mark.parametrize("topology", offline.TOPOLOGIES)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_form_compiles(shape, variant, dtype, topology):
     forward, training = compiled(topology, variant, dtype, **SHAPES[shape])

@@ -46,6 +46,5 @@ def test_the_tables_of_packed_rows_have_32_bits():
 
 
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_packed_call_gives_what_the_torch_operator_gives(variant, dtype):
     python(CALL, variant, dtype)

@@ -16,7 +16,6 @@ if dispatch.backend_name(TARGET.device) != "native":
     pytest.skip("what the CPU backend alone does", allow_module_level=True)
 
 native = dispatch.load("native")
-VARIANTS = ("kda", "gdn")
 WIDTHS = ((16, 24), (8, 33), (33, 8), (64, 64), (128, 128))
 EACH = (1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 130)  # lengths around every height
 
@@ -43,7 +42,6 @@ def test_a_short_sequence_takes_few_rows(lengths, rows):
 
 
 @pytest.mark.parametrize("length", (1, 5, 40))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_number_of_operator_calls_does_not_grow_with_N(variant, length):
     """On a CPU the cost is the number of operator calls on small tensors."""
     counts = []
@@ -60,7 +58,6 @@ def test_the_number_of_operator_calls_does_not_grow_with_N(variant, length):
 @pytest.mark.bits
 @pytest.mark.parametrize("state", (False, True))
 @pytest.mark.parametrize("K,V", WIDTHS)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_number_of_sequences_changes_no_bit(variant, K, V, state):
     """Each length alone, among a few, and among many of its own and of other heights."""
     few = Case(variant, lengths=EACH, H=1, HV=1, K=K, V=V, state=True, final=True, l2norm=True)
@@ -83,7 +80,6 @@ def test_the_number_of_sequences_changes_no_bit(variant, K, V, state):
 @pytest.mark.parametrize("state", (False, True))
 @pytest.mark.parametrize("H", (1, 2))
 @pytest.mark.parametrize("K,V", WIDTHS)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_that_follow_change_nothing(variant, K, V, H, state):
     """No bit, where the sequence lies in chunks of C rows without them; else only roundings."""
     case = Case(variant, B=2, T=70, H=H, HV=H, K=K, V=V, state=state, l2norm=True)
@@ -99,7 +95,6 @@ def test_tokens_that_follow_change_nothing(variant, K, V, H, state):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_kept_for_backward_has_the_bits_of_what_is_computed_again(variant):
     case = Case(variant, lengths=EACH + (0, 1, 1), H=1, HV=2, state=True, final=True)
     assert_all_identical(run(case), run(case, disable_recompute=True))

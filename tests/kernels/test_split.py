@@ -22,28 +22,18 @@ from kda_ops.backends.triton.stages.runs import Runs
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
 from tests.operators import test_layouts, test_pools, test_sequences
-from tests.support.calls import run
+from tests.support.calls import forward, run
 from tests.support.cases import Case, replace, take
-from tests.support.closeness import assert_all_identical, assert_meets_budget
+from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget
 from tests.support.plans import forget_plans
 from tests.support.pools import Pool
 from tests.support.stage import Stages, assert_stage
 
 TRITON = dispatch.load("triton")
 LOW = torch.bfloat16 if torch.bfloat16 in TARGET.dtypes else torch.float16
-# no run, four, one, three
-LONG = Case(
-    H=1,
-    HV=1,
-    K=16,
-    V=24,
-    lengths=(0, 200, 1, 129),
-    tail=70,
-    dtype=LOW,
-    gate="zero",
-    beta="sigmoid",
-    l2norm=True,
-)
+RUNS = dict(lengths=(0, 200, 1, 129), tail=70)  # no run, four, one, three
+LONG = Case(H=1, HV=1, K=16, V=24, dtype=LOW, gate="zero", beta="sigmoid", l2norm=True, **RUNS)
+CORRELATED = dict(keys="correlated", dtype=torch.float32)
 VARIANTS = ("kda", "gdn")
 
 
@@ -62,20 +52,10 @@ def law(test, **given):
     [
         replace(LONG, transposed=True, dtype=torch.float32),
         replace(LONG, state=False, gate="forget", V=40, strides="fused", tail=0),
-        replace(
-            LONG,
-            lengths=None,
-            T=200,
-            B=2,
-            HV=2,
-            keys="correlated",
-            dtype=torch.float32,
-            gate="reset",
-        ),
+        replace(LONG, lengths=None, T=200, B=2, HV=2, gate="reset", **CORRELATED),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_and_backward_meet_their_budget(variant, case):
     assert_meets_budget(replace(case, variant=variant))
 
@@ -87,7 +67,6 @@ def test_any_run_length_meets_the_budget(chunks, force):
 
 
 @pytest.mark.parametrize("do, dfinal", ((True, False), (False, True)))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_reverse_scan_meets_its_budget(variant, do, dfinal):
     assert_stage(
         "reverse_scan",
@@ -98,7 +77,6 @@ def test_the_reverse_scan_meets_its_budget(variant, do, dfinal):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_kept_is_what_backward_would_compute_again(variant):
     assert_all_identical(
         run(replace(LONG, variant=variant)),
@@ -107,7 +85,6 @@ def test_what_is_kept_is_what_backward_would_compute_again(variant):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_wide_programs_of_runs_and_maps_change_no_bit(variant, force):
     case = replace(LONG, variant=variant, K=128, V=128, lengths=(0, 130, 1), tail=0)
     found, columns = [], []
@@ -139,37 +116,22 @@ def test_split_products_leave_fewer_chunks_to_the_time_of_the_scan(force):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_bits_of_a_sequence_are_its_own(variant):
     """Other packed sequences, and later tokens, change no bit."""
-    law(
-        test_sequences.test_packed_sequences_are_separate_sequences,
-        op="chunk",
-        case=replace(LONG, variant=variant),
-    )
+    case = replace(LONG, variant=variant)
+    law(test_sequences.test_packed_sequences_are_separate_sequences, op="chunk", case=case)
+    later, whole = test_sequences.test_later_tokens_change_no_earlier_bit, dict(lengths=None, T=200)
     for seen in (65, 150):
-        law(
-            test_sequences.test_later_tokens_change_no_earlier_bit,
-            op="chunk",
-            case=replace(LONG, variant=variant, lengths=None, T=200),
-            seen=seen,
-        )
-    case = replace(LONG, variant=variant, lengths=(200,), tail=0)
-    inputs = case.inputs(TARGET.device)
-    whole = test_sequences.forward(case, inputs=inputs)["o"]
+        law(later, op="chunk", case=replace(case, **whole), seen=seen)
+    inputs = replace(case, lengths=(200,), tail=0).inputs(TARGET.device)
+    o = forward(replace(case, lengths=(200,), tail=0), inputs=inputs)["o"]
     for seen in (193, 128, 64):
-        test_sequences.assert_identical(
-            test_sequences.forward(
-                replace(case, lengths=None, T=seen),
-                inputs=take(inputs, 0, seen) | {"cu_seqlens": None},
-            )["o"],
-            whole[:, :seen],
-            f"first {seen}",
-        )
+        x = take(inputs, 0, seen) | {"cu_seqlens": None}
+        part = forward(replace(case, lengths=None, T=seen), inputs=x)["o"]
+        assert_identical(part, o[:, :seen], f"first {seen}")
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_both_state_layouts_give_the_same_bits(variant):
     same = (
         test_layouts.test_both_state_layouts_give_the_same_bits_in_output_state_and_every_gradient
@@ -177,7 +139,6 @@ def test_both_state_layouts_give_the_same_bits(variant):
     law(same, op="chunk", case=replace(LONG, variant=variant, lengths=(0, 150)))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("indexed, null", ((False, -1), (True, -1), (True, 1)))
 def test_a_pool_is_read_before_it_is_written(variant, indexed, null):
     """The slot that a sequence starts from is the one where it ends, and snapshots lie in any

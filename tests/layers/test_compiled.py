@@ -9,11 +9,10 @@ import torch._dynamo.testing
 from kda_ops import dispatch
 from kda_ops.nn import GatedRMSNorm, KimiDeltaAttention, ShortConvolution
 from kda_ops.recurrent import Decode
-from tests.support.layers import LAYERS, LENGTHS, build, close, gradients, rows, variants
+from tests.support.layers import LENGTHS, build, close, gradients, rows
 
 
 @pytest.mark.quick
-@variants
 def test_training_compiles_to_one_graph_for_all_sizes(make):
     torch._dynamo.reset()
     layer = build(make, num_v_heads=4)
@@ -29,7 +28,6 @@ def test_training_compiles_to_one_graph_for_all_sizes(make):
 
 
 @torch.no_grad()
-@variants
 def test_masked_and_packed_calls_compile(make):
     torch._dynamo.reset()
     layer = build(make, num_v_heads=4)
@@ -42,7 +40,6 @@ def test_masked_and_packed_calls_compile(make):
 
 
 @torch.no_grad()
-@variants
 def test_compiled_decode_writes_the_cache_in_place_and_compiles_once(make):
     torch._dynamo.reset()
     layer, x = build(make, num_v_heads=4), rows(2, 12)
@@ -121,7 +118,6 @@ def test_a_graph_checks_at_run_time_only_caches_of_inference_mode(mode):
     assert len(checks) == (mode is torch.inference_mode)
 
 
-@pytest.mark.parametrize("make", LAYERS)
 @torch.no_grad()
 def test_a_layer_with_offsets_goes_through_transforms(make):
     layer, x, offsets = build(make), rows(1, 10), torch.tensor([0, 4, 10])
@@ -137,7 +133,6 @@ def test_a_layer_with_offsets_goes_through_transforms(make):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("make", LAYERS)
 def test_a_mapped_layer_and_gradients_per_sample_compile_in_grad_mode(make):
     torch._dynamo.reset()
     layer, x = build(make), torch.stack([rows(2, 9), 2 * rows(2, 9), -rows(2, 9)])
@@ -157,14 +152,12 @@ def test_a_mapped_layer_and_gradients_per_sample_compile_in_grad_mode(make):
             close(got[n][i], d)
 
 
-@pytest.mark.parametrize("make", LAYERS)
 def test_a_vectorised_jacobian_is_the_jacobian(make):
     layer, x = build(make), rows(1, 3)
     jacobian = torch.autograd.functional.jacobian
     close(jacobian(layer, x, vectorize=True), jacobian(layer, x))
 
 
-@pytest.mark.parametrize("make", LAYERS)
 def test_a_compiled_training_layer_comes_from_the_cache_of_AOTAutograd(make, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     layer, x = build(make).float(), rows(2, 9).float().requires_grad_()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kda_ops.nn import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention, kimi_delta_attention
-from tests.support.layers import HIDDEN, build, by_definition, close, gradients, rows, variants
+from tests.support.layers import HIDDEN, build, by_definition, close, gradients, rows
 
 OPTIONS = [
     (KimiDeltaAttention, {}),
@@ -23,10 +23,8 @@ OPTIONS = [
 
 
 def test_kimi_gates_with_a_sigmoid_and_gated_deltanet_with_a_swish():
-    assert (
-        build(KimiDeltaAttention).o_norm.activation == "sigmoid"
-        and build(GatedDeltaNet).o_norm.activation == "swish"
-    )
+    assert build(KimiDeltaAttention).o_norm.activation == "sigmoid"
+    assert build(GatedDeltaNet).o_norm.activation == "swish"
 
 
 @pytest.mark.quick
@@ -51,7 +49,6 @@ def test_gradients_match_those_of_the_definition(make, options):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("invariant", (False, True))
-@variants
 def test_the_chunk_form_of_a_layer_is_invariant_if_the_layer_is(make, invariant, monkeypatch):
     layer, x, seen = build(make, invariant=invariant), rows(2, 70), []
     for name in ("_chunk", "_chunk_", "_recurrent_"):
@@ -75,7 +72,6 @@ def test_the_chunk_form_of_a_layer_is_invariant_if_the_layer_is(make, invariant,
     assert seen == [("_chunk", invariant), prefill, prefill, ("_recurrent_", None)]
 
 
-@variants
 def test_bfloat16_and_autocast_stay_near_float32(make):
     layer, x = build(make).float(), rows(2, 40).float()
     want = layer(x)
@@ -89,7 +85,6 @@ def test_bfloat16_and_autocast_stay_near_float32(make):
 
 
 @pytest.mark.filterwarnings("error")
-@variants
 def test_a_layer_built_in_bfloat16_keeps_its_gate_and_warns_of_nothing(make):
     layer = make(HIDDEN, head_dim=8, num_heads=2, dtype=torch.bfloat16)
     assert layer(rows(2, 5).bfloat16()).dtype is torch.bfloat16
@@ -128,7 +123,6 @@ def test_expand_v_may_carry_a_rounding_error():
     assert GatedDeltaNet(64, num_heads=1, head_dim=100, expand_v=0.29).head_v_dim == 29
 
 
-@pytest.mark.parametrize("make", (KimiDeltaAttention, GatedDeltaNet))
 def test_silu_is_applied_without_convolutions_too(make):
     layer, other, x = build(make, use_short_conv=False), build(make, conv_size=1), rows(2, 5)
     with torch.no_grad():
@@ -143,11 +137,9 @@ def test_options_reach_the_layer():
     kda = KimiDeltaAttention(HIDDEN, lower_bound=-2.0, **options)
     gdn = GatedDeltaNet(HIDDEN, use_gate=False, output_gate_activation="sigmoid", **options)
     for layer in (kda, gdn):
-        assert (
-            layer.o_norm.eps == 0.5
-            and layer.allow_neg_eigval
-            and all(getattr(layer, f"{n}_conv1d").bias is not None for n in "qkv")
-        )
+        assert layer.o_norm.eps == 0.5
+        assert layer.allow_neg_eigval
+        assert all(getattr(layer, f"{n}_conv1d").bias is not None for n in "qkv")
     assert kda.lower_bound == -2.0 and gdn.g_proj is None and gdn.o_norm.activation == "sigmoid"
 
 

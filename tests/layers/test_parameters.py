@@ -44,22 +44,9 @@ def test_parameters_have_the_names_and_shapes_of_published_checkpoints(make, nam
 def test_defaults_are_the_published_sizes():
     with torch.device("meta"):
         kda, gdn = KimiDeltaAttention(), GatedDeltaNet()
-    assert (
-        kda.hidden_size,
-        kda.num_heads,
-        kda.num_v_heads,
-        kda.head_k_dim,
-        kda.head_v_dim,
-        kda.conv_size,
-    ) == (2048, 16, 16, 128, 128, 4)
-    assert (
-        gdn.hidden_size,
-        gdn.num_heads,
-        gdn.num_v_heads,
-        gdn.head_k_dim,
-        gdn.head_v_dim,
-        gdn.conv_size,
-    ) == (2048, 6, 6, 256, 512, 4)
+    names = "hidden_size num_heads num_v_heads head_k_dim head_v_dim conv_size".split()
+    assert [getattr(kda, n) for n in names] == [2048, 16, 16, 128, 128, 4]
+    assert [getattr(gdn, n) for n in names] == [2048, 6, 6, 256, 512, 4]
 
 
 def has_the_stated_start(layer):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
-from tests.support.layers import HIDDEN, LENGTHS, build, close, gradients, rows, variants
+from tests.support.layers import HIDDEN, LENGTHS, build, close, gradients, rows
 
 CACHED = [
     (KimiDeltaAttention, dict(num_v_heads=4)),
@@ -54,7 +54,6 @@ def test_left_padding_does_not_change_a_sequence_nor_its_decode(make, options):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("hole", (math.nan, math.inf))
-@variants
 def test_padding_may_hold_anything_in_training(make, hole):
     layer, x, mask = build(make), rows(2, 12), torch.ones(2, 12)
     mask[0, :5] = mask[1, 7:9] = 0
@@ -69,7 +68,6 @@ def test_padding_may_hold_anything_in_training(make, hole):
 
 
 @torch.no_grad()
-@variants
 def test_a_growing_mask_counts_by_its_last_columns(make):
     layer, x = build(make), rows(2, 12)
     mask = torch.ones(2, 12, dtype=torch.int64)
@@ -85,7 +83,6 @@ def test_a_growing_mask_counts_by_its_last_columns(make):
 
 
 @torch.no_grad()
-@variants
 def test_a_masked_sequence_keeps_its_cache(make):
     layer, x = build(make), rows(2, 10)
     cache = layer.new_cache(2)
@@ -97,7 +94,6 @@ def test_a_masked_sequence_keeps_its_cache(make):
         assert torch.equal(buffer[1], kept)
 
 
-@variants
 @pytest.mark.parametrize("T", [1, 63, 65])
 def test_masked_rows_have_the_gradients_of_separate_ones(make, T):
     layer, x = build(make, num_v_heads=4), rows(3, T).requires_grad_()
@@ -113,7 +109,6 @@ def test_masked_rows_have_the_gradients_of_separate_ones(make, T):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@variants
 def test_packed_sequences_are_separate_ones(make, dtype):
     layer, T = build(make, num_v_heads=4), sum(LENGTHS)
     x = rows(1, T + 3).requires_grad_()
@@ -126,7 +121,6 @@ def test_packed_sequences_are_separate_ones(make, dtype):
 
 
 @torch.no_grad()
-@variants
 def test_packed_sequences_carry_their_caches(make):
     layer, longest = build(make, num_v_heads=4), 80
     x, packed, dense = rows(8, 2 * longest), layer.new_cache(8), layer.new_cache(1)
@@ -169,7 +163,6 @@ def test_a_cache_travels_by_state_dict():
 
 
 @torch.no_grad()
-@variants
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_keeps_its_state_in_float32_as_v_by_k(make, dtype):
     cache = make(

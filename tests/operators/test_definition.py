@@ -10,7 +10,6 @@ from tests.support.cases import GATES, KEYS, PACKED, STRIDES, Case, cases, repla
 from tests.support.closeness import assert_meets_budget
 from tests.support.target import TARGET
 
-VARIANTS = ("kda", "gdn")
 INSIDE = dict(gate="softplus", beta="neg_eigval", l2norm=True)
 LAYOUT = dict(lengths=PACKED, tail=3, strides="fused", transposed=True)
 EVERY_OPTION = Case(H=2, HV=4, **LAYOUT, **INSIDE)
@@ -26,7 +25,6 @@ def test_operators_match_the_recurrence(op, case):
 
 @pytest.mark.parametrize("dtype", TARGET.dtypes, ids=str)
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_gate_meets_the_same_budget(variant, gate, dtype):
     assert_meets_budget(Case(variant, T=129, gate=gate, dtype=dtype, K=24, V=16))
 
@@ -34,7 +32,6 @@ def test_every_gate_meets_the_same_budget(variant, gate, dtype):
 @pytest.mark.quick
 @pytest.mark.parametrize("beta", ("none", "neg_eigval"))
 @pytest.mark.parametrize("keys", KEYS)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_hard_keys_meet_the_budget(variant, keys, beta):
     assert_meets_budget(
         Case(variant, T=129, keys=keys, beta=beta, gate="none", dtype=TARGET.dtypes[0])
@@ -43,14 +40,12 @@ def test_hard_keys_meet_the_budget(variant, keys, beta):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("strides", STRIDES)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_strides_do_not_matter(variant, strides):
     assert_meets_budget(
         Case(variant, B=2, T=65, H=2, HV=4, strides=strides, dtype=TARGET.dtypes[0])
     )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_keys_may_be_256_wide(variant):
     assert_meets_budget(
         Case(variant, T=65, HV=1, K=256, V=5, gate="softplus", l2norm=True, dtype=TARGET.dtypes[0])
@@ -58,7 +53,6 @@ def test_keys_may_be_256_wide(variant):
 
 
 @pytest.mark.parametrize("K,V", ((1, 3), (3, 1), (7, 40), (33, 20)))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_widths_need_be_neither_equal_nor_powers_of_two(variant, K, V):
     assert_meets_budget(Case(variant, T=65, K=K, V=V, dtype=TARGET.dtypes[0]))
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import kda_ops
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
-from tests.support.calls import as_leaves, operator_of, overload, run, with_gradients
+from tests.support.calls import Recorded, as_leaves, operator_of, overload, run, with_gradients
 from tests.support.cases import BOUND, PACKED, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_meets_budget
 from tests.support.target import TARGET
@@ -124,7 +123,6 @@ def test_grouped_value_heads_are_expanded_key_heads_with_summed_gradients(op, ca
 @pytest.mark.bits
 @pytest.mark.quick
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_scale_is_one_over_the_square_root_of_the_key_width_by_default(variant, op):
     case = Case(variant, T=65)
     assert_all_identical(run(case, op), run(case, op, scale=case.K**-0.5))
@@ -163,12 +161,8 @@ def every_flag_changed(function) -> dict:
     return {n: not x if isinstance(x, bool) else others.get(n, 0.5) for n, x in keywords.items()}
 
 
-class Seen(TorchDispatchMode):
-    """Notes the operators of ours that are called, with their arguments by name, and runs none."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
+class Seen(Recorded):
+    """Record the operators that are called, and run none."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         names = [a.name for a in func._schema.arguments]

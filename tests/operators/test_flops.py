@@ -134,21 +134,6 @@ class TestTokens:
         assert counted(lambda: ops.chunk_(*args, pool)) == {f"{namespace}.chunk_": FORWARD}
 
 
-@pytest.mark.parametrize(
-    "order",
-    ["import kda_ops, torch.utils.flop_counter", "import torch.utils.flop_counter, kda_ops"],
-)
-def test_formulas_are_registered_in_either_order_of_imports(order):
-    python(f"{order}\nassert torch.ops.kda.chunk in torch.utils.flop_counter.flop_registry")
-
-
-def test_importing_the_operators_does_not_import_the_counter():
-    python("""
-        import sys, kda_ops
-        assert not {"torch.utils.flop_counter", "triton"} & {*sys.modules}
-    """)
-
-
 def test_asking_whether_the_counter_exists_does_not_use_up_the_hook():
     python("""
         import importlib.util, kda_ops

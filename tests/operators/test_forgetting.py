@@ -19,7 +19,6 @@ def test_a_head_that_forgets_has_its_own_gradient(variant, inside):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_twin_leaves_no_room_for_rounding_in_the_place_of_dg(variant, dtype):
     case, inputs = forgetting(variant, dtype, False)
     found = errors(case, inputs, twin(case, inputs), definition(case, inputs))

@@ -1,10 +1,9 @@
 """The layout of a state is two strides: [K, V] and [V, K] are the same call for every operator."""
 
 import pytest
-import torch
 from hypothesis import example, given
 
-from tests.support.calls import forward, overload, run
+from tests.support.calls import forward, run
 from tests.support.cases import PACKED, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.pools import Pool, pools
@@ -75,14 +74,3 @@ def test_a_pool_may_be_a_transposed_view(pool):
     )
     assert_identical(o, o_view, "o")
     assert_identical(state, state_view, "state")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
-def test_a_state_that_was_not_asked_for_is_empty_in_both_layouts(variant):
-    for transposed in (False, True):
-        case = Case(variant, final=False, transposed=transposed)
-        _, final_state = overload(variant, "chunk")(
-            *case.inputs(TARGET.device).values(), **case.flags()
-        )
-        assert final_state.shape == (0,) and final_state.dtype is torch.float32

@@ -98,14 +98,6 @@ def test_a_float64_state_outlives_decays_that_float32_cannot_hold():
     )
 
 
-def test_a_pool_that_overlaps_itself_is_refused():
-    q, k, v = (torch.randn(3, 1, 1, 8, device=TARGET.device) for _ in range(3))
-    with pytest.raises(ValueError, match="state must not overlap itself"):
-        kda_ops.recurrent_kda_(
-            q, k, v, None, None, torch.zeros(1, 1, 8, 8, device=TARGET.device).expand(3, 1, 8, 8)
-        )
-
-
 def test_mapping_over_nothing_gives_nothing():
     q, k, v = (torch.randn(1, 70, 2, 8, device=TARGET.device) for _ in range(3))
     assert torch.vmap(lambda q: kda_ops.chunk_kda(q, k, v, None, None)[0])(
@@ -113,7 +105,6 @@ def test_mapping_over_nothing_gives_nothing():
     ).shape == (0, 1, 70, 2, 8)
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_gradients_of_no_samples_have_the_shapes_of_samples(variant):
     case = Case(variant, T=5, HV=4, gate="softplus", beta="sigmoid")
     x = {n: t for n, t in case.inputs(TARGET.device).items() if t is not None}

@@ -2,6 +2,8 @@
 and a mapped call is a loop.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -12,7 +14,6 @@ from tests.support.closeness import assert_identical
 from tests.support.pools import Pool
 from tests.support.target import TARGET
 
-VARIANTS = ("kda", "gdn")
 OPS = ("chunk", "recurrent")
 
 
@@ -31,7 +32,6 @@ def _dual(call, x):
     ),
 )
 @pytest.mark.parametrize("op", (*OPS, "gate", "recurrent_", "chunk_"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_tangents_are_refused_in_words(variant, op, mode):
     """torch gives zeros for an operator without a forward-mode formula, unless a gradient is wanted
     too.
@@ -45,17 +45,9 @@ def test_tangents_are_refused_in_words(variant, op, mode):
     def call(g):
         if op == "gate":
             return overload(variant, op)(g, x["A_log"], x["dt_bias"])
-        out = overload(variant, op)(
-            x["q"],
-            x["k"],
-            x["v"],
-            g,
-            x["beta"],
-            *state,
-            A_log=x["A_log"],
-            dt_bias=x["dt_bias"],
-            **pool.case.flags(op),
-        )
+        given = x["q"], x["k"], x["v"], g, x["beta"], *state
+        gate = dict(A_log=x["A_log"], dt_bias=x["dt_bias"])
+        out = overload(variant, op)(*given, **gate, **pool.case.flags(op))
         return out if state else out[0]
 
     with pytest.raises(
@@ -87,7 +79,6 @@ FORWARD_OVER_REVERSE = {
 
 @pytest.mark.parametrize("mode", FORWARD_OVER_REVERSE)
 @pytest.mark.parametrize("op", (*OPS, "gate"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_over_reverse_is_refused_in_words(variant, op, mode):
     """A formula's forward runs without gradients and tangents: what lies below would find none, and
     give zeros.
@@ -145,9 +136,7 @@ def squared(case, op):
 INSIDE = {"T": 37, "H": 1, "HV": 2, "gate": "softplus", "beta": "sigmoid", "l2norm": True}
 
 
-each_operator = pytest.mark.parametrize(
-    ("variant", "op"), [(v, o) for v in VARIANTS for o in (*OPS, "gate")]
-)
+each_operator = pytest.mark.parametrize("op", (*OPS, "gate"))
 
 
 @pytest.mark.bits
@@ -207,31 +196,17 @@ def test_double_backward_is_refused_where_transforms_nest_too(variant, op):
 
 
 SAMPLES = {
-    "dense": {"B": 2},
-    "packed": {"lengths": (65, 0, 3), "tail": 2, "transposed": True},
-    "all kept": {"disable_recompute": True},
-    "half": {"dtype": torch.float16, "narrow": True},
-    "nothing optional": {
-        "gate": "none",
-        "beta": "none",
-        "l2norm": False,
-        "state": False,
-        "final": False,
-    },
+    "dense": dict(B=2),
+    "packed": dict(lengths=(65, 0, 3), tail=2, transposed=True),
+    "all kept": dict(disable_recompute=True),
+    "half": dict(dtype=torch.float16, narrow=True),
+    "nothing optional": dict(gate="none", beta="none", l2norm=False, state=False, final=False),
 }
 
 
 @pytest.mark.bits
 @pytest.mark.filterwarnings("error::UserWarning")  # torch warns where it goes sample by sample
-@pytest.mark.parametrize(
-    ("variant", "op", "name"),
-    [
-        (v, o, n)
-        for v in VARIANTS
-        for o in (*OPS, "gate")
-        for n in (SAMPLES if o != "gate" else ("dense",))
-    ],
-)
+@pytest.mark.parametrize("op, name", [*product(OPS, SAMPLES), ("gate", "dense")])
 def test_gradients_per_sample(variant, op, name):
     loss, x, _ = squared(Case(variant, **(INSIDE | SAMPLES[name])), op)
     every = tuple(range(len(x)))
@@ -280,7 +255,6 @@ MAPPED = {
 @pytest.mark.parametrize("lengths", (None, (65, 0, 3)), ids=("dense", "packed"))
 @pytest.mark.parametrize("names", MAPPED.values(), ids=MAPPED)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_vmap_is_a_loop(variant, op, names, lengths):
     case = Case(variant, B=1 if lengths else 2, lengths=lengths, **INSIDE)
     calls, x = stacked(case, names)
@@ -299,7 +273,6 @@ def test_vmap_is_a_loop(variant, op, names, lengths):
             torch.testing.assert_close(final_state[s], want["final_state"])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_vmap_over_any_dimension_and_twice_and_through_backward(variant):
     case = Case(variant, B=2, T=5)
     calls, x = stacked(case, MAPPED["all"][:5])
@@ -333,7 +306,6 @@ def test_vmap_over_any_dimension_and_twice_and_through_backward(variant):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_vmap_of_the_gate_and_of_a_call_without_a_final_state(variant):
     case = Case(variant, T=5, gate="softplus", final=False)
     calls, x = stacked(case, ("g", "A_log", "q"))
@@ -353,7 +325,6 @@ def test_vmap_of_the_gate_and_of_a_call_without_a_final_state(variant):
     )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_what_cannot_be_mapped_is_refused(variant):
     case = Case(variant, lengths=(3, 2))
     x = case.inputs(TARGET.device)

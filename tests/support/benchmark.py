@@ -14,21 +14,7 @@ def case(op="kda", pass_="fwd", gate="weak", setting=SMALL, **words):
 
 
 def row(**changed):
-    base = dict(
-        op="kda",
-        setting=SMALL,
-        gate="weak",
-        state="fp32",
-        layout="kv",
-        peer="fla",
-        ours_ms=1.0,
-        peer_ms=2.0,
-        ours_error=1e-3,
-        peer_error=1e-3,
-        card="G",
-        torch="1",
-        triton="2",
-        commit="0123456789",
-        date="2026-11-01",
-    )
+    base = dict(op="kda", setting=SMALL, gate="weak", state="fp32", layout="kv", peer="fla")
+    base |= dict(ours_ms=1.0, peer_ms=2.0, ours_error=1e-3, peer_error=1e-3, card="G", torch="1")
+    base |= dict(triton="2", commit="0123456789", date="2026-11-01")
     return {"op": "kda", "pass": "fwd"} | base | {"also": {}} | changed

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS, Backend
@@ -13,6 +15,25 @@ from tests.support.cases import Case, Tensors
 from tests.support.target import TARGET
 
 Results = dict[str, Tensor]
+
+
+class Recorded(TorchDispatchMode):
+    """Record the eager calls of our operators: each one's name, and its arguments by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("kda", "gdn"):
+            given = dict(zip((a.name for a in func._schema.arguments), args)) | (kwargs or {})
+            self.calls.append((str(func).removesuffix(".default"), given))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def counts(self) -> Counter:
+        """Return how often each operator was called."""
+        return Counter(name for name, _ in self.calls)
 
 
 def overload(variant: str, name: str) -> torch._ops.OpOverload:

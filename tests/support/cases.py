@@ -7,7 +7,8 @@ into an ``@example``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as replace
 from itertools import accumulate
 
 import torch
@@ -348,30 +349,3 @@ def cases(draw, **fixed: object) -> Case:
     if "seed" not in chosen:
         chosen["seed"] = draw(st.integers(0, 2**16))
     return Case(**chosen)
-
-
-__all__ = [
-    "BARE",
-    "BETAS",
-    "BOUND",
-    "Case",
-    "EMPTY",
-    "FAR",
-    "GATES",
-    "INPUTS",
-    "KEYS",
-    "LENGTHS",
-    "PACKED",
-    "RANK",
-    "STRIDES",
-    "TOKENS",
-    "Tensors",
-    "alone",
-    "cases",
-    "double",
-    "followed",
-    "is_safe",
-    "on",
-    "take",
-    "replace",
-]

@@ -25,7 +25,6 @@ KINDS = {"softplus": None, "bounded": BOUND}  # the lower bound of each
 FAR = (-1e4, -30.0, 0.0, 30.0, 1e4)
 kinds = pytest.mark.parametrize("kind", KINDS)
 ranks = pytest.mark.parametrize("rank", (1, 0))
-variants = pytest.mark.parametrize("variant", ("kda", "gdn"))
 dtypes = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 
 
@@ -168,7 +167,6 @@ def hidden(case: Case) -> Tensors:
 
 
 @kinds
-@variants
 @dtypes
 def test_far_logits_meet_the_error_budget(variant, kind, dtype):
     case = gated(variant, kind, dtype)
@@ -176,7 +174,6 @@ def test_far_logits_meet_the_error_budget(variant, kind, dtype):
 
 
 @kinds
-@variants
 @dtypes
 @pytest.mark.parametrize("T", (1, 33, 70))
 def test_rows_past_the_end_do_not_decay(variant, kind, dtype, T):
@@ -185,7 +182,6 @@ def test_rows_past_the_end_do_not_decay(variant, kind, dtype, T):
 
 
 @kinds
-@variants
 @pytest.mark.parametrize("A_log", (-200.0, 0.0, 200.0))
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 def test_infinite_logits_give_finite_results(op, variant, kind, A_log):
@@ -200,7 +196,6 @@ def test_infinite_logits_give_finite_results(op, variant, kind, A_log):
 
 
 @kinds
-@variants
 def test_nan_stays_in_its_sequence_and_its_head(variant, kind):
     case = gated(variant, kind, torch.float32, lengths=(20, 3, 9), HV=1)
     inputs = case.inputs(calls.TARGET.device)

@@ -261,21 +261,3 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tighter: float 
         f"median of the others {median(others or [0.0]):.2e}, "
         f"products in fp32 {torch.get_float32_matmul_precision()}"
     )
-
-
-__all__ = [
-    "CONFIGS",
-    "KDA",
-    "assert_generates_the_same",
-    "assert_same",
-    "bindings",
-    "left_padded",
-    "loss",
-    "model",
-    "modules",
-    "packed",
-    "step",
-    "to",
-    "tokens",
-    "torch_path",
-]

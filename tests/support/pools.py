@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
@@ -292,17 +292,3 @@ def same(got: Tensor, want: Tensor, name: str, dtype: torch.dtype) -> None:
         atol=64 * eps * max(scale, 1e-30),
         msg=lambda m: f"{name}: {m}",
     )
-
-
-__all__ = [
-    "OUTS",
-    "Pool",
-    "SPARE",
-    "assert_out",
-    "assert_source",
-    "out_like",
-    "pool_arguments",
-    "pools",
-    "replace",
-    "same",
-]

@@ -21,26 +21,9 @@ INTO = (chunk.PrefillInto, recurrent.DecodeInto)
 PREFILLS, DECODES = (chunk.Prefill, INTO[0]), (recurrent.Decode, INTO[1])
 KINDS += INTO
 LAYOUTS = ("dense", "off", "heads_first", "fused", "second", "far")
-TOKENS: tuple[int, ...] = (
-    1,
-    2,
-    15,
-    16,
-    17,
-    32,
-    63,
-    64,
-    65,
-    70,
-    128,
-    192,
-    1000,
-    1024,
-    2048,
-    20000,
-    32768,
-)
-TOKENS += (2**20, 2**24 + 16, 2**25)  # with H K: strides of 32 bits and of more
+TOKENS: tuple[int, ...] = 1, 2, 15, 16, 17, 32, 63, 64, 65, 70, 128, 192
+TOKENS += 1000, 1024, 2048, 20000, 32768
+TOKENS += 2**20, 2**24 + 16, 2**25  # with H K: strides of 32 bits and of more
 
 
 @dataclass(frozen=True)

@@ -119,11 +119,9 @@ def test_compared_heads_are_spread_evenly_and_their_gradients_whole(monkeypatch)
     monkeypatch.setitem(oracles.HEADS, "cpu", 3)
     c = case("gdn", "fwdbwd", "softplus", "B1T64H9HV18D16")
     oracle = Oracle(c, *training_inputs(c))
-    assert (
-        oracle.key_heads.tolist() == [0, 4, 8]
-        and oracle.exact["q"].shape[2] == 3
-        and oracle.exact["A_log"].shape == (6,)
-    )
+    assert oracle.key_heads.tolist() == [0, 4, 8]
+    assert oracle.exact["q"].shape[2] == 3
+    assert oracle.exact["A_log"].shape == (6,)
     monkeypatch.setitem(oracles.HEADS, "cpu", 9)
     every = Oracle(c, *training_inputs(c))
     for n, want in every.exact.items():

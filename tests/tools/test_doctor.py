@@ -1,9 +1,7 @@
 """The doctor reports versions, backends, and the known defects that affect this machine."""
 
 import json
-import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,8 @@ from benchmarks.records import checkout, results
 from kda_ops import doctor
 from kda_ops.__main__ import COMMANDS, main
 from tests.support.fresh import python
+
+DOCTOR = "from kda_ops.__main__ import main; raise SystemExit(main(['doctor']))"
 
 
 @pytest.mark.quick
@@ -75,20 +75,14 @@ def test_the_doctor_reads_the_version_of_triton_without_importing_it():
 
 
 def test_the_report_says_who_chose_the_backend():
-    command = [sys.executable, "-m", "kda_ops", "doctor"]
-    environment = os.environ | {"KDA_OPS_CPU": "reference"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "CPU tensors: reference (chosen by KDA_OPS_CPU)" in done.stdout
+    out = python(DOCTOR, KDA_OPS_CPU="reference").stdout
+    assert "CPU tensors: reference (chosen by KDA_OPS_CPU)" in out
 
 
 def test_a_failing_section_becomes_a_problem_line():
-    command = [sys.executable, "-m", "kda_ops", "doctor"]
-    environment = os.environ | {"KDA_OPS_CPU": "triton", "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert (
-        done.returncode == 1
-        and "PROBLEM: KDA_OPS_CPU=triton needs TRITON_INTERPRET=1" in done.stdout
-    )
+    done = python(DOCTOR, check=False, KDA_OPS_CPU="triton", TRITON_INTERPRET="0")
+    assert done.returncode == 1
+    assert "PROBLEM: KDA_OPS_CPU=triton needs TRITON_INTERPRET=1" in done.stdout
     assert "Self-test\n  PROBLEM: " in done.stdout and "Traceback" not in done.stderr
 
 

@@ -48,11 +48,9 @@ def test_training_lowers_the_loss_and_writes_its_files(without_compiler, tmp_pat
     losses = [bits for _, bits in result["curve"]["train"]]
     assert len(losses) == 30 and losses[0] > 7.5 and result["held_out"] < losses[0] - 1
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (
-        result["text"]
-        and (tmp_path / "text.txt").exists()
-        and (tmp_path / "checkpoint.pt").exists()
-    )
+    assert result["text"]
+    assert (tmp_path / "text.txt").exists()
+    assert (tmp_path / "checkpoint.pt").exists()
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(without_compiler, tmp_path):
@@ -181,10 +179,8 @@ def test_a_policy_avoids_recomputing_the_attention():
         assert (keep.forwards, recompute.forwards, select.forwards) == (layers, 2 * layers, layers)
         assert recompute.peak < keep.peak and select.peak < keep.peak
         for step in (recompute, select):
-            assert (
-                abs(step.loss - keep.loss) <= 1e-5 * keep.loss
-                and abs(step.gradient - keep.gradient) <= 1e-4 * keep.gradient
-            )
+            assert abs(step.loss - keep.loss) <= 1e-5 * keep.loss
+            assert abs(step.gradient - keep.gradient) <= 1e-4 * keep.gradient
 
 
 def test_a_model_of_transformers_learns_from_packed_documents(capsys):
@@ -209,9 +205,11 @@ def test_packed_rows_hold_whole_documents():
     )
 
 
-def torchrun(*words):
+TORCHRUN = tuple("-m torch.distributed.run --standalone --nproc-per-node 2".split())
+
+
+def torchrun(*words, launcher=TORCHRUN):
     """Run a script with its options on two ranks, and return what it prints."""
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     done = subprocess.run(
         [sys.executable, *launcher, *words],
         cwd=ROOT,
@@ -228,6 +226,12 @@ def test_fsdp_under_torchrun_matches_one_process():
     out = torchrun("examples/fsdp.py", "--steps", "3")
     assert "rows over 2 ranks, heads over 1: a rank holds 61728 of 123456 parameters" in out
     assert "step 2: loss" in out and "losses differ by at most" in out
+
+
+@pytest.mark.parametrize("launcher, words", [((), ()), (TORCHRUN, ("--gdn",))])
+def test_a_sequence_over_two_ranks_matches_one_process(launcher, words):
+    out = torchrun("examples/context_parallel.py", "--length", "300", *words, launcher=launcher)
+    assert "300 tokens on 2 ranks (100, 200)" in out and "dt_bias" in out
 
 
 STILL_BUSY = """
@@ -279,25 +283,16 @@ def test_fsdp_with_sharded_heads_matches_one_process(ranks, precision):
         (fsdp, "--steps 1", "--steps must be at least 2"),
         (context_parallel, "--processes 0", "--processes must be at least 1"),
         (context_parallel, "--length 1", "got 1 tokens for 2 ranks"),
-        (
-            train,
-            "--hidden 32 --head-dim 48",
-            "--hidden must be a multiple of --head-dim, got 32 and 48",
+        (train, "--hidden 32 --head-dim 48", "must be a multiple of --head-dim, got 32 and 48"),
+        *(
+            (example, "--device cuda", "--device cuda: torch finds no CUDA device here")
+            for example in (train, export, recall, serve, finetune_transformers)
         ),
-        (train, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-        (export, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-        (recall, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-        (serve, "--device cuda", "--device cuda: torch finds no CUDA device here"),
-        (finetune_transformers, "--device cuda", "--device cuda: torch finds no CUDA device here"),
         (recall, "--steps 0", "--steps must be at least 1"),
         (serve, "--heads 0", "--heads must be at least 1"),
         (checkpoint_policy, "--layers 0", "--layers must be at least 1"),
         (finetune_transformers, "--tokens 1", "--tokens must be at least 2"),
-        (
-            finetune_transformers,
-            "--compare --compile",
-            "--compare times eager code: drop --compile",
-        ),
+        (finetune_transformers, "--compare --compile", "times eager code: drop --compile"),
         (train, "--stop 0", "--stop must be at least 1, got 0"),
     ],
 )

@@ -202,46 +202,6 @@ def test_the_kernels_package_loads_it(build):
     )
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("training", (False, True))
-def test_the_kernels_package_puts_it_into_a_model(build, name, training):
-    """A function with transformers' signature, replaced for training or inference and compile."""
-    kernels = pytest.importorskip("kernels")
-    transformers = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
-    if LAYERS[name][0] == "gdn":
-        transformers = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    theirs = "torch_" + name if LAYERS[name][0] == "gdn" else name
-    own = inspect.unwrap(getattr(transformers, theirs))
-
-    def function(*args, **kwargs):
-        raise AssertionError("transformers' own function was called")
-
-    function.__signature__ = inspect.signature(own)
-    function.__name__ = theirs
-    function = kernels.use_kernel_forward_from_hub(name)(function)
-
-    @kernels.use_kernelized_func(function)
-    class Model(nn.Module):
-        def forward(self, **x):
-            return function(**x)
-
-    mode = kernels.Mode.TRAINING if training else kernels.Mode.INFERENCE
-    layer = kernels.LocalLayerRepository(build, layer_name=name)
-    model = Model().train(training)
-    with kernels.use_kernel_mapping({name: {"cpu": layer}}):
-        kernels.kernelize(
-            model, mode=mode | kernels.Mode.TORCH_COMPILE, device="cpu", use_fallback=False
-        )
-    variant, form = LAYERS[name]
-    x = given(variant)
-    got, _ = model(**x, output_final_state=True)
-    query, key, value, *rest = (x[n] for n in ("query", "key", "value", "g", "beta"))
-    want, _ = getattr(kda_ops, f"{form}_{variant}")(
-        query, key, value, *rest, initial_state=x["initial_state"]
-    )
-    assert_identical(got, want)
-
-
 IN_TRANSFORMERS = """
 import sys, torch
 from pathlib import Path

@@ -38,7 +38,6 @@ def count_operators(call: Callable[[], object]) -> int:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("count, most", ((count_calls, 70), (count_operators, 8)))
-@pytest.mark.parametrize("variant", ("gdn", "kda"))
 def test_dispatch_and_validation_of_a_decode_step_take_few_calls(variant, count, most):
     op, rank = getattr(torch.ops, variant).recurrent_.default, 1 if variant == "kda" else 0
     q, k, v = (torch.randn(1, 1, 1, 8) for _ in range(3))

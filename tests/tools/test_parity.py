@@ -11,7 +11,6 @@ from tests.tools import parity
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_training_in_bfloat16_on_a_gpu_follows_float32_on_a_cpu(variant):
     if not parity.FILE.exists():
         pytest.skip("no runs are recorded")

@@ -59,7 +59,6 @@ def test_a_stage_meets_its_budget(stage, case):
 
 
 @pytest.mark.parametrize("l2norm", (False, True))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("do, dfinal", ((False, True), (True, False), (False, False)))
 def test_a_gradient_that_is_absent_is_zero(variant, do, dfinal, l2norm):
     stages = Stages.build(Case(variant=variant, dtype=HALF, l2norm=l2norm), do, dfinal)
@@ -117,7 +116,6 @@ def test_vectors_lie_as_the_kernels_take_them():
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("need", ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"))
 def test_a_gradient_does_not_depend_on_which_others_are_needed(variant, need):
     stages = Stages.build(Case(variant=variant, T=37, gate="softplus", dtype=HALF, l2norm=True))
@@ -128,7 +126,6 @@ def test_a_gradient_does_not_depend_on_which_others_are_needed(variant, need):
 
 
 @pytest.mark.parametrize("dtype", (HALF, BF16))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_recurrence_is_differentiable_with_nothing_kept(variant, dtype):
     case = Case(variant, T=70, K=16, V=24, H=1, HV=2, dtype=dtype, gate="softplus", beta="sigmoid")
     assert_meets_budget(replace(case, l2norm=True), "recurrent")
@@ -148,7 +145,6 @@ def test_in_fp32_sums_over_tokens_cancel_without_rounding():
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, HALF, BF16))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_unit_number_has_the_gradient_that_rounding_would_leave_nothing_of(variant, dtype):
     case = Case(variant, K=1, V=8, l2norm=True, dtype=dtype, gate="weak")
     got, want = run(case), oracle(case)
@@ -159,7 +155,6 @@ def test_a_unit_number_has_the_gradient_that_rounding_would_leave_nothing_of(var
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("need", (GRADIENTS, ("q",), ("k", "beta"), ("v",)), ids=",".join)
 def test_keeping_the_intermediates_changes_no_bit(variant, need):
     packed = dict(lengths=(0, 65, 1), tail=3)
@@ -167,7 +162,6 @@ def test_keeping_the_intermediates_changes_no_bit(variant, need):
     assert_all_identical(run(case, need=need), run(case, need=need, disable_recompute=True))
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_all_of_what_is_kept_is_written(variant):
     """Memory is filled with nan before: what a call returns must not depend on what lay there."""
     case = Case(variant, T=70, dtype=HALF, disable_recompute=True)
@@ -180,7 +174,6 @@ def test_all_of_what_is_kept_is_written(variant):
 
 
 @pytest.mark.parametrize("neg_eigval", (False, True))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
     """The tail holds NaN only, and gets no gradient."""
     case, inputs, cotangents, want = small_beta(
@@ -194,7 +187,6 @@ def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("l2norm", (False, True))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_what_is_kept_travels_with_sharded_tensors(variant, l2norm):
     """On a mesh of one rank, where every placement holds everything."""
     case = Case(variant, T=70, l2norm=l2norm, disable_recompute=True, final=False)
@@ -258,7 +250,6 @@ def test_a_compiled_call_keeps_the_output_that_backward_reads(keep):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_gradient_of_any_stride_gives_the_same_bits(variant):
     case = Case(variant=variant, dtype=HALF, T=70)
     inputs = case.inputs()
@@ -271,7 +262,6 @@ def test_a_gradient_of_any_stride_gives_the_same_bits(variant):
 
 
 @pytest.mark.parametrize("H", (1, 2))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_tokens_of_no_sequence_have_zero_gradient(variant, H):
     packed = dict(lengths=(3, 0, 64), tail=70)
     got = run(Case(variant, gate="bounded", beta="sigmoid", l2norm=True, H=H, **packed))

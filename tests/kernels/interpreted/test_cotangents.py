@@ -26,7 +26,6 @@ def scaled(case: Case, op: str, scale: float) -> Results:
 
 
 @pytest.mark.parametrize("dtype", RUNS)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_gradients_do_not_depend_on_the_scale_of_the_loss(variant, dtype):
     """The budget is that of the loss as it is. `recurrent` differs in its forward alone."""
     case = Case(variant, T=70, K=16, V=24, H=1, HV=1, dtype=dtype, gate="weak")

@@ -51,7 +51,6 @@ def test_any_call_meets_the_definition(case):
 
 @pytest.mark.parametrize("dtype", TARGET.dtypes)
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_every_gate(variant, gate, dtype):
     assert_forward(
         replace(SMALL, variant=variant, gate=gate, dtype=dtype, beta="sigmoid", l2norm=True)
@@ -179,7 +178,6 @@ def test_every_inverse_survives_repeated_keys(beta, keys):
     assert_forward(replace(HALF, variant="gdn", keys=keys))
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_packed_sequences_and_the_tail(variant):
     assert_forward(replace(SMALL, variant=variant, lengths=PACKED, tail=70, HV=2, transposed=True))
 
@@ -201,7 +199,6 @@ def test_any_width(K, V):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_later_tokens_and_neighbours_do_not_change_a_bit(variant):
     case = replace(HALF, variant=variant, gate="softplus", lengths=(100, 30), final=False)
     inputs = case.inputs()
@@ -257,7 +254,6 @@ def test_rows_that_share_an_anchor_are_kept_likewise():
     ),
     ids=str,
 )
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypatch, force):
     """Whether a scan finds them in time or another one goes on where it stopped; and only where one
     sequence starts from a state of its own, and is long enough.
@@ -298,7 +294,6 @@ def test_chunks_prepared_beside_their_scan_change_no_bit(variant, case, monkeypa
 
 
 @pytest.mark.parametrize("fresh", ((), (True,)))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_pool_keeps_the_state_that_a_scan_has_to_start_from_again(variant, fresh, force):
     """Where a scan that follows `prepare` has missed a tile, nothing is written to the slot that it
     also began with.
@@ -310,7 +305,6 @@ def test_a_pool_keeps_the_state_that_a_scan_has_to_start_from_again(variant, fre
     )
 
 
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_the_cuts_for_gpus_before_hopper_are_right(variant, force):
     case = replace(SMALL, variant=variant, dtype=torch.float16, K=64, V=70, T=130, HV=2)
     options = {

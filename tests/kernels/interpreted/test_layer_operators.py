@@ -8,7 +8,6 @@ from tests.operators.test_layer_operators import (  # noqa: F401  (they run here
     test_a_call_on_a_pool_touches_the_slots_it_names_and_nothing_else,
     test_a_gradient_of_the_final_tail_alone_is_enough,
     test_a_nan_of_a_sequence_reaches_no_other_sequence,
-    test_a_negative_slot_of_64_bits_is_nobody,
     test_a_sequence_has_the_same_bits_alone_and_packed,
     test_a_sequence_that_begins_anew_has_the_bits_of_a_zeroed_tail,
     test_any_subset_of_gradients_is_the_same,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kda_ops import checks, dispatch
 from tests.support.calls import overload, run
-from tests.support.cases import RANK, Case, replace
+from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical
 from tests.support.pools import OUTS, Pool, assert_out
 
@@ -113,7 +113,6 @@ def test_a_call_without_tokens_or_sequences_fills_out(op):
 
 @pytest.mark.parametrize("strides", ("contiguous", "heads_first", "fused"))
 @pytest.mark.parametrize("gate", ("softplus", "bounded"))
-@pytest.mark.parametrize("variant", RANK)
 def test_a_gate_by_a_plan(variant, gate, strides):
     for T in (5, 16, 7):
         x = Case(variant, B=2, T=T, gate=gate, strides=strides, seed=1).inputs()
