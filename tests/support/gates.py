@@ -18,10 +18,13 @@ from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support import calls
 from tests.support.calls import Results, run_stages
-from tests.support.cases import BOUND, Case, Tensors, on, replace
+from tests.support.cases import BOUND, INSIDE, Case, Tensors, on, replace
 from tests.support.closeness import assert_all_close, assert_close, definition, drawn
 
-KINDS = {"softplus": None, "bounded": BOUND}  # the lower bound of each
+KINDS = {  # the log decay of rate = exp(A_log) and x = g + dt_bias
+    "softplus": lambda rate, x: -rate * torch.nn.functional.softplus(x),
+    "bounded": lambda rate, x: BOUND * (rate * x).sigmoid(),
+}
 FAR = (-1e4, -30.0, 0.0, 30.0, 1e4)
 kinds = pytest.mark.parametrize("kind", KINDS)
 ranks = pytest.mark.parametrize("rank", (1, 0))
@@ -31,10 +34,12 @@ dtypes = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 
 def gate_by_hand(rank: int, g: Tensor, A_log: Tensor, dt_bias: Tensor, kind: str) -> Tensor:
     """Return the log decay by its definition."""
-    rate, x = A_log.exp().reshape(-1, *[1] * rank), g + dt_bias
-    if kind == "softplus":
-        return -rate * torch.nn.functional.softplus(x)
-    return KINDS[kind] * (rate * x).sigmoid()
+    return KINDS[kind](A_log.exp().reshape(-1, *[1] * rank), g + dt_bias)
+
+
+def clamped(A_log: float) -> float:
+    """Return exp(A_log) within the limits of `device/gate.py`."""
+    return min(max(math.exp(A_log), 2.0**-126), 2.0**100)
 
 
 def gate_inputs(rank: int, logits: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,7 +54,7 @@ def gate_inputs(rank: int, logits: tuple[float, ...]) -> tuple[Tensor, Tensor, T
 def both(rank: int, kind: str, dy: Tensor, *inputs: Tensor) -> Results:
     """Return y and the gradients from the gate's own kernels."""
     dy, *inputs = (x.to(calls.TARGET.device) for x in (dy, *inputs))
-    kernels, which = dispatch.load("triton"), gate_of(True, KINDS[kind])
+    kernels, which = dispatch.load("triton"), gate_of(True, **INSIDE[kind])
     y = kernels.gate(*inputs, which, rank)
     found = kernels.gate_backward(dy, *inputs, which, rank)
     return {n: x.cpu() for n, x in zip(("y", "dg", "dA_log", "ddt_bias"), (y, *found))}
@@ -80,8 +85,8 @@ def test_infinite_logits_have_the_limits_of_the_gate_and_no_gradient(rank, kind,
     g, log, bias, dy = gate_inputs(rank, (-math.inf, math.inf))
     g, log = g.abs().clamp(min=math.inf) * g.sign(), torch.full_like(log, A_log)
     got = both(rank, kind, dy, g, log, bias)
-    most = -math.inf if KINDS[kind] is None else KINDS[kind]
-    assert torch.equal(got["y"], torch.where(g > 0, most, 0.0))
+    want = KINDS[kind](clamped(A_log), g.double()).float()
+    torch.testing.assert_close(got["y"], want, rtol=1e-6, atol=0.0)
     assert not any(got[n].any() for n in ("dg", "dA_log", "ddt_bias"))
 
 
@@ -117,8 +122,8 @@ def test_a_rate_that_overflows_leaves_a_logit_of_zero_finite(rank, kind):
     g, log, bias, dy = gate_inputs(rank, FAR)
     got = both(rank, kind, dy, 0.0 * g, torch.full_like(log, 200.0), 0.0 * bias)
     assert all(x.isfinite().all() for x in got.values())
-    if KINDS[kind] is not None:
-        assert torch.equal(got["y"], torch.full_like(g, KINDS[kind] / 2))
+    want = KINDS[kind](clamped(200.0), 0.0 * g.double()).float()
+    torch.testing.assert_close(got["y"], want, rtol=1e-6, atol=0.0)
 
 
 def gated(variant: str, kind: str, dtype: torch.dtype, **sizes: object) -> Case:
