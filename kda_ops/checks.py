@@ -192,8 +192,8 @@ def check_gate_parameters(
     if A_log is None:
         if gate.needs_log:
             raise ValueError(
-                "A_log must be given to activate the gate -exp(A_log) * softplus(g + dt_bias); "
-                "only the bounded gate (lower_bound=...) does not need it."
+                "A_log must be given to activate the gate, whose factor is exp(A_log): only the "
+                "bounded gate (lower_bound=...) has a factor of 1 without it."
             )
     else:
         if A_log.shape != (HV,):

@@ -18,11 +18,7 @@ class GatePass(Pass):
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         self.given = self.named(args)
         self.g = self.given["g"]
-        self.gate = (
-            self.given["A_log"],
-            self.given.get("dt_bias"),
-            gate_of(True, flags.get("lower_bound")),
-        )
+        self.gate = (self.given["A_log"], self.given.get("dt_bias"), gate_of(True, **flags))
         self.rank = rank
         self.dtype = gate_problem(rank, self.g, *self.gate)
 

@@ -39,7 +39,7 @@ class Gate:
 
 
 def gate_of(
-    inside: bool, lower_bound: float | None, safe: bool = False, decays: bool = True
+    inside: bool, lower_bound: float | None = None, safe: bool = False, decays: bool = True
 ) -> Gate:
     """Return the gate that the public flags of a call name; `decays` says whether g is given."""
     check_lower_bound(lower_bound)

@@ -2,10 +2,10 @@
 
 A candidate is timed only if its results meet the definition in float64 and two runs give the same
 bits. The fastest goes to the cache file that `kda_ops.backends.triton.tuning` reads. Calls never
-measure anything. Kernels that only some forms of calls launch keep the options of the table
-(`UNTUNED`), and the walks have no options. The candidates of a kernel run in a process of their
-own: some that compile read where they must not, which ends the process, and the others are measured
-in the next one.
+measure anything. The rest of the table keeps its options (`UNTUNED`): kernels that only some forms
+of chunk calls launch, the recurrence, and the gate, norm and convolution as operators. The walks
+have no options. The candidates of a kernel run in a process of their own: some that compile read
+where they must not, which ends the process, and the others are measured in the next one.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ TUNED = {
 UNTUNED = (  # sequences cut into runs; chunks prepared during the scan; beta given; grouped heads
     *("scan_kda_maps", "scan_gdn_maps", "reverse_scan_kda_maps", "reverse_scan_gdn_maps"),
     *("join_runs", "scan_kda_overlapped", "scan_gdn_overlapped", "gradient_small", "gather_heads"),
+    # recurrent; the gate, the norm and the convolution as operators
+    *("recur", "recur_one", "recur_rows", "recur_one_rows", "gate_forward", "gate_gradient"),
+    *("normalise", "normalise_gradient", "convolve", "convolve_one", "convolve_gradient"),
+    *("write_tails", "tail_gradient"),
 )
 
 
@@ -334,7 +338,9 @@ def main(argv: list[str] | None = None) -> int:
                 ),
                 flush=True,
             )
-    print(f"kept from the table, because only some forms of calls run them: {', '.join(UNTUNED)}")
+    print(
+        f"kept from the table, because the chunk forms timed do not run them: {', '.join(UNTUNED)}"
+    )
     return 0
 
 

@@ -8,10 +8,25 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.calls import Call
-from kda_ops.backends.triton import tuning
+from benchmarks.calls import Call, LayerCall
+from kda_ops.backends.triton import BACKEND, tuning
 
-SCANS = ("prepare", "scan", "reverse_scan", "runs", "gradient")
+STAGES = ("prepare", "scan", "reverse_scan", "runs", "gradient")
+STAGES += ("step", "gate", "gated_norm", "short_conv")
+
+
+class Recurrent(Call):
+    """The recurrence over any number of tokens, without a pool."""
+
+    def problem(self):
+        p = super().problem()
+        p.transposed = self.transposed
+        return p
+
+    def _launch(self, p):
+        BACKEND.step(p, p.new_output(), p.new_final_state())
+
+
 CALLS = {
     "prepare_kda": Call(),
     "prepare_gdn": Call(rank=0),
@@ -31,7 +46,30 @@ CALLS = {
     "gradient_small": Call(gate="promised", keep=True),
     "gather_heads": Call(keep=True),
     "join_runs": Call(run=16),
+    "recur": Recurrent(transposed=True),
+    "recur_rows": Recurrent(),
+    "recur_one": Call(pool=torch.float32, transposed=True),
+    "recur_one_rows": Call(pool=torch.float32),
+    "gate_forward": Call(gates=True),
+    "gate_gradient": Call(gates=True),
+    "normalise": LayerCall("norm"),
+    "normalise_gradient": LayerCall("norm"),
+    "convolve": LayerCall("conv", packed=True),
+    "convolve_one": LayerCall("conv", pool=True),
+    "write_tails": LayerCall("conv", packed=True),
+    "convolve_gradient": LayerCall("conv"),
+    "tail_gradient": LayerCall("conv", packed=True),
 }
+
+
+def table(kernel, dtype=torch.bfloat16):
+    """Return the options of the table for the call of a kernel."""
+    call = CALLS[kernel]
+    if isinstance(call, LayerCall) or call.pool or isinstance(call, Recurrent):
+        state = torch.float32 if kernel.startswith("recur") else dtype
+        return tuning.table(kernel, tuning.Widths(state, torch.device("meta"), 128, 128))
+    with tuning.force(run=call.run, processors=0):
+        return tuning.table(kernel, replace(call, dtype=dtype).problem())
 
 
 def launches(kernel, options, monkeypatch):
@@ -42,7 +80,7 @@ def launches(kernel, options, monkeypatch):
         plain = {n: x for n, x in given.items() if isinstance(x, (int, float, str, type(None)))}
         found.setdefault(kernel.fn.__name__, []).append((programs, plain))
 
-    for stage in SCANS:
+    for stage in STAGES:
         module = importlib.import_module(f"kda_ops.backends.triton.stages.{stage}")
         monkeypatch.setattr(module, "launch", note)
     with tuning.force(options=options):
@@ -55,10 +93,11 @@ def launches(kernel, options, monkeypatch):
     (kernel, f.name) for kernel, kind in tuning.KERNELS.items() for f in fields(kind)
 ])  # fmt: skip
 def test_every_option_acts(kernel, option, monkeypatch):
-    with tuning.force(run=CALLS[kernel].run, processors=0):
-        base = tuning.table(kernel, CALLS[kernel].problem())
+    base = table(kernel)
     before = launches(kernel, {kernel: base}, monkeypatch)
-    other = replace(base, **{option: 2 * (getattr(base, option) or 64)})
+    value = getattr(base, option) or 64
+    # more channels would not fit the registers of `convolve_gradient`
+    other = replace(base, **{option: value // 2 if option == "channels" else 2 * value})
     after = launches(kernel, {kernel: other}, monkeypatch)
     name = tuning.kernel_of(kernel).fn.__name__
     assert before.keys() == after.keys() and before[name] != after[name]
@@ -69,10 +108,8 @@ def test_every_option_acts(kernel, option, monkeypatch):
 def test_a_kernel_has_calls_and_rows_and_no_option_of_another():
     assert CALLS.keys() == tuning.KERNELS.keys()
     for kernel, kind in tuning.KERNELS.items():
-        with tuning.force(run=CALLS[kernel].run, processors=0):
-            for dtype in (torch.float32, torch.bfloat16):
-                p = replace(CALLS[kernel], dtype=dtype).problem()
-                assert type(tuning.table(kernel, p)) is kind, kernel
+        for dtype in (torch.float32, torch.bfloat16):
+            assert type(table(kernel, dtype)) is kind, kernel
 
 
 @pytest.mark.quick

@@ -6,15 +6,15 @@ import inspect
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import example, given
 
 import kda_ops
 from kda_ops.problem import Problem
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import Recorded, as_leaves, operator_of, overload, run, with_gradients
-from tests.support.cases import BOUND, PACKED, Case, cases, replace
+from tests.support.cases import PACKED, Case, cases, replace
 from tests.support.closeness import assert_all_identical, assert_meets_budget
+from tests.support.gates import KINDS
 from tests.support.target import TARGET
 
 OPS = ("chunk", "recurrent")
@@ -29,10 +29,10 @@ def activated_outside(case, inputs):
         x["q"], x["k"] = (
             t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (x["q"], x["k"])
         )
-    if case.gate in ("softplus", "bounded"):
+    if case.gate in KINDS:
         A = 1.0 if x["A_log"] is None else x["A_log"].exp().reshape(-1, *[1] * case.rank)
         z = x["g"] + x["dt_bias"].reshape(x["g"].shape[2:])
-        x["g"] = -A * F.softplus(z) if case.gate == "softplus" else BOUND * torch.sigmoid(A * z)
+        x["g"] = KINDS[case.gate](A, z)
     if case.beta in ("sigmoid", "neg_eigval"):
         x["beta"] = torch.sigmoid(x["beta"]) * (2.0 if case.beta == "neg_eigval" else 1.0)
     flags = {

@@ -35,6 +35,12 @@ RANK = {"kda": 1, "gdn": 0}
 TOKENS = ("q", "k", "v", "g", "beta")  # what has a row for each token
 INPUTS = (*TOKENS, "A_log", "dt_bias", "initial_state", "cu_seqlens")
 BOUND = -5.0
+# the gates of logits, and the flags that select each
+INSIDE: dict[str, dict[str, object]] = {
+    "softplus": {},
+    "bounded": {"lower_bound": BOUND},
+    BARE: {"lower_bound": BOUND},
+}
 STEEP = -30.0  # of "steep", a gate that only fixed cases name
 # queries and keys that a promised bound of -5 does not hold (docs/numerics.md), by a name
 FAR = {
@@ -125,11 +131,10 @@ class Case:
             "use_qk_l2norm_in_kernel": self.l2norm,
             "scale": self.scale,
         }
-        flags["use_gate_in_kernel"] = self.gate in ("softplus", "bounded", BARE)
+        flags["use_gate_in_kernel"] = self.gate in INSIDE
         flags["use_beta_sigmoid_in_kernel"] = self.beta in ("sigmoid", "neg_eigval")
         flags["allow_neg_eigval"] = self.beta == "neg_eigval"
-        if self.gate in ("bounded", BARE):
-            flags["lower_bound"] = BOUND
+        flags |= INSIDE.get(self.gate, {})
         if op in ("chunk", "recurrent"):
             flags["output_final_state"] = self.final
         if op in ("chunk", "chunk_"):
@@ -184,15 +189,15 @@ class Case:
             g = (BOUND if self.gate == "strong" else STEEP) * uniform(*g_shape)
         elif self.gate == "zero":
             g = torch.zeros(g_shape, dtype=torch.float64)
-        elif self.gate in ("softplus", "bounded"):
+        elif self.gate == BARE:
+            g = randn(*g_shape)
+        elif self.gate in INSIDE:
             g, A_log = randn(*g_shape), 0.5 * randn(HV)
             dt_bias = randn(HV, K) if self.rank else randn(HV)
             if self.rank and self.seed % 2:
                 dt_bias = dt_bias.flatten()
             if self.gate == "bounded" and self.seed % 3 == 0:
                 A_log = None
-        elif self.gate == BARE:
-            g = randn(*g_shape)
         beta = {"none": None, "given": uniform(B, T, HV)}.get(self.beta, randn(B, T, HV))
         if self.beta == EDGES:
             beta = (beta > -1.0).double()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,25 +16,31 @@ from torch import Tensor
 from kda_ops import dispatch
 from kda_ops.gates import gate_of
 from kda_ops.problem import Problem
-from kda_ops.stages import GRADIENTS
 from tests.support import calls
 from tests.support.calls import Results, run_stages
-from tests.support.cases import BOUND, Case, Tensors, on, replace
-from tests.support.closeness import assert_all_close, assert_close, definition, drawn
+from tests.support.cases import BOUND, INSIDE, Case, Tensors, on, replace
+from tests.support.closeness import assert_all_close, definition, drawn
 
-KINDS = {"softplus": None, "bounded": BOUND}  # the lower bound of each
+KINDS = {  # the log decay of rate = exp(A_log) and x = g + dt_bias
+    "softplus": lambda rate, x: -rate * torch.nn.functional.softplus(x),
+    "bounded": lambda rate, x: BOUND * (rate * x).sigmoid(),
+}
 FAR = (-1e4, -30.0, 0.0, 30.0, 1e4)
+WILD = (math.nan, math.inf, -math.inf)
 kinds = pytest.mark.parametrize("kind", KINDS)
 ranks = pytest.mark.parametrize("rank", (1, 0))
+ops = pytest.mark.parametrize("op", ("chunk", "recurrent"))
 dtypes = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 
 
 def gate_by_hand(rank: int, g: Tensor, A_log: Tensor, dt_bias: Tensor, kind: str) -> Tensor:
     """Return the log decay by its definition."""
-    rate, x = A_log.exp().reshape(-1, *[1] * rank), g + dt_bias
-    if kind == "softplus":
-        return -rate * torch.nn.functional.softplus(x)
-    return KINDS[kind] * (rate * x).sigmoid()
+    return KINDS[kind](A_log.exp().reshape(-1, *[1] * rank), g + dt_bias)
+
+
+def clamped(A_log: float) -> float:
+    """Return exp(A_log) within the limits of `device/gate.py`."""
+    return min(max(math.exp(A_log), 2.0**-126), 2.0**100)
 
 
 def gate_inputs(rank: int, logits: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,7 +55,7 @@ def gate_inputs(rank: int, logits: tuple[float, ...]) -> tuple[Tensor, Tensor, T
 def both(rank: int, kind: str, dy: Tensor, *inputs: Tensor) -> Results:
     """Return y and the gradients from the gate's own kernels."""
     dy, *inputs = (x.to(calls.TARGET.device) for x in (dy, *inputs))
-    kernels, which = dispatch.load("triton"), gate_of(True, KINDS[kind])
+    kernels, which = dispatch.load("triton"), gate_of(True, **INSIDE[kind])
     y = kernels.gate(*inputs, which, rank)
     found = kernels.gate_backward(dy, *inputs, which, rank)
     return {n: x.cpu() for n, x in zip(("y", "dg", "dA_log", "ddt_bias"), (y, *found))}
@@ -66,10 +73,26 @@ def by_autograd(rank: int, kind: str, dy: Tensor, *inputs: Tensor) -> Results:
 @ranks
 def test_far_logits_have_the_gradients_of_the_definition(rank, kind):
     *inputs, dy = gate_inputs(rank, FAR)
-    got, twin = both(rank, kind, dy, *inputs), by_autograd(rank, kind, dy, *inputs)
+
+    def twin(draw: int) -> Results:
+        """Sum tokens one after another, in an order of the draw's, as a kernel may."""
+        if not draw:
+            return by_autograd(rank, kind, dy, *inputs)
+        g, A_log, dt_bias = inputs
+        rows = (x.expand(g.shape) for x in (A_log.reshape(-1, *[1] * rank), dt_bias))
+        leaves = [x.clone().requires_grad_() for x in (g, *rows)]
+        y = KINDS[kind](leaves[1].exp(), leaves[0] + leaves[2])
+        dg, dA, db = torch.autograd.grad(y, leaves, dy)
+        tokens = dy.shape[0] * dy.shape[1]
+        order = torch.randperm(tokens, generator=torch.Generator().manual_seed(draw))
+        dA, db = (
+            torch.from_numpy(np.add.accumulate(x.flatten(0, 1)[order].numpy())[-1])
+            for x in (dA.sum(-1) if rank else dA, db)
+        )
+        return {"y": y.detach(), "dg": dg, "dA_log": dA, "ddt_bias": db}
+
     want = by_autograd(rank, kind, dy.double(), *(x.double() for x in inputs))
-    for name, x in got.items():
-        assert_close(name, x, want[name], twin[name])
+    assert_all_close(both(rank, kind, dy, *inputs), want, twin)
 
 
 @kinds
@@ -79,8 +102,8 @@ def test_infinite_logits_have_the_limits_of_the_gate_and_no_gradient(rank, kind,
     g, log, bias, dy = gate_inputs(rank, (-math.inf, math.inf))
     g, log = g.abs().clamp(min=math.inf) * g.sign(), torch.full_like(log, A_log)
     got = both(rank, kind, dy, g, log, bias)
-    most = -math.inf if KINDS[kind] is None else KINDS[kind]
-    assert torch.equal(got["y"], torch.where(g > 0, most, 0.0))
+    want = KINDS[kind](clamped(A_log), g.double()).float()
+    torch.testing.assert_close(got["y"], want, rtol=1e-6, atol=0.0)
     assert not any(got[n].any() for n in ("dg", "dA_log", "ddt_bias"))
 
 
@@ -116,8 +139,22 @@ def test_a_rate_that_overflows_leaves_a_logit_of_zero_finite(rank, kind):
     g, log, bias, dy = gate_inputs(rank, FAR)
     got = both(rank, kind, dy, 0.0 * g, torch.full_like(log, 200.0), 0.0 * bias)
     assert all(x.isfinite().all() for x in got.values())
-    if KINDS[kind] is not None:
-        assert torch.equal(got["y"], torch.full_like(g, KINDS[kind] / 2))
+    want = KINDS[kind](clamped(200.0), 0.0 * g.double()).float()
+    torch.testing.assert_close(got["y"], want, rtol=1e-6, atol=0.0)
+
+
+@kinds
+@ranks
+def test_rows_without_a_gradient_add_exactly_nothing(rank, kind):
+    """Padding, where dy is 0, may hold anything."""
+    g, *parameters, dy = gate_inputs(rank, FAR)
+    g, dy = g[:1, :64].clone(), dy[:1, :64].clone()  # of one tile of the kernel
+    want = both(rank, kind, dy[:, :33], g[:, :33], *parameters)
+    dy[:, 33:] = 0.0
+    g[:, 33:] = torch.tensor(WILD * 11)[:31].reshape(-1, 1, *[1] * rank)
+    got = both(rank, kind, dy, g, *parameters)
+    assert not got["dg"][:, 33:].any() and torch.equal(got["dg"][:, :33], want["dg"])
+    assert all(torch.equal(got[n], want[n]) for n in ("dA_log", "ddt_bias"))
 
 
 def gated(variant: str, kind: str, dtype: torch.dtype, **sizes: object) -> Case:
@@ -127,17 +164,15 @@ def gated(variant: str, kind: str, dtype: torch.dtype, **sizes: object) -> Case:
 
 
 def assert_defined(case: Case, inputs: Tensors, op: str = "chunk", got=None) -> None:
-    """Hold results, and gradients of the chunk form, to the budget of a case with other inputs."""
-    need = GRADIENTS if op == "chunk" else ()
+    """Hold results and gradients to the budget of a case with other inputs."""
     if got is None:
-        there = on(inputs, calls.TARGET.device)
-        got = calls.run(case, op, there) if need else calls.forward(case, op, there)
+        got = calls.run(case, op, on(inputs, calls.TARGET.device))
 
     def twin(draw: int) -> Results:
         p = Problem.parse(case.rank, *inputs.values(), **case.flags())
         operand = case.dtype if case.dtype.itemsize < 4 else None
         found = run_stages(
-            drawn(draw, torch.float32, operand), p, case.cotangents(), need, step=op != "chunk"
+            drawn(draw, torch.float32, operand), p, case.cotangents(), step=op != "chunk"
         )
         return {n: found[n] for n in got}
 
@@ -168,9 +203,10 @@ def hidden(case: Case) -> Tensors:
 
 @kinds
 @dtypes
-def test_far_logits_meet_the_error_budget(variant, kind, dtype):
-    case = gated(variant, kind, dtype)
-    assert_defined(case, far(case, FAR))
+@ops
+def test_far_logits_meet_the_error_budget(op, variant, kind, dtype):
+    case = gated(variant, kind, dtype, T=70 if op == "chunk" else 30)
+    assert_defined(case, far(case, FAR), op)
 
 
 @kinds
@@ -183,33 +219,52 @@ def test_rows_past_the_end_do_not_decay(variant, kind, dtype, T):
 
 @kinds
 @pytest.mark.parametrize("A_log", (-200.0, 0.0, 200.0))
-@pytest.mark.parametrize("op", ("chunk", "recurrent"))
+@ops
 def test_infinite_logits_give_finite_results(op, variant, kind, A_log):
     case = gated(variant, kind, torch.float32, T=40)
     inputs = far(case, (-math.inf, math.inf))
     inputs["A_log"] = torch.full_like(inputs["A_log"], A_log)
     there = on(inputs, calls.TARGET.device)
-    got = calls.run(case, op, there) if op == "chunk" else calls.forward(case, op, there)
+    got = calls.run(case, op, there)
     assert all(x.isfinite().all() for x in got.values())
-    if op == "chunk":
-        assert not got["dg"].cpu()[inputs["g"].isinf()].any()
+    assert not got["dg"].cpu()[inputs["g"].isinf()].any()
 
 
 @kinds
-def test_nan_stays_in_its_sequence_and_its_head(variant, kind):
+@ops
+def test_rows_of_no_sequence_add_exactly_nothing(op, variant, kind):
+    case = gated(variant, kind, torch.float32, lengths=(33,), tail=9)
+    inputs = hidden(case)
+    alone = {n: x[:, :33] if n in ("q", "k", "v", "g", "beta") else x for n, x in inputs.items()}
+    inputs["g"][:, 33:] = torch.tensor(WILD * 3).reshape(-1, 1, *[1] * case.rank)
+    do, dfinal_state = case.cotangents(calls.TARGET.device)
+    got, want = (
+        calls.run(case, op, on(x, calls.TARGET.device), cotangents=(d, dfinal_state))
+        for x, d in ((inputs, do), (alone, do[:, :33]))
+    )
+    for n, x in got.items():
+        if x.shape != want[n].shape:
+            assert not x[:, 33:].any(), n
+            x = x[:, :33]
+        assert torch.equal(x, want[n]), n
+
+
+@kinds
+@ops
+def test_nan_stays_in_its_sequence_and_its_head(op, variant, kind):
     case = gated(variant, kind, torch.float32, lengths=(20, 3, 9), HV=1)
     inputs = case.inputs(calls.TARGET.device)
-    want = calls.run(case, inputs=inputs)
+    want = calls.run(case, op, inputs)
     inputs["g"][:, 21] = math.nan
-    got = calls.run(case, inputs=inputs)
+    got = calls.run(case, op, inputs)
     for n in ("o", "dq", "dk", "dv", "dg", "dbeta"):
         assert torch.equal(got[n][:, :20], want[n][:, :20])
         assert torch.equal(got[n][:, 23:], want[n][:, 23:])
     case = replace(case, lengths=None, T=9, H=2, HV=2)
     inputs = case.inputs(calls.TARGET.device)
-    want = calls.run(case, inputs=inputs)
+    want = calls.run(case, op, inputs)
     inputs["A_log"][0] = math.nan
-    got = calls.run(case, inputs=inputs)
+    got = calls.run(case, op, inputs)
     assert got["o"][:, :, 0].isnan().all()
     for n in ("o", "dq", "dk", "dv", "dg", "dbeta"):
         assert torch.equal(got[n][:, :, 1], want[n][:, :, 1])

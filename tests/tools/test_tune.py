@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -116,6 +117,17 @@ def test_a_row_of_the_file_is_used_and_others_are_kept(tuning):
     assert tuning.save({tuning.row("prepare_kda", p): found}) == tuning.cache_file()
     assert choose("prepare_kda", p) == found and tuning.tuned()["join_runs.any"] == other
     assert choose("scan_kda", p) == tuning.table("scan_kda", p)
+
+
+@pytest.mark.quick
+def test_a_row_serves_a_call_without_keys_too(tuning):
+    kernels = [n for n, kind in tuning.KERNELS.items() if kind in (tuning.Held, tuning.Runs)]
+    w = tuning.Widths(torch.float32, torch.device("cpu"), 128, 128)
+    plain = {n: choose(n, w) for n in kernels}
+    found = {n: replace(o, warps=8) for n, o in plain.items()}
+    tuning.save({tuning.row(n, w): o for n, o in found.items()})
+    assert {n: choose(n, w) for n in kernels} == found != plain
+    assert {n: choose(n, w._replace(invariant=True)) for n in kernels} == plain
 
 
 def test_a_row_counts_for_the_source_of_its_own_kernel(tuning, monkeypatch):

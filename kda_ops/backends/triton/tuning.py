@@ -1,9 +1,8 @@
 """Choose block sizes, warps and stages per kernel, architecture and width, from a table.
 
 Nothing is measured at run time. Each kernel has a record of the options that act on it: `KERNELS`.
-Kernels whose cut follows from a call's widths alone are cut in their own files: `step.cut`, the
-convolution, the gate and the norm. `sum_decays` and `sum_gradients` have one warp. The warps of the
-walks in Gluon have roles, which their files fix.
+`sum_decays` and `sum_gradients` have one warp. The warps of the walks in Gluon have roles, which
+their files fix.
 
 ``python -m kda_ops tune`` measures alternatives and writes the better ones to a JSON file
 (`cache_file`), which is read at the first call. Its entries count only for the device, the triton
@@ -93,6 +92,56 @@ class Entries(Launch):
     """Entries of a program's tile, whose rows are whole."""
 
     entries: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Entries):
+    """Tiles of a program too, which share one partial sum."""
+
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held(Entries):
+    """Entries of a program's part of a state, and the keys that lie along a row of its threads.
+
+    Smaller parts have proportionally fewer warps.
+    """
+
+    keys: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channels(Launch):
+    """Channels of a program, unless many taps leave registers for fewer."""
+
+    channels: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs(Channels):
+    """Runs of a program and tokens of a run; in a turn of its loop, `unroll` tokens are loaded."""
+
+    groups: int
+    rows: int
+    unroll: int
+
+
+class Widths(NamedTuple):
+    """What the table asks of a call. Without keys, K is 1, or the taps of a convolution."""
+
+    dtype: torch.dtype  # of the operands, and of the states of `recur`
+    device: torch.device
+    K: int
+    V: int  # or the channels of a head, or of all heads of a convolution
+    invariant: bool = False
+
+
+def widths_of(p: Problem | Widths) -> Widths:
+    """Return what the table asks of a call."""
+    if isinstance(p, Widths):
+        return p
+    return Widths(p.q.dtype, p.q.device, p.K, p.V, p.invariant)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,27 +325,28 @@ def begins_early(device: torch.device) -> dict[str, Any]:
     return {"launch_pdl": True} if device.type != "cpu" and architecture(device) >= HOPPER else {}
 
 
-def row(kernel: str, p: Problem) -> str:
+def row(kernel: str, p: Problem | Widths) -> str:
     """Return the name of a call's row in the tuned file.
 
     Nothing in it depends on B, T, N, H or values.
     """
-    mode = ""
-    if kernel == "prepare_kda":
+    mode, w = "", widths_of(p)
+    if kernel == "prepare_kda" and isinstance(p, Problem):
         mode = f".rows{anchored_rows(p)}" + ".ragged" * ragged(p)
     return (
-        f"{kernel}{mode}.sm{architecture(p.q.device)}0.{8 * p.q.dtype.itemsize}"
-        f".K{width(p.K, p.q.dtype)}.V{min(width(p.V, p.q.dtype), 256)}"
+        f"{kernel}{mode}.sm{architecture(w.device)}0.{8 * w.dtype.itemsize}"
+        f".K{width(w.K, w.dtype)}.V{min(width(w.V, w.dtype), 256)}"
     )
 
 
-def choose(kernel: str, p: Problem, kind: type[Options]) -> Options:
+def choose(kernel: str, p: Problem | Widths, kind: type[Options]) -> Options:
     """Return the options for a call, of the kernel's record: from the tuned file if it has the row,
     else from TABLE.
 
     Options decide in which order kernels sum, so calls with `invariant` ignore the file.
     """
-    given = None if p.invariant else tuned(p.q.device).get(row(kernel, p))
+    w = widths_of(p)
+    given = None if w.invariant else tuned(w.device).get(row(kernel, p))
     found = FORCED.options.get(kernel) or given or table(kernel, p)
     assert isinstance(found, kind)  # `KERNELS` says which
     return found
@@ -380,6 +430,43 @@ TABLE: dict[str, tuple[TableRow, ...]] = {
         TableRow(0, "hopper", ALL, Columns(block_v=16, warps=8, stages=3)),
         TableRow(0, "any", ALL, Columns(block_v=16, warps=8)),
     ),
+    # A thread holds 256 bytes of a state. Where keys are contiguous, 16 threads hold 256 bytes of
+    # one column: a sum over keys then stays within a warp, and a program of one warp has no
+    # barriers. Otherwise ("rows") a program reads rows of 64 columns, because long rows use the
+    # memory's bandwidth best. Registers are capped where one more program per multiprocessor is
+    # worth it. "one" is a token per sequence.
+    "recur": (
+        TableRow(16, "any", ALL, Held(entries=4096, keys=128, warps=1)),
+        TableRow(0, "any", ALL, Held(entries=4096, keys=64, warps=2, registers=128)),
+    ),
+    "recur_one": (
+        TableRow(16, "any", ALL, Held(entries=4096, keys=128, warps=1)),
+        TableRow(0, "any", ALL, Held(entries=2048, keys=64, warps=1)),
+    ),
+    "recur_rows": (
+        TableRow(16, "any", ALL, Held(entries=8192, keys=1, warps=2)),
+        TableRow(0, "any", ALL, Held(entries=8192, keys=1, warps=4, registers=128)),
+    ),
+    "recur_one_rows": (
+        TableRow(16, "any", ALL, Held(entries=8192, keys=1, warps=2, registers=168)),
+        TableRow(0, "any", ALL, Held(entries=8192, keys=1, warps=4)),
+    ),
+    "gate_forward": (TableRow(0, "any", ALL, Entries(entries=2048)),),
+    "gate_gradient": (TableRow(0, "any", ALL, Steps(entries=2048, steps=16)),),
+    # tiles of backward stay in registers
+    "normalise": (TableRow(0, "any", ALL, Entries(entries=4096)),),
+    "normalise_gradient": (TableRow(0, "any", ALL, Steps(entries=4096, steps=4)),),
+    # a warp per run
+    "convolve": (TableRow(0, "any", ALL, Runs(channels=128, groups=4, rows=16, unroll=2)),),
+    "convolve_one": (
+        TableRow(0, "any", ALL, Runs(channels=128, groups=1, rows=1, unroll=1, warps=1)),
+    ),
+    "write_tails": (TableRow(0, "any", ALL, Channels(channels=128, warps=1)),),
+    # so few registers that two programs share a multiprocessor
+    "convolve_gradient": (
+        TableRow(0, "any", ALL, Runs(channels=128, groups=4, rows=64, unroll=4, registers=128)),
+    ),
+    "tail_gradient": (TableRow(0, "any", ALL, Channels(channels=128, warps=1)),),
 }
 
 
@@ -399,14 +486,36 @@ KERNELS: dict[str, type[Launch]] = {
     "gradient_small": Tile,
     "gather_heads": Entries,
     "join_runs": Columns,
+    **{f"recur{form}": Held for form in ("", "_one", "_rows", "_one_rows")},
+    "gate_forward": Entries,
+    "gate_gradient": Steps,
+    "normalise": Entries,
+    "normalise_gradient": Steps,
+    "convolve": Runs,
+    "convolve_one": Runs,
+    "write_tails": Channels,
+    "convolve_gradient": Runs,
+    "tail_gradient": Channels,
+}
+# The files of kernels that are not named like their file.
+_FILES = {
+    "join_runs": "runs",
+    "gather_heads": "gradient",
+    "recur": "step",
+    **dict.fromkeys(("gate_forward", "gate_gradient"), "gate"),
+    **dict.fromkeys(("normalise", "normalise_gradient"), "gated_norm"),
+    **dict.fromkeys(
+        ("convolve", "write_tails", "convolve_gradient", "tail_gradient"), "short_conv"
+    ),
 }
 
 
-def table(kernel: str, p: Problem) -> Launch:
+def table(kernel: str, p: Problem | Widths) -> Launch:
     """Return the options of the first row of TABLE that fits a call."""
-    bits, sm = 8 * p.q.dtype.itemsize, architecture(p.q.device)
-    wide = power if kernel == "join_runs" else partial(width, dtype=p.q.dtype)
-    widths = {"block_k": wide(p.K), "block_v": wide(p.V)}
+    w = widths_of(p)
+    bits, sm = 8 * w.dtype.itemsize, architecture(w.device)
+    wide = power if kernel == "join_runs" else partial(width, dtype=w.dtype)
+    widths = {"block_k": wide(w.K), "block_v": wide(w.V)}
     for name in names(kernel, p):
         for row in TABLE.get(name, ()):
             era = "early" if sm < HOPPER else "hopper" if sm == HOPPER else "later"
@@ -419,9 +528,11 @@ def table(kernel: str, p: Problem) -> Launch:
 
 def kernel_of(name: str) -> Any:
     """Return the kernel that takes options of this name; importing it imports its stage."""
-    base = name.removesuffix("_maps").removesuffix("_overlapped")
+    base = name
+    for form in ("_maps", "_overlapped", "_rows", "_one"):
+        base = base.removesuffix(form)
     # both variants of a scan share a file
-    file = {"join_runs": "runs", "gather_heads": "gradient"}.get(base, base)
+    file = _FILES.get(base, base)
     file = file[:-4] if "scan" in file else file
     return getattr(importlib.import_module(f"kda_ops.backends.triton.stages.{file}"), base)
 
@@ -434,13 +545,16 @@ def source_of(name: str) -> str:
     return (key or hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest())[:16]
 
 
-def names(kernel: str, p: Problem) -> Iterator[str]:
+def names(kernel: str, p: Problem | Widths) -> Iterator[str]:
     """Yield the names under which TABLE may hold a kernel, the special ones first.
 
     The two variants of a scan are cut alike. With K = V = 128, two cases take wide programs: two
     narrow ones per head and piece do not all run at once, or `prepare` runs at the same time.
     Ragged keys have rows of their own in `prepare_kda`.
     """
+    if isinstance(p, Widths):
+        yield kernel
+        return
     if kernel == "prepare_kda" and ragged(p):
         yield "prepare_ragged"
     if "scan" in kernel:

@@ -1,10 +1,13 @@
 """Compute gates as operators of their own (`kda::gate`, `gdn::gate`), forward and backward."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.activations import make_gate, tokens_at
 from kda_ops.backends.triton.device.gate import load_bias, load_rate, log_decay, through_gate
 from kda_ops.backends.triton.device.operands import Strided
@@ -91,6 +94,12 @@ def _sizes(x: Tensor, rank: int) -> tuple[int, int, int, int]:
     return B, T, HV, width[0] if rank else 1
 
 
+def _tile(K: int, entries: int) -> dict[str, Any]:
+    """Return the columns and rows of a program's tile."""
+    block = max(1, triton.next_power_of_2(K))
+    return dict(BK=block, ROWS=max(1, entries // block))
+
+
 def _strides(x: Tensor, rank: int) -> tuple[int, ...]:
     s = strides_of(x)
     return s if rank else (*s, 1)
@@ -100,12 +109,13 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, r
     """Return the log decay from raw logits, in float32; see `kda_ops.stages.Backend.gate`."""
     y = new(g, "y", g.shape, torch.float32)
     B, T, HV, K = _sizes(g, rank)
-    block = max(1, triton.next_power_of_2(K))
-    rows_per_program = max(1, 2048 // block)
+    widths = tuning.Widths(g.dtype, g.device, 1, K)
+    options = tuning.choose("gate_forward", widths, tuning.Entries)
+    tile = _tile(K, options.entries)
     if B * T * HV * K:
         launch(
             gate_forward,
-            triton.cdiv(B * T, rows_per_program) * HV,
+            triton.cdiv(B * T, tile["ROWS"]) * HV,
             g.device,
             g=Strided(g, _strides(g, rank)),
             gate=make_gate(A_log, dt_bias, which),
@@ -114,8 +124,8 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, which: Gate, r
             HV=HV,
             n_tokens=B * T,
             K=K,
-            BK=block,
-            ROWS=rows_per_program,
+            **tile,
+            **options.launch,
         )
     return y
 
@@ -126,9 +136,10 @@ def gate_backward(
     """Return the gradients of g, A_log, dt_bias; see `kda_ops.stages.Backend.gate_backward`."""
     dx = new(g, "dg", g.shape)
     B, T, HV, K = _sizes(g, rank)
-    block = max(1, triton.next_power_of_2(K))
-    rows_per_step, steps = max(1, 2048 // block), 16
-    shares = triton.cdiv(B * T, rows_per_step * steps)
+    widths = tuning.Widths(g.dtype, g.device, 1, K)
+    options = tuning.choose("gate_gradient", widths, tuning.Steps)
+    tile = _tile(K, options.entries)
+    shares = triton.cdiv(B * T, tile["ROWS"] * options.steps)
     dA_log = None if A_log is None else new(g, "dA_log_parts", (shares, HV), torch.float32)
     ddt_bias = None if dt_bias is None else new(g, "ddt_bias_parts", (shares, HV, K), torch.float32)
     if B * T * HV * K:
@@ -146,8 +157,8 @@ def gate_backward(
             HV=HV,
             n_tokens=B * T,
             K=K,
-            BK=block,
-            ROWS=rows_per_step,
-            STEPS=steps,
+            **tile,
+            STEPS=options.steps,
+            **options.launch,
         )
     return dx, total(dA_log, A_log), total(ddt_bias, dt_bias)

@@ -9,13 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.activations import tokens_at
 from kda_ops.backends.triton.device.gate import sigmoid
 from kda_ops.backends.triton.device.operands import strided
 from kda_ops.backends.triton.plans.launch import launch, new, total
-
-ENTRIES = 4096  # of a tile, so that the tiles of backward stay in registers
-STEPS = 4  # tiles of a program in backward, which share one partial sum
 
 
 @triton.jit
@@ -135,7 +133,13 @@ def normalise_gradient(
     tl.store(dweight + share * V + o_v, b_sum, mask=o_v < V)
 
 
-def _given(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: bool) -> dict:
+def _options(kernel: str, x: Tensor, kind: type[tuning.Options]) -> tuning.Options:
+    return tuning.choose(kernel, tuning.Widths(x.dtype, x.device, 1, x.shape[-1]), kind)
+
+
+def _given(
+    x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: bool, o: tuning.Entries
+) -> dict:
     B, T, H, V = x.shape
     block = triton.next_power_of_2(max(V, 1))
     return dict(
@@ -149,16 +153,18 @@ def _given(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: boo
         G=weight.shape[0],
         V=V,
         BV=block,
-        ROWS=max(1, ENTRIES // block),
+        ROWS=max(1, o.entries // block),
         SILU=silu,
         FAST=x.element_size() == 2,
+        **o.launch,
     )
 
 
 def gated_norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: bool) -> Tensor:
     """Return y; see `kda_ops.stages.Backend.gated_norm`."""
     y = new(x, "y", x.shape)
-    given = _given(x, weight, gate, eps, silu)
+    options = _options("normalise", x, tuning.Entries)
+    given = _given(x, weight, gate, eps, silu, options)
     if given["n_tokens"] * given["H"] * given["V"]:
         programs = triton.cdiv(given["n_tokens"], given["ROWS"]) * given["H"]
         launch(normalise, programs, x.device, **given, y=y)
@@ -169,12 +175,13 @@ def gated_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: bool
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients; see `kda_ops.stages.Backend.gated_norm_backward`."""
-    given = _given(x, weight, gate, eps, silu)
+    options = _options("normalise_gradient", x, tuning.Steps)
+    given = _given(x, weight, gate, eps, silu, options)
     H, G, V = given["H"], given["G"], given["V"]
     dx, dgate = new(x, "dx", x.shape), None
     if gate is not None:
         dgate = new(gate, "dgate", gate.shape)
-    programs = triton.cdiv(given["n_tokens"], given["ROWS"] * STEPS)
+    programs = triton.cdiv(given["n_tokens"], given["ROWS"] * options.steps)
     parts = new(x, "dweight_parts", (programs * (H // max(G, 1)), G, V), torch.float32)
     if given["n_tokens"] * H * V:
         launch(
@@ -186,6 +193,6 @@ def gated_norm_backward(
             dx=dx,
             dweight=parts,
             dgate=dgate,
-            STEPS=STEPS,
+            STEPS=options.steps,
         )
     return dx, total(parts, weight), dgate

@@ -6,27 +6,19 @@ once, apart from the W - 1 before each run, which are in cache, and there are no
 shifted against each other. Windows are tuples of W tiles; a loop over a tuple is unrolled.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.gate import sigmoid
 from kda_ops.backends.triton.device.operands import strided
 from kda_ops.backends.triton.device.state import drop_null, is_resumed
 from kda_ops.backends.triton.device.tile import find_sequence, locate_sequence
 from kda_ops.backends.triton.plans.launch import launch, new, total
 from kda_ops.convolution import Convolution
-
-
-class ConvolutionCut(NamedTuple):
-    """How tokens and channels are cut among programs."""
-
-    ROWS: int  # tokens of a run
-    UNROLL: int  # of them in a turn of the loop, whose loads are under way together
-    GROUPS: int  # runs of a program
-    BD: int  # channels of a program
 
 
 @triton.jit
@@ -187,6 +179,7 @@ def convolve(
 
     Sums are fp32 and begin with the oldest input. `final` may be `tail`.
     """
+    tl.static_assert(ROWS % UNROLL == 0)
     NB: tl.constexpr = (D + BD - 1) // BD
     TOKENS: tl.constexpr = ROWS * GROUPS
     i_d, i_t = tl.program_id(0) % NB, tl.program_id(0) // NB
@@ -346,6 +339,7 @@ def convolve_gradient(
     of a sequence has the gradient of the final tail added. Shares are [programs, D, W] and
     [programs, D], fp32, and are added afterwards in a fixed order.
     """
+    tl.static_assert(ROWS % UNROLL == 0)
     NB: tl.constexpr = (D + BD - 1) // BD
     TOKENS: tl.constexpr = ROWS * GROUPS
     PAST: tl.constexpr = W - 1
@@ -460,28 +454,35 @@ def tail_gradient(
 
 
 REGISTERS = 64  # of a thread, for the windows, weights and sums of a program
-MOST: dict[str, Any] = {"maxnreg": 128}  # in backward, so that two programs share a multiprocessor
 
 
-def _cut(p: Convolution, one: bool = False, backward: bool = False) -> tuple[ConvolutionCut, int]:
-    """Return how a call is cut, and the warps of a program, one per run.
+def _block(kernel: str, p: Convolution, tiles: int) -> dict[str, Any]:
+    """Return the channels of a program, and the launch options.
 
-    A thread has at most four channels, and fewer where the tiles of W taps would not fit its
-    registers, but one at least. With `one`, each sequence has one token.
+    A thread has fewer channels where `tiles` times W taps would not fit its registers, but one at
+    least.
     """
-    wide, tiles = 4, (4 if backward else 2) * p.W
-    while wide > 1 and wide * tiles > REGISTERS:
+    o = _options(kernel, p, tuning.Channels)
+    wide = o.channels // 32
+    while wide > 1 and wide * tiles * p.W > REGISTERS:
         wide //= 2
-    channels = min(32 * wide, max(32, triton.next_power_of_2(p.D)))
-    if one:
-        return ConvolutionCut(1, 1, 1, channels), 1
-    rows, unroll = (64, 4) if backward else (16, 2)
-    return ConvolutionCut(rows, unroll, 4, channels), 4
+    return dict(BD=min(32 * wide, max(32, triton.next_power_of_2(p.D))), **o.launch)
 
 
-def _programs(p: Convolution, cut: ConvolutionCut) -> int:
+def _cut(kernel: str, p: Convolution, tiles: int) -> dict[str, Any]:
+    """Return how tokens are cut among programs too: a run has ROWS, a program GROUPS of runs."""
+    o = _options(kernel, p, tuning.Runs)
+    return dict(ROWS=o.rows, UNROLL=o.unroll, GROUPS=o.groups, **_block(kernel, p, tiles))
+
+
+def _options(kernel: str, p: Convolution, kind: type[tuning.Options]) -> tuning.Options:
+    widths = tuning.Widths(p.x.dtype, p.x.device, min(p.W, tuning.ALL), p.D)
+    return tuning.choose(kernel, widths, kind)
+
+
+def _programs(p: Convolution, cut: dict[str, Any]) -> int:
     """Return the runs of a call: exact for dense rows, an upper bound for packed ones."""
-    tokens = cut.ROWS * cut.GROUPS
+    tokens = cut["ROWS"] * cut["GROUPS"]
     if p.cu_seqlens is None:
         return p.B * triton.cdiv(p.T, tokens)
     return p.T // tokens + p.N + 1
@@ -513,13 +514,13 @@ def _run(p: Convolution, final: Tensor | None) -> Tensor:
     if not p.D:
         return y
     dense = p.cu_seqlens is None
-    cut, warps = _cut(p, one=dense and bool(p.T == 1))
-    blocks = triton.cdiv(p.D, cut.BD)
+    one = dense and bool(p.T == 1)
+    cut = _cut("convolve" + "_one" * one, p, 2)
     # the program that has all of a sequence writes its tail too
-    whole = dense and bool(0 < p.T) and bool(p.T <= cut.ROWS * cut.GROUPS)
+    whole = dense and bool(0 < p.T) and bool(p.T <= cut["ROWS"] * cut["GROUPS"])
     launch(
         convolve,
-        _programs(p, cut) * blocks,
+        _programs(p, cut) * triton.cdiv(p.D, cut["BD"]),
         p.x.device,
         **_given(p),
         **_parameters(p),
@@ -527,22 +528,21 @@ def _run(p: Convolution, final: Tensor | None) -> Tensor:
         resumed=p.has_initial_state,
         y=y,
         final=strided(final if whole else None),
-        **cut._asdict(),
         NULL=p.null_slot,
-        num_warps=warps,
+        **cut,
     )
     if final is not None and not whole:
+        block = _block("write_tails", p, 2)
         launch(
             write_tails,
-            p.N * blocks,
+            p.N * triton.cdiv(p.D, block["BD"]),
             p.x.device,
             **_given(p),
             slots=p.tail_indices,
             resumed=p.has_initial_state,
             final=strided(final),
-            BD=cut.BD,
             NULL=p.null_slot,
-            num_warps=1,
+            **block,
         )
     return y
 
@@ -564,8 +564,8 @@ def short_conv_backward(
     p: Convolution, dy: Tensor | None, dfinal_tail: Tensor | None, need: frozenset[str]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients; see `kda_ops.stages.Backend.short_conv_backward`."""
-    cut, warps = _cut(p, backward=True)
-    programs, blocks = _programs(p, cut), triton.cdiv(p.D, cut.BD)
+    cut = _cut("convolve_gradient", p, 4)
+    programs = _programs(p, cut)
     dx = new(p.x, "dx", p.x.shape)
     dweight, dbias = p.weight if "weight" in need else None, p.bias if "bias" in need else None
     weight_parts, bias_parts = (
@@ -577,28 +577,26 @@ def short_conv_backward(
     if p.D:
         launch(
             convolve_gradient,
-            programs * blocks,
+            programs * triton.cdiv(p.D, cut["BD"]),
             p.x.device,
             **given,
             dx=dx,
             dweight=weight_parts,
             dbias=bias_parts,
-            **cut._asdict(),
-            num_warps=warps,
-            **MOST,
+            **cut,
         )
     dtail = None
     if "initial_tail" in need and p.tail is not None:
         dtail = new(p.tail, "dinitial_tail", (p.N, p.W - 1, p.D))
         if p.W > 1 and p.D:
+            block = _block("tail_gradient", p, 4)
             launch(
                 tail_gradient,
-                p.N * blocks,
+                p.N * triton.cdiv(p.D, block["BD"]),
                 p.x.device,
                 **given,
                 dtail=dtail,
-                BD=cut.BD,
-                num_warps=1,
+                **block,
             )
     sums = total(weight_parts, dweight), total(bias_parts, dbias)
     return dx if "x" in need else None, *sums, dtail

@@ -3,9 +3,10 @@
 It serves decode and short sequences, with one launch for any number of tokens.
 """
 
-import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -377,33 +378,17 @@ def recur(
         store_state(final, strides.final, i_slot, i_h, i_v * BV, b_S, K, V, KO, KI, BV)
 
 
-class Cut(NamedTuple):
-    """How a program holds its part of a state, [KO, BV, KI], and its launch options."""
+def _cut(w: tuning.Widths, keys_contiguous: bool, one: bool) -> dict[str, int]:
+    """Return how a program holds its part [KO, BV, KI] of a state, and its launch options.
 
-    KO: int
-    KI: int
-    BV: int
-    options: dict[str, int]
-
-
-@functools.lru_cache(maxsize=256)
-def cut(K: int, V: int, itemsize: int, keys_contiguous: bool, one: bool) -> Cut:
-    """Return how states are cut among programs, so that each thread holds 256 bytes.
-
-    Where keys are contiguous, 16 threads hold 256 bytes of one column. A sum over keys then stays
-    within a warp, and a program of one warp has no barriers. Otherwise a program reads rows of 64
-    columns, because long rows use the memory's bandwidth best. Registers are capped where one more
-    program per multiprocessor is worth it. One cut serves all N, so bits do not depend on N.
+    One cut serves all N, so bits do not depend on N.
     """
-    BK, columns, wide = 1 << (K - 1).bit_length(), 1 << (V - 1).bit_length(), itemsize == 4
-    KI = min(256 // itemsize, BK) if keys_contiguous else 1
-    entries = 8192
-    if keys_contiguous:
-        entries = (8192 if one or not wide else 16384) // itemsize
-    BV = max(1, min(columns, entries // BK))
-    cap = 128 if wide and not one else 168 if one and not (wide or keys_contiguous) else None
-    options = {"num_warps": max(1, BK * BV * itemsize // 8192)}
-    return Cut(BK // KI, KI, BV, options if cap is None else options | {"maxnreg": cap})
+    form = "_one" * one + "_rows" * (not keys_contiguous)
+    o = tuning.choose(f"recur{form}", w, tuning.Held)
+    BK, columns = (triton.next_power_of_2(n) for n in (w.K, max(w.V, 1)))
+    KI, BV = min(o.keys, BK), max(1, min(columns, o.entries // BK))
+    options = replace(o, warps=max(1, o.warps * BK * BV // o.entries)).launch
+    return dict(KO=BK // KI, KI=KI, BV=BV, **options)
 
 
 def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
@@ -418,10 +403,8 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     strides, width, per_token = _strides(p, initial, final)
     held, held_s = (final, strides.final) if initial is None else (initial, strides.state)
     one = p.cu_seqlens is None and bool(p.T == 1)
-    KO, KI, BV, options = cut(
-        p.K,
-        p.V,
-        4 if held is None else held.element_size(),
+    cut = _cut(
+        tuning.Widths(torch.float32 if held is None else held.dtype, p.q.device, p.K, p.V),
         bool(held_s[2] == 1) and bool(held_s[3] != 1),
         one,
     )
@@ -432,7 +415,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     gate = gate_of(p)
     launch(
         recur,
-        (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // BV),
+        (p.N if p.cu_seqlens is None else p.N + 1) * p.HV * -(-p.V // cut["BV"]),
         p.q.device,
         compiled_for=dict(strides=compiled_for, N=2, T=1 if one else 2),
         o=o,
@@ -460,9 +443,6 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         K=p.K,
         V=p.V,
         D=p.K if p.rank else 1,
-        KO=KO,
-        KI=KI,
-        BV=BV,
         L2NORM=p.l2norm,
         KIND=gate.kind.value,
         SIGMOID=p.sigmoid_beta,
@@ -470,7 +450,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         PER_TOKEN=per_token,
         ONE=one,
         NULL=p.null_slot,
-        **options,
+        **cut,
         **tuning.begins_early(p.q.device),
     )
 
