@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kda_ops.checks import MAX_K, check_beta, check_decay, check_offsets, shape_error
+from kda_ops.layer_functional import short_conv
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.checks import (
     DTYPES,
@@ -394,6 +395,11 @@ class DeltaAttention(nn.Module):
                 for conv, y, tail, first in zip(
                     (self.q_conv1d, self.k_conv1d, self.v_conv1d), (q, k, v), tails, befores
                 )
+            )
+        elif self.invariant:  # torch's SiLU on a CPU rounds the last elements of x differently
+            q, k, v = (
+                short_conv(x, x.new_ones(x.shape[-1], 1), None, activation="silu")[0]
+                for x in (q, k, v)
             )
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
