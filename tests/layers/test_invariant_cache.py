@@ -8,9 +8,9 @@ import copy
 import pytest
 import torch
 import torch._dynamo.testing
-from torch import nn
 
 from kda_ops.nn import Cache, GatedDeltaNet, KimiDeltaAttention
+from kda_ops.tools.bits import fix_rows
 from tests.support.closeness import assert_identical
 from tests.support.layers import HIDDEN, variants
 
@@ -25,30 +25,11 @@ MADE = [
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class RowByRow(nn.Module):
-    """A linear map whose bits of a row depend on that row alone."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x):
-        rows = [self.linear(row.clone()) for row in x.flatten(0, -2).split(1)]
-        if not rows:
-            return x.new_zeros((*x.shape[:-1], self.linear.out_features))
-        return torch.cat(rows).unflatten(0, x.shape[:-1])
-
-
 def build(make, dtype=torch.float32, **options):
-    """Build a small layer whose projections are `RowByRow`."""
+    """Build a small layer whose projections multiply rows one by one."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=HIDDEN, head_dim=16, num_heads=2, invariant=True, dtype=dtype)
-    layer = make(**(sizes | options)).requires_grad_(False)
-    for module in [m for m in layer.modules() if not isinstance(m, RowByRow)]:
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(module, name, RowByRow(child))
-    return layer
+    return fix_rows(make(**(sizes | options)).requires_grad_(False), 1)
 
 
 def rows(dtype, *shape):
