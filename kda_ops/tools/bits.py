@@ -59,11 +59,12 @@ class FixedRows(nn.Module):
 
 
 def fix_rows(model: nn.Module, rows: int, kinds: tuple[type, ...] = (nn.Linear,)) -> nn.Module:
-    """Put `FixedRows` in the place of every module of these kinds inside a model; return it."""
-    for parent in [m for m in model.modules() if not isinstance(m, FixedRows)]:
-        for name, child in list(parent.named_children()):
-            if isinstance(child, kinds):
-                setattr(parent, name, FixedRows(child, rows))
+    """Put `FixedRows` around the outermost modules of these kinds inside a model; return it."""
+    for name, child in model.named_children():
+        if isinstance(child, kinds):
+            setattr(model, name, FixedRows(child, rows))
+        elif not isinstance(child, FixedRows):
+            fix_rows(child, rows, kinds)
     return model
 
 
