@@ -64,21 +64,25 @@ def pieces_agree(case: Case) -> bool:
     return torch.equal(torch.cat(parts, 1), whole) and torch.equal(state, final)
 
 
-def decode(case: Case) -> dict[str, Callable[[], Tensor]]:
+def decode(case: Case) -> dict[str, Callable[[], Any]]:
     """Return a step of `recurrent_`, and one of a cache, of a case of one token."""
-    x, words, B = make_inputs(case), flags(case), case.sizes["B"]
-    gate = {n: x[n] for n in ("A_log", "dt_bias") if n in x}
-    tokens = [x.get(n) for n in TOKENS]
+    x, B = make_inputs(case), case.sizes["B"]
     HV, D = case.sizes["HV"], case.sizes["D"]
+    words: dict[str, Any] = {n: x.get(n) for n in INPUTS} | flags(case)
+    words = {n: y for n, y in words.items() if not n.startswith("safe_")}  # recurrent_ has none
     pool = torch.zeros(B, HV, D, D, device=case.device)
     cache = InvariantCache(pool.clone(), *(x[n] for n in TOKENS))
-    recurrent = getattr(kda_ops, f"recurrent_{case.op}_")
-    chunk_ = getattr(kda_ops, f"chunk_{case.op}_")
-    words = {n: y for n, y in words.items() if not n.startswith("safe_")}
-    return {
-        "recurrent_": torch.inference_mode()(lambda: recurrent(*tokens, pool, **gate, **words)),
-        "step": torch.inference_mode()(lambda: cache.step(chunk_, *tokens, **gate, **words)),
-    }
+    recurrent, chunk_ = (getattr(kda_ops, f"{n}_{case.op}_") for n in ("recurrent", "chunk"))
+
+    @torch.inference_mode()
+    def recur() -> object:
+        return recurrent(state=pool, **words)
+
+    @torch.inference_mode()
+    def step() -> Tensor:
+        return cache.step(chunk_, **words)
+
+    return {"recurrent_": recur, "step": step}
 
 
 def decode_agrees(case: Case) -> bool:
@@ -107,10 +111,10 @@ def main(argv: list[str]) -> int:
             case = Case(op, "fwd", setting, given.gate, device, dtype)
             if case.sizes["T"] == 1:
                 agree, both = decode_agrees(case), decode(case)
-                plain, flagged = ({"decode": call} for call in both.values())
+                plain, flagged = [{"decode": call} for call in both.values()]
             else:
                 agree = pieces_agree(case)
-                plain, flagged = (calls(case, invariant) for invariant in (False, True))
+                plain, flagged = [calls(case, invariant) for invariant in (False, True)]
             for name in plain:
                 before, after = (median_ms(side[name], device) for side in (plain, flagged))
                 rows.append(

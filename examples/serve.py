@@ -228,9 +228,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         name = f"{__package__}.serve_bits" if __package__ else "serve_bits"
         bits, found = importlib.import_module(name), {}
         for mixer in bits.MIXERS:
-            found[mixer] = bits.run(
-                mixer, make_requests(args.requests, 256, args.seed), args
-            )
+            found[mixer] = bits.run(mixer, make_requests(args.requests, 256, args.seed), args)
         return found
 
     torch.manual_seed(args.seed)

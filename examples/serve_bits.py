@@ -145,9 +145,9 @@ class Engine:
         self.done[slot] += len(feed)
         if not decodes and first >= len(feed):
             return 0  # a piece of the prompt
-        i, wrong = (0 if decodes else first), 0
+        i = wrong = 0
         kept = self.found.setdefault(id(request), [])
-        for i in range(i, len(feed)):
+        for i in range(0 if decodes else first, len(feed)):
             token = int(best[i])
             request.output.append(token)
             kept.append(values[i])

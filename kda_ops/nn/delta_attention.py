@@ -221,12 +221,12 @@ class DeltaAttention(nn.Module):
                     "invariant must be False for a layer without that flag, whose training has "
                     "other bits: build the layer with invariant=True."
                 )
-            *widths, HV = *self._widths(), state[1]
-            heads = (HV, self.head_k_dim) if self._decay_rank else (HV,)
-            tokens = (torch.zeros(1, 0, n, dtype=dtype, device=device) for n in widths)
-            g, beta = (torch.zeros(1, 0, *n, dtype=dtype, device=device) for n in (heads, (HV,)))
+            HV = state[1]
+            axes: list[tuple[int, ...]] = [(n,) for n in self._widths()]
+            axes += [(HV, self.head_k_dim) if self._decay_rank else (HV,), (HV,)]
+            q, k, v, g, beta = (torch.zeros(1, 0, *n, dtype=dtype, device=device) for n in axes)
             before = self.conv_size - 1 if self.use_short_conv else 0
-            return InvariantCache(zeros, *tokens, g, beta, drafts=drafts, before=before)
+            return InvariantCache(zeros, q, k, v, g, beta, drafts=drafts, before=before)
         if drafts:
             raise ValueError(f"drafts must be 0 without invariant=True, got {drafts}.")
         return Cache(
@@ -266,8 +266,9 @@ class DeltaAttention(nn.Module):
                 columns count.
             cache: the past of the N sequences, read and updated in place; inference only. One token
                 per sequence, without `cu_seqlens`, runs the token recurrence; other calls, and all
-                on an `InvariantCache`, run the chunk form. An exception in a projection of x leaves it unchanged, so the call may
-                be repeated. After one in ``o_norm`` or ``o_proj`` it holds the call's tokens.
+                on an `InvariantCache`, run the chunk form. An exception in a projection of x leaves
+                it unchanged, so the call may be repeated. After one in ``o_norm`` or ``o_proj`` it
+                holds the call's tokens.
             cu_seqlens: ``[N + 1]``, int32 or int64: offsets of N sequences packed into one row, so
                 ``B == 1``. Without it N is B. Tokens past the last offset give zeros. In training
                 they must be finite: a NaN there reaches the weights' gradients.

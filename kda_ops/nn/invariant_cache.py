@@ -36,7 +36,7 @@ class InvariantCache(Cache):
     inputs of the tokens since. `step` runs the chunk form from that state on those inputs and the
     new ones, and returns the rows of the new ones. Later tokens change no earlier bit of the chunk
     form, so these rows have the bits of a call of ``chunk_*`` with ``invariant=True`` on the whole
-    sequence, such as that of training (docs/numerics.md, "Decode").
+    sequence, such as that of training (docs/numerics.md, "Invariant calls").
 
     The last `drafts` tokens of a sequence may be taken back by `crop`, because no token goes into a
     state before `drafts` others have followed. Methods and limits are otherwise those of `Cache`.
@@ -223,9 +223,7 @@ class InvariantCache(Cache):
             counts.index_add_(0, at, (value - old).where(live, 0))
         return o[0].index_select(0, place).unflatten(0, (B, T))
 
-    def crop(
-        self, tokens_to_remove: Tensor | int, state_indices: Tensor | None = None
-    ) -> None:
+    def crop(self, tokens_to_remove: Tensor | int, state_indices: Tensor | None = None) -> None:
         """Take back the last tokens of sequences, such as drafts that were rejected.
 
         Args:

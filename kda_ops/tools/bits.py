@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def _compare(
         return Finding(name, kind, {}, "no tokens in its arguments or results")
     differ: dict[str, int] = {}
     for n in (n for n in lengths if n < T):
-        some, others = _map(lambda x, n=n: _first(x, B, T, n), given)
+        some, others = _map(partial(_first, B=B, T=T, n=n), given)
         try:
             got = _tensors(module(*some, **others))[0]
         except Exception as error:  # any module of the user's

@@ -179,7 +179,8 @@ def test_both_state_layouts_give_the_same_bits(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    "indexed, null, final", ((False, -1, True), (True, -1, True), (True, 1, True), (True, -1, False))
+    "indexed, null, final",
+    ((False, -1, True), (True, -1, True), (True, 1, True), (True, -1, False)),
 )
 def test_a_pool_is_read_before_it_is_written(variant, indexed, null, final):
     """The slot that a sequence starts from is the one where it ends, and snapshots lie in any

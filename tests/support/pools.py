@@ -42,8 +42,8 @@ class Pool:
     tokens its own slot (`recurrent_`); `accepted` starts each sequence from one of them.
     `snapshots` > 0 gives each sequence that many snapshot slots (`chunk_`), every `every` chunks.
     `indexed` False: sequence n has slot n. Slots up to `null` are nobody's, and dead sequences name
-    some of them. A sequence that is `fresh` begins anew, from a slot of NaN (`chunk_`). With `final`
-    False the first slots are only read, and the last snapshot takes that slot (`chunk_`).
+    some of them. A sequence that is `fresh` begins anew, from a slot of NaN (`chunk_`). With
+    `final` False the first slots are only read, and the last snapshot takes that slot (`chunk_`).
     """
 
     case: Case

@@ -1,4 +1,4 @@
-"""Serve the sequences of a call by `InvariantCache`, in calls that mix prompts, tokens and drafts."""
+"""Serve sequences by `InvariantCache`, in calls that mix prompts, tokens and drafts."""
 
 from __future__ import annotations
 

@@ -532,9 +532,7 @@ def scan(
     )
     if runs.length:
         none = strided(None)
-        maps = ends._replace(
-            o=none, final=none, pool=none, into=none, states=None, v_new=None
-        )
+        maps = ends._replace(o=none, final=none, pool=none, into=none, states=None, v_new=None)
         carry(
             tuning.choose(name + "_maps", p, tuning.Columns), maps._replace(maps=strided(runs.maps))
         )
