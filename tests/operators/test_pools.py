@@ -438,8 +438,8 @@ def test_a_call_that_only_reads_its_slots_lets_sequences_share_one(variant):
     state = pool.state()
     for slots, into, message in (
         ([0, 1], [[2], [2]], "^snapshot_indices must name distinct slots"),
-        ([0, 1], [[1], [2]], "^snapshot_indices must not name the slot of another sequence, got slot "
-                             "1 for sequence 0"),
+        ([0, 1], [[1], [2]], "^snapshot_indices must not name the slot of another sequence, got "
+                             "slot 1 for sequence 0"),
         ([1, 1], [[1], [2]], "^snapshot_indices must not name the slot of another sequence"),
         ([0, 99], [[1], [2]], "^state_indices must be below the number of slots"),
     ):  # fmt: skip
