@@ -3,7 +3,9 @@
 ``python -m benchmarks.invariant [--settings B1T8192H4 ...] [--gate bound] [--out JSON]``
 
 A time is the median of the GPU alone (`kda_ops.tools.timer`), and "factor" is that of the flag.
-Before it is timed, a call in two pieces is compared with one call, bit by bit.
+Before it is timed, a call in two pieces is compared with one call, bit by bit. In a setting of one
+token, a step of `InvariantCache` is timed next to `recurrent_`. Steps follow on each other, so
+sequences have from 1 to 64 tokens since their state.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import kda_ops
 from benchmarks.cases import INPUTS, Case, flags, make_inputs
 from benchmarks.records import stamp, write_json
+from kda_ops.nn import InvariantCache
 from kda_ops.tools.timer import median_ms
 
-SETTINGS = ("B1T8192H4", "B1T8192H16", "B1T8192H96")
+SETTINGS = ("B1T8192H4", "B1T8192H16", "B1T8192H96", "B1T1H32", "B8T1H32", "B128T1H32")
 CHUNK: dict[str, Callable[..., Any]] = {"kda": kda_ops.chunk_kda, "gdn": kda_ops.chunk_gdn}
 TOKENS = ("q", "k", "v", "g", "beta")
+DECODED = 80  # tokens that decode is compared on
 
 
 def calls(case: Case, invariant: bool) -> dict[str, Callable[[], object]]:
@@ -59,6 +64,38 @@ def pieces_agree(case: Case) -> bool:
     return torch.equal(torch.cat(parts, 1), whole) and torch.equal(state, final)
 
 
+def decode(case: Case) -> dict[str, Callable[[], Any]]:
+    """Return a step of `recurrent_`, and one of a cache, of a case of one token."""
+    x, B = make_inputs(case), case.sizes["B"]
+    HV, D = case.sizes["HV"], case.sizes["D"]
+    words: dict[str, Any] = {n: x.get(n) for n in INPUTS} | flags(case)
+    words = {n: y for n, y in words.items() if not n.startswith("safe_")}  # recurrent_ has none
+    pool = torch.zeros(B, HV, D, D, device=case.device)
+    cache = InvariantCache(pool.clone(), *(x[n] for n in TOKENS))
+    recurrent, chunk_ = (getattr(kda_ops, f"{n}_{case.op}_") for n in ("recurrent", "chunk"))
+
+    @torch.inference_mode()
+    def recur() -> object:
+        return recurrent(state=pool, **words)
+
+    @torch.inference_mode()
+    def step() -> Tensor:
+        return cache.step(chunk_, **words)
+
+    return {"recurrent_": recur, "step": step}
+
+
+def decode_agrees(case: Case) -> bool:
+    """Return whether steps have the bits of one call, for one token over and over."""
+    x = make_inputs(case)
+    whole = {n: t.expand(-1, DECODED, *t.shape[2:]) if n in TOKENS else t for n, t in x.items()}
+    words = {n: y for n, y in flags(case).items() if not n.startswith("safe_")}
+    with torch.no_grad():
+        want, _ = CHUNK[case.op](*map(whole.get, INPUTS), **words, invariant=True)
+    step = decode(case)["step"]
+    return torch.equal(torch.cat([step() for _ in range(DECODED)], 1), want)
+
+
 def main(argv: list[str]) -> int:
     """Print one line for each variant, setting and pass; return 1 if bits differ."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.invariant", description=__doc__)
@@ -72,8 +109,12 @@ def main(argv: list[str]) -> int:
         for setting in given.settings:
             dtype = torch.bfloat16 if device == "cuda" else torch.float32
             case = Case(op, "fwd", setting, given.gate, device, dtype)
-            agree = pieces_agree(case)
-            plain, flagged = (calls(case, invariant) for invariant in (False, True))
+            if case.sizes["T"] == 1:
+                agree, both = decode_agrees(case), decode(case)
+                plain, flagged = [{"decode": call} for call in both.values()]
+            else:
+                agree = pieces_agree(case)
+                plain, flagged = [calls(case, invariant) for invariant in (False, True)]
             for name in plain:
                 before, after = (median_ms(side[name], device) for side in (plain, flagged))
                 rows.append(

@@ -5,6 +5,7 @@ Usage::
     python examples/serve.py                   # CPU, some seconds
     python examples/serve.py --device cuda --requests 256 --slots 64 --hidden 1024 --heads 8 \\
         --layers 4
+    python examples/serve.py --invariant       # the bits of training: examples/serve_bits.py
 
 A request owns one slot of the pool from admission to its last token. Per layer the slot holds
 ``heads * K * V`` numbers, independent of the request's length.
@@ -22,6 +23,7 @@ request's output with the same request served alone.
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -212,6 +214,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--invariant", action="store_true", help="compare bits with training's")
     args = parser.parse_args(argv)
     need_device(parser, args.device)
     if min(args.requests, args.hidden, args.layers, args.heads) < 1:
@@ -220,6 +223,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         parser.error(
             f"--slots and --budget must be at least 1, got {args.slots} and {args.budget}."
         )
+
+    if args.invariant:
+        name = f"{__package__}.serve_bits" if __package__ else "serve_bits"
+        bits, found = importlib.import_module(name), {}
+        for mixer in bits.MIXERS:
+            found[mixer] = bits.run(mixer, make_requests(args.requests, 256, args.seed), args)
+        return found
 
     torch.manual_seed(args.seed)
     model = (

@@ -7,6 +7,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "bits": ("kda_ops.tools.bits", "find modules whose bits depend on the number of tokens"),
     "doctor": ("kda_ops.doctor", "report versions, devices, backends and known compiler hazards"),
     "tune": ("kda_ops.tools.tune", "measure kernel configurations on this GPU and cache the best"),
 }

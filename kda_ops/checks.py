@@ -370,19 +370,28 @@ def check_resumed(resumed: Tensor, N: int, device: torch.device, of: str = "q") 
     check_on_device("has_initial_state", resumed, device, of)
 
 
-def check_slots(slots: Tensor, count: int, name: str) -> None:
-    """Refuse slots that a pool of `count` does not have, and a slot named twice.
-
-    The call writes all of these slots.
-    """
+def check_slots(slots: Tensor, count: int, name: str, written: bool = True) -> None:
+    """Refuse slots that a pool of `count` does not have, and a slot named twice that is written."""
     live = [slot for slot in slots.flatten().tolist() if slot >= 0]
     check_range(slots, count, name)
-    if len(set(live)) != len(live):
+    if written and len(set(live)) != len(live):
         twice = next(slot for slot in live if live.count(slot) > 1)
         raise ValueError(
             f"{name} must name distinct slots, because the call writes each of them, got slot "
             f"{twice} twice: copy what sequences share to a slot for each."
         )
+
+
+def check_readers(own: Tensor, into: Tensor) -> None:
+    """Refuse a snapshot in a slot that another sequence reads: own [N], into [N, snapshots]."""
+    readers = own.tolist()
+    for n, row in enumerate(into.tolist()):
+        for slot in row:
+            if slot >= 0 and any(slot == s for m, s in enumerate(readers) if m != n):
+                raise ValueError(
+                    f"snapshot_indices must not name the slot of another sequence, got slot {slot} "
+                    f"for sequence {n}: the other one may read it before or after the write."
+                )
 
 
 def check_token_slots(

@@ -119,7 +119,7 @@ class Prefill(Pass):
     def write(self, b: Backend, o: Tensor) -> None:
         """Write o and the pool."""
         if self.p.HV:
-            b.infer(uniform(b, self.p), o, self.p.state)
+            b.infer(uniform(b, self.p), o, self.p.state if self.p.output_final_state else None)
 
 
 class Into(Pass):

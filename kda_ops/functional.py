@@ -288,6 +288,7 @@ def chunk_kda_(
     *,
     snapshot_every: int = 1,
     scale: float | None = None,
+    output_final_state: bool = True,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
     lower_bound: float | None = None,
@@ -321,6 +322,9 @@ def chunk_kda_(
         has_initial_state: ``[N]``, bool. Where it is false, a sequence starts from zero, whatever
             its slot holds, NaN included. None: every sequence starts from its slot.
         snapshot_every: whole chunks between two snapshots, at least 1.
+        output_final_state: leave the final state in the slot. If False, slots of ``state_indices``
+            are only read, so sequences may share one. A snapshot may take the slot of its own
+            sequence, which then moves on by whole chunks alone.
         invariant: as for `chunk_kda`; needs a pool in fp32 (fp64 for fp64 inputs).
         null_slot: as for `recurrent_kda_`; it holds for ``snapshot_indices`` too.
         out: as for `recurrent_kda_`.
@@ -577,6 +581,7 @@ def chunk_gdn_(
     *,
     snapshot_every: int = 1,
     scale: float | None = None,
+    output_final_state: bool = True,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
     lower_bound: float | None = None,
@@ -598,7 +603,7 @@ def chunk_gdn_(
         q, k, v, beta: as for `chunk_kda_`.
         g: ``[B, T, HV]``, fp16 to fp64: natural-log decay or raw logits. None: no decay.
         state, state_indices, snapshot_indices, snapshot_every: as for `chunk_kda_`.
-        has_initial_state, null_slot, out: as for `chunk_kda_`.
+        has_initial_state, output_final_state, null_slot, out: as for `chunk_kda_`.
         A_log, dt_bias: ``[HV]``, fp16 to fp64, parameters of the gate.
         cu_seqlens and the flags: as for `chunk_kda_`.
 

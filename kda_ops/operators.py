@@ -251,7 +251,8 @@ CHUNK_BWD = Operator(
 CHUNK_ = Operator(
     "chunk_",
     f"({_POOL}, Tensor? snapshot_indices=None, {_END}, {_RESUMED}, *, int snapshot_every=1, "
-    f"{_SCALE}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_INVARIANT}, {_NULL}) -> Tensor",
+    f"{_SCALE}, bool output_final_state=True, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_INVARIANT}, "
+    f"{_NULL}) -> Tensor",
     chunk.Prefill,
     **_ATTENTION,
     flops=flops.chunk,

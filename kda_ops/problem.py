@@ -33,6 +33,7 @@ from kda_ops.checks import (
     check_offsets,
     check_on_device,
     check_range,
+    check_readers,
     check_resumed,
     check_slots,
     check_token_slots,
@@ -247,10 +248,12 @@ class Problem:
         out=None,
         snapshot_every=1,
         null_slot=-1,
+        output_final_state=True,
         **flags,
     ) -> Problem:
         """Parse a call of `chunk_`: prefill on a state pool."""
         p = cls(rank, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, **flags)
+        p.output_final_state = output_final_state
         if out is not None:
             p._take_out(out)
         if state_indices is not None and state_indices.dim() != 1:
@@ -274,7 +277,8 @@ class Problem:
             check_resumed(has_initial_state, p.N, p.q.device)
             p.has_initial_state = has_initial_state.contiguous()
         if snapshot_indices is None and state_indices is not None and can_read(state_indices):
-            check_slots(p.slots(state_indices), state.shape[0], "state_indices")
+            slots = p.slots(state_indices)
+            check_slots(slots, state.shape[0], "state_indices", written=output_final_state)
         return p
 
     def _take_out(self, out: Tensor) -> None:
@@ -437,11 +441,14 @@ class Problem:
             column = torch.arange(1, snapshot_indices.shape[1] + 1, device=self.q.device)
             written = column <= (lengths // CHUNK // snapshot_every)[:, None]
             into = self.slots(snapshot_indices).long().where(written & (own >= 0)[:, None], -1)
-            check_slots(
-                torch.cat([own, into.flatten()]),
-                self.state.shape[0],
-                "state_indices and snapshot_indices",
-            )
+            count = self.state.shape[0]
+            if self.output_final_state:
+                slots = torch.cat([own, into.flatten()])
+                check_slots(slots, count, "state_indices and snapshot_indices")
+            else:
+                check_slots(own, count, "state_indices", written=False)
+                check_slots(into, count, "snapshot_indices")
+                check_readers(own, into)
         self.snapshot_indices = snapshot_indices
 
     # Kernels and fake implementations allocate outputs with the same two functions.

@@ -242,11 +242,10 @@ def _scan(
         if out is not None:
             b_o = add_batched_product(batched_product(qg, S), P, v_new)
             out[chunk] = b_o[:, : part.height].unflatten(0, (-1, p.HV))
-        if wanted or step + 1 < len(part.steps):
+        if wanted or into is not None or step + 1 < len(part.steps):
             add_batched_product(S.mul_(gamma[..., None]), kg.mT, v_new)
         if into is not None and part.height == CHUNK:
-            assert final_state is not None  # snapshots go to the pool
-            _snapshot(p, part, into, live, step + 1, S_all, final_state)
+            _snapshot(p, part, into, live, step + 1, S_all)
     if slots is not None and out is not None:
         out[(slots[part.sequences] < 0)[part.owner]] = 0.0  # sequences without a slot
     if wanted and final_state is not None:
@@ -258,9 +257,7 @@ def _scan(
     return out, {"states": states, "v_new": v_all}
 
 
-def _snapshot(
-    p: Problem, part: Part, into: Tensor, live: int, chunk: int, S: Tensor, pool: Tensor
-) -> None:
+def _snapshot(p: Problem, part: Part, into: Tensor, live: int, chunk: int, S: Tensor) -> None:
     """Write the live states after `chunk` whole chunks to their snapshot slots, if any is due."""
     column = chunk // p.snapshot_every - 1
     if chunk % p.snapshot_every or column >= into.shape[1]:
@@ -269,7 +266,8 @@ def _snapshot(
     due = part.length[:live] >= chunk * CHUNK
     if slots is not None:
         due &= slots[n] >= 0
-    _write(p.as_kv(pool), p.slots(into[n, column]).where(due, -1), S[:live])
+    assert p.state is not None  # the pool
+    _write(p.as_kv(p.state), p.slots(into[n, column]).where(due, -1), S[:live])
 
 
 def reverse_scan(

@@ -421,8 +421,8 @@ class _Pool:
             return
         slot = int(into[n, chunk // every - 1])
         if slot >= 0:
-            assert self.final is not None  # slots belong to a pool
-            self.final[slot] = S
+            assert self.initial is not None  # slots belong to a pool
+            self.initial[slot] = S
 
 
 BACKEND = Reference()

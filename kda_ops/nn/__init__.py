@@ -3,7 +3,15 @@
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.gated_deltanet import GatedDeltaNet
 from kda_ops.nn.gated_norm import GatedRMSNorm
+from kda_ops.nn.invariant_cache import InvariantCache
 from kda_ops.nn.kimi_delta_attention import KimiDeltaAttention
 from kda_ops.nn.short_convolution import ShortConvolution
 
-__all__ = ["Cache", "GatedDeltaNet", "GatedRMSNorm", "KimiDeltaAttention", "ShortConvolution"]
+__all__ = [
+    "Cache",
+    "GatedDeltaNet",
+    "GatedRMSNorm",
+    "InvariantCache",
+    "KimiDeltaAttention",
+    "ShortConvolution",
+]

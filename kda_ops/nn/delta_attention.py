@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kda_ops.checks import MAX_K, check_beta, check_decay, check_offsets, shape_error
+from kda_ops.layer_functional import short_conv
 from kda_ops.nn.cache import Cache
 from kda_ops.nn.checks import (
     DTYPES,
@@ -25,6 +27,7 @@ from kda_ops.nn.checks import (
     warn_of_a_rounded_gate,
 )
 from kda_ops.nn.gated_norm import GatedRMSNorm
+from kda_ops.nn.invariant_cache import InvariantCache
 from kda_ops.nn.local import local
 from kda_ops.nn.packing import Tokens, arrange
 from kda_ops.nn.short_convolution import ShortConvolution
@@ -178,6 +181,8 @@ class DeltaAttention(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        invariant: bool = False,
+        drafts: int = 0,
     ) -> Cache:
         """Make an empty cache for N sequences, with the heads that this rank has.
 
@@ -188,12 +193,18 @@ class DeltaAttention(nn.Module):
             dtype: of the convolutions' inputs; by default that of ``o_norm.weight``. States are
                 float32, or float64 with float64 inputs.
             device: by default that of ``o_norm.weight``.
+            invariant: make an `InvariantCache`, which gives each token the bits of training. The
+                layer must have been built with ``invariant=True``, and the projections must compute
+                in `dtype`.
+            drafts: the last tokens of a sequence that ``cache.crop`` may take back, such as
+                rejected drafts; needs `invariant`.
 
         Returns:
             A `Cache` filled with zeros.
 
         Raises:
-            ValueError: `num_sequences` is below 0.
+            ValueError: `num_sequences` or `drafts` is below 0. Also raised for `invariant` on a
+                layer without that flag, and for drafts without `invariant`.
             TypeError: `num_sequences` is not a whole number, or `dtype` has 8 bits or is not a
                 float.
         """
@@ -203,8 +214,23 @@ class DeltaAttention(nn.Module):
         check_dtype("dtype", dtype, ": pass the one in which the projections compute")
         state, tails = self._cache_shapes(num_sequences, *self._widths())
         wide = torch.promote_types(dtype, torch.float32)
+        zeros = torch.zeros(state, dtype=wide, device=device)
+        if invariant:
+            if not self.invariant:
+                raise ValueError(
+                    "invariant must be False for a layer without that flag, whose training has "
+                    "other bits: build the layer with invariant=True."
+                )
+            HV = state[1]
+            axes: list[tuple[int, ...]] = [(n,) for n in self._widths()]
+            axes += [(HV, self.head_k_dim) if self._decay_rank else (HV,), (HV,)]
+            q, k, v, g, beta = (torch.zeros(1, 0, *n, dtype=dtype, device=device) for n in axes)
+            before = self.conv_size - 1 if self.use_short_conv else 0
+            return InvariantCache(zeros, q, k, v, g, beta, drafts=drafts, before=before)
+        if drafts:
+            raise ValueError(f"drafts must be 0 without invariant=True, got {drafts}.")
         return Cache(
-            torch.zeros(state, dtype=wide, device=device),
+            zeros,
             *(torch.zeros(tail, dtype=dtype, device=device) for tail in tails if tail is not None),
         )
 
@@ -239,9 +265,10 @@ class DeltaAttention(nn.Module):
                 skipped and gives zeros. Generation loops may pass a longer mask: only its last T
                 columns count.
             cache: the past of the N sequences, read and updated in place; inference only. One token
-                per sequence, without `cu_seqlens`, runs the token recurrence; other calls run the
-                chunk form. An exception in a projection of x leaves it unchanged, so the call may
-                be repeated. After one in ``o_norm`` or ``o_proj`` it holds the call's tokens.
+                per sequence, without `cu_seqlens`, runs the token recurrence; other calls, and all
+                on an `InvariantCache`, run the chunk form. An exception in a projection of x leaves
+                it unchanged, so the call may be repeated. After one in ``o_norm`` or ``o_proj`` it
+                holds the call's tokens.
             cu_seqlens: ``[N + 1]``, int32 or int64: offsets of N sequences packed into one row, so
                 ``B == 1``. Without it N is B. Tokens past the last offset give zeros. In training
                 they must be finite: a NaN there reaches the weights' gradients.
@@ -272,10 +299,14 @@ class DeltaAttention(nn.Module):
         gate: Tensor | None = None
         if cache is not None:  # the next line writes it, and what can fail must have been computed
             gate = self._output_gate(x)
-            self._check_cache(cache, q, k, v)
+            if not isinstance(cache, InvariantCache):  # which checks its tokens itself
+                self._check_cache(cache, q, k, v)
             self._check_gates(v, g, beta, gate)
-        q, k, v = self._convolve(q, k, v, cache, tokens)
-        o = self._attend(q, k, v, g, beta, cache, tokens)
+        if isinstance(cache, InvariantCache):
+            o = self._continue(q, k, v, g, beta, cache, tokens)
+        else:
+            q, k, v = self._convolve(q, k, v, cache, tokens)
+            o = self._attend(q, k, v, g, beta, cache, tokens)
         o = self._gate_and_project(o, self._output_gate(x) if cache is None else gate)
         return o if tokens.padding is None else tokens.padding.unpack(o)
 
@@ -341,12 +372,20 @@ class DeltaAttention(nn.Module):
         return Tokens(cu_seqlens, offsets, plan=plan, before=before)
 
     def _convolve(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, tokens: Tokens
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Cache | None,
+        tokens: Tokens,
+        befores: Sequence[Tensor | None] = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Convolve and activate the projections: q, k [B, T, H, K] and v [B, T, HV, V]."""
+        """Convolve and activate the projections: q, k [B, T, H, K] and v [B, T, HV, V].
+
+        `befores` are their inputs in front of each sequence, if no cache has them.
+        """
         if self.use_short_conv:
             tails: tuple[Tensor | None, ...] = (None, None, None)
-            befores: tuple[Tensor | None, ...] = (None, None, None)
             if tokens.before is not None:
                 before = tokens.before
                 befores = self.q_proj(before), self.k_proj(before), self.v_proj(before)
@@ -357,6 +396,11 @@ class DeltaAttention(nn.Module):
                 for conv, y, tail, first in zip(
                     (self.q_conv1d, self.k_conv1d, self.v_conv1d), (q, k, v), tails, befores
                 )
+            )
+        elif self.invariant:  # torch's SiLU on a CPU rounds the last elements of x differently
+            q, k, v = (
+                short_conv(x, x.new_ones(x.shape[-1], 1), None, activation="silu")[0]
+                for x in (q, k, v)
             )
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
@@ -375,22 +419,48 @@ class DeltaAttention(nn.Module):
         tokens: Tokens,
     ) -> Tensor:
         """Run the operator, on the cache if one is given: o [B, T, HV, V]."""
-        flags = dict(
-            A_log=local(self.A_log),
-            dt_bias=local(self.dt_bias),
-            cu_seqlens=tokens.cu_seqlens,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            transpose_state_layout=True,
-        )
+        flags = self._flags() | {"cu_seqlens": tokens.cu_seqlens}
         if cache is not None and tokens.decode:
             return self._recurrent_(q, k, v, g, beta, cache.state, **flags)
         flags["invariant"] = self.invariant
         if cache is None:
             return self._chunk(q, k, v, g, beta, group=tokens.plan, **flags)[0]
         return self._chunk_(q, k, v, g, beta, cache.state, **flags)
+
+    def _continue(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        cache: InvariantCache,
+        tokens: Tokens,
+    ) -> Tensor:
+        """Convolve and run the operator on the tokens that the cache holds and the new ones."""
+
+        def convolve(q, k, v, befores, offsets):
+            return self._convolve(q, k, v, None, Tokens(offsets, offsets), befores)
+
+        return cache.step(
+            self._chunk_,
+            *(q, k, v, g, beta),
+            cu_seqlens=tokens.cu_seqlens,
+            convolve=convolve,
+            **self._flags(),
+        )
+
+    def _flags(self) -> dict[str, Any]:
+        """Return the keyword arguments that all calls of the operators share."""
+        return dict(
+            A_log=local(self.A_log),
+            dt_bias=local(self.dt_bias),
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            transpose_state_layout=True,
+        )
 
     def _gate_and_project(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """Apply the gated norm per head, then the output projection: [B, T, hidden_size]."""

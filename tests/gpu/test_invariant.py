@@ -6,13 +6,15 @@ import pytest
 import torch
 
 import kda_ops
+from examples import serve as example
 from kda_ops.backends.triton import tuning
 from kda_ops.stages import GRADIENTS
 from tests.gpu.test_forward import CUDA, DTYPES
-from tests.support.calls import run
+from tests.support.calls import forward, run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget
 from tests.support.pieces import SHARED, head_alone, of_heads, prefill, results_of, run_in_pieces
+from tests.support.served import new_cache, serve
 
 pytestmark = pytest.mark.bits
 BF16, VARIANTS = torch.bfloat16, ("kda", "gdn")
@@ -55,6 +57,59 @@ def test_training_in_pieces_has_the_bits_of_one_call(variant, dtype):
     for case in long_cases(variant, dtype):
         whole = few_bits(run(case, invariant=True))
         assert_all_identical(run_in_pieces(case, WHERE, invariant=True), whole)
+
+
+@EACH
+def test_prompts_tokens_and_drafts_have_the_bits_of_one_call(variant, dtype):
+    steps = [[(1, 1, n % 4), (0, 1, 3 - n % 4)] for n in range(70)]
+    calls = [[(0, 4097, 3)], [(1, 50, 0), (0, 3, 2), (None, 4, 0)], *steps]
+    calls += [[(0, 5000, 0), (1, 1, 3)], [(1, 579, 0), (0, 830, 1)]]
+    for case in long_cases(variant, dtype):
+        case = replace(case, state=False, final=False, lengths=(10_000, 700), T=0)
+        assert_identical(serve(case, calls, 3, null=0), forward(case, invariant=True)["o"], "o")
+
+
+def test_a_captured_step_replays_with_new_tokens_and_slots(variant):
+    case = replace(SMALL, variant=variant, lengths=(160, 160), state=False, final=False)
+    want, x = forward(case, invariant=True)["o"], case.inputs(CUDA)
+    cache, names = new_cache(case, 4, 2), ("q", "k", "v", "g", "beta")
+    cache.reset()
+    given = [torch.zeros_like(x[n][:, :9]) for n in names]
+    slots, rejected = (torch.zeros(3, dtype=torch.int64, device=CUDA) for _ in range(2))
+    offsets = torch.zeros(4, dtype=torch.int32, device=CUDA)
+
+    def call():
+        flags = case.flags("chunk_")
+        o = cache.step(getattr(kda_ops, f"chunk_{variant}_"), *given, slots, offsets, **flags)
+        cache.crop(rejected, slots)
+        return o
+
+    with torch.inference_mode():
+        slots.fill_(-1)
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = call()
+        slots.copy_(torch.tensor([3, -1, 1]))
+        for t in range(0, 160, 2):
+            for buffer, n in zip(given, names):  # two tokens, two drafts; three of nobody's; two
+                first, second = x[n][:, t : t + 4], x[n][:, 160 + t : 162 + t]
+                buffer[:, : first.shape[1]] = first
+                buffer[:, 2:4] = x[n][:, :2]
+                buffer[:, 7:9] = second
+            offsets.copy_(torch.tensor([0, 4, 7, 9]))
+            rejected.copy_(torch.tensor([2, 0, 0]))
+            graph.replay()
+            assert_identical(o[:, :2], want[:, t : t + 2], "o")
+            assert_identical(o[:, 7:9], want[:, 160 + t : 162 + t], "o")
+            assert not o[:, 4:7].any()
+
+
+@pytest.mark.parametrize("words", ("", "--budget 1000 --slots 7"))
+def test_a_model_whose_matmuls_have_fixed_rows_generates_the_bits_of_training(words):
+    """fp32, products on blocks of 64 rows, TF32 as torch has it."""
+    example.main(f"--invariant --device cuda --hidden 256 --heads 2 {words}".split())
 
 
 @pytest.mark.parametrize(

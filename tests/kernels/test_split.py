@@ -139,8 +139,11 @@ def test_both_state_layouts_give_the_same_bits(variant):
     law(same, op="chunk", case=replace(LONG, variant=variant, lengths=(0, 150)))
 
 
-@pytest.mark.parametrize("indexed, null", ((False, -1), (True, -1), (True, 1)))
-def test_a_pool_is_read_before_it_is_written(variant, indexed, null):
+@pytest.mark.parametrize(
+    "indexed, null, final",
+    ((False, -1, True), (True, -1, True), (True, 1, True), (True, -1, False)),
+)
+def test_a_pool_is_read_before_it_is_written(variant, indexed, null, final):
     """The slot that a sequence starts from is the one where it ends, and snapshots lie in any
     run.
     """
@@ -149,7 +152,10 @@ def test_a_pool_is_read_before_it_is_written(variant, indexed, null):
     fresh = (True, null >= 0, True, null < 0)
     law(
         test_pools.test_a_call_on_a_pool_is_the_functional_call_on_its_slots,
-        pool=Pool(case, "chunk_", indexed, dead, snapshots=3 * indexed, null=null, fresh=fresh),
+        pool=Pool(
+            *(case, "chunk_", indexed, dead),
+            **dict(snapshots=3 * indexed, null=null, fresh=fresh, final=final),
+        ),
     )
 
 

@@ -287,7 +287,7 @@ def slots_after(pool: Pool, n: int) -> dict[int, int]:
     """Return each slot that sequence n writes, and after how many of its tokens."""
     _, first, end = pool.case.spans[n]
     _, _, snapshots = pool.indices()
-    written = {int(pool.start()[n]): end - first}
+    written = {int(pool.start()[n]): end - first} if pool.final else {}
     for j, slot in enumerate([] if snapshots is None else snapshots[n].tolist()):
         length = 64 * pool.every * (j + 1)
         if slot > pool.null and length <= end - first:
@@ -301,6 +301,7 @@ POOLS = {
     ),
     "raw, dead first": Pool(replace(RAW, lengths=(64, 33), tail=2), dead=(True, False)),
     "snapshots": Pool(replace(GIVEN, lengths=(131, 64, 200), HV=1), snapshots=2),
+    "moved on": Pool(replace(RAW, lengths=(64, 131, 33), HV=1), snapshots=1, final=False),
     "every second chunk": Pool(replace(RAW, lengths=(300, 128), HV=1), snapshots=2, every=2),
     "bf16": Pool(replace(RAW, lengths=(65, 64)), snapshots=1, dtype=BF16),
     "turned, not packed": Pool(replace(GIVEN, B=2, transposed=True), snapshots=1),

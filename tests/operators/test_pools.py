@@ -77,6 +77,8 @@ def states_along(pool, n):
     pool=Pool(Case("kda", lengths=(130, 70), H=1, HV=1), dead=(True, False), snapshots=2, null=0)
 )
 @example(pool=Pool(Case("gdn", B=3, T=2), "recurrent_", dead=(False, True), columns=2, null=3))
+@example(pool=Pool(Case("kda", lengths=(130, 64), tail=2, H=1, HV=1), snapshots=2, final=False))
+@example(pool=Pool(Case("gdn", B=2, T=65, H=1, HV=1), indexed=False, final=False))
 @example(
     pool=Pool(
         Case("gdn", lengths=(0, 70, 130, 9, 64), tail=2, H=1, HV=1),
@@ -111,8 +113,9 @@ def test_a_call_on_a_pool_is_the_functional_call_on_its_slots(pool):
                 )
         else:
             slot = n if indices is None else int(indices[n])
-            written[slot] = True
-            same(after[slot], state_after(b - a), f"state of sequence {n}", state_dtype)
+            if pool.final:
+                written[slot] = True
+                same(after[slot], state_after(b - a), f"state of sequence {n}", state_dtype)
         if snapshots is not None:
             for j, slot in enumerate(snapshots[n].tolist()):
                 length = (j + 1) * pool.every * CHUNK
@@ -442,3 +445,29 @@ def test_a_pool_may_have_any_strides_and_keeps_what_lies_between(variant, op):
     assert_identical(o, o_view, "o")
     assert_identical(after, around[:, :, 1].contiguous(), "the pool")
     assert bool((around[:, :, (0, 2)] == 7.0).all()), "something was written between the states"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_call_that_only_reads_its_slots_lets_sequences_share_one(variant):
+    case = Case(variant, lengths=(64, 64), state=False, final=False)
+    pool = Pool(case, snapshots=1, final=False)
+    flags = dict(state_indices=torch.tensor([1, 1]), snapshot_indices=torch.tensor([[2], [0]]))
+    o, after = pool.run(**flags)
+    copied = pool.state()
+    copied[0] = copied[1]
+    want, moved = pool.run(copied, **flags | {"state_indices": torch.tensor([1, 0])})
+    assert_identical(o, want, "o")
+    assert_identical(after, moved, "the pool")
+    state = pool.state()
+    for slots, into, message in (
+        ([0, 1], [[2], [2]], "^snapshot_indices must name distinct slots"),
+        ([0, 1], [[1], [2]], "^snapshot_indices must not name the slot of another sequence, got "
+                             "slot 1 for sequence 0"),
+        ([1, 1], [[1], [2]], "^snapshot_indices must not name the slot of another sequence"),
+        ([0, 99], [[1], [2]], "^state_indices must be below the number of slots"),
+    ):  # fmt: skip
+        flags = dict(state_indices=torch.tensor(slots), snapshot_indices=torch.tensor(into))
+        with pytest.raises(ValueError, match=message):
+            pool.run(state, **flags)
+    assert_identical(state, pool.state(), "the pool")

@@ -42,7 +42,8 @@ class Pool:
     tokens its own slot (`recurrent_`); `accepted` starts each sequence from one of them.
     `snapshots` > 0 gives each sequence that many snapshot slots (`chunk_`), every `every` chunks.
     `indexed` False: sequence n has slot n. Slots up to `null` are nobody's, and dead sequences name
-    some of them. A sequence that is `fresh` begins anew, from a slot of NaN (`chunk_`).
+    some of them. A sequence that is `fresh` begins anew, from a slot of NaN (`chunk_`). With
+    `final` False the first slots are only read, and the last snapshot takes that slot (`chunk_`).
     """
 
     case: Case
@@ -56,6 +57,7 @@ class Pool:
     dtype: torch.dtype | None = None  # of the pool; None: the state dtype of the case
     null: int = -1
     fresh: tuple[bool, ...] = ()
+    final: bool = True
 
     @property
     def slots(self) -> int:
@@ -113,6 +115,8 @@ class Pool:
             if self.null >= 0:  # where a snapshot is most likely to be due
                 lengths = self.case.lengths or (self.case.T,)
                 snapshots[lengths.index(max(lengths)), 0] = self.null
+        if snapshots is not None and not self.final:
+            snapshots[:, -1] = state[:, 0]
         accepted = (
             torch.randint(1, width + 1, (N,), generator=gen).to(dtype) if self.accepted else None
         )
@@ -122,6 +126,8 @@ class Pool:
     def flags(self) -> dict[str, object]:
         """Return the keyword arguments of the operator."""
         flags = self.case.flags(self.op)
+        if not self.final:
+            flags |= {"output_final_state": False}
         if self.null >= 0:
             flags |= {"null_slot": self.null}
         return flags | {"snapshot_every": self.every} if self.indexed and self.snapshots else flags
@@ -209,6 +215,7 @@ def pools(draw, op: str | None = None, **fixed: object) -> Pool:
         if case.dtype is not torch.float64 and not TARGET.slow
         else None
     )
+    fresh = tuple(draw(st.lists(st.booleans(), max_size=case.N))) if op == "chunk_" else ()
     return Pool(
         case,
         op,
@@ -220,7 +227,8 @@ def pools(draw, op: str | None = None, **fixed: object) -> Pool:
         draw(st.sampled_from((1, 2))) if snapshots else 1,
         dtype,
         draw(st.sampled_from((-1, 0, 2))) if indexed else -1,
-        tuple(draw(st.lists(st.booleans(), max_size=case.N))) if op == "chunk_" else (),
+        fresh,
+        op != "chunk_" or any(fresh) or draw(st.booleans()),
     )
 
 

@@ -187,7 +187,7 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
     D = (model.K,) if model.rank else ()
     activated = model.gate in ("softplus", "bounded")
     names = ["use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "transpose_state_layout"]
-    names += [] if in_place else ["output_final_state"]
+    names += [] if in_place and kind not in PREFILLS else ["output_final_state"]
     if kind not in (recurrent.Recur, *DECODES):
         names += ["safe_gate", "safe_beta", "safe_keys", "invariant"]
     flags: dict[str, Any] = {x: y for x, y in model.flags if x in names}

@@ -23,6 +23,7 @@ from examples import (
     fsdp,
     recall,
     serve,
+    serve_bits,
     train,
 )
 
@@ -157,6 +158,20 @@ def test_how_a_prompt_is_cut_does_not_change_the_output(budget):
         serve.Engine(model, 1, size).run([request])
         outputs.append(request.output)
     assert outputs[0] == outputs[1]
+
+
+def test_an_invariant_generator_has_the_bits_of_training(capsys):
+    words = "--invariant --requests 4 --slots 2 --hidden 32 --layers 1 --budget 50 --seed 1"
+    result = serve.main(words.split())
+    assert capsys.readouterr().out.count("0 of ") == 2
+    for found in result.values():
+        assert min(found.values()) > 0  # mixed batches, accepted and rejected drafts
+
+
+def test_drafts_that_are_not_taken_back_change_the_bits(monkeypatch):
+    monkeypatch.setattr(serve_bits.InvariantCache, "crop", lambda *_: None)
+    with pytest.raises(SystemExit, match="the generator's bits are not the trainer's"):
+        serve.main("--invariant --requests 4 --slots 2 --hidden 32 --layers 1 --seed 1".split())
 
 
 # --- guides ---------------------------------------------------------------------------------------

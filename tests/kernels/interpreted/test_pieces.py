@@ -11,6 +11,7 @@ from tests.support.calls import as_leaves, forward, run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
 from tests.support.pieces import head_alone, prefill, results_of, run_in_pieces
+from tests.support.served import serve
 
 pytestmark = pytest.mark.bits
 CPU = torch.device("cpu")
@@ -77,6 +78,17 @@ def test_a_head_of_a_sequence_alone_and_in_pieces_has_its_bits(variant, group):
         assert_all_identical(got, whole)
         some = run(own, inputs=inputs, cotangents=cotangents, need=("k",), invariant=True)
         assert_identical(some["dk"], whole["dk"])
+
+
+@pytest.mark.parametrize("variant, dtype", (("kda", torch.float16), ("gdn", torch.float32)))
+def test_prompts_tokens_and_drafts_of_a_cache_have_the_bits_of_one_call(variant, dtype):
+    """Served on one number of multiprocessors, computed on another."""
+    case = replace(GATED, variant=variant, dtype=dtype, lengths=(131, 70), state=False, final=False)
+    with force(processors=1):
+        want = forward(case, invariant=True)["o"]
+    calls = [[(1, 63, 2), (0, 65, 0), (None, 2, 0)], [(1, 1, 2)], [(0, 66, 0), (1, 6, 1)]]
+    with force(processors=10**6, run=1):
+        assert_identical(serve(case, calls, 2, null=0), want, "o")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -53,6 +53,7 @@ class Ends(NamedTuple):
     initial: Strided  # the states that sequences start from, [N, HV, K, V], or a pool of slots
     final: Strided  # the states that sequences end with, likewise
     slots: Pointer  # [N], the slot of each sequence in a pool
+    pool: Strided  # of the slots of snapshots
     into: Strided  # [N, columns], the slots of snapshots
     states: Pointer  # [NT, HV, K, V], the state before each chunk, kept for backward
     v_new: Pointer  # [NT, HV, 64, V], kept for backward
@@ -86,7 +87,7 @@ def snapshot(
     to NULL is skipped.
     """
     if ends.into.pointer is not None:
-        pool, table = ends.final, ends.into
+        pool, table = ends.pool, ends.into
         due = (chunk % every == 0) & (at.length >= chunk * CHUNK) & (chunk // every <= columns)
         slot = tl.load(
             table.pointer
@@ -523,6 +524,7 @@ def scan(
         initial=strided(initial),
         final=strided(final),
         slots=dense(slots),
+        pool=strided(None if into is None else initial),
         into=strided(into),
         states=None if trace is None else trace.states,
         v_new=None if trace is None else trace.v_new,
@@ -530,7 +532,7 @@ def scan(
     )
     if runs.length:
         none = strided(None)
-        maps = ends._replace(o=none, final=none, into=none, states=None, v_new=None)
+        maps = ends._replace(o=none, final=none, pool=none, into=none, states=None, v_new=None)
         carry(
             tuning.choose(name + "_maps", p, tuning.Columns), maps._replace(maps=strided(runs.maps))
         )
