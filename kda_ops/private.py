@@ -1,8 +1,8 @@
 """Every private name of PyTorch that the package uses, each with its reason.
 
 Another version of torch may change these names without notice: ``tests/tools/test_private.py``
-tests for each one the behaviour that the package relies on. They hold for torch 2.11 to 2.13
-(`VERSIONS`). "Public:" names what could replace a private name, and what keeps us from it.
+tests the behaviour that the package relies on, or names the tests that do. They hold for torch 2.11
+to 2.13 (`VERSIONS`). "Public:" names what could replace a private name, and what keeps us from it.
 
 Names are bound at import, so a call costs what it costs in torch. What takes long to import, or
 belongs to a part of torch that imports us (`kda_ops.registrations.lazy`), is bound when it is first
