@@ -154,6 +154,12 @@ def sglang_calls(x: Tokens, kind: str) -> tuple[str, Words]:
         call |= dict(mixed_qkv=x.qkv, a=x.a.flatten(1), b=x.b.float(), scale=D**-0.5)
         return "packed_decode", call | dict(num_v_heads=HEADS[x.variant][1], head_v_dim=D)
     call |= x.split | dict(query_start_loc=x.starts)
+    if kind == "verify":
+        N, states = len(x.lengths), x.pool.shape[1:]
+        drafts = torch.empty((N, 1 + DRAFTS, *states), dtype=x.pool.dtype, device=DEVICE)
+        call |= dict(a=x.a.flatten(1), b=x.b.float(), intermediate_states_buffer=drafts)
+        call |= dict(intermediate_state_indices=torch.arange(N, device=DEVICE).int())
+        return "target_verify", call | dict(cache_steps=1 + DRAFTS, retrieve_parent_token=None)
     call |= dict(g=x.a[None], beta=x.b[None], beta_is_raw=True, lower_bound=None)
     return "extend", call | dict(dt_bias=x.dt_bias.flatten())
 
@@ -194,8 +200,7 @@ def settings(name: str) -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype
         for dtype in (torch.float32, torch.bfloat16):
             for B in BATCHES:
                 yield variant, "decode", (1,) * B, dtype
-                if name == "vllm":
-                    yield variant, "verify", (1 + DRAFTS,) * B, dtype
+                yield variant, "verify", (1 + DRAFTS,) * B, dtype
         if name == "vllm" or variant == "kda":  # SGLang's GDN prefill stays its own
             yield variant, "prefill", PROMPTS, torch.float32
 
