@@ -150,18 +150,22 @@ def test_slots_are_reused_and_given_back():
 
 
 def test_padded_steps_on_slots_of_nan_decode_what_a_prefill_does(monkeypatch):
-    """Free slots hold NaN. Three requests are padded to four, and slot 0 keeps its NaN."""
-    new_pools = serve.Model.new_pools
-    monkeypatch.setattr(
-        serve.Model, "new_pools", lambda *args: [pool.fill_(torch.nan) for pool in new_pools(*args)]
-    )
+    """Free slots hold NaN. Three requests are padded to four, and slot 0 keeps its ones."""
+
+    def new_pools(model, slots, make=serve.Model.new_pools):
+        pools = make(model, slots)
+        for pool in pools:
+            pool.fill_(torch.nan)[0] = 1
+        return pools
+
+    monkeypatch.setattr(serve.Model, "new_pools", new_pools)
     torch.manual_seed(0)
     model = serve.Model(hidden=32).requires_grad_(False)
     engine = serve.Engine(model, 5)
     prompts = ([1], list(range(70)), [5, 7])
     requests = [serve.Request(prompt, 6) for prompt in prompts]
     engine.run(requests)
-    assert engine.decodes.keys() == {4} and all(pool[0].isnan().all() for pool in engine.pools)
+    assert engine.decodes.keys() == {4} and all((pool[0] == 1).all() for pool in engine.pools)
     for request in requests:
         for i, token in enumerate(request.output):
             alone = serve.Request(request.prompt + request.output[:i], 1)
