@@ -10,14 +10,17 @@ Usage::
 A request owns one slot of the pool from admission to its last token. Per layer the slot holds
 ``heads * K * V`` numbers, independent of the request's length.
 
-Each step of the engine packs one row of tokens. Each active request contributes either some chunks
-of its prompt, or its last output token. The step makes one call per layer: `chunk_kda_` if any
-request reads its prompt, otherwise `recurrent_kda_`. Both operators update the states in their
-slots in place, without gather, copy or padding. The engine zeroes a free slot and gives it to the
-next request.
+Each step packs one row of tokens: the last output token of each request that decodes, then pieces
+of prompts. Per layer, `recurrent_kda_` takes the first part and `chunk_kda_` the second. Both
+operators update the states in their slots in place and write their outputs to one buffer (`out`).
+Free slots are not zeroed, because `has_initial_state` lets a new request start from zero.
+
+A step without prompts is padded to the next power of two by sequences of slot 0, which belongs to
+nobody (`null_slot=0`). On a GPU it is a CUDA graph, captured once per batch size.
 
 The model has random weights, so its output is meaningless. `--check` (the default) compares every
-request's output with the same request served alone.
+request's output with the same request served alone. Then the example prints the speed of decode
+for several numbers of requests.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ import importlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +41,7 @@ import kda_ops
 from kda_ops.tools.machine import need_device
 
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+NOBODY = 0  # this slot and those below it are neither read nor written
 CHUNK = 64  # prompts are cut at multiples of this, so their chunks match those of one long call
 
 
@@ -51,6 +57,11 @@ class Request:
     output: list[int] = field(default_factory=list)
 
     @property
+    def reading(self) -> bool:
+        """Return whether a part of the prompt is left to read."""
+        return self.done < len(self.prompt)
+
+    @property
     def finished(self) -> bool:
         """Return whether all tokens are generated."""
         return len(self.output) == self.wanted
@@ -60,16 +71,27 @@ class Request:
 
         At most `budget` prompt tokens, in whole chunks unless they finish the prompt.
         """
-        left = len(self.prompt) - self.done
-        if left <= 0:
+        if not self.reading:
             return self.output[-1:]
+        left = len(self.prompt) - self.done
         return self.prompt[
             self.done : self.done + (left if left <= budget else budget // CHUNK * CHUNK)
         ]
 
 
+@dataclass
+class Batch:
+    """A row of tokens: one for each of `decoding` requests, then the pieces of prompts."""
+
+    tokens: Tensor  # [T]
+    slots: Tensor  # [requests]
+    decoding: int
+    cu_seqlens: Tensor | None = None  # [prompts + 1], from the first prompt's first token
+    has_initial_state: Tensor | None = None  # [prompts], false at the first piece of a prompt
+
+
 class Layer(nn.Module):
-    """Kimi Delta Attention and a gated MLP; x ``[1, T, hidden]`` packs several requests."""
+    """Kimi Delta Attention and a gated MLP, on the tokens ``[T, hidden]`` of a batch."""
 
     def __init__(self, hidden: int, heads: int, width: int):
         super().__init__()
@@ -82,26 +104,25 @@ class Layer(nn.Module):
         self.A_log = nn.Parameter(torch.linspace(-3, 0, heads))
         self.dt_bias = nn.Parameter(torch.zeros(heads, width))
 
-    def forward(
-        self, x: Tensor, pool: Tensor, slots: Tensor, cu_seqlens: Tensor, decoding: bool
-    ) -> Tensor:
+    def forward(self, x: Tensor, pool: Tensor, batch: Batch) -> Tensor:
         """Run each request's tokens on the state in its slot of `pool`, and update it in place."""
-        normed = F.rms_norm(x, x.shape[-1:])
-        q, k, v, g = self.qkvg_proj(normed).unflatten(-1, (4, self.heads, self.width)).unbind(2)
-        operator = kda_ops.recurrent_kda_ if decoding else kda_ops.chunk_kda_
-        o = operator(
-            q,
-            k,
-            v,
-            g,
-            self.b_proj(normed),
-            pool,
-            slots,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            cu_seqlens=cu_seqlens,
-            **FLAGS,
-        )
+        normed, n = F.rms_norm(x, x.shape[-1:]), batch.decoding
+        q, k, v, g = self.qkvg_proj(normed).unflatten(-1, (4, self.heads, self.width)).unbind(1)
+        vectors, o = (q, k, v, g, self.b_proj(normed)), v.new_empty(v.shape)
+        flags = dict(FLAGS, A_log=self.A_log, dt_bias=self.dt_bias, null_slot=NOBODY)
+        if n:
+            tokens = (t[:n, None] for t in vectors)  # [n, 1, ...]
+            kda_ops.recurrent_kda_(*tokens, pool, batch.slots[:n], out=o[:n, None], **flags)
+        if batch.cu_seqlens is not None:
+            kda_ops.chunk_kda_(
+                *(t[None, n:] for t in vectors),
+                pool,
+                batch.slots[n:],
+                cu_seqlens=batch.cu_seqlens,
+                has_initial_state=batch.has_initial_state,
+                out=o[None, n:],
+                **flags,
+            )
         x = x + self.o_proj(F.rms_norm(o, o.shape[-1:]).flatten(-2))
         gate, up = self.up_proj(F.rms_norm(x, x.shape[-1:])).chunk(2, -1)
         return x + self.down_proj(F.silu(gate) * up)
@@ -117,65 +138,105 @@ class Model(nn.Module):
         self.head = nn.Linear(hidden, vocabulary, bias=False)
 
     def new_pools(self, slots: int) -> list[Tensor]:
-        """Return one zeroed pool per layer, [slots, heads, K, V]."""
+        """Return one pool per layer, [slots, heads, K, V], whose states are not initialised."""
         return [
-            torch.zeros(slots, m.heads, m.width, m.width, device=self.head.weight.device)
+            torch.empty(slots, m.heads, m.width, m.width, device=self.head.weight.device)
             for m in self.layers
         ]
 
-    def forward(
-        self, tokens: Tensor, pools: list[Tensor], slots: Tensor, cu_seqlens: Tensor, decoding: bool
-    ) -> Tensor:
-        """Return logits after the last token of each request, [N, vocabulary]."""
-        x = self.embedding(tokens)[None]
+    def forward(self, batch: Batch, pools: list[Tensor]) -> Tensor:
+        """Return the most likely token after the last token of each request, [requests]."""
+        x, n = self.embedding(batch.tokens), batch.decoding
         for layer, pool in zip(self.layers, pools):
-            x = layer(x, pool, slots, cu_seqlens, decoding)
-        return self.head(F.rms_norm(x[0, cu_seqlens[1:].long() - 1], x.shape[-1:]))
+            x = layer(x, pool, batch)
+        if batch.cu_seqlens is not None:
+            x = torch.cat([x[:n], x[n:][batch.cu_seqlens[1:] - 1]])
+        return self.head(F.rms_norm(x, x.shape[-1:])).argmax(-1)
+
+
+class Decode:
+    """A step of up to `size` requests that all decode; on a GPU a captured CUDA graph."""
+
+    def __init__(self, model: Model, pools: list[Tensor], size: int):
+        self.model, self.pools, self.size = model, pools, size
+        device = pools[0].device
+        self.inputs = torch.full((2, size), NOBODY, device=device)  # tokens and slots
+        self.graph = None
+        if device.type == "cuda":
+            self.run()  # compiles kernels; nobody's slot is not written
+            torch.cuda.synchronize(device)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.device(device), torch.cuda.graph(self.graph):
+                self.best = self.run()
+
+    def run(self) -> Tensor:
+        """Launch the step on the inputs, and return the next tokens [size]."""
+        return self.model(Batch(*self.inputs, self.size), self.pools)
+
+    def __call__(self, tokens: list[int], slots: list[int]) -> Tensor:
+        """Return the next token of each request."""
+        padding = [NOBODY] * (self.size - len(tokens))
+        self.inputs.copy_(torch.tensor([tokens + padding, slots + padding]))
+        if self.graph is None:
+            best = self.run()
+        else:
+            self.graph.replay()
+            best = self.best
+        return best[: len(tokens)]
 
 
 class Engine:
     """Runs requests on `slots` slots; a step reads at most `budget` prompt tokens per request."""
 
     def __init__(self, model: Model, slots: int, budget: int = 128):
-        self.model, self.budget = model, max(budget, CHUNK)
-        self.pools, self.free = model.new_pools(slots), list(range(slots))
+        self.model, self.slots, self.budget = model, slots, max(budget, CHUNK)
+        self.pools, self.free = model.new_pools(slots + 1), list(range(1, slots + 1))
         self.active: list[Request] = []
+        self.decodes: dict[int, Decode] = {}  # batch size -> its step
         self.steps = self.tokens = self.mixed = 0
 
     def admit(self, waiting: deque[Request]) -> None:
-        """Zero the free slots and give them to the requests that have arrived."""
+        """Give free slots, as they are, to the requests that have arrived."""
         while waiting and self.free and waiting[0].arrival <= self.steps:
-            request = waiting.popleft()
-            request.slot = self.free.pop()
-            for pool in self.pools:
-                pool[request.slot] = 0
-            self.active.append(request)
+            waiting[0].slot = self.free.pop()
+            self.active.append(waiting.popleft())
 
     @torch.inference_mode()
     def step(self) -> None:
         """Run one packed batch: every active request reads prompt tokens or generates a token."""
         self.steps += 1
-        work = [request.next_tokens(self.budget) for request in self.active]
-        if not work:
+        if not self.active:
             return
-        decoding = [request.done >= len(request.prompt) for request in self.active]
-        device = self.pools[0].device
-        tokens = torch.tensor([token for part in work for token in part], device=device)
-        slots = torch.tensor(
-            [request.slot for request in self.active], dtype=torch.int32, device=device
-        )
-        cu_seqlens = torch.tensor(
-            [0, *(len(part) for part in work)], dtype=torch.int32, device=device
-        ).cumsum(0, dtype=torch.int32)
-        best = self.model(tokens, self.pools, slots, cu_seqlens, all(decoding)).argmax(-1).tolist()
-        for request, part, token in zip(self.active, work, best):
+        self.active.sort(key=lambda request: request.reading)  # those that decode come first
+        work = [request.next_tokens(self.budget) for request in self.active]
+        slots = [request.slot for request in self.active]
+        decoding = sum(not request.reading for request in self.active)
+        if decoding < len(work):
+            best = self.model(self.pack(work, slots, decoding), self.pools)
+        else:
+            size = min(self.slots, 1 << (decoding - 1).bit_length())
+            if size not in self.decodes:
+                self.decodes[size] = Decode(self.model, self.pools, size)
+            best = self.decodes[size]([token for (token,) in work], slots)
+        for request, part, token in zip(self.active, work, best.tolist()):
             request.done += len(part)
-            if request.done >= len(request.prompt):
+            if not request.reading:
                 request.output.append(token)
-        self.tokens += len(tokens)
-        self.mixed += any(decoding) and not all(decoding)
+        self.tokens += sum(map(len, work))
+        self.mixed += 0 < decoding < len(work)
         self.free += [request.slot for request in self.active if request.finished]
         self.active = [request for request in self.active if not request.finished]
+
+    def pack(self, work: list[list[int]], slots: list[int], decoding: int) -> Batch:
+        """Return a batch whose requests past the first `decoding` read pieces of their prompts."""
+        tensor = partial(torch.tensor, device=self.pools[0].device)
+        return Batch(
+            tensor([token for part in work for token in part]),
+            tensor(slots),
+            decoding,
+            tensor([0, *accumulate(map(len, work[decoding:]))]),
+            tensor([request.done > 0 for request in self.active[decoding:]]),
+        )
 
     def run(self, requests: list[Request]) -> None:
         """Run steps until every request is finished."""
@@ -199,8 +260,20 @@ def make_requests(count: int, vocabulary: int, seed: int) -> list[Request]:
     ]
 
 
+def measure(model: Model, count: int, wanted: int) -> float:
+    """Return the tokens per second that `count` requests generate together, prompts not timed."""
+    engine = Engine(model, count)
+    engine.active = [Request([1], wanted + 2, slot=slot) for slot in engine.free]
+    engine.free = []
+    engine.step()  # the prompts
+    engine.step()  # on a GPU, compiles and captures
+    start = time.perf_counter()
+    engine.run([])
+    return count * wanted / (time.perf_counter() - start)
+
+
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Serve, print tokens per second, and compare every request with itself served alone."""
+    """Serve, compare every request with itself served alone, and print tokens per second."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, default in (
         ("requests", 12),
@@ -258,6 +331,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if alone.output != request.output:
                 raise SystemExit("a request's output differs from that of the request alone")
         print("every request gives the same output alone")
+    counts, wanted = ((1, 8), 8) if args.device == "cpu" else ((1, 8, 128), 256)
+    for count in counts:
+        speed = measure(model, count, wanted)
+        print(f"decode, batch of {count}: {speed:.0f} tokens/s")
     return {
         "steps": engine.steps,
         "mixed": engine.mixed,

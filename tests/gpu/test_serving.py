@@ -527,4 +527,26 @@ def test_the_engine_runs_as_a_program():
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0 and "tokens/s" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert all(f"decode, batch of {n}: " in done.stdout for n in (1, 8, 128)), done.stdout
+
+
+def test_the_engine_replays_one_graph_per_batch_size():
+    """A replay gives the tokens and the states of a step that runs eagerly."""
+    torch.manual_seed(0)
+    engine = serve.Engine(serve.Model(hidden=128).cuda().requires_grad_(False), 6)
+    engine.run([serve.Request([1], 2 + i) for i in range(6)])
+    assert engine.decodes.keys() == {1, 2, 4, 6}
+    with torch.inference_mode():
+        for decode in engine.decodes.values():
+            for pool in engine.pools:
+                pool[0] = 0  # nobody's, which is not initialised
+            before = [pool.clone() for pool in engine.pools]
+            best = decode([7], [3]).clone()
+            after = [pool.clone() for pool in engine.pools]
+            for pool, old in zip(engine.pools, before):
+                pool.copy_(old)
+            assert decode.graph is not None and decode.run()[:1].equal(best)
+            for pool, want, old in zip(engine.pools, after, before):
+                torch.testing.assert_close(pool, want)
+                assert not want[3].equal(old[3]) and want[0].equal(old[0])

@@ -129,7 +129,7 @@ def test_recall_reaches_95_percent_through_the_state_alone():
 def test_every_request_gives_the_same_output_alone(capsys):
     result = serve.main(["--requests", "8", "--slots", "3", "--hidden", "32"])
     out = capsys.readouterr().out
-    assert "tokens/s" in out and "alone" in out
+    assert "alone" in out and "decode, batch of 1: " in out and "decode, batch of 8: " in out
     assert result["mixed"] > 0 and result["produced"] > 8
 
 
@@ -145,8 +145,40 @@ def test_slots_are_reused_and_given_back():
     engine = serve.Engine(serve.Model(hidden=32).requires_grad_(False), 2)
     requests = serve.make_requests(5, 256, seed=1)
     engine.run(requests)
-    assert sorted(engine.free) == [0, 1] and not engine.active
-    assert all(request.finished and 0 <= request.slot < 2 for request in requests)
+    assert sorted(engine.free) == [1, 2] and not engine.active
+    assert all(request.finished and request.slot in (1, 2) for request in requests)
+
+
+def test_padded_steps_on_slots_of_nan_decode_what_a_prefill_does(monkeypatch):
+    """Free slots hold NaN. Three requests are padded to four, and slot 0 keeps its ones."""
+
+    def new_pools(model, slots, make=serve.Model.new_pools):
+        pools = make(model, slots)
+        for pool in pools:
+            pool.fill_(torch.nan)[0] = 1
+        return pools
+
+    monkeypatch.setattr(serve.Model, "new_pools", new_pools)
+    torch.manual_seed(0)
+    model = serve.Model(hidden=32).requires_grad_(False)
+    engine = serve.Engine(model, 5)
+    prompts = ([1], list(range(70)), [5, 7])
+    requests = [serve.Request(prompt, 6) for prompt in prompts]
+    engine.run(requests)
+    assert engine.decodes.keys() == {4} and all((pool[0] == 1).all() for pool in engine.pools)
+    for request in requests:
+        for i, token in enumerate(request.output):
+            alone = serve.Request(request.prompt + request.output[:i], 1)
+            serve.Engine(model, 1).run([alone])
+            assert alone.output == [token]
+
+
+@pytest.mark.quick
+def test_sizes_of_decode_steps_are_powers_of_two_up_to_the_slots():
+    torch.manual_seed(0)
+    engine = serve.Engine(serve.Model(hidden=32, layers=1).requires_grad_(False), 6)
+    engine.run([serve.Request([1], 2 + i) for i in range(6)])
+    assert engine.decodes.keys() == {1, 2, 4, 6}
 
 
 @pytest.mark.parametrize("budget", (64, 128, 1000))
