@@ -30,7 +30,7 @@ PRIVATE = re.compile(
     r"\b(?:torch(?:\.\w+)*\._(?!_)\w+|triton\.(?:runtime|backends|compiler|knobs)\b)"
 )
 MODULES = {"kda_ops.private": "", "kda_ops.backends.triton.private": "triton."}
-# names whose behaviour other tests see: each was replaced once, and its tests failed
+# names whose behaviour other tests see, by test file
 HELD = {
     "compile/test_fold_refusals.py": "storage_of",
     "compile/test_compiled.py": "set_code_exec_strategy SKIP",
