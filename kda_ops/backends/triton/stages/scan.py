@@ -53,7 +53,7 @@ class Ends(NamedTuple):
     initial: Strided  # the states that sequences start from, [N, HV, K, V], or a pool of slots
     final: Strided  # the states that sequences end with, likewise
     slots: Pointer  # [N], the slot of each sequence in a pool
-    pool: Strided  # of the slots of snapshots
+    pool: Strided  # of the slots of snapshots, where no final state is written
     into: Strided  # [N, columns], the slots of snapshots
     states: Pointer  # [NT, HV, K, V], the state before each chunk, kept for backward
     v_new: Pointer  # [NT, HV, 64, V], kept for backward
@@ -87,7 +87,9 @@ def snapshot(
     to NULL is skipped.
     """
     if ends.into.pointer is not None:
-        pool, table = ends.pool, ends.into
+        # the same pool, but a second pointer to it takes registers (100 B of stack with Triton 3.6)
+        pool = ends.final if ends.final.pointer is not None else ends.pool
+        table = ends.into
         due = (chunk % every == 0) & (at.length >= chunk * CHUNK) & (chunk // every <= columns)
         slot = tl.load(
             table.pointer
@@ -524,7 +526,7 @@ def scan(
         initial=strided(initial),
         final=strided(final),
         slots=dense(slots),
-        pool=strided(None if into is None else initial),
+        pool=strided(None if into is None or final is not None else initial),
         into=strided(into),
         states=None if trace is None else trace.states,
         v_new=None if trace is None else trace.v_new,

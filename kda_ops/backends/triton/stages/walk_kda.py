@@ -553,7 +553,8 @@ def scan(
         # a chunk with rows that are no tokens is written below; here it is out of range
         store_tile(o_d, [gl.where(here < 64, FAR, span.token + n * 64), span.i_h * V], o_b)
         if into.pointer is not None:
-            snapshot(S, into, initial, span, n + 1, every, columns, W, NULL)
+            pool = final if final.pointer is not None else initial
+            snapshot(S, into, pool, span, n + 1, every, columns, W, NULL)
     if final.pointer is not None:
         if span.live:
             p_s = state_at(final.pointer, final.strides, slot, span.i_h, W)
