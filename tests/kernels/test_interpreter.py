@@ -11,6 +11,8 @@ import pytest
 from tests.support.fresh import ROOT, run_tests
 
 KERNELS = Path(__file__).parent
+# minutes each; at every change their laws run natively, or on the simulated GPU
+NIGHTLY = ("test_layer_operators.py", "test_pieces.py", "test_plans.py", "test_promises.py")
 FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_split.py")
 
 
@@ -23,7 +25,8 @@ FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_s
     [
         pytest.param(
             f.relative_to(ROOT).as_posix(),
-            marks=[pytest.mark.quick] if f.name == "test_step.py" else [],
+            marks=[pytest.mark.quick] * (f.name == "test_step.py")
+            + [pytest.mark.nightly] * (f.name in NIGHTLY),
         )
         for f in FILES
     ],
