@@ -119,6 +119,7 @@ def test_train_and_held_out_text_share_no_file():
     assert held_out == bytes(second.tolist()) and len(first) > 5 * len(second) > 0
 
 
+@pytest.mark.nightly
 def test_recall_reaches_95_percent_through_the_state_alone():
     assert recall.main([]) > 0.95
 
