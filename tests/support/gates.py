@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -75,21 +74,10 @@ def test_far_logits_have_the_gradients_of_the_definition(rank, kind):
     *inputs, dy = gate_inputs(rank, FAR)
 
     def twin(draw: int) -> Results:
-        """Sum tokens one after another, in an order of the draw's, as a kernel may."""
-        if not draw:
-            return by_autograd(rank, kind, dy, *inputs)
-        g, A_log, dt_bias = inputs
-        rows = (x.expand(g.shape) for x in (A_log.reshape(-1, *[1] * rank), dt_bias))
-        leaves = [x.clone().requires_grad_() for x in (g, *rows)]
-        y = KINDS[kind](leaves[1].exp(), leaves[0] + leaves[2])
-        dg, dA, db = torch.autograd.grad(y, leaves, dy)
-        tokens = dy.shape[0] * dy.shape[1]
-        order = torch.randperm(tokens, generator=torch.Generator().manual_seed(draw))
-        dA, db = (
-            torch.from_numpy(np.add.accumulate(x.flatten(0, 1)[order].numpy())[-1])
-            for x in (dA.sum(-1) if rank else dA, db)
-        )
-        return {"y": y.detach(), "dg": dg, "dA_log": dA, "ddt_bias": db}
+        """Perturb dy by up to half a unit in the last place."""
+        noise = torch.rand(dy.shape, generator=torch.Generator().manual_seed(draw)).double() - 0.5
+        near = dy * (1.0 + (draw > 0) * torch.finfo(dy.dtype).eps * noise)
+        return by_autograd(rank, kind, near.float(), *inputs)
 
     want = by_autograd(rank, kind, dy.double(), *(x.double() for x in inputs))
     assert_all_close(both(rank, kind, dy, *inputs), want, twin)
