@@ -64,12 +64,16 @@ def pieces_agree(case: Case) -> bool:
     return torch.equal(torch.cat(parts, 1), whole) and torch.equal(state, final)
 
 
+def shared_flags(case: Case) -> dict[str, Any]:
+    """Return the flags that both operators have: `recurrent_` takes no promises."""
+    return {n: x for n, x in flags(case).items() if not n.startswith("safe_")}
+
+
 def decode(case: Case) -> dict[str, Callable[[], Any]]:
     """Return a step of `recurrent_`, and one of a cache, of a case of one token."""
     x, B = make_inputs(case), case.sizes["B"]
     HV, D = case.sizes["HV"], case.sizes["D"]
-    words: dict[str, Any] = {n: x.get(n) for n in INPUTS} | flags(case)
-    words = {n: y for n, y in words.items() if not n.startswith("safe_")}  # recurrent_ has none
+    words: dict[str, Any] = {n: x.get(n) for n in INPUTS} | shared_flags(case)
     pool = torch.zeros(B, HV, D, D, device=case.device)
     cache = InvariantCache(pool.clone(), *(x[n] for n in TOKENS))
     recurrent, chunk_ = (getattr(kda_ops, f"{n}_{case.op}_") for n in ("recurrent", "chunk"))
@@ -89,7 +93,7 @@ def decode_agrees(case: Case) -> bool:
     """Return whether steps have the bits of one call, for one token over and over."""
     x = make_inputs(case)
     whole = {n: t.expand(-1, DECODED, *t.shape[2:]) if n in TOKENS else t for n, t in x.items()}
-    words = {n: y for n, y in flags(case).items() if not n.startswith("safe_")}
+    words = shared_flags(case)
     with torch.no_grad():
         want, _ = CHUNK[case.op](*map(whole.get, INPUTS), **words, invariant=True)
     step = decode(case)["step"]

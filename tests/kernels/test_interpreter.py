@@ -11,8 +11,8 @@ import pytest
 from tests.support.fresh import ROOT, run_tests
 
 KERNELS = Path(__file__).parent
-# minutes each; at every change their laws run natively, or on the simulated GPU
-NIGHTLY = ("test_layer_operators.py", "test_pieces.py", "test_plans.py", "test_promises.py")
+# minutes each: at every change the same laws run natively or, those of plans, on the simulated GPU
+NIGHTLY = ("test_pieces.py", "test_plans.py", "test_promises.py")
 FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_split.py")
 
 

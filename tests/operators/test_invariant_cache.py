@@ -159,14 +159,15 @@ def test_steps_compile_to_one_graph(variant):
 )
 def test_a_wrong_step_is_refused_and_changes_nothing(words, error, message):
     x, cache = prefilled(DENSE)
-    before = copy.deepcopy(cache.state_dict())
-    x["q"] = x["q"].bfloat16() if words.pop("q", None) else x["q"]
-    x["k"] = x["k"][..., :8] if words.pop("k", None) else x["k"]
-    x |= {n: words.pop(n) for n in ("g",) if n in words}
-    words = {n: torch.tensor(t, device=TARGET.device) if isinstance(t, list) else t
-             for n, t in words.items()}  # fmt: skip
+    before, given = copy.deepcopy(cache.state_dict()), dict(words)
+    x["q"] = x["q"].bfloat16() if given.pop("q", None) else x["q"]
+    x["k"] = x["k"][..., :8] if given.pop("k", None) else x["k"]
+    x["g"] = given.pop("g", x["g"])
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = torch.tensor(value, device=TARGET.device)
     with pytest.raises(error, match=f"^{message}"):
-        step(cache, DENSE, x, 70, 72, **words)
+        step(cache, DENSE, x, 70, 72, **given)
     for name, buffer in cache.state_dict().items():
         assert torch.equal(buffer, before[name])
 

@@ -220,7 +220,7 @@ def first_slot(slots, strides, accepted, sources, i_n, N, width, NULL: tl.conste
     """Return the slot of the state before the first token, negative without one.
 
     It is in the column of the last accepted token, or in column 0 without `accepted`. With
-    `sources` [N] it is there, and a slot of another pool.
+    `sources` [N], a sequence starts from slot ``sources[i_n]`` of another pool.
     """
     here = i_n < N
     if sources is not None:
