@@ -421,7 +421,7 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
     group = p.HV // max(p.H, 1)
     q, k = (t.repeat_interleave(group, 2) if group > 1 else t for t in (x.q, x.k))
     rows = (q * p.scale, k, v, x.g.exp()[..., None], x.beta[..., None, None])
-    if offsets is not None or slots is not None:
+    if offsets is not None or live is not None:
         o.zero_()  # tokens of no sequence or of one without a slot
     kv_out = None if final_state is None or final_state.dim() == 1 else p.as_kv(final_state)
     for t in range(p.T if count is None else int(count.max()) if p.N else 0):
@@ -442,10 +442,13 @@ def step(p: Problem, o: Tensor, final_state: Tensor | None) -> None:
             _write(kv_out, slot, b_S[..., : p.V])
         o[token] = b_o
     if kv_out is not None and not per_token:
-        if slots is None:
+        if slots is None and live is None:
             kv_out.copy_(S[..., : p.V])
         else:
-            _write(kv_out, slots, S[..., : p.V])
+            ends = torch.arange(p.N) if slots is None else slots
+            if live is not None:
+                ends, S = ends[live], S[live]
+            _write(kv_out, ends, S[..., : p.V])
 
 
 def _write(pool: Tensor, slot: Tensor, S: Tensor) -> None:

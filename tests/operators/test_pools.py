@@ -182,6 +182,20 @@ def test_a_second_pool_to_start_from_is_only_read(pool):
     assert_source(pool)
 
 
+@pytest.mark.skipif(TARGET.device.type != "cpu", reason="the definition runs on a CPU")
+@pytest.mark.parametrize("form", (dict(columns=2), dict(columns=0), dict(indexed=False)), ids=str)
+def test_a_second_pool_is_that_of_the_definition(variant, form):
+    """Sequence 1 has no slot to write, sequence 2 none to read."""
+    pool = Pool(Case(variant, B=3, T=2), "recurrent_", dead=(False, True), **form)
+    source, found = torch.randn(5, *pool.state().shape[1:]), []
+    for name in ("reference", dispatch.backend_name(TARGET.device)):
+        state = pool.state()
+        args = [*pool.arguments(state), source, torch.tensor([4, 4, -1])]
+        found.append((by_backend(dispatch.load(name))(variant, args, pool.flags()), state))
+    for what, want, got in zip(("o", "the pool"), *found):
+        same(got, want, what, got.dtype)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_of_many_sequences_start_from_one_slot(variant):
     pool = Pool(Case(variant, B=3, T=2), "recurrent_", columns=2)
