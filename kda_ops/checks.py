@@ -373,7 +373,7 @@ def check_resumed(resumed: Tensor, N: int, device: torch.device, of: str = "q") 
 def check_slots(slots: Tensor, count: int, name: str, written: bool = True) -> None:
     """Refuse slots that a pool of `count` does not have, and a slot named twice that is written."""
     live = [slot for slot in slots.flatten().tolist() if slot >= 0]
-    check_range(slots, count, name)
+    check_range(live, count, name)
     if written and len(set(live)) != len(live):
         twice = next(slot for slot in live if live.count(slot) > 1)
         raise ValueError(
@@ -404,7 +404,7 @@ def check_token_slots(
     no slot to read.
     """
     rows = indices.tolist()
-    check_range(indices, count, "state_indices")
+    check_range([slot for row in rows for slot in row], count, "state_indices")
     starts = [1] * len(rows) if accepted is None else accepted.tolist()
     elsewhere = None if source is None else source.tolist()
     read: dict[int, int] = {}  # slots by sequence
@@ -432,9 +432,9 @@ def check_token_slots(
             )
 
 
-def check_range(slots: Tensor, count: int, name: str) -> None:
+def check_range(slots: list[int], count: int, name: str) -> None:
     """Refuse slots that a pool of `count` does not have."""
-    if slots.numel() and (most := int(slots.max())) >= count:
+    if (most := max(slots, default=-1)) >= count:
         raise ValueError(f"{name} must be below the number of slots, {count}, got {most}.")
 
 

@@ -398,7 +398,7 @@ class Problem:
             dtype_error("source", f"{self.state.dtype}, the dtype of state", source.dtype)
         check_on_device("source", source, self.q.device)
         if can_read(source_indices):
-            check_range(self.slots(source_indices), source.shape[0], "source_indices")
+            check_range(self.slots(source_indices).tolist(), source.shape[0], "source_indices")
         self.source, self.source_indices = source, source_indices.contiguous()
 
     def _check_columns(self, state_indices: Tensor) -> None:

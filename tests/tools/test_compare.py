@@ -19,7 +19,8 @@ KERNELS = {"KDA_OPS_CPU": "triton", "TRITON_INTERPRET": "1"}
 WITHOUT = ("KDA_OPS_CPU", "TRITON_INTERPRET", "PYTHONPATH")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WORDS = [
-    (STEP, "recur", "steps"),
+    (STEP, "recur(", "steps("),
+    (STEP, "        recur,", "        steps,"),
     (STEP, "    b_S = b_R", "    # a comment,\n\n    # and lines that move\n    b_S = b_R"),
     (STEP, "b_u", "b_write"),
 ]
