@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support import calls, closeness, pieces, pools, served
+from tests.support import calls, cases, closeness, pieces, pools, served
 from tests.support.needs import skip_files
 from tests.support.suite import Reasons
 from tests.support.target import GPU
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def on_the_gpu():
     """Run cases on the GPU, and let twins round as its kernels do."""
-    modules = calls, closeness, pieces, pools, served
+    modules = calls, cases, closeness, pieces, pools, served
     patches = [mock.patch.object(x, "TARGET", GPU) for x in modules]
     for patch in patches:
         patch.start()

@@ -11,6 +11,10 @@ CHUNK = gl.constexpr(problem.CHUNK)
 WIDTH = gl.constexpr(128)  # of keys and values
 FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
 LOG2E = gl.constexpr(1.4426950408889634)
+# Half of what the decay of 32 rows is at the least, in base 2: 16 * 5 / ln 2, rounded to a whole
+# number, so that a shift by it is exact.
+SHIFT = gl.constexpr(115.0)
+UNSHIFT = gl.constexpr(2.0**-115)
 # how eight and four warps hold rows of 128 channels outside products
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 ROWS_4 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
@@ -87,6 +91,18 @@ def sums_by_block(x, BLOCKS: gl.constexpr):
     row = gl.arange(0, ROWS, gl.SliceLayout(0, L))[None, :, None]
     total = gl.sum(gl.where(row == ROWS - 1, D, 0.0), 1)
     return D, total
+
+
+@gluon.jit
+def growth(g, BLOCKS: gl.constexpr, E: gl.constexpr):
+    """Return 2^(D + SHIFT) of the log decays g [rows, K] in layout E, and their sums over blocks.
+
+    D sums them in base 2 from the start of each block. Forward and `states_kda` share this, because
+    backward must find the bits of forward's states.
+    """
+    D, total = sums_by_block(g, BLOCKS)
+    D = gl.convert_layout(gl.reshape(D, (g.shape[0], g.shape[1])), E)
+    return ex2(D * LOG2E + SHIFT), total
 
 
 @gluon.jit

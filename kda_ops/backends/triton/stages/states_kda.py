@@ -1,7 +1,7 @@
 """Walk over a sequence once more for KDA's backward, and leave its states, in Gluon for Hopper.
 
 A program takes one sequence and head. One warp copies inputs to shared memory, four warps `prepare`
-the keys of 32 rows, and two partitions of four warps `scan` them, each with half of V: they leave
+w and kg of 32 rows, and two partitions of four warps `scan` them, each with half of V: they leave
 the state that enters the rows, and u. The inverse is the one that forward has kept.
 """
 
@@ -24,16 +24,18 @@ from kda_ops.backends.triton.device.gluon_tile import (
     LOG2E,
     PAIR,
     ROWS_4,
+    SHIFT,
+    UNSHIFT,
     decay_rows,
     ex2,
     fill_decays,
     fill_rows,
+    growth,
     inverse_norms,
     narrow,
     product,
     rcp,
     state_at,
-    sums_by_block,
     widen,
 )
 
@@ -45,13 +47,13 @@ class Meetings:
     kg_full: Signal  # k and g are copied
     kg_free: Signal  # `prepare` has read them
     v_full: Signal  # v, A' and P are copied
-    keys: Signal  # all that `prepare` makes
+    tile: Signal  # all that `prepare` makes
     done: Signal  # both scans have ended, so that all tiles but k and g are free
 
     @gluon.constexpr_function
-    def __init__(self, kg_full, kg_free, v_full, keys, done):
+    def __init__(self, kg_full, kg_free, v_full, tile, done):
         self.kg_full, self.kg_free, self.v_full = kg_full, kg_free, v_full
-        self.keys, self.done = keys, done
+        self.tile, self.done = tile, done
 
 
 @aggregate
@@ -62,17 +64,17 @@ class Buffers:
     v: gl.shared_memory_descriptor  # [2, 32, V]
     g: gl.shared_memory_descriptor  # [2, 32, K]
     AP: gl.shared_memory_descriptor  # [2, 32, 64]  A' and P next to each other
-    kr: gl.shared_memory_descriptor  # [2, 32, K]
+    w: gl.shared_memory_descriptor  # [2, 32, K]  first kr
     kg: gl.shared_memory_descriptor  # [2, 32, K]
     S: gl.shared_memory_descriptor  # [2, 64, K]
     u: gl.shared_memory_descriptor  # [2, 32, 64]
-    gamma: gl.shared_memory_descriptor  # [2, 2 K] fp32, of each block of 16 rows
+    gamma: gl.shared_memory_descriptor  # [2, K] fp32
     norm_k: gl.shared_memory_descriptor  # [32] fp32
     lost: gl.shared_memory_descriptor  # [2, 32] fp32, of beta by rounding
 
     @gluon.constexpr_function
-    def __init__(self, k, v, g, AP, kr, kg, S, u, gamma, norm_k, lost):
-        self.k, self.v, self.g, self.AP, self.kr, self.kg = k, v, g, AP, kr, kg
+    def __init__(self, k, v, g, AP, w, kg, S, u, gamma, norm_k, lost):
+        self.k, self.v, self.g, self.AP, self.w, self.kg = k, v, g, AP, w, kg
         self.S, self.u, self.gamma, self.norm_k, self.lost = S, u, gamma, norm_k, lost
 
 
@@ -114,51 +116,61 @@ def lost(beta, beta_t, span, n, flags, B: gl.constexpr):
 
 @gluon.jit
 def prepare(x, on, span, beta, beta_t, gate, flags):
-    """Make kr = k exp D and kg = k exp(total - D) [32, K], with D as in `states_kda`."""
+    """Make w and kg [32, K], with D, total and A' as in `states_kda`::
+
+        kr = k 2^(D - c);   kg = k 2^(total - D);   w = -2^c A' kr,   c = -SHIFT
+
+    Every operation is that of `walk_kda`, so that the states have the bits of forward's.
+    """
     NORM: gl.constexpr = flags.L2NORM
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    E: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0])
-    EC: gl.constexpr = gl.SliceLayout(0, E)
+    E: gl.constexpr = gl.BlockedLayout([32, 1], [1, 32], [1, 4], [1, 0])
+    N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     K: gl.constexpr = 128
-    first = (gl.arange(0, 32, gl.SliceLayout(1, E)) < 16)[:, None]
+    none = gl.zeros([K, 32], gl.float32, N)
     rate = load_rate(gate, span.i_h)
-    bias = load_bias(gate, span.i_h, gl.arange(0, K, EC), K)[None, :]
+    bias = load_bias(gate, span.i_h, gl.arange(0, K, gl.SliceLayout(0, E)), K)[None, :]
     b = lost(beta, beta_t, span, 0, flags, B)
     for n in range((span.length + 31) // 32):
         s, here = n & 1, span.length - n * 32
-        k_b, g_b, gamma = x.k.index(s), x.g.index(s), x.gamma.index(s)
+        k_b, g_b, w_b, kg_b = x.k.index(s), x.g.index(s), x.w.index(s), x.kg.index(s)
         on.kg_full.wait(n)
         fill_decays(g_b, here, gate)
         fill_rows(k_b, here, 0.0, ROWS_4)
-        g = decay_rows(g_b, bias, rate, gate, E) * LOG2E
-        D, total = sums_by_block(g, 2)
+        g = decay_rows(g_b, bias, rate, gate, E)
+        D, total = growth(g, 1, E)
         if NORM:
             inverse_norms(k_b, x.norm_k)
         k = widen(k_b.load(E))
         if NORM:
             k = k * x.norm_k.load(gl.SliceLayout(1, E))[:, None]
         on.done.wait(n - 2)
-        reinterpret(gamma, gl.float32, [2, K], PAIR).store(ex2(total))
         x.lost.index(s).store(b)
         b = lost(beta, beta_t, span, n + 1, flags, B)
-        rest = gl.convert_layout(gl.reshape(ex2(gl.expand_dims(total, 1) - D), (32, K)), E)
-        late = gl.convert_layout(gl.reshape(ex2(D), (32, K)), E)
-        barrier()
-        on.kg_free.arrive(n)
-        e_0 = gamma.slice(0, K).load(EC)[None, :]
-        e_1 = gamma.slice(K, K).load(EC)[None, :]
-        x.kr.index(s).store(narrow(k * (late * gl.where(first, 1.0, e_0))))
-        x.kg.index(s).store(narrow(k * (rest * gl.where(first, e_1, 1.0))))
+        w_b.store(narrow(k * D))
+        k = k * rcp(D)
+        rest = gl.expand_dims(ex2(total * LOG2E + SHIFT), 1)
+        kg_b.store(
+            narrow(gl.convert_layout(gl.reshape(gl.reshape(k, (1, 32, K)) * rest, (32, K)), E))
+        )
+        reinterpret(x.gamma.index(s), gl.float32, [1, K], PAIR).store(ex2(total * LOG2E))
         fence_async_shared()
         barrier()
-        on.keys.arrive(n)
+        on.kg_free.arrive(n)
+        on.v_full.wait(n)
+        A = x.AP.index(s).slice(0, 32, dim=1)
+        w = product(w_b.permute((1, 0)), A.permute((1, 0)), none)
+        w = wait_products(0, deps=(w,))
+        barrier()  # all warps have read kr
+        w_b.permute((1, 0)).store(narrow(w * -UNSHIFT))
+        fence_async_shared()
+        barrier()
+        on.tile.arrive(n)
 
 
 @gluon.jit
 def scan(x, on, span, S_d, u_d, tiles, initial, I: gl.constexpr):
-    """Carry the rows of S^T [V, K] from 64 I on, and write them and u of each 32 rows::
-
-        u = A' (v - kr S);   S <- gamma S + kg^T u
+    """Carry the rows of S^T [V, K] from 64 I on, and write them and u of each 32 rows.
 
     In Triton 3.6 `mbarrier.arrive` is one thread's, and each warp waits for its own products: so
     arrivals follow a barrier that follows the wait.
@@ -168,42 +180,31 @@ def scan(x, on, span, S_d, u_d, tiles, initial, I: gl.constexpr):
     N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     WA: gl.constexpr = gl.DotOperandLayout(0, W, 2)
     NA: gl.constexpr = gl.DotOperandLayout(0, N, 2)
-    WC: gl.constexpr = gl.SliceLayout(0, W)
-    NC: gl.constexpr = gl.SliceLayout(0, N)
     R: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    none = gl.zeros([64, 32], gl.float32, N)
     S = gl.zeros([64, K], gl.float32, W)
     if initial.pointer is not None:
         p_s = state_at(initial.pointer, initial.strides, span.i_n, span.i_h, W, 64, I)
         S = gl.load(p_s).to(gl.float32)
     for n in range((span.length + 31) // 32):
         s, zero = n & 1, n >> 30
-        S_b, u_b, AP, gamma = (
-            x.S.index(I + zero),
-            x.u.index(I + zero),
-            x.AP.index(s),
-            x.gamma.index(s),
-        )
+        S_b, u_b = x.S.index(I + zero), x.u.index(I + zero)
         v_b = x.v.index(s).slice(I * 64, 64, dim=1)
         b_S = narrow(S)
         tma.store_wait(0)
-        on.keys.wait(n)
-        y = product(gl.convert_layout(b_S, NA), x.kr.index(s).permute((1, 0)), none)
-        S_b.store(b_S)
-        # waits for nothing: it tells ptxas that no product in flight writes S
-        S = wait_products(1, deps=(S,))
-        S = S * (gamma.slice(0, K).load(WC) * gamma.slice(K, K).load(WC))[None, :]
         on.v_full.wait(n)
         fill_rows(v_b, span.length - n * 32, 0.0, R)
-        v = widen(v_b.permute((1, 0)).load(N))
-        y = wait_products(0, deps=(y,))
-        r = v - y
+        v = v_b.permute((1, 0)).load(N)
+        on.tile.wait(n)
+        A = x.AP.index(s).slice(0, 32, dim=1)
+        u = widen(v) * x.lost.index(s).load(gl.SliceLayout(0, N))[None, :]
+        u = warpgroup_mma(gl.convert_layout(v, NA), A.permute((1, 0)), u, is_async=True)
         u = warpgroup_mma(
-            gl.convert_layout(narrow(r), NA),
-            AP.slice(0, 32, dim=1).permute((1, 0)),
-            r * x.lost.index(s).load(NC)[None, :],
-            is_async=True,
+            gl.convert_layout(b_S, NA), x.w.index(s).permute((1, 0)), u, is_async=True
         )
+        S_b.store(b_S)
+        # waits for nothing: it tells ptxas that no product in flight writes S
+        S = wait_products(2, deps=(S,))
+        S = S * x.gamma.index(s).load(gl.SliceLayout(0, W))[None, :]
         u = wait_products(0, deps=(u,))
         b_u = narrow(u)
         S = warpgroup_mma(gl.convert_layout(b_u, WA), x.kg.index(s), S, is_async=True)
@@ -247,12 +248,13 @@ def states_kda(
 ):
     """Write the state [V, K] that enters each 32 rows of a sequence and head, and u [32, V]::
 
-        kr = k exp D;  kg = k exp(total - D)    [32, K]
-        u = A' (v - kr S);   S <- exp(total) S + kg^T u
+        w = -A' (k 2^D);   kg = k 2^(total - D)    [32, K]
+        u = A' v + w S;    S <- 2^total S + kg^T u
 
-    D sums the log decays from the start of the 32 rows, total over all of them. `AP_d` has A' and P
-    as `walk_kda` leaves them. Rows past the end of a sequence have u = 0. What A' has lost by the
-    rounding of beta is given back on its diagonal.
+    D sums the log decays in base 2 from the start of the 32 rows, total over all of them. `AP_d`
+    has A' and P as `walk_kda` leaves them. Rows past the end of a sequence have u = 0. What A' has
+    lost by the rounding of beta is given back on its diagonal. States and u have the bits of
+    forward, so a training step may be cut where forward may (docs/numerics.md).
     """
     TYPE: gl.constexpr = k_d.dtype
     span = find_span(cu_seqlens, None, N, T, HV)
@@ -266,7 +268,7 @@ def states_kda(
         gl.allocate_shared_memory(TYPE, [2, 32, 128], k_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 128], S_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 32, 64], u_d.layout),
-        gl.allocate_shared_memory(gl.float32, [2, 256], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, 128], FLAT),
         gl.allocate_shared_memory(gl.float32, [32], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, 32], FLAT),
     )

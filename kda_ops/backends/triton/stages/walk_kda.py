@@ -33,25 +33,23 @@ from kda_ops.backends.triton.device.gluon_tile import (
     PAIR,
     ROWS,
     ROWS_4,
+    SHIFT,
+    UNSHIFT,
     decay_rows,
     ex2,
     fill_decays,
     fill_rows,
+    growth,
     halve,
     left_right,
     narrow,
     product,
     rcp,
     state_at,
-    sums_by_block,
     widen,
 )
 from kda_ops.backends.triton.device.state import drop_null, is_resumed
 
-# Half of what the decay of 32 rows is at the least, in base 2: 16 * 5 / ln 2, rounded to a whole
-# number, so that a shift by it is exact.
-SHIFT = gl.constexpr(115.0)
-UNSHIFT = gl.constexpr(2.0**-115)
 SMALLER = gl.constexpr(2.0**-4)  # of q that has no norm inside, so that its entries may be larger
 SQUARE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
 BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
@@ -257,8 +255,7 @@ def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
     fill_decays(x.g.index(zero), here, gate)
     fill_rows(k_b, here, 0.0, ROWS_4)
     g = decay_rows(x.g.index(zero), bias, rate, gate, E)
-    D, total = sums_by_block(g, 2)
-    D = ex2(gl.convert_layout(gl.reshape(D, (64, K)), E) * LOG2E + SHIFT)
+    D, total = growth(g, 2, E)
     k = widen(k_b.load(E))
     if NORM:
         k = k * x.norm_k.index(s).load(gl.SliceLayout(1, E))[:, None]
