@@ -22,6 +22,7 @@ from torch import Tensor
 import kda_ops
 from benchmarks.cases import INPUTS, Case, flags, make_inputs
 from benchmarks.records import stamp, write_json
+from benchmarks.timer import replayed
 from kda_ops.nn import InvariantCache
 from kda_ops.tools.timer import median_ms
 
@@ -115,7 +116,7 @@ def main(argv: list[str]) -> int:
             case = Case(op, "fwd", setting, given.gate, device, dtype)
             if case.sizes["T"] == 1:
                 agree, both = decode_agrees(case), decode(case)
-                plain, flagged = [{"decode": call} for call in both.values()]
+                plain, flagged = [{"decode": replayed(call, device)} for call in both.values()]
             else:
                 agree = pieces_agree(case)
                 plain, flagged = [calls(case, invariant) for invariant in (False, True)]

@@ -118,7 +118,7 @@ FORMS = {
         walk.STATES,
         FORWARD,
         20,
-        {"states_kda: barrier()": BEGINS, "scan: wait_products(1, deps=(S,))": TELLS},
+        {"states_kda: barrier()": BEGINS, "scan: wait_products(2, deps=(S,))": TELLS},
     ),
     "reverse_walk_kda": Form(
         trained_back,

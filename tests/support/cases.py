@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import replace as replace
+from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -147,7 +149,12 @@ class Case:
 
     def inputs(self, device: torch.device | str = "cpu") -> Tensors:
         """Build the tensors by name, in the order of the schemas."""
-        return on(self._build(), device)
+        return on(self._kept("_build", device), device)
+
+    def _kept(self, build: str, device: torch.device | str) -> Any:
+        """Return what a method builds; of a large call on a GPU it stays until the next one."""
+        large = self.rows * self.HV * self.K >= 2**23 and torch.device(device).type == "cuda"
+        return _last(self, build) if large else getattr(self, build)()
 
     def _build(self) -> Tensors:
         gen = torch.Generator().manual_seed(self.seed)
@@ -256,14 +263,20 @@ class Case:
 
     def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Build the gradients of o and of the final state."""
+        do, dfinal = self._kept("_build_cotangents", device)
+        return do.to(device), dfinal.to(device)
+
+    def _build_cotangents(self) -> tuple[Tensor, Tensor]:
         gen = torch.Generator().manual_seed(self.seed + 1)
         B = self.B if self.lengths is None else 1
-        do = torch.randn((B, self.rows, self.HV, self.V), generator=gen, dtype=torch.float64).to(
-            self.dtype
-        )
-        return do.to(device), torch.randn(self.state_shape, generator=gen, dtype=torch.float64).to(
-            self.state_dtype
-        ).to(device)
+        do = torch.randn((B, self.rows, self.HV, self.V), generator=gen, dtype=torch.float64)
+        dfinal = torch.randn(self.state_shape, generator=gen, dtype=torch.float64)
+        return do.to(self.dtype), dfinal.to(self.state_dtype)
+
+
+@lru_cache(maxsize=2)
+def _last(case: Case, build: str) -> Any:
+    return getattr(case, build)()
 
 
 def on(inputs: Tensors, device: torch.device | str) -> Tensors:

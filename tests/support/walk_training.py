@@ -74,8 +74,8 @@ def define(p: Problem, narrow: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tens
             )
             lost, A = b_b - narrow(b_b), narrow(A)  # of beta on the diagonal, given back to u
             states.append(narrow(S).mT)
-            x = b_v - narrow(b_k * G.exp()) @ narrow(S)
-            u = narrow(A @ narrow(x) + lost * x)
+            w = narrow(A @ late_k * 2.0**-CENTRE)
+            u = narrow(A @ b_v + lost * b_v - w @ narrow(S))
             last = G[:, -1:]
             S = last.exp().mT * S + narrow(b_k * (last - G).exp()).mT @ u
             APs.append(torch.cat([A, P], -1))
