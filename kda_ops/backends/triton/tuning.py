@@ -250,10 +250,11 @@ def architecture(device: torch.device) -> int:
     return _capability(device)[0] if device.type == "cuda" else FORCED.architecture
 
 
-def walks(p: Problem) -> bool:
+def walks(p: Problem, unbounded: bool = False) -> bool:
     """Return whether flags, dtypes, widths, heads and device allow KDA's walk.
 
-    Nothing here depends on values, B, N, T, strides or addresses.
+    Without a bound on decays only `force` lets a call walk, and only one that is not trained:
+    `unbounded` says so. Nothing here depends on values, B, N, T, strides or addresses.
     """
     return bool(
         p.rank
@@ -264,7 +265,7 @@ def walks(p: Problem) -> bool:
         and p.K == p.V == WIDTH
         and p.g is not None
         and p.g.dtype in (torch.bfloat16, torch.float32)
-        and centred(p)
+        and (centred(p) or (unbounded and FORCED.walk))
         and (FORCED.walk or p.invariant or not has_runs(p.HV, p.V, p.q.device))
         and p.HV * 128 * 64 < 2**31  # coordinates have 32 bits
     )
@@ -277,7 +278,7 @@ def shares(p: Problem) -> int:
     scan it, so two or three programs that prepare keep one scan busy, if all run at once. Their
     number changes no bits.
     """
-    if p.N == 0:
+    if p.N == 0 or not centred(p):
         return 0
     if FORCED.shares is not None:
         return FORCED.shares

@@ -51,7 +51,7 @@ def walks_forward(p: Problem, final_state: Tensor | None) -> bool:
             "dimensions are contiguous."
         )
     return (
-        tuning.walks(p)
+        tuning.walks(p, unbounded=True)
         and all(x is not None and is_copied(p, x) for x in (p.q, p.k, p.v, p.g))
         and near
         # a descriptor has at least one row, and coordinates have 32 bits
@@ -78,7 +78,7 @@ def registers(p: Problem) -> int:
     With 144, ptxas serialises all products of the kernel. Norm and gate need more in `prepare`
     (docs/kernels/hazards.md, "Serialised products").
     """
-    return 152 if p.l2norm or p.gate.inside else 160
+    return 152 if p.l2norm or p.gate.inside or not tuning.centred(p) else 160
 
 
 def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = None) -> None:
@@ -137,7 +137,15 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
     shares = tuning.shares(p)
     if not shares:
         AP_d = None if AP is None else kept(p, AP, CHUNK)
-        launch(KERNEL.walk_kda, AP_d=AP_d, REGISTERS=registers(p), **common, **prepares, **scans)
+        launch(
+            KERNEL.walk_kda,
+            AP_d=AP_d,
+            REGISTERS=registers(p),
+            SHARE=32 if tuning.centred(p) else 8,
+            **common,
+            **prepares,
+            **scans,
+        )
         return
     assert APART is not None  # it comes with KERNEL
     count = count_chunks(p)

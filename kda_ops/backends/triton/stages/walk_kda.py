@@ -18,6 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, from_span, signal
 from kda_ops.backends.triton.device.gate import load_bias, load_rate
+from kda_ops.backends.triton.device.gluon_blocks import (
+    LESS,
+    block_decays,
+    by_block,
+    join_scores,
+    repeated,
+)
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
     barrier,
@@ -127,12 +134,16 @@ class Buffers:
 
 @gluon.jit
 def quarters(x):
-    """Return the four column blocks of 16 of [64, 64]."""
-    x = gl.permute(gl.reshape(x, (64, 2, 2, 16)), (0, 3, 1, 2))
-    x0, x1 = gl.split(x)  # even and odd blocks
-    x0, x2 = gl.split(x0)
-    x1, x3 = gl.split(x1)
-    return x0, x1, x2, x3
+    """Return the four column blocks of 16 of [64, 64]; of [64, 32], both blocks twice."""
+    if x.shape[1] == 32:
+        x0, x1 = left_right(x)
+        return x0, x1, x0, x1
+    else:
+        x = gl.permute(gl.reshape(x, (64, 2, 2, 16)), (0, 3, 1, 2))
+        x0, x1 = gl.split(x)  # even and odd blocks
+        x0, x2 = gl.split(x0)
+        x1, x3 = gl.split(x1)
+        return x0, x1, x2, x3
 
 
 @gluon.jit
@@ -157,8 +168,8 @@ def times(x, y, EXACT: gl.constexpr):
 def inverse(L, b_r, R, quarter):
     """Return the inverse of I + strict_tril(b L) for each half of a chunk, [64, 32] fp32.
 
-    L is [64, 64], of which the blocks [32, 32] on the diagonal count, and of those what lies below
-    the diagonal. `quarter` is row >> 4. Each warp inverts its own block [16, 16] by recursion over
+    L is [64, 64], of which the blocks [32, 32] on the diagonal count, or these alone, [64, 32]. Of
+    those counts what lies below the diagonal. `quarter` is row >> 4. Each warp inverts its own block [16, 16] by recursion over
     the levels at which two rows first differ (docs/maths.md), without a barrier. The lower left
     block of a half is R_1 (-b L_10) R_0, with R_0 from the other warp, by way of `R`. With `R` in
     fp16 products take fp16.
@@ -287,6 +298,55 @@ def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
 
 
 @gluon.jit
+def block_factors(x, on, gate, rate, bias, n, here, NORM: gl.constexpr):
+    """Make all factors of chunk n of decays without a bound. Return the rows and keys of products.
+
+    kr lies in the place of k, qr and kc in that of g. The places of w and qg get 2^-c k and 2^-c q,
+    decayed from the start of the half. `gluon_blocks` has the formulas.
+    """
+    E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
+    K: gl.constexpr = 128
+    s, zero = n & 1, n >> 30
+    q_b, kr = x.q.index(s), x.k.index(zero)
+    own = reinterpret(x.g, x.q.dtype, [2, 64, K], x.q.layout)
+    qr, kc, ke, kf = own.index(zero), own.index(1 + zero), x.kc.index(zero), x.kc.index(1 + zero)
+    on.kg_full.wait(n)
+    on.rows.wait(n)
+    fill_decays(x.g.index(zero), here, gate)
+    fill_rows(kr, here, 0.0, ROWS_4)
+    g = decay_rows(x.g.index(zero), bias, rate, gate, E)
+    D, total, early, late, further, gamma = block_decays(g, E)
+    on.q_full.wait(n)  # and so the scan of chunk n - 2 is over
+    fill_rows(q_b, here, 0.0, ROWS_4)
+    q = q_b.load(E)
+    if NORM:
+        q = widen(q) * x.norm_q.index(s).load(gl.SliceLayout(1, E))[:, None]
+    else:
+        q = widen(smaller(q))
+    q = q * D
+    qr.store(narrow(q))
+    q_b.store(narrow(by_block(q, early, E)))
+    k = widen(kr.load(E))
+    if NORM:
+        k = k * x.norm_k.index(s).load(gl.SliceLayout(1, E))[:, None]
+    rows = k * D
+    kr.store(narrow(rows))
+    x.kr.index(s).store(narrow(by_block(rows, early, E)))
+    k = k * rcp(D)
+    kc.store(narrow(k))
+    k = by_block(k, total, E)
+    reinterpret(x.gamma, gl.float32, [2, 2, K], PAIR).index(s).store(gamma)
+    on.done.wait(n - 1)  # kg has one stage
+    x.kg.index(zero).store(narrow(by_block(k, late, E)))
+    k = k * LESS
+    ke.store(narrow(k))
+    kf.store(narrow(by_block(repeated(k, E), further, E)))
+    fence_async_shared()
+    barrier()
+    return qr, kr, kc, ke, kf
+
+
+@gluon.jit
 def make_w(kr, AP, q_b):
     """Make w = -2^c A' kr in the place of kr, qg = 2^c qr in that of qr, [64, K], c = -SHIFT."""
     N: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
@@ -348,7 +408,7 @@ def leave(x, on, left, n, tiles):
 
 
 @gluon.jit
-def prepare(x, on, span, gate, AP_d, left, tiles, NORM: gl.constexpr):
+def prepare(x, on, span, gate, AP_d, left, tiles, NORM: gl.constexpr, SHARE: gl.constexpr):
     """Make the tiles of each chunk that the scan needs; halves of 32 rows are chunks of their own::
 
         L = kr kc^T;   P = tril(qr kc^T);   A' = (I + strict_tril(beta L))^-1 beta     [32, 32]
@@ -369,23 +429,41 @@ def prepare(x, on, span, gate, AP_d, left, tiles, NORM: gl.constexpr):
         here, p_gamma = span.length - n * span.step, None
         if left is not None:
             p_gamma = left.gamma + i_tile.to(gl.int64) * 256
-        qr, kr, kc = factors(x, on, gate, rate, bias, n, here, p_gamma, NORM)
-        L = product(kr, kc.permute((1, 0)), none_q)
-        P = product(qr, kc.permute((1, 0)), none_q)
+        if SHARE == 32:
+            qr, kr, kc = factors(x, on, gate, rate, bias, n, here, p_gamma, NORM)
+            L = product(kr, kc.permute((1, 0)), none_q)
+            P = product(qr, kc.permute((1, 0)), none_q)
+        else:
+            qr, kr, kc, ke, kf = block_factors(x, on, gate, rate, bias, n, here, NORM)
+            L = product(kr, kc.permute((1, 0)), none_q)
+            L_1 = product(kr, ke.permute((1, 0)), none_q)
+            L_2 = product(kr, kf.permute((1, 0)), none_q)
         AP, b_s = x.AP.index(s), x.beta.index(s)
         # The unknown zero is on rows alone: with one on columns, masks of blocks cost instructions.
         quarter = (gl.arange(0, 64, QR) >> 4) + zero
         row = gl.arange(0, 64, gl.SliceLayout(1, H))[:, None] + zero
         column = gl.arange(0, 32, HC)[None, :]
-        L = wait_products(1, deps=(L,))
+        if SHARE == 32:
+            L = wait_products(1, deps=(L,))
+        else:
+            L, L_1, L_2 = wait_products(0, deps=(L, L_1, L_2))
+            L = join_scores(L, L_1, L_2, row)
         R = gl.convert_layout(inverse(L, b_s.load(QR), x.R, quarter), H)
+        if SHARE == 8:  # not before the inverse, which needs their registers
+            P = product(qr, kc.permute((1, 0)), none_q)
+            P_1 = product(qr, ke.permute((1, 0)), none_q)
+            P_2 = product(qr, kf.permute((1, 0)), none_q)
         b_0, b_1 = b_s.slice(0, 32).load(HC)[None, :], b_s.slice(32, 32).load(HC)[None, :]
         if AP_d is not None and left is None:
             tma.store_wait(1)  # of chunk n - 2, which has left from the same place
         AP.slice(0, 32, dim=1).store(narrow(R * gl.where(row < 32, b_0, b_1)))
-        P = wait_products(0, deps=(P,))
-        P_0, P_1 = left_right(P)
-        P = gl.where(row < 32, gl.convert_layout(P_0, H), gl.convert_layout(P_1, H))
+        if SHARE == 32:
+            P = wait_products(0, deps=(P,))
+            P_0, P_1 = left_right(P)
+            P = gl.where(row < 32, gl.convert_layout(P_0, H), gl.convert_layout(P_1, H))
+        else:
+            P, P_1, P_2 = wait_products(0, deps=(P, P_1, P_2))
+            P = join_scores(P, P_1, P_2, row)
         behind, same = (column >> 4) < ((row >> 4) & 1), (column >> 4) == ((row >> 4) & 1)
         P = gl.where(behind | (same & ((row & 15) >= (column & 15))), P, 0.0)
         AP.slice(32, 32, dim=1).store(narrow(P))
@@ -393,6 +471,9 @@ def prepare(x, on, span, gate, AP_d, left, tiles, NORM: gl.constexpr):
         barrier()
         if AP_d is not None:
             store_tile(AP_d, [i_tile * 64, 0], AP)
+        if SHARE == 8:
+            on.kg_free.arrive(n)
+            qr, kr = x.q.index(s), x.kr.index(s)
         make_w(kr, AP, qr)
         if left is not None:
             leave(x, on, left, n, tiles)
@@ -507,7 +588,7 @@ def scan(
         here = span.length - n * 64
         q_b, kg, AP, v_b, o_b = (
             x.q.index(s),
-            x.kg.index(s),
+            x.kg.index(s if x.kg.shape[0] == 2 else zero),
             x.AP.index(s),
             x.v.index((n & (on.v_full.slots - 1)) + zero),
             x.o.index(zero),
@@ -646,6 +727,7 @@ def walk_kda(
     resumed,
     INVERSE: gl.constexpr,
     REGISTERS: gl.constexpr,
+    SHARE: gl.constexpr,
     NULL: gl.constexpr,
 ):
     """Run KDA over one sequence and head, chunk after chunk, with S [K, V] fp32 in registers.
@@ -664,14 +746,19 @@ def walk_kda(
     span = find_span(cu_seqlens, slots, N, T, HV, 1, NULL)
     i_g = span.i_h // (HV // H)
     R_TYPE: gl.constexpr = gl.float16 if INVERSE == "fp16" else gl.float32
+    G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
+    # with SHARE 8, qr and kc lie in the place of g, and those of near and far keys in that of kc
+    G_STAGES: gl.constexpr = 4 // G_BYTES if SHARE == 8 else 1
+    KC_STAGES: gl.constexpr = 2 if SHARE == 8 else 1
+    KG_STAGES: gl.constexpr = 1 if SHARE == 8 else 2
     x = Buffers(
         gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
-        gl.allocate_shared_memory(g_d.dtype, [1, 64, 128], g_d.layout),
+        gl.allocate_shared_memory(g_d.dtype, [G_STAGES, 64, 128], g_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
-        gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
-        gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [KC_STAGES, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [KG_STAGES, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE),
         gl.allocate_shared_memory(R_TYPE, [4, 16, 16], BLOCKS),
         gl.allocate_shared_memory(TYPE, [1, 64, 128], o_d.layout),
@@ -688,7 +775,7 @@ def walk_kda(
     tiles = find_tiles(span, cu_seqlens, T, HV, 64)
     gl.warp_specialize(
         [
-            (prepare, (x, on, span, gate, AP_d, None, tiles, flags.L2NORM)),
+            (prepare, (x, on, span, gate, AP_d, None, tiles, flags.L2NORM, SHARE)),
             (
                 scan,
                 (
@@ -728,7 +815,7 @@ def walk_kda(
                     x,
                     on,
                     span,
-                    g_d.dtype.primitive_bitwidth // 8,
+                    G_BYTES,
                 ),
             ),
         ],

@@ -152,7 +152,7 @@ def prepare_walk(
     G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
     gl.warp_specialize(
         [
-            (prepare, (x, on, span, gate, AP_d, left, tiles, flags.L2NORM)),
+            (prepare, (x, on, span, gate, AP_d, left, tiles, flags.L2NORM, 32)),
             (rows, (x, on, span, beta, beta_t, flags)),
             (
                 produce,
