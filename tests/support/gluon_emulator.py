@@ -553,6 +553,7 @@ def scaled(x: Tensor, assembly: str) -> Tensor:
 ASSEMBLY: dict[str, Callable[[Tensor, str], Tensor]] = {
     "mul.rn.bf16x2 ": scaled,
     "ex2.approx.ftz.f32 ": lambda x, _: flush(torch.exp2(flush(x))),
+    "lg2.approx.ftz.f32 ": lambda x, _: torch.log2(flush(x)),
     "rcp.approx.ftz.f32 ": lambda x, _: flush(1.0 / flush(x)),
     "cvt.rn.bf16x2.f32 ": lambda x, _: x.bfloat16(),
     "cvt.rn.f16x2.f32 ": lambda x, _: x.half(),
@@ -643,6 +644,11 @@ class Layout:
         return cls()
 
 
+def static_assert(holds: bool) -> None:
+    """Refuse what a kernel refuses to compile."""
+    assert holds, where_from()
+
+
 def jit(function: Callable | None = None, **options) -> Callable:
     """Leave a function as it is."""
     return (lambda function: function) if function is None else function
@@ -661,6 +667,7 @@ gl = SimpleNamespace(
     warp_specialize=lambda *args: _program.specialise(*args),
     program_id=lambda axis: torch.tensor(_program.index, dtype=torch.int32),
     static_range=range,
+    static_assert=static_assert,
     arange=lambda first, end, layout=None: torch.arange(first, end, dtype=torch.int32),
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     load=load,
