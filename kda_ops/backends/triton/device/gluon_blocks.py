@@ -16,11 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kda_ops.backends.triton import tuning
-from kda_ops.backends.triton.device.gluon_tile import LOG2E, ex2, left_right, sums_by_block
+from kda_ops.backends.triton.device.gluon_tile import LOG2E, SHIFT, ex2, growth, left_right
 
 FLOOR = tl.constexpr(tuning.FLOOR)
-# about half of what 8 rows decay by at the least, in base 2
-SHIFT = gl.constexpr(115.0)
 LESS = gl.constexpr(2.0**-57)  # so that long queries stay in range
 MORE = gl.constexpr(2.0**-58)  # what near and far scores lack: 2^c / LESS
 
@@ -45,8 +43,7 @@ def block_decays(g, E: gl.constexpr):
     near keys far ones. The last is the decay of each half, [2, K].
     """
     K: gl.constexpr = g.shape[1]
-    D, total = sums_by_block(clamp(g), 8)
-    D = ex2(gl.convert_layout(gl.reshape(D, (64, K)), E) * LOG2E + SHIFT)
+    D, total = growth(clamp(g), 8, E)
     total = gl.reshape(total, (2, 4, K)) * LOG2E
     b = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, total.type.layout)))
     b = gl.expand_dims(gl.expand_dims(b, 0), 2)
