@@ -65,8 +65,11 @@ def assert_right(got: Results, inputs: Tensors, flags: dict) -> None:
     assert_all_close(got, want, twin)
 
 
-GIVEN = Case(T=97, K=128, V=128, dtype=BF16, gate="weak")
+GIVEN = Case(T=97, K=128, V=128, dtype=BF16, gate="weak", safe_gate=True)
 RAW = replace(GIVEN, gate="bounded", beta="sigmoid", l2norm=True, seed=1)
+# decays without a bound: given without a promise, and of a gate that has none
+FREE = replace(GIVEN, safe_gate=False)
+SOFTPLUS = replace(RAW, gate="softplus", safe_gate=False)
 PACKED = replace(GIVEN, lengths=(0, 1, 31, 32, 33, 63, 64, 65, 37, 131), tail=70)
 CASES = {
     "weak decays": GIVEN,
@@ -101,6 +104,19 @@ CASES = {
     "empty sequences": replace(RAW, lengths=(0, 0), tail=70),
     "equal keys, beta 0 or 1, no decay": replace(GIVEN, keys="repeated", beta=EDGES, gate="zero"),
     **{name: replace(GIVEN, gate="strong", **more) for name, more in FAR.items()},
+    "softplus": SOFTPLUS,
+    "softplus, without a norm": replace(SOFTPLUS, l2norm=False, beta="given"),
+    "softplus in bf16, grouped": replace(SOFTPLUS, narrow=True, H=2, HV=4, T=70),
+    "softplus, packed": replace(SOFTPLUS, lengths=PACKED.lengths, tail=3),
+    "no promise, packed": replace(PACKED, safe_gate=False, gate="blocks"),
+    "no promise, batch": replace(FREE, gate="strong", B=2, T=65, state=False, transposed=True),
+    "no promise, in bf16": replace(FREE, gate="strong", narrow=True),
+    "no promise, equal keys, beta 0 or 1": replace(FREE, keys="repeated", beta=EDGES, gate="zero"),
+    **{
+        f"no promise, {gate}": replace(FREE, gate=gate, T=130)
+        for gate in ("weak", "strong", "steep", "blocks", "reset", "forget")
+    },
+    **{f"no promise, {n}": replace(FREE, gate="strong", **more) for n, more in FAR.items()},
 }
 
 
@@ -111,22 +127,27 @@ def test_the_walk_meets_the_error_budget(name):
 
 
 @pytest.mark.quick
-def test_decays_of_exactly_the_bound_meet_the_error_budget():
-    inputs = GIVEN.inputs() | {"g": torch.full((1, GIVEN.T, GIVEN.HV, GIVEN.K), -5.0)}
-    assert_right(walked(GIVEN, inputs), inputs, GIVEN.flags())
+@pytest.mark.parametrize(
+    "case, decay", ((GIVEN, -5.0), (FREE, -5.0), (FREE, -19.0), (FREE, -88.0)), ids=str
+)
+def test_equal_decays_meet_the_error_budget(case, decay):
+    inputs = case.inputs() | {"g": torch.full((1, case.T, case.HV, case.K), decay)}
+    assert_right(walked(case, inputs), inputs, case.flags())
 
 
 @pytest.mark.parametrize("A_log", (-200.0, 0.0, 3.0, 200.0))
-def test_infinite_logits_and_extreme_rates_meet_the_error_budget(A_log):
-    inputs = RAW.inputs()
+@pytest.mark.parametrize("case", (RAW, SOFTPLUS), ids=("bounded", "softplus"))
+def test_infinite_logits_and_extreme_rates_meet_the_error_budget(case, A_log):
+    inputs = case.inputs()
     inputs["A_log"] = torch.full_like(inputs["A_log"], A_log)
     if abs(A_log) < 100.0:  # a rate of zero or infinity would make them NaN
         inputs["g"][:, 3:9], inputs["g"][:, 40:50] = -torch.inf, torch.inf
-    assert_right(walked(RAW, inputs), inputs, RAW.flags())
+    assert_right(walked(case, inputs), inputs, case.flags())
 
 
-def test_a_rate_that_is_nan_makes_its_head_nan():
-    case = replace(RAW, T=5, HV=2)
+@pytest.mark.parametrize("case", (RAW, SOFTPLUS), ids=("bounded", "softplus"))
+def test_a_rate_that_is_nan_makes_its_head_nan(case):
+    case = replace(case, T=5, HV=2)
     inputs, want = case.inputs(), walked(case)
     inputs["A_log"][0] = torch.nan
     got = walked(case, inputs)
@@ -135,15 +156,20 @@ def test_a_rate_that_is_nan_makes_its_head_nan():
 
 
 @pytest.mark.parametrize("T", (1, 33, 70))
-def test_rows_past_the_end_do_not_decay(T):
-    case = gated("kda", "bounded", BF16, T=T, HV=1, K=128, V=128)
+@pytest.mark.parametrize("gate", ("bounded", "softplus"))
+def test_rows_past_the_end_do_not_decay(gate, T):
+    case = gated("kda", gate, BF16, T=T, HV=1, K=128, V=128)
     assert_right(walked(case, hidden(case)), hidden(case), case.flags())
 
 
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 37, 63, 64, 65, 127, 128))
-def test_every_length_meets_the_error_budget(T):
-    case = replace(RAW, T=T, HV=1)
+@pytest.mark.parametrize("case", (RAW, SOFTPLUS), ids=("bounded", "softplus"))
+def test_every_length_meets_the_error_budget(case, T):
+    case = replace(case, T=T, HV=1)
     assert_right(walked(case), case.inputs(), case.flags())
+
+
+EACH = (GIVEN, RAW, replace(FREE, gate="blocks"), SOFTPLUS)
 
 
 def cut(inputs: Tensors, first: int, end: int) -> Tensors:
@@ -159,7 +185,9 @@ def alone(inputs: Tensors, first: int, end: int, initial: torch.Tensor | None) -
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", ("strong decays", "raw", "packed, raw", "grouped"))
+@pytest.mark.parametrize(
+    "name", ("strong decays", "raw", "packed, raw", "grouped", "softplus in bf16, grouped")
+)
 def test_no_order_of_the_partitions_changes_a_bit(name):
     want = walked(CASES[name])
     for seed in range(1, 5):
@@ -216,7 +244,7 @@ def test_both_layouts_of_a_state_give_the_same_bits():
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", ("packed", "packed, raw"))
+@pytest.mark.parametrize("name", ("packed", "packed, raw", "no promise, packed"))
 def test_a_packed_sequence_gives_the_bits_of_the_sequence_alone(name):
     case = CASES[name]
     inputs, got = case.inputs(), walked(case)
@@ -230,7 +258,7 @@ def test_a_packed_sequence_gives_the_bits_of_the_sequence_alone(name):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("seen", (1, 31, 32, 33, 37, 63, 64, 65, 96))
-@pytest.mark.parametrize("case", (GIVEN, RAW), ids=("given", "raw"))
+@pytest.mark.parametrize("case", EACH, ids=("given", "raw", "no promise", "softplus"))
 def test_later_tokens_change_no_earlier_bit(case, seen):
     prefix = walked(case, cut(case.inputs(), 0, seen))["o"]
     assert_identical(prefix, walked(case)["o"][:, :seen], "o")
@@ -238,7 +266,7 @@ def test_later_tokens_change_no_earlier_bit(case, seen):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("name", PER_TOKEN)
-@pytest.mark.parametrize("case", (GIVEN, RAW), ids=("given", "raw"))
+@pytest.mark.parametrize("case", EACH, ids=("given", "raw", "no promise", "softplus"))
 @pytest.mark.parametrize("token", (33, 64, 95))
 def test_a_token_of_nan_reaches_no_half_of_a_chunk_before_its_own(case, name, token):
     inputs = case.inputs()
@@ -250,7 +278,7 @@ def test_a_token_of_nan_reaches_no_half_of_a_chunk_before_its_own(case, name, to
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", ("packed", "packed, raw"))
+@pytest.mark.parametrize("name", ("packed", "packed, raw", "softplus, packed"))
 def test_tokens_of_no_sequence_change_no_bit_and_get_zeros(name):
     case, want = CASES[name], walked(CASES[name])
     inputs, end = case.inputs(), sum(case.lengths)
@@ -304,6 +332,7 @@ POOLS = {
     "moved on": Pool(replace(RAW, lengths=(64, 131, 33), HV=1), snapshots=1, final=False),
     "every second chunk": Pool(replace(RAW, lengths=(300, 128), HV=1), snapshots=2, every=2),
     "bf16": Pool(replace(RAW, lengths=(65, 64)), snapshots=1, dtype=BF16),
+    "softplus": Pool(replace(SOFTPLUS, lengths=(131, 64), HV=1), snapshots=2),
     "turned, not packed": Pool(replace(GIVEN, B=2, transposed=True), snapshots=1),
     "without slots": Pool(replace(GIVEN, B=2, T=33), indexed=False),
     "new requests": Pool(
@@ -457,6 +486,16 @@ def test_other_architectures_do_not_walk(name, value, force):
 def test_few_heads_walk_where_tests_say_so(force):
     force(walk=True)
     assert asks(H=1, HV=1) and not asks(dtype=FP16)
+
+
+@pytest.mark.quick
+def test_decays_without_a_bound_walk_in_inference_where_tests_say_so(force):
+    assert not asks(bound=None)
+    force(walk=True, shares=2)
+    x, g = empty(1, 256, 64, 128), empty(1, 256, 64, 128, dtype=FP32)
+    p = Problem.parse(1, x, x, x, g, None, None, None, None, None)
+    assert asks(bound=None) and asks(bound=-6.0) and not asks(bound=None, dtype=FP16)
+    assert not tuning.walks(p) and not tuning.walks_back(p) and not tuning.shares(p)
 
 
 @pytest.mark.quick

@@ -169,10 +169,10 @@ def inverse(L, b_r, R, quarter):
     """Return the inverse of I + strict_tril(b L) for each half of a chunk, [64, 32] fp32.
 
     L is [64, 64], of which the blocks [32, 32] on the diagonal count, or these alone, [64, 32]. Of
-    those counts what lies below the diagonal. `quarter` is row >> 4. Each warp inverts its own block [16, 16] by recursion over
-    the levels at which two rows first differ (docs/maths.md), without a barrier. The lower left
-    block of a half is R_1 (-b L_10) R_0, with R_0 from the other warp, by way of `R`. With `R` in
-    fp16 products take fp16.
+    those counts what lies below the diagonal. `quarter` is row >> 4. Each warp inverts its own
+    block [16, 16] by recursion over the levels at which two rows first differ (docs/maths.md),
+    without a barrier. The lower left block of a half is R_1 (-b L_10) R_0, with R_0 from the other
+    warp, by way of `R`. With `R` in fp16 products take fp16.
     """
     EXACT: gl.constexpr = R.dtype == gl.float32
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
