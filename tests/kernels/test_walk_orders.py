@@ -14,7 +14,7 @@ import pytest
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages import reverse_walk, walk, walk_back
 from tests.kernels import test_reverse_walk, test_walk
-from tests.kernels.test_walk import GIVEN, RAW
+from tests.kernels.test_walk import FREE, GIVEN, RAW, SOFTPLUS
 from tests.kernels.test_walk_training import defined, problem, trained
 from tests.support import reverse_walk as gdn
 from tests.support.calls import Results
@@ -42,6 +42,7 @@ def lengths(case: Case, *some: int, **more) -> Case:
 
 
 FORWARD = {"given": lengths(GIVEN, 300, 5), "raw": lengths(RAW, 300, 5)}
+UNBOUNDED = {"given": lengths(FREE, 300, 5), "raw": lengths(SOFTPLUS, 300, 5)}
 BACKWARD = {
     "given": lengths(replace(GIVEN, beta=EDGES), 135, 5),  # given beta that are small
     "raw": lengths(RAW, 135, 5),
@@ -55,7 +56,9 @@ BEGINS = "`warp_specialize` begins with a barrier of all warps"
 TELLS = "it waits for nothing, and only tells ptxas so"
 TRAINING = "is in the training form alone"
 TWO = "is in the form of two kernels alone"
+BLOCKS = "is in the form without a bound alone"
 IN_RAW = "is in the raw form alone"
+SCAN_WAITS = "the scan has waited for q, k and g before `rows`"
 NORM = "only a norm has it"
 OVERWRITTEN = "q and k are overwritten and stored only where value heads do not share them"
 OF_TRAINING = ("prepare: tma.store_wait(1)", "prepare: tma.store_wait(0)")
@@ -63,6 +66,13 @@ OF_TWO_KERNELS = (
     *("leave: wait_written(4)", "leave: barrier()", "leave: on.done.arrive(n - 1)"),
     *("leave: tell(left.ready + tiles.at(n - 1))", "prepare: wait_written(0)"),
     *("prepare: barrier() #2", "prepare: tell(left.ready + tiles.at(span.chunks - 1))"),
+)
+OF_BLOCKS = (
+    *("block_factors: on.kg_full.wait(n)", "block_factors: on.rows.wait(n)"),
+    *("block_factors: on.q_full.wait(n)", "block_factors: on.done.wait(n - 1)"),
+    *("block_factors: fence_async_shared()", "block_factors: barrier()"),
+    *(f"prepare: wait_products(0, deps=({x}, {x}_1, {x}_2))" for x in "LP"),
+    "prepare: on.kg_free.arrive(n)",
 )
 
 
@@ -92,6 +102,7 @@ FORMS = {
         30,
         dict.fromkeys(OF_TRAINING, TRAINING)
         | dict.fromkeys(OF_TWO_KERNELS, TWO)
+        | dict.fromkeys(OF_BLOCKS, BLOCKS)
         | {"walk_kda: barrier()": BEGINS, "scan: wait_products(2, deps=(S,))": TELLS},
         {
             "given": {
@@ -99,13 +110,25 @@ FORMS = {
                 "make_rows: on.q_full.wait(n, pred=span.chunks > 0)": IN_RAW,
             },
             "raw": {
-                "factors: on.kg_full.wait(n)": "the scan has waited for k and g before `rows`",
-                "factors: on.q_full.wait(n)": "the scan has waited for q before `rows`",
+                "factors: on.kg_full.wait(n)": SCAN_WAITS,
+                "factors: on.q_full.wait(n)": SCAN_WAITS,
             },
         },
     ),
     "walk_kda, training": Form(kept, walk.KERNEL, {"raw": FORWARD["raw"]}, only=OF_TRAINING),
     "walk_kda, two kernels": Form(in_two_kernels, walk.KERNEL, FORWARD, only=OF_TWO_KERNELS),
+    "walk_kda, without a bound": Form(
+        test_walk.walked,
+        walk.KERNEL,
+        UNBOUNDED,
+        needless_in={
+            "raw": {
+                "block_factors: on.kg_full.wait(n)": SCAN_WAITS,
+                "block_factors: on.q_full.wait(n)": SCAN_WAITS,
+            }
+        },
+        only=OF_BLOCKS,
+    ),
     # that `feed` waits for tiles, only a GPU can show
     "walk_kda_apart": Form(
         in_two_kernels,
