@@ -43,6 +43,18 @@ CASES = {
     "grouped": replace(LAYER, H=1, HV=3, transposed=True),
     "long queries": replace(PROMISED, q_length=6e4),
 }
+# decays without a bound, which walk nowhere else yet
+SOFTPLUS = replace(LAYER, gate="softplus")
+FREE = replace(PROMISED, safe_gate=False)
+UNBOUNDED = {
+    "softplus": SOFTPLUS,
+    "softplus, packed": replace(PACKED, gate="softplus"),
+    "no promise": replace(FREE, safe_beta=False, safe_keys=False),
+    "no promise, weak": replace(FREE, gate="weak", narrow=True),
+    "no promise, blocks": replace(FREE, gate="blocks", B=1, lengths=(63, 65, 0, 130), tail=5),
+    "no promise, forget": replace(FREE, gate="forget", final=False),
+    "no promise, to -30": replace(FREE, gate="steep"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +68,9 @@ def has_walked() -> bool:
     return any(f"{name}[" in last_plan() for name in ("walk_kda", "scan_walk"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | UNBOUNDED)
 def test_outputs_meet_their_budgets_and_runs_give_the_same_bits(name):
-    case = CASES[name]
+    case = (CASES | UNBOUNDED)[name]
     inputs = case.inputs(CUDA)
     got = forward(case, inputs)
     assert has_walked()
