@@ -121,12 +121,7 @@ FORMS = {
         test_walk.walked,
         walk.KERNEL,
         UNBOUNDED,
-        needless_in={
-            "raw": {
-                "block_factors: on.kg_full.wait(n)": SCAN_WAITS,
-                "block_factors: on.q_full.wait(n)": SCAN_WAITS,
-            }
-        },
+        needless_in={"raw": {"block_factors: on.q_full.wait(n)": SCAN_WAITS}},
         only=OF_BLOCKS,
     ),
     # that `feed` waits for tiles, only a GPU can show

@@ -311,12 +311,12 @@ def block_factors(x, on, gate, rate, bias, n, here, NORM: gl.constexpr):
     own = reinterpret(x.g, x.q.dtype, [2, 64, K], x.q.layout)
     qr, kc, ke, kf = own.index(zero), own.index(1 + zero), x.kc.index(zero), x.kc.index(1 + zero)
     on.kg_full.wait(n)
-    on.rows.wait(n)
     fill_decays(x.g.index(zero), here, gate)
-    fill_rows(kr, here, 0.0, ROWS_4)
     g = decay_rows(x.g.index(zero), bias, rate, gate, E)
     D, total, early, late, further, gamma = block_decays(g, E)
+    on.rows.wait(n)  # as late as can be: k and g have just been copied
     on.q_full.wait(n)  # and so the scan of chunk n - 2 is over
+    fill_rows(kr, here, 0.0, ROWS_4)
     fill_rows(q_b, here, 0.0, ROWS_4)
     q = q_b.load(E)
     if NORM:
