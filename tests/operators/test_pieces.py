@@ -103,7 +103,6 @@ def test_strides_and_the_gradients_asked_for_change_no_bit_of_an_invariant_call(
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_vmap_changes_no_bit_of_an_invariant_call(variant):
     """It folds the mapped dimension into the heads."""
     case = Case(variant, T=129, H=2, HV=4, gate="softplus", invariant=True)
@@ -197,7 +196,6 @@ def test_a_cut_that_is_no_multiple_of_64_changes_bits():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("suffix", ("", "_"))
 def test_a_cpu_cuts_at_chunks(variant, suffix):
     if dispatch.backend_name(torch.device("cpu")) == "triton":
@@ -242,7 +240,6 @@ def test_a_wrong_question_about_cuts_is_refused(call, error, message):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_bf16_pool_is_refused_before_it_is_written(variant):
     case = Case(variant, state=False, final=False)
     message = r"^state must be float32 with invariant=True, got torch.bfloat16: it would round"

@@ -28,8 +28,6 @@ from tests.support.pools import OUTS, Pool, assert_out, assert_source, pool_argu
 from tests.support.splits import Split, assert_split, splits
 from tests.support.target import TARGET
 
-VARIANTS = ("kda", "gdn")
-
 
 def states_along(pool, n):
     """o of sequence n, and the function that gives its state after its first t tokens, from the
@@ -226,7 +224,6 @@ def test_where_the_slots_lie_does_not_matter(pool, seed):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
     case = Case(variant, T=3, state=False, final=False)
     pool = Pool(case, "recurrent_", columns=3)
@@ -246,7 +243,6 @@ def test_a_negative_column_silences_one_token_and_keeps_the_rest(variant):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("packed", (False, True))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_may_have_any_accepted_count(variant, packed, monkeypatch):
     """Counts of padding, rows whose slots are all negative, are ignored.
 
@@ -274,7 +270,6 @@ def test_padding_may_have_any_accepted_count(variant, packed, monkeypatch):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_token_without_a_column_gives_zero_and_writes_nothing(variant, monkeypatch):
     case = Case(variant, lengths=(4, 1), H=1, HV=1)
     long = Pool(case, "recurrent_", columns=4)
@@ -344,7 +339,6 @@ def test_a_written_slot_belongs_to_one_sequence(fork):
 
 
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pool_of_size_zero_accepts_only_padding(variant, op):
     case = Case(variant, B=2, T=2, H=1, HV=1)
     pool = torch.zeros(0, 1, case.K, case.V, device=TARGET.device)
@@ -376,7 +370,6 @@ def test_prefill_then_decode_is_one_prefill(split):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pool_may_have_any_strides_and_keeps_what_lies_between(variant, op):
     pool = Pool(Case(variant, B=2, T=3, H=1, HV=2), op)
     o, after = pool.run()
@@ -389,7 +382,6 @@ def test_a_pool_may_have_any_strides_and_keeps_what_lies_between(variant, op):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_call_that_only_reads_its_slots_lets_sequences_share_one(variant):
     case = Case(variant, lengths=(64, 64), state=False, final=False)
     pool = Pool(case, snapshots=1, final=False)
