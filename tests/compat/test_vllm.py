@@ -162,23 +162,6 @@ def test_prefill_without_states_starts_from_zero_and_returns_none():
     assert final is None and o.isfinite().all()
 
 
-def test_heads_split_over_ranks_give_the_heads_of_one_rank(variant):
-    batch, table = Batch(variant, (1, 2), HEADS[variant]), [[1, 2], [3, 4]]
-    for rank in range(H):
-        part = batch.on_rank(rank)
-        state = pool(part.HV, torch.float32)
-        before = state.clone()
-        o, _ = decode(part, state, i32(*table), i32(1, 1))
-        assert_decoded(part, before, state, o[0], table, [1, 3], f"rank {rank}")
-        # the rank's heads of the whole call
-        whole = pool(batch.HV, torch.float32)
-        h = slice(rank * part.HV, (rank + 1) * part.HV)
-        whole[:, h] = before
-        all_heads, _ = decode(batch, whole, i32(*table), i32(1, 1))
-        assert_near(o, all_heads[:, :, h].double(), f"o of rank {rank}")
-        assert_near(state, whole[:, h].double(), f"states of rank {rank}")
-
-
 # --- wrong calls, without vLLM --------------------------------------------------------------------
 
 

@@ -139,19 +139,6 @@ def test_packed_sequences_carry_their_caches(make):
             close(ours[n], theirs[0])
 
 
-@torch.no_grad()
-def test_a_reset_cache_starts_new_sequences_in_place():
-    layer, x = build(KimiDeltaAttention), rows(3, 6)
-    cache = layer.new_cache(3)
-    addresses = [buffer.data_ptr() for buffer in cache.buffers()]
-    layer(x, cache=cache)
-    cache.reset(torch.tensor([0, 2]))
-    y = layer(x[:, :1], cache=cache)
-    close(y[[0, 2]], layer(x[[0, 2], :1]))
-    assert not torch.equal(y[1], layer(x[1:2, :1])[0])
-    assert addresses == [buffer.data_ptr() for buffer in cache.buffers()]
-
-
 @pytest.mark.bits
 @torch.no_grad()
 def test_a_cache_travels_by_state_dict():
