@@ -161,14 +161,10 @@ def test_keeping_the_intermediates_changes_no_bit(variant, need):
     assert_all_identical(run(case, need=need), run(case, need=need, disable_recompute=True))
 
 
-def test_all_of_what_is_kept_is_written(variant):
-    """Memory is filled with nan before: what a call returns must not depend on what lay there."""
+def test_all_of_what_is_kept_is_written(variant, poisoned_scratch):
+    """What a call returns must not depend on what lay there before."""
     case = Case(variant, T=70, dtype=HALF, disable_recompute=True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        kept = overload(variant, "chunk_fwd")(*case.inputs().values(), **case.flags())[2:]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    kept = overload(variant, "chunk_fwd")(*case.inputs().values(), **case.flags())[2:]
     assert all(x.isfinite().all() for x in kept)
 
 
