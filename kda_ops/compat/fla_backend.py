@@ -45,11 +45,11 @@ def verdict(name: str, *args: Any, **given: Any) -> tuple[bool, str | None]:
     """Return whether these operators accept a call of FLA's function `name`, and if not, why."""
     try:
         call = getattr(fla, name).mapping(*args, **given)
+        call.check()
         q = args[0] if args else given["q"]
         dispatch.backend_name(q.device)
         if q.is_cuda and torch.version.hip is not None:
             return False, "q must be on a CPU or an NVIDIA GPU, got an AMD GPU."
-        call.check()
     except (TypeError, ValueError, RuntimeError) as error:
         return False, str(error)
     return True, None

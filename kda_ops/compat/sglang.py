@@ -11,8 +11,8 @@ object. Differences:
 - If a slot is negative, every output of its sequence is zero. SGLang's ``decode`` computes it from
   a zero state.
 - `packed_decode` and `target_verify` do not run here with ReplaySSM, nor `target_verify` on a tree
-  of drafts, nor `extend` if it must return states inside of a prompt
-  (``return_intermediate_states``, ``track_state``).
+  of drafts, nor `extend` if it must return the states before all chunks. It does write the states
+  that ``track_state`` asks for.
 - `target_verify` keeps the state in fp32 from draft to draft. On a bf16 pool SGLang rounds it after
   each.
 - GDN's ``extend``, which returns the states before all chunks, stays on SGLang's kernels.
@@ -35,6 +35,7 @@ from kda_ops import functional
 from kda_ops.arguments import check_tensor
 from kda_ops.compat import engines
 from kda_ops.compat.fla_calls import per_head
+from kda_ops.problem import CHUNK
 
 __all__ = ["decode", "enable", "extend", "packed_decode", "target_verify"]
 
@@ -195,36 +196,81 @@ def extend(
     beta_is_raw: bool = False,
     return_intermediate_states: bool = False,
     track_state: Tensor | None = None,
+    track_chunk_idx: Tensor | None = None,
+    track_ssm_h_src: Tensor | None = None,
     **unused: object,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, None]:
     """Prefill KDA on the pool ``ssm_states``, by `kda_ops.chunk_kda_`; return o.
 
-    Without ``A_log``, ``g`` is the log decay. ``beta`` holds logits if ``beta_is_raw``.
+    Without ``A_log``, ``g`` is the log decay. ``beta`` holds logits if ``beta_is_raw``. The state
+    of sequence n after ``track_chunk_idx[n]`` chunks of 64 tokens goes to ``track_state[n]``, in
+    fp32; a negative number asks for none. With ``return_intermediate_states`` the result is (o,
+    None), if ``track_state`` has all states that SGLang reads, or ``track_ssm_h_src`` names none.
     """
     engines.check_platform()
-    if return_intermediate_states or track_state is not None:
+    reads = track_ssm_h_src is None or track_ssm_h_src.numel() > 0
+    if return_intermediate_states and track_state is None and reads:
         raise ValueError(
-            "return_intermediate_states must be False and track_state None to run on kda_ops."
+            "return_intermediate_states must be False without track_state to run on kda_ops."
         )
     raw = A_log is not None
-    return operator(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        ssm_states,
-        cache_indices,
-        None,
-        per_head(A_log),
-        None if dt_bias is None or not raw else dt_bias.flatten(),
-        query_start_loc,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=raw,
-        lower_bound=lower_bound if raw else None,
-        use_beta_sigmoid_in_kernel=beta_is_raw,
-        transpose_state_layout=True,
-    )
+
+    def run(pool: Tensor, slots: Tensor, into: Tensor | None) -> Tensor:
+        return operator(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            pool,
+            slots,
+            into,
+            per_head(A_log),
+            None if dt_bias is None or not raw else dt_bias.flatten(),
+            query_start_loc,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=raw,
+            lower_bound=lower_bound if raw else None,
+            use_beta_sigmoid_in_kernel=beta_is_raw,
+            transpose_state_layout=True,
+        )
+
+    if track_state is None:
+        o = run(ssm_states, cache_indices, None)
+    else:
+        check_tensor("q", q)
+        o = _track(run, ssm_states, cache_indices, q.shape[1], track_state, track_chunk_idx)
+    return (o, None) if return_intermediate_states else o
+
+
+def _track(
+    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+    states: Tensor,
+    slots: Tensor,
+    T: int,
+    tracked: Tensor,
+    chunks: Tensor | None,
+) -> Tensor:
+    """Run a prefill on fp32 copies of states, two per sequence: the second takes a snapshot."""
+    if chunks is None:
+        raise ValueError("track_chunk_idx must be given with track_state, got None.")
+    if tracked.shape[1:] != states.shape[1:] or tracked.dtype is not torch.float32:
+        raise ValueError(
+            f"track_state must be float32, [N, {', '.join(map(str, states.shape[1:]))}], got "
+            f"{tracked.dtype} {list(tracked.shape)}."
+        )
+    N, live, at = slots.shape[0], slots >= 0, slots.clamp(min=0).long()
+    chunks, n = chunks[:N], torch.arange(N, device=states.device)
+    own = states.index_select(0, at).float()
+    pool, column = torch.cat([own, own]), torch.arange(1, T // CHUNK + 1, device=states.device)
+    due = live[:, None] & (column == chunks[:, None])
+    o = run(pool, n.where(live, -1), (n + N)[:, None].where(due, -1))
+    own, copies = pool.chunk(2)
+    n = n.where(live, live.int().argmax())  # who has no slot repeats the write of one who has
+    states.index_copy_(0, at[n], own[n].to(states.dtype))
+    asked = (live & (chunks >= 0))[:, None, None, None]
+    tracked[:N].copy_(copies.where(asked, tracked[:N]))
+    return o
 
 
 def _gates(
@@ -243,7 +289,7 @@ def _gates(
     return g, beta, A_log, None if dt_bias is None else dt_bias.flatten()
 
 
-_METHODS: dict[str, Callable[..., Tensor]] = {
+_METHODS: dict[str, Callable[..., Any]] = {
     f"{_KERNELS}.{kernel}.{function.__name__}": partial(function, operator)
     for kernel, function, operator in (
         ("kda_triton.TritonKDAKernel", decode, functional.recurrent_kda_),

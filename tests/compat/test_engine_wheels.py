@@ -234,10 +234,16 @@ def test_extend_is_as_close_to_the_recurrence_as_sglangs(their_sglang, caplog, b
         g, beta = batch.gates()
         call |= dict(g=g[None].float(), beta=beta[None].float())
     kernel = their_sglang("kda")
-    results = []
+    call |= dict(track_chunk_idx=i32(1, -1, 0), track_state=torch.zeros(3, H, V, K))
+    call |= dict(return_intermediate_states=True)
+    results, tracked = [], []
     for run in (kernel.extend, partial(type(kernel).extend.__wrapped__, kernel)):
         mine = on_device(call | dict(ssm_states=pool(H, torch.float32).contiguous()))
-        o = run(**{n: x.clone() if n == "v" else x for n, x in mine.items()})  # SGLang overwrites v
+        mine["track_state"] = mine["track_state"].clone()
+        # SGLang overwrites v
+        o, _ = run(**{n: x.clone() if n == "v" else x for n, x in mine.items()})
         results.append((o, mine["ssm_states"][slots]))
+        tracked.append(mine["track_state"])
+    torch.testing.assert_close(*tracked, rtol=0.0, atol=2e-3)  # operands are fp16, states about 3
     assert not caplog.records  # ours was ours
     assert_as_close(batch, before[slots], *results)

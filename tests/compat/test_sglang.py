@@ -134,6 +134,35 @@ def test_extend_mixes_prompts_and_decoding_requests_in_place(raw, bound, dtype):
     assert not o[0, sum(lengths) :].any()
 
 
+@pytest.mark.parametrize("dtype", POOLS, ids=str)
+def test_extend_tracks_states_inside_of_prompts(dtype):
+    batch = Batch("kda", (150, 70, 200, 65, 64, 3), H, torch.float32, bound=-5.0)
+    slots, chunks = [4, 0, -1, 2, 8, 3], [2, 0, 1, -1, 1, 0]
+    before, tracked = pool(H, dtype), torch.full((7, H, V, K), torch.nan)
+    states, want = before.clone(), before.clone()
+    call = extend_arguments(batch, states, i32(*slots))
+    words = dict(track_state=tracked, track_chunk_idx=i32(*chunks), return_intermediate_states=True)
+    o, none = sglang.extend(functional.chunk_kda_, **call, **words)
+    assert none is None
+    plain = call | dict(ssm_states=want)
+    assert torch.equal(o, sglang.extend(functional.chunk_kda_, **plain))
+    assert torch.equal(states, want)
+    aligned = dict(return_intermediate_states=True, track_ssm_h_src=i32())
+    o, none = sglang.extend(functional.chunk_kda_, **call | dict(ssm_states=want), **aligned)
+    assert none is None and not torch.equal(states, want)
+    for n, (slot, count) in enumerate(zip(slots, chunks)):
+        a = int(batch.starts[n])
+        span, state = slice(a, a + 64 * count), before.float()
+        if slot < 0 or count < 0:
+            assert tracked[n].isnan().all()
+            continue
+        words = {m: x[:, span] for m, x in call.items() if m in ("q", "k", "v", "g", "beta")}
+        words |= dict(query_start_loc=i32(0, 64 * count), cache_indices=i32(slot))
+        sglang.extend(functional.chunk_kda_, **call | words | dict(ssm_states=state))
+        assert torch.equal(tracked[n], state[slot])
+    assert tracked[6:].isnan().all()
+
+
 # --- wrong calls ----------------------------------------------------------------------------------
 
 WRONG = [
@@ -158,8 +187,13 @@ WRONG = [
         dict(intermediate_states_buffer=torch.zeros(2, H, 3, V, K).transpose(1, 2)),
         "intermediate_states_buffer must be contiguous",
     ),
-    ("extend", dict(return_intermediate_states=True), "return_intermediate_states must be False"),
-    ("extend", dict(track_state=torch.zeros(2, H, V, K)), "track_state None to run on kda_ops"),
+    ("extend", dict(return_intermediate_states=True), "return_intermediate_states must be"),
+    ("extend", dict(track_state=torch.zeros(2, H, V, K)), "track_chunk_idx must be given"),
+    (
+        "extend",
+        dict(track_state=torch.zeros(2, H, V, K).half(), track_chunk_idx=i32(0, 0)),
+        "track_state must be float32",
+    ),
     ("extend", dict(cache_indices=torch.zeros(2)), "int32 or int64"),
 ]
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def longest_first(items: list) -> None:
 
 
 WORDS = ("passed", "failed", "skipped")
-LOG = "KDA_OPS_SUITE_LOG"  # names the file of the hooks below, with ``-p tests.support.suite``
+# these name the files of the hooks below, with ``-p tests.support.suite``
+LOG, DONE = "KDA_OPS_SUITE_LOG", "KDA_OPS_SUITE_DONE"
 
 
 def _note(name: str, word: str) -> None:
@@ -82,17 +84,24 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         _note(report.nodeid, "failed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out tests that a run which was cut has done."""
+    if DONE in os.environ:
+        done = {line.split(" ", 1)[1] for line in Path(os.environ[DONE]).read_text().splitlines()}
+        items[:] = [i for i in items if i.nodeid.split("@")[0] not in done]
+
+
 def processes_per_gpu() -> int:
     """Return how many processes may share a GPU; a test takes up to 7 GiB of its memory."""
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     return max(1, min(14, memory // (7 << 30)))
 
 
-def run(root: Path, limit: float = math.inf) -> dict:
+def run(root: Path, limit: float = math.inf, done: Sequence[str] = ()) -> dict:
     """Run tests/gpu, on several cores and all GPUs where pytest-xdist is installed.
 
     Return how many tests passed, failed and were skipped, the names of the failures, and under
-    "cut" why the run did not end by itself.
+    "cut" why the run did not end by itself. Then "done" has what the next run may leave out.
     """
     spread, cut = [], None
     if importlib.util.find_spec("xdist"):
@@ -101,8 +110,10 @@ def run(root: Path, limit: float = math.inf) -> dict:
         spread = ["-n", str(count), "--dist", "loadgroup"]
     with tempfile.TemporaryDirectory() as folder:
         path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        log = Path(folder) / "log"
-        environment = {"PYTHONPATH": os.pathsep.join(path), LOG: str(log)}
+        log, before = Path(folder) / "log", Path(folder) / "done"
+        for file in (log, before):
+            file.write_text("".join(f"{line}\n" for line in done))
+        environment = {"PYTHONPATH": os.pathsep.join(path), LOG: str(log), DONE: str(before)}
         if spread:
             # the processes fill the cores; with one thread they would compile in themselves
             environment["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
@@ -121,13 +132,15 @@ def run(root: Path, limit: float = math.inf) -> dict:
                     os.killpg(process.pid, signal.SIGKILL)
         if cut is None and process.returncode not in (0, 1):  # all passed, some failed
             cut = f"ended with {process.returncode}"
-        return count_tests(log.read_text() if log.exists() else "") | {"cut": cut}
+        return count_tests(log.read_text(), cut)
 
 
-def count_tests(log: str) -> dict:
+def count_tests(log: str, cut: str | None) -> dict:
     """Count what the hooks wrote: a test that also failed, as its fixture ended, failed."""
     became: dict[str, str] = {}
     for word, name in (line.split(" ", 1) for line in log.splitlines()):
         became[name] = "failed" if became.get(name) == "failed" else word
     failures = [name for name, word in became.items() if word == "failed"]
-    return {w: list(became.values()).count(w) for w in WORDS} | {"failures": failures}
+    counts = {w: list(became.values()).count(w) for w in WORDS}
+    done = [f"{word} {name}" for name, word in became.items() if word != "failed"]
+    return counts | {"failures": failures, "cut": cut} | ({"done": done} if cut else {})

@@ -72,7 +72,13 @@ def test_a_run_of_the_tests_is_counted_whole_or_cut(monkeypatch, tmp_path):
     assert found == {"passed": 1, "failed": 3, "skipped": 1, "cut": None}
     assert {f"tests/gpu/test_it.py::{n}" for n in ("test_b[{'a b': 1}]", "test_d")} < set(names)
     (folder / "test_z.py").write_text("import os\n\ndef test_dies(): os._exit(3)\n")
-    assert suite.run(tmp_path)["cut"] == "ended with 3"
+    cut = suite.run(tmp_path)
+    assert cut["cut"] == "ended with 3" and cut["done"][0] == "passed tests/gpu/test_it.py::test_a"
+    # what passed is not run again, and counts
+    (folder / "test_z.py").unlink()
+    (folder / "test_it.py").write_text(MIXED.replace("test_a(): pass", "test_a(): assert False"))
+    assert suite.run(tmp_path, done=cut["done"])["passed"] == 1
+    assert suite.run(tmp_path)["passed"] == 0
 
 
 CLEAN = {"passed": 1, "failed": 0, "skipped": 0, "failures": [], "cut": None}
