@@ -66,93 +66,44 @@ class Call:
 
     def problem(self) -> Problem:
         """Build the call on meta tensors."""
-        B, T, H, HV = (
-            (128, 1, 32 // self.group, 32)
-            if self.pool is not None
-            else (1 if self.packed or self.ahead else 2, 4096, 32 // self.group, 32)
-        )
+        B, T, H, HV = 1 if self.packed or self.ahead else 2, 4096, 32 // self.group, 32
+        if self.pool is not None:
+            B, T = 128, 1
+        fp32, index = torch.float32, torch.int32
 
         def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
         D = (self.K,) if self.rank else ()
-        activated = self.gate in ("bound", "softplus")
-        flags = dict(
+        activated, promised = self.gate in ("bound", "softplus"), self.gate == "promised"
+        flags: dict[str, Any] = dict(
             use_qk_l2norm_in_kernel=activated,
             use_gate_in_kernel=activated,
             use_beta_sigmoid_in_kernel=activated,
-            output_final_state=True,
+            lower_bound=-5.0 if self.gate == "bound" else None,
         )
-        g = empty(B, T, HV, *D) if activated else empty(B, T, HV, *D, dtype=torch.float32)
-        A_log, dt_bias = (
-            (empty(HV, dtype=torch.float32), empty(HV, *D, dtype=torch.float32))
-            if activated
-            else (None, None)
-        )
-        bound = -5.0 if self.gate == "bound" else None
+        g = empty(B, T, HV, *D, dtype=self.dtype if activated else fp32)
+        gate = (empty(HV, dtype=fp32), empty(HV, *D, dtype=fp32)) if activated else (None, None)
+        q, k = (empty(B, T, H, self.K) for _ in range(2))
+        x = q, k, empty(B, T, HV, self.V), g, empty(B, T, HV)
         if self.pool is not None:
-            state, slots = (
-                empty(
-                    B,
-                    HV,
-                    *((self.V, self.K) if self.transposed else (self.K, self.V)),
-                    dtype=self.pool,
-                ),
-                empty(B, dtype=torch.int32),
-            )
-            del flags["output_final_state"]
-            return Problem.parse_step(
-                self.rank,
-                empty(B, T, H, self.K),
-                empty(B, T, H, self.K),
-                empty(B, T, HV, self.V),
-                g,
-                empty(B, T, HV),
-                state,
-                slots,
-                None,
-                A_log,
-                dt_bias,
-                lower_bound=bound,
-                transpose_state_layout=self.transposed,
-                **flags,
-            )
+            width = (self.V, self.K) if self.transposed else (self.K, self.V)
+            state, slots = empty(B, HV, *width, dtype=self.pool), empty(B, dtype=index)
+            flags["transpose_state_layout"] = self.transposed
+            return Problem.parse_step(self.rank, *x, state, slots, None, *gate, **flags)
         if self.prefill:
-            del flags["output_final_state"]
-            N, index = 8 if self.packed else B, torch.int32
-            return Problem.parse_prefill(
-                self.rank,
-                empty(B, T, H, self.K),
-                empty(B, T, H, self.K),
-                empty(B, T, HV, self.V),
-                g,
-                empty(B, T, HV),
-                empty(64, HV, self.K, self.V, dtype=torch.float32),
-                empty(N, dtype=index),
-                empty(N, 4, dtype=index),
-                A_log,
-                dt_bias,
-                empty(N + 1, dtype=index) if self.packed else None,
-                empty(N, dtype=torch.bool),
-                null_slot=0,
-                lower_bound=bound,
-                **flags,
-            )
+            N, state = 8 if self.packed else B, empty(64, HV, self.K, self.V, dtype=fp32)
+            slots, snapshots = empty(N, dtype=index), empty(N, 4, dtype=index)
+            rest = empty(N + 1, dtype=index) if self.packed else None, empty(N, dtype=torch.bool)
+            given = *x, state, slots, snapshots, *gate, *rest
+            return Problem.parse_prefill(self.rank, *given, null_slot=0, **flags)
         return Problem.parse(
             self.rank,
-            empty(B, T, H, self.K),
-            empty(B, T, H, self.K),
-            empty(B, T, HV, self.V),
-            g,
-            empty(B, T, HV),
-            A_log,
-            dt_bias,
-            None,
-            torch.empty(9, dtype=torch.int32, device="meta") if self.packed else None,
-            lower_bound=bound,
-            safe_gate=self.gate in ("safe", "promised"),
-            safe_beta=self.gate == "promised",
-            safe_keys=self.gate == "promised",
+            *(*x, *gate, None, empty(9, dtype=index) if self.packed else None),
+            output_final_state=True,
+            safe_gate=promised or self.gate == "safe",
+            safe_beta=promised,
+            safe_keys=promised,
             invariant=self.invariant,
             **flags,
         )

@@ -85,7 +85,6 @@ def test_decode_reads_and_writes_the_slots_of_its_sequences(variant, bound, dtyp
 
 
 @pytest.mark.parametrize("dtype", POOLS, ids=str)
-@pytest.mark.parametrize("variant", ["kda", "gdn"])
 def test_packed_decode_splits_the_projection_without_a_copy(variant, dtype, monkeypatch):
     batch = Batch(variant, (1, 1, 1), HEADS[variant])
     state = pool(batch.HV, dtype)
@@ -104,7 +103,6 @@ def test_packed_decode_splits_the_projection_without_a_copy(variant, dtype, monk
 
 
 @pytest.mark.parametrize("dtype", POOLS, ids=str)
-@pytest.mark.parametrize("variant", ["kda", "gdn"])
 def test_drafts_go_to_a_slot_each_and_the_next_call_starts_from_the_last_accepted(variant, dtype):
     table = [[1, 2, 3], [4, 5, 6], [0, 0, 0], [7, 0, 0]]
     drafts = Batch(variant, (3, 2, 3, 1), HEADS[variant], seed=3)
@@ -162,24 +160,6 @@ def test_prefill_without_states_starts_from_zero_and_returns_none():
         unknown=1,
     )
     assert final is None and o.isfinite().all()
-
-
-@pytest.mark.parametrize("variant", ["kda", "gdn"])
-def test_heads_split_over_ranks_give_the_heads_of_one_rank(variant):
-    batch, table = Batch(variant, (1, 2), HEADS[variant]), [[1, 2], [3, 4]]
-    for rank in range(H):
-        part = batch.on_rank(rank)
-        state = pool(part.HV, torch.float32)
-        before = state.clone()
-        o, _ = decode(part, state, i32(*table), i32(1, 1))
-        assert_decoded(part, before, state, o[0], table, [1, 3], f"rank {rank}")
-        # the rank's heads of the whole call
-        whole = pool(batch.HV, torch.float32)
-        h = slice(rank * part.HV, (rank + 1) * part.HV)
-        whole[:, h] = before
-        all_heads, _ = decode(batch, whole, i32(*table), i32(1, 1))
-        assert_near(o, all_heads[:, :, h].double(), f"o of rank {rank}")
-        assert_near(state, whole[:, h].double(), f"states of rank {rank}")
 
 
 # --- wrong calls, without vLLM --------------------------------------------------------------------
@@ -243,7 +223,6 @@ def test_a_wrong_packed_decode_is_refused(changed, reason):
         vllm.fused_recurrent_kda_packed_decode(**(call | changed))
 
 
-@pytest.mark.parametrize("variant", ["kda", "gdn"])
 def test_a_slot_outside_of_the_pool_is_refused_on_a_cpu(variant):
     refused(variant, {}, "slot", slots=i32(1, SLOTS))
     refused(variant, {}, "slot", packed, slots=i32(1, SLOTS))

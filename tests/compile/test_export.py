@@ -11,15 +11,7 @@ import torch
 from torch.export import Dim
 
 import kda_ops
-from examples.export import (
-    Decoder,
-    Mixer,
-    export_decode,
-    export_packed,
-    export_prefill,
-    package,
-    run_elsewhere,
-)
+from examples.export import Decoder, Mixer, export_decode, export_prefill, package, run_elsewhere
 from kda_ops.nn import GatedDeltaNet, KimiDeltaAttention
 
 
@@ -49,17 +41,6 @@ def test_one_program_serves_every_batch_and_length(operator):
     for shape in ((2, 70), (3, 5), (1, 129), (1, 1), (2, 0)):
         x = torch.randn(*shape, 32)
         torch.testing.assert_close(run(x), mixer(x), rtol=0, atol=0)
-
-
-@pytest.mark.bits
-@pytest.mark.quick
-@torch.no_grad()
-def test_one_program_serves_every_packing():
-    mixer = Mixer()
-    run = through_file(export_packed(mixer))
-    for offsets in ([0, 10], [0, 3, 70, 100, 100], [0, 0, 0, 110]):
-        x, offsets = torch.randn(1, 110, 32), torch.tensor(offsets)
-        torch.testing.assert_close(run(x, offsets), mixer(x, offsets), rtol=0, atol=0)
 
 
 @pytest.mark.bits

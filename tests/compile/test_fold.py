@@ -38,6 +38,7 @@ from tests.support.folding import (
     assert_folds,
     assert_near,
     attend,
+    capture,
     column,
     inputs,
     norm,
@@ -61,8 +62,7 @@ def test_l2norm_folds(name):
 @pytest.mark.parametrize("name", ("float", "cast", "rsqrt"))
 def test_l2norm_of_16_bit_inputs_folds_with_the_cast_back(name):
     x = inputs(dtype=torch.bfloat16, grad=False)
-    captured = Captured()
-    captured.compile(attend(norm=NORMS[name]))(*x.values())
+    captured = capture(attend(norm=NORMS[name]), x)
     assert captured.fold.folded == Counter(l2norm=1)
 
 
@@ -148,8 +148,7 @@ def test_operators_on_a_state_pool_fold(name, into):
 
 
 def test_a_fold_removes_the_folded_nodes():
-    captured = Captured()
-    captured.compile(everything(kda_ops.chunk_kda, "kda"))(*inputs().values())
+    captured = capture(everything(kda_ops.chunk_kda, "kda"), inputs())
     nodes = captured.calls[0].graph.nodes
     # the operator, and its first output
     assert [n.op for n in nodes if n.op not in ("placeholder", "output")] == ["call_function"] * 2
@@ -193,9 +192,9 @@ def test_an_activation_with_another_reader_stays():
 
 
 def test_inference_with_parameters_folds():
-    x, captured = inputs(), Captured()
+    x = inputs()
     with torch.no_grad():
-        captured.compile(everything(kda_ops.chunk_kda, "kda"))(*x.values())
+        captured = capture(everything(kda_ops.chunk_kda, "kda"), x)
     assert captured.fold.folded == Counter(ALL)
 
 
@@ -322,10 +321,8 @@ def test_folding_changes_nothing_in_float64(variant, bounded):
         bounded,
         double=bounded,
     )
-    captured = Captured()
-    got, want = results(captured.compile(f), x), results(f, x)
-    assert captured.fold.folded.total() == 3
-    assert_near(got, want, 1e-10)
+    kinds = dict(bounded_gate=1, double_sigmoid=1) if bounded else dict(gate=1, sigmoid=1)
+    assert_folds(f, x, 1e-11, l2norm=1, **kinds)
 
 
 # --- through Inductor -----------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tests.support.folding import (
     assert_folds,
     assert_refuses,
     attend,
+    capture,
     inputs,
     norm,
 )
@@ -103,16 +104,15 @@ CONSTANTS = {
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_a_constant_that_a_dtype_does_not_hold_is_not_folded(name, dtype):
-    captured, x = Captured(), inputs(dtype=dtype, grad=False)
-    captured.compile(attend(decay=lambda g, *_: CONSTANTS[name](g.sigmoid())))(*x.values())
+    f = attend(decay=lambda g, *_: CONSTANTS[name](g.sigmoid()))
+    captured = capture(f, inputs(dtype=dtype, grad=False))
     assert not captured.fold.folded and not captured.fold.promised
 
 
 def test_a_constant_beyond_float16_is_not_folded_there():
     for factor, bound in ((-7e4, 0), (-5.0, 1)):
-        captured, x = Captured(), inputs(dtype=torch.float16, grad=False)
         call = attend(decay=lambda g, A, dt, factor=factor: factor * g.sigmoid())
-        captured.compile(call)(*x.values())
+        captured = capture(call, inputs(dtype=torch.float16, grad=False))
         assert captured.fold.folded == Counter(bounded_gate=bound) + Counter()
 
 

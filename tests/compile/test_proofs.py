@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import kda_ops
-from tests.support.folding import BOUNDED, NORMS, Captured, inputs, results
+from tests.support.folding import BOUNDED, NORMS, Captured, capture, inputs, results
 
 BF16 = torch.bfloat16
 
@@ -120,16 +120,14 @@ def test_a_promise_that_the_graph_proves_is_set(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_nothing_else_is_promised(name):
     flag, make = OTHERS[name]
-    captured = Captured()
-    captured.compile(attend(flag, make))(*inputs(grad=False).values())
+    captured = capture(attend(flag, make), inputs(grad=False))
     assert not captured.fold.promised and not captured.calls[-1].kwargs.get(flag)
 
 
 @pytest.mark.parametrize("name", ("rounded", "F.normalize", "bounded"))
 def test_a_promise_of_the_caller_stays(name):
     flag, make = PROVEN[name]
-    captured = Captured()
-    captured.compile(attend(flag, make, **{flag: True}))(*inputs(grad=False).values())
+    captured = capture(attend(flag, make, **{flag: True}), inputs(grad=False))
     assert captured.calls[-1].kwargs[flag] is True and not captured.fold.promised
 
 
@@ -138,16 +136,14 @@ def test_what_folds_needs_no_promise():
         decay = BOUNDED["operator"](g, A_log, dt_bias, 1)
         return kda_ops.chunk_kda(NORMS["rsqrt"](q), NORMS["rsqrt"](k), v, decay, beta.sigmoid())[0]
 
-    captured = Captured()
-    captured.compile(f)(*inputs().values())
+    captured = capture(f, inputs())
     assert captured.fold.folded == Counter(l2norm=1, bounded_gate=1, sigmoid=1)
     assert not captured.fold.promised
 
 
 def test_recurrent_operators_take_no_promise():
-    captured = Captured()
     f = attend("safe_beta", PROVEN["rounded"][1], kda_ops.recurrent_kda)
-    captured.compile(f)(*inputs(grad=False).values())
+    captured = capture(f, inputs(grad=False))
     assert not captured.fold.promised and "safe_beta" not in captured.calls[-1].kwargs
 
 
@@ -156,6 +152,5 @@ def test_a_prefill_on_a_pool_takes_promises():
         pool = v.new_zeros((q.shape[0], v.shape[2], q.shape[3], v.shape[3]))
         return kda_ops.chunk_kda_(q, k, v, None, beta.sigmoid().to(BF16), pool)
 
-    captured = Captured()
-    captured.compile(f)(*inputs(grad=False).values())
+    captured = capture(f, inputs(grad=False))
     assert captured.fold.promised == Counter(safe_beta=1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import kda_ops
-from tests.support.folding import BOUNDED, NORMS, Captured, inputs, norm
+from tests.support.folding import BOUNDED, NORMS, capture, inputs, norm
 
 BF16 = torch.bfloat16
 
@@ -59,10 +59,8 @@ UNLIMITED = {
 @pytest.mark.parametrize("decay", ("operators", "operator", rounded))
 @pytest.mark.parametrize("name", UNLIMITED)
 def test_no_bound_is_set_where_q_or_k_may_have_any_size(name, decay):
-    captured = Captured()
     chosen = decay if callable(decay) else BOUNDED[decay]
-    x = inputs(dtype=BF16, grad=False)
-    captured.compile(attend(decay=chosen, **UNLIMITED[name]))(*x.values())
+    captured = capture(attend(decay=chosen, **UNLIMITED[name]), inputs(dtype=BF16, grad=False))
     call = captured.calls[-1].kwargs
     assert call.get("lower_bound") is None and not call.get("safe_gate")
     assert not captured.fold.folded and not captured.fold.promised["safe_gate"]
@@ -75,8 +73,7 @@ def test_autocast_to_16_bits_limits_q_and_k():
             return attend(q=lambda x: x, decay=lambda g, *_: -5.0 * g.sigmoid())(*x)
 
     for dtype, folds in ((torch.float32, False), (torch.float64, True)):
-        captured = Captured()
-        captured.compile(f)(*inputs(dtype=dtype, grad=False).values())
+        captured = capture(f, inputs(dtype=dtype, grad=False))
         assert captured.fold.folded == Counter(bounded_gate=int(folds)) + Counter()
         assert captured.fold.refused == Counter(range=int(not folds)) + Counter()
 
@@ -95,7 +92,7 @@ UNCONCERNED = {
     "recurrent": dict(op=kda_ops.recurrent_kda),
     "promised before": dict(safe_gate=True),
     "a bound that kernels do not use": dict(decay=lambda g, *_: -6.0 * g.sigmoid()),
-    "one decay per head": dict(op=kda_ops.chunk_gdn),
+    "one decay per head": dict(op=kda_ops.chunk_gdn, variant="gdn"),
     "float16": dict(dtype=torch.float16),
     "float32": dict(dtype=torch.float32),
 }
@@ -104,25 +101,21 @@ UNCONCERNED = {
 @pytest.mark.quick
 @pytest.mark.parametrize("name", LIMITED)
 def test_a_bounded_decay_folds_where_q_and_k_are_normalised(name):
-    captured = Captured()
-    captured.compile(attend(**LIMITED[name]))(*inputs(dtype=BF16, grad=False).values())
+    captured = capture(attend(**LIMITED[name]), inputs(dtype=BF16, grad=False))
     assert captured.fold.folded == Counter(bounded_gate=1) and not captured.fold.refused
-    captured = Captured()
-    f = attend(decay=rounded, **LIMITED[name])
-    captured.compile(f)(*inputs(dtype=BF16, grad=False).values())
+    captured = capture(attend(decay=rounded, **LIMITED[name]), inputs(dtype=BF16, grad=False))
     assert captured.fold.promised["safe_gate"] == 1
 
 
 def test_a_norm_that_folds_first_lets_the_decay_fold():
-    captured = Captured()
-    captured.compile(attend(q=norm, k=norm))(*inputs(dtype=BF16, grad=False).values())
+    captured = capture(attend(q=norm, k=norm), inputs(dtype=BF16, grad=False))
     assert captured.fold.folded == Counter(l2norm=1, bounded_gate=1)
 
 
 @pytest.mark.parametrize("name", UNCONCERNED)
 def test_a_bounded_decay_folds_where_it_limits_nothing(name):
     flags = dict(UNCONCERNED[name])
-    captured, dtype = Captured(), flags.pop("dtype", BF16)
-    x = inputs("gdn" if name == "one decay per head" else "kda", dtype=dtype, grad=False)
-    captured.compile(attend(q=lambda x: x, k=lambda x: x, **flags))(*x.values())
+    variant, dtype = flags.pop("variant", "kda"), flags.pop("dtype", BF16)
+    f = attend(q=lambda x: x, k=lambda x: x, **flags)
+    captured = capture(f, inputs(variant, dtype=dtype, grad=False))
     assert captured.fold.folded == Counter(bounded_gate=1)

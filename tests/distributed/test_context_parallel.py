@@ -225,30 +225,6 @@ def test_NaN_does_not_spread_to_other_sequences_across_ranks(ranks, cuts, holes)
     )
 
 
-def last_rank_loss(groups, size, case, cuts):
-    """Run backward on all ranks for a loss of the last rank's outputs."""
-    group, rank = groups[size], dist.get_rank(groups[size])
-    x = leaves_of(case, rank, cuts)
-    o, _ = CHUNK[case.variant](**x, **case.flags(), group=group)
-    (o.sum() * float(rank == size - 1)).backward()
-    return {n: t.grad for n, t in x.items() if t is not None and t.requires_grad}
-
-
-def test_early_tokens_learn_from_a_loss_on_late_ones(ranks):
-    case = replace(EVERYTHING, dtype=torch.float64, gate="weak", final=False)
-    cuts = cuts_of(40, 40, 0, 70)
-    parts = ranks.run(4, last_rank_loss, 4, case, cuts)
-    x = {n: t if t is None else t.requires_grad_() for n, t in case.inputs().items()}
-    o, _ = getattr(torch.ops, case.variant).chunk(**x, **case.flags())
-    o[:, cuts[3] :].sum().backward()
-    got = {
-        n: torch.cat([p[n] for p in parts], 1) if n in TOKENS else sum(p[n] for p in parts)
-        for n in parts[0]
-    }
-    assert_equal(got, {n: x[n].grad for n in got})
-    assert parts[0]["v"].abs().max() > 0
-
-
 def inference(groups, size, case, cuts):
     group, rank = groups[size], dist.get_rank(groups[size])
     with torch.no_grad():

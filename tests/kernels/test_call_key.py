@@ -57,20 +57,6 @@ def resized(given, name, axis, length):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("record, sizes", CALLS)
-def test_no_two_calls_that_differ_in_one_length_are_the_same_to_a_plan(record, sizes):
-    given = tensors(record, sizes)
-    seen = key_of(record, given)
-    assert seen is not None
-    for name, x in given.items():
-        for axis in range(0 if x is None else x.dim()):
-            for length in {1, x.shape[axis] + 1} - {x.shape[axis]}:
-                other = key_of(record, resized(given, name, axis, length))
-                same = other is not None and (other.key, other.numbers) == (seen.key, seen.numbers)
-                assert not same, f"{name} [{axis}]"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("record, sizes", CALLS)
 def test_a_recording_sees_each_length_that_varies_as_a_size(record, sizes):
     given = tensors(record, sizes)
     kept = Recording(named(record.kind, key_of(record, given)))
@@ -94,17 +80,6 @@ def test_an_axis_more_or_less_has_no_plan_unless_the_record_allows_it(record):
         if name in record.placeholders and less[name].dim() == 1:
             continue  # stands for an absent one
         assert (key_of(record, less) is not None) == record.may_lack_last(name), name
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
-def test_an_absent_argument_is_part_of_the_key(record):
-    given = tensors(record, SLOTS if record.mutates else PLAIN)
-    keys = {key_of(record, given).key}
-    for name, x in given.items():
-        if x is not None and (seen := key_of(record, given | {name: None})) is not None:
-            assert seen.key not in keys, name
-            keys.add(seen.key)
 
 
 @pytest.mark.quick

@@ -52,14 +52,6 @@ def test_every_call_has_a_label_of_its_own():
     assert {c.label for c in budgets.ELSEWHERE} & {c.label for c in budgets.TABLE}
 
 
-@pytest.mark.quick
-def test_processes_that_compile_everything_do_not_compile_the_same_at_once():
-    calls = list(budgets.everything())
-    assert len({c.label for c in calls}) == len(calls)
-    for i in range(len(calls) - 29):  # as many processes
-        assert len({(c.rank, c.dtype, c.K) for c in calls[i : i + 30]}) == 30
-
-
 def kernel(name, registers=255, stack=0, **found):
     """Build the row of a kernel."""
     return compile.CompiledKernel("layer", name, 90, 8, registers, stack, 0, 1.0, False, **found)

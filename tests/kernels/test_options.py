@@ -121,9 +121,3 @@ def test_rules_return_after_force_even_if_it_raises():
         assert tuning.FORCED.run is None
         raise RuntimeError
     assert tuning.FORCED is before
-
-
-@pytest.mark.quick
-def test_an_unknown_rule_is_an_error():
-    with pytest.raises(TypeError, match="no_such_rule"), tuning.force(no_such_rule=1):
-        pass

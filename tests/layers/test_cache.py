@@ -429,11 +429,13 @@ def test_reset_zeroes_the_named_sequences(sequences, zeroed, default):
         layer = build(KimiDeltaAttention)
         cache = layer.new_cache(3)
         layer(rows(3, 5), cache=cache)
+    addresses = [buffer.data_ptr() for buffer in cache.buffers()]
     torch.set_default_device(default)
     try:
         cache.reset(sequences)
     finally:
         torch.set_default_device(None)
+    assert addresses == [buffer.data_ptr() for buffer in cache.buffers()]
     for buffer in cache.buffers():
         assert [n for n in range(3) if not buffer[n].any()] == zeroed
 

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from kda_ops.nn import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention, kimi_delta_attention
 from tests.support.layers import HIDDEN, build, by_definition, close, gradients, rows
@@ -99,23 +98,6 @@ def test_the_gated_norm_computes_in_float32(gated):
     gate = x.flip(0) if gated else None
     want = norm.float()(x.float(), None if gate is None else gate.float()).bfloat16()
     assert torch.equal(norm.bfloat16()(x, gate), want)
-
-
-@torch.no_grad()
-def test_decoding_works_with_custom_projection_modules():
-    class Halved(torch.nn.Module):
-        def __init__(self, linear):
-            super().__init__()
-            self.packed = linear.weight.detach() / 2
-
-        def forward(self, x):
-            return 2 * F.linear(x, self.packed)
-
-    layer, x = build(KimiDeltaAttention), rows(2, 5)
-    cache, want = layer.new_cache(2), layer(x)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        setattr(layer, name, Halved(getattr(layer, name)))
-    close(torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(5)], 1), want)
 
 
 def test_expand_v_may_carry_a_rounding_error():

@@ -16,25 +16,17 @@ CACHED = [
 ]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("prompt", [0, 1, 2, 64, 67])
-@pytest.mark.parametrize("make, options", CACHED)
-def test_token_by_token_decode_equals_one_forward(make, options, prompt):
-    layer, x = build(make, **options), rows(2, 70)
-    cache, steps = layer.new_cache(2), [prompt] * (prompt > 0) + [1] * min(70 - prompt, 9)
-    parts = [layer(part, cache=cache) for part in x[:, : sum(steps)].split(steps, 1)]
-    close(torch.cat(parts, 1), layer(x[:, : sum(steps)]))
+PIECES = [[prompt] * (prompt > 0) + [1] * min(70 - prompt, 9) for prompt in (0, 1, 2, 64, 67)]
 
 
 @pytest.mark.quick
 @torch.no_grad()
+@pytest.mark.parametrize("pieces", [*PIECES, [2, 40, 1, 3, 24]], ids=str)
 @pytest.mark.parametrize("make, options", CACHED)
-def test_prefill_in_pieces_equals_one_forward(make, options):
-    layer, x = build(make, **options), rows(2, 70)
+def test_prompts_and_tokens_on_a_cache_equal_one_forward(make, options, pieces):
+    layer, x = build(make, **options), rows(2, sum(pieces))
     cache = layer.new_cache(2)
-    close(
-        torch.cat([layer(part, cache=cache) for part in x.split([2, 40, 1, 3, 24], 1)], 1), layer(x)
-    )
+    close(torch.cat([layer(part, cache=cache) for part in x.split(pieces, 1)], 1), layer(x))
 
 
 @torch.no_grad()
@@ -137,19 +129,6 @@ def test_packed_sequences_carry_their_caches(make):
         close(y[:, offsets[n] : offsets[n + 1]], alone[1])
         for ours, theirs in zip(packed.buffers(), dense.buffers()):
             close(ours[n], theirs[0])
-
-
-@torch.no_grad()
-def test_a_reset_cache_starts_new_sequences_in_place():
-    layer, x = build(KimiDeltaAttention), rows(3, 6)
-    cache = layer.new_cache(3)
-    addresses = [buffer.data_ptr() for buffer in cache.buffers()]
-    layer(x, cache=cache)
-    cache.reset(torch.tensor([0, 2]))
-    y = layer(x[:, :1], cache=cache)
-    close(y[[0, 2]], layer(x[[0, 2], :1]))
-    assert not torch.equal(y[1], layer(x[1:2, :1])[0])
-    assert addresses == [buffer.data_ptr() for buffer in cache.buffers()]
 
 
 @pytest.mark.bits

@@ -58,10 +58,19 @@ def test_widths_count_each_where_they_stand():
 )
 class TestChunk:
     @pytest.mark.quick
-    def test_inference_counts_chunk(self, namespace, chunk):
-        args = inputs(namespace, 2, 128, 1, 2, 128, 128)
-        # batch, chunks, value heads
-        assert counted(lambda: chunk(*args)) == {f"{namespace}.chunk": 2 * 2 * 2 * FORWARD}
+    @pytest.mark.parametrize(
+        "sizes, offsets, chunks",
+        (
+            ((2, 128, 1, 2), None, 2 * 2 * 2),  # batch, chunks, value heads
+            ((1, 65, 1, 1), None, 2),  # the last chunk counts whole
+            ((1, 128, 1, 1), (0, 30, 128), 2),  # a packed call counts as one sequence
+        ),
+    )
+    def test_inference_counts_chunk(self, namespace, chunk, sizes, offsets, chunks):
+        cu_seqlens = offsets and torch.tensor(offsets)
+        args = inputs(namespace, *sizes, 128, 128)
+        got = counted(lambda: chunk(*args, cu_seqlens=cu_seqlens))
+        assert got == {f"{namespace}.chunk": chunks * FORWARD}
 
     @pytest.mark.quick
     def test_training_counts_forward_and_backward(self, namespace, chunk):
@@ -93,17 +102,6 @@ class TestChunk:
         with FakeTensorMode():
             args = inputs(namespace, 1, 64, 1, 1, 128, 128)
             assert counted(lambda: chunk(*args)) == {f"{namespace}.chunk": FORWARD}
-
-    def test_the_last_chunk_counts_whole(self, namespace, chunk):
-        args = inputs(namespace, 1, 65, 1, 1, 128, 128)
-        assert sum(counted(lambda: chunk(*args)).values()) == 2 * FORWARD
-
-    def test_a_packed_call_counts_as_one_sequence(self, namespace, chunk):
-        args = inputs(namespace, 1, 128, 1, 1, 128, 128)
-        assert (
-            sum(counted(lambda: chunk(*args, cu_seqlens=torch.tensor([0, 30, 128]))).values())
-            == 2 * FORWARD
-        )
 
 
 @pytest.mark.parametrize("namespace", ["kda", "gdn"])

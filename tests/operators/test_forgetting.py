@@ -10,7 +10,6 @@ from tests.support.forgetting import LIMITS, definition, errors, failures, forge
 
 
 @pytest.mark.parametrize("inside", (False, True), ids=("given", "inside"))
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_head_that_forgets_has_its_own_gradient(variant, inside):
     case, inputs = forgetting(variant, torch.float32, inside, l2norm=inside)
     p = Problem.parse(case.rank, *inputs.values(), **case.flags())

@@ -43,7 +43,6 @@ def test_any_order_of_prompts_tokens_and_drafts_gives_the_bits_of_one_call(call,
 
 @pytest.mark.bits
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_rejected_drafts_that_count_change_bits(variant):
     """So the test above can fail."""
     case = Case(variant, T=70, state=False, final=False)
@@ -85,7 +84,6 @@ def prefilled(case, drafts=0, a=70):
 
 @pytest.mark.bits
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 @pytest.mark.parametrize("drafts", (0, 10))
 def test_methods_move_sequences_as_those_of_a_cache(variant, drafts):
     case = Case(**vars(DENSE) | dict(variant=variant))
@@ -127,7 +125,6 @@ def test_the_size_of_a_slot_is_that_of_the_docs():
 
 @pytest.mark.bits
 @pytest.mark.quick
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_steps_compile_to_one_graph(variant):
     torch._dynamo.reset()
     case = Case(**vars(DENSE) | dict(variant=variant))

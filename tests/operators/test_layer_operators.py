@@ -1,7 +1,7 @@
 """The short convolution and the gated norm: numbers, and the promises of every operator."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_splitting_a_sequence_does_not_change_it():
     x = on(case.inputs(), TARGET.device)
     y, final = operator(case)(*x.values(), **case.flags())
     tail, parts = x["initial_tail"], []
-    for part in x["x"].split((2, 0, 33, 6), 1):
+    for part in x["x"].split((1, 1, 0, 33, 6), 1):
         some, tail = operator(case)(part, x["weight"], x["bias"], tail, None, **case.flags())
         parts.append(some)
     assert_identical(torch.cat(parts, 1), y, "y")
@@ -149,13 +149,22 @@ def test_a_nan_of_a_sequence_reaches_no_other_sequence(n):
             assert_identical(got[name], want[name], name)
 
 
-POOLED = {
-    "dense": ((3, 5), None, None),
-    "one token": ((3, 1), None, None),
-    "slots": ((3, 1), None, (4, -1, 1)),
-    "many tokens": ((2, 150), None, (4, 0)),
-    "packed": (None, (2, 0, 5), (4, -1, 1)),
+POOLED = {  # a call, and the slots of its sequences, or None if sequence n has slot n
+    "dense": (Conv(B=3, T=5), None),
+    "one token": (Conv(B=3, T=1), None),
+    "slots": (Conv(B=3, T=1), (4, -1, 1)),
+    "many tokens": (Conv(B=2, T=150), (4, 0)),
+    "packed": (Conv(lengths=(2, 0, 5), behind=2), (4, -1, 1)),
 }
+
+
+def pooled(pool, dtype=torch.float32, wide=None):
+    """Return a case, its inputs, a pool of tails in `wide` and the slot of each sequence."""
+    case, slots = replace(POOLED[pool][0], dtype=dtype), POOLED[pool][1]
+    gen = torch.Generator().manual_seed(5)
+    tails = torch.randn(6 if slots else case.N, 3, case.D, generator=gen).to(wide or dtype)
+    indices = None if slots is None else torch.tensor(slots, device=TARGET.device)
+    return case, on(case.inputs(), TARGET.device), tails.to(TARGET.device), indices
 
 
 @pytest.mark.bits
@@ -163,25 +172,17 @@ POOLED = {
 @pytest.mark.parametrize("pool", POOLED)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_a_call_on_a_pool_touches_the_slots_it_names_and_nothing_else(pool, dtype):
-    shape, lengths, slots = POOLED[pool]
-    B, T = shape or (1, 0)
-    case = Conv(B=B, T=T, lengths=lengths, behind=2 if lengths else 0, dtype=dtype)
-    x = on(case.inputs(), TARGET.device)
-    gen = torch.Generator().manual_seed(5)
-    tails = torch.randn(6 if slots else B, 3, case.D, generator=gen).to(dtype).to(TARGET.device)
-    own = list(slots or range(B))
+    case, x, tails, indices = pooled(pool, dtype)
+    own = list(POOLED[pool][1] or range(case.N))
     held = torch.stack([tails[max(s, 0)] for s in own])
     y, final = operator(case)(x["x"], x["weight"], x["bias"], held, x["cu_seqlens"], **case.flags())
-    indices = None if slots is None else torch.tensor(slots, device=TARGET.device)
     before = tails.clone()
     got = operator(case, "_")(
         x["x"], x["weight"], x["bias"], tails, indices, x["cu_seqlens"], activation="silu"
     )
-    offsets = [0]
-    for length in lengths or ():
-        offsets.append(offsets[-1] + length)
+    offsets = [0, *accumulate(case.lengths or ())]
     for n, slot in enumerate(own):
-        mine = (0, slice(*offsets[n : n + 2])) if lengths else n
+        mine = (0, slice(*offsets[n : n + 2])) if case.lengths else n
         if slot < 0:
             assert not got[mine].any()
         else:
@@ -195,11 +196,8 @@ def test_a_call_on_a_pool_touches_the_slots_it_names_and_nothing_else(pool, dtyp
 @pytest.mark.parametrize("null", (-1, 0, 2))
 @pytest.mark.parametrize("pool", ("slots", "many tokens", "packed"))
 def test_every_slot_up_to_null_slot_counts_as_a_negative_one(pool, null):
-    shape, lengths, slots = POOLED[pool]
-    B, T = shape or (1, 0)
-    case = Conv(B=B, T=T, lengths=lengths, behind=2 if lengths else 0)
-    x = on(case.inputs(), TARGET.device)
-    pool = torch.randn(6, 3, case.D, generator=torch.Generator().manual_seed(5)).to(TARGET.device)
+    slots = POOLED[pool][1]
+    case, x, pool, _ = pooled(pool)
     moved = torch.cat([torch.full_like(pool[: null + 1], torch.nan), pool])
 
     def step(tails, own, **flags):
@@ -220,16 +218,10 @@ def test_every_slot_up_to_null_slot_counts_as_a_negative_one(pool, null):
 @pytest.mark.parametrize("pool", POOLED)
 @pytest.mark.parametrize("wide", (None, torch.float64))
 def test_a_sequence_that_begins_anew_has_the_bits_of_a_zeroed_tail(pool, wide):
-    shape, lengths, slots = POOLED[pool]
-    B, T = shape or (1, 0)
-    case = Conv(B=B, T=T, lengths=lengths, behind=2 if lengths else 0)
-    x = on(case.inputs(), TARGET.device)
-    gen = torch.Generator().manual_seed(5)
-    tails = torch.randn(6 if slots else B, 3, case.D, generator=gen).to(TARGET.device, wide)
-    own = None if slots is None else torch.tensor(slots, device=TARGET.device)
+    case, x, tails, own = pooled(pool, wide=wide)
     for resumed in product((False, True), repeat=case.N):
         nan, zero = tails.clone(), tails.clone()
-        for n, slot in enumerate(slots or range(B)):
+        for n, slot in enumerate(POOLED[pool][1] or range(case.N)):
             if not resumed[n] and slot >= 0:
                 nan[slot], zero[slot] = torch.nan, 0
         given = x["x"], x["weight"], x["bias"]
@@ -262,19 +254,6 @@ def test_kept_rows_of_a_pool_keep_its_dtype(dtype, wide, packed, length):
     slots = torch.tensor([1], device=TARGET.device)
     operator(case, "_")(x["x"], x["weight"], x["bias"], pool, slots, x["cu_seqlens"])
     assert_identical(pool[1], want, "the tail")
-
-
-@pytest.mark.bits
-def test_decode_token_by_token_gives_the_bits_of_the_whole():
-    case = Conv(T=7, D=8, tail=False)
-    x = on(case.inputs(), TARGET.device)
-    want, _ = operator(case)(*x.values(), **case.flags())
-    tails = torch.zeros(2, 3, 8, device=TARGET.device)
-    steps = [
-        operator(case, "_")(x["x"][:, t : t + 1], x["weight"], x["bias"], tails, activation="silu")
-        for t in range(7)
-    ]
-    assert_identical(torch.cat(steps, 1), want, "y")
 
 
 @pytest.mark.quick

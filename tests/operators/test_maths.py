@@ -3,6 +3,7 @@ checked.
 """
 
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,19 @@ def definition(q, k, v, g, beta, S_0, scale):
     return torch.stack(o), S
 
 
-def run_document():
-    """Execute every block; the claims in order with their relative errors."""
+@contextmanager
+def in_float64():
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def run_document():
+    """Execute every block; the claims in order with their relative errors."""
+    with in_float64():
         x, sizes = inputs()
         leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
         o, S = definition(**leaves, scale=sizes["scale"])
@@ -100,8 +109,6 @@ def run_document():
                 # line numbers of a traceback are those of the document
                 exec(compile("\n" * line + code, str(DOCUMENT), "exec"), scope)
         return claims, scope
-    finally:
-        torch.set_default_dtype(default)
 
 
 @pytest.fixture(scope="module")
@@ -118,22 +125,14 @@ def test_every_claim_of_the_document_holds(document):
 
 def test_the_document_computes_what_the_operator_computes(document):
     _, scope = document
-    x, sizes = inputs_double()
+    with in_float64():
+        x, sizes = inputs()
     heads = {n: x[n][None, :, None] for n in ("q", "k", "v", "g", "beta")}
     o, state = kda_ops.chunk_kda(
         **heads, initial_state=x["S_0"][None, None], scale=sizes["scale"], output_final_state=True
     )
     assert (o[0, :, 0] - scope["o"]).abs().max() < 1e-10
     assert (state[0, 0] - scope["S_T"]).abs().max() < 1e-10
-
-
-def inputs_double():
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        return inputs()
-    finally:
-        torch.set_default_dtype(default)
 
 
 def test_a_wrong_formula_is_noticed(monkeypatch):

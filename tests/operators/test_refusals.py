@@ -274,7 +274,6 @@ SOURCES = [
 
 
 @pytest.mark.parametrize("change, kind, words", SOURCES)
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_wrong_second_pools_are_refused(variant, change, kind, words):
     x = on(arguments(variant, "recurrent_"), TARGET.device) | {"num_accepted_tokens": None}
     before = x["state"].clone()

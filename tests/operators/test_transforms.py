@@ -305,26 +305,6 @@ def test_vmap_over_any_dimension_and_twice_and_through_backward(variant):
             torch.testing.assert_close(leaf.grad[s], want["d" + name])
 
 
-@pytest.mark.quick
-def test_vmap_of_the_gate_and_of_a_call_without_a_final_state(variant):
-    case = Case(variant, T=5, gate="softplus", final=False)
-    calls, x = stacked(case, ("g", "A_log", "q"))
-    mapped = torch.func.vmap(overload(variant, "gate"), in_dims=(0, 0, None))(
-        x["g"], x["A_log"], x["dt_bias"]
-    )
-    for s, call in enumerate(calls):
-        torch.testing.assert_close(
-            mapped[s], overload(variant, "gate")(call["g"], call["A_log"], call["dt_bias"])
-        )
-    fn = torch.func.vmap(
-        lambda *args: overload(variant, "chunk")(*args, **case.flags())[0],
-        in_dims=tuple(0 if n in ("g", "A_log", "q") else None for n in x),
-    )
-    torch.testing.assert_close(
-        fn(*x.values()), torch.stack([forward(case, inputs=c)["o"] for c in calls])
-    )
-
-
 def test_what_cannot_be_mapped_is_refused(variant):
     case = Case(variant, lengths=(3, 2))
     x = case.inputs(TARGET.device)

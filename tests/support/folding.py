@@ -167,6 +167,13 @@ class Captured:
         return torch.compile(f, backend=self, fullgraph=True, **options)
 
 
+def capture(f, x):
+    """Compile f, call it once with the inputs x, and return what was captured."""
+    captured = Captured()
+    captured.compile(f)(*x.values())
+    return captured
+
+
 def attend(pair=None, norm=None, decay=None, beta=None, op=kda_ops.chunk_kda):
     """Return a call of an operator whose q and k (both by `norm`, or as a pair), decay and beta
     these functions make; without one, q and k are as they are, and decay and beta None.

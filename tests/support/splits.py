@@ -13,8 +13,9 @@ from kda_ops.backends.reference import Reference
 from kda_ops.problem import Problem
 from kda_ops.stages import Backend
 from tests.support.calls import Results, overload
-from tests.support.cases import TOKENS, Case, double
+from tests.support.cases import Case, double, take
 from tests.support.closeness import assert_all_close, assert_identical, channels, drawn
+from tests.support.pools import pool_arguments
 
 LENGTHS = (1, 2, 5, 16, 37, 63, 64, 65, 128)
 MOST = 16  # tokens per call of `recurrent_`
@@ -52,13 +53,9 @@ class Split:
         case, outs, t = self.case, [], 0
         x, slots, pool = case.inputs(device), self.slots.to(device), self.pool().to(device)
         for op, n in self.pieces if pieces is None else pieces:
-            args = [None if x[name] is None else x[name][:, t : t + n] for name in TOKENS]
+            args = pool_arguments(take(x, t, t + n), pool, slots, None)
             with torch.inference_mode():
-                outs.append(
-                    overload(case.variant, op)(
-                        *args, pool, slots, None, x["A_log"], x["dt_bias"], None, **case.flags(op)
-                    )
-                )
+                outs.append(overload(case.variant, op)(*args, **case.flags(op)))
             t += n
         return torch.cat(outs, 1), pool
 
@@ -76,19 +73,9 @@ class Split:
         if exact:
             pool, x = pool.double(), double(x)
         for op, n in pieces:
-            args = [None if x[name] is None else x[name][:, t : t + n] for name in TOKENS]
+            args = pool_arguments(take(x, t, t + n), pool, self.slots, None)
             parse = Problem.parse_prefill if op == "chunk_" else Problem.parse_step
-            p = parse(
-                case.rank,
-                *args,
-                pool,
-                self.slots,
-                None,
-                x["A_log"],
-                x["dt_bias"],
-                None,
-                **case.flags(op),
-            )
+            p = parse(case.rank, *args, **case.flags(op))
             o = p.new_output()
             if op == "chunk_":
                 backend.scan(p, backend.prepare(p), o, pool, keep=False)

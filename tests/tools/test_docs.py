@@ -159,30 +159,11 @@ PASSED = {
 @pytest.mark.parametrize("kind", ("linear_attention", "full_attention"))
 def test_packed_rows_mix_where_the_page_says_so(kind):
     """transformers' doing: when a row changes, so must the page, the guide and its example."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     import kda_ops.compat.transformers
+    from tests.support import models
 
-    config = transformers.Qwen3NextConfig(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        layer_types=[kind] * 2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        initializer_range=0.3,
-    )
-    torch.manual_seed(0)
-    model, ids = transformers.Qwen3NextForCausalLM(config).eval(), torch.randint(0, 99, (1, 50))
+    model, ids = models.model("qwen3_next", layer_types=[kind] * 3), models.tokens(1, 50)
     known = {
         "position_ids": torch.cat([torch.arange(20), torch.arange(30)])[None],
         "cu_seq_lens_q": torch.tensor([0, 20, 50], dtype=torch.int32),

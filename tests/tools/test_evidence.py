@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 
 import pytest
 
@@ -80,33 +79,6 @@ def test_a_run_of_the_tests_is_counted_whole_or_cut(monkeypatch, tmp_path):
     (folder / "test_it.py").write_text(MIXED.replace("test_a(): pass", "test_a(): assert False"))
     assert suite.run(tmp_path, done=cut["done"])["passed"] == 1
     assert suite.run(tmp_path)["passed"] == 0
-
-
-def git(folder, *words):
-    who = ("-c", "user.name=a", "-c", "user.email=a@b")
-    subprocess.run(("git", *who, *words), cwd=folder, check=True, capture_output=True)
-
-
-def test_a_commit_is_named_with_its_changes(monkeypatch, tmp_path):
-    monkeypatch.delenv(records.COMMIT, raising=False)
-    monkeypatch.setattr(records, "checkout", lambda: tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(SystemExit, match="is no git checkout: set KDA_OPS_COMMIT"):
-        records.commit()
-    for name in ("kda_ops/a.py", "registrations/b.py", "benchmarks/c.json"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("1")
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-qm", "a")
-    clean = records.commit()
-    assert re.fullmatch(r"[0-9a-f]{10}", clean)
-    (tmp_path / "benchmarks" / "c.json").write_text("2")  # results change while they are taken
-    assert records.commit() == clean
-    (tmp_path / "registrations" / "b.py").write_text("2")
-    assert records.commit() == f"{clean}+"
-    monkeypatch.setenv(records.COMMIT, "c0ffee")
-    assert records.commit() == "c0ffee"
 
 
 CLEAN = {"passed": 1, "failed": 0, "skipped": 0, "failures": [], "cut": None}

@@ -13,7 +13,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from kda_ops import dispatch
 from kda_ops.backends.triton.device.fragment import as_vectors_on_host
-from kda_ops.backends.triton.device.gradient_loads import pair_masks
 from kda_ops.stages import GRADIENTS
 from tests.support.calls import overload, run
 from tests.support.cases import Case, replace
@@ -162,14 +161,10 @@ def test_keeping_the_intermediates_changes_no_bit(variant, need):
     assert_all_identical(run(case, need=need), run(case, need=need, disable_recompute=True))
 
 
-def test_all_of_what_is_kept_is_written(variant):
-    """Memory is filled with nan before: what a call returns must not depend on what lay there."""
+def test_all_of_what_is_kept_is_written(variant, poisoned_scratch):
+    """What a call returns must not depend on what lay there before."""
     case = Case(variant, T=70, dtype=HALF, disable_recompute=True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        kept = overload(variant, "chunk_fwd")(*case.inputs().values(), **case.flags())[2:]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    kept = overload(variant, "chunk_fwd")(*case.inputs().values(), **case.flags())[2:]
     assert all(x.isfinite().all() for x in kept)
 
 
@@ -294,8 +289,3 @@ BOUNDED = Case(gate="bounded", dtype=HALF, beta="sigmoid", H=1, HV=2, **RAGGED, 
 )
 def test_the_whole_backward_meets_its_budget(case):
     assert_meets_budget(case)
-
-
-def test_every_gradient_is_asked_of_the_kernels():
-    assert set(GRADIENTS) == {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"}
-    assert pair_masks(torch.device("cpu")).sum() == -64 * (63 + 7 + 15 + 31 + 63)

@@ -11,7 +11,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.mark.parametrize("inside", (False, True), ids=("given", "inside"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("variant", ("kda", "gdn"))
 def test_a_head_that_forgets_has_its_own_gradient(variant, dtype, inside):
     case, inputs = forgetting(variant, dtype, inside, l2norm=inside)
     assert not failures(case, inputs, run(case, inputs=inputs), definition(case, inputs))

@@ -11,7 +11,6 @@ from tests.operators.test_layer_operators import (  # noqa: F401  (they run here
     test_a_sequence_has_the_same_bits_alone_and_packed,
     test_a_sequence_that_begins_anew_has_the_bits_of_a_zeroed_tail,
     test_any_subset_of_gradients_is_the_same,
-    test_decode_token_by_token_gives_the_bits_of_the_whole,
     test_every_slot_up_to_null_slot_counts_as_a_negative_one,
     test_gradients_per_sample_are_those_of_each_sample,
     test_kept_rows_of_a_pool_keep_its_dtype,

@@ -18,11 +18,9 @@ CPU = torch.device("cpu")
 CASE = Case(H=1, HV=2, K=16, V=24, lengths=(150, 0, 65), beta="sigmoid", l2norm=True)
 GATED = replace(CASE, gate="softplus", lengths=(70, 1))
 CUTS = [[1, 2], [0, 0], [1, 1]]
-VARIANTS = ("kda", "gdn")
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_pieces_have_the_bits_of_one_call_where_sequences_stay_whole(variant, dtype):
     case = replace(CASE, variant=variant, dtype=dtype)
     with force(processors=1):
@@ -32,7 +30,6 @@ def test_pieces_have_the_bits_of_one_call_where_sequences_stay_whole(variant, dt
         assert_identical(prefill(alone, CUTS).pool, prefill(alone, None).pool)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_no_cut_keeps_the_bits_of_runs(variant):
     case = replace(CASE, variant=variant, lengths=(200,), H=1, HV=1)
     with force(processors=1, run=1):
@@ -54,7 +51,6 @@ def test_what_decides_on_runs_decides_where_to_cut(HV, K, V, count, L):
         assert kda_ops.cut_length("chunk_kda", HV, K, V, torch.bfloat16, CPU) == L
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_number_of_multiprocessors_changes_no_bit_of_an_invariant_call(variant):
     """It chooses runs, and programs that are wide."""
     case = replace(CASE, variant=variant, lengths=(0, 130, 1), HV=1, K=128, V=128)
@@ -91,7 +87,6 @@ def test_prompts_tokens_and_drafts_of_a_cache_have_the_bits_of_one_call(variant,
         assert_identical(serve(case, calls, 2, null=0), want, "o")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_an_invariant_call_without_the_gradient_of_an_output_takes_zeros(variant):
     case = replace(GATED, variant=variant)
     op = getattr(torch.ops, variant).chunk.default

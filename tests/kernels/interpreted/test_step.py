@@ -14,7 +14,6 @@ from kda_ops.problem import Problem
 from tests.operators.test_layouts import test_pools_of_both_layouts_hold_the_same_bits  # noqa: F401, on the kernels too
 from tests.operators.test_pools import (  # noqa: F401, on the kernels too
     test_a_negative_column_silences_one_token_and_keeps_the_rest,
-    test_a_rolled_back_token_never_happened,
     test_a_second_pool_is_that_of_the_definition,
     test_a_second_pool_to_start_from_is_only_read,
     test_a_token_without_a_column_gives_zero_and_writes_nothing,
