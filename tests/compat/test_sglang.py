@@ -163,6 +163,23 @@ def test_extend_tracks_states_inside_of_prompts(dtype):
     assert tracked[6:].isnan().all()
 
 
+@pytest.mark.parametrize("variant, name", [("kda", "decode"), ("gdn", "decode"), ("kda", "extend")])
+def test_heads_split_over_ranks_give_the_heads_of_one_rank(variant, name):
+    batch = Batch(variant, (1, 1), HEADS[variant], torch.float32)
+    run = functional.chunk_kda_ if name == "extend" else OPERATORS[variant]
+    for rank in range(H):
+        part = batch.on_rank(rank)
+        h = slice(rank * part.HV, (rank + 1) * part.HV)
+        whole, state = pool(batch.HV, torch.float32), pool(part.HV, torch.float32)
+        whole[:, h] = state
+        o, want = (
+            getattr(sglang, name)(run, **ARGUMENTS[name](x, s, i32(3, 5)))
+            for x, s in ((part, state), (batch, whole))
+        )
+        assert_near(o, want[:, :, h].double(), f"o of rank {rank}")
+        assert_near(state, whole[:, h].double(), f"states of rank {rank}")
+
+
 # --- wrong calls ----------------------------------------------------------------------------------
 
 WRONG = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -61,6 +61,18 @@ class Batch:
         keys = self.H * K
         q, k, v = self.mixed_qkv[None].split([keys, keys, self.HV * V], -1)
         return q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
+
+    def on_rank(self, rank: int) -> Batch:
+        """Return the batch of one of H ranks: one query head and its value heads."""
+        size = self.HV // self.H
+        h, part = slice(rank * size, (rank + 1) * size), replace(self, HV=size, H=1)
+        for name in ("a", "b", "A_log", "dt_bias"):
+            x = getattr(self, name)
+            object.__setattr__(part, name, x[:, h] if name in "ab" else x[h])
+        q, k, v = self.qkv
+        rows = (q[0, :, rank], k[0, :, rank], v[0, :, h].flatten(1))
+        object.__setattr__(part, "mixed_qkv", torch.cat(rows, -1))
+        return part
 
     def gates(self) -> tuple[Tensor, Tensor]:
         """Return the log decay ``[tokens, HV, K or 1]`` and beta ``[tokens, HV]`` in float64."""
