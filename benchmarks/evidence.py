@@ -65,7 +65,7 @@ def is_of(record: dict, here: dict) -> bool:
 
 
 def run_suite(path: Path, limit: float, here: dict) -> dict:
-    """Run the tests, but those that the file has of this commit, and write it."""
+    """Run the tests that the file does not have of this commit, and write the file."""
     ran = read(path)["suites"].get(here["triton"])
     if ran and is_of(ran, here) and not ran["cut"]:
         return ran

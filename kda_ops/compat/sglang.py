@@ -11,8 +11,8 @@ object. Differences:
 - If a slot is negative, every output of its sequence is zero. SGLang's ``decode`` computes it from
   a zero state.
 - `packed_decode` and `target_verify` do not run here with ReplaySSM, nor `target_verify` on a tree
-  of drafts, nor `extend` if it must return the states before all chunks. It does write the states
-  that ``track_state`` asks for.
+  of drafts. `extend` does not return the states before all chunks; it runs here if SGLang takes the
+  states of its prefix cache from ``track_state``, or takes none.
 - `target_verify` keeps the state in fp32 from draft to draft. On a bf16 pool SGLang rounds it after
   each.
 - GDN's ``extend``, which returns the states before all chunks, stays on SGLang's kernels.
@@ -202,10 +202,13 @@ def extend(
 ) -> Tensor | tuple[Tensor, None]:
     """Prefill KDA on the pool ``ssm_states``, by `kda_ops.chunk_kda_`; return o.
 
-    Without ``A_log``, ``g`` is the log decay. ``beta`` holds logits if ``beta_is_raw``. The state
-    of sequence n after ``track_chunk_idx[n]`` chunks of 64 tokens goes to ``track_state[n]``, in
-    fp32; a negative number asks for none. With ``return_intermediate_states`` the result is (o,
-    None), if ``track_state`` has all states that SGLang reads, or ``track_ssm_h_src`` names none.
+    Without ``A_log``, ``g`` is the log decay. ``beta`` holds logits if ``beta_is_raw``. With
+    ``track_state``, the state of sequence n after ``track_chunk_idx[n]`` chunks of 64 tokens is
+    written to ``track_state[n]`` in fp32, unless that number is negative.
+
+    With ``return_intermediate_states`` the result is (o, None), without the states before all
+    chunks. This needs ``track_state``, or an empty ``track_ssm_h_src``: SGLang then reads none of
+    those states.
     """
     engines.check_platform()
     reads = track_ssm_h_src is None or track_ssm_h_src.numel() > 0
@@ -251,7 +254,7 @@ def _track(
     tracked: Tensor,
     chunks: Tensor | None,
 ) -> Tensor:
-    """Run a prefill on fp32 copies of states, two per sequence: the second takes a snapshot."""
+    """Run a prefill on two fp32 copies of each state: one is updated, one takes the snapshot."""
     if chunks is None:
         raise ValueError("track_chunk_idx must be given with track_state, got None.")
     if tracked.shape[1:] != states.shape[1:] or tracked.dtype is not torch.float32:
@@ -266,7 +269,8 @@ def _track(
     due = live[:, None] & (column == chunks[:, None])
     o = run(pool, n.where(live, -1), (n + N)[:, None].where(due, -1))
     own, copies = pool.chunk(2)
-    n = n.where(live, live.int().argmax())  # who has no slot repeats the write of one who has
+    # a sequence without a slot repeats what the first sequence with a slot writes
+    n = n.where(live, live.int().argmax())
     states.index_copy_(0, at[n], own[n].to(states.dtype))
     asked = (live & (chunks >= 0))[:, None, None, None]
     tracked[:N].copy_(copies.where(asked, tracked[:N]))

@@ -37,7 +37,7 @@ EACH = pytest.mark.parametrize("variant, dtype", list(product(VARIANTS, DTYPES))
 
 def long_cases(variant, dtype):
     for H, transposed in product((4, 16, 96), (False, True)):
-        # without a decay a state is remembered over a run
+        # without decay, what one run leaves still counts in the next
         case = replace(LONG, variant=variant, dtype=dtype, H=H, HV=H, transposed=transposed)
         yield replace(case, gate="zero") if transposed else case
 
@@ -207,7 +207,7 @@ def test_training_and_inference_have_the_same_bits(variant, dtype):
 @pytest.mark.parametrize("gate", ("weak", "bounded", "softplus"))
 @EACH
 def test_invariant_calls_meet_the_budget(variant, dtype, gate, poisoned_scratch):
-    # as many heads as give a twin's error of dA_log a spread
+    # enough heads that the twin's error of dA_log is not near zero by chance
     case = replace(SMALL, variant=variant, dtype=dtype, T=300, H=4, HV=8, gate=gate)
     case = replace(case, safe_gate=gate == "weak")
     assert_meets_budget(case, got=run(case, invariant=True))

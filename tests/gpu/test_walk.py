@@ -43,7 +43,7 @@ CASES = {
     "grouped": replace(LAYER, H=1, HV=3, transposed=True),
     "long queries": replace(PROMISED, q_length=6e4),
 }
-# decays without a bound, which walk nowhere else yet
+# decays without a bound, which walk only where tests force it
 SOFTPLUS = replace(LAYER, gate="softplus")
 FREE = replace(PROMISED, safe_gate=False)
 UNBOUNDED = {

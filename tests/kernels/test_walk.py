@@ -67,7 +67,7 @@ def assert_right(got: Results, inputs: Tensors, flags: dict) -> None:
 
 GIVEN = Case(T=97, K=128, V=128, dtype=BF16, gate="weak", safe_gate=True)
 RAW = replace(GIVEN, gate="bounded", beta="sigmoid", l2norm=True, seed=1)
-# decays without a bound: given without a promise, and of a gate that has none
+# decays without a bound: given without a promise, or made by the softplus gate
 FREE = replace(GIVEN, safe_gate=False)
 SOFTPLUS = replace(RAW, gate="softplus", safe_gate=False)
 PACKED = replace(GIVEN, lengths=(0, 1, 31, 32, 33, 63, 64, 65, 37, 131), tail=70)

@@ -63,7 +63,7 @@ def test_what_is_kept_and_made_again_is_near_the_definition(name):
 
 @pytest.mark.parametrize("name", ("weak decays", "grouped"))
 def test_states_made_again_are_those_of_forward(name):
-    """So a training step may be cut. Some entries may differ, because a BLAS computes here."""
+    """So a training step may be cut. A BLAS makes the products here, so few entries may differ."""
     case = replace(CASES[name], B=1, T=136)
     first = Problem.parse(1, *take(case.inputs(), 0, 128).values(), **case.flags())
     _, whole = trained(case)

@@ -152,7 +152,7 @@ class Case:
         return on(self._kept("_build", device), device)
 
     def _kept(self, build: str, device: torch.device | str) -> Any:
-        """Return what a method builds; of a large call on a GPU it stays until the next one."""
+        """Return what the method `build` makes, and keep the last two of large cases on a GPU."""
         large = self.rows * self.HV * self.K >= 2**23 and torch.device(device).type == "cuda"
         return _last(self, build) if large else getattr(self, build)()
 

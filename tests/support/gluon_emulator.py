@@ -645,7 +645,7 @@ class Layout:
 
 
 def static_assert(holds: bool) -> None:
-    """Refuse what a kernel refuses to compile."""
+    """Fail where the kernel would not compile."""
     assert holds, where_from()
 
 

@@ -61,7 +61,7 @@ def longest_first(items: list) -> None:
 
 
 WORDS = ("passed", "failed", "skipped")
-# these name the files of the hooks below, with ``-p tests.support.suite``
+# variables that name the files of the hooks below, which ``-p tests.support.suite`` loads
 LOG, DONE = "KDA_OPS_SUITE_LOG", "KDA_OPS_SUITE_DONE"
 
 
@@ -85,7 +85,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out tests that a run which was cut has done."""
+    """Leave out the tests that an earlier run has done before it was cut."""
     if DONE in os.environ:
         done = {line.split(" ", 1)[1] for line in Path(os.environ[DONE]).read_text().splitlines()}
         items[:] = [i for i in items if i.nodeid.split("@")[0] not in done]
@@ -101,7 +101,8 @@ def run(root: Path, limit: float = math.inf, done: Sequence[str] = ()) -> dict:
     """Run tests/gpu, on several cores and all GPUs where pytest-xdist is installed.
 
     Return how many tests passed, failed and were skipped, the names of the failures, and under
-    "cut" why the run did not end by itself. Then "done" has what the next run may leave out.
+    "cut" why the run did not end by itself, or None. A run that was cut also returns "done": pass
+    it to the next run, which counts these tests and does not run them again. Failures run again.
     """
     spread, cut = [], None
     if importlib.util.find_spec("xdist"):
@@ -136,7 +137,7 @@ def run(root: Path, limit: float = math.inf, done: Sequence[str] = ()) -> dict:
 
 
 def count_tests(log: str, cut: str | None) -> dict:
-    """Count what the hooks wrote: a test that also failed, as its fixture ended, failed."""
+    """Count what the hooks wrote. A test that passed failed if its fixture then failed."""
     became: dict[str, str] = {}
     for word, name in (line.split(" ", 1) for line in log.splitlines()):
         became[name] = "failed" if became.get(name) == "failed" else word

@@ -253,8 +253,9 @@ def architecture(device: torch.device) -> int:
 def walks(p: Problem, unbounded: bool = False) -> bool:
     """Return whether flags, dtypes, widths, heads and device allow KDA's walk.
 
-    Without a bound on decays only `force` lets a call walk, and only one that is not trained:
-    `unbounded` says so. Nothing here depends on values, B, N, T, strides or addresses.
+    A call whose decays have no bound walks only where `force(walk=True)` says so, and only in
+    inference, which passes `unbounded`. Nothing here depends on values, B, N, T, strides or
+    addresses.
     """
     return bool(
         p.rank
@@ -274,9 +275,9 @@ def walks(p: Problem, unbounded: bool = False) -> bool:
 def shares(p: Problem) -> int:
     """Return how many programs prepare the chunks of each sequence and head, for one that scans.
 
-    0 means that one program prepares and scans. To prepare a chunk takes about twice as long as to
-    scan it, so two or three programs that prepare keep one scan busy, if all run at once. Their
-    number changes no bits.
+    0 means that one program prepares and scans, as it always does for decays without a bound. To
+    prepare a chunk takes about twice as long as to scan it, so two or three programs that prepare
+    keep one scan busy, if all run at once. Their number changes no bits.
     """
     if p.N == 0 or not centred(p):
         return 0

@@ -1,13 +1,15 @@
 """Decays without a bound in Gluon kernels: 8 rows share an anchor, the start of their block.
 
-64 rows are two halves of four blocks. A thread holds all rows of a half, so nothing is exchanged.
-With P the sum of decays from the start of a block, B that over the block, and c = -SHIFT, rows have
-k 2^(P - c), and keys have a tile for each kind of block that a row meets::
+64 rows are two halves of four blocks. A thread holds all rows of a half, so threads exchange
+nothing. P is the sum of log decays in base 2 from the start of a block, B the sum over the block,
+and c = -SHIFT. Rows are k 2^(P - c). Keys come in three tiles, by the distance to the row's block::
 
-    own    k 2^(c - P)            the same block
-    near   k 2^(B - P) LESS       the next block, which begins where this one ends
-    far    near, decayed on       blocks 0 and 1 up to block 3, and in the places of blocks 2 and 3
-                                  blocks 0 and 1 up to block 2
+    own    k 2^(c - P)         for rows of the same block
+    near   k 2^(B - P) LESS    for rows of the next block: decayed to the end of the key's block
+    far    near, decayed on    for rows of later blocks of the half
+
+Only keys of blocks 0 and 1 have far rows. The far tile holds these blocks decayed to the start of
+block 3, and in the places of blocks 2 and 3 once more, decayed to the start of block 2.
 """
 
 import triton
@@ -19,8 +21,8 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.gluon_tile import LOG2E, SHIFT, ex2, growth, left_right
 
 FLOOR = tl.constexpr(tuning.FLOOR)
-LESS = gl.constexpr(2.0**-57)  # so that long queries stay in range
-MORE = gl.constexpr(2.0**-58)  # what near and far scores lack: 2^c / LESS
+LESS = gl.constexpr(2.0**-57)  # keeps scores of long queries in range
+MORE = gl.constexpr(2.0**-58)  # 2^c / LESS, by which near and far scores must still be multiplied
 
 
 @triton.jit
@@ -31,16 +33,17 @@ def clamp(g):
 
 @gluon.jit
 def pick(x, b, i: gl.constexpr):
-    """Return entry i of axis 1 of x [2, 4, K], as [2, 1, K]; b counts the axis."""
+    """Return entry i of axis 1 of x [2, 4, K], as [2, 1, K]; b holds the indices of that axis."""
     return gl.expand_dims(gl.sum(gl.where(b == i, x, 0.0), 1), 1)
 
 
 @gluon.jit
 def block_decays(g, E: gl.constexpr):
-    """Return 2^(P - c) [64, K] of log decays g, then factors of blocks, [2, 4, K].
+    """Return the factors that the natural log decays g [64, K], clamped at FLOOR, give.
 
-    They are 2^(B - c), the decay of the earlier and of the later blocks of a half, and what makes
-    near keys far ones. The last is the decay of each half, [2, K].
+    First 2^(P - c) of each row, [64, K]. Then four factors of each block, [2, 4, K]: 2^(B - c), the
+    decay over all earlier blocks of the half, the decay over all later ones, and what near keys are
+    multiplied by to become far keys. Last the decay over each half, [2, K].
     """
     K: gl.constexpr = g.shape[1]
     D, total = growth(clamp(g), 8, E)
@@ -66,7 +69,7 @@ def by_block(x, f, E: gl.constexpr):
 
 @gluon.jit
 def repeated(x, E: gl.constexpr):
-    """Return rows x [64, K] with the first 16 rows of a half in place of its last 16 too."""
+    """Return x [64, K] with the first 16 rows of each half copied over its last 16 rows."""
     x, _ = gl.split(gl.permute(gl.reshape(x, (2, 2, 16, x.shape[1])), (0, 2, 3, 1)))
     x = gl.permute(gl.join(x, x), (0, 3, 1, 2))
     return gl.convert_layout(gl.reshape(x, (64, x.shape[3])), E)
@@ -74,7 +77,7 @@ def repeated(x, E: gl.constexpr):
 
 @gluon.jit
 def of_half(x, row):
-    """Return the columns of x [64, 64] that are of the half of their row, [64, 32]."""
+    """Return of each row of x [64, 64] the columns of its own half, [64, 32]."""
     H: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     x_0, x_1 = left_right(x)
     return gl.where(row < 32, gl.convert_layout(x_0, H), gl.convert_layout(x_1, H))
@@ -82,16 +85,17 @@ def of_half(x, row):
 
 @gluon.jit
 def join_scores(own, near, far, row):
-    """Join scores [64, 64] with three kinds of keys to those of each half, [64, 32].
+    """Return the scores of each half, [64, 32], from products with three kinds of keys, [64, 64].
 
-    In accumulators a block of 8 is a register, and two are a warp. So which product counts is known
-    when compiling, up to the parity of the warp. What is above the diagonal is undefined.
+    Accumulators hold a block of 8 rows or columns in registers of its own, and a warp has 16 rows.
+    So the compiler knows which product each register takes, up to the parity of the warp. Scores
+    above the diagonal are undefined.
     """
     H: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     own, near, far = of_half(own, row), of_half(near, row), of_half(far, row)
     x, y = left_right(far)
     a = (gl.arange(0, 64, gl.SliceLayout(1, x.type.layout)) >> 3) & 1
-    x = gl.where(a[:, None] == 0, y, x)  # blocks 2 and 3; no others have far keys
+    x = gl.where(a[:, None] == 0, y, x)  # for rows of blocks 2 and 3; other rows have no far keys
     far = gl.convert_layout(gl.reshape(gl.permute(gl.join(x, x), (0, 2, 1)), (64, 32)), H)
     a = ((gl.arange(0, 64, gl.SliceLayout(1, H)) >> 3) & 1)[:, None]
     b = (gl.arange(0, 32, gl.SliceLayout(0, H)) >> 3)[None, :]

@@ -11,8 +11,8 @@ CHUNK = gl.constexpr(problem.CHUNK)
 WIDTH = gl.constexpr(128)  # of keys and values
 FAR = gl.constexpr(1 << 30)  # past the end of every tensor that is written
 LOG2E = gl.constexpr(1.4426950408889634)
-# Half of what the decay of 32 rows is at the least, in base 2: 16 * 5 / ln 2, rounded to a whole
-# number, so that a shift by it is exact.
+# Half of what 32 log decays of -5 amount to in base 2: 16 * 5 / ln 2, rounded to a whole number, so
+# that multiplying by 2^SHIFT is exact. Without a bound it serves 8 log decays of -19.
 SHIFT = gl.constexpr(115.0)
 UNSHIFT = gl.constexpr(2.0**-115)
 # how eight and four warps hold rows of 128 channels outside products
@@ -97,8 +97,9 @@ def sums_by_block(x, BLOCKS: gl.constexpr):
 def growth(g, BLOCKS: gl.constexpr, E: gl.constexpr):
     """Return 2^(D + SHIFT) of the log decays g [rows, K] in layout E, and their sums over blocks.
 
-    D sums them in base 2 from the start of each block. Forward and `states_kda` share this, because
-    backward must find the bits of forward's states.
+    D sums them in base 2 from the start of each block; the sums [BLOCKS, K] are natural logs.
+    Forward and `states_kda` share this function, because the states of both must have the same
+    bits.
     """
     D, total = sums_by_block(g, BLOCKS)
     D = gl.convert_layout(gl.reshape(D, (g.shape[0], g.shape[1])), E)

@@ -1,8 +1,8 @@
-"""Walk over a sequence once more for KDA's backward, and leave its states, in Gluon for Hopper.
+"""Walk forward again in KDA's backward and write the states, in Gluon for Hopper.
 
 A program takes one sequence and head. One warp copies inputs to shared memory, four warps `prepare`
-w and kg of 32 rows, and two partitions of four warps `scan` them, each with half of V: they leave
-the state that enters the rows, and u. The inverse is the one that forward has kept.
+w and kg of 32 rows, and two partitions of four warps `scan` these rows, each with half of V. The
+scans write the state that enters the rows, and u. A' is what forward has kept.
 """
 
 from triton.experimental import gluon
@@ -64,7 +64,7 @@ class Buffers:
     v: gl.shared_memory_descriptor  # [2, 32, V]
     g: gl.shared_memory_descriptor  # [2, 32, K]
     AP: gl.shared_memory_descriptor  # [2, 32, 64]  A' and P next to each other
-    w: gl.shared_memory_descriptor  # [2, 32, K]  first kr
+    w: gl.shared_memory_descriptor  # [2, 32, K]  kr before that
     kg: gl.shared_memory_descriptor  # [2, 32, K]
     S: gl.shared_memory_descriptor  # [2, 64, K]
     u: gl.shared_memory_descriptor  # [2, 32, 64]
@@ -116,11 +116,11 @@ def lost(beta, beta_t, span, n, flags, B: gl.constexpr):
 
 @gluon.jit
 def prepare(x, on, span, beta, beta_t, gate, flags):
-    """Make w and kg [32, K], with D, total and A' as in `states_kda`::
+    """Make w and kg [32, K]; `states_kda` defines D, total and A'::
 
         kr = k 2^(D - c);   kg = k 2^(total - D);   w = -2^c A' kr,   c = -SHIFT
 
-    Every operation is that of `walk_kda`, so that the states have the bits of forward's.
+    The operations are those of `walk_kda`, so the states have the same bits as in forward.
     """
     NORM: gl.constexpr = flags.L2NORM
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -170,7 +170,7 @@ def prepare(x, on, span, beta, beta_t, gate, flags):
 
 @gluon.jit
 def scan(x, on, span, S_d, u_d, tiles, initial, I: gl.constexpr):
-    """Carry the rows of S^T [V, K] from 64 I on, and write them and u of each 32 rows.
+    """Carry 64 rows of S^T [V, K], from 64 I on, and write them and u for each 32 tokens.
 
     In Triton 3.6 `mbarrier.arrive` is one thread's, and each warp waits for its own products: so
     arrivals follow a barrier that follows the wait.
@@ -246,15 +246,15 @@ def states_kda(
     flags,
     REGISTERS: gl.constexpr,
 ):
-    """Write the state [V, K] that enters each 32 rows of a sequence and head, and u [32, V]::
+    """Write for each 32 rows of a sequence and head the state [V, K] that enters, and u [32, V]::
 
         w = -A' (k 2^D);   kg = k 2^(total - D)    [32, K]
         u = A' v + w S;    S <- 2^total S + kg^T u
 
     D sums the log decays in base 2 from the start of the 32 rows, total over all of them. `AP_d`
-    has A' and P as `walk_kda` leaves them. Rows past the end of a sequence have u = 0. What A' has
-    lost by the rounding of beta is given back on its diagonal. States and u have the bits of
-    forward, so a training step may be cut where forward may (docs/numerics.md).
+    has A' and P as `walk_kda` writes them. Rows past the end of a sequence have u = 0. What A' has
+    lost by the rounding of beta is given back on its diagonal. States and u have the same bits as
+    in forward, so a training step may be cut where forward may be cut (docs/numerics.md).
     """
     TYPE: gl.constexpr = k_d.dtype
     span = find_span(cu_seqlens, None, N, T, HV)

@@ -75,8 +75,8 @@ def path(device: torch.device) -> str:
 def registers(p: Problem) -> int:
     """Return how many registers a thread of the scan gets; `prepare` gets what it leaves.
 
-    With 144, ptxas serialises all products of the kernel. Norm and gate need more in `prepare`
-    (docs/kernels/hazards.md, "Serialised products").
+    With 144, ptxas serialises all products of the kernel (docs/kernels/hazards.md, "Serialised
+    products"). A norm, a gate, and decays without a bound need more registers in `prepare`.
     """
     return 152 if p.l2norm or p.gate.inside or not tuning.centred(p) else 160
 

@@ -93,7 +93,7 @@ class Meetings:
     """Where the partitions meet, once per chunk each."""
 
     kg_full: Signal  # k and g are copied
-    kg_free: Signal  # `prepare` has read g, and k for the last time
+    kg_free: Signal  # `prepare` has read the places of k and g for the last time
     q_full: Signal
     v_full: Signal
     rows: Signal  # beta and the norms of a chunk are there
@@ -108,7 +108,7 @@ class Meetings:
 
 @aggregate
 class Buffers:
-    """What lies in shared memory; the first axis counts stages."""
+    """What lies in shared memory; the first axis counts stages, here with SHARE = 32."""
 
     q: gl.shared_memory_descriptor  # [2, 64, K]  then qr, then qg
     k: gl.shared_memory_descriptor  # [1, 64, K]
@@ -134,7 +134,7 @@ class Buffers:
 
 @gluon.jit
 def quarters(x):
-    """Return the four column blocks of 16 of [64, 64]; of [64, 32], both blocks twice."""
+    """Return the four column blocks of 16 of x [64, 64], or the two of x [64, 32] twice."""
     if x.shape[1] == 32:
         x0, x1 = left_right(x)
         return x0, x1, x0, x1
@@ -168,11 +168,11 @@ def times(x, y, EXACT: gl.constexpr):
 def inverse(L, b_r, R, quarter):
     """Return the inverse of I + strict_tril(b L) for each half of a chunk, [64, 32] fp32.
 
-    L is [64, 64], of which the blocks [32, 32] on the diagonal count, or these alone, [64, 32]. Of
-    those counts what lies below the diagonal. `quarter` is row >> 4. Each warp inverts its own
-    block [16, 16] by recursion over the levels at which two rows first differ (docs/maths.md),
-    without a barrier. The lower left block of a half is R_1 (-b L_10) R_0, with R_0 from the other
-    warp, by way of `R`. With `R` in fp16 products take fp16.
+    Only the two blocks [32, 32] on the diagonal of L count, and of these only what lies below the
+    diagonal. L is [64, 64], or [64, 32] with these two blocks alone. `quarter` is row >> 4. Each
+    warp inverts its own block [16, 16] by recursion over the levels at which two rows first differ
+    (docs/maths.md), without a barrier. The lower left block of a half is R_1 (-b L_10) R_0, with
+    R_0 from the other warp, by way of `R`. With `R` in fp16 products take fp16.
     """
     EXACT: gl.constexpr = R.dtype == gl.float32
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
@@ -299,10 +299,11 @@ def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
 
 @gluon.jit
 def block_factors(x, on, gate, rate, bias, n, here, NORM: gl.constexpr):
-    """Make all factors of chunk n of decays without a bound. Return the rows and keys of products.
+    """Make the factors of chunk n for decays without a bound. Return five tiles for products.
 
-    kr lies in the place of k, qr and kc in that of g. The places of w and qg get 2^-c k and 2^-c q,
-    decayed from the start of the half. `gluon_blocks` has the formulas.
+    They are the rows qr and kr, and the own, near and far keys kc, ke and kf of `gluon_blocks`. kr
+    takes the place of k, and qr and kc that of g. x.kr and x.q get 2^-c k and 2^-c q, decayed from
+    the start of the half, from which `make_w` makes w and qg.
     """
     E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
     K: gl.constexpr = 128
@@ -314,8 +315,8 @@ def block_factors(x, on, gate, rate, bias, n, here, NORM: gl.constexpr):
     fill_decays(x.g.index(zero), here, gate)
     g = decay_rows(x.g.index(zero), bias, rate, gate, E)
     D, total, early, late, further, gamma = block_decays(g, E)
-    on.rows.wait(n)  # as late as can be: k and g have just been copied
-    on.q_full.wait(n)  # and so the scan of chunk n - 2 is over
+    on.rows.wait(n)  # as late as possible, because norms are made only once k is copied
+    on.q_full.wait(n)  # and so the scan of chunk n - 2, which has read x.kr, is over
     fill_rows(kr, here, 0.0, ROWS_4)
     fill_rows(q_b, here, 0.0, ROWS_4)
     q = q_b.load(E)
@@ -336,7 +337,7 @@ def block_factors(x, on, gate, rate, bias, n, here, NORM: gl.constexpr):
     kc.store(narrow(k))
     k = by_block(k, total, E)
     reinterpret(x.gamma, gl.float32, [2, 2, K], PAIR).index(s).store(gamma)
-    on.done.wait(n - 1)  # kg has one stage
+    on.done.wait(n - 1)  # kg has one stage, which the scan of chunk n - 1 reads
     x.kg.index(zero).store(narrow(by_block(k, late, E)))
     k = k * LESS
     ke.store(narrow(k))
@@ -449,7 +450,7 @@ def prepare(x, on, span, gate, AP_d, left, tiles, NORM: gl.constexpr, SHARE: gl.
             L, L_1, L_2 = wait_products(0, deps=(L, L_1, L_2))
             L = join_scores(L, L_1, L_2, row)
         R = gl.convert_layout(inverse(L, b_s.load(QR), x.R, quarter), H)
-        if SHARE == 8:  # not before the inverse, which needs their registers
+        if SHARE == 8:  # begun after the inverse, which needs the registers of these products
             P = product(qr, kc.permute((1, 0)), none_q)
             P_1 = product(qr, ke.permute((1, 0)), none_q)
             P_2 = product(qr, kf.permute((1, 0)), none_q)
@@ -741,13 +742,16 @@ def walk_kda(
     D sums the log decays in base 2 from the start of the half, total over all of it. With decays of
     at least -5, c = -115 keeps all factors in the range of bf16. `Buffers` and `Meetings` say what
     lies in shared memory, and who waits for whom. Training passes AP_d, to which A' and P go.
+
+    These factors are those of SHARE = 32. With SHARE = 8, for decays without a bound, only 8 rows
+    share an anchor (`gluon_blocks`), and tiles lie in other places (`block_factors`).
     """
     TYPE: gl.constexpr = q_d.dtype
     span = find_span(cu_seqlens, slots, N, T, HV, 1, NULL)
     i_g = span.i_h // (HV // H)
     R_TYPE: gl.constexpr = gl.float16 if INVERSE == "fp16" else gl.float32
     G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
-    # with SHARE 8, qr and kc lie in the place of g, and those of near and far keys in that of kc
+    # With SHARE = 8, qr and kc lie in the place of g, near and far keys in that of kc.
     G_STAGES: gl.constexpr = 4 // G_BYTES if SHARE == 8 else 1
     KC_STAGES: gl.constexpr = 2 if SHARE == 8 else 1
     KG_STAGES: gl.constexpr = 1 if SHARE == 8 else 2
