@@ -373,7 +373,7 @@ def test_seq_idx_without_cu_seq_lens_q_is_refused():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_rows_are_refused_where_other_layers_mix_them(name):
-    """With a cache, the default, the models' full attention does."""
+    """With a cache, which is the default, the full attention of the models mixes rows."""
     words = "use_cache must be False for packed rows"
     if name in MIXING:
         words = f"cu_seq_lens_q must be None for {name}, whose other"

@@ -18,7 +18,7 @@ from tests.support.served import new_cache, serve
 
 pytestmark = pytest.mark.bits
 BF16, VARIANTS = torch.bfloat16, ("kda", "gdn")
-# walks serve KDA in bf16
+# KDA walks on these in bf16
 LONG = Case(
     T=10_000, K=128, V=128, dtype=BF16, gate="weak", beta="sigmoid", l2norm=True, safe_gate=True
 )

@@ -44,7 +44,7 @@ def test_a_launch_compiles_and_does_no_more_only_while_it_is_asked_to():
     launch(kernel, 0, cpu)
     want = ((3,), (1, 2), {"num_warps": 4} | FMA)
     assert kernel.asked == [("compile", *want), ("compile", (4,), (), FMA), ("launch", *want)]
-    # Triton 3.9 warns where a launch does not say, and 3.10 turns it off
+    # Triton 3.9 warns if a launch does not set it, and 3.10 then turns fusion off
     assert FMA == {"enable_fp_fusion": True}
 
 

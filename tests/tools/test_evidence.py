@@ -74,7 +74,7 @@ def test_a_run_of_the_tests_is_counted_whole_or_cut(monkeypatch, tmp_path):
     (folder / "test_z.py").write_text("import os\n\ndef test_dies(): os._exit(3)\n")
     cut = suite.run(tmp_path)
     assert cut["cut"] == "ended with 3" and cut["done"][0] == "passed tests/gpu/test_it.py::test_a"
-    # what passed is not run again, and counts
+    # a test that has passed does not run again, and still counts
     (folder / "test_z.py").unlink()
     (folder / "test_it.py").write_text(MIXED.replace("test_a(): pass", "test_a(): assert False"))
     assert suite.run(tmp_path, done=cut["done"])["passed"] == 1

@@ -162,7 +162,7 @@ def test_keeping_the_intermediates_changes_no_bit(variant, need):
 
 
 def test_all_of_what_is_kept_is_written(variant, poisoned_scratch):
-    """What a call returns must not depend on what lay there before."""
+    """Else results would depend on what the memory held before the call."""
     case = Case(variant, T=70, dtype=HALF, disable_recompute=True)
     kept = overload(variant, "chunk_fwd")(*case.inputs().values(), **case.flags())[2:]
     assert all(x.isfinite().all() for x in kept)

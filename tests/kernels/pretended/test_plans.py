@@ -441,7 +441,7 @@ def test_what_tma_cannot_copy_is_copied_in_plans_too(gpu):
 
 
 def test_a_stage_that_does_what_no_plan_replays_has_no_plan(gpu):
-    """`test_refs.py` lists what that is."""
+    """`test_refs.py` lists what plans do not replay."""
     q = torch.empty(2, 1, 2, 8, device="cuda:0")
     with (
         mock.patch.object(type(BACKEND), "step", staticmethod(lambda p, o, final: p.q.zero_())),
