@@ -57,7 +57,7 @@ def in_float64():
 
 
 def run_document():
-    """Execute every block of the page; return its claims in order, with their relative errors."""
+    """Execute every block of the page; return its claims with their errors, and its names."""
     with in_float64():
         x, sizes = inputs()
         leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
