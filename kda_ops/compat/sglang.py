@@ -33,6 +33,7 @@ from torch import Tensor
 
 from kda_ops import functional
 from kda_ops.arguments import check_tensor
+from kda_ops.checks import can_read, check_index, check_slots
 from kda_ops.compat import engines
 from kda_ops.compat.fla_calls import per_head
 from kda_ops.problem import CHUNK
@@ -204,8 +205,9 @@ def extend(
 
     Without ``A_log``, ``g`` is the log decay. ``beta`` holds logits if ``beta_is_raw``. The state
     of sequence n after ``track_chunk_idx[n]`` chunks of 64 tokens goes to ``track_state[n]``, in
-    fp32; a negative number asks for none. With ``return_intermediate_states`` the result is (o,
-    None), if ``track_state`` has all states that SGLang reads, or ``track_ssm_h_src`` names none.
+    fp32; a negative number, or one beyond the prompt, asks for none. With
+    ``return_intermediate_states`` the result is (o, None), if ``track_state`` has all states that
+    SGLang reads, or ``track_ssm_h_src`` names none.
     """
     engines.check_platform()
     reads = track_ssm_h_src is None or track_ssm_h_src.numel() > 0
@@ -239,27 +241,38 @@ def extend(
         o = run(ssm_states, cache_indices, None)
     else:
         check_tensor("q", q)
-        o = _track(run, ssm_states, cache_indices, q.shape[1], track_state, track_chunk_idx)
+        check_tensor("cache_indices", cache_indices)
+        check_tensor("query_start_loc", query_start_loc)
+        T = q.shape[1]
+        o = _track(run, ssm_states, cache_indices, query_start_loc, T, track_state, track_chunk_idx)
     return (o, None) if return_intermediate_states else o
 
 
 def _track(
-    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+    run: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     states: Tensor,
     slots: Tensor,
+    starts: Tensor,
     T: int,
     tracked: Tensor,
     chunks: Tensor | None,
 ) -> Tensor:
     """Run a prefill on fp32 copies of states, two per sequence: the second takes a snapshot."""
-    if chunks is None:
-        raise ValueError("track_chunk_idx must be given with track_state, got None.")
-    if tracked.shape[1:] != states.shape[1:] or tracked.dtype is not torch.float32:
+    N, shape = slots.shape[0], states.shape[1:]
+    if chunks is None or chunks.dim() != 1 or chunks.shape[0] < N:
+        got = None if chunks is None else list(chunks.shape)
+        raise ValueError(f"track_chunk_idx must be given with track_state, [N] = [{N}], got {got}.")
+    if tracked.shape[1:] != shape or tracked.shape[0] < N or tracked.dtype is not torch.float32:
         raise ValueError(
-            f"track_state must be float32, [N, {', '.join(map(str, states.shape[1:]))}], got "
-            f"{tracked.dtype} {list(tracked.shape)}."
+            f"track_state must be float32, [N, ...] = {[N, *shape]}, got {tracked.dtype} "
+            f"{list(tracked.shape)}."
         )
-    N, live, at = slots.shape[0], slots >= 0, slots.clamp(min=0).long()
+    check_index("cache_indices", slots, states.device)
+    if can_read(slots):
+        check_slots(slots, states.shape[0], "cache_indices")
+    if N == 0:
+        return run(states, slots, None)
+    live, at = slots >= 0, slots.clamp(min=0).long()
     chunks, n = chunks[:N], torch.arange(N, device=states.device)
     own = states.index_select(0, at).float()
     pool, column = torch.cat([own, own]), torch.arange(1, T // CHUNK + 1, device=states.device)
@@ -268,7 +281,7 @@ def _track(
     own, copies = pool.chunk(2)
     n = n.where(live, live.int().argmax())  # who has no slot repeats the write of one who has
     states.index_copy_(0, at[n], own[n].to(states.dtype))
-    asked = (live & (chunks >= 0))[:, None, None, None]
+    asked = (live & (chunks >= 0) & (CHUNK * chunks <= starts.diff()))[:, None, None, None]
     tracked[:N].copy_(copies.where(asked, tracked[:N]))
     return o
 
