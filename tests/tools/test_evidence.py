@@ -45,7 +45,7 @@ import pytest
 
 def test_a(): pass
 
-@pytest.mark.parametrize("x", ({"a b": 1},), ids=str)
+@pytest.mark.parametrize("x", ({"a b@c": 1}, {"a b@d": 2}), ids=str)
 def test_b(x): assert False
 
 def test_c(): pytest.skip("no")
@@ -69,8 +69,8 @@ def test_a_run_of_the_tests_is_counted_whole_or_cut(monkeypatch, tmp_path):
     (folder / "test_broken.py").write_text("import no_such_module")
     found = suite.run(tmp_path)
     names = found.pop("failures")
-    assert found == {"passed": 1, "failed": 3, "skipped": 1, "cut": None}
-    assert {f"tests/gpu/test_it.py::{n}" for n in ("test_b[{'a b': 1}]", "test_d")} < set(names)
+    assert found == {"passed": 1, "failed": 4, "skipped": 1, "cut": None}
+    assert {f"tests/gpu/test_it.py::{n}" for n in ("test_b[{'a b@c': 1}]", "test_d")} < set(names)
     (folder / "test_z.py").write_text("import os\n\ndef test_dies(): os._exit(3)\n")
     cut = suite.run(tmp_path)
     assert cut["cut"] == "ended with 3" and cut["done"][0] == "passed tests/gpu/test_it.py::test_a"
@@ -79,6 +79,9 @@ def test_a_run_of_the_tests_is_counted_whole_or_cut(monkeypatch, tmp_path):
     (folder / "test_it.py").write_text(MIXED.replace("test_a(): pass", "test_a(): assert False"))
     assert suite.run(tmp_path, done=cut["done"])["passed"] == 1
     assert suite.run(tmp_path)["passed"] == 0
+    (folder / "test_broken.py").unlink()
+    (folder / "test_it.py").write_text("def test_a(): pass\n")
+    assert suite.run(tmp_path, done=cut["done"][:1])["cut"] is None  # none were left
 
 
 CLEAN = {"passed": 1, "failed": 0, "skipped": 0, "failures": [], "cut": None}
