@@ -129,6 +129,14 @@ def test_a_row_replaces_the_one_of_its_name_and_no_other(command):
     assert status == 0 and asked == [case_of(other)]
 
 
+def test_a_cut_suite_goes_on_with_what_its_own_commit_has_done(monkeypatch, tmp_path):
+    asked, cut = [], CLEAN | {"cut": "cut after 1 s", "done": ["passed a"]}
+    monkeypatch.setattr(suite, "run", lambda root, limit, done: asked.append([*done]) or cut)
+    for commit in (HERE["commit"], HERE["commit"], OLD["commit"], "fedcba9876+", "fedcba9876+"):
+        evidence.run_suite(tmp_path / "evidence.json", 1.0, HERE | {"commit": commit})
+    assert asked == [[], ["passed a"], [], [], []]
+
+
 DIED = {"name": f"{case_of(ALONE)} alone", "why": "the process ended with -11"}
 FAULTS = {
     "a test failed": ({"failed": 1}, row(), []),
