@@ -108,7 +108,7 @@ class Meetings:
 
 @aggregate
 class Buffers:
-    """What lies in shared memory; the first axis counts stages."""
+    """What lies in shared memory; the first axis counts stages: with SHARE 8, others."""
 
     q: gl.shared_memory_descriptor  # [2, 64, K]  then qr, then qg
     k: gl.shared_memory_descriptor  # [1, 64, K]
