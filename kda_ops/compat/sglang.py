@@ -33,6 +33,7 @@ from torch import Tensor
 
 from kda_ops import functional
 from kda_ops.arguments import check_tensor
+from kda_ops.checks import can_read, check_index, check_slots
 from kda_ops.compat import engines
 from kda_ops.compat.fla_calls import per_head
 from kda_ops.problem import CHUNK
@@ -204,7 +205,7 @@ def extend(
 
     Without ``A_log``, ``g`` is the log decay. ``beta`` holds logits if ``beta_is_raw``. With
     ``track_state``, the state of sequence n after ``track_chunk_idx[n]`` chunks of 64 tokens is
-    written to ``track_state[n]`` in fp32, unless that number is negative.
+    written to ``track_state[n]`` in fp32, unless that number is negative or beyond the prompt.
 
     With ``return_intermediate_states`` the result is (o, None), without the states before all
     chunks. This needs ``track_state``, or an empty ``track_ssm_h_src``: SGLang then reads none of
@@ -242,27 +243,38 @@ def extend(
         o = run(ssm_states, cache_indices, None)
     else:
         check_tensor("q", q)
-        o = _track(run, ssm_states, cache_indices, q.shape[1], track_state, track_chunk_idx)
+        check_tensor("cache_indices", cache_indices)
+        check_tensor("query_start_loc", query_start_loc)
+        T = q.shape[1]
+        o = _track(run, ssm_states, cache_indices, query_start_loc, T, track_state, track_chunk_idx)
     return (o, None) if return_intermediate_states else o
 
 
 def _track(
-    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+    run: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     states: Tensor,
     slots: Tensor,
+    starts: Tensor,
     T: int,
     tracked: Tensor,
     chunks: Tensor | None,
 ) -> Tensor:
     """Run a prefill on two fp32 copies of each state: one is updated, one takes the snapshot."""
-    if chunks is None:
-        raise ValueError("track_chunk_idx must be given with track_state, got None.")
-    if tracked.shape[1:] != states.shape[1:] or tracked.dtype is not torch.float32:
+    N, shape = slots.shape[0], states.shape[1:]
+    if chunks is None or chunks.dim() != 1 or chunks.shape[0] < N:
+        got = None if chunks is None else list(chunks.shape)
+        raise ValueError(f"track_chunk_idx must be given with track_state, [N] = [{N}], got {got}.")
+    if tracked.shape[1:] != shape or tracked.shape[0] < N or tracked.dtype is not torch.float32:
         raise ValueError(
-            f"track_state must be float32, [N, {', '.join(map(str, states.shape[1:]))}], got "
-            f"{tracked.dtype} {list(tracked.shape)}."
+            f"track_state must be float32, [N, ...] = {[N, *shape]}, got {tracked.dtype} "
+            f"{list(tracked.shape)}."
         )
-    N, live, at = slots.shape[0], slots >= 0, slots.clamp(min=0).long()
+    check_index("cache_indices", slots, states.device)
+    if can_read(slots):
+        check_slots(slots, states.shape[0], "cache_indices")
+    if N == 0:
+        return run(states, slots, None)
+    live, at = slots >= 0, slots.clamp(min=0).long()
     chunks, n = chunks[:N], torch.arange(N, device=states.device)
     own = states.index_select(0, at).float()
     pool, column = torch.cat([own, own]), torch.arange(1, T // CHUNK + 1, device=states.device)
@@ -272,7 +284,7 @@ def _track(
     # a sequence without a slot repeats what the first sequence with a slot writes
     n = n.where(live, live.int().argmax())
     states.index_copy_(0, at[n], own[n].to(states.dtype))
-    asked = (live & (chunks >= 0))[:, None, None, None]
+    asked = (live & (chunks >= 0) & (CHUNK * chunks <= starts.diff()))[:, None, None, None]
     tracked[:N].copy_(copies.where(asked, tracked[:N]))
     return o
 

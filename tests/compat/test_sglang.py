@@ -137,7 +137,7 @@ def test_extend_mixes_prompts_and_decoding_requests_in_place(raw, bound, dtype):
 @pytest.mark.parametrize("dtype", POOLS, ids=str)
 def test_extend_tracks_states_inside_of_prompts(dtype):
     batch = Batch("kda", (150, 70, 200, 65, 64, 3), H, torch.float32, bound=-5.0)
-    slots, chunks = [4, 0, -1, 2, 8, 3], [2, 0, 1, -1, 1, 0]
+    slots, chunks = [4, 0, -1, 2, 8, 3], [2, 0, 1, -1, 1, 1]
     before, tracked = pool(H, dtype), torch.full((7, H, V, K), torch.nan)
     states, want = before.clone(), before.clone()
     call = extend_arguments(batch, states, i32(*slots))
@@ -153,7 +153,7 @@ def test_extend_tracks_states_inside_of_prompts(dtype):
     for n, (slot, count) in enumerate(zip(slots, chunks)):
         a = int(batch.starts[n])
         span, state = slice(a, a + 64 * count), before.float()
-        if slot < 0 or count < 0:
+        if slot < 0 or count < 0 or span.stop > int(batch.starts[n + 1]):
             assert tracked[n].isnan().all()
             continue
         words = {m: x[:, span] for m, x in call.items() if m in ("q", "k", "v", "g", "beta")}
@@ -161,6 +161,9 @@ def test_extend_tracks_states_inside_of_prompts(dtype):
         sglang.extend(functional.chunk_kda_, **call | words | dict(ssm_states=state))
         assert torch.equal(tracked[n], state[slot])
     assert tracked[6:].isnan().all()
+    call = extend_arguments(Batch("kda", (), H, torch.float32, tail=2), states, i32())
+    o = sglang.extend(functional.chunk_kda_, **call, track_state=tracked, track_chunk_idx=i32())
+    assert not o.any()
 
 
 @pytest.mark.parametrize("variant, name", [("kda", "decode"), ("gdn", "decode"), ("kda", "extend")])
@@ -210,6 +213,16 @@ WRONG = [
         "extend",
         dict(track_state=torch.zeros(2, H, V, K).half(), track_chunk_idx=i32(0, 0)),
         "track_state must be float32",
+    ),
+    *(
+        ("extend", dict(track_state=torch.zeros(2, H, V, K), track_chunk_idx=i32(0, 0)) | more, why)
+        for more, why in (
+            (dict(track_state=torch.zeros(1, H, V, K)), r"got torch.float32 \[1, 2, 8, 16\]"),
+            (dict(track_chunk_idx=i32(0)), r"track_chunk_idx must .* \[N\] = \[2\], got \[1\]"),
+            (dict(cache_indices=torch.zeros(2)), "int32 or int64"),
+            (dict(cache_indices=i32(1, SLOTS)), "below the number of slots, 9, got 9"),
+            (dict(cache_indices=i32(1, 1)), "distinct slots"),
+        )
     ),
     ("extend", dict(cache_indices=torch.zeros(2)), "int32 or int64"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,6 +62,7 @@ def longest_first(items: list) -> None:
 
 
 WORDS = ("passed", "failed", "skipped")
+GROUP = re.compile(r"@[^\]@]*$")  # pytest-xdist puts it behind a name, which may have an @ itself
 # variables that name the files of the hooks below, which ``-p tests.support.suite`` loads
 LOG, DONE = "KDA_OPS_SUITE_LOG", "KDA_OPS_SUITE_DONE"
 
@@ -75,7 +77,7 @@ def _note(name: str, word: str) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write down what became of a test at once: a run that is cut comes to no summary."""
     if report.when == "call" or not report.passed:
-        _note(report.nodeid.split("@")[0], report.outcome)
+        _note(GROUP.sub("", report.nodeid), report.outcome)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -88,7 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out the tests that an earlier run has done before it was cut."""
     if DONE in os.environ:
         done = {line.split(" ", 1)[1] for line in Path(os.environ[DONE]).read_text().splitlines()}
-        items[:] = [i for i in items if i.nodeid.split("@")[0] not in done]
+        items[:] = [i for i in items if GROUP.sub("", i.nodeid) not in done]
 
 
 def processes_per_gpu() -> int:
@@ -131,7 +133,8 @@ def run(root: Path, limit: float = math.inf, done: Sequence[str] = ()) -> dict:
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        if cut is None and process.returncode not in (0, 1):  # all passed, some failed
+        fine = (0, 1, 5) if done else (0, 1)  # all passed, some failed, none were left
+        if cut is None and process.returncode not in fine:
             cut = f"ended with {process.returncode}"
         return count_tests(log.read_text(), cut)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -45,7 +46,7 @@ import pytest
 
 def test_a(): pass
 
-@pytest.mark.parametrize("x", ({"a b": 1},), ids=str)
+@pytest.mark.parametrize("x", ({"a b@c": 1}, {"a b@d": 2}), ids=str)
 def test_b(x): assert False
 
 def test_c(): pytest.skip("no")
@@ -69,8 +70,8 @@ def test_a_run_of_the_tests_is_counted_whole_or_cut(monkeypatch, tmp_path):
     (folder / "test_broken.py").write_text("import no_such_module")
     found = suite.run(tmp_path)
     names = found.pop("failures")
-    assert found == {"passed": 1, "failed": 3, "skipped": 1, "cut": None}
-    assert {f"tests/gpu/test_it.py::{n}" for n in ("test_b[{'a b': 1}]", "test_d")} < set(names)
+    assert found == {"passed": 1, "failed": 4, "skipped": 1, "cut": None}
+    assert {f"tests/gpu/test_it.py::{n}" for n in ("test_b[{'a b@c': 1}]", "test_d")} < set(names)
     (folder / "test_z.py").write_text("import os\n\ndef test_dies(): os._exit(3)\n")
     cut = suite.run(tmp_path)
     assert cut["cut"] == "ended with 3" and cut["done"][0] == "passed tests/gpu/test_it.py::test_a"
@@ -79,6 +80,36 @@ def test_a_run_of_the_tests_is_counted_whole_or_cut(monkeypatch, tmp_path):
     (folder / "test_it.py").write_text(MIXED.replace("test_a(): pass", "test_a(): assert False"))
     assert suite.run(tmp_path, done=cut["done"])["passed"] == 1
     assert suite.run(tmp_path)["passed"] == 0
+    (folder / "test_broken.py").unlink()
+    (folder / "test_it.py").write_text("def test_a(): pass\n")
+    assert suite.run(tmp_path, done=cut["done"][:1])["cut"] is None  # none were left
+
+
+def git(folder, *words):
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(("git", *who, *words), cwd=folder, check=True, capture_output=True)
+
+
+def test_a_commit_is_named_with_its_changes(monkeypatch, tmp_path):
+    monkeypatch.delenv(records.COMMIT, raising=False)
+    monkeypatch.setattr(records, "checkout", lambda: tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(SystemExit, match="is no git checkout: set KDA_OPS_COMMIT"):
+        records.commit()
+    for name in ("kda_ops/a.py", "registrations/b.py", "benchmarks/c.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("1")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "a")
+    clean = records.commit()
+    assert re.fullmatch(r"[0-9a-f]{10}", clean)
+    (tmp_path / "benchmarks" / "c.json").write_text("2")  # results change while they are taken
+    assert records.commit() == clean
+    (tmp_path / "registrations" / "b.py").write_text("2")
+    assert records.commit() == f"{clean}+"
+    monkeypatch.setenv(records.COMMIT, "c0ffee")
+    assert records.commit() == "c0ffee"
 
 
 CLEAN = {"passed": 1, "failed": 0, "skipped": 0, "failures": [], "cut": None}
@@ -124,6 +155,14 @@ def test_a_row_replaces_the_one_of_its_name_and_no_other(command):
     # without options, what is on file; what is of this commit is not measured twice
     status, asked, found = command(words=[], ran=None)
     assert status == 0 and asked == [case_of(other)]
+
+
+def test_a_cut_suite_goes_on_with_what_its_own_commit_has_done(monkeypatch, tmp_path):
+    asked, cut = [], CLEAN | {"cut": "cut after 1 s", "done": ["passed a"]}
+    monkeypatch.setattr(suite, "run", lambda root, limit, done: asked.append([*done]) or cut)
+    for commit in (HERE["commit"], HERE["commit"], OLD["commit"], "fedcba9876+", "fedcba9876+"):
+        evidence.run_suite(tmp_path / "evidence.json", 1.0, HERE | {"commit": commit})
+    assert asked == [[], ["passed a"], [], [], []]
 
 
 DIED = {"name": f"{case_of(ALONE)} alone", "why": "the process ended with -11"}
