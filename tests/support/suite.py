@@ -145,6 +145,7 @@ def count_tests(log: str, cut: str | None) -> dict:
     for word, name in (line.split(" ", 1) for line in log.splitlines()):
         became[name] = "failed" if became.get(name) == "failed" else word
     failures = [name for name, word in became.items() if word == "failed"]
-    counts = {w: list(became.values()).count(w) for w in WORDS}
+    ends = list(became.values())
+    counts = {word: ends.count(word) for word in WORDS}
     done = [f"{word} {name}" for name, word in became.items() if word != "failed"]
     return counts | {"failures": failures, "cut": cut} | ({"done": done} if cut else {})

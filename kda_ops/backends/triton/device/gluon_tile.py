@@ -114,6 +114,15 @@ def inverse_norms(x, norms):
 
 
 @gluon.jit
+def load_rows(tile, norms, E: gl.constexpr, NORM: gl.constexpr):
+    """Return the rows in `tile` as fp32 in layout E, times their inverse norms if NORM."""
+    x = widen(tile.load(E))
+    if NORM:
+        x = x * norms.load(gl.SliceLayout(1, E))[:, None]
+    return x
+
+
+@gluon.jit
 def left_right(x):
     """Split the columns of x [64, 2 n] into their left and right halves, [64, n] each."""
     return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))

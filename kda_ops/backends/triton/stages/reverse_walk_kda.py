@@ -37,6 +37,7 @@ from kda_ops.backends.triton.device.gluon_tile import (
     fill_rows,
     inverse_norms,
     left_right,
+    load_rows,
     narrow,
     product,
     rcp,
@@ -198,15 +199,6 @@ def copy(
 
 
 @gluon.jit
-def unit(rows, norms, NORM: gl.constexpr, E: gl.constexpr):
-    """Return rows [32, K] of q or k, times their inverse norms if there is a norm."""
-    y = widen(rows.load(E))
-    if NORM:
-        y = y * norms.load(gl.SliceLayout(1, E))[:, None]
-    return y
-
-
-@gluon.jit
 def load_beta(beta, beta_t, span, c, flags):
     """Return beta of block c, through its sigmoid, [32] fp32; 1 where there is no such token."""
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -293,16 +285,16 @@ def prepare(
         e_0 = x.gamma.slice(0, K).load(EC)[None, :]
         e_1 = x.gamma.slice(K, K).load(EC)[None, :]
         h = gl.where(first, DOWN, e_0 * DOWN)
-        G_b.slice(0, 32, dim=0).store(narrow(unit(q_b, n_q, NORM, E) * (late * (h * scale))))
-        k = unit(k_b, n_k, NORM, E)
+        G_b.slice(0, 32, dim=0).store(narrow(load_rows(q_b, n_q, E, NORM) * (late * (h * scale))))
+        k = load_rows(k_b, n_k, E, NORM)
         G_b.slice(32, 32, dim=0).store(narrow(k * (late * -h)))
         kg_b.store(narrow(k * (rcp(late) * gl.where(first, e_0 * e_1 * UP, e_1 * UP))))
         fence_async_shared()
         barrier()
         on.chain.arrive(n)
         on.done.wait(n - 1)
-        X_b.slice(0, 32, dim=0).store(narrow(unit(q_b, n_q, NORM, E) * (late * scale)))
-        k = unit(k_b, n_k, NORM, E)
+        X_b.slice(0, 32, dim=0).store(narrow(load_rows(q_b, n_q, E, NORM) * (late * scale)))
+        k = load_rows(k_b, n_k, E, NORM)
         X_b.slice(32, 32, dim=0).store(narrow(k * -late))
         k = k * rcp(late)
         C_b.slice(0, 32, dim=0).store(narrow(k))

@@ -32,6 +32,7 @@ from kda_ops.backends.triton.device.gluon_tile import (
     fill_rows,
     growth,
     inverse_norms,
+    load_rows,
     narrow,
     product,
     rcp,
@@ -141,9 +142,7 @@ def prepare(x, on, span, beta, beta_t, gate, flags):
         D, total = growth(g, 1, E)
         if NORM:
             inverse_norms(k_b, x.norm_k)
-        k = widen(k_b.load(E))
-        if NORM:
-            k = k * x.norm_k.load(gl.SliceLayout(1, E))[:, None]
+        k = load_rows(k_b, x.norm_k, E, NORM)
         on.done.wait(n - 2)
         x.lost.index(s).store(b)
         b = lost(beta, beta_t, span, n + 1, flags, B)

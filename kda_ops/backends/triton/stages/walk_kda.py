@@ -49,6 +49,7 @@ from kda_ops.backends.triton.device.gluon_tile import (
     growth,
     halve,
     left_right,
+    load_rows,
     narrow,
     product,
     rcp,
@@ -241,6 +242,16 @@ def produce(q_d, k_d, v_d, g_d, q_at, k_at, v_at, g_at, x, on, span, G_BYTES: gl
 
 
 @gluon.jit
+def load_queries(tile, norms, E: gl.constexpr, NORM: gl.constexpr):
+    """Return the rows q in `tile` as fp32 in layout E: normalised if NORM, else SMALLER."""
+    if NORM:
+        q = load_rows(tile, norms, E, NORM)
+    else:
+        q = widen(smaller(tile.load(E)))
+    return q
+
+
+@gluon.jit
 def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
     """Make kr, qr, kc, kg and gamma of chunk n, from k, q and the decay. Return three for products.
 
@@ -267,9 +278,7 @@ def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
     fill_rows(k_b, here, 0.0, ROWS_4)
     g = decay_rows(x.g.index(zero), bias, rate, gate, E)
     D, total = growth(g, 2, E)
-    k = widen(k_b.load(E))
-    if NORM:
-        k = k * x.norm_k.index(s).load(gl.SliceLayout(1, E))[:, None]
+    k = load_rows(k_b, x.norm_k.index(s), E, NORM)
     on.q_full.wait(n)  # and so the scan of chunk n - 2, which has read kr and kg, is over
     kr.store(narrow(k * D))
     k = k * rcp(D)
@@ -278,11 +287,7 @@ def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
     k = gl.convert_layout(gl.reshape(gl.reshape(k, (2, 32, K)) * rest, (64, K)), E)
     kg.store(narrow(k))
     fill_rows(q_b, here, 0.0, ROWS_4)
-    q = q_b.load(E)
-    if NORM:
-        q = widen(q) * x.norm_q.index(s).load(gl.SliceLayout(1, E))[:, None]
-    else:
-        q = widen(smaller(q))
+    q = load_queries(q_b, x.norm_q.index(s), E, NORM)
     q_b.store(narrow(q * D))
     gamma = ex2(total * LOG2E)
     if p_gamma is None:
@@ -319,17 +324,11 @@ def block_factors(x, on, gate, rate, bias, n, here, NORM: gl.constexpr):
     on.q_full.wait(n)  # and so the scan of chunk n - 2, which has read x.kr, is over
     fill_rows(kr, here, 0.0, ROWS_4)
     fill_rows(q_b, here, 0.0, ROWS_4)
-    q = q_b.load(E)
-    if NORM:
-        q = widen(q) * x.norm_q.index(s).load(gl.SliceLayout(1, E))[:, None]
-    else:
-        q = widen(smaller(q))
+    q = load_queries(q_b, x.norm_q.index(s), E, NORM)
     q = q * D
     qr.store(narrow(q))
     q_b.store(narrow(by_block(q, early, E)))
-    k = widen(kr.load(E))
-    if NORM:
-        k = k * x.norm_k.index(s).load(gl.SliceLayout(1, E))[:, None]
+    k = load_rows(kr, x.norm_k.index(s), E, NORM)
     rows = k * D
     kr.store(narrow(rows))
     x.kr.index(s).store(narrow(by_block(rows, early, E)))
