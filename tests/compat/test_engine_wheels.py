@@ -56,7 +56,15 @@ def test_signatures_are_sglangs(target):
 
 
 def on_device(call):
-    return {n: x.to(TARGET.device) if isinstance(x, torch.Tensor) else x for n, x in call.items()}
+    """Move the tensors of a call. Views keep their strides, of which engines ask."""
+
+    def moved(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        whole = x if x._base is None else x._base
+        return whole.to(TARGET.device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+    return {n: moved(x) for n, x in call.items()}
 
 
 def assert_alike(ours, theirs, call, batch, name, dtype):
