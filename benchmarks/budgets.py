@@ -174,6 +174,14 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
     # decays without a bound, which walk only where `tuning.force` says so
     kda(gate="softplus", group=1, walk=True): {"walk_kda": most(40, 40, 48, 264)},
     kda(gate="plain", packed=True, group=1, walk=True): {"walk_kda": most(48, 56, 72, 200)},
+    kda(gate="softplus", group=1, walk=True, shares=3): {
+        "prepare_walk": most(0),
+        "scan_walk": most(0, 0, 0, 16),
+    },
+    kda(gate="plain", packed=True, group=1, walk=True, shares=5): {
+        "prepare_walk": most(0),
+        "scan_walk": most(0, 0, 0, 16),
+    },
     kda(walk=True, shares=3): {"prepare_walk": most(0), "scan_walk": most(0, 0, 0, 16)},
     kda(gate="promised", packed=True, group=1, walk=True, shares=2): {
         "prepare_walk": most(0),

@@ -10,7 +10,8 @@ row (`factors`) instead of u, and GDN keeps only A, the states and v_new. Kept t
 recomputed ones, so both policies give the same bits.
 
 Where training walks (`Keeps.trains`), it keeps A and P of each half of a chunk, in 2 C elements
-too. `disable_recompute` changes nothing there: backward makes the states again in either case.
+too, or nothing (`Keeps.trained_names`). `disable_recompute` changes nothing there: backward makes
+the states again in either case.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ WALKED = (CHUNK // 2, 2 * CHUNK)  # the last axes of the A that `Backend.train` 
 def kept_names(keeps: Keeps, p: Problem) -> frozenset[str]:
     """Return the names of what training keeps besides the inputs."""
     if keeps.trains(p):
-        return frozenset(("A",))
+        return keeps.trained_names(p)
     return keeps.names(p.rank, p.q.dtype, p.l2norm, p.disable_recompute)
 
 

@@ -169,11 +169,15 @@ class Keeps:
         return frozenset(KEPT) - {"factors"} if disable_recompute else frozenset()
 
     def trains(self, p: Problem) -> bool:
-        """Return whether `Backend.train` serves a call, which keeps A alone, whatever `names` says.
+        """Return whether `Backend.train` serves a call, which keeps no more than `trained_names`.
 
         Nothing here depends on values, B, N, T, strides or addresses.
         """
         return False
+
+    def trained_names(self, p: Problem) -> frozenset[str]:
+        """Return what `Backend.train` keeps of a call that it serves: A or nothing."""
+        return frozenset(("A",))
 
 
 class Backend:
@@ -267,11 +271,11 @@ class Backend:
         """Write o and the final state as `scan` does, for a call that keeps nothing."""
         self.scan(p, self.prepare(p, overlap=True), o, final_state, keep=False)
 
-    def train(self, p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor:
+    def train(self, p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor | None:
         """Write o and the final state as `scan` does, and return the A that `walk_back` reads.
 
         For calls that `keeps.trains` allows. This A is [NT, HV, C / 2, 2 C]: of each half of a
-        chunk it has A and P, side by side.
+        chunk it has A and P, side by side. It is None if `keeps.trained_names` has none.
         """
         raise NotImplementedError
 

@@ -178,10 +178,12 @@ def test_the_rule_walks_where_sequences_stay_whole_for_any_batch(B, force):
         assert has_walked() == walked
 
 
-@pytest.mark.parametrize("shares", (2, 3))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name, shares",
+    [*((name, n) for name in CASES for n in (2, 3)), *((name, 4) for name in UNBOUNDED)],
+)
 def test_two_kernels_give_the_bits_of_one(name, shares, force):
-    case = CASES[name]
+    case = (CASES | UNBOUNDED)[name]
     inputs = case.inputs(CUDA)
     want = forward(case, inputs)
     assert "walk_kda[" in last_plan()

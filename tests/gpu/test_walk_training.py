@@ -7,9 +7,9 @@ from kda_ops.backends.triton import BACKEND as TRITON
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages import walk, walk_back
 from kda_ops.problem import Problem
-from tests.gpu.test_walk import CUDA, LAYER, PACKED, PER_TOKEN
+from tests.gpu.test_walk import CUDA, LAYER, PACKED, PER_TOKEN, UNBOUNDED
 from tests.gpu.test_walk import PROMISED as GIVEN
-from tests.support.calls import Results, run
+from tests.support.calls import Results, forward, run
 from tests.support.cases import EDGES, Case, replace
 from tests.support.closeness import assert_all_identical, assert_meets_budget
 from tests.support.walk_training import assert_kept, kept_blocks
@@ -79,6 +79,16 @@ def step(case: Case, **options) -> Results:
 @pytest.mark.parametrize("name", CASES)
 def test_every_gradient_meets_the_error_budget(name):
     assert_meets_budget(CASES[name], got=step(CASES[name]))
+
+
+@pytest.mark.parametrize("name", ("softplus", "softplus, packed", "no promise, blocks"))
+def test_without_a_bound_training_has_the_bits_of_inference(name):
+    """Backward makes everything again, by the separate kernels."""
+    case = UNBOUNDED[name]
+    got = step(case)
+    assert_meets_budget(case, got=got)
+    want = forward(case, inputs=case.inputs(CUDA))
+    assert_all_identical({n: got[n] for n in want}, {n: x.cpu() for n, x in want.items()})
 
 
 @pytest.mark.parametrize("name", ("raw, packed", "given, strong", "many chunks"))

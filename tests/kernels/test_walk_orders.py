@@ -124,6 +124,13 @@ FORMS = {
         needless_in={"raw": {"block_factors: on.q_full.wait(n)": SCAN_WAITS}},
         only=OF_BLOCKS,
     ),
+    "walk_kda, two kernels without a bound": Form(
+        in_two_kernels,
+        walk.KERNEL,
+        UNBOUNDED,
+        needless_in={"raw": {"block_factors: on.q_full.wait(n)": SCAN_WAITS}},
+        only=tuple(name for name in OF_BLOCKS if "on.done" not in name),
+    ),
     # that `feed` waits for tiles, only a GPU can show
     "walk_kda_apart": Form(
         in_two_kernels,

@@ -41,5 +41,11 @@ class AsGiven(Keeps):
             return False
         return tuning.walks(p)
 
+    def trained_names(self, p: Problem) -> frozenset[str]:
+        """Return A where decays have a bound: other calls have no walk back that could read it."""
+        from kda_ops.backends.triton import tuning
+
+        return super().trained_names(p) if tuning.centred(p) else frozenset()
+
 
 KEEPS = AsGiven()

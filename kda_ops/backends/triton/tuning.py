@@ -250,12 +250,11 @@ def architecture(device: torch.device) -> int:
     return _capability(device)[0] if device.type == "cuda" else FORCED.architecture
 
 
-def walks(p: Problem, unbounded: bool = False) -> bool:
+def walks(p: Problem) -> bool:
     """Return whether flags, dtypes, widths, heads and device allow KDA's walk.
 
-    A call whose decays have no bound walks only where `force(walk=True)` says so, and only in
-    inference, which passes `unbounded`. Nothing here depends on values, B, N, T, strides or
-    addresses.
+    A call whose decays have no bound walks only where `force(walk=True)` says so. Nothing here
+    depends on values, B, N, T, strides or addresses.
     """
     return bool(
         p.rank
@@ -266,7 +265,7 @@ def walks(p: Problem, unbounded: bool = False) -> bool:
         and p.K == p.V == WIDTH
         and p.g is not None
         and p.g.dtype in (torch.bfloat16, torch.float32)
-        and (centred(p) or (unbounded and FORCED.walk))
+        and (centred(p) or FORCED.walk)
         and (FORCED.walk or p.invariant or not has_runs(p.HV, p.V, p.q.device))
         and p.HV * 128 * 64 < 2**31  # coordinates have 32 bits
     )
@@ -275,18 +274,20 @@ def walks(p: Problem, unbounded: bool = False) -> bool:
 def shares(p: Problem) -> int:
     """Return how many programs prepare the chunks of each sequence and head, for one that scans.
 
-    0 means that one program prepares and scans, as it always does for decays without a bound. To
-    prepare a chunk takes about twice as long as to scan it, so two or three programs that prepare
+    0 means that one program prepares and scans. To prepare a chunk takes about twice as long as to
+    scan it, and without a bound three times as long or more. So two to five programs that prepare
     keep one scan busy, if all run at once. Their number changes no bits.
     """
-    if p.N == 0 or not centred(p):
+    programs = p.N * p.HV
+    if programs == 0:
         return 0
     if FORCED.shares is not None:
         return FORCED.shares
-    programs, multiprocessors = p.N * p.HV, processors(p.q.device)
-    if 3 * programs > multiprocessors or p.B * p.T < 8 * CHUNK * p.N:  # two launches cost more
+    most, room = 3 if centred(p) else 5, processors(p.q.device)
+    found = next((n for n in range(most, 1, -1) if (n + 1) * programs <= room), 0)
+    if found and p.B * p.T < 8 * CHUNK * p.N:  # two launches cost more
         return 0
-    return 3 if 4 * programs <= multiprocessors else 2
+    return found
 
 
 def walks_back(p: Problem) -> bool:
@@ -297,7 +298,7 @@ def walks_back(p: Problem) -> bool:
     choice. With `invariant` it always walks.
     """
     few = 5 * p.N * p.HV < 2 * processors(p.q.device)
-    return walks(p) and (FORCED.walk or p.invariant or not few)
+    return walks(p) and centred(p) and (FORCED.walk or p.invariant or not few)
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -390,6 +390,18 @@ def test_training_of_64_heads_walks_and_keeps_a_alone(gpu, kept):
     assert "walk_kda" not in walked(gpu, chunk.Forward, kept=kept, H=22)[2]
 
 
+@pytest.mark.parametrize("kept", (False, True))
+def test_training_without_a_bound_walks_forward_alone_and_keeps_nothing(gpu, kept, force):
+    fields = dict(gate="softplus", kept=kept)
+    assert "walk_kda" not in walked(gpu, chunk.Forward, **fields)[2]
+    force(walk=True)
+    _, (_, _, *others), launched = walked(gpu, chunk.Forward, **fields)
+    assert launched == walked(gpu, chunk.Infer, **fields)[2] == ["walk_kda"]
+    assert all(x.shape == (0,) for x in others)
+    back = walked(gpu, chunk.Backward, **fields)[2]
+    assert back[0] == "prepare_kda" and "gradient_keys" in back
+
+
 def test_few_programs_walk_forward_in_two_kernels_and_do_not_walk_back(gpu):
     few = pretended_calls.usual(1000)
     for kind in (chunk.Infer, chunk.Forward):

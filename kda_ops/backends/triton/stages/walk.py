@@ -51,7 +51,7 @@ def walks_forward(p: Problem, final_state: Tensor | None) -> bool:
             "dimensions are contiguous."
         )
     return (
-        tuning.walks(p, unbounded=True)
+        tuning.walks(p)
         and all(x is not None and is_copied(p, x) for x in (p.q, p.k, p.v, p.g))
         and near
         # a descriptor has at least one row, and coordinates have 32 bits
@@ -119,6 +119,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         g_h=strides_of(p.g)[2],
         H=p.H,
         INVERSE=tuning.inverse_precision(p),
+        SHARE=32 if tuning.centred(p) else 8,  # rows that share an anchor
     )
     scans: dict[str, Any] = dict(
         programs=(p.N + (p.cu_seqlens is not None)) * p.HV,
@@ -137,15 +138,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
     shares = tuning.shares(p)
     if not shares:
         AP_d = None if AP is None else kept(p, AP, CHUNK)
-        launch(
-            KERNEL.walk_kda,
-            AP_d=AP_d,
-            REGISTERS=registers(p),
-            SHARE=32 if tuning.centred(p) else 8,
-            **common,
-            **prepares,
-            **scans,
-        )
+        launch(KERNEL.walk_kda, AP_d=AP_d, REGISTERS=registers(p), **common, **prepares, **scans)
         return
     assert APART is not None  # it comes with KERNEL
     count = count_chunks(p)
@@ -170,9 +163,14 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
     launch(APART.scan_walk, **common, **scans, **left, **tuning.begins_early(p.q.device))
 
 
-def walk_training(p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor:
-    """Write o and the final state, and return A' and P, as `walk` writes them."""
-    AP = new(p.q, "AP", (count_chunks(p), p.HV, HALF, 2 * CHUNK))
+def walk_training(p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor | None:
+    """Write o and the final state, and return A' and P, as `walk` writes them.
+
+    Without a bound on decays return None: the kernels of backward cannot read A' of half chunks.
+    """
+    AP = None
+    if tuning.centred(p):
+        AP = new(p.q, "AP", (count_chunks(p), p.HV, HALF, 2 * CHUNK))
     if p.B * p.T > 0:
         # without sequences AP may have no chunk
         walk(fit_call(p), o, final_state, AP if p.N > 0 else None)

@@ -109,7 +109,11 @@ class Meetings:
 
 @aggregate
 class Buffers:
-    """What lies in shared memory; the first axis counts stages, here with SHARE = 32."""
+    """What lies in shared memory; the first axis counts stages, here with SHARE = 32.
+
+    With SHARE = 8, qr and kc lie in the place of g, near and far keys in that of kc. One kernel
+    that prepares and scans then has one stage of kg.
+    """
 
     q: gl.shared_memory_descriptor  # [2, 64, K]  then qr, then qg
     k: gl.shared_memory_descriptor  # [1, 64, K]
@@ -252,6 +256,18 @@ def load_queries(tile, norms, E: gl.constexpr, NORM: gl.constexpr):
 
 
 @gluon.jit
+def store_gamma(gamma, x, s, p_gamma):
+    """Store gamma [2, K] of a chunk of stage s at `p_gamma`, or in shared memory without it."""
+    K: gl.constexpr = 128
+    if p_gamma is None:
+        reinterpret(x.gamma, gl.float32, [2, 2, K], PAIR).index(s).store(gamma)
+    else:
+        G: gl.constexpr = gamma.type.layout
+        half = gl.arange(0, 2, gl.SliceLayout(1, G))[:, None]
+        gl.store(p_gamma + (half * K + gl.arange(0, K, gl.SliceLayout(0, G))[None, :]), gamma)
+
+
+@gluon.jit
 def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
     """Make kr, qr, kc, kg and gamma of chunk n, from k, q and the decay. Return three for products.
 
@@ -260,7 +276,7 @@ def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
         kr = k 2^(D - c);  qr = q 2^(D - c);  kc = k 2^(c - D);  kg = kc 2^(total - c)   [64, K]
         gamma = 2^total                                                                  [2, K]
 
-    D sums the decays from the start of a half, c = -SHIFT. gamma goes to `p_gamma`, if it is given.
+    D sums the decays from the start of a half, c = -SHIFT.
     """
     E: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0])
     K: gl.constexpr = 128
@@ -289,13 +305,7 @@ def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
     fill_rows(q_b, here, 0.0, ROWS_4)
     q = load_queries(q_b, x.norm_q.index(s), E, NORM)
     q_b.store(narrow(q * D))
-    gamma = ex2(total * LOG2E)
-    if p_gamma is None:
-        reinterpret(x.gamma, gl.float32, [2, 2, K], PAIR).index(s).store(gamma)
-    else:
-        G: gl.constexpr = gamma.type.layout
-        half = gl.arange(0, 2, gl.SliceLayout(1, G))[:, None]
-        gl.store(p_gamma + (half * K + gl.arange(0, K, gl.SliceLayout(0, G))[None, :]), gamma)
+    store_gamma(ex2(total * LOG2E), x, s, p_gamma)
     fence_async_shared()
     barrier()
     on.kg_free.arrive(n)
@@ -303,7 +313,7 @@ def factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
 
 
 @gluon.jit
-def block_factors(x, on, gate, rate, bias, n, here, NORM: gl.constexpr):
+def block_factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr):
     """Make the factors of chunk n for decays without a bound. Return five tiles for products.
 
     They are the rows qr and kr, and the own, near and far keys kc, ke and kf of `gluon_blocks`. kr
@@ -314,6 +324,7 @@ def block_factors(x, on, gate, rate, bias, n, here, NORM: gl.constexpr):
     K: gl.constexpr = 128
     s, zero = n & 1, n >> 30
     q_b, kr = x.q.index(s), x.k.index(zero)
+    KG_STAGES: gl.constexpr = x.kg.shape[0]
     own = reinterpret(x.g, x.q.dtype, [2, 64, K], x.q.layout)
     qr, kc, ke, kf = own.index(zero), own.index(1 + zero), x.kc.index(zero), x.kc.index(1 + zero)
     on.kg_full.wait(n)
@@ -335,9 +346,10 @@ def block_factors(x, on, gate, rate, bias, n, here, NORM: gl.constexpr):
     k = k * rcp(D)
     kc.store(narrow(k))
     k = by_block(k, total, E)
-    reinterpret(x.gamma, gl.float32, [2, 2, K], PAIR).index(s).store(gamma)
-    on.done.wait(n - 1)  # kg has one stage, which the scan of chunk n - 1 reads
-    x.kg.index(zero).store(narrow(by_block(k, late, E)))
+    store_gamma(gamma, x, s, p_gamma)
+    if KG_STAGES == 1:
+        on.done.wait(n - 1)  # the scan of chunk n - 1 reads the only stage of kg
+    x.kg.index(s if KG_STAGES == 2 else zero).store(narrow(by_block(k, late, E)))
     k = k * LESS
     ke.store(narrow(k))
     kf.store(narrow(by_block(repeated(k, E), further, E)))
@@ -434,7 +446,7 @@ def prepare(x, on, span, gate, AP_d, left, tiles, NORM: gl.constexpr, SHARE: gl.
             L = product(kr, kc.permute((1, 0)), none_q)
             P = product(qr, kc.permute((1, 0)), none_q)
         else:
-            qr, kr, kc, ke, kf = block_factors(x, on, gate, rate, bias, n, here, NORM)
+            qr, kr, kc, ke, kf = block_factors(x, on, gate, rate, bias, n, here, p_gamma, NORM)
             L = product(kr, kc.permute((1, 0)), none_q)
             L_1 = product(kr, ke.permute((1, 0)), none_q)
             L_2 = product(kr, kf.permute((1, 0)), none_q)
@@ -750,7 +762,6 @@ def walk_kda(
     i_g = span.i_h // (HV // H)
     R_TYPE: gl.constexpr = gl.float16 if INVERSE == "fp16" else gl.float32
     G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
-    # With SHARE = 8, qr and kc lie in the place of g, near and far keys in that of kc.
     G_STAGES: gl.constexpr = 4 // G_BYTES if SHARE == 8 else 1
     KC_STAGES: gl.constexpr = 2 if SHARE == 8 else 1
     KG_STAGES: gl.constexpr = 1 if SHARE == 8 else 2

@@ -115,6 +115,7 @@ def prepare_walk(
     HV,
     flags,
     INVERSE: gl.constexpr,
+    SHARE: gl.constexpr,
     SHARES: gl.constexpr,
     NULL: gl.constexpr,
 ):
@@ -124,15 +125,18 @@ def prepare_walk(
     span = find_span(cu_seqlens, slots, N, T, HV, SHARES, NULL)
     i_g = span.i_h // (HV // H)
     R_TYPE: gl.constexpr = gl.float16 if INVERSE == "fp16" else gl.float32
+    G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
+    G_STAGES: gl.constexpr = 4 // G_BYTES if SHARE == 8 else 1
+    KC_STAGES: gl.constexpr = 2 if SHARE == 8 else 1
     q = gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout)
     ones = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     x = Buffers(
         q,
         gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
         q,  # in the places of v, o and gamma, which are not used here
-        gl.allocate_shared_memory(g_d.dtype, [1, 64, 128], g_d.layout),
+        gl.allocate_shared_memory(g_d.dtype, [G_STAGES, 64, 128], g_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
-        gl.allocate_shared_memory(TYPE, [1, 64, 128], q_d.layout),
+        gl.allocate_shared_memory(TYPE, [KC_STAGES, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout),
         gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE),
         gl.allocate_shared_memory(R_TYPE, [4, 16, 16], BLOCKS),
@@ -149,10 +153,9 @@ def prepare_walk(
         beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
     tiles = find_tiles(span, cu_seqlens, T, HV, 64)
     left = Left(wqk_d, gamma, ready)
-    G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
     gl.warp_specialize(
         [
-            (prepare, (x, on, span, gate, AP_d, left, tiles, flags.L2NORM, 32)),
+            (prepare, (x, on, span, gate, AP_d, left, tiles, flags.L2NORM, SHARE)),
             (rows, (x, on, span, beta, beta_t, flags)),
             (
                 produce,
