@@ -1,20 +1,23 @@
 """Mend Triton's interpreter for the tests.
 
-It calls an unknown reduction once per element, and loses the type of a condition. Half of its time
+It calls an unknown reduction once per element, and loses the type of a condition. Most of its time
 goes to work that is not needed here. It replaces the functions of the language again at each call
-of a device function. It computes sums, differences and products of integers twice, to find an
-overflow. `bfloat16` teaches it bf16.
+of a device function, and derives the type and the shape of each value anew. It computes sums,
+differences and products of integers twice, to find an overflow. `bfloat16` teaches it bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.language.core import tensor
+from triton.language.core import constexpr, dtype, tensor
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
@@ -22,7 +25,14 @@ from tests.support import bfloat16
 
 by_elements, as_numbers = ReduceOps.generic_reduce, InterpreterBuilder.create_splat
 patch_again, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+unwrap_any, numpy_type = tl.core._unwrap_if_constexpr, interpreter._get_np_dtype
+form_block, form_tensor = tl.block_type.__init__, tensor.__init__
+broadcast_any, equal_any = TritonSemantic.broadcast_impl_value, dtype.__eq__
 _patched: set[ModuleType] | None = None  # what the launch under way has replaced
+_blocks: dict[tuple, dict[str, Any]] = {}  # the attributes of each block type
+_tensors: dict[str, tuple] = {}  # shape and number of elements by type
+_shapes: dict[tuple, tuple] = {}  # and by sizes
+_numpy: dict[str, np.dtype] = {}
 
 
 def by_slices(self: ReduceOps, input: tuple[tensor, ...]) -> list[tensor]:
@@ -67,9 +77,15 @@ def launch_once(self: interpreter.GridExecutor, *args, **options) -> None:
         _patched = None
 
 
+@cache
+def languages_of(fn: Callable) -> set[ModuleType]:
+    """Return which modules of the language a function sees."""
+    return {x for x in fn.__globals__.values() if x is tl or x is tl.core}
+
+
 def patch_once(fn: Callable) -> interpreter._LangPatchScope:
     """Replace `_patch_lang`: what the launch under way has replaced stays so until its end."""
-    languages = {x for x in fn.__globals__.values() if x is tl or x is tl.core}
+    languages = languages_of(fn)
     if _patched is not None and languages and languages <= _patched:
         return interpreter._LangPatchScope()
     scope = patch_again(fn)
@@ -78,8 +94,70 @@ def patch_once(fn: Callable) -> interpreter._LangPatchScope:
     return scope
 
 
+def unwrap(x: Any) -> Any:
+    """Replace `_unwrap_if_constexpr`: what is no container needs no search."""
+    kind = type(x)
+    if kind is constexpr:
+        return x.value
+    return x if kind in (int, dtype, tl.block_type, tensor) else unwrap_any(x)
+
+
+def know_block(self: tl.block_type, element_ty: dtype, shape: Sequence) -> None:
+    """Replace `block_type.__init__`: equal types share what was derived for the first."""
+    sizes = tuple([x.value if type(x) is constexpr else x for x in shape])
+    key = (element_ty.name, getattr(element_ty, "address_space", None), sizes)
+    if key not in _blocks:
+        form_block(self, element_ty, shape)
+        _blocks[key] = dict(self.__dict__)
+    self.__dict__.update(_blocks[key])
+
+
+def know_tensor(self: tensor, handle: TensorHandle, type: dtype) -> None:
+    """Replace `tensor.__init__`: tensors of one shape share it."""
+    name = type.name
+    if name not in _tensors:
+        form_tensor(self, handle, type)
+        sizes = tuple(x.value for x in self.shape)
+        _tensors[name] = _shapes.setdefault(sizes, (self.shape, self.numel))
+    self.shape, self.numel = _tensors[name]
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+
+
+def know_numpy(x: dtype) -> np.dtype:
+    """Replace `_get_np_dtype`: look it up."""
+    name = x.scalar.name
+    if name not in _numpy:
+        _numpy[name] = numpy_type(x)
+    return _numpy[name]
+
+
+def broadcast(self: TritonSemantic, x: tensor, y: tensor) -> tuple[tensor, tensor]:
+    """Replace `TritonSemantic.broadcast_impl_value`: a shape that is shared needs no comparison."""
+    return (x, y) if x.shape is y.shape else broadcast_any(self, x, y)
+
+
+def equal(self: dtype, other: Any) -> bool:
+    """Replace `dtype.__eq__`: most types are the ones they are compared with."""
+    return self is other or equal_any(self, other)
+
+
+def call_at_once(obj: object, name: str, member: Callable, builder, scope) -> None:
+    """Replace `_patch_attr`: pass the arguments on as they are, not copied one by one."""
+    semantic = TritonSemantic(builder)
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = semantic
+        return member(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
 def mend() -> None:
     """Reduce by slices, splat conditions as conditions, compute in bf16 as a GPU does, be quick."""
+    tl.core._unwrap_if_constexpr, interpreter._get_np_dtype = unwrap, know_numpy
+    tl.block_type.__init__, tensor.__init__ = know_block, know_tensor
+    TritonSemantic.broadcast_impl_value, dtype.__eq__ = broadcast, equal
+    interpreter._patch_attr = call_at_once
     ReduceOps.generic_reduce, InterpreterBuilder.create_splat = by_slices, as_they_are
     interpreter._patch_lang = patch_once
     interpreter.GridExecutor.__call__ = launch_once
