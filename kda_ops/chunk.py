@@ -10,8 +10,8 @@ row (`factors`) instead of u, and GDN keeps only A, the states and v_new. Kept t
 recomputed ones, so both policies give the same bits.
 
 Where training walks (`Keeps.trains`), it keeps A and P of each half of a chunk, in 2 C elements
-too, or nothing (`Keeps.trained_names`). `disable_recompute` changes nothing there: backward makes
-the states again in either case.
+too. Without a bound on decays it keeps nothing (`Keeps.trained_names`). `disable_recompute` changes
+nothing there: backward makes the states again in either case.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Backward(Pass):
         """Call the stages."""
         given = self.given
         p.scratch = {}
-        # `recurrent` keeps no A, so its backward gets an empty one
+        # `recurrent`, and walks without a bound, keep no A, so backward gets an empty one
         A = _there(given["A"])
         # Its shape tells which stages have kept A. The call does not: under vmap, DTensor and
         # context parallelism, forward and backward may differ in heads and columns.

@@ -169,7 +169,7 @@ class Keeps:
         return frozenset(KEPT) - {"factors"} if disable_recompute else frozenset()
 
     def trains(self, p: Problem) -> bool:
-        """Return whether `Backend.train` serves a call, which keeps no more than `trained_names`.
+        """Return whether `Backend.train` serves a call. It keeps `trained_names` at most.
 
         Nothing here depends on values, B, N, T, strides or addresses.
         """
@@ -275,7 +275,7 @@ class Backend:
         """Write o and the final state as `scan` does, and return the A that `walk_back` reads.
 
         For calls that `keeps.trains` allows. This A is [NT, HV, C / 2, 2 C]: of each half of a
-        chunk it has A and P, side by side. It is None if `keeps.trained_names` has none.
+        chunk it has A and P, side by side. It is None if `keeps.trained_names` is empty.
         """
         raise NotImplementedError
 

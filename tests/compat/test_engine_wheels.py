@@ -56,7 +56,7 @@ def test_signatures_are_sglangs(target):
 
 
 def on_device(call):
-    """Move the tensors of a call. Views keep their strides, of which engines ask."""
+    """Move the tensors of a call. Views keep their strides, because the engines check them."""
 
     def moved(x):
         if not isinstance(x, torch.Tensor):

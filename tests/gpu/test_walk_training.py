@@ -12,6 +12,7 @@ from tests.gpu.test_walk import PROMISED as GIVEN
 from tests.support.calls import Results, forward, run
 from tests.support.cases import EDGES, Case, replace
 from tests.support.closeness import assert_all_identical, assert_meets_budget
+from tests.support.plans import last_plan
 from tests.support.walk_training import assert_kept, kept_blocks
 
 if walk_back.KERNEL is None or not tuning.is_hopper(CUDA):
@@ -83,11 +84,12 @@ def test_every_gradient_meets_the_error_budget(name):
 
 @pytest.mark.parametrize("name", ("softplus", "softplus, packed", "no promise, blocks"))
 def test_without_a_bound_training_has_the_bits_of_inference(name):
-    """Backward makes everything again, by the separate kernels."""
+    """Nothing is kept, so the separate kernels recompute everything in backward."""
     case = UNBOUNDED[name]
     got = step(case)
     assert_meets_budget(case, got=got)
     want = forward(case, inputs=case.inputs(CUDA))
+    assert "walk_kda[" in last_plan()
     assert_all_identical({n: got[n] for n in want}, {n: x.cpu() for n, x in want.items()})
 
 

@@ -1,9 +1,9 @@
 """Mend Triton's interpreter for the tests.
 
 It calls an unknown reduction once per element, and loses the type of a condition. Most of its time
-goes to work that is not needed here. It replaces the functions of the language again at each call
-of a device function, and derives the type and the shape of each value anew. It computes sums,
-differences and products of integers twice, to find an overflow. `bfloat16` teaches it bf16.
+is spent on work that these tests do not need. It replaces the functions of the language again at
+each call of a device function, and derives the type and the shape of each value anew. It computes
+sums, differences and products of integers twice, to find an overflow. `bfloat16` teaches it bf16.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ broadcast_any, equal_any = TritonSemantic.broadcast_impl_value, dtype.__eq__
 _patched: set[ModuleType] | None = None  # what the launch under way has replaced
 _blocks: dict[tuple, dict[str, Any]] = {}  # the attributes of each block type
 _tensors: dict[str, tuple] = {}  # shape and number of elements by type
-_shapes: dict[tuple, tuple] = {}  # and by sizes
+_shapes: dict[tuple, tuple] = {}  # the same by sizes, so that types of one shape share it
 _numpy: dict[str, np.dtype] = {}
 
 
@@ -95,24 +95,24 @@ def patch_once(fn: Callable) -> interpreter._LangPatchScope:
 
 
 def unwrap(x: Any) -> Any:
-    """Replace `_unwrap_if_constexpr`: what is no container needs no search."""
+    """Replace `_unwrap_if_constexpr`: skip the search for types that hold no constexpr."""
     kind = type(x)
     if kind is constexpr:
         return x.value
     return x if kind in (int, dtype, tl.block_type, tensor) else unwrap_any(x)
 
 
-def know_block(self: tl.block_type, element_ty: dtype, shape: Sequence) -> None:
+def share_block_type(self: tl.block_type, element_ty: dtype, shape: Sequence) -> None:
     """Replace `block_type.__init__`: equal types share what was derived for the first."""
     sizes = tuple([x.value if type(x) is constexpr else x for x in shape])
     key = (element_ty.name, getattr(element_ty, "address_space", None), sizes)
-    if key not in _blocks:
+    if key not in _blocks or not all(type(x) is int for x in sizes):
         form_block(self, element_ty, shape)
         _blocks[key] = dict(self.__dict__)
     self.__dict__.update(_blocks[key])
 
 
-def know_tensor(self: tensor, handle: TensorHandle, type: dtype) -> None:
+def share_shape(self: tensor, handle: TensorHandle, type: dtype) -> None:
     """Replace `tensor.__init__`: tensors of one shape share it."""
     name = type.name
     if name not in _tensors:
@@ -123,8 +123,8 @@ def know_tensor(self: tensor, handle: TensorHandle, type: dtype) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
 
 
-def know_numpy(x: dtype) -> np.dtype:
-    """Replace `_get_np_dtype`: look it up."""
+def cached_numpy_type(x: dtype) -> np.dtype:
+    """Replace `_get_np_dtype`: cache the result by the type's name."""
     name = x.scalar.name
     if name not in _numpy:
         _numpy[name] = numpy_type(x)
@@ -132,17 +132,17 @@ def know_numpy(x: dtype) -> np.dtype:
 
 
 def broadcast(self: TritonSemantic, x: tensor, y: tensor) -> tuple[tensor, tensor]:
-    """Replace `TritonSemantic.broadcast_impl_value`: a shape that is shared needs no comparison."""
+    """Replace `TritonSemantic.broadcast_impl_value`: operands that share their shape stay."""
     return (x, y) if x.shape is y.shape else broadcast_any(self, x, y)
 
 
 def equal(self: dtype, other: Any) -> bool:
-    """Replace `dtype.__eq__`: most types are the ones they are compared with."""
+    """Replace `dtype.__eq__`: most comparisons are of a type with itself."""
     return self is other or equal_any(self, other)
 
 
 def call_at_once(obj: object, name: str, member: Callable, builder, scope) -> None:
-    """Replace `_patch_attr`: pass the arguments on as they are, not copied one by one."""
+    """Replace `_patch_attr`: pass keyword arguments on without copying them."""
     semantic = TritonSemantic(builder)
 
     def call(*args, **kwargs):
@@ -153,9 +153,9 @@ def call_at_once(obj: object, name: str, member: Callable, builder, scope) -> No
 
 
 def mend() -> None:
-    """Reduce by slices, splat conditions as conditions, compute in bf16 as a GPU does, be quick."""
-    tl.core._unwrap_if_constexpr, interpreter._get_np_dtype = unwrap, know_numpy
-    tl.block_type.__init__, tensor.__init__ = know_block, know_tensor
+    """Reduce by slices, splat conditions as conditions, compute in bf16 as a GPU does."""
+    tl.core._unwrap_if_constexpr, interpreter._get_np_dtype = unwrap, cached_numpy_type
+    tl.block_type.__init__, tensor.__init__ = share_block_type, share_shape
     TritonSemantic.broadcast_impl_value, dtype.__eq__ = broadcast, equal
     interpreter._patch_attr = call_at_once
     ReduceOps.generic_reduce, InterpreterBuilder.create_splat = by_slices, as_they_are

@@ -42,7 +42,7 @@ class AsGiven(Keeps):
         return tuning.walks(p)
 
     def trained_names(self, p: Problem) -> frozenset[str]:
-        """Return A where decays have a bound: other calls have no walk back that could read it."""
+        """Return A if decays have a bound; without one, no kernel of backward reads this A."""
         from kda_ops.backends.triton import tuning
 
         return super().trained_names(p) if tuning.centred(p) else frozenset()

@@ -275,19 +275,17 @@ def shares(p: Problem) -> int:
     """Return how many programs prepare the chunks of each sequence and head, for one that scans.
 
     0 means that one program prepares and scans. To prepare a chunk takes about twice as long as to
-    scan it, and without a bound three times as long or more. So two to five programs that prepare
-    keep one scan busy, if all run at once. Their number changes no bits.
+    scan it, and without a bound about 3.5 times. So up to three programs, or five without a bound,
+    keep one scan busy, if all fit on the device at once. Their number changes no bits.
     """
-    programs = p.N * p.HV
-    if programs == 0:
+    if p.N == 0:
         return 0
     if FORCED.shares is not None:
         return FORCED.shares
-    most, room = 3 if centred(p) else 5, processors(p.q.device)
-    found = next((n for n in range(most, 1, -1) if (n + 1) * programs <= room), 0)
-    if found and p.B * p.T < 8 * CHUNK * p.N:  # two launches cost more
+    programs, room = p.N * p.HV, processors(p.q.device)
+    if 3 * programs > room or p.B * p.T < 8 * CHUNK * p.N:  # two launches cost more
         return 0
-    return found
+    return next(n for n in range(3 if centred(p) else 5, 1, -1) if (n + 1) * programs <= room)
 
 
 def walks_back(p: Problem) -> bool:

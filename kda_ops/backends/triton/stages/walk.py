@@ -1,7 +1,8 @@
 """Run KDA's prepare and scan as one kernel, the walk over the chunks of each head.
 
-Here are the conditions under which it runs and its launch. The walk itself is `walk_kda`. Training
-keeps A' and P of it, from which `states_kda` makes the states again in backward.
+Here are the conditions under which it runs and its launch. The walk itself is `walk_kda`. If
+decays have a bound, training keeps A' and P of it, from which `states_kda` makes the states again
+in backward.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
 def walk_training(p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor | None:
     """Write o and the final state, and return A' and P, as `walk` writes them.
 
-    Without a bound on decays return None: the kernels of backward cannot read A' of half chunks.
+    Return None without a bound on decays: backward does not walk there, and its other kernels
+    cannot read A' of half chunks.
     """
     AP = None
     if tuning.centred(p):

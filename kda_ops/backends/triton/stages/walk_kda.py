@@ -109,10 +109,10 @@ class Meetings:
 
 @aggregate
 class Buffers:
-    """What lies in shared memory; the first axis counts stages, here with SHARE = 32.
+    """What lies in shared memory. The first axis counts stages; shapes are those of SHARE = 32.
 
-    With SHARE = 8, qr and kc lie in the place of g, near and far keys in that of kc. One kernel
-    that prepares and scans then has one stage of kg.
+    With SHARE = 8, qr and kc lie in the place of g, near and far keys in that of kc, and `walk_kda`
+    has room for only one stage of kg.
     """
 
     q: gl.shared_memory_descriptor  # [2, 64, K]  then qr, then qg
@@ -257,7 +257,7 @@ def load_queries(tile, norms, E: gl.constexpr, NORM: gl.constexpr):
 
 @gluon.jit
 def store_gamma(gamma, x, s, p_gamma):
-    """Store gamma [2, K] of a chunk of stage s at `p_gamma`, or in shared memory without it."""
+    """Store gamma [2, K] of the chunk in stage s: at `p_gamma` if given, else in shared memory."""
     K: gl.constexpr = 128
     if p_gamma is None:
         reinterpret(x.gamma, gl.float32, [2, 2, K], PAIR).index(s).store(gamma)
@@ -332,7 +332,7 @@ def block_factors(x, on, gate, rate, bias, n, here, p_gamma, NORM: gl.constexpr)
     g = decay_rows(x.g.index(zero), bias, rate, gate, E)
     D, total, early, late, further, gamma = block_decays(g, E)
     on.rows.wait(n)  # as late as possible, because norms are made only once k is copied
-    on.q_full.wait(n)  # and so the scan of chunk n - 2, which has read x.kr, is over
+    on.q_full.wait(n)  # and so the tiles of chunk n - 2 are free, scanned or copied out
     fill_rows(kr, here, 0.0, ROWS_4)
     fill_rows(q_b, here, 0.0, ROWS_4)
     q = load_queries(q_b, x.norm_q.index(s), E, NORM)
