@@ -206,7 +206,7 @@ APART = {
             *("softplus", "softplus in bf16, grouped", "softplus, packed", "no promise, packed"),
         )
     )
-}
+} | {"no promise, strong": 5}
 
 
 @pytest.mark.bits
