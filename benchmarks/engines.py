@@ -246,8 +246,8 @@ def main(argv: list[str]) -> int:
                 rows.append(measure(name, sides, case))
                 print(*(f"{x:.3g}" if isinstance(x, float) else x for x in rows[-1].values()))
                 sys.stdout.flush()
-    if given.out:
-        write_json(given.out, {"rows": [row | stamp(DEVICE) for row in rows]})
+                if given.out:  # after each, so that a run that is cut leaves what it measured
+                    write_json(given.out, {"rows": [row | stamp(DEVICE) for row in rows]})
     return int(any(row["ours_error"] > 1.5 * row["theirs_error"] for row in rows))
 
 
