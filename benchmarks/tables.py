@@ -8,7 +8,8 @@ pictures. ``cpu`` holds the rows of evidence_cpu.json, which ``--device cpu --js
 ``layers`` and ``steps`` hold the times of layer.json and the training steps of model.json.
 ``tritons`` compares the versions of Triton in tritons.json, and has the GPU tests with each.
 ``fla_models`` holds the training steps of FLA's models in fla_models.json, and ``parallel`` the
-times on several GPUs in parallel.json.
+times on several GPUs in parallel.json. ``engines`` holds the functions of serving engines next to
+ours in engines.json.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from benchmarks.records import checkout
 from kda_ops.doctor import parse_version
 from kda_ops.tools.machine import Help
 
-PAGES = ("README.md", "docs/performance.md", "docs/drop-ins.md", "docs/parallel.md")
+PAGES = (
+    "README.md",
+    "docs/performance.md",
+    "docs/drop-ins.md",
+    "docs/parallel.md",
+    "docs/engines.md",
+)
 FOLDER = "benchmarks/results"
 PICTURES = {
     "evidence.svg": "How many times as fast as each peer: every GPU row that has both times.",
@@ -284,6 +291,33 @@ def of_parallel(found: dict) -> str:
     return "\n".join([f"{about(found['rows'])}; {found['setting']}.\n", head, *lines, ""])
 
 
+def of_engines(rows: list[dict]) -> str:
+    """Return the times of the engines' functions next to ours, and the errors of both."""
+    lines = [
+        _line(
+            r["engine"],
+            f"`{r['function']}`",
+            r["variant"].upper(),
+            r["setting"],
+            r["pool"],
+            *(_number(r[f"{side}_ms"], ".3g") for side in ("ours", "theirs")),
+            f"{r['theirs_ms'] / r['ours_ms']:.2f}×",
+            *(
+                " / ".join(_number(r[f"{side}_{name}"], form) for side in ("ours", "theirs"))
+                for name, form in (("host_us", ".0f"), ("error", ".1e"))
+            ),
+        )
+        for r in rows
+    ]
+    head = _header(
+        *("engine", "function", "op", "sequences × tokens", "pool", "ours, ms", "its ms", "ratio"),
+        *("host us, ours / its", "error, ours / its"),
+    )
+    lost = sum(r["theirs_ms"] < r["ours_ms"] for r in rows)
+    about_all = f"{about(rows)}. We lose {lost} of {len(rows)} rows in GPU time.\n"
+    return "\n".join([about_all, head, *lines, ""])
+
+
 def of_summary(rows: list[dict]) -> str:
     """Return the caption and the table of README: the rows of `SUMMARY` that have both times."""
     named = {name_of(r): r | {"peer": SHOWN.get(r["peer"], r["peer"])} for r in rows if ratio(r)}
@@ -323,6 +357,7 @@ def rewrite(text: str, root: Path, up: str = "") -> str:
         "tritons": ("tritons.json", lambda found: of_tritons(found, evidence["suites"])),
         "fla_models": ("fla_models.json", of_fla_models),
         "parallel": ("parallel.json", of_parallel),
+        "engines": ("engines.json", lambda found: of_engines(found["rows"])),
     }
 
     def fill(m: re.Match) -> str:
