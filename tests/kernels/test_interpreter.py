@@ -14,12 +14,15 @@ KERNELS = Path(__file__).parent
 # minutes each: at every change the same laws run natively or, those of plans, on the simulated GPU
 NIGHTLY = ("test_pieces.py", "test_plans.py", "test_promises.py")
 FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_split.py")
+ENVIRONMENT = dict(TRITON_INTERPRET="1", KDA_OPS_CPU="triton", HYPOTHESIS_PROFILE="interp")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="runs under the interpreter already"
+    ),
+]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="runs under the interpreter already"
-)
 @pytest.mark.parametrize(
     "tests",
     [
@@ -32,4 +35,11 @@ FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_s
     ],
 )
 def test_the_kernels_pass_under_the_interpreter(tests):
-    run_tests(tests, TRITON_INTERPRET="1", KDA_OPS_CPU="triton", HYPOTHESIS_PROFILE="interp")
+    run_tests(tests, **ENVIRONMENT)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("folder", ("interpreted", "test_split.py"))
+def test_cases_left_to_the_night_pass_too(folder):
+    tests = (KERNELS / folder).relative_to(ROOT).as_posix()
+    run_tests(tests, "-m", "nightly", **ENVIRONMENT, KDA_OPS_NIGHTLY="1")

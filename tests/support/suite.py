@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,24 @@ def longest_first(items: list) -> None:
         for item in items
     ]
     items[:] = [item for _, item in sorted(zip(names, items), key=lambda pair: pair[0])]
+
+
+def beyond_pairs(items: list) -> list:
+    """Return the tests without which every two values of parameters still meet in some case."""
+    shown = {}
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        values = sorted((name, repr(value)) for name, value in given.items())
+        of = shown.setdefault(item.nodeid.split("[")[0], {})
+        of[item] = set(combinations(values, 2)) or {(*values,)}
+    beyond = []
+    for of in shown.values():
+        left = set().union(*of.values())
+        while left:
+            best = max(of, key=lambda item: len(of[item] & left))
+            left -= of.pop(best)
+        beyond += of
+    return beyond
 
 
 WORDS = ("passed", "failed", "skipped")
