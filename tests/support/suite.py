@@ -16,7 +16,6 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-import torch
 
 LONG = (  # compile or interpret for minutes
     "tests/gpu/test_export.py",
@@ -63,13 +62,17 @@ def longest_first(items: list) -> None:
 
 
 def beyond_pairs(items: list) -> list:
-    """Return the tests without which every two values of parameters still meet in some case."""
+    """Return the tests without which every two values of parameters still meet in some case.
+
+    Of a test marked `once` each value is in some case.
+    """
     shown = {}
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         values = sorted((name, repr(value)) for name, value in given.items())
         of = shown.setdefault(item.nodeid.split("[")[0], {})
-        of[item] = set(combinations(values, 2)) or {(*values,)}
+        size = 1 if item.get_closest_marker("once") else 2
+        of[item] = set(combinations(values, size)) or {(*values,)}
     beyond = []
     for of in shown.values():
         left = set().union(*of.values())
@@ -114,6 +117,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def processes_per_gpu() -> int:
     """Return how many processes may share a GPU; a test takes up to 7 GiB of its memory."""
+    import torch
+
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     return max(1, min(14, memory // (7 << 30)))
 
@@ -125,6 +130,8 @@ def run(root: Path, limit: float = math.inf, done: Sequence[str] = ()) -> dict:
     "cut" why the run did not end by itself, or None. A run that was cut also returns "done": pass
     it to the next run, which counts these tests and does not run them again. Failures run again.
     """
+    import torch
+
     spread, cut = [], None
     if importlib.util.find_spec("xdist"):
         most = (os.cpu_count() or 1) - 2
