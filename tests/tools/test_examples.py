@@ -300,7 +300,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("example", ["fsdp.py --steps 2", "context_parallel.py --length 300"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param("fsdp.py --steps 2", marks=pytest.mark.nightly),
+        "context_parallel.py --length 300",
+    ],
+)
 def test_a_rank_exits_cleanly_while_gloo_frees_tensors(example, tmp_path):
     """Gloo may free tensors shortly after the last collective; here it does while Python exits."""
     script, *arguments = example.split()
