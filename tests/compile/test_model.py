@@ -34,15 +34,9 @@ def fold(gm, inputs):
     return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
 
 
-@pytest.mark.parametrize(
-    "training, folds",
-    [
-        pytest.param(True, True, id="train-plain"),
-        pytest.param(False, False, id="infer-flags"),
-        pytest.param(True, False, id="train-flags", marks=pytest.mark.nightly),
-        pytest.param(False, True, id="infer-plain", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.once
+@pytest.mark.parametrize("folds", (True, False), ids=("plain", "flags"))
+@pytest.mark.parametrize("training", (True, False), ids=("train", "infer"))
 def test_a_model_is_one_graph_and_folds_every_site(folds, training):
     torch.manual_seed(0)
     model = LanguageModel(layers=2, hidden=64, head_dim=32, gdn=False)

@@ -45,14 +45,7 @@ def test_the_tables_of_packed_rows_have_32_bits():
     python(TABLES)
 
 
-@pytest.mark.parametrize(
-    "variant, dtype",
-    [
-        ("kda", "float32"),
-        ("gdn", "float64"),
-        pytest.param("kda", "float64", marks=pytest.mark.nightly),
-        pytest.param("gdn", "float32", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.once
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_a_packed_call_gives_what_the_torch_operator_gives(variant, dtype):
     python(CALL, variant, dtype)

@@ -100,6 +100,7 @@ def dense(p: Problem) -> Problem:
     return p
 
 
+@pytest.mark.once
 @pytest.mark.bits
 @pytest.mark.parametrize("strides", ("heads_first", "fused", "every_second"))
 @pytest.mark.parametrize("name", ("strong decays", "batch, raw", "packed"))
