@@ -21,6 +21,7 @@ LONG = (  # compile or interpret for minutes
     "tests/gpu/test_export.py",
     "tests/gpu/test_compiled.py",
     "tests/kernels/test_interpreter.py",
+    "tests/kernels/test_plans.py",
     "tests/kernels/test_offline_compile.py",
     "tests/kernels/test_walk_orders.py",
     "tests/tools/test_examples.py",
