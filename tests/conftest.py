@@ -28,7 +28,7 @@ _COMMON = dict(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("dev", max_examples=20, **_COMMON)
-settings.register_profile("ci", max_examples=12, derandomize=True, database=None, **_COMMON)
+settings.register_profile("ci", max_examples=8, derandomize=True, database=None, **_COMMON)
 settings.register_profile("nightly", max_examples=400, **_COMMON)
 # an example is kernels to compile
 settings.register_profile("device", max_examples=4, derandomize=True, database=None, **_COMMON)
