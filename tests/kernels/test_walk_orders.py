@@ -205,7 +205,7 @@ def parameters():
                 yield pytest.param(name, case, change, marks=[pytest.mark.nightly] * nightly)
 
 
-@pytest.mark.parametrize("name, case, change", parameters())
+@pytest.mark.parametrize("name, case, change", list(parameters()))
 def test_a_kernel_needs_everything_that_orders_it(name, case, change):
     """Or the table above says why not."""
     form = FORMS[name]
