@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support.plans import forget_plans
-from tests.support.suite import longest_first, rotated
+from tests.support.suite import beyond_pairs, longest_first, rotated
 
 if (_PROCESS := os.environ.get("PYTEST_XDIST_WORKER")) and (_GPUS := torch.cuda.device_count()) > 1:
     os.environ["CUDA_VISIBLE_DEVICES"] = rotated(
@@ -28,13 +28,14 @@ _COMMON = dict(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("dev", max_examples=20, **_COMMON)
-settings.register_profile("ci", max_examples=12, derandomize=True, database=None, **_COMMON)
+settings.register_profile("ci", max_examples=8, derandomize=True, database=None, **_COMMON)
 settings.register_profile("nightly", max_examples=400, **_COMMON)
 # an example is kernels to compile
 settings.register_profile("device", max_examples=4, derandomize=True, database=None, **_COMMON)
 # a launch costs what an example costs elsewhere
 settings.register_profile("interp", max_examples=3, derandomize=True, database=None, **_COMMON)
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if _INTERPRETED and importlib.util.find_spec("triton"):
     from tests.support.interpreter import mend
 
     mend()
@@ -66,8 +67,14 @@ if _DEVICE:
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """Start the tests that take minutes first; skip what runs nightly."""
+    """Start the tests that take minutes first; skip what runs nightly.
+
+    Under Triton's interpreter, where all is slow, that is what shows no new pair of parameters.
+    """
     longest_first(items)
+    few = [x for x in items if _INTERPRETED or x.get_closest_marker("once")]
+    for item in () if _DEVICE else beyond_pairs(few):
+        item.add_marker(pytest.mark.nightly)
     if os.environ.get("KDA_OPS_NIGHTLY") == "1":
         return
     skip = pytest.mark.skip(reason="nightly: set KDA_OPS_NIGHTLY=1")

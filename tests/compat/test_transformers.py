@@ -32,8 +32,9 @@ MAIN = tuple(n for n in CONFIGS if n not in ("qwen3_5_moe", "olmo_hybrid"))
 PACKING = tuple(n for n in CONFIGS if n not in MIXING)
 # Compiling takes half a minute. qwen3_5 differs from qwen3_next only in its projections. The
 # indexer of qwen4_exp loops over tokens, which no graph holds.
+QUICK = ("kimi_linear", "qwen3_next")
 COMPILED = [
-    n if n in ("kimi_linear", "qwen3_next") else pytest.param(n, marks=pytest.mark.nightly)
+    n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly)
     for n in MAIN
     if n not in ("qwen3_5", "qwen4_exp")
 ]
@@ -195,7 +196,7 @@ def test_logits_loss_and_gradients_are_the_same(name, lengths):
 @pytest.mark.parametrize(
     "name",
     [
-        n if n in MAIN else pytest.param(n, marks=pytest.mark.nightly)
+        n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly)
         for n in CONFIGS
         if n != "qwen4_exp"
     ],

@@ -482,6 +482,7 @@ def test_training_on_a_mesh_of_two_dimensions_matches_one_process(ranks, names):
     assert_mesh(ranks.run(4, over_a_mesh, (2, 2), names))
 
 
+@pytest.mark.nightly  # any two of the dimensions are tested at every change
 def test_training_on_a_mesh_of_three_dimensions_matches_one_process():
     ranks = Ranks(8)
     try:

@@ -237,6 +237,8 @@ def walked_errors(groups, compiled):
         want = _train(CHUNK["kda"], {n: t.clone().requires_grad_() for n, t in inputs.items()})
         for split, keep in product(SPLITS, (False, True)):
             chunk = partial(CHUNK["kda"], disable_recompute=keep)
+            if compiled and keep != bool((T + list(SPLITS).index(split)) % 2):
+                continue  # one policy each
             if compiled:
                 torch._dynamo.reset()
                 chunk = torch.compile(chunk, backend="aot_eager", fullgraph=True)
@@ -253,7 +255,7 @@ def walked_errors(groups, compiled):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_shards_that_walk_in_training_or_not_agree_with_the_whole_call(ranks, compiled):
     for rows in ranks.run(2, walked_errors, compiled):
-        assert len(rows) == 2 * len(WALKS) * len(SPLITS)
+        assert len(rows) == (2 - compiled) * len(WALKS) * len(SPLITS)
         for (walks, split, keep), (trained, walked, *errors) in rows.items():
             assert trained == walked == (split in WALKS[walks][1]), (walks, split, keep)
             assert not [e for e in errors if not e <= 1e-12], (walks, split, keep)

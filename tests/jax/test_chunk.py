@@ -64,6 +64,7 @@ def assert_exact(case, got=None):
         in_budget(case, got, cancel)
 
 
+@pytest.mark.xdist_group("compiled once in fp32")
 @pytest.mark.parametrize("values", VALUES)
 def test_outputs_and_gradients_are_those_of_the_definition(variant, values):
     assert_exact(Case(variant, **PLAIN, **VALUES[values]))
@@ -104,6 +105,7 @@ def in_budget(case, got=None, names=None):
     assert_meets_budget(case, got=got, only=names, target=GPU)
 
 
+@pytest.mark.xdist_group("compiled once in bf16")
 @pytest.mark.parametrize("values", VALUES)
 def test_bf16_stays_within_the_budget(variant, values):
     in_budget(Case(variant, dtype=torch.bfloat16, **PLAIN, **VALUES[values]))

@@ -45,6 +45,7 @@ def test_the_tables_of_packed_rows_have_32_bits():
     python(TABLES)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_a_packed_call_gives_what_the_torch_operator_gives(variant, dtype):
     python(CALL, variant, dtype)

@@ -13,23 +13,37 @@ from tests.support.fresh import ROOT, run_tests
 KERNELS = Path(__file__).parent
 # minutes each: at every change the same laws run natively or, those of plans, on the simulated GPU
 NIGHTLY = ("test_pieces.py", "test_plans.py", "test_promises.py")
+# seconds each, of which the start of a process takes most
+SHORT = tuple(f"test_{n}.py" for n in ("bfloat16", "copying", "folds", "mends", "reverse_walk"))
 FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_split.py")
+GROUPS = [[f for f in FILES if f.name in SHORT], *([f] for f in FILES if f.name not in SHORT)]
+ENVIRONMENT = dict(TRITON_INTERPRET="1", KDA_OPS_CPU="triton", HYPOTHESIS_PROFILE="interp")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="runs under the interpreter already"
+    ),
+]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="runs under the interpreter already"
-)
 @pytest.mark.parametrize(
-    "tests",
+    "files",
     [
         pytest.param(
-            f.relative_to(ROOT).as_posix(),
-            marks=[pytest.mark.quick] * (f.name == "test_step.py")
-            + [pytest.mark.nightly] * (f.name in NIGHTLY),
+            files,
+            id=" ".join(f.stem for f in files),
+            marks=[pytest.mark.quick] * (files[0].name == "test_step.py")
+            + [pytest.mark.nightly] * (files[0].name in NIGHTLY),
         )
-        for f in FILES
+        for files in GROUPS
     ],
 )
-def test_the_kernels_pass_under_the_interpreter(tests):
-    run_tests(tests, TRITON_INTERPRET="1", KDA_OPS_CPU="triton", HYPOTHESIS_PROFILE="interp")
+def test_the_kernels_pass_under_the_interpreter(files):
+    run_tests(*(f.relative_to(ROOT).as_posix() for f in files), **ENVIRONMENT)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("folder", ("interpreted", "test_split.py"))
+def test_cases_left_to_the_night_pass_too(folder):
+    tests = (KERNELS / folder).relative_to(ROOT).as_posix()
+    run_tests(tests, "-m", "nightly", **ENVIRONMENT, KDA_OPS_NIGHTLY="1")

@@ -47,6 +47,7 @@ def law(test, **given):
     test.hypothesis.inner_test(**given)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "case",
     [
@@ -139,6 +140,7 @@ def test_both_state_layouts_give_the_same_bits(variant):
     law(same, op="chunk", case=replace(LONG, variant=variant, lengths=(0, 150)))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "indexed, null, final",
     ((False, -1, True), (True, -1, True), (True, 1, True), (True, -1, False)),

@@ -28,11 +28,11 @@ def python(
     return out
 
 
-def run_tests(file: str, **env: str) -> None:
-    """Run a file of tests in a process of its own, in which Triton meets another environment."""
+def run_tests(*words: str, **env: str) -> None:
+    """Run files of tests in a process of their own, in which Triton meets another environment."""
     outer = {n: x for n, x in os.environ.items() if n not in ("TRITON_INTERPRET", "CI")}
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", file],
+        [sys.executable, "-m", "pytest", "-q", "-x", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,

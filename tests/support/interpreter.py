@@ -28,6 +28,7 @@ patch_again, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
 unwrap_any, numpy_type = tl.core._unwrap_if_constexpr, interpreter._get_np_dtype
 form_block, form_tensor = tl.block_type.__init__, tensor.__init__
 broadcast_any, equal_any = TritonSemantic.broadcast_impl_value, dtype.__eq__
+agree_any = TritonSemantic.binary_op_type_checking_impl
 _patched: set[ModuleType] | None = None  # what the launch under way has replaced
 _blocks: dict[tuple, dict[str, Any]] = {}  # the attributes of each block type
 _tensors: dict[str, tuple] = {}  # shape and number of elements by type
@@ -136,6 +137,16 @@ def broadcast(self: TritonSemantic, x: tensor, y: tensor) -> tuple[tensor, tenso
     return (x, y) if x.shape is y.shape else broadcast_any(self, x, y)
 
 
+def agree(self: TritonSemantic, x: Any, y: Any, *rest, **options) -> tuple[tensor, tensor]:
+    """Replace `binary_op_type_checking_impl`: fp32 or int32 with its like needs no promotion."""
+    if type(x) is tensor and x.dtype in (tl.float32, tl.int32):
+        if type(y) is (float if x.dtype is tl.float32 else int) and abs(y) < 2**31:
+            return broadcast(self, x, self.scalar_constant(y, x.dtype))
+        if type(y) is tensor and x.dtype is y.dtype:
+            return broadcast(self, x, y)
+    return agree_any(self, x, y, *rest, **options)
+
+
 def equal(self: dtype, other: Any) -> bool:
     """Replace `dtype.__eq__`: most comparisons are of a type with itself."""
     return self is other or equal_any(self, other)
@@ -157,6 +168,7 @@ def mend() -> None:
     tl.core._unwrap_if_constexpr, interpreter._get_np_dtype = unwrap, cached_numpy_type
     tl.block_type.__init__, tensor.__init__ = share_block_type, share_shape
     TritonSemantic.broadcast_impl_value, dtype.__eq__ = broadcast, equal
+    TritonSemantic.binary_op_type_checking_impl = agree
     interpreter._patch_attr = call_at_once
     ReduceOps.generic_reduce, InterpreterBuilder.create_splat = by_slices, as_they_are
     interpreter._patch_lang = patch_once

@@ -12,15 +12,16 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 
 import pytest
-import torch
 
 LONG = (  # compile or interpret for minutes
     "tests/gpu/test_export.py",
     "tests/gpu/test_compiled.py",
     "tests/kernels/test_interpreter.py",
+    "tests/kernels/test_plans.py",
     "tests/kernels/test_offline_compile.py",
     "tests/kernels/test_walk_orders.py",
     "tests/tools/test_examples.py",
@@ -61,6 +62,28 @@ def longest_first(items: list) -> None:
     items[:] = [item for _, item in sorted(zip(names, items), key=lambda pair: pair[0])]
 
 
+def beyond_pairs(items: list) -> list:
+    """Return the tests without which every two values of parameters still meet in some case.
+
+    Of a test marked `once` each value is in some case.
+    """
+    shown = {}
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        values = sorted((name, repr(value)) for name, value in given.items())
+        of = shown.setdefault(item.nodeid.split("[")[0], {})
+        size = 1 if item.get_closest_marker("once") else 2
+        of[item] = set(combinations(values, size)) or {(*values,)}
+    beyond = []
+    for of in shown.values():
+        left = set().union(*of.values())
+        while left:
+            best = max(of, key=lambda item: len(of[item] & left))
+            left -= of.pop(best)
+        beyond += of
+    return beyond
+
+
 WORDS = ("passed", "failed", "skipped")
 GROUP = re.compile(r"@[^\]@]*$")  # pytest-xdist puts it behind a name, which may have an @ itself
 # variables that name the files of the hooks below, which ``-p tests.support.suite`` loads
@@ -95,6 +118,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def processes_per_gpu() -> int:
     """Return how many processes may share a GPU; a test takes up to 7 GiB of its memory."""
+    import torch
+
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     return max(1, min(14, memory // (7 << 30)))
 
@@ -106,6 +131,8 @@ def run(root: Path, limit: float = math.inf, done: Sequence[str] = ()) -> dict:
     "cut" why the run did not end by itself, or None. A run that was cut also returns "done": pass
     it to the next run, which counts these tests and does not run them again. Failures run again.
     """
+    import torch
+
     spread, cut = [], None
     if importlib.util.find_spec("xdist"):
         most = (os.cpu_count() or 1) - 2

@@ -74,7 +74,9 @@ def test_resuming_needs_a_checkpoint(tmp_path):
         run(tmp_path, "--resume")
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize(
+    "mode", ["default", pytest.param("reduce-overhead", marks=pytest.mark.nightly)]
+)
 def test_training_runs_under_inductor(tmp_path, monkeypatch, mode):
     torch._dynamo.reset()
     if not train.can_build_cpp():
@@ -298,7 +300,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("example", ["fsdp.py --steps 2", "context_parallel.py --length 300"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param("fsdp.py --steps 2", marks=pytest.mark.nightly),
+        "context_parallel.py --length 300",
+    ],
+)
 def test_a_rank_exits_cleanly_while_gloo_frees_tensors(example, tmp_path):
     """Gloo may free tensors shortly after the last collective; here it does while Python exits."""
     script, *arguments = example.split()
@@ -317,7 +325,9 @@ def fsdp_with_heads(groups, precision):
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"]
+)
 def test_fsdp_with_sharded_heads_matches_one_process(ranks, precision):
     assert "rows over 2 ranks, heads over 2" in ranks.run(4, fsdp_with_heads, precision)[0]
 

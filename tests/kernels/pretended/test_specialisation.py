@@ -92,7 +92,7 @@ def check_call(backend, call, launches, before):
     return True
 
 
-@settings(max_examples=max(100, settings().max_examples))
+@settings(max_examples=max(50, settings().max_examples))
 @given(data=st.data())
 def test_a_plan_is_used_for_calls_that_compile_to_its_kernels(data, launches):
     BACKEND.forget()
