@@ -260,7 +260,7 @@ class Backward(Pass):
         # Its shape tells which stages have kept A. The call does not: under vmap, DTensor and
         # context parallelism, forward and backward may differ in heads and columns.
         if A is not None and tuple(A.shape[2:]) == WALKED:
-            if do is not None and p.B * p.T * p.N > 0 and b.walks_back(p):
+            if do is not None and p.B * p.T * p.N > 0 and b.walks_back(p, need):
                 return b.walk_back(p, A, do, dfinal_state, need)
             A = None  # the other stages cannot read it
         reads = "o" in b.keeps.names(p.rank, p.q.dtype, p.l2norm, disable_recompute=True)

@@ -279,7 +279,7 @@ class Backend:
         """
         raise NotImplementedError
 
-    def walks_back(self, p: Problem) -> bool:
+    def walks_back(self, p: Problem, need: frozenset[str]) -> bool:
         """Return whether `walk_back` serves the backward of a call that `train` may have served."""
         return self.keeps.trains(p)
 

@@ -45,7 +45,7 @@ def choices(rank, **words):
             got = {
                 "forward": walk.walks_forward(p, None),
                 "training": KEEPS.trains(p),
-                "backward": tuning.walks_back(p),
+                "backward": tuning.walks_back(p, frozenset(GRADIENTS)),
                 "GDN's backward": reverse_walk.walks(p, p.v, None, frozenset(GRADIENTS)),
                 "runs": tuning.run_length(p),
             }

@@ -10,6 +10,7 @@ from kda_ops.backends.reference import Reference
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages import walk
 from kda_ops.problem import Problem
+from kda_ops.stages import GRADIENTS
 from tests.support.calls import Results
 from tests.support.cases import EDGES, FAR, Case, Tensors
 from tests.support.closeness import assert_all_close, assert_all_identical, assert_identical, drawn
@@ -496,7 +497,7 @@ def test_decays_without_a_bound_walk_forward_where_tests_say_so(force):
     x, g = empty(1, 256, 64, 128), empty(1, 256, 64, 128, dtype=FP32)
     p = Problem.parse(1, x, x, x, g, None, None, None, None, None)
     assert asks(bound=None) and asks(bound=-6.0) and not asks(bound=None, dtype=FP16)
-    assert tuning.walks(p) and not tuning.walks_back(p)
+    assert tuning.walks(p) and not tuning.walks_back(p, frozenset(GRADIENTS))
 
 
 @pytest.mark.quick

@@ -5,6 +5,7 @@ and the gradients.
 from copy import copy
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kda_ops.backends.triton.keeps import KEEPS
 from kda_ops.backends.triton.plans.descriptors import fit_state, is_copied
 from kda_ops.backends.triton.stages import walk
 from kda_ops.problem import Problem
+from kda_ops.stages import GRADIENTS
 from tests.kernels import test_walk
 from tests.kernels.test_walk import BF16, GIVEN, PER_TOKEN, RAW
 from tests.support.calls import Results
@@ -213,4 +215,18 @@ def test_backward_walks_with_enough_sequences_and_heads(B, HV, walks, force):
     x = torch.empty(B, 256, HV, 128, dtype=BF16, device="meta")
     flags = dict(safe_gate=True, safe_beta=True, safe_keys=True)
     p = Problem.parse(1, x, x, x, x, None, None, None, None, None, **flags)
-    assert tuning.walks_back(p) == (walks and walk.KERNEL is not None)
+    assert tuning.walks_back(p, frozenset(GRADIENTS)) == (walks and walk.KERNEL is not None)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("sigmoid", (False, True))
+def test_backward_walks_for_gradients_that_need_gradient_keys(sigmoid, force):
+    force(processors=132)
+    x = torch.empty(1, 256, 64, 128, dtype=BF16, device="meta")
+    flags = dict(safe_gate=True, use_beta_sigmoid_in_kernel=sigmoid)
+    p = Problem.parse(1, x, x, x, x, x[..., 0], None, None, None, None, **flags)
+    for count in range(len(GRADIENTS) + 1):
+        for names in combinations(GRADIENTS, count):
+            need = frozenset(names)
+            keys = need & {"q", "k", "g", "A_log", "dt_bias"} or "beta" in need and not sigmoid
+            assert tuning.walks_back(p, need) == bool(keys and walk.KERNEL), names

@@ -288,15 +288,17 @@ def shares(p: Problem) -> int:
     return next(n for n in range(3 if centred(p) else 5, 1, -1) if (n + 1) * programs <= room)
 
 
-def walks_back(p: Problem) -> bool:
+def walks_back(p: Problem, need: frozenset[str]) -> bool:
     """Return whether KDA's backward walks, after a forward that has walked.
 
     A walk takes the same time for one head as for as many as there are multiprocessors, so the
-    separate kernels are faster for few sequences and heads. Bits of gradients depend on that
-    choice. With `invariant` it always walks.
+    separate kernels are faster for few sequences and heads. They are so too where only the
+    gradients of v, of the initial state and of beta's logits are asked for, because they leave out
+    `gradient_keys` then. Bits of gradients depend on that choice. With `invariant` it always walks.
     """
     few = 5 * p.N * p.HV < 2 * processors(p.q.device)
-    return walks(p) and centred(p) and (FORCED.walk or p.invariant or not few)
+    light = need <= {"v", "initial_state"} | ({"beta"} if p.sigmoid_beta else set())
+    return walks(p) and centred(p) and (FORCED.walk or p.invariant or not (few or light))
 
 
 def is_hopper(device: torch.device) -> bool:
