@@ -43,11 +43,22 @@ OPERANDS: dict[str, tuple[tuple[str, ...], type]] = {
     "int1": (("int1",), bool),
 }
 FLOAT, INTEGERS = ("fp32",), ("int32", "int64")
-ELEMENTWISE: dict[str, tuple[np.ufunc, tuple[str, ...]]] = {
+
+
+def towards_zero(x: Any, y: Any) -> Any:
+    """Return x // y as a GPU rounds it."""
+    return (x - np.fmod(x, y)) // y
+
+
+ELEMENTWISE: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "add": (np.add, FLOAT + INTEGERS),
     "sub": (np.subtract, FLOAT + INTEGERS),
     "mul": (np.multiply, FLOAT + INTEGERS),
     "truediv": (np.divide, FLOAT),
+    "floordiv": (towards_zero, INTEGERS),
+    "mod": (np.fmod, INTEGERS),
+    "lshift": (np.left_shift, INTEGERS),
+    "rshift": (np.right_shift, INTEGERS),
     "and": (np.bitwise_and, ("int1", *INTEGERS)),
     "or": (np.bitwise_or, ("int1", *INTEGERS)),
     "lt": (np.less, FLOAT + INTEGERS),
@@ -143,7 +154,7 @@ def cached_numpy_type(x: dtype) -> np.dtype:
 
 
 def broadcast(self: TritonSemantic, x: tensor, y: tensor) -> tuple[tensor, tensor]:
-    """Replace `TritonSemantic.broadcast_impl_value`: return views, and what has the shape itself."""
+    """Replace `TritonSemantic.broadcast_impl_value`: operands of another shape become views."""
     if x.shape is y.shape:
         return x, y
     shape = np.broadcast(x.handle.data, y.handle.data).shape
@@ -156,7 +167,9 @@ def spread(x: tensor, shape: tuple[int, ...]) -> tensor:
     if data.shape == shape and x.shape:
         return x
     kind = tl.int1 if data.dtype == np.bool_ else x.handle.dtype
-    return tensor(TensorHandle(np.broadcast_to(data, shape), kind), tl.block_type(x.dtype, [*shape]))
+    return tensor(
+        TensorHandle(np.broadcast_to(data, shape), kind), tl.block_type(x.dtype, [*shape])
+    )
 
 
 def agree(self: TritonSemantic, x: Any, y: Any, *rest, **options) -> tuple[tensor, tensor]:
@@ -185,11 +198,13 @@ def call_at_once(obj: object, name: str, member: Callable, builder, scope) -> No
     known = ELEMENTWISE.get(name.strip("_")) or ELEMENTWISE.get(name.strip("_").removeprefix("r"))
     if obj is tensor and known and name.startswith("__"):
         call = elementwise(call, *known, turned=name.strip("_") not in ELEMENTWISE)
+    if obj is tensor and name == "__getitem__":
+        call = indexed(call)
     scope.set_attr(obj, name, call)
 
 
 def elementwise(
-    general: Callable, function: np.ufunc, kinds: tuple[str, ...], turned: bool
+    general: Callable, function: Callable, kinds: tuple[str, ...], turned: bool
 ) -> Callable:
     """Return an operator that calls numpy for a tensor with its like or with a number.
 
@@ -220,6 +235,19 @@ def elementwise(
             _common[key] = scalar, tl.block_type(scalar, [*data.shape]) if shape else scalar
         scalar, block = _common[key]
         return tensor(TensorHandle(data, scalar), block)
+
+    return call
+
+
+def indexed(general: Callable) -> Callable:
+    """Return `tensor.__getitem__` that lets numpy add the axes of `x[:, None]`."""
+
+    def call(x: tensor, at: Any, **options) -> tensor:
+        if not (x.shape and type(at) is tuple and all(i is None or i == slice(None) for i in at)):
+            return general(x, at, **options)
+        data = x.handle.data[at]
+        block = tl.block_type(x.dtype, [*data.shape])
+        return tensor(TensorHandle(data, x.handle.dtype), block)
 
     return call
 
