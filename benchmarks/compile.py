@@ -245,21 +245,25 @@ def main(argv: list[str] | None = None) -> int:
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for arch in args.arch:
             some = (*TABLE, *OTHERS) if args.all or arch == 90 else ELSEWHERE
-            calls = [
-                (c,)
-                for c in chain(some, everything() if args.all else ())
-                if set(args.only) <= set(c.label.split())
-            ]
-            made = (map if args.jobs == 1 else pool.map)(compile_calls, calls, repeat(arch))
-            for (call,), rows in zip(calls, made):
-                for row in rows:
+            # calls of one dtype, width and gate share kernels: one process compiles them in turn
+            groups = dict[tuple[str, ...], list[Call | LayerCall]]()
+            for call in dict.fromkeys(chain(some, everything() if args.all else ())):
+                words = call.label.split()
+                if set(args.only) <= set(words):
+                    groups.setdefault(tuple(words[:4]), []).append(call)
+            made = (map if args.jobs == 1 else pool.map)(
+                compile_calls, groups.values(), repeat(arch)
+            )
+            for group, found in zip(groups.values(), made):
+                for row in found:
                     print(row, flush=True)
-                written += map(asdict, rows)
-                limits = TABLE.get(call) if arch == 90 else None
-                for fault in faults_of(rows, limits):
-                    faults += 1
-                    where = f"{call.label} sm_{arch}"
-                    print(f"OVER BUDGET: {where}: {fault}", file=sys.stderr, flush=True)
+                written += map(asdict, found)
+                for call in group:
+                    rows = [row for row in found if row.label == call.label]
+                    for fault in faults_of(rows, TABLE.get(call) if arch == 90 else None):
+                        faults += 1
+                        where = f"{call.label} sm_{arch}"
+                        print(f"OVER BUDGET: {where}: {fault}", file=sys.stderr, flush=True)
     if args.json:
         write_json(args.json, {"rows": written})
     return 1 if faults else 0

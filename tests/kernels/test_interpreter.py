@@ -13,8 +13,11 @@ from tests.support.fresh import ROOT, run_tests
 KERNELS = Path(__file__).parent
 # minutes each: at every change the same laws run natively or, those of plans, on the simulated GPU
 NIGHTLY = ("test_pieces.py", "test_plans.py", "test_promises.py")
-# seconds each, of which the start of a process takes most
-SHORT = tuple(f"test_{n}.py" for n in ("bfloat16", "copying", "folds", "mends", "reverse_walk"))
+# a minute together, to which the start of a process for each would add one
+SHORT = tuple(
+    f"test_{name}.py"
+    for name in "bfloat16 copying cotangents decays folds mends reverse_walk tune".split()
+)
 FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_split.py")
 GROUPS = [[f for f in FILES if f.name in SHORT], *([f] for f in FILES if f.name not in SHORT)]
 ENVIRONMENT = dict(TRITON_INTERPRET="1", KDA_OPS_CPU="triton", HYPOTHESIS_PROFILE="interp")

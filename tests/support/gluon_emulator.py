@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from torch import Tensor
 from triton import JITFunction
 
 Clock = dict[int, int]
+View = tuple  # bytes of an allocation, then of an element; shape, strides and offset in elements
 GRAIN = 2  # bytes that an access names at once
 OPERANDS = (torch.bfloat16, torch.float16)
 TRITON = Path(__file__).parents[2] / "kda_ops" / "backends" / "triton"
@@ -75,7 +76,7 @@ class Access:
     agent: int
     time: int
     stores: bool
-    touched: Tensor  # of every GRAIN bytes of the allocation, whether the access meets them
+    view: View  # what of the allocation it meets
     line: str
     fenced: bool  # whether copies and products see it
 
@@ -150,10 +151,10 @@ class Program:
         if by is None:
             self.current.clock[self.current.agent] += 1
         agent, clock = by or (self.current.agent, self.current.clock)
-        touched, line = touches(tile), where_from()
+        view, line = view_of(tile), where_from()
         past = self.past.setdefault(tile.untyped_storage().data_ptr(), [])
         for x in past:
-            if not (x.stores or stores) or not (x.touched & touched).any():
+            if not (x.stores or stores) or not meet(x.view, view):
                 continue
             if by and x.stores and not x.fenced:
                 raise Fault(f"no fence between {x.line}, which stores, and {line}")
@@ -161,8 +162,8 @@ class Program:
                 does = {True: "stores", False: "loads"}
                 raise Fault(f"race: {x.line} {does[x.stores]}, {line} {does[stores]}")
         if stores:
-            past[:] = [x for x in past if (x.touched & ~touched).any()]
-        past.append(Access(agent, clock[agent], stores, touched, line, by is not None))
+            past[:] = [x for x in past if not is_within(x.view, view)]
+        past.append(Access(agent, clock[agent], stores, view, line, by is not None))
         if by is None:
             self.pause()
 
@@ -251,13 +252,32 @@ class Program:
 _program: Program  # the one under way; one thread runs at a time
 
 
-def touches(tile: Tensor) -> Tensor:
-    """Mark the bytes of its allocation that a view touches, GRAIN by GRAIN."""
-    storage, grains = tile.untyped_storage(), tile.element_size() // GRAIN
-    mask = torch.zeros(storage.nbytes() // GRAIN, dtype=torch.bool)
-    strides = (*(s * grains for s in tile.stride()), 1)
-    mask.as_strided((*tile.shape, grains), strides, tile.storage_offset() * grains).fill_(True)
+def view_of(tile: Tensor) -> View:
+    """Return which view of its allocation a tensor is."""
+    size = tile.untyped_storage().nbytes()
+    return size, tile.element_size(), tuple(tile.shape), tile.stride(), tile.storage_offset()
+
+
+@lru_cache(None)
+def touches(view: View) -> Tensor:
+    """Mark the bytes of an allocation that a view touches, GRAIN by GRAIN."""
+    size, element, shape, strides, offset = view
+    mask, grains = torch.zeros(size // GRAIN, dtype=torch.bool), element // GRAIN
+    steps = (*(s * grains for s in strides), 1)
+    mask.as_strided((*shape, grains), steps, offset * grains).fill_(True)
     return mask
+
+
+@lru_cache(None)
+def meet(one: View, other: View) -> bool:
+    """Return whether two views of an allocation have bytes in common."""
+    return bool((touches(one) & touches(other)).any())
+
+
+@lru_cache(None)
+def is_within(one: View, other: View) -> bool:
+    """Return whether a view of an allocation has no bytes but those of another."""
+    return not (touches(one) & ~touches(other)).any()
 
 
 class Barrier:
@@ -757,15 +777,20 @@ def importer(changed: Mapping[str, str | None]) -> Callable:
     return imported
 
 
+@lru_cache(64)
+def rewritten(source: str, path: str) -> CodeType:
+    """Return the code of a module for tensors of torch."""
+    tree = Rewritten().visit(ast.parse(source))
+    return compile(ast.fix_missing_locations(tree), path, "exec")
+
+
 def module(path: str | Path, changed: Mapping[str, str | None] | None = None) -> SimpleNamespace:
     """Load a module of kernels. `changed` has other sources, by the names of modules."""
     changed, path = changed or {}, Path(path)
     source = changed.get(path.stem) or path.read_text(encoding="utf-8")
-    tree = Rewritten().visit(ast.parse(source))
-    code = compile(ast.fix_missing_locations(tree), str(path), "exec")
     replaced = {"__import__": importer(changed), "range": numbers}
     names = {"__builtins__": vars(builtins) | replaced, "__name__": str(path), "IS_EMULATED": True}
-    exec(code, names)
+    exec(rewritten(source, str(path)), names)
     return SimpleNamespace(**names)
 
 

@@ -24,16 +24,50 @@ from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHand
 from tests.support import bfloat16
 
 by_elements, as_numbers = ReduceOps.generic_reduce, InterpreterBuilder.create_splat
-patch_again, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+patch_again = interpreter._patch_lang
 unwrap_any, numpy_type = tl.core._unwrap_if_constexpr, interpreter._get_np_dtype
 form_block, form_tensor = tl.block_type.__init__, tensor.__init__
 broadcast_any, equal_any = TritonSemantic.broadcast_impl_value, dtype.__eq__
 agree_any = TritonSemantic.binary_op_type_checking_impl
-_patched: set[ModuleType] | None = None  # what the launch under way has replaced
+_patched: set[ModuleType] = set()  # what launches have replaced
 _blocks: dict[tuple, dict[str, Any]] = {}  # the attributes of each block type
 _tensors: dict[str, tuple] = {}  # shape and number of elements by type
 _shapes: dict[tuple, tuple] = {}  # the same by sizes, so that types of one shape share it
 _numpy: dict[str, np.dtype] = {}
+_common: dict[tuple, tuple] = {}  # types of an operator's result by those of its operands
+# what an operand of a type may meet, tensors and numbers, so that the result has this type in numpy
+OPERANDS: dict[str, tuple[tuple[str, ...], type]] = {
+    "fp32": (("fp32",), float),
+    "int32": (("int32",), int),
+    "int64": (("int64", "int32"), int),
+    "int1": (("int1",), bool),
+}
+FLOAT, INTEGERS = ("fp32",), ("int32", "int64")
+
+
+def towards_zero(x: Any, y: Any) -> Any:
+    """Return x // y as a GPU rounds it."""
+    return (x - np.fmod(x, y)) // y
+
+
+ELEMENTWISE: dict[str, tuple[Callable, tuple[str, ...]]] = {
+    "add": (np.add, FLOAT + INTEGERS),
+    "sub": (np.subtract, FLOAT + INTEGERS),
+    "mul": (np.multiply, FLOAT + INTEGERS),
+    "truediv": (np.divide, FLOAT),
+    "floordiv": (towards_zero, INTEGERS),
+    "mod": (np.fmod, INTEGERS),
+    "lshift": (np.left_shift, INTEGERS),
+    "rshift": (np.right_shift, INTEGERS),
+    "and": (np.bitwise_and, ("int1", *INTEGERS)),
+    "or": (np.bitwise_or, ("int1", *INTEGERS)),
+    "lt": (np.less, FLOAT + INTEGERS),
+    "le": (np.less_equal, FLOAT + INTEGERS),
+    "gt": (np.greater, FLOAT + INTEGERS),
+    "ge": (np.greater_equal, FLOAT + INTEGERS),
+    "eq": (np.equal, FLOAT + INTEGERS),
+    "ne": (np.not_equal, FLOAT + INTEGERS),
+}
 
 
 def by_slices(self: ReduceOps, input: tuple[tensor, ...]) -> list[tensor]:
@@ -68,16 +102,6 @@ def as_they_are(self: InterpreterBuilder, type: tl.block_type, x: TensorHandle) 
     return as_numbers(self, type, TensorHandle(x.data, tl.int1) if x.data.dtype == np.bool_ else x)
 
 
-def launch_once(self: interpreter.GridExecutor, *args, **options) -> None:
-    """Replace `GridExecutor.__call__`: note what a launch has replaced, until its end."""
-    global _patched
-    _patched = set()
-    try:
-        launch(self, *args, **options)
-    finally:
-        _patched = None
-
-
 @cache
 def languages_of(fn: Callable) -> set[ModuleType]:
     """Return which modules of the language a function sees."""
@@ -85,14 +109,11 @@ def languages_of(fn: Callable) -> set[ModuleType]:
 
 
 def patch_once(fn: Callable) -> interpreter._LangPatchScope:
-    """Replace `_patch_lang`: what the launch under way has replaced stays so until its end."""
-    languages = languages_of(fn)
-    if _patched is not None and languages and languages <= _patched:
-        return interpreter._LangPatchScope()
-    scope = patch_again(fn)
-    if _patched is not None:
-        _patched.update(languages)
-    return scope
+    """Replace `_patch_lang`: what a launch has replaced stays so in this process."""
+    if not languages_of(fn) <= _patched:
+        patch_again(fn)  # without its scope nothing is restored
+        _patched.update(languages_of(fn))
+    return interpreter._LangPatchScope()
 
 
 def unwrap(x: Any) -> Any:
@@ -133,8 +154,22 @@ def cached_numpy_type(x: dtype) -> np.dtype:
 
 
 def broadcast(self: TritonSemantic, x: tensor, y: tensor) -> tuple[tensor, tensor]:
-    """Replace `TritonSemantic.broadcast_impl_value`: operands that share their shape stay."""
-    return (x, y) if x.shape is y.shape else broadcast_any(self, x, y)
+    """Replace `TritonSemantic.broadcast_impl_value`: operands of another shape become views."""
+    if x.shape is y.shape:
+        return x, y
+    shape = np.broadcast(x.handle.data, y.handle.data).shape
+    return spread(x, shape), spread(y, shape)
+
+
+def spread(x: tensor, shape: tuple[int, ...]) -> tensor:
+    """Return x as a block of this shape."""
+    data = x.handle.data
+    if data.shape == shape and x.shape:
+        return x
+    kind = tl.int1 if data.dtype == np.bool_ else x.handle.dtype
+    return tensor(
+        TensorHandle(np.broadcast_to(data, shape), kind), tl.block_type(x.dtype, [*shape])
+    )
 
 
 def agree(self: TritonSemantic, x: Any, y: Any, *rest, **options) -> tuple[tensor, tensor]:
@@ -160,7 +195,61 @@ def call_at_once(obj: object, name: str, member: Callable, builder, scope) -> No
         kwargs["_semantic"] = semantic
         return member(*args, **kwargs)
 
+    known = ELEMENTWISE.get(name.strip("_")) or ELEMENTWISE.get(name.strip("_").removeprefix("r"))
+    if obj is tensor and known and name.startswith("__"):
+        call = elementwise(call, *known, turned=name.strip("_") not in ELEMENTWISE)
+    if obj is tensor and name == "__getitem__":
+        call = indexed(call)
     scope.set_attr(obj, name, call)
+
+
+def elementwise(
+    general: Callable, function: Callable, kinds: tuple[str, ...], turned: bool
+) -> Callable:
+    """Return an operator that calls numpy for a tensor with its like or with a number.
+
+    numpy broadcasts as Triton does.
+    """
+    known = {name: OPERANDS[name] for name in kinds}
+    compares, adds = function(1, 2).dtype == np.bool_, function is np.add
+
+    def call(x: tensor, y: Any, **options) -> tensor:
+        kind, shape, y = x.dtype, x.shape, y.value if type(y) is constexpr else y
+        moves = adds and kind.is_ptr()
+        like, number = known.get("int64" if moves else kind.name, ((), None))
+        if type(y) is tensor and y.dtype.name in like:
+            other, shape, name = y.handle.data, shape or y.shape, y.type.name
+        elif type(y) is number and abs(y) < 2**31:
+            other, name = y, None
+        else:
+            return general(x, y, **options)
+        if moves:
+            step = max(1, kind.element_ty.primitive_bitwidth // 8)
+            data = x.handle.data + (np.asarray(other, np.int64) * step).astype(np.uint64)
+            block = tl.block_type(kind, [*data.shape]) if shape else kind
+            return tensor(TensorHandle(data, kind), block)
+        data = function(other, x.handle.data) if turned else function(x.handle.data, other)
+        key = compares, x.type.name, name
+        if key not in _common:
+            scalar = tl.int1 if compares else kind
+            _common[key] = scalar, tl.block_type(scalar, [*data.shape]) if shape else scalar
+        scalar, block = _common[key]
+        return tensor(TensorHandle(data, scalar), block)
+
+    return call
+
+
+def indexed(general: Callable) -> Callable:
+    """Return `tensor.__getitem__` that lets numpy add the axes of `x[:, None]`."""
+
+    def call(x: tensor, at: Any, **options) -> tensor:
+        if not (x.shape and type(at) is tuple and all(i is None or i == slice(None) for i in at)):
+            return general(x, at, **options)
+        data = x.handle.data[at]
+        block = tl.block_type(x.dtype, [*data.shape])
+        return tensor(TensorHandle(data, x.handle.dtype), block)
+
+    return call
 
 
 def mend() -> None:
@@ -172,7 +261,6 @@ def mend() -> None:
     interpreter._patch_attr = call_at_once
     ReduceOps.generic_reduce, InterpreterBuilder.create_splat = by_slices, as_they_are
     interpreter._patch_lang = patch_once
-    interpreter.GridExecutor.__call__ = launch_once
     # the one test whose strides could overflow looks at what is written
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)

@@ -1,13 +1,22 @@
 """What mends the interpreter for these tests changes no bit of what it computes."""
 
+from itertools import product
+
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import ReduceOps
+from triton.runtime.interpreter import ReduceOps, TensorHandle, interpreter_semantic
 
 from tests.support import interpreter
-from tests.support.interpreter import by_elements, by_slices
+from tests.support.interpreter import ELEMENTWISE, OPERANDS, by_elements, by_slices
+
+KINDS = {"fp32": tl.float32, "int32": tl.int32, "int64": tl.int64, "int1": tl.int1}
+NUMBERS = {"fp32": (1.5, -3.0), "int32": (3, -5), "int64": (3, -5), "int1": (True, False)}
+SHAPES = ((), (1,), (4,), (8, 4), (8, 1), (1, 4), (2, 8, 4))
+MEMBERS = (*(f"__{n}__" for n in ELEMENTWISE), *(f"__r{n}__" for n in ELEMENTWISE), "__getitem__")
+GENERAL = {n: vars(tl.tensor)[n] for n in MEMBERS}  # before a launch replaces them
 
 
 @triton.jit
@@ -74,3 +83,69 @@ def test_what_is_derived_anew_gives_the_same_bits(monkeypatch):
         found.append(torch.empty(2, 8, 4))
         reduce_two[(1,)](x, y, found[-1], x.numel(), (8, 4), 1, True)
     assert torch.equal(*found)
+
+
+def operand(kind: tl.dtype, *shape: int) -> tl.tensor:
+    """Return a block of numbers that are not zero, or a scalar."""
+    values = np.random.default_rng(len(shape)).integers(1, 6, shape or 1)
+    values = values * np.where(values % 2, 1, -1)
+    values = values % 4 == 1 if kind == tl.int1 else values
+    data = (values * 64).astype(np.uint64) if kind.is_ptr() else values
+    handle = TensorHandle(data.astype(interpreter.numpy_type(kind)), kind)
+    return tl.tensor(handle, tl.block_type(kind, [*shape]) if shape else kind)
+
+
+def assert_same(got: tl.tensor, want: tl.tensor) -> None:
+    assert (got.type, got.handle.data.dtype) == (want.type, want.handle.data.dtype)
+    assert got.handle.data.shape == want.handle.data.shape
+    assert np.array_equal(got.handle.data, want.handle.data)
+
+
+def both(name: str, x: tl.tensor, y) -> tuple[tl.tensor, tl.tensor]:
+    """Return what numpy and what Triton's own operator give; numpy must take the call."""
+
+    def refuse(*args, **options):
+        raise AssertionError("it is left to the general operator")
+
+    plain = name.strip("_") in ELEMENTWISE
+    known = ELEMENTWISE[name.strip("_") if plain else name.strip("_").removeprefix("r")]
+    quick = interpreter.elementwise(refuse, *known, turned=not plain)
+    return quick(x, y), GENERAL[name](x, y, _semantic=interpreter_semantic)
+
+
+@pytest.fixture
+def launched():
+    """Replace the language, as a launch does."""
+    reduce_two[(1,)](*torch.ones(2, 4), torch.empty(2, 4), 4, (4,), 0, True)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_an_operator_by_numpy_gives_what_the_general_one_gives(name, launched):
+    assert all(tl.core.is_builtin(member) for member in GENERAL.values())
+    for kind in ELEMENTWISE[name][1]:
+        for other, (a, b) in product(OPERANDS[kind][0], product(SHAPES, SHAPES)):
+            if len({*a[-1:], *b[-1:], 1}) < 3:  # they broadcast
+                x, y = operand(KINDS[kind], *a), operand(KINDS[other], *b)
+                assert_same(*both(f"__{name}__", x, y))
+        for number, shape in product(NUMBERS[kind], SHAPES):
+            if not (name.endswith("shift") and number < 0):
+                x, given = operand(KINDS[kind], *shape), tl.constexpr(number)
+                assert_same(*both(f"__{name}__", x, number))
+                assert_same(*both(f"__{name}__", x, given))
+                if not name.endswith("shift") and name not in ("lt", "le", "gt", "ge", "eq", "ne"):
+                    assert_same(*both(f"__r{name}__", x, number))
+
+
+@pytest.mark.bits
+def test_pointers_and_new_axes_by_numpy_are_those_of_the_general_operators(launched):
+    for element, (a, b) in product((tl.float16, tl.int64, tl.int1), product(SHAPES, SHAPES)):
+        if len({*a[-1:], *b[-1:], 1}) < 3:
+            x = operand(tl.pointer_type(element), *a)
+            for kind in (tl.int32, tl.int64):
+                assert_same(*both("__add__", x, operand(kind, *b)))
+            assert_same(*both("__add__", x, -7))
+    for at in ((slice(None), None), (None, slice(None)), (None, slice(None), None)):
+        x = operand(tl.float32, 4)
+        want = GENERAL["__getitem__"](x, at, _semantic=interpreter_semantic)
+        assert_same(x[at], want)
