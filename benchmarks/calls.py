@@ -142,7 +142,7 @@ class Call:
             return kernels.infer(p, p.new_output(), p.new_final_state())
         need = frozenset(n for n, x in zip(GRADIENTS, p.differentiable()) if x is not None)
         if self.walk and self.rank:
-            assert kernels.walks_back(p)
+            assert kernels.walks_back(p, need)
             A = kernels.train(p, p.new_output(), p.new_final_state())
             assert A is not None  # as backward walks
             kernels.walk_back(p, A, p.new_output(), None, need)
