@@ -147,7 +147,7 @@ class Call:
             assert A is not None  # as backward walks
             kernels.walk_back(p, A, p.new_output(), None, need)
             return None
-        with_AP = self.keep and kernels.keeps_AP(p)
+        with_AP = self.keep and kernels.keeps.keeps_AP(p)
         tile = kernels.prepare(
             p, with_AP=with_AP, norms=self.keep and not with_AP, overlap=self.ahead > 0
         )
