@@ -356,6 +356,7 @@ def test_the_signature_is_that_of_the_operator_plus_group(variant):
 
 def compiled(groups, size, case, cuts, planned):
     """Compile a training step to one graph each way; return results and the graphs' collectives."""
+    from functorch.compile import min_cut_rematerialization_partition  # as Inductor has
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -381,7 +382,11 @@ def compiled(groups, size, case, cuts, planned):
         function,
         fullgraph=True,
         dynamic=True,
-        backend=aot_autograd(fw_compiler=look, bw_compiler=look),
+        backend=aot_autograd(
+            fw_compiler=look,
+            bw_compiler=look,
+            partition_fn=min_cut_rematerialization_partition,
+        ),
     )
     x = leaves_of(case, rank, cuts)
     o, state = function(
