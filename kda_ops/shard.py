@@ -130,7 +130,9 @@ class MapBackward(Backward):
     def _names(self, keeps: Keeps) -> frozenset[str]:
         """Return the names of the tile; an A that is kept as it is, is not made again."""
         names, p = keeps.tile_names(self.p.rank), self.p
-        return names if _present(self.given.get("A")) is None or keeps.keeps_AP(p) else names - {"A"}
+        return (
+            names if _present(self.given.get("A")) is None or keeps.keeps_AP(p) else names - {"A"}
+        )
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Allocate the gradients of the states that enter, the maps of runs, and the tiles."""

@@ -383,9 +383,7 @@ def compiled(groups, size, case, cuts, planned):
         fullgraph=True,
         dynamic=True,
         backend=aot_autograd(
-            fw_compiler=look,
-            bw_compiler=look,
-            partition_fn=min_cut_rematerialization_partition,
+            fw_compiler=look, bw_compiler=look, partition_fn=min_cut_rematerialization_partition
         ),
     )
     x = leaves_of(case, rank, cuts)

@@ -244,6 +244,8 @@ def join_runs(
         b_S = open_state(shard.initial, None, i_n, i_h, o_k, o_v, True, K, V)
         if W > V:
             b_S = tl.where((o_k + V)[:, None] == o_v[None, :], 1.0, b_S)
+        if shard.starts.pointer is not None:  # an empty sequence has a run too
+            close_state(shard.starts, None, first, i_h, b_S, o_k, o_v, count == 0, K, V)
     for i in tl.range(known, count, num_stages=STAGES):
         slot = first + (count - 1 - i if BACK else i)
         b_M = tl.load(state_at(maps, slot, i_h, o_k, o_k + V), mask=m_M, other=0.0)
