@@ -23,8 +23,9 @@ Cost per call, with ``slots`` = B for dense rows and 1 for packed sequences; an 
     with a final state           N HV K V all-reduced, forward and backward
     extra work                   a scan of V + K columns without outputs, each way; a fold of one
                                  small product per rank, on CUDA a join of one per run too
-    until the second half        the tiles: on CUDA up to 3 K + 2 C + 6 elements of q's dtype per
-                                 token and value head for KDA, 2 C + 14 for GDN; [b | M] of runs
+    until the second half        the tiles of `Backend.prepare`; on CUDA [b | M] of each run, and no
+                                 u. In 16 bits a tile has 3 K + 2 K / C + 3 C + 6 elements per
+                                 token and value head for KDA, 2 C + 14 for GDN
     kept for backward            A, as on one rank; M of every rank; S_in; on CUDA the state that
                                  each run starts from, HV K V elements
 

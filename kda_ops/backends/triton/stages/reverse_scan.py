@@ -307,8 +307,9 @@ def find_maps_back(
 
 def _kv(p: Problem, dfinal_state: Tensor | None) -> Tensor | None:
     """Return the gradient of the final state as S[k, v], None where there is none."""
-    absent = dfinal_state is None or dfinal_state.numel() == 0
-    return None if absent else as_kv(p, dfinal_state)
+    if dfinal_state is None or dfinal_state.numel() == 0:
+        return None
+    return as_kv(p, dfinal_state)
 
 
 def map_shard_back(
