@@ -60,18 +60,24 @@ def new_kept(keeps: Keeps, p: Problem) -> list[Tensor]:
 
 def kept_shapes(p: Problem) -> dict[str, tuple[int, ...]]:
     """Return the shapes of kept tensors by name; that of A where training does not walk."""
-    size = dict(c=count_chunks(p), h=p.HV, C=CHUNK, K=p.K, V=p.V, D=p.K if p.rank else 1, R=3)
+    D, R = (p.K, 3) if p.rank else (1, 7)
+    size = dict(c=count_chunks(p), h=p.HV, C=CHUNK, K=p.K, V=p.V, D=D, R=R)
     return {name: tuple(size[letter] for letter in axes) for name, axes in KEPT.items()}
 
 
-def check_kept(p: Problem, given: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuse kept tensors of another call, because kernels would read past their ends."""
+def check_kept(
+    p: Problem, given: dict[str, Any], shapes: dict[str, tuple[int, ...]], walked: bool = False
+) -> None:
+    """Refuse kept tensors of another call, because kernels would read past their ends.
+
+    A may be that of a walk only if `walked`.
+    """
     for name, want in shapes.items():
         x = given.get(name)
         if x is None or x.dim() == 1:
             continue  # not kept
         shape = tuple(x.shape)
-        if shape != want and not (name == "A" and shape == (*want[:2], *WALKED)):
+        if shape != want and not (walked and name == "A" and shape == (*want[:2], *WALKED)):
             raise ValueError(
                 f"{name} must have shape {list(want)} for the tokens of this call, got "
                 f"{list(shape)}: pass what the forward of the same inputs kept."
@@ -224,7 +230,7 @@ class Backward(Pass):
         self._check_kept()
 
     def _check_kept(self) -> None:
-        check_kept(self.p, self.given, kept_shapes(self.p))
+        check_kept(self.p, self.given, kept_shapes(self.p), walked=True)
 
     def outputs(self) -> tuple[Tensor | None, ...]:
         """Allocate the gradients, None where not asked for."""

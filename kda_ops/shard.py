@@ -28,11 +28,23 @@ SHARDED = {"sharded": True}
 def _shapes(keeps: Keeps, p: Problem) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all that a first half may pass on, by name."""
     shapes, count = kept_shapes(p), keeps.runs(p)
-    if not p.rank:
-        shapes["factors"] = (*shapes["factors"][:2], 7, shapes["factors"][3])
     for name, columns in (("runs", p.V + p.K), ("starts", p.V)):
         shapes[name] = (count, p.HV, p.K, columns) if count else (0,)
     return shapes | {"AP": shapes["A"]}
+
+
+def _present(x: Tensor | None) -> Tensor | None:
+    """Return what a half got, or None for the empty tensor of one dimension in its place."""
+    return x if x is not None and x.dim() > 1 else None
+
+
+def _check(p: Problem, given: dict[str, Any], maps: tuple[str, ...]) -> None:
+    """Refuse what another first half has passed on, and what is missing."""
+    keeps = dispatch.keeps(p.q.device)
+    for name in (*(maps if keeps.runs(p) else ()), *sorted(keeps.tile_names(p.rank))):
+        if _present(given.get(name)) is None:
+            raise ValueError(f"{name} must be what the first half of this call made, got none.")
+    check_kept(p, given, _shapes(keeps, p))
 
 
 def _new_tile(keeps: Keeps, p: Problem, names: frozenset[str], order) -> list[Tensor]:
@@ -44,11 +56,6 @@ def _new_tile(keeps: Keeps, p: Problem, names: frozenset[str], order) -> list[Te
 def _new_runs(keeps: Keeps, p: Problem, name: str) -> Tensor:
     """Allocate `runs` or `starts`; they are empty where sequences stay whole."""
     return p.q.new_empty(_shapes(keeps, p)[name], dtype=p.state_dtype)
-
-
-def _present(x: Tensor | None) -> Tensor | None:
-    """Return what a half got, or None for the empty tensor of one dimension in its place."""
-    return x if x is not None and x.dim() > 1 else None
 
 
 def _started(p: Problem, starts: Tensor | None) -> Problem:
@@ -95,10 +102,7 @@ class JoinForward(Whole):
         self.given = self.named(args)
         inputs = {n: x for n, x in self.given.items() if n not in (*TILE, "runs")}
         self.p = Problem.parse(rank, **inputs, **flags, **SHARDED)
-        self._check()
-
-    def _check(self) -> None:
-        check_kept(self.p, self.given, _shapes(dispatch.keeps(self.p.q.device), self.p))
+        _check(self.p, self.given, ("runs",))
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Allocate o, the final state, and what each run starts from."""
@@ -106,7 +110,9 @@ class JoinForward(Whole):
 
     def run(self, b: Backend) -> tuple[Tensor, ...]:
         """Return o, the final state, and what each run starts from."""
-        self._check()  # again, because the numbers of chunks become guards of a plan
+        _check(
+            self.p, self.given, ("runs",)
+        )  # again, because the numbers of chunks become guards of a plan
         p, runs, starts = self.p, _present(self.given.get("runs")), None
         if not p.HV:
             return self.outputs()
@@ -126,6 +132,9 @@ class MapBackward(Backward):
 
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         super().__init__(rank, args, flags | SHARDED)
+
+    def _check_kept(self) -> None:
+        check_kept(self.p, self.given, kept_shapes(self.p))
 
     def _names(self, keeps: Keeps) -> frozenset[str]:
         """Return the names of the tile; an A that is kept as it is, is not made again."""
@@ -160,7 +169,7 @@ class JoinBackward(Backward):
         super().__init__(rank, args, flags | SHARDED)
 
     def _check_kept(self) -> None:
-        check_kept(self.p, self.given, _shapes(dispatch.keeps(self.p.q.device), self.p))
+        _check(self.p, self.given, ("runs", "starts"))
 
     def _gradients(
         self,
