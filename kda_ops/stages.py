@@ -1,8 +1,8 @@
 """The contracts of backends: what each stage reads and returns, and what training may keep.
 
-The passes of `kda_ops.chunk`, `recurrent`, `gate`, `convolution` and `norm` call the stages of a
-`Backend` in order and know no mathematics. The stages know the mathematics (docs/maths.md) and
-nothing of autograd or dispatch. Sizes and letters: docs/maths.md.
+The passes of `kda_ops.chunk`, `shard`, `recurrent`, `gate`, `convolution` and `norm` call the
+stages of a `Backend` in order and know no mathematics. The stages know the mathematics
+(docs/maths.md) and nothing of autograd or dispatch. Sizes and letters: docs/maths.md.
 
 Chunks lie on one axis of length NT, sequence after sequence (`sequences.Chunks` numbers them). Rows
 past the end of a sequence count as tokens with q = k = v = beta = 0 and g = 0. The decay axis ``D``

@@ -222,7 +222,7 @@ def test_a_call_on_a_pool_counts_as_a_version(variant, op, monkeypatch):
 
 def test_a_checkpoint_policy_can_name_what_chunked_attention_computed():
     assert {op.name() for op in kda_ops.SAVE_OPS} == {
-        f"{v}::{op}" for v in VARIANTS for op in ("chunk", "chunk_fwd", "recurrent")
+        f"{v}::{op}" for v in VARIANTS for op in ("chunk", "chunk_fwd", "chunk_join", "recurrent")
     }
 
 
