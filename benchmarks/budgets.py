@@ -154,12 +154,14 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
     | ADD_PARTS,
     gdn(keep=True, invariant=True): FORWARD_GDN | BACKWARD_GDN | ADD_PARTS,
     kda(packed=True, run=32): FORWARD_KDA | JOIN_RUNS,
+    kda(packed=True, run=32, shard=True): FORWARD_KDA | JOIN_RUNS | {"reverse_scan_kda": most(0)},
     kda(packed=True, run=32, group=1, few=True): FORWARD_FEW_KDA | JOIN_RUNS,
     kda(keep=True, packed=True, run=32): FORWARD_KDA | JOIN_RUNS | BACKWARD_KDA | GATHER_HEADS,
     kda(keep=True, packed=True, run=32, group=1, few=True): FORWARD_FEW_KDA
     | JOIN_RUNS
     | BACKWARD_FEW_KDA,
     gdn(packed=True, run=32): FORWARD_GDN | JOIN_RUNS,
+    gdn(packed=True, run=32, shard=True): FORWARD_GDN | JOIN_RUNS | {"reverse_scan_gdn": most(8)},
     gdn(packed=True, run=32, group=1, few=True): FORWARD_FEW_GDN | JOIN_RUNS,
     gdn(keep=True, packed=True, run=32): FORWARD_GDN | JOIN_RUNS | BACKWARD_GDN,
     gdn(keep=True, packed=True, run=32, group=1, few=True): FORWARD_FEW_GDN
@@ -270,6 +272,7 @@ ELSEWHERE: tuple[Call | LayerCall, ...] = (
     gdn(dtype=torch.float32, gate="plain", keep=True),
     kda(pool=torch.float32),
     kda(packed=True, run=32),
+    kda(packed=True, run=32, shard=True),
     gdn(gate="softplus", gates=True),
     layer("conv", packed=True),
     layer("conv"),

@@ -28,6 +28,7 @@ class Call:
     # chunks prepared before the scan of one sequence; the others overlap it; 0: all of them
     ahead: int = 0
     run: int = 0  # chunks per run, where sequences are cut (backends/triton/stages/runs.py)
+    shard: bool = False  # the first halves of forward and backward (kda_ops/shard.py)
     group: int = 2  # value heads per key head
     gates: bool = False  # the decay by itself, forward and backward
     # as walks: KDA's forward, with `keep` its training, or GDN's backward with `keep`
@@ -53,6 +54,7 @@ class Call:
             "keep": self.keep,
             "packed": self.packed,
             "runs": self.run,
+            "shard": self.shard,
             "ahead": self.ahead,
             "few": self.few,
             "gate": self.gates,
@@ -105,6 +107,7 @@ class Call:
             safe_beta=promised,
             safe_keys=promised,
             invariant=self.invariant,
+            sharded=self.shard,
             **flags,
         )
 
@@ -147,12 +150,18 @@ class Call:
             assert A is not None  # as backward walks
             kernels.walk_back(p, A, p.new_output(), None, need)
             return None
-        with_AP = self.keep and kernels.keeps_AP(p)
+        with_AP = self.keep and kernels.keeps.keeps_AP(p)
         tile = kernels.prepare(
             p, with_AP=with_AP, norms=self.keep and not with_AP, overlap=self.ahead > 0
         )
         if with_AP:  # as backward calls it
             tile = kernels.prepare(p, tile.AP, with_AP=True, norms=True)
+        if self.shard:
+            for back in (False, True):
+                given = (p.new_output(), None) if back else ()
+                _, runs = (kernels.map_shard_back if back else kernels.map_shard)(p, tile, *given)
+                kernels.starts_of_runs(p, runs, back, None)
+            return None
         o = (
             p.new_output()
             if not self.keep or "o" in kernels.keeps.names(p.rank, p.q.dtype, p.l2norm, True)

@@ -55,16 +55,38 @@ def new_kept(keeps: Keeps, p: Problem) -> list[Tensor]:
     names, shapes = kept_names(keeps, p), kept_shapes(p)
     if keeps.trains(p):
         shapes["A"] = (*shapes["A"][:2], *WALKED)
-    return [_empty(keeps, p, n, shapes[n] if n in names else (0,)) for n in KEPT]
+    return [empty(keeps, p, n, shapes[n] if n in names else (0,)) for n in KEPT]
 
 
 def kept_shapes(p: Problem) -> dict[str, tuple[int, ...]]:
     """Return the shapes of kept tensors by name; that of A where training does not walk."""
-    size = dict(c=count_chunks(p), h=p.HV, C=CHUNK, K=p.K, V=p.V, D=p.K if p.rank else 1, R=3)
+    D, R = (p.K, 3) if p.rank else (1, 7)
+    size = dict(c=count_chunks(p), h=p.HV, C=CHUNK, K=p.K, V=p.V, D=D, R=R)
     return {name: tuple(size[letter] for letter in axes) for name, axes in KEPT.items()}
 
 
-def _empty(keeps: Keeps, p: Problem, name: str, shape=(0,)) -> Tensor:
+def check_kept(
+    p: Problem, given: dict[str, Any], shapes: dict[str, tuple[int, ...]], walked: bool = False
+) -> None:
+    """Refuse kept tensors of another call, because kernels would read past their ends.
+
+    A may be that of a walk only if `walked`.
+    """
+    for name, want in shapes.items():
+        x = given.get(name)
+        if x is None or x.dim() == 1:
+            continue  # not kept
+        shape = tuple(x.shape)
+        if shape != want and not (walked and name == "A" and shape == (*want[:2], *WALKED)):
+            raise ValueError(
+                f"{name} must have shape {list(want)} for the tokens of this call, got "
+                f"{list(shape)}: pass what the forward of the same inputs kept."
+            )
+        check_on_device(name, x, p.q.device)
+
+
+def empty(keeps: Keeps, p: Problem, name: str, shape=(0,)) -> Tensor:
+    """Allocate a kept tensor, or an empty one in its place."""
     dtype = p.state_dtype if name in SUMS else keeps.operand_dtype(p.q.dtype)
     return p.q.new_empty(shape, dtype=dtype)
 
@@ -176,13 +198,13 @@ class Forward(Whole):
         if b.keeps.trains(p):
             made: dict[str, Any] = {"A": b.train(p, o, final_state)}
         else:
-            keeps_AP = b.keeps_AP(p)
+            keeps_AP = b.keeps.keeps_AP(p)
             tile = b.prepare(p, with_AP=keeps_AP, norms=p.disable_recompute, overlap=True)
             trace = b.scan(p, tile, o, final_state, keep=p.disable_recompute)
             made = vars(tile) | ({} if trace is None else vars(trace))
             if keeps_AP:
                 made["A"] = tile.AP
-        return o, final_state, *(made[n] if n in names else _empty(b.keeps, p, n) for n in KEPT)
+        return o, final_state, *(made[n] if n in names else empty(b.keeps, p, n) for n in KEPT)
 
 
 class Backward(Pass):
@@ -195,12 +217,12 @@ class Backward(Pass):
     def __init__(self, rank: int, args: tuple, flags: dict[str, Any]):
         self.given = self.named(args)
         flags = dict(flags)
-        need = flags.pop("need")
+        need = flags.pop("need", 0)
         self.need = frozenset(n for i, n in enumerate(GRADIENTS) if need >> i & 1)
         p = self.p = Problem.parse(rank, **{n: self.given.get(n) for n in INPUTS}, **flags)
         state = (p.N, p.HV, p.V, p.K) if p.transposed else (p.N, p.HV, p.K, p.V)
         for name, want in (("do", tuple(p.v.shape)), ("dfinal_state", state)):
-            x = self.given[name]
+            x = self.given.get(name)
             if x is None or name == "dfinal_state" and x.dim() == 1:
                 continue  # zero
             if tuple(x.shape) != want:
@@ -208,19 +230,7 @@ class Backward(Pass):
         self._check_kept()
 
     def _check_kept(self) -> None:
-        """Refuse kept tensors of another call, because kernels would read past their ends."""
-        p = self.p
-        for name, want in kept_shapes(p).items():
-            x = self.given[name]
-            if x is None or x.dim() == 1:
-                continue  # not kept
-            shape = tuple(x.shape)
-            if shape != want and not (name == "A" and shape == (*want[:2], *WALKED)):
-                raise ValueError(
-                    f"{name} must have shape {list(want)}, with the {want[0]} chunks of this call, "
-                    f"got {list(shape)}: pass what the forward of the same inputs kept."
-                )
-            check_on_device(name, x, p.q.device)
+        check_kept(self.p, self.given, kept_shapes(self.p), walked=True)
 
     def outputs(self) -> tuple[Tensor | None, ...]:
         """Allocate the gradients, None where not asked for."""
@@ -244,6 +254,13 @@ class Backward(Pass):
         found = self._gradients(b, p, do, dfinal_state, need)
         return tuple(getattr(found, n) if n in self.need else None for n in GRADIENTS)
 
+    def _output(
+        self, b: Backend, p: Problem, do: Tensor | None, need: frozenset[str]
+    ) -> Tensor | None:
+        """Allocate o if the scan must write it again, because `gradient` reads it."""
+        reads = "o" in b.keeps.names(p.rank, p.q.dtype, p.l2norm, disable_recompute=True)
+        return p.new_output() if reads and do is not None and "q" in need else None
+
     def _gradients(
         self,
         b: Backend,
@@ -257,14 +274,12 @@ class Backward(Pass):
         p.scratch = {}
         # `recurrent`, and walks without a bound, keep no A, so backward gets an empty one
         A = _there(given["A"])
-        # Its shape tells which stages have kept A. The call does not: under vmap, DTensor and
-        # context parallelism, forward and backward may differ in heads and columns.
+        # Its shape tells which stages have kept A. The call does not: under vmap and DTensor,
+        # forward and backward may differ in heads and columns.
         if A is not None and tuple(A.shape[2:]) == WALKED:
             if do is not None and p.B * p.T * p.N > 0 and b.walks_back(p, need):
                 return b.walk_back(p, A, do, dfinal_state, need)
             A = None  # the other stages cannot read it
-        reads = "o" in b.keeps.names(p.rank, p.q.dtype, p.l2norm, disable_recompute=True)
-        asked = reads and do is not None and "q" in need
         trace = None
         if p.disable_recompute and _there(given["states"]) is not None:
             names = b.keeps.names(p.rank, p.q.dtype, p.l2norm, disable_recompute=True)
@@ -272,7 +287,7 @@ class Backward(Pass):
             trace = Trace(have.pop("states"), have.pop("v_new"), given.get("o"))
             tile = b.prepare(p, have["A"]) if have.keys() == {"A"} else Tile(**have)
         else:
-            tile = b.prepare(p, A, with_AP=A is not None and b.keeps_AP(p), norms=True)
+            tile = b.prepare(p, A, with_AP=A is not None and b.keeps.keeps_AP(p), norms=True)
         if do is not None and b.walks(p, do, dfinal_state, need):
             if trace is None:
                 trace = b.scan(p, tile, None, None, keep=True)
@@ -281,7 +296,7 @@ class Backward(Pass):
         if trace is None:
             with b.overlap_streams(p) as on_side_stream:
                 with on_side_stream:
-                    trace = b.scan(p, tile, p.new_output() if asked else None, None, keep=True)
+                    trace = b.scan(p, tile, self._output(b, p, do, need), None, keep=True)
                 reverse = b.reverse_scan(p, tile, do, dfinal_state, need)
             assert trace is not None  # keep=True returns one
         else:

@@ -110,6 +110,33 @@ def chunk_bwd(*, q, v, **call):
     return _chunks(v) * backward(q[3], v[3], kept)
 
 
+def chunk_map(*, q, v, **call):
+    """Count `forward` without o, whose scan has K columns more."""
+    K, V = q[3], v[3]
+    outputs = product_flops(C, K, V) + product_flops(C, C, V)
+    return _chunks(v) * (forward(K, V) - outputs + 2 * product_flops(C, K, K))
+
+
+def chunk_join(*, q, v, **call):
+    """Count the second and third row of `forward`'s scan, and v_new."""
+    K, V = q[3], v[3]
+    return _chunks(v) * (3 * product_flops(C, K, V) + product_flops(C, C, V))
+
+
+def chunk_map_bwd(*, q, v, A, **call):
+    """Count the tile again, and dv_new and dS of `backward`, whose scan has K columns more."""
+    K, V = q[3], v[3]
+    kept = frozenset("A" if A is not None and len(A) > 1 else "")
+    tile = backward(K, V, kept) - backward(K, V, kept | {"A", "P", "w"})
+    scan = product_flops(C, C, V) + 3 * product_flops(C, K, V) + 2 * product_flops(C, K, K)
+    return _chunks(v) * (tile + scan)
+
+
+def chunk_join_bwd(*, q, v, **call):
+    """Count `backward` with the tile given."""
+    return _chunks(v) * backward(q[3], v[3], frozenset(("A", "P", "w")))
+
+
 def _chunks(v):
     """Return chunks times value heads, from the shape of v [B, T, HV, V]."""
     B, T, HV, _ = v

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from kda_ops import chunk, convolution, flops, gate, norm, recurrent
+from kda_ops import chunk, convolution, flops, gate, norm, recurrent, shard
 from kda_ops.private import OpOverload
-from kda_ops.stages import CONVOLVED, GRADIENTS, KEPT, NORMALISED, Pass
+from kda_ops.stages import CONVOLVED, GRADIENTS, KEPT, NORMALISED, TILE, Pass
 
 # The letters of axes. Two calls of one model may differ in the length of these.
 VARYING = {
@@ -30,6 +30,7 @@ VARYING = {
     "L": "slots of a pool; N without a table of slots",
     "I": "slots of a pool that is only read",
     "c": "chunks",
+    "r": "runs of a shard",
 }
 FIXED = {
     "H": "key heads",
@@ -43,6 +44,7 @@ FIXED = {
     "W": "taps",
     "P": "inputs before a sequence, W - 1",
     "G": "rows of a norm's weight",
+    "Y": "columns of a map, V + K",
 }
 
 
@@ -189,10 +191,8 @@ _L2NORM_AND_GATE = (
     "bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, float? lower_bound=None"
 )
 _SAFE = "bool safe_gate=False, bool safe_beta=False, bool safe_keys=False"
-_REST = (
-    "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, bool "
-    "transpose_state_layout=False"
-)
+_BETA = "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False"
+_REST = f"{_BETA}, bool transpose_state_layout=False"
 _KEEP = "bool disable_recompute=False"
 _INVARIANT = "bool invariant=False"
 _NULL = "int null_slot=-1"
@@ -200,6 +200,9 @@ _RESUMED = "Tensor? has_initial_state=None"
 _SOURCE = "Tensor? source=None, Tensor? source_indices=None"
 _CHUNK_FLAGS = f"{_SCALE}, {_ASK}, {_L2NORM_AND_GATE}, {_SAFE}, {_REST}, {_KEEP}, {_INVARIANT}"
 _KEPT = ", ".join(f"Tensor {n}" for n in KEPT)
+_TILE = ", ".join(f"Tensor {n}" for n in TILE)
+_SHARD = f"{_INPUTS}, {_GATE}, Tensor? cu_seqlens=None"
+_SHARD_FLAGS = f"{_SCALE}, {_L2NORM_AND_GATE}, {_SAFE}, {_BETA}"
 
 _AXES = {
     "q": "BTHK",
@@ -221,6 +224,11 @@ _AXES = {
     "o": "BThV",
     "final_state": "NhKV",
     "y": "BTh(D)",
+    "AP": KEPT["A"],
+    "map": "NhKY",
+    "runs": "rhKY",
+    "starts": "rhKV",
+    "entering": "NhKV",
 } | KEPT
 _ATTENTION: dict[str, Any] = dict(axes=_AXES, folds="Hh")
 _SPLIT: dict[str, Any] = dict(_ATTENTION, splits=("Hh", "V", "BNc"))
@@ -247,6 +255,41 @@ CHUNK_BWD = Operator(
     **_SPLIT,
     flops=flops.chunk_bwd,
     placeholders=("dfinal_state", *KEPT),
+)
+# The halves of a call on a shard (`kda_ops.shard`). Without a rule, DTensor gathers their tensors.
+CHUNK_MAP = Operator(
+    "chunk_map",
+    f"({_SHARD}, *, {_SHARD_FLAGS}) -> (Tensor map, Tensor runs, {_TILE}, Tensor AP)",
+    shard.MapForward,
+    **_ATTENTION,
+    flops=flops.chunk_map,
+)
+CHUNK_JOIN = Operator(
+    "chunk_join",
+    f"({_SEQUENCES}, {', '.join(f'Tensor? {n}=None' for n in ('runs', *TILE))}, *, {_ASK}, "
+    f"{_SHARD_FLAGS}) -> (Tensor o, Tensor final_state, Tensor starts)",
+    shard.JoinForward,
+    **_ATTENTION,
+    flops=flops.chunk_join,
+    placeholders=("runs", *TILE),
+)
+CHUNK_MAP_BWD = Operator(
+    "chunk_map_bwd",
+    f"({_SHARD}, Tensor? do=None, Tensor? dfinal_state=None, Tensor? A=None, *, {_SHARD_FLAGS}) -> "
+    f"(Tensor entering, Tensor runs, {_TILE})",
+    shard.MapBackward,
+    **_ATTENTION,
+    flops=flops.chunk_map_bwd,
+    placeholders=("dfinal_state", "A"),
+)
+CHUNK_JOIN_BWD = Operator(
+    "chunk_join_bwd",
+    f"(Tensor? do, Tensor? dfinal_state, Tensor runs, Tensor starts, {_TILE}, {_SEQUENCES}, *, "
+    f"{_SHARD_FLAGS}, int need) -> ({', '.join(f'Tensor d{n}' for n in GRADIENTS)})",
+    shard.JoinBackward,
+    **_ATTENTION,
+    flops=flops.chunk_join_bwd,
+    placeholders=("dfinal_state", "runs", "starts", *TILE),
 )
 CHUNK_ = Operator(
     "chunk_",
@@ -303,7 +346,8 @@ def _into(operator: Operator, kind: type[Pass]) -> Operator:
 CHUNK__OUT = _into(CHUNK_, chunk.PrefillInto)
 RECURRENT__OUT = _into(RECURRENT_, recurrent.DecodeInto)
 ATTENTION = (
-    *(CHUNK, CHUNK_FWD, CHUNK_BWD, RECURRENT, RECURRENT_, CHUNK_, GATE, GATE_BWD),
+    *(CHUNK, CHUNK_FWD, CHUNK_BWD, CHUNK_MAP, CHUNK_JOIN, CHUNK_MAP_BWD, CHUNK_JOIN_BWD),
+    *(RECURRENT, RECURRENT_, CHUNK_, GATE, GATE_BWD),
     CHUNK__OUT,
     RECURRENT__OUT,
 )

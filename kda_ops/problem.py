@@ -59,7 +59,8 @@ class Problem:
     when q is.
 
     `scratch` is None, or a dictionary. The stages of one pass keep there what they compute from the
-    inputs and share.
+    inputs and share. `sharded` tells of a call in two halves, on one rank's part of the sequences
+    (`kda_ops.shard`).
     """
 
     __slots__ = (
@@ -102,6 +103,7 @@ class Problem:
         "state_dtype",
         "scratch",
         "invariant",
+        "sharded",
     )
 
     def __init__(
@@ -128,6 +130,7 @@ class Problem:
         output_final_state: bool = False,
         disable_recompute: bool = False,
         invariant: bool = False,
+        sharded: bool = False,
     ):
         check_vectors(q, k, v)
         B, T, H, K = q.shape
@@ -167,6 +170,7 @@ class Problem:
         self.out: Tensor | None = None
         self.scratch: dict[str, Any] | None = None
         self.invariant = invariant
+        self.sharded = sharded
 
     @classmethod
     def parse(

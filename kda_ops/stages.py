@@ -1,8 +1,8 @@
 """The contracts of backends: what each stage reads and returns, and what training may keep.
 
-The passes of `kda_ops.chunk`, `recurrent`, `gate`, `convolution` and `norm` call the stages of a
-`Backend` in order and know no mathematics. The stages know the mathematics (docs/maths.md) and
-nothing of autograd or dispatch. Sizes and letters: docs/maths.md.
+The passes of `kda_ops.chunk`, `shard`, `recurrent`, `gate`, `convolution` and `norm` call the
+stages of a `Backend` in order and know no mathematics. The stages know the mathematics
+(docs/maths.md) and nothing of autograd or dispatch. Sizes and letters: docs/maths.md.
 
 Chunks lie on one axis of length NT, sequence after sequence (`sequences.Chunks` numbers them). Rows
 past the end of a sequence count as tokens with q = k = v = beta = 0 and g = 0. The decay axis ``D``
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kda_ops.gates import Gate
@@ -117,6 +119,7 @@ KEPT = {
     "states": "chKV",
     "v_new": "chCV",
 }
+TILE = tuple(n for n in KEPT if n not in ("states", "v_new"))  # of KEPT, what is of the tile
 SUMS = frozenset(("gamma", "factors"))  # kept in the dtype of sums; the others are operands
 CONVOLVED = ("x", "weight", "bias", "initial_tail")  # the differentiable inputs of `short_conv`
 NORMALISED = ("x", "weight", "gate")  # the inputs of `gated_rms_norm`, all differentiable
@@ -179,6 +182,18 @@ class Keeps:
         """Return what `Backend.train` keeps of a call that it serves: A or nothing."""
         return frozenset(("A",))
 
+    def keeps_AP(self, p: Problem) -> bool:
+        """Return whether the A that is kept shares its tile with P, as `AP`."""
+        return False
+
+    def tile_names(self, rank: int) -> frozenset[str]:
+        """Return what a `Tile` has besides AP: names of `KEPT`."""
+        return frozenset(TILE) - {"factors"}
+
+    def runs(self, p: Problem) -> int:
+        """Return into how many runs a shard is cut; 0 where its sequences stay whole."""
+        return 0
+
 
 class Backend:
     """The stages of one backend, and how it runs a pass.
@@ -220,10 +235,6 @@ class Backend:
         """Copy o to a caller's tensor to which stages cannot write."""
         out.copy_(o)
 
-    def keeps_AP(self, p: Problem) -> bool:
-        """Return whether the A that is kept shares its tile with P, as `AP`."""
-        return False
-
     def overlap_streams(self, p: Problem) -> AbstractContextManager[AbstractContextManager]:
         """Overlap two stages: the yielded context launches on a second stream, joined on exit.
 
@@ -263,7 +274,7 @@ class Backend:
         and `p.slots` makes them negative. With `p.snapshot_indices`, slot ``[n, j]`` takes the
         state after chunk ``(j + 1) * p.snapshot_every`` of sequence n. Where `p.has_initial_state`
         [N] is false, a sequence starts from zero, whatever its slot holds. Returns a `Trace` if
-        `keep`; then o may be None.
+        `keep`; then o may be None. In a shard that is cut, `p.state` has what each run starts from.
         """
         raise NotImplementedError
 
@@ -306,7 +317,42 @@ class Backend:
             dv_new = P^T do + kg dS;   z = A^T dv_new;   dS <- gamma dS + qg^T do - w^T dv_new
 
         Starts from `dfinal_state` in the caller's layout; a gradient that is None is zero, and any
-        strides are accepted. `need` is that of `gradient`.
+        strides are accepted. `need` is that of `gradient`. In a shard that is cut,
+        `dfinal_state` has the gradient that each run starts from.
+        """
+        raise NotImplementedError
+
+    def map_shard(self, p: Problem, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """Return the map of each sequence of a shard, and those of its runs if it is cut.
+
+        A map [b | M] is [N, HV, K, V + K] in the dtype of sums: from S, a sequence ends with
+        M S + b. Those of runs are [keeps.runs(p), HV, K, V + K].
+        """
+        wide, columns = copy(p), p.V + p.K
+        wide.v, wide.V, wide.transposed = F.pad(p.v, (0, p.K)), columns, False
+        eye = torch.eye(p.K, dtype=p.state_dtype, device=p.q.device)
+        wide.state = F.pad(eye, (p.V, 0)).expand(p.N, p.HV, p.K, columns)
+        whole = p.q.new_empty((p.N, p.HV, p.K, columns), dtype=p.state_dtype)
+        assert tile.u is not None  # `scan` of this backend reads it
+        self.scan(wide, replace(tile, u=F.pad(tile.u, (0, p.K))), None, whole, keep=False)
+        return whole, None
+
+    def map_shard_back(
+        self, p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient of the states that enter a shard, and the maps of its runs back.
+
+        A run's map back [c | M^T] takes the gradient of the state that leaves it to that of the
+        state that enters it.
+        """
+        found = self.reverse_scan(p, tile, do, dfinal_state, frozenset(("initial_state",)))
+        assert found.dinitial_state is not None  # it is needed
+        return found.dinitial_state, None
+
+    def starts_of_runs(self, p: Problem, maps: Tensor, back: bool, state: Tensor | None) -> Tensor:
+        """Return what each run starts from, [runs, HV, K, V], if sequences start from `state`.
+
+        `state` is [N, HV, K, V], or None for zero. With `back`, maps and states are gradients'.
         """
         raise NotImplementedError
 

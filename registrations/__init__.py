@@ -6,9 +6,10 @@ from kda_ops.registrations import schemas, kernels, fake, autograd, autocast, vm
 from kda_ops.registrations import writable  # noqa: F401
 
 # Operators for a selective-checkpointing policy that keeps the results of attention. Training
-# graphs contain `chunk_fwd`, other graphs `chunk`.
+# graphs contain `chunk_fwd`, other graphs `chunk`. Of a call on a shard, `chunk_map` leaves tiles,
+# which are large.
 SAVE_OPS = frozenset(
     getattr(getattr(torch.ops, ns), op).default
     for ns in schemas.VARIANTS
-    for op in ("chunk", "chunk_fwd", "recurrent")
+    for op in ("chunk", "chunk_fwd", "chunk_join", "recurrent")
 )

@@ -248,6 +248,16 @@ def _refuse_double_backward(name: str):
     return backward
 
 
+def _refuse_half(namespace: str):
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            f"Half of a call on a shard has no gradient: call kda_ops.distributed.chunk_{namespace}"
+            ", which is differentiable."
+        )
+
+    return backward
+
+
 def _refuse_in_place(operator: operators.Operator, namespace: str):
     """Refuse gradients of an in-place operator, whose next call overwrites the state."""
     op, name = operator.overload(namespace), operator.name.partition(".")[0]
@@ -283,8 +293,11 @@ for _namespace, _library in schemas.LIBRARIES.items():
             (operators.GATED_RMS_NORM, _gate_setup, _norm_backward),
         ):
             _differentiable(_operator.overload(_namespace), _setting, _formula)
+    for _operator in (operators.CHUNK_MAP, operators.CHUNK_JOIN, operators.CHUNK_MAP_BWD):
+        _differentiable(_operator.overload(_namespace), _no_setup, _refuse_half(_namespace))
     for _operator, _public in {
         operators.CHUNK_BWD: "chunk and recurrent",
+        operators.CHUNK_JOIN_BWD: "kda_ops.distributed",
         operators.GATE_BWD: "gate",
         operators.SHORT_CONV_BWD: "short_conv",
         operators.GATED_RMS_NORM_BWD: "gated_rms_norm",

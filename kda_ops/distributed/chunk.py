@@ -1,20 +1,16 @@
-"""Run KDA and GDN on sequences sharded over ranks: one pass, one all-gather per direction.
+"""Run KDA and GDN on sequences sharded over ranks: one all-gather per direction.
 
-A shard is an affine map from its entering state to its leaving state and its outputs::
+A shard is an affine map from its entering state to its leaving state, ``S_out = M S_in + b``, and
+so is its backward, ``dS_in = M^T dS_out + c``. Both directions have two halves (`kda_ops.shard`).
+The first prepares the tiles of the shard and scans them without outputs for ``[b | M]``, or c. The
+ranks gather these, and fold the maps of earlier ranks into S_in, of later ranks into dS_out. From
+that and the same tiles, the second half computes all outputs, or gradients.
 
-    S_out = M S_in + b            o_t = (o_b)_t + S_in^T (o_M)_t
+On a GPU a shard is cut into runs of 2,048 tokens, unless K exceeds 128. All are scanned at once,
+for their maps and again for the outputs, so few heads fill the device. A join inside the rank makes
+the maps of runs the map of the shard.
 
-One call of the operator computes all four. With values ``[v | 0]`` and initial state ``[0 | I]`` it
-returns outputs ``[o_b | o_M]`` and final state ``[b | M]``.
-
-Forward gathers ``[b | M]`` in the state dtype, folds the maps of the earlier ranks into S_in and
-adds ``S_in^T o_M`` to the outputs.
-
-Backward uses the transposed maps: the gradient of S_in is ``c + M^T dS_out`` with
-``c = sum_t (o_M)_t do_t^T``. It gathers only c and folds it over the later ranks into dS_out. Then
-it calls the operator's backward with S_in and dS_out.
-
-A sequence that begins in the shard starts from ``[S | 0]``. Its M is zero, so b is its state and
+A sequence that begins in the shard has no entering state. It leaves with M S + b of its own S, and
 the fold restarts there. A mask restarts it: zero times a NaN of another sequence would be NaN.
 
 Every rank runs the same program, including the first.
@@ -25,15 +21,16 @@ Cost per call, with ``slots`` = B for dense rows and 1 for packed sequences; an 
     sent per rank, forward       slots HV K (V + K)       received: times the size of the group
                    backward      slots HV K V             received: times the size of the group
     with a final state           N HV K V all-reduced, forward and backward
-    extra work                   K more columns in forward's scan; two products [T, K] x [K, V] per
-                                 value head; a fold of one small product per rank
-    kept for backward            o_M, K elements (of q's dtype on CUDA) per token and
-                                 value head; S_in; M of every rank. In eager code, one dense
-                                 row keeps o and o_M in one tensor of V + K columns, which
-                                 lives as long as either
+    extra work                   a scan of V + K columns without outputs, each way; a fold of one
+                                 small product per rank, on CUDA a join of one per run too
+    until the second half        the tiles of `Backend.prepare`; on CUDA [b | M] of each run, and no
+                                 u. In 16 bits a tile has 3 K + 2 K / C + 3 C + 6 elements per
+                                 token and value head for KDA, 2 C + 14 for GDN
+    kept for backward            A, as on one rank; M of every rank; S_in; on CUDA the state that
+                                 each run starts from, HV K V elements
 
-A 16-bit output is a sum of two terms, each rounded to 16 bits. The fold multiplies in float32 at
-torch's precision setting: leave ``torch.set_float32_matmul_precision`` at "highest".
+The fold multiplies in float32 at torch's precision setting: leave
+``torch.set_float32_matmul_precision`` at "highest".
 """
 
 from __future__ import annotations
@@ -42,7 +39,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -54,7 +50,7 @@ from kda_ops.distributed.span import Span, only
 from kda_ops.operators import CHUNK
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
-from kda_ops.stages import KEPT
+from kda_ops.stages import TILE
 
 Flags = dict[str, Any]
 if TYPE_CHECKING:
@@ -74,8 +70,7 @@ class ShardedCall:
     name: str
     rank: int
     size: int
-    # dtype in which o_M is kept for backward: that of the backend's operands
-    operand: torch.dtype
+    keeps_A: bool  # for backward
     transposed: bool
     output_final_state: bool
     flags: tuple[tuple[str, object], ...]
@@ -122,7 +117,7 @@ def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, 
         plan.name,
         plan.rank,
         plan.size,
-        dispatch.keeps(q.device).operand_dtype(q.dtype),
+        "A" in dispatch.keeps(q.device).names(schemas.VARIANTS[namespace], q.dtype, False, False),
         flags["transpose_state_layout"],
         asked,
         tuple(rest.items()),
@@ -210,153 +205,86 @@ class _Shard(torch.autograd.Function):
         initial_state,
         cu_seqlens,
     ):
-        K, V = q.shape[-1], v.shape[-1]
+        V, inputs = v.shape[-1], (q, k, v, g, beta, A_log, dt_bias)
         with torch.autocast(q.device.type, enabled=False):
-            # launched first: the device works on it while the host prepares the small masks
-            values = _beside_zeros(v, K)
             span = Span(call.rank, call.size, q.shape[0], cu_seqlens, lengths, q.device)
-            start = _with_identity(span, _as_kv(initial_state, call.transposed), q, v)
-            out, final, *kept = call.op("chunk_fwd")(
-                q.to(call.operand),
-                k.to(call.operand),
-                values.to(call.operand),
-                g,
-                beta,
-                A_log,
-                dt_bias,
-                start,
-                span.cu_seqlens,
-                output_final_state=True,
-                **dict(call.flags),
-            )
-            b, M = final[..., :V], final[..., V:]
-            gathering = collectives.start_all_gather(
-                span.pick(final, span.leaving), call.size, call.name
-            )
-            o_b, o_M = out[..., :V], span.of_entered(out[..., V:])
-            # otherwise o overwrites o_b, and o_M shares its tensor
-            if span.packed or out.shape[0] > 1 or torch.compiler.is_compiling():
-                o_b, o_M = o_b.clone(memory_format=torch.contiguous_format), o_M.contiguous()
-            gathered = collectives.wait(gathering)
+            flags, first = dict(call.flags), _as_kv(initial_state, call.transposed)
+            whole, runs, *tile, AP = call.op("chunk_map")(*inputs, span.cu_seqlens, **flags)
+            sent = span.pick(whole, span.leaving)
+            if first is not None:
+                M, begun = sent[..., V:], span.pick(first, span.leaving & ~span.entering)
+                sent = torch.cat([sent[..., :V] + M @ begun, M], -1)
+            gathered = collectives.wait(collectives.start_all_gather(sent, call.size, call.name))
             maps = gathered.unflatten(0, (call.size, span.slots))
             entered = _fold(maps[..., :V], maps[..., V:], span.before, span.through)
-            o = span.of_entered(_read(o_b, o_M, entered), out[..., :V])
-            # `to` without a cast returns an alias, which loses its gradient in torch 2.11 graphs
-            if o.dtype is not v.dtype:
-                o = o.to(v.dtype)
-            M_end = None
+            start = span.put(entered, span.entering, first)
+            o, final, starts = call.op("chunk_join")(
+                *inputs,
+                start,
+                span.cu_seqlens,
+                runs,
+                *tile,
+                output_final_state=call.output_final_state,
+                **flags,
+            )
             if call.output_final_state:
-                M_end = span.pick(M, span.entering & span.ending)
-                final = only(b + only(M @ entered, span.entering), span.ending)
-                final = collectives.wait(
-                    collectives.start_all_reduce(_as_kv(final, call.transposed), call.name)
-                )
+                final = _as_kv(only(final, span.ending), call.transposed)
+                final = collectives.wait(collectives.start_all_reduce(final, call.name))
+            A = (AP if AP.dim() > 1 else tile[TILE.index("A")]) if call.keeps_A else None
             ctx.call = call
             # A graph keeps the collective's whole result: for a slice of it, backward's graph would
             # repeat the collective.
             kept_maps = (
                 gathered if torch.compiler.is_compiling() else gathered[..., V:].contiguous()
             )
-            ctx.save_for_backward(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                A_log,
-                dt_bias,
-                initial_state,
-                cu_seqlens,
-                lengths,
-                kept[tuple(KEPT).index("A")],
-                o_M,
-                M_end,
-                entered,
-                kept_maps,
-            )
+            rest = initial_state, cu_seqlens, lengths, A, starts, entered, kept_maps
+            ctx.save_for_backward(*inputs, *rest)
             return (o, final) if call.output_final_state else o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dfinal_state=None):
         call: ShardedCall = ctx.call
-        (
-            q,
-            k,
-            v,
-            g,
-            beta,
-            A_log,
-            dt_bias,
-            initial_state,
-            cu_seqlens,
-            lengths,
-            A,
-            o_M,
-            M_end,
-            entered,
-            kept_maps,
-        ) = ctx.saved_tensors
+        *inputs, initial_state, cu_seqlens, lengths, A, starts, entered, kept_maps = (
+            ctx.saved_tensors
+        )
+        q = inputs[0]
         with torch.autocast(q.device.type, enabled=False):
             span = Span(call.rank, call.size, q.shape[0], cu_seqlens, lengths, q.device)
-            c, dfinal = _write(o_M, span.of_entered(do), entered.dtype), None
+            flags, dfinal = dict(call.flags), None
             if call.output_final_state:
-                dfinal = _as_kv(
-                    collectives.wait(collectives.start_all_reduce(dfinal_state, call.name)),
-                    call.transposed,
-                )
-                c = c + M_end.mT @ span.pick(dfinal, span.entering & span.ending)
-                dfinal = only(dfinal, span.ending)
+                dfinal = collectives.wait(collectives.start_all_reduce(dfinal_state, call.name))
+                dfinal = only(_as_kv(dfinal, call.transposed), span.ending)
+            c, runs, *tile = call.op("chunk_map_bwd")(
+                *inputs, span.cu_seqlens, do, dfinal, A, **flags
+            )
             gathered = collectives.wait(
-                collectives.start_all_gather(c, call.size, call.name)
+                collectives.start_all_gather(span.pick(c, span.entering), call.size, call.name)
             ).unflatten(0, (call.size, span.slots))
             M = kept_maps[..., -q.shape[-1] :].unflatten(0, (call.size, span.slots))
             left = _fold(gathered.flip(0), M.mT.flip(0), span.behind.flip(0), span.through.flip(0))
             dstate = span.put(left, span.leaving, dfinal)
-            first_state = _as_kv(initial_state, call.transposed)
-            start = span.put(entered, span.entering, first_state)
+            start = span.put(entered, span.entering, _as_kv(initial_state, call.transposed))
+            if tile[TILE.index("A")].dim() == 1:  # the kept A is that of the tile
+                tile[TILE.index("A")] = A
             # In the order of the schema: the call and the lengths come first, cu_seqlens last.
-            need, none = list(ctx.needs_input_grad[2:-1]), q.new_empty((0,))
-            grads = call.op("chunk_bwd")(
+            need = list(ctx.needs_input_grad[2:-1])
+            grads = call.op("chunk_join_bwd")(
                 do,
                 dstate,
-                *(A if n == "A" else none for n in KEPT),
-                q,
-                k,
-                v,
-                g,
-                beta,
-                A_log,
-                dt_bias,
+                runs,
+                starts,
+                *tile,
+                *inputs,
                 start,
                 span.cu_seqlens,
-                output_final_state=True,
                 need=schemas.mask_of(need),
-                **dict(call.flags),
+                **flags,
             )
             grads = [d if wanted else None for d, wanted in zip(grads, need)]
             if need[-1]:
                 grads[-1] = _as_kv(only(grads[-1], ~span.entering), call.transposed)
             return None, None, *grads, None
-
-
-def _beside_zeros(v: Tensor, K: int) -> Tensor:
-    """Return [v | 0] with K columns of zeros.
-
-    Eager code copies 8 bytes at a time where it can: copies of single 16-bit elements take twice as
-    long on a GPU.
-    """
-    if torch.compiler.is_compiling() or not v.is_contiguous() or not v.numel():
-        return F.pad(v, (0, K))
-    V, each = v.shape[-1], 8 // v.element_size()
-    out = v.new_empty((*v.shape[:-1], V + K))
-    # flat, because axes of size 1 may have any stride
-    rows, given = out.view(-1, V + K), v.view(-1)
-    if V % each == 0 == K % each and v.data_ptr() % 8 == 0:
-        rows, given, V = rows.view(torch.int64), given.view(torch.int64), V // each
-    rows[:, :V].copy_(given.view(-1, V))
-    rows[:, V:].zero_()
-    return out
 
 
 @overload
@@ -366,16 +294,6 @@ def _as_kv(state: None, transposed: bool) -> None: ...
 def _as_kv(state: Tensor | None, transposed: bool) -> Tensor | None:
     """Convert a state between the caller's layout and S[k, v], in either direction."""
     return state.mT if transposed and state is not None else state
-
-
-def _with_identity(span: Span, first_state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
-    """Return [N, HV, K, V + K]: ``[0 | I]`` for entering sequences, ``[S | 0]`` for the others."""
-    N, (HV, V), K = span.entering.shape[0], v.shape[2:], q.shape[-1]
-    eye = torch.eye(K, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    begun = (
-        eye.new_zeros((N, HV, K, V)) if first_state is None else only(first_state, ~span.entering)
-    )
-    return torch.cat([begun, only(eye.expand(N, HV, K, K), span.entering)], -1)
 
 
 def _fold(b: Tensor, M: Tensor, mask: Tensor, through: Tensor) -> Tensor:
@@ -388,26 +306,3 @@ def _fold(b: Tensor, M: Tensor, mask: Tensor, through: Tensor) -> Tensor:
     for i in range(1, b.shape[0]):
         S = torch.where(mask[i], b[i] + torch.where(through[i], M[i] @ S, 0.0), S)
     return S
-
-
-def _read(o_b: Tensor, o_M: Tensor, S: Tensor) -> Tensor:
-    """Return o_b + S^T o_M for every token, summed in the state dtype and rounded once.
-
-    o_b is [B, T, HV, V], o_M [B, T, HV, K], S [B, HV, K, V]. For B == 1 this overwrites o_b.
-    """
-    o = o_b.transpose(1, 2).flatten(0, 1)  # a view for B == 1
-    o.baddbmm_(o_M.transpose(1, 2).flatten(0, 1), S.flatten(0, 1).to(o.dtype))
-    return o.unflatten(0, (o_b.shape[0], o_b.shape[2])).transpose(1, 2)
-
-
-def _write(o_M: Tensor, do: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sum_t (o_M)_t do_t^T, [B, HV, K, V], summed in `dtype`.
-
-    On CUDA 16-bit operands are not cast, because the product sums them in `dtype`.
-    """
-    a, b = o_M.permute(0, 2, 3, 1), do.transpose(1, 2)
-    if a.is_cuda and a.dtype.itemsize == 2:
-        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(
-            0, a.shape[:2]
-        )
-    return a.to(dtype) @ b.to(dtype)

@@ -59,8 +59,6 @@ class Span:
             self.leaving = (begin < stop) & (stop < end)
             self.ending = ((start < end) | ~self.before[0]) & (end <= stop)
             self.through = ((begin < offsets[:-1, None]) & (offsets[1:, None] < end)).any(1)
-            # end of the entered sequence's tokens
-            self.last = torch.where(self.entering, self.cu_seqlens[1:], 0).sum()
 
     def pick(self, x: Tensor, mask: Tensor) -> Tensor:
         """Gather states ``[N, ...]`` of the sequences in the mask into slots ``[slots, ...]``.
@@ -76,16 +74,6 @@ class Span:
     def put(self, slots: Tensor, mask: Tensor, others: Tensor | None) -> Tensor:
         """Return states ``[N, ...]``: the slots within the mask, `others` (None: zero) outside."""
         return torch.where(_wide(mask, slots), slots, 0.0 if others is None else others)
-
-    def of_entered(self, x: Tensor, others: Tensor | float = 0.0) -> Tensor:
-        """Return x ``[B, T, ...]`` for tokens of entered sequences, `others` elsewhere.
-
-        For dense rows return x: if they do not enter, their entering state is zero.
-        """
-        if not self.packed:
-            return x
-        token = torch.arange(x.shape[1], device=x.device)
-        return torch.where((token < self.last).view(-1, *(1 for _ in x.shape[2:])), x, others)
 
 
 def only(x: Tensor, mask: Tensor) -> Tensor:

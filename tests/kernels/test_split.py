@@ -21,12 +21,20 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages.runs import Runs
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
+from kda_ops.stages import GRADIENTS
 from tests.operators import test_layouts, test_pools, test_sequences
-from tests.support.calls import forward, run
-from tests.support.cases import Case, replace, take
-from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget
+from tests.support.calls import forward, overload, run
+from tests.support.cases import TOKENS, Case, replace, take
+from tests.support.closeness import (
+    assert_all_close,
+    assert_all_identical,
+    assert_identical,
+    assert_meets_budget,
+    oracle,
+)
 from tests.support.plans import forget_plans
 from tests.support.pools import Pool
+from tests.support.shards import PARAMETERS, cut_twin
 from tests.support.stage import Stages, assert_stage
 
 TRITON = dispatch.load("triton")
@@ -169,8 +177,7 @@ def test_only_what_can_have_a_second_run_is_cut(lengths, chunks, force):
     p = Problem.parse(case.rank, *case.inputs().values(), **case.flags())
     runs = Runs(p)
     assert runs.length == (chunks if case.rows > tokens else 0)
-    assert (runs.maps is not None) == bool(runs.length)
-    assert not runs.length or runs.maps.shape == (
+    assert not runs.length or runs.new_maps().shape == (
         count_chunks(p, tokens) + (lengths is not None),
         p.HV,
         p.K,
@@ -181,3 +188,52 @@ def test_only_what_can_have_a_second_run_is_cut(lengths, chunks, force):
 def test_a_width_whose_maps_the_join_cannot_hold_is_not_cut():
     case = Case(K=200, T=300)
     assert Runs(Problem.parse(1, *case.inputs().values(), **case.flags())).length == 0
+
+
+def in_halves(case, cuts):
+    """Return what ranks would that hold the tokens between cuts, by their maps alone."""
+    op = {n: overload(case.variant, f"chunk_{n}") for n in ("map", "join", "map_bwd", "join_bwd")}
+    known = [a.name for a in op["map"]._schema.arguments]
+    flags = {n: f for n, f in case.flags().items() if n in known}
+    inputs, (do, dstate), V = case.inputs(TARGET.device), case.cotangents(TARGET.device), case.V
+    state, shards, parts = inputs["initial_state"], [], []
+    for a, b in zip(cuts, cuts[1:]):
+        *x, _, offsets = take(inputs, a, b).values()
+        offsets = None if offsets is None else offsets.clamp(a, b) - a
+        whole, runs, *tile, AP = op["map"](*x, offsets, **flags)
+        o, final_state, starts = op["join"](
+            *x, state, offsets, runs, *tile, output_final_state=True, **flags
+        )
+        A = AP if AP.dim() > 1 else tile[0] if case.dtype is not torch.float32 else None
+        shards.append((x, offsets, state, starts, A, do[:, a:b], o))
+        state = whole[..., V:] @ state + whole[..., :V]
+    for x, offsets, start, starts, A, d, o in reversed(shards):
+        left, runs, *tile = op["map_bwd"](*x, offsets, d, dstate, A, **flags)
+        tile[0] = A if tile[0].dim() == 1 else tile[0]
+        grads = op["join_bwd"](
+            d, dstate, runs, starts, *tile, *x, start, offsets, need=255, **flags
+        )
+        given = zip(GRADIENTS, (*x, start), grads)
+        parts.insert(0, {"o": o} | {f"d{n}": y for n, t, y in given if t is not None})
+        dstate = left
+    found = {n: torch.cat([part[n] for part in parts], 1) for n in parts[0] if n[1:] in TOKENS}
+    found |= {n: sum(part[n] for part in parts) for n in PARAMETERS if n in parts[0]}
+    o = torch.cat([part["o"] for part in parts], 1)
+    ends = {"final_state": final_state, "dinitial_state": parts[0]["dinitial_state"]}
+    return {"o": o} | found | ends
+
+
+@pytest.mark.parametrize(
+    "case, cuts",
+    [
+        (LONG, (0, 70, 70, 265, 400)),  # the third begins within a sequence, the second is empty
+        (replace(LONG, lengths=None, T=200, tail=0, B=2, HV=2, **CORRELATED), (0, 130, 150, 200)),
+        (replace(LONG, lengths=None, T=70, tail=0, K=136, V=16, gate="weak"), (0, 66, 70)),
+    ],
+    ids=("packed", "rows", "too wide for the join"),
+)
+def test_shards_in_two_halves_meet_the_budget(variant, case, cuts):
+    case = replace(case, variant=variant)
+    assert_all_close(
+        in_halves(case, cuts), oracle(case), lambda draw: cut_twin(case, cuts, case.dtype, draw)
+    )

@@ -98,6 +98,32 @@ class TestChunk:
             got = counted(lambda: ops.chunk_bwd(o, None, *kept, *args, need=need))
         assert got == {f"{namespace}.chunk_bwd": BACKWARD}
 
+    def test_halves_of_a_shard_scan_twice_and_prepare_once(self, namespace, chunk):
+        ops, need = getattr(torch.ops, namespace), mask_of([True] * 5)
+        with FakeTensorMode():  # on a GPU, as above
+            args = [x.bfloat16() for x in inputs(namespace, 1, 64, 1, 1, 128, 128, device="cuda")]
+            rest = *args, None, None
+            _, runs, *tile, AP = ops.chunk_map(*rest)
+            o, _, starts = ops.chunk_join(*rest, None, None, runs, *tile)
+            A, tiled = (AP, *tile), (runs, starts, *tile)
+            A = next(x for x in A if x.dim() > 1)
+            calls = {
+                "chunk_map": lambda: ops.chunk_map(*rest),
+                "chunk_join": lambda: ops.chunk_join(*rest, None, None, runs, *tile),
+                "chunk_map_bwd": lambda: ops.chunk_map_bwd(*rest, None, o, None, A),
+                "chunk_join_bwd": lambda: ops.chunk_join_bwd(
+                    o, None, *tiled, *rest, None, None, need=need
+                ),
+            }
+            got = {name: counted(call)[f"{namespace}.{name}"] for name, call in calls.items()}
+        assert (runs.shape, starts.shape) == ((1, 1, 128, 256), (1, 1, 128, 128))
+        assert got == {
+            "chunk_map": FORWARD + PRODUCT,  # less o (3), and K more columns (4)
+            "chunk_join": 7 * PRODUCT,
+            "chunk_map_bwd": 13 * PRODUCT,  # P and w (2), the scan (7), K more columns (4)
+            "chunk_join_bwd": BACKWARD - 2 * PRODUCT,
+        }
+
     def test_fake_tensors_count_like_real_ones(self, namespace, chunk):
         with FakeTensorMode():
             args = inputs(namespace, 1, 64, 1, 1, 128, 128)

@@ -98,6 +98,7 @@ def test_import_registers_every_operator_once():
     out = python("""
         import torch, kda_ops, importlib
         ops = "chunk chunk_fwd chunk_bwd recurrent recurrent_ chunk_ gate gate_bwd".split()
+        ops += [f"chunk_{half}{back}" for half in ("map", "join") for back in ("", "_bwd")]
         every = torch._C._dispatch_get_all_op_names()
         for variant in ("kda", "gdn"):
             for op in ops:

@@ -91,6 +91,32 @@ def test_opcheck_of_the_operators_of_training_graphs(variant, keep, strides):
             )
 
 
+@pytest.mark.parametrize("lengths", (None, (0, 3, 2)))
+def test_opcheck_of_the_halves_of_a_shard(variant, lengths):
+    sizes = dict(B=2, T=5, H=2, HV=2, K=8, V=6, lengths=lengths)
+    case = Case(variant, **sizes, beta="sigmoid", l2norm=True)
+    flags = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    *inputs, state, offsets = case.inputs(TARGET.device).values()
+    do, dfinal_state = case.cotangents(TARGET.device)
+
+    def check(op, *args, **more):
+        opcheck(overload(variant, op), args, flags | more, test_utils=QUICK[:2])
+        return overload(variant, op)(*args, **flags, **more)
+
+    _, *passed, _ = check("chunk_map", *inputs, offsets)
+    for asked in (True, False):
+        joined = check("chunk_join", *inputs, state, offsets, *passed, output_final_state=asked)
+    for dstate in (dfinal_state, None):
+        _, runs, *tile = check("chunk_map_bwd", *inputs, offsets, do, dstate)
+        check(
+            "chunk_join_bwd", do, dstate, runs, joined[2], *tile, *inputs, state, offsets, need=255
+        )
+    for op, args in (("chunk_map", (offsets,)), ("chunk_join", (state, offsets, *passed))):
+        got = overload(variant, op)(*as_leaves({"q": inputs[0]}).values(), *inputs[1:], *args)
+        with pytest.raises(RuntimeError, match=f"call kda_ops.distributed.chunk_{variant}, which"):
+            got[0].sum().backward()
+
+
 POOLS = {
     "plain": Pool(Case(B=2, T=3), "", False),
     "indexed, one dead": Pool(
@@ -196,7 +222,7 @@ def test_a_call_on_a_pool_counts_as_a_version(variant, op, monkeypatch):
 
 def test_a_checkpoint_policy_can_name_what_chunked_attention_computed():
     assert {op.name() for op in kda_ops.SAVE_OPS} == {
-        f"{v}::{op}" for v in VARIANTS for op in ("chunk", "chunk_fwd", "recurrent")
+        f"{v}::{op}" for v in VARIANTS for op in ("chunk", "chunk_fwd", "chunk_join", "recurrent")
     }
 
 

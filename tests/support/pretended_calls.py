@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kda_ops import chunk, recurrent
+from kda_ops import chunk, recurrent, shard
 from kda_ops.gate import GateBackwardPass, GatePass
 from kda_ops.registrations.schemas import mask_of
 from kda_ops.stages import GRADIENTS, KEPT
@@ -20,6 +20,8 @@ KINDS += (recurrent.Recur, recurrent.Decode, GatePass, GateBackwardPass)
 INTO = (chunk.PrefillInto, recurrent.DecodeInto)
 PREFILLS, DECODES = (chunk.Prefill, INTO[0]), (recurrent.Decode, INTO[1])
 KINDS += INTO
+SHARDS = (shard.MapForward, shard.JoinForward, shard.MapBackward, shard.JoinBackward)
+KINDS += SHARDS
 LAYOUTS = ("dense", "off", "heads_first", "fused", "second", "far")
 TOKENS: tuple[int, ...] = 1, 2, 15, 16, 17, 32, 63, 64, 65, 70, 128, 192
 TOKENS += 1000, 1024, 2048, 20000, 32768
@@ -186,10 +188,12 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
         T = min(T, n.columns)
     D = (model.K,) if model.rank else ()
     activated = model.gate in ("softplus", "bounded")
-    names = ["use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "transpose_state_layout"]
-    names += [] if in_place and kind not in PREFILLS else ["output_final_state"]
+    names = ["use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"]
+    names += [] if kind in SHARDS else ["transpose_state_layout"]
+    names += [] if kind in (*DECODES, *SHARDS) else ["output_final_state"]
     if kind not in (recurrent.Recur, *DECODES):
-        names += ["safe_gate", "safe_beta", "safe_keys", "invariant"]
+        names += ["safe_gate", "safe_beta", "safe_keys"]
+        names += [] if kind in SHARDS else ["invariant"]
     flags: dict[str, Any] = {x: y for x, y in model.flags if x in names}
     flags |= {"use_gate_in_kernel": activated, "scale": 0.125}
     if model.gate == "bounded":
@@ -215,7 +219,8 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
         x["dt_bias"] = make((HV, *D), torch.float32, "dense")
     if packed:
         x["cu_seqlens"] = make((N + 1,), model.index, n.layout if n.layout == "off" else "dense")
-    width = (model.V, model.K) if flags["transpose_state_layout"] else (model.K, model.V)
+    turned = flags.get("transpose_state_layout")
+    width = (model.V, model.K) if turned else (model.K, model.V)
     if in_place:
         rows = N if not model.slots else 5 * N
         x["state"] = make((rows, HV, *width), model.pool, n.state_layout)
@@ -247,16 +252,18 @@ def arguments(model: Model, n: Numbers) -> tuple[tuple[Tensor | None, ...], dict
         x["g"] = make((B, T, HV, *D), model.wide, n.layout)
         x.setdefault("A_log", make((HV,), torch.float32))
         x["dy"] = make((B, T, HV, *D), torch.float32, n.layout)
-    if kind is chunk.Backward:
+    if kind in (chunk.Backward, *SHARDS):
         o = (B, T, HV, model.V)
         x["do"] = make(o, model.dtype, n.layout) if model.do else None
-        if flags["output_final_state"] and (model.state or not model.do):
+        if flags.get("output_final_state", True) and (model.state or not model.do):
             x["dfinal_state"] = make((N, HV, *width), torch.float32, n.state_layout)
     return tuple(x.get(name) for name in kind.operator.names), flags
 
 
 def run(backend, model: Model, n: Numbers, **more: Any):
     """Return how to run a call: the pass, the rank, the arguments and the flags, with `more`."""
+    if model.kind in SHARDS:
+        return _half(backend, model, n, more)
     args, flags = arguments(model, n)
     flags |= more
     if model.kind is chunk.Backward:
@@ -271,3 +278,23 @@ def run(backend, model: Model, n: Numbers, **more: Any):
         present = [given.get(name) is not None for name in GRADIENTS]
         flags = flags | {"need": model.need & mask_of(present)}
     return model.kind, model.rank, args, flags
+
+
+def _half(backend, model: Model, n: Numbers, more: dict[str, Any]):
+    """Return how to run a half of a call on a shard, after those before it."""
+    names = shard.JoinBackward.operator.names  # every tensor
+    args, flags = arguments(replace(model, kind=shard.JoinBackward), n)
+    x, flags = dict(zip(names, args)), flags | more
+    need = model.need & mask_of(x[name] is not None for name in GRADIENTS)
+
+    def call(kind):
+        asked = {"need": need} if kind is shard.JoinBackward else {}
+        asked |= {"output_final_state": model.kept} if kind is shard.JoinForward else {}
+        return kind, model.rank, tuple(map(x.get, kind.operator.names)), flags | asked
+
+    for kind in SHARDS[: SHARDS.index(model.kind)]:
+        found = dict(zip(kind.operator.results, backend.run(*call(kind))))
+        x |= {name: y for name, y in found.items() if name != "A" or y.dim() > 1}
+        if kind is shard.JoinForward:  # what is kept
+            x["A"] = next((x[name] for name in ("AP", "A") if x[name].dim() > 1), None)
+    return call(model.kind)

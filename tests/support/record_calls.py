@@ -18,8 +18,8 @@ from kda_ops.operators import Operator
 from kda_ops.registrations import schemas
 from tests.support.pretended_calls import LAYOUTS, make
 
-CHUNK = 64
-LENGTHS = dict(B=2, T=70, N=2, S=72, J=1, L=5, I=3, H=2, h=4, K=16, V=32, C=CHUNK, R=3)
+CHUNK, RUN = 64, 2048  # of a shard
+LENGTHS = dict(B=2, T=70, N=2, S=72, J=1, L=5, I=3, H=2, h=4, K=16, V=32, C=CHUNK)
 LENGTHS |= dict(X=48, W=4, P=3, G=2)
 DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.bool)
 OTHER_DTYPES = (*DTYPES, torch.float16, torch.float64, torch.int64)
@@ -64,7 +64,11 @@ class Call:
         if letter == "c":
             B, T, N = (lengths[x] for x in "BTN")
             return T // CHUNK + N if self.packed else B * ((T + CHUNK - 1) // CHUNK)
-        return {"D": lengths["K"] if self.rank else 1, "M": lengths["N"] + 1}[letter]
+        if letter == "r":  # a tail is a run too
+            B, T, N = (lengths[x] for x in "BTN")
+            return T // RUN + N + 1 if self.packed else B * ((T + RUN - 1) // RUN)
+        D, R = (lengths["K"], 3) if self.rank else (1, 7)
+        return {"D": D, "R": R, "M": lengths["N"] + 1, "Y": lengths["V"] + lengths["K"]}[letter]
 
     def shape(self, name: str, x: Given) -> tuple[int, ...]:
         """Return the shape of an argument in a form."""

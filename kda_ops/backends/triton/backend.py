@@ -32,9 +32,10 @@ from kda_ops.backends.triton.stages.gate import gate, gate_backward
 from kda_ops.backends.triton.stages.gated_norm import gated_norm, gated_norm_backward
 from kda_ops.backends.triton.stages.gradient import gradient
 from kda_ops.backends.triton.stages.prepare import prepare
-from kda_ops.backends.triton.stages.reverse_scan import reverse_scan
+from kda_ops.backends.triton.stages.reverse_scan import map_shard_back, reverse_scan
 from kda_ops.backends.triton.stages.reverse_walk import reverse_walk, walks
-from kda_ops.backends.triton.stages.scan import scan
+from kda_ops.backends.triton.stages.runs import starts_of_runs
+from kda_ops.backends.triton.stages.scan import map_shard, scan
 from kda_ops.backends.triton.stages.short_conv import (
     short_conv,
     short_conv_backward,
@@ -76,6 +77,8 @@ class Triton(Backend):
 
     prepare, scan = staticmethod(prepare), staticmethod(scan)
     reverse_scan = staticmethod(reverse_scan)
+    map_shard, map_shard_back = staticmethod(map_shard), staticmethod(map_shard_back)
+    starts_of_runs = staticmethod(starts_of_runs)
     gradient, step = staticmethod(gradient), staticmethod(step)
     train = staticmethod(walk_training)
     walks_back = staticmethod(tuning.walks_back)
@@ -98,13 +101,6 @@ class Triton(Backend):
         """Drop all plans."""
         self.plans.clear()
         self.decodes.clear()
-
-    def keeps_AP(self, p: Problem) -> bool:
-        """Return whether A is kept in one tile with P: KDA in 16 bits, where backward recomputes.
-
-        No scan reads that tile before `prepare` takes it back, and `prepare` then needs no scores.
-        """
-        return bool(p.rank) and not p.disable_recompute and p.q.dtype.itemsize == 2
 
     def writes_to(self, out: Tensor) -> bool:
         """Return whether kernels write to a caller's tensor: a contiguous one."""

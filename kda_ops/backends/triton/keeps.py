@@ -47,5 +47,25 @@ class AsGiven(Keeps):
 
         return super().trained_names(p) if tuning.centred(p) else frozenset()
 
+    def keeps_AP(self, p: Problem) -> bool:
+        """Return whether A is kept in one tile with P: KDA in 16 bits, where backward recomputes.
+
+        No scan reads that tile before `prepare` takes it back, and `prepare` then needs no scores.
+        """
+        return bool(p.rank) and not p.disable_recompute and p.q.dtype.itemsize == 2
+
+    def tile_names(self, rank: int) -> frozenset[str]:
+        """Return what the scans read."""
+        names = frozenset(("A", "P", "gamma", "factors"))
+        return names | {"w", "qg", "kg"} if rank else names
+
+    def runs(self, p: Problem) -> int:
+        """Return how many runs a shard has, the tail of a packed row included."""
+        try:
+            from kda_ops.backends.triton import tuning
+        except ModuleNotFoundError:  # as above
+            return 0
+        return tuning.pieces(p) + (p.cu_seqlens is not None) if tuning.run_length(p) else 0
+
 
 KEEPS = AsGiven()

@@ -638,6 +638,9 @@ def ahead(p: Problem) -> int | None:
     return max(1, chunks - (chunks - 8) * meanwhile // 1024)
 
 
+SHARD_RUN = 32  # chunks per run of a shard
+
+
 def has_runs(HV: int, V: int, device: torch.device) -> bool:
     """Return whether value heads are so few that long sequences are cut into runs."""
     return 3 * HV * triton.cdiv(V, 64) <= processors(device)
@@ -663,7 +666,13 @@ def run_length(p: Problem) -> int:
 
     They stay whole too if none is longer than a run. So results depend on the widths, HV and the
     number of multiprocessors, never on B, N, T or values, and with `invariant` on widths alone.
+
+    A shard with tokens is always cut, unless a map is too wide for the join: few ranks leave few
+    sequences and heads, and the state that enters comes late.
     """
+    if p.sharded:
+        length = SHARD_RUN if FORCED.run is None else FORCED.run
+        return 0 if width(p.K, p.q.dtype) > 128 or p.V == 0 or p.T == 0 else length
     length = 0 if p.invariant else longest_run(p.HV, p.K, p.V, p.q.dtype, p.q.device)
     return length if p.T > length * CHUNK else 0
 

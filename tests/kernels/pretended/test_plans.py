@@ -259,6 +259,7 @@ LARGE = [
     (pretended_calls.Model(kind=kind, rank=rank, kept=kept, **(pretended_calls.MODEL | words)), T)
     for kind, kept in ((chunk.Infer, False), (chunk.Forward, False), (chunk.Backward, False))
     + ((chunk.Forward, True), (chunk.Backward, True))
+    + tuple((half, False) for half in pretended_calls.SHARDS)
     for rank in (1, 0)
     for words, T in (
         ({}, 4096),

@@ -85,8 +85,8 @@ def exact(kind: type[Pass], rank: int, args: tuple, flags: dict) -> tuple[tuple,
 
 
 def varying(operator: Operator) -> list[str]:
-    """Return the letters of axes that vary, of those that the arguments have."""
-    used = "".join(operator.axes_of(name) for name in operator.names)
+    """Return the letters of axes that vary, of those that the arguments have; N comes with M."""
+    used = "".join(operator.axes_of(name) for name in operator.names).replace("M", "MN")
     return [letter for letter in VARYING if letter in used]
 
 

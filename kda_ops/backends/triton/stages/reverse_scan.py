@@ -101,7 +101,7 @@ def write_values(ends, at, i_tile, c, b_z, b_beta, V: tl.constexpr, FEW: tl.cons
 @triton.jit
 def close_reverse(ends, at, b_dS, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
     """Write the gradient of the state that this program ends with."""
-    close_run(ends.dinitial, None, ends.maps, at, at.live, turn_back(b_dS), o_k, o_v, K, V, True)
+    close_run(ends.dinitial, None, ends.maps, at, at.live, turn_back(b_dS), o_k, o_v, K, V)
 
 
 @triton.jit(do_not_specialize=["N", "T", "HV"])
@@ -119,6 +119,7 @@ def reverse_scan_kda(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
     RUN: tl.constexpr,
+    OPEN: tl.constexpr,
     FEW: tl.constexpr,
 ):
     """Carry BV columns of dS, the gradient of the state of one sequence and head, back.
@@ -136,7 +137,7 @@ def reverse_scan_kda(
     from memory, never of a product. The operand dv_new is rounded. On A's diagonal, which is one, z
     takes it unrounded.
     """
-    at = place(cu_seqlens, None, ends.maps, N, T, HV, K, V, BV, RUN, True)
+    at = place(cu_seqlens, None, ends.maps, N, T, HV, K, V, BV, RUN, True, OPEN)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = tile.w.dtype.element_ty
     b_dS = open_reverse(ends, at, o_k, o_v, K, V, RUN)
@@ -183,6 +184,7 @@ def reverse_scan_gdn(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
     RUN: tl.constexpr,
+    OPEN: tl.constexpr,
 ):
     """Carry dS back as `reverse_scan_kda` does, for one decay per head; from q, k and `TileGDN`::
 
@@ -192,7 +194,7 @@ def reverse_scan_gdn(
     The factors are those of the tile (`operands`, "Factors of GDN"). They move past the products. w
     is not needed, because w^T dv_new = (beta k exp G)^T z.
     """
-    at = place(cu_seqlens, None, ends.maps, N, T, HV, K, V, BV, RUN, True)
+    at = place(cu_seqlens, None, ends.maps, N, T, HV, K, V, BV, RUN, True, OPEN)
     i_g = at.i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = tile.A.dtype.element_ty
@@ -252,6 +254,80 @@ def _new_dinitial(p: Problem) -> Tensor:
     return as_kv(p, new(p.q, "dinitial_state", shape, torch.float32))
 
 
+def _carry(
+    p: Problem, tile: Tile, runs: Runs, name: str, ends: ReverseEnds, open_ends: bool = False
+) -> None:
+    """Launch the reverse scan, with the options of `name`."""
+    q, mapped = p.q, ends.maps.pointer is not None
+    options = tuning.choose(name, p, tuning.Columns)
+    if p.rank:
+        parts: dict[str, Any] = dict(
+            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.factors, tile.gamma),
+            FEW=ends.z is not None and reads_few(p),
+        )
+    else:
+        parts = dict(
+            q=strided(fit(q)),
+            k=strided(fit(p.k)),
+            tile=TileGDN(tile.A, tile.P, tile.factors, tile.gamma),
+            H=p.H,
+        )
+    launch(
+        reverse_scan_kda if p.rank else reverse_scan_gdn,
+        runs.programs(p.V + p.K if mapped else p.V, options.block_v),
+        q.device,
+        **parts,
+        ends=ends,
+        cu_seqlens=dense(p.cu_seqlens),
+        N=p.N,
+        T=p.T,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        BK=tuning.width(p.K, q.dtype),
+        BV=options.block_v,
+        STAGES=options.stages,
+        PREC="tf32x3" if q.dtype is torch.float32 else "tf32",
+        RUN=runs.length,
+        OPEN=open_ends,
+        **options.launch,
+    )
+
+
+def find_maps_back(
+    p: Problem, tile: Tile, runs: Runs, do: Tensor | None, dfinal: Tensor | None
+) -> Tensor:
+    """Return the maps of runs, or of a shard's whole sequences: a reverse scan without outputs."""
+    maps, none = runs.new_maps(), strided(None)
+    ends = ReverseEnds(strided(fit(do)), strided(dfinal), None, None, none, none, strided(maps))
+    name = "reverse_scan_kda_maps" if p.rank else "reverse_scan_gdn_maps"
+    _carry(p, tile, runs, name, ends, open_ends=p.sharded)
+    return maps
+
+
+def _kv(p: Problem, dfinal_state: Tensor | None) -> Tensor | None:
+    """Return the gradient of the final state as S[k, v], None where there is none."""
+    if dfinal_state is None or dfinal_state.numel() == 0:
+        return None
+    return as_kv(p, dfinal_state)
+
+
+def map_shard_back(
+    p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of the initial state, and the maps of runs; see
+    `kda_ops.stages.Backend.map_shard_back`.
+    """
+    runs, dfinal = Runs(p), _kv(p, dfinal_state)
+    if runs.length:
+        maps = find_maps_back(p, tile, runs, do, dfinal)
+        return runs.join_shard(maps, True, dfinal, p.V), maps
+    none, dinitial = strided(None), _new_dinitial(p)
+    ends = ReverseEnds(strided(fit(do)), strided(dfinal), None, None, none, strided(dinitial), none)
+    _carry(p, tile, runs, "reverse_scan_kda" if p.rank else "reverse_scan_gdn", ends)
+    return dinitial, None
+
+
 def reverse_scan(
     p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]
 ) -> Reverse:
@@ -262,59 +338,17 @@ def reverse_scan(
     z = new(q, "z", (NT, p.HV, problem.CHUNK, p.V)) if tiled or few else None
     dv = None if tiled and "v" not in need else new(q, "dv", p.v.shape)
     dinitial = _new_dinitial(p) if "initial_state" in need else None
-    dfinal = None if dfinal_state is None or dfinal_state.numel() == 0 else as_kv(p, dfinal_state)
-    name = "reverse_scan_kda" if p.rank else "reverse_scan_gdn"
-    runs = Runs(p)
-    if p.rank:
-        parts: dict[str, Any] = dict(
-            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.factors, tile.gamma),
-            FEW=few,
-        )
-    else:
-        parts = dict(
-            q=strided(fit(q)),
-            k=strided(fit(p.k)),
-            tile=TileGDN(tile.A, tile.P, tile.factors, tile.gamma),
-            H=p.H,
-        )
-
-    def carry(options: tuning.Columns, ends: ReverseEnds) -> None:
-        mapped = ends.maps.pointer is not None
-        launch(
-            reverse_scan_kda if p.rank else reverse_scan_gdn,
-            runs.programs(p.V + p.K if mapped else p.V, options.block_v),
-            q.device,
-            **parts,
-            ends=ends,
-            cu_seqlens=dense(p.cu_seqlens),
-            N=p.N,
-            T=p.T,
-            HV=p.HV,
-            K=p.K,
-            V=p.V,
-            BK=tuning.width(p.K, q.dtype),
-            BV=options.block_v,
-            STAGES=options.stages,
-            PREC="tf32x3" if q.dtype is torch.float32 else "tf32",
-            RUN=runs.length,
-            **options.launch,
-        )
-
+    starts, runs = _kv(p, dfinal_state), Runs(p)
+    if runs.length and not p.sharded:
+        starts = runs.join(find_maps_back(p, tile, runs, do, starts), back=True)
     ends = ReverseEnds(
         do=strided(fit(do)),
-        dfinal=strided(dfinal),
+        dfinal=strided(starts),
         dstates=dstates,
         z=z,
         dv=strided(dv),
         dinitial=strided(dinitial),
         maps=strided(None),
     )
-    if runs.length:
-        none = strided(None)
-        maps = ends._replace(dstates=None, z=None, dv=none, dinitial=none)
-        carry(
-            tuning.choose(name + "_maps", p, tuning.Columns), maps._replace(maps=strided(runs.maps))
-        )
-        ends = ends._replace(dfinal=strided(runs.join(back=True)))
-    carry(tuning.choose(name, p, tuning.Columns), ends)
+    _carry(p, tile, runs, "reverse_scan_kda" if p.rank else "reverse_scan_gdn", ends)
     return Reverse(dstates, z, dv, dinitial)

@@ -244,11 +244,12 @@ def begin_scan(
     V: tl.constexpr,
     BV: tl.constexpr,
     RUN: tl.constexpr,
+    OPEN: tl.constexpr,
     NULL: tl.constexpr,
 ):
     """Return where this program is (`runs.Place`), and whether it scans."""
     wait_for_previous()
-    at = place(cu_seqlens, ends.slots, ends.maps, N, T, HV, K, V, BV, RUN, False, NULL)
+    at = place(cu_seqlens, ends.slots, ends.maps, N, T, HV, K, V, BV, RUN, False, OPEN, NULL)
     return at, takes_part(at.live, progress)
 
 
@@ -272,7 +273,7 @@ def open_scan(
 def close_scan(ends, progress, at, live, b_S, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
     """Write the state that this program ends with, unless it has missed a tile."""
     live = has_followed(live, progress)
-    close_run(ends.final, ends.slots, ends.maps, at, live, turn_back(b_S), o_k, o_v, K, V, False)
+    close_run(ends.final, ends.slots, ends.maps, at, live, turn_back(b_S), o_k, o_v, K, V)
 
 
 @triton.jit
@@ -321,6 +322,7 @@ def scan_kda(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
     RUN: tl.constexpr,
+    OPEN: tl.constexpr,
     NULL: tl.constexpr,
 ):
     """Carry BV columns of the state S of one sequence and head through the chunks.
@@ -339,7 +341,7 @@ def scan_kda(
 
     With `progress` the scan follows a `prepare` that still runs (`tile.UnfinishedTile`).
     """
-    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN, NULL)
+    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN, OPEN, NULL)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = tile.w.dtype.element_ty
     b_S = open_scan(ends, progress, at, live, o_k, o_v, K, V, RUN, resumed)
@@ -402,6 +404,7 @@ def scan_gdn(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
     RUN: tl.constexpr,
+    OPEN: tl.constexpr,
     NULL: tl.constexpr,
 ):
     """Carry the state as `scan_kda` does, for one decay per head; from q, k, v and `TileGDN`::
@@ -413,7 +416,7 @@ def scan_gdn(
     per row, which moves past the dot products: q and k go from memory to the tensor cores as they
     are.
     """
-    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN, NULL)
+    at, live = begin_scan(ends, cu_seqlens, progress, N, T, HV, K, V, BV, RUN, OPEN, NULL)
     i_g = at.i_h // (HV // H)
     o_r, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BK), at.i_v + tl.arange(0, BV)
     TYPE: tl.constexpr = tile.A.dtype.element_ty
@@ -459,11 +462,84 @@ def _states(p: Problem, final_state: Tensor | None):
     return initial, final, p.state_indices, p.snapshot_indices
 
 
+def _carry(
+    p: Problem,
+    tile: Tile,
+    runs: Runs,
+    name: str,
+    ends: Ends,
+    progress: Progress = _ALONE,
+    until: int = 0,
+    open_ends: bool = False,
+) -> None:
+    """Launch the scan, with the options of `name`."""
+    device, mapped = p.q.device, ends.maps.pointer is not None
+    options = tuning.choose(name, p, tuning.Columns)
+    if p.rank:
+        parts: dict[str, Any] = dict(
+            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.factors, tile.gamma)
+        )
+    else:
+        parts = dict(
+            q=strided(fit(p.q)),
+            k=strided(fit(p.k)),
+            tile=TileGDN(tile.A, tile.P, tile.factors, tile.gamma),
+            H=p.H,
+        )
+    launch(
+        scan_kda if p.rank else scan_gdn,
+        runs.programs(p.V + p.K if mapped else p.V, options.block_v),
+        device,
+        **parts,
+        v=strided(fit(p.v)),
+        ends=ends,
+        cu_seqlens=dense(p.cu_seqlens),
+        N=p.N,
+        T=p.T,
+        progress=progress,
+        until=until,
+        patience=tuning.patience(),
+        HV=p.HV,
+        every=1 if ends.into.pointer is None else p.snapshot_every,
+        columns=0 if ends.into.pointer is None else ends.into.pointer.shape[1],
+        resumed=p.has_initial_state,
+        K=p.K,
+        V=p.V,
+        BK=tuning.width(p.K, p.q.dtype),
+        BV=options.block_v,
+        STAGES=options.stages,
+        PREC="tf32x3" if p.q.dtype is torch.float32 else "tf32",
+        RUN=runs.length,
+        OPEN=open_ends,
+        NULL=p.null_slot,
+        **options.launch,
+        **tuning.begins_early(device),
+    )
+
+
+def find_maps(
+    p: Problem, tile: Tile, runs: Runs, initial: Tensor | None = None, slots: Tensor | None = None
+) -> Tensor:
+    """Return the maps of runs (`runs`), or of a shard's whole sequences: a scan without outputs."""
+    maps, none = runs.new_maps(), strided(None)
+    ends = Ends(none, strided(initial), none, dense(slots), none, none, None, None, strided(maps))
+    name = "scan_kda_maps" if p.rank else "scan_gdn_maps"
+    _carry(p, tile, runs, name, ends, open_ends=p.sharded)
+    return maps
+
+
+def map_shard(p: Problem, tile: Tile) -> tuple[Tensor, Tensor | None]:
+    """Return the maps of sequences and runs; see `kda_ops.stages.Backend.map_shard`."""
+    runs = Runs(p)
+    maps = find_maps(p, tile, runs)
+    return (runs.join_shard(maps, False, None, p.V + p.K), maps) if runs.length else (maps, None)
+
+
 def scan(
     p: Problem, tile: Tile, o: Tensor | None, final_state: Tensor | None, keep: bool
 ) -> Trace | None:
     """Carry the state through the chunks of each sequence; see `kda_ops.stages.Backend.scan`."""
-    device, NT, v = p.q.device, count_chunks(p), fit(p.v)
+    device, NT = p.q.device, count_chunks(p)
     trace = (
         Trace(
             new(p.q, "states", (NT, p.HV, p.K, p.V)),
@@ -476,54 +552,12 @@ def scan(
     initial, final, slots, into = _states(p, final_state)
     name = "scan_kda" if p.rank else "scan_gdn"
     runs = Runs(p)
-    if p.rank:
-        parts: dict[str, Any] = dict(
-            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.factors, tile.gamma)
-        )
-    else:
-        parts = dict(
-            q=strided(fit(p.q)),
-            k=strided(fit(p.k)),
-            tile=TileGDN(tile.A, tile.P, tile.factors, tile.gamma),
-            H=p.H,
-        )
-
-    def carry(
-        options: tuning.Columns, ends: Ends, progress: Progress = _ALONE, until: int = 0
-    ) -> None:
-        mapped = ends.maps.pointer is not None
-        launch(
-            scan_kda if p.rank else scan_gdn,
-            runs.programs(p.V + p.K if mapped else p.V, options.block_v),
-            device,
-            **parts,
-            v=strided(v),
-            ends=ends,
-            cu_seqlens=dense(p.cu_seqlens),
-            N=p.N,
-            T=p.T,
-            progress=progress,
-            until=until,
-            patience=tuning.patience(),
-            HV=p.HV,
-            every=1 if ends.into.pointer is None else p.snapshot_every,
-            columns=0 if ends.into.pointer is None else ends.into.pointer.shape[1],
-            resumed=p.has_initial_state,
-            K=p.K,
-            V=p.V,
-            BK=tuning.width(p.K, p.q.dtype),
-            BV=options.block_v,
-            STAGES=options.stages,
-            PREC="tf32x3" if p.q.dtype is torch.float32 else "tf32",
-            RUN=runs.length,
-            NULL=p.null_slot,
-            **options.launch,
-            **tuning.begins_early(device),
-        )
-
+    starts = initial
+    if runs.length and not p.sharded:
+        starts = runs.join(find_maps(p, tile, runs, initial, slots), back=False)
     ends = Ends(
         o=strided(o),
-        initial=strided(initial),
+        initial=strided(starts),
         final=strided(final),
         slots=dense(slots),
         pool=strided(None if into is None or final is not None else initial),
@@ -532,20 +566,14 @@ def scan(
         v_new=None if trace is None else trace.v_new,
         maps=strided(None),
     )
-    if runs.length:
-        none = strided(None)
-        maps = ends._replace(o=none, final=none, pool=none, into=none, states=None, v_new=None)
-        carry(
-            tuning.choose(name + "_maps", p, tuning.Columns), maps._replace(maps=strided(runs.maps))
-        )
-        ends = ends._replace(initial=strided(runs.join(back=False)))
     if isinstance(tile, UnfinishedTile):
-        options = tuning.choose(name + "_overlapped", p, tuning.Columns)
+        overlapped = name + "_overlapped"
         with overlap_streams(device, early=True) as on_side_stream:
-            carry(options, ends, Progress(tile.ready, tile.missed), tile.until)
+            progress = Progress(tile.ready, tile.missed)
+            _carry(p, tile, runs, overlapped, ends, progress, tile.until)
             with on_side_stream:
                 tile.rest()
-        carry(options, ends, Progress(None, tile.missed))
+        _carry(p, tile, runs, overlapped, ends, Progress(None, tile.missed))
     else:
-        carry(tuning.choose(name, p, tuning.Columns), ends)
+        _carry(p, tile, runs, name, ends)
     return trace
