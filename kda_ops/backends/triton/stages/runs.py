@@ -214,6 +214,7 @@ def join_runs(
     BV: tl.constexpr,
     RUN: tl.constexpr,
     BACK: tl.constexpr,
+    SHARD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Carry a state through the maps of one sequence and head, BV of its W columns::
@@ -223,8 +224,8 @@ def join_runs(
     The state that each run starts from takes the place of b in `maps`. The states of the first two
     runs are there already: the given state, and the state that the first run ends with.
 
-    With `shard` (`Joined`), `maps` has all runs and is not written. With more columns than V, the
-    sequence starts from ``[initial | I]``, and ends with its map.
+    With SHARD, `shard` is given (`Joined`), and `maps` has all runs and is not written. With more
+    columns than V, the sequence starts from ``[initial | I]``, and ends with its map.
     """
     slices: tl.constexpr = (W + BV - 1) // BV
     i_nh = tl.program_id(0) // slices
@@ -233,8 +234,8 @@ def join_runs(
     _, _, length, first = locate_sequence(cu_seqlens, i_n, N, T, RUN * CHUNK)
     count = tl.cdiv(length, RUN * CHUNK)
     m_S, m_M = (o_k < K)[:, None] & (o_v < V)[None, :], (o_k < K)[:, None] & (o_k < K)[None, :]
-    known: tl.constexpr = 2 if shard is None else 0
-    if shard is None:
+    known: tl.constexpr = 0 if SHARD else 2
+    if not SHARD:
         b_S = tl.load(
             state_at(maps, first + (count - 2 if BACK else 1), i_h, o_k, o_v),
             mask=m_S & (count > 2),
@@ -250,13 +251,13 @@ def join_runs(
         slot = first + (count - 1 - i if BACK else i)
         b_M = tl.load(state_at(maps, slot, i_h, o_k, o_k + V), mask=m_M, other=0.0)
         p_b = state_at(maps, slot, i_h, o_k, o_v)
-        if shard is not None:
+        if SHARD:
             if shard.starts.pointer is not None:
                 close_state(shard.starts, None, slot, i_h, b_S, o_k, o_v, True, K, V)
         b_S = map_state(b_M, b_S, tl.load(p_b, mask=m_S, other=0.0))
-        if shard is None:
+        if not SHARD:
             tl.store(p_b, b_S, mask=m_S)
-    if shard is not None:
+    if SHARD:
         if shard.final.pointer is not None:
             close_state(shard.final, None, i_n, i_h, b_S, o_k, o_v, True, K, W)
 
@@ -316,6 +317,7 @@ class Runs:
             BV=options.block_v,
             RUN=self.length,
             BACK=back,
+            SHARD=shard is not None,
             STAGES=options.stages,
             **options.launch,
         )
