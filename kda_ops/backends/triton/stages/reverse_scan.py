@@ -252,6 +252,57 @@ def _new_dinitial(p: Problem) -> Tensor:
     return as_kv(p, new(p.q, "dinitial_state", shape, torch.float32))
 
 
+def carry(p: Problem, tile: Tile, runs: Runs, ends: ReverseEnds, few: bool = False) -> None:
+    """Launch the reverse scan, or with `ends.maps` the pass that finds the maps of runs."""
+    mapped = ends.maps.pointer is not None
+    name = f"reverse_scan_{'kda' if p.rank else 'gdn'}" + "_maps" * mapped
+    options = tuning.choose(name, p, tuning.Columns, runs.length)
+    if p.rank:
+        parts: dict[str, Any] = dict(
+            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.factors, tile.gamma),
+            FEW=few,
+        )
+    else:
+        parts = dict(
+            q=strided(fit(p.q)),
+            k=strided(fit(p.k)),
+            tile=TileGDN(tile.A, tile.P, tile.factors, tile.gamma),
+            H=p.H,
+        )
+    launch(
+        reverse_scan_kda if p.rank else reverse_scan_gdn,
+        runs.programs(p.V + p.K if mapped else p.V, options.block_v),
+        p.q.device,
+        **parts,
+        ends=ends,
+        cu_seqlens=dense(p.cu_seqlens),
+        N=p.N,
+        T=p.T,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        BK=tuning.width(p.K, p.q.dtype),
+        BV=options.block_v,
+        STAGES=options.stages,
+        PREC="tf32x3" if p.q.dtype is torch.float32 else "tf32",
+        RUN=runs.length,
+        **options.launch,
+    )
+
+
+def enter_runs(
+    p: Problem, tile: Tile, runs: Runs, do: Tensor | None, dfinal: Tensor | None, few: bool = False
+) -> Tensor:
+    """Return the gradient of the state that leaves each run, [runs, HV, K, V] fp32.
+
+    `dfinal` is seen as S[k, v].
+    """
+    none = strided(None)
+    ends = ReverseEnds(strided(do), strided(dfinal), None, None, none, none, strided(runs.maps))
+    carry(p, tile, runs, ends, few)
+    return runs.join(back=True)
+
+
 def reverse_scan(
     p: Problem, tile: Tile, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]
 ) -> Reverse:
@@ -263,45 +314,11 @@ def reverse_scan(
     dv = None if tiled and "v" not in need else new(q, "dv", p.v.shape)
     dinitial = _new_dinitial(p) if "initial_state" in need else None
     dfinal = None if dfinal_state is None or dfinal_state.numel() == 0 else as_kv(p, dfinal_state)
-    name = "reverse_scan_kda" if p.rank else "reverse_scan_gdn"
-    runs = Runs(p)
-    if p.rank:
-        parts: dict[str, Any] = dict(
-            tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.factors, tile.gamma),
-            FEW=few,
-        )
-    else:
-        parts = dict(
-            q=strided(fit(q)),
-            k=strided(fit(p.k)),
-            tile=TileGDN(tile.A, tile.P, tile.factors, tile.gamma),
-            H=p.H,
-        )
-
-    def carry(options: tuning.Columns, ends: ReverseEnds) -> None:
-        mapped = ends.maps.pointer is not None
-        launch(
-            reverse_scan_kda if p.rank else reverse_scan_gdn,
-            runs.programs(p.V + p.K if mapped else p.V, options.block_v),
-            q.device,
-            **parts,
-            ends=ends,
-            cu_seqlens=dense(p.cu_seqlens),
-            N=p.N,
-            T=p.T,
-            HV=p.HV,
-            K=p.K,
-            V=p.V,
-            BK=tuning.width(p.K, q.dtype),
-            BV=options.block_v,
-            STAGES=options.stages,
-            PREC="tf32x3" if q.dtype is torch.float32 else "tf32",
-            RUN=runs.length,
-            **options.launch,
-        )
-
+    runs, do = Runs(p), fit(do)
+    if runs.length:
+        dfinal = enter_runs(p, tile, runs, do, dfinal, few)
     ends = ReverseEnds(
-        do=strided(fit(do)),
+        do=strided(do),
         dfinal=strided(dfinal),
         dstates=dstates,
         z=z,
@@ -309,12 +326,5 @@ def reverse_scan(
         dinitial=strided(dinitial),
         maps=strided(None),
     )
-    if runs.length:
-        none = strided(None)
-        maps = ends._replace(dstates=None, z=None, dv=none, dinitial=none)
-        carry(
-            tuning.choose(name + "_maps", p, tuning.Columns), maps._replace(maps=strided(runs.maps))
-        )
-        ends = ends._replace(dfinal=strided(runs.join(back=True)))
-    carry(tuning.choose(name, p, tuning.Columns), ends)
+    carry(p, tile, runs, ends, few)
     return Reverse(dstates, z, dv, dinitial)

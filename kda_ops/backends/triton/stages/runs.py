@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.operands import strided
+from kda_ops.backends.triton.device.sequence import find_sequence
 from kda_ops.backends.triton.device.state import (
     close_state,
     drop_null,
@@ -31,13 +32,7 @@ from kda_ops.backends.triton.device.state import (
     open_state,
     state_at,
 )
-from kda_ops.backends.triton.device.tile import (
-    CHUNK,
-    INTERPRETED,
-    dense,
-    find_sequence,
-    locate_sequence,
-)
+from kda_ops.backends.triton.device.tile import CHUNK, INTERPRETED, dense, locate_sequence
 from kda_ops.backends.triton.plans.launch import launch, new
 from kda_ops.problem import Problem
 
@@ -239,13 +234,14 @@ def join_runs(
 class Runs:
     """How the sequences of a call are cut: into runs of `length` chunks, 0 where they stay whole.
 
-    The module's docstring describes `maps`.
+    Without a length it is that of the scans. The module's docstring describes `maps`.
     """
 
-    def __init__(self, p: Problem):
-        self.p, self.maps, self.length = p, None, tuning.run_length(p)
+    def __init__(self, p: Problem, length: int | None = None):
+        self.p, self.maps = p, None
+        self.length = tuning.run_length(p) if length is None else length
         # the tail of a packed row is one more sequence
-        self.pieces = tuning.pieces(p) + int(p.cu_seqlens is not None)
+        self.pieces = tuning.pieces(p, self.length) + int(p.cu_seqlens is not None)
         if self.length:
             shape = (self.pieces, p.HV, p.K, p.V + p.K)
             self.maps = new(p.q, "maps", shape, torch.float32)
