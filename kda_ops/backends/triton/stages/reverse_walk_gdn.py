@@ -521,6 +521,9 @@ def reverse_walk_gdn(
 ):
     """Form the gradients of one sequence and head, last chunk first, with dS [K, V] in registers.
 
+    With `form.RUN` a program takes a run of so many chunks, and `dfinal` is [runs, HV, K, V].
+    `sequences` is N for runs of packed sequences, else None.
+
     dS is fp32. r_0 to r_6 are the factors of GDN (`operands`), n_q and n_k inverse norms. E_ij is
     the decay from row j to row i, and o multiplies entry by entry::
 

@@ -7,7 +7,8 @@ ends with. `join_runs` turns maps into states. The last is the ordinary scan, wi
 run. Backward is the same from the other end, with ``[do | 0]`` and the transposed maps.
 
 Cuts are multiples of one length (`tuning.run_length`) from the start of each sequence. So results
-depend neither on its neighbours nor on later tokens.
+depend neither on its neighbours nor on later tokens. GDN's reverse walk has runs of its own
+(`tuning.walk_run_length`): `enter_runs` finds what enters each, and no scan follows.
 
 The launches share one tensor `maps`, ``[runs, HV, K, V + K]`` fp32. At run r it holds ``[b | M]``
 of the run before r (after r in backward). After the join, its first V columns hold the state that r
