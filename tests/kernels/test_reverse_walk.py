@@ -270,21 +270,24 @@ def test_a_sequence_of_one_run_has_the_bits_of_a_whole_one(name):
 @pytest.mark.parametrize(
     "B, T, HV, packed, chunks",
     (
-        (1, 65536, 32, 0, 256),  # 4 runs a head
-        (1, 65536, 40, 0, 384),  # 3
-        (1, 65536, 66, 0, 512),
-        (1, 65536, 67, 0, 0),
-        (2, 65536, 32, 0, 512),
-        (1, 65536, 8, 0, 64),
+        (1, 65536, 32, None, 256),  # 4 runs a head
+        (1, 65536, 40, None, 384),  # 3
+        (1, 65536, 66, None, 512),
+        (1, 65536, 67, None, 0),
+        (2, 65536, 32, None, 512),
+        (1, 65536, 8, None, 64),
         (1, 65536, 8, 4, 96),  # at most 10 + 4
-        (1, 1024, 32, 0, 0),
-        (1, 1025, 32, 0, 16),
+        (1, 1024, 32, None, 0),
+        (1, 1025, 32, None, 16),
         (1, 100, 32, 2, 0),
+        (1, 65536, 32, 3, 0),  # more than half of 132 programs without runs
+        (1, 65536, 32, 0, 0),  # no sequence
     ),
 )
 def test_runs_of_the_walk_are_the_shortest_that_all_run_at_once(B, T, HV, packed, chunks, force):
     force(processors=132)
-    q, offsets = empty(B, T, HV, 128), empty(packed + 1, dtype=torch.int32) if packed else None
+    q = empty(B, T, HV, 128)
+    offsets = None if packed is None else empty(packed + 1, dtype=torch.int32)
     p = Problem.parse(0, q, q, q, q[..., 0], q[..., 0], None, None, None, offsets)
     assert tuning.walk_run_length(p) == chunks
 

@@ -104,8 +104,8 @@ def find_span(
 
     SHARES programs one after another take every SHARES-th chunk of a head, each from its own on.
 
-    With RUN, a program takes one run of so many chunks (`stages.runs`). A number that no run of a
-    packed call has gets no chunks.
+    With RUN, a program takes one run of so many chunks (`stages.runs`), of N sequences if they are
+    packed. A number that no run has gets no chunks.
     """
     pid = gl.program_id(0) // SHARES
     run, i_h = pid // HV, pid % HV
@@ -137,7 +137,7 @@ def find_span(
         skipped = (run - first) * (RUN * 64)
         token, length = token + skipped, gl.minimum(length - skipped, RUN * 64)
     chunks = (length + (64 * SHARES - 1)) // (64 * SHARES)
-    if N is not None:
+    if N is not None and RUN == 0:
         chunks = gl.where(live, chunks, 0)
     return Span(i_n, i_h, run, skipped, token, length, live, chunks, 64 * SHARES)
 
