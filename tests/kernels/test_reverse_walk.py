@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kda_ops import chunk
-from kda_ops.backends.triton import tuning
 from kda_ops.backends.reference import Reference
+from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages import reverse_walk
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
