@@ -56,13 +56,7 @@ def walked(
 
 
 def enter_runs(
-    p: Problem,
-    tile: Tile,
-    runs: Runs,
-    do: Tensor,
-    dfinal: Tensor | None,
-    *,
-    whole: Tile,
+    p: Problem, tile: Tile, runs: Runs, do: Tensor, dfinal: Tensor | None, *, whole: Tile
 ) -> Tensor:
     """Return the gradient of the state that leaves each run, NaN where there is no run."""
     given = None if dfinal is None else p.as_kv(dfinal)  # in the caller's layout
