@@ -668,10 +668,6 @@ def run_length(p: Problem) -> int:
     return length if p.T > length * CHUNK else 0
 
 
-# Lengths of runs of GDN's reverse walk: each new one compiles kernels anew, so there are few.
-WALK_RUNS = tuple(m << i for i in range(3, 14) for m in (2, 3))
-
-
 def cut_length(HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> int | None:
     """Return at which multiples of tokens a sequence may be cut; None where there are runs.
 
@@ -679,6 +675,10 @@ def cut_length(HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device
     product of maps. So a cut changes bits, even between two runs.
     """
     return None if longest_run(HV, K, V, dtype, device) else CHUNK
+
+
+# Lengths of runs of GDN's reverse walk: each new one compiles kernels anew, so there are few.
+WALK_RUNS = tuple(m << i for i in range(3, 14) for m in (2, 3))
 
 
 def walk_run_length(p: Problem) -> int:
