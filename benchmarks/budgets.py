@@ -226,6 +226,15 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
         "reverse_walk_gdn": most(0, 0, 0, 8, instructions=3032),
     }
     | FINISH_WALK,
+    gdn(keep=True, packed=True, run=32, walk=True): FORWARD_GDN
+    | JOIN_RUNS
+    | {"reverse_scan_gdn": most(8), "reverse_walk_gdn": most(16, 16, 40, 8, instructions=3344)}
+    | FINISH_WALK
+    | GATHER_HEADS,
+    gdn(gate="softplus", keep=True, group=1, run=32, walk=True): SOFTPLUS_GDN
+    | JOIN_RUNS
+    | {"reverse_scan_gdn": most(8), "reverse_walk_gdn": most(0, 0, 32, 24, instructions=3312)}
+    | FINISH_WALK,
     layer("conv", packed=True): {
         "convolve": most(0, registers=128),
         "write_tails": most(0, registers=64),

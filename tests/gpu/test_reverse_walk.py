@@ -21,6 +21,8 @@ SIZES = dict(dtype=BF16, K=128, V=128, B=2, T=200, H=2, HV=2)
 LAYER = Case("gdn", gate="softplus", beta="sigmoid", l2norm=True, **SIZES)
 PACKED = replace(LAYER, lengths=(0, 65, 1, 128, 37, 0), tail=70, H=1, HV=1)
 GIVEN = replace(LAYER, gate="weak", beta="given", l2norm=False)
+CUT = replace(PACKED, lengths=(0, 200, 1, 64, 330, 0))
+RUNS = {"runs": 1, "runs, grouped": 2, "runs, given": 1, "runs, given, grouped": 3}  # chunks
 CASES = {
     "no tails": replace(LAYER, T=256),
     "tails": LAYER,
@@ -39,6 +41,10 @@ CASES = {
     "grouped, fp16, packed": replace(PACKED, dtype=FP16, HV=2),
     "forget": replace(LAYER, gate="forget", keys="repeated", state=False, final=False),
     "everything kept": replace(LAYER, disable_recompute=True),
+    "runs": CUT,
+    "runs, grouped": replace(CUT, HV=2, dtype=FP16, final=False),
+    "runs, given": replace(GIVEN, T=512),
+    "runs, given, grouped": replace(GIVEN, T=330, H=1, transposed=True, state=False),
 }
 
 
@@ -54,20 +60,50 @@ def has_walked() -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_gradient_meets_its_budget(name):
+def test_every_gradient_meets_its_budget(name, force):
     case = CASES[name]
+    force(run=RUNS.get(name))
     forget_plans()
     got = run(case)
-    assert has_walked()
+    assert has_walked() and ("join_runs" in last_plan()) == (name in RUNS)
     assert_meets_budget(case, got=got)
 
 
-@pytest.mark.parametrize("name", ("tails", "bounded", "given", "grouped"))
-def test_runs_give_the_same_bits(name):
+@pytest.mark.parametrize("name", ("tails", "bounded", "given", "grouped", *RUNS))
+def test_repeated_calls_give_the_same_bits(name, force):
     case = CASES[name]
+    force(run=RUNS.get(name))
     want = run(case)
     for _ in range(5):
         assert_all_identical(want, run(case))
+
+
+def test_a_sequence_of_one_run_has_the_bits_of_a_whole_one(force):
+    found = []
+    for chunks in (2, 0):
+        force(run=chunks)
+        forget_plans()
+        found.append(run(CUT))
+    got, want = found
+    bos = 0
+    for n, length in enumerate(CUT.lengths):
+        here, bos = slice(bos, bos + length), bos + length
+        if length <= 128:
+            for name in PER_TOKEN:
+                assert_identical(got["d" + name][:, here], want["d" + name][:, here], name)
+            assert_identical(got["dinitial_state"][n], want["dinitial_state"][n], str(n))
+
+
+@pytest.mark.parametrize("case", (LAYER, replace(PACKED, HV=2)), ids=("dense", "packed"))
+def test_a_walk_of_runs_follows_a_scan_of_whole_sequences(case, force):
+    """So few multiprocessors that runs of 16 chunks fill them."""
+    case = replace(case, B=1, T=1100, lengths=case.lengths and (1, 1100))
+    force(processors=11)
+    forget_plans()
+    got = run(case)
+    assert has_walked() and "join_runs" in last_plan()
+    assert not tuning.has_runs(case.HV, case.V, CUDA)
+    assert_meets_budget(case, got=got)
 
 
 def test_a_small_strength_has_a_gradient(force):
@@ -143,8 +179,8 @@ def test_a_graph_replays_the_walk():
 
 def test_the_rule_walks_from_48_programs_on(force):
     force(walk=None)
-    for heads, walked in ((16, False), (32, True)):
-        case = replace(LAYER, H=heads, HV=heads, T=70)
+    for heads, T, walked in ((16, 70, False), (32, 70, True), (12, 1100, True), (12, 1024, False)):
+        case = replace(LAYER, H=heads, HV=heads, T=T)
         forget_plans()
         run(case)
         assert has_walked() == walked

@@ -65,7 +65,7 @@ def near(chunks):
 
 
 def test_the_table_has_no_limit_that_is_not_checked():
-    assert len(LIMITS) == 7
+    assert len(LIMITS) == 8
 
 
 @pytest.mark.parametrize("rank", (0, 1))
@@ -152,6 +152,25 @@ def test_one_kernel_makes_the_gradients_of_gdn():
     assert last_before(lambda HV: walks(1, HV), range(1, 200)) == limit
     assert last_before(lambda N: walks(N, 1), range(1, 200)) == limit
     assert walks(2, 64, 2) and not walks(2, 64, 3) and "up to two value heads" in SECTION
+
+
+@pytest.mark.parametrize("HV, N, packed", ((24, 1, False), (8, 3, True), (33, 2, False)))
+def test_the_walk_of_gdn_takes_longer_runs_where_programs_would_wait(HV, N, packed):
+    few, tokens, room = row("GDN's backward")
+    (text,) = (change for limit, change in ROWS if "GDN's backward" in limit)
+    known = numbers(text)
+    assert N * HV <= few and known == list(tuning.WALK_RUNS[: len(known)])
+    assert tuning.walk_run_length(call(0, LONG, few))
+    assert not tuning.walk_run_length(call(0, LONG, few + 1))
+    assert last_before(lambda T: tuning.walk_run_length(call(0, T, HV, N, packed)), near(40)) == (
+        tokens
+    )
+    for T in range(2048, 20000, 512):
+        p = call(0, T, HV, N, packed)
+        length = tuning.walk_run_length(p)
+        shorter = [n for n in known if n < length]
+        assert length * 64 >= T or tuning.pieces(p, length) * HV <= room
+        assert all(tuning.pieces(p, n) * HV > room for n in shorter)
 
 
 def test_two_numbers_have_versions_of_their_kernel_for_multiples_of_16():

@@ -47,7 +47,7 @@ def choices(rank, **words):
                 "training": KEEPS.trains(p),
                 "backward": tuning.walks_back(p, frozenset(GRADIENTS)),
                 "GDN's backward": reverse_walk.walks(p, p.v, None, frozenset(GRADIENTS)),
-                "runs": tuning.run_length(p),
+                "runs": (tuning.run_length(p), tuning.walk_run_length(p)),
             }
         for name, x in got.items():
             found.setdefault(name, set()).add(x)
@@ -60,7 +60,7 @@ def choices(rank, **words):
 def test_sizes_and_the_number_of_multiprocessors_choose_nothing(rank, words):
     invariant = choices(rank, invariant=True, **words)
     assert all(len(each) == 1 for each in invariant.values())
-    assert invariant["runs"] == {0}
+    assert invariant["runs"] == {(0, 0)}
     if not words:
         assert invariant["forward"] == invariant["training"] == {bool(rank)}
         assert invariant["backward"] == {bool(rank)}

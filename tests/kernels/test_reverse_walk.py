@@ -7,12 +7,13 @@ import torch
 
 from kda_ops import chunk
 from kda_ops.backends.reference import Reference
+from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.stages import reverse_walk
 from kda_ops.problem import Problem
 from kda_ops.registrations import schemas
 from kda_ops.stages import GRADIENTS
 from tests.support.cases import Case
-from tests.support.closeness import assert_all_identical, assert_meets_budget
+from tests.support.closeness import assert_all_identical, assert_identical, assert_meets_budget
 from tests.support.fresh import python
 from tests.support.reverse_walk import walked
 from tests.support.target import GPU
@@ -74,6 +75,8 @@ def test_gluon_is_known_here():
         {},
         dict(B=3, H=16, HV=16),  # 48 programs
         dict(B=1, packed=6, H=8, HV=8),
+        dict(B=1, T=1088, H=24, HV=24),  # two runs
+        dict(B=1, T=65536, H=4, HV=8, packed=3),
         dict(H=16),
         dict(dtype=FP16),
         dict(sigmoid=False),
@@ -84,7 +87,8 @@ def test_gluon_is_known_here():
     ),
     ids=str,
 )
-def test_many_heads_of_a_layer_walk(call):
+def test_many_heads_or_runs_of_a_layer_walk(call, force):
+    force(processors=132)
     assert asks(**call)
 
 
@@ -93,6 +97,8 @@ def test_many_heads_of_a_layer_walk(call):
     "call",
     (
         dict(B=1, HV=47, H=47),
+        dict(B=1, T=1024, HV=24, H=24),
+        dict(B=1, T=16384, H=1, HV=2),
         dict(B=1, T=0, H=64, HV=64),
         dict(rank=1),
         dict(dtype=FP32),
@@ -108,7 +114,8 @@ def test_many_heads_of_a_layer_walk(call):
     ),
     ids=str,
 )
-def test_other_calls_do_not_walk(call):
+def test_other_calls_do_not_walk(call, force):
+    force(processors=132)
     assert not asks(**call)
 
 
@@ -203,6 +210,9 @@ LAYER = Case(
 )
 GIVEN = replace(LAYER, gate="strong", beta="given", l2norm=False)
 PACKED = replace(LAYER, lengths=(0, 65, 1, 128, 37), tail=70, seed=1)
+CUT = replace(PACKED, lengths=(0, 200, 1, 64, 130, 0))
+# chunks per run, where sequences are cut
+RUNS = {"runs": 1, "runs of two": 2, "runs, grouped": 1, "runs, no tails": 2}
 CASES = {
     "norm and sigmoid inside": LAYER,
     "given": GIVEN,
@@ -214,21 +224,72 @@ CASES = {
     "no gate, no beta": replace(LAYER, T=31, gate="none", beta="none", final=False),
     "negative eigenvalues": replace(LAYER, T=63, beta="neg_eigval"),
     "fp16": replace(LAYER, T=70, dtype=FP16),
+    "runs": CUT,
+    "runs of two": replace(GIVEN, T=330, B=2),
+    "runs, grouped": replace(CUT, HV=2, dtype=FP16, transposed=True, final=False),
+    "runs, no tails": replace(GIVEN, T=256, HV=2, state=False),
 }
+
+
+def walked_as(name, **options):
+    """Return the gradients of a case whose sequences are cut as RUNS says."""
+    with tuning.force(run=RUNS.get(name, 0)):
+        return walked(CASES[name], **options)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_gradient_meets_the_error_budget(name):
-    got = walked(CASES[name])
+    got = walked_as(name)
     assert_meets_budget(CASES[name], got=got, only=got, target=GPU)
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", ("given", "packed", "grouped"))
+@pytest.mark.parametrize("name", ("given", "packed", "grouped", "runs"))
 def test_no_order_of_the_partitions_changes_a_bit(name):
-    want = walked(CASES[name])
+    want = walked_as(name)
     for seed in range(1, 4):
-        assert_all_identical(walked(CASES[name], seed=seed), want)
+        assert_all_identical(walked_as(name, seed=seed), want)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", ("runs", "runs, grouped"))
+def test_a_sequence_of_one_run_has_the_bits_of_a_whole_one(name):
+    """The last run of every sequence has them too, up to where the next run begins."""
+    got, want, bos = walked_as(name), walked(CASES[name]), 0
+    for n, length in enumerate(CUT.lengths):
+        eos, tokens = bos + length, 64 * RUNS[name]
+        here = slice(bos + max(0, length - 1) // tokens * tokens, eos)
+        for x in PER_TOKEN:
+            assert_identical(got["d" + x][:, here], want["d" + x][:, here], x)
+        if length <= tokens:
+            assert_identical(got["dinitial_state"][n], want["dinitial_state"][n], str(n))
+        bos = eos
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "B, T, HV, packed, chunks",
+    (
+        (1, 65536, 32, None, 256),  # 4 runs a head
+        (1, 65536, 40, None, 384),  # 3
+        (1, 65536, 66, None, 512),
+        (1, 65536, 67, None, 0),
+        (2, 65536, 32, None, 512),
+        (1, 65536, 8, None, 64),
+        (1, 65536, 8, 4, 96),  # at most 10 + 4
+        (1, 1024, 32, None, 0),
+        (1, 1025, 32, None, 16),
+        (1, 100, 32, 2, 0),
+        (1, 65536, 32, 3, 0),  # more than half of 132 programs without runs
+        (1, 65536, 32, 0, 0),  # no sequence
+    ),
+)
+def test_runs_of_the_walk_are_the_shortest_that_all_run_at_once(B, T, HV, packed, chunks, force):
+    force(processors=132)
+    q = empty(B, T, HV, 128)
+    offsets = None if packed is None else empty(packed + 1, dtype=torch.int32)
+    p = Problem.parse(0, q, q, q, q[..., 0], q[..., 0], None, None, None, offsets)
+    assert tuning.walk_run_length(p) == chunks
 
 
 @pytest.mark.bits

@@ -18,6 +18,7 @@ if dispatch.backend_name(TARGET.device) != "triton":
     )
 
 from kda_ops.backends.triton import tuning
+from kda_ops.backends.triton.stages import reverse_scan
 from kda_ops.backends.triton.stages.runs import Runs
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
@@ -83,6 +84,24 @@ def test_the_reverse_scan_meets_its_budget(variant, do, dfinal):
         TRITON,
         TARGET.device,
     )
+
+
+def test_what_enters_a_run_of_the_walk_is_the_gradient_of_the_state_that_leaves_it():
+    """In runs of another length than those of the scans, and for an empty sequence."""
+    case = replace(LONG, variant="gdn", lengths=(0, 400, 1, 129), transposed=True)
+    inputs, (do, dfinal) = case.inputs(TARGET.device), case.cotangents(TARGET.device)
+    p = Problem.parse(0, *inputs.values(), **case.flags())
+    tile, runs = TRITON.prepare(p, norms=True), Runs(p, 2)
+    found = reverse_scan.enter_runs(p, tile, runs, do, p.as_kv(dfinal)).cpu()
+    dstates = TRITON.reverse_scan(p, tile, do, dfinal, frozenset()).dstates.cpu()
+    bos = 0
+    for n, length in enumerate(case.lengths):
+        run, chunk, count = bos // 128 + n, bos // 64 + n, -(-length // 64)
+        assert_identical(found[run + max(0, count - 1) // 2], p.as_kv(dfinal)[n].cpu(), str(n))
+        for i in range(0, count - 2, 2):
+            want = dstates[chunk + i + 1].float()
+            assert (found[run + i // 2] - want).abs().max() < 2e-2 * want.abs().max()
+        bos += length
 
 
 @pytest.mark.bits

@@ -1,18 +1,21 @@
 """Run GDN's walk over the chunks in reverse on the emulator, with what comes before and after it.
 
-A twin of the kernels makes the tile and the trace. `finish_walk` and `gather_heads`, which are
-kernels of Triton with tests of their own, are written in torch here.
+A twin of the kernels makes the tile, the trace and what enters runs. `finish_walk` and
+`gather_heads`, which are kernels of Triton with tests of their own, are written in torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from kda_ops.backends.reference import Reference
 from kda_ops.backends.triton.stages import gradient, reverse_walk
+from kda_ops.backends.triton.stages.runs import Runs
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import Chunks
 from kda_ops.stages import GRADIENTS, Tile, Trace
@@ -37,15 +40,37 @@ def walked(
     assert trace is not None and tile.A is not None and tile.P is not None
     # the twin has rounded them, but keeps them in fp32
     A, P, states, v_new = (x.to(case.dtype) for x in (tile.A, tile.P, trace.states, trace.v_new))
+    runs = partial(enter_runs, whole=tile)
     tile = Tile(A, P, gamma=tile.gamma[..., :1].contiguous(), factors=factors_of(p, twin))
     trace = Trace(states, v_new)
     do, dfinal = cotangents or case.cotangents()
     names = {"state" if n == "initial_state" else n: n for n in GRADIENTS}
     need = frozenset(n for field, n in names.items() if getattr(p, field) is not None)
     others = {"finish_walk": finish_walk, "gather_heads": gather_heads}
-    with emulated(reverse_walk, gradient, others=others, **options):
+    with (
+        patch.object(reverse_walk, "enter_runs", runs),
+        emulated(reverse_walk, gradient, others=others, **options),
+    ):
         found = reverse_walk.reverse_walk(p, tile, trace, do, dfinal if case.final else None, need)
     return {"d" + n: getattr(found, n) for n in GRADIENTS if n in need}
+
+
+def enter_runs(
+    p: Problem, tile: Tile, runs: Runs, do: Tensor, dfinal: Tensor | None, *, whole: Tile
+) -> Tensor:
+    """Return the gradient of the state that leaves each run, NaN where there is no run."""
+    given = None if dfinal is None else p.as_kv(dfinal)  # in the caller's layout
+    exact = Reference(torch.float32)  # the states between runs are not rounded
+    dstates, chunks = exact.reverse_scan(p, whole, do, given, frozenset()).dstates, Chunks(p)
+    found = torch.full((runs.pieces, p.HV, p.K, p.V), torch.nan)
+    tokens = runs.length * CHUNK
+    for n, (begin, count) in enumerate(zip(chunks.offsets, chunks.count)):
+        run = n * -(-p.T // tokens) if p.cu_seqlens is None else begin // tokens + n
+        found[run] = 0.0 if dfinal is None else dfinal[n]  # of an empty sequence
+        for i, start in enumerate(range(0, count, runs.length)):
+            last = min(start + runs.length, count) - 1
+            found[run + i] = dstates[chunks.first[n] + last]
+    return found
 
 
 def factors_of(p: Problem, twin: Reference) -> Tensor:

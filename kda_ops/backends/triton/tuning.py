@@ -342,15 +342,17 @@ def row(kernel: str, p: Problem | Widths) -> str:
     )
 
 
-def choose(kernel: str, p: Problem | Widths, kind: type[Options]) -> Options:
+def choose(
+    kernel: str, p: Problem | Widths, kind: type[Options], length: int | None = None
+) -> Options:
     """Return the options for a call, of the kernel's record: from the tuned file if it has the row,
-    else from TABLE.
+    else from TABLE. `length` is that of `pieces`.
 
     Options decide in which order kernels sum, so calls with `invariant` ignore the file.
     """
     w = widths_of(p)
     given = None if w.invariant else tuned(w.device).get(row(kernel, p))
-    found = FORCED.options.get(kernel) or given or table(kernel, p)
+    found = FORCED.options.get(kernel) or given or table(kernel, p, length)
     assert isinstance(found, kind)  # `KERNELS` says which
     return found
 
@@ -513,13 +515,13 @@ _FILES = {
 }
 
 
-def table(kernel: str, p: Problem | Widths) -> Launch:
+def table(kernel: str, p: Problem | Widths, length: int | None = None) -> Launch:
     """Return the options of the first row of TABLE that fits a call."""
     w = widths_of(p)
     bits, sm = 8 * w.dtype.itemsize, architecture(w.device)
     wide = power if kernel == "join_runs" else partial(width, dtype=w.dtype)
     widths = {"block_k": wide(w.K), "block_v": wide(w.V)}
-    for name in names(kernel, p):
+    for name in names(kernel, p, length):
         for row in TABLE.get(name, ()):
             era = "early" if sm < HOPPER else "hopper" if sm == HOPPER else "later"
             if row.bits in (0, bits) and row.sm in ("any", era) and widths["block_k"] <= row.K:
@@ -548,7 +550,7 @@ def source_of(name: str) -> str:
     return (key or hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest())[:16]
 
 
-def names(kernel: str, p: Problem | Widths) -> Iterator[str]:
+def names(kernel: str, p: Problem | Widths, length: int | None = None) -> Iterator[str]:
     """Yield the names under which TABLE may hold a kernel, the special ones first.
 
     The two variants of a scan are cut alike. With K = V = 128, two cases take wide programs: two
@@ -562,7 +564,7 @@ def names(kernel: str, p: Problem | Widths) -> Iterator[str]:
         yield "prepare_ragged"
     if "scan" in kernel:
         stage = "reverse_scan" if kernel.startswith("reverse") else "scan"
-        waves = 2 * pieces(p) * p.HV > processors(p.q.device)
+        waves = 2 * pieces(p, length) * p.HV > processors(p.q.device)
         if (waves or kernel.endswith("_overlapped")) and (
             width(p.K, p.q.dtype) == width(p.V, p.q.dtype) == 128
         ):
@@ -686,9 +688,29 @@ def cut_length(HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device
     return None if longest_run(HV, K, V, dtype, device) else CHUNK
 
 
-def pieces(p: Problem) -> int:
-    """Return how many sequences there are, or runs of sequences."""
-    length = run_length(p)
+# Lengths of runs of GDN's reverse walk: each new one compiles kernels anew, so there are few.
+WALK_RUNS = tuple(m << i for i in range(3, 14) for m in (2, 3))
+
+
+def walk_run_length(p: Problem) -> int:
+    """Return the chunks per run of GDN's reverse walk, or 0 where it walks whole sequences.
+
+    A step takes longer the more programs run, but not in proportion. So runs are the shortest of
+    WALK_RUNS with which all programs run at once. The length depends on N and T, as do gradients.
+    """
+    length, room = FORCED.run, processors(p.q.device)
+    if p.invariant or p.N == 0 or length is None and 2 * p.N * p.HV > room:
+        return 0
+    if length is None:
+        fits = (n for n in WALK_RUNS if count_chunks(p, n * CHUNK) * p.HV <= room)
+        length = next(fits, 0)
+    return length if p.T > length * CHUNK else 0
+
+
+def pieces(p: Problem, length: int | None = None) -> int:
+    """Return how many sequences there are, or runs of sequences: of `length` chunks, if given."""
+    if length is None:
+        length = run_length(p)
     return count_chunks(p, length * CHUNK) if length else p.N
 
 

@@ -425,6 +425,21 @@ def test_a_plan_of_the_walk_does_not_serve_the_a_of_other_stages(gpu):
     assert len(plans()) == 3  # one of Forward
 
 
+def test_a_plan_of_gdn_walks_as_many_tokens_as_have_runs_of_one_length(gpu):
+    """24 heads: up to five runs a head run at once, here of 64 chunks and of 128."""
+    fields = pretended_calls.MODEL | dict(kind=chunk.Backward, rank=0, H=24, kept=False)
+    for T, runs, count in ((20000, 5, 1), (17000, 5, 1), (40000, 5, 2), (1024, 0, 3)):
+        model, numbers = pretended_calls.Model(**fields), pretended_calls.usual(T)
+        call = pretended_calls.run(BACKEND, model, numbers)
+        gpu.clear()
+        BACKEND.run(*call)
+        launched = {x.made.kernel.fn.__name__: x for x in gpu}
+        assert ("join_runs" in launched) == ("reverse_walk_gdn" in launched) == (runs > 0)
+        assert not runs or launched["reverse_walk_gdn"].programs == 24 * runs
+        backward = [some for key, some in BACKEND.plans.items() if chunk.Backward in key]
+        assert sum(map(len, backward)) == count
+
+
 @pytest.mark.parametrize("T, N, packed", ((0, 1, False), (0, 2, True), (70, 0, True)))
 def test_a_call_without_tokens_or_sequences_trains(T, N, packed, gpu):
     numbers = replace(pretended_calls.usual(T), N=N)

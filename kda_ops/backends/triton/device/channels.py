@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kda_ops.backends.triton.device.gluon_names import aggregate
+from kda_ops.backends.triton.device.sequence import find_sequence
 from kda_ops.backends.triton.device.state import drop_null
 
 
@@ -59,6 +60,8 @@ class Span:
 
     i_n: gl.tensor
     i_h: gl.tensor
+    run: gl.tensor  # the number of its run, or that of the sequence
+    skipped: gl.tensor  # tokens of the sequence before its chunks
     token: gl.tensor  # the first token of its chunks
     length: gl.tensor  # how many tokens there are from that one on
     live: gl.tensor  # whether it has a state: there is such a sequence, and it has a slot
@@ -66,14 +69,33 @@ class Span:
     step: gl.constexpr  # from the first token of a chunk to that of its next one
 
     @gluon.constexpr_function
-    def __init__(self, i_n, i_h, token, length, live, chunks, step):
-        self.i_n, self.i_h, self.token, self.length = i_n, i_h, token, length
+    def __init__(self, i_n, i_h, run, skipped, token, length, live, chunks, step):
+        self.i_n, self.i_h, self.run, self.skipped = i_n, i_h, run, skipped
+        self.token, self.length = token, length
         self.live, self.chunks = live, chunks
         self.step = gl.constexpr(step)
 
 
 @gluon.jit
-def find_span(cu_seqlens, slots, N, T, HV, SHARES: gl.constexpr = 1, NULL: gl.constexpr = -1):
+def first_tile(i_n, token, cu_seqlens, T, ROWS: gl.constexpr):
+    """Return the number of a sequence's first tile of ROWS rows (`kda_ops.sequences`)."""
+    if cu_seqlens is not None:
+        return token // ROWS + i_n
+    else:
+        return i_n * ((T + (ROWS - 1)) // ROWS)
+
+
+@gluon.jit
+def find_span(
+    cu_seqlens,
+    slots,
+    N,
+    T,
+    HV,
+    SHARES: gl.constexpr = 1,
+    NULL: gl.constexpr = -1,
+    RUN: gl.constexpr = 0,
+):
     """Return the span of this program. A sequence without a slot has no chunks.
 
     With cu_seqlens, "sequence" N holds the tokens after the last one, and has no chunks either. N
@@ -81,9 +103,18 @@ def find_span(cu_seqlens, slots, N, T, HV, SHARES: gl.constexpr = 1, NULL: gl.co
     all threads, and keeps what a loop counts in uniform registers.
 
     SHARES programs one after another take every SHARES-th chunk of a head, each from its own on.
+
+    With RUN, a program takes one run of so many chunks (`stages.runs`), of N sequences if they are
+    packed. A number that no run has gets no chunks.
     """
     pid = gl.program_id(0) // SHARES
-    i_n, i_h = pid // HV, pid % HV
+    run, i_h = pid // HV, pid % HV
+    i_n, skipped = run, run * 0
+    if RUN > 0:
+        if cu_seqlens is not None:
+            i_n = find_sequence(cu_seqlens, run, N, RUN * 64)
+        else:
+            i_n = run // ((T + (RUN * 64 - 1)) // (RUN * 64))
     live = i_n >= 0
     if N is not None:
         live = i_n < N
@@ -101,10 +132,14 @@ def find_span(cu_seqlens, slots, N, T, HV, SHARES: gl.constexpr = 1, NULL: gl.co
     if SHARES > 1:
         skipped = gl.minimum(gl.program_id(0) % SHARES * 64, length)
         token, length = token + skipped, length - skipped
+    if RUN > 0:
+        first = first_tile(i_n, token, cu_seqlens, T, RUN * 64)
+        skipped = (run - first) * (RUN * 64)
+        token, length = token + skipped, gl.minimum(length - skipped, RUN * 64)
     chunks = (length + (64 * SHARES - 1)) // (64 * SHARES)
-    if N is not None:
+    if N is not None and RUN == 0:
         chunks = gl.where(live, chunks, 0)
-    return Span(i_n, i_h, token, length, live, chunks, 64 * SHARES)
+    return Span(i_n, i_h, run, skipped, token, length, live, chunks, 64 * SHARES)
 
 
 @gluon.jit
@@ -113,23 +148,10 @@ def from_span(x, span, cu_seqlens, T, x_b, x_t, x_h):
     x += span.i_h.to(gl.int64) * x_h
     if cu_seqlens is None:
         x += span.i_n.to(gl.int64) * x_b
-        if span.step > 64:
-            x += (span.token - span.i_n * T).to(gl.int64) * x_t
+        x += span.skipped.to(gl.int64) * x_t
     else:
         x += span.token.to(gl.int64) * x_t
     return x
-
-
-@gluon.jit
-def first_tile(span, cu_seqlens, T, ROWS: gl.constexpr):
-    """Return the number of the span's first tile of ROWS rows (`kda_ops.sequences`)."""
-    if cu_seqlens is not None:
-        first = span.token // ROWS + span.i_n
-    else:
-        first = span.i_n * ((T + (ROWS - 1)) // ROWS)
-        if span.step > 64:
-            first += (span.token - span.i_n * T) // ROWS
-    return first
 
 
 @aggregate
@@ -155,4 +177,7 @@ def find_tiles(span, cu_seqlens, T, HV, ROWS: gl.constexpr):
     step = HV
     if span.step > 64:
         step = HV * (span.step // 64)
-    return Tiles(first_tile(span, cu_seqlens, T, ROWS) * HV + span.i_h, step)
+    first = first_tile(span.i_n, span.token, cu_seqlens, T, ROWS)
+    if cu_seqlens is None:
+        first += span.skipped // ROWS
+    return Tiles(first * HV + span.i_h, step)

@@ -7,9 +7,9 @@ import triton.language as tl
 
 from kda_ops import problem
 from kda_ops.backends.triton.device.operands import COUNT_KDA, Strided, constant
+from kda_ops.backends.triton.device.sequence import find_sequence
 from kda_ops.backends.triton.device.tile import (
     CHUNK,
-    find_sequence,
     load_tile,
     locate_chunk,
     locate_sequence,

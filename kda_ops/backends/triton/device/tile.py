@@ -18,6 +18,7 @@ from triton.language.target_info import cuda_capability_geq
 
 from kda_ops import problem
 from kda_ops.backends.triton.device.operands import constant
+from kda_ops.backends.triton.device.sequence import find_sequence
 from kda_ops.backends.triton.private import INTERPRET
 from kda_ops.stages import Tile
 
@@ -102,23 +103,6 @@ def mark_ready(ready, i_t, begin, i_h, H):
             tl.atomic_add(
                 ready + (((i_t - begin) // FOLLOWED).to(tl.int64) * H + i_h), 1, sem="release"
             )
-
-
-@triton.jit
-def find_sequence(cu_seqlens, i_t, N, TOKENS: tl.constexpr = CHUNK):
-    """Return the sequence that chunk number i_t belongs to.
-
-    That is the greatest n < N with cu_seqlens[n] // TOKENS + n <= i_t (sequences.py). For runs,
-    TOKENS is the length of a run.
-    """
-    lo = i_t * 0
-    hi = lo + N - 1
-    while lo < hi:
-        mid = (lo + hi + 1) // 2
-        first = (tl.load(cu_seqlens + mid) // TOKENS).to(tl.int32) + mid
-        lo = tl.where(first <= i_t, mid, lo)
-        hi = tl.where(first <= i_t, hi, mid - 1)
-    return lo
 
 
 @triton.jit

@@ -254,12 +254,11 @@ def _new_dinitial(p: Problem) -> Tensor:
     return as_kv(p, new(p.q, "dinitial_state", shape, torch.float32))
 
 
-def _carry(
-    p: Problem, tile: Tile, runs: Runs, name: str, ends: ReverseEnds, open_ends: bool = False
-) -> None:
-    """Launch the reverse scan, with the options of `name`."""
+def carry(p: Problem, tile: Tile, runs: Runs, ends: ReverseEnds, open_ends: bool = False) -> None:
+    """Launch the reverse scan, or with `ends.maps` the pass that finds the maps of runs."""
     q, mapped = p.q, ends.maps.pointer is not None
-    options = tuning.choose(name, p, tuning.Columns)
+    name = f"reverse_scan_{'kda' if p.rank else 'gdn'}" + "_maps" * mapped
+    options = tuning.choose(name, p, tuning.Columns, runs.length)
     if p.rank:
         parts: dict[str, Any] = dict(
             tile=TileKDA(tile.A, tile.P, tile.w, tile.qg, tile.kg, tile.factors, tile.gamma),
@@ -300,8 +299,7 @@ def find_maps_back(
     """Return the maps of runs, or of a shard's whole sequences: a reverse scan without outputs."""
     maps, none = runs.new_maps(), strided(None)
     ends = ReverseEnds(strided(fit(do)), strided(dfinal), None, None, none, none, strided(maps))
-    name = "reverse_scan_kda_maps" if p.rank else "reverse_scan_gdn_maps"
-    _carry(p, tile, runs, name, ends, open_ends=p.sharded)
+    carry(p, tile, runs, ends, open_ends=p.sharded)
     return maps
 
 
@@ -324,7 +322,7 @@ def map_shard_back(
         return runs.join_shard(maps, True, dfinal, p.V), maps
     none, dinitial = strided(None), _new_dinitial(p)
     ends = ReverseEnds(strided(fit(do)), strided(dfinal), None, None, none, strided(dinitial), none)
-    _carry(p, tile, runs, "reverse_scan_kda" if p.rank else "reverse_scan_gdn", ends)
+    carry(p, tile, runs, ends)
     return dinitial, None
 
 
@@ -350,5 +348,5 @@ def reverse_scan(
         dinitial=strided(dinitial),
         maps=strided(None),
     )
-    _carry(p, tile, runs, "reverse_scan_kda" if p.rank else "reverse_scan_gdn", ends)
+    carry(p, tile, runs, ends)
     return Reverse(dstates, z, dv, dinitial)

@@ -29,7 +29,8 @@ from kda_ops.backends.triton.device.operands import (
     Strided,
     strided,
 )
-from kda_ops.backends.triton.device.tile import CHUNK, dense, find_sequence, fit, rows_at
+from kda_ops.backends.triton.device.sequence import find_sequence
+from kda_ops.backends.triton.device.tile import CHUNK, dense, fit, rows_at
 from kda_ops.backends.triton.plans.descriptors import (
     LENGTH,
     WIDTH,
@@ -51,7 +52,8 @@ from kda_ops.backends.triton.stages.gradient import (
 from kda_ops.backends.triton.stages.gradient_gdn import HeadGradients, clear_columns, write_logits
 from kda_ops.backends.triton.stages.gradient_pairs import strength_gradient
 from kda_ops.backends.triton.stages.gradient_small import SMALL
-from kda_ops.backends.triton.stages.reverse_scan import reads_z
+from kda_ops.backends.triton.stages.reverse_scan import find_maps_back, reads_z
+from kda_ops.backends.triton.stages.runs import Runs
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Tile, Trace
@@ -59,8 +61,8 @@ from kda_ops.stages import Gradients, Tile, Trace
 KERNEL = import_module("kda_ops.backends.triton.stages.reverse_walk_gdn") if has_gluon() else None
 FACTORS = 7 * LENGTH  # numbers of a chunk's `factors` (`operands`)
 MOST_GROUPED = 2  # value heads of a key head: more would take more memory than the other kernels
-# The least number of programs (N HV) for which the walk is faster than the kernels that it
-# replaces. A step takes 6.5 us, and few programs do not hide that
+# The least number of programs (runs, or N, times HV) for which the walk is faster than the kernels
+# that it replaces. A step takes 6.5 us, and few programs do not hide that
 # (docs/kernels/journal/walk-of-gdn.md).
 LEAST_PROGRAMS = 48
 
@@ -72,6 +74,7 @@ class Form(NamedTuple):
     GIVEN: Any
     GROUPED: Any
     L2NORM: Any
+    RUN: Any  # chunks per run, 0 for whole sequences
 
 
 def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: frozenset[str]) -> bool:
@@ -89,7 +92,11 @@ def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: froz
         and need >= {"q", "k", "v"}
         and all(is_copied(p, x) for x in (p.q, p.k, do))
         and (dfinal_state is None or dfinal_state.dim() == 1 or is_near(strides_of(dfinal_state)))
-        and (tuning.FORCED.walk or p.invariant or p.N * p.HV >= LEAST_PROGRAMS)
+        and (
+            tuning.FORCED.walk
+            or p.invariant
+            or tuning.pieces(p, tuning.walk_run_length(p)) * p.HV >= LEAST_PROGRAMS
+        )
         # a descriptor has at least one row, and coordinates have 32 bits
         and 0 < p.B * p.T < 2**30
         and count_chunks(p) * (p.HV * FACTORS) < 2**31
@@ -104,7 +111,8 @@ def path(device: torch.device) -> str:
     if not tuning.is_hopper(device):
         return "reverse scan and gradient, because the walk needs compute capability 9.0"
     return (
-        f"one walk (Gluon) from {LEAST_PROGRAMS} sequences times heads on, in 16 bits at width 128"
+        f"one walk (Gluon) from {LEAST_PROGRAMS} sequences, or runs of long ones, times heads on, "
+        "in 16 bits at width 128"
     )
 
 
@@ -262,7 +270,8 @@ def reverse_walk(
     q, device, tiles = p.q, p.q.device, count_chunks(p) * p.HV
     given, grouped = p.beta is not None and not p.sigmoid_beta, p.HV > p.H
     tiled = reads_z(p) and not given  # given: `finish_small` serves a small beta
-    form = Form(*map(tl.constexpr, (tiled, given, grouped, p.l2norm)))
+    run = tuning.walk_run_length(p)
+    form = Form(*map(tl.constexpr, (tiled, given, grouped, p.l2norm, run)))
     dv = new(q, "dv", p.v.shape)
     if grouped:  # fp32, because value heads add up
         shape = (p.B, p.T, p.HV, p.K)
@@ -281,9 +290,12 @@ def reverse_walk(
         wide = (p.V, p.K) if p.transposed else (p.K, p.V)
         dinitial = as_kv(p, new(q, "dinitial_state", (p.N, p.HV, *wide), torch.float32))
     dfinal = None if dfinal_state is None or dfinal_state.dim() == 1 else as_kv(p, dfinal_state)
+    if run:
+        runs = Runs(p, run)
+        dfinal = runs.join(find_maps_back(p, tile, runs, do, dfinal), back=True)
     launch(
         KERNEL.reverse_walk_gdn,
-        p.N * p.HV,
+        tuning.pieces(p, run) * p.HV,
         device,
         q_d=tokens(p, q),
         k_d=tokens(p, p.k),
@@ -302,6 +314,7 @@ def reverse_walk(
         tails_d=copied(tails, ends, (p.V, 1), (LENGTH, p.V)),
         sums=sums,
         dinitial=strided(dinitial),
+        sequences=p.N if run and p.cu_seqlens is not None else None,
         T=p.T,
         H=p.H,
         HV=p.HV,

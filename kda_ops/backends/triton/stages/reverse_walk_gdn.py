@@ -195,7 +195,8 @@ def find_step(x, span, tiles, to, n, here, form):
     c, s, zero = span.chunks - 1 - n, n & 1, n >> 30
     token = span.token + c * CHUNK
     place = gl.where(here < CHUNK, FAR, token)
-    tail = gl.where(here < CHUNK, gl.program_id(0) * ((1 if form.GROUPED else 3) * CHUNK), FAR)
+    head = span.i_n * tiles.step + span.i_h if form.RUN > 0 else gl.program_id(0)
+    tail = gl.where(here < CHUNK, head * ((1 if form.GROUPED else 3) * CHUNK), FAR)
     sums = to.sums + tiles.at(c).to(gl.int64) * SUMS
     return Step(
         (
@@ -460,7 +461,7 @@ def walk(x, on, span, tiles, to, gamma, dfinal, dinitial, scale, form):
     """
     dS = gl.zeros([WIDTH, WIDTH], gl.float32, W)
     if dfinal.pointer is not None:
-        dS = gl.load(state_at(dfinal.pointer, dfinal.strides, span.i_n, span.i_h, W))
+        dS = gl.load(state_at(dfinal.pointer, dfinal.strides, span.run, span.i_h, W))
         dS = dS.to(gl.float32)
     here = span.length - (span.chunks - 1) * CHUNK
     if (here < CHUNK) & (span.chunks > 0):
@@ -484,11 +485,12 @@ def walk(x, on, span, tiles, to, gamma, dfinal, dinitial, scale, form):
         finish(x, to, at, dq, part, rest, scale, tiles, form)
         here = CHUNK
     if dinitial.pointer is not None:
-        gl.store(state_at(dinitial.pointer, dinitial.strides, span.i_n, span.i_h, W), dS)
+        if span.skipped == 0:
+            gl.store(state_at(dinitial.pointer, dinitial.strides, span.i_n, span.i_h, W), dS)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["T", "H", "HV", "q_h", "k_h", "do_h", "scale"])
+@gluon.jit(do_not_specialize=["sequences", "T", "H", "HV", "q_h", "k_h", "do_h", "scale"])
 def reverse_walk_gdn(
     q_d,
     k_d,
@@ -507,6 +509,7 @@ def reverse_walk_gdn(
     tails_d,
     sums,
     dinitial,
+    sequences,
     T,
     H,
     HV,
@@ -517,6 +520,9 @@ def reverse_walk_gdn(
     form,
 ):
     """Form the gradients of one sequence and head, last chunk first, with dS [K, V] in registers.
+
+    With `form.RUN` a program takes a run of so many chunks, and `dfinal` is [runs, HV, K, V].
+    `sequences` is N for runs of packed sequences, else None.
 
     dS is fp32. r_0 to r_6 are the factors of GDN (`operands`), n_q and n_k inverse norms. E_ij is
     the decay from row j to row i, and o multiplies entry by entry::
@@ -542,7 +548,7 @@ def reverse_walk_gdn(
     `operands` lists.
     """
     TYPE: gl.constexpr = q_d.dtype
-    span = find_span(cu_seqlens, None, None, T, HV)
+    span = find_span(cu_seqlens, None, sequences, T, HV, RUN=form.RUN)
     tiles = find_tiles(span, cu_seqlens, T, HV, CHUNK)
     i_g = span.i_h // (HV // H)
     x = Buffers(

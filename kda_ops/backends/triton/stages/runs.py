@@ -7,7 +7,8 @@ ends with. `join_runs` turns maps into states. The last is the ordinary scan, wi
 run. Backward is the same from the other end, with ``[do | 0]`` and the transposed maps.
 
 Cuts are multiples of one length (`tuning.run_length`) from the start of each sequence. So results
-depend neither on its neighbours nor on later tokens.
+depend neither on its neighbours nor on later tokens. GDN's reverse walk has runs of its own
+(`tuning.walk_run_length`), and takes what `join_runs` finds in the place of the last scan.
 
 The launches share one tensor `maps`, ``[runs, HV, K, V + K]`` fp32. At run r it holds ``[b | M]``
 of the run before r (after r in backward). After the join, its first V columns hold the state that r
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.operands import Strided, strided
+from kda_ops.backends.triton.device.sequence import find_sequence
 from kda_ops.backends.triton.device.state import (
     close_state,
     drop_null,
@@ -36,13 +38,7 @@ from kda_ops.backends.triton.device.state import (
     open_state,
     state_at,
 )
-from kda_ops.backends.triton.device.tile import (
-    CHUNK,
-    INTERPRETED,
-    dense,
-    find_sequence,
-    locate_sequence,
-)
+from kda_ops.backends.triton.device.tile import CHUNK, INTERPRETED, dense, locate_sequence
 from kda_ops.backends.triton.plans.launch import launch, new
 from kda_ops.problem import Problem
 
@@ -265,13 +261,14 @@ def join_runs(
 class Runs:
     """How the sequences of a call are cut: into runs of `length` chunks, 0 where they stay whole.
 
-    The module's docstring describes `maps`. Of a shard that stays whole it has one per sequence.
+    Without a length it is that of the scans. The module's docstring describes `maps`. Of a shard
+    that stays whole it has one per sequence.
     """
 
-    def __init__(self, p: Problem):
-        self.p, self.length = p, tuning.run_length(p)
+    def __init__(self, p: Problem, length: int | None = None):
+        self.p, self.length = p, tuning.run_length(p) if length is None else length
         # the tail of a packed row is one more sequence
-        self.pieces = tuning.pieces(p) + int(p.cu_seqlens is not None)
+        self.pieces = tuning.pieces(p, self.length) + int(p.cu_seqlens is not None)
 
     def new_maps(self) -> Tensor:
         """Allocate `maps`."""

@@ -15,8 +15,9 @@ from torch import Tensor
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.gate import sigmoid
 from kda_ops.backends.triton.device.operands import strided
+from kda_ops.backends.triton.device.sequence import find_sequence
 from kda_ops.backends.triton.device.state import drop_null, is_resumed
-from kda_ops.backends.triton.device.tile import find_sequence, locate_sequence
+from kda_ops.backends.triton.device.tile import locate_sequence
 from kda_ops.backends.triton.plans.launch import launch, new, total
 from kda_ops.convolution import Convolution
 

@@ -19,7 +19,8 @@ from kda_ops.backends.triton.device.activations import flags_of, gate_of, streng
 from kda_ops.backends.triton.device.gate import GIVEN, load_bias, load_rate, log_decay, through_gate
 from kda_ops.backends.triton.device.gradient_chunk import locate, write_column
 from kda_ops.backends.triton.device.operands import strided
-from kda_ops.backends.triton.device.tile import CHUNK, dense, find_sequence, inverse_norm, rows_at
+from kda_ops.backends.triton.device.sequence import find_sequence
+from kda_ops.backends.triton.device.tile import CHUNK, dense, inverse_norm, rows_at
 from kda_ops.backends.triton.plans.descriptors import copied, has_gluon, tokens
 from kda_ops.backends.triton.plans.launch import as_kv, columns_of, launch, new, strides_of
 from kda_ops.backends.triton.stages.gradient import (
