@@ -303,6 +303,16 @@ def find_maps_back(
     return maps
 
 
+def enter_runs(
+    p: Problem, tile: Tile, runs: Runs, do: Tensor | None, dfinal: Tensor | None
+) -> Tensor:
+    """Return the gradient of the state that leaves each run, [runs, HV, K, V] fp32.
+
+    `dfinal` is seen as S[k, v].
+    """
+    return runs.join(find_maps_back(p, tile, runs, do, dfinal), back=True)
+
+
 def _kv(p: Problem, dfinal_state: Tensor | None) -> Tensor | None:
     """Return the gradient of the final state as S[k, v], None where there is none."""
     if dfinal_state is None or dfinal_state.numel() == 0:
@@ -338,7 +348,7 @@ def reverse_scan(
     dinitial = _new_dinitial(p) if "initial_state" in need else None
     starts, runs = _kv(p, dfinal_state), Runs(p)
     if runs.length and not p.sharded:
-        starts = runs.join(find_maps_back(p, tile, runs, do, starts), back=True)
+        starts = enter_runs(p, tile, runs, do, starts)
     ends = ReverseEnds(
         do=strided(fit(do)),
         dfinal=strided(starts),

@@ -52,7 +52,7 @@ from kda_ops.backends.triton.stages.gradient import (
 from kda_ops.backends.triton.stages.gradient_gdn import HeadGradients, clear_columns, write_logits
 from kda_ops.backends.triton.stages.gradient_pairs import strength_gradient
 from kda_ops.backends.triton.stages.gradient_small import SMALL
-from kda_ops.backends.triton.stages.reverse_scan import find_maps_back, reads_z
+from kda_ops.backends.triton.stages.reverse_scan import enter_runs, reads_z
 from kda_ops.backends.triton.stages.runs import Runs
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
@@ -291,8 +291,7 @@ def reverse_walk(
         dinitial = as_kv(p, new(q, "dinitial_state", (p.N, p.HV, *wide), torch.float32))
     dfinal = None if dfinal_state is None or dfinal_state.dim() == 1 else as_kv(p, dfinal_state)
     if run:
-        runs = Runs(p, run)
-        dfinal = runs.join(find_maps_back(p, tile, runs, do, dfinal), back=True)
+        dfinal = enter_runs(p, tile, Runs(p, run), do, dfinal)
     launch(
         KERNEL.reverse_walk_gdn,
         tuning.pieces(p, run) * p.HV,
