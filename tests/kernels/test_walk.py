@@ -511,7 +511,10 @@ def test_without_gluon_nothing_walks(monkeypatch):
 @pytest.mark.quick
 def test_the_doctor_is_told_why(force):
     meta = torch.device("meta")
-    assert "Gluon walks" in walk.path(meta)
+    force(processors=132)
+    said = walk.path(meta)
+    assert "from 23 value heads on" in said and "two kernels up to 44" in said
+    assert "back from 53" in said
     force(architecture=10)
     assert "capability 9.0" in walk.path(meta)
 

@@ -69,7 +69,8 @@ def path(device: torch.device) -> str:
     count = tuning.processors(device)
     return (
         f"Gluon walks from {count // 6 + 1} value heads on, in bf16 at width 128 with bounded "
-        f"decays; back from {-(-2 * count // 5)} sequences times value heads on"
+        f"decays; as two kernels up to {count // 3} sequences times value heads, if they have 512 "
+        f"tokens each; back from {-(-2 * count // 5)} sequences times value heads on"
     )
 
 
