@@ -24,10 +24,11 @@ Cost per call, with ``slots`` = B for dense rows and 1 for packed sequences; an 
     extra work                   a scan of V + K columns without outputs, each way; a fold of one
                                  small product per rank, on CUDA a join of one per run too
     until the second half        the tiles of `Backend.prepare`; on CUDA [b | M] of each run, and no
-                                 u. In 16 bits a tile has 3 K + 2 K / C + 3 C + 6 elements per
-                                 token and value head for KDA, 2 C + 14 for GDN
+                                 u. In 16 bits a tile has 6 K + 4 K / C + 6 C + 12 bytes per token
+                                 and value head for KDA, 4 C + 28 for GDN
     kept for backward            A, as on one rank; M of every rank; S_in; on CUDA the state that
-                                 each run starts from, HV K V elements
+                                 each run starts from, HV K V elements. A packed row has a run more
+                                 for each of its sequences, also of those on other ranks
 
 The fold multiplies in float32 at torch's precision setting: leave
 ``torch.set_float32_matmul_precision`` at "highest".
@@ -117,7 +118,8 @@ def run(namespace: str, group, tensors: Tensors, flags: Flags) -> tuple[Tensor, 
         plan.name,
         plan.rank,
         plan.size,
-        "A" in dispatch.keeps(q.device).names(schemas.VARIANTS[namespace], q.dtype, False, False),
+        "A"
+        in dispatch.keeps(q.device).names(schemas.VARIANTS[namespace], cast[0].dtype, False, False),
         flags["transpose_state_layout"],
         asked,
         tuple(rest.items()),

@@ -141,17 +141,23 @@ def test_the_walk_forward_is_one_kernel_or_two():
 
 @needs_gluon
 def test_one_kernel_makes_the_gradients_of_gdn():
-    (limit,) = row("GDN with backward")
+    limit, of_runs = row("GDN with backward")
     need = frozenset(GRADIENTS) - {"A_log", "dt_bias", "initial_state"}
 
-    def walks(N, HV, group=1):
-        p = call(0, 256, HV, N)
+    def walks(N, HV, group=1, T=256, packed=False):
+        p = call(0, T, HV, N, packed)
         p.H = HV // group
         return reverse_walk.walks(p, p.new_output(), None, need)
 
     assert last_before(lambda HV: walks(1, HV), range(1, 200)) == limit
     assert last_before(lambda N: walks(N, 1), range(1, 200)) == limit
     assert walks(2, 64, 2) and not walks(2, 64, 3) and "up to two value heads" in SECTION
+    for N, HV, packed in ((1, 4, False), (1, 16, False), (2, 8, True), (8, 4, True)):
+        for T in range(256, 16000, 256):
+            p = call(0, T, HV, N, packed)
+            length = tuning.walk_run_length(p)
+            runs = (T // (length * 64) if packed else -(-T // (length * 64))) if length else 0
+            assert walks(N, HV, T=T, packed=packed) == (runs * HV > of_runs), (N, HV, T)
 
 
 @pytest.mark.parametrize("HV, N, packed", ((24, 1, False), (8, 3, True), (33, 2, False)))
@@ -162,14 +168,14 @@ def test_the_walk_of_gdn_takes_longer_runs_where_programs_would_wait(HV, N, pack
     assert N * HV <= few and known == list(tuning.WALK_RUNS[: len(known)])
     assert tuning.walk_run_length(call(0, LONG, few))
     assert not tuning.walk_run_length(call(0, LONG, few + 1))
-    assert last_before(lambda T: tuning.walk_run_length(call(0, T, HV, N, packed)), near(40)) == (
-        tokens
-    )
+    count = N if packed else 1
+    found = last_before(lambda T: tuning.walk_run_length(call(0, T, HV, N, packed)), near(100))
+    assert found == tokens * count
     for T in range(2048, 20000, 512):
         p = call(0, T, HV, N, packed)
         length = tuning.walk_run_length(p)
         shorter = [n for n in known if n < length]
-        assert length * 64 >= T or tuning.pieces(p, length) * HV <= room
+        assert T <= max(length * 64, count * tokens) or tuning.pieces(p, length) * HV <= room
         assert all(tuning.pieces(p, n) * HV > room for n in shorter)
 
 

@@ -696,7 +696,8 @@ def walk_run_length(p: Problem) -> int:
     """Return the chunks per run of GDN's reverse walk, or 0 where it walks whole sequences.
 
     A step takes longer the more programs run, but not in proportion. So runs are the shortest of
-    WALK_RUNS with which all programs run at once. The length depends on N and T, as do gradients.
+    WALK_RUNS with which all programs run at once. Packed sequences stay whole if they have no more
+    tokens than a run, on average. The length depends on N and T, as do gradients.
     """
     length, room = FORCED.run, processors(p.q.device)
     if p.invariant or p.N == 0 or length is None and 2 * p.N * p.HV > room:
@@ -704,6 +705,8 @@ def walk_run_length(p: Problem) -> int:
     if length is None:
         fits = (n for n in WALK_RUNS if count_chunks(p, n * CHUNK) * p.HV <= room)
         length = next(fits, 0)
+        if p.cu_seqlens is not None and p.T <= p.N * (length * CHUNK):
+            return 0
     return length if p.T > length * CHUNK else 0
 
 

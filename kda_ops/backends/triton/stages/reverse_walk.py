@@ -95,13 +95,23 @@ def walks(p: Problem, do: Tensor | None, dfinal_state: Tensor | None, need: froz
         and (
             tuning.FORCED.walk
             or p.invariant
-            or tuning.pieces(p, tuning.walk_run_length(p)) * p.HV >= LEAST_PROGRAMS
+            or p.N * p.HV >= LEAST_PROGRAMS
+            or runs_of_walk(p) * p.HV >= LEAST_PROGRAMS
         )
         # a descriptor has at least one row, and coordinates have 32 bits
         and 0 < p.B * p.T < 2**30
         and count_chunks(p) * (p.HV * FACTORS) < 2**31
         and p.N * (p.HV * 3 * LENGTH) < 2**30
     )
+
+
+def runs_of_walk(p: Problem) -> int:
+    """Return how many runs the walk has at least, 0 if it has none."""
+    length = tuning.walk_run_length(p)
+    if not length:
+        return 0
+    runs = tuning.pieces(p, length)
+    return runs if p.cu_seqlens is None else runs - p.N  # each sequence may leave one empty
 
 
 def path(device: torch.device) -> str:
