@@ -110,9 +110,8 @@ class JoinForward(Whole):
 
     def run(self, b: Backend) -> tuple[Tensor, ...]:
         """Return o, the final state, and what each run starts from."""
-        _check(
-            self.p, self.given, ("runs",)
-        )  # again, because the numbers of chunks become guards of a plan
+        # again, because the numbers of chunks become guards of a plan
+        _check(self.p, self.given, ("runs",))
         p, runs, starts = self.p, _present(self.given.get("runs")), None
         if not p.HV:
             return self.outputs()
@@ -138,10 +137,9 @@ class MapBackward(Backward):
 
     def _names(self, keeps: Keeps) -> frozenset[str]:
         """Return the names of the tile; an A that is kept as it is, is not made again."""
-        names, p = keeps.tile_names(self.p.rank), self.p
-        return (
-            names if _present(self.given.get("A")) is None or keeps.keeps_AP(p) else names - {"A"}
-        )
+        names = keeps.tile_names(self.p.rank)
+        given = _present(self.given.get("A")) is not None
+        return names - {"A"} if given and not keeps.keeps_AP(self.p) else names
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Allocate the gradients of the states that enter, the maps of runs, and the tiles."""
