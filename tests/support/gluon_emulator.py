@@ -664,6 +664,14 @@ class Layout:
         return cls()
 
 
+class Constant:
+    """A constant of a kernel, which is a plain value here."""
+
+    def __new__(cls, x=None):
+        """Return the value."""
+        return x
+
+
 def static_assert(holds: bool) -> None:
     """Fail where the kernel would not compile."""
     assert holds, where_from()
@@ -680,7 +688,7 @@ gl = SimpleNamespace(
         name + "Layout": Layout
         for name in "Blocked Slice SwizzledShared NVMMAShared NVMMADistributed DotOperand".split()
     },
-    constexpr=lambda x=None: x,
+    constexpr=Constant,
     tensor=Tensor,
     shared_memory_descriptor=Shared,
     allocate_shared_memory=allocate,

@@ -155,6 +155,19 @@ def from_span(x, span, cu_seqlens, T, x_b, x_t, x_h):
 
 
 @aggregate
+class Column:
+    """A number per token of a head: where that of the first token lies, or None, and its stride."""
+
+    first: gl.tensor | gl.constexpr
+    step: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, first, step):
+        self.first = gl.constexpr(None) if first is None else first
+        self.step = step
+
+
+@aggregate
 class Tiles:
     """Where what is kept of a program's chunks lies, in tensors [NT, HV, ..]."""
 

@@ -42,6 +42,15 @@ class Gate(NamedTuple):
     kind: Any  # GIVEN, SOFTPLUS or BOUNDED of `device/gate.py`, a constant of the kernel
 
 
+class States(NamedTuple):
+    """The states that a call reads and writes; each of them may be absent."""
+
+    initial: Strided  # [N, HV, K, V], or a pool
+    final: Strided  # likewise
+    slots: Pointer  # [N], where pools have the states of the sequences
+    into: Strided  # [N, columns], the slots of snapshots
+
+
 class TileKDA(NamedTuple):
     """The tiles of all chunks, for the scans of KDA; in q's dtype unless said.
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, signal
+from kda_ops.backends.triton.device.channels import Column, Signal, find_span, find_tiles, signal
 from kda_ops.backends.triton.device.gate import load_bias, load_rate
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
@@ -24,6 +24,7 @@ from kda_ops.backends.triton.device.gluon_names import (
     load_tile,
     reinterpret,
     store_tile,
+    tensor_descriptor,
     wait_products,
 )
 from kda_ops.backends.triton.device.gluon_tile import (
@@ -115,6 +116,47 @@ class Buffers:
         self.lost, self.norms = lost, norms
 
 
+@aggregate
+class Inputs:
+    """What is copied to shared memory, at which columns the head lies in it, and at which row."""
+
+    q: tensor_descriptor
+    k: tensor_descriptor
+    g: tensor_descriptor
+    do: tensor_descriptor
+    u: tensor_descriptor
+    S: tensor_descriptor
+    AP: tensor_descriptor
+    q_at: gl.tensor
+    k_at: gl.tensor
+    g_at: gl.tensor
+    do_at: gl.tensor
+    AP_at: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, g, do, u, S, AP, q_at, k_at, g_at, do_at, AP_at):
+        self.q, self.k, self.g, self.do, self.u, self.S, self.AP = q, k, g, do, u, S, AP
+        self.q_at, self.k_at, self.g_at, self.do_at, self.AP_at = q_at, k_at, g_at, do_at, AP_at
+
+
+@aggregate
+class Outputs:
+    """Where the gradients go; those of a last block with fewer than 32 rows to the last three."""
+
+    dq: tensor_descriptor
+    dk: tensor_descriptor
+    dg: tensor_descriptor
+    dv: tensor_descriptor
+    tails: tensor_descriptor  # of dq and dk
+    v_tails: tensor_descriptor
+    ends: tensor_descriptor  # of dg
+
+    @gluon.constexpr_function
+    def __init__(self, dq, dk, dg, dv, tails, v_tails, ends):
+        self.dq, self.dk, self.dg, self.dv = dq, dk, dg, dv
+        self.tails, self.v_tails, self.ends = tails, v_tails, ends
+
+
 @gluon.jit
 def late_of(x, n):
     """Return where `late` of step n is."""
@@ -135,78 +177,76 @@ def leave(d, tails_d, t, column, tail, tile, here):
 
 
 @gluon.jit
-def fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t, n):
+def fetch_rows(of, x, on, t, n):
     """Copy q, k and g of step n, from token t on."""
     s = n & 1
-    on.rows_full.expect(n, 32 * 128 * (4 + g_d.dtype.primitive_bitwidth // 8))
-    load_tile(g_d, [t, g_at], on.rows_full.at(n), x.g.index(s))
-    load_tile(k_d, [t, k_at], on.rows_full.at(n), x.k.index(s))
-    load_tile(q_d, [t, q_at], on.rows_full.at(n), x.q.index(s))
+    on.rows_full.expect(n, 32 * 128 * (4 + x.g.dtype.primitive_bitwidth // 8))
+    load_tile(of.g, [t, of.g_at], on.rows_full.at(n), x.g.index(s))
+    load_tile(of.k, [t, of.k_at], on.rows_full.at(n), x.k.index(s))
+    load_tile(of.q, [t, of.q_at], on.rows_full.at(n), x.q.index(s))
 
 
 @gluon.jit
-def fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tiles, x, on, t, c, n):
+def fetch_state(of, tiles, x, on, t, c, n):
     """Copy what else step n needs; its block is the sequence's block c, from token t on."""
     zero = n >> 30
     on.do_full.expect(n, 32 * (128 + 64) * 2)
-    row = row_AP + (c >> 1) * (tiles.step * 64) + (c & 1) * 32
-    load_tile(AP_d, [row, 0], on.do_full.at(n), x.AP.index(zero))
-    load_tile(do_d, [t, do_at], on.do_full.at(n), x.R.index(zero).slice(0, 32, dim=0))
-    load_tile(do_d, [t, do_at + 64], on.do_full.at(n), x.R.index(1 + zero).slice(0, 32, dim=0))
+    row = of.AP_at + (c >> 1) * (tiles.step * 64) + (c & 1) * 32
+    load_tile(of.AP, [row, 0], on.do_full.at(n), x.AP.index(zero))
+    load_tile(of.do, [t, of.do_at], on.do_full.at(n), x.R.index(zero).slice(0, 32, dim=0))
+    load_tile(of.do, [t, of.do_at + 64], on.do_full.at(n), x.R.index(1 + zero).slice(0, 32, dim=0))
     on.S_full.expect(n, (32 + 128) * 128 * 2)
-    load_tile(u_d, [tiles.at(c) * 32, 0], on.S_full.at(n), x.u.index(zero))
-    load_tile(S_d, [tiles.at(c) * 128, 0], on.S_full.at(n), x.S.index(zero))
+    load_tile(of.u, [tiles.at(c) * 32, 0], on.S_full.at(n), x.u.index(zero))
+    load_tile(of.S, [tiles.at(c) * 128, 0], on.S_full.at(n), x.S.index(zero))
 
 
 @gluon.jit
-def copy(
-    q_d, k_d, g_d, do_d, u_d, S_d, AP_d, dq_d, dk_d, dg_d, dv_d, tails_d, v_tails_d, ends_d, sums_d,
-    q_at, k_at, g_at, do_at, row_AP, tiles, x, on, span, steps,
-):  # fmt: skip
+def copy(of, to, sums_d, tiles, x, on, span):
     """Copy the inputs of each step to shared memory, and its gradients from there.
 
     A copy to shared memory follows the copy from the same place. So `do_full` of a step also says
     that dv of the step before has left, and `rows_full` that dq, dk and dg of two steps before
     have.
     """
+    steps = (span.length + 31) // 32
     column, end = span.i_h * 128, (span.i_n * tiles.step + span.i_h) * 32
     if steps > 0:
         t = span.token + (steps - 1) * 32
-        fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t, 0)
-        fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tiles, x, on, t, steps - 1, 0)
+        fetch_rows(of, x, on, t, 0)
+        fetch_state(of, tiles, x, on, t, steps - 1, 0)
     if steps > 1:
-        fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, span.token + (steps - 2) * 32, 1)
+        fetch_rows(of, x, on, span.token + (steps - 2) * 32, 1)
     for n in range(steps):
         c, s, zero = steps - 1 - n, n & 1, n >> 30
         t, here = span.token + c * 32, span.length - c * 32
         on.dv.wait(n)
         dv_0, dv_1 = x.R.index(zero).slice(32, 32, dim=0), x.R.index(1 + zero).slice(32, 32, dim=0)
-        leave(dv_d, v_tails_d, t, column, 3 * end + 64, dv_0, here)
-        leave(dv_d, v_tails_d, t, column + 64, 3 * end + 64, dv_1, here)
+        leave(to.dv, to.v_tails, t, column, 3 * end + 64, dv_0, here)
+        leave(to.dv, to.v_tails, t, column + 64, 3 * end + 64, dv_1, here)
         tma.store_wait(0)
         on.half.wait(n)
         if c > 0:
-            fetch_state(do_d, u_d, S_d, AP_d, do_at, row_AP, tiles, x, on, t - 32, c - 1, n + 1)
+            fetch_state(of, tiles, x, on, t - 32, c - 1, n + 1)
         on.done.wait(n)
-        leave(dq_d, tails_d, t, column, 3 * end, x.q.index(s), here)
-        leave(dk_d, tails_d, t, column, 3 * end + 32, x.k.index(s), here)
-        leave(dg_d, ends_d, t, column, end, x.g.index(s), here)
+        leave(to.dq, to.tails, t, column, 3 * end, x.q.index(s), here)
+        leave(to.dk, to.tails, t, column, 3 * end + 32, x.k.index(s), here)
+        leave(to.dg, to.ends, t, column, end, x.g.index(s), here)
         if sums_d is not None:
             store_tile(sums_d, [tiles.at(c) * 32], x.own.index(s).slice(32, 32))
         tma.store_wait(0)
         if c > 1:
-            fetch_rows(q_d, k_d, g_d, q_at, k_at, g_at, x, on, t - 64, n + 2)
+            fetch_rows(of, x, on, t - 64, n + 2)
 
 
 @gluon.jit
-def load_beta(beta, beta_t, span, c, flags):
+def load_beta(beta, span, c, flags):
     """Return beta of block c, through its sigmoid, [32] fp32; 1 where there is no such token."""
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     b = gl.zeros([32], gl.float32, B) + 1.0
-    if beta is not None:
+    if beta.first is not None:
         row = c * 32 + gl.arange(0, 32, B)
         mask = (row >= 0) & (row < span.length)
-        p_beta = beta + (span.token + row).to(gl.int64) * beta_t
+        p_beta = beta.first + (span.token + row).to(gl.int64) * beta.step
         b = gl.load(p_beta, mask=mask, other=1.0).to(gl.float32)
         if flags.SIGMOID:
             b = rcp(1.0 + ex2(b * -LOG2E))
@@ -236,9 +276,7 @@ def write_y(x, factor, y, zero):
 
 
 @gluon.jit
-def prepare(
-    x, on, span, steps, gate, scale, factor, beta, beta_t, y, tiles, flags
-):  # fmt: skip
+def prepare(x, on, span, tiles, gate, scale, factor, beta, y, flags):
     """Make of q, k and the decay what `walk` multiplies, [32, K] each::
 
         late = 2^(D + SHIFT);   h = 2^-SHIFT of the first block, e_0 2^-SHIFT of the second
@@ -248,6 +286,7 @@ def prepare(
     D sums the log decays in base 2 from the start of a block of 16 rows, e_0 and e_1 are the decays
     of the blocks, and total is that of both.
     """
+    steps = (span.length + 31) // 32
     NORM: gl.constexpr = flags.L2NORM
     E: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0])
     EC: gl.constexpr = gl.SliceLayout(0, E)
@@ -256,7 +295,7 @@ def prepare(
     first = (gl.arange(0, 32, gl.SliceLayout(1, E)) < 16)[:, None]
     rate = load_rate(gate, span.i_h)
     bias = load_bias(gate, span.i_h, gl.arange(0, K, EC), K)[None, :]
-    b = load_beta(beta, beta_t, span, steps - 1, flags)
+    b = load_beta(beta, span, steps - 1, flags)
     for n in range(steps):
         c, s, zero = steps - 1 - n, n & 1, n >> 30
         here = span.length - c * 32
@@ -308,7 +347,7 @@ def prepare(
                 write_y(x, factor, y + tiles.at(c).to(gl.int64) * (32 * 128), zero)
         barrier()
         on.pairs.arrive(n)
-        b = load_beta(beta, beta_t, span, c - 1, flags)
+        b = load_beta(beta, span, c - 1, flags)
 
 
 @gluon.jit
@@ -365,9 +404,7 @@ def add_rows(x, zero, later_of, earlier_of, d_g):
 
 
 @gluon.jit
-def walk(
-    x, on, span, steps, dfinal, dinitial, scale, factor, flags, I: gl.constexpr
-):  # fmt: skip
+def walk(x, on, span, dfinal, dinitial, scale, factor, flags, I: gl.constexpr):
     """Carry the rows of dS^T [V, K] from 64 I on, and make the gradients of channels 64 I on::
 
         y = kg dS + factor P^T do;   dv = A'^T y;   dS <- e_0 e_1 dS + G^T [do; dv]
@@ -384,6 +421,7 @@ def walk(
     lie with channels as rows. In Triton 3.6 `mbarrier.arrive` is one thread's, and each warp waits
     for its own products: so arrivals follow a barrier that follows the wait.
     """
+    steps = (span.length + 31) // 32
     NORM: gl.constexpr = flags.L2NORM
     K: gl.constexpr = 128
     TYPE: gl.constexpr = x.q.dtype
@@ -583,7 +621,6 @@ def reverse_walk_kda(
     """
     TYPE: gl.constexpr = q_d.dtype
     span = find_span(cu_seqlens, None, N, T, HV)
-    steps = (span.length + 31) // 32
     i_g = span.i_h // (HV // H)
     SUM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     LATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], gl.float32)
@@ -636,33 +673,19 @@ def reverse_walk_kda(
         beta += span.i_h.to(gl.int64) * beta_h
         if cu_seqlens is None:
             beta += span.i_n.to(gl.int64) * beta_b - span.token.to(gl.int64) * beta_t
-    row_AP = find_tiles(span, cu_seqlens, T, HV, 64).first * 64
+    beta = Column(beta, beta_t)
+    AP_at = find_tiles(span, cu_seqlens, T, HV, 64).first * 64
     tiles = find_tiles(span, cu_seqlens, T, HV, 32)
+    q_at, k_at, g_at, do_at = i_g * q_h, i_g * k_h, span.i_h * g_h, span.i_h * do_h
+    of = Inputs(q_d, k_d, g_d, do_d, u_d, S_d, AP_d, q_at, k_at, g_at, do_at, AP_at)
+    to = Outputs(dq_d, dk_d, dg_d, dv_d, tails_d, v_tails_d, ends_d)
     gl.warp_specialize(
         [
-            (
-                prepare,
-                (
-                    x, on, span, steps, gate, scale, factor, beta, beta_t, y, tiles, flags,
-                ),
-            ),
-            (
-                walk,
-                (x, on, span, steps, dfinal, dinitial, scale, factor, flags, 0),
-            ),
-            (
-                walk,
-                (x, on, span, steps, dfinal, dinitial, scale, factor, flags, 1),
-            ),
-            (
-                copy,
-                (
-                    q_d, k_d, g_d, do_d, u_d, S_d, AP_d, dq_d, dk_d, dg_d, dv_d, tails_d, v_tails_d,
-                    ends_d, sums_d, i_g * q_h, i_g * k_h, span.i_h * g_h, span.i_h * do_h, row_AP,
-                    tiles, x, on, span, steps,
-                ),
-            ),
+            (prepare, (x, on, span, tiles, gate, scale, factor, beta, y, flags)),
+            (walk, (x, on, span, dfinal, dinitial, scale, factor, flags, 0)),
+            (walk, (x, on, span, dfinal, dinitial, scale, factor, flags, 1)),
+            (copy, (of, to, sums_d, tiles, x, on, span)),
         ],
         [4, 4, 1],
         [REGISTERS, REGISTERS, 24],
-    )  # fmt: skip
+    )

@@ -9,7 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
-from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, from_span, signal
+from kda_ops.backends.triton.device.channels import (
+    Column,
+    Signal,
+    find_span,
+    find_tiles,
+    from_span,
+    signal,
+)
 from kda_ops.backends.triton.device.gate import load_bias, load_rate
 from kda_ops.backends.triton.device.gluon_names import (
     aggregate,
@@ -17,6 +24,7 @@ from kda_ops.backends.triton.device.gluon_names import (
     load_tile,
     reinterpret,
     store_tile,
+    tensor_descriptor,
     wait_products,
 )
 from kda_ops.backends.triton.device.gluon_tile import (
@@ -79,31 +87,49 @@ class Buffers:
         self.S, self.u, self.gamma, self.norm_k, self.lost = S, u, gamma, norm_k, lost
 
 
+@aggregate
+class Inputs:
+    """What is copied to shared memory, at which columns the head lies in it, and at which row."""
+
+    k: tensor_descriptor
+    v: tensor_descriptor
+    g: tensor_descriptor
+    AP: tensor_descriptor
+    k_at: gl.tensor
+    v_at: gl.tensor
+    g_at: gl.tensor
+    AP_at: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, g, AP, k_at, v_at, g_at, AP_at):
+        self.k, self.v, self.g, self.AP = k, v, g, AP
+        self.k_at, self.v_at, self.g_at, self.AP_at = k_at, v_at, g_at, AP_at
+
+
 @gluon.jit
-def produce(
-    k_d, v_d, g_d, AP_d, k_at, v_at, g_at, row_AP, tiles, x, on, span, G_BYTES: gl.constexpr
-):
+def produce(of, tiles, x, on, span):
     """Copy the inputs of each 32 rows to shared memory, in the order of their use."""
+    G_BYTES: gl.constexpr = x.g.dtype.primitive_bitwidth // 8
     for n in range((span.length + 31) // 32):
         s, t = n & 1, span.token + n * 32
         on.kg_free.wait(n - 2)
         on.kg_full.expect(n, 32 * 128 * (2 + G_BYTES))
-        load_tile(g_d, [t, g_at], on.kg_full.at(n), x.g.index(s))
-        load_tile(k_d, [t, k_at], on.kg_full.at(n), x.k.index(s))
+        load_tile(of.g, [t, of.g_at], on.kg_full.at(n), x.g.index(s))
+        load_tile(of.k, [t, of.k_at], on.kg_full.at(n), x.k.index(s))
         on.done.wait(n - 2)
         on.v_full.expect(n, 32 * (128 + 64) * 2)
-        load_tile(v_d, [t, v_at], on.v_full.at(n), x.v.index(s))
-        row = row_AP + (n >> 1) * (tiles.step * 64) + s * 32
-        load_tile(AP_d, [row, 0], on.v_full.at(n), x.AP.index(s))
+        load_tile(of.v, [t, of.v_at], on.v_full.at(n), x.v.index(s))
+        row = of.AP_at + (n >> 1) * (tiles.step * 64) + s * 32
+        load_tile(of.AP, [row, 0], on.v_full.at(n), x.AP.index(s))
 
 
 @gluon.jit
-def lost(beta, beta_t, span, n, flags, B: gl.constexpr):
+def lost(beta, span, n, flags, B: gl.constexpr):
     """Return what A' has lost of beta by rounding, for block n of 32 rows; 0 past the sequence."""
     row = n * 32 + gl.arange(0, 32, B)
     m_b = row < span.length
-    if beta is not None:
-        b = gl.load(beta + row.to(gl.int64) * beta_t, mask=m_b, other=0.0).to(gl.float32)
+    if beta.first is not None:
+        b = gl.load(beta.first + row.to(gl.int64) * beta.step, mask=m_b, other=0.0).to(gl.float32)
         if flags.SIGMOID:
             b = rcp(1.0 + ex2(b * -LOG2E))
             if flags.NEG_EIGVAL:
@@ -116,7 +142,7 @@ def lost(beta, beta_t, span, n, flags, B: gl.constexpr):
 
 
 @gluon.jit
-def prepare(x, on, span, beta, beta_t, gate, flags):
+def prepare(x, on, span, beta, gate, flags):
     """Make w and kg [32, K]; `states_kda` defines D, total and A'::
 
         kr = k 2^(D - c);   kg = k 2^(total - D);   w = -2^c A' kr,   c = -SHIFT
@@ -131,7 +157,7 @@ def prepare(x, on, span, beta, beta_t, gate, flags):
     none = gl.zeros([K, 32], gl.float32, N)
     rate = load_rate(gate, span.i_h)
     bias = load_bias(gate, span.i_h, gl.arange(0, K, gl.SliceLayout(0, E)), K)[None, :]
-    b = lost(beta, beta_t, span, 0, flags, B)
+    b = lost(beta, span, 0, flags, B)
     for n in range((span.length + 31) // 32):
         s, here = n & 1, span.length - n * 32
         k_b, g_b, w_b, kg_b = x.k.index(s), x.g.index(s), x.w.index(s), x.kg.index(s)
@@ -145,7 +171,7 @@ def prepare(x, on, span, beta, beta_t, gate, flags):
         k = load_rows(k_b, x.norm_k, E, NORM)
         on.done.wait(n - 2)
         x.lost.index(s).store(b)
-        b = lost(beta, beta_t, span, n + 1, flags, B)
+        b = lost(beta, span, n + 1, flags, B)
         w_b.store(narrow(k * D))
         k = k * rcp(D)
         rest = gl.expand_dims(ex2(total * LOG2E + SHIFT), 1)
@@ -276,32 +302,16 @@ def states_kda(
     barrier()
     if beta is not None:
         beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
-    row_AP = find_tiles(span, cu_seqlens, T, HV, 64).first * 64
+    beta = Column(beta, beta_t)
+    AP_at = find_tiles(span, cu_seqlens, T, HV, 64).first * 64
     tiles = find_tiles(span, cu_seqlens, T, HV, 32)
-    G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
+    of = Inputs(k_d, v_d, g_d, AP_d, i_g * k_h, span.i_h * v_h, span.i_h * g_h, AP_at)
     gl.warp_specialize(
         [
-            (prepare, (x, on, span, beta, beta_t, gate, flags)),
+            (prepare, (x, on, span, beta, gate, flags)),
             (scan, (x, on, span, S_d, u_d, tiles, initial, 0)),
             (scan, (x, on, span, S_d, u_d, tiles, initial, 1)),
-            (
-                produce,
-                (
-                    k_d,
-                    v_d,
-                    g_d,
-                    AP_d,
-                    i_g * k_h,
-                    span.i_h * v_h,
-                    span.i_h * g_h,
-                    row_AP,
-                    tiles,
-                    x,
-                    on,
-                    span,
-                    G_BYTES,
-                ),
-            ),
+            (produce, (of, tiles, x, on, span)),
         ],
         [4, 4, 1],
         [REGISTERS, REGISTERS, 24],

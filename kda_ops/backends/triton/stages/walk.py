@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.activations import flags_of, gate_of
-from kda_ops.backends.triton.device.operands import strided
+from kda_ops.backends.triton.device.operands import States, strided
 from kda_ops.backends.triton.device.tile import dense
 from kda_ops.backends.triton.plans.descriptors import (
     copied,
@@ -94,12 +94,11 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
     assert KERNEL is not None and p.g is not None  # as `tuning.walks` has checked
     final = None if final_state is None or final_state.numel() == 0 else as_kv(p, final_state)
     initial = None if p.state is None else as_kv(p, p.state)
-    into = p.snapshot_indices
+    into, slots = p.snapshot_indices, dense(p.state_indices)
     beta_b, beta_t, beta_h = columns_of(p.beta)
     common: dict[str, Any] = dict(
         device=p.q.device,
         beta=p.beta,
-        slots=dense(p.state_indices),
         cu_seqlens=dense(p.cu_seqlens),
         beta_b=beta_b,
         beta_t=beta_t,
@@ -128,9 +127,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         v_d=tokens(p, p.v),
         o_d=tokens(p, o),
         o=o,
-        initial=strided(initial),
-        final=strided(final),
-        into=strided(into),
+        states=States(strided(initial), strided(final), slots, strided(into)),
         resumed=p.has_initial_state,
         v_h=strides_of(p.v)[2],
         every=1 if into is None else p.snapshot_every,
@@ -158,6 +155,7 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         APART.prepare_walk,
         programs=p.N * p.HV * shares,
         SHARES=shares,
+        slots=slots,
         **common,
         **prepares,
         **left,

@@ -16,7 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from kda_ops.backends.triton.device.channels import Signal, find_span, find_tiles, from_span, signal
+from kda_ops.backends.triton.device.channels import (
+    Column,
+    Signal,
+    find_span,
+    find_tiles,
+    from_span,
+    signal,
+)
 from kda_ops.backends.triton.device.gate import load_bias, load_rate
 from kda_ops.backends.triton.device.gluon_blocks import (
     LESS,
@@ -31,6 +38,7 @@ from kda_ops.backends.triton.device.gluon_names import (
     load_tile,
     reinterpret,
     store_tile,
+    tensor_descriptor,
     wait_products,
 )
 from kda_ops.backends.triton.device.gluon_tile import (
@@ -137,6 +145,50 @@ class Buffers:
         self.norm_q, self.norm_k = norm_q, norm_k
 
 
+@aggregate
+class Inputs:
+    """What `produce` copies besides v, and at which columns the head lies in it."""
+
+    q: tensor_descriptor
+    k: tensor_descriptor
+    g: tensor_descriptor
+    q_at: gl.tensor
+    k_at: gl.tensor
+    g_at: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, g, q_at, k_at, g_at):
+        self.q, self.k, self.g = q, k, g
+        self.q_at, self.k_at, self.g_at = q_at, k_at, g_at
+
+
+@aggregate
+class Output:
+    """Where o goes."""
+
+    o_d: tensor_descriptor
+    o: gl.tensor
+    HV: gl.tensor
+    scale: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, o_d, o, HV, scale):
+        self.o_d, self.o, self.HV, self.scale = o_d, o, HV, scale
+
+
+@aggregate
+class Snapshots:
+    """Which states are written on the way: after every so many chunks, up to so many times."""
+
+    every: gl.tensor
+    columns: gl.tensor
+    NULL: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, every, columns, NULL):
+        self.every, self.columns, self.NULL = every, columns, gl.constexpr(NULL)
+
+
 @gluon.jit
 def quarters(x):
     """Return the four column blocks of 16 of x [64, 64], or the two of x [64, 32] twice."""
@@ -221,24 +273,25 @@ def inverse(L, b_r, R, quarter):
 
 
 @gluon.jit
-def produce(q_d, k_d, v_d, g_d, q_at, k_at, v_at, g_at, x, on, span, G_BYTES: gl.constexpr):
+def produce(of, v_d, v_at, x, on, span):
     """Copy the inputs of each chunk to shared memory, in the order of their use.
 
     v, which may be absent, is copied last: its buffer is free when the scan of the chunk before has
     ended.
     """
+    G_BYTES: gl.constexpr = x.g.dtype.primitive_bitwidth // 8
     for n in range(span.chunks + 1):
         zero = n >> 30
         t = span.token + n * span.step
         if n < span.chunks:
             on.kg_free.wait(n - 1)
             on.kg_full.expect(n, 64 * 128 * (2 + G_BYTES))
-            load_tile(g_d, [t, g_at], on.kg_full.at(n), x.g.index(zero))
-            load_tile(k_d, [t, k_at], on.kg_full.at(n), x.k.index(zero))
+            load_tile(of.g, [t, of.g_at], on.kg_full.at(n), x.g.index(zero))
+            load_tile(of.k, [t, of.k_at], on.kg_full.at(n), x.k.index(zero))
         on.done.wait(n - 2, pred=n > 1)
         if n < span.chunks:
             on.q_full.expect(n, 64 * 128 * 2)
-            load_tile(q_d, [t, q_at], on.q_full.at(n), x.q.index(n & 1))
+            load_tile(of.q, [t, of.q_at], on.q_full.at(n), x.q.index(n & 1))
         if v_d is not None:
             if n > 0:
                 on.v_full.expect(n - 1, 64 * 128 * 2)
@@ -500,12 +553,12 @@ def prepare(x, on, span, gate, AP_d, left, tiles, NORM: gl.constexpr, SHARE: gl.
 
 
 @gluon.jit
-def load_beta(beta, beta_t, span, n, B: gl.constexpr):
+def load_beta(beta, span, n, B: gl.constexpr):
     """Return beta of chunk n as it is given, [64] fp32; 1 without it, 0 past the sequence."""
     row = n * span.step + gl.arange(0, 64, B)
     m_b = row < span.length
-    if beta is not None:
-        b = gl.load(beta + row.to(gl.int64) * beta_t, mask=m_b, other=0.0).to(gl.float32)
+    if beta.first is not None:
+        b = gl.load(beta.first + row.to(gl.int64) * beta.step, mask=m_b, other=0.0).to(gl.float32)
     else:
         b = gl.where(m_b, 1.0, 0.0)
     return b
@@ -520,15 +573,13 @@ def inverse_norms(x, n, here):
 
 
 @gluon.jit
-def make_rows(
-    x, on, b, n, span, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, NORM: gl.constexpr
-):
+def make_rows(x, on, b, n, span, flags, NORM: gl.constexpr):
     """Write beta and the norms of chunk n for `prepare`, zeros of rows that are no tokens."""
     B: gl.constexpr = b.type.layout
     s = n & 1
-    if SIGMOID:
+    if flags.SIGMOID:
         b = rcp(1.0 + ex2(b * -LOG2E))
-        if NEG_EIGVAL:
+        if flags.NEG_EIGVAL:
             b = 2.0 * b
         b = gl.where(n * span.step + gl.arange(0, 64, B) < span.length, b, 0.0)
     x.beta.index(s).store(b)
@@ -542,28 +593,7 @@ def make_rows(
 
 
 @gluon.jit
-def scan(
-    x,
-    on,
-    span,
-    o_d,
-    o,
-    beta,
-    beta_t,
-    initial,
-    final,
-    slots,
-    into,
-    every,
-    columns,
-    HV,
-    scale,
-    SIGMOID: gl.constexpr,
-    NEG_EIGVAL: gl.constexpr,
-    NORM: gl.constexpr,
-    NULL: gl.constexpr,
-    resumed,
-):
+def scan(x, on, span, to, beta, states, snapshots, resumed, flags, NORM: gl.constexpr):
     """Carry S, held as [V, K], through the chunks; each half of a chunk in turn::
 
         u = A' v + w S;   o = scale (qg S + P u);   S <- gamma S + kg^T u
@@ -581,22 +611,21 @@ def scan(
     B: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     S = gl.zeros([V, K], gl.float32, W)
     slot = span.i_n
-    if slots is not None:
-        slot = gl.load(slots + span.i_n, mask=span.live, other=0)
-    if initial.pointer is not None:
+    if states.slots is not None:
+        slot = gl.load(states.slots + span.i_n, mask=span.live, other=0)
+    if states.initial.pointer is not None:
         if is_resumed(resumed, span.i_n, span.live):
-            S = gl.load(state_at(initial.pointer, initial.strides, slot, span.i_h, W)).to(
-                gl.float32
-            )
+            p_s = state_at(states.initial.pointer, states.initial.strides, slot, span.i_h, W)
+            S = gl.load(p_s).to(gl.float32)
     none = gl.zeros([V, 32], gl.float32, N32)
-    b = load_beta(beta, beta_t, span, 0, B)
-    make_rows(x, on, b, 0, span, SIGMOID, NEG_EIGVAL, NORM)
-    b = load_beta(beta, beta_t, span, 1, B)
+    b = load_beta(beta, span, 0, B)
+    make_rows(x, on, b, 0, span, flags, NORM)
+    b = load_beta(beta, span, 1, B)
     for n in range(span.chunks):
         s, zero = n & 1, n >> 30
         if n + 1 < span.chunks:
-            make_rows(x, on, b, n + 1, span, SIGMOID, NEG_EIGVAL, NORM)
-        b = load_beta(beta, beta_t, span, n + 2, B)
+            make_rows(x, on, b, n + 1, span, flags, NORM)
+        b = load_beta(beta, span, n + 2, B)
         here = span.length - n * 64
         q_b, kg, AP, v_b, o_b = (
             x.q.index(s),
@@ -636,30 +665,32 @@ def scan(
             if h == 0:
                 tma.store_wait(0)
             S, b_o = wait_products(0, deps=(S, b_o))
-            o_b.slice(h * 32, 32, dim=0).permute((1, 0)).store(narrow(b_o * scale))
+            o_b.slice(h * 32, 32, dim=0).permute((1, 0)).store(narrow(b_o * to.scale))
         fence_async_shared()
         barrier()
         on.done.arrive(n)
         # a chunk with rows that are no tokens is written below; here it is out of range
-        store_tile(o_d, [gl.where(here < 64, FAR, span.token + n * 64), span.i_h * V], o_b)
-        if into.pointer is not None:
-            pool = final if final.pointer is not None else initial
-            snapshot(S, into, pool, span, n + 1, every, columns, W, NULL)
-    if final.pointer is not None:
+        store_tile(to.o_d, [gl.where(here < 64, FAR, span.token + n * 64), span.i_h * V], o_b)
+        if states.into.pointer is not None:
+            snapshot(S, states, snapshots, span, n + 1, W)
+    if states.final.pointer is not None:
         if span.live:
-            p_s = state_at(final.pointer, final.strides, slot, span.i_h, W)
-            gl.store(p_s, S.to(final.pointer.dtype.element_ty))
+            p_s = state_at(states.final.pointer, states.final.strides, slot, span.i_h, W)
+            gl.store(p_s, S.to(states.final.pointer.dtype.element_ty))
     tma.store_wait(0)
-    write_rest(x, span, o, HV)
+    write_rest(x, span, to.o, to.HV)
 
 
 @gluon.jit
-def snapshot(S, into, pool, span, chunk, every, columns, W: gl.constexpr, NULL: gl.constexpr):
+def snapshot(S, states, snapshots, span, chunk, W: gl.constexpr):
     """Write the state after `chunk` chunks to its snapshot's slot, if one is due."""
-    due = (chunk % every == 0) & (span.length >= chunk * 64) & (chunk // every <= columns)
+    into, every = states.into, snapshots.every
+    pool = states.final if states.final.pointer is not None else states.initial
+    due = (chunk % every == 0) & (span.length >= chunk * 64)
+    due = due & (chunk // every <= snapshots.columns)
     p_slot = into.pointer + span.i_n.to(gl.int64) * into.strides[0]
     slot = gl.load(p_slot + (chunk // every - 1).to(gl.int64) * into.strides[1], mask=due, other=-1)
-    slot = drop_null(slot, NULL)
+    slot = drop_null(slot, snapshots.NULL)
     if slot >= 0:
         p_s = state_at(pool.pointer, pool.strides, slot, span.i_h, W)
         gl.store(p_s, S.to(pool.pointer.dtype.element_ty))
@@ -716,10 +747,7 @@ def walk_kda(
     o,
     beta,
     gate,
-    initial,
-    final,
-    slots,
-    into,
+    states,
     cu_seqlens,
     beta_b,
     beta_t,
@@ -758,11 +786,10 @@ def walk_kda(
     share an anchor (`gluon_blocks`), and tiles lie in other places (`block_factors`).
     """
     TYPE: gl.constexpr = q_d.dtype
-    span = find_span(cu_seqlens, slots, N, T, HV, 1, NULL)
+    span = find_span(cu_seqlens, states.slots, N, T, HV, 1, NULL)
     i_g = span.i_h // (HV // H)
     R_TYPE: gl.constexpr = gl.float16 if INVERSE == "fp16" else gl.float32
-    G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
-    G_STAGES: gl.constexpr = 4 // G_BYTES if SHARE == 8 else 1
+    G_STAGES: gl.constexpr = 32 // g_d.dtype.primitive_bitwidth if SHARE == 8 else 1
     KC_STAGES: gl.constexpr = 2 if SHARE == 8 else 1
     KG_STAGES: gl.constexpr = 1 if SHARE == 8 else 2
     x = Buffers(
@@ -787,51 +814,14 @@ def walk_kda(
     if beta is not None:
         beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
     tiles = find_tiles(span, cu_seqlens, T, HV, 64)
+    of = Inputs(q_d, k_d, g_d, i_g * q_h, i_g * k_h, span.i_h * g_h)
+    to, beta = Output(o_d, o, HV, scale), Column(beta, beta_t)
+    snapshots = Snapshots(every, columns, NULL)
     gl.warp_specialize(
         [
             (prepare, (x, on, span, gate, AP_d, None, tiles, flags.L2NORM, SHARE)),
-            (
-                scan,
-                (
-                    x,
-                    on,
-                    span,
-                    o_d,
-                    o,
-                    beta,
-                    beta_t,
-                    initial,
-                    final,
-                    slots,
-                    into,
-                    every,
-                    columns,
-                    HV,
-                    scale,
-                    flags.SIGMOID,
-                    flags.NEG_EIGVAL,
-                    flags.L2NORM,
-                    NULL,
-                    resumed,
-                ),
-            ),
-            (
-                produce,
-                (
-                    q_d,
-                    k_d,
-                    v_d,
-                    g_d,
-                    i_g * q_h,
-                    i_g * k_h,
-                    span.i_h * v_h,
-                    span.i_h * g_h,
-                    x,
-                    on,
-                    span,
-                    G_BYTES,
-                ),
-            ),
+            (scan, (x, on, span, to, beta, states, snapshots, resumed, flags, flags.L2NORM)),
+            (produce, (of, v_d, span.i_h * v_h, x, on, span)),
         ],
         [8, 1],
         [REGISTERS, 24],

@@ -14,15 +14,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kda_ops.backends.triton.device.channels import find_span, find_tiles, from_span, signal
+from kda_ops.backends.triton.device.channels import Column, find_span, find_tiles, from_span, signal
 from kda_ops.backends.triton.device.gluon_names import barrier, load_tile, reinterpret
 from kda_ops.backends.triton.device.gluon_tile import FLAT
 from kda_ops.backends.triton.stages.walk_kda import (
     BLOCKS,
     SQUARE,
     Buffers,
+    Inputs,
     Left,
     Meetings,
+    Output,
+    Snapshots,
     load_beta,
     make_rows,
     prepare,
@@ -57,14 +60,14 @@ def wait_ready(ready):
 
 
 @gluon.jit
-def rows(x, on, span, beta, beta_t, flags):
+def rows(x, on, span, beta, flags):
     """Write beta and the norms of each chunk, which `scan` does in the walk."""
     B: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    b = load_beta(beta, beta_t, span, 0, B)
+    b = load_beta(beta, span, 0, B)
     for n in range(span.chunks):
         on.tile.wait(n - 2)  # `prepare` has read what lies in the same place
-        make_rows(x, on, b, n, span, flags.SIGMOID, flags.NEG_EIGVAL, flags.L2NORM)
-        b = load_beta(beta, beta_t, span, n + 1, B)
+        make_rows(x, on, b, n, span, flags, flags.L2NORM)
+        b = load_beta(beta, span, n + 1, B)
 
 
 @gluon.jit
@@ -125,8 +128,7 @@ def prepare_walk(
     span = find_span(cu_seqlens, slots, N, T, HV, SHARES, NULL)
     i_g = span.i_h // (HV // H)
     R_TYPE: gl.constexpr = gl.float16 if INVERSE == "fp16" else gl.float32
-    G_BYTES: gl.constexpr = g_d.dtype.primitive_bitwidth // 8
-    G_STAGES: gl.constexpr = 4 // G_BYTES if SHARE == 8 else 1
+    G_STAGES: gl.constexpr = 32 // g_d.dtype.primitive_bitwidth if SHARE == 8 else 1
     KC_STAGES: gl.constexpr = 2 if SHARE == 8 else 1
     q = gl.allocate_shared_memory(TYPE, [2, 64, 128], q_d.layout)
     ones = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
@@ -153,27 +155,12 @@ def prepare_walk(
         beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
     tiles = find_tiles(span, cu_seqlens, T, HV, 64)
     left = Left(wqk_d, gamma, ready)
+    of = Inputs(q_d, k_d, g_d, i_g * q_h, i_g * k_h, span.i_h * g_h)
     gl.warp_specialize(
         [
             (prepare, (x, on, span, gate, AP_d, left, tiles, flags.L2NORM, SHARE)),
-            (rows, (x, on, span, beta, beta_t, flags)),
-            (
-                produce,
-                (
-                    q_d,
-                    k_d,
-                    None,
-                    g_d,
-                    i_g * q_h,
-                    i_g * k_h,
-                    0,
-                    span.i_h * g_h,
-                    x,
-                    on,
-                    span,
-                    G_BYTES,
-                ),
-            ),
+            (rows, (x, on, span, Column(beta, beta_t), flags)),
+            (produce, (of, None, 0, x, on, span)),
         ],
         [8, 1],
         [64, 24],
@@ -204,10 +191,7 @@ def scan_walk(
     ready,
     o,
     beta,
-    initial,
-    final,
-    slots,
-    into,
+    states,
     cu_seqlens,
     beta_b,
     beta_t,
@@ -225,7 +209,7 @@ def scan_walk(
 ):
     """Scan the chunks of one sequence and head that `prepare_walk` prepares; `scan` says how."""
     TYPE: gl.constexpr = v_d.dtype
-    span = find_span(cu_seqlens, slots, N, T, HV, 1, NULL)
+    span = find_span(cu_seqlens, states.slots, N, T, HV, 1, NULL)
     AP = gl.allocate_shared_memory(TYPE, [2, 64, 64], SQUARE)
     ones = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     x = Buffers(
@@ -253,34 +237,12 @@ def scan_walk(
         beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
     tiles = find_tiles(span, cu_seqlens, T, HV, 64)
     left = Left(wqk_d, gamma, ready)
+    to, beta = Output(o_d, o, HV, scale), Column(beta, beta_t)
+    snapshots = Snapshots(every, columns, NULL)
     gl.warp_specialize(
         [
             (feed, (x, on, span, v_d, span.i_h * v_h, AP_d, left, tiles)),
-            (
-                scan,
-                (
-                    x,
-                    on,
-                    span,
-                    o_d,
-                    o,
-                    beta,
-                    beta_t,
-                    initial,
-                    final,
-                    slots,
-                    into,
-                    every,
-                    columns,
-                    HV,
-                    scale,
-                    flags.SIGMOID,
-                    flags.NEG_EIGVAL,
-                    False,
-                    NULL,
-                    resumed,
-                ),
-            ),
+            (scan, (x, on, span, to, beta, states, snapshots, resumed, flags, False)),
         ],
         [8],
         [192],
