@@ -146,9 +146,8 @@ class Call:
         need = frozenset(n for n, x in zip(GRADIENTS, p.differentiable()) if x is not None)
         if self.walk and self.rank:
             assert kernels.walks_back(p, need)
-            A = kernels.train(p, p.new_output(), p.new_final_state())
-            assert A is not None  # as backward walks
-            kernels.walk_back(p, A, p.new_output(), None, need)
+            kept = kernels.train(p, p.new_output(), p.new_final_state())
+            kernels.walk_back(p, kept, p.new_output(), None, need)
             return None
         with_AP = self.keep and kernels.keeps.keeps_AP(p)
         tile = kernels.prepare(

@@ -10,8 +10,9 @@ row (`factors`) instead of u, and GDN keeps only A, the states and v_new. Kept t
 recomputed ones, so both policies give the same bits.
 
 Where training walks (`Keeps.trains`), it keeps A and P of each half of a chunk, in 2 C elements
-too. Without a bound on decays it keeps nothing (`Keeps.trained_names`). `disable_recompute` changes
-nothing there: backward makes the states again in either case.
+too. With `disable_recompute` it keeps the state that enters each half and v_new, in V + 2 K V / C
+elements more, and backward does not make them again (`stages.Walked`). Without a bound on decays it
+keeps nothing (`Keeps.trained_names`).
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from kda_ops.stages import (
     Pass,
     Tile,
     Trace,
+    Walked,
     new_like,
 )
 
 INPUTS = (*GRADIENTS, "cu_seqlens")
-WALKED = (CHUNK // 2, 2 * CHUNK)  # the last axes of the A that `Backend.train` returns
+HALF = CHUNK // 2
+WALKED = (HALF, 2 * CHUNK)  # the last axes of the A that `Backend.train` returns
 
 
 def kept_names(keeps: Keeps, p: Problem) -> frozenset[str]:
@@ -54,33 +57,47 @@ def new_kept(keeps: Keeps, p: Problem) -> list[Tensor]:
     """Allocate what `Forward` keeps, one tensor per name in `stages.KEPT`, empty where not kept."""
     names, shapes = kept_names(keeps, p), kept_shapes(p)
     if keeps.trains(p):
-        shapes["A"] = (*shapes["A"][:2], *WALKED)
+        shapes |= walked_shapes(p)
     return [empty(keeps, p, n, shapes[n] if n in names else (0,)) for n in KEPT]
 
 
 def kept_shapes(p: Problem) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of kept tensors by name; that of A where training does not walk."""
+    """Return the shapes of kept tensors by name, where training does not walk."""
     D, R = (p.K, 3) if p.rank else (1, 7)
-    size = dict(c=count_chunks(p), h=p.HV, C=CHUNK, K=p.K, V=p.V, D=D, R=R)
+    chunks = count_chunks(p)
+    size = dict(c=chunks, s=chunks, h=p.HV, C=CHUNK, K=p.K, V=p.V, D=D, R=R)
     return {name: tuple(size[letter] for letter in axes) for name, axes in KEPT.items()}
 
 
-def check_kept(
-    p: Problem, given: dict[str, Any], shapes: dict[str, tuple[int, ...]], walked: bool = False
-) -> None:
-    """Refuse kept tensors of another call, because kernels would read past their ends.
+def walked_shapes(p: Problem) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of `Walked` by name."""
+    halves = count_chunks(p, HALF)
+    return {
+        "A": (count_chunks(p), p.HV, *WALKED),
+        "states": (halves, p.HV, p.V, p.K),
+        "v_new": (halves, p.HV, HALF, p.V),
+    }
 
-    A may be that of a walk only if `walked`.
+
+def has_walked(A: Tensor | None) -> bool:
+    """Return whether an A, or an empty tensor in its place, is that of a walk.
+
+    Its shape tells. The call does not: under vmap and DTensor, forward and backward may differ in
+    heads and columns.
     """
+    return A is not None and tuple(A.shape[2:]) == WALKED
+
+
+def check_kept(p: Problem, given: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Refuse kept tensors of another call, because kernels would read past their ends."""
     for name, want in shapes.items():
         x = given.get(name)
-        if x is None or x.dim() == 1:
-            continue  # not kept
-        shape = tuple(x.shape)
-        if shape != want and not (walked and name == "A" and shape == (*want[:2], *WALKED)):
+        if x is None or not _kept(x):
+            continue
+        if tuple(x.shape) != want:
             raise ValueError(
                 f"{name} must have shape {list(want)} for the tokens of this call, got "
-                f"{list(shape)}: pass what the forward of the same inputs kept."
+                f"{list(x.shape)}: pass what the forward of the same inputs kept."
             )
         check_on_device(name, x, p.q.device)
 
@@ -89,6 +106,11 @@ def empty(keeps: Keeps, p: Problem, name: str, shape=(0,)) -> Tensor:
     """Allocate a kept tensor, or an empty one in its place."""
     dtype = p.state_dtype if name in SUMS else keeps.operand_dtype(p.q.dtype)
     return p.q.new_empty(shape, dtype=dtype)
+
+
+def _kept(x: Tensor | None) -> bool:
+    """Return whether a tensor is kept, not an empty one in its place."""
+    return x is not None and x.dim() > 1
 
 
 def _there(x: Tensor | None) -> Tensor | None:
@@ -196,7 +218,7 @@ class Forward(Whole):
         p = uniform(b, p)
         names = kept_names(b.keeps, p)
         if b.keeps.trains(p):
-            made: dict[str, Any] = {"A": b.train(p, o, final_state)}
+            made = vars(b.train(p, o, final_state))
         else:
             keeps_AP = b.keeps.keeps_AP(p)
             tile = b.prepare(p, with_AP=keeps_AP, norms=p.disable_recompute, overlap=True)
@@ -230,7 +252,10 @@ class Backward(Pass):
         self._check_kept()
 
     def _check_kept(self) -> None:
-        check_kept(self.p, self.given, kept_shapes(self.p), walked=True)
+        shapes = kept_shapes(self.p)
+        if has_walked(self.given.get("A")):
+            shapes |= walked_shapes(self.p)
+        check_kept(self.p, self.given, shapes)
 
     def outputs(self) -> tuple[Tensor | None, ...]:
         """Allocate the gradients, None where not asked for."""
@@ -274,16 +299,19 @@ class Backward(Pass):
         p.scratch = {}
         # `recurrent`, and walks without a bound, keep no A, so backward gets an empty one
         A = _there(given["A"])
-        # Its shape tells which stages have kept A. The call does not: under vmap and DTensor,
-        # forward and backward may differ in heads and columns.
-        if A is not None and tuple(A.shape[2:]) == WALKED:
+        if has_walked(A):
+            assert A is not None  # it has a shape
             if do is not None and p.B * p.T * p.N > 0 and b.walks_back(p, need):
-                return b.walk_back(p, A, do, dfinal_state, need)
-            A = None  # the other stages cannot read it
+                kept = Walked(A, _there(given["states"]), _there(given["v_new"]))
+                return b.walk_back(p, kept, do, dfinal_state, need)
+            A = None  # the other stages cannot read what a walk has kept
         trace = None
-        if p.disable_recompute and _there(given["states"]) is not None:
+        have: dict[str, Any] = {}
+        if p.disable_recompute and A is not None and _there(given["states"]) is not None:
             names = b.keeps.names(p.rank, p.q.dtype, p.l2norm, disable_recompute=True)
             have = {n: given[n] for n in KEPT if n in names}
+        # shards of a call that walks as a whole pass on only what that call keeps
+        if have and all(_kept(x) for x in have.values()):
             trace = Trace(have.pop("states"), have.pop("v_new"), given.get("o"))
             tile = b.prepare(p, have["A"]) if have.keys() == {"A"} else Tile(**have)
         else:

@@ -30,6 +30,7 @@ VARYING = {
     "L": "slots of a pool; N without a table of slots",
     "I": "slots of a pool that is only read",
     "c": "chunks",
+    "s": "chunks whose states are kept: halves of chunks where training walks",
     "r": "runs of a shard",
 }
 FIXED = {
@@ -231,7 +232,7 @@ _AXES = {
     "entering": "NhKV",
 } | KEPT
 _ATTENTION: dict[str, Any] = dict(axes=_AXES, folds="Hh")
-_SPLIT: dict[str, Any] = dict(_ATTENTION, splits=("Hh", "V", "BNc"))
+_SPLIT: dict[str, Any] = dict(_ATTENTION, splits=("Hh", "V", "BNcs"))
 
 CHUNK = Operator(
     "chunk",

@@ -78,6 +78,18 @@ class Trace:
 
 
 @dataclass
+class Walked:
+    """What `Backend.train` keeps for `walk_back`, names of `KEPT`.
+
+    A half of a chunk, C / 2 rows, is a chunk of its own here, but A has one tile per whole chunk.
+    """
+
+    A: Tensor | None = None  # [NT, HV, C / 2, 2 C]  of each half A and P, side by side
+    states: Tensor | None = None  # [halves, HV, V, K]  the state entering each half, transposed
+    v_new: Tensor | None = None  # [halves, HV, C / 2, V]
+
+
+@dataclass
 class Reverse:
     """What the reverse scan found, last chunk first."""
 
@@ -106,9 +118,10 @@ class Gradients:
 
 
 GRADIENTS = tuple(f.name for f in fields(Gradients))
-# What training may keep: names and axes; the order is that of `chunk_fwd`'s outputs.
+# What training may keep: names and axes; the order is that of `chunk_fwd`'s outputs. Where training
+# walks, `Walked` has the shapes.
 KEPT = {
-    "A": "chCC",  # or `AP` in its place, where both are made; "ch.CC" where training walks
+    "A": "chCC",  # or `AP` in its place, where both are made
     "P": "chCC",
     "w": "chCK",
     "u": "chCV",
@@ -116,8 +129,8 @@ KEPT = {
     "kg": "chCK",
     "gamma": "chD",
     "factors": "chRC",
-    "states": "chKV",
-    "v_new": "chCV",
+    "states": "shKV",
+    "v_new": "shCV",
 }
 TILE = tuple(n for n in KEPT if n not in ("states", "v_new"))  # of KEPT, what is of the tile
 SUMS = frozenset(("gamma", "factors"))  # kept in the dtype of sums; the others are operands
@@ -179,8 +192,8 @@ class Keeps:
         return False
 
     def trained_names(self, p: Problem) -> frozenset[str]:
-        """Return what `Backend.train` keeps of a call that it serves: A or nothing."""
-        return frozenset(("A",))
+        """Return what `Backend.train` keeps of a call that it serves: names of `Walked`."""
+        return frozenset(("A", "states", "v_new") if p.disable_recompute else ("A",))
 
     def keeps_AP(self, p: Problem) -> bool:
         """Return whether the A that is kept shares its tile with P, as `AP`."""
@@ -282,11 +295,10 @@ class Backend:
         """Write o and the final state as `scan` does, for a call that keeps nothing."""
         self.scan(p, self.prepare(p, overlap=True), o, final_state, keep=False)
 
-    def train(self, p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor | None:
-        """Write o and the final state as `scan` does, and return the A that `walk_back` reads.
+    def train(self, p: Problem, o: Tensor, final_state: Tensor | None) -> Walked:
+        """Write o and the final state as `scan` does, and return what `keeps.trained_names` names.
 
-        For calls that `keeps.trains` allows. This A is [NT, HV, C / 2, 2 C]: of each half of a
-        chunk it has A and P, side by side. It is None if `keeps.trained_names` is empty.
+        For calls that `keeps.trains` allows.
         """
         raise NotImplementedError
 
@@ -295,12 +307,17 @@ class Backend:
         return self.keeps.trains(p)
 
     def walk_back(
-        self, p: Problem, A: Tensor, do: Tensor, dfinal_state: Tensor | None, need: frozenset[str]
+        self,
+        p: Problem,
+        kept: Walked,
+        do: Tensor,
+        dfinal_state: Tensor | None,
+        need: frozenset[str],
     ) -> Gradients:
-        """Return the gradients of the inputs named in `need`, from the A of `train`.
+        """Return the gradients of the inputs named in `need`, from what `train` has kept.
 
-        For calls with tokens and sequences that `walks_back` allows. Gradients are given as to
-        `reverse_scan`.
+        For calls with tokens and sequences that `walks_back` allows. `kept.A` is there. States and
+        v_new are both there or both made again. Gradients are given as to `reverse_scan`.
         """
         raise NotImplementedError
 

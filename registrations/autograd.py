@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kda_ops import dispatch, operators
+from kda_ops.chunk import has_walked
 from kda_ops.private import (
     AFTER_AUTOGRAD,
     BelowAutograd,
@@ -35,7 +36,7 @@ from kda_ops.registrations.opaque import opaque
 from kda_ops.stages import CONVOLVED, GRADIENTS, KEPT
 
 _INPUTS = len(operators.CHUNK.names)
-_STATES = list(KEPT).index("states")
+_A, _STATES = (list(KEPT).index(name) for name in ("A", "states"))
 
 
 def _wants_grad(args: tuple, kwargs: dict) -> bool:
@@ -134,7 +135,7 @@ def _chunk(namespace: str, chunk_fwd: Callable):
 
 @cache
 def _reads_output(device: torch.device, rank: int, dtype: torch.dtype, l2norm: bool) -> bool:
-    """Return whether backward reads o where it reads kept states."""
+    """Return whether backward reads o where it reads kept states of chunks."""
     return "o" in dispatch.keeps(device).names(rank, dtype, l2norm, disable_recompute=True)
 
 
@@ -147,7 +148,8 @@ def _setup(namespace: str):
         there = [x.dim() > 1 for x in kept]
         has_states = bool(kept) and there[_STATES]
         l2norm = flags["use_qk_l2norm_in_kernel"]
-        ctx.kept = [has_states and _reads_output(o.device, rank, q.dtype, l2norm), *there]
+        reads_o = has_states and not has_walked(kept[_A])
+        ctx.kept = [reads_o and _reads_output(o.device, rank, q.dtype, l2norm), *there]
         ctx.save_for_backward(*inputs, *(x for x, there in zip((o, *kept), ctx.kept) if there))
         ctx.mark_non_differentiable(*kept, *(() if flags["output_final_state"] else (final_state,)))
         ctx.set_materialize_grads(False)

@@ -62,14 +62,41 @@ def test_gdn_does_not_walk(walks):
 
 
 @pytest.mark.parametrize("keep", (False, True))
-def test_forward_keeps_a_alone(walks, keep):
-    case = replace(CASE, disable_recompute=keep)
-    _, A, *others = forward(case)
-    assert A.shape == (2, case.HV, 32, 128) and all(x.shape == (0,) for x in others)
+@pytest.mark.parametrize("case", (CASE, PACKED), ids=("dense", "packed"))
+def test_forward_keeps_a_and_if_asked_the_states_of_halves(walks, case, keep):
+    case = replace(case, disable_recompute=keep)
+    _, *kept = forward(case)
+    there = {n: tuple(x.shape) for n, x in zip(KEPT, kept) if x.shape != (0,)}
+    # T = 70 or 4 sequences in 101 tokens: 2 or 5 chunks, of 32 tokens 3 or 7
+    chunks, halves = (5, 7) if case.lengths else (2, 3)
+    states = dict(states=(halves, case.HV, case.V, case.K), v_new=(halves, case.HV, 32, case.V))
+    assert there == {"A": (chunks, case.HV, 32, 128)} | (states if keep else {})
     fake = overload("kda", "chunk_fwd")(
         *(x if x is None else x.to("meta") for x in case.inputs().values()), **case.flags()
     )
-    assert [x.shape for x in fake[2:]] == [x.shape for x in (A, *others)]
+    assert [x.shape for x in fake[2:]] == [x.shape for x in kept]
+
+
+@pytest.mark.quick
+def test_kept_tensors_of_another_call_or_of_other_stages_are_refused():
+    case = replace(CASE, disable_recompute=True)
+    others = dict(zip(("o", *KEPT), forward(case)))
+    with training_walks(BACKEND) as walks:
+        kept = dict(zip(("o", *KEPT), forward(case)))
+        backward(case, kept.values())
+        assert walks.walked == 1
+        for name in ("A", "states", "v_new"):
+            x = kept[name]
+            for wrong in (x[1:], torch.cat([x, x]), x[:, :1], x[..., 1:], others[name]):
+                some = kept | {name: wrong}
+                # the shape of A tells which shapes the others have
+                named = "states" if wrong is others["A"] else name
+                with pytest.raises(ValueError, match=f"^{named} must have shape"):
+                    backward(case, some.values())
+        assert walks.walked == 1
+    for name in ("states", "v_new"):
+        with pytest.raises(ValueError, match=f"^{name} must have shape"):
+            backward(case, (others | {name: kept[name]}).values())
 
 
 @pytest.mark.parametrize("keep", (False, True))
@@ -124,16 +151,17 @@ def test_backward_reads_the_a_of_other_stages_as_they_do(monkeypatch):
     """Even for a call that walks in training."""
     kept = forward(replace(CASE, disable_recompute=True))
     A, seen, prepare = kept[1 + list(KEPT).index("A")], [], BACKEND.prepare
-    empty = [x if n == "A" else x.new_empty(0) for n, x in zip(KEPT, kept[1:])]
 
     def note(p, A=None, *args, **options):
         seen.append(A)
         return prepare(p, A, *args, **options)
 
     monkeypatch.setattr(BACKEND, "prepare", note)
-    for keep in (False, True):  # True: shards of a call that walks as a whole have kept more
+    # shards of a call that walks as a whole have kept more, and pass on what that call keeps
+    for keep, names in ((False, ("A",)), (True, ("A",)), (True, ("A", "states", "v_new"))):
+        passed = [x if n in names else x.new_empty(0) for n, x in zip(KEPT, kept[1:])]
         with training_walks(BACKEND) as walks:
-            backward(replace(CASE, disable_recompute=keep), (None, *empty))
+            backward(replace(CASE, disable_recompute=keep), (None, *passed))
         assert walks.walked == 0 and seen.pop() is A and not seen
 
 

@@ -686,7 +686,10 @@ gl = SimpleNamespace(
     **{name: getattr(torch, name) for name in "bfloat16 float16 float32 int32 int64".split()},
     **{
         name + "Layout": Layout
-        for name in "Blocked Slice SwizzledShared NVMMAShared NVMMADistributed DotOperand".split()
+        for name in (
+            *("Blocked", "DistributedLinear", "Slice", "SwizzledShared"),
+            *("NVMMAShared", "NVMMADistributed", "DotOperand"),
+        )
     },
     constexpr=Constant,
     tensor=Tensor,

@@ -11,10 +11,9 @@ from unittest import mock
 import torch
 
 from kda_ops import dispatch
-from kda_ops.chunk import WALKED
+from kda_ops.chunk import walked_shapes
 from kda_ops.problem import Problem
-from kda_ops.sequences import count_chunks
-from kda_ops.stages import Backend, Gradients, Keeps
+from kda_ops.stages import Backend, Gradients, Keeps, Walked
 
 
 class Walks(Keeps):
@@ -38,7 +37,7 @@ class Walks(Keeps):
 
 @contextmanager
 def training_walks(b: Backend, heads: int = 1, columns: int | None = None) -> Iterator[Walks]:
-    """Let a backend walk in training; A is NaN, and the walk back takes nothing else."""
+    """Let a backend walk in training; what is kept is NaN, and the walk back takes nothing else."""
     keeps, whole_tile = Walks(heads, columns), b.prepare
 
     def prepare(p, *args, overlap=False, **options):
@@ -48,10 +47,15 @@ def training_walks(b: Backend, heads: int = 1, columns: int | None = None) -> It
         assert keeps.trains(p)
         keeps.trained += 1
         b.scan(p, b.prepare(p), o, final_state, keep=False)
-        return p.q.new_full((count_chunks(p), p.HV, *WALKED), torch.nan)
+        shapes, names = walked_shapes(p), keeps.trained_names(p)
+        return Walked(**{n: p.q.new_full(shapes[n], torch.nan) for n in names})
 
-    def walk_back(p, A, do, dfinal_state, need) -> Gradients:
-        assert keeps.trains(p) and A.shape == (count_chunks(p), p.HV, *WALKED) and A.isnan().all()
+    def walk_back(p, kept, do, dfinal_state, need) -> Gradients:
+        assert keeps.trains(p)
+        shapes, names = walked_shapes(p), keeps.trained_names(p)
+        for name, x in vars(kept).items():
+            assert (x is not None) == (name in names), name
+            assert x is None or x.shape == shapes[name] and x.isnan().all()
         keeps.walked += 1
         tile = b.prepare(p, norms=True)
         trace = b.scan(p, tile, p.new_output(), None, keep=True)

@@ -33,9 +33,9 @@ def trained_back(
     need = frozenset(n for field, n in names.items() if getattr(p, field) is not None)
     others = {"finish_back": finish_back, "gather_heads": gather_heads}
     with torch.no_grad(), emulated(walk, walk_back, gradient, others=others, **options):
-        A = walk.walk_training(p, p.new_output(), p.new_final_state())
+        kept = walk.walk_training(p, p.new_output(), p.new_final_state())
         dfinal = fit_state(dfinal if case.final else None)
-        found = walk_back.walk_back(p, A, fit_tokens(p, do), dfinal, need)
+        found = walk_back.walk_back(p, kept, fit_tokens(p, do), dfinal, need)
     return {"d" + n: getattr(found, n) for n in GRADIENTS if n in need}
 
 

@@ -46,7 +46,7 @@ from kda_ops.backends.triton.stages.walk import walk, walk_training, walks_forwa
 from kda_ops.backends.triton.stages.walk_back import walk_back
 from kda_ops.operators import Operator
 from kda_ops.problem import Problem
-from kda_ops.stages import Backend, Gradients, Pass
+from kda_ops.stages import Backend, Gradients, Pass, Walked
 
 MOST_PLANS = 1024  # of a process; after that all are dropped
 # passes that meet the same few sizes thousands of times
@@ -123,10 +123,15 @@ class Triton(Backend):
             super().infer(p, o, final_state)
 
     def walk_back(
-        self, p: Problem, A: Tensor, do: Tensor, dfinal_state: Tensor | None, need: frozenset[str]
+        self,
+        p: Problem,
+        kept: Walked,
+        do: Tensor,
+        dfinal_state: Tensor | None,
+        need: frozenset[str],
     ) -> Gradients:
         """Return the gradients; see `kda_ops.stages.Backend.walk_back`."""
-        return walk_back(fit_call(p), A, fit_tokens(p, do), fit_state(dfinal_state), need)
+        return walk_back(fit_call(p), kept, fit_tokens(p, do), fit_state(dfinal_state), need)
 
     def run(self, kind: type[Pass], rank: int, args: tuple, flags: dict[str, Any]) -> Any:
         """Run one pass by a plan that fits the call, or by the stages, which make that plan."""

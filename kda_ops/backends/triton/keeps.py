@@ -42,7 +42,7 @@ class AsGiven(Keeps):
         return tuning.walks(p)
 
     def trained_names(self, p: Problem) -> frozenset[str]:
-        """Return A if decays have a bound; without one, no kernel of backward reads this A."""
+        """Return nothing if decays have no bound, because no kernel of backward reads it then."""
         from kda_ops.backends.triton import tuning
 
         return super().trained_names(p) if tuning.centred(p) else frozenset()

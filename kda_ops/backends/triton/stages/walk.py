@@ -2,7 +2,7 @@
 
 Here are the conditions under which it runs and its launch. The walk itself is `walk_kda`. If
 decays have a bound, training keeps A' and P of it, from which `states_kda` makes the states again
-in backward.
+in backward. With `disable_recompute` the walk writes the states itself.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kda_ops.backends.triton.stages.prepare import prepare
 from kda_ops.backends.triton.stages.scan import scan
 from kda_ops.problem import CHUNK, Problem
 from kda_ops.sequences import count_chunks
+from kda_ops.stages import Walked
 
 KERNEL = import_module("kda_ops.backends.triton.stages.walk_kda") if has_gluon() else None
 APART = import_module("kda_ops.backends.triton.stages.walk_kda_apart") if has_gluon() else None
@@ -83,15 +84,17 @@ def registers(p: Problem) -> int:
     return 152 if p.l2norm or p.gate.inside or not tuning.centred(p) else 160
 
 
-def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = None) -> None:
+def walk(p: Problem, o: Tensor, final_state: Tensor | None, keep: Walked | None = None) -> None:
     """Write o and the final state, as `kda_ops.stages.Backend.scan` does.
 
-    Training passes AP [NT, HV, 32, 128], seen as [NT, HV, 2, 32, 64]. Columns 0 to 31 of a half get
-    its A', and columns 32 to 63 its P (`walk_kda`), which `factor_of_P` completes.
+    Training passes `keep`, which is written too. Its A is [NT, HV, 32, 128], seen as
+    [NT, HV, 2, 32, 64]. Columns 0 to 31 of a half get its A', and columns 32 to 63 its P
+    (`walk_kda`), which `factor_of_P` completes.
 
     With few sequences and heads, one kernel prepares and another scans; the bits are the same.
     """
     assert KERNEL is not None and p.g is not None  # as `tuning.walks` has checked
+    keep = keep or Walked()
     final = None if final_state is None or final_state.numel() == 0 else as_kv(p, final_state)
     initial = None if p.state is None else as_kv(p, p.state)
     into, slots = p.snapshot_indices, dense(p.state_indices)
@@ -126,6 +129,8 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
         programs=(p.N + (p.cu_seqlens is not None)) * p.HV,
         v_d=tokens(p, p.v),
         o_d=tokens(p, o),
+        S=keep.states,
+        u_d=None if keep.v_new is None else tiles(keep.v_new, HALF, 64),
         o=o,
         states=States(strided(initial), strided(final), slots, strided(into)),
         resumed=p.has_initial_state,
@@ -136,17 +141,17 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
     )
     shares = tuning.shares(p)
     if not shares:
-        AP_d = None if AP is None else kept(p, AP, CHUNK)
+        AP_d = None if keep.A is None else scores(p, keep.A, CHUNK)
         launch(KERNEL.walk_kda, AP_d=AP_d, REGISTERS=registers(p), **common, **prepares, **scans)
         return
     assert APART is not None  # it comes with KERNEL
-    count = count_chunks(p)
+    count, AP = count_chunks(p), keep.A
     if AP is None:
         AP = new(p.q, "AP", (count, p.HV, HALF, 2 * CHUNK))
     wqk = new(p.q, "wqk", (count, p.HV, 3 * CHUNK, p.K))
     # both launches name all of it, so that a plan gives no place to two of these while both run
     left: dict[str, Any] = dict(
-        AP_d=kept(p, AP, CHUNK),
+        AP_d=scores(p, AP, CHUNK),
         wqk_d=tiles(wqk, CHUNK, p.K),
         gamma=new(p.q, "gamma", (count, p.HV, 2, p.K), torch.float32),
         ready=new(p.q, "ready", (count, p.HV), torch.int32, zero=True),
@@ -163,21 +168,33 @@ def walk(p: Problem, o: Tensor, final_state: Tensor | None, AP: Tensor | None = 
     launch(APART.scan_walk, **common, **scans, **left, **tuning.begins_early(p.q.device))
 
 
-def walk_training(p: Problem, o: Tensor, final_state: Tensor | None) -> Tensor | None:
-    """Write o and the final state, and return A' and P, as `walk` writes them.
+def walk_training(p: Problem, o: Tensor, final_state: Tensor | None) -> Walked:
+    """Write o and the final state, and return what backward reads, as `walk` writes it.
 
-    Return None without a bound on decays: backward does not walk there, and its other kernels
-    cannot read A' of half chunks.
+    Without a bound on decays that is nothing: backward does not walk there, and its other kernels
+    cannot read what is kept of half chunks.
     """
-    AP = None
+    keep = Walked()
     if tuning.centred(p):
-        AP = new(p.q, "AP", (count_chunks(p), p.HV, HALF, 2 * CHUNK))
+        keep.A = new(p.q, "AP", (count_chunks(p), p.HV, HALF, 2 * CHUNK))
+        if p.disable_recompute:
+            keep.states, keep.v_new = new_states(p)
     if p.B * p.T > 0:
-        # without sequences AP may have no chunk
-        walk(fit_call(p), o, final_state, AP if p.N > 0 else None)
+        # without sequences there may be no chunk
+        walk(fit_call(p), o, final_state, keep if p.N > 0 else None)
     else:  # a descriptor has at least one row
         scan(p, prepare(p), o, final_state, keep=False)
-    return AP
+    return keep
+
+
+def new_states(p: Problem) -> tuple[Tensor, Tensor]:
+    """Allocate the transposed state that enters each half of a chunk, and u, in q's dtype.
+
+    They are [count_chunks(p, 32), HV, V, K] and [.., HV, 32, V]. Halves are numbered as chunks of
+    32 tokens (`kda_ops.sequences`).
+    """
+    count = count_chunks(p, HALF)
+    return (new(p.q, "states", (count, p.HV, p.V, p.K)), new(p.q, "u", (count, p.HV, HALF, p.V)))
 
 
 def factor_of_P(p: Problem) -> float:
@@ -187,14 +204,9 @@ def factor_of_P(p: Problem) -> float:
 
 
 def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the transposed state that enters each half of a chunk, and u, from what forward kept.
-
-    They are [count_chunks(p, 32), HV, V, K] and [.., HV, 32, V], in q's dtype. Halves are numbered
-    as chunks of 32 tokens (`kda_ops.sequences`).
-    """
+    """Return what `new_states` allocates, from the A' and P that forward kept."""
     assert STATES is not None and p.g is not None  # as `tuning.walks` has checked
-    count = count_chunks(p, HALF)
-    S, u = new(p.q, "states", (count, p.HV, p.V, p.K)), new(p.q, "u", (count, p.HV, HALF, p.V))
+    S, u = new_states(p)
     if p.N == 0 or p.B * p.T == 0:
         return S, u
     p = fit_call(p)
@@ -207,7 +219,7 @@ def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
         k_d=tokens(p, p.k, HALF),
         v_d=tokens(p, p.v, HALF),
         g_d=tokens(p, p.g, HALF),
-        AP_d=kept(p, AP, HALF),
+        AP_d=scores(p, AP, HALF),
         S_d=tiles(S, p.V // 2, p.K),
         u_d=tiles(u, HALF, p.V // 2),
         beta=p.beta,
@@ -231,8 +243,8 @@ def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
     return S, u
 
 
-def kept(p: Problem, AP: Tensor, rows: int) -> Any:
-    """Return the descriptor of what `walk_training` keeps, in blocks of rows of A' and P."""
+def scores(p: Problem, AP: Tensor, rows: int) -> Any:
+    """Return the descriptor of A' and P that `walk_training` keeps, in blocks of rows."""
     return copied(AP, (count_chunks(p) * p.HV * CHUNK, CHUNK), (CHUNK, 1), (rows, CHUNK))
 
 

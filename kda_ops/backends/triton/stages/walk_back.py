@@ -2,7 +2,7 @@
 
 Here are the launch of the second, `reverse_walk_kda`, and `finish_back`, which makes dbeta of the
 sums that the walk leaves, and brings the last rows of each sequence to their place. The first walk
-is `walk.states`.
+is `walk.states`; it is left out if forward has kept the states.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from kda_ops.backends.triton.stages.gradient import (
 from kda_ops.backends.triton.stages.gradient_pairs import strength_gradient
 from kda_ops.backends.triton.stages.gradient_small import SMALL
 from kda_ops.backends.triton.stages.reverse_walk import copy_rows
-from kda_ops.backends.triton.stages.walk import HALF, factor_of_P, kept, states, tiles
+from kda_ops.backends.triton.stages.walk import HALF, factor_of_P, scores, states, tiles
 from kda_ops.problem import Problem
-from kda_ops.stages import Gradients
+from kda_ops.stages import Gradients, Walked
 
 KERNEL = import_module("kda_ops.backends.triton.stages.reverse_walk_kda") if has_gluon() else None
 BLOCK = tl.constexpr(HALF)
@@ -227,12 +227,15 @@ def finish_back(
 
 
 def walk_back(
-    p: Problem, AP: Tensor, do: Tensor, dfinal_state: Tensor | None, need: frozenset[str]
+    p: Problem, kept: Walked, do: Tensor, dfinal_state: Tensor | None, need: frozenset[str]
 ) -> Gradients:
     """Return the gradients named in `need`, from what `walk.walk_training` kept."""
     assert KERNEL is not None and p.g is not None  # as `walk.trains` has checked
     q, g, grouped = p.q, p.g, p.HV > p.H
-    S, u = states(p, AP)
+    AP, S, u = kept.A, kept.states, kept.v_new
+    assert AP is not None  # as `Backend.walk_back` asks
+    if S is None or u is None:
+        S, u = states(p, AP)
     dv, dg = new(q, "dv", p.v.shape), new(q, "dg", g.shape, g.dtype)
     # Value heads of one key head are summed afterwards.
     heads, name = (p.B, p.T, p.HV, p.K), "_heads" if grouped else ""
@@ -263,7 +266,7 @@ def walk_back(
         do_d=tokens(p, do, HALF, 64),
         u_d=tiles(u, HALF, p.V),
         S_d=tiles(S, p.V, p.K),
-        AP_d=kept(p, AP, HALF),
+        AP_d=scores(p, AP, HALF),
         dq_d=tokens(p, dq, HALF),
         dk_d=tokens(p, dk, HALF),
         dg_d=tokens(p, dg, HALF),

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kda_ops.backends.triton.device.channels import (
     Column,
     Signal,
+    Tiles,
     find_span,
     find_tiles,
     from_span,
@@ -164,16 +165,22 @@ class Inputs:
 
 @aggregate
 class Output:
-    """Where o goes."""
+    """Where o goes, and where training keeps the state that enters each half of a chunk, and u."""
 
     o_d: tensor_descriptor
     o: gl.tensor
     HV: gl.tensor
     scale: gl.tensor
+    S: gl.tensor | gl.constexpr  # [halves, HV, V, K], or None
+    u_d: tensor_descriptor | gl.constexpr  # [halves, HV, 32, V] in blocks of 64 columns, or None
+    halves: Tiles | gl.constexpr  # likewise
 
     @gluon.constexpr_function
-    def __init__(self, o_d, o, HV, scale):
+    def __init__(self, o_d, o, HV, scale, S, u_d, halves):
         self.o_d, self.o, self.HV, self.scale = o_d, o, HV, scale
+        self.S = gl.constexpr(None) if S is None else S
+        self.u_d = gl.constexpr(None) if u_d is None else u_d
+        self.halves = gl.constexpr(None) if halves is None else halves
 
 
 @aggregate
@@ -640,6 +647,8 @@ def scan(x, on, span, to, beta, states, snapshots, resumed, flags, NORM: gl.cons
         w_b = x.kr.index(s)
         for h in gl.static_range(2):
             b_S = gl.convert_layout(narrow(S), NA)
+            if to.S is not None:
+                keep_state(b_S, to, 2 * n + h, here > h * 32)
             v = v_b.slice(h * 32, 32, dim=0).permute((1, 0)).load(N32)
             AP_h = AP.slice(h * 32, 32, dim=0)
             b_h = x.beta.index(s).slice(h * 32, 32).load(NC)
@@ -655,6 +664,8 @@ def scan(x, on, span, to, beta, states, snapshots, resumed, flags, NORM: gl.cons
             S = S * x.gamma.index(2 * s + h).load(gl.SliceLayout(0, W))[None, :]
             u = wait_products(0, deps=(u,))
             b_u = narrow(u)
+            if to.u_d is not None:  # in the place of v, of which each warp has read its part
+                v_b.slice(h * 32, 32, dim=0).permute((1, 0)).store(b_u)
             S = warpgroup_mma(
                 gl.convert_layout(b_u, WA), kg.slice(h * 32, 32, dim=0), S, is_async=True
             )
@@ -668,6 +679,8 @@ def scan(x, on, span, to, beta, states, snapshots, resumed, flags, NORM: gl.cons
             o_b.slice(h * 32, 32, dim=0).permute((1, 0)).store(narrow(b_o * to.scale))
         fence_async_shared()
         barrier()
+        if to.u_d is not None:
+            keep_u(v_b, to, n, here)
         on.done.arrive(n)
         # a chunk with rows that are no tokens is written below; here it is out of range
         store_tile(to.o_d, [gl.where(here < 64, FAR, span.token + n * 64), span.i_h * V], o_b)
@@ -679,6 +692,45 @@ def scan(x, on, span, to, beta, states, snapshots, resumed, flags, NORM: gl.cons
             gl.store(p_s, S.to(states.final.pointer.dtype.element_ty))
     tma.store_wait(0)
     write_rest(x, span, to.o, to.HV)
+
+
+@gluon.jit
+def keep_state(b_S, to, half, there):
+    """Keep b_S [V, K] bf16, the state that enters a half of a chunk, if there is such a half.
+
+    Of the layout of products, two columns of a thread become eight in a row. They move inside a
+    warp, through shared memory.
+    """
+    C: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0], [64, 0]],
+        [],
+        [128, 32],
+    )
+    row = gl.arange(0, 128, gl.SliceLayout(1, C))[:, None]
+    p_S = to.S + to.halves.at(half).to(gl.int64) * (128 * 128)
+    p_S = p_S + (row * 128 + gl.arange(0, 32, gl.SliceLayout(0, C))[None, :])
+    left, right = left_right(b_S)
+    S_0, S_1 = left_right(left)
+    S_2, S_3 = left_right(right)
+    gl.store(p_S, gl.convert_layout(S_0, C), mask=there)
+    gl.store(p_S + 32, gl.convert_layout(S_1, C), mask=there)
+    gl.store(p_S + 64, gl.convert_layout(S_2, C), mask=there)
+    gl.store(p_S + 96, gl.convert_layout(S_3, C), mask=there)
+
+
+@gluon.jit
+def keep_u(u_b, to, n, here):
+    """Keep u [64, V] of chunk n, which lies in shared memory, and wait until it is read."""
+    for h in gl.static_range(2):
+        # the second half may have no tokens: then it has no place, and is out of range
+        row = gl.where(here > h * 32, to.halves.at(2 * n + h) * 32, FAR)
+        for i in gl.static_range(2):
+            part = u_b.slice(h * 32, 32, dim=0).slice(i * 64, 64, dim=1)
+            store_tile(to.u_d, [row, i * 64], part)
+    tma.store_wait(0)
+    barrier()
 
 
 @gluon.jit
@@ -744,6 +796,8 @@ def walk_kda(
     g_d,
     o_d,
     AP_d,
+    S,
+    u_d,
     o,
     beta,
     gate,
@@ -780,7 +834,9 @@ def walk_kda(
 
     D sums the log decays in base 2 from the start of the half, total over all of it. With decays of
     at least -5, c = -115 keeps all factors in the range of bf16. `Buffers` and `Meetings` say what
-    lies in shared memory, and who waits for whom. Training passes AP_d, to which A' and P go.
+    lies in shared memory, and who waits for whom. Training passes AP_d, to which A' and P go. It
+    may pass S and u_d, to which the state that enters each half and u go, as `states_kda` makes
+    them.
 
     These factors are those of SHARE = 32. With SHARE = 8, for decays without a bound, only 8 rows
     share an anchor (`gluon_blocks`), and tiles lie in other places (`block_factors`).
@@ -815,7 +871,8 @@ def walk_kda(
         beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
     tiles = find_tiles(span, cu_seqlens, T, HV, 64)
     of = Inputs(q_d, k_d, g_d, i_g * q_h, i_g * k_h, span.i_h * g_h)
-    to, beta = Output(o_d, o, HV, scale), Column(beta, beta_t)
+    halves = find_tiles(span, cu_seqlens, T, HV, 32) if S is not None else None
+    to, beta = Output(o_d, o, HV, scale, S, u_d, halves), Column(beta, beta_t)
     snapshots = Snapshots(every, columns, NULL)
     gl.warp_specialize(
         [

@@ -189,6 +189,8 @@ def scan_walk(
     wqk_d,
     gamma,
     ready,
+    S,
+    u_d,
     o,
     beta,
     states,
@@ -237,7 +239,8 @@ def scan_walk(
         beta = from_span(beta, span, cu_seqlens, T, beta_b, beta_t, beta_h)
     tiles = find_tiles(span, cu_seqlens, T, HV, 64)
     left = Left(wqk_d, gamma, ready)
-    to, beta = Output(o_d, o, HV, scale), Column(beta, beta_t)
+    halves = find_tiles(span, cu_seqlens, T, HV, 32) if S is not None else None
+    to, beta = Output(o_d, o, HV, scale, S, u_d, halves), Column(beta, beta_t)
     snapshots = Snapshots(every, columns, NULL)
     gl.warp_specialize(
         [
