@@ -416,7 +416,8 @@ class Product:
     def run(self) -> None:
         """Read the operands as they are at this moment, and multiply them."""
         a, b = (x.tile if isinstance(x, Shared) else x for x in (self.a, self.b))
-        self.value = a.float() @ b.float()
+        # in double precision, so that a BLAS may take any order of sums
+        self.value = (a.double() @ b.double()).float()
         if self.acc is not None:
             self.value += self.acc.value if isinstance(self.acc, Product) else self.acc
 
