@@ -36,6 +36,10 @@ def kept(case: Case, **options) -> Results:
     return defined(trained(case, **options)[1], kept_blocks(problem(case)))
 
 
+def keeping_states(case: Case, **options) -> Results:
+    return kept(replace(case, disable_recompute=True), **options)
+
+
 def lengths(case: Case, *some: int, **more) -> Case:
     """Return a call with several chunks, last rows that fill none, and tokens of no sequence."""
     return replace(case, **dict(lengths=some, tail=1, HV=1, H=1) | more)
@@ -55,6 +59,7 @@ GDN = {
 BEGINS = "`warp_specialize` begins with a barrier of all warps"
 TELLS = "it waits for nothing, and only tells ptxas so"
 TRAINING = "is in the training form alone"
+STATES = "is in the form that keeps states alone"
 TWO = "is in the form of two kernels alone"
 BLOCKS = "is in the form without a bound alone"
 IN_RAW = "is in the raw form alone"
@@ -62,6 +67,7 @@ SCAN_WAITS = "the scan has waited for q, k and g before `rows`"
 NORM = "only a norm has it"
 OVERWRITTEN = "q and k are overwritten and stored only where value heads do not share them"
 OF_TRAINING = ("prepare: tma.store_wait(1)", "prepare: tma.store_wait(0)")
+OF_STATES = ("keep_u: tma.store_wait(0)", "keep_u: barrier()")
 OF_TWO_KERNELS = (
     *("leave: wait_written(4)", "leave: barrier()", "leave: on.done.arrive(n - 1)"),
     *("leave: tell(left.ready + tiles.at(n - 1))", "prepare: wait_written(0)"),
@@ -101,6 +107,7 @@ FORMS = {
         FORWARD,
         30,
         dict.fromkeys(OF_TRAINING, TRAINING)
+        | dict.fromkeys(OF_STATES, STATES)
         | dict.fromkeys(OF_TWO_KERNELS, TWO)
         | dict.fromkeys(OF_BLOCKS, BLOCKS)
         | {"walk_kda: barrier()": BEGINS, "scan: wait_products(2, deps=(S,))": TELLS},
@@ -116,6 +123,13 @@ FORMS = {
         },
     ),
     "walk_kda, training": Form(kept, walk.KERNEL, {"raw": FORWARD["raw"]}, only=OF_TRAINING),
+    "walk_kda, states kept": Form(
+        keeping_states,
+        walk.KERNEL,
+        FORWARD,
+        needless={"keep_u: barrier()": "before 3.9, Triton places its own behind `store_wait`"},
+        only=OF_STATES,
+    ),
     "walk_kda, two kernels": Form(in_two_kernels, walk.KERNEL, FORWARD, only=OF_TWO_KERNELS),
     "walk_kda, without a bound": Form(
         test_walk.walked,

@@ -273,7 +273,8 @@ def run(backend, model: Model, n: Numbers, **more: Any):
         reads = "o" in backend.keeps.names(
             model.rank, model.dtype, flags["use_qk_l2norm_in_kernel"], model.kept
         )
-        reads = reads and kept[list(KEPT).index("states")].dim() > 1  # as autograd saves it
+        A, states = (kept[list(KEPT).index(name)] for name in ("A", "states"))
+        reads = reads and states.dim() > 1 and not chunk.has_walked(A)  # as autograd saves it
         args = (*args[:2], *kept, *inputs, o if reads else None)
         present = [given.get(name) is not None for name in GRADIENTS]
         flags = flags | {"need": model.need & mask_of(present)}

@@ -16,6 +16,7 @@ from kda_ops.backends.triton import BACKEND
 from kda_ops.backends.triton import backend as triton_backend
 from kda_ops.backends.triton.plans.plan import Copy, CopyBack, Launch, Memory, Wait, lay_out
 from kda_ops.backends.triton.plans.sizes import formula, text_of
+from kda_ops.stages import KEPT
 from tests.support import pretended_calls
 from tests.support.pretend import pretend_gpu
 
@@ -383,11 +384,14 @@ def walked(gpu, kind, numbers=None, device="cuda:0", **fields):
 
 
 @pytest.mark.parametrize("kept", (False, True))
-def test_training_of_64_heads_walks_and_keeps_a_alone(gpu, kept):
-    _, (_, _, A, *others), launched = walked(gpu, chunk.Forward, kept=kept)
+def test_training_of_64_heads_walks_and_keeps_a_and_if_asked_states(gpu, kept):
+    _, (_, _, *made), launched = walked(gpu, chunk.Forward, kept=kept)
     assert launched == ["walk_kda"]
-    assert A.shape == (2, 64, 32, 128) and all(x.shape == (0,) for x in others)
-    assert walked(gpu, chunk.Backward, kept=kept)[2][:2] == BACK
+    states = {"states": (3, 64, 128, 128), "v_new": (3, 64, 32, 128)}
+    want = {"A": (2, 64, 32, 128)} | (states if kept else {})
+    assert {n: tuple(x.shape) for n, x in zip(KEPT, made) if x.shape != (0,)} == want
+    back = walked(gpu, chunk.Backward, kept=kept)[2]
+    assert back == [*(() if kept else BACK[:1]), *BACK[1:], "finish_back"]
     assert "walk_kda" not in walked(gpu, chunk.Forward, kept=kept, H=22)[2]
 
 
@@ -401,6 +405,26 @@ def test_training_without_a_bound_walks_forward_alone_and_keeps_nothing(gpu, kep
     assert all(x.shape == (0,) for x in others)
     back = walked(gpu, chunk.Backward, **fields)[2]
     assert back[0] == "prepare_kda" and "gradient_keys" in back
+
+
+@pytest.mark.parametrize("kept", (False, True))
+def test_one_plan_of_a_walk_serves_other_numbers_of_tokens(gpu, kept):
+    for kind in (chunk.Forward, chunk.Backward):
+        BACKEND.forget()
+        for T in (700, 800, 33 * 64):
+            found = walked(gpu, kind, pretended_calls.usual(T), kept=kept)[1]
+        ours = [some for key, some in BACKEND.plans.items() if kind in key]
+        assert [len(some) for some in ours] == [1]
+        if kept and kind is chunk.Forward:
+            assert found[-1].shape == (66, 64, 32, 128)
+
+
+def test_states_of_halves_do_not_serve_where_backward_does_not_walk(gpu):
+    few = pretended_calls.usual(70)
+    _, (_, _, *made), _ = walked(gpu, chunk.Forward, few, H=32, kept=True)
+    assert made[-1].shape == (3, 32, 32, 128)
+    back = walked(gpu, chunk.Backward, few, H=32, kept=True)[2]
+    assert back[0] == "prepare_kda" and "scan_kda" in back and not {*BACK} & {*back}
 
 
 def test_few_programs_walk_forward_in_two_kernels_and_do_not_walk_back(gpu):
