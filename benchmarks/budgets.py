@@ -213,6 +213,17 @@ TABLE: dict[Call | LayerCall, dict[str, Limits]] = {
         "reverse_walk_kda": most(200, 216, 200, 280),
         "finish_back": most(0, 0, 0, 8),
     },
+    kda(keep=True, walk=True, states=True): {
+        "walk_kda": most(8, 0, 8, 112),
+        "reverse_walk_kda": most(216, 208, 192, 376),
+        "finish_back": most(0),
+    }
+    | GATHER_HEADS,
+    kda(gate="promised", keep=True, packed=True, group=1, walk=True, states=True): {
+        "walk_kda": most(16, 0, 8, 152),
+        "reverse_walk_kda": most(200, 216, 200, 280),
+        "finish_back": most(0, 0, 0, 8),
+    },
     gdn(keep=True, group=1, walk=True): FORWARD_GDN
     | {"reverse_walk_gdn": most(0, 0, 24, 24, instructions=3120)}
     | FINISH_WALK,

@@ -34,6 +34,7 @@ class Call:
     # as walks: KDA's forward, with `keep` its training, or GDN's backward with `keep`
     # (backends/triton/stages/walk.py, walk_back.py and reverse_walk.py)
     walk: bool = False
+    states: bool = False  # training keeps states, `disable_recompute`
     shares: int = 0  # programs that prepare for each one that scans, in a kernel of their own
     # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all
     # of them at once
@@ -59,6 +60,7 @@ class Call:
             "few": self.few,
             "gate": self.gates,
             "walk": self.walk,
+            "states": self.states,
             "apart": self.shares,
             "invariant": self.invariant,
             "prefill": self.prefill,
@@ -106,6 +108,7 @@ class Call:
             safe_gate=promised or self.gate == "safe",
             safe_beta=promised,
             safe_keys=promised,
+            disable_recompute=self.states,
             invariant=self.invariant,
             sharded=self.shard,
             **flags,
