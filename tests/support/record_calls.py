@@ -61,7 +61,7 @@ class Call:
         lengths = self.lengths
         if letter in lengths:
             return lengths[letter]
-        if letter == "c":
+        if letter in "cs":
             B, T, N = (lengths[x] for x in "BTN")
             return T // CHUNK + N if self.packed else B * ((T + CHUNK - 1) // CHUNK)
         if letter == "r":  # a tail is a run too
