@@ -317,9 +317,6 @@ class Backward(Pass):
         else:
             tile = b.prepare(p, A, with_AP=A is not None and b.keeps.keeps_AP(p), norms=True)
         if do is not None and b.walks(p, do, dfinal_state, need):
-            if trace is None:
-                trace = b.scan(p, tile, None, None, keep=True)
-            assert trace is not None  # keep=True returns one
             return b.reverse_walk(p, tile, trace, do, dfinal_state, need)
         if trace is None:
             with b.overlap_streams(p) as on_side_stream:

@@ -399,14 +399,15 @@ class Backend:
         self,
         p: Problem,
         tile: Tile,
-        trace: Trace,
+        trace: Trace | None,
         do: Tensor,
         dfinal_state: Tensor | None,
         need: frozenset[str],
     ) -> Gradients:
         """Return the gradients of the inputs named in `need`: `reverse_scan` and `gradient` in one.
 
-        For calls that `walks` allows; `need` is that of `gradient`.
+        Without a trace it begins with `scan`. For calls that `walks` allows; `need` is that of
+        `gradient`.
         """
         raise NotImplementedError
 

@@ -176,6 +176,7 @@ class Walks(Reference):
         raise AssertionError("the walk takes its place")
 
     def reverse_walk(self, p, tile, trace, do, dfinal_state, need):
+        trace = trace or self.scan(p, tile, None, None, keep=True)
         reverse = Reference().reverse_scan(p, tile, do, dfinal_state, need)
         return self.gradient(p, tile, trace, do, reverse, need)
 

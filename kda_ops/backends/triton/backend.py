@@ -5,7 +5,6 @@ Without such a plan the stages run, and what they allocate and launch becomes th
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from contextvars import Context
 from copy import copy
 from typing import Any
@@ -35,7 +34,7 @@ from kda_ops.backends.triton.stages.prepare import prepare
 from kda_ops.backends.triton.stages.reverse_scan import map_shard_back, reverse_scan
 from kda_ops.backends.triton.stages.reverse_walk import reverse_walk, walks
 from kda_ops.backends.triton.stages.runs import starts_of_runs
-from kda_ops.backends.triton.stages.scan import map_shard, scan
+from kda_ops.backends.triton.stages.scan import map_shard, overlap_scans, scan
 from kda_ops.backends.triton.stages.short_conv import (
     short_conv,
     short_conv_backward,
@@ -83,6 +82,7 @@ class Triton(Backend):
     train = staticmethod(walk_training)
     walks_back = staticmethod(tuning.walks_back)
     walks, reverse_walk = staticmethod(walks), staticmethod(reverse_walk)
+    overlap_streams = staticmethod(overlap_scans)
     gate, gate_backward = staticmethod(gate), staticmethod(gate_backward)
     short_conv, short_conv_backward = staticmethod(short_conv), staticmethod(short_conv_backward)
     short_conv_in_place = staticmethod(short_conv_in_place)
@@ -109,11 +109,6 @@ class Triton(Backend):
     def copy_to(self, out: Tensor, o: Tensor) -> None:
         """Copy o to a caller's tensor."""
         launch.copy_to(out, o)
-
-    def overlap_streams(self, p: Problem) -> AbstractContextManager[AbstractContextManager]:
-        """Overlap two stages on two streams, if the device has room for both."""
-        alone = p.q.device.type != "cuda" or not p.V or not tuning.leaves_room(p)
-        return super().overlap_streams(p) if alone else launch.overlap_streams(p.q.device)
 
     def infer(self, p: Problem, o: Tensor, final_state: Tensor | None) -> None:
         """Walk where `walks_forward` says so; else run `prepare` and `scan`."""

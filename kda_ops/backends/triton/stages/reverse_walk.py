@@ -54,6 +54,7 @@ from kda_ops.backends.triton.stages.gradient_pairs import strength_gradient
 from kda_ops.backends.triton.stages.gradient_small import SMALL
 from kda_ops.backends.triton.stages.reverse_scan import enter_runs, reads_z
 from kda_ops.backends.triton.stages.runs import Runs
+from kda_ops.backends.triton.stages.scan import overlap_scans, scan
 from kda_ops.problem import Problem
 from kda_ops.sequences import count_chunks
 from kda_ops.stages import Gradients, Tile, Trace
@@ -270,7 +271,7 @@ def finish_walk(
 def reverse_walk(
     p: Problem,
     tile: Tile,
-    trace: Trace,
+    trace: Trace | None,
     do: Tensor,
     dfinal_state: Tensor | None,
     need: frozenset[str],
@@ -300,8 +301,14 @@ def reverse_walk(
         wide = (p.V, p.K) if p.transposed else (p.K, p.V)
         dinitial = as_kv(p, new(q, "dinitial_state", (p.N, p.HV, *wide), torch.float32))
     dfinal = None if dfinal_state is None or dfinal_state.dim() == 1 else as_kv(p, dfinal_state)
-    if run:
-        dfinal = enter_runs(p, tile, Runs(p, run), do, dfinal)
+    # neither needs the other, and the scan of few heads leaves multiprocessors idle
+    with overlap_scans(p) as on_side_stream:
+        if trace is None:
+            with on_side_stream:
+                trace = scan(p, tile, None, None, keep=True)
+        if run:
+            dfinal = enter_runs(p, tile, Runs(p, run), do, dfinal)
+    assert trace is not None  # keep=True returns one
     launch(
         KERNEL.reverse_walk_gdn,
         tuning.pieces(p, run) * p.HV,

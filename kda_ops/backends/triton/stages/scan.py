@@ -1,5 +1,6 @@
 """Carry the state through the chunks of each sequence: the only sequential part of the forward."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -533,6 +534,12 @@ def map_shard(p: Problem, tile: Tile) -> tuple[Tensor, Tensor | None]:
     runs = Runs(p)
     maps = find_maps(p, tile, runs)
     return (runs.join_shard(maps, False, None, p.V + p.K), maps) if runs.length else (maps, None)
+
+
+def overlap_scans(p: Problem) -> AbstractContextManager[AbstractContextManager]:
+    """Overlap two scans on two streams, if the device has room for both."""
+    alone = p.q.device.type != "cuda" or not p.V or not tuning.leaves_room(p)
+    return nullcontext(nullcontext()) if alone else overlap_streams(p.q.device)
 
 
 def scan(
